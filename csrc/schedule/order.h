@@ -1,0 +1,163 @@
+// The orders: for each policy, which KV tiles a claim takes, in which order a KV tile visits its query tiles, and the
+// rank of each (KV tile, query tile) in the sum of dQ. Decided here and nowhere else.
+//
+// Determinism contract: visit and rank are functions of (seqlen_q, seqlen_k, tile_q, tile_k, causal, policy, cta_group)
+// alone. Not of the batch, the heads, the number of SMs or who runs what, when.
+//
+// Forward-progress contract: claims are numbered in the order of (batch, KV head, group), and every tile of lower rank at
+// a query tile belongs to an earlier claim, or to the same claim and, in the order of visits that all its CTAs share,
+// to a step that is not later. A wait for the previous rank can therefore never close a cycle. docs/schedules.md has the proof.
+//
+// The query heads of one KV head are walked in ascending order, each through all its steps before the next.
+#pragma once
+
+#include "../host_device.h"
+#include "policy.h"
+#include "problem.h"
+#include "rotation.h"
+
+namespace dash_attn {
+
+// Order<P> has
+//   kCtaGroup                     the cluster size the kernel launches; the functions read problem.cta_group
+//   groups(problem)               claims that one (batch, KV head) is cut into
+//   kv_tile(problem, group, r)    KV tile of CTA r of the cluster that took `group`; -1 when the group has no such tile
+//   visit(problem, kv, step)      query tile at `step`, 0 <= step < problem.live_query_tiles(kv)
+//   rank(problem, kv, q)          place of KV tile `kv` in dQ_q, 0 <= rank < problem.live_kv_tiles(q), q live for kv
+template <Policy P>
+struct Order;
+
+// KV tiles in groups of `cta_group` from tile 0 upwards.
+struct AscendingGroups {
+  DASH_HOST_DEVICE static constexpr int groups(Problem const& problem) {
+    return ceil_div(problem.kv_tiles, problem.cta_group);
+  }
+  DASH_HOST_DEVICE static constexpr int kv_tile(Problem const& problem, int group, int cta_rank) {
+    int const kv = group * problem.cta_group + cta_rank;
+    return kv < problem.kv_tiles ? kv : -1;
+  }
+};
+
+// q upwards from the first live tile, partials added in ascending KV. The order of FlashAttention-2 and -3's deterministic mode.
+template <>
+struct Order<Policy::kAscending> : AscendingGroups {
+  static constexpr int kCtaGroup = 1;
+
+  DASH_HOST_DEVICE static constexpr int visit(Problem const& problem, int kv, int step) {
+    return problem.first_query_tile(kv) + step;
+  }
+  DASH_HOST_DEVICE static constexpr int rank(Problem const&, int kv, int) { return kv; }
+};
+
+// q downwards from the last tile: under the causal mask all KV tiles start at a live tile, none waits for the diagonal
+// of a longer one (DASH, arXiv 2601.21824). The paper mirrors every second head onto the SMs; a claim counter
+// does as much by itself, since the SM that had the shortest tile is the first to come for the next head's longest.
+template <>
+struct Order<Policy::kDescending> : AscendingGroups {
+  static constexpr int kCtaGroup = 1;
+
+  DASH_HOST_DEVICE static constexpr int visit(Problem const& problem, int, int step) {
+    return problem.query_tiles - 1 - step;
+  }
+  DASH_HOST_DEVICE static constexpr int rank(Problem const&, int kv, int) { return kv; }
+};
+
+// Shortest first: KV tiles are claimed last to first and added in that order, q upwards from the first live tile.
+template <>
+struct Order<Policy::kSpt> {
+  static constexpr int kCtaGroup = 1;
+
+  DASH_HOST_DEVICE static constexpr int groups(Problem const& problem) { return AscendingGroups::groups(problem); }
+  DASH_HOST_DEVICE static constexpr int kv_tile(Problem const& problem, int group, int cta_rank) {
+    return max_int(-1, problem.kv_tiles - 1 - (group * problem.cta_group + cta_rank));
+  }
+  DASH_HOST_DEVICE static constexpr int visit(Problem const& problem, int kv, int step) {
+    return problem.first_query_tile(kv) + step;
+  }
+  DASH_HOST_DEVICE static constexpr int rank(Problem const& problem, int kv, int query_tile) {
+    return problem.live_kv_tiles(query_tile) - 1 - kv;
+  }
+};
+
+// Full mask. The paper's rotation, q = (kv + step) mod n, kept inside each group; groups one after the other.
+// With cta_group = n it is the published schedule.
+template <>
+struct Order<Policy::kShift> : AscendingGroups {
+  static constexpr int kCtaGroup = 2;
+
+  DASH_HOST_DEVICE static constexpr int visit(Problem const& problem, int kv, int step) {
+    int const first = group_start(problem, kv);
+    return rotation(problem, first).visit_upwards(kv - first, step);
+  }
+  DASH_HOST_DEVICE static constexpr int rank(Problem const& problem, int kv, int query_tile) {
+    int const first = group_start(problem, kv);
+    return first + rotation(problem, first).rank(kv - first, query_tile);
+  }
+
+  DASH_HOST_DEVICE static constexpr int group_start(Problem const& problem, int kv) {
+    return kv - kv % problem.cta_group;
+  }
+  DASH_HOST_DEVICE static constexpr Rotation rotation(Problem const& problem, int first) {
+    return {problem.query_tiles, min_int(problem.cta_group, problem.kv_tiles - first)};
+  }
+};
+
+// Causal mask. The first half of the KV tiles, in groups: the rectangle of query tiles that every member sees, rotated,
+// blocks from the end of q downwards; then the triangle before it, upwards. The second half, in groups: q downwards,
+// as in the descending order, the tiles mirrored within the cluster so that the CTA with the longest tile
+// of the first half has the shortest of the second. With cta_group = n/2 and square tiles it is the published schedule.
+template <>
+struct Order<Policy::kSymmetricShift> {
+  static constexpr int kCtaGroup = 2;
+
+  // KV tiles of the first half; no group straddles it.
+  DASH_HOST_DEVICE static constexpr int half(Problem const& problem) { return (problem.kv_tiles + 1) / 2; }
+
+  DASH_HOST_DEVICE static constexpr int groups(Problem const& problem) {
+    int const h = half(problem);
+    return ceil_div(h, problem.cta_group) + ceil_div(problem.kv_tiles - h, problem.cta_group);
+  }
+
+  DASH_HOST_DEVICE static constexpr int kv_tile(Problem const& problem, int group, int cta_rank) {
+    int const h = half(problem);
+    int const first_half_groups = ceil_div(h, problem.cta_group);
+    if (group < first_half_groups) {
+      int const kv = group * problem.cta_group + cta_rank;
+      return kv < h ? kv : -1;
+    }
+    int const start = h + (group - first_half_groups) * problem.cta_group;
+    int const kv = min_int(start + problem.cta_group, problem.kv_tiles) - 1 - cta_rank;
+    return kv >= start ? kv : -1;
+  }
+
+  DASH_HOST_DEVICE static constexpr int visit(Problem const& problem, int kv, int step) {
+    if (kv >= half(problem)) return problem.query_tiles - 1 - step;
+    FirstHalfGroup const g = first_half_group(problem, kv);
+    return step < g.rectangle.length ? g.rectangle_start + g.rectangle.visit_downwards(kv - g.start, step)
+                                     : problem.first_query_tile(kv) + step - g.rectangle.length;
+  }
+
+  DASH_HOST_DEVICE static constexpr int rank(Problem const& problem, int kv, int query_tile) {
+    if (kv >= half(problem)) return kv;
+    FirstHalfGroup const g = first_half_group(problem, kv);
+    int const l = kv - g.start;
+    if (query_tile >= g.rectangle_start) return g.start + g.rectangle.rank(l, query_tile - g.rectangle_start);
+    // Members reach a tile of the triangle last first, and only those before the diagonal reach it at all.
+    return problem.live_kv_tiles(query_tile) - 1 - l;
+  }
+
+  struct FirstHalfGroup {
+    int start;            // its first KV tile
+    int rectangle_start;  // first query tile that its last KV tile sees
+    Rotation rectangle;
+  };
+
+  DASH_HOST_DEVICE static constexpr FirstHalfGroup first_half_group(Problem const& problem, int kv) {
+    int const start = kv - kv % problem.cta_group;
+    int const members = min_int(problem.cta_group, half(problem) - start);
+    int const rectangle_start = problem.first_query_tile(start + members - 1);
+    return {start, rectangle_start, {problem.query_tiles - rectangle_start, members}};
+  }
+};
+
+}  // namespace dash_attn
