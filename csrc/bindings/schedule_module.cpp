@@ -1,0 +1,229 @@
+// dash_attn._schedule: the schedule headers and the tile table, as the kernels see them, for Python. Host only.
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include <cstdint>
+#include <optional>
+#include <stdexcept>
+#include <string>
+#include <tuple>
+#include <vector>
+
+#include "../config/tile_shapes.h"
+#include "../schedule/assignment.h"
+#include "../schedule/order.h"
+#include "../schedule/policy.h"
+#include "../schedule/problem.h"
+
+namespace py = pybind11;
+using namespace dash_attn;
+
+namespace {
+
+using Table = std::vector<std::vector<int>>;
+
+Policy parse_policy(std::string const& name) {
+  std::string allowed;
+  for (int i = 0; i < kNumPolicies; ++i) {
+    if (name == kPolicyNames[i]) return static_cast<Policy>(i);
+    allowed += std::string(i ? ", '" : "'") + kPolicyNames[i] + "'";
+  }
+  throw py::value_error("schedule must be one of " + allowed + ", got '" + name + "'");
+}
+
+// Calls f with the policy as a type, once its mask is known to fit.
+template <class F>
+decltype(auto) with_fitting_policy(std::string const& name, Problem const& problem, F&& f) {
+  Policy const policy = parse_policy(name);
+  if (!fits(policy, problem.causal)) {
+    throw py::value_error("schedule='" + name + "' is defined for causal=" + (problem.causal ? "False" : "True") +
+                          " only, got causal=" + (problem.causal ? "True" : "False"));
+  }
+  return with_policy(policy, std::forward<F>(f));
+}
+
+int in_range(char const* argument, int64_t value, int64_t first, int64_t end) {
+  if (value < first || value >= end) {
+    throw py::value_error(std::string(argument) + " must be in [" + std::to_string(first) + ", " +
+                          std::to_string(end) + "), got " + std::to_string(value));
+  }
+  return static_cast<int>(value);
+}
+
+Problem checked_problem(int64_t seqlen_q, int64_t seqlen_k, int64_t tile_q, int64_t tile_k, bool causal,
+                        int64_t batch, int64_t kv_heads, int64_t queries_per_kv, int64_t cta_group) {
+  // Lengths and tiles below 2^30 keep every sum of the headers below 2^31.
+  constexpr int64_t kEnd = int64_t{1} << 30;
+  Problem const problem =
+      make_problem(in_range("batch", batch, 1, kEnd), in_range("kv_heads", kv_heads, 1, kEnd),
+                   in_range("queries_per_kv", queries_per_kv, 1, kEnd), in_range("seqlen_q", seqlen_q, 1, kEnd),
+                   in_range("seqlen_k", seqlen_k, 1, kEnd), in_range("tile_q", tile_q, 1, kEnd),
+                   in_range("tile_k", tile_k, 1, kEnd), in_range("cta_group", cta_group, 1, kEnd), causal);
+  if (batch * kv_heads >= (int64_t{1} << 31) / (problem.kv_tiles + 1)) {
+    throw py::value_error("batch * kv_heads * KV tiles must be below 2^31, got " + std::to_string(batch) + " * " +
+                          std::to_string(kv_heads) + " * " + std::to_string(problem.kv_tiles));
+  }
+  return problem;
+}
+
+int checked_live_query_tile(Problem const& problem, int kv, int64_t q) {
+  return in_range("query_tile", q, problem.first_query_tile(kv), problem.query_tiles);
+}
+
+int visit(std::string const& schedule, Problem const& problem, int64_t kv_tile, int64_t step) {
+  return with_fitting_policy(schedule, problem, [&](auto policy) {
+    int const kv = in_range("kv_tile", kv_tile, 0, problem.kv_tiles);
+    return Order<policy()>::visit(problem, kv, in_range("step", step, 0, problem.live_query_tiles(kv)));
+  });
+}
+
+int rank(std::string const& schedule, Problem const& problem, int64_t kv_tile, int64_t query_tile) {
+  return with_fitting_policy(schedule, problem, [&](auto policy) {
+    int const kv = in_range("kv_tile", kv_tile, 0, problem.kv_tiles);
+    return Order<policy()>::rank(problem, kv, checked_live_query_tile(problem, kv, query_tile));
+  });
+}
+
+int64_t claims(std::string const& schedule, Problem const& problem) {
+  return with_fitting_policy(schedule, problem, [&](auto policy) { return num_claims<policy()>(problem); });
+}
+
+std::optional<std::tuple<int, int, int>> assigned(std::string const& schedule, Problem const& problem, int64_t claim,
+                                                  int64_t cta_rank) {
+  return with_fitting_policy(schedule, problem, [&](auto policy) -> std::optional<std::tuple<int, int, int>> {
+    Work const work = assign<policy()>(problem, in_range("claim", claim, 0, num_claims<policy()>(problem)),
+                                       in_range("cta_rank", cta_rank, 0, problem.cta_group));
+    if (!work.valid) return std::nullopt;
+    return std::tuple(work.batch, work.kv_head, work.kv_tile);
+  });
+}
+
+Table groups(std::string const& schedule, Problem const& problem) {
+  return with_fitting_policy(schedule, problem, [&](auto policy) {
+    using O = Order<policy()>;
+    Table table(O::groups(problem));
+    for (int group = 0; group < static_cast<int>(table.size()); ++group) {
+      for (int r = 0; r < min_int(problem.cta_group, problem.kv_tiles); ++r) {
+        int const kv = O::kv_tile(problem, group, r);
+        if (kv >= 0) table[group].push_back(kv);
+      }
+    }
+    return table;
+  });
+}
+
+Table visit_order(std::string const& schedule, Problem const& problem) {
+  return with_fitting_policy(schedule, problem, [&](auto policy) {
+    Table table(problem.kv_tiles);
+    for (int kv = 0; kv < problem.kv_tiles; ++kv) {
+      for (int step = 0; step < problem.live_query_tiles(kv); ++step) {
+        table[kv].push_back(Order<policy()>::visit(problem, kv, step));
+      }
+    }
+    return table;
+  });
+}
+
+Table ranks(std::string const& schedule, Problem const& problem) {
+  return with_fitting_policy(schedule, problem, [&](auto policy) {
+    Table table(problem.kv_tiles, std::vector<int>(problem.query_tiles, -1));
+    for (int kv = 0; kv < problem.kv_tiles; ++kv) {
+      for (int q = problem.first_query_tile(kv); q < problem.query_tiles; ++q) {
+        table[kv][q] = Order<policy()>::rank(problem, kv, q);
+      }
+    }
+    return table;
+  });
+}
+
+Table add_order(std::string const& schedule, Problem const& problem) {
+  return with_fitting_policy(schedule, problem, [&](auto policy) {
+    Table table(problem.query_tiles);
+    for (int q = 0; q < problem.query_tiles; ++q) {
+      table[q].assign(problem.live_kv_tiles(q), -1);
+      for (int kv = 0; kv < problem.live_kv_tiles(q); ++kv) {
+        table[q].at(Order<policy()>::rank(problem, kv, q)) = kv;
+      }
+    }
+    return table;
+  });
+}
+
+int cta_group(std::string const& schedule) {
+  return with_policy(parse_policy(schedule), [](auto policy) { return Order<policy()>::kCtaGroup; });
+}
+
+std::tuple<int, int, int> tile_shape(int head_dim, bool causal) {
+  int const padded = padded_head_dim(head_dim);
+  if (padded == 0) {
+    throw py::value_error("head_dim must be in [1, 128], got " + std::to_string(head_dim));
+  }
+  TileShape const shape = backward_tile_shape(padded, causal);
+  return {shape.query, shape.key, shape.head_dim};
+}
+
+std::string repr(Problem const& p) {
+  return "Problem(seqlen_q=" + std::to_string(p.seqlen_q) + ", seqlen_k=" + std::to_string(p.seqlen_k) +
+         ", tile_q=" + std::to_string(p.tile_q) + ", tile_k=" + std::to_string(p.tile_k) +
+         ", causal=" + (p.causal ? "True" : "False") + ", batch=" + std::to_string(p.batch) +
+         ", kv_heads=" + std::to_string(p.kv_heads) + ", queries_per_kv=" + std::to_string(p.queries_per_kv) +
+         ", cta_group=" + std::to_string(p.cta_group) + ")";
+}
+
+}  // namespace
+
+PYBIND11_MODULE(_schedule, m) {
+  m.doc() = "The schedules of the kernels (csrc/schedule) and their tile table, on the host.";
+
+  py::tuple names(kNumPolicies);
+  for (int i = 0; i < kNumPolicies; ++i) names[i] = py::str(kPolicyNames[i]);
+  m.attr("POLICIES") = names;
+
+  py::class_<Problem>(m, "Problem", "Tile counts and mask ranges of one attention problem.")
+      .def(py::init(&checked_problem), py::arg("seqlen_q"), py::arg("seqlen_k"), py::kw_only(), py::arg("tile_q"),
+           py::arg("tile_k"), py::arg("causal"), py::arg("batch") = 1, py::arg("kv_heads") = 1,
+           py::arg("queries_per_kv") = 1, py::arg("cta_group") = 1)
+      .def_readonly("seqlen_q", &Problem::seqlen_q)
+      .def_readonly("seqlen_k", &Problem::seqlen_k)
+      .def_readonly("tile_q", &Problem::tile_q)
+      .def_readonly("tile_k", &Problem::tile_k)
+      .def_readonly("causal", &Problem::causal)
+      .def_readonly("batch", &Problem::batch)
+      .def_readonly("kv_heads", &Problem::kv_heads)
+      .def_readonly("queries_per_kv", &Problem::queries_per_kv)
+      .def_readonly("cta_group", &Problem::cta_group)
+      .def_readonly("num_query_tiles", &Problem::query_tiles)
+      .def_readonly("num_kv_tiles", &Problem::kv_tiles)
+      .def("first_query_tile",
+           [](Problem const& p, int64_t kv) { return p.first_query_tile(in_range("kv_tile", kv, 0, p.kv_tiles)); },
+           py::arg("kv_tile"))
+      .def("live_query_tiles",
+           [](Problem const& p, int64_t kv) { return p.live_query_tiles(in_range("kv_tile", kv, 0, p.kv_tiles)); },
+           py::arg("kv_tile"))
+      .def("live_kv_tiles",
+           [](Problem const& p, int64_t q) { return p.live_kv_tiles(in_range("query_tile", q, 0, p.query_tiles)); },
+           py::arg("query_tile"))
+      .def("__repr__", &repr);
+
+  m.def("fits", [](std::string const& schedule, bool causal) { return fits(parse_policy(schedule), causal); },
+        py::arg("schedule"), py::arg("causal"), "Whether the policy is defined for this mask.");
+  m.def("cta_group", &cta_group, py::arg("schedule"), "CTAs of the clusters that the kernel launches for the policy.");
+  m.def("visit", &visit, py::arg("schedule"), py::arg("problem"), py::arg("kv_tile"), py::arg("step"),
+        "Query tile that a KV tile visits at a step.");
+  m.def("rank", &rank, py::arg("schedule"), py::arg("problem"), py::arg("kv_tile"), py::arg("query_tile"),
+        "Place of a KV tile in the sum of dQ of a query tile that is live for it.");
+  m.def("num_claims", &claims, py::arg("schedule"), py::arg("problem"), "Claims of the whole problem.");
+  m.def("assign", &assigned, py::arg("schedule"), py::arg("problem"), py::arg("claim"), py::arg("cta_rank") = 0,
+        "(batch, KV head, KV tile) of one CTA of the cluster that took a claim; None when it sits the claim out.");
+  m.def("groups", &groups, py::arg("schedule"), py::arg("problem"),
+        "KV tiles of each claim of one (batch, KV head), by CTA of the cluster.");
+  m.def("visit_order", &visit_order, py::arg("schedule"), py::arg("problem"),
+        "Query tiles of each KV tile, in the order of its visits.");
+  m.def("ranks", &ranks, py::arg("schedule"), py::arg("problem"), "[kv_tile][query_tile]: rank, -1 where masked out.");
+  m.def("add_order", &add_order, py::arg("schedule"), py::arg("problem"),
+        "KV tiles of each query tile, in the order in which their partials are added to dQ.");
+  m.def("padded_head_dim", &padded_head_dim, py::arg("head_dim"),
+        "Head dim of the kernel that takes this one; 0 when none does.");
+  m.def("backward_tile_shape", &tile_shape, py::arg("head_dim"), py::arg("causal"),
+        "(queries, keys, padded head dim) of one tile of the backward.");
+}

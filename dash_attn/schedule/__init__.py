@@ -1,0 +1,155 @@
+"""The order in which the backward kernel works and adds, and a model of what each order costs.
+
+Everything here is host code over ``csrc/schedule``, the headers that the kernel itself is compiled from; nothing needs
+a GPU or torch. ``python -m dash_attn.schedule`` compares the policies for a shape. docs/schedules.md defines them.
+
+A *problem* is the shape seen as tiles; a *schedule* is the name of a policy; *KV tile* and *query tile* are indices
+within one head. The order depends on the lengths, the head dim, the mask and the policy, and on nothing else.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+try:
+    from dash_attn import _schedule
+except ImportError as error:
+    raise ImportError(
+        "dash_attn._schedule, the compiled schedule module, cannot be imported: install the package with "
+        f"`pip install .` from its root ({error})"
+    ) from error
+
+from dash_attn._schedule import Problem, add_order, groups, ranks, visit_order
+
+__all__ = [
+    "POLICIES",
+    "AccumulationOrder",
+    "Problem",
+    "accumulation_order",
+    "add_order",
+    "groups",
+    "problem",
+    "ranks",
+    "resolve",
+    "tile_shape",
+    "visit_order",
+]
+
+POLICIES: tuple[str, ...] = _schedule.POLICIES
+"""Names of the policies; a name's index is the integer that the compiled ops take."""
+
+
+def _automatic(*, causal: bool) -> str:
+    """The policy of ``schedule="auto"``. It may depend on the shape of the problem only, never on the device."""
+    return "descending" if causal else "shift"
+
+
+def resolve(name: str, *, causal: bool, seqlen_q: int, seqlen_k: int) -> str:
+    """The policy that ``schedule=name`` means for a shape.
+
+    Args:
+        name: one of ``POLICIES`` or ``"auto"``.
+        causal: whether the mask is causal (bottom-right aligned).
+        seqlen_q, seqlen_k: numbers of queries and keys.
+
+    Returns:
+        One of ``POLICIES``.
+
+    Raises:
+        ValueError: ``name`` is unknown, or the policy is not defined for this mask.
+    """
+    if name == "auto":
+        return _automatic(causal=causal)
+    allowed = [policy for policy in POLICIES if _schedule.fits(policy, causal)]
+    if name not in allowed:
+        choices = ", ".join(repr(choice) for choice in ["auto", *allowed])
+        raise ValueError(f"schedule must be one of {choices} when causal={causal}, got {name!r}")
+    return name
+
+
+def tile_shape(head_dim: int, *, causal: bool) -> tuple[int, int]:
+    """(queries, keys) of one tile of the backward kernel.
+
+    Raises:
+        ValueError: no kernel takes this head dim.
+    """
+    return _schedule.backward_tile_shape(head_dim, causal)[:2]
+
+
+def problem(
+    schedule: str,
+    seqlen_q: int,
+    seqlen_k: int,
+    *,
+    causal: bool,
+    head_dim: int = 128,
+    batch: int = 1,
+    heads: int = 1,
+    kv_heads: int | None = None,
+    tile_q: int | None = None,
+    tile_k: int | None = None,
+    cta_group: int | None = None,
+) -> Problem:
+    """The problem as the kernel sees it when it runs the policy ``schedule``.
+
+    Args:
+        schedule: one of ``POLICIES`` or ``"auto"``.
+        seqlen_q, seqlen_k: numbers of queries and keys, from 1.
+        causal: whether the mask is causal (bottom-right aligned).
+        head_dim: selects the tile sizes, where they are not given.
+        batch, heads, kv_heads: counts; ``heads`` must be a multiple of ``kv_heads`` (default: ``heads``).
+        tile_q, tile_k: queries and keys in a tile; default: the kernel's for this head dim.
+        cta_group: CTAs that take a claim together; default: the kernel's for this policy.
+
+    Raises:
+        ValueError: an argument is out of range; the message names it.
+    """
+    schedule = resolve(schedule, causal=causal, seqlen_q=seqlen_q, seqlen_k=seqlen_k)
+    kv_heads = heads if kv_heads is None else kv_heads
+    if kv_heads < 1 or heads < 1 or heads % kv_heads:
+        raise ValueError(f"heads must be a positive multiple of kv_heads={kv_heads}, got {heads}")
+    if tile_q is None or tile_k is None:
+        default_q, default_k = tile_shape(head_dim, causal=causal)
+        tile_q = default_q if tile_q is None else tile_q
+        tile_k = default_k if tile_k is None else tile_k
+    return Problem(
+        seqlen_q,
+        seqlen_k,
+        tile_q=tile_q,
+        tile_k=tile_k,
+        causal=causal,
+        batch=batch,
+        kv_heads=kv_heads,
+        queries_per_kv=heads // kv_heads,
+        cta_group=_schedule.cta_group(schedule) if cta_group is None else cta_group,
+    )
+
+
+class AccumulationOrder(NamedTuple):
+    """The order of dQ's sum over KV tiles; the same for every batch and head."""
+
+    tile_q: int
+    """Queries in a query tile; the last one may be shorter."""
+    tile_k: int
+    """Keys in a KV tile; the last one may be shorter."""
+    kv_tiles: list[list[int]]
+    """For each query tile, the KV tiles that contribute, in the order of their adds. Empty where no row sees a key."""
+
+
+def accumulation_order(
+    schedule: str, *, seqlen_q: int, seqlen_k: int, head_dim: int, causal: bool
+) -> AccumulationOrder:
+    """The tiles and the order in which the kernel adds the partials of dQ.
+
+    Args:
+        schedule: one of ``POLICIES`` or ``"auto"``.
+        seqlen_q, seqlen_k: numbers of queries and keys, from 1.
+        head_dim: selects the tile sizes.
+        causal: whether the mask is causal (bottom-right aligned).
+
+    Raises:
+        ValueError: an argument is out of range, or the policy is not defined for this mask.
+    """
+    schedule = resolve(schedule, causal=causal, seqlen_q=seqlen_q, seqlen_k=seqlen_k)
+    tiles = problem(schedule, seqlen_q, seqlen_k, causal=causal, head_dim=head_dim)
+    return AccumulationOrder(tiles.tile_q, tiles.tile_k, add_order(schedule, tiles))
