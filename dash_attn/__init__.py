@@ -1,0 +1,6 @@
+"""Attention for Hopper GPUs with deterministic gradients: a drop-in replacement for flash_attn."""
+
+from .interface import flash_attn_func, flash_attn_kvpacked_func, flash_attn_qkvpacked_func
+
+__all__ = ["flash_attn_func", "flash_attn_kvpacked_func", "flash_attn_qkvpacked_func"]
+__version__ = "0.1.0"

@@ -1,0 +1,221 @@
+"""Attention and its gradients tile by tile in plain PyTorch, in the kernel's order, on any device.
+
+This is what runs for CPU tensors, and what the tests compare orders with. Per (batch, query head), with c = softmax_scale
+(FlashAttention-2, arXiv 2307.08691, algorithms 1 and 2):
+
+    S = c Q K^T      P = exp(S - LSE)      O = P V      dP = dO V^T      D = rowsum(dO * O)      dS = P * (dP - D)
+    dV = P^T dO      dK = c dS^T Q         dQ = c dS K
+
+The backward rounds where the kernel rounds (P and dS to the inputs' dtype before they enter a product, sums in fp32, one
+rounding at the end) and adds tile by tile in the order it is given, so a change of order shows in the last bits as it does
+on the GPU. It is not bit-equal to the kernel: the order inside one tile's product is the matrix library's. float64 inputs
+are computed in float64 throughout.
+"""
+
+import functools
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+
+from . import schedule as _schedule
+
+# Query rows that the forward holds scores of at a time.
+_FORWARD_ROWS = 128
+
+
+class TileOrder(NamedTuple):
+    """Tiles, and the two orders that fix the bits of a backward; the same for every batch and head."""
+
+    tile_q: int
+    """Queries in a query tile; the last one may be shorter."""
+    tile_k: int
+    """Keys in a KV tile; the last one may be shorter."""
+    visits: list[list[int]]
+    """For each KV tile, the query tiles it visits, in order: the order of the sums dK and dV."""
+    adds: list[list[int]]
+    """For each query tile, the KV tiles that contribute to it, in order: the order of the sum dQ."""
+
+
+@functools.lru_cache(maxsize=64)
+def tile_order(
+    schedule: str,
+    seqlen_q: int,
+    seqlen_k: int,
+    *,
+    head_dim: int,
+    causal: bool,
+    tile_q: int | None = None,
+    tile_k: int | None = None,
+) -> TileOrder:
+    """The order in which the kernel works under a policy.
+
+    Args:
+        schedule: a name of `dash_attn.schedule.POLICIES`, or "auto".
+        seqlen_q, seqlen_k: numbers of queries and keys, from 1.
+        head_dim: selects the tile sizes, where they are not given.
+        causal: whether the mask is causal (bottom-right aligned).
+        tile_q, tile_k: queries and keys in a tile; default: the kernel's.
+
+    Raises:
+        ValueError: an argument is out of range, or the policy is not defined for this mask.
+    """
+    schedule = _schedule.resolve(schedule, causal=causal, seqlen_q=seqlen_q, seqlen_k=seqlen_k)
+    problem = _schedule.problem(
+        schedule, seqlen_q, seqlen_k, causal=causal, head_dim=head_dim, tile_q=tile_q, tile_k=tile_k
+    )
+    return TileOrder(
+        problem.tile_q,
+        problem.tile_k,
+        _schedule.visit_order(schedule, problem),
+        _schedule.add_order(schedule, problem),
+    )
+
+
+def forward(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, softmax_scale: float, causal: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Output and log-sum-exp: O = softmax(c Q K^T) V, LSE = log(rowsum(exp(c Q K^T))).
+
+    Args:
+        q: (batch, seqlen_q, heads, head_dim), floating point.
+        k, v: (batch, seqlen_k, kv_heads, head_dim); kv_heads divides heads.
+        softmax_scale: c, any finite number.
+        causal: query i sees the keys j <= i + seqlen_k - seqlen_q (the last query sees the last key).
+
+    Returns:
+        out: like q. Zero where a query sees no key.
+        softmax_lse: (batch, heads, seqlen_q), fp32 (float64 for float64 inputs), natural logarithm. +inf where a query
+            sees no key, as in FlashAttention-2.
+    """
+    batch, seqlen_q, heads, head_dim = q.shape
+    seqlen_k, kv_heads = k.shape[1], k.shape[2]
+    diagonal = seqlen_k - seqlen_q
+    q_heads, k_heads, v_heads = _by_kv_head(q, kv_heads), _by_kv_head(k, kv_heads), _by_kv_head(v, kv_heads)
+    out = torch.zeros_like(q_heads)
+    lse = q_heads.new_full(q_heads.shape[:-1], torch.inf)
+    for start in range(0, seqlen_q, _FORWARD_ROWS):
+        end = min(start + _FORWARD_ROWS, seqlen_q)
+        keys = max(0, min(seqlen_k, end + diagonal)) if causal else seqlen_k
+        if keys == 0:
+            continue
+        rows = q_heads[:, :, start:end]
+        scores = (rows.flatten(1, 2) @ k_heads[:, 0, :keys].mT).unflatten(1, rows.shape[1:3]).mul_(softmax_scale)
+        if causal:
+            scores.masked_fill_(_hidden(start, end, 0, keys, diagonal, q.device), -torch.inf)
+        largest = scores.amax(dim=-1, keepdim=True)
+        largest.masked_fill_(largest == -torch.inf, 0.0)
+        p = scores.sub_(largest).exp_()
+        total = p.sum(dim=-1, keepdim=True)
+        weighted = _rounded(p, q.dtype).flatten(1, 2) @ v_heads[:, 0, :keys]
+        no_key = total == 0
+        out[:, :, start:end] = (weighted.unflatten(1, rows.shape[1:3]) / total).masked_fill_(no_key, 0.0)
+        lse[:, :, start:end] = (largest + total.log()).masked_fill_(no_key, torch.inf).squeeze(-1)
+    return _by_head(out, batch).to(q.dtype), lse.reshape(batch, heads, seqlen_q)
+
+
+def backward(
+    dout: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    softmax_lse: torch.Tensor,
+    *,
+    softmax_scale: float,
+    causal: bool,
+    order: TileOrder,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Gradients of sum(dout * out): dV = P^T dO, dK = c dS^T Q, dQ = c dS K with dS = P * (dO V^T - rowsum(dO * O)).
+
+    Each KV tile sums its dK and dV over its visits, for one query head of its group after the other; dQ of a query tile
+    sums its KV tiles in the order of `order.adds`.
+
+    Args:
+        dout, out: like q.
+        q: (batch, seqlen_q, heads, head_dim), floating point.
+        k, v: (batch, seqlen_k, kv_heads, head_dim); kv_heads divides heads.
+        softmax_lse: (batch, heads, seqlen_q), natural logarithm, +inf or -inf where a query sees no key.
+        softmax_scale: c, any finite number.
+        causal: query i sees the keys j <= i + seqlen_k - seqlen_q.
+        order: from `tile_order`, for these lengths and this mask.
+
+    Returns:
+        dq, dk, dv: like q, k, v.
+
+    Raises:
+        ValueError: the two orders of `order` wait for each other in a cycle, or disagree on the tiles.
+    """
+    batch, seqlen_q = q.shape[:2]
+    seqlen_k, kv_heads = k.shape[1], k.shape[2]
+    diagonal = seqlen_k - seqlen_q
+    q_heads, k_heads, v_heads, dout_heads, out_heads = (_by_kv_head(t, kv_heads) for t in (q, k, v, dout, out))
+    k_heads, v_heads = k_heads[:, 0], v_heads[:, 0]
+    d = (dout_heads * out_heads).sum(dim=-1, keepdim=True)
+    # exp(S - inf) is 0 for the rows that see no key, whichever sign marks them.
+    lse = softmax_lse.masked_fill(softmax_lse == -torch.inf, torch.inf).to(d.dtype).reshape(d.shape)
+
+    dq, dk, dv = torch.zeros_like(q_heads), torch.zeros_like(k_heads), torch.zeros_like(v_heads)
+    steps = list(_interleave(order))
+    for head in range(q_heads.shape[1]):
+        for kv_tile, q_tile in steps:
+            rows = slice(q_tile * order.tile_q, min((q_tile + 1) * order.tile_q, seqlen_q))
+            keys = slice(kv_tile * order.tile_k, min((kv_tile + 1) * order.tile_k, seqlen_k))
+            q_rows, dout_rows = q_heads[:, head, rows], dout_heads[:, head, rows]
+            scores = (q_rows @ k_heads[:, keys].mT).mul_(softmax_scale)
+            if causal and keys.stop - 1 > rows.start + diagonal:
+                hidden = _hidden(rows.start, rows.stop, keys.start, keys.stop, diagonal, q.device)
+                scores.masked_fill_(hidden, -torch.inf)
+            p = scores.sub_(lse[:, head, rows]).exp_()
+            ds = (dout_rows @ v_heads[:, keys].mT).sub_(d[:, head, rows]).mul_(p)
+            p, ds = _rounded(p, q.dtype), _rounded(ds, q.dtype)
+            dv[:, keys] += p.mT @ dout_rows
+            dk[:, keys] += ds.mT @ q_rows
+            dq[:, head, rows] += ds @ k_heads[:, keys]
+    dq, dk = dq.mul_(softmax_scale), dk.mul_(softmax_scale)
+    return tuple(_by_head(t, batch).to(q.dtype) for t in (dq, dk.unsqueeze(1), dv.unsqueeze(1)))
+
+
+def _by_kv_head(tensor, kv_heads):
+    """(batch, seqlen, heads, head_dim) -> (batch * kv_heads, heads per KV head, seqlen, head_dim) in the sums' dtype."""
+    tensor = tensor.to(torch.float64 if tensor.dtype == torch.float64 else torch.float32)
+    return tensor.transpose(1, 2).unflatten(1, (kv_heads, -1)).flatten(0, 1).contiguous()
+
+
+def _by_head(tensor, batch):
+    """The inverse of `_by_kv_head`, but for the dtype."""
+    return tensor.unflatten(0, (batch, -1)).flatten(1, 2).transpose(1, 2).contiguous()
+
+
+def _rounded(tensor, dtype):
+    return tensor.to(dtype).to(tensor.dtype)
+
+
+def _hidden(row_start, row_end, key_start, key_end, diagonal, device):
+    """Mask of the keys that the causal mask hides from each query of a tile."""
+    rows = torch.arange(row_start, row_end, device=device).unsqueeze(1)
+    return torch.arange(key_start, key_end, device=device) > rows + diagonal
+
+
+def _interleave(order: TileOrder) -> Iterator[tuple[int, int]]:
+    """(KV tile, query tile) pairs in a sequence that keeps both orders, as a GPU with room for every KV tile would."""
+    step = [0] * len(order.visits)
+    turn = [0] * len(order.adds)
+    runnable = list(reversed(range(len(order.visits))))
+    while runnable:
+        kv_tile = runnable.pop()
+        visits = order.visits[kv_tile]
+        while step[kv_tile] < len(visits):
+            q_tile = visits[step[kv_tile]]
+            adds = order.adds[q_tile]
+            if turn[q_tile] == len(adds) or adds[turn[q_tile]] != kv_tile:
+                break
+            yield kv_tile, q_tile
+            step[kv_tile] += 1
+            turn[q_tile] += 1
+            if turn[q_tile] < len(adds):
+                runnable.append(adds[turn[q_tile]])
+    if any(done < len(visits) for done, visits in zip(step, order.visits)) or any(
+        done < len(adds) for done, adds in zip(turn, order.adds)
+    ):
+        raise ValueError("order must have visits and adds of the same tiles that never wait for each other in a cycle")
