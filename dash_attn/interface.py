@@ -7,11 +7,8 @@ On CUDA tensors the kernels need a Hopper GPU. CPU tensors are computed by `dash
 checks. Gradients are a function of the inputs and of `schedule` alone.
 """
 
-import functools
-
 import torch
 import torch.nn.functional as F
-from torch.autograd.function import once_differentiable
 
 from . import checks, ops
 
@@ -80,7 +77,7 @@ def flash_attn_func(
     )  # fmt: skip
     checks.check_qkv(q, k, v)
     return _attention(
-        _unpack_nothing, (q, k, v), softmax_scale, causal, deterministic, return_attn_probs, sm_margin, schedule
+        (q, k, v), None, softmax_scale, causal, deterministic, return_attn_probs, sm_margin, schedule
     )
 
 
@@ -119,7 +116,7 @@ def flash_attn_kvpacked_func(
         k_descale=k_descale, v_descale=v_descale, attention_chunk=attention_chunk, num_splits=num_splits, pack_gqa=pack_gqa,
     )  # fmt: skip
     checks.check_q_kvpacked(q, kv)
-    return _attention(_unpack_kv, (q, kv), softmax_scale, causal, deterministic, return_attn_probs, sm_margin, schedule)
+    return _attention((q, kv), None, softmax_scale, causal, deterministic, return_attn_probs, sm_margin, schedule)
 
 
 def flash_attn_qkvpacked_func(
@@ -158,51 +155,70 @@ def flash_attn_qkvpacked_func(
         k_descale=k_descale, v_descale=v_descale, attention_chunk=attention_chunk, num_splits=num_splits, pack_gqa=pack_gqa,
     )  # fmt: skip
     checks.check_qkvpacked(qkv, num_heads_q)
-    unpack = _unpack_qkv if num_heads_q is None else functools.partial(_split_heads, num_heads_q=num_heads_q)
-    return _attention(unpack, (qkv,), softmax_scale, causal, deterministic, return_attn_probs, sm_margin, schedule)
+    return _attention((qkv,), num_heads_q, softmax_scale, causal, deterministic, return_attn_probs, sm_margin, schedule)
 
 
-def _attention(unpack, packed, softmax_scale, causal, deterministic, return_attn_probs, sm_margin, schedule):
+def _attention(packed, num_heads_q, softmax_scale, causal, deterministic, return_attn_probs, sm_margin, schedule):
     checks.check_flags(causal=causal, deterministic=deterministic, return_attn_probs=return_attn_probs)
     checks.check_schedule(schedule, causal)
     checks.check_sm_margin(sm_margin, packed[0].device)
+    head_dim = packed[0].shape[-1]
     if softmax_scale is None:
-        softmax_scale = packed[0].shape[-1] ** -0.5
+        softmax_scale = head_dim**-0.5
     else:
         checks.check_softmax_scale(softmax_scale)
-    out, softmax_lse = _Attention.apply(unpack, float(softmax_scale), causal, schedule, sm_margin, *packed)
+    packed = map(_pad_head_dim, packed)
+    out, softmax_lse = _Attention.apply(num_heads_q, float(softmax_scale), causal, schedule, sm_margin, *packed)
+    out = out[..., :head_dim]
     return (out, softmax_lse, None) if return_attn_probs else out
 
 
 class _Attention(torch.autograd.Function):
-    """`unpack` turns the tensors as the caller packed them into views q, k and v; it serves their gradients as well."""
+    """`packed` is what the caller gave: q, k and v in three tensors, two or one."""
 
     @staticmethod
-    def forward(ctx, unpack, softmax_scale, causal, schedule, sm_margin, *packed):
-        head_dim = packed[0].shape[-1]
-        packed = tuple(map(_pad_head_dim, packed))
-        out, softmax_lse = ops.forward(*unpack(*packed), softmax_scale, causal)
+    def forward(ctx, num_heads_q, softmax_scale, causal, schedule, sm_margin, *packed):
+        out, softmax_lse = ops.forward(*_unpack(packed, num_heads_q), softmax_scale, causal)
         ctx.save_for_backward(*packed, out, softmax_lse)
         ctx.mark_non_differentiable(softmax_lse)
-        # No zeros for the log-sum-exp's gradient.
+        # Spares the zeros that would stand for the log-sum-exp's gradient.
         ctx.set_materialize_grads(False)
-        ctx.unpack, ctx.softmax_scale, ctx.causal = unpack, softmax_scale, causal
-        ctx.schedule, ctx.sm_margin, ctx.head_dim = schedule, sm_margin, head_dim
-        return out[..., :head_dim], softmax_lse
+        ctx.arguments = (num_heads_q, softmax_scale, causal, schedule, sm_margin)
+        return out, softmax_lse
 
     @staticmethod
-    @once_differentiable
     def backward(ctx, dout, _):
         *packed, out, softmax_lse = ctx.saved_tensors
+        skipped = (None,) * len(ctx.arguments)
         if dout is None:
-            return (None,) * (5 + len(packed))
-        gradients = tuple(torch.empty_like(t) for t in packed)
-        ops.backward(
-            _pad_head_dim(dout), *ctx.unpack(*packed), out, softmax_lse, *ctx.unpack(*gradients),
-            ctx.softmax_scale, ctx.causal, ctx.schedule, ctx.sm_margin,
-        )  # fmt: skip
-        needed = ctx.needs_input_grad[5:]
-        return (None,) * 5 + tuple(g[..., : ctx.head_dim] if n else None for g, n in zip(gradients, needed))
+            return (*skipped, *(None for _ in packed))
+        # create_graph=True
+        differentiable = torch.is_grad_enabled() and not torch.compiler.is_compiling()
+        compute = _Gradients.apply if differentiable else _gradients
+        gradients = compute(*ctx.arguments, dout, out, softmax_lse, *packed)
+        needed = ctx.needs_input_grad[len(skipped) :]
+        return (*skipped, *(gradient if need else None for gradient, need in zip(gradients, needed)))
+
+
+class _Gradients(torch.autograd.Function):
+    """`_gradients`, such that differentiating the result raises instead of treating it as constant."""
+
+    @staticmethod
+    def forward(ctx, *arguments):
+        return _gradients(*arguments)
+
+    @staticmethod
+    def backward(ctx, *_):
+        raise RuntimeError("attention must be differentiated at most once, got a second differentiation of dash_attn")
+
+
+def _gradients(num_heads_q, softmax_scale, causal, schedule, sm_margin, dout, out, softmax_lse, *packed):
+    gradients = tuple(torch.empty_like(t) for t in packed)
+    # Written through the views that q, k and v are read through: a packed gradient needs no copy.
+    q, k, v = _unpack(packed, num_heads_q)
+    dq, dk, dv = _unpack(gradients, num_heads_q)
+    ops.backward(dout, q, k, v, out, softmax_lse, dq, dk, dv, softmax_scale, causal, schedule, sm_margin)
+    return gradients
 
 
 def _pad_head_dim(tensor):
@@ -211,18 +227,15 @@ def _pad_head_dim(tensor):
     return F.pad(tensor, (0, padding)) if padding else tensor
 
 
-def _unpack_nothing(q, k, v):
-    return q, k, v
-
-
-def _unpack_kv(q, kv):
-    return q, *kv.unbind(dim=2)
-
-
-def _unpack_qkv(qkv):
-    return qkv.unbind(dim=2)
-
-
-def _split_heads(qkv, num_heads_q):
+def _unpack(packed, num_heads_q):
+    """Views q, k and v of one, two or three tensors."""
+    if len(packed) == 3:
+        return packed
+    if len(packed) == 2:
+        q, kv = packed
+        return q, *kv.unbind(dim=2)
+    (qkv,) = packed
+    if num_heads_q is None:
+        return qkv.unbind(dim=2)
     kv_heads = (qkv.shape[2] - num_heads_q) // 2
     return qkv.split((num_heads_q, kv_heads, kv_heads), dim=2)
