@@ -1,0 +1,46 @@
+"""Every test of this folder needs a Hopper GPU and the compiled kernels."""
+
+import os
+import pathlib
+import sys
+
+import dash_attn
+import pytest
+import torch
+
+sys.path.insert(0, str(pathlib.Path(__file__).parents[1]))  # float64_reference
+
+HOPPER = (9, 0)
+# Set where a GPU and kernels are known to be there, so that a broken set-up fails instead of skipping everything.
+REQUIRE = "DASH_ATTN_REQUIRE_GPU"
+
+
+def why_not_here() -> str | None:
+    if not torch.cuda.is_available():
+        return "no CUDA device"
+    if torch.cuda.get_device_capability() != HOPPER:
+        return f"{torch.cuda.get_device_name()} has compute capability {torch.cuda.get_device_capability()}, not {HOPPER}"
+    if not list(pathlib.Path(dash_attn.__file__).parent.glob("_C*.so")):
+        return "the kernels (dash_attn._C) are not built"
+    return None
+
+
+@pytest.fixture(scope="session", autouse=True)
+def hopper():
+    reason = why_not_here()
+    if reason and os.environ.get(REQUIRE) == "1":
+        pytest.fail(f"{REQUIRE}=1, but {reason}")
+    if reason:
+        pytest.skip(reason)
+    # The first allocations then come from memory full of NaN: a workspace that is read before it is written shows.
+    torch.full((64 << 20,), float("nan"), device="cuda")
+
+
+@pytest.fixture
+def device() -> str:
+    return "cuda"
+
+
+@pytest.fixture
+def num_sms() -> int:
+    return torch.cuda.get_device_properties("cuda").multi_processor_count

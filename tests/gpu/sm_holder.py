@@ -1,0 +1,70 @@
+"""Holds SMs of the current device, as a communication kernel would, while the tests run something else."""
+
+import contextlib
+import ctypes
+import os
+import pathlib
+import shutil
+import subprocess
+import time
+
+import torch
+
+SOURCE = pathlib.Path(__file__).with_name("sm_holder.cu")
+
+
+def find_nvcc() -> str | None:
+    for home in (os.environ.get("CUDA_HOME"), os.environ.get("CUDA_PATH")):
+        if home and (nvcc := shutil.which("nvcc", path=os.path.join(home, "bin"))):
+            return nvcc
+    return shutil.which("nvcc") or shutil.which("nvcc", path="/usr/local/cuda/bin")
+
+
+def build(folder: pathlib.Path, nvcc: str) -> pathlib.Path:
+    library = folder / "libsm_holder.so"
+    command = [nvcc, "-O2", "-shared", "-Xcompiler", "-fPIC", "-arch=sm_90", str(SOURCE), "-o", str(library)]
+    subprocess.run(command, check=True)
+    return library
+
+
+class SmHolder:
+    def __init__(self, library: pathlib.Path, num_sms: int):
+        self._hold = ctypes.CDLL(str(library)).hold_sms
+        self._hold.restype = ctypes.c_int
+        self._hold.argtypes = [ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_ulonglong, ctypes.c_void_p]
+        self._resident = torch.zeros(num_sms, dtype=torch.int32, pin_memory=True)
+        self._release = torch.zeros(1, dtype=torch.int32, pin_memory=True)
+        self._stream = torch.cuda.Stream()
+        self._ended = torch.cuda.Event()
+
+    def holding(self) -> bool:
+        """False once the kernel has ended, by release or by its time limit."""
+        return not self._ended.query()
+
+    @contextlib.contextmanager
+    def hold(self, sms: int, limit_s: float):
+        """`sms` SMs are held on entry, until exit or for `limit_s`, so that a caller that hangs is let go. Everything the
+        caller launches meanwhile must have run once before: loading a kernel waits for the device."""
+        torch.cuda.synchronize()
+        self._resident.zero_()
+        self._release.zero_()
+        error = self._hold(
+            sms,
+            self._resident.data_ptr(),
+            self._release.data_ptr(),
+            int(limit_s * 1e9),
+            self._stream.cuda_stream,
+        )
+        if error:
+            raise RuntimeError(f"hold_sms({sms}) returned CUDA error {error}")
+        self._ended.record(self._stream)
+        resident = self._resident.numpy()
+        deadline = time.monotonic() + limit_s
+        try:
+            while int(resident[:sms].sum()) < sms:
+                if time.monotonic() > deadline:
+                    raise RuntimeError(f"only {int(resident[:sms].sum())} of {sms} CTAs came to hold an SM")
+            yield
+        finally:
+            self._release.fill_(1)
+            self._stream.synchronize()

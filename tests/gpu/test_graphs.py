@@ -1,0 +1,124 @@
+"""CUDA graphs, streams, devices, memory, and no wait of the host."""
+
+import gpu_support as support
+import pytest
+import torch
+from gpu_load import Perturbation
+from gpu_support import Inputs, Problem
+
+MASKS = pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+
+
+@MASKS
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_replay_gives_the_eager_bits(head_dim, causal, device):
+    problem = Problem(2, 700, 900, 8, 2, head_dim, causal)
+    inputs = support.random_inputs(problem, device, seed=1)
+    others = support.random_inputs(problem, device, seed=2)
+    load = Perturbation()
+    for policy in support.schedules(causal):
+        gradients = support.backward(inputs, problem, policy)  # loads the kernels before the capture
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            support.backward_into(gradients, inputs, problem, policy)
+        saved = Inputs(*(x.clone() for x in inputs.tensors()))
+        for source in (saved, others, saved):
+            expected = support.backward(source, problem, policy)
+            support.assert_finite(expected, f"{problem} {policy}")
+            for x, new in zip(inputs.tensors(), source.tensors()):
+                x.copy_(new)
+            load.enqueue(8)
+            for x in gradients.values():
+                x.fill_(float("nan"))
+            graph.replay()
+            graph.replay()
+            support.assert_same_bits(gradients, expected, f"{problem} {policy}, graph replay")
+    load.stop()
+
+
+@MASKS
+def test_capture_of_forward_and_backward(causal, device):
+    """A whole training step's attention in one graph."""
+    problem = Problem(2, 512, 512, 8, 2, 128, causal)
+    q, k, v, dout = support.random_qkv_dout(problem, device)
+    expected = support.backward(support.with_forward(problem, q, k, v, dout), problem, "auto")
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        gradients = support.backward(support.with_forward(problem, q, k, v, dout), problem, "auto")
+    for _ in range(3):
+        graph.replay()
+        support.assert_same_bits(gradients, expected, f"{problem}, graph of forward and backward")
+
+
+@MASKS
+def test_the_host_does_not_wait(causal, device):
+    problem = Problem(1, 512, 512, 4, 4, 128, causal)
+    inputs = support.random_inputs(problem, device)
+    for policy in support.schedules(causal):
+        gradients = support.backward(inputs, problem, policy)
+        torch.cuda.synchronize()
+        start, end = torch.cuda.Event(), torch.cuda.Event()
+        torch.cuda._sleep(400_000_000)  # clocks: about 0.2 s
+        start.record()
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            support.backward_into(gradients, inputs, problem, policy)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        end.record()
+        assert not start.query(), f"{problem} {policy}: the call returned only when earlier work had ended"
+        end.synchronize()
+
+
+@MASKS
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_workspace_is_linear_in_the_length(head_dim, causal, device):
+    lengths = (2048, 4096, 8192, 16384)
+    for policy in support.schedules(causal):
+        workspace = []
+        for seqlen in lengths:
+            problem = Problem(1, seqlen, seqlen, 2, 1, head_dim, causal)
+            inputs = support.random_inputs(problem, device)
+            gradients = support.nan_gradients(inputs)
+            torch.cuda.synchronize()
+            before = torch.cuda.memory_allocated()
+            torch.cuda.reset_peak_memory_stats()
+            support.backward_into(gradients, inputs, problem, policy)
+            workspace.append(torch.cuda.max_memory_allocated() - before)
+        assert workspace[0] > 0
+        for (a, used_a), (b, used_b) in zip(zip(lengths, workspace), zip(lengths[1:], workspace[1:])):
+            allowed = used_a * b / a * 1.02 + (1 << 16)
+            assert used_b <= allowed, (
+                f"{policy}, head_dim {head_dim}, causal={causal}: {used_a} bytes at {a}, {used_b} at {b}, "
+                f"allowed {allowed:.0f}"
+            )
+
+
+@MASKS
+def test_workspace_is_released(causal, device):
+    problem = Problem(1, 1024, 1024, 4, 4, 128, causal)
+    inputs = support.random_inputs(problem, device)
+    gradients = support.nan_gradients(inputs)
+    support.backward_into(gradients, inputs, problem, "auto")
+    before = torch.cuda.memory_allocated()
+    for _ in range(10):
+        support.backward_into(gradients, inputs, problem, "auto")
+    assert torch.cuda.memory_allocated() == before
+
+
+@MASKS
+def test_another_device(causal):
+    """Tensors of cuda:1 while cuda:0 is the current device."""
+    if torch.cuda.device_count() < 2:
+        pytest.skip("one GPU")
+    problem = Problem(2, 700, 700, 8, 2, 128, causal)
+    for policy in support.schedules(causal):
+        q, k, v, dout = support.random_qkv_dout(problem, "cuda:0")
+        expected = support.backward(support.with_forward(problem, q, k, v, dout), problem, policy)
+        there = support.with_forward(problem, *(x.to("cuda:1") for x in (q, k, v, dout)))
+        gradients = support.backward(there, problem, policy)
+        assert torch.cuda.current_device() == 0
+        gradients = {name: x.to("cuda:0") for name, x in gradients.items()}
+        support.assert_same_bits(gradients, expected, f"{problem} {policy}, on cuda:1")

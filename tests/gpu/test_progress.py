@@ -1,0 +1,141 @@
+"""The backward moves on while other kernels hold SMs, in proportion to the SMs that are left, and gives the same bits."""
+
+import time
+
+import gpu_support as support
+import pytest
+import sm_holder
+import torch
+from gpu_support import Inputs, Problem
+
+HOLD_LIMIT_S = 2.0
+# A backward on the SMs that are left may take this much longer than their number explains, plus launches.
+PROPORTION = 2.0
+SLACK_MS = 2.0
+
+
+@pytest.fixture(scope="module")
+def holder(hopper, tmp_path_factory):
+    nvcc = sm_holder.find_nvcc()
+    if nvcc is None:
+        pytest.skip("nvcc, which compiles the kernel that holds SMs, is not found: set CUDA_HOME")
+    library = sm_holder.build(tmp_path_factory.mktemp("sm_holder"), nvcc)
+    return sm_holder.SmHolder(library, torch.cuda.get_device_properties("cuda").multi_processor_count)
+
+
+class TimedBackward:
+    """One backward on the current stream into outputs that exist already, so that nothing is allocated when it is held."""
+
+    def __init__(self, inputs: Inputs, problem: Problem, policy: str):
+        self.inputs, self.problem, self.policy = inputs, problem, policy
+        self.gradients = support.nan_gradients(inputs)
+        self.start, self.end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        self.launch()
+        torch.cuda.synchronize()
+        support.assert_finite(self.gradients, self.name)
+        self.expected = {name: x.clone() for name, x in self.gradients.items()}
+        self.launch()  # the workspace of the launches to come is now in the allocator's cache
+        torch.cuda.synchronize()
+
+    @property
+    def name(self) -> str:
+        return f"{self.problem} {self.policy}"
+
+    def launch(self) -> None:
+        self.start.record()
+        support.backward_into(self.gradients, self.inputs, self.problem, self.policy)
+        self.end.record()
+
+    def clear(self) -> None:
+        for x in self.gradients.values():
+            x.fill_(float("nan"))
+
+    def time_alone_ms(self) -> float:
+        times = []
+        for _ in range(3):
+            self.launch()
+            self.end.synchronize()
+            times.append(self.start.elapsed_time(self.end))
+        return min(times)
+
+    def run_while_held(self, holder: sm_holder.SmHolder, held: int) -> float:
+        """Milliseconds that the backward took; fails unless it ended while the SMs were held."""
+        self.clear()
+        with holder.hold(held, HOLD_LIMIT_S):
+            self.launch()
+            while not self.end.query() and holder.holding():
+                time.sleep(1e-4)
+            finished = self.end.query() and holder.holding()
+        torch.cuda.synchronize()
+        assert finished, f"{self.name}: no end within {HOLD_LIMIT_S} s while a kernel held {held} SMs"
+        support.assert_same_bits(self.gradients, self.expected, f"{self.name}, {held} SMs held")
+        return self.start.elapsed_time(self.end)
+
+    def check_held(self, holder: sm_holder.SmHolder, held: int, num_sms: int, alone_ms: float) -> None:
+        took_ms = self.run_while_held(holder, held)
+        limit_ms = PROPORTION * alone_ms * num_sms / (num_sms - held) + SLACK_MS
+        assert took_ms <= limit_ms, (
+            f"{self.name}: {took_ms:.2f} ms while a kernel held {held} of {num_sms} SMs, allowed {limit_ms:.2f} ms; "
+            f"{alone_ms:.3f} ms alone"
+        )
+
+
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("held", [1, 66, 116, 128, 129, 130, 131])
+def test_every_policy_while_sms_are_held(held, head_dim, causal, holder, device, num_sms):
+    if held >= num_sms:
+        pytest.skip(f"the GPU has {num_sms} SMs")
+    # More KV tiles than a GPU has SMs.
+    problem = Problem(2, 1536, 1536, 16, 8, head_dim, causal)
+    inputs = support.random_inputs(problem, device)
+    failures = []
+    for policy in support.schedules(causal):
+        backward = TimedBackward(inputs, problem, policy)
+        try:
+            backward.check_held(holder, held, num_sms, backward.time_alone_ms())
+        except AssertionError as error:
+            failures.append(str(error))
+    assert not failures, "\n".join(failures)
+
+
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+def test_every_number_of_held_sms(causal, holder, device, num_sms):
+    problem = Problem(1, 512, 512, 16, 4, 128, causal)
+    inputs = support.random_inputs(problem, device)
+    backward = TimedBackward(inputs, problem, "auto")
+    alone_ms = backward.time_alone_ms()
+    for held in range(1, num_sms):
+        backward.check_held(holder, held, num_sms, alone_ms)
+
+
+@pytest.mark.parametrize("held", [1, 66, 120])
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+def test_two_streams_at_once(causal, held, holder, device):
+    """Two backward passes share the SMs that a third kernel leaves: neither waits for a CTA that cannot start."""
+    problem = Problem(2, 1024, 1024, 16, 4, 128, causal)
+    policies = support.schedules(causal)
+    streams = [torch.cuda.Stream(), torch.cuda.Stream()]
+    pairs = [(a, b) for i, a in enumerate(policies) for b in policies[i:]]
+    for names in pairs:
+        runs = []
+        for seed, (stream, policy) in enumerate(zip(streams, names)):
+            inputs = support.random_inputs(problem, device, seed)
+            torch.cuda.synchronize()
+            with torch.cuda.stream(stream):
+                runs.append(TimedBackward(inputs, problem, policy))
+                runs[-1].clear()
+        torch.cuda.synchronize()
+        finished = False
+        with holder.hold(held, HOLD_LIMIT_S):
+            for _ in range(4):
+                for stream, run in zip(streams, runs):
+                    with torch.cuda.stream(stream):
+                        run.launch()
+            while holder.holding() and not finished:
+                finished = all(run.end.query() for run in runs)
+                time.sleep(1e-4)
+        torch.cuda.synchronize()
+        assert finished, f"{problem} {names} on two streams: no end within {HOLD_LIMIT_S} s with {held} SMs held"
+        for run in runs:
+            support.assert_same_bits(run.gradients, run.expected, f"{run.name}, on two streams, {held} SMs held")
