@@ -14,6 +14,7 @@
 #include "../schedule/order.h"
 #include "../schedule/policy.h"
 #include "../schedule/problem.h"
+#include "../schedule/simulator.h"
 
 namespace py = pybind11;
 using namespace dash_attn;
@@ -162,6 +163,44 @@ std::tuple<int, int, int> tile_shape(int head_dim, bool causal) {
   return {shape.query, shape.key, shape.head_dim};
 }
 
+Mapping parse_mapping(std::string const& name) {
+  if (name == "claims") return Mapping::kClaims;
+  if (name == "independent") return Mapping::kIndependent;
+  if (name == "published") return Mapping::kPublished;
+  throw py::value_error("mapping must be one of 'claims', 'independent', 'published', got '" + name + "'");
+}
+
+double duration(char const* argument, double value) {
+  if (!(value >= 0) || value > 1e12) {
+    throw py::value_error(std::string(argument) + " must be in [0, 1e12], got " + py::str(py::float_(value)).cast<std::string>());
+  }
+  return value;
+}
+
+Simulation simulated(std::string const& schedule, Problem const& problem, int64_t sms, double product_time,
+                     double add_time, double signal_time, std::string const& mapping,
+                     std::vector<double> launch_times, bool record_tasks) {
+  SimulationOptions options;
+  options.sms = in_range("sms", sms, 1, 1 << 20);
+  options.product_time = duration("product_time", product_time);
+  options.add_time = duration("add_time", add_time);
+  options.signal_time = duration("signal_time", signal_time);
+  options.mapping = parse_mapping(mapping);
+  for (double time : launch_times) duration("launch_times", time);
+  options.launch_times = std::move(launch_times);
+  options.record_tasks = record_tasks;
+  return with_fitting_policy(schedule, problem,
+                             [&](auto policy) { return simulate<policy()>(problem, std::move(options)); });
+}
+
+double longest_path(std::string const& schedule, Problem const& problem, double product_time, double add_time,
+                    double signal_time) {
+  return with_fitting_policy(schedule, problem, [&](auto policy) {
+    return critical_path<policy()>(problem, duration("product_time", product_time), duration("add_time", add_time),
+                                   duration("signal_time", signal_time));
+  });
+}
+
 std::string repr(Problem const& p) {
   return "Problem(seqlen_q=" + std::to_string(p.seqlen_q) + ", seqlen_k=" + std::to_string(p.seqlen_k) +
          ", tile_q=" + std::to_string(p.tile_q) + ", tile_k=" + std::to_string(p.tile_k) +
@@ -226,4 +265,27 @@ PYBIND11_MODULE(_schedule, m) {
         "Head dim of the kernel that takes this one; 0 when none does.");
   m.def("backward_tile_shape", &tile_shape, py::arg("head_dim"), py::arg("causal"),
         "(queries, keys, padded head dim) of one tile of the backward.");
+
+  py::class_<SimulatedTask>(m, "Task", "One tile: its products from start to products_end, its add from add_start to end.")
+      .def_readonly("sm", &SimulatedTask::sm)
+      .def_readonly("batch", &SimulatedTask::batch)
+      .def_readonly("head", &SimulatedTask::head)
+      .def_readonly("kv_tile", &SimulatedTask::kv_tile)
+      .def_readonly("query_tile", &SimulatedTask::query_tile)
+      .def_readonly("start", &SimulatedTask::start)
+      .def_readonly("products_end", &SimulatedTask::products_end)
+      .def_readonly("add_start", &SimulatedTask::add_start)
+      .def_readonly("end", &SimulatedTask::end);
+
+  py::class_<Simulation>(m, "Simulation")
+      .def_readonly("makespan", &Simulation::makespan)
+      .def_readonly("busy", &Simulation::busy)
+      .def_readonly("num_tasks", &Simulation::num_tasks)
+      .def_readonly("tasks", &Simulation::tasks);
+
+  m.def("simulate", &simulated, py::arg("schedule"), py::arg("problem"), py::kw_only(), py::arg("sms"),
+        py::arg("product_time"), py::arg("add_time"), py::arg("signal_time"), py::arg("mapping"),
+        py::arg("launch_times"), py::arg("record_tasks"));
+  m.def("critical_path", &longest_path, py::arg("schedule"), py::arg("problem"), py::kw_only(),
+        py::arg("product_time"), py::arg("add_time"), py::arg("signal_time"));
 }
