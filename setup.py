@@ -3,7 +3,6 @@ environment variables that limit what is built."""
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import sys
@@ -16,6 +15,7 @@ ROOT = Path(__file__).resolve().parent
 sys.path[:0] = [str(ROOT / "build_support"), str(ROOT / "third_party")]
 
 import outer  # noqa: E402
+import progress  # noqa: E402
 import ptxas  # noqa: E402
 import toolchain  # noqa: E402
 import variants as variant_list  # noqa: E402
@@ -159,17 +159,22 @@ class BuildExtension(cpp_extension.BuildExtension):
             report["clean"] = not any(ptxas.faults(kernel) for kernel in report["kernels"])
             most = max((kernel["registers"] for kernel in report["kernels"]), default=0)
             log(f"{len(report['kernels'])} kernels, at most {most} registers, clean: {report['clean']}")
-        folders = [Path(self.build_lib) / "dash_attn"] + ([Path("dash_attn")] if self.inplace else [])
-        for folder in folders:
-            folder.mkdir(parents=True, exist_ok=True)
-            (folder / REPORT).write_text(json.dumps(report, indent=1) + "\n")
-            if "reason" in report and not os.environ.get("DASH_ATTN_KEEP_CUDA") == "1":
-                (folder / "_C.abi3.so").unlink(missing_ok=True)
+        package = Path(self.build_lib) / "dash_attn"
+        package.mkdir(parents=True, exist_ok=True)
+        text = json.dumps(report, indent=1) + "\n"
+        (package / REPORT).write_text(text)
+        if "reason" in report:
+            # The folder may hold the kernels of an earlier build, which an install would pick up.
+            (package / "_C.abi3.so").unlink(missing_ok=True)
+        checkout = Path("dash_attn")
+        if self.inplace and not ("reason" in report and (checkout / "_C.abi3.so").is_file()):
+            (checkout / REPORT).write_text(text)
 
     def run(self):
         inplace = self.inplace
         self._remove_stale_objects()
-        super().run()
+        with progress.short_lines():
+            super().run()
         self.inplace = inplace
         self._write_report()
 
