@@ -72,6 +72,18 @@ def tile_order(
     )
 
 
+def _without_autocast(function):
+    """Autocast would turn the fp32 products into 16-bit ones."""
+
+    @functools.wraps(function)
+    def wrapped(tensor, *args, **kwargs):
+        with torch.autocast(tensor.device.type, enabled=False):
+            return function(tensor, *args, **kwargs)
+
+    return wrapped
+
+
+@_without_autocast
 def forward(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, softmax_scale: float, causal: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -114,6 +126,7 @@ def forward(
     return _by_head(out, batch).to(q.dtype), lse.reshape(batch, heads, seqlen_q)
 
 
+@_without_autocast
 def backward(
     dout: torch.Tensor,
     q: torch.Tensor,
