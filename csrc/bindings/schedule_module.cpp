@@ -52,14 +52,16 @@ int in_range(char const* argument, int64_t value, int64_t first, int64_t end) {
 }
 
 Problem checked_problem(int64_t seqlen_q, int64_t seqlen_k, int64_t tile_q, int64_t tile_k, bool causal,
-                        int64_t batch, int64_t kv_heads, int64_t queries_per_kv, int64_t cta_group) {
+                        int64_t batch, int64_t kv_heads, int64_t queries_per_kv, int64_t cta_group,
+                        int64_t head_section) {
   // Lengths and tiles below 2^30 keep every sum of the headers below 2^31.
   constexpr int64_t kEnd = int64_t{1} << 30;
   Problem const problem =
       make_problem(in_range("batch", batch, 1, kEnd), in_range("kv_heads", kv_heads, 1, kEnd),
                    in_range("queries_per_kv", queries_per_kv, 1, kEnd), in_range("seqlen_q", seqlen_q, 1, kEnd),
                    in_range("seqlen_k", seqlen_k, 1, kEnd), in_range("tile_q", tile_q, 1, kEnd),
-                   in_range("tile_k", tile_k, 1, kEnd), in_range("cta_group", cta_group, 1, kEnd), causal);
+                   in_range("tile_k", tile_k, 1, kEnd), in_range("cta_group", cta_group, 1, kEnd), causal,
+                   in_range("head_section", head_section, 1, kEnd));
   if (batch * kv_heads >= (int64_t{1} << 31) / (problem.kv_tiles + 1)) {
     throw py::value_error("batch * kv_heads * KV tiles must be below 2^31, got " + std::to_string(batch) + " * " +
                           std::to_string(kv_heads) + " * " + std::to_string(problem.kv_tiles));
@@ -206,7 +208,7 @@ std::string repr(Problem const& p) {
          ", tile_q=" + std::to_string(p.tile_q) + ", tile_k=" + std::to_string(p.tile_k) +
          ", causal=" + (p.causal ? "True" : "False") + ", batch=" + std::to_string(p.batch) +
          ", kv_heads=" + std::to_string(p.kv_heads) + ", queries_per_kv=" + std::to_string(p.queries_per_kv) +
-         ", cta_group=" + std::to_string(p.cta_group) + ")";
+         ", cta_group=" + std::to_string(p.cta_group) + ", head_section=" + std::to_string(p.head_section) + ")";
 }
 
 }  // namespace
@@ -221,7 +223,7 @@ PYBIND11_MODULE(_schedule, m) {
   py::class_<Problem>(m, "Problem", "Tile counts and mask ranges of one attention problem.")
       .def(py::init(&checked_problem), py::arg("seqlen_q"), py::arg("seqlen_k"), py::kw_only(), py::arg("tile_q"),
            py::arg("tile_k"), py::arg("causal"), py::arg("batch") = 1, py::arg("kv_heads") = 1,
-           py::arg("queries_per_kv") = 1, py::arg("cta_group") = 1)
+           py::arg("queries_per_kv") = 1, py::arg("cta_group") = 1, py::arg("head_section") = 1)
       .def_readonly("seqlen_q", &Problem::seqlen_q)
       .def_readonly("seqlen_k", &Problem::seqlen_k)
       .def_readonly("tile_q", &Problem::tile_q)
@@ -231,6 +233,7 @@ PYBIND11_MODULE(_schedule, m) {
       .def_readonly("kv_heads", &Problem::kv_heads)
       .def_readonly("queries_per_kv", &Problem::queries_per_kv)
       .def_readonly("cta_group", &Problem::cta_group)
+      .def_readonly("head_section", &Problem::head_section)
       .def_readonly("num_query_tiles", &Problem::query_tiles)
       .def_readonly("num_kv_tiles", &Problem::kv_tiles)
       .def("first_query_tile",

@@ -23,6 +23,7 @@ struct Problem {
   int tile_k;     // keys in a tile
   int cta_group;  // C: CTAs of a cluster, each taking one KV tile of a claim
   bool causal;    // query i sees the keys j <= i + seqlen_k - seqlen_q (bottom right)
+  int head_section;  // (batch, KV head) pairs whose claims are interleaved; changes who runs when, never an order
 
   // Derived.
   int query_tiles;
@@ -52,7 +53,7 @@ static_assert(std::is_trivially_copyable_v<Problem> && std::is_standard_layout_v
 
 // Lengths and tile sizes count from 1; a length plus a tile must stay below 2^31.
 constexpr Problem make_problem(int batch, int kv_heads, int queries_per_kv, int seqlen_q, int seqlen_k, int tile_q,
-                               int tile_k, int cta_group, bool causal) {
+                               int tile_k, int cta_group, bool causal, int head_section = 1) {
   return Problem{batch,
                  kv_heads,
                  queries_per_kv,
@@ -62,6 +63,7 @@ constexpr Problem make_problem(int batch, int kv_heads, int queries_per_kv, int 
                  tile_k,
                  cta_group,
                  causal,
+                 head_section,
                  ceil_div(seqlen_q, tile_q),
                  ceil_div(seqlen_k, tile_k),
                  seqlen_k - seqlen_q};
