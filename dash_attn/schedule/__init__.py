@@ -19,18 +19,25 @@ except ImportError as error:
         f"`pip install .` from its root ({error})"
     ) from error
 
-from dash_attn._schedule import Problem, add_order, groups, ranks, visit_order
+from dash_attn._schedule import Problem, Task, add_order, assign, groups, num_claims, ranks, visit_order
+
+from .simulation import Simulation, simulate
 
 __all__ = [
     "POLICIES",
     "AccumulationOrder",
     "Problem",
+    "Simulation",
+    "Task",
     "accumulation_order",
     "add_order",
+    "assign",
     "groups",
+    "num_claims",
     "problem",
     "ranks",
     "resolve",
+    "simulate",
     "tile_shape",
     "visit_order",
 ]
@@ -89,6 +96,7 @@ def problem(
     tile_q: int | None = None,
     tile_k: int | None = None,
     cta_group: int | None = None,
+    head_section: int = 1,
 ) -> Problem:
     """The problem as the kernel sees it when it runs the policy ``schedule``.
 
@@ -100,6 +108,7 @@ def problem(
         batch, heads, kv_heads: counts; ``heads`` must be a multiple of ``kv_heads`` (default: ``heads``).
         tile_q, tile_k: queries and keys in a tile; default: the kernel's for this head dim.
         cta_group: CTAs that take a claim together; default: the kernel's for this policy.
+        head_section: (batch, KV head) pairs whose claims are interleaved. Changes who runs when, no order of adds.
 
     Raises:
         ValueError: an argument is out of range; the message names it.
@@ -122,6 +131,7 @@ def problem(
         kv_heads=kv_heads,
         queries_per_kv=heads // kv_heads,
         cta_group=_schedule.cta_group(schedule) if cta_group is None else cta_group,
+        head_section=head_section,
     )
 
 

@@ -1,0 +1,107 @@
+"""Compares the policies for a shape in the DAG model: ``python -m dash_attn.schedule --help``."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+from . import POLICIES, gantt, problem, resolve, simulate
+from .simulation import ADD_TIME, PRODUCT_TIME, SIGNAL_TIME
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m dash_attn.schedule",
+        description="Plays every policy that is defined for a mask, for one shape of the backward pass, in the DAG model: "
+        "each tile's products, then the add of its dQ partial in the policy's order. Nothing runs on a GPU.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    shape = parser.add_argument_group("shape")
+    shape.add_argument("--seqlen-q", type=int, default=8192, metavar="N", help="queries")
+    shape.add_argument("--seqlen-k", type=int, default=None, metavar="N", help="keys; None: as many as queries")
+    shape.add_argument("--head-dim", type=int, default=128, metavar="N", help="selects the kernel's tile sizes")
+    shape.add_argument("--batch", type=int, default=2, metavar="N", help="sequences")
+    shape.add_argument("--heads", type=int, default=16, metavar="N", help="query heads")
+    shape.add_argument("--kv-heads", type=int, default=None, metavar="N", help="KV heads; None: as many as heads")
+    shape.add_argument("--mask", choices=["causal", "full", "both"], default="both", help="mask, bottom-right aligned")
+    shape.add_argument("--tile-q", type=int, default=None, metavar="N", help="queries in a tile; None: the kernel's")
+    shape.add_argument("--tile-k", type=int, default=None, metavar="N", help="keys in a tile; None: the kernel's")
+    model = parser.add_argument_group("machine and costs, any one unit of time")
+    model.add_argument("--sms", type=int, default=132, metavar="N", help="streaming multiprocessors")
+    model.add_argument("--cta-group", type=int, default=None, metavar="C", help="cluster size; None: the kernel's")
+    model.add_argument("--head-section", type=int, default=1, metavar="N", help="heads whose claims are interleaved")
+    model.add_argument("--product-time", type=float, default=PRODUCT_TIME, metavar="T", help="products of one tile")
+    model.add_argument("--add-time", type=float, default=ADD_TIME, metavar="T", help="add of one dQ partial")
+    model.add_argument("--signal-time", type=float, default=SIGNAL_TIME, metavar="T", help="hop to the next rank")
+    parser.add_argument(
+        "--png",
+        default=None,
+        metavar="PATH",
+        help=f"draw the Gantt charts; needs matplotlib and at most {gantt.MAX_TASKS} tiles a policy: choose a small shape",
+    )
+    return parser
+
+
+def _compare(arguments: argparse.Namespace, *, causal: bool) -> list:
+    seqlen_k = arguments.seqlen_q if arguments.seqlen_k is None else arguments.seqlen_k
+    automatic = resolve("auto", causal=causal, seqlen_q=arguments.seqlen_q, seqlen_k=seqlen_k)
+    print(
+        f"{'causal' if causal else 'full'} mask, {arguments.seqlen_q} queries, {seqlen_k} keys, "
+        f"{arguments.batch} x {arguments.heads} heads, {arguments.sms} SMs"
+    )
+    print(f"  {'schedule':<23}{'makespan':>8}{'idle share':>12}{'critical path':>15}{'of ideal':>10}")
+    results = []
+    for policy in POLICIES:
+        try:
+            resolve(policy, causal=causal, seqlen_q=arguments.seqlen_q, seqlen_k=seqlen_k)
+        except ValueError:
+            continue
+        tiles = problem(
+            policy,
+            arguments.seqlen_q,
+            seqlen_k,
+            causal=causal,
+            head_dim=arguments.head_dim,
+            batch=arguments.batch,
+            heads=arguments.heads,
+            kv_heads=arguments.kv_heads,
+            tile_q=arguments.tile_q,
+            tile_k=arguments.tile_k,
+            cta_group=arguments.cta_group,
+            head_section=arguments.head_section,
+        )
+        result = simulate(
+            policy,
+            tiles,
+            sms=arguments.sms,
+            product_time=arguments.product_time,
+            add_time=arguments.add_time,
+            signal_time=arguments.signal_time,
+            record_tasks=arguments.png is not None,
+        )
+        results.append(result)
+        print(
+            f"  {policy + (' (auto)' if policy == automatic else ''):<23}{result.makespan:>8.6g}"
+            f"{result.idle_share:>12.1%}{result.critical_path:>15.6g}{result.ratio:>10.3f}",
+            flush=True,
+        )
+    print(f"  ideal {results[0].ideal:.6g}: all work spread evenly, or the longest KV tile if that is more")
+    return results
+
+
+def main(argv: list[str] | None = None) -> int:
+    arguments = _parser().parse_args(argv)
+    masks = {"causal": [True], "full": [False], "both": [True, False]}[arguments.mask]
+    try:
+        results = [result for causal in masks for result in _compare(arguments, causal=causal)]
+        if arguments.png is not None:
+            gantt.draw(results, arguments.png)
+            print(f"wrote {arguments.png}")
+    except (ValueError, ImportError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,76 @@
+"""Gantt charts of simulated schedules, as PNG files. Needs matplotlib, imported when a chart is drawn."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from os import PathLike
+
+from .simulation import Simulation
+
+MAX_TASKS = 20_000
+_LABELLED_TASKS = 400
+
+
+def draw(simulations: Sequence[Simulation], path: str | PathLike[str]) -> None:
+    """Draws simulations below each other on one time axis: a row an SM, a colour a head, adds darker, waits blank.
+
+    Args:
+        simulations: results of ``simulate(..., record_tasks=True)``, at least one.
+        path: file to write; its suffix must be ``.png``.
+
+    Raises:
+        ValueError: ``path`` is no PNG, or a simulation has no tasks or more than ``MAX_TASKS``.
+        ImportError: matplotlib is missing.
+    """
+    if not str(path).endswith(".png"):
+        raise ValueError(f"path must end in .png, got {str(path)!r}")
+    if not simulations:
+        raise ValueError("simulations must hold at least one simulation, got none")
+    for simulation in simulations:
+        if not 0 < len(simulation.tasks) <= MAX_TASKS:
+            raise ValueError(
+                f"simulations must have between 1 and {MAX_TASKS} recorded tasks each to be drawn, "
+                f"{simulation.schedule!r} has {len(simulation.tasks)}"
+            )
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.collections import PolyCollection
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ImportError(f"drawing a schedule needs matplotlib: pip install matplotlib ({error})") from error
+    from matplotlib import colormaps
+
+    heights = [max(1.2, 0.22 * simulation.sms) for simulation in simulations]
+    figure = Figure(figsize=(14, 0.8 + sum(heights) + 0.6 * len(heights)), dpi=110, layout="constrained")
+    FigureCanvasAgg(figure)
+    rows = figure.subplots(len(simulations), 1, sharex=True, squeeze=False, height_ratios=heights)[:, 0]
+    palette = colormaps["tab20"].colors
+    for axes, simulation in zip(rows, simulations):
+        heads = max(task.head for task in simulation.tasks) + 1
+        boxes, colours = [], []
+        for task in simulation.tasks:
+            head = task.batch * heads + task.head
+            light, dark = palette[(2 * head + 1) % 20], palette[2 * head % 20]
+            boxes += [_box(task.sm, task.start, task.products_end), _box(task.sm, task.add_start, task.end)]
+            colours += [light, dark]
+        axes.add_collection(PolyCollection(boxes, facecolors=colours, edgecolors="white", linewidths=0.3))
+        if len(simulation.tasks) <= _LABELLED_TASKS:
+            for task in simulation.tasks:
+                middle = (task.start + task.products_end) / 2
+                label = f"{task.kv_tile},{task.query_tile}"
+                axes.text(middle, task.sm, label, ha="center", va="center", fontsize=5)
+        axes.set_ylim(simulation.sms - 0.5, -0.5)
+        axes.set_ylabel("SM")
+        axes.set_title(
+            f"{simulation.schedule}: makespan {simulation.makespan:.4g}, {simulation.ratio:.3f} of ideal, "
+            f"idle {simulation.idle_share:.1%}",
+            loc="left",
+            fontsize=9,
+        )
+    rows[-1].set_xlim(0, max(simulation.makespan for simulation in simulations))
+    rows[-1].set_xlabel("time (labels: KV tile, query tile; colours: head; dark: the add to dQ; blank: waiting)")
+    figure.savefig(path)
+
+
+def _box(row: int, start: float, end: float) -> list[tuple[float, float]]:
+    return [(start, row - 0.45), (end, row - 0.45), (end, row + 0.45), (start, row + 0.45)]
