@@ -197,7 +197,8 @@ def _by_kv_head(tensor, kv_heads):
 
 def _by_head(tensor, batch):
     """The inverse of `_by_kv_head`, but for the dtype."""
-    return tensor.unflatten(0, (batch, -1)).flatten(1, 2).transpose(1, 2).contiguous()
+    tensor = tensor.unflatten(0, (batch, -1)).flatten(1, 2).transpose(1, 2)
+    return tensor.clone(memory_format=torch.contiguous_format)
 
 
 def _rounded(tensor, dtype):
