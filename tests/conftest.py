@@ -1,0 +1,24 @@
+"""Says what the machine can run; tests/gpu/conftest.py decides about the GPU tests."""
+
+import importlib.util
+import pathlib
+
+TESTS = pathlib.Path(__file__).parent
+
+
+def _needs_hypothesis(path: pathlib.Path) -> bool:
+    return "import hypothesis" in (text := path.read_text()) or "from hypothesis" in text
+
+
+# A machine without an index may lack hypothesis; the tests that do not use it still count.
+HAS_HYPOTHESIS = importlib.util.find_spec("hypothesis") is not None
+LEFT_OUT = [] if HAS_HYPOTHESIS else [path.name for path in TESTS.glob("test_*.py") if _needs_hypothesis(path)]
+collect_ignore = LEFT_OUT
+
+
+def pytest_report_header(config):
+    kernels = "built" if list((TESTS.parent / "dash_attn").glob("_C*.so")) else "not built"
+    lines = [f"dash_attn kernels: {kernels}"]
+    if LEFT_OUT:
+        lines.append(f"LEFT OUT, for hypothesis is not installed: {', '.join(LEFT_OUT)}")
+    return lines

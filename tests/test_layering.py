@@ -1,0 +1,88 @@
+"""The structure of the sources: includes point downwards, files stay small, nothing is tied to one GPU or one machine."""
+
+import pathlib
+import re
+
+import pytest
+
+ROOT = pathlib.Path(__file__).parents[1]
+CSRC = ROOT / "csrc"
+# Bottom to top; a layer includes itself and what stands before it.
+LAYERS = ["host_device.h", "config", "schedule", "device", "backward", "launch", "bindings"]
+SOURCES = sorted(path for path in CSRC.rglob("*") if path.suffix in {".h", ".cu", ".cpp", ".def"})
+GENERATED = {"built_variants.def"}
+STANDARD_HEADER = re.compile(r"^[a-z0-9_]+$")
+MAX_LINES = 500
+FOLDERS = ["csrc", "dash_attn", "tests", "benchmarks", "tools", "build_support", "third_party", "docs", ".ci"]
+SUFFIXES = {".h", ".cu", ".cpp", ".def", ".py", ".sh", ".md", ".toml"}
+
+
+def layer_of(path: pathlib.Path) -> int:
+    return LAYERS.index(path.relative_to(CSRC).parts[0])
+
+
+def includes(path: pathlib.Path) -> list[tuple[str, str]]:
+    return re.findall(r'^\s*#\s*include\s*([<"])([^>"]+)[>"]', path.read_text(), re.MULTILINE)
+
+
+def resolve(source: pathlib.Path, name: str) -> pathlib.Path | None:
+    for folder in (source.parent, CSRC):
+        if (folder / name).is_file():
+            return (folder / name).resolve()
+    return None
+
+
+def project_files() -> list[pathlib.Path]:
+    files = [path for path in ROOT.iterdir() if path.is_file() and (path.suffix in SUFFIXES or path.name == "Makefile")]
+    for folder in FOLDERS:
+        files += [path for path in (ROOT / folder).rglob("*") if path.suffix in SUFFIXES or path.parent.name == ".ci"]
+    return sorted(path for path in files if path.is_file() and "__pycache__" not in path.parts)
+
+
+def relative(path: pathlib.Path) -> str:
+    return str(path.relative_to(ROOT))
+
+
+def test_every_source_is_in_a_layer():
+    assert {path.relative_to(CSRC).parts[0] for path in SOURCES} == set(LAYERS)
+
+
+@pytest.mark.parametrize("source", SOURCES, ids=relative)
+def test_includes_point_downwards(source):
+    for quote, name in includes(source):
+        if quote == "<" or name in GENERATED:
+            continue
+        target = resolve(source, name)
+        assert target is not None, f"{relative(source)} includes {name}, which is not in csrc"
+        assert layer_of(target) <= layer_of(source), f"{relative(source)} includes {relative(target)}, a layer above it"
+
+
+@pytest.mark.parametrize("source", [s for s in SOURCES if layer_of(s) <= LAYERS.index("schedule")], ids=relative)
+def test_config_and_schedule_are_plain_cpp(source):
+    other = [name for quote, name in includes(source) if quote == "<" and not STANDARD_HEADER.match(name)]
+    assert not other, f"{relative(source)} includes {other}: only the C++ standard library may be used here"
+
+
+@pytest.mark.parametrize("source", [s for s in SOURCES if layer_of(s) < LAYERS.index("bindings")], ids=relative)
+def test_only_the_bindings_know_torch_and_python(source):
+    other = [name for _, name in includes(source) if name.startswith(("torch/", "ATen/", "c10/", "pybind11/", "Python.h"))]
+    assert not other, f"{relative(source)} includes {other}"
+
+
+def test_no_file_is_long():
+    lengths = {relative(path): len(path.read_text().splitlines()) for path in project_files() if "docs" not in path.parts}
+    assert lengths
+    assert not {name: lines for name, lines in lengths.items() if lines > MAX_LINES}
+
+
+def test_nothing_depends_on_the_number_of_sms_of_one_gpu():
+    sms = re.compile(r"\b13[2]\b")
+    folders = {"csrc", "dash_attn", "build_support"}
+    found = [relative(p) for p in project_files() if p.relative_to(ROOT).parts[0] in folders and sms.search(p.read_text())]
+    assert not found
+
+
+def test_nothing_refers_to_files_outside_the_project():
+    # Spelled in pieces, for this file is searched too.
+    outside = re.compile("|".join(("shared/" + "reference", "engineering-" + "notes", "peer-" + "signatures", "/wor" + "k/")))
+    assert not [relative(path) for path in project_files() if outside.search(path.read_text())]
