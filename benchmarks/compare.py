@@ -1,0 +1,130 @@
+"""Our throughput over the best peer's, shape by shape, with geometric means.
+
+    python -m benchmarks.compare ours.json --peers peers.json
+
+Without --peers, the peers are those of the same file. Either file may be a result of benchmarks.run, or a table whose rows hold
+a shape and, for "backward" and "forward", TFLOP/s by peer: a number, or {"det": ..., "nondet": ...}.
+"""
+
+import argparse
+import collections
+import json
+import math
+import pathlib
+from typing import NamedTuple
+
+from benchmarks.shapes import PASSES
+
+OURS = "dash_attn"
+
+
+class Key(NamedTuple):
+    """What two figures must share to be compared."""
+
+    dtype: str
+    head_dim: int
+    heads: int
+    kv_heads: int
+    mask: str
+    seqlen: int
+    batch: int
+
+
+class Figure(NamedTuple):
+    impl: str
+    schedule: str | None
+    deterministic: bool
+    tflops: float
+
+    def __str__(self) -> str:
+        return f"{self.schedule or self.impl} {self.tflops:.1f}"
+
+
+Figures = dict[Key, list[Figure]]
+
+
+class Comparison(NamedTuple):
+    key: Key
+    ours: Figure
+    best_deterministic: Figure | None
+    best_other: Figure | None
+
+    def ratio(self, peer: Figure | None) -> float | None:
+        return self.ours.tflops / peer.tflops if peer else None
+
+
+def read(path: pathlib.Path, pass_: str) -> Figures:
+    """The figures of one pass in a file of either form."""
+    figures: Figures = collections.defaultdict(list)
+    for row in json.loads(path.read_text())["rows"]:
+        key = Key(*(row.get(field, "bf16") if field == "dtype" else row[field] for field in Key._fields))
+        if "impl" in row:
+            if row["pass"] == pass_:
+                figures[key].append(Figure(row["impl"], row["schedule"], row["deterministic"], row["tflops"]))
+            continue
+        for impl, value in row.get(pass_, {}).items():
+            modes = value if isinstance(value, dict) else {"det": value}
+            figures[key] += [Figure(impl, None, mode == "det", tflops) for mode, tflops in modes.items()]
+    return figures
+
+
+def _best(figures: list[Figure]) -> Figure | None:
+    return max(figures, key=lambda figure: figure.tflops, default=None)
+
+
+def compare(ours: Figures, peers: Figures, schedule: str | None = None) -> list[Comparison]:
+    """For each shape of ours that a peer has too: our best schedule (or the one named) and the best peers."""
+    found = []
+    for key, figures in ours.items():
+        own = _best([f for f in figures if f.impl == OURS and schedule in (None, f.schedule)])
+        others = [f for f in peers.get(key, []) if f.impl != OURS]
+        if own and others:
+            deterministic = _best([f for f in others if f.deterministic])
+            found.append(Comparison(key, own, deterministic, _best([f for f in others if not f.deterministic])))
+    return found
+
+
+def geometric_mean(ratios: list[float]) -> float:
+    return math.exp(sum(map(math.log, ratios)) / len(ratios))
+
+
+def report(comparisons: list[Comparison]) -> str:
+    lines = [f"{'shape':<38} {'ours':>22} {'best deterministic':>22} {'ratio':>6} {'best other':>14} {'ratio':>6}"]
+    groups = collections.defaultdict(lambda: ([], []))
+    for comparison in comparisons:
+        key = comparison.key
+        heads = f"h{key.heads}" if key.heads == key.kv_heads else f"h{key.heads}/{key.kv_heads}"
+        cells = [f"{f'{key.dtype} d{key.head_dim} {heads} {key.mask} {key.batch}x{key.seqlen}':<38}"]
+        cells.append(f"{comparison.ours!s:>22}")
+        for i, (peer, width) in enumerate(((comparison.best_deterministic, 22), (comparison.best_other, 14))):
+            ratio = comparison.ratio(peer)
+            cells += [f"{str(peer or '-'):>{width}}", f"{ratio:6.2f}" if ratio else f"{'-':>6}"]
+            if ratio:
+                groups[f"d{key.head_dim} {key.mask}"][i].append(ratio)
+                groups["all"][i].append(ratio)
+        lines.append(" ".join(cells))
+    lines.append("")
+    lines.append("geometric mean of the ratios: to the best deterministic peer, to the best other peer")
+    for name in sorted(groups, key=lambda name: (name == "all", name)):
+        means = [f"{geometric_mean(ratios):.3f} ({len(ratios)})" if ratios else "-" for ratios in groups[name]]
+        lines.append(f"  {name:<14} {means[0]:>12} {means[1]:>12}")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("ours", type=pathlib.Path)
+    parser.add_argument("--peers", type=pathlib.Path)
+    parser.add_argument("--pass", dest="pass_", choices=PASSES, default="backward")
+    parser.add_argument("--schedule", help="compare this schedule instead of the best one of each shape")
+    arguments = parser.parse_args()
+    ours = read(arguments.ours, arguments.pass_)
+    peers = read(arguments.peers, arguments.pass_) if arguments.peers else ours
+    comparisons = compare(ours, peers, arguments.schedule)
+    if not comparisons:
+        raise SystemExit(f"no shape of {arguments.ours} has both a figure of ours and one of a peer")
+    print(report(comparisons))
+
+
+if __name__ == "__main__":
+    main()
