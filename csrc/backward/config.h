@@ -1,0 +1,115 @@
+// Everything that is sized in the backward kernel: tiles, stages, warp roles, registers, shared memory, barriers.
+#pragma once
+
+#include <cstdint>
+
+#include <cutlass/arch/barrier.h>
+#include <cutlass/numeric_types.h>
+
+#include "../config/tile_shapes.h"
+#include "../device/gemm.h"
+#include "../schedule/order.h"
+
+namespace dash_attn::backward {
+
+// Warpgroup 0 feeds the others: one thread of its warp kLoaderWarp loads, one of kAdderWarp adds dQ.
+enum WarpRole : int { kLoaderWarp = 0, kAdderWarp = 1 };
+
+constexpr int kWarpgroupThreads = 128;
+constexpr int kWarpgroupWarps = 4;
+constexpr int kSharedMemoryLimit = 227 * 1024;
+constexpr int kRegistersPerSm = 64 * 1024;
+
+template <typename Element_, int kHeadDim_, bool kCausal_, Policy kPolicy_>
+struct Config {
+  using Element = Element_;
+  using Order = dash_attn::Order<kPolicy_>;
+  static constexpr Policy kPolicy = kPolicy_;
+  static constexpr bool kCausal = kCausal_;
+  static_assert(fits(kPolicy, kCausal), "the policy is not defined for this mask");
+
+  static constexpr TileShape kTile = backward_tile_shape(kHeadDim_, kCausal_);
+  static constexpr int kQuery = kTile.query;
+  static constexpr int kKey = kTile.key;
+  static constexpr int kHeadDim = kTile.head_dim;
+  static_assert(kHeadDim % kSwizzleColumns == 0 && kQuery % kProductDepth == 0);
+
+  static constexpr int kClusterSize = Order::kCtaGroup;
+
+  // Each consumer warpgroup owns 64 keys: its rows of S^T, dP^T, dV and dK.
+  static constexpr int kConsumers = kKey / kWarpgroupRows;
+  static constexpr int kConsumerWarps = kConsumers * kWarpgroupWarps;
+  static constexpr int kThreads = (kConsumers + 1) * kWarpgroupThreads;
+  static constexpr int kProducerRegisters = 32;
+  static constexpr int kConsumerRegisters = 240;
+  static_assert(kConsumers == 2);
+  static_assert(kWarpgroupThreads * (kProducerRegisters + kConsumers * kConsumerRegisters) <= kRegistersPerSm);
+
+  // dQ^T = K^T dS^T is cut in two for the consumers: along head_dim where it has two 64-wide blocks, else along queries.
+  static constexpr bool kSplitDqByHeadDim = kHeadDim == kConsumers * kWarpgroupRows;
+  static_assert(kSplitDqByHeadDim || kHeadDim == kWarpgroupRows);
+  static constexpr int kDqQueries = kSplitDqByHeadDim ? kQuery : kQuery / kConsumers;
+
+  // Two of everything that changes from step to step, all used in turn, so that one count finds them: Q and dO (one tile is loaded
+  // while the other is used), dS (one is read while the next is written), dQ (one is added while the next is computed).
+  static constexpr int kStages = 2;
+  static constexpr int kClaimSlots = 2;  // claims known ahead
+
+  static constexpr int kQueryTileBytes = kQuery * kHeadDim * sizeof(Element);
+  static constexpr int kKeyTileBytes = kKey * kHeadDim * sizeof(Element);
+  static constexpr int kRowStatBytes = kQuery * sizeof(float);
+  static constexpr int kDqTileFloats = kQuery * kHeadDim;
+};
+
+template <typename Config>
+struct alignas(1024) SharedStorage {
+  using Element = typename Config::Element;
+  using Barrier = cutlass::arch::ClusterBarrier;
+  using TransactionBarrier = cutlass::arch::ClusterTransactionBarrier;
+
+  Element k[Config::kKey * Config::kHeadDim];  // afterwards the staging tile of dK
+  Element v[Config::kKey * Config::kHeadDim];  // afterwards the staging tile of dV
+  Element q[Config::kStages][Config::kQuery * Config::kHeadDim];
+  Element dout[Config::kStages][Config::kQuery * Config::kHeadDim];
+  Element ds[Config::kStages][Config::kQuery * Config::kKey];  // (key block of 64, query, key): dS, keys contiguous
+  float dq[Config::kStages][Config::kDqTileFloats];            // in the order of dq_layout.h
+  float lse[Config::kStages][Config::kQuery];                     // base 2
+  float delta[Config::kStages][Config::kQuery];                   // D = rowsum(dO * O)
+  int query_tile[Config::kStages];
+  int claim[Config::kClaimSlots];
+
+  TransactionBarrier k_full, v_full;
+  Barrier kv_empty;  // dK and dV have left the tiles of K and V
+  TransactionBarrier q_full[Config::kStages], dout_full[Config::kStages];
+  Barrier q_empty[Config::kStages], dout_empty[Config::kStages];
+  Barrier ds_full[Config::kStages];  // both consumers have written their keys of dS, and have done with the buffer before
+  Barrier dq_full[Config::kStages], dq_empty[Config::kStages];
+  TransactionBarrier claim_full[Config::kClaimSlots];
+  Barrier claim_empty[Config::kClaimSlots];  // of the cluster's first CTA: every reader of the cluster has read the slot
+};
+
+// Number of arrivals that complete each barrier.
+template <typename Config>
+struct Arrivals {
+  static constexpr int kTransaction = 1;                            // the thread that announces the bytes
+  static constexpr int kConsumerWarpgroups = Config::kConsumers;    // one elected thread a warpgroup
+  static constexpr int kConsumerWarps = Config::kConsumerWarps;     // one lane a warp
+  static constexpr int kAdder = 1;
+  static constexpr int kClaimReaders = Config::kClusterSize * (Config::kConsumerWarps + 2);  // consumers, loader, adder
+};
+
+// Where use number `count` of a ring of buffers finds its slot, and the parity its barriers have on that pass. One register.
+template <int kSlots>
+struct RingIndex {
+  static_assert((kSlots & (kSlots - 1)) == 0);
+  uint32_t count = 0;
+
+  __device__ __forceinline__ uint32_t slot() const { return count % kSlots; }
+  __device__ __forceinline__ uint32_t parity() const { return count / kSlots % 2; }
+  // Parity to wait for on an `empty` barrier: the first pass finds the buffers free.
+  __device__ __forceinline__ uint32_t empty_parity() const { return parity() ^ 1; }
+  __device__ __forceinline__ RingIndex before() const { return {count - 1}; }
+  __device__ __forceinline__ RingIndex next() const { return {count + 1}; }
+};
+
+}  // namespace dash_attn::backward

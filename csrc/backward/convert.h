@@ -1,0 +1,68 @@
+// After the main kernel: dQ = softmax_scale * accumulator, put in order and rounded.
+#pragma once
+
+#include "dq_layout.h"
+#include "params.h"
+
+namespace dash_attn::backward {
+
+constexpr int kConvertThreads = 256;
+
+template <typename Element>
+struct ConvertParams {
+  StridedView<Element> dq;
+  const float* dq_accumulator;
+  Problem problem;
+  int heads, head_dim;
+  float softmax_scale;
+};
+
+template <typename Config>
+struct ConvertTile {
+  // Rows of 4 (mod 16) words spread the fragment's columns of 8 over all banks.
+  static constexpr int kPitch = Config::kHeadDim + 4;
+  static constexpr int kBytes = Config::kQuery * kPitch * sizeof(float);
+};
+
+// Grid: batch x heads x query tiles.
+template <typename Config>
+__global__ void __launch_bounds__(kConvertThreads) convert_kernel(const ConvertParams<typename Config::Element> params) {
+  using Element = typename Config::Element;
+  using Layout = DqLayout<Config>;
+  constexpr int kQuads = Config::kDqTileFloats / 4;
+  extern __shared__ float tile[];
+  const int query_tile = blockIdx.x % params.problem.query_tiles;
+  const int batch_head = blockIdx.x / params.problem.query_tiles;
+  const int head = batch_head % params.heads, batch = batch_head / params.heads;
+
+  // Nobody has written the accumulator of queries that see no key.
+  const bool live = params.problem.live_kv_tiles(query_tile) > 0;
+  const float4* const source =
+      reinterpret_cast<const float4*>(params.dq_accumulator + int64_t(blockIdx.x) * Config::kDqTileFloats);
+#pragma unroll
+  for (int index = threadIdx.x; index < kQuads; index += kConvertThreads) {
+    const float4 quad = live ? __ldcs(source + index) : make_float4(0.f, 0.f, 0.f, 0.f);
+    const float values[4] = {quad.x, quad.y, quad.z, quad.w};
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const auto element = Layout::element(index, i);
+      tile[element.query * ConvertTile<Config>::kPitch + element.column] = values[i] * params.softmax_scale;
+    }
+  }
+  __syncthreads();
+
+  constexpr int kThreadsPerRow = Config::kHeadDim / 8;
+  const int column = threadIdx.x % kThreadsPerRow * 8;
+  if (column >= params.head_dim) { return; }
+#pragma unroll
+  for (int row = threadIdx.x / kThreadsPerRow; row < Config::kQuery; row += kConvertThreads / kThreadsPerRow) {
+    const int position = query_tile * Config::kQuery + row;
+    if (position >= params.problem.seqlen_q) { return; }
+    const float4* const values = reinterpret_cast<const float4*>(tile + row * ConvertTile<Config>::kPitch + column);
+    const float4 low = values[0], high = values[1];
+    *reinterpret_cast<uint4*>(params.dq.row(batch, position, head) + column) =
+        make_uint4(pack<Element>(low.x, low.y), pack<Element>(low.z, low.w), pack<Element>(high.x, high.y), pack<Element>(high.z, high.w));
+  }
+}
+
+}  // namespace dash_attn::backward

@@ -1,0 +1,43 @@
+// What the launch code hands to the kernels of the backward.
+#pragma once
+
+#include <cstdint>
+
+#include <cuda.h>
+
+#include "../schedule/problem.h"
+
+namespace dash_attn::backward {
+
+// A (batch, seqlen, heads, head_dim) tensor; strides in elements, the last dimension contiguous.
+template <typename T>
+struct StridedView {
+  T* data;
+  int64_t stride_batch, stride_seqlen, stride_head;
+
+  __host__ __device__ T* row(int batch, int position, int head) const {
+    return data + batch * stride_batch + position * stride_seqlen + head * stride_head;
+  }
+};
+
+// Scratch memory, linear in the sequence length. Rows are padded to whole query tiles, indexed (batch, head, query row).
+struct Workspace {
+  float* dq_accumulator;  // (batch, head, query tile, tile elements in the order of dq_layout.h)
+  float* lse_log2;        // log2(e) * LSE; +inf for rows that see no key and for padding, so that P = 0 there
+  float* delta;           // D = rowsum(dO * O); 0 in padding
+  int* turns;             // (batch, head, query tile): how many KV tiles have added to dQ
+  int* next_claim;        // the counter that hands out work
+};
+
+struct KernelParams {
+  CUtensorMap q, dout;          // boxes of 64 columns x one query tile
+  CUtensorMap k, v;             // boxes of 64 columns x one KV tile
+  CUtensorMap dk, dv;           // boxes of 64 columns x 64 keys
+  Problem problem;
+  Workspace workspace;
+  int num_claims;
+  float softmax_scale;
+  float softmax_scale_log2;  // log2(e) * softmax_scale
+};
+
+}  // namespace dash_attn::backward

@@ -1,0 +1,289 @@
+// The consumers: each warpgroup owns 64 keys and computes, for every query tile,
+//
+//   S^T = K Q^T     P^T = exp2(scale S^T - LSE)     dP^T = V dO^T     dS^T = P^T * (dP^T - D)
+//   dV += P^T dO    dK += dS^T Q                    dQ^T = K^T dS^T   (over the keys of both consumers)
+//
+// Products run in the order in which they are issued, while the thread computes. From step j to step j + 1:
+//
+//   tensor cores:   |       | dK(j)  S(j+1)  dQ(j) |                            | dV(j+1)  dP(j+1) |
+//   threads:        | dS(j) | wait                 | dQ(j) -> adder   P(j+1)    | wait             | dS(j+1)
+//
+// What one consumer computes on its threads is covered by the products of the other. dQ(j) waits for the other consumer's dS(j); S(j+1)
+// is issued before it to give that time. What a thread holds at the fullest point (head_dim 128): dK and dV 128
+// registers, P in fp32 32 and rounded 16, dQ or dP 32.
+#pragma once
+
+#include <cute/arch/copy_sm90_tma.hpp>
+#include <cutlass/arch/barrier.h>
+
+#include "../device/fragment.h"
+#include "../device/mask.h"
+#include "claims.h"
+#include "config.h"
+#include "dq_layout.h"
+#include "params.h"
+
+namespace dash_attn::backward {
+
+template <typename Config>
+class Consumer {
+ public:
+  using Element = typename Config::Element;
+  using Shared = SharedStorage<Config>;
+
+  __device__ Consumer(Shared& shared, const KernelParams& params)
+      : shared_(shared),
+        params_(params),
+        mask_{params.problem.seqlen_k, params.problem.diagonal},
+        consumer_(__shfl_sync(0xffffffff, threadIdx.x / kWarpgroupThreads, 0) - 1),  // a shuffle, so that the compiler knows it is uniform
+        thread_(threadIdx.x % kWarpgroupThreads) {}
+
+  __device__ void run() {
+    Work work;
+    while (next_work<Reader::kWarp>(work, shared_, params_, claims_)) {
+      if (work.valid) { process_claim(work); }
+    }
+  }
+
+ private:
+  using KeyRows = SumOverColumns<Config::kKey>;      // K or V as A of S^T, dP^T
+  using QueryRows = SumOverColumns<Config::kQuery>;  // Q or dO as B of S^T, dP^T; dS as B of dQ^T
+  using QuerySum = SumOverRows<Config::kQuery>;      // dO, Q as B of dV, dK
+  using KeySum = SumOverRows<Config::kKey>;          // K as A of dQ^T
+  using Layout = DqLayout<Config>;
+  using Step = RingIndex<Config::kStages>;
+
+  static constexpr int kScoreRegisters = Config::kQuery / 2;       // a 64 x kQuery fragment
+  static constexpr int kGradientRegisters = Config::kHeadDim / 2;  // a 64 x kHeadDim fragment
+  static constexpr int kDsBlock = Config::kQuery * kSwizzleColumns;
+
+  using Scores = float[kScoreRegisters];
+  using PackedScores = uint32_t[kScoreRegisters / 8][4];
+  using Gradient = float[kGradientRegisters];
+  using DqPartial = float[Layout::kRegisters];
+
+  // What a consumer holds between two turns of its loop.
+  struct Registers {
+    Gradient dk, dv;
+    Scores p, dp;
+  };
+
+  // The loop is cut where no product is running, between dP and dS: ptxas then follows every product to its wait and has no reason
+  // to serialise them.
+  __device__ __forceinline__ void process_claim(const Work& work) {
+    const int steps = params_.problem.live_query_tiles(work.kv_tile) * params_.problem.queries_per_kv;
+    const int first_key = work.kv_tile * Config::kKey;
+    Registers r;
+    clear(r.dk);
+    clear(r.dv);
+
+    begin_first_step(r, first_key);
+    for (int step = 1; step < steps; ++step) { end_step_begin_next(r, first_key); }
+    end_last_step(r);
+    store_gradients(r.dk, r.dv, work);
+    tiles_ = tiles_.next();
+  }
+
+  __device__ __forceinline__ void begin_first_step(Registers& r, int first_key) {
+    PackedScores p;
+    shared_.k_full.wait(tiles_.parity());
+    issue_s(r.p, step_);
+    wait_products<0>();
+    pin(r.p);
+    make_p(r.p, p, step_, first_key);
+    issue_dv(r.dv, p, step_);
+    shared_.v_full.wait(tiles_.parity());
+    issue_dp(r.dp, step_);
+    wait_products<0>();
+    pin(r.dv);
+    pin(r.dp);
+    pin(p);
+  }
+
+  __device__ __forceinline__ void end_step_begin_next(Registers& r, int first_key) {
+    PackedScores p, ds;
+    DqPartial dq;
+    make_ds(r, ds, step_);
+    issue_dk(r.dk, ds, step_);
+    issue_s(r.p, step_.next());
+    issue_dq(dq, step_);
+    wait_products<1>();  // dK and S
+    arrive(shared_.q_empty[step_.slot()]);
+    wait_products<0>();  // dQ
+    pin(r.dk);
+    pin(r.p);
+    pin(ds);
+    pin(dq);
+    hand_over(dq, step_);
+
+    step_ = step_.next();
+    make_p(r.p, p, step_, first_key);
+    issue_dv(r.dv, p, step_);
+    issue_dp(r.dp, step_);
+    wait_products<0>();  // dV and dP
+    pin(r.dv);
+    pin(r.dp);
+    pin(p);
+  }
+
+  __device__ __forceinline__ void end_last_step(Registers& r) {
+    PackedScores ds;
+    DqPartial dq;
+    make_ds(r, ds, step_);
+    issue_dk(r.dk, ds, step_);
+    issue_dq(dq, step_);
+    wait_products<0>();
+    pin(r.dk);
+    pin(dq);
+    pin(ds);
+    arrive(shared_.q_empty[step_.slot()]);
+    hand_over(dq, step_);
+    step_ = step_.next();
+  }
+
+  __device__ __forceinline__ void issue_s(Scores& s, Step step) {
+    shared_.q_full[step.slot()].wait(step.parity());
+    multiply<Element, Config::kHeadDim>(s, KeyRows(shared_.k, consumer_ * kWarpgroupRows), QueryRows(shared_.q[step.slot()]));
+  }
+
+  __device__ __forceinline__ void issue_dv(Gradient& dv, PackedScores& p, Step step) {
+    shared_.dout_full[step.slot()].wait(step.parity());
+    multiply_add<Element>(dv, p, QuerySum(shared_.dout[step.slot()]));
+  }
+
+  __device__ __forceinline__ void issue_dp(Scores& dp, Step step) {
+    multiply<Element, Config::kHeadDim>(dp, KeyRows(shared_.v, consumer_ * kWarpgroupRows), QueryRows(shared_.dout[step.slot()]));
+  }
+
+  __device__ __forceinline__ void issue_dk(Gradient& dk, PackedScores& ds, Step step) {
+    multiply_add<Element>(dk, ds, QuerySum(shared_.q[step.slot()]));
+  }
+
+  // A consumer that has arrived on ds_full has completed dQ of the step before, so two buffers of dS need no `empty` barrier.
+  __device__ __forceinline__ void issue_dq(DqPartial& dq, Step step) {
+    shared_.ds_full[step.slot()].wait(step.parity());
+    multiply<Element, Config::kKey>(dq, KeySum(shared_.k, Config::kSplitDqByHeadDim ? consumer_ : 0),
+                                    QueryRows(shared_.ds[step.slot()], Config::kSplitDqByHeadDim ? 0 : consumer_ * Config::kDqQueries));
+  }
+
+  // S becomes P, in fp32 for dS and rounded for dV.
+  __device__ __forceinline__ void make_p(Scores& s, PackedScores& p, Step step, int first_key) const {
+    const int first_query = shared_.query_tile[step.slot()] * Config::kQuery;
+    if (mask_.needs_masking(first_query, first_key, Config::kKey)) { apply_mask(s, first_query, first_key + consumer_ * kWarpgroupRows); }
+    exponentiate(s, shared_.lse[step.slot()]);
+    pack_slices<Element>(p, s);
+    pin(p);
+  }
+
+  // dP becomes dS, rounded, in registers for dK and in shared memory for dQ.
+  __device__ __forceinline__ void make_ds(Registers& r, PackedScores& ds, Step step) {
+    differentiate(r.dp, r.p, shared_.delta[step.slot()]);
+    arrive(shared_.dout_empty[step.slot()]);
+    pack_slices<Element>(ds, r.dp);
+    store_transposed(shared_.ds[step.slot()] + consumer_ * kDsBlock, ds, thread_ / 32, thread_ % 32);
+    ptx::fence_async_shared();
+    arrive(shared_.ds_full[step.slot()]);
+  }
+
+  template <int kSize>
+  static __device__ __forceinline__ void clear(float (&acc)[kSize]) {
+#pragma unroll
+    for (int i = 0; i < kSize; ++i) { acc[i] = 0.f; }
+  }
+
+  __device__ __forceinline__ void apply_mask(Scores& s, int first_query, int first_key) const {
+#pragma unroll
+    for (int i = 0; i < kScoreRegisters; ++i) {
+      if (!mask_.visible(first_query + fragment_column(thread_, i), first_key + fragment_row(thread_, i))) { s[i] = -INFINITY; }
+    }
+  }
+
+  // The statistics of the two neighbouring queries (columns) of a register quad.
+  __device__ __forceinline__ float2 statistics(const float* rows, int quad) const {
+    return *reinterpret_cast<const float2*>(rows + fragment_column(thread_, 4 * quad));
+  }
+
+  __device__ __forceinline__ void exponentiate(Scores& s, const float* lse) const {
+#pragma unroll
+    for (int quad = 0; quad < kScoreRegisters / 4; ++quad) {
+      const float2 pair = statistics(lse, quad);
+#pragma unroll
+      for (int i = 4 * quad; i < 4 * quad + 4; ++i) {
+        s[i] = ptx::exp2_approx(fmaf(s[i], params_.softmax_scale_log2, i % 2 == 0 ? -pair.x : -pair.y));
+      }
+    }
+  }
+
+  __device__ __forceinline__ void differentiate(Scores& dp, const Scores& p, const float* delta) const {
+#pragma unroll
+    for (int quad = 0; quad < kScoreRegisters / 4; ++quad) {
+      const float2 pair = statistics(delta, quad);
+#pragma unroll
+      for (int i = 4 * quad; i < 4 * quad + 4; ++i) { dp[i] = p[i] * (dp[i] - (i % 2 == 0 ? pair.x : pair.y)); }
+    }
+  }
+
+  // One arrival a warp: its threads have finished with what the barrier guards.
+  __device__ __forceinline__ void arrive(const cutlass::arch::ClusterBarrier& barrier) const {
+    __syncwarp();
+    if (cute::elect_one_sync()) { barrier.arrive(); }
+  }
+
+  __device__ __forceinline__ void hand_over(const DqPartial& dq, Step step) {
+    float4* const buffer = reinterpret_cast<float4*>(shared_.dq[step.slot()]);
+    shared_.dq_empty[step.slot()].wait(step.empty_parity());
+#pragma unroll
+    for (int quad = 0; quad < Layout::kQuads; ++quad) {
+      buffer[Layout::quad_index(consumer_, quad, thread_)] = make_float4(dq[4 * quad], dq[4 * quad + 1], dq[4 * quad + 2], dq[4 * quad + 3]);
+    }
+    ptx::fence_async_shared();
+    arrive(shared_.dq_full[step.slot()]);
+  }
+
+  // Rounds dK and dV, stages them in the tiles of K and V, and lets TMA write what lies inside the tensors.
+  __device__ __forceinline__ void store_gradients(Gradient& dk, const Gradient& dv, const Work& work) {
+    uint32_t packed[kGradientRegisters / 8][4];
+    const int first_row = consumer_ * kWarpgroupRows;
+    pack_slices<Element>(packed, dv);
+    store_rows<Config::kKey>(shared_.v, first_row, packed, thread_ / 32, thread_ % 32);
+#pragma unroll
+    for (int i = 0; i < kGradientRegisters; ++i) { dk[i] *= params_.softmax_scale; }
+    pack_slices<Element>(packed, dk);
+    sync_consumers_done_with_k();
+    store_rows<Config::kKey>(shared_.k, first_row, packed, thread_ / 32, thread_ % 32);
+    ptx::fence_async_shared();
+    sync_warpgroup_staged();
+    if (thread_ == 0) {
+      store_rows_by_tma(params_.dv, shared_.v, first_row, work);
+      store_rows_by_tma(params_.dk, shared_.k, first_row, work);
+      ptx::bulk_commit();
+      ptx::bulk_wait_read();
+      shared_.kv_empty.arrive();
+    }
+  }
+
+  // Each consumer's dQ reads all of K.
+  static __device__ __forceinline__ void sync_consumers_done_with_k() {
+    cutlass::arch::NamedBarrier::sync(Config::kConsumers * kWarpgroupThreads, 0u);
+  }
+
+  __device__ __forceinline__ void sync_warpgroup_staged() const { cutlass::arch::NamedBarrier::sync(kWarpgroupThreads, 1u + consumer_); }
+
+  __device__ __forceinline__ void store_rows_by_tma(const CUtensorMap& map, const Element* tile, int first_row, const Work& work) const {
+#pragma unroll
+    for (int column = 0; column < Config::kHeadDim; column += kSwizzleColumns) {
+      cute::SM90_TMA_STORE_4D::copy(&map, tile + column * Config::kKey + first_row * kSwizzleColumns, column,
+                                    work.kv_tile * Config::kKey + first_row, work.kv_head, work.batch);
+    }
+  }
+
+  Shared& shared_;
+  const KernelParams& params_;
+  const Mask<Config::kCausal> mask_;
+  const int consumer_, thread_;
+  RingIndex<Config::kClaimSlots> claims_;
+  RingIndex<1> tiles_;
+  Step step_;
+};
+
+}  // namespace dash_attn::backward

@@ -1,0 +1,140 @@
+// Warpgroup products on tiles of 16-bit elements that TMA wrote with its 128-byte swizzle.
+//
+// A tile of R rows and C columns lies in shared memory as C / 64 blocks, each R rows of 128 bytes. wgmma reads such a
+// tile either way round; the operand types below say along which side the sum of products runs.
+#pragma once
+
+#include <cstdint>
+#include <utility>
+
+#include <cute/arch/mma_sm90.hpp>
+#include <cute/arch/mma_sm90_gmma.hpp>
+#include <cute/arch/util.hpp>
+#include <cutlass/numeric_types.h>
+
+namespace dash_attn {
+
+constexpr int kSwizzleColumns = 64;                          // 16-bit elements in 128 bytes
+constexpr int kSwizzleRowBytes = 2 * kSwizzleColumns;
+constexpr int kSwizzleAtomBytes = 8 * kSwizzleRowBytes;      // the swizzle repeats every 8 rows
+constexpr int kWarpgroupRows = 64;                           // wgmma's M
+constexpr int kProductDepth = 16;                            // wgmma's K for 16-bit types
+
+// PTX ISA 9.7.15.5.1.2.2, matrix-descriptor: addresses and offsets in units of 16 bytes; bits 62-63 = 1: 128-byte swizzle.
+__device__ __forceinline__ uint64_t matrix_descriptor(const void* tile, int block_bytes) {
+  const uint64_t address = cute::cast_smem_ptr_to_uint(tile) >> 4;
+  return address | (uint64_t(block_bytes >> 4) << 16) | (uint64_t(kSwizzleAtomBytes >> 4) << 32) | (uint64_t(1) << 62);
+}
+
+// The sum runs along the tile's columns: the operand's M or N is its rows.
+template <int kRows>
+struct SumOverColumns {
+  static constexpr cute::SM90::GMMA::Major kMajor = cute::SM90::GMMA::Major::K;
+  uint64_t first;
+
+  __device__ __forceinline__ SumOverColumns(const void* tile, int row = 0)
+      : first(matrix_descriptor(static_cast<const char*>(tile) + row * kSwizzleRowBytes, 16)) {}
+
+  __device__ __forceinline__ uint64_t step(int k) const {
+    const int steps_per_block = kSwizzleColumns / kProductDepth;
+    const int bytes = (k / steps_per_block) * kRows * kSwizzleRowBytes + (k % steps_per_block) * kProductDepth * 2;
+    return first + (bytes >> 4);
+  }
+};
+
+// The sum runs along the tile's rows: the operand's M or N is its columns, from 64-column block `block` on.
+template <int kRows>
+struct SumOverRows {
+  static constexpr cute::SM90::GMMA::Major kMajor = cute::SM90::GMMA::Major::MN;
+  static constexpr int kBlockBytes = kRows * kSwizzleRowBytes;
+  uint64_t first;
+
+  __device__ __forceinline__ SumOverRows(const void* tile, int block = 0)
+      : first(matrix_descriptor(static_cast<const char*>(tile) + block * kBlockBytes, kBlockBytes)) {}
+
+  __device__ __forceinline__ uint64_t step(int k) const { return first + ((k * kProductDepth * kSwizzleRowBytes) >> 4); }
+};
+
+// One 16-deep slice of an A operand held in registers, as pairs of 16-bit values.
+using RegisterSlice = uint32_t[4];
+
+template <typename Element, int kN, cute::SM90::GMMA::Major kMajorA, cute::SM90::GMMA::Major kMajorB>
+using SharedProduct = decltype(cute::SM90::GMMA::ss_op_selector<Element, Element, float,
+                                                               cute::Shape<cute::Int<kWarpgroupRows>, cute::Int<kN>, cute::Int<kProductDepth>>,
+                                                               kMajorA, kMajorB>());
+
+template <typename Element, int kN, cute::SM90::GMMA::Major kMajorB>
+using RegisterProduct = decltype(cute::SM90::GMMA::rs_op_selector<Element, Element, float,
+                                                                 cute::Shape<cute::Int<kWarpgroupRows>, cute::Int<kN>, cute::Int<kProductDepth>>,
+                                                                 cute::SM90::GMMA::Major::K, kMajorB>());
+
+namespace detail {
+
+template <typename Product, size_t... kI>
+__device__ __forceinline__ void issue(uint64_t a, uint64_t b, float* acc, bool accumulate, std::index_sequence<kI...>) {
+  Product::fma(a, b, acc[kI]..., accumulate ? cute::SM90::GMMA::ScaleOut::One : cute::SM90::GMMA::ScaleOut::Zero);
+}
+
+template <typename Product, size_t... kI>
+__device__ __forceinline__ void issue(const RegisterSlice& a, uint64_t b, float* acc, std::index_sequence<kI...>) {
+  Product::fma(a[0], a[1], a[2], a[3], b, acc[kI]..., cute::SM90::GMMA::ScaleOut::One);
+}
+
+}  // namespace detail
+
+// Keeps the compiler from moving uses of registers across the start or the end of the product that reads or writes them.
+template <int kSize>
+__device__ __forceinline__ void pin(float (&accumulator)[kSize]) {
+#pragma unroll
+  for (int i = 0; i < kSize; ++i) { asm volatile("" : "+f"(accumulator[i])::"memory"); }
+}
+
+template <int kSlices>
+__device__ __forceinline__ void pin(uint32_t (&operand)[kSlices][4]) {
+#pragma unroll
+  for (int i = 0; i < 4 * kSlices; ++i) { asm volatile("" : "+r"(operand[i / 4][i % 4])::"memory"); }
+}
+
+// Tells the compiler that what the registers held is not needed any more: the product's instruction is declared to read its accumulator
+// even where it overwrites it.
+template <int kSize>
+__device__ __forceinline__ void overwrite(float (&accumulator)[kSize]) {
+#pragma unroll
+  for (int i = 0; i < kSize; ++i) { asm volatile("" : "=f"(accumulator[i])); }
+}
+
+// acc = A B, 64 x kN over kDepth. Issues and commits one group. After the `wait_products` that completes it, `pin` what the
+// product wrote or read in registers.
+template <typename Element, int kDepth, typename A, typename B, int kAcc>
+__device__ __forceinline__ void multiply(float (&acc)[kAcc], A a, B b) {
+  using Product = SharedProduct<Element, 2 * kAcc, A::kMajor, B::kMajor>;
+  overwrite(acc);
+  cute::warpgroup_arrive();
+#pragma unroll
+  for (int k = 0; k < kDepth / kProductDepth; ++k) {
+    detail::issue<Product>(a.step(k), b.step(k), acc, k != 0, std::make_index_sequence<kAcc>{});
+  }
+  cute::warpgroup_commit_batch();
+}
+
+// acc += A B with A in registers, which must not change until the product has completed: `pin` them after the wait.
+template <typename Element, typename B, int kSteps, int kAcc>
+__device__ __forceinline__ void multiply_add(float (&acc)[kAcc], uint32_t (&a)[kSteps][4], B b) {
+  using Product = RegisterProduct<Element, 2 * kAcc, B::kMajor>;
+  pin(a);
+  pin(acc);
+  cute::warpgroup_arrive();
+#pragma unroll
+  for (int k = 0; k < kSteps; ++k) {
+    detail::issue<Product>(a[k], b.step(k), acc, std::make_index_sequence<kAcc>{});
+  }
+  cute::warpgroup_commit_batch();
+}
+
+// Returns when at most `kPending` of the groups committed last are still running.
+template <int kPending>
+__device__ __forceinline__ void wait_products() {
+  cute::warpgroup_wait<kPending>();
+}
+
+}  // namespace dash_attn

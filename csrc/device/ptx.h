@@ -1,0 +1,87 @@
+// Instructions that CUTLASS has no wrapper for, one function each, with the section of the PTX ISA they come from.
+#pragma once
+
+#include <cstdint>
+
+#include <cute/arch/util.hpp>
+
+namespace dash_attn::ptx {
+
+// 9.7.3 "ex2": 2^x, 2 ulp, one MUFU.
+__device__ __forceinline__ float exp2_approx(float x) {
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
+// 9.7.9.27 "cp.reduce.async.bulk": adds `bytes` of fp32 in shared memory onto global memory.
+__device__ __forceinline__ void bulk_add_f32(float* global, const float* shared, int bytes) {
+  asm volatile("cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;"
+               :
+               : "l"(__cvta_generic_to_global(global)), "r"(cute::cast_smem_ptr_to_uint(shared)), "r"(bytes)
+               : "memory");
+}
+
+// 9.7.9.27 "cp.async.bulk": overwrites global memory with `bytes` of shared memory.
+__device__ __forceinline__ void bulk_store(float* global, const float* shared, int bytes) {
+  asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;"
+               :
+               : "l"(__cvta_generic_to_global(global)), "r"(cute::cast_smem_ptr_to_uint(shared)), "r"(bytes)
+               : "memory");
+}
+
+__device__ __forceinline__ void bulk_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
+
+// Waits until the bulk operations of this thread are PERFORMED, not merely until shared memory may be reused (.read).
+__device__ __forceinline__ void bulk_wait_performed() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }
+
+__device__ __forceinline__ void bulk_wait_read() { asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory"); }
+
+// 9.7.12.4 "fence.proxy.async": orders the generic proxy's accesses and the async proxy's (TMA, bulk copies, wgmma).
+__device__ __forceinline__ void fence_async_shared() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+
+__device__ __forceinline__ void fence_async_global() { asm volatile("fence.proxy.async.global;" ::: "memory"); }
+
+__device__ __forceinline__ int load_acquire(const int* address) {
+  int value;
+  asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(value) : "l"(address) : "memory");
+  return value;
+}
+
+__device__ __forceinline__ void store_release(int* address, int value) {
+  asm volatile("st.release.gpu.global.s32 [%0], %1;" : : "l"(address), "r"(value) : "memory");
+}
+
+// 9.7.8.24 "mapa": the address of this CTA's shared variable in CTA `cta_rank` of the cluster.
+__device__ __forceinline__ uint32_t map_shared(const void* shared, uint32_t cta_rank) {
+  uint32_t mapped;
+  asm volatile("mapa.shared::cluster.u32 %0, %1, %2;"
+               : "=r"(mapped)
+               : "r"(cute::cast_smem_ptr_to_uint(shared)), "r"(cta_rank));
+  return mapped;
+}
+
+// 9.7.8.13 "st.async": writes 4 bytes to a CTA of the cluster and counts them on that CTA's mbarrier.
+__device__ __forceinline__ void store_async(uint32_t remote_address, int value, uint32_t remote_barrier) {
+  asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.s32 [%0], %1, [%2];"
+               :
+               : "r"(remote_address), "r"(value), "r"(remote_barrier)
+               : "memory");
+}
+
+// 9.7.14.5.15 "stmatrix": four 8x8 matrices; each thread passes the address of one 16-byte row.
+__device__ __forceinline__ void store_matrix(uint32_t row, const uint32_t (&m)[4]) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};"
+               :
+               : "r"(row), "r"(m[0]), "r"(m[1]), "r"(m[2]), "r"(m[3])
+               : "memory");
+}
+
+__device__ __forceinline__ void store_matrix_transposed(uint32_t row, const uint32_t (&m)[4]) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};"
+               :
+               : "r"(row), "r"(m[0]), "r"(m[1]), "r"(m[2]), "r"(m[3])
+               : "memory");
+}
+
+}  // namespace dash_attn::ptx

@@ -1,0 +1,112 @@
+// Host side of one variant of the backward: descriptors, parameters and the three launches.
+#pragma once
+
+#include <cmath>
+
+#include "../backward/convert.h"
+#include "../backward/kernel.h"
+#include "../backward/preprocess.h"
+#include "backward.h"
+#include "check.h"
+#include "tensor_map.h"
+#include "workspace.h"
+
+namespace dash_attn {
+
+template <typename Element>
+backward::StridedView<Element> strided_view(const TensorView& tensor) {
+  return {static_cast<Element*>(tensor.data), tensor.stride_batch, tensor.stride_seqlen, tensor.stride_head};
+}
+
+template <typename Config>
+Problem make_problem(const BackwardArguments& a) {
+  return make_problem(a.batch, a.kv_heads, a.heads / a.kv_heads, a.seqlen_q, a.seqlen_k, Config::kQuery, Config::kKey, Config::kClusterSize,
+                      Config::kCausal);
+}
+
+template <typename Config>
+void launch_preprocess(const BackwardArguments& a, const Problem& problem, const backward::Workspace& workspace, cudaStream_t stream) {
+  using Element = typename Config::Element;
+  backward::PreprocessParams<Element> params;
+  params.out = strided_view<const Element>(a.out);
+  params.dout = strided_view<const Element>(a.dout);
+  params.softmax_lse = a.softmax_lse;
+  params.workspace = workspace;
+  params.heads = a.heads;
+  params.seqlen_q = a.seqlen_q;
+  params.padded_seqlen_q = problem.query_tiles * Config::kQuery;
+  params.head_dim = a.head_dim;
+  params.blocks_per_head = ceil_div(params.padded_seqlen_q, backward::kPreprocessRows<Config::kHeadDim>);
+  params.num_turns = a.batch * a.heads * problem.query_tiles;
+  const unsigned blocks = unsigned(a.batch) * a.heads * params.blocks_per_head;
+  backward::preprocess_kernel<Element, Config::kHeadDim><<<blocks, backward::kPreprocessThreads, 0, stream>>>(params);
+  check_cuda(cudaGetLastError(), "launching the backward's preprocess kernel");
+}
+
+template <typename Config>
+void launch_main(const BackwardArguments& a, const Problem& problem, const backward::Workspace& workspace, cudaStream_t stream) {
+  const auto query_map = [&](const TensorView& t) {
+    return make_tensor_map(t, a.dtype, a.batch, a.seqlen_q, a.heads, a.head_dim, Config::kQuery);
+  };
+  const auto key_map = [&](const TensorView& t, int rows) {
+    return make_tensor_map(t, a.dtype, a.batch, a.seqlen_k, a.kv_heads, a.head_dim, rows);
+  };
+  backward::KernelParams params;
+  params.q = query_map(a.q);
+  params.dout = query_map(a.dout);
+  params.k = key_map(a.k, Config::kKey);
+  params.v = key_map(a.v, Config::kKey);
+  params.dk = key_map(a.dk, kWarpgroupRows);
+  params.dv = key_map(a.dv, kWarpgroupRows);
+  params.problem = problem;
+  params.workspace = workspace;
+  params.num_claims = int(num_claims<Config::kPolicy>(problem));
+  params.softmax_scale = a.softmax_scale;
+  params.softmax_scale_log2 = float(a.softmax_scale * M_LOG2E);
+
+  const auto kernel = backward::backward_kernel<Config>;
+  constexpr int kSharedBytes = sizeof(backward::SharedStorage<Config>);
+  check_cuda(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kSharedBytes), "sizing the backward's shared memory");
+
+  const int clusters = max_int(1, min_int(params.num_claims, a.num_sms / Config::kClusterSize));
+  cudaLaunchConfig_t config{};
+  config.gridDim = dim3(clusters * Config::kClusterSize);
+  config.blockDim = dim3(Config::kThreads);
+  config.dynamicSmemBytes = kSharedBytes;
+  config.stream = stream;
+  cudaLaunchAttribute cluster{};
+  cluster.id = cudaLaunchAttributeClusterDimension;
+  cluster.val.clusterDim = {Config::kClusterSize, 1, 1};
+  config.attrs = &cluster;
+  config.numAttrs = 1;
+  check_cuda(cudaLaunchKernelEx(&config, kernel, params), "launching the backward kernel");
+}
+
+template <typename Config>
+void launch_convert(const BackwardArguments& a, const Problem& problem, const backward::Workspace& workspace, cudaStream_t stream) {
+  backward::ConvertParams<typename Config::Element> params;
+  params.dq = strided_view<typename Config::Element>(a.dq);
+  params.dq_accumulator = workspace.dq_accumulator;
+  params.problem = problem;
+  params.heads = a.heads;
+  params.head_dim = a.head_dim;
+  params.softmax_scale = a.softmax_scale;
+  const auto kernel = backward::convert_kernel<Config>;
+  constexpr int kTileBytes = backward::ConvertTile<Config>::kBytes;
+  check_cuda(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kTileBytes), "sizing the conversion's shared memory");
+  const unsigned blocks = unsigned(a.batch) * a.heads * problem.query_tiles;
+  kernel<<<blocks, backward::kConvertThreads, kTileBytes, stream>>>(params);
+  check_cuda(cudaGetLastError(), "launching the conversion of dQ");
+}
+
+// One call of the backward. Explicitly instantiated, a variant a line, by the translation units that setup.py writes.
+template <typename Config>
+void launch_backward(const BackwardArguments& a, cudaStream_t stream) {
+  const Problem problem = make_problem<Config>(a);
+  const backward::Workspace workspace = plan_workspace(a.workspace, Config::kTile, a.batch, a.heads, a.seqlen_q).arrays;
+  launch_preprocess<Config>(a, problem, workspace, stream);
+  launch_main<Config>(a, problem, workspace, stream);
+  launch_convert<Config>(a, problem, workspace, stream);
+}
+
+}  // namespace dash_attn

@@ -1,0 +1,25 @@
+// The names that variants.def uses, and the Config each of its lines stands for.
+#pragma once
+
+#include "../backward/config.h"
+#include "backward.h"
+
+namespace dash_attn {
+
+struct BFloat16 {
+  using Element = cutlass::bfloat16_t;
+  static constexpr Dtype kDtype = Dtype::kBFloat16;
+};
+
+struct Float16 {
+  using Element = cutlass::half_t;
+  static constexpr Dtype kDtype = Dtype::kFloat16;
+};
+
+template <typename DtypeName, int kHeadDim, bool kCausal, Policy kPolicy>
+using BackwardVariant = backward::Config<typename DtypeName::Element, kHeadDim, kCausal, kPolicy>;
+
+template <typename Config>
+void launch_backward(const BackwardArguments& arguments, cudaStream_t stream);
+
+}  // namespace dash_attn

@@ -1,0 +1,36 @@
+// The backward's scratch memory: one allocation cut into the arrays of backward::Workspace.
+#pragma once
+
+#include "../backward/params.h"
+#include "../config/tile_shapes.h"
+#include "backward.h"
+
+namespace dash_attn {
+
+struct WorkspacePlan {
+  backward::Workspace arrays;
+  int64_t bytes;
+};
+
+// With a null `base` only `bytes` means anything.
+inline WorkspacePlan plan_workspace(void* base, const TileShape& tile, int batch, int heads, int seqlen_q) {
+  constexpr int64_t kAlignment = 128;  // bulk copies need 16
+  const int64_t tiles = int64_t(batch) * heads * ceil_div(seqlen_q, tile.query);
+  const int64_t rows = tiles * tile.query;
+  int64_t offset = 0;
+  const auto take = [&](int64_t bytes) {
+    char* const array = static_cast<char*>(base) + offset;
+    offset += (bytes + kAlignment - 1) / kAlignment * kAlignment;
+    return array;
+  };
+  WorkspacePlan plan;
+  plan.arrays.dq_accumulator = reinterpret_cast<float*>(take(rows * tile.head_dim * sizeof(float)));
+  plan.arrays.lse_log2 = reinterpret_cast<float*>(take(rows * sizeof(float)));
+  plan.arrays.delta = reinterpret_cast<float*>(take(rows * sizeof(float)));
+  plan.arrays.turns = reinterpret_cast<int*>(take(tiles * sizeof(int)));
+  plan.arrays.next_claim = reinterpret_cast<int*>(take(sizeof(int)));
+  plan.bytes = offset;
+  return plan;
+}
+
+}  // namespace dash_attn
