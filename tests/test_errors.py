@@ -1,0 +1,191 @@
+"""Bad inputs and the exact message each gets, before anything is computed."""
+
+import math
+
+import pytest
+import torch
+from torch._subclasses import FakeTensorMode
+
+import dash_attn
+from dash_attn import flash_attn_func, flash_attn_kvpacked_func, flash_attn_qkvpacked_func, schedule
+
+BF16 = torch.bfloat16
+
+
+def t(*shape, dtype=BF16, device="cpu"):
+    return torch.zeros(*shape, dtype=dtype, device=device)
+
+
+def good():
+    return {"q": t(2, 5, 4, 16), "k": t(2, 7, 2, 16), "v": t(2, 7, 2, 16)}
+
+
+# Changes to good(), the error and its whole message.
+TENSORS = [
+    ({"q": [1.0]}, TypeError, "q must be a torch.Tensor, got [1.0]"),
+    ({"k": None}, TypeError, "k must be a torch.Tensor, got None (NoneType)"),
+    ({"v": t(2, 7, 2, 16).to_sparse()}, TypeError, "v must be a dense tensor (torch.strided), got torch.sparse_coo"),
+    ({"q": t(5, 4, 16)}, ValueError, "q must have shape (batch, seqlen, heads, head_dim), got 3 dimensions: (5, 4, 16)"),
+    ({"v": t(1, 2, 7, 2, 16)}, ValueError,
+     "v must have shape (batch, seqlen, heads, head_dim), got 5 dimensions: (1, 2, 7, 2, 16)"),
+    ({"q": t(2, 5, 4, 16, dtype=torch.float32)}, TypeError, "q must be torch.bfloat16 or torch.float16, got torch.float32"),
+    ({"k": t(2, 7, 2, 16, dtype=torch.float8_e4m3fn)}, TypeError,
+     "k must be torch.bfloat16 or torch.float16, got torch.float8_e4m3fn"),
+    ({"k": t(2, 7, 2, 16, dtype=torch.float16)}, TypeError,
+     "k must have the dtype of q, torch.bfloat16, got torch.float16"),
+    ({"v": t(2, 7, 2, 16, dtype=torch.float16)}, TypeError,
+     "v must have the dtype of q, torch.bfloat16, got torch.float16"),
+    ({"q": t(2, 5, 4, 16, device="meta")}, ValueError, "q must be on a CUDA or CPU device, got meta"),
+    ({"q": t(2, 5, 4, 136)}, ValueError, "q must have a head_dim from 1 to 128, got 136"),
+    ({"q": t(2, 5, 4, 0)}, ValueError, "q must have a head_dim from 1 to 128, got 0"),
+    ({"k": t(3, 7, 2, 16)}, ValueError, "k must have the batch size of q, 2, got 3"),
+    ({"k": t(2, 7, 2, 24)}, ValueError, "k must have the head_dim of q, 16, got 24"),
+    ({"k": t(2, 7, 3, 16)}, ValueError, "k must have a number of heads that divides the 4 heads of q, got 3"),
+    ({"k": t(2, 7, 8, 16)}, ValueError, "k must have a number of heads that divides the 4 heads of q, got 8"),
+    ({"k": t(2, 7, 0, 16)}, ValueError, "k must have a number of heads that divides the 4 heads of q, got 0"),
+    ({"q": t(2, 5, 0, 16)}, ValueError, "k must have a number of heads that divides the 0 heads of q, got 2"),
+    ({"v": t(2, 8, 2, 16)}, ValueError, "v must have the shape of k, (2, 7, 2, 16), got (2, 8, 2, 16)"),
+    ({"v": t(2, 7, 2, 24)}, ValueError, "v must have the shape of k, (2, 7, 2, 16), got (2, 7, 2, 24)"),
+    ({"k": t(1, 1, 1, 1).expand(2, 2**30, 2, 16)}, ValueError,
+     "k must have a seqlen of at most 1073741823, got 1073741824"),
+]  # fmt: skip
+
+# Arguments that the three functions share.
+ARGUMENTS = [
+    ({"dropout_p": 0.1}, NotImplementedError, "dropout_p must be 0.0 (dropout is not supported), got 0.1"),
+    ({"dropout_p": math.nan}, NotImplementedError, "dropout_p must be 0.0 (dropout is not supported), got nan"),
+    ({"window_size": (128, 0)}, NotImplementedError,
+     "window_size must be (-1, -1) (sliding windows are not supported; causal=True gives the causal mask), got (128, 0)"),
+    ({"window_size": 128}, NotImplementedError,
+     "window_size must be (-1, -1) (sliding windows are not supported; causal=True gives the causal mask), got 128"),
+    ({"softcap": 30.0}, NotImplementedError, "softcap must be 0.0 (soft-capped scores are not supported), got 30.0"),
+    ({"alibi_slopes": t(4, dtype=torch.float32)}, NotImplementedError,
+     "alibi_slopes must be None (ALiBi is not supported), got a tensor of shape (4,)"),
+    ({"qv": t(2, 5, 4, 16)}, NotImplementedError,
+     "qv must be None (a second query-value product is not supported), got a tensor of shape (2, 5, 4, 16)"),
+    ({"q_descale": t(2, 2)}, NotImplementedError, "q_descale must be None (fp8 is not supported), got a tensor of shape (2, 2)"),
+    ({"k_descale": t(2, 2)}, NotImplementedError, "k_descale must be None (fp8 is not supported), got a tensor of shape (2, 2)"),
+    ({"v_descale": t(2, 2)}, NotImplementedError, "v_descale must be None (fp8 is not supported), got a tensor of shape (2, 2)"),
+    ({"attention_chunk": 64}, NotImplementedError, "attention_chunk must be 0 (chunked attention is not supported), got 64"),
+    ({"num_splits": 0}, NotImplementedError, "num_splits must be 1 (splitting the keys is not supported), got 0"),
+    ({"pack_gqa": True}, NotImplementedError,
+     "pack_gqa must be None (the layout of grouped heads cannot be chosen), got True"),
+    ({"causal": 1}, TypeError, "causal must be a bool, got 1"),
+    ({"deterministic": "yes"}, TypeError, "deterministic must be a bool, got 'yes'"),
+    ({"return_attn_probs": None}, TypeError, "return_attn_probs must be a bool, got None (NoneType)"),
+    ({"softmax_scale": "1"}, TypeError, "softmax_scale must be a finite number or None, got '1'"),
+    ({"softmax_scale": True}, TypeError, "softmax_scale must be a finite number or None, got True"),
+    ({"softmax_scale": torch.ones(())}, TypeError,
+     "softmax_scale must be a finite number or None, got a tensor of shape ()"),
+    ({"softmax_scale": math.nan}, ValueError, "softmax_scale must be a finite number or None, got nan"),
+    ({"softmax_scale": -math.inf}, ValueError, "softmax_scale must be a finite number or None, got -inf"),
+    ({"sm_margin": -1}, ValueError, "sm_margin must be at least 0, got -1"),
+    ({"sm_margin": 1.5}, TypeError, "sm_margin must be an int, got 1.5"),
+    ({"sm_margin": None}, TypeError, "sm_margin must be an int, got None (NoneType)"),
+    ({"schedule": "fastest"}, ValueError,
+     "schedule must be one of 'auto', 'ascending', 'descending', 'spt', 'shift' when causal=False, got 'fastest'"),
+    ({"schedule": None}, ValueError,
+     "schedule must be one of 'auto', 'ascending', 'descending', 'spt', 'shift' when causal=False, got None (NoneType)"),
+    ({"schedule": "symmetric_shift"}, ValueError,
+     "schedule must be one of 'auto', 'ascending', 'descending', 'spt', 'shift' when causal=False, got 'symmetric_shift'"),
+    ({"schedule": "shift", "causal": True}, ValueError,
+     "schedule must be one of 'auto', 'ascending', 'descending', 'spt', 'symmetric_shift' when causal=True, got 'shift'"),
+]  # fmt: skip
+
+KVPACKED = [
+    ({"kv": t(2, 7, 2, 16)}, ValueError,
+     "kv must have shape (batch, seqlen, 2, kv_heads, head_dim), got 4 dimensions: (2, 7, 2, 16)"),
+    ({"kv": t(2, 7, 3, 2, 16)}, ValueError,
+     "kv must have shape (batch, seqlen, 2, kv_heads, head_dim), got (2, 7, 3, 2, 16)"),
+    ({"kv": t(2, 7, 2, 3, 16)}, ValueError, "kv must have a number of heads that divides the 4 heads of q, got 3"),
+    ({"kv": t(1, 7, 2, 2, 16)}, ValueError, "kv must have the batch size of q, 2, got 1"),
+    ({"kv": t(2, 7, 2, 2, 8)}, ValueError, "kv must have the head_dim of q, 16, got 8"),
+    ({"kv": t(2, 7, 2, 2, 16, dtype=torch.float16)}, TypeError,
+     "kv must have the dtype of q, torch.bfloat16, got torch.float16"),
+    ({"q": t(2, 5, 4, 200)}, ValueError, "q must have a head_dim from 1 to 128, got 200"),
+]  # fmt: skip
+
+SPLIT = "num_heads_q must be a positive multiple of kv_heads with num_heads_q + 2 * kv_heads equal to the {} heads of qkv, got {}"
+QKVPACKED = [
+    ({"qkv": t(2, 7, 12, 16)}, ValueError,
+     "qkv must have shape (batch, seqlen, 3, heads, head_dim), got 4 dimensions: (2, 7, 12, 16)"),
+    ({"qkv": t(2, 7, 2, 4, 16)}, ValueError,
+     "qkv must have shape (batch, seqlen, 3, heads, head_dim) with at least one head, got (2, 7, 2, 4, 16)"),
+    ({"qkv": t(2, 7, 3, 0, 16)}, ValueError,
+     "qkv must have shape (batch, seqlen, 3, heads, head_dim) with at least one head, got (2, 7, 3, 0, 16)"),
+    ({"qkv": t(2, 7, 3, 4, 129)}, ValueError, "qkv must have a head_dim from 1 to 128, got 129"),
+    ({"qkv": t(2, 7, 3, 4, 16, dtype=torch.float64)}, TypeError,
+     "qkv must be torch.bfloat16 or torch.float16, got torch.float64"),
+    ({"num_heads_q": 4}, ValueError,
+     "qkv must have shape (batch, seqlen, num_heads_q + 2 * kv_heads, head_dim), got 5 dimensions: (2, 7, 3, 4, 16)"),
+    ({"qkv": t(2, 7, 8, 16), "num_heads_q": 4.0}, TypeError, "num_heads_q must be an int or None, got 4.0"),
+    ({"qkv": t(2, 7, 8, 16), "num_heads_q": 0}, ValueError, SPLIT.format(8, 0)),
+    ({"qkv": t(2, 7, 8, 16), "num_heads_q": 5}, ValueError, SPLIT.format(8, 5)),
+    ({"qkv": t(2, 7, 8, 16), "num_heads_q": 8}, ValueError, SPLIT.format(8, 8)),
+    ({"qkv": t(2, 7, 8, 16), "num_heads_q": 2}, ValueError, SPLIT.format(8, 2)),
+]  # fmt: skip
+
+
+def forms():
+    q, k, v = good().values()
+    yield flash_attn_func, good()
+    yield flash_attn_kvpacked_func, {"q": q, "kv": torch.stack((k, v), dim=2)}
+    yield flash_attn_qkvpacked_func, {"qkv": t(2, 7, 3, 4, 16)}
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_computed(monkeypatch):
+    def unexpected(*_):
+        raise AssertionError("computed before the arguments were checked")
+
+    monkeypatch.setattr(dash_attn.ops, "forward", unexpected)
+
+
+def assert_raises(function, arguments, error, message):
+    with pytest.raises(error) as raised:
+        function(**arguments)
+    assert type(raised.value) is error
+    assert str(raised.value) == message
+
+
+@pytest.mark.parametrize("change, error, message", TENSORS)
+def test_tensors(change, error, message):
+    assert_raises(flash_attn_func, {**good(), **change}, error, message)
+
+
+@pytest.mark.parametrize("form", range(3))
+@pytest.mark.parametrize("change, error, message", ARGUMENTS)
+def test_arguments(form, change, error, message):
+    function, arguments = list(forms())[form]
+    assert_raises(function, {**arguments, **change}, error, message)
+
+
+@pytest.mark.parametrize("change, error, message", KVPACKED)
+def test_kvpacked(change, error, message):
+    function, arguments = list(forms())[1]
+    assert_raises(function, {**arguments, **change}, error, message)
+
+
+@pytest.mark.parametrize("change, error, message", QKVPACKED)
+def test_qkvpacked(change, error, message):
+    function, arguments = list(forms())[2]
+    assert_raises(function, {**arguments, **change}, error, message)
+
+
+def test_mixed_devices():
+    with FakeTensorMode():
+        tensors = {**good(), "v": t(2, 7, 2, 16, device="cuda")}
+        assert_raises(flash_attn_func, tensors, ValueError, "v must be on the device of q, cpu, got cuda:0")
+
+
+def test_every_unsupported_argument_is_checked():
+    listed = {name for change, error, _ in ARGUMENTS if error is NotImplementedError for name in change}
+    assert listed == set(dash_attn.checks._UNSUPPORTED)
+
+
+def test_schedule_errors_read_like_the_schedule_modules():
+    with pytest.raises(ValueError) as raised:
+        schedule.resolve("shift", causal=True, seqlen_q=1, seqlen_k=1)
+    with pytest.raises(ValueError) as checked:
+        dash_attn.checks.check_schedule("shift", True)
+    assert str(checked.value) == str(raised.value)
