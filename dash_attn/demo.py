@@ -1,0 +1,219 @@
+"""Shows what dash_attn does on this machine: `python -m dash_attn.demo`, which `make demo` runs.
+
+A transformer layer is differentiated twice and the bits of its gradients compared; then the schedules are compared in
+the model and drawn. On a Hopper GPU the kernels run, beside PyTorch's own attention; elsewhere the reference does.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import hashlib
+import importlib.util
+import json
+import pathlib
+import subprocess
+import sys
+import time
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from dash_attn import flash_attn_func, schedule
+
+HOPPER = (9, 0)
+PACKAGE = pathlib.Path(__file__).parent
+
+
+@dataclasses.dataclass(frozen=True)
+class Size:
+    batch: int
+    seqlen: int
+    heads: int
+    head_dim: int
+    repeats: int  # backward passes whose bits are compared
+
+    def __str__(self) -> str:
+        return f"batch {self.batch}, seqlen {self.seqlen}, {self.heads} heads of {self.head_dim}, bf16, causal"
+
+
+CPU = Size(batch=1, seqlen=1024, heads=4, head_dim=64, repeats=3)
+GPU = Size(batch=2, seqlen=4096, heads=16, head_dim=128, repeats=50)
+
+
+class TransformerLayer(nn.Module):
+    """A pre-norm transformer layer whose attention is dash_attn's; x is (batch, seqlen, heads * head_dim)."""
+
+    def __init__(self, heads: int, head_dim: int):
+        super().__init__()
+        width = heads * head_dim
+        self.heads = heads
+        self.norm_attention, self.norm_mlp = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.qkv, self.proj = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = self.qkv(self.norm_attention(x)).unflatten(-1, (3, self.heads, -1)).unbind(2)
+        x = x + self.proj(flash_attn_func(q, k, v, causal=True).flatten(2))
+        return x + self.down(F.gelu(self.up(self.norm_mlp(x))))
+
+
+def why_cpu() -> str | None:
+    """Why the kernels cannot run here, or None when they can."""
+    if not torch.cuda.is_available():
+        return "no CUDA device"
+    if torch.cuda.get_device_capability() != HOPPER:
+        return f"{torch.cuda.get_device_name()} is not a Hopper GPU"
+    if not list(PACKAGE.glob("_C*.so")):
+        report = PACKAGE / "_build_report.json"
+        reason = json.loads(report.read_text()).get("reason") if report.is_file() else None
+        return "the kernels were not built" + (f": {reason}" if reason else "")
+    return None
+
+
+def digest(tensors) -> str:
+    """First 16 hexadecimal digits of the SHA-256 of the tensors' bytes."""
+    sha = hashlib.sha256()
+    for tensor in tensors:
+        sha.update(tensor.detach().contiguous().view(torch.uint8).cpu().numpy().tobytes())
+    return sha.hexdigest()[:16]
+
+
+def heading(text: str) -> None:
+    print(f"\n== {text}", flush=True)
+
+
+def train_step(layer: TransformerLayer, x: torch.Tensor) -> list[torch.Tensor]:
+    layer.zero_grad()
+    x = x.detach().requires_grad_()
+    layer(x).square().mean().backward()
+    return [x.grad, *(parameter.grad.clone() for parameter in layer.parameters())]
+
+
+def show_layer(size: Size, device: str) -> bool:
+    heading(f"A transformer layer, forward and backward, twice ({size})")
+    torch.manual_seed(0)
+    layer = TransformerLayer(size.heads, size.head_dim).to(device, torch.bfloat16)
+    x = torch.randn(size.batch, size.seqlen, size.heads * size.head_dim, device=device, dtype=torch.bfloat16)
+    digests = []
+    for run in (1, 2):
+        start = time.perf_counter()
+        gradients = train_step(layer, x)
+        digests.append(digest(gradients))
+        print(f"run {run}: {len(gradients)} gradients, SHA-256 {digests[-1]}  ({time.perf_counter() - start:.2f} s)", flush=True)
+    equal = digests[0] == digests[1]
+    print("the bits of all gradients agree" if equal else "THE BITS DIFFER")
+    return equal
+
+
+def attention_inputs(size: Size, device: str) -> tuple[torch.Tensor, ...]:
+    torch.manual_seed(1)
+    shape = (size.batch, size.seqlen, size.heads, size.head_dim)
+    return tuple(torch.randn(shape, device=device, dtype=torch.bfloat16) for _ in range(4))
+
+
+def differing_runs(attention, inputs, repeats: int) -> int:
+    """In how many of `repeats` further backward passes some gradient's bits differ from the first's."""
+    *qkv, dout = inputs
+    leaves = [t.detach().requires_grad_() for t in qkv]
+    out = attention(*leaves)
+    first = torch.autograd.grad(out, leaves, dout, retain_graph=True)
+    differing = 0
+    for _ in range(repeats):
+        again = torch.autograd.grad(out, leaves, dout, retain_graph=True)
+        differing += not all(torch.equal(a.view(torch.int16), b.view(torch.int16)) for a, b in zip(first, again))
+    return differing
+
+
+def show_repeats(size: Size, device: str) -> bool:
+    heading(f"The backward of attention alone, {size.repeats} more times ({size})")
+    inputs = attention_inputs(size, device)
+    names = [name for name in schedule.POLICIES if name != "shift"]
+    equal = True
+    for name in names:
+        count = differing_runs(lambda q, k, v: flash_attn_func(q, k, v, causal=True, schedule=name), inputs, size.repeats)
+        print(f"dash_attn, schedule {name}: {count} of {size.repeats} runs differ from the first", flush=True)
+        equal &= count == 0
+    if device != "cuda":
+        print("PyTorch's own attention adds dQ with atomics on a GPU only, so there is nothing to compare with here")
+        return equal
+
+    def torch_attention(q, k, v):
+        q, k, v = (t.transpose(1, 2) for t in (q, k, v))
+        with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+            return F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2)
+
+    count = differing_runs(torch_attention, inputs, size.repeats)
+    print(f"PyTorch's flash attention: {count} of {size.repeats} runs differ from the first")
+    return equal
+
+
+def show_orders(size: Size, device: str) -> None:
+    heading("Why the order matters: the same backward with its sums in other orders")
+    *qkv, dout = attention_inputs(size, device)
+    gradients = {}
+    for name in schedule.POLICIES:
+        if name == "shift":
+            continue
+        leaves = [t.detach().requires_grad_() for t in qkv]
+        flash_attn_func(*leaves, causal=True, schedule=name).backward(dout)
+        gradients[name] = [leaf.grad for leaf in leaves]
+        first = gradients["ascending"]
+        differing = [int((a != b).sum()) for a, b in zip(gradients[name], first)]
+        counts = ", ".join(f"{gradient} {count}" for gradient, count in zip(("dQ", "dK", "dV"), differing))
+        print(f"{name:16} elements that differ from ascending: {counts}  (of {first[0].numel()} each)", flush=True)
+    print("a sum in another order rounds differently, so each schedule fixes the order, and with it the bits")
+
+
+def run_module(module: str, *arguments: str) -> None:
+    print(f"$ python -m {module} {' '.join(arguments)}", flush=True)
+    subprocess.run([sys.executable, "-m", module, *arguments], check=True)
+
+
+def show_schedules(output: pathlib.Path) -> None:
+    heading("The schedules in the model, at the shape of a training step")
+    run_module("dash_attn.schedule", "--seqlen-q", "8192")
+    heading("Their Gantt charts, at a shape small enough to see")
+    if importlib.util.find_spec("matplotlib") is None:
+        print("matplotlib is not installed, so there are no charts: pip install matplotlib")
+        return
+    output.mkdir(parents=True, exist_ok=True)
+    small = ["--seqlen-q", "1024", "--batch", "1", "--heads", "2", "--sms", "8"]
+    for mask in ("full", "causal"):
+        run_module("dash_attn.schedule", *small, "--mask", mask, "--png", str(output / f"schedules_{mask}.png"))
+
+
+def show_benchmark() -> None:
+    heading("A short benchmark")
+    if importlib.util.find_spec("benchmarks") is None:
+        print("run from the checkout to measure: benchmarks/ is not installed")
+        return
+    run_module("benchmarks.run", "--grid", "bar", "--peers", "fa2", "cudnn")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m dash_attn.demo", description=__doc__.splitlines()[0])
+    parser.add_argument("--output", type=pathlib.Path, default=pathlib.Path("demo_output"), help="folder of the charts")
+    arguments = parser.parse_args()
+    reason = why_cpu()
+    if reason is None:
+        size, device = GPU, "cuda"
+        print(f"On {torch.cuda.get_device_name()}, with dash_attn's kernels.")
+    else:
+        size, device = CPU, "cpu"
+        print(f"On the CPU, with dash_attn's reference ({reason}).")
+    print(f"torch {torch.__version__}")
+    equal = show_layer(size, device)
+    equal &= show_repeats(size, device)
+    show_orders(size, device)
+    show_schedules(arguments.output)
+    if reason is None:
+        show_benchmark()
+    print(f"\nAll bits agree: {'yes' if equal else 'NO'}.")
+    return 0 if equal else 1
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
