@@ -1,7 +1,7 @@
 """Argument checks: one error per bad input, raised before anything is launched or written.
 
-Every message names the argument, what it must be and what it was. The wrong kind of thing raises TypeError, a wrong value
-or shape ValueError, and a value that other libraries accept and this one does not support yet NotImplementedError.
+Every message names the argument, what it must be and what it was. The wrong kind of thing raises TypeError, a wrong
+value or shape ValueError, and a value that other libraries accept and this one does not yet NotImplementedError.
 """
 
 import math
@@ -80,7 +80,7 @@ def check_sm_margin(sm_margin, device):
 def check_qkv(q, k, v):
     """q (batch, seqlen_q, heads, head_dim); k and v (batch, seqlen_k, kv_heads, head_dim)."""
     for name, tensor in (("q", q), ("k", k), ("v", v)):
-        _check_tensor(name, tensor, "(batch, seqlen, heads, head_dim)", (4,))
+        _check_tensor(name, tensor, "(batch, seqlen, heads, head_dim)", 4)
     _check_same("k", k, "q", q)
     _check_same("v", v, "q", q)
     _check_head_dim("q", q)
@@ -91,8 +91,8 @@ def check_qkv(q, k, v):
 
 def check_q_kvpacked(q, kv):
     """q (batch, seqlen_q, heads, head_dim); kv (batch, seqlen_k, 2, kv_heads, head_dim)."""
-    _check_tensor("q", q, "(batch, seqlen, heads, head_dim)", (4,))
-    _check_tensor("kv", kv, "(batch, seqlen, 2, kv_heads, head_dim)", (5,))
+    _check_tensor("q", q, "(batch, seqlen, heads, head_dim)", 4)
+    _check_tensor("kv", kv, "(batch, seqlen, 2, kv_heads, head_dim)", 5)
     if kv.shape[2] != 2:
         raise ValueError(f"kv must have shape (batch, seqlen, 2, kv_heads, head_dim), got {_shape(kv)}")
     _check_same("kv", kv, "q", q)
@@ -108,7 +108,7 @@ def check_qkvpacked(qkv, num_heads_q):
         expected, rank = "(batch, seqlen, num_heads_q + 2 * kv_heads, head_dim)", 4
         if isinstance(num_heads_q, bool) or not isinstance(num_heads_q, int):
             raise TypeError(f"num_heads_q must be an int or None, got {_describe(num_heads_q)}")
-    _check_tensor("qkv", qkv, expected, (rank,))
+    _check_tensor("qkv", qkv, expected, rank)
     _check_head_dim("qkv", qkv)
     if num_heads_q is None:
         if qkv.shape[2] != 3 or qkv.shape[3] < 1:
@@ -148,7 +148,9 @@ def check_backward(dout, q, k, v, out, softmax_lse, dq, dk, dv, softmax_scale, c
             raise ValueError(f"{name} must have one memory location per element, got strides {tensor.stride()}")
     expected = (q.shape[0], q.shape[2], q.shape[1])
     if tuple(softmax_lse.shape) != expected:
-        raise ValueError(f"softmax_lse must have shape (batch, heads, seqlen_q) = {expected}, got {_shape(softmax_lse)}")
+        raise ValueError(
+            f"softmax_lse must have shape (batch, heads, seqlen_q) = {expected}, got {_shape(softmax_lse)}"
+        )
     if softmax_lse.dtype != torch.float32:
         raise TypeError(f"softmax_lse must be torch.float32, got {softmax_lse.dtype}")
     if softmax_lse.device != q.device:
@@ -157,13 +159,13 @@ def check_backward(dout, q, k, v, out, softmax_lse, dq, dk, dv, softmax_scale, c
     check_sm_margin(sm_margin, q.device)
 
 
-def _check_tensor(name, tensor, expected, ranks):
+def _check_tensor(name, tensor, expected, rank):
     if not isinstance(tensor, torch.Tensor):
         raise TypeError(f"{name} must be a torch.Tensor, got {_describe(tensor)}")
     if tensor.layout != torch.strided or tensor.is_nested:
         layout = "a nested tensor" if tensor.is_nested else tensor.layout
         raise TypeError(f"{name} must be a dense tensor (torch.strided), got {layout}")
-    if tensor.dim() not in ranks:
+    if tensor.dim() != rank:
         raise ValueError(f"{name} must have shape {expected}, got {tensor.dim()} dimensions: {_shape(tensor)}")
     if tensor.dtype not in DTYPES:
         raise TypeError(f"{name} must be torch.bfloat16 or torch.float16, got {tensor.dtype}")
@@ -210,4 +212,6 @@ def _shape(tensor):
 def _describe(value):
     if isinstance(value, torch.Tensor):
         return f"a tensor of shape {_shape(value)}"
-    return f"{value!r} ({type(value).__name__})" if not isinstance(value, (int, float, str, tuple, list)) else repr(value)
+    if isinstance(value, (int, float, str, tuple, list)):
+        return repr(value)
+    return f"{value!r} ({type(value).__name__})"

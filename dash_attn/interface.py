@@ -1,7 +1,7 @@
 """Drop-in replacements for FlashAttention's functions whose gradients have the same bits every run.
 
-Names, order and defaults of the arguments are FlashAttention-2's; FlashAttention-3's further arguments follow as keywords. An
-argument that is not supported yet raises NotImplementedError unless it is at its default: none is ignored.
+Names, order and defaults of the arguments are FlashAttention-2's; FlashAttention-3's further arguments follow as
+keywords. An argument that is not supported yet raises NotImplementedError unless it is at its default: none is ignored.
 
 On CUDA tensors the kernels need a Hopper GPU. CPU tensors are computed by `dash_attn.reference`, slowly, with the same
 checks. Gradients are a function of the inputs and of `schedule` alone.
@@ -40,31 +40,32 @@ def flash_attn_func(
 ):
     """Attention O = softmax(c Q K^T) V, exact, with deterministic gradients.
 
-    The gradients are FlashAttention-2's (arXiv 2307.08691), their sums taken in the order of `schedule` (DASH, arXiv 2601.21824).
+    The gradients are FlashAttention-2's (arXiv 2307.08691), their sums taken in the order of `schedule` (DASH,
+    arXiv 2601.21824).
 
     Args:
-        q: (batch, seqlen_q, heads, head_dim), bf16 or fp16, head_dim up to 128. Any strides; what the kernels cannot address (a last
-            dimension that is not contiguous, a base or a stride that is not a multiple of 16 bytes) is copied, and a
-            head_dim that is not a multiple of 8 is padded with zeros.
-        k, v: (batch, seqlen_k, kv_heads, head_dim), like q; kv_heads divides heads, and query head h uses
-            KV head h // (heads // kv_heads).
+        q: (batch, seqlen_q, heads, head_dim), bf16 or fp16, head_dim from 1 to 128. Any strides: what the kernels
+            cannot address (a last dimension that is not contiguous, a base or a stride that is not a multiple of 16
+            bytes) is copied, and a head_dim that is not a multiple of 8 is padded with zeros.
+        k, v: (batch, seqlen_k, kv_heads, head_dim), like q; kv_heads divides heads, and query head h uses KV head
+            h // (heads // kv_heads).
         dropout_p: 0.0 only.
         softmax_scale: c, any finite number. Default: 1 / sqrt(head_dim).
-        causal: mask aligned at the bottom right: query i sees the keys j <= i + seqlen_k - seqlen_q. A query that sees no key
-            has output 0, log-sum-exp +inf and gradients 0.
+        causal: mask aligned at the bottom right: query i sees the keys j <= i + seqlen_k - seqlen_q. A query that sees
+            no key has output 0, log-sum-exp +inf and gradients 0.
         window_size, softcap, alibi_slopes: (-1, -1), 0.0 and None only.
         deterministic: accepted for compatibility; gradients are deterministic for either value.
         return_attn_probs: also return the log-sum-exp, and None where FlashAttention-2 returns the dropped-out
             probabilities, which are empty without dropout.
-        qv, q_descale, k_descale, v_descale, attention_chunk, num_splits, pack_gqa: FlashAttention-3's; None, None, None, None, 0,
-            1 and None only.
+        qv, q_descale, k_descale, v_descale, attention_chunk, num_splits, pack_gqa: FlashAttention-3's; None, None,
+            None, None, 0, 1 and None only.
         sm_margin: SMs that the backward leaves to other kernels; at least 0 and less than the GPU has. Changes no bits.
-        schedule: the order of the backward's sums: a name of `dash_attn.schedule.POLICIES` or "auto", which chooses by shape.
-            Each has its own last bits.
+        schedule: the order of the backward's sums: a name of `dash_attn.schedule.POLICIES` or "auto", which chooses by
+            shape. Each has its own last bits.
 
     Returns:
-        out: (batch, seqlen_q, heads, head_dim), like q; with return_attn_probs (out, softmax_lse, None), softmax_lse fp32
-        (batch, heads, seqlen_q), natural logarithm, not differentiable.
+        out: (batch, seqlen_q, heads, head_dim), like q; with return_attn_probs (out, softmax_lse, None), softmax_lse
+        fp32 (batch, heads, seqlen_q), natural logarithm, not differentiable.
 
     Raises:
         NotImplementedError: an unsupported argument is not at its default.
@@ -72,9 +73,18 @@ def flash_attn_func(
         RuntimeError: CUDA tensors without the compiled kernels or without a Hopper GPU; a second differentiation.
     """
     checks.reject_unsupported(
-        dropout_p=dropout_p, window_size=window_size, softcap=softcap, alibi_slopes=alibi_slopes, qv=qv, q_descale=q_descale,
-        k_descale=k_descale, v_descale=v_descale, attention_chunk=attention_chunk, num_splits=num_splits, pack_gqa=pack_gqa,
-    )  # fmt: skip
+        dropout_p=dropout_p,
+        window_size=window_size,
+        softcap=softcap,
+        alibi_slopes=alibi_slopes,
+        qv=qv,
+        q_descale=q_descale,
+        k_descale=k_descale,
+        v_descale=v_descale,
+        attention_chunk=attention_chunk,
+        num_splits=num_splits,
+        pack_gqa=pack_gqa,
+    )
     checks.check_qkv(q, k, v)
     return _attention(
         (q, k, v), None, softmax_scale, causal, deterministic, return_attn_probs, sm_margin, schedule
@@ -112,9 +122,18 @@ def flash_attn_kvpacked_func(
     The other arguments, the result and the errors are those of `flash_attn_func`, and so are the bits.
     """
     checks.reject_unsupported(
-        dropout_p=dropout_p, window_size=window_size, softcap=softcap, alibi_slopes=alibi_slopes, qv=qv, q_descale=q_descale,
-        k_descale=k_descale, v_descale=v_descale, attention_chunk=attention_chunk, num_splits=num_splits, pack_gqa=pack_gqa,
-    )  # fmt: skip
+        dropout_p=dropout_p,
+        window_size=window_size,
+        softcap=softcap,
+        alibi_slopes=alibi_slopes,
+        qv=qv,
+        q_descale=q_descale,
+        k_descale=k_descale,
+        v_descale=v_descale,
+        attention_chunk=attention_chunk,
+        num_splits=num_splits,
+        pack_gqa=pack_gqa,
+    )
     checks.check_q_kvpacked(q, kv)
     return _attention((q, kv), None, softmax_scale, causal, deterministic, return_attn_probs, sm_margin, schedule)
 
@@ -145,15 +164,24 @@ def flash_attn_qkvpacked_func(
 
     Args:
         qkv: (batch, seqlen, 3, heads, head_dim), bf16 or fp16; with `num_heads_q`
-            (batch, seqlen, num_heads_q + 2 * kv_heads, head_dim), the query heads first, then the key and the value heads.
+            (batch, seqlen, num_heads_q + 2 * kv_heads, head_dim): query heads, then key heads, then value heads.
         num_heads_q: number of query heads of a four-dimensional qkv; a multiple of kv_heads.
 
     The other arguments, the result and the errors are those of `flash_attn_func`, and so are the bits.
     """
     checks.reject_unsupported(
-        dropout_p=dropout_p, window_size=window_size, softcap=softcap, alibi_slopes=alibi_slopes, qv=qv, q_descale=q_descale,
-        k_descale=k_descale, v_descale=v_descale, attention_chunk=attention_chunk, num_splits=num_splits, pack_gqa=pack_gqa,
-    )  # fmt: skip
+        dropout_p=dropout_p,
+        window_size=window_size,
+        softcap=softcap,
+        alibi_slopes=alibi_slopes,
+        qv=qv,
+        q_descale=q_descale,
+        k_descale=k_descale,
+        v_descale=v_descale,
+        attention_chunk=attention_chunk,
+        num_splits=num_splits,
+        pack_gqa=pack_gqa,
+    )
     checks.check_qkvpacked(qkv, num_heads_q)
     return _attention((qkv,), num_heads_q, softmax_scale, causal, deterministic, return_attn_probs, sm_margin, schedule)
 

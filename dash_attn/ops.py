@@ -3,10 +3,10 @@
     forward(q, k, v, softmax_scale, causal) -> (out, softmax_lse)
     backward(dout, q, k, v, out, softmax_lse, dq!, dk!, dv!, softmax_scale, causal, schedule, sm_margin) -> ()
 
-q, dq, out and dout are (batch, seqlen_q, heads, head_dim), k, v, dk and dv (batch, seqlen_k, kv_heads, head_dim), all bf16 or all
-fp16, head_dim a multiple of 8 up to 128. softmax_lse is fp32 (batch, heads, seqlen_q), natural logarithm, +inf (-inf is
-taken too) for a query that sees no key; such a query has output 0 and gradients 0, and so have all sums over no key or
-no query. `dash_attn.interface` is what models call: the ops have no autograd of their own.
+q, dq, out and dout are (batch, seqlen_q, heads, head_dim), k, v, dk and dv (batch, seqlen_k, kv_heads, head_dim), all
+bf16 or all fp16, head_dim a multiple of 8 up to 128. softmax_lse is fp32 (batch, heads, seqlen_q), natural logarithm, +inf
+(-inf is taken too) for a query that sees no key; such a query has output 0 and gradients 0, as every sum over no key or
+no query is 0. `dash_attn.interface` is what models call: the ops have no autograd of their own.
 """
 
 import functools
@@ -49,8 +49,8 @@ def _(q, k, v, softmax_scale, causal):
     batch, seqlen_q, heads, _ = q.shape
     seqlen_k = k.shape[1]
     q, softmax_scale, _ = _with_positive_scale(q, softmax_scale)
-    # The dense entry cuts the keys into a number of pieces that depends on the batch size and the number of SMs, and the
-    # bits with it. The entry for packed sequences does so only for a longest query of 1, which is why it is told 2 there.
+    # The dense entry cuts the keys into a number of pieces that depends on the batch size and the number of SMs, and
+    # the bits with it. The entry for packed sequences does so only where the longest query is 1: there it is told 2.
     out, softmax_lse, *_ = torch.ops.aten._flash_attention_forward(
         *(_addressable(t).flatten(0, 1) for t in (q, k, v)),
         _sequence_starts(batch, seqlen_q, q.device),
@@ -83,10 +83,10 @@ def backward(
     schedule: str,
     sm_margin: int,
 ) -> None:
-    """Writes the gradients of sum(dout * out) into dq, dk and dv, which may have any strides; see the module's docstring.
+    """Writes the gradients of sum(dout * out) into dq, dk and dv, of any strides; see the module's docstring.
 
-    `schedule` is a policy of `dash_attn.schedule` or "auto", `sm_margin` the number of SMs to leave to other kernels. The
-    bits written depend on the schedule and not on `sm_margin`, the device's SMs or the rest of the batch.
+    `schedule` is a policy of `dash_attn.schedule` or "auto", `sm_margin` the number of SMs to leave to other kernels.
+    The bits written depend on the schedule and not on `sm_margin`, the device's SMs or the rest of the batch.
     """
     checks.check_backward(dout, q, k, v, out, softmax_lse, dq, dk, dv, softmax_scale, causal, schedule, sm_margin)
     if _is_empty(q, k):
@@ -115,7 +115,7 @@ def _(dout, q, k, v, out, softmax_lse, dq, dk, dv, softmax_scale, causal, schedu
     policy = _schedule.resolve(schedule, causal=causal, seqlen_q=q.shape[1], seqlen_k=k.shape[1])
     q, softmax_scale, sign = _with_positive_scale(q, softmax_scale)
     gradients = (dq, dk, dv)
-    targets = tuple(g if _is_addressable(g) else torch.empty(g.shape, dtype=g.dtype, device=g.device) for g in gradients)
+    targets = tuple(g if _is_addressable(g) else g.new_empty(g.shape) for g in gradients)
     torch.ops.dash_attn_C.backward(
         *(_addressable(t) for t in (dout, q, k, v, out)),
         softmax_lse.contiguous(),
@@ -147,8 +147,10 @@ def _zero(*tensors):
 
 
 def _with_positive_scale(q, softmax_scale):
-    """(q', c', sign) with c' > 0 and c' q' = c q, so that dq = sign * dq'. Kernels that scale after masking or after taking
-    the largest score are right for a positive scale only."""
+    """(q', c', sign) with c' > 0 and c' q' = c q, so that dq = sign * dq'.
+
+    Kernels that scale after masking or after taking the largest score are right for a positive scale only.
+    """
     if abs(softmax_scale) < _TINY:
         return torch.zeros_like(q), 1.0, 0.0
     return (q, softmax_scale, 1.0) if softmax_scale > 0 else (-q, -softmax_scale, -1.0)
@@ -183,12 +185,12 @@ def _load_kernels():
     libraries = sorted(folder.glob("_C*.so"))
     if not libraries:
         raise RuntimeError(
-            f"dash_attn was installed without its CUDA kernels (no _C*.so in {folder}): CUDA tensors need an install from "
-            "source with nvcc on PATH or CUDA_HOME set; CPU tensors use the reference"
+            f"dash_attn was installed without its CUDA kernels (no _C*.so in {folder}): CUDA tensors need an install "
+            "from source with nvcc on PATH or CUDA_HOME set; CPU tensors use the reference"
         )
     if len(libraries) > 1:
         names = ", ".join(library.name for library in libraries)
-        raise RuntimeError(f"dash_attn must have one compiled _C*.so in {folder}, got {names}: remove the stale ones")
+        raise RuntimeError(f"dash_attn must have one _C*.so in {folder}, got {names}: remove the stale ones")
     torch.ops.load_library(libraries[0])
 
 

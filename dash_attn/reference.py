@@ -1,15 +1,15 @@
 """Attention and its gradients tile by tile in plain PyTorch, in the kernel's order, on any device.
 
-This is what runs for CPU tensors, and what the tests compare orders with. Per (batch, query head), with c = softmax_scale
+This is what runs for CPU tensors, and what the tests compare orders with. Per (batch, query head), c = softmax_scale
 (FlashAttention-2, arXiv 2307.08691, algorithms 1 and 2):
 
     S = c Q K^T      P = exp(S - LSE)      O = P V      dP = dO V^T      D = rowsum(dO * O)      dS = P * (dP - D)
     dV = P^T dO      dK = c dS^T Q         dQ = c dS K
 
-The backward rounds where the kernel rounds (P and dS to the inputs' dtype before they enter a product, sums in fp32, one
-rounding at the end) and adds tile by tile in the order it is given, so a change of order shows in the last bits as it does
-on the GPU. It is not bit-equal to the kernel: the order inside one tile's product is the matrix library's. float64 inputs
-are computed in float64 throughout.
+The backward rounds where the kernel rounds (P and dS to the inputs' dtype before they enter a product, sums in fp32,
+one rounding at the end) and adds tile by tile in the order it is given, so a change of order shows in the last bits as
+it does on the GPU. It is not bit-equal to the kernel: the order inside one tile's product is the matrix library's.
+float64 inputs are computed in float64 throughout.
 """
 
 import functools
@@ -190,7 +190,7 @@ def backward(
 
 
 def _by_kv_head(tensor, kv_heads):
-    """(batch, seqlen, heads, head_dim) -> (batch * kv_heads, heads per KV head, seqlen, head_dim) in the sums' dtype."""
+    """(batch, seqlen, heads, head_dim) -> (batch * kv_heads, group, seqlen, head_dim) in the sums' dtype."""
     tensor = tensor.to(torch.float64 if tensor.dtype == torch.float64 else torch.float32)
     return tensor.transpose(1, 2).unflatten(1, (kv_heads, -1)).flatten(0, 1).contiguous()
 

@@ -23,7 +23,7 @@ def visible_keys(seqlen_q, seqlen_k, causal, device=None):
 
 
 def attention_float64(q, k, v, dout=None, *, softmax_scale=None, causal=False):
-    """Attention in float64; gradients too when `dout` is given. Any device; memory O(seqlen_q * seqlen_k) of one head."""
+    """Attention in float64; gradients too when `dout` is given. Any device; holds the scores of one head at a time."""
     batch, seqlen_q, heads, head_dim = q.shape
     seqlen_k, kv_heads = k.shape[1], k.shape[2]
     scale = head_dim**-0.5 if softmax_scale is None else softmax_scale
@@ -62,7 +62,8 @@ def attention_in_dtype(q, k, v, dout=None, *, softmax_scale=None, causal=False):
     q, k, v = (t.detach().requires_grad_(dout is not None) for t in (q, k, v))
     group = q.shape[2] // k.shape[2]
     scale = q.shape[3] ** -0.5 if softmax_scale is None else softmax_scale
-    q_t, k_t, v_t = (t.transpose(1, 2) for t in (q, k.repeat_interleave(group, dim=2), v.repeat_interleave(group, dim=2)))
+    k_heads, v_heads = (t.repeat_interleave(group, dim=2) for t in (k, v))
+    q_t, k_t, v_t = (t.transpose(1, 2) for t in (q, k_heads, v_heads))
     s = q_t @ k_t.transpose(-1, -2) * scale
     s = s.masked_fill(~visible_keys(q.shape[1], k.shape[1], causal, q.device), -torch.inf)
     out = (s.softmax(dim=-1) @ v_t).transpose(1, 2)

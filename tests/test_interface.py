@@ -59,6 +59,16 @@ def test_signature(function):
     assert len(parameters) == len(positional) + len(keywords)
 
 
+@pytest.mark.parametrize("function", FUNCTIONS, ids=lambda f: f.__name__)
+def test_defaults_may_be_given(function):
+    inputs = {"q": randn(1, 9, 2, 8), "k": randn(1, 9, 2, 8), "v": randn(1, 9, 2, 8), "kv": randn(1, 9, 2, 2, 8),
+              "qkv": randn(1, 9, 3, 2, 8)}  # fmt: skip
+    inputs = [inputs[name] for name in FUNCTIONS[function][0]]
+    expected = function(*inputs)
+    positional = function(*inputs, 0, 8**-0.5, False, [-1, -1], 0, None, True, False, **FLASH_ATTENTION_3)
+    assert torch.equal(positional, expected)
+
+
 def test_exports():
     assert dash_attn.__version__ == "0.1.0"
     assert {f.__name__ for f in FUNCTIONS} == set(dash_attn.__all__)

@@ -17,7 +17,8 @@ LENGTHS = [(1, 1), (1, 9), (9, 1), (16, 16), (17, 33), (33, 17), (40, 40), (7, 6
 def tensors(seqlen_q, seqlen_k, *, heads=2, kv_heads=2, head_dim=16, batch=2, dtype=torch.float64, seed=0):
     generator = torch.Generator().manual_seed(seed)
     shapes = [(seqlen_q, heads), (seqlen_k, kv_heads), (seqlen_k, kv_heads), (seqlen_q, heads)]
-    return tuple(torch.randn(batch, s, h, head_dim, generator=generator, dtype=torch.float64).to(dtype) for s, h in shapes)
+    draws = (torch.randn(batch, s, h, head_dim, generator=generator, dtype=torch.float64) for s, h in shapes)
+    return tuple(draw.to(dtype) for draw in draws)
 
 
 def small_order(schedule, seqlen_q, seqlen_k, causal, tile_q=4, tile_k=8):
@@ -129,7 +130,8 @@ def gradients_in_fp32(schedule, causal):
 def test_dq_is_summed_in_the_given_order():
     """Partials of very different size make the order of dQ's sum visible: big, -big and one in each order."""
     big = 2.0**26
-    q, v, out = torch.zeros(1, 1, 1, 1), torch.tensor([1.0, -1.0, 1.0, -1.0]).reshape(1, 4, 1, 1), torch.zeros(1, 1, 1, 1)
+    q = out = torch.zeros(1, 1, 1, 1)
+    v = torch.tensor([1.0, -1.0, 1.0, -1.0]).reshape(1, 4, 1, 1)
     k = torch.tensor([big, big, 1.0, 0.0]).reshape(1, 4, 1, 1)
     lse = torch.zeros(1, 1, 1)  # P is 1 everywhere, so that the partials are v * k exactly
     dout = torch.ones(1, 1, 1, 1)
