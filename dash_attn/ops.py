@@ -34,14 +34,14 @@ def forward(q: Tensor, k: Tensor, v: Tensor, softmax_scale: float, causal: bool)
 
 
 @forward.register_fake
-def _(q, k, v, softmax_scale, causal):
+def _forward_fake(q, k, v, softmax_scale, causal):
     checks.check_forward(q, k, v, softmax_scale)
     batch, seqlen_q, heads, _ = q.shape
     return q.new_empty(q.shape), q.new_empty((batch, heads, seqlen_q), dtype=torch.float32)
 
 
 @forward.register_kernel("cuda")
-def _(q, k, v, softmax_scale, causal):
+def _forward_cuda(q, k, v, softmax_scale, causal):
     checks.check_forward(q, k, v, softmax_scale)
     _require_kernels(q.device)
     if _is_empty(q, k):
@@ -101,12 +101,12 @@ def backward(
 
 
 @backward.register_fake
-def _(dout, q, k, v, out, softmax_lse, dq, dk, dv, softmax_scale, causal, schedule, sm_margin):
+def _backward_fake(dout, q, k, v, out, softmax_lse, dq, dk, dv, softmax_scale, causal, schedule, sm_margin):
     checks.check_backward(dout, q, k, v, out, softmax_lse, dq, dk, dv, softmax_scale, causal, schedule, sm_margin)
 
 
 @backward.register_kernel("cuda")
-def _(dout, q, k, v, out, softmax_lse, dq, dk, dv, softmax_scale, causal, schedule, sm_margin):
+def _backward_cuda(dout, q, k, v, out, softmax_lse, dq, dk, dv, softmax_scale, causal, schedule, sm_margin):
     checks.check_backward(dout, q, k, v, out, softmax_lse, dq, dk, dv, softmax_scale, causal, schedule, sm_margin)
     _require_kernels(q.device)
     if _is_empty(q, k):

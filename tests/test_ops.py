@@ -147,10 +147,7 @@ def cuda_implementations(monkeypatch):
     )
     monkeypatch.setattr(ops, "torch", types.SimpleNamespace(**{**vars(torch), **vars(kernels)}))
     monkeypatch.setattr(ops, "_require_kernels", lambda device: None)
-    implementation = types.SimpleNamespace(
-        forward=ops.forward._backend_fns["cuda"], backward=ops.backward._backend_fns["cuda"], calls=calls
-    )
-    return implementation
+    return types.SimpleNamespace(forward=ops._forward_cuda, backward=ops._backward_cuda, calls=calls)
 
 
 def odd_layouts(tensor):
