@@ -3,10 +3,12 @@
 #include <pybind11/stl.h>
 
 #include <cstdint>
+#include <initializer_list>
 #include <optional>
 #include <stdexcept>
 #include <string>
 #include <tuple>
+#include <utility>
 #include <vector>
 
 #include "../config/tile_shapes.h"
@@ -56,12 +58,22 @@ Problem checked_problem(int64_t seqlen_q, int64_t seqlen_k, int64_t tile_q, int6
                         int64_t head_section) {
   // Lengths and tiles below 2^30 keep every sum of the headers below 2^31.
   constexpr int64_t kEnd = int64_t{1} << 30;
+  for (auto const& [argument, value] : std::initializer_list<std::pair<char const*, int64_t>>{
+           {"seqlen_q", seqlen_q},
+           {"seqlen_k", seqlen_k},
+           {"tile_q", tile_q},
+           {"tile_k", tile_k},
+           {"batch", batch},
+           {"kv_heads", kv_heads},
+           {"queries_per_kv", queries_per_kv},
+           {"cta_group", cta_group},
+           {"head_section", head_section}}) {
+    in_range(argument, value, 1, kEnd);
+  }
   Problem const problem =
-      make_problem(in_range("batch", batch, 1, kEnd), in_range("kv_heads", kv_heads, 1, kEnd),
-                   in_range("queries_per_kv", queries_per_kv, 1, kEnd), in_range("seqlen_q", seqlen_q, 1, kEnd),
-                   in_range("seqlen_k", seqlen_k, 1, kEnd), in_range("tile_q", tile_q, 1, kEnd),
-                   in_range("tile_k", tile_k, 1, kEnd), in_range("cta_group", cta_group, 1, kEnd), causal,
-                   in_range("head_section", head_section, 1, kEnd));
+      make_problem(static_cast<int>(batch), static_cast<int>(kv_heads), static_cast<int>(queries_per_kv),
+                   static_cast<int>(seqlen_q), static_cast<int>(seqlen_k), static_cast<int>(tile_q),
+                   static_cast<int>(tile_k), static_cast<int>(cta_group), causal, static_cast<int>(head_section));
   if (batch * kv_heads >= (int64_t{1} << 31) / (problem.kv_tiles + 1)) {
     throw py::value_error("batch * kv_heads * KV tiles must be below 2^31, got " + std::to_string(batch) + " * " +
                           std::to_string(kv_heads) + " * " + std::to_string(problem.kv_tiles));
@@ -174,7 +186,7 @@ Mapping parse_mapping(std::string const& name) {
 
 double duration(char const* argument, double value) {
   if (!(value >= 0) || value > 1e12) {
-    throw py::value_error(std::string(argument) + " must be in [0, 1e12], got " + py::str(py::float_(value)).cast<std::string>());
+    throw py::value_error(std::string(argument) + " must be in [0, 1e12], got " + std::to_string(value));
   }
   return value;
 }
@@ -208,7 +220,8 @@ std::string repr(Problem const& p) {
          ", tile_q=" + std::to_string(p.tile_q) + ", tile_k=" + std::to_string(p.tile_k) +
          ", causal=" + (p.causal ? "True" : "False") + ", batch=" + std::to_string(p.batch) +
          ", kv_heads=" + std::to_string(p.kv_heads) + ", queries_per_kv=" + std::to_string(p.queries_per_kv) +
-         ", cta_group=" + std::to_string(p.cta_group) + ", head_section=" + std::to_string(p.head_section) + ")";
+         ", cta_group=" + std::to_string(p.cta_group) +
+         ", head_section=" + std::to_string(p.head_section) + ")";
 }
 
 }  // namespace
@@ -269,7 +282,8 @@ PYBIND11_MODULE(_schedule, m) {
   m.def("backward_tile_shape", &tile_shape, py::arg("head_dim"), py::arg("causal"),
         "(queries, keys, padded head dim) of one tile of the backward.");
 
-  py::class_<SimulatedTask>(m, "Task", "One tile: its products from start to products_end, its add from add_start to end.")
+  py::class_<SimulatedTask>(m, "Task",
+                            "One tile: its products from start to products_end, its add from add_start to end.")
       .def_readonly("sm", &SimulatedTask::sm)
       .def_readonly("batch", &SimulatedTask::batch)
       .def_readonly("head", &SimulatedTask::head)

@@ -23,12 +23,12 @@ DASH_HOST_DEVICE constexpr int64_t num_claims(Problem const& problem) {
   return static_cast<int64_t>(problem.batch) * problem.kv_heads * Order<P>::groups(problem);
 }
 
-// Work of CTA `cta_rank` of the cluster that took `claim`. Claims must be taken in increasing order: the groups of every
-// (batch, KV head) then come in the policy's order, which is the order in which waits point back.
+// Work of CTA `cta_rank` of the cluster that took `claim`. Claims must be taken in increasing order: the groups of
+// every (batch, KV head) then come in the policy's order, which is the order in which waits point back.
 //
-// Heads come in sections of problem.head_section, batch-major. Within a section the first group of each head comes before
-// the second of any: fewer groups of one head run at a time, so fewer wait for each other's adds, and the longest
-// (or shortest) tiles of all heads come together. No order of adds depends on it, so it may follow the device.
+// Heads come in sections of problem.head_section, batch-major. Within a section the first group of each head comes
+// before the second of any: fewer groups of one head run at a time, so fewer wait for each other's adds, and the
+// longest (or shortest) tiles of all heads come together. No order of adds depends on it: it may follow the device.
 template <Policy P>
 DASH_HOST_DEVICE constexpr Work assign(Problem const& problem, int claim, int cta_rank) {
   int const groups = Order<P>::groups(problem);

@@ -4,9 +4,9 @@
 // Determinism contract: visit and rank are functions of (seqlen_q, seqlen_k, tile_q, tile_k, causal, policy, cta_group)
 // alone. Not of the batch, the heads, the number of SMs or who runs what, when.
 //
-// Forward-progress contract: claims are numbered in the order of (batch, KV head, group), and every tile of lower rank at
-// a query tile belongs to an earlier claim, or to the same claim and, in the order of visits that all its CTAs share,
-// to a step that is not later. A wait for the previous rank can therefore never close a cycle. docs/schedules.md has the proof.
+// Forward-progress contract: the groups of a head are claimed in the order of their numbers, and every tile of lower
+// rank at a query tile belongs to an earlier group, or to the same group and, on the clock of steps that all its CTAs
+// share, to a step that is not later. So a wait for the previous rank can never close a cycle: docs/schedules.md.
 //
 // The query heads of one KV head are walked in ascending order, each through all its steps before the next.
 #pragma once
@@ -38,7 +38,7 @@ struct AscendingGroups {
   }
 };
 
-// q upwards from the first live tile, partials added in ascending KV. The order of FlashAttention-2 and -3's deterministic mode.
+// q upwards from the first live tile, partials added in ascending KV.
 template <>
 struct Order<Policy::kAscending> : AscendingGroups {
   static constexpr int kCtaGroup = 1;

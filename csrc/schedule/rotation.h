@@ -1,8 +1,8 @@
-// The rotation both shift policies are made of: the m KV tiles of a group walk the same run of query tiles, each starting
-// one further on, so that in lockstep no two of them are at the same query tile.
+// The rotation both shift policies are made of: the m KV tiles of a group walk the same run of query tiles, each
+// starting one further on, so that in lockstep no two of them are at the same query tile.
 //
-// A run longer than the group is cut into blocks of m to 2m-1 query tiles and rotated block by block. One rotation
-// over the whole run would finish its first query tiles last, and the next group, which starts there, would wait for all of it.
+// A run longer than the group is cut into blocks of m to 2m-1 query tiles and rotated block by block. One rotation over
+// the whole run would finish its first query tiles last, and the next group, which starts there, would wait for it all.
 #pragma once
 
 #include "../host_device.h"
@@ -41,8 +41,8 @@ struct Rotation {
     return b.start + rotate(b.size, l, b.start + b.size - 1 - from_end);
   }
 
-  // Place of member `l` among the group's adds at `position`: the members in the order in which lockstep brings them there,
-  // (p - l) mod max(size, m) steps into the block.
+  // Place of member `l` among the group's adds at `position`: the members in the order in which lockstep brings them
+  // there, (p - l) mod max(size, m) steps into the block.
   DASH_HOST_DEVICE constexpr int rank(int l, int position) const {
     int const p = position - block(position).start;
     int const turn = min_int(p, members - 1) - l;

@@ -1,6 +1,6 @@
-// Plays a schedule in the DAG model of DASH (arXiv 2601.21824): a tile's products take `product_time`, then the adding of
-// its dQ partial takes `add_time`; the tiles of one KV tile are one sequential chain on one SM; a partial is added when the
-// partial of the previous rank has been. Host only.
+// Plays a schedule in the DAG model of DASH (arXiv 2601.21824): a tile's products take `product_time`, then the adding
+// of its dQ partial takes `add_time`; the tiles of one KV tile are one sequential chain on one SM; a partial is added
+// when the partial of the previous rank has been. Host only.
 #pragma once
 
 #include <cstdint>
@@ -105,12 +105,14 @@ class Simulator {
   }
 
   Simulation run() {
-    for (int i = 0; i < static_cast<int>(ctas_.size()); ++i) events_.push({options_.launch_times[i / cluster_size_], i});
+    for (int i = 0; i < static_cast<int>(ctas_.size()); ++i) {
+      events_.push({options_.launch_times[i / cluster_size_], i});
+    }
     while (!events_.empty()) {
       auto const [time, i] = events_.top();
       events_.pop();
       if (ctas_[i].running) finish(i, time);
-      if (next_tile(i)) begin(i, time);
+      if (next_tile(i, time)) begin(i, time);
     }
     check_finished();
     result_.busy = result_.num_tasks * (options_.product_time + options_.add_time);
@@ -120,6 +122,7 @@ class Simulator {
  private:
   struct Cta {
     bool running = false;
+    bool parked = false;  // waits for its cluster's next claim
     Work work{};
     int taken = 0;       // claims (of its cluster) or entries (of its mapping) consumed
     int group_head = 0;  // query head within the KV head's group
@@ -138,39 +141,44 @@ class Simulator {
     return (static_cast<int64_t>(t.batch) * heads() + t.head) * problem_.query_tiles + t.query_tile;
   }
 
-  // Moves the CTA to its next (head, step), taking new work when the KV tile is done. False when nothing is left.
-  bool next_tile(int i) {
+  // Moves the CTA to its next (head, step), taking new work when the KV tile is done. False when there is none (yet).
+  bool next_tile(int i, double time) {
     Cta& cta = ctas_[i];
     if (cta.running && ++cta.step == problem_.live_query_tiles(cta.work.kv_tile)) {
       cta.step = 0;
       cta.running = ++cta.group_head < problem_.queries_per_kv;
     }
     if (!cta.running) {
-      if (!take_work(i)) return false;
+      if (!take_work(i, time)) return false;
       cta.group_head = cta.step = 0;
       cta.running = true;
     }
     return true;
   }
 
-  bool take_work(int i) {
+  bool take_work(int i, double time) {
     Cta& cta = ctas_[i];
     if (options_.mapping == Mapping::kPublished) {
       if (cta.taken == static_cast<int>(mapped_[i].size())) return false;
       cta.work = mapped_[i][cta.taken++];
       return true;
     }
-    // A cluster takes a claim when the first of its CTAs asks for one; the others find it there.
+    // The first CTA of a cluster takes its claims; one that is ahead of it waits for it.
     bool const together = options_.mapping == Mapping::kClaims;
+    int const cta_rank = i % cluster_size_;
     std::vector<int64_t>& taken = taken_[i / cluster_size_];
     int64_t const tickets = together ? claims_ : claims_ * problem_.cta_group;
     do {
       if (cta.taken == static_cast<int>(taken.size())) {
-        if (next_ticket_ == tickets) return false;
+        if (cta_rank > 0) cta.parked = true;
+        if (cta_rank > 0 || next_ticket_ == tickets) return false;
         taken.push_back(next_ticket_++);
+        for (int other = i + 1; other < i + cluster_size_; ++other) {
+          if (std::exchange(ctas_[other].parked, false)) events_.push({time, other});
+        }
       }
       int64_t const ticket = taken[cta.taken++];
-      cta.work = together ? assign<P>(problem_, static_cast<int>(ticket), i % cluster_size_)
+      cta.work = together ? assign<P>(problem_, static_cast<int>(ticket), cta_rank)
                           : assign<P>(problem_, static_cast<int>(ticket / problem_.cta_group),
                                       static_cast<int>(ticket % problem_.cta_group));
     } while (!cta.work.valid);
@@ -227,7 +235,8 @@ class Simulator {
     if (waiting_.empty()) return;
     SimulatedTask const& task = ctas_[waiting_.begin()->second].task;
     throw std::runtime_error("no progress: " + std::to_string(waiting_.size()) + " of " +
-                             std::to_string(ctas_.size()) + " CTAs wait for adds that no resident CTA will make; KV tile " +
+                             std::to_string(ctas_.size()) +
+                             " CTAs wait for adds that no resident CTA will make; KV tile " +
                              std::to_string(task.kv_tile) + " waits at query tile " + std::to_string(task.query_tile) +
                              " of head " + std::to_string(task.head));
   }
@@ -253,8 +262,8 @@ Simulation simulate(Problem const& problem, SimulationOptions options) {
   return Simulator<P>(problem, std::move(options)).run();
 }
 
-// Longest path of the DAG: the time with an SM for every KV tile. No number of SMs does better. Heads are independent,
-// so one of them tells.
+// Longest path of the DAG: the time with an SM for every KV tile. No number of SMs does better. Heads are
+// independent, so one of them tells.
 template <Policy P>
 double critical_path(Problem problem, double product_time, double add_time, double signal_time) {
   problem.batch = problem.kv_heads = 1;

@@ -12,8 +12,8 @@ from .simulation import ADD_TIME, PRODUCT_TIME, SIGNAL_TIME
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m dash_attn.schedule",
-        description="Plays every policy that is defined for a mask, for one shape of the backward pass, in the DAG model: "
-        "each tile's products, then the add of its dQ partial in the policy's order. Nothing runs on a GPU.",
+        description="Plays every policy that is defined for a mask, for one shape of the backward pass, in the DAG "
+        "model: each tile's products, then the add of its dQ partial in the policy's order. Nothing runs on a GPU.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     shape = parser.add_argument_group("shape")
@@ -37,7 +37,8 @@ def _parser() -> argparse.ArgumentParser:
         "--png",
         default=None,
         metavar="PATH",
-        help=f"draw the Gantt charts; needs matplotlib and at most {gantt.MAX_TASKS} tiles a policy: choose a small shape",
+        help="draw the Gantt charts of a small shape; needs matplotlib and "
+        f"at most {gantt.MAX_TASKS} tiles a policy",
     )
     return parser
 

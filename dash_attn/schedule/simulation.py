@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from dash_attn import _schedule
 from dash_attn._schedule import Problem, Task
 
-# Microseconds for one 64 x 128 tile at head_dim 128, measured on an H200: its products at the rate of a large cuBLAS product
-# (10.5 MFLOP at 6 TFLOP/s an SM), an ordered 32 KB add into L2, and one hop from SM to SM.
+# Microseconds for one 64 x 128 tile at head_dim 128, measured on an H200: its products at the rate of a large cuBLAS
+# product (10.5 MFLOP at 6 TFLOP/s an SM), an ordered 32 KB add into L2, and one hop from SM to SM.
 PRODUCT_TIME = 1.75
 ADD_TIME = 0.95
 SIGNAL_TIME = 0.58
@@ -54,8 +54,8 @@ def simulate(
 ) -> Simulation:
     """Plays a problem under a policy.
 
-    A tile's products take ``product_time`` and the add of its dQ partial ``add_time``, one after the other; the tiles of
-    a KV tile follow each other on one SM; an add starts ``signal_time`` after the add of the previous rank ended,
+    A tile's products take ``product_time`` and the add of its dQ partial ``add_time``, one after the other; the tiles
+    of a KV tile follow each other on one SM; an add starts ``signal_time`` after the add of the previous rank ended,
     or later.
 
     Args:
@@ -63,9 +63,9 @@ def simulate(
         problem: of ``dash_attn.schedule.problem``, for the same policy.
         sms: number of SMs, at least ``problem.cta_group``; a cluster occupies ``cta_group`` of them.
         product_time, add_time, signal_time: costs, in any one unit; by default microseconds on an H200.
-        mapping: ``"claims"``, clusters take work from a counter as the kernel does; ``"independent"``, the same work taken tile
-            by tile by CTAs that nothing keeps resident together; ``"published"``, the paper's static mapping, which
-            needs as many SMs as KV tiles.
+        mapping: ``"claims"``, clusters take work from a counter as the kernel does; ``"independent"``, the same work
+            taken tile by tile by CTAs that nothing keeps resident together; ``"published"``, the paper's static
+            mapping, which needs as many SMs as KV tiles.
         launch_times: when each cluster becomes resident (each SM, without clusters); all at 0 when empty.
         record_tasks: whether to keep every tile's times.
 

@@ -1,0 +1,227 @@
+"""The orders of csrc/schedule: every live tile once, ranks a permutation, waits that point at earlier claims."""
+
+import itertools
+
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from dash_attn import _schedule
+from dash_attn.schedule import POLICIES, Problem, add_order, assign, groups, num_claims, ranks, visit_order
+
+MAX_TILES = 9
+TILE_SIZES = [(1, 1), (1, 2), (2, 1), (1, 3), (3, 1), (2, 3)]
+POLICY_MASKS = [(policy, causal) for policy in POLICIES for causal in (False, True) if _schedule.fits(policy, causal)]
+
+
+def is_live(problem, kv, q):
+    """Whether some query of tile q sees some key of KV tile kv: if any, its last query sees the first key."""
+    last_query = min((q + 1) * problem.tile_q, problem.seqlen_q) - 1
+    first_key = kv * problem.tile_k
+    return not problem.causal or first_key <= last_query + problem.seqlen_k - problem.seqlen_q
+
+
+def check_orders(policy, problem):
+    """Everything a schedule promises, checked against the mask and against itself."""
+    kv_tiles = range(-(-problem.seqlen_k // problem.tile_k))
+    query_tiles = range(-(-problem.seqlen_q // problem.tile_q))
+    assert (problem.num_kv_tiles, problem.num_query_tiles) == (len(kv_tiles), len(query_tiles))
+    visits, rank = visit_order(policy, problem), ranks(policy, problem)
+
+    live = [[is_live(problem, kv, q) for q in query_tiles] for kv in kv_tiles]
+    for kv in kv_tiles:
+        assert sorted(visits[kv]) == [q for q in query_tiles if live[kv][q]], f"visits of KV tile {kv}"
+        assert [r >= 0 for r in rank[kv]] == live[kv], f"live tiles of KV tile {kv}"
+    for q in query_tiles:
+        turns = sorted(rank[kv][q] for kv in kv_tiles if live[kv][q])
+        assert turns == list(range(len(turns))), f"ranks at query tile {q}"
+        assert problem.live_kv_tiles(q) == len(turns)
+
+    check_progress(visits, rank, groups(policy, problem), problem)
+
+
+def check_progress(visits, rank, claims, problem):
+    """Runs the claims one after the other, the members of a claim together: the least residency that can happen.
+
+    That it ends proves that no wait points at a later claim and that no claim waits for itself in a cycle; with more
+    residency each claim only finds more of the earlier ones still running, and they end by the same argument.
+    """
+    assert sorted(itertools.chain(*claims)) == list(range(len(visits)))
+    assert all(0 < len(members) <= problem.cta_group for members in claims)
+    added = [0] * problem.num_query_tiles
+    for members in claims:
+        steps = {kv: 0 for kv in members}
+        moved = True
+        while moved:
+            moved = False
+            for kv in members:
+                while steps[kv] < len(visits[kv]) and rank[kv][visits[kv][steps[kv]]] == added[visits[kv][steps[kv]]]:
+                    added[visits[kv][steps[kv]]] += 1
+                    steps[kv] += 1
+                    moved = True
+        stuck = {kv: visits[kv][step] for kv, step in steps.items() if step < len(visits[kv])}
+        assert not stuck, f"KV tile: query tile it waits at for ever: {stuck}"
+
+
+@pytest.mark.parametrize("tile_q, tile_k", TILE_SIZES)
+@pytest.mark.parametrize("policy, causal", POLICY_MASKS)
+def test_every_small_problem(policy, causal, tile_q, tile_k):
+    for seqlen_q in range(1, MAX_TILES * tile_q + 1):
+        for seqlen_k in range(1, MAX_TILES * tile_k + 1):
+            for cta_group in {1, 2, 3, -(-seqlen_k // tile_k)}:
+                problem = Problem(
+                    seqlen_q, seqlen_k, tile_q=tile_q, tile_k=tile_k, causal=causal, cta_group=cta_group
+                )
+                try:
+                    check_orders(policy, problem)
+                except AssertionError as error:
+                    raise AssertionError(f"{policy}, {problem}: {error}") from error
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    policy_mask=st.sampled_from(POLICY_MASKS),
+    seqlen_q=st.integers(1, 40_000),
+    seqlen_k=st.integers(1, 40_000),
+    tile_q=st.integers(1, 512),
+    tile_k=st.integers(1, 512),
+    cta_group=st.integers(1, 300),
+)
+def test_large_problems(policy_mask, seqlen_q, seqlen_k, tile_q, tile_k, cta_group):
+    assume((seqlen_q // tile_q + 1) * (seqlen_k // tile_k + 1) < 60_000)
+    policy, causal = policy_mask
+    check_orders(policy, Problem(seqlen_q, seqlen_k, tile_q=tile_q, tile_k=tile_k, causal=causal, cta_group=cta_group))
+
+
+@settings(max_examples=400, deadline=None)
+@given(
+    policy_mask=st.sampled_from(POLICY_MASKS),
+    seqlen_q=st.integers(2**20, 2**30 - 1),
+    seqlen_k=st.integers(2**20, 2**30 - 1),
+    tile_q=st.integers(16, 256),
+    tile_k=st.integers(16, 256),
+    cta_group=st.integers(1, 4),
+    data=st.data(),
+)
+def test_lengths_up_to_the_limit(policy_mask, seqlen_q, seqlen_k, tile_q, tile_k, cta_group, data):
+    """No intermediate overflows: visits and ranks stay in range and agree tile by tile."""
+    policy, causal = policy_mask
+    problem = Problem(seqlen_q, seqlen_k, tile_q=tile_q, tile_k=tile_k, causal=causal, cta_group=cta_group)
+    kv = data.draw(st.integers(0, problem.num_kv_tiles - 1))
+    first = problem.first_query_tile(kv)
+    assert is_live(problem, kv, first) and (first == 0 or not is_live(problem, kv, first - 1))
+    step = data.draw(st.integers(0, problem.live_query_tiles(kv) - 1))
+    q = _schedule.visit(policy, problem, kv, step)
+    assert first <= q < problem.num_query_tiles
+    live = problem.live_kv_tiles(q)
+    assert is_live(problem, live - 1, q) and (live == problem.num_kv_tiles or not is_live(problem, live, q))
+    neighbours = range(max(0, kv - 8), min(live, kv + 9))
+    seen = {_schedule.rank(policy, problem, other, q) for other in neighbours}
+    assert len(seen) == len(neighbours) and min(seen) >= 0 and max(seen) < live
+
+
+@pytest.mark.parametrize("n", range(1, 17))
+def test_shift_with_all_tiles_in_one_group_is_the_published_one(n):
+    problem = Problem(n, n, tile_q=1, tile_k=1, causal=False, cta_group=n)
+    assert visit_order("shift", problem) == [[(i + t) % n for t in range(n)] for i in range(n)]
+    assert ranks("shift", problem) == [[(q - i) % n for q in range(n)] for i in range(n)]
+
+
+@pytest.mark.parametrize("n", range(4, 33, 2))
+def test_symmetric_shift_with_half_the_tiles_in_one_group_is_the_published_one(n):
+    h = n // 2
+    problem = Problem(n, n, tile_q=1, tile_k=1, causal=True, cta_group=h)
+    visits, rank = visit_order("symmetric_shift", problem), ranks("symmetric_shift", problem)
+    cluster = groups("symmetric_shift", problem)
+    for s in range(h):
+        assert [members[s] for members in cluster] == [s, n - 1 - s]
+        walked = [(s, q) for q in visits[s]] + [(n - 1 - s, q) for q in visits[n - 1 - s]]
+        for t, (kv, q) in enumerate(walked):
+            if t <= h:
+                expected = (s, h - 1 + (s + t) % (h + 1), (min(q - (h - 1), h - 1) - s) % h)
+            elif t <= n - 1 - s:
+                expected = (s, s + t - h - 1, q - s)
+            else:
+                expected = (n - 1 - s, 2 * n - 1 - s - t, n - 1 - s)
+            assert (kv, q, rank[kv][q]) == expected, f"SM {s}, step {t}"
+        assert len(walked) == n + 1
+
+
+@pytest.mark.parametrize("policy, causal", POLICY_MASKS)
+@pytest.mark.parametrize("shape", [(5, 7), (8, 8), (3, 1), (1, 6)])
+def test_claims_cover_every_head_in_the_order_of_its_groups(policy, causal, shape):
+    for batch, kv_heads, cta_group in itertools.product((1, 2, 3), (1, 2, 5), (1, 2, 3)):
+        for head_section in (1, 2, 4, batch * kv_heads, 100):
+            problem = Problem(
+                *shape,
+                tile_q=1,
+                tile_k=1,
+                causal=causal,
+                batch=batch,
+                kv_heads=kv_heads,
+                cta_group=cta_group,
+                head_section=head_section,
+            )
+            of_head = {head: [] for head in itertools.product(range(batch), range(kv_heads))}
+            for claim in range(num_claims(policy, problem)):
+                work = [assign(policy, problem, claim, r) for r in range(cta_group)]
+                taken = [each for each in work if each is not None]
+                (head,) = {each[:2] for each in taken}
+                assert work == taken + [None] * (cta_group - len(taken)), "the CTAs without a tile are the last"
+                of_head[head].append([each[2] for each in taken])
+            assert all(claimed == groups(policy, problem) for claimed in of_head.values())
+
+
+def test_sections_interleave_heads():
+    problem = Problem(2, 2, tile_q=1, tile_k=1, causal=False, batch=1, kv_heads=3, head_section=2)
+    order = [assign("ascending", problem, claim)[1:] for claim in range(num_claims("ascending", problem))]
+    assert order == [(0, 0), (1, 0), (0, 1), (1, 1), (2, 0), (2, 1)]
+
+
+@pytest.mark.parametrize("policy, causal", POLICY_MASKS)
+def test_order_ignores_batch_heads_and_sections(policy, causal):
+    def orders(**counts):
+        problem = Problem(700, 900, tile_q=64, tile_k=128, causal=causal, cta_group=2, **counts)
+        return visit_order(policy, problem), add_order(policy, problem), groups(policy, problem)
+
+    alone = orders()
+    assert alone == orders(batch=5, kv_heads=3, queries_per_kv=4, head_section=7)
+
+
+BAD_CALLS = {
+    "seqlen_q": dict(seqlen_q=0),
+    "seqlen_k": dict(seqlen_k=-3),
+    "tile_q": dict(tile_q=0),
+    "tile_k": dict(tile_k=2**30),
+    "batch": dict(batch=0),
+    "kv_heads": dict(kv_heads=2**40),
+    "queries_per_kv": dict(queries_per_kv=0),
+    "cta_group": dict(cta_group=0),
+    "head_section": dict(head_section=0),
+    "batch * kv_heads": dict(batch=2**20, kv_heads=2**20),
+}
+
+
+@pytest.mark.parametrize("named", BAD_CALLS)
+def test_bad_problems_name_the_argument(named):
+    good = dict(seqlen_q=8, seqlen_k=8, tile_q=1, tile_k=1, causal=False)
+    with pytest.raises(ValueError) as error:
+        Problem(**{**good, **BAD_CALLS[named]})
+    assert str(error.value).startswith(named)
+    assert str(list(BAD_CALLS[named].values())[-1]) in str(error.value)
+
+
+def test_bad_lookups_name_the_argument():
+    problem = Problem(8, 8, tile_q=1, tile_k=1, causal=True)
+    with pytest.raises(ValueError, match="schedule must be one of .*'spt'.*, got 'fastest'"):
+        visit_order("fastest", problem)
+    with pytest.raises(ValueError, match="schedule='shift' is defined for causal=False only"):
+        visit_order("shift", problem)
+    with pytest.raises(ValueError, match=r"kv_tile must be in \[0, 8\), got 8"):
+        _schedule.visit("spt", problem, 8, 0)
+    with pytest.raises(ValueError, match=r"step must be in \[0, 3\), got 3"):
+        _schedule.visit("spt", problem, 5, 3)
+    with pytest.raises(ValueError, match=r"query_tile must be in \[5, 8\), got 4"):
+        _schedule.rank("spt", problem, 5, 4)
+    with pytest.raises(ValueError, match=r"claim must be in \[0, 8\), got 8"):
+        assign("spt", problem, 8)

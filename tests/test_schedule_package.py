@@ -1,0 +1,106 @@
+"""dash_attn.schedule as users and the reference see it: resolve, accumulation_order, the command line, the chart."""
+
+import subprocess
+import sys
+
+import pytest
+
+from dash_attn import schedule
+from dash_attn.schedule import gantt
+from dash_attn.schedule.__main__ import main
+
+
+def test_policies_are_the_integers_of_the_compiled_ops():
+    assert schedule.POLICIES == ("ascending", "descending", "spt", "shift", "symmetric_shift")
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_resolve(causal):
+    shape = dict(causal=causal, seqlen_q=300, seqlen_k=500)
+    assert schedule.resolve("auto", **shape) in schedule.POLICIES
+    for policy in schedule.POLICIES:
+        if policy == ("shift" if causal else "symmetric_shift"):
+            with pytest.raises(ValueError, match=f"schedule must be one of 'auto', .* causal={causal}, got '{policy}'"):
+                schedule.resolve(policy, **shape)
+        else:
+            assert schedule.resolve(policy, **shape) == policy
+    with pytest.raises(ValueError, match="schedule must be one of 'auto', .*, got 'fast'"):
+        schedule.resolve("fast", **shape)
+
+
+def test_accumulation_order():
+    order = schedule.accumulation_order("spt", seqlen_q=300, seqlen_k=300, head_dim=64, causal=True)
+    assert order == (128, 128, [[0], [1, 0], [2, 1, 0]])
+    blind = schedule.accumulation_order("ascending", seqlen_q=600, seqlen_k=100, head_dim=64, causal=True)
+    assert blind.kv_tiles == [[], [], [], [0], [0]]
+    with pytest.raises(ValueError, match=r"head_dim must be in \[1, 128\], got 192"):
+        schedule.accumulation_order("spt", seqlen_q=300, seqlen_k=300, head_dim=192, causal=True)
+
+
+def test_problem_takes_the_kernels_tiles_and_clusters():
+    for policy, cta_group in [("ascending", 1), ("descending", 1), ("spt", 1), ("shift", 2)]:
+        assert schedule.problem(policy, 100, 100, causal=False).cta_group == cta_group
+    tiles = schedule.problem("auto", 1000, 2000, causal=True, head_dim=40, heads=12, kv_heads=4, tile_k=32)
+    assert (tiles.tile_q, tiles.tile_k) == (schedule.tile_shape(64, causal=True)[0], 32)
+    assert (tiles.kv_heads, tiles.queries_per_kv) == (4, 3)
+    with pytest.raises(ValueError, match="heads must be a positive multiple of kv_heads=4, got 6"):
+        schedule.problem("spt", 100, 100, causal=True, heads=6, kv_heads=4)
+
+
+def test_help_runs_as_a_module():
+    shown = subprocess.run([sys.executable, "-m", "dash_attn.schedule", "--help"], capture_output=True, text=True)
+    assert shown.returncode == 0, shown.stderr
+    assert "--seqlen-q" in shown.stdout and "--png" in shown.stdout
+
+
+def test_table(capsys):
+    assert main(["--seqlen-q", "2048", "--heads", "4", "--batch", "1"]) == 0
+    printed = capsys.readouterr().out
+    causal, full = printed.split("full mask")
+
+    def rows(table):
+        return [line.split()[0] for line in table.splitlines()[2:-1]]
+
+    assert rows(causal) == ["ascending", "descending", "spt", "symmetric_shift"]
+    assert rows(full) == ["ascending", "descending", "spt", "shift"]
+    assert "makespan" in causal and "idle share" in causal and "critical path" in causal
+    # 4 heads are too few for 132 SMs: the longest KV tile, 32 query tiles of 1.75 + 0.95 us, is the bound.
+    assert f"ideal {32 * 2.7:.6g}:" in causal
+
+
+def test_chart(tmp_path, capsys):
+    path = tmp_path / "chart.png"
+    shape = ["--seqlen-q", "512", "--batch", "1", "--heads", "2", "--sms", "4", "--mask", "causal"]
+    assert main([*shape, "--png", str(path)]) == 0
+    image = path.read_bytes()
+    assert image.startswith(b"\x89PNG\r\n\x1a\n")
+    width, height = (int.from_bytes(image[at : at + 4], "big") for at in (16, 20))
+    assert width > 1000 and height > 400
+    assert f"wrote {path}" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (["--seqlen-q", "0"], "seqlen_q must be in"),
+        (["--head-dim", "256"], "head_dim must be in [1, 128], got 256"),
+        (["--heads", "3", "--kv-heads", "2"], "heads must be a positive multiple of kv_heads=2, got 3"),
+        (["--sms", "0"], "sms must be in"),
+        (["--seqlen-q", "256", "--png", "chart.svg"], "path must end in .png, got 'chart.svg'"),
+        (["--seqlen-q", "16384", "--mask", "full", "--png", "chart.png"], "recorded tasks each to be drawn"),
+    ],
+)
+def test_bad_arguments_end_in_one_line(arguments, message, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert main(arguments) == 2
+    error = capsys.readouterr().err
+    assert message in error and error.startswith("error: ") and error.count("\n") == 1
+    assert not list(tmp_path.iterdir())
+
+
+def test_chart_refuses_simulations_without_tasks(tmp_path):
+    tiles = schedule.problem("spt", 512, 512, causal=True)
+    with pytest.raises(ValueError, match="simulations must have between 1 and"):
+        gantt.draw([schedule.simulate("spt", tiles, sms=2)], tmp_path / "chart.png")
+    with pytest.raises(ValueError, match="simulations must hold at least one"):
+        gantt.draw([], tmp_path / "chart.png")

@@ -1,0 +1,167 @@
+"""The simulator against the paper's formulas, and progress under every residency."""
+
+import random
+
+import pytest
+
+from dash_attn import _schedule
+from dash_attn.schedule import POLICIES, Problem, add_order, num_claims, problem, simulate
+
+POLICY_MASKS = [(policy, causal) for policy in POLICIES for causal in (False, True) if _schedule.fits(policy, causal)]
+COSTS = [(1.0, 0.25), (3.0, 2.0), (1.0, 0.0), (0.5, 4.0)]  # exact in binary, so lengths compare with ==
+
+
+def square(n, heads, causal, cta_group=1):
+    return Problem(n, n, tile_q=1, tile_k=1, causal=causal, kv_heads=heads, cta_group=cta_group)
+
+
+def length(policy, tiles, c, r, **options):
+    result = simulate(policy, tiles, product_time=c, add_time=r, signal_time=0, **options)
+    assert result.num_tasks == sum(map(len, add_order(policy, tiles))) * tiles.kv_heads * tiles.batch
+    return result.makespan
+
+
+@pytest.mark.parametrize("c, r", COSTS)
+@pytest.mark.parametrize("m", [2, 4, 6])
+@pytest.mark.parametrize("n", [2, 4, 6, 8, 16, 24])
+def test_lengths_of_the_paper(n, m, c, r):
+    """DASH's formulas, on n SMs with the paper's own mapping of KV tiles to SMs."""
+    assert length("ascending", square(n, m, False), c, r, sms=n, mapping="published") == m * n * (c + r) + (n - 1) * r
+    assert length("ascending", square(n, m, True), c, r, sms=n, mapping="published") == m * (n * (c + r) + (n - 1) * r)
+    if r <= c:  # the paper's condition: a partial arrives no later than the next product ends
+        descending = length("descending", square(n, m, True), c, r, sms=n, mapping="published")
+        assert descending == m * (n + 1) * (c + r) / 2 + (n - 1) * r
+    assert length("shift", square(n, m, False, n), c, r, sms=n, mapping="published") == m * n * (c + r)
+    symmetric = length("symmetric_shift", square(n, m, True, n // 2), c, r, sms=n, mapping="published")
+    assert symmetric == m * (n + 1) * (c + r) / 2
+
+
+@pytest.mark.parametrize("c, r", COSTS)
+@pytest.mark.parametrize("m", [2, 4])
+@pytest.mark.parametrize("n", [2, 4, 8, 16])
+def test_claims_reach_the_lengths_of_the_paper(n, m, c, r):
+    """Taking claims from a counter loses nothing where all members of a group do the same work, or have none."""
+    assert length("ascending", square(n, m, False), c, r, sms=n) == m * n * (c + r) + (n - 1) * r
+    assert length("shift", square(n, m, False, n), c, r, sms=n) == m * n * (c + r)
+    if r <= c:
+        assert length("descending", square(n, m, True), c, r, sms=n) == m * (n + 1) * (c + r) / 2 + (n - 1) * r
+    # The counter does better than mirroring: whoever is free first takes the next head's longest tile.
+    assert length("ascending", square(n, m, True), c, r, sms=n) <= m * (n * (c + r) + (n - 1) * r)
+
+
+def test_spt_is_7_to_8_percent_above_ideal_at_16k():
+    tiles = problem("spt", 16384, 16384, causal=True, head_dim=128, heads=16)
+    assert 1.07 <= simulate("spt", tiles, sms=132).ratio <= 1.08
+
+
+def test_interleaved_heads_bring_descending_within_2_percent_of_ideal():
+    for seqlen, heads in [(4096, 64), (8192, 32), (16384, 16)]:
+        tiles = [
+            problem("descending", seqlen, seqlen, causal=True, heads=heads, head_section=section) for section in (1, 16)
+        ]
+        apart, interleaved = (simulate("descending", each, sms=132).ratio for each in tiles)
+        assert 1 <= interleaved < 1.02 < apart
+
+
+def added(result):
+    """(batch, head, query tile): KV tiles in the order in which their adds began, checked not to overlap."""
+    order, end = {}, {}
+    for task in sorted(result.tasks, key=lambda task: (task.add_start, task.end)):
+        key = (task.batch, task.head, task.query_tile)
+        assert task.add_start >= max(end.get(key, 0), task.products_end)
+        end[key] = task.end
+        order.setdefault(key, []).append(task.kv_tile)
+    return order
+
+
+def launches(clusters, generator):
+    """Adversarial times at which clusters become resident."""
+    late = 1e6
+    yield [0.0] * clusters
+    yield [late * i for i in range(clusters)]
+    yield [late * i for i in reversed(range(clusters))]
+    yield [generator.choice([0.0, generator.uniform(0, 60), late]) for _ in range(clusters)]
+
+
+@pytest.mark.parametrize("cta_group", [1, 2, 3, 8])
+@pytest.mark.parametrize("policy, causal", POLICY_MASKS)
+def test_progress_and_order_under_every_residency(policy, causal, cta_group):
+    """From one resident cluster to all of them, launched at any time: all work is done, in the one order."""
+    generator = random.Random(f"{policy} {causal} {cta_group}")
+    for lengths in [(6, 6), (4, 7), (9, 5), (1, 4)]:
+        shape = dict(tile_q=1, tile_k=1, causal=causal, kv_heads=2, queries_per_kv=2, cta_group=cta_group)
+        tiles = Problem(*lengths, **shape, head_section=generator.choice([1, 2]))
+        expected = {
+            (0, head, q): order for head in range(4) for q, order in enumerate(add_order(policy, tiles)) if order
+        }
+        for clusters in range(1, num_claims(policy, tiles) + 1):
+            for launch_times in launches(clusters, generator):
+                result = simulate(
+                    policy,
+                    tiles,
+                    sms=clusters * cta_group,
+                    product_time=generator.choice([1, 5]),
+                    add_time=generator.choice([0.5, 3]),
+                    signal_time=generator.choice([0, 2]),
+                    launch_times=launch_times,
+                    record_tasks=True,
+                )
+                assert added(result) == expected
+
+
+@pytest.mark.parametrize("policy, causal, cta_group", [("shift", False, 8), ("symmetric_shift", True, 4)])
+def test_published_shifts_stop_without_co_residency(policy, causal, cta_group):
+    """Why they are not run as published: one CTA short of a whole head, no CTA ever gets on. In clusters, they do."""
+    tiles = square(8, 2, causal, cta_group)
+    simulate(policy, tiles, sms=cta_group, mapping="independent")
+    for sms in range(1, cta_group):
+        with pytest.raises(RuntimeError, match="no progress: .* wait for adds that no resident CTA will make"):
+            simulate(policy, tiles, sms=sms, mapping="independent")
+    late = [0.0] * 7 + [1e6]
+    if policy == "shift":
+        stalled = simulate(policy, tiles, sms=8, mapping="published", launch_times=late)
+        assert stalled.makespan > 1e6
+    simulate(policy, square(8, 2, causal, 2), sms=2)
+
+
+def test_single_cta_policies_need_no_co_residency():
+    for policy, causal in [("ascending", True), ("descending", True), ("spt", True), ("ascending", False)]:
+        for sms in range(1, 9):
+            simulate(policy, square(8, 2, causal), sms=sms, mapping="independent")
+
+
+def test_accounting():
+    result = simulate("descending", square(8, 3, True), sms=4, product_time=2, add_time=1, signal_time=0)
+    assert result.num_tasks == 3 * 36
+    assert result.ideal == 3 * 36 * 3 / 4
+    assert result.idle_share == pytest.approx(1 - result.ideal / result.makespan)
+    assert result.ratio == result.makespan / result.ideal > 1
+    assert result.critical_path == 8 * 3  # the longest KV tile, which waits for none
+    one = simulate("descending", square(8, 3, True), sms=1, product_time=2, add_time=1, signal_time=0)
+    assert (one.makespan, one.idle_share) == (3 * 36 * 3, 0)
+
+
+@pytest.mark.parametrize("policy, causal", POLICY_MASKS)
+def test_critical_path_bounds_every_machine(policy, causal):
+    tiles = square(7, 2, causal, _schedule.cta_group(policy))
+    results = [simulate(policy, tiles, sms=sms) for sms in range(2, 40)]
+    assert all(result.makespan >= max(result.critical_path, result.ideal) - 1e-9 for result in results)
+    assert results[-1].makespan == pytest.approx(results[-1].critical_path)
+
+
+BAD_OPTIONS = [
+    (dict(sms=0), "sms must be in"),
+    (dict(sms=1), "sms must be at least cta_group=2, got 1"),
+    (dict(sms=4, product_time=-1), "product_time must be in"),
+    (dict(sms=4, add_time=float("nan")), "add_time must be in"),
+    (dict(sms=4, signal_time=float("inf")), "signal_time must be in"),
+    (dict(sms=4, mapping="static"), "mapping must be one of 'claims', 'independent', 'published', got 'static'"),
+    (dict(sms=4, launch_times=[0.0]), "launch_times must have one entry a cluster, 2, got 1"),
+    (dict(sms=4, mapping="published"), "sms must be the number of KV tiles, 8, in the published mapping, got 4"),
+]
+
+
+@pytest.mark.parametrize("options, message", BAD_OPTIONS)
+def test_bad_options_name_the_argument(options, message):
+    with pytest.raises(ValueError, match=message):
+        simulate("shift", square(8, 1, False, 2), **options)
