@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -15,6 +16,11 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 import ptxas  # noqa: E402
+
+
+def short(name: str) -> str:
+    """A demangled kernel without its argument list and the project's namespaces."""
+    return re.sub(r"^void |dash_attn::|backward::|cutlass::|\(Policy\)", "", name.rpartition("(")[0] or name)
 
 
 def main() -> int:
@@ -39,7 +45,7 @@ def main() -> int:
         kernel.update(name=name, source=source.name)
         faults = ptxas.faults(kernel)
         failed |= bool(faults)
-        print(f"  {kernel['registers']} registers, {'; '.join(faults) or 'no spills'}: {name[:160]}")
+        print(f"  {kernel['registers']} registers, {'; '.join(faults) or 'no spills'}: {short(name)}")
     report = {"source": source.name, "seconds": round(seconds, 1), "kernels": kernels}
     Path(f"{output}.ptxas.json").write_text(json.dumps(report))
     if failed and os.environ.get("DASH_ATTN_ALLOW_SPILLS") != "1":

@@ -137,6 +137,17 @@ def test_backward_uses_the_units_of_hopper(machine_code):
         assert all("ADD" in i and "F32" in i for i in additions), (name, additions)
 
 
+def test_binary_needs_only_stable_symbols(binary):
+    nm = shutil.which("nm")
+    if nm is None:
+        pytest.skip("nm (binutils) is not on this machine")
+    symbols = subprocess.run([nm, "-D", "--undefined-only", str(BINARY)], capture_output=True, text=True, check=True).stdout
+    names = {line.split()[-1].split("@")[0] for line in symbols.splitlines()}
+    assert "aoti_torch_get_current_cuda_stream" in names
+    # C++ symbols of torch change with its version, Python's with Python's; neither may be needed.
+    assert not [name for name in names if re.match(r"_ZNK?(2at|3c10|5torch)|_?Py", name)]
+
+
 def test_report_of_the_build_is_clean(binary):
     path = BINARY.parent / "_build_report.json"
     if not path.is_file():
