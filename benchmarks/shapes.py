@@ -3,7 +3,7 @@
 import dataclasses
 
 PASSES = ("backward", "forward", "both")
-TOKENS = 16384
+TOKENS, HIDDEN = 16384, 2048
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,12 +38,14 @@ def flops(shape: Shape, pass_: str) -> float:
 
 
 def _shape(head_dim: int, mask: str, seqlen: int, heads: int | None = None, kv_heads: int | None = None) -> Shape:
-    heads = heads or 2048 // head_dim
-    return Shape("bf16", head_dim, heads, kv_heads or heads, mask, seqlen, max(1, TOKENS // seqlen))
+    heads = heads or HIDDEN // head_dim
+    batch = TOKENS * HIDDEN // (seqlen * heads * head_dim)
+    return Shape("bf16", head_dim, heads, kv_heads or heads, mask, seqlen, max(1, batch))
 
 
 def full_grid() -> list[Shape]:
-    """Hidden size 2048 and 16,384 tokens at each length; grouped heads; one length beyond 16,384."""
+    """Hidden size 2048 and 16,384 tokens at each length; one length beyond 16,384; grouped heads with hidden size 4096 and
+    half the tokens."""
     shapes = []
     for mask in ("full", "causal"):
         for head_dim in (64, 128):

@@ -1,7 +1,8 @@
-"""The accuracy bar: every output at most as far from a float64 reference as eager PyTorch in the same 16-bit dtype."""
+"""The accuracy bar: every output at most as far from a float64 reference as eager PyTorch in the same 16-bit dtype, and
+every row of it within the bound of what rounding can do, so that a small row that is wrong shows beside large ones."""
 
 import torch
-from float64_reference import Attention, attention_float64, attention_in_dtype
+from float64_reference import Attention, attention_float64, attention_in_dtype, visible_keys
 
 import gpu_support as support
 from gpu_support import Inputs, Problem
@@ -10,6 +11,8 @@ from gpu_support import Inputs, Problem
 # round to the other side of it. It changes the error of a correctly rounded result by far less than this.
 ROUNDING_SLACK = 1.001
 LSE_TOLERANCE = 2e-5
+# Rounding errors of second order and those of fp32, beside the first-order bound of 16-bit rounding.
+ROW_SLACK = 1.05
 
 
 def eager(problem: Problem, q, k, v, dout) -> dict[str, torch.Tensor]:
@@ -39,12 +42,45 @@ def cancellation_bound(problem: Problem, q, k, v, dout) -> dict[str, torch.Tenso
     return {"dq": (ds * k).norm() * scale, "dk": dk.norm() * scale}
 
 
+def row_bounds(problem: Problem, inputs: Inputs, exact: Attention) -> dict[str, torch.Tensor]:
+    """Bounds (batch, seqlen, heads) of the error of each row of each output, from the triangle inequality.
+
+    With r the unit roundoff of the dtype: P and dS enter products rounded (r |P|, r |dS|), D comes from the rounded output
+    (r P |dO| |O|), each sum is rounded at the end (r of the sum of its terms' norms). Below the normal numbers, rounding
+    errs by half the smallest subnormal.
+    """
+    group = problem.heads // problem.kv_heads
+    info = torch.finfo(problem.dtype)
+    q, dout, out = (x.float().transpose(1, 2) for x in (inputs.q, inputs.dout, inputs.out))
+    k, v = (x.float().repeat_interleave(group, dim=2).transpose(1, 2) for x in (inputs.k, inputs.v))
+    hidden = ~visible_keys(problem.seqlen_q, problem.seqlen_k, problem.causal, q.device)
+    p = (q @ k.mT * problem.scale - exact.softmax_lse.float()[..., None]).exp_().masked_fill_(hidden, 0.0)
+    delta = (dout.double() * exact.out.transpose(1, 2)).sum(-1, keepdim=True).float()
+    dout_norm, out_norm = dout.norm(dim=-1, keepdim=True), out.norm(dim=-1, keepdim=True)
+    subnormal = info.smallest_normal * info.eps
+    ds = (dout @ v.mT).sub_(delta).abs_().add_(dout_norm * out_norm).mul_(p).mul_(info.eps).add_(subnormal)
+    p = p.mul_(info.eps).add_(subnormal)
+
+    def of_kv_heads(x: torch.Tensor) -> torch.Tensor:
+        return x.unflatten(1, (problem.kv_heads, group)).sum(2)
+
+    scale = abs(problem.scale)
+    bounds = {
+        "out": p @ v.norm(dim=-1, keepdim=True),
+        "dq": scale * (ds @ k.norm(dim=-1, keepdim=True)),
+        "dk": scale * of_kv_heads(ds.mT @ q.norm(dim=-1, keepdim=True)),
+        "dv": of_kv_heads(p.mT @ dout_norm),
+    }
+    return {name: ROW_SLACK * x.squeeze(-1).transpose(1, 2).double() for name, x in bounds.items()}
+
+
 class Bar:
     """Reference and limits of one problem; serves every policy."""
 
     def __init__(self, problem: Problem, inputs: Inputs):
         arguments = inputs.q, inputs.k, inputs.v, inputs.dout
         self.exact: Attention = attention_float64(*arguments, softmax_scale=problem.scale, causal=problem.causal)
+        self.row_bounds = row_bounds(problem, inputs, self.exact)
         bounds = cancellation_bound(problem, *arguments) if problem.seqlen_k == 1 else {}
         self.limits = {}
         for name, x in eager(problem, *arguments).items():
@@ -55,18 +91,31 @@ class Bar:
                 rounding = (exact.to(problem.dtype).double() - exact).norm()
                 self.limits[name] = torch.maximum((x.double() - exact).norm(), ROUNDING_SLACK * rounding)
 
-    def errors(self, outputs: dict[str, torch.Tensor]) -> dict[str, tuple[float, float, float]]:
-        """Of each output: the norm of its error, the norm allowed, the norm of the exact result. Waits once."""
+    def row_excess(self, name: str, x: torch.Tensor) -> torch.Tensor:
+        return (x.double() - getattr(self.exact, name)).norm(dim=-1) - self.row_bounds[name]
+
+    def errors(self, outputs: dict[str, torch.Tensor]) -> dict[str, tuple[float, float, float, float]]:
+        """Of each output: the norm of its error, the norm allowed, the norm of the exact result, and how far beyond its
+        bound the worst row is. Waits once."""
         rows = []
         for name, x in outputs.items():
             exact = getattr(self.exact, name)
-            rows.append(torch.stack([(x.double() - exact).norm(), self.limits[name], exact.norm()]))
+            error = (x.double() - exact).norm()
+            rows.append(torch.stack([error, self.limits[name], exact.norm(), self.row_excess(name, x).max()]))
         return dict(zip(outputs, map(tuple, torch.stack(rows).tolist())))
 
     def failures(self, outputs: dict[str, torch.Tensor]) -> list[str]:
         """One line for each output that misses the bar."""
         lines = []
-        for name, (error, limit, norm) in self.errors(outputs).items():
+        for name, (error, limit, norm, row_excess) in self.errors(outputs).items():
+            if not row_excess <= 0:
+                excess = self.row_excess(name, outputs[name]).nan_to_num(nan=torch.inf)
+                b, s, h = (int(i) for i in torch.unravel_index(excess.argmax(), excess.shape))
+                bound = self.row_bounds[name][b, s, h].item()
+                lines.append(
+                    f"{name}[{b}, {s}, {h}]: the row is off by {bound + excess[b, s, h].item():.3e} in norm, rounding "
+                    f"explains {bound:.3e}; {int((excess > 0).sum())} rows of {excess.numel()} are off"
+                )
             if not error <= limit:
                 unit = norm or 1.0
                 kind = "relative error" if norm else "norm (the exact gradient is 0)"

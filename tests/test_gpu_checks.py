@@ -1,0 +1,131 @@
+"""The checks that the GPU tests rest on, tried on the CPU: they pass what is right and fail what is wrong."""
+
+import ctypes
+import pathlib
+import sys
+
+import pytest
+import torch
+
+sys.path.insert(0, str(pathlib.Path(__file__).parent / "gpu"))
+
+import gpu_support as support
+import gradient_check
+from gpu_support import GuardedTensor, Problem
+
+PROBLEM = Problem(2, 150, 200, 4, 2, 64, True)
+
+
+@pytest.fixture(scope="module")
+def inputs():
+    return support.random_inputs(PROBLEM, "cpu")
+
+
+@pytest.fixture(scope="module")
+def bar(inputs):
+    return gradient_check.Bar(PROBLEM, inputs)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("lengths", [(1, 1), (1, 65), (64, 1), (63, 129), (129, 63), (130, 130)])
+def test_the_reference_implementation_meets_the_bar(lengths, causal):
+    for head_dim, heads in ((64, (4, 4)), (40, (8, 2)), (128, (5, 1))):
+        problem = Problem(3, *lengths, *heads, head_dim, causal, torch.float16)
+        assert gradient_check.check(problem, "cpu", support.schedules(causal)) == []
+
+
+@pytest.mark.parametrize("softmax_scale", [0.3, 1.0, 0.0, -0.2])
+def test_the_reference_implementation_meets_the_bar_at_other_scales(softmax_scale):
+    problem = Problem(2, 100, 140, 4, 2, 64, True, softmax_scale=softmax_scale)
+    assert gradient_check.check(problem, "cpu", ["ascending"]) == []
+
+
+@pytest.mark.parametrize("name", ["out", "dq", "dk", "dv"])
+def test_the_bar_refuses_a_small_error(inputs, bar, name):
+    outputs = {"out": inputs.out, **support.backward(inputs, PROBLEM, "ascending")}
+    assert bar.failures(outputs) == []
+    exact = getattr(bar.exact, name)
+    worse = dict(outputs, **{name: (exact * 1.02).to(PROBLEM.dtype)})
+    line = bar.failures(worse)[-1]
+    assert line.startswith(f"{name}: relative error 2.0")
+
+
+def test_the_bar_refuses_one_wrong_row_and_an_unwritten_element(inputs, bar):
+    gradients = support.backward(inputs, PROBLEM, "ascending")
+    gradients["dk"][1, 199, 1] = 0  # seen by one query: hardly anything in the norm of dk
+    gradients["dv"][0, 7, 0, 0] = float("nan")
+    row, element, norm = bar.failures(gradients)
+    assert row.startswith("dk[1, 199, 1]: the row is off by") and row.endswith("; 1 rows of 800 are off")
+    assert element.startswith("dv[0, 7, 0]: ") and norm.startswith("dv: relative error nan")
+
+
+def test_a_zero_gradient_has_a_small_absolute_bound():
+    problem = Problem(2, 64, 1, 4, 4, 64, False)
+    inputs = support.random_inputs(problem, "cpu")
+    bar = gradient_check.Bar(problem, inputs)
+    gradients = support.backward(inputs, problem, "ascending")
+    assert bar.failures(gradients) == []
+    errors = bar.errors(gradients)
+    assert errors["dq"][2] == 0 and 0 < errors["dq"][1] < 1e-3 * inputs.dout.double().norm()
+    gradients["dq"] = gradients["dv"].expand_as(gradients["dq"]) * 1e-3
+    assert bar.failures(gradients)[0].startswith("dq: norm (the exact gradient is 0)")
+
+
+def test_lse_check(inputs, bar):
+    assert bar.lse_failures(inputs.softmax_lse) == []
+    assert bar.lse_failures(inputs.softmax_lse + 1e-3)
+    infinite = inputs.softmax_lse.clone()
+    infinite[0, 0, 0] = float("inf")
+    assert "infinite" in bar.lse_failures(infinite)[0]
+
+
+@pytest.mark.parametrize("make", [GuardedTensor.contiguous, GuardedTensor.strided])
+def test_guards_see_writes_around_the_output(make):
+    guarded = make((2, 5, 3, 8), torch.bfloat16, "cpu")
+    guarded.tensor.fill_(1.0)
+    assert guarded.writes_outside() == 0
+    storage = guarded.buffer.view(-1)
+    storage[guarded.tensor.storage_offset() - 1] = 0.0
+    storage[-1] = float("-inf")
+    assert guarded.writes_outside() == 2
+
+
+def test_first_mismatch_names_the_element_and_both_values():
+    a = torch.arange(24, dtype=torch.bfloat16).view(2, 3, 4)
+    b = a.clone()
+    assert support.first_mismatch("dq", a, b) is None
+    b[1, 0, 2] = -1.0
+    b[1, 2, 3] = 0.0
+    message = support.first_mismatch("dq", a, b)
+    assert message.startswith("dq[1, 0, 2]: 14.0 (bits 0x4160) against -1.0 (bits 0xbf80)")
+    assert message.endswith("2 of 24 elements differ")
+    assert support.first_mismatch("dq", torch.zeros(1), -torch.zeros(1)) is not None
+    nan = torch.full((1,), float("nan"))
+    assert support.first_mismatch("dq", nan, nan.clone()) is None
+
+
+def test_the_layouts_keep_values_and_move_storage():
+    import test_gradients
+
+    x = torch.randn(2, 5, 3, 8)
+    for layout in test_gradients.LAYOUTS:
+        moved = test_gradients.in_storage(x, layout)
+        assert torch.equal(moved, x) and moved.stride() != x.stride(), layout
+
+
+def test_every_policy_is_tried_with_its_mask():
+    from dash_attn import schedule
+
+    assert set(support.schedules(True)) | set(support.schedules(False)) == set(schedule.POLICIES)
+    for causal in (False, True):
+        for policy in support.schedules(causal):
+            assert schedule.resolve(policy, causal=causal, seqlen_q=1, seqlen_k=1) == policy
+
+
+def test_the_kernel_that_holds_sms_compiles(tmp_path):
+    import sm_holder
+
+    nvcc = sm_holder.find_nvcc()
+    if nvcc is None:
+        pytest.skip("nvcc is not found")
+    assert hasattr(ctypes.CDLL(str(sm_holder.build(tmp_path, nvcc))), "hold_sms")
