@@ -8,7 +8,7 @@ import sm_holder
 import torch
 from gpu_support import Inputs, Problem
 
-HOLD_LIMIT_S = 2.0
+HOLD_LIMIT_S = 1.0
 # A backward on the SMs that are left may take this much longer than their number explains, plus launches.
 PROPORTION = 2.0
 SLACK_MS = 2.0
