@@ -1,4 +1,4 @@
-"""dash_attn.schedule as users and the reference see it: resolve, accumulation_order, the command line, the chart."""
+"""dash_attn.schedule as users and the reference see it: resolve, problem, the command line, the chart."""
 
 import subprocess
 import sys
@@ -28,13 +28,13 @@ def test_resolve(causal):
         schedule.resolve("fast", **shape)
 
 
-def test_accumulation_order():
-    order = schedule.accumulation_order("spt", seqlen_q=300, seqlen_k=300, head_dim=64, causal=True)
-    assert order == (128, 128, [[0], [1, 0], [2, 1, 0]])
-    blind = schedule.accumulation_order("ascending", seqlen_q=600, seqlen_k=100, head_dim=64, causal=True)
-    assert blind.kv_tiles == [[], [], [], [0], [0]]
+def test_add_order():
+    square = schedule.problem("spt", 300, 300, head_dim=64, causal=True, tile_q=128, tile_k=128)
+    assert schedule.add_order("spt", square) == [[0], [1, 0], [2, 1, 0]]
+    more_queries = schedule.problem("ascending", 600, 100, causal=True, tile_q=128, tile_k=128)
+    assert schedule.add_order("ascending", more_queries) == [[], [], [], [0], [0]], "rows that see no key"
     with pytest.raises(ValueError, match=r"head_dim must be in \[1, 128\], got 192"):
-        schedule.accumulation_order("spt", seqlen_q=300, seqlen_k=300, head_dim=192, causal=True)
+        schedule.problem("spt", 300, 300, head_dim=192, causal=True)
 
 
 def test_problem_takes_the_kernels_tiles_and_clusters():

@@ -9,8 +9,6 @@ within one head. The order depends on the lengths, the head dim, the mask and th
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 try:
     from dash_attn import _schedule
 except ImportError as error:
@@ -25,11 +23,9 @@ from .simulation import Simulation, simulate
 
 __all__ = [
     "POLICIES",
-    "AccumulationOrder",
     "Problem",
     "Simulation",
     "Task",
-    "accumulation_order",
     "add_order",
     "assign",
     "groups",
@@ -133,33 +129,3 @@ def problem(
         cta_group=_schedule.cta_group(schedule) if cta_group is None else cta_group,
         head_section=head_section,
     )
-
-
-class AccumulationOrder(NamedTuple):
-    """The order of dQ's sum over KV tiles; the same for every batch and head."""
-
-    tile_q: int
-    """Queries in a query tile; the last one may be shorter."""
-    tile_k: int
-    """Keys in a KV tile; the last one may be shorter."""
-    kv_tiles: list[list[int]]
-    """For each query tile, the KV tiles that contribute, in the order of their adds. Empty where no row sees a key."""
-
-
-def accumulation_order(
-    schedule: str, *, seqlen_q: int, seqlen_k: int, head_dim: int, causal: bool
-) -> AccumulationOrder:
-    """The tiles and the order in which the kernel adds the partials of dQ.
-
-    Args:
-        schedule: one of ``POLICIES`` or ``"auto"``.
-        seqlen_q, seqlen_k: numbers of queries and keys, from 1.
-        head_dim: selects the tile sizes.
-        causal: whether the mask is causal (bottom-right aligned).
-
-    Raises:
-        ValueError: an argument is out of range, or the policy is not defined for this mask.
-    """
-    schedule = resolve(schedule, causal=causal, seqlen_q=seqlen_q, seqlen_k=seqlen_k)
-    tiles = problem(schedule, seqlen_q, seqlen_k, causal=causal, head_dim=head_dim)
-    return AccumulationOrder(tiles.tile_q, tiles.tile_k, add_order(schedule, tiles))
