@@ -198,7 +198,7 @@ def main() -> None:
         )
     else:
         BuildExtension.report = {"reason": reason}
-        log(f"building WITHOUT the CUDA ops: {reason}. CPU tensors work; CUDA tensors will raise.")
+        log(f"building WITHOUT the CUDA ops: {reason}. Where they are missing, CUDA tensors raise.")
     setup(ext_modules=extensions, cmdclass={"build_ext": BuildExtension.with_options(use_ninja=ninja)})
 
 
