@@ -23,13 +23,28 @@ __device__ __forceinline__ int cluster_cta_rank() {
 template <typename Config>
 __device__ __forceinline__ void request_claim(SharedStorage<Config>& shared, const KernelParams& params,
                                               const RingIndex<Config::kClaimSlots>& ring) {
-  shared.claim_full[ring.slot()].arrive_and_expect_tx(sizeof(int));
-  if (cluster_cta_rank<Config>() != 0) { return; }
-  shared.claim_empty[ring.slot()].wait(ring.empty_parity());
-  const int claim = atomicAdd(params.workspace.next_claim, 1);
+  if constexpr (Config::kClusterSize == 1) {
+    shared.claim_empty[ring.slot()].wait(ring.empty_parity());
+    shared.claim[ring.slot()] = atomicAdd(params.workspace.next_claim, 1);
+    shared.claim_full[ring.slot()].arrive();
+  } else {
+    shared.claim_full[ring.slot()].arrive_and_expect_tx(sizeof(int));
+    if (cluster_cta_rank<Config>() != 0) { return; }
+    shared.claim_empty[ring.slot()].wait(ring.empty_parity());
+    const int claim = atomicAdd(params.workspace.next_claim, 1);
 #pragma unroll
-  for (int cta = 0; cta < Config::kClusterSize; ++cta) {
-    ptx::store_async(ptx::map_shared(&shared.claim[ring.slot()], cta), claim, ptx::map_shared(&shared.claim_full[ring.slot()], cta));
+    for (int cta = 0; cta < Config::kClusterSize; ++cta) {
+      ptx::store_async(ptx::map_shared(&shared.claim[ring.slot()], cta), claim, ptx::map_shared(&shared.claim_full[ring.slot()], cta));
+    }
+  }
+}
+
+template <typename Config>
+__device__ __forceinline__ void arrive_on_first_cta(const cutlass::arch::ClusterBarrier& barrier) {
+  if constexpr (Config::kClusterSize == 1) {
+    barrier.arrive();
+  } else {
+    barrier.arrive(0u);
   }
 }
 
@@ -42,10 +57,10 @@ __device__ __forceinline__ bool next_work(Work& work, SharedStorage<Config>& sha
   shared.claim_full[ring.slot()].wait(ring.parity());
   const int claim = shared.claim[ring.slot()];
   if constexpr (kReader == Reader::kWarp) { __syncwarp(); }
-  if (kReader == Reader::kThread || cute::elect_one_sync()) { shared.claim_empty[ring.slot()].arrive(0u); }
+  if (kReader == Reader::kThread || cute::elect_one_sync()) { arrive_on_first_cta<Config>(shared.claim_empty[ring.slot()]); }
   ring = ring.next();
   if (claim >= params.num_claims) { return false; }
-  work = assign<Config::kPolicy>(params.problem, claim, cluster_cta_rank<Config>());
+  work = assign<Config::kPolicy>(specialised_problem<Config>(params), claim, cluster_cta_rank<Config>());
   return true;
 }
 

@@ -12,8 +12,9 @@
 
 namespace dash_attn::backward {
 
-// Warpgroup 0 feeds the others: one thread of its warp kLoaderWarp loads, one of kAdderWarp adds dQ.
-enum WarpRole : int { kLoaderWarp = 0, kAdderWarp = 1 };
+// Warpgroup 0 feeds the others, one thread of each of three warps: kLoaderWarp loads, kAdderWarp adds dQ, kPlannerWarp tells both in
+// which order (apart, because the loader has only kProducerRegisters registers).
+enum WarpRole : int { kLoaderWarp = 0, kAdderWarp = 1, kPlannerWarp = 2 };
 
 constexpr int kWarpgroupThreads = 128;
 constexpr int kWarpgroupWarps = 4;
@@ -40,10 +41,12 @@ struct Config {
   static constexpr int kConsumers = kKey / kWarpgroupRows;
   static constexpr int kConsumerWarps = kConsumers * kWarpgroupWarps;
   static constexpr int kThreads = (kConsumers + 1) * kWarpgroupThreads;
-  static constexpr int kProducerRegisters = 32;
+  static constexpr int kProducerRegisters = 24;
   static constexpr int kConsumerRegisters = 240;
   static_assert(kConsumers == 2);
-  static_assert(kWarpgroupThreads * (kProducerRegisters + kConsumers * kConsumerRegisters) <= kRegistersPerSm);
+  // setmaxnreg moves registers within what the launch gave the CTA, which is a multiple of 8 a thread. Asking for more waits for ever.
+  static constexpr int kLaunchRegisters = kRegistersPerSm / kThreads / 8 * 8 * kThreads;
+  static_assert(kWarpgroupThreads * (kProducerRegisters + kConsumers * kConsumerRegisters) <= kLaunchRegisters);
 
   // dQ^T = K^T dS^T is cut in two for the consumers: along head_dim where it has two 64-wide blocks, else along queries.
   static constexpr bool kSplitDqByHeadDim = kHeadDim == kConsumers * kWarpgroupRows;
@@ -54,11 +57,19 @@ struct Config {
   // while the other is used), dS (one is read while the next is written), dQ (one is added while the next is computed).
   static constexpr int kStages = 2;
   static constexpr int kClaimSlots = 2;  // claims known ahead
+  static constexpr int kPlanSlots = 8;   // steps known ahead: the loader is up to four ahead of the adder
 
   static constexpr int kQueryTileBytes = kQuery * kHeadDim * sizeof(Element);
   static constexpr int kKeyTileBytes = kKey * kHeadDim * sizeof(Element);
   static constexpr int kRowStatBytes = kQuery * sizeof(float);
   static constexpr int kDqTileFloats = kQuery * kHeadDim;
+};
+
+struct PlannedStep {
+  int query_tile;
+  int rank;  // of the claim's KV tile in the sum of dQ there
+  bool last_of_head;
+  bool last_of_claim;
 };
 
 template <typename Config>
@@ -77,6 +88,7 @@ struct alignas(1024) SharedStorage {
   float delta[Config::kStages][Config::kQuery];                   // D = rowsum(dO * O)
   int query_tile[Config::kStages];
   int claim[Config::kClaimSlots];
+  PlannedStep plan[Config::kPlanSlots];
 
   TransactionBarrier k_full, v_full;
   Barrier kv_empty;  // dK and dV have left the tiles of K and V
@@ -84,6 +96,7 @@ struct alignas(1024) SharedStorage {
   Barrier q_empty[Config::kStages], dout_empty[Config::kStages];
   Barrier ds_full[Config::kStages];  // both consumers have written their keys of dS, and have done with the buffer before
   Barrier dq_full[Config::kStages], dq_empty[Config::kStages];
+  Barrier plan_full[Config::kPlanSlots], plan_empty[Config::kPlanSlots];
   TransactionBarrier claim_full[Config::kClaimSlots];
   Barrier claim_empty[Config::kClaimSlots];  // of the cluster's first CTA: every reader of the cluster has read the slot
 };
@@ -95,7 +108,9 @@ struct Arrivals {
   static constexpr int kConsumerWarpgroups = Config::kConsumers;    // one elected thread a warpgroup
   static constexpr int kConsumerWarps = Config::kConsumerWarps;     // one lane a warp
   static constexpr int kAdder = 1;
-  static constexpr int kClaimReaders = Config::kClusterSize * (Config::kConsumerWarps + 2);  // consumers, loader, adder
+  static constexpr int kPlanner = 1;
+  static constexpr int kPlanReaders = 2;                                                     // loader, adder
+  static constexpr int kClaimReaders = Config::kClusterSize * (Config::kConsumerWarps + 3);  // consumers, loader, adder, planner
 };
 
 // Where use number `count` of a ring of buffers finds its slot, and the parity its barriers have on that pass. One register.

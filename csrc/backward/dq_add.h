@@ -10,6 +10,7 @@
 #include "claims.h"
 #include "config.h"
 #include "params.h"
+#include "plan.h"
 
 namespace dash_attn::backward {
 
@@ -29,25 +30,24 @@ class Adder {
 
  private:
   __device__ void add_claim(const Work& work) {
-    const Problem& problem = params_.problem;
-    const int steps = problem.live_query_tiles(work.kv_tile);
-    const int first_head = (work.batch * problem.kv_heads + work.kv_head) * problem.queries_per_kv;
-    for (int i = 0; i < problem.queries_per_kv; ++i) {
-      for (int step = 0; step < steps; ++step) {
-        const int query_tile = Config::Order::visit(problem, work.kv_tile, step);
-        const int rank = Config::Order::rank(problem, work.kv_tile, query_tile);
-        add_tile(int64_t(first_head + i) * problem.query_tiles + query_tile, rank);
-      }
-    }
+    int head_tile = first_tile_index(params_.problem, work);
+    PlannedStep step;
+    do {
+      step = planned_step(shared_, plan_);
+      add_tile(head_tile + step.query_tile, step.rank);
+      plan_ = plan_.next();
+      if (step.last_of_head) { head_tile += params_.problem.query_tiles; }
+    } while (!step.last_of_claim);
   }
 
   __device__ __forceinline__ void add_tile(int64_t tile, int rank) {
+    const RingIndex<Config::kStages> buffer{plan_.count};
     float* const accumulator = params_.workspace.dq_accumulator + tile * Config::kDqTileFloats;
-    const float* const partial = shared_.dq[buffers_.slot()];
+    const float* const partial = shared_.dq[buffer.slot()];
     int* const turn = params_.workspace.turns + tile;
     constexpr int kBytes = Config::kDqTileFloats * sizeof(float);
 
-    shared_.dq_full[buffers_.slot()].wait(buffers_.parity());
+    shared_.dq_full[buffer.slot()].wait(buffer.parity());
     if (rank == 0) {
       ptx::bulk_store(accumulator, partial, kBytes);
     } else {
@@ -60,14 +60,13 @@ class Adder {
     ptx::fence_async_global();
     __threadfence();
     ptx::store_release(turn, rank + 1);
-    shared_.dq_empty[buffers_.slot()].arrive();
-    buffers_ = buffers_.next();
+    shared_.dq_empty[buffer.slot()].arrive();
   }
 
   Shared& shared_;
   const KernelParams& params_;
   RingIndex<Config::kClaimSlots> claims_;
-  RingIndex<Config::kStages> buffers_;
+  RingIndex<Config::kPlanSlots> plan_;
 };
 
 }  // namespace dash_attn::backward

@@ -1,6 +1,6 @@
 // The backward kernel: sets up barriers and sends each warp to its role.
 //
-//   warpgroup 0   warp 0: loader (load.h)   warp 1: adder of dQ (dq_add.h)   warps 2, 3: idle
+//   warpgroup 0   warp 0: loader (load.h)   warp 1: adder of dQ (dq_add.h)   warp 2: planner (plan.h)   warp 3: idle
 //   warpgroups 1, 2: consumers (products.h)
 //
 // CTAs are persistent and claim their work (claims.h); none waits for a CTA that may not be running.
@@ -13,6 +13,7 @@
 #include "dq_add.h"
 #include "load.h"
 #include "params.h"
+#include "plan.h"
 #include "products.h"
 
 namespace dash_attn::backward {
@@ -31,6 +32,10 @@ __device__ __forceinline__ void initialise_barriers(SharedStorage<Config>& share
     shared.ds_full[i].init(Count::kConsumerWarps);
     shared.dq_full[i].init(Count::kConsumerWarps);
     shared.dq_empty[i].init(Count::kAdder);
+  }
+  for (int i = 0; i < Config::kPlanSlots; ++i) {
+    shared.plan_full[i].init(Count::kPlanner);
+    shared.plan_empty[i].init(Count::kPlanReaders);
   }
   for (int i = 0; i < Config::kClaimSlots; ++i) {
     shared.claim_full[i].init(Count::kTransaction);
@@ -59,6 +64,7 @@ __global__ void __launch_bounds__(Config::kThreads, 1) backward_kernel(const __g
     const int warp = __shfl_sync(0xffffffff, threadIdx.x / 32, 0);
     if (warp == kLoaderWarp && cute::elect_one_sync()) { Loader<Config>(shared, params).run(); }
     if (warp == kAdderWarp && cute::elect_one_sync()) { Adder<Config>(shared, params).run(); }
+    if (warp == kPlannerWarp && cute::elect_one_sync()) { Planner<Config>(shared, params).run(); }
   } else {
     cutlass::arch::warpgroup_reg_alloc<Config::kConsumerRegisters>();
     Consumer<Config>(shared, params).run();

@@ -9,6 +9,7 @@
 #include "claims.h"
 #include "config.h"
 #include "params.h"
+#include "plan.h"
 
 namespace dash_attn::backward {
 
@@ -19,7 +20,9 @@ constexpr auto kReadOnce = static_cast<uint64_t>(cute::TMA::CacheHintSm90::EVICT
 template <typename Config>
 class Loader {
  public:
+  using Element = typename Config::Element;
   using Shared = SharedStorage<Config>;
+  using Barrier = typename Shared::TransactionBarrier;
 
   __device__ Loader(Shared& shared, const KernelParams& params) : shared_(shared), params_(params) {}
 
@@ -34,74 +37,76 @@ class Loader {
 
  private:
   __device__ void load_claim(const Work& work) {
-    const Problem& problem = params_.problem;
-    const int first_key = work.kv_tile * Config::kKey;
-    const int steps = problem.live_query_tiles(work.kv_tile);
-
     shared_.kv_empty.wait(tiles_.empty_parity());
-    shared_.k_full.arrive_and_expect_tx(Config::kKeyTileBytes);
-    load_tile<Config::kKey>(params_.k, shared_.k_full, shared_.k, first_key, work.kv_head, work.batch, kReadOnce);
+    load_key_tile(params_.k, shared_.k_full, shared_.k, work);
+    int head = work.kv_head * params_.problem.queries_per_kv;
+    int head_tile = first_tile_index(params_.problem, work);
+    PlannedStep step;
     bool v_pending = true;
-    for (int i = 0; i < problem.queries_per_kv; ++i) {
-      const int head = work.kv_head * problem.queries_per_kv + i;
-      for (int step = 0; step < steps; ++step) {
-        const int query_tile = Config::Order::visit(problem, work.kv_tile, step);
-        const int64_t row = stat_row(work.batch, head, query_tile);
-        load_q(query_tile, head, work.batch, params_.workspace.lse_log2 + row);
-        if (v_pending) {
-          shared_.v_full.arrive_and_expect_tx(Config::kKeyTileBytes);
-          load_tile<Config::kKey>(params_.v, shared_.v_full, shared_.v, first_key, work.kv_head, work.batch, kReadOnce);
-          v_pending = false;
-        }
-        load_dout(query_tile, head, work.batch, params_.workspace.delta + row);
-        stages_ = stages_.next();
+    do {
+      step = planned_step(shared_, plan_);
+      load_q(step.query_tile, head, work.batch, head_tile + step.query_tile);
+      if (v_pending) {
+        load_key_tile(params_.v, shared_.v_full, shared_.v, work);
+        v_pending = false;
       }
-    }
+      load_dout(step.query_tile, head, work.batch, head_tile + step.query_tile);
+      plan_ = plan_.next();
+      if (step.last_of_head) {
+        ++head;
+        head_tile += params_.problem.query_tiles;
+      }
+    } while (!step.last_of_claim);
     tiles_ = tiles_.next();
   }
 
-  __device__ __forceinline__ int64_t stat_row(int batch, int head, int query_tile) const {
-    const Problem& problem = params_.problem;
-    const int64_t tiles = int64_t(batch * problem.kv_heads * problem.queries_per_kv + head) * problem.query_tiles + query_tile;
-    return tiles * Config::kQuery;
+  __device__ __forceinline__ void load_key_tile(const CUtensorMap& map, Barrier& full, Element* tile, const Work& work) {
+    full.arrive_and_expect_tx(Config::kKeyTileBytes);
+    load_tile<Config::kKey>(map, full, tile, work.kv_tile, work.kv_head, work.batch, kReadOnce);
   }
 
-  __device__ __forceinline__ void load_q(int query_tile, int head, int batch, const float* lse_log2) {
-    auto& full = shared_.q_full[stages_.slot()];
-    shared_.q_empty[stages_.slot()].wait(stages_.empty_parity());
-    shared_.query_tile[stages_.slot()] = query_tile;
-    full.arrive_and_expect_tx(Config::kQueryTileBytes + Config::kRowStatBytes);
-    load_tile<Config::kQuery>(params_.q, full, shared_.q[stages_.slot()], query_tile * Config::kQuery, head, batch, kKeepInL2);
-    load_stat(lse_log2, full, shared_.lse[stages_.slot()]);
+  __device__ __forceinline__ void load_q(int query_tile, int head, int batch, int tile_index) {
+    const RingIndex<Config::kStages> stage{plan_.count};
+    const int slot = stage.slot();
+    shared_.q_empty[slot].wait(stage.empty_parity());
+    shared_.query_tile[slot] = query_tile;
+    load_query_rows(params_.q, shared_.q_full[slot], shared_.q[slot], query_tile, head, batch);
+    load_statistic(params_.workspace.lse_log2, shared_.q_full[slot], shared_.lse[slot], tile_index);
   }
 
-  __device__ __forceinline__ void load_dout(int query_tile, int head, int batch, const float* delta) {
-    auto& full = shared_.dout_full[stages_.slot()];
-    shared_.dout_empty[stages_.slot()].wait(stages_.empty_parity());
+  __device__ __forceinline__ void load_dout(int query_tile, int head, int batch, int tile_index) {
+    const RingIndex<Config::kStages> stage{plan_.count};
+    const int slot = stage.slot();
+    shared_.dout_empty[slot].wait(stage.empty_parity());
+    load_query_rows(params_.dout, shared_.dout_full[slot], shared_.dout[slot], query_tile, head, batch);
+    load_statistic(params_.workspace.delta, shared_.dout_full[slot], shared_.delta[slot], tile_index);
+  }
+
+  __device__ __forceinline__ void load_query_rows(const CUtensorMap& map, Barrier& full, Element* tile, int query_tile, int head, int batch) {
     full.arrive_and_expect_tx(Config::kQueryTileBytes + Config::kRowStatBytes);
-    load_tile<Config::kQuery>(params_.dout, full, shared_.dout[stages_.slot()], query_tile * Config::kQuery, head, batch, kKeepInL2);
-    load_stat(delta, full, shared_.delta[stages_.slot()]);
+    load_tile<Config::kQuery>(map, full, tile, query_tile, head, batch, kKeepInL2);
+  }
+
+  __device__ __forceinline__ void load_statistic(const float* rows, Barrier& full, float* tile, int tile_index) {
+    cute::SM90_BULK_COPY_G2S::copy(rows + int64_t(tile_index) * Config::kQuery, reinterpret_cast<uint64_t*>(&full), tile,
+                                   Config::kRowStatBytes);
   }
 
   template <int kRows>
-  __device__ __forceinline__ void load_tile(const CUtensorMap& map, cutlass::arch::ClusterTransactionBarrier& full,
-                                            typename Config::Element* tile, int first_row, int head, int batch, uint64_t hint) {
+  __device__ __forceinline__ void load_tile(const CUtensorMap& map, Barrier& full, Element* tile, int index, int head, int batch,
+                                            uint64_t hint) {
 #pragma unroll
     for (int column = 0; column < Config::kHeadDim; column += kSwizzleColumns) {
-      cute::SM90_TMA_LOAD_4D::copy(&map, reinterpret_cast<uint64_t*>(&full), hint, tile + column * kRows, column, first_row, head,
+      cute::SM90_TMA_LOAD_4D::copy(&map, reinterpret_cast<uint64_t*>(&full), hint, tile + column * kRows, column, index * kRows, head,
                                    batch);
     }
-  }
-
-  __device__ __forceinline__ void load_stat(const float* stat, cutlass::arch::ClusterTransactionBarrier& full, float* tile) {
-    cute::SM90_BULK_COPY_G2S::copy(stat, reinterpret_cast<uint64_t*>(&full), tile, Config::kRowStatBytes);
   }
 
   Shared& shared_;
   const KernelParams& params_;
   RingIndex<Config::kClaimSlots> claims_;
   RingIndex<1> tiles_;
-  RingIndex<Config::kStages> stages_;
+  RingIndex<Config::kPlanSlots> plan_;
 };
 
 }  // namespace dash_attn::backward

@@ -40,4 +40,15 @@ struct KernelParams {
   float softmax_scale_log2;  // log2(e) * softmax_scale
 };
 
+// The problem with what the variant fixes as constants, so that the compiler can divide by them.
+template <typename Config>
+__device__ __forceinline__ Problem specialised_problem(const KernelParams& params) {
+  Problem problem = params.problem;
+  problem.tile_q = Config::kQuery;
+  problem.tile_k = Config::kKey;
+  problem.cta_group = Config::kClusterSize;
+  problem.causal = Config::kCausal;
+  return problem;
+}
+
 }  // namespace dash_attn::backward

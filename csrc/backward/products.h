@@ -71,7 +71,8 @@ class Consumer {
   // The loop is cut where no product is running, between dP and dS: ptxas then follows every product to its wait and has no reason
   // to serialise them.
   __device__ __forceinline__ void process_claim(const Work& work) {
-    const int steps = params_.problem.live_query_tiles(work.kv_tile) * params_.problem.queries_per_kv;
+    const Problem problem = specialised_problem<Config>(params_);
+    const int steps = problem.live_query_tiles(work.kv_tile) * problem.queries_per_kv;
     const int first_key = work.kv_tile * Config::kKey;
     Registers r;
     clear(r.dk);

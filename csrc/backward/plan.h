@@ -1,0 +1,69 @@
+// The planner: one thread that walks each claim's steps in the policy's order, ahead of the loader and the adder.
+#pragma once
+
+#include "claims.h"
+#include "config.h"
+#include "params.h"
+
+namespace dash_attn::backward {
+
+template <typename Config>
+class Planner {
+ public:
+  using Shared = SharedStorage<Config>;
+
+  __device__ Planner(Shared& shared, const KernelParams& params) : shared_(shared), params_(params) {}
+
+  __device__ void run() {
+    Work work;
+    while (next_work<Reader::kThread>(work, shared_, params_, claims_)) {
+      if (work.valid) { plan_claim(work); }
+    }
+  }
+
+ private:
+  __device__ void plan_claim(const Work& work) {
+    const Problem problem = specialised_problem<Config>(params_);
+    int kv_tile = work.kv_tile;
+    for (int step = 0, heads_left = problem.queries_per_kv; heads_left > 0;) {
+      forget(kv_tile);
+      shared_.plan_empty[plan_.slot()].wait(plan_.empty_parity());
+      PlannedStep& planned = shared_.plan[plan_.slot()];
+      const int query_tile = Config::Order::visit(problem, kv_tile, step);
+      planned.query_tile = query_tile;
+      forget(kv_tile);
+      planned.rank = Config::Order::rank(problem, kv_tile, query_tile);
+      const bool last = step == problem.live_query_tiles(kv_tile) - 1;
+      planned.last_of_head = last;
+      planned.last_of_claim = last && heads_left == 1;
+      shared_.plan_full[plan_.slot()].arrive();
+      plan_ = plan_.next();
+      step = last ? 0 : step + 1;
+      heads_left -= last;
+    }
+  }
+
+  // Has what follows from the value computed afresh: what the compiler would carry along does not fit the registers.
+  static __device__ __forceinline__ void forget(int& value) { asm volatile("" : "+r"(value)); }
+
+  Shared& shared_;
+  const KernelParams& params_;
+  RingIndex<Config::kClaimSlots> claims_;
+  RingIndex<Config::kPlanSlots> plan_;
+};
+
+// Index of the first query tile of a claim's first query head among all query tiles; launch_backward.h checks that 32 bits do.
+__device__ __forceinline__ int first_tile_index(const Problem& problem, const Work& work) {
+  return (work.batch * problem.kv_heads + work.kv_head) * problem.queries_per_kv * problem.query_tiles;
+}
+
+// Called by the loader and the adder, once a step. `plan` counts their steps, and so finds the buffers of the step as well.
+template <typename Config>
+__device__ __forceinline__ PlannedStep planned_step(SharedStorage<Config>& shared, RingIndex<Config::kPlanSlots> plan) {
+  shared.plan_full[plan.slot()].wait(plan.parity());
+  const PlannedStep step = shared.plan[plan.slot()];
+  shared.plan_empty[plan.slot()].arrive();
+  return step;
+}
+
+}  // namespace dash_attn::backward
