@@ -8,6 +8,7 @@
 
 #include "../config/tile_shapes.h"
 #include "../device/gemm.h"
+#include "../schedule/assignment.h"
 #include "../schedule/order.h"
 
 namespace dash_attn::backward {
@@ -89,6 +90,7 @@ struct alignas(1024) SharedStorage {
   int query_tile[Config::kStages];
   int claim[Config::kClaimSlots];
   PlannedStep plan[Config::kPlanSlots];
+  Work work;  // whose K and V are here, so that the consumers need not keep it in registers
 
   TransactionBarrier k_full, v_full;
   Barrier kv_empty;  // dK and dV have left the tiles of K and V

@@ -70,8 +70,11 @@ __global__ void __launch_bounds__(Config::kThreads, 1) backward_kernel(const __g
     Consumer<Config>(shared, params).run();
   }
 
-  // A CTA's shared memory must outlive the last arrival of its neighbours.
-  if constexpr (Config::kClusterSize > 1) { cute::cluster_sync(); }
+  // A CTA's shared memory must outlive the last arrival of its neighbours. The barrier takes whole warps.
+  if constexpr (Config::kClusterSize > 1) {
+    __syncwarp();
+    cute::cluster_sync();
+  }
 }
 
 }  // namespace dash_attn::backward

@@ -38,6 +38,7 @@ class Loader {
  private:
   __device__ void load_claim(const Work& work) {
     shared_.kv_empty.wait(tiles_.empty_parity());
+    shared_.work = work;
     load_key_tile(params_.k, shared_.k_full, shared_.k, work);
     int head = work.kv_head * params_.problem.queries_per_kv;
     int head_tile = first_tile_index(params_.problem, work);

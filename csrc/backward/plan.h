@@ -43,9 +43,6 @@ class Planner {
     }
   }
 
-  // Has what follows from the value computed afresh: what the compiler would carry along does not fit the registers.
-  static __device__ __forceinline__ void forget(int& value) { asm volatile("" : "+r"(value)); }
-
   Shared& shared_;
   const KernelParams& params_;
   RingIndex<Config::kClaimSlots> claims_;

@@ -34,6 +34,7 @@ class Consumer {
   __device__ Consumer(Shared& shared, const KernelParams& params)
       : shared_(shared),
         params_(params),
+        tiles_at_(&shared),
         mask_{params.problem.seqlen_k, params.problem.diagonal},
         consumer_(__shfl_sync(0xffffffff, threadIdx.x / kWarpgroupThreads, 0) - 1),  // a shuffle, so that the compiler knows it is uniform
         thread_(threadIdx.x % kWarpgroupThreads) {}
@@ -41,7 +42,7 @@ class Consumer {
   __device__ void run() {
     Work work;
     while (next_work<Reader::kWarp>(work, shared_, params_, claims_)) {
-      if (work.valid) { process_claim(work); }
+      if (work.valid) { process_claim(work.kv_tile); }
     }
   }
 
@@ -70,10 +71,10 @@ class Consumer {
 
   // The loop is cut where no product is running, between dP and dS: ptxas then follows every product to its wait and has no reason
   // to serialise them.
-  __device__ __forceinline__ void process_claim(const Work& work) {
+  __device__ __forceinline__ void process_claim(int kv_tile) {
     const Problem problem = specialised_problem<Config>(params_);
-    const int steps = problem.live_query_tiles(work.kv_tile) * problem.queries_per_kv;
-    const int first_key = work.kv_tile * Config::kKey;
+    const int steps = problem.live_query_tiles(kv_tile) * problem.queries_per_kv;
+    const int first_key = kv_tile * Config::kKey;
     Registers r;
     clear(r.dk);
     clear(r.dv);
@@ -81,7 +82,7 @@ class Consumer {
     begin_first_step(r, first_key);
     for (int step = 1; step < steps; ++step) { end_step_begin_next(r, first_key); }
     end_last_step(r);
-    store_gradients(r.dk, r.dv, work);
+    store_gradients(r.dk, r.dv);
     tiles_ = tiles_.next();
   }
 
@@ -104,6 +105,7 @@ class Consumer {
   __device__ __forceinline__ void end_step_begin_next(Registers& r, int first_key) {
     PackedScores p, ds;
     DqPartial dq;
+    forget(thread_);
     make_ds(r, ds, step_);
     issue_dk(r.dk, ds, step_);
     issue_s(r.p, step_.next());
@@ -144,27 +146,27 @@ class Consumer {
 
   __device__ __forceinline__ void issue_s(Scores& s, Step step) {
     shared_.q_full[step.slot()].wait(step.parity());
-    multiply<Element, Config::kHeadDim>(s, KeyRows(shared_.k, consumer_ * kWarpgroupRows), QueryRows(shared_.q[step.slot()]));
+    multiply<Element, Config::kHeadDim>(s, KeyRows(tiles_at_(shared_.k), consumer_ * kWarpgroupRows), QueryRows(tiles_at_(shared_.q[step.slot()])));
   }
 
   __device__ __forceinline__ void issue_dv(Gradient& dv, PackedScores& p, Step step) {
     shared_.dout_full[step.slot()].wait(step.parity());
-    multiply_add<Element>(dv, p, QuerySum(shared_.dout[step.slot()]));
+    multiply_add<Element>(dv, p, QuerySum(tiles_at_(shared_.dout[step.slot()])));
   }
 
   __device__ __forceinline__ void issue_dp(Scores& dp, Step step) {
-    multiply<Element, Config::kHeadDim>(dp, KeyRows(shared_.v, consumer_ * kWarpgroupRows), QueryRows(shared_.dout[step.slot()]));
+    multiply<Element, Config::kHeadDim>(dp, KeyRows(tiles_at_(shared_.v), consumer_ * kWarpgroupRows), QueryRows(tiles_at_(shared_.dout[step.slot()])));
   }
 
   __device__ __forceinline__ void issue_dk(Gradient& dk, PackedScores& ds, Step step) {
-    multiply_add<Element>(dk, ds, QuerySum(shared_.q[step.slot()]));
+    multiply_add<Element>(dk, ds, QuerySum(tiles_at_(shared_.q[step.slot()])));
   }
 
   // A consumer that has arrived on ds_full has completed dQ of the step before, so two buffers of dS need no `empty` barrier.
   __device__ __forceinline__ void issue_dq(DqPartial& dq, Step step) {
     shared_.ds_full[step.slot()].wait(step.parity());
-    multiply<Element, Config::kKey>(dq, KeySum(shared_.k, Config::kSplitDqByHeadDim ? consumer_ : 0),
-                                    QueryRows(shared_.ds[step.slot()], Config::kSplitDqByHeadDim ? 0 : consumer_ * Config::kDqQueries));
+    multiply<Element, Config::kKey>(dq, KeySum(tiles_at_(shared_.k), Config::kSplitDqByHeadDim ? consumer_ : 0),
+                                    QueryRows(tiles_at_(shared_.ds[step.slot()]), Config::kSplitDqByHeadDim ? 0 : consumer_ * Config::kDqQueries));
   }
 
   // S becomes P, in fp32 for dS and rounded for dV.
@@ -242,7 +244,7 @@ class Consumer {
   }
 
   // Rounds dK and dV, stages them in the tiles of K and V, and lets TMA write what lies inside the tensors.
-  __device__ __forceinline__ void store_gradients(Gradient& dk, const Gradient& dv, const Work& work) {
+  __device__ __forceinline__ void store_gradients(Gradient& dk, const Gradient& dv) {
     uint32_t packed[kGradientRegisters / 8][4];
     const int first_row = consumer_ * kWarpgroupRows;
     pack_slices<Element>(packed, dv);
@@ -255,8 +257,8 @@ class Consumer {
     ptx::fence_async_shared();
     sync_warpgroup_staged();
     if (thread_ == 0) {
-      store_rows_by_tma(params_.dv, shared_.v, first_row, work);
-      store_rows_by_tma(params_.dk, shared_.k, first_row, work);
+      store_rows_by_tma(params_.dv, shared_.v, first_row);
+      store_rows_by_tma(params_.dk, shared_.k, first_row);
       ptx::bulk_commit();
       ptx::bulk_wait_read();
       shared_.kv_empty.arrive();
@@ -270,7 +272,8 @@ class Consumer {
 
   __device__ __forceinline__ void sync_warpgroup_staged() const { cutlass::arch::NamedBarrier::sync(kWarpgroupThreads, 1u + consumer_); }
 
-  __device__ __forceinline__ void store_rows_by_tma(const CUtensorMap& map, const Element* tile, int first_row, const Work& work) const {
+  __device__ __forceinline__ void store_rows_by_tma(const CUtensorMap& map, const Element* tile, int first_row) const {
+    const Work& work = shared_.work;
 #pragma unroll
     for (int column = 0; column < Config::kHeadDim; column += kSwizzleColumns) {
       cute::SM90_TMA_STORE_4D::copy(&map, tile + column * Config::kKey + first_row * kSwizzleColumns, column,
@@ -280,8 +283,10 @@ class Consumer {
 
   Shared& shared_;
   const KernelParams& params_;
+  const TileAddresses tiles_at_;
   const Mask<Config::kCausal> mask_;
-  const int consumer_, thread_;
+  const int consumer_;
+  int thread_;
   RingIndex<Config::kClaimSlots> claims_;
   RingIndex<1> tiles_;
   Step step_;

@@ -20,20 +20,35 @@ constexpr int kSwizzleAtomBytes = 8 * kSwizzleRowBytes;      // the swizzle repe
 constexpr int kWarpgroupRows = 64;                           // wgmma's M
 constexpr int kProductDepth = 16;                            // wgmma's K for 16-bit types
 
-// PTX ISA 9.7.15.5.1.2.2, matrix-descriptor: addresses and offsets in units of 16 bytes; bits 62-63 = 1: 128-byte swizzle.
-__device__ __forceinline__ uint64_t matrix_descriptor(const void* tile, int block_bytes) {
-  const uint64_t address = cute::cast_smem_ptr_to_uint(tile) >> 4;
+// Where tiles lie in shared memory, as matrix descriptors have it: 14 bits, in units of 16 bytes. Above them an address of shared memory
+// holds the CTA's rank in its cluster, which would run into the next field; it is taken off once, from the address all tiles share.
+class TileAddresses {
+ public:
+  explicit __device__ __forceinline__ TileAddresses(const void* shared) : shared_(static_cast<const char*>(shared)) {
+    base_ = (cute::cast_smem_ptr_to_uint(shared) & 0x3ffff) >> 4;
+  }
+  __device__ __forceinline__ uint32_t operator()(const void* tile) const {
+    return base_ + static_cast<uint32_t>((static_cast<const char*>(tile) - shared_) >> 4);
+  }
+
+ private:
+  const char* shared_;
+  uint32_t base_;
+};
+
+// PTX ISA 9.7.15.5.1.2.2, matrix-descriptor; bits 62-63 = 1: 128-byte swizzle.
+__device__ __forceinline__ uint64_t matrix_descriptor(uint32_t address, int block_bytes) {
   return address | (uint64_t(block_bytes >> 4) << 16) | (uint64_t(kSwizzleAtomBytes >> 4) << 32) | (uint64_t(1) << 62);
 }
 
-// The sum runs along the tile's columns: the operand's M or N is its rows.
+// The sum runs along the tile's columns: the operand's M or N is its rows, from `row` on.
 template <int kRows>
 struct SumOverColumns {
   static constexpr cute::SM90::GMMA::Major kMajor = cute::SM90::GMMA::Major::K;
   uint64_t first;
 
-  __device__ __forceinline__ SumOverColumns(const void* tile, int row = 0)
-      : first(matrix_descriptor(static_cast<const char*>(tile) + row * kSwizzleRowBytes, 16)) {}
+  explicit __device__ __forceinline__ SumOverColumns(uint32_t tile, int row = 0)
+      : first(matrix_descriptor(tile + row * (kSwizzleRowBytes >> 4), 16)) {}
 
   __device__ __forceinline__ uint64_t step(int k) const {
     const int steps_per_block = kSwizzleColumns / kProductDepth;
@@ -49,8 +64,8 @@ struct SumOverRows {
   static constexpr int kBlockBytes = kRows * kSwizzleRowBytes;
   uint64_t first;
 
-  __device__ __forceinline__ SumOverRows(const void* tile, int block = 0)
-      : first(matrix_descriptor(static_cast<const char*>(tile) + block * kBlockBytes, kBlockBytes)) {}
+  explicit __device__ __forceinline__ SumOverRows(uint32_t tile, int block = 0)
+      : first(matrix_descriptor(tile + block * (kBlockBytes >> 4), kBlockBytes)) {}
 
   __device__ __forceinline__ uint64_t step(int k) const { return first + ((k * kProductDepth * kSwizzleRowBytes) >> 4); }
 };

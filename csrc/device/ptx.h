@@ -85,3 +85,10 @@ __device__ __forceinline__ void store_matrix_transposed(uint32_t row, const uint
 }
 
 }  // namespace dash_attn::ptx
+
+namespace dash_attn {
+
+// Has what follows from the value computed afresh, instead of carried in registers from earlier on.
+__device__ __forceinline__ void forget(int& value) { asm volatile("" : "+r"(value)); }
+
+}  // namespace dash_attn
