@@ -2,7 +2,7 @@
 //
 // A partial of rank r at a query tile may be added when turns[query tile] == r, that is when partial r - 1 has been
 // PERFORMED at gpu scope, not merely issued. The chain that makes this so, from CTA to CTA:
-//   bulk add -> wait_group 0 (performed) -> fence, st.release turns = r + 1
+//   bulk add -> wait_group 0 (performed, and visible to this thread) -> st.release turns = r + 1
 //   -> ld.acquire turns -> fence.proxy.async (the next bulk add is an access of the async proxy)
 // Rank 0 stores instead of adding, so the accumulator is never cleared.
 #pragma once
@@ -57,8 +57,6 @@ class Adder {
     }
     ptx::bulk_commit();
     ptx::bulk_wait_performed();
-    ptx::fence_async_global();
-    __threadfence();
     ptx::store_release(turn, rank + 1);
     shared_.dq_empty[buffer.slot()].arrive();
   }
