@@ -1,7 +1,9 @@
 // Host side of one variant of the backward: descriptors, parameters and the three launches.
 #pragma once
 
+#include <algorithm>
 #include <cmath>
+#include <cstdint>
 
 #include "../backward/convert.h"
 #include "../backward/kernel.h"
@@ -68,7 +70,7 @@ void launch_main(const BackwardArguments& a, const Problem& problem, const backw
   constexpr int kSharedBytes = sizeof(backward::SharedStorage<Config>);
   check_cuda(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kSharedBytes), "sizing the backward's shared memory");
 
-  const int clusters = max_int(1, min_int(params.num_claims, a.num_sms / Config::kClusterSize));
+  const int clusters = min_int(params.num_claims, a.num_sms / Config::kClusterSize);
   cudaLaunchConfig_t config{};
   config.gridDim = dim3(clusters * Config::kClusterSize);
   config.blockDim = dim3(Config::kThreads);
@@ -99,10 +101,27 @@ void launch_convert(const BackwardArguments& a, const Problem& problem, const ba
   check_cuda(cudaGetLastError(), "launching the conversion of dQ");
 }
 
+// What the kernels count in 32 bits, and what a cluster needs. Before anything is launched.
+template <typename Config>
+void check_launchable(const BackwardArguments& a, const Problem& problem) {
+  const int64_t heads = int64_t(a.batch) * a.heads;
+  const int64_t rows = ceil_div(problem.query_tiles * Config::kQuery, backward::kPreprocessRows<Config::kHeadDim>);
+  if (heads * std::max<int64_t>(rows, problem.query_tiles) > INT32_MAX || num_claims<Config::kPolicy>(problem) > INT32_MAX / 2) {
+    throw std::runtime_error("dash_attn: batch * heads * seqlen is too large: " + std::to_string(a.batch) + " * " + std::to_string(a.heads) +
+                             " * " + std::to_string(std::max(a.seqlen_q, a.seqlen_k)) + " makes more than 2^31 tiles");
+  }
+  if (a.num_sms < Config::kClusterSize) {
+    throw std::runtime_error("dash_attn: sm_margin leaves " + std::to_string(a.num_sms) + " SM, schedule " +
+                             kPolicyNames[static_cast<int>(Config::kPolicy)] + " runs clusters of " + std::to_string(Config::kClusterSize) +
+                             ": leave at least as many");
+  }
+}
+
 // One call of the backward. Explicitly instantiated, a variant a line, by the translation units that setup.py writes.
 template <typename Config>
 void launch_backward(const BackwardArguments& a, cudaStream_t stream) {
   const Problem problem = make_problem<Config>(a);
+  check_launchable<Config>(a, problem);
   const backward::Workspace workspace = plan_workspace(a.workspace, Config::kTile, a.batch, a.heads, a.seqlen_q).arrays;
   launch_preprocess<Config>(a, problem, workspace, stream);
   launch_main<Config>(a, problem, workspace, stream);

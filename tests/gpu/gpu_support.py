@@ -55,6 +55,11 @@ def schedules(causal: bool) -> list[str]:
     return [policy for policy in schedule.POLICIES if policy != unfit]
 
 
+def needs_clusters(policy: str) -> bool:
+    """Whether the policy's CTAs wait for each other within a cluster, which starts only where its SMs are free together."""
+    return policy in ("shift", "symmetric_shift")
+
+
 def random_qkv_dout(problem: Problem, device: str, seed: int = 0) -> tuple[torch.Tensor, ...]:
     generator = torch.Generator(device).manual_seed(seed)
 

@@ -33,8 +33,10 @@ class SmHolder:
         self._hold.restype = ctypes.c_int
         self._hold.argtypes = [ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_ulonglong, ctypes.c_void_p]
         self._resident = torch.zeros(num_sms, dtype=torch.int32, pin_memory=True)
-        self._release = torch.zeros(1, dtype=torch.int32, pin_memory=True)
+        self._release = torch.zeros(1, dtype=torch.int32, device="cuda")
+        self._released = torch.ones(1, dtype=torch.int32, pin_memory=True)
         self._stream = torch.cuda.Stream()
+        self._release_stream = torch.cuda.Stream()
         self._ended = torch.cuda.Event()
 
     def holding(self) -> bool:
@@ -48,6 +50,7 @@ class SmHolder:
         torch.cuda.synchronize()
         self._resident.zero_()
         self._release.zero_()
+        torch.cuda.synchronize()
         error = self._hold(
             sms,
             self._resident.data_ptr(),
@@ -66,5 +69,7 @@ class SmHolder:
                     raise RuntimeError(f"only {int(resident[:sms].sum())} of {sms} CTAs came to hold an SM")
             yield
         finally:
-            self._release.fill_(1)
+            # By a copy engine: a kernel might find no SM.
+            with torch.cuda.stream(self._release_stream):
+                self._release.copy_(self._released, non_blocking=True)
             self._stream.synchronize()

@@ -8,10 +8,13 @@ import sm_holder
 import torch
 from gpu_support import Inputs, Problem
 
-HOLD_LIMIT_S = 1.0
+HOLD_LIMIT_S = 0.5
 # A backward on the SMs that are left may take this much longer than their number explains, plus launches.
 PROPORTION = 2.0
 SLACK_MS = 2.0
+# A cluster of two starts only on two free SMs of one GPC. With more free SMs than this there is such a pair (8 GPCs); with
+# fewer the two shift policies may have to wait for the holder, and are held to the same bits only.
+FREE_SMS_FOR_A_CLUSTER = 9
 
 
 @pytest.fixture(scope="module")
@@ -58,8 +61,8 @@ class TimedBackward:
             times.append(self.start.elapsed_time(self.end))
         return min(times)
 
-    def run_while_held(self, holder: sm_holder.SmHolder, held: int) -> float:
-        """Milliseconds that the backward took; fails unless it ended while the SMs were held."""
+    def run_while_held(self, holder: sm_holder.SmHolder, held: int, must_finish: bool = True) -> float:
+        """Milliseconds that the backward took; fails unless it gave the same bits, and ended while the SMs were held."""
         self.clear()
         with holder.hold(held, HOLD_LIMIT_S):
             self.launch()
@@ -67,12 +70,15 @@ class TimedBackward:
                 time.sleep(1e-4)
             finished = self.end.query() and holder.holding()
         torch.cuda.synchronize()
-        assert finished, f"{self.name}: no end within {HOLD_LIMIT_S} s while a kernel held {held} SMs"
+        assert finished or not must_finish, f"{self.name}: no end within {HOLD_LIMIT_S} s while a kernel held {held} SMs"
         support.assert_same_bits(self.gradients, self.expected, f"{self.name}, {held} SMs held")
         return self.start.elapsed_time(self.end)
 
     def check_held(self, holder: sm_holder.SmHolder, held: int, num_sms: int, alone_ms: float) -> None:
-        took_ms = self.run_while_held(holder, held)
+        in_proportion = not support.needs_clusters(self.policy) or num_sms - held >= FREE_SMS_FOR_A_CLUSTER
+        took_ms = self.run_while_held(holder, held, must_finish=in_proportion)
+        if not in_proportion:
+            return
         limit_ms = PROPORTION * alone_ms * num_sms / (num_sms - held) + SLACK_MS
         assert took_ms <= limit_ms, (
             f"{self.name}: {took_ms:.2f} ms while a kernel held {held} of {num_sms} SMs, allowed {limit_ms:.2f} ms; "
