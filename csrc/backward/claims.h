@@ -53,12 +53,11 @@ enum class Reader { kThread, kWarp };
 // Waits for the next claim; returns false when there is no more work. A warp reads as a whole and arrives once.
 template <Reader kReader, typename Config>
 __device__ __forceinline__ bool next_work(Work& work, SharedStorage<Config>& shared, const KernelParams& params,
-                                          RingIndex<Config::kClaimSlots>& ring) {
+                                          const RingIndex<Config::kClaimSlots>& ring) {
   shared.claim_full[ring.slot()].wait(ring.parity());
   const int claim = shared.claim[ring.slot()];
   if constexpr (kReader == Reader::kWarp) { __syncwarp(); }
   if (kReader == Reader::kThread || cute::elect_one_sync()) { arrive_on_first_cta<Config>(shared.claim_empty[ring.slot()]); }
-  ring = ring.next();
   if (claim >= params.num_claims) { return false; }
   work = assign<Config::kPolicy>(specialised_problem<Config>(params), claim, cluster_cta_rank<Config>());
   return true;

@@ -109,6 +109,9 @@ struct Arrivals {
   static constexpr int kTransaction = 1;                            // the thread that announces the bytes
   static constexpr int kConsumerWarpgroups = Config::kConsumers;    // one elected thread a warpgroup
   static constexpr int kConsumerWarps = Config::kConsumerWarps;     // one lane a warp
+  // Every thread, where threads have read for themselves what the async proxy overwrites next: LSE and D. One arrival a warp after
+  // __syncwarp would do and is no faster, but racecheck follows only this.
+  static constexpr int kConsumerThreads = Config::kConsumers * kWarpgroupThreads;
   static constexpr int kAdder = 1;
   static constexpr int kPlanner = 1;
   static constexpr int kPlanReaders = 2;                                                     // loader, adder

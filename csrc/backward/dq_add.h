@@ -23,7 +23,7 @@ class Adder {
 
   __device__ void run() {
     Work work;
-    while (next_work<Reader::kThread>(work, shared_, params_, claims_)) {
+    for (; next_work<Reader::kThread>(work, shared_, params_, claims_); claims_ = claims_.next()) {
       if (work.valid) { add_claim(work); }
     }
   }

@@ -27,8 +27,8 @@ __device__ __forceinline__ void initialise_barriers(SharedStorage<Config>& share
   for (int i = 0; i < Config::kStages; ++i) {
     shared.q_full[i].init(Count::kTransaction);
     shared.dout_full[i].init(Count::kTransaction);
-    shared.q_empty[i].init(Count::kConsumerWarps);
-    shared.dout_empty[i].init(Count::kConsumerWarps);
+    shared.q_empty[i].init(Count::kConsumerThreads);
+    shared.dout_empty[i].init(Count::kConsumerThreads);
     shared.ds_full[i].init(Count::kConsumerWarps);
     shared.dq_full[i].init(Count::kConsumerWarps);
     shared.dq_empty[i].init(Count::kAdder);

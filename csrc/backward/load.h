@@ -28,16 +28,21 @@ class Loader {
 
   __device__ void run() {
     Work work;
-    while (true) {
+    for (;; claims_ = claims_.next()) {
       request_claim(shared_, params_, claims_);
       if (!next_work<Reader::kThread>(work, shared_, params_, claims_)) { return; }
-      if (work.valid) { load_claim(work); }
+      shared_.kv_empty.wait(RingIndex<1>{claims_.count}.empty_parity());
+      if (work.valid) {
+        load_claim(work);
+      } else {
+        shared_.k_full.arrive();
+        shared_.v_full.arrive();
+      }
     }
   }
 
  private:
   __device__ void load_claim(const Work& work) {
-    shared_.kv_empty.wait(tiles_.empty_parity());
     shared_.work = work;
     load_key_tile(params_.k, shared_.k_full, shared_.k, work);
     int head = work.kv_head * params_.problem.queries_per_kv;
@@ -58,7 +63,6 @@ class Loader {
         head_tile += params_.problem.query_tiles;
       }
     } while (!step.last_of_claim);
-    tiles_ = tiles_.next();
   }
 
   __device__ __forceinline__ void load_key_tile(const CUtensorMap& map, Barrier& full, Element* tile, const Work& work) {
@@ -106,7 +110,6 @@ class Loader {
   Shared& shared_;
   const KernelParams& params_;
   RingIndex<Config::kClaimSlots> claims_;
-  RingIndex<1> tiles_;
   RingIndex<Config::kPlanSlots> plan_;
 };
 

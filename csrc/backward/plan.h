@@ -16,7 +16,7 @@ class Planner {
 
   __device__ void run() {
     Work work;
-    while (next_work<Reader::kThread>(work, shared_, params_, claims_)) {
+    for (; next_work<Reader::kThread>(work, shared_, params_, claims_); claims_ = claims_.next()) {
       if (work.valid) { plan_claim(work); }
     }
   }

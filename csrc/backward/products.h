@@ -35,14 +35,17 @@ class Consumer {
       : shared_(shared),
         params_(params),
         tiles_at_(&shared),
-        mask_{params.problem.seqlen_k, params.problem.diagonal},
         consumer_(__shfl_sync(0xffffffff, threadIdx.x / kWarpgroupThreads, 0) - 1),  // a shuffle, so that the compiler knows it is uniform
         thread_(threadIdx.x % kWarpgroupThreads) {}
 
   __device__ void run() {
     Work work;
-    while (next_work<Reader::kWarp>(work, shared_, params_, claims_)) {
-      if (work.valid) { process_claim(work.kv_tile); }
+    for (; next_work<Reader::kWarp>(work, shared_, params_, claims_); claims_ = claims_.next()) {
+      if (work.valid) {
+        process_claim(work.kv_tile);
+      } else {
+        skip_claim();
+      }
     }
   }
 
@@ -74,27 +77,34 @@ class Consumer {
   __device__ __forceinline__ void process_claim(int kv_tile) {
     const Problem problem = specialised_problem<Config>(params_);
     const int steps = problem.live_query_tiles(kv_tile) * problem.queries_per_kv;
-    const int first_key = kv_tile * Config::kKey;
     Registers r;
     clear(r.dk);
     clear(r.dv);
 
-    begin_first_step(r, first_key);
-    for (int step = 1; step < steps; ++step) { end_step_begin_next(r, first_key); }
+    begin_first_step(r);
+    for (int steps_left = steps - 1; steps_left > 0; --steps_left) { end_step_begin_next(r); }
     end_last_step(r);
     store_gradients(r.dk, r.dv);
-    tiles_ = tiles_.next();
   }
 
-  __device__ __forceinline__ void begin_first_step(Registers& r, int first_key) {
+  // There is one tile of K and V a claim.
+  __device__ __forceinline__ RingIndex<1> tile() const { return {claims_.count}; }
+
+  __device__ __forceinline__ void skip_claim() {
+    shared_.k_full.wait(tile().parity());
+    shared_.v_full.wait(tile().parity());
+    if (thread_ == 0) { shared_.kv_empty.arrive(); }
+  }
+
+  __device__ __forceinline__ void begin_first_step(Registers& r) {
     PackedScores p;
-    shared_.k_full.wait(tiles_.parity());
+    shared_.k_full.wait(tile().parity());
     issue_s(r.p, step_);
     wait_products<0>();
     pin(r.p);
-    make_p(r.p, p, step_, first_key);
+    make_p(r.p, p, step_);
     issue_dv(r.dv, p, step_);
-    shared_.v_full.wait(tiles_.parity());
+    shared_.v_full.wait(tile().parity());
     issue_dp(r.dp, step_);
     wait_products<0>();
     pin(r.dv);
@@ -102,7 +112,7 @@ class Consumer {
     pin(p);
   }
 
-  __device__ __forceinline__ void end_step_begin_next(Registers& r, int first_key) {
+  __device__ __forceinline__ void end_step_begin_next(Registers& r) {
     PackedScores p, ds;
     DqPartial dq;
     forget(thread_);
@@ -111,7 +121,7 @@ class Consumer {
     issue_s(r.p, step_.next());
     issue_dq(dq, step_);
     wait_products<1>();  // dK and S
-    arrive(shared_.q_empty[step_.slot()]);
+    shared_.q_empty[step_.slot()].arrive();
     wait_products<0>();  // dQ
     pin(r.dk);
     pin(r.p);
@@ -120,7 +130,7 @@ class Consumer {
     hand_over(dq, step_);
 
     step_ = step_.next();
-    make_p(r.p, p, step_, first_key);
+    make_p(r.p, p, step_);
     issue_dv(r.dv, p, step_);
     issue_dp(r.dp, step_);
     wait_products<0>();  // dV and dP
@@ -139,7 +149,7 @@ class Consumer {
     pin(r.dk);
     pin(dq);
     pin(ds);
-    arrive(shared_.q_empty[step_.slot()]);
+    shared_.q_empty[step_.slot()].arrive();
     hand_over(dq, step_);
     step_ = step_.next();
   }
@@ -170,9 +180,11 @@ class Consumer {
   }
 
   // S becomes P, in fp32 for dS and rounded for dV.
-  __device__ __forceinline__ void make_p(Scores& s, PackedScores& p, Step step, int first_key) const {
+  __device__ __forceinline__ void make_p(Scores& s, PackedScores& p, Step step) const {
     const int first_query = shared_.query_tile[step.slot()] * Config::kQuery;
-    if (mask_.needs_masking(first_query, first_key, Config::kKey)) { apply_mask(s, first_query, first_key + consumer_ * kWarpgroupRows); }
+    const int first_key = shared_.work.kv_tile * Config::kKey;
+    const Mask<Config::kCausal> mask{params_.problem.seqlen_k, params_.problem.diagonal};
+    if (mask.needs_masking(first_query, first_key, Config::kKey)) { apply_mask(s, mask, first_query, first_key + consumer_ * kWarpgroupRows); }
     exponentiate(s, shared_.lse[step.slot()]);
     pack_slices<Element>(p, s);
     pin(p);
@@ -181,7 +193,7 @@ class Consumer {
   // dP becomes dS, rounded, in registers for dK and in shared memory for dQ.
   __device__ __forceinline__ void make_ds(Registers& r, PackedScores& ds, Step step) {
     differentiate(r.dp, r.p, shared_.delta[step.slot()]);
-    arrive(shared_.dout_empty[step.slot()]);
+    shared_.dout_empty[step.slot()].arrive();
     pack_slices<Element>(ds, r.dp);
     store_transposed(shared_.ds[step.slot()] + consumer_ * kDsBlock, ds, thread_ / 32, thread_ % 32);
     ptx::fence_async_shared();
@@ -194,10 +206,10 @@ class Consumer {
     for (int i = 0; i < kSize; ++i) { acc[i] = 0.f; }
   }
 
-  __device__ __forceinline__ void apply_mask(Scores& s, int first_query, int first_key) const {
+  __device__ __forceinline__ void apply_mask(Scores& s, const Mask<Config::kCausal>& mask, int first_query, int first_key) const {
 #pragma unroll
     for (int i = 0; i < kScoreRegisters; ++i) {
-      if (!mask_.visible(first_query + fragment_column(thread_, i), first_key + fragment_row(thread_, i))) { s[i] = -INFINITY; }
+      if (!mask.visible(first_query + fragment_column(thread_, i), first_key + fragment_row(thread_, i))) { s[i] = -INFINITY; }
     }
   }
 
@@ -284,11 +296,9 @@ class Consumer {
   Shared& shared_;
   const KernelParams& params_;
   const TileAddresses tiles_at_;
-  const Mask<Config::kCausal> mask_;
   const int consumer_;
   int thread_;
   RingIndex<Config::kClaimSlots> claims_;
-  RingIndex<1> tiles_;
   Step step_;
 };
 

@@ -20,10 +20,25 @@ backward::StridedView<Element> strided_view(const TensorView& tensor) {
   return {static_cast<Element*>(tensor.data), tensor.stride_batch, tensor.stride_seqlen, tensor.stride_head};
 }
 
+// How many (batch, KV head) pairs have their claims interleaved. For speed alone: it changes who runs when, never an order of sums.
+// Found by measurement on an H200 (docs/engineering_log.md). Full mask: chains of neighbouring KV tiles interleave, as long as the Q, dO
+// and fp32 dQ of the heads that are live together stay in L2. Causal: the policies that start with the longest KV tiles end
+// evenly when the short tiles of several heads come last; the others keep to one head.
+template <typename Config>
+int head_section(const BackwardArguments& a) {
+  if constexpr (Config::kCausal) {
+    return Config::kPolicy == Policy::kDescending || Config::kPolicy == Policy::kSymmetricShift ? 16 : 1;
+  } else {
+    constexpr int64_t kLiveBytes = 16 << 20;
+    const int64_t bytes_of_head = int64_t(a.seqlen_q) * Config::kHeadDim * (2 * sizeof(typename Config::Element) + sizeof(float));
+    return static_cast<int>(std::max<int64_t>(1, kLiveBytes / bytes_of_head));
+  }
+}
+
 template <typename Config>
 Problem make_problem(const BackwardArguments& a) {
   return make_problem(a.batch, a.kv_heads, a.heads / a.kv_heads, a.seqlen_q, a.seqlen_k, Config::kQuery, Config::kKey, Config::kClusterSize,
-                      Config::kCausal);
+                      Config::kCausal, head_section<Config>(a));
 }
 
 template <typename Config>

@@ -42,22 +42,24 @@ POLICIES: tuple[str, ...] = _schedule.POLICIES
 """Names of the policies; a name's index is the integer that the compiled ops take."""
 
 
-def _automatic() -> str:
+def _automatic(*, causal: bool, queries_per_kv: int) -> str:
     """The policy of ``schedule="auto"``. It may depend on the shape of the problem only, never on the device.
 
-    On an H200 ``spt`` was the fastest under the causal mask at every length, and as fast as any under the full mask
-    (``benchmarks/results``, ``docs/engineering_log.md``).
+    As measured on an H200 (``benchmarks/results``, ``docs/engineering_log.md``): under the full mask the policies are equal
+    within noise; under the causal mask ``spt`` is ahead, but where a KV tile is walked once for each of several query heads there
+    are few and long tiles, and ``descending``, which starts with the longest, ends more evenly.
     """
-    return "spt"
+    return "descending" if causal and queries_per_kv > 1 else "spt"
 
 
-def resolve(name: str, *, causal: bool, seqlen_q: int, seqlen_k: int) -> str:
+def resolve(name: str, *, causal: bool, seqlen_q: int, seqlen_k: int, queries_per_kv: int = 1) -> str:
     """The policy that ``schedule=name`` means for a shape.
 
     Args:
         name: one of ``POLICIES`` or ``"auto"``.
         causal: whether the mask is causal (bottom-right aligned).
         seqlen_q, seqlen_k: numbers of queries and keys.
+        queries_per_kv: query heads that share a KV head.
 
     Returns:
         One of ``POLICIES``.
@@ -66,7 +68,7 @@ def resolve(name: str, *, causal: bool, seqlen_q: int, seqlen_k: int) -> str:
         ValueError: ``name`` is unknown, or the policy is not defined for this mask.
     """
     if name == "auto":
-        return _automatic()
+        return _automatic(causal=causal, queries_per_kv=queries_per_kv)
     allowed = [policy for policy in POLICIES if _schedule.fits(policy, causal)]
     if name not in allowed:
         choices = ", ".join(repr(choice) for choice in ["auto", *allowed])
@@ -113,10 +115,12 @@ def problem(
     Raises:
         ValueError: an argument is out of range; the message names it.
     """
-    schedule = resolve(schedule, causal=causal, seqlen_q=seqlen_q, seqlen_k=seqlen_k)
     kv_heads = heads if kv_heads is None else kv_heads
     if kv_heads < 1 or heads < 1 or heads % kv_heads:
         raise ValueError(f"heads must be a positive multiple of kv_heads={kv_heads}, got {heads}")
+    schedule = resolve(
+        schedule, causal=causal, seqlen_q=seqlen_q, seqlen_k=seqlen_k, queries_per_kv=heads // kv_heads
+    )
     if tile_q is None or tile_k is None:
         default_q, default_k = tile_shape(head_dim, causal=causal)
         tile_q = default_q if tile_q is None else tile_q
