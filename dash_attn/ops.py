@@ -24,12 +24,6 @@ _VECTOR_BYTES = 16
 _TINY = torch.finfo(torch.float32).tiny
 
 
-def _resolve(schedule, causal, q, k):
-    return _schedule.resolve(
-        schedule, causal=causal, seqlen_q=q.shape[1], seqlen_k=k.shape[1], queries_per_kv=q.shape[2] // k.shape[2]
-    )
-
-
 @torch.library.custom_op("dash_attn::forward", mutates_args=(), device_types="cpu")
 def forward(q: Tensor, k: Tensor, v: Tensor, softmax_scale: float, causal: bool) -> tuple[Tensor, Tensor]:
     """Output (contiguous, like q) and log-sum-exp (fp32) of attention; see the module's docstring."""
@@ -98,7 +92,7 @@ def backward(
     if _is_empty(q, k):
         _zero(dq, dk, dv)
         return
-    order = reference.tile_order(_resolve(schedule, causal, q, k), q.shape[1], k.shape[1], head_dim=q.shape[3], causal=causal)
+    order = reference.tile_order(schedule, q.shape[1], k.shape[1], head_dim=q.shape[3], causal=causal)
     results = reference.backward(
         dout, q, k, v, out, softmax_lse, softmax_scale=softmax_scale, causal=causal, order=order
     )
@@ -118,7 +112,7 @@ def _backward_cuda(dout, q, k, v, out, softmax_lse, dq, dk, dv, softmax_scale, c
     if _is_empty(q, k):
         _zero(dq, dk, dv)
         return
-    policy = _resolve(schedule, causal, q, k)
+    policy = _schedule.resolve(schedule, causal=causal, seqlen_q=q.shape[1], seqlen_k=k.shape[1])
     q, softmax_scale, sign = _with_positive_scale(q, softmax_scale)
     gradients = (dq, dk, dv)
     targets = tuple(g if _is_addressable(g) else g.new_empty(g.shape) for g in gradients)

@@ -21,18 +21,20 @@ backward::StridedView<Element> strided_view(const TensorView& tensor) {
 }
 
 // How many (batch, KV head) pairs have their claims interleaved. For speed alone: it changes who runs when, never an order of sums.
-// Found by measurement on an H200 (docs/engineering_log.md). Full mask: chains of neighbouring KV tiles interleave, as long as the Q, dO
-// and fp32 dQ of the heads that are live together stay in L2. Causal: the policies that start with the longest KV tiles end
-// evenly when the short tiles of several heads come last; the others keep to one head.
+// Measured on an H200 (docs/engineering_log.md). Interleaved heads keep a CTA from starting right behind the one it will wait for, and
+// under the causal mask the policies that start with the longest KV tiles end evenly when the short tiles of many heads come last.
+// What limits it is L2, which should hold the Q, dO and fp32 dQ of the heads that are live together.
 template <typename Config>
 int head_section(const BackwardArguments& a) {
-  if constexpr (Config::kCausal) {
-    return Config::kPolicy == Policy::kDescending || Config::kPolicy == Policy::kSymmetricShift ? 16 : 1;
-  } else {
-    constexpr int64_t kLiveBytes = 16 << 20;
-    const int64_t bytes_of_head = int64_t(a.seqlen_q) * Config::kHeadDim * (2 * sizeof(typename Config::Element) + sizeof(float));
-    return static_cast<int>(std::max<int64_t>(1, kLiveBytes / bytes_of_head));
+  const int64_t head_bytes = int64_t(a.seqlen_q) * Config::kHeadDim * (2 * sizeof(typename Config::Element) + sizeof(float));
+  const auto heads_within = [&](int64_t bytes) { return static_cast<int>(std::max<int64_t>(1, bytes / head_bytes)); };
+  if (!Config::kCausal) { return heads_within(16 << 20); }
+  if (Config::kPolicy == Policy::kDescending || Config::kPolicy == Policy::kSymmetricShift) {
+    constexpr int kEnoughForAnEvenEnd = 512;  // claims in a section
+    const int kv_tiles = ceil_div(a.seqlen_k, Config::kKey);
+    return max_int(16, min_int(kEnoughForAnEvenEnd / kv_tiles, heads_within(32 << 20)));
   }
+  return 1;
 }
 
 template <typename Config>

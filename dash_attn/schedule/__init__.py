@@ -42,24 +42,22 @@ POLICIES: tuple[str, ...] = _schedule.POLICIES
 """Names of the policies; a name's index is the integer that the compiled ops take."""
 
 
-def _automatic(*, causal: bool, queries_per_kv: int) -> str:
+def _automatic() -> str:
     """The policy of ``schedule="auto"``. It may depend on the shape of the problem only, never on the device.
 
-    As measured on an H200 (``benchmarks/results``, ``docs/engineering_log.md``): under the full mask the policies are equal
-    within noise; under the causal mask ``spt`` is ahead, but where a KV tile is walked once for each of several query heads there
-    are few and long tiles, and ``descending``, which starts with the longest, ends more evenly.
+    As measured on an H200 (``benchmarks/results``, ``docs/engineering_log.md``): under the causal mask ``descending`` is the fastest
+    at almost every shape, under the full mask the policies are equal within noise.
     """
-    return "descending" if causal and queries_per_kv > 1 else "spt"
+    return "descending"
 
 
-def resolve(name: str, *, causal: bool, seqlen_q: int, seqlen_k: int, queries_per_kv: int = 1) -> str:
+def resolve(name: str, *, causal: bool, seqlen_q: int, seqlen_k: int) -> str:
     """The policy that ``schedule=name`` means for a shape.
 
     Args:
         name: one of ``POLICIES`` or ``"auto"``.
         causal: whether the mask is causal (bottom-right aligned).
         seqlen_q, seqlen_k: numbers of queries and keys.
-        queries_per_kv: query heads that share a KV head.
 
     Returns:
         One of ``POLICIES``.
@@ -68,7 +66,7 @@ def resolve(name: str, *, causal: bool, seqlen_q: int, seqlen_k: int, queries_pe
         ValueError: ``name`` is unknown, or the policy is not defined for this mask.
     """
     if name == "auto":
-        return _automatic(causal=causal, queries_per_kv=queries_per_kv)
+        return _automatic()
     allowed = [policy for policy in POLICIES if _schedule.fits(policy, causal)]
     if name not in allowed:
         choices = ", ".join(repr(choice) for choice in ["auto", *allowed])
@@ -118,9 +116,7 @@ def problem(
     kv_heads = heads if kv_heads is None else kv_heads
     if kv_heads < 1 or heads < 1 or heads % kv_heads:
         raise ValueError(f"heads must be a positive multiple of kv_heads={kv_heads}, got {heads}")
-    schedule = resolve(
-        schedule, causal=causal, seqlen_q=seqlen_q, seqlen_k=seqlen_k, queries_per_kv=heads // kv_heads
-    )
+    schedule = resolve(schedule, causal=causal, seqlen_q=seqlen_q, seqlen_k=seqlen_k)
     if tile_q is None or tile_k is None:
         default_q, default_k = tile_shape(head_dim, causal=causal)
         tile_q = default_q if tile_q is None else tile_q

@@ -45,14 +45,7 @@ def _parser() -> argparse.ArgumentParser:
 
 def _compare(arguments: argparse.Namespace, *, causal: bool) -> list:
     seqlen_k = arguments.seqlen_q if arguments.seqlen_k is None else arguments.seqlen_k
-    kv_heads = arguments.heads if arguments.kv_heads is None else arguments.kv_heads
-    automatic = resolve(
-        "auto",
-        causal=causal,
-        seqlen_q=arguments.seqlen_q,
-        seqlen_k=seqlen_k,
-        queries_per_kv=arguments.heads // max(1, kv_heads),
-    )
+    automatic = resolve("auto", causal=causal, seqlen_q=arguments.seqlen_q, seqlen_k=seqlen_k)
     print(
         f"{'causal' if causal else 'full'} mask, {arguments.seqlen_q} queries, {seqlen_k} keys, "
         f"{arguments.batch} x {arguments.heads} heads, {arguments.sms} SMs"
