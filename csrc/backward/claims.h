@@ -1,5 +1,5 @@
-// Handing out work. The loader of a cluster's first CTA takes the next number from a counter in global memory and sends it to
-// every CTA of the cluster through a short ring in shared memory, ahead of its use.
+// Handing out work. The loader of a cluster's first CTA takes the next number from a counter in global memory and sends
+// it to every CTA of the cluster through a short ring in shared memory, ahead of its use.
 //
 // A claim is what makes waiting safe: a CTA that holds claim n waits only for claims below n (schedule/order.h), all of
 // which are held by CTAs that are running or have finished, so the lowest unfinished claim never waits.
@@ -34,7 +34,8 @@ __device__ __forceinline__ void request_claim(SharedStorage<Config>& shared, con
     const int claim = atomicAdd(params.workspace.next_claim, 1);
 #pragma unroll
     for (int cta = 0; cta < Config::kClusterSize; ++cta) {
-      ptx::store_async(ptx::map_shared(&shared.claim[ring.slot()], cta), claim, ptx::map_shared(&shared.claim_full[ring.slot()], cta));
+      ptx::store_async(ptx::map_shared(&shared.claim[ring.slot()], cta), claim,
+                       ptx::map_shared(&shared.claim_full[ring.slot()], cta));
     }
   }
 }
@@ -57,7 +58,9 @@ __device__ __forceinline__ bool next_work(Work& work, SharedStorage<Config>& sha
   shared.claim_full[ring.slot()].wait(ring.parity());
   const int claim = shared.claim[ring.slot()];
   if constexpr (kReader == Reader::kWarp) { __syncwarp(); }
-  if (kReader == Reader::kThread || cute::elect_one_sync()) { arrive_on_first_cta<Config>(shared.claim_empty[ring.slot()]); }
+  if (kReader == Reader::kThread || cute::elect_one_sync()) {
+    arrive_on_first_cta<Config>(shared.claim_empty[ring.slot()]);
+  }
   if (claim >= params.num_claims) { return false; }
   work = assign<Config::kPolicy>(specialised_problem<Config>(params), claim, cluster_cta_rank<Config>());
   return true;

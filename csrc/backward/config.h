@@ -1,10 +1,10 @@
 // Everything that is sized in the backward kernel: tiles, stages, warp roles, registers, shared memory, barriers.
 #pragma once
 
-#include <cstdint>
-
 #include <cutlass/arch/barrier.h>
 #include <cutlass/numeric_types.h>
+
+#include <cstdint>
 
 #include "../config/tile_shapes.h"
 #include "../device/gemm.h"
@@ -13,8 +13,8 @@
 
 namespace dash_attn::backward {
 
-// Warpgroup 0 feeds the others, one thread of each of three warps: kLoaderWarp loads, kAdderWarp adds dQ, kPlannerWarp tells both in
-// which order (apart, because the loader has only kProducerRegisters registers).
+// Warpgroup 0 feeds the others, one thread of each of three warps: kLoaderWarp loads, kAdderWarp adds dQ, kPlannerWarp
+// tells both in which order (apart, because the loader has only kProducerRegisters registers).
 enum WarpRole : int { kLoaderWarp = 0, kAdderWarp = 1, kPlannerWarp = 2 };
 
 constexpr int kWarpgroupThreads = 128;
@@ -45,17 +45,20 @@ struct Config {
   static constexpr int kProducerRegisters = 24;
   static constexpr int kConsumerRegisters = 240;
   static_assert(kConsumers == 2);
-  // setmaxnreg moves registers within what the launch gave the CTA, which is a multiple of 8 a thread. Asking for more waits for ever.
+  // setmaxnreg moves registers within what the launch gave the CTA, which is a multiple of 8 a thread. Asking for more
+  // waits for ever.
   static constexpr int kLaunchRegisters = kRegistersPerSm / kThreads / 8 * 8 * kThreads;
   static_assert(kWarpgroupThreads * (kProducerRegisters + kConsumers * kConsumerRegisters) <= kLaunchRegisters);
 
-  // dQ^T = K^T dS^T is cut in two for the consumers: along head_dim where it has two 64-wide blocks, else along queries.
+  // dQ^T = K^T dS^T is cut in two for the consumers: along head_dim where it has two 64-wide blocks, else along
+  // queries.
   static constexpr bool kSplitDqByHeadDim = kHeadDim == kConsumers * kWarpgroupRows;
   static_assert(kSplitDqByHeadDim || kHeadDim == kWarpgroupRows);
   static constexpr int kDqQueries = kSplitDqByHeadDim ? kQuery : kQuery / kConsumers;
 
-  // Two of everything that changes from step to step, all used in turn, so that one count finds them: Q and dO (one tile is loaded
-  // while the other is used), dS (one is read while the next is written), dQ (one is added while the next is computed).
+  // Two of everything that changes from step to step, all used in turn, so that one count finds them: Q and dO (one
+  // tile is loaded while the other is used), dS (one is read while the next is written), dQ (one is added while the
+  // next is computed).
   static constexpr int kStages = 2;
   static constexpr int kClaimSlots = 2;  // claims known ahead
   static constexpr int kPlanSlots = 8;   // steps known ahead: the loader is up to four ahead of the adder
@@ -85,8 +88,8 @@ struct alignas(1024) SharedStorage {
   Element dout[Config::kStages][Config::kQuery * Config::kHeadDim];
   Element ds[Config::kStages][Config::kQuery * Config::kKey];  // (key block of 64, query, key): dS, keys contiguous
   float dq[Config::kStages][Config::kDqTileFloats];            // in the order of dq_layout.h
-  float lse[Config::kStages][Config::kQuery];                     // base 2
-  float delta[Config::kStages][Config::kQuery];                   // D = rowsum(dO * O)
+  float lse[Config::kStages][Config::kQuery];                  // base 2
+  float delta[Config::kStages][Config::kQuery];                // D = rowsum(dO * O)
   int query_tile[Config::kStages];
   int claim[Config::kClaimSlots];
   PlannedStep plan[Config::kPlanSlots];
@@ -96,29 +99,33 @@ struct alignas(1024) SharedStorage {
   Barrier kv_empty;  // dK and dV have left the tiles of K and V
   TransactionBarrier q_full[Config::kStages], dout_full[Config::kStages];
   Barrier q_empty[Config::kStages], dout_empty[Config::kStages];
-  Barrier ds_full[Config::kStages];  // both consumers have written their keys of dS, and have done with the buffer before
+  Barrier
+      ds_full[Config::kStages];  // both consumers have written their keys of dS, and have done with the buffer before
   Barrier dq_full[Config::kStages], dq_empty[Config::kStages];
   Barrier plan_full[Config::kPlanSlots], plan_empty[Config::kPlanSlots];
   TransactionBarrier claim_full[Config::kClaimSlots];
-  Barrier claim_empty[Config::kClaimSlots];  // of the cluster's first CTA: every reader of the cluster has read the slot
+  Barrier
+      claim_empty[Config::kClaimSlots];  // of the cluster's first CTA: every reader of the cluster has read the slot
 };
 
 // Number of arrivals that complete each barrier.
 template <typename Config>
 struct Arrivals {
-  static constexpr int kTransaction = 1;                            // the thread that announces the bytes
-  static constexpr int kConsumerWarpgroups = Config::kConsumers;    // one elected thread a warpgroup
-  static constexpr int kConsumerWarps = Config::kConsumerWarps;     // one lane a warp
-  // Every thread, where threads have read for themselves what the async proxy overwrites next: LSE and D. One arrival a warp after
-  // __syncwarp would do and is no faster, but racecheck follows only this.
+  static constexpr int kTransaction = 1;                          // the thread that announces the bytes
+  static constexpr int kConsumerWarpgroups = Config::kConsumers;  // one elected thread a warpgroup
+  static constexpr int kConsumerWarps = Config::kConsumerWarps;   // one lane a warp
+  // Every thread, where threads have read for themselves what the async proxy overwrites next: LSE and D. One arrival a
+  // warp after __syncwarp would do and is no faster, but racecheck follows only this.
   static constexpr int kConsumerThreads = Config::kConsumers * kWarpgroupThreads;
   static constexpr int kAdder = 1;
   static constexpr int kPlanner = 1;
-  static constexpr int kPlanReaders = 2;                                                     // loader, adder
-  static constexpr int kClaimReaders = Config::kClusterSize * (Config::kConsumerWarps + 3);  // consumers, loader, adder, planner
+  static constexpr int kPlanReaders = 2;  // loader, adder
+  static constexpr int kClaimReaders =
+      Config::kClusterSize * (Config::kConsumerWarps + 3);  // consumers, loader, adder, planner
 };
 
-// Where use number `count` of a ring of buffers finds its slot, and the parity its barriers have on that pass. One register.
+// Where use number `count` of a ring of buffers finds its slot, and the parity its barriers have on that pass. One
+// register.
 template <int kSlots>
 struct RingIndex {
   static_assert((kSlots & (kSlots - 1)) == 0);

@@ -26,7 +26,8 @@ struct ConvertTile {
 
 // Grid: batch x heads x query tiles.
 template <typename Config>
-__global__ void __launch_bounds__(kConvertThreads) convert_kernel(const ConvertParams<typename Config::Element> params) {
+__global__ void __launch_bounds__(kConvertThreads)
+    convert_kernel(const ConvertParams<typename Config::Element> params) {
   using Element = typename Config::Element;
   using Layout = DqLayout<Config>;
   constexpr int kQuads = Config::kDqTileFloats / 4;
@@ -61,7 +62,8 @@ __global__ void __launch_bounds__(kConvertThreads) convert_kernel(const ConvertP
     const float4* const values = reinterpret_cast<const float4*>(tile + row * ConvertTile<Config>::kPitch + column);
     const float4 low = values[0], high = values[1];
     *reinterpret_cast<uint4*>(params.dq.row(batch, position, head) + column) =
-        make_uint4(pack<Element>(low.x, low.y), pack<Element>(low.z, low.w), pack<Element>(high.x, high.y), pack<Element>(high.z, high.w));
+        make_uint4(pack<Element>(low.x, low.y), pack<Element>(low.z, low.w), pack<Element>(high.x, high.y),
+                   pack<Element>(high.z, high.w));
   }
 }
 

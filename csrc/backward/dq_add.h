@@ -1,4 +1,5 @@
-// The adder: one thread that adds each dQ partial to global memory when its turn has come. The only place that waits a turn.
+// The adder: one thread that adds each dQ partial to global memory when its turn has come. The only place that waits a
+// turn.
 //
 // A partial of rank r at a query tile may be added when turns[query tile] == r, that is when partial r - 1 has been
 // PERFORMED at gpu scope, not merely issued. The chain that makes this so, from CTA to CTA:

@@ -1,7 +1,7 @@
 // The order of dQ's accumulator: each consumer's wgmma fragment as its threads hold it, four registers at a time.
 //
-// The accumulator is private to the kernels, so it needs no rows and columns of its own: written like this, staging a tile takes
-// 16-byte stores without bank conflicts and one bulk operation adds it. convert.h puts it in order.
+// The accumulator is private to the kernels, so it needs no rows and columns of its own: written like this, staging a
+// tile takes 16-byte stores without bank conflicts and one bulk operation adds it. convert.h puts it in order.
 #pragma once
 
 #include "../device/fragment.h"
@@ -11,7 +11,8 @@ namespace dash_attn::backward {
 
 template <typename Config>
 struct DqLayout {
-  static constexpr int kRegisters = Config::kDqQueries / 2;  // of each consumer thread: a 64 x kDqQueries fragment of dQ^T
+  static constexpr int kRegisters =
+      Config::kDqQueries / 2;  // of each consumer thread: a 64 x kDqQueries fragment of dQ^T
   static constexpr int kQuads = kRegisters / 4;
 
   // Index, in units of float4, of registers 4 * quad ... 4 * quad + 3.

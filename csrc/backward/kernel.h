@@ -6,8 +6,9 @@
 // CTAs are persistent and claim their work (claims.h); none waits for a CTA that may not be running.
 #pragma once
 
-#include <cute/arch/cluster_sm90.hpp>
 #include <cutlass/arch/reg_reconfig.h>
+
+#include <cute/arch/cluster_sm90.hpp>
 
 #include "config.h"
 #include "dq_add.h"

@@ -65,7 +65,8 @@ class Loader {
     } while (!step.last_of_claim);
   }
 
-  __device__ __forceinline__ void load_key_tile(const CUtensorMap& map, Barrier& full, Element* tile, const Work& work) {
+  __device__ __forceinline__ void load_key_tile(const CUtensorMap& map, Barrier& full, Element* tile,
+                                                const Work& work) {
     full.arrive_and_expect_tx(Config::kKeyTileBytes);
     load_tile<Config::kKey>(map, full, tile, work.kv_tile, work.kv_head, work.batch, kReadOnce);
   }
@@ -87,23 +88,24 @@ class Loader {
     load_statistic(params_.workspace.delta, shared_.dout_full[slot], shared_.delta[slot], tile_index);
   }
 
-  __device__ __forceinline__ void load_query_rows(const CUtensorMap& map, Barrier& full, Element* tile, int query_tile, int head, int batch) {
+  __device__ __forceinline__ void load_query_rows(const CUtensorMap& map, Barrier& full, Element* tile, int query_tile,
+                                                  int head, int batch) {
     full.arrive_and_expect_tx(Config::kQueryTileBytes + Config::kRowStatBytes);
     load_tile<Config::kQuery>(map, full, tile, query_tile, head, batch, kKeepInL2);
   }
 
   __device__ __forceinline__ void load_statistic(const float* rows, Barrier& full, float* tile, int tile_index) {
-    cute::SM90_BULK_COPY_G2S::copy(rows + int64_t(tile_index) * Config::kQuery, reinterpret_cast<uint64_t*>(&full), tile,
-                                   Config::kRowStatBytes);
+    cute::SM90_BULK_COPY_G2S::copy(rows + int64_t(tile_index) * Config::kQuery, reinterpret_cast<uint64_t*>(&full),
+                                   tile, Config::kRowStatBytes);
   }
 
   template <int kRows>
-  __device__ __forceinline__ void load_tile(const CUtensorMap& map, Barrier& full, Element* tile, int index, int head, int batch,
-                                            uint64_t hint) {
+  __device__ __forceinline__ void load_tile(const CUtensorMap& map, Barrier& full, Element* tile, int index, int head,
+                                            int batch, uint64_t hint) {
 #pragma unroll
     for (int column = 0; column < Config::kHeadDim; column += kSwizzleColumns) {
-      cute::SM90_TMA_LOAD_4D::copy(&map, reinterpret_cast<uint64_t*>(&full), hint, tile + column * kRows, column, index * kRows, head,
-                                   batch);
+      cute::SM90_TMA_LOAD_4D::copy(&map, reinterpret_cast<uint64_t*>(&full), hint, tile + column * kRows, column,
+                                   index * kRows, head, batch);
     }
   }
 

@@ -1,9 +1,9 @@
 // What the launch code hands to the kernels of the backward.
 #pragma once
 
-#include <cstdint>
-
 #include <cuda.h>
+
+#include <cstdint>
 
 #include "../schedule/problem.h"
 
@@ -20,7 +20,8 @@ struct StridedView {
   }
 };
 
-// Scratch memory, linear in the sequence length. Rows are padded to whole query tiles, indexed (batch, head, query row).
+// Scratch memory, linear in the sequence length. Rows are padded to whole query tiles, indexed (batch, head, query
+// row).
 struct Workspace {
   float* dq_accumulator;  // (batch, head, query tile, tile elements in the order of dq_layout.h)
   float* lse_log2;        // log2(e) * LSE; +inf for rows that see no key and for padding, so that P = 0 there
@@ -30,9 +31,9 @@ struct Workspace {
 };
 
 struct KernelParams {
-  CUtensorMap q, dout;          // boxes of 64 columns x one query tile
-  CUtensorMap k, v;             // boxes of 64 columns x one KV tile
-  CUtensorMap dk, dv;           // boxes of 64 columns x 64 keys
+  CUtensorMap q, dout;  // boxes of 64 columns x one query tile
+  CUtensorMap k, v;     // boxes of 64 columns x one KV tile
+  CUtensorMap dk, dv;   // boxes of 64 columns x 64 keys
   Problem problem;
   Workspace workspace;
   int num_claims;

@@ -49,12 +49,14 @@ class Planner {
   RingIndex<Config::kPlanSlots> plan_;
 };
 
-// Index of the first query tile of a claim's first query head among all query tiles; launch_backward.h checks that 32 bits do.
+// Index of the first query tile of a claim's first query head among all query tiles; launch_backward.h checks that 32
+// bits do.
 __device__ __forceinline__ int first_tile_index(const Problem& problem, const Work& work) {
   return (work.batch * problem.kv_heads + work.kv_head) * problem.queries_per_kv * problem.query_tiles;
 }
 
-// Called by the loader and the adder, once a step. `plan` counts their steps, and so finds the buffers of the step as well.
+// Called by the loader and the adder, once a step. `plan` counts their steps, and so finds the buffers of the step as
+// well.
 template <typename Config>
 __device__ __forceinline__ PlannedStep planned_step(SharedStorage<Config>& shared, RingIndex<Config::kPlanSlots> plan) {
   shared.plan_full[plan.slot()].wait(plan.parity());

@@ -8,13 +8,14 @@
 //   tensor cores:   |       | dK(j)  S(j+1)  dQ(j) |                            | dV(j+1)  dP(j+1) |
 //   threads:        | dS(j) | wait                 | dQ(j) -> adder   P(j+1)    | wait             | dS(j+1)
 //
-// What one consumer computes on its threads is covered by the products of the other. dQ(j) waits for the other consumer's dS(j); S(j+1)
-// is issued before it to give that time. What a thread holds at the fullest point (head_dim 128): dK and dV 128
-// registers, P in fp32 32 and rounded 16, dQ or dP 32.
+// What one consumer computes on its threads is covered by the products of the other. dQ(j) waits for the other
+// consumer's dS(j); S(j+1) is issued before it to give that time. What a thread holds at the fullest point (head_dim
+// 128): dK and dV 128 registers, P in fp32 32 and rounded 16, dQ or dP 32.
 #pragma once
 
-#include <cute/arch/copy_sm90_tma.hpp>
 #include <cutlass/arch/barrier.h>
+
+#include <cute/arch/copy_sm90_tma.hpp>
 
 #include "../device/fragment.h"
 #include "../device/mask.h"
@@ -35,7 +36,8 @@ class Consumer {
       : shared_(shared),
         params_(params),
         tiles_at_(&shared),
-        consumer_(__shfl_sync(0xffffffff, threadIdx.x / kWarpgroupThreads, 0) - 1),  // a shuffle, so that the compiler knows it is uniform
+        consumer_(__shfl_sync(0xffffffff, threadIdx.x / kWarpgroupThreads, 0) -
+                  1),  // a shuffle, so that the compiler knows it is uniform
         thread_(threadIdx.x % kWarpgroupThreads) {}
 
   __device__ void run() {
@@ -72,8 +74,8 @@ class Consumer {
     Scores p, dp;
   };
 
-  // The loop is cut where no product is running, between dP and dS: ptxas then follows every product to its wait and has no reason
-  // to serialise them.
+  // The loop is cut where no product is running, between dP and dS: ptxas then follows every product to its wait and
+  // has no reason to serialise them.
   __device__ __forceinline__ void process_claim(int kv_tile) {
     const Problem problem = specialised_problem<Config>(params_);
     const int steps = problem.live_query_tiles(kv_tile) * problem.queries_per_kv;
@@ -156,7 +158,8 @@ class Consumer {
 
   __device__ __forceinline__ void issue_s(Scores& s, Step step) {
     shared_.q_full[step.slot()].wait(step.parity());
-    multiply<Element, Config::kHeadDim>(s, KeyRows(tiles_at_(shared_.k), consumer_ * kWarpgroupRows), QueryRows(tiles_at_(shared_.q[step.slot()])));
+    multiply<Element, Config::kHeadDim>(s, KeyRows(tiles_at_(shared_.k), consumer_ * kWarpgroupRows),
+                                        QueryRows(tiles_at_(shared_.q[step.slot()])));
   }
 
   __device__ __forceinline__ void issue_dv(Gradient& dv, PackedScores& p, Step step) {
@@ -165,18 +168,21 @@ class Consumer {
   }
 
   __device__ __forceinline__ void issue_dp(Scores& dp, Step step) {
-    multiply<Element, Config::kHeadDim>(dp, KeyRows(tiles_at_(shared_.v), consumer_ * kWarpgroupRows), QueryRows(tiles_at_(shared_.dout[step.slot()])));
+    multiply<Element, Config::kHeadDim>(dp, KeyRows(tiles_at_(shared_.v), consumer_ * kWarpgroupRows),
+                                        QueryRows(tiles_at_(shared_.dout[step.slot()])));
   }
 
   __device__ __forceinline__ void issue_dk(Gradient& dk, PackedScores& ds, Step step) {
     multiply_add<Element>(dk, ds, QuerySum(tiles_at_(shared_.q[step.slot()])));
   }
 
-  // A consumer that has arrived on ds_full has completed dQ of the step before, so two buffers of dS need no `empty` barrier.
+  // A consumer that has arrived on ds_full has completed dQ of the step before, so two buffers of dS need no `empty`
+  // barrier.
   __device__ __forceinline__ void issue_dq(DqPartial& dq, Step step) {
     shared_.ds_full[step.slot()].wait(step.parity());
-    multiply<Element, Config::kKey>(dq, KeySum(tiles_at_(shared_.k), Config::kSplitDqByHeadDim ? consumer_ : 0),
-                                    QueryRows(tiles_at_(shared_.ds[step.slot()]), Config::kSplitDqByHeadDim ? 0 : consumer_ * Config::kDqQueries));
+    multiply<Element, Config::kKey>(
+        dq, KeySum(tiles_at_(shared_.k), Config::kSplitDqByHeadDim ? consumer_ : 0),
+        QueryRows(tiles_at_(shared_.ds[step.slot()]), Config::kSplitDqByHeadDim ? 0 : consumer_ * Config::kDqQueries));
   }
 
   // S becomes P, in fp32 for dS and rounded for dV.
@@ -184,7 +190,9 @@ class Consumer {
     const int first_query = shared_.query_tile[step.slot()] * Config::kQuery;
     const int first_key = shared_.work.kv_tile * Config::kKey;
     const Mask<Config::kCausal> mask{params_.problem.seqlen_k, params_.problem.diagonal};
-    if (mask.needs_masking(first_query, first_key, Config::kKey)) { apply_mask(s, mask, first_query, first_key + consumer_ * kWarpgroupRows); }
+    if (mask.needs_masking(first_query, first_key, Config::kKey)) {
+      apply_mask(s, mask, first_query, first_key + consumer_ * kWarpgroupRows);
+    }
     exponentiate(s, shared_.lse[step.slot()]);
     pack_slices<Element>(p, s);
     pin(p);
@@ -206,10 +214,13 @@ class Consumer {
     for (int i = 0; i < kSize; ++i) { acc[i] = 0.f; }
   }
 
-  __device__ __forceinline__ void apply_mask(Scores& s, const Mask<Config::kCausal>& mask, int first_query, int first_key) const {
+  __device__ __forceinline__ void apply_mask(Scores& s, const Mask<Config::kCausal>& mask, int first_query,
+                                             int first_key) const {
 #pragma unroll
     for (int i = 0; i < kScoreRegisters; ++i) {
-      if (!mask.visible(first_query + fragment_column(thread_, i), first_key + fragment_row(thread_, i))) { s[i] = -INFINITY; }
+      if (!mask.visible(first_query + fragment_column(thread_, i), first_key + fragment_row(thread_, i))) {
+        s[i] = -INFINITY;
+      }
     }
   }
 
@@ -249,7 +260,8 @@ class Consumer {
     shared_.dq_empty[step.slot()].wait(step.empty_parity());
 #pragma unroll
     for (int quad = 0; quad < Layout::kQuads; ++quad) {
-      buffer[Layout::quad_index(consumer_, quad, thread_)] = make_float4(dq[4 * quad], dq[4 * quad + 1], dq[4 * quad + 2], dq[4 * quad + 3]);
+      buffer[Layout::quad_index(consumer_, quad, thread_)] =
+          make_float4(dq[4 * quad], dq[4 * quad + 1], dq[4 * quad + 2], dq[4 * quad + 3]);
     }
     ptx::fence_async_shared();
     arrive(shared_.dq_full[step.slot()]);
@@ -282,7 +294,9 @@ class Consumer {
     cutlass::arch::NamedBarrier::sync(Config::kConsumers * kWarpgroupThreads, 0u);
   }
 
-  __device__ __forceinline__ void sync_warpgroup_staged() const { cutlass::arch::NamedBarrier::sync(kWarpgroupThreads, 1u + consumer_); }
+  __device__ __forceinline__ void sync_warpgroup_staged() const {
+    cutlass::arch::NamedBarrier::sync(kWarpgroupThreads, 1u + consumer_);
+  }
 
   __device__ __forceinline__ void store_rows_by_tma(const CUtensorMap& map, const Element* tile, int first_row) const {
     const Work& work = shared_.work;

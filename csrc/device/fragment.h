@@ -4,7 +4,6 @@
 
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
-
 #include <cutlass/numeric_types.h>
 
 #include "gemm.h"
@@ -13,7 +12,9 @@
 namespace dash_attn {
 
 // Register r of thread t holds element (fragment_row(t, r), fragment_column(t, r)).
-__host__ __device__ constexpr int fragment_row(int thread, int r) { return (thread / 32) * 16 + (thread % 32) / 4 + ((r / 2) % 2) * 8; }
+__host__ __device__ constexpr int fragment_row(int thread, int r) {
+  return (thread / 32) * 16 + (thread % 32) / 4 + ((r / 2) % 2) * 8;
+}
 __host__ __device__ constexpr int fragment_column(int thread, int r) { return (r / 4) * 8 + (thread % 4) * 2 + r % 2; }
 
 template <typename Element>
@@ -38,7 +39,8 @@ __device__ __forceinline__ void pack_slices(uint32_t (&packed)[kAcc / 8][4], con
 // Writes the transpose of a 64-row fragment to a tile block of 64 columns: fragment column c becomes tile row c.
 // `warp` and `lane` are those of the thread in its warpgroup.
 template <int kSlices>
-__device__ __forceinline__ void store_transposed(void* block, const uint32_t (&packed)[kSlices][4], int warp, int lane) {
+__device__ __forceinline__ void store_transposed(void* block, const uint32_t (&packed)[kSlices][4], int warp,
+                                                 int lane) {
   const int row = (lane / 16) * 8 + lane % 8;
   const int chunk = (2 * warp + (lane / 8) % 2) ^ (lane % 8);
   const uint32_t address = cute::cast_smem_ptr_to_uint(block) + row * kSwizzleRowBytes + chunk * 16;
@@ -48,7 +50,8 @@ __device__ __forceinline__ void store_transposed(void* block, const uint32_t (&p
 
 // Writes a 64-row fragment to rows first_row ... first_row + 63 of a tile of kRows rows.
 template <int kRows, int kSlices>
-__device__ __forceinline__ void store_rows(void* tile, int first_row, const uint32_t (&packed)[kSlices][4], int warp, int lane) {
+__device__ __forceinline__ void store_rows(void* tile, int first_row, const uint32_t (&packed)[kSlices][4], int warp,
+                                           int lane) {
   const int row = first_row + warp * 16 + lane % 16;
   const uint32_t address = cute::cast_smem_ptr_to_uint(tile) + row * kSwizzleRowBytes;
 #pragma unroll

@@ -4,24 +4,25 @@
 // tile either way round; the operand types below say along which side the sum of products runs.
 #pragma once
 
-#include <cstdint>
-#include <utility>
+#include <cutlass/numeric_types.h>
 
+#include <cstdint>
 #include <cute/arch/mma_sm90.hpp>
 #include <cute/arch/mma_sm90_gmma.hpp>
 #include <cute/arch/util.hpp>
-#include <cutlass/numeric_types.h>
+#include <utility>
 
 namespace dash_attn {
 
-constexpr int kSwizzleColumns = 64;                          // 16-bit elements in 128 bytes
+constexpr int kSwizzleColumns = 64;  // 16-bit elements in 128 bytes
 constexpr int kSwizzleRowBytes = 2 * kSwizzleColumns;
-constexpr int kSwizzleAtomBytes = 8 * kSwizzleRowBytes;      // the swizzle repeats every 8 rows
-constexpr int kWarpgroupRows = 64;                           // wgmma's M
-constexpr int kProductDepth = 16;                            // wgmma's K for 16-bit types
+constexpr int kSwizzleAtomBytes = 8 * kSwizzleRowBytes;  // the swizzle repeats every 8 rows
+constexpr int kWarpgroupRows = 64;                       // wgmma's M
+constexpr int kProductDepth = 16;                        // wgmma's K for 16-bit types
 
-// Where tiles lie in shared memory, as matrix descriptors have it: 14 bits, in units of 16 bytes. Above them an address of shared memory
-// holds the CTA's rank in its cluster, which would run into the next field; it is taken off once, from the address all tiles share.
+// Where tiles lie in shared memory, as matrix descriptors have it: 14 bits, in units of 16 bytes. Above them an address
+// of shared memory holds the CTA's rank in its cluster, which would run into the next field; it is taken off once, from
+// the address all tiles share.
 class TileAddresses {
  public:
   explicit __device__ __forceinline__ TileAddresses(const void* shared) : shared_(static_cast<const char*>(shared)) {
@@ -67,21 +68,25 @@ struct SumOverRows {
   explicit __device__ __forceinline__ SumOverRows(uint32_t tile, int block = 0)
       : first(matrix_descriptor(tile + block * (kBlockBytes >> 4), kBlockBytes)) {}
 
-  __device__ __forceinline__ uint64_t step(int k) const { return first + ((k * kProductDepth * kSwizzleRowBytes) >> 4); }
+  __device__ __forceinline__ uint64_t step(int k) const {
+    return first + ((k * kProductDepth * kSwizzleRowBytes) >> 4);
+  }
 };
 
 // One 16-deep slice of an A operand held in registers, as pairs of 16-bit values.
 using RegisterSlice = uint32_t[4];
 
 template <typename Element, int kN, cute::SM90::GMMA::Major kMajorA, cute::SM90::GMMA::Major kMajorB>
-using SharedProduct = decltype(cute::SM90::GMMA::ss_op_selector<Element, Element, float,
-                                                               cute::Shape<cute::Int<kWarpgroupRows>, cute::Int<kN>, cute::Int<kProductDepth>>,
-                                                               kMajorA, kMajorB>());
+using SharedProduct =
+    decltype(cute::SM90::GMMA::ss_op_selector<
+             Element, Element, float, cute::Shape<cute::Int<kWarpgroupRows>, cute::Int<kN>, cute::Int<kProductDepth>>,
+             kMajorA, kMajorB>());
 
 template <typename Element, int kN, cute::SM90::GMMA::Major kMajorB>
-using RegisterProduct = decltype(cute::SM90::GMMA::rs_op_selector<Element, Element, float,
-                                                                 cute::Shape<cute::Int<kWarpgroupRows>, cute::Int<kN>, cute::Int<kProductDepth>>,
-                                                                 cute::SM90::GMMA::Major::K, kMajorB>());
+using RegisterProduct =
+    decltype(cute::SM90::GMMA::rs_op_selector<
+             Element, Element, float, cute::Shape<cute::Int<kWarpgroupRows>, cute::Int<kN>, cute::Int<kProductDepth>>,
+             cute::SM90::GMMA::Major::K, kMajorB>());
 
 namespace detail {
 
@@ -97,7 +102,8 @@ __device__ __forceinline__ void issue(const RegisterSlice& a, uint64_t b, float*
 
 }  // namespace detail
 
-// Keeps the compiler from moving uses of registers across the start or the end of the product that reads or writes them.
+// Keeps the compiler from moving uses of registers across the start or the end of the product that reads or writes
+// them.
 template <int kSize>
 __device__ __forceinline__ void pin(float (&accumulator)[kSize]) {
 #pragma unroll
@@ -110,16 +116,16 @@ __device__ __forceinline__ void pin(uint32_t (&operand)[kSlices][4]) {
   for (int i = 0; i < 4 * kSlices; ++i) { asm volatile("" : "+r"(operand[i / 4][i % 4])::"memory"); }
 }
 
-// Tells the compiler that what the registers held is not needed any more: the product's instruction is declared to read its accumulator
-// even where it overwrites it.
+// Tells the compiler that what the registers held is not needed any more: the product's instruction is declared to read
+// its accumulator even where it overwrites it.
 template <int kSize>
 __device__ __forceinline__ void overwrite(float (&accumulator)[kSize]) {
 #pragma unroll
   for (int i = 0; i < kSize; ++i) { asm volatile("" : "=f"(accumulator[i])); }
 }
 
-// acc = A B, 64 x kN over kDepth. Issues and commits one group. After the `wait_products` that completes it, `pin` what the
-// product wrote or read in registers.
+// acc = A B, 64 x kN over kDepth. Issues and commits one group. After the `wait_products` that completes it, `pin` what
+// the product wrote or read in registers.
 template <typename Element, int kDepth, typename A, typename B, int kAcc>
 __device__ __forceinline__ void multiply(float (&acc)[kAcc], A a, B b) {
   using Product = SharedProduct<Element, 2 * kAcc, A::kMajor, B::kMajor>;
@@ -140,9 +146,7 @@ __device__ __forceinline__ void multiply_add(float (&acc)[kAcc], uint32_t (&a)[k
   pin(acc);
   cute::warpgroup_arrive();
 #pragma unroll
-  for (int k = 0; k < kSteps; ++k) {
-    detail::issue<Product>(a[k], b.step(k), acc, std::make_index_sequence<kAcc>{});
-  }
+  for (int k = 0; k < kSteps; ++k) { detail::issue<Product>(a[k], b.step(k), acc, std::make_index_sequence<kAcc>{}); }
   cute::warpgroup_commit_batch();
 }
 

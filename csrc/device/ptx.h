@@ -2,7 +2,6 @@
 #pragma once
 
 #include <cstdint>
-
 #include <cute/arch/util.hpp>
 
 namespace dash_attn::ptx {

@@ -20,13 +20,15 @@ backward::StridedView<Element> strided_view(const TensorView& tensor) {
   return {static_cast<Element*>(tensor.data), tensor.stride_batch, tensor.stride_seqlen, tensor.stride_head};
 }
 
-// How many (batch, KV head) pairs have their claims interleaved. For speed alone: it changes who runs when, never an order of sums.
-// Measured on an H200 (docs/engineering_log.md). Interleaved heads keep a CTA from starting right behind the one it will wait for, and
-// under the causal mask the policies that start with the longest KV tiles end evenly when the short tiles of many heads come last.
-// What limits it is L2, which should hold the Q, dO and fp32 dQ of the heads that are live together.
+// How many (batch, KV head) pairs have their claims interleaved. For speed alone: it changes who runs when, never an
+// order of sums. Measured on an H200 (docs/engineering_log.md). Interleaved heads keep a CTA from starting right behind
+// the one it will wait for, and under the causal mask the policies that start with the longest KV tiles end evenly when
+// the short tiles of many heads come last. What limits it is L2, which should hold the Q, dO and fp32 dQ of the heads
+// that are live together.
 template <typename Config>
 int head_section(const BackwardArguments& a) {
-  const int64_t head_bytes = int64_t(a.seqlen_q) * Config::kHeadDim * (2 * sizeof(typename Config::Element) + sizeof(float));
+  const int64_t head_bytes =
+      int64_t(a.seqlen_q) * Config::kHeadDim * (2 * sizeof(typename Config::Element) + sizeof(float));
   const auto heads_within = [&](int64_t bytes) { return static_cast<int>(std::max<int64_t>(1, bytes / head_bytes)); };
   if (!Config::kCausal) { return heads_within(16 << 20); }
   if (Config::kPolicy == Policy::kDescending || Config::kPolicy == Policy::kSymmetricShift) {
@@ -39,12 +41,13 @@ int head_section(const BackwardArguments& a) {
 
 template <typename Config>
 Problem make_problem(const BackwardArguments& a) {
-  return make_problem(a.batch, a.kv_heads, a.heads / a.kv_heads, a.seqlen_q, a.seqlen_k, Config::kQuery, Config::kKey, Config::kClusterSize,
-                      Config::kCausal, head_section<Config>(a));
+  return make_problem(a.batch, a.kv_heads, a.heads / a.kv_heads, a.seqlen_q, a.seqlen_k, Config::kQuery, Config::kKey,
+                      Config::kClusterSize, Config::kCausal, head_section<Config>(a));
 }
 
 template <typename Config>
-void launch_preprocess(const BackwardArguments& a, const Problem& problem, const backward::Workspace& workspace, cudaStream_t stream) {
+void launch_preprocess(const BackwardArguments& a, const Problem& problem, const backward::Workspace& workspace,
+                       cudaStream_t stream) {
   using Element = typename Config::Element;
   backward::PreprocessParams<Element> params;
   params.out = strided_view<const Element>(a.out);
@@ -63,7 +66,8 @@ void launch_preprocess(const BackwardArguments& a, const Problem& problem, const
 }
 
 template <typename Config>
-void launch_main(const BackwardArguments& a, const Problem& problem, const backward::Workspace& workspace, cudaStream_t stream) {
+void launch_main(const BackwardArguments& a, const Problem& problem, const backward::Workspace& workspace,
+                 cudaStream_t stream) {
   const auto query_map = [&](const TensorView& t) {
     return make_tensor_map(t, a.dtype, a.batch, a.seqlen_q, a.heads, a.head_dim, Config::kQuery);
   };
@@ -85,7 +89,8 @@ void launch_main(const BackwardArguments& a, const Problem& problem, const backw
 
   const auto kernel = backward::backward_kernel<Config>;
   constexpr int kSharedBytes = sizeof(backward::SharedStorage<Config>);
-  check_cuda(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kSharedBytes), "sizing the backward's shared memory");
+  check_cuda(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kSharedBytes),
+             "sizing the backward's shared memory");
 
   const int clusters = min_int(params.num_claims, a.num_sms / Config::kClusterSize);
   cudaLaunchConfig_t config{};
@@ -102,7 +107,8 @@ void launch_main(const BackwardArguments& a, const Problem& problem, const backw
 }
 
 template <typename Config>
-void launch_convert(const BackwardArguments& a, const Problem& problem, const backward::Workspace& workspace, cudaStream_t stream) {
+void launch_convert(const BackwardArguments& a, const Problem& problem, const backward::Workspace& workspace,
+                    cudaStream_t stream) {
   backward::ConvertParams<typename Config::Element> params;
   params.dq = strided_view<typename Config::Element>(a.dq);
   params.dq_accumulator = workspace.dq_accumulator;
@@ -112,7 +118,8 @@ void launch_convert(const BackwardArguments& a, const Problem& problem, const ba
   params.softmax_scale = a.softmax_scale;
   const auto kernel = backward::convert_kernel<Config>;
   constexpr int kTileBytes = backward::ConvertTile<Config>::kBytes;
-  check_cuda(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kTileBytes), "sizing the conversion's shared memory");
+  check_cuda(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kTileBytes),
+             "sizing the conversion's shared memory");
   const unsigned blocks = unsigned(a.batch) * a.heads * problem.query_tiles;
   kernel<<<blocks, backward::kConvertThreads, kTileBytes, stream>>>(params);
   check_cuda(cudaGetLastError(), "launching the conversion of dQ");
@@ -123,14 +130,16 @@ template <typename Config>
 void check_launchable(const BackwardArguments& a, const Problem& problem) {
   const int64_t heads = int64_t(a.batch) * a.heads;
   const int64_t rows = ceil_div(problem.query_tiles * Config::kQuery, backward::kPreprocessRows<Config::kHeadDim>);
-  if (heads * std::max<int64_t>(rows, problem.query_tiles) > INT32_MAX || num_claims<Config::kPolicy>(problem) > INT32_MAX / 2) {
-    throw std::runtime_error("dash_attn: batch * heads * seqlen is too large: " + std::to_string(a.batch) + " * " + std::to_string(a.heads) +
-                             " * " + std::to_string(std::max(a.seqlen_q, a.seqlen_k)) + " makes more than 2^31 tiles");
+  if (heads * std::max<int64_t>(rows, problem.query_tiles) > INT32_MAX ||
+      num_claims<Config::kPolicy>(problem) > INT32_MAX / 2) {
+    throw std::runtime_error("dash_attn: batch * heads * seqlen is too large: " + std::to_string(a.batch) + " * " +
+                             std::to_string(a.heads) + " * " + std::to_string(std::max(a.seqlen_q, a.seqlen_k)) +
+                             " makes more than 2^31 tiles");
   }
   if (a.num_sms < Config::kClusterSize) {
     throw std::runtime_error("dash_attn: sm_margin leaves " + std::to_string(a.num_sms) + " SM, schedule " +
-                             kPolicyNames[static_cast<int>(Config::kPolicy)] + " runs clusters of " + std::to_string(Config::kClusterSize) +
-                             ": leave at least as many");
+                             kPolicyNames[static_cast<int>(Config::kPolicy)] + " runs clusters of " +
+                             std::to_string(Config::kClusterSize) + ": leave at least as many");
   }
 }
 

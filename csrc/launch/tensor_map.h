@@ -7,8 +7,9 @@
 
 namespace dash_attn {
 
-// Boxes of 64 columns x `rows` rows of one head, written to shared memory with the 128-byte swizzle. What lies outside the
-// tensor reads as zero and is not written. Throws std::runtime_error when the driver refuses.
-CUtensorMap make_tensor_map(const TensorView& tensor, Dtype dtype, int batch, int seqlen, int heads, int head_dim, int rows);
+// Boxes of 64 columns x `rows` rows of one head, written to shared memory with the 128-byte swizzle. What lies outside
+// the tensor reads as zero and is not written. Throws std::runtime_error when the driver refuses.
+CUtensorMap make_tensor_map(const TensorView& tensor, Dtype dtype, int batch, int seqlen, int heads, int head_dim,
+                            int rows);
 
 }  // namespace dash_attn
