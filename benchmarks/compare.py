@@ -13,21 +13,9 @@ import math
 import pathlib
 from typing import NamedTuple
 
-from benchmarks.shapes import PASSES
+from benchmarks.shapes import PASSES, SHAPE_FIELDS, Shape
 
 OURS = "dash_attn"
-
-
-class Key(NamedTuple):
-    """What two figures must share to be compared."""
-
-    dtype: str
-    head_dim: int
-    heads: int
-    kv_heads: int
-    mask: str
-    seqlen: int
-    batch: int
 
 
 class Figure(NamedTuple):
@@ -40,11 +28,11 @@ class Figure(NamedTuple):
         return f"{self.schedule or self.impl} {self.tflops:.1f}"
 
 
-Figures = dict[Key, list[Figure]]
+Figures = dict[Shape, list[Figure]]
 
 
 class Comparison(NamedTuple):
-    key: Key
+    shape: Shape
     ours: Figure
     best_deterministic: Figure | None
     best_other: Figure | None
@@ -57,14 +45,14 @@ def read(path: pathlib.Path, pass_: str) -> Figures:
     """The figures of one pass in a file of either form."""
     figures: Figures = collections.defaultdict(list)
     for row in json.loads(path.read_text())["rows"]:
-        key = Key(*(row.get(field, "bf16") if field == "dtype" else row[field] for field in Key._fields))
+        shape = Shape(*(row.get(field, "bf16") if field == "dtype" else row[field] for field in SHAPE_FIELDS))
         if "impl" in row:
             if row["pass"] == pass_:
-                figures[key].append(Figure(row["impl"], row["schedule"], row["deterministic"], row["tflops"]))
+                figures[shape].append(Figure(row["impl"], row["schedule"], row["deterministic"], row["tflops"]))
             continue
         for impl, value in row.get(pass_, {}).items():
             modes = value if isinstance(value, dict) else {"det": value}
-            figures[key] += [Figure(impl, None, mode == "det", tflops) for mode, tflops in modes.items()]
+            figures[shape] += [Figure(impl, None, mode == "det", tflops) for mode, tflops in modes.items()]
     return figures
 
 
@@ -75,12 +63,12 @@ def _best(figures: list[Figure]) -> Figure | None:
 def compare(ours: Figures, peers: Figures, schedule: str | None = None) -> list[Comparison]:
     """For each shape of ours that a peer has too: our best schedule (or the one named) and the best peers."""
     found = []
-    for key, figures in ours.items():
+    for shape, figures in ours.items():
         own = _best([f for f in figures if f.impl == OURS and schedule in (None, f.schedule)])
-        others = [f for f in peers.get(key, []) if f.impl != OURS]
+        others = [f for f in peers.get(shape, []) if f.impl != OURS]
         if own and others:
             deterministic = _best([f for f in others if f.deterministic])
-            found.append(Comparison(key, own, deterministic, _best([f for f in others if not f.deterministic])))
+            found.append(Comparison(shape, own, deterministic, _best([f for f in others if not f.deterministic])))
     return found
 
 
@@ -92,15 +80,14 @@ def report(comparisons: list[Comparison]) -> str:
     lines = [f"{'shape':<38} {'ours':>22} {'best deterministic':>22} {'ratio':>6} {'best other':>14} {'ratio':>6}"]
     groups = collections.defaultdict(lambda: ([], []))
     for comparison in comparisons:
-        key = comparison.key
-        heads = f"h{key.heads}" if key.heads == key.kv_heads else f"h{key.heads}/{key.kv_heads}"
-        cells = [f"{f'{key.dtype} d{key.head_dim} {heads} {key.mask} {key.batch}x{key.seqlen}':<38}"]
+        shape = comparison.shape
+        cells = [f"{shape!s:<38}"]
         cells.append(f"{comparison.ours!s:>22}")
         for i, (peer, width) in enumerate(((comparison.best_deterministic, 22), (comparison.best_other, 14))):
             ratio = comparison.ratio(peer)
             cells += [f"{str(peer or '-'):>{width}}", f"{ratio:6.2f}" if ratio else f"{'-':>6}"]
             if ratio:
-                groups[f"d{key.head_dim} {key.mask}"][i].append(ratio)
+                groups[f"d{shape.head_dim} {shape.mask}"][i].append(ratio)
                 groups["all"][i].append(ratio)
         lines.append(" ".join(cells))
     lines.append("")

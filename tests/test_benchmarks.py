@@ -181,7 +181,7 @@ def test_compare_with_a_table_of_peers(tmp_path):
     (found,) = compare.compare(compare.read(ours, "backward"), compare.read(theirs, "backward"))
     assert (found.best_deterministic.impl, found.best_other.impl) == ("a", "a")
     assert found.ratio(found.best_deterministic) == 1.2 and found.ratio(found.best_other) == 0.5
-    assert [f.tflops for f in compare.read(theirs, "forward")[found.key]] == [70.0]
+    assert [f.tflops for f in compare.read(theirs, "forward")[found.shape]] == [70.0]
 
 
 def test_geometric_mean():

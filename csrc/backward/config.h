@@ -99,13 +99,11 @@ struct alignas(1024) SharedStorage {
   Barrier kv_empty;  // dK and dV have left the tiles of K and V
   TransactionBarrier q_full[Config::kStages], dout_full[Config::kStages];
   Barrier q_empty[Config::kStages], dout_empty[Config::kStages];
-  Barrier
-      ds_full[Config::kStages];  // both consumers have written their keys of dS, and have done with the buffer before
+  Barrier ds_full[Config::kStages];  // both consumers have written dS, and have done with the buffer before
   Barrier dq_full[Config::kStages], dq_empty[Config::kStages];
   Barrier plan_full[Config::kPlanSlots], plan_empty[Config::kPlanSlots];
   TransactionBarrier claim_full[Config::kClaimSlots];
-  Barrier
-      claim_empty[Config::kClaimSlots];  // of the cluster's first CTA: every reader of the cluster has read the slot
+  Barrier claim_empty[Config::kClaimSlots];  // of the cluster's first CTA: all readers of the cluster have read
 };
 
 // Number of arrivals that complete each barrier.
@@ -120,8 +118,8 @@ struct Arrivals {
   static constexpr int kAdder = 1;
   static constexpr int kPlanner = 1;
   static constexpr int kPlanReaders = 2;  // loader, adder
-  static constexpr int kClaimReaders =
-      Config::kClusterSize * (Config::kConsumerWarps + 3);  // consumers, loader, adder, planner
+  // Of every CTA: consumers, loader, adder, planner.
+  static constexpr int kClaimReaders = Config::kClusterSize * (Config::kConsumerWarps + 3);
 };
 
 // Where use number `count` of a ring of buffers finds its slot, and the parity its barriers have on that pass. One

@@ -11,8 +11,8 @@ namespace dash_attn::backward {
 
 template <typename Config>
 struct DqLayout {
-  static constexpr int kRegisters =
-      Config::kDqQueries / 2;  // of each consumer thread: a 64 x kDqQueries fragment of dQ^T
+  // Of each consumer thread: a 64 x kDqQueries fragment of dQ^T.
+  static constexpr int kRegisters = Config::kDqQueries / 2;
   static constexpr int kQuads = kRegisters / 4;
 
   // Index, in units of float4, of registers 4 * quad ... 4 * quad + 3.

@@ -36,8 +36,8 @@ class Consumer {
       : shared_(shared),
         params_(params),
         tiles_at_(&shared),
-        consumer_(__shfl_sync(0xffffffff, threadIdx.x / kWarpgroupThreads, 0) -
-                  1),  // a shuffle, so that the compiler knows it is uniform
+        // A shuffle, so that the compiler knows it is uniform.
+        consumer_(__shfl_sync(0xffffffff, threadIdx.x / kWarpgroupThreads, 0) - 1),
         thread_(threadIdx.x % kWarpgroupThreads) {}
 
   __device__ void run() {
