@@ -2,6 +2,7 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
+#include <algorithm>
 #include <cstdint>
 #include <initializer_list>
 #include <optional>
@@ -192,13 +193,20 @@ double duration(char const* argument, double value) {
 }
 
 Simulation simulated(std::string const& schedule, Problem const& problem, int64_t sms, double product_time,
-                     double add_time, double signal_time, std::string const& mapping,
+                     double add_time, double signal_time, double poll_time, double claim_time, int64_t staging,
+                     int64_t adders, int64_t loads_ahead, bool ordered, std::string const& mapping,
                      std::vector<double> launch_times, bool record_tasks) {
   SimulationOptions options;
   options.sms = in_range("sms", sms, 1, 1 << 20);
   options.product_time = duration("product_time", product_time);
   options.add_time = duration("add_time", add_time);
   options.signal_time = duration("signal_time", signal_time);
+  options.poll_time = duration("poll_time", poll_time);
+  options.claim_time = duration("claim_time", claim_time);
+  options.staging = in_range("staging", staging, 0, 1 << 10);
+  options.adders = in_range("adders", adders, 1, std::max(1, options.staging) + 1);
+  options.loads_ahead = in_range("loads_ahead", loads_ahead, 0, 1 << 10);
+  options.ordered = ordered;
   options.mapping = parse_mapping(mapping);
   for (double time : launch_times) duration("launch_times", time);
   options.launch_times = std::move(launch_times);
@@ -301,8 +309,10 @@ PYBIND11_MODULE(_schedule, m) {
       .def_readonly("tasks", &Simulation::tasks);
 
   m.def("simulate", &simulated, py::arg("schedule"), py::arg("problem"), py::kw_only(), py::arg("sms"),
-        py::arg("product_time"), py::arg("add_time"), py::arg("signal_time"), py::arg("mapping"),
-        py::arg("launch_times"), py::arg("record_tasks"));
+        py::arg("product_time"), py::arg("add_time"), py::arg("signal_time"), py::arg("poll_time"),
+        py::arg("claim_time"), py::arg("staging"), py::arg("adders"), py::arg("loads_ahead"), py::arg("ordered"),
+        py::arg("mapping"), py::arg("launch_times"), py::arg("record_tasks"),
+        py::call_guard<py::gil_scoped_release>());
   m.def("critical_path", &longest_path, py::arg("schedule"), py::arg("problem"), py::kw_only(),
         py::arg("product_time"), py::arg("add_time"), py::arg("signal_time"));
 }

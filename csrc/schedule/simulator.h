@@ -1,13 +1,18 @@
-// Plays a schedule in the DAG model of DASH (arXiv 2601.21824): a tile's products take `product_time`, then the adding
-// of its dQ partial takes `add_time`; the tiles of one KV tile are one sequential chain on one SM; a partial is added
-// when the partial of the previous rank has been. Host only.
+// Plays a schedule: every tile of a KV tile takes its products, then its partial of dQ is added when the partial of the
+// previous rank has been. Host only.
+//
+// With the options' defaults this is the DAG model of DASH (arXiv 2601.21824): a KV tile's products and adds are one
+// chain. The other options say what the kernel does differently: partials are staged, so that products go on while
+// adders wait for their turn; work is claimed while the last steps of the claim before still run; claims have a price.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 #include <functional>
 #include <queue>
 #include <stdexcept>
 #include <string>
+#include <tuple>
 #include <unordered_map>
 #include <utility>
 #include <vector>
@@ -30,6 +35,12 @@ struct SimulationOptions {
   double product_time = 1;
   double add_time = 0;
   double signal_time = 0;  // from the end of an add until the next rank's CTA knows of it
+  double poll_time = 0;    // from taking up a partial until its turn is known, when it has come already; not for rank 0
+  double claim_time = 0;   // from the end of a claim's products to the start of the next one's: dK and dV out, K and Q in
+  int staging = 0;         // partials that may be under way while products go on; 0: products wait for the add
+  int adders = 1;          // partials of a CTA that may wait for their turns or be added at a time, taken round robin
+  int loads_ahead = 0;     // steps loaded ahead: a claim is taken this many steps before the end of the one before
+  bool ordered = true;     // false: partials are added when they are ready, in any order
   Mapping mapping = Mapping::kClaims;
   std::vector<double> launch_times;  // when each cluster (each SM, without clusters) becomes resident; empty: 0
   bool record_tasks = false;
@@ -42,7 +53,7 @@ struct SimulatedTask {
 
 struct Simulation {
   double makespan = 0;
-  double busy = 0;  // SM time spent on products and adds
+  double busy = 0;  // time that products take, and adds that products wait for
   int64_t num_tasks = 0;
   std::vector<SimulatedTask> tasks;  // in the order in which they end
 };
@@ -99,35 +110,65 @@ class Simulator {
                                   ", got " + std::to_string(options_.launch_times.size()));
     }
     if (options_.mapping == Mapping::kPublished) mapped_ = published_mapping(P, problem, options_.sms);
-    ctas_.resize(clusters * cluster_size_);
+    slots_ = std::max(1, options_.staging);
+    Cta cta;
+    cta.slots.resize(slots_);
+    cta.adder_busy.resize(options_.adders);
+    ctas_.assign(clusters * cluster_size_, cta);
     taken_.resize(clusters);
     sums_.resize(static_cast<size_t>(problem.batch) * heads() * problem.query_tiles);
   }
 
   Simulation run() {
     for (int i = 0; i < static_cast<int>(ctas_.size()); ++i) {
-      events_.push({options_.launch_times[i / cluster_size_], i});
+      events_.push({options_.launch_times[i / cluster_size_], i, Kind::kTakeWork, 0});
     }
     while (!events_.empty()) {
-      auto const [time, i] = events_.top();
+      auto const [time, i, kind, adder] = events_.top();
       events_.pop();
-      if (ctas_[i].running) finish(i, time);
-      if (next_tile(i, time)) begin(i, time);
+      switch (kind) {
+        case Kind::kTakeWork:
+          take_work(i, time);
+          break;
+        case Kind::kProductsEnd:
+          end_products(i, time);
+          break;
+        case Kind::kAddEnd:
+          end_add(i, adder, time);
+          break;
+      }
     }
     check_finished();
-    result_.busy = result_.num_tasks * (options_.product_time + options_.add_time);
+    result_.busy = result_.num_tasks * (options_.product_time + (options_.staging ? 0 : options_.add_time));
     return std::move(result_);
   }
 
  private:
+  // What happens at one time to one CTA, in this order.
+  enum class Kind : int { kAddEnd, kProductsEnd, kTakeWork };
+  using Event = std::tuple<double, int, Kind, int>;  // time, CTA, what, adder
+
+  // A partial of dQ on its way: a staging buffer.
+  struct Slot {
+    bool used = false;
+    double ready = 0;  // when its adder took it up
+    SimulatedTask task{};
+  };
+
   struct Cta {
-    bool running = false;
     bool parked = false;  // waits for its cluster's next claim
-    Work work{};
+    bool idle = true;     // between claims
+    bool held = false;    // its partial waits for a staging buffer
+    bool has_next = false;
+    Work work{}, next{};
     int taken = 0;       // claims (of its cluster) or entries (of its mapping) consumed
     int group_head = 0;  // query head within the KV head's group
     int step = 0;
+    int steps_left = 0;   // of the claim, over all its query heads
+    int64_t handed = 0;   // partials given to the adders
     SimulatedTask task{};
+    std::vector<Slot> slots;
+    std::vector<char> adder_busy;
   };
 
   struct Sum {
@@ -141,26 +182,21 @@ class Simulator {
     return (static_cast<int64_t>(t.batch) * heads() + t.head) * problem_.query_tiles + t.query_tile;
   }
 
-  // Moves the CTA to its next (head, step), taking new work when the KV tile is done. False when there is none (yet).
-  bool next_tile(int i, double time) {
+  int rank(SimulatedTask const& t) const { return Order<P>::rank(problem_, t.kv_tile, t.query_tile); }
+
+  void take_work(int i, double time) {
     Cta& cta = ctas_[i];
-    if (cta.running && ++cta.step == problem_.live_query_tiles(cta.work.kv_tile)) {
-      cta.step = 0;
-      cta.running = ++cta.group_head < problem_.queries_per_kv;
-    }
-    if (!cta.running) {
-      if (!take_work(i, time)) return false;
-      cta.group_head = cta.step = 0;
-      cta.running = true;
-    }
-    return true;
+    if (!find_work(i, time)) return;
+    cta.has_next = true;
+    if (cta.idle) begin_claim(i, time);
   }
 
-  bool take_work(int i, double time) {
+  // Finds the CTA's next piece of work. False when there is none (yet).
+  bool find_work(int i, double time) {
     Cta& cta = ctas_[i];
     if (options_.mapping == Mapping::kPublished) {
       if (cta.taken == static_cast<int>(mapped_[i].size())) return false;
-      cta.work = mapped_[i][cta.taken++];
+      cta.next = mapped_[i][cta.taken++];
       return true;
     }
     // The first CTA of a cluster takes its claims; one that is ahead of it waits for it.
@@ -174,48 +210,118 @@ class Simulator {
         if (cta_rank > 0 || next_ticket_ == tickets) return false;
         taken.push_back(next_ticket_++);
         for (int other = i + 1; other < i + cluster_size_; ++other) {
-          if (std::exchange(ctas_[other].parked, false)) events_.push({time, other});
+          if (std::exchange(ctas_[other].parked, false)) events_.push({time, other, Kind::kTakeWork, 0});
         }
       }
       int64_t const ticket = taken[cta.taken++];
-      cta.work = together ? assign<P>(problem_, static_cast<int>(ticket), cta_rank)
+      cta.next = together ? assign<P>(problem_, static_cast<int>(ticket), cta_rank)
                           : assign<P>(problem_, static_cast<int>(ticket / problem_.cta_group),
                                       static_cast<int>(ticket % problem_.cta_group));
-    } while (!cta.work.valid);
+    } while (!cta.next.valid);
     return true;
   }
 
-  void begin(int i, double time) {
+  void begin_claim(int i, double time) {
     Cta& cta = ctas_[i];
-    int const kv = cta.work.kv_tile;
-    cta.task = {i,
-                cta.work.batch,
-                cta.work.kv_head * problem_.queries_per_kv + cta.group_head,
-                kv,
-                Order<P>::visit(problem_, kv, cta.step),
-                time,
-                time + options_.product_time,
-                0,
-                0};
-    int const rank = Order<P>::rank(problem_, kv, cta.task.query_tile);
-    Sum const& sum = sums_[sum_index(cta.task)];
-    if (sum.added == rank) {
-      add(i, sum);
-    } else {
-      waiting_[sum_index(cta.task) * problem_.kv_tiles + rank] = i;
+    cta.idle = cta.has_next = false;
+    cta.work = cta.next;
+    cta.group_head = cta.step = 0;
+    cta.steps_left = problem_.live_query_tiles(cta.work.kv_tile) * problem_.queries_per_kv;
+    begin_products(i, time + options_.claim_time);
+    // The loads of a short claim go out together, and the next claim is taken behind them.
+    if (options_.loads_ahead && cta.steps_left <= options_.loads_ahead) {
+      events_.push({time, i, Kind::kTakeWork, 0});
     }
   }
 
-  void add(int i, Sum const& sum) {
-    SimulatedTask& task = ctas_[i].task;
-    double const told = sum.added ? sum.last_end + options_.signal_time : 0;
-    task.add_start = told > task.products_end ? told : task.products_end;
-    task.end = task.add_start + options_.add_time;
-    events_.push({task.end, i});
+  void begin_products(int i, double time) {
+    Cta& cta = ctas_[i];
+    double const end = time + options_.product_time;
+    int const head = cta.work.kv_head * problem_.queries_per_kv + cta.group_head;
+    int const q = Order<P>::visit(problem_, cta.work.kv_tile, cta.step);
+    cta.task = {i, cta.work.batch, head, cta.work.kv_tile, q, time, end, 0, 0};
+    events_.push({end, i, Kind::kProductsEnd, 0});
   }
 
-  void finish(int i, double time) {
-    SimulatedTask const& task = ctas_[i].task;
+  void end_products(int i, double time) {
+    Cta& cta = ctas_[i];
+    // The last step's loads go out as soon as this step's buffers are free.
+    if (options_.loads_ahead && cta.steps_left == options_.loads_ahead + 1) take_work(i, time);
+    if (cta.slots[cta.handed % slots_].used) {
+      cta.held = true;
+    } else {
+      hand_over(i, time);
+    }
+  }
+
+  void hand_over(int i, double time) {
+    Cta& cta = ctas_[i];
+    int64_t const number = cta.handed++;
+    cta.held = false;
+    cta.slots[number % slots_] = {true, 0, cta.task};
+    if (!cta.adder_busy[number % options_.adders]) take_up(i, number, time);
+    if (options_.staging) next_step(i, time);
+  }
+
+  void next_step(int i, double time) {
+    Cta& cta = ctas_[i];
+    if (++cta.step == problem_.live_query_tiles(cta.work.kv_tile)) {
+      cta.step = 0;
+      ++cta.group_head;
+    }
+    if (--cta.steps_left) {
+      begin_products(i, time);
+      return;
+    }
+    cta.idle = true;
+    if (cta.has_next) {
+      begin_claim(i, time);
+    } else if (!options_.loads_ahead) {
+      take_work(i, time);
+    }
+  }
+
+  // An adder takes up partial `number` of its CTA, and adds it or waits.
+  void take_up(int i, int64_t number, double time) {
+    Slot& slot = ctas_[i].slots[number % slots_];
+    ctas_[i].adder_busy[number % options_.adders] = 1;
+    slot.ready = time;
+    Sum const& sum = sums_[sum_index(slot.task)];
+    if (!options_.ordered || sum.added == rank(slot.task)) {
+      add(i, number, sum);
+    } else {
+      waiting_[sum_index(slot.task) * problem_.kv_tiles + rank(slot.task)] = {i, number};
+    }
+  }
+
+  void add(int i, int64_t number, Sum const& sum) {
+    Slot& slot = ctas_[i].slots[number % slots_];
+    bool const told = options_.ordered && sum.added;
+    slot.task.add_start =
+        told ? std::max(slot.ready + options_.poll_time, sum.last_end + options_.signal_time) : slot.ready;
+    slot.task.end = slot.task.add_start + options_.add_time;
+    events_.push({slot.task.end, i, Kind::kAddEnd, static_cast<int>(number % slots_)});
+  }
+
+  void end_add(int i, int slot_index, double time) {
+    Cta& cta = ctas_[i];
+    Slot& slot = cta.slots[slot_index];
+    SimulatedTask const task = slot.task;
+    slot.used = false;
+    finish(task, time);
+
+    // The slot's number is the last one handed over that maps to it.
+    int64_t const number = cta.handed - 1 - (cta.handed - 1 - slot_index) % slots_;
+    cta.adder_busy[number % options_.adders] = 0;
+    if (number + options_.adders < cta.handed) take_up(i, number + options_.adders, time);
+    if (!options_.staging) {
+      next_step(i, time);
+    } else if (cta.held && cta.handed % slots_ == slot_index) {
+      hand_over(i, time);
+    }
+  }
+
+  void finish(SimulatedTask const& task, double time) {
     int64_t const index = sum_index(task);
     Sum& sum = sums_[index];
     ++sum.added;
@@ -225,15 +331,16 @@ class Simulator {
     if (options_.record_tasks) result_.tasks.push_back(task);
     auto const next = waiting_.find(index * problem_.kv_tiles + sum.added);
     if (next != waiting_.end()) {
-      int const waiter = next->second;
+      auto const [waiter, number] = next->second;
       waiting_.erase(next);
-      add(waiter, sum);
+      add(waiter, number, sum);
     }
   }
 
   void check_finished() const {
     if (waiting_.empty()) return;
-    SimulatedTask const& task = ctas_[waiting_.begin()->second].task;
+    auto const [i, number] = waiting_.begin()->second;
+    SimulatedTask const& task = ctas_[i].slots[number % slots_].task;
     throw std::runtime_error("no progress: " + std::to_string(waiting_.size()) + " of " +
                              std::to_string(ctas_.size()) +
                              " CTAs wait for adds that no resident CTA will make; KV tile " +
@@ -241,18 +348,17 @@ class Simulator {
                              " of head " + std::to_string(task.head));
   }
 
-  using Event = std::pair<double, int>;  // (time, CTA): its add ends, or it becomes resident
-
   Problem const problem_;
   SimulationOptions options_;
   int64_t const claims_;
   int const cluster_size_;
+  int slots_ = 1;
   int64_t next_ticket_ = 0;
   std::vector<Cta> ctas_;
   std::vector<std::vector<int64_t>> taken_;  // by each cluster, in order
   std::vector<std::vector<Work>> mapped_;
   std::vector<Sum> sums_;  // of each query tile of each head
-  std::unordered_map<int64_t, int> waiting_;
+  std::unordered_map<int64_t, std::pair<int, int64_t>> waiting_;  // (sum, rank): CTA and number of its partial
   std::priority_queue<Event, std::vector<Event>, std::greater<Event>> events_;
   Simulation result_;
 };
