@@ -1,0 +1,250 @@
+"""Measures on this GPU what the model of the machine is made of, and the grid that it has to predict.
+
+    python -m benchmarks.calibrate --json calibration.json
+
+Three parts: latencies (`latency.cu`); probes, small problems that each show one cost (below); and every policy at every
+shape of the full grid, twice, for how far two measurements of one thing differ. `benchmarks.model` fits and compares; it
+needs no GPU. Takes about 80 s on an H200.
+"""
+
+import argparse
+import collections
+import dataclasses
+import json
+import pathlib
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+
+import torch
+
+from benchmarks import latency, peers, run, timing
+from benchmarks.shapes import Shape, full_grid
+
+HEAD_DIMS = (64, 128)
+
+
+@dataclasses.dataclass(frozen=True)
+class Probe:
+    """One backward. `sms` is the number of SMs it may use."""
+
+    shows: str
+    head_dim: int
+    mask: str
+    schedule: str
+    batch: int
+    heads: int
+    kv_heads: int
+    seqlen_q: int
+    seqlen_k: int
+    sms: int
+
+    @property
+    def causal(self) -> bool:
+        return self.mask == "causal"
+
+
+def probes(sms: int, tile_shapes: dict[int, tuple[int, int]]) -> list[Probe]:
+    """The problems that show one cost each; `benchmarks.model` fits them together."""
+    found = []
+    for head_dim, (tile_q, tile_k) in tile_shapes.items():
+
+        def add(shows, queries, keys, *, batch=1, mask="full", schedule="ascending", on=sms, heads=1, kv_heads=1):
+            found.append(
+                Probe(
+                    shows, head_dim, mask, schedule, batch, heads, kv_heads, queries * tile_q, keys * tile_k, on
+                )
+            )
+
+        # A step: every SM has one KV tile to itself, and nobody waits.
+        for steps in (4, 16, 64):
+            add("step", steps, 1, batch=sms)
+        # A claim: few steps, several claims an SM.
+        for claims in (1, 4, 12):
+            add("claim", 2, 1, batch=sms * claims)
+        # A step with adds, whose turns have come.
+        for steps in (8, 32):
+            add("add", steps, 4, batch=sms)
+        # One SM alone: no queue anywhere.
+        for steps in (16, 64):
+            add("alone", steps, 4, on=1)
+        # An ordered chain: one query tile, each KV tile waits for the one before.
+        for keys in (32, 96):
+            add("hop", 1, keys)
+            add("hop", 1, keys, on=8)
+        # The causal kernel, filled and in short supply of SMs.
+        rows = tile_k // tile_q
+        for tiles, batch in ((4, sms), (4, 4 * sms), (16, sms // 2)):
+            for schedule in ("descending", "spt", "symmetric_shift"):
+                add("causal", tiles * rows, tiles, batch=batch, mask="causal", schedule=schedule)
+        for on in (8, sms // 4):
+            for schedule in ("ascending", "descending", "spt", "symmetric_shift"):
+                add("few SMs", 16 * rows, 16, batch=4, mask="causal", schedule=schedule, on=on)
+    return found
+
+
+def prepare(probe: Probe):
+    """A function that runs the probe's backward."""
+    import dash_attn  # noqa: F401  registers the ops
+
+    generator = torch.Generator("cuda").manual_seed(0)
+
+    def normal(seqlen, heads):
+        size = (probe.batch, seqlen, heads, probe.head_dim)
+        return torch.randn(size, generator=generator, device="cuda").to(torch.bfloat16)
+
+    q, dout = normal(probe.seqlen_q, probe.heads), normal(probe.seqlen_q, probe.heads)
+    k, v = normal(probe.seqlen_k, probe.kv_heads), normal(probe.seqlen_k, probe.kv_heads)
+    scale = probe.head_dim**-0.5
+    out, softmax_lse = torch.ops.dash_attn.forward(q, k, v, scale, probe.causal)
+    gradients = tuple(torch.empty_like(t) for t in (q, k, v))
+    margin = torch.cuda.get_device_properties(0).multi_processor_count - probe.sms
+    return lambda: torch.ops.dash_attn.backward(
+        dout, q, k, v, out, softmax_lse, *gradients, scale, probe.causal, probe.schedule, margin
+    )
+
+
+def kernel_times(call, repeats: int = 12) -> dict[str, float]:
+    """Median microseconds of each kernel of the backward by its name, with a cold L2; empty without a profiler."""
+    from torch.profiler import ProfilerActivity, profile
+
+    clock = timing._CudaClock(torch.device("cuda"))
+    for _ in range(2):
+        call()
+    torch.cuda.synchronize()
+    with profile(activities=[ProfilerActivity.CUDA]) as recorded:
+        for _ in range(repeats):
+            clock._flush.zero_()
+            call()
+        torch.cuda.synchronize()
+    times = collections.defaultdict(list)
+    for event in recorded.events():
+        for kernel in ("preprocess", "backward", "convert"):
+            if f"{kernel}_kernel" in event.name:
+                times[kernel].append(event.time_range.end - event.time_range.start)
+    return {kernel: round(statistics.median(values), 2) for kernel, values in times.items()}
+
+
+class ClockWatch:
+    """Samples the SM clock and the power while it is open."""
+
+    def __enter__(self):
+        query = ["nvidia-smi", "--query-gpu=clocks.sm,power.draw", "--format=csv,noheader,nounits", "-lms", "100"]
+        try:
+            self._process = subprocess.Popen(query, stdout=subprocess.PIPE, text=True)
+        except OSError:
+            self._process = None
+        self.samples = []
+        return self
+
+    def __exit__(self, *_):
+        if self._process is None:
+            return
+        self._process.terminate()
+        for line in self._process.communicate()[0].splitlines():
+            try:
+                self.samples.append([float(field) for field in line.split(",")])
+            except ValueError:
+                continue
+
+    def summary(self) -> dict[str, float] | None:
+        if not self.samples:
+            return None
+        clocks, power = sorted(s[0] for s in self.samples), sorted(s[1] for s in self.samples)
+        middle = len(clocks) // 2
+        return {"sm_mhz": clocks[middle], "least_mhz": clocks[0], "most_mhz": clocks[-1], "watts": power[middle]}
+
+
+def measure_probes(sms: int) -> list[dict]:
+    from dash_attn import schedule
+
+    rows = []
+    tiles = {head_dim: schedule.tile_shape(head_dim, causal=False) for head_dim in HEAD_DIMS}
+    for probe in probes(sms, tiles):
+        call = prepare(probe)
+        times, errors = timing.median_ms({"probe": call}, device=torch.device("cuda"), min_time_s=0.02)
+        if errors:
+            print(f"failed: {probe}: {errors['probe']}", flush=True)
+            continue
+        rows.append({**vars(probe), "us": round(1e3 * times["probe"], 2)})
+    return rows
+
+
+def measure_kernels() -> list[dict]:
+    """The kernels around the main one, over a range of sizes."""
+    rows = []
+    for head_dim, heads in ((64, 32), (128, 16)):
+        for tokens in (1024, 4096, 16384):
+            shape = Shape("bf16", head_dim, heads, heads, "full", 512, tokens // 512)
+            variant = peers.Variant(peers.DashAttn.name, "descending", True)
+            calls = peers.DashAttn().prepare(variant, shape, peers.random_tensors(shape, torch.device("cuda")))
+            whole, _ = timing.median_ms({"call": calls["backward"]}, device=torch.device("cuda"), min_time_s=0.03)
+            rows.append({**vars(shape), "us": round(1e3 * whole["call"], 2), **kernel_times(calls["backward"])})
+    return rows
+
+
+def measure_grid(max_seqlen: int, min_time_s: float) -> list[dict]:
+    device = torch.device("cuda")
+    rows = []
+    for shape in full_grid():
+        if shape.seqlen > max_seqlen:
+            continue
+        tensors = peers.random_tensors(shape, device)
+        ours = peers.DashAttn()
+        calls = {v.schedule: ours.prepare(v, shape, tensors)["backward"] for v in ours.variants(shape)}
+        first, errors = timing.median_ms(calls, device=device, min_time_s=min_time_s)
+        second, _ = timing.median_ms({name: calls[name] for name in first}, device=device, min_time_s=min_time_s)
+        for name, error in errors.items():
+            print(f"failed: {shape} {name}: {error}", flush=True)
+        rows += [
+            {**vars(shape), "schedule": name, "us": [round(1e3 * first[name], 2), round(1e3 * second[name], 2)]}
+            for name in first
+        ]
+    return rows
+
+
+def dumps(result: dict) -> str:
+    """JSON with a line for each row."""
+    blocks = []
+    for key, value in result.items():
+        if isinstance(value, list):
+            lines = ",\n".join("  " + json.dumps(row) for row in value)
+            blocks.append(f' "{key}": [\n{lines}\n ]')
+        else:
+            blocks.append(f' "{key}": {json.dumps(value)}')
+    return "{\n" + ",\n".join(blocks) + "\n}\n"
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", type=pathlib.Path, required=True, help="write the measurements here, after every part")
+    parser.add_argument("--max-seqlen", type=int, default=32768, help="leave longer sequences of the grid out")
+    parser.add_argument("--min-time", type=float, default=0.06, help="seconds for each of the two measurements of a variant")
+    arguments = parser.parse_args(argv)
+    if not torch.cuda.is_available():
+        print("error: a GPU is what this program measures", file=sys.stderr)
+        return 2
+    device = torch.device("cuda")
+    sms = torch.cuda.get_device_properties(device).multi_processor_count
+    result = {"meta": {**run.metadata(device), "sms": sms}}
+    started = time.monotonic()
+
+    def part(name, measure):
+        result[name] = measure()
+        arguments.json.write_text(dumps(result))
+        print(f"{name}: {time.monotonic() - started:.0f} s", flush=True)
+
+    with tempfile.TemporaryDirectory() as folder:
+        part("latency", lambda: latency.measure(latency.build(pathlib.Path(folder)), sms))
+    part("probes", lambda: measure_probes(sms))
+    part("kernels", measure_kernels)
+    with ClockWatch() as watch:
+        part("grid", lambda: measure_grid(arguments.max_seqlen, arguments.min_time))
+    part("clock", watch.summary)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,88 @@
+"""The latencies of `latency.cu`: reads of another SM's word, hops of an ordered chain, bulk adds."""
+
+import ctypes
+import os
+import pathlib
+import shutil
+import statistics
+import subprocess
+
+import torch
+
+SOURCE = pathlib.Path(__file__).with_suffix(".cu")
+TILE_BYTES = 32768  # the partial of dQ of one tile, at both head dims
+WORDS, HOPS, ADDS = 256, 2048, 400
+
+
+def build(folder: pathlib.Path) -> ctypes.CDLL:
+    homes = [os.environ.get("CUDA_HOME"), "/usr/local/cuda"]
+    nvcc = next((found for h in homes if h and (found := shutil.which("nvcc", path=f"{h}/bin"))), shutil.which("nvcc"))
+    if nvcc is None:
+        raise RuntimeError("nvcc must be on PATH or in CUDA_HOME: latency.cu is compiled on the machine that it measures")
+    library = folder / "liblatency.so"
+    command = [nvcc, "-O2", "-shared", "-Xcompiler", "-fPIC", "-arch=sm_90", str(SOURCE), "-o", str(library)]
+    subprocess.run(command, check=True)
+    return ctypes.CDLL(str(library))
+
+
+def split_in_two(values: list[float]) -> float:
+    """The threshold that cuts sorted values where the two sides differ most from each other and least within."""
+    values = sorted(values)
+    total, count, best, threshold, left = sum(values), len(values), -1.0, values[0], 0.0
+    for i in range(1, count):
+        left += values[i - 1]
+        between = i * (count - i) * (left / i - (total - left) / (count - i)) ** 2
+        if between > best and values[i - 1] < values[i]:
+            best, threshold = between, (values[i - 1] + values[i]) / 2
+    return threshold
+
+
+def measure(library: ctypes.CDLL, sms: int) -> dict:
+    """Nanoseconds and clocks; each kernel runs once to load and once to be read."""
+    stream = torch.cuda.current_stream().cuda_stream
+    stride = library.word_stride()
+    words = torch.zeros(HOPS * stride, dtype=torch.int32, device="cuda")
+    sums = torch.zeros(4096 * TILE_BYTES // 4, dtype=torch.float32, device="cuda")
+
+    def call(function, *arguments):
+        packed = [ctypes.c_void_p(a.data_ptr()) if isinstance(a, torch.Tensor) else a for a in arguments]
+        if error := getattr(library, function)(*packed, ctypes.c_void_p(stream)):
+            raise RuntimeError(f"{function} returned CUDA error {error}")
+        torch.cuda.synchronize()
+
+    clocks = torch.zeros((sms, WORDS), dtype=torch.int32, device="cuda")
+    for _ in range(2):
+        call("measure_reads", sms, words, WORDS, clocks)
+    reads = clocks.flatten().tolist()
+    threshold = split_in_two(reads[:: len(reads) // 4096 or 1])
+    near, far = [c for c in reads if c < threshold], [c for c in reads if c >= threshold]
+    result = {
+        "read_clocks": {
+            "near": statistics.median(near),
+            "far": statistics.median(far),
+            "far_share": round(len(far) / len(reads), 3),
+            "least": min(reads),
+            "most": max(reads),
+        }
+    }
+    chain = {}
+    ends = torch.zeros(2, dtype=torch.int64, device="cuda")
+    for ctas in (2, 8, sms):
+        for size in (0, TILE_BYTES):
+            taken = []
+            for _ in range(4):
+                words.zero_()
+                call("measure_chain", ctas, words, sums, HOPS, size, ends)
+                start, end = ends.tolist()
+                taken.append((end - start) / HOPS)
+            chain[f"{ctas} CTAs, {size} bytes"] = round(statistics.median(taken[1:]), 1)
+    result["hop_ns"] = chain
+    adds = {}
+    mean = torch.zeros(sms, dtype=torch.float32, device="cuda")
+    for ctas in (1, sms):
+        for period in (0, 4000):
+            for _ in range(2):
+                call("measure_adds", ctas, sums, 4096, ADDS, period, mean)
+            adds[f"{ctas} CTAs, every {period} clocks"] = round(mean[:ctas].mean().item(), 1)
+    result["add_clocks"] = adds
+    return result
