@@ -13,7 +13,6 @@ import dataclasses
 import json
 import pathlib
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -127,81 +126,79 @@ def kernel_times(call, repeats: int = 12) -> dict[str, float]:
     return {kernel: round(statistics.median(values), 2) for kernel, values in times.items()}
 
 
-class ClockWatch:
-    """Samples the SM clock and the power while it is open."""
+def measure(library, calls: dict, min_time_s: float) -> dict:
+    """For each call median microseconds as `timing.median_ms` has them, and the SM clock meanwhile in MHz."""
+    clock = timing._CudaClock(torch.device("cuda"))
+    for call in calls.values():
+        for _ in range(timing.WARM_UP_CALLS):
+            call()
+    torch.cuda.synchronize()
+    rounds = 1
+    for last in (False, True):
+        ticks = {name: latency.Ticks(library, 2 * rounds) for name in calls}
+        events = collections.defaultdict(list)
+        clock.head_start()
+        started = time.perf_counter()
+        for i in range(rounds):
+            for name, call in calls.items():
+                ends = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
+                clock._flush.zero_()
+                ticks[name].mark(2 * i)
+                ends[0].record()
+                call()
+                ends[1].record()
+                ticks[name].mark(2 * i + 1)
+                events[name].append(ends)
+        torch.cuda.synchronize()
+        taken = time.perf_counter() - started
+        rounds = int(min(timing.MAX_ROUNDS, max(timing.MIN_ROUNDS, min_time_s * len(calls) / taken)))
+    return {
+        name: {
+            "us": round(1e3 * statistics.median(start.elapsed_time(end) for start, end in events[name]), 2),
+            "mhz": round(statistics.median(ticks[name].mhz() or [0.0])),
+        }
+        for name in calls
+    }
 
-    def __enter__(self):
-        query = ["nvidia-smi", "--query-gpu=clocks.sm,power.draw", "--format=csv,noheader,nounits", "-lms", "100"]
-        try:
-            self._process = subprocess.Popen(query, stdout=subprocess.PIPE, text=True)
-        except OSError:
-            self._process = None
-        self.samples = []
-        return self
 
-    def __exit__(self, *_):
-        if self._process is None:
-            return
-        self._process.terminate()
-        for line in self._process.communicate()[0].splitlines():
-            try:
-                self.samples.append([float(field) for field in line.split(",")])
-            except ValueError:
-                continue
-
-    def summary(self) -> dict[str, float] | None:
-        if not self.samples:
-            return None
-        clocks, power = sorted(s[0] for s in self.samples), sorted(s[1] for s in self.samples)
-        middle = len(clocks) // 2
-        return {"sm_mhz": clocks[middle], "least_mhz": clocks[0], "most_mhz": clocks[-1], "watts": power[middle]}
-
-
-def measure_probes(sms: int) -> list[dict]:
+def measure_probes(library, sms: int) -> list[dict]:
     from dash_attn import schedule
 
     rows = []
     tiles = {head_dim: schedule.tile_shape(head_dim, causal=False) for head_dim in HEAD_DIMS}
     for probe in probes(sms, tiles):
         call = prepare(probe)
-        times, errors = timing.median_ms({"probe": call}, device=torch.device("cuda"), min_time_s=0.02)
-        if errors:
-            print(f"failed: {probe}: {errors['probe']}", flush=True)
-            continue
-        rows.append({**vars(probe), "us": round(1e3 * times["probe"], 2)})
+        rows.append({**vars(probe), **measure(library, {"": call}, 0.01)[""], **kernel_times(call, 6)})
     return rows
 
 
-def measure_kernels() -> list[dict]:
+def measure_kernels(library) -> list[dict]:
     """The kernels around the main one, over a range of sizes."""
     rows = []
     for head_dim, heads in ((64, 32), (128, 16)):
-        for tokens in (1024, 4096, 16384):
+        for tokens in (512, 2048, 8192, 16384, 32768):
             shape = Shape("bf16", head_dim, heads, heads, "full", 512, tokens // 512)
             variant = peers.Variant(peers.DashAttn.name, "descending", True)
-            calls = peers.DashAttn().prepare(variant, shape, peers.random_tensors(shape, torch.device("cuda")))
-            whole, _ = timing.median_ms({"call": calls["backward"]}, device=torch.device("cuda"), min_time_s=0.03)
-            rows.append({**vars(shape), "us": round(1e3 * whole["call"], 2), **kernel_times(calls["backward"])})
+            call = peers.DashAttn().prepare(variant, shape, peers.random_tensors(shape, torch.device("cuda")))["backward"]
+            rows.append({**vars(shape), **measure(library, {"": call}, 0.02)[""], **kernel_times(call)})
     return rows
 
 
-def measure_grid(max_seqlen: int, min_time_s: float) -> list[dict]:
-    device = torch.device("cuda")
+def measure_grid(library, max_seqlen: int, min_time_s: float) -> list[dict]:
     rows = []
+    ours = peers.DashAttn()
     for shape in full_grid():
         if shape.seqlen > max_seqlen:
             continue
-        tensors = peers.random_tensors(shape, device)
-        ours = peers.DashAttn()
+        tensors = peers.random_tensors(shape, torch.device("cuda"))
         calls = {v.schedule: ours.prepare(v, shape, tensors)["backward"] for v in ours.variants(shape)}
-        first, errors = timing.median_ms(calls, device=device, min_time_s=min_time_s)
-        second, _ = timing.median_ms({name: calls[name] for name in first}, device=device, min_time_s=min_time_s)
-        for name, error in errors.items():
-            print(f"failed: {shape} {name}: {error}", flush=True)
-        rows += [
-            {**vars(shape), "schedule": name, "us": [round(1e3 * first[name], 2), round(1e3 * second[name], 2)]}
-            for name in first
-        ]
+        # A schedule that leaves the SMs idle would cool the GPU for the others of its round, and flatter them.
+        idle = {name: calls.pop(name) for name in list(calls) if shape.causal and name == "ascending"}
+        for together in filter(None, (calls, idle)):
+            both = [measure(library, together, min_time_s) for _ in range(2)]
+            for name in together:
+                us, mhz = ([each[name][key] for each in both] for key in ("us", "mhz"))
+                rows.append({**vars(shape), "schedule": name, "us": us, "mhz": mhz})
     return rows
 
 
@@ -237,12 +234,11 @@ def main(argv: list[str] | None = None) -> int:
         print(f"{name}: {time.monotonic() - started:.0f} s", flush=True)
 
     with tempfile.TemporaryDirectory() as folder:
-        part("latency", lambda: latency.measure(latency.build(pathlib.Path(folder)), sms))
-    part("probes", lambda: measure_probes(sms))
-    part("kernels", measure_kernels)
-    with ClockWatch() as watch:
-        part("grid", lambda: measure_grid(arguments.max_seqlen, arguments.min_time))
-    part("clock", watch.summary)
+        library = latency.build(pathlib.Path(folder))
+    part("latency", lambda: latency.measure(library, sms))
+    part("probes", lambda: measure_probes(library, sms))
+    part("kernels", lambda: measure_kernels(library))
+    part("grid", lambda: measure_grid(library, arguments.max_seqlen, arguments.min_time))
     return 0
 
 

@@ -92,6 +92,18 @@ __global__ void add_kernel(float* sums, int tiles, int adds, int period, float* 
   clocks[blockIdx.x] = float(total) / adds;
 }
 
+// When each CTA of a launch begins.
+__global__ void start_kernel(long long* nanoseconds_out) { nanoseconds_out[blockIdx.x] = nanoseconds(); }
+
+// Two of them give the clock of an SM between them, where both ran on it.
+__global__ void tick_kernel(long long* clock_nanoseconds_sm) {
+  int sm;
+  asm volatile("mov.u32 %0, %%smid;" : "=r"(sm));
+  clock_nanoseconds_sm[0] = clock64();
+  clock_nanoseconds_sm[1] = nanoseconds();
+  clock_nanoseconds_sm[2] = sm;
+}
+
 template <typename Kernel>
 int all_shared_memory(Kernel kernel, int& bytes) {
   int device = 0;
@@ -125,5 +137,17 @@ extern "C" int measure_adds(int ctas, float* sums, int tiles, int adds, int peri
   int bytes = 0;
   if (int const error = all_shared_memory(add_kernel, bytes)) return error;
   add_kernel<<<ctas, 128, bytes, stream>>>(sums, tiles, adds, period, clocks);
+  return cudaGetLastError();
+}
+
+extern "C" int measure_starts(int ctas, long long* nanoseconds, cudaStream_t stream) {
+  int bytes = 0;
+  if (int const error = all_shared_memory(start_kernel, bytes)) return error;
+  start_kernel<<<ctas, 384, bytes, stream>>>(nanoseconds);
+  return cudaGetLastError();
+}
+
+extern "C" int tick(long long* clock_nanoseconds_sm, cudaStream_t stream) {
+  tick_kernel<<<1, 1, 0, stream>>>(clock_nanoseconds_sm);
   return cudaGetLastError();
 }

@@ -12,6 +12,7 @@ import torch
 SOURCE = pathlib.Path(__file__).with_suffix(".cu")
 TILE_BYTES = 32768  # the partial of dQ of one tile, at both head dims
 WORDS, HOPS, ADDS = 256, 2048, 400
+ADDED_TILES = 512  # 16 MiB: what a section of heads keeps in L2
 
 
 def build(folder: pathlib.Path) -> ctypes.CDLL:
@@ -42,7 +43,7 @@ def measure(library: ctypes.CDLL, sms: int) -> dict:
     stream = torch.cuda.current_stream().cuda_stream
     stride = library.word_stride()
     words = torch.zeros(HOPS * stride, dtype=torch.int32, device="cuda")
-    sums = torch.zeros(4096 * TILE_BYTES // 4, dtype=torch.float32, device="cuda")
+    sums = torch.zeros(ADDED_TILES * TILE_BYTES // 4, dtype=torch.float32, device="cuda")
 
     def call(function, *arguments):
         packed = [ctypes.c_void_p(a.data_ptr()) if isinstance(a, torch.Tensor) else a for a in arguments]
@@ -82,7 +83,30 @@ def measure(library: ctypes.CDLL, sms: int) -> dict:
     for ctas in (1, sms):
         for period in (0, 4000):
             for _ in range(2):
-                call("measure_adds", ctas, sums, 4096, ADDS, period, mean)
+                call("measure_adds", ctas, sums, ADDED_TILES, ADDS, period, mean)
             adds[f"{ctas} CTAs, every {period} clocks"] = round(mean[:ctas].mean().item(), 1)
     result["add_clocks"] = adds
+    starts = torch.zeros(sms, dtype=torch.int64, device="cuda")
+    for _ in range(3):
+        call("measure_starts", sms, starts)
+    order = sorted(starts.tolist())
+    result["launch_ns"] = order[-1] - order[0]
     return result
+
+
+class Ticks:
+    """Marks on a stream, from which the SM clock between two of them follows."""
+
+    def __init__(self, library: ctypes.CDLL, count: int):
+        self._library, self._marks = library, torch.zeros((count, 3), dtype=torch.int64, device="cuda")
+
+    def mark(self, index: int) -> None:
+        self._library.tick(
+            ctypes.c_void_p(self._marks.data_ptr() + 24 * index), ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
+        )
+
+    def mhz(self) -> list[float]:
+        """Between marks 2 i and 2 i + 1, where they ran on one SM."""
+        marks = self._marks.tolist()
+        pairs = zip(marks[::2], marks[1::2])
+        return [1e3 * (b[0] - a[0]) / (b[1] - a[1]) for a, b in pairs if a[2] == b[2] and b[1] > a[1]]

@@ -37,6 +37,7 @@ struct SimulationOptions {
   double signal_time = 0;  // from the end of an add until the next rank's CTA knows of it
   double poll_time = 0;    // from taking up a partial until its turn is known, when it has come already; not for rank 0
   double claim_time = 0;   // from the end of a claim's products to the start of the next one's: dK and dV out, K and Q in
+  double load_time = 0;    // from the start of a claim of few steps until its loads have gone out
   int staging = 0;         // partials that may be under way while products go on; 0: products wait for the add
   int adders = 1;          // partials of a CTA that may wait for their turns or be added at a time, taken round robin
   int loads_ahead = 0;     // steps loaded ahead: a claim is taken this many steps before the end of the one before
@@ -228,9 +229,9 @@ class Simulator {
     cta.group_head = cta.step = 0;
     cta.steps_left = problem_.live_query_tiles(cta.work.kv_tile) * problem_.queries_per_kv;
     begin_products(i, time + options_.claim_time);
-    // The loads of a short claim go out together, and the next claim is taken behind them.
+    // The loads of a short claim go out one behind the other, and the next claim is taken behind them.
     if (options_.loads_ahead && cta.steps_left <= options_.loads_ahead) {
-      events_.push({time, i, Kind::kTakeWork, 0});
+      events_.push({time + options_.load_time, i, Kind::kTakeWork, 0});
     }
   }
 
