@@ -17,6 +17,7 @@
 #include "../schedule/order.h"
 #include "../schedule/policy.h"
 #include "../schedule/problem.h"
+#include "../schedule/sections.h"
 #include "../schedule/simulator.h"
 
 namespace py = pybind11;
@@ -178,6 +179,13 @@ std::tuple<int, int, int> tile_shape(int head_dim, bool causal) {
   return {shape.query, shape.key, shape.head_dim};
 }
 
+int section(std::string const& schedule, int64_t seqlen_q, int64_t seqlen_k, int head_dim, bool causal) {
+  constexpr int64_t kEnd = int64_t{1} << 30;
+  auto const [tile_q, tile_k, padded] = tile_shape(head_dim, causal);
+  return head_section(parse_policy(schedule), causal, in_range("seqlen_q", seqlen_q, 1, kEnd),
+                      in_range("seqlen_k", seqlen_k, 1, kEnd), tile_k, padded);
+}
+
 Mapping parse_mapping(std::string const& name) {
   if (name == "claims") return Mapping::kClaims;
   if (name == "independent") return Mapping::kIndependent;
@@ -193,12 +201,13 @@ double duration(char const* argument, double value) {
 }
 
 Simulation simulated(std::string const& schedule, Problem const& problem, int64_t sms, double product_time,
-                     double add_time, double signal_time, double poll_time, double claim_time, double load_time,
+                     double mask_time, double add_time, double signal_time, double poll_time, double claim_time, double load_time,
                      int64_t staging, int64_t adders, int64_t loads_ahead, bool ordered, std::string const& mapping,
                      std::vector<double> launch_times, bool record_tasks) {
   SimulationOptions options;
   options.sms = in_range("sms", sms, 1, 1 << 20);
   options.product_time = duration("product_time", product_time);
+  options.mask_time = duration("mask_time", mask_time);
   options.add_time = duration("add_time", add_time);
   options.signal_time = duration("signal_time", signal_time);
   options.poll_time = duration("poll_time", poll_time);
@@ -291,6 +300,9 @@ PYBIND11_MODULE(_schedule, m) {
   m.def("backward_tile_shape", &tile_shape, py::arg("head_dim"), py::arg("causal"),
         "(queries, keys, padded head dim) of one tile of the backward.");
 
+  m.def("head_section", &section, py::arg("schedule"), py::arg("seqlen_q"), py::arg("seqlen_k"), py::kw_only(),
+        py::arg("head_dim"), py::arg("causal"), "(batch, KV head) pairs whose claims the launch interleaves.");
+
   py::class_<SimulatedTask>(m, "Task",
                             "One tile: its products from start to products_end, its add from add_start to end.")
       .def_readonly("sm", &SimulatedTask::sm)
@@ -310,7 +322,7 @@ PYBIND11_MODULE(_schedule, m) {
       .def_readonly("tasks", &Simulation::tasks);
 
   m.def("simulate", &simulated, py::arg("schedule"), py::arg("problem"), py::kw_only(), py::arg("sms"),
-        py::arg("product_time"), py::arg("add_time"), py::arg("signal_time"), py::arg("poll_time"),
+        py::arg("product_time"), py::arg("mask_time"), py::arg("add_time"), py::arg("signal_time"), py::arg("poll_time"),
         py::arg("claim_time"), py::arg("load_time"), py::arg("staging"), py::arg("adders"), py::arg("loads_ahead"), py::arg("ordered"),
         py::arg("mapping"), py::arg("launch_times"), py::arg("record_tasks"),
         py::call_guard<py::gil_scoped_release>());

@@ -8,6 +8,7 @@
 #include "../backward/convert.h"
 #include "../backward/kernel.h"
 #include "../backward/preprocess.h"
+#include "../schedule/sections.h"
 #include "backward.h"
 #include "check.h"
 #include "tensor_map.h"
@@ -20,29 +21,12 @@ backward::StridedView<Element> strided_view(const TensorView& tensor) {
   return {static_cast<Element*>(tensor.data), tensor.stride_batch, tensor.stride_seqlen, tensor.stride_head};
 }
 
-// How many (batch, KV head) pairs have their claims interleaved. For speed alone: it changes who runs when, never an
-// order of sums. Measured on an H200 (docs/engineering_log.md). Interleaved heads keep a CTA from starting right behind
-// the one it will wait for, and under the causal mask the policies that start with the longest KV tiles end evenly when
-// the short tiles of many heads come last. What limits it is L2, which should hold the Q, dO and fp32 dQ of the heads
-// that are live together.
-template <typename Config>
-int head_section(const BackwardArguments& a) {
-  const int64_t head_bytes =
-      int64_t(a.seqlen_q) * Config::kHeadDim * (2 * sizeof(typename Config::Element) + sizeof(float));
-  const auto heads_within = [&](int64_t bytes) { return static_cast<int>(std::max<int64_t>(1, bytes / head_bytes)); };
-  if (!Config::kCausal) { return heads_within(16 << 20); }
-  if (Config::kPolicy == Policy::kDescending || Config::kPolicy == Policy::kSymmetricShift) {
-    constexpr int kEnoughForAnEvenEnd = 512;  // claims in a section
-    const int kv_tiles = ceil_div(a.seqlen_k, Config::kKey);
-    return max_int(16, min_int(kEnoughForAnEvenEnd / kv_tiles, heads_within(32 << 20)));
-  }
-  return 1;
-}
-
 template <typename Config>
 Problem make_problem(const BackwardArguments& a) {
+  const int section =
+      head_section(Config::kPolicy, Config::kCausal, a.seqlen_q, a.seqlen_k, Config::kKey, Config::kHeadDim);
   return make_problem(a.batch, a.kv_heads, a.heads / a.kv_heads, a.seqlen_q, a.seqlen_k, Config::kQuery, Config::kKey,
-                      Config::kClusterSize, Config::kCausal, head_section<Config>(a));
+                      Config::kClusterSize, Config::kCausal, section);
 }
 
 template <typename Config>

@@ -33,6 +33,7 @@ enum class Mapping {
 struct SimulationOptions {
   int sms = 1;
   double product_time = 1;
+  double mask_time = 0;  // what products take longer where the causal diagonal crosses the tile
   double add_time = 0;
   double signal_time = 0;  // from the end of an add until the next rank's CTA knows of it
   double poll_time = 0;    // from taking up a partial until its turn is known, when it has come already; not for rank 0
@@ -237,9 +238,11 @@ class Simulator {
 
   void begin_products(int i, double time) {
     Cta& cta = ctas_[i];
-    double const end = time + options_.product_time;
     int const head = cta.work.kv_head * problem_.queries_per_kv + cta.group_head;
     int const q = Order<P>::visit(problem_, cta.work.kv_tile, cta.step);
+    bool const masked =
+        problem_.causal && q * problem_.tile_q + problem_.diagonal < (cta.work.kv_tile + 1) * problem_.tile_k - 1;
+    double const end = time + options_.product_time + (masked ? options_.mask_time : 0);
     cta.task = {i, cta.work.batch, head, cta.work.kv_tile, q, time, end, 0, 0};
     events_.push({end, i, Kind::kProductsEnd, 0});
   }
