@@ -201,12 +201,14 @@ double duration(char const* argument, double value) {
 }
 
 Simulation simulated(std::string const& schedule, Problem const& problem, int64_t sms, double product_time,
-                     double mask_time, double add_time, double signal_time, double poll_time, double claim_time, double load_time,
+                     double spread, double mask_time, double add_time, double signal_time, double poll_time, double claim_time, double load_time,
                      int64_t staging, int64_t adders, int64_t loads_ahead, bool ordered, std::string const& mapping,
                      std::vector<double> launch_times, bool record_tasks) {
   SimulationOptions options;
   options.sms = in_range("sms", sms, 1, 1 << 20);
   options.product_time = duration("product_time", product_time);
+  if (!(spread >= 0 && spread < 1)) throw py::value_error("spread must be in [0, 1), got " + std::to_string(spread));
+  options.spread = spread;
   options.mask_time = duration("mask_time", mask_time);
   options.add_time = duration("add_time", add_time);
   options.signal_time = duration("signal_time", signal_time);
@@ -322,7 +324,7 @@ PYBIND11_MODULE(_schedule, m) {
       .def_readonly("tasks", &Simulation::tasks);
 
   m.def("simulate", &simulated, py::arg("schedule"), py::arg("problem"), py::kw_only(), py::arg("sms"),
-        py::arg("product_time"), py::arg("mask_time"), py::arg("add_time"), py::arg("signal_time"), py::arg("poll_time"),
+        py::arg("product_time"), py::arg("spread"), py::arg("mask_time"), py::arg("add_time"), py::arg("signal_time"), py::arg("poll_time"),
         py::arg("claim_time"), py::arg("load_time"), py::arg("staging"), py::arg("adders"), py::arg("loads_ahead"), py::arg("ordered"),
         py::arg("mapping"), py::arg("launch_times"), py::arg("record_tasks"),
         py::call_guard<py::gil_scoped_release>());

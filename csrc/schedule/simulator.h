@@ -33,6 +33,7 @@ enum class Mapping {
 struct SimulationOptions {
   int sms = 1;
   double product_time = 1;
+  double spread = 0;     // products take product_time * (1 - spread ... 1 + spread), evenly, the same each time
   double mask_time = 0;  // what products take longer where the causal diagonal crosses the tile
   double add_time = 0;
   double signal_time = 0;  // from the end of an add until the next rank's CTA knows of it
@@ -178,6 +179,12 @@ class Simulator {
     double last_end = 0;
   };
 
+  // A fixed sequence of numbers in [-1, 1).
+  double noise() {
+    noise_ = noise_ * 6364136223846793005u + 1442695040888963407u;
+    return static_cast<double>(noise_ >> 33) / (1u << 30) - 1;
+  }
+
   int heads() const { return problem_.kv_heads * problem_.queries_per_kv; }
 
   int64_t sum_index(SimulatedTask const& t) const {
@@ -242,7 +249,8 @@ class Simulator {
     int const q = Order<P>::visit(problem_, cta.work.kv_tile, cta.step);
     bool const masked =
         problem_.causal && q * problem_.tile_q + problem_.diagonal < (cta.work.kv_tile + 1) * problem_.tile_k - 1;
-    double const end = time + options_.product_time + (masked ? options_.mask_time : 0);
+    double const end = time + options_.product_time * (1 + options_.spread * noise()) +
+                       (masked ? options_.mask_time : 0);
     cta.task = {i, cta.work.batch, head, cta.work.kv_tile, q, time, end, 0, 0};
     events_.push({end, i, Kind::kProductsEnd, 0});
   }
@@ -357,6 +365,7 @@ class Simulator {
   int64_t const claims_;
   int const cluster_size_;
   int slots_ = 1;
+  uint64_t noise_ = 1;
   int64_t next_ticket_ = 0;
   std::vector<Cta> ctas_;
   std::vector<std::vector<int64_t>> taken_;  // by each cluster, in order
