@@ -202,6 +202,7 @@ double duration(char const* argument, double value) {
 
 Simulation simulated(std::string const& schedule, Problem const& problem, int64_t sms, double product_time,
                      double spread, double mask_time, double add_time, double signal_time, double poll_time, double claim_time, double load_time,
+                     double memory_claim_time, double memory_tile_time, double cache_time,
                      int64_t staging, int64_t adders, int64_t loads_ahead, bool ordered, std::string const& mapping,
                      std::vector<double> launch_times, bool record_tasks) {
   SimulationOptions options;
@@ -215,6 +216,9 @@ Simulation simulated(std::string const& schedule, Problem const& problem, int64_
   options.poll_time = duration("poll_time", poll_time);
   options.claim_time = duration("claim_time", claim_time);
   options.load_time = duration("load_time", load_time);
+  options.memory_claim_time = duration("memory_claim_time", memory_claim_time);
+  options.memory_tile_time = duration("memory_tile_time", memory_tile_time);
+  options.cache_time = duration("cache_time", cache_time);
   options.staging = in_range("staging", staging, 0, 1 << 10);
   options.adders = in_range("adders", adders, 1, std::max(1, options.staging) + 1);
   options.loads_ahead = in_range("loads_ahead", loads_ahead, 0, 1 << 10);
@@ -325,7 +329,7 @@ PYBIND11_MODULE(_schedule, m) {
 
   m.def("simulate", &simulated, py::arg("schedule"), py::arg("problem"), py::kw_only(), py::arg("sms"),
         py::arg("product_time"), py::arg("spread"), py::arg("mask_time"), py::arg("add_time"), py::arg("signal_time"), py::arg("poll_time"),
-        py::arg("claim_time"), py::arg("load_time"), py::arg("staging"), py::arg("adders"), py::arg("loads_ahead"), py::arg("ordered"),
+        py::arg("claim_time"), py::arg("load_time"), py::arg("memory_claim_time"), py::arg("memory_tile_time"), py::arg("cache_time"), py::arg("staging"), py::arg("adders"), py::arg("loads_ahead"), py::arg("ordered"),
         py::arg("mapping"), py::arg("launch_times"), py::arg("record_tasks"),
         py::call_guard<py::gil_scoped_release>());
   m.def("critical_path", &longest_path, py::arg("schedule"), py::arg("problem"), py::kw_only(),

@@ -40,6 +40,9 @@ struct SimulationOptions {
   double poll_time = 0;    // from taking up a partial until its turn is known, when it has come already; not for rank 0
   double claim_time = 0;   // from the end of a claim's products to the start of the next one's: dK and dV out, K and Q in
   double load_time = 0;    // from the start of a claim of few steps until its loads have gone out
+  double memory_claim_time = 0;  // for which a claim's K, V, dK and dV keep memory busy, which serves one after the other
+  double memory_tile_time = 0;   // the same for a query tile that is not in cache: Q, dO and the sum of dQ
+  double cache_time = 1e300;     // a tile is in cache until memory has been used for this long since its last visit
   int staging = 0;         // partials that may be under way while products go on; 0: products wait for the add
   int adders = 1;          // partials of a CTA that may wait for their turns or be added at a time, taken round robin
   int loads_ahead = 0;     // steps loaded ahead: a claim is taken this many steps before the end of the one before
@@ -175,9 +178,17 @@ class Simulator {
   };
 
   struct Sum {
+    bool visited = false;
+    double last_visit = 0;  // in use of memory until then
     int added = 0;
     double last_end = 0;
   };
+
+  // When memory has served a request made now.
+  double use_memory(double time, double taken) {
+    memory_used_ += taken;
+    return memory_free_ = std::max(memory_free_, time) + taken;
+  }
 
   // A fixed sequence of numbers in [-1, 1).
   double noise() {
@@ -236,7 +247,7 @@ class Simulator {
     cta.work = cta.next;
     cta.group_head = cta.step = 0;
     cta.steps_left = problem_.live_query_tiles(cta.work.kv_tile) * problem_.queries_per_kv;
-    begin_products(i, time + options_.claim_time);
+    begin_products(i, std::max(time + options_.claim_time, use_memory(time, options_.memory_claim_time)));
     // The loads of a short claim go out one behind the other, and the next claim is taken behind them.
     if (options_.loads_ahead && cta.steps_left <= options_.loads_ahead) {
       events_.push({time + options_.load_time, i, Kind::kTakeWork, 0});
@@ -249,9 +260,15 @@ class Simulator {
     int const q = Order<P>::visit(problem_, cta.work.kv_tile, cta.step);
     bool const masked =
         problem_.causal && q * problem_.tile_q + problem_.diagonal < (cta.work.kv_tile + 1) * problem_.tile_k - 1;
-    double const end = time + options_.product_time * (1 + options_.spread * noise()) +
-                       (masked ? options_.mask_time : 0);
-    cta.task = {i, cta.work.batch, head, cta.work.kv_tile, q, time, end, 0, 0};
+    double end = time + options_.product_time * (1 + options_.spread * noise()) + (masked ? options_.mask_time : 0);
+    cta.task = {i, cta.work.batch, head, cta.work.kv_tile, q, time, 0, 0, 0};
+    Sum& sum = sums_[sum_index(cta.task)];
+    if (!sum.visited || memory_used_ - sum.last_visit > options_.cache_time) {
+      end = std::max(end, use_memory(time, options_.memory_tile_time));
+    }
+    sum.visited = true;
+    sum.last_visit = memory_used_;
+    cta.task.products_end = end;
     events_.push({end, i, Kind::kProductsEnd, 0});
   }
 
@@ -366,6 +383,7 @@ class Simulator {
   int const cluster_size_;
   int slots_ = 1;
   uint64_t noise_ = 1;
+  double memory_free_ = 0, memory_used_ = 0;
   int64_t next_ticket_ = 0;
   std::vector<Cta> ctas_;
   std::vector<std::vector<int64_t>> taken_;  // by each cluster, in order
