@@ -200,43 +200,35 @@ double duration(char const* argument, double value) {
   return value;
 }
 
-Simulation simulated(std::string const& schedule, Problem const& problem, int64_t sms, double product_time,
-                     double spread, double mask_time, double add_time, double signal_time, double poll_time, double claim_time, double load_time,
-                     double memory_claim_time, double memory_tile_time, double cache_time,
-                     int64_t staging, int64_t adders, int64_t loads_ahead, bool ordered, std::string const& mapping,
-                     std::vector<double> launch_times, bool record_tasks) {
-  SimulationOptions options;
-  options.sms = in_range("sms", sms, 1, 1 << 20);
-  options.product_time = duration("product_time", product_time);
-  if (!(spread >= 0 && spread < 1)) throw py::value_error("spread must be in [0, 1), got " + std::to_string(spread));
-  options.spread = spread;
-  options.mask_time = duration("mask_time", mask_time);
-  options.add_time = duration("add_time", add_time);
-  options.signal_time = duration("signal_time", signal_time);
-  options.poll_time = duration("poll_time", poll_time);
-  options.claim_time = duration("claim_time", claim_time);
-  options.load_time = duration("load_time", load_time);
-  options.memory_claim_time = duration("memory_claim_time", memory_claim_time);
-  options.memory_tile_time = duration("memory_tile_time", memory_tile_time);
-  options.cache_time = duration("cache_time", cache_time);
-  options.staging = in_range("staging", staging, 0, 1 << 10);
-  options.adders = in_range("adders", adders, 1, std::max(1, options.staging) + 1);
-  options.loads_ahead = in_range("loads_ahead", loads_ahead, 0, 1 << 10);
-  options.ordered = ordered;
-  options.mapping = parse_mapping(mapping);
-  for (double time : launch_times) duration("launch_times", time);
-  options.launch_times = std::move(launch_times);
-  options.record_tasks = record_tasks;
-  return with_fitting_policy(schedule, problem,
-                             [&](auto policy) { return simulate<policy()>(problem, std::move(options)); });
+void check(SimulationOptions const& options) {
+  in_range("sms", options.sms, 1, 1 << 20);
+  duration("product_time", options.product_time);
+  if (!(options.spread >= 0 && options.spread < 1)) {
+    throw py::value_error("spread must be in [0, 1), got " + std::to_string(options.spread));
+  }
+  duration("mask_time", options.mask_time);
+  duration("add_time", options.add_time);
+  duration("signal_time", options.signal_time);
+  duration("poll_time", options.poll_time);
+  duration("claim_time", options.claim_time);
+  duration("load_time", options.load_time);
+  duration("memory_claim_time", options.memory_claim_time);
+  duration("memory_tile_time", options.memory_tile_time);
+  duration("cache_time", options.cache_time);
+  in_range("staging", options.staging, 0, 1 << 10);
+  in_range("adders", options.adders, 1, std::max(1, options.staging) + 1);
+  in_range("loads_ahead", options.loads_ahead, 0, 1 << 10);
+  for (double time : options.launch_times) duration("launch_times", time);
 }
 
-double longest_path(std::string const& schedule, Problem const& problem, double product_time, double add_time,
-                    double signal_time) {
-  return with_fitting_policy(schedule, problem, [&](auto policy) {
-    return critical_path<policy()>(problem, duration("product_time", product_time), duration("add_time", add_time),
-                                   duration("signal_time", signal_time));
-  });
+Simulation simulated(std::string const& schedule, Problem const& problem, SimulationOptions const& options) {
+  check(options);
+  return with_fitting_policy(schedule, problem, [&](auto policy) { return simulate<policy()>(problem, options); });
+}
+
+double longest_path(std::string const& schedule, Problem const& problem, SimulationOptions const& options) {
+  check(options);
+  return with_fitting_policy(schedule, problem, [&](auto policy) { return critical_path<policy()>(problem, options); });
 }
 
 std::string repr(Problem const& p) {
@@ -327,11 +319,32 @@ PYBIND11_MODULE(_schedule, m) {
       .def_readonly("num_tasks", &Simulation::num_tasks)
       .def_readonly("tasks", &Simulation::tasks);
 
-  m.def("simulate", &simulated, py::arg("schedule"), py::arg("problem"), py::kw_only(), py::arg("sms"),
-        py::arg("product_time"), py::arg("spread"), py::arg("mask_time"), py::arg("add_time"), py::arg("signal_time"), py::arg("poll_time"),
-        py::arg("claim_time"), py::arg("load_time"), py::arg("memory_claim_time"), py::arg("memory_tile_time"), py::arg("cache_time"), py::arg("staging"), py::arg("adders"), py::arg("loads_ahead"), py::arg("ordered"),
-        py::arg("mapping"), py::arg("launch_times"), py::arg("record_tasks"),
-        py::call_guard<py::gil_scoped_release>());
-  m.def("critical_path", &longest_path, py::arg("schedule"), py::arg("problem"), py::kw_only(),
-        py::arg("product_time"), py::arg("add_time"), py::arg("signal_time"));
+  py::class_<SimulationOptions>(m, "SimulationOptions", "A machine and its costs; see csrc/schedule/simulator.h.")
+      .def(py::init())
+      .def_readwrite("sms", &SimulationOptions::sms)
+      .def_readwrite("product_time", &SimulationOptions::product_time)
+      .def_readwrite("spread", &SimulationOptions::spread)
+      .def_readwrite("mask_time", &SimulationOptions::mask_time)
+      .def_readwrite("add_time", &SimulationOptions::add_time)
+      .def_readwrite("signal_time", &SimulationOptions::signal_time)
+      .def_readwrite("poll_time", &SimulationOptions::poll_time)
+      .def_readwrite("claim_time", &SimulationOptions::claim_time)
+      .def_readwrite("load_time", &SimulationOptions::load_time)
+      .def_readwrite("memory_claim_time", &SimulationOptions::memory_claim_time)
+      .def_readwrite("memory_tile_time", &SimulationOptions::memory_tile_time)
+      .def_readwrite("cache_time", &SimulationOptions::cache_time)
+      .def_readwrite("staging", &SimulationOptions::staging)
+      .def_readwrite("adders", &SimulationOptions::adders)
+      .def_readwrite("loads_ahead", &SimulationOptions::loads_ahead)
+      .def_readwrite("ordered", &SimulationOptions::ordered)
+      .def_readwrite("launch_times", &SimulationOptions::launch_times)
+      .def_readwrite("record_tasks", &SimulationOptions::record_tasks)
+      .def_property(
+          "mapping", [](SimulationOptions const& o) { return static_cast<int>(o.mapping); },
+          [](SimulationOptions& o, std::string const& name) { o.mapping = parse_mapping(name); });
+
+  m.def("simulate", &simulated, py::arg("schedule"), py::arg("problem"), py::arg("options"),
+        py::call_guard<py::gil_scoped_release>(), "Plays a problem under a policy.");
+  m.def("critical_path", &longest_path, py::arg("schedule"), py::arg("problem"), py::arg("options"),
+        "Time of one head with an SM for every KV tile.");
 }

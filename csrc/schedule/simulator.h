@@ -42,7 +42,7 @@ struct SimulationOptions {
   double load_time = 0;    // from the start of a claim of few steps until its loads have gone out
   double memory_claim_time = 0;  // for which a claim's K, V, dK and dV keep memory busy, which serves one after the other
   double memory_tile_time = 0;   // the same for a query tile that is not in cache: Q, dO and the sum of dQ
-  double cache_time = 1e300;     // a tile is in cache until memory has been used for this long since its last visit
+  double cache_time = 1e12;      // a tile is in cache until memory has been used for this long since its last visit
   int staging = 0;         // partials that may be under way while products go on; 0: products wait for the add
   int adders = 1;          // partials of a CTA that may wait for their turns or be added at a time, taken round robin
   int loads_ahead = 0;     // steps loaded ahead: a claim is taken this many steps before the end of the one before
@@ -399,16 +399,15 @@ Simulation simulate(Problem const& problem, SimulationOptions options) {
   return Simulator<P>(problem, std::move(options)).run();
 }
 
-// Longest path of the DAG: the time with an SM for every KV tile. No number of SMs does better. Heads are
-// independent, so one of them tells.
+// The time of one head with an SM for every KV tile: in the DAG model its longest path. Heads are independent, so no
+// number of SMs does better.
 template <Policy P>
-double critical_path(Problem problem, double product_time, double add_time, double signal_time) {
+double critical_path(Problem problem, SimulationOptions options) {
   problem.batch = problem.kv_heads = 1;
-  SimulationOptions options;
   options.sms = Order<P>::groups(problem) * problem.cta_group;
-  options.product_time = product_time;
-  options.add_time = add_time;
-  options.signal_time = signal_time;
+  options.mapping = Mapping::kClaims;
+  options.launch_times.clear();
+  options.record_tasks = false;
   return simulate<P>(problem, std::move(options)).makespan;
 }
 

@@ -48,27 +48,16 @@ def simulate(
     product_time: float = PRODUCT_TIME,
     add_time: float = ADD_TIME,
     signal_time: float = SIGNAL_TIME,
-    spread: float = 0.0,
-    mask_time: float = 0.0,
-    poll_time: float = 0.0,
-    claim_time: float = 0.0,
-    load_time: float = 0.0,
-    memory_claim_time: float = 0.0,
-    memory_tile_time: float = 0.0,
-    cache_time: float = 1e12,
-    staging: int = 0,
-    adders: int = 1,
-    loads_ahead: int = 0,
-    ordered: bool = True,
     mapping: str = "claims",
     launch_times: Sequence[float] = (),
     record_tasks: bool = False,
+    **machine: float,
 ) -> Simulation:
     """Plays a problem under a policy.
 
     A tile's products take ``product_time`` and the add of its dQ partial ``add_time``, one after the other; the tiles
     of a KV tile follow each other on one SM; an add starts ``signal_time`` after the add of the previous rank ended,
-    or later.
+    or later. That is the DAG model; ``machine`` adds what it leaves out.
 
     Args:
         schedule: one of ``POLICIES``.
@@ -80,42 +69,32 @@ def simulate(
             mapping, which needs as many SMs as KV tiles.
         launch_times: when each cluster becomes resident (each SM, without clusters); all at 0 when empty.
         record_tasks: whether to keep every tile's times.
+        machine: further costs and features of the kernel by name: those of ``SimulationOptions`` in
+            ``csrc/schedule/simulator.h``, where each is defined. All are off by default.
 
     Raises:
+        TypeError: ``machine`` holds a name that is none.
         ValueError: an argument is out of range; the message names it.
         RuntimeError: the schedule makes no progress: a resident CTA waits for one that is never launched.
     """
-    costs = {"product_time": product_time, "add_time": add_time, "signal_time": signal_time}
-    played = _schedule.simulate(
-        schedule,
-        problem,
-        sms=sms,
-        **costs,
-        spread=spread,
-        mask_time=mask_time,
-        poll_time=poll_time,
-        claim_time=claim_time,
-        load_time=load_time,
-        memory_claim_time=memory_claim_time,
-        memory_tile_time=memory_tile_time,
-        cache_time=cache_time,
-        staging=staging,
-        adders=adders,
-        loads_ahead=loads_ahead,
-        ordered=ordered,
-        mapping=mapping,
-        launch_times=list(launch_times),
-        record_tasks=record_tasks,
-    )
-    # KV tile 0 sees at least as many query tiles as any other.
-    longest_tile = problem.live_query_tiles(0) * problem.queries_per_kv * (product_time + add_time)
+    options = _schedule.SimulationOptions()
+    named = {"product_time": product_time, "add_time": add_time, "signal_time": signal_time, **machine}
+    named.update(sms=sms, mapping=mapping, launch_times=list(launch_times), record_tasks=record_tasks)
+    for name, value in named.items():
+        if not hasattr(options, name):
+            raise TypeError(f"simulate() got an unexpected keyword argument {name!r}")
+        setattr(options, name, value)
+    played = _schedule.simulate(schedule, problem, options)
+    # KV tile 0 sees at least as many query tiles as any other. Staged partials are added while products go on.
+    step = product_time * (1 - options.spread) if options.staging else product_time + add_time
+    longest_tile = problem.live_query_tiles(0) * problem.queries_per_kv * step
     occupied = sms * played.makespan
     return Simulation(
         schedule=schedule,
         problem=problem,
         sms=sms,
         makespan=played.makespan,
-        critical_path=_schedule.critical_path(schedule, problem, **costs),
+        critical_path=_schedule.critical_path(schedule, problem, options),
         ideal=max(played.busy / sms, longest_tile),
         idle_share=1 - played.busy / occupied if occupied else 0.0,
         num_tasks=played.num_tasks,
