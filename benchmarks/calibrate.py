@@ -57,15 +57,13 @@ def probes(sms: int, tile_shapes: dict[int, tuple[int, int]]) -> list[Probe]:
                 )
             )
 
-        # A step: every SM has one KV tile to itself, and nobody waits.
-        for steps in (4, 16, 64):
-            add("step", steps, 1, batch=sms)
         # A claim: few steps, several claims an SM.
         for claims in (1, 4, 12):
             add("claim", 2, 1, batch=sms * claims)
-        # A step with adds, whose turns have come.
+        # A step with adds, whose turns have come; in clusters, whose CTAs wait for each other.
         for steps in (8, 32):
-            add("add", steps, 4, batch=sms)
+            add("step", steps, 4, batch=sms)
+            add("step", steps, 4, batch=sms, schedule="shift")
         # One SM alone: no queue anywhere.
         for steps in (16, 64):
             add("alone", steps, 4, on=1)

@@ -17,7 +17,7 @@ constexpr int head_section(Policy policy, bool causal, int seqlen_q, int seqlen_
   int64_t const head_bytes = int64_t{seqlen_q} * padded_head_dim * (2 * kElementBytes + kSumBytes);
   auto const heads_within = [&](int64_t bytes) { return bytes < head_bytes ? 1 : static_cast<int>(bytes / head_bytes); };
   if (!causal) return heads_within(16 << 20);
-  if (policy == Policy::kDescending || policy == Policy::kSymmetricShift) {
+  if (policy != Policy::kAscending && policy != Policy::kSpt) {
     constexpr int kEnoughForAnEvenEnd = 512;  // claims in a section
     return max_int(16, min_int(kEnoughForAnEvenEnd / ceil_div(seqlen_k, tile_k), heads_within(32 << 20)));
   }

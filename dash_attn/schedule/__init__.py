@@ -96,7 +96,7 @@ def problem(
     tile_q: int | None = None,
     tile_k: int | None = None,
     cta_group: int | None = None,
-    head_section: int = 1,
+    head_section: int | None = 1,
 ) -> Problem:
     """The problem as the kernel sees it when it runs the policy ``schedule``.
 
@@ -108,7 +108,8 @@ def problem(
         batch, heads, kv_heads: counts; ``heads`` must be a multiple of ``kv_heads`` (default: ``heads``).
         tile_q, tile_k: queries and keys in a tile; default: the kernel's for this head dim.
         cta_group: CTAs that take a claim together; default: the kernel's for this policy.
-        head_section: (batch, KV head) pairs whose claims are interleaved. Changes who runs when, no order of adds.
+        head_section: (batch, KV head) pairs whose claims are interleaved; None: as many as the launch takes. Changes who
+            runs when, no order of adds.
 
     Raises:
         ValueError: an argument is out of range; the message names it.
@@ -121,6 +122,8 @@ def problem(
         default_q, default_k = tile_shape(head_dim, causal=causal)
         tile_q = default_q if tile_q is None else tile_q
         tile_k = default_k if tile_k is None else tile_k
+    if head_section is None:
+        head_section = _schedule.head_section(schedule, seqlen_q, seqlen_k, head_dim=head_dim, causal=causal)
     return Problem(
         seqlen_q,
         seqlen_k,

@@ -1,0 +1,297 @@
+"""The model of the machine: what each policy should take, from costs that `benchmarks.calibrate` measured.
+
+    python -m benchmarks.model calibration.json --machine machine.json     fits the costs; about a minute, no GPU
+    python -m benchmarks.report machine.json calibration.json ...          prediction beside measurement
+
+The main kernel is played tile by tile (`csrc/schedule/simulator.h`) in SM clocks. What runs around it takes a time by
+bytes, and the clock falls with the share of time that the tensor cores are busy, because power is limited.
+docs/model.md explains each cost.
+"""
+
+import argparse
+import dataclasses
+import json
+import math
+import pathlib
+import statistics
+
+from dash_attn import _schedule, schedule
+
+# Of the kernel (csrc/backward/config.h): staging buffers of dQ, warps that add, steps that are loaded ahead.
+KERNEL = {"staging": 2, "adders": 1, "loads_ahead": 2}
+UNORDERED = ("order_free", "atomic")  # policies whose adds wait for no one
+ELEMENT_BYTES, SUM_BYTES = 2, 4
+TENSOR_FLOPS = 4096  # a clock, of an SM
+MIB = 1 << 20
+
+
+@dataclasses.dataclass(frozen=True)
+class Machine:
+    """Times in SM clocks, except where the name says otherwise; costs by head_dim are dictionaries."""
+
+    sms: int
+    start: float  # of the kernel, before its first claim's loads
+    launch: float  # between the first CTA's start and the last one's
+    step: dict[int, float]  # products of a tile
+    mask: dict[int, float]  # what they take longer where the diagonal crosses the tile
+    claim: dict[int, float]  # from a claim's last products to the next one's first
+    cluster_step: float  # what products take longer in a cluster
+    spread: float  # products vary by this share, either way
+    add: float  # of a dQ tile into L2
+    signal: float  # from the end of an add until the next CTA knows
+    poll: float  # of a turn that has come already
+    load: float  # until a short claim's loads have gone out
+    memory: float  # bytes a clock
+    cache_mib: float  # what passes through memory before a tile must be read again
+    around_us: dict[int, list[list[float]]]  # [elements of Q, microseconds] of the other kernels and the launches
+    idle_mhz: float  # the clock is idle_mhz - mhz_per_share * (share of the tensor cores' time)
+    mhz_per_share: float
+    most_mhz: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Prediction:
+    us: float
+    clocks: float  # of the main kernel
+    mhz: float
+
+
+def read(path: pathlib.Path) -> Machine:
+    fields = json.loads(path.read_text())
+    by_head_dim = {f.name for f in dataclasses.fields(Machine) if str(f.type).startswith("dict")}
+    return Machine(**{k: {int(d): x for d, x in v.items()} if k in by_head_dim else v for k, v in fields.items()})
+
+
+def dumps(machine: Machine) -> str:
+    def rounded(value):
+        if isinstance(value, dict):
+            return {key: rounded(x) for key, x in value.items()}
+        return value if isinstance(value, (list, int)) else float(f"{value:.5g}")
+
+    lines = (f" {json.dumps(k)}: {json.dumps(rounded(v))}" for k, v in dataclasses.asdict(machine).items())
+    return "{\n" + ",\n".join(lines) + "\n}\n"
+
+
+def lengths(shape) -> tuple[int, int]:
+    """(queries, keys) of a benchmark's shape or a probe."""
+    return getattr(shape, "seqlen_q", None) or shape.seqlen, getattr(shape, "seqlen_k", None) or shape.seqlen
+
+
+def tiles_of(policy: str, shape) -> schedule.Problem:
+    seqlen_q, seqlen_k = lengths(shape)
+    counts = dict(batch=shape.batch, heads=shape.heads, kv_heads=shape.kv_heads, head_section=None)
+    return schedule.problem(policy, seqlen_q, seqlen_k, causal=shape.causal, head_dim=shape.head_dim, **counts)
+
+
+def clocks(machine: Machine, policy: str, shape, sms: int | None = None) -> tuple[float, int]:
+    """Clocks of the main kernel, and the number of tiles it works on."""
+    tiles = tiles_of(policy, shape)
+    sms = sms or machine.sms
+    head_dim = max(64, shape.head_dim)
+    row_bytes = head_dim * ELEMENT_BYTES
+    clusters = sms // tiles.cta_group
+    options = _schedule.SimulationOptions()
+    settings = dict(
+        KERNEL,
+        sms=sms,
+        product_time=machine.step[head_dim] + (machine.cluster_step if tiles.cta_group > 1 else 0),
+        spread=machine.spread,
+        mask_time=machine.mask[head_dim],
+        add_time=machine.add,
+        signal_time=machine.signal,
+        poll_time=machine.poll,
+        claim_time=machine.claim[head_dim],
+        load_time=machine.load,
+        memory_claim_time=4 * tiles.tile_k * row_bytes / machine.memory,
+        memory_tile_time=tiles.tile_q * (2 * row_bytes + SUM_BYTES * head_dim) / machine.memory,
+        cache_time=machine.cache_mib * MIB / machine.memory,
+        launch_times=[machine.start + machine.launch * i / clusters for i in range(clusters)],
+        ordered=policy not in UNORDERED,
+        mapping="claims",
+    )
+    for name, value in settings.items():
+        setattr(options, name, value)
+    played = _schedule.simulate(policy, tiles, options)
+    return played.makespan, played.num_tasks
+
+
+def elements(shape) -> int:
+    return shape.batch * shape.heads * lengths(shape)[0] * shape.head_dim
+
+
+def around_us(machine: Machine, shape) -> float:
+    """Microseconds of what runs around the main kernel: interpolated by size, beyond the ends in proportion."""
+    points = machine.around_us[max(64, shape.head_dim)]
+    size = elements(shape)
+    (x0, y0), (x1, y1) = points[0], points[-1]
+    if size <= x0:
+        return y0
+    if size >= x1:
+        return y1 * size / x1
+    for (x0, y0), (x1, y1) in zip(points, points[1:]):
+        if size <= x1:
+            return y0 + (y1 - y0) * (size - x0) / (x1 - x0)
+
+
+def tensor_clocks(shape, tiles: schedule.Problem) -> float:
+    """Clocks that an SM's tensor cores take for one tile, at the least."""
+    return 10 * tiles.tile_q * tiles.tile_k * max(64, shape.head_dim) / TENSOR_FLOPS
+
+
+def predict(machine: Machine, policy: str, shape) -> Prediction:
+    """What a whole backward call should take."""
+    main, num_tiles = clocks(machine, policy, shape)
+    around = around_us(machine, shape)
+    busy = num_tiles * tensor_clocks(shape, tiles_of(policy, shape)) / machine.sms
+    mhz = machine.most_mhz
+    for _ in range(8):
+        share = busy / (main + around * mhz)
+        mhz = min(machine.most_mhz, machine.idle_mhz - machine.mhz_per_share * share)
+    return Prediction(main / mhz + around, main, mhz)
+
+
+def minimise(function, start: list[float], evaluations: int) -> list[float]:
+    """Nelder and Mead's simplex over the logarithms of positive numbers."""
+
+    def at(point):
+        return function([math.exp(x) for x in point])
+
+    def mix(a, b, share):
+        return [x + share * (y - x) for x, y in zip(a, b)]
+
+    origin = [math.log(x) for x in start]
+    points = [origin] + [[x + 0.2 * (i == j) for j, x in enumerate(origin)] for i in range(len(origin))]
+    simplex = sorted((at(point), point) for point in points)
+    used = len(points)
+    while used < evaluations:
+        *rest, (worst_value, worst) = simplex
+        centre = [statistics.fmean(xs) for xs in zip(*(point for _, point in rest))]
+        reflected = mix(centre, worst, -1)
+        found = (at(reflected), reflected)
+        used += 1
+        if found[0] < simplex[0][0]:
+            further = mix(centre, worst, -2)
+            found = min(found, (at(further), further))
+            used += 1
+        elif found[0] >= rest[-1][0]:
+            nearer = mix(centre, worst if worst_value < found[0] else reflected, 0.5)
+            inside = (at(nearer), nearer)
+            used += 1
+            if inside[0] >= min(worst_value, found[0]):
+                rest = [(at(p), p) for p in (mix(rest[0][1], point, 0.5) for _, point in rest)]
+                used += len(rest)
+                inside = (worst_value, mix(rest[0][1], worst, 0.5))
+                inside = (at(inside[1]), inside[1])
+            found = inside
+        simplex = sorted([*rest, found])
+    return [math.exp(x) for x in simplex[0][1]]
+
+
+class Row:
+    """A row of a calibration as a shape with attributes."""
+
+    def __init__(self, row: dict):
+        self.__dict__.update(row)
+
+    @property
+    def causal(self) -> bool:
+        return self.mask == "causal"
+
+
+def is_chaotic(row) -> bool:
+    """Ascending claims under the causal mask wait for claims that were taken ahead and not begun: see docs/model.md."""
+    return row.causal and row.schedule == "ascending"
+
+
+def fit_around(calibration: dict) -> dict[int, list[list[float]]]:
+    points: dict[int, list[list[float]]] = {}
+    for row in map(Row, calibration["kernels"]):
+        points.setdefault(row.head_dim, []).append([elements(row), round(row.us - row.backward, 2)])
+    return {head_dim: sorted(found) for head_dim, found in points.items()}
+
+
+def fit_clock(calibration: dict, machine: Machine) -> Machine:
+    """The clock as a line over the tensor cores' share, from what the grid's rounds ran at."""
+    shares, mhz = [], []
+    for row in map(Row, calibration["grid"]):
+        if is_chaotic(row):
+            continue
+        tiles = tiles_of(row.schedule, row)
+        live = sum(tiles.live_query_tiles(kv) for kv in range(tiles.num_kv_tiles)) * row.batch * row.heads
+        for us, rate in zip(row.us, row.mhz):
+            shares.append(live * tensor_clocks(row, tiles) / machine.sms / (us * rate))
+            mhz.append(rate)
+    slope, idle = statistics.linear_regression(shares, mhz)
+    return dataclasses.replace(machine, idle_mhz=idle, mhz_per_share=-slope, most_mhz=max(mhz))
+
+
+def fit(calibration: dict, evaluations: int = 1500) -> Machine:
+    """Costs from the probes; the grid is used for the clock alone."""
+    latency = calibration["latency"]
+    sms = calibration["meta"]["sms"]
+    probes = [row for row in map(Row, calibration["probes"]) if not is_chaotic(row) and not (row.shows=="step" and row.seqlen_k==128)]
+    # The chain's clock is that of its poll; it runs at the highest.
+    ghz = max(row.mhz for row in probes) / 1e3
+    hop = latency["hop_ns"]
+    machine = Machine(
+        sms=sms,
+        start=2000.0,
+        launch=latency["launch_ns"] * ghz,
+        step={64: 4700.0, 128: 3900.0},
+        mask={64: 200.0, 128: 300.0},
+        claim={64: 5500.0, 128: 6500.0},
+        cluster_step=60.0,
+        spread=0.1,
+        add=latency["add_clocks"][f"{sms} CTAs, every 4000 clocks"],
+        signal=hop["8 CTAs, 0 bytes"] * ghz,
+        poll=latency["read_clocks"]["far"],
+        load=latency["read_clocks"]["far"] * 5,
+        memory=2500.0,
+        cache_mib=32.0,
+        around_us=fit_around(calibration),
+        idle_mhz=0.0,
+        mhz_per_share=0.0,
+        most_mhz=0.0,
+    )
+    head_dims = sorted(machine.step)
+
+    def with_costs(values: list[float]) -> Machine:
+        start, signal, memory, cache_mib, cluster_step, spread, *rest = values
+        step, claim, mask = (dict(zip(head_dims, rest[i::3])) for i in range(3))
+        return dataclasses.replace(
+            machine,
+            start=start,
+            signal=signal,
+            memory=memory,
+            cache_mib=cache_mib,
+            cluster_step=cluster_step,
+            spread=min(spread, 0.5),
+            step=step,
+            claim=claim,
+            mask=mask,
+        )
+
+    def error(values: list[float]) -> float:
+        tried = with_costs(values)
+        ratios = [clocks(tried, row.schedule, row, row.sms)[0] / (row.backward * row.mhz) for row in probes]
+        return sum(math.log(ratio) ** 2 for ratio in ratios)
+
+    first = [machine.start, machine.signal, machine.memory, machine.cache_mib, machine.cluster_step, machine.spread]
+    for head_dim in head_dims:
+        first += [machine.step[head_dim], machine.claim[head_dim], machine.mask[head_dim]]
+    return fit_clock(calibration, with_costs(minimise(error, first, evaluations)))
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("calibration", type=pathlib.Path)
+    parser.add_argument("--machine", type=pathlib.Path, required=True, help="write the fitted machine here")
+    parser.add_argument("--evaluations", type=int, default=1500, help="of the error, while fitting")
+    arguments = parser.parse_args(argv)
+    machine = fit(json.loads(arguments.calibration.read_text()), arguments.evaluations)
+    arguments.machine.write_text(dumps(machine))
+    print(dumps(machine), end="")
+
+
+if __name__ == "__main__":
+    main()

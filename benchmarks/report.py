@@ -1,0 +1,187 @@
+"""Prediction beside measurement: errors, agreement of the ranking, a table and a plot.
+
+    python -m benchmarks.report machine.json calibration.json --png docs/model.png --markdown table.md
+"""
+
+import argparse
+import dataclasses
+import itertools
+import json
+import pathlib
+import statistics
+
+from benchmarks import model
+from benchmarks.shapes import SHAPE_FIELDS, Shape
+
+TIE = 0.01  # differences below it are never significant
+
+
+@dataclasses.dataclass(frozen=True)
+class Compared:
+    """One policy at one shape. `repeats` are the two measurements in clocks of the main kernel."""
+
+    shape: Shape
+    policy: str
+    us: float
+    repeats: tuple[float, float]
+    predicted: model.Prediction
+
+    @property
+    def clocks(self) -> float:
+        return statistics.fmean(self.repeats)
+
+    @property
+    def error(self) -> float:
+        return self.predicted.us / self.us - 1
+
+    @property
+    def clock_error(self) -> float:
+        return self.predicted.clocks / self.clocks - 1
+
+    @property
+    def chaotic(self) -> bool:
+        return self.shape.causal and self.policy == "ascending"
+
+
+def compare(machine: model.Machine, calibration: dict) -> list[Compared]:
+    found = []
+    for row in calibration["grid"]:
+        shape = Shape(**{field: row[field] for field in SHAPE_FIELDS})
+        around = model.around_us(machine, shape)
+        repeats = tuple((us - around) * mhz for us, mhz in zip(row["us"], row["mhz"]))
+        predicted = model.predict(machine, row["schedule"], shape)
+        found.append(Compared(shape, row["schedule"], statistics.fmean(row["us"]), repeats, predicted))
+    return found
+
+
+def by_shape(rows: list[Compared]) -> dict[Shape, list[Compared]]:
+    return {shape: list(group) for shape, group in itertools.groupby(rows, key=lambda row: row.shape)}
+
+
+def noise(rows: list[Compared]) -> float:
+    """Relative difference that two policies of one shape must exceed to differ: twice what two measurements of one policy
+    differ by, at the median over the shape's policies, and at least TIE."""
+    spreads = [abs(row.repeats[0] - row.repeats[1]) / row.clocks for row in rows]
+    return max(TIE, 2 * statistics.median(spreads))
+
+
+def pairs(rows: list[Compared]) -> list[tuple[Compared, Compared, str]]:
+    """Every two policies of a shape, the faster first: 'tie' within noise, 'agree', or 'differ' where the model has the
+    slower one faster."""
+    found = []
+    limit = noise(rows)
+    for first, second in itertools.combinations(sorted(rows, key=lambda row: row.clocks), 2):
+        if second.clocks / first.clocks - 1 <= limit:
+            found.append((first, second, "tie"))
+        else:
+            agrees = first.predicted.clocks < second.predicted.clocks
+            found.append((first, second, "agree" if agrees else "differ"))
+    return found
+
+
+def best(rows: list[Compared]) -> tuple[Compared, Compared]:
+    """The fastest policy as measured, and the one the model would choose."""
+    return min(rows, key=lambda row: row.clocks), min(rows, key=lambda row: row.predicted.clocks)
+
+
+def summary(rows: list[Compared]) -> str:
+    lines = ["| policy | mask | shapes | time: median | largest | clocks: median | largest |", "|---|---|---|---|---|---|---|"]
+    policies = dict.fromkeys((row.policy, row.shape.mask) for row in rows)
+    for policy, mask in sorted(policies):
+        chosen = [row for row in rows if (row.policy, row.shape.mask) == (policy, mask)]
+        cells = [policy, mask, str(len(chosen))]
+        for errors in ([abs(row.error) for row in chosen], [abs(row.clock_error) for row in chosen]):
+            cells += [f"{statistics.median(errors):.1%}", f"{max(errors):.1%}"]
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def ranking(rows: list[Compared]) -> str:
+    shapes = by_shape(rows)
+    found = [pair for group in shapes.values() for pair in pairs(group)]
+    counts = {kind: sum(pair[2] == kind for pair in found) for kind in ("agree", "tie", "differ")}
+    lines = [f"{len(found)} pairs of policies: {counts['agree']} ranked alike, {counts['tie']} ties, {counts['differ']} not:", ""]
+    for first, second, kind in found:
+        if kind == "differ":
+            measured = second.clocks / first.clocks - 1
+            said = second.predicted.clocks / first.predicted.clocks - 1
+            lines.append(
+                f"- {first.shape}: {first.policy} before {second.policy} by {measured:.1%}, the model says {said:+.1%}"
+            )
+    losses = {shape: choice.clocks / fastest.clocks - 1 for shape, (fastest, choice) in ((s, best(g)) for s, g in shapes.items())}
+    worst = max(losses, key=losses.get)
+    right = sum(loss <= noise(shapes[shape]) for shape, loss in losses.items())
+    lines += [
+        "",
+        f"The model's choice is the fastest, or tied with it, at {right} of {len(shapes)} shapes; "
+        f"at worst it costs {losses[worst]:.1%} ({worst}).",
+    ]
+    return "\n".join(lines)
+
+
+def table(rows: list[Compared]) -> str:
+    """Microseconds, measured and predicted."""
+    policies = list(dict.fromkeys(row.policy for row in rows))
+    lines = ["| shape | " + " | ".join(policies) + " |", "|---" * (len(policies) + 1) + "|"]
+    for shape, group in by_shape(rows).items():
+        cells = {row.policy: f"{row.us:,.0f} / {row.predicted.us:,.0f} ({row.error:+.1%})" for row in group}
+        lines.append(f"| {shape} | " + " | ".join(cells.get(policy, "") for policy in policies) + " |")
+    return "\n".join(lines)
+
+
+def draw(rows: list[Compared], path: pathlib.Path) -> None:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    groups: dict[tuple, list[Compared]] = {}
+    for row in rows:
+        shape = row.shape
+        groups.setdefault((shape.mask, shape.head_dim, shape.heads, shape.kv_heads), []).append(row)
+    policies = sorted({row.policy for row in rows})
+    colours = dict(zip(policies, plt.get_cmap("tab10").colors))
+    columns = 3
+    figure, axes = plt.subplots(-(-len(groups) // columns), columns, figsize=(15, 4 * -(-len(groups) // columns)), squeeze=False)
+    for axis, ((mask, head_dim, heads, kv_heads), group) in zip(axes.flat, groups.items()):
+        for policy in policies:
+            line = sorted((row for row in group if row.policy == policy), key=lambda row: row.shape.seqlen)
+            if not line:
+                continue
+            lengths = [row.shape.seqlen for row in line]
+            work = [row.shape.seqlen * 1e-3 for row in line]
+            axis.plot(lengths, [row.predicted.us / w for row, w in zip(line, work)], "-", color=colours[policy], label=policy)
+            axis.plot(lengths, [row.us / w for row, w in zip(line, work)], "o", color=colours[policy], markersize=5, mfc="none")
+        axis.set_xscale("log", base=2)
+        axis.set_yscale("log")
+        axis.set_xticks(lengths, [f"{n // 1024}k" if n >= 1024 else str(n) for n in lengths])
+        axis.set_title(f"{mask}, head_dim {head_dim}, {heads}/{kv_heads} heads", fontsize=10)
+        axis.set_ylabel("us per 1,000 queries of a sequence")
+        axis.grid(alpha=0.3, which="both")
+        axis.legend(fontsize=7)
+    for axis in list(axes.flat)[len(groups) :]:
+        axis.axis("off")
+    figure.suptitle("Whole backward: lines predicted, circles measured")
+    figure.tight_layout()
+    figure.savefig(path, dpi=100)
+    plt.close(figure)
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("machine", type=pathlib.Path)
+    parser.add_argument("calibration", type=pathlib.Path)
+    parser.add_argument("--png", type=pathlib.Path, help="draw prediction and measurement here")
+    parser.add_argument("--markdown", type=pathlib.Path, help="write summary, ranking and table here")
+    arguments = parser.parse_args(argv)
+    rows = compare(model.read(arguments.machine), json.loads(arguments.calibration.read_text()))
+    text = "\n\n".join((summary(rows), ranking(rows), table(rows))) + "\n"
+    print(text, end="")
+    if arguments.markdown:
+        arguments.markdown.write_text(text)
+    if arguments.png:
+        draw(rows, arguments.png)
+
+
+if __name__ == "__main__":
+    main()
