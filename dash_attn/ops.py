@@ -92,7 +92,14 @@ def backward(
     if _is_empty(q, k):
         _zero(dq, dk, dv)
         return
-    order = reference.tile_order(schedule, q.shape[1], k.shape[1], head_dim=q.shape[3], causal=causal)
+    order = reference.tile_order(
+        schedule,
+        q.shape[1],
+        k.shape[1],
+        head_dim=q.shape[3],
+        causal=causal,
+        queries_per_kv=q.shape[2] // k.shape[2],
+    )
     results = reference.backward(
         dout, q, k, v, out, softmax_lse, softmax_scale=softmax_scale, causal=causal, order=order
     )
@@ -112,7 +119,14 @@ def _backward_cuda(dout, q, k, v, out, softmax_lse, dq, dk, dv, softmax_scale, c
     if _is_empty(q, k):
         _zero(dq, dk, dv)
         return
-    policy = _schedule.resolve(schedule, causal=causal, seqlen_q=q.shape[1], seqlen_k=k.shape[1])
+    policy = _schedule.resolve(
+        schedule,
+        causal=causal,
+        seqlen_q=q.shape[1],
+        seqlen_k=k.shape[1],
+        head_dim=q.shape[3],
+        queries_per_kv=q.shape[2] // k.shape[2],
+    )
     q, softmax_scale, sign = _with_positive_scale(q, softmax_scale)
     gradients = (dq, dk, dv)
     targets = tuple(g if _is_addressable(g) else g.new_empty(g.shape) for g in gradients)

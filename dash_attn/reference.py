@@ -45,6 +45,7 @@ def tile_order(
     *,
     head_dim: int,
     causal: bool,
+    queries_per_kv: int = 1,
     tile_q: int | None = None,
     tile_k: int | None = None,
 ) -> TileOrder:
@@ -55,12 +56,14 @@ def tile_order(
         seqlen_q, seqlen_k: numbers of queries and keys, from 1.
         head_dim: selects the tile sizes, where they are not given.
         causal: whether the mask is causal (bottom-right aligned).
+        queries_per_kv: query heads that share a KV head; "auto" looks at it.
         tile_q, tile_k: queries and keys in a tile; default: the kernel's.
 
     Raises:
         ValueError: an argument is out of range, or the policy is not defined for this mask.
     """
-    schedule = _schedule.resolve(schedule, causal=causal, seqlen_q=seqlen_q, seqlen_k=seqlen_k)
+    shape = dict(causal=causal, seqlen_q=seqlen_q, seqlen_k=seqlen_k, head_dim=head_dim)
+    schedule = _schedule.resolve(schedule, **shape, queries_per_kv=queries_per_kv)
     problem = _schedule.problem(
         schedule, seqlen_q, seqlen_k, causal=causal, head_dim=head_dim, tile_q=tile_q, tile_k=tile_k
     )

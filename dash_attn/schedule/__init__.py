@@ -9,6 +9,8 @@ within one head. The order depends on the lengths, the head dim, the mask and th
 
 from __future__ import annotations
 
+import bisect
+
 try:
     from dash_attn import _schedule
 except ImportError as error:
@@ -19,6 +21,7 @@ except ImportError as error:
 
 from dash_attn._schedule import Problem, Task, add_order, assign, groups, num_claims, ranks, visit_order
 
+from . import auto_table
 from .simulation import Simulation, simulate
 
 __all__ = [
@@ -42,22 +45,32 @@ POLICIES: tuple[str, ...] = _schedule.POLICIES
 """Names of the policies; a name's index is the integer that the compiled ops take."""
 
 
-def _automatic() -> str:
-    """The policy of ``schedule="auto"``. It may depend on the shape of the problem only, never on the device.
+def _at_least(values: tuple[int, ...], value: int) -> int:
+    """Position of the first of ascending values that is not below `value`, or the last."""
+    return min(bisect.bisect_left(values, value), len(values) - 1)
 
-    As measured on an H200 (``benchmarks/results``, ``docs/engineering_log.md``): under the causal mask ``descending`` is the fastest
-    at almost every shape, under the full mask the policies are equal within noise.
+
+def _automatic(causal: bool, seqlen_k: int, head_dim: int, queries_per_kv: int) -> str:
+    """The policy of ``schedule="auto"``: of a table that the model of the machine wrote (docs/model.md).
+
+    Bits follow from it, so it may depend on the shape of one sequence, and on neither the batch nor the device.
     """
-    return "descending"
+    group = auto_table.QUERIES_PER_KV[_at_least(auto_table.QUERIES_PER_KV, queries_per_kv)]
+    policies = auto_table.FASTEST[_schedule.backward_tile_shape(head_dim, causal)[2], causal, group]
+    return policies[_at_least(auto_table.LENGTHS, seqlen_k)]
 
 
-def resolve(name: str, *, causal: bool, seqlen_q: int, seqlen_k: int) -> str:
+def resolve(
+    name: str, *, causal: bool, seqlen_q: int, seqlen_k: int, head_dim: int = 128, queries_per_kv: int = 1
+) -> str:
     """The policy that ``schedule=name`` means for a shape.
 
     Args:
         name: one of ``POLICIES`` or ``"auto"``.
         causal: whether the mask is causal (bottom-right aligned).
         seqlen_q, seqlen_k: numbers of queries and keys.
+        head_dim: from 1 to 128.
+        queries_per_kv: query heads that share a KV head.
 
     Returns:
         One of ``POLICIES``.
@@ -66,7 +79,7 @@ def resolve(name: str, *, causal: bool, seqlen_q: int, seqlen_k: int) -> str:
         ValueError: ``name`` is unknown, or the policy is not defined for this mask.
     """
     if name == "auto":
-        return _automatic()
+        return _automatic(causal, seqlen_k, head_dim, queries_per_kv)
     allowed = [policy for policy in POLICIES if _schedule.fits(policy, causal)]
     if name not in allowed:
         choices = ", ".join(repr(choice) for choice in ["auto", *allowed])
@@ -117,7 +130,14 @@ def problem(
     kv_heads = heads if kv_heads is None else kv_heads
     if kv_heads < 1 or heads < 1 or heads % kv_heads:
         raise ValueError(f"heads must be a positive multiple of kv_heads={kv_heads}, got {heads}")
-    schedule = resolve(schedule, causal=causal, seqlen_q=seqlen_q, seqlen_k=seqlen_k)
+    schedule = resolve(
+        schedule,
+        causal=causal,
+        seqlen_q=seqlen_q,
+        seqlen_k=seqlen_k,
+        head_dim=head_dim,
+        queries_per_kv=heads // kv_heads,
+    )
     if tile_q is None or tile_k is None:
         default_q, default_k = tile_shape(head_dim, causal=causal)
         tile_q = default_q if tile_q is None else tile_q

@@ -45,7 +45,14 @@ def _parser() -> argparse.ArgumentParser:
 
 def _compare(arguments: argparse.Namespace, *, causal: bool) -> list:
     seqlen_k = arguments.seqlen_q if arguments.seqlen_k is None else arguments.seqlen_k
-    automatic = resolve("auto", causal=causal, seqlen_q=arguments.seqlen_q, seqlen_k=seqlen_k)
+    automatic = resolve(
+        "auto",
+        causal=causal,
+        seqlen_q=arguments.seqlen_q,
+        seqlen_k=seqlen_k,
+        head_dim=arguments.head_dim,
+        queries_per_kv=max(1, arguments.heads // (arguments.kv_heads or arguments.heads)),
+    )
     print(
         f"{'causal' if causal else 'full'} mask, {arguments.seqlen_q} queries, {seqlen_k} keys, "
         f"{arguments.batch} x {arguments.heads} heads, {arguments.sms} SMs"
