@@ -184,10 +184,11 @@ class Simulator {
     double last_end = 0;
   };
 
-  // When memory has served a request made now.
+  // When memory has served a request made now. Half of it writes, which the cache takes until it is full.
   double use_memory(double time, double taken) {
+    double const waited_for = memory_used_ < options_.cache_time ? taken / 2 : taken;
     memory_used_ += taken;
-    return memory_free_ = std::max(memory_free_, time) + taken;
+    return memory_free_ = std::max(memory_free_, time) + waited_for;
   }
 
   // A fixed sequence of numbers in [-1, 1).
