@@ -18,7 +18,7 @@ import statistics
 from dash_attn import _schedule, schedule
 
 # Of the kernel (csrc/backward/config.h): staging buffers of dQ, warps that add, steps that are loaded ahead.
-KERNEL = {"staging": 2, "adders": 1, "loads_ahead": 2}
+KERNEL = {"staging": 2, "adders": 2, "loads_ahead": 2}
 UNORDERED = ("order_free", "atomic")  # policies whose adds wait for no one
 ELEMENT_BYTES, SUM_BYTES = 2, 4
 TENSOR_FLOPS = 4096  # a clock, of an SM

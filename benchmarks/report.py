@@ -1,6 +1,6 @@
 """Prediction beside measurement: errors, agreement of the ranking, a table and a plot.
 
-    python -m benchmarks.report machine.json calibration.json --png docs/model.png --markdown table.md
+    python -m benchmarks.report machine.json calibration.json --png docs/model.png --document docs/model.md
 """
 
 import argparse
@@ -14,6 +14,7 @@ from benchmarks import model
 from benchmarks.shapes import SHAPE_FIELDS, Shape
 
 TIE = 0.01  # differences below it are never significant
+BLOCK = ("<!-- written by benchmarks.report -->\n", "<!-- end -->\n")  # what it replaces in a document
 
 
 @dataclasses.dataclass(frozen=True)
@@ -129,6 +130,17 @@ def table(rows: list[Compared]) -> str:
     return "\n".join(lines)
 
 
+def text(rows: list[Compared]) -> str:
+    return "\n\n".join((summary(rows), ranking(rows), table(rows))) + "\n"
+
+
+def with_block(document: str, block: str) -> str:
+    """The document with the block between its two marks replaced."""
+    before, rest = document.split(BLOCK[0])
+    _, after = rest.split(BLOCK[1])
+    return before + BLOCK[0] + block + BLOCK[1] + after
+
+
 def draw(rows: list[Compared], path: pathlib.Path) -> None:
     import matplotlib
 
@@ -172,13 +184,12 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("machine", type=pathlib.Path)
     parser.add_argument("calibration", type=pathlib.Path)
     parser.add_argument("--png", type=pathlib.Path, help="draw prediction and measurement here")
-    parser.add_argument("--markdown", type=pathlib.Path, help="write summary, ranking and table here")
+    parser.add_argument("--document", type=pathlib.Path, help="replace summary, ranking and table in this file")
     arguments = parser.parse_args(argv)
     rows = compare(model.read(arguments.machine), json.loads(arguments.calibration.read_text()))
-    text = "\n\n".join((summary(rows), ranking(rows), table(rows))) + "\n"
-    print(text, end="")
-    if arguments.markdown:
-        arguments.markdown.write_text(text)
+    print(text(rows), end="")
+    if arguments.document:
+        arguments.document.write_text(with_block(arguments.document.read_text(), text(rows)))
     if arguments.png:
         draw(rows, arguments.png)
 

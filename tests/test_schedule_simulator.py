@@ -83,6 +83,24 @@ def launches(clusters, generator):
     yield [generator.choice([0.0, generator.uniform(0, 60), late]) for _ in range(clusters)]
 
 
+def features(generator):
+    """What the kernel has and the DAG model has not, at random."""
+    staging = generator.choice([0, 1, 2, 3])
+    return dict(
+        staging=staging,
+        adders=generator.randint(1, max(1, staging)),
+        loads_ahead=generator.choice([0, 1, 2, 5]),
+        claim_time=generator.choice([0, 3]),
+        load_time=generator.choice([0, 1]),
+        poll_time=generator.choice([0, 1]),
+        spread=generator.choice([0, 0.3]),
+        mask_time=generator.choice([0, 1]),
+        memory_claim_time=generator.choice([0, 2]),
+        memory_tile_time=generator.choice([0, 2]),
+        cache_time=generator.choice([4, 1e12]),
+    )
+
+
 @pytest.mark.parametrize("cta_group", [1, 2, 3, 8])
 @pytest.mark.parametrize("policy, causal", POLICY_MASKS)
 def test_progress_and_order_under_every_residency(policy, causal, cta_group):
@@ -103,6 +121,7 @@ def test_progress_and_order_under_every_residency(policy, causal, cta_group):
                     product_time=generator.choice([1, 5]),
                     add_time=generator.choice([0.5, 3]),
                     signal_time=generator.choice([0, 2]),
+                    **features(generator),
                     launch_times=launch_times,
                     record_tasks=True,
                 )
@@ -170,6 +189,10 @@ BAD_OPTIONS = [
     (dict(sms=4, product_time=-1), "product_time must be in"),
     (dict(sms=4, add_time=float("nan")), "add_time must be in"),
     (dict(sms=4, signal_time=float("inf")), "signal_time must be in"),
+    (dict(sms=4, staging=2, adders=3), r"adders must be in \[1, 3\), got 3"),
+    (dict(sms=4, staging=-1), "staging must be in"),
+    (dict(sms=4, spread=1.0), "spread must be in"),
+    (dict(sms=4, memory_tile_time=-1), "memory_tile_time must be in"),
     (dict(sms=4, mapping="static"), "mapping must be one of 'claims', 'independent', 'published', got 'static'"),
     (dict(sms=4, launch_times=[0.0]), "launch_times must have one entry a cluster, 2, got 1"),
     (dict(sms=4, mapping="published"), "sms must be the number of KV tiles, 8, in the published mapping, got 4"),
@@ -180,3 +203,75 @@ BAD_OPTIONS = [
 def test_bad_options_name_the_argument(options, message):
     with pytest.raises(ValueError, match=message):
         simulate("shift", square(8, 1, False, 2), **options)
+
+
+def test_unknown_options_are_refused():
+    with pytest.raises(TypeError, match="unexpected keyword argument 'stagings'"):
+        simulate("shift", square(8, 1, False, 2), sms=2, stagings=2)
+
+
+def machine(policy, tiles, **options):
+    """A makespan with two staging buffers, in units in which products take 4."""
+    costs = dict(product_time=4, add_time=1, signal_time=0.5, staging=2, adders=2) | options
+    return simulate(policy, tiles, **costs).makespan
+
+
+def test_staged_adds_hide_behind_products():
+    tiles = Problem(10, 1, tile_q=1, tile_k=1, causal=False)
+    assert machine("ascending", tiles, sms=1) == 10 * 4 + 1
+    assert machine("ascending", tiles, sms=1, staging=0, adders=1) == 10 * (4 + 1)
+    # An add slower than products holds them back unless two go on at a time.
+    assert machine("ascending", tiles, sms=1, add_time=6, adders=1) == 4 + 10 * 6
+    assert machine("ascending", tiles, sms=1, add_time=6, adders=2) == 10 * 4 + 6
+
+
+def test_an_ordered_chain_takes_a_hop_a_tile():
+    tiles = Problem(1, 20, tile_q=1, tile_k=1, causal=False)
+    assert machine("ascending", tiles, sms=20) == 4 + 20 * 1 + 19 * 0.5
+    assert machine("ascending", tiles, sms=20, ordered=False) == 4 + 1
+    # A turn that has come already is polled for; rank 0 has none.
+    assert machine("ascending", tiles, sms=1, poll_time=0.25) == 20 * 4 + 0.25 + 1
+
+
+def test_claims_have_a_price():
+    tiles = Problem(3, 5, tile_q=1, tile_k=1, causal=False)
+    assert machine("ascending", tiles, sms=1, claim_time=2) == 5 * (2 + 3 * 4) + 1
+
+
+def test_tiles_on_the_diagonal_take_longer():
+    # Queries 0 to 3 see nothing, 4 and 5 see keys up to the first and second, 6 and 7 up to the third and fourth.
+    tiles = Problem(8, 4, tile_q=1, tile_k=2, causal=True)
+    plain, masked = (machine("ascending", tiles, sms=1, mask_time=time) for time in (0, 1))
+    assert masked == plain + 2  # query 4 with the first two keys, query 6 with the last two
+
+
+def test_claims_taken_ahead_tie_heads_to_each_other():
+    """Why ascending is slow under the causal mask: an SM whose short tile waits has claimed the next head's first tile."""
+    tiles = square(8, 64, True)
+
+    def both(policy):
+        return [machine(policy, tiles, sms=33, claim_time=2, loads_ahead=steps) for steps in (0, 2)]
+
+    late, ahead = both("ascending")
+    assert ahead > 1.5 * late
+    for policy in ("descending", "spt"):
+        late, ahead = both(policy)
+        assert ahead == pytest.approx(late, rel=0.02)
+
+
+def test_memory_serves_one_after_the_other():
+    tiles = Problem(4, 64, tile_q=1, tile_k=1, causal=False)
+    free = machine("ascending", tiles, sms=64)
+    assert machine("ascending", tiles, sms=64, memory_claim_time=0.01) == pytest.approx(free, rel=0.1)
+    assert machine("ascending", tiles, sms=64, memory_claim_time=4, cache_time=0) >= 64 * 4
+    # A tile is read again when it has left the cache.
+    revisits = dict(sms=1, memory_tile_time=8)
+    assert machine("ascending", tiles, **revisits, cache_time=16) == pytest.approx(64 * 4 * 8, rel=0.1)
+    assert machine("ascending", tiles, **revisits, cache_time=40) < 64 * 4 * 4 * 1.1
+
+
+def test_spread_is_the_same_each_time_and_even():
+    tiles = square(40, 4, False)
+    first, second = (machine("spt", tiles, sms=1, spread=0.2) for _ in range(2))
+    assert first == second != machine("spt", tiles, sms=1)
+    assert first == pytest.approx(machine("spt", tiles, sms=1), rel=0.01)
