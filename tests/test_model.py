@@ -1,0 +1,220 @@
+"""The model of the machine: its parts, and that the committed machine, table and document follow from each other."""
+
+import dataclasses
+import json
+import math
+import pathlib
+import re
+import statistics
+
+import pytest
+
+from benchmarks import auto_table, calibrate, model, report
+from benchmarks.shapes import Shape
+from dash_attn import _schedule, schedule
+
+ROOT = pathlib.Path(__file__).parents[1]
+RESULTS = ROOT / "benchmarks" / "results"
+SHAPE = Shape("bf16", 128, 16, 16, "causal", 2048, 4)
+
+
+@pytest.fixture(scope="module")
+def machine():
+    return model.read(auto_table.MACHINE)
+
+
+@pytest.fixture(scope="module")
+def compared(machine):
+    return report.compare(machine, json.loads((RESULTS / "calibration_h200.json").read_text()))
+
+
+def test_the_kernel_is_the_one_that_is_compiled():
+    config = (ROOT / "csrc" / "backward" / "config.h").read_text()
+    stages = int(re.search(r"kStages = (\d+);", config)[1])
+    adders = int(re.search(r"kAdderWarps = (\d+);", config)[1])
+    assert model.KERNEL == {"staging": stages, "adders": adders, "loads_ahead": stages}
+
+
+def test_a_machine_survives_its_file(machine, tmp_path):
+    path = tmp_path / "machine.json"
+    path.write_text(model.dumps(machine))
+    assert model.read(path) == machine
+    assert auto_table.MACHINE.read_text() == model.dumps(machine)
+
+
+def test_prediction_scales_with_the_work(machine):
+    once, four_times = (
+        model.predict(machine, "descending", dataclasses.replace(SHAPE, batch=batch)) for batch in (8, 32)
+    )
+    assert four_times.us == pytest.approx(4 * once.us, rel=0.1)
+    assert once.us > once.clocks / once.mhz
+    busier = model.predict(machine, "descending", dataclasses.replace(SHAPE, seqlen=16384))
+    assert busier.mhz < once.mhz <= machine.most_mhz
+
+
+def test_time_around_the_main_kernel_is_interpolated(machine):
+    points = {128: [[1000, 10.0], [2000, 14.0], [4000, 20.0]]}
+    around = dataclasses.replace(machine, around_us=points)
+
+    def at(queries):
+        return model.around_us(around, Shape("bf16", 128, 1, 1, "full", queries, 1))
+
+    assert at(1) == 10.0
+    assert at(1500 / 128) == pytest.approx(12.0)
+    assert at(3000 / 128) == pytest.approx(17.0)
+    assert at(8000 / 128) == pytest.approx(40.0)
+
+
+def test_minimise():
+    found = model.minimise(lambda x: math.log(x[0] / 3) ** 2 + math.log(x[1] / 500) ** 2, [1.0, 100.0], 200)
+    assert found == pytest.approx([3, 500], rel=1e-3)
+
+
+def synthetic_calibration(machine):
+    """What a machine with exactly these costs would measure."""
+    rows = []
+    tiles = {head_dim: schedule.tile_shape(head_dim, causal=False) for head_dim in calibrate.HEAD_DIMS}
+    for probe in calibrate.probes(machine.sms, tiles):
+        clocks, _ = model.clocks(machine, probe.schedule, probe, probe.sms)
+        rows.append({**vars(probe), "mhz": 2000, "backward": clocks / 2000})
+    kernels = [
+        {**vars(dataclasses.replace(SHAPE, head_dim=head_dim, batch=batch)), "us": 100.0 * batch, "backward": 90.0 * batch}
+        for head_dim in (64, 128)
+        for batch in (1, 4)
+    ]
+    grid = []
+    for seqlen in (512, 2048):
+        shape = dataclasses.replace(SHAPE, seqlen=seqlen)
+        tiles_of = model.tiles_of("spt", shape)
+        live = sum(tiles_of.live_query_tiles(kv) for kv in range(tiles_of.num_kv_tiles)) * shape.batch * shape.heads
+        share, mhz = 0.2 + seqlen / 8192, 2000 - 800 * (0.2 + seqlen / 8192)
+        us = live * model.tensor_clocks(shape, tiles_of) / machine.sms / share / mhz
+        grid.append({**vars(shape), "schedule": "spt", "us": [us, us], "mhz": [mhz, mhz]})
+    latency = {
+        "launch_ns": machine.launch / 2,
+        "hop_ns": {"8 CTAs, 0 bytes": 500.0},
+        "add_clocks": {f"{machine.sms} CTAs, every 4000 clocks": machine.add},
+        "read_clocks": {"far": machine.poll},
+    }
+    return {"meta": {"sms": machine.sms}, "latency": latency, "probes": rows, "kernels": kernels, "grid": grid}
+
+
+def test_fit_finds_the_costs_of_a_made_up_machine(machine):
+    made_up = dataclasses.replace(machine, step={64: 4400.0, 128: 4300.0}, claim={64: 6000.0, 128: 6000.0})
+    fitted = model.fit(synthetic_calibration(made_up), evaluations=250)
+    for head_dim in (64, 128):
+        assert fitted.step[head_dim] == pytest.approx(made_up.step[head_dim], rel=0.03)
+    assert (fitted.idle_mhz, fitted.mhz_per_share) == pytest.approx((2000, 800), rel=1e-6)
+    assert fitted.around_us[64] == [[64 * 16 * 2048, 10.0], [64 * 16 * 2048 * 4, 40.0]]
+
+
+def test_probes_are_no_shape_of_the_grid_and_run_every_policy():
+    tiles = {head_dim: schedule.tile_shape(head_dim, causal=False) for head_dim in calibrate.HEAD_DIMS}
+    probes = calibrate.probes(132, tiles)
+    assert len(set(probes)) == len(probes)
+    grid = {(s.head_dim, s.mask, s.batch * s.heads, s.seqlen) for s in calibrate.full_grid()}
+    assert not {(p.head_dim, p.mask, p.batch * p.heads, p.seqlen_q) for p in probes if p.seqlen_q == p.seqlen_k} & grid
+    assert all(1 <= p.sms <= 132 and _schedule.fits(p.schedule, p.causal) for p in probes)
+    ordered = set(schedule.POLICIES) - set(model.UNORDERED)
+    assert {p.schedule for p in probes} == ordered
+
+
+def test_calibrate_needs_a_gpu(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(calibrate.torch.cuda, "is_available", lambda: False)
+    assert calibrate.main(["--json", str(tmp_path / "c.json")]) == 2
+    assert "GPU" in capsys.readouterr().err and not list(tmp_path.iterdir())
+
+
+def test_times_within_ten_percent(compared):
+    """The bar for the ordered policies; ascending under the causal mask misses it, and docs/model.md says so."""
+    assert len(compared) == 120
+    assert max(abs(row.error) for row in compared if not row.chaotic) < 0.10
+    assert statistics.median(abs(row.error) for row in compared if row.chaotic) < 0.20
+
+
+def test_ranking(compared):
+    found = [pair[2] for rows in report.by_shape(compared).values() for pair in report.pairs(rows)]
+    assert len(found) == 180
+    assert found.count("differ") <= 0.03 * (len(found) - found.count("tie"))
+    assert found.count("tie") < len(found) / 2
+    for rows in report.by_shape(compared).values():
+        fastest, choice = report.best(rows)
+        assert choice.clocks / fastest.clocks - 1 < 0.06
+
+
+def test_document_quotes_the_committed_results(compared):
+    document = (ROOT / "docs" / "model.md").read_text()
+    assert report.with_block(document, report.text(compared)) == document
+    assert (ROOT / "docs" / "model.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_plot(compared, tmp_path):
+    report.draw(compared, tmp_path / "model.png")
+    assert (tmp_path / "model.png").stat().st_size > 20_000
+
+
+def test_noise_and_pairs():
+    def row(policy, first, second, predicted):
+        return report.Compared(SHAPE, policy, 1.0, (first, second), model.Prediction(1.0, predicted, 1.0))
+
+    rows = [row("ascending", 100, 100, 9.0), row("spt", 100.4, 100.6, 3.0), row("descending", 110, 110, 8.0)]
+    assert report.noise(rows) == report.TIE
+    kinds = {(first.policy, second.policy): kind for first, second, kind in report.pairs(rows)}
+    expected = {("ascending", "spt"): "tie", ("ascending", "descending"): "differ", ("spt", "descending"): "agree"}
+    assert kinds == expected
+    shaky = [row("ascending", 100, 110, 9.0), row("descending", 110, 120, 8.0)]
+    assert report.noise(shaky) > 0.17 and [pair[2] for pair in report.pairs(shaky)] == ["tie"]
+
+
+def test_regenerating_gives_the_committed_table(machine):
+    assert auto_table.text(machine) == auto_table.TABLE.read_text()
+
+
+def test_auto_looks_at_one_sequence_and_one_head(machine):
+    from dash_attn.schedule import auto_table as table
+
+    keys = {(d, c, g) for d in (64, 128) for c in (False, True) for g in table.QUERIES_PER_KV}
+    assert set(table.FASTEST) == keys
+    assert all(len(policies) == len(table.LENGTHS) for policies in table.FASTEST.values())
+    for (_, causal, _), policies in table.FASTEST.items():
+        assert all(_schedule.fits(policy, causal) for policy in policies)
+    for batch, heads in [(1, 4), (7, 4), (1, 32)]:
+        tiles = schedule.problem("auto", 700, 700, causal=True, head_dim=64, batch=batch, heads=heads)
+        named = schedule.resolve("auto", causal=True, seqlen_q=700, seqlen_k=700, head_dim=64)
+        assert tiles.cta_group == _schedule.cta_group(named)
+
+
+def test_auto_between_the_lengths_of_the_table(monkeypatch):
+    from dash_attn.schedule import auto_table as table
+
+    names = ("ascending", "descending", "spt")
+    monkeypatch.setattr(table, "LENGTHS", (512, 1024, 2048))
+    monkeypatch.setattr(table, "QUERIES_PER_KV", (1, 4))
+    monkeypatch.setattr(table, "FASTEST", {(64, True, 1): names, (64, True, 4): names[::-1]})
+
+    def auto(seqlen_k, queries_per_kv=1, head_dim=40):
+        shape = dict(causal=True, seqlen_q=9, seqlen_k=seqlen_k, head_dim=head_dim, queries_per_kv=queries_per_kv)
+        return schedule.resolve("auto", **shape)
+
+    assert [auto(n) for n in (1, 512, 513, 1024, 1025, 2048, 100_000)] == [
+        "ascending", "ascending", "descending", "descending", "spt", "spt", "spt",
+    ]  # fmt: skip
+    assert [auto(512, group) for group in (1, 2, 4, 8)] == ["ascending", "spt", "spt", "spt"]
+
+
+@pytest.mark.parametrize(
+    "policy, causal, seqlen, head_dim, section",
+    [
+        ("descending", True, 512, 128, 64),
+        ("descending", True, 16384, 128, 16),
+        ("symmetric_shift", True, 1024, 64, 64),
+        ("spt", True, 512, 64, 1),
+        ("ascending", True, 512, 64, 1),
+        ("spt", False, 512, 64, 64),
+        ("shift", False, 16384, 128, 1),
+    ],
+)
+def test_sections_of_the_launch(policy, causal, seqlen, head_dim, section):
+    assert _schedule.head_section(policy, seqlen, seqlen, head_dim=head_dim, causal=causal) == section
+    tiles = schedule.problem(policy, seqlen, seqlen, causal=causal, head_dim=head_dim, head_section=None)
+    assert tiles.head_section == section
