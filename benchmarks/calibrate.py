@@ -57,13 +57,18 @@ def probes(sms: int, tile_shapes: dict[int, tuple[int, int]]) -> list[Probe]:
                 )
             )
 
+        rows = tile_k // tile_q
         # A claim: few steps, several claims an SM.
         for claims in (1, 4, 12):
             add("claim", 2, 1, batch=sms * claims)
-        # A step with adds, whose turns have come; in clusters, whose CTAs wait for each other.
+        # A step with adds, whose turns have come.
         for steps in (8, 32):
             add("step", steps, 4, batch=sms)
-            add("step", steps, 4, batch=sms, schedule="shift")
+        # The code of each kernel, in many steps on a full GPU.
+        for schedule in ("ascending", "descending", "spt", "shift"):
+            add("code", 24 * rows, 24, batch=sms // 4, schedule=schedule)
+        for schedule in ("descending", "spt", "symmetric_shift"):
+            add("code", 24 * rows, 24, batch=sms // 2, mask="causal", schedule=schedule)
         # One SM alone: no queue anywhere.
         for steps in (16, 64):
             add("alone", steps, 4, on=1)
@@ -72,7 +77,6 @@ def probes(sms: int, tile_shapes: dict[int, tuple[int, int]]) -> list[Probe]:
             add("hop", 1, keys)
             add("hop", 1, keys, on=8)
         # The causal kernel, filled and in short supply of SMs.
-        rows = tile_k // tile_q
         for tiles, batch in ((4, sms), (4, 4 * sms), (16, sms // 2)):
             for schedule in ("descending", "spt", "symmetric_shift"):
                 add("causal", tiles * rows, tiles, batch=batch, mask="causal", schedule=schedule)

@@ -35,7 +35,7 @@ class Machine:
     step: dict[int, float]  # products of a tile
     mask: dict[int, float]  # what they take longer where the diagonal crosses the tile
     claim: dict[int, float]  # from a claim's last products to the next one's first
-    cluster_step: float  # what products take longer in a cluster
+    code: dict[str, float]  # by `code_key`: each kernel is compiled apart, and takes its own share more or less
     spread: float  # products vary by this share, either way
     add: float  # of a dQ tile into L2
     signal: float  # from the end of an add until the next CTA knows
@@ -58,7 +58,7 @@ class Prediction:
 
 def read(path: pathlib.Path) -> Machine:
     fields = json.loads(path.read_text())
-    by_head_dim = {f.name for f in dataclasses.fields(Machine) if str(f.type).startswith("dict")}
+    by_head_dim = {f.name for f in dataclasses.fields(Machine) if str(f.type).startswith("dict[int")}
     return Machine(**{k: {int(d): x for d, x in v.items()} if k in by_head_dim else v for k, v in fields.items()})
 
 
@@ -94,7 +94,7 @@ def clocks(machine: Machine, policy: str, shape, sms: int | None = None) -> tupl
     settings = dict(
         KERNEL,
         sms=sms,
-        product_time=machine.step[head_dim] + (machine.cluster_step if tiles.cta_group > 1 else 0),
+        product_time=machine.step[head_dim] * machine.code.get(code_key(policy, shape), 1.0),
         spread=machine.spread,
         mask_time=machine.mask[head_dim],
         add_time=machine.add,
@@ -113,6 +113,10 @@ def clocks(machine: Machine, policy: str, shape, sms: int | None = None) -> tupl
         setattr(options, name, value)
     played = _schedule.simulate(policy, tiles, options)
     return played.makespan, played.num_tasks
+
+
+def code_key(policy: str, shape) -> str:
+    return f"{max(64, shape.head_dim)} {'causal' if shape.causal else 'full'} {policy}"
 
 
 def elements(shape) -> int:
@@ -210,6 +214,13 @@ def fit_around(calibration: dict) -> dict[int, list[list[float]]]:
     return {head_dim: sorted(found) for head_dim, found in points.items()}
 
 
+def memory_bandwidth(calibration: dict) -> float:
+    """Bytes a clock of what streams: the kernels around the main one, which read O, dO and the sum of dQ and write dQ."""
+    row = max(map(Row, calibration["kernels"]), key=elements)
+    moved = elements(row) * (3 * ELEMENT_BYTES + SUM_BYTES)
+    return moved / ((row.preprocess + row.convert) * row.mhz)
+
+
 def fit_clock(calibration: dict, machine: Machine) -> Machine:
     """The clock as a line over the tensor cores' share, from what the grid's rounds ran at."""
     shares, mhz = [], []
@@ -229,7 +240,7 @@ def fit(calibration: dict, evaluations: int = 1500) -> Machine:
     """Costs from the probes; the grid is used for the clock alone."""
     latency = calibration["latency"]
     sms = calibration["meta"]["sms"]
-    probes = [row for row in map(Row, calibration["probes"]) if not is_chaotic(row) and not (row.shows=="step" and row.seqlen_k==128)]
+    probes = [row for row in map(Row, calibration["probes"]) if not is_chaotic(row)]
     # The chain's clock is that of its poll; it runs at the highest.
     ghz = max(row.mhz for row in probes) / 1e3
     hop = latency["hop_ns"]
@@ -240,13 +251,13 @@ def fit(calibration: dict, evaluations: int = 1500) -> Machine:
         step={64: 4700.0, 128: 3900.0},
         mask={64: 200.0, 128: 300.0},
         claim={64: 5500.0, 128: 6500.0},
-        cluster_step=60.0,
+        code={},
         spread=0.1,
         add=latency["add_clocks"][f"{sms} CTAs, every 4000 clocks"],
         signal=hop["8 CTAs, 0 bytes"] * ghz,
         poll=latency["read_clocks"]["far"],
         load=latency["read_clocks"]["far"] * 5,
-        memory=2500.0,
+        memory=memory_bandwidth(calibration),
         cache_mib=32.0,
         around_us=fit_around(calibration),
         idle_mhz=0.0,
@@ -256,30 +267,29 @@ def fit(calibration: dict, evaluations: int = 1500) -> Machine:
     head_dims = sorted(machine.step)
 
     def with_costs(values: list[float]) -> Machine:
-        start, signal, memory, cache_mib, cluster_step, spread, *rest = values
+        start, signal, cache_mib, spread, *rest = values
         step, claim, mask = (dict(zip(head_dims, rest[i::3])) for i in range(3))
-        return dataclasses.replace(
-            machine,
-            start=start,
-            signal=signal,
-            memory=memory,
-            cache_mib=cache_mib,
-            cluster_step=cluster_step,
-            spread=min(spread, 0.5),
-            step=step,
-            claim=claim,
-            mask=mask,
-        )
+        shared = dict(start=start, signal=signal, cache_mib=cache_mib, spread=min(spread, 0.5))
+        return dataclasses.replace(machine, **shared, step=step, claim=claim, mask=mask)
+
+    def ratio(tried: Machine, row: Row) -> float:
+        return clocks(tried, row.schedule, row, row.sms)[0] / (row.backward * row.mhz)
 
     def error(values: list[float]) -> float:
         tried = with_costs(values)
-        ratios = [clocks(tried, row.schedule, row, row.sms)[0] / (row.backward * row.mhz) for row in probes]
-        return sum(math.log(ratio) ** 2 for ratio in ratios)
+        return sum(math.log(ratio(tried, row)) ** 2 for row in probes)
 
-    first = [machine.start, machine.signal, machine.memory, machine.cache_mib, machine.cluster_step, machine.spread]
+    costs = [machine.start, machine.signal, machine.cache_mib, machine.spread]
     for head_dim in head_dims:
-        first += [machine.step[head_dim], machine.claim[head_dim], machine.mask[head_dim]]
-    return fit_clock(calibration, with_costs(minimise(error, first, evaluations)))
+        costs += [machine.step[head_dim], machine.claim[head_dim], machine.mask[head_dim]]
+    for part in (0.6, 0.4):
+        costs = minimise(error, costs, int(part * evaluations))
+        fitted = with_costs(costs)
+        for row in probes:
+            if row.shows == "code":
+                key = code_key(row.schedule, row)
+                machine.code[key] = fitted.code.get(key, 1.0) / ratio(fitted, row)
+    return fit_clock(calibration, with_costs(costs))
 
 
 def main(argv: list[str] | None = None) -> None:
