@@ -236,11 +236,11 @@ def fit_clock(calibration: dict, machine: Machine) -> Machine:
     return dataclasses.replace(machine, idle_mhz=idle, mhz_per_share=-slope, most_mhz=max(mhz))
 
 
-def fit(calibration: dict, evaluations: int = 1500) -> Machine:
+def fit(calibration: dict, evaluations: int = 1000) -> Machine:
     """Costs from the probes; the grid is used for the clock alone."""
     latency = calibration["latency"]
     sms = calibration["meta"]["sms"]
-    probes = [row for row in map(Row, calibration["probes"]) if not is_chaotic(row)]
+    probes = [row for row in map(Row, calibration["probes"]) if not is_chaotic(row) and row.shows != "code"]
     # The chain's clock is that of its poll; it runs at the highest.
     ghz = max(row.mhz for row in probes) / 1e3
     hop = latency["hop_ns"]
@@ -282,21 +282,26 @@ def fit(calibration: dict, evaluations: int = 1500) -> Machine:
     costs = [machine.start, machine.signal, machine.cache_mib, machine.spread]
     for head_dim in head_dims:
         costs += [machine.step[head_dim], machine.claim[head_dim], machine.mask[head_dim]]
-    for part in (0.6, 0.4):
-        costs = minimise(error, costs, int(part * evaluations))
-        fitted = with_costs(costs)
-        for row in probes:
-            if row.shows == "code":
-                key = code_key(row.schedule, row)
-                machine.code[key] = fitted.code.get(key, 1.0) / ratio(fitted, row)
-    return fit_clock(calibration, with_costs(costs))
+    fitted = with_costs(minimise(error, costs, evaluations))
+    return fit_clock(calibration, dataclasses.replace(fitted, code=fit_code(calibration, fitted)))
+
+
+def fit_code(calibration: dict, machine: Machine) -> dict[str, float]:
+    """By how much each kernel's products differ from the mean of those for the same head_dim and mask."""
+    ratios: dict[str, dict[str, float]] = {}
+    for row in map(Row, calibration["probes"]):
+        if row.shows == "code":
+            ratio = row.backward * row.mhz / clocks(machine, row.schedule, row, row.sms)[0]
+            ratios.setdefault(f"{row.head_dim} {row.mask}", {})[code_key(row.schedule, row)] = ratio
+    means = {kind: statistics.geometric_mean(found.values()) for kind, found in ratios.items()}
+    return {key: round(ratio / means[kind], 4) for kind, found in ratios.items() for key, ratio in found.items()}
 
 
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("calibration", type=pathlib.Path)
     parser.add_argument("--machine", type=pathlib.Path, required=True, help="write the fitted machine here")
-    parser.add_argument("--evaluations", type=int, default=1500, help="of the error, while fitting")
+    parser.add_argument("--evaluations", type=int, default=1000, help="of the error, while fitting")
     arguments = parser.parse_args(argv)
     machine = fit(json.loads(arguments.calibration.read_text()), arguments.evaluations)
     arguments.machine.write_text(dumps(machine))
