@@ -137,7 +137,7 @@ __device__ __forceinline__ void multiply(float (&acc)[kAcc], RegisterSlice (&a)[
                                          bool accumulate = false) {
   using Product = RegisterProduct<Element, 2 * kAcc, B::kMajor>;
   pin(a);
-  if (accumulate) { pin(acc); }
+  pin(acc);
   cute::warpgroup_arrive();
 #pragma unroll
   for (int k = 0; k < kSlices; ++k) {
