@@ -3,8 +3,9 @@
     python -m benchmarks.auto_table
 
 The bits of a gradient follow from the policy, so the table may look at one sequence and one head only: head_dim, mask,
-length, query heads a KV head. The number of sequences and of SMs is no key. A policy is chosen for a full GPU and one a quarter
-as full, and only where it gains more than the model errs; else it is DEFAULT.
+length, query heads a KV head. The number of sequences and of SMs is no key. A policy is chosen for a full GPU and one a
+quarter as full, and only where it gains more than the model errs; else it is DEFAULT. Policies that run in clusters are left
+out: "auto" has to go on wherever one SM is free.
 """
 
 import argparse
@@ -60,9 +61,9 @@ def fastest(machine: model.Machine, head_dim: int, causal: bool, length: int, qu
     def cost(policy: str) -> float:
         return math.fsum(math.log(model.clocks(machine, policy, shape)[0]) for shape in shapes) / len(shapes)
 
-    ordered = [p for p in schedule.POLICIES if _schedule.fits(p, causal) and p not in model.UNORDERED]
-    costs = {policy: cost(policy) for policy in ordered}
-    best = min(ordered, key=costs.get)
+    fitting = [p for p in schedule.POLICIES if _schedule.fits(p, causal) and p not in model.UNORDERED]
+    costs = {policy: cost(policy) for policy in fitting if _schedule.cta_group(policy) == 1}
+    best = min(costs, key=costs.get)
     return best if costs[DEFAULT] - costs[best] > MARGIN else DEFAULT
 
 

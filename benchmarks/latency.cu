@@ -133,7 +133,8 @@ extern "C" int measure_chain(int ctas, int* words, float* sums, int hops, int by
   return cudaGetLastError();
 }
 
-extern "C" int measure_adds(int ctas, float* sums, int tiles, int adds, int period, float* clocks, cudaStream_t stream) {
+extern "C" int measure_adds(int ctas, float* sums, int tiles, int adds, int period, float* clocks,
+                            cudaStream_t stream) {
   int bytes = 0;
   if (int const error = all_shared_memory(add_kernel, bytes)) return error;
   add_kernel<<<ctas, 128, bytes, stream>>>(sums, tiles, adds, period, clocks);

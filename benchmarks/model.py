@@ -240,7 +240,7 @@ def fit(calibration: dict, evaluations: int = 1000) -> Machine:
     """Costs from the probes; the grid is used for the clock alone."""
     latency = calibration["latency"]
     sms = calibration["meta"]["sms"]
-    probes = [row for row in map(Row, calibration["probes"]) if not is_chaotic(row) and row.shows != "code"]
+    probes = [row for row in map(Row, calibration["probes"]) if not is_chaotic(row)]
     # The chain's clock is that of its poll; it runs at the highest.
     ghz = max(row.mhz for row in probes) / 1e3
     hop = latency["hop_ns"]

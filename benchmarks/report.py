@@ -11,7 +11,7 @@ import pathlib
 import statistics
 
 from benchmarks import model
-from benchmarks.shapes import SHAPE_FIELDS, Shape
+from benchmarks.shapes import SHAPE_FIELDS, Shape, flops
 
 TIE = 0.01  # differences below it are never significant
 BLOCK = ("<!-- written by benchmarks.report -->\n", "<!-- end -->\n")  # what it replaces in a document
@@ -161,15 +161,16 @@ def draw(rows: list[Compared], path: pathlib.Path) -> None:
             if not line:
                 continue
             lengths = [row.shape.seqlen for row in line]
-            work = [row.shape.seqlen * 1e-3 for row in line]
-            axis.plot(lengths, [row.predicted.us / w for row, w in zip(line, work)], "-", color=colours[policy], label=policy)
-            axis.plot(lengths, [row.us / w for row, w in zip(line, work)], "o", color=colours[policy], markersize=5, mfc="none")
+            work = [1e-6 * flops(row.shape, "backward") for row in line]
+            style = dict(color=colours[policy])
+            axis.plot(lengths, [w / row.predicted.us for row, w in zip(line, work)], "-", **style, label=policy)
+            axis.plot(lengths, [w / row.us for row, w in zip(line, work)], "o", **style, markersize=5, mfc="none")
         axis.set_xscale("log", base=2)
-        axis.set_yscale("log")
+        axis.set_ylim(bottom=0)
         axis.set_xticks(lengths, [f"{n // 1024}k" if n >= 1024 else str(n) for n in lengths])
         axis.set_title(f"{mask}, head_dim {head_dim}, {heads}/{kv_heads} heads", fontsize=10)
-        axis.set_ylabel("us per 1,000 queries of a sequence")
-        axis.grid(alpha=0.3, which="both")
+        axis.set_ylabel("TFLOP/s")
+        axis.grid(alpha=0.3)
         axis.legend(fontsize=7)
     for axis in list(axes.flat)[len(groups) :]:
         axis.axis("off")

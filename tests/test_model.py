@@ -183,7 +183,7 @@ def test_auto_looks_at_one_sequence_and_one_head(machine):
     assert set(table.FASTEST) == keys
     assert all(len(policies) == len(table.LENGTHS) for policies in table.FASTEST.values())
     for (_, causal, _), policies in table.FASTEST.items():
-        assert all(_schedule.fits(policy, causal) for policy in policies)
+        assert all(_schedule.fits(policy, causal) and _schedule.cta_group(policy) == 1 for policy in policies)
     for batch, heads in [(1, 4), (7, 4), (1, 32)]:
         tiles = schedule.problem("auto", 700, 700, causal=True, head_dim=64, batch=batch, heads=heads)
         named = schedule.resolve("auto", causal=True, seqlen_q=700, seqlen_k=700, head_dim=64)

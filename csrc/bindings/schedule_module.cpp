@@ -49,27 +49,26 @@ decltype(auto) with_fitting_policy(std::string const& name, Problem const& probl
 
 int in_range(char const* argument, int64_t value, int64_t first, int64_t end) {
   if (value < first || value >= end) {
-    throw py::value_error(std::string(argument) + " must be in [" + std::to_string(first) + ", " +
-                          std::to_string(end) + "), got " + std::to_string(value));
+    throw py::value_error(std::string(argument) + " must be in [" + std::to_string(first) + ", " + std::to_string(end) +
+                          "), got " + std::to_string(value));
   }
   return static_cast<int>(value);
 }
 
-Problem checked_problem(int64_t seqlen_q, int64_t seqlen_k, int64_t tile_q, int64_t tile_k, bool causal,
-                        int64_t batch, int64_t kv_heads, int64_t queries_per_kv, int64_t cta_group,
-                        int64_t head_section) {
+Problem checked_problem(int64_t seqlen_q, int64_t seqlen_k, int64_t tile_q, int64_t tile_k, bool causal, int64_t batch,
+                        int64_t kv_heads, int64_t queries_per_kv, int64_t cta_group, int64_t head_section) {
   // Lengths and tiles below 2^30 keep every sum of the headers below 2^31.
   constexpr int64_t kEnd = int64_t{1} << 30;
-  for (auto const& [argument, value] : std::initializer_list<std::pair<char const*, int64_t>>{
-           {"seqlen_q", seqlen_q},
-           {"seqlen_k", seqlen_k},
-           {"tile_q", tile_q},
-           {"tile_k", tile_k},
-           {"batch", batch},
-           {"kv_heads", kv_heads},
-           {"queries_per_kv", queries_per_kv},
-           {"cta_group", cta_group},
-           {"head_section", head_section}}) {
+  for (auto const& [argument, value] :
+       std::initializer_list<std::pair<char const*, int64_t>>{{"seqlen_q", seqlen_q},
+                                                              {"seqlen_k", seqlen_k},
+                                                              {"tile_q", tile_q},
+                                                              {"tile_k", tile_k},
+                                                              {"batch", batch},
+                                                              {"kv_heads", kv_heads},
+                                                              {"queries_per_kv", queries_per_kv},
+                                                              {"cta_group", cta_group},
+                                                              {"head_section", head_section}}) {
     in_range(argument, value, 1, kEnd);
   }
   Problem const problem =
@@ -158,9 +157,7 @@ Table add_order(std::string const& schedule, Problem const& problem) {
     Table table(problem.query_tiles);
     for (int q = 0; q < problem.query_tiles; ++q) {
       table[q].assign(problem.live_kv_tiles(q), -1);
-      for (int kv = 0; kv < problem.live_kv_tiles(q); ++kv) {
-        table[q].at(Order<policy()>::rank(problem, kv, q)) = kv;
-      }
+      for (int kv = 0; kv < problem.live_kv_tiles(q); ++kv) { table[q].at(Order<policy()>::rank(problem, kv, q)) = kv; }
     }
     return table;
   });
@@ -172,9 +169,7 @@ int cta_group(std::string const& schedule) {
 
 std::tuple<int, int, int> tile_shape(int head_dim, bool causal) {
   int const padded = padded_head_dim(head_dim);
-  if (padded == 0) {
-    throw py::value_error("head_dim must be in [1, 128], got " + std::to_string(head_dim));
-  }
+  if (padded == 0) { throw py::value_error("head_dim must be in [1, 128], got " + std::to_string(head_dim)); }
   TileShape const shape = backward_tile_shape(padded, causal);
   return {shape.query, shape.key, shape.head_dim};
 }
@@ -236,8 +231,7 @@ std::string repr(Problem const& p) {
          ", tile_q=" + std::to_string(p.tile_q) + ", tile_k=" + std::to_string(p.tile_k) +
          ", causal=" + (p.causal ? "True" : "False") + ", batch=" + std::to_string(p.batch) +
          ", kv_heads=" + std::to_string(p.kv_heads) + ", queries_per_kv=" + std::to_string(p.queries_per_kv) +
-         ", cta_group=" + std::to_string(p.cta_group) +
-         ", head_section=" + std::to_string(p.head_section) + ")";
+         ", cta_group=" + std::to_string(p.cta_group) + ", head_section=" + std::to_string(p.head_section) + ")";
 }
 
 }  // namespace
@@ -265,19 +259,23 @@ PYBIND11_MODULE(_schedule, m) {
       .def_readonly("head_section", &Problem::head_section)
       .def_readonly("num_query_tiles", &Problem::query_tiles)
       .def_readonly("num_kv_tiles", &Problem::kv_tiles)
-      .def("first_query_tile",
-           [](Problem const& p, int64_t kv) { return p.first_query_tile(in_range("kv_tile", kv, 0, p.kv_tiles)); },
-           py::arg("kv_tile"))
-      .def("live_query_tiles",
-           [](Problem const& p, int64_t kv) { return p.live_query_tiles(in_range("kv_tile", kv, 0, p.kv_tiles)); },
-           py::arg("kv_tile"))
-      .def("live_kv_tiles",
-           [](Problem const& p, int64_t q) { return p.live_kv_tiles(in_range("query_tile", q, 0, p.query_tiles)); },
-           py::arg("query_tile"))
+      .def(
+          "first_query_tile",
+          [](Problem const& p, int64_t kv) { return p.first_query_tile(in_range("kv_tile", kv, 0, p.kv_tiles)); },
+          py::arg("kv_tile"))
+      .def(
+          "live_query_tiles",
+          [](Problem const& p, int64_t kv) { return p.live_query_tiles(in_range("kv_tile", kv, 0, p.kv_tiles)); },
+          py::arg("kv_tile"))
+      .def(
+          "live_kv_tiles",
+          [](Problem const& p, int64_t q) { return p.live_kv_tiles(in_range("query_tile", q, 0, p.query_tiles)); },
+          py::arg("query_tile"))
       .def("__repr__", &repr);
 
-  m.def("fits", [](std::string const& schedule, bool causal) { return fits(parse_policy(schedule), causal); },
-        py::arg("schedule"), py::arg("causal"), "Whether the policy is defined for this mask.");
+  m.def(
+      "fits", [](std::string const& schedule, bool causal) { return fits(parse_policy(schedule), causal); },
+      py::arg("schedule"), py::arg("causal"), "Whether the policy is defined for this mask.");
   m.def("cta_group", &cta_group, py::arg("schedule"), "CTAs of the clusters that the kernel launches for the policy.");
   m.def("visit", &visit, py::arg("schedule"), py::arg("problem"), py::arg("kv_tile"), py::arg("step"),
         "Query tile that a KV tile visits at a step.");

@@ -15,7 +15,9 @@ namespace dash_attn {
 constexpr int head_section(Policy policy, bool causal, int seqlen_q, int seqlen_k, int tile_k, int padded_head_dim) {
   constexpr int kElementBytes = 2, kSumBytes = 4;
   int64_t const head_bytes = int64_t{seqlen_q} * padded_head_dim * (2 * kElementBytes + kSumBytes);
-  auto const heads_within = [&](int64_t bytes) { return bytes < head_bytes ? 1 : static_cast<int>(bytes / head_bytes); };
+  auto const heads_within = [&](int64_t bytes) {
+    return bytes < head_bytes ? 1 : static_cast<int>(bytes / head_bytes);
+  };
   if (!causal) return heads_within(16 << 20);
   if (policy != Policy::kAscending && policy != Policy::kSpt) {
     constexpr int kEnoughForAnEvenEnd = 512;  // claims in a section

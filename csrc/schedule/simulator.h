@@ -38,15 +38,17 @@ struct SimulationOptions {
   double add_time = 0;
   double signal_time = 0;  // from the end of an add until the next rank's CTA knows of it
   double poll_time = 0;    // from taking up a partial until its turn is known, when it has come already; not for rank 0
-  double claim_time = 0;   // from the end of a claim's products to the start of the next one's: dK and dV out, K and Q in
-  double load_time = 0;    // from the start of a claim of few steps until its loads have gone out
-  double memory_claim_time = 0;  // for which a claim's K, V, dK and dV keep memory busy, which serves one after the other
-  double memory_tile_time = 0;   // the same for a query tile that is not in cache: Q, dO and the sum of dQ
-  double cache_time = 1e12;      // a tile is in cache until memory has been used for this long since its last visit
-  int staging = 0;         // partials that may be under way while products go on; 0: products wait for the add
-  int adders = 1;          // partials of a CTA that may wait for their turns or be added at a time, taken round robin
-  int loads_ahead = 0;     // steps loaded ahead: a claim is taken this many steps before the end of the one before
-  bool ordered = true;     // false: partials are added when they are ready, in any order
+  double claim_time =
+      0;                 // from the end of a claim's products to the start of the next one's: dK and dV out, K and Q in
+  double load_time = 0;  // from the start of a claim of few steps until its loads have gone out
+  double memory_claim_time =
+      0;  // for which a claim's K, V, dK and dV keep memory busy, which serves one after the other
+  double memory_tile_time = 0;  // the same for a query tile that is not in cache: Q, dO and the sum of dQ
+  double cache_time = 1e12;     // what the cache holds: a tile leaves it at 0.5 to 1.5 of this use of memory
+  int staging = 0;              // partials that may be under way while products go on; 0: products wait for the add
+  int adders = 1;       // partials of a CTA that may wait for their turns or be added at a time, taken round robin
+  int loads_ahead = 0;  // steps loaded ahead: a claim is taken this many steps before the end of the one before
+  bool ordered = true;  // false: partials are added when they are ready, in any order
   Mapping mapping = Mapping::kClaims;
   std::vector<double> launch_times;  // when each cluster (each SM, without clusters) becomes resident; empty: 0
   bool record_tasks = false;
@@ -112,8 +114,8 @@ class Simulator {
     int const clusters = options_.sms / cluster_size_;
     if (options_.launch_times.empty()) options_.launch_times.assign(clusters, 0.0);
     if (static_cast<int>(options_.launch_times.size()) != clusters) {
-      throw std::invalid_argument("launch_times must have one entry a cluster, " + std::to_string(clusters) +
-                                  ", got " + std::to_string(options_.launch_times.size()));
+      throw std::invalid_argument("launch_times must have one entry a cluster, " + std::to_string(clusters) + ", got " +
+                                  std::to_string(options_.launch_times.size()));
     }
     if (options_.mapping == Mapping::kPublished) mapped_ = published_mapping(P, problem, options_.sms);
     slots_ = std::max(1, options_.staging);
@@ -170,8 +172,8 @@ class Simulator {
     int taken = 0;       // claims (of its cluster) or entries (of its mapping) consumed
     int group_head = 0;  // query head within the KV head's group
     int step = 0;
-    int steps_left = 0;   // of the claim, over all its query heads
-    int64_t handed = 0;   // partials given to the adders
+    int steps_left = 0;  // of the claim, over all its query heads
+    int64_t handed = 0;  // partials given to the adders
     SimulatedTask task{};
     std::vector<Slot> slots;
     std::vector<char> adder_busy;
@@ -189,6 +191,11 @@ class Simulator {
     double const waited_for = memory_used_ < options_.cache_time ? taken / 2 : taken;
     memory_used_ += taken;
     return memory_free_ = std::max(memory_free_, time) + waited_for;
+  }
+
+  bool is_evicted(Sum const& sum) {
+    double const age = (memory_used_ - sum.last_visit) / options_.cache_time;
+    return age > 0.5 && noise() < 2 * age - 2;
   }
 
   // A fixed sequence of numbers in [-1, 1).
@@ -264,9 +271,7 @@ class Simulator {
     double end = time + options_.product_time * (1 + options_.spread * noise()) + (masked ? options_.mask_time : 0);
     cta.task = {i, cta.work.batch, head, cta.work.kv_tile, q, time, 0, 0, 0};
     Sum& sum = sums_[sum_index(cta.task)];
-    if (!sum.visited || memory_used_ - sum.last_visit > options_.cache_time) {
-      end = std::max(end, use_memory(time, options_.memory_tile_time));
-    }
+    if (!sum.visited || is_evicted(sum)) { end = std::max(end, use_memory(time, options_.memory_tile_time)); }
     sum.visited = true;
     sum.last_visit = memory_used_;
     cta.task.products_end = end;
@@ -371,8 +376,7 @@ class Simulator {
     if (waiting_.empty()) return;
     auto const [i, number] = waiting_.begin()->second;
     SimulatedTask const& task = ctas_[i].slots[number % slots_].task;
-    throw std::runtime_error("no progress: " + std::to_string(waiting_.size()) + " of " +
-                             std::to_string(ctas_.size()) +
+    throw std::runtime_error("no progress: " + std::to_string(waiting_.size()) + " of " + std::to_string(ctas_.size()) +
                              " CTAs wait for adds that no resident CTA will make; KV tile " +
                              std::to_string(task.kv_tile) + " waits at query tile " + std::to_string(task.query_tile) +
                              " of head " + std::to_string(task.head));
@@ -389,7 +393,7 @@ class Simulator {
   std::vector<Cta> ctas_;
   std::vector<std::vector<int64_t>> taken_;  // by each cluster, in order
   std::vector<std::vector<Work>> mapped_;
-  std::vector<Sum> sums_;  // of each query tile of each head
+  std::vector<Sum> sums_;                                         // of each query tile of each head
   std::unordered_map<int64_t, std::pair<int, int64_t>> waiting_;  // (sum, rank): CTA and number of its partial
   std::priority_queue<Event, std::vector<Event>, std::greater<Event>> events_;
   Simulation result_;
