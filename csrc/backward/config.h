@@ -57,10 +57,8 @@ struct Config {
   static_assert(kSplitDqByHeadDim || kHeadDim == kWarpgroupRows);
   static constexpr int kDqQueries = kSplitDqByHeadDim ? kQuery : kQuery / kConsumers;
 
-  // Consumers hold their rows of V, and of K where registers allow, as A operands: what bounds the kernel is shared
-  // memory's bandwidth, and a product of 64 x 64 with both operands there takes all of it. (fp16 needs more of them.)
-  static constexpr bool kHoldK =
-      kHeadDim == 64 && kClusterSize == 1 && std::is_same_v<Element, cutlass::bfloat16_t>;
+  // Consumers hold their rows of V in registers as an A operand: what bounds the kernel is shared memory's bandwidth, and
+  // a product of 64 x 64 with both operands there takes all of it. There is no room for K as well.
   static constexpr int kHeadDimSlices = kHeadDim / kProductDepth;
 
   // Two of everything that changes from step to step, all used in turn, so that one count finds them: Q and dO (one

@@ -1,4 +1,5 @@
-// After the main kernel: dQ = softmax_scale * accumulator, put in order and rounded.
+// dQ = softmax_scale * accumulator, put in order and rounded. Starts while the last CTAs of the main kernel are running,
+// on SMs that have none left: a block waits for the sum of its own tile.
 #pragma once
 
 #include "dq_layout.h"
@@ -12,6 +13,7 @@ template <typename Element>
 struct ConvertParams {
   StridedView<Element> dq;
   const float* dq_accumulator;
+  const int* turns;
   Problem problem;
   int heads, head_dim;
   float softmax_scale;
@@ -37,12 +39,17 @@ __global__ void __launch_bounds__(kConvertThreads)
   const int head = batch_head % params.heads, batch = batch_head / params.heads;
 
   // Nobody has written the accumulator of queries that see no key.
-  const bool live = params.problem.live_kv_tiles(query_tile) > 0;
+  const int adds = params.problem.live_kv_tiles(query_tile);
+  const bool live = adds > 0;
+  if (threadIdx.x == 0) {
+    while (live && ptx::load_acquire(params.turns + blockIdx.x) != adds) { __nanosleep(100); }
+  }
+  __syncthreads();
   const float4* const source =
       reinterpret_cast<const float4*>(params.dq_accumulator + int64_t(blockIdx.x) * Config::kDqTileFloats);
 #pragma unroll
   for (int index = threadIdx.x; index < kQuads; index += kConvertThreads) {
-    const float4 quad = live ? __ldcs(source + index) : make_float4(0.f, 0.f, 0.f, 0.f);
+    const float4 quad = live ? __ldcg(source + index) : make_float4(0.f, 0.f, 0.f, 0.f);
     const float values[4] = {quad.x, quad.y, quad.z, quad.w};
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
@@ -54,17 +61,17 @@ __global__ void __launch_bounds__(kConvertThreads)
 
   constexpr int kThreadsPerRow = Config::kHeadDim / 8;
   const int column = threadIdx.x % kThreadsPerRow * 8;
-  if (column >= params.head_dim) { return; }
 #pragma unroll
   for (int row = threadIdx.x / kThreadsPerRow; row < Config::kQuery; row += kConvertThreads / kThreadsPerRow) {
     const int position = query_tile * Config::kQuery + row;
-    if (position >= params.problem.seqlen_q) { return; }
+    if (column >= params.head_dim || position >= params.problem.seqlen_q) { break; }
     const float4* const values = reinterpret_cast<const float4*>(tile + row * ConvertTile<Config>::kPitch + column);
     const float4 low = values[0], high = values[1];
     *reinterpret_cast<uint4*>(params.dq.row(batch, position, head) + column) =
         make_uint4(pack<Element>(low.x, low.y), pack<Element>(low.z, low.w), pack<Element>(high.x, high.y),
                    pack<Element>(high.z, high.w));
   }
+  ptx::wait_for_previous_kernel();  // so that the end of this kernel is the end of both
 }
 
 }  // namespace dash_attn::backward

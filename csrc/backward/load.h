@@ -30,7 +30,11 @@ class Loader {
     Work work;
     for (;; claims_ = claims_.next()) {
       request_claim(shared_, params_, claims_);
-      if (!next_work<Reader::kThread>(work, shared_, params_, claims_)) { return; }
+      if (!next_work<Reader::kThread>(work, shared_, params_, claims_)) {
+        // The conversion may start: it waits for adds of claims that have all been taken.
+        ptx::launch_dependents();
+        return;
+      }
       shared_.kv_empty.wait(RingIndex<1>{claims_.count}.empty_parity());
       if (work.valid) {
         load_claim(work);

@@ -41,6 +41,7 @@ __global__ void __launch_bounds__(kPreprocessThreads) preprocess_kernel(const Pr
   const int row = blockIdx.x % params.blocks_per_head * kPreprocessRows<kHeadDim> + threadIdx.x / kThreadsPerRow;
   const int column = threadIdx.x % kThreadsPerRow * 8;
 
+  ptx::launch_dependents();
   const int64_t thread = int64_t(blockIdx.x) * kPreprocessThreads + threadIdx.x;
   if (thread < params.num_turns) { params.workspace.turns[thread] = 0; }
   if (thread == 0) { *params.workspace.next_claim = 0; }

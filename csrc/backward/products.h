@@ -74,15 +74,14 @@ class Consumer {
     Scores scores;          // S and P; dP
     RoundedScores rounded;  // P; dS
     RegisterSlice v[Config::kHeadDimSlices];
-    RegisterSlice k[Config::kHoldK ? Config::kHeadDimSlices : 1];
 
-    // dQ's partial can take the registers of S, which has become P, while dP is not issued yet. ptxas does not find that
-    // by itself, and serialises products for want of registers; without K it does if it is told.
-    static constexpr bool kShareDq = Config::kHoldK || Layout::kRegisters == kScoreRegisters;
+    // Where dQ's partial is as large as S it takes the same registers: S has become P, and dP is not issued yet. ptxas
+    // does not find that by itself; taking half of them confuses it.
+    static constexpr bool kShareDq = Layout::kRegisters == kScoreRegisters;
     float own_dq[kShareDq ? 1 : Layout::kRegisters];
     __device__ __forceinline__ DqPartial& dq() {
       if constexpr (kShareDq) {
-        return reinterpret_cast<DqPartial&>(scores);
+        return scores;
       } else {
         return own_dq;
       }
@@ -115,10 +114,9 @@ class Consumer {
 
   __device__ __forceinline__ void begin_first_step(Registers& r) {
     shared_.k_full.wait(tile().parity());
-    if constexpr (Config::kHoldK) { hold_rows(r.k, shared_.k); }
     issue_s(r, step_);
     shared_.v_full.wait(tile().parity());
-    hold_rows(r.v, shared_.v);
+    load_rows<Config::kKey>(shared_.v, consumer_ * kWarpgroupRows, r.v, thread_ / 32, thread_ % 32);
     wait_products<0>();
     pin(r.scores);
     make_p(r.scores, step_);
@@ -174,18 +172,10 @@ class Consumer {
     step_ = step_.next();
   }
 
-  __device__ __forceinline__ void hold_rows(RegisterSlice (&rows)[Config::kHeadDimSlices], const Element* tile) const {
-    load_rows<Config::kKey>(tile, consumer_ * kWarpgroupRows, rows, thread_ / 32, thread_ % 32);
-  }
-
   __device__ __forceinline__ void issue_s(Registers& r, Step step) {
     shared_.q_full[step.slot()].wait(step.parity());
-    const QueryRows queries(tiles_at_(shared_.q[step.slot()]));
-    if constexpr (Config::kHoldK) {
-      multiply<Element>(r.scores, r.k, queries);
-    } else {
-      multiply<Element, Config::kHeadDim>(r.scores, KeyRows(tiles_at_(shared_.k), consumer_ * kWarpgroupRows), queries);
-    }
+    multiply<Element, Config::kHeadDim>(r.scores, KeyRows(tiles_at_(shared_.k), consumer_ * kWarpgroupRows),
+                                        QueryRows(tiles_at_(shared_.q[step.slot()])));
   }
 
   __device__ __forceinline__ void issue_dv(Registers& r, Step step) {
@@ -228,8 +218,7 @@ class Consumer {
 
   // dP and P become dS, rounded, in registers for dK and in shared memory for dQ.
   __device__ __forceinline__ void make_ds(Registers& r, Step step) {
-    // Lets ptxas mix the stores with the sums; with K in registers it runs out of them.
-    if constexpr (!Config::kHoldK) { forget(thread_); }
+    forget(thread_);  // also lets ptxas mix the stores with the sums
     differentiate(r.rounded, r.scores, shared_.delta[step.slot()]);
     shared_.dout_empty[step.slot()].arrive();
     store_transposed(shared_.ds[step.slot()] + consumer_ * kDsBlock, r.rounded, thread_ / 32, thread_ % 32);

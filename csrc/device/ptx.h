@@ -51,6 +51,13 @@ __device__ __forceinline__ void store_release(int* address, int value) {
   asm volatile("st.release.gpu.global.s32 [%0], %1;" : : "l"(address), "r"(value) : "memory");
 }
 
+// 9.7.13.12 "griddepcontrol": the next kernel in the stream, launched as this one's dependent, may start once every CTA
+// has said so or ended; what it reads of this one's it waits for by itself.
+__device__ __forceinline__ void launch_dependents() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
+
+// Waits until the kernels before this one have ended and what they wrote is visible.
+__device__ __forceinline__ void wait_for_previous_kernel() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
+
 // 9.7.8.24 "mapa": the address of this CTA's shared variable in CTA `cta_rank` of the cluster.
 __device__ __forceinline__ uint32_t map_shared(const void* shared, uint32_t cta_rank) {
   uint32_t mapped;

@@ -65,6 +65,14 @@ void launch_preprocess(const BackwardArguments& a, const Problem& problem, const
   check_cuda(cudaGetLastError(), "launching the backward's preprocess kernel");
 }
 
+// Programmatic dependent launch: see ptx::launch_dependents and ptx::wait_for_previous_kernel.
+inline cudaLaunchAttribute starts_before_previous_ends() {
+  cudaLaunchAttribute attribute{};
+  attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  attribute.val.programmaticStreamSerializationAllowed = 1;
+  return attribute;
+}
+
 template <typename Config>
 void launch_main(const BackwardArguments& a, const Problem& problem, const backward::Workspace& workspace,
                  cudaStream_t stream) {
@@ -98,11 +106,11 @@ void launch_main(const BackwardArguments& a, const Problem& problem, const backw
   config.blockDim = dim3(Config::kThreads);
   config.dynamicSmemBytes = kSharedBytes;
   config.stream = stream;
-  cudaLaunchAttribute cluster{};
-  cluster.id = cudaLaunchAttributeClusterDimension;
-  cluster.val.clusterDim = {Config::kClusterSize, 1, 1};
-  config.attrs = &cluster;
-  config.numAttrs = 1;
+  cudaLaunchAttribute attributes[2] = {starts_before_previous_ends()};
+  attributes[1].id = cudaLaunchAttributeClusterDimension;
+  attributes[1].val.clusterDim = {Config::kClusterSize, 1, 1};
+  config.attrs = attributes;
+  config.numAttrs = 2;
   check_cuda(cudaLaunchKernelEx(&config, kernel, params), "launching the backward kernel");
 }
 
@@ -112,6 +120,7 @@ void launch_convert(const BackwardArguments& a, const Problem& problem, const ba
   backward::ConvertParams<typename Config::Element> params;
   params.dq = strided_view<typename Config::Element>(a.dq);
   params.dq_accumulator = workspace.dq_accumulator;
+  params.turns = workspace.turns;
   params.problem = problem;
   params.heads = a.heads;
   params.head_dim = a.head_dim;
@@ -120,9 +129,15 @@ void launch_convert(const BackwardArguments& a, const Problem& problem, const ba
   constexpr int kTileBytes = backward::ConvertTile<Config>::kBytes;
   check_cuda(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kTileBytes),
              "sizing the conversion's shared memory");
-  const unsigned blocks = unsigned(a.batch) * a.heads * problem.query_tiles;
-  kernel<<<blocks, backward::kConvertThreads, kTileBytes, stream>>>(params);
-  check_cuda(cudaGetLastError(), "launching the conversion of dQ");
+  cudaLaunchConfig_t config{};
+  config.gridDim = dim3(unsigned(a.batch) * a.heads * problem.query_tiles);
+  config.blockDim = dim3(backward::kConvertThreads);
+  config.dynamicSmemBytes = kTileBytes;
+  config.stream = stream;
+  cudaLaunchAttribute overlap = starts_before_previous_ends();
+  config.attrs = &overlap;
+  config.numAttrs = 1;
+  check_cuda(cudaLaunchKernelEx(&config, kernel, params), "launching the conversion of dQ");
 }
 
 // What the kernels count in 32 bits, and what a cluster needs. Before anything is launched.
