@@ -40,6 +40,17 @@ class Adder {
     constexpr int kBytes = Config::kDqTileFloats * sizeof(float);
 
     shared_.dq_full[buffer.slot()].wait(buffer.parity());
+    if (Config::kAccumulation != Accumulation::kOrdered && rank == kAnyTurn) {
+      if constexpr (Config::kOrderFree) {
+        ptx::bulk_add_s32(accumulator, partial, kBytes);
+      } else {
+        ptx::bulk_add_f32(accumulator, partial, kBytes);
+      }
+      ptx::bulk_commit();
+      ptx::bulk_wait_read();
+      shared_.dq_empty[buffer.slot()].arrive();
+      return;
+    }
     if (rank == 0) {
       ptx::bulk_store(accumulator, partial, kBytes);
     } else {
