@@ -22,6 +22,7 @@
 #include "../device/mask.h"
 #include "claims.h"
 #include "config.h"
+#include "dq_grid.h"
 #include "dq_layout.h"
 #include "params.h"
 
@@ -88,6 +89,9 @@ class Consumer {
     }
   };
 
+  // Rounding a partial to the grid takes time that dP fills where it has registers of its own.
+  static constexpr bool kDpFirst = Config::kOrderFree && !Registers::kShareDq;
+
   // The loop is cut where no product is running, between dP and dS: ptxas then follows every product to its wait and
   // has no reason to serialise them.
   __device__ __forceinline__ void process_claim(int kv_tile) {
@@ -147,12 +151,13 @@ class Consumer {
 
     issue_dq(r, step_);
     issue_dv(r, step_.next());
-    wait_products<1>();  // dQ
+    if constexpr (kDpFirst) { issue_dp(r, step_.next()); }
+    wait_products<kDpFirst ? 2 : 1>();  // dQ
     pin(r.dq());
     hand_over(r.dq(), step_);
 
     step_ = step_.next();
-    issue_dp(r, step_);
+    if constexpr (!kDpFirst) { issue_dp(r, step_); }
     wait_products<0>();  // dV and dP
     pin(r.dv);
     pin(r.scores);
@@ -284,14 +289,33 @@ class Consumer {
 
   __device__ __forceinline__ void hand_over(const DqPartial& dq, Step step) {
     float4* const buffer = reinterpret_cast<float4*>(shared_.dq[step.slot()]);
+    const auto store = [&](int quad, float x, float y, float z, float w) {
+      buffer[Layout::quad_index(consumer_, quad, thread_)] = make_float4(x, y, z, w);
+    };
     shared_.dq_empty[step.slot()].wait(step.empty_parity());
+    if (!hand_over_on_grid(dq, step, store)) {
 #pragma unroll
-    for (int quad = 0; quad < Layout::kQuads; ++quad) {
-      buffer[Layout::quad_index(consumer_, quad, thread_)] =
-          make_float4(dq[4 * quad], dq[4 * quad + 1], dq[4 * quad + 2], dq[4 * quad + 3]);
+      for (int quad = 0; quad < Layout::kQuads; ++quad) {
+        store(quad, dq[4 * quad], dq[4 * quad + 1], dq[4 * quad + 2], dq[4 * quad + 3]);
+      }
     }
     ptx::fence_async_shared();
     arrive(shared_.dq_full[step.slot()]);
+  }
+
+  // Order-free, unless the head needs the order.
+  template <typename Store>
+  __device__ __forceinline__ bool hand_over_on_grid(const DqPartial& dq, Step step, const Store& store) {
+    if constexpr (Config::kOrderFree) {
+      const int slot = RingIndex<Config::kGridSlots>{step.count}.slot();
+      forget(thread_);
+      const int tile = shared_.grid_tile[slot];
+      if (tile == kNoGrid) { return false; }
+      const Grid<Config> grid(shared_.scales[slot], consumer_, thread_);
+      grid.round(dq, params_.workspace.scales + int64_t(tile) * Config::kQuery, store);
+      return true;
+    }
+    return false;
   }
 
   // Rounds dK and dV, stages them in the tiles of K and V, and lets TMA write what lies inside the tensors.

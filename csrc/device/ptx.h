@@ -21,6 +21,14 @@ __device__ __forceinline__ void bulk_add_f32(float* global, const float* shared,
                : "memory");
 }
 
+// The same for 32-bit integers, held in arrays of floats.
+__device__ __forceinline__ void bulk_add_s32(float* global, const float* shared, int bytes) {
+  asm volatile("cp.reduce.async.bulk.global.shared::cta.bulk_group.add.s32 [%0], [%1], %2;"
+               :
+               : "l"(__cvta_generic_to_global(global)), "r"(cute::cast_smem_ptr_to_uint(shared)), "r"(bytes)
+               : "memory");
+}
+
 // 9.7.9.27 "cp.async.bulk": overwrites global memory with `bytes` of shared memory.
 __device__ __forceinline__ void bulk_store(float* global, const float* shared, int bytes) {
   asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;"
@@ -49,6 +57,10 @@ __device__ __forceinline__ int load_acquire(const int* address) {
 
 __device__ __forceinline__ void store_release(int* address, int value) {
   asm volatile("st.release.gpu.global.s32 [%0], %1;" : : "l"(address), "r"(value) : "memory");
+}
+
+__device__ __forceinline__ void add_release(int* address, int value) {
+  asm volatile("red.release.gpu.global.add.s32 [%0], %1;" : : "l"(address), "r"(value) : "memory");
 }
 
 // 9.7.13.12 "griddepcontrol": the next kernel in the stream, launched as this one's dependent, may start once every CTA
