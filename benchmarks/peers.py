@@ -75,7 +75,8 @@ def _in_turn(forward: Callable[[], object], backward: Callable[[], object]) -> C
 
 
 class DashAttn:
-    """This package: every policy, always deterministic."""
+    """This package: every policy that users can choose, all deterministic; and, where they are asked for by name, the
+    yardsticks, which are not."""
 
     name = "dash_attn"
 
@@ -90,20 +91,27 @@ class DashAttn:
 
         unfit = "shift" if shape.causal else "symmetric_shift"
         fitting = [policy for policy in schedule.POLICIES if policy != unfit]
-        chosen = fitting if self._schedules is None else [s for s in self._schedules if s in (*fitting, "auto")]
-        return [Variant(self.name, policy, True) for policy in chosen]
+        known = (*fitting, *schedule.YARDSTICKS, "auto")
+        chosen = fitting if self._schedules is None else [s for s in self._schedules if s in known]
+        return [Variant(self.name, policy, policy not in schedule.YARDSTICKS) for policy in chosen]
 
     def prepare(self, variant: Variant, shape: Shape, x: Tensors) -> Calls:
         import dash_attn  # noqa: F401  registers the ops
+        from dash_attn import schedule
 
         ops, scale = torch.ops.dash_attn, softmax_scale(shape)
         out, softmax_lse = ops.forward(x.q, x.k, x.v, scale, shape.causal)
         saved = x.dout, x.q, x.k, x.v, out, softmax_lse
         gradients = tuple(torch.empty_like(t) for t in (x.q, x.k, x.v))
-        return _in_turn(
-            lambda: ops.forward(x.q, x.k, x.v, scale, shape.causal),
-            lambda: ops.backward(*saved, *gradients, scale, shape.causal, variant.schedule, 0),
-        )
+
+        def backward() -> None:
+            if variant.deterministic:
+                ops.backward(*saved, *gradients, scale, shape.causal, variant.schedule, 0)
+            else:  # the op takes deterministic policies only
+                number = schedule.policy_number(variant.schedule)
+                torch.ops.dash_attn_C.backward(*saved, *gradients, scale, shape.causal, number, 0)
+
+        return _in_turn(lambda: ops.forward(x.q, x.k, x.v, scale, shape.causal), backward)
 
 
 class TorchFlashAttention2:

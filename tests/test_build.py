@@ -29,7 +29,7 @@ INSTALLED = ["setup.py", "pyproject.toml", "README.md", "csrc", "dash_attn", "bu
 
 
 def policy_number(variant: variants.Variant) -> int:
-    return schedule.POLICIES.index(variant.policy_name())
+    return schedule.policy_number(variant.policy_name())
 
 
 def tool(name: str) -> str:
@@ -102,8 +102,9 @@ def test_list_of_variants_is_complete():
         for name in schedule.POLICIES
         if not (name == "shift" and causal) and not (name == "symmetric_shift" and not causal)
     }
+    expected |= {("BFloat16", head_dim, causal, "atomic") for head_dim in (64, 128) for causal in (False, True)}
     assert {(v.dtype, v.head_dim, v.causal, v.policy_name()) for v in VARIANTS} == expected
-    assert len(VARIANTS) == len(expected) == 32
+    assert len(VARIANTS) == len(expected) == 44
 
 
 def test_binary_has_every_variant(resources):
@@ -127,14 +128,17 @@ def test_machine_code_has_no_local_loads_or_stores(machine_code):
 def test_backward_uses_the_units_of_hopper(machine_code):
     kernels = backward_kernels(machine_code)
     assert kernels
-    for (dtype, *_), name in kernels.items():
+    for (dtype, _, _, policy), name in kernels.items():
         opcodes = {instruction.split(".")[0] for instruction in machine_code[name]}
         assert {"HGMMA", "UTMALDG", "UBLKRED"} <= opcodes, name
         # A product of bf16 states the type; a product of fp16 is the instruction's default.
         products = [i for i in machine_code[name] if i.startswith("HGMMA")]
         assert all(("BF16" in i) == (dtype == "BFloat16") for i in products), (name, products)
         additions = {i for i in machine_code[name] if i.startswith("UBLKRED")}
-        assert all("ADD" in i and "F32" in i for i in additions), (name, additions)
+        # Order-free kernels add integers, and fp32 for the heads that need the order.
+        types = {match.group(0) for i in additions for match in [re.search(r"[FSU]32", i)] if match and "ADD" in i}
+        integers = {"F32", "S32"} if policy == schedule.policy_number("order_free") else {"F32"}
+        assert len(additions) == len(types) and types == integers, (name, additions)
 
 
 def test_binary_needs_only_stable_symbols(binary):
@@ -190,9 +194,9 @@ def test_ptxas_output_is_read_and_judged():
 @pytest.mark.parametrize(
     "environment, count",
     [
-        ({}, 32),
-        ({"DASH_ATTN_HEAD_DIMS": "64"}, 16),
-        ({"DASH_ATTN_DTYPES": "bf16"}, 16),
+        ({}, 44),
+        ({"DASH_ATTN_HEAD_DIMS": "64"}, 22),
+        ({"DASH_ATTN_DTYPES": "bf16"}, 24),
         ({"DASH_ATTN_MASKS": "causal", "DASH_ATTN_POLICIES": "spt, symmetric_shift"}, 8),
         ({"DASH_ATTN_HEAD_DIMS": "128", "DASH_ATTN_DTYPES": "fp16", "DASH_ATTN_POLICIES": "shift"}, 1),
     ],

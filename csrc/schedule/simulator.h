@@ -118,6 +118,7 @@ class Simulator {
                                   std::to_string(options_.launch_times.size()));
     }
     if (options_.mapping == Mapping::kPublished) mapped_ = published_mapping(P, problem, options_.sms);
+    options_.ordered = options_.ordered && accumulation(P) == Accumulation::kOrdered;
     slots_ = std::max(1, options_.staging);
     Cta cta;
     cta.slots.resize(slots_);
