@@ -215,10 +215,9 @@ def fit_around(calibration: dict) -> dict[int, list[list[float]]]:
 
 
 def memory_bandwidth(calibration: dict) -> float:
-    """Bytes a clock of what streams: the kernels around the main one, which read O, dO and the sum of dQ and write dQ."""
+    """Bytes a clock of what streams: the kernel before the main one, which reads O and dO."""
     row = max(map(Row, calibration["kernels"]), key=elements)
-    moved = elements(row) * (3 * ELEMENT_BYTES + SUM_BYTES)
-    return moved / ((row.preprocess + row.convert) * row.mhz)
+    return 2 * ELEMENT_BYTES * elements(row) / (row.preprocess * row.mhz)
 
 
 def fit_clock(calibration: dict, machine: Machine) -> Machine:
