@@ -78,10 +78,10 @@ def synthetic_calibration(machine):
         clocks, _ = model.clocks(machine, probe.schedule, probe, probe.sms)
         if probe.shows == "code" or probe.seqlen_q * probe.batch <= 70_000:  # enough of them, and quick
             rows.append({**vars(probe), "mhz": 2000, "backward": clocks / 2000})
-    around = 16 * 2048 * 10 / machine.memory / 2000  # us of each streaming kernel, a batch and column of head_dim, at 1 GHz
+    preprocess = 16 * 2048 * 4 / machine.memory / 1000  # us for a batch and column of head_dim, at 1 GHz
     kernels = [
         {**vars(dataclasses.replace(SHAPE, head_dim=head_dim, batch=batch)), "us": 100.0 * batch, "backward": 90.0 * batch}
-        | {"mhz": 1000, "preprocess": around * batch * head_dim, "convert": around * batch * head_dim}
+        | {"mhz": 1000, "preprocess": preprocess * batch * head_dim}
         for head_dim in (64, 128)
         for batch in (1, 4)
     ]
