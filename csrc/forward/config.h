@@ -40,6 +40,7 @@ struct Config {
   static constexpr int kLaunchRegisters = kRegistersPerSm / kThreads / 8 * 8 * kThreads;
   static_assert(kWarpgroupThreads * (kProducerRegisters + kConsumers * kConsumerRegisters) <= kLaunchRegisters);
 
+  static constexpr int kQueryStages = 2;
   static constexpr int kStages = kHeadDim == 64 ? 4 : 2;  // tiles of K, and as many of V
 
   static constexpr int kQueryTileBytes = kQuery * kHeadDim * sizeof(Element);
@@ -52,13 +53,13 @@ struct alignas(1024) SharedStorage {
   using Barrier = cutlass::arch::ClusterBarrier;
   using TransactionBarrier = cutlass::arch::ClusterTransactionBarrier;
 
-  Element q[Config::kQuery * Config::kHeadDim];
-  Element out[Config::kQuery * Config::kHeadDim];  // apart from Q, so that the next tile's Q is loaded meanwhile
+  // The output of a tile leaves from where its Q was: a warpgroup reads no other rows than its own.
+  Element q[Config::kQueryStages][Config::kQuery * Config::kHeadDim];
   Element k[Config::kStages][Config::kKey * Config::kHeadDim];
   Element v[Config::kStages][Config::kKey * Config::kHeadDim];
 
-  TransactionBarrier q_full;
-  Barrier q_empty;
+  TransactionBarrier q_full[Config::kQueryStages];
+  Barrier q_empty[Config::kQueryStages];
   TransactionBarrier k_full[Config::kStages], v_full[Config::kStages];
   Barrier k_empty[Config::kStages], v_empty[Config::kStages];
 };
@@ -68,6 +69,7 @@ template <typename Config>
 struct Arrivals {
   static constexpr int kTransaction = 1;                         // the thread that announces the bytes
   static constexpr int kConsumerWarps = Config::kConsumerWarps;  // a lane of each warp whose products have completed
+  static constexpr int kConsumers = Config::kConsumers;          // a thread of each warpgroup whose output has left
 };
 
 }  // namespace dash_attn::forward

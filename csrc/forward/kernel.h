@@ -18,8 +18,10 @@ namespace dash_attn::forward {
 template <typename Config>
 __device__ __forceinline__ void initialise_barriers(SharedStorage<Config>& shared) {
   using Count = Arrivals<Config>;
-  shared.q_full.init(Count::kTransaction);
-  shared.q_empty.init(Count::kConsumerWarps);
+  for (int i = 0; i < Config::kQueryStages; ++i) {
+    shared.q_full[i].init(Count::kTransaction);
+    shared.q_empty[i].init(Count::kConsumers);
+  }
   for (int i = 0; i < Config::kStages; ++i) {
     shared.k_full[i].init(Count::kTransaction);
     shared.v_full[i].init(Count::kTransaction);

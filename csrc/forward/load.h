@@ -41,10 +41,10 @@ class Loader {
   using Ring = RingIndex<Config::kStages>;
 
   __device__ __forceinline__ void load(const QueryTile& tile) {
-    int kv_tile = live_kv_tiles<Config>(params_.order, tile.index);
-    if (kv_tile == 0) { return; }
+    int kv_tile = live_kv_tiles<Config>(params_.order, tile.index, params_.order.positions_per_tile());
     const int kv_head = params_.order.kv_head(tile.head_group);
-    load_q(tile);
+    load_q(tile);  // without keys too: the output takes its place
+    if (kv_tile == 0) { return; }
     load_k(--kv_tile, kv_head, tile.batch);
 #pragma unroll 1
     for (; kv_tile > 0; --kv_tile) {
@@ -55,17 +55,19 @@ class Loader {
   }
 
   __device__ __forceinline__ void load_q(const QueryTile& tile) {
-    shared_.q_empty.wait(q_.empty_parity());
+    shared_.q_empty[q_.slot()].wait(q_.empty_parity());
+    Barrier& full = shared_.q_full[q_.slot()];
+    Element* rows = shared_.q[q_.slot()];
     q_ = q_.next();
-    shared_.q_full.arrive_and_expect_tx(Config::kQueryTileBytes);
+    full.arrive_and_expect_tx(Config::kQueryTileBytes);
     const int positions_per_warpgroup = kWarpgroupRows >> params_.order.group_shift;
     int position = tile.index * params_.order.positions_per_tile();
 #pragma unroll
     for (int row = 0; row < Config::kQuery; row += kWarpgroupRows, position += positions_per_warpgroup) {
 #pragma unroll
       for (int column = 0; column < Config::kHeadDim; column += kSwizzleColumns) {
-        cute::SM90_TMA_LOAD_5D::copy(&params_.q, reinterpret_cast<uint64_t*>(&shared_.q_full), kReadOnce,
-                                     shared_.q + column * Config::kQuery + row * kSwizzleColumns, column, 0, position,
+        cute::SM90_TMA_LOAD_5D::copy(&params_.q, reinterpret_cast<uint64_t*>(&full), kReadOnce,
+                                     rows + column * Config::kQuery + row * kSwizzleColumns, column, 0, position,
                                      tile.head_group, tile.batch);
       }
     }
@@ -95,7 +97,7 @@ class Loader {
 
   Shared& shared_;
   const KernelParams& params_;
-  RingIndex<1> q_;
+  RingIndex<Config::kQueryStages> q_;
   Ring k_, v_;
 };
 

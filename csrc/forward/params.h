@@ -15,14 +15,15 @@ struct KernelParams {
   float softmax_scale_log2;  // log2(e) * softmax_scale
 };
 
-// KV tiles that a query tile's rows see, with what the variant fixes as a constant, so that the compiler can divide by
-// it.
+// KV tiles that rows see, for the `index`-th lot of `positions` query positions, which begins inside the sequence. With
+// what the variant fixes as a constant, so that the compiler can divide by it.
 template <typename Config>
-__device__ __forceinline__ int live_kv_tiles(const TileOrder& order, int query_tile) {
+__device__ __forceinline__ int live_kv_tiles(const TileOrder& order, int index, int positions) {
   Problem problem = order.problem;
+  problem.tile_q = positions;
   problem.tile_k = Config::kKey;
   problem.causal = Config::kCausal;
-  return problem.live_kv_tiles(query_tile);
+  return problem.live_kv_tiles(index);
 }
 
 }  // namespace dash_attn::forward

@@ -1,23 +1,23 @@
 // The consumers: each warpgroup owns 64 rows of the query tile and computes, KV tile by KV tile from the last to the
 // first,
 //
-//   S = Q K^T     P = exp2(scale S - max)     O = correction O + P V
+//   S = Q K^T     P = exp2(scale S - reference)     O = correction O + P V
 //
 // Products run in the order in which they are issued, while the thread computes. For tile j after tile j + 1:
 //
-//   tensor cores:   | S(j)  P(j+1) V(j+1) |                         | S(j-1)  ...
-//   threads:        | wait  | max, P(j)   | O *= correction(j), pack | wait
+//   tensor cores:   | S(j)  P(j+1) V(j+1) |                                       | S(j-1)  ...
+//   threads:        | wait  | max, P(j)   | O *= correction(j) if any, round P(j) | wait
 //
-// and the warpgroups take turns at issuing them, so that the softmax of one is covered by the products of the others.
+// The last P V of a query tile runs with the first S of the next, and the output is written while that S's P waits. The
+// warpgroups do not wait for each other: each computes while products of the others run.
 #pragma once
 
 #include <cutlass/arch/barrier.h>
 
-#include <cute/arch/copy_sm90_tma.hpp>
-
 #include "../device/fragment.h"
 #include "../device/mask.h"
 #include "config.h"
+#include "output.h"
 #include "params.h"
 #include "softmax.h"
 
@@ -35,23 +35,43 @@ class Consumer {
         tiles_at_(&shared),
         // A shuffle, so that the compiler knows it is uniform.
         consumer_(__shfl_sync(0xffffffff, threadIdx.x / kWarpgroupThreads, 0) - 1),
-        thread_(threadIdx.x % kWarpgroupThreads) {}
+        thread_(threadIdx.x % kWarpgroupThreads),
+        writer_(shared, params, consumer_, thread_) {}
 
   __device__ void run() {
     const TileOrder& order = params_.order;
-    if (consumer_ == Config::kConsumers - 1) { pass_turn(); }
+    Output out;
+    PackedScores p;
+    OnlineSoftmax softmax(params_.softmax_scale_log2);
+    Rows rows;
+    bool unfinished = false;  // does the last P of `rows` wait for its product?
     for (int round = 0; round * int(gridDim.x) < order.num_tiles; ++round) {
       const int position = order.position(round, blockIdx.x, gridDim.x);
-      if (position < order.num_tiles) { process(order.tile(position)); }
+      if (position >= order.num_tiles) { continue; }
+      const Rows next = take_rows(order.tile(position));
+      if (unfinished && next.live > 0) {
+        cross(out, p, softmax, rows, next);
+      } else {
+        if (unfinished) { finish(out, p, softmax, rows); }
+        softmax = OnlineSoftmax(params_.softmax_scale_log2);
+        clear(out);
+        if (next.live > 0) {
+          begin(p, softmax, next);
+        } else {
+          pass_over(out, softmax, next);
+        }
+      }
+      rows = next;
+      unfinished = rows.live > 0;
+      if (unfinished) { walk(out, p, softmax, rows); }
     }
-    if (consumer_ == 0) { take_turn(); }
+    if (unfinished) { finish(out, p, softmax, rows); }
   }
 
  private:
   using QueryRows = SumOverColumns<Config::kQuery>;  // Q as A of S
   using KeyRows = SumOverColumns<Config::kKey>;      // K as B of S
   using KeySum = SumOverRows<Config::kKey>;          // V as B of O
-  using Ring = RingIndex<Config::kStages>;
 
   static constexpr int kScoreRegisters = Config::kKey / 2;       // a 64 x kKey fragment
   static constexpr int kOutputRegisters = Config::kHeadDim / 2;  // a 64 x kHeadDim fragment
@@ -59,107 +79,155 @@ class Consumer {
   using Scores = float[kScoreRegisters];
   using PackedScores = uint32_t[kScoreRegisters / 8][4];
   using Output = float[kOutputRegisters];
+  using Rows = WarpgroupRows<Config>;
 
-  // No product is in flight where one iteration ends and the next begins, so that ptxas can follow each to its wait.
-  __device__ __forceinline__ void process(const QueryTile& tile) {
-    Output out;
-    clear(out);
-    OnlineSoftmax softmax(params_.softmax_scale_log2);
-    const int first_position = tile.index * params_.order.positions_per_tile();
-    int kv_tile = live_kv_tiles<Config>(params_.order, tile.index);
-    if (kv_tile > 0) {
-      const Mask<Config::kCausal> mask = make_mask();
-      PackedScores p;
-      first_scores(p, softmax, mask, first_position, --kv_tile);
-      while (kv_tile > 0 && mask.needs_masking(first_position, (kv_tile - 1) * Config::kKey, Config::kKey)) {
-        step<Tile::kMasked>(out, p, softmax, mask, first_position, --kv_tile);
-      }
-      for (; kv_tile > 0; --kv_tile) { step<Tile::kUnmasked>(out, p, softmax, mask, first_position, kv_tile - 1); }
-      last_product(out, p);
-    }
-    store(out, softmax, tile, first_position);
+  // No product is in flight where one of the following ends and the next begins, so that ptxas can follow each to its
+  // wait.
+
+  // The first scores of `rows`.
+  __device__ __forceinline__ void begin(PackedScores& p, OnlineSoftmax& softmax, const Rows& rows) {
+    Scores s;
+    pass_over_keys(rows);
+    wait_for_q(rows);
+    wait_for_k();
+    issue_s(s, rows);
+    wait_products<0>();
+    finish_s(s);
+    exponentiate_first(s, softmax, rows);
+    pass_over_values(rows);
+    shared_.v_full[v_.slot()].wait(v_.parity());
+    pack_slices<Element>(p, s);
   }
 
-  __device__ __forceinline__ void first_scores(PackedScores& p, OnlineSoftmax& softmax,
-                                               const Mask<Config::kCausal>& mask, int first_position, int kv_tile) {
-    Scores s;
-    RowStatistic correction;
-    shared_.q_full.wait(q_.parity());
-    shared_.k_full[k_.slot()].wait(k_.parity());
-    take_turn();
-    issue_s(s);
-    pass_turn();
-    wait_products<0>();
-    pin(s);
-    release(shared_.k_empty[k_.slot()]);
-    k_ = k_.next();
-    apply_mask(s, mask, first_position, kv_tile);
-    softmax.exponentiate<Tile::kMasked>(s, correction);
-    pack_slices<Element>(p, s);
-    shared_.v_full[v_.slot()].wait(v_.parity());
+  // All KV tiles but the first.
+  __device__ __forceinline__ void walk(Output& out, PackedScores& p, OnlineSoftmax& softmax, const Rows& rows) {
+    const Mask<Config::kCausal> mask = make_mask();
+    int kv_tile = rows.live - 1;
+    while (kv_tile > 0 && mask.needs_masking(rows.first_position, (kv_tile - 1) * Config::kKey, Config::kKey)) {
+      step<Tile::kMasked>(out, p, softmax, rows, --kv_tile);
+    }
+    for (; kv_tile > 0; --kv_tile) { step<Tile::kUnmasked>(out, p, softmax, rows, kv_tile - 1); }
   }
 
   template <Tile kTile>
-  __device__ __forceinline__ void step(Output& out, PackedScores& p, OnlineSoftmax& softmax,
-                                       const Mask<Config::kCausal>& mask, int first_position, int kv_tile) {
+  __device__ __forceinline__ void step(Output& out, PackedScores& p, OnlineSoftmax& softmax, const Rows& rows,
+                                       int kv_tile) {
     Scores s;
     RowStatistic correction;
-    shared_.k_full[k_.slot()].wait(k_.parity());
-    take_turn();
-    issue_s(s);
+    wait_for_k();
+    issue_s(s, rows);
     issue_out(out, p);
-    pass_turn();
+    writer_.release_q();
     wait_products<1>();  // S
-    pin(s);
-    release(shared_.k_empty[k_.slot()]);
-    k_ = k_.next();
-    if constexpr (kTile == Tile::kMasked) { apply_mask(s, mask, first_position, kv_tile); }
-    softmax.exponentiate<kTile>(s, correction);
+    finish_s(s);
+    if constexpr (kTile == Tile::kMasked) { apply_mask(s, rows, kv_tile); }
+    const bool corrects = softmax.exponentiate<kTile>(s, correction);
     pin(s);
     // For the next product. Here because it ends a basic block: ptxas would move the exponentials behind the wait for
     // P V, which is to run at the same time.
     shared_.v_full[v_.next().slot()].wait(v_.next().parity());
-    wait_products<0>();  // P V
-    pin(out);
-    pin(p);
-    release(shared_.v_empty[v_.slot()]);
-    v_ = v_.next();
-    multiply_rows(out, correction);
+    finish_out(out, p);
+    if (corrects) { multiply_rows(out, correction); }
     pack_slices<Element>(p, s);
   }
 
-  __device__ __forceinline__ void last_product(Output& out, PackedScores& p) {
-    release(shared_.q_empty);
-    q_ = q_.next();
+  // From `rows` to `next`: the last product of the one, the first scores of the other.
+  __device__ __forceinline__ void cross(Output& out, PackedScores& p, OnlineSoftmax& softmax, const Rows& rows,
+                                        const Rows& next) {
+    Scores s;
+    pass_over_keys(next);
+    wait_for_q(next);
+    wait_for_k();
+    issue_s(s, next);
     issue_out(out, p);
-    wait_products<0>();
-    pin(out);
-    pin(p);
-    release(shared_.v_empty[v_.slot()]);
-    v_ = v_.next();
+    wait_products<1>();  // S
+    finish_s(s);
+    OnlineSoftmax next_softmax(params_.softmax_scale_log2);
+    exponentiate_first(s, next_softmax, next);
+    pin(s);
+    finish_out(out, p);
+    pass_over_values(next);
+    writer_.store(out, softmax, rows);
+    softmax = next_softmax;
+    clear(out);
+    shared_.v_full[v_.slot()].wait(v_.parity());
+    pack_slices<Element>(p, s);
   }
 
-  __device__ __forceinline__ void issue_s(Scores& s) {
-    multiply<Element, Config::kHeadDim>(s, QueryRows(tiles_at_(shared_.q), consumer_ * kWarpgroupRows),
-                                        KeyRows(tiles_at_(shared_.k[k_.slot()])));
+  // The last product of the last rows.
+  __device__ __forceinline__ void finish(Output& out, PackedScores& p, OnlineSoftmax& softmax, const Rows& rows) {
+    issue_out(out, p);
+    wait_products<0>();
+    finish_out(out, p);
+    writer_.store(out, softmax, rows);
+  }
+
+  // Rows that see no key.
+  __device__ __forceinline__ void pass_over(Output& out, OnlineSoftmax& softmax, const Rows& rows) {
+    wait_for_q(rows);
+#pragma unroll 1
+    for (int i = 0; i < rows.passed; ++i) {
+      pass(shared_.k_full, shared_.k_empty, k_);
+      pass(shared_.v_full, shared_.v_empty, v_);
+    }
+    writer_.store(out, softmax, rows);
+  }
+
+  __device__ __forceinline__ void pass_over_keys(const Rows& rows) {
+    if (rows.passed > 0) { pass(shared_.k_full, shared_.k_empty, k_); }
+  }
+
+  __device__ __forceinline__ void pass_over_values(const Rows& rows) {
+    if (rows.passed > 0) { pass(shared_.v_full, shared_.v_empty, v_); }
+  }
+
+  // A warpgroup's rows see at most one KV tile less than the others' of their tile, if any. So only one tile of K is
+  // passed over while the V of the rows before is still in use, and the loader never waits for that V to go on.
+  static_assert(Config::kQuery - kWarpgroupRows <= Config::kKey);
+
+  // Having waited for a tile, so that none is released twice in one pass of the ring.
+  template <typename Full, typename Empty>
+  __device__ __forceinline__ void pass(Full& full, Empty& empty, RingIndex<Config::kStages>& ring) const {
+    full[ring.slot()].wait(ring.parity());
+    release(empty[ring.slot()]);
+    ring = ring.next();
+  }
+
+  __device__ __forceinline__ Rows take_rows(const QueryTile& tile) {
+    const Rows rows(params_.order, tile, consumer_, q_);
+    q_ = q_.next();
+    return rows;
+  }
+
+  __device__ __forceinline__ void wait_for_q(const Rows& rows) {
+    writer_.release_q();
+    shared_.q_full[rows.q.slot()].wait(rows.q.parity());
+  }
+
+  __device__ __forceinline__ void wait_for_k() const { shared_.k_full[k_.slot()].wait(k_.parity()); }
+
+  __device__ __forceinline__ void issue_s(Scores& s, const Rows& rows) {
+    multiply<Element, Config::kHeadDim>(
+        s, QueryRows(tiles_at_(shared_.q[rows.q.slot()]), consumer_ * kWarpgroupRows),
+        KeyRows(tiles_at_(shared_.k[k_.slot()])));
   }
 
   __device__ __forceinline__ void issue_out(Output& out, PackedScores& p) {
     multiply_add<Element>(out, p, KeySum(tiles_at_(shared_.v[v_.slot()])));
   }
 
-  // The consumers issue their products in turn, the first one first.
-  __device__ __forceinline__ void take_turn() const {
-    cutlass::arch::NamedBarrier::sync(2 * kWarpgroupThreads, uint32_t(consumer_));
+  __device__ __forceinline__ void finish_s(Scores& s) {
+    pin(s);
+    release(shared_.k_empty[k_.slot()]);
+    k_ = k_.next();
   }
 
-  __device__ __forceinline__ void pass_turn() const {
-    const int next = consumer_ == Config::kConsumers - 1 ? 0 : consumer_ + 1;
-    cutlass::arch::NamedBarrier::arrive(2 * kWarpgroupThreads, uint32_t(next));
-  }
-
-  __device__ __forceinline__ void sync_warpgroup() const {
-    cutlass::arch::NamedBarrier::sync(kWarpgroupThreads, uint32_t(Config::kConsumers + consumer_));
+  __device__ __forceinline__ void finish_out(Output& out, PackedScores& p) {
+    wait_products<0>();
+    pin(out);
+    pin(p);
+    release(shared_.v_empty[v_.slot()]);
+    v_ = v_.next();
   }
 
   // One arrival a warp, whose products have completed.
@@ -168,21 +236,21 @@ class Consumer {
   }
 
   __device__ __forceinline__ Mask<Config::kCausal> make_mask() const {
-    return {params_.order.problem.seqlen_k, params_.order.problem.diagonal};
+    return forward::make_mask<Config>(params_.order);
   }
 
-  // Row of the query tile that the thread's row `row` is.
-  __device__ __forceinline__ int tile_row(int row) const {
-    return consumer_ * kWarpgroupRows + fragment_row(thread_, 2 * row);
+  __device__ __forceinline__ void exponentiate_first(Scores& s, OnlineSoftmax& softmax, const Rows& rows) const {
+    RowStatistic correction;
+    apply_mask(s, rows, rows.live - 1);
+    softmax.exponentiate<Tile::kMasked>(s, correction);
   }
 
-  __device__ __forceinline__ void apply_mask(Scores& s, const Mask<Config::kCausal>& mask, int first_position,
-                                             int kv_tile) const {
+  __device__ __forceinline__ void apply_mask(Scores& s, const Rows& rows, int kv_tile) const {
     const int first_key = kv_tile * Config::kKey + fragment_column(thread_, 0);
 #pragma unroll
     for (int row = 0; row < kRowsPerThread; ++row) {
-      const int position = first_position + (tile_row(row) >> params_.order.group_shift);
-      const int visible = mask.visible_keys(position) - first_key;
+      const int position = rows.position(params_.order, thread_, row);
+      const int visible = make_mask().visible_keys(position) - first_key;
 #pragma unroll
       for (int i = 0; i < kScoreRegisters; ++i) {
         if (row_of(i) == row && fragment_column(0, i) >= visible) { s[i] = -INFINITY; }
@@ -195,60 +263,14 @@ class Consumer {
     for (int i = 0; i < kOutputRegisters; ++i) { out[i] = 0.f; }
   }
 
-  __device__ __forceinline__ void store(Output& out, OnlineSoftmax& softmax, const QueryTile& tile,
-                                        int first_position) {
-    RowStatistic inverse_sum, lse;
-    softmax.finish(inverse_sum, lse);
-    multiply_rows(out, inverse_sum);
-    const TileOrder& order = params_.order;
-#pragma unroll
-    for (int row = 0; row < kRowsPerThread; ++row) {
-      const int in_group = tile_row(row) & ((1 << order.group_shift) - 1);
-      const int position = first_position + (tile_row(row) >> order.group_shift);
-      if (make_mask().visible_keys(position) <= 0) {
-        lse[row] = INFINITY;
-#pragma unroll
-        for (int i = 0; i < kOutputRegisters; ++i) {
-          if (row_of(i) == row) { out[i] = 0.f; }
-        }
-      }
-      if (thread_ % 4 == 0 && position < order.problem.seqlen_q) {
-        const int64_t head =
-            (int64_t(tile.batch) * order.head_groups + tile.head_group) * (1 << order.group_shift) + in_group;
-        params_.softmax_lse[head * order.problem.seqlen_q + position] = lse[row];
-      }
-    }
-    store_rows_by_tma(out, tile, first_position);
-  }
-
-  // Rounds the output, stages it, and lets TMA write what lies inside the tensor.
-  __device__ __forceinline__ void store_rows_by_tma(const Output& out, const QueryTile& tile, int first_position) const {
-    uint32_t packed[kOutputRegisters / 8][4];
-    pack_slices<Element>(packed, out);
-    if (thread_ == 0) { ptx::bulk_wait_read(); }
-    sync_warpgroup();  // the tile before has left the staging rows
-    const int first_row = consumer_ * kWarpgroupRows;
-    store_rows<Config::kQuery>(shared_.out, first_row, packed, thread_ / 32, thread_ % 32);
-    ptx::fence_async_shared();
-    sync_warpgroup();
-    if (thread_ == 0) {
-#pragma unroll
-      for (int column = 0; column < Config::kHeadDim; column += kSwizzleColumns) {
-        cute::SM90_TMA_STORE_5D::copy(
-            &params_.out, shared_.out + column * Config::kQuery + first_row * kSwizzleColumns, column, 0,
-            first_position + (first_row >> params_.order.group_shift), tile.head_group, tile.batch);
-      }
-      ptx::bulk_commit();
-    }
-  }
-
   Shared& shared_;
   const KernelParams& params_;
   const TileAddresses tiles_at_;
   const int consumer_;
   const int thread_;
-  RingIndex<1> q_;
-  Ring k_, v_;
+  OutputWriter<Config> writer_;
+  RingIndex<Config::kQueryStages> q_;
+  RingIndex<Config::kStages> k_, v_;
 };
 
 }  // namespace dash_attn::forward

@@ -27,28 +27,36 @@ class OnlineSoftmax {
  public:
   explicit __device__ __forceinline__ OnlineSoftmax(float scale_log2) : scale_log2_(scale_log2) {}
 
-  // S becomes exp2(scale S - scale max) for the largest score so far. `correction` is what earlier sums must be
-  // multiplied with.
+  // S becomes exp2(scale S - reference). `correction` is what earlier sums must be multiplied with; false means that
+  // it is 1 for every row of the warp.
+  //
+  // The reference is the largest score so far, or one up to kSlack below it: P up to 2^kSlack is as exact as P up to 1,
+  // and after the first tiles few rows need a correction. Which do depends on the row alone.
   template <Tile kTile, int kSize>
-  __device__ __forceinline__ void exponentiate(float (&s)[kSize], RowStatistic& correction) {
-    RowStatistic largest = {max_[0], max_[1]}, offset;
+  __device__ __forceinline__ bool exponentiate(float (&s)[kSize], RowStatistic& correction) {
+    RowStatistic largest = {s[0], s[2]}, offset;
+    bool corrects = false;
 #pragma unroll
     for (int i = 0; i < kSize; ++i) { largest[row_of(i)] = fmaxf(largest[row_of(i)], s[i]); }
 #pragma unroll
     for (int row = 0; row < kRowsPerThread; ++row) {
-      largest[row] = across_row(largest[row], [](float a, float b) { return fmaxf(a, b); });
-      offset[row] = scaled(largest[row]);
+      largest[row] = scaled(across_row(largest[row], [](float a, float b) { return fmaxf(a, b); }));
+      // True for the first score, and for NaN.
+      const bool moves = !(largest[row] - reference_[row] <= kSlack);
+      const float reference = moves ? largest[row] : reference_[row];
       // A row that has seen no key yet.
-      if (kTile == Tile::kMasked && largest[row] == -INFINITY) { offset[row] = 0.f; }
-      correction[row] = ptx::exp2_approx(scaled(max_[row]) - offset[row]);
-      max_[row] = largest[row];
+      offset[row] = kTile == Tile::kMasked && reference == -INFINITY ? 0.f : reference;
+      correction[row] = ptx::exp2_approx(reference_[row] - offset[row]);
+      reference_[row] = reference;
       sum_[row] *= correction[row];
+      corrects |= moves;
     }
 #pragma unroll
     for (int i = 0; i < kSize; ++i) {
       s[i] = ptx::exp2_approx(fmaf(s[i], scale_log2_, -offset[row_of(i)]));
       sum_[row_of(i)] += s[i];
     }
+    return __any_sync(0xffffffff, corrects);
   }
 
   // After the last tile: what the output must be multiplied with, and the log-sum-exp.
@@ -57,16 +65,18 @@ class OnlineSoftmax {
     for (int row = 0; row < kRowsPerThread; ++row) {
       const float sum = across_row(sum_[row], [](float a, float b) { return a + b; });
       inverse_sum[row] = 1.f / sum;
-      lse[row] = (scaled(max_[row]) + log2f(sum)) * float(M_LN2);
+      lse[row] = (reference_[row] + log2f(sum)) * float(M_LN2);
     }
   }
 
  private:
-  // Rounded, not fused into an FMA: a maximum that stays then gives a correction of exactly 1.
+  static constexpr float kSlack = 8.f;
+
+  // Rounded, not fused into an FMA: a row whose reference stays gets a correction of exactly 1.
   __device__ __forceinline__ float scaled(float x) const { return __fmul_rn(x, scale_log2_); }
 
   float scale_log2_;
-  RowStatistic max_ = {-INFINITY, -INFINITY};
+  RowStatistic reference_ = {-INFINITY, -INFINITY};
   RowStatistic sum_ = {0.f, 0.f};  // of the elements that this thread holds
 };
 

@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
+#include <numeric>
 
 #include "../forward/kernel.h"
 #include "check.h"
@@ -24,13 +25,15 @@ int group_shift(const ForwardArguments& a) {
   return shift;
 }
 
-// Head groups whose K and V stay in L2 together.
+// Head groups of a section: about as many as have their K and V in L2 together, and such that the tiles of a section give
+// every CTA as much to do: they are dealt to and fro, so in lots of twice the CTAs.
 template <typename Config>
-int section_groups(const ForwardArguments& a) {
+int section_groups(const ForwardArguments& a, const forward::TileOrder& order, int ctas) {
   constexpr int64_t kBytes = 16 << 20;
   const int64_t head_bytes = int64_t(a.seqlen_k) * Config::kHeadDim * 2 * sizeof(typename Config::Element);
-  const int64_t kv_heads = std::max<int64_t>(1, kBytes / head_bytes);
-  return static_cast<int>(std::min<int64_t>(kv_heads * (a.heads / a.kv_heads), int64_t(a.batch) * a.heads));
+  const int64_t fit = std::max<int64_t>(1, kBytes / head_bytes) * order.groups_per_kv;
+  const int64_t even = 2 * ctas / std::gcd(2 * ctas, order.problem.query_tiles);
+  return static_cast<int>(std::min<int64_t>((fit + even - 1) / even * even, int64_t(a.batch) * order.head_groups));
 }
 
 template <typename Config>
@@ -40,7 +43,6 @@ forward::TileOrder make_tile_order(const ForwardArguments& a) {
   const int group = 1 << order.group_shift;
   order.groups_per_kv = a.heads / a.kv_heads / group;
   order.head_groups = a.heads / group;
-  order.section_groups = std::max(1, section_groups<Config>(a) / group);
   order.problem = make_problem(a.batch, a.kv_heads, order.groups_per_kv, a.seqlen_q, a.seqlen_k, Config::kQuery / group,
                                Config::kKey, 1, Config::kCausal);
   const int64_t tiles = int64_t(a.batch) * order.head_groups * order.problem.query_tiles;
@@ -50,6 +52,7 @@ forward::TileOrder make_tile_order(const ForwardArguments& a) {
                              std::to_string(tiles) + " tiles");
   }
   order.num_tiles = static_cast<int>(tiles);
+  order.section_groups = section_groups<Config>(a, order, std::min(order.num_tiles, a.num_sms));
   return order;
 }
 
