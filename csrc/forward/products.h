@@ -87,8 +87,8 @@ class Consumer {
   // The first scores of `rows`.
   __device__ __forceinline__ void begin(PackedScores& p, OnlineSoftmax& softmax, const Rows& rows) {
     Scores s;
-    pass_over_keys(rows);
     wait_for_q(rows);
+    pass_over_keys(rows);
     wait_for_k();
     issue_s(s, rows);
     wait_products<0>();
@@ -135,8 +135,8 @@ class Consumer {
   __device__ __forceinline__ void cross(Output& out, PackedScores& p, OnlineSoftmax& softmax, const Rows& rows,
                                         const Rows& next) {
     Scores s;
-    pass_over_keys(next);
     wait_for_q(next);
+    pass_over_keys(next);
     wait_for_k();
     issue_s(s, next);
     issue_out(out, p);
@@ -199,6 +199,7 @@ class Consumer {
     return rows;
   }
 
+  // Before anything else of a tile: until the output before the last has left, its Q is not loaded, and nothing after it.
   __device__ __forceinline__ void wait_for_q(const Rows& rows) {
     writer_.release_q();
     shared_.q_full[rows.q.slot()].wait(rows.q.parity());
