@@ -6,10 +6,9 @@
 namespace dash_attn {
 
 // Where use number `count` of a ring of buffers finds its slot, and the parity its barriers have on that pass. One
-// register.
+// register. Where kSlots is no power of two, for less than 2^32 uses.
 template <int kSlots>
 struct RingIndex {
-  static_assert((kSlots & (kSlots - 1)) == 0);
   uint32_t count = 0;
 
   __device__ __forceinline__ uint32_t slot() const { return count % kSlots; }

@@ -28,7 +28,7 @@ struct Config {
   static constexpr int kHeadDim = kTile.head_dim;
   static_assert(kHeadDim % kSwizzleColumns == 0 && kKey % kProductDepth == 0 && kQuery % kWarpgroupRows == 0);
 
-  // Warpgroup 0 loads; each of the others owns 64 rows of the query tile, from S to the output.
+  // Warpgroup 0 loads and stores; each of the others owns 64 rows of the query tile, from S to the output.
   static constexpr int kConsumers = kQuery / kWarpgroupRows;
   static constexpr int kConsumerWarps = kConsumers * kWarpgroupWarps;
   static constexpr int kThreads = (kConsumers + 1) * kWarpgroupThreads;
@@ -40,7 +40,7 @@ struct Config {
   static constexpr int kLaunchRegisters = kRegistersPerSm / kThreads / 8 * 8 * kThreads;
   static_assert(kWarpgroupThreads * (kProducerRegisters + kConsumers * kConsumerRegisters) <= kLaunchRegisters);
 
-  static constexpr int kQueryStages = 2;
+  static constexpr int kQueryStages = 3;                  // tiles of Q: in use, on their way in, on their way out as output
   static constexpr int kStages = kHeadDim == 64 ? 4 : 2;  // tiles of K, and as many of V
 
   static constexpr int kQueryTileBytes = kQuery * kHeadDim * sizeof(Element);
@@ -60,6 +60,7 @@ struct alignas(1024) SharedStorage {
 
   TransactionBarrier q_full[Config::kQueryStages];
   Barrier q_empty[Config::kQueryStages];
+  Barrier out_full[Config::kQueryStages][Config::kConsumers];
   TransactionBarrier k_full[Config::kStages], v_full[Config::kStages];
   Barrier k_empty[Config::kStages], v_empty[Config::kStages];
 };
@@ -69,7 +70,8 @@ template <typename Config>
 struct Arrivals {
   static constexpr int kTransaction = 1;                         // the thread that announces the bytes
   static constexpr int kConsumerWarps = Config::kConsumerWarps;  // a lane of each warp whose products have completed
-  static constexpr int kConsumers = Config::kConsumers;          // a thread of each warpgroup whose output has left
+  static constexpr int kStagingWarps = kWarpgroupWarps;                      // a lane of each warp that has staged its output
+  static constexpr int kStorers = Config::kConsumers;            // a thread for each warpgroup's output, which has left
 };
 
 }  // namespace dash_attn::forward

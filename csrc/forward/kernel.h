@@ -1,6 +1,6 @@
 // The forward kernel: sets up barriers and sends each warp to its role.
 //
-//   warpgroup 0   warp 0: loader (load.h)   the rest: idle
+//   warpgroup 0   warp 0: loader (load.h)   one warp for each consumer: storer (store.h)
 //   the others    consumers (products.h, softmax.h)
 //
 // CTAs are persistent and independent: each has its share of the query tiles (tiles.h) and waits for no other.
@@ -12,6 +12,7 @@
 #include "load.h"
 #include "params.h"
 #include "products.h"
+#include "store.h"
 
 namespace dash_attn::forward {
 
@@ -20,7 +21,10 @@ __device__ __forceinline__ void initialise_barriers(SharedStorage<Config>& share
   using Count = Arrivals<Config>;
   for (int i = 0; i < Config::kQueryStages; ++i) {
     shared.q_full[i].init(Count::kTransaction);
-    shared.q_empty[i].init(Count::kConsumers);
+    shared.q_empty[i].init(Count::kStorers);
+    for (int consumer = 0; consumer < Config::kConsumers; ++consumer) {
+      shared.out_full[i][consumer].init(Count::kStagingWarps);
+    }
   }
   for (int i = 0; i < Config::kStages; ++i) {
     shared.k_full[i].init(Count::kTransaction);
@@ -44,7 +48,14 @@ __global__ void __launch_bounds__(Config::kThreads, 1) forward_kernel(const __gr
   if (warpgroup == 0) {
     cutlass::arch::warpgroup_reg_dealloc<Config::kProducerRegisters>();
     const int warp = __shfl_sync(0xffffffff, threadIdx.x / 32, 0);
-    if (warp == 0 && cute::elect_one_sync()) { Loader<Config>(shared, params).run(); }
+    static_assert(Config::kConsumers < kWarpgroupWarps);
+    if (cute::elect_one_sync()) {
+      if (warp == 0) {
+        Loader<Config>(shared, params).run();
+      } else if (warp <= Config::kConsumers) {
+        Storer<Config>(shared, params, warp - 1).run();
+      }
+    }
   } else {
     cutlass::arch::warpgroup_reg_alloc<Config::kConsumerRegisters>();
     Consumer<Config>(shared, params).run();

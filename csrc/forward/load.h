@@ -26,15 +26,7 @@ class Loader {
   __device__ Loader(Shared& shared, const KernelParams& params) : shared_(shared), params_(params) {}
 
   __device__ void run() {
-    const TileOrder& order = params_.order;
-    for (int round = 0;; ++round) {
-      const int position = order.position(round, blockIdx.x, gridDim.x);
-      if (position >= order.num_tiles) {
-        if (round * int(gridDim.x) >= order.num_tiles) { return; }
-        continue;
-      }
-      load(order.tile(position));
-    }
+    for (TileWalk tiles(params_.order, blockIdx.x, gridDim.x); tiles.more(); tiles.next()) { load(tiles.tile()); }
   }
 
  private:

@@ -17,8 +17,8 @@
 #include "../device/fragment.h"
 #include "../device/mask.h"
 #include "config.h"
-#include "output.h"
 #include "params.h"
+#include "rows.h"
 #include "softmax.h"
 
 namespace dash_attn::forward {
@@ -35,20 +35,16 @@ class Consumer {
         tiles_at_(&shared),
         // A shuffle, so that the compiler knows it is uniform.
         consumer_(__shfl_sync(0xffffffff, threadIdx.x / kWarpgroupThreads, 0) - 1),
-        thread_(threadIdx.x % kWarpgroupThreads),
-        writer_(shared, params, consumer_, thread_) {}
+        thread_(threadIdx.x % kWarpgroupThreads) {}
 
   __device__ void run() {
-    const TileOrder& order = params_.order;
     Output out;
     PackedScores p;
     OnlineSoftmax softmax(params_.softmax_scale_log2);
     Rows rows;
     bool unfinished = false;  // does the last P of `rows` wait for its product?
-    for (int round = 0; round * int(gridDim.x) < order.num_tiles; ++round) {
-      const int position = order.position(round, blockIdx.x, gridDim.x);
-      if (position >= order.num_tiles) { continue; }
-      const Rows next = take_rows(order.tile(position));
+    for (TileWalk tiles(params_.order, blockIdx.x, gridDim.x); tiles.more(); tiles.next()) {
+      const Rows next = take_rows(tiles.tile());
       if (unfinished && next.live > 0) {
         cross(out, p, softmax, rows, next);
       } else {
@@ -117,15 +113,12 @@ class Consumer {
     wait_for_k();
     issue_s(s, rows);
     issue_out(out, p);
-    writer_.release_q();
     wait_products<1>();  // S
     finish_s(s);
     if constexpr (kTile == Tile::kMasked) { apply_mask(s, rows, kv_tile); }
     const bool corrects = softmax.exponentiate<kTile>(s, correction);
     pin(s);
-    // For the next product. Here because it ends a basic block: ptxas would move the exponentials behind the wait for
-    // P V, which is to run at the same time.
-    shared_.v_full[v_.next().slot()].wait(v_.next().parity());
+    wait_for_next_v();
     finish_out(out, p);
     if (corrects) { multiply_rows(out, correction); }
     pack_slices<Element>(p, s);
@@ -145,9 +138,10 @@ class Consumer {
     OnlineSoftmax next_softmax(params_.softmax_scale_log2);
     exponentiate_first(s, next_softmax, next);
     pin(s);
+    wait_for_next_v();
     finish_out(out, p);
     pass_over_values(next);
-    writer_.store(out, softmax, rows);
+    store(out, softmax, rows);
     softmax = next_softmax;
     clear(out);
     shared_.v_full[v_.slot()].wait(v_.parity());
@@ -159,7 +153,7 @@ class Consumer {
     issue_out(out, p);
     wait_products<0>();
     finish_out(out, p);
-    writer_.store(out, softmax, rows);
+    store(out, softmax, rows);
   }
 
   // Rows that see no key.
@@ -170,7 +164,7 @@ class Consumer {
       pass(shared_.k_full, shared_.k_empty, k_);
       pass(shared_.v_full, shared_.v_empty, v_);
     }
-    writer_.store(out, softmax, rows);
+    store(out, softmax, rows);
   }
 
   __device__ __forceinline__ void pass_over_keys(const Rows& rows) {
@@ -199,10 +193,14 @@ class Consumer {
     return rows;
   }
 
-  // Before anything else of a tile: until the output before the last has left, its Q is not loaded, and nothing after it.
-  __device__ __forceinline__ void wait_for_q(const Rows& rows) {
-    writer_.release_q();
+  __device__ __forceinline__ void wait_for_q(const Rows& rows) const {
     shared_.q_full[rows.q.slot()].wait(rows.q.parity());
+  }
+
+  // Long before its product, because a wait ends a basic block: ptxas would move the exponentials before it behind the
+  // wait for P V, which is to run at the same time.
+  __device__ __forceinline__ void wait_for_next_v() const {
+    shared_.v_full[v_.next().slot()].wait(v_.next().parity());
   }
 
   __device__ __forceinline__ void wait_for_k() const { shared_.k_full[k_.slot()].wait(k_.parity()); }
@@ -231,7 +229,7 @@ class Consumer {
     v_ = v_.next();
   }
 
-  // One arrival a warp, whose products have completed.
+  // One arrival a warp.
   __device__ __forceinline__ void release(const cutlass::arch::ClusterBarrier& barrier) const {
     if (cute::elect_one_sync()) { barrier.arrive(); }
   }
@@ -259,6 +257,40 @@ class Consumer {
     }
   }
 
+  // Hands the rows to the storer, and the log-sum-exp to memory. `out` is the sum of P V.
+  __device__ __forceinline__ void store(Output& out, OnlineSoftmax& softmax, const Rows& rows) const {
+    const TileOrder& order = params_.order;
+    RowStatistic inverse_sum, lse;
+    softmax.finish(inverse_sum, lse);
+    multiply_rows(out, inverse_sum);
+#pragma unroll
+    for (int row = 0; row < kRowsPerThread; ++row) {
+      const int position = rows.position(order, thread_, row);
+      if (make_mask().visible_keys(position) <= 0) {
+        lse[row] = INFINITY;
+#pragma unroll
+        for (int i = 0; i < kOutputRegisters; ++i) {
+          if (row_of(i) == row) { out[i] = 0.f; }
+        }
+      }
+      if (thread_ % 4 == 0 && position < order.problem.seqlen_q) {
+        params_.softmax_lse[rows.head(order, thread_, row) * order.problem.seqlen_q + position] = lse[row];
+      }
+    }
+    uint32_t packed[kOutputRegisters / 8][4];
+    pack_slices<Element>(packed, out);
+    sync_warpgroup();  // all warps' products have read Q
+    store_rows<Config::kQuery>(shared_.q[rows.q.slot()], consumer_ * kWarpgroupRows, packed, thread_ / 32,
+                               thread_ % 32);
+    ptx::fence_async_shared();
+    __syncwarp();
+    release(shared_.out_full[rows.q.slot()][consumer_]);
+  }
+
+  __device__ __forceinline__ void sync_warpgroup() const {
+    cutlass::arch::NamedBarrier::sync(kWarpgroupThreads, uint32_t(consumer_));
+  }
+
   static __device__ __forceinline__ void clear(Output& out) {
 #pragma unroll
     for (int i = 0; i < kOutputRegisters; ++i) { out[i] = 0.f; }
@@ -269,7 +301,6 @@ class Consumer {
   const TileAddresses tiles_at_;
   const int consumer_;
   const int thread_;
-  OutputWriter<Config> writer_;
   RingIndex<Config::kQueryStages> q_;
   RingIndex<Config::kStages> k_, v_;
 };

@@ -34,13 +34,14 @@ struct WarpgroupRows {
     passed = live_kv_tiles<Config>(order, tile.index, order.positions_per_tile()) - live;
   }
 
-  // Of the thread's rows, number `row`: its position in the sequence and its head in the group.
+  // Of the thread's rows, number `row`: its position in the sequence, and its head among those of all sequences.
   __device__ __forceinline__ int position(const TileOrder& order, int thread, int row) const {
     return first_position + (fragment_row(thread, 2 * row) >> order.group_shift);
   }
-  __device__ __forceinline__ int head(const TileOrder& order, int thread, int row) const {
+  __device__ __forceinline__ int64_t head(const TileOrder& order, int thread, int row) const {
     const int group = 1 << order.group_shift;
-    return tile.head_group * group + (fragment_row(thread, 2 * row) & (group - 1));
+    return (int64_t(tile.batch) * order.head_groups + tile.head_group) * group +
+           (fragment_row(thread, 2 * row) & (group - 1));
   }
 };
 

@@ -64,8 +64,8 @@ class OnlineSoftmax {
 #pragma unroll
     for (int row = 0; row < kRowsPerThread; ++row) {
       const float sum = across_row(sum_[row], [](float a, float b) { return a + b; });
-      inverse_sum[row] = 1.f / sum;
-      lse[row] = (reference_[row] + log2f(sum)) * float(M_LN2);
+      inverse_sum[row] = __fdividef(1.f, sum);
+      lse[row] = (reference_[row] + __log2f(sum)) * float(M_LN2);  // sum is at least 1
     }
   }
 

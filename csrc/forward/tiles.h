@@ -52,4 +52,22 @@ struct TileOrder {
   }
 };
 
+// The tiles of one CTA, in their order. Every warp of the CTA walks them for itself.
+class TileWalk {
+ public:
+  DASH_HOST_DEVICE constexpr TileWalk(const TileOrder& order, int cta, int ctas)
+      : order_(order), cta_(cta), ctas_(ctas), position_(order.position(0, cta, ctas)) {}
+
+  // Only the last round is incomplete.
+  DASH_HOST_DEVICE constexpr bool more() const { return position_ < order_.num_tiles; }
+  DASH_HOST_DEVICE constexpr QueryTile tile() const { return order_.tile(position_); }
+  DASH_HOST_DEVICE constexpr void next() { position_ = order_.position(++round_, cta_, ctas_); }
+
+ private:
+  const TileOrder& order_;
+  int cta_, ctas_;
+  int round_ = 0;
+  int position_;
+};
+
 }  // namespace dash_attn::forward
