@@ -1,7 +1,8 @@
 """The implementations that are measured: one class each, ours among them.
 
 A class gives the variants it has for a shape, and for each variant what to call: `prepare` returns one function for each
-pass, on tensors (batch, seqlen, heads, head_dim) that exist already. Importing this module imports no peer.
+pass, on tensors (batch, seqlen, heads, head_dim) that exist already; "both" goes through autograd for ours,
+and calls the two passes of a peer one after the other. Importing this module imports no peer.
 """
 
 import contextlib
@@ -94,16 +95,23 @@ class DashAttn:
         return [Variant(self.name, policy, True) for policy in chosen]
 
     def prepare(self, variant: Variant, shape: Shape, x: Tensors) -> Calls:
-        import dash_attn  # noqa: F401  registers the ops
+        import dash_attn
 
         ops, scale = torch.ops.dash_attn, softmax_scale(shape)
         out, softmax_lse = ops.forward(x.q, x.k, x.v, scale, shape.causal)
         saved = x.dout, x.q, x.k, x.v, out, softmax_lse
         gradients = tuple(torch.empty_like(t) for t in (x.q, x.k, x.v))
-        return _in_turn(
-            lambda: ops.forward(x.q, x.k, x.v, scale, shape.causal),
-            lambda: ops.backward(*saved, *gradients, scale, shape.causal, variant.schedule, 0),
-        )
+        leaves = tuple(t.detach().requires_grad_() for t in (x.q, x.k, x.v))
+
+        def through_autograd() -> None:
+            out = dash_attn.flash_attn_func(*leaves, causal=shape.causal, schedule=variant.schedule)
+            torch.autograd.grad(out, leaves, x.dout)
+
+        return {
+            "forward": lambda: ops.forward(x.q, x.k, x.v, scale, shape.causal),
+            "backward": lambda: ops.backward(*saved, *gradients, scale, shape.causal, variant.schedule, 0),
+            "both": through_autograd,
+        }
 
 
 class TorchFlashAttention2:
