@@ -33,7 +33,7 @@ class Loader {
   using Ring = RingIndex<Config::kStages>;
 
   __device__ __forceinline__ void load(const QueryTile& tile) {
-    int kv_tile = live_kv_tiles<Config>(params_.order, tile.index, params_.order.positions_per_tile());
+    int kv_tile = live_kv_tiles<Config>(params_.order, params_.order.position_of(tile.index, Config::kQuery - 1));
     const int kv_head = params_.order.kv_head(tile.head_group);
     load_q(tile);  // without keys too: the output takes its place
     if (kv_tile == 0) { return; }
@@ -52,10 +52,9 @@ class Loader {
     Element* rows = shared_.q[q_.slot()];
     q_ = q_.next();
     full.arrive_and_expect_tx(Config::kQueryTileBytes);
-    const int positions_per_warpgroup = kWarpgroupRows >> params_.order.group_shift;
-    int position = tile.index * params_.order.positions_per_tile();
 #pragma unroll
-    for (int row = 0; row < Config::kQuery; row += kWarpgroupRows, position += positions_per_warpgroup) {
+    for (int row = 0; row < Config::kQuery; row += kWarpgroupRows) {
+      const int position = params_.order.position_of(tile.index, row);
 #pragma unroll
       for (int column = 0; column < Config::kHeadDim; column += kSwizzleColumns) {
         cute::SM90_TMA_LOAD_5D::copy(&params_.q, reinterpret_cast<uint64_t*>(&full), kReadOnce,

@@ -15,15 +15,15 @@ struct KernelParams {
   float softmax_scale_log2;  // log2(e) * softmax_scale
 };
 
-// KV tiles that rows see, for the `index`-th lot of `positions` query positions, which begins inside the sequence. With
-// what the variant fixes as a constant, so that the compiler can divide by it.
+// KV tiles that the query at `position` sees: the first so many. With what the variant fixes as a constant, so that the
+// compiler can divide by it.
 template <typename Config>
-__device__ __forceinline__ int live_kv_tiles(const TileOrder& order, int index, int positions) {
-  Problem problem = order.problem;
-  problem.tile_q = positions;
-  problem.tile_k = Config::kKey;
-  problem.causal = Config::kCausal;
-  return problem.live_kv_tiles(index);
+__device__ __forceinline__ int live_kv_tiles(const TileOrder& order, int position) {
+  const Problem& problem = order.problem;
+  if (position < 0) { return 0; }
+  if (!Config::kCausal) { return problem.kv_tiles; }
+  const int last_key = position + problem.diagonal;
+  return last_key < 0 ? 0 : last_key / Config::kKey + 1;
 }
 
 }  // namespace dash_attn::forward

@@ -27,11 +27,9 @@ struct WarpgroupRows {
   __device__ __forceinline__ WarpgroupRows(const TileOrder& order, const QueryTile& tile, int consumer,
                                            RingIndex<Config::kQueryStages> q)
       : tile(tile), q(q) {
-    const int positions = kWarpgroupRows >> order.group_shift;
-    const int index = tile.index * Config::kConsumers + consumer;
-    first_position = index * positions;
-    live = first_position < order.problem.seqlen_q ? live_kv_tiles<Config>(order, index, positions) : 0;
-    passed = live_kv_tiles<Config>(order, tile.index, order.positions_per_tile()) - live;
+    first_position = order.position_of(tile.index, consumer * kWarpgroupRows);
+    live = live_kv_tiles<Config>(order, order.position_of(tile.index, consumer * kWarpgroupRows + kWarpgroupRows - 1));
+    passed = live_kv_tiles<Config>(order, order.position_of(tile.index, Config::kQuery - 1)) - live;
   }
 
   // Of the thread's rows, number `row`: its position in the sequence, and its head among those of all sequences.

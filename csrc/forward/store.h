@@ -28,7 +28,7 @@ class Storer {
   __device__ __forceinline__ void store(const QueryTile& tile) {
     const TileOrder& order = params_.order;
     const int first_row = consumer_ * kWarpgroupRows;
-    const int position = tile.index * order.positions_per_tile() + (first_row >> order.group_shift);
+    const int position = order.position_of(tile.index, first_row);
     const Element* rows = shared_.q[q_.slot()] + first_row * kSwizzleColumns;
     shared_.out_full[q_.slot()][consumer_].wait(q_.parity());
     // TMA leaves out what lies outside the tensor.
