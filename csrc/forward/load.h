@@ -9,6 +9,7 @@
 
 #include "config.h"
 #include "params.h"
+#include "rows.h"
 
 namespace dash_attn::forward {
 
@@ -33,7 +34,7 @@ class Loader {
   using Ring = RingIndex<Config::kStages>;
 
   __device__ __forceinline__ void load(const QueryTile& tile) {
-    int kv_tile = live_kv_tiles<Config>(params_.order, params_.order.position_of(tile.index, Config::kQuery - 1));
+    int kv_tile = live_kv_tiles_of_tile<Config>(params_.order, tile.index);
     const int kv_head = params_.order.kv_head(tile.head_group);
     load_q(tile);  // without keys too: the output takes its place
     if (kv_tile == 0) { return; }
@@ -54,7 +55,7 @@ class Loader {
     full.arrive_and_expect_tx(Config::kQueryTileBytes);
 #pragma unroll
     for (int row = 0; row < Config::kQuery; row += kWarpgroupRows) {
-      const int position = params_.order.position_of(tile.index, row);
+      const int position = params_.order.first_position(tile.index) + params_.order.positions_of(row);
 #pragma unroll
       for (int column = 0; column < Config::kHeadDim; column += kSwizzleColumns) {
         cute::SM90_TMA_LOAD_5D::copy(&params_.q, reinterpret_cast<uint64_t*>(&full), kReadOnce,

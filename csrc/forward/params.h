@@ -20,7 +20,6 @@ struct KernelParams {
 template <typename Config>
 __device__ __forceinline__ int live_kv_tiles(const TileOrder& order, int position) {
   const Problem& problem = order.problem;
-  if (position < 0) { return 0; }
   if (!Config::kCausal) { return problem.kv_tiles; }
   const int last_key = position + problem.diagonal;
   return last_key < 0 ? 0 : last_key / Config::kKey + 1;

@@ -273,7 +273,7 @@ class Consumer {
           if (row_of(i) == row) { out[i] = 0.f; }
         }
       }
-      if (thread_ % 4 == 0 && position >= 0) {
+      if (thread_ % 4 == 0 && rows.exist && position < order.problem.seqlen_q) {
         params_.softmax_lse[rows.head(order, thread_, row) * order.problem.seqlen_q + position] = lse[row];
       }
     }

@@ -7,7 +7,7 @@
 #include "../device/ptx.h"
 #include "config.h"
 #include "params.h"
-#include "tiles.h"
+#include "rows.h"
 
 namespace dash_attn::forward {
 
@@ -16,6 +16,7 @@ class Storer {
  public:
   using Element = typename Config::Element;
   using Shared = SharedStorage<Config>;
+  using Rows = WarpgroupRows<Config>;
 
   __device__ Storer(Shared& shared, const KernelParams& params, int consumer)
       : shared_(shared), params_(params), consumer_(consumer) {}
@@ -26,21 +27,23 @@ class Storer {
 
  private:
   __device__ __forceinline__ void store(const QueryTile& tile) {
-    const TileOrder& order = params_.order;
-    const int first_row = consumer_ * kWarpgroupRows;
-    const int position = order.position_of(tile.index, first_row);
-    const Element* rows = shared_.q[q_.slot()] + first_row * kSwizzleColumns;
     shared_.out_full[q_.slot()][consumer_].wait(q_.parity());
-    // TMA leaves out what lies outside the tensor.
+    const Rows rows(params_.order, tile, consumer_, q_);
+    if (rows.exist) { write(rows); }
+    shared_.q_empty[q_.slot()].arrive();
+    q_ = q_.next();
+  }
+
+  // TMA leaves out what lies outside the tensor.
+  __device__ __forceinline__ void write(const Rows& rows) const {
+    const Element* staged = shared_.q[rows.q.slot()] + consumer_ * kWarpgroupRows * kSwizzleColumns;
 #pragma unroll
     for (int column = 0; column < Config::kHeadDim; column += kSwizzleColumns) {
-      cute::SM90_TMA_STORE_5D::copy(&params_.out, rows + column * Config::kQuery, column, 0, position, tile.head_group,
-                                    tile.batch);
+      cute::SM90_TMA_STORE_5D::copy(&params_.out, staged + column * Config::kQuery, column, 0, rows.first_position,
+                                    rows.tile.head_group, rows.tile.batch);
     }
     ptx::bulk_commit();
     ptx::bulk_wait_read();
-    shared_.q_empty[q_.slot()].arrive();
-    q_ = q_.next();
   }
 
   Shared& shared_;

@@ -16,8 +16,8 @@ struct QueryTile {
 
 // Rows of a query tile are (position, head of the group), heads fastest: where sequences are short, the query heads of
 // a KV head are packed into a tile; elsewhere a group is one head. The last tile ends where the queries end and the
-// first may begin before them, so that under the causal mask the rows left empty are those with the fewest keys. Every
-// CTA takes a fixed share of a list of tiles.
+// first is the one that may be short, so that under the causal mask the rows left empty are those with the fewest keys.
+// Every CTA takes a fixed share of a list of tiles.
 //
 // Under the causal mask the list has the tiles with most keys first, so that what is left for the end is short; and it
 // is cut in sections of head groups, so that the K and V in use stay in L2. Under the full mask it goes head by head.
@@ -45,10 +45,15 @@ struct TileOrder {
     return make_tile(tiles - 1 - within / groups, first_group + within % groups);
   }
 
-  // Of row `row` of tile `index`; negative before the first query.
-  DASH_HOST_DEVICE constexpr int position_of(int index, int row) const {
-    return problem.seqlen_q - (problem.query_tiles - index) * problem.tile_q + (row >> group_shift);
+  DASH_HOST_DEVICE constexpr int positions_of(int rows) const { return rows >> group_shift; }
+  DASH_HOST_DEVICE constexpr int first_position(int index) const {
+    return max_int(0, end_position(index) - problem.tile_q);
   }
+  // Where the next tile begins.
+  DASH_HOST_DEVICE constexpr int end_position(int index) const {
+    return problem.seqlen_q - (problem.query_tiles - 1 - index) * problem.tile_q;
+  }
+
   DASH_HOST_DEVICE constexpr int kv_head(int head_group) const { return head_group / groups_per_kv; }
 
  private:

@@ -3,10 +3,12 @@
 import itertools
 import math
 
+import dash_attn
 import gpu_support as support
 import gradient_check
 import pytest
 import torch
+from gpu_load import Perturbation
 from gpu_support import GuardedTensor, Problem
 
 MASKS = pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
@@ -144,3 +146,72 @@ def test_large_scores(causal, dtype, device):
         outputs = {"out": inputs.out, "softmax_lse": inputs.softmax_lse}
         lines = output_lines(problem, outputs, gradient_check.Bar(problem, inputs))
         assert not lines, f"{problem}:\n" + "\n".join(lines)
+
+
+@pytest.mark.parametrize("head_dim", (64, 128))
+@MASKS
+def test_200_calls_under_load(causal, head_dim, device):
+    problem = Problem(2, 1100, 1100, 16, 4, head_dim, causal)
+    q, k, v, _ = support.random_qkv_dout(problem, device)
+    expected = forward(problem, q, k, v)
+    support.assert_finite(expected, str(problem))
+    load = Perturbation()
+    for first in range(0, 200, 20):
+        load.enqueue(20)
+        for call in range(first, first + 20):
+            load.move_allocations()
+            support.assert_same_bits(forward(problem, q, k, v), expected, f"{problem}, call {call}")
+    load.stop()
+
+
+@MASKS
+def test_graph_replay_gives_the_eager_bits(causal, device):
+    problem = Problem(2, 700, 900, 8, 2, 128, causal)
+    q, k, v, _ = support.random_qkv_dout(problem, device)
+    forward(problem, q, k, v)  # loads the kernels before the capture
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        outputs = forward(problem, q, k, v)
+    for seed in (1, 2):
+        for x, new in zip((q, k, v), support.random_qkv_dout(problem, device, seed)):
+            x.copy_(new)
+        expected = forward(problem, q, k, v)
+        for x in outputs.values():
+            x.fill_(math.nan)
+        graph.replay()
+        support.assert_same_bits(outputs, expected, f"{problem}, replay {seed}")
+
+
+@MASKS
+def test_opcheck(causal, device):
+    for head_dim, (seqlen_q, seqlen_k) in itertools.product((64, 128), ((130, 200), (200, 130), (1, 70))):
+        problem = Problem(2, seqlen_q, seqlen_k, 4, 2, head_dim, causal)
+        q, k, v, _ = support.random_qkv_dout(problem, device)
+        torch.library.opcheck(torch.ops.dash_attn.forward.default, (q, k, v, 0.25, causal, 3))
+
+
+@MASKS
+def test_compiles_to_one_graph_with_the_same_bits(causal, device):
+    problem = Problem(2, 300, 420, 8, 2, 64, causal)
+    q, k, v, dout = support.random_qkv_dout(problem, device)
+
+    def step(q, k, v):
+        return dash_attn.flash_attn_func(q, k, v, causal=causal)
+
+    def outputs(function) -> dict[str, torch.Tensor]:
+        leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+        out = function(*leaves)
+        return dict(zip(("out", *support.GRADIENTS), (out.detach(), *torch.autograd.grad(out, leaves, dout))))
+
+    compiled = torch.compile(step, backend="aot_eager", fullgraph=True)
+    support.assert_same_bits(outputs(compiled), outputs(step), f"{problem}, compiled")
+
+
+def test_second_differentiation_raises(device):
+    problem = Problem(1, 64, 64, 2, 2, 64, True)
+    q, k, v, dout = support.random_qkv_dout(problem, device)
+    q.requires_grad_()
+    (gradient,) = torch.autograd.grad(dash_attn.flash_attn_func(q, k, v, causal=True), q, dout, create_graph=True)
+    with pytest.raises(RuntimeError):
+        torch.autograd.grad(gradient.sum(), q)
