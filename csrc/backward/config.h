@@ -13,9 +13,10 @@
 
 namespace dash_attn::backward {
 
-// Warpgroup 0 feeds the others, one thread of each of three warps: kLoaderWarp loads, kAdderWarp adds dQ, kPlannerWarp
-// tells both in which order (apart, because the loader has only kProducerRegisters registers).
-enum WarpRole : int { kLoaderWarp = 0, kAdderWarp = 1, kPlannerWarp = 2 };
+// Warpgroup 0 feeds the others, one thread of each warp: kLoaderWarp loads, kPlannerWarp tells the others in which order
+// (apart, because the loader has only kProducerRegisters registers), the rest add dQ, in turn.
+enum WarpRole : int { kLoaderWarp = 0, kPlannerWarp = 1, kFirstAdderWarp = 2 };
+constexpr int kAdderWarps = 2;
 
 constexpr int kWarpgroupThreads = 128;
 constexpr int kWarpgroupWarps = 4;
@@ -56,10 +57,17 @@ struct Config {
   static_assert(kSplitDqByHeadDim || kHeadDim == kWarpgroupRows);
   static constexpr int kDqQueries = kSplitDqByHeadDim ? kQuery : kQuery / kConsumers;
 
+  // Consumers hold their rows of V, and of K where registers allow, as A operands: what bounds the kernel is shared
+  // memory's bandwidth, and a product of 64 x 64 with both operands there takes all of it. (fp16 needs more of them.)
+  static constexpr bool kHoldK =
+      kHeadDim == 64 && kClusterSize == 1 && std::is_same_v<Element, cutlass::bfloat16_t>;
+  static constexpr int kHeadDimSlices = kHeadDim / kProductDepth;
+
   // Two of everything that changes from step to step, all used in turn, so that one count finds them: Q and dO (one
   // tile is loaded while the other is used), dS (one is read while the next is written), dQ (one is added while the
   // next is computed).
   static constexpr int kStages = 2;
+  static_assert(kStages == kAdderWarps);
   static constexpr int kClaimSlots = 2;  // claims known ahead
   static constexpr int kPlanSlots = 8;   // steps known ahead: the loader is up to four ahead of the adder
 
@@ -69,8 +77,11 @@ struct Config {
   static constexpr int kDqTileFloats = kQuery * kHeadDim;
 };
 
+constexpr int kNoMoreTiles = -1;
+
 struct PlannedStep {
   int query_tile;
+  int tile;  // its index among the query tiles of all heads, or kNoMoreTiles
   int rank;  // of the claim's KV tile in the sum of dQ there
   bool last_of_head;
   bool last_of_claim;
@@ -93,7 +104,8 @@ struct alignas(1024) SharedStorage {
   int query_tile[Config::kStages];
   int claim[Config::kClaimSlots];
   PlannedStep plan[Config::kPlanSlots];
-  Work work;  // whose K and V are here, so that the consumers need not keep it in registers
+  int head_tile;  // index of the planned head's first query tile, which the planner has no register for
+  Work work;      // whose K and V are here, so that the consumers need not keep it in registers
 
   TransactionBarrier k_full, v_full;
   Barrier kv_empty;  // dK and dV have left the tiles of K and V
@@ -117,9 +129,9 @@ struct Arrivals {
   static constexpr int kConsumerThreads = Config::kConsumers * kWarpgroupThreads;
   static constexpr int kAdder = 1;
   static constexpr int kPlanner = 1;
-  static constexpr int kPlanReaders = 2;  // loader, adder
-  // Of every CTA: consumers, loader, adder, planner.
-  static constexpr int kClaimReaders = Config::kClusterSize * (Config::kConsumerWarps + 3);
+  static constexpr int kPlanReaders = 2;  // loader, one adder
+  // Of every CTA: consumers, loader, planner.
+  static constexpr int kClaimReaders = Config::kClusterSize * (Config::kConsumerWarps + 2);
 };
 
 // Where use number `count` of a ring of buffers finds its slot, and the parity its barriers have on that pass. One

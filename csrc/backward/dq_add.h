@@ -20,27 +20,18 @@ class Adder {
  public:
   using Shared = SharedStorage<Config>;
 
-  __device__ Adder(Shared& shared, const KernelParams& params) : shared_(shared), params_(params) {}
+  __device__ Adder(Shared& shared, const KernelParams& params, int adder)
+      : shared_(shared), params_(params), plan_{uint32_t(adder)} {}
 
   __device__ void run() {
-    Work work;
-    for (; next_work<Reader::kThread>(work, shared_, params_, claims_); claims_ = claims_.next()) {
-      if (work.valid) { add_claim(work); }
+    for (;; plan_ = {plan_.count + kAdderWarps}) {
+      const PlannedStep step = planned_step(shared_, plan_);
+      if (step.tile == kNoMoreTiles) { return; }
+      add_tile(step.tile, step.rank);
     }
   }
 
  private:
-  __device__ void add_claim(const Work& work) {
-    int head_tile = first_tile_index(params_.problem, work);
-    PlannedStep step;
-    do {
-      step = planned_step(shared_, plan_);
-      add_tile(head_tile + step.query_tile, step.rank);
-      plan_ = plan_.next();
-      if (step.last_of_head) { head_tile += params_.problem.query_tiles; }
-    } while (!step.last_of_claim);
-  }
-
   __device__ __forceinline__ void add_tile(int64_t tile, int rank) {
     const RingIndex<Config::kStages> buffer{plan_.count};
     float* const accumulator = params_.workspace.dq_accumulator + tile * Config::kDqTileFloats;
@@ -64,7 +55,6 @@ class Adder {
 
   Shared& shared_;
   const KernelParams& params_;
-  RingIndex<Config::kClaimSlots> claims_;
   RingIndex<Config::kPlanSlots> plan_;
 };
 

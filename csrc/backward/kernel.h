@@ -1,6 +1,6 @@
 // The backward kernel: sets up barriers and sends each warp to its role.
 //
-//   warpgroup 0   warp 0: loader (load.h)   warp 1: adder of dQ (dq_add.h)   warp 2: planner (plan.h)   warp 3: idle
+//   warpgroup 0   warp 0: loader (load.h)   warp 1: planner (plan.h)   warps 2, 3: adders of dQ (dq_add.h)
 //   warpgroups 1, 2: consumers (products.h)
 //
 // CTAs are persistent and claim their work (claims.h); none waits for a CTA that may not be running.
@@ -63,9 +63,18 @@ __global__ void __launch_bounds__(Config::kThreads, 1) backward_kernel(const __g
   if (warpgroup == 0) {
     cutlass::arch::warpgroup_reg_dealloc<Config::kProducerRegisters>();
     const int warp = __shfl_sync(0xffffffff, threadIdx.x / 32, 0);
-    if (warp == kLoaderWarp && cute::elect_one_sync()) { Loader<Config>(shared, params).run(); }
-    if (warp == kAdderWarp && cute::elect_one_sync()) { Adder<Config>(shared, params).run(); }
-    if (warp == kPlannerWarp && cute::elect_one_sync()) { Planner<Config>(shared, params).run(); }
+    if (cute::elect_one_sync()) {
+      switch (warp) {
+        case kLoaderWarp:
+          Loader<Config>(shared, params).run();
+          break;
+        case kPlannerWarp:
+          Planner<Config>(shared, params).run();
+          break;
+        default:
+          Adder<Config>(shared, params, warp - kFirstAdderWarp).run();
+      }
+    }
   } else {
     cutlass::arch::warpgroup_reg_alloc<Config::kConsumerRegisters>();
     Consumer<Config>(shared, params).run();

@@ -46,22 +46,18 @@ class Loader {
     shared_.work = work;
     load_key_tile(params_.k, shared_.k_full, shared_.k, work);
     int head = work.kv_head * params_.problem.queries_per_kv;
-    int head_tile = first_tile_index(params_.problem, work);
     PlannedStep step;
     bool v_pending = true;
     do {
       step = planned_step(shared_, plan_);
-      load_q(step.query_tile, head, work.batch, head_tile + step.query_tile);
+      load_q(step.query_tile, head, work.batch, step.tile);
       if (v_pending) {
         load_key_tile(params_.v, shared_.v_full, shared_.v, work);
         v_pending = false;
       }
-      load_dout(step.query_tile, head, work.batch, head_tile + step.query_tile);
+      load_dout(step.query_tile, head, work.batch, step.tile);
       plan_ = plan_.next();
-      if (step.last_of_head) {
-        ++head;
-        head_tile += params_.problem.query_tiles;
-      }
+      head += step.last_of_head;
     } while (!step.last_of_claim);
   }
 

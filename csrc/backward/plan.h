@@ -1,4 +1,4 @@
-// The planner: one thread that walks each claim's steps in the policy's order, ahead of the loader and the adder.
+// The planner: one thread that walks each claim's steps in the policy's order, ahead of the loader and the adders.
 #pragma once
 
 #include "claims.h"
@@ -6,6 +6,12 @@
 #include "params.h"
 
 namespace dash_attn::backward {
+
+// Index of the first query tile of a claim's first query head among all query tiles; launch_backward.h checks that 32
+// bits do.
+__device__ __forceinline__ int first_tile_index(const Problem& problem, const Work& work) {
+  return (work.batch * problem.kv_heads + work.kv_head) * problem.queries_per_kv * problem.query_tiles;
+}
 
 template <typename Config>
 class Planner {
@@ -19,18 +25,21 @@ class Planner {
     for (; next_work<Reader::kThread>(work, shared_, params_, claims_); claims_ = claims_.next()) {
       if (work.valid) { plan_claim(work); }
     }
+    for (int adder = 0; adder < kAdderWarps; ++adder) { plan_end(); }
   }
 
  private:
   __device__ void plan_claim(const Work& work) {
     const Problem problem = specialised_problem<Config>(params_);
     int kv_tile = work.kv_tile;
+    shared_.head_tile = first_tile_index(problem, work);
     for (int step = 0, heads_left = problem.queries_per_kv; heads_left > 0;) {
       forget(kv_tile);
       shared_.plan_empty[plan_.slot()].wait(plan_.empty_parity());
       PlannedStep& planned = shared_.plan[plan_.slot()];
       const int query_tile = Config::Order::visit(problem, kv_tile, step);
       planned.query_tile = query_tile;
+      planned.tile = shared_.head_tile + query_tile;
       forget(kv_tile);
       planned.rank = Config::Order::rank(problem, kv_tile, query_tile);
       const bool last = step == problem.live_query_tiles(kv_tile) - 1;
@@ -40,7 +49,15 @@ class Planner {
       plan_ = plan_.next();
       step = last ? 0 : step + 1;
       heads_left -= last;
+      if (last) { shared_.head_tile += problem.query_tiles; }
     }
+  }
+
+  __device__ void plan_end() {
+    shared_.plan_empty[plan_.slot()].wait(plan_.empty_parity());
+    shared_.plan[plan_.slot()].tile = kNoMoreTiles;
+    shared_.plan_full[plan_.slot()].arrive();
+    plan_ = plan_.next();
   }
 
   Shared& shared_;
@@ -49,14 +66,7 @@ class Planner {
   RingIndex<Config::kPlanSlots> plan_;
 };
 
-// Index of the first query tile of a claim's first query head among all query tiles; launch_backward.h checks that 32
-// bits do.
-__device__ __forceinline__ int first_tile_index(const Problem& problem, const Work& work) {
-  return (work.batch * problem.kv_heads + work.kv_head) * problem.queries_per_kv * problem.query_tiles;
-}
-
-// Called by the loader and the adder, once a step. `plan` counts their steps, and so finds the buffers of the step as
-// well.
+// Called by the loader and one adder, once a step. `plan` counts the steps, and so finds the buffers of the step as well.
 template <typename Config>
 __device__ __forceinline__ PlannedStep planned_step(SharedStorage<Config>& shared, RingIndex<Config::kPlanSlots> plan) {
   shared.plan_full[plan.slot()].wait(plan.parity());

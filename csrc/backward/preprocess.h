@@ -54,7 +54,7 @@ __global__ void __launch_bounds__(kPreprocessThreads) preprocess_kernel(const Pr
   for (int offset = kThreadsPerRow / 2; offset > 0; offset /= 2) { sum += __shfl_xor_sync(0xffffffff, sum, offset); }
 
   if (column == 0 && row < params.padded_seqlen_q) {
-    const int64_t stat_row = int64_t(batch_head) * params.padded_seqlen_q + row;
+    const int64_t stat_row = int64_t(batch_head) * params.padded_seqlen_q + statistic_position(row);
     float lse = INFINITY;
     if (row < params.seqlen_q) {
       lse = params.softmax_lse[int64_t(batch_head) * params.seqlen_q + row];

@@ -3,14 +3,15 @@
 //   S^T = K Q^T     P^T = exp2(scale S^T - LSE)     dP^T = V dO^T     dS^T = P^T * (dP^T - D)
 //   dV += P^T dO    dK += dS^T Q                    dQ^T = K^T dS^T   (over the keys of both consumers)
 //
-// Products run in the order in which they are issued, while the thread computes. From step j to step j + 1:
+// Products run in the order in which they are issued, while the thread computes. From step j to step j + 1 (a bar is a
+// wait for products):
 //
-//   tensor cores:   |       | dK(j)  S(j+1)  dQ(j) |                            | dV(j+1)  dP(j+1) |
-//   threads:        | dS(j) | wait                 | dQ(j) -> adder   P(j+1)    | wait             | dS(j+1)
+//   tensor cores:  S(j+1) | dK(j)  | dQ(j) | dV(j+1)          dP(j+1) |
+//   threads:              | P(j+1) |       | dQ(j) -> adder           | dS(j+1) -> shared memory
 //
-// What one consumer computes on its threads is covered by the products of the other. dQ(j) waits for the other
-// consumer's dS(j); S(j+1) is issued before it to give that time. What a thread holds at the fullest point (head_dim
-// 128): dK and dV 128 registers, P in fp32 32 and rounded 16, dQ or dP 32.
+// dQ(j) waits for the other consumer's dS(j); S(j+1) and dK(j) come before it to give that time. A thread holds dK and
+// dV (128 registers at head_dim 128), its rows of V (32), and two fragments that serve in turn: one in fp32 for S and P,
+// dQ, dP (32), one rounded for P and dS (16).
 #pragma once
 
 #include <cutlass/arch/barrier.h>
@@ -64,14 +65,28 @@ class Consumer {
   static constexpr int kDsBlock = Config::kQuery * kSwizzleColumns;
 
   using Scores = float[kScoreRegisters];
-  using PackedScores = uint32_t[kScoreRegisters / 8][4];
+  using RoundedScores = RegisterSlice[kScoreRegisters / 8];
   using Gradient = float[kGradientRegisters];
   using DqPartial = float[Layout::kRegisters];
 
-  // What a consumer holds between two turns of its loop.
   struct Registers {
     Gradient dk, dv;
-    Scores p, dp;
+    Scores scores;          // S and P; dP
+    RoundedScores rounded;  // P; dS
+    RegisterSlice v[Config::kHeadDimSlices];
+    RegisterSlice k[Config::kHoldK ? Config::kHeadDimSlices : 1];
+
+    // dQ's partial can take the registers of S, which has become P, while dP is not issued yet. ptxas does not find that
+    // by itself, and serialises products for want of registers; without K it does if it is told.
+    static constexpr bool kShareDq = Config::kHoldK || Layout::kRegisters == kScoreRegisters;
+    float own_dq[kShareDq ? 1 : Layout::kRegisters];
+    __device__ __forceinline__ DqPartial& dq() {
+      if constexpr (kShareDq) {
+        return reinterpret_cast<DqPartial&>(scores);
+      } else {
+        return own_dq;
+      }
+    }
   };
 
   // The loop is cut where no product is running, between dP and dS: ptxas then follows every product to its wait and
@@ -99,94 +114,104 @@ class Consumer {
   }
 
   __device__ __forceinline__ void begin_first_step(Registers& r) {
-    PackedScores p;
     shared_.k_full.wait(tile().parity());
-    issue_s(r.p, step_);
-    wait_products<0>();
-    pin(r.p);
-    make_p(r.p, p, step_);
-    issue_dv(r.dv, p, step_);
+    if constexpr (Config::kHoldK) { hold_rows(r.k, shared_.k); }
+    issue_s(r, step_);
     shared_.v_full.wait(tile().parity());
-    issue_dp(r.dp, step_);
+    hold_rows(r.v, shared_.v);
+    wait_products<0>();
+    pin(r.scores);
+    make_p(r.scores, step_);
+    round_p(r);
+    issue_dv(r, step_);
+    issue_dp(r, step_);
     wait_products<0>();
     pin(r.dv);
-    pin(r.dp);
-    pin(p);
+    pin(r.scores);
+    pin(r.rounded);
   }
 
   __device__ __forceinline__ void end_step_begin_next(Registers& r) {
-    PackedScores p, ds;
-    DqPartial dq;
     forget(thread_);
-    make_ds(r, ds, step_);
-    issue_dk(r.dk, ds, step_);
-    issue_s(r.p, step_.next());
-    issue_dq(dq, step_);
-    wait_products<1>();  // dK and S
-    shared_.q_empty[step_.slot()].arrive();
-    wait_products<0>();  // dQ
+    make_ds(r, step_);
+
+    issue_s(r, step_.next());
+    issue_dk(r, step_);
+    wait_products<1>();  // S
+    pin(r.scores);
+    make_p(r.scores, step_.next());
+    pin(r.scores);
+    wait_products<0>();  // dK
     pin(r.dk);
-    pin(r.p);
-    pin(ds);
-    pin(dq);
-    hand_over(dq, step_);
+    pin(r.rounded);
+    shared_.q_empty[step_.slot()].arrive();
+    round_p(r);
+
+    issue_dq(r, step_);
+    issue_dv(r, step_.next());
+    wait_products<1>();  // dQ
+    pin(r.dq());
+    hand_over(r.dq(), step_);
 
     step_ = step_.next();
-    make_p(r.p, p, step_);
-    issue_dv(r.dv, p, step_);
-    issue_dp(r.dp, step_);
+    issue_dp(r, step_);
     wait_products<0>();  // dV and dP
     pin(r.dv);
-    pin(r.dp);
-    pin(p);
+    pin(r.scores);
+    pin(r.rounded);
   }
 
   __device__ __forceinline__ void end_last_step(Registers& r) {
-    PackedScores ds;
-    DqPartial dq;
-    make_ds(r, ds, step_);
-    issue_dk(r.dk, ds, step_);
-    issue_dq(dq, step_);
+    make_ds(r, step_);
+    issue_dk(r, step_);
+    issue_dq(r, step_);
     wait_products<0>();
     pin(r.dk);
-    pin(dq);
-    pin(ds);
+    pin(r.dq());
+    pin(r.rounded);
     shared_.q_empty[step_.slot()].arrive();
-    hand_over(dq, step_);
+    hand_over(r.dq(), step_);
     step_ = step_.next();
   }
 
-  __device__ __forceinline__ void issue_s(Scores& s, Step step) {
+  __device__ __forceinline__ void hold_rows(RegisterSlice (&rows)[Config::kHeadDimSlices], const Element* tile) const {
+    load_rows<Config::kKey>(tile, consumer_ * kWarpgroupRows, rows, thread_ / 32, thread_ % 32);
+  }
+
+  __device__ __forceinline__ void issue_s(Registers& r, Step step) {
     shared_.q_full[step.slot()].wait(step.parity());
-    multiply<Element, Config::kHeadDim>(s, KeyRows(tiles_at_(shared_.k), consumer_ * kWarpgroupRows),
-                                        QueryRows(tiles_at_(shared_.q[step.slot()])));
+    const QueryRows queries(tiles_at_(shared_.q[step.slot()]));
+    if constexpr (Config::kHoldK) {
+      multiply<Element>(r.scores, r.k, queries);
+    } else {
+      multiply<Element, Config::kHeadDim>(r.scores, KeyRows(tiles_at_(shared_.k), consumer_ * kWarpgroupRows), queries);
+    }
   }
 
-  __device__ __forceinline__ void issue_dv(Gradient& dv, PackedScores& p, Step step) {
+  __device__ __forceinline__ void issue_dv(Registers& r, Step step) {
     shared_.dout_full[step.slot()].wait(step.parity());
-    multiply_add<Element>(dv, p, QuerySum(tiles_at_(shared_.dout[step.slot()])));
+    multiply_add<Element>(r.dv, r.rounded, QuerySum(tiles_at_(shared_.dout[step.slot()])));
   }
 
-  __device__ __forceinline__ void issue_dp(Scores& dp, Step step) {
-    multiply<Element, Config::kHeadDim>(dp, KeyRows(tiles_at_(shared_.v), consumer_ * kWarpgroupRows),
-                                        QueryRows(tiles_at_(shared_.dout[step.slot()])));
+  __device__ __forceinline__ void issue_dp(Registers& r, Step step) {
+    multiply<Element>(r.scores, r.v, QueryRows(tiles_at_(shared_.dout[step.slot()])));
   }
 
-  __device__ __forceinline__ void issue_dk(Gradient& dk, PackedScores& ds, Step step) {
-    multiply_add<Element>(dk, ds, QuerySum(tiles_at_(shared_.q[step.slot()])));
+  __device__ __forceinline__ void issue_dk(Registers& r, Step step) {
+    multiply_add<Element>(r.dk, r.rounded, QuerySum(tiles_at_(shared_.q[step.slot()])));
   }
 
   // A consumer that has arrived on ds_full has completed dQ of the step before, so two buffers of dS need no `empty`
   // barrier.
-  __device__ __forceinline__ void issue_dq(DqPartial& dq, Step step) {
+  __device__ __forceinline__ void issue_dq(Registers& r, Step step) {
     shared_.ds_full[step.slot()].wait(step.parity());
     multiply<Element, Config::kKey>(
-        dq, KeySum(tiles_at_(shared_.k), Config::kSplitDqByHeadDim ? consumer_ : 0),
+        r.dq(), KeySum(tiles_at_(shared_.k), Config::kSplitDqByHeadDim ? consumer_ : 0),
         QueryRows(tiles_at_(shared_.ds[step.slot()]), Config::kSplitDqByHeadDim ? 0 : consumer_ * Config::kDqQueries));
   }
 
-  // S becomes P, in fp32 for dS and rounded for dV.
-  __device__ __forceinline__ void make_p(Scores& s, PackedScores& p, Step step) const {
+  // S becomes P.
+  __device__ __forceinline__ void make_p(Scores& s, Step step) const {
     const int first_query = shared_.query_tile[step.slot()] * Config::kQuery;
     const int first_key = shared_.work.kv_tile * Config::kKey;
     const Mask<Config::kCausal> mask{params_.problem.seqlen_k, params_.problem.diagonal};
@@ -194,16 +219,20 @@ class Consumer {
       apply_mask(s, mask, first_query, first_key + consumer_ * kWarpgroupRows);
     }
     exponentiate(s, shared_.lse[step.slot()]);
-    pack_slices<Element>(p, s);
-    pin(p);
   }
 
-  // dP becomes dS, rounded, in registers for dK and in shared memory for dQ.
-  __device__ __forceinline__ void make_ds(Registers& r, PackedScores& ds, Step step) {
-    differentiate(r.dp, r.p, shared_.delta[step.slot()]);
+  __device__ __forceinline__ void round_p(Registers& r) const {
+    pack_slices<Element>(r.rounded, r.scores);
+    pin(r.rounded);
+  }
+
+  // dP and P become dS, rounded, in registers for dK and in shared memory for dQ.
+  __device__ __forceinline__ void make_ds(Registers& r, Step step) {
+    // Lets ptxas mix the stores with the sums; with K in registers it runs out of them.
+    if constexpr (!Config::kHoldK) { forget(thread_); }
+    differentiate(r.rounded, r.scores, shared_.delta[step.slot()]);
     shared_.dout_empty[step.slot()].arrive();
-    pack_slices<Element>(ds, r.dp);
-    store_transposed(shared_.ds[step.slot()] + consumer_ * kDsBlock, ds, thread_ / 32, thread_ % 32);
+    store_transposed(shared_.ds[step.slot()] + consumer_ * kDsBlock, r.rounded, thread_ / 32, thread_ % 32);
     ptx::fence_async_shared();
     arrive(shared_.ds_full[step.slot()]);
   }
@@ -224,29 +253,38 @@ class Consumer {
     }
   }
 
-  // The statistics of the two neighbouring queries (columns) of a register quad.
-  __device__ __forceinline__ float2 statistics(const float* rows, int quad) const {
-    return *reinterpret_cast<const float2*>(rows + fragment_column(thread_, 4 * quad));
-  }
-
   __device__ __forceinline__ void exponentiate(Scores& s, const float* lse) const {
 #pragma unroll
-    for (int quad = 0; quad < kScoreRegisters / 4; ++quad) {
-      const float2 pair = statistics(lse, quad);
+    for (int slice = 0; slice < kScoreRegisters / 8; ++slice) {
+      const SliceStatistics row = statistics(lse, slice);
 #pragma unroll
-      for (int i = 4 * quad; i < 4 * quad + 4; ++i) {
-        s[i] = ptx::exp2_approx(fmaf(s[i], params_.softmax_scale_log2, i % 2 == 0 ? -pair.x : -pair.y));
+      for (int i = 0; i < 8; ++i) {
+        float& x = s[8 * slice + i];
+        x = ptx::exp2_approx(fmaf(x, params_.softmax_scale_log2, -row.of[i / 4][i % 2]));
       }
     }
   }
 
-  __device__ __forceinline__ void differentiate(Scores& dp, const Scores& p, const float* delta) const {
+  __device__ __forceinline__ void differentiate(RoundedScores& p, const Scores& dp, const float* delta) const {
 #pragma unroll
-    for (int quad = 0; quad < kScoreRegisters / 4; ++quad) {
-      const float2 pair = statistics(delta, quad);
+    for (int slice = 0; slice < kScoreRegisters / 8; ++slice) {
+      const SliceStatistics row = statistics(delta, slice);
 #pragma unroll
-      for (int i = 4 * quad; i < 4 * quad + 4; ++i) { dp[i] = p[i] * (dp[i] - (i % 2 == 0 ? pair.x : pair.y)); }
+      for (int i = 0; i < 4; ++i) {
+        const float* const x = dp + 8 * slice + 2 * i;
+        p[slice][i] = multiply_pair<Element>(p[slice][i], x[0] - row.of[i / 2][0], x[1] - row.of[i / 2][1]);
+      }
     }
+  }
+
+  // Of the queries (columns) of a thread's registers 8 * slice ... 8 * slice + 7.
+  struct SliceStatistics {
+    float of[2][2];
+  };
+
+  __device__ __forceinline__ SliceStatistics statistics(const float* rows, int slice) const {
+    const float4 four = *reinterpret_cast<const float4*>(rows + slice_statistics(thread_, slice));
+    return {{{four.x, four.y}, {four.z, four.w}}};
   }
 
   // One arrival a warp: its threads have finished with what the barrier guards.

@@ -17,6 +17,14 @@ __host__ __device__ constexpr int fragment_row(int thread, int r) {
 }
 __host__ __device__ constexpr int fragment_column(int thread, int r) { return (r / 4) * 8 + (thread % 4) * 2 + r % 2; }
 
+// LSE and D lie in memory in the order in which threads with those rows as fragment columns want them: row r at
+// statistic_position(r), and what registers 8 * slice ... 8 * slice + 7 need in 16 bytes from slice_statistics on.
+__host__ __device__ constexpr int statistic_position(int r) {
+  const int column = r % 16;
+  return r - column + column % 8 / 2 * 4 + column / 8 * 2 + column % 2;
+}
+__host__ __device__ constexpr int slice_statistics(int thread, int slice) { return 16 * slice + thread % 4 * 4; }
+
 template <typename Element>
 __device__ __forceinline__ uint32_t pack(float low, float high) {
   if constexpr (std::is_same_v<Element, cutlass::bfloat16_t>) {
@@ -25,6 +33,21 @@ __device__ __forceinline__ uint32_t pack(float low, float high) {
   } else {
     const __half2 pair = __floats2half2_rn(low, high);
     return reinterpret_cast<const uint32_t&>(pair);
+  }
+}
+
+// A pair times (low, high), rounded. In bf16 the factors are rounded first, which saves two instructions of five; in fp16
+// the unrounded factor may be out of range where the product is not.
+template <typename Element>
+__device__ __forceinline__ uint32_t multiply_pair(uint32_t pair, float low, float high) {
+  if constexpr (std::is_same_v<Element, cutlass::bfloat16_t>) {
+    const uint32_t factor = pack<Element>(low, high);
+    const __nv_bfloat162 product =
+        __hmul2(reinterpret_cast<const __nv_bfloat162&>(pair), reinterpret_cast<const __nv_bfloat162&>(factor));
+    return reinterpret_cast<const uint32_t&>(product);
+  } else {
+    const float2 wide = __half22float2(reinterpret_cast<const __half2&>(pair));
+    return pack<Element>(wide.x * low, wide.y * high);
   }
 }
 
@@ -39,7 +62,7 @@ __device__ __forceinline__ void pack_slices(uint32_t (&packed)[kAcc / 8][4], con
 // Writes the transpose of a 64-row fragment to a tile block of 64 columns: fragment column c becomes tile row c.
 // `warp` and `lane` are those of the thread in its warpgroup.
 template <int kSlices>
-__device__ __forceinline__ void store_transposed(void* block, const uint32_t (&packed)[kSlices][4], int warp,
+__device__ __forceinline__ void store_transposed(void* block, const RegisterSlice (&packed)[kSlices], int warp,
                                                  int lane) {
   const int row = (lane / 16) * 8 + lane % 8;
   const int chunk = (2 * warp + (lane / 8) % 2) ^ (lane % 8);
@@ -48,17 +71,32 @@ __device__ __forceinline__ void store_transposed(void* block, const uint32_t (&p
   for (int k = 0; k < kSlices; ++k) { ptx::store_matrix_transposed(address + k * 2 * kSwizzleAtomBytes, packed[k]); }
 }
 
-// Writes a 64-row fragment to rows first_row ... first_row + 63 of a tile of kRows rows.
-template <int kRows, int kSlices>
-__device__ __forceinline__ void store_rows(void* tile, int first_row, const uint32_t (&packed)[kSlices][4], int warp,
-                                           int lane) {
+// The tile row that a thread passes to stmatrix and ldmatrix for slice k of that fragment.
+template <int kRows>
+__device__ __forceinline__ uint32_t slice_address(const void* tile, int first_row, int k, int warp, int lane) {
   const int row = first_row + warp * 16 + lane % 16;
-  const uint32_t address = cute::cast_smem_ptr_to_uint(tile) + row * kSwizzleRowBytes;
+  const int column_chunk = 2 * k + lane / 16;
+  const int block = column_chunk / 8;
+  return cute::cast_smem_ptr_to_uint(tile) + row * kSwizzleRowBytes + block * kRows * kSwizzleRowBytes +
+         ((column_chunk % 8) ^ (row % 8)) * 16;
+}
+
+// Between a 64-row fragment and rows first_row ... first_row + 63 of a tile of kRows rows.
+template <int kRows, int kSlices>
+__device__ __forceinline__ void store_rows(void* tile, int first_row, const RegisterSlice (&packed)[kSlices], int warp,
+                                           int lane) {
 #pragma unroll
   for (int k = 0; k < kSlices; ++k) {
-    const int column_chunk = 2 * k + lane / 16;
-    const int block = column_chunk / 8;
-    ptx::store_matrix(address + block * kRows * kSwizzleRowBytes + ((column_chunk % 8) ^ (row % 8)) * 16, packed[k]);
+    ptx::store_matrix(slice_address<kRows>(tile, first_row, k, warp, lane), packed[k]);
+  }
+}
+
+template <int kRows, int kSlices>
+__device__ __forceinline__ void load_rows(const void* tile, int first_row, RegisterSlice (&packed)[kSlices], int warp,
+                                          int lane) {
+#pragma unroll
+  for (int k = 0; k < kSlices; ++k) {
+    ptx::load_matrix(slice_address<kRows>(tile, first_row, k, warp, lane), packed[k]);
   }
 }
 

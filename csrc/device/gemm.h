@@ -96,8 +96,10 @@ __device__ __forceinline__ void issue(uint64_t a, uint64_t b, float* acc, bool a
 }
 
 template <typename Product, size_t... kI>
-__device__ __forceinline__ void issue(const RegisterSlice& a, uint64_t b, float* acc, std::index_sequence<kI...>) {
-  Product::fma(a[0], a[1], a[2], a[3], b, acc[kI]..., cute::SM90::GMMA::ScaleOut::One);
+__device__ __forceinline__ void issue(const RegisterSlice& a, uint64_t b, float* acc, bool accumulate,
+                                      std::index_sequence<kI...>) {
+  Product::fma(a[0], a[1], a[2], a[3], b, acc[kI]...,
+               accumulate ? cute::SM90::GMMA::ScaleOut::One : cute::SM90::GMMA::ScaleOut::Zero);
 }
 
 }  // namespace detail
@@ -116,20 +118,11 @@ __device__ __forceinline__ void pin(uint32_t (&operand)[kSlices][4]) {
   for (int i = 0; i < 4 * kSlices; ++i) { asm volatile("" : "+r"(operand[i / 4][i % 4])::"memory"); }
 }
 
-// Tells the compiler that what the registers held is not needed any more: the product's instruction is declared to read
-// its accumulator even where it overwrites it.
-template <int kSize>
-__device__ __forceinline__ void overwrite(float (&accumulator)[kSize]) {
-#pragma unroll
-  for (int i = 0; i < kSize; ++i) { asm volatile("" : "=f"(accumulator[i])); }
-}
-
 // acc = A B, 64 x kN over kDepth. Issues and commits one group. After the `wait_products` that completes it, `pin` what
 // the product wrote or read in registers.
 template <typename Element, int kDepth, typename A, typename B, int kAcc>
 __device__ __forceinline__ void multiply(float (&acc)[kAcc], A a, B b) {
   using Product = SharedProduct<Element, 2 * kAcc, A::kMajor, B::kMajor>;
-  overwrite(acc);
   cute::warpgroup_arrive();
 #pragma unroll
   for (int k = 0; k < kDepth / kProductDepth; ++k) {
@@ -138,16 +131,25 @@ __device__ __forceinline__ void multiply(float (&acc)[kAcc], A a, B b) {
   cute::warpgroup_commit_batch();
 }
 
-// acc += A B with A in registers, which must not change until the product has completed: `pin` them after the wait.
-template <typename Element, typename B, int kSteps, int kAcc>
-__device__ __forceinline__ void multiply_add(float (&acc)[kAcc], uint32_t (&a)[kSteps][4], B b) {
+// The same with A in registers, which must not change until the product has completed: `pin` them after the wait.
+template <typename Element, typename B, int kSlices, int kAcc>
+__device__ __forceinline__ void multiply(float (&acc)[kAcc], RegisterSlice (&a)[kSlices], B b,
+                                         bool accumulate = false) {
   using Product = RegisterProduct<Element, 2 * kAcc, B::kMajor>;
   pin(a);
   pin(acc);
   cute::warpgroup_arrive();
 #pragma unroll
-  for (int k = 0; k < kSteps; ++k) { detail::issue<Product>(a[k], b.step(k), acc, std::make_index_sequence<kAcc>{}); }
+  for (int k = 0; k < kSlices; ++k) {
+    detail::issue<Product>(a[k], b.step(k), acc, accumulate || k != 0, std::make_index_sequence<kAcc>{});
+  }
   cute::warpgroup_commit_batch();
+}
+
+// acc += A B.
+template <typename Element, typename B, int kSlices, int kAcc>
+__device__ __forceinline__ void multiply_add(float (&acc)[kAcc], RegisterSlice (&a)[kSlices], B b) {
+  multiply<Element>(acc, a, b, true);
 }
 
 // Returns when at most `kPending` of the groups committed last are still running.

@@ -83,6 +83,14 @@ __device__ __forceinline__ void store_matrix_transposed(uint32_t row, const uint
                : "memory");
 }
 
+// 9.7.14.5.14 "ldmatrix": the inverse of store_matrix.
+__device__ __forceinline__ void load_matrix(uint32_t row, uint32_t (&m)[4]) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(m[0]), "=r"(m[1]), "=r"(m[2]), "=r"(m[3])
+               : "r"(row)
+               : "memory");
+}
+
 }  // namespace dash_attn::ptx
 
 namespace dash_attn {
