@@ -40,7 +40,7 @@ struct Config {
   static constexpr int kLaunchRegisters = kRegistersPerSm / kThreads / 8 * 8 * kThreads;
   static_assert(kWarpgroupThreads * (kProducerRegisters + kConsumers * kConsumerRegisters) <= kLaunchRegisters);
 
-  static constexpr int kQueryStages = 3;                  // tiles of Q: in use, on their way in, on their way out as output
+  static constexpr int kQueryStages = 3;  // tiles of Q: in use, on their way in, on their way out as output
   static constexpr int kStages = kHeadDim == 64 ? 4 : 2;  // tiles of K, and as many of V
 
   static constexpr int kQueryTileBytes = kQuery * kHeadDim * sizeof(Element);
@@ -70,7 +70,7 @@ template <typename Config>
 struct Arrivals {
   static constexpr int kTransaction = 1;                         // the thread that announces the bytes
   static constexpr int kConsumerWarps = Config::kConsumerWarps;  // a lane of each warp whose products have completed
-  static constexpr int kStagingWarps = kWarpgroupWarps;                      // a lane of each warp that has staged its output
+  static constexpr int kStagingWarps = kWarpgroupWarps;          // a lane of each warp that has staged its output
   static constexpr int kStorers = Config::kConsumers;            // a thread for each warpgroup's output, which has left
 };
 

@@ -199,16 +199,13 @@ class Consumer {
 
   // Long before its product, because a wait ends a basic block: ptxas would move the exponentials before it behind the
   // wait for P V, which is to run at the same time.
-  __device__ __forceinline__ void wait_for_next_v() const {
-    shared_.v_full[v_.next().slot()].wait(v_.next().parity());
-  }
+  __device__ __forceinline__ void wait_for_next_v() const { shared_.v_full[v_.next().slot()].wait(v_.next().parity()); }
 
   __device__ __forceinline__ void wait_for_k() const { shared_.k_full[k_.slot()].wait(k_.parity()); }
 
   __device__ __forceinline__ void issue_s(Scores& s, const Rows& rows) {
-    multiply<Element, Config::kHeadDim>(
-        s, QueryRows(tiles_at_(shared_.q[rows.q.slot()]), consumer_ * kWarpgroupRows),
-        KeyRows(tiles_at_(shared_.k[k_.slot()])));
+    multiply<Element, Config::kHeadDim>(s, QueryRows(tiles_at_(shared_.q[rows.q.slot()]), consumer_ * kWarpgroupRows),
+                                        KeyRows(tiles_at_(shared_.k[k_.slot()])));
   }
 
   __device__ __forceinline__ void issue_out(Output& out, PackedScores& p) {

@@ -5,7 +5,6 @@
 #include "../device/mask.h"
 #include "config.h"
 #include "params.h"
-#include "softmax.h"
 
 namespace dash_attn::forward {
 

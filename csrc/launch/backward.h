@@ -4,6 +4,7 @@
 #include <cuda_runtime_api.h>
 
 #include <cstddef>
+
 #include "tensor.h"
 
 namespace dash_attn {

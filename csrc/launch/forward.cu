@@ -1,17 +1,16 @@
-#include "forward.h"
-
 #include <string>
 
 #include "check.h"
+#include "forward.h"
 #include "variant.h"
 
 namespace dash_attn {
 
 void run_forward(const ForwardArguments& a, cudaStream_t stream) {
   const int head_dim = padded_head_dim(a.head_dim);
-#define DASH_FORWARD_VARIANT(variant_dtype, variant_head_dim, variant_causal)                             \
-  if (a.dtype == variant_dtype::kDtype && head_dim == variant_head_dim && a.causal == variant_causal) {   \
-    return launch_forward<ForwardVariant<variant_dtype, variant_head_dim, variant_causal>>(a, stream); \
+#define DASH_FORWARD_VARIANT(variant_dtype, variant_head_dim, variant_causal)                           \
+  if (a.dtype == variant_dtype::kDtype && head_dim == variant_head_dim && a.causal == variant_causal) { \
+    return launch_forward<ForwardVariant<variant_dtype, variant_head_dim, variant_causal>>(a, stream);  \
   }
 #include "built_variants.def"
 #undef DASH_FORWARD_VARIANT

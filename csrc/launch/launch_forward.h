@@ -25,8 +25,8 @@ int group_shift(const ForwardArguments& a) {
   return shift;
 }
 
-// Head groups of a section: about as many as have their K and V in L2 together, and such that the tiles of a section give
-// every CTA as much to do: they are dealt to and fro, so in lots of twice the CTAs.
+// Head groups of a section: about as many as have their K and V in L2 together, and such that the tiles of a section
+// give every CTA as much to do: they are dealt to and fro, so in lots of twice the CTAs.
 template <typename Config>
 int section_groups(const ForwardArguments& a, const forward::TileOrder& order, int ctas) {
   constexpr int64_t kBytes = 16 << 20;
