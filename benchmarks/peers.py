@@ -76,7 +76,8 @@ def _in_turn(forward: Callable[[], object], backward: Callable[[], object]) -> C
 
 
 class DashAttn:
-    """This package: every policy, always deterministic."""
+    """This package: every policy that users can choose, all deterministic; and, where they are asked for by name, the
+    yardsticks, which are not."""
 
     name = "dash_attn"
 
@@ -91,11 +92,13 @@ class DashAttn:
 
         unfit = "shift" if shape.causal else "symmetric_shift"
         fitting = [policy for policy in schedule.POLICIES if policy != unfit]
-        chosen = fitting if self._schedules is None else [s for s in self._schedules if s in (*fitting, "auto")]
-        return [Variant(self.name, policy, True) for policy in chosen]
+        known = (*fitting, *schedule.YARDSTICKS, "auto")
+        chosen = fitting if self._schedules is None else [s for s in self._schedules if s in known]
+        return [Variant(self.name, policy, policy not in schedule.YARDSTICKS) for policy in chosen]
 
     def prepare(self, variant: Variant, shape: Shape, x: Tensors) -> Calls:
         import dash_attn
+        from dash_attn import schedule
 
         ops, scale = torch.ops.dash_attn, softmax_scale(shape)
         out, softmax_lse = ops.forward(x.q, x.k, x.v, scale, shape.causal)
@@ -103,15 +106,22 @@ class DashAttn:
         gradients = tuple(torch.empty_like(t) for t in (x.q, x.k, x.v))
         leaves = tuple(t.detach().requires_grad_() for t in (x.q, x.k, x.v))
 
+        def forward() -> None:
+            ops.forward(x.q, x.k, x.v, scale, shape.causal)
+
+        def backward() -> None:
+            if variant.deterministic:
+                ops.backward(*saved, *gradients, scale, shape.causal, variant.schedule, 0)
+            else:  # the op takes deterministic policies only
+                number = schedule.policy_number(variant.schedule)
+                torch.ops.dash_attn_C.backward(*saved, *gradients, scale, shape.causal, number, 0)
+
         def through_autograd() -> None:
             out = dash_attn.flash_attn_func(*leaves, causal=shape.causal, schedule=variant.schedule)
             torch.autograd.grad(out, leaves, x.dout)
 
-        return {
-            "forward": lambda: ops.forward(x.q, x.k, x.v, scale, shape.causal),
-            "backward": lambda: ops.backward(*saved, *gradients, scale, shape.causal, variant.schedule, 0),
-            "both": through_autograd,
-        }
+        calls = _in_turn(forward, backward)
+        return {**calls, "both": through_autograd} if variant.deterministic else calls
 
 
 class TorchFlashAttention2:

@@ -123,7 +123,7 @@ def parser() -> argparse.ArgumentParser:
     result = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     result.add_argument("--grid", choices=GRIDS, default="quick")
     result.add_argument("--pass", dest="passes", nargs="+", choices=PASSES, default=["backward"])
-    result.add_argument("--schedules", nargs="+", help="policies of ours to measure; default: every one that fits the mask")
+    result.add_argument("--schedules", nargs="+", help="policies of ours to measure, also 'atomic', which is not deterministic; default: every one that users can choose")
     result.add_argument("--peers", nargs="*", choices=peers.PEERS, default=list(peers.PEERS))
     result.add_argument("--json", type=pathlib.Path, help="write the result here, after every shape")
     result.add_argument("--png", type=pathlib.Path, help="draw the result here")
@@ -137,9 +137,10 @@ def parser() -> argparse.ArgumentParser:
 def check_schedules(names: list[str] | None) -> None:
     from dash_attn import schedule
 
-    unknown = sorted(set(names or []) - {"auto", *schedule.POLICIES})
+    known = ["auto", *schedule.POLICIES, *schedule.YARDSTICKS]
+    unknown = sorted(set(names or []) - set(known))
     if unknown:
-        raise SystemExit(f"--schedules must be of auto, {', '.join(schedule.POLICIES)}; got {', '.join(unknown)}")
+        raise SystemExit(f"--schedules must be of {', '.join(known)}; got {', '.join(unknown)}")
 
 
 def chosen_shapes(arguments: argparse.Namespace) -> list[Shape]:

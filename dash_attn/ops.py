@@ -114,7 +114,7 @@ def _backward_cuda(dout, q, k, v, out, softmax_lse, dq, dk, dv, softmax_scale, c
         *targets,
         softmax_scale,
         causal,
-        _schedule.POLICIES.index(policy),
+        _schedule.policy_number(policy),
         sm_margin,
     )
     if sign != 1.0:

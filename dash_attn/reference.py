@@ -7,8 +7,9 @@ This is what runs for CPU tensors, and what the tests compare orders with. Per (
     dV = P^T dO      dK = c dS^T Q         dQ = c dS K
 
 The backward rounds where the kernel rounds (P and dS to the inputs' dtype before they enter a product, sums in fp32,
-one rounding at the end) and adds tile by tile in the order it is given, so a change of order shows in the last bits as
-it does on the GPU. It is not bit-equal to the kernel: the order inside one tile's product is the matrix library's.
+one rounding at the end) and adds tile by tile in the order it is given, or on the grid of `dash_attn.order_free`, so a
+change of order shows in the last bits as it does on the GPU. It is not bit-equal to the kernel: the order inside one
+tile's product is the matrix library's.
 float64 inputs are computed in float64 throughout.
 """
 
@@ -18,6 +19,7 @@ from typing import NamedTuple
 
 import torch
 
+from . import order_free
 from . import schedule as _schedule
 
 # Query rows that the forward holds scores of at a time.
@@ -35,6 +37,8 @@ class TileOrder(NamedTuple):
     """For each KV tile, the query tiles it visits, in order: the order of the sums dK and dV."""
     adds: list[list[int]]
     """For each query tile, the KV tiles that contribute to it, in order: the order of the sum dQ."""
+    order_free: bool = False
+    """Whether dQ is summed on the grid of `dash_attn.order_free`, where no order shows. Not for float64 inputs."""
 
 
 @functools.lru_cache(maxsize=64)
@@ -69,6 +73,7 @@ def tile_order(
         problem.tile_k,
         _schedule.visit_order(schedule, problem),
         _schedule.add_order(schedule, problem),
+        schedule == "order_free",
     )
 
 
@@ -169,6 +174,10 @@ def backward(
     lse = softmax_lse.masked_fill(softmax_lse == -torch.inf, torch.inf).to(d.dtype).reshape(d.shape)
 
     dq, dk, dv = torch.zeros_like(q_heads), torch.zeros_like(k_heads), torch.zeros_like(v_heads)
+    units = None
+    if order.order_free and d.dtype == torch.float32:
+        of_inputs = {"softmax_scale": softmax_scale, "kv_tiles": len(order.visits), "dtype": q.dtype}
+        units = order_free.Accumulator(order_free.grid(q_heads, k_heads, v_heads, dout_heads, d, **of_inputs), dq)
     steps = list(_interleave(order))
     for head in range(q_heads.shape[1]):
         for kv_tile, q_tile in steps:
@@ -184,7 +193,12 @@ def backward(
             p, ds = _rounded(p, q.dtype), _rounded(ds, q.dtype)
             dv[:, keys] += p.mT @ dout_rows
             dk[:, keys] += ds.mT @ q_rows
-            dq[:, head, rows] += ds @ k_heads[:, keys]
+            if units is None:
+                dq[:, head, rows] += ds @ k_heads[:, keys]
+            else:
+                units.add(head, rows, ds @ k_heads[:, keys])
+    if units is not None:
+        dq = units.result()
     dq, dk = dq.mul_(softmax_scale), dk.mul_(softmax_scale)
     return tuple(_by_head(t, batch).to(q.dtype) for t in (dq, dk.unsqueeze(1), dv.unsqueeze(1)))
 

@@ -83,13 +83,13 @@ ARGUMENTS = [
     ({"sm_margin": 1.5}, TypeError, "sm_margin must be an int, got 1.5"),
     ({"sm_margin": None}, TypeError, "sm_margin must be an int, got None (NoneType)"),
     ({"schedule": "fastest"}, ValueError,
-     "schedule must be one of 'auto', 'ascending', 'descending', 'spt', 'shift' when causal=False, got 'fastest'"),
+     "schedule must be one of 'auto', 'ascending', 'descending', 'spt', 'shift', 'order_free' when causal=False, got 'fastest'"),
     ({"schedule": None}, ValueError,
-     "schedule must be one of 'auto', 'ascending', 'descending', 'spt', 'shift' when causal=False, got None (NoneType)"),
+     "schedule must be one of 'auto', 'ascending', 'descending', 'spt', 'shift', 'order_free' when causal=False, got None (NoneType)"),
     ({"schedule": "symmetric_shift"}, ValueError,
-     "schedule must be one of 'auto', 'ascending', 'descending', 'spt', 'shift' when causal=False, got 'symmetric_shift'"),
+     "schedule must be one of 'auto', 'ascending', 'descending', 'spt', 'shift', 'order_free' when causal=False, got 'symmetric_shift'"),
     ({"schedule": "shift", "causal": True}, ValueError,
-     "schedule must be one of 'auto', 'ascending', 'descending', 'spt', 'symmetric_shift' when causal=True, got 'shift'"),
+     "schedule must be one of 'auto', 'ascending', 'descending', 'spt', 'symmetric_shift', 'order_free' when causal=True, got 'shift'"),
 ]  # fmt: skip
 
 KVPACKED = [

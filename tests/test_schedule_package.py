@@ -11,7 +11,17 @@ from dash_attn.schedule.__main__ import main
 
 
 def test_policies_are_the_integers_of_the_compiled_ops():
-    assert schedule.POLICIES == ("ascending", "descending", "spt", "shift", "symmetric_shift")
+    names = ("ascending", "descending", "spt", "shift", "symmetric_shift", "order_free", "atomic")
+    assert (*schedule.POLICIES, *schedule.YARDSTICKS) == names
+    assert [schedule.policy_number(name) for name in names] == list(range(len(names)))
+
+
+def test_what_is_not_deterministic_cannot_be_chosen():
+    assert schedule.YARDSTICKS == ("atomic",)
+    for causal in (False, True):
+        with pytest.raises(ValueError, match="schedule must be one of 'auto', .*, got 'atomic'"):
+            schedule.resolve("atomic", causal=causal, seqlen_q=300, seqlen_k=500)
+        assert schedule.resolve("auto", causal=causal, seqlen_q=300, seqlen_k=500) in schedule.POLICIES
 
 
 @pytest.mark.parametrize("causal", [False, True])
@@ -61,8 +71,8 @@ def test_table(capsys):
     def rows(table):
         return [line.split()[0] for line in table.splitlines()[2:-1]]
 
-    assert rows(causal) == ["ascending", "descending", "spt", "symmetric_shift"]
-    assert rows(full) == ["ascending", "descending", "spt", "shift"]
+    assert rows(causal) == ["ascending", "descending", "spt", "symmetric_shift", "order_free"]
+    assert rows(full) == ["ascending", "descending", "spt", "shift", "order_free"]
     assert "makespan" in causal and "idle share" in causal and "critical path" in causal
     # 4 heads are too few for 132 SMs: the longest KV tile, 32 query tiles of 1.75 + 0.95 us, is the bound.
     assert f"ideal {32 * 2.7:.6g}:" in causal

@@ -7,6 +7,13 @@ import pytest
 from dash_attn import _schedule
 from dash_attn.schedule import POLICIES, Problem, add_order, num_claims, problem, simulate
 
+# Those whose partials wait for each other.
+ORDERED = [
+    (policy, causal)
+    for policy in POLICIES
+    for causal in (False, True)
+    if _schedule.fits(policy, causal) and policy != "order_free"
+]
 POLICY_MASKS = [(policy, causal) for policy in POLICIES for causal in (False, True) if _schedule.fits(policy, causal)]
 COSTS = [(1.0, 0.25), (3.0, 2.0), (1.0, 0.0), (0.5, 4.0)]  # exact in binary, so lengths compare with ==
 
@@ -84,7 +91,7 @@ def launches(clusters, generator):
 
 
 @pytest.mark.parametrize("cta_group", [1, 2, 3, 8])
-@pytest.mark.parametrize("policy, causal", POLICY_MASKS)
+@pytest.mark.parametrize("policy, causal", ORDERED)
 def test_progress_and_order_under_every_residency(policy, causal, cta_group):
     """From one resident cluster to all of them, launched at any time: all work is done, in the one order."""
     generator = random.Random(f"{policy} {causal} {cta_group}")
@@ -107,6 +114,17 @@ def test_progress_and_order_under_every_residency(policy, causal, cta_group):
                     record_tasks=True,
                 )
                 assert added(result) == expected
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_order_free_never_waits(causal):
+    tiles = square(8, 2, causal)
+    for sms in range(1, 20):
+        result = simulate("order_free", tiles, sms=sms, product_time=1, add_time=3, signal_time=2, record_tasks=True)
+        assert all(task.add_start == task.products_end == task.start + 1 for task in result.tasks)
+        assert sorted((task.head, task.query_tile, task.kv_tile) for task in result.tasks) == [
+            (head, q, kv) for head in range(2) for q, order in enumerate(add_order("order_free", tiles)) for kv in order
+        ]
 
 
 @pytest.mark.parametrize("policy, causal, cta_group", [("shift", False, 8), ("symmetric_shift", True, 4)])

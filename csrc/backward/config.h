@@ -28,6 +28,7 @@ struct Config {
   using Element = Element_;
   using Order = dash_attn::Order<kPolicy_>;
   static constexpr Policy kPolicy = kPolicy_;
+  static constexpr Accumulation kAccumulation = accumulation(kPolicy_);
   static constexpr bool kCausal = kCausal_;
   static_assert(fits(kPolicy, kCausal), "the policy is not defined for this mask");
 
@@ -57,10 +58,9 @@ struct Config {
   static_assert(kSplitDqByHeadDim || kHeadDim == kWarpgroupRows);
   static constexpr int kDqQueries = kSplitDqByHeadDim ? kQuery : kQuery / kConsumers;
 
-  // Consumers hold their rows of V, and of K where registers allow, as A operands: what bounds the kernel is shared
-  // memory's bandwidth, and a product of 64 x 64 with both operands there takes all of it. (fp16 needs more of them.)
-  static constexpr bool kHoldK =
-      kHeadDim == 64 && kClusterSize == 1 && std::is_same_v<Element, cutlass::bfloat16_t>;
+  // Consumers hold their rows of V in registers as an A operand: what bounds the kernel is shared memory's bandwidth, and
+  // a product of 64 x 64 with both operands there takes all of it. There is no room for K as well.
+  static constexpr bool kOrderFree = kAccumulation == Accumulation::kOrderFree;
   static constexpr int kHeadDimSlices = kHeadDim / kProductDepth;
 
   // Two of everything that changes from step to step, all used in turn, so that one count finds them: Q and dO (one
@@ -74,10 +74,17 @@ struct Config {
   static constexpr int kQueryTileBytes = kQuery * kHeadDim * sizeof(Element);
   static constexpr int kKeyTileBytes = kKey * kHeadDim * sizeof(Element);
   static constexpr int kRowStatBytes = kQuery * sizeof(float);
+
+  // What a partial is staged with outlives the stage of Q and dO: the loader may be two steps ahead, which are then being
+  // written, while a consumer is at the step before.
+  static constexpr int kGridSlots = 4;
+  static constexpr int kScaleBytes = kOrderFree ? kQuery * sizeof(uint8_t) : 0;
   static constexpr int kDqTileFloats = kQuery * kHeadDim;
 };
 
 constexpr int kNoMoreTiles = -1;
+constexpr int kAnyTurn = -1;  // as rank: the partial waits for no other
+constexpr int kNoGrid = -1;   // as tile of a partial that stays in fp32
 
 struct PlannedStep {
   int query_tile;
@@ -102,6 +109,10 @@ struct alignas(1024) SharedStorage {
   float lse[Config::kStages][Config::kQuery];                  // base 2
   float delta[Config::kStages][Config::kQuery];                // D = rowsum(dO * O)
   int query_tile[Config::kStages];
+  // Order-free only: the tile whose rows' grid the partial is rounded to, or kNoGrid; scales in the order of
+  // scale_position.
+  alignas(16) uint8_t scales[Config::kGridSlots][Config::kScaleBytes ? Config::kQuery : 16];
+  int grid_tile[Config::kGridSlots];
   int claim[Config::kClaimSlots];
   PlannedStep plan[Config::kPlanSlots];
   int head_tile;  // index of the planned head's first query tile, which the planner has no register for

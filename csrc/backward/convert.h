@@ -1,6 +1,9 @@
-// After the main kernel: dQ = softmax_scale * accumulator, put in order and rounded.
+// dQ = softmax_scale * accumulator, put in order and rounded. An order-free accumulator holds integers in units of each
+// row's grid. Starts while the last CTAs of the main kernel are running, on SMs that have none left: a block waits for the
+// sum of its own tile.
 #pragma once
 
+#include "../config/fixed_point.h"
 #include "dq_layout.h"
 #include "params.h"
 
@@ -11,7 +14,7 @@ constexpr int kConvertThreads = 256;
 template <typename Element>
 struct ConvertParams {
   StridedView<Element> dq;
-  const float* dq_accumulator;
+  Workspace workspace;
   Problem problem;
   int heads, head_dim;
   float softmax_scale;
@@ -23,6 +26,12 @@ struct ConvertTile {
   static constexpr int kPitch = Config::kHeadDim + 4;
   static constexpr int kBytes = Config::kQuery * kPitch * sizeof(float);
 };
+
+// The unit of a row's grid, 2^-e; NaN for a row that is not finite.
+__device__ __forceinline__ float grid_unit(uint8_t scale) {
+  const int exponent = fixed_point::stored_exponent(scale);
+  return scale == fixed_point::kNotFinite ? NAN : __int_as_float((127 - exponent) << 23);
+}
 
 // Grid: batch x heads x query tiles.
 template <typename Config>
@@ -37,34 +46,55 @@ __global__ void __launch_bounds__(kConvertThreads)
   const int head = batch_head % params.heads, batch = batch_head / params.heads;
 
   // Nobody has written the accumulator of queries that see no key.
-  const bool live = params.problem.live_kv_tiles(query_tile) > 0;
+  const int adds = params.problem.live_kv_tiles(query_tile);
+  const bool live = adds > 0;
+  if (threadIdx.x == 0) {
+    while (live && ptx::load_acquire(params.workspace.turns + blockIdx.x) != adds) { __nanosleep(100); }
+  }
+  __syncthreads();
+  bool integers = false;
+  if constexpr (Config::kOrderFree) {
+    integers = live && !params.workspace.needs_order[batch_head / params.problem.queries_per_kv].any();
+  }
+  const uint32_t offset = fixed_point::kOffsetBits * uint32_t(adds);  // every partial has brought it along
   const float4* const source =
-      reinterpret_cast<const float4*>(params.dq_accumulator + int64_t(blockIdx.x) * Config::kDqTileFloats);
+      reinterpret_cast<const float4*>(params.workspace.dq_accumulator + int64_t(blockIdx.x) * Config::kDqTileFloats);
 #pragma unroll
   for (int index = threadIdx.x; index < kQuads; index += kConvertThreads) {
-    const float4 quad = live ? __ldcs(source + index) : make_float4(0.f, 0.f, 0.f, 0.f);
+    const float4 quad = live ? __ldcg(source + index) : make_float4(0.f, 0.f, 0.f, 0.f);
     const float values[4] = {quad.x, quad.y, quad.z, quad.w};
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       const auto element = Layout::element(index, i);
-      tile[element.query * ConvertTile<Config>::kPitch + element.column] = values[i] * params.softmax_scale;
+      tile[element.query * ConvertTile<Config>::kPitch + element.column] =
+          integers ? float(int(__float_as_uint(values[i]) - offset)) : values[i] * params.softmax_scale;
     }
   }
   __syncthreads();
 
   constexpr int kThreadsPerRow = Config::kHeadDim / 8;
   const int column = threadIdx.x % kThreadsPerRow * 8;
-  if (column >= params.head_dim) { return; }
 #pragma unroll
   for (int row = threadIdx.x / kThreadsPerRow; row < Config::kQuery; row += kConvertThreads / kThreadsPerRow) {
     const int position = query_tile * Config::kQuery + row;
-    if (position >= params.problem.seqlen_q) { return; }
+    if (column >= params.head_dim || position >= params.problem.seqlen_q) { break; }
     const float4* const values = reinterpret_cast<const float4*>(tile + row * ConvertTile<Config>::kPitch + column);
-    const float4 low = values[0], high = values[1];
+    float4 low = values[0], high = values[1];
+    if (integers) {
+      const int64_t first_row = int64_t(blockIdx.x) * Config::kQuery;
+      const float unit = grid_unit(params.workspace.scales[first_row + scale_position(row)]);
+      const auto scaled = [&](float4 x) {
+        return make_float4(x.x * unit * params.softmax_scale, x.y * unit * params.softmax_scale,
+                           x.z * unit * params.softmax_scale, x.w * unit * params.softmax_scale);
+      };
+      low = scaled(low);
+      high = scaled(high);
+    }
     *reinterpret_cast<uint4*>(params.dq.row(batch, position, head) + column) =
         make_uint4(pack<Element>(low.x, low.y), pack<Element>(low.z, low.w), pack<Element>(high.x, high.y),
                    pack<Element>(high.z, high.w));
   }
+  ptx::wait_for_previous_kernel();  // so that the end of this kernel is the end of both
 }
 
 }  // namespace dash_attn::backward

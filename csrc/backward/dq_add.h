@@ -5,7 +5,8 @@
 // PERFORMED at gpu scope, not merely issued. The chain that makes this so, from CTA to CTA:
 //   bulk add -> wait_group 0 (performed, and visible to this thread) -> st.release turns = r + 1
 //   -> ld.acquire turns -> fence.proxy.async (the next bulk add is an access of the async proxy)
-// Rank 0 stores instead of adding, so the accumulator is never cleared.
+// Rank 0 stores instead of adding, so the accumulator is never cleared. Partials that wait for no turn are only counted
+// there, for the conversion.
 #pragma once
 
 #include "claims.h"
@@ -40,7 +41,9 @@ class Adder {
     constexpr int kBytes = Config::kDqTileFloats * sizeof(float);
 
     shared_.dq_full[buffer.slot()].wait(buffer.parity());
-    if (rank == 0) {
+    if (rank == kAnyTurn) {
+      add(accumulator, partial, kBytes);
+    } else if (rank == 0) {
       ptx::bulk_store(accumulator, partial, kBytes);
     } else {
       while (ptx::load_acquire(turn) != rank) {}
@@ -48,9 +51,23 @@ class Adder {
       ptx::bulk_add_f32(accumulator, partial, kBytes);
     }
     ptx::bulk_commit();
-    ptx::bulk_wait_performed();
-    ptx::store_release(turn, rank + 1);
+    ptx::bulk_wait_read();
     shared_.dq_empty[buffer.slot()].arrive();
+    ptx::bulk_wait_performed();
+    if (rank == kAnyTurn) {
+      ptx::add_release(turn, 1);
+    } else {
+      ptx::store_release(turn, rank + 1);
+    }
+  }
+
+  // In no order.
+  static __device__ __forceinline__ void add(float* accumulator, const float* partial, int bytes) {
+    if constexpr (Config::kOrderFree) {
+      ptx::bulk_add_s32(accumulator, partial, bytes);
+    } else {
+      ptx::bulk_add_f32(accumulator, partial, bytes);
+    }
   }
 
   Shared& shared_;

@@ -9,6 +9,14 @@
 
 namespace dash_attn::backward {
 
+// Where the order-free scale of row r of a head lies among those of all its rows: a consumer thread finds those of all
+// queries of its fragment, two a quad, side by side.
+constexpr int kScaleGroup = 64;
+__host__ __device__ constexpr int scale_position(int r) {
+  const int query = r % kScaleGroup;
+  return r - query + query % 8 / 2 * (kScaleGroup / 4) + query / 8 * 2 + query % 2;
+}
+
 template <typename Config>
 struct DqLayout {
   // Of each consumer thread: a 64 x kDqQueries fragment of dQ^T.

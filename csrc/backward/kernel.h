@@ -59,6 +59,8 @@ __global__ void __launch_bounds__(Config::kThreads, 1) backward_kernel(const __g
     __syncthreads();
   }
 
+  ptx::wait_for_previous_kernel();
+
   const int warpgroup = __shfl_sync(0xffffffff, threadIdx.x / kWarpgroupThreads, 0);
   if (warpgroup == 0) {
     cutlass::arch::warpgroup_reg_dealloc<Config::kProducerRegisters>();

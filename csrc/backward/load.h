@@ -30,7 +30,11 @@ class Loader {
     Work work;
     for (;; claims_ = claims_.next()) {
       request_claim(shared_, params_, claims_);
-      if (!next_work<Reader::kThread>(work, shared_, params_, claims_)) { return; }
+      if (!next_work<Reader::kThread>(work, shared_, params_, claims_)) {
+        // The conversion may start: it waits for adds of claims that have all been taken.
+        ptx::launch_dependents();
+        return;
+      }
       shared_.kv_empty.wait(RingIndex<1>{claims_.count}.empty_parity());
       if (work.valid) {
         load_claim(work);
@@ -55,7 +59,7 @@ class Loader {
         load_key_tile(params_.v, shared_.v_full, shared_.v, work);
         v_pending = false;
       }
-      load_dout(step.query_tile, head, work.batch, step.tile);
+      load_dout(step, head, work.batch);
       plan_ = plan_.next();
       head += step.last_of_head;
     } while (!step.last_of_claim);
@@ -76,17 +80,25 @@ class Loader {
     load_statistic(params_.workspace.lse_log2, shared_.q_full[slot], shared_.lse[slot], tile_index);
   }
 
-  __device__ __forceinline__ void load_dout(int query_tile, int head, int batch, int tile_index) {
+  __device__ __forceinline__ void load_dout(const PlannedStep& step, int head, int batch) {
     const RingIndex<Config::kStages> stage{plan_.count};
     const int slot = stage.slot();
     shared_.dout_empty[slot].wait(stage.empty_parity());
-    load_query_rows(params_.dout, shared_.dout_full[slot], shared_.dout[slot], query_tile, head, batch);
-    load_statistic(params_.workspace.delta, shared_.dout_full[slot], shared_.delta[slot], tile_index);
+    const int grid_slot = RingIndex<Config::kGridSlots>{plan_.count}.slot();
+    if constexpr (Config::kOrderFree) { shared_.grid_tile[grid_slot] = step.rank == kAnyTurn ? step.tile : kNoGrid; }
+    load_query_rows(params_.dout, shared_.dout_full[slot], shared_.dout[slot], step.query_tile, head, batch,
+                    Config::kScaleBytes);
+    load_statistic(params_.workspace.delta, shared_.dout_full[slot], shared_.delta[slot], step.tile);
+    if constexpr (Config::kOrderFree) {
+      cute::SM90_BULK_COPY_G2S::copy(params_.workspace.scales + int64_t(step.tile) * Config::kQuery,
+                                     reinterpret_cast<uint64_t*>(&shared_.dout_full[slot]), shared_.scales[grid_slot],
+                                     Config::kScaleBytes);
+    }
   }
 
   __device__ __forceinline__ void load_query_rows(const CUtensorMap& map, Barrier& full, Element* tile, int query_tile,
-                                                  int head, int batch) {
-    full.arrive_and_expect_tx(Config::kQueryTileBytes + Config::kRowStatBytes);
+                                                  int head, int batch, int further_bytes = 0) {
+    full.arrive_and_expect_tx(Config::kQueryTileBytes + Config::kRowStatBytes + further_bytes);
     load_tile<Config::kQuery>(map, full, tile, query_tile, head, batch, kKeepInL2);
   }
 

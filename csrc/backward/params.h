@@ -20,14 +20,44 @@ struct StridedView {
   }
 };
 
+// Of some rows of K and V. Norms are upper bounds of those of whole rows.
+struct KeyStatistics {
+  float max_element;  // of K
+  float max_product;  // of a key's |V row| and its largest element of K
+  float max_norm;     // of K
+  // Over pairs of neighbouring rows: of the magnitudes of all elements of their difference, and of its norms.
+  float sum_of_key_steps, sum_of_value_steps;
+};
+
+// The rows of a head are measured in chunks: at most kMaxChunks, one for each lane of a warp.
+constexpr int kMaxChunks = 32;
+constexpr int kMinChunkRows = 64;
+constexpr int chunk_rows(int seqlen) { return max_int(kMinChunkRows, ceil_div(seqlen, kMaxChunks)); }
+constexpr int num_chunks(int seqlen) { return ceil_div(seqlen, chunk_rows(seqlen)); }
+
+// Whether dQ of a KV head's query heads is summed in fp32 in the order of ranks after all. Two words, because two kernels
+// write them.
+struct NeedsOrder {
+  int by_head;  // its statistics leave too little room
+  int by_row;   // a row is too large for the grid's range of exponents
+
+  __device__ __forceinline__ bool any() const { return (by_head | by_row) != 0; }
+};
+
 // Scratch memory, linear in the sequence length. Rows are padded to whole query tiles, indexed (batch, head, query
 // row).
 struct Workspace {
-  float* dq_accumulator;  // (batch, head, query tile, tile elements in the order of dq_layout.h)
+  float* dq_accumulator;  // (batch, head, query tile, tile elements in the order of dq_layout.h); order-free: integers
   float* lse_log2;        // log2(e) * LSE; +inf for rows that see no key and for padding, so that P = 0 there
   float* delta;           // D = rowsum(dO * O); 0 in padding
   int* turns;             // (batch, head, query tile): how many KV tiles have added to dQ
   int* next_claim;        // the counter that hands out work
+
+  // Order-free accumulation only.
+  uint8_t* scales;                // of each row's grid (config/fixed_point.h), in the order of scale_position
+  NeedsOrder* needs_order;        // (batch, KV head)
+  float* query_norms;             // (batch, head, chunk): largest norm of a row of Q
+  KeyStatistics* key_statistics;  // (batch, KV head, chunk)
 };
 
 struct KernelParams {

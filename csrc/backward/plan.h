@@ -33,6 +33,7 @@ class Planner {
     const Problem problem = specialised_problem<Config>(params_);
     int kv_tile = work.kv_tile;
     shared_.head_tile = first_tile_index(problem, work);
+    const bool ordered = is_ordered(work);
     for (int step = 0, heads_left = problem.queries_per_kv; heads_left > 0;) {
       forget(kv_tile);
       shared_.plan_empty[plan_.slot()].wait(plan_.empty_parity());
@@ -41,7 +42,7 @@ class Planner {
       planned.query_tile = query_tile;
       planned.tile = shared_.head_tile + query_tile;
       forget(kv_tile);
-      planned.rank = Config::Order::rank(problem, kv_tile, query_tile);
+      planned.rank = ordered ? Config::Order::rank(problem, kv_tile, query_tile) : kAnyTurn;
       const bool last = step == problem.live_query_tiles(kv_tile) - 1;
       planned.last_of_head = last;
       planned.last_of_claim = last && heads_left == 1;
@@ -50,6 +51,15 @@ class Planner {
       step = last ? 0 : step + 1;
       heads_left -= last;
       if (last) { shared_.head_tile += problem.query_tiles; }
+    }
+  }
+
+  // Whether the claim's partials are added in fp32, in turn.
+  __device__ __forceinline__ bool is_ordered(const Work& work) const {
+    if constexpr (Config::kOrderFree) {
+      return params_.workspace.needs_order[work.batch * params_.problem.kv_heads + work.kv_head].any();
+    } else {
+      return Config::kAccumulation == Accumulation::kOrdered;
     }
   }
 

@@ -1,8 +1,12 @@
-// Before the main kernel: D = rowsum(dO * O), LSE in base 2, and the turns and the claim counter set to zero.
+// Before the main kernel: D = rowsum(dO * O), LSE in base 2, and the turns and the claim counter set to zero. Where dQ is
+// added without turns its accumulator is cleared too, and order-free each row gets its grid.
 #pragma once
 
+#include "../config/fixed_point.h"
 #include "../device/fragment.h"
+#include "dq_layout.h"
 #include "params.h"
+#include "statistics.h"
 
 namespace dash_attn::backward {
 
@@ -16,10 +20,14 @@ struct PreprocessParams {
   int heads, seqlen_q, padded_seqlen_q, head_dim;
   int blocks_per_head;
   int num_turns;
+  Problem problem;      // of order-free accumulation
+  float softmax_scale;  // of order-free accumulation
 };
 
+// Of a block: kHeadDim / 8 threads share a row, and take several at a time.
+constexpr int kPreprocessPasses = 2;
 template <int kHeadDim>
-constexpr int kPreprocessRows = kPreprocessThreads / (kHeadDim / 8);  // of a block: kHeadDim / 8 threads share a row
+constexpr int kPreprocessRows = kPreprocessPasses * kPreprocessThreads / (kHeadDim / 8);
 
 // Eight 16-bit products in fp32.
 template <typename Element>
@@ -32,36 +40,103 @@ __device__ __forceinline__ float dot8(uint4 a, uint4 b) {
   return sum;
 }
 
+// Whether a KV head's group needs the order, from its statistics. Called by a whole warp.
+template <typename Element>
+__device__ __forceinline__ void decide_order(const PreprocessParams<Element>& params, int batch_kv_head) {
+  const Problem& problem = params.problem;
+  const int lane = threadIdx.x % 32;
+  const int64_t chunks = int64_t(problem.queries_per_kv) * num_chunks(params.seqlen_q);
+  KeyStatistics keys = chunk_key_statistics(params.workspace, batch_kv_head, problem.seqlen_k);
+  float max_query_norm = 0.f;
+  for (int64_t i = lane; i < chunks; i += 32) {
+    max_query_norm = larger(max_query_norm, params.workspace.query_norms[batch_kv_head * chunks + i]);
+  }
+  keys = combine_warp(keys);
+  max_query_norm = largest_of_warp(max_query_norm);
+  const fixed_point::HeadStatistics head{max_query_norm, keys.max_norm, keys.max_product, keys.sum_of_key_steps,
+                                         keys.sum_of_value_steps};
+  if (lane == 0) {
+    params.workspace.needs_order[batch_kv_head].by_head =
+        fixed_point::needs_order(head, params.softmax_scale, params.head_dim, problem.seqlen_k, problem.kv_tiles,
+                                 std::is_same_v<Element, cutlass::half_t>);
+  }
+}
+
+// The scale of a row whose partials sum to at most `bound` in magnitude.
+template <typename Element>
+__device__ __forceinline__ uint8_t row_scale(double bound, NeedsOrder& needs_order) {
+  if (!isfinite(bound)) { return fixed_point::kNotFinite; }
+  const int exponent = fixed_point::row_exponent(bound, std::is_same_v<Element, cutlass::half_t>);
+  if (exponent < fixed_point::kMinExponent) {
+    needs_order.by_row = 1;
+    return fixed_point::stored_scale(fixed_point::kMinExponent);
+  }
+  return fixed_point::stored_scale(exponent);
+}
+
 // Grid: batch x heads x blocks_per_head.
-template <typename Element, int kHeadDim>
+template <typename Element, int kHeadDim, Accumulation kAccumulation>
 __global__ void __launch_bounds__(kPreprocessThreads) preprocess_kernel(const PreprocessParams<Element> params) {
   constexpr int kThreadsPerRow = kHeadDim / 8;
   const int batch_head = blockIdx.x / params.blocks_per_head;
   const int batch = batch_head / params.heads, head = batch_head % params.heads;
-  const int row = blockIdx.x % params.blocks_per_head * kPreprocessRows<kHeadDim> + threadIdx.x / kThreadsPerRow;
+  const int first_row = blockIdx.x % params.blocks_per_head * kPreprocessRows<kHeadDim>;
   const int column = threadIdx.x % kThreadsPerRow * 8;
 
+  ptx::launch_dependents();
   const int64_t thread = int64_t(blockIdx.x) * kPreprocessThreads + threadIdx.x;
   if (thread < params.num_turns) { params.workspace.turns[thread] = 0; }
   if (thread == 0) { *params.workspace.next_claim = 0; }
 
-  float sum = 0.f;
-  if (row < params.seqlen_q && column < params.head_dim) {
-    sum = dot8<Element>(*reinterpret_cast<const uint4*>(params.out.row(batch, row, head) + column),
-                        *reinterpret_cast<const uint4*>(params.dout.row(batch, row, head) + column));
-  }
+  uint4 out[kPreprocessPasses], dout[kPreprocessPasses];
 #pragma unroll
-  for (int offset = kThreadsPerRow / 2; offset > 0; offset /= 2) { sum += __shfl_xor_sync(0xffffffff, sum, offset); }
+  for (int pass = 0; pass < kPreprocessPasses; ++pass) {
+    const int row = first_row + (pass * kPreprocessThreads + threadIdx.x) / kThreadsPerRow;
+    const bool inside = row < params.seqlen_q && column < params.head_dim;
+    dout[pass] = load8(params.dout, batch, row, head, column, inside);
+    out[pass] = load8(params.out, batch, row, head, column, inside);
+  }
 
-  if (column == 0 && row < params.padded_seqlen_q) {
-    const int64_t stat_row = int64_t(batch_head) * params.padded_seqlen_q + statistic_position(row);
+  float max_element = 0.f, max_product = 0.f;
+  const int batch_kv_head = batch_head / params.problem.queries_per_kv;
+  if constexpr (kAccumulation == Accumulation::kOrderFree) {
+    const KeyStatistics keys = chunk_key_statistics(params.workspace, batch_kv_head, params.problem.seqlen_k);
+    max_element = largest_of_warp(keys.max_element);
+    max_product = largest_of_warp(keys.max_product);
+    if (blockIdx.x % (params.problem.queries_per_kv * params.blocks_per_head) == 0 && threadIdx.x < 32) {
+      decide_order(params, batch_kv_head);
+    }
+  }
+
+#pragma unroll
+  for (int pass = 0; pass < kPreprocessPasses; ++pass) {
+    const int row = first_row + (pass * kPreprocessThreads + threadIdx.x) / kThreadsPerRow;
+    const float delta = sum_of_row<kThreadsPerRow>(dot8<Element>(out[pass], dout[pass]));
+    float squares = 0.f, largest = 0.f, dout_norm = 0.f;
+    if constexpr (kAccumulation == Accumulation::kOrderFree) {
+      measure8<Element>(dout[pass], squares, largest);
+      dout_norm = norm_bound<kHeadDim>(sum_of_row<kThreadsPerRow>(squares), largest);
+    }
+    if (row >= params.padded_seqlen_q) { continue; }
+    const int64_t padded_row = int64_t(batch_head) * params.padded_seqlen_q;
+    if constexpr (kAccumulation != Accumulation::kOrdered) {
+      float4* const accumulator =
+          reinterpret_cast<float4*>(params.workspace.dq_accumulator + (padded_row + row) * kHeadDim + column);
+      accumulator[0] = accumulator[1] = make_float4(0.f, 0.f, 0.f, 0.f);
+    }
+    if (column != 0) { continue; }
     float lse = INFINITY;
     if (row < params.seqlen_q) {
       lse = params.softmax_lse[int64_t(batch_head) * params.seqlen_q + row];
       lse = lse == -INFINITY ? INFINITY : lse * float(M_LOG2E);
     }
-    params.workspace.lse_log2[stat_row] = lse;
-    params.workspace.delta[stat_row] = sum;
+    params.workspace.lse_log2[padded_row + statistic_position(row)] = lse;
+    params.workspace.delta[padded_row + statistic_position(row)] = delta;
+    if constexpr (kAccumulation == Accumulation::kOrderFree) {
+      const double bound = double(dout_norm) * double(max_product) + fabs(double(delta)) * double(max_element);
+      params.workspace.scales[padded_row + scale_position(row)] =
+          row_scale<Element>(bound, params.workspace.needs_order[batch_kv_head]);
+    }
   }
 }
 

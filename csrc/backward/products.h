@@ -22,6 +22,7 @@
 #include "../device/mask.h"
 #include "claims.h"
 #include "config.h"
+#include "dq_grid.h"
 #include "dq_layout.h"
 #include "params.h"
 
@@ -74,20 +75,22 @@ class Consumer {
     Scores scores;          // S and P; dP
     RoundedScores rounded;  // P; dS
     RegisterSlice v[Config::kHeadDimSlices];
-    RegisterSlice k[Config::kHoldK ? Config::kHeadDimSlices : 1];
 
-    // dQ's partial can take the registers of S, which has become P, while dP is not issued yet. ptxas does not find that
-    // by itself, and serialises products for want of registers; without K it does if it is told.
-    static constexpr bool kShareDq = Config::kHoldK || Layout::kRegisters == kScoreRegisters;
+    // Where dQ's partial is as large as S it takes the same registers: S has become P, and dP is not issued yet. ptxas
+    // does not find that by itself; taking half of them confuses it.
+    static constexpr bool kShareDq = Layout::kRegisters == kScoreRegisters;
     float own_dq[kShareDq ? 1 : Layout::kRegisters];
     __device__ __forceinline__ DqPartial& dq() {
       if constexpr (kShareDq) {
-        return reinterpret_cast<DqPartial&>(scores);
+        return scores;
       } else {
         return own_dq;
       }
     }
   };
+
+  // Rounding a partial to the grid takes time that dP fills where it has registers of its own.
+  static constexpr bool kDpFirst = Config::kOrderFree && !Registers::kShareDq;
 
   // The loop is cut where no product is running, between dP and dS: ptxas then follows every product to its wait and
   // has no reason to serialise them.
@@ -115,10 +118,9 @@ class Consumer {
 
   __device__ __forceinline__ void begin_first_step(Registers& r) {
     shared_.k_full.wait(tile().parity());
-    if constexpr (Config::kHoldK) { hold_rows(r.k, shared_.k); }
     issue_s(r, step_);
     shared_.v_full.wait(tile().parity());
-    hold_rows(r.v, shared_.v);
+    load_rows<Config::kKey>(shared_.v, consumer_ * kWarpgroupRows, r.v, thread_ / 32, thread_ % 32);
     wait_products<0>();
     pin(r.scores);
     make_p(r.scores, step_);
@@ -149,12 +151,13 @@ class Consumer {
 
     issue_dq(r, step_);
     issue_dv(r, step_.next());
-    wait_products<1>();  // dQ
+    if constexpr (kDpFirst) { issue_dp(r, step_.next()); }
+    wait_products<kDpFirst ? 2 : 1>();  // dQ
     pin(r.dq());
     hand_over(r.dq(), step_);
 
     step_ = step_.next();
-    issue_dp(r, step_);
+    if constexpr (!kDpFirst) { issue_dp(r, step_); }
     wait_products<0>();  // dV and dP
     pin(r.dv);
     pin(r.scores);
@@ -174,18 +177,10 @@ class Consumer {
     step_ = step_.next();
   }
 
-  __device__ __forceinline__ void hold_rows(RegisterSlice (&rows)[Config::kHeadDimSlices], const Element* tile) const {
-    load_rows<Config::kKey>(tile, consumer_ * kWarpgroupRows, rows, thread_ / 32, thread_ % 32);
-  }
-
   __device__ __forceinline__ void issue_s(Registers& r, Step step) {
     shared_.q_full[step.slot()].wait(step.parity());
-    const QueryRows queries(tiles_at_(shared_.q[step.slot()]));
-    if constexpr (Config::kHoldK) {
-      multiply<Element>(r.scores, r.k, queries);
-    } else {
-      multiply<Element, Config::kHeadDim>(r.scores, KeyRows(tiles_at_(shared_.k), consumer_ * kWarpgroupRows), queries);
-    }
+    multiply<Element, Config::kHeadDim>(r.scores, KeyRows(tiles_at_(shared_.k), consumer_ * kWarpgroupRows),
+                                        QueryRows(tiles_at_(shared_.q[step.slot()])));
   }
 
   __device__ __forceinline__ void issue_dv(Registers& r, Step step) {
@@ -228,8 +223,7 @@ class Consumer {
 
   // dP and P become dS, rounded, in registers for dK and in shared memory for dQ.
   __device__ __forceinline__ void make_ds(Registers& r, Step step) {
-    // Lets ptxas mix the stores with the sums; with K in registers it runs out of them.
-    if constexpr (!Config::kHoldK) { forget(thread_); }
+    forget(thread_);  // also lets ptxas mix the stores with the sums
     differentiate(r.rounded, r.scores, shared_.delta[step.slot()]);
     shared_.dout_empty[step.slot()].arrive();
     store_transposed(shared_.ds[step.slot()] + consumer_ * kDsBlock, r.rounded, thread_ / 32, thread_ % 32);
@@ -295,14 +289,33 @@ class Consumer {
 
   __device__ __forceinline__ void hand_over(const DqPartial& dq, Step step) {
     float4* const buffer = reinterpret_cast<float4*>(shared_.dq[step.slot()]);
+    const auto store = [&](int quad, float x, float y, float z, float w) {
+      buffer[Layout::quad_index(consumer_, quad, thread_)] = make_float4(x, y, z, w);
+    };
     shared_.dq_empty[step.slot()].wait(step.empty_parity());
+    if (!hand_over_on_grid(dq, step, store)) {
 #pragma unroll
-    for (int quad = 0; quad < Layout::kQuads; ++quad) {
-      buffer[Layout::quad_index(consumer_, quad, thread_)] =
-          make_float4(dq[4 * quad], dq[4 * quad + 1], dq[4 * quad + 2], dq[4 * quad + 3]);
+      for (int quad = 0; quad < Layout::kQuads; ++quad) {
+        store(quad, dq[4 * quad], dq[4 * quad + 1], dq[4 * quad + 2], dq[4 * quad + 3]);
+      }
     }
     ptx::fence_async_shared();
     arrive(shared_.dq_full[step.slot()]);
+  }
+
+  // Order-free, unless the head needs the order.
+  template <typename Store>
+  __device__ __forceinline__ bool hand_over_on_grid(const DqPartial& dq, Step step, const Store& store) {
+    if constexpr (Config::kOrderFree) {
+      const int slot = RingIndex<Config::kGridSlots>{step.count}.slot();
+      forget(thread_);
+      const int tile = shared_.grid_tile[slot];
+      if (tile == kNoGrid) { return false; }
+      const Grid<Config> grid(shared_.scales[slot], consumer_, thread_);
+      grid.round(dq, params_.workspace.scales + int64_t(tile) * Config::kQuery, store);
+      return true;
+    }
+    return false;
   }
 
   // Rounds dK and dV, stages them in the tiles of K and V, and lets TMA write what lies inside the tensors.

@@ -11,6 +11,7 @@
 #include <utility>
 #include <vector>
 
+#include "../config/fixed_point.h"
 #include "../config/tile_shapes.h"
 #include "../schedule/assignment.h"
 #include "../schedule/order.h"
@@ -229,9 +230,16 @@ std::string repr(Problem const& p) {
 PYBIND11_MODULE(_schedule, m) {
   m.doc() = "The schedules of the kernels (csrc/schedule) and their tile table, on the host.";
 
-  py::tuple names(kNumPolicies);
-  for (int i = 0; i < kNumPolicies; ++i) names[i] = py::str(kPolicyNames[i]);
+  py::tuple names(kNumDeterministicPolicies), yardsticks(kNumPolicies - kNumDeterministicPolicies);
+  for (int i = 0; i < kNumPolicies; ++i) {
+    if (i < kNumDeterministicPolicies) {
+      names[i] = py::str(kPolicyNames[i]);
+    } else {
+      yardsticks[i - kNumDeterministicPolicies] = py::str(kPolicyNames[i]);
+    }
+  }
   m.attr("POLICIES") = names;
+  m.attr("YARDSTICKS") = yardsticks;
 
   py::class_<Problem>(m, "Problem", "Tile counts and mask ranges of one attention problem.")
       .def(py::init(&checked_problem), py::arg("seqlen_q"), py::arg("seqlen_k"), py::kw_only(), py::arg("tile_q"),
@@ -281,6 +289,20 @@ PYBIND11_MODULE(_schedule, m) {
         "Head dim of the kernel that takes this one; 0 when none does.");
   m.def("backward_tile_shape", &tile_shape, py::arg("head_dim"), py::arg("causal"),
         "(queries, keys, padded head dim) of one tile of the backward.");
+  m.def("row_exponent", &fixed_point::row_exponent, py::arg("bound"), py::arg("half_precision"),
+        "The grid of a row in order-free accumulation: units of 2^-e.");
+  m.def("needs_order",
+        [](float max_query_norm, float max_key_norm, float max_product, float sum_of_key_steps,
+           float sum_of_value_steps, double softmax_scale, int head_dim, int seqlen_k, int kv_tiles,
+           bool half_precision) {
+          fixed_point::HeadStatistics const head{max_query_norm, max_key_norm, max_product, sum_of_key_steps,
+                                                 sum_of_value_steps};
+          return fixed_point::needs_order(head, softmax_scale, head_dim, seqlen_k, kv_tiles, half_precision);
+        },
+        py::kw_only(), py::arg("max_query_norm"), py::arg("max_key_norm"), py::arg("max_product"),
+        py::arg("sum_of_key_steps"), py::arg("sum_of_value_steps"), py::arg("softmax_scale"), py::arg("head_dim"),
+        py::arg("seqlen_k"), py::arg("kv_tiles"), py::arg("half_precision"),
+        "Whether a head is left to the ordered sum in order-free accumulation.");
 
   py::class_<SimulatedTask>(m, "Task",
                             "One tile: its products from start to products_end, its add from add_start to end.")

@@ -21,6 +21,14 @@ __device__ __forceinline__ void bulk_add_f32(float* global, const float* shared,
                : "memory");
 }
 
+// The same for 32-bit integers, held in arrays of floats.
+__device__ __forceinline__ void bulk_add_s32(float* global, const float* shared, int bytes) {
+  asm volatile("cp.reduce.async.bulk.global.shared::cta.bulk_group.add.s32 [%0], [%1], %2;"
+               :
+               : "l"(__cvta_generic_to_global(global)), "r"(cute::cast_smem_ptr_to_uint(shared)), "r"(bytes)
+               : "memory");
+}
+
 // 9.7.9.27 "cp.async.bulk": overwrites global memory with `bytes` of shared memory.
 __device__ __forceinline__ void bulk_store(float* global, const float* shared, int bytes) {
   asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;"
@@ -50,6 +58,17 @@ __device__ __forceinline__ int load_acquire(const int* address) {
 __device__ __forceinline__ void store_release(int* address, int value) {
   asm volatile("st.release.gpu.global.s32 [%0], %1;" : : "l"(address), "r"(value) : "memory");
 }
+
+__device__ __forceinline__ void add_release(int* address, int value) {
+  asm volatile("red.release.gpu.global.add.s32 [%0], %1;" : : "l"(address), "r"(value) : "memory");
+}
+
+// 9.7.13.12 "griddepcontrol": the next kernel in the stream, launched as this one's dependent, may start once every CTA
+// has said so or ended; what it reads of this one's it waits for by itself.
+__device__ __forceinline__ void launch_dependents() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
+
+// Waits until the kernels before this one have ended and what they wrote is visible.
+__device__ __forceinline__ void wait_for_previous_kernel() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
 
 // 9.7.8.24 "mapa": the address of this CTA's shared variable in CTA `cta_rank` of the cluster.
 __device__ __forceinline__ uint32_t map_shared(const void* shared, uint32_t cta_rank) {

@@ -9,7 +9,7 @@ namespace dash_attn {
 
 size_t backward_workspace_bytes(const BackwardArguments& a) {
   const TileShape tile = backward_tile_shape(padded_head_dim(a.head_dim), a.causal);
-  return plan_workspace(nullptr, tile, a.batch, a.heads, a.seqlen_q).bytes;
+  return plan_workspace(nullptr, tile, a).bytes;
 }
 
 void run_backward(const BackwardArguments& a, cudaStream_t stream) {

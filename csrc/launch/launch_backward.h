@@ -8,6 +8,7 @@
 #include "../backward/convert.h"
 #include "../backward/kernel.h"
 #include "../backward/preprocess.h"
+#include "../backward/statistics.h"
 #include "backward.h"
 #include "check.h"
 #include "tensor_map.h"
@@ -31,7 +32,7 @@ int head_section(const BackwardArguments& a) {
       int64_t(a.seqlen_q) * Config::kHeadDim * (2 * sizeof(typename Config::Element) + sizeof(float));
   const auto heads_within = [&](int64_t bytes) { return static_cast<int>(std::max<int64_t>(1, bytes / head_bytes)); };
   if (!Config::kCausal) { return heads_within(16 << 20); }
-  if (Config::kPolicy == Policy::kDescending || Config::kPolicy == Policy::kSymmetricShift) {
+  if (Config::kPolicy != Policy::kAscending && Config::kPolicy != Policy::kSpt) {
     constexpr int kEnoughForAnEvenEnd = 512;  // claims in a section
     const int kv_tiles = ceil_div(a.seqlen_k, Config::kKey);
     return max_int(16, min_int(kEnoughForAnEvenEnd / kv_tiles, heads_within(32 << 20)));
@@ -43,6 +44,26 @@ template <typename Config>
 Problem make_problem(const BackwardArguments& a) {
   return make_problem(a.batch, a.kv_heads, a.heads / a.kv_heads, a.seqlen_q, a.seqlen_k, Config::kQuery, Config::kKey,
                       Config::kClusterSize, Config::kCausal, head_section<Config>(a));
+}
+
+template <typename Config>
+void launch_statistics(const BackwardArguments& a, const backward::Workspace& workspace, cudaStream_t stream) {
+  using Element = typename Config::Element;
+  backward::StatisticsParams<Element> params;
+  params.q = strided_view<const Element>(a.q);
+  params.k = strided_view<const Element>(a.k);
+  params.v = strided_view<const Element>(a.v);
+  params.workspace = workspace;
+  params.batch = a.batch;
+  params.heads = a.heads;
+  params.kv_heads = a.kv_heads;
+  params.seqlen_q = a.seqlen_q;
+  params.seqlen_k = a.seqlen_k;
+  params.head_dim = a.head_dim;
+  params.chunks_per_head = max_int(backward::num_chunks(a.seqlen_q), backward::num_chunks(a.seqlen_k));
+  const unsigned blocks = unsigned(a.batch) * (a.heads + a.kv_heads) * params.chunks_per_head;
+  backward::statistics_kernel<Element, Config::kHeadDim><<<blocks, backward::kStatisticsThreads, 0, stream>>>(params);
+  check_cuda(cudaGetLastError(), "launching the statistics of order-free accumulation");
 }
 
 template <typename Config>
@@ -60,9 +81,20 @@ void launch_preprocess(const BackwardArguments& a, const Problem& problem, const
   params.head_dim = a.head_dim;
   params.blocks_per_head = ceil_div(params.padded_seqlen_q, backward::kPreprocessRows<Config::kHeadDim>);
   params.num_turns = a.batch * a.heads * problem.query_tiles;
+  params.problem = problem;
+  params.softmax_scale = a.softmax_scale;
   const unsigned blocks = unsigned(a.batch) * a.heads * params.blocks_per_head;
-  backward::preprocess_kernel<Element, Config::kHeadDim><<<blocks, backward::kPreprocessThreads, 0, stream>>>(params);
+  backward::preprocess_kernel<Element, Config::kHeadDim, Config::kAccumulation>
+      <<<blocks, backward::kPreprocessThreads, 0, stream>>>(params);
   check_cuda(cudaGetLastError(), "launching the backward's preprocess kernel");
+}
+
+// Programmatic dependent launch: see ptx::launch_dependents and ptx::wait_for_previous_kernel.
+inline cudaLaunchAttribute starts_before_previous_ends() {
+  cudaLaunchAttribute attribute{};
+  attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  attribute.val.programmaticStreamSerializationAllowed = 1;
+  return attribute;
 }
 
 template <typename Config>
@@ -98,11 +130,11 @@ void launch_main(const BackwardArguments& a, const Problem& problem, const backw
   config.blockDim = dim3(Config::kThreads);
   config.dynamicSmemBytes = kSharedBytes;
   config.stream = stream;
-  cudaLaunchAttribute cluster{};
-  cluster.id = cudaLaunchAttributeClusterDimension;
-  cluster.val.clusterDim = {Config::kClusterSize, 1, 1};
-  config.attrs = &cluster;
-  config.numAttrs = 1;
+  cudaLaunchAttribute attributes[2] = {starts_before_previous_ends()};
+  attributes[1].id = cudaLaunchAttributeClusterDimension;
+  attributes[1].val.clusterDim = {Config::kClusterSize, 1, 1};
+  config.attrs = attributes;
+  config.numAttrs = 2;
   check_cuda(cudaLaunchKernelEx(&config, kernel, params), "launching the backward kernel");
 }
 
@@ -111,7 +143,7 @@ void launch_convert(const BackwardArguments& a, const Problem& problem, const ba
                     cudaStream_t stream) {
   backward::ConvertParams<typename Config::Element> params;
   params.dq = strided_view<typename Config::Element>(a.dq);
-  params.dq_accumulator = workspace.dq_accumulator;
+  params.workspace = workspace;
   params.problem = problem;
   params.heads = a.heads;
   params.head_dim = a.head_dim;
@@ -120,9 +152,15 @@ void launch_convert(const BackwardArguments& a, const Problem& problem, const ba
   constexpr int kTileBytes = backward::ConvertTile<Config>::kBytes;
   check_cuda(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kTileBytes),
              "sizing the conversion's shared memory");
-  const unsigned blocks = unsigned(a.batch) * a.heads * problem.query_tiles;
-  kernel<<<blocks, backward::kConvertThreads, kTileBytes, stream>>>(params);
-  check_cuda(cudaGetLastError(), "launching the conversion of dQ");
+  cudaLaunchConfig_t config{};
+  config.gridDim = dim3(unsigned(a.batch) * a.heads * problem.query_tiles);
+  config.blockDim = dim3(backward::kConvertThreads);
+  config.dynamicSmemBytes = kTileBytes;
+  config.stream = stream;
+  cudaLaunchAttribute overlap = starts_before_previous_ends();
+  config.attrs = &overlap;
+  config.numAttrs = 1;
+  check_cuda(cudaLaunchKernelEx(&config, kernel, params), "launching the conversion of dQ");
 }
 
 // What the kernels count in 32 bits, and what a cluster needs. Before anything is launched.
@@ -148,7 +186,8 @@ template <typename Config>
 void launch_backward(const BackwardArguments& a, cudaStream_t stream) {
   const Problem problem = make_problem<Config>(a);
   check_launchable<Config>(a, problem);
-  const backward::Workspace workspace = plan_workspace(a.workspace, Config::kTile, a.batch, a.heads, a.seqlen_q).arrays;
+  const backward::Workspace workspace = plan_workspace(a.workspace, Config::kTile, a).arrays;
+  if constexpr (Config::kOrderFree) { launch_statistics<Config>(a, workspace, stream); }
   launch_preprocess<Config>(a, problem, workspace, stream);
   launch_main<Config>(a, problem, workspace, stream);
   launch_convert<Config>(a, problem, workspace, stream);

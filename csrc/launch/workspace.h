@@ -3,6 +3,7 @@
 
 #include "../backward/params.h"
 #include "../config/tile_shapes.h"
+#include "../schedule/policy.h"
 #include "backward.h"
 
 namespace dash_attn {
@@ -13,9 +14,10 @@ struct WorkspacePlan {
 };
 
 // With a null `base` only `bytes` means anything.
-inline WorkspacePlan plan_workspace(void* base, const TileShape& tile, int batch, int heads, int seqlen_q) {
+inline WorkspacePlan plan_workspace(void* base, const TileShape& tile, const BackwardArguments& a) {
   constexpr int64_t kAlignment = 128;  // bulk copies need 16
-  const int64_t tiles = int64_t(batch) * heads * ceil_div(seqlen_q, tile.query);
+  const int64_t query_heads = int64_t(a.batch) * a.heads, kv_heads = int64_t(a.batch) * a.kv_heads;
+  const int64_t tiles = query_heads * ceil_div(a.seqlen_q, tile.query);
   const int64_t rows = tiles * tile.query;
   int64_t offset = 0;
   const auto take = [&](int64_t bytes) {
@@ -23,12 +25,20 @@ inline WorkspacePlan plan_workspace(void* base, const TileShape& tile, int batch
     offset += (bytes + kAlignment - 1) / kAlignment * kAlignment;
     return array;
   };
-  WorkspacePlan plan;
+  WorkspacePlan plan{};
   plan.arrays.dq_accumulator = reinterpret_cast<float*>(take(rows * tile.head_dim * sizeof(float)));
   plan.arrays.lse_log2 = reinterpret_cast<float*>(take(rows * sizeof(float)));
   plan.arrays.delta = reinterpret_cast<float*>(take(rows * sizeof(float)));
   plan.arrays.turns = reinterpret_cast<int*>(take(tiles * sizeof(int)));
   plan.arrays.next_claim = reinterpret_cast<int*>(take(sizeof(int)));
+  if (accumulation(static_cast<Policy>(a.schedule)) == Accumulation::kOrderFree) {
+    using backward::KeyStatistics, backward::NeedsOrder, backward::num_chunks;
+    plan.arrays.scales = reinterpret_cast<uint8_t*>(take(rows));
+    plan.arrays.needs_order = reinterpret_cast<NeedsOrder*>(take(kv_heads * sizeof(NeedsOrder)));
+    plan.arrays.query_norms = reinterpret_cast<float*>(take(query_heads * num_chunks(a.seqlen_q) * sizeof(float)));
+    plan.arrays.key_statistics =
+        reinterpret_cast<KeyStatistics*>(take(kv_heads * num_chunks(a.seqlen_k) * sizeof(KeyStatistics)));
+  }
   plan.bytes = offset;
   return plan;
 }

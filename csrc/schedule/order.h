@@ -62,6 +62,14 @@ struct Order<Policy::kDescending> : AscendingGroups {
   DASH_HOST_DEVICE static constexpr int rank(Problem const&, int kv, int) { return kv; }
 };
 
+// No partial waits for another, so any order would do: descending's, whose tiles of all heads come longest first. Heads
+// whose inputs leave the order-free grid too little room are added by these ranks.
+template <>
+struct Order<Policy::kOrderFree> : Order<Policy::kDescending> {};
+
+template <>
+struct Order<Policy::kAtomic> : Order<Policy::kDescending> {};
+
 // Shortest first: KV tiles are claimed last to first and added in that order, q upwards from the first live tile.
 template <>
 struct Order<Policy::kSpt> {

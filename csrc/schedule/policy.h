@@ -1,4 +1,4 @@
-// The policies: which of them exist, their names and the masks they are defined for.
+// The policies: which of them exist, their names, the masks they are defined for and how each adds dQ.
 #pragma once
 
 #include <type_traits>
@@ -8,11 +8,25 @@
 namespace dash_attn {
 
 // Values are part of the interface of the compiled ops: append, never renumber.
-enum class Policy : int { kAscending = 0, kDescending, kSpt, kShift, kSymmetricShift };
+enum class Policy : int { kAscending = 0, kDescending, kSpt, kShift, kSymmetricShift, kOrderFree, kAtomic };
 
-inline constexpr int kNumPolicies = 5;
-inline constexpr const char* kPolicyNames[kNumPolicies] = {"ascending", "descending", "spt", "shift",
-                                                           "symmetric_shift"};
+inline constexpr int kNumPolicies = 7;
+inline constexpr int kNumDeterministicPolicies = 6;  // the first ones; users can choose no other
+inline constexpr const char* kPolicyNames[kNumPolicies] = {"ascending",       "descending", "spt",   "shift",
+                                                           "symmetric_shift", "order_free", "atomic"};
+
+// How the partials of dQ become a sum.
+enum class Accumulation {
+  kOrdered,    // in fp32, one after the other, in the order of their ranks
+  kOrderFree,  // rounded to a grid that the inputs fix and added as integers: any order gives the same bits
+  kUnordered,  // in fp32 in any order, with other bits every time: what determinism costs is measured against it
+};
+
+DASH_HOST_DEVICE constexpr Accumulation accumulation(Policy policy) {
+  return policy == Policy::kOrderFree ? Accumulation::kOrderFree
+         : policy == Policy::kAtomic  ? Accumulation::kUnordered
+                                      : Accumulation::kOrdered;
+}
 
 // Shift's rotation needs every query tile live for every KV tile; symmetric shift is built round the diagonal.
 DASH_HOST_DEVICE constexpr bool fits(Policy policy, bool causal) {
@@ -34,6 +48,10 @@ constexpr decltype(auto) with_policy(Policy policy, F&& f) {
       return f(PolicyConstant<Policy::kShift>{});
     case Policy::kSymmetricShift:
       return f(PolicyConstant<Policy::kSymmetricShift>{});
+    case Policy::kOrderFree:
+      return f(PolicyConstant<Policy::kOrderFree>{});
+    case Policy::kAtomic:
+      return f(PolicyConstant<Policy::kAtomic>{});
     case Policy::kAscending:
       break;
   }

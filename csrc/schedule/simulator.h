@@ -199,7 +199,9 @@ class Simulator {
                 0};
     int const rank = Order<P>::rank(problem_, kv, cta.task.query_tile);
     Sum const& sum = sums_[sum_index(cta.task)];
-    if (sum.added == rank) {
+    if (accumulation(P) != Accumulation::kOrdered) {
+      add(i, Sum{});
+    } else if (sum.added == rank) {
       add(i, sum);
     } else {
       waiting_[sum_index(cta.task) * problem_.kv_tiles + rank] = i;

@@ -23,6 +23,7 @@ from .simulation import Simulation, simulate
 
 __all__ = [
     "POLICIES",
+    "YARDSTICKS",
     "Problem",
     "Simulation",
     "Task",
@@ -30,6 +31,7 @@ __all__ = [
     "assign",
     "groups",
     "num_claims",
+    "policy_number",
     "problem",
     "ranks",
     "resolve",
@@ -39,7 +41,15 @@ __all__ = [
 ]
 
 POLICIES: tuple[str, ...] = _schedule.POLICIES
-"""Names of the policies; a name's index is the integer that the compiled ops take."""
+"""Names of the policies that users can choose, all deterministic."""
+
+YARDSTICKS: tuple[str, ...] = _schedule.YARDSTICKS
+"""Names of policies for benchmarks only, which are not deterministic: plain fp32 atomic adds."""
+
+
+def policy_number(name: str) -> int:
+    """The integer that the compiled ops take for a policy or a yardstick."""
+    return (*POLICIES, *YARDSTICKS).index(name)
 
 
 def _automatic() -> str:

@@ -1,0 +1,215 @@
+// Before an order-free backward: norms and largest elements of the rows of Q, K and V of each head, from which
+// config/fixed_point.h derives the grid (docs/order_free.md).
+//
+// A block takes a chunk of rows of one head and leaves a few numbers; whoever needs a head's statistics puts its chunks
+// together in a fixed order. So they are the same for every grid and every neighbour, without atomic adds.
+#pragma once
+
+#include "../config/fixed_point.h"
+#include "../device/fragment.h"
+#include "params.h"
+
+namespace dash_attn::backward {
+
+constexpr int kStatisticsThreads = 256;
+
+template <typename Element>
+struct StatisticsParams {
+  StridedView<const Element> q, k, v;
+  Workspace workspace;
+  int batch, heads, kv_heads, seqlen_q, seqlen_k, head_dim;
+  int chunks_per_head;
+};
+
+// What a norm computed in fp32 can be too small by, and what the products of a row can exceed it by: 2^-10 is 60 times it.
+constexpr float kNormSlack = 1.f + 1.f / 1024;
+
+// Eight 16-bit elements: sum of squares, and largest magnitude.
+template <typename Element>
+__device__ __forceinline__ void measure8(uint4 packed, float& squares, float& largest) {
+  const Element* x = reinterpret_cast<const Element*>(&packed);
+#pragma unroll
+  for (int i = 0; i < 8; ++i) {
+    const float value = float(x[i]);
+    squares = fmaf(value, value, squares);
+    // fmaxf would lose a NaN, which the squares keep.
+    largest = fmaxf(largest, fabsf(value));
+  }
+}
+
+template <int kThreads>
+__device__ __forceinline__ float sum_of_row(float value) {
+#pragma unroll
+  for (int offset = kThreads / 2; offset > 0; offset /= 2) { value += __shfl_xor_sync(0xffffffff, value, offset); }
+  return value;
+}
+
+// Upper bound of a row's norm, from the sum of squares of the whole row and this thread's largest magnitude. Called by
+// whole warps.
+template <int kHeadDim>
+__device__ __forceinline__ float norm_bound(float squares, float largest) {
+  constexpr float kFewestDigits = 1.f / (1ull << 50) / (1ull << 50);
+  constexpr float kNearOverflow = 1.f * (1ull << 60) * (1ull << 60);
+  const bool in_range = (squares >= kFewestDigits && squares <= kNearOverflow) || squares != squares;
+  float norm = sqrtf(squares);
+  if (__any_sync(0xffffffff, !in_range)) {
+#pragma unroll
+    for (int offset = kHeadDim / 16; offset > 0; offset /= 2) {
+      largest = fmaxf(largest, __shfl_xor_sync(0xffffffff, largest, offset));
+    }
+    if (!in_range) { norm = largest * sqrtf(float(kHeadDim)); }
+  }
+  return norm * kNormSlack;
+}
+
+// The larger of two magnitudes; NaN is larger than all.
+__device__ __forceinline__ float larger(float a, float b) {
+  return __uint_as_float(max(__float_as_uint(a) & 0x7fffffff, __float_as_uint(b) & 0x7fffffff));
+}
+
+__device__ __forceinline__ float largest_of_warp(float value) {
+#pragma unroll
+  for (int offset = 16; offset > 0; offset /= 2) { value = larger(value, __shfl_xor_sync(0xffffffff, value, offset)); }
+  return value;
+}
+
+// Row `row` of a head, this thread's eight columns; zeros past the end.
+template <typename Element>
+__device__ __forceinline__ uint4 load8(const StridedView<const Element>& tensor, int batch, int row, int head,
+                                       int column, bool inside) {
+  return inside ? *reinterpret_cast<const uint4*>(tensor.row(batch, row, head) + column) : make_uint4(0, 0, 0, 0);
+}
+
+// Which chunk of rows of which head a block works on.
+struct Chunk {
+  int batch, head, first, end;
+};
+
+template <typename Element, int kHeadDim>
+__device__ __forceinline__ float max_query_norm(const StatisticsParams<Element>& params, const Chunk& chunk) {
+  constexpr int kThreadsPerRow = kHeadDim / 8;
+  const int column = threadIdx.x % kThreadsPerRow * 8;
+  float max_norm = 0.f;
+#pragma unroll 4
+  for (int base = chunk.first; base < chunk.end; base += kStatisticsThreads / kThreadsPerRow) {
+    const int row = base + threadIdx.x / kThreadsPerRow;
+    const bool inside = row < chunk.end && column < params.head_dim;
+    float squares = 0.f, largest = 0.f;
+    measure8<Element>(load8(params.q, chunk.batch, row, chunk.head, column, inside), squares, largest);
+    max_norm = larger(max_norm, norm_bound<kHeadDim>(sum_of_row<kThreadsPerRow>(squares), largest));
+  }
+  return max_norm;
+}
+
+// Sums of magnitudes and of squares of the differences of eight elements.
+template <typename Element>
+__device__ __forceinline__ void compare8(uint4 a, uint4 b, float& magnitudes, float& squares) {
+  const Element* x = reinterpret_cast<const Element*>(&a);
+  const Element* y = reinterpret_cast<const Element*>(&b);
+#pragma unroll
+  for (int i = 0; i < 8; ++i) {
+    const float step = float(x[i]) - float(y[i]);
+    magnitudes += fabsf(step);
+    squares = fmaf(step, step, squares);
+  }
+}
+
+// Takes rows in pairs.
+template <typename Element, int kHeadDim>
+__device__ __forceinline__ KeyStatistics key_statistics(const StatisticsParams<Element>& params, const Chunk& chunk) {
+  constexpr int kThreadsPerRow = kHeadDim / 8;
+  const int column = threadIdx.x % kThreadsPerRow * 8;
+  KeyStatistics mine{};
+  for (int base = chunk.first; base < chunk.end; base += 2 * kStatisticsThreads / kThreadsPerRow) {
+    const int row = base + threadIdx.x / kThreadsPerRow * 2;
+    uint4 k[2], v[2];
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const bool inside = row + i < chunk.end && column < params.head_dim;
+      k[i] = load8(params.k, chunk.batch, row + i, chunk.head, column, inside);
+      v[i] = load8(params.v, chunk.batch, row + i, chunk.head, column, inside);
+    }
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      float k_squares = 0.f, k_largest = 0.f, v_squares = 0.f, v_largest = 0.f;
+      measure8<Element>(k[i], k_squares, k_largest);
+      measure8<Element>(v[i], v_squares, v_largest);
+      const float k_norm = norm_bound<kHeadDim>(sum_of_row<kThreadsPerRow>(k_squares), k_largest);
+      const float v_norm = norm_bound<kHeadDim>(sum_of_row<kThreadsPerRow>(v_squares), v_largest);
+      mine.max_norm = larger(mine.max_norm, k_norm);
+      mine.max_element = larger(mine.max_element, k_largest);
+      // Of this thread's columns; the maximum over all threads is that over all columns.
+      mine.max_product = larger(mine.max_product, v_norm * k_largest);
+    }
+    float unused = 0.f, k_step = 0.f, v_step = 0.f;
+    compare8<Element>(k[0], k[1], k_step, unused);
+    compare8<Element>(v[0], v[1], unused, v_step);
+    v_step = sqrtf(sum_of_row<kThreadsPerRow>(v_step));
+    if (row + 1 < chunk.end) {
+      mine.sum_of_key_steps += k_step;
+      if (column == 0) { mine.sum_of_value_steps += v_step; }
+    }
+  }
+  return mine;
+}
+
+__device__ __forceinline__ KeyStatistics combine(const KeyStatistics& a, const KeyStatistics& b) {
+  return {larger(a.max_element, b.max_element), larger(a.max_product, b.max_product), larger(a.max_norm, b.max_norm),
+          a.sum_of_key_steps + b.sum_of_key_steps, a.sum_of_value_steps + b.sum_of_value_steps};
+}
+
+__device__ __forceinline__ KeyStatistics shuffle_xor(const KeyStatistics& x, int offset) {
+  const auto other = [&](float value) { return __shfl_xor_sync(0xffffffff, value, offset); };
+  return {other(x.max_element), other(x.max_product), other(x.max_norm), other(x.sum_of_key_steps),
+          other(x.sum_of_value_steps)};
+}
+
+__device__ __forceinline__ KeyStatistics combine_warp(KeyStatistics x) {
+#pragma unroll
+  for (int offset = 16; offset > 0; offset /= 2) { x = combine(x, shuffle_xor(x, offset)); }
+  return x;
+}
+
+// Grid: chunks_per_head x (batch x heads of Q, then batch x KV heads of K and V).
+template <typename Element, int kHeadDim>
+__global__ void __launch_bounds__(kStatisticsThreads) statistics_kernel(const StatisticsParams<Element> params) {
+  constexpr int kWarps = kStatisticsThreads / 32;
+  __shared__ KeyStatistics of_warp[kWarps];
+  const int query_heads = params.batch * params.heads;
+  const int number = blockIdx.x % params.chunks_per_head, index = blockIdx.x / params.chunks_per_head;
+  const bool is_query = index < query_heads;
+  const int seqlen = is_query ? params.seqlen_q : params.seqlen_k;
+  const int heads = is_query ? params.heads : params.kv_heads;
+  const int batch_head = is_query ? index : index - query_heads;
+  const int first = number * chunk_rows(seqlen);
+  if (first >= seqlen) { return; }
+  const Chunk chunk{batch_head / heads, batch_head % heads, first, min_int(seqlen, first + chunk_rows(seqlen))};
+
+  KeyStatistics all{};
+  if (is_query) {
+    all.max_norm = max_query_norm<Element, kHeadDim>(params, chunk);
+  } else {
+    all = key_statistics<Element, kHeadDim>(params, chunk);
+  }
+  all = combine_warp(all);
+  if (threadIdx.x % 32 == 0) { of_warp[threadIdx.x / 32] = all; }
+  __syncthreads();
+  if (threadIdx.x > 0) { return; }
+  for (int warp = 1; warp < kWarps; ++warp) { all = combine(all, of_warp[warp]); }
+  const int64_t slot = int64_t(batch_head) * num_chunks(seqlen) + number;
+  if (is_query) {
+    params.workspace.query_norms[slot] = all.max_norm;
+  } else {
+    params.workspace.key_statistics[slot] = all;
+    if (number == 0) { params.workspace.needs_order[batch_head].by_row = 0; }
+  }
+}
+
+// Of this lane's chunk of a KV head; nothing where it has none.
+__device__ __forceinline__ KeyStatistics chunk_key_statistics(const Workspace& workspace, int batch_kv_head,
+                                                              int seqlen_k) {
+  const int lane = threadIdx.x % 32, chunks = num_chunks(seqlen_k);
+  return lane < chunks ? workspace.key_statistics[int64_t(batch_kv_head) * chunks + lane] : KeyStatistics{};
+}
+
+}  // namespace dash_attn::backward

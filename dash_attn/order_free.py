@@ -1,0 +1,109 @@
+"""The fixed-point grid of order-free accumulation, as csrc/config/fixed_point.h and the kernels have it: docs/order_free.md.
+
+dQ of a row is a sum of partials, one for each KV tile. Each is rounded to a multiple of 2^-e, with e from a bound of the
+row that the inputs give, and the integers are added: in any order, the sum is the same.
+"""
+
+from typing import NamedTuple
+
+import torch
+
+MAX_SCORE = 2048.0
+MAX_ERROR = 1e-4
+SMALLEST_PRODUCT = 1e-30
+CAPACITY = 1.5 * 2**30
+MIN_EXPONENT, MAX_EXPONENT = 22 - 126, 126
+MEAN_MAGNITUDE_TO_DEVIATION = 1.2533
+NORM_SLACK = 1 + 2.0**-10
+
+
+class Grid(NamedTuple):
+    """Of tensors (batch * kv_heads, group, seqlen, head_dim)."""
+
+    exponents: torch.Tensor
+    """(batch * kv_heads, group, seqlen_q): e, int64."""
+    needs_order: torch.Tensor
+    """(batch * kv_heads): whether dQ of the group is summed in fp32 in the order of the schedule instead."""
+    not_finite: torch.Tensor
+    """(batch * kv_heads, group, seqlen_q): whether the row is NaN from the start."""
+
+
+def _norms(x: torch.Tensor) -> torch.Tensor:
+    return x.double().norm(dim=-1) * NORM_SLACK
+
+
+def _steps(x: torch.Tensor) -> torch.Tensor:
+    """Differences of neighbouring rows, in the pairs that the kernel takes: those of each of its chunks."""
+    rows = max(64, -(-x.shape[1] // 32))
+    chunks = (chunk[:, : chunk.shape[1] // 2 * 2] for chunk in x.double().split(rows, dim=1))
+    return torch.cat([chunk[:, ::2] - chunk[:, 1::2] for chunk in chunks], dim=1)
+
+
+def grid(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    dout: torch.Tensor,
+    d: torch.Tensor,
+    *,
+    softmax_scale: float,
+    kv_tiles: int,
+    dtype: torch.dtype,
+) -> Grid:
+    """The grid of each row, and the heads that cannot use it.
+
+    Args:
+        q, dout: (batch * kv_heads, group, seqlen_q, head_dim).
+        k, v: (batch * kv_heads, seqlen_k, head_dim).
+        d: (batch * kv_heads, group, seqlen_q, 1), rowsum(dout * out).
+        softmax_scale: c; its sign does not matter.
+        kv_tiles: partials of a row.
+        dtype: of the inputs; fp16 has subnormal numbers that the bound allows for.
+    """
+    seqlen_k, head_dim = k.shape[1:]
+    pairs = seqlen_k / 2
+    capacity = CAPACITY / 2 if dtype == torch.float16 else CAPACITY
+    key_norms, value_norms = _norms(k), _norms(v)
+    elements = k.double().abs().amax(dim=-1)
+    max_product = (value_norms * elements).amax(dim=-1)
+    max_score = abs(softmax_scale) * _norms(q).flatten(1).amax(dim=-1) * key_norms.amax(dim=-1)
+    # Per element of dQ and unit of |dout|: what rounding leaves, and what the differences of rows let expect.
+    noise = 2 * max_product / capacity * (kv_tiles / 12) ** 0.5
+    key_step = _steps(k).abs().sum(dim=(1, 2)) / (pairs * head_dim)
+    value_step = _steps(v).norm(dim=-1).sum(dim=1) / (pairs * head_dim**0.5)
+    expected = key_step * value_step / 2 * MEAN_MAGNITUDE_TO_DEVIATION / seqlen_k**0.5
+    exact = (max_product >= SMALLEST_PRODUCT) | (expected == 0)
+    fits = (max_score <= MAX_SCORE) & (noise <= MAX_ERROR * expected) & noise.isfinite() & exact
+
+    bound = _norms(dout) * max_product[:, None, None] + d.squeeze(-1).double().abs() * elements.amax(-1)[:, None, None]
+    not_finite = ~bound.isfinite()
+    _, exponents = torch.frexp(capacity / bound)
+    exponents = exponents.long().sub_(1).masked_fill_((bound == 0) | not_finite, 0)
+    too_large = (exponents < MIN_EXPONENT).flatten(1).any(dim=1)
+    return Grid(exponents.clamp_(MIN_EXPONENT, MAX_EXPONENT), ~fits | too_large, not_finite)
+
+
+class Accumulator:
+    """Sums of dQ's partials on a grid: integers that wrap at 32 bits, as the hardware adds them."""
+
+    def __init__(self, grid: Grid, dq: torch.Tensor):
+        self._grid = grid
+        self._dq = dq
+        self._units = torch.zeros(dq.shape, dtype=torch.int64, device=dq.device)
+        self._bad_rows = grid.not_finite.clone()
+
+    def add(self, head: int, rows: slice, partial: torch.Tensor) -> None:
+        """Adds fp32 `partial`, (batch * kv_heads, rows, head_dim), to the rows of query head `head` of every group."""
+        exponents = self._grid.exponents[:, head, rows, None]
+        bad = ~partial.isfinite().all(dim=-1)
+        self._bad_rows[:, head, rows] |= bad
+        units = torch.ldexp(partial.masked_fill(bad[..., None], 0.0), exponents).round_()
+        self._units[:, head, rows] += units.long()
+        in_order = self._grid.needs_order[:, None, None]
+        self._dq[:, head, rows] += torch.where(in_order, partial, 0.0)
+
+    def result(self) -> torch.Tensor:
+        wrapped = (self._units + 2**31) % 2**32 - 2**31
+        sums = torch.ldexp(wrapped.float(), -self._grid.exponents[..., None])
+        sums.masked_fill_(self._bad_rows[..., None], torch.nan)
+        return torch.where(self._grid.needs_order[:, None, None, None], self._dq, sums)
