@@ -3,7 +3,8 @@
     python -m benchmarks.compare ours.json --peers peers.json
 
 Without --peers, the peers are those of the same file. Either file may be a result of benchmarks.run, or a table whose rows hold
-a shape and, for "backward" and "forward", TFLOP/s by peer: a number, or {"det": ..., "nondet": ...}.
+a shape and, for "backward" and "forward", TFLOP/s by peer: a number, or {"det": ..., "nondet": ...}. In such a table, "both" is worked out
+from every backward and the quickest forward of any peer.
 """
 
 import argparse
@@ -50,10 +51,31 @@ def read(path: pathlib.Path, pass_: str) -> Figures:
             if row["pass"] == pass_:
                 figures[shape].append(Figure(row["impl"], row["schedule"], row["deterministic"], row["tflops"]))
             continue
-        for impl, value in row.get(pass_, {}).items():
-            modes = value if isinstance(value, dict) else {"det": value}
-            figures[shape] += [Figure(impl, None, mode == "det", tflops) for mode, tflops in modes.items()]
+        if pass_ == "both":
+            figures[shape] += pairs(table_figures(row, "forward"), table_figures(row, "backward"))
+        else:
+            figures[shape] += table_figures(row, pass_)
     return figures
+
+
+def table_figures(row: dict, pass_: str) -> list[Figure]:
+    figures = []
+    for impl, value in row.get(pass_, {}).items():
+        modes = value if isinstance(value, dict) else {"det": value}
+        figures += [Figure(impl, None, mode == "det", tflops) for mode, tflops in modes.items()]
+    return figures
+
+
+def pairs(forwards: list[Figure], backwards: list[Figure]) -> list[Figure]:
+    """Forward plus backward: each backward after the quickest forward. A backward takes 2.5 times a forward's operations."""
+    forward = _best(forwards)
+    if forward is None:
+        return []
+
+    def together(backward: Figure) -> float:
+        return 3.5 / (1 / forward.tflops + 2.5 / backward.tflops)
+
+    return [Figure(f"{forward.impl}+{b.impl}", None, b.deterministic, together(b)) for b in backwards]
 
 
 def _best(figures: list[Figure]) -> Figure | None:

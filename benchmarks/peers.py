@@ -1,7 +1,8 @@
 """The implementations that are measured: one class each, ours among them.
 
 A class gives the variants it has for a shape, and for each variant what to call: `prepare` returns one function for each
-pass, on tensors (batch, seqlen, heads, head_dim) that exist already. Importing this module imports no peer.
+pass, on tensors (batch, seqlen, heads, head_dim) that exist already; "both" goes through autograd for ours,
+and calls the two passes of a peer one after the other. Importing this module imports no peer.
 """
 
 import contextlib
@@ -96,13 +97,17 @@ class DashAttn:
         return [Variant(self.name, policy, policy not in schedule.YARDSTICKS) for policy in chosen]
 
     def prepare(self, variant: Variant, shape: Shape, x: Tensors) -> Calls:
-        import dash_attn  # noqa: F401  registers the ops
+        import dash_attn
         from dash_attn import schedule
 
         ops, scale = torch.ops.dash_attn, softmax_scale(shape)
         out, softmax_lse = ops.forward(x.q, x.k, x.v, scale, shape.causal)
         saved = x.dout, x.q, x.k, x.v, out, softmax_lse
         gradients = tuple(torch.empty_like(t) for t in (x.q, x.k, x.v))
+        leaves = tuple(t.detach().requires_grad_() for t in (x.q, x.k, x.v))
+
+        def forward() -> None:
+            ops.forward(x.q, x.k, x.v, scale, shape.causal)
 
         def backward() -> None:
             if variant.deterministic:
@@ -111,7 +116,12 @@ class DashAttn:
                 number = schedule.policy_number(variant.schedule)
                 torch.ops.dash_attn_C.backward(*saved, *gradients, scale, shape.causal, number, 0)
 
-        return _in_turn(lambda: ops.forward(x.q, x.k, x.v, scale, shape.causal), backward)
+        def through_autograd() -> None:
+            out = dash_attn.flash_attn_func(*leaves, causal=shape.causal, schedule=variant.schedule)
+            torch.autograd.grad(out, leaves, x.dout)
+
+        calls = _in_turn(forward, backward)
+        return {**calls, "both": through_autograd} if variant.deterministic else calls
 
 
 class TorchFlashAttention2:

@@ -20,7 +20,7 @@ import ptxas  # noqa: E402
 
 def short(name: str) -> str:
     """A demangled kernel without its argument list and the project's namespaces."""
-    return re.sub(r"^void |\((?:dash_attn::)?Policy\)|dash_attn::|backward::|cutlass::", "", name.rpartition("(")[0] or name)
+    return re.sub(r"^void |\((?:dash_attn::)?Policy\)|dash_attn::|backward::|forward::|cutlass::", "", name.rpartition("(")[0] or name)
 
 
 def main() -> int:

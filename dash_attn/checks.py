@@ -122,8 +122,13 @@ def check_qkvpacked(qkv, num_heads_q):
         )
 
 
-def check_forward(q, k, v, softmax_scale):
+def check_forward(q, k, v, softmax_scale, sm_margin):
     """Arguments of the op dash_attn::forward."""
+    _check_operands(q, k, v, softmax_scale)
+    check_sm_margin(sm_margin, q.device)
+
+
+def _check_operands(q, k, v, softmax_scale):
     check_qkv(q, k, v)
     if q.shape[3] % 8:
         raise ValueError(f"q must have a head_dim that is a multiple of 8, got {q.shape[3]}")
@@ -132,7 +137,7 @@ def check_forward(q, k, v, softmax_scale):
 
 def check_backward(dout, q, k, v, out, softmax_lse, dq, dk, dv, softmax_scale, causal, schedule, sm_margin):
     """Arguments of the op dash_attn::backward."""
-    check_forward(q, k, v, softmax_scale)
+    _check_operands(q, k, v, softmax_scale)
     for name, tensor, like_name, like in (
         ("dout", dout, "q", q),
         ("out", out, "q", q),

@@ -59,7 +59,7 @@ def flash_attn_func(
             probabilities, which are empty without dropout.
         qv, q_descale, k_descale, v_descale, attention_chunk, num_splits, pack_gqa: FlashAttention-3's; None, None,
             None, None, 0, 1 and None only.
-        sm_margin: SMs that the backward leaves to other kernels; at least 0 and less than the GPU has. Changes no bits.
+        sm_margin: SMs that the kernels leave to others; at least 0 and less than the GPU has. Changes no bits.
         schedule: how the backward sums: a name of `dash_attn.schedule.POLICIES` or "auto", which chooses by shape. Each
             has its own last bits. All but one add the parts of dq in fp32, in an order of their own, and a part waits for
             those before it; "order_free" rounds the parts to multiples of a unit that the inputs fix and adds integers,
@@ -210,7 +210,7 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, num_heads_q, softmax_scale, causal, schedule, sm_margin, *packed):
-        out, softmax_lse = ops.forward(*_unpack(packed, num_heads_q), softmax_scale, causal)
+        out, softmax_lse = ops.forward(*_unpack(packed, num_heads_q), softmax_scale, causal, sm_margin)
         ctx.save_for_backward(*packed, out, softmax_lse)
         ctx.mark_non_differentiable(softmax_lse)
         # Spares the zeros that would stand for the log-sum-exp's gradient.

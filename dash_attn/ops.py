@@ -1,6 +1,6 @@
 """The torch.library ops `dash_attn::forward` and `dash_attn::backward`: CPU (reference), CUDA and fake implementations.
 
-    forward(q, k, v, softmax_scale, causal) -> (out, softmax_lse)
+    forward(q, k, v, softmax_scale, causal, sm_margin=0) -> (out, softmax_lse)
     backward(dout, q, k, v, out, softmax_lse, dq!, dk!, dv!, softmax_scale, causal, schedule, sm_margin) -> ()
 
 q, dq, out and dout are (batch, seqlen_q, heads, head_dim), k, v, dk and dv (batch, seqlen_k, kv_heads, head_dim), all
@@ -25,46 +25,38 @@ _TINY = torch.finfo(torch.float32).tiny
 
 
 @torch.library.custom_op("dash_attn::forward", mutates_args=(), device_types="cpu")
-def forward(q: Tensor, k: Tensor, v: Tensor, softmax_scale: float, causal: bool) -> tuple[Tensor, Tensor]:
-    """Output (contiguous, like q) and log-sum-exp (fp32) of attention; see the module's docstring."""
-    checks.check_forward(q, k, v, softmax_scale)
+def forward(
+    q: Tensor, k: Tensor, v: Tensor, softmax_scale: float, causal: bool, sm_margin: int = 0
+) -> tuple[Tensor, Tensor]:
+    """Output (contiguous, like q) and log-sum-exp (fp32) of attention; see the module's docstring.
+
+    `sm_margin` is the number of SMs to leave to other kernels. A row's bits depend on its query, the keys and values it
+    sees and their number, and on nothing else: not on `sm_margin`, the device's SMs or the rest of the batch.
+    """
+    checks.check_forward(q, k, v, softmax_scale, sm_margin)
     if _is_empty(q, k):
         return _empty_forward(q)
     return reference.forward(q, k, v, softmax_scale=softmax_scale, causal=causal)
 
 
 @forward.register_fake
-def _forward_fake(q, k, v, softmax_scale, causal):
-    checks.check_forward(q, k, v, softmax_scale)
-    batch, seqlen_q, heads, _ = q.shape
-    return q.new_empty(q.shape), q.new_empty((batch, heads, seqlen_q), dtype=torch.float32)
+def _forward_fake(q, k, v, softmax_scale, causal, sm_margin=0):
+    checks.check_forward(q, k, v, softmax_scale, sm_margin)
+    return _new_outputs(q)
 
 
 @forward.register_kernel("cuda")
-def _forward_cuda(q, k, v, softmax_scale, causal):
-    checks.check_forward(q, k, v, softmax_scale)
+def _forward_cuda(q, k, v, softmax_scale, causal, sm_margin=0):
+    checks.check_forward(q, k, v, softmax_scale, sm_margin)
     _require_kernels(q.device)
     if _is_empty(q, k):
         return _empty_forward(q)
-    batch, seqlen_q, heads, _ = q.shape
-    seqlen_k = k.shape[1]
+    out, softmax_lse = _new_outputs(q)
     q, softmax_scale, _ = _with_positive_scale(q, softmax_scale)
-    # The dense entry cuts the keys into a number of pieces that depends on the batch size and the number of SMs, and
-    # the bits with it. The entry for packed sequences does so only where the longest query is 1: there it is told 2.
-    out, softmax_lse, *_ = torch.ops.aten._flash_attention_forward(
-        *(_addressable(t).flatten(0, 1) for t in (q, k, v)),
-        _sequence_starts(batch, seqlen_q, q.device),
-        _sequence_starts(batch, seqlen_k, q.device),
-        max(seqlen_q, 2),
-        seqlen_k,
-        0.0,
-        causal,
-        False,
-        scale=softmax_scale,
+    torch.ops.dash_attn_C.forward(
+        *(_addressable(t) for t in (q, k, v)), out, softmax_lse, softmax_scale, causal, sm_margin
     )
-    softmax_lse = softmax_lse.unflatten(1, (batch, seqlen_q)).transpose(0, 1)
-    # Through one dimension, so that a dimension of extent 1 has the stride that the fake implementation promises.
-    return out.reshape(-1).view(q.shape), softmax_lse.reshape(-1).view(batch, heads, seqlen_q)
+    return out, softmax_lse
 
 
 @torch.library.custom_op("dash_attn::backward", mutates_args=("dq", "dk", "dv"), device_types="cpu")
@@ -150,6 +142,11 @@ def _is_empty(q, k):
     return q.numel() == 0 or k.numel() == 0
 
 
+def _new_outputs(q):
+    batch, seqlen_q, heads, _ = q.shape
+    return q.new_empty(q.shape), q.new_empty((batch, heads, seqlen_q), dtype=torch.float32)
+
+
 def _empty_forward(q):
     batch, seqlen_q, heads, _ = q.shape
     return q.new_zeros(q.shape), q.new_full((batch, heads, seqlen_q), math.inf, dtype=torch.float32)
@@ -182,10 +179,6 @@ def _is_addressable(tensor):
 
 def _addressable(tensor):
     return tensor if _is_addressable(tensor) else tensor.clone(memory_format=torch.contiguous_format)
-
-
-def _sequence_starts(batch, seqlen, device):
-    return torch.arange(0, (batch + 1) * seqlen, seqlen, dtype=torch.int32, device=device)
 
 
 def _require_kernels(device):

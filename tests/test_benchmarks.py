@@ -186,5 +186,17 @@ def test_compare_with_a_table_of_peers(tmp_path):
     assert [f.tflops for f in compare.read(theirs, "forward")[found.shape]] == [70.0]
 
 
+def test_pairs_take_the_time_of_both_passes(tmp_path):
+    path = tmp_path / "peers.json"
+    shape = {"head_dim": 128, "heads": 16, "kv_heads": 16, "mask": "full", "seqlen": 1024, "batch": 2}
+    table = {**shape, "backward": {"a": {"det": 250.0}, "b": {"nondet": 500.0}}, "forward": {"a": 100.0, "c": 200.0}}
+    path.write_text(json.dumps({"rows": [table]}))
+    ((of_shape, figures),) = compare.read(path, "both").items()
+    assert {(f.impl, f.deterministic) for f in figures} == {("c+a", True), ("c+b", False)}
+    for figure, backward in zip(figures, (250.0, 500.0)):
+        ms = sum(flops(of_shape, pass_) / tflops for pass_, tflops in (("forward", 200.0), ("backward", backward)))
+        assert math.isclose(figure.tflops, flops(of_shape, "both") / ms)
+
+
 def test_geometric_mean():
     assert math.isclose(compare.geometric_mean([0.5, 2.0, 8.0]), 2.0)

@@ -24,12 +24,21 @@ import toolchain  # noqa: E402
 import variants  # noqa: E402
 
 VARIANTS = variants.read_variants(ROOT / "csrc" / "launch" / "variants.def")
-BACKWARD_KERNEL = re.compile(r"backward_kernelI.*?(bfloat16_t|half_t)ELi(\d+)ELb([01])ELN\w*?PolicyE(\d+)E")
+KERNELS = {
+    "backward": re.compile(r"backward_kernelI.*?(bfloat16_t|half_t)ELi(\d+)ELb([01])ELN\w*?PolicyE(\d+)E"),
+    "forward": re.compile(r"forward_kernelI.*?(bfloat16_t|half_t)ELi(\d+)ELb([01])E()E"),
+}
 INSTALLED = ["setup.py", "pyproject.toml", "README.md", "csrc", "dash_attn", "build_support", "third_party"]
 
 
-def policy_number(variant: variants.Variant) -> int:
-    return schedule.policy_number(variant.policy_name())
+def key(variant: variants.Variant) -> tuple:
+    """A variant as `kernels` names it."""
+    policy = str(schedule.policy_number(variant.policy_name())) if variant.policy else ""
+    return variant.dtype, variant.head_dim, variant.causal, policy
+
+
+def of_pass(pass_: str, chosen: list[variants.Variant]) -> list[variants.Variant]:
+    return [variant for variant in chosen if variant.pass_name() == pass_]
 
 
 def tool(name: str) -> str:
@@ -85,32 +94,35 @@ def machine_code(binary) -> dict[str, set[str]]:
     return code
 
 
-def backward_kernels(names) -> dict[tuple, str]:
+def kernels(pass_: str, names) -> dict[tuple, str]:
+    """{(dtype, head_dim, causal, policy number or ""): symbol} of the main kernels among the symbols."""
     found = {}
     for name in names:
-        if match := BACKWARD_KERNEL.search(name):
+        if match := KERNELS[pass_].search(name):
             element, head_dim, causal, policy = match.groups()
             dtype = "BFloat16" if element == "bfloat16_t" else "Float16"
-            found[dtype, int(head_dim), causal == "1", int(policy)] = name
+            found[dtype, int(head_dim), causal == "1", policy] = name
     return found
 
 
 def test_list_of_variants_is_complete():
-    expected = {
-        (dtype, head_dim, causal, name)
-        for dtype, head_dim, causal in itertools.product(("BFloat16", "Float16"), (64, 128), (False, True))
-        for name in schedule.POLICIES
-        if not (name == "shift" and causal) and not (name == "symmetric_shift" and not causal)
+    shapes = list(itertools.product(("BFloat16", "Float16"), (64, 128), (False, True)))
+    backward = {
+        (*shape, name)
+        for shape, name in itertools.product(shapes, schedule.POLICIES)
+        if not (name == "shift" and shape[2]) and not (name == "symmetric_shift" and not shape[2])
     }
-    expected |= {("BFloat16", head_dim, causal, "atomic") for head_dim in (64, 128) for causal in (False, True)}
-    assert {(v.dtype, v.head_dim, v.causal, v.policy_name()) for v in VARIANTS} == expected
-    assert len(VARIANTS) == len(expected) == 44
+    backward |= {("BFloat16", head_dim, causal, "atomic") for head_dim in (64, 128) for causal in (False, True)}
+    listed = [(v.dtype, v.head_dim, v.causal, v.policy_name()) for v in VARIANTS]
+    assert set(listed) == backward | {(*shape, None) for shape in shapes}
+    assert len(listed) == len(set(listed))
+    assert len(of_pass("backward", VARIANTS)) == 44 and len(of_pass("forward", VARIANTS)) == 8
 
 
-def test_binary_has_every_variant(resources):
-    selected = variants.select_variants(VARIANTS)
-    expected = {(v.dtype, v.head_dim, v.causal, policy_number(v)) for v in selected}
-    assert set(backward_kernels(resources)) == expected
+@pytest.mark.parametrize("pass_", KERNELS)
+def test_binary_has_every_variant(resources, pass_):
+    selected = of_pass(pass_, variants.select_variants(VARIANTS))
+    assert set(kernels(pass_, resources)) == {key(v) for v in selected}
 
 
 def test_no_kernel_uses_local_memory(resources):
@@ -125,20 +137,32 @@ def test_machine_code_has_no_local_loads_or_stores(machine_code):
     assert not {name: code for name, code in local.items() if code}
 
 
-def test_backward_uses_the_units_of_hopper(machine_code):
-    kernels = backward_kernels(machine_code)
-    assert kernels
-    for (dtype, _, _, policy), name in kernels.items():
+# TMA loads and stores, warpgroup products, bulk adds, registers handed from the producer to the consumers.
+@pytest.mark.parametrize(
+    "pass_, units",
+    [("backward", {"HGMMA", "UTMALDG", "UBLKRED", "USETMAXREG"}), ("forward", {"HGMMA", "UTMALDG", "UTMASTG", "USETMAXREG"})],
+)
+def test_kernels_use_the_units_of_hopper(machine_code, pass_, units):
+    found = kernels(pass_, machine_code)
+    assert found
+    for (dtype, _, _, policy), name in found.items():
         opcodes = {instruction.split(".")[0] for instruction in machine_code[name]}
-        assert {"HGMMA", "UTMALDG", "UBLKRED"} <= opcodes, name
+        assert units <= opcodes, name
         # A product of bf16 states the type; a product of fp16 is the instruction's default.
         products = [i for i in machine_code[name] if i.startswith("HGMMA")]
         assert all(("BF16" in i) == (dtype == "BFloat16") for i in products), (name, products)
         additions = {i for i in machine_code[name] if i.startswith("UBLKRED")}
         # Order-free kernels add integers, and fp32 for the heads that need the order.
         types = {match.group(0) for i in additions for match in [re.search(r"[FSU]32", i)] if match and "ADD" in i}
-        integers = {"F32", "S32"} if policy == schedule.policy_number("order_free") else {"F32"}
-        assert len(additions) == len(types) and types == integers, (name, additions)
+        expected = {"F32", "S32"} if policy == str(schedule.policy_number("order_free")) else {"F32"} if policy else set()
+        assert len(additions) == len(types) and types == expected, (name, additions)
+
+
+def test_forward_adds_to_nothing_in_memory(machine_code):
+    """No atomics: each output has one writer."""
+    for name in kernels("forward", machine_code).values():
+        opcodes = {instruction.split(".")[0] for instruction in machine_code[name]}
+        assert not opcodes & {"ATOM", "ATOMG", "RED", "REDG", "REDUX", "UBLKRED", "UTMAREDG"}, name
 
 
 def test_binary_needs_only_stable_symbols(binary):
@@ -160,7 +184,7 @@ def test_report_of_the_build_is_clean(binary):
     assert report["clean"] is True
     assert not [kernel["name"] for kernel in report["kernels"] if ptxas.faults(kernel)]
     names = {kernel["symbol"] for kernel in report["kernels"]}
-    assert len(backward_kernels(names)) == len(report["variants"])
+    assert sum(len(kernels(pass_, names)) for pass_ in KERNELS) == len(report["variants"])
 
 
 PTXAS = """\
@@ -192,26 +216,28 @@ def test_ptxas_output_is_read_and_judged():
 
 
 @pytest.mark.parametrize(
-    "environment, count",
+    "environment, backward, forward",
     [
-        ({}, 44),
-        ({"DASH_ATTN_HEAD_DIMS": "64"}, 22),
-        ({"DASH_ATTN_DTYPES": "bf16"}, 24),
-        ({"DASH_ATTN_MASKS": "causal", "DASH_ATTN_POLICIES": "spt, symmetric_shift"}, 8),
-        ({"DASH_ATTN_HEAD_DIMS": "128", "DASH_ATTN_DTYPES": "fp16", "DASH_ATTN_POLICIES": "shift"}, 1),
+        ({}, 44, 8),
+        ({"DASH_ATTN_HEAD_DIMS": "64"}, 22, 4),
+        ({"DASH_ATTN_DTYPES": "bf16"}, 24, 4),
+        ({"DASH_ATTN_MASKS": "causal", "DASH_ATTN_POLICIES": "spt, symmetric_shift"}, 8, 4),
+        ({"DASH_ATTN_HEAD_DIMS": "128", "DASH_ATTN_DTYPES": "fp16", "DASH_ATTN_POLICIES": "shift"}, 1, 2),
     ],
 )
-def test_environment_limits_what_is_built(monkeypatch, tmp_path, environment, count):
+def test_environment_limits_what_is_built(monkeypatch, tmp_path, environment, backward, forward):
     for name in ("HEAD_DIMS", "DTYPES", "MASKS", "POLICIES"):
         monkeypatch.delenv(f"DASH_ATTN_{name}", raising=False)
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
     selected = variants.select_variants(VARIANTS)
-    assert len(selected) == count
     units = variants.generate(selected, tmp_path)
     written = "".join(unit.read_text() for unit in units)
-    assert written.count("DASH_INSTANTIATE_BACKWARD(") == count
-    assert (tmp_path / "built_variants.def").read_text().count("DASH_BACKWARD_VARIANT(") == count
+    dispatched = (tmp_path / "built_variants.def").read_text()
+    for pass_, count in (("backward", backward), ("forward", forward)):
+        assert len(of_pass(pass_, selected)) == count
+        assert written.count(f"DASH_INSTANTIATE_{pass_.upper()}(") == count
+        assert dispatched.count(f"DASH_{pass_.upper()}_VARIANT(") == count
 
 
 @pytest.mark.parametrize(

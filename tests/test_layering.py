@@ -8,7 +8,7 @@ import pytest
 ROOT = pathlib.Path(__file__).parents[1]
 CSRC = ROOT / "csrc"
 # Bottom to top; a layer includes itself and what stands before it.
-LAYERS = ["host_device.h", "config", "schedule", "device", "backward", "launch", "bindings"]
+LAYERS = ["host_device.h", "config", "schedule", "device", "backward", "forward", "launch", "bindings"]
 SOURCES = sorted(path for path in CSRC.rglob("*") if path.suffix in {".h", ".cu", ".cpp", ".def"})
 GENERATED = {"built_variants.def"}
 STANDARD_HEADER = re.compile(r"^[a-z0-9_]+$")

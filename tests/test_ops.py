@@ -25,7 +25,7 @@ def backward_arguments(schedule="auto", causal=True, **shape):
 
 def test_schemas():
     assert str(torch.ops.dash_attn.forward.default._schema) == (
-        "dash_attn::forward(Tensor q, Tensor k, Tensor v, float softmax_scale, bool causal) -> (Tensor, Tensor)"
+        "dash_attn::forward(Tensor q, Tensor k, Tensor v, float softmax_scale, bool causal, SymInt sm_margin=0) -> (Tensor, Tensor)"
     )
     assert str(torch.ops.dash_attn.backward.default._schema) == (
         "dash_attn::backward(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor softmax_lse, Tensor(a6!) dq, "
@@ -109,6 +109,11 @@ def test_forward_errors():
     q, k, v, _ = operands(head_dim=12)
     with pytest.raises(ValueError, match="^q must have a head_dim that is a multiple of 8, got 12$"):
         torch.ops.dash_attn.forward(q, k, v, 0.25, True)
+    q, k, v, _ = operands()
+    with pytest.raises(ValueError, match="^sm_margin must be at least 0, got -1$"):
+        torch.ops.dash_attn.forward(q, k, v, 0.25, True, -1)
+    with pytest.raises(ValueError, match="^softmax_scale must be a finite number or None, got inf$"):
+        torch.ops.dash_attn.forward(q, k, v, math.inf, True)
 
 
 # The CUDA implementations up to the kernels, on CPU tensors: what they pass on is computed by the reference instead.
@@ -119,17 +124,11 @@ def cuda_implementations(monkeypatch):
     """The functions registered for CUDA, with the kernels they call replaced; `calls` holds what those were given."""
     calls = []
 
-    def flash_forward(q, k, v, starts_q, starts_k, max_q, max_k, dropout_p, causal, debug, *, scale):
-        assert max_q >= 2 and dropout_p == 0.0 and not debug and scale > 0
-        calls.append((q, k, v))
-        batch = starts_q.numel() - 1
-        assert starts_q.dtype == starts_k.dtype == torch.int32
-        assert starts_q.tolist() == [b * (q.shape[0] // batch) for b in range(batch + 1)]
-        assert starts_k.tolist() == [b * max_k for b in range(batch + 1)]
-        out, lse = ops.reference.forward(
-            *(t.unflatten(0, (batch, -1)) for t in (q, k, v)), softmax_scale=scale, causal=causal
-        )
-        return out.flatten(0, 1), lse.transpose(0, 1).flatten(1), None, None, None
+    def kernel_forward(q, k, v, out, lse, scale, causal, sm_margin):
+        assert out.is_contiguous() and lse.is_contiguous() and scale > 0 and sm_margin == 3
+        calls.append((q, k, v, out))
+        for target, result in zip((out, lse), ops.reference.forward(q, k, v, softmax_scale=scale, causal=causal)):
+            target.copy_(result)
 
     def kernel_backward(dout, q, k, v, out, lse, dq, dk, dv, scale, causal, policy, sm_margin):
         assert lse.is_contiguous() and scale > 0 and isinstance(policy, int)
@@ -143,8 +142,7 @@ def cuda_implementations(monkeypatch):
 
     kernels = types.SimpleNamespace(
         ops=types.SimpleNamespace(
-            aten=types.SimpleNamespace(_flash_attention_forward=flash_forward),
-            dash_attn_C=types.SimpleNamespace(backward=kernel_backward),
+            dash_attn_C=types.SimpleNamespace(forward=kernel_forward, backward=kernel_backward),
         )
     )
     monkeypatch.setattr(ops, "torch", types.SimpleNamespace(**{**vars(torch), **vars(kernels)}))
@@ -167,7 +165,7 @@ def odd_layouts(tensor):
 @pytest.mark.parametrize("seqlen_q", [1, 20])
 def test_cuda_implementations_hand_on_what_the_kernels_take(cuda_implementations, seqlen_q, layout, scale):
     q, k, v, dout = (list(odd_layouts(t))[layout] for t in operands(seqlen_q=seqlen_q))
-    out, lse = cuda_implementations.forward(q, k, v, scale, True)
+    out, lse = cuda_implementations.forward(q, k, v, scale, True, 3)
     expected_out, expected_lse = torch.ops.dash_attn.forward(q, k, v, scale, True)
     assert torch.equal(out, expected_out) and out.stride() == expected_out.stride()
     assert torch.equal(lse, expected_lse) and lse.stride() == expected_lse.stride()
@@ -186,17 +184,17 @@ def test_cuda_implementations_hand_on_what_the_kernels_take(cuda_implementations
 def test_what_the_kernels_can_address_is_not_copied(cuda_implementations):
     qkv = torch.randn(2, 20, 3, 4, 16).to(torch.bfloat16)
     q, k, v = qkv.unbind(2)
-    out, lse = cuda_implementations.forward(q, k, v, 0.25, True)
+    out, lse = cuda_implementations.forward(q, k, v, 0.25, True, 3)
     gradients = torch.empty_like(qkv).unbind(2)
     cuda_implementations.backward(out, q, k, v, out, lse, *gradients, 0.25, True, "spt", 0)
     forward, backward = cuda_implementations.calls
-    assert [t.data_ptr() for t in forward] == [t.data_ptr() for t in (q, k, v)]
+    assert [t.data_ptr() for t in forward] == [t.data_ptr() for t in (q, k, v, out)]
     assert [t.data_ptr() for t in backward] == [t.data_ptr() for t in (out, q, k, v, out, *gradients)]
 
 
 def test_cuda_implementations_launch_nothing_for_empty_sums(cuda_implementations):
     q, k, v, dout = operands(seqlen_k=0)
-    out, lse = cuda_implementations.forward(q, k, v, 0.25, False)
+    out, lse = cuda_implementations.forward(q, k, v, 0.25, False, 3)
     gradients = [torch.ones_like(t) for t in (q, k, v)]
     cuda_implementations.backward(dout, q, k, v, out, lse, *gradients, 0.25, False, "auto", 0)
     assert cuda_implementations.calls == []

@@ -8,6 +8,7 @@
 
 #include "../config/tile_shapes.h"
 #include "../device/gemm.h"
+#include "../device/ring.h"
 #include "../schedule/assignment.h"
 #include "../schedule/order.h"
 
@@ -143,21 +144,6 @@ struct Arrivals {
   static constexpr int kPlanReaders = 2;  // loader, one adder
   // Of every CTA: consumers, loader, planner.
   static constexpr int kClaimReaders = Config::kClusterSize * (Config::kConsumerWarps + 2);
-};
-
-// Where use number `count` of a ring of buffers finds its slot, and the parity its barriers have on that pass. One
-// register.
-template <int kSlots>
-struct RingIndex {
-  static_assert((kSlots & (kSlots - 1)) == 0);
-  uint32_t count = 0;
-
-  __device__ __forceinline__ uint32_t slot() const { return count % kSlots; }
-  __device__ __forceinline__ uint32_t parity() const { return count / kSlots % 2; }
-  // Parity to wait for on an `empty` barrier: the first pass finds the buffers free.
-  __device__ __forceinline__ uint32_t empty_parity() const { return parity() ^ 1; }
-  __device__ __forceinline__ RingIndex before() const { return {count - 1}; }
-  __device__ __forceinline__ RingIndex next() const { return {count + 1}; }
 };
 
 }  // namespace dash_attn::backward

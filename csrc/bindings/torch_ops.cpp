@@ -16,6 +16,7 @@
 
 #include "config/tile_shapes.h"
 #include "launch/backward.h"
+#include "launch/forward.h"
 
 namespace dash_attn {
 namespace {
@@ -93,10 +94,17 @@ int usable_sms(int32_t device, int64_t sm_margin) {
   return sms - static_cast<int>(sm_margin);
 }
 
-// Gradients of attention; the schema below and dash_attn/ops.py give the arguments. Writes dq, dk and dv.
-void backward(const Tensor& dout, const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& out,
-              const Tensor& softmax_lse, Tensor dq, Tensor dk, Tensor dv, double softmax_scale, bool causal,
-              int64_t schedule, int64_t sm_margin) {
+// What both passes take.
+struct Problem {
+  int32_t device;
+  ScalarType dtype;
+  Shape query, key;
+};
+
+// Checks q, k, v and softmax_lse, and fills in the arguments that follow from them.
+template <typename Arguments>
+Problem read_problem(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& softmax_lse, double softmax_scale,
+                     bool causal, int64_t sm_margin, Arguments& arguments) {
   STD_TORCH_CHECK(q.is_cuda(), "q must be a CUDA tensor");
   const int32_t device = q.get_device_index();
   const ScalarType dtype = q.scalar_type();
@@ -106,7 +114,6 @@ void backward(const Tensor& dout, const Tensor& q, const Tensor& k, const Tensor
   const Shape query = shape_of(q);
   const Shape key = {query.batch, k.size(1), k.size(2), query.head_dim};
 
-  BackwardArguments arguments{};
   arguments.batch = to_int(query.batch, "batch");
   arguments.seqlen_q = to_int(query.seqlen, "seqlen_q");
   arguments.seqlen_k = to_int(key.seqlen, "seqlen_k");
@@ -121,11 +128,6 @@ void backward(const Tensor& dout, const Tensor& q, const Tensor& k, const Tensor
   arguments.q = view_of(q, "q", query, dtype, device);
   arguments.k = view_of(k, "k", key, dtype, device);
   arguments.v = view_of(v, "v", key, dtype, device);
-  arguments.out = view_of(out, "out", query, dtype, device);
-  arguments.dout = view_of(dout, "dout", query, dtype, device);
-  arguments.dq = view_of(dq, "dq", query, dtype, device);
-  arguments.dk = view_of(dk, "dk", key, dtype, device);
-  arguments.dv = view_of(dv, "dv", key, dtype, device);
 
   check_device(softmax_lse, "softmax_lse", device);
   STD_TORCH_CHECK(softmax_lse.scalar_type() == ScalarType::Float, "softmax_lse must be float32");
@@ -134,24 +136,54 @@ void backward(const Tensor& dout, const Tensor& q, const Tensor& k, const Tensor
                   "softmax_lse must be (batch, heads, seqlen_q) = (", query.batch, ", ", query.heads, ", ",
                   query.seqlen, ")");
   STD_TORCH_CHECK(softmax_lse.is_contiguous(), "softmax_lse must be contiguous");
-  arguments.softmax_lse = static_cast<const float*>(softmax_lse.data_ptr());
+  arguments.softmax_lse = static_cast<float*>(softmax_lse.data_ptr());
 
-  STD_TORCH_CHECK(schedule >= 0 && schedule <= std::numeric_limits<int>::max(), "schedule is ", schedule,
-                  ", expected the number of a policy");
   arguments.dtype = dtype == ScalarType::BFloat16 ? Dtype::kBFloat16 : Dtype::kFloat16;
   arguments.softmax_scale = static_cast<float>(softmax_scale);
   arguments.causal = causal;
-  arguments.schedule = static_cast<int>(schedule);
   arguments.num_sms = usable_sms(device, sm_margin);
+  return {device, dtype, query, key};
+}
 
-  const torch::stable::accelerator::DeviceGuard guard(device);
+cudaStream_t current_stream(int32_t device) {
   void* stream = nullptr;
   STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(device, &stream));
+  return static_cast<cudaStream_t>(stream);
+}
+
+// Attention; the schema below and dash_attn/ops.py give the arguments. Writes out and softmax_lse.
+void forward(const Tensor& q, const Tensor& k, const Tensor& v, Tensor out, Tensor softmax_lse, double softmax_scale,
+             bool causal, int64_t sm_margin) {
+  ForwardArguments arguments{};
+  const Problem problem = read_problem(q, k, v, softmax_lse, softmax_scale, causal, sm_margin, arguments);
+  STD_TORCH_CHECK(arguments.softmax_scale > 0, "softmax_scale is ", softmax_scale, ", expected a positive number");
+  arguments.out = view_of(out, "out", problem.query, problem.dtype, problem.device);
+  const torch::stable::accelerator::DeviceGuard guard(problem.device);
+  run_forward(arguments, current_stream(problem.device));
+}
+
+// Gradients of attention. Writes dq, dk and dv.
+void backward(const Tensor& dout, const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& out,
+              const Tensor& softmax_lse, Tensor dq, Tensor dk, Tensor dv, double softmax_scale, bool causal,
+              int64_t schedule, int64_t sm_margin) {
+  BackwardArguments arguments{};
+  const auto [device, dtype, query, key] =
+      read_problem(q, k, v, softmax_lse, softmax_scale, causal, sm_margin, arguments);
+  arguments.out = view_of(out, "out", query, dtype, device);
+  arguments.dout = view_of(dout, "dout", query, dtype, device);
+  arguments.dq = view_of(dq, "dq", query, dtype, device);
+  arguments.dk = view_of(dk, "dk", key, dtype, device);
+  arguments.dv = view_of(dv, "dv", key, dtype, device);
+  STD_TORCH_CHECK(schedule >= 0 && schedule <= std::numeric_limits<int>::max(), "schedule is ", schedule,
+                  ", expected the number of a policy");
+  arguments.schedule = static_cast<int>(schedule);
+
+  const torch::stable::accelerator::DeviceGuard guard(device);
   const int64_t workspace_bytes = static_cast<int64_t>(backward_workspace_bytes(arguments));
   // Freed on return while the kernels may still run: torch's allocator hands it out again in stream order.
   const Tensor workspace = torch::stable::empty({&workspace_bytes, 1}, ScalarType::Byte, std::nullopt, q.device());
   arguments.workspace = workspace.data_ptr();
-  run_backward(arguments, static_cast<cudaStream_t>(stream));
+  run_backward(arguments, current_stream(device));
 }
 
 }  // namespace
@@ -159,8 +191,14 @@ void backward(const Tensor& dout, const Tensor& q, const Tensor& k, const Tensor
 
 STABLE_TORCH_LIBRARY(dash_attn_C, library) {
   library.def(
+      "forward(Tensor q, Tensor k, Tensor v, Tensor(a!) out, Tensor(b!) softmax_lse, float softmax_scale, bool causal, "
+      "int sm_margin) -> ()");
+  library.def(
       "backward(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor softmax_lse, Tensor(a!) dq, "
       "Tensor(b!) dk, Tensor(c!) dv, float softmax_scale, bool causal, int schedule, int sm_margin) -> ()");
 }
 
-STABLE_TORCH_LIBRARY_IMPL(dash_attn_C, CUDA, library) { library.impl("backward", TORCH_BOX(&dash_attn::backward)); }
+STABLE_TORCH_LIBRARY_IMPL(dash_attn_C, CUDA, library) {
+  library.impl("forward", TORCH_BOX(&dash_attn::forward));
+  library.impl("backward", TORCH_BOX(&dash_attn::backward));
+}

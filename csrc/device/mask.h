@@ -14,6 +14,11 @@ struct Mask {
     return kCausal ? past_end || first_key + keys - 1 > first_query + last_minus_first : past_end;
   }
 
+  // The keys that a query sees are the first so many; none where the number is not positive.
+  __device__ __forceinline__ int visible_keys(int query) const {
+    return kCausal ? min(seqlen_k, query + last_minus_first + 1) : seqlen_k;
+  }
+
   __device__ __forceinline__ bool visible(int query, int key) const {
     return kCausal ? key < seqlen_k && key <= query + last_minus_first : key < seqlen_k;
   }

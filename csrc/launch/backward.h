@@ -4,16 +4,10 @@
 #include <cuda_runtime_api.h>
 
 #include <cstddef>
-#include <cstdint>
+
+#include "tensor.h"
 
 namespace dash_attn {
-
-struct TensorView {
-  void* data;
-  int64_t stride_batch, stride_seqlen, stride_head;  // in elements; the head_dim stride is 1
-};
-
-enum class Dtype { kBFloat16, kFloat16 };
 
 struct BackwardArguments {
   TensorView q, k, v, out, dout, dq, dk, dv;

@@ -24,31 +24,56 @@ PFN_cuTensorMapEncodeTiled_v12000 encode_tiled() {
 constexpr int kBoxColumns = 64;  // 128 bytes, the width of the swizzle
 constexpr int kElementBytes = 2;
 
-}  // namespace
+struct Dimension {
+  int extent;
+  int64_t stride;  // in elements
+  int box;
+};
 
-CUtensorMap make_tensor_map(const TensorView& tensor, Dtype dtype, int batch, int seqlen, int heads, int head_dim,
-                            int rows) {
-  const auto size = [](int64_t n) { return static_cast<cuuint64_t>(n); };
-  // A dimension of size 1 may carry any stride; TMA wants a multiple of 16 bytes all the same.
-  const auto stride = [](int64_t elements, int extent) {
-    return static_cast<cuuint64_t>(extent == 1 ? kBoxColumns * kElementBytes : elements * kElementBytes);
-  };
-  const cuuint64_t sizes[4] = {size(head_dim), size(seqlen), size(heads), size(batch)};
-  const cuuint64_t strides[3] = {stride(tensor.stride_seqlen, seqlen), stride(tensor.stride_head, heads),
-                                 stride(tensor.stride_batch, batch)};
-  const cuuint32_t box[4] = {kBoxColumns, static_cast<cuuint32_t>(rows), 1, 1};
-  const cuuint32_t element_strides[4] = {1, 1, 1, 1};
+// Dimension 0 is the head dim.
+template <int kRank>
+CUtensorMap encode(void* data, Dtype dtype, const Dimension (&dimensions)[kRank]) {
+  cuuint64_t sizes[kRank], strides[kRank - 1];
+  cuuint32_t box[kRank], element_strides[kRank];
+  for (int i = 0; i < kRank; ++i) {
+    const Dimension& d = dimensions[i];
+    sizes[i] = static_cast<cuuint64_t>(d.extent);
+    box[i] = static_cast<cuuint32_t>(d.box);
+    element_strides[i] = 1;
+    // A dimension of size 1 may carry any stride; TMA wants a multiple of 16 bytes all the same.
+    if (i > 0) { strides[i - 1] = static_cast<cuuint64_t>((d.extent == 1 ? kBoxColumns : d.stride) * kElementBytes); }
+  }
   const auto type = dtype == Dtype::kBFloat16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 : CU_TENSOR_MAP_DATA_TYPE_FLOAT16;
-
   CUtensorMap map;
   const CUresult result =
-      encode_tiled()(&map, type, 4, tensor.data, sizes, strides, box, element_strides, CU_TENSOR_MAP_INTERLEAVE_NONE,
+      encode_tiled()(&map, type, kRank, data, sizes, strides, box, element_strides, CU_TENSOR_MAP_INTERLEAVE_NONE,
                      CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   if (result != CUDA_SUCCESS) {
     throw std::runtime_error("dash_attn: cuTensorMapEncodeTiled refused a tensor (CUresult " +
                              std::to_string(int(result)) + ")");
   }
   return map;
+}
+
+}  // namespace
+
+CUtensorMap make_tensor_map(const TensorView& tensor, Dtype dtype, int batch, int seqlen, int heads, int head_dim,
+                            int rows) {
+  const Dimension dimensions[] = {{head_dim, 1, kBoxColumns},
+                                  {seqlen, tensor.stride_seqlen, rows},
+                                  {heads, tensor.stride_head, 1},
+                                  {batch, tensor.stride_batch, 1}};
+  return encode(tensor.data, dtype, dimensions);
+}
+
+CUtensorMap make_grouped_tensor_map(const TensorView& tensor, Dtype dtype, int batch, int seqlen, int heads,
+                                    int head_dim, int group, int rows) {
+  const Dimension dimensions[] = {{head_dim, 1, kBoxColumns},
+                                  {group, tensor.stride_head, group},
+                                  {seqlen, tensor.stride_seqlen, rows / group},
+                                  {heads / group, tensor.stride_head * group, 1},
+                                  {batch, tensor.stride_batch, 1}};
+  return encode(tensor.data, dtype, dimensions);
 }
 
 }  // namespace dash_attn

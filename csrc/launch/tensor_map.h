@@ -3,7 +3,7 @@
 
 #include <cuda.h>
 
-#include "backward.h"
+#include "tensor.h"
 
 namespace dash_attn {
 
@@ -11,5 +11,10 @@ namespace dash_attn {
 // the tensor reads as zero and is not written. Throws std::runtime_error when the driver refuses.
 CUtensorMap make_tensor_map(const TensorView& tensor, Dtype dtype, int batch, int seqlen, int heads, int head_dim,
                             int rows);
+
+// The same of the tensor seen as (batch, heads / group, seqlen, group, head_dim): a box's rows are all heads of a group
+// at one position, then at the next. `group` divides `heads` and `rows`.
+CUtensorMap make_grouped_tensor_map(const TensorView& tensor, Dtype dtype, int batch, int seqlen, int heads,
+                                    int head_dim, int group, int rows);
 
 }  // namespace dash_attn

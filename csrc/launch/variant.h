@@ -2,7 +2,9 @@
 #pragma once
 
 #include "../backward/config.h"
+#include "../forward/config.h"
 #include "backward.h"
+#include "forward.h"
 
 namespace dash_attn {
 
@@ -19,7 +21,13 @@ struct Float16 {
 template <typename DtypeName, int kHeadDim, bool kCausal, Policy kPolicy>
 using BackwardVariant = backward::Config<typename DtypeName::Element, kHeadDim, kCausal, kPolicy>;
 
+template <typename DtypeName, int kHeadDim, bool kCausal>
+using ForwardVariant = forward::Config<typename DtypeName::Element, kHeadDim, kCausal>;
+
 template <typename Config>
 void launch_backward(const BackwardArguments& arguments, cudaStream_t stream);
+
+template <typename Config>
+void launch_forward(const ForwardArguments& arguments, cudaStream_t stream);
 
 }  // namespace dash_attn

@@ -1,8 +1,8 @@
-"""Small shapes for compute-sanitizer: every policy, both masks, both head dims, ragged and unequal lengths.
+"""Small shapes for compute-sanitizer: both passes, every policy, both masks, both head dims, ragged and unequal lengths.
 
     compute-sanitizer --tool memcheck python tests/gpu/sanitizer_case.py
 
-Inputs, output and reference are computed on the CPU, so that the only kernels under the tool are those of the backward.
+Inputs and reference are computed on the CPU, so that the only kernels under the tool are ours.
 """
 
 import argparse
@@ -26,8 +26,18 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--head-dims", type=int, nargs="+", default=[64, 128])
     parser.add_argument("--shapes", type=int, default=len(SHAPES), help=f"how many of {SHAPES} (lengths, heads)")
+    parser.add_argument("--passes", nargs="+", choices=("forward", "backward"), default=["forward", "backward"])
     arguments = parser.parse_args()
     failures = 0
+
+    def report(what: str, outputs: dict[str, torch.Tensor], exact) -> None:
+        nonlocal failures
+        errors = {name: relative_error(x.cpu(), getattr(exact, name)) for name, x in outputs.items()}
+        wrong = any(not error < TOLERANCE for error in errors.values())
+        failures += wrong
+        row = " ".join(f"{name} {error:.1e}" for name, error in errors.items())
+        print(f"{'WRONG' if wrong else 'ok   '} {what}: {row}", flush=True)
+
     for head_dim in arguments.head_dims:
         for causal in (False, True):
             for seqlen_q, seqlen_k, heads, kv_heads in SHAPES[: arguments.shapes]:
@@ -36,15 +46,14 @@ def main() -> int:
                 exact = attention_float64(q, k, v, dout, causal=causal)
                 on_gpu = (x.cuda() for x in (dout, q, k, v, exact.out.to(q.dtype), exact.softmax_lse.float()))
                 inputs = Inputs(*on_gpu)
-                for policy in support.schedules(causal):
+                if "forward" in arguments.passes:
+                    out, _ = torch.ops.dash_attn.forward(inputs.q, inputs.k, inputs.v, problem.scale, causal)
+                    report(f"{problem} forward", {"out": out}, exact)
+                for policy in support.schedules(causal) if "backward" in arguments.passes else ():
                     outputs = {name: torch.empty(x.shape, dtype=x.dtype) for name, x in zip(support.GRADIENTS, (q, k, v))}
                     gradients = {name: x.cuda() for name, x in outputs.items()}
                     support.backward_into(gradients, inputs, problem, policy)
-                    errors = {n: relative_error(x.cpu(), getattr(exact, n)) for n, x in gradients.items()}
-                    wrong = any(not error < TOLERANCE for error in errors.values())
-                    failures += wrong
-                    row = " ".join(f"{name} {error:.1e}" for name, error in errors.items())
-                    print(f"{'WRONG' if wrong else 'ok   '} {problem} {policy}: {row}", flush=True)
+                    report(f"{problem} {policy}", gradients, exact)
     print(f"{failures} wrong", flush=True)
     return 1 if failures else 0
 

@@ -1,0 +1,96 @@
+// The loader: one thread that brings in Q, K and V by TMA. KV tiles come last one first, so that the masked ones, which
+// are the last, come before the loop.
+//
+//   order of loads in a tile:   Q  K(n-1)   K(n-2)  V(n-1)   K(n-3)  V(n-2)   ...   K(0)  V(1)   V(0)
+//   (the order in which they are used: S runs one step ahead of P V)
+#pragma once
+
+#include <cute/arch/copy_sm90_tma.hpp>
+
+#include "config.h"
+#include "params.h"
+#include "rows.h"
+
+namespace dash_attn::forward {
+
+// K and V are read once by each query tile of the heads that share them, Q once in all.
+constexpr auto kKeepInL2 = static_cast<uint64_t>(cute::TMA::CacheHintSm90::EVICT_LAST);
+constexpr auto kReadOnce = static_cast<uint64_t>(cute::TMA::CacheHintSm90::EVICT_FIRST);
+
+template <typename Config>
+class Loader {
+ public:
+  using Element = typename Config::Element;
+  using Shared = SharedStorage<Config>;
+  using Barrier = typename Shared::TransactionBarrier;
+
+  __device__ Loader(Shared& shared, const KernelParams& params) : shared_(shared), params_(params) {}
+
+  __device__ void run() {
+    for (TileWalk tiles(params_.order, blockIdx.x, gridDim.x); tiles.more(); tiles.next()) { load(tiles.tile()); }
+  }
+
+ private:
+  using Ring = RingIndex<Config::kStages>;
+
+  __device__ __forceinline__ void load(const QueryTile& tile) {
+    int kv_tile = live_kv_tiles_of_tile<Config>(params_.order, tile.index);
+    const int kv_head = params_.order.kv_head(tile.head_group);
+    load_q(tile);  // without keys too: the output takes its place
+    if (kv_tile == 0) { return; }
+    load_k(--kv_tile, kv_head, tile.batch);
+#pragma unroll 1
+    for (; kv_tile > 0; --kv_tile) {
+      load_k(kv_tile - 1, kv_head, tile.batch);
+      load_v(kv_tile, kv_head, tile.batch);
+    }
+    load_v(0, kv_head, tile.batch);
+  }
+
+  __device__ __forceinline__ void load_q(const QueryTile& tile) {
+    shared_.q_empty[q_.slot()].wait(q_.empty_parity());
+    Barrier& full = shared_.q_full[q_.slot()];
+    Element* rows = shared_.q[q_.slot()];
+    q_ = q_.next();
+    full.arrive_and_expect_tx(Config::kQueryTileBytes);
+#pragma unroll
+    for (int row = 0; row < Config::kQuery; row += kWarpgroupRows) {
+      const int position = params_.order.first_position(tile.index) + params_.order.positions_of(row);
+#pragma unroll
+      for (int column = 0; column < Config::kHeadDim; column += kSwizzleColumns) {
+        cute::SM90_TMA_LOAD_5D::copy(&params_.q, reinterpret_cast<uint64_t*>(&full), kReadOnce,
+                                     rows + column * Config::kQuery + row * kSwizzleColumns, column, 0, position,
+                                     tile.head_group, tile.batch);
+      }
+    }
+  }
+
+  __device__ __forceinline__ void load_k(int kv_tile, int kv_head, int batch) {
+    shared_.k_empty[k_.slot()].wait(k_.empty_parity());
+    load_key_tile(params_.k, shared_.k_full[k_.slot()], shared_.k[k_.slot()], kv_tile, kv_head, batch);
+    k_ = k_.next();
+  }
+
+  __device__ __forceinline__ void load_v(int kv_tile, int kv_head, int batch) {
+    shared_.v_empty[v_.slot()].wait(v_.empty_parity());
+    load_key_tile(params_.v, shared_.v_full[v_.slot()], shared_.v[v_.slot()], kv_tile, kv_head, batch);
+    v_ = v_.next();
+  }
+
+  __device__ __forceinline__ void load_key_tile(const CUtensorMap& map, Barrier& full, Element* tile, int kv_tile,
+                                                int kv_head, int batch) {
+    full.arrive_and_expect_tx(Config::kKeyTileBytes);
+#pragma unroll
+    for (int column = 0; column < Config::kHeadDim; column += kSwizzleColumns) {
+      cute::SM90_TMA_LOAD_4D::copy(&map, reinterpret_cast<uint64_t*>(&full), kKeepInL2, tile + column * Config::kKey,
+                                   column, kv_tile * Config::kKey, kv_head, batch);
+    }
+  }
+
+  Shared& shared_;
+  const KernelParams& params_;
+  RingIndex<Config::kQueryStages> q_;
+  Ring k_, v_;
+};
+
+}  // namespace dash_attn::forward

@@ -1,0 +1,305 @@
+// The consumers: each warpgroup owns 64 rows of the query tile and computes, KV tile by KV tile from the last to the
+// first,
+//
+//   S = Q K^T     P = exp2(scale S - reference)     O = correction O + P V
+//
+// Products run in the order in which they are issued, while the thread computes. For tile j after tile j + 1:
+//
+//   tensor cores:   | S(j)  P(j+1) V(j+1) |                                       | S(j-1)  ...
+//   threads:        | wait  | max, P(j)   | O *= correction(j) if any, round P(j) | wait
+//
+// The last P V of a query tile runs with the first S of the next, and the output is written while that S's P waits. The
+// warpgroups do not wait for each other: each computes while products of the others run.
+#pragma once
+
+#include <cutlass/arch/barrier.h>
+
+#include "../device/fragment.h"
+#include "../device/mask.h"
+#include "config.h"
+#include "params.h"
+#include "rows.h"
+#include "softmax.h"
+
+namespace dash_attn::forward {
+
+template <typename Config>
+class Consumer {
+ public:
+  using Element = typename Config::Element;
+  using Shared = SharedStorage<Config>;
+
+  __device__ Consumer(Shared& shared, const KernelParams& params)
+      : shared_(shared),
+        params_(params),
+        tiles_at_(&shared),
+        // A shuffle, so that the compiler knows it is uniform.
+        consumer_(__shfl_sync(0xffffffff, threadIdx.x / kWarpgroupThreads, 0) - 1),
+        thread_(threadIdx.x % kWarpgroupThreads) {}
+
+  __device__ void run() {
+    Output out;
+    PackedScores p;
+    OnlineSoftmax softmax(params_.softmax_scale_log2);
+    Rows rows;
+    bool unfinished = false;  // does the last P of `rows` wait for its product?
+    for (TileWalk tiles(params_.order, blockIdx.x, gridDim.x); tiles.more(); tiles.next()) {
+      const Rows next = take_rows(tiles.tile());
+      if (unfinished && next.live > 0) {
+        cross(out, p, softmax, rows, next);
+      } else {
+        if (unfinished) { finish(out, p, softmax, rows); }
+        softmax = OnlineSoftmax(params_.softmax_scale_log2);
+        clear(out);
+        if (next.live > 0) {
+          begin(p, softmax, next);
+        } else {
+          pass_over(out, softmax, next);
+        }
+      }
+      rows = next;
+      unfinished = rows.live > 0;
+      if (unfinished) { walk(out, p, softmax, rows); }
+    }
+    if (unfinished) { finish(out, p, softmax, rows); }
+  }
+
+ private:
+  using QueryRows = SumOverColumns<Config::kQuery>;  // Q as A of S
+  using KeyRows = SumOverColumns<Config::kKey>;      // K as B of S
+  using KeySum = SumOverRows<Config::kKey>;          // V as B of O
+
+  static constexpr int kScoreRegisters = Config::kKey / 2;       // a 64 x kKey fragment
+  static constexpr int kOutputRegisters = Config::kHeadDim / 2;  // a 64 x kHeadDim fragment
+
+  using Scores = float[kScoreRegisters];
+  using PackedScores = uint32_t[kScoreRegisters / 8][4];
+  using Output = float[kOutputRegisters];
+  using Rows = WarpgroupRows<Config>;
+
+  // No product is in flight where one of the following ends and the next begins, so that ptxas can follow each to its
+  // wait.
+
+  // The first scores of `rows`.
+  __device__ __forceinline__ void begin(PackedScores& p, OnlineSoftmax& softmax, const Rows& rows) {
+    Scores s;
+    wait_for_q(rows);
+    pass_over_keys(rows);
+    wait_for_k();
+    issue_s(s, rows);
+    wait_products<0>();
+    finish_s(s);
+    exponentiate_first(s, softmax, rows);
+    pass_over_values(rows);
+    shared_.v_full[v_.slot()].wait(v_.parity());
+    pack_slices<Element>(p, s);
+  }
+
+  // All KV tiles but the first.
+  __device__ __forceinline__ void walk(Output& out, PackedScores& p, OnlineSoftmax& softmax, const Rows& rows) {
+    const Mask<Config::kCausal> mask = make_mask();
+    int kv_tile = rows.live - 1;
+    while (kv_tile > 0 && mask.needs_masking(rows.first_position, (kv_tile - 1) * Config::kKey, Config::kKey)) {
+      step<Tile::kMasked>(out, p, softmax, rows, --kv_tile);
+    }
+    for (; kv_tile > 0; --kv_tile) { step<Tile::kUnmasked>(out, p, softmax, rows, kv_tile - 1); }
+  }
+
+  template <Tile kTile>
+  __device__ __forceinline__ void step(Output& out, PackedScores& p, OnlineSoftmax& softmax, const Rows& rows,
+                                       int kv_tile) {
+    Scores s;
+    RowStatistic correction;
+    wait_for_k();
+    issue_s(s, rows);
+    issue_out(out, p);
+    wait_products<1>();  // S
+    finish_s(s);
+    if constexpr (kTile == Tile::kMasked) { apply_mask(s, rows, kv_tile); }
+    const bool corrects = softmax.exponentiate<kTile>(s, correction);
+    pin(s);
+    wait_for_next_v();
+    finish_out(out, p);
+    if (corrects) { multiply_rows(out, correction); }
+    pack_slices<Element>(p, s);
+  }
+
+  // From `rows` to `next`: the last product of the one, the first scores of the other.
+  __device__ __forceinline__ void cross(Output& out, PackedScores& p, OnlineSoftmax& softmax, const Rows& rows,
+                                        const Rows& next) {
+    Scores s;
+    wait_for_q(next);
+    pass_over_keys(next);
+    wait_for_k();
+    issue_s(s, next);
+    issue_out(out, p);
+    wait_products<1>();  // S
+    finish_s(s);
+    OnlineSoftmax next_softmax(params_.softmax_scale_log2);
+    exponentiate_first(s, next_softmax, next);
+    pin(s);
+    wait_for_next_v();
+    finish_out(out, p);
+    pass_over_values(next);
+    store(out, softmax, rows);
+    softmax = next_softmax;
+    clear(out);
+    shared_.v_full[v_.slot()].wait(v_.parity());
+    pack_slices<Element>(p, s);
+  }
+
+  // The last product of the last rows.
+  __device__ __forceinline__ void finish(Output& out, PackedScores& p, OnlineSoftmax& softmax, const Rows& rows) {
+    issue_out(out, p);
+    wait_products<0>();
+    finish_out(out, p);
+    store(out, softmax, rows);
+  }
+
+  // Rows that see no key.
+  __device__ __forceinline__ void pass_over(Output& out, OnlineSoftmax& softmax, const Rows& rows) {
+    wait_for_q(rows);
+#pragma unroll 1
+    for (int i = 0; i < rows.passed; ++i) {
+      pass(shared_.k_full, shared_.k_empty, k_);
+      pass(shared_.v_full, shared_.v_empty, v_);
+    }
+    store(out, softmax, rows);
+  }
+
+  __device__ __forceinline__ void pass_over_keys(const Rows& rows) {
+    if (rows.passed > 0) { pass(shared_.k_full, shared_.k_empty, k_); }
+  }
+
+  __device__ __forceinline__ void pass_over_values(const Rows& rows) {
+    if (rows.passed > 0) { pass(shared_.v_full, shared_.v_empty, v_); }
+  }
+
+  // A warpgroup's rows see at most one KV tile less than the others' of their tile, if any. So only one tile of K is
+  // passed over while the V of the rows before is still in use, and the loader never waits for that V to go on.
+  static_assert(Config::kQuery - kWarpgroupRows <= Config::kKey);
+
+  // Having waited for a tile, so that none is released twice in one pass of the ring.
+  template <typename Full, typename Empty>
+  __device__ __forceinline__ void pass(Full& full, Empty& empty, RingIndex<Config::kStages>& ring) const {
+    full[ring.slot()].wait(ring.parity());
+    release(empty[ring.slot()]);
+    ring = ring.next();
+  }
+
+  __device__ __forceinline__ Rows take_rows(const QueryTile& tile) {
+    const Rows rows(params_.order, tile, consumer_, q_);
+    q_ = q_.next();
+    return rows;
+  }
+
+  __device__ __forceinline__ void wait_for_q(const Rows& rows) const {
+    shared_.q_full[rows.q.slot()].wait(rows.q.parity());
+  }
+
+  // Long before its product, because a wait ends a basic block: ptxas would move the exponentials before it behind the
+  // wait for P V, which is to run at the same time.
+  __device__ __forceinline__ void wait_for_next_v() const { shared_.v_full[v_.next().slot()].wait(v_.next().parity()); }
+
+  __device__ __forceinline__ void wait_for_k() const { shared_.k_full[k_.slot()].wait(k_.parity()); }
+
+  __device__ __forceinline__ void issue_s(Scores& s, const Rows& rows) {
+    multiply<Element, Config::kHeadDim>(s, QueryRows(tiles_at_(shared_.q[rows.q.slot()]), consumer_ * kWarpgroupRows),
+                                        KeyRows(tiles_at_(shared_.k[k_.slot()])));
+  }
+
+  __device__ __forceinline__ void issue_out(Output& out, PackedScores& p) {
+    multiply_add<Element>(out, p, KeySum(tiles_at_(shared_.v[v_.slot()])));
+  }
+
+  __device__ __forceinline__ void finish_s(Scores& s) {
+    pin(s);
+    release(shared_.k_empty[k_.slot()]);
+    k_ = k_.next();
+  }
+
+  __device__ __forceinline__ void finish_out(Output& out, PackedScores& p) {
+    wait_products<0>();
+    pin(out);
+    pin(p);
+    release(shared_.v_empty[v_.slot()]);
+    v_ = v_.next();
+  }
+
+  // One arrival a warp.
+  __device__ __forceinline__ void release(const cutlass::arch::ClusterBarrier& barrier) const {
+    if (cute::elect_one_sync()) { barrier.arrive(); }
+  }
+
+  __device__ __forceinline__ Mask<Config::kCausal> make_mask() const {
+    return forward::make_mask<Config>(params_.order);
+  }
+
+  __device__ __forceinline__ void exponentiate_first(Scores& s, OnlineSoftmax& softmax, const Rows& rows) const {
+    RowStatistic correction;
+    apply_mask(s, rows, rows.live - 1);
+    softmax.exponentiate<Tile::kMasked>(s, correction);
+  }
+
+  __device__ __forceinline__ void apply_mask(Scores& s, const Rows& rows, int kv_tile) const {
+    const int first_key = kv_tile * Config::kKey + fragment_column(thread_, 0);
+#pragma unroll
+    for (int row = 0; row < kRowsPerThread; ++row) {
+      const int position = rows.position(params_.order, thread_, row);
+      const int visible = make_mask().visible_keys(position) - first_key;
+#pragma unroll
+      for (int i = 0; i < kScoreRegisters; ++i) {
+        if (row_of(i) == row && fragment_column(0, i) >= visible) { s[i] = -INFINITY; }
+      }
+    }
+  }
+
+  // Hands the rows to the storer, and the log-sum-exp to memory. `out` is the sum of P V.
+  __device__ __forceinline__ void store(Output& out, OnlineSoftmax& softmax, const Rows& rows) const {
+    const TileOrder& order = params_.order;
+    RowStatistic inverse_sum, lse;
+    softmax.finish(inverse_sum, lse);
+    multiply_rows(out, inverse_sum);
+#pragma unroll
+    for (int row = 0; row < kRowsPerThread; ++row) {
+      const int position = rows.position(order, thread_, row);
+      if (make_mask().visible_keys(position) <= 0) {
+        lse[row] = INFINITY;
+#pragma unroll
+        for (int i = 0; i < kOutputRegisters; ++i) {
+          if (row_of(i) == row) { out[i] = 0.f; }
+        }
+      }
+      if (thread_ % 4 == 0 && rows.exist && position < order.problem.seqlen_q) {
+        params_.softmax_lse[rows.head(order, thread_, row) * order.problem.seqlen_q + position] = lse[row];
+      }
+    }
+    uint32_t packed[kOutputRegisters / 8][4];
+    pack_slices<Element>(packed, out);
+    sync_warpgroup();  // all warps' products have read Q
+    store_rows<Config::kQuery>(shared_.q[rows.q.slot()], consumer_ * kWarpgroupRows, packed, thread_ / 32,
+                               thread_ % 32);
+    ptx::fence_async_shared();
+    __syncwarp();
+    release(shared_.out_full[rows.q.slot()][consumer_]);
+  }
+
+  __device__ __forceinline__ void sync_warpgroup() const {
+    cutlass::arch::NamedBarrier::sync(kWarpgroupThreads, uint32_t(consumer_));
+  }
+
+  static __device__ __forceinline__ void clear(Output& out) {
+#pragma unroll
+    for (int i = 0; i < kOutputRegisters; ++i) { out[i] = 0.f; }
+  }
+
+  Shared& shared_;
+  const KernelParams& params_;
+  const TileAddresses tiles_at_;
+  const int consumer_;
+  const int thread_;
+  RingIndex<Config::kQueryStages> q_;
+  RingIndex<Config::kStages> k_, v_;
+};
+
+}  // namespace dash_attn::forward

@@ -1,0 +1,89 @@
+// The softmax of the two rows that a thread holds a part of, tile of keys by tile of keys (the online softmax of
+// FlashAttention-2, arXiv 2307.08691).
+#pragma once
+
+#include "../device/fragment.h"
+#include "../device/ptx.h"
+
+namespace dash_attn::forward {
+
+constexpr int kRowsPerThread = 2;
+
+// Which of the thread's two rows register i of an accumulator belongs to.
+__device__ constexpr int row_of(int i) { return (i / 2) % 2; }
+
+using RowStatistic = float[kRowsPerThread];
+
+// Of the four threads that share a row.
+template <typename Operation>
+__device__ __forceinline__ float across_row(float x, Operation operation) {
+  x = operation(x, __shfl_xor_sync(0xffffffff, x, 1));
+  return operation(x, __shfl_xor_sync(0xffffffff, x, 2));
+}
+
+enum class Tile { kUnmasked, kMasked };
+
+class OnlineSoftmax {
+ public:
+  explicit __device__ __forceinline__ OnlineSoftmax(float scale_log2) : scale_log2_(scale_log2) {}
+
+  // S becomes exp2(scale S - reference). `correction` is what earlier sums must be multiplied with; false means that
+  // it is 1 for every row of the warp.
+  //
+  // The reference is the largest score so far, or one up to kSlack below it: P up to 2^kSlack is as exact as P up to 1,
+  // and after the first tiles few rows need a correction. Which do depends on the row alone.
+  template <Tile kTile, int kSize>
+  __device__ __forceinline__ bool exponentiate(float (&s)[kSize], RowStatistic& correction) {
+    RowStatistic largest = {s[0], s[2]}, offset;
+    bool corrects = false;
+#pragma unroll
+    for (int i = 0; i < kSize; ++i) { largest[row_of(i)] = fmaxf(largest[row_of(i)], s[i]); }
+#pragma unroll
+    for (int row = 0; row < kRowsPerThread; ++row) {
+      largest[row] = scaled(across_row(largest[row], [](float a, float b) { return fmaxf(a, b); }));
+      // True for the first score, and for NaN.
+      const bool moves = !(largest[row] - reference_[row] <= kSlack);
+      const float reference = moves ? largest[row] : reference_[row];
+      // A row that has seen no key yet.
+      offset[row] = kTile == Tile::kMasked && reference == -INFINITY ? 0.f : reference;
+      correction[row] = ptx::exp2_approx(reference_[row] - offset[row]);
+      reference_[row] = reference;
+      sum_[row] *= correction[row];
+      corrects |= moves;
+    }
+#pragma unroll
+    for (int i = 0; i < kSize; ++i) {
+      s[i] = ptx::exp2_approx(fmaf(s[i], scale_log2_, -offset[row_of(i)]));
+      sum_[row_of(i)] += s[i];
+    }
+    return __any_sync(0xffffffff, corrects);
+  }
+
+  // After the last tile: what the output must be multiplied with, and the log-sum-exp.
+  __device__ __forceinline__ void finish(RowStatistic& inverse_sum, RowStatistic& lse) {
+#pragma unroll
+    for (int row = 0; row < kRowsPerThread; ++row) {
+      const float sum = across_row(sum_[row], [](float a, float b) { return a + b; });
+      inverse_sum[row] = __fdividef(1.f, sum);
+      lse[row] = (reference_[row] + __log2f(sum)) * float(M_LN2);  // sum is at least 1
+    }
+  }
+
+ private:
+  static constexpr float kSlack = 8.f;
+
+  // Rounded, not fused into an FMA: a row whose reference stays gets a correction of exactly 1.
+  __device__ __forceinline__ float scaled(float x) const { return __fmul_rn(x, scale_log2_); }
+
+  float scale_log2_;
+  RowStatistic reference_ = {-INFINITY, -INFINITY};
+  RowStatistic sum_ = {0.f, 0.f};  // of the elements that this thread holds
+};
+
+template <int kSize>
+__device__ __forceinline__ void multiply_rows(float (&acc)[kSize], const RowStatistic& factor) {
+#pragma unroll
+  for (int i = 0; i < kSize; ++i) { acc[i] *= factor[row_of(i)]; }
+}
+
+}  // namespace dash_attn::forward

@@ -1,0 +1,55 @@
+// The storers: for each consumer warpgroup one thread, which writes out what the warpgroup staged in the place of its Q
+// and lets the loader have that place when TMA has read it.
+#pragma once
+
+#include <cute/arch/copy_sm90_tma.hpp>
+
+#include "../device/ptx.h"
+#include "config.h"
+#include "params.h"
+#include "rows.h"
+
+namespace dash_attn::forward {
+
+template <typename Config>
+class Storer {
+ public:
+  using Element = typename Config::Element;
+  using Shared = SharedStorage<Config>;
+  using Rows = WarpgroupRows<Config>;
+
+  __device__ Storer(Shared& shared, const KernelParams& params, int consumer)
+      : shared_(shared), params_(params), consumer_(consumer) {}
+
+  __device__ void run() {
+    for (TileWalk tiles(params_.order, blockIdx.x, gridDim.x); tiles.more(); tiles.next()) { store(tiles.tile()); }
+  }
+
+ private:
+  __device__ __forceinline__ void store(const QueryTile& tile) {
+    shared_.out_full[q_.slot()][consumer_].wait(q_.parity());
+    const Rows rows(params_.order, tile, consumer_, q_);
+    if (rows.exist) { write(rows); }
+    shared_.q_empty[q_.slot()].arrive();
+    q_ = q_.next();
+  }
+
+  // TMA leaves out what lies outside the tensor.
+  __device__ __forceinline__ void write(const Rows& rows) const {
+    const Element* staged = shared_.q[rows.q.slot()] + consumer_ * kWarpgroupRows * kSwizzleColumns;
+#pragma unroll
+    for (int column = 0; column < Config::kHeadDim; column += kSwizzleColumns) {
+      cute::SM90_TMA_STORE_5D::copy(&params_.out, staged + column * Config::kQuery, column, 0, rows.first_position,
+                                    rows.tile.head_group, rows.tile.batch);
+    }
+    ptx::bulk_commit();
+    ptx::bulk_wait_read();
+  }
+
+  Shared& shared_;
+  const KernelParams& params_;
+  const int consumer_;
+  RingIndex<Config::kQueryStages> q_;
+};
+
+}  // namespace dash_attn::forward

@@ -1,0 +1,9 @@
+// Included by the translation units that setup.py writes from variants.def.
+#pragma once
+
+#include "launch_forward.h"
+#include "variant.h"
+
+#define DASH_INSTANTIATE_FORWARD(dtype, head_dim, causal)                                                 \
+  template void dash_attn::launch_forward<dash_attn::ForwardVariant<dash_attn::dtype, head_dim, causal>>( \
+      const dash_attn::ForwardArguments&, cudaStream_t);
