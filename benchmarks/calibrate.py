@@ -19,7 +19,7 @@ import time
 
 import torch
 
-from benchmarks import latency, peers, run, timing
+from benchmarks import latency, model, peers, run, timing
 from benchmarks.shapes import Shape, full_grid
 
 HEAD_DIMS = (64, 128)
@@ -195,7 +195,7 @@ def measure_grid(library, max_seqlen: int, min_time_s: float) -> list[dict]:
         tensors = peers.random_tensors(shape, torch.device("cuda"))
         calls = {v.schedule: ours.prepare(v, shape, tensors)["backward"] for v in ours.variants(shape)}
         # A schedule that leaves the SMs idle would cool the GPU for the others of its round, and flatter them.
-        idle = {name: calls.pop(name) for name in list(calls) if shape.causal and name == "ascending"}
+        idle = {name: calls.pop(name) for name in list(calls) if model.is_chaotic(name, shape.causal)}
         for together in filter(None, (calls, idle)):
             both = [measure(library, together, min_time_s) for _ in range(2)]
             for name in together:

@@ -19,7 +19,8 @@ from dash_attn import _schedule, schedule
 
 # Of the kernel (csrc/backward/config.h): staging buffers of dQ, warps that add, steps that are loaded ahead.
 KERNEL = {"staging": 2, "adders": 2, "loads_ahead": 2}
-UNORDERED = ("order_free", "atomic")  # policies whose adds wait for no one
+# Policies whose adds wait for no one.
+UNORDERED = tuple(p for p in (*schedule.POLICIES, *schedule.YARDSTICKS) if not _schedule.is_ordered(p))
 ELEMENT_BYTES, SUM_BYTES = 2, 4
 TENSOR_FLOPS = 4096  # a clock, of an SM
 MIB = 1 << 20
@@ -106,7 +107,6 @@ def clocks(machine: Machine, policy: str, shape, sms: int | None = None) -> tupl
         memory_tile_time=tiles.tile_q * (2 * row_bytes + SUM_BYTES * head_dim) / machine.memory,
         cache_time=machine.cache_mib * MIB / machine.memory,
         launch_times=[machine.start + machine.launch * i / clusters for i in range(clusters)],
-        ordered=policy not in UNORDERED,
         mapping="claims",
     )
     for name, value in settings.items():
@@ -202,9 +202,9 @@ class Row:
         return self.mask == "causal"
 
 
-def is_chaotic(row) -> bool:
+def is_chaotic(policy: str, causal: bool) -> bool:
     """Ascending claims under the causal mask wait for claims that were taken ahead and not begun: see docs/model.md."""
-    return row.causal and row.schedule == "ascending"
+    return causal and policy == "ascending"
 
 
 def fit_around(calibration: dict) -> dict[int, list[list[float]]]:
@@ -224,7 +224,7 @@ def fit_clock(calibration: dict, machine: Machine) -> Machine:
     """The clock as a line over the tensor cores' share, from what the grid's rounds ran at."""
     shares, mhz = [], []
     for row in map(Row, calibration["grid"]):
-        if is_chaotic(row):
+        if is_chaotic(row.schedule, row.causal):
             continue
         tiles = tiles_of(row.schedule, row)
         live = sum(tiles.live_query_tiles(kv) for kv in range(tiles.num_kv_tiles)) * row.batch * row.heads
@@ -239,7 +239,7 @@ def fit(calibration: dict, evaluations: int = 1000) -> Machine:
     """Costs from the probes; the grid is used for the clock alone."""
     latency = calibration["latency"]
     sms = calibration["meta"]["sms"]
-    probes = [row for row in map(Row, calibration["probes"]) if not is_chaotic(row)]
+    probes = [row for row in map(Row, calibration["probes"]) if not is_chaotic(row.schedule, row.causal)]
     # The chain's clock is that of its poll; it runs at the highest.
     ghz = max(row.mhz for row in probes) / 1e3
     hop = latency["hop_ns"]

@@ -41,7 +41,7 @@ class Compared:
 
     @property
     def chaotic(self) -> bool:
-        return self.shape.causal and self.policy == "ascending"
+        return model.is_chaotic(self.policy, self.shape.causal)
 
 
 def compare(machine: model.Machine, calibration: dict) -> list[Compared]:

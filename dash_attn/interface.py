@@ -63,8 +63,8 @@ def flash_attn_func(
         schedule: how the backward sums: a name of `dash_attn.schedule.POLICIES` or "auto", which chooses by shape. Each
             has its own last bits. All but one add the parts of dq in fp32, in an order of their own, and a part waits for
             those before it; "order_free" rounds the parts to multiples of a unit that the inputs fix and adds integers,
-            which need no order. Its dq differs from the exact sum by at most 1e-4 of a row, 20 times less than rounding
-            to bf16 costs anyway, and heads whose inputs leave no room for that are added in order after all
+            which need no order. That moves a row of dq by at most 1e-4 of its norm, but for rows whose gradient all but
+            vanishes; heads whose inputs leave no room for it are added in order after all
             (docs/order_free.md). "auto" is an ordered sum: its errors are the smaller ones for any inputs.
 
     Returns:

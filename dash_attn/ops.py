@@ -84,14 +84,7 @@ def backward(
     if _is_empty(q, k):
         _zero(dq, dk, dv)
         return
-    order = reference.tile_order(
-        schedule,
-        q.shape[1],
-        k.shape[1],
-        head_dim=q.shape[3],
-        causal=causal,
-        queries_per_kv=q.shape[2] // k.shape[2],
-    )
+    order = reference.tile_order(schedule, **_shape(q, k, causal))
     results = reference.backward(
         dout, q, k, v, out, softmax_lse, softmax_scale=softmax_scale, causal=causal, order=order
     )
@@ -111,14 +104,7 @@ def _backward_cuda(dout, q, k, v, out, softmax_lse, dq, dk, dv, softmax_scale, c
     if _is_empty(q, k):
         _zero(dq, dk, dv)
         return
-    policy = _schedule.resolve(
-        schedule,
-        causal=causal,
-        seqlen_q=q.shape[1],
-        seqlen_k=k.shape[1],
-        head_dim=q.shape[3],
-        queries_per_kv=q.shape[2] // k.shape[2],
-    )
+    policy = _schedule.resolve(schedule, **_shape(q, k, causal))
     q, softmax_scale, sign = _with_positive_scale(q, softmax_scale)
     gradients = (dq, dk, dv)
     targets = tuple(g if _is_addressable(g) else g.new_empty(g.shape) for g in gradients)
@@ -140,6 +126,14 @@ def _backward_cuda(dout, q, k, v, out, softmax_lse, dq, dk, dv, softmax_scale, c
 
 def _is_empty(q, k):
     return q.numel() == 0 or k.numel() == 0
+
+
+def _shape(q, k, causal):
+    """What a schedule may depend on: the shape of one sequence."""
+    _, seqlen_q, heads, head_dim = q.shape
+    _, seqlen_k, kv_heads, _ = k.shape
+    lengths = dict(seqlen_q=seqlen_q, seqlen_k=seqlen_k)
+    return dict(lengths, causal=causal, head_dim=head_dim, queries_per_kv=heads // kv_heads)
 
 
 def _new_outputs(q):

@@ -9,6 +9,7 @@
 #include "../config/tile_shapes.h"
 #include "../device/gemm.h"
 #include "../device/ring.h"
+#include "../device/sm90.h"
 #include "../schedule/assignment.h"
 #include "../schedule/order.h"
 
@@ -19,17 +20,13 @@ namespace dash_attn::backward {
 enum WarpRole : int { kLoaderWarp = 0, kPlannerWarp = 1, kFirstAdderWarp = 2 };
 constexpr int kAdderWarps = 2;
 
-constexpr int kWarpgroupThreads = 128;
-constexpr int kWarpgroupWarps = 4;
-constexpr int kSharedMemoryLimit = 227 * 1024;
-constexpr int kRegistersPerSm = 64 * 1024;
-
 template <typename Element_, int kHeadDim_, bool kCausal_, Policy kPolicy_>
 struct Config {
   using Element = Element_;
   using Order = dash_attn::Order<kPolicy_>;
   static constexpr Policy kPolicy = kPolicy_;
   static constexpr Accumulation kAccumulation = accumulation(kPolicy_);
+  static constexpr bool kOrderFree = kAccumulation == Accumulation::kOrderFree;
   static constexpr bool kCausal = kCausal_;
   static_assert(fits(kPolicy, kCausal), "the policy is not defined for this mask");
 
@@ -48,10 +45,8 @@ struct Config {
   static constexpr int kProducerRegisters = 24;
   static constexpr int kConsumerRegisters = 240;
   static_assert(kConsumers == 2);
-  // setmaxnreg moves registers within what the launch gave the CTA, which is a multiple of 8 a thread. Asking for more
-  // waits for ever.
-  static constexpr int kLaunchRegisters = kRegistersPerSm / kThreads / 8 * 8 * kThreads;
-  static_assert(kWarpgroupThreads * (kProducerRegisters + kConsumers * kConsumerRegisters) <= kLaunchRegisters);
+  static_assert(kWarpgroupThreads * (kProducerRegisters + kConsumers * kConsumerRegisters) <=
+                launch_registers(kThreads));
 
   // dQ^T = K^T dS^T is cut in two for the consumers: along head_dim where it has two 64-wide blocks, else along
   // queries.
@@ -61,7 +56,6 @@ struct Config {
 
   // Consumers hold their rows of V in registers as an A operand: what bounds the kernel is shared memory's bandwidth, and
   // a product of 64 x 64 with both operands there takes all of it. There is no room for K as well.
-  static constexpr bool kOrderFree = kAccumulation == Accumulation::kOrderFree;
   static constexpr int kHeadDimSlices = kHeadDim / kProductDepth;
 
   // Two of everything that changes from step to step, all used in turn, so that one count finds them: Q and dO (one

@@ -14,9 +14,6 @@
 namespace dash_attn::backward {
 
 // Query tiles are read once by each KV tile of a head, K and V once in all.
-constexpr auto kKeepInL2 = static_cast<uint64_t>(cute::TMA::CacheHintSm90::EVICT_LAST);
-constexpr auto kReadOnce = static_cast<uint64_t>(cute::TMA::CacheHintSm90::EVICT_FIRST);
-
 template <typename Config>
 class Loader {
  public:

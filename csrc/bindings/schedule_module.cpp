@@ -284,6 +284,10 @@ PYBIND11_MODULE(_schedule, m) {
   m.def(
       "fits", [](std::string const& schedule, bool causal) { return fits(parse_policy(schedule), causal); },
       py::arg("schedule"), py::arg("causal"), "Whether the policy is defined for this mask.");
+  m.def(
+      "is_ordered",
+      [](std::string const& schedule) { return accumulation(parse_policy(schedule)) == Accumulation::kOrdered; },
+      py::arg("schedule"), "Whether partials of dQ wait for those of lower rank.");
   m.def("cta_group", &cta_group, py::arg("schedule"), "CTAs of the clusters that the kernel launches for the policy.");
   m.def("visit", &visit, py::arg("schedule"), py::arg("problem"), py::arg("kv_tile"), py::arg("step"),
         "Query tile that a KV tile visits at a step.");

@@ -95,7 +95,7 @@ int usable_sms(int32_t device, int64_t sm_margin) {
 }
 
 // What both passes take.
-struct Problem {
+struct Inputs {
   int32_t device;
   ScalarType dtype;
   Shape query, key;
@@ -103,7 +103,7 @@ struct Problem {
 
 // Checks q, k, v and softmax_lse, and fills in the arguments that follow from them.
 template <typename Arguments>
-Problem read_problem(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& softmax_lse, double softmax_scale,
+Inputs read_inputs(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& softmax_lse, double softmax_scale,
                      bool causal, int64_t sm_margin, Arguments& arguments) {
   STD_TORCH_CHECK(q.is_cuda(), "q must be a CUDA tensor");
   const int32_t device = q.get_device_index();
@@ -155,11 +155,11 @@ cudaStream_t current_stream(int32_t device) {
 void forward(const Tensor& q, const Tensor& k, const Tensor& v, Tensor out, Tensor softmax_lse, double softmax_scale,
              bool causal, int64_t sm_margin) {
   ForwardArguments arguments{};
-  const Problem problem = read_problem(q, k, v, softmax_lse, softmax_scale, causal, sm_margin, arguments);
+  const Inputs inputs = read_inputs(q, k, v, softmax_lse, softmax_scale, causal, sm_margin, arguments);
   STD_TORCH_CHECK(arguments.softmax_scale > 0, "softmax_scale is ", softmax_scale, ", expected a positive number");
-  arguments.out = view_of(out, "out", problem.query, problem.dtype, problem.device);
-  const torch::stable::accelerator::DeviceGuard guard(problem.device);
-  run_forward(arguments, current_stream(problem.device));
+  arguments.out = view_of(out, "out", inputs.query, inputs.dtype, inputs.device);
+  const torch::stable::accelerator::DeviceGuard guard(inputs.device);
+  run_forward(arguments, current_stream(inputs.device));
 }
 
 // Gradients of attention. Writes dq, dk and dv.
@@ -168,7 +168,7 @@ void backward(const Tensor& dout, const Tensor& q, const Tensor& k, const Tensor
               int64_t schedule, int64_t sm_margin) {
   BackwardArguments arguments{};
   const auto [device, dtype, query, key] =
-      read_problem(q, k, v, softmax_lse, softmax_scale, causal, sm_margin, arguments);
+      read_inputs(q, k, v, softmax_lse, softmax_scale, causal, sm_margin, arguments);
   arguments.out = view_of(out, "out", query, dtype, device);
   arguments.dout = view_of(dout, "dout", query, dtype, device);
   arguments.dq = view_of(dq, "dq", query, dtype, device);

@@ -9,13 +9,9 @@
 #include "../config/tile_shapes.h"
 #include "../device/gemm.h"
 #include "../device/ring.h"
+#include "../device/sm90.h"
 
 namespace dash_attn::forward {
-
-constexpr int kWarpgroupThreads = 128;
-constexpr int kWarpgroupWarps = 4;
-constexpr int kSharedMemoryLimit = 227 * 1024;
-constexpr int kRegistersPerSm = 64 * 1024;
 
 template <typename Element_, int kHeadDim_, bool kCausal_>
 struct Config {
@@ -35,10 +31,8 @@ struct Config {
   static_assert(kConsumers == 2 || kConsumers == 3);
   static constexpr int kProducerRegisters = kConsumers == 2 ? 40 : 32;
   static constexpr int kConsumerRegisters = kConsumers == 2 ? 232 : 160;
-  // setmaxnreg moves registers within what the launch gave the CTA, which is a multiple of 8 a thread. Asking for more
-  // waits for ever.
-  static constexpr int kLaunchRegisters = kRegistersPerSm / kThreads / 8 * 8 * kThreads;
-  static_assert(kWarpgroupThreads * (kProducerRegisters + kConsumers * kConsumerRegisters) <= kLaunchRegisters);
+  static_assert(kWarpgroupThreads * (kProducerRegisters + kConsumers * kConsumerRegisters) <=
+                launch_registers(kThreads));
 
   static constexpr int kQueryStages = 3;  // tiles of Q: in use, on their way in, on their way out as output
   static constexpr int kStages = kHeadDim == 64 ? 4 : 2;  // tiles of K, and as many of V

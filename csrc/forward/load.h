@@ -14,9 +14,6 @@
 namespace dash_attn::forward {
 
 // K and V are read once by each query tile of the heads that share them, Q once in all.
-constexpr auto kKeepInL2 = static_cast<uint64_t>(cute::TMA::CacheHintSm90::EVICT_LAST);
-constexpr auto kReadOnce = static_cast<uint64_t>(cute::TMA::CacheHintSm90::EVICT_FIRST);
-
 template <typename Config>
 class Loader {
  public:

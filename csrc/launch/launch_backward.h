@@ -12,6 +12,7 @@
 #include "../schedule/sections.h"
 #include "backward.h"
 #include "check.h"
+#include "launch.h"
 #include "tensor_map.h"
 #include "workspace.h"
 
@@ -103,23 +104,13 @@ void launch_main(const BackwardArguments& a, const Problem& problem, const backw
   params.softmax_scale = a.softmax_scale;
   params.softmax_scale_log2 = float(a.softmax_scale * M_LOG2E);
 
-  const auto kernel = backward::backward_kernel<Config>;
-  constexpr int kSharedBytes = sizeof(backward::SharedStorage<Config>);
-  check_cuda(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kSharedBytes),
-             "sizing the backward's shared memory");
-
   const int clusters = min_int(params.num_claims, a.num_sms / Config::kClusterSize);
-  cudaLaunchConfig_t config{};
-  config.gridDim = dim3(clusters * Config::kClusterSize);
-  config.blockDim = dim3(Config::kThreads);
-  config.dynamicSmemBytes = kSharedBytes;
-  config.stream = stream;
-  cudaLaunchAttribute attributes[2] = {starts_before_previous_ends()};
-  attributes[1].id = cudaLaunchAttributeClusterDimension;
-  attributes[1].val.clusterDim = {Config::kClusterSize, 1, 1};
-  config.attrs = attributes;
-  config.numAttrs = 2;
-  check_cuda(cudaLaunchKernelEx(&config, kernel, params), "launching the backward kernel");
+  cudaLaunchAttribute cluster{};
+  cluster.id = cudaLaunchAttributeClusterDimension;
+  cluster.val.clusterDim = {Config::kClusterSize, 1, 1};
+  launch("the backward kernel", backward::backward_kernel<Config>, params,
+         {unsigned(clusters * Config::kClusterSize), Config::kThreads, sizeof(backward::SharedStorage<Config>)}, stream,
+         {starts_before_previous_ends(), cluster});
 }
 
 template <typename Config>
@@ -132,19 +123,10 @@ void launch_convert(const BackwardArguments& a, const Problem& problem, const ba
   params.heads = a.heads;
   params.head_dim = a.head_dim;
   params.softmax_scale = a.softmax_scale;
-  const auto kernel = backward::convert_kernel<Config>;
-  constexpr int kTileBytes = backward::ConvertTile<Config>::kBytes;
-  check_cuda(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kTileBytes),
-             "sizing the conversion's shared memory");
-  cudaLaunchConfig_t config{};
-  config.gridDim = dim3(unsigned(a.batch) * a.heads * problem.query_tiles);
-  config.blockDim = dim3(backward::kConvertThreads);
-  config.dynamicSmemBytes = kTileBytes;
-  config.stream = stream;
-  cudaLaunchAttribute overlap = starts_before_previous_ends();
-  config.attrs = &overlap;
-  config.numAttrs = 1;
-  check_cuda(cudaLaunchKernelEx(&config, kernel, params), "launching the conversion of dQ");
+  const unsigned blocks = unsigned(a.batch) * a.heads * problem.query_tiles;
+  launch("the conversion of dQ", backward::convert_kernel<Config>, params,
+         {blocks, backward::kConvertThreads, backward::ConvertTile<Config>::kBytes}, stream,
+         {starts_before_previous_ends()});
 }
 
 // What the kernels count in 32 bits, and what a cluster needs. Before anything is launched.

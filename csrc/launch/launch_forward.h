@@ -7,8 +7,8 @@
 #include <numeric>
 
 #include "../forward/kernel.h"
-#include "check.h"
 #include "forward.h"
+#include "launch.h"
 #include "tensor_map.h"
 
 namespace dash_attn {
@@ -75,12 +75,9 @@ void launch_forward(const ForwardArguments& a, cudaStream_t stream) {
   params.softmax_lse = a.softmax_lse;
   params.softmax_scale_log2 = float(a.softmax_scale * M_LOG2E);
 
-  const auto kernel = forward::forward_kernel<Config>;
-  constexpr int kSharedBytes = sizeof(forward::SharedStorage<Config>);
-  check_cuda(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kSharedBytes),
-             "sizing the forward's shared memory");
-  kernel<<<std::min(params.order.num_tiles, a.num_sms), Config::kThreads, kSharedBytes, stream>>>(params);
-  check_cuda(cudaGetLastError(), "launching the forward kernel");
+  const unsigned ctas = std::min(params.order.num_tiles, a.num_sms);
+  launch("the forward kernel", forward::forward_kernel<Config>, params,
+         {ctas, Config::kThreads, sizeof(forward::SharedStorage<Config>)}, stream);
 }
 
 }  // namespace dash_attn
