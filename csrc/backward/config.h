@@ -89,9 +89,9 @@ constexpr int kNoGrid = -1;   // as tile of a partial that stays in fp32
 
 struct PlannedStep {
   int query_tile;
-  int tile;  // its index among the query tiles of all heads, or kNoMoreTiles
-  int rank;  // of the claim's KV tile in the sum of dQ there
-  bool last_of_head;
+  int tile;      // its index among the query tiles of all heads, or kNoMoreTiles
+  int rank;      // of the claim's KV tile in the sum of dQ there
+  int16_t head;  // of the query heads that share the claim's KV head; launch_backward.h checks that 16 bits do
   bool last_of_claim;
 };
 
@@ -116,8 +116,8 @@ struct alignas(1024) SharedStorage {
   int grid_tile[Config::kGridSlots];
   int claim[Config::kClaimSlots];
   PlannedStep plan[Config::kPlanSlots];
-  int head_tile;  // index of the planned head's first query tile, which the planner has no register for
-  Work work;      // whose K and V are here, so that the consumers need not keep it in registers
+  int first_tile;  // index of the planned claim's first query tile, which the planner has no register for
+  Work work;       // whose K and V are here, so that the consumers need not keep it in registers
 
   TransactionBarrier k_full, v_full;
   Barrier kv_empty;  // dK and dV have left the tiles of K and V

@@ -49,11 +49,12 @@ class Loader {
   __device__ void load_claim(const Work& work) {
     shared_.work = work;
     load_key_tile(params_.k, shared_.k_full, shared_.k, work);
-    int head = work.kv_head * params_.problem.queries_per_kv;
+    const int first_head = work.kv_head * params_.problem.queries_per_kv;
     PlannedStep step;
     bool v_pending = true;
     do {
       step = planned_step(shared_, plan_);
+      const int head = first_head + step.head;
       load_q(step.query_tile, head, work.batch, step.tile);
       if (v_pending) {
         load_key_tile(params_.v, shared_.v_full, shared_.v, work);
@@ -61,7 +62,6 @@ class Loader {
       }
       load_dout(step, head, work.batch);
       plan_ = plan_.next();
-      head += step.last_of_head;
     } while (!step.last_of_claim);
   }
 
