@@ -81,6 +81,7 @@ struct Config {
   static constexpr int kGridSlots = 4;
   static constexpr int kScaleBytes = kOrderFree ? kQuery * sizeof(uint8_t) : 0;
   static constexpr int kDqTileFloats = kQuery * kHeadDim;
+  static_assert(kStages * kQuery >= kHeadDim, "dK is staged in the buffers of dS");
 };
 
 constexpr int kNoMoreTiles = -1;
@@ -101,11 +102,13 @@ struct alignas(1024) SharedStorage {
   using Barrier = cutlass::arch::ClusterBarrier;
   using TransactionBarrier = cutlass::arch::ClusterTransactionBarrier;
 
-  Element k[Config::kKey * Config::kHeadDim];  // afterwards the staging tile of dK
-  Element v[Config::kKey * Config::kHeadDim];  // afterwards the staging tile of dV
+  // K of a claim, afterwards the staging tile of its dV, and V until the consumers have it in registers: they change
+  // places from claim to claim, so that the next K arrives while this one is used.
+  Element kv[2][Config::kKey * Config::kHeadDim];
   Element q[Config::kStages][Config::kQuery * Config::kHeadDim];
   Element dout[Config::kStages][Config::kQuery * Config::kHeadDim];
-  Element ds[Config::kStages][Config::kQuery * Config::kKey];  // (key block of 64, query, key): dS, keys contiguous
+  Element ds[Config::kStages][Config::kQuery * Config::kKey];  // (key block of 64, query, key): dS, keys contiguous;
+                                                               // after a claim the staging tile of dK
   float dq[Config::kStages][Config::kDqTileFloats];            // in the order of dq_layout.h
   float lse[Config::kStages][Config::kQuery];                  // base 2
   float delta[Config::kStages][Config::kQuery];                // D = rowsum(dO * O)
@@ -117,10 +120,11 @@ struct alignas(1024) SharedStorage {
   int claim[Config::kClaimSlots];
   PlannedStep plan[Config::kPlanSlots];
   int first_tile;  // index of the planned claim's first query tile, which the planner has no register for
-  Work work;       // whose K and V are here, so that the consumers need not keep it in registers
+  Work work[2];    // of the claims whose K are here, so that the consumers need not keep it in registers
 
   TransactionBarrier k_full, v_full;
-  Barrier kv_empty;  // dK and dV have left the tiles of K and V
+  Barrier v_empty;          // the consumers have V in registers
+  Barrier gradients_empty;  // dK and dV have left their staging tiles
   TransactionBarrier q_full[Config::kStages], dout_full[Config::kStages];
   Barrier q_empty[Config::kStages], dout_empty[Config::kStages];
   Barrier ds_full[Config::kStages];  // both consumers have written dS, and have done with the buffer before
