@@ -112,7 +112,7 @@ struct alignas(1024) SharedStorage {
   float dq[Config::kStages][Config::kDqTileFloats];            // in the order of dq_layout.h
   float lse[Config::kStages][Config::kQuery];                  // base 2
   float delta[Config::kStages][Config::kQuery];                // D = rowsum(dO * O)
-  int query_tile[Config::kStages];
+  int query_tile[Config::kStages], kv_tile[Config::kStages];
   // Order-free only: the tile whose rows' grid the partial is rounded to, or kNoGrid; scales in the order of
   // scale_position.
   alignas(16) uint8_t scales[Config::kGridSlots][Config::kScaleBytes ? Config::kQuery : 16];

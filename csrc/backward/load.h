@@ -83,6 +83,7 @@ class Loader {
     const int slot = stage.slot();
     shared_.q_empty[slot].wait(stage.empty_parity());
     shared_.query_tile[slot] = query_tile;
+    shared_.kv_tile[slot] = shared_.work[claims_.count % 2].kv_tile;
     load_query_rows(params_.q, shared_.q_full[slot], shared_.q[slot], query_tile, head, batch);
     load_statistic(params_.workspace.lse_log2, shared_.q_full[slot], shared_.lse[slot], tile_index);
   }

@@ -223,7 +223,7 @@ class Consumer {
   // S becomes P.
   __device__ __forceinline__ void make_p(Scores& s, Step step) const {
     const int first_query = shared_.query_tile[step.slot()] * Config::kQuery;
-    const int first_key = work().kv_tile * Config::kKey;
+    const int first_key = shared_.kv_tile[step.slot()] * Config::kKey;
     const Mask<Config::kCausal> mask{params_.problem.seqlen_k, params_.problem.diagonal};
     if (mask.needs_masking(first_query, first_key, Config::kKey)) {
       apply_mask(s, mask, first_query, first_key + consumer_ * kWarpgroupRows);
