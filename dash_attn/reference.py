@@ -37,6 +37,8 @@ class TileOrder(NamedTuple):
     """For each KV tile, the query tiles it visits, in order: the order of the sums dK and dV."""
     adds: list[list[int]]
     """For each query tile, the KV tiles that contribute to it, in order: the order of the sum dQ."""
+    heads_together: bool = False
+    """Whether the query heads that share a KV head all take a step before any takes the next: the order of dK and dV."""
     order_free: bool = False
     """Whether dQ is summed on the grid of `dash_attn.order_free`, where no order shows. Not for float64 inputs."""
 
@@ -76,6 +78,7 @@ def tile_order(
         problem.tile_k,
         _schedule.visit_order(schedule, problem),
         _schedule.add_order(schedule, problem),
+        _schedule.heads_together(schedule),
         schedule == "order_free",
     )
 
@@ -149,8 +152,8 @@ def backward(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Gradients of sum(dout * out): dV = P^T dO, dK = c dS^T Q, dQ = c dS K with dS = P * (dO V^T - rowsum(dO * O)).
 
-    Each KV tile sums its dK and dV over its visits, for one query head of its group after the other; dQ of a query tile
-    sums its KV tiles in the order of `order.adds`.
+    Each KV tile sums its dK and dV over its visits and the query heads of its group, `order.heads_together` or one after
+    the other; dQ of a query tile sums its KV tiles in the order of `order.adds`.
 
     Args:
         dout, out: like q.
@@ -181,25 +184,29 @@ def backward(
     if order.order_free and d.dtype == torch.float32:
         of_inputs = {"softmax_scale": softmax_scale, "kv_tiles": len(order.visits), "dtype": q.dtype}
         units = order_free.Accumulator(order_free.grid(q_heads, k_heads, v_heads, dout_heads, d, **of_inputs), dq)
-    steps = list(_interleave(order))
-    for head in range(q_heads.shape[1]):
-        for kv_tile, q_tile in steps:
-            rows = slice(q_tile * order.tile_q, min((q_tile + 1) * order.tile_q, seqlen_q))
-            keys = slice(kv_tile * order.tile_k, min((kv_tile + 1) * order.tile_k, seqlen_k))
-            q_rows, dout_rows = q_heads[:, head, rows], dout_heads[:, head, rows]
-            scores = (q_rows @ k_heads[:, keys].mT).mul_(softmax_scale)
-            if causal and keys.stop - 1 > rows.start + diagonal:
-                hidden = _hidden(rows.start, rows.stop, keys.start, keys.stop, diagonal, q.device)
-                scores.masked_fill_(hidden, -torch.inf)
-            p = scores.sub_(lse[:, head, rows]).exp_()
-            ds = (dout_rows @ v_heads[:, keys].mT).sub_(d[:, head, rows]).mul_(p)
-            p, ds = _rounded(p, q.dtype), _rounded(ds, q.dtype)
-            dv[:, keys] += p.mT @ dout_rows
-            dk[:, keys] += ds.mT @ q_rows
-            if units is None:
-                dq[:, head, rows] += ds @ k_heads[:, keys]
-            else:
-                units.add(head, rows, ds @ k_heads[:, keys])
+    heads = range(q_heads.shape[1])
+    if order.heads_together:
+        steps = ((head, *tiles) for tiles in _interleave(order) for head in heads)
+    else:
+        tiles_of_head = list(_interleave(order))
+        steps = ((head, *tiles) for head in heads for tiles in tiles_of_head)
+    for head, kv_tile, q_tile in steps:
+        rows = slice(q_tile * order.tile_q, min((q_tile + 1) * order.tile_q, seqlen_q))
+        keys = slice(kv_tile * order.tile_k, min((kv_tile + 1) * order.tile_k, seqlen_k))
+        q_rows, dout_rows = q_heads[:, head, rows], dout_heads[:, head, rows]
+        scores = (q_rows @ k_heads[:, keys].mT).mul_(softmax_scale)
+        if causal and keys.stop - 1 > rows.start + diagonal:
+            hidden = _hidden(rows.start, rows.stop, keys.start, keys.stop, diagonal, q.device)
+            scores.masked_fill_(hidden, -torch.inf)
+        p = scores.sub_(lse[:, head, rows]).exp_()
+        ds = (dout_rows @ v_heads[:, keys].mT).sub_(d[:, head, rows]).mul_(p)
+        p, ds = _rounded(p, q.dtype), _rounded(ds, q.dtype)
+        dv[:, keys] += p.mT @ dout_rows
+        dk[:, keys] += ds.mT @ q_rows
+        if units is None:
+            dq[:, head, rows] += ds @ k_heads[:, keys]
+        else:
+            units.add(head, rows, ds @ k_heads[:, keys])
     if units is not None:
         dq = units.result()
     dq, dk = dq.mul_(softmax_scale), dk.mul_(softmax_scale)

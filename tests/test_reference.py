@@ -151,6 +151,16 @@ def test_dv_is_summed_in_the_visited_order():
         assert dv.item() == expected, visits
 
 
+def test_dv_is_summed_over_heads_together_or_one_after_the_other():
+    big = 2.0**26
+    dout = torch.tensor([[big, 1.0], [-big, 1.0]]).reshape(1, 2, 2, 1)  # (query, head)
+    zeros, k, lse = torch.zeros(1, 2, 2, 1), torch.zeros(1, 1, 1, 1), torch.zeros(1, 2, 2)
+    for together, expected in ((False, 2.0), (True, 1.0)):
+        order = reference.TileOrder(1, 1, visits=[[0, 1]], adds=[[0]] * 2, heads_together=together)
+        _, _, dv = reference.backward(dout, zeros, k, k, zeros, lse, softmax_scale=1.0, causal=False, order=order)
+        assert dv.item() == expected
+
+
 @pytest.mark.parametrize("visits, adds", [
     ([[0, 1], [1, 0]], [[1, 0], [0, 1]]),  # each waits for the other's second step
     ([[0, 1], [0]], [[0, 1], [0, 1]]),  # query tile 1 expects a KV tile that never comes

@@ -7,7 +7,18 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from dash_attn import _schedule
-from dash_attn.schedule import POLICIES, Problem, add_order, assign, groups, num_claims, ranks, visit_order
+from dash_attn.schedule import (
+    POLICIES,
+    Problem,
+    add_order,
+    assign,
+    groups,
+    heads_together,
+    num_claims,
+    ranks,
+    visit_order,
+    walk,
+)
 
 MAX_TILES = 9
 TILE_SIZES = [(1, 1), (1, 2), (2, 1), (1, 3), (3, 1), (2, 3)]
@@ -170,6 +181,21 @@ def test_claims_cover_every_head_in_the_order_of_its_groups(policy, causal, shap
                 assert work == taken + [None] * (cta_group - len(taken)), "the CTAs without a tile are the last"
                 of_head[head].append([each[2] for each in taken])
             assert all(claimed == groups(policy, problem) for claimed in of_head.values())
+
+
+@pytest.mark.parametrize("policy, causal", POLICY_MASKS)
+@pytest.mark.parametrize("shape", [(5, 7), (8, 8), (3, 1), (1, 6)])
+def test_a_claim_walks_every_step_of_every_head_once(policy, causal, shape):
+    problem = Problem(*shape, tile_q=1, tile_k=1, causal=causal, kv_heads=2, queries_per_kv=3, cta_group=2)
+    for kv_tile, visits in enumerate(visit_order(policy, problem)):
+        steps = itertools.product(range(len(visits)), range(3))
+        if not heads_together(policy):
+            steps = ((step, head) for head, step in itertools.product(range(3), range(len(visits))))
+        assert walk(policy, problem, kv_tile) == list(steps)
+
+
+def test_which_policies_walk_heads_together():
+    assert [name for name in POLICIES if heads_together(name)] == ["descending", "symmetric_shift", "order_free"]
 
 
 def test_sections_interleave_heads():

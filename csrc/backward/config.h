@@ -75,6 +75,7 @@ struct Config {
   static constexpr int kGridSlots = 4;
   static constexpr int kScaleBytes = kOrderFree ? kQuery * sizeof(uint8_t) : 0;
   static constexpr int kDqTileFloats = kQuery * kHeadDim;
+  static_assert(kStages * kQuery >= kHeadDim, "dK is staged in the buffers of dS");
 };
 
 constexpr int kNoMoreTiles = -1;
@@ -83,9 +84,9 @@ constexpr int kNoGrid = -1;   // as tile of a partial that stays in fp32
 
 struct PlannedStep {
   int query_tile;
-  int tile;  // its index among the query tiles of all heads, or kNoMoreTiles
-  int rank;  // of the claim's KV tile in the sum of dQ there
-  bool last_of_head;
+  int tile;      // its index among the query tiles of all heads, or kNoMoreTiles
+  int rank;      // of the claim's KV tile in the sum of dQ there
+  int16_t head;  // of the query heads that share the claim's KV head; launch_backward.h checks that 16 bits do
   bool last_of_claim;
 };
 
@@ -95,26 +96,29 @@ struct alignas(1024) SharedStorage {
   using Barrier = cutlass::arch::ClusterBarrier;
   using TransactionBarrier = cutlass::arch::ClusterTransactionBarrier;
 
-  Element k[Config::kKey * Config::kHeadDim];  // afterwards the staging tile of dK
-  Element v[Config::kKey * Config::kHeadDim];  // afterwards the staging tile of dV
+  // K of a claim, afterwards the staging tile of its dV, and V until the consumers have it in registers: they change
+  // places from claim to claim, so that the next K arrives while this one is used.
+  Element kv[2][Config::kKey * Config::kHeadDim];
   Element q[Config::kStages][Config::kQuery * Config::kHeadDim];
   Element dout[Config::kStages][Config::kQuery * Config::kHeadDim];
-  Element ds[Config::kStages][Config::kQuery * Config::kKey];  // (key block of 64, query, key): dS, keys contiguous
+  Element ds[Config::kStages][Config::kQuery * Config::kKey];  // (key block of 64, query, key): dS, keys contiguous;
+                                                               // after a claim the staging tile of dK
   float dq[Config::kStages][Config::kDqTileFloats];            // in the order of dq_layout.h
   float lse[Config::kStages][Config::kQuery];                  // base 2
   float delta[Config::kStages][Config::kQuery];                // D = rowsum(dO * O)
-  int query_tile[Config::kStages];
+  int query_tile[Config::kStages], kv_tile[Config::kStages];
   // Order-free only: the tile whose rows' grid the partial is rounded to, or kNoGrid; scales in the order of
   // scale_position.
   alignas(16) uint8_t scales[Config::kGridSlots][Config::kScaleBytes ? Config::kQuery : 16];
   int grid_tile[Config::kGridSlots];
   int claim[Config::kClaimSlots];
   PlannedStep plan[Config::kPlanSlots];
-  int head_tile;  // index of the planned head's first query tile, which the planner has no register for
-  Work work;      // whose K and V are here, so that the consumers need not keep it in registers
+  int first_tile;  // index of the planned claim's first query tile, which the planner has no register for
+  Work work[2];    // of the claims whose K are here, so that the consumers need not keep it in registers
 
   TransactionBarrier k_full, v_full;
-  Barrier kv_empty;  // dK and dV have left the tiles of K and V
+  Barrier v_empty;          // the consumers have V in registers
+  Barrier gradients_empty;  // dK and dV have left their staging tiles
   TransactionBarrier q_full[Config::kStages], dout_full[Config::kStages];
   Barrier q_empty[Config::kStages], dout_empty[Config::kStages];
   Barrier ds_full[Config::kStages];  // both consumers have written dS, and have done with the buffer before

@@ -24,7 +24,8 @@ __device__ __forceinline__ void initialise_barriers(SharedStorage<Config>& share
   using Count = Arrivals<Config>;
   shared.k_full.init(Count::kTransaction);
   shared.v_full.init(Count::kTransaction);
-  shared.kv_empty.init(Count::kConsumerWarpgroups);
+  shared.v_empty.init(Count::kConsumerWarps);
+  shared.gradients_empty.init(Count::kConsumerWarpgroups);
   for (int i = 0; i < Config::kStages; ++i) {
     shared.q_full[i].init(Count::kTransaction);
     shared.dout_full[i].init(Count::kTransaction);

@@ -1,7 +1,8 @@
 // The loader: one thread that claims work and brings in K, V, Q, dO, LSE and D by TMA.
 //
-//   order of loads in a claim:   K  Q0  V  dO0   Q1  dO1   Q2  dO2  ...
-//   (S needs K and Q0 only, so it starts while V and dO0 are on their way; Q and dO have two stages each)
+//   order of loads in a claim:   K  Q0  dO0  V   Q1  dO1   Q2  dO2  ...
+//   (S needs K and Q0 only, so it starts while dO0 and V are on their way; Q and dO have two stages each. K goes where V
+//   of the claim before was, and so arrives before that claim has ended; V where its K was, when dV has left from there)
 #pragma once
 
 #include <cute/arch/copy_sm90_tma.hpp>
@@ -32,33 +33,39 @@ class Loader {
         ptx::launch_dependents();
         return;
       }
-      shared_.kv_empty.wait(RingIndex<1>{claims_.count}.empty_parity());
+      shared_.v_empty.wait(tile().empty_parity());
       if (work.valid) {
         load_claim(work);
       } else {
         shared_.k_full.arrive();
+        shared_.gradients_empty.wait(tile().empty_parity());
         shared_.v_full.arrive();
       }
     }
   }
 
  private:
+  // There is one K and one V a claim.
+  __device__ __forceinline__ RingIndex<1> tile() const { return {claims_.count}; }
+
   __device__ void load_claim(const Work& work) {
-    shared_.work = work;
-    load_key_tile(params_.k, shared_.k_full, shared_.k, work);
-    int head = work.kv_head * params_.problem.queries_per_kv;
+    const int place = claims_.count % 2;
+    shared_.work[place] = work;
+    load_key_tile(params_.k, shared_.k_full, shared_.kv[place], work);
+    const int first_head = work.kv_head * params_.problem.queries_per_kv;
     PlannedStep step;
     bool v_pending = true;
     do {
       step = planned_step(shared_, plan_);
+      const int head = first_head + step.head;
       load_q(step.query_tile, head, work.batch, step.tile);
+      load_dout(step, head, work.batch);
       if (v_pending) {
-        load_key_tile(params_.v, shared_.v_full, shared_.v, work);
+        shared_.gradients_empty.wait(tile().empty_parity());
+        load_key_tile(params_.v, shared_.v_full, shared_.kv[1 - place], work);
         v_pending = false;
       }
-      load_dout(step, head, work.batch);
       plan_ = plan_.next();
-      head += step.last_of_head;
     } while (!step.last_of_claim);
   }
 
@@ -73,6 +80,7 @@ class Loader {
     const int slot = stage.slot();
     shared_.q_empty[slot].wait(stage.empty_parity());
     shared_.query_tile[slot] = query_tile;
+    shared_.kv_tile[slot] = shared_.work[claims_.count % 2].kv_tile;
     load_query_rows(params_.q, shared_.q_full[slot], shared_.q[slot], query_tile, head, batch);
     load_statistic(params_.workspace.lse_log2, shared_.q_full[slot], shared_.lse[slot], tile_index);
   }

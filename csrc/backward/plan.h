@@ -32,25 +32,23 @@ class Planner {
   __device__ void plan_claim(const Work& work) {
     const Problem problem = specialised_problem<Config>(params_);
     int kv_tile = work.kv_tile;
-    shared_.head_tile = first_tile_index(problem, work);
+    shared_.first_tile = first_tile_index(problem, work);
     const bool ordered = is_ordered(work);
-    for (int step = 0, heads_left = problem.queries_per_kv; heads_left > 0;) {
+    ClaimStep at{0, 0};
+    for (int left = problem.live_query_tiles(kv_tile) * problem.queries_per_kv; left > 0; --left) {
       forget(kv_tile);
       shared_.plan_empty[plan_.slot()].wait(plan_.empty_parity());
       PlannedStep& planned = shared_.plan[plan_.slot()];
-      const int query_tile = Config::Order::visit(problem, kv_tile, step);
+      const int query_tile = Config::Order::visit(problem, kv_tile, at.step);
       planned.query_tile = query_tile;
-      planned.tile = shared_.head_tile + query_tile;
+      planned.head = static_cast<int16_t>(at.head);
+      planned.tile = shared_.first_tile + at.head * problem.query_tiles + query_tile;
       forget(kv_tile);
       planned.rank = ordered ? Config::Order::rank(problem, kv_tile, query_tile) : kAnyTurn;
-      const bool last = step == problem.live_query_tiles(kv_tile) - 1;
-      planned.last_of_head = last;
-      planned.last_of_claim = last && heads_left == 1;
+      planned.last_of_claim = left == 1;
       shared_.plan_full[plan_.slot()].arrive();
       plan_ = plan_.next();
-      step = last ? 0 : step + 1;
-      heads_left -= last;
-      if (last) { shared_.head_tile += problem.query_tiles; }
+      at = next_step<Config::kPolicy>(problem, kv_tile, at);
     }
   }
 

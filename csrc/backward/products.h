@@ -51,6 +51,7 @@ class Consumer {
         skip_claim();
       }
     }
+    if (thread_ == 0) { ptx::bulk_wait_read(); }  // before shared memory goes
   }
 
  private:
@@ -107,30 +108,44 @@ class Consumer {
     store_gradients(r.dk, r.dv);
   }
 
-  // There is one tile of K and V a claim.
+  // There is one K and one V a claim.
   __device__ __forceinline__ RingIndex<1> tile() const { return {claims_.count}; }
+  __device__ __forceinline__ Element* key_tile() const { return shared_.kv[claims_.count % 2]; }
+  __device__ __forceinline__ const Element* value_tile() const { return shared_.kv[1 - claims_.count % 2]; }
+  __device__ __forceinline__ const Work& work() const { return shared_.work[claims_.count % 2]; }
 
   __device__ __forceinline__ void skip_claim() {
+    release_staging();
     shared_.k_full.wait(tile().parity());
     shared_.v_full.wait(tile().parity());
-    if (thread_ == 0) { shared_.kv_empty.arrive(); }
+    arrive(shared_.v_empty);
+  }
+
+  // Once a claim, when dK and dV of the one before have had time to leave.
+  __device__ __forceinline__ void release_staging() {
+    if (thread_ == 0 && claims_.count > 0) {
+      ptx::bulk_wait_read();
+      shared_.gradients_empty.arrive();
+    }
   }
 
   __device__ __forceinline__ void begin_first_step(Registers& r) {
     shared_.k_full.wait(tile().parity());
     issue_s(r, step_);
-    shared_.v_full.wait(tile().parity());
-    load_rows<Config::kKey>(shared_.v, consumer_ * kWarpgroupRows, r.v, thread_ / 32, thread_ % 32);
+    release_staging();
     wait_products<0>();
     pin(r.scores);
     make_p(r.scores, step_);
     round_p(r);
+    shared_.v_full.wait(tile().parity());
+    load_rows<Config::kKey>(value_tile(), consumer_ * kWarpgroupRows, r.v, thread_ / 32, thread_ % 32);
     issue_dv(r, step_);
     issue_dp(r, step_);
     wait_products<0>();
     pin(r.dv);
     pin(r.scores);
     pin(r.rounded);
+    arrive(shared_.v_empty);
   }
 
   __device__ __forceinline__ void end_step_begin_next(Registers& r) {
@@ -179,7 +194,7 @@ class Consumer {
 
   __device__ __forceinline__ void issue_s(Registers& r, Step step) {
     shared_.q_full[step.slot()].wait(step.parity());
-    multiply<Element, Config::kHeadDim>(r.scores, KeyRows(tiles_at_(shared_.k), consumer_ * kWarpgroupRows),
+    multiply<Element, Config::kHeadDim>(r.scores, KeyRows(tiles_at_(key_tile()), consumer_ * kWarpgroupRows),
                                         QueryRows(tiles_at_(shared_.q[step.slot()])));
   }
 
@@ -201,14 +216,14 @@ class Consumer {
   __device__ __forceinline__ void issue_dq(Registers& r, Step step) {
     shared_.ds_full[step.slot()].wait(step.parity());
     multiply<Element, Config::kKey>(
-        r.dq(), KeySum(tiles_at_(shared_.k), Config::kSplitDqByHeadDim ? consumer_ : 0),
+        r.dq(), KeySum(tiles_at_(key_tile()), Config::kSplitDqByHeadDim ? consumer_ : 0),
         QueryRows(tiles_at_(shared_.ds[step.slot()]), Config::kSplitDqByHeadDim ? 0 : consumer_ * Config::kDqQueries));
   }
 
   // S becomes P.
   __device__ __forceinline__ void make_p(Scores& s, Step step) const {
     const int first_query = shared_.query_tile[step.slot()] * Config::kQuery;
-    const int first_key = shared_.work.kv_tile * Config::kKey;
+    const int first_key = shared_.kv_tile[step.slot()] * Config::kKey;
     const Mask<Config::kCausal> mask{params_.problem.seqlen_k, params_.problem.diagonal};
     if (mask.needs_masking(first_query, first_key, Config::kKey)) {
       apply_mask(s, mask, first_query, first_key + consumer_ * kWarpgroupRows);
@@ -318,29 +333,30 @@ class Consumer {
     return false;
   }
 
-  // Rounds dK and dV, stages them in the tiles of K and V, and lets TMA write what lies inside the tensors.
+  // Rounds dK and dV, stages them, dV in the place of K and dK in that of dS, and lets TMA write what lies inside the
+  // tensors.
   __device__ __forceinline__ void store_gradients(Gradient& dk, const Gradient& dv) {
-    uint32_t packed[kGradientRegisters / 8][4];
+    RegisterSlice packed[kGradientRegisters / 8];
     const int first_row = consumer_ * kWarpgroupRows;
+    Element* const dv_tile = key_tile();
+    Element* const dk_tile = shared_.ds[0];
     pack_slices<Element>(packed, dv);
-    store_rows<Config::kKey>(shared_.v, first_row, packed, thread_ / 32, thread_ % 32);
+    sync_consumers_done_with_k();
+    store_rows<Config::kKey>(dv_tile, first_row, packed, thread_ / 32, thread_ % 32);
 #pragma unroll
     for (int i = 0; i < kGradientRegisters; ++i) { dk[i] *= params_.softmax_scale; }
     pack_slices<Element>(packed, dk);
-    sync_consumers_done_with_k();
-    store_rows<Config::kKey>(shared_.k, first_row, packed, thread_ / 32, thread_ % 32);
+    store_rows<Config::kKey>(dk_tile, first_row, packed, thread_ / 32, thread_ % 32);
     ptx::fence_async_shared();
     sync_warpgroup_staged();
     if (thread_ == 0) {
-      store_rows_by_tma(params_.dv, shared_.v, first_row);
-      store_rows_by_tma(params_.dk, shared_.k, first_row);
+      store_rows_by_tma(params_.dv, dv_tile, first_row);
+      store_rows_by_tma(params_.dk, dk_tile, first_row);
       ptx::bulk_commit();
-      ptx::bulk_wait_read();
-      shared_.kv_empty.arrive();
     }
   }
 
-  // Each consumer's dQ reads all of K.
+  // Each consumer's dQ reads all of K and dS.
   static __device__ __forceinline__ void sync_consumers_done_with_k() {
     cutlass::arch::NamedBarrier::sync(Config::kConsumers * kWarpgroupThreads, 0u);
   }
@@ -350,11 +366,11 @@ class Consumer {
   }
 
   __device__ __forceinline__ void store_rows_by_tma(const CUtensorMap& map, const Element* tile, int first_row) const {
-    const Work& work = shared_.work;
+    const Work& tile_of = work();
 #pragma unroll
     for (int column = 0; column < Config::kHeadDim; column += kSwizzleColumns) {
       cute::SM90_TMA_STORE_4D::copy(&map, tile + column * Config::kKey + first_row * kSwizzleColumns, column,
-                                    work.kv_tile * Config::kKey + first_row, work.kv_head, work.batch);
+                                    tile_of.kv_tile * Config::kKey + first_row, tile_of.kv_head, tile_of.batch);
     }
   }
 

@@ -141,6 +141,21 @@ Table visit_order(std::string const& schedule, Problem const& problem) {
   });
 }
 
+using Walk = std::vector<std::pair<int, int>>;
+
+Walk walk(std::string const& schedule, Problem const& problem, int64_t kv_tile) {
+  return with_fitting_policy(schedule, problem, [&](auto policy) {
+    int const kv = in_range("kv_tile", kv_tile, 0, problem.kv_tiles);
+    Walk steps;
+    ClaimStep at{0, 0};
+    for (int left = problem.live_query_tiles(kv) * problem.queries_per_kv; left > 0; --left) {
+      steps.emplace_back(at.step, at.head);
+      at = next_step<policy()>(problem, kv, at);
+    }
+    return steps;
+  });
+}
+
 Table ranks(std::string const& schedule, Problem const& problem) {
   return with_fitting_policy(schedule, problem, [&](auto policy) {
     Table table(problem.kv_tiles, std::vector<int>(problem.query_tiles, -1));
@@ -300,6 +315,14 @@ PYBIND11_MODULE(_schedule, m) {
         "KV tiles of each claim of one (batch, KV head), by CTA of the cluster.");
   m.def("visit_order", &visit_order, py::arg("schedule"), py::arg("problem"),
         "Query tiles of each KV tile, in the order of its visits.");
+  m.def(
+      "heads_together",
+      [](std::string const& schedule) {
+        return with_policy(parse_policy(schedule), [](auto policy) { return Order<policy()>::kHeadsTogether; });
+      },
+      py::arg("schedule"), "Whether the query heads of a KV head all take a step before any takes the next.");
+  m.def("walk", &walk, py::arg("schedule"), py::arg("problem"), py::arg("kv_tile"),
+        "(step, query head of the KV head's group) of each product of a KV tile's claim, in order.");
   m.def("ranks", &ranks, py::arg("schedule"), py::arg("problem"), "[kv_tile][query_tile]: rank, -1 where masked out.");
   m.def("add_order", &add_order, py::arg("schedule"), py::arg("problem"),
         "KV tiles of each query tile, in the order in which their partials are added to dQ.");

@@ -129,7 +129,7 @@ void launch_convert(const BackwardArguments& a, const Problem& problem, const ba
          {starts_before_previous_ends()});
 }
 
-// What the kernels count in 32 bits, and what a cluster needs. Before anything is launched.
+// What the kernels count in 32 and 16 bits, and what a cluster needs. Before anything is launched.
 template <typename Config>
 void check_launchable(const BackwardArguments& a, const Problem& problem) {
   const int64_t heads = int64_t(a.batch) * a.heads;
@@ -139,6 +139,10 @@ void check_launchable(const BackwardArguments& a, const Problem& problem) {
     throw std::runtime_error("dash_attn: batch * heads * seqlen is too large: " + std::to_string(a.batch) + " * " +
                              std::to_string(a.heads) + " * " + std::to_string(std::max(a.seqlen_q, a.seqlen_k)) +
                              " makes more than 2^31 tiles");
+  }
+  if (problem.queries_per_kv > INT16_MAX) {
+    throw std::runtime_error("dash_attn: " + std::to_string(problem.queries_per_kv) +
+                             " query heads share a KV head; at most 32767 may");
   }
   if (a.num_sms < Config::kClusterSize) {
     throw std::runtime_error("dash_attn: sm_margin leaves " + std::to_string(a.num_sms) + " SM, schedule " +

@@ -8,7 +8,7 @@
 // rank at a query tile belongs to an earlier group, or to the same group and, on the clock of steps that all its CTAs
 // share, to a step that is not later. So a wait for the previous rank can never close a cycle: docs/schedules.md.
 //
-// The query heads of one KV head are walked in ascending order, each through all its steps before the next.
+// A claim also walks the query heads of its KV head, in ascending order: next_step. That is part of both contracts.
 #pragma once
 
 #include "../host_device.h"
@@ -24,8 +24,25 @@ namespace dash_attn {
 //   kv_tile(problem, group, r)    KV tile of CTA r of the cluster that took `group`; -1 when the group has no such tile
 //   visit(problem, kv, step)      query tile at `step`, 0 <= step < problem.live_query_tiles(kv)
 //   rank(problem, kv, q)          place of KV tile `kv` in dQ_q, 0 <= rank < problem.live_kv_tiles(q), q live for kv
+//   kHeadsTogether                whether all query heads of the KV head take a step before any takes the next
 template <Policy P>
 struct Order;
+
+// Where a claim is: the step of query head `head` of those that share its KV head.
+struct ClaimStep {
+  int step, head;
+};
+
+// One head after the other makes a KV tile with few steps, as the causal mask leaves some, wait at each head for those
+// with many. All heads together do not, where all KV tiles start at the same query tile. Where they start at their own,
+// it only lengthens the wait for the first.
+template <Policy P>
+DASH_HOST_DEVICE constexpr ClaimStep next_step(Problem const& problem, int kv, ClaimStep at) {
+  if (Order<P>::kHeadsTogether) {
+    return at.head + 1 < problem.queries_per_kv ? ClaimStep{at.step, at.head + 1} : ClaimStep{at.step + 1, 0};
+  }
+  return at.step + 1 < problem.live_query_tiles(kv) ? ClaimStep{at.step + 1, at.head} : ClaimStep{0, at.head + 1};
+}
 
 // KV tiles in groups of `cta_group` from tile 0 upwards.
 struct AscendingGroups {
@@ -42,6 +59,7 @@ struct AscendingGroups {
 template <>
 struct Order<Policy::kAscending> : AscendingGroups {
   static constexpr int kCtaGroup = 1;
+  static constexpr bool kHeadsTogether = false;
 
   DASH_HOST_DEVICE static constexpr int visit(Problem const& problem, int kv, int step) {
     return problem.first_query_tile(kv) + step;
@@ -55,6 +73,7 @@ struct Order<Policy::kAscending> : AscendingGroups {
 template <>
 struct Order<Policy::kDescending> : AscendingGroups {
   static constexpr int kCtaGroup = 1;
+  static constexpr bool kHeadsTogether = true;
 
   DASH_HOST_DEVICE static constexpr int visit(Problem const& problem, int, int step) {
     return problem.query_tiles - 1 - step;
@@ -74,6 +93,7 @@ struct Order<Policy::kAtomic> : Order<Policy::kDescending> {};
 template <>
 struct Order<Policy::kSpt> {
   static constexpr int kCtaGroup = 1;
+  static constexpr bool kHeadsTogether = false;
 
   DASH_HOST_DEVICE static constexpr int groups(Problem const& problem) { return AscendingGroups::groups(problem); }
   DASH_HOST_DEVICE static constexpr int kv_tile(Problem const& problem, int group, int cta_rank) {
@@ -92,6 +112,7 @@ struct Order<Policy::kSpt> {
 template <>
 struct Order<Policy::kShift> : AscendingGroups {
   static constexpr int kCtaGroup = 2;
+  static constexpr bool kHeadsTogether = false;
 
   DASH_HOST_DEVICE static constexpr int visit(Problem const& problem, int kv, int step) {
     int const first = group_start(problem, kv);
@@ -117,6 +138,7 @@ struct Order<Policy::kShift> : AscendingGroups {
 template <>
 struct Order<Policy::kSymmetricShift> {
   static constexpr int kCtaGroup = 2;
+  static constexpr bool kHeadsTogether = true;
 
   // KV tiles of the first half; no group straddles it.
   DASH_HOST_DEVICE static constexpr int half(Problem const& problem) { return (problem.kv_tiles + 1) / 2; }

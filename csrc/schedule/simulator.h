@@ -171,8 +171,7 @@ class Simulator {
     bool has_next = false;
     Work work{}, next{};
     int taken = 0;       // claims (of its cluster) or entries (of its mapping) consumed
-    int group_head = 0;  // query head within the KV head's group
-    int step = 0;
+    ClaimStep at{0, 0};
     int steps_left = 0;  // of the claim, over all its query heads
     int64_t handed = 0;  // partials given to the adders
     SimulatedTask task{};
@@ -254,7 +253,7 @@ class Simulator {
     Cta& cta = ctas_[i];
     cta.idle = cta.has_next = false;
     cta.work = cta.next;
-    cta.group_head = cta.step = 0;
+    cta.at = {0, 0};
     cta.steps_left = problem_.live_query_tiles(cta.work.kv_tile) * problem_.queries_per_kv;
     begin_products(i, std::max(time + options_.claim_time, use_memory(time, options_.memory_claim_time)));
     // The loads of a short claim go out one behind the other, and the next claim is taken behind them.
@@ -265,8 +264,8 @@ class Simulator {
 
   void begin_products(int i, double time) {
     Cta& cta = ctas_[i];
-    int const head = cta.work.kv_head * problem_.queries_per_kv + cta.group_head;
-    int const q = Order<P>::visit(problem_, cta.work.kv_tile, cta.step);
+    int const head = cta.work.kv_head * problem_.queries_per_kv + cta.at.head;
+    int const q = Order<P>::visit(problem_, cta.work.kv_tile, cta.at.step);
     bool const masked =
         problem_.causal && q * problem_.tile_q + problem_.diagonal < (cta.work.kv_tile + 1) * problem_.tile_k - 1;
     double end = time + options_.product_time * (1 + options_.spread * noise()) + (masked ? options_.mask_time : 0);
@@ -301,10 +300,7 @@ class Simulator {
 
   void next_step(int i, double time) {
     Cta& cta = ctas_[i];
-    if (++cta.step == problem_.live_query_tiles(cta.work.kv_tile)) {
-      cta.step = 0;
-      ++cta.group_head;
-    }
+    cta.at = dash_attn::next_step<P>(problem_, cta.work.kv_tile, cta.at);
     if (--cta.steps_left) {
       begin_products(i, time);
       return;

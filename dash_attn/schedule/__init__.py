@@ -19,7 +19,18 @@ except ImportError as error:
         f"`pip install .` from its root ({error})"
     ) from error
 
-from dash_attn._schedule import Problem, Task, add_order, assign, groups, num_claims, ranks, visit_order
+from dash_attn._schedule import (
+    Problem,
+    Task,
+    add_order,
+    assign,
+    groups,
+    heads_together,
+    num_claims,
+    ranks,
+    visit_order,
+    walk,
+)
 
 from . import auto_table
 from .simulation import Simulation, simulate
@@ -33,6 +44,7 @@ __all__ = [
     "add_order",
     "assign",
     "groups",
+    "heads_together",
     "num_claims",
     "policy_number",
     "problem",
@@ -41,6 +53,7 @@ __all__ = [
     "simulate",
     "tile_shape",
     "visit_order",
+    "walk",
 ]
 
 POLICIES: tuple[str, ...] = _schedule.POLICIES
