@@ -139,6 +139,7 @@ class Consumer {
     round_p(r);
     shared_.v_full.wait(tile().parity());
     load_rows<Config::kKey>(value_tile(), consumer_ * kWarpgroupRows, r.v, thread_ / 32, thread_ % 32);
+    wait_for_dout(step_);
     issue_dv(r, step_);
     issue_dp(r, step_);
     wait_products<0>();
@@ -151,13 +152,13 @@ class Consumer {
   __device__ __forceinline__ void end_step_begin_next(Registers& r) {
     forget(thread_);
     make_ds(r, step_);
-
     issue_s(r, step_.next());
+    announce(shared_.ds_full[step_.slot()]);
     issue_dk(r, step_);
     wait_products<1>();  // S
     pin(r.scores);
     make_p(r.scores, step_.next());
-    pin(r.scores);
+    wait_for_dout(step_.next());
     wait_products<0>();  // dK
     pin(r.dk);
     pin(r.rounded);
@@ -167,12 +168,14 @@ class Consumer {
     issue_dq(r, step_);
     issue_dv(r, step_.next());
     if constexpr (kDpFirst) { issue_dp(r, step_.next()); }
+    wait_for_staging(step_);
     wait_products<kDpFirst ? 2 : 1>();  // dQ
     pin(r.dq());
-    hand_over(r.dq(), step_);
+    stage_dq(r.dq(), step_);
+    if constexpr (!kDpFirst) { issue_dp(r, step_.next()); }
+    announce(shared_.dq_full[step_.slot()]);
 
     step_ = step_.next();
-    if constexpr (!kDpFirst) { issue_dp(r, step_); }
     wait_products<0>();  // dV and dP
     pin(r.dv);
     pin(r.scores);
@@ -181,14 +184,17 @@ class Consumer {
 
   __device__ __forceinline__ void end_last_step(Registers& r) {
     make_ds(r, step_);
+    announce(shared_.ds_full[step_.slot()]);
     issue_dk(r, step_);
     issue_dq(r, step_);
+    wait_for_staging(step_);
     wait_products<0>();
     pin(r.dk);
     pin(r.dq());
     pin(r.rounded);
     shared_.q_empty[step_.slot()].arrive();
-    hand_over(r.dq(), step_);
+    stage_dq(r.dq(), step_);
+    announce(shared_.dq_full[step_.slot()]);
     step_ = step_.next();
   }
 
@@ -198,8 +204,11 @@ class Consumer {
                                         QueryRows(tiles_at_(shared_.q[step.slot()])));
   }
 
-  __device__ __forceinline__ void issue_dv(Registers& r, Step step) {
+  __device__ __forceinline__ void wait_for_dout(Step step) const {
     shared_.dout_full[step.slot()].wait(step.parity());
+  }
+
+  __device__ __forceinline__ void issue_dv(Registers& r, Step step) {
     multiply_add<Element>(r.dv, r.rounded, QuerySum(tiles_at_(shared_.dout[step.slot()])));
   }
 
@@ -242,8 +251,6 @@ class Consumer {
     differentiate(r.rounded, r.scores, shared_.delta[step.slot()]);
     shared_.dout_empty[step.slot()].arrive();
     store_transposed(shared_.ds[step.slot()] + consumer_ * kDsBlock, r.rounded, thread_ / 32, thread_ % 32);
-    ptx::fence_async_shared();
-    arrive(shared_.ds_full[step.slot()]);
   }
 
   template <int kSize>
@@ -302,25 +309,32 @@ class Consumer {
     if (cute::elect_one_sync()) { barrier.arrive(); }
   }
 
-  __device__ __forceinline__ void hand_over(const DqPartial& dq, Step step) {
+  // What the threads of the warp have stored may be read by products and bulk operations. The fence takes hundreds of
+  // clocks, so a product should be running.
+  __device__ __forceinline__ void announce(const cutlass::arch::ClusterBarrier& barrier) const {
+    ptx::fence_async_shared();
+    arrive(barrier);
+  }
+
+  __device__ __forceinline__ void wait_for_staging(Step step) const {
+    shared_.dq_empty[step.slot()].wait(step.empty_parity());
+  }
+
+  __device__ __forceinline__ void stage_dq(const DqPartial& dq, Step step) {
     float4* const buffer = reinterpret_cast<float4*>(shared_.dq[step.slot()]);
     const auto store = [&](int quad, float x, float y, float z, float w) {
       buffer[Layout::quad_index(consumer_, quad, thread_)] = make_float4(x, y, z, w);
     };
-    shared_.dq_empty[step.slot()].wait(step.empty_parity());
-    if (!hand_over_on_grid(dq, step, store)) {
+    if (stage_dq_on_grid(dq, step, store)) { return; }
 #pragma unroll
-      for (int quad = 0; quad < Layout::kQuads; ++quad) {
-        store(quad, dq[4 * quad], dq[4 * quad + 1], dq[4 * quad + 2], dq[4 * quad + 3]);
-      }
+    for (int quad = 0; quad < Layout::kQuads; ++quad) {
+      store(quad, dq[4 * quad], dq[4 * quad + 1], dq[4 * quad + 2], dq[4 * quad + 3]);
     }
-    ptx::fence_async_shared();
-    arrive(shared_.dq_full[step.slot()]);
   }
 
   // Order-free, unless the head needs the order.
   template <typename Store>
-  __device__ __forceinline__ bool hand_over_on_grid(const DqPartial& dq, Step step, const Store& store) {
+  __device__ __forceinline__ bool stage_dq_on_grid(const DqPartial& dq, Step step, const Store& store) {
     if constexpr (Config::kOrderFree) {
       const int slot = RingIndex<Config::kGridSlots>{step.count}.slot();
       forget(thread_);

@@ -25,16 +25,14 @@ constexpr int kProductDepth = 16;                        // wgmma's K for 16-bit
 // the address all tiles share.
 class TileAddresses {
  public:
-  explicit __device__ __forceinline__ TileAddresses(const void* shared) : shared_(static_cast<const char*>(shared)) {
-    base_ = (cute::cast_smem_ptr_to_uint(shared) & 0x3ffff) >> 4;
-  }
+  explicit __device__ __forceinline__ TileAddresses(const void* shared)
+      : shared_(cute::cast_smem_ptr_to_uint(shared)), base_((shared_ & 0x3ffff) >> 4) {}
   __device__ __forceinline__ uint32_t operator()(const void* tile) const {
-    return base_ + static_cast<uint32_t>((static_cast<const char*>(tile) - shared_) >> 4);
+    return base_ + ((cute::cast_smem_ptr_to_uint(tile) - shared_) >> 4);
   }
 
  private:
-  const char* shared_;
-  uint32_t base_;
+  uint32_t shared_, base_;
 };
 
 // PTX ISA 9.7.15.5.1.2.2, matrix-descriptor; bits 62-63 = 1: 128-byte swizzle.
