@@ -204,9 +204,7 @@ class Consumer {
                                         QueryRows(tiles_at_(shared_.q[step.slot()])));
   }
 
-  __device__ __forceinline__ void wait_for_dout(Step step) const {
-    shared_.dout_full[step.slot()].wait(step.parity());
-  }
+  __device__ __forceinline__ void wait_for_dout(Step step) const { shared_.dout_full[step.slot()].wait(step.parity()); }
 
   __device__ __forceinline__ void issue_dv(Registers& r, Step step) {
     multiply_add<Element>(r.dv, r.rounded, QuerySum(tiles_at_(shared_.dout[step.slot()])));

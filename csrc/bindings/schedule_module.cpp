@@ -190,11 +190,8 @@ std::tuple<int, int, int> tile_shape(int head_dim, bool causal) {
   return {shape.query, shape.key, shape.head_dim};
 }
 
-int section(std::string const& schedule, int64_t seqlen_q, int64_t seqlen_k, int head_dim, bool causal) {
-  constexpr int64_t kEnd = int64_t{1} << 30;
-  auto const [tile_q, tile_k, padded] = tile_shape(head_dim, causal);
-  return head_section(parse_policy(schedule), causal, in_range("seqlen_q", seqlen_q, 1, kEnd),
-                      in_range("seqlen_k", seqlen_k, 1, kEnd), tile_k, padded);
+int section(std::string const& schedule, Problem const& problem, int head_dim) {
+  return head_section(parse_policy(schedule), problem, std::get<2>(tile_shape(head_dim, problem.causal)));
 }
 
 Mapping parse_mapping(std::string const& name) {
@@ -332,21 +329,21 @@ PYBIND11_MODULE(_schedule, m) {
         "(queries, keys, padded head dim) of one tile of the backward.");
   m.def("row_exponent", &fixed_point::row_exponent, py::arg("bound"), py::arg("half_precision"),
         "The grid of a row in order-free accumulation: units of 2^-e.");
-  m.def("needs_order",
-        [](float max_query_norm, float max_key_norm, float max_product, float sum_of_key_steps,
-           float sum_of_value_steps, double softmax_scale, int head_dim, int seqlen_k, int kv_tiles,
-           bool half_precision) {
-          fixed_point::HeadStatistics const head{max_query_norm, max_key_norm, max_product, sum_of_key_steps,
-                                                 sum_of_value_steps};
-          return fixed_point::needs_order(head, softmax_scale, head_dim, seqlen_k, kv_tiles, half_precision);
-        },
-        py::kw_only(), py::arg("max_query_norm"), py::arg("max_key_norm"), py::arg("max_product"),
-        py::arg("sum_of_key_steps"), py::arg("sum_of_value_steps"), py::arg("softmax_scale"), py::arg("head_dim"),
-        py::arg("seqlen_k"), py::arg("kv_tiles"), py::arg("half_precision"),
-        "Whether a head is left to the ordered sum in order-free accumulation.");
+  m.def(
+      "needs_order",
+      [](float max_query_norm, float max_key_norm, float max_product, float sum_of_key_steps, float sum_of_value_steps,
+         double softmax_scale, int head_dim, int seqlen_k, int kv_tiles, bool half_precision) {
+        fixed_point::HeadStatistics const head{max_query_norm, max_key_norm, max_product, sum_of_key_steps,
+                                               sum_of_value_steps};
+        return fixed_point::needs_order(head, softmax_scale, head_dim, seqlen_k, kv_tiles, half_precision);
+      },
+      py::kw_only(), py::arg("max_query_norm"), py::arg("max_key_norm"), py::arg("max_product"),
+      py::arg("sum_of_key_steps"), py::arg("sum_of_value_steps"), py::arg("softmax_scale"), py::arg("head_dim"),
+      py::arg("seqlen_k"), py::arg("kv_tiles"), py::arg("half_precision"),
+      "Whether a head is left to the ordered sum in order-free accumulation.");
 
-  m.def("head_section", &section, py::arg("schedule"), py::arg("seqlen_q"), py::arg("seqlen_k"), py::kw_only(),
-        py::arg("head_dim"), py::arg("causal"), "(batch, KV head) pairs whose claims the launch interleaves.");
+  m.def("head_section", &section, py::arg("schedule"), py::arg("problem"), py::arg("head_dim"),
+        "The (batch, KV head) pairs whose claims a launch interleaves.");
 
   py::class_<SimulatedTask>(m, "Task",
                             "One tile: its products from start to products_end, its add from add_start to end.")

@@ -25,10 +25,10 @@ backward::StridedView<Element> strided_view(const TensorView& tensor) {
 
 template <typename Config>
 Problem make_problem(const BackwardArguments& a) {
-  const int section =
-      head_section(Config::kPolicy, Config::kCausal, a.seqlen_q, a.seqlen_k, Config::kKey, Config::kHeadDim);
-  return make_problem(a.batch, a.kv_heads, a.heads / a.kv_heads, a.seqlen_q, a.seqlen_k, Config::kQuery, Config::kKey,
-                      Config::kClusterSize, Config::kCausal, section);
+  Problem problem = make_problem(a.batch, a.kv_heads, a.heads / a.kv_heads, a.seqlen_q, a.seqlen_k, Config::kQuery,
+                                 Config::kKey, Config::kClusterSize, Config::kCausal);
+  problem.head_section = head_section(Config::kPolicy, problem, Config::kHeadDim);
+  return problem;
 }
 
 template <typename Config>

@@ -1,8 +1,6 @@
 // How many (batch, KV head) pairs have their claims interleaved. For speed alone: it changes who runs when, never an
-// order of sums. Measured on an H200 (docs/engineering_log.md). Interleaved heads keep a CTA from starting right behind
-// the one it will wait for, and under the causal mask the policies that start with the longest KV tiles end evenly when
-// the short tiles of many heads come last. What limits it is L2, which should hold the Q, dO and fp32 dQ of the heads
-// that are live together.
+// order of sums. Measured on an H200 (docs/engineering_log.md). What limits it is L2, which should hold the Q, dO and fp32
+// dQ of the heads that are live together: what it does not hold costs power, and with it clock.
 #pragma once
 
 #include <cstdint>
@@ -12,18 +10,24 @@
 
 namespace dash_attn {
 
-constexpr int head_section(Policy policy, bool causal, int seqlen_q, int seqlen_k, int tile_k, int padded_head_dim) {
+constexpr int head_section(Policy policy, Problem const& problem, int padded_head_dim) {
   constexpr int kElementBytes = 2, kSumBytes = 4;
-  int64_t const head_bytes = int64_t{seqlen_q} * padded_head_dim * (2 * kElementBytes + kSumBytes);
+  int64_t const head_bytes = int64_t{problem.seqlen_q} * padded_head_dim * (2 * kElementBytes + kSumBytes);
   auto const heads_within = [&](int64_t bytes) {
     return bytes < head_bytes ? 1 : static_cast<int>(bytes / head_bytes);
   };
-  if (!causal) return heads_within(16 << 20);
-  if (policy != Policy::kAscending && policy != Policy::kSpt) {
-    constexpr int kEnoughForAnEvenEnd = 512;  // claims in a section
-    return max_int(16, min_int(kEnoughForAnEvenEnd / ceil_div(seqlen_k, tile_k), heads_within(32 << 20)));
-  }
-  return 1;
+  if (!problem.causal) return heads_within(16 << 20);
+  if (policy == Policy::kAscending || policy == Policy::kSpt) return 1;
+
+  // The longest KV tiles come first. A section then ends evenly when the short tiles of many heads come last.
+  constexpr int kEnoughForAnEvenEnd = 512;  // claims in a section
+  int const even = min_int(kEnoughForAnEvenEnd / problem.kv_tiles, heads_within(32 << 20));
+  // All KV tiles of a head start at the same query tile, so a CTA begins by waiting for the others of its head, fewer
+  // of them in a larger section. The longer its claim, the less that matters.
+  bool const waits = accumulation(policy) == Accumulation::kOrdered;
+  int const enough_steps = problem.queries_per_kv > 1 ? 512 : 1024;
+  int const apart = waits ? min_int(16, enough_steps / problem.query_tiles) : 1;
+  return max_int(4, max_int(even, apart));
 }
 
 }  // namespace dash_attn

@@ -10,6 +10,7 @@ within one head. The order depends on the lengths, the head dim, the mask and th
 from __future__ import annotations
 
 import bisect
+import functools
 
 try:
     from dash_attn import _schedule
@@ -165,9 +166,8 @@ def problem(
         default_q, default_k = tile_shape(head_dim, causal=causal)
         tile_q = default_q if tile_q is None else tile_q
         tile_k = default_k if tile_k is None else tile_k
-    if head_section is None:
-        head_section = _schedule.head_section(schedule, seqlen_q, seqlen_k, head_dim=head_dim, causal=causal)
-    return Problem(
+    build = functools.partial(
+        Problem,
         seqlen_q,
         seqlen_k,
         tile_q=tile_q,
@@ -177,5 +177,7 @@ def problem(
         kv_heads=kv_heads,
         queries_per_kv=heads // kv_heads,
         cta_group=_schedule.cta_group(schedule) if cta_group is None else cta_group,
-        head_section=head_section,
     )
+    if head_section is None:
+        head_section = _schedule.head_section(schedule, build(), head_dim)
+    return build(head_section=head_section)
