@@ -84,7 +84,7 @@ def backward(
     if _is_empty(q, k):
         _zero(dq, dk, dv)
         return
-    order = reference.tile_order(schedule, **_shape(q, k, causal))
+    order = reference.tile_order(schedule, **_shape(q, k, causal), kv_heads=k.shape[2])
     results = reference.backward(
         dout, q, k, v, out, softmax_lse, softmax_scale=softmax_scale, causal=causal, order=order
     )

@@ -38,7 +38,9 @@ class TileOrder(NamedTuple):
     adds: list[list[int]]
     """For each query tile, the KV tiles that contribute to it, in order: the order of the sum dQ."""
     heads_together: bool = False
-    """Whether the query heads that share a KV head all take a step before any takes the next: the order of dK and dV."""
+    """Whether the query heads of a split all take a step before any takes the next: the order of dK and dV."""
+    head_splits: int = 1
+    """Parts that the query heads of a KV head are cut into, each with a sum of dK and dV, added up in ascending order."""
     order_free: bool = False
     """Whether dQ is summed on the grid of `dash_attn.order_free`, where no order shows. Not for float64 inputs."""
 
@@ -52,6 +54,7 @@ def tile_order(
     head_dim: int,
     causal: bool,
     queries_per_kv: int = 1,
+    kv_heads: int = 1,
     tile_q: int | None = None,
     tile_k: int | None = None,
 ) -> TileOrder:
@@ -62,7 +65,8 @@ def tile_order(
         seqlen_q, seqlen_k: numbers of queries and keys, from 1.
         head_dim: selects the tile sizes, where they are not given.
         causal: whether the mask is causal (bottom-right aligned).
-        queries_per_kv: query heads that share a KV head; "auto" looks at it.
+        queries_per_kv: query heads that share a KV head; "auto" and the splits look at it.
+        kv_heads: KV heads; the splits look at it.
         tile_q, tile_k: queries and keys in a tile; default: the kernel's.
 
     Raises:
@@ -71,7 +75,15 @@ def tile_order(
     shape = dict(causal=causal, seqlen_q=seqlen_q, seqlen_k=seqlen_k, head_dim=head_dim)
     schedule = _schedule.resolve(schedule, **shape, queries_per_kv=queries_per_kv)
     problem = _schedule.problem(
-        schedule, seqlen_q, seqlen_k, causal=causal, head_dim=head_dim, tile_q=tile_q, tile_k=tile_k
+        schedule,
+        seqlen_q,
+        seqlen_k,
+        causal=causal,
+        head_dim=head_dim,
+        heads=kv_heads * queries_per_kv,
+        kv_heads=kv_heads,
+        tile_q=tile_q,
+        tile_k=tile_k,
     )
     return TileOrder(
         problem.tile_q,
@@ -79,6 +91,7 @@ def tile_order(
         _schedule.visit_order(schedule, problem),
         _schedule.add_order(schedule, problem),
         _schedule.heads_together(schedule),
+        problem.head_splits,
         schedule == "order_free",
     )
 
@@ -152,8 +165,8 @@ def backward(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Gradients of sum(dout * out): dV = P^T dO, dK = c dS^T Q, dQ = c dS K with dS = P * (dO V^T - rowsum(dO * O)).
 
-    Each KV tile sums its dK and dV over its visits and the query heads of its group, `order.heads_together` or one after
-    the other; dQ of a query tile sums its KV tiles in the order of `order.adds`.
+    Each KV tile sums its dK and dV over its visits and the query heads of a split, `order.heads_together` or one after
+    the other, and these sums over the splits; dQ of a query tile sums its KV tiles in the order of `order.adds`.
 
     Args:
         dout, out: like q.
@@ -184,13 +197,8 @@ def backward(
     if order.order_free and d.dtype == torch.float32:
         of_inputs = {"softmax_scale": softmax_scale, "kv_tiles": len(order.visits), "dtype": q.dtype}
         units = order_free.Accumulator(order_free.grid(q_heads, k_heads, v_heads, dout_heads, d, **of_inputs), dq)
-    heads = range(q_heads.shape[1])
-    if order.heads_together:
-        steps = ((head, *tiles) for tiles in _interleave(order) for head in heads)
-    else:
-        tiles_of_head = list(_interleave(order))
-        steps = ((head, *tiles) for head in heads for tiles in tiles_of_head)
-    for head, kv_tile, q_tile in steps:
+    dk_of_split, dv_of_split = torch.zeros_like(dk), torch.zeros_like(dv)
+    for head, kv_tile, q_tile, ends_split in _steps(order, q_heads.shape[1]):
         rows = slice(q_tile * order.tile_q, min((q_tile + 1) * order.tile_q, seqlen_q))
         keys = slice(kv_tile * order.tile_k, min((kv_tile + 1) * order.tile_k, seqlen_k))
         q_rows, dout_rows = q_heads[:, head, rows], dout_heads[:, head, rows]
@@ -201,12 +209,16 @@ def backward(
         p = scores.sub_(lse[:, head, rows]).exp_()
         ds = (dout_rows @ v_heads[:, keys].mT).sub_(d[:, head, rows]).mul_(p)
         p, ds = _rounded(p, q.dtype), _rounded(ds, q.dtype)
-        dv[:, keys] += p.mT @ dout_rows
-        dk[:, keys] += ds.mT @ q_rows
+        dv_of_split[:, keys] += p.mT @ dout_rows
+        dk_of_split[:, keys] += ds.mT @ q_rows
         if units is None:
             dq[:, head, rows] += ds @ k_heads[:, keys]
         else:
             units.add(head, rows, ds @ k_heads[:, keys])
+        if ends_split:
+            for total, of_split in ((dk, dk_of_split), (dv, dv_of_split)):
+                total += of_split
+                of_split.zero_()
     if units is not None:
         dq = units.result()
     dq, dk = dq.mul_(softmax_scale), dk.mul_(softmax_scale)
@@ -233,6 +245,20 @@ def _hidden(row_start, row_end, key_start, key_end, diagonal, device):
     """Mask of the keys that the causal mask hides from each query of a tile."""
     rows = torch.arange(row_start, row_end, device=device).unsqueeze(1)
     return torch.arange(key_start, key_end, device=device) > rows + diagonal
+
+
+def _steps(order: TileOrder, queries_per_kv: int) -> Iterator[tuple[int, int, int, bool]]:
+    """(query head of the group, KV tile, query tile, whether it is the last of its split) of every product, in order."""
+    tiles = list(_interleave(order))
+    queries = queries_per_kv // order.head_splits
+    for split in range(order.head_splits):
+        heads = range(split * queries, (split + 1) * queries)
+        if order.heads_together:
+            steps = [(head, *pair) for pair in tiles for head in heads]
+        else:
+            steps = [(head, *pair) for head in heads for pair in tiles]
+        for left, step in enumerate(steps, 1 - len(steps)):
+            yield *step, left == 0
 
 
 def _interleave(order: TileOrder) -> Iterator[tuple[int, int]]:

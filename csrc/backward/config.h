@@ -86,7 +86,7 @@ struct PlannedStep {
   int query_tile;
   int tile;      // its index among the query tiles of all heads, or kNoMoreTiles
   int rank;      // of the claim's KV tile in the sum of dQ there
-  int16_t head;  // of the query heads that share the claim's KV head; launch_backward.h checks that 16 bits do
+  int16_t head;  // of the query heads that the claim walks; launch_backward.h checks that 16 bits do
   bool last_of_claim;
 };
 

@@ -34,7 +34,7 @@ class Loader {
         return;
       }
       shared_.v_empty.wait(tile().empty_parity());
-      if (work.valid) {
+      if (work.valid()) {
         load_claim(work);
       } else {
         shared_.k_full.arrive();
@@ -52,7 +52,7 @@ class Loader {
     const int place = claims_.count % 2;
     shared_.work[place] = work;
     load_key_tile(params_.k, shared_.k_full, shared_.kv[place], work);
-    const int first_head = work.kv_head * params_.problem.queries_per_kv;
+    const int first_head = first_query_head(params_.problem, work);
     PlannedStep step;
     bool v_pending = true;
     do {

@@ -10,7 +10,8 @@ namespace dash_attn::backward {
 // Index of the first query tile of a claim's first query head among all query tiles; launch_backward.h checks that 32
 // bits do.
 __device__ __forceinline__ int first_tile_index(const Problem& problem, const Work& work) {
-  return (work.batch * problem.kv_heads + work.kv_head) * problem.queries_per_kv * problem.query_tiles;
+  return (work.batch * problem.kv_heads * problem.queries_per_kv + first_query_head(problem, work)) *
+         problem.query_tiles;
 }
 
 template <typename Config>
@@ -23,7 +24,7 @@ class Planner {
   __device__ void run() {
     Work work;
     for (; next_work<Reader::kThread>(work, shared_, params_, claims_); claims_ = claims_.next()) {
-      if (work.valid) { plan_claim(work); }
+      if (work.valid()) { plan_claim(work); }
     }
     for (int adder = 0; adder < kAdderWarps; ++adder) { plan_end(); }
   }
@@ -35,7 +36,7 @@ class Planner {
     shared_.first_tile = first_tile_index(problem, work);
     const bool ordered = is_ordered(work);
     ClaimStep at{0, 0};
-    for (int left = problem.live_query_tiles(kv_tile) * problem.queries_per_kv; left > 0; --left) {
+    for (int left = problem.live_query_tiles(kv_tile) * problem.queries_per_claim; left > 0; --left) {
       forget(kv_tile);
       shared_.plan_empty[plan_.slot()].wait(plan_.empty_parity());
       PlannedStep& planned = shared_.plan[plan_.slot()];

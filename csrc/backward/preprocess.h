@@ -1,4 +1,4 @@
-// Before the main kernel: D = rowsum(dO * O), LSE in base 2, and the turns and the claim counter set to zero. Where dQ is
+// Before the main kernel: D = rowsum(dO * O), LSE in base 2, and all turns and the claim counter set to zero. Where dQ is
 // added without turns its accumulator is cleared too, and order-free each row gets its grid.
 #pragma once
 
@@ -19,7 +19,7 @@ struct PreprocessParams {
   Workspace workspace;
   int heads, seqlen_q, padded_seqlen_q, head_dim;
   int blocks_per_head;
-  int num_turns;
+  int num_turns, num_carry_turns;  // at most as many as the grid has threads, each
   Problem problem;      // of order-free accumulation
   float softmax_scale;  // of order-free accumulation
 };
@@ -86,6 +86,7 @@ __global__ void __launch_bounds__(kPreprocessThreads) preprocess_kernel(const Pr
   ptx::launch_dependents();
   const int64_t thread = int64_t(blockIdx.x) * kPreprocessThreads + threadIdx.x;
   if (thread < params.num_turns) { params.workspace.turns[thread] = 0; }
+  if (thread < params.num_carry_turns) { params.workspace.carry_turns[thread] = 0; }
   if (thread == 0) { *params.workspace.next_claim = 0; }
 
   uint4 out[kPreprocessPasses], dout[kPreprocessPasses];

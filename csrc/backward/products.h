@@ -20,6 +20,7 @@
 
 #include "../device/fragment.h"
 #include "../device/mask.h"
+#include "carry.h"
 #include "claims.h"
 #include "config.h"
 #include "dq_grid.h"
@@ -45,7 +46,7 @@ class Consumer {
   __device__ void run() {
     Work work;
     for (; next_work<Reader::kWarp>(work, shared_, params_, claims_); claims_ = claims_.next()) {
-      if (work.valid) {
+      if (work.valid()) {
         process_claim(work.kv_tile);
       } else {
         skip_claim();
@@ -97,7 +98,7 @@ class Consumer {
   // has no reason to serialise them.
   __device__ __forceinline__ void process_claim(int kv_tile) {
     const Problem problem = specialised_problem<Config>(params_);
-    const int steps = problem.live_query_tiles(kv_tile) * problem.queries_per_kv;
+    const int steps = problem.live_query_tiles(kv_tile) * problem.queries_per_claim;
     Registers r;
     clear(r.dk);
     clear(r.dv);
@@ -105,7 +106,7 @@ class Consumer {
     begin_first_step(r);
     for (int steps_left = steps - 1; steps_left > 0; --steps_left) { end_step_begin_next(r); }
     end_last_step(r);
-    store_gradients(r.dk, r.dv);
+    if (sum_over_splits(r.dk, r.dv)) { store_gradients(r.dk, r.dv); }
   }
 
   // There is one K and one V a claim.
@@ -345,6 +346,12 @@ class Consumer {
     return false;
   }
 
+  // Whether the sums are complete, and this claim is the one to write them.
+  __device__ __forceinline__ bool sum_over_splits(Gradient& dk, Gradient& dv) {
+    if (params_.problem.head_splits == 1) { return true; }
+    return carry_gradients<Config>(params_, work(), dk, dv);
+  }
+
   // Rounds dK and dV, stages them, dV in the place of K and dK in that of dS, and lets TMA write what lies inside the
   // tensors.
   __device__ __forceinline__ void store_gradients(Gradient& dk, const Gradient& dv) {
@@ -360,7 +367,7 @@ class Consumer {
     pack_slices<Element>(packed, dk);
     store_rows<Config::kKey>(dk_tile, first_row, packed, thread_ / 32, thread_ % 32);
     ptx::fence_async_shared();
-    sync_warpgroup_staged();
+    sync_warpgroup(consumer_);
     if (thread_ == 0) {
       store_rows_by_tma(params_.dv, dv_tile, first_row);
       store_rows_by_tma(params_.dk, dk_tile, first_row);
@@ -371,10 +378,6 @@ class Consumer {
   // Each consumer's dQ reads all of K and dS.
   static __device__ __forceinline__ void sync_consumers_done_with_k() {
     cutlass::arch::NamedBarrier::sync(Config::kConsumers * kWarpgroupThreads, 0u);
-  }
-
-  __device__ __forceinline__ void sync_warpgroup_staged() const {
-    cutlass::arch::NamedBarrier::sync(kWarpgroupThreads, 1u + consumer_);
   }
 
   __device__ __forceinline__ void store_rows_by_tma(const CUtensorMap& map, const Element* tile, int first_row) const {

@@ -15,6 +15,7 @@
 #include "../config/fixed_point.h"
 #include "../config/tile_shapes.h"
 #include "../schedule/assignment.h"
+#include "../schedule/head_splits.h"
 #include "../schedule/order.h"
 #include "../schedule/policy.h"
 #include "../schedule/problem.h"
@@ -57,7 +58,8 @@ int in_range(char const* argument, int64_t value, int64_t first, int64_t end) {
 }
 
 Problem checked_problem(int64_t seqlen_q, int64_t seqlen_k, int64_t tile_q, int64_t tile_k, bool causal, int64_t batch,
-                        int64_t kv_heads, int64_t queries_per_kv, int64_t cta_group, int64_t head_section) {
+                        int64_t kv_heads, int64_t queries_per_kv, int64_t cta_group, int64_t head_section,
+                        int64_t head_splits) {
   // Lengths and tiles below 2^30 keep every sum of the headers below 2^31.
   constexpr int64_t kEnd = int64_t{1} << 30;
   for (auto const& [argument, value] :
@@ -69,16 +71,23 @@ Problem checked_problem(int64_t seqlen_q, int64_t seqlen_k, int64_t tile_q, int6
                                                               {"kv_heads", kv_heads},
                                                               {"queries_per_kv", queries_per_kv},
                                                               {"cta_group", cta_group},
-                                                              {"head_section", head_section}}) {
+                                                              {"head_section", head_section},
+                                                              {"head_splits", head_splits}}) {
     in_range(argument, value, 1, kEnd);
+  }
+  if (queries_per_kv % head_splits) {
+    throw py::value_error("head_splits must divide queries_per_kv=" + std::to_string(queries_per_kv) + ", got " +
+                          std::to_string(head_splits));
   }
   Problem const problem =
       make_problem(static_cast<int>(batch), static_cast<int>(kv_heads), static_cast<int>(queries_per_kv),
                    static_cast<int>(seqlen_q), static_cast<int>(seqlen_k), static_cast<int>(tile_q),
-                   static_cast<int>(tile_k), static_cast<int>(cta_group), causal, static_cast<int>(head_section));
-  if (batch * kv_heads >= (int64_t{1} << 31) / (problem.kv_tiles + 1)) {
-    throw py::value_error("batch * kv_heads * KV tiles must be below 2^31, got " + std::to_string(batch) + " * " +
-                          std::to_string(kv_heads) + " * " + std::to_string(problem.kv_tiles));
+                   static_cast<int>(tile_k), static_cast<int>(cta_group), causal, static_cast<int>(head_section),
+                   static_cast<int>(head_splits));
+  if (batch * kv_heads > (((int64_t{1} << 31) - 1) / (problem.kv_tiles + 1)) / head_splits) {
+    throw py::value_error("batch * kv_heads * head_splits * KV tiles must be below 2^31, got " + std::to_string(batch) +
+                          " * " + std::to_string(kv_heads) + " * " + std::to_string(head_splits) + " * " +
+                          std::to_string(problem.kv_tiles));
   }
   return problem;
 }
@@ -105,13 +114,13 @@ int64_t claims(std::string const& schedule, Problem const& problem) {
   return with_fitting_policy(schedule, problem, [&](auto policy) { return num_claims<policy()>(problem); });
 }
 
-std::optional<std::tuple<int, int, int>> assigned(std::string const& schedule, Problem const& problem, int64_t claim,
-                                                  int64_t cta_rank) {
-  return with_fitting_policy(schedule, problem, [&](auto policy) -> std::optional<std::tuple<int, int, int>> {
+std::optional<std::tuple<int, int, int, int>> assigned(std::string const& schedule, Problem const& problem, int64_t claim,
+                                                       int64_t cta_rank) {
+  return with_fitting_policy(schedule, problem, [&](auto policy) -> std::optional<std::tuple<int, int, int, int>> {
     Work const work = assign<policy()>(problem, in_range("claim", claim, 0, num_claims<policy()>(problem)),
                                        in_range("cta_rank", cta_rank, 0, problem.cta_group));
-    if (!work.valid) return std::nullopt;
-    return std::tuple(work.batch, work.kv_head, work.kv_tile);
+    if (!work.valid()) return std::nullopt;
+    return std::tuple(work.batch, work.kv_head, work.kv_tile, work.split);
   });
 }
 
@@ -148,7 +157,7 @@ Walk walk(std::string const& schedule, Problem const& problem, int64_t kv_tile) 
     int const kv = in_range("kv_tile", kv_tile, 0, problem.kv_tiles);
     Walk steps;
     ClaimStep at{0, 0};
-    for (int left = problem.live_query_tiles(kv) * problem.queries_per_kv; left > 0; --left) {
+    for (int left = problem.live_query_tiles(kv) * problem.queries_per_claim; left > 0; --left) {
       steps.emplace_back(at.step, at.head);
       at = next_step<policy()>(problem, kv, at);
     }
@@ -219,6 +228,7 @@ void check(SimulationOptions const& options) {
   duration("signal_time", options.signal_time);
   duration("poll_time", options.poll_time);
   duration("claim_time", options.claim_time);
+  duration("carry_time", options.carry_time);
   duration("load_time", options.load_time);
   duration("memory_claim_time", options.memory_claim_time);
   duration("memory_tile_time", options.memory_tile_time);
@@ -244,7 +254,8 @@ std::string repr(Problem const& p) {
          ", tile_q=" + std::to_string(p.tile_q) + ", tile_k=" + std::to_string(p.tile_k) +
          ", causal=" + (p.causal ? "True" : "False") + ", batch=" + std::to_string(p.batch) +
          ", kv_heads=" + std::to_string(p.kv_heads) + ", queries_per_kv=" + std::to_string(p.queries_per_kv) +
-         ", cta_group=" + std::to_string(p.cta_group) + ", head_section=" + std::to_string(p.head_section) + ")";
+         ", cta_group=" + std::to_string(p.cta_group) + ", head_section=" + std::to_string(p.head_section) +
+         ", head_splits=" + std::to_string(p.head_splits) + ")";
 }
 
 }  // namespace
@@ -266,7 +277,7 @@ PYBIND11_MODULE(_schedule, m) {
   py::class_<Problem>(m, "Problem", "Tile counts and mask ranges of one attention problem.")
       .def(py::init(&checked_problem), py::arg("seqlen_q"), py::arg("seqlen_k"), py::kw_only(), py::arg("tile_q"),
            py::arg("tile_k"), py::arg("causal"), py::arg("batch") = 1, py::arg("kv_heads") = 1,
-           py::arg("queries_per_kv") = 1, py::arg("cta_group") = 1, py::arg("head_section") = 1)
+           py::arg("queries_per_kv") = 1, py::arg("cta_group") = 1, py::arg("head_section") = 1, py::arg("head_splits") = 1)
       .def_readonly("seqlen_q", &Problem::seqlen_q)
       .def_readonly("seqlen_k", &Problem::seqlen_k)
       .def_readonly("tile_q", &Problem::tile_q)
@@ -277,6 +288,8 @@ PYBIND11_MODULE(_schedule, m) {
       .def_readonly("queries_per_kv", &Problem::queries_per_kv)
       .def_readonly("cta_group", &Problem::cta_group)
       .def_readonly("head_section", &Problem::head_section)
+      .def_readonly("head_splits", &Problem::head_splits)
+      .def_readonly("queries_per_claim", &Problem::queries_per_claim)
       .def_readonly("num_query_tiles", &Problem::query_tiles)
       .def_readonly("num_kv_tiles", &Problem::kv_tiles)
       .def(
@@ -307,9 +320,9 @@ PYBIND11_MODULE(_schedule, m) {
         "Place of a KV tile in the sum of dQ of a query tile that is live for it.");
   m.def("num_claims", &claims, py::arg("schedule"), py::arg("problem"), "Claims of the whole problem.");
   m.def("assign", &assigned, py::arg("schedule"), py::arg("problem"), py::arg("claim"), py::arg("cta_rank") = 0,
-        "(batch, KV head, KV tile) of one CTA of the cluster that took a claim; None when it sits the claim out.");
+        "(batch, KV head, KV tile, split) of one CTA of the cluster that took a claim; None when it sits the claim out.");
   m.def("groups", &groups, py::arg("schedule"), py::arg("problem"),
-        "KV tiles of each claim of one (batch, KV head), by CTA of the cluster.");
+        "KV tiles of each claim of one (batch, KV head, split), by CTA of the cluster.");
   m.def("visit_order", &visit_order, py::arg("schedule"), py::arg("problem"),
         "Query tiles of each KV tile, in the order of its visits.");
   m.def(
@@ -317,9 +330,9 @@ PYBIND11_MODULE(_schedule, m) {
       [](std::string const& schedule) {
         return with_policy(parse_policy(schedule), [](auto policy) { return Order<policy()>::kHeadsTogether; });
       },
-      py::arg("schedule"), "Whether the query heads of a KV head all take a step before any takes the next.");
+      py::arg("schedule"), "Whether the query heads of a claim all take a step before any takes the next.");
   m.def("walk", &walk, py::arg("schedule"), py::arg("problem"), py::arg("kv_tile"),
-        "(step, query head of the KV head's group) of each product of a KV tile's claim, in order.");
+        "(step, query head of the split) of each product of a KV tile's claim, in order.");
   m.def("ranks", &ranks, py::arg("schedule"), py::arg("problem"), "[kv_tile][query_tile]: rank, -1 where masked out.");
   m.def("add_order", &add_order, py::arg("schedule"), py::arg("problem"),
         "KV tiles of each query tile, in the order in which their partials are added to dQ.");
@@ -343,7 +356,10 @@ PYBIND11_MODULE(_schedule, m) {
       "Whether a head is left to the ordered sum in order-free accumulation.");
 
   m.def("head_section", &section, py::arg("schedule"), py::arg("problem"), py::arg("head_dim"),
-        "The (batch, KV head) pairs whose claims a launch interleaves.");
+        "The (batch, KV head, split)s whose claims a launch interleaves.");
+  m.def("head_splits", &head_splits, py::kw_only(), py::arg("kv_heads"), py::arg("queries_per_kv"),
+        py::arg("query_tiles"), py::arg("kv_tiles"),
+        "Into how many parts a launch cuts the query heads of a KV head.");
 
   py::class_<SimulatedTask>(m, "Task",
                             "One tile: its products from start to products_end, its add from add_start to end.")
@@ -373,6 +389,7 @@ PYBIND11_MODULE(_schedule, m) {
       .def_readwrite("signal_time", &SimulationOptions::signal_time)
       .def_readwrite("poll_time", &SimulationOptions::poll_time)
       .def_readwrite("claim_time", &SimulationOptions::claim_time)
+      .def_readwrite("carry_time", &SimulationOptions::carry_time)
       .def_readwrite("load_time", &SimulationOptions::load_time)
       .def_readwrite("memory_claim_time", &SimulationOptions::memory_claim_time)
       .def_readwrite("memory_tile_time", &SimulationOptions::memory_tile_time)

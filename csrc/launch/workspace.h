@@ -3,7 +3,9 @@
 
 #include "../backward/params.h"
 #include "../config/tile_shapes.h"
+#include "../schedule/head_splits.h"
 #include "../schedule/policy.h"
+#include "../schedule/problem.h"
 #include "backward.h"
 
 namespace dash_attn {
@@ -12,6 +14,16 @@ struct WorkspacePlan {
   backward::Workspace arrays;
   int64_t bytes;
 };
+
+inline int head_splits(const BackwardArguments& a, const TileShape& tile) {
+  return head_splits(a.kv_heads, a.heads / a.kv_heads, ceil_div(a.seqlen_q, tile.query), ceil_div(a.seqlen_k, tile.key));
+}
+
+// Turns of the sums of dK and dV over splits: one for each warpgroup's rows of each KV tile.
+inline int64_t num_carry_turns(const BackwardArguments& a, const TileShape& tile) {
+  if (head_splits(a, tile) == 1) { return 0; }
+  return int64_t(a.batch) * a.kv_heads * ceil_div(a.seqlen_k, tile.key) * (tile.key / kWarpgroupRows);
+}
 
 // With a null `base` only `bytes` means anything.
 inline WorkspacePlan plan_workspace(void* base, const TileShape& tile, const BackwardArguments& a) {
@@ -31,6 +43,11 @@ inline WorkspacePlan plan_workspace(void* base, const TileShape& tile, const Bac
   plan.arrays.delta = reinterpret_cast<float*>(take(rows * sizeof(float)));
   plan.arrays.turns = reinterpret_cast<int*>(take(tiles * sizeof(int)));
   plan.arrays.next_claim = reinterpret_cast<int*>(take(sizeof(int)));
+  if (const int64_t carry_turns = num_carry_turns(a, tile)) {
+    const int64_t dk_and_dv = 2 * carry_turns * kWarpgroupRows * tile.head_dim;
+    plan.arrays.carried_sums = reinterpret_cast<float*>(take(dk_and_dv * sizeof(float)));
+    plan.arrays.carry_turns = reinterpret_cast<int*>(take(carry_turns * sizeof(int)));
+  }
   if (accumulation(static_cast<Policy>(a.schedule)) == Accumulation::kOrderFree) {
     using backward::KeyStatistics, backward::NeedsOrder, backward::num_chunks;
     plan.arrays.scales = reinterpret_cast<uint8_t*>(take(rows));

@@ -13,34 +13,44 @@ namespace dash_attn {
 struct Work {
   int batch;
   int kv_head;
-  int kv_tile;
-  bool valid;  // false: the group is smaller than the cluster and this CTA sits the claim out
+  int split;  // of the KV head's query heads
+  int kv_tile;  // -1: the group is smaller than the cluster and this CTA sits the claim out
+
+  DASH_HOST_DEVICE constexpr bool valid() const { return kv_tile >= 0; }
 };
 
 // Claims of the whole problem; a kernel needs it below 2^31.
 template <Policy P>
 DASH_HOST_DEVICE constexpr int64_t num_claims(Problem const& problem) {
-  return static_cast<int64_t>(problem.batch) * problem.kv_heads * Order<P>::groups(problem);
+  return static_cast<int64_t>(problem.batch) * problem.kv_heads * problem.head_splits * Order<P>::groups(problem);
+}
+
+// The first of the query heads that a claim walks.
+DASH_HOST_DEVICE constexpr int first_query_head(Problem const& problem, Work const& work) {
+  return work.kv_head * problem.queries_per_kv + work.split * problem.queries_per_claim;
 }
 
 // Work of CTA `cta_rank` of the cluster that took `claim`. Claims must be taken in increasing order: the groups of
-// every (batch, KV head) then come in the policy's order, which is the order in which waits point back.
+// every (batch, KV head, split) then come in the policy's order, and the splits of a group in ascending order, which are
+// the orders in which waits point back.
 //
-// Heads come in sections of problem.head_section, batch-major. Within a section the first group of each head comes
-// before the second of any: fewer groups of one head run at a time, so fewer wait for each other's adds, and the
-// longest (or shortest) tiles of all heads come together. No order of adds depends on it: it may follow the device.
+// Splits come in sections of problem.head_section, batch-major, those of a KV head side by side. Within a section the
+// first group of each comes before the second of any: fewer groups of one run at a time, so fewer wait for each other's
+// adds, and the longest (or shortest) tiles of all heads come together. No order of adds depends on it: it may follow the
+// device.
 template <Policy P>
 DASH_HOST_DEVICE constexpr Work assign(Problem const& problem, int claim, int cta_rank) {
   int const groups = Order<P>::groups(problem);
-  int const heads = problem.batch * problem.kv_heads;
+  int const splits = problem.batch * problem.kv_heads * problem.head_splits;
   int const section_start = claim / groups / problem.head_section * problem.head_section;
-  int const section_heads = min_int(problem.head_section, heads - section_start);
+  int const section_splits = min_int(problem.head_section, splits - section_start);
   int const claim_in_section = claim - section_start * groups;
-  int const group = claim_in_section / section_heads;
-  int const head = section_start + claim_in_section - group * section_heads;
-  int const kv = Order<P>::kv_tile(problem, group, cta_rank);
+  int const group = claim_in_section / section_splits;
+  int const split = section_start + claim_in_section - group * section_splits;
+  int const head = split / problem.head_splits;
   int const batch = head / problem.kv_heads;
-  return {batch, head - batch * problem.kv_heads, kv, kv >= 0};
+  return {batch, head - batch * problem.kv_heads, split - head * problem.head_splits,
+          Order<P>::kv_tile(problem, group, cta_rank)};
 }
 
 }  // namespace dash_attn

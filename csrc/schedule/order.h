@@ -8,7 +8,9 @@
 // rank at a query tile belongs to an earlier group, or to the same group and, on the clock of steps that all its CTAs
 // share, to a step that is not later. So a wait for the previous rank can never close a cycle: docs/schedules.md.
 //
-// A claim also walks the query heads of its KV head, in ascending order: next_step. That is part of both contracts.
+// A claim also walks the query heads of its split of the KV head, in ascending order: next_step. That is part of both
+// contracts. So is the sum of dK and dV over the splits, for which the end of a claim waits for the same KV tile's claim of
+// the split before: claimed earlier (assignment.h). How many splits there are depends on the shape alone (head_splits.h).
 #pragma once
 
 #include "../host_device.h"
@@ -20,17 +22,17 @@ namespace dash_attn {
 
 // Order<P> has
 //   kCtaGroup                     the cluster size the kernel launches; the functions read problem.cta_group
-//   groups(problem)               claims that one (batch, KV head) is cut into
+//   groups(problem)               claims that one (batch, KV head, split) is cut into
 //   kv_tile(problem, group, r)    KV tile of CTA r of the cluster that took `group`; -1 when the group has no such tile
 //   visit(problem, kv, step)      query tile at `step`, 0 <= step < problem.live_query_tiles(kv)
 //   rank(problem, kv, q)          place of KV tile `kv` in dQ_q, 0 <= rank < problem.live_kv_tiles(q), q live for kv
-//   kHeadsTogether                whether all query heads of the KV head take a step before any takes the next
+//   kHeadsTogether                whether all query heads of a claim take a step before any takes the next
 template <Policy P>
 struct Order;
 
-// Where a claim is: the step of query head `head` of those that share its KV head.
+// Where a claim is: the step of query head `head` of those that it walks.
 struct ClaimStep {
-  int step, head;
+  int step, head;  // head: of the split's
 };
 
 // One head after the other makes a KV tile with few steps, as the causal mask leaves some, wait at each head for those
@@ -39,7 +41,7 @@ struct ClaimStep {
 template <Policy P>
 DASH_HOST_DEVICE constexpr ClaimStep next_step(Problem const& problem, int kv, ClaimStep at) {
   if (Order<P>::kHeadsTogether) {
-    return at.head + 1 < problem.queries_per_kv ? ClaimStep{at.step, at.head + 1} : ClaimStep{at.step + 1, 0};
+    return at.head + 1 < problem.queries_per_claim ? ClaimStep{at.step, at.head + 1} : ClaimStep{at.step + 1, 0};
   }
   return at.step + 1 < problem.live_query_tiles(kv) ? ClaimStep{at.step + 1, at.head} : ClaimStep{0, at.head + 1};
 }

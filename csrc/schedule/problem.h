@@ -23,12 +23,14 @@ struct Problem {
   int tile_k;     // keys in a tile
   int cta_group;  // C: CTAs of a cluster, each taking one KV tile of a claim
   bool causal;    // query i sees the keys j <= i + seqlen_k - seqlen_q (bottom right)
-  int head_section;  // (batch, KV head) pairs whose claims are interleaved; changes who runs when, never an order
+  int head_section;  // (batch, KV head, split)s whose claims are interleaved; changes who runs when, never an order
+  int head_splits;   // parts that the query heads of a KV head are cut into, each with claims of its own: head_splits.h
 
   // Derived.
   int query_tiles;
   int kv_tiles;
-  int diagonal;  // seqlen_k - seqlen_q
+  int diagonal;           // seqlen_k - seqlen_q
+  int queries_per_claim;  // query heads of a split
 
   DASH_HOST_DEVICE constexpr int num_query_tiles() const { return query_tiles; }
   DASH_HOST_DEVICE constexpr int num_kv_tiles() const { return kv_tiles; }
@@ -51,9 +53,9 @@ struct Problem {
 
 static_assert(std::is_trivially_copyable_v<Problem> && std::is_standard_layout_v<Problem>);
 
-// Lengths and tile sizes count from 1; a length plus a tile must stay below 2^31.
+// Lengths and tile sizes count from 1; a length plus a tile must stay below 2^31. head_splits divides queries_per_kv.
 constexpr Problem make_problem(int batch, int kv_heads, int queries_per_kv, int seqlen_q, int seqlen_k, int tile_q,
-                               int tile_k, int cta_group, bool causal, int head_section = 1) {
+                               int tile_k, int cta_group, bool causal, int head_section = 1, int head_splits = 1) {
   return Problem{batch,
                  kv_heads,
                  queries_per_kv,
@@ -64,9 +66,11 @@ constexpr Problem make_problem(int batch, int kv_heads, int queries_per_kv, int 
                  cta_group,
                  causal,
                  head_section,
+                 head_splits,
                  ceil_div(seqlen_q, tile_q),
                  ceil_div(seqlen_k, tile_k),
-                 seqlen_k - seqlen_q};
+                 seqlen_k - seqlen_q,
+                 queries_per_kv / head_splits};
 }
 
 }  // namespace dash_attn

@@ -1,4 +1,4 @@
-// How many (batch, KV head) pairs have their claims interleaved. For speed alone: it changes who runs when, never an
+// How many (batch, KV head, split)s have their claims interleaved. For speed alone: it changes who runs when, never an
 // order of sums. Measured on an H200 (docs/engineering_log.md). What limits it is L2, which should hold the Q, dO and fp32
 // dQ of the heads that are live together: what it does not hold costs power, and with it clock.
 #pragma once
@@ -25,7 +25,7 @@ constexpr int head_section(Policy policy, Problem const& problem, int padded_hea
   // All KV tiles of a head start at the same query tile, so a CTA begins by waiting for the others of its head, fewer
   // of them in a larger section. The longer its claim, the less that matters.
   bool const waits = accumulation(policy) == Accumulation::kOrdered;
-  int const enough_steps = problem.queries_per_kv > 1 ? 512 : 1024;
+  int const enough_steps = problem.queries_per_claim > 1 ? 512 : 1024;
   int const apart = waits ? min_int(16, enough_steps / problem.query_tiles) : 1;
   return max_int(4, max_int(even, apart));
 }

@@ -9,6 +9,7 @@
 #include <algorithm>
 #include <cstdint>
 #include <functional>
+#include <map>
 #include <queue>
 #include <stdexcept>
 #include <string>
@@ -40,7 +41,8 @@ struct SimulationOptions {
   double poll_time = 0;    // from taking up a partial until its turn is known, when it has come already; not for rank 0
   double claim_time =
       0;                 // from the end of a claim's products to the start of the next one's: dK and dV out, K and Q in
-  double load_time = 0;  // from the start of a claim of few steps until its loads have gone out
+  double carry_time = 0;  // for which a split adds its dK and dV up, when the split before has
+  double load_time = 0;   // from the start of a claim of few steps until its loads have gone out
   double memory_claim_time =
       0;  // for which a claim's K, V, dK and dV keep memory busy, which serves one after the other
   double memory_tile_time = 0;  // the same for a query tile that is not in cache: Q, dO and the sum of dQ
@@ -79,19 +81,20 @@ inline std::vector<std::vector<Work>> published_mapping(Policy policy, Problem c
                                 std::to_string(n));
   }
   std::vector<std::vector<Work>> work(sms);
-  for (int head = 0; head < problem.batch * problem.kv_heads; ++head) {
+  for (int split = 0; split < problem.batch * problem.kv_heads * problem.head_splits; ++split) {
     auto const give = [&](int sm, int kv) {
-      work[sm].push_back({head / problem.kv_heads, head % problem.kv_heads, kv, true});
+      int const head = split / problem.head_splits;
+      work[sm].push_back({head / problem.kv_heads, head % problem.kv_heads, split % problem.head_splits, kv});
     };
     for (int s = 0; s < n; ++s) {
       if (policy == Policy::kSymmetricShift) {
         if (s < n / 2) {
-          int const sm = head % 2 * (n / 2) + s;  // two heads side by side, half of the SMs each
+          int const sm = split % 2 * (n / 2) + s;  // two heads side by side, half of the SMs each
           give(sm, s);
           give(sm, n - 1 - s);
         }
       } else {
-        bool const mirrored = problem.causal && head % 2;
+        bool const mirrored = problem.causal && split % 2;
         give(s, mirrored ? n - 1 - s : s);
       }
     }
@@ -126,6 +129,9 @@ class Simulator {
     ctas_.assign(clusters * cluster_size_, cta);
     taken_.resize(clusters);
     sums_.resize(static_cast<size_t>(problem.batch) * heads() * problem.query_tiles);
+    if (problem.head_splits > 1) {
+      carries_.resize(static_cast<size_t>(problem.batch) * problem.kv_heads * problem.kv_tiles);
+    }
   }
 
   Simulation run() {
@@ -145,6 +151,9 @@ class Simulator {
         case Kind::kAddEnd:
           end_add(i, adder, time);
           break;
+        case Kind::kCarryEnd:
+          end_carry(i, time);
+          break;
       }
     }
     check_finished();
@@ -154,7 +163,7 @@ class Simulator {
 
  private:
   // What happens at one time to one CTA, in this order.
-  enum class Kind : int { kAddEnd, kProductsEnd, kTakeWork };
+  enum class Kind : int { kAddEnd, kCarryEnd, kProductsEnd, kTakeWork };
   using Event = std::tuple<double, int, Kind, int>;  // time, CTA, what, adder
 
   // A partial of dQ on its way: a staging buffer.
@@ -184,6 +193,12 @@ class Simulator {
     double last_visit = 0;  // in use of memory until then
     int added = 0;
     double last_end = 0;
+  };
+
+  // The sum of dK and dV of a KV tile over the splits of its query heads.
+  struct Carry {
+    int splits = 0;                  // that are in it
+    std::map<int, int> waiting;      // split: CTA
   };
 
   // When memory has served a request made now. Half of it writes, which the cache takes until it is full.
@@ -245,7 +260,7 @@ class Simulator {
       cta.next = together ? assign<P>(problem_, static_cast<int>(ticket), cta_rank)
                           : assign<P>(problem_, static_cast<int>(ticket / problem_.cta_group),
                                       static_cast<int>(ticket % problem_.cta_group));
-    } while (!cta.next.valid);
+    } while (!cta.next.valid());
     return true;
   }
 
@@ -254,7 +269,7 @@ class Simulator {
     cta.idle = cta.has_next = false;
     cta.work = cta.next;
     cta.at = {0, 0};
-    cta.steps_left = problem_.live_query_tiles(cta.work.kv_tile) * problem_.queries_per_kv;
+    cta.steps_left = problem_.live_query_tiles(cta.work.kv_tile) * problem_.queries_per_claim;
     begin_products(i, std::max(time + options_.claim_time, use_memory(time, options_.memory_claim_time)));
     // The loads of a short claim go out one behind the other, and the next claim is taken behind them.
     if (options_.loads_ahead && cta.steps_left <= options_.loads_ahead) {
@@ -264,7 +279,7 @@ class Simulator {
 
   void begin_products(int i, double time) {
     Cta& cta = ctas_[i];
-    int const head = cta.work.kv_head * problem_.queries_per_kv + cta.at.head;
+    int const head = first_query_head(problem_, cta.work) + cta.at.head;
     int const q = Order<P>::visit(problem_, cta.work.kv_tile, cta.at.step);
     bool const masked =
         problem_.causal && q * problem_.tile_q + problem_.diagonal < (cta.work.kv_tile + 1) * problem_.tile_k - 1;
@@ -303,8 +318,38 @@ class Simulator {
     cta.at = dash_attn::next_step<P>(problem_, cta.work.kv_tile, cta.at);
     if (--cta.steps_left) {
       begin_products(i, time);
-      return;
+    } else if (problem_.head_splits == 1) {
+      end_claim(i, time);
+    } else {
+      Carry& carry = carry_of(cta.work);
+      if (carry.splits == cta.work.split) {
+        add_to_carry(i, time);
+      } else {
+        carry.waiting[cta.work.split] = i;
+      }
     }
+  }
+
+  Carry& carry_of(Work const& work) {
+    return carries_[(static_cast<size_t>(work.batch) * problem_.kv_heads + work.kv_head) * problem_.kv_tiles +
+                    work.kv_tile];
+  }
+
+  void add_to_carry(int i, double time) { events_.push({time + options_.carry_time, i, Kind::kCarryEnd, 0}); }
+
+  void end_carry(int i, double time) {
+    Carry& carry = carry_of(ctas_[i].work);
+    auto const next = carry.waiting.find(++carry.splits);
+    if (next != carry.waiting.end()) {
+      add_to_carry(next->second, time);
+      carry.waiting.erase(next);
+    }
+    result_.makespan = std::max(result_.makespan, time);
+    end_claim(i, time);
+  }
+
+  void end_claim(int i, double time) {
+    Cta& cta = ctas_[i];
     cta.idle = true;
     if (cta.has_next) {
       begin_claim(i, time);
@@ -370,6 +415,11 @@ class Simulator {
   }
 
   void check_finished() const {
+    for (Carry const& carry : carries_) {
+      if (carry.splits < problem_.head_splits && waiting_.empty()) {
+        throw std::runtime_error("no progress: a split waits for dK and dV of one that no resident CTA will work on");
+      }
+    }
     if (waiting_.empty()) return;
     auto const [i, number] = waiting_.begin()->second;
     SimulatedTask const& task = ctas_[i].slots[number % slots_].task;
@@ -391,6 +441,7 @@ class Simulator {
   std::vector<std::vector<int64_t>> taken_;  // by each cluster, in order
   std::vector<std::vector<Work>> mapped_;
   std::vector<Sum> sums_;                                         // of each query tile of each head
+  std::vector<Carry> carries_;                                    // of each KV tile of each KV head, where heads are split
   std::unordered_map<int64_t, std::pair<int, int64_t>> waiting_;  // (sum, rank): CTA and number of its partial
   std::priority_queue<Event, std::vector<Event>, std::greater<Event>> events_;
   Simulation result_;
@@ -406,7 +457,7 @@ Simulation simulate(Problem const& problem, SimulationOptions options) {
 template <Policy P>
 double critical_path(Problem problem, SimulationOptions options) {
   problem.batch = problem.kv_heads = 1;
-  options.sms = Order<P>::groups(problem) * problem.cta_group;
+  options.sms = Order<P>::groups(problem) * problem.cta_group * problem.head_splits;
   options.mapping = Mapping::kClaims;
   options.launch_times.clear();
   options.record_tasks = false;

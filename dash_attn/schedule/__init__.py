@@ -134,6 +134,7 @@ def problem(
     tile_k: int | None = None,
     cta_group: int | None = None,
     head_section: int | None = 1,
+    head_splits: int | None = None,
 ) -> Problem:
     """The problem as the kernel sees it when it runs the policy ``schedule``.
 
@@ -145,8 +146,10 @@ def problem(
         batch, heads, kv_heads: counts; ``heads`` must be a multiple of ``kv_heads`` (default: ``heads``).
         tile_q, tile_k: queries and keys in a tile; default: the kernel's for this head dim.
         cta_group: CTAs that take a claim together; default: the kernel's for this policy.
-        head_section: (batch, KV head) pairs whose claims are interleaved; None: as many as the launch takes. Changes who
-            runs when, no order of adds.
+        head_section: (batch, KV head, split)s whose claims are interleaved; None: as many as the launch takes. Changes
+            who runs when, no order of adds.
+        head_splits: parts that the query heads of a KV head are cut into, each with claims of its own; default: the
+            launch's, which follows from the lengths and the numbers of heads.
 
     Raises:
         ValueError: an argument is out of range; the message names it.
@@ -178,6 +181,15 @@ def problem(
         queries_per_kv=heads // kv_heads,
         cta_group=_schedule.cta_group(schedule) if cta_group is None else cta_group,
     )
+    if head_splits is None:
+        one = build()
+        head_splits = _schedule.head_splits(
+            kv_heads=kv_heads,
+            queries_per_kv=one.queries_per_kv,
+            query_tiles=one.num_query_tiles,
+            kv_tiles=one.num_kv_tiles,
+        )
+    build = functools.partial(build, head_splits=head_splits)
     if head_section is None:
         head_section = _schedule.head_section(schedule, build(), head_dim)
     return build(head_section=head_section)

@@ -87,7 +87,7 @@ def simulate(
     played = _schedule.simulate(schedule, problem, options)
     # KV tile 0 sees at least as many query tiles as any other. Staged partials are added while products go on.
     step = product_time * (1 - options.spread) if options.staging else product_time + add_time
-    longest_tile = problem.live_query_tiles(0) * problem.queries_per_kv * step
+    longest_tile = problem.live_query_tiles(0) * problem.queries_per_claim * step
     occupied = sms * played.makespan
     return Simulation(
         schedule=schedule,
