@@ -257,8 +257,8 @@ def _steps(order: TileOrder, queries_per_kv: int) -> Iterator[tuple[int, int, in
             steps = [(head, *pair) for pair in tiles for head in heads]
         else:
             steps = [(head, *pair) for head in heads for pair in tiles]
-        for left, step in enumerate(steps, 1 - len(steps)):
-            yield *step, left == 0
+        for number, step in enumerate(steps, 1):
+            yield *step, number == len(steps)
 
 
 def _interleave(order: TileOrder) -> Iterator[tuple[int, int]]:

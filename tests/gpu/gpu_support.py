@@ -60,6 +60,13 @@ def needs_clusters(policy: str) -> bool:
     return policy in ("shift", "symmetric_shift")
 
 
+def head_splits(problem: Problem) -> int:
+    """Claims among which the backward divides the query heads of a KV head, for each KV tile."""
+    lengths, counts = (problem.seqlen_q, problem.seqlen_k), dict(heads=problem.heads, kv_heads=problem.kv_heads)
+    tiles = schedule.problem("auto", *lengths, causal=problem.causal, head_dim=problem.head_dim, **counts)
+    return tiles.head_splits
+
+
 def random_qkv_dout(problem: Problem, device: str, seed: int = 0) -> tuple[torch.Tensor, ...]:
     generator = torch.Generator(device).manual_seed(seed)
 

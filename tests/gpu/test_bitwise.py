@@ -97,7 +97,8 @@ def test_neighbours_in_the_batch(head_dim, causal, lengths, device):
 
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
 def test_other_heads(causal, device):
-    """The bits of one KV head's group do not depend on how many other heads there are, or on its place among them."""
+    """The bits of one KV head's group do not depend on its place among the heads, nor on their number where that leaves
+    the group whole (csrc/schedule/head_splits.h)."""
     one, many = Problem(1, 515, 515, 2, 1, 128, causal), Problem(1, 515, 515, 12, 6, 128, causal)
     inputs = support.random_inputs(one, device, seed=1)
     for policy in support.schedules(causal):

@@ -1,0 +1,258 @@
+"""Query heads of a KV head split over claims: the rule, the claims, the waits, and the sums of the reference."""
+
+import itertools
+import random
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dash_attn import _schedule, reference, schedule
+from dash_attn.schedule import Problem, add_order, assign, groups, num_claims, simulate, visit_order, walk
+
+ENOUGH_CLAIMS, STEPS_WORTH_A_CARRY = 128, 32
+POLICY_MASKS = [
+    (policy, causal)
+    for policy in (*schedule.POLICIES, *schedule.YARDSTICKS)
+    for causal in (False, True)
+    if _schedule.fits(policy, causal)
+]
+
+# (heads, kv_heads, seqlen_q, seqlen_k, head_dim): splits.
+TABLE = {
+    (8, 1, 1024, 1024, 128): 4,  # 8 would leave claims of 16 steps
+    (8, 1, 2048, 2048, 128): 8,
+    (8, 1, 4096, 4096, 128): 4,
+    (8, 1, 8192, 8192, 128): 2,
+    (8, 1, 16384, 16384, 128): 1,  # 128 KV tiles
+    (8, 1, 2048, 2048, 64): 4,  # tiles of 128 queries: half the steps
+    (32, 4, 512, 512, 128): 2,
+    (32, 4, 1024, 1024, 128): 4,
+    (32, 4, 2048, 2048, 128): 2,
+    (32, 4, 4096, 4096, 128): 1,
+    (32, 8, 4096, 4096, 128): 1,
+    (8, 8, 512, 512, 128): 1,  # one query head a KV head: nothing to split
+    (7, 1, 4096, 4096, 128): 7,  # 7 parts or none
+    (12, 1, 4096, 4096, 128): 4,  # 3 parts make 96 claims, 4 make 128
+    (6, 2, 100, 100, 128): 1,
+    (64, 1, 1, 4096, 128): 2,  # decoding: a claim has a step a head
+    (8, 1, 8192, 100, 128): 8,  # one KV tile: as many as there are
+}
+
+
+@pytest.mark.parametrize("shape", TABLE, ids=str)
+def test_table(shape):
+    heads, kv_heads, seqlen_q, seqlen_k, head_dim = shape
+    counts = dict(head_dim=head_dim, heads=heads, kv_heads=kv_heads)
+    found = {
+        schedule.problem(policy, seqlen_q, seqlen_k, causal=causal, batch=batch, **counts).head_splits
+        for policy, causal in POLICY_MASKS
+        if policy in schedule.POLICIES
+        for batch in (1, 2, 8, 1000)
+    }
+    assert found == {TABLE[shape]}, "of every policy, mask and batch"
+    order = reference.tile_order(
+        "auto",
+        seqlen_q,
+        seqlen_k,
+        head_dim=head_dim,
+        causal=True,
+        kv_heads=kv_heads,
+        queries_per_kv=heads // kv_heads,
+    )
+    assert order.head_splits == TABLE[shape]
+
+
+@settings(max_examples=500, deadline=None)
+@given(
+    kv_heads=st.integers(1, 200),
+    queries_per_kv=st.integers(1, 200),
+    query_tiles=st.integers(1, 200),
+    kv_tiles=st.integers(1, 200),
+)
+def test_rule(kv_heads, queries_per_kv, query_tiles, kv_tiles):
+    splits = _schedule.head_splits(
+        kv_heads=kv_heads, queries_per_kv=queries_per_kv, query_tiles=query_tiles, kv_tiles=kv_tiles
+    )
+    divisors = [d for d in range(1, queries_per_kv + 1) if queries_per_kv % d == 0]
+    allowed = [d for d in divisors if d == 1 or queries_per_kv // d * query_tiles >= STEPS_WORTH_A_CARRY]
+    enough = [d for d in allowed if kv_heads * kv_tiles * d >= ENOUGH_CLAIMS]
+    assert splits == (enough[0] if enough else allowed[-1])
+    # What the preprocess kernel counts on when it clears the turns of a sequence.
+    assert splits == 1 or kv_heads * kv_tiles < ENOUGH_CLAIMS
+
+
+def test_splits_can_be_given():
+    shape = dict(causal=True, heads=8, kv_heads=1)
+    given = schedule.problem("spt", 2048, 2048, **shape, head_splits=2)
+    assert (given.head_splits, given.queries_per_claim, given.queries_per_kv) == (2, 4, 8)
+    assert "head_splits=2" in repr(given)
+    assert num_claims("spt", given) == 2 * num_claims("spt", schedule.problem("spt", 2048, 2048, **shape, head_splits=1))
+
+
+def test_bad_splits_name_the_argument():
+    shape = dict(tile_q=1, tile_k=1, causal=False)
+    with pytest.raises(ValueError, match=r"head_splits must be in \[1, .*\), got 0"):
+        Problem(8, 8, **shape, queries_per_kv=4, head_splits=0)
+    with pytest.raises(ValueError, match="head_splits must divide queries_per_kv=4, got 3"):
+        Problem(8, 8, **shape, queries_per_kv=4, head_splits=3)
+    with pytest.raises(ValueError, match=r"batch \* kv_heads \* head_splits \* KV tiles must be below 2\^31"):
+        Problem(8, 8, **shape, batch=2**10, kv_heads=2**10, queries_per_kv=2**9, head_splits=2**8)
+    Problem(8, 8, **shape, batch=2**10, kv_heads=2**10, queries_per_kv=2**9, head_splits=2**7)
+
+
+@st.composite
+def split_problems(draw):
+    policy, causal = draw(st.sampled_from(POLICY_MASKS))
+    splits, queries = draw(st.integers(1, 4)), draw(st.integers(1, 3))
+    return policy, Problem(
+        draw(st.integers(1, 9)),
+        draw(st.integers(1, 9)),
+        tile_q=draw(st.integers(1, 2)),
+        tile_k=draw(st.integers(1, 2)),
+        causal=causal,
+        batch=draw(st.integers(1, 3)),
+        kv_heads=draw(st.integers(1, 3)),
+        queries_per_kv=splits * queries,
+        cta_group=draw(st.integers(1, 3)),
+        head_section=draw(st.integers(1, 20)),
+        head_splits=splits,
+    )
+
+
+def claimed(policy, problem):
+    """(claim, cta_rank, batch, KV head, KV tile, split) of every CTA that has work, in the order of claims."""
+    for claim, cta_rank in itertools.product(range(num_claims(policy, problem)), range(problem.cta_group)):
+        work = assign(policy, problem, claim, cta_rank)
+        if work is not None:
+            yield claim, cta_rank, *work
+
+
+@settings(max_examples=300, deadline=None)
+@given(split_problems())
+def test_every_tile_of_every_query_head_is_visited_once(policy_problem):
+    policy, problem = policy_problem
+    visits = visit_order(policy, problem)
+    heads = problem.kv_heads * problem.queries_per_kv
+    expected = {
+        (batch, head, kv_tile, q)
+        for batch, head, kv_tile in itertools.product(range(problem.batch), range(heads), range(len(visits)))
+        for q in visits[kv_tile]
+    }
+    seen = [
+        (batch, kv_head * problem.queries_per_kv + split * problem.queries_per_claim + head, kv_tile, visits[kv_tile][step])
+        for _, _, batch, kv_head, kv_tile, split in claimed(policy, problem)
+        for step, head in walk(policy, problem, kv_tile)
+    ]
+    assert len(seen) == len(expected) and set(seen) == expected
+
+
+@settings(max_examples=300, deadline=None)
+@given(split_problems())
+def test_waits_point_at_earlier_claims(policy_problem):
+    """The groups of a split come in the policy's order, and the splits of a KV tile in theirs, on the same CTA's place."""
+    policy, problem = policy_problem
+    claim_of, of_split = {}, {}
+    for claim, cta_rank, batch, kv_head, kv_tile, split in claimed(policy, problem):
+        claim_of[batch, kv_head, kv_tile, split] = claim, cta_rank
+        of_split.setdefault((batch, kv_head, split), {}).setdefault(claim, []).append(kv_tile)
+    assert len(claim_of) == problem.batch * problem.kv_heads * problem.num_kv_tiles * problem.head_splits
+    for (batch, kv_head, kv_tile, split), (claim, cta_rank) in claim_of.items():
+        if split > 0:
+            before, rank_before = claim_of[batch, kv_head, kv_tile, split - 1]
+            assert before < claim and rank_before == cta_rank
+    assert all(list(claims.values()) == groups(policy, problem) for claims in of_split.values())
+
+
+def test_a_section_interleaves_splits():
+    problem = Problem(
+        2, 2, tile_q=1, tile_k=1, causal=False, kv_heads=2, queries_per_kv=2, head_splits=2, head_section=2
+    )
+    order = [assign("ascending", problem, claim)[1:] for claim in range(num_claims("ascending", problem))]
+    assert order == [(h, kv, split) for h in range(2) for kv in range(2) for split in range(2)]  # (KV head, tile, split)
+
+
+@pytest.mark.parametrize("policy, causal", POLICY_MASKS)
+def test_simulator_makes_progress_under_every_residency(policy, causal):
+    """From one resident cluster to one a claim, launched in any order: every add of dQ in its order, nothing waits for ever."""
+    generator = random.Random(f"{policy} {causal}")
+    for lengths, cta_group in itertools.product([(6, 6), (4, 7), (1, 4)], [1, 2]):
+        tiles = Problem(
+            *lengths,
+            tile_q=1,
+            tile_k=1,
+            causal=causal,
+            kv_heads=2,
+            queries_per_kv=6,
+            cta_group=cta_group,
+            head_splits=3,
+            head_section=generator.choice([1, 2, 3, 4, 6]),
+        )
+        clusters_of_all = num_claims(policy, tiles)
+        for clusters in {1, 2, 3, clusters_of_all // 2, clusters_of_all - 1, clusters_of_all} - {0}:
+            late = [1e4 * i for i in range(clusters)]
+            for launch_times in ([], late, late[::-1]):
+                staging = generator.choice([0, 2])
+                result = simulate(
+                    policy,
+                    tiles,
+                    sms=clusters * cta_group,
+                    carry_time=generator.choice([0, 1, 30]),
+                    staging=staging,
+                    adders=max(1, staging),
+                    loads_ahead=generator.choice([0, 2]),
+                    launch_times=launch_times,
+                    record_tasks=True,
+                )
+                order = {}
+                for task in sorted(result.tasks, key=lambda task: (task.add_start, task.end)):
+                    order.setdefault((task.head, task.query_tile), []).append(task.kv_tile)
+                expected = {(h, q): kv for h in range(12) for q, kv in enumerate(add_order(policy, tiles)) if kv}
+                if _schedule.is_ordered(policy):
+                    assert order == expected
+                else:
+                    assert {key: sorted(kv) for key, kv in order.items()} == {k: sorted(kv) for k, kv in expected.items()}
+
+
+def test_carries_follow_each_other():
+    """Four splits of one KV tile of five steps each: side by side they end together and carry in turn, each in its own time."""
+    tiles = Problem(5, 1, tile_q=1, tile_k=1, causal=False, queries_per_kv=4, head_splits=4)
+    costs = dict(product_time=8, add_time=1, signal_time=0, staging=2, adders=2)
+
+    def makespan(**options):
+        return simulate("ascending", tiles, **costs, **options).makespan
+
+    assert makespan(sms=4) == 5 * 8 + 1
+    assert makespan(sms=4, carry_time=3) == 5 * 8 + 4 * 3
+    assert makespan(sms=1, carry_time=3) == 4 * (5 * 8 + 3)
+    assert makespan(sms=3, carry_time=3) == 5 * 8 + 3 + 5 * 8 + 3  # the last split on the SM that is free first
+    result = simulate("ascending", tiles, **costs, sms=4)
+    assert (result.ideal, result.critical_path) == (5 * 8, 5 * 8 + 1)
+
+
+def test_splitting_shortens_what_too_few_claims_take():
+    """What the split is for: 16 KV tiles of 8 query heads on 128 SMs."""
+    times = {
+        splits: simulate(
+            "descending",
+            schedule.problem("descending", 2048, 2048, causal=False, heads=8, kv_heads=1, head_splits=splits),
+            sms=128,
+            carry_time=2.0,
+            staging=2,
+            adders=2,
+        ).makespan
+        for splits in (1, 2, 4, 8)
+    }
+    assert all(times[2 * splits] < 0.7 * times[splits] for splits in (1, 2, 4))
+
+
+def test_reference_adds_the_sums_of_splits():
+    """dV of one key over four query heads, whose terms make the order visible: fp32 loses the ones beside the big numbers."""
+    big = 2.0**26
+    dout = torch.tensor([big, 1.0, -big, 1.0]).reshape(1, 1, 4, 1)
+    zeros, k, lse = torch.zeros(1, 1, 4, 1), torch.zeros(1, 1, 1, 1), torch.zeros(1, 4, 1)
+    for splits, expected in ((1, 1.0), (2, 0.0), (4, 1.0)):
+        order = reference.TileOrder(1, 1, visits=[[0]], adds=[[0]], head_splits=splits)
+        _, _, dv = reference.backward(dout, zeros, k, k, zeros, lse, softmax_scale=1.0, causal=False, order=order)
+        assert dv.item() == expected, splits
