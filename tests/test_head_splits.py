@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from dash_attn import _schedule, reference, schedule
 from dash_attn.schedule import Problem, add_order, assign, groups, num_claims, simulate, visit_order, walk
 
-ENOUGH_CLAIMS, STEPS_WORTH_A_CARRY = 128, 32
+ENOUGH_CLAIMS = {False: 128, True: 256}  # full, causal
+STEPS_WORTH_A_CARRY = 32
 POLICY_MASKS = [
     (policy, causal)
     for policy in (*schedule.POLICIES, *schedule.YARDSTICKS)
@@ -19,49 +20,45 @@ POLICY_MASKS = [
     if _schedule.fits(policy, causal)
 ]
 
-# (heads, kv_heads, seqlen_q, seqlen_k, head_dim): splits.
+# (heads, kv_heads, seqlen_q, seqlen_k, head_dim): splits under the full mask, the causal mask.
 TABLE = {
-    (8, 1, 1024, 1024, 128): 4,  # 8 would leave claims of 16 steps
-    (8, 1, 2048, 2048, 128): 8,
-    (8, 1, 4096, 4096, 128): 4,
-    (8, 1, 8192, 8192, 128): 2,
-    (8, 1, 16384, 16384, 128): 1,  # 128 KV tiles
-    (8, 1, 2048, 2048, 64): 4,  # tiles of 128 queries: half the steps
-    (32, 4, 512, 512, 128): 2,
-    (32, 4, 1024, 1024, 128): 4,
-    (32, 4, 2048, 2048, 128): 2,
-    (32, 4, 4096, 4096, 128): 1,
-    (32, 8, 4096, 4096, 128): 1,
-    (8, 8, 512, 512, 128): 1,  # one query head a KV head: nothing to split
-    (7, 1, 4096, 4096, 128): 7,  # 7 parts or none
-    (12, 1, 4096, 4096, 128): 4,  # 3 parts make 96 claims, 4 make 128
-    (6, 2, 100, 100, 128): 1,
-    (64, 1, 1, 4096, 128): 2,  # decoding: a claim has a step a head
-    (8, 1, 8192, 100, 128): 8,  # one KV tile: as many as there are
+    (8, 1, 1024, 1024, 128): (4, 4),  # 8 would leave claims of 16 steps
+    (8, 1, 2048, 2048, 128): (8, 8),
+    (8, 1, 4096, 4096, 128): (4, 8),
+    (8, 1, 8192, 8192, 128): (2, 4),
+    (8, 1, 16384, 16384, 128): (1, 2),  # 128 KV tiles
+    (8, 1, 32768, 32768, 128): (1, 1),
+    (8, 1, 2048, 2048, 64): (4, 4),  # tiles of 128 queries: half the steps
+    (32, 4, 512, 512, 128): (2, 2),
+    (32, 4, 1024, 1024, 128): (4, 4),
+    (32, 4, 2048, 2048, 128): (2, 4),
+    (32, 4, 4096, 4096, 128): (1, 2),
+    (32, 8, 4096, 4096, 128): (1, 1),
+    (8, 8, 512, 512, 128): (1, 1),  # one query head a KV head: nothing to split
+    (7, 1, 4096, 4096, 128): (7, 7),  # 7 parts or none
+    (12, 1, 4096, 4096, 128): (4, 12),  # 3 parts make 96 claims, 4 make 128; 6 make 192
+    (6, 2, 100, 100, 128): (1, 1),
+    (64, 1, 1, 4096, 128): (2, 2),  # decoding: a claim has a step a head
+    (8, 1, 8192, 100, 128): (8, 8),  # one KV tile: as many as there are
 }
 
 
 @pytest.mark.parametrize("shape", TABLE, ids=str)
 def test_table(shape):
     heads, kv_heads, seqlen_q, seqlen_k, head_dim = shape
-    counts = dict(head_dim=head_dim, heads=heads, kv_heads=kv_heads)
-    found = {
-        schedule.problem(policy, seqlen_q, seqlen_k, causal=causal, batch=batch, **counts).head_splits
-        for policy, causal in POLICY_MASKS
-        if policy in schedule.POLICIES
-        for batch in (1, 2, 8, 1000)
-    }
-    assert found == {TABLE[shape]}, "of every policy, mask and batch"
-    order = reference.tile_order(
-        "auto",
-        seqlen_q,
-        seqlen_k,
-        head_dim=head_dim,
-        causal=True,
-        kv_heads=kv_heads,
-        queries_per_kv=heads // kv_heads,
-    )
-    assert order.head_splits == TABLE[shape]
+    for causal, splits in zip((False, True), TABLE[shape]):
+        found = {
+            schedule.problem(
+                policy, seqlen_q, seqlen_k, causal=causal, head_dim=head_dim, batch=batch, heads=heads, kv_heads=kv_heads
+            ).head_splits
+            for policy in schedule.POLICIES
+            if _schedule.fits(policy, causal)
+            for batch in (1, 2, 8, 1000)
+        }
+        assert found == {splits}, "of every policy and batch"
+        counts = dict(kv_heads=kv_heads, queries_per_kv=heads // kv_heads)
+        order = reference.tile_order("auto", seqlen_q, seqlen_k, head_dim=head_dim, causal=causal, **counts)
+        assert order.head_splits == splits
 
 
 @settings(max_examples=500, deadline=None)
@@ -70,17 +67,16 @@ def test_table(shape):
     queries_per_kv=st.integers(1, 200),
     query_tiles=st.integers(1, 200),
     kv_tiles=st.integers(1, 200),
+    causal=st.booleans(),
 )
-def test_rule(kv_heads, queries_per_kv, query_tiles, kv_tiles):
+def test_rule(kv_heads, queries_per_kv, query_tiles, kv_tiles, causal):
     splits = _schedule.head_splits(
-        kv_heads=kv_heads, queries_per_kv=queries_per_kv, query_tiles=query_tiles, kv_tiles=kv_tiles
+        kv_heads=kv_heads, queries_per_kv=queries_per_kv, query_tiles=query_tiles, kv_tiles=kv_tiles, causal=causal
     )
     divisors = [d for d in range(1, queries_per_kv + 1) if queries_per_kv % d == 0]
     allowed = [d for d in divisors if d == 1 or queries_per_kv // d * query_tiles >= STEPS_WORTH_A_CARRY]
-    enough = [d for d in allowed if kv_heads * kv_tiles * d >= ENOUGH_CLAIMS]
+    enough = [d for d in allowed if kv_heads * kv_tiles * d >= ENOUGH_CLAIMS[causal]]
     assert splits == (enough[0] if enough else allowed[-1])
-    # What the preprocess kernel counts on when it clears the turns of a sequence.
-    assert splits == 1 or kv_heads * kv_tiles < ENOUGH_CLAIMS
 
 
 def test_splits_can_be_given():
@@ -165,12 +161,12 @@ def test_waits_point_at_earlier_claims(policy_problem):
     assert all(list(claims.values()) == groups(policy, problem) for claims in of_split.values())
 
 
-def test_a_section_interleaves_splits():
+def test_all_heads_first_splits_come_first():
     problem = Problem(
         2, 2, tile_q=1, tile_k=1, causal=False, kv_heads=2, queries_per_kv=2, head_splits=2, head_section=2
     )
     order = [assign("ascending", problem, claim)[1:] for claim in range(num_claims("ascending", problem))]
-    assert order == [(h, kv, split) for h in range(2) for kv in range(2) for split in range(2)]  # (KV head, tile, split)
+    assert order == [(h, kv, split) for split in range(2) for kv in range(2) for h in range(2)]  # (KV head, tile, split)
 
 
 @pytest.mark.parametrize("policy, causal", POLICY_MASKS)

@@ -54,8 +54,8 @@ struct Workspace {
   int* next_claim;        // the counter that hands out work
 
   // With more than one head split only.
-  float* carried_sums;  // (batch, KV head, KV tile, consumer, dK and dV, fragment in the order of carry.h)
-  int* carry_turns;     // (batch, KV head, KV tile, consumer): how many splits are in the sums
+  float* carried_sums;  // (batch, KV head, KV tile, consumer, dV and dK, fragment in the order of carry.h)
+  int* carry_turns;     // (batch, KV head, KV tile, consumer, dV and dK): how many splits are in the sum
 
   // Order-free accumulation only.
   uint8_t* scales;                // of each row's grid (config/fixed_point.h), in the order of scale_position

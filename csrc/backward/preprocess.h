@@ -19,7 +19,8 @@ struct PreprocessParams {
   Workspace workspace;
   int heads, seqlen_q, padded_seqlen_q, head_dim;
   int blocks_per_head;
-  int num_turns, num_carry_turns;  // at most as many as the grid has threads, each
+  int num_turns;  // no more than the grid has threads
+  int num_carry_turns;
   Problem problem;      // of order-free accumulation
   float softmax_scale;  // of order-free accumulation
 };
@@ -86,7 +87,9 @@ __global__ void __launch_bounds__(kPreprocessThreads) preprocess_kernel(const Pr
   ptx::launch_dependents();
   const int64_t thread = int64_t(blockIdx.x) * kPreprocessThreads + threadIdx.x;
   if (thread < params.num_turns) { params.workspace.turns[thread] = 0; }
-  if (thread < params.num_carry_turns) { params.workspace.carry_turns[thread] = 0; }
+  for (int64_t i = thread; i < params.num_carry_turns; i += int64_t(gridDim.x) * kPreprocessThreads) {
+    params.workspace.carry_turns[i] = 0;
+  }
   if (thread == 0) { *params.workspace.next_claim = 0; }
 
   uint4 out[kPreprocessPasses], dout[kPreprocessPasses];

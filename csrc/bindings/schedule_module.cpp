@@ -79,11 +79,10 @@ Problem checked_problem(int64_t seqlen_q, int64_t seqlen_k, int64_t tile_q, int6
     throw py::value_error("head_splits must divide queries_per_kv=" + std::to_string(queries_per_kv) + ", got " +
                           std::to_string(head_splits));
   }
-  Problem const problem =
-      make_problem(static_cast<int>(batch), static_cast<int>(kv_heads), static_cast<int>(queries_per_kv),
-                   static_cast<int>(seqlen_q), static_cast<int>(seqlen_k), static_cast<int>(tile_q),
-                   static_cast<int>(tile_k), static_cast<int>(cta_group), causal, static_cast<int>(head_section),
-                   static_cast<int>(head_splits));
+  Problem const problem = make_problem(
+      static_cast<int>(batch), static_cast<int>(kv_heads), static_cast<int>(queries_per_kv), static_cast<int>(seqlen_q),
+      static_cast<int>(seqlen_k), static_cast<int>(tile_q), static_cast<int>(tile_k), static_cast<int>(cta_group),
+      causal, static_cast<int>(head_section), static_cast<int>(head_splits));
   if (batch * kv_heads > (((int64_t{1} << 31) - 1) / (problem.kv_tiles + 1)) / head_splits) {
     throw py::value_error("batch * kv_heads * head_splits * KV tiles must be below 2^31, got " + std::to_string(batch) +
                           " * " + std::to_string(kv_heads) + " * " + std::to_string(head_splits) + " * " +
@@ -114,8 +113,8 @@ int64_t claims(std::string const& schedule, Problem const& problem) {
   return with_fitting_policy(schedule, problem, [&](auto policy) { return num_claims<policy()>(problem); });
 }
 
-std::optional<std::tuple<int, int, int, int>> assigned(std::string const& schedule, Problem const& problem, int64_t claim,
-                                                       int64_t cta_rank) {
+std::optional<std::tuple<int, int, int, int>> assigned(std::string const& schedule, Problem const& problem,
+                                                       int64_t claim, int64_t cta_rank) {
   return with_fitting_policy(schedule, problem, [&](auto policy) -> std::optional<std::tuple<int, int, int, int>> {
     Work const work = assign<policy()>(problem, in_range("claim", claim, 0, num_claims<policy()>(problem)),
                                        in_range("cta_rank", cta_rank, 0, problem.cta_group));
@@ -277,7 +276,8 @@ PYBIND11_MODULE(_schedule, m) {
   py::class_<Problem>(m, "Problem", "Tile counts and mask ranges of one attention problem.")
       .def(py::init(&checked_problem), py::arg("seqlen_q"), py::arg("seqlen_k"), py::kw_only(), py::arg("tile_q"),
            py::arg("tile_k"), py::arg("causal"), py::arg("batch") = 1, py::arg("kv_heads") = 1,
-           py::arg("queries_per_kv") = 1, py::arg("cta_group") = 1, py::arg("head_section") = 1, py::arg("head_splits") = 1)
+           py::arg("queries_per_kv") = 1, py::arg("cta_group") = 1, py::arg("head_section") = 1,
+           py::arg("head_splits") = 1)
       .def_readonly("seqlen_q", &Problem::seqlen_q)
       .def_readonly("seqlen_k", &Problem::seqlen_k)
       .def_readonly("tile_q", &Problem::tile_q)
@@ -319,8 +319,9 @@ PYBIND11_MODULE(_schedule, m) {
   m.def("rank", &rank, py::arg("schedule"), py::arg("problem"), py::arg("kv_tile"), py::arg("query_tile"),
         "Place of a KV tile in the sum of dQ of a query tile that is live for it.");
   m.def("num_claims", &claims, py::arg("schedule"), py::arg("problem"), "Claims of the whole problem.");
-  m.def("assign", &assigned, py::arg("schedule"), py::arg("problem"), py::arg("claim"), py::arg("cta_rank") = 0,
-        "(batch, KV head, KV tile, split) of one CTA of the cluster that took a claim; None when it sits the claim out.");
+  m.def(
+      "assign", &assigned, py::arg("schedule"), py::arg("problem"), py::arg("claim"), py::arg("cta_rank") = 0,
+      "(batch, KV head, KV tile, split) of one CTA of the cluster that took a claim; None when it sits the claim out.");
   m.def("groups", &groups, py::arg("schedule"), py::arg("problem"),
         "KV tiles of each claim of one (batch, KV head, split), by CTA of the cluster.");
   m.def("visit_order", &visit_order, py::arg("schedule"), py::arg("problem"),
@@ -358,7 +359,7 @@ PYBIND11_MODULE(_schedule, m) {
   m.def("head_section", &section, py::arg("schedule"), py::arg("problem"), py::arg("head_dim"),
         "The (batch, KV head, split)s whose claims a launch interleaves.");
   m.def("head_splits", &head_splits, py::kw_only(), py::arg("kv_heads"), py::arg("queries_per_kv"),
-        py::arg("query_tiles"), py::arg("kv_tiles"),
+        py::arg("query_tiles"), py::arg("kv_tiles"), py::arg("causal"),
         "Into how many parts a launch cuts the query heads of a KV head.");
 
   py::class_<SimulatedTask>(m, "Task",

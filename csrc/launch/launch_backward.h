@@ -26,9 +26,9 @@ backward::StridedView<Element> strided_view(const TensorView& tensor) {
 template <typename Config>
 Problem make_problem(const BackwardArguments& a) {
   constexpr int kSectionToBeDecided = 1;
-  Problem problem = make_problem(a.batch, a.kv_heads, a.heads / a.kv_heads, a.seqlen_q, a.seqlen_k, Config::kQuery,
-                                 Config::kKey, Config::kClusterSize, Config::kCausal, kSectionToBeDecided,
-                                 head_splits(a, Config::kTile));
+  Problem problem =
+      make_problem(a.batch, a.kv_heads, a.heads / a.kv_heads, a.seqlen_q, a.seqlen_k, Config::kQuery, Config::kKey,
+                   Config::kClusterSize, Config::kCausal, kSectionToBeDecided, head_splits(a, Config::kTile));
   problem.head_section = head_section(Config::kPolicy, problem, Config::kHeadDim);
   return problem;
 }
@@ -68,8 +68,6 @@ void launch_preprocess(const BackwardArguments& a, const Problem& problem, const
   params.head_dim = a.head_dim;
   params.blocks_per_head = ceil_div(params.padded_seqlen_q, backward::kPreprocessRows<Config::kHeadDim>);
   params.num_turns = a.batch * a.heads * problem.query_tiles;
-  // A sequence of more KV tiles than this is not split.
-  static_assert(kEnoughClaims * Config::kConsumers <= backward::kPreprocessThreads);
   params.num_carry_turns = int(num_carry_turns(a, Config::kTile));
   params.problem = problem;
   params.softmax_scale = a.softmax_scale;

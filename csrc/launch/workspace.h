@@ -16,13 +16,14 @@ struct WorkspacePlan {
 };
 
 inline int head_splits(const BackwardArguments& a, const TileShape& tile) {
-  return head_splits(a.kv_heads, a.heads / a.kv_heads, ceil_div(a.seqlen_q, tile.query), ceil_div(a.seqlen_k, tile.key));
+  return head_splits(a.kv_heads, a.heads / a.kv_heads, ceil_div(a.seqlen_q, tile.query), ceil_div(a.seqlen_k, tile.key),
+                     a.causal);
 }
 
-// Turns of the sums of dK and dV over splits: one for each warpgroup's rows of each KV tile.
+// Turns of the sums over splits: one for each warpgroup's rows of each KV tile, for dK and for dV.
 inline int64_t num_carry_turns(const BackwardArguments& a, const TileShape& tile) {
   if (head_splits(a, tile) == 1) { return 0; }
-  return int64_t(a.batch) * a.kv_heads * ceil_div(a.seqlen_k, tile.key) * (tile.key / kWarpgroupRows);
+  return int64_t(a.batch) * a.kv_heads * ceil_div(a.seqlen_k, tile.key) * (tile.key / kWarpgroupRows) * 2;
 }
 
 // With a null `base` only `bytes` means anything.
@@ -44,8 +45,8 @@ inline WorkspacePlan plan_workspace(void* base, const TileShape& tile, const Bac
   plan.arrays.turns = reinterpret_cast<int*>(take(tiles * sizeof(int)));
   plan.arrays.next_claim = reinterpret_cast<int*>(take(sizeof(int)));
   if (const int64_t carry_turns = num_carry_turns(a, tile)) {
-    const int64_t dk_and_dv = 2 * carry_turns * kWarpgroupRows * tile.head_dim;
-    plan.arrays.carried_sums = reinterpret_cast<float*>(take(dk_and_dv * sizeof(float)));
+    const int64_t elements = carry_turns * kWarpgroupRows * tile.head_dim;
+    plan.arrays.carried_sums = reinterpret_cast<float*>(take(elements * sizeof(float)));
     plan.arrays.carry_turns = reinterpret_cast<int*>(take(carry_turns * sizeof(int)));
   }
   if (accumulation(static_cast<Policy>(a.schedule)) == Accumulation::kOrderFree) {

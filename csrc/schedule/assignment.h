@@ -13,7 +13,7 @@ namespace dash_attn {
 struct Work {
   int batch;
   int kv_head;
-  int split;  // of the KV head's query heads
+  int split;    // of the KV head's query heads
   int kv_tile;  // -1: the group is smaller than the cluster and this CTA sits the claim out
 
   DASH_HOST_DEVICE constexpr bool valid() const { return kv_tile >= 0; }
@@ -34,23 +34,23 @@ DASH_HOST_DEVICE constexpr int first_query_head(Problem const& problem, Work con
 // every (batch, KV head, split) then come in the policy's order, and the splits of a group in ascending order, which are
 // the orders in which waits point back.
 //
-// Splits come in sections of problem.head_section, batch-major, those of a KV head side by side. Within a section the
-// first group of each comes before the second of any: fewer groups of one run at a time, so fewer wait for each other's
-// adds, and the longest (or shortest) tiles of all heads come together. No order of adds depends on it: it may follow the
-// device.
+// All heads' first splits come before any second one: where there are enough heads, a claim that ends then finds the sums
+// of the split before ready. These come in sections of problem.head_section. Within a section the first group of each
+// comes before the second of any: fewer groups of one run at a time, so fewer wait for each other's adds, and the longest
+// (or shortest) tiles of all heads come together. No order of adds depends on it: it may follow the device.
 template <Policy P>
 DASH_HOST_DEVICE constexpr Work assign(Problem const& problem, int claim, int cta_rank) {
   int const groups = Order<P>::groups(problem);
-  int const splits = problem.batch * problem.kv_heads * problem.head_splits;
+  int const heads = problem.batch * problem.kv_heads;
   int const section_start = claim / groups / problem.head_section * problem.head_section;
-  int const section_splits = min_int(problem.head_section, splits - section_start);
+  int const section_splits = min_int(problem.head_section, heads * problem.head_splits - section_start);
   int const claim_in_section = claim - section_start * groups;
   int const group = claim_in_section / section_splits;
-  int const split = section_start + claim_in_section - group * section_splits;
-  int const head = split / problem.head_splits;
+  int const head_of_split = section_start + claim_in_section - group * section_splits;
+  int const split = head_of_split / heads;
+  int const head = head_of_split - split * heads;
   int const batch = head / problem.kv_heads;
-  return {batch, head - batch * problem.kv_heads, split - head * problem.head_splits,
-          Order<P>::kv_tile(problem, group, cta_rank)};
+  return {batch, head - batch * problem.kv_heads, split, Order<P>::kv_tile(problem, group, cta_rank)};
 }
 
 }  // namespace dash_attn

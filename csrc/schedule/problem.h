@@ -19,10 +19,10 @@ struct Problem {
   int queries_per_kv;  // query heads that share one KV head
   int seqlen_q;
   int seqlen_k;
-  int tile_q;     // queries in a tile
-  int tile_k;     // keys in a tile
-  int cta_group;  // C: CTAs of a cluster, each taking one KV tile of a claim
-  bool causal;    // query i sees the keys j <= i + seqlen_k - seqlen_q (bottom right)
+  int tile_q;        // queries in a tile
+  int tile_k;        // keys in a tile
+  int cta_group;     // C: CTAs of a cluster, each taking one KV tile of a claim
+  bool causal;       // query i sees the keys j <= i + seqlen_k - seqlen_q (bottom right)
   int head_section;  // (batch, KV head, split)s whose claims are interleaved; changes who runs when, never an order
   int head_splits;   // parts that the query heads of a KV head are cut into, each with claims of its own: head_splits.h
 

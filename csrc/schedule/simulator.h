@@ -40,7 +40,7 @@ struct SimulationOptions {
   double signal_time = 0;  // from the end of an add until the next rank's CTA knows of it
   double poll_time = 0;    // from taking up a partial until its turn is known, when it has come already; not for rank 0
   double claim_time =
-      0;                 // from the end of a claim's products to the start of the next one's: dK and dV out, K and Q in
+      0;  // from the end of a claim's products to the start of the next one's: dK and dV out, K and Q in
   double carry_time = 0;  // for which a split adds its dK and dV up, when the split before has
   double load_time = 0;   // from the start of a claim of few steps until its loads have gone out
   double memory_claim_time =
@@ -81,20 +81,20 @@ inline std::vector<std::vector<Work>> published_mapping(Policy policy, Problem c
                                 std::to_string(n));
   }
   std::vector<std::vector<Work>> work(sms);
-  for (int split = 0; split < problem.batch * problem.kv_heads * problem.head_splits; ++split) {
+  int const heads = problem.batch * problem.kv_heads;
+  for (int head = 0; head < heads * problem.head_splits; ++head) {
     auto const give = [&](int sm, int kv) {
-      int const head = split / problem.head_splits;
-      work[sm].push_back({head / problem.kv_heads, head % problem.kv_heads, split % problem.head_splits, kv});
+      work[sm].push_back({head % heads / problem.kv_heads, head % problem.kv_heads, head / heads, kv});
     };
     for (int s = 0; s < n; ++s) {
       if (policy == Policy::kSymmetricShift) {
         if (s < n / 2) {
-          int const sm = split % 2 * (n / 2) + s;  // two heads side by side, half of the SMs each
+          int const sm = head % 2 * (n / 2) + s;  // two heads side by side, half of the SMs each
           give(sm, s);
           give(sm, n - 1 - s);
         }
       } else {
-        bool const mirrored = problem.causal && split % 2;
+        bool const mirrored = problem.causal && head % 2;
         give(s, mirrored ? n - 1 - s : s);
       }
     }
@@ -179,7 +179,7 @@ class Simulator {
     bool held = false;    // its partial waits for a staging buffer
     bool has_next = false;
     Work work{}, next{};
-    int taken = 0;       // claims (of its cluster) or entries (of its mapping) consumed
+    int taken = 0;  // claims (of its cluster) or entries (of its mapping) consumed
     ClaimStep at{0, 0};
     int steps_left = 0;  // of the claim, over all its query heads
     int64_t handed = 0;  // partials given to the adders
@@ -197,8 +197,8 @@ class Simulator {
 
   // The sum of dK and dV of a KV tile over the splits of its query heads.
   struct Carry {
-    int splits = 0;                  // that are in it
-    std::map<int, int> waiting;      // split: CTA
+    int splits = 0;              // that are in it
+    std::map<int, int> waiting;  // split: CTA
   };
 
   // When memory has served a request made now. Half of it writes, which the cache takes until it is full.
@@ -440,8 +440,8 @@ class Simulator {
   std::vector<Cta> ctas_;
   std::vector<std::vector<int64_t>> taken_;  // by each cluster, in order
   std::vector<std::vector<Work>> mapped_;
-  std::vector<Sum> sums_;                                         // of each query tile of each head
-  std::vector<Carry> carries_;                                    // of each KV tile of each KV head, where heads are split
+  std::vector<Sum> sums_;       // of each query tile of each head
+  std::vector<Carry> carries_;  // of each KV tile of each KV head, where heads are split
   std::unordered_map<int64_t, std::pair<int, int64_t>> waiting_;  // (sum, rank): CTA and number of its partial
   std::priority_queue<Event, std::vector<Event>, std::greater<Event>> events_;
   Simulation result_;

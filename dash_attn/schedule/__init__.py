@@ -149,7 +149,7 @@ def problem(
         head_section: (batch, KV head, split)s whose claims are interleaved; None: as many as the launch takes. Changes
             who runs when, no order of adds.
         head_splits: parts that the query heads of a KV head are cut into, each with claims of its own; default: the
-            launch's, which follows from the lengths and the numbers of heads.
+            launch's, which follows from the lengths, the mask and the numbers of heads.
 
     Raises:
         ValueError: an argument is out of range; the message names it.
@@ -188,6 +188,7 @@ def problem(
             queries_per_kv=one.queries_per_kv,
             query_tiles=one.num_query_tiles,
             kv_tiles=one.num_kv_tiles,
+            causal=causal,
         )
     build = functools.partial(build, head_splits=head_splits)
     if head_section is None:

@@ -12,7 +12,7 @@ from gpu_support import Problem
 CALLS = 100
 CALLS_IN_FLIGHT = 4
 
-# head_dim, (seqlen_q, seqlen_k, heads, kv_heads): splits.
+# head_dim, (seqlen_q, seqlen_k, heads, kv_heads): splits, under both masks.
 SPLITS = {
     64: {
         (2048, 2048, 8, 1): 4,
