@@ -67,13 +67,14 @@ class CarriedSum {
 };
 
 // Adds the sums of the splits before. The last split keeps the result (true), the others pass it on, dV while dK is still
-// on its way. Called by whole consumers, whose threads count themselves again, for what is kept over the products' loop
-// costs instructions there.
+// on its way. Called by whole consumers, whose threads count themselves afresh: what is shared with the products' loop
+// changes its code there, to the worse.
 template <typename Config>
 __device__ __forceinline__ bool carry_gradients(const KernelParams& params, const Work& work,
                                                 typename CarriedSum<Config>::Gradient& dk,
                                                 typename CarriedSum<Config>::Gradient& dv) {
-  const int consumer = int(threadIdx.x) / kWarpgroupThreads - 1, thread = int(threadIdx.x) % kWarpgroupThreads;
+  const int index = read_thread_index();
+  const int consumer = index / kWarpgroupThreads - 1, thread = index % kWarpgroupThreads;
   const Problem& problem = params.problem;
   const int64_t tile = int64_t(work.batch * problem.kv_heads + work.kv_head) * problem.kv_tiles + work.kv_tile;
   const int64_t first = 2 * (tile * Config::kConsumers + consumer);

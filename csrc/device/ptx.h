@@ -114,6 +114,13 @@ __device__ __forceinline__ void load_matrix(uint32_t row, uint32_t (&m)[4]) {
 
 namespace dash_attn {
 
+// threadIdx.x, as a value that the compiler does not know to be the same as any other.
+__device__ __forceinline__ int read_thread_index() {
+  int index;
+  asm volatile("mov.u32 %0, %%tid.x;" : "=r"(index));
+  return index;
+}
+
 // Has what follows from the value computed afresh, instead of carried in registers from earlier on.
 __device__ __forceinline__ void forget(int& value) { asm volatile("" : "+r"(value)); }
 
