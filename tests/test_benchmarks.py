@@ -86,15 +86,16 @@ def test_median_leaves_out_what_raises():
     )
     assert list(times) == ["works"] and times["works"] >= 0
     assert list(errors) == ["fails"] and "not this shape" in str(errors["fails"])
-    assert len(calls) == timing.WARM_UP_CALLS + 1 + timing.MIN_ROUNDS
+    assert len(calls) == 1 + timing.TURNS * (timing.TRIAL_CALLS + timing.MIN_ROUNDS)
 
 
-def test_rounds_are_interleaved():
+def test_each_variant_is_measured_in_blocks_of_its_own():
     order = []
     timing.median_ms(
         {name: lambda name=name: order.append(name) for name in "ab"}, device=torch.device("cpu"), min_time_s=0.0
     )
-    assert order[2 * timing.WARM_UP_CALLS :] == list("ab") * (timing.MIN_ROUNDS + 1)
+    block = timing.TRIAL_CALLS + timing.MIN_ROUNDS
+    assert order == list("ab") + timing.TURNS * (block * ["a"] + block * ["b"])
 
 
 @pytest.fixture(scope="module")
