@@ -360,6 +360,7 @@ PYBIND11_MODULE(_schedule, m) {
   py::class_<Simulation>(m, "Simulation")
       .def_readonly("makespan", &Simulation::makespan)
       .def_readonly("busy", &Simulation::busy)
+      .def_readonly("memory_time", &Simulation::memory_time)
       .def_readonly("num_tasks", &Simulation::num_tasks)
       .def_readonly("tasks", &Simulation::tasks);
 

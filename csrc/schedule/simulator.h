@@ -62,6 +62,7 @@ struct SimulatedTask {
 struct Simulation {
   double makespan = 0;
   double busy = 0;  // time that products take, and adds that products wait for
+  double memory_time = 0;  // that memory takes to serve all requests
   int64_t num_tasks = 0;
   std::vector<SimulatedTask> tasks;  // in the order in which they end
 };
@@ -148,6 +149,7 @@ class Simulator {
       }
     }
     check_finished();
+    result_.memory_time = memory_used_;
     result_.busy = result_.num_tasks * (options_.product_time + (options_.staging ? 0 : options_.add_time));
     return std::move(result_);
   }
