@@ -109,24 +109,27 @@ def prepare(probe: Probe):
     )
 
 
-def kernel_times(timer: timing.CudaTimer, call, repeats: int = 12) -> dict[str, float]:
-    """Median microseconds of each kernel of the backward by its name, with a cold L2; empty without a profiler."""
+def kernel_times(library, timer: timing.CudaTimer, call, repeats: int = 12) -> dict[str, float]:
+    """Median microseconds of the call and of each kernel of the backward by its name, with a cold L2 and warmed up, and the
+    SM clock meanwhile in MHz."""
     from torch.profiler import ProfilerActivity, profile
 
-    for _ in range(2):
-        call()
-    torch.cuda.synchronize()
+    ticks = latency.Ticks(library, 2 * repeats)
+    marks = itertools.count()
     with profile(activities=[ProfilerActivity.CUDA]) as recorded:
-        for _ in range(repeats):
-            timer.flush_l2()
-            call()
-        torch.cuda.synchronize()
-    times = collections.defaultdict(list)
+        timing.warm_up(timer, call)
+        whole = timer.times_ms(call, repeats, mark=lambda: ticks.mark(next(marks)))
+    spans = collections.defaultdict(list)
     for event in recorded.events():
         for kernel in ("preprocess", "backward", "convert"):
             if f"{kernel}_kernel" in event.name:
-                times[kernel].append(event.time_range.end - event.time_range.start)
-    return {kernel: round(statistics.median(values), 2) for kernel, values in times.items()}
+                spans[kernel].append((event.time_range.start, event.time_range.end))
+    spans = {name: sorted(found)[-repeats:] for name, found in spans.items()}
+    times = {name: [end - start for start, end in found] for name, found in spans.items()}
+    # The main kernel is launched early, and waits for the end of the one before it.
+    times["backward"] = [end - before for (_, end), (_, before) in zip(spans["backward"], spans["preprocess"])]
+    medians = {name: round(statistics.median(found), 2) for name, found in times.items()}
+    return {"us": round(1e3 * statistics.median(whole), 2), "mhz": round(statistics.median(ticks.mhz() or [0.0])), **medians}
 
 
 def measure(library, timer: timing.CudaTimer, call, min_time_s: float) -> dict:
@@ -144,7 +147,7 @@ def measure_probes(library, timer, sms: int) -> list[dict]:
     tiles = {head_dim: schedule.tile_shape(head_dim, causal=False) for head_dim in HEAD_DIMS}
     for probe in probes(sms, tiles):
         call = prepare(probe)
-        rows.append({**vars(probe), **measure(library, timer, call, 0.01), **kernel_times(timer, call, 6)})
+        rows.append({**vars(probe), **kernel_times(library, timer, call, 6)})
     return rows
 
 
@@ -156,7 +159,7 @@ def measure_kernels(library, timer) -> list[dict]:
             shape = Shape("bf16", head_dim, heads, heads, "full", 512, tokens // 512)
             variant = peers.Variant(peers.DashAttn.name, "descending", True)
             call = peers.DashAttn().prepare(variant, shape, peers.random_tensors(shape, torch.device("cuda")))["backward"]
-            rows.append({**vars(shape), **measure(library, timer, call, 0.02), **kernel_times(timer, call)})
+            rows.append({**vars(shape), **kernel_times(library, timer, call)})
     return rows
 
 

@@ -62,16 +62,22 @@ class HostTimer:
         return times
 
 
-def block_ms(timer, call: Callable[[], object], min_time_s: float, mark: Callable[[], object] = lambda: None) -> list[float]:
-    """Times of one block, of about `min_time_s`, after a trial and a warm-up."""
+def rounds_in(seconds: float, call_s: float) -> int:
+    return int(min(MAX_ROUNDS, max(MIN_ROUNDS, seconds / call_s)))
 
-    def rounds_in(seconds: float) -> int:
-        return int(min(MAX_ROUNDS, max(MIN_ROUNDS, seconds / call_s)))
 
+def warm_up(timer, call: Callable[[], object]) -> float:
+    """Brings the GPU to what the call makes of it; returns about how many seconds a call takes."""
     call_s = 1e-3 * min(timer.times_ms(call, TRIAL_CALLS))
     if timer.warm_up_s:
-        timer.times_ms(call, rounds_in(timer.warm_up_s))
-    return timer.times_ms(call, rounds_in(min_time_s), mark)
+        timer.times_ms(call, rounds_in(timer.warm_up_s, call_s))
+    return call_s
+
+
+def block_ms(timer, call: Callable[[], object], min_time_s: float, mark: Callable[[], object] = lambda: None) -> list[float]:
+    """Times of one block, of about `min_time_s`, after a warm-up."""
+    call_s = warm_up(timer, call)
+    return timer.times_ms(call, rounds_in(min_time_s, call_s), mark)
 
 
 def median_ms(
