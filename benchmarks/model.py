@@ -45,6 +45,7 @@ class Machine:
     poll: float  # of a turn that has come already
     load: float  # until a short claim's loads have gone out
     memory: float  # bytes a clock
+    miss: float  # what products take longer whose query tile comes from memory
     cache_mib: float  # what passes through memory before a tile must be read again
     around_us: dict[int, list[list[float]]]  # [elements of Q, microseconds] of the other kernels and the launches
     # The clock is idle_mhz less these, times the shares of time that the tensor cores and device memory are busy.
@@ -109,6 +110,7 @@ def play(machine: Machine, policy: str, shape, sms: int | None = None):
         load_time=machine.load,
         memory_claim_time=4 * tiles.tile_k * row_bytes / machine.memory,
         memory_tile_time=tiles.tile_q * (2 * row_bytes + SUM_BYTES * head_dim) / machine.memory,
+        miss_time=machine.miss,
         cache_time=machine.cache_mib * MIB / machine.memory,
         launch_times=[machine.start + machine.launch * i / clusters for i in range(clusters)],
         mapping="claims",
@@ -267,6 +269,7 @@ def fit(calibration: dict, evaluations: int = 1000) -> Machine:
         poll=latency["read_clocks"]["far"],
         load=latency["read_clocks"]["far"] * 5,
         memory=memory_bandwidth(calibration),
+        miss=300.0,
         cache_mib=32.0,
         around_us=fit_around(calibration),
         idle_mhz=0.0,
@@ -277,9 +280,9 @@ def fit(calibration: dict, evaluations: int = 1000) -> Machine:
     head_dims = sorted(machine.step)
 
     def with_costs(values: list[float]) -> Machine:
-        start, signal, cache_mib, spread, *rest = values
+        start, signal, miss, cache_mib, spread, *rest = values
         step, claim, mask = (dict(zip(head_dims, rest[i::3])) for i in range(3))
-        shared = dict(start=start, signal=signal, cache_mib=cache_mib, spread=min(spread, 0.5))
+        shared = dict(start=start, signal=signal, miss=miss, cache_mib=cache_mib, spread=min(spread, 0.5))
         return dataclasses.replace(machine, **shared, step=step, claim=claim, mask=mask)
 
     def ratio(tried: Machine, row: Row) -> float:
@@ -289,7 +292,7 @@ def fit(calibration: dict, evaluations: int = 1000) -> Machine:
         tried = with_costs(values)
         return sum(math.log(ratio(tried, row)) ** 2 for row in probes)
 
-    costs = [machine.start, machine.signal, machine.cache_mib, machine.spread]
+    costs = [machine.start, machine.signal, machine.miss, machine.cache_mib, machine.spread]
     for head_dim in head_dims:
         costs += [machine.step[head_dim], machine.claim[head_dim], machine.mask[head_dim]]
     fitted = with_costs(minimise(error, costs, evaluations))

@@ -377,6 +377,7 @@ PYBIND11_MODULE(_schedule, m) {
       .def_readwrite("load_time", &SimulationOptions::load_time)
       .def_readwrite("memory_claim_time", &SimulationOptions::memory_claim_time)
       .def_readwrite("memory_tile_time", &SimulationOptions::memory_tile_time)
+      .def_readwrite("miss_time", &SimulationOptions::miss_time)
       .def_readwrite("cache_time", &SimulationOptions::cache_time)
       .def_readwrite("staging", &SimulationOptions::staging)
       .def_readwrite("adders", &SimulationOptions::adders)

@@ -44,6 +44,7 @@ struct SimulationOptions {
   double memory_claim_time =
       0;  // for which a claim's K, V, dK and dV keep memory busy, which serves one after the other
   double memory_tile_time = 0;  // the same for a query tile that is not in cache: Q, dO and the sum of dQ
+  double miss_time = 0;         // what products take longer then, even if memory has nothing else to do
   double cache_time = 1e12;     // what the cache holds: a tile leaves it at 0.5 to 1.5 of this use of memory
   int staging = 0;              // partials that may be under way while products go on; 0: products wait for the add
   int adders = 1;       // partials of a CTA that may wait for their turns or be added at a time, taken round robin
@@ -273,7 +274,9 @@ class Simulator {
     double end = time + options_.product_time * (1 + options_.spread * noise()) + (masked ? options_.mask_time : 0);
     cta.task = {i, cta.work.batch, head, cta.work.kv_tile, q, time, 0, 0, 0};
     Sum& sum = sums_[sum_index(cta.task)];
-    if (!sum.visited || is_evicted(sum)) { end = std::max(end, use_memory(time, options_.memory_tile_time)); }
+    if (!sum.visited || is_evicted(sum)) {
+      end = std::max(end + options_.miss_time, use_memory(time, options_.memory_tile_time));
+    }
     sum.visited = true;
     sum.last_visit = memory_used_;
     cta.task.products_end = end;
