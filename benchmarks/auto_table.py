@@ -59,7 +59,7 @@ def fastest(machine: model.Machine, head_dim: int, causal: bool, length: int, qu
     shapes = loads(head_dim, causal, length, queries_per_kv)
 
     def cost(policy: str) -> float:
-        return math.fsum(math.log(model.clocks(machine, policy, shape)[0]) for shape in shapes) / len(shapes)
+        return math.fsum(math.log(model.predict(machine, policy, shape).us) for shape in shapes) / len(shapes)
 
     fitting = [p for p in schedule.POLICIES if _schedule.fits(p, causal) and p not in model.UNORDERED]
     costs = {policy: cost(policy) for policy in fitting if _schedule.cta_group(policy) == 1}

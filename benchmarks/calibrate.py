@@ -10,6 +10,7 @@ needs no GPU. Takes about 80 s on an H200.
 import argparse
 import collections
 import dataclasses
+import itertools
 import json
 import pathlib
 import statistics
@@ -19,8 +20,9 @@ import time
 
 import torch
 
-from benchmarks import latency, model, peers, run, timing
+from benchmarks import latency, peers, run, timing
 from benchmarks.shapes import Shape, full_grid
+from dash_attn import _schedule
 
 HEAD_DIMS = (64, 128)
 
@@ -107,74 +109,49 @@ def prepare(probe: Probe):
     )
 
 
-def kernel_times(call, repeats: int = 12) -> dict[str, float]:
-    """Median microseconds of each kernel of the backward by its name, with a cold L2; empty without a profiler."""
+def kernel_times(library, timer: timing.CudaTimer, call, repeats: int = 12) -> dict[str, float]:
+    """Median microseconds of the call and of each kernel of the backward by its name, with a cold L2 and warmed up, and the
+    SM clock meanwhile in MHz."""
     from torch.profiler import ProfilerActivity, profile
 
-    clock = timing._CudaClock(torch.device("cuda"))
-    for _ in range(2):
-        call()
-    torch.cuda.synchronize()
+    ticks = latency.Ticks(library, 2 * repeats)
+    marks = itertools.count()
     with profile(activities=[ProfilerActivity.CUDA]) as recorded:
-        for _ in range(repeats):
-            clock._flush.zero_()
-            call()
-        torch.cuda.synchronize()
-    times = collections.defaultdict(list)
+        timing.warm_up(timer, call)
+        whole = timer.times_ms(call, repeats, mark=lambda: ticks.mark(next(marks)))
+    spans = collections.defaultdict(list)
     for event in recorded.events():
         for kernel in ("preprocess", "backward", "convert"):
             if f"{kernel}_kernel" in event.name:
-                times[kernel].append(event.time_range.end - event.time_range.start)
-    return {kernel: round(statistics.median(values), 2) for kernel, values in times.items()}
+                spans[kernel].append((event.time_range.start, event.time_range.end))
+    spans = {name: sorted(found)[-repeats:] for name, found in spans.items()}
+    times = {name: [end - start for start, end in found] for name, found in spans.items()}
+    # The main kernel is launched early, and waits for the end of the one before it.
+    times["backward"] = [end - before for (_, end), (_, before) in zip(spans["backward"], spans["preprocess"])]
+    medians = {name: round(statistics.median(found), 2) for name, found in times.items()}
+    return {"us": round(1e3 * statistics.median(whole), 2), "mhz": round(statistics.median(ticks.mhz() or [0.0])), **medians}
 
 
-def measure(library, calls: dict, min_time_s: float) -> dict:
-    """For each call median microseconds as `timing.median_ms` has them, and the SM clock meanwhile in MHz."""
-    clock = timing._CudaClock(torch.device("cuda"))
-    for call in calls.values():
-        for _ in range(timing.WARM_UP_CALLS):
-            call()
-    torch.cuda.synchronize()
-    rounds = 1
-    for last in (False, True):
-        ticks = {name: latency.Ticks(library, 2 * rounds) for name in calls}
-        events = collections.defaultdict(list)
-        clock.head_start()
-        started = time.perf_counter()
-        for i in range(rounds):
-            for name, call in calls.items():
-                ends = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
-                clock._flush.zero_()
-                ticks[name].mark(2 * i)
-                ends[0].record()
-                call()
-                ends[1].record()
-                ticks[name].mark(2 * i + 1)
-                events[name].append(ends)
-        torch.cuda.synchronize()
-        taken = time.perf_counter() - started
-        rounds = int(min(timing.MAX_ROUNDS, max(timing.MIN_ROUNDS, min_time_s * len(calls) / taken)))
-    return {
-        name: {
-            "us": round(1e3 * statistics.median(start.elapsed_time(end) for start, end in events[name]), 2),
-            "mhz": round(statistics.median(ticks[name].mhz() or [0.0])),
-        }
-        for name in calls
-    }
+def measure(library, timer: timing.CudaTimer, call, min_time_s: float) -> dict:
+    """Median microseconds of a block of calls, and the SM clock meanwhile in MHz."""
+    ticks = latency.Ticks(library, 2 * timing.MAX_ROUNDS)
+    marks = itertools.count()
+    times = timing.block_ms(timer, call, min_time_s, mark=lambda: ticks.mark(next(marks)))
+    return {"us": round(1e3 * statistics.median(times), 2), "mhz": round(statistics.median(ticks.mhz() or [0.0]))}
 
 
-def measure_probes(library, sms: int) -> list[dict]:
+def measure_probes(library, timer, sms: int) -> list[dict]:
     from dash_attn import schedule
 
     rows = []
     tiles = {head_dim: schedule.tile_shape(head_dim, causal=False) for head_dim in HEAD_DIMS}
     for probe in probes(sms, tiles):
         call = prepare(probe)
-        rows.append({**vars(probe), **measure(library, {"": call}, 0.01)[""], **kernel_times(call, 6)})
+        rows.append({**vars(probe), **kernel_times(library, timer, call, 6)})
     return rows
 
 
-def measure_kernels(library) -> list[dict]:
+def measure_kernels(library, timer) -> list[dict]:
     """The kernels around the main one, over a range of sizes."""
     rows = []
     for head_dim, heads in ((64, 32), (128, 16)):
@@ -182,25 +159,23 @@ def measure_kernels(library) -> list[dict]:
             shape = Shape("bf16", head_dim, heads, heads, "full", 512, tokens // 512)
             variant = peers.Variant(peers.DashAttn.name, "descending", True)
             call = peers.DashAttn().prepare(variant, shape, peers.random_tensors(shape, torch.device("cuda")))["backward"]
-            rows.append({**vars(shape), **measure(library, {"": call}, 0.02)[""], **kernel_times(call)})
+            rows.append({**vars(shape), **kernel_times(library, timer, call)})
     return rows
 
 
-def measure_grid(library, max_seqlen: int, min_time_s: float) -> list[dict]:
+def measure_grid(library, timer, max_seqlen: int, min_time_s: float) -> list[dict]:
     rows = []
     ours = peers.DashAttn()
     for shape in full_grid():
         if shape.seqlen > max_seqlen:
             continue
         tensors = peers.random_tensors(shape, torch.device("cuda"))
-        calls = {v.schedule: ours.prepare(v, shape, tensors)["backward"] for v in ours.variants(shape)}
-        # A schedule that leaves the SMs idle would cool the GPU for the others of its round, and flatter them.
-        idle = {name: calls.pop(name) for name in list(calls) if model.is_chaotic(name, shape.causal)}
-        for together in filter(None, (calls, idle)):
-            both = [measure(library, together, min_time_s) for _ in range(2)]
-            for name in together:
-                us, mhz = ([each[name][key] for each in both] for key in ("us", "mhz"))
-                rows.append({**vars(shape), "schedule": name, "us": us, "mhz": mhz})
+        ordered = [v for v in ours.variants(shape) if _schedule.is_ordered(v.schedule)]
+        calls = {v.schedule: ours.prepare(v, shape, tensors)["backward"] for v in ordered}
+        both = [{name: measure(library, timer, call, min_time_s) for name, call in calls.items()} for _ in range(2)]
+        for name in calls:
+            us, mhz = ([each[name][key] for each in both] for key in ("us", "mhz"))
+            rows.append({**vars(shape), "schedule": name, "us": us, "mhz": mhz})
     return rows
 
 
@@ -237,10 +212,11 @@ def main(argv: list[str] | None = None) -> int:
 
     with tempfile.TemporaryDirectory() as folder:
         library = latency.build(pathlib.Path(folder))
+    timer = timing.CudaTimer(device)
     part("latency", lambda: latency.measure(library, sms))
-    part("probes", lambda: measure_probes(library, sms))
-    part("kernels", lambda: measure_kernels(library))
-    part("grid", lambda: measure_grid(library, arguments.max_seqlen, arguments.min_time))
+    part("probes", lambda: measure_probes(library, timer, sms))
+    part("kernels", lambda: measure_kernels(library, timer))
+    part("grid", lambda: measure_grid(library, timer, arguments.max_seqlen, arguments.min_time))
     return 0
 
 

@@ -4,7 +4,7 @@
     python -m benchmarks.report machine.json calibration.json ...          prediction beside measurement
 
 The main kernel is played tile by tile (`csrc/schedule/simulator.h`) in SM clocks. What runs around it takes a time by
-bytes, and the clock falls with the share of time that the tensor cores are busy, because power is limited.
+bytes, and the clock falls with the shares of time that the tensor cores and memory are busy, because power is limited.
 docs/model.md explains each cost.
 """
 
@@ -14,6 +14,8 @@ import json
 import math
 import pathlib
 import statistics
+
+import torch
 
 from dash_attn import _schedule, schedule
 
@@ -43,10 +45,13 @@ class Machine:
     poll: float  # of a turn that has come already
     load: float  # until a short claim's loads have gone out
     memory: float  # bytes a clock
+    miss: float  # what products take longer whose query tile comes from memory
     cache_mib: float  # what passes through memory before a tile must be read again
     around_us: dict[int, list[list[float]]]  # [elements of Q, microseconds] of the other kernels and the launches
-    idle_mhz: float  # the clock is idle_mhz - mhz_per_share * (share of the tensor cores' time)
-    mhz_per_share: float
+    # The clock is idle_mhz less these, times the shares of time that the tensor cores and device memory are busy.
+    idle_mhz: float
+    mhz_per_tensor_share: float
+    mhz_per_memory_share: float
     most_mhz: float
 
 
@@ -84,8 +89,8 @@ def tiles_of(policy: str, shape) -> schedule.Problem:
     return schedule.problem(policy, seqlen_q, seqlen_k, causal=shape.causal, head_dim=shape.head_dim, **counts)
 
 
-def clocks(machine: Machine, policy: str, shape, sms: int | None = None) -> tuple[float, int]:
-    """Clocks of the main kernel, and the number of tiles it works on."""
+def play(machine: Machine, policy: str, shape, sms: int | None = None):
+    """The main kernel, in SM clocks."""
     tiles = tiles_of(policy, shape)
     sms = sms or machine.sms
     head_dim = max(64, shape.head_dim)
@@ -105,14 +110,14 @@ def clocks(machine: Machine, policy: str, shape, sms: int | None = None) -> tupl
         load_time=machine.load,
         memory_claim_time=4 * tiles.tile_k * row_bytes / machine.memory,
         memory_tile_time=tiles.tile_q * (2 * row_bytes + SUM_BYTES * head_dim) / machine.memory,
+        miss_time=machine.miss,
         cache_time=machine.cache_mib * MIB / machine.memory,
         launch_times=[machine.start + machine.launch * i / clusters for i in range(clusters)],
         mapping="claims",
     )
     for name, value in settings.items():
         setattr(options, name, value)
-    played = _schedule.simulate(policy, tiles, options)
-    return played.makespan, played.num_tasks
+    return _schedule.simulate(policy, tiles, options)
 
 
 def code_key(policy: str, shape) -> str:
@@ -144,14 +149,14 @@ def tensor_clocks(shape, tiles: schedule.Problem) -> float:
 
 def predict(machine: Machine, policy: str, shape) -> Prediction:
     """What a whole backward call should take."""
-    main, num_tiles = clocks(machine, policy, shape)
+    main = play(machine, policy, shape)
     around = around_us(machine, shape)
-    busy = num_tiles * tensor_clocks(shape, tiles_of(policy, shape)) / machine.sms
+    tensor = main.num_tasks * tensor_clocks(shape, tiles_of(policy, shape)) / machine.sms
+    power = machine.mhz_per_tensor_share * tensor + machine.mhz_per_memory_share * main.memory_time
     mhz = machine.most_mhz
     for _ in range(8):
-        share = busy / (main + around * mhz)
-        mhz = min(machine.most_mhz, machine.idle_mhz - machine.mhz_per_share * share)
-    return Prediction(main / mhz + around, main, mhz)
+        mhz = min(machine.most_mhz, machine.idle_mhz - power / (main.makespan + around * mhz))
+    return Prediction(main.makespan / mhz + around, main.makespan, mhz)
 
 
 def minimise(function, start: list[float], evaluations: int) -> list[float]:
@@ -221,18 +226,25 @@ def memory_bandwidth(calibration: dict) -> float:
 
 
 def fit_clock(calibration: dict, machine: Machine) -> Machine:
-    """The clock as a line over the tensor cores' share, from what the grid's rounds ran at."""
-    shares, mhz = [], []
+    """The clock over the shares of time that tensor cores and memory are busy, from what the grid ran at."""
+    shares, rates = [], []
     for row in map(Row, calibration["grid"]):
         if is_chaotic(row.schedule, row.causal):
             continue
-        tiles = tiles_of(row.schedule, row)
-        live = sum(tiles.live_query_tiles(kv) for kv in range(tiles.num_kv_tiles)) * row.batch * row.heads
-        for us, rate in zip(row.us, row.mhz):
-            shares.append(live * tensor_clocks(row, tiles) / machine.sms / (us * rate))
-            mhz.append(rate)
-    slope, idle = statistics.linear_regression(shares, mhz)
-    return dataclasses.replace(machine, idle_mhz=idle, mhz_per_share=-slope, most_mhz=max(mhz))
+        main = play(machine, row.schedule, row)
+        tensor = main.num_tasks * tensor_clocks(row, tiles_of(row.schedule, row)) / machine.sms
+        for us, mhz in zip(row.us, row.mhz):
+            shares.append([1.0, tensor / (us * mhz), main.memory_time / (us * mhz)])
+            rates.append([mhz])
+    found = torch.linalg.lstsq(torch.tensor(shares, dtype=torch.float64), torch.tensor(rates, dtype=torch.float64))
+    idle, tensor_slope, memory_slope = found.solution.flatten().tolist()
+    return dataclasses.replace(
+        machine,
+        idle_mhz=idle,
+        mhz_per_tensor_share=-tensor_slope,
+        mhz_per_memory_share=-memory_slope,
+        most_mhz=max(rates)[0],
+    )
 
 
 def fit(calibration: dict, evaluations: int = 1000) -> Machine:
@@ -257,28 +269,30 @@ def fit(calibration: dict, evaluations: int = 1000) -> Machine:
         poll=latency["read_clocks"]["far"],
         load=latency["read_clocks"]["far"] * 5,
         memory=memory_bandwidth(calibration),
+        miss=300.0,
         cache_mib=32.0,
         around_us=fit_around(calibration),
         idle_mhz=0.0,
-        mhz_per_share=0.0,
+        mhz_per_tensor_share=0.0,
+        mhz_per_memory_share=0.0,
         most_mhz=0.0,
     )
     head_dims = sorted(machine.step)
 
     def with_costs(values: list[float]) -> Machine:
-        start, signal, cache_mib, spread, *rest = values
+        start, signal, miss, cache_mib, spread, *rest = values
         step, claim, mask = (dict(zip(head_dims, rest[i::3])) for i in range(3))
-        shared = dict(start=start, signal=signal, cache_mib=cache_mib, spread=min(spread, 0.5))
+        shared = dict(start=start, signal=signal, miss=miss, cache_mib=cache_mib, spread=min(spread, 0.5))
         return dataclasses.replace(machine, **shared, step=step, claim=claim, mask=mask)
 
     def ratio(tried: Machine, row: Row) -> float:
-        return clocks(tried, row.schedule, row, row.sms)[0] / (row.backward * row.mhz)
+        return play(tried, row.schedule, row, row.sms).makespan / (row.backward * row.mhz)
 
     def error(values: list[float]) -> float:
         tried = with_costs(values)
         return sum(math.log(ratio(tried, row)) ** 2 for row in probes)
 
-    costs = [machine.start, machine.signal, machine.cache_mib, machine.spread]
+    costs = [machine.start, machine.signal, machine.miss, machine.cache_mib, machine.spread]
     for head_dim in head_dims:
         costs += [machine.step[head_dim], machine.claim[head_dim], machine.mask[head_dim]]
     fitted = with_costs(minimise(error, costs, evaluations))
@@ -290,7 +304,7 @@ def fit_code(calibration: dict, machine: Machine) -> dict[str, float]:
     ratios: dict[str, dict[str, float]] = {}
     for row in map(Row, calibration["probes"]):
         if row.shows == "code":
-            ratio = row.backward * row.mhz / clocks(machine, row.schedule, row, row.sms)[0]
+            ratio = row.backward * row.mhz / play(machine, row.schedule, row, row.sms).makespan
             ratios.setdefault(f"{row.head_dim} {row.mask}", {})[code_key(row.schedule, row)] = ratio
     means = {kind: statistics.geometric_mean(found.values()) for kind, found in ratios.items()}
     return {key: round(ratio / means[kind], 4) for kind, found in ratios.items() for key, ratio in found.items()}

@@ -1,12 +1,15 @@
 """Draws a result of benchmarks.run as a PNG.
 
     python -m benchmarks.plot result.json result.png
+    python -m benchmarks.plot result.json result.png --peers benchmarks/results/peers_h200.json --deterministic
 """
 
 import argparse
 import collections
 import json
 import pathlib
+
+from benchmarks.shapes import SHAPE_FIELDS
 
 OURS = "dash_attn"
 
@@ -20,6 +23,13 @@ def panels(result: dict, pass_: str) -> dict[tuple, dict[tuple, list[tuple[int, 
             line = row["impl"], row["schedule"], row["deterministic"]
             found[panel][line].append((row["seqlen"], row["tflops"]))
     return {panel: {line: sorted(points) for line, points in lines.items()} for panel, lines in found.items()}
+
+
+def with_peers(result: dict, peers: dict) -> dict:
+    """The result with the peers of another one instead of its own."""
+    shapes = {tuple(row[field] for field in SHAPE_FIELDS) for row in result["rows"]}
+    found = [row for row in peers["rows"] if row["impl"] != OURS and tuple(row[field] for field in SHAPE_FIELDS) in shapes]
+    return {**result, "rows": [row for row in result["rows"] if row["impl"] == OURS] + found}
 
 
 def draw(result: dict, path: pathlib.Path, pass_: str | None = None) -> None:
@@ -78,8 +88,15 @@ def main() -> None:
     parser.add_argument("json", type=pathlib.Path)
     parser.add_argument("png", type=pathlib.Path)
     parser.add_argument("--pass", dest="pass_", help="default: the backward, where there are rows of it")
+    parser.add_argument("--peers", type=pathlib.Path, help="draw the peers of this result instead of those of the other")
+    parser.add_argument("--deterministic", action="store_true", help="leave out what is not deterministic")
     arguments = parser.parse_args()
-    draw(json.loads(arguments.json.read_text()), arguments.png, arguments.pass_)
+    result = json.loads(arguments.json.read_text())
+    if arguments.peers:
+        result = with_peers(result, json.loads(arguments.peers.read_text()))
+    if arguments.deterministic:
+        result["rows"] = [row for row in result["rows"] if row["deterministic"]]
+    draw(result, arguments.png, arguments.pass_)
 
 
 if __name__ == "__main__":

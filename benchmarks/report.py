@@ -19,16 +19,16 @@ BLOCK = ("<!-- written by benchmarks.report -->\n", "<!-- end -->\n")  # what it
 
 @dataclasses.dataclass(frozen=True)
 class Compared:
-    """One policy at one shape. `repeats` are the two measurements in clocks of the main kernel."""
+    """One policy at one shape. `repeats` are the two measurements in microseconds, `clocks` those of the main kernel."""
 
     shape: Shape
     policy: str
-    us: float
     repeats: tuple[float, float]
+    clocks: float
     predicted: model.Prediction
 
     @property
-    def clocks(self) -> float:
+    def us(self) -> float:
         return statistics.fmean(self.repeats)
 
     @property
@@ -49,9 +49,9 @@ def compare(machine: model.Machine, calibration: dict) -> list[Compared]:
     for row in calibration["grid"]:
         shape = Shape(**{field: row[field] for field in SHAPE_FIELDS})
         around = model.around_us(machine, shape)
-        repeats = tuple((us - around) * mhz for us, mhz in zip(row["us"], row["mhz"]))
+        clocks = statistics.fmean((us - around) * mhz for us, mhz in zip(row["us"], row["mhz"]))
         predicted = model.predict(machine, row["schedule"], shape)
-        found.append(Compared(shape, row["schedule"], statistics.fmean(row["us"]), repeats, predicted))
+        found.append(Compared(shape, row["schedule"], tuple(row["us"]), clocks, predicted))
     return found
 
 
@@ -62,7 +62,7 @@ def by_shape(rows: list[Compared]) -> dict[Shape, list[Compared]]:
 def noise(rows: list[Compared]) -> float:
     """Relative difference that two policies of one shape must exceed to differ: twice what two measurements of one policy
     differ by, at the median over the shape's policies, and at least TIE."""
-    spreads = [abs(row.repeats[0] - row.repeats[1]) / row.clocks for row in rows]
+    spreads = [abs(row.repeats[0] - row.repeats[1]) / row.us for row in rows]
     return max(TIE, 2 * statistics.median(spreads))
 
 
@@ -71,18 +71,18 @@ def pairs(rows: list[Compared]) -> list[tuple[Compared, Compared, str]]:
     slower one faster."""
     found = []
     limit = noise(rows)
-    for first, second in itertools.combinations(sorted(rows, key=lambda row: row.clocks), 2):
-        if second.clocks / first.clocks - 1 <= limit:
+    for first, second in itertools.combinations(sorted(rows, key=lambda row: row.us), 2):
+        if second.us / first.us - 1 <= limit:
             found.append((first, second, "tie"))
         else:
-            agrees = first.predicted.clocks < second.predicted.clocks
+            agrees = first.predicted.us < second.predicted.us
             found.append((first, second, "agree" if agrees else "differ"))
     return found
 
 
 def best(rows: list[Compared]) -> tuple[Compared, Compared]:
     """The fastest policy as measured, and the one the model would choose."""
-    return min(rows, key=lambda row: row.clocks), min(rows, key=lambda row: row.predicted.clocks)
+    return min(rows, key=lambda row: row.us), min(rows, key=lambda row: row.predicted.us)
 
 
 def summary(rows: list[Compared]) -> str:
@@ -104,12 +104,12 @@ def ranking(rows: list[Compared]) -> str:
     lines = [f"{len(found)} pairs of policies: {counts['agree']} ranked alike, {counts['tie']} ties, {counts['differ']} not:", ""]
     for first, second, kind in found:
         if kind == "differ":
-            measured = second.clocks / first.clocks - 1
-            said = second.predicted.clocks / first.predicted.clocks - 1
+            measured = second.us / first.us - 1
+            said = second.predicted.us / first.predicted.us - 1
             lines.append(
                 f"- {first.shape}: {first.policy} before {second.policy} by {measured:.1%}, the model says {said:+.1%}"
             )
-    losses = {shape: choice.clocks / fastest.clocks - 1 for shape, (fastest, choice) in ((s, best(g)) for s, g in shapes.items())}
+    losses = {shape: choice.us / fastest.us - 1 for shape, (fastest, choice) in ((s, best(g)) for s, g in shapes.items())}
     worst = max(losses, key=losses.get)
     right = sum(loss <= noise(shapes[shape]) for shape, loss in losses.items())
     lines += [

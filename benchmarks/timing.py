@@ -1,4 +1,8 @@
-"""The one way this project measures time: CUDA events, a cold L2, variants interleaved, the median.
+"""The one way this project measures time: CUDA events, a cold L2, each variant in blocks of its own, the median.
+
+Power limits the clock of a Hopper GPU, and what a call draws is its own affair: measured in turns with others, call by call, a
+hungry variant would borrow from a frugal one, and an idle one would cool the chip for all. So a variant is measured alone,
+warmed up each time, in TURNS blocks, so that what drifts over minutes serves all alike.
 
 On a machine without a GPU the same interface measures by the host's clock, to try the programs; such figures mean nothing.
 """
@@ -9,78 +13,95 @@ from collections.abc import Callable, Hashable
 
 import torch
 
-MIN_ROUNDS, MAX_ROUNDS = 5, 200
-WARM_UP_CALLS = 2
+MIN_ROUNDS, MAX_ROUNDS = 3, 200  # of a block
+TURNS = 2
+TRIAL_CALLS = 2
+WARM_UP_S = 0.04
 # Clocks the GPU idles before each sequence of calls, for the host to run ahead of it: about 1 ms.
 HEAD_START_CLOCKS = 2_000_000
 
 
-class _CudaClock:
+class CudaTimer:
+    warm_up_s = WARM_UP_S
+
     def __init__(self, device: torch.device):
         l2_bytes = torch.cuda.get_device_properties(device).L2_cache_size
         self._flush = torch.empty(4 * l2_bytes, dtype=torch.uint8, device=device)
 
-    def head_start(self) -> None:
-        torch.cuda._sleep(HEAD_START_CLOCKS)
-
-    def measure(self, call: Callable[[], object]) -> tuple[torch.cuda.Event, torch.cuda.Event]:
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    def flush_l2(self) -> None:
         self._flush.zero_()
-        start.record()
-        call()
-        end.record()
-        return start, end
 
-    def read_ms(self, measurements) -> list[float]:
+    def times_ms(self, call: Callable[[], object], rounds: int, mark: Callable[[], object] = lambda: None) -> list[float]:
+        """Milliseconds of each of `rounds` calls with a cold L2; `mark` is called before and after each, outside its time."""
+        torch.cuda._sleep(HEAD_START_CLOCKS)
+        events = []
+        for _ in range(rounds):
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            self.flush_l2()
+            mark()
+            start.record()
+            call()
+            end.record()
+            mark()
+            events.append((start, end))
         torch.cuda.synchronize()
-        return [start.elapsed_time(end) for start, end in measurements]
+        return [start.elapsed_time(end) for start, end in events]
 
 
-class _HostClock:
-    def head_start(self) -> None:
-        pass
+class HostTimer:
+    warm_up_s = 0.0
 
-    def measure(self, call: Callable[[], object]) -> float:
-        start = time.perf_counter()
-        call()
-        return 1e3 * (time.perf_counter() - start)
+    def times_ms(self, call: Callable[[], object], rounds: int, mark: Callable[[], object] = lambda: None) -> list[float]:
+        times = []
+        for _ in range(rounds):
+            mark()
+            start = time.perf_counter()
+            call()
+            times.append(1e3 * (time.perf_counter() - start))
+            mark()
+        return times
 
-    def read_ms(self, measurements) -> list[float]:
-        return list(measurements)
+
+def rounds_in(seconds: float, call_s: float) -> int:
+    return int(min(MAX_ROUNDS, max(MIN_ROUNDS, seconds / call_s)))
+
+
+def warm_up(timer, call: Callable[[], object]) -> float:
+    """Brings the GPU to what the call makes of it; returns about how many seconds a call takes."""
+    call_s = 1e-3 * min(timer.times_ms(call, TRIAL_CALLS))
+    if timer.warm_up_s:
+        timer.times_ms(call, rounds_in(timer.warm_up_s, call_s))
+    return call_s
+
+
+def block_ms(timer, call: Callable[[], object], min_time_s: float, mark: Callable[[], object] = lambda: None) -> list[float]:
+    """Times of one block, of about `min_time_s`, after a warm-up."""
+    call_s = warm_up(timer, call)
+    return timer.times_ms(call, rounds_in(min_time_s, call_s), mark)
 
 
 def median_ms(
     calls: dict[Hashable, Callable[[], object]], *, device: torch.device, min_time_s: float = 0.15
 ) -> tuple[dict[Hashable, float], dict[Hashable, Exception]]:
-    """Median milliseconds of each call, measured in turns so that clocks and temperature serve all alike.
+    """Median milliseconds of each call.
 
     Args:
-        calls: what to time; each is called WARM_UP_CALLS times before.
+        calls: what to time.
         device: where the calls run.
-        min_time_s: time to spend on each call on average, in seconds; there are MIN_ROUNDS to MAX_ROUNDS rounds.
+        min_time_s: time to spend on each call, in seconds, in TURNS blocks of MIN_ROUNDS to MAX_ROUNDS rounds.
 
     Returns:
-        The times, and the error of each call that raised in its warm-up and was left out.
+        The times, and the error of each call that raised in its trial and was left out.
     """
-    clock = _CudaClock(device) if device.type == "cuda" else _HostClock()
-    works, errors = {}, {}
+    timer = CudaTimer(device) if device.type == "cuda" else HostTimer()
+    errors = {}
     for name, call in calls.items():
         try:
-            for _ in range(WARM_UP_CALLS):
-                call()
-            clock.read_ms([])
-            works[name] = call
+            timer.times_ms(call, 1)
         except Exception as error:  # a peer may raise anything for a shape that it does not take
             errors[name] = error
-    if not works:
-        return {}, errors
-
-    def one_round():
-        return {name: clock.measure(call) for name, call in works.items()}
-
-    clock.head_start()
-    round_s = 1e-3 * sum(clock.read_ms(one_round().values()))
-    rounds = int(min(MAX_ROUNDS, max(MIN_ROUNDS, min_time_s * len(works) / round_s)))
-    clock.head_start()
-    measured = [one_round() for _ in range(rounds)]
-    return {name: statistics.median(clock.read_ms([m[name] for m in measured])) for name in works}, errors
+    times = {name: [] for name in calls if name not in errors}
+    for _ in range(TURNS):
+        for name in times:
+            times[name] += block_ms(timer, calls[name], min_time_s / TURNS)
+    return {name: statistics.median(found) for name, found in times.items()}, errors

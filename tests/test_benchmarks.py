@@ -2,6 +2,7 @@
 
 import json
 import math
+import pathlib
 
 import pytest
 import torch
@@ -86,15 +87,16 @@ def test_median_leaves_out_what_raises():
     )
     assert list(times) == ["works"] and times["works"] >= 0
     assert list(errors) == ["fails"] and "not this shape" in str(errors["fails"])
-    assert len(calls) == timing.WARM_UP_CALLS + 1 + timing.MIN_ROUNDS
+    assert len(calls) == 1 + timing.TURNS * (timing.TRIAL_CALLS + timing.MIN_ROUNDS)
 
 
-def test_rounds_are_interleaved():
+def test_each_variant_is_measured_in_blocks_of_its_own():
     order = []
     timing.median_ms(
         {name: lambda name=name: order.append(name) for name in "ab"}, device=torch.device("cpu"), min_time_s=0.0
     )
-    assert order[2 * timing.WARM_UP_CALLS :] == list("ab") * (timing.MIN_ROUNDS + 1)
+    block = timing.TRIAL_CALLS + timing.MIN_ROUNDS
+    assert order == list("ab") + timing.TURNS * (block * ["a"] + block * ["b"])
 
 
 @pytest.fixture(scope="module")
@@ -121,6 +123,21 @@ def test_json_schema(result_file):
         assert (row["schedule"] is None) == (row["pass"] == "forward")
         shape = Shape(**{field: row[field] for field in run.SHAPE_FIELDS})
         assert math.isclose(row["tflops"], flops(shape, row["pass"]) / row["ms"] * 1e-9, rel_tol=0.1, abs_tol=0.006)
+
+
+def test_peers_of_another_result(result_file):
+    peers_file = json.loads((pathlib.Path(plot.__file__).parent / "results" / "peers_h200.json").read_text())
+    for row in peers_file["rows"]:
+        assert set(row) == set(run.ROW_FIELDS) and row["impl"] != "dash_attn"
+        shape = Shape(**{field: row[field] for field in run.SHAPE_FIELDS})
+        assert math.isclose(row["tflops"], flops(shape, row["pass"]) / row["ms"] * 1e-9, rel_tol=1e-3)
+    own = json.loads(result_file.read_text())
+    assert plot.with_peers(own, peers_file)["rows"] == own["rows"]  # toy shapes: no peer has them
+    grid = {"meta": own["meta"], "rows": [{**peers_file["rows"][0], "impl": "dash_attn"}, {**peers_file["rows"][0], "impl": "fa2"}]}
+    merged = plot.with_peers(grid, peers_file)["rows"]
+    assert [row["impl"] for row in merged].count("dash_attn") == 1
+    assert {row["impl"] for row in merged} == {"dash_attn", "fa2", "fa3", "cudnn"}
+    assert sum(row["impl"] == "fa2" and row["pass"] == "backward" and not row["deterministic"] for row in merged) == 1
 
 
 def test_png_is_drawn(result_file, tmp_path):

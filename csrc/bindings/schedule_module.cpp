@@ -377,6 +377,7 @@ PYBIND11_MODULE(_schedule, m) {
   py::class_<Simulation>(m, "Simulation")
       .def_readonly("makespan", &Simulation::makespan)
       .def_readonly("busy", &Simulation::busy)
+      .def_readonly("memory_time", &Simulation::memory_time)
       .def_readonly("num_tasks", &Simulation::num_tasks)
       .def_readonly("tasks", &Simulation::tasks);
 
@@ -394,6 +395,7 @@ PYBIND11_MODULE(_schedule, m) {
       .def_readwrite("load_time", &SimulationOptions::load_time)
       .def_readwrite("memory_claim_time", &SimulationOptions::memory_claim_time)
       .def_readwrite("memory_tile_time", &SimulationOptions::memory_tile_time)
+      .def_readwrite("miss_time", &SimulationOptions::miss_time)
       .def_readwrite("cache_time", &SimulationOptions::cache_time)
       .def_readwrite("staging", &SimulationOptions::staging)
       .def_readwrite("adders", &SimulationOptions::adders)

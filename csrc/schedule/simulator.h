@@ -46,6 +46,7 @@ struct SimulationOptions {
   double memory_claim_time =
       0;  // for which a claim's K, V, dK and dV keep memory busy, which serves one after the other
   double memory_tile_time = 0;  // the same for a query tile that is not in cache: Q, dO and the sum of dQ
+  double miss_time = 0;         // what products take longer then, even if memory has nothing else to do
   double cache_time = 1e12;     // what the cache holds: a tile leaves it at 0.5 to 1.5 of this use of memory
   int staging = 0;              // partials that may be under way while products go on; 0: products wait for the add
   int adders = 1;       // partials of a CTA that may wait for their turns or be added at a time, taken round robin
@@ -64,6 +65,7 @@ struct SimulatedTask {
 struct Simulation {
   double makespan = 0;
   double busy = 0;  // time that products take, and adds that products wait for
+  double memory_time = 0;  // that memory takes to serve all requests
   int64_t num_tasks = 0;
   std::vector<SimulatedTask> tasks;  // in the order in which they end
 };
@@ -157,6 +159,7 @@ class Simulator {
       }
     }
     check_finished();
+    result_.memory_time = memory_used_;
     result_.busy = result_.num_tasks * (options_.product_time + (options_.staging ? 0 : options_.add_time));
     return std::move(result_);
   }
@@ -286,7 +289,9 @@ class Simulator {
     double end = time + options_.product_time * (1 + options_.spread * noise()) + (masked ? options_.mask_time : 0);
     cta.task = {i, cta.work.batch, head, cta.work.kv_tile, q, time, 0, 0, 0};
     Sum& sum = sums_[sum_index(cta.task)];
-    if (!sum.visited || is_evicted(sum)) { end = std::max(end, use_memory(time, options_.memory_tile_time)); }
+    if (!sum.visited || is_evicted(sum)) {
+      end = std::max(end + options_.miss_time, use_memory(time, options_.memory_tile_time));
+    }
     sum.visited = true;
     sum.last_visit = memory_used_;
     cta.task.products_end = end;
