@@ -64,7 +64,7 @@ struct SimulatedTask {
 
 struct Simulation {
   double makespan = 0;
-  double busy = 0;  // time that products take, and adds that products wait for
+  double busy = 0;         // time that products take, and adds that products wait for
   double memory_time = 0;  // that memory takes to serve all requests
   int64_t num_tasks = 0;
   std::vector<SimulatedTask> tasks;  // in the order in which they end
