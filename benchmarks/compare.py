@@ -3,8 +3,8 @@
     python -m benchmarks.compare ours.json --peers peers.json
 
 Without --peers, the peers are those of the same file. Either file may be a result of benchmarks.run, or a table whose rows hold
-a shape and, for "backward" and "forward", TFLOP/s by peer: a number, or {"det": ..., "nondet": ...}. In such a table, "both" is worked out
-from every backward and the quickest forward of any peer.
+a shape and, for "backward" and "forward", TFLOP/s by peer: a number, or {"det": ..., "nondet": ...}. Where a file has no figures of "both",
+they are worked out from every backward and the quickest forward of any peer.
 """
 
 import argparse
@@ -44,18 +44,18 @@ class Comparison(NamedTuple):
 
 def read(path: pathlib.Path, pass_: str) -> Figures:
     """The figures of one pass in a file of either form."""
-    figures: Figures = collections.defaultdict(list)
+    found: dict[str, Figures] = {p: collections.defaultdict(list) for p in PASSES}
     for row in json.loads(path.read_text())["rows"]:
         shape = Shape(*(row.get(field, "bf16") if field == "dtype" else row[field] for field in SHAPE_FIELDS))
         if "impl" in row:
-            if row["pass"] == pass_:
-                figures[shape].append(Figure(row["impl"], row["schedule"], row["deterministic"], row["tflops"]))
-            continue
-        if pass_ == "both":
-            figures[shape] += pairs(table_figures(row, "forward"), table_figures(row, "backward"))
+            found[row["pass"]][shape].append(Figure(row["impl"], row["schedule"], row["deterministic"], row["tflops"]))
         else:
-            figures[shape] += table_figures(row, pass_)
-    return figures
+            for p in ("forward", "backward"):
+                found[p][shape] += table_figures(row, p)
+    if pass_ == "both" and not found["both"]:
+        forwards = found["forward"]
+        return {shape: pairs(forwards.get(shape, []), backwards) for shape, backwards in found["backward"].items()}
+    return found[pass_]
 
 
 def table_figures(row: dict, pass_: str) -> list[Figure]:
