@@ -75,6 +75,10 @@ struct Config {
   static constexpr int kGridSlots = 4;
   static constexpr int kScaleBytes = kOrderFree ? kQuery * sizeof(uint8_t) : 0;
   static constexpr int kDqTileFloats = kQuery * kHeadDim;
+
+  // A consumer's half of a slot of dS holds its rows of both dV and dK: they are staged there, and V of the next claim comes
+  // to the place of K as soon as dQ is done with it. Otherwise dV is staged there first.
+  static constexpr bool kStageInDs = kQuery >= 2 * kHeadDim;
   static_assert(kStages * kQuery >= kHeadDim, "dK is staged in the buffers of dS");
 };
 
@@ -117,8 +121,8 @@ struct alignas(1024) SharedStorage {
   Work work[2];    // of the claims whose K are here, so that the consumers need not keep it in registers
 
   TransactionBarrier k_full, v_full;
-  Barrier v_empty;          // the consumers have V in registers
-  Barrier gradients_empty;  // dK and dV have left their staging tiles
+  Barrier v_empty;  // the consumers have V in registers
+  Barrier k_empty;  // the consumers have done with K, and dV has left from there
   TransactionBarrier q_full[Config::kStages], dout_full[Config::kStages];
   Barrier q_empty[Config::kStages], dout_empty[Config::kStages];
   Barrier ds_full[Config::kStages];  // both consumers have written dS, and have done with the buffer before

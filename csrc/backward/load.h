@@ -2,7 +2,7 @@
 //
 //   order of loads in a claim:   K  Q0  dO0  V   Q1  dO1   Q2  dO2  ...
 //   (S needs K and Q0 only, so it starts while dO0 and V are on their way; Q and dO have two stages each. K goes where V
-//   of the claim before was, and so arrives before that claim has ended; V where its K was, when dV has left from there)
+//   of the claim before was, and so arrives before that claim has ended; V where its K was, when that is done with)
 #pragma once
 
 #include <cute/arch/copy_sm90_tma.hpp>
@@ -38,7 +38,7 @@ class Loader {
         load_claim(work);
       } else {
         shared_.k_full.arrive();
-        shared_.gradients_empty.wait(tile().empty_parity());
+        shared_.k_empty.wait(tile().empty_parity());
         shared_.v_full.arrive();
       }
     }
@@ -61,7 +61,7 @@ class Loader {
       load_q(step.query_tile, head, work.batch, step.tile);
       load_dout(step, head, work.batch);
       if (v_pending) {
-        shared_.gradients_empty.wait(tile().empty_parity());
+        shared_.k_empty.wait(tile().empty_parity());
         load_key_tile(params_.v, shared_.v_full, shared_.kv[1 - place], work);
         v_pending = false;
       }

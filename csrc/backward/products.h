@@ -66,6 +66,7 @@ class Consumer {
   static constexpr int kScoreRegisters = Config::kQuery / 2;       // a 64 x kQuery fragment
   static constexpr int kGradientRegisters = Config::kHeadDim / 2;  // a 64 x kHeadDim fragment
   static constexpr int kDsBlock = Config::kQuery * kSwizzleColumns;
+  static constexpr int kGradientElements = kWarpgroupRows * Config::kHeadDim;
 
   using Scores = float[kScoreRegisters];
   using RoundedScores = RegisterSlice[kScoreRegisters / 8];
@@ -106,6 +107,7 @@ class Consumer {
     begin_first_step(r);
     for (int steps_left = steps - 1; steps_left > 0; --steps_left) { end_step_begin_next(r); }
     end_last_step(r);
+    if constexpr (Config::kStageInDs) { arrive(shared_.k_empty); }
     if (sum_over_splits(r.dk, r.dv)) { store_gradients(r.dk, r.dv); }
   }
 
@@ -120,13 +122,15 @@ class Consumer {
     shared_.k_full.wait(tile().parity());
     shared_.v_full.wait(tile().parity());
     arrive(shared_.v_empty);
+    if constexpr (Config::kStageInDs) { arrive(shared_.k_empty); }
   }
 
-  // Once a claim, when dK and dV of the one before have had time to leave.
+  // Once a claim, when dK and dV of the one before have had time to leave. In the place of dS: only the second step of the
+  // claim writes there, and it has waited for what this thread announces after the first.
   __device__ __forceinline__ void release_staging() {
     if (thread_ == 0 && claims_.count > 0) {
       ptx::bulk_wait_read();
-      shared_.gradients_empty.arrive();
+      if constexpr (!Config::kStageInDs) { shared_.k_empty.arrive(); }
     }
   }
 
@@ -138,10 +142,10 @@ class Consumer {
     pin(r.scores);
     make_p(r.scores, step_);
     round_p(r);
-    shared_.v_full.wait(tile().parity());
-    load_rows<Config::kKey>(value_tile(), consumer_ * kWarpgroupRows, r.v, thread_ / 32, thread_ % 32);
     wait_for_dout(step_);
     issue_dv(r, step_);
+    shared_.v_full.wait(tile().parity());
+    load_rows<Config::kKey>(value_tile(), consumer_ * kWarpgroupRows, r.v, thread_ / 32, thread_ % 32);
     issue_dp(r, step_);
     wait_products<0>();
     pin(r.dv);
@@ -352,27 +356,35 @@ class Consumer {
     return carry_gradients<Config>(params_, work(), dk, dv);
   }
 
-  // Rounds dK and dV, stages them, dV in the place of K and dK in that of dS, and lets TMA write what lies inside the
-  // tensors.
+  // Rounds dK and dV, stages them, and lets TMA write what lies inside the tensors.
   __device__ __forceinline__ void store_gradients(Gradient& dk, const Gradient& dv) {
     RegisterSlice packed[kGradientRegisters / 8];
-    const int first_row = consumer_ * kWarpgroupRows;
-    Element* const dv_tile = key_tile();
-    Element* const dk_tile = shared_.ds[0];
+    Element* const dv_rows = staged_dv();
+    Element* const dk_rows = staged_dk();
     pack_slices<Element>(packed, dv);
     sync_consumers_done_with_k();
-    store_rows<Config::kKey>(dv_tile, first_row, packed, thread_ / 32, thread_ % 32);
+    store_rows<kWarpgroupRows>(dv_rows, 0, packed, thread_ / 32, thread_ % 32);
 #pragma unroll
     for (int i = 0; i < kGradientRegisters; ++i) { dk[i] *= params_.softmax_scale; }
     pack_slices<Element>(packed, dk);
-    store_rows<Config::kKey>(dk_tile, first_row, packed, thread_ / 32, thread_ % 32);
+    store_rows<kWarpgroupRows>(dk_rows, 0, packed, thread_ / 32, thread_ % 32);
     ptx::fence_async_shared();
     sync_warpgroup(consumer_);
     if (thread_ == 0) {
-      store_rows_by_tma(params_.dv, dv_tile, first_row);
-      store_rows_by_tma(params_.dk, dk_tile, first_row);
+      store_rows_by_tma(params_.dv, dv_rows);
+      store_rows_by_tma(params_.dk, dk_rows);
       ptx::bulk_commit();
     }
+  }
+
+  // The consumer's rows of dV and dK on their way out. Both go where its last dS was; where they are too large for that, dV
+  // goes in the place of K and dK takes both slots of dS.
+  __device__ __forceinline__ Element* staged_dv() const {
+    return Config::kStageInDs ? shared_.ds[step_.previous().slot()] + consumer_ * kDsBlock
+                              : key_tile() + consumer_ * kGradientElements;
+  }
+  __device__ __forceinline__ Element* staged_dk() const {
+    return Config::kStageInDs ? staged_dv() + kGradientElements : shared_.ds[0] + consumer_ * kGradientElements;
   }
 
   // Each consumer's dQ reads all of K and dS.
@@ -380,12 +392,13 @@ class Consumer {
     cutlass::arch::NamedBarrier::sync(Config::kConsumers * kWarpgroupThreads, 0u);
   }
 
-  __device__ __forceinline__ void store_rows_by_tma(const CUtensorMap& map, const Element* tile, int first_row) const {
+  __device__ __forceinline__ void store_rows_by_tma(const CUtensorMap& map, const Element* rows) const {
     const Work& tile_of = work();
+    const int first_row = tile_of.kv_tile * Config::kKey + consumer_ * kWarpgroupRows;
 #pragma unroll
     for (int column = 0; column < Config::kHeadDim; column += kSwizzleColumns) {
-      cute::SM90_TMA_STORE_4D::copy(&map, tile + column * Config::kKey + first_row * kSwizzleColumns, column,
-                                    tile_of.kv_tile * Config::kKey + first_row, tile_of.kv_head, tile_of.batch);
+      cute::SM90_TMA_STORE_4D::copy(&map, rows + column * kWarpgroupRows, column,
+                                    first_row, tile_of.kv_head, tile_of.batch);
     }
   }
 

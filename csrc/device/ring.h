@@ -16,6 +16,7 @@ struct RingIndex {
   // Parity to wait for on an `empty` barrier: the first pass finds the buffers free.
   __device__ __forceinline__ uint32_t empty_parity() const { return parity() ^ 1; }
   __device__ __forceinline__ RingIndex next() const { return {count + 1}; }
+  __device__ __forceinline__ RingIndex previous() const { return {count - 1}; }
 };
 
 }  // namespace dash_attn
