@@ -15,8 +15,8 @@
 
 namespace dash_attn::backward {
 
-// Warpgroup 0 feeds the others, one thread of each warp: kLoaderWarp loads, kPlannerWarp tells the others in which order
-// (apart, because the loader has only kProducerRegisters registers), the rest add dQ, in turn.
+// Warpgroup 0 feeds the others: kLoaderWarp loads, one thread of kPlannerWarp tells the others in which order (apart, because
+// the loader has only kProducerRegisters registers), one thread of each of the rest adds dQ, in turn.
 enum WarpRole : int { kLoaderWarp = 0, kPlannerWarp = 1, kFirstAdderWarp = 2 };
 constexpr int kAdderWarps = 2;
 
@@ -88,10 +88,10 @@ constexpr int kNoGrid = -1;   // as tile of a partial that stays in fp32
 
 struct PlannedStep {
   int query_tile;
-  int tile;      // its index among the query tiles of all heads, or kNoMoreTiles
-  int rank;      // of the claim's KV tile in the sum of dQ there
-  int16_t head;  // of the query heads that the claim walks; launch_backward.h checks that 16 bits do
-  bool last_of_claim;
+  int tile;  // its index among the query tiles of all heads, or kNoMoreTiles
+  int rank;  // of the claim's KV tile in the sum of dQ there
+  uint32_t head : 31;
+  uint32_t last_of_claim : 1;
 };
 
 template <typename Config>
@@ -117,8 +117,8 @@ struct alignas(1024) SharedStorage {
   int grid_tile[Config::kGridSlots];
   int claim[Config::kClaimSlots];
   PlannedStep plan[Config::kPlanSlots];
-  int first_tile;  // index of the planned claim's first query tile, which the planner has no register for
-  Work work[2];    // of the claims whose K are here, so that the consumers need not keep it in registers
+  int first_tile, first_head;  // of the planned claim: for want of registers
+  Work work[2];                // of the claims whose K are here, so that the consumers need not keep it in registers
 
   TransactionBarrier k_full, v_full;
   Barrier v_empty;  // the consumers have V in registers
@@ -135,10 +135,11 @@ struct alignas(1024) SharedStorage {
 // Number of arrivals that complete each barrier.
 template <typename Config>
 struct Arrivals {
-  static constexpr int kTransaction = 1;                          // the thread that announces the bytes
+  static constexpr int kTransaction = 1;   // the thread that announces the bytes
+  static constexpr int kLoaderLanes = 32;  // each has written some of LSE; one announces bytes too
   static constexpr int kConsumerWarpgroups = Config::kConsumers;  // one elected thread a warpgroup
   static constexpr int kConsumerWarps = Config::kConsumerWarps;   // one lane a warp
-  // Every thread, where threads have read for themselves what the async proxy overwrites next: LSE and D. One arrival a
+  // Every thread, where threads have read for themselves what is overwritten next: LSE and D. One arrival a
   // warp after __syncwarp would do and is no faster, but racecheck follows only this.
   static constexpr int kConsumerThreads = Config::kConsumers * kWarpgroupThreads;
   static constexpr int kAdder = 1;

@@ -26,7 +26,8 @@ class Adder {
 
   __device__ void run() {
     for (;; plan_ = {plan_.count + kAdderWarps}) {
-      const PlannedStep step = planned_step(shared_, plan_);
+      const PlannedStep step = wait_for_step(shared_, plan_);
+      release_step<Reader::kThread>(shared_, plan_);
       if (step.tile == kNoMoreTiles) { return; }
       add_tile(step.tile, step.rank);
     }

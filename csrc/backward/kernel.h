@@ -27,7 +27,7 @@ __device__ __forceinline__ void initialise_barriers(SharedStorage<Config>& share
   shared.v_empty.init(Count::kConsumerWarps);
   shared.k_empty.init(Config::kStageInDs ? Count::kConsumerWarps : Count::kConsumerWarpgroups);
   for (int i = 0; i < Config::kStages; ++i) {
-    shared.q_full[i].init(Count::kTransaction);
+    shared.q_full[i].init(Count::kLoaderLanes);
     shared.dout_full[i].init(Count::kTransaction);
     shared.q_empty[i].init(Count::kConsumerThreads);
     shared.dout_empty[i].init(Count::kConsumerThreads);
@@ -66,11 +66,10 @@ __global__ void __launch_bounds__(Config::kThreads, 1) backward_kernel(const __g
   if (warpgroup == 0) {
     cutlass::arch::warpgroup_reg_dealloc<Config::kProducerRegisters>();
     const int warp = __shfl_sync(0xffffffff, threadIdx.x / 32, 0);
-    if (cute::elect_one_sync()) {
+    if (warp == kLoaderWarp) {
+      Loader<Config>(shared, params).run();
+    } else if (cute::elect_one_sync()) {
       switch (warp) {
-        case kLoaderWarp:
-          Loader<Config>(shared, params).run();
-          break;
         case kPlannerWarp:
           Planner<Config>(shared, params).run();
           break;

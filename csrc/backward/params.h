@@ -48,8 +48,7 @@ struct NeedsOrder {
 // row).
 struct Workspace {
   float* dq_accumulator;  // (batch, head, query tile, tile elements in the order of dq_layout.h); order-free: integers
-  float* lse_log2;        // log2(e) * LSE; +inf for rows that see no key and for padding, so that P = 0 there
-  float* delta;           // D = rowsum(dO * O); 0 in padding
+  float* delta;           // D = rowsum(dO * O), in the order of statistic_position; 0 in padding
   int* turns;             // (batch, head, query tile): how many KV tiles have added to dQ
   int* next_claim;        // the counter that hands out work
 
@@ -65,9 +64,10 @@ struct Workspace {
 };
 
 struct KernelParams {
-  CUtensorMap q, dout;  // boxes of 64 columns x one query tile
-  CUtensorMap k, v;     // boxes of 64 columns x one KV tile
-  CUtensorMap dk, dv;   // boxes of 64 columns x 64 keys
+  CUtensorMap q, dout;       // boxes of 64 columns x one query tile
+  CUtensorMap k, v;          // boxes of 64 columns x one KV tile
+  CUtensorMap dk, dv;        // boxes of 64 columns x 64 keys
+  const float* softmax_lse;  // (batch, heads, seqlen_q), natural logarithm; -inf for rows that see no key
   Problem problem;
   Workspace workspace;
   int num_claims;

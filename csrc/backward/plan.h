@@ -34,6 +34,7 @@ class Planner {
     const Problem problem = specialised_problem<Config>(params_);
     int kv_tile = work.kv_tile;
     shared_.first_tile = first_tile_index(problem, work);
+    shared_.first_head = first_query_head(problem, work);
     const bool ordered = is_ordered(work);
     ClaimStep at{0, 0};
     for (int left = problem.live_query_tiles(kv_tile) * problem.queries_per_claim; left > 0; --left) {
@@ -42,7 +43,7 @@ class Planner {
       PlannedStep& planned = shared_.plan[plan_.slot()];
       const int query_tile = Config::Order::visit(problem, kv_tile, at.step);
       planned.query_tile = query_tile;
-      planned.head = static_cast<int16_t>(at.head);
+      planned.head = shared_.first_head + at.head;
       planned.tile = shared_.first_tile + at.head * problem.query_tiles + query_tile;
       forget(kv_tile);
       planned.rank = ordered ? Config::Order::rank(problem, kv_tile, query_tile) : kAnyTurn;
@@ -77,11 +78,17 @@ class Planner {
 
 // Called by the loader and one adder, once a step. `plan` counts the steps, and so finds the buffers of the step as well.
 template <typename Config>
-__device__ __forceinline__ PlannedStep planned_step(SharedStorage<Config>& shared, RingIndex<Config::kPlanSlots> plan) {
+__device__ __forceinline__ const PlannedStep& wait_for_step(SharedStorage<Config>& shared,
+                                                            RingIndex<Config::kPlanSlots> plan) {
   shared.plan_full[plan.slot()].wait(plan.parity());
-  const PlannedStep step = shared.plan[plan.slot()];
-  shared.plan_empty[plan.slot()].arrive();
-  return step;
+  return shared.plan[plan.slot()];
+}
+
+// The step is not read any more. A warp arrives once.
+template <Reader kReader, typename Config>
+__device__ __forceinline__ void release_step(SharedStorage<Config>& shared, RingIndex<Config::kPlanSlots> plan) {
+  if constexpr (kReader == Reader::kWarp) { __syncwarp(); }
+  if (kReader == Reader::kThread || cute::elect_one_sync()) { shared.plan_empty[plan.slot()].arrive(); }
 }
 
 }  // namespace dash_attn::backward

@@ -1,4 +1,4 @@
-// Before the main kernel: D = rowsum(dO * O), LSE in base 2, and all turns and the claim counter set to zero. Where dQ is
+// Before the main kernel: D = rowsum(dO * O), and all turns and the claim counter set to zero. Where dQ is
 // added without turns its accumulator is cleared too, and order-free each row gets its grid.
 #pragma once
 
@@ -15,7 +15,6 @@ constexpr int kPreprocessThreads = 256;
 template <typename Element>
 struct PreprocessParams {
   StridedView<const Element> out, dout;
-  const float* softmax_lse;  // (batch, heads, seqlen_q), natural logarithm
   Workspace workspace;
   int heads, seqlen_q, padded_seqlen_q, head_dim;
   int blocks_per_head;
@@ -129,12 +128,6 @@ __global__ void __launch_bounds__(kPreprocessThreads) preprocess_kernel(const Pr
       accumulator[0] = accumulator[1] = make_float4(0.f, 0.f, 0.f, 0.f);
     }
     if (column != 0) { continue; }
-    float lse = INFINITY;
-    if (row < params.seqlen_q) {
-      lse = params.softmax_lse[int64_t(batch_head) * params.seqlen_q + row];
-      lse = lse == -INFINITY ? INFINITY : lse * float(M_LOG2E);
-    }
-    params.workspace.lse_log2[padded_row + statistic_position(row)] = lse;
     params.workspace.delta[padded_row + statistic_position(row)] = delta;
     if constexpr (kAccumulation == Accumulation::kOrderFree) {
       const double bound = double(dout_norm) * double(max_product) + fabs(double(delta)) * double(max_element);

@@ -397,8 +397,8 @@ class Consumer {
     const int first_row = tile_of.kv_tile * Config::kKey + consumer_ * kWarpgroupRows;
 #pragma unroll
     for (int column = 0; column < Config::kHeadDim; column += kSwizzleColumns) {
-      cute::SM90_TMA_STORE_4D::copy(&map, rows + column * kWarpgroupRows, column,
-                                    first_row, tile_of.kv_head, tile_of.batch);
+      cute::SM90_TMA_STORE_4D::copy(&map, rows + column * kWarpgroupRows, column, first_row, tile_of.kv_head,
+                                    tile_of.batch);
     }
   }
 

@@ -60,7 +60,6 @@ void launch_preprocess(const BackwardArguments& a, const Problem& problem, const
   backward::PreprocessParams<Element> params;
   params.out = strided_view<const Element>(a.out);
   params.dout = strided_view<const Element>(a.dout);
-  params.softmax_lse = a.softmax_lse;
   params.workspace = workspace;
   params.heads = a.heads;
   params.seqlen_q = a.seqlen_q;
@@ -101,6 +100,7 @@ void launch_main(const BackwardArguments& a, const Problem& problem, const backw
   params.v = key_map(a.v, Config::kKey);
   params.dk = key_map(a.dk, kWarpgroupRows);
   params.dv = key_map(a.dv, kWarpgroupRows);
+  params.softmax_lse = a.softmax_lse;
   params.problem = problem;
   params.workspace = workspace;
   params.num_claims = int(num_claims<Config::kPolicy>(problem));
@@ -142,10 +142,6 @@ void check_launchable(const BackwardArguments& a, const Problem& problem) {
     throw std::runtime_error("dash_attn: batch * heads * seqlen is too large: " + std::to_string(a.batch) + " * " +
                              std::to_string(a.heads) + " * " + std::to_string(std::max(a.seqlen_q, a.seqlen_k)) +
                              " makes more than 2^31 tiles");
-  }
-  if (problem.queries_per_kv > INT16_MAX) {
-    throw std::runtime_error("dash_attn: " + std::to_string(problem.queries_per_kv) +
-                             " query heads share a KV head; at most 32767 may");
   }
   if (a.num_sms < Config::kClusterSize) {
     throw std::runtime_error("dash_attn: sm_margin leaves " + std::to_string(a.num_sms) + " SM, schedule " +

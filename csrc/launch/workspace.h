@@ -40,7 +40,6 @@ inline WorkspacePlan plan_workspace(void* base, const TileShape& tile, const Bac
   };
   WorkspacePlan plan{};
   plan.arrays.dq_accumulator = reinterpret_cast<float*>(take(rows * tile.head_dim * sizeof(float)));
-  plan.arrays.lse_log2 = reinterpret_cast<float*>(take(rows * sizeof(float)));
   plan.arrays.delta = reinterpret_cast<float*>(take(rows * sizeof(float)));
   plan.arrays.turns = reinterpret_cast<int*>(take(tiles * sizeof(int)));
   plan.arrays.next_claim = reinterpret_cast<int*>(take(sizeof(int)));

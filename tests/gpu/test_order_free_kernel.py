@@ -134,9 +134,10 @@ def test_rows_that_see_no_key_and_rows_without_gradient(causal, device):
     assert not dq[:, :unseen].any() and not dq[:, 600:].any() and dq[:, unseen:600].any()
 
 
-def test_workspace_is_dq_and_two_percent(device):
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_workspace_is_dq_and_two_percent(head_dim, device):
     for seqlen in (512, 4096, 16384):
-        problem = Problem(16384 // seqlen, seqlen, seqlen, 4, 4, 128, True)
+        problem = Problem(16384 // seqlen, seqlen, seqlen, 4, 4, head_dim, True)
         inputs = support.random_inputs(problem, device)
         gradients = support.nan_gradients(inputs)
         torch.cuda.synchronize()
