@@ -90,8 +90,13 @@ struct PlannedStep {
   int query_tile;
   int tile;  // its index among the query tiles of all heads, or kNoMoreTiles
   int rank;  // of the claim's KV tile in the sum of dQ there
-  uint32_t head : 31;
-  uint32_t last_of_claim : 1;
+  int twice_head_and_last;
+
+  __device__ __forceinline__ void set_head(int head, bool last_of_claim) {
+    twice_head_and_last = 2 * head + int(last_of_claim);
+  }
+  __device__ __forceinline__ int head() const { return twice_head_and_last >> 1; }
+  __device__ __forceinline__ bool is_last_of_claim() const { return twice_head_and_last & 1; }
 };
 
 template <typename Config>
@@ -144,7 +149,7 @@ struct Arrivals {
   static constexpr int kConsumerThreads = Config::kConsumers * kWarpgroupThreads;
   static constexpr int kAdder = 1;
   static constexpr int kPlanner = 1;
-  static constexpr int kPlanReaders = 2;  // loader, one adder
+  static constexpr int kPlanReaders = kLoaderLanes + kAdder;  // one of the adders
   // Of every CTA: consumers, loader, planner.
   static constexpr int kClaimReaders = Config::kClusterSize * (Config::kConsumerWarps + 2);
 };

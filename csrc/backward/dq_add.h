@@ -27,7 +27,7 @@ class Adder {
   __device__ void run() {
     for (;; plan_ = {plan_.count + kAdderWarps}) {
       const PlannedStep step = wait_for_step(shared_, plan_);
-      release_step<Reader::kThread>(shared_, plan_);
+      release_step(shared_, plan_);
       if (step.tile == kNoMoreTiles) { return; }
       add_tile(step.tile, step.rank);
     }

@@ -82,8 +82,8 @@ class Loader {
       const PlannedStep& step = wait_for_step(shared_, plan_);
       load_dout(step, work);
       load_q(step, work);
-      last = step.last_of_claim;
-      release_step<Reader::kWarp>(shared_, plan_);
+      last = step.is_last_of_claim();
+      release_step(shared_, plan_);
       if (v_pending) {
         shared_.k_empty.wait(tile().empty_parity());
         if (is_leader()) { load_key_tile(params_.v, shared_.v_full, shared_.kv[1 - place], work); }
@@ -103,7 +103,7 @@ class Loader {
     const RingIndex<Config::kStages> stage{plan_.count};
     const int slot = stage.slot();
     Barrier& full = shared_.q_full[slot];
-    const int query_tile = step.query_tile, head = step.head, batch = work.batch;
+    const int query_tile = step.query_tile, head = step.head(), batch = work.batch;
     const Lse lse = read_lse(query_tile, head, batch);
     shared_.q_empty[slot].wait(stage.empty_parity());
     if (is_leader()) {
@@ -123,7 +123,7 @@ class Loader {
     const RingIndex<Config::kStages> stage{plan_.count};
     const int slot = stage.slot();
     Barrier& full = shared_.dout_full[slot];
-    const int query_tile = step.query_tile, head = step.head, batch = work.batch;
+    const int query_tile = step.query_tile, head = step.head(), batch = work.batch;
     shared_.dout_empty[slot].wait(stage.empty_parity());
     if (!is_leader()) { return; }
     load_tile<Config::kQuery>(params_.dout, full, shared_.dout[slot], query_tile, head, batch, kKeepInL2);

@@ -43,11 +43,10 @@ class Planner {
       PlannedStep& planned = shared_.plan[plan_.slot()];
       const int query_tile = Config::Order::visit(problem, kv_tile, at.step);
       planned.query_tile = query_tile;
-      planned.head = shared_.first_head + at.head;
+      planned.set_head(shared_.first_head + at.head, left == 1);
       planned.tile = shared_.first_tile + at.head * problem.query_tiles + query_tile;
       forget(kv_tile);
       planned.rank = ordered ? Config::Order::rank(problem, kv_tile, query_tile) : kAnyTurn;
-      planned.last_of_claim = left == 1;
       shared_.plan_full[plan_.slot()].arrive();
       plan_ = plan_.next();
       at = next_step<Config::kPolicy>(problem, kv_tile, at);
@@ -84,11 +83,10 @@ __device__ __forceinline__ const PlannedStep& wait_for_step(SharedStorage<Config
   return shared.plan[plan.slot()];
 }
 
-// The step is not read any more. A warp arrives once.
-template <Reader kReader, typename Config>
+// The thread has read the step.
+template <typename Config>
 __device__ __forceinline__ void release_step(SharedStorage<Config>& shared, RingIndex<Config::kPlanSlots> plan) {
-  if constexpr (kReader == Reader::kWarp) { __syncwarp(); }
-  if (kReader == Reader::kThread || cute::elect_one_sync()) { shared.plan_empty[plan.slot()].arrive(); }
+  shared.plan_empty[plan.slot()].arrive();
 }
 
 }  // namespace dash_attn::backward
