@@ -61,8 +61,8 @@ def fastest(machine: model.Machine, head_dim: int, causal: bool, length: int, qu
     def cost(policy: str) -> float:
         return math.fsum(math.log(model.predict(machine, policy, shape).us) for shape in shapes) / len(shapes)
 
-    fitting = [p for p in schedule.POLICIES if _schedule.fits(p, causal) and p not in model.UNORDERED]
-    costs = {policy: cost(policy) for policy in fitting if _schedule.cta_group(policy) == 1}
+    ordered = [policy for policy in schedule.fitting(causal=causal) if policy not in model.UNORDERED]
+    costs = {policy: cost(policy) for policy in ordered if _schedule.cta_group(policy) == 1}
     best = min(costs, key=costs.get)
     return best if costs[DEFAULT] - costs[best] > MARGIN else DEFAULT
 

@@ -69,7 +69,7 @@ def probes(sms: int, tile_shapes: dict[int, tuple[int, int]]) -> list[Probe]:
         # The code of each kernel: in many steps on a full GPU; under the causal mask alone, where no order is better.
         for schedule in ("ascending", "descending", "spt", "shift"):
             add("code", 24 * rows, 24, batch=sms // 4, schedule=schedule)
-        for schedule in ("descending", "spt", "symmetric_shift"):
+        for schedule in ("descending", "spt", "symmetric_shift", "spt_descending"):
             add("code", 16 * rows, 16, mask="causal", schedule=schedule, on=2 if schedule == "symmetric_shift" else 1)
         # One SM alone: no queue anywhere.
         for steps in (16, 64):

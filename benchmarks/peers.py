@@ -90,8 +90,7 @@ class DashAttn:
     def variants(self, shape: Shape) -> list[Variant]:
         from dash_attn import schedule
 
-        unfit = "shift" if shape.causal else "symmetric_shift"
-        fitting = [policy for policy in schedule.POLICIES if policy != unfit]
+        fitting = schedule.fitting(causal=shape.causal)
         known = (*fitting, *schedule.YARDSTICKS, "auto")
         chosen = fitting if self._schedules is None else [s for s in self._schedules if s in known]
         return [Variant(self.name, policy, policy not in schedule.YARDSTICKS) for policy in chosen]

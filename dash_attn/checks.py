@@ -9,7 +9,7 @@ import numbers
 
 import torch
 
-from . import _schedule
+from . import schedule as _schedule
 
 DTYPES = (torch.bfloat16, torch.float16)
 MAX_HEAD_DIM = 128
@@ -18,7 +18,7 @@ MAX_SEQLEN = 2**30 - 1
 
 # Looked up rather than asked for at each call, which torch.compile could not trace.
 _SCHEDULES = {
-    causal: ("auto", *(name for name in _schedule.POLICIES if _schedule.fits(name, causal))) for causal in (False, True)
+    causal: ("auto", *_schedule.fitting(causal=causal)) for causal in (False, True)
 }
 
 # name: (the supported value, why or what instead)

@@ -130,7 +130,7 @@ def differing_runs(attention, inputs, repeats: int) -> int:
 def show_repeats(size: Size, device: str) -> bool:
     heading(f"The backward of attention alone, {size.repeats} more times ({size})")
     inputs = attention_inputs(size, device)
-    names = [name for name in schedule.POLICIES if name != "shift"]
+    names = schedule.fitting(causal=True)
     equal = True
     for name in names:
         count = differing_runs(lambda q, k, v: flash_attn_func(q, k, v, causal=True, schedule=name), inputs, size.repeats)
@@ -154,9 +154,7 @@ def show_orders(size: Size, device: str) -> None:
     heading("Why the order matters: the same backward with its sums in other orders")
     *qkv, dout = attention_inputs(size, device)
     gradients = {}
-    for name in schedule.POLICIES:
-        if name == "shift":
-            continue
+    for name in schedule.fitting(causal=True):
         leaves = [t.detach().requires_grad_() for t in qkv]
         flash_attn_func(*leaves, causal=True, schedule=name).backward(dout)
         gradients[name] = [leaf.grad for leaf in leaves]

@@ -84,9 +84,9 @@ def backward(
     if _is_empty(q, k):
         _zero(dq, dk, dv)
         return
-    order = reference.tile_order(schedule, **_shape(q, k, causal), kv_heads=k.shape[2])
-    results = reference.backward(
-        dout, q, k, v, out, softmax_lse, softmax_scale=softmax_scale, causal=causal, order=order
+    orders = reference.tile_orders(schedule, **_shape(q, k, causal), kv_heads=k.shape[2])
+    results = reference.backward_of_heads(
+        dout, q, k, v, out, softmax_lse, softmax_scale=softmax_scale, causal=causal, orders=orders
     )
     for gradient, result in zip((dq, dk, dv), results):
         gradient.copy_(result)

@@ -14,6 +14,7 @@ float64 inputs are computed in float64 throughout.
 """
 
 import functools
+import itertools
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -27,7 +28,7 @@ _FORWARD_ROWS = 128
 
 
 class TileOrder(NamedTuple):
-    """Tiles, and the two orders that fix the bits of a backward; the same for every batch and head."""
+    """Tiles, and the two orders that fix the bits of a backward; the same for every batch, and for the heads it is given for."""
 
     tile_q: int
     """Queries in a query tile; the last one may be shorter."""
@@ -46,7 +47,7 @@ class TileOrder(NamedTuple):
 
 
 @functools.lru_cache(maxsize=64)
-def tile_order(
+def tile_orders(
     schedule: str,
     seqlen_q: int,
     seqlen_k: int,
@@ -57,8 +58,8 @@ def tile_order(
     kv_heads: int = 1,
     tile_q: int | None = None,
     tile_k: int | None = None,
-) -> TileOrder:
-    """The order in which the kernel works under a policy.
+) -> list[tuple[int, TileOrder]]:
+    """The orders in which the kernel works under a policy: (how many KV heads, their order), from head 0 on.
 
     Args:
         schedule: a name of `dash_attn.schedule.POLICIES`, or "auto".
@@ -66,7 +67,7 @@ def tile_order(
         head_dim: selects the tile sizes, where they are not given.
         causal: whether the mask is causal (bottom-right aligned).
         queries_per_kv: query heads that share a KV head; "auto" and the splits look at it.
-        kv_heads: KV heads; the splits look at it.
+        kv_heads: KV heads of the sequence; the splits look at it, and so does the policy that has two orders.
         tile_q, tile_k: queries and keys in a tile; default: the kernel's.
 
     Raises:
@@ -85,15 +86,28 @@ def tile_order(
         tile_q=tile_q,
         tile_k=tile_k,
     )
-    return TileOrder(
-        problem.tile_q,
-        problem.tile_k,
-        _schedule.visit_order(schedule, problem),
-        _schedule.add_order(schedule, problem),
-        _schedule.heads_together(schedule),
-        problem.head_splits,
-        schedule == "order_free",
-    )
+    of_heads = itertools.groupby(_schedule.order_of_head(schedule, problem, head) for head in range(kv_heads))
+    return [
+        (
+            len(list(heads)),
+            TileOrder(
+                problem.tile_q,
+                problem.tile_k,
+                _schedule.visit_order(policy, problem),
+                _schedule.add_order(policy, problem),
+                _schedule.heads_together(policy, problem),
+                problem.head_splits,
+                policy == "order_free",
+            ),
+        )
+        for policy, heads in of_heads
+    ]
+
+
+def tile_order(schedule: str, *lengths: int, **shape) -> TileOrder:
+    """The order of all KV heads, for a policy that has but one. Arguments as for `tile_orders`."""
+    ((_, order),) = tile_orders(schedule, *lengths, **shape)
+    return order
 
 
 def _without_autocast(function):
@@ -148,6 +162,31 @@ def forward(
         out[:, :, start:end] = (weighted.unflatten(1, rows.shape[1:3]) / total).masked_fill_(no_key, 0.0)
         lse[:, :, start:end] = (largest + total.log()).masked_fill_(no_key, torch.inf).squeeze(-1)
     return _by_head(out, batch).to(q.dtype), lse.reshape(batch, heads, seqlen_q)
+
+
+@_without_autocast
+def backward_of_heads(
+    dout: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    softmax_lse: torch.Tensor,
+    *,
+    softmax_scale: float,
+    causal: bool,
+    orders: list[tuple[int, TileOrder]],
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """`backward` of heads that have different orders: `orders` is from `tile_orders`."""
+    queries = q.shape[2] // k.shape[2]
+    results, first = [], 0
+    for count, order in orders:
+        kv_heads, heads = slice(first, first + count), slice(first * queries, (first + count) * queries)
+        of_heads = (dout[:, :, heads], q[:, :, heads], k[:, :, kv_heads], v[:, :, kv_heads], out[:, :, heads])
+        lse = softmax_lse[:, heads]
+        results.append(backward(*of_heads, lse, softmax_scale=softmax_scale, causal=causal, order=order))
+        first += count
+    return tuple(torch.cat(of_input, dim=2) for of_input in zip(*results))
 
 
 @_without_autocast

@@ -45,7 +45,7 @@ def test_bar_and_quick_grids_are_in_the_full_one():
 def test_every_policy_that_fits_the_mask_is_measured():
     assert [v.schedule for v in peers.DashAttn().variants(SHAPE)] == ["ascending", "descending", "spt", "shift", "order_free"]
     causal = peers.DashAttn().variants(TINY)
-    assert [v.schedule for v in causal] == ["ascending", "descending", "spt", "symmetric_shift", "order_free"]
+    assert [v.schedule for v in causal] == ["ascending", "descending", "spt", "symmetric_shift", "order_free", "spt_descending"]
     assert all(v.deterministic for v in causal)
     (yardstick,) = peers.DashAttn(["atomic"]).variants(SHAPE)
     assert yardstick.schedule == "atomic" and not yardstick.deterministic

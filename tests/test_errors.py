@@ -89,7 +89,7 @@ ARGUMENTS = [
     ({"schedule": "symmetric_shift"}, ValueError,
      "schedule must be one of 'auto', 'ascending', 'descending', 'spt', 'shift', 'order_free' when causal=False, got 'symmetric_shift'"),
     ({"schedule": "shift", "causal": True}, ValueError,
-     "schedule must be one of 'auto', 'ascending', 'descending', 'spt', 'symmetric_shift', 'order_free' when causal=True, got 'shift'"),
+     "schedule must be one of 'auto', 'ascending', 'descending', 'spt', 'symmetric_shift', 'order_free', 'spt_descending' when causal=True, got 'shift'"),
 ]  # fmt: skip
 
 KVPACKED = [

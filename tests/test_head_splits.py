@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dash_attn import _schedule, reference, schedule
-from dash_attn.schedule import Problem, add_order, assign, groups, num_claims, simulate, visit_order, walk
+from dash_attn.schedule import Problem, add_order, assign, groups, num_claims, order_of_head, simulate, visit_order, walk
 
 ENOUGH_CLAIMS = {False: 128, True: 256}  # full, causal
 STEPS_WORTH_A_CARRY = 32
@@ -57,8 +57,8 @@ def test_table(shape):
         }
         assert found == {splits}, "of every policy and batch"
         counts = dict(kv_heads=kv_heads, queries_per_kv=heads // kv_heads)
-        order = reference.tile_order("auto", seqlen_q, seqlen_k, head_dim=head_dim, causal=causal, **counts)
-        assert order.head_splits == splits
+        orders = reference.tile_orders("auto", seqlen_q, seqlen_k, head_dim=head_dim, causal=causal, **counts)
+        assert {order.head_splits for _, order in orders} == {splits}
 
 
 @settings(max_examples=500, deadline=None)
@@ -129,17 +129,23 @@ def claimed(policy, problem):
 @given(split_problems())
 def test_every_tile_of_every_query_head_is_visited_once(policy_problem):
     policy, problem = policy_problem
-    visits = visit_order(policy, problem)
+    order = [order_of_head(policy, problem, kv_head) for kv_head in range(problem.kv_heads)]
+    visits = {policy: visit_order(policy, problem) for policy in order}
     heads = problem.kv_heads * problem.queries_per_kv
     expected = {
         (batch, head, kv_tile, q)
-        for batch, head, kv_tile in itertools.product(range(problem.batch), range(heads), range(len(visits)))
-        for q in visits[kv_tile]
+        for batch, head, kv_tile in itertools.product(range(problem.batch), range(heads), range(problem.num_kv_tiles))
+        for q in visits[order[0]][kv_tile]
     }
     seen = [
-        (batch, kv_head * problem.queries_per_kv + split * problem.queries_per_claim + head, kv_tile, visits[kv_tile][step])
+        (
+            batch,
+            kv_head * problem.queries_per_kv + split * problem.queries_per_claim + head,
+            kv_tile,
+            visits[order[kv_head]][kv_tile][step],
+        )
         for _, _, batch, kv_head, kv_tile, split in claimed(policy, problem)
-        for step, head in walk(policy, problem, kv_tile)
+        for step, head in walk(order[kv_head], problem, kv_tile)
     ]
     assert len(seen) == len(expected) and set(seen) == expected
 
@@ -158,7 +164,8 @@ def test_waits_point_at_earlier_claims(policy_problem):
         if split > 0:
             before, rank_before = claim_of[batch, kv_head, kv_tile, split - 1]
             assert before < claim and rank_before == cta_rank
-    assert all(list(claims.values()) == groups(policy, problem) for claims in of_split.values())
+    for (_, kv_head, _), claims in of_split.items():
+        assert list(claims.values()) == groups(order_of_head(policy, problem, kv_head), problem)
 
 
 def test_all_heads_first_splits_come_first():
@@ -204,7 +211,12 @@ def test_simulator_makes_progress_under_every_residency(policy, causal):
                 order = {}
                 for task in sorted(result.tasks, key=lambda task: (task.add_start, task.end)):
                     order.setdefault((task.head, task.query_tile), []).append(task.kv_tile)
-                expected = {(h, q): kv for h in range(12) for q, kv in enumerate(add_order(policy, tiles)) if kv}
+                expected = {
+                    (head, q): kv_tiles
+                    for head in range(12)
+                    for q, kv_tiles in enumerate(add_order(order_of_head(policy, tiles, head // 6), tiles))
+                    if kv_tiles
+                }
                 if _schedule.is_ordered(policy):
                     assert order == expected
                 else:

@@ -86,9 +86,9 @@ def test_ops_have_no_autograd_of_their_own():
     ({8: torch.zeros(2, 30, 2, 1, dtype=torch.bfloat16).expand(2, 30, 2, 16)},
      "dv must have one memory location per element, got strides (60, 2, 1, 0)"),
     ({9: math.nan}, "softmax_scale must be a finite number or None, got nan"),
-    ({11: "shift"}, "schedule must be one of 'auto', 'ascending', 'descending', 'spt', 'symmetric_shift', 'order_free' when "
+    ({11: "shift"}, "schedule must be one of 'auto', 'ascending', 'descending', 'spt', 'symmetric_shift', 'order_free', 'spt_descending' when "
                     "causal=True, got 'shift'"),
-    ({11: "atomic"}, "schedule must be one of 'auto', 'ascending', 'descending', 'spt', 'symmetric_shift', 'order_free' when "
+    ({11: "atomic"}, "schedule must be one of 'auto', 'ascending', 'descending', 'spt', 'symmetric_shift', 'order_free', 'spt_descending' when "
                      "causal=True, got 'atomic'"),
     ({12: -1}, "sm_margin must be at least 0, got -1"),
 ])  # fmt: skip

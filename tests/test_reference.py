@@ -7,10 +7,9 @@ import torch
 from float64_reference import attention_float64, attention_in_dtype, relative_error, visible_keys
 
 from dash_attn import reference
-from dash_attn.schedule import POLICIES, resolve
+from dash_attn.schedule import fitting, resolve
 
-SCHEDULES = [(name, causal) for causal in (False, True) for name in POLICIES if (name, causal) not in
-             {("shift", True), ("symmetric_shift", False)}]  # fmt: skip
+SCHEDULES = [(name, causal) for causal in (False, True) for name in fitting(causal=causal)]
 LENGTHS = [(1, 1), (1, 9), (9, 1), (16, 16), (17, 33), (33, 17), (40, 40), (7, 65), (65, 7)]
 
 

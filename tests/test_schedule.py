@@ -15,6 +15,7 @@ from dash_attn.schedule import (
     groups,
     heads_together,
     num_claims,
+    order_of_head,
     ranks,
     visit_order,
     walk,
@@ -23,6 +24,8 @@ from dash_attn.schedule import (
 MAX_TILES = 9
 TILE_SIZES = [(1, 1), (1, 2), (2, 1), (1, 3), (3, 1), (2, 3)]
 POLICY_MASKS = [(policy, causal) for policy in POLICIES for causal in (False, True) if _schedule.fits(policy, causal)]
+# Without the one whose heads have the orders of others.
+ORDERS = [(policy, causal) for policy, causal in POLICY_MASKS if policy != "spt_descending"]
 
 
 def is_live(problem, kv, q):
@@ -75,7 +78,7 @@ def check_progress(visits, rank, claims, problem):
 
 
 @pytest.mark.parametrize("tile_q, tile_k", TILE_SIZES)
-@pytest.mark.parametrize("policy, causal", POLICY_MASKS)
+@pytest.mark.parametrize("policy, causal", ORDERS)
 def test_every_small_problem(policy, causal, tile_q, tile_k):
     for seqlen_q in range(1, MAX_TILES * tile_q + 1):
         for seqlen_k in range(1, MAX_TILES * tile_k + 1):
@@ -91,7 +94,7 @@ def test_every_small_problem(policy, causal, tile_q, tile_k):
 
 @settings(max_examples=200, deadline=None)
 @given(
-    policy_mask=st.sampled_from(POLICY_MASKS),
+    policy_mask=st.sampled_from(ORDERS),
     seqlen_q=st.integers(1, 40_000),
     seqlen_k=st.integers(1, 40_000),
     tile_q=st.integers(1, 512),
@@ -106,7 +109,7 @@ def test_large_problems(policy_mask, seqlen_q, seqlen_k, tile_q, tile_k, cta_gro
 
 @settings(max_examples=400, deadline=None)
 @given(
-    policy_mask=st.sampled_from(POLICY_MASKS),
+    policy_mask=st.sampled_from(ORDERS),
     seqlen_q=st.integers(2**20, 2**30 - 1),
     seqlen_k=st.integers(2**20, 2**30 - 1),
     tile_q=st.integers(16, 256),
@@ -180,22 +183,45 @@ def test_claims_cover_every_head_in_the_order_of_its_groups(policy, causal, shap
                 (head,) = {each[:2] for each in taken}
                 assert work == taken + [None] * (cta_group - len(taken)), "the CTAs without a tile are the last"
                 of_head[head].append([each[2] for each in taken])
-            assert all(claimed == groups(policy, problem) for claimed in of_head.values())
+            for (_, kv_head), claimed in of_head.items():
+                assert claimed == groups(order_of_head(policy, problem, kv_head), problem)
 
 
-@pytest.mark.parametrize("policy, causal", POLICY_MASKS)
+@pytest.mark.parametrize("policy, causal", ORDERS)
 @pytest.mark.parametrize("shape", [(5, 7), (8, 8), (3, 1), (1, 6)])
 def test_a_claim_walks_every_step_of_every_head_once(policy, causal, shape):
     problem = Problem(*shape, tile_q=1, tile_k=1, causal=causal, kv_heads=2, queries_per_kv=3, cta_group=2)
     for kv_tile, visits in enumerate(visit_order(policy, problem)):
         steps = itertools.product(range(len(visits)), range(3))
-        if not heads_together(policy):
+        if not heads_together(policy, problem):
             steps = ((step, head) for head, step in itertools.product(range(3), range(len(visits))))
         assert walk(policy, problem, kv_tile) == list(steps)
 
 
 def test_which_policies_walk_heads_together():
-    assert [name for name in POLICIES if heads_together(name)] == ["descending", "symmetric_shift", "order_free"]
+    problems = {causal: Problem(8, 8, tile_q=1, tile_k=1, causal=causal) for causal in (False, True)}
+    together = {policy for policy, causal in ORDERS if heads_together(policy, problems[causal])}
+    assert together == {"descending", "symmetric_shift", "order_free"}
+
+
+@pytest.mark.parametrize(
+    "kv_heads, kv_tiles, descending",
+    [(1, 8, 1), (2, 8, 1), (4, 8, 1), (5, 8, 2), (32, 8, 8), (32, 64, 8), (32, 128, 4), (32, 200, 3), (32, 600, 1)],
+)
+def test_spt_descending(kv_heads, kv_tiles, descending):
+    """spt's heads first, in claims too; then enough of descending's for an even end, at most a quarter, whatever the batch."""
+    for batch, head_section in itertools.product((1, 3), (1, 4)):
+        counts = dict(batch=batch, kv_heads=kv_heads, head_section=head_section)
+        problem = Problem(kv_tiles, kv_tiles, tile_q=1, tile_k=1, causal=True, **counts)
+        order = [order_of_head("spt_descending", problem, head) for head in range(kv_heads)]
+        assert order == ["spt"] * (kv_heads - descending) + ["descending"] * descending
+        claimed = [order[assign("spt_descending", problem, c)[1]] for c in range(num_claims("spt_descending", problem))]
+        assert claimed == sorted(claimed, reverse=True)
+    with pytest.raises(ValueError, match="schedule='spt_descending' has another order in some heads"):
+        visit_order("spt_descending", problem)
+    with pytest.raises(ValueError, match=r"kv_head must be in \[0, .*\), got 700"):
+        order_of_head("spt_descending", problem, 700)
+    assert order_of_head("spt", problem, 0) == "spt"
 
 
 def test_sections_interleave_heads():
@@ -204,7 +230,7 @@ def test_sections_interleave_heads():
     assert order == [(0, 0), (1, 0), (0, 1), (1, 1), (2, 0), (2, 1)]
 
 
-@pytest.mark.parametrize("policy, causal", POLICY_MASKS)
+@pytest.mark.parametrize("policy, causal", ORDERS)
 def test_order_ignores_batch_heads_and_sections(policy, causal):
     def orders(**counts):
         problem = Problem(700, 900, tile_q=64, tile_k=128, causal=causal, cta_group=2, **counts)

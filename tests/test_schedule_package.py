@@ -11,7 +11,7 @@ from dash_attn.schedule.__main__ import main
 
 
 def test_policies_are_the_integers_of_the_compiled_ops():
-    names = ("ascending", "descending", "spt", "shift", "symmetric_shift", "order_free", "atomic")
+    names = ("ascending", "descending", "spt", "shift", "symmetric_shift", "order_free", "spt_descending", "atomic")
     assert (*schedule.POLICIES, *schedule.YARDSTICKS) == names
     assert [schedule.policy_number(name) for name in names] == list(range(len(names)))
 
@@ -29,13 +29,19 @@ def test_resolve(causal):
     shape = dict(causal=causal, seqlen_q=300, seqlen_k=500)
     assert schedule.resolve("auto", **shape) in schedule.POLICIES
     for policy in schedule.POLICIES:
-        if policy == ("shift" if causal else "symmetric_shift"):
+        if policy not in schedule.fitting(causal=causal):
             with pytest.raises(ValueError, match=f"schedule must be one of 'auto', .* causal={causal}, got '{policy}'"):
                 schedule.resolve(policy, **shape)
         else:
             assert schedule.resolve(policy, **shape) == policy
     with pytest.raises(ValueError, match="schedule must be one of 'auto', .*, got 'fast'"):
         schedule.resolve("fast", **shape)
+
+
+def test_fitting():
+    both = ("ascending", "descending", "spt", "order_free")
+    assert set(schedule.fitting(causal=False)) == {*both, "shift"}
+    assert set(schedule.fitting(causal=True)) == {*both, "symmetric_shift", "spt_descending"}
 
 
 def test_add_order():
@@ -71,7 +77,7 @@ def test_table(capsys):
     def rows(table):
         return [line.split()[0] for line in table.splitlines()[2:-1]]
 
-    assert rows(causal) == ["ascending", "descending", "spt", "symmetric_shift", "order_free"]
+    assert rows(causal) == ["ascending", "descending", "spt", "symmetric_shift", "order_free", "spt_descending"]
     assert rows(full) == ["ascending", "descending", "spt", "shift", "order_free"]
     assert "makespan" in causal and "idle share" in causal and "critical path" in causal
     # 4 heads are too few for 132 SMs: the longest KV tile, 32 query tiles of 1.75 + 0.95 us, is the bound.

@@ -24,13 +24,17 @@ class Planner {
   __device__ void run() {
     Work work;
     for (; next_work<Reader::kThread>(work, shared_, params_, claims_); claims_ = claims_.next()) {
-      if (work.valid()) { plan_claim(work); }
+      if (!work.valid()) { continue; }
+      with_order_of_head<Config::kPolicy>(params_.problem, work.kv_head,
+                                          [&](auto policy) { plan_claim<decltype(policy)::value>(work); });
     }
     for (int adder = 0; adder < kAdderWarps; ++adder) { plan_end(); }
   }
 
  private:
-  __device__ void plan_claim(const Work& work) {
+  template <Policy kPolicy>
+  __device__ __forceinline__ void plan_claim(const Work& work) {
+    using Order = dash_attn::Order<kPolicy>;
     const Problem problem = specialised_problem<Config>(params_);
     int kv_tile = work.kv_tile;
     shared_.first_tile = first_tile_index(problem, work);
@@ -41,15 +45,15 @@ class Planner {
       forget(kv_tile);
       shared_.plan_empty[plan_.slot()].wait(plan_.empty_parity());
       PlannedStep& planned = shared_.plan[plan_.slot()];
-      const int query_tile = Config::Order::visit(problem, kv_tile, at.step);
+      const int query_tile = Order::visit(problem, kv_tile, at.step);
       planned.query_tile = query_tile;
       planned.set_head(shared_.first_head + at.head, left == 1);
       planned.tile = shared_.first_tile + at.head * problem.query_tiles + query_tile;
       forget(kv_tile);
-      planned.rank = ordered ? Config::Order::rank(problem, kv_tile, query_tile) : kAnyTurn;
+      planned.rank = ordered ? Order::rank(problem, kv_tile, query_tile) : kAnyTurn;
       shared_.plan_full[plan_.slot()].arrive();
       plan_ = plan_.next();
-      at = next_step<Config::kPolicy>(problem, kv_tile, at);
+      at = next_step<kPolicy>(problem, kv_tile, at);
     }
   }
 

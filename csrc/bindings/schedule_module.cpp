@@ -49,6 +49,19 @@ decltype(auto) with_fitting_policy(std::string const& name, Problem const& probl
   return with_policy(policy, std::forward<F>(f));
 }
 
+// The same for what the order of a head decides.
+template <class F>
+decltype(auto) with_order(std::string const& name, Problem const& problem, F&& f) {
+  return with_fitting_policy(name, problem, [&](auto policy) {
+    if constexpr (policy() == Policy::kSptDescending) {
+      throw py::value_error("schedule='" + name + "' has another order in some heads: order_of_head names a head's");
+      return f(PolicyConstant<Policy::kSpt>{});
+    } else {
+      return f(policy);
+    }
+  });
+}
+
 int in_range(char const* argument, int64_t value, int64_t first, int64_t end) {
   if (value < first || value >= end) {
     throw py::value_error(std::string(argument) + " must be in [" + std::to_string(first) + ", " + std::to_string(end) +
@@ -96,14 +109,14 @@ int checked_live_query_tile(Problem const& problem, int kv, int64_t q) {
 }
 
 int visit(std::string const& schedule, Problem const& problem, int64_t kv_tile, int64_t step) {
-  return with_fitting_policy(schedule, problem, [&](auto policy) {
+  return with_order(schedule, problem, [&](auto policy) {
     int const kv = in_range("kv_tile", kv_tile, 0, problem.kv_tiles);
     return Order<policy()>::visit(problem, kv, in_range("step", step, 0, problem.live_query_tiles(kv)));
   });
 }
 
 int rank(std::string const& schedule, Problem const& problem, int64_t kv_tile, int64_t query_tile) {
-  return with_fitting_policy(schedule, problem, [&](auto policy) {
+  return with_order(schedule, problem, [&](auto policy) {
     int const kv = in_range("kv_tile", kv_tile, 0, problem.kv_tiles);
     return Order<policy()>::rank(problem, kv, checked_live_query_tile(problem, kv, query_tile));
   });
@@ -124,7 +137,7 @@ std::optional<std::tuple<int, int, int, int>> assigned(std::string const& schedu
 }
 
 Table groups(std::string const& schedule, Problem const& problem) {
-  return with_fitting_policy(schedule, problem, [&](auto policy) {
+  return with_order(schedule, problem, [&](auto policy) {
     using O = Order<policy()>;
     Table table(O::groups(problem));
     for (int group = 0; group < static_cast<int>(table.size()); ++group) {
@@ -138,7 +151,7 @@ Table groups(std::string const& schedule, Problem const& problem) {
 }
 
 Table visit_order(std::string const& schedule, Problem const& problem) {
-  return with_fitting_policy(schedule, problem, [&](auto policy) {
+  return with_order(schedule, problem, [&](auto policy) {
     Table table(problem.kv_tiles);
     for (int kv = 0; kv < problem.kv_tiles; ++kv) {
       for (int step = 0; step < problem.live_query_tiles(kv); ++step) {
@@ -152,7 +165,7 @@ Table visit_order(std::string const& schedule, Problem const& problem) {
 using Walk = std::vector<std::pair<int, int>>;
 
 Walk walk(std::string const& schedule, Problem const& problem, int64_t kv_tile) {
-  return with_fitting_policy(schedule, problem, [&](auto policy) {
+  return with_order(schedule, problem, [&](auto policy) {
     int const kv = in_range("kv_tile", kv_tile, 0, problem.kv_tiles);
     Walk steps;
     ClaimStep at{0, 0};
@@ -165,7 +178,7 @@ Walk walk(std::string const& schedule, Problem const& problem, int64_t kv_tile) 
 }
 
 Table ranks(std::string const& schedule, Problem const& problem) {
-  return with_fitting_policy(schedule, problem, [&](auto policy) {
+  return with_order(schedule, problem, [&](auto policy) {
     Table table(problem.kv_tiles, std::vector<int>(problem.query_tiles, -1));
     for (int kv = 0; kv < problem.kv_tiles; ++kv) {
       for (int q = problem.first_query_tile(kv); q < problem.query_tiles; ++q) {
@@ -177,13 +190,21 @@ Table ranks(std::string const& schedule, Problem const& problem) {
 }
 
 Table add_order(std::string const& schedule, Problem const& problem) {
-  return with_fitting_policy(schedule, problem, [&](auto policy) {
+  return with_order(schedule, problem, [&](auto policy) {
     Table table(problem.query_tiles);
     for (int q = 0; q < problem.query_tiles; ++q) {
       table[q].assign(problem.live_kv_tiles(q), -1);
       for (int kv = 0; kv < problem.live_kv_tiles(q); ++kv) { table[q].at(Order<policy()>::rank(problem, kv, q)) = kv; }
     }
     return table;
+  });
+}
+
+std::string order_of_head(std::string const& schedule, Problem const& problem, int64_t kv_head) {
+  return with_fitting_policy(schedule, problem, [&](auto policy) {
+    int const head = in_range("kv_head", kv_head, 0, problem.kv_heads);
+    return with_order_of_head<policy()>(
+        problem, head, [](auto order) { return std::string(kPolicyNames[static_cast<int>(order())]); });
   });
 }
 
@@ -318,6 +339,8 @@ PYBIND11_MODULE(_schedule, m) {
         "Query tile that a KV tile visits at a step.");
   m.def("rank", &rank, py::arg("schedule"), py::arg("problem"), py::arg("kv_tile"), py::arg("query_tile"),
         "Place of a KV tile in the sum of dQ of a query tile that is live for it.");
+  m.def("order_of_head", &order_of_head, py::arg("schedule"), py::arg("problem"), py::arg("kv_head"),
+        "The policy whose order a KV head has: the policy itself, but for spt_descending.");
   m.def("num_claims", &claims, py::arg("schedule"), py::arg("problem"), "Claims of the whole problem.");
   m.def(
       "assign", &assigned, py::arg("schedule"), py::arg("problem"), py::arg("claim"), py::arg("cta_rank") = 0,
@@ -328,10 +351,11 @@ PYBIND11_MODULE(_schedule, m) {
         "Query tiles of each KV tile, in the order of its visits.");
   m.def(
       "heads_together",
-      [](std::string const& schedule) {
-        return with_policy(parse_policy(schedule), [](auto policy) { return Order<policy()>::kHeadsTogether; });
+      [](std::string const& schedule, Problem const& problem) {
+        return with_order(schedule, problem, [](auto policy) { return Order<policy()>::kHeadsTogether; });
       },
-      py::arg("schedule"), "Whether the query heads of a claim all take a step before any takes the next.");
+      py::arg("schedule"), py::arg("problem"),
+      "Whether the query heads of a claim all take a step before any takes the next.");
   m.def("walk", &walk, py::arg("schedule"), py::arg("problem"), py::arg("kv_tile"),
         "(step, query head of the split) of each product of a KV tile's claim, in order.");
   m.def("ranks", &ranks, py::arg("schedule"), py::arg("problem"), "[kv_tile][query_tile]: rank, -1 where masked out.");

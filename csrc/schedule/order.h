@@ -2,7 +2,8 @@
 // rank of each (KV tile, query tile) in the sum of dQ. Decided here and nowhere else.
 //
 // Determinism contract: visit and rank are functions of (seqlen_q, seqlen_k, tile_q, tile_k, causal, policy, cta_group)
-// alone. Not of the batch, the heads, the number of SMs or who runs what, when.
+// alone, and in spt_descending of a head's place among those of its sequence. Not of the batch, the number of SMs or who
+// runs what, when.
 //
 // Forward-progress contract: the groups of a head are claimed in the order of their numbers, and every tile of lower
 // rank at a query tile belongs to an earlier group, or to the same group and, on the clock of steps that all its CTAs
@@ -109,6 +110,21 @@ struct Order<Policy::kSpt> {
   }
 };
 
+// Most KV heads of a sequence in spt's order, the others in descending's. The former wait for nobody and need no other head
+// beside them, but end with their longest tiles; the latter are claimed when all the former have been, and end with their
+// shortest: enough of them for an even end, a quarter at most. with_order_of_head says which order a head has.
+template <>
+struct Order<Policy::kSptDescending> {
+  static constexpr int kCtaGroup = 1;
+
+  DASH_HOST_DEVICE static constexpr int groups(Problem const& problem) { return AscendingGroups::groups(problem); }
+  DASH_HOST_DEVICE static constexpr int spt_heads(Problem const& problem) {
+    constexpr int kEnoughForAnEvenEnd = 512;  // KV tiles
+    int const enough = ceil_div(kEnoughForAnEvenEnd, problem.kv_tiles);
+    return problem.kv_heads - min_int(enough, ceil_div(problem.kv_heads, 4));
+  }
+};
+
 // Full mask. The paper's rotation, q = (kv + step) mod n, kept inside each group; groups one after the other.
 // With cta_group = n it is the published schedule.
 template <>
@@ -191,5 +207,16 @@ struct Order<Policy::kSymmetricShift> {
     return {start, rectangle_start, {problem.query_tiles - rectangle_start, members}};
   }
 };
+
+// Calls f with the policy whose order a KV head has, as a type: the policy itself, but for spt_descending.
+template <Policy P, class F>
+DASH_HOST_DEVICE constexpr decltype(auto) with_order_of_head(Problem const& problem, int kv_head, F&& f) {
+  if constexpr (P == Policy::kSptDescending) {
+    return kv_head < Order<P>::spt_heads(problem) ? f(PolicyConstant<Policy::kSpt>{})
+                                                  : f(PolicyConstant<Policy::kDescending>{});
+  } else {
+    return f(PolicyConstant<P>{});
+  }
+}
 
 }  // namespace dash_attn

@@ -7,13 +7,22 @@
 
 namespace dash_attn {
 
-// Values are part of the interface of the compiled ops: append, never renumber.
-enum class Policy : int { kAscending = 0, kDescending, kSpt, kShift, kSymmetricShift, kOrderFree, kAtomic };
+// Values are part of the interface of the compiled ops: never renumber. The yardstick is last, and has no value of its own.
+enum class Policy : int {
+  kAscending = 0,
+  kDescending,
+  kSpt,
+  kShift,
+  kSymmetricShift,
+  kOrderFree,
+  kSptDescending,
+  kAtomic
+};
 
-inline constexpr int kNumPolicies = 7;
-inline constexpr int kNumDeterministicPolicies = 6;  // the first ones; users can choose no other
-inline constexpr const char* kPolicyNames[kNumPolicies] = {"ascending",       "descending", "spt",   "shift",
-                                                           "symmetric_shift", "order_free", "atomic"};
+inline constexpr int kNumPolicies = 8;
+inline constexpr int kNumDeterministicPolicies = 7;  // the first ones; users can choose no other
+inline constexpr const char* kPolicyNames[kNumPolicies] = {
+    "ascending", "descending", "spt", "shift", "symmetric_shift", "order_free", "spt_descending", "atomic"};
 
 // How the partials of dQ become a sum.
 enum class Accumulation {
@@ -28,9 +37,11 @@ DASH_HOST_DEVICE constexpr Accumulation accumulation(Policy policy) {
                                       : Accumulation::kOrdered;
 }
 
-// Shift's rotation needs every query tile live for every KV tile; symmetric shift is built round the diagonal.
+// Shift's rotation needs every query tile live for every KV tile; symmetric shift is built round the diagonal; tiles that
+// are all of one length need no evening out.
 DASH_HOST_DEVICE constexpr bool fits(Policy policy, bool causal) {
-  return policy == Policy::kShift ? !causal : policy == Policy::kSymmetricShift ? causal : true;
+  if (policy == Policy::kShift) return !causal;
+  return policy == Policy::kSymmetricShift || policy == Policy::kSptDescending ? causal : true;
 }
 
 template <Policy P>
@@ -50,6 +61,8 @@ constexpr decltype(auto) with_policy(Policy policy, F&& f) {
       return f(PolicyConstant<Policy::kSymmetricShift>{});
     case Policy::kOrderFree:
       return f(PolicyConstant<Policy::kOrderFree>{});
+    case Policy::kSptDescending:
+      return f(PolicyConstant<Policy::kSptDescending>{});
     case Policy::kAtomic:
       return f(PolicyConstant<Policy::kAtomic>{});
     case Policy::kAscending:

@@ -228,7 +228,16 @@ class Simulator {
     return (static_cast<int64_t>(t.batch) * heads() + t.head) * problem_.query_tiles + t.query_tile;
   }
 
-  int rank(SimulatedTask const& t) const { return Order<P>::rank(problem_, t.kv_tile, t.query_tile); }
+  // f of the Order of a KV head.
+  template <class F>
+  auto of_order(int kv_head, F&& f) const {
+    return with_order_of_head<P>(problem_, kv_head, f);
+  }
+
+  int rank(SimulatedTask const& t) const {
+    return of_order(t.head / problem_.queries_per_kv,
+                    [&](auto order) { return Order<order()>::rank(problem_, t.kv_tile, t.query_tile); });
+  }
 
   void take_work(int i, double time) {
     Cta& cta = ctas_[i];
@@ -283,7 +292,8 @@ class Simulator {
   void begin_products(int i, double time) {
     Cta& cta = ctas_[i];
     int const head = first_query_head(problem_, cta.work) + cta.at.head;
-    int const q = Order<P>::visit(problem_, cta.work.kv_tile, cta.at.step);
+    int const q = of_order(cta.work.kv_head,
+                           [&](auto order) { return Order<order()>::visit(problem_, cta.work.kv_tile, cta.at.step); });
     bool const masked =
         problem_.causal && q * problem_.tile_q + problem_.diagonal < (cta.work.kv_tile + 1) * problem_.tile_k - 1;
     double end = time + options_.product_time * (1 + options_.spread * noise()) + (masked ? options_.mask_time : 0);
@@ -320,7 +330,8 @@ class Simulator {
 
   void next_step(int i, double time) {
     Cta& cta = ctas_[i];
-    cta.at = dash_attn::next_step<P>(problem_, cta.work.kv_tile, cta.at);
+    cta.at = of_order(cta.work.kv_head,
+                      [&](auto order) { return dash_attn::next_step<order()>(problem_, cta.work.kv_tile, cta.at); });
     if (--cta.steps_left) {
       begin_products(i, time);
     } else if (problem_.head_splits == 1) {

@@ -28,6 +28,7 @@ from dash_attn._schedule import (
     groups,
     heads_together,
     num_claims,
+    order_of_head,
     ranks,
     visit_order,
     walk,
@@ -44,9 +45,11 @@ __all__ = [
     "Task",
     "add_order",
     "assign",
+    "fitting",
     "groups",
     "heads_together",
     "num_claims",
+    "order_of_head",
     "policy_number",
     "problem",
     "ranks",
@@ -62,6 +65,11 @@ POLICIES: tuple[str, ...] = _schedule.POLICIES
 
 YARDSTICKS: tuple[str, ...] = _schedule.YARDSTICKS
 """Names of policies for benchmarks only, which are not deterministic: plain fp32 atomic adds."""
+
+
+def fitting(*, causal: bool) -> tuple[str, ...]:
+    """Those of ``POLICIES`` that are defined for the mask."""
+    return tuple(policy for policy in POLICIES if _schedule.fits(policy, causal))
 
 
 def policy_number(name: str) -> int:
@@ -104,7 +112,7 @@ def resolve(
     """
     if name == "auto":
         return _automatic(causal, seqlen_k, head_dim, queries_per_kv)
-    allowed = [policy for policy in POLICIES if _schedule.fits(policy, causal)]
+    allowed = fitting(causal=causal)
     if name not in allowed:
         choices = ", ".join(repr(choice) for choice in ["auto", *allowed])
         raise ValueError(f"schedule must be one of {choices} when causal={causal}, got {name!r}")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 
-from . import POLICIES, gantt, problem, resolve, simulate
+from . import fitting, gantt, problem, resolve, simulate
 from .simulation import ADD_TIME, PRODUCT_TIME, SIGNAL_TIME
 
 
@@ -59,11 +59,7 @@ def _compare(arguments: argparse.Namespace, *, causal: bool) -> list:
     )
     print(f"  {'schedule':<23}{'makespan':>8}{'idle share':>12}{'critical path':>15}{'of ideal':>10}")
     results = []
-    for policy in POLICIES:
-        try:
-            resolve(policy, causal=causal, seqlen_q=arguments.seqlen_q, seqlen_k=seqlen_k)
-        except ValueError:
-            continue
+    for policy in fitting(causal=causal):
         tiles = problem(
             policy,
             arguments.seqlen_q,

@@ -51,8 +51,7 @@ class Inputs:
 
 def schedules(causal: bool) -> list[str]:
     """Every policy that is defined for the mask."""
-    unfit = "symmetric_shift" if not causal else "shift"
-    return [policy for policy in schedule.POLICIES if policy != unfit]
+    return list(schedule.fitting(causal=causal))
 
 
 def needs_clusters(policy: str) -> bool:
