@@ -20,7 +20,7 @@ import time
 
 import torch
 
-from benchmarks import latency, peers, run, timing
+from benchmarks import auto_table, latency, peers, run, timing
 from benchmarks.shapes import Shape, full_grid
 from dash_attn import _schedule
 
@@ -179,6 +179,19 @@ def measure_grid(library, timer, max_seqlen: int, min_time_s: float) -> list[dic
     return rows
 
 
+def measure_loads(library, timer, min_time_s: float) -> list[dict]:
+    """What the table of "auto" chooses between, where the model's policies are too near each other."""
+    rows = []
+    ours = peers.DashAttn()
+    for shape in auto_table.measured_loads():
+        tensors = peers.random_tensors(shape, torch.device("cuda"))
+        variants = [v for v in ours.variants(shape) if v.schedule in auto_table.candidates(shape.causal)]
+        calls = {v.schedule: ours.prepare(v, shape, tensors)["backward"] for v in variants}
+        both = [{name: measure(library, timer, call, min_time_s) for name, call in calls.items()} for _ in range(2)]
+        rows += [{**vars(shape), "schedule": name, "us": [each[name]["us"] for each in both]} for name in calls]
+    return rows
+
+
 def dumps(result: dict) -> str:
     """JSON with a line for each row."""
     blocks = []
@@ -217,6 +230,7 @@ def main(argv: list[str] | None = None) -> int:
     part("probes", lambda: measure_probes(library, timer, sms))
     part("kernels", lambda: measure_kernels(library, timer))
     part("grid", lambda: measure_grid(library, timer, arguments.max_seqlen, arguments.min_time))
+    part("loads", lambda: measure_loads(library, timer, arguments.min_time))
     return 0
 
 

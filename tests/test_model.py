@@ -172,8 +172,24 @@ def test_noise_and_pairs():
     assert report.noise(shaky) > 0.17 and [pair[2] for pair in report.pairs(shaky)] == ["tie"]
 
 
-def test_regenerating_gives_the_committed_table(machine):
-    assert auto_table.text(machine) == auto_table.TABLE.read_text()
+def test_regenerating_gives_the_committed_table():
+    assert auto_table.text(auto_table.read_times()) == auto_table.TABLE.read_text()
+
+
+def test_measured_times_go_before_the_models(machine):
+    shape = auto_table.loads(64, True, 4096, 1)[0]
+    rows = [{**vars(shape), "schedule": "spt", "us": [1.0, 3.0]}]
+    times = auto_table.Times(machine, {"loads": rows})
+    assert times("spt", shape) == 2.0
+    assert times("descending", shape) == model.predict(machine, "descending", shape).us
+    assert auto_table.fastest(times, 64, True, 4096, 1) == "spt"
+    assert auto_table.fastest(times, 64, True, 2048, 1) != "spt"
+
+
+def test_all_loads_are_measured_at_every_candidate():
+    times = auto_table.read_times()
+    for shape in auto_table.measured_loads():
+        assert all(times.is_measured(policy, shape) for policy in auto_table.candidates(True)), shape
 
 
 def test_auto_looks_at_one_sequence_and_one_head(machine):

@@ -54,6 +54,13 @@ def schedules(causal: bool) -> list[str]:
     return list(schedule.fitting(causal=causal))
 
 
+def order_of_head(policy: str, problem: Problem, kv_head: int) -> str:
+    """The policy whose order a KV head has."""
+    counts = dict(heads=problem.heads, kv_heads=problem.kv_heads, head_dim=problem.head_dim, causal=problem.causal)
+    tiles = schedule.problem(policy, problem.seqlen_q, problem.seqlen_k, **counts)
+    return schedule.order_of_head(policy, tiles, kv_head)
+
+
 def needs_clusters(policy: str) -> bool:
     """Whether the policy's CTAs wait for each other within a cluster, which starts only where its SMs are free together."""
     return policy in ("shift", "symmetric_shift")
