@@ -4,7 +4,7 @@
 
 The bits of a gradient follow from the policy, so the table may look at one sequence only: head_dim, mask, length, query heads
 a KV head. The number of sequences and of SMs is no key. A policy is chosen for a full GPU and one a quarter as full, and only
-where it gains more than a measurement errs; else it is DEFAULT. Under the causal mask the times are measured
+where it gains more than a measurement errs, and loses as much at neither; else it is DEFAULT. Under the causal mask the times are measured
 (`benchmarks.calibrate`); under the full mask, where policies differ by their code alone, the model's. Policies that run in
 clusters are left out: "auto" has to go on wherever one SM is free.
 """
@@ -92,13 +92,15 @@ class Times:
 
 
 def fastest(times: Times, head_dim: int, causal: bool, length: int, queries_per_kv: int) -> str:
+    """The policy that gains most on average, if that is more than MARGIN and it loses more than MARGIN nowhere."""
     shapes = loads(head_dim, causal, length, queries_per_kv)
-    costs = {
-        policy: math.fsum(math.log(times(policy, shape)) for shape in shapes) / len(shapes)
+    gains = {
+        policy: [math.log(times(DEFAULT, shape) / times(policy, shape)) for shape in shapes]
         for policy in candidates(causal)
     }
-    best = min(costs, key=costs.get)
-    return best if costs[DEFAULT] - costs[best] > MARGIN else DEFAULT
+    safe = {policy: statistics.fmean(of_loads) for policy, of_loads in gains.items() if min(of_loads) > -MARGIN}
+    best = max(safe, key=safe.get)
+    return best if safe[best] > MARGIN else DEFAULT
 
 
 def text(times: Times) -> str:

@@ -133,15 +133,15 @@ def test_calibrate_needs_a_gpu(tmp_path, monkeypatch, capsys):
 
 def test_times_within_ten_percent(compared):
     """The bar for the ordered policies; ascending under the causal mask misses it, and docs/model.md says so."""
-    assert len(compared) == 120
+    assert len(compared) == 135
     assert max(abs(row.error) for row in compared if not row.chaotic) < 0.10
     assert statistics.median(abs(row.error) for row in compared if row.chaotic) < 0.20
 
 
 def test_ranking(compared):
     found = [pair[2] for rows in report.by_shape(compared).values() for pair in report.pairs(rows)]
-    assert len(found) == 180
-    assert found.count("differ") <= 0.05 * (len(found) - found.count("tie"))
+    assert len(found) == 240
+    assert found.count("differ") <= 0.08 * (len(found) - found.count("tie"))  # docs/model.md names them
     assert found.count("tie") < len(found) / 2
     for rows in report.by_shape(compared).values():
         fastest, choice = report.best(rows)
@@ -177,13 +177,17 @@ def test_regenerating_gives_the_committed_table():
 
 
 def test_measured_times_go_before_the_models(machine):
-    shape = auto_table.loads(64, True, 4096, 1)[0]
-    rows = [{**vars(shape), "schedule": "spt", "us": [1.0, 3.0]}]
-    times = auto_table.Times(machine, {"loads": rows})
-    assert times("spt", shape) == 2.0
-    assert times("descending", shape) == model.predict(machine, "descending", shape).us
-    assert auto_table.fastest(times, 64, True, 4096, 1) == "spt"
-    assert auto_table.fastest(times, 64, True, 2048, 1) != "spt"
+    full, quarter = auto_table.loads(64, True, 4096, 1)
+
+    def times(of_quarter):
+        us = {full: [1.0, 3.0], quarter: [of_quarter]}
+        return auto_table.Times(machine, {"loads": [{**vars(s), "schedule": "spt", "us": us[s]} for s in us]})
+
+    assert times(1.0)("spt", full) == 2.0
+    assert times(1.0)("descending", full) == model.predict(machine, "descending", full).us
+    assert auto_table.fastest(times(1.0), 64, True, 4096, 1) == "spt"
+    assert auto_table.fastest(times(1e9), 64, True, 4096, 1) != "spt", "it loses at a quarter of the load"
+    assert auto_table.fastest(times(1.0), 64, True, 2048, 1) != "spt"
 
 
 def test_all_loads_are_measured_at_every_candidate():
