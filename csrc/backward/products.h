@@ -62,6 +62,15 @@ class Consumer {
   using KeySum = SumOverRows<Config::kKey>;          // K as A of dQ^T
   using Layout = DqLayout<Config>;
   using Step = RingIndex<Config::kStages>;
+  template <int kSlot>
+  struct StepInSlot {
+    uint32_t count;
+
+    static __device__ __forceinline__ constexpr uint32_t slot() { return kSlot; }
+    __device__ __forceinline__ uint32_t parity() const { return Step{count}.parity(); }
+    __device__ __forceinline__ uint32_t empty_parity() const { return Step{count}.empty_parity(); }
+  };
+  static_assert(Config::kStages == 2);
 
   static constexpr int kScoreRegisters = Config::kQuery / 2;       // a 64 x kQuery fragment
   static constexpr int kGradientRegisters = Config::kHeadDim / 2;  // a 64 x kHeadDim fragment
@@ -105,7 +114,14 @@ class Consumer {
     clear(r.dv);
 
     begin_first_step(r);
-    for (int steps_left = steps - 1; steps_left > 0; --steps_left) { end_step_begin_next(r); }
+    for (int steps_left = steps - 1; steps_left > 0; --steps_left) {
+      // So that all addresses of a step are constants.
+      if (step_.slot() == 0) {
+        end_step_begin_next<0>(r);
+      } else {
+        end_step_begin_next<1>(r);
+      }
+    }
     end_last_step(r);
     if constexpr (Config::kStageInDs) { arrive(shared_.k_empty); }
     if (sum_over_splits(r.dk, r.dv)) { store_gradients(r.dk, r.dv); }
@@ -154,31 +170,34 @@ class Consumer {
     arrive(shared_.v_empty);
   }
 
+  template <int kSlot>
   __device__ __forceinline__ void end_step_begin_next(Registers& r) {
+    const StepInSlot<kSlot> step{step_.count};
+    const StepInSlot<1 - kSlot> next{step_.count + 1};
     forget(thread_);
-    make_ds(r, step_);
-    issue_s(r, step_.next());
-    announce(shared_.ds_full[step_.slot()]);
-    issue_dk(r, step_);
+    make_ds(r, step);
+    issue_s(r, next);
+    announce(shared_.ds_full[step.slot()]);
+    issue_dk(r, step);
     wait_products<1>();  // S
     pin(r.scores);
-    make_p(r.scores, step_.next());
-    wait_for_dout(step_.next());
+    make_p(r.scores, next);
+    wait_for_dout(next);
     wait_products<0>();  // dK
     pin(r.dk);
     pin(r.rounded);
-    shared_.q_empty[step_.slot()].arrive();
+    shared_.q_empty[step.slot()].arrive();
     round_p(r);
 
-    issue_dq(r, step_);
-    issue_dv(r, step_.next());
-    if constexpr (kDpFirst) { issue_dp(r, step_.next()); }
-    wait_for_staging(step_);
+    issue_dq(r, step);
+    issue_dv(r, next);
+    if constexpr (kDpFirst) { issue_dp(r, next); }
+    wait_for_staging(step);
     wait_products<kDpFirst ? 2 : 1>();  // dQ
     pin(r.dq());
-    stage_dq(r.dq(), step_);
-    if constexpr (!kDpFirst) { issue_dp(r, step_.next()); }
-    announce(shared_.dq_full[step_.slot()]);
+    stage_dq(r.dq(), step);
+    if constexpr (!kDpFirst) { issue_dp(r, next); }
+    announce(shared_.dq_full[step.slot()]);
 
     step_ = step_.next();
     wait_products<0>();  // dV and dP
@@ -203,28 +222,34 @@ class Consumer {
     step_ = step_.next();
   }
 
+  template <typename Step>
   __device__ __forceinline__ void issue_s(Registers& r, Step step) {
     shared_.q_full[step.slot()].wait(step.parity());
     multiply<Element, Config::kHeadDim>(r.scores, KeyRows(tiles_at_(key_tile()), consumer_ * kWarpgroupRows),
                                         QueryRows(tiles_at_(shared_.q[step.slot()])));
   }
 
+  template <typename Step>
   __device__ __forceinline__ void wait_for_dout(Step step) const { shared_.dout_full[step.slot()].wait(step.parity()); }
 
+  template <typename Step>
   __device__ __forceinline__ void issue_dv(Registers& r, Step step) {
     multiply_add<Element>(r.dv, r.rounded, QuerySum(tiles_at_(shared_.dout[step.slot()])));
   }
 
+  template <typename Step>
   __device__ __forceinline__ void issue_dp(Registers& r, Step step) {
     multiply<Element>(r.scores, r.v, QueryRows(tiles_at_(shared_.dout[step.slot()])));
   }
 
+  template <typename Step>
   __device__ __forceinline__ void issue_dk(Registers& r, Step step) {
     multiply_add<Element>(r.dk, r.rounded, QuerySum(tiles_at_(shared_.q[step.slot()])));
   }
 
   // A consumer that has arrived on ds_full has completed dQ of the step before, so two buffers of dS need no `empty`
   // barrier.
+  template <typename Step>
   __device__ __forceinline__ void issue_dq(Registers& r, Step step) {
     shared_.ds_full[step.slot()].wait(step.parity());
     multiply<Element, Config::kKey>(
@@ -233,6 +258,7 @@ class Consumer {
   }
 
   // S becomes P.
+  template <typename Step>
   __device__ __forceinline__ void make_p(Scores& s, Step step) const {
     const int first_query = shared_.query_tile[step.slot()] * Config::kQuery;
     const int first_key = shared_.kv_tile[step.slot()] * Config::kKey;
@@ -249,6 +275,7 @@ class Consumer {
   }
 
   // dP and P become dS, rounded, in registers for dK and in shared memory for dQ.
+  template <typename Step>
   __device__ __forceinline__ void make_ds(Registers& r, Step step) {
     forget(thread_);  // also lets ptxas mix the stores with the sums
     differentiate(r.rounded, r.scores, shared_.delta[step.slot()]);
@@ -319,16 +346,18 @@ class Consumer {
     arrive(barrier);
   }
 
+  template <typename Step>
   __device__ __forceinline__ void wait_for_staging(Step step) const {
     shared_.dq_empty[step.slot()].wait(step.empty_parity());
   }
 
+  template <typename Step>
   __device__ __forceinline__ void stage_dq(const DqPartial& dq, Step step) {
     float4* const buffer = reinterpret_cast<float4*>(shared_.dq[step.slot()]);
     const auto store = [&](int quad, float x, float y, float z, float w) {
       buffer[Layout::quad_index(consumer_, quad, thread_)] = make_float4(x, y, z, w);
     };
-    if (stage_dq_on_grid(dq, step, store)) { return; }
+    if (stage_dq_on_grid(dq, step.count, store)) { return; }
 #pragma unroll
     for (int quad = 0; quad < Layout::kQuads; ++quad) {
       store(quad, dq[4 * quad], dq[4 * quad + 1], dq[4 * quad + 2], dq[4 * quad + 3]);
@@ -337,9 +366,9 @@ class Consumer {
 
   // Order-free, unless the head needs the order.
   template <typename Store>
-  __device__ __forceinline__ bool stage_dq_on_grid(const DqPartial& dq, Step step, const Store& store) {
+  __device__ __forceinline__ bool stage_dq_on_grid(const DqPartial& dq, uint32_t step, const Store& store) {
     if constexpr (Config::kOrderFree) {
-      const int slot = RingIndex<Config::kGridSlots>{step.count}.slot();
+      const int slot = RingIndex<Config::kGridSlots>{step}.slot();
       forget(thread_);
       const int tile = shared_.grid_tile[slot];
       if (tile == kNoGrid) { return false; }
