@@ -38,7 +38,7 @@ class Consumer {
   __device__ Consumer(Shared& shared, const KernelParams& params)
       : shared_(shared),
         params_(params),
-        tiles_at_(&shared),
+        descriptor_of_(&shared),
         // A shuffle, so that the compiler knows it is uniform.
         consumer_(__shfl_sync(0xffffffff, threadIdx.x / kWarpgroupThreads, 0) - 1),
         thread_(threadIdx.x % kWarpgroupThreads) {}
@@ -174,7 +174,6 @@ class Consumer {
   __device__ __forceinline__ void end_step_begin_next(Registers& r) {
     const StepInSlot<kSlot> step{step_.count};
     const StepInSlot<1 - kSlot> next{step_.count + 1};
-    forget(thread_);
     make_ds(r, step);
     issue_s(r, next);
     announce(shared_.ds_full[step.slot()]);
@@ -225,26 +224,28 @@ class Consumer {
   template <typename Step>
   __device__ __forceinline__ void issue_s(Registers& r, Step step) {
     shared_.q_full[step.slot()].wait(step.parity());
-    multiply<Element, Config::kHeadDim>(r.scores, KeyRows(tiles_at_(key_tile()), consumer_ * kWarpgroupRows),
-                                        QueryRows(tiles_at_(shared_.q[step.slot()])));
+    multiply<Element, Config::kHeadDim>(r.scores, KeyRows(descriptor_of_(key_tile()), consumer_ * kWarpgroupRows),
+                                        QueryRows(descriptor_of_(shared_.q[step.slot()])));
   }
 
   template <typename Step>
-  __device__ __forceinline__ void wait_for_dout(Step step) const { shared_.dout_full[step.slot()].wait(step.parity()); }
+  __device__ __forceinline__ void wait_for_dout(Step step) const {
+    shared_.dout_full[step.slot()].wait(step.parity());
+  }
 
   template <typename Step>
   __device__ __forceinline__ void issue_dv(Registers& r, Step step) {
-    multiply_add<Element>(r.dv, r.rounded, QuerySum(tiles_at_(shared_.dout[step.slot()])));
+    multiply_add<Element>(r.dv, r.rounded, QuerySum(descriptor_of_(shared_.dout[step.slot()])));
   }
 
   template <typename Step>
   __device__ __forceinline__ void issue_dp(Registers& r, Step step) {
-    multiply<Element>(r.scores, r.v, QueryRows(tiles_at_(shared_.dout[step.slot()])));
+    multiply<Element>(r.scores, r.v, QueryRows(descriptor_of_(shared_.dout[step.slot()])));
   }
 
   template <typename Step>
   __device__ __forceinline__ void issue_dk(Registers& r, Step step) {
-    multiply_add<Element>(r.dk, r.rounded, QuerySum(tiles_at_(shared_.q[step.slot()])));
+    multiply_add<Element>(r.dk, r.rounded, QuerySum(descriptor_of_(shared_.q[step.slot()])));
   }
 
   // A consumer that has arrived on ds_full has completed dQ of the step before, so two buffers of dS need no `empty`
@@ -252,9 +253,10 @@ class Consumer {
   template <typename Step>
   __device__ __forceinline__ void issue_dq(Registers& r, Step step) {
     shared_.ds_full[step.slot()].wait(step.parity());
-    multiply<Element, Config::kKey>(
-        r.dq(), KeySum(tiles_at_(key_tile()), Config::kSplitDqByHeadDim ? consumer_ : 0),
-        QueryRows(tiles_at_(shared_.ds[step.slot()]), Config::kSplitDqByHeadDim ? 0 : consumer_ * Config::kDqQueries));
+    multiply<Element, Config::kKey>(r.dq(),
+                                    KeySum(descriptor_of_(key_tile()), Config::kSplitDqByHeadDim ? consumer_ : 0),
+                                    QueryRows(descriptor_of_(shared_.ds[step.slot()]),
+                                              Config::kSplitDqByHeadDim ? 0 : consumer_ * Config::kDqQueries));
   }
 
   // S becomes P.
@@ -277,7 +279,8 @@ class Consumer {
   // dP and P become dS, rounded, in registers for dK and in shared memory for dQ.
   template <typename Step>
   __device__ __forceinline__ void make_ds(Registers& r, Step step) {
-    forget(thread_);  // also lets ptxas mix the stores with the sums
+    // Lets ptxas mix the stores with the sums, which pays where there are many.
+    if constexpr (kScoreRegisters > 32) { forget(thread_); }
     differentiate(r.rounded, r.scores, shared_.delta[step.slot()]);
     shared_.dout_empty[step.slot()].arrive();
     store_transposed(shared_.ds[step.slot()] + consumer_ * kDsBlock, r.rounded, thread_ / 32, thread_ % 32);
@@ -433,7 +436,7 @@ class Consumer {
 
   Shared& shared_;
   const KernelParams& params_;
-  const TileAddresses tiles_at_;
+  const TileDescriptors descriptor_of_;
   const int consumer_;
   int thread_;
   RingIndex<Config::kClaimSlots> claims_;

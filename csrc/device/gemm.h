@@ -20,25 +20,29 @@ constexpr int kSwizzleAtomBytes = 8 * kSwizzleRowBytes;  // the swizzle repeats 
 constexpr int kWarpgroupRows = 64;                       // wgmma's M
 constexpr int kProductDepth = 16;                        // wgmma's K for 16-bit types
 
-// Where tiles lie in shared memory, as matrix descriptors have it: 14 bits, in units of 16 bytes. Above them an address
-// of shared memory holds the CTA's rank in its cluster, which would run into the next field; it is taken off once, from
-// the address all tiles share.
-class TileAddresses {
+// Where tiles lie in shared memory, as wgmma's matrix descriptors (PTX ISA 9.7.15.5.1.2.2): address and strides in units of
+// 16 bytes, in fields of 14 bits at 0, 16 and 32; bits 62-63 = 1: 128-byte swizzle. Above its 18 bits an address of shared
+// memory holds the CTA's rank in its cluster, which would run into the next field; it is taken off once, from the address
+// all tiles share. To that descriptor everything else is added, mostly constants: one instruction a product.
+class TileDescriptors {
  public:
-  explicit __device__ __forceinline__ TileAddresses(const void* shared)
-      : shared_(cute::cast_smem_ptr_to_uint(shared)), base_((shared_ & 0x3ffff) >> 4) {}
-  __device__ __forceinline__ uint32_t operator()(const void* tile) const {
-    return base_ + ((cute::cast_smem_ptr_to_uint(tile) - shared_) >> 4);
+  explicit __device__ __forceinline__ TileDescriptors(const void* shared)
+      : shared_(cute::cast_smem_ptr_to_uint(shared)),
+        first_(((shared_ & 0x3ffff) >> 4) | (uint64_t(kSwizzleAtomBytes >> 4) << 32) | (uint64_t(1) << 62)) {
+    asm volatile("" : "+l"(first_));  // or the compiler, which knows the upper half, adds in two halves
+  }
+  __device__ __forceinline__ uint64_t operator()(const void* tile) const {
+    return first_ + ((cute::cast_smem_ptr_to_uint(tile) - shared_) >> 4);
+  }
+  // The descriptor of what lies `units` of 16 bytes further on. No field overflows, and so there is no carry.
+  static __device__ __forceinline__ uint64_t advance(uint64_t descriptor, uint32_t units) {
+    return (descriptor >> 32 << 32) | uint32_t(uint32_t(descriptor) + units);
   }
 
  private:
-  uint32_t shared_, base_;
+  uint32_t shared_;
+  uint64_t first_;
 };
-
-// PTX ISA 9.7.15.5.1.2.2, matrix-descriptor; bits 62-63 = 1: 128-byte swizzle.
-__device__ __forceinline__ uint64_t matrix_descriptor(uint32_t address, int block_bytes) {
-  return address | (uint64_t(block_bytes >> 4) << 16) | (uint64_t(kSwizzleAtomBytes >> 4) << 32) | (uint64_t(1) << 62);
-}
 
 // The sum runs along the tile's columns: the operand's M or N is its rows, from `row` on.
 template <int kRows>
@@ -46,8 +50,8 @@ struct SumOverColumns {
   static constexpr cute::SM90::GMMA::Major kMajor = cute::SM90::GMMA::Major::K;
   uint64_t first;
 
-  explicit __device__ __forceinline__ SumOverColumns(uint32_t tile, int row = 0)
-      : first(matrix_descriptor(tile + row * (kSwizzleRowBytes >> 4), 16)) {}
+  explicit __device__ __forceinline__ SumOverColumns(uint64_t tile, int row = 0)
+      : first(TileDescriptors::advance(tile + (1 << 16), row * (kSwizzleRowBytes >> 4))) {}
 
   __device__ __forceinline__ uint64_t step(int k) const {
     const int steps_per_block = kSwizzleColumns / kProductDepth;
@@ -63,8 +67,8 @@ struct SumOverRows {
   static constexpr int kBlockBytes = kRows * kSwizzleRowBytes;
   uint64_t first;
 
-  explicit __device__ __forceinline__ SumOverRows(uint32_t tile, int block = 0)
-      : first(matrix_descriptor(tile + block * (kBlockBytes >> 4), kBlockBytes)) {}
+  explicit __device__ __forceinline__ SumOverRows(uint64_t tile, int block = 0)
+      : first(TileDescriptors::advance(tile + ((kBlockBytes >> 4) << 16), block * (kBlockBytes >> 4))) {}
 
   __device__ __forceinline__ uint64_t step(int k) const {
     return first + ((k * kProductDepth * kSwizzleRowBytes) >> 4);

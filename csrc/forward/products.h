@@ -32,7 +32,7 @@ class Consumer {
   __device__ Consumer(Shared& shared, const KernelParams& params)
       : shared_(shared),
         params_(params),
-        tiles_at_(&shared),
+        descriptor_of_(&shared),
         // A shuffle, so that the compiler knows it is uniform.
         consumer_(__shfl_sync(0xffffffff, threadIdx.x / kWarpgroupThreads, 0) - 1),
         thread_(threadIdx.x % kWarpgroupThreads) {}
@@ -204,12 +204,13 @@ class Consumer {
   __device__ __forceinline__ void wait_for_k() const { shared_.k_full[k_.slot()].wait(k_.parity()); }
 
   __device__ __forceinline__ void issue_s(Scores& s, const Rows& rows) {
-    multiply<Element, Config::kHeadDim>(s, QueryRows(tiles_at_(shared_.q[rows.q.slot()]), consumer_ * kWarpgroupRows),
-                                        KeyRows(tiles_at_(shared_.k[k_.slot()])));
+    multiply<Element, Config::kHeadDim>(s,
+                                        QueryRows(descriptor_of_(shared_.q[rows.q.slot()]), consumer_ * kWarpgroupRows),
+                                        KeyRows(descriptor_of_(shared_.k[k_.slot()])));
   }
 
   __device__ __forceinline__ void issue_out(Output& out, PackedScores& p) {
-    multiply_add<Element>(out, p, KeySum(tiles_at_(shared_.v[v_.slot()])));
+    multiply_add<Element>(out, p, KeySum(descriptor_of_(shared_.v[v_.slot()])));
   }
 
   __device__ __forceinline__ void finish_s(Scores& s) {
@@ -295,7 +296,7 @@ class Consumer {
 
   Shared& shared_;
   const KernelParams& params_;
-  const TileAddresses tiles_at_;
+  const TileDescriptors descriptor_of_;
   const int consumer_;
   const int thread_;
   RingIndex<Config::kQueryStages> q_;
