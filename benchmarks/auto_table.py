@@ -4,9 +4,9 @@
 
 The bits of a gradient follow from the policy, so the table may look at one sequence only: head_dim, mask, length, query heads
 a KV head. The number of sequences and of SMs is no key. A policy is chosen for a full GPU and one a quarter as full, and only
-where it gains more than a measurement errs, and loses as much at neither; else it is DEFAULT. Under the causal mask the times are measured
-(`benchmarks.calibrate`); under the full mask, where policies differ by their code alone, the model's. Policies that run in
-clusters are left out: "auto" has to go on wherever one SM is free.
+where it gains more than a measurement errs, and loses as much at neither; else it is DEFAULT. Under the causal mask the times
+are measured (`benchmarks.calibrate`); under the full mask, where policies differ by their code alone, the model's. Policies
+that run in clusters are left out: "auto" has to go on wherever one SM is free.
 """
 
 import argparse

@@ -15,8 +15,8 @@
 
 namespace dash_attn::backward {
 
-// Warpgroup 0 feeds the others: kLoaderWarp loads, one thread of kPlannerWarp tells the others in which order (apart, because
-// the loader has only kProducerRegisters registers), one thread of each of the rest adds dQ, in turn.
+// Warpgroup 0 feeds the others: kLoaderWarp loads, one thread of kPlannerWarp tells the others in which order (apart,
+// because the loader has only kProducerRegisters registers), one thread of each of the rest adds dQ, in turn.
 enum WarpRole : int { kLoaderWarp = 0, kPlannerWarp = 1, kFirstAdderWarp = 2 };
 constexpr int kAdderWarps = 2;
 
@@ -76,8 +76,8 @@ struct Config {
   static constexpr int kScaleBytes = kOrderFree ? kQuery * sizeof(uint8_t) : 0;
   static constexpr int kDqTileFloats = kQuery * kHeadDim;
 
-  // A consumer's half of a slot of dS holds its rows of both dV and dK: they are staged there, and V of the next claim comes
-  // to the place of K as soon as dQ is done with it. Otherwise dV is staged there first.
+  // Whether a consumer's half of a slot of dS holds its rows of both dV and dK. They are staged there, and V of the next
+  // claim comes to the place of K as soon as dQ is done with that. Otherwise dV is staged in the place of K first.
   static constexpr bool kStageInDs = kQuery >= 2 * kHeadDim;
   static_assert(kStages * kQuery >= kHeadDim, "dK is staged in the buffers of dS");
 };
@@ -105,13 +105,13 @@ struct alignas(1024) SharedStorage {
   using Barrier = cutlass::arch::ClusterBarrier;
   using TransactionBarrier = cutlass::arch::ClusterTransactionBarrier;
 
-  // K of a claim, afterwards the staging tile of its dV, and V until the consumers have it in registers: they change
-  // places from claim to claim, so that the next K arrives while this one is used.
+  // K of a claim, and V until the consumers have it in registers: they change places from claim to claim, so that the
+  // next K arrives while this one is used.
   Element kv[2][Config::kKey * Config::kHeadDim];
   Element q[Config::kStages][Config::kQuery * Config::kHeadDim];
   Element dout[Config::kStages][Config::kQuery * Config::kHeadDim];
   Element ds[Config::kStages][Config::kQuery * Config::kKey];  // (key block of 64, query, key): dS, keys contiguous;
-                                                               // after a claim the staging tile of dK
+                                                               // after a claim its gradients are staged here
   float dq[Config::kStages][Config::kDqTileFloats];            // in the order of dq_layout.h
   float lse[Config::kStages][Config::kQuery];                  // base 2
   float delta[Config::kStages][Config::kQuery];                // D = rowsum(dO * O)
@@ -144,9 +144,10 @@ struct Arrivals {
   static constexpr int kLoaderLanes = 32;  // each has written some of LSE; one announces bytes too
   static constexpr int kConsumerWarpgroups = Config::kConsumers;  // one elected thread a warpgroup
   static constexpr int kConsumerWarps = Config::kConsumerWarps;   // one lane a warp
-  // Every thread, where threads have read for themselves what is overwritten next: LSE and D. One arrival a
-  // warp after __syncwarp would do and is no faster, but racecheck follows only this.
+  // Every thread, where threads have read for themselves what is overwritten next: LSE and D. One arrival a warp after
+  // __syncwarp would do and is no faster, but racecheck follows only this.
   static constexpr int kConsumerThreads = Config::kConsumers * kWarpgroupThreads;
+  static constexpr int kDoneWithK = Config::kStageInDs ? kConsumerWarps : kConsumerWarpgroups;
   static constexpr int kAdder = 1;
   static constexpr int kPlanner = 1;
   static constexpr int kPlanReaders = kLoaderLanes + kAdder;  // one of the adders

@@ -25,7 +25,7 @@ __device__ __forceinline__ void initialise_barriers(SharedStorage<Config>& share
   shared.k_full.init(Count::kTransaction);
   shared.v_full.init(Count::kTransaction);
   shared.v_empty.init(Count::kConsumerWarps);
-  shared.k_empty.init(Config::kStageInDs ? Count::kConsumerWarps : Count::kConsumerWarpgroups);
+  shared.k_empty.init(Count::kDoneWithK);
   for (int i = 0; i < Config::kStages; ++i) {
     shared.q_full[i].init(Count::kLoaderLanes);
     shared.dout_full[i].init(Count::kTransaction);

@@ -128,11 +128,11 @@ class Loader {
     if (!is_leader()) { return; }
     load_tile<Config::kQuery>(params_.dout, full, shared_.dout[slot], query_tile, head, batch, kKeepInL2);
     const int64_t first_row = int64_t(step.tile) * Config::kQuery;
-    load_rows(params_.workspace.delta + first_row, full, shared_.delta[slot], Config::kRowStatBytes);
+    copy_rows(params_.workspace.delta + first_row, full, shared_.delta[slot], Config::kRowStatBytes);
     if constexpr (Config::kOrderFree) {
       const int grid_slot = RingIndex<Config::kGridSlots>{plan_.count}.slot();
       shared_.grid_tile[grid_slot] = step.rank == kAnyTurn ? step.tile : kNoGrid;
-      load_rows(params_.workspace.scales + first_row, full, shared_.scales[grid_slot], Config::kScaleBytes);
+      copy_rows(params_.workspace.scales + first_row, full, shared_.scales[grid_slot], Config::kScaleBytes);
     }
     full.arrive_and_expect_tx(Config::kQueryTileBytes + Config::kRowStatBytes + Config::kScaleBytes);
   }
@@ -158,7 +158,7 @@ class Loader {
   }
 
   template <typename T>
-  static __device__ __forceinline__ void load_rows(const T* rows, Barrier& full, T* tile, int bytes) {
+  static __device__ __forceinline__ void copy_rows(const T* rows, Barrier& full, T* tile, int bytes) {
     cute::SM90_BULK_COPY_G2S::copy(rows, reinterpret_cast<uint64_t*>(&full), tile, bytes);
   }
 

@@ -18,6 +18,7 @@ constexpr int head_section(Policy policy, Problem const& problem, int padded_hea
   };
   if (!problem.causal) return heads_within(16 << 20);
   if (policy == Policy::kAscending || policy == Policy::kSpt) return 1;
+  // From here on also the descending heads of spt_descending, whose spt heads have sections of one (assignment.h).
 
   // The longest KV tiles come first. A section then ends evenly when the short tiles of many heads come last.
   constexpr int kEnoughForAnEvenEnd = 512;  // claims in a section
