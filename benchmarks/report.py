@@ -4,9 +4,11 @@
 """
 
 import argparse
+import collections
 import dataclasses
 import itertools
 import json
+import operator
 import pathlib
 import statistics
 
@@ -30,6 +32,16 @@ class Compared:
     @property
     def us(self) -> float:
         return statistics.fmean(self.repeats)
+
+    @property
+    def times(self) -> tuple[float, float]:
+        """Microseconds of the whole call, measured and predicted."""
+        return self.us, self.predicted.us
+
+    @property
+    def main_clocks(self) -> tuple[float, float]:
+        """SM clocks of the main kernel, measured and predicted."""
+        return self.clocks, self.predicted.clocks
 
     @property
     def error(self) -> float:
@@ -66,17 +78,20 @@ def noise(rows: list[Compared]) -> float:
     return max(TIE, 2 * statistics.median(spreads))
 
 
-def pairs(rows: list[Compared]) -> list[tuple[Compared, Compared, str]]:
+Measure = operator.attrgetter  # of a Compared: "times" or "main_clocks"
+
+
+def pairs(rows: list[Compared], of=Measure("times")) -> list[tuple[Compared, Compared, str]]:
     """Every two policies of a shape, the faster first: 'tie' within noise, 'agree', or 'differ' where the model has the
     slower one faster."""
     found = []
     limit = noise(rows)
-    for first, second in itertools.combinations(sorted(rows, key=lambda row: row.us), 2):
-        if second.us / first.us - 1 <= limit:
+    for first, second in itertools.combinations(sorted(rows, key=of), 2):
+        (measured, predicted), (measured_second, predicted_second) = of(first), of(second)
+        if measured_second / measured - 1 <= limit:
             found.append((first, second, "tie"))
         else:
-            agrees = first.predicted.us < second.predicted.us
-            found.append((first, second, "agree" if agrees else "differ"))
+            found.append((first, second, "agree" if predicted < predicted_second else "differ"))
     return found
 
 
@@ -99,21 +114,25 @@ def summary(rows: list[Compared]) -> str:
 
 def ranking(rows: list[Compared]) -> str:
     shapes = by_shape(rows)
-    found = [pair for group in shapes.values() for pair in pairs(group)]
-    counts = {kind: sum(pair[2] == kind for pair in found) for kind in ("agree", "tie", "differ")}
-    lines = [f"{len(found)} pairs of policies: {counts['agree']} ranked alike, {counts['tie']} ties, {counts['differ']} not:", ""]
-    for first, second, kind in found:
-        if kind == "differ":
-            measured = second.us / first.us - 1
-            said = second.predicted.us / first.predicted.us - 1
-            lines.append(
-                f"- {first.shape}: {first.policy} before {second.policy} by {measured:.1%}, the model says {said:+.1%}"
-            )
+    lines = []
+    for name, of in (("times", Measure("times")), ("clocks of the main kernel", Measure("main_clocks"))):
+        found = [pair for group in shapes.values() for pair in pairs(group, of)]
+        count = collections.Counter(kind for _, _, kind in found)
+        lines += [
+            f"By {name}, {len(found)} pairs of policies: {count['agree']} ranked alike, {count['tie']} ties, {count['differ']} not:",
+            "",
+        ]
+        for first, second, kind in found:
+            if kind == "differ":
+                measured, said = (after / before - 1 for before, after in zip(of(first), of(second)))
+                lines.append(
+                    f"- {first.shape}: {first.policy} before {second.policy} by {measured:.1%}, the model says {said:+.1%}"
+                )
+        lines.append("")
     losses = {shape: choice.us / fastest.us - 1 for shape, (fastest, choice) in ((s, best(g)) for s, g in shapes.items())}
     worst = max(losses, key=losses.get)
     right = sum(loss <= noise(shapes[shape]) for shape, loss in losses.items())
     lines += [
-        "",
         f"The model's choice is the fastest, or tied with it, at {right} of {len(shapes)} shapes; "
         f"at worst it costs {losses[worst]:.1%} ({worst}).",
     ]

@@ -173,18 +173,16 @@ def backward_of_heads(
     out: torch.Tensor,
     softmax_lse: torch.Tensor,
     *,
-    softmax_scale: float,
-    causal: bool,
     orders: list[tuple[int, TileOrder]],
+    **settings,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """`backward` of heads that have different orders: `orders` is from `tile_orders`."""
+    """`backward` of heads that have different orders: `orders` is from `tile_orders`, the other arguments are the same."""
     queries = q.shape[2] // k.shape[2]
     results, first = [], 0
     for count, order in orders:
         kv_heads, heads = slice(first, first + count), slice(first * queries, (first + count) * queries)
         of_heads = (dout[:, :, heads], q[:, :, heads], k[:, :, kv_heads], v[:, :, kv_heads], out[:, :, heads])
-        lse = softmax_lse[:, heads]
-        results.append(backward(*of_heads, lse, softmax_scale=softmax_scale, causal=causal, order=order))
+        results.append(backward(*of_heads, softmax_lse[:, heads], order=order, **settings))
         first += count
     return tuple(torch.cat(of_input, dim=2) for of_input in zip(*results))
 

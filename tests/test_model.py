@@ -143,6 +143,12 @@ def test_ranking(compared):
     assert len(found) == 240
     assert found.count("differ") <= 0.08 * (len(found) - found.count("tie"))  # docs/model.md names them
     assert found.count("tie") < len(found) / 2
+    by_clocks = [
+        kind
+        for rows in report.by_shape(compared).values()
+        for _, _, kind in report.pairs(rows, report.Measure("main_clocks"))
+    ]
+    assert by_clocks.count("differ") <= 0.05 * (len(by_clocks) - by_clocks.count("tie"))
     for rows in report.by_shape(compared).values():
         fastest, choice = report.best(rows)
         assert choice.us / fastest.us - 1 < 0.06
