@@ -1,5 +1,5 @@
-// Before the main kernel: D = rowsum(dO * O), and all turns and the claim counter set to zero. Where dQ is
-// added without turns its accumulator is cleared too, and order-free each row gets its grid.
+// Before the main kernel: D = rowsum(dO * O), and all turns and the claim counter set to zero. Where dQ is added without
+// turns its accumulator is cleared too, and order-free each row gets its grid.
 #pragma once
 
 #include "../config/fixed_point.h"

@@ -63,12 +63,8 @@ class Consumer {
   using Layout = DqLayout<Config>;
   using Step = RingIndex<Config::kStages>;
   template <int kSlot>
-  struct StepInSlot {
-    uint32_t count;
-
+  struct StepInSlot : Step {
     static __device__ __forceinline__ constexpr uint32_t slot() { return kSlot; }
-    __device__ __forceinline__ uint32_t parity() const { return Step{count}.parity(); }
-    __device__ __forceinline__ uint32_t empty_parity() const { return Step{count}.empty_parity(); }
   };
   static_assert(Config::kStages == 2);
 
@@ -172,8 +168,8 @@ class Consumer {
 
   template <int kSlot>
   __device__ __forceinline__ void end_step_begin_next(Registers& r) {
-    const StepInSlot<kSlot> step{step_.count};
-    const StepInSlot<1 - kSlot> next{step_.count + 1};
+    const StepInSlot<kSlot> step{step_};
+    const StepInSlot<1 - kSlot> next{step_.next()};
     make_ds(r, step);
     issue_s(r, next);
     announce(shared_.ds_full[step.slot()]);
@@ -221,37 +217,37 @@ class Consumer {
     step_ = step_.next();
   }
 
-  template <typename Step>
-  __device__ __forceinline__ void issue_s(Registers& r, Step step) {
+  template <typename AnyStep>
+  __device__ __forceinline__ void issue_s(Registers& r, AnyStep step) {
     shared_.q_full[step.slot()].wait(step.parity());
     multiply<Element, Config::kHeadDim>(r.scores, KeyRows(descriptor_of_(key_tile()), consumer_ * kWarpgroupRows),
                                         QueryRows(descriptor_of_(shared_.q[step.slot()])));
   }
 
-  template <typename Step>
-  __device__ __forceinline__ void wait_for_dout(Step step) const {
+  template <typename AnyStep>
+  __device__ __forceinline__ void wait_for_dout(AnyStep step) const {
     shared_.dout_full[step.slot()].wait(step.parity());
   }
 
-  template <typename Step>
-  __device__ __forceinline__ void issue_dv(Registers& r, Step step) {
+  template <typename AnyStep>
+  __device__ __forceinline__ void issue_dv(Registers& r, AnyStep step) {
     multiply_add<Element>(r.dv, r.rounded, QuerySum(descriptor_of_(shared_.dout[step.slot()])));
   }
 
-  template <typename Step>
-  __device__ __forceinline__ void issue_dp(Registers& r, Step step) {
+  template <typename AnyStep>
+  __device__ __forceinline__ void issue_dp(Registers& r, AnyStep step) {
     multiply<Element>(r.scores, r.v, QueryRows(descriptor_of_(shared_.dout[step.slot()])));
   }
 
-  template <typename Step>
-  __device__ __forceinline__ void issue_dk(Registers& r, Step step) {
+  template <typename AnyStep>
+  __device__ __forceinline__ void issue_dk(Registers& r, AnyStep step) {
     multiply_add<Element>(r.dk, r.rounded, QuerySum(descriptor_of_(shared_.q[step.slot()])));
   }
 
   // A consumer that has arrived on ds_full has completed dQ of the step before, so two buffers of dS need no `empty`
   // barrier.
-  template <typename Step>
-  __device__ __forceinline__ void issue_dq(Registers& r, Step step) {
+  template <typename AnyStep>
+  __device__ __forceinline__ void issue_dq(Registers& r, AnyStep step) {
     shared_.ds_full[step.slot()].wait(step.parity());
     multiply<Element, Config::kKey>(r.dq(),
                                     KeySum(descriptor_of_(key_tile()), Config::kSplitDqByHeadDim ? consumer_ : 0),
@@ -260,8 +256,8 @@ class Consumer {
   }
 
   // S becomes P.
-  template <typename Step>
-  __device__ __forceinline__ void make_p(Scores& s, Step step) const {
+  template <typename AnyStep>
+  __device__ __forceinline__ void make_p(Scores& s, AnyStep step) const {
     const int first_query = shared_.query_tile[step.slot()] * Config::kQuery;
     const int first_key = shared_.kv_tile[step.slot()] * Config::kKey;
     const Mask<Config::kCausal> mask{params_.problem.seqlen_k, params_.problem.diagonal};
@@ -277,8 +273,8 @@ class Consumer {
   }
 
   // dP and P become dS, rounded, in registers for dK and in shared memory for dQ.
-  template <typename Step>
-  __device__ __forceinline__ void make_ds(Registers& r, Step step) {
+  template <typename AnyStep>
+  __device__ __forceinline__ void make_ds(Registers& r, AnyStep step) {
     // Lets ptxas mix the stores with the sums, which pays where there are many.
     if constexpr (kScoreRegisters > 32) { forget(thread_); }
     differentiate(r.rounded, r.scores, shared_.delta[step.slot()]);
@@ -349,13 +345,13 @@ class Consumer {
     arrive(barrier);
   }
 
-  template <typename Step>
-  __device__ __forceinline__ void wait_for_staging(Step step) const {
+  template <typename AnyStep>
+  __device__ __forceinline__ void wait_for_staging(AnyStep step) const {
     shared_.dq_empty[step.slot()].wait(step.empty_parity());
   }
 
-  template <typename Step>
-  __device__ __forceinline__ void stage_dq(const DqPartial& dq, Step step) {
+  template <typename AnyStep>
+  __device__ __forceinline__ void stage_dq(const DqPartial& dq, AnyStep step) {
     float4* const buffer = reinterpret_cast<float4*>(shared_.dq[step.slot()]);
     const auto store = [&](int quad, float x, float y, float z, float w) {
       buffer[Layout::quad_index(consumer_, quad, thread_)] = make_float4(x, y, z, w);

@@ -119,7 +119,8 @@ struct Order<Policy::kSptDescending> {
 
   DASH_HOST_DEVICE static constexpr int groups(Problem const& problem) { return AscendingGroups::groups(problem); }
   DASH_HOST_DEVICE static constexpr int spt_heads(Problem const& problem) {
-    constexpr int kEnoughForAnEvenEnd = 512;  // KV tiles
+    constexpr int kEnoughForAnEvenEnd =
+        512;  // KV tiles; not that of sections.h, which may change without a change of bits
     int const enough = ceil_div(kEnoughForAnEvenEnd, problem.kv_tiles);
     return problem.kv_heads - min_int(enough, ceil_div(problem.kv_heads, 4));
   }

@@ -41,7 +41,8 @@ DASH_HOST_DEVICE constexpr Accumulation accumulation(Policy policy) {
 // are all of one length need no evening out.
 DASH_HOST_DEVICE constexpr bool fits(Policy policy, bool causal) {
   if (policy == Policy::kShift) return !causal;
-  return policy == Policy::kSymmetricShift || policy == Policy::kSptDescending ? causal : true;
+  if (policy == Policy::kSymmetricShift || policy == Policy::kSptDescending) return causal;
+  return true;
 }
 
 template <Policy P>
