@@ -17,7 +17,7 @@ import pathlib
 import statistics
 
 from benchmarks import model
-from benchmarks.shapes import SHAPE_FIELDS, Shape
+from benchmarks.shapes import HIDDEN, TOKENS, Shape
 from dash_attn import _schedule, schedule
 
 ROOT = pathlib.Path(__file__).parents[1]
@@ -30,7 +30,6 @@ MARGIN = 0.02
 HEAD_DIMS = (64, 128)
 LENGTHS = (512, 1024, 2048, 4096, 8192, 16384)
 QUERIES_PER_KV = (1, 4, 8)
-TOKENS, HIDDEN = 16384, 2048
 
 HEADER = '''"""The policy of schedule="auto". Written by `python -m benchmarks.auto_table` from measurements of an H200 and the model
 fitted to others, in benchmarks/results; docs/model.md. A change changes the bits that "auto" gives.
@@ -78,8 +77,7 @@ class Times:
     def __init__(self, machine: model.Machine, calibration: dict):
         self._machine = machine
         self._measured = {
-            (row["schedule"], Shape(**{field: row[field] for field in SHAPE_FIELDS})): statistics.fmean(row["us"])
-            for row in calibration["loads"]
+            (row["schedule"], Shape.of_row(row)): statistics.fmean(row["us"]) for row in calibration["loads"]
         }
 
     def is_measured(self, policy: str, shape: Shape) -> bool:

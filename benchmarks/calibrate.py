@@ -2,9 +2,9 @@
 
     python -m benchmarks.calibrate --json calibration.json
 
-Three parts: latencies (`latency.cu`); probes, small problems that each show one cost (below); and every policy at every
-shape of the full grid, twice, for how far two measurements of one thing differ. `benchmarks.model` fits and compares; it
-needs no GPU. Takes about 80 s on an H200.
+Five parts: latencies (`latency.cu`); probes, small problems that each show one cost (below); the kernels around the main one;
+every ordered policy at every shape of the full grid, twice, for how far two measurements of one thing differ; and what
+`benchmarks.auto_table` chooses between. `benchmarks.model` fits and compares; it needs no GPU. Takes about 100 s on an H200.
 """
 
 import argparse
@@ -22,7 +22,7 @@ import torch
 
 from benchmarks import auto_table, latency, peers, run, timing
 from benchmarks.shapes import Shape, full_grid
-from dash_attn import _schedule
+from dash_attn import _schedule, schedule
 
 HEAD_DIMS = (64, 128)
 
@@ -141,8 +141,6 @@ def measure(library, timer: timing.CudaTimer, call, min_time_s: float) -> dict:
 
 
 def measure_probes(library, timer, sms: int) -> list[dict]:
-    from dash_attn import schedule
-
     rows = []
     tiles = {head_dim: schedule.tile_shape(head_dim, causal=False) for head_dim in HEAD_DIMS}
     for probe in probes(sms, tiles):
@@ -163,33 +161,31 @@ def measure_kernels(library, timer) -> list[dict]:
     return rows
 
 
+def measure_policies(library, timer, shape: Shape, policies, min_time_s: float) -> list[dict]:
+    """Every policy at one shape, twice."""
+    ours = peers.DashAttn(policies)
+    tensors = peers.random_tensors(shape, torch.device("cuda"))
+    calls = {v.schedule: ours.prepare(v, shape, tensors)["backward"] for v in ours.variants(shape)}
+    both = [{name: measure(library, timer, call, min_time_s) for name, call in calls.items()} for _ in range(2)]
+    return [
+        {**vars(shape), "schedule": name, **{key: [each[name][key] for each in both] for key in ("us", "mhz")}}
+        for name in calls
+    ]
+
+
 def measure_grid(library, timer, max_seqlen: int, min_time_s: float) -> list[dict]:
-    rows = []
-    ours = peers.DashAttn()
-    for shape in full_grid():
-        if shape.seqlen > max_seqlen:
-            continue
-        tensors = peers.random_tensors(shape, torch.device("cuda"))
-        ordered = [v for v in ours.variants(shape) if _schedule.is_ordered(v.schedule)]
-        calls = {v.schedule: ours.prepare(v, shape, tensors)["backward"] for v in ordered}
-        both = [{name: measure(library, timer, call, min_time_s) for name, call in calls.items()} for _ in range(2)]
-        for name in calls:
-            us, mhz = ([each[name][key] for each in both] for key in ("us", "mhz"))
-            rows.append({**vars(shape), "schedule": name, "us": us, "mhz": mhz})
-    return rows
+    ordered = [policy for policy in schedule.POLICIES if _schedule.is_ordered(policy)]
+    shapes = [shape for shape in full_grid() if shape.seqlen <= max_seqlen]
+    return [row for shape in shapes for row in measure_policies(library, timer, shape, ordered, min_time_s)]
 
 
 def measure_loads(library, timer, min_time_s: float) -> list[dict]:
     """What the table of "auto" chooses between, where the model's policies are too near each other."""
-    rows = []
-    ours = peers.DashAttn()
-    for shape in auto_table.measured_loads():
-        tensors = peers.random_tensors(shape, torch.device("cuda"))
-        variants = [v for v in ours.variants(shape) if v.schedule in auto_table.candidates(shape.causal)]
-        calls = {v.schedule: ours.prepare(v, shape, tensors)["backward"] for v in variants}
-        both = [{name: measure(library, timer, call, min_time_s) for name, call in calls.items()} for _ in range(2)]
-        rows += [{**vars(shape), "schedule": name, "us": [each[name]["us"] for each in both]} for name in calls]
-    return rows
+    return [
+        row
+        for shape in auto_table.measured_loads()
+        for row in measure_policies(library, timer, shape, auto_table.candidates(shape.causal), min_time_s)
+    ]
 
 
 def dumps(result: dict) -> str:

@@ -9,7 +9,7 @@ import collections
 import json
 import pathlib
 
-from benchmarks.shapes import SHAPE_FIELDS
+from benchmarks.shapes import Shape
 
 OURS = "dash_attn"
 
@@ -27,8 +27,8 @@ def panels(result: dict, pass_: str) -> dict[tuple, dict[tuple, list[tuple[int, 
 
 def with_peers(result: dict, peers: dict) -> dict:
     """The result with the peers of another one instead of its own."""
-    shapes = {tuple(row[field] for field in SHAPE_FIELDS) for row in result["rows"]}
-    found = [row for row in peers["rows"] if row["impl"] != OURS and tuple(row[field] for field in SHAPE_FIELDS) in shapes]
+    shapes = {Shape.of_row(row) for row in result["rows"]}
+    found = [row for row in peers["rows"] if row["impl"] != OURS and Shape.of_row(row) in shapes]
     return {**result, "rows": [row for row in result["rows"] if row["impl"] == OURS] + found}
 
 

@@ -13,7 +13,7 @@ import pathlib
 import statistics
 
 from benchmarks import model
-from benchmarks.shapes import SHAPE_FIELDS, Shape, flops
+from benchmarks.shapes import Shape, flops
 
 TIE = 0.01  # differences below it are never significant
 BLOCK = ("<!-- written by benchmarks.report -->\n", "<!-- end -->\n")  # what it replaces in a document
@@ -59,7 +59,7 @@ class Compared:
 def compare(machine: model.Machine, calibration: dict) -> list[Compared]:
     found = []
     for row in calibration["grid"]:
-        shape = Shape(**{field: row[field] for field in SHAPE_FIELDS})
+        shape = Shape.of_row(row)
         around = model.around_us(machine, shape)
         clocks = statistics.fmean((us - around) * mhz for us, mhz in zip(row["us"], row["mhz"]))
         predicted = model.predict(machine, row["schedule"], shape)
@@ -78,10 +78,10 @@ def noise(rows: list[Compared]) -> float:
     return max(TIE, 2 * statistics.median(spreads))
 
 
-Measure = operator.attrgetter  # of a Compared: "times" or "main_clocks"
+TIMES, CLOCKS = operator.attrgetter("times"), operator.attrgetter("main_clocks")
 
 
-def pairs(rows: list[Compared], of=Measure("times")) -> list[tuple[Compared, Compared, str]]:
+def pairs(rows: list[Compared], of=TIMES) -> list[tuple[Compared, Compared, str]]:
     """Every two policies of a shape, the faster first: 'tie' within noise, 'agree', or 'differ' where the model has the
     slower one faster."""
     found = []
@@ -115,7 +115,7 @@ def summary(rows: list[Compared]) -> str:
 def ranking(rows: list[Compared]) -> str:
     shapes = by_shape(rows)
     lines = []
-    for name, of in (("times", Measure("times")), ("clocks of the main kernel", Measure("main_clocks"))):
+    for name, of in (("times", TIMES), ("clocks of the main kernel", CLOCKS)):
         found = [pair for group in shapes.values() for pair in pairs(group, of)]
         count = collections.Counter(kind for _, _, kind in found)
         lines += [

@@ -105,7 +105,7 @@ def table(rows: list[dict]) -> str:
         columns = list(dict.fromkeys(column(row) for row in chosen))
         figures: dict[Shape, dict[str, float]] = {}
         for row in chosen:
-            shape = Shape(**{field: row[field] for field in SHAPE_FIELDS})
+            shape = Shape.of_row(row)
             figures.setdefault(shape, {})[column(row)] = row["tflops"]
         heads = [short(name) for name in columns]
         widths = [max(6, len(head)) for head in heads]

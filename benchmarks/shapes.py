@@ -18,6 +18,11 @@ class Shape:
     seqlen: int
     batch: int
 
+    @classmethod
+    def of_row(cls, row: dict) -> "Shape":
+        """The shape of a result's row."""
+        return cls(**{field: row[field] for field in SHAPE_FIELDS})
+
     @property
     def causal(self) -> bool:
         return self.mask == "causal"

@@ -166,17 +166,10 @@ def forward(
 
 @_without_autocast
 def backward_of_heads(
-    dout: torch.Tensor,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    out: torch.Tensor,
-    softmax_lse: torch.Tensor,
-    *,
-    orders: list[tuple[int, TileOrder]],
-    **settings,
+    *tensors: torch.Tensor, orders: list[tuple[int, TileOrder]], **settings
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """`backward` of heads that have different orders: `orders` is from `tile_orders`, the other arguments are the same."""
+    """`backward` of heads that have different orders: `orders` is from `tile_orders`, the other arguments are `backward`'s."""
+    dout, q, k, v, out, softmax_lse = tensors
     queries = q.shape[2] // k.shape[2]
     results, first = [], 0
     for count, order in orders:

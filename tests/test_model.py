@@ -146,7 +146,7 @@ def test_ranking(compared):
     by_clocks = [
         kind
         for rows in report.by_shape(compared).values()
-        for _, _, kind in report.pairs(rows, report.Measure("main_clocks"))
+        for _, _, kind in report.pairs(rows, report.CLOCKS)
     ]
     assert by_clocks.count("differ") <= 0.05 * (len(by_clocks) - by_clocks.count("tie"))
     for rows in report.by_shape(compared).values():
