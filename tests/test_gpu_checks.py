@@ -9,6 +9,7 @@ import torch
 
 sys.path.insert(0, str(pathlib.Path(__file__).parent / "gpu"))
 
+import bit_checks
 import gpu_support as support
 import gradient_check
 from gpu_support import GuardedTensor, Problem
@@ -120,6 +121,43 @@ def test_every_policy_is_tried_with_its_mask():
     for causal in (False, True):
         for policy in support.schedules(causal):
             assert schedule.resolve(policy, causal=causal, seqlen_q=1, seqlen_k=1) == policy
+
+
+class NoLoad:
+    def enqueue(self, kernels):
+        assert kernels == 4
+
+    def move_allocations(self):
+        pass
+
+
+BIT_CHECKS = {
+    "under load": lambda problem: bit_checks.check_under_load(inputs_of(problem), problem, NoLoad(), 6, 2),
+    "sm_margin": lambda problem: bit_checks.check_sm_margins(inputs_of(problem), problem, 132, (1, 7)),
+    "neighbours": lambda problem: bit_checks.check_neighbours(problem, 3, (0, 2), "cpu"),
+}
+
+
+def inputs_of(problem):
+    return support.random_inputs(problem, "cpu")
+
+
+@pytest.mark.parametrize("name", BIT_CHECKS)
+def test_bit_checks_see_the_last_bit_of_the_last_policy(name, monkeypatch):
+    problem = Problem(1, 70, 90, 4, 2, 32, True)
+    BIT_CHECKS[name](problem)
+    calls = {}
+
+    def backward(inputs, problem, policy, *rest, original=support.backward):
+        gradients = original(inputs, problem, policy, *rest)
+        calls[policy] = calls.get(policy, 0) + 1
+        if policy == support.schedules(True)[-1] and calls[policy] == 2:
+            support.int_view(gradients["dk"])[0, -1, -1, -1] ^= 1
+        return gradients
+
+    monkeypatch.setattr(support, "backward", backward)
+    with pytest.raises(AssertionError, match="spt_descending.*: dk.*1 of .* elements differ"):
+        BIT_CHECKS[name](problem)
 
 
 def test_the_kernel_that_holds_sms_compiles(tmp_path):

@@ -7,6 +7,7 @@ import sys
 import dash_attn
 import pytest
 import torch
+from gpu_load import Perturbation
 
 sys.path.insert(0, str(pathlib.Path(__file__).parents[1]))  # float64_reference
 
@@ -39,6 +40,13 @@ def hopper():
 @pytest.fixture
 def device() -> str:
     return "cuda"
+
+
+@pytest.fixture
+def perturbation(hopper):
+    load = Perturbation()
+    yield load
+    load.stop()
 
 
 @pytest.fixture

@@ -54,11 +54,14 @@ def schedules(causal: bool) -> list[str]:
     return list(schedule.fitting(causal=causal))
 
 
+def tiles_of(problem: Problem, policy: str) -> schedule.Problem:
+    shape = dict(heads=problem.heads, kv_heads=problem.kv_heads, head_dim=problem.head_dim, causal=problem.causal)
+    return schedule.problem(policy, problem.seqlen_q, problem.seqlen_k, **shape)
+
+
 def order_of_head(policy: str, problem: Problem, kv_head: int) -> str:
     """The policy whose order a KV head has."""
-    counts = dict(heads=problem.heads, kv_heads=problem.kv_heads, head_dim=problem.head_dim, causal=problem.causal)
-    tiles = schedule.problem(policy, problem.seqlen_q, problem.seqlen_k, **counts)
-    return schedule.order_of_head(policy, tiles, kv_head)
+    return schedule.order_of_head(policy, tiles_of(problem, policy), kv_head)
 
 
 def needs_clusters(policy: str) -> bool:
@@ -68,9 +71,7 @@ def needs_clusters(policy: str) -> bool:
 
 def head_splits(problem: Problem) -> int:
     """Claims among which the backward divides the query heads of a KV head, for each KV tile."""
-    lengths, counts = (problem.seqlen_q, problem.seqlen_k), dict(heads=problem.heads, kv_heads=problem.kv_heads)
-    tiles = schedule.problem("auto", *lengths, causal=problem.causal, head_dim=problem.head_dim, **counts)
-    return tiles.head_splits
+    return tiles_of(problem, "auto").head_splits
 
 
 def random_qkv_dout(problem: Problem, device: str, seed: int = 0) -> tuple[torch.Tensor, ...]:
@@ -154,6 +155,17 @@ def backward(inputs: Inputs, problem: Problem, policy: str, sm_margin: int = 0) 
     gradients = nan_gradients(inputs)
     backward_into(gradients, inputs, problem, policy, sm_margin)
     return gradients
+
+
+def workspace_bytes(problem: Problem, policy: str, device: str) -> int:
+    """What a backward allocates beside its gradients."""
+    inputs = random_inputs(problem, device)
+    gradients = nan_gradients(inputs)
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    backward_into(gradients, inputs, problem, policy)
+    return torch.cuda.max_memory_allocated() - before
 
 
 def int_view(tensor: torch.Tensor) -> torch.Tensor:

@@ -3,8 +3,8 @@
 import gpu_support as support
 import pytest
 import torch
-from gpu_load import Perturbation
-from gpu_support import Inputs, Problem
+from bit_checks import check_neighbours, check_sm_margins, check_under_load, expected_gradients
+from gpu_support import Problem
 
 CALLS = 200
 CALLS_IN_FLIGHT = 8
@@ -17,43 +17,16 @@ PROBLEMS = [
 ]
 
 
-def expected_gradients(inputs: Inputs, problem: Problem, policy: str) -> dict[str, torch.Tensor]:
-    gradients = support.backward(inputs, problem, policy)
-    support.assert_finite(gradients, f"{problem} {policy}")
-    return gradients
-
-
-@pytest.fixture
-def perturbation(hopper):
-    load = Perturbation()
-    yield load
-    load.stop()
-
-
 @pytest.mark.parametrize("problem", PROBLEMS)
 def test_200_calls_under_load(problem, perturbation, device):
     inputs = support.random_inputs(problem, device)
-    for policy in support.schedules(problem.causal):
-        expected = expected_gradients(inputs, problem, policy)
-        for first in range(0, CALLS, CALLS_IN_FLIGHT):
-            perturbation.enqueue(2 * CALLS_IN_FLIGHT)
-            results = []
-            for _ in range(CALLS_IN_FLIGHT):
-                perturbation.move_allocations()
-                results.append(support.backward(inputs, problem, policy))
-            for call, gradients in enumerate(results, first):
-                support.assert_same_bits(gradients, expected, f"{problem} {policy}, call {call} of {CALLS}")
+    check_under_load(inputs, problem, perturbation, CALLS, CALLS_IN_FLIGHT)
 
 
 @pytest.mark.parametrize("problem", PROBLEMS)
 def test_sm_margin(problem, device, num_sms):
     inputs = support.random_inputs(problem, device)
-    for policy in support.schedules(problem.causal):
-        expected = expected_gradients(inputs, problem, policy)
-        fewest = 2 if support.needs_clusters(policy) else 1
-        for sm_margin in (1, 2, 7, num_sms // 2, num_sms - 3, num_sms - 2, num_sms - fewest):
-            gradients = support.backward(inputs, problem, policy, sm_margin)
-            support.assert_same_bits(gradients, expected, f"{problem} {policy}, sm_margin={sm_margin}")
+    check_sm_margins(inputs, problem, num_sms, (1, 2, 7, num_sms // 2, num_sms - 3, num_sms - 2))
 
 
 @pytest.mark.parametrize("problem", PROBLEMS)
@@ -75,24 +48,7 @@ def test_stream(problem, perturbation, device):
 @pytest.mark.parametrize("head_dim", [64, 128, 72])
 def test_neighbours_in_the_batch(head_dim, causal, lengths, device):
     """The bits of a sequence, alone, and at every place of a batch of four whose other sequences differ."""
-    alone = Problem(1, *lengths, 8, 2, head_dim, causal)
-    batch = Problem(4, *lengths, 8, 2, head_dim, causal)
-    inputs = support.random_inputs(alone, device, seed=1)
-    policies = support.schedules(causal)
-    expected = {policy: expected_gradients(inputs, alone, policy) for policy in policies}
-    for place in range(batch.batch):
-        q, k, v, dout = support.random_qkv_dout(batch, device, seed=2 + place)
-        for x, own in ((q, inputs.q), (k, inputs.k), (v, inputs.v), (dout, inputs.dout)):
-            x[place] = own[0]
-        neighbours = support.with_forward(batch, q, k, v, dout)
-        for name in ("out", "softmax_lse"):
-            own, among = getattr(inputs, name), getattr(neighbours, name)[place : place + 1]
-            mismatch = support.first_mismatch(name, among, own)
-            assert mismatch is None, f"{batch} forward, place {place}: {mismatch}"
-        for policy in policies:
-            gradients = support.backward(neighbours, batch, policy)
-            own = {name: x[place : place + 1] for name, x in gradients.items()}
-            support.assert_same_bits(own, expected[policy], f"{batch} {policy}, place {place}")
+    check_neighbours(Problem(1, *lengths, 8, 2, head_dim, causal), 4, range(4), device)
 
 
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])

@@ -6,7 +6,7 @@ import gpu_support as support
 import gradient_check
 import pytest
 import torch
-from gpu_load import Perturbation
+from bit_checks import check_neighbours, check_sm_margins, check_under_load, expected_gradients
 from gpu_support import Problem
 
 CALLS = 100
@@ -57,58 +57,24 @@ def test_several_sequences_and_a_padded_head_dim(device):
     assert not lines, f"{problem}:\n" + "\n".join(lines)
 
 
-def expected_gradients(inputs, problem, policy):
-    gradients = support.backward(inputs, problem, policy)
-    support.assert_finite(gradients, f"{problem} {policy}")
-    return gradients
-
-
 @pytest.mark.parametrize("problem, splits", FEW)
-def test_same_bits_under_load(problem, splits, device):
+def test_same_bits_under_load(problem, splits, perturbation, device):
     """Other kernels take SMs now and then, so that the splits of a KV tile run side by side or one after the other."""
     inputs = support.random_inputs(problem, device)
-    load = Perturbation()
-    for policy in support.schedules(problem.causal):
-        expected = expected_gradients(inputs, problem, policy)
-        for first in range(0, CALLS, CALLS_IN_FLIGHT):
-            load.enqueue(2 * CALLS_IN_FLIGHT)
-            results = []
-            for _ in range(CALLS_IN_FLIGHT):
-                load.move_allocations()
-                results.append(support.backward(inputs, problem, policy))
-            for call, gradients in enumerate(results, first):
-                support.assert_same_bits(gradients, expected, f"{problem} {policy}, call {call} of {CALLS}")
-    load.stop()
+    check_under_load(inputs, problem, perturbation, CALLS, CALLS_IN_FLIGHT)
 
 
 @pytest.mark.parametrize("problem, splits", FEW)
 def test_same_bits_on_fewer_sms(problem, splits, device, num_sms):
     """Down to one CTA, which comes to the splits of a KV tile one after the other."""
     inputs = support.random_inputs(problem, device)
-    for policy in support.schedules(problem.causal):
-        expected = expected_gradients(inputs, problem, policy)
-        fewest = 2 if support.needs_clusters(policy) else 1
-        for sm_margin in (1, 7, num_sms // 2, num_sms - 3, num_sms - fewest):
-            gradients = support.backward(inputs, problem, policy, sm_margin)
-            support.assert_same_bits(gradients, expected, f"{problem} {policy}, sm_margin={sm_margin}")
+    check_sm_margins(inputs, problem, num_sms, (1, 7, num_sms // 2, num_sms - 3))
 
 
 @pytest.mark.parametrize("problem, splits", FEW)
 def test_same_bits_in_a_batch(problem, splits, device):
     """Alone, too few claims for the GPU; at the ends and amid a batch of eight, whose other sequences change, enough."""
-    inputs = support.random_inputs(problem, device, seed=1)
-    batch = dataclasses.replace(problem, batch=8)
-    policies = support.schedules(problem.causal)
-    expected = {policy: expected_gradients(inputs, problem, policy) for policy in policies}
-    for place in (0, 3, 7):
-        q, k, v, dout = support.random_qkv_dout(batch, device, seed=2 + place)
-        for x, own in ((q, inputs.q), (k, inputs.k), (v, inputs.v), (dout, inputs.dout)):
-            x[place] = own[0]
-        neighbours = support.with_forward(batch, q, k, v, dout)
-        for policy in policies:
-            gradients = support.backward(neighbours, batch, policy)
-            own = {name: x[place : place + 1] for name, x in gradients.items()}
-            support.assert_same_bits(own, expected[policy], f"{batch} {policy}, place {place}")
+    check_neighbours(problem, 8, (0, 3, 7), device)
 
 
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
@@ -127,12 +93,6 @@ def test_order_free_has_the_same_dk_and_dv(head_dim, causal, device):
 def test_workspace(head_dim, device):
     """fp32 dQ and, for the sums that are carried, fp32 dK and dV, plus 2%."""
     problem = Problem(1, 2048, 2048, 8, 1, head_dim, True)
-    inputs = support.random_inputs(problem, device)
-    gradients = support.nan_gradients(inputs)
-    torch.cuda.synchronize()
-    before = torch.cuda.memory_allocated()
-    torch.cuda.reset_peak_memory_stats()
-    support.backward_into(gradients, inputs, problem, "auto")
-    used = torch.cuda.max_memory_allocated() - before
-    elements = inputs.q.numel() + inputs.k.numel() + inputs.v.numel()
+    used = support.workspace_bytes(problem, "auto", device)
+    elements = 2048 * head_dim * (problem.heads + 2 * problem.kv_heads)
     assert used <= 1.02 * 4 * elements + (1 << 16), used / (4 * elements)

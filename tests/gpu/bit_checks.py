@@ -1,0 +1,62 @@
+"""The bit contract as checks of one problem under every policy that is defined for its mask.
+
+Works on any device, as gpu_support does.
+"""
+
+import dataclasses
+from collections.abc import Iterable
+
+import gpu_support as support
+import torch
+from gpu_support import Inputs, Problem
+
+
+def expected_gradients(inputs: Inputs, problem: Problem, policy: str) -> dict[str, torch.Tensor]:
+    gradients = support.backward(inputs, problem, policy)
+    support.assert_finite(gradients, f"{problem} {policy}")
+    return gradients
+
+
+def check_under_load(inputs: Inputs, problem: Problem, load, calls: int, calls_in_flight: int) -> None:
+    """`load` is a gpu_load.Perturbation."""
+    for policy in support.schedules(problem.causal):
+        expected = expected_gradients(inputs, problem, policy)
+        for first in range(0, calls, calls_in_flight):
+            load.enqueue(2 * calls_in_flight)
+            results = []
+            for _ in range(calls_in_flight):
+                load.move_allocations()
+                results.append(support.backward(inputs, problem, policy))
+            for call, gradients in enumerate(results, first):
+                support.assert_same_bits(gradients, expected, f"{problem} {policy}, call {call} of {calls}")
+
+
+def check_sm_margins(inputs: Inputs, problem: Problem, num_sms: int, margins: Iterable[int]) -> None:
+    """At these margins, and with as few SMs left as the policy runs on."""
+    for policy in support.schedules(problem.causal):
+        expected = expected_gradients(inputs, problem, policy)
+        fewest = 2 if support.needs_clusters(policy) else 1
+        for sm_margin in (*margins, num_sms - fewest):
+            gradients = support.backward(inputs, problem, policy, sm_margin)
+            support.assert_same_bits(gradients, expected, f"{problem} {policy}, sm_margin={sm_margin}")
+
+
+def check_neighbours(alone: Problem, sequences: int, places: Iterable[int], device: str) -> None:
+    """The one sequence of `alone`, by itself and at places of a batch whose other sequences differ from place to place."""
+    batch = dataclasses.replace(alone, batch=sequences)
+    inputs = support.random_inputs(alone, device, seed=1)
+    policies = support.schedules(alone.causal)
+    expected = {policy: expected_gradients(inputs, alone, policy) for policy in policies}
+    for place in places:
+        q, k, v, dout = support.random_qkv_dout(batch, device, seed=2 + place)
+        for x, own in ((q, inputs.q), (k, inputs.k), (v, inputs.v), (dout, inputs.dout)):
+            x[place] = own[0]
+        neighbours = support.with_forward(batch, q, k, v, dout)
+        for name in ("out", "softmax_lse"):
+            own, among = getattr(inputs, name), getattr(neighbours, name)[place : place + 1]
+            mismatch = support.first_mismatch(name, among, own)
+            assert mismatch is None, f"{batch} forward, place {place}: {mismatch}"
+        for policy in policies:
+            gradients = support.backward(neighbours, batch, policy)
+            own = {name: x[place : place + 1] for name, x in gradients.items()}
+            support.assert_same_bits(own, expected[policy], f"{batch} {policy}, place {place}")
