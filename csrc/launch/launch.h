@@ -16,6 +16,15 @@ struct LaunchShape {
   int threads, shared_bytes;
 };
 
+// Programmatic dependent launch, where allowed: see ptx::launch_dependents and ptx::wait_for_previous_kernel. A kernel that
+// starts early takes SMs beside those of the kernel before, which a caller who keeps SMs for others does not allow.
+inline cudaLaunchAttribute starts_before_previous_ends(bool allowed) {
+  cudaLaunchAttribute attribute{};
+  attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  attribute.val.programmaticStreamSerializationAllowed = allowed;
+  return attribute;
+}
+
 // `name` stands in errors.
 template <typename Params>
 void launch(const char* name, void (*kernel)(Params), const Params& params, const LaunchShape& shape,
