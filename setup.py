@@ -28,6 +28,7 @@ toolchain.check_torch(torch.__version__)
 from torch.utils import cpp_extension  # noqa: E402
 
 BUILD = ROOT / "build"
+CSRC = str(ROOT / "csrc")
 TORCH = Path(torch.__file__).parent
 
 
@@ -45,7 +46,7 @@ def schedule_extension() -> Extension:
     return Extension(
         "dash_attn._schedule",
         ["csrc/bindings/schedule_module.cpp"],
-        include_dirs=["csrc", include],
+        include_dirs=[CSRC, include],
         extra_compile_args=toolchain.SCHEDULE_CXX,
         depends=files("**/*.h"),
         language="c++",
@@ -57,7 +58,7 @@ def autograd_extension() -> Extension:
     return cpp_extension.CppExtension(
         "dash_attn._autograd",
         ["csrc/bindings/autograd.cpp"],
-        include_dirs=["csrc"],
+        include_dirs=[CSRC],
         extra_compile_args=toolchain.AUTOGRAD_CXX,
         depends=files("**/*.h"),
         py_limited_api=True,
@@ -69,7 +70,7 @@ def ops_extension() -> Extension:
     return cpp_extension.CppExtension(
         "dash_attn._C",
         files("launch/*.cu", "backward/*.cu", "bindings/torch_ops.cpp"),
-        include_dirs=["csrc"],
+        include_dirs=[CSRC],
         # libcudart is shared, not static: torch has loaded the library of this soname before ours, so the device
         # guard, the stream and the kernels meet one runtime.
         libraries=["cudart"],

@@ -47,19 +47,17 @@ def requirements() -> list[str]:
 def main() -> None:
     venv, torch = Path(sys.argv[1]).resolve(), sys.argv[2]
     python = make_venv(venv)
-    pip = [str(python), "-m", "pip", "--disable-pip-version-check", "install"]
+    install = [str(python), "-m", "pip", "--disable-pip-version-check", "install", "--quiet", "--retries", "1"]
     find_torch = "import importlib.util, sys; sys.exit(importlib.util.find_spec('torch') is None)"
     wanted = requirements()
     if subprocess.run([str(python), "-c", find_torch]).returncode != 0:
         wanted.insert(0, torch)
-    install = [*pip, "--quiet", "--retries", "1"]
     if subprocess.run([*install, *wanted]).returncode != 0:
         # One that cannot be had must not take the others along.
         for requirement in wanted:
             if subprocess.run([*install, requirement]).returncode != 0:
                 print(f"prepare: going on without {requirement}", flush=True)
-    build = [*pip, "--verbose", "--no-build-isolation", "--no-deps", "--editable", str(ROOT)]
-    raise SystemExit(subprocess.run(build).returncode)
+    raise SystemExit(subprocess.run([str(python), "setup.py", "build_ext", "--inplace"], cwd=ROOT).returncode)
 
 
 if __name__ == "__main__":
