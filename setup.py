@@ -9,6 +9,7 @@ import sys
 import sysconfig
 from pathlib import Path
 
+import setuptools
 from setuptools import Extension, setup
 from setuptools.command.build import build
 
@@ -19,6 +20,7 @@ sys.path.insert(0, str(ROOT / "build_support"))
 import toolchain  # noqa: E402
 import variants  # noqa: E402
 
+toolchain.check_setuptools(setuptools.__version__)
 try:
     import torch
 except ModuleNotFoundError:

@@ -26,10 +26,11 @@ def make_venv(venv: Path) -> Path:
     python = venv / "bin" / "python"
     if python.is_file():
         return python
-    if subprocess.run([sys.executable, "-m", "venv", str(venv)]).returncode != 0:
-        # Some systems split ensurepip off; the pip of the current Python then shows inside, as its torch does.
-        subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(venv)], check=True)
-    if importlib.util.find_spec("torch") is not None:
+    shows_outer = importlib.util.find_spec("torch") is not None
+    # An environment's own pip and setuptools would hide the newer ones outside.
+    options = ["--without-pip"] if shows_outer and importlib.util.find_spec("pip") is not None else []
+    subprocess.run([sys.executable, "-m", "venv", *options, str(venv)], check=True)
+    if shows_outer:
         # Unlike venv's --system-site-packages, this shows the packages of a virtual environment too.
         inside = venv / "lib" / f"python{sys.version_info.major}.{sys.version_info.minor}" / "site-packages"
         (inside / "outer_python.pth").write_text("".join(f"{folder}\n" for folder in site.getsitepackages()))

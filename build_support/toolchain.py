@@ -52,6 +52,13 @@ SCHEDULE_CXX = ["-O2", "-std=c++17", "-g0", "-Wall", "-fvisibility=hidden"]
 BINDINGS = {"torch_ops.cpp": OPS_CXX, "autograd.cpp": AUTOGRAD_CXX, "schedule_module.cpp": SCHEDULE_CXX}
 
 
+def check_setuptools(version: str) -> None:
+    """Ends the build where setuptools cannot read pyproject.toml; it would say so in a way that helps nobody."""
+    oldest = required_version("setuptools")
+    if release(version) < release(oldest):
+        raise SystemExit(f"building dash_attn needs setuptools {oldest} or newer, got {version}: pip install -U setuptools")
+
+
 def check_torch(version: str) -> None:
     """Ends the build where torch is older than the oldest that the sources compile with."""
     if release(version) < release(OLDEST_TORCH):

@@ -267,6 +267,12 @@ def test_old_torch_is_refused(tmp_path):
     assert f"dash_attn needs torch {toolchain.OLDEST_TORCH} or newer" in run.stderr and "has 2.10.1+cu128" in run.stderr
 
 
+def test_old_setuptools_is_refused():
+    toolchain.check_setuptools("77.0.1")
+    with pytest.raises(SystemExit, match="needs setuptools 77 or newer, got 65.5.0: pip install -U setuptools"):
+        toolchain.check_setuptools("65.5.0")
+
+
 def test_old_nvcc_is_refused(tmp_path):
     nvcc = tmp_path / "cuda" / "bin" / "nvcc"
     nvcc.parent.mkdir(parents=True)
