@@ -50,7 +50,7 @@ def why_no_kernels(folder=_FOLDER):
     try:
         torch.ops.load_library(path)
     except OSError as error:
-        return f"the CUDA kernels of dash_attn, {path}, cannot be loaded: {error}"
+        return f"the CUDA kernels of dash_attn, {path}, cannot be loaded: {error.__cause__ or error}"
     return None
 
 
@@ -90,6 +90,17 @@ def _load():
     torch.ops.load_library(path)
     torch.library.impl("dash_attn_C::forward", "CPU", _forward_cpu)
     torch.library.impl("dash_attn_C::backward", "CPU", _backward_cpu)
+    reason = why_no_kernels() if torch.version.cuda else "this torch is built without CUDA"
+    if reason is not None:
+        for name in ("dash_attn_C::forward", "dash_attn_C::backward"):
+            torch.library.impl(name, "CUDA", _raiser(reason))
+
+
+def _raiser(reason):
+    def without_kernels(*_):
+        raise RuntimeError(reason)
+
+    return without_kernels
 
 
 _load()
