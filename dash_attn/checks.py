@@ -38,7 +38,7 @@ def reject_unsupported(
     for name, scale in (("q_descale", q_descale), ("k_descale", k_descale), ("v_descale", v_descale)):
         _require(scale is None, name, "None", "fp8 is not supported", scale)
     _require(_is_zero(attention_chunk), "attention_chunk", "0", "chunked attention is not supported", attention_chunk)
-    splits = _is_number(num_splits) and num_splits in (0, 1)
+    splits = _is_integer(num_splits) and num_splits in (0, 1)
     _require(splits, "num_splits", "0 or 1", "splitting the keys is not supported", num_splits)
     flag = pack_gqa is None or _as_flag(pack_gqa) is not None
     _require(flag, "pack_gqa", "None or a bool", "it changes nothing", pack_gqa)
@@ -111,7 +111,7 @@ def as_num_heads_q(num_heads_q: object):
 def check_schedule_type(schedule: object) -> None:
     """The ops know the names."""
     if not isinstance(schedule, str):
-        raise TypeError(f"schedule must be a str, 'auto' or the name of a policy, got {_describe(schedule)}")
+        raise ValueError(f"schedule must be 'auto' or the name of a policy, got {_describe(schedule)}")
 
 
 def _require(holds: bool, name: str, allowed: str, why: str, value: object) -> None:

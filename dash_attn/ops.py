@@ -28,29 +28,24 @@ from . import reference
 from . import schedule as _schedule
 
 _FOLDER = pathlib.Path(__file__).parent
+_NO_KERNELS = (
+    "dash_attn was installed without its CUDA kernels: CUDA tensors need an install from source with nvcc on PATH or "
+    "CUDA_HOME set; CPU tensors use the reference"
+)
 
 
-def library(stem, folder=_FOLDER):
-    """The one compiled library `stem` of the package, or None."""
+def why_not_loaded(stem: str, absent: str, folder: pathlib.Path = _FOLDER) -> str | None:
+    """Loads the package's compiled library `stem`; None, or the reason why it cannot be, which is `absent` if it is not there."""
     found = sorted(folder.glob(f"{stem}*.so"))
+    if not found:
+        return f"{absent} (no {stem}*.so in {folder})"
     if len(found) > 1:
         names = ", ".join(path.name for path in found)
-        raise ImportError(f"dash_attn must have one {stem}*.so in {folder}, got {names}: remove the stale ones")
-    return found[0] if found else None
-
-
-def why_no_kernels(folder=_FOLDER):
-    """Loads the CUDA kernels; None, or the reason why there are none."""
-    path = library("_C", folder)
-    if path is None:
-        return (
-            f"dash_attn was installed without its CUDA kernels (no _C*.so in {folder}): CUDA tensors need an install "
-            "from source with nvcc on PATH or CUDA_HOME set; CPU tensors use the reference"
-        )
+        return f"dash_attn must have one {stem}*.so in {folder}, got {names}: remove the stale ones"
     try:
-        torch.ops.load_library(path)
+        torch.ops.load_library(found[0])
     except OSError as error:
-        return f"the CUDA kernels of dash_attn, {path}, cannot be loaded: {error.__cause__ or error}"
+        return f"{found[0]} cannot be loaded: {error.__cause__ or error}"
     return None
 
 
@@ -60,9 +55,7 @@ def _forward_cpu(q, k, v, out, softmax_lse, softmax_scale, causal, sm_margin):
         target.copy_(result)
 
 
-def _backward_cpu(
-    dout, q, k, v, out, softmax_lse, dq, dk, dv, softmax_scale, causal, schedule, sm_margin
-):
+def _backward_cpu(dout, q, k, v, out, softmax_lse, dq, dk, dv, softmax_scale, causal, schedule, sm_margin):
     (_, seqlen_q, heads, head_dim), (_, seqlen_k, kv_heads, _) = q.shape, k.shape
     orders = reference.tile_orders(
         _schedule.POLICIES[schedule],
@@ -80,27 +73,26 @@ def _backward_cpu(
         gradient.copy_(result)
 
 
-def _load():
-    path = library("_autograd")
-    if path is None:
-        raise ImportError(
-            f"dash_attn has no _autograd*.so in {_FOLDER}, the library of its ops: install the package with "
-            "`pip install .` from its root"
-        )
-    torch.ops.load_library(path)
-    torch.library.impl("dash_attn_C::forward", "CPU", _forward_cpu)
-    torch.library.impl("dash_attn_C::backward", "CPU", _backward_cpu)
-    reason = why_no_kernels() if torch.version.cuda else "this torch is built without CUDA"
-    if reason is not None:
-        for name in ("dash_attn_C::forward", "dash_attn_C::backward"):
-            torch.library.impl(name, "CUDA", _raiser(reason))
-
-
 def _raiser(reason):
     def without_kernels(*_):
         raise RuntimeError(reason)
 
     return without_kernels
+
+
+def _load():
+    reason = why_not_loaded("_autograd", "dash_attn was installed without its ops: `pip install .` from its root")
+    if reason is not None:
+        raise ImportError(reason)
+    torch.library.impl("dash_attn_C::forward", "CPU", _forward_cpu)
+    torch.library.impl("dash_attn_C::backward", "CPU", _backward_cpu)
+    if torch.version.cuda:
+        reason = why_not_loaded("_C", _NO_KERNELS)
+    else:
+        reason = "this torch is built without CUDA"
+    if reason is not None:
+        for name in ("dash_attn_C::forward", "dash_attn_C::backward"):
+            torch.library.impl(name, "CUDA", _raiser(reason))
 
 
 _load()
