@@ -8,11 +8,10 @@ The peers are those of benchmarks/results/peers_h200.json. The picture goes besi
 import argparse
 import json
 import pathlib
-import textwrap
 
 from benchmarks import compare, plot
 from benchmarks.compare import Comparison
-from benchmarks.files import with_block
+from benchmarks.files import prose, with_block
 from benchmarks.shapes import Shape
 
 ROOT = pathlib.Path(__file__).parents[1]
@@ -38,12 +37,6 @@ class Quoted:
         runs = {"this run": compare.read(self.path, pass_), **compare.read_runs(self.peers_path, pass_)}
         compared = {name: compare.compare(figures, figures) for name, figures in runs.items()}
         return {name: found for name, found in compared.items() if found}
-
-
-def prose(text: str, indent: str = "") -> str:
-    """One paragraph, or one item of a list, wrapped as the documents are."""
-    options = dict(subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
-    return textwrap.fill(" ".join(text.split()), 120, **options)
 
 
 def table(heads: list[str], rows: list[list[str]]) -> str:

@@ -1,6 +1,7 @@
 """The form of what the benchmarks write: result files, and the blocks of documents that quote them."""
 
 import json
+import textwrap
 
 END = "<!-- end -->\n"
 
@@ -15,6 +16,12 @@ def dumps(result: dict) -> str:
         else:
             blocks.append(f' "{key}": {json.dumps(value)}')
     return "{\n" + ",\n".join(blocks) + "\n}\n"
+
+
+def prose(text: str, indent: str = "") -> str:
+    """One paragraph, or one item of a list, wrapped as the documents are."""
+    options = dict(subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
+    return textwrap.fill(" ".join(text.split()), 120, **options)
 
 
 def with_block(document: str, module: str, block: str) -> str:
