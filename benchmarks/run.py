@@ -186,6 +186,7 @@ def parser() -> argparse.ArgumentParser:
     result.add_argument("--min-time", type=float, default=0.15, help="seconds for each variant of a shape (default 0.15)")
     result.add_argument("--max-seqlen", type=int, help="leave longer sequences out")
     result.add_argument("--tokens", type=int, help="batch size times seqlen, instead of 16384: for a short trial")
+    result.add_argument("--host", action="store_true", help="measure what a small call costs the host, and nothing else")
     result.add_argument("--turns", type=int, default=timing.TURNS, help="blocks of each variant (default 2)")
     result.add_argument("--baseline", type=pathlib.Path, help="an older _C*.so to measure beside ours, in turns")
     result.add_argument(
@@ -255,6 +256,14 @@ def main(argv: list[str] | None = None) -> int:
     device = torch.device(arguments.device)
     if device.type == "cuda" and not torch.cuda.is_available():
         raise SystemExit(f"error: --device must be one that is here, got {arguments.device}: no CUDA device")
+    if arguments.host:
+        from benchmarks import host
+
+        result = {"meta": {**metadata(device), "before": state(device)}, "rows": host.measure(device)}
+        if arguments.json:
+            arguments.json.write_text(files.dumps(result))
+        print(host.table(result["rows"]))
+        return 0
     implementations = [peers.DashAttn(arguments.schedules)]
     for name in arguments.peers:
         peer = peers.PEERS[name]()
