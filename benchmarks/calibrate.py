@@ -20,7 +20,7 @@ import time
 
 import torch
 
-from benchmarks import latency, peers, run, timing
+from benchmarks import latency, model, peers, run, timing
 from benchmarks.files import dumps
 from benchmarks.shapes import Shape, full_grid
 from dash_attn import _schedule, schedule
@@ -143,7 +143,7 @@ def measure(library, timer: timing.CudaTimer, call, min_time_s: float) -> dict:
 
 def measure_probes(library, timer, sms: int) -> list[dict]:
     rows = []
-    tiles = {head_dim: schedule.tile_shape(head_dim, causal=False) for head_dim in HEAD_DIMS}
+    tiles = {head_dim: schedule.tile_shape(head_dim) for head_dim in HEAD_DIMS}
     for probe in probes(sms, tiles):
         call = prepare(probe)
         rows.append({**vars(probe), **kernel_times(library, timer, call, 6)})
@@ -168,10 +168,11 @@ def measure_policies(library, timer, shape: Shape, policies, min_time_s: float) 
     tensors = peers.random_tensors(shape, torch.device("cuda"))
     calls = {v.schedule: ours.prepare(v, shape, tensors)["backward"] for v in ours.variants(shape)}
     both = [{name: measure(library, timer, call, min_time_s) for name, call in calls.items()} for _ in range(2)]
-    return [
-        {**vars(shape), "schedule": name, **{key: [each[name][key] for each in both] for key in ("us", "mhz")}}
-        for name in calls
-    ]
+    rows = []
+    for name in calls:
+        measured = {key: [each[name][key] for each in both] for key in ("us", "mhz")}
+        rows.append({**vars(shape), "schedule": name, "splits": model.tiles_of(name, shape).splits, **measured})
+    return rows
 
 
 def measure_grid(library, timer, max_seqlen: int, min_time_s: float) -> list[dict]:

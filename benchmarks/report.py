@@ -63,7 +63,7 @@ def compare(machine: model.Machine, calibration: dict) -> list[Compared]:
         shape = Shape.of_row(row)
         around = model.around_us(machine, shape)
         clocks = statistics.fmean((us - around) * mhz for us, mhz in zip(row["us"], row["mhz"]))
-        predicted = model.predict(machine, row["schedule"], shape)
+        predicted = model.predict(machine, row["schedule"], model.Row(row))
         found.append(Compared(shape, row["schedule"], tuple(row["us"]), clocks, predicted))
     return found
 
@@ -99,8 +99,8 @@ def pairs(rows: list[Compared], of=TIMES) -> list[tuple[Compared, Compared, str]
 def is_automatic(row: Compared) -> bool:
     """Whether the policy is the one of schedule="auto" at this shape."""
     shape = row.shape
-    lengths = dict(seqlen_q=shape.seqlen, seqlen_k=shape.seqlen, queries_per_kv=shape.heads // shape.kv_heads)
-    return row.policy == schedule.resolve("auto", causal=shape.causal, head_dim=shape.head_dim, **lengths)
+    sequence = dict(causal=shape.causal, seqlen_k=shape.seqlen, head_dim=shape.head_dim)
+    return row.policy == schedule.resolve("auto", **sequence)
 
 
 def best(rows: list[Compared]) -> tuple[Compared, Compared]:

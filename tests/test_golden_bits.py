@@ -57,7 +57,7 @@ def test_the_cases_are_legal_and_cover_what_they_should():
             for c in cases
             if c.head_dim == head_dim
         ]
-        assert any(tiles.head_splits > 1 for tiles in split) and any(tiles.head_splits == 1 for tiles in split)
+        assert any(tiles.splits > 1 for tiles in split) and any(tiles.splits == 1 for tiles in split)
 
 
 def test_one_bit_of_one_tensor_is_seen():

@@ -66,7 +66,7 @@ def needs_clusters(policy: str) -> bool:
 
 def head_splits(problem: Problem) -> int:
     """Claims among which the backward divides the query heads of a KV head, for each KV tile."""
-    return tiles_of(problem, "auto").head_splits
+    return tiles_of(problem, "auto").splits
 
 
 def random_qkv_dout(problem: Problem, device: str, seed: int = 0) -> tuple[torch.Tensor, ...]:
