@@ -2,9 +2,9 @@
 
     python -m benchmarks.calibrate --json calibration.json
 
-Four parts: latencies (`latency.cu`); probes, small problems that each show one cost (below); the kernels around the main one;
-and every ordered policy at every shape of the full grid, twice, for how far two measurements of one thing differ.
-`benchmarks.model` fits and `benchmarks.report` compares; they need no GPU. Takes about a minute on an H200.
+Four parts: latencies (`latency.cu`); probes, small problems that each show one cost (below); the kernels around the
+main one; and every ordered policy at every shape of the full grid, twice, for how far two measurements of one thing
+differ. `benchmarks.model` fits and `benchmarks.report` compares; they need no GPU. Takes about a minute on an H200.
 """
 
 import argparse
@@ -111,8 +111,8 @@ def prepare(probe: Probe):
 
 
 def kernel_times(library, timer: timing.CudaTimer, call, repeats: int = 12) -> dict[str, float]:
-    """Median microseconds of the call and of each kernel of the backward by its name, with a cold L2 and warmed up, and the
-    SM clock meanwhile in MHz."""
+    """Median microseconds of the call and of each kernel of the backward by its name, with a cold L2 and warmed up, and
+    the SM clock meanwhile in MHz."""
     from torch.profiler import ProfilerActivity, profile
 
     ticks = latency.Ticks(library, 2 * repeats)
@@ -130,7 +130,8 @@ def kernel_times(library, timer: timing.CudaTimer, call, repeats: int = 12) -> d
     # The main kernel is launched early, and waits for the end of the one before it.
     times["backward"] = [end - before for (_, end), (_, before) in zip(spans["backward"], spans["preprocess"])]
     medians = {name: round(statistics.median(found), 2) for name, found in times.items()}
-    return {"us": round(1e3 * statistics.median(whole), 2), "mhz": round(statistics.median(ticks.mhz() or [0.0])), **medians}
+    clock = round(statistics.median(ticks.mhz() or [0.0]))
+    return {"us": round(1e3 * statistics.median(whole), 2), "mhz": clock, **medians}
 
 
 def measure(library, timer: timing.CudaTimer, call, min_time_s: float) -> dict:
@@ -157,7 +158,8 @@ def measure_kernels(library, timer) -> list[dict]:
         for tokens in (512, 2048, 8192, 16384, 32768):
             shape = Shape("bf16", head_dim, heads, heads, "full", 512, tokens // 512)
             variant = peers.Variant(peers.DashAttn.name, "descending", True)
-            call = peers.DashAttn().prepare(variant, shape, peers.random_tensors(shape, torch.device("cuda")))["backward"]
+            tensors = peers.random_tensors(shape, torch.device("cuda"))
+            call = peers.DashAttn().prepare(variant, shape, tensors)["backward"]
             rows.append({**vars(shape), **kernel_times(library, timer, call)})
     return rows
 
@@ -183,9 +185,9 @@ def measure_grid(library, timer, max_seqlen: int, min_time_s: float) -> list[dic
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", type=pathlib.Path, required=True, help="write the measurements here, after every part")
+    parser.add_argument("--json", type=pathlib.Path, required=True, help="write the measurements here")
     parser.add_argument("--max-seqlen", type=int, default=32768, help="leave longer sequences of the grid out")
-    parser.add_argument("--min-time", type=float, default=0.06, help="seconds for each of the two measurements of a variant")
+    parser.add_argument("--min-time", type=float, default=0.06, help="seconds for each measurement of a variant")
     arguments = parser.parse_args(argv)
     if not torch.cuda.is_available():
         print("error: a GPU is what this program measures", file=sys.stderr)

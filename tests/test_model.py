@@ -79,7 +79,8 @@ def synthetic_calibration(machine):
             rows.append({**vars(probe), "mhz": 2000, "backward": clocks / 2000})
     preprocess = 16 * 2048 * 4 / machine.memory / 1000  # us for a batch and column of head_dim, at 1 GHz
     kernels = [
-        {**vars(dataclasses.replace(SHAPE, head_dim=head_dim, batch=batch)), "us": 100.0 * batch, "backward": 90.0 * batch}
+        {**vars(dataclasses.replace(SHAPE, head_dim=head_dim, batch=batch))}
+        | {"us": 100.0 * batch, "backward": 90.0 * batch}
         | {"mhz": 1000, "preprocess": preprocess * batch * head_dim}
         for head_dim in (64, 128)
         for batch in (1, 4)

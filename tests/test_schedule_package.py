@@ -86,7 +86,8 @@ def test_table(capsys):
 
 
 def test_the_table_interleaves_heads_as_the_kernel_does(capsys):
-    """With the model's own default of one head at a time, descending would come out behind spt, which the kernel's is not."""
+    """With the model's own default of one head at a time, descending would come out behind spt, which the kernel's is
+    not."""
     assert main(["--seqlen-q", "8192", "--mask", "causal"]) == 0
     lines = [line.split() for line in capsys.readouterr().out.splitlines() if line.startswith("  ")]
     of_ideal = {line[0]: float(line[-1]) for line in lines[1:-1]}
