@@ -53,20 +53,16 @@ __device__ __forceinline__ void decide_order(const PreprocessParams<Element>& pa
   }
   keys = combine_warp(keys);
   max_query_norm = largest_of_warp(max_query_norm);
-  const fixed_point::HeadStatistics head{max_query_norm, keys.max_norm, keys.max_product, keys.sum_of_key_steps,
-                                         keys.sum_of_value_steps};
+  const fixed_point::HeadStatistics head{max_query_norm, keys.max_norm, keys.max_product, keys.min_step_product};
   if (lane == 0) {
-    params.workspace.needs_order[batch_kv_head].by_head =
-        fixed_point::needs_order(head, params.softmax_scale, params.head_dim, problem.seqlen_k, problem.kv_tiles,
-                                 std::is_same_v<Element, cutlass::half_t>);
+    params.workspace.needs_order[batch_kv_head].by_head = fixed_point::needs_order(
+        head, params.softmax_scale, params.head_dim, problem.seqlen_k, problem.kv_tiles);
   }
 }
 
 // The scale of a row whose partials sum to at most `bound` in magnitude.
-template <typename Element>
 __device__ __forceinline__ uint8_t row_scale(double bound, NeedsOrder& needs_order) {
-  if (!isfinite(bound)) { return fixed_point::kNotFinite; }
-  const int exponent = fixed_point::row_exponent(bound, std::is_same_v<Element, cutlass::half_t>);
+  const int exponent = fixed_point::row_exponent(bound);
   if (exponent < fixed_point::kMinExponent) {
     needs_order.by_row = 1;
     return fixed_point::stored_scale(fixed_point::kMinExponent);
@@ -130,9 +126,10 @@ __global__ void __launch_bounds__(kPreprocessThreads) preprocess_kernel(const Pr
     if (column != 0) { continue; }
     params.workspace.delta[padded_row + statistic_position(row)] = delta;
     if constexpr (kAccumulation == Accumulation::kOrderFree) {
-      const double bound = double(dout_norm) * double(max_product) + fabs(double(delta)) * double(max_element);
+      const double bound = fixed_point::row_bound(dout_norm, delta, max_product, max_element, params.problem.seqlen_k,
+                                                  std::is_same_v<Element, cutlass::half_t>);
       params.workspace.scales[padded_row + scale_position(row)] =
-          row_scale<Element>(bound, params.workspace.needs_order[batch_kv_head]);
+          row_scale(bound, params.workspace.needs_order[batch_kv_head]);
     }
   }
 }

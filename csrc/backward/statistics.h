@@ -44,6 +44,14 @@ __device__ __forceinline__ float sum_of_row(float value) {
   return value;
 }
 
+// Over the rows that a warp has at once, of a value that all kThreads threads of a row have.
+template <int kThreads>
+__device__ __forceinline__ float sum_of_rows(float value) {
+#pragma unroll
+  for (int offset = 16; offset >= kThreads; offset /= 2) { value += __shfl_xor_sync(0xffffffff, value, offset); }
+  return value;
+}
+
 // Upper bound of a row's norm, from the sum of squares of the whole row and this thread's largest magnitude. Called by
 // whole warps.
 template <int kHeadDim>
@@ -114,14 +122,17 @@ __device__ __forceinline__ void compare8(uint4 a, uint4 b, float& magnitudes, fl
   }
 }
 
-// Takes rows in pairs.
+// Of the rows of one window, two at a time for each kHeadDim / 8 threads, put into `mine`. Called by whole warps.
 template <typename Element, int kHeadDim>
-__device__ __forceinline__ KeyStatistics key_statistics(const StatisticsParams<Element>& params, const Chunk& chunk) {
+__device__ __forceinline__ void measure_window(const StatisticsParams<Element>& params, const Chunk& chunk,
+                                               int first_row, KeyStatistics& mine) {
   constexpr int kThreadsPerRow = kHeadDim / 8;
+  constexpr int kRowsAtOnce = 2 * 32 / kThreadsPerRow;
   const int column = threadIdx.x % kThreadsPerRow * 8;
-  KeyStatistics mine{};
-  for (int base = chunk.first; base < chunk.end; base += 2 * kStatisticsThreads / kThreadsPerRow) {
-    const int row = base + threadIdx.x / kThreadsPerRow * 2;
+  float k_steps = 0.f, v_steps = 0.f;
+#pragma unroll
+  for (int base = first_row; base < first_row + fixed_point::kWindow; base += kRowsAtOnce) {
+    const int row = base + threadIdx.x % 32 / kThreadsPerRow * 2;
     uint4 k[2], v[2];
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
@@ -146,22 +157,37 @@ __device__ __forceinline__ KeyStatistics key_statistics(const StatisticsParams<E
     compare8<Element>(v[0], v[1], unused, v_step);
     v_step = sqrtf(sum_of_row<kThreadsPerRow>(v_step));
     if (row + 1 < chunk.end) {
-      mine.sum_of_key_steps += k_step;
-      if (column == 0) { mine.sum_of_value_steps += v_step; }
+      k_steps += k_step;
+      v_steps += v_step;
     }
+  }
+  const int pairs = min_int(chunk.end - first_row, fixed_point::kWindow) / 2;
+  if (pairs > 0) {
+    const float key_step = sum_of_row<32>(k_steps) / pairs;
+    const float value_step = sum_of_rows<kThreadsPerRow>(v_steps) / pairs;
+    mine.min_step_product = fminf(mine.min_step_product, key_step * value_step);
+  }
+}
+
+// A warp takes a window at a time.
+template <typename Element, int kHeadDim>
+__device__ __forceinline__ KeyStatistics key_statistics(const StatisticsParams<Element>& params, const Chunk& chunk) {
+  constexpr int kRows = kStatisticsThreads / 32 * fixed_point::kWindow;
+  KeyStatistics mine{};
+  for (int row = chunk.first + int(threadIdx.x) / 32 * fixed_point::kWindow; row < chunk.end; row += kRows) {
+    measure_window<Element, kHeadDim>(params, chunk, row, mine);
   }
   return mine;
 }
 
 __device__ __forceinline__ KeyStatistics combine(const KeyStatistics& a, const KeyStatistics& b) {
   return {larger(a.max_element, b.max_element), larger(a.max_product, b.max_product), larger(a.max_norm, b.max_norm),
-          a.sum_of_key_steps + b.sum_of_key_steps, a.sum_of_value_steps + b.sum_of_value_steps};
+          fminf(a.min_step_product, b.min_step_product)};
 }
 
 __device__ __forceinline__ KeyStatistics shuffle_xor(const KeyStatistics& x, int offset) {
   const auto other = [&](float value) { return __shfl_xor_sync(0xffffffff, value, offset); };
-  return {other(x.max_element), other(x.max_product), other(x.max_norm), other(x.sum_of_key_steps),
-          other(x.sum_of_value_steps)};
+  return {other(x.max_element), other(x.max_product), other(x.max_norm), other(x.min_step_product)};
 }
 
 __device__ __forceinline__ KeyStatistics combine_warp(KeyStatistics x) {
