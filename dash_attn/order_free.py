@@ -66,7 +66,8 @@ def grid(
     d: torch.Tensor,
     *,
     softmax_scale: float,
-    kv_tiles: int,
+    causal: bool,
+    tile_k: int,
     dtype: torch.dtype,
 ) -> Grid:
     """The grid of each row, and the heads that cannot use it.
@@ -76,29 +77,35 @@ def grid(
         k, v: (batch * kv_heads, seqlen_k, head_dim).
         d: (batch * kv_heads, group, seqlen_q, 1), rowsum(dout * out).
         softmax_scale: c; its sign does not matter.
-        kv_tiles: partials of a row.
+        causal: query i sees the keys j <= i + seqlen_k - seqlen_q.
+        tile_k: keys in a KV tile: those of a partial.
         dtype: of the inputs; the bound allows for its subnormal numbers.
     """
-    seqlen_k, head_dim = k.shape[1:]
-    key_norms, value_norms = _norms(k), _norms(v)
-    elements = k.double().abs().amax(dim=-1)
-    max_product = (value_norms * elements).amax(dim=-1)
-    max_score = abs(softmax_scale) * _norms(q).flatten(1).amax(dim=-1) * key_norms.amax(dim=-1)
-    # Per element of dQ and unit of |dout|: what rounding leaves, and what the differences of rows let expect.
-    noise = 2 * max_product / CAPACITY * (kv_tiles / 12) ** 0.5
-    steps = min_step_product(k, v) / head_dim**1.5
-    expected = steps / 2 * MEAN_MAGNITUDE_TO_DEVIATION / seqlen_k**0.5
-    fits = (max_score <= MAX_SCORE) & (noise <= MAX_ERROR * expected) & expected.isfinite()
-    fits &= (max_product >= SMALLEST_PRODUCT) & (seqlen_k <= MAX_KEYS)
+    seqlen_q, seqlen_k, head_dim = q.shape[2], *k.shape[1:]
+    max_element = k.double().abs().amax(dim=(1, 2))
+    max_product = (_norms(v) * k.double().abs().amax(dim=-1)).amax(dim=-1)
+    max_score = abs(softmax_scale) * _norms(q).flatten(1).amax(dim=-1) * _norms(k).amax(dim=-1)
+    steps = min_step_product(k, v)
+    in_range = (max_score <= MAX_SCORE) & (max_product >= SMALLEST_PRODUCT) & max_product.isfinite() & steps.isfinite()
+    in_range &= seqlen_k <= MAX_KEYS
 
+    max_element, max_product, steps = (x[:, None, None] for x in (max_element, max_product, steps))
+    dout_norms = _norms(dout)
     subnormal_error = torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps / 2
-    of_d = d.squeeze(-1).double().abs() + (seqlen_k + 2) * subnormal_error
-    bound = _norms(dout) * max_product[:, None, None] + of_d * elements.amax(-1)[:, None, None]
-    finite = bound.isfinite()
+    bound = dout_norms * max_product + (d.squeeze(-1).double().abs() + (seqlen_k + 2) * subnormal_error) * max_element
     _, exponents = torch.frexp(CAPACITY / bound)
-    exponents = exponents.long().sub_(1).masked_fill_((bound == 0) | ~finite, 0)
-    in_range = finite & (exponents >= MIN_EXPONENT)
-    return Grid(exponents.clamp_(MIN_EXPONENT, MAX_EXPONENT), ~fits | ~in_range.flatten(1).all(dim=1))
+    exponents = exponents.long().sub_(1).masked_fill_(bound == 0, 0)
+    has_grid = bound.isfinite() & (exponents >= MIN_EXPONENT)
+    exponents.clamp_(MIN_EXPONENT, MAX_EXPONENT)
+
+    # Per element of dQ: what rounding leaves, and what dout and the differences between neighbouring rows let expect.
+    keys = torch.full((seqlen_q,), seqlen_k, device=q.device)
+    if causal:
+        keys = torch.arange(seqlen_k - seqlen_q + 1, seqlen_k + 1, device=q.device).clamp(min=0)
+    noise = (torch.ceil(keys / tile_k) / 12).double().sqrt() * torch.exp2(-exponents.double())
+    expected = dout_norms * steps * (MEAN_MAGNITUDE_TO_DEVIATION / 2) / head_dim**1.5 / keys.clamp(min=1).double().sqrt()
+    fits = has_grid & ((noise <= MAX_ERROR * expected) | (dout_norms == 0))
+    return Grid(exponents, ~(in_range & fits.flatten(1).all(dim=1)))
 
 
 class Accumulator:

@@ -25,7 +25,7 @@ def make(change, seqlen, head_dim, dtype, seed=0, batch=1, heads=1, kv_heads=1):
     return [x.to(dtype) for x in tensors]
 
 
-def accumulate_with(p, q, k, v, dout, dtype, softmax_scale, tile):
+def accumulate_with(p, q, k, v, dout, dtype, softmax_scale, tile, causal=False):
     """What the rows of dQ of one head are where query i attends to key j with p[i, j]; fp32, no batch, no heads.
 
     `exact` is the sum of the partials, `sum` that of their integers, which have `magnitudes` without wrapping, on `grid`;
@@ -36,7 +36,7 @@ def accumulate_with(p, q, k, v, dout, dtype, softmax_scale, tile):
     ds = ((dout @ v.T - d) * p).to(dtype).float()
     grid = order_free.grid(
         q[None, None], k[None], v[None], dout[None, None], d[None, None],
-        softmax_scale=softmax_scale, kv_tiles=-(-k.shape[0] // tile), dtype=dtype,
+        softmax_scale=softmax_scale, causal=causal, tile_k=tile, dtype=dtype,
     )  # fmt: skip
     exponents = grid.exponents[0, 0][:, None]
     exact, units, magnitudes = (torch.zeros(dout.shape, dtype=torch.float64) for _ in range(3))
@@ -58,7 +58,7 @@ def accumulate(q, k, v, dout, causal=False, tile=TILE, softmax_scale=None):
     s = q @ k.T * scale
     if causal:
         s.masked_fill_(torch.ones_like(s, dtype=torch.bool).triu(1), -math.inf)
-    return accumulate_with(s.softmax(dim=1), q, k, v, dout, dtype, scale, tile)
+    return accumulate_with(s.softmax(dim=1), q, k, v, dout, dtype, scale, tile, causal)
 
 
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
@@ -233,22 +233,6 @@ def test_a_bound_that_is_not_finite_needs_the_order():
     assert _schedule.row_exponent(math.nan) == _schedule.row_exponent(math.inf) == order_free.MIN_EXPONENT - 1
 
 
-@BOTH
-@pytest.mark.parametrize("size", [1e-20, 1.0, 1e20])
-def test_grid_of_a_row_is_the_kernels(size, dtype):
-    q, k, v, dout = (x[:, :, 0].double() for x in make(distributions.normal, 200, 64, torch.float64))
-    dout = dout * size
-    d = torch.linspace(-2, 2, 200, dtype=torch.float64)[None, :, None] * size
-    settings = {"softmax_scale": 0.125, "kv_tiles": 2, "dtype": dtype}
-    grid = order_free.grid(q[:, None], k, v, dout[:, None], d[:, None], **settings)
-    statistics = {"max_product": head_statistics(*(x[:, :, None] for x in (q, k, v)))["max_product"]}
-    statistics |= {"max_element": k.abs().max().item(), "seqlen_k": 200, "half_precision": dtype == torch.float16}
-    for row in range(200):
-        norm = dout[0, row].norm().item() * order_free.NORM_SLACK
-        bound = _schedule.row_bound(dout_norm=norm, delta=d[0, row].item(), **statistics)
-        assert _schedule.row_exponent(bound) == grid.exponents[0, 0, row], row
-
-
 def head_statistics(q, k, v):
     norm = lambda x: (x.double().norm(dim=-1) * order_free.NORM_SLACK).max().item()  # noqa: E731
     product = (v.double().norm(dim=-1) * order_free.NORM_SLACK * k.double().abs().amax(-1)).max().item()
@@ -257,37 +241,63 @@ def head_statistics(q, k, v):
 
 
 @BOTH
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
 @pytest.mark.parametrize("change", distributions.ROOMY + distributions.CRAMPED, ids=lambda f: f.__name__)
-def test_rule_of_a_head_is_the_kernels(change, dtype):
-    for seqlen in (64, 333, 2048):
-        q, k, v, dout = make(change, seqlen, 64, dtype)
-        shape = {"head_dim": 64, "seqlen_k": seqlen, "kv_tiles": -(-seqlen // TILE)}
-        decided = _schedule.needs_order(**head_statistics(q, k, v), softmax_scale=0.125, **shape)
-        assert decided == bool(accumulate(q, k, v, dout)["grid"].needs_order), seqlen
+def test_rule_of_a_head_is_the_kernels(change, causal, dtype):
+    for seqlen in (64, 333):
+        q, k, v, dout = (x.float() for x in make(change, seqlen, 64, dtype))
+        out, _ = reference.forward(q, k, v, softmax_scale=0.125, causal=causal)
+        d = (dout * out)[:, :, 0].sum(dim=-1)
+        rows = [x[:, None, :, 0] for x in (q, dout)]
+        settings = {"softmax_scale": 0.125, "causal": causal, "tile_k": TILE, "dtype": dtype}
+        grid = order_free.grid(rows[0], k[:, :, 0], v[:, :, 0], rows[1], d[:, None, :, None], **settings)
+        statistics = head_statistics(q, k, v)
+        decided = _schedule.needs_order(**statistics, softmax_scale=0.125, seqlen_k=seqlen)
+        of_keys = {"max_product": statistics["max_product"], "max_element": k.abs().max().item(), "seqlen_k": seqlen}
+        for row, norm in enumerate((dout[0, :, 0].double().norm(dim=-1) * order_free.NORM_SLACK).tolist()):
+            bound = _schedule.row_bound(
+                dout_norm=norm, delta=d[0, row].item(), **of_keys, half_precision=dtype == torch.float16
+            )
+            exponent = _schedule.row_exponent(bound)
+            assert max(exponent, order_free.MIN_EXPONENT) == grid.exponents[0, 0, row], row
+            keys = row + 1 if causal else seqlen
+            decided |= _schedule.row_needs_order(
+                exponent=exponent, dout_norm=norm, min_step_product=statistics["min_step_product"], head_dim=64,
+                keys=keys, tiles=-(-keys // TILE),
+            )  # fmt: skip
+        assert decided == bool(grid.needs_order), seqlen
 
 
-@pytest.mark.parametrize("name", ["max_query_norm", "max_key_norm", "max_product", "min_step_product"])
+NORMAL = {"max_query_norm": 11.0, "max_key_norm": 11.0, "max_product": 45.0, "min_step_product": 600.0}
+
+
+@pytest.mark.parametrize("name", NORMAL)
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 def test_what_is_not_finite_needs_the_order(name, value):
-    q, k, v, _ = make(distributions.normal, 256, 64, torch.bfloat16)
-    rest = {"softmax_scale": 0.125, "head_dim": 64, "seqlen_k": 256, "kv_tiles": 2}
-    statistics = head_statistics(q, k, v)
-    assert not _schedule.needs_order(**statistics, **rest)
-    assert _schedule.needs_order(**{**statistics, name: value}, **rest)
+    assert not _schedule.needs_order(**NORMAL, softmax_scale=0.125, seqlen_k=256)
+    assert _schedule.needs_order(**NORMAL | {name: value}, softmax_scale=0.125, seqlen_k=256)
 
 
-@pytest.mark.parametrize("scale", [1.0, -1.0])
+@pytest.mark.parametrize("scale", [0.125, -0.125])
 def test_statistics_that_leave_too_little_room(scale):
     """Products that vanish in fp32 say nothing of their factors, nor do zeros; a score counts by its magnitude."""
-    q, k, v, _ = make(distributions.normal, 256, 64, torch.bfloat16)
-    rest = {"softmax_scale": 0.125 * scale, "head_dim": 64, "seqlen_k": 256, "kv_tiles": 2}
-    statistics = head_statistics(q, k, v)
-    assert not _schedule.needs_order(**statistics, **rest)
-    assert _schedule.needs_order(**statistics | {"max_product": 0.0, "min_step_product": 0.0}, **rest)
-    assert _schedule.needs_order(**statistics | {"max_query_norm": 1e5}, **rest)
-    assert _schedule.needs_order(**statistics, **rest | {"seqlen_k": order_free.MAX_KEYS + 1})
+    assert not _schedule.needs_order(**NORMAL, softmax_scale=scale, seqlen_k=256)
+    assert _schedule.needs_order(**NORMAL | {"max_product": 0.0, "min_step_product": 0.0}, softmax_scale=scale, seqlen_k=256)
+    assert _schedule.needs_order(**NORMAL | {"max_query_norm": 1e5}, softmax_scale=scale, seqlen_k=256)
+    assert _schedule.needs_order(**NORMAL, softmax_scale=scale, seqlen_k=order_free.MAX_KEYS + 1)
     zeros = [torch.zeros(1, 64, 1, 16, dtype=torch.bfloat16)] * 4
     assert accumulate(*zeros)["grid"].needs_order.all()
+
+
+def test_a_row_whose_units_are_too_coarse_needs_the_order():
+    row = {"min_step_product": 600.0, "head_dim": 64, "keys": 256, "tiles": 2}
+    # Of an element 600 / 512 / 2 * 1.2533 / 16 * |dO| are expected; 1e-4 of that is sqrt(2 / 12) units of 2^-16.4.
+    assert not _schedule.row_needs_order(exponent=17, dout_norm=1.0, **row)
+    assert _schedule.row_needs_order(exponent=16, dout_norm=1.0, **row)
+    assert not _schedule.row_needs_order(exponent=16, dout_norm=2.0, **row)
+    assert not _schedule.row_needs_order(exponent=-40, dout_norm=0.0, **row), "zeros are not rounded"
+    assert _schedule.row_needs_order(exponent=order_free.MIN_EXPONENT - 1, dout_norm=0.0, **row), "no grid"
+    assert _schedule.row_needs_order(exponent=100, dout_norm=math.nan, **row)
 
 
 @BOTH
@@ -297,8 +307,10 @@ def test_normal_inputs_stay_on_the_grid(seqlen, head_dim, dtype):
     generator = torch.Generator().manual_seed(seqlen + head_dim)
     k, v = (torch.randn(1, seqlen, head_dim, generator=generator).to(dtype).float() for _ in range(2))
     q, dout = (torch.randn(1, 4, 256, head_dim, generator=generator).to(dtype).float() for _ in range(2))
-    settings = {"softmax_scale": head_dim**-0.5, "kv_tiles": -(-seqlen // TILE), "dtype": dtype}
-    assert not order_free.grid(q, k, v, dout, dout[..., :1], **settings).needs_order.any()
+    # D of rows that see that many keys: O is a mean of them. The last 256 queries.
+    d = (torch.randn(1, 4, 256, head_dim, generator=generator) / seqlen**0.5 * dout).sum(dim=-1, keepdim=True)
+    settings = {"softmax_scale": head_dim**-0.5, "causal": True, "tile_k": TILE, "dtype": dtype}
+    assert not order_free.grid(q, k, v, dout, d, **settings).needs_order.any()
 
 
 def public_gradients(tensors, schedule, causal=False):
@@ -413,16 +425,14 @@ def test_subnormal_gradients_do_not_overflow():
         torch.testing.assert_close(free, ordered, rtol=1e-2, atol=0)
 
 
-@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
-def test_one_column_that_overflows(causal):
+def test_one_column_that_overflows():
     """The other columns of the row stay finite, as in the ordered sum."""
-    tensors = make(distributions.normal, 64, 16, torch.bfloat16)
-    q, k, v, dout = tensors
-    q[..., 0] = 0
-    k[..., 0] = 1e20
-    k[:, ::2, :, 0] = -1e20
-    v *= 1e10
-    dout *= 1e9
-    free, ordered = (public_gradients(tensors, schedule, causal)[0] for schedule in ("order_free", "descending"))
-    assert ordered[..., 0].isinf().any() and ordered[..., 1:].isfinite().all()
-    assert torch.equal(free.isfinite(), ordered.isfinite())
+    q, k, v, dout = (torch.zeros(1, 2, 1, 64, dtype=torch.bfloat16) for _ in range(4))
+    sign = torch.tensor([1.0, -1.0])[:, None]
+    k += sign[:, None]
+    k[..., 0] = sign * 2.0**66
+    v[..., 0] = sign * 2.0**30
+    dout[..., 0] = 2.0**33
+    free, ordered = (public_gradients((q, k, v, dout), schedule)[0] for schedule in ("order_free", "descending"))
+    assert ordered[..., 0].isinf().all() and ordered[..., 1:].isfinite().all()
+    assert torch.equal(free, ordered)

@@ -41,8 +41,8 @@ constexpr int num_chunks(int seqlen) { return ceil_div(seqlen, chunk_rows(seqlen
 // Whether dQ of a KV head's query heads is summed in fp32 in the order of ranks after all. Two words, because two kernels
 // write them.
 struct NeedsOrder {
-  int by_head;  // its statistics leave too little room
-  int by_row;   // a row is not finite, or too large for the grid's range of exponents
+  int by_head;  // its statistics alone say so
+  int by_row;   // the units of a row are too coarse for it, or it has none
 
   __device__ __forceinline__ bool any() const { return (by_head | by_row) != 0; }
 };

@@ -40,34 +40,45 @@ __device__ __forceinline__ float dot8(uint4 a, uint4 b) {
   return sum;
 }
 
-// Whether a KV head's group needs the order, from its statistics. Called by a whole warp.
+// Whether a KV head's group needs the order whatever its rows are, from its statistics. Called by a whole warp.
 template <typename Element>
-__device__ __forceinline__ void decide_order(const PreprocessParams<Element>& params, int batch_kv_head) {
+__device__ __forceinline__ void decide_order(const PreprocessParams<Element>& params, int batch_kv_head,
+                                             const KeyStatistics& keys) {
   const Problem& problem = params.problem;
   const int lane = threadIdx.x % 32;
   const int64_t chunks = int64_t(problem.queries_per_kv) * num_chunks(params.seqlen_q);
-  KeyStatistics keys = chunk_key_statistics(params.workspace, batch_kv_head, problem.seqlen_k);
   float max_query_norm = 0.f;
   for (int64_t i = lane; i < chunks; i += 32) {
     max_query_norm = larger(max_query_norm, params.workspace.query_norms[batch_kv_head * chunks + i]);
   }
-  keys = combine_warp(keys);
   max_query_norm = largest_of_warp(max_query_norm);
   const fixed_point::HeadStatistics head{max_query_norm, keys.max_norm, keys.max_product, keys.min_step_product};
   if (lane == 0) {
-    params.workspace.needs_order[batch_kv_head].by_head = fixed_point::needs_order(
-        head, params.softmax_scale, params.head_dim, problem.seqlen_k, problem.kv_tiles);
+    params.workspace.needs_order[batch_kv_head].by_head =
+        fixed_point::needs_order(head, params.softmax_scale, problem.seqlen_k);
   }
 }
 
-// The scale of a row whose partials sum to at most `bound` in magnitude.
-__device__ __forceinline__ uint8_t row_scale(double bound, NeedsOrder& needs_order) {
-  const int exponent = fixed_point::row_exponent(bound);
-  if (exponent < fixed_point::kMinExponent) {
-    needs_order.by_row = 1;
-    return fixed_point::stored_scale(fixed_point::kMinExponent);
+// The keys that a query sees.
+__device__ __forceinline__ int visible_keys(const Problem& problem, int query) {
+  const int keys = query + problem.seqlen_k - problem.seqlen_q + 1;
+  return problem.causal ? max_int(0, min_int(keys, problem.seqlen_k)) : problem.seqlen_k;
+}
+
+// The scale of a row of the group `batch_kv_head`, whose keys have the largest elements and products and the smallest
+// steps given.
+template <typename Element>
+__device__ __forceinline__ uint8_t row_scale(const PreprocessParams<Element>& params, int batch_kv_head, int row,
+                                             float dout_norm, float delta, const KeyStatistics& keys) {
+  const Problem& problem = params.problem;
+  const double bound = fixed_point::row_bound(dout_norm, delta, keys.max_product, keys.max_element, problem.seqlen_k,
+                                              std::is_same_v<Element, cutlass::half_t>);
+  const int exponent = fixed_point::row_exponent(bound), visible = visible_keys(problem, row);
+  if (fixed_point::row_needs_order(exponent, dout_norm, keys.min_step_product, params.head_dim, visible,
+                                   ceil_div(visible, problem.tile_k))) {
+    params.workspace.needs_order[batch_kv_head].by_row = 1;
   }
-  return fixed_point::stored_scale(exponent);
+  return fixed_point::stored_scale(max_int(exponent, fixed_point::kMinExponent));
 }
 
 // Grid: batch x heads x blocks_per_head.
@@ -96,14 +107,12 @@ __global__ void __launch_bounds__(kPreprocessThreads) preprocess_kernel(const Pr
     out[pass] = load8(params.out, batch, row, head, column, inside);
   }
 
-  float max_element = 0.f, max_product = 0.f;
+  KeyStatistics keys;
   const int batch_kv_head = batch_head / params.problem.queries_per_kv;
   if constexpr (kAccumulation == Accumulation::kOrderFree) {
-    const KeyStatistics keys = chunk_key_statistics(params.workspace, batch_kv_head, params.problem.seqlen_k);
-    max_element = largest_of_warp(keys.max_element);
-    max_product = largest_of_warp(keys.max_product);
+    keys = combine_warp(chunk_key_statistics(params.workspace, batch_kv_head, params.problem.seqlen_k));
     if (blockIdx.x % (params.problem.queries_per_kv * params.blocks_per_head) == 0 && threadIdx.x < 32) {
-      decide_order(params, batch_kv_head);
+      decide_order(params, batch_kv_head, keys);
     }
   }
 
@@ -126,10 +135,8 @@ __global__ void __launch_bounds__(kPreprocessThreads) preprocess_kernel(const Pr
     if (column != 0) { continue; }
     params.workspace.delta[padded_row + statistic_position(row)] = delta;
     if constexpr (kAccumulation == Accumulation::kOrderFree) {
-      const double bound = fixed_point::row_bound(dout_norm, delta, max_product, max_element, params.problem.seqlen_k,
-                                                  std::is_same_v<Element, cutlass::half_t>);
       params.workspace.scales[padded_row + scale_position(row)] =
-          row_scale(bound, params.workspace.needs_order[batch_kv_head]);
+          row_scale(params, batch_kv_head, row, dout_norm, delta, keys);
     }
   }
 }

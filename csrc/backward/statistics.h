@@ -140,6 +140,14 @@ __device__ __forceinline__ void measure_window(const StatisticsParams<Element>& 
       k[i] = load8(params.k, chunk.batch, row + i, chunk.head, column, inside);
       v[i] = load8(params.v, chunk.batch, row + i, chunk.head, column, inside);
     }
+    float unused = 0.f, k_step = 0.f, v_step = 0.f;
+    compare8<Element>(k[0], k[1], k_step, unused);
+    compare8<Element>(v[0], v[1], unused, v_step);
+    v_step = sqrtf(sum_of_row<kThreadsPerRow>(v_step));
+    if (row + 1 < chunk.end) {
+      k_steps += k_step;
+      v_steps += v_step;
+    }
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       float k_squares = 0.f, k_largest = 0.f, v_squares = 0.f, v_largest = 0.f;
@@ -151,14 +159,6 @@ __device__ __forceinline__ void measure_window(const StatisticsParams<Element>& 
       mine.max_element = larger(mine.max_element, k_largest);
       // Of this thread's columns; the maximum over all threads is that over all columns.
       mine.max_product = larger(mine.max_product, v_norm * k_largest);
-    }
-    float unused = 0.f, k_step = 0.f, v_step = 0.f;
-    compare8<Element>(k[0], k[1], k_step, unused);
-    compare8<Element>(v[0], v[1], unused, v_step);
-    v_step = sqrtf(sum_of_row<kThreadsPerRow>(v_step));
-    if (row + 1 < chunk.end) {
-      k_steps += k_step;
-      v_steps += v_step;
     }
   }
   const int pairs = min_int(chunk.end - first_row, fixed_point::kWindow) / 2;
@@ -174,6 +174,7 @@ template <typename Element, int kHeadDim>
 __device__ __forceinline__ KeyStatistics key_statistics(const StatisticsParams<Element>& params, const Chunk& chunk) {
   constexpr int kRows = kStatisticsThreads / 32 * fixed_point::kWindow;
   KeyStatistics mine{};
+#pragma unroll 1
   for (int row = chunk.first + int(threadIdx.x) / 32 * fixed_point::kWindow; row < chunk.end; row += kRows) {
     measure_window<Element, kHeadDim>(params, chunk, row, mine);
   }
@@ -198,7 +199,7 @@ __device__ __forceinline__ KeyStatistics combine_warp(KeyStatistics x) {
 
 // Grid: chunks_per_head x (batch x heads of Q, then batch x KV heads of K and V).
 template <typename Element, int kHeadDim>
-__global__ void __launch_bounds__(kStatisticsThreads) statistics_kernel(const StatisticsParams<Element> params) {
+__global__ void __launch_bounds__(kStatisticsThreads, 4) statistics_kernel(const StatisticsParams<Element> params) {
   constexpr int kWarps = kStatisticsThreads / 32;
   __shared__ KeyStatistics of_warp[kWarps];
   const int query_heads = params.batch * params.heads;

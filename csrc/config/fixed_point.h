@@ -2,8 +2,8 @@
 // Derived in docs/order_free.md. Plain C++: no CUDA, CuTe or torch.
 //
 // Determinism contract: a row's grid is a function of its dO and D, of its KV head's statistics and of the number of keys;
-// the rule for a head, of the statistics of its KV head's group and the lengths. Nothing here knows the batch, the
-// schedule or the GPU.
+// the rule for a head, of that of the rows of its KV head's group, of the group's statistics, the lengths and the mask.
+// Nothing here knows the batch, the schedule or the GPU.
 #pragma once
 
 #include <cfloat>
@@ -32,29 +32,21 @@ struct HeadStatistics {
 inline constexpr double kMaxScore = 2048;
 // The proof that no sum overflows allows for the forward's sum of no more keys.
 inline constexpr int kMaxKeys = 1 << 20;
-// What a row's error may be, relative to the norm of a row of dQ as the differences between neighbouring rows of K and of V
-// let expect it.
+// What a row's error may be, relative to the norm of a row of dQ as dO and the differences between neighbouring rows of K
+// and of V let expect it.
 inline constexpr double kMaxError = 1e-4;
 inline constexpr double kMeanMagnitudeToDeviation = 1.2533;  // of a normal distribution: sqrt(pi / 2)
 inline constexpr float kSmallestProduct = 1e-30f;
 // Units that the bound of a row may take: 2^31, less what relative rounding errors can add to the bound, a factor of 1.27.
 inline constexpr double kCapacity = 1.5 * (1 << 30);
 
-// Whether dQ of the head is summed in fp32 in the order of ranks instead.
-DASH_HOST_DEVICE inline bool needs_order(HeadStatistics const& head, double softmax_scale, int head_dim, int seqlen_k,
-                                         int kv_tiles) {
+// Whether dQ of the head is summed in fp32 in the order of ranks instead, whatever its rows are.
+DASH_HOST_DEVICE inline bool needs_order(HeadStatistics const& head, double softmax_scale, int seqlen_k) {
   double const largest_score = std::fabs(softmax_scale) * double(head.max_query_norm) * double(head.max_key_norm);
-  // Both per element of dQ and unit of |dO|. Rounding kv_tiles partials leaves sqrt(kv_tiles / 12) units, where a unit is up
-  // to twice bound / capacity. Rows of K and V that all are attended alike leave 1 / sqrt(seqlen_k) of what one of them
-  // would; what all have in common cancels, so only differences count. Those of two normal values are sqrt(2) of one.
-  double const unit = 2 * double(head.max_product) / kCapacity;
-  double const noise = unit * std::sqrt(double(kv_tiles) / 12);
-  double const steps = double(head.min_step_product) / head_dim / std::sqrt(double(head_dim));
-  double const expected = steps / 2 * kMeanMagnitudeToDeviation / std::sqrt(double(seqlen_k));
   // A smaller product may have lost digits of its own in fp32, or all of them. A difference may overflow where the values
   // do not. Written so that NaN needs the order.
-  return !(largest_score <= kMaxScore && seqlen_k <= kMaxKeys && noise <= kMaxError * expected &&
-           expected <= DBL_MAX && head.max_product >= kSmallestProduct);
+  return !(largest_score <= kMaxScore && seqlen_k <= kMaxKeys && head.max_product >= kSmallestProduct &&
+           head.max_product <= FLT_MAX && head.min_step_product <= FLT_MAX);
 }
 
 // A row is in units of 2^-e. What the kernel multiplies by is the float 2^(e - kFractionBits), of which the exponent's bits
@@ -86,7 +78,7 @@ DASH_HOST_DEVICE inline double row_bound(double dout_norm, double delta, double 
 }
 
 // Largest e with bound * 2^e <= kCapacity, at most kMaxExponent. Where that is below kMinExponent, or the bound is not
-// finite, the row needs the order; the exponent then is kMinExponent - 1.
+// finite, it is kMinExponent - 1.
 DASH_HOST_DEVICE inline int row_exponent(double bound) {
   if (!(bound <= DBL_MAX)) return kMinExponent - 1;
   if (bound == 0) return 0;
@@ -95,6 +87,22 @@ DASH_HOST_DEVICE inline int row_exponent(double bound) {
   exponent -= 1;
   if (exponent < kMinExponent) return kMinExponent - 1;
   return exponent < kMaxExponent ? exponent : kMaxExponent;
+}
+
+// Whether units of 2^-exponent are too coarse for a row, so that its head needs the order. `keys` are those that the row
+// sees, in `tiles` KV tiles.
+DASH_HOST_DEVICE inline bool row_needs_order(int exponent, double dout_norm, double min_step_product, int head_dim,
+                                             int keys, int tiles) {
+  if (exponent < kMinExponent) return true;
+  if (dout_norm == 0) return false;  // nothing to round
+  // Squares of two things per element of dQ. Rounding the partials leaves sqrt(tiles / 12) units. Rows of K and V that all
+  // are attended alike leave 1 / sqrt(keys) of what one of them would; what all have in common cancels, so only
+  // differences count. Those of two normal values are sqrt(2) of one.
+  double const unit = ldexp(1.0, -exponent);
+  double const noise = unit * unit * tiles / 12;
+  double const steps = dout_norm * min_step_product * (kMeanMagnitudeToDeviation / 2);
+  double const expected = steps * steps / (double(head_dim) * head_dim * head_dim) / (keys > 0 ? keys : 1);
+  return !(noise <= kMaxError * kMaxError * expected);
 }
 
 }  // namespace dash_attn::fixed_point
