@@ -29,7 +29,11 @@ class Grid(NamedTuple):
 
 
 def _norms(x: torch.Tensor) -> torch.Tensor:
-    return x.double().norm(dim=-1) * NORM_SLACK
+    """Upper bounds as fp32 has them: of the largest elements alone, and up to inf, where squares leave its range."""
+    squares = x.double().square().sum(dim=-1)
+    in_range = (squares >= 2.0**-100) & (squares <= 2.0**120)
+    norms = torch.where(in_range, squares.sqrt(), x.double().abs().amax(dim=-1) * x.shape[-1] ** 0.5)
+    return (norms * NORM_SLACK).float().double()
 
 
 def _mean_of_windows(pairs: torch.Tensor) -> torch.Tensor:
