@@ -14,7 +14,7 @@ import time
 
 import torch
 
-from benchmarks import peers, plot, timing
+from benchmarks import host, peers, plot, timing
 from benchmarks.shapes import GRIDS, PASSES, SHAPE_FIELDS, Shape, flops
 
 ROW_FIELDS = ("impl", "pass", "schedule", "deterministic", *SHAPE_FIELDS, "ms", "tflops")
@@ -130,6 +130,7 @@ def parser() -> argparse.ArgumentParser:
     result.add_argument("--min-time", type=float, default=0.15, help="seconds for each variant of a shape (default 0.15)")
     result.add_argument("--max-seqlen", type=int, help="leave longer sequences out")
     result.add_argument("--tokens", type=int, help="batch size times seqlen, instead of 16384: for a short trial")
+    result.add_argument("--host", action="store_true", help="measure what a small call costs the host, and nothing else")
     result.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     return result
 
@@ -154,6 +155,12 @@ def main(argv: list[str] | None = None) -> int:
     arguments = parser().parse_args(argv)
     check_schedules(arguments.schedules)
     device = torch.device(arguments.device)
+    if arguments.host:
+        result = {"meta": metadata(device), "rows": host.measure(device)}
+        if arguments.json:
+            arguments.json.write_text(dumps(result))
+        print(host.table(result["rows"]))
+        return 0
     implementations = [peers.DashAttn(arguments.schedules)]
     for name in arguments.peers:
         peer = peers.PEERS[name]()

@@ -1,13 +1,81 @@
-"""Finds the CUDA compiler and what the extensions link with."""
+"""Finds what the extensions are compiled with, says clearly what is missing, and holds the compilers' flags."""
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import re
 import shutil
 import subprocess
 import sys
 from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+# The first release that compiles for sm_90a.
+OLDEST_CUDA = "12.0"
+
+
+def required_version(package: str) -> str:
+    """The version of a build requirement that pyproject.toml states, such as '2.11' for torch."""
+    match = re.search(rf'"{package}[=>]=([\d.]+)"', (ROOT / "pyproject.toml").read_text())
+    if match is None:
+        raise ValueError(f"pyproject.toml states no version of {package}")
+    return match.group(1)
+
+
+def release(version: str) -> tuple[int, ...]:
+    """'2.11.0+cu130' as (2, 11)."""
+    return tuple(int(part) for part in re.findall(r"\d+", version)[:2])
+
+
+OLDEST_TORCH = required_version("torch")
+CUTLASS = required_version("nvidia-cutlass")
+
+# The stable ABI of the oldest torch, so that one binary serves it and every later one.
+_TARGET = release(OLDEST_TORCH)
+STABLE_ABI = ["-std=c++17", "-DNDEBUG", "-DUSE_CUDA", f"-DTORCH_TARGET_VERSION=0x{_TARGET[0]:02x}{_TARGET[1]:02x}{0:012x}"]
+OPS_CXX = ["-O3", *STABLE_ABI, "-g0", "-Wall", "-fvisibility=hidden"]
+OPS_NVCC = [
+    "-O3",
+    *STABLE_ABI,
+    "-gencode=arch=compute_90a,code=sm_90a",
+    "--expt-relaxed-constexpr",
+    "-DCUTE_SM90_EXTENDED_MMA_SHAPES_ENABLED",
+    "-Xcompiler=-fvisibility=hidden",
+    # torch's build flags take the operators of 16-bit types away from CUDA sources, and CUTLASS uses them.
+    *(f"-U__CUDA_NO_{name}__" for name in ("HALF_OPERATORS", "HALF_CONVERSIONS", "HALF2_OPERATORS")),
+    "-U__CUDA_NO_BFLOAT16_CONVERSIONS__",
+]
+# The newest torch's own C++ API needs C++20.
+AUTOGRAD_CXX = ["-O2", "-std=c++20", "-g0", "-Wall", "-fvisibility=hidden"]
+SCHEDULE_CXX = ["-O2", "-std=c++17", "-g0", "-Wall", "-fvisibility=hidden"]
+BINDINGS = {"torch_ops.cpp": OPS_CXX, "autograd.cpp": AUTOGRAD_CXX, "schedule_module.cpp": SCHEDULE_CXX}
+
+
+def check_setuptools(version: str) -> None:
+    """Ends the build where setuptools cannot read pyproject.toml; it would say so in a way that helps nobody."""
+    oldest = required_version("setuptools")
+    if release(version) < release(oldest):
+        raise SystemExit(f"building dash_attn needs setuptools {oldest} or newer, got {version}: pip install -U setuptools")
+
+
+def check_torch(version: str) -> None:
+    """Ends the build where torch is older than the oldest that the sources compile with."""
+    if release(version) < release(OLDEST_TORCH):
+        raise SystemExit(
+            f"dash_attn needs torch {OLDEST_TORCH} or newer, this Python ({sys.executable}) has {version}: "
+            f"pip install 'torch>={OLDEST_TORCH}'"
+        )
+
+
+def check_cuda(nvcc: str, torch: str | None) -> None:
+    """Ends the build where nvcc's release does not know Hopper or is not of torch's CUDA (None for a CPU torch)."""
+    if release(nvcc) < release(OLDEST_CUDA):
+        raise SystemExit(f"nvcc is of CUDA {nvcc}; the kernels need {OLDEST_CUDA} or newer, which compiles for sm_90a")
+    if torch is not None and release(nvcc)[0] != release(torch)[0]:
+        raise SystemExit(
+            f"nvcc is of CUDA {nvcc}, torch of CUDA {torch}: the major versions must agree (CUDA_HOME chooses the toolkit)"
+        )
 
 
 def find_cuda_home() -> Path | None:
@@ -34,6 +102,26 @@ def nvcc_release(cuda_home: Path) -> str:
     return match.group(1)
 
 
+def find_cutlass() -> Path:
+    """The folder of the CUTLASS headers: in CUTLASS_HOME where that is set, else in the package `nvidia-cutlass`."""
+    how_to_get = f"'pip install nvidia-cutlass=={CUTLASS}', or set CUTLASS_HOME to a checkout of CUTLASS {CUTLASS}"
+    home = os.environ.get("CUTLASS_HOME")
+    package = importlib.util.find_spec("cutlass_library")
+    if home:
+        include, origin = Path(home) / "include", f"CUTLASS_HOME={home}"
+    elif package is not None and package.origin is not None:
+        include, origin = Path(package.origin).parent / "source" / "include", "the installed nvidia-cutlass"
+    else:
+        raise SystemExit(f"the CUTLASS headers were not found: {how_to_get}")
+    header = include / "cutlass" / "version.h"
+    if not header.is_file() or not (include / "cute" / "tensor.hpp").is_file():
+        raise SystemExit(f"{origin} has no CUTLASS headers in {include}: {how_to_get}")
+    version = ".".join(re.findall(r"#define\s+CUTLASS_(?:MAJOR|MINOR|PATCH)\s+(\d+)", header.read_text()))
+    if version != CUTLASS:
+        raise SystemExit(f"{origin} has CUTLASS {version}, expected {CUTLASS}: {how_to_get}")
+    return include.resolve()
+
+
 def torch_cuda_library_dir(torch_lib: Path, work: Path, compiler: str) -> Path:
     """Directory with a libtorch_cuda.so to link with.
 
@@ -52,27 +140,14 @@ def torch_cuda_library_dir(torch_lib: Path, work: Path, compiler: str) -> Path:
 
 def default_jobs() -> int:
     """Compilations at once: the processors this process may use, at about 4 GB of memory each."""
-    processors = len(os.sched_getaffinity(0))
-    try:
-        memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    except (ValueError, OSError):
-        return processors
-    return max(1, min(processors, memory // (4 << 30)))
+    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return max(1, min(len(os.sched_getaffinity(0)), memory // (4 << 30)))
 
 
 def put_ninja_on_path() -> bool:
     """Whether ninja can be run; a ninja package of this Python counts though its scripts are not on PATH."""
-    if shutil.which("ninja"):
-        return True
-    directories = [Path(sys.executable).parent]
-    try:
+    if shutil.which("ninja") is None and importlib.util.find_spec("ninja") is not None:
         import ninja
 
-        directories.append(Path(ninja.BIN_DIR))
-    except ImportError:
-        pass
-    for directory in directories:
-        if (directory / "ninja").is_file():
-            os.environ["PATH"] = f"{directory}{os.pathsep}{os.environ.get('PATH', '')}"
-            return True
-    return False
+        os.environ["PATH"] = os.pathsep.join([ninja.BIN_DIR, str(Path(sys.executable).parent), os.environ.get("PATH", "")])
+    return shutil.which("ninja") is not None

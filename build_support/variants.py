@@ -1,4 +1,8 @@
-"""Selects kernels from csrc/launch/variants.def and writes their translation units."""
+"""Selects kernels from csrc/launch/variants.def and writes their translation units.
+
+A line of the list is DASH_<PASS>_VARIANT(dtype, head_dim, mask[, set of policies]); names are CamelCase there and
+snake_case in the environment variables, one variable an axis. New values and passes need no change here.
+"""
 
 from __future__ import annotations
 
@@ -7,70 +11,61 @@ import re
 from pathlib import Path
 from typing import NamedTuple
 
-_LINE = re.compile(r"^DASH_(FORWARD|BACKWARD)_VARIANT\((\w+), (\d+), (true|false)(?:, (\w+))?\)$", re.MULTILINE)
-_DTYPES = {"bf16": "BFloat16", "fp16": "Float16"}
+_LINE = re.compile(r"^DASH_(\w+)_VARIANT\(([^()]*)\)$", re.MULTILINE)
+# What selects the values of each axis, in the order of a line's arguments.
+AXES = ("DASH_ATTN_DTYPES", "DASH_ATTN_HEAD_DIMS", "DASH_ATTN_MASKS", "DASH_ATTN_POLICIES")
+# Lines that agree in these arguments share a translation unit.
+_UNIT_AXES = 3
+# Other names for a value: short ones of dtypes, and policies that one kernel serves together.
+_ALIASES = {
+    "bf16": "bfloat16",
+    "fp16": "float16",
+    **dict.fromkeys(("ascending", "descending", "spt", "atomic"), "ordered"),
+}
+
+
+def snake_case(name: str) -> str:
+    """'SymmetricShift' as 'symmetric_shift', 'BFloat16' as 'bfloat16'."""
+    return re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name).lower()
 
 
 class Variant(NamedTuple):
-    """A kernel; `policy` is None for a forward, which has no order of sums to choose."""
+    """A kernel: its pass ('FORWARD') and its values on the axes ('BFloat16', '128', 'Causal')."""
 
-    dtype: str
-    head_dim: int
-    causal: bool
-    policy: str | None
+    pass_: str
+    values: tuple[str, ...]
 
-    def pass_name(self) -> str:
-        return "backward" if self.policy else "forward"
-
-    def arguments(self) -> str:
-        mask = "true" if self.causal else "false"
-        return ", ".join([self.dtype, str(self.head_dim), mask, *([self.policy] if self.policy else [])])
+    def line(self, macro: str) -> str:
+        return f"DASH_{macro}({', '.join(self.values)})\n"
 
     def unit(self) -> str:
-        """Name of the translation unit that holds the variant."""
-        return f"{self.pass_name()}_{self.dtype.lower()}_{self.head_dim}_{'causal' if self.causal else 'full'}"
-
-    def policy_name(self) -> str | None:
-        return self.policy and re.sub(r"(?<!^)(?=[A-Z])", "_", self.policy).lower()
+        """Name of the translation unit that holds the kernel."""
+        return "_".join(snake_case(value) for value in (self.pass_, *self.values[:_UNIT_AXES]))
 
 
 def read_variants(path: Path) -> list[Variant]:
     """All lines of the list, in its order."""
     rows = _LINE.findall(path.read_text())
-    variants = []
-    for pass_, dtype, head_dim, causal, policy in rows:
-        if (pass_ == "BACKWARD") != bool(policy):
-            raise ValueError(f"{path}: a backward has a policy and a forward has none: {dtype}, {head_dim}, {causal}, {policy}")
-        variants.append(Variant(dtype, int(head_dim), causal == "true", policy or None))
-    return variants
+    return [Variant(pass_, tuple(value.strip() for value in values.split(","))) for pass_, values in rows]
 
 
-def _selection(variable: str, allowed: list[str]) -> set[str]:
-    text = os.environ.get(variable, "").strip()
-    if not text:
-        return set(allowed)
-    chosen = {item.strip().lower() for item in re.split(r"[,;\s]+", text) if item.strip()}
-    unknown = sorted(chosen - set(allowed))
-    if unknown:
-        raise SystemExit(f"{variable} is {text!r}: {', '.join(unknown)} unknown, allowed are {', '.join(allowed)}")
-    return chosen
+def _selected_values(axis: int, variants: list[Variant]) -> set[str]:
+    """The values of an axis, in snake_case, that its variable asks for: all of them where it is not set."""
+    listed = dict.fromkeys(snake_case(variant.values[axis]) for variant in variants if axis < len(variant.values))
+    names = [item.lower() for item in re.split(r"[,;\s]+", os.environ.get(AXES[axis], "")) if item]
+    chosen = {name if name in listed else _ALIASES.get(name, name) for name in names}
+    if unknown := [name for name in names if not {name, _ALIASES.get(name)} & set(listed)]:
+        allowed = [*(name for name, value in _ALIASES.items() if value in listed and name not in listed), *listed]
+        raise SystemExit(
+            f"{AXES[axis]} is {os.environ[AXES[axis]]!r}: {', '.join(unknown)} unknown, allowed are {', '.join(allowed)}"
+        )
+    return chosen or set(listed)
 
 
 def select_variants(variants: list[Variant]) -> list[Variant]:
-    """The variants that DASH_ATTN_HEAD_DIMS, DASH_ATTN_DTYPES, DASH_ATTN_MASKS and, of the backward's, DASH_ATTN_POLICIES
-    ask for."""
-    head_dims = _selection("DASH_ATTN_HEAD_DIMS", sorted({str(v.head_dim) for v in variants}, key=int))
-    dtypes = {_DTYPES[name] for name in _selection("DASH_ATTN_DTYPES", list(_DTYPES))}
-    masks = _selection("DASH_ATTN_MASKS", ["full", "causal"])
-    policies = _selection("DASH_ATTN_POLICIES", list(dict.fromkeys(v.policy_name() for v in variants if v.policy)))
-    selected = [
-        v
-        for v in variants
-        if str(v.head_dim) in head_dims
-        and v.dtype in dtypes
-        and ("causal" if v.causal else "full") in masks
-        and (v.policy is None or v.policy_name() in policies)
-    ]
+    """The variants that the variables of AXES ask for; an axis that a variant lacks does not limit it."""
+    chosen = [_selected_values(axis, variants) for axis in range(len(AXES))]
+    selected = [v for v in variants if all(snake_case(value) in names for value, names in zip(v.values, chosen))]
     if not selected:
         raise SystemExit("the DASH_ATTN_* variables select no kernel; set DASH_ATTN_SKIP_CUDA=1 to build none")
     return selected
@@ -85,19 +80,18 @@ def generate(variants: list[Variant], directory: Path) -> list[Path]:
     """Writes built_variants.def and one .cu per unit into `directory`; returns the .cu files."""
     directory.mkdir(parents=True, exist_ok=True)
     text = "// Written by setup.py: the lines of variants.def in this build, for whichever macro is defined.\n"
-    for macro in ("FORWARD", "BACKWARD"):
-        chosen = [v for v in variants if v.pass_name() == macro.lower()]
-        lines = "".join(f"DASH_{macro}_VARIANT({v.arguments()})\n" for v in chosen)
-        text += f"#ifdef DASH_{macro}_VARIANT\n{lines}#endif\n"
+    for pass_ in dict.fromkeys(variant.pass_ for variant in variants):
+        lines = "".join(v.line(f"{pass_}_VARIANT") for v in variants if v.pass_ == pass_)
+        text += f"#ifdef DASH_{pass_}_VARIANT\n{lines}#endif\n"
     _write_if_changed(directory / "built_variants.def", text)
     units: dict[str, list[Variant]] = {}
     for variant in variants:
         units.setdefault(variant.unit(), []).append(variant)
     paths = []
     for unit, members in units.items():
-        pass_ = members[0].pass_name()
-        text = f'#include "launch/instantiate_{pass_}.h"\n\n'
-        text += "".join(f"DASH_INSTANTIATE_{pass_.upper()}({v.arguments()})\n" for v in members)
+        pass_ = members[0].pass_
+        text = f'#include "launch/instantiate_{pass_.lower()}.h"\n\n'
+        text += "".join(v.line(f"INSTANTIATE_{pass_}") for v in members)
         paths.append(directory / f"{unit}.cu")
         _write_if_changed(paths[-1], text)
     for stale in set(directory.glob("*.cu")) - set(paths):

@@ -17,8 +17,9 @@ collect_ignore = LEFT_OUT
 
 
 def pytest_report_header(config):
-    kernels = "built" if list((TESTS.parent / "dash_attn").glob("_C*.so")) else "not built"
-    lines = [f"dash_attn kernels: {kernels}"]
+    # The checkout's package, or an installed one.
+    package = pathlib.Path(importlib.util.find_spec("dash_attn").origin).parent
+    lines = [f"dash_attn: {package}, kernels {'built' if list(package.glob('_C*.so')) else 'not built'}"]
     if LEFT_OUT:
         lines.append(f"LEFT OUT, for hypothesis is not installed: {', '.join(LEFT_OUT)}")
     return lines

@@ -1,8 +1,6 @@
-"""The binary: which kernels it holds, and what their machine code does. Needs no GPU."""
+"""The binary: which kernels it holds, and what their machine code does; and what choosing kernels says. Needs no GPU."""
 
-import importlib.metadata
-import itertools
-import json
+import collections
 import os
 import pathlib
 import re
@@ -10,131 +8,76 @@ import shutil
 import subprocess
 import sys
 
+import check_kernels
 import pytest
+import toolchain
+import variants
 
-from dash_attn import schedule
+import dash_attn
 
 ROOT = pathlib.Path(__file__).parents[1]
-BINARY = ROOT / "dash_attn" / "_C.abi3.so"
-sys.path[:0] = [str(ROOT / "build_support"), str(ROOT / "third_party")]
-
-import find_cutlass  # noqa: E402
-import ptxas  # noqa: E402
-import toolchain  # noqa: E402
-import variants  # noqa: E402
-
+BINARY = pathlib.Path(dash_attn.__file__).parent / "_C.abi3.so"
 VARIANTS = variants.read_variants(ROOT / "csrc" / "launch" / "variants.def")
-KERNELS = {
-    "backward": re.compile(r"backward_kernelI.*?(bfloat16_t|half_t)ELi(\d+)ELb([01])ELN\w*?PolicyE(\d+)E"),
-    "forward": re.compile(r"forward_kernelI.*?(bfloat16_t|half_t)ELi(\d+)ELb([01])E()E"),
-}
-INSTALLED = ["setup.py", "pyproject.toml", "README.md", "csrc", "dash_attn", "build_support", "third_party"]
+ELEMENTS = {"bfloat16_t": "BFloat16", "half_t": "Float16"}
 
-
-def key(variant: variants.Variant) -> tuple:
-    """A variant as `kernels` names it."""
-    policy = str(schedule.policy_number(variant.policy_name())) if variant.policy else ""
-    return variant.dtype, variant.head_dim, variant.causal, policy
-
-
-def of_pass(pass_: str, chosen: list[variants.Variant]) -> list[variants.Variant]:
-    return [variant for variant in chosen if variant.pass_name() == pass_]
-
-
-def tool(name: str) -> str:
-    """cuobjdump or nvdisasm, from PATH, the CUDA toolkit or the PyPI package of that name."""
-    home = toolchain.find_cuda_home()
-    candidates = [shutil.which(name), home and home / "bin" / name]
-    try:
-        files = importlib.metadata.files(f"nvidia-cuda-{name}") or []
-        candidates += [file.locate() for file in files if file.name == name]
-    except importlib.metadata.PackageNotFoundError:
-        pass
-    for candidate in candidates:
-        if candidate and pathlib.Path(candidate).is_file():
-            return str(candidate)
-    pytest.fail(f"{name} was not found: pip install nvidia-cuda-{name}")
-
-
-def dump(option: str) -> str:
-    folders = [os.path.dirname(tool(name)) for name in ("cuobjdump", "nvdisasm")]
-    environment = {**os.environ, "PATH": os.pathsep.join([*folders, os.environ["PATH"]])}
-    command = [tool("cuobjdump"), option, str(BINARY)]
-    return subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout
+LIST = """\
+// A comment with DASH_FORWARD_VARIANT(dtype, head_dim, mask) in it.
+DASH_FORWARD_VARIANT(BFloat16, 64, Full)
+DASH_FORWARD_VARIANT(BFloat16, 64, Causal)
+DASH_FORWARD_VARIANT(BFloat16, 128, Full)
+DASH_FORWARD_VARIANT(Float16, 64, Full)
+DASH_BACKWARD_VARIANT(BFloat16, 64, Full, Ordered)
+DASH_BACKWARD_VARIANT(BFloat16, 64, Full, Shift)
+DASH_BACKWARD_VARIANT(BFloat16, 64, Causal, Ordered)
+DASH_BACKWARD_VARIANT(BFloat16, 64, Causal, SymmetricShift)
+DASH_BACKWARD_VARIANT(BFloat16, 128, Full, Ordered)
+DASH_BACKWARD_VARIANT(Float16, 64, Full, OrderFree)
+"""
 
 
 @pytest.fixture(scope="module")
-def binary():
+def binary() -> dict[str, check_kernels.Kernel]:
+    """{symbol: kernel} of the compiled ops."""
     if not BINARY.is_file():
         if toolchain.find_cuda_home() is None:
             pytest.skip("nvcc is not on this machine, so there are no kernels to look at")
         if os.environ.get("DASH_ATTN_SKIP_CUDA") == "1":
             pytest.skip("DASH_ATTN_SKIP_CUDA=1")
         pytest.fail("nvcc is here, but dash_attn/_C.abi3.so was not built: python setup.py build_ext --inplace")
+    return check_kernels.read_kernels(BINARY)
 
 
-@pytest.fixture(scope="module")
-def resources(binary) -> dict[str, dict[str, int]]:
-    """{kernel: {"REG": registers, "STACK": bytes, "LOCAL": bytes, ...}} as the binary states them."""
-    found = re.findall(r"Function (\S+):\s*\n\s*(REG:.*)", dump("-res-usage"))
-    return {name: {key: int(value) for key, value in re.findall(r"(\w+):(\d+)", usage)} for name, usage in found}
-
-
-@pytest.fixture(scope="module")
-def machine_code(binary) -> dict[str, set[str]]:
-    """{kernel: the instructions (with modifiers) that it uses}."""
-    code: dict[str, set[str]] = {}
-    name = None
-    for line in dump("-sass").splitlines():
-        if match := re.search(r"Function : (\S+)", line):
-            name = match.group(1)
-            code[name] = set()
-        elif name and (match := re.match(r"\s+/\*[0-9a-f]{4,}\*/\s+(?:@!?\w+\s+)?([A-Z][\w.]*)", line)):
-            code[name].add(match.group(1))
-    return code
-
-
-def kernels(pass_: str, names) -> dict[tuple, str]:
-    """{(dtype, head_dim, causal, policy number or ""): symbol} of the main kernels among the symbols."""
-    found = {}
-    for name in names:
-        if match := KERNELS[pass_].search(name):
-            element, head_dim, causal, policy = match.groups()
-            dtype = "BFloat16" if element == "bfloat16_t" else "Float16"
-            found[dtype, int(head_dim), causal == "1", policy] = name
+def main_kernels(binary, pass_: str) -> list[tuple[str, str, check_kernels.Kernel]]:
+    """(symbol, dtype, kernel) of the kernels that do a pass's products, one for a variant."""
+    found = []
+    for name, kernel in binary.items():
+        if f"{pass_}_kernel" in name and (element := re.search("|".join(ELEMENTS), name)):
+            found.append((name, ELEMENTS[element.group(0)], kernel))
     return found
 
 
 def test_list_of_variants_is_complete():
-    shapes = list(itertools.product(("BFloat16", "Float16"), (64, 128), (False, True)))
-    backward = {
-        (*shape, name)
-        for shape in shapes
-        for name in schedule.fitting(causal=shape[2])
-    }
-    backward |= {("BFloat16", head_dim, causal, "atomic") for head_dim in (64, 128) for causal in (False, True)}
-    listed = [(v.dtype, v.head_dim, v.causal, v.policy_name()) for v in VARIANTS]
-    assert set(listed) == backward | {(*shape, None) for shape in shapes}
-    assert len(listed) == len(set(listed))
-    assert len(of_pass("backward", VARIANTS)) == 48 and len(of_pass("forward", VARIANTS)) == 8
+    """Both passes for every dtype, head_dim and mask; the backward with every set of policies that fits the mask."""
+    sets = {"Full": {"Ordered", "Shift", "OrderFree"}, "Causal": {"Ordered", "SymmetricShift", "OrderFree"}}
+    forward = {v.values for v in VARIANTS if v.pass_ == "FORWARD"}
+    backward = {v.values for v in VARIANTS if v.pass_ == "BACKWARD"}
+    assert {values[0] for values in forward} == {"BFloat16", "Float16"}
+    assert {values[1] for values in forward} == {"64", "128"}
+    assert {values[2] for values in forward} == set(sets)
+    assert backward == {(*values, name) for values in forward for name in sets[values[2]]}
+    assert len(forward) + len(backward) == len(VARIANTS)
 
 
-@pytest.mark.parametrize("pass_", KERNELS)
-def test_binary_has_every_variant(resources, pass_):
-    selected = of_pass(pass_, variants.select_variants(VARIANTS))
-    assert set(kernels(pass_, resources)) == {key(v) for v in selected}
+@pytest.mark.parametrize("pass_", ["forward", "backward"])
+def test_binary_has_every_variant(binary, pass_):
+    selected = [v for v in variants.select_variants(VARIANTS) if v.pass_ == pass_.upper()]
+    built = collections.Counter(dtype for _, dtype, _ in main_kernels(binary, pass_))
+    assert built == collections.Counter(v.values[0] for v in selected)
 
 
-def test_no_kernel_uses_local_memory(resources):
-    assert resources
-    bad = {name: usage for name, usage in resources.items() if usage["STACK"] or usage["LOCAL"]}
-    assert not bad
-
-
-def test_machine_code_has_no_local_loads_or_stores(machine_code):
-    assert machine_code
-    local = {name: {i for i in code if i.split(".")[0] in {"LDL", "STL"}} for name, code in machine_code.items()}
-    assert not {name: code for name, code in local.items() if code}
+def test_no_kernel_has_a_fault(binary):
+    assert binary
+    assert not {name: kernel.faults() for name, kernel in binary.items() if kernel.faults()}
 
 
 # TMA loads and stores, warpgroup products, bulk adds, registers handed from the producer to the consumers.
@@ -142,27 +85,32 @@ def test_machine_code_has_no_local_loads_or_stores(machine_code):
     "pass_, units",
     [("backward", {"HGMMA", "UTMALDG", "UBLKRED", "USETMAXREG"}), ("forward", {"HGMMA", "UTMALDG", "UTMASTG", "USETMAXREG"})],
 )
-def test_kernels_use_the_units_of_hopper(machine_code, pass_, units):
-    found = kernels(pass_, machine_code)
+def test_kernels_use_the_units_of_hopper(binary, pass_, units):
+    found = main_kernels(binary, pass_)
     assert found
-    for (dtype, _, _, policy), name in found.items():
-        opcodes = {instruction.split(".")[0] for instruction in machine_code[name]}
-        assert units <= opcodes, name
+    for name, dtype, kernel in found:
+        assert units <= kernel.opcodes(), name
         # A product of bf16 states the type; a product of fp16 is the instruction's default.
-        products = [i for i in machine_code[name] if i.startswith("HGMMA")]
+        products = [i for i in kernel.mnemonics() if i.startswith("HGMMA")]
         assert all(("BF16" in i) == (dtype == "BFloat16") for i in products), (name, products)
-        additions = {i for i in machine_code[name] if i.startswith("UBLKRED")}
-        # Order-free kernels add integers, and fp32 for the heads that need the order.
-        types = {match.group(0) for i in additions for match in [re.search(r"[FSU]32", i)] if match and "ADD" in i}
-        expected = {"F32", "S32"} if policy == str(schedule.policy_number("order_free")) else {"F32"} if policy else set()
-        assert len(additions) == len(types) and types == expected, (name, additions)
 
 
-def test_forward_adds_to_nothing_in_memory(machine_code):
+def test_backward_adds_numbers_in_fp32_and_order_free_integers_too(binary):
+    """The order-free kernels add integers, and fp32 for the heads that need the order; the others fp32 alone."""
+    added = []
+    for name, _, kernel in main_kernels(binary, "backward"):
+        additions = {i for i in kernel.mnemonics() if i.startswith("UBLKRED")}
+        assert all("ADD" in i for i in additions), (name, additions)
+        added.append(frozenset(re.search(r"[FSU]32", i).group(0) for i in additions))
+    order_free = [v for v in variants.select_variants(VARIANTS) if v.values[3:] == ("OrderFree",)]
+    expected = {frozenset({"F32"}): len(added) - len(order_free), frozenset({"F32", "S32"}): len(order_free)}
+    assert collections.Counter(added) == {types: count for types, count in expected.items() if count}
+
+
+def test_forward_adds_to_nothing_in_memory(binary):
     """No atomics: each output has one writer."""
-    for name in kernels("forward", machine_code).values():
-        opcodes = {instruction.split(".")[0] for instruction in machine_code[name]}
-        assert not opcodes & {"ATOM", "ATOMG", "RED", "REDG", "REDUX", "UBLKRED", "UTMAREDG"}, name
+    for name, _, kernel in main_kernels(binary, "forward"):
+        assert not kernel.opcodes() & {"ATOM", "ATOMG", "RED", "REDG", "REDUX", "UBLKRED", "UTMAREDG"}, name
 
 
 def test_binary_needs_only_stable_symbols(binary):
@@ -176,119 +124,178 @@ def test_binary_needs_only_stable_symbols(binary):
     assert not [name for name in names if re.match(r"_ZNK?(2at|3c10|5torch)|_?Py", name)]
 
 
-def test_report_of_the_build_is_clean(binary):
-    path = BINARY.parent / "_build_report.json"
-    if not path.is_file():
-        pytest.skip("the binary was built on another machine, without its report")
-    report = json.loads(path.read_text())
-    assert report["clean"] is True
-    assert not [kernel["name"] for kernel in report["kernels"] if ptxas.faults(kernel)]
-    names = {kernel["symbol"] for kernel in report["kernels"]}
-    assert sum(len(kernels(pass_, names)) for pass_ in KERNELS) == len(report["variants"])
-
-
-PTXAS = """\
-ptxas info    : 0 bytes gmem
-ptxas info    : Compiling entry function 'good' for 'sm_90a'
-ptxas info    : Function properties for good
-    0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads
-ptxas info    : Used 168 registers, used 9 barriers
-ptxas info    : (C7514) Potential Performance Loss: wgmma.mma_async instructions are serialized in the function 'slow'
-ptxas info    : Compiling entry function 'slow' for 'sm_90a'
-ptxas info    : Function properties for slow
-    24 bytes stack frame, 48 bytes spill stores, 52 bytes spill loads
-ptxas info    : Used 240 registers, used 1 barriers
-warning: something else
+# One kernel whose accumulator is touched between products, one with an array in local memory, and one with neither.
+FAULTY_KERNELS = r"""
+__device__ void product(float (&d)[4], unsigned long long a, unsigned long long b) {
+  asm volatile("wgmma.mma_async.sync.aligned.m64n8k16.f32.bf16.bf16 {%0, %1, %2, %3}, %4, %5, 1, 1, 1, 0, 0;"
+               : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]) : "l"(a), "l"(b));
+}
+template <bool kTouch>
+__device__ void products(float* out, unsigned long long a, unsigned long long b) {
+  float d[4] = {out[0], out[1], out[2], out[3]};
+  asm volatile("wgmma.fence.sync.aligned;");
+  product(d, a, b);
+  if (kTouch) d[1] += 1.f;
+  product(d, a + 2, b + 2);
+  asm volatile("wgmma.commit_group.sync.aligned;");
+  asm volatile("wgmma.wait_group.sync.aligned 0;" : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]));
+  for (int i = 0; i < 4; ++i) out[threadIdx.x + i] = d[i];
+}
+extern "C" __global__ void good(float* out, unsigned long long a, unsigned long long b) { products<false>(out, a, b); }
+extern "C" __global__ void serialised(float* out, unsigned long long a, unsigned long long b) { products<true>(out, a, b); }
+extern "C" __global__ void local(float* out, int n) {
+  float d[64];
+  for (int i = 0; i < 64; ++i) d[i] = out[i];
+  for (int i = 0; i < n; ++i) d[i * n % 64] += out[i];
+  for (int i = 0; i < 64; ++i) out[i] = d[i];
+}
 """
 
 
-def test_ptxas_output_is_read_and_judged():
-    kernels, other = ptxas.parse(PTXAS)
-    by_name = {kernel["symbol"]: kernel for kernel in kernels}
-    assert by_name["good"]["registers"] == 168 and by_name["slow"]["registers"] == 240
-    assert ptxas.faults(by_name["good"]) == []
-    assert ptxas.faults(by_name["slow"]) == [
-        "spills 48 bytes, reloads 52",
-        "has a stack frame of 24 bytes",
-        "has serialised wgmma instructions",
-    ]
-    assert "warning: something else" in other
+def test_faults_are_found_in_machine_code(tmp_path):
+    cuda_home = toolchain.find_cuda_home()
+    if cuda_home is None:
+        pytest.skip("nvcc is not on this machine")
+    source, cubin = tmp_path / "faulty.cu", tmp_path / "faulty.cubin"
+    source.write_text(FAULTY_KERNELS)
+    flags = [flag for flag in toolchain.OPS_NVCC if flag.startswith("-gencode")]
+    subprocess.run([cuda_home / "bin" / "nvcc", "-O3", *flags, "-cubin", source, "-o", cubin], check=True)
+    check = [sys.executable, check_kernels.__file__, str(cubin)]
+    run = subprocess.run(check, capture_output=True, text=True)
+    assert run.returncode == 1, run.stdout
+    assert "serialised: waits for every product" in run.stdout and "local: has a stack frame of" in run.stdout
+    assert "good:" not in run.stdout and "3 kernels, at most" in run.stdout and "2 with faults" in run.stdout
+
+
+@pytest.fixture
+def listed(monkeypatch, tmp_path) -> list[variants.Variant]:
+    for name in variants.AXES:
+        monkeypatch.delenv(name, raising=False)
+    path = tmp_path / "variants.def"
+    path.write_text(LIST)
+    return variants.read_variants(path)
 
 
 @pytest.mark.parametrize(
-    "environment, backward, forward",
+    "environment, forward, backward",
     [
-        ({}, 48, 8),
-        ({"DASH_ATTN_HEAD_DIMS": "64"}, 24, 4),
-        ({"DASH_ATTN_DTYPES": "bf16"}, 26, 4),
-        ({"DASH_ATTN_MASKS": "causal", "DASH_ATTN_POLICIES": "spt, symmetric_shift"}, 8, 4),
-        ({"DASH_ATTN_HEAD_DIMS": "128", "DASH_ATTN_DTYPES": "fp16", "DASH_ATTN_POLICIES": "shift"}, 1, 2),
+        ({}, 4, 6),
+        ({"DASH_ATTN_HEAD_DIMS": "64"}, 3, 5),
+        ({"DASH_ATTN_DTYPES": "bf16"}, 3, 5),
+        ({"DASH_ATTN_DTYPES": "Float16"}, 1, 1),
+        ({"DASH_ATTN_MASKS": "causal"}, 1, 2),
+        ({"DASH_ATTN_POLICIES": "spt"}, 4, 3),
+        ({"DASH_ATTN_POLICIES": "ordered; Symmetric_Shift"}, 4, 4),
+        ({"DASH_ATTN_HEAD_DIMS": "64,128", "DASH_ATTN_DTYPES": "fp16", "DASH_ATTN_POLICIES": "order_free"}, 1, 1),
     ],
 )
-def test_environment_limits_what_is_built(monkeypatch, tmp_path, environment, backward, forward):
-    for name in ("HEAD_DIMS", "DTYPES", "MASKS", "POLICIES"):
-        monkeypatch.delenv(f"DASH_ATTN_{name}", raising=False)
+def test_environment_limits_what_is_built(monkeypatch, tmp_path, listed, environment, forward, backward):
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
-    selected = variants.select_variants(VARIANTS)
-    units = variants.generate(selected, tmp_path)
+    selected = variants.select_variants(listed)
+    units = variants.generate(selected, tmp_path / "generated")
     written = "".join(unit.read_text() for unit in units)
-    dispatched = (tmp_path / "built_variants.def").read_text()
-    for pass_, count in (("backward", backward), ("forward", forward)):
-        assert len(of_pass(pass_, selected)) == count
-        assert written.count(f"DASH_INSTANTIATE_{pass_.upper()}(") == count
-        assert dispatched.count(f"DASH_{pass_.upper()}_VARIANT(") == count
+    dispatched = (tmp_path / "generated" / "built_variants.def").read_text()
+    for pass_, count in (("BACKWARD", backward), ("FORWARD", forward)):
+        assert len([v for v in selected if v.pass_ == pass_]) == count
+        assert written.count(f"DASH_INSTANTIATE_{pass_}(") == count
+        assert dispatched.count(f"DASH_{pass_}_VARIANT(") == count
+
+
+def test_units_hold_what_shares_a_dtype_head_dim_and_mask(tmp_path, listed):
+    variants.generate(listed, tmp_path)
+    written = variants.generate([v for v in listed if v.values[1:3] == ("64", "Full")], tmp_path)
+    names = ["forward_bfloat16_64_full", "forward_float16_64_full", "backward_bfloat16_64_full", "backward_float16_64_full"]
+    assert [path.stem for path in written] == names
+    assert sorted(tmp_path.glob("*.cu")) == sorted(written), "units of an earlier selection stay behind"
+    assert written[2].read_text() == (
+        '#include "launch/instantiate_backward.h"\n\n'
+        "DASH_INSTANTIATE_BACKWARD(BFloat16, 64, Full, Ordered)\nDASH_INSTANTIATE_BACKWARD(BFloat16, 64, Full, Shift)\n"
+    )
 
 
 @pytest.mark.parametrize(
     "name, value, message",
     [
         ("DASH_ATTN_HEAD_DIMS", "96", "DASH_ATTN_HEAD_DIMS is '96': 96 unknown, allowed are 64, 128"),
-        ("DASH_ATTN_DTYPES", "fp8", "DASH_ATTN_DTYPES is 'fp8': fp8 unknown, allowed are bf16, fp16"),
+        ("DASH_ATTN_DTYPES", "fp8", "is 'fp8': fp8 unknown, allowed are bf16, fp16, bfloat16, float16"),
+        ("DASH_ATTN_MASKS", "full,window", "DASH_ATTN_MASKS is 'full,window': window unknown, allowed are full, causal"),
+        ("DASH_ATTN_POLICIES", "zigzag", "zigzag unknown, allowed are ascending, descending, spt, atomic, ordered, shift,"),
     ],
 )
-def test_wrong_selection_is_refused(monkeypatch, name, value, message):
+def test_wrong_selection_is_refused(monkeypatch, listed, name, value, message):
     monkeypatch.setenv(name, value)
     with pytest.raises(SystemExit, match=re.escape(message)):
-        variants.select_variants(VARIANTS)
+        variants.select_variants(listed)
+
+
+def test_selection_of_nothing_is_refused(monkeypatch, listed):
+    monkeypatch.setenv("DASH_ATTN_DTYPES", "fp16")
+    monkeypatch.setenv("DASH_ATTN_MASKS", "causal")
+    with pytest.raises(SystemExit, match="select no kernel"):
+        variants.select_variants(listed)
+
+
+def cutlass_headers(folder: pathlib.Path, patch: int) -> None:
+    for name in ("cutlass/version.h", "cute/tensor.hpp"):
+        (folder / "include" / name).parent.mkdir(parents=True, exist_ok=True)
+    (folder / "include" / "cute" / "tensor.hpp").touch()
+    version = f"#define CUTLASS_MAJOR 4\n#define CUTLASS_MINOR 2\n#define CUTLASS_PATCH {patch}\n"
+    (folder / "include" / "cutlass" / "version.h").write_text(version)
 
 
 def test_wrong_cutlass_is_refused(monkeypatch, tmp_path):
-    (tmp_path / "include" / "cutlass").mkdir(parents=True)
-    (tmp_path / "include" / "cute").mkdir()
-    (tmp_path / "include" / "cute" / "tensor.hpp").touch()
-    version = tmp_path / "include" / "cutlass" / "version.h"
     monkeypatch.setenv("CUTLASS_HOME", str(tmp_path))
-    with pytest.raises(find_cutlass.CutlassNotFound, match="has no CUTLASS headers"):
-        find_cutlass.find_cutlass()
-    for patch, accepted in ((0, True), (1, False)):
-        version.write_text(f"#define CUTLASS_MAJOR 4\n#define CUTLASS_MINOR 2\n#define CUTLASS_PATCH {patch}\n")
-        if accepted:
-            assert find_cutlass.find_cutlass() == (tmp_path / "include").resolve()
-        else:
-            with pytest.raises(find_cutlass.CutlassNotFound, match="has CUTLASS 4.2.1, expected 4.2.0"):
-                find_cutlass.find_cutlass()
+    with pytest.raises(SystemExit, match="has no CUTLASS headers .*pip install nvidia-cutlass=="):
+        toolchain.find_cutlass()
+    cutlass_headers(tmp_path, patch=0)
+    assert toolchain.find_cutlass() == (tmp_path / "include").resolve()
+    cutlass_headers(tmp_path, patch=1)
+    with pytest.raises(SystemExit, match=f"has CUTLASS 4.2.1, expected {toolchain.CUTLASS}"):
+        toolchain.find_cutlass()
 
 
-def test_install_without_nvcc_works_and_says_so(tmp_path):
-    source, target = tmp_path / "source", tmp_path / "installed"
-    source.mkdir()
-    for name in INSTALLED:
-        path = ROOT / name
-        if path.is_dir():
-            shutil.copytree(path, source / name, ignore=shutil.ignore_patterns("*.so", "__pycache__", "_build_report.json"))
-        else:
-            shutil.copy(path, source / name)
-    environment = {**os.environ, "DASH_ATTN_SKIP_CUDA": "1"}
-    pip = [sys.executable, "-m", "pip", "install", "-v", "--no-deps", "--no-build-isolation", "--no-index"]
-    run = subprocess.run([*pip, "--target", str(target), str(source)], env=environment, capture_output=True, text=True)
-    assert run.returncode == 0, run.stdout + run.stderr
-    assert "WITHOUT the CUDA ops: DASH_ATTN_SKIP_CUDA=1" in run.stdout + run.stderr
-    assert json.loads((target / "dash_attn" / "_build_report.json").read_text())["reason"]
-    assert not list((target / "dash_attn").glob("_C*"))
-    program = "import dash_attn, dash_attn.schedule as s; print(dash_attn.__file__, s.POLICIES[0])"
-    environment["PYTHONPATH"] = str(target)
-    printed = subprocess.run(
-        [sys.executable, "-c", program], cwd=tmp_path, env=environment, capture_output=True, text=True, check=True
-    )
-    assert str(target) in printed.stdout and "ascending" in printed.stdout
+def run_setup(*arguments: str, **environment: str) -> subprocess.CompletedProcess:
+    command = [sys.executable, str(ROOT / "setup.py"), *arguments]
+    return subprocess.run(command, env={**os.environ, **environment}, capture_output=True, text=True)
+
+
+def test_old_torch_is_refused(tmp_path):
+    (tmp_path / "torch.py").write_text("__version__ = '2.10.1+cu128'\n")
+    run = run_setup("--version", PYTHONPATH=str(tmp_path))
+    assert run.returncode != 0 and "Traceback" not in run.stderr
+    assert f"dash_attn needs torch {toolchain.OLDEST_TORCH} or newer" in run.stderr and "has 2.10.1+cu128" in run.stderr
+
+
+def test_old_setuptools_is_refused():
+    toolchain.check_setuptools("77.0.1")
+    with pytest.raises(SystemExit, match="needs setuptools 77 or newer, got 65.5.0: pip install -U setuptools"):
+        toolchain.check_setuptools("65.5.0")
+
+
+def test_old_nvcc_is_refused(tmp_path):
+    nvcc = tmp_path / "cuda" / "bin" / "nvcc"
+    nvcc.parent.mkdir(parents=True)
+    nvcc.write_text("#!/bin/sh\necho 'Cuda compilation tools, release 11.8, V11.8.89'\n")
+    nvcc.chmod(0o755)
+    folders = ["--build-lib", str(tmp_path / "lib"), "--build-temp", str(tmp_path / "objects")]
+    run = run_setup("build_ext", *folders, CUDA_HOME=str(nvcc.parents[1]), DASH_ATTN_SKIP_CUDA="0")
+    assert run.returncode != 0 and "nvcc is of CUDA 11.8; the kernels need 12.0 or newer" in run.stderr
+    assert "Traceback" not in run.stderr
+
+
+def test_nvcc_must_be_of_the_cuda_of_torch():
+    toolchain.check_cuda("13.0", "13.1")
+    toolchain.check_cuda("13.0", None)
+    message = "nvcc is of CUDA 12.8, torch of CUDA 13.0: the major versions must agree (CUDA_HOME chooses the toolkit)"
+    with pytest.raises(SystemExit, match=re.escape(message)):
+        toolchain.check_cuda("12.8", "13.0")
+
+
+@pytest.mark.parametrize("version, accepted", [("2.11.0+cu130", True), ("2.11.0a0+git1", True), ("2.9.1", False), ("3.0.0", True)])
+def test_floor_of_torch(version, accepted):
+    if accepted:
+        toolchain.check_torch(version)
+    else:
+        with pytest.raises(SystemExit, match=f"has {re.escape(version)}"):
+            toolchain.check_torch(version)

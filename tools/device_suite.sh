@@ -1,21 +1,34 @@
 #!/usr/bin/env bash
-# Tests, sanitizer, benchmark and profile on a Hopper machine in one go, each part under its own time limit.
+# On a Hopper machine, what users do: install from a clean copy of the source with pip, then tests, sanitizer, benchmarks
+# and profile of the installed package, from another folder, each part under its own time limit.
 #
 #   TESTS=1 SANITIZE=1 BENCH=full OUT=/tmp/results tools/device_suite.sh
 #
-# Needs the compiled dash_attn/_C*.so; compiles dash_attn/_schedule for the Python that is here. Parts, off unless set:
-#   TESTS     1, or arguments for pytest ("tests/gpu/test_bitwise.py -k margin")      TESTS_TIMEOUT     seconds, 200
+# Needs no network. Wheels of what the machine's Python lacks lie in .wheels/, where they are found: nvidia-cutlass, and
+# setuptools, ninja or pybind11 where they are missing or too old. PYTHON is the Python whose torch is used (python3).
+#   CARRIED   1: no install, but the checkout with the dash_attn/_C*.so that it holds; quicker while iterating
+#   INSTALL_TIMEOUT  seconds, 180
+# Parts, off unless set:
+#   TESTS     1 for tests/gpu, or arguments for pytest ("tests -k margin")            TESTS_TIMEOUT     seconds, 200
 #   SANITIZE  1 for "memcheck racecheck synccheck", or some of them                   SANITIZE_TIMEOUT  each, 120
 #   SANITIZE_ARGS  for tests/gpu/sanitizer_case.py
 #   BENCH     quick, full or bar                                                      BENCH_TIMEOUT     seconds, 240
 #   BENCH_ARGS     for benchmarks.run ("--pass backward forward")
+#   HOST      1, or arguments for benchmarks.run --host                               HOST_TIMEOUT      seconds, 60
 #   PROFILE   1, or arguments for benchmarks.profile_one ("--mask causal")            PROFILE_TIMEOUT   seconds, 120
-# Results go to $OUT: suite.txt, a log a part, bench.json, bench.png, profile.ncu-rep. The exit status is 0 when every part passed.
+# Results go to $OUT: suite.txt (machine, install, sanitizer, the table printed last), tests.txt, bench.txt, bench.json,
+# bench.png, host.json, profile.txt, profile.ncu-rep. The exit status is 0 when every part passed.
 set -u -o pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 OUT=${OUT:-$PWD/device_results}
 mkdir -p "$OUT"
-export PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1 PYTHONPATH="$PWD" DASH_ATTN_REQUIRE_GPU=1
+OUT=$(cd "$OUT" && pwd)
+PYTHON=${PYTHON:-python3}
+work=$(mktemp -d)
+trap 'rm -rf "$work"' EXIT
+unset PYTHONPATH
+export PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1 DASH_ATTN_REQUIRE_GPU=1
+export PIP_NO_INDEX=1 PIP_NO_DEPS=1 PIP_FIND_LINKS=$PWD/.wheels PIP_DISABLE_PIP_VERSION_CHECK=1
 summary=() status=0
 
 # part NAME SECONDS LOG COMMAND...: runs the command under the limit, keeps its output, notes how it ended.
@@ -33,37 +46,67 @@ part() {
   return $rc
 }
 
-# Python's headers, and the pybind11 that comes with torch.
-build_schedule() {
-  local paths
-  paths=$(python3 -c "import sysconfig, torch, pathlib
-print(sysconfig.get_config_var('EXT_SUFFIX'), sysconfig.get_path('include'), pathlib.Path(torch.__file__).parent / 'include')") || return
-  read -r suffix python_include torch_include <<<"$paths"
-  c++ -O2 -shared -fPIC -std=c++17 -fvisibility=hidden -Icsrc -isystem "$python_include" -isystem "$torch_include" \
-    csrc/bindings/schedule_module.cpp -o "dash_attn/_schedule$suffix" &&
-    python3 -c "import dash_attn.schedule; print(dash_attn.schedule.POLICIES)"
+finish() {
+  printf '\n'
+  printf '%s\n' "${summary[@]}" | tee -a "$OUT/suite.txt"
+  exit $status
 }
-export -f build_schedule
+
+# make_venv FOLDER: a virtual environment that shows the packages of PYTHON, with the wheels of .wheels/ installed.
+make_venv() {
+  "$PYTHON" -c "import pathlib, sys; sys.path.insert(0, 'build_support'); import prepare
+prepare.make_venv(pathlib.Path(sys.argv[1]))" "$1" || return
+  if compgen -G ".wheels/*.whl" >/dev/null; then "$1/bin/python" -m pip install -q .wheels/*.whl; fi
+}
+
+# install VENV FOLDER: the source distribution of this checkout, installed into the environment with pip; the rest of it,
+# without the package, unpacked in FOLDER.
+install() {
+  "$1/bin/python" -c "import setuptools.build_meta as backend, sys; backend.build_sdist(sys.argv[1])" "$2" || return
+  "$1/bin/python" -m pip install -v --no-build-isolation "$2"/dash_attn-*.tar.gz || return
+  tar -xf "$2"/dash_attn-*.tar.gz -C "$2" --strip-components=1 && rm -r "$2/dash_attn"
+}
+
+# in_place VENV: the extensions but for the kernels, for the Python that is here.
+in_place() {
+  ls dash_attn/_C*.so || { echo "dash_attn/_C*.so is missing: build it, or carry it to this machine"; return 1; }
+  DASH_ATTN_SKIP_CUDA=1 "$1/bin/python" setup.py build_ext --inplace
+}
+
+show_package() {
+  "$1/bin/python" -c "import dash_attn, pathlib; folder = pathlib.Path(dash_attn.__file__).parent
+print('dash_attn', dash_attn.__version__, folder, *sorted(path.name for path in folder.glob('*.so')))"
+}
+export PYTHON
+export -f make_venv install in_place show_package
 
 {
   nvidia-smi --query-gpu=name,driver_version,clocks.max.sm,memory.total --format=csv,noheader
-  python3 -c "import torch; print('torch', torch.__version__, 'CUDA', torch.version.cuda)"
+  "$PYTHON" -c "import sys, torch; print('Python', sys.version.split()[0], 'torch', torch.__version__, 'CUDA', torch.version.cuda)"
 } 2>&1 | tee "$OUT/suite.txt"
 
-part build 120 suite.txt bash -c build_schedule || tail -n 20 "$OUT/suite.txt"
-if ! ls dash_attn/_C*.so >/dev/null 2>&1; then
-  echo "dash_attn/_C*.so is missing: build it, or carry it to this machine" >&2
-  exit 1
-fi
+mkdir "$work/source"
+limit=${INSTALL_TIMEOUT:-180}
+part environment 120 suite.txt bash -c 'make_venv "$1"' - "$work/venv" &&
+  if [ "${CARRIED:-}" = 1 ]; then
+    export PYTHONPATH=$PWD
+    part carried "$limit" suite.txt bash -c 'in_place "$1"' - "$work/venv"
+  else
+    part install "$limit" suite.txt bash -c 'install "$1" "$2"' - "$work/venv" "$work/source" && cd "$work/source"
+  fi &&
+  part import 60 suite.txt bash -c 'show_package "$1"' - "$work/venv" ||
+  { grep -aE 'error|Error|FAILED' "$OUT/suite.txt" | cut -c1-300 | tail -n 20; tail -n 20 "$OUT/suite.txt" | cut -c1-300; finish; }
+grep -a '^dash_attn ' "$OUT/suite.txt" | tail -n 1
+python=$work/venv/bin/python
 
 if [ -n "${TESTS:-}" ]; then
   [ "$TESTS" = 1 ] && TESTS=tests/gpu
   # A kernel that hangs never returns to Python: end the run there, and say in which test.
-  limit=()
-  python3 -c "import pytest_timeout" 2>/dev/null && limit=(--timeout=60 --timeout-method=thread)
+  limits=()
+  "$python" -c "import pytest_timeout" 2>/dev/null && limits=(--timeout=60 --timeout-method=thread)
   # shellcheck disable=SC2086
   part tests "${TESTS_TIMEOUT:-200}" tests.txt \
-    python3 -m pytest -v -p no:cacheprovider --tb=short --durations=20 -o faulthandler_timeout=45 "${limit[@]}" $TESTS
+    "$python" -m pytest -v -p no:cacheprovider --tb=short --durations=20 -o faulthandler_timeout=45 "${limits[@]}" $TESTS
   grep -aE '^(FAILED|ERROR)|^E   ' "$OUT/tests.txt" | cut -c1-400 | head -n 40
   grep -aE ' s (call|setup) ' "$OUT/tests.txt" | head -n 12
   tail -n 3 "$OUT/tests.txt" | cut -c1-400
@@ -73,17 +116,17 @@ if [ -n "${SANITIZE:-}" ]; then
   [ "$SANITIZE" = 1 ] && SANITIZE="memcheck racecheck synccheck"
   for tool in $SANITIZE; do
     # shellcheck disable=SC2086
-    part "$tool" "${SANITIZE_TIMEOUT:-120}" sanitizer.txt \
-      compute-sanitizer --tool "$tool" --error-exitcode 9 --print-limit 20 python3 tests/gpu/sanitizer_case.py ${SANITIZE_ARGS:-}
+    part "$tool" "${SANITIZE_TIMEOUT:-120}" suite.txt \
+      compute-sanitizer --tool "$tool" --error-exitcode 9 --print-limit 20 "$python" tests/gpu/sanitizer_case.py ${SANITIZE_ARGS:-}
   done
-  grep -aE 'ERROR SUMMARY|RACECHECK SUMMARY|========= (Error|Warning|Invalid|Barrier|Race)|WRONG| wrong$' "$OUT/sanitizer.txt" |
+  grep -aE 'ERROR SUMMARY|RACECHECK SUMMARY|========= (Error|Warning|Invalid|Barrier|Race)|WRONG| wrong$' "$OUT/suite.txt" |
     cut -c1-300 | head -n 30
 fi
 
 if [ -n "${BENCH:-}" ]; then
   # shellcheck disable=SC2086
   part bench "${BENCH_TIMEOUT:-240}" bench.txt \
-    python3 -m benchmarks.run --grid "$BENCH" --json "$OUT/bench.json" --png "$OUT/bench.png" ${BENCH_ARGS:-}
+    "$python" -m benchmarks.run --grid "$BENCH" --json "$OUT/bench.json" --png "$OUT/bench.png" ${BENCH_ARGS:-}
   grep -aE 'failed:|left out|Error' "$OUT/bench.txt" | cut -c1-300 | sort | uniq -c | head -n 20
   if grep -q 'TFLOP/s (ours' "$OUT/bench.txt"; then
     sed -n '/TFLOP\/s (ours/,$p' "$OUT/bench.txt"
@@ -92,17 +135,21 @@ if [ -n "${BENCH:-}" ]; then
   fi
 fi
 
+if [ -n "${HOST:-}" ]; then
+  [ "$HOST" = 1 ] && HOST=
+  # shellcheck disable=SC2086
+  part host "${HOST_TIMEOUT:-60}" bench.txt "$python" -m benchmarks.run --host --json "$OUT/host.json" $HOST
+  tail -n 20 "$OUT/bench.txt" | cut -c1-300
+fi
+
 if [ -n "${PROFILE:-}" ]; then
   [ "$PROFILE" = 1 ] && PROFILE=
   # shellcheck disable=SC2086
   part profile "${PROFILE_TIMEOUT:-120}" profile.txt \
     ncu --set full --clock-control none --profile-from-start off --force-overwrite -o "$OUT/profile" \
-    python3 -m benchmarks.profile_one $PROFILE
+    "$python" -m benchmarks.profile_one $PROFILE
   ncu --import "$OUT/profile.ncu-rep" --page details >>"$OUT/profile.txt" 2>&1
   grep -aE '^ +[a-z].*\(.*Context|Duration|SM Frequency|Registers Per|Local (Load|Store)|Executed Ipc Active|Achieved Occ|Tensor' \
     "$OUT/profile.txt" | cut -c1-160 | head -n 40
 fi
-
-printf '\n'
-printf '%s\n' "${summary[@]}" | tee -a "$OUT/suite.txt"
-exit $status
+finish

@@ -1,5 +1,5 @@
-// Before the main kernel: D = rowsum(dO * O), and all turns and the claim counter set to zero. Where dQ is added without
-// turns its accumulator is cleared too, and order-free each row gets its grid.
+// Before the main kernel: D = rowsum(dO * O), and all semaphores and the counter of work set to zero. Where dQ is added in no
+// order its accumulator is cleared too, and order-free each row gets its unit.
 #pragma once
 
 #include "../config/fixed_point.h"
@@ -18,10 +18,13 @@ struct PreprocessParams {
   Workspace workspace;
   int heads, seqlen_q, padded_seqlen_q, head_dim;
   int blocks_per_head;
-  int num_turns;  // no more than the grid has threads
-  int num_carry_turns;
-  Problem problem;      // of order-free accumulation
-  float softmax_scale;  // of order-free accumulation
+  int num_blocks;  // of the whole call; a grid of fewer takes several each
+  int num_dq_semaphores, num_split_semaphores;
+  bool clear_dq;  // its partials are added in no order
+  // Of order-free accumulation.
+  int group_size;
+  TileGrid grid;
+  float softmax_scale;
 };
 
 // Of a block: kHeadDim / 8 threads share a row, and take several at a time.
@@ -44,9 +47,8 @@ __device__ __forceinline__ float dot8(uint4 a, uint4 b) {
 template <typename Element>
 __device__ __forceinline__ void decide_order(const PreprocessParams<Element>& params, int batch_kv_head,
                                              const KeyStatistics& keys) {
-  const Problem& problem = params.problem;
   const int lane = threadIdx.x % 32;
-  const int64_t chunks = int64_t(problem.queries_per_kv) * num_chunks(params.seqlen_q);
+  const int64_t chunks = int64_t(params.group_size) * num_chunks(params.seqlen_q);
   float max_query_norm = 0.f;
   for (int64_t i = lane; i < chunks; i += 32) {
     max_query_norm = larger(max_query_norm, params.workspace.query_norms[batch_kv_head * chunks + i]);
@@ -55,14 +57,8 @@ __device__ __forceinline__ void decide_order(const PreprocessParams<Element>& pa
   const fixed_point::HeadStatistics head{max_query_norm, keys.max_norm, keys.max_product, keys.min_step_product};
   if (lane == 0) {
     params.workspace.needs_order[batch_kv_head].by_head =
-        fixed_point::needs_order(head, params.softmax_scale, problem.seqlen_k);
+        fixed_point::needs_order(head, params.softmax_scale, params.grid.mask.sequence.seqlen_k);
   }
-}
-
-// The keys that a query sees.
-__device__ __forceinline__ int visible_keys(const Problem& problem, int query) {
-  const int keys = query + problem.seqlen_k - problem.seqlen_q + 1;
-  return problem.causal ? max_int(0, min_int(keys, problem.seqlen_k)) : problem.seqlen_k;
 }
 
 // The scale of a row of the group `batch_kv_head`, whose keys have the largest elements and products and the smallest
@@ -70,33 +66,32 @@ __device__ __forceinline__ int visible_keys(const Problem& problem, int query) {
 template <typename Element>
 __device__ __forceinline__ uint8_t row_scale(const PreprocessParams<Element>& params, int batch_kv_head, int row,
                                              float dout_norm, float delta, const KeyStatistics& keys) {
-  const Problem& problem = params.problem;
-  const double bound = fixed_point::row_bound(dout_norm, delta, keys.max_product, keys.max_element, problem.seqlen_k,
-                                              std::is_same_v<Element, cutlass::half_t>);
-  const int exponent = fixed_point::row_exponent(bound), visible = visible_keys(problem, row);
-  if (fixed_point::row_needs_order(exponent, dout_norm, keys.min_step_product, params.head_dim, visible,
-                                   ceil_div(visible, problem.tile_k))) {
+  const Mask& mask = params.grid.mask;
+  const double bound = fixed_point::row_bound(dout_norm, delta, keys.max_product, keys.max_element,
+                                              mask.sequence.seqlen_k, std::is_same_v<Element, cutlass::half_t>);
+  const int exponent = fixed_point::row_exponent(bound);
+  if (fixed_point::row_needs_order(exponent, dout_norm, keys.min_step_product, params.head_dim,
+                                   mask.keys_of(row).count, params.grid.kv_tiles_of_queries(row, row + 1).count)) {
     params.workspace.needs_order[batch_kv_head].by_row = 1;
   }
   return fixed_point::stored_scale(max_int(exponent, fixed_point::kMinExponent));
 }
 
-// Grid: batch x heads x blocks_per_head.
-template <typename Element, int kHeadDim, Accumulation kAccumulation>
-__global__ void __launch_bounds__(kPreprocessThreads) preprocess_kernel(const PreprocessParams<Element> params) {
-  constexpr int kThreadsPerRow = kHeadDim / 8;
-  const int batch_head = blockIdx.x / params.blocks_per_head;
-  const int batch = batch_head / params.heads, head = batch_head % params.heads;
-  const int first_row = blockIdx.x % params.blocks_per_head * kPreprocessRows<kHeadDim>;
-  const int column = threadIdx.x % kThreadsPerRow * 8;
-
-  ptx::launch_dependents();
-  const int64_t thread = int64_t(blockIdx.x) * kPreprocessThreads + threadIdx.x;
-  if (thread < params.num_turns) { params.workspace.turns[thread] = 0; }
-  for (int64_t i = thread; i < params.num_carry_turns; i += int64_t(gridDim.x) * kPreprocessThreads) {
-    params.workspace.carry_turns[i] = 0;
+// Sets `count` integers to zero, with all threads of the grid.
+__device__ __forceinline__ void clear_integers(int* integers, int count) {
+  for (int64_t i = int64_t(blockIdx.x) * kPreprocessThreads + threadIdx.x; i < count;
+       i += int64_t(gridDim.x) * kPreprocessThreads) {
+    integers[i] = 0;
   }
-  if (thread == 0) { *params.workspace.next_claim = 0; }
+}
+
+template <typename Element, int kHeadDim, bool kOrderFree>
+__device__ __forceinline__ void preprocess_block(const PreprocessParams<Element>& params, int block) {
+  constexpr int kThreadsPerRow = kHeadDim / 8;
+  const int batch_head = block / params.blocks_per_head;
+  const int batch = batch_head / params.heads, head = batch_head % params.heads;
+  const int first_row = block % params.blocks_per_head * kPreprocessRows<kHeadDim>;
+  const int column = threadIdx.x % kThreadsPerRow * 8;
 
   uint4 out[kPreprocessPasses], dout[kPreprocessPasses];
 #pragma unroll
@@ -107,11 +102,12 @@ __global__ void __launch_bounds__(kPreprocessThreads) preprocess_kernel(const Pr
     out[pass] = load8(params.out, batch, row, head, column, inside);
   }
 
-  KeyStatistics keys;
-  const int batch_kv_head = batch_head / params.problem.queries_per_kv;
-  if constexpr (kAccumulation == Accumulation::kOrderFree) {
-    keys = combine_warp(chunk_key_statistics(params.workspace, batch_kv_head, params.problem.seqlen_k));
-    if (blockIdx.x % (params.problem.queries_per_kv * params.blocks_per_head) == 0 && threadIdx.x < 32) {
+  KeyStatistics keys{};
+  const int batch_kv_head = batch_head / params.group_size;
+  if constexpr (kOrderFree) {
+    keys = combine_warp(
+        chunk_key_statistics(params.workspace, batch_kv_head, params.grid.mask.sequence.seqlen_k));
+    if (block % (params.group_size * params.blocks_per_head) == 0 && threadIdx.x < 32) {
       decide_order(params, batch_kv_head, keys);
     }
   }
@@ -121,23 +117,34 @@ __global__ void __launch_bounds__(kPreprocessThreads) preprocess_kernel(const Pr
     const int row = first_row + (pass * kPreprocessThreads + threadIdx.x) / kThreadsPerRow;
     const float delta = sum_of_row<kThreadsPerRow>(dot8<Element>(out[pass], dout[pass]));
     float squares = 0.f, largest = 0.f, dout_norm = 0.f;
-    if constexpr (kAccumulation == Accumulation::kOrderFree) {
+    if constexpr (kOrderFree) {
       measure8<Element>(dout[pass], squares, largest);
       dout_norm = norm_bound<kHeadDim>(sum_of_row<kThreadsPerRow>(squares), largest);
     }
     if (row >= params.padded_seqlen_q) { continue; }
     const int64_t padded_row = int64_t(batch_head) * params.padded_seqlen_q;
-    if constexpr (kAccumulation != Accumulation::kOrdered) {
+    if (kOrderFree || params.clear_dq) {
       float4* const accumulator =
           reinterpret_cast<float4*>(params.workspace.dq_accumulator + (padded_row + row) * kHeadDim + column);
       accumulator[0] = accumulator[1] = make_float4(0.f, 0.f, 0.f, 0.f);
     }
     if (column != 0) { continue; }
     params.workspace.delta[padded_row + statistic_position(row)] = delta;
-    if constexpr (kAccumulation == Accumulation::kOrderFree) {
+    if constexpr (kOrderFree) {
       params.workspace.scales[padded_row + scale_position(row)] =
           row_scale(params, batch_kv_head, row, dout_norm, delta, keys);
     }
+  }
+}
+
+template <typename Element, int kHeadDim, bool kOrderFree>
+__global__ void __launch_bounds__(kPreprocessThreads) preprocess_kernel(const PreprocessParams<Element> params) {
+  ptx::launch_dependents();
+  clear_integers(params.workspace.dq_semaphores, params.num_dq_semaphores);
+  clear_integers(params.workspace.split_semaphores, params.num_split_semaphores);
+  clear_integers(params.workspace.next_work, 1);
+  for (int block = blockIdx.x; block < params.num_blocks; block += gridDim.x) {
+    preprocess_block<Element, kHeadDim, kOrderFree>(params, block);
   }
 }
 

@@ -19,6 +19,7 @@ struct StatisticsParams {
   Workspace workspace;
   int batch, heads, kv_heads, seqlen_q, seqlen_k, head_dim;
   int chunks_per_head;
+  int num_blocks;  // of the whole call; a grid of fewer takes several each
 };
 
 // What a norm computed in fp32 can be too small by, and what the products of a row can exceed it by: 2^-10 is 60 times it.
@@ -109,17 +110,27 @@ __device__ __forceinline__ float max_query_norm(const StatisticsParams<Element>&
   return max_norm;
 }
 
-// Sums of magnitudes and of squares of the differences of eight elements.
+// Of eight elements of each of two rows: what measure8 says, and the sums of magnitudes and of squares of their difference.
+struct PairMeasures {
+  float squares[2], largest[2], step_magnitudes, step_squares;
+};
+
+// Both rows at once, so that the elements are converted only once and not kept.
 template <typename Element>
-__device__ __forceinline__ void compare8(uint4 a, uint4 b, float& magnitudes, float& squares) {
-  const Element* x = reinterpret_cast<const Element*>(&a);
-  const Element* y = reinterpret_cast<const Element*>(&b);
+__device__ __forceinline__ PairMeasures measure_pair(uint4 a, uint4 b) {
+  const Element* const rows[2] = {reinterpret_cast<const Element*>(&a), reinterpret_cast<const Element*>(&b)};
+  PairMeasures sums{};
 #pragma unroll
   for (int i = 0; i < 8; ++i) {
-    const float step = float(x[i]) - float(y[i]);
-    magnitudes += fabsf(step);
-    squares = fmaf(step, step, squares);
+    const float x = float(rows[0][i]), y = float(rows[1][i]);
+    sums.squares[0] = fmaf(x, x, sums.squares[0]);
+    sums.squares[1] = fmaf(y, y, sums.squares[1]);
+    sums.largest[0] = fmaxf(sums.largest[0], fabsf(x));
+    sums.largest[1] = fmaxf(sums.largest[1], fabsf(y));
+    sums.step_magnitudes += fabsf(x - y);
+    sums.step_squares = fmaf(x - y, x - y, sums.step_squares);
   }
+  return sums;
 }
 
 // Of the rows of one window, two at a time for each kHeadDim / 8 threads, put into `mine`. Called by whole warps.
@@ -140,25 +151,20 @@ __device__ __forceinline__ void measure_window(const StatisticsParams<Element>& 
       k[i] = load8(params.k, chunk.batch, row + i, chunk.head, column, inside);
       v[i] = load8(params.v, chunk.batch, row + i, chunk.head, column, inside);
     }
-    float unused = 0.f, k_step = 0.f, v_step = 0.f;
-    compare8<Element>(k[0], k[1], k_step, unused);
-    compare8<Element>(v[0], v[1], unused, v_step);
-    v_step = sqrtf(sum_of_row<kThreadsPerRow>(v_step));
-    if (row + 1 < chunk.end) {
-      k_steps += k_step;
-      v_steps += v_step;
-    }
+    const PairMeasures of_k = measure_pair<Element>(k[0], k[1]), of_v = measure_pair<Element>(v[0], v[1]);
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      float k_squares = 0.f, k_largest = 0.f, v_squares = 0.f, v_largest = 0.f;
-      measure8<Element>(k[i], k_squares, k_largest);
-      measure8<Element>(v[i], v_squares, v_largest);
-      const float k_norm = norm_bound<kHeadDim>(sum_of_row<kThreadsPerRow>(k_squares), k_largest);
-      const float v_norm = norm_bound<kHeadDim>(sum_of_row<kThreadsPerRow>(v_squares), v_largest);
+      const float k_norm = norm_bound<kHeadDim>(sum_of_row<kThreadsPerRow>(of_k.squares[i]), of_k.largest[i]);
+      const float v_norm = norm_bound<kHeadDim>(sum_of_row<kThreadsPerRow>(of_v.squares[i]), of_v.largest[i]);
       mine.max_norm = larger(mine.max_norm, k_norm);
-      mine.max_element = larger(mine.max_element, k_largest);
+      mine.max_element = larger(mine.max_element, of_k.largest[i]);
       // Of this thread's columns; the maximum over all threads is that over all columns.
-      mine.max_product = larger(mine.max_product, v_norm * k_largest);
+      mine.max_product = larger(mine.max_product, v_norm * of_k.largest[i]);
+    }
+    const float v_step = sqrtf(sum_of_row<kThreadsPerRow>(of_v.step_squares));
+    if (row + 1 < chunk.end) {
+      k_steps += of_k.step_magnitudes;
+      v_steps += v_step;
     }
   }
   const int pairs = min_int(chunk.end - first_row, fixed_point::kWindow) / 2;
@@ -173,7 +179,7 @@ __device__ __forceinline__ void measure_window(const StatisticsParams<Element>& 
 template <typename Element, int kHeadDim>
 __device__ __forceinline__ KeyStatistics key_statistics(const StatisticsParams<Element>& params, const Chunk& chunk) {
   constexpr int kRows = kStatisticsThreads / 32 * fixed_point::kWindow;
-  KeyStatistics mine{};
+  KeyStatistics mine = of_no_rows();
 #pragma unroll 1
   for (int row = chunk.first + int(threadIdx.x) / 32 * fixed_point::kWindow; row < chunk.end; row += kRows) {
     measure_window<Element, kHeadDim>(params, chunk, row, mine);
@@ -197,13 +203,12 @@ __device__ __forceinline__ KeyStatistics combine_warp(KeyStatistics x) {
   return x;
 }
 
-// Grid: chunks_per_head x (batch x heads of Q, then batch x KV heads of K and V).
 template <typename Element, int kHeadDim>
-__global__ void __launch_bounds__(kStatisticsThreads, 4) statistics_kernel(const StatisticsParams<Element> params) {
+__device__ __forceinline__ void measure_chunk(const StatisticsParams<Element>& params, int block) {
   constexpr int kWarps = kStatisticsThreads / 32;
   __shared__ KeyStatistics of_warp[kWarps];
   const int query_heads = params.batch * params.heads;
-  const int number = blockIdx.x % params.chunks_per_head, index = blockIdx.x / params.chunks_per_head;
+  const int number = block % params.chunks_per_head, index = block / params.chunks_per_head;
   const bool is_query = index < query_heads;
   const int seqlen = is_query ? params.seqlen_q : params.seqlen_k;
   const int heads = is_query ? params.heads : params.kv_heads;
@@ -212,7 +217,7 @@ __global__ void __launch_bounds__(kStatisticsThreads, 4) statistics_kernel(const
   if (first >= seqlen) { return; }
   const Chunk chunk{batch_head / heads, batch_head % heads, first, min_int(seqlen, first + chunk_rows(seqlen))};
 
-  KeyStatistics all{};
+  KeyStatistics all = of_no_rows();
   if (is_query) {
     all.max_norm = max_query_norm<Element, kHeadDim>(params, chunk);
   } else {
@@ -232,11 +237,20 @@ __global__ void __launch_bounds__(kStatisticsThreads, 4) statistics_kernel(const
   }
 }
 
+// Blocks: chunks_per_head x (batch x heads of Q, then batch x KV heads of K and V).
+template <typename Element, int kHeadDim>
+__global__ void __launch_bounds__(kStatisticsThreads, 4) statistics_kernel(const StatisticsParams<Element> params) {
+  for (int block = blockIdx.x; block < params.num_blocks; block += gridDim.x) {
+    if (block != int(blockIdx.x)) { __syncthreads(); }  // what the warps left before has been read
+    measure_chunk<Element, kHeadDim>(params, block);
+  }
+}
+
 // Of this lane's chunk of a KV head; nothing where it has none.
 __device__ __forceinline__ KeyStatistics chunk_key_statistics(const Workspace& workspace, int batch_kv_head,
                                                               int seqlen_k) {
   const int lane = threadIdx.x % 32, chunks = num_chunks(seqlen_k);
-  return lane < chunks ? workspace.key_statistics[int64_t(batch_kv_head) * chunks + lane] : KeyStatistics{};
+  return lane < chunks ? workspace.key_statistics[int64_t(batch_kv_head) * chunks + lane] : of_no_rows();
 }
 
 }  // namespace dash_attn::backward

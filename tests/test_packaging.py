@@ -1,0 +1,93 @@
+"""What users get: the source distribution, the wheel built from it, and what both state about themselves."""
+
+import json
+import os
+import pathlib
+import re
+import shutil
+import subprocess
+import sys
+import tarfile
+
+import pytest
+import toolchain
+
+ROOT = pathlib.Path(__file__).parents[1]
+# The files of the repository that only its own workflow reads.
+NOT_SHIPPED = {".gitignore", ".clang-format", ".ci/run"}
+BUILD_SDIST = "import setuptools.build_meta as backend, sys; backend.build_sdist(sys.argv[1])"
+DESCRIBE = """
+import dash_attn, dash_attn.schedule, importlib.metadata, json
+metadata = importlib.metadata.metadata("dash-attn")
+print(json.dumps({"file": dash_attn.__file__, "version": dash_attn.__version__, "policies": dash_attn.schedule.POLICIES,
+                  "metadata": {name: metadata.get_all(name) for name in set(metadata)}}))
+"""
+
+
+def tracked_files() -> list[str]:
+    command = ["git", "ls-files", "--cached", "--others", "--exclude-standard"]
+    try:
+        run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    except (OSError, subprocess.CalledProcessError):
+        pytest.skip("this is no git checkout, so there is no list of the project's files to compare with")
+    return [name for name in run.stdout.splitlines() if (ROOT / name).is_file()]
+
+
+@pytest.fixture(scope="module")
+def sdist(tmp_path_factory) -> pathlib.Path:
+    """The source distribution, made from a copy of the files that git knows or would add."""
+    folder = tmp_path_factory.mktemp("sdist")
+    for name in tracked_files():
+        (folder / "source" / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(ROOT / name, folder / "source" / name)
+    if not (folder / "source" / "dash_attn").is_dir():
+        pytest.skip("the package's sources are not beside these tests, which run against an installed package")
+    environment = {key: value for key, value in os.environ.items() if key not in ("CUDA_HOME", "CUTLASS_HOME")}
+    run = subprocess.run(
+        [sys.executable, "-c", BUILD_SDIST, str(folder)],
+        cwd=folder / "source", env=environment, capture_output=True, text=True,
+    )
+    assert run.returncode == 0, run.stdout + run.stderr
+    return next(folder.glob("dash_attn-*.tar.gz"))
+
+
+def test_sdist_holds_every_file_of_the_project(sdist):
+    with tarfile.open(sdist) as archive:
+        held = {member.name.partition("/")[2] for member in archive.getmembers() if member.isfile()}
+    assert not set(tracked_files()) - NOT_SHIPPED - held
+    generated = {name for name in held - set(tracked_files()) if ".egg-info/" not in name}
+    assert generated == {"PKG-INFO", "setup.cfg"}
+
+
+def test_package_from_the_sdist_works_without_nvcc(sdist, tmp_path):
+    environment = {**os.environ, "DASH_ATTN_SKIP_CUDA": "1"}
+    pip = [sys.executable, "-m", "pip", "install", "-v", "--no-deps", "--no-build-isolation", "--no-index"]
+    run = subprocess.run([*pip, "--target", str(tmp_path), str(sdist)], env=environment, capture_output=True, text=True)
+    assert run.returncode == 0, run.stdout + run.stderr
+    assert "building WITHOUT the CUDA ops: DASH_ATTN_SKIP_CUDA=1 is set" in run.stdout + run.stderr
+    package = tmp_path / "dash_attn"
+    assert list(package.glob("_schedule*.so")) and not list(package.glob("_C*"))
+    assert bool(list(package.glob("_autograd*.so"))) == (ROOT / "csrc" / "bindings" / "autograd.cpp").is_file()
+    assert (package / "py.typed").is_file()
+
+    environment["PYTHONPATH"] = str(tmp_path)
+    run = subprocess.run(
+        [sys.executable, "-c", DESCRIBE], cwd=tmp_path, env=environment, capture_output=True, text=True, check=True
+    )
+    described = json.loads(run.stdout)
+    metadata = described["metadata"]
+    assert pathlib.Path(described["file"]).parent == package and described["policies"]
+    assert metadata["Version"] == [described["version"]]
+    assert metadata["License-Expression"] == ["BSD-3-Clause"] and metadata["Author"] == ["dash_attn contributors"]
+    assert f"torch>={toolchain.OLDEST_TORCH}" in metadata["Requires-Dist"]
+    licenses = next(tmp_path.glob("dash_attn-*.dist-info")) / "licenses"
+    assert "NVIDIA CORPORATION" in (licenses / "third_party" / "LICENSES" / "CUTLASS.txt").read_text()
+    assert (licenses / "LICENSE").is_file() and (licenses / "third_party" / "LICENSES" / "pybind11.txt").is_file()
+
+
+def test_documents_promise_the_versions_that_the_build_accepts():
+    text = "".join((ROOT / name).read_text() for name in ("README.md", "third_party/README.md"))
+    torch = re.findall(r"\btorch (\d+\.\d+) or newer", text)
+    cutlass = re.findall(r"(?:nvidia-cutlass==|CUTLASS )(\d+\.\d+\.\d+)", text)
+    assert torch and set(torch) == {toolchain.OLDEST_TORCH}
+    assert cutlass and set(cutlass) == {toolchain.CUTLASS}

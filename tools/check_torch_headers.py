@@ -1,0 +1,95 @@
+#!/usr/bin/env python3
+"""Compiles csrc/bindings with the headers of the oldest torch that pyproject.toml allows and of the newest on the index.
+
+    python tools/check_torch_headers.py [VERSION ...]
+
+pip downloads the wheels (500 MB each) for this Python; their headers stay in build/torch-headers/VERSION. Compiles with
+setup.py's flags and -fsyntax-only; needs the CUDA toolkit's headers and CUTLASS. Exit status: 1 where a source does not
+compile, 2 where headers cannot be had.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import subprocess
+import sys
+import sysconfig
+import tempfile
+import zipfile
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT / "build_support"))
+
+import toolchain  # noqa: E402
+
+CACHE = ROOT / "build" / "torch-headers"
+
+
+class NotToBeHad(Exception):
+    """The index does not answer, or lacks what was asked for."""
+
+
+def pip(*arguments: str) -> str:
+    command = [sys.executable, "-m", "pip", "--disable-pip-version-check", *arguments]
+    run = subprocess.run(command, capture_output=True, text=True)
+    if run.returncode != 0:
+        raise NotToBeHad(f"pip {' '.join(arguments)}: {run.stderr.strip()}")
+    return run.stdout
+
+
+def newest_version() -> str:
+    """The newest torch for this Python on the index, such as '2.15.0'."""
+    match = re.search(r"^torch \(([\w.]+)\)", pip("index", "versions", "torch"), re.MULTILINE)
+    if match is None:
+        raise NotToBeHad("pip index versions torch: no version")
+    return match.group(1)
+
+
+def headers(version: str) -> Path:
+    """The include folder of a torch, downloaded unless an earlier call did."""
+    include = CACHE / version / "torch" / "include"
+    if not include.is_dir():
+        CACHE.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=CACHE) as folder:
+            pip("download", "--quiet", "--no-deps", "--only-binary=:all:", "--dest", folder, f"torch=={version}")
+            unpacked = Path(folder) / "unpacked"
+            with zipfile.ZipFile(next(Path(folder).glob("torch-*.whl"))) as wheel:
+                wheel.extractall(unpacked, [name for name in wheel.namelist() if name.startswith("torch/include/")])
+            unpacked.rename(CACHE / version)
+    return include
+
+
+def compiles(source: Path, include: Path, cuda_home: Path) -> bool:
+    folders = [include, include / "torch" / "csrc" / "api" / "include", cuda_home / "include", toolchain.find_cutlass()]
+    system = [f"-isystem{folder}" for folder in [*folders, sysconfig.get_path("include")]]
+    flags = [*toolchain.BINDINGS[source.name], f"-I{ROOT / 'csrc'}", *system, "-fsyntax-only"]
+    return subprocess.run([os.environ.get("CXX", "c++"), *flags, str(source)]).returncode == 0
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("versions", nargs="*", metavar="VERSION", help="instead of the oldest and the newest")
+    versions = parser.parse_args().versions
+    cuda_home = toolchain.find_cuda_home()
+    if cuda_home is None:
+        print("no CUDA toolkit is here, whose headers the bindings include")
+        return 2
+    failed = False
+    try:
+        for version in versions or [toolchain.OLDEST_TORCH, newest_version()]:
+            include = headers(version)
+            for source in sorted((ROOT / "csrc" / "bindings").glob("*.cpp")):
+                good = compiles(source, include, cuda_home)
+                failed |= not good
+                print(f"torch {version}: {source.name} {'compiles' if good else 'DOES NOT COMPILE'}", flush=True)
+    except NotToBeHad as error:
+        print(f"NOT CHECKED: {error}")
+        return 2
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
