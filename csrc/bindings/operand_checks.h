@@ -143,15 +143,16 @@ inline void check_sm_margin(const SymInt& sm_margin) {
 
 // The policy that a schedule's name means for this problem.
 inline Policy resolve_schedule(std::string_view schedule, bool causal, int64_t head_dim, int64_t seqlen_k) {
+  const MaskKind mask = causal ? MaskKind::kCausal : MaskKind::kFull;
   if (schedule == "auto") {
-    return automatic_policy(causal, padded_head_dim(static_cast<int>(head_dim)), static_cast<int>(seqlen_k));
+    return automatic_policy(mask, padded_head_dim(static_cast<int>(head_dim)), static_cast<int>(seqlen_k));
   }
   for (int i = 0; i < kNumDeterministicPolicies; ++i) {
-    if (schedule == kPolicyNames[i] && fits(static_cast<Policy>(i), causal)) { return static_cast<Policy>(i); }
+    if (schedule == kPolicyNames[i] && fits(static_cast<Policy>(i), mask)) { return static_cast<Policy>(i); }
   }
   std::string allowed = "'auto'";
   for (int i = 0; i < kNumDeterministicPolicies; ++i) {
-    if (fits(static_cast<Policy>(i), causal)) { allowed += c10::str(", '", kPolicyNames[i], "'"); }
+    if (fits(static_cast<Policy>(i), mask)) { allowed += c10::str(", '", kPolicyNames[i], "'"); }
   }
   TORCH_CHECK_VALUE(false, "schedule must be one of ", allowed, " when causal=", causal ? "True" : "False", ", got '",
                     schedule, "'");

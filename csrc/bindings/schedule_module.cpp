@@ -212,7 +212,7 @@ int launched_head_swizzle(std::string const& schedule, Problem const& problem, i
 }
 
 std::string automatic(bool causal, int head_dim, int seqlen_k) {
-  return kPolicyNames[static_cast<int>(automatic_policy(causal, std::get<2>(tile_shape(head_dim)), seqlen_k))];
+  return kPolicyNames[static_cast<int>(automatic_policy(mask_kind(causal), std::get<2>(tile_shape(head_dim)), seqlen_k))];
 }
 
 // (first, end) of the keys that each of the queries first_query ... end_query - 1 sees.
