@@ -70,7 +70,7 @@ def grid(
     d: torch.Tensor,
     *,
     softmax_scale: float,
-    causal: bool,
+    keys: torch.Tensor,
     tile_k: int,
     dtype: torch.dtype,
 ) -> Grid:
@@ -81,11 +81,11 @@ def grid(
         k, v: (batch * kv_heads, seqlen_k, head_dim).
         d: (batch * kv_heads, group, seqlen_q, 1), rowsum(dout * out).
         softmax_scale: c; its sign does not matter.
-        causal: query i sees the keys j <= i + seqlen_k - seqlen_q.
+        keys: (seqlen_q), how many keys each query sees.
         tile_k: keys in a KV tile: those of a partial.
         dtype: of the inputs; the bound allows for its subnormal numbers.
     """
-    seqlen_q, seqlen_k, head_dim = q.shape[2], *k.shape[1:]
+    seqlen_k, head_dim = k.shape[1:]
     max_element = k.double().abs().amax(dim=(1, 2))
     max_product = (_norms(v) * k.double().abs().amax(dim=-1)).amax(dim=-1)
     max_score = abs(softmax_scale) * _norms(q).flatten(1).amax(dim=-1) * _norms(k).amax(dim=-1)
@@ -103,9 +103,6 @@ def grid(
     exponents.clamp_(MIN_EXPONENT, MAX_EXPONENT)
 
     # Per element of dQ: what rounding leaves, and what dout and the differences between neighbouring rows let expect.
-    keys = torch.full((seqlen_q,), seqlen_k, device=q.device)
-    if causal:
-        keys = torch.arange(seqlen_k - seqlen_q + 1, seqlen_k + 1, device=q.device).clamp(min=0)
     noise = (torch.ceil(keys / tile_k) / 12).double().sqrt() * torch.exp2(-exponents.double())
     expected = dout_norms * steps * (MEAN_MAGNITUDE_TO_DEVIATION / 2) / head_dim**1.5 / keys.clamp(min=1).double().sqrt()
     fits = has_grid & ((noise <= MAX_ERROR * expected) | (dout_norms == 0))
