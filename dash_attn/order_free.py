@@ -8,11 +8,13 @@ from typing import NamedTuple
 
 import torch
 
+WINDOW = 8
 MAX_SCORE = 2048.0
+MAX_KEYS = 2**20
 MAX_ERROR = 1e-4
 SMALLEST_PRODUCT = 1e-30
 CAPACITY = 1.5 * 2**30
-MIN_EXPONENT, MAX_EXPONENT = 22 - 126, 126
+MIN_EXPONENT, MAX_EXPONENT = -96, 126
 MEAN_MAGNITUDE_TO_DEVIATION = 1.2533
 NORM_SLACK = 1 + 2.0**-10
 
@@ -24,19 +26,40 @@ class Grid(NamedTuple):
     """(batch * kv_heads, group, seqlen_q): e, int64."""
     needs_order: torch.Tensor
     """(batch * kv_heads): whether dQ of the group is summed in fp32 in the order of the schedule instead."""
-    not_finite: torch.Tensor
-    """(batch * kv_heads, group, seqlen_q): whether the row is NaN from the start."""
 
 
 def _norms(x: torch.Tensor) -> torch.Tensor:
-    return x.double().norm(dim=-1) * NORM_SLACK
+    """Upper bounds as fp32 has them: of the largest elements alone, and up to inf, where squares leave its range."""
+    squares = x.double().square().sum(dim=-1)
+    in_range = (squares >= 2.0**-100) & (squares <= 2.0**120)
+    norms = torch.where(in_range, squares.sqrt(), x.double().abs().amax(dim=-1) * x.shape[-1] ** 0.5)
+    return (norms * NORM_SLACK).float().double()
 
 
-def _steps(x: torch.Tensor) -> torch.Tensor:
-    """Differences of neighbouring rows, in the pairs that the kernel takes: those of each of its chunks."""
-    rows = max(64, -(-x.shape[1] // 32))
-    chunks = (chunk[:, : chunk.shape[1] // 2 * 2] for chunk in x.double().split(rows, dim=1))
-    return torch.cat([chunk[:, ::2] - chunk[:, 1::2] for chunk in chunks], dim=1)
+def _mean_of_windows(pairs: torch.Tensor) -> torch.Tensor:
+    """(heads, seqlen // 2) -> (heads, windows): means over the pairs of each window, of which the last may have fewer."""
+    full = pairs.shape[1] // (WINDOW // 2) * (WINDOW // 2)
+    means = [pairs[:, :full].unflatten(1, (-1, WINDOW // 2)).mean(dim=2)]
+    if full < pairs.shape[1]:
+        means.append(pairs[:, full:].mean(dim=1, keepdim=True))
+    return torch.cat(means, dim=1)
+
+
+def min_step_product(k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    """How much neighbouring rows differ where they do so least: `min_step_product` of csrc/config/fixed_point.h.
+
+    Args:
+        k, v: (batch * kv_heads, seqlen_k, head_dim).
+
+    Returns:
+        (batch * kv_heads), float64; inf where there is only one key.
+    """
+    end = k.shape[1] // 2 * 2
+    if end == 0:
+        return k.new_full(k.shape[:1], torch.inf, dtype=torch.float64)
+    k_steps, v_steps = (x[:, 0:end:2].double() - x[:, 1:end:2].double() for x in (k, v))
+    key_steps = _mean_of_windows(k_steps.abs().sum(dim=-1))
+    return (key_steps * _mean_of_windows(v_steps.norm(dim=-1))).amin(dim=1)
 
 
 def grid(
@@ -47,7 +70,8 @@ def grid(
     d: torch.Tensor,
     *,
     softmax_scale: float,
-    kv_tiles: int,
+    keys: torch.Tensor,
+    tile_k: int,
     dtype: torch.dtype,
 ) -> Grid:
     """The grid of each row, and the heads that cannot use it.
@@ -57,30 +81,32 @@ def grid(
         k, v: (batch * kv_heads, seqlen_k, head_dim).
         d: (batch * kv_heads, group, seqlen_q, 1), rowsum(dout * out).
         softmax_scale: c; its sign does not matter.
-        kv_tiles: partials of a row.
-        dtype: of the inputs; fp16 has subnormal numbers that the bound allows for.
+        keys: (seqlen_q), how many keys each query sees.
+        tile_k: keys in a KV tile: those of a partial.
+        dtype: of the inputs; the bound allows for its subnormal numbers.
     """
     seqlen_k, head_dim = k.shape[1:]
-    pairs = seqlen_k / 2
-    capacity = CAPACITY / 2 if dtype == torch.float16 else CAPACITY
-    key_norms, value_norms = _norms(k), _norms(v)
-    elements = k.double().abs().amax(dim=-1)
-    max_product = (value_norms * elements).amax(dim=-1)
-    max_score = abs(softmax_scale) * _norms(q).flatten(1).amax(dim=-1) * key_norms.amax(dim=-1)
-    # Per element of dQ and unit of |dout|: what rounding leaves, and what the differences of rows let expect.
-    noise = 2 * max_product / capacity * (kv_tiles / 12) ** 0.5
-    key_step = _steps(k).abs().sum(dim=(1, 2)) / (pairs * head_dim)
-    value_step = _steps(v).norm(dim=-1).sum(dim=1) / (pairs * head_dim**0.5)
-    expected = key_step * value_step / 2 * MEAN_MAGNITUDE_TO_DEVIATION / seqlen_k**0.5
-    exact = (max_product >= SMALLEST_PRODUCT) | (expected == 0)
-    fits = (max_score <= MAX_SCORE) & (noise <= MAX_ERROR * expected) & noise.isfinite() & exact
+    max_element = k.double().abs().amax(dim=(1, 2))
+    max_product = (_norms(v) * k.double().abs().amax(dim=-1)).amax(dim=-1)
+    max_score = abs(softmax_scale) * _norms(q).flatten(1).amax(dim=-1) * _norms(k).amax(dim=-1)
+    steps = min_step_product(k, v)
+    in_range = (max_score <= MAX_SCORE) & (max_product >= SMALLEST_PRODUCT) & max_product.isfinite() & steps.isfinite()
+    in_range &= seqlen_k <= MAX_KEYS
 
-    bound = _norms(dout) * max_product[:, None, None] + d.squeeze(-1).double().abs() * elements.amax(-1)[:, None, None]
-    not_finite = ~bound.isfinite()
-    _, exponents = torch.frexp(capacity / bound)
-    exponents = exponents.long().sub_(1).masked_fill_((bound == 0) | not_finite, 0)
-    too_large = (exponents < MIN_EXPONENT).flatten(1).any(dim=1)
-    return Grid(exponents.clamp_(MIN_EXPONENT, MAX_EXPONENT), ~fits | too_large, not_finite)
+    max_element, max_product, steps = (x[:, None, None] for x in (max_element, max_product, steps))
+    dout_norms = _norms(dout)
+    subnormal_error = torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps / 2
+    bound = dout_norms * max_product + (d.squeeze(-1).double().abs() + (seqlen_k + 2) * subnormal_error) * max_element
+    _, exponents = torch.frexp(CAPACITY / bound)
+    exponents = exponents.long().sub_(1).masked_fill_(bound == 0, 0)
+    has_grid = bound.isfinite() & (exponents >= MIN_EXPONENT)
+    exponents.clamp_(MIN_EXPONENT, MAX_EXPONENT)
+
+    # Per element of dQ: what rounding leaves, and what dout and the differences between neighbouring rows let expect.
+    noise = (torch.ceil(keys / tile_k) / 12).double().sqrt() * torch.exp2(-exponents.double())
+    expected = dout_norms * steps * (MEAN_MAGNITUDE_TO_DEVIATION / 2) / head_dim**1.5 / keys.clamp(min=1).double().sqrt()
+    fits = has_grid & ((noise <= MAX_ERROR * expected) | (dout_norms == 0))
+    return Grid(exponents, ~(in_range & fits.flatten(1).all(dim=1)))
 
 
 class Accumulator:
@@ -90,7 +116,7 @@ class Accumulator:
         self._grid = grid
         self._dq = dq
         self._units = torch.zeros(dq.shape, dtype=torch.int64, device=dq.device)
-        self._bad_rows = grid.not_finite.clone()
+        self._bad_rows = torch.zeros(dq.shape[:-1], dtype=torch.bool, device=dq.device)
 
     def add(self, head: int, rows: slice, partial: torch.Tensor) -> None:
         """Adds fp32 `partial`, (batch * kv_heads, rows, head_dim), to the rows of query head `head` of every group."""

@@ -191,8 +191,9 @@ def backward(
     dq, dk, dv = torch.zeros_like(q_heads), torch.zeros_like(k_heads), torch.zeros_like(v_heads)
     units = None
     if order.order_free and d.dtype == torch.float32:
-        of_inputs = {"softmax_scale": softmax_scale, "kv_tiles": len(order.visits), "dtype": q.dtype}
-        units = order_free.Accumulator(order_free.grid(q_heads, k_heads, v_heads, dout_heads, d, **of_inputs), dq)
+        seen = torch.tensor(_visible_keys(seqlen_q, seqlen_k, causal, 0, seqlen_q), device=q.device)
+        settings = {"softmax_scale": softmax_scale, "keys": seen[:, 1] - seen[:, 0], "tile_k": order.tile_k, "dtype": q.dtype}
+        units = order_free.Accumulator(order_free.grid(q_heads, k_heads, v_heads, dout_heads, d, **settings), dq)
     dk_of_split, dv_of_split = torch.zeros_like(dk), torch.zeros_like(dv)
     for head, kv_tile, q_tile, ends_split in _steps(order, q_heads.shape[1]):
         rows = slice(q_tile * order.tile_q, min((q_tile + 1) * order.tile_q, seqlen_q))

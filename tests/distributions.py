@@ -72,11 +72,28 @@ def rows_without_gradient(q, k, v, dout, generator):
     dout[..., ::3, :, :] = 0
 
 
+def _attend_to_keys_of_own_kind(q, k, is_second):
+    """Position j is of one of two kinds, is_second[j]; each query scores higher on all keys of its own kind."""
+    kind = torch.where(is_second, -1.0, 1.0).to(q.device)[:, None]
+    q[..., 0] = 24 * kind[: q.shape[-3]]
+    k[..., 0] = 6 * kind[: k.shape[-3]]
+
+
+def _halves(x):
+    return torch.arange(x.shape[-3]) >= x.shape[-3] // 2
+
+
+def documents_of_like_size(q, k, v, dout, generator):
+    second = _halves(v)
+    _attend_to_keys_of_own_kind(q, k, second)
+    v[..., second, :, :] *= 0.2
+
+
 # The grid has room for these where the sequence is not long.
 ROOMY = (
     normal, sharp_softmax, one_key_takes_all, value_row, value_channel, key_row, key_channel, values_with_a_common_mean,
     keys_with_a_common_mean, heavy_tailed_rows_of_dout, heavy_tailed_elements_of_dout, attention_sink, small_gradients,
-    rows_without_gradient,
+    rows_without_gradient, documents_of_like_size,
 )  # fmt: skip
 
 
@@ -104,5 +121,31 @@ def values_nearly_equal(q, k, v, dout, generator):
     v.add_(1e3)
 
 
+def document_of_small_values(q, k, v, dout, generator, scale=1e-4):
+    second = _halves(v)
+    _attend_to_keys_of_own_kind(q, k, second)
+    v[..., second, :, :] *= scale
+
+
+def document_of_small_keys(q, k, v, dout, generator):
+    second = _halves(v)
+    k[..., second, :, :] *= 1e-4
+    _attend_to_keys_of_own_kind(q, k, second)
+
+
+def short_documents_of_small_values(q, k, v, dout, generator):
+    """Runs of 24 keys, every other one small; a query attends to all runs of its own kind."""
+    second = torch.arange(v.shape[-3]) // 24 % 2 == 1
+    _attend_to_keys_of_own_kind(q, k, second)
+    v[..., second, :, :] *= 1e-4
+
+
+def values_growing(q, k, v, dout, generator):
+    v.mul_(torch.logspace(-5, 0, v.shape[-3], device=v.device)[:, None, None])
+
+
 # Too little room: the ordered sum.
-CRAMPED = (huge_value_row, huge_value_row_that_nobody_attends_to, huge_key_channel, huge_scores, values_nearly_equal)
+CRAMPED = (
+    huge_value_row, huge_value_row_that_nobody_attends_to, huge_key_channel, huge_scores, values_nearly_equal,
+    document_of_small_values, document_of_small_keys, short_documents_of_small_values, values_growing,
+)  # fmt: skip

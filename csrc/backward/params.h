@@ -3,8 +3,10 @@
 
 #include <cuda.h>
 
+#include <cmath>
 #include <cstdint>
 
+#include "../config/fixed_point.h"
 #include "../schedule/work_tile.h"
 
 namespace dash_attn::backward {
@@ -25,21 +27,23 @@ struct KeyStatistics {
   float max_element;  // of K
   float max_product;  // of a key's |V row| and its largest element of K
   float max_norm;     // of K
-  // Over pairs of neighbouring rows: of the magnitudes of all elements of their difference, and of its norms.
-  float sum_of_key_steps, sum_of_value_steps;
+  float min_step_product;  // as fixed_point::HeadStatistics has it
 };
+constexpr KeyStatistics of_no_rows() { return {0.f, 0.f, 0.f, INFINITY}; }
 
 // The rows of a head are measured in chunks: at most kMaxChunks, one for each lane of a warp.
 constexpr int kMaxChunks = 32;
 constexpr int kMinChunkRows = 64;
-constexpr int chunk_rows(int seqlen) { return max_int(kMinChunkRows, ceil_div(seqlen, kMaxChunks)); }
+constexpr int chunk_rows(int seqlen) {
+  return max_int(kMinChunkRows, ceil_div(seqlen, kMaxChunks * fixed_point::kWindow) * fixed_point::kWindow);
+}
 constexpr int num_chunks(int seqlen) { return ceil_div(seqlen, chunk_rows(seqlen)); }
 
 // Whether dQ of a KV head's query heads is summed in fp32 in the order of ranks after all. Two words, because two kernels
 // write them.
 struct NeedsOrder {
-  int by_head;  // its statistics leave too little room
-  int by_row;   // a row is too large for the grid's range of exponents
+  int by_head;  // its statistics alone say so
+  int by_row;   // the units of a row are too coarse for it, or it has none
 
   __device__ __forceinline__ bool any() const { return (by_head | by_row) != 0; }
 };

@@ -22,7 +22,8 @@ struct PreprocessParams {
   int num_dq_semaphores, num_split_semaphores;
   bool clear_dq;  // its partials are added in no order
   // Of order-free accumulation.
-  int group_size, seqlen_k, kv_tiles;
+  int group_size;
+  TileGrid grid;
   float softmax_scale;
 };
 
@@ -42,37 +43,38 @@ __device__ __forceinline__ float dot8(uint4 a, uint4 b) {
   return sum;
 }
 
-// Whether a KV head's group needs the order, from its statistics. Called by a whole warp.
+// Whether a KV head's group needs the order whatever its rows are, from its statistics. Called by a whole warp.
 template <typename Element>
-__device__ __forceinline__ void decide_order(const PreprocessParams<Element>& params, int batch_kv_head) {
+__device__ __forceinline__ void decide_order(const PreprocessParams<Element>& params, int batch_kv_head,
+                                             const KeyStatistics& keys) {
   const int lane = threadIdx.x % 32;
   const int64_t chunks = int64_t(params.group_size) * num_chunks(params.seqlen_q);
-  KeyStatistics keys = chunk_key_statistics(params.workspace, batch_kv_head, params.seqlen_k);
   float max_query_norm = 0.f;
   for (int64_t i = lane; i < chunks; i += 32) {
     max_query_norm = larger(max_query_norm, params.workspace.query_norms[batch_kv_head * chunks + i]);
   }
-  keys = combine_warp(keys);
   max_query_norm = largest_of_warp(max_query_norm);
-  const fixed_point::HeadStatistics head{max_query_norm, keys.max_norm, keys.max_product, keys.sum_of_key_steps,
-                                         keys.sum_of_value_steps};
+  const fixed_point::HeadStatistics head{max_query_norm, keys.max_norm, keys.max_product, keys.min_step_product};
   if (lane == 0) {
     params.workspace.needs_order[batch_kv_head].by_head =
-        fixed_point::needs_order(head, params.softmax_scale, params.head_dim, params.seqlen_k, params.kv_tiles,
-                                 std::is_same_v<Element, cutlass::half_t>);
+        fixed_point::needs_order(head, params.softmax_scale, params.grid.mask.sequence.seqlen_k);
   }
 }
 
-// The scale of a row whose partials sum to at most `bound` in magnitude.
+// The scale of a row of the group `batch_kv_head`, whose keys have the largest elements and products and the smallest
+// steps given.
 template <typename Element>
-__device__ __forceinline__ uint8_t row_scale(double bound, NeedsOrder& needs_order) {
-  if (!isfinite(bound)) { return fixed_point::kNotFinite; }
-  const int exponent = fixed_point::row_exponent(bound, std::is_same_v<Element, cutlass::half_t>);
-  if (exponent < fixed_point::kMinExponent) {
-    needs_order.by_row = 1;
-    return fixed_point::stored_scale(fixed_point::kMinExponent);
+__device__ __forceinline__ uint8_t row_scale(const PreprocessParams<Element>& params, int batch_kv_head, int row,
+                                             float dout_norm, float delta, const KeyStatistics& keys) {
+  const Mask& mask = params.grid.mask;
+  const double bound = fixed_point::row_bound(dout_norm, delta, keys.max_product, keys.max_element,
+                                              mask.sequence.seqlen_k, std::is_same_v<Element, cutlass::half_t>);
+  const int exponent = fixed_point::row_exponent(bound);
+  if (fixed_point::row_needs_order(exponent, dout_norm, keys.min_step_product, params.head_dim,
+                                   mask.keys_of(row).count, params.grid.kv_tiles_of_queries(row, row + 1).count)) {
+    params.workspace.needs_order[batch_kv_head].by_row = 1;
   }
-  return fixed_point::stored_scale(exponent);
+  return fixed_point::stored_scale(max_int(exponent, fixed_point::kMinExponent));
 }
 
 // Sets `count` integers to zero, with all threads of the grid.
@@ -100,14 +102,13 @@ __device__ __forceinline__ void preprocess_block(const PreprocessParams<Element>
     out[pass] = load8(params.out, batch, row, head, column, inside);
   }
 
-  float max_element = 0.f, max_product = 0.f;
+  KeyStatistics keys{};
   const int batch_kv_head = batch_head / params.group_size;
   if constexpr (kOrderFree) {
-    const KeyStatistics keys = chunk_key_statistics(params.workspace, batch_kv_head, params.seqlen_k);
-    max_element = largest_of_warp(keys.max_element);
-    max_product = largest_of_warp(keys.max_product);
+    keys = combine_warp(
+        chunk_key_statistics(params.workspace, batch_kv_head, params.grid.mask.sequence.seqlen_k));
     if (block % (params.group_size * params.blocks_per_head) == 0 && threadIdx.x < 32) {
-      decide_order(params, batch_kv_head);
+      decide_order(params, batch_kv_head, keys);
     }
   }
 
@@ -130,9 +131,8 @@ __device__ __forceinline__ void preprocess_block(const PreprocessParams<Element>
     if (column != 0) { continue; }
     params.workspace.delta[padded_row + statistic_position(row)] = delta;
     if constexpr (kOrderFree) {
-      const double bound = double(dout_norm) * double(max_product) + fabs(double(delta)) * double(max_element);
       params.workspace.scales[padded_row + scale_position(row)] =
-          row_scale<Element>(bound, params.workspace.needs_order[batch_kv_head]);
+          row_scale(params, batch_kv_head, row, dout_norm, delta, keys);
     }
   }
 }

@@ -45,6 +45,14 @@ __device__ __forceinline__ float sum_of_row(float value) {
   return value;
 }
 
+// Over the rows that a warp has at once, of a value that all kThreads threads of a row have.
+template <int kThreads>
+__device__ __forceinline__ float sum_of_rows(float value) {
+#pragma unroll
+  for (int offset = 16; offset >= kThreads; offset /= 2) { value += __shfl_xor_sync(0xffffffff, value, offset); }
+  return value;
+}
+
 // Upper bound of a row's norm, from the sum of squares of the whole row and this thread's largest magnitude. Called by
 // whole warps.
 template <int kHeadDim>
@@ -102,27 +110,40 @@ __device__ __forceinline__ float max_query_norm(const StatisticsParams<Element>&
   return max_norm;
 }
 
-// Sums of magnitudes and of squares of the differences of eight elements.
+// Of eight elements of each of two rows: what measure8 says, and the sums of magnitudes and of squares of their difference.
+struct PairMeasures {
+  float squares[2], largest[2], step_magnitudes, step_squares;
+};
+
+// Both rows at once, so that the elements are converted only once and not kept.
 template <typename Element>
-__device__ __forceinline__ void compare8(uint4 a, uint4 b, float& magnitudes, float& squares) {
-  const Element* x = reinterpret_cast<const Element*>(&a);
-  const Element* y = reinterpret_cast<const Element*>(&b);
+__device__ __forceinline__ PairMeasures measure_pair(uint4 a, uint4 b) {
+  const Element* const rows[2] = {reinterpret_cast<const Element*>(&a), reinterpret_cast<const Element*>(&b)};
+  PairMeasures sums{};
 #pragma unroll
   for (int i = 0; i < 8; ++i) {
-    const float step = float(x[i]) - float(y[i]);
-    magnitudes += fabsf(step);
-    squares = fmaf(step, step, squares);
+    const float x = float(rows[0][i]), y = float(rows[1][i]);
+    sums.squares[0] = fmaf(x, x, sums.squares[0]);
+    sums.squares[1] = fmaf(y, y, sums.squares[1]);
+    sums.largest[0] = fmaxf(sums.largest[0], fabsf(x));
+    sums.largest[1] = fmaxf(sums.largest[1], fabsf(y));
+    sums.step_magnitudes += fabsf(x - y);
+    sums.step_squares = fmaf(x - y, x - y, sums.step_squares);
   }
+  return sums;
 }
 
-// Takes rows in pairs.
+// Of the rows of one window, two at a time for each kHeadDim / 8 threads, put into `mine`. Called by whole warps.
 template <typename Element, int kHeadDim>
-__device__ __forceinline__ KeyStatistics key_statistics(const StatisticsParams<Element>& params, const Chunk& chunk) {
+__device__ __forceinline__ void measure_window(const StatisticsParams<Element>& params, const Chunk& chunk,
+                                               int first_row, KeyStatistics& mine) {
   constexpr int kThreadsPerRow = kHeadDim / 8;
+  constexpr int kRowsAtOnce = 2 * 32 / kThreadsPerRow;
   const int column = threadIdx.x % kThreadsPerRow * 8;
-  KeyStatistics mine{};
-  for (int base = chunk.first; base < chunk.end; base += 2 * kStatisticsThreads / kThreadsPerRow) {
-    const int row = base + threadIdx.x / kThreadsPerRow * 2;
+  float k_steps = 0.f, v_steps = 0.f;
+#pragma unroll
+  for (int base = first_row; base < first_row + fixed_point::kWindow; base += kRowsAtOnce) {
+    const int row = base + threadIdx.x % 32 / kThreadsPerRow * 2;
     uint4 k[2], v[2];
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
@@ -130,39 +151,50 @@ __device__ __forceinline__ KeyStatistics key_statistics(const StatisticsParams<E
       k[i] = load8(params.k, chunk.batch, row + i, chunk.head, column, inside);
       v[i] = load8(params.v, chunk.batch, row + i, chunk.head, column, inside);
     }
+    const PairMeasures of_k = measure_pair<Element>(k[0], k[1]), of_v = measure_pair<Element>(v[0], v[1]);
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      float k_squares = 0.f, k_largest = 0.f, v_squares = 0.f, v_largest = 0.f;
-      measure8<Element>(k[i], k_squares, k_largest);
-      measure8<Element>(v[i], v_squares, v_largest);
-      const float k_norm = norm_bound<kHeadDim>(sum_of_row<kThreadsPerRow>(k_squares), k_largest);
-      const float v_norm = norm_bound<kHeadDim>(sum_of_row<kThreadsPerRow>(v_squares), v_largest);
+      const float k_norm = norm_bound<kHeadDim>(sum_of_row<kThreadsPerRow>(of_k.squares[i]), of_k.largest[i]);
+      const float v_norm = norm_bound<kHeadDim>(sum_of_row<kThreadsPerRow>(of_v.squares[i]), of_v.largest[i]);
       mine.max_norm = larger(mine.max_norm, k_norm);
-      mine.max_element = larger(mine.max_element, k_largest);
+      mine.max_element = larger(mine.max_element, of_k.largest[i]);
       // Of this thread's columns; the maximum over all threads is that over all columns.
-      mine.max_product = larger(mine.max_product, v_norm * k_largest);
+      mine.max_product = larger(mine.max_product, v_norm * of_k.largest[i]);
     }
-    float unused = 0.f, k_step = 0.f, v_step = 0.f;
-    compare8<Element>(k[0], k[1], k_step, unused);
-    compare8<Element>(v[0], v[1], unused, v_step);
-    v_step = sqrtf(sum_of_row<kThreadsPerRow>(v_step));
+    const float v_step = sqrtf(sum_of_row<kThreadsPerRow>(of_v.step_squares));
     if (row + 1 < chunk.end) {
-      mine.sum_of_key_steps += k_step;
-      if (column == 0) { mine.sum_of_value_steps += v_step; }
+      k_steps += of_k.step_magnitudes;
+      v_steps += v_step;
     }
+  }
+  const int pairs = min_int(chunk.end - first_row, fixed_point::kWindow) / 2;
+  if (pairs > 0) {
+    const float key_step = sum_of_row<32>(k_steps) / pairs;
+    const float value_step = sum_of_rows<kThreadsPerRow>(v_steps) / pairs;
+    mine.min_step_product = fminf(mine.min_step_product, key_step * value_step);
+  }
+}
+
+// A warp takes a window at a time.
+template <typename Element, int kHeadDim>
+__device__ __forceinline__ KeyStatistics key_statistics(const StatisticsParams<Element>& params, const Chunk& chunk) {
+  constexpr int kRows = kStatisticsThreads / 32 * fixed_point::kWindow;
+  KeyStatistics mine = of_no_rows();
+#pragma unroll 1
+  for (int row = chunk.first + int(threadIdx.x) / 32 * fixed_point::kWindow; row < chunk.end; row += kRows) {
+    measure_window<Element, kHeadDim>(params, chunk, row, mine);
   }
   return mine;
 }
 
 __device__ __forceinline__ KeyStatistics combine(const KeyStatistics& a, const KeyStatistics& b) {
   return {larger(a.max_element, b.max_element), larger(a.max_product, b.max_product), larger(a.max_norm, b.max_norm),
-          a.sum_of_key_steps + b.sum_of_key_steps, a.sum_of_value_steps + b.sum_of_value_steps};
+          fminf(a.min_step_product, b.min_step_product)};
 }
 
 __device__ __forceinline__ KeyStatistics shuffle_xor(const KeyStatistics& x, int offset) {
   const auto other = [&](float value) { return __shfl_xor_sync(0xffffffff, value, offset); };
-  return {other(x.max_element), other(x.max_product), other(x.max_norm), other(x.sum_of_key_steps),
-          other(x.sum_of_value_steps)};
+  return {other(x.max_element), other(x.max_product), other(x.max_norm), other(x.min_step_product)};
 }
 
 __device__ __forceinline__ KeyStatistics combine_warp(KeyStatistics x) {
@@ -185,7 +217,7 @@ __device__ __forceinline__ void measure_chunk(const StatisticsParams<Element>& p
   if (first >= seqlen) { return; }
   const Chunk chunk{batch_head / heads, batch_head % heads, first, min_int(seqlen, first + chunk_rows(seqlen))};
 
-  KeyStatistics all{};
+  KeyStatistics all = of_no_rows();
   if (is_query) {
     all.max_norm = max_query_norm<Element, kHeadDim>(params, chunk);
   } else {
@@ -207,7 +239,7 @@ __device__ __forceinline__ void measure_chunk(const StatisticsParams<Element>& p
 
 // Blocks: chunks_per_head x (batch x heads of Q, then batch x KV heads of K and V).
 template <typename Element, int kHeadDim>
-__global__ void __launch_bounds__(kStatisticsThreads) statistics_kernel(const StatisticsParams<Element> params) {
+__global__ void __launch_bounds__(kStatisticsThreads, 4) statistics_kernel(const StatisticsParams<Element> params) {
   for (int block = blockIdx.x; block < params.num_blocks; block += gridDim.x) {
     if (block != int(blockIdx.x)) { __syncthreads(); }  // what the warps left before has been read
     measure_chunk<Element, kHeadDim>(params, block);
@@ -218,7 +250,7 @@ __global__ void __launch_bounds__(kStatisticsThreads) statistics_kernel(const St
 __device__ __forceinline__ KeyStatistics chunk_key_statistics(const Workspace& workspace, int batch_kv_head,
                                                               int seqlen_k) {
   const int lane = threadIdx.x % 32, chunks = num_chunks(seqlen_k);
-  return lane < chunks ? workspace.key_statistics[int64_t(batch_kv_head) * chunks + lane] : KeyStatistics{};
+  return lane < chunks ? workspace.key_statistics[int64_t(batch_kv_head) * chunks + lane] : of_no_rows();
 }
 
 }  // namespace dash_attn::backward

@@ -377,20 +377,24 @@ PYBIND11_MODULE(_schedule, m) {
         "Head dim of the kernel that takes this one; 0 when none does.");
   m.def("backward_tile_shape", &tile_shape, py::arg("head_dim"),
         "(queries, keys, padded head dim) of one tile of the backward.");
-  m.def("row_exponent", &fixed_point::row_exponent, py::arg("bound"), py::arg("half_precision"),
-        "The grid of a row in order-free accumulation: units of 2^-e.");
+  m.def("row_bound", &fixed_point::row_bound, py::kw_only(), py::arg("dout_norm"), py::arg("delta"),
+        py::arg("max_product"), py::arg("max_element"), py::arg("seqlen_k"), py::arg("half_precision"),
+        "Of the sum of the magnitudes of a row's partials in order-free accumulation.");
+  m.def("row_exponent", &fixed_point::row_exponent, py::arg("bound"),
+        "The grid of a row in order-free accumulation: units of 2^-e. One below the smallest e where it has none.");
+  m.def("row_needs_order", &fixed_point::row_needs_order, py::kw_only(), py::arg("exponent"), py::arg("dout_norm"),
+        py::arg("min_step_product"), py::arg("head_dim"), py::arg("keys"), py::arg("tiles"),
+        "Whether a row leaves its head to the ordered sum in order-free accumulation.");
   m.def(
       "needs_order",
-      [](float max_query_norm, float max_key_norm, float max_product, float sum_of_key_steps, float sum_of_value_steps,
-         double softmax_scale, int head_dim, int seqlen_k, int kv_tiles, bool half_precision) {
-        fixed_point::HeadStatistics const head{max_query_norm, max_key_norm, max_product, sum_of_key_steps,
-                                               sum_of_value_steps};
-        return fixed_point::needs_order(head, softmax_scale, head_dim, seqlen_k, kv_tiles, half_precision);
+      [](float max_query_norm, float max_key_norm, float max_product, float min_step_product, double softmax_scale,
+         int seqlen_k) {
+        fixed_point::HeadStatistics const head{max_query_norm, max_key_norm, max_product, min_step_product};
+        return fixed_point::needs_order(head, softmax_scale, seqlen_k);
       },
       py::kw_only(), py::arg("max_query_norm"), py::arg("max_key_norm"), py::arg("max_product"),
-      py::arg("sum_of_key_steps"), py::arg("sum_of_value_steps"), py::arg("softmax_scale"), py::arg("head_dim"),
-      py::arg("seqlen_k"), py::arg("kv_tiles"), py::arg("half_precision"),
-      "Whether a head is left to the ordered sum in order-free accumulation.");
+      py::arg("min_step_product"), py::arg("softmax_scale"), py::arg("seqlen_k"),
+      "Whether a head, whatever its rows are, is left to the ordered sum in order-free accumulation.");
 
   m.def("head_swizzle", &launched_head_swizzle, py::arg("schedule"), py::arg("problem"), py::arg("head_dim"),
         "The (sequence, KV head, split)s whose work tiles a launch interleaves.");

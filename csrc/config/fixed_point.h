@@ -1,10 +1,12 @@
 // The grid of order-free accumulation: a power of two for each row of dQ, and the heads that have too little room for it.
 // Derived in docs/order_free.md. Plain C++: no CUDA, CuTe or torch.
 //
-// Determinism contract: a row's grid is a function of its dO and D and of its KV head's statistics; the rule for a head,
-// of the statistics of its KV head's group and the length. Nothing here knows the batch, the schedule or the GPU.
+// Determinism contract: a row's grid is a function of its dO and D, of its KV head's statistics and of the number of keys;
+// the rule for a head, of that of the rows of its KV head's group, of the group's statistics, the lengths and the mask.
+// Nothing here knows the batch, the schedule or the GPU.
 #pragma once
 
+#include <cfloat>
 #include <cmath>
 #include <cstdint>
 
@@ -12,45 +14,39 @@
 
 namespace dash_attn::fixed_point {
 
-// Of one KV head and the query heads that share it. Norms are upper bounds of Euclidean norms of rows. Not finite where
-// the inputs are not.
+// Keys whose rows of K and V are measured together: keys 0 to 7, 8 to 15, and so on. Any run of twice as many keys, less
+// one, has a whole window in it.
+inline constexpr int kWindow = 8;
+
+// Of one KV head and the query heads that share it. Norms are upper bounds of Euclidean norms of rows. The maxima are not
+// finite where the inputs are not.
 struct HeadStatistics {
   float max_query_norm, max_key_norm;
   float max_product;  // of a key's |V row| and its largest element of K
-  // Over pairs of neighbouring rows: of the magnitudes of all elements of their difference, and of its norms.
-  float sum_of_key_steps, sum_of_value_steps;
+  // Over windows: of the sum of magnitudes of the difference between two neighbouring rows of K, in the mean over the
+  // window's pairs, times the norm of that difference of V, in the mean too. Infinite where no window has a pair.
+  float min_step_product;
 };
 
 // Scores beyond this leave fp32 too few digits to promise that a row of P sums to little more than 1.
 inline constexpr double kMaxScore = 2048;
-// What a row's error may be, relative to the norm of a row of dQ as the differences between the head's rows of K and of V
-// let expect it.
+// The proof that no sum overflows allows for the forward's sum of no more keys.
+inline constexpr int kMaxKeys = 1 << 20;
+// What a row's error may be, relative to the norm of a row of dQ as dO and the differences between neighbouring rows of K
+// and of V let expect it.
 inline constexpr double kMaxError = 1e-4;
 inline constexpr double kMeanMagnitudeToDeviation = 1.2533;  // of a normal distribution: sqrt(pi / 2)
 inline constexpr float kSmallestProduct = 1e-30f;
-// Units that the bound of a row may take: 2^31, less what rounding can add to the bound (at most 1.17, and another factor
-// of 2 where dS is rounded to subnormal numbers of fp16).
+// Units that the bound of a row may take: 2^31, less what relative rounding errors can add to the bound, a factor of 1.27.
 inline constexpr double kCapacity = 1.5 * (1 << 30);
 
-DASH_HOST_DEVICE constexpr double capacity(bool half_precision) { return half_precision ? kCapacity / 2 : kCapacity; }
-
-// Whether dQ of the head is summed in fp32 in the order of ranks instead.
-DASH_HOST_DEVICE inline bool needs_order(HeadStatistics const& head, double softmax_scale, int head_dim, int seqlen_k,
-                                         int kv_tiles, bool half_precision) {
-  double const largest_score = softmax_scale * double(head.max_query_norm) * double(head.max_key_norm);
-  // Both per element of dQ and unit of |dO|. Rounding kv_tiles partials leaves sqrt(kv_tiles / 12) units, where a unit is up
-  // to twice bound / capacity. Rows of K and V that all are attended alike leave 1 / sqrt(seqlen_k) of what one of them
-  // would; what all have in common cancels, so only differences count. Those of two normal values are sqrt(2) of one.
-  double const unit = 2 * double(head.max_product) / capacity(half_precision);
-  double const noise = unit * std::sqrt(double(kv_tiles) / 12);
-  double const pairs = double(seqlen_k) / 2;
-  double const key_step = double(head.sum_of_key_steps) / pairs / head_dim;
-  double const value_step = double(head.sum_of_value_steps) / pairs / std::sqrt(double(head_dim));
-  double const expected = key_step * value_step / 2 * kMeanMagnitudeToDeviation / std::sqrt(double(seqlen_k));
-  // A smaller product may have lost digits of its own in fp32.
-  bool const exact = head.max_product >= kSmallestProduct || expected == 0;
-  // Written so that NaN needs the order.
-  return !(largest_score <= kMaxScore && noise <= kMaxError * expected && std::isfinite(noise) && exact);
+// Whether dQ of the head is summed in fp32 in the order of ranks instead, whatever its rows are.
+DASH_HOST_DEVICE inline bool needs_order(HeadStatistics const& head, double softmax_scale, int seqlen_k) {
+  double const largest_score = std::fabs(softmax_scale) * double(head.max_query_norm) * double(head.max_key_norm);
+  // A smaller product may have lost digits of its own in fp32, or all of them. A difference may overflow where the values
+  // do not. Written so that NaN needs the order.
+  return !(largest_score <= kMaxScore && seqlen_k <= kMaxKeys && head.max_product >= kSmallestProduct &&
+           head.max_product <= FLT_MAX && head.min_step_product <= FLT_MAX);
 }
 
 // A row is in units of 2^-e. What the kernel multiplies by is the float 2^(e - kFractionBits), of which the exponent's bits
@@ -59,22 +55,54 @@ inline constexpr int kFractionBits = 22;
 inline constexpr float kOffset = 3.f;
 inline constexpr uint32_t kOffsetBits = 0x40400000;
 
-inline constexpr int kMinExponent = kFractionBits - 126;  // from here on the stored float is a normal one
-inline constexpr int kMaxExponent = 126;                  // 2^-126, the unit then, is the smallest normal float
-inline constexpr uint8_t kNotFinite = 255;                // the row is NaN
+inline constexpr int kMinExponent = -96;    // of a bound of 1.5 * 2^126: a partial of a larger one might overflow fp32
+inline constexpr int kMaxExponent = 126;    // 2^-126, the unit then, is the smallest normal float
+inline constexpr uint8_t kNotFinite = 255;  // the row is NaN
 
 DASH_HOST_DEVICE constexpr uint8_t stored_scale(int exponent) {
   return static_cast<uint8_t>(exponent - kFractionBits + 127);
 }
 DASH_HOST_DEVICE constexpr int stored_exponent(uint8_t scale) { return scale - 127 + kFractionBits; }
 
-// Largest e with bound * 2^e <= capacity, for a finite bound of the sum of the magnitudes of the row's partials:
-// |dO| * max_product + |D| * max |K element|. Below kMinExponent the row needs the order.
-DASH_HOST_DEVICE inline int row_exponent(double bound, bool half_precision) {
+// Half the smallest subnormal number of the inputs' type: what rounding a smaller number than its normal ones can add.
+DASH_HOST_DEVICE constexpr double subnormal_error(bool half_precision) {
+  return half_precision ? 1.0 / (1 << 25) : 1.0 / (1ull << 62) / (1ull << 62) / (1 << 10);
+}
+
+// Of the sum of the magnitudes of a row's partials, but for relative rounding errors. max_element is K's.
+DASH_HOST_DEVICE inline double row_bound(double dout_norm, double delta, double max_product, double max_element,
+                                         int seqlen_k, bool half_precision) {
+  // dS of every key is rounded to the inputs' type, and dP - D, which P weights, that is once more.
+  double const roundings = double(seqlen_k) + 2;
+  return dout_norm * max_product + (std::fabs(delta) + roundings * subnormal_error(half_precision)) * max_element;
+}
+
+// Largest e with bound * 2^e <= kCapacity, at most kMaxExponent. Where that is below kMinExponent, or the bound is not
+// finite, it is kMinExponent - 1.
+DASH_HOST_DEVICE inline int row_exponent(double bound) {
+  if (!(bound <= DBL_MAX)) return kMinExponent - 1;
   if (bound == 0) return 0;
   int exponent;
-  frexp(capacity(half_precision) / bound, &exponent);
-  return exponent - 1 < kMaxExponent ? exponent - 1 : kMaxExponent;
+  frexp(kCapacity / bound, &exponent);
+  exponent -= 1;
+  if (exponent < kMinExponent) return kMinExponent - 1;
+  return exponent < kMaxExponent ? exponent : kMaxExponent;
+}
+
+// Whether units of 2^-exponent are too coarse for a row, so that its head needs the order. `keys` are those that the row
+// sees, in `tiles` KV tiles.
+DASH_HOST_DEVICE inline bool row_needs_order(int exponent, double dout_norm, double min_step_product, int head_dim,
+                                             int keys, int tiles) {
+  if (exponent < kMinExponent) return true;
+  if (dout_norm == 0) return false;  // nothing to round
+  // Squares of two things per element of dQ. Rounding the partials leaves sqrt(tiles / 12) units. Rows of K and V that all
+  // are attended alike leave 1 / sqrt(keys) of what one of them would; what all have in common cancels, so only
+  // differences count. Those of two normal values are sqrt(2) of one.
+  double const unit = ldexp(1.0, -exponent);
+  double const noise = unit * unit * tiles / 12;
+  double const steps = dout_norm * min_step_product * (kMeanMagnitudeToDeviation / 2);
+  double const expected = steps * steps / (double(head_dim) * head_dim * head_dim) / (keys > 0 ? keys : 1);
+  return !(noise <= kMaxError * kMaxError * expected);
 }
 
 }  // namespace dash_attn::fixed_point

@@ -69,8 +69,7 @@ void launch_preprocess(const BackwardArguments& a, const backward::Workspace& wo
     params.num_split_semaphores = int(num_split_semaphores(a));
     params.clear_dq = accumulation(static_cast<Policy>(a.schedule)) != Accumulation::kOrdered;
     params.group_size = a.group_size();
-    params.seqlen_k = a.seqlen_k;
-    params.kv_tiles = grid.kv_tiles();
+    params.grid = grid;
     params.softmax_scale = a.softmax_scale;
     const auto kernel = is_order_free(a) ? backward::preprocess_kernel<Element, Geometry::kHeadDim, true>
                                          : backward::preprocess_kernel<Element, Geometry::kHeadDim, false>;

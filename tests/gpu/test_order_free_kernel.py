@@ -23,6 +23,11 @@ def changed(problem, change, device, seed=0):
     return [x.clamp(-6e4, 6e4).to(problem.dtype).to(device) for x in (*tensors, dout)]
 
 
+def dq_of(inputs, problem):
+    """dQ of order_free and of descending."""
+    return [support.backward(inputs, problem, policy)["dq"] for policy in ("order_free", "descending")]
+
+
 @MASKS
 @DTYPES
 @pytest.mark.parametrize("head_dim", [64, 128])
@@ -60,7 +65,7 @@ def test_only_the_heads_that_need_the_order_have_it(head_dim, causal, device, nu
     bad = changed(problem, distributions.huge_value_row, device, seed=1)
     v[1, :, 2] = bad[2][1, :, 2]
     inputs = support.with_forward(problem, q, k, v, dout)
-    free, ordered = (support.backward(inputs, problem, policy)["dq"] for policy in ("order_free", "descending"))
+    free, ordered = dq_of(inputs, problem)
     support.assert_finite({"dq": free}, "order_free")
     for batch in range(2):
         for head in range(8):
@@ -120,8 +125,78 @@ def test_gradients_of_any_size(scale, causal, device):
     problem = Problem(1, 300, 300, 2, 1, 64, causal)
     q, k, v, dout = support.random_qkv_dout(problem, device)
     inputs = support.with_forward(problem, q, k, v, dout * scale)
-    free, ordered = (support.backward(inputs, problem, policy)["dq"].double() for policy in ("order_free", "descending"))
+    free, ordered = (x.double() for x in dq_of(inputs, problem))
     assert (free - ordered).norm() <= 1e-3 * ordered.norm() and ordered.norm() > 0
+
+
+@MASKS
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("scale", [1.0, 1e-1, 1e-2, 1e-3, 1e-4, 1e-5, 1e-6])
+def test_documents_of_different_size(scale, head_dim, causal, device):
+    def change(*args):
+        distributions.document_of_small_values(*args, scale=scale)
+
+    problem = Problem(1, 4096, 4096, 2, 1, head_dim, causal)
+    free, ordered = dq_of(support.with_forward(problem, *changed(problem, change, device)), problem)
+    for document in (slice(0, 2048), slice(2048, 4096)):
+        x, y = free[:, document].double(), ordered[:, document].double()
+        # Rounding to bf16 makes that of sums that differ by 1e-4.
+        assert (x - y).norm() <= 1e-3 * y.norm(), document
+    if scale == 1.0:
+        assert support.first_mismatch("dq", free, ordered) is not None, "the grid"
+
+
+@MASKS
+@DTYPES
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("seqlen", [512, 4096, 16384, 32768])
+def test_normal_inputs_stay_on_the_grid(seqlen, head_dim, dtype, causal, device):
+    problem = Problem(1, seqlen, seqlen, 8, 2, head_dim, causal, dtype)
+    free, ordered = dq_of(support.random_inputs(problem, device), problem)
+    for head in range(problem.heads):
+        assert support.first_mismatch("dq", free[:, :, head], ordered[:, :, head]) is not None, head
+
+
+def two_keys(head_dim, k, v, dout, others=0.0):
+    """Two queries that attend to two opposite keys alike; `k`, `v` and `dout` are in column 0, K's others are `others`."""
+    tensors = [torch.zeros(1, 2, 1, head_dim) for _ in range(4)]
+    sign = torch.tensor([1.0, -1.0])[:, None]
+    tensors[1] += others * sign[:, None]
+    for x, column in zip(tensors[1:], (k * sign, v * sign, dout)):
+        x[..., 0] = column
+    return [x.bfloat16() for x in tensors]
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("mantissa", [1.0, 1.25, 1.5, 1.75])
+def test_subnormal_gradients_do_not_overflow(mantissa, head_dim, device):
+    """Rounding to bf16 doubles dS here, in every key alike."""
+    problem = Problem(1, 2, 2, 1, 1, head_dim, False)
+    tensors = two_keys(head_dim, k=mantissa * 2.0**40, v=2.0**-67, dout=1.0078125 * 2.0**-66)
+    free, ordered = dq_of(support.with_forward(problem, *(x.to(device) for x in tensors)), problem)
+    assert bool((ordered[..., 0] > 0).all())
+    torch.testing.assert_close(free, ordered, rtol=1e-2, atol=0)
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_one_column_that_overflows(head_dim, device):
+    problem = Problem(1, 2, 2, 1, 1, head_dim, False)
+    tensors = two_keys(head_dim, k=2.0**66, v=2.0**30, dout=2.0**33, others=1.0)
+    free, ordered = dq_of(support.with_forward(problem, *(x.to(device) for x in tensors)), problem)
+    assert bool(ordered[..., 0].isinf().all()) and bool(ordered[..., 1:].isfinite().all())
+    assert support.first_mismatch("dq", free, ordered) is None
+
+
+@MASKS
+@pytest.mark.parametrize("sizes", [(1.0, 1e-6, 3e37), (1e-23, 1e-24, 1e37)], ids=["huge_dout", "products_underflow"])
+def test_what_statistics_cannot_hold_is_summed_in_order(sizes, causal, device):
+    """|dO| beyond fp32's square root of its largest number, and |V||K| below its smallest one."""
+    problem = Problem(1, 300, 300, 2, 1, 128, causal)
+    q, k, v, dout = support.random_qkv_dout(problem, device)
+    tensors = (q, *(x * size for x, size in zip((k, v, dout), sizes)))
+    free, ordered = dq_of(support.with_forward(problem, *tensors), problem)
+    assert bool(ordered.isfinite().all()) and bool(ordered.any())
+    assert support.first_mismatch("dq", free, ordered) is None
 
 
 @MASKS
