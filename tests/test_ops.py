@@ -138,7 +138,7 @@ def test_devices_must_agree(index, like):
 
 
 @pytest.mark.parametrize("written, other", [
-    ("dk", "dv"), ("dq", "q"), ("dk", "k"), ("dv", "v"), ("dq", "dout"), ("dq", "out"), ("dv", "k"),
+    ("dk", "dv"), ("dq", "q"), ("dk", "k"), ("dk", "v"), ("dv", "v"), ("dv", "v"), ("dq", "dout"), ("dq", "out"), ("dv", "k"),
 ])  # fmt: skip
 def test_gradients_must_not_share_memory(written, other):
     names = ["dout", "q", "k", "v", "out", "softmax_lse", "dq", "dk", "dv"]

@@ -109,9 +109,8 @@ struct Attention : torch::autograd::Function<Attention> {
   static variable_list backward(AutogradContext* context, variable_list douts) {
     variable_list saved = context->get_saved_variables();
     const size_t count = saved.size() - 2;
-    variable_list gradients(count + kOptions);
     const Tensor& dout = douts[0];
-    if (!dout.defined()) { return gradients; }
+    if (!dout.defined()) { return variable_list(count + kOptions); }
     auto& data = context->saved_data;
     const at::IValue& num_heads_q = data["num_heads_q"];
     const Options options{num_heads_q.isNone() ? std::nullopt : std::optional<SymInt>(num_heads_q.toSymInt()),
@@ -120,12 +119,9 @@ struct Attention : torch::autograd::Function<Attention> {
     const Tensor &out = saved[count], &softmax_lse = saved[count + 1];
     const at::TensorList packed(saved.data(), count);
     // With create_graph the gradients may be differentiated again.
-    variable_list computed = at::GradMode::is_enabled()
-                                 ? Gradients::apply(dout, out, softmax_lse, packed, options)
-                                 : call_backward(dout, out, softmax_lse, packed, options);
-    for (size_t i = 0; i < count; ++i) {
-      if (context->needs_input_grad(i)) { gradients[i] = std::move(computed[i]); }
-    }
+    variable_list gradients = at::GradMode::is_enabled() ? Gradients::apply(dout, out, softmax_lse, packed, options)
+                                                         : call_backward(dout, out, softmax_lse, packed, options);
+    gradients.resize(count + kOptions);
     return gradients;
   }
 };

@@ -107,9 +107,12 @@ const DeviceFacts& facts_of(int32_t device) {
 // Streaming multiprocessors that the kernel may use on `device`.
 int usable_sms(int32_t device, int64_t sm_margin) {
   const auto [major, minor, sms] = facts_of(device);
-  STD_TORCH_CHECK(major == 9 && minor == 0,
-                  "q must be on a GPU of compute capability 9.0 (Hopper: H100, H200, GH200), got cuda:", device,
-                  " with compute capability ", major, ".", minor);
+  // The two checks of this file that users meet: without the place in the sources that STD_TORCH_CHECK puts first.
+  if (major != 9 || minor != 0) {
+    throw std::runtime_error("q must be on a GPU of compute capability 9.0 (Hopper: H100, H200, GH200), got cuda:" +
+                             std::to_string(device) + " with compute capability " + std::to_string(major) + "." +
+                             std::to_string(minor));
+  }
   if (sm_margin < 0 || sm_margin >= sms) {
     // A ValueError in Python.
     throw std::invalid_argument("sm_margin must be at least 0 and less than the " + std::to_string(sms) +
