@@ -2,9 +2,9 @@
 
     python -m benchmarks.calibrate --json calibration.json
 
-Five parts: latencies (`latency.cu`); probes, small problems that each show one cost (below); the kernels around the main one;
-every ordered policy at every shape of the full grid, twice, for how far two measurements of one thing differ; and what
-`benchmarks.auto_table` chooses between. `benchmarks.model` fits and compares; it needs no GPU. Takes about 100 s on an H200.
+Four parts: latencies (`latency.cu`); probes, small problems that each show one cost (below); the kernels around the main one;
+and every ordered policy at every shape of the full grid, twice, for how far two measurements of one thing differ.
+`benchmarks.model` fits and `benchmarks.report` compares; they need no GPU. Takes about a minute on an H200.
 """
 
 import argparse
@@ -20,7 +20,8 @@ import time
 
 import torch
 
-from benchmarks import auto_table, latency, peers, run, timing
+from benchmarks import latency, peers, run, timing
+from benchmarks.files import dumps
 from benchmarks.shapes import Shape, full_grid
 from dash_attn import _schedule, schedule
 
@@ -69,7 +70,7 @@ def probes(sms: int, tile_shapes: dict[int, tuple[int, int]]) -> list[Probe]:
         # The code of each kernel: in many steps on a full GPU; under the causal mask alone, where no order is better.
         for schedule in ("ascending", "descending", "spt", "shift"):
             add("code", 24 * rows, 24, batch=sms // 4, schedule=schedule)
-        for schedule in ("descending", "spt", "symmetric_shift", "spt_descending"):
+        for schedule in ("descending", "spt", "symmetric_shift"):
             add("code", 16 * rows, 16, mask="causal", schedule=schedule, on=2 if schedule == "symmetric_shift" else 1)
         # One SM alone: no queue anywhere.
         for steps in (16, 64):
@@ -179,27 +180,6 @@ def measure_grid(library, timer, max_seqlen: int, min_time_s: float) -> list[dic
     return [row for shape in shapes for row in measure_policies(library, timer, shape, ordered, min_time_s)]
 
 
-def measure_loads(library, timer, min_time_s: float) -> list[dict]:
-    """What the table of "auto" chooses between, where the model's policies are too near each other."""
-    return [
-        row
-        for shape in auto_table.measured_loads()
-        for row in measure_policies(library, timer, shape, auto_table.candidates(shape.causal), min_time_s)
-    ]
-
-
-def dumps(result: dict) -> str:
-    """JSON with a line for each row."""
-    blocks = []
-    for key, value in result.items():
-        if isinstance(value, list):
-            lines = ",\n".join("  " + json.dumps(row) for row in value)
-            blocks.append(f' "{key}": [\n{lines}\n ]')
-        else:
-            blocks.append(f' "{key}": {json.dumps(value)}')
-    return "{\n" + ",\n".join(blocks) + "\n}\n"
-
-
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=pathlib.Path, required=True, help="write the measurements here, after every part")
@@ -226,7 +206,6 @@ def main(argv: list[str] | None = None) -> int:
     part("probes", lambda: measure_probes(library, timer, sms))
     part("kernels", lambda: measure_kernels(library, timer))
     part("grid", lambda: measure_grid(library, timer, arguments.max_seqlen, arguments.min_time))
-    part("loads", lambda: measure_loads(library, timer, arguments.min_time))
     return 0
 
 

@@ -1,10 +1,10 @@
-"""Our throughput over the best peer's, shape by shape, with geometric means.
+"""Our throughput over the peers', shape by shape, with geometric means.
 
     python -m benchmarks.compare ours.json --peers peers.json
 
-Without --peers, the peers are those of the same file. Either file may be a result of benchmarks.run, or a table whose rows hold
-a shape and, for "backward" and "forward", TFLOP/s by peer: a number, or {"det": ..., "nondet": ...}. Where a file has no figures of "both",
-they are worked out from every backward and the quickest forward of any peer.
+Ours is one schedule, "auto" unless another is named; what is not deterministic is never counted as ours. Without --peers,
+the peers are those of the same file, measured in the same run. Where a file has no figures of "both", they are worked out
+from each peer's backward and the quickest forward of any.
 """
 
 import argparse
@@ -12,11 +12,19 @@ import collections
 import json
 import math
 import pathlib
+import string
 from typing import NamedTuple
 
-from benchmarks.shapes import PASSES, SHAPE_FIELDS, Shape
+from benchmarks.shapes import PASSES, Shape
 
 OURS = "dash_attn"
+NAMES = {
+    "fa2": "FlashAttention-2",
+    "fa3": "FlashAttention-3",
+    "fa4": "FlashAttention-4",
+    "cudnn": "cuDNN",
+    "dash-authors": "DASH",
+}
 
 
 class Figure(NamedTuple):
@@ -25,49 +33,73 @@ class Figure(NamedTuple):
     deterministic: bool
     tflops: float
 
-    def __str__(self) -> str:
-        return f"{self.schedule or self.impl} {self.tflops:.1f}"
+    @property
+    def name(self) -> str:
+        return NAMES.get(self.impl, self.impl)
 
 
 Figures = dict[Shape, list[Figure]]
 
 
+class Peer(NamedTuple):
+    """One peer in one of its two modes, whatever its schedule."""
+
+    impl: str
+    deterministic: bool
+
+    def __str__(self) -> str:
+        return NAMES.get(self.impl, self.impl) + (", deterministic" if self.deterministic else "")
+
+
 class Comparison(NamedTuple):
     shape: Shape
     ours: Figure
-    best_deterministic: Figure | None
-    best_other: Figure | None
+    peers: list[Figure]
+
+    def best(self, deterministic: bool, impl: str | None = None) -> Figure | None:
+        return _best([f for f in self.peers if f.deterministic == deterministic and impl in (None, f.impl)])
 
     def ratio(self, peer: Figure | None) -> float | None:
         return self.ours.tflops / peer.tflops if peer else None
 
 
-def read(path: pathlib.Path, pass_: str) -> Figures:
-    """The figures of one pass in a file of either form."""
+class Mean(NamedTuple):
+    """A geometric mean of ratios, and over how many shapes."""
+
+    ratio: float
+    shapes: int
+
+    def __str__(self) -> str:
+        return f"{self.ratio:.3f} ({self.shapes})"
+
+
+def figures(rows: list[dict], pass_: str) -> Figures:
+    """The figures of one pass among the rows of a result."""
     found: dict[str, Figures] = {p: collections.defaultdict(list) for p in PASSES}
-    for row in json.loads(path.read_text())["rows"]:
-        shape = Shape(*(row.get(field, "bf16") if field == "dtype" else row[field] for field in SHAPE_FIELDS))
-        if "impl" in row:
-            found[row["pass"]][shape].append(Figure(row["impl"], row["schedule"], row["deterministic"], row["tflops"]))
-        else:
-            for p in ("forward", "backward"):
-                found[p][shape] += table_figures(row, p)
+    for row in rows:
+        figure = Figure(row["impl"], row["schedule"], row["deterministic"], row["tflops"])
+        found[row["pass"]][Shape.of_row(row)].append(figure)
     if pass_ == "both" and not found["both"]:
         forwards = found["forward"]
         return {shape: pairs(forwards.get(shape, []), backwards) for shape, backwards in found["backward"].items()}
     return found[pass_]
 
 
-def table_figures(row: dict, pass_: str) -> list[Figure]:
-    figures = []
-    for impl, value in row.get(pass_, {}).items():
-        modes = value if isinstance(value, dict) else {"det": value}
-        figures += [Figure(impl, None, mode == "det", tflops) for mode, tflops in modes.items()]
-    return figures
+def read(path: pathlib.Path, pass_: str) -> Figures:
+    return figures(json.loads(path.read_text())["rows"], pass_)
+
+
+def read_runs(path: pathlib.Path, pass_: str) -> dict[str, Figures]:
+    """By the run's name, the figures of runs that measured us and peers together (`same_run`), where the file has them."""
+    runs = collections.defaultdict(list)
+    for row in json.loads(path.read_text()).get("same_run", []):
+        runs[row["run"]].append(row)
+    return {run: figures(rows, pass_) for run, rows in runs.items()}
 
 
 def pairs(forwards: list[Figure], backwards: list[Figure]) -> list[Figure]:
-    """Forward plus backward: each backward after the quickest forward. A backward takes 2.5 times a forward's operations."""
+    """Forward plus backward, under the backward's name: each backward after the quickest forward of any peer. A backward
+    takes 2.5 times a forward's operations."""
     forward = _best(forwards)
     if forward is None:
         return []
@@ -75,22 +107,24 @@ def pairs(forwards: list[Figure], backwards: list[Figure]) -> list[Figure]:
     def together(backward: Figure) -> float:
         return 3.5 / (1 / forward.tflops + 2.5 / backward.tflops)
 
-    return [Figure(f"{forward.impl}+{b.impl}", None, b.deterministic, together(b)) for b in backwards]
+    return [b._replace(tflops=together(b)) for b in backwards]
 
 
-def _best(figures: list[Figure]) -> Figure | None:
-    return max(figures, key=lambda figure: figure.tflops, default=None)
+def _best(found: list[Figure]) -> Figure | None:
+    return max(found, key=lambda figure: figure.tflops, default=None)
 
 
-def compare(ours: Figures, peers: Figures, schedule: str | None = None) -> list[Comparison]:
-    """For each shape of ours that a peer has too: our best schedule (or the one named) and the best peers."""
+def compare(ours: Figures, peers: Figures, schedule: str = "auto") -> list[Comparison]:
+    """For each shape at which this schedule of ours was measured, and some peer: our figure and the peers'.
+
+    A forward has no schedule, and its figure stands for all of them.
+    """
     found = []
-    for shape, figures in ours.items():
-        own = _best([f for f in figures if f.impl == OURS and schedule in (None, f.schedule)])
+    for shape, of_shape in ours.items():
+        own = _best([f for f in of_shape if f.impl == OURS and f.deterministic and f.schedule in (schedule, None)])
         others = [f for f in peers.get(shape, []) if f.impl != OURS]
         if own and others:
-            deterministic = _best([f for f in others if f.deterministic])
-            found.append(Comparison(shape, own, deterministic, _best([f for f in others if not f.deterministic])))
+            found.append(Comparison(shape, own, others))
     return found
 
 
@@ -98,41 +132,83 @@ def geometric_mean(ratios: list[float]) -> float:
     return math.exp(sum(map(math.log, ratios)) / len(ratios))
 
 
-def report(comparisons: list[Comparison]) -> str:
-    lines = [f"{'shape':<38} {'ours':>22} {'best deterministic':>22} {'ratio':>6} {'best other':>14} {'ratio':>6}"]
-    groups = collections.defaultdict(lambda: ([], []))
+def mean(comparisons: list[Comparison], deterministic: bool, impl: str | None = None) -> Mean | None:
+    """Over the shapes where some peer, or the one named, was measured; None where it nowhere was."""
+    ratios = [c.ratio(peer) for c in comparisons if (peer := c.best(deterministic, impl))]
+    return Mean(geometric_mean(ratios), len(ratios)) if ratios else None
+
+
+def measured_peers(comparisons: list[Comparison]) -> list[Peer]:
+    """Deterministic ones first, by name."""
+    found = {Peer(figure.impl, figure.deterministic) for c in comparisons for figure in c.peers}
+    return sorted(found, key=lambda peer: (not peer.deterministic, str(peer)))
+
+
+def footnotes(comparisons: list[Comparison]) -> tuple[dict[Shape, str], dict[str, list[Peer]]]:
+    """Which peers of the comparison were not measured at a shape: its letter, "" where none is missing, and the peers that
+    each letter stands for."""
+    peers, letters, shapes = measured_peers(comparisons), {}, {}
     for comparison in comparisons:
-        shape = comparison.shape
-        cells = [f"{shape!s:<38}"]
-        cells.append(f"{comparison.ours!s:>22}")
-        for i, (peer, width) in enumerate(((comparison.best_deterministic, 22), (comparison.best_other, 14))):
-            ratio = comparison.ratio(peer)
-            cells += [f"{str(peer or '-'):>{width}}", f"{ratio:6.2f}" if ratio else f"{'-':>6}"]
-            if ratio:
-                groups[f"d{shape.head_dim} {shape.mask}"][i].append(ratio)
-                groups["all"][i].append(ratio)
-        lines.append(" ".join(cells))
-    lines.append("")
-    lines.append("geometric mean of the ratios: to the best deterministic peer, to the best other peer")
-    for name in sorted(groups, key=lambda name: (name == "all", name)):
-        means = [f"{geometric_mean(ratios):.3f} ({len(ratios)})" if ratios else "-" for ratios in groups[name]]
-        lines.append(f"  {name:<14} {means[0]:>12} {means[1]:>12}")
+        missing = tuple(p for p in peers if comparison.best(p.deterministic, p.impl) is None)
+        if missing and missing not in letters:
+            letters[missing] = string.ascii_lowercase[len(letters)]
+        shapes[comparison.shape] = letters.get(missing, "")
+    return shapes, {letter: list(missing) for missing, letter in letters.items()}
+
+
+def group_of(shape: Shape) -> str:
+    return f"d{shape.head_dim} {shape.mask}"
+
+
+def report(comparisons: list[Comparison]) -> str:
+    """Every shape with the best peers, what was not measured, and the means: by group, and to each peer."""
+    notes, missing = footnotes(comparisons)
+    heads = f"{'ours':>17} {'best deterministic':>24} {'ratio':>6} {'best other':>24} {'ratio':>6}"
+    lines = [f"{'shape':<36} {heads} not measured"]
+    for comparison in comparisons:
+        cells = [f"{comparison.shape!s:<36}"]
+        cells.append(f"{comparison.ours.schedule or ''} {comparison.ours.tflops:.1f}".strip().rjust(17))
+        for deterministic in (True, False):
+            peer = comparison.best(deterministic)
+            shown = f"{peer.name} {peer.tflops:.1f}" if peer else "-"
+            cells += [f"{shown:>24}", f"{comparison.ratio(peer):6.2f}" if peer else f"{'-':>6}"]
+        note = notes[comparison.shape]
+        lines.append(" ".join([*cells, f"[{note}]" if note else ""]).rstrip())
+    lines += [f"[{letter}] not measured here: {'; '.join(map(str, peers))}" for letter, peers in missing.items()]
+    lines += ["", "geometric mean of the ratios (shapes): to the best deterministic peer, to the best other peer"]
+    groups = collections.defaultdict(list)
+    for comparison in comparisons:
+        groups[group_of(comparison.shape)].append(comparison)
+    for name, group in [*sorted(groups.items()), ("all", comparisons)]:
+        lines.append(f"  {name:<36} " + " ".join(f"{str(mean(group, d) or '-'):>12}" for d in (True, False)))
+    lines += ["", "to each peer, over the shapes where it was measured"]
+    for peer in measured_peers(comparisons):
+        lines.append(f"  {peer!s:<36} {str(mean(comparisons, peer.deterministic, peer.impl)):>12} of {len(comparisons)}")
     return "\n".join(lines)
 
 
-def main() -> None:
+def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("ours", type=pathlib.Path)
-    parser.add_argument("--peers", type=pathlib.Path)
+    parser.add_argument("--peers", type=pathlib.Path, help="a result with the peers' figures; default: the same one")
     parser.add_argument("--pass", dest="pass_", choices=PASSES, default="backward")
-    parser.add_argument("--schedule", help="compare this schedule instead of the best one of each shape")
-    arguments = parser.parse_args()
+    parser.add_argument("--schedule", default="auto", help="of ours (default auto)")
+    arguments = parser.parse_args(argv)
     ours = read(arguments.ours, arguments.pass_)
     peers = read(arguments.peers, arguments.pass_) if arguments.peers else ours
     comparisons = compare(ours, peers, arguments.schedule)
     if not comparisons:
-        raise SystemExit(f"no shape of {arguments.ours} has both a figure of ours and one of a peer")
+        raise SystemExit(
+            f"error: no shape has both a {arguments.pass_} of {OURS} with --schedule {arguments.schedule} in "
+            f"{arguments.ours} and one of a peer in {arguments.peers or arguments.ours}"
+        )
+    print("peers of the same run" if not arguments.peers else f"peers of {arguments.peers}: another run than ours")
     print(report(comparisons))
+    for run, of_run in read_runs(arguments.peers or arguments.ours, arguments.pass_).items():
+        together = compare(of_run, of_run, arguments.schedule)
+        if together:
+            commit = json.loads((arguments.peers or arguments.ours).read_text())["meta"]["same_run"][run]
+            print(f"\nin one run with the peers, {run} ({commit})\n{report(together)}")
 
 
 if __name__ == "__main__":

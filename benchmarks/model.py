@@ -19,6 +19,8 @@ import torch
 
 from dash_attn import _schedule, schedule
 
+RESULTS = pathlib.Path(__file__).parent / "results"
+MACHINE, CALIBRATION = RESULTS / "machine_h200.json", RESULTS / "calibration_h200.json"
 # Of the kernel (csrc/backward/config.h): staging buffers of dQ, warps that add, steps that are loaded ahead.
 KERNEL = {"staging": 2, "adders": 2, "loads_ahead": 2}
 # Policies whose adds wait for no one.

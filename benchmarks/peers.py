@@ -1,8 +1,9 @@
 """The implementations that are measured: one class each, ours among them.
 
 A class gives the variants it has for a shape, and for each variant what to call: `prepare` returns one function for each
-pass, on tensors (batch, seqlen, heads, head_dim) that exist already; "both" goes through autograd for ours,
-and calls the two passes of a peer one after the other. Importing this module imports no peer.
+pass, on tensors (batch, seqlen, heads, head_dim) that exist already; "both" goes through autograd for ours, and calls the
+two passes of a peer one after the other. A forward returns out, the others (dq, dk, dv), in the layout of the inputs, so
+that what is timed can be checked. Importing this module imports no peer.
 """
 
 import contextlib
@@ -36,7 +37,8 @@ class Tensors:
     dout: torch.Tensor
 
 
-Calls = dict[str, Callable[[], object]]
+Results = torch.Tensor | tuple[torch.Tensor, ...]
+Calls = dict[str, Callable[[], Results]]
 
 
 def random_tensors(shape: Shape, device: torch.device) -> Tensors:
@@ -67,17 +69,17 @@ def deterministic_algorithms(enabled: bool) -> Iterator[None]:
         torch.utils.deterministic.fill_uninitialized_memory = before[1]
 
 
-def _in_turn(forward: Callable[[], object], backward: Callable[[], object]) -> Calls:
-    def both() -> None:
+def _in_turn(forward: Callable[[], Results], backward: Callable[[], Results]) -> Calls:
+    def both() -> Results:
         forward()
-        backward()
+        return backward()
 
     return {"forward": forward, "backward": backward, "both": both}
 
 
 class DashAttn:
-    """This package: every policy that users can choose, all deterministic; and, where they are asked for by name, the
-    yardsticks, which are not."""
+    """This package: "auto" and every policy that users can choose, all deterministic; and, where they are asked for by name,
+    the yardsticks, which are not."""
 
     name = "dash_attn"
 
@@ -90,9 +92,9 @@ class DashAttn:
     def variants(self, shape: Shape) -> list[Variant]:
         from dash_attn import schedule
 
-        fitting = schedule.fitting(causal=shape.causal)
-        known = (*fitting, *schedule.YARDSTICKS, "auto")
-        chosen = fitting if self._schedules is None else [s for s in self._schedules if s in known]
+        usable = ("auto", *schedule.fitting(causal=shape.causal))
+        known = (*usable, *schedule.YARDSTICKS)
+        chosen = usable if self._schedules is None else [s for s in self._schedules if s in known]
         return [Variant(self.name, policy, policy not in schedule.YARDSTICKS) for policy in chosen]
 
     def prepare(self, variant: Variant, shape: Shape, x: Tensors) -> Calls:
@@ -105,19 +107,20 @@ class DashAttn:
         gradients = tuple(torch.empty_like(t) for t in (x.q, x.k, x.v))
         leaves = tuple(t.detach().requires_grad_() for t in (x.q, x.k, x.v))
 
-        def forward() -> None:
-            ops.forward(x.q, x.k, x.v, scale, shape.causal)
+        def forward() -> Results:
+            return ops.forward(x.q, x.k, x.v, scale, shape.causal)[0]
 
-        def backward() -> None:
+        def backward() -> Results:
             if variant.deterministic:
                 ops.backward(*saved, *gradients, scale, shape.causal, variant.schedule, 0)
             else:  # the op takes deterministic policies only
                 number = schedule.policy_number(variant.schedule)
                 torch.ops.dash_attn_C.backward(*saved, *gradients, scale, shape.causal, number, 0)
+            return gradients
 
-        def through_autograd() -> None:
+        def through_autograd() -> Results:
             out = dash_attn.flash_attn_func(*leaves, causal=shape.causal, schedule=variant.schedule)
-            torch.autograd.grad(out, leaves, x.dout)
+            return torch.autograd.grad(out, leaves, x.dout)
 
         calls = _in_turn(forward, backward)
         return {**calls, "both": through_autograd} if variant.deterministic else calls
@@ -151,7 +154,7 @@ class TorchFlashAttention2:
                     unused, scale=scale,
                 )  # fmt: skip
 
-        return _in_turn(forward, backward)
+        return _in_turn(lambda: forward()[0], backward)
 
 
 class TorchCudnn:
@@ -177,12 +180,13 @@ class TorchCudnn:
         out, softmax_lse, starts_q, starts_k, max_q, max_k, seed, offset, _ = forward()
 
         def backward():
-            return aten._scaled_dot_product_cudnn_attention_backward(
+            gradients = aten._scaled_dot_product_cudnn_attention_backward(
                 dout, q, k, v, out, softmax_lse, seed, offset, None, starts_q, starts_k, max_q, max_k, 0.0,
                 shape.causal, scale=scale,
             )  # fmt: skip
+            return tuple(gradient.transpose(1, 2) for gradient in gradients)
 
-        return _in_turn(forward, backward)
+        return _in_turn(lambda: forward()[0].transpose(1, 2), backward)
 
 
 class _FlashAttnPackage:

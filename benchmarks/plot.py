@@ -7,11 +7,12 @@
 import argparse
 import collections
 import json
+import math
 import pathlib
 
+from benchmarks import compare
+from benchmarks.compare import OURS
 from benchmarks.shapes import Shape
-
-OURS = "dash_attn"
 
 
 def panels(result: dict, pass_: str) -> dict[tuple, dict[tuple, list[tuple[int, float]]]]:
@@ -29,12 +30,19 @@ def with_peers(result: dict, peers: dict) -> dict:
     """The result with the peers of another one instead of its own."""
     shapes = {Shape.of_row(row) for row in result["rows"]}
     found = [row for row in peers["rows"] if row["impl"] != OURS and Shape.of_row(row) in shapes]
-    return {**result, "rows": [row for row in result["rows"] if row["impl"] == OURS] + found}
+    meta = {**result["meta"], "peers": "; peers measured in other runs"}
+    return {"meta": meta, "rows": [row for row in result["rows"] if row["impl"] == OURS] + found}
+
+
+def label(line: tuple[str, str | None, bool]) -> str:
+    impl, schedule, deterministic = line
+    words = (compare.NAMES.get(impl, impl), schedule, None if deterministic else "(not deterministic)")
+    return " ".join(filter(None, words))
 
 
 def draw(result: dict, path: pathlib.Path, pass_: str | None = None) -> None:
     """TFLOP/s against seqlen, a panel for each head dim, number of heads and mask: ours and the deterministic peers in solid
-    lines, the others dashed."""
+    lines, the others dashed. A line breaks where its peer was not measured."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -46,41 +54,46 @@ def draw(result: dict, path: pathlib.Path, pass_: str | None = None) -> None:
         raise ValueError(f"the result has no rows of pass {pass_!r}")
     columns = min(3, len(drawn))
     rows = -(-len(drawn) // columns)
-    figure, axes = plt.subplots(rows, columns, figsize=(5.5 * columns, 4 * rows), squeeze=False)
+    figure, axes = plt.subplots(rows, columns, figsize=(5.5 * columns, 4 * rows + 1), squeeze=False)
     names = sorted({line for lines in drawn.values() for line in lines}, key=lambda line: (line[0] != OURS, str(line)))
     colour = {line: f"C{i % 10}" for i, line in enumerate(names)}
+    shown = {}
     for axis, (panel, lines) in zip(axes.flat, drawn.items()):
         dtype, head_dim, heads, kv_heads, mask = panel
+        lengths = sorted({x for points in lines.values() for x, _ in points})
         for line in sorted(lines, key=names.index):
-            impl, schedule, deterministic = line
-            x, y = zip(*lines[line])
-            label = " ".join(filter(None, (impl, schedule, None if deterministic else "(not deterministic)")))
-            axis.plot(
-                x,
-                y,
+            measured = dict(lines[line])
+            ours = line[0] == OURS
+            (shown[line],) = axis.plot(
+                lengths,
+                [measured.get(n, math.nan) for n in lengths],
                 color=colour[line],
-                linestyle="-" if deterministic else "--",
-                marker="o" if impl == OURS else "s",
-                linewidth=2 if impl == OURS else 1.2,
+                linestyle="-" if line[2] else "--",
+                marker="o" if ours else "s",
+                linewidth=2 if ours else 1.2,
                 markersize=4,
-                label=label,
             )
         axis.set_xscale("log", base=2)
-        lengths = sorted({x for points in lines.values() for x, _ in points})
         axis.set_xticks(lengths, [f"{n // 1024}k" if n >= 1024 else str(n) for n in lengths])
         axis.set_ylim(bottom=0)
         axis.set_title(f"{dtype}, head_dim {head_dim}, {heads} heads / {kv_heads} KV heads, {mask}", fontsize=10)
         axis.set_xlabel("seqlen")
         axis.set_ylabel("TFLOP/s")
         axis.grid(alpha=0.3)
-        axis.legend(fontsize=7)
     for axis in list(axes.flat)[len(drawn) :]:
         axis.axis("off")
     meta = result["meta"]
-    figure.suptitle(f"{pass_}: {meta['gpu']}, CUDA {meta['cuda']}, torch {meta['torch']}, {meta['commit'][:12]}")
-    figure.tight_layout()
+    ours = f"{pass_}: {meta['gpu']}, CUDA {meta['cuda']}, torch {meta['torch']}, dash_attn {meta['commit'][:12]}"
+    figure.suptitle(ours + meta.get("peers", ""))
+    figure.tight_layout(rect=(0, 0.05 + 0.03 / rows, 1, 1))
+    lines = [line for line in names if line in shown]
+    figure.legend([shown[line] for line in lines], map(label, lines), loc="lower center", ncols=5, fontsize=9)
     figure.savefig(path, dpi=110)
     plt.close(figure)
+
+
+def deterministic_only(result: dict) -> dict:
+    return {**result, "rows": [row for row in result["rows"] if row["deterministic"]]}
 
 
 def main() -> None:
@@ -91,12 +104,13 @@ def main() -> None:
     parser.add_argument("--peers", type=pathlib.Path, help="draw the peers of this result instead of those of the other")
     parser.add_argument("--deterministic", action="store_true", help="leave out what is not deterministic")
     arguments = parser.parse_args()
-    result = json.loads(arguments.json.read_text())
-    if arguments.peers:
-        result = with_peers(result, json.loads(arguments.peers.read_text()))
-    if arguments.deterministic:
-        result["rows"] = [row for row in result["rows"] if row["deterministic"]]
-    draw(result, arguments.png, arguments.pass_)
+    try:
+        result = json.loads(arguments.json.read_text())
+        if arguments.peers:
+            result = with_peers(result, json.loads(arguments.peers.read_text()))
+        draw(deterministic_only(result) if arguments.deterministic else result, arguments.png, arguments.pass_)
+    except (OSError, ValueError) as error:
+        raise SystemExit(f"error: {error}") from None
 
 
 if __name__ == "__main__":

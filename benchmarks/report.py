@@ -13,10 +13,11 @@ import pathlib
 import statistics
 
 from benchmarks import model
+from benchmarks.files import prose, with_block
 from benchmarks.shapes import Shape, flops
+from dash_attn import schedule
 
 TIE = 0.01  # differences below it are never significant
-BLOCK = ("<!-- written by benchmarks.report -->\n", "<!-- end -->\n")  # what it replaces in a document
 
 
 @dataclasses.dataclass(frozen=True)
@@ -95,6 +96,13 @@ def pairs(rows: list[Compared], of=TIMES) -> list[tuple[Compared, Compared, str]
     return found
 
 
+def is_automatic(row: Compared) -> bool:
+    """Whether the policy is the one of schedule="auto" at this shape."""
+    shape = row.shape
+    lengths = dict(seqlen_q=shape.seqlen, seqlen_k=shape.seqlen, queries_per_kv=shape.heads // shape.kv_heads)
+    return row.policy == schedule.resolve("auto", causal=shape.causal, head_dim=shape.head_dim, **lengths)
+
+
 def best(rows: list[Compared]) -> tuple[Compared, Compared]:
     """The fastest policy as measured, and the one the model would choose."""
     return min(rows, key=lambda row: row.us), min(rows, key=lambda row: row.predicted.us)
@@ -118,10 +126,8 @@ def ranking(rows: list[Compared]) -> str:
     for name, of in (("times", TIMES), ("clocks of the main kernel", CLOCKS)):
         found = [pair for group in shapes.values() for pair in pairs(group, of)]
         count = collections.Counter(kind for _, _, kind in found)
-        lines += [
-            f"By {name}, {len(found)} pairs of policies: {count['agree']} ranked alike, {count['tie']} ties, {count['differ']} not:",
-            "",
-        ]
+        counts = f"{count['agree']} ranked alike, {count['tie']} ties, {count['differ']} not"
+        lines += [f"By {name}, {len(found)} pairs of policies: {counts}:", ""]
         for first, second, kind in found:
             if kind == "differ":
                 measured, said = (after / before - 1 for before, after in zip(of(first), of(second)))
@@ -131,10 +137,19 @@ def ranking(rows: list[Compared]) -> str:
         lines.append("")
     losses = {shape: choice.us / fastest.us - 1 for shape, (fastest, choice) in ((s, best(g)) for s, g in shapes.items())}
     worst = max(losses, key=losses.get)
+    automatic = {row.shape: row.us / best(group)[0].us for group in shapes.values() for row in group if is_automatic(row)}
+    dearest = max(automatic, key=automatic.get)
     right = sum(loss <= noise(shapes[shape]) for shape, loss in losses.items())
     lines += [
-        f"The model's choice is the fastest, or tied with it, at {right} of {len(shapes)} shapes; "
-        f"at worst it costs {losses[worst]:.1%} ({worst}).",
+        prose(
+            f"""The model's choice is the fastest, or tied with it, at {right} of {len(shapes)} shapes; at worst it costs
+            {losses[worst]:.1%} ({worst})."""
+        ),
+        "",
+        prose(
+            f"""The policy of "auto" takes {statistics.geometric_mean(automatic.values()):.3f} times as long as the fastest of
+            these in geometric mean, at worst {automatic[dearest]:.3f} times ({dearest})."""
+        ),
     ]
     return "\n".join(lines)
 
@@ -151,13 +166,6 @@ def table(rows: list[Compared]) -> str:
 
 def text(rows: list[Compared]) -> str:
     return "\n\n".join((summary(rows), ranking(rows), table(rows))) + "\n"
-
-
-def with_block(document: str, block: str) -> str:
-    """The document with the block between its two marks replaced."""
-    before, rest = document.split(BLOCK[0])
-    _, after = rest.split(BLOCK[1])
-    return before + BLOCK[0] + block + BLOCK[1] + after
 
 
 def draw(rows: list[Compared], path: pathlib.Path) -> None:
@@ -209,7 +217,7 @@ def main(argv: list[str] | None = None) -> None:
     rows = compare(model.read(arguments.machine), json.loads(arguments.calibration.read_text()))
     print(text(rows), end="")
     if arguments.document:
-        arguments.document.write_text(with_block(arguments.document.read_text(), text(rows)))
+        arguments.document.write_text(with_block(arguments.document.read_text(), "benchmarks.report", text(rows)))
     if arguments.png:
         draw(rows, arguments.png)
 

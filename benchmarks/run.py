@@ -1,11 +1,13 @@
 """Measures our backward and forward beside the peers that are installed, and prints a table.
 
     python -m benchmarks.run --grid full --json result.json --png result.png
+    python -m benchmarks.run --grid full --peers --pass backward forward --baseline older/_C.abi3.so --json result.json
+
+Results are compared with a float32 reference before they are timed; what is wrong is left out, and said.
 """
 
 import argparse
 import datetime
-import json
 import os
 import pathlib
 import subprocess
@@ -14,39 +16,55 @@ import time
 
 import torch
 
-from benchmarks import peers, plot, timing
+from benchmarks import check, compare, files, host, library, peers, plot, timing
+from benchmarks import baseline as baseline_library
 from benchmarks.shapes import GRIDS, PASSES, SHAPE_FIELDS, Shape, flops
 
-ROW_FIELDS = ("impl", "pass", "schedule", "deterministic", *SHAPE_FIELDS, "ms", "tflops")
+ROW_FIELDS = ("impl", "pass", "schedule", "deterministic", *SHAPE_FIELDS, "ms", "repeats_ms", "tflops")
 COMMIT_VARIABLE = "DASH_ATTN_COMMIT"
+# What the result of a run depends on; results that a run writes make no tree dirty.
+MEASURED = ("csrc", "dash_attn", "build_support", "setup.py", "pyproject.toml", "benchmarks/*.py")
+STATE = {"sm_mhz": "clocks.sm", "memory_mhz": "clocks.mem", "watts": "power.draw", "celsius": "temperature.gpu"}
 
 
 def commit() -> str:
-    """The commit measured: of the working tree, or of the environment where the tree came without its history."""
+    """The commit measured: of the working tree, with "-dirty" where files that matter differ from it, or of the
+    environment, as it is given, where the tree came without its history."""
     if given := os.environ.get(COMMIT_VARIABLE):
         return given
     git = ["git", "-C", str(pathlib.Path(__file__).parents[1])]
     try:
         head = subprocess.run([*git, "rev-parse", "HEAD"], capture_output=True, text=True, check=True).stdout.strip()
-        changed = subprocess.run([*git, "status", "--porcelain", "-uno"], capture_output=True, text=True).stdout.strip()
+        status = [*git, "status", "--porcelain", "--", *MEASURED]
+        changed = subprocess.run(status, capture_output=True, text=True, check=True).stdout.strip()
     except (OSError, subprocess.CalledProcessError):
         return "unknown"
     return head + ("-dirty" if changed else "")
 
 
-def driver() -> str | None:
-    query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+def nvidia_smi(device: torch.device, fields: list[str]) -> list[str] | None:
+    """The values of `nvidia-smi --query-gpu` for the device, without units; None where it cannot be asked."""
+    gpu = str(torch.cuda.get_device_properties(device).uuid)
+    query = ["nvidia-smi", f"--id=GPU-{gpu.removeprefix('GPU-')}", f"--query-gpu={','.join(fields)}"]
     try:
-        return subprocess.run(query, capture_output=True, text=True, check=True).stdout.split()[0]
-    except (OSError, subprocess.CalledProcessError, IndexError):
+        found = subprocess.run([*query, "--format=csv,noheader,nounits"], capture_output=True, text=True, check=True)
+    except (OSError, subprocess.CalledProcessError):
         return None
+    return [value.strip() for value in found.stdout.strip().split(",")]
 
 
-def metadata(device: torch.device) -> dict[str, str | None]:
+def state(device: torch.device) -> dict[str, str] | None:
+    """Clocks in MHz, power in watts and temperature in degrees Celsius, now."""
+    values = nvidia_smi(device, list(STATE.values())) if device.type == "cuda" else None
+    return dict(zip(STATE, values)) if values else None
+
+
+def metadata(device: torch.device) -> dict:
     cuda = device.type == "cuda"
+    driver = nvidia_smi(device, ["driver_version"]) if cuda else None
     return {
         "gpu": torch.cuda.get_device_name(device) if cuda else None,
-        "driver": driver() if cuda else None,
+        "driver": driver[0] if driver else None,
         "cuda": torch.version.cuda,
         "torch": torch.__version__,
         "commit": commit(),
@@ -55,10 +73,16 @@ def metadata(device: torch.device) -> dict[str, str | None]:
 
 
 def measure(
-    shape: Shape, implementations: list, passes: list[str], device: torch.device, min_time_s: float
+    shape: Shape,
+    implementations: list,
+    passes: list[str],
+    device: torch.device,
+    min_time_s: float,
+    turns: int = timing.TURNS,
 ) -> tuple[list[dict], list[str]]:
-    """Rows of one shape, and a line for each variant that failed."""
+    """Rows of one shape, and a line for each variant that failed or whose results are wrong."""
     tensors = peers.random_tensors(shape, device)
+    reference = check.Reference(shape, tensors)
     calls, failures = {}, []
     for implementation in implementations:
         for variant in implementation.variants(shape):
@@ -70,15 +94,43 @@ def measure(
             for pass_ in passes:
                 # A forward has no schedule and is deterministic anyway: one row serves all variants.
                 shown = peers.Variant(variant.impl, None, True) if pass_ == "forward" else variant
-                calls.setdefault((shown, pass_), prepared[pass_])
-    times, errors = timing.median_ms(calls, device=device, min_time_s=min_time_s)
+                if pass_ in prepared and (shown, pass_) not in calls:
+                    calls[shown, pass_] = prepared[pass_]
+    for (variant, pass_), call in list(calls.items()):
+        if wrong := _wrong(call, reference):
+            failures.append(f"{variant} {pass_}: {wrong}")
+            del calls[variant, pass_]
+    timings, errors = timing.measure(beside_each_other(calls), device=device, min_time_s=min_time_s, turns=turns)
     failures += [f"{variant} {pass_}: {_first_line(error)}" for (variant, pass_), error in errors.items()]
     rows = []
-    for (variant, pass_), ms in times.items():
+    for (variant, pass_), taken in timings.items():
         shown = {field: getattr(shape, field) for field in SHAPE_FIELDS}
         row = {"impl": variant.impl, "pass": pass_, "schedule": variant.schedule, "deterministic": variant.deterministic}
-        rows.append({**row, **shown, "ms": round(ms, 5), "tflops": round(flops(shape, pass_) / ms * 1e-9, 2)})
+        repeats = [round(ms, 5) for ms in taken.repeats_ms]
+        figures = {"ms": round(taken.ms, 5), "repeats_ms": repeats, "tflops": round(flops(shape, pass_) / taken.ms * 1e-9, 2)}
+        rows.append({**row, **shown, **figures})
     return rows, failures
+
+
+def _wrong(call, reference: check.Reference) -> str | None:
+    """What is wrong with the results of a call that runs here; one in another process is checked there."""
+    if hasattr(call, "block_ms"):
+        return None
+    try:
+        return reference.wrong(call())
+    except Exception as error:  # whatever a peer raises for a shape that it does not take
+        return _first_line(error)
+
+
+def beside_each_other(calls: dict) -> dict:
+    """The same calls, those of the baseline after ours of the same pass and schedule: what drifts serves both alike."""
+    first = {(pass_, variant.schedule): i for i, (variant, pass_) in enumerate(calls) if variant.impl == compare.OURS}
+
+    def place(item):
+        i, (variant, pass_) = item
+        return (first.get((pass_, variant.schedule), i), i) if variant.impl == baseline_library.NAME else (i, i)
+
+    return {name: calls[name] for _, name in sorted(enumerate(calls), key=place)}
 
 
 def _first_line(error: Exception) -> str:
@@ -123,13 +175,26 @@ def parser() -> argparse.ArgumentParser:
     result = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     result.add_argument("--grid", choices=GRIDS, default="quick")
     result.add_argument("--pass", dest="passes", nargs="+", choices=PASSES, default=["backward"])
-    result.add_argument("--schedules", nargs="+", help="policies of ours to measure, also 'atomic', which is not deterministic; default: every one that users can choose")
+    result.add_argument(
+        "--schedules",
+        nargs="+",
+        help="policies of ours to measure, also 'atomic', which is not deterministic; default: every one that users can choose",
+    )
     result.add_argument("--peers", nargs="*", choices=peers.PEERS, default=list(peers.PEERS))
     result.add_argument("--json", type=pathlib.Path, help="write the result here, after every shape")
     result.add_argument("--png", type=pathlib.Path, help="draw the result here")
     result.add_argument("--min-time", type=float, default=0.15, help="seconds for each variant of a shape (default 0.15)")
     result.add_argument("--max-seqlen", type=int, help="leave longer sequences out")
     result.add_argument("--tokens", type=int, help="batch size times seqlen, instead of 16384: for a short trial")
+    result.add_argument("--host", action="store_true", help="measure what a small call costs the host, and nothing else")
+    result.add_argument("--turns", type=int, default=timing.TURNS, help="blocks of each variant (default 2)")
+    result.add_argument("--baseline", type=pathlib.Path, help="an older _C*.so to measure beside ours, in turns")
+    result.add_argument(
+        "--baseline-schedules", nargs="+", help="policies of it; default: those of ours, 'descending' for 'auto'"
+    )
+    result.add_argument(
+        "--baseline-policies", nargs="+", default=list(library.POLICIES), help="names by the library's numbers"
+    )
     result.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     return result
 
@@ -140,7 +205,7 @@ def check_schedules(names: list[str] | None) -> None:
     known = ["auto", *schedule.POLICIES, *schedule.YARDSTICKS]
     unknown = sorted(set(names or []) - set(known))
     if unknown:
-        raise SystemExit(f"--schedules must be of {', '.join(known)}; got {', '.join(unknown)}")
+        raise SystemExit(f"error: --schedules must be of {', '.join(known)}; got {', '.join(unknown)}")
 
 
 def chosen_shapes(arguments: argparse.Namespace) -> list[Shape]:
@@ -150,10 +215,53 @@ def chosen_shapes(arguments: argparse.Namespace) -> list[Shape]:
     return shapes
 
 
+def baseline_of(arguments: argparse.Namespace) -> baseline_library.Baseline:
+    if not arguments.baseline.is_file():
+        raise SystemExit(f"error: --baseline must be a compiled library, got {arguments.baseline}")
+    from dash_attn import schedule
+
+    named = arguments.baseline_schedules or arguments.schedules or schedule.POLICIES
+    schedules = list(dict.fromkeys("descending" if name == "auto" else name for name in named))
+    if unknown := set(schedules) - set(arguments.baseline_policies):
+        raise SystemExit(f"error: --baseline-policies has no {', '.join(sorted(unknown))}")
+    return baseline_library.Baseline.of_library(arguments.baseline, schedules, arguments.baseline_policies)
+
+
+def against_baseline(rows: list[dict]) -> str:
+    """For each pass and schedule of ours: time over the baseline's, in geometric mean and at worst. The baseline's schedule
+    is the same one; of a schedule that it does not have ("auto"), the fastest that it has at the shape."""
+    theirs: dict[tuple, dict[str | None, float]] = {}
+    for row in rows:
+        if row["impl"] == baseline_library.NAME:
+            theirs.setdefault((row["pass"], Shape.of_row(row)), {})[row["schedule"]] = row["ms"]
+    ratios: dict[tuple, dict[Shape, float]] = {}
+    for row in rows:
+        of_shape = theirs.get((row["pass"], Shape.of_row(row)), {})
+        if row["impl"] == compare.OURS and of_shape:
+            before = of_shape.get(row["schedule"], min(of_shape.values()))
+            ratios.setdefault((row["pass"], row["schedule"]), {})[Shape.of_row(row)] = row["ms"] / before
+    lines = ["time over the baseline's"]
+    for (pass_, schedule), found in ratios.items():
+        worst = max(found, key=found.get)
+        lines.append(
+            f"  {pass_} {schedule or ''}: {compare.geometric_mean(list(found.values())):.4f} in geometric mean over "
+            f"{len(found)} shapes, at worst {found[worst]:.4f} ({worst})"
+        )
+    return "\n".join(lines)
+
+
 def main(argv: list[str] | None = None) -> int:
     arguments = parser().parse_args(argv)
     check_schedules(arguments.schedules)
     device = torch.device(arguments.device)
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise SystemExit(f"error: --device must be one that is here, got {arguments.device}: no CUDA device")
+    if arguments.host:
+        result = {"meta": {**metadata(device), "before": state(device)}, "rows": host.measure(device)}
+        if arguments.json:
+            arguments.json.write_text(files.dumps(result))
+        print(host.table(result["rows"]))
+        return 0
     implementations = [peers.DashAttn(arguments.schedules)]
     for name in arguments.peers:
         peer = peers.PEERS[name]()
@@ -161,34 +269,36 @@ def main(argv: list[str] | None = None) -> int:
             print(f"left out {name}: {reason}", flush=True)
         else:
             implementations.append(peer)
-
-    result = {"meta": metadata(device), "rows": []}
     shapes = chosen_shapes(arguments)
     if not shapes:
-        raise SystemExit(f"--max-seqlen {arguments.max_seqlen} leaves no shape of the grid {arguments.grid}")
+        raise SystemExit(f"error: --max-seqlen {arguments.max_seqlen} leaves no shape of the grid {arguments.grid}")
+    if arguments.baseline:
+        implementations.append(baseline_of(arguments))
+
+    result = {"meta": {**metadata(device), "before": state(device)}, "rows": []}
     started = time.monotonic()
     failed = 0
     several = len(arguments.passes) > 1
     for number, shape in enumerate(shapes, 1):
-        rows, failures = measure(shape, implementations, arguments.passes, device, arguments.min_time)
+        rows, failures = measure(
+            shape, implementations, arguments.passes, device, arguments.min_time, arguments.turns
+        )
         result["rows"] += rows
         figures = ", ".join(f"{short(column(r))} {r['tflops']:.0f}" + f" ({r['pass']})" * several for r in rows)
         print(f"[{number}/{len(shapes)} {time.monotonic() - started:4.0f} s] {shape}: {figures}", flush=True)
         for line in failures:
             print(f"    failed: {line}", flush=True)
-        failed += sum(line.startswith(peers.DashAttn.name) for line in failures)
+        failed += sum(line.startswith((peers.DashAttn.name, baseline_library.NAME)) for line in failures)
+        result["meta"]["after"] = state(device)
         if arguments.json:
-            arguments.json.write_text(dumps(result))
+            arguments.json.write_text(files.dumps(result))
     print("\n" + table(result["rows"]), flush=True)
+    if arguments.baseline:
+        implementations[-1].close()
+        print("\n" + against_baseline(result["rows"]), flush=True)
     if arguments.png:
         plot.draw(result, arguments.png)
     return 1 if failed else 0
-
-
-def dumps(result: dict) -> str:
-    """JSON with a line for each row."""
-    rows = ",\n".join("  " + json.dumps(row) for row in result["rows"])
-    return f'{{\n "meta": {json.dumps(result["meta"])},\n "rows": [\n{rows}\n ]\n}}\n'
 
 
 if __name__ == "__main__":

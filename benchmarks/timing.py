@@ -7,9 +7,11 @@ warmed up each time, in TURNS blocks, so that what drifts over minutes serves al
 On a machine without a GPU the same interface measures by the host's clock, to try the programs; such figures mean nothing.
 """
 
+import dataclasses
 import statistics
 import time
 from collections.abc import Callable, Hashable
+from typing import Protocol
 
 import torch
 
@@ -80,28 +82,54 @@ def block_ms(timer, call: Callable[[], object], min_time_s: float, mark: Callabl
     return timer.times_ms(call, rounds_in(min_time_s, call_s), mark)
 
 
-def median_ms(
-    calls: dict[Hashable, Callable[[], object]], *, device: torch.device, min_time_s: float = 0.15
-) -> tuple[dict[Hashable, float], dict[Hashable, Exception]]:
+class Elsewhere(Protocol):
+    """A call that is timed where it runs: in another process."""
+
+    def block_ms(self, min_time_s: float) -> list[float]:
+        """What the function `block_ms` returns there."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Timing:
+    ms: float
+    repeats_ms: tuple[float, ...]
+    """The median of each block: how well the figure repeats within the run."""
+
+
+def measure(
+    calls: dict[Hashable, Callable[[], object] | Elsewhere],
+    *,
+    device: torch.device,
+    min_time_s: float = 0.15,
+    turns: int = TURNS,
+) -> tuple[dict[Hashable, Timing], dict[Hashable, Exception]]:
     """Median milliseconds of each call.
 
     Args:
-        calls: what to time.
+        calls: what to time; one with a method `block_ms` is timed by it.
         device: where the calls run.
-        min_time_s: time to spend on each call, in seconds, in TURNS blocks of MIN_ROUNDS to MAX_ROUNDS rounds.
+        min_time_s: time to spend on each call, in seconds, in `turns` blocks of MIN_ROUNDS to MAX_ROUNDS rounds.
+        turns: how often each call has its turn, a block.
 
     Returns:
-        The times, and the error of each call that raised in its trial and was left out.
+        The times, and the error of each call that raised and was left out.
     """
     timer = CudaTimer(device) if device.type == "cuda" else HostTimer()
-    errors = {}
-    for name, call in calls.items():
-        try:
-            timer.times_ms(call, 1)
-        except Exception as error:  # a peer may raise anything for a shape that it does not take
-            errors[name] = error
-    times = {name: [] for name in calls if name not in errors}
-    for _ in range(TURNS):
-        for name in times:
-            times[name] += block_ms(timer, calls[name], min_time_s / TURNS)
-    return {name: statistics.median(found) for name, found in times.items()}, errors
+    errors, blocks = {}, {name: [] for name in calls}
+    for _ in range(turns):
+        for name, call in calls.items():
+            if name in errors:
+                continue
+            try:
+                if hasattr(call, "block_ms"):
+                    blocks[name].append(call.block_ms(min_time_s / turns))
+                else:
+                    blocks[name].append(block_ms(timer, call, min_time_s / turns))
+            except Exception as error:  # a peer may raise anything for a shape that it does not take
+                errors[name] = error
+    timings = {
+        name: Timing(statistics.median(sum(found, [])), tuple(map(statistics.median, found)))
+        for name, found in blocks.items()
+        if name not in errors
+    }
+    return timings, errors

@@ -14,13 +14,13 @@ float64 inputs are computed in float64 throughout.
 """
 
 import functools
-import itertools
 from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
 
 from . import order_free
+from . import _schedule as _compiled
 from . import schedule as _schedule
 
 # Query rows that the forward holds scores of at a time.
@@ -28,7 +28,7 @@ _FORWARD_ROWS = 128
 
 
 class TileOrder(NamedTuple):
-    """Tiles, and the two orders that fix the bits of a backward; the same for every batch, and for the heads it is given for."""
+    """Tiles, and the two orders that fix the bits of a backward; the same for every head of every sequence."""
 
     tile_q: int
     """Queries in a query tile; the last one may be shorter."""
@@ -40,74 +40,58 @@ class TileOrder(NamedTuple):
     """For each query tile, the KV tiles that contribute to it, in order: the order of the sum dQ."""
     heads_together: bool = False
     """Whether the query heads of a split all take a step before any takes the next: the order of dK and dV."""
-    head_splits: int = 1
+    splits: int = 1
     """Parts that the query heads of a KV head are cut into, each with a sum of dK and dV, added up in ascending order."""
     order_free: bool = False
     """Whether dQ is summed on the grid of `dash_attn.order_free`, where no order shows. Not for float64 inputs."""
 
 
 @functools.lru_cache(maxsize=64)
-def tile_orders(
+def tile_order(
     schedule: str,
     seqlen_q: int,
     seqlen_k: int,
     *,
     head_dim: int,
     causal: bool,
-    queries_per_kv: int = 1,
-    kv_heads: int = 1,
+    group_size: int = 1,
     tile_q: int | None = None,
     tile_k: int | None = None,
-) -> list[tuple[int, TileOrder]]:
-    """The orders in which the kernel works under a policy: (how many KV heads, their order), from head 0 on.
+) -> TileOrder:
+    """The order in which the kernel works under a policy, the same in every head.
 
     Args:
         schedule: a name of `dash_attn.schedule.POLICIES`, or "auto".
         seqlen_q, seqlen_k: numbers of queries and keys, from 1.
         head_dim: selects the tile sizes, where they are not given.
         causal: whether the mask is causal (bottom-right aligned).
-        queries_per_kv: query heads that share a KV head; "auto" and the splits look at it.
-        kv_heads: KV heads of the sequence; the splits look at it, and so does the policy that has two orders.
+        group_size: query heads that share a KV head; the splits look at it.
         tile_q, tile_k: queries and keys in a tile; default: the kernel's.
 
     Raises:
         ValueError: an argument is out of range, or the policy is not defined for this mask.
     """
-    shape = dict(causal=causal, seqlen_q=seqlen_q, seqlen_k=seqlen_k, head_dim=head_dim)
-    schedule = _schedule.resolve(schedule, **shape, queries_per_kv=queries_per_kv)
+    policy = _schedule.resolve(schedule, causal=causal, seqlen_k=seqlen_k, head_dim=head_dim)
     problem = _schedule.problem(
-        schedule,
+        policy,
         seqlen_q,
         seqlen_k,
         causal=causal,
         head_dim=head_dim,
-        heads=kv_heads * queries_per_kv,
-        kv_heads=kv_heads,
+        heads=group_size,
+        kv_heads=1,
         tile_q=tile_q,
         tile_k=tile_k,
     )
-    of_heads = itertools.groupby(_schedule.order_of_head(schedule, problem, head) for head in range(kv_heads))
-    return [
-        (
-            len(list(heads)),
-            TileOrder(
-                problem.tile_q,
-                problem.tile_k,
-                _schedule.visit_order(policy, problem),
-                _schedule.add_order(policy, problem),
-                _schedule.heads_together(policy, problem),
-                problem.head_splits,
-                policy == "order_free",
-            ),
-        )
-        for policy, heads in of_heads
-    ]
-
-
-def tile_order(schedule: str, *lengths: int, **shape) -> TileOrder:
-    """The order of all KV heads, for a policy that has but one. Arguments as for `tile_orders`."""
-    ((_, order),) = tile_orders(schedule, *lengths, **shape)
-    return order
+    return TileOrder(
+        problem.tile_q,
+        problem.tile_k,
+        _schedule.visit_order(policy, problem),
+        _schedule.add_order(policy, problem),
+        _schedule.heads_together(policy, problem),
+        problem.splits,
+        policy == "order_free",
+    )
 
 
 def _without_autocast(function):
@@ -140,19 +124,18 @@ def forward(
     """
     batch, seqlen_q, heads, head_dim = q.shape
     seqlen_k, kv_heads = k.shape[1], k.shape[2]
-    diagonal = seqlen_k - seqlen_q
     q_heads, k_heads, v_heads = _by_kv_head(q, kv_heads), _by_kv_head(k, kv_heads), _by_kv_head(v, kv_heads)
     out = torch.zeros_like(q_heads)
     lse = q_heads.new_full(q_heads.shape[:-1], torch.inf)
     for start in range(0, seqlen_q, _FORWARD_ROWS):
         end = min(start + _FORWARD_ROWS, seqlen_q)
-        keys = max(0, min(seqlen_k, end + diagonal)) if causal else seqlen_k
+        seen = _visible_keys(seqlen_q, seqlen_k, causal, start, end)
+        keys = max(end_key for _, end_key in seen)
         if keys == 0:
             continue
         rows = q_heads[:, :, start:end]
         scores = (rows.flatten(1, 2) @ k_heads[:, 0, :keys].mT).unflatten(1, rows.shape[1:3]).mul_(softmax_scale)
-        if causal:
-            scores.masked_fill_(_hidden(start, end, 0, keys, diagonal, q.device), -torch.inf)
+        scores.masked_fill_(_hidden(seen, 0, keys, q.device), -torch.inf)
         largest = scores.amax(dim=-1, keepdim=True)
         largest.masked_fill_(largest == -torch.inf, 0.0)
         p = scores.sub_(largest).exp_()
@@ -162,22 +145,6 @@ def forward(
         out[:, :, start:end] = (weighted.unflatten(1, rows.shape[1:3]) / total).masked_fill_(no_key, 0.0)
         lse[:, :, start:end] = (largest + total.log()).masked_fill_(no_key, torch.inf).squeeze(-1)
     return _by_head(out, batch).to(q.dtype), lse.reshape(batch, heads, seqlen_q)
-
-
-@_without_autocast
-def backward_of_heads(
-    *tensors: torch.Tensor, orders: list[tuple[int, TileOrder]], **settings
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """`backward` of heads that have different orders: `orders` is from `tile_orders`, the other arguments are `backward`'s."""
-    dout, q, k, v, out, softmax_lse = tensors
-    queries = q.shape[2] // k.shape[2]
-    results, first = [], 0
-    for count, order in orders:
-        kv_heads, heads = slice(first, first + count), slice(first * queries, (first + count) * queries)
-        of_heads = (dout[:, :, heads], q[:, :, heads], k[:, :, kv_heads], v[:, :, kv_heads], out[:, :, heads])
-        results.append(backward(*of_heads, softmax_lse[:, heads], order=order, **settings))
-        first += count
-    return tuple(torch.cat(of_input, dim=2) for of_input in zip(*results))
 
 
 @_without_autocast
@@ -215,7 +182,6 @@ def backward(
     """
     batch, seqlen_q = q.shape[:2]
     seqlen_k, kv_heads = k.shape[1], k.shape[2]
-    diagonal = seqlen_k - seqlen_q
     q_heads, k_heads, v_heads, dout_heads, out_heads = (_by_kv_head(t, kv_heads) for t in (q, k, v, dout, out))
     k_heads, v_heads = k_heads[:, 0], v_heads[:, 0]
     d = (dout_heads * out_heads).sum(dim=-1, keepdim=True)
@@ -233,9 +199,8 @@ def backward(
         keys = slice(kv_tile * order.tile_k, min((kv_tile + 1) * order.tile_k, seqlen_k))
         q_rows, dout_rows = q_heads[:, head, rows], dout_heads[:, head, rows]
         scores = (q_rows @ k_heads[:, keys].mT).mul_(softmax_scale)
-        if causal and keys.stop - 1 > rows.start + diagonal:
-            hidden = _hidden(rows.start, rows.stop, keys.start, keys.stop, diagonal, q.device)
-            scores.masked_fill_(hidden, -torch.inf)
+        seen = _visible_keys(seqlen_q, seqlen_k, causal, rows.start, rows.stop)
+        scores.masked_fill_(_hidden(seen, keys.start, keys.stop, q.device), -torch.inf)
         p = scores.sub_(lse[:, head, rows]).exp_()
         ds = (dout_rows @ v_heads[:, keys].mT).sub_(d[:, head, rows]).mul_(p)
         p, ds = _rounded(p, q.dtype), _rounded(ds, q.dtype)
@@ -271,17 +236,25 @@ def _rounded(tensor, dtype):
     return tensor.to(dtype).to(tensor.dtype)
 
 
-def _hidden(row_start, row_end, key_start, key_end, diagonal, device):
-    """Mask of the keys that the causal mask hides from each query of a tile."""
-    rows = torch.arange(row_start, row_end, device=device).unsqueeze(1)
-    return torch.arange(key_start, key_end, device=device) > rows + diagonal
+@functools.lru_cache(maxsize=1024)
+def _visible_keys(seqlen_q, seqlen_k, causal, first_query, end_query):
+    """(first, end) of the keys that each query of a tile sees, from the mask that the kernels are compiled with."""
+    lengths = dict(seqlen_q=seqlen_q, seqlen_k=seqlen_k)
+    return tuple(_compiled.visible_keys(causal=causal, **lengths, first_query=first_query, end_query=end_query))
 
 
-def _steps(order: TileOrder, queries_per_kv: int) -> Iterator[tuple[int, int, int, bool]]:
+def _hidden(seen, first_key, end_key, device):
+    """Mask of the keys of a tile that each of its queries does not see."""
+    first, end = torch.tensor(seen, device=device).unsqueeze(-1).unbind(1)
+    keys = torch.arange(first_key, end_key, device=device)
+    return (keys < first) | (keys >= end)
+
+
+def _steps(order: TileOrder, group_size: int) -> Iterator[tuple[int, int, int, bool]]:
     """(query head of the group, KV tile, query tile, whether it is the last of its split) of every product, in order."""
     tiles = list(_interleave(order))
-    queries = queries_per_kv // order.head_splits
-    for split in range(order.head_splits):
+    queries = group_size // order.splits
+    for split in range(order.splits):
         heads = range(split * queries, (split + 1) * queries)
         if order.heads_together:
             steps = [(head, *pair) for pair in tiles for head in heads]

@@ -3,12 +3,15 @@
 import json
 import math
 import pathlib
+import subprocess
+import types
 
 import pytest
 import torch
 
-from benchmarks import compare, peers, plot, run, timing
+from benchmarks import check, compare, peers, plot, run, timing
 from benchmarks.shapes import GRIDS, Shape, flops
+from dash_attn import schedule
 
 SHAPE = Shape("bf16", 128, 16, 16, "full", 8192, 2)
 TINY = Shape("bf16", 64, 2, 1, "causal", 96, 1)
@@ -43,9 +46,10 @@ def test_bar_and_quick_grids_are_in_the_full_one():
 
 
 def test_every_policy_that_fits_the_mask_is_measured():
-    assert [v.schedule for v in peers.DashAttn().variants(SHAPE)] == ["ascending", "descending", "spt", "shift", "order_free"]
+    for shape in (SHAPE, TINY):
+        variants = [v.schedule for v in peers.DashAttn().variants(shape)]
+        assert variants == ["auto", *schedule.fitting(causal=shape.causal)]
     causal = peers.DashAttn().variants(TINY)
-    assert [v.schedule for v in causal] == ["ascending", "descending", "spt", "symmetric_shift", "order_free", "spt_descending"]
     assert all(v.deterministic for v in causal)
     (yardstick,) = peers.DashAttn(["atomic"]).variants(SHAPE)
     assert yardstick.schedule == "atomic" and not yardstick.deterministic
@@ -76,29 +80,6 @@ def test_deterministic_switch_is_put_back():
     assert torch.utils.deterministic.fill_uninitialized_memory == filling
 
 
-def test_median_leaves_out_what_raises():
-    calls = []
-
-    def fails():
-        raise RuntimeError("not this shape")
-
-    times, errors = timing.median_ms(
-        {"works": lambda: calls.append(1), "fails": fails}, device=torch.device("cpu"), min_time_s=0.0
-    )
-    assert list(times) == ["works"] and times["works"] >= 0
-    assert list(errors) == ["fails"] and "not this shape" in str(errors["fails"])
-    assert len(calls) == 1 + timing.TURNS * (timing.TRIAL_CALLS + timing.MIN_ROUNDS)
-
-
-def test_each_variant_is_measured_in_blocks_of_its_own():
-    order = []
-    timing.median_ms(
-        {name: lambda name=name: order.append(name) for name in "ab"}, device=torch.device("cpu"), min_time_s=0.0
-    )
-    block = timing.TRIAL_CALLS + timing.MIN_ROUNDS
-    assert order == list("ab") + timing.TURNS * (block * ["a"] + block * ["b"])
-
-
 @pytest.fixture(scope="module")
 def result_file(tmp_path_factory):
     """A run of the whole program at a toy size."""
@@ -113,30 +94,35 @@ def result_file(tmp_path_factory):
 def test_json_schema(result_file):
     result = json.loads(result_file.read_text())
     assert list(result) == ["meta", "rows"]
-    assert list(result["meta"]) == ["gpu", "driver", "cuda", "torch", "commit", "date"]
-    fields = "impl pass schedule deterministic dtype head_dim heads kv_heads mask seqlen batch ms tflops".split()
+    assert list(result["meta"]) == ["gpu", "driver", "cuda", "torch", "commit", "date", "before", "after"]
+    fields = "impl pass schedule deterministic dtype head_dim heads kv_heads mask seqlen batch ms repeats_ms tflops".split()
     # Both schedules under the full mask and one under the causal one, a forward for each shape.
     assert len(result["rows"]) == 2 * (2 + 1) + 2 * (1 + 1)
     for row in result["rows"]:
         assert list(row) == fields == list(run.ROW_FIELDS)
         assert row["impl"] == "dash_attn" and row["deterministic"] is True and row["mask"] in ("full", "causal")
         assert (row["schedule"] is None) == (row["pass"] == "forward")
+        assert len(row["repeats_ms"]) == timing.TURNS and min(row["repeats_ms"]) <= row["ms"] <= max(row["repeats_ms"])
         shape = Shape(**{field: row[field] for field in run.SHAPE_FIELDS})
         assert math.isclose(row["tflops"], flops(shape, row["pass"]) / row["ms"] * 1e-9, rel_tol=0.1, abs_tol=0.006)
 
 
 def test_peers_of_another_result(result_file):
     peers_file = json.loads((pathlib.Path(plot.__file__).parent / "results" / "peers_h200.json").read_text())
+    fields = set(run.ROW_FIELDS) - {"repeats_ms"}
     for row in peers_file["rows"]:
-        assert set(row) == set(run.ROW_FIELDS) and row["impl"] != "dash_attn"
+        assert set(row) == fields and row["impl"] != "dash_attn"
         shape = Shape(**{field: row[field] for field in run.SHAPE_FIELDS})
         assert math.isclose(row["tflops"], flops(shape, row["pass"]) / row["ms"] * 1e-9, rel_tol=1e-3)
     own = json.loads(result_file.read_text())
+    for row in peers_file["same_run"]:
+        assert set(row) == fields | {"run"} and row["run"] in peers_file["meta"]["same_run"]
+    assert set(compare.NAMES) == set(peers_file["meta"]["impls"]), "a version of each peer"
     assert plot.with_peers(own, peers_file)["rows"] == own["rows"]  # toy shapes: no peer has them
     grid = {"meta": own["meta"], "rows": [{**peers_file["rows"][0], "impl": "dash_attn"}, {**peers_file["rows"][0], "impl": "fa2"}]}
     merged = plot.with_peers(grid, peers_file)["rows"]
     assert [row["impl"] for row in merged].count("dash_attn") == 1
-    assert {row["impl"] for row in merged} == {"dash_attn", "fa2", "fa3", "cudnn"}
+    assert {row["impl"] for row in merged} == {"dash_attn", "fa2", "fa3", "cudnn", "dash-authors"}
     assert sum(row["impl"] == "fa2" and row["pass"] == "backward" and not row["deterministic"] for row in merged) == 1
 
 
@@ -153,9 +139,48 @@ def test_commit_may_come_from_the_environment(monkeypatch):
     assert run.metadata(torch.device("cpu"))["commit"] == "abc123"
 
 
+@pytest.mark.parametrize("status, suffix", [("", ""), (" M csrc/x.h\n", "-dirty"), ("?? csrc/new.h\n", "-dirty")])
+def test_a_tree_that_differs_from_its_commit_is_dirty(status, suffix, monkeypatch):
+    asked = []
+
+    def git(command, **options):
+        asked.append(command)
+        return subprocess.CompletedProcess(command, 0, "abc123\n" if "rev-parse" in command else status)
+
+    monkeypatch.delenv(run.COMMIT_VARIABLE, raising=False)
+    monkeypatch.setattr(run.subprocess, "run", git)
+    assert run.commit() == "abc123" + suffix
+    assert {"csrc", "dash_attn"} <= set(asked[-1]) and "-uno" not in asked[-1]
+
+
+def test_the_gpus_state_is_asked_for_by_name(monkeypatch):
+    def nvidia_smi(command, **options):
+        assert command[0] == "nvidia-smi" and "--id=GPU-12-34" in command
+        fields = next(c for c in command if c.startswith("--query-gpu=")).removeprefix("--query-gpu=").split(",")
+        answers = {"clocks.sm": "1755", "clocks.mem": "3201", "power.draw": "690.12", "temperature.gpu": "61"}
+        return subprocess.CompletedProcess(command, 0, ", ".join(answers[field] for field in fields) + "\n")
+
+    properties = types.SimpleNamespace(uuid="12-34")
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    monkeypatch.setattr(run.subprocess, "run", nvidia_smi)
+    expected = {"sm_mhz": "1755", "memory_mhz": "3201", "watts": "690.12", "celsius": "61"}
+    assert run.state(torch.device("cuda")) == expected
+    assert run.state(torch.device("cpu")) is None
+
+
 def test_an_unknown_schedule_is_refused():
-    with pytest.raises(SystemExit, match="got zigzag"):
+    with pytest.raises(SystemExit, match="error: --schedules must be of auto, .*; got zigzag"):
         run.main(["--device", "cpu", "--schedules", "zigzag"])
+
+
+def test_bad_arguments_end_in_one_line(monkeypatch, tmp_path):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(SystemExit, match="error: --device must be one that is here, got cuda"):
+        run.main(["--device", "cuda"])
+    with pytest.raises(SystemExit, match="error: --baseline must be a compiled library, got nowhere.so"):
+        run.main(["--device", "cpu", "--baseline", "nowhere.so"])
+    with pytest.raises(SystemExit, match="error: --max-seqlen 1 leaves no shape"):
+        run.main(["--device", "cpu", "--max-seqlen", "1"])
 
 
 def test_a_failure_of_ours_fails_the_run(monkeypatch, capsys):
@@ -164,7 +189,49 @@ def test_a_failure_of_ours_fails_the_run(monkeypatch, capsys):
 
     monkeypatch.setattr(peers.DashAttn, "prepare", broken)
     assert run.main(["--device", "cpu", "--grid", "bar", "--tokens", "64", "--max-seqlen", "8192"]) == 1
-    assert "failed: dash_attn ascending: RuntimeError: no kernel" in capsys.readouterr().out
+    assert "failed: dash_attn auto: RuntimeError: no kernel" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name", ["out", "dq", "dk", "dv"])
+def test_wrong_results_are_not_timed(name, monkeypatch, capsys):
+    """A tile of the last KV head of the last sequence, as every other one, is off by 2% in norm."""
+    original = peers.DashAttn.prepare
+
+    def wrong(self, variant, shape, x):
+        calls = original(self, variant, shape, x)
+
+        def spoilt(results, names):
+            found = [results] if isinstance(results, torch.Tensor) else list(results)
+            for i, of in enumerate(names):
+                if of == name:
+                    found[i] = found[i] * 1.02
+            return found[0] if len(found) == 1 else tuple(found)
+
+        return {
+            "forward": lambda: spoilt(calls["forward"](), ["out"]),
+            "backward": lambda: spoilt(calls["backward"](), ["dq", "dk", "dv"]),
+        }
+
+    monkeypatch.setattr(peers.DashAttn, "prepare", wrong)
+    implementations = [peers.DashAttn(["descending"])]
+    rows, failures = run.measure(TINY, implementations, ["forward", "backward"], torch.device("cpu"), 0.0)
+    bad, good = ("forward", "backward") if name == "out" else ("backward", "forward")
+    assert [row["pass"] for row in rows] == [good]
+    assert len(failures) == 1 and f"{bad}: wrong {name}: relative error 2.0" in failures[0]
+
+
+@pytest.mark.parametrize("mask", ["full", "causal"])
+@pytest.mark.parametrize("kv_heads", [1, 2, 4])
+def test_right_results_pass_the_check(mask, kv_heads, monkeypatch):
+    """Against float32 sums in pieces shorter than the sequence."""
+    monkeypatch.setattr(check, "QUERIES_AT_ONCE", 48)
+    shape = Shape("bf16", 64, 4, kv_heads, mask, 130, 2)
+    tensors = peers.random_tensors(shape, torch.device("cpu"))
+    reference = check.Reference(shape, tensors)
+    calls = peers.DashAttn().prepare(peers.Variant("dash_attn", "spt", True), shape, tensors)
+    assert [reference.wrong(calls[pass_]()) for pass_ in ("forward", "backward", "both")] == [None] * 3
+    dq, dk, dv = calls["backward"]()
+    assert "wrong dq" in reference.wrong((dq + float("nan"), dk, dv))
 
 
 def row(impl, schedule, deterministic, seqlen, tflops, mask="full"):
@@ -173,45 +240,84 @@ def row(impl, schedule, deterministic, seqlen, tflops, mask="full"):
     return {**head, **shape, "ms": 1.0, "tflops": tflops}
 
 
-def test_compare_within_one_result(tmp_path):
-    rows = [row("dash_attn", "shift", True, 1024, 300.0), row("dash_attn", "spt", True, 1024, 200.0)]
+def test_compare_counts_one_deterministic_schedule_of_ours(tmp_path):
+    rows = [row("dash_attn", "auto", True, 1024, 300.0), row("dash_attn", "spt", True, 1024, 200.0)]
+    rows += [row("dash_attn", "atomic", False, 1024, 999.0)]
     rows += [row("fa2", None, True, 1024, 150.0), row("fa2", None, False, 1024, 400.0), row("fa2", None, True, 2048, 1.0)]
-    rows += [row("dash_attn", "shift", True, 4096, 450.0), row("fa2", None, True, 4096, 900.0)]
+    rows += [row("dash_attn", "auto", True, 4096, 450.0), row("fa2", None, True, 4096, 900.0)]
     path = tmp_path / "result.json"
     path.write_text(json.dumps({"meta": {}, "rows": rows}))
     figures = compare.read(path, "backward")
     first, second = compare.compare(figures, figures)
-    assert first.ours.schedule == "shift" and first.ratio(first.best_deterministic) == 2.0
-    assert first.ratio(first.best_other) == 0.75
-    assert second.ratio(second.best_deterministic) == 0.5 and second.best_other is None
-    text = compare.report([first, second])
-    assert text.endswith("all               1.000 (2)    0.750 (1)")
+    assert first.ours.schedule == "auto" and first.ratio(first.best(True)) == 2.0
+    assert first.ratio(first.best(False)) == 0.75
+    assert second.ratio(second.best(True)) == 0.5 and second.best(False) is None
     (named,) = compare.compare(figures, figures, schedule="spt")
     assert named.ours.tflops == 200.0
+    assert compare.compare(figures, figures, schedule="atomic") == []
     assert compare.read(path, "forward") == {}
 
 
-def test_compare_with_a_table_of_peers(tmp_path):
+def test_means_are_over_the_shapes_where_a_peer_was_measured():
+    def shape_of(seqlen):
+        return Shape.of_row(row("x", None, True, seqlen, 1.0))
+
+    def peer(impl, deterministic, tflops):
+        return compare.Figure(impl, None, deterministic, tflops)
+
+    ours = compare.Figure("dash_attn", "auto", True, 400.0)
+    first = compare.Comparison(shape_of(512), ours, [peer("fa2", True, 100.0), peer("fa3", True, 200.0)])
+    second = compare.Comparison(shape_of(1024), ours, [peer("fa2", True, 200.0), peer("fa3", False, 400.0)])
+    both = [first, second]
+    assert compare.mean(both, True, "fa2") == compare.Mean(pytest.approx(8**0.5), 2)
+    assert compare.mean(both, True, "fa3") == compare.Mean(pytest.approx(2.0), 1)
+    assert compare.mean(both, True) == compare.Mean(pytest.approx(2.0), 2)
+    assert compare.mean(both, False) == compare.Mean(pytest.approx(1.0), 1)
+    assert compare.mean(both, True, "fa4") is None
+    notes, missing = compare.footnotes(both)
+    assert list(notes.values()) == ["a", "b"]
+    assert {letter: list(map(str, peers)) for letter, peers in missing.items()} == {
+        "a": ["FlashAttention-3"],
+        "b": ["FlashAttention-3, deterministic"],
+    }
+    text = compare.report(both)
+    assert "[a] not measured here: FlashAttention-3\n" in text and "FlashAttention-2, deterministic" in text
+    (line,) = [line for line in text.splitlines() if "512" in line]
+    assert line.split()[-3:] == ["-", "-", "[a]"]
+
+
+def test_compare_says_what_is_of_one_run(tmp_path, capsys):
     ours, theirs = tmp_path / "ours.json", tmp_path / "peers.json"
-    ours.write_text(json.dumps({"rows": [row("dash_attn", "spt", True, 1024, 300.0, "causal")]}))
-    shape = {"head_dim": 128, "heads": 16, "kv_heads": 16, "mask": "causal", "seqlen": 1024, "batch": 2}
-    backward = {"a": {"det": 250.0, "nondet": 600.0}, "b": {"det": 200.0}, "c": {"nondet": 500.0}}
-    theirs.write_text(json.dumps({"rows": [{**shape, "backward": backward, "forward": {"a": 70.0}}]}))
-    (found,) = compare.compare(compare.read(ours, "backward"), compare.read(theirs, "backward"))
-    assert (found.best_deterministic.impl, found.best_other.impl) == ("a", "a")
-    assert found.ratio(found.best_deterministic) == 1.2 and found.ratio(found.best_other) == 0.5
-    assert [f.tflops for f in compare.read(theirs, "forward")[found.shape]] == [70.0]
+    ours.write_text(json.dumps({"rows": [row("dash_attn", "auto", True, 1024, 300.0)]}))
+    apart = [row("fa3", None, True, 1024, 150.0)]
+    together = [{"run": "monday", **row("dash_attn", "auto", True, 1024, 290.0)}]
+    together += [{"run": "monday", **row("fa3", None, True, 1024, 200.0)}]
+    meta = {"same_run": {"monday": "dash_attn 1234"}}
+    theirs.write_text(json.dumps({"meta": meta, "rows": apart, "same_run": together}))
+    compare.main([str(ours), "--peers", str(theirs)])
+    printed = capsys.readouterr().out
+    separate, same = printed.split("in one run with the peers, monday (dash_attn 1234)")
+    assert "another run than ours" in separate and "2.000 (1)" in separate and "1.450 (1)" in same
+    compare.main([str(theirs.with_name("ours.json")), "--peers", str(theirs)])
+    with pytest.raises(SystemExit, match="error: no shape has both a backward of dash_attn with --schedule spt"):
+        compare.main([str(ours), "--peers", str(theirs), "--schedule", "spt"])
 
 
-def test_pairs_take_the_time_of_both_passes(tmp_path):
-    path = tmp_path / "peers.json"
-    shape = {"head_dim": 128, "heads": 16, "kv_heads": 16, "mask": "full", "seqlen": 1024, "batch": 2}
-    table = {**shape, "backward": {"a": {"det": 250.0}, "b": {"nondet": 500.0}}, "forward": {"a": 100.0, "c": 200.0}}
-    path.write_text(json.dumps({"rows": [table]}))
-    ((of_shape, figures),) = compare.read(path, "both").items()
-    assert {(f.impl, f.deterministic) for f in figures} == {("c+a", True), ("c+b", False)}
-    for figure, backward in zip(figures, (250.0, 500.0)):
-        ms = sum(flops(of_shape, pass_) / tflops for pass_, tflops in (("forward", 200.0), ("backward", backward)))
+def test_a_file_of_both_sides_is_one_run(tmp_path, capsys):
+    path = tmp_path / "result.json"
+    rows = [row("dash_attn", "auto", True, 1024, 300.0), row("fa2", None, True, 1024, 150.0)]
+    path.write_text(json.dumps({"rows": rows}))
+    compare.main([str(path)])
+    assert capsys.readouterr().out.startswith("peers of the same run")
+
+
+def test_pairs_take_the_time_of_both_passes():
+    backward = [row("a", None, True, 1024, 250.0), row("b", None, False, 1024, 500.0)]
+    forward = [{**row(impl, None, True, 1024, tflops), "pass": "forward"} for impl, tflops in (("a", 100.0), ("c", 200.0))]
+    ((of_shape, figures),) = compare.figures([*backward, *forward], "both").items()
+    assert {(f.impl, f.deterministic) for f in figures} == {("a", True), ("b", False)}
+    for figure, alone in zip(figures, (250.0, 500.0)):
+        ms = sum(flops(of_shape, pass_) / tflops for pass_, tflops in (("forward", 200.0), ("backward", alone)))
         assert math.isclose(figure.tflops, flops(of_shape, "both") / ms)
 
 

@@ -1,7 +1,9 @@
 """Bad inputs and the exact message each gets, before anything is computed."""
 
+import inspect
 import math
 
+import numpy as np
 import pytest
 import torch
 from torch._subclasses import FakeTensorMode
@@ -23,6 +25,13 @@ def good():
 # Changes to good(), the error and its whole message.
 TENSORS = [
     ({"q": [1.0]}, TypeError, "q must be a torch.Tensor, got [1.0]"),
+    ({"q": [t(2, 5, 4, 16)] * 3}, TypeError,
+     "q must be a torch.Tensor, got a list of 3, the first of them a tensor of shape (2, 5, 4, 16)"),
+    ({"q": [0.0] * 1000}, TypeError,
+     "q must be a torch.Tensor, got [" + "0.0, " * 15 + "0.0,... (list)"),
+    ({"v": np.zeros((2, 7, 2, 16))}, TypeError, "v must be a torch.Tensor, got numpy.ndarray of shape (2, 7, 2, 16)"),
+    ({"q": torch.nested.nested_tensor([t(5, 4, 16), t(3, 4, 16)])}, TypeError,
+     "q must be a dense tensor (torch.strided), got a nested tensor"),
     ({"k": None}, TypeError, "k must be a torch.Tensor, got None (NoneType)"),
     ({"v": t(2, 7, 2, 16).to_sparse()}, TypeError, "v must be a dense tensor (torch.strided), got torch.sparse_coo"),
     ({"q": t(5, 4, 16)}, ValueError, "q must have shape (batch, seqlen, heads, head_dim), got 3 dimensions: (5, 4, 16)"),
@@ -35,7 +44,7 @@ TENSORS = [
      "k must have the dtype of q, torch.bfloat16, got torch.float16"),
     ({"v": t(2, 7, 2, 16, dtype=torch.float16)}, TypeError,
      "v must have the dtype of q, torch.bfloat16, got torch.float16"),
-    ({"q": t(2, 5, 4, 16, device="meta")}, ValueError, "q must be on a CUDA or CPU device, got meta"),
+    ({"q": t(2, 5, 4, 16, device="meta")}, ValueError, "k must be on the device of q, meta, got cpu"),
     ({"q": t(2, 5, 4, 136)}, ValueError, "q must have a head_dim from 1 to 128, got 136"),
     ({"q": t(2, 5, 4, 0)}, ValueError, "q must have a head_dim from 1 to 128, got 0"),
     ({"k": t(3, 7, 2, 16)}, ValueError, "k must have the batch size of q, 2, got 3"),
@@ -50,14 +59,31 @@ TENSORS = [
      "k must have a seqlen of at most 1073741823, got 1073741824"),
 ]  # fmt: skip
 
+DROPOUT = (
+    "dropout_p must be 0.0 (dropout is not supported; FlashAttention-3 has softmax_scale in this place: pass it by name), "
+    "got "
+)
+WINDOW = "window_size must be (-1, -1) (sliding windows are not supported; causal=True gives the causal mask), got "
+MARGIN = "sm_margin must be at least 0 and less than the SMs of the GPU, got "
+
+
+def schedules(causal):
+    names = ", ".join(map(repr, ("auto", *schedule.fitting(causal=causal))))
+    return f"schedule must be one of {names} when causal={causal}, got "
+
+
 # Arguments that the three functions share.
 ARGUMENTS = [
-    ({"dropout_p": 0.1}, NotImplementedError, "dropout_p must be 0.0 (dropout is not supported), got 0.1"),
-    ({"dropout_p": math.nan}, NotImplementedError, "dropout_p must be 0.0 (dropout is not supported), got nan"),
-    ({"window_size": (128, 0)}, NotImplementedError,
-     "window_size must be (-1, -1) (sliding windows are not supported; causal=True gives the causal mask), got (128, 0)"),
-    ({"window_size": 128}, NotImplementedError,
-     "window_size must be (-1, -1) (sliding windows are not supported; causal=True gives the causal mask), got 128"),
+    ({"dropout_p": 0.1}, NotImplementedError, DROPOUT + "0.1"),
+    ({"dropout_p": math.nan}, NotImplementedError, DROPOUT + "nan"),
+    ({"window_size": (2, 0)}, NotImplementedError, WINDOW + "(2, 0)"),
+    ({"window_size": (-1, 1)}, NotImplementedError, WINDOW + "(-1, 1)"),
+    ({"window_size": (5, None)}, NotImplementedError, WINDOW + "(5, None)"),
+    ({"window_size": [3, -1], "causal": True}, NotImplementedError, WINDOW + "[3, -1]"),
+    ({"window_size": 128}, NotImplementedError, WINDOW + "128"),
+    ({"window_size": (-1, -1, -1)}, NotImplementedError, WINDOW + "(-1, -1, -1)"),
+    ({"window_size": (-1, 0.5)}, NotImplementedError, WINDOW + "(-1, 0.5)"),
+    ({"softcap": -1.0}, NotImplementedError, "softcap must be 0.0 (soft-capped scores are not supported), got -1.0"),
     ({"softcap": 30.0}, NotImplementedError, "softcap must be 0.0 (soft-capped scores are not supported), got 30.0"),
     ({"alibi_slopes": t(4, dtype=torch.float32)}, NotImplementedError,
      "alibi_slopes must be None (ALiBi is not supported), got a tensor of shape (4,)"),
@@ -67,10 +93,11 @@ ARGUMENTS = [
     ({"k_descale": t(2, 2)}, NotImplementedError, "k_descale must be None (fp8 is not supported), got a tensor of shape (2, 2)"),
     ({"v_descale": t(2, 2)}, NotImplementedError, "v_descale must be None (fp8 is not supported), got a tensor of shape (2, 2)"),
     ({"attention_chunk": 64}, NotImplementedError, "attention_chunk must be 0 (chunked attention is not supported), got 64"),
-    ({"num_splits": 0}, NotImplementedError, "num_splits must be 1 (splitting the keys is not supported), got 0"),
-    ({"pack_gqa": True}, NotImplementedError,
-     "pack_gqa must be None (the layout of grouped heads cannot be chosen), got True"),
-    ({"causal": 1}, TypeError, "causal must be a bool, got 1"),
+    ({"num_splits": 2}, NotImplementedError, "num_splits must be 0 or 1 (splitting the keys is not supported), got 2"),
+    ({"pack_gqa": "yes"}, NotImplementedError, "pack_gqa must be None or a bool (it changes nothing), got 'yes'"),
+    ({"causal": 2}, TypeError, "causal must be a bool, got 2"),
+    ({"causal": None}, TypeError, "causal must be a bool, got None (NoneType)"),
+    ({"causal": np.ones(2, dtype=bool)}, TypeError, "causal must be a bool, got numpy.ndarray of shape (2,)"),
     ({"deterministic": "yes"}, TypeError, "deterministic must be a bool, got 'yes'"),
     ({"return_attn_probs": None}, TypeError, "return_attn_probs must be a bool, got None (NoneType)"),
     ({"softmax_scale": "1"}, TypeError, "softmax_scale must be a finite number or None, got '1'"),
@@ -79,17 +106,22 @@ ARGUMENTS = [
      "softmax_scale must be a finite number or None, got a tensor of shape ()"),
     ({"softmax_scale": math.nan}, ValueError, "softmax_scale must be a finite number or None, got nan"),
     ({"softmax_scale": -math.inf}, ValueError, "softmax_scale must be a finite number or None, got -inf"),
-    ({"sm_margin": -1}, ValueError, "sm_margin must be at least 0, got -1"),
+    ({"softmax_scale": np.True_}, TypeError, "softmax_scale must be a finite number or None, got np.True_ (bool)"),
+    ({"softmax_scale": 2.4e38}, ValueError, "softmax_scale * log2(e) must be finite in fp32, got softmax_scale=2.4e+38"),
+    ({"softmax_scale": -1e300}, ValueError, "softmax_scale * log2(e) must be finite in fp32, got softmax_scale=-1e+300"),
+    ({"softmax_scale": 10**400}, ValueError,
+     "softmax_scale * log2(e) must be finite in fp32, got softmax_scale=an integer of 1329 bits"),
+    ({"sm_margin": -1}, ValueError, MARGIN + "-1"),
+    ({"sm_margin": 2**31}, ValueError, MARGIN + "2147483648"),
+    ({"sm_margin": 2**70}, ValueError, MARGIN + "1180591620717411303424"),
     ({"sm_margin": 1.5}, TypeError, "sm_margin must be an int, got 1.5"),
+    ({"sm_margin": True}, TypeError, "sm_margin must be an int, got True"),
     ({"sm_margin": None}, TypeError, "sm_margin must be an int, got None (NoneType)"),
-    ({"schedule": "fastest"}, ValueError,
-     "schedule must be one of 'auto', 'ascending', 'descending', 'spt', 'shift', 'order_free' when causal=False, got 'fastest'"),
-    ({"schedule": None}, ValueError,
-     "schedule must be one of 'auto', 'ascending', 'descending', 'spt', 'shift', 'order_free' when causal=False, got None (NoneType)"),
-    ({"schedule": "symmetric_shift"}, ValueError,
-     "schedule must be one of 'auto', 'ascending', 'descending', 'spt', 'shift', 'order_free' when causal=False, got 'symmetric_shift'"),
-    ({"schedule": "shift", "causal": True}, ValueError,
-     "schedule must be one of 'auto', 'ascending', 'descending', 'spt', 'symmetric_shift', 'order_free', 'spt_descending' when causal=True, got 'shift'"),
+    ({"schedule": "fastest"}, ValueError, schedules(False) + "'fastest'"),
+    ({"schedule": None}, ValueError, "schedule must be 'auto' or the name of a policy, got None (NoneType)"),
+    ({"schedule": "symmetric_shift"}, ValueError, schedules(False) + "'symmetric_shift'"),
+    ({"schedule": "shift", "causal": True}, ValueError, schedules(True) + "'shift'"),
+    ({"schedule": "atomic"}, ValueError, schedules(False) + "'atomic'"),
 ]  # fmt: skip
 
 KVPACKED = [
@@ -138,7 +170,7 @@ def nothing_is_computed(monkeypatch):
     def unexpected(*_):
         raise AssertionError("computed before the arguments were checked")
 
-    monkeypatch.setattr(dash_attn.ops, "forward", unexpected)
+    monkeypatch.setattr(dash_attn.ops.reference, "forward", unexpected)
 
 
 def assert_raises(function, arguments, error, message):
@@ -178,14 +210,18 @@ def test_mixed_devices():
         assert_raises(flash_attn_func, tensors, ValueError, "v must be on the device of q, cpu, got cuda:0")
 
 
-def test_every_unsupported_argument_is_checked():
-    listed = {name for change, error, _ in ARGUMENTS if error is NotImplementedError for name in change}
-    assert listed == set(dash_attn.checks._UNSUPPORTED)
+def test_every_argument_is_checked():
+    tried = {name for change, _, _ in ARGUMENTS for name in change}
+    accepted = set(inspect.signature(flash_attn_func).parameters) - {"q", "k", "v"}
+    assert tried == accepted
+
+
+def test_the_order_of_flash_attention_3_is_noticed():
+    with pytest.raises(NotImplementedError, match="FlashAttention-3 has softmax_scale in this place"):
+        flash_attn_func(*good().values(), 0.25, True)
 
 
 def test_schedule_errors_read_like_the_schedule_modules():
     with pytest.raises(ValueError) as raised:
         schedule.resolve("shift", causal=True, seqlen_q=1, seqlen_k=1)
-    with pytest.raises(ValueError) as checked:
-        dash_attn.checks.check_schedule("shift", True)
-    assert str(checked.value) == str(raised.value)
+    assert str(raised.value) == schedules(True) + "'shift'"

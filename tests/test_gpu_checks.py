@@ -135,6 +135,7 @@ BIT_CHECKS = {
     "under load": lambda problem: bit_checks.check_under_load(inputs_of(problem), problem, NoLoad(), 6, 2),
     "sm_margin": lambda problem: bit_checks.check_sm_margins(inputs_of(problem), problem, 132, (1, 7)),
     "neighbours": lambda problem: bit_checks.check_neighbours(problem, 3, (0, 2), "cpu"),
+    "heads": lambda problem: bit_checks.check_heads(problem, "cpu", ("descending", support.schedules(True)[-1])),
 }
 
 
@@ -156,7 +157,7 @@ def test_bit_checks_see_the_last_bit_of_the_last_policy(name, monkeypatch):
         return gradients
 
     monkeypatch.setattr(support, "backward", backward)
-    with pytest.raises(AssertionError, match="spt_descending.*: dk.*1 of .* elements differ"):
+    with pytest.raises(AssertionError, match=f"{support.schedules(True)[-1]}.*: dk.*1 of .* elements differ"):
         BIT_CHECKS[name](problem)
 
 

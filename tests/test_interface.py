@@ -1,14 +1,17 @@
-"""flash_attn_func and its packed forms on CPU tensors: gradients, packing, layouts, autograd and torch.compile."""
+"""flash_attn_func and its packed forms on CPU tensors: arguments, gradients, packing, layouts and autograd."""
 
 import inspect
+import typing
 
+import numpy as np
 import pytest
 import torch
 from float64_reference import attention_float64, attention_in_dtype, relative_error, visible_keys
+from interface_support import FUNCTIONS, assert_same_bits, inputs_of, kernel_calls, out_and_gradients, qkv_tensors, randn
 
 import dash_attn
 from dash_attn import flash_attn_func, flash_attn_kvpacked_func, flash_attn_qkvpacked_func
-from dash_attn.schedule import POLICIES, fitting
+from dash_attn.schedule import POLICIES, fitting, policy_number
 
 # FlashAttention-2's arguments after the tensors, then FlashAttention-3's that it lacks, then this package's.
 FLASH_ATTENTION_2 = [
@@ -19,33 +22,6 @@ FLASH_ATTENTION_3 = {
     "qv": None, "q_descale": None, "k_descale": None, "v_descale": None, "attention_chunk": 0, "num_splits": 1,
     "pack_gqa": None, "sm_margin": 0,
 }  # fmt: skip
-FUNCTIONS = {
-    flash_attn_func: (["q", "k", "v"], {}),
-    flash_attn_kvpacked_func: (["q", "kv"], {}),
-    flash_attn_qkvpacked_func: (["qkv"], {"num_heads_q": None}),
-}
-
-
-def randn(*shape, dtype=torch.bfloat16, seed=0):
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype).requires_grad_()
-
-
-def qkv_tensors(seqlen_q, seqlen_k, heads=4, kv_heads=2, head_dim=32, batch=2, dtype=torch.bfloat16):
-    q = randn(batch, seqlen_q, heads, head_dim, dtype=dtype, seed=1)
-    k = randn(batch, seqlen_k, kv_heads, head_dim, dtype=dtype, seed=2)
-    v = randn(batch, seqlen_k, kv_heads, head_dim, dtype=dtype, seed=3)
-    dout = randn(batch, seqlen_q, heads, head_dim, dtype=dtype, seed=4).detach()
-    return q, k, v, dout
-
-
-def out_and_gradients(function, inputs, dout, **arguments):
-    out = function(*inputs, **arguments)
-    return out, *torch.autograd.grad(out, inputs, dout)
-
-
-def assert_same_bits(actual, expected):
-    for i, (a, e) in enumerate(zip(actual, expected, strict=True)):
-        assert torch.equal(a, e), i
 
 
 @pytest.mark.parametrize("function", FUNCTIONS, ids=lambda f: f.__name__)
@@ -61,17 +37,78 @@ def test_signature(function):
 
 @pytest.mark.parametrize("function", FUNCTIONS, ids=lambda f: f.__name__)
 def test_defaults_may_be_given(function):
-    inputs = {"q": randn(1, 9, 2, 8), "k": randn(1, 9, 2, 8), "v": randn(1, 9, 2, 8), "kv": randn(1, 9, 2, 2, 8),
-              "qkv": randn(1, 9, 3, 2, 8)}  # fmt: skip
-    inputs = [inputs[name] for name in FUNCTIONS[function][0]]
+    inputs = inputs_of(function)
     expected = function(*inputs)
     positional = function(*inputs, 0, 8**-0.5, False, [-1, -1], 0, None, True, False, **FLASH_ATTENTION_3)
     assert torch.equal(positional, expected)
 
 
+@pytest.mark.parametrize("function", FUNCTIONS, ids=lambda f: f.__name__)
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("change", [
+    {"dropout_p": None}, {"dropout_p": np.float32(0)}, {"softcap": None}, {"softcap": 0}, {"attention_chunk": None},
+    {"num_splits": 0}, {"num_splits": np.int64(1)}, {"pack_gqa": False}, {"pack_gqa": True}, {"pack_gqa": np.True_},
+    {"deterministic": None}, {"deterministic": 1}, {"deterministic": np.True_}, {"return_attn_probs": np.False_},
+    {"window_size": (None, None)}, {"window_size": (-1, None)}, {"window_size": (8, -1)},
+    {"window_size": (8, 8)}, {"window_size": [100, 100]}, {"window_size": (np.int64(-1), np.int64(-1))},
+    {"sm_margin": np.int64(3)}, {"softmax_scale": 8**-0.5}, {"softmax_scale": np.float64(8**-0.5)},
+], ids=str)  # fmt: skip
+def test_arguments_that_change_nothing_are_accepted(function, causal, change):
+    inputs = inputs_of(function)
+    actual = function(*inputs, causal=causal, **change)
+    assert torch.equal(actual, function(*inputs, causal=causal))
+
+
+@pytest.mark.parametrize("function", FUNCTIONS, ids=lambda f: f.__name__)
+@pytest.mark.parametrize("arguments", [
+    {"causal": 1}, {"causal": np.True_}, {"causal": np.int32(1)}, {"causal": True, "window_size": (-1, 0)},
+    {"window_size": (-1, 0)}, {"window_size": (None, 0)}, {"window_size": (8, 0)}, {"causal": True, "window_size": (8, 3)},
+], ids=str)  # fmt: skip
+def test_ways_to_ask_for_the_causal_mask(function, arguments):
+    inputs = inputs_of(function)
+    actual = function(*inputs, **arguments)
+    assert torch.equal(actual, function(*inputs, causal=True)) and not torch.equal(actual, function(*inputs))
+
+
+@pytest.mark.parametrize("causal", [0, np.False_])
+def test_flags_that_are_false(causal):
+    inputs = inputs_of(flash_attn_func)
+    assert torch.equal(flash_attn_func(*inputs, causal=causal), flash_attn_func(*inputs))
+
+
+def test_windows_of_unequal_lengths():
+    """A window hides nothing when its left reaches the first key from the last query, its right the last key from the first."""
+    q, k, v, _ = qkv_tensors(5, 9)
+    full, causal = flash_attn_func(q, k, v), flash_attn_func(q, k, v, causal=True)
+    assert torch.equal(flash_attn_func(q, k, v, window_size=(8, 4)), full)
+    assert torch.equal(flash_attn_func(q, k, v, window_size=(8, 0)), causal)
+    for window_size in ((7, 4), (8, 3)):
+        with pytest.raises(NotImplementedError):
+            flash_attn_func(q, k, v, window_size=window_size)
+
+
+@pytest.mark.filterwarnings("ignore:Warning only once for all operators")
+@pytest.mark.parametrize("function", FUNCTIONS, ids=lambda f: f.__name__)
+@pytest.mark.parametrize("schedule", POLICIES)
+def test_arguments_reach_the_kernels(function, schedule):
+    causal = schedule in fitting(causal=True)
+    inputs = inputs_of(function)
+    with kernel_calls() as calls:
+        out = function(*inputs, softmax_scale=0.3, causal=causal, sm_margin=3, schedule=schedule)
+        torch.autograd.grad(out.float().sum(), inputs)
+    (forward, forward_arguments), (backward, backward_arguments) = calls
+    assert (forward, forward_arguments[-3:]) == ("forward", (0.3, causal, 3))
+    assert (backward, backward_arguments[-4:]) == ("backward", (0.3, causal, policy_number(schedule), 3))
+
+
 def test_exports():
-    assert dash_attn.__version__ == "0.1.0"
     assert {f.__name__ for f in FUNCTIONS} == set(dash_attn.__all__)
+
+
+@pytest.mark.parametrize("function", FUNCTIONS, ids=lambda f: f.__name__)
+def test_annotated(function):
+    hints = typing.get_type_hints(function)
+    assert set(hints) == {*inspect.signature(function).parameters, "return"}
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -103,7 +140,7 @@ def test_more_queries_than_keys(seqlen_q, seqlen_k, causal):
     assert blind.sum() == (seqlen_q - seqlen_k if causal else 0)
     assert (out[:, blind] == 0).all() and (lse[:, :, blind] == torch.inf).all() and (dq[:, blind] == 0).all()
     torch.testing.assert_close(lse, truth.softmax_lse.float(), rtol=1e-5, atol=1e-5)
-    assert dropped is None
+    assert dropped.shape == (0,)
     assert relative_error(out, truth.out) < 5e-3 and relative_error(dv, truth.dv) < 5e-3
     if seqlen_k == 1:
         # The softmax of one score is constant: the true gradient is 0, and what is left is the rounding of `out`.
@@ -127,7 +164,8 @@ def test_return_attn_probs():
     out, lse, dropped = flash_attn_func(*inputs, return_attn_probs=True)
     assert torch.equal(out, flash_attn_func(*inputs))
     assert lse.shape == (2, 4, 40) and lse.dtype == torch.float32 and not lse.requires_grad
-    assert dropped is None
+    # As FlashAttention-2 without dropout.
+    assert dropped.shape == (0,) and dropped.dtype == out.dtype and dropped.device == out.device
 
 
 @pytest.mark.parametrize("schedule", ["auto", *POLICIES])
@@ -184,18 +222,14 @@ def test_kvpacked_with_grouped_heads_and_unequal_lengths():
     assert_same_bits(actual, (out, dq, torch.stack((dk, dv), dim=2)))
 
 
-def test_packed_gradients_are_written_into_one_tensor(monkeypatch):
-    seen = {}
-    backward = dash_attn.ops.backward
-
-    def spy(dout, q, k, v, out, softmax_lse, dq, dk, dv, *rest):
-        seen["gradients"] = (dq, dk, dv)
-        return backward(dout, q, k, v, out, softmax_lse, dq, dk, dv, *rest)
-
-    monkeypatch.setattr(dash_attn.ops, "backward", spy)
+@pytest.mark.filterwarnings("ignore:Warning only once for all operators")
+def test_packed_gradients_are_written_into_one_tensor():
     qkv = randn(2, 30, 3, 4, 16)
-    (gradient,) = torch.autograd.grad(flash_attn_qkvpacked_func(qkv).float().square().sum(), qkv)
-    assert {g.untyped_storage().data_ptr() for g in seen["gradients"]} == {gradient.untyped_storage().data_ptr()}
+    with kernel_calls() as calls:
+        (gradient,) = torch.autograd.grad(flash_attn_qkvpacked_func(qkv).float().square().sum(), qkv)
+    _, arguments = calls[-1]
+    dq, dk, dv = arguments[6:9]
+    assert [g.data_ptr() for g in (dq, dk, dv)] == [g.data_ptr() for g in gradient.unbind(2)]
 
 
 def layouts(tensor):
@@ -271,32 +305,3 @@ def test_empty_sums(shape, causal):
     assert lse.shape == (batch, 4, seqlen_q) and (lse == torch.inf).all()
     for gradient, tensor in zip(torch.autograd.grad(out, inputs, dout), inputs):
         assert gradient.shape == tensor.shape and (gradient == 0).all()
-
-
-def test_under_autocast():
-    *inputs, dout = qkv_tensors(20, 20)
-    expected = out_and_gradients(flash_attn_func, inputs, dout)
-    with torch.autocast("cpu", dtype=torch.float16):
-        actual = out_and_gradients(flash_attn_func, inputs, dout)
-    assert_same_bits(actual, expected)
-
-
-@pytest.mark.parametrize("function, inputs, arguments", [
-    (flash_attn_func, [(2, 33, 4, 20), (2, 50, 2, 20), (2, 50, 2, 20)], {"schedule": "spt"}),
-    (flash_attn_kvpacked_func, [(2, 33, 4, 16), (2, 50, 2, 2, 16)], {}),
-    (flash_attn_qkvpacked_func, [(2, 33, 3, 4, 16)], {"softmax_scale": 0.3}),
-    (flash_attn_qkvpacked_func, [(2, 33, 8, 16)], {"num_heads_q": 4}),
-])  # fmt: skip
-def test_compiles_to_one_graph(function, inputs, arguments):
-    torch._dynamo.reset()
-    inputs = [randn(*shape) for shape in inputs]
-
-    def layer(*tensors):
-        return function(*(t * 0.5 for t in tensors), causal=True, **arguments) * 2
-
-    compiled = torch.compile(layer, backend="aot_eager", fullgraph=True)
-    out = layer(*inputs)
-    dout = torch.randn(out.shape).to(out.dtype)
-    expected = (out, *torch.autograd.grad(out, inputs, dout))
-    out = compiled(*inputs)
-    assert_same_bits((out, *torch.autograd.grad(out, inputs, dout)), expected)

@@ -1,13 +1,18 @@
-"""The torch.library ops: their schema, their contracts with torch, and how CUDA tensors reach the kernels."""
+"""The torch.library ops: their schema, their contracts with torch, and what the kernels are called with.
+
+The way from an op to a kernel is one code for the CPU and CUDA; here the kernel at its end is the reference.
+"""
 
 import math
-import types
 
 import pytest
 import torch
+from interface_support import kernel_calls
 
-from dash_attn import checks, ops
-from dash_attn.schedule import POLICIES
+from dash_attn import ops
+from dash_attn.schedule import POLICIES, fitting, policy_number, resolve
+
+pytestmark = pytest.mark.filterwarnings("ignore:Warning only once for all operators")
 
 
 def operands(batch=2, seqlen_q=20, seqlen_k=30, heads=4, kv_heads=2, head_dim=16, dtype=torch.bfloat16):
@@ -25,7 +30,9 @@ def backward_arguments(schedule="auto", causal=True, **shape):
 
 def test_schemas():
     assert str(torch.ops.dash_attn.forward.default._schema) == (
-        "dash_attn::forward(Tensor q, Tensor k, Tensor v, float softmax_scale, bool causal, SymInt sm_margin=0) -> (Tensor, Tensor)"
+        "dash_attn::forward(Tensor q, Tensor k, Tensor v, float softmax_scale, bool causal, "
+        "SymInt sm_margin=0) -> "
+        "(Tensor out, Tensor softmax_lse)"
     )
     assert str(torch.ops.dash_attn.backward.default._schema) == (
         "dash_attn::backward(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor softmax_lse, Tensor(a6!) dq, "
@@ -69,8 +76,11 @@ def test_backward_writes_strided_gradients():
 def test_ops_have_no_autograd_of_their_own():
     q, k, v, _ = operands()
     out, _ = torch.ops.dash_attn.forward(q.requires_grad_(), k, v, 0.25, True)
-    with pytest.raises(RuntimeError, match="no autograd formula was registered"):
+    with pytest.raises(RuntimeError, match="derivative for dash_attn::forward is not implemented"):
         out.sum().backward()
+
+
+SCHEDULES = f"schedule must be one of {', '.join(map(repr, ('auto', *fitting(causal=True))))} when causal=True, got "
 
 
 @pytest.mark.parametrize("change, message", [
@@ -86,11 +96,13 @@ def test_ops_have_no_autograd_of_their_own():
     ({8: torch.zeros(2, 30, 2, 1, dtype=torch.bfloat16).expand(2, 30, 2, 16)},
      "dv must have one memory location per element, got strides (60, 2, 1, 0)"),
     ({9: math.nan}, "softmax_scale must be a finite number or None, got nan"),
-    ({11: "shift"}, "schedule must be one of 'auto', 'ascending', 'descending', 'spt', 'symmetric_shift', 'order_free', 'spt_descending' when "
-                    "causal=True, got 'shift'"),
-    ({11: "atomic"}, "schedule must be one of 'auto', 'ascending', 'descending', 'spt', 'symmetric_shift', 'order_free', 'spt_descending' when "
-                     "causal=True, got 'atomic'"),
-    ({12: -1}, "sm_margin must be at least 0, got -1"),
+    ({6: torch.zeros(2, 20, 4, 16)}, "dq must have the dtype of q, torch.bfloat16, got torch.float32"),
+    ({7: torch.zeros(2, 30, 2, 16)}, "dk must have the dtype of k, torch.bfloat16, got torch.float32"),
+    ({8: torch.zeros(2, 30, 2, 16).half()}, "dv must have the dtype of v, torch.bfloat16, got torch.float16"),
+    ({9: 1e300}, "softmax_scale * log2(e) must be finite in fp32, got softmax_scale=1e+300"),
+    ({11: "shift"}, SCHEDULES + "'shift'"),
+    ({11: "atomic"}, SCHEDULES + "'atomic'"),
+    ({12: -1}, "sm_margin must be at least 0 and less than the SMs of the GPU, got -1"),
 ])  # fmt: skip
 def test_backward_errors_leave_the_gradients_alone(change, message):
     arguments = backward_arguments()
@@ -110,44 +122,38 @@ def test_forward_errors():
     with pytest.raises(ValueError, match="^q must have a head_dim that is a multiple of 8, got 12$"):
         torch.ops.dash_attn.forward(q, k, v, 0.25, True)
     q, k, v, _ = operands()
-    with pytest.raises(ValueError, match="^sm_margin must be at least 0, got -1$"):
+    with pytest.raises(ValueError, match="^sm_margin must be at least 0 and less than the SMs of the GPU, got -1$"):
         torch.ops.dash_attn.forward(q, k, v, 0.25, True, -1)
     with pytest.raises(ValueError, match="^softmax_scale must be a finite number or None, got inf$"):
         torch.ops.dash_attn.forward(q, k, v, math.inf, True)
 
 
-# The CUDA implementations up to the kernels, on CPU tensors: what they pass on is computed by the reference instead.
+@pytest.mark.parametrize("index, like", [(0, 1), (4, 1), (5, 5), (6, 1), (7, 2), (8, 3)])
+def test_devices_must_agree(index, like):
+    arguments = backward_arguments()
+    arguments[index] = arguments[like].to("meta")
+    name = ("dout", "q", "k", "v", "out", "softmax_lse", "dq", "dk", "dv")[index]
+    with pytest.raises(ValueError, match=f"^{name} must be on the device of [qkv], cpu, got meta$"):
+        torch.ops.dash_attn.backward(*arguments)
 
 
-@pytest.fixture
-def cuda_implementations(monkeypatch):
-    """The functions registered for CUDA, with the kernels they call replaced; `calls` holds what those were given."""
-    calls = []
+@pytest.mark.parametrize("written, other", [
+    ("dk", "dv"), ("dq", "q"), ("dk", "k"), ("dv", "v"), ("dq", "dout"), ("dq", "out"), ("dv", "k"),
+])  # fmt: skip
+def test_gradients_must_not_share_memory(written, other):
+    names = ["dout", "q", "k", "v", "out", "softmax_lse", "dq", "dk", "dv"]
+    arguments = backward_arguments()
+    arguments[names.index(written)] = arguments[names.index(other)]
+    with pytest.raises(ValueError, match=r"^d[qkv] must not share memory with \w+$"):
+        torch.ops.dash_attn.backward(*arguments)
 
-    def kernel_forward(q, k, v, out, lse, scale, causal, sm_margin):
-        assert out.is_contiguous() and lse.is_contiguous() and scale > 0 and sm_margin == 3
-        calls.append((q, k, v, out))
-        for target, result in zip((out, lse), ops.reference.forward(q, k, v, softmax_scale=scale, causal=causal)):
-            target.copy_(result)
 
-    def kernel_backward(dout, q, k, v, out, lse, dq, dk, dv, scale, causal, policy, sm_margin):
-        assert lse.is_contiguous() and scale > 0 and isinstance(policy, int)
-        calls.append((dout, q, k, v, out, dq, dk, dv))
-        order = ops.reference.tile_order(
-            POLICIES[policy], q.shape[1], k.shape[1], head_dim=q.shape[3], causal=causal
-        )
-        results = ops.reference.backward(dout, q, k, v, out, lse, softmax_scale=scale, causal=causal, order=order)
-        for gradient, result in zip((dq, dk, dv), results):
-            gradient.copy_(result)
-
-    kernels = types.SimpleNamespace(
-        ops=types.SimpleNamespace(
-            dash_attn_C=types.SimpleNamespace(forward=kernel_forward, backward=kernel_backward),
-        )
-    )
-    monkeypatch.setattr(ops, "torch", types.SimpleNamespace(**{**vars(torch), **vars(kernels)}))
-    monkeypatch.setattr(ops, "_require_kernels", lambda device: None)
-    return types.SimpleNamespace(forward=ops._forward_cuda, backward=ops._backward_cuda, calls=calls)
+def test_gradients_that_overlap_in_part():
+    arguments = backward_arguments()
+    both = torch.zeros(3, 30, 2, 16, dtype=torch.bfloat16)
+    arguments[7:9] = both[:2], both[1:]
+    with pytest.raises(ValueError, match="^dv must not share memory with dk$"):
+        torch.ops.dash_attn.backward(*arguments)
 
 
 def odd_layouts(tensor):
@@ -157,74 +163,114 @@ def odd_layouts(tensor):
     wide = tensor.new_zeros(*tensor.shape[:3], tensor.shape[3] + 5)
     wide[..., 3:-2] = tensor
     yield wide[..., 3:-2]
+    # Strides that are right, and a base that is not.
+    flat = tensor.new_zeros(tensor.numel() + 4)
+    flat[4:] = tensor.flatten()
+    yield flat[4:].view(tensor.shape)
     yield tensor[:, :1].expand(tensor.shape)
 
 
-@pytest.mark.parametrize("scale", [0.25, -0.25, 0.0])
-@pytest.mark.parametrize("layout", range(5))
-@pytest.mark.parametrize("seqlen_q", [1, 20])
-def test_cuda_implementations_hand_on_what_the_kernels_take(cuda_implementations, seqlen_q, layout, scale):
-    q, k, v, dout = (list(odd_layouts(t))[layout] for t in operands(seqlen_q=seqlen_q))
-    out, lse = cuda_implementations.forward(q, k, v, scale, True, 3)
-    expected_out, expected_lse = torch.ops.dash_attn.forward(q, k, v, scale, True)
-    assert torch.equal(out, expected_out) and out.stride() == expected_out.stride()
-    assert torch.equal(lse, expected_lse) and lse.stride() == expected_lse.stride()
+def addressable(tensor):
+    aligned = tensor.stride(-1) == 1 and tensor.data_ptr() % 16 == 0
+    return aligned and all(n == 1 or (s > 0 and s % 8 == 0) for n, s in zip(tensor.shape[:-1], tensor.stride()[:-1]))
 
-    gradients = [list(odd_layouts(torch.zeros_like(t)))[min(layout, 3)] for t in (q, k, v)]
-    expected = [torch.zeros(t.shape, dtype=t.dtype) for t in (q, k, v)]
-    cuda_implementations.backward(dout, q, k, v, out, lse, *gradients, scale, True, "auto", 0)
-    torch.ops.dash_attn.backward(dout, q, k, v, out, lse, *expected, scale, True, "auto", 0)
+
+@pytest.mark.parametrize("scale", [0.25, -0.25, 0.0])
+@pytest.mark.parametrize("layout", range(6))
+@pytest.mark.parametrize("seqlen_q", [1, 20])
+def test_kernels_get_what_they_take(seqlen_q, layout, scale):
+    contiguous = operands(seqlen_q=seqlen_q)
+    if layout == 5:
+        contiguous = tuple(t[:, :1].repeat(1, t.shape[1], 1, 1) for t in contiguous)
+    q, k, v, dout = (list(odd_layouts(t))[layout] for t in contiguous)
+    gradients = [list(odd_layouts(torch.zeros_like(t)))[min(layout, 4)] for t in (q, k, v)]
+    with kernel_calls() as calls:
+        out, lse = torch.ops.dash_attn.forward(q, k, v, scale, True, 3)
+        torch.ops.dash_attn.backward(dout, q, k, v, out, lse, *gradients, scale, True, "auto", 3)
+    (_, (*given, forward_scale, _, _)), (_, (*read, backward_scale, _, _, _)) = calls
+    assert len(given) == 5 and len(read) == 9 and forward_scale > 0 and backward_scale > 0
+    assert all(map(addressable, (*given[:4], *read[:5], *read[6:])))
+    assert given[4].is_contiguous() and read[5].is_contiguous()
+
+    expected_out, expected_lse = torch.ops.dash_attn.forward(*contiguous[:3], scale, True)
+    assert torch.equal(out, expected_out) and out.is_contiguous() and torch.equal(lse, expected_lse)
+    expected = [torch.zeros_like(t) for t in contiguous[:3]]
+    torch.ops.dash_attn.backward(
+        contiguous[3], *contiguous[:3], expected_out, expected_lse, *expected, scale, True, "auto", 0
+    )
     for actual, gradient in zip(gradients, expected):
         assert torch.equal(actual, gradient)
-    for tensor in (t for call in cuda_implementations.calls for t in call):
-        assert tensor.stride(-1) == 1 and tensor.data_ptr() % 16 == 0
-        assert all(size == 1 or (s > 0 and s % 8 == 0) for size, s in zip(tensor.shape[:-1], tensor.stride()[:-1]))
 
 
-def test_what_the_kernels_can_address_is_not_copied(cuda_implementations):
+def test_a_log_sum_exp_of_any_strides():
+    arguments = backward_arguments()
+    torch.ops.dash_attn.backward(*arguments)
+    expected = [t.clone() for t in arguments[6:9]]
+    arguments[5] = arguments[5].transpose(1, 2).contiguous().transpose(1, 2)
+    torch.ops.dash_attn.backward(*arguments)
+    assert all(map(torch.equal, arguments[6:9], expected))
+
+
+def test_what_the_kernels_can_address_is_not_copied():
     qkv = torch.randn(2, 20, 3, 4, 16).to(torch.bfloat16)
     q, k, v = qkv.unbind(2)
-    out, lse = cuda_implementations.forward(q, k, v, 0.25, True, 3)
+    dout = torch.randn(2, 20, 4, 16).to(torch.bfloat16)
     gradients = torch.empty_like(qkv).unbind(2)
-    cuda_implementations.backward(out, q, k, v, out, lse, *gradients, 0.25, True, "spt", 0)
-    forward, backward = cuda_implementations.calls
-    assert [t.data_ptr() for t in forward] == [t.data_ptr() for t in (q, k, v, out)]
-    assert [t.data_ptr() for t in backward] == [t.data_ptr() for t in (out, q, k, v, out, *gradients)]
+    with kernel_calls() as calls:
+        out, lse = torch.ops.dash_attn.forward(q, k, v, 0.25, True, 3)
+        torch.ops.dash_attn.backward(dout, q, k, v, out, lse, *gradients, 0.25, True, "spt", 0)
+    (_, forward), (_, backward) = calls
+    assert [t.data_ptr() for t in forward[:5]] == [t.data_ptr() for t in (q, k, v, out, lse)]
+    assert [t.data_ptr() for t in backward[:9]] == [t.data_ptr() for t in (dout, q, k, v, out, lse, *gradients)]
 
 
-def test_cuda_implementations_launch_nothing_for_empty_sums(cuda_implementations):
-    q, k, v, dout = operands(seqlen_k=0)
-    out, lse = cuda_implementations.forward(q, k, v, 0.25, False, 3)
+@pytest.mark.parametrize("causal", [False, True])
+def test_the_schedule_reaches_the_kernel(causal):
+    """Its number, and so, with several tiles, its bits."""
+    shape = dict(batch=1, seqlen_q=300, seqlen_k=900, heads=1, kv_heads=1, head_dim=128)
+    bits = set()
+    for schedule in ("auto", *fitting(causal=causal)):
+        arguments = backward_arguments(schedule, causal, dtype=torch.float16, **shape)
+        arguments[-1] = 3
+        with kernel_calls() as calls:
+            torch.ops.dash_attn.backward(*arguments)
+        policy = resolve(schedule, causal=causal, seqlen_q=300, seqlen_k=900, head_dim=128)
+        assert calls[-1][1][-4:] == (0.25, causal, policy_number(policy), 3)
+        bits.add(arguments[6].view(torch.int16).numpy().tobytes())
+    assert len(bits) > 2
+
+
+@pytest.mark.parametrize("shape", [{"seqlen_k": 0}, {"seqlen_q": 0}, {"batch": 0}], ids=str)
+def test_nothing_is_launched_for_empty_sums(shape):
+    q, k, v, dout = operands(**shape)
     gradients = [torch.ones_like(t) for t in (q, k, v)]
-    cuda_implementations.backward(dout, q, k, v, out, lse, *gradients, 0.25, False, "auto", 0)
-    assert cuda_implementations.calls == []
-    assert (out == 0).all() and (lse == torch.inf).all() and (gradients[0] == 0).all()
+    with kernel_calls() as calls:
+        out, lse = torch.ops.dash_attn.forward(q, k, v, 0.25, False, 3)
+        torch.ops.dash_attn.backward(dout, q, k, v, out, lse, *gradients, 0.25, False, "auto", 0)
+    assert calls == []
+    assert (out == 0).all() and (lse == torch.inf).all() and all((g == 0).all() for g in gradients)
 
 
-def test_missing_kernels_are_named(monkeypatch, tmp_path):
-    monkeypatch.setattr(ops, "__file__", str(tmp_path / "ops.py"))
-    with pytest.raises(RuntimeError, match=r"installed without its CUDA kernels \(no _C\*\.so in .*nvcc"):
-        ops._load_kernels.__wrapped__()
+@pytest.mark.parametrize("name", ["forward", "backward"])
+@pytest.mark.parametrize("key", ["CPU", "CUDA", "Meta", "Autograd"])
+def test_registered(key, name):
+    assert torch._C._dispatch_has_kernel_for_dispatch_key(f"dash_attn::{name}", key)
+
+
+def test_missing_libraries_are_named(tmp_path):
+    assert ops.why_not_loaded("_C", "no kernels", tmp_path) == f"no kernels (no _C*.so in {tmp_path})"
     (tmp_path / "_C.abi3.so").touch()
+    assert "file too short" in ops.why_not_loaded("_C", "no kernels", tmp_path)
     (tmp_path / "_C.old.so").touch()
-    with pytest.raises(RuntimeError, match=r"one _C\*\.so .* got _C\.abi3\.so, _C\.old\.so"):
-        ops._load_kernels.__wrapped__()
+    reason = ops.why_not_loaded("_C", "no kernels", tmp_path)
+    assert reason.endswith("got _C.abi3.so, _C.old.so: remove the stale ones")
 
 
-def test_other_gpus_are_named(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: (8, 0))
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: "NVIDIA A100")
-    with pytest.raises(RuntimeError) as error:
-        ops._require_hopper.__wrapped__(0)
-    assert str(error.value) == (
-        "q must be on a GPU of compute capability 9.0 (Hopper: H100, H200, GH200), got NVIDIA A100 with compute "
-        "capability 8.0"
-    )
-
-
-def test_sm_margin_must_leave_an_sm(monkeypatch):
-    properties = types.SimpleNamespace(multi_processor_count=132)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
-    checks.check_sm_margin(131, torch.device("cuda:1"))
-    with pytest.raises(ValueError, match="^sm_margin must be less than the 132 SMs of cuda:1, got 132$"):
-        checks.check_sm_margin(132, torch.device("cuda:1"))
+@pytest.mark.skipif(torch.version.cuda is not None, reason="this torch is built with CUDA")
+def test_cuda_tensors_without_kernels_raise():
+    """Called as the dispatcher would for CUDA tensors, which there are none of here."""
+    q, k, v, _ = operands()
+    keys = torch._C.DispatchKeySet(torch._C.DispatchKey.CUDA)
+    out, lse = torch.empty_like(q), torch.empty(2, 4, 20)
+    with pytest.raises(RuntimeError, match="^this torch is built without CUDA$"):
+        torch.ops.dash_attn_C.forward.default.redispatch(keys, q, k, v, out, lse, 0.25, True, 0)

@@ -1,55 +1,234 @@
-"""What the README quotes is what the committed results say."""
+"""What README.md and benchmarks/README.md quote is what the committed results say: worked out here from the files alone."""
 
+import collections
 import json
+import math
 import pathlib
 import re
+import shlex
+import statistics
 
-from benchmarks import compare
+import pytest
+
+from benchmarks import compare, document
 
 ROOT = pathlib.Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
-RESULT, PEERS = RESULTS / "h200_2026-11-21.json", RESULTS / "peers_h200.json"
-PEER_CELLS = r"(?:(\d+) \([^)]+\)|-) \| ([\d.]+|-) \|"
-TABLE_ROW = re.compile(
-    rf"^\| (\d+) \| ([\d/]+) \| (full|causal) \| (\d+) \| \*\*(\d+)\*\* \| {PEER_CELLS} {PEER_CELLS}$", re.M
-)
+README, DETAILS = (path.read_text() for path in (ROOT / "README.md", ROOT / "benchmarks" / "README.md"))
+RESULT = RESULTS / re.search(r"\(results/(h200_[^)]*\.json)\)", DETAILS)[1]
+PEERS = json.loads((RESULTS / "peers_h200.json").read_text())
+NAMES = {
+    "fa2": ("FlashAttention-2", "FA2"),
+    "fa3": ("FlashAttention-3", "FA3"),
+    "fa4": ("FlashAttention-4", "FA4"),
+    "cudnn": ("cuDNN", "cuDNN"),
+    "dash-authors": ("DASH", "DASH"),
+}
+SHAPE = ("head_dim", "heads", "kv_heads", "mask", "seqlen")
 
 
-def compared(pass_, schedule="auto"):
-    return compare.compare(compare.read(RESULT, pass_), compare.read(PEERS, pass_), schedule)
+def key(row):
+    return tuple(row[field] for field in SHAPE)
 
 
-def test_benchmark_table():
-    rows = compared("backward")
-    quoted = TABLE_ROW.findall((ROOT / "README.md").read_text())
-    assert len(quoted) == len(rows) == 30
-    for row, cells in zip(rows, quoted):
-        shape = row.shape
-        heads = str(shape.heads) if shape.heads == shape.kv_heads else f"{shape.heads}/{shape.kv_heads}"
-        expected = [str(shape.head_dim), heads, shape.mask, str(shape.seqlen), f"{row.ours.tflops:.0f}"]
-        for peer in (row.best_deterministic, row.best_other):
-            expected += [f"{peer.tflops:.0f}", f"{row.ratio(peer):.2f}"] if peer else ["", "-"]
-        assert list(cells) == expected, shape
-    meta = json.loads(RESULT.read_text())["meta"]
-    assert meta["gpu"] == "NVIDIA H200" and re.fullmatch("[0-9a-f]{40}", meta["commit"])
+def ours(rows, pass_, schedule="auto"):
+    return {
+        key(row): row["tflops"]
+        for row in rows
+        if (row["impl"], row["pass"]) == ("dash_attn", pass_) and row["schedule"] in (schedule, None)
+    }
 
 
-def test_geometric_means():
-    text = (ROOT / "README.md").read_text()
-
-    def mean(rows, deterministic=True):
-        peers = [(row, row.best_deterministic if deterministic else row.best_other) for row in rows]
-        return f"{compare.geometric_mean([row.ratio(peer) for row, peer in peers if peer]):.2f}"
-
-    backward, both, forward = compared("backward"), compared("both"), compared("forward", None)
-    assert f"ratios: {mean(backward)} to the fastest deterministic peer, {mean(backward, False)} to the fastest of" in text
-    worst = min(row.ratio(row.best_deterministic) for row in forward)
-    assert f"same shapes: {mean(forward)} times the best of" in text and f"geometric mean, {worst:.2f} at worst" in text
-    alone = [row for row in both if not (row.shape.kv_heads < row.shape.heads and row.shape.mask == "full")]
-    assert f"autograd: {mean(both)} times the best" in text and f"({mean(alone)} without the two shapes" in text
+def theirs(rows, pass_, deterministic=None, impl=None):
+    """By shape, each peer's best figure, the best peer first."""
+    found = collections.defaultdict(dict)
+    for row in rows:
+        fits = row["pass"] == pass_ and impl in (None, row["impl"]) and deterministic in (None, row["deterministic"])
+        if fits and row["impl"] != "dash_attn":
+            of_shape = found[key(row)]
+            of_shape[row["impl"]] = max(row["tflops"], of_shape.get(row["impl"], 0.0))
+    return {shape: sorted(peers.items(), key=lambda item: -item[1]) for shape, peers in found.items()}
 
 
-def test_files_the_readme_names_exist():
-    text = (ROOT / "README.md").read_text()
+def mean(mine, peers):
+    """The geometric mean of ours over the best peer's, and over how many shapes; "-" where there is none."""
+    ratios = [tflops / peers[shape][0][1] for shape, tflops in mine.items() if shape in peers]
+    return (f"{statistics.geometric_mean(ratios):.2f}", len(ratios)) if ratios else ("-", 0)
+
+
+@pytest.fixture(scope="module")
+def result():
+    return json.loads(RESULT.read_text())
+
+
+def test_the_table_of_all_shapes(result):
+    mine, missing = ours(result["rows"], "backward"), {}
+    peers = {mode: theirs(PEERS["rows"], "backward", mode) for mode in (True, False)}
+    legend = DETAILS.split("Missing are the peers")[1].split("The peers:")[0]
+    for letter, text in re.findall(r"^- ([a-z]): (.*(?:\n  .*)*)", legend, re.M):
+        missing[letter] = " ".join(text.split())
+    rows = [line for line in DETAILS.splitlines() if re.match(r"\| (64|128) \| \d", line)]
+    assert len(rows) == len(mine) == 30
+    seen = set()
+    for line, (shape, tflops) in zip(rows, mine.items()):
+        head_dim, heads, kv_heads, mask, seqlen = shape
+        shown = str(heads) if heads == kv_heads else f"{heads}/{kv_heads}"
+        cells = [str(head_dim), shown, mask, str(seqlen), f"**{tflops:.0f}**"]
+        absent = {True: "deterministic: ", False: "not deterministic: "}
+        notes = []
+        for mode in (True, False):
+            of_shape = peers[mode].get(shape, [])
+            if of_shape:
+                impl, best = of_shape[0]
+                cells += [f"{best:.0f} ({NAMES[impl][0]})", f"{tflops / best:.2f}"]
+            else:
+                cells += ["-", "-"]
+            all_of_mode = {impl for found in peers[mode].values() for impl, _ in found}
+            if names := sorted(NAMES[impl][0] for impl in all_of_mode - {impl for impl, _ in of_shape}):
+                notes.append(absent[mode] + ", ".join(names))
+        *found, letter = [cell.strip() for cell in line.strip("|").split("|")]
+        assert found == cells, shape
+        assert missing.get(letter, "") == "; ".join(notes), shape
+        seen.add(letter)
+    assert seen - {""} == set(missing)
+    assert result["meta"]["gpu"] == "NVIDIA H200" and re.fullmatch("[0-9a-f]{40}", result["meta"]["commit"])
+    assert f"commit {result['meta']['commit']}" in " ".join(DETAILS.split())
+
+
+def test_the_summary(result):
+    mine = ours(result["rows"], "backward")
+    groups = collections.defaultdict(dict)
+    for shape, tflops in mine.items():
+        groups[str(shape[0]), shape[3]][shape] = tflops
+    groups["all", ""] = mine
+    rows = re.findall(r"^\| (64|128|all) \| (full|causal|) *\| (.*) \|$", README, re.M)
+    assert len(rows) == len(groups) == 5
+    for head_dim, mask, rest in rows:
+        group = groups[head_dim, mask]
+        cells = [str(len(group)), f"{min(group.values()):.0f} to {max(group.values()):.0f}"]
+        for mode in (True, False):
+            peers = theirs(PEERS["rows"], "backward", mode)
+            counts = collections.Counter(NAMES[impl][1] for shape in group for impl, _ in peers.get(shape, []))
+            cells.append(f"{mean(group, peers)[0]} ({', '.join(f'{name} {counts[name]}' for name in sorted(counts))})")
+        assert [cell.strip() for cell in rest.split("|")] == cells, (head_dim, mask)
+
+
+def test_the_claims_of_the_readme(result):
+    text = " ".join(README.split())
+    mine = ours(result["rows"], "backward")
+    deterministic = theirs(PEERS["rows"], "backward", True)
+    with_fa3 = {shape: tflops for shape, tflops in mine.items() if any(i == "fa3" for i, _ in deterministic.get(shape, []))}
+    ratio, shapes = mean(with_fa3, deterministic)
+    claim = rf"Over the {shapes} shapes with a figure of deterministic FlashAttention-3, .* peer is {ratio}\."
+    assert re.search(claim, text)
+    forward, _ = mean(ours(result["rows"], "forward"), theirs(PEERS["rows"], "forward"))
+    assert f"The forward has {forward} times the throughput of the best peer's." in text
+    assert f"our run of commit {result['meta']['commit'][:12]} with other runs of the peers" in text
+
+
+def test_the_claims_of_one_run(result):
+    """Those with FlashAttention-3: of the peers' file, and of this result where it was measured beside."""
+    text = " ".join(README.split())
+    runs = collections.defaultdict(list)
+    for row in PEERS["same_run"]:
+        runs[row["run"]].append(row)
+    runs["this run"] = result["rows"]
+    quoted = []
+    for run, rows in runs.items():
+        backward, forward = ours(rows, "backward"), ours(rows, "forward")
+        by_mode = [mean(backward, theirs(rows, "backward", mode, "fa3")) for mode in (True, False)]
+        if by_mode[0][1] == 0:
+            continue
+        quoted.append(run)
+        (item,) = re.findall(rf"- {run}, (.*?)(?= - |<!--)", text)
+        assert f"{by_mode[0][1]} shapes: the backward has {by_mode[0][0]} times the throughput of deterministic" in item
+        assert f"FlashAttention-3 and {by_mode[1][0]} times that of its other mode" in item
+        against_fa3, against_best = (mean(forward, theirs(rows, "forward", None, impl))[0] for impl in ("fa3", None))
+        assert f"the forward has {against_fa3} times that of FlashAttention-3" in item
+        assert f"{against_best} times that of the better of it and cuDNN." in item
+    assert len(quoted) >= 2
+
+
+@pytest.mark.parametrize("pass_", ["backward", "forward"])
+def test_the_means_to_each_peer(pass_, result):
+    table = DETAILS.split(f"| {pass_} | separate runs |")[1].split("\n\n")[0].splitlines()
+    runs = [column.strip() for column in table[0].strip(" |").split("|")]
+    rows_of = {"this run": result["rows"]}
+    for row in PEERS["same_run"]:
+        rows_of.setdefault(row["run"], []).append(row)
+    lines = {line.split("|")[1].strip(): [c.strip() for c in line.split("|")[2:-1]] for line in table[2:]}
+    peers = {(row["impl"], row["deterministic"]) for row in PEERS["rows"] if row["pass"] == pass_}
+    for impl, deterministic in peers:
+        name = NAMES[impl][0] + (", deterministic" if pass_ == "backward" and deterministic else "")
+        apart = mean(ours(result["rows"], pass_), theirs(PEERS["rows"], pass_, deterministic, impl))
+        expected = [f"{apart[0]} ({apart[1]})"]
+        for run in runs:
+            rows = rows_of[run]
+            ratio, shapes = mean(ours(rows, pass_), theirs(rows, pass_, deterministic, impl))
+            expected.append(f"{ratio} ({shapes})" if shapes else "-")
+        assert lines[name] == expected, name
+    assert len(lines) == len(peers) + (2 if pass_ == "backward" else 1)
+
+
+def test_both_passes_and_the_yardstick(result):
+    text = " ".join(DETAILS.split())
+    mine, forwards = ours(result["rows"], "both"), theirs(PEERS["rows"], "forward")
+    for mode, words in ((True, "{} times the best deterministic peer ({} shapes)"), (False, "{} times the best other ({}).")):
+        pairs = {
+            shape: [(impl, 3.5 / (1 / forwards[shape][0][1] + 2.5 / tflops)) for impl, tflops in found]
+            for shape, found in theirs(PEERS["rows"], "backward", mode).items()
+        }
+        assert words.format(*mean(mine, pairs)) in text
+    atomic = ours([{**row, "schedule": row["schedule"]} for row in result["rows"]], "backward", "atomic")
+    ratios = {shape: tflops / atomic[shape] for shape, tflops in ours(result["rows"], "backward").items() if shape in atomic}
+    if ratios:
+        low, high = min(ratios.values()), max(ratios.values())
+        middle = statistics.geometric_mean(ratios.values())
+        assert f"{middle:.3f} in geometric mean, {low:.3f} to {high:.3f}." in text
+        below = re.findall(r"\((0\.\d{3})\)", text.split(f"{low:.3f} to {high:.3f}.")[1].split("<!-- end")[0])
+        assert sorted(below) == sorted(f"{r:.3f}" for r in ratios.values() if r < 0.98)
+
+
+def test_versions_of_the_peers_are_named():
+    text = " ".join(DETAILS.split())
+    for impl, what in PEERS["meta"]["impls"].items():
+        assert f"- {NAMES[impl][0]}: {what}." in text
+    assert PEERS["meta"]["left_out"] in text
+
+
+def test_the_blocks_are_what_the_program_writes(tmp_path, monkeypatch):
+    """Into documents with nothing between the marks, and again into those with something."""
+    monkeypatch.setattr(document, "ROOT", tmp_path)
+    monkeypatch.setattr(document.plot, "draw", lambda result, path, pass_: path.write_bytes(b"png"))
+    results = tmp_path / "benchmarks" / "results"
+    results.mkdir(parents=True)
+    result = results / RESULT.name
+    result.write_text(RESULT.read_text())
+    mark = "<!-- written by benchmarks.document -->\n"
+    readmes = [tmp_path / "README.md", tmp_path / "benchmarks" / "README.md"]
+    for path in readmes:
+        path.write_text(f"before\n{mark}<!-- end -->\nafter\n")
+    document.main([str(result)])
+    once = [path.read_text() for path in readmes]
+    assert all(text.startswith(f"before\n{mark}") and text.endswith("<!-- end -->\nafter\n") for text in once)
+    assert f"](benchmarks/results/{RESULT.stem}.png)" in once[0] and (results / f"{RESULT.stem}.png").exists()
+    document.main([str(result)])
+    assert [path.read_text() for path in readmes] == once
+
+
+@pytest.mark.parametrize("path", ["README.md", "benchmarks/README.md", "docs/model.md", "docs/install.md"])
+def test_files_that_are_named_exist_and_lines_are_wrapped(path):
+    text = (ROOT / path).read_text()
     for target in re.findall(r"\]\(([^)#:]+)\)", text):
-        assert (ROOT / target).exists(), target
+        assert ((ROOT / path).parent / target).exists(), target
+    long = [line for line in text.splitlines() if len(line) > 120 and not line.startswith("|")]
+    assert not long
+
+
+def test_the_comparison_that_is_named_runs(capsys):
+    (line,) = re.findall(r"^    python -m benchmarks\.compare (.*)$", DETAILS, re.M)
+    arguments = [str(RESULT) if word == "result.json" else str(ROOT / word) if "/" in word else word for word in shlex.split(line)]
+    compare.main(arguments)
+    printed = capsys.readouterr().out
+    assert "atomic" not in printed and "auto" in printed
+    assert math.isclose(float(re.search(r"^  all +([\d.]+)", printed, re.M)[1]), 1.0, abs_tol=1.0)

@@ -4,6 +4,7 @@
 #pragma once
 
 #include "../config/fixed_point.h"
+#include "../schedule/tile_grid.h"
 #include "dq_layout.h"
 #include "params.h"
 
@@ -15,16 +16,17 @@ template <typename Element>
 struct ConvertParams {
   StridedView<Element> dq;
   Workspace workspace;
-  Problem problem;
-  int heads, head_dim;
+  TileGrid grid;
+  int num_blocks;  // of the whole call: batch x heads x query tiles; a grid of fewer takes several each
+  int heads, group_size, head_dim;
   float softmax_scale;
 };
 
-template <typename Config>
+template <typename Geometry>
 struct ConvertTile {
   // Rows of 4 (mod 16) words spread the fragment's columns of 8 over all banks.
-  static constexpr int kPitch = Config::kHeadDim + 4;
-  static constexpr int kBytes = Config::kQuery * kPitch * sizeof(float);
+  static constexpr int kPitch = Geometry::kHeadDim + 4;
+  static constexpr int kBytes = Geometry::kQuery * kPitch * sizeof(float);
 };
 
 // The unit of a row's grid, 2^-e; NaN for a row that is not finite.
@@ -33,32 +35,31 @@ __device__ __forceinline__ float grid_unit(uint8_t scale) {
   return scale == fixed_point::kNotFinite ? NAN : __int_as_float((127 - exponent) << 23);
 }
 
-// Grid: batch x heads x query tiles.
-template <typename Config>
-__global__ void __launch_bounds__(kConvertThreads)
-    convert_kernel(const ConvertParams<typename Config::Element> params) {
-  using Element = typename Config::Element;
-  using Layout = DqLayout<Config>;
-  constexpr int kQuads = Config::kDqTileFloats / 4;
-  extern __shared__ float tile[];
-  const int query_tile = blockIdx.x % params.problem.query_tiles;
-  const int batch_head = blockIdx.x / params.problem.query_tiles;
+template <typename Geometry, bool kOrderFree>
+__device__ __forceinline__ void convert_block(const ConvertParams<typename Geometry::Element>& params, int block,
+                                              float* tile) {
+  using Element = typename Geometry::Element;
+  using Layout = DqLayout<Geometry>;
+  constexpr int kQuads = Geometry::kDqTileFloats / 4;
+  const int query_tiles = params.grid.query_tiles();
+  const int query_tile = block % query_tiles;
+  const int batch_head = block / query_tiles;
   const int head = batch_head % params.heads, batch = batch_head / params.heads;
 
   // Nobody has written the accumulator of queries that see no key.
-  const int adds = params.problem.live_kv_tiles(query_tile);
+  const int adds = params.grid.kv_tiles_of(query_tile).count;
   const bool live = adds > 0;
   if (threadIdx.x == 0) {
-    while (live && ptx::load_acquire(params.workspace.turns + blockIdx.x) != adds) { __nanosleep(100); }
+    while (live && ptx::load_acquire(params.workspace.dq_semaphores + block) != adds) { __nanosleep(100); }
   }
   __syncthreads();
   bool integers = false;
-  if constexpr (Config::kOrderFree) {
-    integers = live && !params.workspace.needs_order[batch_head / params.problem.queries_per_kv].any();
+  if constexpr (kOrderFree) {
+    integers = live && !params.workspace.needs_order[batch_head / params.group_size].any();
   }
   const uint32_t offset = fixed_point::kOffsetBits * uint32_t(adds);  // every partial has brought it along
   const float4* const source =
-      reinterpret_cast<const float4*>(params.workspace.dq_accumulator + int64_t(blockIdx.x) * Config::kDqTileFloats);
+      reinterpret_cast<const float4*>(params.workspace.dq_accumulator + int64_t(block) * Geometry::kDqTileFloats);
 #pragma unroll
   for (int index = threadIdx.x; index < kQuads; index += kConvertThreads) {
     const float4 quad = live ? __ldcg(source + index) : make_float4(0.f, 0.f, 0.f, 0.f);
@@ -66,22 +67,22 @@ __global__ void __launch_bounds__(kConvertThreads)
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       const auto element = Layout::element(index, i);
-      tile[element.query * ConvertTile<Config>::kPitch + element.column] =
+      tile[element.query * ConvertTile<Geometry>::kPitch + element.column] =
           integers ? float(int(__float_as_uint(values[i]) - offset)) : values[i] * params.softmax_scale;
     }
   }
   __syncthreads();
 
-  constexpr int kThreadsPerRow = Config::kHeadDim / 8;
+  constexpr int kThreadsPerRow = Geometry::kHeadDim / 8;
   const int column = threadIdx.x % kThreadsPerRow * 8;
 #pragma unroll
-  for (int row = threadIdx.x / kThreadsPerRow; row < Config::kQuery; row += kConvertThreads / kThreadsPerRow) {
-    const int position = query_tile * Config::kQuery + row;
-    if (column >= params.head_dim || position >= params.problem.seqlen_q) { break; }
-    const float4* const values = reinterpret_cast<const float4*>(tile + row * ConvertTile<Config>::kPitch + column);
+  for (int row = threadIdx.x / kThreadsPerRow; row < Geometry::kQuery; row += kConvertThreads / kThreadsPerRow) {
+    const int position = query_tile * Geometry::kQuery + row;
+    if (column >= params.head_dim || position >= params.grid.mask.sequence.seqlen_q) { break; }
+    const float4* const values = reinterpret_cast<const float4*>(tile + row * ConvertTile<Geometry>::kPitch + column);
     float4 low = values[0], high = values[1];
     if (integers) {
-      const int64_t first_row = int64_t(blockIdx.x) * Config::kQuery;
+      const int64_t first_row = int64_t(block) * Geometry::kQuery;
       const float unit = grid_unit(params.workspace.scales[first_row + scale_position(row)]);
       const auto scaled = [&](float4 x) {
         return make_float4(x.x * unit * params.softmax_scale, x.y * unit * params.softmax_scale,
@@ -93,6 +94,16 @@ __global__ void __launch_bounds__(kConvertThreads)
     *reinterpret_cast<uint4*>(params.dq.row(batch, position, head) + column) =
         make_uint4(pack<Element>(low.x, low.y), pack<Element>(low.z, low.w), pack<Element>(high.x, high.y),
                    pack<Element>(high.z, high.w));
+  }
+}
+
+template <typename Geometry, bool kOrderFree>
+__global__ void __launch_bounds__(kConvertThreads)
+    convert_kernel(const ConvertParams<typename Geometry::Element> params) {
+  extern __shared__ float tile[];
+  for (int block = blockIdx.x; block < params.num_blocks; block += gridDim.x) {
+    if (block != int(blockIdx.x)) { __syncthreads(); }  // the tile before has been read
+    convert_block<Geometry, kOrderFree>(params, block, tile);
   }
   ptx::wait_for_previous_kernel();  // so that the end of this kernel is the end of both
 }

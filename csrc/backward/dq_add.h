@@ -1,25 +1,24 @@
 // The adder: one thread that adds each dQ partial to global memory when its turn has come. The only place that waits a
 // turn.
 //
-// A partial of rank r at a query tile may be added when turns[query tile] == r, that is when partial r - 1 has been
+// A partial of rank r at a query tile may be added when dq_semaphores[query tile] == r, that is when partial r - 1 has been
 // PERFORMED at gpu scope, not merely issued. The chain that makes this so, from CTA to CTA:
-//   bulk add -> wait_group 0 (performed, and visible to this thread) -> st.release turns = r + 1
-//   -> ld.acquire turns -> fence.proxy.async (the next bulk add is an access of the async proxy)
+//   bulk add -> wait_group 0 (performed, and visible to this thread) -> st.release semaphore = r + 1
+//   -> ld.acquire semaphore -> fence.proxy.async (the next bulk add is an access of the async proxy)
 // Rank 0 stores instead of adding, so the accumulator is never cleared. Partials that wait for no turn are only counted
 // there, for the conversion.
 #pragma once
 
-#include "claims.h"
-#include "config.h"
 #include "params.h"
 #include "plan.h"
+#include "storage.h"
 
 namespace dash_attn::backward {
 
-template <typename Config>
+template <typename Variant>
 class Adder {
  public:
-  using Shared = SharedStorage<Config>;
+  using Shared = SharedStorage<Variant>;
 
   __device__ Adder(Shared& shared, const KernelParams& params, int adder)
       : shared_(shared), params_(params), plan_{uint32_t(adder)} {}
@@ -28,18 +27,18 @@ class Adder {
     for (;; plan_ = {plan_.count + kAdderWarps}) {
       const PlannedStep step = wait_for_step(shared_, plan_);
       release_step(shared_, plan_);
-      if (step.tile == kNoMoreTiles) { return; }
-      add_tile(step.tile, step.rank);
+      if (step.dq_tile == kNoMoreTiles) { return; }
+      add_tile(step.dq_tile, step.rank);
     }
   }
 
  private:
   __device__ __forceinline__ void add_tile(int64_t tile, int rank) {
-    const RingIndex<Config::kStages> buffer{plan_.count};
-    float* const accumulator = params_.workspace.dq_accumulator + tile * Config::kDqTileFloats;
+    const RingIndex<Variant::kStages> buffer{plan_.count};
+    float* const accumulator = params_.workspace.dq_accumulator + tile * Variant::kDqTileFloats;
     const float* const partial = shared_.dq[buffer.slot()];
-    int* const turn = params_.workspace.turns + tile;
-    constexpr int kBytes = Config::kDqTileFloats * sizeof(float);
+    int* const semaphore = params_.workspace.dq_semaphores + tile;
+    constexpr int kBytes = Variant::kDqTileFloats * sizeof(float);
 
     shared_.dq_full[buffer.slot()].wait(buffer.parity());
     if (rank == kAnyTurn) {
@@ -47,7 +46,7 @@ class Adder {
     } else if (rank == 0) {
       ptx::bulk_store(accumulator, partial, kBytes);
     } else {
-      while (ptx::load_acquire(turn) != rank) {}
+      while (ptx::load_acquire(semaphore) != rank) {}
       ptx::fence_async_global();
       ptx::bulk_add_f32(accumulator, partial, kBytes);
     }
@@ -56,15 +55,15 @@ class Adder {
     shared_.dq_empty[buffer.slot()].arrive();
     ptx::bulk_wait_performed();
     if (rank == kAnyTurn) {
-      ptx::add_release(turn, 1);
+      ptx::add_release(semaphore, 1);
     } else {
-      ptx::store_release(turn, rank + 1);
+      ptx::store_release(semaphore, rank + 1);
     }
   }
 
   // In no order.
   static __device__ __forceinline__ void add(float* accumulator, const float* partial, int bytes) {
-    if constexpr (Config::kOrderFree) {
+    if constexpr (Variant::kOrderFree) {
       ptx::bulk_add_s32(accumulator, partial, bytes);
     } else {
       ptx::bulk_add_f32(accumulator, partial, bytes);
@@ -73,7 +72,7 @@ class Adder {
 
   Shared& shared_;
   const KernelParams& params_;
-  RingIndex<Config::kPlanSlots> plan_;
+  RingIndex<Variant::kPlanSlots> plan_;
 };
 
 }  // namespace dash_attn::backward

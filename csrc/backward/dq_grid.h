@@ -7,15 +7,15 @@
 
 namespace dash_attn::backward {
 
-template <typename Config>
+template <typename Geometry>
 class Grid {
  public:
-  using Layout = DqLayout<Config>;
-  static_assert(Config::kDqQueries == kScaleGroup);
+  using Layout = DqLayout<Geometry>;
+  static_assert(Geometry::kDqQueries == kScaleGroup);
 
   // `scales` are those of the tile's rows, in shared memory.
   __device__ __forceinline__ Grid(const uint8_t* scales, int consumer, int thread)
-      : first_((Config::kSplitDqByHeadDim ? 0 : consumer * kScaleGroup) + thread % 4 * kScales) {
+      : first_((Geometry::kSplitDqByHeadDim ? 0 : consumer * kScaleGroup) + thread % 4 * kScales) {
     reinterpret_cast<uint4&>(packed_) = *reinterpret_cast<const uint4*>(scales + first_);
   }
 

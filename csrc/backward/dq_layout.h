@@ -17,10 +17,10 @@ __host__ __device__ constexpr int scale_position(int r) {
   return r - query + query % 8 / 2 * (kScaleGroup / 4) + query / 8 * 2 + query % 2;
 }
 
-template <typename Config>
+template <typename Geometry>
 struct DqLayout {
   // Of each consumer thread: a 64 x kDqQueries fragment of dQ^T.
-  static constexpr int kRegisters = Config::kDqQueries / 2;
+  static constexpr int kRegisters = Geometry::kDqQueries / 2;
   static constexpr int kQuads = kRegisters / 4;
 
   // Index, in units of float4, of registers 4 * quad ... 4 * quad + 3.
@@ -38,8 +38,8 @@ struct DqLayout {
     const int quad = index / kWarpgroupThreads % kQuads;
     const int consumer = index / kWarpgroupThreads / kQuads;
     const int column = fragment_row(thread, i), query = fragment_column(thread, 4 * quad + i);
-    return Config::kSplitDqByHeadDim ? Element{query, consumer * kWarpgroupRows + column}
-                                     : Element{consumer * Config::kDqQueries + query, column};
+    return Geometry::kSplitDqByHeadDim ? Element{query, consumer * kWarpgroupRows + column}
+                                     : Element{consumer * Geometry::kDqQueries + query, column};
   }
 };
 

@@ -5,7 +5,7 @@
 
 #include <cstdint>
 
-#include "../schedule/problem.h"
+#include "../schedule/work_tile.h"
 
 namespace dash_attn::backward {
 
@@ -49,12 +49,12 @@ struct NeedsOrder {
 struct Workspace {
   float* dq_accumulator;  // (batch, head, query tile, tile elements in the order of dq_layout.h); order-free: integers
   float* delta;           // D = rowsum(dO * O), in the order of statistic_position; 0 in padding
-  int* turns;             // (batch, head, query tile): how many KV tiles have added to dQ
-  int* next_claim;        // the counter that hands out work
+  int* dq_semaphores;     // (batch, head, query tile): how many KV tiles have added to dQ
+  int* next_work;         // the counter that hands out work
 
-  // With more than one head split only.
-  float* carried_sums;  // (batch, KV head, KV tile, consumer, dV and dK, fragment in the order of carry.h)
-  int* carry_turns;     // (batch, KV head, KV tile, consumer, dV and dK): how many splits are in the sum
+  // With more than one split of the query heads only.
+  float* split_sums;      // (batch, KV head, KV tile, consumer, dV and dK, fragment in the order of split_reduction.h)
+  int* split_semaphores;  // (batch, KV head, KV tile, consumer, dV and dK): how many splits are in the sum
 
   // Order-free accumulation only.
   uint8_t* scales;                // of each row's grid (config/fixed_point.h), in the order of scale_position
@@ -67,23 +67,12 @@ struct KernelParams {
   CUtensorMap q, dout;       // boxes of 64 columns x one query tile
   CUtensorMap k, v;          // boxes of 64 columns x one KV tile
   CUtensorMap dk, dv;        // boxes of 64 columns x 64 keys
-  const float* softmax_lse;  // (batch, heads, seqlen_q), natural logarithm; -inf for rows that see no key
-  Problem problem;
+  const float* softmax_lse;  // (batch, heads, seqlen_q), natural logarithm; +inf or -inf for rows that see no key
+  TileScheduler scheduler;
   Workspace workspace;
-  int num_claims;
+  int num_groups;  // of KV tiles: the numbers that are handed out
   float softmax_scale;
   float softmax_scale_log2;  // log2(e) * softmax_scale
 };
-
-// The problem with what the variant fixes as constants, so that the compiler can divide by them.
-template <typename Config>
-__device__ __forceinline__ Problem specialised_problem(const KernelParams& params) {
-  Problem problem = params.problem;
-  problem.tile_q = Config::kQuery;
-  problem.tile_k = Config::kKey;
-  problem.cta_group = Config::kClusterSize;
-  problem.causal = Config::kCausal;
-  return problem;
-}
 
 }  // namespace dash_attn::backward

@@ -1,95 +1,93 @@
-// The planner: one thread that walks each claim's steps in the policy's order, ahead of the loader and the adders.
+// The planner: one thread that walks each work tile's steps in the policy's order, ahead of the loader and the adders.
 #pragma once
 
-#include "claims.h"
-#include "config.h"
 #include "params.h"
+#include "storage.h"
+#include "work_ring.h"
 
 namespace dash_attn::backward {
 
-// Index of the first query tile of a claim's first query head among all query tiles; launch_backward.h checks that 32
-// bits do.
-__device__ __forceinline__ int first_tile_index(const Problem& problem, const Work& work) {
-  return (work.batch * problem.kv_heads * problem.queries_per_kv + first_query_head(problem, work)) *
-         problem.query_tiles;
-}
-
-template <typename Config>
+template <typename Variant>
 class Planner {
  public:
-  using Shared = SharedStorage<Config>;
+  using Shared = SharedStorage<Variant>;
 
   __device__ Planner(Shared& shared, const KernelParams& params) : shared_(shared), params_(params) {}
 
   __device__ void run() {
-    Work work;
-    for (; next_work<Reader::kThread>(work, shared_, params_, claims_); claims_ = claims_.next()) {
-      if (!work.valid()) { continue; }
-      with_order_of_head<Config::kPolicy>(params_.problem, work.kv_head,
-                                          [&](auto policy) { plan_claim<decltype(policy)::value>(work); });
+    for (; wait_for_work(shared_, ring_); ring_ = ring_.next()) {
+      const WorkTile& work = shared_.work[ring_.slot()];
+      Variant::Policies::with(work.policy, [&](auto policy) { plan_work_tile<decltype(policy)::value>(work); });
+      forget(ring_.count);
+      shared_.work_empty[ring_.slot()].arrive();
     }
     for (int adder = 0; adder < kAdderWarps; ++adder) { plan_end(); }
   }
 
  private:
+  // `work` is in shared memory, and read again where that spares registers.
   template <Policy kPolicy>
-  __device__ __forceinline__ void plan_claim(const Work& work) {
+  __device__ __forceinline__ void plan_work_tile(const WorkTile& work) {
     using Order = dash_attn::Order<kPolicy>;
-    const Problem problem = specialised_problem<Config>(params_);
     int kv_tile = work.kv_tile;
-    shared_.first_tile = first_tile_index(problem, work);
-    shared_.first_head = first_query_head(problem, work);
-    const bool ordered = is_ordered(work);
-    ClaimStep at{0, 0};
-    for (int left = problem.live_query_tiles(kv_tile) * problem.queries_per_claim; left > 0; --left) {
+    const bool ordered = is_ordered<kPolicy>(work);
+    // Made anew for each use.
+    const auto grid = [&] {
+      forget_memory();
       forget(kv_tile);
+      return Variant::grid(work.sequence);
+    };
+    bool is_last = work.steps == 0;
+    for (WorkStep at{0, 0}, next; !is_last; at = next) {
+      const int steps_of_head = grid().query_tiles_of(kv_tile).count;
+      next = next_step<kPolicy>(at, work.query_heads, steps_of_head);
+      is_last = is_end<kPolicy>(next, work.query_heads, steps_of_head);
       shared_.plan_empty[plan_.slot()].wait(plan_.empty_parity());
       PlannedStep& planned = shared_.plan[plan_.slot()];
-      const int query_tile = Order::visit(problem, kv_tile, at.step);
+      const int query_tile = Order::visit(grid(), kv_tile, at.step);
       planned.query_tile = query_tile;
-      planned.set_head(shared_.first_head + at.head, left == 1);
-      planned.tile = shared_.first_tile + at.head * problem.query_tiles + query_tile;
-      forget(kv_tile);
-      planned.rank = ordered ? Order::rank(problem, kv_tile, query_tile) : kAnyTurn;
+      planned.pack(work.first_query_head + at.head, grid().needs_masking(query_tile, kv_tile), is_last);
+      planned.dq_tile = work.first_dq_tile + at.head * grid().query_tiles() + query_tile;
+      planned.rank = ordered ? Order::rank(grid(), kv_tile, query_tile) : kAnyTurn;
       shared_.plan_full[plan_.slot()].arrive();
       plan_ = plan_.next();
-      at = next_step<kPolicy>(problem, kv_tile, at);
     }
   }
 
-  // Whether the claim's partials are added in fp32, in turn.
-  __device__ __forceinline__ bool is_ordered(const Work& work) const {
-    if constexpr (Config::kOrderFree) {
-      return params_.workspace.needs_order[work.batch * params_.problem.kv_heads + work.kv_head].any();
+  // Whether the work tile's partials are added in fp32, in turn.
+  template <Policy kPolicy>
+  __device__ __forceinline__ bool is_ordered(const WorkTile& work) const {
+    if constexpr (accumulation(kPolicy) == Accumulation::kOrderFree) {
+      return params_.workspace.needs_order[work.batch * params_.scheduler.kv_heads + work.kv_head].any();
     } else {
-      return Config::kAccumulation == Accumulation::kOrdered;
+      return accumulation(kPolicy) == Accumulation::kOrdered;
     }
   }
 
   __device__ void plan_end() {
     shared_.plan_empty[plan_.slot()].wait(plan_.empty_parity());
-    shared_.plan[plan_.slot()].tile = kNoMoreTiles;
+    shared_.plan[plan_.slot()].dq_tile = kNoMoreTiles;
     shared_.plan_full[plan_.slot()].arrive();
     plan_ = plan_.next();
   }
 
   Shared& shared_;
   const KernelParams& params_;
-  RingIndex<Config::kClaimSlots> claims_;
-  RingIndex<Config::kPlanSlots> plan_;
+  WorkRing<Variant> ring_;
+  RingIndex<Variant::kPlanSlots> plan_;
 };
 
 // Called by the loader and one adder, once a step. `plan` counts the steps, and so finds the buffers of the step as well.
-template <typename Config>
-__device__ __forceinline__ const PlannedStep& wait_for_step(SharedStorage<Config>& shared,
-                                                            RingIndex<Config::kPlanSlots> plan) {
+template <typename Variant>
+__device__ __forceinline__ const PlannedStep& wait_for_step(SharedStorage<Variant>& shared,
+                                                            RingIndex<Variant::kPlanSlots> plan) {
   shared.plan_full[plan.slot()].wait(plan.parity());
   return shared.plan[plan.slot()];
 }
 
 // The thread has read the step.
-template <typename Config>
-__device__ __forceinline__ void release_step(SharedStorage<Config>& shared, RingIndex<Config::kPlanSlots> plan) {
+template <typename Variant>
+__device__ __forceinline__ void release_step(SharedStorage<Variant>& shared, RingIndex<Variant::kPlanSlots> plan) {
   shared.plan_empty[plan.slot()].arrive();
 }
 

@@ -1,5 +1,5 @@
-// Before the main kernel: D = rowsum(dO * O), and all turns and the claim counter set to zero. Where dQ is added without
-// turns its accumulator is cleared too, and order-free each row gets its grid.
+// Before the main kernel: D = rowsum(dO * O), and all semaphores and the counter of work set to zero. Where dQ is added in no
+// order its accumulator is cleared too, and order-free each row gets its unit.
 #pragma once
 
 #include "../config/fixed_point.h"
@@ -18,10 +18,12 @@ struct PreprocessParams {
   Workspace workspace;
   int heads, seqlen_q, padded_seqlen_q, head_dim;
   int blocks_per_head;
-  int num_turns;  // no more than the grid has threads
-  int num_carry_turns;
-  Problem problem;      // of order-free accumulation
-  float softmax_scale;  // of order-free accumulation
+  int num_blocks;  // of the whole call; a grid of fewer takes several each
+  int num_dq_semaphores, num_split_semaphores;
+  bool clear_dq;  // its partials are added in no order
+  // Of order-free accumulation.
+  int group_size, seqlen_k, kv_tiles;
+  float softmax_scale;
 };
 
 // Of a block: kHeadDim / 8 threads share a row, and take several at a time.
@@ -43,10 +45,9 @@ __device__ __forceinline__ float dot8(uint4 a, uint4 b) {
 // Whether a KV head's group needs the order, from its statistics. Called by a whole warp.
 template <typename Element>
 __device__ __forceinline__ void decide_order(const PreprocessParams<Element>& params, int batch_kv_head) {
-  const Problem& problem = params.problem;
   const int lane = threadIdx.x % 32;
-  const int64_t chunks = int64_t(problem.queries_per_kv) * num_chunks(params.seqlen_q);
-  KeyStatistics keys = chunk_key_statistics(params.workspace, batch_kv_head, problem.seqlen_k);
+  const int64_t chunks = int64_t(params.group_size) * num_chunks(params.seqlen_q);
+  KeyStatistics keys = chunk_key_statistics(params.workspace, batch_kv_head, params.seqlen_k);
   float max_query_norm = 0.f;
   for (int64_t i = lane; i < chunks; i += 32) {
     max_query_norm = larger(max_query_norm, params.workspace.query_norms[batch_kv_head * chunks + i]);
@@ -57,7 +58,7 @@ __device__ __forceinline__ void decide_order(const PreprocessParams<Element>& pa
                                          keys.sum_of_value_steps};
   if (lane == 0) {
     params.workspace.needs_order[batch_kv_head].by_head =
-        fixed_point::needs_order(head, params.softmax_scale, params.head_dim, problem.seqlen_k, problem.kv_tiles,
+        fixed_point::needs_order(head, params.softmax_scale, params.head_dim, params.seqlen_k, params.kv_tiles,
                                  std::is_same_v<Element, cutlass::half_t>);
   }
 }
@@ -74,22 +75,21 @@ __device__ __forceinline__ uint8_t row_scale(double bound, NeedsOrder& needs_ord
   return fixed_point::stored_scale(exponent);
 }
 
-// Grid: batch x heads x blocks_per_head.
-template <typename Element, int kHeadDim, Accumulation kAccumulation>
-__global__ void __launch_bounds__(kPreprocessThreads) preprocess_kernel(const PreprocessParams<Element> params) {
-  constexpr int kThreadsPerRow = kHeadDim / 8;
-  const int batch_head = blockIdx.x / params.blocks_per_head;
-  const int batch = batch_head / params.heads, head = batch_head % params.heads;
-  const int first_row = blockIdx.x % params.blocks_per_head * kPreprocessRows<kHeadDim>;
-  const int column = threadIdx.x % kThreadsPerRow * 8;
-
-  ptx::launch_dependents();
-  const int64_t thread = int64_t(blockIdx.x) * kPreprocessThreads + threadIdx.x;
-  if (thread < params.num_turns) { params.workspace.turns[thread] = 0; }
-  for (int64_t i = thread; i < params.num_carry_turns; i += int64_t(gridDim.x) * kPreprocessThreads) {
-    params.workspace.carry_turns[i] = 0;
+// Sets `count` integers to zero, with all threads of the grid.
+__device__ __forceinline__ void clear_integers(int* integers, int count) {
+  for (int64_t i = int64_t(blockIdx.x) * kPreprocessThreads + threadIdx.x; i < count;
+       i += int64_t(gridDim.x) * kPreprocessThreads) {
+    integers[i] = 0;
   }
-  if (thread == 0) { *params.workspace.next_claim = 0; }
+}
+
+template <typename Element, int kHeadDim, bool kOrderFree>
+__device__ __forceinline__ void preprocess_block(const PreprocessParams<Element>& params, int block) {
+  constexpr int kThreadsPerRow = kHeadDim / 8;
+  const int batch_head = block / params.blocks_per_head;
+  const int batch = batch_head / params.heads, head = batch_head % params.heads;
+  const int first_row = block % params.blocks_per_head * kPreprocessRows<kHeadDim>;
+  const int column = threadIdx.x % kThreadsPerRow * 8;
 
   uint4 out[kPreprocessPasses], dout[kPreprocessPasses];
 #pragma unroll
@@ -101,12 +101,12 @@ __global__ void __launch_bounds__(kPreprocessThreads) preprocess_kernel(const Pr
   }
 
   float max_element = 0.f, max_product = 0.f;
-  const int batch_kv_head = batch_head / params.problem.queries_per_kv;
-  if constexpr (kAccumulation == Accumulation::kOrderFree) {
-    const KeyStatistics keys = chunk_key_statistics(params.workspace, batch_kv_head, params.problem.seqlen_k);
+  const int batch_kv_head = batch_head / params.group_size;
+  if constexpr (kOrderFree) {
+    const KeyStatistics keys = chunk_key_statistics(params.workspace, batch_kv_head, params.seqlen_k);
     max_element = largest_of_warp(keys.max_element);
     max_product = largest_of_warp(keys.max_product);
-    if (blockIdx.x % (params.problem.queries_per_kv * params.blocks_per_head) == 0 && threadIdx.x < 32) {
+    if (block % (params.group_size * params.blocks_per_head) == 0 && threadIdx.x < 32) {
       decide_order(params, batch_kv_head);
     }
   }
@@ -116,24 +116,35 @@ __global__ void __launch_bounds__(kPreprocessThreads) preprocess_kernel(const Pr
     const int row = first_row + (pass * kPreprocessThreads + threadIdx.x) / kThreadsPerRow;
     const float delta = sum_of_row<kThreadsPerRow>(dot8<Element>(out[pass], dout[pass]));
     float squares = 0.f, largest = 0.f, dout_norm = 0.f;
-    if constexpr (kAccumulation == Accumulation::kOrderFree) {
+    if constexpr (kOrderFree) {
       measure8<Element>(dout[pass], squares, largest);
       dout_norm = norm_bound<kHeadDim>(sum_of_row<kThreadsPerRow>(squares), largest);
     }
     if (row >= params.padded_seqlen_q) { continue; }
     const int64_t padded_row = int64_t(batch_head) * params.padded_seqlen_q;
-    if constexpr (kAccumulation != Accumulation::kOrdered) {
+    if (kOrderFree || params.clear_dq) {
       float4* const accumulator =
           reinterpret_cast<float4*>(params.workspace.dq_accumulator + (padded_row + row) * kHeadDim + column);
       accumulator[0] = accumulator[1] = make_float4(0.f, 0.f, 0.f, 0.f);
     }
     if (column != 0) { continue; }
     params.workspace.delta[padded_row + statistic_position(row)] = delta;
-    if constexpr (kAccumulation == Accumulation::kOrderFree) {
+    if constexpr (kOrderFree) {
       const double bound = double(dout_norm) * double(max_product) + fabs(double(delta)) * double(max_element);
       params.workspace.scales[padded_row + scale_position(row)] =
           row_scale<Element>(bound, params.workspace.needs_order[batch_kv_head]);
     }
+  }
+}
+
+template <typename Element, int kHeadDim, bool kOrderFree>
+__global__ void __launch_bounds__(kPreprocessThreads) preprocess_kernel(const PreprocessParams<Element> params) {
+  ptx::launch_dependents();
+  clear_integers(params.workspace.dq_semaphores, params.num_dq_semaphores);
+  clear_integers(params.workspace.split_semaphores, params.num_split_semaphores);
+  clear_integers(params.workspace.next_work, 1);
+  for (int block = blockIdx.x; block < params.num_blocks; block += gridDim.x) {
+    preprocess_block<Element, kHeadDim, kOrderFree>(params, block);
   }
 }
 

@@ -19,6 +19,7 @@ struct StatisticsParams {
   Workspace workspace;
   int batch, heads, kv_heads, seqlen_q, seqlen_k, head_dim;
   int chunks_per_head;
+  int num_blocks;  // of the whole call; a grid of fewer takes several each
 };
 
 // What a norm computed in fp32 can be too small by, and what the products of a row can exceed it by: 2^-10 is 60 times it.
@@ -170,13 +171,12 @@ __device__ __forceinline__ KeyStatistics combine_warp(KeyStatistics x) {
   return x;
 }
 
-// Grid: chunks_per_head x (batch x heads of Q, then batch x KV heads of K and V).
 template <typename Element, int kHeadDim>
-__global__ void __launch_bounds__(kStatisticsThreads) statistics_kernel(const StatisticsParams<Element> params) {
+__device__ __forceinline__ void measure_chunk(const StatisticsParams<Element>& params, int block) {
   constexpr int kWarps = kStatisticsThreads / 32;
   __shared__ KeyStatistics of_warp[kWarps];
   const int query_heads = params.batch * params.heads;
-  const int number = blockIdx.x % params.chunks_per_head, index = blockIdx.x / params.chunks_per_head;
+  const int number = block % params.chunks_per_head, index = block / params.chunks_per_head;
   const bool is_query = index < query_heads;
   const int seqlen = is_query ? params.seqlen_q : params.seqlen_k;
   const int heads = is_query ? params.heads : params.kv_heads;
@@ -202,6 +202,15 @@ __global__ void __launch_bounds__(kStatisticsThreads) statistics_kernel(const St
   } else {
     params.workspace.key_statistics[slot] = all;
     if (number == 0) { params.workspace.needs_order[batch_head].by_row = 0; }
+  }
+}
+
+// Blocks: chunks_per_head x (batch x heads of Q, then batch x KV heads of K and V).
+template <typename Element, int kHeadDim>
+__global__ void __launch_bounds__(kStatisticsThreads) statistics_kernel(const StatisticsParams<Element> params) {
+  for (int block = blockIdx.x; block < params.num_blocks; block += gridDim.x) {
+    if (block != int(blockIdx.x)) { __syncthreads(); }  // what the warps left before has been read
+    measure_chunk<Element, kHeadDim>(params, block);
   }
 }
 

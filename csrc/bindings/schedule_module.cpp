@@ -14,13 +14,14 @@
 
 #include "../config/fixed_point.h"
 #include "../config/tile_shapes.h"
-#include "../schedule/assignment.h"
-#include "../schedule/head_splits.h"
+#include "../model/simulator.h"
+#include "../schedule/automatic.h"
+#include "../schedule/head_swizzle.h"
 #include "../schedule/order.h"
 #include "../schedule/policy.h"
-#include "../schedule/problem.h"
-#include "../schedule/sections.h"
-#include "../schedule/simulator.h"
+#include "../schedule/splits.h"
+#include "../schedule/tile_grid.h"
+#include "../schedule/work_tile.h"
 
 namespace py = pybind11;
 using namespace dash_attn;
@@ -38,28 +39,21 @@ Policy parse_policy(std::string const& name) {
   throw py::value_error("schedule must be one of " + allowed + ", got '" + name + "'");
 }
 
+char const* mask_name(MaskKind mask) { return mask == MaskKind::kCausal ? "True" : "False"; }
+
+MaskKind mask_kind(bool causal) { return causal ? MaskKind::kCausal : MaskKind::kFull; }
+
 // Calls f with the policy as a type, once its mask is known to fit.
 template <class F>
-decltype(auto) with_fitting_policy(std::string const& name, Problem const& problem, F&& f) {
+decltype(auto) with_policy(std::string const& name, Problem const& problem, F&& f) {
   Policy const policy = parse_policy(name);
-  if (!fits(policy, problem.causal)) {
-    throw py::value_error("schedule='" + name + "' is defined for causal=" + (problem.causal ? "False" : "True") +
-                          " only, got causal=" + (problem.causal ? "True" : "False"));
+  MaskKind const mask = problem.grid.mask.kind;
+  if (!fits(policy, mask)) {
+    throw py::value_error("schedule='" + name + "' is defined for causal=" +
+                          mask_name(mask == MaskKind::kCausal ? MaskKind::kFull : MaskKind::kCausal) +
+                          " only, got causal=" + mask_name(mask));
   }
-  return with_policy(policy, std::forward<F>(f));
-}
-
-// The same for what the order of a head decides.
-template <class F>
-decltype(auto) with_order(std::string const& name, Problem const& problem, F&& f) {
-  return with_fitting_policy(name, problem, [&](auto policy) {
-    if constexpr (policy() == Policy::kSptDescending) {
-      throw py::value_error("schedule='" + name + "' has another order in some heads: order_of_head names a head's");
-      return f(PolicyConstant<Policy::kSpt>{});
-    } else {
-      return f(policy);
-    }
-  });
+  return AllPolicies::with(policy, std::forward<F>(f));
 }
 
 int in_range(char const* argument, int64_t value, int64_t first, int64_t end) {
@@ -71,78 +65,80 @@ int in_range(char const* argument, int64_t value, int64_t first, int64_t end) {
 }
 
 Problem checked_problem(int64_t seqlen_q, int64_t seqlen_k, int64_t tile_q, int64_t tile_k, bool causal, int64_t batch,
-                        int64_t kv_heads, int64_t queries_per_kv, int64_t cta_group, int64_t head_section,
-                        int64_t head_splits) {
+                        int64_t kv_heads, int64_t group_size, int64_t cta_group, int64_t head_swizzle, int64_t splits) {
   // Lengths and tiles below 2^30 keep every sum of the headers below 2^31.
   constexpr int64_t kEnd = int64_t{1} << 30;
-  for (auto const& [argument, value] :
-       std::initializer_list<std::pair<char const*, int64_t>>{{"seqlen_q", seqlen_q},
-                                                              {"seqlen_k", seqlen_k},
-                                                              {"tile_q", tile_q},
-                                                              {"tile_k", tile_k},
-                                                              {"batch", batch},
-                                                              {"kv_heads", kv_heads},
-                                                              {"queries_per_kv", queries_per_kv},
-                                                              {"cta_group", cta_group},
-                                                              {"head_section", head_section},
-                                                              {"head_splits", head_splits}}) {
+  for (auto const& [argument, value] : std::initializer_list<std::pair<char const*, int64_t>>{
+           {"seqlen_q", seqlen_q},
+           {"seqlen_k", seqlen_k},
+           {"tile_q", tile_q},
+           {"tile_k", tile_k},
+           {"batch", batch},
+           {"kv_heads", kv_heads},
+           {"group_size", group_size},
+           {"cta_group", cta_group},
+           {"head_swizzle", head_swizzle},
+           {"splits", splits}}) {
     in_range(argument, value, 1, kEnd);
   }
-  if (queries_per_kv % head_splits) {
-    throw py::value_error("head_splits must divide queries_per_kv=" + std::to_string(queries_per_kv) + ", got " +
-                          std::to_string(head_splits));
+  if (group_size % splits) {
+    throw py::value_error("splits must divide group_size=" + std::to_string(group_size) + ", got " +
+                          std::to_string(splits));
   }
-  Problem const problem = make_problem(
-      static_cast<int>(batch), static_cast<int>(kv_heads), static_cast<int>(queries_per_kv), static_cast<int>(seqlen_q),
-      static_cast<int>(seqlen_k), static_cast<int>(tile_q), static_cast<int>(tile_k), static_cast<int>(cta_group),
-      causal, static_cast<int>(head_section), static_cast<int>(head_splits));
-  if (batch * kv_heads > (((int64_t{1} << 31) - 1) / (problem.kv_tiles + 1)) / head_splits) {
-    throw py::value_error("batch * kv_heads * head_splits * KV tiles must be below 2^31, got " + std::to_string(batch) +
-                          " * " + std::to_string(kv_heads) + " * " + std::to_string(head_splits) + " * " +
-                          std::to_string(problem.kv_tiles));
+  auto const as_int = [](int64_t value) { return static_cast<int>(value); };
+  Sequence const sequence{as_int(seqlen_q), as_int(seqlen_k)};
+  TileGrid const grid{{as_int(tile_q), as_int(tile_k), as_int(cta_group)}, {mask_kind(causal), sequence}};
+  constexpr Policy kGivenAtEachCall = Policy::kAscending;
+  TileScheduler const scheduler{sequence,         kGivenAtEachCall,   as_int(splits),      as_int(batch),
+                                as_int(kv_heads), as_int(group_size), as_int(head_swizzle)};
+  if (batch * kv_heads > (((int64_t{1} << 31) - 1) / (grid.kv_tiles() + 1)) / splits) {
+    throw py::value_error("batch * kv_heads * splits * KV tiles must be below 2^31, got " + std::to_string(batch) +
+                          " * " + std::to_string(kv_heads) + " * " + std::to_string(splits) + " * " +
+                          std::to_string(grid.kv_tiles()));
   }
-  return problem;
+  return {grid, scheduler};
 }
 
-int checked_live_query_tile(Problem const& problem, int kv, int64_t q) {
-  return in_range("query_tile", q, problem.first_query_tile(kv), problem.query_tiles);
-}
+std::pair<int, int> as_tuple(Range range) { return {range.first, range.count}; }
+
+int checked_kv_tile(Problem const& problem, int64_t kv) { return in_range("kv_tile", kv, 0, problem.grid.kv_tiles()); }
 
 int visit(std::string const& schedule, Problem const& problem, int64_t kv_tile, int64_t step) {
-  return with_order(schedule, problem, [&](auto policy) {
-    int const kv = in_range("kv_tile", kv_tile, 0, problem.kv_tiles);
-    return Order<policy()>::visit(problem, kv, in_range("step", step, 0, problem.live_query_tiles(kv)));
+  return with_policy(schedule, problem, [&](auto policy) {
+    int const kv = checked_kv_tile(problem, kv_tile);
+    return Order<policy()>::visit(problem.grid, kv, in_range("step", step, 0, problem.grid.query_tiles_of(kv).count));
   });
 }
 
 int rank(std::string const& schedule, Problem const& problem, int64_t kv_tile, int64_t query_tile) {
-  return with_order(schedule, problem, [&](auto policy) {
-    int const kv = in_range("kv_tile", kv_tile, 0, problem.kv_tiles);
-    return Order<policy()>::rank(problem, kv, checked_live_query_tile(problem, kv, query_tile));
+  return with_policy(schedule, problem, [&](auto policy) {
+    int const kv = checked_kv_tile(problem, kv_tile);
+    Range const live = problem.grid.query_tiles_of(kv);
+    return Order<policy()>::rank(problem.grid, kv, in_range("query_tile", query_tile, live.first, live.end()));
   });
 }
 
-int64_t claims(std::string const& schedule, Problem const& problem) {
-  return with_fitting_policy(schedule, problem, [&](auto policy) { return num_claims<policy()>(problem); });
+int64_t num_groups(std::string const& schedule, Problem const& problem) {
+  return with_policy(schedule, problem, [&](auto policy) { return problem.num_groups<policy()>(); });
 }
 
-std::optional<std::tuple<int, int, int, int>> assigned(std::string const& schedule, Problem const& problem,
-                                                       int64_t claim, int64_t cta_rank) {
-  return with_fitting_policy(schedule, problem, [&](auto policy) -> std::optional<std::tuple<int, int, int, int>> {
-    Work const work = assign<policy()>(problem, in_range("claim", claim, 0, num_claims<policy()>(problem)),
-                                       in_range("cta_rank", cta_rank, 0, problem.cta_group));
+std::optional<std::tuple<int, int, int, int>> work_tile(std::string const& schedule, Problem const& problem,
+                                                        int64_t number, int64_t cta_rank) {
+  return with_policy(schedule, problem, [&](auto policy) -> std::optional<std::tuple<int, int, int, int>> {
+    WorkTile const work = problem.work_tile<policy()>(in_range("number", number, 0, problem.num_groups<policy()>()),
+                                                      in_range("cta_rank", cta_rank, 0, problem.grid.tiling.cta_group));
     if (!work.valid()) return std::nullopt;
     return std::tuple(work.batch, work.kv_head, work.kv_tile, work.split);
   });
 }
 
 Table groups(std::string const& schedule, Problem const& problem) {
-  return with_order(schedule, problem, [&](auto policy) {
+  return with_policy(schedule, problem, [&](auto policy) {
     using O = Order<policy()>;
-    Table table(O::groups(problem));
+    Table table(O::groups(problem.grid));
     for (int group = 0; group < static_cast<int>(table.size()); ++group) {
-      for (int r = 0; r < min_int(problem.cta_group, problem.kv_tiles); ++r) {
-        int const kv = O::kv_tile(problem, group, r);
+      for (int r = 0; r < min_int(problem.grid.tiling.cta_group, problem.grid.kv_tiles()); ++r) {
+        int const kv = O::kv_tile(problem.grid, group, r);
         if (kv >= 0) table[group].push_back(kv);
       }
     }
@@ -151,11 +147,11 @@ Table groups(std::string const& schedule, Problem const& problem) {
 }
 
 Table visit_order(std::string const& schedule, Problem const& problem) {
-  return with_order(schedule, problem, [&](auto policy) {
-    Table table(problem.kv_tiles);
-    for (int kv = 0; kv < problem.kv_tiles; ++kv) {
-      for (int step = 0; step < problem.live_query_tiles(kv); ++step) {
-        table[kv].push_back(Order<policy()>::visit(problem, kv, step));
+  return with_policy(schedule, problem, [&](auto policy) {
+    Table table(problem.grid.kv_tiles());
+    for (int kv = 0; kv < static_cast<int>(table.size()); ++kv) {
+      for (int step = 0; step < problem.grid.query_tiles_of(kv).count; ++step) {
+        table[kv].push_back(Order<policy()>::visit(problem.grid, kv, step));
       }
     }
     return table;
@@ -165,62 +161,72 @@ Table visit_order(std::string const& schedule, Problem const& problem) {
 using Walk = std::vector<std::pair<int, int>>;
 
 Walk walk(std::string const& schedule, Problem const& problem, int64_t kv_tile) {
-  return with_order(schedule, problem, [&](auto policy) {
-    int const kv = in_range("kv_tile", kv_tile, 0, problem.kv_tiles);
-    Walk steps;
-    ClaimStep at{0, 0};
-    for (int left = problem.live_query_tiles(kv) * problem.queries_per_claim; left > 0; --left) {
-      steps.emplace_back(at.step, at.head);
-      at = next_step<policy()>(problem, kv, at);
+  return with_policy(schedule, problem, [&](auto policy) {
+    int const steps = problem.grid.query_tiles_of(checked_kv_tile(problem, kv_tile)).count;
+    Walk result;
+    WorkStep at{0, 0};
+    for (int left = steps * problem.heads_per_split(); left > 0; --left) {
+      result.emplace_back(at.step, at.head);
+      at = next_step<policy()>(at, problem.heads_per_split(), steps);
     }
-    return steps;
+    return result;
   });
 }
 
 Table ranks(std::string const& schedule, Problem const& problem) {
-  return with_order(schedule, problem, [&](auto policy) {
-    Table table(problem.kv_tiles, std::vector<int>(problem.query_tiles, -1));
-    for (int kv = 0; kv < problem.kv_tiles; ++kv) {
-      for (int q = problem.first_query_tile(kv); q < problem.query_tiles; ++q) {
-        table[kv][q] = Order<policy()>::rank(problem, kv, q);
-      }
+  return with_policy(schedule, problem, [&](auto policy) {
+    Table table(problem.grid.kv_tiles(), std::vector<int>(problem.grid.query_tiles(), -1));
+    for (int kv = 0; kv < static_cast<int>(table.size()); ++kv) {
+      Range const live = problem.grid.query_tiles_of(kv);
+      for (int q = live.first; q < live.end(); ++q) table[kv][q] = Order<policy()>::rank(problem.grid, kv, q);
     }
     return table;
   });
 }
 
 Table add_order(std::string const& schedule, Problem const& problem) {
-  return with_order(schedule, problem, [&](auto policy) {
-    Table table(problem.query_tiles);
-    for (int q = 0; q < problem.query_tiles; ++q) {
-      table[q].assign(problem.live_kv_tiles(q), -1);
-      for (int kv = 0; kv < problem.live_kv_tiles(q); ++kv) { table[q].at(Order<policy()>::rank(problem, kv, q)) = kv; }
+  return with_policy(schedule, problem, [&](auto policy) {
+    Table table(problem.grid.query_tiles());
+    for (int q = 0; q < static_cast<int>(table.size()); ++q) {
+      Range const live = problem.grid.kv_tiles_of(q);
+      table[q].assign(live.count, -1);
+      for (int kv = live.first; kv < live.end(); ++kv) table[q].at(Order<policy()>::rank(problem.grid, kv, q)) = kv;
     }
     return table;
   });
 }
 
-std::string order_of_head(std::string const& schedule, Problem const& problem, int64_t kv_head) {
-  return with_fitting_policy(schedule, problem, [&](auto policy) {
-    int const head = in_range("kv_head", kv_head, 0, problem.kv_heads);
-    return with_order_of_head<policy()>(
-        problem, head, [](auto order) { return std::string(kPolicyNames[static_cast<int>(order())]); });
-  });
-}
-
 int cta_group(std::string const& schedule) {
-  return with_policy(parse_policy(schedule), [](auto policy) { return Order<policy()>::kCtaGroup; });
+  return AllPolicies::with(parse_policy(schedule), [](auto policy) { return Order<policy()>::kCtaGroup; });
 }
 
-std::tuple<int, int, int> tile_shape(int head_dim, bool causal) {
+std::tuple<int, int, int> tile_shape(int head_dim) {
   int const padded = padded_head_dim(head_dim);
   if (padded == 0) { throw py::value_error("head_dim must be in [1, 128], got " + std::to_string(head_dim)); }
-  TileShape const shape = backward_tile_shape(padded, causal);
+  TileShape const shape = backward_tile_shape(padded);
   return {shape.query, shape.key, shape.head_dim};
 }
 
-int section(std::string const& schedule, Problem const& problem, int head_dim) {
-  return head_section(parse_policy(schedule), problem, std::get<2>(tile_shape(head_dim, problem.causal)));
+int launched_head_swizzle(std::string const& schedule, Problem const& problem, int head_dim) {
+  return head_swizzle(parse_policy(schedule), problem.grid, problem.heads_per_split(), std::get<2>(tile_shape(head_dim)));
+}
+
+std::string automatic(bool causal, int head_dim, int seqlen_k) {
+  return kPolicyNames[static_cast<int>(automatic_policy(mask_kind(causal), std::get<2>(tile_shape(head_dim)), seqlen_k))];
+}
+
+// (first, end) of the keys that each of the queries first_query ... end_query - 1 sees.
+std::vector<std::pair<int, int>> visible_keys(bool causal, int64_t seqlen_q, int64_t seqlen_k, int64_t first_query,
+                                              int64_t end_query) {
+  constexpr int64_t kEnd = int64_t{1} << 30;
+  Mask const mask{mask_kind(causal), {in_range("seqlen_q", seqlen_q, 1, kEnd), in_range("seqlen_k", seqlen_k, 1, kEnd)}};
+  int const end = in_range("end_query", end_query, 0, seqlen_q + 1);
+  std::vector<std::pair<int, int>> keys;
+  for (int query = in_range("first_query", first_query, 0, seqlen_q + 1); query < end; ++query) {
+    Range const seen = mask.keys_of(query);
+    keys.emplace_back(seen.first, seen.end());
+  }
+  return keys;
 }
 
 Mapping parse_mapping(std::string const& name) {
@@ -261,21 +267,24 @@ void check(SimulationOptions const& options) {
 
 Simulation simulated(std::string const& schedule, Problem const& problem, SimulationOptions const& options) {
   check(options);
-  return with_fitting_policy(schedule, problem, [&](auto policy) { return simulate<policy()>(problem, options); });
+  return with_policy(schedule, problem, [&](auto policy) { return simulate<policy()>(problem, options); });
 }
 
 double longest_path(std::string const& schedule, Problem const& problem, SimulationOptions const& options) {
   check(options);
-  return with_fitting_policy(schedule, problem, [&](auto policy) { return critical_path<policy()>(problem, options); });
+  return with_policy(schedule, problem, [&](auto policy) { return critical_path<policy()>(problem, options); });
 }
 
 std::string repr(Problem const& p) {
-  return "Problem(seqlen_q=" + std::to_string(p.seqlen_q) + ", seqlen_k=" + std::to_string(p.seqlen_k) +
-         ", tile_q=" + std::to_string(p.tile_q) + ", tile_k=" + std::to_string(p.tile_k) +
-         ", causal=" + (p.causal ? "True" : "False") + ", batch=" + std::to_string(p.batch) +
-         ", kv_heads=" + std::to_string(p.kv_heads) + ", queries_per_kv=" + std::to_string(p.queries_per_kv) +
-         ", cta_group=" + std::to_string(p.cta_group) + ", head_section=" + std::to_string(p.head_section) +
-         ", head_splits=" + std::to_string(p.head_splits) + ")";
+  return "Problem(seqlen_q=" + std::to_string(p.grid.mask.sequence.seqlen_q) +
+         ", seqlen_k=" + std::to_string(p.grid.mask.sequence.seqlen_k) +
+         ", tile_q=" + std::to_string(p.grid.tiling.query) + ", tile_k=" + std::to_string(p.grid.tiling.key) +
+         ", causal=" + mask_name(p.grid.mask.kind) + ", batch=" + std::to_string(p.scheduler.batch) +
+         ", kv_heads=" + std::to_string(p.scheduler.kv_heads) +
+         ", group_size=" + std::to_string(p.scheduler.group_size) +
+         ", cta_group=" + std::to_string(p.grid.tiling.cta_group) +
+         ", head_swizzle=" + std::to_string(p.scheduler.head_swizzle) +
+         ", splits=" + std::to_string(p.scheduler.splits) + ")";
 }
 
 }  // namespace
@@ -294,76 +303,79 @@ PYBIND11_MODULE(_schedule, m) {
   m.attr("POLICIES") = names;
   m.attr("YARDSTICKS") = yardsticks;
 
-  py::class_<Problem>(m, "Problem", "Tile counts and mask ranges of one attention problem.")
+  py::class_<Problem>(m, "Problem", "Tile counts, mask ranges and work of one attention backward.")
       .def(py::init(&checked_problem), py::arg("seqlen_q"), py::arg("seqlen_k"), py::kw_only(), py::arg("tile_q"),
            py::arg("tile_k"), py::arg("causal"), py::arg("batch") = 1, py::arg("kv_heads") = 1,
-           py::arg("queries_per_kv") = 1, py::arg("cta_group") = 1, py::arg("head_section") = 1,
-           py::arg("head_splits") = 1)
-      .def_readonly("seqlen_q", &Problem::seqlen_q)
-      .def_readonly("seqlen_k", &Problem::seqlen_k)
-      .def_readonly("tile_q", &Problem::tile_q)
-      .def_readonly("tile_k", &Problem::tile_k)
-      .def_readonly("causal", &Problem::causal)
-      .def_readonly("batch", &Problem::batch)
-      .def_readonly("kv_heads", &Problem::kv_heads)
-      .def_readonly("queries_per_kv", &Problem::queries_per_kv)
-      .def_readonly("cta_group", &Problem::cta_group)
-      .def_readonly("head_section", &Problem::head_section)
-      .def_readonly("head_splits", &Problem::head_splits)
-      .def_readonly("queries_per_claim", &Problem::queries_per_claim)
-      .def_readonly("num_query_tiles", &Problem::query_tiles)
-      .def_readonly("num_kv_tiles", &Problem::kv_tiles)
+           py::arg("group_size") = 1, py::arg("cta_group") = 1, py::arg("head_swizzle") = 1, py::arg("splits") = 1)
+      .def_property_readonly("seqlen_q", [](Problem const& p) { return p.grid.mask.sequence.seqlen_q; })
+      .def_property_readonly("seqlen_k", [](Problem const& p) { return p.grid.mask.sequence.seqlen_k; })
+      .def_property_readonly("tile_q", [](Problem const& p) { return p.grid.tiling.query; })
+      .def_property_readonly("tile_k", [](Problem const& p) { return p.grid.tiling.key; })
+      .def_property_readonly("causal", [](Problem const& p) { return p.grid.mask.kind == MaskKind::kCausal; })
+      .def_property_readonly("batch", [](Problem const& p) { return p.scheduler.batch; })
+      .def_property_readonly("kv_heads", [](Problem const& p) { return p.scheduler.kv_heads; })
+      .def_property_readonly("group_size", [](Problem const& p) { return p.scheduler.group_size; })
+      .def_property_readonly("cta_group", [](Problem const& p) { return p.grid.tiling.cta_group; })
+      .def_property_readonly("head_swizzle", [](Problem const& p) { return p.scheduler.head_swizzle; })
+      .def_property_readonly("splits", [](Problem const& p) { return p.scheduler.splits; })
+      .def_property_readonly("heads_per_split", &Problem::heads_per_split)
+      .def_property_readonly("num_query_tiles", [](Problem const& p) { return p.grid.query_tiles(); })
+      .def_property_readonly("num_kv_tiles", [](Problem const& p) { return p.grid.kv_tiles(); })
       .def(
-          "first_query_tile",
-          [](Problem const& p, int64_t kv) { return p.first_query_tile(in_range("kv_tile", kv, 0, p.kv_tiles)); },
-          py::arg("kv_tile"))
+          "query_tiles_of",
+          [](Problem const& p, int64_t kv) { return as_tuple(p.grid.query_tiles_of(checked_kv_tile(p, kv))); },
+          py::arg("kv_tile"), "(first, count) of the query tiles that see a key of a KV tile.")
       .def(
-          "live_query_tiles",
-          [](Problem const& p, int64_t kv) { return p.live_query_tiles(in_range("kv_tile", kv, 0, p.kv_tiles)); },
-          py::arg("kv_tile"))
+          "kv_tiles_of",
+          [](Problem const& p, int64_t q) {
+            return as_tuple(p.grid.kv_tiles_of(in_range("query_tile", q, 0, p.grid.query_tiles())));
+          },
+          py::arg("query_tile"), "(first, count) of the KV tiles with a key that a query tile sees.")
       .def(
-          "live_kv_tiles",
-          [](Problem const& p, int64_t q) { return p.live_kv_tiles(in_range("query_tile", q, 0, p.query_tiles)); },
-          py::arg("query_tile"))
+          "needs_masking",
+          [](Problem const& p, int64_t q, int64_t kv) {
+            return p.grid.needs_masking(in_range("query_tile", q, 0, p.grid.query_tiles()), checked_kv_tile(p, kv));
+          },
+          py::arg("query_tile"), py::arg("kv_tile"), "Whether a query of the tile does not see a key of it.")
       .def("__repr__", &repr);
 
   m.def(
-      "fits", [](std::string const& schedule, bool causal) { return fits(parse_policy(schedule), causal); },
+      "fits", [](std::string const& schedule, bool causal) { return fits(parse_policy(schedule), mask_kind(causal)); },
       py::arg("schedule"), py::arg("causal"), "Whether the policy is defined for this mask.");
   m.def(
       "is_ordered",
       [](std::string const& schedule) { return accumulation(parse_policy(schedule)) == Accumulation::kOrdered; },
       py::arg("schedule"), "Whether partials of dQ wait for those of lower rank.");
   m.def("cta_group", &cta_group, py::arg("schedule"), "CTAs of the clusters that the kernel launches for the policy.");
+  m.def("visible_keys", &visible_keys, py::kw_only(), py::arg("causal"), py::arg("seqlen_q"), py::arg("seqlen_k"),
+        py::arg("first_query"), py::arg("end_query"), "(first, end) of the keys that each of some queries sees.");
   m.def("visit", &visit, py::arg("schedule"), py::arg("problem"), py::arg("kv_tile"), py::arg("step"),
         "Query tile that a KV tile visits at a step.");
   m.def("rank", &rank, py::arg("schedule"), py::arg("problem"), py::arg("kv_tile"), py::arg("query_tile"),
         "Place of a KV tile in the sum of dQ of a query tile that is live for it.");
-  m.def("order_of_head", &order_of_head, py::arg("schedule"), py::arg("problem"), py::arg("kv_head"),
-        "The policy whose order a KV head has: the policy itself, but for spt_descending.");
-  m.def("num_claims", &claims, py::arg("schedule"), py::arg("problem"), "Claims of the whole problem.");
-  m.def(
-      "assign", &assigned, py::arg("schedule"), py::arg("problem"), py::arg("claim"), py::arg("cta_rank") = 0,
-      "(batch, KV head, KV tile, split) of one CTA of the cluster that took a claim; None when it sits the claim out.");
+  m.def("num_groups", &num_groups, py::arg("schedule"), py::arg("problem"),
+        "Groups of KV tiles of the whole problem: the numbers that CTAs or clusters take.");
+  m.def("work_tile", &work_tile, py::arg("schedule"), py::arg("problem"), py::arg("number"), py::arg("cta_rank") = 0,
+        "(batch, KV head, KV tile, split) of one CTA of the cluster that took a number; None when it sits it out.");
   m.def("groups", &groups, py::arg("schedule"), py::arg("problem"),
-        "KV tiles of each claim of one (batch, KV head, split), by CTA of the cluster.");
+        "KV tiles of each group of one (sequence, KV head, split), by CTA of the cluster.");
   m.def("visit_order", &visit_order, py::arg("schedule"), py::arg("problem"),
         "Query tiles of each KV tile, in the order of its visits.");
   m.def(
       "heads_together",
       [](std::string const& schedule, Problem const& problem) {
-        return with_order(schedule, problem, [](auto policy) { return Order<policy()>::kHeadsTogether; });
+        return with_policy(schedule, problem, [](auto policy) { return Order<policy()>::kHeadsTogether; });
       },
       py::arg("schedule"), py::arg("problem"),
-      "Whether the query heads of a claim all take a step before any takes the next.");
+      "Whether the query heads of a work tile all take a step before any takes the next.");
   m.def("walk", &walk, py::arg("schedule"), py::arg("problem"), py::arg("kv_tile"),
-        "(step, query head of the split) of each product of a KV tile's claim, in order.");
+        "(step, query head of the split) of each step of a work tile, in order.");
   m.def("ranks", &ranks, py::arg("schedule"), py::arg("problem"), "[kv_tile][query_tile]: rank, -1 where masked out.");
   m.def("add_order", &add_order, py::arg("schedule"), py::arg("problem"),
         "KV tiles of each query tile, in the order in which their partials are added to dQ.");
   m.def("padded_head_dim", &padded_head_dim, py::arg("head_dim"),
         "Head dim of the kernel that takes this one; 0 when none does.");
-  m.def("backward_tile_shape", &tile_shape, py::arg("head_dim"), py::arg("causal"),
+  m.def("backward_tile_shape", &tile_shape, py::arg("head_dim"),
         "(queries, keys, padded head dim) of one tile of the backward.");
   m.def("row_exponent", &fixed_point::row_exponent, py::arg("bound"), py::arg("half_precision"),
         "The grid of a row in order-free accumulation: units of 2^-e.");
@@ -380,11 +392,13 @@ PYBIND11_MODULE(_schedule, m) {
       py::arg("seqlen_k"), py::arg("kv_tiles"), py::arg("half_precision"),
       "Whether a head is left to the ordered sum in order-free accumulation.");
 
-  m.def("head_section", &section, py::arg("schedule"), py::arg("problem"), py::arg("head_dim"),
-        "The (batch, KV head, split)s whose claims a launch interleaves.");
-  m.def("head_splits", &head_splits, py::kw_only(), py::arg("kv_heads"), py::arg("queries_per_kv"),
-        py::arg("query_tiles"), py::arg("kv_tiles"), py::arg("causal"),
-        "Into how many parts a launch cuts the query heads of a KV head.");
+  m.def("head_swizzle", &launched_head_swizzle, py::arg("schedule"), py::arg("problem"), py::arg("head_dim"),
+        "The (sequence, KV head, split)s whose work tiles a launch interleaves.");
+  m.def(
+      "num_splits", [](Problem const& p) { return num_splits(p.scheduler.group_size, p.grid); }, py::arg("problem"),
+      "Into how many parts a launch cuts the query heads of a KV head.");
+  m.def("automatic", &automatic, py::kw_only(), py::arg("causal"), py::arg("head_dim"), py::arg("seqlen_k"),
+        "The policy that schedule='auto' means.");
 
   py::class_<SimulatedTask>(m, "Task",
                             "One tile: its products from start to products_end, its add from add_start to end.")

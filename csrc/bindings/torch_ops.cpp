@@ -1,23 +1,25 @@
-// The CUDA ops of dash_attn._C on torch's stable ABI: preconditions, workspace, device and stream. The checks a
-// user normally meets are in dash_attn/checks.py; these keep a direct caller from launching on bad input.
+// dash_attn._C: the CUDA implementation of the ops dash_attn_C::forward and backward, on torch's stable ABI:
+// preconditions, workspace, device and stream. The checks that a user meets are in operand_checks.h; these keep a direct
+// caller from launching on bad input.
 #include <cuda_runtime_api.h>
 
 #include <cstdint>
 #include <limits>
+#include <stdexcept>
+#include <string>
+#include <vector>
 
 #include <torch/csrc/inductor/aoti_torch/c/shim.h>
 #include <torch/csrc/stable/accelerator.h>
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/macros.h>
-#include <torch/csrc/stable/ops.h>
 #include <torch/csrc/stable/tensor.h>
 #include <torch/headeronly/core/ScalarType.h>
 #include <torch/headeronly/util/Exception.h>
 #include <torch/headeronly/util/shim_utils.h>
 
 #include "config/tile_shapes.h"
-#include "launch/backward.h"
-#include "launch/forward.h"
+#include "launch/arguments.h"
 
 namespace dash_attn {
 namespace {
@@ -77,21 +79,42 @@ int to_int(int64_t value, const char* name) {
   return static_cast<int>(value);
 }
 
-int device_attribute(cudaDeviceAttr attribute, int32_t device) {
+struct DeviceFacts {
+  int major, minor, sms;
+};
+
+int device_attribute(cudaDeviceAttr attribute, int device) {
   int value = 0;
   STD_CUDA_CHECK(cudaDeviceGetAttribute(&value, attribute, device));
   return value;
 }
 
+const DeviceFacts& facts_of(int32_t device) {
+  static const std::vector<DeviceFacts> facts = [] {
+    int count = 0;
+    STD_CUDA_CHECK(cudaGetDeviceCount(&count));
+    std::vector<DeviceFacts> all;
+    for (int i = 0; i < count; ++i) {
+      all.push_back({device_attribute(cudaDevAttrComputeCapabilityMajor, i),
+                     device_attribute(cudaDevAttrComputeCapabilityMinor, i),
+                     device_attribute(cudaDevAttrMultiProcessorCount, i)});
+    }
+    return all;
+  }();
+  return facts.at(device);
+}
+
 // Streaming multiprocessors that the kernel may use on `device`.
 int usable_sms(int32_t device, int64_t sm_margin) {
-  const int major = device_attribute(cudaDevAttrComputeCapabilityMajor, device);
-  const int minor = device_attribute(cudaDevAttrComputeCapabilityMinor, device);
-  STD_TORCH_CHECK(major == 9 && minor == 0, "cuda:", device, " has compute capability ", major, ".", minor,
-                  ", the kernels need 9.0 (Hopper)");
-  const int sms = device_attribute(cudaDevAttrMultiProcessorCount, device);
-  STD_TORCH_CHECK(sm_margin >= 0 && sm_margin < sms, "sm_margin is ", sm_margin, ", expected 0 to ", sms - 1,
-                  ": cuda:", device, " has ", sms, " SMs");
+  const auto [major, minor, sms] = facts_of(device);
+  STD_TORCH_CHECK(major == 9 && minor == 0,
+                  "q must be on a GPU of compute capability 9.0 (Hopper: H100, H200, GH200), got cuda:", device,
+                  " with compute capability ", major, ".", minor);
+  if (sm_margin < 0 || sm_margin >= sms) {
+    // A ValueError in Python.
+    throw std::invalid_argument("sm_margin must be at least 0 and less than the " + std::to_string(sms) +
+                                " SMs of cuda:" + std::to_string(device) + ", got " + std::to_string(sm_margin));
+  }
   return sms - static_cast<int>(sm_margin);
 }
 
@@ -103,9 +126,8 @@ struct Inputs {
 };
 
 // Checks q, k, v and softmax_lse, and fills in the arguments that follow from them.
-template <typename Arguments>
 Inputs read_inputs(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& softmax_lse, double softmax_scale,
-                     bool causal, int64_t sm_margin, Arguments& arguments) {
+                   bool causal, int64_t sm_margin, AttentionArguments& arguments) {
   STD_TORCH_CHECK(q.is_cuda(), "q must be a CUDA tensor");
   const int32_t device = q.get_device_index();
   const ScalarType dtype = q.scalar_type();
@@ -143,6 +165,7 @@ Inputs read_inputs(const Tensor& q, const Tensor& k, const Tensor& v, const Tens
   arguments.softmax_scale = static_cast<float>(softmax_scale);
   arguments.causal = causal;
   arguments.num_sms = usable_sms(device, sm_margin);
+  arguments.sm_margin = static_cast<int>(sm_margin);
   return {device, dtype, query, key};
 }
 
@@ -152,7 +175,15 @@ cudaStream_t current_stream(int32_t device) {
   return static_cast<cudaStream_t>(stream);
 }
 
-// Attention; the schema below and dash_attn/ops.py give the arguments. Writes out and softmax_lse.
+Tensor empty_bytes(int64_t size, int32_t device) {
+  constexpr int64_t kStride = 1;
+  AtenTensorHandle handle = nullptr;
+  TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(1, &size, &kStride, aoti_torch_dtype_uint8(),
+                                                  aoti_torch_device_type_cuda(), device, &handle));
+  return Tensor(handle);
+}
+
+// Attention; autograd.cpp gives the schema and dash_attn/ops.py the arguments. Writes out and softmax_lse.
 void forward(const Tensor& q, const Tensor& k, const Tensor& v, Tensor out, Tensor softmax_lse, double softmax_scale,
              bool causal, int64_t sm_margin) {
   ForwardArguments arguments{};
@@ -180,24 +211,14 @@ void backward(const Tensor& dout, const Tensor& q, const Tensor& k, const Tensor
   arguments.schedule = static_cast<int>(schedule);
 
   const torch::stable::accelerator::DeviceGuard guard(device);
-  const int64_t workspace_bytes = static_cast<int64_t>(backward_workspace_bytes(arguments));
   // Freed on return while the kernels may still run: torch's allocator hands it out again in stream order.
-  const Tensor workspace = torch::stable::empty({&workspace_bytes, 1}, ScalarType::Byte, std::nullopt, q.device());
+  const Tensor workspace = empty_bytes(static_cast<int64_t>(backward_workspace_bytes(arguments)), device);
   arguments.workspace = workspace.data_ptr();
   run_backward(arguments, current_stream(device));
 }
 
 }  // namespace
 }  // namespace dash_attn
-
-STABLE_TORCH_LIBRARY(dash_attn_C, library) {
-  library.def(
-      "forward(Tensor q, Tensor k, Tensor v, Tensor(a!) out, Tensor(b!) softmax_lse, float softmax_scale, bool causal, "
-      "int sm_margin) -> ()");
-  library.def(
-      "backward(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor softmax_lse, Tensor(a!) dq, "
-      "Tensor(b!) dk, Tensor(c!) dv, float softmax_scale, bool causal, int schedule, int sm_margin) -> ()");
-}
 
 STABLE_TORCH_LIBRARY_IMPL(dash_attn_C, CUDA, library) {
   library.impl("forward", TORCH_BOX(&dash_attn::forward));

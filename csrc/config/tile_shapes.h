@@ -19,12 +19,12 @@ DASH_HOST_DEVICE constexpr int padded_head_dim(int head_dim) {
 
 // `padded` is a value of padded_head_dim. A row is chosen for speed alone, but it fixes the rounding of the
 // sums over queries and keys, so it may depend on the shape of the problem and on nothing else.
-DASH_HOST_DEVICE constexpr TileShape backward_tile_shape(int padded, bool /*causal*/) {
+DASH_HOST_DEVICE constexpr TileShape backward_tile_shape(int padded) {
   return padded == 64 ? TileShape{128, 128, 64} : TileShape{64, 128, 128};
 }
 
 // The same for the forward, where only the keys of a tile fix the rounding of a row.
-DASH_HOST_DEVICE constexpr TileShape forward_tile_shape(int padded, bool /*causal*/) {
+DASH_HOST_DEVICE constexpr TileShape forward_tile_shape(int padded) {
   return padded == 64 ? TileShape{192, 128, 64} : TileShape{128, 128, 128};
 }
 

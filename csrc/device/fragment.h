@@ -11,11 +11,12 @@
 
 namespace dash_attn {
 
-// Register r of thread t holds element (fragment_row(t, r), fragment_column(t, r)).
+// Register r of thread t holds element (fragment_row(t, r), fragment_column(t, r)). By shifts and masks: the compiler, which
+// may not know that t is not negative, divides with more instructions.
 __host__ __device__ constexpr int fragment_row(int thread, int r) {
-  return (thread / 32) * 16 + (thread % 32) / 4 + ((r / 2) % 2) * 8;
+  return (thread >> 5) * 16 + ((thread & 31) >> 2) + ((r / 2) % 2) * 8;
 }
-__host__ __device__ constexpr int fragment_column(int thread, int r) { return (r / 4) * 8 + (thread % 4) * 2 + r % 2; }
+__host__ __device__ constexpr int fragment_column(int thread, int r) { return (r / 4) * 8 + (thread & 3) * 2 + r % 2; }
 
 // LSE and D lie in memory in the order in which threads with those rows as fragment columns want them: row r at
 // statistic_position(r), and what registers 8 * slice ... 8 * slice + 7 need in 16 bytes from slice_statistics on.
@@ -23,7 +24,7 @@ __host__ __device__ constexpr int statistic_position(int r) {
   const int column = r % 16;
   return r - column + column % 8 / 2 * 4 + column / 8 * 2 + column % 2;
 }
-__host__ __device__ constexpr int slice_statistics(int thread, int slice) { return 16 * slice + thread % 4 * 4; }
+__host__ __device__ constexpr int slice_statistics(int thread, int slice) { return 16 * slice + (thread & 3) * 4; }
 
 template <typename Element>
 __device__ __forceinline__ uint32_t pack(float low, float high) {

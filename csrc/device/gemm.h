@@ -44,13 +44,13 @@ class TileDescriptors {
   uint64_t first_;
 };
 
-// The sum runs along the tile's columns: the operand's M or N is its rows, from `row` on.
+// K-major operand: the sum runs along the tile's columns, the operand's M or N is its rows, from `row` on.
 template <int kRows>
-struct SumOverColumns {
+struct KMajor {
   static constexpr cute::SM90::GMMA::Major kMajor = cute::SM90::GMMA::Major::K;
   uint64_t first;
 
-  explicit __device__ __forceinline__ SumOverColumns(uint64_t tile, int row = 0)
+  explicit __device__ __forceinline__ KMajor(uint64_t tile, int row = 0)
       : first(TileDescriptors::advance(tile + (1 << 16), row * (kSwizzleRowBytes >> 4))) {}
 
   __device__ __forceinline__ uint64_t step(int k) const {
@@ -60,14 +60,14 @@ struct SumOverColumns {
   }
 };
 
-// The sum runs along the tile's rows: the operand's M or N is its columns, from 64-column block `block` on.
+// MN-major operand: the sum runs along the tile's rows, the operand's M or N is its columns, from 64-column block `block` on.
 template <int kRows>
-struct SumOverRows {
+struct MnMajor {
   static constexpr cute::SM90::GMMA::Major kMajor = cute::SM90::GMMA::Major::MN;
   static constexpr int kBlockBytes = kRows * kSwizzleRowBytes;
   uint64_t first;
 
-  explicit __device__ __forceinline__ SumOverRows(uint64_t tile, int block = 0)
+  explicit __device__ __forceinline__ MnMajor(uint64_t tile, int block = 0)
       : first(TileDescriptors::advance(tile + ((kBlockBytes >> 4) << 16), block * (kBlockBytes >> 4))) {}
 
   __device__ __forceinline__ uint64_t step(int k) const {
@@ -105,6 +105,12 @@ __device__ __forceinline__ void issue(const RegisterSlice& a, uint64_t b, float*
 }
 
 }  // namespace detail
+
+template <int kSize>
+__device__ __forceinline__ void clear(float (&accumulator)[kSize]) {
+#pragma unroll
+  for (int i = 0; i < kSize; ++i) { accumulator[i] = 0.f; }
+}
 
 // Keeps the compiler from moving uses of registers across the start or the end of the product that reads or writes
 // them.

@@ -123,5 +123,9 @@ __device__ __forceinline__ int read_thread_index() {
 
 // Has what follows from the value computed afresh, instead of carried in registers from earlier on.
 __device__ __forceinline__ void forget(int& value) { asm volatile("" : "+r"(value)); }
+__device__ __forceinline__ void forget(uint32_t& value) { asm volatile("" : "+r"(value)); }
+
+// Has memory read again, instead of carried in registers from earlier on.
+__device__ __forceinline__ void forget_memory() { asm volatile("" ::: "memory"); }
 
 }  // namespace dash_attn

@@ -1,4 +1,5 @@
-// Everything that is sized in the forward kernel: tiles, stages, registers, shared memory, barriers.
+// Everything that is sized in the forward kernel (Variant), its shared memory, and the barriers that say when each buffer is
+// full or empty.
 #pragma once
 
 #include <cutlass/arch/barrier.h>
@@ -10,15 +11,15 @@
 #include "../device/gemm.h"
 #include "../device/ring.h"
 #include "../device/sm90.h"
+#include "../schedule/tile_grid.h"
 
 namespace dash_attn::forward {
 
-template <typename Element_, int kHeadDim_, bool kCausal_>
-struct Config {
+template <typename Element_, int kHeadDim_, MaskKind kMask, typename Score_>
+struct Variant {
   using Element = Element_;
-  static constexpr bool kCausal = kCausal_;
-
-  static constexpr TileShape kTile = forward_tile_shape(kHeadDim_, kCausal_);
+  using Score = Score_;
+  static constexpr TileShape kTile = forward_tile_shape(kHeadDim_);
   static constexpr int kQuery = kTile.query;
   static constexpr int kKey = kTile.key;
   static constexpr int kHeadDim = kTile.head_dim;
@@ -39,33 +40,56 @@ struct Config {
 
   static constexpr int kQueryTileBytes = kQuery * kHeadDim * sizeof(Element);
   static constexpr int kKeyTileBytes = kKey * kHeadDim * sizeof(Element);
+
+  DASH_HOST_DEVICE static constexpr TileGrid grid(Sequence const& sequence) {
+    return {{kQuery, kKey, 1}, {kMask, sequence}};
+  }
 };
 
-template <typename Config>
+template <typename Variant>
 struct alignas(1024) SharedStorage {
-  using Element = typename Config::Element;
+  using Element = typename Variant::Element;
   using Barrier = cutlass::arch::ClusterBarrier;
   using TransactionBarrier = cutlass::arch::ClusterTransactionBarrier;
 
   // The output of a tile leaves from where its Q was: a warpgroup reads no other rows than its own.
-  Element q[Config::kQueryStages][Config::kQuery * Config::kHeadDim];
-  Element k[Config::kStages][Config::kKey * Config::kHeadDim];
-  Element v[Config::kStages][Config::kKey * Config::kHeadDim];
+  Element q[Variant::kQueryStages][Variant::kQuery * Variant::kHeadDim];
+  Element k[Variant::kStages][Variant::kKey * Variant::kHeadDim];
+  Element v[Variant::kStages][Variant::kKey * Variant::kHeadDim];
 
-  TransactionBarrier q_full[Config::kQueryStages];
-  Barrier q_empty[Config::kQueryStages];
-  Barrier out_full[Config::kQueryStages][Config::kConsumers];
-  TransactionBarrier k_full[Config::kStages], v_full[Config::kStages];
-  Barrier k_empty[Config::kStages], v_empty[Config::kStages];
+  TransactionBarrier q_full[Variant::kQueryStages];
+  Barrier q_empty[Variant::kQueryStages];
+  Barrier out_full[Variant::kQueryStages][Variant::kConsumers];
+  TransactionBarrier k_full[Variant::kStages], v_full[Variant::kStages];
+  Barrier k_empty[Variant::kStages], v_empty[Variant::kStages];
 };
 
 // Number of arrivals that complete each barrier.
-template <typename Config>
+template <typename Variant>
 struct Arrivals {
   static constexpr int kTransaction = 1;                         // the thread that announces the bytes
-  static constexpr int kConsumerWarps = Config::kConsumerWarps;  // a lane of each warp whose products have completed
+  static constexpr int kConsumerWarps = Variant::kConsumerWarps;  // a lane of each warp whose products have completed
   static constexpr int kStagingWarps = kWarpgroupWarps;          // a lane of each warp that has staged its output
-  static constexpr int kStorers = Config::kConsumers;            // a thread for each warpgroup's output, which has left
+  static constexpr int kStorers = Variant::kConsumers;            // a thread for each warpgroup's output, which has left
 };
+
+template <typename Variant>
+__device__ __forceinline__ void initialise_barriers(SharedStorage<Variant>& shared) {
+  using Count = Arrivals<Variant>;
+  for (int i = 0; i < Variant::kQueryStages; ++i) {
+    shared.q_full[i].init(Count::kTransaction);
+    shared.q_empty[i].init(Count::kStorers);
+    for (int consumer = 0; consumer < Variant::kConsumers; ++consumer) {
+      shared.out_full[i][consumer].init(Count::kStagingWarps);
+    }
+  }
+  for (int i = 0; i < Variant::kStages; ++i) {
+    shared.k_full[i].init(Count::kTransaction);
+    shared.v_full[i].init(Count::kTransaction);
+    shared.k_empty[i].init(Count::kConsumerWarps);
+    shared.v_empty[i].init(Count::kConsumerWarps);
+  }
+  cutlass::arch::fence_barrier_init();
+}
 
 }  // namespace dash_attn::forward

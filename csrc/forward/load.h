@@ -7,6 +7,7 @@
 
 #include <cute/arch/copy_sm90_tma.hpp>
 
+#include "../device/tma.h"
 #include "config.h"
 #include "params.h"
 #include "rows.h"
@@ -14,34 +15,35 @@
 namespace dash_attn::forward {
 
 // K and V are read once by each query tile of the heads that share them, Q once in all.
-template <typename Config>
+template <typename Variant>
 class Loader {
  public:
-  using Element = typename Config::Element;
-  using Shared = SharedStorage<Config>;
+  using Element = typename Variant::Element;
+  using Shared = SharedStorage<Variant>;
   using Barrier = typename Shared::TransactionBarrier;
 
   __device__ Loader(Shared& shared, const KernelParams& params) : shared_(shared), params_(params) {}
 
   __device__ void run() {
-    for (TileWalk tiles(params_.order, blockIdx.x, gridDim.x); tiles.more(); tiles.next()) { load(tiles.tile()); }
+    for (TileWalk tiles(params_.scheduler, blockIdx.x, gridDim.x); tiles.more(); tiles.next()) { load(tiles.tile()); }
   }
 
  private:
-  using Ring = RingIndex<Config::kStages>;
+  using Ring = RingIndex<Variant::kStages>;
 
   __device__ __forceinline__ void load(const QueryTile& tile) {
-    int kv_tile = live_kv_tiles_of_tile<Config>(params_.order, tile.index);
-    const int kv_head = params_.order.kv_head(tile.head_group);
+    const Range kv_tiles = kv_tiles_of_query_tile<Variant>(params_.scheduler, tile.index);
+    const int kv_head = params_.scheduler.kv_head(tile.head_group);
     load_q(tile);  // without keys too: the output takes its place
-    if (kv_tile == 0) { return; }
-    load_k(--kv_tile, kv_head, tile.batch);
+    if (kv_tiles.count == 0) { return; }
+    int kv_tile = kv_tiles.end() - 1;
+    load_k(kv_tile, kv_head, tile.batch);
 #pragma unroll 1
-    for (; kv_tile > 0; --kv_tile) {
+    for (; kv_tile > kv_tiles.first; --kv_tile) {
       load_k(kv_tile - 1, kv_head, tile.batch);
       load_v(kv_tile, kv_head, tile.batch);
     }
-    load_v(0, kv_head, tile.batch);
+    load_v(kv_tile, kv_head, tile.batch);
   }
 
   __device__ __forceinline__ void load_q(const QueryTile& tile) {
@@ -49,14 +51,14 @@ class Loader {
     Barrier& full = shared_.q_full[q_.slot()];
     Element* rows = shared_.q[q_.slot()];
     q_ = q_.next();
-    full.arrive_and_expect_tx(Config::kQueryTileBytes);
+    full.arrive_and_expect_tx(Variant::kQueryTileBytes);
 #pragma unroll
-    for (int row = 0; row < Config::kQuery; row += kWarpgroupRows) {
-      const int position = params_.order.first_position(tile.index) + params_.order.positions_of(row);
+    for (int row = 0; row < Variant::kQuery; row += kWarpgroupRows) {
+      const int position = params_.scheduler.first_position(tile.index) + params_.scheduler.positions_of(row);
 #pragma unroll
-      for (int column = 0; column < Config::kHeadDim; column += kSwizzleColumns) {
+      for (int column = 0; column < Variant::kHeadDim; column += kSwizzleColumns) {
         cute::SM90_TMA_LOAD_5D::copy(&params_.q, reinterpret_cast<uint64_t*>(&full), kReadOnce,
-                                     rows + column * Config::kQuery + row * kSwizzleColumns, column, 0, position,
+                                     rows + column * Variant::kQuery + row * kSwizzleColumns, column, 0, position,
                                      tile.head_group, tile.batch);
       }
     }
@@ -76,17 +78,13 @@ class Loader {
 
   __device__ __forceinline__ void load_key_tile(const CUtensorMap& map, Barrier& full, Element* tile, int kv_tile,
                                                 int kv_head, int batch) {
-    full.arrive_and_expect_tx(Config::kKeyTileBytes);
-#pragma unroll
-    for (int column = 0; column < Config::kHeadDim; column += kSwizzleColumns) {
-      cute::SM90_TMA_LOAD_4D::copy(&map, reinterpret_cast<uint64_t*>(&full), kKeepInL2, tile + column * Config::kKey,
-                                   column, kv_tile * Config::kKey, kv_head, batch);
-    }
+    full.arrive_and_expect_tx(Variant::kKeyTileBytes);
+    load_tile<Variant::kKey, Variant::kHeadDim>(map, full, tile, kv_tile * Variant::kKey, kv_head, batch, kKeepInL2);
   }
 
   Shared& shared_;
   const KernelParams& params_;
-  RingIndex<Config::kQueryStages> q_;
+  RingIndex<Variant::kQueryStages> q_;
   Ring k_, v_;
 };
 

@@ -4,6 +4,7 @@
 
 #include "../device/fragment.h"
 #include "../device/ptx.h"
+#include "../device/score.h"
 
 namespace dash_attn::forward {
 
@@ -23,16 +24,19 @@ __device__ __forceinline__ float across_row(float x, Operation operation) {
 
 enum class Tile { kUnmasked, kMasked };
 
+// Minus zero: multiplies sums of nothing as zero does, and is no power of two.
+constexpr float kNothingSummed = -0.f;
+
 class OnlineSoftmax {
  public:
   explicit __device__ __forceinline__ OnlineSoftmax(float scale_log2) : scale_log2_(scale_log2) {}
 
-  // S becomes exp2(scale S - reference). `correction` is what earlier sums must be multiplied with; false means that
-  // it is 1 for every row of the warp.
+  // S becomes exp2(scale S - reference). `correction` is what earlier sums must be multiplied with, kNothingSummed where
+  // the row saw no key in earlier tiles; false means that it is 1 for every row of the warp.
   //
   // The reference is the largest score so far, or one up to kSlack below it: P up to 2^kSlack is as exact as P up to 1,
   // and after the first tiles few rows need a correction. Which do depends on the row alone.
-  template <Tile kTile, int kSize>
+  template <typename Score, Tile kTile, int kSize>
   __device__ __forceinline__ bool exponentiate(float (&s)[kSize], RowStatistic& correction) {
     RowStatistic largest = {s[0], s[2]}, offset;
     bool corrects = false;
@@ -46,14 +50,14 @@ class OnlineSoftmax {
       const float reference = moves ? largest[row] : reference_[row];
       // A row that has seen no key yet.
       offset[row] = kTile == Tile::kMasked && reference == -INFINITY ? 0.f : reference;
-      correction[row] = ptx::exp2_approx(reference_[row] - offset[row]);
+      correction[row] = reference_[row] == -INFINITY ? kNothingSummed : ptx::exp2_approx(reference_[row] - offset[row]);
       reference_[row] = reference;
       sum_[row] *= correction[row];
       corrects |= moves;
     }
 #pragma unroll
     for (int i = 0; i < kSize; ++i) {
-      s[i] = ptx::exp2_approx(fmaf(s[i], scale_log2_, -offset[row_of(i)]));
+      s[i] = ptx::exp2_approx(Score::log2_weight(s[i], scale_log2_, offset[row_of(i)]));
       sum_[row_of(i)] += s[i];
     }
     return __any_sync(0xffffffff, corrects);
@@ -79,6 +83,17 @@ class OnlineSoftmax {
   RowStatistic reference_ = {-INFINITY, -INFINITY};
   RowStatistic sum_ = {0.f, 0.f};  // of the elements that this thread holds
 };
+
+// What a row summed over tiles of which it saw no key is replaced, not multiplied: 0 * V is not 0 where V is not finite, and
+// how many such tiles were walked is no business of the row's.
+template <int kSize>
+__device__ __forceinline__ void correct_rows(float (&acc)[kSize], const RowStatistic& correction) {
+#pragma unroll
+  for (int i = 0; i < kSize; ++i) {
+    const float factor = correction[row_of(i)];
+    acc[i] = __float_as_uint(factor) == __float_as_uint(kNothingSummed) ? 0.f : acc[i] * factor;
+  }
+}
 
 template <int kSize>
 __device__ __forceinline__ void multiply_rows(float (&acc)[kSize], const RowStatistic& factor) {

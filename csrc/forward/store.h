@@ -11,24 +11,24 @@
 
 namespace dash_attn::forward {
 
-template <typename Config>
+template <typename Variant>
 class Storer {
  public:
-  using Element = typename Config::Element;
-  using Shared = SharedStorage<Config>;
-  using Rows = WarpgroupRows<Config>;
+  using Element = typename Variant::Element;
+  using Shared = SharedStorage<Variant>;
+  using Rows = WarpgroupRows<Variant>;
 
   __device__ Storer(Shared& shared, const KernelParams& params, int consumer)
       : shared_(shared), params_(params), consumer_(consumer) {}
 
   __device__ void run() {
-    for (TileWalk tiles(params_.order, blockIdx.x, gridDim.x); tiles.more(); tiles.next()) { store(tiles.tile()); }
+    for (TileWalk tiles(params_.scheduler, blockIdx.x, gridDim.x); tiles.more(); tiles.next()) { store(tiles.tile()); }
   }
 
  private:
   __device__ __forceinline__ void store(const QueryTile& tile) {
     shared_.out_full[q_.slot()][consumer_].wait(q_.parity());
-    const Rows rows(params_.order, tile, consumer_, q_);
+    const Rows rows(params_.scheduler, tile, consumer_, q_);
     if (rows.exist) { write(rows); }
     shared_.q_empty[q_.slot()].arrive();
     q_ = q_.next();
@@ -38,8 +38,8 @@ class Storer {
   __device__ __forceinline__ void write(const Rows& rows) const {
     const Element* staged = shared_.q[rows.q.slot()] + consumer_ * kWarpgroupRows * kSwizzleColumns;
 #pragma unroll
-    for (int column = 0; column < Config::kHeadDim; column += kSwizzleColumns) {
-      cute::SM90_TMA_STORE_5D::copy(&params_.out, staged + column * Config::kQuery, column, 0, rows.first_position,
+    for (int column = 0; column < Variant::kHeadDim; column += kSwizzleColumns) {
+      cute::SM90_TMA_STORE_5D::copy(&params_.out, staged + column * Variant::kQuery, column, 0, rows.first_position,
                                     rows.tile.head_group, rows.tile.batch);
     }
     ptx::bulk_commit();
@@ -49,7 +49,7 @@ class Storer {
   Shared& shared_;
   const KernelParams& params_;
   const int consumer_;
-  RingIndex<Config::kQueryStages> q_;
+  RingIndex<Variant::kQueryStages> q_;
 };
 
 }  // namespace dash_attn::forward

@@ -7,9 +7,11 @@
 
 namespace dash_attn {
 
-inline void check_cuda(cudaError_t error, const char* doing) {
+// `doing` what, to or with `what`: the words of the error.
+inline void check_cuda(cudaError_t error, const char* doing, const char* what = "") {
   if (error != cudaSuccess) {
-    throw std::runtime_error(std::string("dash_attn: CUDA error while ") + doing + ": " + cudaGetErrorString(error));
+    throw std::runtime_error(std::string("dash_attn: CUDA error while ") + doing + what + ": " +
+                             cudaGetErrorString(error));
   }
 }
 

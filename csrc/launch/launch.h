@@ -4,8 +4,8 @@
 #include <cuda_runtime_api.h>
 
 #include <initializer_list>
-#include <string>
-#include <vector>
+#include <set>
+#include <utility>
 
 #include "check.h"
 
@@ -16,21 +16,42 @@ struct LaunchShape {
   int threads, shared_bytes;
 };
 
-// `name` stands in errors.
+// Programmatic dependent launch, where allowed: see ptx::launch_dependents and ptx::wait_for_previous_kernel. A kernel that
+// starts early takes SMs beside those of the kernel before, which a caller who keeps SMs for others does not allow.
+inline cudaLaunchAttribute starts_before_previous_ends(bool allowed) {
+  cudaLaunchAttribute attribute{};
+  attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  attribute.val.programmaticStreamSerializationAllowed = allowed;
+  return attribute;
+}
+
+// A kernel that takes more than the default must say so once on each device.
+inline void allow_shared_memory(const char* name, const void* kernel, int bytes) {
+  constexpr int kDefaultBytes = 48 << 10;
+  if (bytes <= kDefaultBytes) { return; }
+  int device = 0;
+  check_cuda(cudaGetDevice(&device), "asking for the current device");
+  thread_local std::set<std::pair<int, const void*>> allowed;
+  const std::pair<int, const void*> key(device, kernel);
+  if (allowed.count(key)) { return; }
+  check_cuda(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes),
+             "sizing the shared memory of ", name);
+  allowed.insert(key);
+}
+
+// `name` stands in errors. A kernel has the same shared memory at each launch.
 template <typename Params>
 void launch(const char* name, void (*kernel)(Params), const Params& params, const LaunchShape& shape,
             cudaStream_t stream, std::initializer_list<cudaLaunchAttribute> attributes = {}) {
-  check_cuda(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shape.shared_bytes),
-             (std::string("sizing the shared memory of ") + name).c_str());
-  std::vector<cudaLaunchAttribute> attrs(attributes);
+  allow_shared_memory(name, reinterpret_cast<const void*>(kernel), shape.shared_bytes);
   cudaLaunchConfig_t config{};
   config.gridDim = dim3(shape.blocks);
   config.blockDim = dim3(shape.threads);
   config.dynamicSmemBytes = shape.shared_bytes;
   config.stream = stream;
-  config.attrs = attrs.data();
-  config.numAttrs = static_cast<unsigned>(attrs.size());
-  check_cuda(cudaLaunchKernelEx(&config, kernel, params), (std::string("launching ") + name).c_str());
+  config.attrs = const_cast<cudaLaunchAttribute*>(attributes.begin());  // read only
+  config.numAttrs = static_cast<unsigned>(attributes.size());
+  check_cuda(cudaLaunchKernelEx(&config, kernel, params), "launching ", name);
 }
 
 }  // namespace dash_attn

@@ -3,10 +3,10 @@
 
 #include "../backward/params.h"
 #include "../config/tile_shapes.h"
-#include "../schedule/head_splits.h"
+#include "../device/gemm.h"
 #include "../schedule/policy.h"
-#include "../schedule/problem.h"
-#include "backward.h"
+#include "../schedule/splits.h"
+#include "arguments.h"
 
 namespace dash_attn {
 
@@ -15,20 +15,22 @@ struct WorkspacePlan {
   int64_t bytes;
 };
 
-inline int head_splits(const BackwardArguments& a, const TileShape& tile) {
-  return head_splits(a.kv_heads, a.heads / a.kv_heads, ceil_div(a.seqlen_q, tile.query), ceil_div(a.seqlen_k, tile.key),
-                     a.causal);
+inline TileGrid backward_grid(const AttentionArguments& a) {
+  const TileShape tile = backward_tile_shape(padded_head_dim(a.head_dim));
+  return {{tile.query, tile.key, 1}, {a.mask(), a.sequence()}};
 }
 
-// Turns of the sums over splits: one for each warpgroup's rows of each KV tile, for dK and for dV.
-inline int64_t num_carry_turns(const BackwardArguments& a, const TileShape& tile) {
-  if (head_splits(a, tile) == 1) { return 0; }
-  return int64_t(a.batch) * a.kv_heads * ceil_div(a.seqlen_k, tile.key) * (tile.key / kWarpgroupRows) * 2;
+// Of the sums over splits: one for each warpgroup's rows of each KV tile, for dK and for dV.
+inline int64_t num_split_semaphores(const BackwardArguments& a) {
+  const TileGrid grid = backward_grid(a);
+  if (num_splits(a.group_size(), grid) == 1) { return 0; }
+  return int64_t(a.batch) * a.kv_heads * grid.kv_tiles() * (grid.tiling.key / kWarpgroupRows) * 2;
 }
 
 // With a null `base` only `bytes` means anything.
-inline WorkspacePlan plan_workspace(void* base, const TileShape& tile, const BackwardArguments& a) {
+inline WorkspacePlan plan_workspace(void* base, const BackwardArguments& a) {
   constexpr int64_t kAlignment = 128;  // bulk copies need 16
+  const TileShape tile = backward_tile_shape(padded_head_dim(a.head_dim));
   const int64_t query_heads = int64_t(a.batch) * a.heads, kv_heads = int64_t(a.batch) * a.kv_heads;
   const int64_t tiles = query_heads * ceil_div(a.seqlen_q, tile.query);
   const int64_t rows = tiles * tile.query;
@@ -41,12 +43,12 @@ inline WorkspacePlan plan_workspace(void* base, const TileShape& tile, const Bac
   WorkspacePlan plan{};
   plan.arrays.dq_accumulator = reinterpret_cast<float*>(take(rows * tile.head_dim * sizeof(float)));
   plan.arrays.delta = reinterpret_cast<float*>(take(rows * sizeof(float)));
-  plan.arrays.turns = reinterpret_cast<int*>(take(tiles * sizeof(int)));
-  plan.arrays.next_claim = reinterpret_cast<int*>(take(sizeof(int)));
-  if (const int64_t carry_turns = num_carry_turns(a, tile)) {
-    const int64_t elements = carry_turns * kWarpgroupRows * tile.head_dim;
-    plan.arrays.carried_sums = reinterpret_cast<float*>(take(elements * sizeof(float)));
-    plan.arrays.carry_turns = reinterpret_cast<int*>(take(carry_turns * sizeof(int)));
+  plan.arrays.dq_semaphores = reinterpret_cast<int*>(take(tiles * sizeof(int)));
+  plan.arrays.next_work = reinterpret_cast<int*>(take(sizeof(int)));
+  if (const int64_t semaphores = num_split_semaphores(a)) {
+    const int64_t elements = semaphores * kWarpgroupRows * tile.head_dim;
+    plan.arrays.split_sums = reinterpret_cast<float*>(take(elements * sizeof(float)));
+    plan.arrays.split_semaphores = reinterpret_cast<int*>(take(semaphores * sizeof(int)));
   }
   if (accumulation(static_cast<Policy>(a.schedule)) == Accumulation::kOrderFree) {
     using backward::KeyStatistics, backward::NeedsOrder, backward::num_chunks;

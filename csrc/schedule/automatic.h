@@ -9,7 +9,7 @@
 
 namespace dash_attn {
 
-constexpr Policy automatic_policy(bool /*causal*/, int /*padded_head_dim*/, int /*seqlen_k*/) {
+constexpr Policy automatic_policy(MaskKind /*mask*/, int /*padded_head_dim*/, int /*seqlen_k*/) {
   return Policy::kDescending;
 }
 

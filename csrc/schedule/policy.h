@@ -4,30 +4,21 @@
 #include <type_traits>
 
 #include "../host_device.h"
+#include "mask.h"
 
 namespace dash_attn {
 
-// Values are part of the interface of the compiled ops: never renumber. The yardstick is last, and has no value of its own.
-enum class Policy : int {
-  kAscending = 0,
-  kDescending,
-  kSpt,
-  kShift,
-  kSymmetricShift,
-  kOrderFree,
-  kSptDescending,
-  kAtomic
-};
+enum class Policy : int { kAscending, kDescending, kSpt, kShift, kSymmetricShift, kOrderFree, kAtomic };
 
-inline constexpr int kNumPolicies = 8;
-inline constexpr int kNumDeterministicPolicies = 7;  // the first ones; users can choose no other
-inline constexpr const char* kPolicyNames[kNumPolicies] = {
-    "ascending", "descending", "spt", "shift", "symmetric_shift", "order_free", "spt_descending", "atomic"};
+inline constexpr int kNumPolicies = 7;
+inline constexpr int kNumDeterministicPolicies = 6;  // the first ones; users can choose no other
+inline constexpr const char* kPolicyNames[kNumPolicies] = {"ascending",       "descending", "spt",   "shift",
+                                                           "symmetric_shift", "order_free", "atomic"};
 
 // How the partials of dQ become a sum.
 enum class Accumulation {
   kOrdered,    // in fp32, one after the other, in the order of their ranks
-  kOrderFree,  // rounded to a grid that the inputs fix and added as integers: any order gives the same bits
+  kOrderFree,  // rounded to units that the inputs fix and added as integers: any order gives the same bits
   kUnordered,  // in fp32 in any order, with other bits every time: what determinism costs is measured against it
 };
 
@@ -37,39 +28,38 @@ DASH_HOST_DEVICE constexpr Accumulation accumulation(Policy policy) {
                                       : Accumulation::kOrdered;
 }
 
-// Shift's rotation needs every query tile live for every KV tile; symmetric shift is built round the diagonal; tiles that
-// are all of one length need no evening out.
-DASH_HOST_DEVICE constexpr bool fits(Policy policy, bool causal) {
-  if (policy == Policy::kShift) return !causal;
-  if (policy == Policy::kSymmetricShift || policy == Policy::kSptDescending) return causal;
+// Shift's rotation needs every query tile live for every KV tile; symmetric shift is built round the diagonal.
+DASH_HOST_DEVICE constexpr bool fits(Policy policy, MaskKind mask) {
+  if (policy == Policy::kShift) return mask == MaskKind::kFull;
+  if (policy == Policy::kSymmetricShift) return mask == MaskKind::kCausal;
   return true;
 }
 
 template <Policy P>
 using PolicyConstant = std::integral_constant<Policy, P>;
 
-// Calls f(PolicyConstant<policy>{}): the one place where a run-time policy becomes a type.
-template <class F>
-constexpr decltype(auto) with_policy(Policy policy, F&& f) {
-  switch (policy) {
-    case Policy::kDescending:
-      return f(PolicyConstant<Policy::kDescending>{});
-    case Policy::kSpt:
-      return f(PolicyConstant<Policy::kSpt>{});
-    case Policy::kShift:
-      return f(PolicyConstant<Policy::kShift>{});
-    case Policy::kSymmetricShift:
-      return f(PolicyConstant<Policy::kSymmetricShift>{});
-    case Policy::kOrderFree:
-      return f(PolicyConstant<Policy::kOrderFree>{});
-    case Policy::kSptDescending:
-      return f(PolicyConstant<Policy::kSptDescending>{});
-    case Policy::kAtomic:
-      return f(PolicyConstant<Policy::kAtomic>{});
-    case Policy::kAscending:
-      break;
+// Policies that one kernel serves, the one it runs being chosen at run time. `with` is the one place where a policy becomes
+// a type: it calls f(PolicyConstant<policy>{}).
+template <Policy kFirst, Policy... kRest>
+struct PolicySet {
+  static constexpr Policy kAny = kFirst;
+
+  DASH_HOST_DEVICE static constexpr bool contains(Policy policy) {
+    return policy == kFirst || (... || (policy == kRest));
   }
-  return f(PolicyConstant<Policy::kAscending>{});
-}
+
+  template <class F>
+  DASH_HOST_DEVICE static constexpr decltype(auto) with(Policy policy, F&& f) {
+    if constexpr (sizeof...(kRest) == 0) {
+      return f(PolicyConstant<kFirst>{});
+    } else {
+      if (policy == kFirst) return f(PolicyConstant<kFirst>{});
+      return PolicySet<kRest...>::with(policy, f);
+    }
+  }
+};
+
+using AllPolicies = PolicySet<Policy::kAscending, Policy::kDescending, Policy::kSpt, Policy::kShift,
+                              Policy::kSymmetricShift, Policy::kOrderFree, Policy::kAtomic>;
 
 }  // namespace dash_attn

@@ -6,7 +6,7 @@
 #pragma once
 
 #include "../host_device.h"
-#include "problem.h"
+#include "mask.h"
 
 namespace dash_attn {
 

@@ -6,7 +6,9 @@ import argparse
 import sys
 
 from . import fitting, gantt, problem, resolve, simulate
-from .simulation import ADD_TIME, PRODUCT_TIME, SIGNAL_TIME
+from .simulation import ADD_TIME, PRODUCT_TIME, SIGNAL_TIME, Simulation
+
+MAX_TILES = 20_000_000  # of one policy: the simulator plays about four million in a second
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -26,10 +28,12 @@ def _parser() -> argparse.ArgumentParser:
     shape.add_argument("--mask", choices=["causal", "full", "both"], default="both", help="mask, bottom-right aligned")
     shape.add_argument("--tile-q", type=int, default=None, metavar="N", help="queries in a tile; None: the kernel's")
     shape.add_argument("--tile-k", type=int, default=None, metavar="N", help="keys in a tile; None: the kernel's")
-    model = parser.add_argument_group("machine and costs, any one unit of time")
+    model = parser.add_argument_group("machine and costs: microseconds on an H200, or any one unit of time")
     model.add_argument("--sms", type=int, default=132, metavar="N", help="streaming multiprocessors")
     model.add_argument("--cta-group", type=int, default=None, metavar="C", help="cluster size; None: the kernel's")
-    model.add_argument("--head-section", type=int, default=1, metavar="N", help="heads whose claims are interleaved")
+    model.add_argument(
+        "--head-section", type=int, default=None, metavar="N", help="heads whose claims are interleaved; None: the kernel's"
+    )
     model.add_argument("--product-time", type=float, default=PRODUCT_TIME, metavar="T", help="products of one tile")
     model.add_argument("--add-time", type=float, default=ADD_TIME, metavar="T", help="add of one dQ partial")
     model.add_argument("--signal-time", type=float, default=SIGNAL_TIME, metavar="T", help="hop to the next rank")
@@ -43,21 +47,20 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _compare(arguments: argparse.Namespace, *, causal: bool) -> list:
-    seqlen_k = arguments.seqlen_q if arguments.seqlen_k is None else arguments.seqlen_k
-    automatic = resolve(
-        "auto",
-        causal=causal,
-        seqlen_q=arguments.seqlen_q,
-        seqlen_k=seqlen_k,
-        head_dim=arguments.head_dim,
-        queries_per_kv=max(1, arguments.heads // (arguments.kv_heads or arguments.heads)),
-    )
-    print(
-        f"{'causal' if causal else 'full'} mask, {arguments.seqlen_q} queries, {seqlen_k} keys, "
-        f"{arguments.batch} x {arguments.heads} heads, {arguments.sms} SMs"
-    )
-    print(f"  {'schedule':<23}{'makespan':>8}{'idle share':>12}{'critical path':>15}{'of ideal':>10}")
+def _unit(arguments: argparse.Namespace) -> str:
+    costs = arguments.product_time, arguments.add_time, arguments.signal_time
+    return "microseconds" if costs == (PRODUCT_TIME, ADD_TIME, SIGNAL_TIME) else "the unit of the costs given"
+
+
+def _check(arguments: argparse.Namespace) -> None:
+    """Raises ValueError for what would be a division by zero, or would run for hours."""
+    for name in ("batch", "heads", "kv_heads", "seqlen_q", "seqlen_k", "tile_q", "tile_k"):
+        value = getattr(arguments, name)
+        if value is not None and value < 1:
+            raise ValueError(f"{name} must be at least 1, got {value}")
+
+
+def _played(arguments: argparse.Namespace, *, causal: bool, seqlen_k: int) -> list[Simulation]:
     results = []
     for policy in fitting(causal=causal):
         tiles = problem(
@@ -74,32 +77,62 @@ def _compare(arguments: argparse.Namespace, *, causal: bool) -> list:
             cta_group=arguments.cta_group,
             head_section=arguments.head_section,
         )
-        result = simulate(
-            policy,
-            tiles,
-            sms=arguments.sms,
-            product_time=arguments.product_time,
-            add_time=arguments.add_time,
-            signal_time=arguments.signal_time,
-            record_tasks=arguments.png is not None,
+        count = arguments.batch * arguments.heads * tiles.num_query_tiles * tiles.num_kv_tiles
+        if count > MAX_TILES:
+            raise ValueError(
+                f"batch * heads * query tiles * KV tiles must be at most {MAX_TILES}, got {arguments.batch} * "
+                f"{arguments.heads} * {tiles.num_query_tiles} * {tiles.num_kv_tiles}"
+            )
+        results.append(
+            simulate(
+                policy,
+                tiles,
+                sms=arguments.sms,
+                product_time=arguments.product_time,
+                add_time=arguments.add_time,
+                signal_time=arguments.signal_time,
+                record_tasks=arguments.png is not None,
+            )
         )
-        results.append(result)
-        print(
-            f"  {policy + (' (auto)' if policy == automatic else ''):<23}{result.makespan:>8.6g}"
-            f"{result.idle_share:>12.1%}{result.critical_path:>15.6g}{result.ratio:>10.3f}",
-            flush=True,
-        )
-    print(f"  ideal {results[0].ideal:.6g}: all work spread evenly, or the longest KV tile if that is more")
     return results
+
+
+def _table(arguments: argparse.Namespace, results: list[Simulation], *, causal: bool, seqlen_k: int) -> str:
+    automatic = resolve(
+        "auto",
+        causal=causal,
+        seqlen_q=arguments.seqlen_q,
+        seqlen_k=seqlen_k,
+        head_dim=arguments.head_dim,
+        queries_per_kv=arguments.heads // (arguments.kv_heads or arguments.heads),
+    )
+    lines = [
+        f"{'causal' if causal else 'full'} mask, {arguments.seqlen_q} queries, {seqlen_k} keys, "
+        f"{arguments.batch} x {arguments.heads} heads, {arguments.sms} SMs; times in {_unit(arguments)}",
+        f"  {'schedule':<23}{'makespan':>8}{'idle share':>12}{'critical path':>15}{'of ideal':>10}",
+    ]
+    for result in results:
+        name = result.schedule + (" (auto)" if result.schedule == automatic else "")
+        lines.append(
+            f"  {name:<23}{result.makespan:>8.6g}{result.idle_share:>12.1%}{result.critical_path:>15.6g}{result.ratio:>10.3f}"
+        )
+    lines.append(f"  ideal {results[0].ideal:.6g}: all work spread evenly, or the longest KV tile if that is more")
+    return "\n".join(lines)
 
 
 def main(argv: list[str] | None = None) -> int:
     arguments = _parser().parse_args(argv)
     masks = {"causal": [True], "full": [False], "both": [True, False]}[arguments.mask]
+    seqlen_k = arguments.seqlen_q if arguments.seqlen_k is None else arguments.seqlen_k
+    drawn = []
     try:
-        results = [result for causal in masks for result in _compare(arguments, causal=causal)]
+        _check(arguments)
+        for causal in masks:
+            results = _played(arguments, causal=causal, seqlen_k=seqlen_k)
+            print(_table(arguments, results, causal=causal, seqlen_k=seqlen_k), flush=True)
+            drawn += results
         if arguments.png is not None:
-            gantt.draw(results, arguments.png)
+            gantt.draw(drawn, arguments.png, unit=_unit(arguments))
             print(f"wrote {arguments.png}")
     except (ValueError, ImportError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)

@@ -11,12 +11,13 @@ MAX_TASKS = 20_000
 _LABELLED_TASKS = 400
 
 
-def draw(simulations: Sequence[Simulation], path: str | PathLike[str]) -> None:
+def draw(simulations: Sequence[Simulation], path: str | PathLike[str], unit: str = "microseconds") -> None:
     """Draws simulations below each other on one time axis: a row an SM, a colour a head, adds darker, waits blank.
 
     Args:
         simulations: results of ``simulate(..., record_tasks=True)``, at least one.
         path: file to write; its suffix must be ``.png``.
+        unit: of the simulations' times, as the axis names it.
 
     Raises:
         ValueError: ``path`` is no PNG, or a simulation has no tasks or more than ``MAX_TASKS``.
@@ -42,6 +43,7 @@ def draw(simulations: Sequence[Simulation], path: str | PathLike[str]) -> None:
 
     heights = [max(1.2, 0.22 * simulation.sms) for simulation in simulations]
     figure = Figure(figsize=(14, 0.8 + sum(heights) + 0.6 * len(heights)), dpi=110, layout="constrained")
+    figure.get_layout_engine().set(w_pad=0.15, h_pad=0.08)
     FigureCanvasAgg(figure)
     rows = figure.subplots(len(simulations), 1, sharex=True, squeeze=False, height_ratios=heights)[:, 0]
     palette = colormaps["tab20"].colors
@@ -68,8 +70,9 @@ def draw(simulations: Sequence[Simulation], path: str | PathLike[str]) -> None:
             loc="left",
             fontsize=9,
         )
-    rows[-1].set_xlim(0, max(simulation.makespan for simulation in simulations))
-    rows[-1].set_xlabel("time (labels: KV tile, query tile; colours: head; dark: the add to dQ; blank: waiting)")
+    # A little more than the longest, so that its last box and the axis's last number stand inside the picture.
+    rows[-1].set_xlim(0, 1.02 * max(simulation.makespan for simulation in simulations))
+    rows[-1].set_xlabel(f"{unit} (labels: KV tile, query tile; colours: head; dark: the add to dQ; blank: waiting)")
     figure.savefig(path)
 
 

@@ -70,7 +70,7 @@ def simulate(
         launch_times: when each cluster becomes resident (each SM, without clusters); all at 0 when empty.
         record_tasks: whether to keep every tile's times.
         machine: further costs and features of the kernel by name: those of ``SimulationOptions`` in
-            ``csrc/schedule/simulator.h``, where each is defined. All are off by default.
+            ``csrc/model/simulator.h``, where each is defined. All are off by default.
 
     Raises:
         TypeError: ``machine`` holds a name that is none.
@@ -87,7 +87,7 @@ def simulate(
     played = _schedule.simulate(schedule, problem, options)
     # KV tile 0 sees at least as many query tiles as any other. Staged partials are added while products go on.
     step = product_time * (1 - options.spread) if options.staging else product_time + add_time
-    longest_tile = problem.live_query_tiles(0) * problem.queries_per_claim * step
+    longest_tile = problem.query_tiles_of(0)[1] * problem.heads_per_split * step
     occupied = sms * played.makespan
     return Simulation(
         schedule=schedule,

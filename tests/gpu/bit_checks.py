@@ -60,3 +60,36 @@ def check_neighbours(alone: Problem, sequences: int, places: Iterable[int], devi
             gradients = support.backward(neighbours, batch, policy)
             own = {name: x[place : place + 1] for name, x in gradients.items()}
             support.assert_same_bits(own, expected[policy], f"{batch} {policy}, place {place}")
+
+
+def check_heads(problem: Problem, device: str, policies: Iterable[str] = ("auto",)) -> None:
+    """Every KV head and its query heads: among all heads, among the second half of them, alone, and in another order."""
+    group, kv_heads = problem.heads // problem.kv_heads, problem.kv_heads
+    q, k, v, dout = support.random_qkv_dout(problem, device)
+
+    def query_heads(chosen: list[int]) -> list[int]:
+        return [head * group + i for head in chosen for i in range(group)]
+
+    def results(chosen: list[int], policy: str) -> dict[str, torch.Tensor]:
+        """Of a call with these KV heads alone, in this order."""
+        own = query_heads(chosen)
+        part = dataclasses.replace(problem, heads=len(own), kv_heads=len(chosen))
+        # Copies: each call has its heads side by side, as a call of one of several GPUs has.
+        inputs = support.with_forward(part, *(x[:, :, c].clone() for x, c in ((q, own), (k, chosen), (v, chosen), (dout, own))))
+        forward = {"out": inputs.out, "softmax_lse": inputs.softmax_lse.transpose(1, 2)}
+        gradients = support.backward(inputs, part, policy)
+        support.assert_finite(gradients, f"{part} {policy}")
+        return {**forward, **gradients}
+
+    everyone = list(range(kv_heads))
+    other_order = everyone[::-1] if kv_heads < 3 else everyone[1::2] + everyone[::2]
+    calls = [other_order, *([head] for head in everyone)]
+    if kv_heads > 1:
+        calls.append(everyone[kv_heads // 2 :])
+    for policy in policies:
+        among_all = results(everyone, policy)
+        for chosen in calls:
+            for name, x in results(chosen, policy).items():
+                heads = chosen if name in ("dk", "dv") else query_heads(chosen)
+                mismatch = support.first_mismatch(name, x, among_all[name][:, :, heads])
+                assert mismatch is None, f"{problem} {policy}, KV heads {chosen} of {kv_heads}: {mismatch}"

@@ -6,6 +6,7 @@ import sys
 
 import dash_attn
 import pytest
+import sm_holder
 import torch
 from gpu_load import Perturbation
 
@@ -52,3 +53,12 @@ def perturbation(hopper):
 @pytest.fixture
 def num_sms() -> int:
     return torch.cuda.get_device_properties("cuda").multi_processor_count
+
+
+@pytest.fixture(scope="session")
+def holder(hopper, tmp_path_factory):
+    nvcc = sm_holder.find_nvcc()
+    if nvcc is None:
+        pytest.skip("nvcc, which compiles the kernel that holds SMs, is not found: set CUDA_HOME")
+    library = sm_holder.build(tmp_path_factory.mktemp("sm_holder"), nvcc)
+    return sm_holder.SmHolder(library, torch.cuda.get_device_properties("cuda").multi_processor_count)

@@ -59,11 +59,6 @@ def tiles_of(problem: Problem, policy: str) -> schedule.Problem:
     return schedule.problem(policy, problem.seqlen_q, problem.seqlen_k, **shape)
 
 
-def order_of_head(policy: str, problem: Problem, kv_head: int) -> str:
-    """The policy whose order a KV head has."""
-    return schedule.order_of_head(policy, tiles_of(problem, policy), kv_head)
-
-
 def needs_clusters(policy: str) -> bool:
     """Whether the policy's CTAs wait for each other within a cluster, which starts only where its SMs are free together."""
     return policy in ("shift", "symmetric_shift")

@@ -43,33 +43,47 @@ class SmHolder:
         """False once the kernel has ended, by release or by its time limit."""
         return not self._ended.query()
 
+    def resident(self, sms: int) -> int:
+        """How many of the CTAs of the last launch, of `sms`, hold an SM or have held one."""
+        return int(self._resident.numpy()[:sms].sum())
+
     @contextlib.contextmanager
-    def hold(self, sms: int, limit_s: float):
-        """`sms` SMs are held on entry, until exit or for `limit_s`, so that a caller that hangs is let go. Everything the
-        caller launches meanwhile must have run once before: loading a kernel waits for the device."""
+    def prepared(self, sms: int, limit_s: float):
+        """Yields a function that launches a kernel which holds `sms` SMs until exit, or for `limit_s`, so that a caller
+        that hangs is let go. Everything the caller launches meanwhile must have run once before: loading a kernel waits for
+        the device."""
         torch.cuda.synchronize()
         self._resident.zero_()
         self._release.zero_()
         torch.cuda.synchronize()
-        error = self._hold(
-            sms,
-            self._resident.data_ptr(),
-            self._release.data_ptr(),
-            int(limit_s * 1e9),
-            self._stream.cuda_stream,
-        )
-        if error:
-            raise RuntimeError(f"hold_sms({sms}) returned CUDA error {error}")
-        self._ended.record(self._stream)
-        resident = self._resident.numpy()
-        deadline = time.monotonic() + limit_s
+
+        def launch() -> None:
+            error = self._hold(
+                sms,
+                self._resident.data_ptr(),
+                self._release.data_ptr(),
+                int(limit_s * 1e9),
+                self._stream.cuda_stream,
+            )
+            if error:
+                raise RuntimeError(f"hold_sms({sms}) returned CUDA error {error}")
+            self._ended.record(self._stream)
+
         try:
-            while int(resident[:sms].sum()) < sms:
-                if time.monotonic() > deadline:
-                    raise RuntimeError(f"only {int(resident[:sms].sum())} of {sms} CTAs came to hold an SM")
-            yield
+            yield launch
         finally:
             # By a copy engine: a kernel might find no SM.
             with torch.cuda.stream(self._release_stream):
                 self._release.copy_(self._released, non_blocking=True)
             self._stream.synchronize()
+
+    @contextlib.contextmanager
+    def hold(self, sms: int, limit_s: float):
+        """`sms` SMs are held on entry, until exit or for `limit_s`; see `prepared`."""
+        with self.prepared(sms, limit_s) as launch:
+            launch()
+            deadline = time.monotonic() + limit_s
+            while self.resident(sms) < sms:
+                if time.monotonic() > deadline:
+                    raise RuntimeError(f"only {self.resident(sms)} of {sms} CTAs came to hold an SM")
+            yield

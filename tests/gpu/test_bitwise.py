@@ -3,7 +3,7 @@
 import gpu_support as support
 import pytest
 import torch
-from bit_checks import check_neighbours, check_sm_margins, check_under_load, expected_gradients
+from bit_checks import check_heads, check_neighbours, check_sm_margins, check_under_load, expected_gradients
 from gpu_support import Problem
 
 CALLS = 200
@@ -51,22 +51,28 @@ def test_neighbours_in_the_batch(head_dim, causal, lengths, device):
     check_neighbours(Problem(1, *lengths, 8, 2, head_dim, causal), 4, range(4), device)
 
 
+# Few and many KV tiles, lengths at which query heads are split over claims, unequal lengths.
+@pytest.mark.parametrize("lengths", [(515, 515), (2049, 2049), (1300, 2500)], ids=str)
+@pytest.mark.parametrize("heads, kv_heads", [(6, 6), (16, 4), (8, 1)], ids=["MHA", "GQA", "MQA"])
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
-def test_other_heads(causal, device):
-    """The bits of one KV head's group do not depend on its place among the heads, nor on their number where that leaves
-    the group whole (csrc/schedule/head_splits.h); but for spt_descending, whose heads have the bits of either policy."""
-    one, many = Problem(1, 515, 515, 2, 1, 128, causal), Problem(1, 515, 515, 12, 6, 128, causal)
-    inputs = support.random_inputs(one, device, seed=1)
-    for policy in support.schedules(causal):
-        for place in (0, 3, 5):
-            expected = expected_gradients(inputs, one, support.order_of_head(policy, many, place))
-            q, k, v, dout = support.random_qkv_dout(many, device, seed=2)
-            for x, own in ((q, inputs.q), (k, inputs.k), (v, inputs.v), (dout, inputs.dout)):
-                heads = own.shape[2]
-                x[:, :, place * heads : (place + 1) * heads] = own
-            gradients = support.backward(support.with_forward(many, q, k, v, dout), many, policy)
-            for name, own in expected.items():
-                heads = own.shape[2]
-                among = gradients[name][:, :, place * heads : (place + 1) * heads]
-                mismatch = support.first_mismatch(name, among, own)
-                assert mismatch is None, f"{many} {policy}, KV head {place}: {mismatch}"
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_a_head_does_not_see_the_other_heads(head_dim, causal, heads, kv_heads, lengths, device):
+    """So that splitting a model's heads over GPUs changes no bits."""
+    check_heads(Problem(1, *lengths, heads, kv_heads, head_dim, causal), device)
+
+
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+def test_a_head_does_not_see_the_other_heads_under_any_policy(causal, device):
+    check_heads(Problem(2, 515, 515, 16, 8, 128, causal), device, support.schedules(causal))
+
+
+@pytest.mark.parametrize("policy, causal", [("shift", False), ("symmetric_shift", True)])
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_clusters_raise_when_one_sm_is_left(head_dim, policy, causal, device, num_sms):
+    problem = Problem(1, 300, 300, 2, 2, head_dim, causal)
+    inputs = support.random_inputs(problem, device)
+    expected = expected_gradients(inputs, problem, policy)
+    with pytest.raises(RuntimeError, match=f"sm_margin leaves 1 SM, schedule {policy} runs clusters of 2"):
+        support.backward(inputs, problem, policy, num_sms - 1)
+    gradients = support.backward(inputs, problem, policy, num_sms - 2)
+    support.assert_same_bits(gradients, expected, f"{problem} {policy}, two SMs left")

@@ -13,6 +13,8 @@ from gpu_support import GuardedTensor, Problem
 
 MASKS = pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+KV_TILE = 128  # keys: forward_tile_shape of csrc/config/tile_shapes.h
+REPEATS = 50  # of a call whose bits a race would change only now and then
 
 
 def forward(problem: Problem, q, k, v, sm_margin: int = 0) -> dict[str, torch.Tensor]:
@@ -123,17 +125,50 @@ def test_a_head_has_the_bits_it_has_alone(causal, device):
 
 @MASKS
 def test_values_that_are_not_finite_stay_in_their_rows(causal, device):
-    """NaN and infinite scores end as NaN in the rows that see them, as in a plain softmax, and nowhere else."""
+    """NaN and infinite scores end as NaN in the rows that see them, as in a plain softmax, and nowhere else; each time."""
     for head_dim, value in itertools.product((64, 128), (math.nan, math.inf, -math.inf)):
         problem = Problem(2, 300, 300, 2, 2, head_dim, causal)
         q, k, v, _ = support.random_qkv_dout(problem, device)
         clean = forward(problem, q, k, v)
         q[1, 137, 1, 5] = value
-        outputs = forward(problem, q, k, v)
-        assert outputs["out"][1, 137, 1].isnan().all() and outputs["softmax_lse"][1, 1, 137].isnan()
-        outputs["out"][1, 137, 1] = clean["out"][1, 137, 1]
-        outputs["softmax_lse"][1, 1, 137] = clean["softmax_lse"][1, 1, 137]
-        support.assert_same_bits(outputs, clean, f"{problem}, {value} in one query")
+        for call in range(REPEATS):
+            outputs = forward(problem, q, k, v)
+            assert outputs["out"][1, 137, 1].isnan().all() and outputs["softmax_lse"][1, 1, 137].isnan()
+            outputs["out"][1, 137, 1] = clean["out"][1, 137, 1]
+            outputs["softmax_lse"][1, 1, 137] = clean["softmax_lse"][1, 1, 137]
+            support.assert_same_bits(outputs, clean, f"{problem}, {value} in one query, call {call}")
+
+
+# seqlen_q, seqlen_k, heads, kv_heads: two CTAs write the same rows (csrc/forward) where the first query tile is short, at
+# many lengths, and a head's rows lie in other tiles where its group is packed.
+@pytest.mark.parametrize(
+    "shape", [(1000, 1000, 2, 2), (129, 193, 2, 2), (300, 300, 4, 2), (20, 600, 8, 1), (700, 450, 2, 1)], ids=str
+)
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf], ids=str)
+@pytest.mark.parametrize("head_dim", (64, 128))
+def test_rows_are_not_spoilt_by_values_in_kv_tiles_they_do_not_see(head_dim, value, shape, device):
+    """Rows that see a value that is not finite are not finite. Those that see no key of its KV tile have the bits that they
+    have without it, in every call: two CTAs that write the same rows must not race."""
+    problem = Problem(2, *shape, head_dim, True)
+    group, diagonal = problem.heads // problem.kv_heads, problem.seqlen_k - problem.seqlen_q
+    clean_v = support.random_qkv_dout(problem, device)[2]
+    for key in {KV_TILE, problem.seqlen_k - 1, problem.seqlen_k // 2}:
+        q, k, v, _ = support.random_qkv_dout(problem, device)
+        clean = forward(problem, q, k, clean_v)
+        v[1, key, 0, 5] = value
+        blind = max(0, min(problem.seqlen_q, key // KV_TILE * KV_TILE - diagonal))  # rows that see no key of the tile
+        for call in range(REPEATS):
+            outputs = forward(problem, q, k, v)
+            what = f"{problem}, {value} in v at key {key}, call {call}"
+            seeing = outputs["out"][1, max(0, key - diagonal) :, :group, 5]
+            assert not seeing.isfinite().any(), f"{what}: a row that sees it is finite"
+            spoilt = outputs["out"][1, :, :group].clone()
+            outputs["out"][1, blind:, :group] = clean["out"][1, blind:, :group]
+            mismatch = support.first_mismatch("out", outputs["out"], clean["out"])
+            assert mismatch is None, f"{what}: {mismatch}"
+            support.assert_same_bits({"lse": outputs["softmax_lse"]}, {"lse": clean["softmax_lse"]}, what)
+            first = spoilt if call == 0 else first
+            assert support.first_mismatch("out", spoilt, first) is None, f"{what}: other bits than in call 0"
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -17,15 +17,6 @@ SLACK_MS = 2.0
 FREE_SMS_FOR_A_CLUSTER = 9
 
 
-@pytest.fixture(scope="module")
-def holder(hopper, tmp_path_factory):
-    nvcc = sm_holder.find_nvcc()
-    if nvcc is None:
-        pytest.skip("nvcc, which compiles the kernel that holds SMs, is not found: set CUDA_HOME")
-    library = sm_holder.build(tmp_path_factory.mktemp("sm_holder"), nvcc)
-    return sm_holder.SmHolder(library, torch.cuda.get_device_properties("cuda").multi_processor_count)
-
-
 class TimedBackward:
     """One backward on the current stream into outputs that exist already, so that nothing is allocated when it is held."""
 

@@ -18,9 +18,8 @@
 #include <utility>
 #include <vector>
 
-#include "assignment.h"
-#include "order.h"
-#include "policy.h"
+#include "../schedule/order.h"
+#include "../schedule/policy.h"
 #include "problem.h"
 
 namespace dash_attn {
@@ -71,8 +70,8 @@ struct Simulation {
 };
 
 // The static mapping of the paper: which KV tiles SM s owns, in order. Needs as many SMs as KV tiles.
-inline std::vector<std::vector<Work>> published_mapping(Policy policy, Problem const& problem, int sms) {
-  int const n = problem.kv_tiles;
+inline std::vector<std::vector<WorkTile>> published_mapping(Policy policy, Problem const& problem, int sms) {
+  int const n = problem.grid.kv_tiles();
   if (policy == Policy::kSpt) throw std::invalid_argument("the paper gives no static mapping for schedule='spt'");
   if (sms != n) {
     throw std::invalid_argument("sms must be the number of KV tiles, " + std::to_string(n) +
@@ -82,11 +81,13 @@ inline std::vector<std::vector<Work>> published_mapping(Policy policy, Problem c
     throw std::invalid_argument("the published symmetric shift needs an even number of KV tiles, got " +
                                 std::to_string(n));
   }
-  std::vector<std::vector<Work>> work(sms);
-  int const heads = problem.batch * problem.kv_heads;
-  for (int head = 0; head < heads * problem.head_splits; ++head) {
+  std::vector<std::vector<WorkTile>> work(sms);
+  int const heads = problem.scheduler.batch * problem.scheduler.kv_heads;
+  for (int head = 0; head < heads * problem.scheduler.splits; ++head) {
     auto const give = [&](int sm, int kv) {
-      work[sm].push_back({head % heads / problem.kv_heads, head % problem.kv_heads, head / heads, kv});
+      int const kv_heads = problem.scheduler.kv_heads;
+      work[sm].push_back(
+          problem.scheduler.at(problem.grid, policy, head % heads / kv_heads, head % kv_heads, head / heads, kv));
     };
     for (int s = 0; s < n; ++s) {
       if (policy == Policy::kSymmetricShift) {
@@ -96,7 +97,7 @@ inline std::vector<std::vector<Work>> published_mapping(Policy policy, Problem c
           give(sm, n - 1 - s);
         }
       } else {
-        bool const mirrored = problem.causal && head % 2;
+        bool const mirrored = problem.grid.mask.kind == MaskKind::kCausal && head % 2;
         give(s, mirrored ? n - 1 - s : s);
       }
     }
@@ -110,8 +111,8 @@ class Simulator {
   Simulator(Problem const& problem, SimulationOptions options)
       : problem_(problem),
         options_(std::move(options)),
-        claims_(num_claims<P>(problem)),
-        cluster_size_(options_.mapping == Mapping::kClaims ? problem.cta_group : 1) {
+        groups_(problem.num_groups<P>()),
+        cluster_size_(options_.mapping == Mapping::kClaims ? problem.grid.tiling.cta_group : 1) {
     if (options_.sms < cluster_size_) {
       throw std::invalid_argument("sms must be at least cta_group=" + std::to_string(cluster_size_) + ", got " +
                                   std::to_string(options_.sms));
@@ -130,9 +131,10 @@ class Simulator {
     cta.adder_busy.resize(options_.adders);
     ctas_.assign(clusters * cluster_size_, cta);
     taken_.resize(clusters);
-    sums_.resize(static_cast<size_t>(problem.batch) * heads() * problem.query_tiles);
-    if (problem.head_splits > 1) {
-      carries_.resize(static_cast<size_t>(problem.batch) * problem.kv_heads * problem.kv_tiles);
+    sums_.resize(static_cast<size_t>(problem.scheduler.batch) * problem.heads() * problem.grid.query_tiles());
+    if (problem.scheduler.splits > 1) {
+      split_sums_.resize(static_cast<size_t>(problem.scheduler.batch) * problem.scheduler.kv_heads *
+                         problem.grid.kv_tiles());
     }
   }
 
@@ -181,9 +183,9 @@ class Simulator {
     bool idle = true;     // between claims
     bool held = false;    // its partial waits for a staging buffer
     bool has_next = false;
-    Work work{}, next{};
+    WorkTile work{}, next{};
     int taken = 0;  // claims (of its cluster) or entries (of its mapping) consumed
-    ClaimStep at{0, 0};
+    WorkStep at{0, 0};
     int steps_left = 0;  // of the claim, over all its query heads
     int64_t handed = 0;  // partials given to the adders
     SimulatedTask task{};
@@ -222,22 +224,11 @@ class Simulator {
     return static_cast<double>(noise_ >> 33) / (1u << 30) - 1;
   }
 
-  int heads() const { return problem_.kv_heads * problem_.queries_per_kv; }
-
   int64_t sum_index(SimulatedTask const& t) const {
-    return (static_cast<int64_t>(t.batch) * heads() + t.head) * problem_.query_tiles + t.query_tile;
+    return (static_cast<int64_t>(t.batch) * problem_.heads() + t.head) * problem_.grid.query_tiles() + t.query_tile;
   }
 
-  // f of the Order of a KV head.
-  template <class F>
-  auto of_order(int kv_head, F&& f) const {
-    return with_order_of_head<P>(problem_, kv_head, f);
-  }
-
-  int rank(SimulatedTask const& t) const {
-    return of_order(t.head / problem_.queries_per_kv,
-                    [&](auto order) { return Order<order()>::rank(problem_, t.kv_tile, t.query_tile); });
-  }
+  int rank(SimulatedTask const& t) const { return Order<P>::rank(problem_.grid, t.kv_tile, t.query_tile); }
 
   void take_work(int i, double time) {
     Cta& cta = ctas_[i];
@@ -258,7 +249,7 @@ class Simulator {
     bool const together = options_.mapping == Mapping::kClaims;
     int const cta_rank = i % cluster_size_;
     std::vector<int64_t>& taken = taken_[i / cluster_size_];
-    int64_t const tickets = together ? claims_ : claims_ * problem_.cta_group;
+    int64_t const tickets = together ? groups_ : groups_ * problem_.grid.tiling.cta_group;
     do {
       if (cta.taken == static_cast<int>(taken.size())) {
         if (cta_rank > 0) cta.parked = true;
@@ -269,9 +260,9 @@ class Simulator {
         }
       }
       int64_t const ticket = taken[cta.taken++];
-      cta.next = together ? assign<P>(problem_, static_cast<int>(ticket), cta_rank)
-                          : assign<P>(problem_, static_cast<int>(ticket / problem_.cta_group),
-                                      static_cast<int>(ticket % problem_.cta_group));
+      int const group = problem_.grid.tiling.cta_group;
+      cta.next = together ? problem_.work_tile<P>(static_cast<int>(ticket), cta_rank)
+                          : problem_.work_tile<P>(static_cast<int>(ticket / group), static_cast<int>(ticket % group));
     } while (!cta.next.valid());
     return true;
   }
@@ -281,7 +272,7 @@ class Simulator {
     cta.idle = cta.has_next = false;
     cta.work = cta.next;
     cta.at = {0, 0};
-    cta.steps_left = problem_.live_query_tiles(cta.work.kv_tile) * problem_.queries_per_claim;
+    cta.steps_left = cta.work.steps;
     begin_products(i, std::max(time + options_.claim_time, use_memory(time, options_.memory_claim_time)));
     // The loads of a short claim go out one behind the other, and the next claim is taken behind them.
     if (options_.loads_ahead && cta.steps_left <= options_.loads_ahead) {
@@ -291,11 +282,9 @@ class Simulator {
 
   void begin_products(int i, double time) {
     Cta& cta = ctas_[i];
-    int const head = first_query_head(problem_, cta.work) + cta.at.head;
-    int const q = of_order(cta.work.kv_head,
-                           [&](auto order) { return Order<order()>::visit(problem_, cta.work.kv_tile, cta.at.step); });
-    bool const masked =
-        problem_.causal && q * problem_.tile_q + problem_.diagonal < (cta.work.kv_tile + 1) * problem_.tile_k - 1;
+    int const head = cta.work.first_query_head + cta.at.head;
+    int const q = Order<P>::visit(problem_.grid, cta.work.kv_tile, cta.at.step);
+    bool const masked = problem_.grid.needs_masking(q, cta.work.kv_tile);
     double end = time + options_.product_time * (1 + options_.spread * noise()) + (masked ? options_.mask_time : 0);
     cta.task = {i, cta.work.batch, head, cta.work.kv_tile, q, time, 0, 0, 0};
     Sum& sum = sums_[sum_index(cta.task)];
@@ -330,11 +319,10 @@ class Simulator {
 
   void next_step(int i, double time) {
     Cta& cta = ctas_[i];
-    cta.at = of_order(cta.work.kv_head,
-                      [&](auto order) { return dash_attn::next_step<order()>(problem_, cta.work.kv_tile, cta.at); });
+    cta.at = dash_attn::next_step<P>(cta.at, cta.work.query_heads, problem_.grid.query_tiles_of(cta.work.kv_tile).count);
     if (--cta.steps_left) {
       begin_products(i, time);
-    } else if (problem_.head_splits == 1) {
+    } else if (problem_.scheduler.splits == 1) {
       end_claim(i, time);
     } else {
       Carry& carry = carry_of(cta.work);
@@ -346,8 +334,8 @@ class Simulator {
     }
   }
 
-  Carry& carry_of(Work const& work) {
-    return carries_[(static_cast<size_t>(work.batch) * problem_.kv_heads + work.kv_head) * problem_.kv_tiles +
+  Carry& carry_of(WorkTile const& work) {
+    return split_sums_[(static_cast<size_t>(work.batch) * problem_.scheduler.kv_heads + work.kv_head) * problem_.grid.kv_tiles() +
                     work.kv_tile];
   }
 
@@ -383,7 +371,7 @@ class Simulator {
     if (!options_.ordered || sum.added == rank(slot.task)) {
       add(i, number, sum);
     } else {
-      waiting_[sum_index(slot.task) * problem_.kv_tiles + rank(slot.task)] = {i, number};
+      waiting_[sum_index(slot.task) * problem_.grid.kv_tiles() + rank(slot.task)] = {i, number};
     }
   }
 
@@ -422,7 +410,7 @@ class Simulator {
     ++result_.num_tasks;
     if (time > result_.makespan) result_.makespan = time;
     if (options_.record_tasks) result_.tasks.push_back(task);
-    auto const next = waiting_.find(index * problem_.kv_tiles + sum.added);
+    auto const next = waiting_.find(index * problem_.grid.kv_tiles() + sum.added);
     if (next != waiting_.end()) {
       auto const [waiter, number] = next->second;
       waiting_.erase(next);
@@ -431,8 +419,8 @@ class Simulator {
   }
 
   void check_finished() const {
-    for (Carry const& carry : carries_) {
-      if (carry.splits < problem_.head_splits && waiting_.empty()) {
+    for (Carry const& carry : split_sums_) {
+      if (carry.splits < problem_.scheduler.splits && waiting_.empty()) {
         throw std::runtime_error("no progress: a split waits for dK and dV of one that no resident CTA will work on");
       }
     }
@@ -447,7 +435,7 @@ class Simulator {
 
   Problem const problem_;
   SimulationOptions options_;
-  int64_t const claims_;
+  int64_t const groups_;
   int const cluster_size_;
   int slots_ = 1;
   uint64_t noise_ = 1;
@@ -455,9 +443,9 @@ class Simulator {
   int64_t next_ticket_ = 0;
   std::vector<Cta> ctas_;
   std::vector<std::vector<int64_t>> taken_;  // by each cluster, in order
-  std::vector<std::vector<Work>> mapped_;
+  std::vector<std::vector<WorkTile>> mapped_;
   std::vector<Sum> sums_;       // of each query tile of each head
-  std::vector<Carry> carries_;  // of each KV tile of each KV head, where heads are split
+  std::vector<Carry> split_sums_;  // of each KV tile of each KV head, where heads are split
   std::unordered_map<int64_t, std::pair<int, int64_t>> waiting_;  // (sum, rank): CTA and number of its partial
   std::priority_queue<Event, std::vector<Event>, std::greater<Event>> events_;
   Simulation result_;
@@ -472,8 +460,8 @@ Simulation simulate(Problem const& problem, SimulationOptions options) {
 // number of SMs does better.
 template <Policy P>
 double critical_path(Problem problem, SimulationOptions options) {
-  problem.batch = problem.kv_heads = 1;
-  options.sms = Order<P>::groups(problem) * problem.cta_group * problem.head_splits;
+  problem.scheduler.batch = problem.scheduler.kv_heads = 1;
+  options.sms = Order<P>::groups(problem.grid) * problem.grid.tiling.cta_group * problem.scheduler.splits;
   options.mapping = Mapping::kClaims;
   options.launch_times.clear();
   options.record_tasks = false;

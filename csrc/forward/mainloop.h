@@ -15,7 +15,7 @@
 #include <cutlass/arch/barrier.h>
 
 #include "../device/fragment.h"
-#include "../device/mask.h"
+#include "../device/warp_roles.h"
 #include "config.h"
 #include "params.h"
 #include "rows.h"
@@ -23,18 +23,18 @@
 
 namespace dash_attn::forward {
 
-template <typename Config>
+template <typename Variant>
 class Consumer {
  public:
-  using Element = typename Config::Element;
-  using Shared = SharedStorage<Config>;
+  using Element = typename Variant::Element;
+  using Score = typename Variant::Score;
+  using Shared = SharedStorage<Variant>;
 
   __device__ Consumer(Shared& shared, const KernelParams& params)
       : shared_(shared),
         params_(params),
         descriptor_of_(&shared),
-        // A shuffle, so that the compiler knows it is uniform.
-        consumer_(__shfl_sync(0xffffffff, threadIdx.x / kWarpgroupThreads, 0) - 1),
+        consumer_(warpgroup_index() - 1),
         thread_(threadIdx.x % kWarpgroupThreads) {}
 
   __device__ void run() {
@@ -43,39 +43,39 @@ class Consumer {
     OnlineSoftmax softmax(params_.softmax_scale_log2);
     Rows rows;
     bool unfinished = false;  // does the last P of `rows` wait for its product?
-    for (TileWalk tiles(params_.order, blockIdx.x, gridDim.x); tiles.more(); tiles.next()) {
+    for (TileWalk tiles(params_.scheduler, blockIdx.x, gridDim.x); tiles.more(); tiles.next()) {
       const Rows next = take_rows(tiles.tile());
-      if (unfinished && next.live > 0) {
+      if (unfinished && next.kv.count > 0) {
         cross(out, p, softmax, rows, next);
       } else {
         if (unfinished) { finish(out, p, softmax, rows); }
         softmax = OnlineSoftmax(params_.softmax_scale_log2);
         clear(out);
-        if (next.live > 0) {
+        if (next.kv.count > 0) {
           begin(p, softmax, next);
         } else {
           pass_over(out, softmax, next);
         }
       }
       rows = next;
-      unfinished = rows.live > 0;
+      unfinished = rows.kv.count > 0;
       if (unfinished) { walk(out, p, softmax, rows); }
     }
     if (unfinished) { finish(out, p, softmax, rows); }
   }
 
  private:
-  using QueryRows = SumOverColumns<Config::kQuery>;  // Q as A of S
-  using KeyRows = SumOverColumns<Config::kKey>;      // K as B of S
-  using KeySum = SumOverRows<Config::kKey>;          // V as B of O
+  using QueryRows = KMajor<Variant::kQuery>;  // Q as A of S
+  using KeyRows = KMajor<Variant::kKey>;      // K as B of S
+  using KeySum = MnMajor<Variant::kKey>;          // V as B of O
 
-  static constexpr int kScoreRegisters = Config::kKey / 2;       // a 64 x kKey fragment
-  static constexpr int kOutputRegisters = Config::kHeadDim / 2;  // a 64 x kHeadDim fragment
+  static constexpr int kScoreRegisters = Variant::kKey / 2;       // a 64 x kKey fragment
+  static constexpr int kOutputRegisters = Variant::kHeadDim / 2;  // a 64 x kHeadDim fragment
 
   using Scores = float[kScoreRegisters];
   using PackedScores = uint32_t[kScoreRegisters / 8][4];
   using Output = float[kOutputRegisters];
-  using Rows = WarpgroupRows<Config>;
+  using Rows = WarpgroupRows<Variant>;
 
   // No product is in flight where one of the following ends and the next begins, so that ptxas can follow each to its
   // wait.
@@ -95,14 +95,15 @@ class Consumer {
     pack_slices<Element>(p, s);
   }
 
-  // All KV tiles but the first.
+  // All KV tiles but the one that came first, which is the last.
   __device__ __forceinline__ void walk(Output& out, PackedScores& p, OnlineSoftmax& softmax, const Rows& rows) {
-    const Mask<Config::kCausal> mask = make_mask();
-    int kv_tile = rows.live - 1;
-    while (kv_tile > 0 && mask.needs_masking(rows.first_position, (kv_tile - 1) * Config::kKey, Config::kKey)) {
+    const Mask mask = make_mask();
+    const Range queries{rows.first_position, 1};  // the first row is the one that sees least at the end
+    int kv_tile = rows.kv.end() - 1;
+    while (kv_tile > rows.kv.first && mask.hides_part_of(queries, {(kv_tile - 1) * Variant::kKey, Variant::kKey})) {
       step<Tile::kMasked>(out, p, softmax, rows, --kv_tile);
     }
-    for (; kv_tile > 0; --kv_tile) { step<Tile::kUnmasked>(out, p, softmax, rows, kv_tile - 1); }
+    for (; kv_tile > rows.kv.first; --kv_tile) { step<Tile::kUnmasked>(out, p, softmax, rows, kv_tile - 1); }
   }
 
   template <Tile kTile>
@@ -116,11 +117,11 @@ class Consumer {
     wait_products<1>();  // S
     finish_s(s);
     if constexpr (kTile == Tile::kMasked) { apply_mask(s, rows, kv_tile); }
-    const bool corrects = softmax.exponentiate<kTile>(s, correction);
+    const bool corrects = softmax.exponentiate<Score, kTile>(s, correction);
     pin(s);
     wait_for_next_v();
     finish_out(out, p);
-    if (corrects) { multiply_rows(out, correction); }
+    if (corrects) { correct_rows(out, correction); }
     pack_slices<Element>(p, s);
   }
 
@@ -177,18 +178,18 @@ class Consumer {
 
   // A warpgroup's rows see at most one KV tile less than the others' of their tile, if any. So only one tile of K is
   // passed over while the V of the rows before is still in use, and the loader never waits for that V to go on.
-  static_assert(Config::kQuery - kWarpgroupRows <= Config::kKey);
+  static_assert(Variant::kQuery - kWarpgroupRows <= Variant::kKey);
 
   // Having waited for a tile, so that none is released twice in one pass of the ring.
   template <typename Full, typename Empty>
-  __device__ __forceinline__ void pass(Full& full, Empty& empty, RingIndex<Config::kStages>& ring) const {
+  __device__ __forceinline__ void pass(Full& full, Empty& empty, RingIndex<Variant::kStages>& ring) const {
     full[ring.slot()].wait(ring.parity());
-    release(empty[ring.slot()]);
+    arrive_once(empty[ring.slot()]);
     ring = ring.next();
   }
 
   __device__ __forceinline__ Rows take_rows(const QueryTile& tile) {
-    const Rows rows(params_.order, tile, consumer_, q_);
+    const Rows rows(params_.scheduler, tile, consumer_, q_);
     q_ = q_.next();
     return rows;
   }
@@ -204,7 +205,7 @@ class Consumer {
   __device__ __forceinline__ void wait_for_k() const { shared_.k_full[k_.slot()].wait(k_.parity()); }
 
   __device__ __forceinline__ void issue_s(Scores& s, const Rows& rows) {
-    multiply<Element, Config::kHeadDim>(s,
+    multiply<Element, Variant::kHeadDim>(s,
                                         QueryRows(descriptor_of_(shared_.q[rows.q.slot()]), consumer_ * kWarpgroupRows),
                                         KeyRows(descriptor_of_(shared_.k[k_.slot()])));
   }
@@ -215,7 +216,7 @@ class Consumer {
 
   __device__ __forceinline__ void finish_s(Scores& s) {
     pin(s);
-    release(shared_.k_empty[k_.slot()]);
+    arrive_once(shared_.k_empty[k_.slot()]);
     k_ = k_.next();
   }
 
@@ -223,31 +224,24 @@ class Consumer {
     wait_products<0>();
     pin(out);
     pin(p);
-    release(shared_.v_empty[v_.slot()]);
+    arrive_once(shared_.v_empty[v_.slot()]);
     v_ = v_.next();
   }
 
-  // One arrival a warp.
-  __device__ __forceinline__ void release(const cutlass::arch::ClusterBarrier& barrier) const {
-    if (cute::elect_one_sync()) { barrier.arrive(); }
-  }
-
-  __device__ __forceinline__ Mask<Config::kCausal> make_mask() const {
-    return forward::make_mask<Config>(params_.order);
-  }
+  __device__ __forceinline__ Mask make_mask() const { return Variant::grid(params_.scheduler.sequence).mask; }
 
   __device__ __forceinline__ void exponentiate_first(Scores& s, OnlineSoftmax& softmax, const Rows& rows) const {
     RowStatistic correction;
-    apply_mask(s, rows, rows.live - 1);
-    softmax.exponentiate<Tile::kMasked>(s, correction);
+    apply_mask(s, rows, rows.kv.end() - 1);
+    softmax.exponentiate<Score, Tile::kMasked>(s, correction);
   }
 
   __device__ __forceinline__ void apply_mask(Scores& s, const Rows& rows, int kv_tile) const {
-    const int first_key = kv_tile * Config::kKey + fragment_column(thread_, 0);
+    const int first_key = kv_tile * Variant::kKey + fragment_column(thread_, 0);
 #pragma unroll
     for (int row = 0; row < kRowsPerThread; ++row) {
-      const int position = rows.position(params_.order, thread_, row);
-      const int visible = make_mask().visible_keys(position) - first_key;
+      const int position = rows.position(params_.scheduler, thread_, row);
+      const int visible = make_mask().keys_of(position).end() - first_key;
 #pragma unroll
       for (int i = 0; i < kScoreRegisters; ++i) {
         if (row_of(i) == row && fragment_column(0, i) >= visible) { s[i] = -INFINITY; }
@@ -257,41 +251,30 @@ class Consumer {
 
   // Hands the rows to the storer, and the log-sum-exp to memory. `out` is the sum of P V.
   __device__ __forceinline__ void store(Output& out, OnlineSoftmax& softmax, const Rows& rows) const {
-    const TileOrder& order = params_.order;
+    const TileScheduler& scheduler = params_.scheduler;
     RowStatistic inverse_sum, lse;
     softmax.finish(inverse_sum, lse);
     multiply_rows(out, inverse_sum);
 #pragma unroll
     for (int row = 0; row < kRowsPerThread; ++row) {
-      const int position = rows.position(order, thread_, row);
-      if (make_mask().visible_keys(position) <= 0) {
+      const int position = rows.position(scheduler, thread_, row);
+      if (make_mask().keys_of(position).count == 0) {
         lse[row] = INFINITY;
 #pragma unroll
         for (int i = 0; i < kOutputRegisters; ++i) {
           if (row_of(i) == row) { out[i] = 0.f; }
         }
       }
-      if (thread_ % 4 == 0 && rows.exist && position < order.problem.seqlen_q) {
-        params_.softmax_lse[rows.head(order, thread_, row) * order.problem.seqlen_q + position] = lse[row];
+      if (thread_ % 4 == 0 && rows.exist && position < scheduler.sequence.seqlen_q) {
+        params_.softmax_lse[rows.head(scheduler, thread_, row) * scheduler.sequence.seqlen_q + position] = lse[row];
       }
     }
     uint32_t packed[kOutputRegisters / 8][4];
     pack_slices<Element>(packed, out);
-    sync_warpgroup();  // all warps' products have read Q
-    store_rows<Config::kQuery>(shared_.q[rows.q.slot()], consumer_ * kWarpgroupRows, packed, thread_ / 32,
+    sync_warpgroup(consumer_);  // all warps' products have read Q
+    store_rows<Variant::kQuery>(shared_.q[rows.q.slot()], consumer_ * kWarpgroupRows, packed, thread_ / 32,
                                thread_ % 32);
-    ptx::fence_async_shared();
-    __syncwarp();
-    release(shared_.out_full[rows.q.slot()][consumer_]);
-  }
-
-  __device__ __forceinline__ void sync_warpgroup() const {
-    cutlass::arch::NamedBarrier::sync(kWarpgroupThreads, uint32_t(consumer_));
-  }
-
-  static __device__ __forceinline__ void clear(Output& out) {
-#pragma unroll
-    for (int i = 0; i < kOutputRegisters; ++i) { out[i] = 0.f; }
+    fence_and_arrive(shared_.out_full[rows.q.slot()][consumer_]);
   }
 
   Shared& shared_;
@@ -299,8 +282,8 @@ class Consumer {
   const TileDescriptors descriptor_of_;
   const int consumer_;
   const int thread_;
-  RingIndex<Config::kQueryStages> q_;
-  RingIndex<Config::kStages> k_, v_;
+  RingIndex<Variant::kQueryStages> q_;
+  RingIndex<Variant::kStages> k_, v_;
 };
 
 }  // namespace dash_attn::forward

@@ -1,0 +1,150 @@
+"""An older compiled library measured beside this one: `python -m benchmarks.run --baseline PATH`.
+
+The library runs in a process of its own, this module's, which loads nothing else of the package: neither ops nor kernels
+of the two can meet. The processes take turns: while one is timed the other waits, and its GPU context has nothing to do.
+A line of JSON asks, a line answers.
+
+Both sides do the same work: the compiled ops `dash_attn_C::forward` and `backward` on outputs that exist already.
+"""
+
+import argparse
+import json
+import pathlib
+import subprocess
+import sys
+from typing import TextIO
+
+import torch
+
+from benchmarks import check, peers, timing
+from benchmarks.library import POLICIES, Library
+from benchmarks.peers import Calls, Tensors, Variant
+from benchmarks.shapes import Shape
+
+NAME = "baseline"
+PASSES = ("forward", "backward")
+
+
+def calls_of(library: Library, schedule: str, shape: Shape, x: Tensors) -> Calls:
+    """The raw ops of a library, as `peers` has them for the others."""
+    scale = peers.softmax_scale(shape)
+    out = torch.empty_like(x.q)
+    softmax_lse = torch.empty((shape.batch, shape.heads, shape.seqlen), dtype=torch.float32, device=x.q.device)
+    gradients = tuple(torch.empty_like(t) for t in (x.q, x.k, x.v))
+
+    def forward() -> torch.Tensor:
+        library.forward(x.q, x.k, x.v, out, softmax_lse, scale, shape.causal)
+        return out
+
+    def backward() -> tuple[torch.Tensor, ...]:
+        library.backward(x.dout, x.q, x.k, x.v, out, softmax_lse, *gradients, scale, shape.causal, schedule)
+        return gradients
+
+    forward()
+    return {"forward": forward, "backward": backward}
+
+
+class Remote:
+    """A pass of the library in the other process; `timing.measure` calls `block_ms`."""
+
+    def __init__(self, ask, pass_: str, schedule: str):
+        self._ask, self._request = ask, {"pass": pass_, "schedule": schedule}
+
+    def block_ms(self, min_time_s: float) -> list[float]:
+        return self._ask({"block": self._request, "min_time_s": min_time_s})
+
+
+class Baseline:
+    """An implementation for `benchmarks.run`.
+
+    Args:
+        command: starts the process that answers.
+        schedules: policies of the library to measure; those that do not fit a shape's mask raise there, and are left out.
+    """
+
+    name = NAME
+
+    def __init__(self, command: list[str], schedules: list[str]):
+        self._schedules = schedules
+        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+
+    @classmethod
+    def of_library(cls, path: pathlib.Path, schedules: list[str], policies: list[str]) -> "Baseline":
+        return cls([sys.executable, "-m", "benchmarks.baseline", str(path), "--policies", *policies], schedules)
+
+    def variants(self, shape: Shape) -> list[Variant]:
+        return [Variant(self.name, schedule, True) for schedule in self._schedules if fits(schedule, shape.causal)]
+
+    def prepare(self, variant: Variant, shape: Shape, x: Tensors) -> dict[str, Remote]:
+        """The same random tensors are made there: `x` is not sent."""
+        self._ask({"shape": vars(shape), "schedule": variant.schedule})
+        return {pass_: Remote(self._ask, pass_, variant.schedule) for pass_ in PASSES}
+
+    def _ask(self, request: dict):
+        self._process.stdin.write(json.dumps(request) + "\n")
+        self._process.stdin.flush()
+        line = self._process.stdout.readline()
+        if not line:
+            raise RuntimeError(f"the process of the baseline ended, exit status {self._process.wait()}")
+        answer = json.loads(line)
+        if "error" in answer:
+            raise RuntimeError(answer["error"])
+        return answer["result"]
+
+    def close(self) -> None:
+        self._process.stdin.close()
+        self._process.wait()
+        self._process.stdout.close()
+
+
+def fits(schedule: str, causal: bool) -> bool:
+    return schedule not in (("shift",) if causal else ("symmetric_shift", "spt_descending"))
+
+
+class Worker:
+    """Answers the requests of a Baseline."""
+
+    def __init__(self, library: Library, device: torch.device):
+        self._library, self._device = library, device
+        self._timer = timing.CudaTimer(device) if device.type == "cuda" else timing.HostTimer()
+        self._shape = None
+        self._calls: dict[str, Calls] = {}
+
+    def prepare(self, shape: Shape, schedule: str) -> None:
+        """Raises RuntimeError where the library's results are wrong."""
+        if shape != self._shape:
+            self._calls = {}  # frees the tensors of the shape before
+            self._shape, self._tensors = shape, peers.random_tensors(shape, self._device)
+            self._reference = check.Reference(shape, self._tensors)
+        calls = calls_of(self._library, schedule, shape, self._tensors)
+        for call in calls.values():
+            if wrong := self._reference.wrong(call()):
+                raise RuntimeError(wrong)
+        self._calls[schedule] = calls
+
+    def answer(self, request: dict):
+        if "block" in request:
+            call = self._calls[request["block"]["schedule"]][request["block"]["pass"]]
+            return timing.block_ms(self._timer, call, request["min_time_s"])
+        return self.prepare(Shape(**request["shape"]), request["schedule"])
+
+    def serve(self, requests: TextIO, answers: TextIO) -> None:
+        for line in requests:
+            try:
+                answer = {"result": self.answer(json.loads(line))}
+            except Exception as error:  # whatever the library raises goes to the one who asked
+                answer = {"error": f"{type(error).__name__}: {error}"}
+            answers.write(json.dumps(answer) + "\n")
+            answers.flush()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("library", type=pathlib.Path)
+    parser.add_argument("--policies", nargs="+", default=list(POLICIES), help="names by the library's numbers")
+    arguments = parser.parse_args()
+    Worker(Library(arguments.library, arguments.policies), torch.device("cuda")).serve(sys.stdin, sys.stdout)
+
+
+if __name__ == "__main__":
+    main()

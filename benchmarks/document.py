@@ -1,0 +1,218 @@
+"""Writes what README.md and benchmarks/README.md quote of a result, and draws its picture.
+
+    python -m benchmarks.document benchmarks/results/h200_2026-11-21.json
+
+The peers are those of benchmarks/results/peers_h200.json. The picture goes beside the result, with the suffix .png.
+"""
+
+import argparse
+import json
+import pathlib
+
+from benchmarks import compare, plot
+from benchmarks.compare import Comparison
+from benchmarks.files import prose, with_block
+from benchmarks.shapes import Shape
+
+ROOT = pathlib.Path(__file__).parents[1]
+PEERS = ROOT / "benchmarks" / "results" / "peers_h200.json"
+MODULE = "benchmarks.document"
+SHORT = {"fa2": "FA2", "fa3": "FA3", "fa4": "FA4", "cudnn": "cuDNN", "dash-authors": "DASH"}
+TARGET = 0.98  # of the yardstick's throughput
+
+
+class Quoted:
+    """A result beside the peers."""
+
+    def __init__(self, result: pathlib.Path, peers: pathlib.Path = PEERS):
+        self.path, self.peers_path = result, peers
+        self.meta = json.loads(result.read_text())["meta"]
+        self.peers_meta = json.loads(peers.read_text())["meta"]
+
+    def against_peers(self, pass_: str) -> list[Comparison]:
+        return compare.compare(compare.read(self.path, pass_), compare.read(self.peers_path, pass_))
+
+    def in_one_run(self, pass_: str) -> dict[str, list[Comparison]]:
+        """By the run's name, the comparisons with the peers that were measured in it; this result is a run as well."""
+        runs = {"this run": compare.read(self.path, pass_), **compare.read_runs(self.peers_path, pass_)}
+        compared = {name: compare.compare(figures, figures) for name, figures in runs.items()}
+        return {name: found for name, found in compared.items() if found}
+
+
+def table(heads: list[str], rows: list[list[str]]) -> str:
+    lines = ["| " + " | ".join(heads) + " |", "|---" * len(heads) + "|"]
+    return "\n".join([*lines, *("| " + " | ".join(row) + " |" for row in rows)])
+
+
+def heads_of(shape: Shape) -> str:
+    return str(shape.heads) if shape.heads == shape.kv_heads else f"{shape.heads}/{shape.kv_heads}"
+
+
+def mean_and_counts(group: list[Comparison], deterministic: bool) -> str:
+    counts = {}
+    for peer in compare.measured_peers(group):
+        if peer.deterministic == deterministic:
+            counts[SHORT[peer.impl]] = sum(c.best(deterministic, peer.impl) is not None for c in group)
+    mean = compare.mean(group, deterministic)
+    return f"{mean.ratio:.2f} ({', '.join(f'{name} {n}' for name, n in sorted(counts.items()))})" if mean else "-"
+
+
+def summary(rows: list[Comparison]) -> str:
+    """A row for each head_dim and mask."""
+    groups: dict[tuple, list[Comparison]] = {}
+    for row in rows:
+        groups.setdefault((row.shape.head_dim, row.shape.mask), []).append(row)
+    lines = []
+    for (head_dim, mask), group in [*groups.items(), (("all", ""), rows)]:
+        ours = [c.ours.tflops for c in group]
+        cells = [str(head_dim), mask, str(len(group)), f"{min(ours):.0f} to {max(ours):.0f}"]
+        lines.append([*cells, mean_and_counts(group, True), mean_and_counts(group, False)])
+    return table(["head_dim", "mask", "shapes", "TFLOP/s", "best deterministic peer", "best other peer"], lines)
+
+
+def one_run_line(quoted: Quoted, run: str, rows: list[Comparison]) -> str:
+    """What one run with FlashAttention-3 says of the backward and the forward."""
+    forward = quoted.in_one_run("forward")[run]
+    means = [compare.mean(rows, deterministic, "fa3") for deterministic in (True, False)]
+    what = quoted.peers_meta["same_run"].get(run, f"dash_attn {quoted.meta['commit'][:12]}")
+    return prose(
+        f"""- {run}, {what}, {means[0].shapes} shapes: the backward has {means[0].ratio:.2f} times the throughput of
+        deterministic FlashAttention-3 and {means[1].ratio:.2f} times that of its other mode; the forward has
+        {compare.mean(forward, True, "fa3").ratio:.2f} times that of FlashAttention-3, and
+        {compare.mean(forward, True).ratio:.2f} times that of the better of it and cuDNN.""",
+        indent="  ",
+    )
+
+
+def readme(quoted: Quoted) -> str:
+    rows, forward = quoted.against_peers("backward"), quoted.against_peers("forward")
+    runs = [(r, c) for r, c in quoted.in_one_run("backward").items() if compare.mean(c, True, "fa3")]
+    with_fa3 = compare.mean([row for row in rows if row.best(True, "fa3")], True)
+    picture = quoted.path.with_suffix(".png").relative_to(ROOT)
+    parts = [
+        f"![Deterministic backward throughput on an H200]({picture})",
+        summary(rows),
+        prose(
+            f"""The backward of `schedule="auto"`, bf16, and the geometric mean of its throughput over the best peer's, with
+            the number of the group's shapes that each peer was measured at: FA2 to FA4 are FlashAttention-2 to -4, DASH is
+            the fork of the paper's authors. Over the {with_fa3.shapes} shapes with a figure of deterministic
+            FlashAttention-3, the ratio to the best deterministic peer is {with_fa3.ratio:.2f}. The forward has
+            {compare.mean(forward, True).ratio:.2f} times the throughput of the best peer's. All these compare our run of commit
+            {quoted.meta["commit"][:12]} with other runs of the peers. Runs of both sides together say:"""
+        ),
+        "\n".join(one_run_line(quoted, run, found) for run, found in runs),
+    ]
+    return "\n" + "\n\n".join(parts) + "\n\n"
+
+
+def grid(rows: list[Comparison]) -> str:
+    """Every shape, the best peers, and which were not measured there."""
+    notes, missing = compare.footnotes(rows)
+    lines = []
+    for row in rows:
+        shape, note = row.shape, notes[row.shape]
+        cells = [str(shape.head_dim), heads_of(shape), shape.mask, str(shape.seqlen), f"**{row.ours.tflops:.0f}**"]
+        for deterministic in (True, False):
+            peer = row.best(deterministic)
+            cells += [f"{peer.tflops:.0f} ({peer.name})", f"{row.ratio(peer):.2f}"] if peer else ["-", "-"]
+        lines.append([*cells, note])
+    heads = ["head_dim", "heads", "mask", "seqlen", "dash_attn", "best deterministic peer", "ratio", "best other peer", "ratio"]
+    modes = {True: "deterministic", False: "not deterministic"}
+    shown = []
+    for letter, peers in missing.items():
+        said = [
+            f"{modes[mode]}: {', '.join(compare.NAMES[p.impl] for p in peers if p.deterministic == mode)}"
+            for mode in (True, False)
+            if any(p.deterministic == mode for p in peers)
+        ]
+        shown.append(prose(f"- {letter}: {'; '.join(said)}", indent="  "))
+    legend = "Missing are the peers that were not measured at the shape:\n\n" + "\n".join(shown)
+    return table([*heads, "missing"], lines) + "\n\n" + legend
+
+
+def shown_mean(mean: compare.Mean | None) -> str:
+    return f"{mean.ratio:.2f} ({mean.shapes})" if mean else "-"
+
+
+def to_each_peer(quoted: Quoted, pass_: str) -> str:
+    """The mean to each peer, of separate runs and of those with both sides."""
+    apart, together = quoted.against_peers(pass_), quoted.in_one_run(pass_)
+    lines = []
+    for peer in compare.measured_peers(apart):
+        cells = []
+        for rows in (apart, *together.values()):
+            cells.append(shown_mean(compare.mean(rows, peer.deterministic, peer.impl)))
+        lines.append([str(peer) if pass_ == "backward" else compare.NAMES[peer.impl], *cells])
+    for deterministic, name in ((True, "the best deterministic"), (False, "the best other")):
+        means = [compare.mean(rows, deterministic) for rows in (apart, *together.values())]
+        if any(means):
+            label = name if pass_ == "backward" else "the best"
+            lines.append([label, *map(shown_mean, means)])
+    return table([pass_, "separate runs", *together], lines)
+
+
+def yardstick(quoted: Quoted) -> str:
+    """Ours over the same kernel with plain fp32 atomics, where the result has them."""
+    rows = compare.read(quoted.path, "backward")
+    ratios = {}
+    for shape, figures in rows.items():
+        by_schedule = {f.schedule: f.tflops for f in figures if f.impl == compare.OURS}
+        if {"auto", "atomic"} <= by_schedule.keys():
+            ratios[shape] = by_schedule["auto"] / by_schedule["atomic"]
+    if not ratios:
+        return ""
+    below = [f"{shape} ({ratio:.3f})" for shape, ratio in ratios.items() if ratio < TARGET]
+    return prose(
+        f"""Against the same kernel with plain fp32 atomics, which are not deterministic (`--schedules atomic`):
+        {compare.geometric_mean(list(ratios.values())):.3f} in geometric mean, {min(ratios.values()):.3f} to
+        {max(ratios.values()):.3f}. """
+        + (f"Below the goal of {TARGET}: {', '.join(below)}." if below else f"None is below the goal of {TARGET}.")
+    )
+
+
+def details(quoted: Quoted) -> str:
+    both = quoted.against_peers("both")
+    means = [compare.mean(both, deterministic) for deterministic in (True, False)]
+    meta, name = quoted.meta, quoted.path.name
+    impls = [
+        prose(f"- {compare.NAMES[impl]}: {what}.", indent="  ") for impl, what in quoted.peers_meta["impls"].items()
+    ]
+    parts = [
+        prose(
+            f"""[`{name}`](results/{name}): commit {meta["commit"]}, {meta["gpu"]}, driver {meta["driver"]}, CUDA
+            {meta["cuda"]}, torch {meta["torch"]}. The backward in TFLOP/s, bf16, `schedule="auto"`:"""
+        ),
+        grid(quoted.against_peers("backward")),
+        "The peers:",
+        "\n".join(impls),
+        prose(f"Left out is {quoted.peers_meta['left_out']}."),
+        prose(
+            f"""Geometric means of our throughput over the peer's, with the number of shapes. In the first column the two
+            sides are of separate runs; in the others the peer was measured in one run with ours:
+            {"; ".join(f"{run} is {what}" for run, what in quoted.peers_meta["same_run"].items())}."""
+        ),
+        to_each_peer(quoted, "backward"),
+        to_each_peer(quoted, "forward"),
+        prose(
+            f"""Forward and backward together, ours through autograd, a peer's backward after the quickest forward of any
+            peer, separate runs: {means[0].ratio:.2f} times the best deterministic peer ({means[0].shapes} shapes),
+            {means[1].ratio:.2f} times the best other ({means[1].shapes})."""
+        ),
+        yardstick(quoted),
+    ]
+    return "\n" + "\n\n".join(filter(None, parts)) + "\n\n"
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("result", type=pathlib.Path)
+    arguments = parser.parse_args(argv)
+    quoted = Quoted(arguments.result.resolve())
+    drawn = plot.with_peers(json.loads(quoted.path.read_text()), json.loads(quoted.peers_path.read_text()))
+    plot.draw(plot.deterministic_only(drawn), quoted.path.with_suffix(".png"), "backward")
+    for path, block in ((ROOT / "README.md", readme(quoted)), (ROOT / "benchmarks" / "README.md", details(quoted))):
+        path.write_text(with_block(path.read_text(), MODULE, block))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,325 @@
+// The consumers: each warpgroup owns 64 keys and computes, for every query tile,
+//
+//   S^T = K Q^T     P^T = exp2(scale S^T - LSE)     dP^T = V dO^T     dS^T = P^T * (dP^T - D)
+//   dV += P^T dO    dK += dS^T Q                    dQ^T = K^T dS^T   (over the keys of both consumers)
+//
+// Products run in the order in which they are issued, while the thread computes. From step j to step j + 1 (a bar is a
+// wait for products):
+//
+//   tensor cores:  S(j+1) | dK(j)  | dQ(j) | dV(j+1)          dP(j+1) |
+//   threads:              | P(j+1) |       | dQ(j) -> adder           | dS(j+1) -> shared memory
+//
+// dQ(j) waits for the other consumer's dS(j); S(j+1) and dK(j) come before it to give that time. A thread holds dK and
+// dV (128 registers at head_dim 128), its rows of V (32), and two fragments that serve in turn: one in fp32 for S and P,
+// dQ, dP (32), one rounded for P and dS (16).
+#pragma once
+
+#include <cutlass/arch/barrier.h>
+
+#include "../device/fragment.h"
+#include "../device/warp_roles.h"
+#include "dq_grid.h"
+#include "dq_layout.h"
+#include "epilogue.h"
+#include "params.h"
+#include "score_tile.h"
+#include "storage.h"
+#include "work_ring.h"
+
+namespace dash_attn::backward {
+
+template <typename Variant>
+class Consumer {
+ public:
+  using Element = typename Variant::Element;
+  using Score = typename Variant::Score;
+  using Shared = SharedStorage<Variant>;
+
+  __device__ Consumer(Shared& shared, const KernelParams& params)
+      : shared_(shared),
+        params_(params),
+        descriptor_of_(&shared),
+        consumer_(warpgroup_index() - 1),
+        thread_(threadIdx.x % kWarpgroupThreads) {}
+
+  __device__ void run() {
+    for (; wait_for_work_together(shared_, ring_); ring_ = ring_.next()) {
+      process(work().steps);
+      arrive_together(shared_.work_empty[ring_.slot()]);
+    }
+    if (thread_ == 0) { ptx::bulk_wait_read(); }  // before shared memory goes
+  }
+
+ private:
+  using KeyRows = KMajor<Variant::kKey>;      // K or V as A of S^T, dP^T
+  using QueryRows = KMajor<Variant::kQuery>;  // Q or dO as B of S^T, dP^T; dS as B of dQ^T
+  using QuerySum = MnMajor<Variant::kQuery>;      // dO, Q as B of dV, dK
+  using KeySum = MnMajor<Variant::kKey>;          // K as A of dQ^T
+  using Layout = DqLayout<Variant>;
+  using Step = RingIndex<Variant::kStages>;
+  template <int kSlot>
+  struct StepInSlot : Step {
+    static __device__ __forceinline__ constexpr uint32_t slot() { return kSlot; }
+  };
+  static_assert(Variant::kStages == 2);
+
+  static constexpr int kScoreRegisters = Variant::kQuery / 2;       // a 64 x kQuery fragment
+  static constexpr int kDsBlock = Variant::kQuery * kSwizzleColumns;
+
+  using Scores = float[kScoreRegisters];
+  using RoundedScores = RegisterSlice[kScoreRegisters / 8];
+  using Gradient = typename Epilogue<Variant>::Gradient;
+  using DqPartial = float[Layout::kRegisters];
+
+  struct Registers {
+    Gradient dk, dv;
+    Scores scores;          // S and P; dP
+    RoundedScores rounded;  // P; dS
+    RegisterSlice v[Variant::kHeadDimSlices];
+
+    // Where dQ's partial is as large as S it takes the same registers: S has become P, and dP is not issued yet. ptxas
+    // does not find that by itself; taking half of them confuses it.
+    static constexpr bool kShareDq = Layout::kRegisters == kScoreRegisters;
+    float own_dq[kShareDq ? 1 : Layout::kRegisters];
+    __device__ __forceinline__ DqPartial& dq() {
+      if constexpr (kShareDq) {
+        return scores;
+      } else {
+        return own_dq;
+      }
+    }
+  };
+
+  // Rounding a partial to the grid takes time that dP fills where it has registers of its own.
+  static constexpr bool kDpFirst = Variant::kOrderFree && !Registers::kShareDq;
+
+  __device__ __forceinline__ void process(int steps) {
+    Registers r;
+    clear(r.dk);
+    clear(r.dv);
+    if (steps > 0) {
+      walk(r, steps);
+    } else {
+      pass_over();
+    }
+    if constexpr (Variant::kStageInDs) { arrive_together(shared_.k_empty); }
+    if constexpr (Variant::kClusterSize > 1) {
+      if (!work().valid()) { return; }
+    }
+    if (params_.scheduler.splits == 1 || reduce_splits<Variant>(params_, work(), r.dk, r.dv)) {
+      Epilogue<Variant>::store(shared_, params_, work(), key_tile(), step_.previous().slot(), consumer_, r.dk, r.dv);
+    }
+  }
+
+  // The loop is cut where no product is running, between dP and dS: ptxas then follows every product to its wait and
+  // has no reason to serialise them.
+  __device__ __forceinline__ void walk(Registers& r, int steps) {
+    begin_first_step(r);
+    for (int steps_left = steps - 1; steps_left > 0; --steps_left) {
+      // So that all addresses of a step are constants.
+      if (step_.slot() == 0) {
+        end_step_begin_next<0>(r);
+      } else {
+        end_step_begin_next<1>(r);
+      }
+    }
+    end_last_step(r);
+  }
+
+  // A work tile without steps: nothing has been loaded.
+  __device__ __forceinline__ void pass_over() {
+    release_staging();
+    shared_.k_full.wait(tile().parity());
+    shared_.v_full.wait(tile().parity());
+    arrive_together(shared_.v_empty);
+  }
+
+  // There is one K and one V a work tile.
+  __device__ __forceinline__ RingIndex<1> tile() const { return {ring_.count}; }
+  __device__ __forceinline__ Element* key_tile() const { return shared_.kv[ring_.count % 2]; }
+  __device__ __forceinline__ const Element* value_tile() const { return shared_.kv[1 - ring_.count % 2]; }
+  __device__ __forceinline__ const WorkTile& work() const { return shared_.work[ring_.slot()]; }
+
+  __device__ __forceinline__ void release_staging() const {
+    Epilogue<Variant>::release_staging(shared_, thread_, ring_.count == 0);
+  }
+
+  __device__ __forceinline__ void begin_first_step(Registers& r) {
+    shared_.k_full.wait(tile().parity());
+    issue_s(r, step_);
+    release_staging();
+    wait_products<0>();
+    pin(r.scores);
+    make_p(r.scores, step_);
+    round_p(r);
+    wait_for_dout(step_);
+    issue_dv(r, step_);
+    shared_.v_full.wait(tile().parity());  // and so for the place of dS: epilogue.h
+    load_rows<Variant::kKey>(value_tile(), consumer_ * kWarpgroupRows, r.v, thread_ / 32, thread_ % 32);
+    issue_dp(r, step_);
+    wait_products<0>();
+    pin(r.dv);
+    pin(r.scores);
+    pin(r.rounded);
+    arrive_together(shared_.v_empty);
+  }
+
+  template <int kSlot>
+  __device__ __forceinline__ void end_step_begin_next(Registers& r) {
+    const StepInSlot<kSlot> step{step_};
+    const StepInSlot<1 - kSlot> next{step_.next()};
+    make_ds(r, step);
+    issue_s(r, next);
+    fence_and_arrive(shared_.ds_full[step.slot()]);
+    issue_dk(r, step);
+    wait_products<1>();  // S
+    pin(r.scores);
+    make_p(r.scores, next);
+    wait_for_dout(next);
+    wait_products<0>();  // dK
+    pin(r.dk);
+    pin(r.rounded);
+    shared_.q_empty[step.slot()].arrive();
+    round_p(r);
+
+    issue_dq(r, step);
+    issue_dv(r, next);
+    if constexpr (kDpFirst) { issue_dp(r, next); }
+    wait_for_staging(step);
+    wait_products<kDpFirst ? 2 : 1>();  // dQ
+    pin(r.dq());
+    stage_dq(r.dq(), step);
+    if constexpr (!kDpFirst) { issue_dp(r, next); }
+    fence_and_arrive(shared_.dq_full[step.slot()]);
+
+    step_ = step_.next();
+    wait_products<0>();  // dV and dP
+    pin(r.dv);
+    pin(r.scores);
+    pin(r.rounded);
+  }
+
+  __device__ __forceinline__ void end_last_step(Registers& r) {
+    make_ds(r, step_);
+    fence_and_arrive(shared_.ds_full[step_.slot()]);
+    issue_dk(r, step_);
+    issue_dq(r, step_);
+    wait_for_staging(step_);
+    wait_products<0>();
+    pin(r.dk);
+    pin(r.dq());
+    pin(r.rounded);
+    shared_.q_empty[step_.slot()].arrive();
+    stage_dq(r.dq(), step_);
+    fence_and_arrive(shared_.dq_full[step_.slot()]);
+    step_ = step_.next();
+  }
+
+  template <typename AnyStep>
+  __device__ __forceinline__ void issue_s(Registers& r, AnyStep step) {
+    shared_.q_full[step.slot()].wait(step.parity());
+    multiply<Element, Variant::kHeadDim>(r.scores, KeyRows(descriptor_of_(key_tile()), consumer_ * kWarpgroupRows),
+                                        QueryRows(descriptor_of_(shared_.q[step.slot()])));
+  }
+
+  template <typename AnyStep>
+  __device__ __forceinline__ void wait_for_dout(AnyStep step) const {
+    shared_.dout_full[step.slot()].wait(step.parity());
+  }
+
+  template <typename AnyStep>
+  __device__ __forceinline__ void issue_dv(Registers& r, AnyStep step) {
+    multiply_add<Element>(r.dv, r.rounded, QuerySum(descriptor_of_(shared_.dout[step.slot()])));
+  }
+
+  template <typename AnyStep>
+  __device__ __forceinline__ void issue_dp(Registers& r, AnyStep step) {
+    multiply<Element>(r.scores, r.v, QueryRows(descriptor_of_(shared_.dout[step.slot()])));
+  }
+
+  template <typename AnyStep>
+  __device__ __forceinline__ void issue_dk(Registers& r, AnyStep step) {
+    multiply_add<Element>(r.dk, r.rounded, QuerySum(descriptor_of_(shared_.q[step.slot()])));
+  }
+
+  // A consumer that has arrived on ds_full has completed dQ of the step before, so two buffers of dS need no `empty`
+  // barrier.
+  template <typename AnyStep>
+  __device__ __forceinline__ void issue_dq(Registers& r, AnyStep step) {
+    shared_.ds_full[step.slot()].wait(step.parity());
+    multiply<Element, Variant::kKey>(r.dq(),
+                                    KeySum(descriptor_of_(key_tile()), Variant::kSplitDqByHeadDim ? consumer_ : 0),
+                                    QueryRows(descriptor_of_(shared_.ds[step.slot()]),
+                                              Variant::kSplitDqByHeadDim ? 0 : consumer_ * Variant::kDqQueries));
+  }
+
+  // S becomes P.
+  template <typename AnyStep>
+  __device__ __forceinline__ void make_p(Scores& s, AnyStep step) const {
+    const StepTile tile = shared_.step[step.slot()];
+    if (tile.needs_masking) {
+      const Mask mask = Variant::grid(work().sequence).mask;
+      apply_mask(s, mask, tile.query_tile * Variant::kQuery, work().kv_tile * Variant::kKey + consumer_ * kWarpgroupRows,
+                 thread_);
+    }
+    probabilities<Score>(s, shared_.lse[step.slot()], params_.softmax_scale_log2, thread_);
+  }
+
+  __device__ __forceinline__ void round_p(Registers& r) const {
+    pack_slices<Element>(r.rounded, r.scores);
+    pin(r.rounded);
+  }
+
+  // dP and P become dS, rounded, in registers for dK and in shared memory for dQ.
+  template <typename AnyStep>
+  __device__ __forceinline__ void make_ds(Registers& r, AnyStep step) {
+    // Lets ptxas mix the stores with the sums, which pays where there are many.
+    if constexpr (kScoreRegisters > 32) { forget(thread_); }
+    score_gradient<Element, Score>(r.rounded, r.scores, shared_.delta[step.slot()], thread_);
+    shared_.dout_empty[step.slot()].arrive();
+    store_transposed(shared_.ds[step.slot()] + consumer_ * kDsBlock, r.rounded, thread_ / 32, thread_ % 32);
+  }
+
+  template <typename AnyStep>
+  __device__ __forceinline__ void wait_for_staging(AnyStep step) const {
+    shared_.dq_empty[step.slot()].wait(step.empty_parity());
+  }
+
+  template <typename AnyStep>
+  __device__ __forceinline__ void stage_dq(const DqPartial& dq, AnyStep step) {
+    float4* const buffer = reinterpret_cast<float4*>(shared_.dq[step.slot()]);
+    const auto store = [&](int quad, float x, float y, float z, float w) {
+      buffer[Layout::quad_index(consumer_, quad, thread_)] = make_float4(x, y, z, w);
+    };
+    if (stage_dq_on_grid(dq, step.count, store)) { return; }
+#pragma unroll
+    for (int quad = 0; quad < Layout::kQuads; ++quad) {
+      store(quad, dq[4 * quad], dq[4 * quad + 1], dq[4 * quad + 2], dq[4 * quad + 3]);
+    }
+  }
+
+  // Order-free, unless the head needs the order.
+  template <typename Store>
+  __device__ __forceinline__ bool stage_dq_on_grid(const DqPartial& dq, uint32_t step, const Store& store) {
+    if constexpr (Variant::kOrderFree) {
+      const int slot = RingIndex<Variant::kScaleSlots>{step}.slot();
+      forget(thread_);
+      const int tile = shared_.scale_tile[slot];
+      if (tile == kNoScale) { return false; }
+      const Grid<Variant> grid(shared_.scales[slot], consumer_, thread_);
+      grid.round(dq, params_.workspace.scales + int64_t(tile) * Variant::kQuery, store);
+      return true;
+    }
+    return false;
+  }
+
+  Shared& shared_;
+  const KernelParams& params_;
+  const TileDescriptors descriptor_of_;
+  const int consumer_;
+  int thread_;
+  WorkRing<Variant> ring_;
+  Step step_;
+};
+
+}  // namespace dash_attn::backward

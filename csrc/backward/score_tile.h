@@ -1,0 +1,62 @@
+// The part of a step that is no product of matrices: a thread's elements of S^T become P^T, and dP^T becomes dS^T.
+#pragma once
+
+#include "../device/fragment.h"
+#include "../device/ptx.h"
+#include "../schedule/mask.h"
+
+namespace dash_attn::backward {
+
+// Hides what the mask hides of the 64 keys from `first_key` on.
+template <int kSize>
+__device__ __forceinline__ void apply_mask(float (&s)[kSize], const Mask& mask, int first_query, int first_key,
+                                           int thread) {
+#pragma unroll
+  for (int i = 0; i < kSize; ++i) {
+    if (!mask.visible(first_query + fragment_column(thread, i), first_key + fragment_row(thread, i))) {
+      s[i] = -INFINITY;
+    }
+  }
+}
+
+// Of the queries (columns) of a thread's registers 8 * slice ... 8 * slice + 7.
+struct SliceStatistics {
+  float of[2][2];
+};
+
+__device__ __forceinline__ SliceStatistics slice_of(const float* rows, int thread, int slice) {
+  const float4 four = *reinterpret_cast<const float4*>(rows + slice_statistics(thread, slice));
+  return {{{four.x, four.y}, {four.z, four.w}}};
+}
+
+// P = e^(score - LSE); `lse` is in base 2.
+template <typename Score, int kSize>
+__device__ __forceinline__ void probabilities(float (&s)[kSize], const float* lse, float scale_log2, int thread) {
+#pragma unroll
+  for (int slice = 0; slice < kSize / 8; ++slice) {
+    const SliceStatistics row = slice_of(lse, thread, slice);
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+      float& x = s[8 * slice + i];
+      x = ptx::exp2_approx(Score::log2_weight(x, scale_log2, row.of[i / 4][i % 2]));
+    }
+  }
+}
+
+// dS = P * (dP - D), rounded, in the place of P.
+template <typename Element, typename Score, int kSize>
+__device__ __forceinline__ void score_gradient(RegisterSlice (&p)[kSize / 8], const float (&dp)[kSize],
+                                               const float* delta, int thread) {
+  static_assert(!Score::kHasDerivative, "multiply it in here");
+#pragma unroll
+  for (int slice = 0; slice < kSize / 8; ++slice) {
+    const SliceStatistics row = slice_of(delta, thread, slice);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const float* const x = dp + 8 * slice + 2 * i;
+      p[slice][i] = multiply_pair<Element>(p[slice][i], x[0] - row.of[i / 2][0], x[1] - row.of[i / 2][1]);
+    }
+  }
+}
+
+}  // namespace dash_attn::backward

@@ -1,0 +1,89 @@
+// Where the query heads of a KV head are split over work tiles, their dK and dV are added up in the order of the splits:
+// each consumer hands its fp32 sums to the same consumer of the next split's work tile, through the workspace.
+//
+//   all threads store the sum -> barrier of the warpgroup -> one thread: st.release semaphore = split + 1
+//   -> one thread of the next split: ld.acquire semaphore -> barrier of the warpgroup -> all threads load the sum
+//
+// The work tile that is waited for was taken earlier (schedule/order.h): it is being worked on, or has ended.
+#pragma once
+
+#include "../device/ptx.h"
+#include "../device/warp_roles.h"
+#include "config.h"
+#include "params.h"
+
+namespace dash_attn::backward {
+
+// The sum of one consumer's rows of dK or of dV. It is private to the kernel, so that it holds what each thread holds, four
+// registers at a time, thread after thread.
+template <typename Variant>
+class SplitSum {
+ public:
+  static constexpr int kRegisters = Variant::kHeadDim / 2;  // of a 64 x kHeadDim fragment
+  static constexpr int kQuads = kRegisters / 4;
+
+  using Gradient = float[kRegisters];
+
+  __device__ __forceinline__ SplitSum(const Workspace& workspace, int64_t index, int consumer, int thread)
+      : semaphore_(workspace.split_semaphores + index),
+        sums_(reinterpret_cast<float4*>(workspace.split_sums) + index * kQuads * kWarpgroupThreads + thread),
+        consumer_(consumer),
+        is_first_thread_(thread == 0) {}
+
+  __device__ __forceinline__ void add_to(Gradient& gradient, int split) const {
+    if (is_first_thread_) {
+      while (ptx::load_acquire(semaphore_) != split) {}
+    }
+    sync_warpgroup(1 + consumer_);
+#pragma unroll
+    for (int quad = 0; quad < kQuads; ++quad) {
+      const float4 sum = __ldcg(sums_ + quad * kWarpgroupThreads);
+      float* const own = gradient + 4 * quad;
+      own[0] += sum.x;
+      own[1] += sum.y;
+      own[2] += sum.z;
+      own[3] += sum.w;
+    }
+  }
+
+  __device__ __forceinline__ void pass_on(const Gradient& gradient, int split) const {
+#pragma unroll
+    for (int quad = 0; quad < kQuads; ++quad) {
+      const float* const own = gradient + 4 * quad;
+      __stcg(sums_ + quad * kWarpgroupThreads, make_float4(own[0], own[1], own[2], own[3]));
+    }
+    sync_warpgroup(1 + consumer_);
+    if (is_first_thread_) { ptx::store_release(semaphore_, split + 1); }
+  }
+
+ private:
+  int* semaphore_;  // how many splits are in the sum
+  float4* sums_;
+  int consumer_;
+  bool is_first_thread_;
+};
+
+// Adds the sums of the splits before. The last split keeps the result (true), the others pass it on, dV while dK is still
+// on its way. Called by whole consumers, whose threads count themselves afresh: what is shared with the mainloop changes its
+// code there, to the worse.
+template <typename Variant>
+__device__ __forceinline__ bool reduce_splits(const KernelParams& params, const WorkTile& work,
+                                              typename SplitSum<Variant>::Gradient& dk,
+                                              typename SplitSum<Variant>::Gradient& dv) {
+  const int index = read_thread_index();
+  const int consumer = index / kWarpgroupThreads - 1, thread = index % kWarpgroupThreads;
+  const TileScheduler& scheduler = params.scheduler;
+  const int kv_tiles = Variant::grid(work.sequence).kv_tiles();
+  const int64_t tile = int64_t(work.batch * scheduler.kv_heads + work.kv_head) * kv_tiles + work.kv_tile;
+  const int64_t first = 2 * (tile * Variant::kConsumers + consumer);
+  const SplitSum<Variant> dv_sum(params.workspace, first, consumer, thread);
+  const SplitSum<Variant> dk_sum(params.workspace, first + 1, consumer, thread);
+  const bool is_last = work.split + 1 == scheduler.splits;
+  if (work.split > 0) { dv_sum.add_to(dv, work.split); }
+  if (!is_last) { dv_sum.pass_on(dv, work.split); }
+  if (work.split > 0) { dk_sum.add_to(dk, work.split); }
+  if (!is_last) { dk_sum.pass_on(dk, work.split); }
+  return is_last;
+}
+
+}  // namespace dash_attn::backward

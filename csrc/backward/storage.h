@@ -1,0 +1,125 @@
+// The main kernel's shared memory: buffers, and the barriers that say when each is full or empty.
+#pragma once
+
+#include <cutlass/arch/barrier.h>
+
+#include "../device/ring.h"
+#include "../schedule/work_tile.h"
+#include "config.h"
+
+namespace dash_attn::backward {
+
+constexpr int kNoMoreWork = -2;   // as kv_tile of a work tile
+constexpr int kNoMoreTiles = -1;  // as dq_tile of a planned step
+constexpr int kAnyTurn = -1;      // as rank: the partial waits for no other
+constexpr int kNoScale = -1;      // as tile of a partial that stays in fp32
+
+// A step as the planner tells it to the loader and an adder.
+struct PlannedStep {
+  int query_tile;
+  int dq_tile;  // its index among the query tiles of all heads, or kNoMoreTiles
+  int rank;     // of the KV tile in the sum of dQ there
+  int packed;   // query head, whether elements must be masked, whether the work tile ends
+
+  __device__ __forceinline__ void pack(int head, bool needs_masking, bool is_last) {
+    packed = 4 * head + 2 * int(needs_masking) + int(is_last);
+  }
+  __device__ __forceinline__ int head() const { return packed >> 2; }
+  __device__ __forceinline__ bool needs_masking() const { return packed & 2; }
+  __device__ __forceinline__ bool is_last() const { return packed & 1; }
+};
+
+// What a consumer needs to know of a step.
+struct StepTile {
+  int query_tile;
+  int needs_masking;
+};
+
+template <typename Variant>
+struct alignas(1024) SharedStorage {
+  using Element = typename Variant::Element;
+  using Barrier = cutlass::arch::ClusterBarrier;
+  using TransactionBarrier = cutlass::arch::ClusterTransactionBarrier;
+  static constexpr int kStages = Variant::kStages;
+
+  // K of a work tile, and V until the consumers have it in registers: they change places from work tile to work tile, so
+  // that the next K arrives while this one is used.
+  Element kv[2][Variant::kKey * Variant::kHeadDim];
+  Element q[kStages][Variant::kQuery * Variant::kHeadDim];
+  Element dout[kStages][Variant::kQuery * Variant::kHeadDim];
+  Element ds[kStages][Variant::kQuery * Variant::kKey];  // (key block of 64, query, key): dS, keys contiguous; after a work
+                                                         // tile its gradients are staged here
+  float dq[kStages][Variant::kDqTileFloats];             // in the order of dq_layout.h
+  float lse[kStages][Variant::kQuery];                   // base 2
+  float delta[kStages][Variant::kQuery];                 // D = rowsum(dO * O)
+  StepTile step[kStages];
+  // Order-free only: the tile whose rows' units the partial is rounded to, or kNoScale; scales in the order of
+  // scale_position.
+  alignas(16) uint8_t scales[Variant::kScaleSlots][Variant::kScaleBytes ? Variant::kQuery : 16];
+  int scale_tile[Variant::kScaleSlots];
+  PlannedStep plan[Variant::kPlanSlots];
+  WorkTile work[Variant::kWorkSlots];
+  int work_number[Variant::kWorkSlots];  // in clusters, as the first CTA sends it
+
+  TransactionBarrier k_full, v_full;
+  Barrier v_empty;  // the consumers have V in registers
+  Barrier k_empty;  // the consumers have done with K, and dV has left from there
+  TransactionBarrier q_full[kStages], dout_full[kStages];
+  Barrier q_empty[kStages], dout_empty[kStages];
+  Barrier ds_full[kStages];  // both consumers have written dS, and have done with the buffer before
+  Barrier dq_full[kStages], dq_empty[kStages];
+  Barrier plan_full[Variant::kPlanSlots], plan_empty[Variant::kPlanSlots];
+  Barrier work_full[Variant::kWorkSlots], work_empty[Variant::kWorkSlots];
+  TransactionBarrier number_full[Variant::kWorkSlots];
+  Barrier number_empty[Variant::kWorkSlots];  // of the cluster's first CTA: all loaders of the cluster have read
+};
+
+// Number of arrivals that complete each barrier.
+template <typename Variant>
+struct Arrivals {
+  static constexpr int kTransaction = 1;   // the thread that announces the bytes
+  static constexpr int kLoaderLanes = 32;  // each has written some of LSE; one announces bytes too
+  static constexpr int kConsumerWarpgroups = Variant::kConsumers;  // one elected thread a warpgroup
+  static constexpr int kConsumerWarps = Variant::kConsumerWarps;   // one lane a warp
+  // Every thread, where threads have read for themselves what is overwritten next: LSE and D. One arrival a warp after
+  // __syncwarp would do and is no faster, but racecheck follows only this.
+  static constexpr int kConsumerThreads = Variant::kConsumers * kWarpgroupThreads;
+  static constexpr int kDoneWithK = Variant::kStageInDs ? kConsumerWarps : kConsumerWarpgroups;
+  static constexpr int kAdder = 1;
+  static constexpr int kPlanner = 1;
+  static constexpr int kPlanReaders = kLoaderLanes + kAdder;  // one of the adders
+  static constexpr int kLoader = 1;
+  static constexpr int kWorkReaders = kConsumerWarps + kPlanner;
+  static constexpr int kLoadersOfCluster = Variant::kClusterSize;
+};
+
+template <typename Variant>
+__device__ __forceinline__ void initialise_barriers(SharedStorage<Variant>& shared) {
+  using Count = Arrivals<Variant>;
+  shared.k_full.init(Count::kTransaction);
+  shared.v_full.init(Count::kTransaction);
+  shared.v_empty.init(Count::kConsumerWarps);
+  shared.k_empty.init(Count::kDoneWithK);
+  for (int i = 0; i < Variant::kStages; ++i) {
+    shared.q_full[i].init(Count::kLoaderLanes);
+    shared.dout_full[i].init(Count::kTransaction);
+    shared.q_empty[i].init(Count::kConsumerThreads);
+    shared.dout_empty[i].init(Count::kConsumerThreads);
+    shared.ds_full[i].init(Count::kConsumerWarps);
+    shared.dq_full[i].init(Count::kConsumerWarps);
+    shared.dq_empty[i].init(Count::kAdder);
+  }
+  for (int i = 0; i < Variant::kPlanSlots; ++i) {
+    shared.plan_full[i].init(Count::kPlanner);
+    shared.plan_empty[i].init(Count::kPlanReaders);
+  }
+  for (int i = 0; i < Variant::kWorkSlots; ++i) {
+    shared.work_full[i].init(Count::kLoader);
+    shared.work_empty[i].init(Count::kWorkReaders);
+    shared.number_full[i].init(Count::kTransaction);
+    shared.number_empty[i].init(Count::kLoadersOfCluster);
+  }
+  cutlass::arch::fence_barrier_init();
+}
+
+}  // namespace dash_attn::backward

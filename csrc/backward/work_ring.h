@@ -1,0 +1,87 @@
+// Handing out work. The loader of a cluster's first CTA takes the next number from a counter in global memory and sends it
+// to the cluster's other loaders; each loader works out its CTA's work tile and passes it to the other warps through a ring
+// in shared memory.
+//
+// Taking numbers in order is what makes waiting safe: a CTA that holds number n waits only for lower ones
+// (schedule/order.h), all of which are held by CTAs that are running or have finished, so the lowest unfinished one never
+// waits.
+#pragma once
+
+#include <cute/arch/cluster_sm90.hpp>
+
+#include "../device/ptx.h"
+#include "params.h"
+#include "storage.h"
+
+namespace dash_attn::backward {
+
+template <typename Variant>
+using WorkRing = RingIndex<Variant::kWorkSlots>;
+
+template <typename Variant>
+__device__ __forceinline__ int cluster_cta_rank() {
+  return Variant::kClusterSize == 1 ? 0 : int(cute::block_rank_in_cluster());
+}
+
+// Called by one thread of every CTA of the cluster.
+template <typename Variant>
+__device__ __forceinline__ int take_number(SharedStorage<Variant>& shared, const KernelParams& params,
+                                           WorkRing<Variant> ring) {
+  if constexpr (Variant::kClusterSize == 1) {
+    return atomicAdd(params.workspace.next_work, 1);
+  } else {
+    const int slot = ring.slot();
+    shared.number_full[slot].arrive_and_expect_tx(sizeof(int));
+    if (cluster_cta_rank<Variant>() == 0) {
+      shared.number_empty[slot].wait(ring.empty_parity());
+      const int number = atomicAdd(params.workspace.next_work, 1);
+#pragma unroll
+      for (int cta = 0; cta < Variant::kClusterSize; ++cta) {
+        ptx::store_async(ptx::map_shared(&shared.work_number[slot], cta), number,
+                         ptx::map_shared(&shared.number_full[slot], cta));
+      }
+    }
+    shared.number_full[slot].wait(ring.parity());
+    const int number = shared.work_number[slot];
+    shared.number_empty[slot].arrive(0u);
+    return number;
+  }
+}
+
+// Called by the loader's leader, once a work tile: waits for the slot, and fills it.
+template <typename Variant>
+__device__ __forceinline__ void publish_work(SharedStorage<Variant>& shared, const KernelParams& params,
+                                             WorkRing<Variant> ring) {
+  const int number = take_number(shared, params, ring);
+  shared.work_empty[ring.slot()].wait(ring.empty_parity());
+  WorkTile& work = shared.work[ring.slot()];
+  if (number < params.num_groups) {
+    const TileScheduler& scheduler = params.scheduler;
+    const TileGrid grid = Variant::grid(scheduler.sequence);
+    Variant::Policies::with(scheduler.policy, [&](auto policy) {
+      work = scheduler.work_tile<decltype(policy)::value>(grid, number, cluster_cta_rank<Variant>());
+    });
+  } else {
+    work.kv_tile = kNoMoreWork;
+  }
+  shared.work_full[ring.slot()].arrive();
+}
+
+// For one thread of another warp: the work tile of this pass, or false when there is no more. It stays until the thread
+// arrives on work_empty.
+template <typename Variant>
+__device__ __forceinline__ bool wait_for_work(SharedStorage<Variant>& shared, WorkRing<Variant> ring) {
+  shared.work_full[ring.slot()].wait(ring.parity());
+  return shared.work[ring.slot()].kv_tile != kNoMoreWork;
+}
+
+// For a whole warp, which stays together: ptxas otherwise takes what follows for divergent, and keeps addresses and counts in
+// a register of every lane instead of one.
+template <typename Variant>
+__device__ __forceinline__ bool wait_for_work_together(SharedStorage<Variant>& shared, WorkRing<Variant> ring) {
+  const bool more = wait_for_work(shared, ring);
+  __syncwarp();
+  return more;
+}
+
+}  // namespace dash_attn::backward

@@ -1,0 +1,42 @@
+// What warps and warpgroups of both passes do together.
+#pragma once
+
+#include <cutlass/arch/barrier.h>
+
+#include <cute/arch/cluster_sm90.hpp>
+
+#include "ptx.h"
+#include "sm90.h"
+
+namespace dash_attn {
+
+// The warpgroup's number in the CTA, by a shuffle so that the compiler knows that it is uniform.
+__device__ __forceinline__ int warpgroup_index() {
+  return __shfl_sync(0xffffffff, int(threadIdx.x) / kWarpgroupThreads, 0);
+}
+__device__ __forceinline__ int warp_index() { return __shfl_sync(0xffffffff, int(threadIdx.x) / 32, 0); }
+
+// Of the threads of one warpgroup.
+__device__ __forceinline__ void sync_warpgroup(int barrier) {
+  cutlass::arch::NamedBarrier::sync(kWarpgroupThreads, uint32_t(barrier));
+}
+
+// One arrival a warp, for what is done by the time its elected lane comes here: products, waits.
+__device__ __forceinline__ void arrive_once(const cutlass::arch::ClusterBarrier& barrier) {
+  if (cute::elect_one_sync()) { barrier.arrive(); }
+}
+
+// One arrival a warp: all its threads have finished with what the barrier guards.
+__device__ __forceinline__ void arrive_together(const cutlass::arch::ClusterBarrier& barrier) {
+  __syncwarp();
+  arrive_once(barrier);
+}
+
+// What the threads of the warp have stored may be read by products and bulk operations. The fence takes hundreds of
+// clocks, so a product should be running.
+__device__ __forceinline__ void fence_and_arrive(const cutlass::arch::ClusterBarrier& barrier) {
+  ptx::fence_async_shared();
+  arrive_together(barrier);
+}
+
+}  // namespace dash_attn

@@ -1,0 +1,27 @@
+// A call of the backward as the model sees it: the grid of one sequence's tiles, and the work on all of them.
+#pragma once
+
+#include "../schedule/splits.h"
+#include "../schedule/tile_grid.h"
+#include "../schedule/work_tile.h"
+
+namespace dash_attn {
+
+struct Problem {
+  TileGrid grid;
+  TileScheduler scheduler;
+
+  constexpr int heads() const { return scheduler.kv_heads * scheduler.group_size; }
+  constexpr int heads_per_split() const { return scheduler.group_size / scheduler.splits; }
+
+  template <Policy P>
+  constexpr int64_t num_groups() const {
+    return scheduler.num_groups<P>(grid);
+  }
+  template <Policy P>
+  constexpr WorkTile work_tile(int number, int cta_rank) const {
+    return scheduler.work_tile<P>(grid, number, cta_rank);
+  }
+};
+
+}  // namespace dash_attn

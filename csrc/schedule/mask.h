@@ -1,0 +1,63 @@
+// Which keys a query sees: decided here for the forward, the backward, the schedules and the simulator, on the host and on
+// the device. A kernel makes its Mask with a constant kind, so that the compiler drops the others.
+#pragma once
+
+#include "../host_device.h"
+
+namespace dash_attn {
+
+DASH_HOST_DEVICE constexpr int ceil_div(int a, int b) { return (a + b - 1) / b; }
+DASH_HOST_DEVICE constexpr int min_int(int a, int b) { return a < b ? a : b; }
+DASH_HOST_DEVICE constexpr int max_int(int a, int b) { return a > b ? a : b; }
+
+// The values are those of the variant list (launch/variants.def).
+enum class MaskKind : int {
+  kFull,    // every key
+  kCausal,  // query i sees the keys j <= i + seqlen_k - seqlen_q: the last query sees the last key
+};
+
+// Lengths of one sequence.
+struct Sequence {
+  int seqlen_q, seqlen_k;
+};
+
+// first, first + 1, ..., first + count - 1; empty where count is 0.
+struct Range {
+  int first, count;
+
+  DASH_HOST_DEVICE constexpr int end() const { return first + count; }
+  DASH_HOST_DEVICE static constexpr Range between(int first, int end) { return {first, max_int(0, end - first)}; }
+};
+
+// Both ends of what a query sees, and of the queries that see a key, never move back from one to the next: so what a tile
+// sees follows from its first and last row.
+struct Mask {
+  MaskKind kind;
+  Sequence sequence;
+
+  DASH_HOST_DEVICE constexpr Range keys_of(int query) const {
+    int const end = kind == MaskKind::kCausal ? query + diagonal() + 1 : sequence.seqlen_k;
+    return Range::between(0, min_int(end, sequence.seqlen_k));
+  }
+
+  DASH_HOST_DEVICE constexpr Range queries_of(int key) const {
+    int const first = kind == MaskKind::kCausal ? max_int(0, key - diagonal()) : 0;
+    return Range::between(first, sequence.seqlen_q);
+  }
+
+  DASH_HOST_DEVICE constexpr bool visible(int query, int key) const {
+    bool const exists = key < sequence.seqlen_k;
+    return kind == MaskKind::kCausal ? exists && key <= query + diagonal() : exists;
+  }
+
+  // Whether a query of the tile does not see a key of it. Query rows past the end need no mask: their LSE is +inf.
+  DASH_HOST_DEVICE constexpr bool hides_part_of(Range queries, Range keys) const {
+    bool const past_end = keys.end() > sequence.seqlen_k;
+    return kind == MaskKind::kCausal ? past_end || keys.end() - 1 > queries.first + diagonal() : past_end;
+  }
+
+ private:
+  DASH_HOST_DEVICE constexpr int diagonal() const { return sequence.seqlen_k - sequence.seqlen_q; }
+};
+
+}  // namespace dash_attn

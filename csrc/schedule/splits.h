@@ -1,0 +1,32 @@
+// Into how many parts the query heads of a KV head are cut. Each part has work tiles of its own, so that there are as many
+// times more of them, as many times shorter; dK and dV then are sums over work tiles, in the order of the splits.
+#pragma once
+
+#include <cstdint>
+
+#include "../host_device.h"
+#include "tile_grid.h"
+
+namespace dash_attn {
+
+// Where the sums of dK and dV are cut shows in their bits. So it may depend on one sequence and on what a KV head knows of
+// itself, and on nothing else: not on the other heads, the batch, or the SMs that a device has or a caller leaves.
+// kEnoughWorkTiles is about what lets one KV head fill a Hopper GPU, and is the same everywhere.
+inline constexpr int kEnoughWorkTiles = 128;  // of mean length; more where the longest, beside which short ones fill up, is longer
+inline constexpr int kStepsWorthASplit = 64;  // of a mean work tile: to add its dK and dV up must stay small beside its products
+
+// The fewest parts that make enough work tiles; where too few are possible, the most that leave them long enough.
+DASH_HOST_DEVICE constexpr int num_splits(int group_size, TileGrid const& grid) {
+  // From one end of the keys to the other the query tiles that a KV tile visits become steadily fewer, or stay as many.
+  int const first = grid.query_tiles_of(0).count, last = grid.query_tiles_of(grid.kv_tiles() - 1).count;
+  int64_t const twice_mean = int64_t{first} + last, longest = max_int(first, last);
+  int splits = 1;
+  for (int next = 2; next <= group_size; ++next) {
+    if (int64_t{grid.kv_tiles()} * splits * twice_mean >= 2 * kEnoughWorkTiles * longest) break;
+    if (twice_mean * (group_size / next) < 2 * kStepsWorthASplit) break;
+    if (group_size % next == 0) splits = next;
+  }
+  return splits;
+}
+
+}  // namespace dash_attn

@@ -1,0 +1,59 @@
+"""Inputs of the three functions, and what the kernels were called with."""
+
+import contextlib
+
+import torch
+
+import dash_attn
+from dash_attn import flash_attn_func, flash_attn_kvpacked_func, flash_attn_qkvpacked_func
+
+FUNCTIONS = {
+    flash_attn_func: (["q", "k", "v"], {}),
+    flash_attn_kvpacked_func: (["q", "kv"], {}),
+    flash_attn_qkvpacked_func: (["qkv"], {"num_heads_q": None}),
+}
+
+
+def randn(*shape, dtype=torch.bfloat16, seed=0):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype).requires_grad_()
+
+
+def qkv_tensors(seqlen_q, seqlen_k, heads=4, kv_heads=2, head_dim=32, batch=2, dtype=torch.bfloat16):
+    q = randn(batch, seqlen_q, heads, head_dim, dtype=dtype, seed=1)
+    k = randn(batch, seqlen_k, kv_heads, head_dim, dtype=dtype, seed=2)
+    v = randn(batch, seqlen_k, kv_heads, head_dim, dtype=dtype, seed=3)
+    dout = randn(batch, seqlen_q, heads, head_dim, dtype=dtype, seed=4).detach()
+    return q, k, v, dout
+
+
+def out_and_gradients(function, inputs, dout, **arguments):
+    out = function(*inputs, **arguments)
+    return out, *torch.autograd.grad(out, inputs, dout)
+
+
+def assert_same_bits(actual, expected):
+    for i, (a, e) in enumerate(zip(actual, expected, strict=True)):
+        assert torch.equal(a, e), i
+
+
+def inputs_of(function, batch=1, seqlen=9, heads=2, head_dim=8):
+    """Inputs of one of the functions, all the same values."""
+    q, k, v = (randn(batch, seqlen, heads, head_dim, seed=seed).detach() for seed in range(3))
+    packed = {"q": q, "k": k, "v": v, "kv": torch.stack((k, v), dim=2), "qkv": torch.stack((q, k, v), dim=2)}
+    return [packed[name].requires_grad_() for name in FUNCTIONS[function][0]]
+
+
+@contextlib.contextmanager
+def kernel_calls():
+    """The calls of the kernels in the block: [name, arguments]."""
+    calls = []
+    with torch.library._scoped_library("dash_attn_C", "IMPL") as library:
+        for name in ("forward", "backward"):
+            compute = getattr(dash_attn.ops, f"_{name}_cpu")
+
+            def record(*arguments, name=name, compute=compute):
+                calls.append((name, arguments))
+                compute(*arguments)
+
+            library.impl(name, record, "CPU", allow_override=True)
+        yield calls

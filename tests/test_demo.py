@@ -1,0 +1,77 @@
+"""The demo says of bits that differ that they differ."""
+
+import pytest
+import torch
+
+from dash_attn import demo
+
+SIZE = demo.Size(batch=1, seqlen=24, heads=2, head_dim=8, repeats=4)
+
+
+class Attention:
+    """Stands for an attention; of its backward passes, those whose numbers are in `odd` have another last bit."""
+
+    def __init__(self, odd):
+        attention = self
+        self.odd, self.calls = odd, 0
+
+        class Function(torch.autograd.Function):
+            @staticmethod
+            def forward(ctx, q, k, v):
+                return q + k + v
+
+            @staticmethod
+            def backward(ctx, dout):
+                dv = dout.clone()
+                if attention.calls in attention.odd:
+                    dv.view(torch.int16)[0, -1, -1, -1] ^= 1
+                attention.calls += 1
+                return dout, dout, dv
+
+        self.function = Function
+
+    def __call__(self, q, k, v, causal=True, schedule="auto"):
+        return self.function.apply(q, k, v)
+
+
+def inputs():
+    return demo.attention_inputs(SIZE, "cpu")
+
+
+@pytest.mark.parametrize("odd, differing", [((), 0), ((3,), 1), ((1, 2, 4), 3), ((0,), 4)])
+def test_differing_runs_counts_what_differs_from_the_first(odd, differing):
+    assert demo.differing_runs(Attention(odd), inputs(), SIZE.repeats) == differing
+
+
+@pytest.mark.parametrize("odd, said", [((), "0 of 4 runs differ"), ((2, 3), "2 of 4 runs differ")])
+def test_repeats_are_reported(odd, said, monkeypatch, capsys):
+    monkeypatch.setattr(demo, "flash_attn_func", Attention(odd))
+    assert demo.show_repeats(SIZE, "cpu") == (not odd)
+    assert said in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("odd, said", [((), "the bits of all gradients agree"), ((1,), "THE BITS DIFFER")])
+def test_a_layer_that_differs_is_reported(odd, said, monkeypatch, capsys):
+    monkeypatch.setattr(demo, "flash_attn_func", Attention(odd))
+    assert demo.show_layer(SIZE, "cpu") == (not odd)
+    assert said in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("layer, repeats, status", [(True, True, 0), (False, True, 1), (True, False, 1)])
+def test_exit_status(layer, repeats, status, monkeypatch, capsys):
+    monkeypatch.setattr(demo, "why_cpu", lambda: "no CUDA device")
+    monkeypatch.setattr(demo, "show_layer", lambda size, device: layer)
+    monkeypatch.setattr(demo, "show_repeats", lambda size, device: repeats)
+    for name in ("show_orders", "show_schedules"):
+        monkeypatch.setattr(demo, name, lambda *arguments: None)
+    monkeypatch.setattr(demo.sys, "argv", ["demo"])
+    assert demo.main() == status
+    assert ("All bits agree: yes" if status == 0 else "All bits agree: NO") in capsys.readouterr().out
+
+
+def test_digest_is_of_every_byte():
+    tensors = [torch.arange(6, dtype=torch.bfloat16).view(2, 3), torch.zeros(3)]
+    first = demo.digest(tensors)
+    assert first == demo.digest([t.clone() for t in tensors]) == demo.digest([tensors[0].mT.contiguous().mT, tensors[1]])
+    tensors[1].view(torch.int32)[2] ^= 1
+    assert demo.digest(tensors) != first

@@ -1,0 +1,119 @@
+"""The inputs, the cases and the comparison behind the golden bits, without a GPU."""
+
+import json
+import pathlib
+import sys
+
+import pytest
+import torch
+
+sys.path.insert(0, str(pathlib.Path(__file__).parent / "gpu"))
+
+import golden_bits
+
+from dash_attn import schedule
+
+
+def test_the_generator_gives_known_values():
+    assert golden_bits.hashed(torch.tensor([0, 1, 2, 2**32 - 1])).tolist() == [0, 824515495, 1722258072, 539527247]
+    exact = golden_bits.values((2, 5), 3, torch.float32, "cpu")
+    assert (256 * exact).tolist() == [[97, 36, -298, 479, 335], [-106, 275, 209, 137, -43]]
+    rounded = golden_bits.values((2, 5), 3, torch.bfloat16, "cpu")
+    assert (256 * rounded.float()).tolist() == [[97, 36, -298, 480, 336], [-106, 276, 209, 137, -43]]
+
+
+def test_the_generator_is_near_the_normal_distribution():
+    x = golden_bits.values((200_000,), 1, torch.float32, "cpu")
+    assert abs(x.mean().item()) < 0.01 and abs(x.std().item() - 1) < 0.01
+    assert abs((x**4).mean().item() - 3) < 0.2 and 3.5 < x.abs().max().item() < 6
+    y = golden_bits.values((200_000,), 2, torch.float32, "cpu")
+    assert abs((x * y).mean().item()) < 0.01 and abs((x[1:] * x[:-1]).mean().item()) < 0.01
+
+
+def test_the_inputs_of_a_case():
+    case = golden_bits.Case("fp16", 40, True, 2, 30, 70, 4, 2)
+    q, k, v, dout = golden_bits.inputs(case, "cpu")
+    assert q.shape == dout.shape == (2, 30, 4, 40) and k.shape == v.shape == (2, 70, 2, 40)
+    assert {x.dtype for x in (q, k, v, dout)} == {torch.float16}
+    assert not torch.equal(k, v) and not torch.equal(q, dout)
+
+
+def test_the_cases_are_legal_and_cover_what_they_should():
+    cases = golden_bits.cases()
+    assert len(set(map(str, cases))) == len(cases)
+    for case in cases:
+        for policy in schedule.fitting(causal=case.causal):
+            heads = dict(heads=case.heads, kv_heads=case.kv_heads, batch=case.batch)
+            tiles = schedule.problem(
+                policy, case.seqlen_q, case.seqlen_k, causal=case.causal, head_dim=case.head_dim, **heads
+            )
+            assert tiles.num_kv_tiles > 1
+    assert {case.dtype for case in cases} == {"bf16", "fp16"} and {case.causal for case in cases} == {False, True}
+    assert {case.head_dim for case in cases} == {64, 128, 96, 40}
+    assert any(case.seqlen_q < case.seqlen_k for case in cases) and any(case.seqlen_q > case.seqlen_k for case in cases)
+    for head_dim in (64, 128):
+        split = [
+            schedule.problem("descending", c.seqlen_q, c.seqlen_k, causal=c.causal, head_dim=head_dim, heads=c.heads, kv_heads=c.kv_heads)
+            for c in cases
+            if c.head_dim == head_dim
+        ]
+        assert any(tiles.head_splits > 1 for tiles in split) and any(tiles.head_splits == 1 for tiles in split)
+
+
+def test_one_bit_of_one_tensor_is_seen():
+    case = golden_bits.Case("bf16", 40, True, 1, 20, 30, 2, 1)
+    ops = golden_bits.Package()
+    found = golden_bits.digests(case, ops, "cpu")
+    policies = schedule.fitting(causal=True)
+    names = [f"{policy} {gradient}" for policy in policies for gradient in ("dq", "dk", "dv")]
+    assert list(found) == ["out", "softmax_lse", *names]
+    assert golden_bits.digests(case, ops, "cpu") == found
+
+    original = ops.backward
+
+    def backward(*arguments):
+        dq, dk, dv = original(*arguments)
+        if arguments[-1] == policies[-1]:
+            dv.view(torch.int16)[0, 3, 0, 7] ^= 1
+        return dq, dk, dv
+
+    ops.backward = backward
+    differ, alone = golden_bits.differences({str(case): found}, {str(case): golden_bits.digests(case, ops, "cpu")})
+    assert differ == [f"{case}: {policies[-1]} dv"] and not alone
+
+
+def test_two_files_are_compared(tmp_path, capsys):
+    before = {"a": {"out": "1", "spt dq": "2"}, "b": {"out": "3", "old dq": "9"}}
+    after = {"a": {"out": "1", "spt dq": "4"}, "b": {"out": "3"}}
+    paths = [tmp_path / "before.json", tmp_path / "after.json"]
+    for path, content in zip(paths, (before, after)):
+        path.write_text(golden_bits.dumps(content))
+        assert json.loads(path.read_text()) == content
+    assert golden_bits.main(["--compare", *map(str, paths)]) == 1
+    printed = capsys.readouterr().out
+    assert "DIFFERS a: spt dq" in printed and "b: only before: old dq" in printed
+    assert "3 digests in both; the bits of 1 of 2 cases differ" in printed
+    assert golden_bits.main(["--compare", str(paths[0]), str(paths[0])]) == 0
+
+
+class FakeLibrary:
+    """Writes its arguments' sum, and takes policies by name as a Library does."""
+
+    def forward(self, q, k, v, out, softmax_lse, softmax_scale, causal):
+        out.copy_(q + softmax_scale)
+        softmax_lse.fill_(float(causal))
+
+    def backward(self, dout, q, k, v, out, softmax_lse, dq, dk, dv, softmax_scale, causal, schedule):
+        dq.copy_(dout)
+        dk.copy_(k)
+        dv.copy_(v)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_a_library_by_its_path_has_its_own_policies(causal):
+    case = golden_bits.Case("bf16", 40, causal, 1, 20, 30, 2, 1)
+    raw = golden_bits.Raw(FakeLibrary(), list(golden_bits.POLICIES))
+    own = {"spt_descending", "symmetric_shift"} if causal else {"shift"}
+    assert set(raw.fitting(causal=causal)) == {"ascending", "descending", "spt", "order_free"} | own
+    found = golden_bits.digests(case, raw, "cpu")
+    assert found["spt dk"] == golden_bits.digest(golden_bits.inputs(case, "cpu")[1])

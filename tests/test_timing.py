@@ -1,0 +1,168 @@
+"""How time is measured, with a GPU that only takes notes: a cold L2, a head start, blocks in turns, the median."""
+
+import statistics
+import types
+
+import pytest
+import torch
+
+from benchmarks import timing
+
+L2_BYTES = 1 << 20
+CUDA = torch.device("cuda")
+
+
+class FakeGpu:
+    """Notes what is queued, in order. A call takes the next of `times`, in milliseconds, until it has none left."""
+
+    def __init__(self, monkeypatch):
+        self.queue, self.synchronized = [], True
+        gpu = self
+
+        class Event:
+            def __init__(self, enable_timing=False):
+                assert enable_timing
+
+            def record(self):
+                gpu.queue.append("record")
+                self.at = gpu.clock
+
+            def elapsed_time(self, end):
+                assert gpu.synchronized, "read before the GPU was done"
+                return end.at - self.at
+
+        class Flush:
+            def __init__(self, count, dtype, device):
+                self.bytes = count * dtype.itemsize
+
+            def zero_(self):
+                gpu.queue.append(f"write {self.bytes}")
+                gpu.synchronized = False
+
+        self.clock = 0.0
+        properties = types.SimpleNamespace(L2_cache_size=L2_BYTES)
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+        monkeypatch.setattr(torch.cuda, "Event", Event)
+        monkeypatch.setattr(torch.cuda, "_sleep", lambda clocks: self.queue.append(f"sleep {clocks}"))
+        monkeypatch.setattr(torch.cuda, "synchronize", self.synchronize)
+        monkeypatch.setattr(timing, "torch", types.SimpleNamespace(cuda=torch.cuda, empty=Flush, uint8=torch.uint8))
+
+    def synchronize(self):
+        self.queue.append("synchronize")
+        self.synchronized = True
+
+    def call(self, name, times):
+        remaining = iter(times)
+
+        def run():
+            self.queue.append(name)
+            self.clock += next(remaining)
+
+        return run
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    return FakeGpu(monkeypatch)
+
+
+def test_each_call_has_a_cold_l2_and_the_host_a_head_start(gpu):
+    timer = timing.CudaTimer(CUDA)
+    assert timer.times_ms(gpu.call("call", [3.0, 1.0, 2.0]), 3) == [3.0, 1.0, 2.0]
+    head_start, *calls, end = gpu.queue
+    name, clocks = head_start.split()
+    assert name == "sleep" and int(clocks) >= 1_000_000  # half a millisecond at 2 GHz
+    assert end == "synchronize"
+    assert len(calls) == 12
+    for first in range(0, 12, 4):
+        flush, start, call, stop = calls[first : first + 4]
+        name, size = flush.split()
+        assert name == "write" and int(size) >= 2 * L2_BYTES, "more than the cache holds"
+        assert (start, call, stop) == ("record", "call", "record"), "the flush is outside the time"
+
+
+def test_marks_are_outside_the_time(gpu):
+    timer = timing.CudaTimer(CUDA)
+
+    def mark():
+        gpu.queue.append("mark")
+        gpu.clock += 100.0
+
+    assert timer.times_ms(gpu.call("call", [2.0]), 1, mark=mark) == [2.0]
+    assert gpu.queue[2:] == ["mark", "record", "call", "record", "mark", "synchronize"]
+
+
+def test_a_block_begins_with_a_warm_up_that_is_not_counted(gpu):
+    slow_at_first = [50.0] * timing.TRIAL_CALLS + [10.0] * 1000
+    times = timing.block_ms(timing.CudaTimer(CUDA), gpu.call("call", slow_at_first), min_time_s=0.2)
+    assert set(times) == {10.0} and len(times) == timing.rounds_in(0.2, 0.05)
+    warmed_up = gpu.queue.count("call") - len(times) - timing.TRIAL_CALLS
+    assert warmed_up == max(timing.MIN_ROUNDS, timing.rounds_in(timing.WARM_UP_S, 0.05))
+
+
+class Timer:
+    """Hands out the times of calls, which return them."""
+
+    warm_up_s = 0.0
+
+    def __init__(self, device=None):
+        pass
+
+    def times_ms(self, call, rounds, mark=None):
+        return [call() for _ in range(rounds)]
+
+
+def test_blocks_take_turns_and_the_figure_is_the_median(monkeypatch):
+    monkeypatch.setattr(timing, "CudaTimer", Timer)
+    order = []
+
+    def call(name, blocks):
+        """In each block the trial calls, then three that count."""
+        times = iter([t for block in blocks for t in [9.0] * timing.TRIAL_CALLS + block])
+
+        def run():
+            order.append(name)
+            return next(times)
+
+        return run
+
+    calls = {"a": call("a", [[1.0, 2.0, 3.0], [4.0, 5.0, 100.0]]), "b": call("b", [[7.0, 7.0, 7.0], [8.0, 8.0, 8.0]])}
+    timings, errors = timing.measure(calls, device=CUDA, min_time_s=0.0)
+    block = timing.TRIAL_CALLS + timing.MIN_ROUNDS
+    assert order == 2 * (block * ["a"] + block * ["b"]) and not errors
+    assert timings["a"] == timing.Timing(3.5, (2.0, 5.0)), "of all calls, which a mean would not be"
+    assert timings["b"] == timing.Timing(statistics.median([7.0, 8.0]), (7.0, 8.0))
+
+
+def test_turns(monkeypatch):
+    monkeypatch.setattr(timing, "CudaTimer", Timer)
+    timings, _ = timing.measure({"a": lambda: 1.0}, device=CUDA, min_time_s=0.0, turns=5)
+    assert timings["a"] == timing.Timing(1.0, (1.0,) * 5)
+
+
+def test_what_raises_is_left_out():
+    calls = []
+
+    def fails():
+        calls.append("fails")
+        raise RuntimeError("not this shape")
+
+    timings, errors = timing.measure(
+        {"fails": fails, "works": lambda: calls.append("works")}, device=torch.device("cpu"), min_time_s=0.0
+    )
+    assert list(timings) == ["works"] and timings["works"].ms >= 0
+    assert list(errors) == ["fails"] and "not this shape" in str(errors["fails"])
+    assert calls.count("fails") == 1, "it has no second turn"
+    assert calls.count("works") == timing.TURNS * (timing.TRIAL_CALLS + timing.MIN_ROUNDS)
+
+
+def test_a_call_elsewhere_is_timed_there():
+    class There:
+        asked = []
+
+        def block_ms(self, min_time_s):
+            self.asked.append(min_time_s)
+            return [1.0, 3.0, 8.0]
+
+    timings, _ = timing.measure({"there": There()}, device=torch.device("cpu"), min_time_s=0.3)
+    assert timings["there"] == timing.Timing(3.0, (3.0, 3.0)) and There.asked == [0.15, 0.15]
