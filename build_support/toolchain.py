@@ -32,8 +32,8 @@ OLDEST_TORCH = required_version("torch")
 CUTLASS = required_version("nvidia-cutlass")
 
 # The stable ABI of the oldest torch, so that one binary serves it and every later one.
-_TARGET = release(OLDEST_TORCH)
-STABLE_ABI = ["-std=c++17", "-DNDEBUG", "-DUSE_CUDA", f"-DTORCH_TARGET_VERSION=0x{_TARGET[0]:02x}{_TARGET[1]:02x}{0:012x}"]
+_TARGET = "0x{:02x}{:02x}000000000000".format(*release(OLDEST_TORCH))
+STABLE_ABI = ["-std=c++17", "-DNDEBUG", "-DUSE_CUDA", f"-DTORCH_TARGET_VERSION={_TARGET}"]
 OPS_CXX = ["-O3", *STABLE_ABI, "-g0", "-Wall", "-fvisibility=hidden"]
 OPS_NVCC = [
     "-O3",
@@ -56,7 +56,9 @@ def check_setuptools(version: str) -> None:
     """Ends the build where setuptools cannot read pyproject.toml; it would say so in a way that helps nobody."""
     oldest = required_version("setuptools")
     if release(version) < release(oldest):
-        raise SystemExit(f"building dash_attn needs setuptools {oldest} or newer, got {version}: pip install -U setuptools")
+        raise SystemExit(
+            f"building dash_attn needs setuptools {oldest} or newer, got {version}: pip install -U setuptools"
+        )
 
 
 def check_torch(version: str) -> None:
@@ -74,7 +76,8 @@ def check_cuda(nvcc: str, torch: str | None) -> None:
         raise SystemExit(f"nvcc is of CUDA {nvcc}; the kernels need {OLDEST_CUDA} or newer, which compiles for sm_90a")
     if torch is not None and release(nvcc)[0] != release(torch)[0]:
         raise SystemExit(
-            f"nvcc is of CUDA {nvcc}, torch of CUDA {torch}: the major versions must agree (CUDA_HOME chooses the toolkit)"
+            f"nvcc is of CUDA {nvcc}, torch of CUDA {torch}: the major versions must agree "
+            "(CUDA_HOME chooses the toolkit)"
         )
 
 
@@ -149,5 +152,6 @@ def put_ninja_on_path() -> bool:
     if shutil.which("ninja") is None and importlib.util.find_spec("ninja") is not None:
         import ninja
 
-        os.environ["PATH"] = os.pathsep.join([ninja.BIN_DIR, str(Path(sys.executable).parent), os.environ.get("PATH", "")])
+        folders = [ninja.BIN_DIR, str(Path(sys.executable).parent), os.environ.get("PATH", "")]
+        os.environ["PATH"] = os.pathsep.join(folders)
     return shutil.which("ninja") is not None

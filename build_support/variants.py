@@ -56,9 +56,8 @@ def _selected_values(axis: int, variants: list[Variant]) -> set[str]:
     chosen = {name if name in listed else _ALIASES.get(name, name) for name in names}
     if unknown := [name for name in names if not {name, _ALIASES.get(name)} & set(listed)]:
         allowed = [*(name for name, value in _ALIASES.items() if value in listed and name not in listed), *listed]
-        raise SystemExit(
-            f"{AXES[axis]} is {os.environ[AXES[axis]]!r}: {', '.join(unknown)} unknown, allowed are {', '.join(allowed)}"
-        )
+        given = f"{AXES[axis]} is {os.environ[AXES[axis]]!r}"
+        raise SystemExit(f"{given}: {', '.join(unknown)} unknown, allowed are {', '.join(allowed)}")
     return chosen or set(listed)
 
 

@@ -12,7 +12,6 @@ import dataclasses
 import functools
 import hashlib
 import importlib.util
-import json
 import pathlib
 import subprocess
 import sys
@@ -69,9 +68,7 @@ def why_cpu() -> str | None:
     if torch.cuda.get_device_capability() != HOPPER:
         return f"{torch.cuda.get_device_name()} is not a Hopper GPU"
     if not list(PACKAGE.glob("_C*.so")):
-        report = PACKAGE / "_build_report.json"
-        reason = json.loads(report.read_text()).get("reason") if report.is_file() else None
-        return "the kernels were not built" + (f": {reason}" if reason else "")
+        return "the kernels were not built"
     return None
 
 

@@ -45,7 +45,8 @@ def why_not_loaded(stem: str, absent: str, folder: pathlib.Path = _FOLDER) -> st
     try:
         torch.ops.load_library(found[0])
     except OSError as error:
-        return f"{found[0]} cannot be loaded: {error.__cause__ or error}"
+        hint = "after a change of torch, install dash_attn again: pip install --no-build-isolation ."
+        return f"{found[0]} cannot be loaded: {error.__cause__ or error} ({hint})"
     return None
 
 
@@ -80,7 +81,8 @@ def _raiser(reason):
 
 
 def _load():
-    reason = why_not_loaded("_autograd", "dash_attn was installed without its ops: `pip install .` from its root")
+    absent = "dash_attn was installed without its ops: `pip install --no-build-isolation .` from its root"
+    reason = why_not_loaded("_autograd", absent)
     if reason is not None:
         raise ImportError(reason)
     torch.library.impl("dash_attn_C::forward", "CPU", _forward_cpu)

@@ -1,11 +1,11 @@
 #!/usr/bin/env python3
-"""Compiles csrc/bindings with the headers of the oldest torch that pyproject.toml allows and of the newest on the index.
+"""Compiles csrc/bindings with the headers of the oldest torch allowed and of the newest on the index.
 
     python tools/check_torch_headers.py [VERSION ...]
 
-pip downloads the wheels (500 MB each) for this Python; their headers stay in build/torch-headers/VERSION. Compiles with
-setup.py's flags and -fsyntax-only; needs the CUDA toolkit's headers and CUTLASS. Exit status: 1 where a source does not
-compile, 2 where headers cannot be had.
+The oldest is what pyproject.toml states. pip downloads the wheels (500 MB each) for this Python; their headers stay in
+build/torch-headers/VERSION. Compiles with setup.py's flags and -fsyntax-only; needs the CUDA toolkit's headers and
+CUTLASS. Exit status: 1 where a source does not compile, 2 where headers cannot be had.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# On a Hopper machine, what users do: install from a clean copy of the source with pip, then tests, sanitizer, benchmarks
-# and profile of the installed package, from another folder, each part under its own time limit.
+# On a Hopper machine, what users do: install from a clean copy of the source with pip, then tests, sanitizer,
+# benchmarks and profile of the installed package, from another folder, each part under its own time limit.
 #
 #   TESTS=1 SANITIZE=1 BENCH=full OUT=/tmp/results tools/device_suite.sh
 #
@@ -33,6 +33,10 @@ trap 'rm -rf "$work"' EXIT
 unset PYTHONPATH
 export PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1 DASH_ATTN_REQUIRE_GPU=1
 export PIP_NO_INDEX=1 PIP_NO_DEPS=1 PIP_FIND_LINKS=$PWD/.wheels PIP_DISABLE_PIP_VERSION_CHECK=1
+if commit=$(git rev-parse HEAD 2>/dev/null); then
+  [ -z "$(git status --porcelain -uno)" ] || commit+=-dirty
+  export DASH_ATTN_COMMIT=${DASH_ATTN_COMMIT:-$commit}
+fi
 summary=() status=0
 
 # part NAME SECONDS LOG COMMAND...: runs the command under the limit, keeps its output, notes how it ended.
@@ -63,8 +67,8 @@ prepare.make_venv(pathlib.Path(sys.argv[1]))" "$1" || return
   if compgen -G ".wheels/*.whl" >/dev/null; then "$1/bin/python" -m pip install -q .wheels/*.whl; fi
 }
 
-# install VENV FOLDER: the source distribution of this checkout, installed into the environment with pip; the rest of it,
-# without the package, unpacked in FOLDER.
+# install VENV FOLDER: the source distribution of this checkout, installed into the environment with pip; unpacked in
+# FOLDER, but for the package.
 install() {
   "$1/bin/python" -c "import setuptools.build_meta as backend, sys; backend.build_sdist(sys.argv[1])" "$2" || return
   "$1/bin/python" -m pip install -v --no-build-isolation "$2"/dash_attn-*.tar.gz || return
@@ -86,7 +90,8 @@ export -f make_venv install in_place show_package
 
 {
   nvidia-smi --query-gpu=name,driver_version,clocks.max.sm,memory.total --format=csv,noheader
-  "$PYTHON" -c "import sys, torch; print('Python', sys.version.split()[0], 'torch', torch.__version__, 'CUDA', torch.version.cuda)"
+  "$PYTHON" -c "import sys, torch
+print('Python', sys.version.split()[0], 'torch', torch.__version__, 'CUDA', torch.version.cuda)"
 } 2>&1 | tee "$OUT/suite.txt"
 
 mkdir "$work/source"
@@ -99,7 +104,11 @@ part environment 120 suite.txt bash -c 'make_venv "$1"' - "$work/venv" &&
     part install "$limit" suite.txt bash -c 'install "$1" "$2"' - "$work/venv" "$work/source" && cd "$work/source"
   fi &&
   part import 60 suite.txt bash -c 'show_package "$1"' - "$work/venv" ||
-  { grep -aE 'error|Error|FAILED' "$OUT/suite.txt" | cut -c1-300 | tail -n 20; tail -n 20 "$OUT/suite.txt" | cut -c1-300; finish; }
+  {
+    grep -aE 'error|Error|FAILED' "$OUT/suite.txt" | cut -c1-300 | tail -n 20
+    tail -n 20 "$OUT/suite.txt" | cut -c1-300
+    finish
+  }
 grep -a '^dash_attn ' "$OUT/suite.txt" | tail -n 1
 python=$work/venv/bin/python
 
@@ -110,7 +119,8 @@ if [ -n "${TESTS:-}" ]; then
   "$python" -c "import pytest_timeout" 2>/dev/null && limits=(--timeout=60 --timeout-method=thread)
   # shellcheck disable=SC2086
   part tests "${TESTS_TIMEOUT:-200}" tests.txt \
-    "$python" -m pytest -v -p no:cacheprovider --tb=short --durations=20 -o faulthandler_timeout=45 "${limits[@]}" $TESTS
+    "$python" -m pytest -v -p no:cacheprovider --tb=short --durations=20 -o faulthandler_timeout=45 \
+    "${limits[@]}" $TESTS
   grep -aE '^(FAILED|ERROR)|^E   ' "$OUT/tests.txt" | cut -c1-400 | head -n 40
   grep -aE ' s (call|setup) ' "$OUT/tests.txt" | head -n 12
   tail -n 3 "$OUT/tests.txt" | cut -c1-400
@@ -121,9 +131,10 @@ if [ -n "${SANITIZE:-}" ]; then
   for tool in $SANITIZE; do
     # shellcheck disable=SC2086
     part "$tool" "${SANITIZE_TIMEOUT:-120}" suite.txt \
-      compute-sanitizer --tool "$tool" --error-exitcode 9 --print-limit 20 "$python" tests/gpu/sanitizer_case.py ${SANITIZE_ARGS:-}
+      compute-sanitizer --tool "$tool" --error-exitcode 9 --print-limit 20 \
+      "$python" tests/gpu/sanitizer_case.py ${SANITIZE_ARGS:-}
   done
-  grep -aE 'ERROR SUMMARY|RACECHECK SUMMARY|========= (Error|Warning|Invalid|Barrier|Race)|WRONG| wrong$' "$OUT/suite.txt" |
+  grep -aE '(ERROR|RACECHECK) SUMMARY|========= (Error|Warning|Invalid|Barrier|Race)|WRONG| wrong$' "$OUT/suite.txt" |
     cut -c1-300 | head -n 30
 fi
 
@@ -165,7 +176,7 @@ if [ -n "${PROFILE:-}" ]; then
     ncu --set full --clock-control none --profile-from-start off --force-overwrite -o "$OUT/profile" \
     "$python" -m benchmarks.profile_one $PROFILE
   ncu --import "$OUT/profile.ncu-rep" --page details >>"$OUT/profile.txt" 2>&1
-  grep -aE '^ +[a-z].*\(.*Context|Duration|SM Frequency|Registers Per|Local (Load|Store)|Executed Ipc Active|Achieved Occ|Tensor' \
-    "$OUT/profile.txt" | cut -c1-160 | head -n 40
+  shown='Duration|SM Frequency|Registers Per|Local (Load|Store)|Executed Ipc Active|Achieved Occ|Tensor'
+  grep -aE "^ +[a-z].*\(.*Context|$shown" "$OUT/profile.txt" | cut -c1-160 | head -n 40
 fi
 finish
