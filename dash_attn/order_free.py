@@ -1,7 +1,7 @@
-"""The fixed-point grid of order-free accumulation, as csrc/config/fixed_point.h and the kernels have it: docs/order_free.md.
+"""The fixed-point grid of order-free accumulation, as csrc/config/fixed_point.h and the kernels have it.
 
-dQ of a row is a sum of partials, one for each KV tile. Each is rounded to a multiple of 2^-e, with e from a bound of the
-row that the inputs give, and the integers are added: in any order, the sum is the same.
+dQ of a row is a sum of partials, one for each KV tile. Each is rounded to a multiple of 2^-e, with e from a bound of
+the row that the inputs give, and the integers are added: in any order, the sum is the same. See docs/order_free.md.
 """
 
 from typing import NamedTuple
@@ -37,7 +37,7 @@ def _norms(x: torch.Tensor) -> torch.Tensor:
 
 
 def _mean_of_windows(pairs: torch.Tensor) -> torch.Tensor:
-    """(heads, seqlen // 2) -> (heads, windows): means over the pairs of each window, of which the last may have fewer."""
+    """(heads, seqlen // 2) -> (heads, windows): means over each window's pairs, of which the last may have fewer."""
     full = pairs.shape[1] // (WINDOW // 2) * (WINDOW // 2)
     means = [pairs[:, :full].unflatten(1, (-1, WINDOW // 2)).mean(dim=2)]
     if full < pairs.shape[1]:
@@ -104,7 +104,8 @@ def grid(
 
     # Per element of dQ: what rounding leaves, and what dout and the differences between neighbouring rows let expect.
     noise = (torch.ceil(keys / tile_k) / 12).double().sqrt() * torch.exp2(-exponents.double())
-    expected = dout_norms * steps * (MEAN_MAGNITUDE_TO_DEVIATION / 2) / head_dim**1.5 / keys.clamp(min=1).double().sqrt()
+    expected = dout_norms * steps * (MEAN_MAGNITUDE_TO_DEVIATION / 2) / head_dim**1.5
+    expected = expected / keys.clamp(min=1).double().sqrt()
     fits = has_grid & ((noise <= MAX_ERROR * expected) | (dout_norms == 0))
     return Grid(exponents, ~(in_range & fits.flatten(1).all(dim=1)))
 

@@ -192,7 +192,8 @@ def backward(
     units = None
     if order.order_free and d.dtype == torch.float32:
         seen = torch.tensor(_visible_keys(seqlen_q, seqlen_k, causal, 0, seqlen_q), device=q.device)
-        settings = {"softmax_scale": softmax_scale, "keys": seen[:, 1] - seen[:, 0], "tile_k": order.tile_k, "dtype": q.dtype}
+        settings = {"softmax_scale": softmax_scale, "tile_k": order.tile_k, "dtype": q.dtype}
+        settings["keys"] = seen[:, 1] - seen[:, 0]
         units = order_free.Accumulator(order_free.grid(q_heads, k_heads, v_heads, dout_heads, d, **settings), dq)
     dk_of_split, dv_of_split = torch.zeros_like(dk), torch.zeros_like(dv)
     for head, kv_tile, q_tile, ends_split in _steps(order, q_heads.shape[1]):

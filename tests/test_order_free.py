@@ -32,7 +32,7 @@ def keys_seen(seqlen_k, seqlen_q, causal):
 def accumulate_with(p, q, k, v, dout, dtype, softmax_scale, tile, causal=False):
     """What the rows of dQ of one head are where query i attends to key j with p[i, j]; fp32, no batch, no heads.
 
-    `exact` is the sum of the partials, `sum` that of their integers, which have `magnitudes` without wrapping, on `grid`;
+    `exact` is the sum of the partials, `sum` that of their integers on `grid`, which have `magnitudes` without wrapping;
     `noise` is what rounding O to the inputs' dtype moves a row by.
     """
     out = (p @ v).to(dtype).float()
@@ -267,8 +267,9 @@ def test_rule_of_a_head_is_the_kernels(change, causal, dtype):
             assert max(exponent, order_free.MIN_EXPONENT) == grid.exponents[0, 0, row], row
             steps, seen = statistics["min_step_product"], keys[row].item()
             decided |= _schedule.row_needs_order(
-                exponent=exponent, dout_norm=norm, min_step_product=steps, head_dim=64, keys=seen, tiles=-(-seen // TILE)
-            )
+                exponent=exponent, dout_norm=norm, min_step_product=steps, head_dim=64,
+                keys=seen, tiles=-(-seen // TILE),
+            )  # fmt: skip
         assert decided == bool(grid.needs_order), seqlen
 
 
@@ -286,8 +287,8 @@ def test_what_is_not_finite_needs_the_order(name, value):
 def test_statistics_that_leave_too_little_room(scale):
     """Products that vanish in fp32 say nothing of their factors, nor do zeros; a score counts by its magnitude."""
     assert not _schedule.needs_order(**NORMAL, softmax_scale=scale, seqlen_k=256)
-    assert _schedule.needs_order(**NORMAL | {"max_product": 0.0, "min_step_product": 0.0}, softmax_scale=scale, seqlen_k=256)
-    assert _schedule.needs_order(**NORMAL | {"max_query_norm": 1e5}, softmax_scale=scale, seqlen_k=256)
+    for change in ({"max_product": 0.0, "min_step_product": 0.0}, {"max_query_norm": 1e5}):
+        assert _schedule.needs_order(**NORMAL | change, softmax_scale=scale, seqlen_k=256)
     assert _schedule.needs_order(**NORMAL, softmax_scale=scale, seqlen_k=order_free.MAX_KEYS + 1)
     zeros = [torch.zeros(1, 64, 1, 16, dtype=torch.bfloat16)] * 4
     assert accumulate(*zeros)["grid"].needs_order.all()
@@ -356,7 +357,7 @@ def test_values_growing_along_the_sequence(first):
 
 
 class Pattern(NamedTuple):
-    """A scale for each run of keys, of K and of V, and what the values of the run have in common, in multiples of that."""
+    """A scale of K and of V for each run of keys, and what the run's values have in common, in multiples of that."""
 
     lengths: tuple[int, ...]
     key_scales: tuple[float, ...]
@@ -379,7 +380,7 @@ class Pattern(NamedTuple):
         return self._replace(**{field: tuple(scales)})
 
     def worst_row(self, seed):
-        """Largest error of a row that attends to a run of 16 keys or more, over what is allowed; 0 if it needs the order."""
+        """Largest error of a row that attends to a run of 16 keys or more, over what is allowed; 0 if in order."""
         generator = torch.Generator().manual_seed(seed)
         k, v = (torch.randn(512, 64, generator=generator) for _ in range(2))
         scales = [torch.tensor(x).repeat_interleave(torch.tensor(self.lengths))[:, None] for x in self[1:]]

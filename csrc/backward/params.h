@@ -39,8 +39,8 @@ constexpr int chunk_rows(int seqlen) {
 }
 constexpr int num_chunks(int seqlen) { return ceil_div(seqlen, chunk_rows(seqlen)); }
 
-// Whether dQ of a KV head's query heads is summed in fp32 in the order of ranks after all. Two words, because two kernels
-// write them.
+// Whether dQ of a KV head's query heads is summed in fp32 in the order of ranks after all. Two words, because two
+// kernels write them.
 struct NeedsOrder {
   int by_head;  // its statistics alone say so
   int by_row;   // the units of a row are too coarse for it, or it has none

@@ -1,5 +1,5 @@
-// Before the main kernel: D = rowsum(dO * O), and all semaphores and the counter of work set to zero. Where dQ is added in no
-// order its accumulator is cleared too, and order-free each row gets its unit.
+// Before the main kernel: D = rowsum(dO * O), and all semaphores and the counter of work set to zero. Where dQ is added
+// in no order its accumulator is cleared too, and order-free each row gets its unit.
 #pragma once
 
 #include "../config/fixed_point.h"

@@ -22,7 +22,8 @@ struct StatisticsParams {
   int num_blocks;  // of the whole call; a grid of fewer takes several each
 };
 
-// What a norm computed in fp32 can be too small by, and what the products of a row can exceed it by: 2^-10 is 60 times it.
+// What a norm computed in fp32 can be too small by, and what the products of a row can exceed it by: 2^-10 is 60 times
+// it.
 constexpr float kNormSlack = 1.f + 1.f / 1024;
 
 // Eight 16-bit elements: sum of squares, and largest magnitude.
@@ -110,7 +111,8 @@ __device__ __forceinline__ float max_query_norm(const StatisticsParams<Element>&
   return max_norm;
 }
 
-// Of eight elements of each of two rows: what measure8 says, and the sums of magnitudes and of squares of their difference.
+// Of eight elements of each of two rows: what measure8 says, and the sums of magnitudes and of squares of their
+// difference.
 struct PairMeasures {
   float squares[2], largest[2], step_magnitudes, step_squares;
 };

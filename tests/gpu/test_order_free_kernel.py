@@ -158,7 +158,7 @@ def test_normal_inputs_stay_on_the_grid(seqlen, head_dim, dtype, causal, device)
 
 
 def two_keys(head_dim, k, v, dout, others=0.0):
-    """Two queries that attend to two opposite keys alike; `k`, `v` and `dout` are in column 0, K's others are `others`."""
+    """Two queries that attend to two opposite keys alike; `k`, `v` and `dout` are in column 0, `others` in K's others."""
     tensors = [torch.zeros(1, 2, 1, head_dim) for _ in range(4)]
     sign = torch.tensor([1.0, -1.0])[:, None]
     tensors[1] += others * sign[:, None]
