@@ -1,10 +1,13 @@
 """An older compiled library measured beside this one: `python -m benchmarks.run --baseline PATH`.
 
-The library runs in a process of its own, this module's, which loads nothing else of the package: neither ops nor kernels
-of the two can meet. The processes take turns: while one is timed the other waits, and its GPU context has nothing to do.
-A line of JSON asks, a line answers.
+The library runs in a process of its own, this module's, which loads nothing else of the package: neither ops nor
+kernels of the two can meet. The processes take turns: while one is timed the other waits, and its GPU context has
+nothing to do. A line of JSON asks, a line answers.
 
-Both sides do the same work: the compiled ops `dash_attn_C::forward` and `backward` on outputs that exist already.
+The GPU does the same work on both sides. The host does not: the library's raw ops, `dash_attn_C::forward` and
+`backward`, write outputs that exist already, while ours are the public ops, which check their arguments and allocate
+the forward's outputs. The host runs ahead of the GPU at these sizes, so that this hides; a shorter call would count
+against ours.
 """
 
 import argparse
@@ -59,7 +62,7 @@ class Baseline:
 
     Args:
         command: starts the process that answers.
-        schedules: policies of the library to measure; those that do not fit a shape's mask raise there, and are left out.
+        schedules: policies of the library to measure, where they fit a shape's mask.
     """
 
     name = NAME

@@ -2,9 +2,9 @@
 
     python -m benchmarks.calibrate --json calibration.json
 
-Four parts: latencies (`latency.cu`); probes, small problems that each show one cost (below); the kernels around the main one;
-and every ordered policy at every shape of the full grid, twice, for how far two measurements of one thing differ.
-`benchmarks.model` fits and `benchmarks.report` compares; they need no GPU. Takes about a minute on an H200.
+Four parts: latencies (`latency.cu`); probes, small problems that each show one cost (below); the kernels around the
+main one; and every ordered policy at every shape of the full grid, twice, for how far two measurements of one thing
+differ. `benchmarks.model` fits and `benchmarks.report` compares; they need no GPU. Takes about a minute on an H200.
 """
 
 import argparse
@@ -20,7 +20,7 @@ import time
 
 import torch
 
-from benchmarks import latency, peers, run, timing
+from benchmarks import latency, model, peers, run, timing
 from benchmarks.files import dumps
 from benchmarks.shapes import Shape, full_grid
 from dash_attn import _schedule, schedule
@@ -111,8 +111,8 @@ def prepare(probe: Probe):
 
 
 def kernel_times(library, timer: timing.CudaTimer, call, repeats: int = 12) -> dict[str, float]:
-    """Median microseconds of the call and of each kernel of the backward by its name, with a cold L2 and warmed up, and the
-    SM clock meanwhile in MHz."""
+    """Median microseconds of the call and of each kernel of the backward by its name, with a cold L2 and warmed up, and
+    the SM clock meanwhile in MHz."""
     from torch.profiler import ProfilerActivity, profile
 
     ticks = latency.Ticks(library, 2 * repeats)
@@ -130,7 +130,8 @@ def kernel_times(library, timer: timing.CudaTimer, call, repeats: int = 12) -> d
     # The main kernel is launched early, and waits for the end of the one before it.
     times["backward"] = [end - before for (_, end), (_, before) in zip(spans["backward"], spans["preprocess"])]
     medians = {name: round(statistics.median(found), 2) for name, found in times.items()}
-    return {"us": round(1e3 * statistics.median(whole), 2), "mhz": round(statistics.median(ticks.mhz() or [0.0])), **medians}
+    clock = round(statistics.median(ticks.mhz() or [0.0]))
+    return {"us": round(1e3 * statistics.median(whole), 2), "mhz": clock, **medians}
 
 
 def measure(library, timer: timing.CudaTimer, call, min_time_s: float) -> dict:
@@ -143,7 +144,7 @@ def measure(library, timer: timing.CudaTimer, call, min_time_s: float) -> dict:
 
 def measure_probes(library, timer, sms: int) -> list[dict]:
     rows = []
-    tiles = {head_dim: schedule.tile_shape(head_dim, causal=False) for head_dim in HEAD_DIMS}
+    tiles = {head_dim: schedule.tile_shape(head_dim) for head_dim in HEAD_DIMS}
     for probe in probes(sms, tiles):
         call = prepare(probe)
         rows.append({**vars(probe), **kernel_times(library, timer, call, 6)})
@@ -157,7 +158,8 @@ def measure_kernels(library, timer) -> list[dict]:
         for tokens in (512, 2048, 8192, 16384, 32768):
             shape = Shape("bf16", head_dim, heads, heads, "full", 512, tokens // 512)
             variant = peers.Variant(peers.DashAttn.name, "descending", True)
-            call = peers.DashAttn().prepare(variant, shape, peers.random_tensors(shape, torch.device("cuda")))["backward"]
+            tensors = peers.random_tensors(shape, torch.device("cuda"))
+            call = peers.DashAttn().prepare(variant, shape, tensors)["backward"]
             rows.append({**vars(shape), **kernel_times(library, timer, call)})
     return rows
 
@@ -168,10 +170,11 @@ def measure_policies(library, timer, shape: Shape, policies, min_time_s: float) 
     tensors = peers.random_tensors(shape, torch.device("cuda"))
     calls = {v.schedule: ours.prepare(v, shape, tensors)["backward"] for v in ours.variants(shape)}
     both = [{name: measure(library, timer, call, min_time_s) for name, call in calls.items()} for _ in range(2)]
-    return [
-        {**vars(shape), "schedule": name, **{key: [each[name][key] for each in both] for key in ("us", "mhz")}}
-        for name in calls
-    ]
+    rows = []
+    for name in calls:
+        measured = {key: [each[name][key] for each in both] for key in ("us", "mhz")}
+        rows.append({**vars(shape), "schedule": name, "splits": model.tiles_of(name, shape).splits, **measured})
+    return rows
 
 
 def measure_grid(library, timer, max_seqlen: int, min_time_s: float) -> list[dict]:
@@ -182,9 +185,9 @@ def measure_grid(library, timer, max_seqlen: int, min_time_s: float) -> list[dic
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", type=pathlib.Path, required=True, help="write the measurements here, after every part")
+    parser.add_argument("--json", type=pathlib.Path, required=True, help="write the measurements here")
     parser.add_argument("--max-seqlen", type=int, default=32768, help="leave longer sequences of the grid out")
-    parser.add_argument("--min-time", type=float, default=0.06, help="seconds for each of the two measurements of a variant")
+    parser.add_argument("--min-time", type=float, default=0.06, help="seconds for each measurement of a variant")
     arguments = parser.parse_args(argv)
     if not torch.cuda.is_available():
         print("error: a GPU is what this program measures", file=sys.stderr)

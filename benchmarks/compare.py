@@ -2,9 +2,9 @@
 
     python -m benchmarks.compare ours.json --peers peers.json
 
-Ours is one schedule, "auto" unless another is named; what is not deterministic is never counted as ours. Without --peers,
-the peers are those of the same file, measured in the same run. Where a file has no figures of "both", they are worked out
-from each peer's backward and the quickest forward of any.
+Ours is one schedule, "auto" unless another is named; what is not deterministic is never counted as ours. Without
+--peers, the peers are those of the same file, measured in the same run. Where a file has no figures of "both", they are
+worked out from each peer's backward and the quickest forward of any.
 """
 
 import argparse
@@ -90,7 +90,8 @@ def read(path: pathlib.Path, pass_: str) -> Figures:
 
 
 def read_runs(path: pathlib.Path, pass_: str) -> dict[str, Figures]:
-    """By the run's name, the figures of runs that measured us and peers together (`same_run`), where the file has them."""
+    """By the run's name, the figures of runs that measured us and peers together (`same_run`), where the file has
+    them."""
     runs = collections.defaultdict(list)
     for row in json.loads(path.read_text()).get("same_run", []):
         runs[row["run"]].append(row)
@@ -98,8 +99,8 @@ def read_runs(path: pathlib.Path, pass_: str) -> dict[str, Figures]:
 
 
 def pairs(forwards: list[Figure], backwards: list[Figure]) -> list[Figure]:
-    """Forward plus backward, under the backward's name: each backward after the quickest forward of any peer. A backward
-    takes 2.5 times a forward's operations."""
+    """Forward plus backward, under the backward's name: each backward after the quickest forward of any peer. A
+    backward takes 2.5 times a forward's operations."""
     forward = _best(forwards)
     if forward is None:
         return []
@@ -145,8 +146,8 @@ def measured_peers(comparisons: list[Comparison]) -> list[Peer]:
 
 
 def footnotes(comparisons: list[Comparison]) -> tuple[dict[Shape, str], dict[str, list[Peer]]]:
-    """Which peers of the comparison were not measured at a shape: its letter, "" where none is missing, and the peers that
-    each letter stands for."""
+    """Which peers of the comparison were not measured at a shape: its letter, "" where none is missing, and the peers
+    that each letter stands for."""
     peers, letters, shapes = measured_peers(comparisons), {}, {}
     for comparison in comparisons:
         missing = tuple(p for p in peers if comparison.best(p.deterministic, p.impl) is None)
@@ -183,7 +184,8 @@ def report(comparisons: list[Comparison]) -> str:
         lines.append(f"  {name:<36} " + " ".join(f"{str(mean(group, d) or '-'):>12}" for d in (True, False)))
     lines += ["", "to each peer, over the shapes where it was measured"]
     for peer in measured_peers(comparisons):
-        lines.append(f"  {peer!s:<36} {str(mean(comparisons, peer.deterministic, peer.impl)):>12} of {len(comparisons)}")
+        of_peer = mean(comparisons, peer.deterministic, peer.impl)
+        lines.append(f"  {peer!s:<36} {of_peer!s:>12} of {len(comparisons)}")
     return "\n".join(lines)
 
 

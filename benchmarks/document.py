@@ -93,12 +93,12 @@ def readme(quoted: Quoted) -> str:
         f"![Deterministic backward throughput on an H200]({picture})",
         summary(rows),
         prose(
-            f"""The backward of `schedule="auto"`, bf16, and the geometric mean of its throughput over the best peer's, with
-            the number of the group's shapes that each peer was measured at: FA2 to FA4 are FlashAttention-2 to -4, DASH is
-            the fork of the paper's authors. Over the {with_fa3.shapes} shapes with a figure of deterministic
+            f"""The backward of `schedule="auto"`, bf16, and the geometric mean of its throughput over the best peer's,
+            with the number of the group's shapes that each peer was measured at: FA2 to FA4 are FlashAttention-2 to -4,
+            DASH is the fork of the paper's authors. Over the {with_fa3.shapes} shapes with a figure of deterministic
             FlashAttention-3, the ratio to the best deterministic peer is {with_fa3.ratio:.2f}. The forward has
-            {compare.mean(forward, True).ratio:.2f} times the throughput of the best peer's. All these compare our run of commit
-            {quoted.meta["commit"][:12]} with other runs of the peers. Runs of both sides together say:"""
+            {compare.mean(forward, True).ratio:.2f} times the throughput of the best peer's. All these compare our run
+            of commit {quoted.meta["commit"][:12]} with other runs of the peers. Runs of both sides together say:"""
         ),
         "\n".join(one_run_line(quoted, run, found) for run, found in runs),
     ]
@@ -116,7 +116,8 @@ def grid(rows: list[Comparison]) -> str:
             peer = row.best(deterministic)
             cells += [f"{peer.tflops:.0f} ({peer.name})", f"{row.ratio(peer):.2f}"] if peer else ["-", "-"]
         lines.append([*cells, note])
-    heads = ["head_dim", "heads", "mask", "seqlen", "dash_attn", "best deterministic peer", "ratio", "best other peer", "ratio"]
+    heads = ["head_dim", "heads", "mask", "seqlen", "dash_attn"]
+    heads += ["best deterministic peer", "ratio", "best other peer", "ratio"]
     modes = {True: "deterministic", False: "not deterministic"}
     shown = []
     for letter, peers in missing.items():
@@ -187,15 +188,15 @@ def details(quoted: Quoted) -> str:
         "\n".join(impls),
         prose(f"Left out is {quoted.peers_meta['left_out']}."),
         prose(
-            f"""Geometric means of our throughput over the peer's, with the number of shapes. In the first column the two
-            sides are of separate runs; in the others the peer was measured in one run with ours:
+            f"""Geometric means of our throughput over the peer's, with the number of shapes. In the first column the
+            two sides are of separate runs; in the others the peer was measured in one run with ours:
             {"; ".join(f"{run} is {what}" for run, what in quoted.peers_meta["same_run"].items())}."""
         ),
         to_each_peer(quoted, "backward"),
         to_each_peer(quoted, "forward"),
         prose(
-            f"""Forward and backward together, ours through autograd, a peer's backward after the quickest forward of any
-            peer, separate runs: {means[0].ratio:.2f} times the best deterministic peer ({means[0].shapes} shapes),
+            f"""Forward and backward together, ours through autograd, a peer's backward after the quickest forward of
+            any peer, separate runs: {means[0].ratio:.2f} times the best deterministic peer ({means[0].shapes} shapes),
             {means[1].ratio:.2f} times the best other ({means[1].shapes})."""
         ),
         yardstick(quoted),

@@ -19,7 +19,7 @@ def build(folder: pathlib.Path) -> ctypes.CDLL:
     homes = [os.environ.get("CUDA_HOME"), "/usr/local/cuda"]
     nvcc = next((found for h in homes if h and (found := shutil.which("nvcc", path=f"{h}/bin"))), shutil.which("nvcc"))
     if nvcc is None:
-        raise RuntimeError("nvcc must be on PATH or in CUDA_HOME: latency.cu is compiled on the machine that it measures")
+        raise RuntimeError("nvcc must be on PATH or in CUDA_HOME: latency.cu is compiled where it measures")
     library = folder / "liblatency.so"
     command = [nvcc, "-O2", "-shared", "-Xcompiler", "-fPIC", "-arch=sm_90", str(SOURCE), "-o", str(library)]
     subprocess.run(command, check=True)
@@ -101,9 +101,8 @@ class Ticks:
         self._library, self._marks = library, torch.zeros((count, 3), dtype=torch.int64, device="cuda")
 
     def mark(self, index: int) -> None:
-        self._library.tick(
-            ctypes.c_void_p(self._marks.data_ptr() + 24 * index), ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
-        )
+        stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
+        self._library.tick(ctypes.c_void_p(self._marks.data_ptr() + 24 * index), stream)
 
     def mhz(self) -> list[float]:
         """Between marks 2 i and 2 i + 1, where they ran on one SM."""

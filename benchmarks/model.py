@@ -3,7 +3,7 @@
     python -m benchmarks.model calibration.json --machine machine.json     fits the costs; about a minute, no GPU
     python -m benchmarks.report machine.json calibration.json ...          prediction beside measurement
 
-The main kernel is played tile by tile (`csrc/schedule/simulator.h`) in SM clocks. What runs around it takes a time by
+The main kernel is played tile by tile (`csrc/model/simulator.h`) in SM clocks. What runs around it takes a time by
 bytes, and the clock falls with the shares of time that the tensor cores and memory are busy, because power is limited.
 docs/model.md explains each cost.
 """
@@ -86,8 +86,11 @@ def lengths(shape) -> tuple[int, int]:
 
 
 def tiles_of(policy: str, shape) -> schedule.Problem:
+    """The problem of a benchmark's shape, of a probe, or of a row of a calibration."""
     seqlen_q, seqlen_k = lengths(shape)
-    counts = dict(batch=shape.batch, heads=shape.heads, kv_heads=shape.kv_heads, head_section=None)
+    counts = dict(batch=shape.batch, heads=shape.heads, kv_heads=shape.kv_heads, head_swizzle=None)
+    # A row of a calibration says into how many parts its kernel split the query heads; the rule may change after it.
+    counts["splits"] = getattr(shape, "splits", None)
     return schedule.problem(policy, seqlen_q, seqlen_k, causal=shape.causal, head_dim=shape.head_dim, **counts)
 
 

@@ -1,9 +1,9 @@
 """The implementations that are measured: one class each, ours among them.
 
-A class gives the variants it has for a shape, and for each variant what to call: `prepare` returns one function for each
-pass, on tensors (batch, seqlen, heads, head_dim) that exist already; "both" goes through autograd for ours, and calls the
-two passes of a peer one after the other. A forward returns out, the others (dq, dk, dv), in the layout of the inputs, so
-that what is timed can be checked. Importing this module imports no peer.
+A class gives the variants it has for a shape, and for each variant what to call: `prepare` returns one function for
+each pass, on tensors (batch, seqlen, heads, head_dim) that exist already; "both" goes through autograd for ours, and
+calls the two passes of a peer one after the other. A forward returns out, the others (dq, dk, dv), in the layout of the
+inputs, so that what is timed can be checked. Importing this module imports no peer.
 """
 
 import contextlib
@@ -78,8 +78,8 @@ def _in_turn(forward: Callable[[], Results], backward: Callable[[], Results]) ->
 
 
 class DashAttn:
-    """This package: "auto" and every policy that users can choose, all deterministic; and, where they are asked for by name,
-    the yardsticks, which are not."""
+    """This package: "auto" and every policy that users can choose, all deterministic; and, where they are asked for by
+    name, the yardsticks, which are not."""
 
     name = "dash_attn"
 

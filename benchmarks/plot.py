@@ -16,7 +16,8 @@ from benchmarks.shapes import Shape
 
 
 def panels(result: dict, pass_: str) -> dict[tuple, dict[tuple, list[tuple[int, float]]]]:
-    """(dtype, head_dim, heads, kv_heads, mask) to (impl, schedule, deterministic) to its (seqlen, TFLOP/s), by seqlen."""
+    """(dtype, head_dim, heads, kv_heads, mask) to (impl, schedule, deterministic) to its (seqlen, TFLOP/s), by
+    seqlen."""
     found = collections.defaultdict(lambda: collections.defaultdict(list))
     for row in result["rows"]:
         if row["pass"] == pass_:
@@ -41,8 +42,8 @@ def label(line: tuple[str, str | None, bool]) -> str:
 
 
 def draw(result: dict, path: pathlib.Path, pass_: str | None = None) -> None:
-    """TFLOP/s against seqlen, a panel for each head dim, number of heads and mask: ours and the deterministic peers in solid
-    lines, the others dashed. A line breaks where its peer was not measured."""
+    """TFLOP/s against seqlen, a panel for each head dim, number of heads and mask: ours and the deterministic peers in
+    solid lines, the others dashed. A line breaks where its peer was not measured."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -101,7 +102,7 @@ def main() -> None:
     parser.add_argument("json", type=pathlib.Path)
     parser.add_argument("png", type=pathlib.Path)
     parser.add_argument("--pass", dest="pass_", help="default: the backward, where there are rows of it")
-    parser.add_argument("--peers", type=pathlib.Path, help="draw the peers of this result instead of those of the other")
+    parser.add_argument("--peers", type=pathlib.Path, help="draw the peers of this result instead")
     parser.add_argument("--deterministic", action="store_true", help="leave out what is not deterministic")
     arguments = parser.parse_args()
     try:

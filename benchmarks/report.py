@@ -22,7 +22,8 @@ TIE = 0.01  # differences below it are never significant
 
 @dataclasses.dataclass(frozen=True)
 class Compared:
-    """One policy at one shape. `repeats` are the two measurements in microseconds, `clocks` those of the main kernel."""
+    """One policy at one shape. `repeats` are the two measurements in microseconds, `clocks` those of the main
+    kernel."""
 
     shape: Shape
     policy: str
@@ -63,7 +64,7 @@ def compare(machine: model.Machine, calibration: dict) -> list[Compared]:
         shape = Shape.of_row(row)
         around = model.around_us(machine, shape)
         clocks = statistics.fmean((us - around) * mhz for us, mhz in zip(row["us"], row["mhz"]))
-        predicted = model.predict(machine, row["schedule"], shape)
+        predicted = model.predict(machine, row["schedule"], model.Row(row))
         found.append(Compared(shape, row["schedule"], tuple(row["us"]), clocks, predicted))
     return found
 
@@ -73,8 +74,8 @@ def by_shape(rows: list[Compared]) -> dict[Shape, list[Compared]]:
 
 
 def noise(rows: list[Compared]) -> float:
-    """Relative difference that two policies of one shape must exceed to differ: twice what two measurements of one policy
-    differ by, at the median over the shape's policies, and at least TIE."""
+    """Relative difference that two policies of one shape must exceed to differ: twice what two measurements of one
+    policy differ by, at the median over the shape's policies, and at least TIE."""
     spreads = [abs(row.repeats[0] - row.repeats[1]) / row.us for row in rows]
     return max(TIE, 2 * statistics.median(spreads))
 
@@ -99,8 +100,8 @@ def pairs(rows: list[Compared], of=TIMES) -> list[tuple[Compared, Compared, str]
 def is_automatic(row: Compared) -> bool:
     """Whether the policy is the one of schedule="auto" at this shape."""
     shape = row.shape
-    lengths = dict(seqlen_q=shape.seqlen, seqlen_k=shape.seqlen, queries_per_kv=shape.heads // shape.kv_heads)
-    return row.policy == schedule.resolve("auto", causal=shape.causal, head_dim=shape.head_dim, **lengths)
+    sequence = dict(causal=shape.causal, seqlen_k=shape.seqlen, head_dim=shape.head_dim)
+    return row.policy == schedule.resolve("auto", **sequence)
 
 
 def best(rows: list[Compared]) -> tuple[Compared, Compared]:
@@ -109,7 +110,7 @@ def best(rows: list[Compared]) -> tuple[Compared, Compared]:
 
 
 def summary(rows: list[Compared]) -> str:
-    lines = ["| policy | mask | shapes | time: median | largest | clocks: median | largest |", "|---|---|---|---|---|---|---|"]
+    lines = ["| policy | mask | shapes | time: median | largest | clocks: median | largest |", "|---" * 7 + "|"]
     policies = dict.fromkeys((row.policy, row.shape.mask) for row in rows)
     for policy, mask in sorted(policies):
         chosen = [row for row in rows if (row.policy, row.shape.mask) == (policy, mask)]
@@ -131,24 +132,24 @@ def ranking(rows: list[Compared]) -> str:
         for first, second, kind in found:
             if kind == "differ":
                 measured, said = (after / before - 1 for before, after in zip(of(first), of(second)))
-                lines.append(
-                    f"- {first.shape}: {first.policy} before {second.policy} by {measured:.1%}, the model says {said:+.1%}"
-                )
+                order = f"{first.policy} before {second.policy} by {measured:.1%}"
+                lines.append(f"- {first.shape}: {order}, the model says {said:+.1%}")
         lines.append("")
-    losses = {shape: choice.us / fastest.us - 1 for shape, (fastest, choice) in ((s, best(g)) for s, g in shapes.items())}
+    bests = {shape: best(group) for shape, group in shapes.items()}
+    losses = {shape: choice.us / fastest.us - 1 for shape, (fastest, choice) in bests.items()}
     worst = max(losses, key=losses.get)
-    automatic = {row.shape: row.us / best(group)[0].us for group in shapes.values() for row in group if is_automatic(row)}
+    automatic = {row.shape: row.us / bests[row.shape][0].us for row in rows if is_automatic(row)}
     dearest = max(automatic, key=automatic.get)
     right = sum(loss <= noise(shapes[shape]) for shape, loss in losses.items())
     lines += [
         prose(
-            f"""The model's choice is the fastest, or tied with it, at {right} of {len(shapes)} shapes; at worst it costs
-            {losses[worst]:.1%} ({worst})."""
+            f"""The model's choice is the fastest, or tied with it, at {right} of {len(shapes)} shapes; at worst it
+            costs {losses[worst]:.1%} ({worst})."""
         ),
         "",
         prose(
-            f"""The policy of "auto" takes {statistics.geometric_mean(automatic.values()):.3f} times as long as the fastest of
-            these in geometric mean, at worst {automatic[dearest]:.3f} times ({dearest})."""
+            f"""The policy of "auto" takes {statistics.geometric_mean(automatic.values()):.3f} times as long as the
+            fastest of these in geometric mean, at worst {automatic[dearest]:.3f} times ({dearest})."""
         ),
     ]
     return "\n".join(lines)
@@ -181,7 +182,8 @@ def draw(rows: list[Compared], path: pathlib.Path) -> None:
     policies = sorted({row.policy for row in rows})
     colours = dict(zip(policies, plt.get_cmap("tab10").colors))
     columns = 3
-    figure, axes = plt.subplots(-(-len(groups) // columns), columns, figsize=(15, 4 * -(-len(groups) // columns)), squeeze=False)
+    lines = -(-len(groups) // columns)
+    figure, axes = plt.subplots(lines, columns, figsize=(15, 4 * lines), squeeze=False)
     for axis, ((mask, head_dim, heads, kv_heads), group) in zip(axes.flat, groups.items()):
         for policy in policies:
             line = sorted((row for row in group if row.policy == policy), key=lambda row: row.shape.seqlen)

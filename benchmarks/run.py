@@ -105,10 +105,10 @@ def measure(
     rows = []
     for (variant, pass_), taken in timings.items():
         shown = {field: getattr(shape, field) for field in SHAPE_FIELDS}
-        row = {"impl": variant.impl, "pass": pass_, "schedule": variant.schedule, "deterministic": variant.deterministic}
-        repeats = [round(ms, 5) for ms in taken.repeats_ms]
-        figures = {"ms": round(taken.ms, 5), "repeats_ms": repeats, "tflops": round(flops(shape, pass_) / taken.ms * 1e-9, 2)}
-        rows.append({**row, **shown, **figures})
+        row = {"impl": variant.impl, "pass": pass_, "schedule": variant.schedule}
+        figures = {"ms": round(taken.ms, 5), "repeats_ms": [round(ms, 5) for ms in taken.repeats_ms]}
+        tflops = round(flops(shape, pass_) / taken.ms * 1e-9, 2)
+        rows.append({**row, "deterministic": variant.deterministic, **shown, **figures, "tflops": tflops})
     return rows, failures
 
 
@@ -165,7 +165,7 @@ def table(rows: list[dict]) -> str:
         lines = [f"{pass_}, TFLOP/s (ours by schedule)"]
         lines.append(" ".join([" " * first, *(f"{h:>{w}}" for h, w in zip(heads, widths))]))
         for shape, line in figures.items():
-            cells = (f"{line[name]:{w}.1f}" if name in line else " " * (w - 1) + "-" for name, w in zip(columns, widths))
+            cells = (f"{line[c]:{w}.1f}" if c in line else " " * (w - 1) + "-" for c, w in zip(columns, widths))
             lines.append(" ".join([f"{shape!s:<{first}}", *cells]))
         blocks.append("\n".join(lines))
     return "\n\n".join(blocks)
@@ -178,15 +178,15 @@ def parser() -> argparse.ArgumentParser:
     result.add_argument(
         "--schedules",
         nargs="+",
-        help="policies of ours to measure, also 'atomic', which is not deterministic; default: every one that users can choose",
+        help="policies of ours to measure, also 'atomic', which is not deterministic; default: all for users",
     )
     result.add_argument("--peers", nargs="*", choices=peers.PEERS, default=list(peers.PEERS))
     result.add_argument("--json", type=pathlib.Path, help="write the result here, after every shape")
     result.add_argument("--png", type=pathlib.Path, help="draw the result here")
-    result.add_argument("--min-time", type=float, default=0.15, help="seconds for each variant of a shape (default 0.15)")
+    result.add_argument("--min-time", type=float, default=0.15, help="seconds for each variant (default 0.15)")
     result.add_argument("--max-seqlen", type=int, help="leave longer sequences out")
     result.add_argument("--tokens", type=int, help="batch size times seqlen, instead of 16384: for a short trial")
-    result.add_argument("--host", action="store_true", help="measure what a small call costs the host, and nothing else")
+    result.add_argument("--host", action="store_true", help="measure what a small call costs the host")
     result.add_argument("--turns", type=int, default=timing.TURNS, help="blocks of each variant (default 2)")
     result.add_argument("--baseline", type=pathlib.Path, help="an older _C*.so to measure beside ours, in turns")
     result.add_argument(
@@ -228,8 +228,8 @@ def baseline_of(arguments: argparse.Namespace) -> baseline_library.Baseline:
 
 
 def against_baseline(rows: list[dict]) -> str:
-    """For each pass and schedule of ours: time over the baseline's, in geometric mean and at worst. The baseline's schedule
-    is the same one; of a schedule that it does not have ("auto"), the fastest that it has at the shape."""
+    """For each pass and schedule of ours: time over the baseline's, in geometric mean and at worst. The baseline's
+    schedule is the same one; of a schedule that it does not have ("auto"), the fastest that it has at the shape."""
     theirs: dict[tuple, dict[str | None, float]] = {}
     for row in rows:
         if row["impl"] == baseline_library.NAME:

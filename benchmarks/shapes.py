@@ -36,8 +36,8 @@ SHAPE_FIELDS = tuple(field.name for field in dataclasses.fields(Shape))
 
 
 def flops(shape: Shape, pass_: str) -> float:
-    """Floating-point operations by the common convention: two products of 2 * seqlen^2 * head_dim in the forward, halved
-    for the causal mask, and five in the backward."""
+    """Floating-point operations by the common convention: two products of 2 * seqlen^2 * head_dim in the forward,
+    halved for the causal mask, and five in the backward."""
     forward = 4.0 * shape.seqlen**2 * shape.heads * shape.batch * shape.head_dim / (2 if shape.causal else 1)
     return forward * {"forward": 1.0, "backward": 2.5, "both": 3.5}[pass_]
 
@@ -49,8 +49,8 @@ def _shape(head_dim: int, mask: str, seqlen: int, heads: int | None = None, kv_h
 
 
 def full_grid() -> list[Shape]:
-    """Hidden size 2048 and 16,384 tokens at each length; one length beyond 16,384; grouped heads with hidden size 4096 and
-    half the tokens."""
+    """Hidden size 2048 and 16,384 tokens at each length; one length beyond 16,384; grouped heads with hidden size 4096
+    and half the tokens."""
     shapes = []
     for mask in ("full", "causal"):
         for head_dim in (64, 128):

@@ -1,10 +1,11 @@
 """The one way this project measures time: CUDA events, a cold L2, each variant in blocks of its own, the median.
 
-Power limits the clock of a Hopper GPU, and what a call draws is its own affair: measured in turns with others, call by call, a
-hungry variant would borrow from a frugal one, and an idle one would cool the chip for all. So a variant is measured alone,
-warmed up each time, in TURNS blocks, so that what drifts over minutes serves all alike.
+Power limits the clock of a Hopper GPU, and what a call draws is its own affair: measured in turns with others, call by
+call, a hungry variant would borrow from a frugal one, and an idle one would cool the chip for all. So a variant is
+measured alone, warmed up each time, in TURNS blocks, so that what drifts over minutes serves all alike.
 
-On a machine without a GPU the same interface measures by the host's clock, to try the programs; such figures mean nothing.
+On a machine without a GPU the same interface measures by the host's clock, to try the programs; such figures mean
+nothing.
 """
 
 import dataclasses
@@ -14,6 +15,8 @@ from collections.abc import Callable, Hashable
 from typing import Protocol
 
 import torch
+
+Call = Callable[[], object]
 
 MIN_ROUNDS, MAX_ROUNDS = 3, 200  # of a block
 TURNS = 2
@@ -33,8 +36,9 @@ class CudaTimer:
     def flush_l2(self) -> None:
         self._flush.zero_()
 
-    def times_ms(self, call: Callable[[], object], rounds: int, mark: Callable[[], object] = lambda: None) -> list[float]:
-        """Milliseconds of each of `rounds` calls with a cold L2; `mark` is called before and after each, outside its time."""
+    def times_ms(self, call: Call, rounds: int, mark: Call = lambda: None) -> list[float]:
+        """Milliseconds of each of `rounds` calls with a cold L2; `mark` is called before and after each, outside its
+        time."""
         torch.cuda._sleep(HEAD_START_CLOCKS)
         events = []
         for _ in range(rounds):
@@ -53,7 +57,7 @@ class CudaTimer:
 class HostTimer:
     warm_up_s = 0.0
 
-    def times_ms(self, call: Callable[[], object], rounds: int, mark: Callable[[], object] = lambda: None) -> list[float]:
+    def times_ms(self, call: Call, rounds: int, mark: Call = lambda: None) -> list[float]:
         times = []
         for _ in range(rounds):
             mark()
@@ -68,7 +72,7 @@ def rounds_in(seconds: float, call_s: float) -> int:
     return int(min(MAX_ROUNDS, max(MIN_ROUNDS, seconds / call_s)))
 
 
-def warm_up(timer, call: Callable[[], object]) -> float:
+def warm_up(timer, call: Call) -> float:
     """Brings the GPU to what the call makes of it; returns about how many seconds a call takes."""
     call_s = 1e-3 * min(timer.times_ms(call, TRIAL_CALLS))
     if timer.warm_up_s:
@@ -76,7 +80,7 @@ def warm_up(timer, call: Callable[[], object]) -> float:
     return call_s
 
 
-def block_ms(timer, call: Callable[[], object], min_time_s: float, mark: Callable[[], object] = lambda: None) -> list[float]:
+def block_ms(timer, call: Call, min_time_s: float, mark: Call = lambda: None) -> list[float]:
     """Times of one block, of about `min_time_s`, after a warm-up."""
     call_s = warm_up(timer, call)
     return timer.times_ms(call, rounds_in(min_time_s, call_s), mark)
@@ -97,7 +101,7 @@ class Timing:
 
 
 def measure(
-    calls: dict[Hashable, Callable[[], object] | Elsewhere],
+    calls: dict[Hashable, Call | Elsewhere],
     *,
     device: torch.device,
     min_time_s: float = 0.15,

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import ctypes
 import dataclasses
+import functools
 import hashlib
 import importlib.util
 import json
@@ -136,7 +137,8 @@ def show_repeats(size: Size, device: str) -> bool:
     names = schedule.fitting(causal=True)
     equal = True
     for name in names:
-        count = differing_runs(lambda q, k, v: flash_attn_func(q, k, v, causal=True, schedule=name), inputs, size.repeats)
+        attention = functools.partial(flash_attn_func, causal=True, schedule=name)
+        count = differing_runs(attention, inputs, size.repeats)
         print(f"dash_attn, schedule {name}: {count} of {size.repeats} runs differ from the first", flush=True)
         equal &= count == 0
     if device != "cuda":

@@ -95,7 +95,8 @@ def test_json_schema(result_file):
     result = json.loads(result_file.read_text())
     assert list(result) == ["meta", "rows"]
     assert list(result["meta"]) == ["gpu", "driver", "cuda", "torch", "commit", "date", "before", "after"]
-    fields = "impl pass schedule deterministic dtype head_dim heads kv_heads mask seqlen batch ms repeats_ms tflops".split()
+    fields = "impl pass schedule deterministic dtype head_dim heads kv_heads mask seqlen batch ms repeats_ms tflops"
+    fields = fields.split()
     # Both schedules under the full mask and one under the causal one, a forward for each shape.
     assert len(result["rows"]) == 2 * (2 + 1) + 2 * (1 + 1)
     for row in result["rows"]:
@@ -119,7 +120,7 @@ def test_peers_of_another_result(result_file):
         assert set(row) == fields | {"run"} and row["run"] in peers_file["meta"]["same_run"]
     assert set(compare.NAMES) == set(peers_file["meta"]["impls"]), "a version of each peer"
     assert plot.with_peers(own, peers_file)["rows"] == own["rows"]  # toy shapes: no peer has them
-    grid = {"meta": own["meta"], "rows": [{**peers_file["rows"][0], "impl": "dash_attn"}, {**peers_file["rows"][0], "impl": "fa2"}]}
+    grid = {"meta": own["meta"], "rows": [{**peers_file["rows"][0], "impl": impl} for impl in ("dash_attn", "fa2")]}
     merged = plot.with_peers(grid, peers_file)["rows"]
     assert [row["impl"] for row in merged].count("dash_attn") == 1
     assert {row["impl"] for row in merged} == {"dash_attn", "fa2", "fa3", "cudnn", "dash-authors"}
@@ -243,7 +244,8 @@ def row(impl, schedule, deterministic, seqlen, tflops, mask="full"):
 def test_compare_counts_one_deterministic_schedule_of_ours(tmp_path):
     rows = [row("dash_attn", "auto", True, 1024, 300.0), row("dash_attn", "spt", True, 1024, 200.0)]
     rows += [row("dash_attn", "atomic", False, 1024, 999.0)]
-    rows += [row("fa2", None, True, 1024, 150.0), row("fa2", None, False, 1024, 400.0), row("fa2", None, True, 2048, 1.0)]
+    rows += [row("fa2", None, True, 1024, 150.0), row("fa2", None, False, 1024, 400.0)]
+    rows += [row("fa2", None, True, 2048, 1.0)]
     rows += [row("dash_attn", "auto", True, 4096, 450.0), row("fa2", None, True, 4096, 900.0)]
     path = tmp_path / "result.json"
     path.write_text(json.dumps({"meta": {}, "rows": rows}))
@@ -313,7 +315,8 @@ def test_a_file_of_both_sides_is_one_run(tmp_path, capsys):
 
 def test_pairs_take_the_time_of_both_passes():
     backward = [row("a", None, True, 1024, 250.0), row("b", None, False, 1024, 500.0)]
-    forward = [{**row(impl, None, True, 1024, tflops), "pass": "forward"} for impl, tflops in (("a", 100.0), ("c", 200.0))]
+    forward = [row("a", None, True, 1024, 100.0), row("c", None, True, 1024, 200.0)]
+    forward = [{**of_peer, "pass": "forward"} for of_peer in forward]
     ((of_shape, figures),) = compare.figures([*backward, *forward], "both").items()
     assert {(f.impl, f.deterministic) for f in figures} == {("a", True), ("b", False)}
     for figure, alone in zip(figures, (250.0, 500.0)):

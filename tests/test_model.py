@@ -72,14 +72,15 @@ def test_minimise():
 def synthetic_calibration(machine):
     """What a machine with exactly these costs would measure."""
     rows = []
-    tiles = {head_dim: schedule.tile_shape(head_dim, causal=False) for head_dim in calibrate.HEAD_DIMS}
+    tiles = {head_dim: schedule.tile_shape(head_dim) for head_dim in calibrate.HEAD_DIMS}
     for probe in calibrate.probes(machine.sms, tiles):
         clocks = model.play(machine, probe.schedule, probe, probe.sms).makespan
         if probe.shows == "code" or probe.seqlen_q * probe.batch <= 70_000:  # enough of them, and quick
             rows.append({**vars(probe), "mhz": 2000, "backward": clocks / 2000})
     preprocess = 16 * 2048 * 4 / machine.memory / 1000  # us for a batch and column of head_dim, at 1 GHz
     kernels = [
-        {**vars(dataclasses.replace(SHAPE, head_dim=head_dim, batch=batch)), "us": 100.0 * batch, "backward": 90.0 * batch}
+        {**vars(dataclasses.replace(SHAPE, head_dim=head_dim, batch=batch))}
+        | {"us": 100.0 * batch, "backward": 90.0 * batch}
         | {"mhz": 1000, "preprocess": preprocess * batch * head_dim}
         for head_dim in (64, 128)
         for batch in (1, 4)
@@ -114,7 +115,7 @@ def test_fit_finds_the_costs_of_a_made_up_machine(machine):
 
 
 def test_probes_are_no_shape_of_the_grid_and_run_every_policy():
-    tiles = {head_dim: schedule.tile_shape(head_dim, causal=False) for head_dim in calibrate.HEAD_DIMS}
+    tiles = {head_dim: schedule.tile_shape(head_dim) for head_dim in calibrate.HEAD_DIMS}
     probes = calibrate.probes(132, tiles)
     assert len(set(probes)) == len(probes)
     grid = {(s.head_dim, s.mask, s.batch * s.heads, s.seqlen) for s in calibrate.full_grid()}
@@ -184,7 +185,7 @@ def test_noise_and_pairs():
 
 
 @pytest.mark.parametrize(
-    "policy, causal, seqlen, head_dim, section",
+    "policy, causal, seqlen, head_dim, head_swizzle",
     [
         ("descending", True, 512, 128, 64),
         ("descending", True, 4096, 64, 16),
@@ -198,6 +199,6 @@ def test_noise_and_pairs():
         ("shift", False, 16384, 128, 1),
     ],
 )
-def test_sections_of_the_launch(policy, causal, seqlen, head_dim, section):
-    tiles = schedule.problem(policy, seqlen, seqlen, causal=causal, head_dim=head_dim, head_section=None)
-    assert tiles.head_section == section
+def test_head_swizzle_of_the_launch(policy, causal, seqlen, head_dim, head_swizzle):
+    tiles = schedule.problem(policy, seqlen, seqlen, causal=causal, head_dim=head_dim, head_swizzle=None)
+    assert tiles.head_swizzle == head_swizzle

@@ -32,7 +32,7 @@ def _parser() -> argparse.ArgumentParser:
     model.add_argument("--sms", type=int, default=132, metavar="N", help="streaming multiprocessors")
     model.add_argument("--cta-group", type=int, default=None, metavar="C", help="cluster size; None: the kernel's")
     model.add_argument(
-        "--head-section", type=int, default=None, metavar="N", help="heads whose claims are interleaved; None: the kernel's"
+        "--head-swizzle", type=int, default=None, metavar="N", help="heads that are interleaved; None: the kernel's"
     )
     model.add_argument("--product-time", type=float, default=PRODUCT_TIME, metavar="T", help="products of one tile")
     model.add_argument("--add-time", type=float, default=ADD_TIME, metavar="T", help="add of one dQ partial")
@@ -75,7 +75,7 @@ def _played(arguments: argparse.Namespace, *, causal: bool, seqlen_k: int) -> li
             tile_q=arguments.tile_q,
             tile_k=arguments.tile_k,
             cta_group=arguments.cta_group,
-            head_section=arguments.head_section,
+            head_swizzle=arguments.head_swizzle,
         )
         count = arguments.batch * arguments.heads * tiles.num_query_tiles * tiles.num_kv_tiles
         if count > MAX_TILES:
@@ -98,14 +98,7 @@ def _played(arguments: argparse.Namespace, *, causal: bool, seqlen_k: int) -> li
 
 
 def _table(arguments: argparse.Namespace, results: list[Simulation], *, causal: bool, seqlen_k: int) -> str:
-    automatic = resolve(
-        "auto",
-        causal=causal,
-        seqlen_q=arguments.seqlen_q,
-        seqlen_k=seqlen_k,
-        head_dim=arguments.head_dim,
-        queries_per_kv=arguments.heads // (arguments.kv_heads or arguments.heads),
-    )
+    automatic = resolve("auto", causal=causal, seqlen_k=seqlen_k, head_dim=arguments.head_dim)
     lines = [
         f"{'causal' if causal else 'full'} mask, {arguments.seqlen_q} queries, {seqlen_k} keys, "
         f"{arguments.batch} x {arguments.heads} heads, {arguments.sms} SMs; times in {_unit(arguments)}",
@@ -113,9 +106,8 @@ def _table(arguments: argparse.Namespace, results: list[Simulation], *, causal: 
     ]
     for result in results:
         name = result.schedule + (" (auto)" if result.schedule == automatic else "")
-        lines.append(
-            f"  {name:<23}{result.makespan:>8.6g}{result.idle_share:>12.1%}{result.critical_path:>15.6g}{result.ratio:>10.3f}"
-        )
+        times = f"{result.makespan:>8.6g}{result.idle_share:>12.1%}{result.critical_path:>15.6g}"
+        lines.append(f"  {name:<23}{times}{result.ratio:>10.3f}")
     lines.append(f"  ideal {results[0].ideal:.6g}: all work spread evenly, or the longest KV tile if that is more")
     return "\n".join(lines)
 

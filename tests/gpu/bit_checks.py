@@ -42,7 +42,8 @@ def check_sm_margins(inputs: Inputs, problem: Problem, num_sms: int, margins: It
 
 
 def check_neighbours(alone: Problem, sequences: int, places: Iterable[int], device: str) -> None:
-    """The one sequence of `alone`, by itself and at places of a batch whose other sequences differ from place to place."""
+    """The one sequence of `alone`, by itself and at places of a batch whose other sequences differ from place to
+    place."""
     batch = dataclasses.replace(alone, batch=sequences)
     inputs = support.random_inputs(alone, device, seed=1)
     policies = support.schedules(alone.causal)
@@ -63,7 +64,8 @@ def check_neighbours(alone: Problem, sequences: int, places: Iterable[int], devi
 
 
 def check_heads(problem: Problem, device: str, policies: Iterable[str] = ("auto",)) -> None:
-    """Every KV head and its query heads: among all heads, among the second half of them, alone, and in another order."""
+    """Every KV head and its query heads: among all heads, among the second half of them, alone, and in another
+    order."""
     group, kv_heads = problem.heads // problem.kv_heads, problem.kv_heads
     q, k, v, dout = support.random_qkv_dout(problem, device)
 
@@ -75,7 +77,8 @@ def check_heads(problem: Problem, device: str, policies: Iterable[str] = ("auto"
         own = query_heads(chosen)
         part = dataclasses.replace(problem, heads=len(own), kv_heads=len(chosen))
         # Copies: each call has its heads side by side, as a call of one of several GPUs has.
-        inputs = support.with_forward(part, *(x[:, :, c].clone() for x, c in ((q, own), (k, chosen), (v, chosen), (dout, own))))
+        parts = ((q, own), (k, chosen), (v, chosen), (dout, own))
+        inputs = support.with_forward(part, *(x[:, :, heads].clone() for x, heads in parts))
         forward = {"out": inputs.out, "softmax_lse": inputs.softmax_lse.transpose(1, 2)}
         gradients = support.backward(inputs, part, policy)
         support.assert_finite(gradients, f"{part} {policy}")

@@ -21,7 +21,8 @@ def why_not_here() -> str | None:
     if not torch.cuda.is_available():
         return "no CUDA device"
     if torch.cuda.get_device_capability() != HOPPER:
-        return f"{torch.cuda.get_device_name()} has compute capability {torch.cuda.get_device_capability()}, not {HOPPER}"
+        capability = torch.cuda.get_device_capability()
+        return f"{torch.cuda.get_device_name()} has compute capability {capability}, not {HOPPER}"
     if not list(pathlib.Path(dash_attn.__file__).parent.glob("_C*.so")):
         return "the kernels (dash_attn._C) are not built"
     return None

@@ -1,13 +1,13 @@
 """Digests of outputs and gradients over fixed inputs, to compare versions of the kernels bit by bit.
 
-    python tests/gpu/golden_bits.py --write                                       golden_bits.json, which the tests check
-    python tests/gpu/golden_bits.py --json after.json                             the same digests into another file
-    python tests/gpu/golden_bits.py --json before.json --library older/_C.abi3.so of another compiled library
-    python tests/gpu/golden_bits.py --compare before.json after.json              what differs; exit status 1 where bits do
+    python tests/gpu/golden_bits.py --write                             golden_bits.json, which the tests check
+    python tests/gpu/golden_bits.py --json after.json                   the same digests into another file
+    python tests/gpu/golden_bits.py --json before.json --library PATH   of another compiled library, older/_C.abi3.so
+    python tests/gpu/golden_bits.py --compare before.json after.json    what differs; exit status 1 where bits do
 
-The inputs are integers from a hash of each element's number, mapped to values near the normal distribution by operations
-that are exact, so that every machine and every torch makes the same ones. Digests are of an H200; other Hopper GPUs run
-the same instructions. With --library, nothing of this package is imported.
+The inputs are integers from a hash of each element's number, mapped to values near the normal distribution by
+operations that are exact, so that every machine and every torch makes the same ones. Digests are of an H200; other
+Hopper GPUs run the same instructions. With --library, nothing of this package is imported.
 """
 
 import argparse
@@ -49,8 +49,8 @@ class Case:
         return f"{self.dtype} d{self.head_dim} h{self.heads}/{self.kv_heads} {mask} {lengths}"
 
 
-# batch, seqlen_q, seqlen_k, heads, kv_heads: no length a multiple of a tile; fewer and more queries than keys; query heads
-# that are split over claims; more KV tiles than a claim's neighbours.
+# batch, seqlen_q, seqlen_k, heads, kv_heads: no length a multiple of a tile; fewer and more queries than keys; query
+# heads that are split over claims; more KV tiles than a claim's neighbours.
 SHAPES = ((2, 515, 515, 4, 4), (2, 300, 700, 4, 2), (2, 700, 300, 8, 1), (1, 2049, 2049, 8, 1), (1, 4100, 4100, 3, 3))
 PADDED = SHAPES[:2]
 

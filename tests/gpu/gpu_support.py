@@ -60,13 +60,14 @@ def tiles_of(problem: Problem, policy: str) -> schedule.Problem:
 
 
 def needs_clusters(policy: str) -> bool:
-    """Whether the policy's CTAs wait for each other within a cluster, which starts only where its SMs are free together."""
+    """Whether the policy's CTAs wait for each other within a cluster, which starts only where its SMs are free
+    together."""
     return policy in ("shift", "symmetric_shift")
 
 
 def head_splits(problem: Problem) -> int:
     """Claims among which the backward divides the query heads of a KV head, for each KV tile."""
-    return tiles_of(problem, "auto").head_splits
+    return tiles_of(problem, "auto").splits
 
 
 def random_qkv_dout(problem: Problem, device: str, seed: int = 0) -> tuple[torch.Tensor, ...]:

@@ -45,9 +45,9 @@ def cancellation_bound(problem: Problem, q, k, v, dout) -> dict[str, torch.Tenso
 def row_bounds(problem: Problem, inputs: Inputs, exact: Attention) -> dict[str, torch.Tensor]:
     """Bounds (batch, seqlen, heads) of the error of each row of each output, from the triangle inequality.
 
-    With r the unit roundoff of the dtype: P and dS enter products rounded (r |P|, r |dS|), D comes from the rounded output
-    (r P |dO| |O|), each sum is rounded at the end (r of the sum of its terms' norms). Below the normal numbers, rounding
-    errs by half the smallest subnormal.
+    With r the unit roundoff of the dtype: P and dS enter products rounded (r |P|, r |dS|), D comes from the rounded
+    output (r P |dO| |O|), each sum is rounded at the end (r of the sum of its terms' norms). Below the normal numbers,
+    rounding errs by half the smallest subnormal.
     """
     group = problem.heads // problem.kv_heads
     info = torch.finfo(problem.dtype)

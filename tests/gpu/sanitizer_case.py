@@ -1,4 +1,5 @@
-"""Small shapes for compute-sanitizer: both passes, every policy, both masks, both head dims, ragged and unequal lengths.
+"""Small shapes for compute-sanitizer: both passes, every policy, both masks, both head dims, ragged and unequal
+lengths.
 
     compute-sanitizer --tool memcheck python tests/gpu/sanitizer_case.py
 
@@ -51,8 +52,8 @@ def main() -> int:
                     out, _ = torch.ops.dash_attn.forward(inputs.q, inputs.k, inputs.v, problem.scale, causal)
                     report(f"{problem} forward", {"out": out}, exact)
                 for policy in support.schedules(causal) if "backward" in arguments.passes else ():
-                    outputs = {name: torch.empty(x.shape, dtype=x.dtype) for name, x in zip(support.GRADIENTS, (q, k, v))}
-                    gradients = {name: x.cuda() for name, x in outputs.items()}
+                    like = zip(support.GRADIENTS, (q, k, v))
+                    gradients = {name: torch.empty(x.shape, dtype=x.dtype).cuda() for name, x in like}
                     support.backward_into(gradients, inputs, problem, policy)
                     report(f"{problem} {policy}", gradients, exact)
     print(f"{failures} wrong", flush=True)

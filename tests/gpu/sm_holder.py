@@ -50,8 +50,8 @@ class SmHolder:
     @contextlib.contextmanager
     def prepared(self, sms: int, limit_s: float):
         """Yields a function that launches a kernel which holds `sms` SMs until exit, or for `limit_s`, so that a caller
-        that hangs is let go. Everything the caller launches meanwhile must have run once before: loading a kernel waits for
-        the device."""
+        that hangs is let go. Everything the caller launches meanwhile must have run once before: loading a kernel waits
+        for the device."""
         torch.cuda.synchronize()
         self._resident.zero_()
         self._release.zero_()

@@ -93,7 +93,8 @@ def test_sm_margin_changes_no_bits(causal, head_dim, device, num_sms):
 @pytest.mark.parametrize("heads, kv_heads", [(4, 4), (8, 1)], ids=str)
 @MASKS
 def test_contract_on_bits(causal, heads, kv_heads, lengths, device):
-    """Output, log-sum-exp and gradients of a sequence: alone, in a batch of 8 at every place, beside two sets of others."""
+    """Output, log-sum-exp and gradients of a sequence: alone, in a batch of 8 at every place, beside two sets of
+    others."""
     for head_dim in (64, 128):
         alone = Problem(1, *lengths, heads, kv_heads, head_dim, causal)
         batch = Problem(8, *lengths, heads, kv_heads, head_dim, causal)
@@ -119,13 +120,15 @@ def test_a_head_has_the_bits_it_has_alone(causal, device):
         together = forward(problem, q, k, v)
         for head in range(group):
             alone = forward(Problem(2, seqlen_q, 500, 1, 1, head_dim, causal), q[:, :, head : head + 1], k, v)
-            own = {"out": together["out"][:, :, head : head + 1], "softmax_lse": together["softmax_lse"][:, head : head + 1]}
+            out, softmax_lse = together["out"][:, :, head : head + 1], together["softmax_lse"][:, head : head + 1]
+            own = {"out": out, "softmax_lse": softmax_lse}
             support.assert_same_bits(own, alone, f"{problem}, head {head}")
 
 
 @MASKS
 def test_values_that_are_not_finite_stay_in_their_rows(causal, device):
-    """NaN and infinite scores end as NaN in the rows that see them, as in a plain softmax, and nowhere else; each time."""
+    """NaN and infinite scores end as NaN in the rows that see them, as in a plain softmax, and nowhere else; each
+    time."""
     for head_dim, value in itertools.product((64, 128), (math.nan, math.inf, -math.inf)):
         problem = Problem(2, 300, 300, 2, 2, head_dim, causal)
         q, k, v, _ = support.random_qkv_dout(problem, device)
@@ -139,16 +142,16 @@ def test_values_that_are_not_finite_stay_in_their_rows(causal, device):
             support.assert_same_bits(outputs, clean, f"{problem}, {value} in one query, call {call}")
 
 
-# seqlen_q, seqlen_k, heads, kv_heads: two CTAs write the same rows (csrc/forward) where the first query tile is short, at
-# many lengths, and a head's rows lie in other tiles where its group is packed.
+# seqlen_q, seqlen_k, heads, kv_heads: two CTAs write the same rows (csrc/forward) where the first query tile is short,
+# at many lengths, and a head's rows lie in other tiles where its group is packed.
 @pytest.mark.parametrize(
     "shape", [(1000, 1000, 2, 2), (129, 193, 2, 2), (300, 300, 4, 2), (20, 600, 8, 1), (700, 450, 2, 1)], ids=str
 )
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf], ids=str)
 @pytest.mark.parametrize("head_dim", (64, 128))
 def test_rows_are_not_spoilt_by_values_in_kv_tiles_they_do_not_see(head_dim, value, shape, device):
-    """Rows that see a value that is not finite are not finite. Those that see no key of its KV tile have the bits that they
-    have without it, in every call: two CTAs that write the same rows must not race."""
+    """Rows that see a value that is not finite are not finite. Those that see no key of its KV tile have the bits that
+    they have without it, in every call: two CTAs that write the same rows must not race."""
     problem = Problem(2, *shape, head_dim, True)
     group, diagonal = problem.heads // problem.kv_heads, problem.seqlen_k - problem.seqlen_q
     clean_v = support.random_qkv_dout(problem, device)[2]

@@ -7,8 +7,8 @@ import golden_bits
 import pytest
 
 CHANGED = (
-    "these bits are not those of tests/gpu/golden_bits.json. If that is meant, say in CHANGELOG.md what changed and for whom, "
-    "and run `python tests/gpu/golden_bits.py --write`"
+    "these bits are not those of tests/gpu/golden_bits.json. If that is meant, say in CHANGELOG.md what changed "
+    "and for whom, and run `python tests/gpu/golden_bits.py --write`"
 )
 
 

@@ -65,7 +65,8 @@ def test_more_than_2_31_elements(head_dim, heads, causal, device):
 
 
 def with_far_heads(tensors: tuple[torch.Tensor, ...]) -> list[torch.Tensor]:
-    """The tensors (batch, seqlen, heads, head_dim), their values in one storage in which a head is FAR from the next."""
+    """The tensors (batch, seqlen, heads, head_dim), their values in one storage in which a head is FAR from the
+    next."""
     needed = sum(x[:, :, 0].numel() for x in tensors)
     heads = max(x.shape[2] for x in tensors)
     storage = torch.empty((heads - 1) * FAR + needed, dtype=tensors[0].dtype, device=tensors[0].device)

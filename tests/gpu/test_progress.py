@@ -1,4 +1,5 @@
-"""The backward moves on while other kernels hold SMs, in proportion to the SMs that are left, and gives the same bits."""
+"""The backward moves on while other kernels hold SMs, in proportion to the SMs that are left, and gives the same
+bits."""
 
 import time
 
@@ -12,13 +13,14 @@ HOLD_LIMIT_S = 0.5
 # A backward on the SMs that are left may take this much longer than their number explains, plus launches.
 PROPORTION = 2.0
 SLACK_MS = 2.0
-# A cluster of two starts only on two free SMs of one GPC. With more free SMs than this there is such a pair (8 GPCs); with
-# fewer the two shift policies may have to wait for the holder, and are held to the same bits only.
+# A cluster of two starts only on two free SMs of one GPC. With more free SMs than this there is such a pair (8 GPCs);
+# with fewer the two shift policies may have to wait for the holder, and are held to the same bits only.
 FREE_SMS_FOR_A_CLUSTER = 9
 
 
 class TimedBackward:
-    """One backward on the current stream into outputs that exist already, so that nothing is allocated when it is held."""
+    """One backward on the current stream into outputs that exist already, so that nothing is allocated when it is
+    held."""
 
     def __init__(self, inputs: Inputs, problem: Problem, policy: str):
         self.inputs, self.problem, self.policy = inputs, problem, policy
@@ -53,7 +55,8 @@ class TimedBackward:
         return min(times)
 
     def run_while_held(self, holder: sm_holder.SmHolder, held: int, must_finish: bool = True) -> float:
-        """Milliseconds that the backward took; fails unless it gave the same bits, and ended while the SMs were held."""
+        """Milliseconds that the backward took; fails unless it gave the same bits, and ended while the SMs were
+        held."""
         self.clear()
         with holder.hold(held, HOLD_LIMIT_S):
             self.launch()
@@ -61,7 +64,8 @@ class TimedBackward:
                 time.sleep(1e-4)
             finished = self.end.query() and holder.holding()
         torch.cuda.synchronize()
-        assert finished or not must_finish, f"{self.name}: no end within {HOLD_LIMIT_S} s while a kernel held {held} SMs"
+        said = f"{self.name}: no end within {HOLD_LIMIT_S} s while a kernel held {held} SMs"
+        assert finished or not must_finish, said
         support.assert_same_bits(self.gradients, self.expected, f"{self.name}, {held} SMs held")
         return self.start.elapsed_time(self.end)
 

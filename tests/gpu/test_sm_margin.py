@@ -11,8 +11,8 @@ from gpu_support import Inputs, Problem
 from torch.profiler import ProfilerActivity, profile
 
 HOLD_LIMIT_S = 2.0
-# Of the call's time: the other kernel is launched when this share has gone by, and must be running before the second one
-# has, long before the first CTAs of a kernel that took every SM would end.
+# Of the call's time: the other kernel is launched when this share has gone by, and must be running before the second
+# one has, long before the first CTAs of a kernel that took every SM would end.
 LAUNCHED_AT, RUNNING_BY = 0.2, 0.6
 LEAST_MS = 20  # of the call, so that launches and polls are short beside it
 
@@ -67,8 +67,8 @@ def test_no_kernel_has_more_ctas_than_sms_are_left(head_dim, causal, device, num
 
 
 def share_until_held(run, holder: sm_holder.SmHolder, sms: int) -> float:
-    """Runs the call, and beside it a kernel that takes `sms` whole SMs. Returns the share of the call's time at which all
-    of them were taken; 1.0 or more where the call had ended first."""
+    """Runs the call, and beside it a kernel that takes `sms` whole SMs. Returns the share of the call's time at which
+    all of them were taken; 1.0 or more where the call had ended first."""
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     for _ in range(2):
         start.record()

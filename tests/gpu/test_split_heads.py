@@ -73,7 +73,8 @@ def test_same_bits_on_fewer_sms(problem, splits, device, num_sms):
 
 @pytest.mark.parametrize("problem, splits", FEW)
 def test_same_bits_in_a_batch(problem, splits, device):
-    """Alone, too few claims for the GPU; at the ends and amid a batch of eight, whose other sequences change, enough."""
+    """Alone, too few claims for the GPU; at the ends and amid a batch of eight, whose other sequences change,
+    enough."""
     check_neighbours(problem, 8, (0, 3, 7), device)
 
 
