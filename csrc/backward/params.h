@@ -61,7 +61,7 @@ struct Workspace {
   int* split_semaphores;  // (batch, KV head, KV tile, consumer, dV and dK): how many splits are in the sum
 
   // Order-free accumulation only.
-  uint8_t* scales;                // of each row's grid (config/fixed_point.h), in the order of scale_position
+  uint8_t* scales;                // fixed point, of each row (config/fixed_point.h), in the order of scale_position
   NeedsOrder* needs_order;        // (batch, KV head)
   float* query_norms;             // (batch, head, chunk): largest norm of a row of Q
   KeyStatistics* key_statistics;  // (batch, KV head, chunk)

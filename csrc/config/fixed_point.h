@@ -1,7 +1,7 @@
-// The grid of order-free accumulation: a power of two for each row of dQ, and the heads that have too little room for
-// it. Derived in docs/order_free.md. Plain C++: no CUDA, CuTe or torch.
+// The fixed-point scale of order-free accumulation: a power of two for each row of dQ, and the heads that have too
+// little room for it. Derived in docs/order_free.md. Plain C++: no CUDA, CuTe or torch.
 //
-// Determinism contract: a row's grid is a function of its dO and D, of its KV head's statistics and of the number of
+// Determinism contract: a row's scale is a function of its dO and D, of its KV head's statistics and of the number of
 // keys; the rule for a head, of that of the rows of its KV head's group, of the group's statistics, the lengths and the
 // mask. Nothing here knows the batch, the schedule or the GPU.
 #pragma once

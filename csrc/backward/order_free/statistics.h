@@ -1,13 +1,14 @@
 // Before an order-free backward: norms and largest elements of the rows of Q, K and V of each head, from which
-// config/fixed_point.h derives the grid (docs/order_free.md).
+// config/fixed_point.h derives fixed-point scales (docs/order_free.md).
 //
 // A block takes a chunk of rows of one head and leaves a few numbers; whoever needs a head's statistics puts its chunks
-// together in a fixed order. So they are the same for every grid and every neighbour, without atomic adds.
+// together in a fixed order. So they are the same for every number of blocks and every neighbour, without atomic adds.
 #pragma once
 
-#include "../config/fixed_point.h"
-#include "../device/fragment.h"
-#include "params.h"
+#include "../../config/fixed_point.h"
+#include "../../device/fragment.h"
+#include "../params.h"
+#include "../rows.h"
 
 namespace dash_attn::backward {
 
@@ -37,13 +38,6 @@ __device__ __forceinline__ void measure8(uint4 packed, float& squares, float& la
     // fmaxf would lose a NaN, which the squares keep.
     largest = fmaxf(largest, fabsf(value));
   }
-}
-
-template <int kThreads>
-__device__ __forceinline__ float sum_of_row(float value) {
-#pragma unroll
-  for (int offset = kThreads / 2; offset > 0; offset /= 2) { value += __shfl_xor_sync(0xffffffff, value, offset); }
-  return value;
 }
 
 // Over the rows that a warp has at once, of a value that all kThreads threads of a row have.
@@ -81,13 +75,6 @@ __device__ __forceinline__ float largest_of_warp(float value) {
 #pragma unroll
   for (int offset = 16; offset > 0; offset /= 2) { value = larger(value, __shfl_xor_sync(0xffffffff, value, offset)); }
   return value;
-}
-
-// Row `row` of a head, this thread's eight columns; zeros past the end.
-template <typename Element>
-__device__ __forceinline__ uint4 load8(const StridedView<const Element>& tensor, int batch, int row, int head,
-                                       int column, bool inside) {
-  return inside ? *reinterpret_cast<const uint4*>(tensor.row(batch, row, head) + column) : make_uint4(0, 0, 0, 0);
 }
 
 // Which chunk of rows of which head a block works on.
