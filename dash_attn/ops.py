@@ -57,17 +57,16 @@ def _forward_cpu(q, k, v, out, softmax_lse, softmax_scale, causal, sm_margin):
 
 def _backward_cpu(dout, q, k, v, out, softmax_lse, dq, dk, dv, softmax_scale, causal, schedule, sm_margin):
     (_, seqlen_q, heads, head_dim), (_, seqlen_k, kv_heads, _) = q.shape, k.shape
-    orders = reference.tile_orders(
+    order = reference.tile_order(
         _schedule.POLICIES[schedule],
         seqlen_q=seqlen_q,
         seqlen_k=seqlen_k,
         head_dim=head_dim,
         causal=causal,
-        queries_per_kv=heads // kv_heads,
-        kv_heads=kv_heads,
+        group_size=heads // kv_heads,
     )
-    results = reference.backward_of_heads(
-        dout, q, k, v, out, softmax_lse, softmax_scale=softmax_scale, causal=causal, orders=orders
+    results = reference.backward(
+        dout, q, k, v, out, softmax_lse, softmax_scale=softmax_scale, causal=causal, order=order
     )
     for gradient, result in zip((dq, dk, dv), results):
         gradient.copy_(result)

@@ -135,12 +135,13 @@ def forward(
             continue
         rows = q_heads[:, :, start:end]
         scores = (rows.flatten(1, 2) @ k_heads[:, 0, :keys].mT).unflatten(1, rows.shape[1:3]).mul_(softmax_scale)
-        scores.masked_fill_(_hidden(seen, 0, keys, q.device), -torch.inf)
+        hidden = _hidden(seen, 0, keys, q.device)
+        scores.masked_fill_(hidden, -torch.inf)
         largest = scores.amax(dim=-1, keepdim=True)
         largest.masked_fill_(largest == -torch.inf, 0.0)
         p = scores.sub_(largest).exp_()
         total = p.sum(dim=-1, keepdim=True)
-        weighted = _rounded(p, q.dtype).flatten(1, 2) @ v_heads[:, 0, :keys]
+        weighted = _weighted_values(_rounded(p, q.dtype).flatten(1, 2), v_heads[:, 0, :keys], hidden)
         no_key = total == 0
         out[:, :, start:end] = (weighted.unflatten(1, rows.shape[1:3]) / total).masked_fill_(no_key, 0.0)
         lse[:, :, start:end] = (largest + total.log()).masked_fill_(no_key, torch.inf).squeeze(-1)
@@ -220,6 +221,16 @@ def backward(
         dq = units.result()
     dq, dk = dq.mul_(softmax_scale), dk.mul_(softmax_scale)
     return tuple(_by_head(t, batch).to(q.dtype) for t in (dq, dk.unsqueeze(1), dv.unsqueeze(1)))
+
+
+def _weighted_values(p, v, hidden):
+    """P V, in which a value that is not finite spoils the rows that see its key and no others: 0 times it is not 0."""
+    finite = v.isfinite()
+    if finite.all():
+        return p @ v
+    seen = (~hidden).to(p.dtype).repeat(p.shape[1] // hidden.shape[0], 1)
+    spoilt = seen @ (~finite).to(p.dtype)
+    return (p @ v.masked_fill(~finite, 0.0)).masked_fill_(spoilt > 0, torch.nan)
 
 
 def _by_kv_head(tensor, kv_heads):

@@ -11,11 +11,10 @@ from dash_attn.schedule import (
     POLICIES,
     Problem,
     add_order,
-    assign,
+    work_tile,
     groups,
     heads_together,
-    num_claims,
-    order_of_head,
+    num_groups,
     ranks,
     visit_order,
     walk,
@@ -24,8 +23,6 @@ from dash_attn.schedule import (
 MAX_TILES = 9
 TILE_SIZES = [(1, 1), (1, 2), (2, 1), (1, 3), (3, 1), (2, 3)]
 POLICY_MASKS = [(policy, causal) for policy in POLICIES for causal in (False, True) if _schedule.fits(policy, causal)]
-# Without the one whose heads have the orders of others.
-ORDERS = [(policy, causal) for policy, causal in POLICY_MASKS if policy != "spt_descending"]
 
 
 def is_live(problem, kv, q):
@@ -49,7 +46,7 @@ def check_orders(policy, problem):
     for q in query_tiles:
         turns = sorted(rank[kv][q] for kv in kv_tiles if live[kv][q])
         assert turns == list(range(len(turns))), f"ranks at query tile {q}"
-        assert problem.live_kv_tiles(q) == len(turns)
+        assert problem.kv_tiles_of(q)[1] == len(turns)
 
     check_progress(visits, rank, groups(policy, problem), problem)
 
@@ -78,7 +75,7 @@ def check_progress(visits, rank, claims, problem):
 
 
 @pytest.mark.parametrize("tile_q, tile_k", TILE_SIZES)
-@pytest.mark.parametrize("policy, causal", ORDERS)
+@pytest.mark.parametrize("policy, causal", POLICY_MASKS)
 def test_every_small_problem(policy, causal, tile_q, tile_k):
     for seqlen_q in range(1, MAX_TILES * tile_q + 1):
         for seqlen_k in range(1, MAX_TILES * tile_k + 1):
@@ -94,7 +91,7 @@ def test_every_small_problem(policy, causal, tile_q, tile_k):
 
 @settings(max_examples=200, deadline=None)
 @given(
-    policy_mask=st.sampled_from(ORDERS),
+    policy_mask=st.sampled_from(POLICY_MASKS),
     seqlen_q=st.integers(1, 40_000),
     seqlen_k=st.integers(1, 40_000),
     tile_q=st.integers(1, 512),
@@ -109,7 +106,7 @@ def test_large_problems(policy_mask, seqlen_q, seqlen_k, tile_q, tile_k, cta_gro
 
 @settings(max_examples=400, deadline=None)
 @given(
-    policy_mask=st.sampled_from(ORDERS),
+    policy_mask=st.sampled_from(POLICY_MASKS),
     seqlen_q=st.integers(2**20, 2**30 - 1),
     seqlen_k=st.integers(2**20, 2**30 - 1),
     tile_q=st.integers(16, 256),
@@ -122,12 +119,12 @@ def test_lengths_up_to_the_limit(policy_mask, seqlen_q, seqlen_k, tile_q, tile_k
     policy, causal = policy_mask
     problem = Problem(seqlen_q, seqlen_k, tile_q=tile_q, tile_k=tile_k, causal=causal, cta_group=cta_group)
     kv = data.draw(st.integers(0, problem.num_kv_tiles - 1))
-    first = problem.first_query_tile(kv)
+    first = problem.query_tiles_of(kv)[0]
     assert is_live(problem, kv, first) and (first == 0 or not is_live(problem, kv, first - 1))
-    step = data.draw(st.integers(0, problem.live_query_tiles(kv) - 1))
+    step = data.draw(st.integers(0, problem.query_tiles_of(kv)[1] - 1))
     q = _schedule.visit(policy, problem, kv, step)
     assert first <= q < problem.num_query_tiles
-    live = problem.live_kv_tiles(q)
+    live = problem.kv_tiles_of(q)[1]
     assert is_live(problem, live - 1, q) and (live == problem.num_kv_tiles or not is_live(problem, live, q))
     neighbours = range(max(0, kv - 8), min(live, kv + 9))
     seen = {_schedule.rank(policy, problem, other, q) for other in neighbours}
@@ -165,7 +162,7 @@ def test_symmetric_shift_with_half_the_tiles_in_one_group_is_the_published_one(n
 @pytest.mark.parametrize("shape", [(5, 7), (8, 8), (3, 1), (1, 6)])
 def test_claims_cover_every_head_in_the_order_of_its_groups(policy, causal, shape):
     for batch, kv_heads, cta_group in itertools.product((1, 2, 3), (1, 2, 5), (1, 2, 3)):
-        for head_section in (1, 2, 4, batch * kv_heads, 100):
+        for head_swizzle in (1, 2, 4, batch * kv_heads, 100):
             problem = Problem(
                 *shape,
                 tile_q=1,
@@ -174,23 +171,23 @@ def test_claims_cover_every_head_in_the_order_of_its_groups(policy, causal, shap
                 batch=batch,
                 kv_heads=kv_heads,
                 cta_group=cta_group,
-                head_section=head_section,
+                head_swizzle=head_swizzle,
             )
             of_head = {head: [] for head in itertools.product(range(batch), range(kv_heads))}
-            for claim in range(num_claims(policy, problem)):
-                work = [assign(policy, problem, claim, r) for r in range(cta_group)]
+            for claim in range(num_groups(policy, problem)):
+                work = [work_tile(policy, problem, claim, r) for r in range(cta_group)]
                 taken = [each for each in work if each is not None]
                 (head,) = {each[:2] for each in taken}
                 assert work == taken + [None] * (cta_group - len(taken)), "the CTAs without a tile are the last"
                 of_head[head].append([each[2] for each in taken])
             for (_, kv_head), claimed in of_head.items():
-                assert claimed == groups(order_of_head(policy, problem, kv_head), problem)
+                assert claimed == groups(policy, problem)
 
 
-@pytest.mark.parametrize("policy, causal", ORDERS)
+@pytest.mark.parametrize("policy, causal", POLICY_MASKS)
 @pytest.mark.parametrize("shape", [(5, 7), (8, 8), (3, 1), (1, 6)])
 def test_a_claim_walks_every_step_of_every_head_once(policy, causal, shape):
-    problem = Problem(*shape, tile_q=1, tile_k=1, causal=causal, kv_heads=2, queries_per_kv=3, cta_group=2)
+    problem = Problem(*shape, tile_q=1, tile_k=1, causal=causal, kv_heads=2, group_size=3, cta_group=2)
     for kv_tile, visits in enumerate(visit_order(policy, problem)):
         steps = itertools.product(range(len(visits)), range(3))
         if not heads_together(policy, problem):
@@ -200,44 +197,24 @@ def test_a_claim_walks_every_step_of_every_head_once(policy, causal, shape):
 
 def test_which_policies_walk_heads_together():
     problems = {causal: Problem(8, 8, tile_q=1, tile_k=1, causal=causal) for causal in (False, True)}
-    together = {policy for policy, causal in ORDERS if heads_together(policy, problems[causal])}
+    together = {policy for policy, causal in POLICY_MASKS if heads_together(policy, problems[causal])}
     assert together == {"descending", "symmetric_shift", "order_free"}
 
 
-@pytest.mark.parametrize(
-    "kv_heads, kv_tiles, descending",
-    [(1, 8, 1), (2, 8, 1), (4, 8, 1), (5, 8, 2), (32, 8, 8), (32, 64, 8), (32, 128, 4), (32, 200, 3), (32, 600, 1)],
-)
-def test_spt_descending(kv_heads, kv_tiles, descending):
-    """spt's heads first, in claims too; then enough of descending's for an even end, at most a quarter, whatever the batch."""
-    for batch, head_section in itertools.product((1, 3), (1, 4)):
-        counts = dict(batch=batch, kv_heads=kv_heads, head_section=head_section)
-        problem = Problem(kv_tiles, kv_tiles, tile_q=1, tile_k=1, causal=True, **counts)
-        order = [order_of_head("spt_descending", problem, head) for head in range(kv_heads)]
-        assert order == ["spt"] * (kv_heads - descending) + ["descending"] * descending
-        claimed = [order[assign("spt_descending", problem, c)[1]] for c in range(num_claims("spt_descending", problem))]
-        assert claimed == sorted(claimed, reverse=True)
-    with pytest.raises(ValueError, match="schedule='spt_descending' has another order in some heads"):
-        visit_order("spt_descending", problem)
-    with pytest.raises(ValueError, match=r"kv_head must be in \[0, .*\), got 700"):
-        order_of_head("spt_descending", problem, 700)
-    assert order_of_head("spt", problem, 0) == "spt"
-
-
 def test_sections_interleave_heads():
-    problem = Problem(2, 2, tile_q=1, tile_k=1, causal=False, batch=1, kv_heads=3, head_section=2)
-    order = [assign("ascending", problem, claim)[1:3] for claim in range(num_claims("ascending", problem))]
+    problem = Problem(2, 2, tile_q=1, tile_k=1, causal=False, batch=1, kv_heads=3, head_swizzle=2)
+    order = [work_tile("ascending", problem, claim)[1:3] for claim in range(num_groups("ascending", problem))]
     assert order == [(0, 0), (1, 0), (0, 1), (1, 1), (2, 0), (2, 1)]
 
 
-@pytest.mark.parametrize("policy, causal", ORDERS)
+@pytest.mark.parametrize("policy, causal", POLICY_MASKS)
 def test_order_ignores_batch_heads_and_sections(policy, causal):
     def orders(**counts):
         problem = Problem(700, 900, tile_q=64, tile_k=128, causal=causal, cta_group=2, **counts)
         return visit_order(policy, problem), add_order(policy, problem), groups(policy, problem)
 
     alone = orders()
-    assert alone == orders(batch=5, kv_heads=3, queries_per_kv=4, head_section=7)
+    assert alone == orders(batch=5, kv_heads=3, group_size=4, head_swizzle=7)
 
 
 BAD_CALLS = {
@@ -247,9 +224,9 @@ BAD_CALLS = {
     "tile_k": dict(tile_k=2**30),
     "batch": dict(batch=0),
     "kv_heads": dict(kv_heads=2**40),
-    "queries_per_kv": dict(queries_per_kv=0),
+    "group_size": dict(group_size=0),
     "cta_group": dict(cta_group=0),
-    "head_section": dict(head_section=0),
+    "head_swizzle": dict(head_swizzle=0),
     "batch * kv_heads": dict(batch=2**20, kv_heads=2**20),
 }
 
@@ -276,4 +253,4 @@ def test_bad_lookups_name_the_argument():
     with pytest.raises(ValueError, match=r"query_tile must be in \[5, 8\), got 4"):
         _schedule.rank("spt", problem, 5, 4)
     with pytest.raises(ValueError, match=r"claim must be in \[0, 8\), got 8"):
-        assign("spt", problem, 8)
+        work_tile("spt", problem, 8)

@@ -5,7 +5,7 @@ import random
 import pytest
 
 from dash_attn import _schedule
-from dash_attn.schedule import POLICIES, Problem, add_order, num_claims, order_of_head, problem, simulate
+from dash_attn.schedule import POLICIES, Problem, add_order, num_groups, problem, simulate
 
 # Those whose partials wait for each other.
 ORDERED = [
@@ -64,7 +64,7 @@ def test_spt_is_7_to_8_percent_above_ideal_at_16k():
 def test_interleaved_heads_bring_descending_within_2_percent_of_ideal():
     for seqlen, heads in [(4096, 64), (8192, 32), (16384, 16)]:
         tiles = [
-            problem("descending", seqlen, seqlen, causal=True, heads=heads, head_section=section) for section in (1, 16)
+            problem("descending", seqlen, seqlen, causal=True, heads=heads, head_swizzle=section) for section in (1, 16)
         ]
         apart, interleaved = (simulate("descending", each, sms=132).ratio for each in tiles)
         assert 1 <= interleaved < 1.02 < apart
@@ -114,15 +114,15 @@ def test_progress_and_order_under_every_residency(policy, causal, cta_group):
     """From one resident cluster to all of them, launched at any time: all work is done, in the one order."""
     generator = random.Random(f"{policy} {causal} {cta_group}")
     for lengths in [(6, 6), (4, 7), (9, 5), (1, 4)]:
-        shape = dict(tile_q=1, tile_k=1, causal=causal, kv_heads=2, queries_per_kv=2, cta_group=cta_group)
-        tiles = Problem(*lengths, **shape, head_section=generator.choice([1, 2]))
+        shape = dict(tile_q=1, tile_k=1, causal=causal, kv_heads=2, group_size=2, cta_group=cta_group)
+        tiles = Problem(*lengths, **shape, head_swizzle=generator.choice([1, 2]))
         expected = {
             (0, head, q): order
             for head in range(4)
-            for q, order in enumerate(add_order(order_of_head(policy, tiles, head // 2), tiles))
+            for q, order in enumerate(add_order(policy, tiles))
             if order
         }
-        for clusters in range(1, num_claims(policy, tiles) + 1):
+        for clusters in range(1, num_groups(policy, tiles) + 1):
             for launch_times in launches(clusters, generator):
                 result = simulate(
                     policy,

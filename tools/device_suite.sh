@@ -14,16 +14,20 @@
 #   SANITIZE_ARGS  for tests/gpu/sanitizer_case.py
 #   BENCH     quick, full or bar                                                      BENCH_TIMEOUT     seconds, 240
 #   BENCH_ARGS     for benchmarks.run ("--pass backward forward")
+#   BASELINE  an older _C*.so: fingerprints of both binaries, and both in turns       BASELINE_TIMEOUT  seconds, 300
+#   BASELINE_ARGS  for benchmarks.run ("--schedules descending order_free")
 #   HOST      1, or arguments for benchmarks.run --host                               HOST_TIMEOUT      seconds, 60
 #   PROFILE   1, or arguments for benchmarks.profile_one ("--mask causal")            PROFILE_TIMEOUT   seconds, 120
 # Results go to $OUT: suite.txt (machine, install, sanitizer, the table printed last), tests.txt, bench.txt, bench.json,
-# bench.png, host.json, profile.txt, profile.ncu-rep. The exit status is 0 when every part passed.
+# bench.png, before.json, after.json (fingerprints), baseline.json, host.json, profile.txt, profile.ncu-rep. The exit status is 0 when every part passed.
 set -u -o pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 OUT=${OUT:-$PWD/device_results}
 mkdir -p "$OUT"
 OUT=$(cd "$OUT" && pwd)
 PYTHON=${PYTHON:-python3}
+[ -z "${BASELINE:-}" ] || BASELINE=$(realpath "$BASELINE")
+export OUT BASELINE=${BASELINE:-}
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
 unset PYTHONPATH
@@ -133,6 +137,18 @@ if [ -n "${BENCH:-}" ]; then
   else
     tail -n 40 "$OUT/bench.txt" | cut -c1-300
   fi
+fi
+
+if [ -n "${BASELINE:-}" ]; then
+  # shellcheck disable=SC2086
+  part baseline "${BASELINE_TIMEOUT:-300}" baseline.txt bash -c '
+    "$0" tests/gpu/golden_bits.py --json "$1/before.json" --library "$2" &&
+      "$0" tests/gpu/golden_bits.py --json "$1/after.json" &&
+      { "$0" tests/gpu/golden_bits.py --compare "$1/before.json" "$1/after.json" || true; }
+    shift 2
+    "$0" -m benchmarks.run --grid full --pass backward forward --peers --baseline "$BASELINE" --json "$OUT/baseline.json" "$@"
+  ' "$python" "$OUT" "$BASELINE" ${BASELINE_ARGS:-}
+  tail -n 25 "$OUT/baseline.txt" | cut -c1-300
 fi
 
 if [ -n "${HOST:-}" ]; then

@@ -65,8 +65,8 @@ def needs_clusters(policy: str) -> bool:
     return policy in ("shift", "symmetric_shift")
 
 
-def head_splits(problem: Problem) -> int:
-    """Claims among which the backward divides the query heads of a KV head, for each KV tile."""
+def splits(problem: Problem) -> int:
+    """Work tiles among which the backward divides the query heads of a KV head, for each KV tile."""
     return tiles_of(problem, "auto").splits
 
 

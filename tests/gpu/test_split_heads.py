@@ -1,4 +1,4 @@
-"""Query heads split over claims, whose dK and dV are added up in order: accuracy, and the bit contract."""
+"""Query heads split over work tiles, whose dK and dV are added up in order: accuracy, and the bit contract."""
 
 import dataclasses
 
@@ -12,47 +12,45 @@ from gpu_support import Problem
 CALLS = 100
 CALLS_IN_FLIGHT = 4
 
-# head_dim, (seqlen_q, seqlen_k, heads, kv_heads): splits, under both masks.
+# (head_dim, causal, seqlen_q, seqlen_k, heads, kv_heads): splits.
 SPLITS = {
-    64: {
-        (2048, 2048, 8, 1): 4,
-        (1024, 1024, 32, 4): 2,
-        (3999, 4099, 6, 2): 3,
-        (4100, 1300, 7, 1): 7,
-        (1300, 2500, 12, 1): 4,
-        (4000, 100, 4, 1): 4,
-    },
-    128: {
-        (2048, 2048, 8, 1): 8,
-        (1024, 1024, 32, 4): 4,
-        (1999, 2049, 6, 2): 3,
-        (2100, 1300, 7, 1): 7,
-        (1300, 2500, 12, 1): 6,
-        (4000, 100, 4, 1): 4,  # one KV tile, carried by all
-    },
+    (64, False, 2048, 2048, 8, 1): 2,
+    (64, False, 1024, 1024, 32, 1): 4,
+    (64, True, 1024, 1024, 32, 1): 2,
+    (64, False, 1300, 2500, 12, 1): 2,
+    (64, False, 4000, 100, 4, 1): 2,
+    (128, False, 2048, 2048, 8, 1): 4,
+    (128, True, 2048, 2048, 8, 1): 2,
+    (128, False, 1024, 1024, 32, 1): 8,
+    (128, True, 1024, 1024, 32, 1): 4,
+    (128, False, 4100, 1300, 7, 1): 7,
+    (128, False, 1300, 2500, 12, 1): 3,
+    (128, True, 1300, 2500, 12, 1): 2,
+    (128, False, 4000, 100, 4, 1): 2,  # one KV tile, summed over all
+    (128, True, 2048, 2048, 32, 4): 2,
 }
 CASES = [
-    pytest.param(Problem(1, *shape, head_dim, causal), splits, id=f"{shape}-{head_dim}-{'causal' if causal else 'full'}")
-    for head_dim, shapes in SPLITS.items()
-    for shape, splits in shapes.items()
-    for causal in (False, True)
+    pytest.param(
+        Problem(1, *lengths, head_dim, causal), splits, id=f"{lengths}-{head_dim}-{'causal' if causal else 'full'}"
+    )
+    for (head_dim, causal, *lengths), splits in SPLITS.items()
 ]
-# Of claims that are long, and of claims that are many.
+# Of work tiles that are long, and of work tiles that are many.
 FEW = [case for case in CASES if case.values[0].heads in (8, 32)]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
 @pytest.mark.parametrize("problem, splits", CASES)
 def test_accuracy(problem, splits, dtype, device):
-    assert support.head_splits(problem) == splits
+    assert support.splits(problem) == splits
     problem = dataclasses.replace(problem, dtype=dtype)
     lines = gradient_check.check(problem, device, support.schedules(problem.causal))
     assert not lines, f"{problem}:\n" + "\n".join(lines)
 
 
 def test_several_sequences_and_a_padded_head_dim(device):
-    problem = Problem(3, 1500, 1500, 8, 2, 72, True)
-    assert support.head_splits(problem) == 2
+    problem = Problem(3, 1500, 1500, 16, 1, 72, True)
+    assert support.splits(problem) == 2
     lines = gradient_check.check(problem, device, support.schedules(problem.causal))
     assert not lines, f"{problem}:\n" + "\n".join(lines)
 
@@ -73,7 +71,7 @@ def test_same_bits_on_fewer_sms(problem, splits, device, num_sms):
 
 @pytest.mark.parametrize("problem, splits", FEW)
 def test_same_bits_in_a_batch(problem, splits, device):
-    """Alone, too few claims for the GPU; at the ends and amid a batch of eight, whose other sequences change,
+    """Alone, too few work tiles for the GPU; at the ends and amid a batch of eight, whose other sequences change,
     enough."""
     check_neighbours(problem, 8, (0, 3, 7), device)
 

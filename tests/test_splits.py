@@ -1,4 +1,4 @@
-"""Query heads of a KV head split over claims: the rule, the claims, the waits, and the sums of the reference."""
+"""Query heads of a KV head split over work tiles: the rule, the work tiles, the waits, and the sums of the reference."""
 
 import itertools
 import random
@@ -9,10 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dash_attn import _schedule, reference, schedule
-from dash_attn.schedule import Problem, add_order, assign, groups, num_claims, order_of_head, simulate, visit_order, walk
+from dash_attn.schedule import Problem, add_order, groups, num_groups, simulate, visit_order, walk, work_tile
 
-ENOUGH_CLAIMS = {False: 128, True: 256}  # full, causal
-STEPS_WORTH_A_CARRY = 32
 POLICY_MASKS = [
     (policy, causal)
     for policy in (*schedule.POLICIES, *schedule.YARDSTICKS)
@@ -20,82 +18,82 @@ POLICY_MASKS = [
     if _schedule.fits(policy, causal)
 ]
 
-# (heads, kv_heads, seqlen_q, seqlen_k, head_dim): splits under the full mask, the causal mask.
+# (group size, seqlen_q, seqlen_k, head_dim): splits under the full mask, the causal mask.
 TABLE = {
-    (8, 1, 1024, 1024, 128): (4, 4),  # 8 would leave claims of 16 steps
-    (8, 1, 2048, 2048, 128): (8, 8),
-    (8, 1, 4096, 4096, 128): (4, 8),
-    (8, 1, 8192, 8192, 128): (2, 4),
-    (8, 1, 16384, 16384, 128): (1, 2),  # 128 KV tiles
-    (8, 1, 32768, 32768, 128): (1, 1),
-    (8, 1, 2048, 2048, 64): (4, 4),  # tiles of 128 queries: half the steps
-    (32, 4, 512, 512, 128): (2, 2),
-    (32, 4, 1024, 1024, 128): (4, 4),
-    (32, 4, 2048, 2048, 128): (2, 4),
-    (32, 4, 4096, 4096, 128): (1, 2),
-    (32, 8, 4096, 4096, 128): (1, 1),
-    (8, 8, 512, 512, 128): (1, 1),  # one query head a KV head: nothing to split
-    (7, 1, 4096, 4096, 128): (7, 7),  # 7 parts or none
-    (12, 1, 4096, 4096, 128): (4, 12),  # 3 parts make 96 claims, 4 make 128; 6 make 192
-    (6, 2, 100, 100, 128): (1, 1),
-    (64, 1, 1, 4096, 128): (2, 2),  # decoding: a claim has a step a head
-    (8, 1, 8192, 100, 128): (8, 8),  # one KV tile: as many as there are
+    (1, 512, 512, 128): (1, 1),  # one query head a KV head: nothing to split
+    (8, 512, 512, 128): (1, 1),  # 64 steps in all
+    (8, 1024, 1024, 128): (2, 1),  # 4 would leave work tiles of 32 steps, and the causal mask halves them
+    (8, 2048, 2048, 128): (4, 2),
+    (8, 4096, 4096, 128): (4, 4),
+    (8, 8192, 8192, 128): (2, 4),
+    (8, 16384, 16384, 128): (1, 2),  # 128 KV tiles; under the causal mask the longest is twice the mean
+    (8, 32768, 32768, 128): (1, 1),
+    (8, 8192, 8192, 64): (2, 4),
+    (4, 4096, 4096, 128): (4, 2),
+    (4, 8192, 8192, 128): (2, 4),
+    (7, 4096, 4096, 128): (7, 1),  # 7 parts or none
+    (6, 100, 100, 128): (1, 1),
+    (64, 1, 4096, 128): (1, 1),  # decoding: a work tile has a step a head
+    (8, 8192, 100, 128): (8, 8),  # one KV tile: as many as there are
 }
 
 
 @pytest.mark.parametrize("shape", TABLE, ids=str)
 def test_table(shape):
-    heads, kv_heads, seqlen_q, seqlen_k, head_dim = shape
+    group_size, seqlen_q, seqlen_k, head_dim = shape
     for causal, splits in zip((False, True), TABLE[shape]):
+        sequence = dict(causal=causal, head_dim=head_dim)
         found = {
             schedule.problem(
-                policy, seqlen_q, seqlen_k, causal=causal, head_dim=head_dim, batch=batch, heads=heads, kv_heads=kv_heads
-            ).head_splits
+                policy, seqlen_q, seqlen_k, **sequence, batch=batch, heads=kv_heads * group_size, kv_heads=kv_heads
+            ).splits
             for policy in schedule.POLICIES
             if _schedule.fits(policy, causal)
-            for batch in (1, 2, 8, 1000)
+            for batch in (1, 8)
+            for kv_heads in (1, 2, 8, 100)
         }
-        assert found == {splits}, "of every policy and batch"
-        counts = dict(kv_heads=kv_heads, queries_per_kv=heads // kv_heads)
-        orders = reference.tile_orders("auto", seqlen_q, seqlen_k, head_dim=head_dim, causal=causal, **counts)
-        assert {order.head_splits for _, order in orders} == {splits}
+        assert found == {splits}, "of every policy, batch and number of KV heads"
+        assert reference.tile_order("auto", seqlen_q, seqlen_k, **sequence, group_size=group_size).splits == splits
 
 
 @settings(max_examples=500, deadline=None)
 @given(
-    kv_heads=st.integers(1, 200),
-    queries_per_kv=st.integers(1, 200),
-    query_tiles=st.integers(1, 200),
-    kv_tiles=st.integers(1, 200),
+    group_size=st.integers(1, 200),
+    seqlen_q=st.integers(1, 500),
+    seqlen_k=st.integers(1, 500),
+    tile_q=st.integers(1, 3),
+    tile_k=st.integers(1, 3),
     causal=st.booleans(),
 )
-def test_rule(kv_heads, queries_per_kv, query_tiles, kv_tiles, causal):
-    splits = _schedule.head_splits(
-        kv_heads=kv_heads, queries_per_kv=queries_per_kv, query_tiles=query_tiles, kv_tiles=kv_tiles, causal=causal
-    )
-    divisors = [d for d in range(1, queries_per_kv + 1) if queries_per_kv % d == 0]
-    allowed = [d for d in divisors if d == 1 or queries_per_kv // d * query_tiles >= STEPS_WORTH_A_CARRY]
-    enough = [d for d in allowed if kv_heads * kv_tiles * d >= ENOUGH_CLAIMS[causal]]
-    assert splits == (enough[0] if enough else allowed[-1])
+def test_rule(group_size, seqlen_q, seqlen_k, tile_q, tile_k, causal):
+    """The fewest that make 128 work tiles of mean length beside the longest, or the most of at least 64 steps."""
+    lengths = dict(tile_q=tile_q, tile_k=tile_k, causal=causal, group_size=group_size)
+    problem = Problem(seqlen_q, seqlen_k, **lengths)
+    steps = [problem.query_tiles_of(kv)[1] for kv in (0, problem.num_kv_tiles - 1)]
+    mean, longest = sum(steps) / 2, max(steps)
+    divisors = [d for d in range(1, group_size + 1) if group_size % d == 0]
+    allowed = [d for d in divisors if d == 1 or mean * (group_size // d) >= 64]
+    enough = [d for d in allowed if problem.num_kv_tiles * d * mean >= 128 * longest]
+    assert _schedule.num_splits(problem) == (enough[0] if enough else allowed[-1])
 
 
 def test_splits_can_be_given():
     shape = dict(causal=True, heads=8, kv_heads=1)
-    given = schedule.problem("spt", 2048, 2048, **shape, head_splits=2)
-    assert (given.head_splits, given.queries_per_claim, given.queries_per_kv) == (2, 4, 8)
-    assert "head_splits=2" in repr(given)
-    assert num_claims("spt", given) == 2 * num_claims("spt", schedule.problem("spt", 2048, 2048, **shape, head_splits=1))
+    given = schedule.problem("spt", 2048, 2048, **shape, splits=2)
+    assert (given.splits, given.heads_per_split, given.group_size) == (2, 4, 8)
+    assert "splits=2" in repr(given)
+    assert num_groups("spt", given) == 2 * num_groups("spt", schedule.problem("spt", 2048, 2048, **shape, splits=1))
 
 
 def test_bad_splits_name_the_argument():
     shape = dict(tile_q=1, tile_k=1, causal=False)
-    with pytest.raises(ValueError, match=r"head_splits must be in \[1, .*\), got 0"):
-        Problem(8, 8, **shape, queries_per_kv=4, head_splits=0)
-    with pytest.raises(ValueError, match="head_splits must divide queries_per_kv=4, got 3"):
-        Problem(8, 8, **shape, queries_per_kv=4, head_splits=3)
-    with pytest.raises(ValueError, match=r"batch \* kv_heads \* head_splits \* KV tiles must be below 2\^31"):
-        Problem(8, 8, **shape, batch=2**10, kv_heads=2**10, queries_per_kv=2**9, head_splits=2**8)
-    Problem(8, 8, **shape, batch=2**10, kv_heads=2**10, queries_per_kv=2**9, head_splits=2**7)
+    with pytest.raises(ValueError, match=r"splits must be in \[1, .*\), got 0"):
+        Problem(8, 8, **shape, group_size=4, splits=0)
+    with pytest.raises(ValueError, match="splits must divide group_size=4, got 3"):
+        Problem(8, 8, **shape, group_size=4, splits=3)
+    with pytest.raises(ValueError, match=r"batch \* kv_heads \* splits \* KV tiles must be below 2\^31"):
+        Problem(8, 8, **shape, batch=2**10, kv_heads=2**10, group_size=2**9, splits=2**8)
+    Problem(8, 8, **shape, batch=2**10, kv_heads=2**10, group_size=2**9, splits=2**7)
 
 
 @st.composite
@@ -110,17 +108,17 @@ def split_problems(draw):
         causal=causal,
         batch=draw(st.integers(1, 3)),
         kv_heads=draw(st.integers(1, 3)),
-        queries_per_kv=splits * queries,
+        group_size=splits * queries,
         cta_group=draw(st.integers(1, 3)),
-        head_section=draw(st.integers(1, 20)),
-        head_splits=splits,
+        head_swizzle=draw(st.integers(1, 20)),
+        splits=splits,
     )
 
 
 def claimed(policy, problem):
     """(claim, cta_rank, batch, KV head, KV tile, split) of every CTA that has work, in the order of claims."""
-    for claim, cta_rank in itertools.product(range(num_claims(policy, problem)), range(problem.cta_group)):
-        work = assign(policy, problem, claim, cta_rank)
+    for claim, cta_rank in itertools.product(range(num_groups(policy, problem)), range(problem.cta_group)):
+        work = work_tile(policy, problem, claim, cta_rank)
         if work is not None:
             yield claim, cta_rank, *work
 
@@ -129,23 +127,22 @@ def claimed(policy, problem):
 @given(split_problems())
 def test_every_tile_of_every_query_head_is_visited_once(policy_problem):
     policy, problem = policy_problem
-    order = [order_of_head(policy, problem, kv_head) for kv_head in range(problem.kv_heads)]
-    visits = {policy: visit_order(policy, problem) for policy in order}
-    heads = problem.kv_heads * problem.queries_per_kv
+    visits = visit_order(policy, problem)
+    heads = problem.kv_heads * problem.group_size
     expected = {
         (batch, head, kv_tile, q)
         for batch, head, kv_tile in itertools.product(range(problem.batch), range(heads), range(problem.num_kv_tiles))
-        for q in visits[order[0]][kv_tile]
+        for q in visits[kv_tile]
     }
     seen = [
         (
             batch,
-            kv_head * problem.queries_per_kv + split * problem.queries_per_claim + head,
+            kv_head * problem.group_size + split * problem.heads_per_split + head,
             kv_tile,
-            visits[order[kv_head]][kv_tile][step],
+            visits[kv_tile][step],
         )
         for _, _, batch, kv_head, kv_tile, split in claimed(policy, problem)
-        for step, head in walk(order[kv_head], problem, kv_tile)
+        for step, head in walk(policy, problem, kv_tile)
     ]
     assert len(seen) == len(expected) and set(seen) == expected
 
@@ -159,20 +156,20 @@ def test_waits_point_at_earlier_claims(policy_problem):
     for claim, cta_rank, batch, kv_head, kv_tile, split in claimed(policy, problem):
         claim_of[batch, kv_head, kv_tile, split] = claim, cta_rank
         of_split.setdefault((batch, kv_head, split), {}).setdefault(claim, []).append(kv_tile)
-    assert len(claim_of) == problem.batch * problem.kv_heads * problem.num_kv_tiles * problem.head_splits
+    assert len(claim_of) == problem.batch * problem.kv_heads * problem.num_kv_tiles * problem.splits
     for (batch, kv_head, kv_tile, split), (claim, cta_rank) in claim_of.items():
         if split > 0:
             before, rank_before = claim_of[batch, kv_head, kv_tile, split - 1]
             assert before < claim and rank_before == cta_rank
-    for (_, kv_head, _), claims in of_split.items():
-        assert list(claims.values()) == groups(order_of_head(policy, problem, kv_head), problem)
+    for claims in of_split.values():
+        assert list(claims.values()) == groups(policy, problem)
 
 
 def test_all_heads_first_splits_come_first():
     problem = Problem(
-        2, 2, tile_q=1, tile_k=1, causal=False, kv_heads=2, queries_per_kv=2, head_splits=2, head_section=2
+        2, 2, tile_q=1, tile_k=1, causal=False, kv_heads=2, group_size=2, splits=2, head_swizzle=2
     )
-    order = [assign("ascending", problem, claim)[1:] for claim in range(num_claims("ascending", problem))]
+    order = [work_tile("ascending", problem, claim)[1:] for claim in range(num_groups("ascending", problem))]
     assert order == [(h, kv, split) for split in range(2) for kv in range(2) for h in range(2)]  # (KV head, tile, split)
 
 
@@ -187,12 +184,12 @@ def test_simulator_makes_progress_under_every_residency(policy, causal):
             tile_k=1,
             causal=causal,
             kv_heads=2,
-            queries_per_kv=6,
+            group_size=6,
             cta_group=cta_group,
-            head_splits=3,
-            head_section=generator.choice([1, 2, 3, 4, 6]),
+            splits=3,
+            head_swizzle=generator.choice([1, 2, 3, 4, 6]),
         )
-        clusters_of_all = num_claims(policy, tiles)
+        clusters_of_all = num_groups(policy, tiles)
         for clusters in {1, 2, 3, clusters_of_all // 2, clusters_of_all - 1, clusters_of_all} - {0}:
             late = [1e4 * i for i in range(clusters)]
             for launch_times in ([], late, late[::-1]):
@@ -214,7 +211,7 @@ def test_simulator_makes_progress_under_every_residency(policy, causal):
                 expected = {
                     (head, q): kv_tiles
                     for head in range(12)
-                    for q, kv_tiles in enumerate(add_order(order_of_head(policy, tiles, head // 6), tiles))
+                    for q, kv_tiles in enumerate(add_order(policy, tiles))
                     if kv_tiles
                 }
                 if _schedule.is_ordered(policy):
@@ -225,7 +222,7 @@ def test_simulator_makes_progress_under_every_residency(policy, causal):
 
 def test_carries_follow_each_other():
     """Four splits of one KV tile of five steps each: side by side they end together and carry in turn, each in its own time."""
-    tiles = Problem(5, 1, tile_q=1, tile_k=1, causal=False, queries_per_kv=4, head_splits=4)
+    tiles = Problem(5, 1, tile_q=1, tile_k=1, causal=False, group_size=4, splits=4)
     costs = dict(product_time=8, add_time=1, signal_time=0, staging=2, adders=2)
 
     def makespan(**options):
@@ -244,7 +241,7 @@ def test_splitting_shortens_what_too_few_claims_take():
     times = {
         splits: simulate(
             "descending",
-            schedule.problem("descending", 2048, 2048, causal=False, heads=8, kv_heads=1, head_splits=splits),
+            schedule.problem("descending", 2048, 2048, causal=False, heads=8, kv_heads=1, splits=splits),
             sms=128,
             carry_time=2.0,
             staging=2,
@@ -261,6 +258,6 @@ def test_reference_adds_the_sums_of_splits():
     dout = torch.tensor([big, 1.0, -big, 1.0]).reshape(1, 1, 4, 1)
     zeros, k, lse = torch.zeros(1, 1, 4, 1), torch.zeros(1, 1, 1, 1), torch.zeros(1, 4, 1)
     for splits, expected in ((1, 1.0), (2, 0.0), (4, 1.0)):
-        order = reference.TileOrder(1, 1, visits=[[0]], adds=[[0]], head_splits=splits)
+        order = reference.TileOrder(1, 1, visits=[[0]], adds=[[0]], splits=splits)
         _, _, dv = reference.backward(dout, zeros, k, k, zeros, lse, softmax_scale=1.0, causal=False, order=order)
         assert dv.item() == expected, splits
