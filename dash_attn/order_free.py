@@ -1,7 +1,7 @@
-"""The fixed-point grid of order-free accumulation, as csrc/config/fixed_point.h and the kernels have it: docs/order_free.md.
+"""The fixed-point scales of order-free accumulation, as csrc/config/fixed_point.h and the kernels have it.
 
-dQ of a row is a sum of partials, one for each KV tile. Each is rounded to a multiple of 2^-e, with e from a bound of the
-row that the inputs give, and the integers are added: in any order, the sum is the same.
+dQ of a row is a sum of partials, one for each KV tile. Each is rounded to a multiple of 2^-e, with e from a bound of
+the row that the inputs give, and the integers are added: in any order, the sum is the same. See docs/order_free.md.
 """
 
 from typing import NamedTuple
@@ -19,7 +19,7 @@ MEAN_MAGNITUDE_TO_DEVIATION = 1.2533
 NORM_SLACK = 1 + 2.0**-10
 
 
-class Grid(NamedTuple):
+class Scales(NamedTuple):
     """Of tensors (batch * kv_heads, group, seqlen, head_dim)."""
 
     exponents: torch.Tensor
@@ -37,7 +37,7 @@ def _norms(x: torch.Tensor) -> torch.Tensor:
 
 
 def _mean_of_windows(pairs: torch.Tensor) -> torch.Tensor:
-    """(heads, seqlen // 2) -> (heads, windows): means over the pairs of each window, of which the last may have fewer."""
+    """(heads, seqlen // 2) -> (heads, windows): means over each window's pairs, of which the last may have fewer."""
     full = pairs.shape[1] // (WINDOW // 2) * (WINDOW // 2)
     means = [pairs[:, :full].unflatten(1, (-1, WINDOW // 2)).mean(dim=2)]
     if full < pairs.shape[1]:
@@ -62,7 +62,7 @@ def min_step_product(k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
     return (key_steps * _mean_of_windows(v_steps.norm(dim=-1))).amin(dim=1)
 
 
-def grid(
+def row_scales(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
@@ -73,8 +73,8 @@ def grid(
     keys: torch.Tensor,
     tile_k: int,
     dtype: torch.dtype,
-) -> Grid:
-    """The grid of each row, and the heads that cannot use it.
+) -> Scales:
+    """The scale of each row, and the heads that cannot use theirs.
 
     Args:
         q, dout: (batch * kv_heads, group, seqlen_q, head_dim).
@@ -99,37 +99,38 @@ def grid(
     bound = dout_norms * max_product + (d.squeeze(-1).double().abs() + (seqlen_k + 2) * subnormal_error) * max_element
     _, exponents = torch.frexp(CAPACITY / bound)
     exponents = exponents.long().sub_(1).masked_fill_(bound == 0, 0)
-    has_grid = bound.isfinite() & (exponents >= MIN_EXPONENT)
+    has_scale = bound.isfinite() & (exponents >= MIN_EXPONENT)
     exponents.clamp_(MIN_EXPONENT, MAX_EXPONENT)
 
     # Per element of dQ: what rounding leaves, and what dout and the differences between neighbouring rows let expect.
     noise = (torch.ceil(keys / tile_k) / 12).double().sqrt() * torch.exp2(-exponents.double())
-    expected = dout_norms * steps * (MEAN_MAGNITUDE_TO_DEVIATION / 2) / head_dim**1.5 / keys.clamp(min=1).double().sqrt()
-    fits = has_grid & ((noise <= MAX_ERROR * expected) | (dout_norms == 0))
-    return Grid(exponents, ~(in_range & fits.flatten(1).all(dim=1)))
+    expected = dout_norms * steps * (MEAN_MAGNITUDE_TO_DEVIATION / 2) / head_dim**1.5
+    expected = expected / keys.clamp(min=1).double().sqrt()
+    fits = has_scale & ((noise <= MAX_ERROR * expected) | (dout_norms == 0))
+    return Scales(exponents, ~(in_range & fits.flatten(1).all(dim=1)))
 
 
 class Accumulator:
-    """Sums of dQ's partials on a grid: integers that wrap at 32 bits, as the hardware adds them."""
+    """Sums of dQ's partials in fixed point: integers that wrap at 32 bits, as the hardware adds them."""
 
-    def __init__(self, grid: Grid, dq: torch.Tensor):
-        self._grid = grid
+    def __init__(self, scales: Scales, dq: torch.Tensor):
+        self._scales = scales
         self._dq = dq
         self._units = torch.zeros(dq.shape, dtype=torch.int64, device=dq.device)
         self._bad_rows = torch.zeros(dq.shape[:-1], dtype=torch.bool, device=dq.device)
 
     def add(self, head: int, rows: slice, partial: torch.Tensor) -> None:
         """Adds fp32 `partial`, (batch * kv_heads, rows, head_dim), to the rows of query head `head` of every group."""
-        exponents = self._grid.exponents[:, head, rows, None]
+        exponents = self._scales.exponents[:, head, rows, None]
         bad = ~partial.isfinite().all(dim=-1)
         self._bad_rows[:, head, rows] |= bad
         units = torch.ldexp(partial.masked_fill(bad[..., None], 0.0), exponents).round_()
         self._units[:, head, rows] += units.long()
-        in_order = self._grid.needs_order[:, None, None]
+        in_order = self._scales.needs_order[:, None, None]
         self._dq[:, head, rows] += torch.where(in_order, partial, 0.0)
 
     def result(self) -> torch.Tensor:
         wrapped = (self._units + 2**31) % 2**32 - 2**31
-        sums = torch.ldexp(wrapped.float(), -self._grid.exponents[..., None])
+        sums = torch.ldexp(wrapped.float(), -self._scales.exponents[..., None])
         sums.masked_fill_(self._bad_rows[..., None], torch.nan)
-        return torch.where(self._grid.needs_order[:, None, None, None], self._dq, sums)
+        return torch.where(self._scales.needs_order[:, None, None, None], self._dq, sums)

@@ -7,7 +7,7 @@ This is what runs for CPU tensors, and what the tests compare orders with. Per (
     dV = P^T dO      dK = c dS^T Q         dQ = c dS K
 
 The backward rounds where the kernel rounds (P and dS to the inputs' dtype before they enter a product, sums in fp32,
-one rounding at the end) and adds tile by tile in the order it is given, or on the grid of `dash_attn.order_free`, so a
+one rounding at the end) and adds tile by tile in the order it is given, or in the fixed point of `dash_attn.order_free`, so a
 change of order shows in the last bits as it does on the GPU. It is not bit-equal to the kernel: the order inside one
 tile's product is the matrix library's.
 float64 inputs are computed in float64 throughout.
@@ -43,7 +43,7 @@ class TileOrder(NamedTuple):
     splits: int = 1
     """Parts that the query heads of a KV head are cut into, each with a sum of dK and dV, added up in ascending order."""
     order_free: bool = False
-    """Whether dQ is summed on the grid of `dash_attn.order_free`, where no order shows. Not for float64 inputs."""
+    """Whether dQ is summed in the fixed point of `dash_attn.order_free`, where no order shows. Not for float64 inputs."""
 
 
 @functools.lru_cache(maxsize=64)
@@ -193,8 +193,9 @@ def backward(
     units = None
     if order.order_free and d.dtype == torch.float32:
         seen = torch.tensor(_visible_keys(seqlen_q, seqlen_k, causal, 0, seqlen_q), device=q.device)
-        settings = {"softmax_scale": softmax_scale, "keys": seen[:, 1] - seen[:, 0], "tile_k": order.tile_k, "dtype": q.dtype}
-        units = order_free.Accumulator(order_free.grid(q_heads, k_heads, v_heads, dout_heads, d, **settings), dq)
+        settings = {"softmax_scale": softmax_scale, "tile_k": order.tile_k, "dtype": q.dtype}
+        settings["keys"] = seen[:, 1] - seen[:, 0]
+        units = order_free.Accumulator(order_free.row_scales(q_heads, k_heads, v_heads, dout_heads, d, **settings), dq)
     dk_of_split, dv_of_split = torch.zeros_like(dk), torch.zeros_like(dv)
     for head, kv_tile, q_tile, ends_split in _steps(order, q_heads.shape[1]):
         rows = slice(q_tile * order.tile_q, min((q_tile + 1) * order.tile_q, seqlen_q))

@@ -1,4 +1,4 @@
-"""Inputs that are harder for a fixed-point grid than normal ones; each function changes normal q, k, v, dout in place.
+"""Inputs that are harder for fixed point than normal ones; each function changes normal q, k, v, dout in place.
 
 Tensors are (..., seqlen, heads, head_dim), drawn on the CPU so that every device sees the same values.
 """
@@ -89,7 +89,7 @@ def documents_of_like_size(q, k, v, dout, generator):
     v[..., second, :, :] *= 0.2
 
 
-# The grid has room for these where the sequence is not long.
+# There is room for these where the sequence is not long.
 ROOMY = (
     normal, sharp_softmax, one_key_takes_all, value_row, value_channel, key_row, key_channel, values_with_a_common_mean,
     keys_with_a_common_mean, heavy_tailed_rows_of_dout, heavy_tailed_elements_of_dout, attention_sink, small_gradients,

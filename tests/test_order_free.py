@@ -32,17 +32,17 @@ def keys_seen(seqlen_k, seqlen_q, causal):
 def accumulate_with(p, q, k, v, dout, dtype, softmax_scale, tile, causal=False):
     """What the rows of dQ of one head are where query i attends to key j with p[i, j]; fp32, no batch, no heads.
 
-    `exact` is the sum of the partials, `sum` that of their integers, which have `magnitudes` without wrapping, on `grid`;
+    `exact` is the sum of the partials, `sum` that of their integers in `scales`, which have `magnitudes` unwrapped;
     `noise` is what rounding O to the inputs' dtype moves a row by.
     """
     out = (p @ v).to(dtype).float()
     d = (dout * out).sum(dim=1, keepdim=True)
     ds = ((dout @ v.T - d) * p).to(dtype).float()
-    grid = order_free.grid(
+    scales = order_free.row_scales(
         q[None, None], k[None], v[None], dout[None, None], d[None, None],
         softmax_scale=softmax_scale, keys=keys_seen(k.shape[0], p.shape[0], causal), tile_k=tile, dtype=dtype,
     )  # fmt: skip
-    exponents = grid.exponents[0, 0][:, None]
+    exponents = scales.exponents[0, 0][:, None]
     exact, units, magnitudes = (torch.zeros(dout.shape, dtype=torch.float64) for _ in range(3))
     for start in range(0, k.shape[0], tile):
         partial = ds[:, start : start + tile] @ k[start : start + tile]
@@ -52,7 +52,7 @@ def accumulate_with(p, q, k, v, dout, dtype, softmax_scale, tile, causal=False):
         magnitudes += rounded.abs()
     noise = torch.finfo(dtype).eps / 4 * (dout * out).norm(dim=1) * (p @ k).norm(dim=1)
     rounded_sum = torch.ldexp(units, -exponents)
-    return {"exact": exact, "sum": rounded_sum, "magnitudes": magnitudes, "grid": grid, "noise": noise.double()}
+    return {"exact": exact, "sum": rounded_sum, "magnitudes": magnitudes, "scales": scales, "noise": noise.double()}
 
 
 def accumulate(q, k, v, dout, causal=False, tile=TILE, softmax_scale=None):
@@ -71,7 +71,7 @@ def accumulate(q, k, v, dout, causal=False, tile=TILE, softmax_scale=None):
 def test_error_of_a_row(change, head_dim, seqlen, causal):
     """At most 1e-4 of the row, or, where the gradient vanishes, of what rounding O to 16 bits moves the row by."""
     rows = accumulate(*make(change, seqlen, head_dim, torch.bfloat16), causal=causal)
-    assert not rows["grid"].needs_order.any()
+    assert not rows["scales"].needs_order.any()
     error = (rows["sum"] - rows["exact"]).norm(dim=1)
     allowed = 1e-4 * torch.maximum(rows["exact"].norm(dim=1), rows["noise"])
     assert bool((error <= allowed).all()), f"row {int((error - allowed).argmax())}: {(error / allowed).max() * 1e-4:.1e}"
@@ -87,7 +87,7 @@ def test_error_of_a_row_in_half_precision(change, head_dim, seqlen):
     if change is distributions.small_gradients:
         assert not rows["exact"].any()  # dS is below fp16's smallest number
         return
-    assert not rows["grid"].needs_order.any()
+    assert not rows["scales"].needs_order.any()
     error = (rows["sum"] - rows["exact"]).norm(dim=1)
     assert bool((error <= 1e-4 * torch.maximum(rows["exact"].norm(dim=1), 8 * rows["noise"])).all())
 
@@ -109,7 +109,7 @@ def test_heads_with_too_little_room_need_the_order(change, dtype):
     dq, ordered = gradients["order_free"][0], gradients["descending"][0]
     assert torch.equal(dq[1, :, 2:], ordered[1, :, 2:])
     for own, other in ((dq[0], ordered[0]), (dq[1, :, :2], ordered[1, :, :2])):
-        assert not torch.equal(own, other), "heads that have room are on the grid"
+        assert not torch.equal(own, other), "heads that have room are in fixed point"
     for a, b in zip(gradients["order_free"][1:], gradients["descending"][1:]):
         assert torch.equal(a, b)
 
@@ -185,8 +185,8 @@ def test_no_order_shows_in_dq(causal, dtype):
 
 def test_wrapping_does_not_matter():
     """Partial sums may leave 32 bits as long as the whole sum does not."""
-    grid = order_free.Grid(torch.zeros(1, 1, 1, dtype=torch.int64), torch.zeros(1, dtype=torch.bool))
-    sums = order_free.Accumulator(grid, torch.zeros(1, 1, 1, 1))
+    scales = order_free.Scales(torch.zeros(1, 1, 1, dtype=torch.int64), torch.zeros(1, dtype=torch.bool))
+    sums = order_free.Accumulator(scales, torch.zeros(1, 1, 1, 1))
     for partial in (2.0**31 - 128, 2.0**31 - 128, -(2.0**31), -(2.0**31), 5.0):
         sums.add(0, slice(0, 1), torch.full((1, 1, 1), partial))
     assert sums.result().item() == 5 - 256
@@ -220,7 +220,7 @@ def test_nan_where_fp32_sums_have_it(place, value):
 
 @settings(max_examples=500, deadline=None)
 @given(bound=st.floats(0))
-def test_grid_of_a_row(bound):
+def test_scale_of_a_row(bound):
     """The kernel's own function: never more than the capacity, and more than half of it where exponents allow it."""
     exponent = _schedule.row_exponent(bound)
     assert order_free.MIN_EXPONENT - 1 <= exponent <= order_free.MAX_EXPONENT
@@ -255,7 +255,7 @@ def test_rule_of_a_head_is_the_kernels(change, causal, dtype):
         rows = [x[:, None, :, 0] for x in (q, dout)]
         keys = keys_seen(seqlen, seqlen, causal)
         settings = {"softmax_scale": 0.125, "keys": keys, "tile_k": TILE, "dtype": dtype}
-        grid = order_free.grid(rows[0], k[:, :, 0], v[:, :, 0], rows[1], d[:, None, :, None], **settings)
+        scales = order_free.row_scales(rows[0], k[:, :, 0], v[:, :, 0], rows[1], d[:, None, :, None], **settings)
         statistics = head_statistics(q, k, v)
         decided = _schedule.needs_order(**statistics, softmax_scale=0.125, seqlen_k=seqlen)
         of_keys = {"max_product": statistics["max_product"], "max_element": k.abs().max().item(), "seqlen_k": seqlen}
@@ -264,12 +264,13 @@ def test_rule_of_a_head_is_the_kernels(change, causal, dtype):
                 dout_norm=norm, delta=d[0, row].item(), **of_keys, half_precision=dtype == torch.float16
             )
             exponent = _schedule.row_exponent(bound)
-            assert max(exponent, order_free.MIN_EXPONENT) == grid.exponents[0, 0, row], row
+            assert max(exponent, order_free.MIN_EXPONENT) == scales.exponents[0, 0, row], row
             steps, seen = statistics["min_step_product"], keys[row].item()
             decided |= _schedule.row_needs_order(
-                exponent=exponent, dout_norm=norm, min_step_product=steps, head_dim=64, keys=seen, tiles=-(-seen // TILE)
-            )
-        assert decided == bool(grid.needs_order), seqlen
+                exponent=exponent, dout_norm=norm, min_step_product=steps, head_dim=64,
+                keys=seen, tiles=-(-seen // TILE),
+            )  # fmt: skip
+        assert decided == bool(scales.needs_order), seqlen
 
 
 NORMAL = {"max_query_norm": 11.0, "max_key_norm": 11.0, "max_product": 45.0, "min_step_product": 600.0}
@@ -286,11 +287,11 @@ def test_what_is_not_finite_needs_the_order(name, value):
 def test_statistics_that_leave_too_little_room(scale):
     """Products that vanish in fp32 say nothing of their factors, nor do zeros; a score counts by its magnitude."""
     assert not _schedule.needs_order(**NORMAL, softmax_scale=scale, seqlen_k=256)
-    assert _schedule.needs_order(**NORMAL | {"max_product": 0.0, "min_step_product": 0.0}, softmax_scale=scale, seqlen_k=256)
-    assert _schedule.needs_order(**NORMAL | {"max_query_norm": 1e5}, softmax_scale=scale, seqlen_k=256)
+    for change in ({"max_product": 0.0, "min_step_product": 0.0}, {"max_query_norm": 1e5}):
+        assert _schedule.needs_order(**NORMAL | change, softmax_scale=scale, seqlen_k=256)
     assert _schedule.needs_order(**NORMAL, softmax_scale=scale, seqlen_k=order_free.MAX_KEYS + 1)
     zeros = [torch.zeros(1, 64, 1, 16, dtype=torch.bfloat16)] * 4
-    assert accumulate(*zeros)["grid"].needs_order.all()
+    assert accumulate(*zeros)["scales"].needs_order.all()
 
 
 def test_a_row_whose_units_are_too_coarse_needs_the_order():
@@ -300,14 +301,14 @@ def test_a_row_whose_units_are_too_coarse_needs_the_order():
     assert _schedule.row_needs_order(exponent=16, dout_norm=1.0, **row)
     assert not _schedule.row_needs_order(exponent=16, dout_norm=2.0, **row)
     assert not _schedule.row_needs_order(exponent=-40, dout_norm=0.0, **row), "zeros are not rounded"
-    assert _schedule.row_needs_order(exponent=order_free.MIN_EXPONENT - 1, dout_norm=0.0, **row), "no grid"
+    assert _schedule.row_needs_order(exponent=order_free.MIN_EXPONENT - 1, dout_norm=0.0, **row), "no scale"
     assert _schedule.row_needs_order(exponent=100, dout_norm=math.nan, **row)
 
 
 @BOTH
 @pytest.mark.parametrize("head_dim", [64, 128])
 @pytest.mark.parametrize("seqlen", [64, 1000, 4096, 16384, 32768])
-def test_normal_inputs_stay_on_the_grid(seqlen, head_dim, dtype):
+def test_normal_inputs_stay_in_fixed_point(seqlen, head_dim, dtype):
     generator = torch.Generator().manual_seed(seqlen + head_dim)
     k, v = (torch.randn(1, seqlen, head_dim, generator=generator).to(dtype).float() for _ in range(2))
     q, dout = (torch.randn(1, 4, 256, head_dim, generator=generator).to(dtype).float() for _ in range(2))
@@ -315,7 +316,7 @@ def test_normal_inputs_stay_on_the_grid(seqlen, head_dim, dtype):
     d = (torch.randn(1, 4, 256, head_dim, generator=generator) / seqlen**0.5 * dout).sum(dim=-1, keepdim=True)
     keys = keys_seen(seqlen, 256, True).clamp(min=1)
     settings = {"softmax_scale": head_dim**-0.5, "keys": keys, "tile_k": TILE, "dtype": dtype}
-    assert not order_free.grid(q, k, v, dout, d, **settings).needs_order.any()
+    assert not order_free.row_scales(q, k, v, dout, d, **settings).needs_order.any()
 
 
 def public_gradients(tensors, schedule, causal=False):
@@ -342,7 +343,7 @@ def test_documents_of_different_size(scale, causal):
     free, ordered = (public_gradients(tensors, schedule, causal)[0] for schedule in ("order_free", "descending"))
     assert_rows_agree(free, ordered, 512)
     if scale >= 0.1:
-        assert not torch.equal(free, ordered), "the grid has room"
+        assert not torch.equal(free, ordered), "there is room"
 
 
 @pytest.mark.parametrize("first", [1.0, 0.1, 1e-3, 1e-5])
@@ -352,11 +353,11 @@ def test_values_growing_along_the_sequence(first):
     free, ordered = (public_gradients(tensors, schedule, True)[0] for schedule in ("order_free", "descending"))
     assert_rows_agree(free, ordered, 16)
     if first >= 0.1:
-        assert not torch.equal(free, ordered), "the grid has room"
+        assert not torch.equal(free, ordered), "there is room"
 
 
 class Pattern(NamedTuple):
-    """A scale for each run of keys, of K and of V, and what the values of the run have in common, in multiples of that."""
+    """A scale of K and of V for each run of keys, and what the run's values have in common, in multiples of that."""
 
     lengths: tuple[int, ...]
     key_scales: tuple[float, ...]
@@ -379,7 +380,7 @@ class Pattern(NamedTuple):
         return self._replace(**{field: tuple(scales)})
 
     def worst_row(self, seed):
-        """Largest error of a row that attends to a run of 16 keys or more, over what is allowed; 0 if it needs the order."""
+        """Largest error of a row that attends to a run of 16 keys or more, over what is allowed; 0 if in order."""
         generator = torch.Generator().manual_seed(seed)
         k, v = (torch.randn(512, 64, generator=generator) for _ in range(2))
         scales = [torch.tensor(x).repeat_interleave(torch.tensor(self.lengths))[:, None] for x in self[1:]]
@@ -394,7 +395,7 @@ class Pattern(NamedTuple):
         p = scores.masked_fill(~inside, -math.inf).softmax(dim=1)
         dout = torch.randn(96, 64, generator=generator).bfloat16().float()
         rows = accumulate_with(p, torch.zeros(96, 64), k, v, dout, torch.bfloat16, 0.125, tile=16)
-        if rows["grid"].needs_order.any():
+        if rows["scales"].needs_order.any():
             return 0.0
         error = (rows["sum"] - rows["exact"]).norm(dim=1)
         return (error / (1e-4 * torch.maximum(rows["exact"].norm(dim=1), rows["noise"]))).max().item()
@@ -404,7 +405,7 @@ class Pattern(NamedTuple):
 def test_no_pattern_of_scales_along_the_keys_moves_a_row_by_more(seed):
     """The worst that a search finds: random patterns, and the worst of each start made worse."""
     rng = random.Random(seed)
-    on_grid = 0
+    in_fixed_point = 0
     for start in range(12):
         pattern = max((Pattern.drawn(rng) for _ in range(8)), key=lambda x: x.worst_row(start))
         worst = pattern.worst_row(start)
@@ -412,10 +413,10 @@ def test_no_pattern_of_scales_along_the_keys_moves_a_row_by_more(seed):
             other = pattern.mutated(rng)
             error = other.worst_row(start)
             assert error <= 1, f"{error:.1f} times what is allowed: {other}"
-            on_grid += error > 0
+            in_fixed_point += error > 0
             if error > worst:
                 pattern, worst = other, error
-    assert on_grid > 50, "else the search says nothing"
+    assert in_fixed_point > 50, "else the search says nothing"
 
 
 def test_subnormal_gradients_do_not_overflow():

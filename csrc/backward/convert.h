@@ -1,11 +1,12 @@
 // dQ = softmax_scale * accumulator, put in order and rounded. An order-free accumulator holds integers in units of each
-// row's grid. Starts while the last CTAs of the main kernel are running, on SMs that have none left: a block waits for the
-// sum of its own tile.
+// row's scale. Starts while the last CTAs of the main kernel are running, on SMs that have none left: a block waits for
+// the sum of its own tile.
 #pragma once
 
 #include "../config/fixed_point.h"
 #include "../schedule/tile_grid.h"
 #include "dq_layout.h"
+#include "order_free/scale.h"
 #include "params.h"
 
 namespace dash_attn::backward {
@@ -28,12 +29,6 @@ struct ConvertTile {
   static constexpr int kPitch = Geometry::kHeadDim + 4;
   static constexpr int kBytes = Geometry::kQuery * kPitch * sizeof(float);
 };
-
-// The unit of a row's grid, 2^-e; NaN for a row that is not finite.
-__device__ __forceinline__ float grid_unit(uint8_t scale) {
-  const int exponent = fixed_point::stored_exponent(scale);
-  return scale == fixed_point::kNotFinite ? NAN : __int_as_float((127 - exponent) << 23);
-}
 
 template <typename Geometry, bool kOrderFree>
 __device__ __forceinline__ void convert_block(const ConvertParams<typename Geometry::Element>& params, int block,
@@ -83,7 +78,7 @@ __device__ __forceinline__ void convert_block(const ConvertParams<typename Geome
     float4 low = values[0], high = values[1];
     if (integers) {
       const int64_t first_row = int64_t(block) * Geometry::kQuery;
-      const float unit = grid_unit(params.workspace.scales[first_row + scale_position(row)]);
+      const float unit = unit_of(params.workspace.scales[first_row + scale_position(row)]);
       const auto scaled = [&](float4 x) {
         return make_float4(x.x * unit * params.softmax_scale, x.y * unit * params.softmax_scale,
                            x.z * unit * params.softmax_scale, x.w * unit * params.softmax_scale);

@@ -18,7 +18,7 @@
 
 #include "../device/fragment.h"
 #include "../device/warp_roles.h"
-#include "dq_grid.h"
+#include "order_free/rounding.h"
 #include "dq_layout.h"
 #include "epilogue.h"
 #include "params.h"
@@ -90,7 +90,7 @@ class Consumer {
     }
   };
 
-  // Rounding a partial to the grid takes time that dP fills where it has registers of its own.
+  // Rounding a partial to integers takes time that dP fills where it has registers of its own.
   static constexpr bool kDpFirst = Variant::kOrderFree && !Registers::kShareDq;
 
   __device__ __forceinline__ void process(int steps) {
@@ -291,7 +291,7 @@ class Consumer {
     const auto store = [&](int quad, float x, float y, float z, float w) {
       buffer[Layout::quad_index(consumer_, quad, thread_)] = make_float4(x, y, z, w);
     };
-    if (stage_dq_on_grid(dq, step.count, store)) { return; }
+    if (stage_dq_as_integers(dq, step.count, store)) { return; }
 #pragma unroll
     for (int quad = 0; quad < Layout::kQuads; ++quad) {
       store(quad, dq[4 * quad], dq[4 * quad + 1], dq[4 * quad + 2], dq[4 * quad + 3]);
@@ -300,14 +300,14 @@ class Consumer {
 
   // Order-free, unless the head needs the order.
   template <typename Store>
-  __device__ __forceinline__ bool stage_dq_on_grid(const DqPartial& dq, uint32_t step, const Store& store) {
+  __device__ __forceinline__ bool stage_dq_as_integers(const DqPartial& dq, uint32_t step, const Store& store) {
     if constexpr (Variant::kOrderFree) {
       const int slot = RingIndex<Variant::kScaleSlots>{step}.slot();
       forget(thread_);
       const int tile = shared_.scale_tile[slot];
       if (tile == kNoScale) { return false; }
-      const Grid<Variant> grid(shared_.scales[slot], consumer_, thread_);
-      grid.round(dq, params_.workspace.scales + int64_t(tile) * Variant::kQuery, store);
+      const Rounding<Variant> rounding(shared_.scales[slot], consumer_, thread_);
+      rounding.round(dq, params_.workspace.scales + int64_t(tile) * Variant::kQuery, store);
       return true;
     }
     return false;

@@ -39,8 +39,8 @@ constexpr int chunk_rows(int seqlen) {
 }
 constexpr int num_chunks(int seqlen) { return ceil_div(seqlen, chunk_rows(seqlen)); }
 
-// Whether dQ of a KV head's query heads is summed in fp32 in the order of ranks after all. Two words, because two kernels
-// write them.
+// Whether dQ of a KV head's query heads is summed in fp32 in the order of ranks after all. Two words, because two
+// kernels write them.
 struct NeedsOrder {
   int by_head;  // its statistics alone say so
   int by_row;   // the units of a row are too coarse for it, or it has none
@@ -61,7 +61,7 @@ struct Workspace {
   int* split_semaphores;  // (batch, KV head, KV tile, consumer, dV and dK): how many splits are in the sum
 
   // Order-free accumulation only.
-  uint8_t* scales;                // of each row's grid (config/fixed_point.h), in the order of scale_position
+  uint8_t* scales;                // fixed point, of each row (config/fixed_point.h), in the order of scale_position
   NeedsOrder* needs_order;        // (batch, KV head)
   float* query_norms;             // (batch, head, chunk): largest norm of a row of Q
   KeyStatistics* key_statistics;  // (batch, KV head, chunk)

@@ -1,12 +1,12 @@
-// Before the main kernel: D = rowsum(dO * O), and all semaphores and the counter of work set to zero. Where dQ is added in no
-// order its accumulator is cleared too, and order-free each row gets its unit.
+// Before the main kernel: D = rowsum(dO * O), and all semaphores and the counter of work set to zero. Where dQ is added
+// in no order its accumulator is cleared too, and order-free each row gets its unit.
 #pragma once
 
-#include "../config/fixed_point.h"
 #include "../device/fragment.h"
 #include "dq_layout.h"
+#include "order_free/scale.h"
 #include "params.h"
-#include "statistics.h"
+#include "rows.h"
 
 namespace dash_attn::backward {
 
@@ -21,61 +21,13 @@ struct PreprocessParams {
   int num_blocks;  // of the whole call; a grid of fewer takes several each
   int num_dq_semaphores, num_split_semaphores;
   bool clear_dq;  // its partials are added in no order
-  // Of order-free accumulation.
-  int group_size;
-  TileGrid grid;
-  float softmax_scale;
+  ScaleSettings scale;  // of order-free accumulation
 };
 
 // Of a block: kHeadDim / 8 threads share a row, and take several at a time.
 constexpr int kPreprocessPasses = 2;
 template <int kHeadDim>
 constexpr int kPreprocessRows = kPreprocessPasses * kPreprocessThreads / (kHeadDim / 8);
-
-// Eight 16-bit products in fp32.
-template <typename Element>
-__device__ __forceinline__ float dot8(uint4 a, uint4 b) {
-  const Element* x = reinterpret_cast<const Element*>(&a);
-  const Element* y = reinterpret_cast<const Element*>(&b);
-  float sum = 0.f;
-#pragma unroll
-  for (int i = 0; i < 8; ++i) { sum = fmaf(float(x[i]), float(y[i]), sum); }
-  return sum;
-}
-
-// Whether a KV head's group needs the order whatever its rows are, from its statistics. Called by a whole warp.
-template <typename Element>
-__device__ __forceinline__ void decide_order(const PreprocessParams<Element>& params, int batch_kv_head,
-                                             const KeyStatistics& keys) {
-  const int lane = threadIdx.x % 32;
-  const int64_t chunks = int64_t(params.group_size) * num_chunks(params.seqlen_q);
-  float max_query_norm = 0.f;
-  for (int64_t i = lane; i < chunks; i += 32) {
-    max_query_norm = larger(max_query_norm, params.workspace.query_norms[batch_kv_head * chunks + i]);
-  }
-  max_query_norm = largest_of_warp(max_query_norm);
-  const fixed_point::HeadStatistics head{max_query_norm, keys.max_norm, keys.max_product, keys.min_step_product};
-  if (lane == 0) {
-    params.workspace.needs_order[batch_kv_head].by_head =
-        fixed_point::needs_order(head, params.softmax_scale, params.grid.mask.sequence.seqlen_k);
-  }
-}
-
-// The scale of a row of the group `batch_kv_head`, whose keys have the largest elements and products and the smallest
-// steps given.
-template <typename Element>
-__device__ __forceinline__ uint8_t row_scale(const PreprocessParams<Element>& params, int batch_kv_head, int row,
-                                             float dout_norm, float delta, const KeyStatistics& keys) {
-  const Mask& mask = params.grid.mask;
-  const double bound = fixed_point::row_bound(dout_norm, delta, keys.max_product, keys.max_element,
-                                              mask.sequence.seqlen_k, std::is_same_v<Element, cutlass::half_t>);
-  const int exponent = fixed_point::row_exponent(bound);
-  if (fixed_point::row_needs_order(exponent, dout_norm, keys.min_step_product, params.head_dim,
-                                   mask.keys_of(row).count, params.grid.kv_tiles_of_queries(row, row + 1).count)) {
-    params.workspace.needs_order[batch_kv_head].by_row = 1;
-  }
-  return fixed_point::stored_scale(max_int(exponent, fixed_point::kMinExponent));
-}
 
 // Sets `count` integers to zero, with all threads of the grid.
 __device__ __forceinline__ void clear_integers(int* integers, int count) {
@@ -103,12 +55,12 @@ __device__ __forceinline__ void preprocess_block(const PreprocessParams<Element>
   }
 
   KeyStatistics keys{};
-  const int batch_kv_head = batch_head / params.group_size;
+  const int batch_kv_head = batch_head / params.scale.group_size;
   if constexpr (kOrderFree) {
-    keys = combine_warp(
-        chunk_key_statistics(params.workspace, batch_kv_head, params.grid.mask.sequence.seqlen_k));
-    if (block % (params.group_size * params.blocks_per_head) == 0 && threadIdx.x < 32) {
-      decide_order(params, batch_kv_head, keys);
+    const int seqlen_k = params.scale.grid.mask.sequence.seqlen_k;
+    keys = combine_warp(chunk_key_statistics(params.workspace, batch_kv_head, seqlen_k));
+    if (block % (params.scale.group_size * params.blocks_per_head) == 0 && threadIdx.x < 32) {
+      decide_order(params.workspace, params.scale, batch_kv_head, keys);
     }
   }
 
@@ -132,7 +84,7 @@ __device__ __forceinline__ void preprocess_block(const PreprocessParams<Element>
     params.workspace.delta[padded_row + statistic_position(row)] = delta;
     if constexpr (kOrderFree) {
       params.workspace.scales[padded_row + scale_position(row)] =
-          row_scale(params, batch_kv_head, row, dout_norm, delta, keys);
+          row_scale<Element>(params.scale, row, dout_norm, delta, keys, params.workspace.needs_order[batch_kv_head]);
     }
   }
 }

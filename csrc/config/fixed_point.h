@@ -1,9 +1,9 @@
-// The grid of order-free accumulation: a power of two for each row of dQ, and the heads that have too little room for it.
-// Derived in docs/order_free.md. Plain C++: no CUDA, CuTe or torch.
+// The fixed-point scale of order-free accumulation: a power of two for each row of dQ, and the heads that have too
+// little room for it. Derived in docs/order_free.md. Plain C++: no CUDA, CuTe or torch.
 //
-// Determinism contract: a row's grid is a function of its dO and D, of its KV head's statistics and of the number of keys;
-// the rule for a head, of that of the rows of its KV head's group, of the group's statistics, the lengths and the mask.
-// Nothing here knows the batch, the schedule or the GPU.
+// Determinism contract: a row's scale is a function of its dO and D, of its KV head's statistics and of the number of
+// keys; the rule for a head, of that of the rows of its KV head's group, of the group's statistics, the lengths and the
+// mask. Nothing here knows the batch, the schedule or the GPU.
 #pragma once
 
 #include <cfloat>
@@ -14,12 +14,12 @@
 
 namespace dash_attn::fixed_point {
 
-// Keys whose rows of K and V are measured together: keys 0 to 7, 8 to 15, and so on. Any run of twice as many keys, less
-// one, has a whole window in it.
+// Keys whose rows of K and V are measured together: keys 0 to 7, 8 to 15, and so on. Any run of twice as many keys,
+// less one, has a whole window in it.
 inline constexpr int kWindow = 8;
 
-// Of one KV head and the query heads that share it. Norms are upper bounds of Euclidean norms of rows. The maxima are not
-// finite where the inputs are not.
+// Of one KV head and the query heads that share it. Norms are upper bounds of Euclidean norms of rows. The maxima are
+// not finite where the inputs are not.
 struct HeadStatistics {
   float max_query_norm, max_key_norm;
   float max_product;  // of a key's |V row| and its largest element of K
@@ -32,25 +32,26 @@ struct HeadStatistics {
 inline constexpr double kMaxScore = 2048;
 // The proof that no sum overflows allows for the forward's sum of no more keys.
 inline constexpr int kMaxKeys = 1 << 20;
-// What a row's error may be, relative to the norm of a row of dQ as dO and the differences between neighbouring rows of K
-// and of V let expect it.
+// What a row's error may be, relative to the norm of a row of dQ as dO and the differences between neighbouring rows of
+// K and of V let expect it.
 inline constexpr double kMaxError = 1e-4;
 inline constexpr double kMeanMagnitudeToDeviation = 1.2533;  // of a normal distribution: sqrt(pi / 2)
 inline constexpr float kSmallestProduct = 1e-30f;
-// Units that the bound of a row may take: 2^31, less what relative rounding errors can add to the bound, a factor of 1.27.
+// Units that the bound of a row may take: 2^31, less what relative rounding errors can add to the bound, a factor of
+// 1.27.
 inline constexpr double kCapacity = 1.5 * (1 << 30);
 
 // Whether dQ of the head is summed in fp32 in the order of ranks instead, whatever its rows are.
 DASH_HOST_DEVICE inline bool needs_order(HeadStatistics const& head, double softmax_scale, int seqlen_k) {
   double const largest_score = std::fabs(softmax_scale) * double(head.max_query_norm) * double(head.max_key_norm);
-  // A smaller product may have lost digits of its own in fp32, or all of them. A difference may overflow where the values
-  // do not. Written so that NaN needs the order.
+  // A smaller product may have lost digits of its own in fp32, or all of them. A difference may overflow where the
+  // values do not. Written so that NaN needs the order.
   return !(largest_score <= kMaxScore && seqlen_k <= kMaxKeys && head.max_product >= kSmallestProduct &&
            head.max_product <= FLT_MAX && head.min_step_product <= FLT_MAX);
 }
 
-// A row is in units of 2^-e. What the kernel multiplies by is the float 2^(e - kFractionBits), of which the exponent's bits
-// are stored: the product plus kOffset, which is 3, has the number of units in the lowest bits of its significand.
+// A row is in units of 2^-e. What the kernel multiplies by is the float 2^(e - kFractionBits), of which the exponent's
+// bits are stored: the product plus kOffset, which is 3, has the number of units in the lowest bits of its significand.
 inline constexpr int kFractionBits = 22;
 inline constexpr float kOffset = 3.f;
 inline constexpr uint32_t kOffsetBits = 0x40400000;
@@ -89,14 +90,14 @@ DASH_HOST_DEVICE inline int row_exponent(double bound) {
   return exponent < kMaxExponent ? exponent : kMaxExponent;
 }
 
-// Whether units of 2^-exponent are too coarse for a row, so that its head needs the order. `keys` are those that the row
-// sees, in `tiles` KV tiles.
+// Whether units of 2^-exponent are too coarse for a row, so that its head needs the order. `keys` are those that the
+// row sees, in `tiles` KV tiles.
 DASH_HOST_DEVICE inline bool row_needs_order(int exponent, double dout_norm, double min_step_product, int head_dim,
                                              int keys, int tiles) {
   if (exponent < kMinExponent) return true;
   if (dout_norm == 0) return false;  // nothing to round
-  // Squares of two things per element of dQ. Rounding the partials leaves sqrt(tiles / 12) units. Rows of K and V that all
-  // are attended alike leave 1 / sqrt(keys) of what one of them would; what all have in common cancels, so only
+  // Squares of two things per element of dQ. Rounding the partials leaves sqrt(tiles / 12) units. Rows of K and V that
+  // all are attended alike leave 1 / sqrt(keys) of what one of them would; what all have in common cancels, so only
   // differences count. Those of two normal values are sqrt(2) of one.
   double const unit = ldexp(1.0, -exponent);
   double const noise = unit * unit * tiles / 12;

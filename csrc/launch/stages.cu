@@ -1,8 +1,8 @@
 #include "stages.h"
 
 #include "../backward/convert.h"
+#include "../backward/order_free/statistics.h"
 #include "../backward/preprocess.h"
-#include "../backward/statistics.h"
 #include "launch.h"
 #include "variant.h"
 #include "workspace.h"
@@ -68,9 +68,7 @@ void launch_preprocess(const BackwardArguments& a, const backward::Workspace& wo
     params.num_dq_semaphores = a.batch * a.heads * grid.query_tiles();
     params.num_split_semaphores = int(num_split_semaphores(a));
     params.clear_dq = accumulation(static_cast<Policy>(a.schedule)) != Accumulation::kOrdered;
-    params.group_size = a.group_size();
-    params.grid = grid;
-    params.softmax_scale = a.softmax_scale;
+    params.scale = {grid, a.group_size(), a.head_dim, a.softmax_scale};
     const auto kernel = is_order_free(a) ? backward::preprocess_kernel<Element, Geometry::kHeadDim, true>
                                          : backward::preprocess_kernel<Element, Geometry::kHeadDim, false>;
     launch("the backward's preprocess kernel", kernel, params,

@@ -1,4 +1,4 @@
-"""Order-free accumulation on the GPU: accuracy on inputs that are hard for a grid, heads that need the order, NaN."""
+"""Order-free accumulation on the GPU: inputs that are hard for fixed point, heads that need the order, NaN."""
 
 import distributions
 import gpu_support as support
@@ -50,7 +50,7 @@ def test_no_less_accurate_than_the_ordered_sum(change, head_dim, dtype, causal, 
     if change in distributions.CRAMPED:
         assert same, "the ordered sum, bit for bit"
     elif change is not distributions.small_gradients or dtype == torch.bfloat16:
-        assert not same, "the grid"
+        assert not same, "fixed point"
         rows = (free["dq"].double() - ordered["dq"].double()).norm(dim=-1)
         # Rounding to 16 bits turns a difference of the sums by 1e-4 into one of an element's last bit here and there.
         eps = torch.finfo(dtype).eps
@@ -121,7 +121,7 @@ def test_a_log_sum_exp_that_is_nan_reaches_its_row(device):
 @MASKS
 @pytest.mark.parametrize("scale", [1e-30, 1e-12, 1e12, 1e30])
 def test_gradients_of_any_size(scale, causal, device):
-    """Where the grid's exponents end the ordered sum takes over, or what is lost is below the normal numbers."""
+    """Where the exponents end the ordered sum takes over, or what is lost is below the normal numbers."""
     problem = Problem(1, 300, 300, 2, 1, 64, causal)
     q, k, v, dout = support.random_qkv_dout(problem, device)
     inputs = support.with_forward(problem, q, k, v, dout * scale)
@@ -143,14 +143,14 @@ def test_documents_of_different_size(scale, head_dim, causal, device):
         # Rounding to bf16 makes that of sums that differ by 1e-4.
         assert (x - y).norm() <= 1e-3 * y.norm(), document
     if scale == 1.0:
-        assert support.first_mismatch("dq", free, ordered) is not None, "the grid"
+        assert support.first_mismatch("dq", free, ordered) is not None, "fixed point"
 
 
 @MASKS
 @DTYPES
 @pytest.mark.parametrize("head_dim", [64, 128])
 @pytest.mark.parametrize("seqlen", [512, 4096, 16384, 32768])
-def test_normal_inputs_stay_on_the_grid(seqlen, head_dim, dtype, causal, device):
+def test_normal_inputs_stay_in_fixed_point(seqlen, head_dim, dtype, causal, device):
     problem = Problem(1, seqlen, seqlen, 8, 2, head_dim, causal, dtype)
     free, ordered = dq_of(support.random_inputs(problem, device), problem)
     for head in range(problem.heads):
@@ -158,7 +158,7 @@ def test_normal_inputs_stay_on_the_grid(seqlen, head_dim, dtype, causal, device)
 
 
 def two_keys(head_dim, k, v, dout, others=0.0):
-    """Two queries that attend to two opposite keys alike; `k`, `v` and `dout` are in column 0, K's others are `others`."""
+    """Two queries that attend to two opposite keys alike; `k`, `v`, `dout` in column 0, `others` in the others of K."""
     tensors = [torch.zeros(1, 2, 1, head_dim) for _ in range(4)]
     sign = torch.tensor([1.0, -1.0])[:, None]
     tensors[1] += others * sign[:, None]

@@ -1,26 +1,27 @@
-// Order-free accumulation, a consumer thread's part: its partial of dQ in units of each row's grid (docs/order_free.md).
+// Order-free accumulation, a consumer thread's part: its partial of dQ in units of each row's scale
+// (docs/order_free.md).
 #pragma once
 
-#include "../config/fixed_point.h"
-#include "dq_layout.h"
-#include "params.h"
+#include "../../config/fixed_point.h"
+#include "../dq_layout.h"
+#include "../params.h"
 
 namespace dash_attn::backward {
 
 template <typename Geometry>
-class Grid {
+class Rounding {
  public:
   using Layout = DqLayout<Geometry>;
   static_assert(Geometry::kDqQueries == kScaleGroup);
 
   // `scales` are those of the tile's rows, in shared memory.
-  __device__ __forceinline__ Grid(const uint8_t* scales, int consumer, int thread)
+  __device__ __forceinline__ Rounding(const uint8_t* scales, int consumer, int thread)
       : first_((Geometry::kSplitDqByHeadDim ? 0 : consumer * kScaleGroup) + thread % 4 * kScales) {
     reinterpret_cast<uint4&>(packed_) = *reinterpret_cast<const uint4*>(scales + first_);
   }
 
-  // Hands each quad on to store(quad, x, y, z, w), as the bits of numbers of units plus kOffsetBits. `tile_scales` are the
-  // tile's in global memory, where rows that are not finite are marked.
+  // Hands each quad on to store(quad, x, y, z, w), as the bits of numbers of units plus kOffsetBits. `tile_scales` are
+  // the tile's in global memory, where rows that are not finite are marked.
   template <typename Store>
   __device__ __forceinline__ void round(const float (&dq)[Layout::kRegisters], uint8_t* tile_scales,
                                         const Store& store) const {

@@ -1,13 +1,14 @@
 // Before an order-free backward: norms and largest elements of the rows of Q, K and V of each head, from which
-// config/fixed_point.h derives the grid (docs/order_free.md).
+// config/fixed_point.h derives fixed-point scales (docs/order_free.md).
 //
 // A block takes a chunk of rows of one head and leaves a few numbers; whoever needs a head's statistics puts its chunks
-// together in a fixed order. So they are the same for every grid and every neighbour, without atomic adds.
+// together in a fixed order. So they are the same for every number of blocks and every neighbour, without atomic adds.
 #pragma once
 
-#include "../config/fixed_point.h"
-#include "../device/fragment.h"
-#include "params.h"
+#include "../../config/fixed_point.h"
+#include "../../device/fragment.h"
+#include "../params.h"
+#include "../rows.h"
 
 namespace dash_attn::backward {
 
@@ -22,7 +23,8 @@ struct StatisticsParams {
   int num_blocks;  // of the whole call; a grid of fewer takes several each
 };
 
-// What a norm computed in fp32 can be too small by, and what the products of a row can exceed it by: 2^-10 is 60 times it.
+// What a norm computed in fp32 can be too small by, and what the products of a row can exceed it by: 2^-10 is 60 times
+// it.
 constexpr float kNormSlack = 1.f + 1.f / 1024;
 
 // Eight 16-bit elements: sum of squares, and largest magnitude.
@@ -36,13 +38,6 @@ __device__ __forceinline__ void measure8(uint4 packed, float& squares, float& la
     // fmaxf would lose a NaN, which the squares keep.
     largest = fmaxf(largest, fabsf(value));
   }
-}
-
-template <int kThreads>
-__device__ __forceinline__ float sum_of_row(float value) {
-#pragma unroll
-  for (int offset = kThreads / 2; offset > 0; offset /= 2) { value += __shfl_xor_sync(0xffffffff, value, offset); }
-  return value;
 }
 
 // Over the rows that a warp has at once, of a value that all kThreads threads of a row have.
@@ -82,13 +77,6 @@ __device__ __forceinline__ float largest_of_warp(float value) {
   return value;
 }
 
-// Row `row` of a head, this thread's eight columns; zeros past the end.
-template <typename Element>
-__device__ __forceinline__ uint4 load8(const StridedView<const Element>& tensor, int batch, int row, int head,
-                                       int column, bool inside) {
-  return inside ? *reinterpret_cast<const uint4*>(tensor.row(batch, row, head) + column) : make_uint4(0, 0, 0, 0);
-}
-
 // Which chunk of rows of which head a block works on.
 struct Chunk {
   int batch, head, first, end;
@@ -110,7 +98,8 @@ __device__ __forceinline__ float max_query_norm(const StatisticsParams<Element>&
   return max_norm;
 }
 
-// Of eight elements of each of two rows: what measure8 says, and the sums of magnitudes and of squares of their difference.
+// Of eight elements of each of two rows: what measure8 says, and the sums of magnitudes and of squares of their
+// difference.
 struct PairMeasures {
   float squares[2], largest[2], step_magnitudes, step_squares;
 };

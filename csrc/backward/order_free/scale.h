@@ -1,0 +1,58 @@
+// The fixed-point scale of each row of dQ in order-free accumulation, and which heads need the order: what preprocess.h
+// decides and convert.h undoes (docs/order_free.md).
+#pragma once
+
+#include <type_traits>
+
+#include "../../config/fixed_point.h"
+#include "../params.h"
+#include "statistics.h"
+
+namespace dash_attn::backward {
+
+struct ScaleSettings {
+  TileGrid grid;
+  int group_size, head_dim;
+  float softmax_scale;
+};
+
+// Whether a KV head's group needs the order whatever its rows are, from its statistics. Called by a whole warp.
+__device__ __forceinline__ void decide_order(const Workspace& workspace, const ScaleSettings& settings,
+                                             int batch_kv_head, const KeyStatistics& keys) {
+  const Sequence& sequence = settings.grid.mask.sequence;
+  const int lane = threadIdx.x % 32;
+  const int64_t chunks = int64_t(settings.group_size) * num_chunks(sequence.seqlen_q);
+  float max_query_norm = 0.f;
+  for (int64_t i = lane; i < chunks; i += 32) {
+    max_query_norm = larger(max_query_norm, workspace.query_norms[batch_kv_head * chunks + i]);
+  }
+  max_query_norm = largest_of_warp(max_query_norm);
+  const fixed_point::HeadStatistics head{max_query_norm, keys.max_norm, keys.max_product, keys.min_step_product};
+  if (lane == 0) {
+    workspace.needs_order[batch_kv_head].by_head =
+        fixed_point::needs_order(head, settings.softmax_scale, sequence.seqlen_k);
+  }
+}
+
+// The scale of a row of the group that `keys` and `needs_order` are of.
+template <typename Element>
+__device__ __forceinline__ uint8_t row_scale(const ScaleSettings& settings, int row, float dout_norm, float delta,
+                                             const KeyStatistics& keys, NeedsOrder& needs_order) {
+  const Mask& mask = settings.grid.mask;
+  const double bound = fixed_point::row_bound(dout_norm, delta, keys.max_product, keys.max_element,
+                                              mask.sequence.seqlen_k, std::is_same_v<Element, cutlass::half_t>);
+  const int exponent = fixed_point::row_exponent(bound);
+  if (fixed_point::row_needs_order(exponent, dout_norm, keys.min_step_product, settings.head_dim,
+                                   mask.keys_of(row).count, settings.grid.kv_tiles_of_queries(row, row + 1).count)) {
+    needs_order.by_row = 1;
+  }
+  return fixed_point::stored_scale(max_int(exponent, fixed_point::kMinExponent));
+}
+
+// The unit of a row, 2^-e; NaN for a row that is not finite.
+__device__ __forceinline__ float unit_of(uint8_t scale) {
+  const int exponent = fixed_point::stored_exponent(scale);
+  return scale == fixed_point::kNotFinite ? NAN : __int_as_float((127 - exponent) << 23);
+}
+
+}  // namespace dash_attn::backward

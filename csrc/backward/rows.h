@@ -1,0 +1,35 @@
+// Rows of Q, K, V, O and dO read by threads: kHeadDim / 8 neighbouring threads of a warp share a row, eight columns
+// each.
+#pragma once
+
+#include "params.h"
+
+namespace dash_attn::backward {
+
+// Row `row` of a head, this thread's eight columns; zeros past the end.
+template <typename Element>
+__device__ __forceinline__ uint4 load8(const StridedView<const Element>& tensor, int batch, int row, int head,
+                                       int column, bool inside) {
+  return inside ? *reinterpret_cast<const uint4*>(tensor.row(batch, row, head) + column) : make_uint4(0, 0, 0, 0);
+}
+
+// Eight 16-bit products in fp32.
+template <typename Element>
+__device__ __forceinline__ float dot8(uint4 a, uint4 b) {
+  const Element* x = reinterpret_cast<const Element*>(&a);
+  const Element* y = reinterpret_cast<const Element*>(&b);
+  float sum = 0.f;
+#pragma unroll
+  for (int i = 0; i < 8; ++i) { sum = fmaf(float(x[i]), float(y[i]), sum); }
+  return sum;
+}
+
+// Over the kThreads threads of a row.
+template <int kThreads>
+__device__ __forceinline__ float sum_of_row(float value) {
+#pragma unroll
+  for (int offset = kThreads / 2; offset > 0; offset /= 2) { value += __shfl_xor_sync(0xffffffff, value, offset); }
+  return value;
+}
+
+}  // namespace dash_attn::backward
