@@ -66,13 +66,13 @@ def test_table(shape):
     causal=st.booleans(),
 )
 def test_rule(group_size, seqlen_q, seqlen_k, tile_q, tile_k, causal):
-    """The fewest that make 128 work tiles of mean length beside the longest, or the most of at least 64 steps."""
+    """The fewest that make 128 work tiles of mean length beside the longest, or the most of at least 96 steps."""
     lengths = dict(tile_q=tile_q, tile_k=tile_k, causal=causal, group_size=group_size)
     problem = Problem(seqlen_q, seqlen_k, **lengths)
     steps = [problem.query_tiles_of(kv)[1] for kv in (0, problem.num_kv_tiles - 1)]
     mean, longest = sum(steps) / 2, max(steps)
     divisors = [d for d in range(1, group_size + 1) if group_size % d == 0]
-    allowed = [d for d in divisors if d == 1 or mean * (group_size // d) >= 64]
+    allowed = [d for d in divisors if d == 1 or mean * (group_size // d) >= 96]
     enough = [d for d in allowed if problem.num_kv_tiles * d * mean >= 128 * longest]
     assert _schedule.num_splits(problem) == (enough[0] if enough else allowed[-1])
 

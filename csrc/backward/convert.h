@@ -17,7 +17,8 @@ template <typename Element>
 struct ConvertParams {
   StridedView<Element> dq;
   Workspace workspace;
-  TileGrid grid;
+  Mask mask;
+  int query_tiles;
   int num_blocks;  // of the whole call: batch x heads x query tiles; a grid of fewer takes several each
   int heads, group_size, head_dim;
   float softmax_scale;
@@ -36,13 +37,13 @@ __device__ __forceinline__ void convert_block(const ConvertParams<typename Geome
   using Element = typename Geometry::Element;
   using Layout = DqLayout<Geometry>;
   constexpr int kQuads = Geometry::kDqTileFloats / 4;
-  const int query_tiles = params.grid.query_tiles();
-  const int query_tile = block % query_tiles;
-  const int batch_head = block / query_tiles;
+  const int query_tile = block % params.query_tiles;
+  const int batch_head = block / params.query_tiles;
   const int head = batch_head % params.heads, batch = batch_head / params.heads;
 
   // Nobody has written the accumulator of queries that see no key.
-  const int adds = params.grid.kv_tiles_of(query_tile).count;
+  const TileGrid grid{{Geometry::kQuery, Geometry::kKey, 1}, params.mask};
+  const int adds = grid.kv_tiles_of(query_tile).count;
   const bool live = adds > 0;
   if (threadIdx.x == 0) {
     while (live && ptx::load_acquire(params.workspace.dq_semaphores + block) != adds) { __nanosleep(100); }
@@ -73,7 +74,7 @@ __device__ __forceinline__ void convert_block(const ConvertParams<typename Geome
 #pragma unroll
   for (int row = threadIdx.x / kThreadsPerRow; row < Geometry::kQuery; row += kConvertThreads / kThreadsPerRow) {
     const int position = query_tile * Geometry::kQuery + row;
-    if (column >= params.head_dim || position >= params.grid.mask.sequence.seqlen_q) { break; }
+    if (column >= params.head_dim || position >= params.mask.sequence.seqlen_q) { break; }
     const float4* const values = reinterpret_cast<const float4*>(tile + row * ConvertTile<Geometry>::kPitch + column);
     float4 low = values[0], high = values[1];
     if (integers) {

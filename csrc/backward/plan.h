@@ -31,14 +31,18 @@ class Planner {
     using Order = dash_attn::Order<kPolicy>;
     int kv_tile = work.kv_tile;
     const bool ordered = is_ordered<kPolicy>(work);
-    // Made anew for each use.
+    // The orders of clusters leave no register for it: made anew for each use.
     const auto grid = [&] {
-      forget_memory();
-      forget(kv_tile);
+      if constexpr (Variant::kClusterSize > 1) {
+        forget_memory();
+        forget(kv_tile);
+      }
       return Variant::grid(work.sequence);
     };
     bool is_last = work.steps == 0;
     for (WorkStep at{0, 0}, next; !is_last; at = next) {
+      forget_memory();
+      forget(kv_tile);
       const int steps_of_head = grid().query_tiles_of(kv_tile).count;
       next = next_step<kPolicy>(at, work.query_heads, steps_of_head);
       is_last = is_end<kPolicy>(next, work.query_heads, steps_of_head);

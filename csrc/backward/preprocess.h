@@ -57,7 +57,7 @@ __device__ __forceinline__ void preprocess_block(const PreprocessParams<Element>
   KeyStatistics keys{};
   const int batch_kv_head = batch_head / params.scale.group_size;
   if constexpr (kOrderFree) {
-    const int seqlen_k = params.scale.grid.mask.sequence.seqlen_k;
+    const int seqlen_k = params.scale.mask.sequence.seqlen_k;
     keys = combine_warp(chunk_key_statistics(params.workspace, batch_kv_head, seqlen_k));
     if (block % (params.scale.group_size * params.blocks_per_head) == 0 && threadIdx.x < 32) {
       decide_order(params.workspace, params.scale, batch_kv_head, keys);
@@ -84,7 +84,7 @@ __device__ __forceinline__ void preprocess_block(const PreprocessParams<Element>
     params.workspace.delta[padded_row + statistic_position(row)] = delta;
     if constexpr (kOrderFree) {
       params.workspace.scales[padded_row + scale_position(row)] =
-          row_scale<Element>(params.scale, row, dout_norm, delta, keys, params.workspace.needs_order[batch_kv_head]);
+          row_scale<Element, kHeadDim>(params.scale, row, dout_norm, delta, keys, params.workspace.needs_order[batch_kv_head]);
     }
   }
 }

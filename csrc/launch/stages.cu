@@ -68,7 +68,7 @@ void launch_preprocess(const BackwardArguments& a, const backward::Workspace& wo
     params.num_dq_semaphores = a.batch * a.heads * grid.query_tiles();
     params.num_split_semaphores = int(num_split_semaphores(a));
     params.clear_dq = accumulation(static_cast<Policy>(a.schedule)) != Accumulation::kOrdered;
-    params.scale = {grid, a.group_size(), a.head_dim, a.softmax_scale};
+    params.scale = {grid.mask, a.group_size(), a.head_dim, a.softmax_scale};
     const auto kernel = is_order_free(a) ? backward::preprocess_kernel<Element, Geometry::kHeadDim, true>
                                          : backward::preprocess_kernel<Element, Geometry::kHeadDim, false>;
     launch("the backward's preprocess kernel", kernel, params,
@@ -82,8 +82,10 @@ void launch_convert(const BackwardArguments& a, const backward::Workspace& works
     backward::ConvertParams<typename Geometry::Element> params;
     params.dq = strided_view<typename Geometry::Element>(a.dq);
     params.workspace = workspace;
-    params.grid = backward_grid(a);
-    params.num_blocks = a.batch * a.heads * params.grid.query_tiles();
+    const TileGrid grid = backward_grid(a);
+    params.mask = grid.mask;
+    params.query_tiles = grid.query_tiles();
+    params.num_blocks = a.batch * a.heads * params.query_tiles;
     params.heads = a.heads;
     params.group_size = a.group_size();
     params.head_dim = a.head_dim;

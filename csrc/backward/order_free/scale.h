@@ -5,13 +5,15 @@
 #include <type_traits>
 
 #include "../../config/fixed_point.h"
+#include "../../config/tile_shapes.h"
+#include "../../schedule/tile_grid.h"
 #include "../params.h"
 #include "statistics.h"
 
 namespace dash_attn::backward {
 
 struct ScaleSettings {
-  TileGrid grid;
+  Mask mask;
   int group_size, head_dim;
   float softmax_scale;
 };
@@ -19,7 +21,7 @@ struct ScaleSettings {
 // Whether a KV head's group needs the order whatever its rows are, from its statistics. Called by a whole warp.
 __device__ __forceinline__ void decide_order(const Workspace& workspace, const ScaleSettings& settings,
                                              int batch_kv_head, const KeyStatistics& keys) {
-  const Sequence& sequence = settings.grid.mask.sequence;
+  const Sequence& sequence = settings.mask.sequence;
   const int lane = threadIdx.x % 32;
   const int64_t chunks = int64_t(settings.group_size) * num_chunks(sequence.seqlen_q);
   float max_query_norm = 0.f;
@@ -35,15 +37,17 @@ __device__ __forceinline__ void decide_order(const Workspace& workspace, const S
 }
 
 // The scale of a row of the group that `keys` and `needs_order` are of.
-template <typename Element>
+template <typename Element, int kHeadDim>
 __device__ __forceinline__ uint8_t row_scale(const ScaleSettings& settings, int row, float dout_norm, float delta,
                                              const KeyStatistics& keys, NeedsOrder& needs_order) {
-  const Mask& mask = settings.grid.mask;
+  const Mask& mask = settings.mask;
+  constexpr TileShape kTile = backward_tile_shape(kHeadDim);
+  const TileGrid grid{{kTile.query, kTile.key, 1}, mask};
   const double bound = fixed_point::row_bound(dout_norm, delta, keys.max_product, keys.max_element,
                                               mask.sequence.seqlen_k, std::is_same_v<Element, cutlass::half_t>);
   const int exponent = fixed_point::row_exponent(bound);
   if (fixed_point::row_needs_order(exponent, dout_norm, keys.min_step_product, settings.head_dim,
-                                   mask.keys_of(row).count, settings.grid.kv_tiles_of_queries(row, row + 1).count)) {
+                                   mask.keys_of(row).count, grid.kv_tiles_of_queries(row, row + 1).count)) {
     needs_order.by_row = 1;
   }
   return fixed_point::stored_scale(max_int(exponent, fixed_point::kMinExponent));
