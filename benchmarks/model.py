@@ -213,7 +213,7 @@ class Row:
 
 
 def is_chaotic(policy: str, causal: bool) -> bool:
-    """Ascending work tiles under the causal mask wait for ones that were taken ahead and not begun: see docs/model.md."""
+    """Ascending work tiles under the causal mask wait for ones taken ahead and not begun: see docs/model.md."""
     return causal and policy == "ascending"
 
 

@@ -191,7 +191,7 @@ def test_critical_path_bounds_every_machine(policy, causal):
 
 @pytest.mark.parametrize("n", range(1, 33))
 def test_groups_follow_each_other_without_waiting_for_whole_tiles(n):
-    """The form of the shifts that a counter allows: a group starts a block behind the one before, not a KV tile behind."""
+    """The form of the shifts that a counter allows: a group starts a block behind the one before, not a KV tile."""
     c, r = 1, 0.25
 
     def critical_path(policy):
@@ -267,7 +267,7 @@ def test_tiles_on_the_diagonal_take_longer():
 
 
 def test_work_tiles_taken_ahead_tie_heads_to_each_other():
-    """Why ascending is slow under the causal mask: an SM whose short tile waits has taken the next head's first tile."""
+    """Why ascending is slow under the causal mask: an SM whose short tile waits holds the next head's first tile."""
     tiles = square(8, 64, True)
 
     def both(policy):

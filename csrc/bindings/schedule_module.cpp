@@ -384,8 +384,7 @@ PYBIND11_MODULE(_schedule, m) {
         py::arg("max_product"), py::arg("max_element"), py::arg("seqlen_k"), py::arg("half_precision"),
         "Of the sum of the magnitudes of a row's partials in order-free accumulation.");
   m.def("row_exponent", &fixed_point::row_exponent, py::arg("bound"),
-        "The fixed-point scale of a row in order-free accumulation: units of 2^-e. One below the smallest e where there "
-        "is none.");
+        "The fixed-point scale e of a row in order-free accumulation: units of 2^-e. One below the smallest e: none.");
   m.def("row_needs_order", &fixed_point::row_needs_order, py::kw_only(), py::arg("exponent"), py::arg("dout_norm"),
         py::arg("min_step_product"), py::arg("head_dim"), py::arg("keys"), py::arg("tiles"),
         "Whether a row leaves its head to the ordered sum in order-free accumulation.");
