@@ -47,7 +47,7 @@ def test_accuracy(problem, splits, dtype, device):
 
 def test_several_sequences_and_a_padded_head_dim(device):
     problem = Problem(3, 1500, 1500, 32, 1, 72, True)
-    assert support.splits(problem) == 2
+    assert support.splits(problem) > 1
     lines = gradient_check.check(problem, device, support.schedules(problem.causal))
     assert not lines, f"{problem}:\n" + "\n".join(lines)
 
