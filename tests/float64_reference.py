@@ -1,4 +1,5 @@
-"""Dense attention and its gradients in float64: the truth that every accuracy test compares with.
+"""Dense attention and its gradients in float64, the truth that every accuracy test compares with, and how far from it
+an output may be.
 
 Written from the formulas, one (batch, head) at a time, and sharing no code with `dash_attn`.
 """
@@ -6,6 +7,15 @@ Written from the formulas, one (batch, head) at a time, and sharing no code with
 from typing import NamedTuple
 
 import torch
+
+
+# fp32 sums of the same 16-bit products in another order: an element within this fraction of a rounding boundary may
+# round to the other side of it. It changes the error of a correctly rounded result by far less than this.
+ROUNDING_SLACK = 1.001
+# What an error may be of that of the same roundings in float64. fp32 sums, and a softmax whose reference moves from tile
+# to tile, were tried to come to at most 1.07 (1 query, 2,049 keys); order-free accumulation may move dq by 1e-4 of its
+# norm, which makes 1.05 of fp16's error of 3e-4.
+NEAR = 1.15
 
 
 class Attention(NamedTuple):
@@ -71,6 +81,83 @@ def attention_in_dtype(q, k, v, dout=None, *, softmax_scale=None, causal=False):
     if dout is None:
         return Attention(out.detach(), lse)
     return Attention(out.detach(), lse, *torch.autograd.grad(out, (q, k, v), dout))
+
+
+def attention_rounded(q, k, v, dout, out, *, rounded_factors, softmax_scale=None, causal=False):
+    """out, dq, dk, dv in float64, but rounded to the inputs' dtype where they are 16-bit operands or outputs of ours: P
+    and dS before they enter a product, and each output once, at its end. So their error is what these roundings cost:
+    sums in fp32, in any order, add next to nothing to it.
+
+    Args:
+        out: the output of which D = rowsum(dO * O) is made.
+        rounded_factors: whether dS is the product of the rounded P and of dP - D, which in bf16 is rounded first, as in
+            the kernel (`multiply_pair` of csrc/device/fragment.h); else of P and dP - D, as in `dash_attn.reference`.
+    """
+    q, k, v, dout, out = (x.detach() for x in (q, k, v, dout, out))
+    batch, seqlen_q, heads, head_dim = q.shape
+    group = heads // k.shape[2]
+    scale = head_dim**-0.5 if softmax_scale is None else softmax_scale
+    hidden = ~visible_keys(seqlen_q, k.shape[1], causal, q.device)
+
+    def rounded(x):
+        return x.to(q.dtype).double()
+
+    result = {name: torch.zeros(t.shape, dtype=torch.float64, device=q.device)
+              for name, t in (("out", q), ("dq", q), ("dk", k), ("dv", v))}  # fmt: skip
+    for b in range(batch):
+        for h in range(heads):
+            g = h // group
+            q_h, k_h, v_h = q[b, :, h].double(), k[b, :, g].double(), v[b, :, g].double()
+            dout_h, out_h = dout[b, :, h].double(), out[b, :, h].double()
+            s = (q_h @ k_h.T * scale).masked_fill_(hidden, -torch.inf)
+            p = s.softmax(dim=1).nan_to_num_(nan=0.0)  # NaN where a query sees no key
+            p_rounded = rounded(p)
+            ds = dout_h @ v_h.T - (dout_h * out_h).sum(dim=1, keepdim=True)
+            if rounded_factors:
+                ds, p = rounded(ds) if q.dtype == torch.bfloat16 else ds, p_rounded
+            ds = rounded(p * ds)
+            result["out"][b, :, h] = p_rounded @ v_h
+            result["dq"][b, :, h] = ds @ k_h * scale
+            result["dk"][b, :, g] += ds.T @ q_h * scale
+            result["dv"][b, :, g] += p_rounded.T @ dout_h
+    return {name: rounded(x) for name, x in result.items()}
+
+
+def cancellation_bounds(q, k, v, dout, softmax_scale):
+    """Norms that |dq| and |dk| cannot exceed where one key is all that a query can see: P = 1 and O = V, so the exact
+    gradients are 0. Each of dP and D is then the same dot product of head_dim terms, summed in fp32 in any order: they
+    differ by at most twice head_dim * 2^-23 * |dO|.|V| (2^-23: tensor cores may truncate), and dS is that difference
+    rounded to 16 bits (2^-8 at most)."""
+    assert k.shape[1] == 1
+    heads, head_dim, kv_heads = q.shape[2], q.shape[3], k.shape[2]
+    group = heads // kv_heads
+    q, dout = (x.double().abs() for x in (q, dout))
+    k, v = (x.double().abs().repeat_interleave(group, dim=2) for x in (k, v))
+    rounding = 2 * head_dim * 2.0**-23 * (1 + 2.0**-8)
+    ds = rounding * (dout * v).sum(-1, keepdim=True)
+    dk = (ds * q).sum(1).unflatten(1, (kv_heads, group)).sum(2)
+    scale = abs(softmax_scale)
+    return {"dq": (ds * k).norm() * scale, "dk": dk.norm() * scale}
+
+
+def error_limits(exact, q, k, v, dout, out, *, rounded_factors, softmax_scale=None, causal=False):
+    """How far out, dq, dk and dv may be from `exact`, as norms: no further than those of eager PyTorch, and no more than
+    NEAR times as far as those of `attention_rounded`."""
+    softmax_scale = q.shape[3] ** -0.5 if softmax_scale is None else softmax_scale
+    formula = dict(softmax_scale=softmax_scale, causal=causal)
+    unseen = max(0, q.shape[1] - k.shape[1]) if causal else 0  # leading queries that see no key, exact in any formula
+    eager = attention_in_dtype(q[:, unseen:], k, v, dout[:, unseen:], **formula)
+    rounded = attention_rounded(q, k, v, dout, out, rounded_factors=rounded_factors, **formula)
+    bounds = cancellation_bounds(q, k, v, dout, softmax_scale) if k.shape[1] == 1 else {}
+    limits = {}
+    for name in ("out", "dq", "dk", "dv"):
+        truth = getattr(exact, name)
+        seen = truth[:, unseen:] if name in ("out", "dq") else truth
+        best = (truth.to(q.dtype).double() - truth).norm()
+        contract = torch.maximum((getattr(eager, name).double() - seen).norm(), ROUNDING_SLACK * best)
+        near = NEAR * (rounded[name] - truth).norm()
+        limits[name] = bounds.get(name, torch.minimum(contract, near))
+    return limits
 
 
 def relative_error(actual, expected):
