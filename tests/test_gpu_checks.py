@@ -74,8 +74,8 @@ def test_the_bar_refuses_a_uniform_error_of_three_thousandths(lengths, causal, k
 
 
 def kernel_in_fp32(problem, q, k, v, dout, forward_tile=128, tile_q=64, tile_k=128):
-    """What the kernels compute, in fp32: the softmax tile by tile with a reference that is up to 2^8 behind, dS of rounded
-    factors, sums tile by tile."""
+    """What the kernels compute, in fp32: the softmax tile by tile with a reference that is up to 2^8 behind, dS of
+    rounded factors, sums tile by tile."""
     group = problem.heads // problem.kv_heads
     k, v = (x.repeat_interleave(group, dim=2) for x in (k, v))
     q, k, v, dout = (x.float().transpose(1, 2) for x in (q, k, v, dout))

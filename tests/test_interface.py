@@ -7,10 +7,18 @@ import numpy as np
 import pytest
 import torch
 from float64_reference import attention_float64, error_limits, relative_error, visible_keys
-from interface_support import FUNCTIONS, assert_same_bits, inputs_of, kernel_calls, out_and_gradients, qkv_tensors, randn
+from interface_support import (
+    FUNCTIONS,
+    assert_same_bits,
+    inputs_of,
+    kernel_calls,
+    out_and_gradients,
+    qkv_tensors,
+    randn,
+)
 
 import dash_attn
-from dash_attn import flash_attn_func, flash_attn_kvpacked_func, flash_attn_qkvpacked_func
+from dash_attn import _schedule, flash_attn_func, flash_attn_kvpacked_func, flash_attn_qkvpacked_func
 from dash_attn.schedule import POLICIES, fitting, policy_number
 
 # FlashAttention-2's arguments after the tensors, then FlashAttention-3's that it lacks, then this package's.
@@ -62,7 +70,8 @@ def test_arguments_that_change_nothing_are_accepted(function, causal, change):
 @pytest.mark.parametrize("function", FUNCTIONS, ids=lambda f: f.__name__)
 @pytest.mark.parametrize("arguments", [
     {"causal": 1}, {"causal": np.True_}, {"causal": np.int32(1)}, {"causal": True, "window_size": (-1, 0)},
-    {"window_size": (-1, 0)}, {"window_size": (None, 0)}, {"window_size": (8, 0)}, {"causal": True, "window_size": (8, 3)},
+    {"window_size": (-1, 0)}, {"window_size": (None, 0)}, {"window_size": (8, 0)},
+    {"causal": True, "window_size": (8, 3)},
 ], ids=str)  # fmt: skip
 def test_ways_to_ask_for_the_causal_mask(function, arguments):
     inputs = inputs_of(function)
@@ -77,7 +86,8 @@ def test_flags_that_are_false(causal):
 
 
 def test_windows_of_unequal_lengths():
-    """A window hides nothing when its left reaches the first key from the last query, its right the last key from the first."""
+    """A window hides nothing when its left reaches the first key from the last query, and its right the last key from
+    the first query."""
     q, k, v, _ = qkv_tensors(5, 9)
     full, causal = flash_attn_func(q, k, v), flash_attn_func(q, k, v, causal=True)
     assert torch.equal(flash_attn_func(q, k, v, window_size=(8, 4)), full)
@@ -99,6 +109,21 @@ def test_arguments_reach_the_kernels(function, schedule):
     (forward, forward_arguments), (backward, backward_arguments) = calls
     assert (forward, forward_arguments[-3:]) == ("forward", (0.3, causal, 3))
     assert (backward, backward_arguments[-4:]) == ("backward", (0.3, causal, policy_number(schedule), 3))
+
+
+@pytest.mark.filterwarnings("ignore:Warning only once for all operators")
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("lengths", [(9, 9), (300, 700)])
+def test_auto_looks_neither_at_the_other_heads_nor_at_the_batch(lengths, causal):
+    """Tensor parallelism divides the heads among GPUs, and must not change the order of a head's sums."""
+    policies = set()
+    for batch, kv_heads in ((1, 1), (1, 2), (1, 16), (7, 2)):
+        *inputs, dout = qkv_tensors(*lengths, 2 * kv_heads, kv_heads, 8, batch)
+        with kernel_calls() as calls:
+            out_and_gradients(flash_attn_func, inputs, dout, causal=causal)
+        policies.add(calls[-1][1][-2])
+    expected = _schedule.automatic(causal=causal, head_dim=8, seqlen_k=lengths[1])
+    assert policies == {policy_number(expected)}
 
 
 def test_exports():

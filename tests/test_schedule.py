@@ -3,6 +3,7 @@
 import itertools
 
 import pytest
+from float64_reference import visible_keys
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
@@ -30,6 +31,50 @@ def is_live(problem, kv, q):
     last_query = min((q + 1) * problem.tile_q, problem.seqlen_q) - 1
     first_key = kv * problem.tile_k
     return not problem.causal or first_key <= last_query + problem.seqlen_k - problem.seqlen_q
+
+
+@st.composite
+def small_grids(draw):
+    """Lengths of the same size and of very different ones, in tiles of which the last may be shorter."""
+    longest = draw(st.sampled_from([3, 12, 70]))
+    lengths = [draw(st.integers(1, longest)), draw(st.integers(1, 70))]
+    seqlen_q, seqlen_k = draw(st.permutations(lengths))
+    tile_q, tile_k = draw(st.integers(1, 20)), draw(st.integers(1, 20))
+    return Problem(seqlen_q, seqlen_k, tile_q=tile_q, tile_k=tile_k, causal=draw(st.booleans()))
+
+
+@settings(max_examples=400, deadline=None)
+@given(small_grids())
+def test_the_mask_says_what_each_pair_of_query_and_key_says(problem):
+    """Against the mask pair by pair, as tests/float64_reference.py defines it. To add a mask, add it there and to
+    `small_grids`."""
+    seqlen_q, seqlen_k = problem.seqlen_q, problem.seqlen_k
+    visible = visible_keys(seqlen_q, seqlen_k, problem.causal).tolist()
+
+    seen = _schedule.visible_keys(
+        causal=problem.causal, seqlen_q=seqlen_q, seqlen_k=seqlen_k, first_query=0, end_query=seqlen_q
+    )
+    assert [list(range(first, end)) for first, end in seen] == [
+        [key for key, pair in enumerate(row) if pair] for row in visible
+    ]
+    for bounds in zip(*seen):
+        assert list(bounds) == sorted(bounds), "what a query sees must not move back from one query to the next"
+
+    def pairs(q, kv):
+        """Of the rows and keys of a tile that exist."""
+        rows = visible[q * problem.tile_q : (q + 1) * problem.tile_q]
+        return [pair for row in rows for pair in row[kv * problem.tile_k : (kv + 1) * problem.tile_k]]
+
+    query_tiles, kv_tiles = range(-(-seqlen_q // problem.tile_q)), range(-(-seqlen_k // problem.tile_k))
+    for kv in kv_tiles:
+        first, count = problem.query_tiles_of(kv)
+        assert list(range(first, first + count)) == [q for q in query_tiles if any(pairs(q, kv))], f"KV tile {kv}"
+    for q in query_tiles:
+        first, count = problem.kv_tiles_of(q)
+        assert list(range(first, first + count)) == [kv for kv in kv_tiles if any(pairs(q, kv))], f"query tile {q}"
+    for q, kv in itertools.product(query_tiles, kv_tiles):
+        past_the_end = (kv + 1) * problem.tile_k > seqlen_k
+        assert problem.needs_masking(q, kv) == (past_the_end or not all(pairs(q, kv))), f"query tile {q}, KV tile {kv}"
 
 
 def check_orders(policy, problem):
@@ -215,6 +260,26 @@ def test_order_ignores_batch_heads_and_swizzle(policy, causal):
 
     alone = orders()
     assert alone == orders(batch=5, kv_heads=3, group_size=4, head_swizzle=7)
+
+
+# (causal, head_dim): the policy of schedule="auto" at every length. It fixes bits, so a change belongs in CHANGELOG.md.
+AUTOMATIC = {
+    (False, 8): "descending",
+    (False, 64): "descending",
+    (False, 72): "descending",
+    (False, 128): "descending",
+    (True, 8): "descending",
+    (True, 64): "descending",
+    (True, 72): "descending",
+    (True, 128): "descending",
+}
+
+
+@pytest.mark.parametrize("causal, head_dim", AUTOMATIC)
+def test_the_automatic_policy(causal, head_dim):
+    lengths = [1, 2**20, *(n * 2**i + d for i in range(6, 16) for n in (2, 3) for d in (-1, 0, 1))]
+    found = {_schedule.automatic(causal=causal, head_dim=head_dim, seqlen_k=seqlen_k) for seqlen_k in lengths}
+    assert found == {AUTOMATIC[causal, head_dim]}
 
 
 BAD_CALLS = {
