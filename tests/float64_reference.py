@@ -13,8 +13,8 @@ import torch
 # round to the other side of it. It changes the error of a correctly rounded result by far less than this.
 ROUNDING_SLACK = 1.001
 # How many times the error of the same roundings in float64 an error may be. In fp32, with a softmax whose reference
-# moves from tile to tile, it is at most 1.07 times as large (tests/test_gpu_checks.py); order-free accumulation may move
-# dq by 1e-4 of its norm, beside which fp16's error of 3e-4 becomes 1.05 times as large.
+# moves from tile to tile, it is at most 1.07 times as large (tests/test_gpu_checks.py). Order-free accumulation may
+# move dq by 1e-4 of its norm: an error of 3e-4, as in fp16, becomes 1.05 times as large.
 NEAR = 1.15
 
 
@@ -84,9 +84,9 @@ def attention_in_dtype(q, k, v, dout=None, *, softmax_scale=None, causal=False):
 
 
 def attention_rounded(q, k, v, dout, out, *, rounded_factors, softmax_scale=None, causal=False):
-    """out, dq, dk, dv in float64, but rounded to the inputs' dtype where ours are: P and dS before they enter a product,
-    and each output once, at its end. So their error is what these roundings cost: sums in fp32, in any order, add next
-    to nothing to it.
+    """out, dq, dk, dv in float64, but rounded to the inputs' dtype where ours are: P and dS before they enter a
+    product, and each output once, at its end. So their error is what these roundings cost: sums in fp32, in any order,
+    add next to nothing to it.
 
     Args:
         out: the output of which D = rowsum(dO * O) is made.
@@ -142,7 +142,7 @@ def cancellation_bounds(q, k, v, dout, softmax_scale):
 
 def error_limits(exact, q, k, v, dout, out, *, rounded_factors, softmax_scale=None, causal=False):
     """How far out, dq, dk and dv may be from `exact`, as norms: no further than those of eager PyTorch (the contract),
-    and no more than NEAR times as far as those of `attention_rounded`. `out` is the output that the gradients are of."""
+    and no more than NEAR times as far as those of `attention_rounded`. `out` is what the gradients make D of."""
     softmax_scale = q.shape[3] ** -0.5 if softmax_scale is None else softmax_scale
     formula = dict(softmax_scale=softmax_scale, causal=causal)
     unseen = max(0, q.shape[1] - k.shape[1]) if causal else 0  # leading queries that see no key, exact in any formula

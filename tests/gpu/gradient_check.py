@@ -48,8 +48,8 @@ def row_bounds(problem: Problem, inputs: Inputs, exact: Attention) -> dict[str, 
 
 
 class Bar:
-    """Reference and limits of one problem; serves every policy. `kernel`: whether the roundings allowed are the kernel's
-    or those of the reference that runs for CPU tensors; default: as the device says."""
+    """Reference and limits of one problem; serves every policy. `kernel`: whether the roundings allowed are the
+    kernel's or those of the reference that runs for CPU tensors; default: as the device says."""
 
     def __init__(self, problem: Problem, inputs: Inputs, kernel: bool | None = None):
         arguments = inputs.q, inputs.k, inputs.v, inputs.dout
