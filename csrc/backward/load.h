@@ -63,6 +63,7 @@ class Loader {
   // There is one K and one V a work tile.
   __device__ __forceinline__ RingIndex<1> tile() const { return {ring_.count}; }
 
+  // A work tile without steps. Its barriers complete once all the same: each work tile counts one pass of them.
   __device__ __forceinline__ void load_nothing() {
     if (!is_leader()) { return; }
     shared_.k_full.arrive();
