@@ -1,5 +1,5 @@
 """Builds dash_attn's extensions: `_schedule` (host only) and `_autograd` (torch's C++ API) always, `_C` (the CUDA ops)
-where nvcc is. README.md lists the environment variables that choose what is built."""
+where nvcc is. docs/install.md lists the environment variables that choose what is built."""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
-// What the ops' tensors and numbers must be. Each message names the argument, what is allowed and what was given; a wrong
-// kind of thing is a TypeError in Python, a wrong value or shape a ValueError. Sizes are symbolic under torch.compile.
+// What the ops' tensors and numbers must be. Each message names the argument, what is allowed and what was given; a
+// wrong kind of thing is a TypeError in Python, a wrong value or shape a ValueError. Sizes are symbolic under
+// torch.compile.
 #pragma once
 
 #include <ATen/ATen.h>
@@ -178,8 +179,8 @@ inline void check_like(const char* name, const Tensor& tensor, const char* like_
 inline void check_writable(const char* name, const Tensor& gradient) {
   const auto sizes = gradient.sym_sizes(), strides = gradient.sym_strides();
   for (size_t i = 0; i < sizes.size(); ++i) {
-    TORCH_CHECK_VALUE(strides[i] != 0 || sizes[i] <= 1, name, " must have one memory location per element, got strides ",
-                      tuple_text(strides));
+    TORCH_CHECK_VALUE(strides[i] != 0 || sizes[i] <= 1, name,
+                      " must have one memory location per element, got strides ", tuple_text(strides));
   }
 }
 

@@ -1,6 +1,6 @@
-// dash_attn::forward and dash_attn::backward on any device, up to the kernels: checks, results, empty problems, scales of
-// any sign, layouts that the kernels cannot address, and the policy that a schedule's name means. The kernels are ops
-// too, dash_attn_C::forward and backward: CUDA's in torch_ops.cpp, the CPU's, the reference, in dash_attn/ops.py.
+// dash_attn::forward and dash_attn::backward on any device, up to the kernels: checks, results, empty problems, scales
+// of any sign, layouts that the kernels cannot address, and the policy that a schedule's name means. The kernels are
+// ops too, dash_attn_C::forward and backward: CUDA's in torch_ops.cpp, the CPU's, the reference, in dash_attn/ops.py.
 #pragma once
 
 #include <ATen/ATen.h>

@@ -1,6 +1,6 @@
 // dash_attn._C: the CUDA implementation of the ops dash_attn_C::forward and backward, on torch's stable ABI:
-// preconditions, workspace, device and stream. The checks that a user meets are in operand_checks.h; these keep a direct
-// caller from launching on bad input.
+// preconditions, workspace, device and stream. The checks that a user meets are in operand_checks.h; these keep a
+// direct caller from launching on bad input.
 #include <cuda_runtime_api.h>
 
 #include <cstdint>

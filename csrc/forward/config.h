@@ -1,5 +1,5 @@
-// Everything that is sized in the forward kernel (Variant), its shared memory, and the barriers that say when each buffer is
-// full or empty.
+// Everything that is sized in the forward kernel (Variant), its shared memory, and the barriers that say when each
+// buffer is full or empty.
 #pragma once
 
 #include <cutlass/arch/barrier.h>
@@ -67,10 +67,10 @@ struct alignas(1024) SharedStorage {
 // Number of arrivals that complete each barrier.
 template <typename Variant>
 struct Arrivals {
-  static constexpr int kTransaction = 1;                         // the thread that announces the bytes
+  static constexpr int kTransaction = 1;                          // the thread that announces the bytes
   static constexpr int kConsumerWarps = Variant::kConsumerWarps;  // a lane of each warp whose products have completed
-  static constexpr int kStagingWarps = kWarpgroupWarps;          // a lane of each warp that has staged its output
-  static constexpr int kStorers = Variant::kConsumers;            // a thread for each warpgroup's output, which has left
+  static constexpr int kStagingWarps = kWarpgroupWarps;           // a lane of each warp that has staged its output
+  static constexpr int kStorers = Variant::kConsumers;           // a thread for each warpgroup's output, which has left
 };
 
 template <typename Variant>

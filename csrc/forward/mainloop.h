@@ -67,7 +67,7 @@ class Consumer {
  private:
   using QueryRows = KMajor<Variant::kQuery>;  // Q as A of S
   using KeyRows = KMajor<Variant::kKey>;      // K as B of S
-  using KeySum = MnMajor<Variant::kKey>;          // V as B of O
+  using KeySum = MnMajor<Variant::kKey>;      // V as B of O
 
   static constexpr int kScoreRegisters = Variant::kKey / 2;       // a 64 x kKey fragment
   static constexpr int kOutputRegisters = Variant::kHeadDim / 2;  // a 64 x kHeadDim fragment

@@ -17,8 +17,8 @@ __device__ __forceinline__ Range kv_tiles_of_query_tile(const TileScheduler& sch
   return Variant::grid(scheduler.sequence).kv_tiles_of_queries(first, end);
 }
 
-// Where a short tile reaches into the next, both write the same bits to the same place: a row's bits depend on the KV tiles
-// that it sees, not on those that are walked for other rows (softmax.h).
+// Where a short tile reaches into the next, both write the same bits to the same place: a row's bits depend on the KV
+// tiles that it sees, not on those that are walked for other rows (softmax.h).
 template <typename Variant>
 struct WarpgroupRows {
   QueryTile tile;

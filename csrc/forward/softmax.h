@@ -31,8 +31,8 @@ class OnlineSoftmax {
  public:
   explicit __device__ __forceinline__ OnlineSoftmax(float scale_log2) : scale_log2_(scale_log2) {}
 
-  // S becomes exp2(scale S - reference). `correction` is what earlier sums must be multiplied with, kNothingSummed where
-  // the row saw no key in earlier tiles; false means that it is 1 for every row of the warp.
+  // S becomes exp2(scale S - reference). `correction` is what earlier sums must be multiplied with, kNothingSummed
+  // where the row saw no key in earlier tiles; false means that it is 1 for every row of the warp.
   //
   // The reference is the largest score so far, or one up to kSlack below it: P up to 2^kSlack is as exact as P up to 1,
   // and after the first tiles few rows need a correction. Which do depends on the row alone.
@@ -84,8 +84,8 @@ class OnlineSoftmax {
   RowStatistic sum_ = {0.f, 0.f};  // of the elements that this thread holds
 };
 
-// What a row summed over tiles of which it saw no key is replaced, not multiplied: 0 * V is not 0 where V is not finite, and
-// how many such tiles were walked is no business of the row's.
+// What a row summed over tiles of which it saw no key is replaced, not multiplied: 0 * V is not 0 where V is not
+// finite, and how many such tiles were walked is no business of the row's.
 template <int kSize>
 __device__ __forceinline__ void correct_rows(float (&acc)[kSize], const RowStatistic& correction) {
 #pragma unroll

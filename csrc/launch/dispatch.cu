@@ -12,7 +12,7 @@ namespace {
   throw std::runtime_error(std::string("dash_attn: this build has no ") + pass + " kernel for dtype " +
                            (a.dtype == Dtype::kBFloat16 ? "bfloat16" : "float16") + ", head_dim " +
                            std::to_string(a.head_dim) + ", " + (a.causal ? "causal" : "full") + " mask" + schedule +
-                           "; see the DASH_ATTN_* build variables in README.md");
+                           "; see the DASH_ATTN_* build variables in docs/install.md");
 }
 
 }  // namespace

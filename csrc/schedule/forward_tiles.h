@@ -1,6 +1,6 @@
-// Which query tile of the forward is worked on when and by whom. All of it is for speed alone: a row's output comes from
-// one CTA, which walks the row's keys in an order that tiles and CTAs have no part in.
-// Plain C++: no CUDA, CuTe or torch.
+// Which query tile of the forward is worked on when and by whom. All of it is for speed alone: a row's output comes
+// from one CTA, which walks the row's keys in an order that tiles and CTAs have no part in. Plain C++: no CUDA, CuTe or
+// torch.
 #pragma once
 
 #include <cstdint>
@@ -22,8 +22,8 @@ struct QueryTile {
 // first is the one that may be short, so that under the causal mask the rows left empty are those with the fewest keys.
 // Every CTA takes a fixed share of a list of tiles.
 //
-// Where tiles differ in length the list has the longest first, so that what is left for the end is short; and it is cut in
-// lots of head groups, so that the K and V in use stay in L2. Where they do not it goes head by head.
+// Where tiles differ in length the list has the longest first, so that what is left for the end is short; and it is cut
+// in lots of head groups, so that the K and V in use stay in L2. Where they do not it goes head by head.
 struct TileScheduler {
   Sequence sequence;   // of a dense batch: every sequence's
   int tile_positions;  // of a query tile
@@ -86,8 +86,8 @@ class TileWalk {
   int position_;
 };
 
-// log2 of the query heads that are packed into a tile of `tile_rows`: all heads of a KV head where that leaves fewer rows
-// empty. TMA gathers them, at most `most`, which takes a power of two.
+// log2 of the query heads that are packed into a tile of `tile_rows`: all heads of a KV head where that leaves fewer
+// rows empty. TMA gathers them, at most `most`, which takes a power of two.
 constexpr int packed_heads_shift(int group_size, int seqlen_q, int tile_rows, int most) {
   if (group_size > most || (group_size & (group_size - 1)) != 0) return 0;
   int64_t const packed = (int64_t{seqlen_q} * group_size + tile_rows - 1) / tile_rows;

@@ -1,5 +1,5 @@
-// Which keys a query sees: decided here for the forward, the backward, the schedules and the simulator, on the host and on
-// the device. A kernel makes its Mask with a constant kind, so that the compiler drops the others.
+// Which keys a query sees: decided here for the forward, the backward, the schedules and the simulator, on the host and
+// on the device. A kernel makes its Mask with a constant kind, so that the compiler drops the others.
 #pragma once
 
 #include "../host_device.h"
@@ -29,8 +29,8 @@ struct Range {
   DASH_HOST_DEVICE static constexpr Range between(int first, int end) { return {first, max_int(0, end - first)}; }
 };
 
-// Both ends of what a query sees, and of the queries that see a key, never move back from one to the next: so what a tile
-// sees follows from its first and last row.
+// Both ends of what a query sees, and of the queries that see a key, never move back from one to the next: so what a
+// tile sees follows from its first and last row.
 struct Mask {
   MaskKind kind;
   Sequence sequence;
