@@ -252,5 +252,5 @@ def test_bad_lookups_name_the_argument():
         _schedule.visit("spt", problem, 5, 3)
     with pytest.raises(ValueError, match=r"query_tile must be in \[5, 8\), got 4"):
         _schedule.rank("spt", problem, 5, 4)
-    with pytest.raises(ValueError, match=r"claim must be in \[0, 8\), got 8"):
+    with pytest.raises(ValueError, match=r"number must be in \[0, 8\), got 8"):
         work_tile("spt", problem, 8)

@@ -22,19 +22,19 @@ POLICY_MASKS = [
 TABLE = {
     (1, 512, 512, 128): (1, 1),  # one query head a KV head: nothing to split
     (8, 512, 512, 128): (1, 1),  # 64 steps in all
-    (8, 1024, 1024, 128): (2, 1),  # 4 would leave work tiles of 32 steps, and the causal mask halves them
-    (8, 2048, 2048, 128): (4, 2),
-    (8, 4096, 4096, 128): (4, 4),
+    (8, 1024, 1024, 128): (1, 1),  # 2 would leave work tiles of 64 steps, and the causal mask halves them
+    (8, 2048, 2048, 128): (2, 1),
+    (8, 4096, 4096, 128): (4, 2),
     (8, 8192, 8192, 128): (2, 4),
     (8, 16384, 16384, 128): (1, 2),  # 128 KV tiles; under the causal mask the longest is twice the mean
     (8, 32768, 32768, 128): (1, 1),
-    (8, 8192, 8192, 64): (2, 4),
-    (4, 4096, 4096, 128): (4, 2),
-    (4, 8192, 8192, 128): (2, 4),
-    (7, 4096, 4096, 128): (7, 1),  # 7 parts or none
+    (8, 8192, 8192, 64): (2, 2),
+    (4, 4096, 4096, 128): (2, 1),
+    (4, 8192, 8192, 128): (2, 2),
+    (7, 16000, 1000, 128): (7, 1),  # 7 parts or none
     (6, 100, 100, 128): (1, 1),
     (64, 1, 4096, 128): (1, 1),  # decoding: a work tile has a step a head
-    (8, 8192, 100, 128): (8, 8),  # one KV tile: as many as there are
+    (8, 8192, 100, 128): (8, 1),  # one KV tile: as many as there are
 }
 
 

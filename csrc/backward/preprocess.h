@@ -57,6 +57,7 @@ __device__ __forceinline__ void preprocess_block(const PreprocessParams<Element>
   KeyStatistics keys{};
   const int batch_kv_head = batch_head / params.scale.group_size;
   if constexpr (kOrderFree) {
+    ptx::wait_for_previous_kernel();  // the statistics
     const int seqlen_k = params.scale.mask.sequence.seqlen_k;
     keys = combine_warp(chunk_key_statistics(params.workspace, batch_kv_head, seqlen_k));
     if (block % (params.scale.group_size * params.blocks_per_head) == 0 && threadIdx.x < 32) {

@@ -72,7 +72,8 @@ void launch_preprocess(const BackwardArguments& a, const backward::Workspace& wo
     const auto kernel = is_order_free(a) ? backward::preprocess_kernel<Element, Geometry::kHeadDim, true>
                                          : backward::preprocess_kernel<Element, Geometry::kHeadDim, false>;
     launch("the backward's preprocess kernel", kernel, params,
-           grid_of(a, params.num_blocks, backward::kPreprocessThreads, 0), stream);
+           grid_of(a, params.num_blocks, backward::kPreprocessThreads, 0), stream,
+           {starts_before_previous_ends(is_order_free(a) && a.sm_margin == 0)});
   });
 }
 

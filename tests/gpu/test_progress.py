@@ -114,7 +114,7 @@ def test_every_number_of_held_sms(causal, holder, device, num_sms):
 @pytest.mark.parametrize("held", [66, 128, 131])
 def test_split_heads_while_sms_are_held(held, causal, holder, device, num_sms):
     """The query heads of the KV head are split over work tiles, which wait for each other's dK and dV."""
-    problem = Problem(1, 2048, 2048, 8, 1, 128, causal)
+    problem = Problem(1, 2048, 2048, 32, 1, 128, causal)
     inputs = support.random_inputs(problem, device)
     assert support.splits(problem) > 1
     for policy in support.schedules(causal):

@@ -14,20 +14,17 @@ CALLS_IN_FLIGHT = 4
 
 # (head_dim, causal, seqlen_q, seqlen_k, heads, kv_heads): splits.
 SPLITS = {
-    (64, False, 2048, 2048, 8, 1): 2,
-    (64, False, 1024, 1024, 32, 1): 4,
-    (64, True, 1024, 1024, 32, 1): 2,
-    (64, False, 1300, 2500, 12, 1): 2,
-    (64, False, 4000, 100, 4, 1): 2,
-    (128, False, 2048, 2048, 8, 1): 4,
-    (128, True, 2048, 2048, 8, 1): 2,
-    (128, False, 1024, 1024, 32, 1): 8,
-    (128, True, 1024, 1024, 32, 1): 4,
-    (128, False, 4100, 1300, 7, 1): 7,
-    (128, False, 1300, 2500, 12, 1): 3,
-    (128, True, 1300, 2500, 12, 1): 2,
+    (64, False, 1024, 1024, 32, 1): 2,
+    (64, False, 2048, 2048, 32, 1): 4,
+    (64, True, 2048, 2048, 32, 1): 2,
+    (64, False, 1300, 2500, 24, 1): 2,
+    (128, False, 2048, 2048, 8, 1): 2,
+    (128, False, 1024, 1024, 32, 1): 4,
+    (128, True, 1024, 1024, 32, 1): 2,
+    (128, False, 2048, 2048, 32, 2): 4,
+    (128, True, 2048, 2048, 32, 2): 2,
+    (128, False, 1300, 2500, 12, 1): 2,
     (128, False, 4000, 100, 4, 1): 2,  # one KV tile, summed over all
-    (128, True, 2048, 2048, 32, 4): 2,
 }
 CASES = [
     pytest.param(
@@ -49,8 +46,8 @@ def test_accuracy(problem, splits, dtype, device):
 
 
 def test_several_sequences_and_a_padded_head_dim(device):
-    problem = Problem(3, 1500, 1500, 16, 1, 72, True)
-    assert support.splits(problem) == 2
+    problem = Problem(3, 1500, 1500, 32, 1, 72, True)
+    assert support.splits(problem) > 1
     lines = gradient_check.check(problem, device, support.schedules(problem.causal))
     assert not lines, f"{problem}:\n" + "\n".join(lines)
 

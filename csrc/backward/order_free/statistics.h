@@ -229,6 +229,7 @@ __device__ __forceinline__ void measure_chunk(const StatisticsParams<Element>& p
 // Blocks: chunks_per_head x (batch x heads of Q, then batch x KV heads of K and V).
 template <typename Element, int kHeadDim>
 __global__ void __launch_bounds__(kStatisticsThreads, 4) statistics_kernel(const StatisticsParams<Element> params) {
+  ptx::launch_dependents();  // the preprocess kernel waits for what it reads
   for (int block = blockIdx.x; block < params.num_blocks; block += gridDim.x) {
     if (block != int(blockIdx.x)) { __syncthreads(); }  // what the warps left before has been read
     measure_chunk<Element, kHeadDim>(params, block);
