@@ -61,10 +61,10 @@ def probes(sms: int, tile_shapes: dict[int, tuple[int, int]]) -> list[Probe]:
             )
 
         rows = tile_k // tile_q
-        # A claim: few steps, several claims an SM.
-        for claims in (1, 4, 12):
-            add("claim", 2, 1, batch=sms * claims)
-        # A step with adds, whose turns have come.
+        # A work tile: few steps, several work tiles an SM.
+        for work_tiles in (1, 4, 12):
+            add("work tile", 2, 1, batch=sms * work_tiles)
+        # A step with adds, whose ranks have come.
         for steps in (8, 32):
             add("step", steps, 4, batch=sms)
         # The code of each kernel: in many steps on a full GPU; under the causal mask alone, where no order is better.

@@ -12,7 +12,7 @@ import torch
 SOURCE = pathlib.Path(__file__).with_suffix(".cu")
 TILE_BYTES = 32768  # the partial of dQ of one tile, at both head dims
 WORDS, HOPS, ADDS = 256, 2048, 400
-ADDED_TILES = 512  # 16 MiB: what a section of heads keeps in L2
+ADDED_TILES = 512  # 16 MiB: what the interleaved heads keep in L2
 
 
 def build(folder: pathlib.Path) -> ctypes.CDLL:

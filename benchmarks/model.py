@@ -35,17 +35,17 @@ class Machine:
     """Times in SM clocks, except where the name says otherwise; costs by head_dim are dictionaries."""
 
     sms: int
-    start: float  # of the kernel, before its first claim's loads
+    start: float  # of the kernel, before its first work tile's loads
     launch: float  # between the first CTA's start and the last one's
     step: dict[int, float]  # products of a tile
     mask: dict[int, float]  # what they take longer where the diagonal crosses the tile
-    claim: dict[int, float]  # from a claim's last products to the next one's first
+    work: dict[int, float]  # from a work tile's last products to the next one's first
     code: dict[str, float]  # by `code_key`: each kernel is compiled apart, and takes its own share more or less
     spread: float  # products vary by this share, either way
     add: float  # of a dQ tile into L2
     signal: float  # from the end of an add until the next CTA knows
-    poll: float  # of a turn that has come already
-    load: float  # until a short claim's loads have gone out
+    poll: float  # of a semaphore that stands at the rank already
+    load: float  # until a short work tile's loads have gone out
     memory: float  # bytes a clock
     miss: float  # what products take longer whose query tile comes from memory
     cache_mib: float  # what passes through memory before a tile must be read again
@@ -111,14 +111,14 @@ def play(machine: Machine, policy: str, shape, sms: int | None = None):
         add_time=machine.add,
         signal_time=machine.signal,
         poll_time=machine.poll,
-        claim_time=machine.claim[head_dim],
+        work_time=machine.work[head_dim],
         load_time=machine.load,
-        memory_claim_time=4 * tiles.tile_k * row_bytes / machine.memory,
+        memory_work_time=4 * tiles.tile_k * row_bytes / machine.memory,
         memory_tile_time=tiles.tile_q * (2 * row_bytes + SUM_BYTES * head_dim) / machine.memory,
         miss_time=machine.miss,
         cache_time=machine.cache_mib * MIB / machine.memory,
         launch_times=[machine.start + machine.launch * i / clusters for i in range(clusters)],
-        mapping="claims",
+        mapping="counter",
     )
     for name, value in settings.items():
         setattr(options, name, value)
@@ -213,7 +213,7 @@ class Row:
 
 
 def is_chaotic(policy: str, causal: bool) -> bool:
-    """Ascending claims under the causal mask wait for claims that were taken ahead and not begun: see docs/model.md."""
+    """Ascending work tiles under the causal mask wait for ones taken ahead and not begun: see docs/model.md."""
     return causal and policy == "ascending"
 
 
@@ -266,7 +266,7 @@ def fit(calibration: dict, evaluations: int = 1000) -> Machine:
         launch=latency["launch_ns"] * ghz,
         step={64: 4700.0, 128: 3900.0},
         mask={64: 200.0, 128: 300.0},
-        claim={64: 5500.0, 128: 6500.0},
+        work={64: 5500.0, 128: 6500.0},
         code={},
         spread=0.1,
         add=latency["add_clocks"][f"{sms} CTAs, every 4000 clocks"],
@@ -286,9 +286,9 @@ def fit(calibration: dict, evaluations: int = 1000) -> Machine:
 
     def with_costs(values: list[float]) -> Machine:
         start, signal, miss, cache_mib, spread, *rest = values
-        step, claim, mask = (dict(zip(head_dims, rest[i::3])) for i in range(3))
+        step, work, mask = (dict(zip(head_dims, rest[i::3])) for i in range(3))
         shared = dict(start=start, signal=signal, miss=miss, cache_mib=cache_mib, spread=min(spread, 0.5))
-        return dataclasses.replace(machine, **shared, step=step, claim=claim, mask=mask)
+        return dataclasses.replace(machine, **shared, step=step, work=work, mask=mask)
 
     def ratio(tried: Machine, row: Row) -> float:
         return play(tried, row.schedule, row, row.sms).makespan / (row.backward * row.mhz)
@@ -299,7 +299,7 @@ def fit(calibration: dict, evaluations: int = 1000) -> Machine:
 
     costs = [machine.start, machine.signal, machine.miss, machine.cache_mib, machine.spread]
     for head_dim in head_dims:
-        costs += [machine.step[head_dim], machine.claim[head_dim], machine.mask[head_dim]]
+        costs += [machine.step[head_dim], machine.work[head_dim], machine.mask[head_dim]]
     fitted = with_costs(minimise(error, costs, evaluations))
     return fit_clock(calibration, dataclasses.replace(fitted, code=fit_code(calibration, fitted)))
 

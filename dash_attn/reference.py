@@ -280,7 +280,7 @@ def _steps(order: TileOrder, group_size: int) -> Iterator[tuple[int, int, int, b
 def _interleave(order: TileOrder) -> Iterator[tuple[int, int]]:
     """(KV tile, query tile) pairs in a sequence that keeps both orders, as a GPU with room for every KV tile would."""
     step = [0] * len(order.visits)
-    turn = [0] * len(order.adds)
+    semaphore = [0] * len(order.adds)
     runnable = list(reversed(range(len(order.visits))))
     while runnable:
         kv_tile = runnable.pop()
@@ -288,14 +288,14 @@ def _interleave(order: TileOrder) -> Iterator[tuple[int, int]]:
         while step[kv_tile] < len(visits):
             q_tile = visits[step[kv_tile]]
             adds = order.adds[q_tile]
-            if turn[q_tile] == len(adds) or adds[turn[q_tile]] != kv_tile:
+            if semaphore[q_tile] == len(adds) or adds[semaphore[q_tile]] != kv_tile:
                 break
             yield kv_tile, q_tile
             step[kv_tile] += 1
-            turn[q_tile] += 1
-            if turn[q_tile] < len(adds):
-                runnable.append(adds[turn[q_tile]])
+            semaphore[q_tile] += 1
+            if semaphore[q_tile] < len(adds):
+                runnable.append(adds[semaphore[q_tile]])
     if any(done < len(visits) for done, visits in zip(step, order.visits)) or any(
-        done < len(adds) for done, adds in zip(turn, order.adds)
+        done < len(adds) for done, adds in zip(semaphore, order.adds)
     ):
         raise ValueError("order must have visits and adds of the same tiles that never wait for each other in a cycle")

@@ -103,7 +103,7 @@ def synthetic_calibration(machine):
 
 def test_fit_finds_the_costs_of_a_made_up_machine(machine):
     code = {"128 full shift": 1.03, "128 full spt": 0.99}
-    made_up = dataclasses.replace(machine, step={64: 4400.0, 128: 4300.0}, claim={64: 6000.0, 128: 6000.0}, code=code)
+    made_up = dataclasses.replace(machine, step={64: 4400.0, 128: 4300.0}, work={64: 6000.0, 128: 6000.0}, code=code)
     fitted = model.fit(synthetic_calibration(made_up), evaluations=300)
     for head_dim in (64, 128):
         assert fitted.step[head_dim] == pytest.approx(made_up.step[head_dim], rel=0.03)

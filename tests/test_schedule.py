@@ -1,4 +1,4 @@
-"""The orders of csrc/schedule: every live tile once, ranks a permutation, waits that point at earlier claims."""
+"""The orders of csrc/schedule: every live tile once, ranks a permutation, waits that point at earlier groups."""
 
 import itertools
 
@@ -44,23 +44,23 @@ def check_orders(policy, problem):
         assert sorted(visits[kv]) == [q for q in query_tiles if live[kv][q]], f"visits of KV tile {kv}"
         assert [r >= 0 for r in rank[kv]] == live[kv], f"live tiles of KV tile {kv}"
     for q in query_tiles:
-        turns = sorted(rank[kv][q] for kv in kv_tiles if live[kv][q])
-        assert turns == list(range(len(turns))), f"ranks at query tile {q}"
-        assert problem.kv_tiles_of(q)[1] == len(turns)
+        found = sorted(rank[kv][q] for kv in kv_tiles if live[kv][q])
+        assert found == list(range(len(found))), f"ranks at query tile {q}"
+        assert problem.kv_tiles_of(q)[1] == len(found)
 
     check_progress(visits, rank, groups(policy, problem), problem)
 
 
-def check_progress(visits, rank, claims, problem):
-    """Runs the claims one after the other, the members of a claim together: the least residency that can happen.
+def check_progress(visits, rank, grouped, problem):
+    """Runs the groups one after the other, the members of a group together: the least residency that can happen.
 
-    That it ends proves that no wait points at a later claim and that no claim waits for itself in a cycle; with more
-    residency each claim only finds more of the earlier ones still running, and they end by the same argument.
+    That it ends proves that no wait points at a later group and that no group waits for itself in a cycle; with more
+    residency each group only finds more of the earlier ones still running, and they end by the same argument.
     """
-    assert sorted(itertools.chain(*claims)) == list(range(len(visits)))
-    assert all(0 < len(members) <= problem.cta_group for members in claims)
+    assert sorted(itertools.chain(*grouped)) == list(range(len(visits)))
+    assert all(0 < len(members) <= problem.cta_group for members in grouped)
     added = [0] * problem.num_query_tiles
-    for members in claims:
+    for members in grouped:
         steps = {kv: 0 for kv in members}
         moved = True
         while moved:
@@ -160,7 +160,7 @@ def test_symmetric_shift_with_half_the_tiles_in_one_group_is_the_published_one(n
 
 @pytest.mark.parametrize("policy, causal", POLICY_MASKS)
 @pytest.mark.parametrize("shape", [(5, 7), (8, 8), (3, 1), (1, 6)])
-def test_claims_cover_every_head_in_the_order_of_its_groups(policy, causal, shape):
+def test_work_tiles_cover_every_head_in_the_order_of_its_groups(policy, causal, shape):
     for batch, kv_heads, cta_group in itertools.product((1, 2, 3), (1, 2, 5), (1, 2, 3)):
         for head_swizzle in (1, 2, 4, batch * kv_heads, 100):
             problem = Problem(
@@ -174,19 +174,19 @@ def test_claims_cover_every_head_in_the_order_of_its_groups(policy, causal, shap
                 head_swizzle=head_swizzle,
             )
             of_head = {head: [] for head in itertools.product(range(batch), range(kv_heads))}
-            for claim in range(num_groups(policy, problem)):
-                work = [work_tile(policy, problem, claim, r) for r in range(cta_group)]
+            for number in range(num_groups(policy, problem)):
+                work = [work_tile(policy, problem, number, r) for r in range(cta_group)]
                 taken = [each for each in work if each is not None]
                 (head,) = {each[:2] for each in taken}
                 assert work == taken + [None] * (cta_group - len(taken)), "the CTAs without a tile are the last"
                 of_head[head].append([each[2] for each in taken])
-            for (_, kv_head), claimed in of_head.items():
-                assert claimed == groups(policy, problem)
+            for found in of_head.values():
+                assert found == groups(policy, problem)
 
 
 @pytest.mark.parametrize("policy, causal", POLICY_MASKS)
 @pytest.mark.parametrize("shape", [(5, 7), (8, 8), (3, 1), (1, 6)])
-def test_a_claim_walks_every_step_of_every_head_once(policy, causal, shape):
+def test_a_work_tile_walks_every_step_of_every_head_once(policy, causal, shape):
     problem = Problem(*shape, tile_q=1, tile_k=1, causal=causal, kv_heads=2, group_size=3, cta_group=2)
     for kv_tile, visits in enumerate(visit_order(policy, problem)):
         steps = itertools.product(range(len(visits)), range(3))
@@ -201,14 +201,14 @@ def test_which_policies_walk_heads_together():
     assert together == {"descending", "symmetric_shift", "order_free"}
 
 
-def test_sections_interleave_heads():
+def test_the_head_swizzle_interleaves_heads():
     problem = Problem(2, 2, tile_q=1, tile_k=1, causal=False, batch=1, kv_heads=3, head_swizzle=2)
-    order = [work_tile("ascending", problem, claim)[1:3] for claim in range(num_groups("ascending", problem))]
+    order = [work_tile("ascending", problem, number)[1:3] for number in range(num_groups("ascending", problem))]
     assert order == [(0, 0), (1, 0), (0, 1), (1, 1), (2, 0), (2, 1)]
 
 
 @pytest.mark.parametrize("policy, causal", POLICY_MASKS)
-def test_order_ignores_batch_heads_and_sections(policy, causal):
+def test_order_ignores_batch_heads_and_swizzle(policy, causal):
     def orders(**counts):
         problem = Problem(700, 900, tile_q=64, tile_k=128, causal=causal, cta_group=2, **counts)
         return visit_order(policy, problem), add_order(policy, problem), groups(policy, problem)

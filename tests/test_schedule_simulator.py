@@ -46,8 +46,8 @@ def test_lengths_of_the_paper(n, m, c, r):
 @pytest.mark.parametrize("c, r", COSTS)
 @pytest.mark.parametrize("m", [2, 4])
 @pytest.mark.parametrize("n", [2, 4, 8, 16])
-def test_claims_reach_the_lengths_of_the_paper(n, m, c, r):
-    """Taking claims from a counter loses nothing where all members of a group do the same work, or have none."""
+def test_the_counter_reaches_the_lengths_of_the_paper(n, m, c, r):
+    """Taking work from a counter loses nothing where all members of a group do the same work, or have none."""
     assert length("ascending", square(n, m, False), c, r, sms=n) == m * n * (c + r) + (n - 1) * r
     assert length("shift", square(n, m, False, n), c, r, sms=n) == m * n * (c + r)
     if r <= c:
@@ -64,7 +64,7 @@ def test_spt_is_7_to_8_percent_above_ideal_at_16k():
 def test_interleaved_heads_bring_descending_within_2_percent_of_ideal():
     for seqlen, heads in [(4096, 64), (8192, 32), (16384, 16)]:
         tiles = [
-            problem("descending", seqlen, seqlen, causal=True, heads=heads, head_swizzle=section) for section in (1, 16)
+            problem("descending", seqlen, seqlen, causal=True, heads=heads, head_swizzle=swizzle) for swizzle in (1, 16)
         ]
         apart, interleaved = (simulate("descending", each, sms=132).ratio for each in tiles)
         assert 1 <= interleaved < 1.02 < apart
@@ -97,12 +97,12 @@ def features(generator):
         staging=staging,
         adders=generator.randint(1, max(1, staging)),
         loads_ahead=generator.choice([0, 1, 2, 5]),
-        claim_time=generator.choice([0, 3]),
+        work_time=generator.choice([0, 3]),
         load_time=generator.choice([0, 1]),
         poll_time=generator.choice([0, 1]),
         spread=generator.choice([0, 0.3]),
         mask_time=generator.choice([0, 1]),
-        memory_claim_time=generator.choice([0, 2]),
+        memory_work_time=generator.choice([0, 2]),
         memory_tile_time=generator.choice([0, 2]),
         cache_time=generator.choice([4, 1e12]),
     )
@@ -191,7 +191,7 @@ def test_critical_path_bounds_every_machine(policy, causal):
 
 @pytest.mark.parametrize("n", range(1, 33))
 def test_groups_follow_each_other_without_waiting_for_whole_tiles(n):
-    """The form of the shifts that claims allow: a group starts a block behind the one before, not a KV tile behind."""
+    """The form of the shifts that a counter allows: a group starts a block behind the one before, not a KV tile."""
     c, r = 1, 0.25
 
     def critical_path(policy):
@@ -214,7 +214,7 @@ BAD_OPTIONS = [
     (dict(sms=4, staging=-1), "staging must be in"),
     (dict(sms=4, spread=1.0), "spread must be in"),
     (dict(sms=4, memory_tile_time=-1), "memory_tile_time must be in"),
-    (dict(sms=4, mapping="static"), "mapping must be one of 'claims', 'independent', 'published', got 'static'"),
+    (dict(sms=4, mapping="static"), "mapping must be one of 'counter', 'independent', 'published', got 'static'"),
     (dict(sms=4, launch_times=[0.0]), "launch_times must have one entry a cluster, 2, got 1"),
     (dict(sms=4, mapping="published"), "sms must be the number of KV tiles, 8, in the published mapping, got 4"),
 ]
@@ -250,13 +250,13 @@ def test_an_ordered_chain_takes_a_hop_a_tile():
     tiles = Problem(1, 20, tile_q=1, tile_k=1, causal=False)
     assert machine("ascending", tiles, sms=20) == 4 + 20 * 1 + 19 * 0.5
     assert machine("ascending", tiles, sms=20, ordered=False) == 4 + 1
-    # A turn that has come already is polled for; rank 0 has none.
+    # A semaphore that stands at the rank already is polled for; rank 0 does not look.
     assert machine("ascending", tiles, sms=1, poll_time=0.25) == 20 * 4 + 0.25 + 1
 
 
-def test_claims_have_a_price():
+def test_work_tiles_have_a_price():
     tiles = Problem(3, 5, tile_q=1, tile_k=1, causal=False)
-    assert machine("ascending", tiles, sms=1, claim_time=2) == 5 * (2 + 3 * 4) + 1
+    assert machine("ascending", tiles, sms=1, work_time=2) == 5 * (2 + 3 * 4) + 1
 
 
 def test_tiles_on_the_diagonal_take_longer():
@@ -266,12 +266,12 @@ def test_tiles_on_the_diagonal_take_longer():
     assert masked == plain + 2  # query 4 with the first two keys, query 6 with the last two
 
 
-def test_claims_taken_ahead_tie_heads_to_each_other():
-    """Why ascending is slow under the causal mask: an SM whose short tile waits has claimed the next head's first tile."""
+def test_work_tiles_taken_ahead_tie_heads_to_each_other():
+    """Why ascending is slow under the causal mask: an SM whose short tile waits holds the next head's first tile."""
     tiles = square(8, 64, True)
 
     def both(policy):
-        return [machine(policy, tiles, sms=33, claim_time=2, loads_ahead=steps) for steps in (0, 2)]
+        return [machine(policy, tiles, sms=33, work_time=2, loads_ahead=steps) for steps in (0, 2)]
 
     late, ahead = both("ascending")
     assert ahead > 1.5 * late
@@ -283,8 +283,8 @@ def test_claims_taken_ahead_tie_heads_to_each_other():
 def test_memory_serves_one_after_the_other():
     tiles = Problem(4, 64, tile_q=1, tile_k=1, causal=False)
     free = machine("ascending", tiles, sms=64)
-    assert machine("ascending", tiles, sms=64, memory_claim_time=0.01) == pytest.approx(free, rel=0.1)
-    assert machine("ascending", tiles, sms=64, memory_claim_time=4, cache_time=0) >= 64 * 4
+    assert machine("ascending", tiles, sms=64, memory_work_time=0.01) == pytest.approx(free, rel=0.1)
+    assert machine("ascending", tiles, sms=64, memory_work_time=4, cache_time=0) >= 64 * 4
     # A tile is read again when it has left the cache.
     revisits = dict(sms=1, memory_tile_time=8)
     assert machine("ascending", tiles, **revisits, cache_time=16) == pytest.approx(64 * 4 * 8, rel=0.1)

@@ -1,4 +1,4 @@
-"""Query heads of a KV head split over work tiles: the rule, the work tiles, the waits, and the sums of the reference."""
+"""Query heads of a KV head split over work tiles: the rule, the work tiles, the waits, the sums of the reference."""
 
 import itertools
 import random
@@ -115,12 +115,12 @@ def split_problems(draw):
     )
 
 
-def claimed(policy, problem):
-    """(claim, cta_rank, batch, KV head, KV tile, split) of every CTA that has work, in the order of claims."""
-    for claim, cta_rank in itertools.product(range(num_groups(policy, problem)), range(problem.cta_group)):
-        work = work_tile(policy, problem, claim, cta_rank)
+def work_tiles(policy, problem):
+    """(number, cta_rank, batch, KV head, KV tile, split) of every CTA that has work, in the order of the numbers."""
+    for number, cta_rank in itertools.product(range(num_groups(policy, problem)), range(problem.cta_group)):
+        work = work_tile(policy, problem, number, cta_rank)
         if work is not None:
-            yield claim, cta_rank, *work
+            yield number, cta_rank, *work
 
 
 @settings(max_examples=300, deadline=None)
@@ -141,7 +141,7 @@ def test_every_tile_of_every_query_head_is_visited_once(policy_problem):
             kv_tile,
             visits[kv_tile][step],
         )
-        for _, _, batch, kv_head, kv_tile, split in claimed(policy, problem)
+        for _, _, batch, kv_head, kv_tile, split in work_tiles(policy, problem)
         for step, head in walk(policy, problem, kv_tile)
     ]
     assert len(seen) == len(expected) and set(seen) == expected
@@ -149,33 +149,34 @@ def test_every_tile_of_every_query_head_is_visited_once(policy_problem):
 
 @settings(max_examples=300, deadline=None)
 @given(split_problems())
-def test_waits_point_at_earlier_claims(policy_problem):
-    """The groups of a split come in the policy's order, and the splits of a KV tile in theirs, on the same CTA's place."""
+def test_waits_point_at_earlier_numbers(policy_problem):
+    """The groups of a split come in the policy's order, the splits of a KV tile in theirs, at the same CTA's place."""
     policy, problem = policy_problem
-    claim_of, of_split = {}, {}
-    for claim, cta_rank, batch, kv_head, kv_tile, split in claimed(policy, problem):
-        claim_of[batch, kv_head, kv_tile, split] = claim, cta_rank
-        of_split.setdefault((batch, kv_head, split), {}).setdefault(claim, []).append(kv_tile)
-    assert len(claim_of) == problem.batch * problem.kv_heads * problem.num_kv_tiles * problem.splits
-    for (batch, kv_head, kv_tile, split), (claim, cta_rank) in claim_of.items():
+    number_of, of_split = {}, {}
+    for number, cta_rank, batch, kv_head, kv_tile, split in work_tiles(policy, problem):
+        number_of[batch, kv_head, kv_tile, split] = number, cta_rank
+        of_split.setdefault((batch, kv_head, split), {}).setdefault(number, []).append(kv_tile)
+    assert len(number_of) == problem.batch * problem.kv_heads * problem.num_kv_tiles * problem.splits
+    for (batch, kv_head, kv_tile, split), (number, cta_rank) in number_of.items():
         if split > 0:
-            before, rank_before = claim_of[batch, kv_head, kv_tile, split - 1]
-            assert before < claim and rank_before == cta_rank
-    for claims in of_split.values():
-        assert list(claims.values()) == groups(policy, problem)
+            before, rank_before = number_of[batch, kv_head, kv_tile, split - 1]
+            assert before < number and rank_before == cta_rank
+    for grouped in of_split.values():
+        assert list(grouped.values()) == groups(policy, problem)
 
 
 def test_all_heads_first_splits_come_first():
     problem = Problem(
         2, 2, tile_q=1, tile_k=1, causal=False, kv_heads=2, group_size=2, splits=2, head_swizzle=2
     )
-    order = [work_tile("ascending", problem, claim)[1:] for claim in range(num_groups("ascending", problem))]
-    assert order == [(h, kv, split) for split in range(2) for kv in range(2) for h in range(2)]  # (KV head, tile, split)
+    order = [work_tile("ascending", problem, number)[1:] for number in range(num_groups("ascending", problem))]
+    # (KV head, KV tile, split)
+    assert order == [(h, kv, split) for split in range(2) for kv in range(2) for h in range(2)]
 
 
 @pytest.mark.parametrize("policy, causal", POLICY_MASKS)
 def test_simulator_makes_progress_under_every_residency(policy, causal):
-    """From one resident cluster to one a claim, launched in any order: every add of dQ in its order, nothing waits for ever."""
+    """From one resident cluster to one a group, launched in any order: adds of dQ in their order, no wait for ever."""
     generator = random.Random(f"{policy} {causal}")
     for lengths, cta_group in itertools.product([(6, 6), (4, 7), (1, 4)], [1, 2]):
         tiles = Problem(
@@ -198,7 +199,7 @@ def test_simulator_makes_progress_under_every_residency(policy, causal):
                     policy,
                     tiles,
                     sms=clusters * cta_group,
-                    carry_time=generator.choice([0, 1, 30]),
+                    split_time=generator.choice([0, 1, 30]),
                     staging=staging,
                     adders=max(1, staging),
                     loads_ahead=generator.choice([0, 2]),
@@ -217,11 +218,12 @@ def test_simulator_makes_progress_under_every_residency(policy, causal):
                 if _schedule.is_ordered(policy):
                     assert order == expected
                 else:
-                    assert {key: sorted(kv) for key, kv in order.items()} == {k: sorted(kv) for k, kv in expected.items()}
+                    found, needed = ({key: sorted(kv) for key, kv in each.items()} for each in (order, expected))
+                    assert found == needed
 
 
-def test_carries_follow_each_other():
-    """Four splits of one KV tile of five steps each: side by side they end together and carry in turn, each in its own time."""
+def test_sums_over_splits_follow_each_other():
+    """Four splits of one KV tile of five steps each: side by side they end together and add up one after the other."""
     tiles = Problem(5, 1, tile_q=1, tile_k=1, causal=False, group_size=4, splits=4)
     costs = dict(product_time=8, add_time=1, signal_time=0, staging=2, adders=2)
 
@@ -229,21 +231,21 @@ def test_carries_follow_each_other():
         return simulate("ascending", tiles, **costs, **options).makespan
 
     assert makespan(sms=4) == 5 * 8 + 1
-    assert makespan(sms=4, carry_time=3) == 5 * 8 + 4 * 3
-    assert makespan(sms=1, carry_time=3) == 4 * (5 * 8 + 3)
-    assert makespan(sms=3, carry_time=3) == 5 * 8 + 3 + 5 * 8 + 3  # the last split on the SM that is free first
+    assert makespan(sms=4, split_time=3) == 5 * 8 + 4 * 3
+    assert makespan(sms=1, split_time=3) == 4 * (5 * 8 + 3)
+    assert makespan(sms=3, split_time=3) == 5 * 8 + 3 + 5 * 8 + 3  # the last split on the SM that is free first
     result = simulate("ascending", tiles, **costs, sms=4)
     assert (result.ideal, result.critical_path) == (5 * 8, 5 * 8 + 1)
 
 
-def test_splitting_shortens_what_too_few_claims_take():
+def test_splitting_shortens_what_too_few_work_tiles_take():
     """What the split is for: 16 KV tiles of 8 query heads on 128 SMs."""
     times = {
         splits: simulate(
             "descending",
             schedule.problem("descending", 2048, 2048, causal=False, heads=8, kv_heads=1, splits=splits),
             sms=128,
-            carry_time=2.0,
+            split_time=2.0,
             staging=2,
             adders=2,
         ).makespan
@@ -253,7 +255,7 @@ def test_splitting_shortens_what_too_few_claims_take():
 
 
 def test_reference_adds_the_sums_of_splits():
-    """dV of one key over four query heads, whose terms make the order visible: fp32 loses the ones beside the big numbers."""
+    """dV of one key over four query heads, whose terms make the order visible: fp32 loses ones beside big numbers."""
     big = 2.0**26
     dout = torch.tensor([big, 1.0, -big, 1.0]).reshape(1, 1, 4, 1)
     zeros, k, lse = torch.zeros(1, 1, 4, 1), torch.zeros(1, 1, 1, 1), torch.zeros(1, 4, 1)

@@ -208,18 +208,21 @@ std::tuple<int, int, int> tile_shape(int head_dim) {
 }
 
 int launched_head_swizzle(std::string const& schedule, Problem const& problem, int head_dim) {
-  return head_swizzle(parse_policy(schedule), problem.grid, problem.heads_per_split(), std::get<2>(tile_shape(head_dim)));
+  int const padded = std::get<2>(tile_shape(head_dim));
+  return head_swizzle(parse_policy(schedule), problem.grid, problem.heads_per_split(), padded);
 }
 
 std::string automatic(bool causal, int head_dim, int seqlen_k) {
-  return kPolicyNames[static_cast<int>(automatic_policy(mask_kind(causal), std::get<2>(tile_shape(head_dim)), seqlen_k))];
+  Policy const policy = automatic_policy(mask_kind(causal), std::get<2>(tile_shape(head_dim)), seqlen_k);
+  return kPolicyNames[static_cast<int>(policy)];
 }
 
 // (first, end) of the keys that each of the queries first_query ... end_query - 1 sees.
 std::vector<std::pair<int, int>> visible_keys(bool causal, int64_t seqlen_q, int64_t seqlen_k, int64_t first_query,
                                               int64_t end_query) {
   constexpr int64_t kEnd = int64_t{1} << 30;
-  Mask const mask{mask_kind(causal), {in_range("seqlen_q", seqlen_q, 1, kEnd), in_range("seqlen_k", seqlen_k, 1, kEnd)}};
+  Sequence const sequence{in_range("seqlen_q", seqlen_q, 1, kEnd), in_range("seqlen_k", seqlen_k, 1, kEnd)};
+  Mask const mask{mask_kind(causal), sequence};
   int const end = in_range("end_query", end_query, 0, seqlen_q + 1);
   std::vector<std::pair<int, int>> keys;
   for (int query = in_range("first_query", first_query, 0, seqlen_q + 1); query < end; ++query) {
@@ -230,10 +233,10 @@ std::vector<std::pair<int, int>> visible_keys(bool causal, int64_t seqlen_q, int
 }
 
 Mapping parse_mapping(std::string const& name) {
-  if (name == "claims") return Mapping::kClaims;
+  if (name == "counter") return Mapping::kCounter;
   if (name == "independent") return Mapping::kIndependent;
   if (name == "published") return Mapping::kPublished;
-  throw py::value_error("mapping must be one of 'claims', 'independent', 'published', got '" + name + "'");
+  throw py::value_error("mapping must be one of 'counter', 'independent', 'published', got '" + name + "'");
 }
 
 double duration(char const* argument, double value) {
@@ -253,10 +256,10 @@ void check(SimulationOptions const& options) {
   duration("add_time", options.add_time);
   duration("signal_time", options.signal_time);
   duration("poll_time", options.poll_time);
-  duration("claim_time", options.claim_time);
-  duration("carry_time", options.carry_time);
+  duration("work_time", options.work_time);
+  duration("split_time", options.split_time);
   duration("load_time", options.load_time);
-  duration("memory_claim_time", options.memory_claim_time);
+  duration("memory_work_time", options.memory_work_time);
   duration("memory_tile_time", options.memory_tile_time);
   duration("cache_time", options.cache_time);
   in_range("staging", options.staging, 0, 1 << 10);
@@ -381,7 +384,7 @@ PYBIND11_MODULE(_schedule, m) {
         py::arg("max_product"), py::arg("max_element"), py::arg("seqlen_k"), py::arg("half_precision"),
         "Of the sum of the magnitudes of a row's partials in order-free accumulation.");
   m.def("row_exponent", &fixed_point::row_exponent, py::arg("bound"),
-        "The fixed-point scale of a row in order-free accumulation: units of 2^-e. One below the smallest e where there is none.");
+        "The fixed-point scale e of a row in order-free accumulation: units of 2^-e. One below the smallest e: none.");
   m.def("row_needs_order", &fixed_point::row_needs_order, py::kw_only(), py::arg("exponent"), py::arg("dout_norm"),
         py::arg("min_step_product"), py::arg("head_dim"), py::arg("keys"), py::arg("tiles"),
         "Whether a row leaves its head to the ordered sum in order-free accumulation.");
@@ -423,7 +426,7 @@ PYBIND11_MODULE(_schedule, m) {
       .def_readonly("num_tasks", &Simulation::num_tasks)
       .def_readonly("tasks", &Simulation::tasks);
 
-  py::class_<SimulationOptions>(m, "SimulationOptions", "A machine and its costs; see csrc/schedule/simulator.h.")
+  py::class_<SimulationOptions>(m, "SimulationOptions", "A machine and its costs; see csrc/model/simulator.h.")
       .def(py::init())
       .def_readwrite("sms", &SimulationOptions::sms)
       .def_readwrite("product_time", &SimulationOptions::product_time)
@@ -432,10 +435,10 @@ PYBIND11_MODULE(_schedule, m) {
       .def_readwrite("add_time", &SimulationOptions::add_time)
       .def_readwrite("signal_time", &SimulationOptions::signal_time)
       .def_readwrite("poll_time", &SimulationOptions::poll_time)
-      .def_readwrite("claim_time", &SimulationOptions::claim_time)
-      .def_readwrite("carry_time", &SimulationOptions::carry_time)
+      .def_readwrite("work_time", &SimulationOptions::work_time)
+      .def_readwrite("split_time", &SimulationOptions::split_time)
       .def_readwrite("load_time", &SimulationOptions::load_time)
-      .def_readwrite("memory_claim_time", &SimulationOptions::memory_claim_time)
+      .def_readwrite("memory_work_time", &SimulationOptions::memory_work_time)
       .def_readwrite("memory_tile_time", &SimulationOptions::memory_tile_time)
       .def_readwrite("miss_time", &SimulationOptions::miss_time)
       .def_readwrite("cache_time", &SimulationOptions::cache_time)

@@ -3,7 +3,8 @@
 //
 // With the options' defaults this is the DAG model of DASH (arXiv 2601.21824): a KV tile's products and adds are one
 // chain. The other options say what the kernel does differently: partials are staged, so that products go on while
-// adders wait for their turn; work is claimed while the last steps of the claim before still run; claims have a price.
+// adders wait for the semaphore of a query tile, which counts the partials in its sum; a work tile is taken while the
+// last steps of the one before still run; going from one work tile to the next has a price.
 #pragma once
 
 #include <algorithm>
@@ -25,8 +26,8 @@
 namespace dash_attn {
 
 enum class Mapping {
-  kClaims,       // clusters take claims from a counter, as the kernel does
-  kIndependent,  // the KV tiles of the claims are taken one by one, by CTAs that need not be resident together
+  kCounter,      // clusters take groups of KV tiles from a counter, as the kernel does
+  kIndependent,  // the KV tiles of the groups are taken one by one, by CTAs that need not be resident together
   kPublished,    // the paper's static mapping of one SM a KV tile, heads one after the other
 };
 
@@ -37,21 +38,22 @@ struct SimulationOptions {
   double mask_time = 0;  // what products take longer where the causal diagonal crosses the tile
   double add_time = 0;
   double signal_time = 0;  // from the end of an add until the next rank's CTA knows of it
-  double poll_time = 0;    // from taking up a partial until its turn is known, when it has come already; not for rank 0
-  double claim_time =
-      0;  // from the end of a claim's products to the start of the next one's: dK and dV out, K and Q in
-  double carry_time = 0;  // for which a split adds its dK and dV up, when the split before has
-  double load_time = 0;   // from the start of a claim of few steps until its loads have gone out
-  double memory_claim_time =
-      0;  // for which a claim's K, V, dK and dV keep memory busy, which serves one after the other
+  // From taking up a partial until the semaphore is known to stand at its rank, when it does already; not for rank 0.
+  double poll_time = 0;
+  // From the end of a work tile's products to the start of the next one's: dK and dV out, K and Q in.
+  double work_time = 0;
+  double split_time = 0;  // for which a split adds its dK and dV up, when the split before has
+  double load_time = 0;   // from the start of a work tile of few steps until its loads have gone out
+  // For which a work tile's K, V, dK and dV keep memory busy, which serves one after the other.
+  double memory_work_time = 0;
   double memory_tile_time = 0;  // the same for a query tile that is not in cache: Q, dO and the sum of dQ
   double miss_time = 0;         // what products take longer then, even if memory has nothing else to do
   double cache_time = 1e12;     // what the cache holds: a tile leaves it at 0.5 to 1.5 of this use of memory
   int staging = 0;              // partials that may be under way while products go on; 0: products wait for the add
-  int adders = 1;       // partials of a CTA that may wait for their turns or be added at a time, taken round robin
-  int loads_ahead = 0;  // steps loaded ahead: a claim is taken this many steps before the end of the one before
+  int adders = 1;       // partials of a CTA that may wait for their rank or be added at a time, taken round robin
+  int loads_ahead = 0;  // steps loaded ahead: a work tile is taken this many steps before the end of the one before
   bool ordered = true;  // false: partials are added when they are ready, in any order
-  Mapping mapping = Mapping::kClaims;
+  Mapping mapping = Mapping::kCounter;
   std::vector<double> launch_times;  // when each cluster (each SM, without clusters) becomes resident; empty: 0
   bool record_tasks = false;
 };
@@ -112,7 +114,7 @@ class Simulator {
       : problem_(problem),
         options_(std::move(options)),
         groups_(problem.num_groups<P>()),
-        cluster_size_(options_.mapping == Mapping::kClaims ? problem.grid.tiling.cta_group : 1) {
+        cluster_size_(options_.mapping == Mapping::kCounter ? problem.grid.tiling.cta_group : 1) {
     if (options_.sms < cluster_size_) {
       throw std::invalid_argument("sms must be at least cta_group=" + std::to_string(cluster_size_) + ", got " +
                                   std::to_string(options_.sms));
@@ -155,8 +157,8 @@ class Simulator {
         case Kind::kAddEnd:
           end_add(i, adder, time);
           break;
-        case Kind::kCarryEnd:
-          end_carry(i, time);
+        case Kind::kSplitEnd:
+          end_split(i, time);
           break;
       }
     }
@@ -168,7 +170,7 @@ class Simulator {
 
  private:
   // What happens at one time to one CTA, in this order.
-  enum class Kind : int { kAddEnd, kCarryEnd, kProductsEnd, kTakeWork };
+  enum class Kind : int { kAddEnd, kSplitEnd, kProductsEnd, kTakeWork };
   using Event = std::tuple<double, int, Kind, int>;  // time, CTA, what, adder
 
   // A partial of dQ on its way: a staging buffer.
@@ -179,14 +181,14 @@ class Simulator {
   };
 
   struct Cta {
-    bool parked = false;  // waits for its cluster's next claim
-    bool idle = true;     // between claims
+    bool parked = false;  // waits for its cluster's next group
+    bool idle = true;     // between work tiles
     bool held = false;    // its partial waits for a staging buffer
     bool has_next = false;
     WorkTile work{}, next{};
-    int taken = 0;  // claims (of its cluster) or entries (of its mapping) consumed
+    int taken = 0;  // groups (of its cluster) or entries (of its mapping) consumed
     WorkStep at{0, 0};
-    int steps_left = 0;  // of the claim, over all its query heads
+    int steps_left = 0;  // of the work tile, over all its query heads
     int64_t handed = 0;  // partials given to the adders
     SimulatedTask task{};
     std::vector<Slot> slots;
@@ -201,7 +203,7 @@ class Simulator {
   };
 
   // The sum of dK and dV of a KV tile over the splits of its query heads.
-  struct Carry {
+  struct SplitSum {
     int splits = 0;              // that are in it
     std::map<int, int> waiting;  // split: CTA
   };
@@ -234,7 +236,7 @@ class Simulator {
     Cta& cta = ctas_[i];
     if (!find_work(i, time)) return;
     cta.has_next = true;
-    if (cta.idle) begin_claim(i, time);
+    if (cta.idle) begin_work_tile(i, time);
   }
 
   // Finds the CTA's next piece of work. False when there is none (yet).
@@ -245,36 +247,36 @@ class Simulator {
       cta.next = mapped_[i][cta.taken++];
       return true;
     }
-    // The first CTA of a cluster takes its claims; one that is ahead of it waits for it.
-    bool const together = options_.mapping == Mapping::kClaims;
+    // The first CTA of a cluster takes its groups; one that is ahead of it waits for it.
+    bool const together = options_.mapping == Mapping::kCounter;
     int const cta_rank = i % cluster_size_;
     std::vector<int64_t>& taken = taken_[i / cluster_size_];
-    int64_t const tickets = together ? groups_ : groups_ * problem_.grid.tiling.cta_group;
+    int64_t const numbers = together ? groups_ : groups_ * problem_.grid.tiling.cta_group;
     do {
       if (cta.taken == static_cast<int>(taken.size())) {
         if (cta_rank > 0) cta.parked = true;
-        if (cta_rank > 0 || next_ticket_ == tickets) return false;
-        taken.push_back(next_ticket_++);
+        if (cta_rank > 0 || next_number_ == numbers) return false;
+        taken.push_back(next_number_++);
         for (int other = i + 1; other < i + cluster_size_; ++other) {
           if (std::exchange(ctas_[other].parked, false)) events_.push({time, other, Kind::kTakeWork, 0});
         }
       }
-      int64_t const ticket = taken[cta.taken++];
+      int64_t const number = taken[cta.taken++];
       int const group = problem_.grid.tiling.cta_group;
-      cta.next = together ? problem_.work_tile<P>(static_cast<int>(ticket), cta_rank)
-                          : problem_.work_tile<P>(static_cast<int>(ticket / group), static_cast<int>(ticket % group));
+      cta.next = together ? problem_.work_tile<P>(static_cast<int>(number), cta_rank)
+                          : problem_.work_tile<P>(static_cast<int>(number / group), static_cast<int>(number % group));
     } while (!cta.next.valid());
     return true;
   }
 
-  void begin_claim(int i, double time) {
+  void begin_work_tile(int i, double time) {
     Cta& cta = ctas_[i];
     cta.idle = cta.has_next = false;
     cta.work = cta.next;
     cta.at = {0, 0};
     cta.steps_left = cta.work.steps;
-    begin_products(i, std::max(time + options_.claim_time, use_memory(time, options_.memory_claim_time)));
-    // The loads of a short claim go out one behind the other, and the next claim is taken behind them.
+    begin_products(i, std::max(time + options_.work_time, use_memory(time, options_.memory_work_time)));
+    // The loads of a short work tile go out one behind the other, and the next one is taken behind them.
     if (options_.loads_ahead && cta.steps_left <= options_.loads_ahead) {
       events_.push({time + options_.load_time, i, Kind::kTakeWork, 0});
     }
@@ -319,44 +321,45 @@ class Simulator {
 
   void next_step(int i, double time) {
     Cta& cta = ctas_[i];
-    cta.at = dash_attn::next_step<P>(cta.at, cta.work.query_heads, problem_.grid.query_tiles_of(cta.work.kv_tile).count);
+    int const visits = problem_.grid.query_tiles_of(cta.work.kv_tile).count;
+    cta.at = dash_attn::next_step<P>(cta.at, cta.work.query_heads, visits);
     if (--cta.steps_left) {
       begin_products(i, time);
     } else if (problem_.scheduler.splits == 1) {
-      end_claim(i, time);
+      end_work_tile(i, time);
     } else {
-      Carry& carry = carry_of(cta.work);
-      if (carry.splits == cta.work.split) {
-        add_to_carry(i, time);
+      SplitSum& sum = split_sum_of(cta.work);
+      if (sum.splits == cta.work.split) {
+        add_split(i, time);
       } else {
-        carry.waiting[cta.work.split] = i;
+        sum.waiting[cta.work.split] = i;
       }
     }
   }
 
-  Carry& carry_of(WorkTile const& work) {
-    return split_sums_[(static_cast<size_t>(work.batch) * problem_.scheduler.kv_heads + work.kv_head) * problem_.grid.kv_tiles() +
-                    work.kv_tile];
+  SplitSum& split_sum_of(WorkTile const& work) {
+    size_t const kv_head = static_cast<size_t>(work.batch) * problem_.scheduler.kv_heads + work.kv_head;
+    return split_sums_[kv_head * problem_.grid.kv_tiles() + work.kv_tile];
   }
 
-  void add_to_carry(int i, double time) { events_.push({time + options_.carry_time, i, Kind::kCarryEnd, 0}); }
+  void add_split(int i, double time) { events_.push({time + options_.split_time, i, Kind::kSplitEnd, 0}); }
 
-  void end_carry(int i, double time) {
-    Carry& carry = carry_of(ctas_[i].work);
-    auto const next = carry.waiting.find(++carry.splits);
-    if (next != carry.waiting.end()) {
-      add_to_carry(next->second, time);
-      carry.waiting.erase(next);
+  void end_split(int i, double time) {
+    SplitSum& sum = split_sum_of(ctas_[i].work);
+    auto const next = sum.waiting.find(++sum.splits);
+    if (next != sum.waiting.end()) {
+      add_split(next->second, time);
+      sum.waiting.erase(next);
     }
     result_.makespan = std::max(result_.makespan, time);
-    end_claim(i, time);
+    end_work_tile(i, time);
   }
 
-  void end_claim(int i, double time) {
+  void end_work_tile(int i, double time) {
     Cta& cta = ctas_[i];
     cta.idle = true;
     if (cta.has_next) {
-      begin_claim(i, time);
+      begin_work_tile(i, time);
     } else if (!options_.loads_ahead) {
       take_work(i, time);
     }
@@ -419,8 +422,8 @@ class Simulator {
   }
 
   void check_finished() const {
-    for (Carry const& carry : split_sums_) {
-      if (carry.splits < problem_.scheduler.splits && waiting_.empty()) {
+    for (SplitSum const& sum : split_sums_) {
+      if (sum.splits < problem_.scheduler.splits && waiting_.empty()) {
         throw std::runtime_error("no progress: a split waits for dK and dV of one that no resident CTA will work on");
       }
     }
@@ -440,12 +443,12 @@ class Simulator {
   int slots_ = 1;
   uint64_t noise_ = 1;
   double memory_free_ = 0, memory_used_ = 0;
-  int64_t next_ticket_ = 0;
+  int64_t next_number_ = 0;
   std::vector<Cta> ctas_;
   std::vector<std::vector<int64_t>> taken_;  // by each cluster, in order
   std::vector<std::vector<WorkTile>> mapped_;
-  std::vector<Sum> sums_;       // of each query tile of each head
-  std::vector<Carry> split_sums_;  // of each KV tile of each KV head, where heads are split
+  std::vector<Sum> sums_;             // of each query tile of each head
+  std::vector<SplitSum> split_sums_;  // of each KV tile of each KV head, where heads are split
   std::unordered_map<int64_t, std::pair<int, int64_t>> waiting_;  // (sum, rank): CTA and number of its partial
   std::priority_queue<Event, std::vector<Event>, std::greater<Event>> events_;
   Simulation result_;
@@ -462,7 +465,7 @@ template <Policy P>
 double critical_path(Problem problem, SimulationOptions options) {
   problem.scheduler.batch = problem.scheduler.kv_heads = 1;
   options.sms = Order<P>::groups(problem.grid) * problem.grid.tiling.cta_group * problem.scheduler.splits;
-  options.mapping = Mapping::kClaims;
+  options.mapping = Mapping::kCounter;
   options.launch_times.clear();
   options.record_tasks = false;
   return simulate<P>(problem, std::move(options)).makespan;

@@ -48,7 +48,7 @@ def simulate(
     product_time: float = PRODUCT_TIME,
     add_time: float = ADD_TIME,
     signal_time: float = SIGNAL_TIME,
-    mapping: str = "claims",
+    mapping: str = "counter",
     launch_times: Sequence[float] = (),
     record_tasks: bool = False,
     **machine: float,
@@ -64,7 +64,7 @@ def simulate(
         problem: of ``dash_attn.schedule.problem``, for the same policy.
         sms: number of SMs, at least ``problem.cta_group``; a cluster occupies ``cta_group`` of them.
         product_time, add_time, signal_time: costs, in any one unit; by default microseconds on an H200.
-        mapping: ``"claims"``, clusters take work from a counter as the kernel does; ``"independent"``, the same work
+        mapping: ``"counter"``, clusters take work from a counter as the kernel does; ``"independent"``, the same work
             taken tile by tile by CTAs that nothing keeps resident together; ``"published"``, the paper's static
             mapping, which needs as many SMs as KV tiles.
         launch_times: when each cluster becomes resident (each SM, without clusters); all at 0 when empty.

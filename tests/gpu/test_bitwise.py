@@ -51,7 +51,7 @@ def test_neighbours_in_the_batch(head_dim, causal, lengths, device):
     check_neighbours(Problem(1, *lengths, 8, 2, head_dim, causal), 4, range(4), device)
 
 
-# Few and many KV tiles, lengths at which query heads are split over claims, unequal lengths.
+# Few and many KV tiles, lengths at which query heads are split over work tiles, unequal lengths.
 @pytest.mark.parametrize("lengths", [(515, 515), (2049, 2049), (1300, 2500)], ids=str)
 @pytest.mark.parametrize("heads, kv_heads", [(6, 6), (16, 4), (8, 1)], ids=["MHA", "GQA", "MQA"])
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])

@@ -76,14 +76,14 @@ def test_the_host_does_not_wait(causal, device):
 @pytest.mark.parametrize("kv_heads", [2, 1])
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_workspace_is_linear_in_the_length(head_dim, kv_heads, causal, device):
-    """fp32 dQ and 2%. Where query heads are split over claims, fp32 dK and dV too."""
+    """fp32 dQ and 2%. Where query heads are split over work tiles, fp32 dK and dV too."""
     heads = 2
     for policy in support.schedules(causal):
         for seqlen in (2048, 4096, 8192, 16384):
             problem = Problem(1, seqlen, seqlen, heads, kv_heads, head_dim, causal)
             used = support.workspace_bytes(problem, policy, device)
-            carried = 2 * kv_heads if kv_heads < heads else 0
-            allowed = 1.02 * 4 * head_dim * seqlen * (heads + carried) + (1 << 14)
+            split_sums = 2 * kv_heads if kv_heads < heads else 0
+            allowed = 1.02 * 4 * head_dim * seqlen * (heads + split_sums) + (1 << 14)
             assert 4 * head_dim * seqlen * heads < used <= allowed, f"{policy}, {seqlen} tokens: {used} bytes"
 
 

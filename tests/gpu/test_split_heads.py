@@ -87,7 +87,7 @@ def test_order_free_has_the_same_dk_and_dv(head_dim, causal, device):
 
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_workspace(head_dim, device):
-    """fp32 dQ and, for the sums that are carried, fp32 dK and dV, plus 2%."""
+    """fp32 dQ and, for the sums over splits, fp32 dK and dV, plus 2%."""
     problem = Problem(1, 2048, 2048, 8, 1, head_dim, True)
     used = support.workspace_bytes(problem, "auto", device)
     elements = 2048 * head_dim * (problem.heads + 2 * problem.kv_heads)
