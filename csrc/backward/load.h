@@ -98,8 +98,8 @@ class Loader {
                                                 kReadOnce);
   }
 
-  __device__ __forceinline__ void load_query_tile(const CUtensorMap& map, Barrier& full, Element* tile,
-                                                  int query_tile, int head, int batch) {
+  __device__ __forceinline__ void load_query_tile(const CUtensorMap& map, Barrier& full, Element* tile, int query_tile,
+                                                  int head, int batch) {
     load_tile<Variant::kQuery, Variant::kHeadDim>(map, full, tile, query_tile * Variant::kQuery, head, batch,
                                                   kKeepInL2);
   }

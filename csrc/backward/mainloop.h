@@ -18,9 +18,9 @@
 
 #include "../device/fragment.h"
 #include "../device/warp_roles.h"
-#include "order_free/rounding.h"
 #include "dq_layout.h"
 #include "epilogue.h"
+#include "order_free/rounding.h"
 #include "params.h"
 #include "score_tile.h"
 #include "storage.h"
@@ -219,7 +219,7 @@ class Consumer {
   __device__ __forceinline__ void issue_s(Registers& r, AnyStep step) {
     shared_.q_full[step.slot()].wait(step.parity());
     multiply<Element, Variant::kHeadDim>(r.scores, KeyRows(descriptor_of_(key_tile()), consumer_ * kWarpgroupRows),
-                                        QueryRows(descriptor_of_(shared_.q[step.slot()])));
+                                         QueryRows(descriptor_of_(shared_.q[step.slot()])));
   }
 
   template <typename AnyStep>
@@ -248,9 +248,9 @@ class Consumer {
   __device__ __forceinline__ void issue_dq(Registers& r, AnyStep step) {
     shared_.ds_full[step.slot()].wait(step.parity());
     multiply<Element, Variant::kKey>(r.dq(),
-                                    KeySum(descriptor_of_(key_tile()), Variant::kSplitDqByHeadDim ? consumer_ : 0),
-                                    QueryRows(descriptor_of_(shared_.ds[step.slot()]),
-                                              Variant::kSplitDqByHeadDim ? 0 : consumer_ * Variant::kDqQueries));
+                                     KeySum(descriptor_of_(key_tile()), Variant::kSplitDqByHeadDim ? consumer_ : 0),
+                                     QueryRows(descriptor_of_(shared_.ds[step.slot()]),
+                                               Variant::kSplitDqByHeadDim ? 0 : consumer_ * Variant::kDqQueries));
   }
 
   // S becomes P.

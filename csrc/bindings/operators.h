@@ -16,10 +16,10 @@
 namespace dash_attn {
 
 // The op of a name, looked up once.
-#define DASH_OP(name, Signature)                                                                               \
-  ([]() -> const c10::TypedOperatorHandle<Signature>& {                                                        \
+#define DASH_OP(name, Signature)                                                                                 \
+  ([]() -> const c10::TypedOperatorHandle<Signature>& {                                                          \
     static const auto op = c10::Dispatcher::singleton().findSchemaOrThrow(name, "").template typed<Signature>(); \
-    return op;                                                                                                 \
+    return op;                                                                                                   \
   }())
 
 using ForwardKernel = void(const Tensor&, const Tensor&, const Tensor&, Tensor, Tensor, double, bool, int64_t);
@@ -102,11 +102,13 @@ inline void backward(const Tensor& dout, const Tensor& q, const Tensor& k, const
   const Tensor gradients[] = {dq, dk, dv};
   constexpr const char* kGradientNames[] = {"dq", "dk", "dv"};
   for (int i = 0; i < 3; ++i) {
+    check_apart_from_itself(kGradientNames[i], gradients[i]);
     check_apart(kGradientNames[i], gradients[i], "q", q);
     check_apart(kGradientNames[i], gradients[i], "k", k);
     check_apart(kGradientNames[i], gradients[i], "v", v);
     check_apart(kGradientNames[i], gradients[i], "out", out);
     check_apart(kGradientNames[i], gradients[i], "dout", dout);
+    check_apart(kGradientNames[i], gradients[i], "softmax_lse", softmax_lse);
     for (int j = 0; j < i; ++j) { check_apart(kGradientNames[i], gradients[i], kGradientNames[j], gradients[j]); }
   }
   if (is_empty(q, k)) {

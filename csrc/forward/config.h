@@ -19,6 +19,7 @@ template <typename Element_, int kHeadDim_, MaskKind kMask, typename Score_>
 struct Variant {
   using Element = Element_;
   using Score = Score_;
+  static_assert(starts_at_first_key(kMask), "rows.h and mainloop.h must pass over KV tiles at the other end too");
   static constexpr TileShape kTile = forward_tile_shape(kHeadDim_);
   static constexpr int kQuery = kTile.query;
   static constexpr int kKey = kTile.key;
@@ -70,7 +71,7 @@ struct Arrivals {
   static constexpr int kTransaction = 1;                          // the thread that announces the bytes
   static constexpr int kConsumerWarps = Variant::kConsumerWarps;  // a lane of each warp whose products have completed
   static constexpr int kStagingWarps = kWarpgroupWarps;           // a lane of each warp that has staged its output
-  static constexpr int kStorers = Variant::kConsumers;           // a thread for each warpgroup's output, which has left
+  static constexpr int kStorers = Variant::kConsumers;  // a thread for each warpgroup's output, which has left
 };
 
 template <typename Variant>

@@ -44,7 +44,9 @@ class OnlineSoftmax {
     for (int i = 0; i < kSize; ++i) { largest[row_of(i)] = fmaxf(largest[row_of(i)], s[i]); }
 #pragma unroll
     for (int row = 0; row < kRowsPerThread; ++row) {
-      largest[row] = scaled(across_row(largest[row], [](float a, float b) { return fmaxf(a, b); }));
+      // Rounded, not fused into the difference: a row whose reference stays gets a correction of exactly 1.
+      largest[row] =
+          Score::log2_score(across_row(largest[row], [](float a, float b) { return fmaxf(a, b); }), scale_log2_);
       // True for the first score, and for NaN.
       const bool moves = !(largest[row] - reference_[row] <= kSlack);
       const float reference = moves ? largest[row] : reference_[row];
@@ -75,9 +77,6 @@ class OnlineSoftmax {
 
  private:
   static constexpr float kSlack = 8.f;
-
-  // Rounded, not fused into an FMA: a row whose reference stays gets a correction of exactly 1.
-  __device__ __forceinline__ float scaled(float x) const { return __fmul_rn(x, scale_log2_); }
 
   float scale_log2_;
   RowStatistic reference_ = {-INFINITY, -INFINITY};

@@ -16,6 +16,14 @@ enum class MaskKind : int {
   kCausal,  // query i sees the keys j <= i + seqlen_k - seqlen_q: the last query sees the last key
 };
 
+DASH_HOST_DEVICE constexpr MaskKind mask_kind(bool causal) { return causal ? MaskKind::kCausal : MaskKind::kFull; }
+
+// Whether every query sees from the first key on, as the forward takes for granted: it passes over the KV tiles that
+// only other rows of a query tile see at the end of the keys alone (forward/rows.h).
+DASH_HOST_DEVICE constexpr bool starts_at_first_key(MaskKind kind) {
+  return kind == MaskKind::kFull || kind == MaskKind::kCausal;
+}
+
 // Lengths of one sequence.
 struct Sequence {
   int seqlen_q, seqlen_k;

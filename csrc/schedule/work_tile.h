@@ -15,12 +15,12 @@ namespace dash_attn {
 struct WorkTile {
   Sequence sequence;
   Policy policy;
-  int batch;    // which sequence
+  int batch;  // which sequence
   int kv_head;
   int split;    // of the KV head's query heads
   int kv_tile;  // -1: the group is smaller than the cluster and this CTA sits it out
   int first_query_head, query_heads;
-  int first_dq_tile;  // of the first query head among the query tiles of all heads; those of the next head follow
+  int first_dq_tile;  // index, among the query tiles of all heads of all sequences, of the first query head's first
   int steps;          // over the query tiles and the query heads; none is legal
 
   DASH_HOST_DEVICE constexpr bool valid() const { return kv_tile >= 0; }
@@ -76,8 +76,8 @@ struct TileScheduler {
     int const first_query_head = kv_head * group_size + split * query_heads;
     int const first_dq_tile = (sequence_number * kv_heads * group_size + first_query_head) * grid.query_tiles();
     int const steps = kv_tile < 0 ? 0 : grid.query_tiles_of(kv_tile).count * query_heads;
-    return {sequence, order, sequence_number, kv_head, split, kv_tile, first_query_head, query_heads, first_dq_tile,
-            steps};
+    return {sequence,         order,       sequence_number, kv_head, split, kv_tile,
+            first_query_head, query_heads, first_dq_tile,   steps};
   }
 };
 

@@ -1,5 +1,6 @@
-// Holds SMs for the progress tests: each CTA takes all the shared memory of one SM and waits for a flag in device memory. A flag in
-// host memory would do more than hold SMs: reads that cross the bus hold up the memory fences of every other kernel.
+// Holds SMs for the progress tests: each CTA takes all the shared memory of one SM and waits for a flag in device
+// memory. A flag in host memory would do more than hold SMs: reads that cross the bus hold up the memory fences of
+// every other kernel.
 #include <cuda_runtime.h>
 
 namespace {
