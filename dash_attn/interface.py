@@ -72,8 +72,8 @@ def flash_attn_func(
         qv, q_descale, k_descale, v_descale, attention_chunk, num_splits: FlashAttention-3's; None, None, None, None, 0
             and 0 or 1 only.
         pack_gqa: FlashAttention-3's, how grouped heads are laid out; accepted, and changes nothing.
-        sm_margin: SMs that our kernels leave to others; at least 0 and less than the GPU has. Changes no bits. torch's own
-            kernels, which pad, copy or negate where a call needs it, take the SMs they like.
+        sm_margin: SMs that our kernels leave to others; at least 0 and less than the GPU has. Changes no bits. torch's
+            own kernels, which pad, copy or negate where a call needs it, take the SMs they like.
         schedule: how the backward sums: a name of `dash_attn.schedule.POLICIES` or "auto", which is "descending" at
             every shape. Each has its own last bits. All but one add the parts of dq in fp32, in an order of their own,
             and a part waits for those before it; "order_free" rounds the parts to multiples of a unit that the inputs

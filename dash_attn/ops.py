@@ -11,8 +11,8 @@ is read. `schedule` is a policy of `dash_attn.schedule` or "auto", `sm_margin` t
 kernels.
 
 A row's output depends on its query, the keys and values it sees and their number; gradients on the schedule besides;
-and neither on `sm_margin`, the device's SMs or the rest of the batch, to the last bit. Where K or V is not finite, a row
-may be NaN for a key of a KV tile that it sees other keys of (docs/forward.md).
+and neither on `sm_margin`, the device's SMs or the rest of the batch, to the last bit. Where K or V is not finite, a
+row may be NaN for a key of a KV tile that it sees other keys of (docs/forward.md).
 
     attention(q, k, v, softmax_scale, causal, schedule, sm_margin) -> (out, softmax_lse)
     attention_kvpacked(q, kv, softmax_scale, ...)    attention_qkvpacked(qkv, num_heads_q, softmax_scale, ...)

@@ -7,7 +7,15 @@ import numpy as np
 import pytest
 import torch
 from float64_reference import attention_float64, attention_in_dtype, relative_error, visible_keys
-from interface_support import FUNCTIONS, assert_same_bits, inputs_of, kernel_calls, out_and_gradients, qkv_tensors, randn
+from interface_support import (
+    FUNCTIONS,
+    assert_same_bits,
+    inputs_of,
+    kernel_calls,
+    out_and_gradients,
+    qkv_tensors,
+    randn,
+)
 
 import dash_attn
 from dash_attn import flash_attn_func, flash_attn_kvpacked_func, flash_attn_qkvpacked_func
@@ -62,7 +70,8 @@ def test_arguments_that_change_nothing_are_accepted(function, causal, change):
 @pytest.mark.parametrize("function", FUNCTIONS, ids=lambda f: f.__name__)
 @pytest.mark.parametrize("arguments", [
     {"causal": 1}, {"causal": np.True_}, {"causal": np.int32(1)}, {"causal": True, "window_size": (-1, 0)},
-    {"window_size": (-1, 0)}, {"window_size": (None, 0)}, {"window_size": (8, 0)}, {"causal": True, "window_size": (8, 3)},
+    {"window_size": (-1, 0)}, {"window_size": (None, 0)}, {"window_size": (8, 0)},
+    {"causal": True, "window_size": (8, 3)},
 ], ids=str)  # fmt: skip
 def test_ways_to_ask_for_the_causal_mask(function, arguments):
     inputs = inputs_of(function)
@@ -77,7 +86,7 @@ def test_flags_that_are_false(causal):
 
 
 def test_windows_of_unequal_lengths():
-    """A window hides nothing when its left reaches the first key from the last query, its right the last key from the first."""
+    """Nothing is hidden when left reaches the first key from the last query, right the last key from the first."""
     q, k, v, _ = qkv_tensors(5, 9)
     full, causal = flash_attn_func(q, k, v), flash_attn_func(q, k, v, causal=True)
     assert torch.equal(flash_attn_func(q, k, v, window_size=(8, 4)), full)

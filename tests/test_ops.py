@@ -35,8 +35,9 @@ def test_schemas():
         "(Tensor out, Tensor softmax_lse)"
     )
     assert str(torch.ops.dash_attn.backward.default._schema) == (
-        "dash_attn::backward(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor softmax_lse, Tensor(a6!) dq, "
-        "Tensor(a7!) dk, Tensor(a8!) dv, float softmax_scale, bool causal, str schedule, SymInt sm_margin) -> ()"
+        "dash_attn::backward(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor softmax_lse, "
+        "Tensor(a6!) dq, Tensor(a7!) dk, Tensor(a8!) dv, float softmax_scale, bool causal, str schedule, "
+        "SymInt sm_margin) -> ()"
     )
 
 
@@ -138,7 +139,8 @@ def test_devices_must_agree(index, like):
 
 
 @pytest.mark.parametrize("written, other", [
-    ("dk", "dv"), ("dq", "q"), ("dk", "k"), ("dk", "v"), ("dv", "v"), ("dv", "v"), ("dq", "dout"), ("dq", "out"), ("dv", "k"),
+    ("dk", "dv"), ("dq", "q"), ("dk", "k"), ("dk", "v"), ("dv", "v"), ("dv", "v"), ("dq", "dout"),
+    ("dq", "out"), ("dv", "k"),
 ])  # fmt: skip
 def test_gradients_must_not_share_memory(written, other):
     names = ["dout", "q", "k", "v", "out", "softmax_lse", "dq", "dk", "dv"]
