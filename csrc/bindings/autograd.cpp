@@ -2,7 +2,6 @@
 // of torch's C++ API, and so is compiled for one torch; the kernels (torch_ops.cpp) need its stable ABI alone.
 #include <torch/csrc/autograd/autograd_not_implemented_fallback.h>
 #include <torch/csrc/autograd/custom_function.h>
-#include <torch/csrc/autograd/variable.h>
 #include <torch/library.h>
 
 #include <cmath>
@@ -177,20 +176,6 @@ Outputs attention_qkvpacked(const Tensor& qkv, std::optional<SymInt> num_heads_q
   return attention({qkv}, std::move(num_heads_q), softmax_scale, causal, schedule, std::move(sm_margin));
 }
 
-// What a caller has saved for a derivative of its own and overwrites here is noticed.
-void backward_in_place(const Tensor& dout, const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& out,
-                       const Tensor& softmax_lse, Tensor dq, Tensor dk, Tensor dv, double softmax_scale, bool causal,
-                       std::string_view schedule, SymInt sm_margin) {
-  {
-    at::AutoDispatchBelowADInplaceOrView guard;
-    DASH_OP("dash_attn::backward", BackwardOp)
-        .call(dout, q, k, v, out, softmax_lse, dq, dk, dv, softmax_scale, causal, schedule, std::move(sm_margin));
-  }
-  for (const Tensor& gradient : {dq, dk, dv}) {
-    if (!gradient.is_inference()) { torch::autograd::impl::bump_version(gradient); }
-  }
-}
-
 }  // namespace
 }  // namespace dash_attn
 
@@ -234,8 +219,6 @@ TORCH_LIBRARY_IMPL(dash_attn, Autograd, library) {
   library.impl("forward", torch::autograd::autogradNotImplementedFallback());
   library.impl("backward", torch::autograd::autogradNotImplementedFallback());
 }
-
-TORCH_LIBRARY_IMPL(dash_attn, ADInplaceOrView, library) { library.impl("backward", &dash_attn::backward_in_place); }
 
 TORCH_LIBRARY_IMPL(dash_attn, CompositeImplicitAutograd, library) {
   library.impl("attention", &dash_attn::attention_qkv);

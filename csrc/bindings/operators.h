@@ -111,6 +111,10 @@ inline void backward(const Tensor& dout, const Tensor& q, const Tensor& k, const
     check_apart(kGradientNames[i], gradients[i], "softmax_lse", softmax_lse);
     for (int j = 0; j < i; ++j) { check_apart(kGradientNames[i], gradients[i], kGradientNames[j], gradients[j]); }
   }
+  // Where one of them is saved for somebody's derivative, that it is overwritten is noticed.
+  for (const Tensor& gradient : gradients) {
+    if (!gradient.is_inference()) { gradient.unsafeGetTensorImpl()->bump_version(); }
+  }
   if (is_empty(q, k)) {
     for (const Tensor& gradient : gradients) { gradient.zero_(); }
     return;
