@@ -1,5 +1,5 @@
 """Builds dash_attn's extensions: `_schedule` (host only) and `_autograd` (torch's C++ API) always, `_C` (the CUDA ops)
-where nvcc is. README.md lists the environment variables that choose what is built."""
+where nvcc is. docs/install.md lists the environment variables that choose what is built."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def ops_extension() -> Extension:
     """The CUDA ops; what depends on nvcc and CUTLASS is added by `add_kernels` when something is built."""
     return cpp_extension.CppExtension(
         "dash_attn._C",
-        files("launch/*.cu", "backward/*.cu", "bindings/torch_ops.cpp"),
+        files("launch/*.cu", "bindings/torch_ops.cpp"),
         include_dirs=[CSRC],
         # libcudart is shared, not static: torch has loaded the library of this soname before ours, so the device
         # guard, the stream and the kernels meet one runtime.

@@ -1,8 +1,8 @@
 """What a call costs the host: microseconds until it returns, while the GPU works on its own.
 
-The shape is so small that the GPU is never what is waited for. Calls follow each other without synchronisation, in blocks
-that are short enough for the queue of launches never to fill; implementations take turns block by block, so that what
-drifts serves all alike; the figure is the median of the blocks. Both passes go through autograd.
+The shape is so small that the GPU is never what is waited for. Calls follow each other without synchronisation, in
+blocks that are short enough for the queue of launches never to fill; implementations take turns block by block, so that
+what drifts serves all alike; the figure is the median of the blocks. Both passes go through autograd.
 """
 
 import contextlib

@@ -1,6 +1,6 @@
-// What the model of the machine needs and no shape of the backward shows apart: the time of a read of another SM's word,
-// of a hop in an ordered chain, and of the bulk add of a dQ tile, alone and beside all other SMs'. One CTA an SM: every CTA
-// asks for all shared memory. For benchmarks only.
+// What the model of the machine needs and no shape of the backward shows apart: the time of a read of another SM's
+// word, of a hop in an ordered chain, and of the bulk add of a dQ tile, alone and beside all other SMs'. One CTA an SM:
+// every CTA asks for all shared memory. For benchmarks only.
 #include <cuda_runtime.h>
 
 #include <cstdint>
@@ -59,7 +59,8 @@ __global__ void read_kernel(int const* words, int num_words, unsigned* clocks) {
   }
 }
 
-// CTA b makes the hops h = b, b + CTAs, ...: waits until hop h - 1 is signalled, adds `bytes`, signals h. One poller a word.
+// CTA b makes the hops h = b, b + CTAs, ...: waits until hop h - 1 is signalled, adds `bytes`, signals h. One poller a
+// word.
 __global__ void chain_kernel(int* words, float* sums, int hops, int bytes, long long* nanoseconds_out) {
   float* const tile = zeroed_tile();
   if (threadIdx.x != 0) { return; }
@@ -77,7 +78,8 @@ __global__ void chain_kernel(int* words, float* sums, int hops, int bytes, long 
   if (blockIdx.x == 0) { nanoseconds_out[0] = start; }
 }
 
-// Each CTA adds a tile of its own every `period` clocks, or at once when that has passed; clocks[cta]: mean time of an add.
+// Each CTA adds a tile of its own every `period` clocks, or at once when that has passed; clocks[cta]: mean time of an
+// add.
 __global__ void add_kernel(float* sums, int tiles, int adds, int period, float* clocks) {
   float* const tile = zeroed_tile();
   if (threadIdx.x != 0) { return; }

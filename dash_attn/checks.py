@@ -1,8 +1,8 @@
 """Checks of what the ops cannot say well: arguments that are no tensors, and values that other libraries accept.
 
 Shapes, dtypes and devices are checked by the ops (csrc/bindings/operand_checks.h). Every message names the argument,
-what it must be and what it was. The wrong kind of thing raises TypeError, a wrong value or shape ValueError, and a value
-that other libraries accept and this one does not yet NotImplementedError.
+what it must be and what it was. The wrong kind of thing raises TypeError, a wrong value or shape ValueError, and a
+value that other libraries accept and this one does not yet NotImplementedError.
 """
 
 from __future__ import annotations
@@ -45,10 +45,10 @@ def reject_unsupported(
 
 
 def causal_of_window(window_size: object, causal: bool, tensors: Sequence[torch.Tensor]) -> bool:
-    """Whether the mask of `causal` and `window_size` is the causal one; NotImplementedError if it is neither that nor full.
+    """Whether the mask of `causal` and `window_size` is the causal one; NotImplementedError if it is another than full.
 
-    Query i sees the keys from i + seqlen_k - seqlen_q - left to i + seqlen_k - seqlen_q + right; a side that is negative
-    or None is unbounded, and the causal mask has right = 0.
+    Query i sees the keys from i + seqlen_k - seqlen_q - left to i + seqlen_k - seqlen_q + right; a side that is
+    negative or None is unbounded, and the causal mask has right = 0.
     """
     sides = tuple(window_size) if isinstance(window_size, (tuple, list)) else ()
     understood = len(sides) == 2 and all(side is None or _is_integer(side) for side in sides)

@@ -72,13 +72,15 @@ def flash_attn_func(
         qv, q_descale, k_descale, v_descale, attention_chunk, num_splits: FlashAttention-3's; None, None, None, None, 0
             and 0 or 1 only.
         pack_gqa: FlashAttention-3's, how grouped heads are laid out; accepted, and changes nothing.
-        sm_margin: SMs that the kernels leave to others; at least 0 and less than the GPU has. Changes no bits.
-        schedule: how the backward sums: a name of `dash_attn.schedule.POLICIES` or "auto", which chooses by shape. Each
-            has its own last bits. All but one add the parts of dq in fp32, in an order of their own, and a part waits for
-            those before it; "order_free" rounds the parts to multiples of a unit that the inputs fix and adds integers,
-            which need no order. That moves a row of dq by at most 1e-4 of its norm, but for rows whose gradient all but
-            vanishes; heads whose inputs leave no room for it are added in order after all
-            (docs/order_free.md). "auto" is an ordered sum: its errors are the smaller ones for any inputs.
+        sm_margin: SMs that our kernels leave to others; at least 0 and less than the GPU has. Changes no bits. torch's
+            own kernels, which pad, copy or negate where a call needs it, take the SMs they like.
+        schedule: how the backward sums: a name of `dash_attn.schedule.POLICIES` or "auto", which is "descending" at
+            every shape. Each has its own last bits. All but one add the parts of dq in fp32, in an order of their own,
+            and a part waits for those before it; "order_free" rounds the parts to multiples of a unit that the inputs
+            fix and adds integers, which need no order. That moves a row of dq that attends about evenly to runs of 16
+            or more keys by at most 1e-4 of its norm; other rows may move by more of theirs. Heads whose inputs leave
+            no room for it are added in order after all. docs/order_free.md says what is promised. "auto" is an ordered
+            sum: its errors are the smaller ones for any inputs.
 
     Flags may be Python's or numpy's bools, 0 or 1.
 

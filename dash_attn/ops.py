@@ -6,18 +6,20 @@
 q, dq, out and dout are (batch, seqlen_q, heads, head_dim), k, v, dk and dv (batch, seqlen_k, kv_heads, head_dim), all
 bf16 or all fp16, of any strides, head_dim a multiple of 8 up to 128. softmax_lse is fp32 (batch, heads, seqlen_q),
 natural logarithm, +inf (-inf is taken too) for a query that sees no key; such a query has output 0 and gradients 0, as
-every sum over no key or no query is 0. out is contiguous. dq, dk and dv share no memory with each other nor with what is
-read. `schedule` is a policy of `dash_attn.schedule` or "auto", `sm_margin` the number of SMs to leave to other kernels.
+every sum over no key or no query is 0. out is contiguous. dq, dk and dv share no memory with each other nor with what
+is read. `schedule` is a policy of `dash_attn.schedule` or "auto", `sm_margin` the number of SMs to leave to other
+kernels.
 
-A row's output depends on its query, the keys and values it sees and their number; gradients on the schedule besides; and
-neither on `sm_margin`, the device's SMs or the rest of the batch, to the last bit.
+A row's output depends on its query, the keys and values it sees and their number; gradients on the schedule besides;
+and neither on `sm_margin`, the device's SMs or the rest of the batch, to the last bit. Where K or V is not finite, a
+row may be NaN for a key of a KV tile that it sees other keys of (docs/forward.md).
 
     attention(q, k, v, softmax_scale, causal, schedule, sm_margin) -> (out, softmax_lse)
     attention_kvpacked(q, kv, softmax_scale, ...)    attention_qkvpacked(qkv, num_heads_q, softmax_scale, ...)
 
 are the two as one differentiable function of what `dash_attn.interface` is given. All of them are C++
-(csrc/bindings/autograd.cpp) and run `dash_attn_C::forward` and `dash_attn_C::backward`, the kernels, which take what TMA
-can address and a positive scale. Their CUDA implementation is in `_C`; the CPU's is the reference, below.
+(csrc/bindings/autograd.cpp) and run `dash_attn_C::forward` and `dash_attn_C::backward`, the kernels, which take what
+TMA can address and a positive scale. Their CUDA implementation is in `_C`; the CPU's is the reference, below.
 """
 
 import pathlib
@@ -35,7 +37,7 @@ _NO_KERNELS = (
 
 
 def why_not_loaded(stem: str, absent: str, folder: pathlib.Path = _FOLDER) -> str | None:
-    """Loads the package's compiled library `stem`; None, or the reason why it cannot be, which is `absent` if it is not there."""
+    """Loads the package's compiled library `stem`. None, or why it cannot be: `absent` if it is not there."""
     found = sorted(folder.glob(f"{stem}*.so"))
     if not found:
         return f"{absent} (no {stem}*.so in {folder})"

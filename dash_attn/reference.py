@@ -7,9 +7,9 @@ This is what runs for CPU tensors, and what the tests compare orders with. Per (
     dV = P^T dO      dK = c dS^T Q         dQ = c dS K
 
 The backward rounds where the kernel rounds (P and dS to the inputs' dtype before they enter a product, sums in fp32,
-one rounding at the end) and adds tile by tile in the order it is given, or in the fixed point of `dash_attn.order_free`, so a
-change of order shows in the last bits as it does on the GPU. It is not bit-equal to the kernel: the order inside one
-tile's product is the matrix library's.
+one rounding at the end) and adds tile by tile in the order it is given, or in the fixed point of
+`dash_attn.order_free`, so a change of order shows in the last bits as it does on the GPU. It is not bit-equal to the
+kernel: the order inside one tile's product is the matrix library's.
 float64 inputs are computed in float64 throughout.
 """
 
@@ -41,9 +41,9 @@ class TileOrder(NamedTuple):
     heads_together: bool = False
     """Whether the query heads of a split all take a step before any takes the next: the order of dK and dV."""
     splits: int = 1
-    """Parts that the query heads of a KV head are cut into, each with a sum of dK and dV, added up in ascending order."""
+    """Parts that the query heads of a KV head are cut into; their sums of dK and dV are added up in ascending order."""
     order_free: bool = False
-    """Whether dQ is summed in the fixed point of `dash_attn.order_free`, where no order shows. Not for float64 inputs."""
+    """Whether dQ is summed in the fixed point of `dash_attn.order_free`, where no order shows; never in float64."""
 
 
 @functools.lru_cache(maxsize=64)
@@ -264,7 +264,7 @@ def _hidden(seen, first_key, end_key, device):
 
 
 def _steps(order: TileOrder, group_size: int) -> Iterator[tuple[int, int, int, bool]]:
-    """(query head of the group, KV tile, query tile, whether it is the last of its split) of every product, in order."""
+    """(query head of the group, KV tile, query tile, whether it ends its split) of every product, in order."""
     tiles = list(_interleave(order))
     queries = group_size // order.splits
     for split in range(order.splits):

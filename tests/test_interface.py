@@ -86,8 +86,7 @@ def test_flags_that_are_false(causal):
 
 
 def test_windows_of_unequal_lengths():
-    """A window hides nothing when its left reaches the first key from the last query, and its right the last key from
-    the first query."""
+    """Nothing is hidden when left reaches the first key from the last query, right the last key from the first."""
     q, k, v, _ = qkv_tensors(5, 9)
     full, causal = flash_attn_func(q, k, v), flash_attn_func(q, k, v, causal=True)
     assert torch.equal(flash_attn_func(q, k, v, window_size=(8, 4)), full)

@@ -1,4 +1,4 @@
-"""The structure of the sources: includes point downwards, and files stay small."""
+"""The structure of the sources: includes point downwards, and files and lines stay short."""
 
 import pathlib
 import re
@@ -15,8 +15,10 @@ PLAIN_LAYERS = {"host_device.h", "config", "schedule", "model"}
 TORCH_AND_PYTHON = ("torch/", "ATen/", "c10/", "pybind11/", "Python.h")
 STANDARD_HEADER = re.compile(r"^[a-z0-9_]+$")
 MAX_LINES = 500
+MAX_COLUMNS = 120
 FOLDERS = ["csrc", "dash_attn", "tests", "benchmarks", "tools", "build_support", "third_party", "docs", ".ci"]
-SUFFIXES = {".h", ".cu", ".cpp", ".def", ".py", ".sh", ".md", ".toml"}
+SOURCE_SUFFIXES = {".h", ".cu", ".cpp", ".def", ".py", ".sh"}
+SUFFIXES = SOURCE_SUFFIXES | {".md", ".toml"}
 
 
 def layer_of(path: pathlib.Path) -> int:
@@ -81,3 +83,13 @@ def test_no_file_is_long():
     lengths = {relative(path): len(path.read_text().splitlines()) for path in files}
     assert lengths
     assert not {name: lines for name, lines in lengths.items() if lines > MAX_LINES}
+
+
+def test_no_line_of_a_source_is_long():
+    sources = [path for path in project_files() if path.suffix in SOURCE_SUFFIXES]
+    assert sources
+    long_lines = []
+    for path in sources:
+        lines = enumerate(path.read_text().splitlines(), 1)
+        long_lines += [f"{relative(path)}:{number}" for number, line in lines if len(line) > MAX_COLUMNS]
+    assert not long_lines

@@ -35,8 +35,9 @@ def test_schemas():
         "(Tensor out, Tensor softmax_lse)"
     )
     assert str(torch.ops.dash_attn.backward.default._schema) == (
-        "dash_attn::backward(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor softmax_lse, Tensor(a6!) dq, "
-        "Tensor(a7!) dk, Tensor(a8!) dv, float softmax_scale, bool causal, str schedule, SymInt sm_margin) -> ()"
+        "dash_attn::backward(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor softmax_lse, "
+        "Tensor(a6!) dq, Tensor(a7!) dk, Tensor(a8!) dv, float softmax_scale, bool causal, str schedule, "
+        "SymInt sm_margin) -> ()"
     )
 
 
@@ -138,7 +139,8 @@ def test_devices_must_agree(index, like):
 
 
 @pytest.mark.parametrize("written, other", [
-    ("dk", "dv"), ("dq", "q"), ("dk", "k"), ("dk", "v"), ("dv", "v"), ("dv", "v"), ("dq", "dout"), ("dq", "out"), ("dv", "k"),
+    ("dk", "dv"), ("dq", "q"), ("dk", "k"), ("dk", "v"), ("dv", "v"), ("dv", "v"), ("dq", "dout"),
+    ("dq", "out"), ("dv", "k"),
 ])  # fmt: skip
 def test_gradients_must_not_share_memory(written, other):
     names = ["dout", "q", "k", "v", "out", "softmax_lse", "dq", "dk", "dv"]
@@ -146,6 +148,34 @@ def test_gradients_must_not_share_memory(written, other):
     arguments[names.index(written)] = arguments[names.index(other)]
     with pytest.raises(ValueError, match=r"^d[qkv] must not share memory with \w+$"):
         torch.ops.dash_attn.backward(*arguments)
+
+
+def test_gradients_apart_from_the_log_sum_exp():
+    arguments = backward_arguments()
+    softmax_lse = arguments[5]
+    memory = torch.zeros(arguments[6].numel() // 2 + softmax_lse.numel(), dtype=torch.float32)
+    arguments[5] = memory[: softmax_lse.numel()].view(softmax_lse.shape)
+    arguments[6] = memory.view(torch.bfloat16)[: arguments[6].numel()].view(arguments[6].shape)
+    with pytest.raises(ValueError, match="^dq must not share memory with softmax_lse$"):
+        torch.ops.dash_attn.backward(*arguments)
+
+
+def test_a_gradient_whose_rows_overlap():
+    arguments = backward_arguments()
+    dq = arguments[6]
+    rows = torch.zeros(2 * dq.numel(), dtype=dq.dtype)
+    arguments[6] = rows.as_strided(dq.shape, (dq.stride(0), dq.shape[-1], dq.shape[-1], 1))
+    with pytest.raises(ValueError, match="^dq must have one memory location per element, got strides"):
+        torch.ops.dash_attn.backward(*arguments)
+
+
+def test_overwriting_what_is_saved_is_noticed():
+    arguments = backward_arguments()
+    factor = torch.ones_like(arguments[6], requires_grad=True)
+    product = factor * arguments[6]  # saves dq
+    torch.ops.dash_attn.backward(*arguments)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        product.sum().backward()
 
 
 def test_gradients_that_overlap_in_part():

@@ -219,10 +219,13 @@ def test_the_blocks_are_what_the_program_writes(tmp_path, monkeypatch):
     assert [path.read_text() for path in readmes] == once
 
 
-@pytest.mark.parametrize("path", ["README.md", "benchmarks/README.md", "docs/model.md", "docs/install.md"])
+DOCUMENTS = [path for folder in (".", "docs", "benchmarks", "third_party") for path in (ROOT / folder).glob("*.md")]
+
+
+@pytest.mark.parametrize("path", sorted(str(path.relative_to(ROOT)) for path in DOCUMENTS))
 def test_files_that_are_named_exist_and_lines_are_wrapped(path):
     text = (ROOT / path).read_text()
-    for target in re.findall(r"\]\(([^)#:]+)\)", text):
+    for target in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", text):
         assert ((ROOT / path).parent / target).exists(), target
     long = [line for line in text.splitlines() if len(line) > 120 and not line.startswith("|")]
     assert not long

@@ -106,6 +106,15 @@ def test_selective_checkpoint_sees_the_forward():
     assert torch.ops.dash_attn.forward.default in seen
 
 
+def test_forward_mode_differentiation_raises():
+    """It has no formula, and must not count the output as constant."""
+    q, k, v, _ = (x.detach() for x in qkv_tensors(5, 5))
+    with torch.autograd.forward_ad.dual_level():
+        dual = torch.autograd.forward_ad.make_dual(q, torch.ones_like(q))
+        with pytest.raises((RuntimeError, NotImplementedError), match="jvp|forward AD|forward-mode"):
+            flash_attn_func(dual, k, v)
+
+
 def test_make_fx_sees_both_passes():
     *inputs, dout = qkv_tensors(20, 30)
 

@@ -19,7 +19,8 @@
 #   HOST      1, or arguments for benchmarks.run --host                               HOST_TIMEOUT      seconds, 60
 #   PROFILE   1, or arguments for benchmarks.profile_one ("--mask causal")            PROFILE_TIMEOUT   seconds, 120
 # Results go to $OUT: suite.txt (machine, install, sanitizer, the table printed last), tests.txt, bench.txt, bench.json,
-# bench.png, before.json, after.json (fingerprints), baseline.json, host.json, profile.txt, profile.ncu-rep. The exit status is 0 when every part passed.
+# bench.png, before.json, after.json (fingerprints), baseline.json, host.json, profile.txt, profile.ncu-rep. The exit
+# status is 0 when every part passed.
 set -u -o pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 OUT=${OUT:-$PWD/device_results}
@@ -157,7 +158,8 @@ if [ -n "${BASELINE:-}" ]; then
       "$0" tests/gpu/golden_bits.py --json "$1/after.json" &&
       { "$0" tests/gpu/golden_bits.py --compare "$1/before.json" "$1/after.json" || true; }
     shift 2
-    "$0" -m benchmarks.run --grid full --pass backward forward --peers --baseline "$BASELINE" --json "$OUT/baseline.json" "$@"
+    "$0" -m benchmarks.run --grid full --pass backward forward --peers --baseline "$BASELINE" \
+      --json "$OUT/baseline.json" "$@"
   ' "$python" "$OUT" "$BASELINE" ${BASELINE_ARGS:-}
   tail -n 25 "$OUT/baseline.txt" | cut -c1-300
 fi

@@ -15,8 +15,9 @@
 
 namespace dash_attn::backward {
 
-// Warpgroup 0 feeds the others: kLoaderWarp takes work and loads, one thread of kPlannerWarp tells the others in which order
-// (apart, because the loader has only kProducerRegisters registers), one thread of each of the rest adds dQ, in turn.
+// Warpgroup 0 feeds the others: kLoaderWarp takes work and loads, one thread of kPlannerWarp tells the others in which
+// order (apart, because the loader has only kProducerRegisters registers), one thread of each of the rest adds the
+// dQ of every other step.
 enum WarpRole : int { kLoaderWarp = 0, kPlannerWarp = 1, kFirstAdderWarp = 2 };
 constexpr int kAdderWarps = 2;
 
@@ -45,8 +46,8 @@ struct Geometry {
   static_assert(kSplitDqByHeadDim || kHeadDim == kWarpgroupRows);
   static constexpr int kDqQueries = kSplitDqByHeadDim ? kQuery : kQuery / kConsumers;
 
-  // Consumers hold their rows of V in registers as an A operand: what bounds the kernel is shared memory's bandwidth, and
-  // a product of 64 x 64 with both operands there takes all of it. There is no room for K as well.
+  // Consumers hold their rows of V in registers as an A operand: what bounds the kernel is shared memory's bandwidth,
+  // and a product of 64 x 64 with both operands there takes all of it. There is no room for K as well.
   static constexpr int kHeadDimSlices = kHeadDim / kProductDepth;
 
   // Two of everything that changes from step to step, all used in turn, so that one count finds them: Q and dO (one
@@ -75,8 +76,8 @@ struct Variant : Geometry {
   static constexpr int kClusterSize = Order<Policies::kAny>::kCtaGroup;
   static constexpr bool kOrderFree = accumulation(Policies::kAny) == Accumulation::kOrderFree;
 
-  // What a partial is staged with outlives the stage of dO: the next but one, step j + 2, may be on its way while a consumer
-  // stages step j. Step j + 3 waits for dO of j + 1 to be done with, which it is after step j has been staged.
+  // What a partial is staged with outlives the stage of dO: the next but one, step j + 2, may be on its way while a
+  // consumer stages step j. Step j + 3 waits for dO of j + 1 to be done with, which it is after step j has been staged.
   static constexpr int kScaleSlots = 3;
   static constexpr int kScaleBytes = kOrderFree ? Geometry::kQuery * sizeof(uint8_t) : 0;
 

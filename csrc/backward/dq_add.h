@@ -1,12 +1,12 @@
-// The adder: one thread that adds each dQ partial to global memory when its turn has come. The only place that waits a
-// turn.
+// The adder: one thread that adds each dQ partial to global memory, when those of lower rank are in the sum. The only
+// place that waits for them.
 //
-// A partial of rank r at a query tile may be added when dq_semaphores[query tile] == r, that is when partial r - 1 has been
-// PERFORMED at gpu scope, not merely issued. The chain that makes this so, from CTA to CTA:
+// A partial of rank r at a query tile may be added when dq_semaphores[query tile] == r, that is when partial r - 1 has
+// been PERFORMED at gpu scope, not merely issued. The chain that makes this so, from CTA to CTA:
 //   bulk add -> wait_group 0 (performed, and visible to this thread) -> st.release semaphore = r + 1
 //   -> ld.acquire semaphore -> fence.proxy.async (the next bulk add is an access of the async proxy)
-// Rank 0 stores instead of adding, so the accumulator is never cleared. Partials that wait for no turn are only counted
-// there, for the conversion.
+// Rank 0 stores instead of adding, so the accumulator is never cleared. Partials without a rank wait for no other; they
+// are only counted there, for the conversion.
 #pragma once
 
 #include "params.h"
@@ -41,7 +41,7 @@ class Adder {
     constexpr int kBytes = Variant::kDqTileFloats * sizeof(float);
 
     shared_.dq_full[buffer.slot()].wait(buffer.parity());
-    if (rank == kAnyTurn) {
+    if (rank == kNoRank) {
       add(accumulator, partial, kBytes);
     } else if (rank == 0) {
       ptx::bulk_store(accumulator, partial, kBytes);
@@ -54,7 +54,7 @@ class Adder {
     ptx::bulk_wait_read();
     shared_.dq_empty[buffer.slot()].arrive();
     ptx::bulk_wait_performed();
-    if (rank == kAnyTurn) {
+    if (rank == kNoRank) {
       ptx::add_release(semaphore, 1);
     } else {
       ptx::store_release(semaphore, rank + 1);

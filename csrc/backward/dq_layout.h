@@ -39,7 +39,7 @@ struct DqLayout {
     const int consumer = index / kWarpgroupThreads / kQuads;
     const int column = fragment_row(thread, i), query = fragment_column(thread, 4 * quad + i);
     return Geometry::kSplitDqByHeadDim ? Element{query, consumer * kWarpgroupRows + column}
-                                     : Element{consumer * Geometry::kDqQueries + query, column};
+                                       : Element{consumer * Geometry::kDqQueries + query, column};
   }
 };
 

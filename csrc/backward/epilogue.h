@@ -1,13 +1,13 @@
 // The end of a work tile: a consumer's dK and dV are rounded, staged in shared memory and written by TMA.
 //
-// They are staged where dS was. Where a consumer's half of one slot holds both (kStageInDs) they take the slot of the last
-// step, and V of the next work tile may come to the place of K as soon as dQ is done with that. Elsewhere dV takes the place
-// of K and dK both slots of dS, slot 0 for one consumer and slot 1 for the other.
+// They are staged where dS was. Where a consumer's half of one slot holds both (kStageInDs) they take the slot of the
+// last step, and V of the next work tile may come to the place of K as soon as dQ is done with that. Elsewhere dV takes
+// the place of K and dK both slots of dS, slot 0 for one consumer and slot 1 for the other.
 //
-// The first step of the next work tile that writes dS there comes after `release_staging` of both consumers: with kStageInDs
-// it is the second step, for which a consumer waits for the other's first dS, written after its release_staging; without, it
-// is the first step, which comes after the wait for v_full, which the loader fills after k_empty, to which release_staging
-// arrives. Whoever brings V earlier must keep that.
+// The first step of the next work tile that writes dS there comes after `release_staging` of both consumers: with
+// kStageInDs it is the second step, for which a consumer waits for the other's first dS, written after its
+// release_staging; without, it is the first step, which comes after the wait for v_full, which the loader fills after
+// k_empty, to which release_staging arrives. Whoever brings V earlier must keep that.
 #pragma once
 
 #include "../device/fragment.h"
@@ -35,14 +35,15 @@ class Epilogue {
     }
   }
 
-  // `key_tile` is the place of the work tile's K, `ds_slot` the slot of its last dS. Threads count themselves afresh: what is
-  // shared with the mainloop takes a register there.
+  // `key_tile` is the place of the work tile's K, `ds_slot` the slot of its last dS. Threads count themselves afresh:
+  // what is shared with the mainloop takes a register there.
   static __device__ __forceinline__ void store(Shared& shared, const KernelParams& params, const WorkTile& work,
                                                Element* key_tile, int ds_slot, int consumer, Gradient& dk,
                                                const Gradient& dv) {
     const int thread = read_thread_index() % kWarpgroupThreads;
     RegisterSlice packed[kRegisters / 8];
-    Element* const dv_rows = Variant::kStageInDs ? shared.ds[ds_slot] + consumer * kDsBlock : key_tile + consumer * kElements;
+    Element* const dv_rows =
+        Variant::kStageInDs ? shared.ds[ds_slot] + consumer * kDsBlock : key_tile + consumer * kElements;
     Element* const dk_rows = Variant::kStageInDs ? dv_rows + kElements : shared.ds[0] + consumer * kElements;
     pack_slices<Element>(packed, dv);
     sync_consumers_done_with_k();

@@ -1,12 +1,12 @@
 // The loader: a warp that takes work, brings in K, V, Q, dO and D by TMA, and LSE itself.
 //
 //   order of loads in a work tile:   K  dO0  Q0  V   dO1  Q1   dO2  Q2  ...
-//   (Q and dO have two stages each; the place of dO is free half a step before that of Q. K goes where V of the work tile
-//   before was, and so arrives before that one has ended; V where its K was, when that is done with. S needs K and Q0
-//   only, so it starts while V is on its way)
+//   (Q and dO have two stages each; the place of dO is free half a step before that of Q. K goes where V of the work
+//   tile before was, and so arrives before that one has ended; V where its K was, when that is done with. S needs K and
+//   Q0 only, so it starts while V is on its way)
 //
-// LSE is the caller's: natural, at any address that fp32 may have. All lanes read it, while they wait for the place of Q,
-// and write it in base 2 in the consumers' order. All else is done by one of them.
+// LSE is the caller's: natural, at any address that fp32 may have. All lanes read it, while they wait for the place of
+// Q, and write it in base 2 in the consumers' order. All else is done by one of them.
 #pragma once
 
 #include <cute/arch/copy_sm90_tma.hpp>
@@ -63,6 +63,7 @@ class Loader {
   // There is one K and one V a work tile.
   __device__ __forceinline__ RingIndex<1> tile() const { return {ring_.count}; }
 
+  // A work tile without steps. Its barriers complete once all the same: each work tile counts one pass of them.
   __device__ __forceinline__ void load_nothing() {
     if (!is_leader()) { return; }
     shared_.k_full.arrive();
@@ -97,8 +98,8 @@ class Loader {
                                                 kReadOnce);
   }
 
-  __device__ __forceinline__ void load_query_tile(const CUtensorMap& map, Barrier& full, Element* tile,
-                                                  int query_tile, int head, int batch) {
+  __device__ __forceinline__ void load_query_tile(const CUtensorMap& map, Barrier& full, Element* tile, int query_tile,
+                                                  int head, int batch) {
     load_tile<Variant::kQuery, Variant::kHeadDim>(map, full, tile, query_tile * Variant::kQuery, head, batch,
                                                   kKeepInL2);
   }
@@ -135,7 +136,7 @@ class Loader {
     copy_rows(params_.workspace.delta + first_row, full, shared_.delta[slot], Variant::kRowStatBytes);
     if constexpr (Variant::kOrderFree) {
       const int scale_slot = RingIndex<Variant::kScaleSlots>{plan_.count}.slot();
-      shared_.scale_tile[scale_slot] = step.rank == kAnyTurn ? step.dq_tile : kNoScale;
+      shared_.scale_tile[scale_slot] = step.rank == kNoRank ? step.dq_tile : kNoScale;
       copy_rows(params_.workspace.scales + first_row, full, shared_.scales[scale_slot], Variant::kScaleBytes);
     }
     full.arrive_and_expect_tx(Variant::kQueryTileBytes + Variant::kRowStatBytes + Variant::kScaleBytes);

@@ -10,17 +10,17 @@
 //   threads:              | P(j+1) |       | dQ(j) -> adder           | dS(j+1) -> shared memory
 //
 // dQ(j) waits for the other consumer's dS(j); S(j+1) and dK(j) come before it to give that time. A thread holds dK and
-// dV (128 registers at head_dim 128), its rows of V (32), and two fragments that serve in turn: one in fp32 for S and P,
-// dQ, dP (32), one rounded for P and dS (16).
+// dV (128 registers at head_dim 128), its rows of V (32), and two fragments that serve in turn: one in fp32 for S and
+// P, dQ, dP (32), one rounded for P and dS (16).
 #pragma once
 
 #include <cutlass/arch/barrier.h>
 
 #include "../device/fragment.h"
 #include "../device/warp_roles.h"
-#include "order_free/rounding.h"
 #include "dq_layout.h"
 #include "epilogue.h"
+#include "order_free/rounding.h"
 #include "params.h"
 #include "score_tile.h"
 #include "storage.h"
@@ -53,8 +53,8 @@ class Consumer {
  private:
   using KeyRows = KMajor<Variant::kKey>;      // K or V as A of S^T, dP^T
   using QueryRows = KMajor<Variant::kQuery>;  // Q or dO as B of S^T, dP^T; dS as B of dQ^T
-  using QuerySum = MnMajor<Variant::kQuery>;      // dO, Q as B of dV, dK
-  using KeySum = MnMajor<Variant::kKey>;          // K as A of dQ^T
+  using QuerySum = MnMajor<Variant::kQuery>;  // dO, Q as B of dV, dK
+  using KeySum = MnMajor<Variant::kKey>;      // K as A of dQ^T
   using Layout = DqLayout<Variant>;
   using Step = RingIndex<Variant::kStages>;
   template <int kSlot>
@@ -63,7 +63,7 @@ class Consumer {
   };
   static_assert(Variant::kStages == 2);
 
-  static constexpr int kScoreRegisters = Variant::kQuery / 2;       // a 64 x kQuery fragment
+  static constexpr int kScoreRegisters = Variant::kQuery / 2;  // a 64 x kQuery fragment
   static constexpr int kDsBlock = Variant::kQuery * kSwizzleColumns;
 
   using Scores = float[kScoreRegisters];
@@ -219,7 +219,7 @@ class Consumer {
   __device__ __forceinline__ void issue_s(Registers& r, AnyStep step) {
     shared_.q_full[step.slot()].wait(step.parity());
     multiply<Element, Variant::kHeadDim>(r.scores, KeyRows(descriptor_of_(key_tile()), consumer_ * kWarpgroupRows),
-                                        QueryRows(descriptor_of_(shared_.q[step.slot()])));
+                                         QueryRows(descriptor_of_(shared_.q[step.slot()])));
   }
 
   template <typename AnyStep>
@@ -248,9 +248,9 @@ class Consumer {
   __device__ __forceinline__ void issue_dq(Registers& r, AnyStep step) {
     shared_.ds_full[step.slot()].wait(step.parity());
     multiply<Element, Variant::kKey>(r.dq(),
-                                    KeySum(descriptor_of_(key_tile()), Variant::kSplitDqByHeadDim ? consumer_ : 0),
-                                    QueryRows(descriptor_of_(shared_.ds[step.slot()]),
-                                              Variant::kSplitDqByHeadDim ? 0 : consumer_ * Variant::kDqQueries));
+                                     KeySum(descriptor_of_(key_tile()), Variant::kSplitDqByHeadDim ? consumer_ : 0),
+                                     QueryRows(descriptor_of_(shared_.ds[step.slot()]),
+                                               Variant::kSplitDqByHeadDim ? 0 : consumer_ * Variant::kDqQueries));
   }
 
   // S becomes P.
@@ -259,8 +259,8 @@ class Consumer {
     const StepTile tile = shared_.step[step.slot()];
     if (tile.needs_masking) {
       const Mask mask = Variant::grid(work().sequence).mask;
-      apply_mask(s, mask, tile.query_tile * Variant::kQuery, work().kv_tile * Variant::kKey + consumer_ * kWarpgroupRows,
-                 thread_);
+      apply_mask(s, mask, tile.query_tile * Variant::kQuery,
+                 work().kv_tile * Variant::kKey + consumer_ * kWarpgroupRows, thread_);
     }
     probabilities<Score>(s, shared_.lse[step.slot()], params_.softmax_scale_log2, thread_);
   }

@@ -24,9 +24,9 @@ struct StridedView {
 
 // Of some rows of K and V. Norms are upper bounds of those of whole rows.
 struct KeyStatistics {
-  float max_element;  // of K
-  float max_product;  // of a key's |V row| and its largest element of K
-  float max_norm;     // of K
+  float max_element;       // of K
+  float max_product;       // of a key's |V row| and its largest element of K
+  float max_norm;          // of K
   float min_step_product;  // as fixed_point::HeadStatistics has it
 };
 constexpr KeyStatistics of_no_rows() { return {0.f, 0.f, 0.f, INFINITY}; }

@@ -52,13 +52,13 @@ class Planner {
       planned.query_tile = query_tile;
       planned.pack(work.first_query_head + at.head, grid().needs_masking(query_tile, kv_tile), is_last);
       planned.dq_tile = work.first_dq_tile + at.head * grid().query_tiles() + query_tile;
-      planned.rank = ordered ? Order::rank(grid(), kv_tile, query_tile) : kAnyTurn;
+      planned.rank = ordered ? Order::rank(grid(), kv_tile, query_tile) : kNoRank;
       shared_.plan_full[plan_.slot()].arrive();
       plan_ = plan_.next();
     }
   }
 
-  // Whether the work tile's partials are added in fp32, in turn.
+  // Whether the work tile's partials are added in fp32, in the order of their ranks.
   template <Policy kPolicy>
   __device__ __forceinline__ bool is_ordered(const WorkTile& work) const {
     if constexpr (accumulation(kPolicy) == Accumulation::kOrderFree) {
@@ -81,7 +81,8 @@ class Planner {
   RingIndex<Variant::kPlanSlots> plan_;
 };
 
-// Called by the loader and one adder, once a step. `plan` counts the steps, and so finds the buffers of the step as well.
+// Called by the loader and one adder, once a step. `plan` counts the steps, and so finds the buffers of the step as
+// well.
 template <typename Variant>
 __device__ __forceinline__ const PlannedStep& wait_for_step(SharedStorage<Variant>& shared,
                                                             RingIndex<Variant::kPlanSlots> plan) {

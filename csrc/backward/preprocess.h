@@ -20,7 +20,7 @@ struct PreprocessParams {
   int blocks_per_head;
   int num_blocks;  // of the whole call; a grid of fewer takes several each
   int num_dq_semaphores, num_split_semaphores;
-  bool clear_dq;  // its partials are added in no order
+  bool clear_dq;        // its partials are added in no order
   ScaleSettings scale;  // of order-free accumulation
 };
 
@@ -84,8 +84,8 @@ __device__ __forceinline__ void preprocess_block(const PreprocessParams<Element>
     if (column != 0) { continue; }
     params.workspace.delta[padded_row + statistic_position(row)] = delta;
     if constexpr (kOrderFree) {
-      params.workspace.scales[padded_row + scale_position(row)] =
-          row_scale<Element, kHeadDim>(params.scale, row, dout_norm, delta, keys, params.workspace.needs_order[batch_kv_head]);
+      params.workspace.scales[padded_row + scale_position(row)] = row_scale<Element, kHeadDim>(
+          params.scale, row, dout_norm, delta, keys, params.workspace.needs_order[batch_kv_head]);
     }
   }
 }

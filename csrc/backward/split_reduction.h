@@ -1,5 +1,5 @@
-// Where the query heads of a KV head are split over work tiles, their dK and dV are added up in the order of the splits:
-// each consumer hands its fp32 sums to the same consumer of the next split's work tile, through the workspace.
+// Where the query heads of a KV head are split over work tiles, their dK and dV are added up in the order of the
+// splits: each consumer hands its fp32 sums to the same consumer of the next split's work tile, through the workspace.
 //
 //   all threads store the sum -> barrier of the warpgroup -> one thread: st.release semaphore = split + 1
 //   -> one thread of the next split: ld.acquire semaphore -> barrier of the warpgroup -> all threads load the sum
@@ -14,8 +14,8 @@
 
 namespace dash_attn::backward {
 
-// The sum of one consumer's rows of dK or of dV. It is private to the kernel, so that it holds what each thread holds, four
-// registers at a time, thread after thread.
+// The sum of one consumer's rows of dK or of dV. It is private to the kernel, so that it holds what each thread holds,
+// four registers at a time, thread after thread.
 template <typename Variant>
 class SplitSum {
  public:
@@ -63,9 +63,9 @@ class SplitSum {
   bool is_first_thread_;
 };
 
-// Adds the sums of the splits before. The last split keeps the result (true), the others pass it on, dV while dK is still
-// on its way. Called by whole consumers, whose threads count themselves afresh: what is shared with the mainloop changes its
-// code there, to the worse.
+// Adds the sums of the splits before. The last split keeps the result (true), the others pass it on, dV while dK is
+// still on its way. Called by whole consumers, whose threads count themselves afresh: what is shared with the mainloop
+// changes its code there, to the worse.
 template <typename Variant>
 __device__ __forceinline__ bool reduce_splits(const KernelParams& params, const WorkTile& work,
                                               typename SplitSum<Variant>::Gradient& dk,

@@ -11,7 +11,7 @@ namespace dash_attn::backward {
 
 constexpr int kNoMoreWork = -2;   // as kv_tile of a work tile
 constexpr int kNoMoreTiles = -1;  // as dq_tile of a planned step
-constexpr int kAnyTurn = -1;      // as rank: the partial waits for no other
+constexpr int kNoRank = -1;       // as rank: the partial waits for no other
 constexpr int kNoScale = -1;      // as tile of a partial that stays in fp32
 
 // A step as the planner tells it to the loader and an adder.
@@ -42,16 +42,16 @@ struct alignas(1024) SharedStorage {
   using TransactionBarrier = cutlass::arch::ClusterTransactionBarrier;
   static constexpr int kStages = Variant::kStages;
 
-  // K of a work tile, and V until the consumers have it in registers: they change places from work tile to work tile, so
-  // that the next K arrives while this one is used.
+  // K of a work tile, and V until the consumers have it in registers: they change places from work tile to work tile,
+  // so that the next K arrives while this one is used.
   Element kv[2][Variant::kKey * Variant::kHeadDim];
   Element q[kStages][Variant::kQuery * Variant::kHeadDim];
   Element dout[kStages][Variant::kQuery * Variant::kHeadDim];
-  Element ds[kStages][Variant::kQuery * Variant::kKey];  // (key block of 64, query, key): dS, keys contiguous; after a work
-                                                         // tile its gradients are staged here
-  float dq[kStages][Variant::kDqTileFloats];             // in the order of dq_layout.h
-  float lse[kStages][Variant::kQuery];                   // base 2
-  float delta[kStages][Variant::kQuery];                 // D = rowsum(dO * O)
+  // (key block of 64, query, key): dS, keys contiguous; after a work tile its gradients are staged here.
+  Element ds[kStages][Variant::kQuery * Variant::kKey];
+  float dq[kStages][Variant::kDqTileFloats];  // in the order of dq_layout.h
+  float lse[kStages][Variant::kQuery];        // base 2
+  float delta[kStages][Variant::kQuery];      // D = rowsum(dO * O)
   StepTile step[kStages];
   // Order-free only: the tile whose rows' units the partial is rounded to, or kNoScale; scales in the order of
   // scale_position.

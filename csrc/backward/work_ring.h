@@ -1,10 +1,10 @@
-// Handing out work. The loader of a cluster's first CTA takes the next number from a counter in global memory and sends it
-// to the cluster's other loaders; each loader works out its CTA's work tile and passes it to the other warps through a ring
-// in shared memory.
+// Handing out work. The loader of a cluster's first CTA takes the next number from a counter in global memory and sends
+// it to the cluster's other loaders; each loader works out its CTA's work tile and passes it to the other warps through
+// a ring in shared memory.
 //
 // Taking numbers in order is what makes waiting safe: a CTA that holds number n waits only for lower ones
-// (schedule/order.h), all of which are held by CTAs that are running or have finished, so the lowest unfinished one never
-// waits.
+// (schedule/order.h), all of which are held by CTAs that are running or have finished, so the lowest unfinished one
+// never waits.
 #pragma once
 
 #include <cute/arch/cluster_sm90.hpp>
@@ -75,8 +75,8 @@ __device__ __forceinline__ bool wait_for_work(SharedStorage<Variant>& shared, Wo
   return shared.work[ring.slot()].kv_tile != kNoMoreWork;
 }
 
-// For a whole warp, which stays together: ptxas otherwise takes what follows for divergent, and keeps addresses and counts in
-// a register of every lane instead of one.
+// For a whole warp, which stays together: ptxas otherwise takes what follows for divergent, and keeps addresses and
+// counts in a register of every lane instead of one.
 template <typename Variant>
 __device__ __forceinline__ bool wait_for_work_together(SharedStorage<Variant>& shared, WorkRing<Variant> ring) {
   const bool more = wait_for_work(shared, ring);

@@ -1,5 +1,5 @@
-// dash_attn._autograd: the ops of dash_attn, and the derivative of those that the public functions call. It needs all of
-// torch's C++ API, and so is compiled for one torch; the kernels (torch_ops.cpp) need its stable ABI alone.
+// dash_attn._autograd: the ops of dash_attn, and the derivative of those that the public functions call. It needs all
+// of torch's C++ API, and so is compiled for one torch; the kernels (torch_ops.cpp) need its stable ABI alone.
 #include <torch/csrc/autograd/autograd_not_implemented_fallback.h>
 #include <torch/csrc/autograd/custom_function.h>
 #include <torch/library.h>
@@ -20,8 +20,8 @@ using torch::autograd::AutogradContext;
 using torch::autograd::variable_list;
 
 using ForwardOp = Outputs(const Tensor&, const Tensor&, const Tensor&, double, bool, SymInt);
-using BackwardOp = void(const Tensor&, const Tensor&, const Tensor&, const Tensor&, const Tensor&, const Tensor&, Tensor,
-                        Tensor, Tensor, double, bool, std::string_view, SymInt);
+using BackwardOp = void(const Tensor&, const Tensor&, const Tensor&, const Tensor&, const Tensor&, const Tensor&,
+                        Tensor, Tensor, Tensor, double, bool, std::string_view, SymInt);
 
 // What a call is told besides its tensors.
 struct Options {
@@ -142,7 +142,10 @@ Outputs attention(variable_list packed, std::optional<SymInt> num_heads_q, std::
   }
   bool differentiable = false;
   if (at::GradMode::is_enabled()) {
-    for (const Tensor& tensor : packed) { differentiable = differentiable || tensor.requires_grad(); }
+    for (const Tensor& tensor : packed) {
+      // A tangent has no derivative either: Attention says so.
+      differentiable = differentiable || tensor.requires_grad() || tensor._fw_grad(/*level=*/0).defined();
+    }
   }
   Tensor out, softmax_lse;
   if (differentiable) {

@@ -1,5 +1,6 @@
-// What the ops' tensors and numbers must be. Each message names the argument, what is allowed and what was given; a wrong
-// kind of thing is a TypeError in Python, a wrong value or shape a ValueError. Sizes are symbolic under torch.compile.
+// What the ops' tensors and numbers must be. Each message names the argument, what is allowed and what was given; a
+// wrong kind of thing is a TypeError in Python, a wrong value or shape a ValueError. Sizes are symbolic under
+// torch.compile.
 #pragma once
 
 #include <ATen/ATen.h>
@@ -14,6 +15,7 @@
 #include <optional>
 #include <string>
 #include <string_view>
+#include <utility>
 
 #include "config/tile_shapes.h"
 #include "schedule/automatic.h"
@@ -49,11 +51,11 @@ inline std::string number_text(double value) {
 }
 
 inline void check_tensor(const char* name, const Tensor& tensor, const char* expected, int64_t rank) {
-  TORCH_CHECK_VALUE(tensor.dim() == rank, name, " must have shape ", expected, ", got ", tensor.dim(), " dimensions: ",
-                    shape_text(tensor));
+  TORCH_CHECK_VALUE(tensor.dim() == rank, name, " must have shape ", expected, ", got ", tensor.dim(),
+                    " dimensions: ", shape_text(tensor));
   const auto dtype = tensor.scalar_type();
-  TORCH_CHECK_TYPE(dtype == at::kBFloat16 || dtype == at::kHalf, name,
-                   " must be torch.bfloat16 or torch.float16, got ", dtype_text(tensor));
+  TORCH_CHECK_TYPE(dtype == at::kBFloat16 || dtype == at::kHalf, name, " must be torch.bfloat16 or torch.float16, got ",
+                   dtype_text(tensor));
   const auto device = tensor.device();
   TORCH_CHECK_VALUE(device.is_cuda() || device.is_cpu() || device.is_meta(), name,
                     " must be on a CUDA, CPU or meta device, got ", device.str());
@@ -122,10 +124,9 @@ inline void check_qkvpacked(const Tensor& qkv, const std::optional<SymInt>& num_
   check_tensor("qkv", qkv, "(batch, seqlen, num_heads_q + 2 * kv_heads, head_dim)", 4);
   check_head_dim("qkv", qkv);
   const SymInt rest = qkv.sym_size(2) - *num_heads_q;
-  TORCH_CHECK_VALUE(
-      *num_heads_q >= 1 && rest >= 2 && rest % 2 == 0 && *num_heads_q % (rest / 2) == 0,
-      "num_heads_q must be a positive multiple of kv_heads with num_heads_q + 2 * kv_heads equal to the ",
-      qkv.sym_size(2), " heads of qkv, got ", *num_heads_q);
+  TORCH_CHECK_VALUE(*num_heads_q >= 1 && rest >= 2 && rest % 2 == 0 && *num_heads_q % (rest / 2) == 0,
+                    "num_heads_q must be a positive multiple of kv_heads with num_heads_q + 2 * kv_heads equal to the ",
+                    qkv.sym_size(2), " heads of qkv, got ", *num_heads_q);
 }
 
 // The kernels take the scale times log2(e), in fp32.
@@ -143,7 +144,7 @@ inline void check_sm_margin(const SymInt& sm_margin) {
 
 // The policy that a schedule's name means for this problem.
 inline Policy resolve_schedule(std::string_view schedule, bool causal, int64_t head_dim, int64_t seqlen_k) {
-  const MaskKind mask = causal ? MaskKind::kCausal : MaskKind::kFull;
+  const MaskKind mask = mask_kind(causal);
   if (schedule == "auto") {
     return automatic_policy(mask, padded_head_dim(static_cast<int>(head_dim)), static_cast<int>(seqlen_k));
   }
@@ -178,8 +179,8 @@ inline void check_like(const char* name, const Tensor& tensor, const char* like_
 inline void check_writable(const char* name, const Tensor& gradient) {
   const auto sizes = gradient.sym_sizes(), strides = gradient.sym_strides();
   for (size_t i = 0; i < sizes.size(); ++i) {
-    TORCH_CHECK_VALUE(strides[i] != 0 || sizes[i] <= 1, name, " must have one memory location per element, got strides ",
-                      tuple_text(strides));
+    TORCH_CHECK_VALUE(strides[i] != 0 || sizes[i] <= 1, name,
+                      " must have one memory location per element, got strides ", tuple_text(strides));
   }
 }
 
@@ -208,6 +209,21 @@ inline void check_backward(const Tensor& dout, const Tensor& q, const Tensor& k,
   check_writable("dv", dv);
   check_softmax_lse(softmax_lse, q);
   check_schedule(schedule, causal);
+}
+
+// No two elements of what is written may share a place: along the dimensions, from the smallest stride on, each step
+// goes past all that the smaller ones reach.
+inline void check_apart_from_itself(const char* name, const Tensor& written) {
+  std::array<std::pair<int64_t, int64_t>, 4> dimensions;  // stride, size
+  for (int i = 0; i < 4; ++i) { dimensions[i] = {written.stride(i), written.size(i)}; }
+  std::sort(dimensions.begin(), dimensions.end());
+  int64_t reach = 1;
+  for (const auto& [stride, size] : dimensions) {
+    if (size <= 1) { continue; }
+    TORCH_CHECK_VALUE(stride >= reach, name, " must have one memory location per element, got strides ",
+                      tuple_text(written.sym_strides()));
+    reach += (size - 1) * stride;
+  }
 }
 
 // What is written must be apart from all else. Exact for dense tensors; of others only equal starts are noticed.

@@ -1,6 +1,6 @@
-// dash_attn::forward and dash_attn::backward on any device, up to the kernels: checks, results, empty problems, scales of
-// any sign, layouts that the kernels cannot address, and the policy that a schedule's name means. The kernels are ops
-// too, dash_attn_C::forward and backward: CUDA's in torch_ops.cpp, the CPU's, the reference, in dash_attn/ops.py.
+// dash_attn::forward and dash_attn::backward on any device, up to the kernels: checks, results, empty problems, scales
+// of any sign, layouts that the kernels cannot address, and the policy that a schedule's name means. The kernels are
+// ops too, dash_attn_C::forward and backward: CUDA's in torch_ops.cpp, the CPU's, the reference, in dash_attn/ops.py.
 #pragma once
 
 #include <ATen/ATen.h>
@@ -16,10 +16,10 @@
 namespace dash_attn {
 
 // The op of a name, looked up once.
-#define DASH_OP(name, Signature)                                                                               \
-  ([]() -> const c10::TypedOperatorHandle<Signature>& {                                                        \
+#define DASH_OP(name, Signature)                                                                                 \
+  ([]() -> const c10::TypedOperatorHandle<Signature>& {                                                          \
     static const auto op = c10::Dispatcher::singleton().findSchemaOrThrow(name, "").template typed<Signature>(); \
-    return op;                                                                                                 \
+    return op;                                                                                                   \
   }())
 
 using ForwardKernel = void(const Tensor&, const Tensor&, const Tensor&, Tensor, Tensor, double, bool, int64_t);
@@ -102,12 +102,18 @@ inline void backward(const Tensor& dout, const Tensor& q, const Tensor& k, const
   const Tensor gradients[] = {dq, dk, dv};
   constexpr const char* kGradientNames[] = {"dq", "dk", "dv"};
   for (int i = 0; i < 3; ++i) {
+    check_apart_from_itself(kGradientNames[i], gradients[i]);
     check_apart(kGradientNames[i], gradients[i], "q", q);
     check_apart(kGradientNames[i], gradients[i], "k", k);
     check_apart(kGradientNames[i], gradients[i], "v", v);
     check_apart(kGradientNames[i], gradients[i], "out", out);
     check_apart(kGradientNames[i], gradients[i], "dout", dout);
+    check_apart(kGradientNames[i], gradients[i], "softmax_lse", softmax_lse);
     for (int j = 0; j < i; ++j) { check_apart(kGradientNames[i], gradients[i], kGradientNames[j], gradients[j]); }
+  }
+  // Where one of them is saved for somebody's derivative, that it is overwritten is noticed.
+  for (const Tensor& gradient : gradients) {
+    if (!gradient.is_inference()) { gradient.unsafeGetTensorImpl()->bump_version(); }
   }
   if (is_empty(q, k)) {
     for (const Tensor& gradient : gradients) { gradient.zero_(); }

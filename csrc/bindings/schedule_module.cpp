@@ -41,8 +41,6 @@ Policy parse_policy(std::string const& name) {
 
 char const* mask_name(MaskKind mask) { return mask == MaskKind::kCausal ? "True" : "False"; }
 
-MaskKind mask_kind(bool causal) { return causal ? MaskKind::kCausal : MaskKind::kFull; }
-
 // Calls f with the policy as a type, once its mask is known to fit.
 template <class F>
 decltype(auto) with_policy(std::string const& name, Problem const& problem, F&& f) {
@@ -68,17 +66,17 @@ Problem checked_problem(int64_t seqlen_q, int64_t seqlen_k, int64_t tile_q, int6
                         int64_t kv_heads, int64_t group_size, int64_t cta_group, int64_t head_swizzle, int64_t splits) {
   // Lengths and tiles below 2^30 keep every sum of the headers below 2^31.
   constexpr int64_t kEnd = int64_t{1} << 30;
-  for (auto const& [argument, value] : std::initializer_list<std::pair<char const*, int64_t>>{
-           {"seqlen_q", seqlen_q},
-           {"seqlen_k", seqlen_k},
-           {"tile_q", tile_q},
-           {"tile_k", tile_k},
-           {"batch", batch},
-           {"kv_heads", kv_heads},
-           {"group_size", group_size},
-           {"cta_group", cta_group},
-           {"head_swizzle", head_swizzle},
-           {"splits", splits}}) {
+  for (auto const& [argument, value] :
+       std::initializer_list<std::pair<char const*, int64_t>>{{"seqlen_q", seqlen_q},
+                                                              {"seqlen_k", seqlen_k},
+                                                              {"tile_q", tile_q},
+                                                              {"tile_k", tile_k},
+                                                              {"batch", batch},
+                                                              {"kv_heads", kv_heads},
+                                                              {"group_size", group_size},
+                                                              {"cta_group", cta_group},
+                                                              {"head_swizzle", head_swizzle},
+                                                              {"splits", splits}}) {
     in_range(argument, value, 1, kEnd);
   }
   if (group_size % splits) {

@@ -1,14 +1,7 @@
 // dash_attn._C: the CUDA implementation of the ops dash_attn_C::forward and backward, on torch's stable ABI:
-// preconditions, workspace, device and stream. The checks that a user meets are in operand_checks.h; these keep a direct
-// caller from launching on bad input.
+// preconditions, workspace, device and stream. The checks that a user meets are in operand_checks.h; these keep a
+// direct caller from launching on bad input.
 #include <cuda_runtime_api.h>
-
-#include <cstdint>
-#include <limits>
-#include <stdexcept>
-#include <string>
-#include <vector>
-
 #include <torch/csrc/inductor/aoti_torch/c/shim.h>
 #include <torch/csrc/stable/accelerator.h>
 #include <torch/csrc/stable/library.h>
@@ -17,6 +10,12 @@
 #include <torch/headeronly/core/ScalarType.h>
 #include <torch/headeronly/util/Exception.h>
 #include <torch/headeronly/util/shim_utils.h>
+
+#include <cstdint>
+#include <limits>
+#include <stdexcept>
+#include <string>
+#include <vector>
 
 #include "config/tile_shapes.h"
 #include "launch/arguments.h"
@@ -34,9 +33,7 @@ struct Shape {
   int64_t batch, seqlen, heads, head_dim;
 };
 
-Shape shape_of(const Tensor& tensor) {
-  return {tensor.size(0), tensor.size(1), tensor.size(2), tensor.size(3)};
-}
+Shape shape_of(const Tensor& tensor) { return {tensor.size(0), tensor.size(1), tensor.size(2), tensor.size(3)}; }
 
 void check_device(const Tensor& tensor, const char* name, int32_t device) {
   STD_TORCH_CHECK(tensor.is_cuda(), name, " must be a CUDA tensor");
@@ -55,8 +52,8 @@ TensorView view_of(const Tensor& tensor, const char* name, const Shape& expected
   STD_TORCH_CHECK(shape.batch == expected.batch && shape.seqlen == expected.seqlen && shape.heads == expected.heads &&
                       shape.head_dim == expected.head_dim,
                   name, " has shape (", shape.batch, ", ", shape.seqlen, ", ", shape.heads, ", ", shape.head_dim,
-                  "), expected (", expected.batch, ", ", expected.seqlen, ", ", expected.heads, ", ",
-                  expected.head_dim, ")");
+                  "), expected (", expected.batch, ", ", expected.seqlen, ", ", expected.heads, ", ", expected.head_dim,
+                  ")");
   STD_TORCH_CHECK(tensor.stride(3) == 1, name, " must have a contiguous last dimension, its stride is ",
                   tensor.stride(3));
   const int64_t contiguous[3] = {shape.seqlen * shape.heads * shape.head_dim, shape.heads * shape.head_dim,
@@ -109,9 +106,9 @@ int usable_sms(int32_t device, int64_t sm_margin) {
   const auto [major, minor, sms] = facts_of(device);
   // The two checks of this file that users meet: without the place in the sources that STD_TORCH_CHECK puts first.
   if (major != 9 || minor != 0) {
-    throw std::runtime_error("q must be on a GPU of compute capability 9.0 (Hopper: H100, H200, GH200), got cuda:" +
-                             std::to_string(device) + " with compute capability " + std::to_string(major) + "." +
-                             std::to_string(minor));
+    throw std::runtime_error(
+        "q must be on a GPU of compute capability 9.0 (Hopper: H100, H200, GH200), got cuda:" + std::to_string(device) +
+        " with compute capability " + std::to_string(major) + "." + std::to_string(minor));
   }
   if (sm_margin < 0 || sm_margin >= sms) {
     // A ValueError in Python.
@@ -148,8 +145,8 @@ Inputs read_inputs(const Tensor& q, const Tensor& k, const Tensor& v, const Tens
   STD_TORCH_CHECK(arguments.heads % arguments.kv_heads == 0, "q has ", arguments.heads,
                   " heads, expected a multiple of the ", arguments.kv_heads, " heads of k and v");
   arguments.head_dim = to_int(query.head_dim, "head_dim");
-  STD_TORCH_CHECK(arguments.head_dim % kVectorElements == 0 && padded_head_dim(arguments.head_dim) != 0,
-                  "head_dim is ", arguments.head_dim, ", expected a multiple of ", kVectorElements, " up to 128");
+  STD_TORCH_CHECK(arguments.head_dim % kVectorElements == 0 && padded_head_dim(arguments.head_dim) != 0, "head_dim is ",
+                  arguments.head_dim, ", expected a multiple of ", kVectorElements, " up to 128");
 
   arguments.q = view_of(q, "q", query, dtype, device);
   arguments.k = view_of(k, "k", key, dtype, device);
@@ -157,8 +154,8 @@ Inputs read_inputs(const Tensor& q, const Tensor& k, const Tensor& v, const Tens
 
   check_device(softmax_lse, "softmax_lse", device);
   STD_TORCH_CHECK(softmax_lse.scalar_type() == ScalarType::Float, "softmax_lse must be float32");
-  STD_TORCH_CHECK(softmax_lse.dim() == 3 && softmax_lse.size(0) == query.batch &&
-                      softmax_lse.size(1) == query.heads && softmax_lse.size(2) == query.seqlen,
+  STD_TORCH_CHECK(softmax_lse.dim() == 3 && softmax_lse.size(0) == query.batch && softmax_lse.size(1) == query.heads &&
+                      softmax_lse.size(2) == query.seqlen,
                   "softmax_lse must be (batch, heads, seqlen_q) = (", query.batch, ", ", query.heads, ", ",
                   query.seqlen, ")");
   STD_TORCH_CHECK(softmax_lse.is_contiguous(), "softmax_lse must be contiguous");

@@ -98,8 +98,8 @@ DASH_HOST_DEVICE inline bool row_needs_order(int exponent, double dout_norm, dou
   if (dout_norm == 0) return false;  // nothing to round
   // Squares of two things per element of dQ. Rounding the partials leaves sqrt(tiles / 12) units. Rows of K and V that
   // all are attended alike leave 1 / sqrt(keys) of what one of them would; what all have in common cancels, so only
-  // differences count. Those of two normal values are sqrt(2) of one. Both sides times keys * head_dim^3, which spares the
-  // kernel a division.
+  // differences count. Those of two normal values are sqrt(2) of one. Both sides times keys * head_dim^3, which spares
+  // the kernel a division.
   double const unit = ldexp(1.0, -exponent);
   double const noise = unit * unit * (tiles * (1.0 / 12));
   double const steps = dout_norm * min_step_product * (kMeanMagnitudeToDeviation / 2 * kMaxError);

@@ -11,8 +11,8 @@
 
 namespace dash_attn {
 
-// Register r of thread t holds element (fragment_row(t, r), fragment_column(t, r)). By shifts and masks: the compiler, which
-// may not know that t is not negative, divides with more instructions.
+// Register r of thread t holds element (fragment_row(t, r), fragment_column(t, r)). By shifts and masks: the compiler,
+// which may not know that t is not negative, divides with more instructions.
 __host__ __device__ constexpr int fragment_row(int thread, int r) {
   return (thread >> 5) * 16 + ((thread & 31) >> 2) + ((r / 2) % 2) * 8;
 }
@@ -37,8 +37,8 @@ __device__ __forceinline__ uint32_t pack(float low, float high) {
   }
 }
 
-// A pair times (low, high), rounded. In bf16 the factors are rounded first, which saves two instructions of five; in fp16
-// the unrounded factor may be out of range where the product is not.
+// A pair times (low, high), rounded. In bf16 the factors are rounded first, which saves two instructions of five; in
+// fp16 the unrounded factor may be out of range where the product is not.
 template <typename Element>
 __device__ __forceinline__ uint32_t multiply_pair(uint32_t pair, float low, float high) {
   if constexpr (std::is_same_v<Element, cutlass::bfloat16_t>) {

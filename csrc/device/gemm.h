@@ -20,10 +20,11 @@ constexpr int kSwizzleAtomBytes = 8 * kSwizzleRowBytes;  // the swizzle repeats 
 constexpr int kWarpgroupRows = 64;                       // wgmma's M
 constexpr int kProductDepth = 16;                        // wgmma's K for 16-bit types
 
-// Where tiles lie in shared memory, as wgmma's matrix descriptors (PTX ISA 9.7.15.5.1.2.2): address and strides in units of
-// 16 bytes, in fields of 14 bits at 0, 16 and 32; bits 62-63 = 1: 128-byte swizzle. Above its 18 bits an address of shared
-// memory holds the CTA's rank in its cluster, which would run into the next field; it is taken off once, from the address
-// all tiles share. To that descriptor everything else is added, mostly constants: one instruction a product.
+// Where tiles lie in shared memory, as wgmma's matrix descriptors (PTX ISA 9.7.15.5.1.2.2): address and strides in
+// units of 16 bytes, in fields of 14 bits at 0, 16 and 32; bits 62-63 = 1: 128-byte swizzle. Above its 18 bits an
+// address of shared memory holds the CTA's rank in its cluster, which would run into the next field; it is taken off
+// once, from the address all tiles share. To that descriptor everything else is added, mostly constants: one
+// instruction a product.
 class TileDescriptors {
  public:
   explicit __device__ __forceinline__ TileDescriptors(const void* shared)
@@ -60,7 +61,8 @@ struct KMajor {
   }
 };
 
-// MN-major operand: the sum runs along the tile's rows, the operand's M or N is its columns, from 64-column block `block` on.
+// MN-major operand: the sum runs along the tile's rows, the operand's M or N is its columns, from 64-column block
+// `block` on.
 template <int kRows>
 struct MnMajor {
   static constexpr cute::SM90::GMMA::Major kMajor = cute::SM90::GMMA::Major::MN;

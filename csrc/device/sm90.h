@@ -11,8 +11,8 @@ constexpr int kWarpgroupWarps = 4;
 constexpr int kSharedMemoryLimit = 227 * 1024;
 constexpr int kRegistersPerSm = 64 * 1024;
 
-// What the launch gives a CTA that is alone on its SM, a multiple of 8 a thread. setmaxnreg moves registers within that:
-// asking for more waits for ever.
+// What the launch gives a CTA that is alone on its SM, a multiple of 8 a thread. setmaxnreg moves registers within
+// that: asking for more waits for ever.
 constexpr int launch_registers(int threads) { return kRegistersPerSm / threads / 8 * 8 * threads; }
 
 // Hints for TMA loads: of tiles that other CTAs will read too, and of those that are read once in all.

@@ -10,7 +10,8 @@
 
 namespace dash_attn {
 
-// kRows x kColumns of a (batch, seqlen, heads, head_dim) tensor, from row `first_row` of a head; `full` counts the bytes.
+// kRows x kColumns of a (batch, seqlen, heads, head_dim) tensor, from row `first_row` of a head; `full` counts the
+// bytes.
 template <int kRows, int kColumns, typename Element>
 __device__ __forceinline__ void load_tile(const CUtensorMap& map, cutlass::arch::ClusterTransactionBarrier& full,
                                           Element* tile, int first_row, int head, int batch, uint64_t cache_hint) {

@@ -1,5 +1,5 @@
-// Everything that is sized in the forward kernel (Variant), its shared memory, and the barriers that say when each buffer is
-// full or empty.
+// Everything that is sized in the forward kernel (Variant), its shared memory, and the barriers that say when each
+// buffer is full or empty.
 #pragma once
 
 #include <cutlass/arch/barrier.h>
@@ -19,6 +19,7 @@ template <typename Element_, int kHeadDim_, MaskKind kMask, typename Score_>
 struct Variant {
   using Element = Element_;
   using Score = Score_;
+  static_assert(starts_at_first_key(kMask), "rows.h and mainloop.h must pass over KV tiles at the other end too");
   static constexpr TileShape kTile = forward_tile_shape(kHeadDim_);
   static constexpr int kQuery = kTile.query;
   static constexpr int kKey = kTile.key;
@@ -67,10 +68,10 @@ struct alignas(1024) SharedStorage {
 // Number of arrivals that complete each barrier.
 template <typename Variant>
 struct Arrivals {
-  static constexpr int kTransaction = 1;                         // the thread that announces the bytes
+  static constexpr int kTransaction = 1;                          // the thread that announces the bytes
   static constexpr int kConsumerWarps = Variant::kConsumerWarps;  // a lane of each warp whose products have completed
-  static constexpr int kStagingWarps = kWarpgroupWarps;          // a lane of each warp that has staged its output
-  static constexpr int kStorers = Variant::kConsumers;            // a thread for each warpgroup's output, which has left
+  static constexpr int kStagingWarps = kWarpgroupWarps;           // a lane of each warp that has staged its output
+  static constexpr int kStorers = Variant::kConsumers;  // a thread for each warpgroup's output, which has left
 };
 
 template <typename Variant>

@@ -67,7 +67,7 @@ class Consumer {
  private:
   using QueryRows = KMajor<Variant::kQuery>;  // Q as A of S
   using KeyRows = KMajor<Variant::kKey>;      // K as B of S
-  using KeySum = MnMajor<Variant::kKey>;          // V as B of O
+  using KeySum = MnMajor<Variant::kKey>;      // V as B of O
 
   static constexpr int kScoreRegisters = Variant::kKey / 2;       // a 64 x kKey fragment
   static constexpr int kOutputRegisters = Variant::kHeadDim / 2;  // a 64 x kHeadDim fragment
@@ -205,9 +205,9 @@ class Consumer {
   __device__ __forceinline__ void wait_for_k() const { shared_.k_full[k_.slot()].wait(k_.parity()); }
 
   __device__ __forceinline__ void issue_s(Scores& s, const Rows& rows) {
-    multiply<Element, Variant::kHeadDim>(s,
-                                        QueryRows(descriptor_of_(shared_.q[rows.q.slot()]), consumer_ * kWarpgroupRows),
-                                        KeyRows(descriptor_of_(shared_.k[k_.slot()])));
+    multiply<Element, Variant::kHeadDim>(
+        s, QueryRows(descriptor_of_(shared_.q[rows.q.slot()]), consumer_ * kWarpgroupRows),
+        KeyRows(descriptor_of_(shared_.k[k_.slot()])));
   }
 
   __device__ __forceinline__ void issue_out(Output& out, PackedScores& p) {
@@ -251,7 +251,7 @@ class Consumer {
 
   // Hands the rows to the storer, and the log-sum-exp to memory. `out` is the sum of P V.
   __device__ __forceinline__ void store(Output& out, OnlineSoftmax& softmax, const Rows& rows) const {
-    const TileScheduler& scheduler = params_.scheduler;
+    const QueryTileScheduler& scheduler = params_.scheduler;
     RowStatistic inverse_sum, lse;
     softmax.finish(inverse_sum, lse);
     multiply_rows(out, inverse_sum);
@@ -273,7 +273,7 @@ class Consumer {
     pack_slices<Element>(packed, out);
     sync_warpgroup(consumer_);  // all warps' products have read Q
     store_rows<Variant::kQuery>(shared_.q[rows.q.slot()], consumer_ * kWarpgroupRows, packed, thread_ / 32,
-                               thread_ % 32);
+                                thread_ % 32);
     fence_and_arrive(shared_.out_full[rows.q.slot()][consumer_]);
   }
 

@@ -11,7 +11,7 @@ struct KernelParams {
   CUtensorMap q, out;  // boxes of 64 columns x 64 rows of a query tile
   CUtensorMap k, v;    // boxes of 64 columns x one KV tile
   float* softmax_lse;  // (batch, heads, seqlen_q)
-  TileScheduler scheduler;
+  QueryTileScheduler scheduler;
   float softmax_scale_log2;  // log2(e) * softmax_scale
 };
 

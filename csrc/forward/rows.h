@@ -9,7 +9,7 @@ namespace dash_attn::forward {
 
 // KV tiles that some row of a query tile sees: those that are loaded for it.
 template <typename Variant>
-__device__ __forceinline__ Range kv_tiles_of_query_tile(const TileScheduler& scheduler, int index) {
+__device__ __forceinline__ Range kv_tiles_of_query_tile(const QueryTileScheduler& scheduler, int index) {
   // The last warpgroup that has rows computes all its 64, which reach into the next tile where this one is short.
   const int positions = scheduler.positions_of(kWarpgroupRows);
   const int first = scheduler.first_position(index);
@@ -17,8 +17,8 @@ __device__ __forceinline__ Range kv_tiles_of_query_tile(const TileScheduler& sch
   return Variant::grid(scheduler.sequence).kv_tiles_of_queries(first, end);
 }
 
-// Where a short tile reaches into the next, both write the same bits to the same place: a row's bits depend on the KV tiles
-// that it sees, not on those that are walked for other rows (softmax.h).
+// Where a short tile reaches into the next, both write the same bits to the same place: a row's bits depend on the KV
+// tiles that it sees, not on those that are walked for other rows (softmax.h).
 template <typename Variant>
 struct WarpgroupRows {
   QueryTile tile;
@@ -30,7 +30,7 @@ struct WarpgroupRows {
 
   WarpgroupRows() = default;
 
-  __device__ __forceinline__ WarpgroupRows(const TileScheduler& scheduler, const QueryTile& tile, int consumer,
+  __device__ __forceinline__ WarpgroupRows(const QueryTileScheduler& scheduler, const QueryTile& tile, int consumer,
                                            RingIndex<Variant::kQueryStages> q)
       : tile(tile), q(q) {
     first_position = scheduler.first_position(tile.index) + scheduler.positions_of(consumer * kWarpgroupRows);
@@ -42,10 +42,10 @@ struct WarpgroupRows {
   }
 
   // Of the thread's rows, number `row`: its position in the sequence, and its head among those of all sequences.
-  __device__ __forceinline__ int position(const TileScheduler& scheduler, int thread, int row) const {
+  __device__ __forceinline__ int position(const QueryTileScheduler& scheduler, int thread, int row) const {
     return first_position + (fragment_row(thread, 2 * row) >> scheduler.group_shift);
   }
-  __device__ __forceinline__ int64_t head(const TileScheduler& scheduler, int thread, int row) const {
+  __device__ __forceinline__ int64_t head(const QueryTileScheduler& scheduler, int thread, int row) const {
     const int group = 1 << scheduler.group_shift;
     return (int64_t(tile.batch) * scheduler.head_groups + tile.head_group) * group +
            (fragment_row(thread, 2 * row) & (group - 1));

@@ -31,8 +31,8 @@ class OnlineSoftmax {
  public:
   explicit __device__ __forceinline__ OnlineSoftmax(float scale_log2) : scale_log2_(scale_log2) {}
 
-  // S becomes exp2(scale S - reference). `correction` is what earlier sums must be multiplied with, kNothingSummed where
-  // the row saw no key in earlier tiles; false means that it is 1 for every row of the warp.
+  // S becomes exp2(scale S - reference). `correction` is what earlier sums must be multiplied with, kNothingSummed
+  // where the row saw no key in earlier tiles; false means that it is 1 for every row of the warp.
   //
   // The reference is the largest score so far, or one up to kSlack below it: P up to 2^kSlack is as exact as P up to 1,
   // and after the first tiles few rows need a correction. Which do depends on the row alone.
@@ -44,7 +44,9 @@ class OnlineSoftmax {
     for (int i = 0; i < kSize; ++i) { largest[row_of(i)] = fmaxf(largest[row_of(i)], s[i]); }
 #pragma unroll
     for (int row = 0; row < kRowsPerThread; ++row) {
-      largest[row] = scaled(across_row(largest[row], [](float a, float b) { return fmaxf(a, b); }));
+      // Rounded, not fused into the difference: a row whose reference stays gets a correction of exactly 1.
+      largest[row] =
+          Score::log2_score(across_row(largest[row], [](float a, float b) { return fmaxf(a, b); }), scale_log2_);
       // True for the first score, and for NaN.
       const bool moves = !(largest[row] - reference_[row] <= kSlack);
       const float reference = moves ? largest[row] : reference_[row];
@@ -76,16 +78,13 @@ class OnlineSoftmax {
  private:
   static constexpr float kSlack = 8.f;
 
-  // Rounded, not fused into an FMA: a row whose reference stays gets a correction of exactly 1.
-  __device__ __forceinline__ float scaled(float x) const { return __fmul_rn(x, scale_log2_); }
-
   float scale_log2_;
   RowStatistic reference_ = {-INFINITY, -INFINITY};
   RowStatistic sum_ = {0.f, 0.f};  // of the elements that this thread holds
 };
 
-// What a row summed over tiles of which it saw no key is replaced, not multiplied: 0 * V is not 0 where V is not finite, and
-// how many such tiles were walked is no business of the row's.
+// What a row summed over tiles of which it saw no key is replaced, not multiplied: 0 * V is not 0 where V is not
+// finite, and how many such tiles were walked is no business of the row's.
 template <int kSize>
 __device__ __forceinline__ void correct_rows(float (&acc)[kSize], const RowStatistic& correction) {
 #pragma unroll

@@ -21,7 +21,7 @@ struct AttentionArguments {
   int sm_margin;  // SMs of the device beside those
 
   Sequence sequence() const { return {seqlen_q, seqlen_k}; }
-  MaskKind mask() const { return causal ? MaskKind::kCausal : MaskKind::kFull; }
+  MaskKind mask() const { return mask_kind(causal); }
   int group_size() const { return heads / kv_heads; }
 };
 

@@ -4,6 +4,6 @@
 #include "launch_forward.h"
 #include "variant.h"
 
-#define DASH_INSTANTIATE_FORWARD(dtype, head_dim, mask) \
+#define DASH_INSTANTIATE_FORWARD(dtype, head_dim, mask)                                                            \
   template void dash_attn::launch_forward<dash_attn::ForwardVariant<dash_attn::dtype, head_dim, dash_attn::mask>>( \
       const dash_attn::ForwardArguments&, cudaStream_t);

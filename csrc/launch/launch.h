@@ -16,8 +16,9 @@ struct LaunchShape {
   int threads, shared_bytes;
 };
 
-// Programmatic dependent launch, where allowed: see ptx::launch_dependents and ptx::wait_for_previous_kernel. A kernel that
-// starts early takes SMs beside those of the kernel before, which a caller who keeps SMs for others does not allow.
+// Programmatic dependent launch, where allowed: see ptx::launch_dependents and ptx::wait_for_previous_kernel. A kernel
+// that starts early takes SMs beside those of the kernel before, which a caller who keeps SMs for others does not
+// allow.
 inline cudaLaunchAttribute starts_before_previous_ends(bool allowed) {
   cudaLaunchAttribute attribute{};
   attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
@@ -39,7 +40,7 @@ inline void allow_shared_memory(const char* name, const void* kernel, int bytes)
   allowed.insert(key);
 }
 
-// `name` stands in errors. A kernel has the same shared memory at each launch.
+// `name` stands in errors. A kernel that takes more shared memory than the default takes the same at each launch.
 template <typename Params>
 void launch(const char* name, void (*kernel)(Params), const Params& params, const LaunchShape& shape,
             cudaStream_t stream, std::initializer_list<cudaLaunchAttribute> attributes = {}) {

@@ -1,5 +1,5 @@
-// Host side of one variant of the backward: the work, descriptors, parameters and the launch of the main kernel, between
-// those of the stages before and after it.
+// Host side of one variant of the backward: the work, descriptors, parameters and the launch of the main kernel,
+// between those of the stages before and after it.
 #pragma once
 
 #include <algorithm>

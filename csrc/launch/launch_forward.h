@@ -13,8 +13,8 @@
 namespace dash_attn {
 
 template <typename Variant>
-forward::TileScheduler make_forward_scheduler(const ForwardArguments& a) {
-  forward::TileScheduler s;
+forward::QueryTileScheduler make_forward_scheduler(const ForwardArguments& a) {
+  forward::QueryTileScheduler s;
   s.sequence = a.sequence();
   s.batch = a.batch;
   s.group_shift = forward::packed_heads_shift(a.group_size(), a.seqlen_q, Variant::kQuery, kWarpgroupRows);

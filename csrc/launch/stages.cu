@@ -1,9 +1,8 @@
-#include "stages.h"
-
 #include "../backward/convert.h"
 #include "../backward/order_free/statistics.h"
 #include "../backward/preprocess.h"
 #include "launch.h"
+#include "stages.h"
 #include "variant.h"
 #include "workspace.h"
 
@@ -45,8 +44,8 @@ void launch_statistics(const BackwardArguments& a, const backward::Workspace& wo
     params.head_dim = a.head_dim;
     params.chunks_per_head = max_int(backward::num_chunks(a.seqlen_q), backward::num_chunks(a.seqlen_k));
     params.num_blocks = a.batch * (a.heads + a.kv_heads) * params.chunks_per_head;
-    launch("the statistics of order-free accumulation", backward::statistics_kernel<Element, Geometry::kHeadDim>, params,
-           grid_of(a, params.num_blocks, backward::kStatisticsThreads, 0), stream);
+    launch("the statistics of order-free accumulation", backward::statistics_kernel<Element, Geometry::kHeadDim>,
+           params, grid_of(a, params.num_blocks, backward::kStatisticsThreads, 0), stream);
   });
 }
 

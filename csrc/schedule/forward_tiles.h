@@ -1,6 +1,6 @@
-// Which query tile of the forward is worked on when and by whom. All of it is for speed alone: a row's output comes from
-// one CTA, which walks the row's keys in an order that tiles and CTAs have no part in.
-// Plain C++: no CUDA, CuTe or torch.
+// Which query tile of the forward is worked on when and by whom. All of it is for speed alone: a row's output comes
+// from one CTA, which walks the row's keys in an order that tiles and CTAs have no part in. Plain C++: no CUDA, CuTe or
+// torch.
 #pragma once
 
 #include <cstdint>
@@ -22,9 +22,9 @@ struct QueryTile {
 // first is the one that may be short, so that under the causal mask the rows left empty are those with the fewest keys.
 // Every CTA takes a fixed share of a list of tiles.
 //
-// Where tiles differ in length the list has the longest first, so that what is left for the end is short; and it is cut in
-// lots of head groups, so that the K and V in use stay in L2. Where they do not it goes head by head.
-struct TileScheduler {
+// Where tiles differ in length the list has the longest first, so that what is left for the end is short; and it is cut
+// in lots of head groups, so that the K and V in use stay in L2. Where they do not it goes head by head.
+struct QueryTileScheduler {
   Sequence sequence;   // of a dense batch: every sequence's
   int tile_positions;  // of a query tile
   int query_tiles;     // of a head group
@@ -71,7 +71,7 @@ struct TileScheduler {
 // The tiles of one CTA, in their order. Every warp of the CTA walks them for itself.
 class TileWalk {
  public:
-  DASH_HOST_DEVICE constexpr TileWalk(const TileScheduler& scheduler, int cta, int ctas)
+  DASH_HOST_DEVICE constexpr TileWalk(const QueryTileScheduler& scheduler, int cta, int ctas)
       : scheduler_(scheduler), cta_(cta), ctas_(ctas), position_(scheduler.position(0, cta, ctas)) {}
 
   // Only the last round is incomplete.
@@ -80,14 +80,14 @@ class TileWalk {
   DASH_HOST_DEVICE constexpr void next() { position_ = scheduler_.position(++round_, cta_, ctas_); }
 
  private:
-  const TileScheduler& scheduler_;
+  const QueryTileScheduler& scheduler_;
   int cta_, ctas_;
   int round_ = 0;
   int position_;
 };
 
-// log2 of the query heads that are packed into a tile of `tile_rows`: all heads of a KV head where that leaves fewer rows
-// empty. TMA gathers them, at most `most`, which takes a power of two.
+// log2 of the query heads that are packed into a tile of `tile_rows`: all heads of a KV head where that leaves fewer
+// rows empty. TMA gathers them, at most `most`, which takes a power of two.
 constexpr int packed_heads_shift(int group_size, int seqlen_q, int tile_rows, int most) {
   if (group_size > most || (group_size & (group_size - 1)) != 0) return 0;
   int64_t const packed = (int64_t{seqlen_q} * group_size + tile_rows - 1) / tile_rows;
@@ -99,7 +99,7 @@ constexpr int packed_heads_shift(int group_size, int seqlen_q, int tile_rows, in
 
 // Head groups of a lot: about as many as have their K and V in L2 together, and such that the tiles of a lot give every
 // CTA as much to do: they are dealt to and fro, so in lots of twice the CTAs.
-constexpr int head_swizzle(TileScheduler const& s, int64_t kv_bytes_of_head, int ctas) {
+constexpr int head_swizzle(QueryTileScheduler const& s, int64_t kv_bytes_of_head, int ctas) {
   constexpr int64_t kBytes = 16 << 20;
   int64_t const fit = (kBytes < kv_bytes_of_head ? 1 : kBytes / kv_bytes_of_head) * s.groups_per_kv;
   int64_t const even = 2 * ctas / std::gcd(2 * ctas, s.query_tiles);

@@ -1,6 +1,6 @@
-// How many (sequence, KV head, split)s have their work tiles interleaved. For speed alone: it changes who runs when, never an
-// order of sums. Measured on an H200 (docs/engineering_log.md). What limits it is L2, which should hold the Q, dO and fp32
-// dQ of the heads that are live together: what it does not hold costs power, and with it clock.
+// How many (sequence, KV head, split)s have their work tiles interleaved. For speed alone: it changes who runs when,
+// never an order of sums. Measured on an H200 (docs/engineering_log.md). What limits it is L2, which should hold the Q,
+// dO and fp32 dQ of the heads that are live together: what it does not hold costs power, and with it clock.
 #pragma once
 
 #include <cstdint>

@@ -1,5 +1,5 @@
-// Which keys a query sees: decided here for the forward, the backward, the schedules and the simulator, on the host and on
-// the device. A kernel makes its Mask with a constant kind, so that the compiler drops the others.
+// Which keys a query sees: decided here for the forward, the backward, the schedules and the simulator, on the host and
+// on the device. A kernel makes its Mask with a constant kind, so that the compiler drops the others.
 #pragma once
 
 #include "../host_device.h"
@@ -16,6 +16,14 @@ enum class MaskKind : int {
   kCausal,  // query i sees the keys j <= i + seqlen_k - seqlen_q: the last query sees the last key
 };
 
+DASH_HOST_DEVICE constexpr MaskKind mask_kind(bool causal) { return causal ? MaskKind::kCausal : MaskKind::kFull; }
+
+// Whether every query sees from the first key on, as the forward takes for granted: it passes over the KV tiles that
+// only other rows of a query tile see at the end of the keys alone (forward/rows.h).
+DASH_HOST_DEVICE constexpr bool starts_at_first_key(MaskKind kind) {
+  return kind == MaskKind::kFull || kind == MaskKind::kCausal;
+}
+
 // Lengths of one sequence.
 struct Sequence {
   int seqlen_q, seqlen_k;
@@ -29,8 +37,8 @@ struct Range {
   DASH_HOST_DEVICE static constexpr Range between(int first, int end) { return {first, max_int(0, end - first)}; }
 };
 
-// Both ends of what a query sees, and of the queries that see a key, never move back from one to the next: so what a tile
-// sees follows from its first and last row.
+// Both ends of what a query sees, and of the queries that see a key, never move back from one to the next: so what a
+// tile sees follows from its first and last row.
 struct Mask {
   MaskKind kind;
   Sequence sequence;

@@ -1,16 +1,16 @@
 // The orders: for each policy, which KV tiles a group takes, in which order a KV tile visits its query tiles, and the
 // rank of each (KV tile, query tile) in the sum of dQ. Decided here and nowhere else.
 //
-// Determinism contract: visit and rank are functions of (seqlen_q, seqlen_k, tile sizes, mask, policy, cta_group) alone. Not
-// of the batch, the heads, the number of SMs or who runs what, when.
+// Determinism contract: visit and rank are functions of (seqlen_q, seqlen_k, tile sizes, mask, policy, cta_group)
+// alone. Not of the batch, the heads, the number of SMs or who runs what, when.
 //
-// Forward-progress contract: the groups of a head are taken in the order of their numbers, and every tile of lower rank at a
-// query tile belongs to an earlier group, or to the same group and, on the clock of steps that all its CTAs share, to a step
-// that is not later. So a wait for the previous rank can never close a cycle: docs/schedules.md.
+// Forward-progress contract: the groups of a head are taken in the order of their numbers, and every tile of lower rank
+// at a query tile belongs to an earlier group, or to the same group and, on the clock of steps that all its CTAs share,
+// to a step that is not later. So a wait for the previous rank can never close a cycle: docs/schedules.md.
 //
-// A work tile also walks the query heads of its split of the KV head, in ascending order: next_step. That is part of both
-// contracts. So is the sum of dK and dV over the splits, for which the end of a work tile waits for the same KV tile's work
-// tile of the split before: taken earlier (work_tile.h). How many splits there are is decided in splits.h.
+// A work tile also walks the query heads of its split of the KV head, in ascending order: next_step. That is part of
+// both contracts. So is the sum of dK and dV over the splits, for which the end of a work tile waits for the same KV
+// tile's work tile of the split before: taken earlier (work_tile.h). How many splits there are is decided in splits.h.
 #pragma once
 
 #include "../host_device.h"
@@ -79,9 +79,10 @@ struct Order<Policy::kAscending> : AscendingGroups, AscendingRanks {
   }
 };
 
-// q downwards from the last live tile: under the causal mask all KV tiles start at the same one, none waits for the diagonal
-// of a longer one (DASH, arXiv 2601.21824). The paper mirrors every second head onto the SMs; a counter of work tiles
-// does as much by itself, since the SM that had the shortest tile is the first to come for the next head's longest.
+// q downwards from the last live tile: under the causal mask all KV tiles start at the same one, none waits for the
+// diagonal of a longer one (DASH, arXiv 2601.21824). The paper mirrors every second head onto the SMs; a counter of
+// work tiles does as much by itself, since the SM that had the shortest tile is the first to come for the next head's
+// longest.
 template <>
 struct Order<Policy::kDescending> : AscendingGroups, AscendingRanks {
   static constexpr int kCtaGroup = 1;

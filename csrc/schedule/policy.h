@@ -38,8 +38,8 @@ DASH_HOST_DEVICE constexpr bool fits(Policy policy, MaskKind mask) {
 template <Policy P>
 using PolicyConstant = std::integral_constant<Policy, P>;
 
-// Policies that one kernel serves, the one it runs being chosen at run time. `with` is the one place where a policy becomes
-// a type: it calls f(PolicyConstant<policy>{}).
+// Policies that one kernel serves, the one it runs being chosen at run time. `with` is the one place where a policy
+// becomes a type: it calls f(PolicyConstant<policy>{}).
 template <Policy kFirst, Policy... kRest>
 struct PolicySet {
   static constexpr Policy kAny = kFirst;

@@ -1,5 +1,5 @@
-// Into how many parts the query heads of a KV head are cut. Each part has work tiles of its own, so that there are as many
-// times more of them, as many times shorter; dK and dV then are sums over work tiles, in the order of the splits.
+// Into how many parts the query heads of a KV head are cut. Each part has work tiles of its own, so that there are as
+// many times more of them, as many times shorter; dK and dV then are sums over work tiles, in the order of the splits.
 #pragma once
 
 #include <cstdint>
@@ -9,11 +9,13 @@
 
 namespace dash_attn {
 
-// Where the sums of dK and dV are cut shows in their bits. So it may depend on one sequence and on what a KV head knows of
-// itself, and on nothing else: not on the other heads, the batch, or the SMs that a device has or a caller leaves.
+// Where the sums of dK and dV are cut shows in their bits. So it may depend on one sequence and on what a KV head knows
+// of itself, and on nothing else: not on the other heads, the batch, or the SMs that a device has or a caller leaves.
 // kEnoughWorkTiles is about what lets one KV head fill a Hopper GPU, and is the same everywhere.
-inline constexpr int kEnoughWorkTiles = 128;  // of mean length; more where the longest is longer: short ones fill up beside it
-inline constexpr int kStepsWorthASplit = 96;  // of a mean work tile: adding its dK and dV up must stay small beside its steps
+// Of mean length; more of them where the longest is longer, so that short ones fill up beside it.
+inline constexpr int kEnoughWorkTiles = 128;
+// Of a mean work tile: adding its dK and dV up must stay small beside its steps.
+inline constexpr int kStepsWorthASplit = 96;
 
 // The fewest parts that make enough work tiles; where too few are possible, the most that leave them long enough.
 DASH_HOST_DEVICE constexpr int num_splits(int group_size, TileGrid const& grid) {

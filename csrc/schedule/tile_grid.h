@@ -1,5 +1,5 @@
-// One sequence under a mask, cut into tiles: all that an order of sums may look at. Where the sequence's data lies, how many
-// others there are and what the GPU is are not in here.
+// One sequence under a mask, cut into tiles: all that an order of sums may look at. Where the sequence's data lies, how
+// many others there are and what the GPU is are not in here.
 #pragma once
 
 #include <type_traits>

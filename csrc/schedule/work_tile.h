@@ -15,12 +15,12 @@ namespace dash_attn {
 struct WorkTile {
   Sequence sequence;
   Policy policy;
-  int batch;    // which sequence
+  int batch;  // which sequence
   int kv_head;
   int split;    // of the KV head's query heads
   int kv_tile;  // -1: the group is smaller than the cluster and this CTA sits it out
   int first_query_head, query_heads;
-  int first_dq_tile;  // of the first query head among the query tiles of all heads; those of the next head follow
+  int first_dq_tile;  // index, among the query tiles of all heads of all sequences, of the first query head's first
   int steps;          // over the query tiles and the query heads; none is legal
 
   DASH_HOST_DEVICE constexpr bool valid() const { return kv_tile >= 0; }
@@ -36,8 +36,8 @@ struct TileScheduler {
   int batch, kv_heads;
   int group_size;  // query heads that share one KV head
 
-  // (sequence, KV head, split)s whose work tiles are interleaved. It moves work in time and no order of sums depends on it,
-  // so it may follow the device (head_swizzle.h).
+  // (sequence, KV head, split)s whose work tiles are interleaved. It moves work in time and no order of sums depends on
+  // it, so it may follow the device (head_swizzle.h).
   int head_swizzle;
 
   // A kernel needs it below 2^31.
@@ -47,13 +47,13 @@ struct TileScheduler {
   }
 
   // Work of CTA `cta_rank` of the cluster that took `number`. Numbers must be taken in increasing order: the groups of
-  // every (sequence, KV head, split) then come in the policy's order, and the splits of a group in ascending order, which
-  // are the orders in which waits point back.
+  // every (sequence, KV head, split) then come in the policy's order, and the splits of a group in ascending order,
+  // which are the orders in which waits point back.
   //
-  // All heads' first splits come before any second one: where there are enough heads, a work tile that ends then finds the
-  // sums of the split before ready. These come in lots of head_swizzle. Within a lot the first group of each comes before
-  // the second of any: fewer groups of one run at a time, so fewer wait for each other's adds, and the longest (or shortest)
-  // tiles of all heads come together.
+  // All heads' first splits come before any second one: where there are enough heads, a work tile that ends then finds
+  // the sums of the split before ready. These come in lots of head_swizzle. Within a lot the first group of each comes
+  // before the second of any: fewer groups of one run at a time, so fewer wait for each other's adds, and the longest
+  // (or shortest) tiles of all heads come together.
   template <Policy P>
   DASH_HOST_DEVICE constexpr WorkTile work_tile(TileGrid const& grid, int number, int cta_rank) const {
     int const groups = Order<P>::groups(grid);
@@ -70,13 +70,14 @@ struct TileScheduler {
               Order<P>::kv_tile(grid, group, cta_rank));
   }
 
-  DASH_HOST_DEVICE constexpr WorkTile at(TileGrid const& grid, Policy order, int sequence_number, int kv_head, int split,
-                                         int kv_tile) const {
+  DASH_HOST_DEVICE constexpr WorkTile at(TileGrid const& grid, Policy order, int sequence_number, int kv_head,
+                                         int split, int kv_tile) const {
     int const query_heads = group_size / splits;
     int const first_query_head = kv_head * group_size + split * query_heads;
     int const first_dq_tile = (sequence_number * kv_heads * group_size + first_query_head) * grid.query_tiles();
     int const steps = kv_tile < 0 ? 0 : grid.query_tiles_of(kv_tile).count * query_heads;
-    return {sequence, order, sequence_number, kv_head, split, kv_tile, first_query_head, query_heads, first_dq_tile, steps};
+    return {sequence,         order,       sequence_number, kv_head, split, kv_tile,
+            first_query_head, query_heads, first_dq_tile,   steps};
   }
 };
 

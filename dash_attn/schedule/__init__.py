@@ -4,7 +4,8 @@ Everything here is host code over ``csrc/schedule``, the headers that the kernel
 a GPU or torch. ``python -m dash_attn.schedule`` compares the policies for a shape. docs/schedules.md defines them.
 
 A *problem* is the shape seen as tiles; a *schedule* is the name of a policy; *KV tile* and *query tile* are indices
-within one head. The order depends on the lengths, the head dim, the mask and the policy, and on nothing else.
+within one head. The order depends on the lengths, the head dim, the group size, the mask and the policy, and on
+nothing else.
 """
 
 from __future__ import annotations

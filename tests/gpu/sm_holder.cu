@@ -1,5 +1,6 @@
-// Holds SMs for the progress tests: each CTA takes all the shared memory of one SM and waits for a flag in device memory. A flag in
-// host memory would do more than hold SMs: reads that cross the bus hold up the memory fences of every other kernel.
+// Holds SMs for the progress tests: each CTA takes all the shared memory of one SM and waits for a flag in device
+// memory. A flag in host memory would do more than hold SMs: reads that cross the bus hold up the memory fences of
+// every other kernel.
 #include <cuda_runtime.h>
 
 namespace {
@@ -18,7 +19,8 @@ __global__ void hold(volatile int* resident, volatile int const* release, unsign
 }  // namespace
 
 // `resident` (num_ctas ints) is pinned host memory, `release` (one int) device memory. Returns a cudaError_t.
-extern "C" int hold_sms(int num_ctas, int* resident, int const* release, unsigned long long limit_ns, cudaStream_t stream) {
+extern "C" int hold_sms(int num_ctas, int* resident, int const* release, unsigned long long limit_ns,
+                        cudaStream_t stream) {
   int device = 0, bytes = 0;
   cudaError_t error = cudaGetDevice(&device);
   if (error == cudaSuccess) error = cudaDeviceGetAttribute(&bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, device);

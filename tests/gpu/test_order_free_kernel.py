@@ -16,7 +16,8 @@ def changed(problem, change, device, seed=0):
     generator = torch.Generator().manual_seed(seed)
     shapes = [(problem.seqlen_q, problem.heads), (problem.seqlen_k, problem.kv_heads)]
     tensors = [
-        torch.randn(problem.batch, *shape, problem.head_dim, generator=generator) for shape in (shapes[0], *shapes[1:] * 2)
+        torch.randn(problem.batch, *shape, problem.head_dim, generator=generator)
+        for shape in (shapes[0], *shapes[1:] * 2)
     ]
     dout = torch.randn(problem.batch, *shapes[0], problem.head_dim, generator=generator)
     change(*tensors, dout, generator)
