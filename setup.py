@@ -3,6 +3,7 @@ where nvcc is. docs/install.md lists the environment variables that choose what 
 
 from __future__ import annotations
 
+import copy
 import os
 import shutil
 import sys
@@ -118,6 +119,8 @@ class BuildExtension(cpp_extension.BuildExtension):
         super().finalize_options()
         # One folder whoever builds (pip, an editable install, setup.py), so that a second build is quick.
         self.build_temp = str(BUILD / f"objects-{sysconfig.get_platform()}-{sys.implementation.cache_tag}")
+        # Two of the extensions are one long compilation each, which the kernels need not wait for.
+        self.parallel = len(self.extensions)
 
     def build_extensions(self):
         for extension in self.extensions:
@@ -125,12 +128,16 @@ class BuildExtension(cpp_extension.BuildExtension):
                 add_kernels(extension, self.cuda_home)
         super().build_extensions()
 
+    def build_extension(self, extension):
+        # A folder each: torch writes one build.ninja to it.
+        command = copy.copy(self)
+        command.build_temp = os.path.join(self.build_temp, extension.name)
+        super(BuildExtension, command).build_extension(extension)
+
 
 def main() -> None:
     ninja = toolchain.put_ninja_on_path()
-    extensions = [schedule_extension()]
-    if Path("csrc/bindings/autograd.cpp").is_file():
-        extensions.append(autograd_extension())
+    extensions = [schedule_extension(), autograd_extension()]
     BuildExtension.cuda_home = toolchain.find_cuda_home()
     if os.environ.get("DASH_ATTN_SKIP_CUDA") == "1":
         reason = "DASH_ATTN_SKIP_CUDA=1 is set"
