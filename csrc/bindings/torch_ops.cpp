@@ -163,7 +163,7 @@ Inputs read_inputs(const Tensor& q, const Tensor& k, const Tensor& v, const Tens
 
   arguments.dtype = dtype == ScalarType::BFloat16 ? Dtype::kBFloat16 : Dtype::kFloat16;
   arguments.softmax_scale = static_cast<float>(softmax_scale);
-  arguments.causal = causal;
+  arguments.mask = mask_kind(causal);
   arguments.num_sms = usable_sms(device, sm_margin);
   arguments.sm_margin = static_cast<int>(sm_margin);
   return {device, dtype, query, key};

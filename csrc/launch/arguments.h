@@ -16,12 +16,11 @@ struct AttentionArguments {
   Dtype dtype;
   int batch, seqlen_q, seqlen_k, heads, kv_heads, head_dim;
   float softmax_scale;  // positive
-  bool causal;
+  MaskKind mask;
   int num_sms;    // SMs the kernels may use
   int sm_margin;  // SMs of the device beside those
 
   Sequence sequence() const { return {seqlen_q, seqlen_k}; }
-  MaskKind mask() const { return mask_kind(causal); }
   int group_size() const { return heads / kv_heads; }
 };
 

@@ -23,7 +23,7 @@ forward::QueryTileScheduler make_forward_scheduler(const ForwardArguments& a) {
   s.query_tiles = ceil_div(a.seqlen_q, s.tile_positions);
   s.groups_per_kv = a.group_size() / group;
   s.head_groups = a.heads / group;
-  s.longest_first = a.mask() != MaskKind::kFull;
+  s.longest_first = a.mask != MaskKind::kFull;
   const int64_t tiles = int64_t(a.batch) * s.head_groups * s.query_tiles;
   if (tiles > INT32_MAX / 2) {
     throw std::runtime_error("dash_attn: batch * heads * seqlen is too large: " + std::to_string(a.batch) + " * " +

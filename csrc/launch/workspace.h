@@ -17,7 +17,7 @@ struct WorkspacePlan {
 
 inline TileGrid backward_grid(const AttentionArguments& a) {
   const TileShape tile = backward_tile_shape(padded_head_dim(a.head_dim));
-  return {{tile.query, tile.key, 1}, {a.mask(), a.sequence()}};
+  return {{tile.query, tile.key, 1}, {a.mask, a.sequence()}};
 }
 
 // Of the sums over splits: one for each warpgroup's rows of each KV tile, for dK and for dV.

@@ -10,18 +10,22 @@ DASH_HOST_DEVICE constexpr int ceil_div(int a, int b) { return (a + b - 1) / b; 
 DASH_HOST_DEVICE constexpr int min_int(int a, int b) { return a < b ? a : b; }
 DASH_HOST_DEVICE constexpr int max_int(int a, int b) { return a > b ? a : b; }
 
-// The values are those of the variant list (launch/variants.def).
 enum class MaskKind : int {
   kFull,    // every key
   kCausal,  // query i sees the keys j <= i + seqlen_k - seqlen_q: the last query sees the last key
+  // Query i sees the keys j <= i, so that of more keys than queries the last are seen by none. No kernel of the build has
+  // it: tests/gpu/test_unseen_keys.py compiles one.
+  kTopLeft,
 };
+
+inline constexpr const char* kMaskNames[] = {"full", "causal", "top-left causal"};
 
 DASH_HOST_DEVICE constexpr MaskKind mask_kind(bool causal) { return causal ? MaskKind::kCausal : MaskKind::kFull; }
 
 // Whether every query sees from the first key on, as the forward takes for granted: it passes over the KV tiles that
 // only other rows of a query tile see at the end of the keys alone (forward/rows.h).
 DASH_HOST_DEVICE constexpr bool starts_at_first_key(MaskKind kind) {
-  return kind == MaskKind::kFull || kind == MaskKind::kCausal;
+  return kind == MaskKind::kFull || kind == MaskKind::kCausal || kind == MaskKind::kTopLeft;
 }
 
 // Lengths of one sequence.
@@ -44,28 +48,32 @@ struct Mask {
   Sequence sequence;
 
   DASH_HOST_DEVICE constexpr Range keys_of(int query) const {
-    int const end = kind == MaskKind::kCausal ? query + diagonal() + 1 : sequence.seqlen_k;
+    int const end = is_full() ? sequence.seqlen_k : query + diagonal() + 1;
     return Range::between(0, min_int(end, sequence.seqlen_k));
   }
 
   DASH_HOST_DEVICE constexpr Range queries_of(int key) const {
-    int const first = kind == MaskKind::kCausal ? max_int(0, key - diagonal()) : 0;
+    int const first = is_full() ? 0 : max_int(0, key - diagonal());
     return Range::between(first, sequence.seqlen_q);
   }
 
   DASH_HOST_DEVICE constexpr bool visible(int query, int key) const {
     bool const exists = key < sequence.seqlen_k;
-    return kind == MaskKind::kCausal ? exists && key <= query + diagonal() : exists;
+    return is_full() ? exists : exists && key <= query + diagonal();
   }
 
   // Whether a query of the tile does not see a key of it. Query rows past the end need no mask: their LSE is +inf.
   DASH_HOST_DEVICE constexpr bool hides_part_of(Range queries, Range keys) const {
     bool const past_end = keys.end() > sequence.seqlen_k;
-    return kind == MaskKind::kCausal ? past_end || keys.end() - 1 > queries.first + diagonal() : past_end;
+    return is_full() ? past_end : past_end || keys.end() - 1 > queries.first + diagonal();
   }
 
  private:
-  DASH_HOST_DEVICE constexpr int diagonal() const { return sequence.seqlen_k - sequence.seqlen_q; }
+  DASH_HOST_DEVICE constexpr bool is_full() const { return kind == MaskKind::kFull; }
+  // The last key that query 0 sees.
+  DASH_HOST_DEVICE constexpr int diagonal() const {
+    return kind == MaskKind::kTopLeft ? 0 : sequence.seqlen_k - sequence.seqlen_q;
+  }
 };
 
 }  // namespace dash_attn
