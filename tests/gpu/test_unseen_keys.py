@@ -32,7 +32,8 @@ def library(hopper, tmp_path_factory) -> ctypes.CDLL:
     if nvcc is None or package is None or not CSRC.is_dir():
         pytest.skip("needs nvcc, nvidia-cutlass and the sources")
     cutlass = pathlib.Path(package.origin).parent / "source" / "include"
-    sources = [pathlib.Path(__file__).with_name("unseen_keys.cu"), CSRC / "launch/stages.cu", CSRC / "launch/tensor_map.cu"]
+    own = pathlib.Path(__file__).with_name("unseen_keys.cu")
+    sources = [own, CSRC / "launch/stages.cu", CSRC / "launch/tensor_map.cu"]
     path = tmp_path_factory.mktemp("unseen_keys") / "libunseen_keys.so"
     subprocess.run([nvcc, "-t0", *FLAGS, f"-I{CSRC}", f"-I{cutlass}", *map(str, sources), "-o", str(path)], check=True)
     library = ctypes.CDLL(str(path))
