@@ -13,8 +13,8 @@ DASH_HOST_DEVICE constexpr int max_int(int a, int b) { return a > b ? a : b; }
 enum class MaskKind : int {
   kFull,    // every key
   kCausal,  // query i sees the keys j <= i + seqlen_k - seqlen_q: the last query sees the last key
-  // Query i sees the keys j <= i, so that of more keys than queries the last are seen by none. No kernel of the build has
-  // it: tests/gpu/test_unseen_keys.py compiles one.
+  // Query i sees the keys j <= i, so that of more keys than queries the last are seen by none. No kernel of the build
+  // has it: tests/gpu/test_unseen_keys.py compiles one.
   kTopLeft,
 };
 
@@ -54,7 +54,9 @@ struct Mask {
 
   DASH_HOST_DEVICE constexpr Range queries_of(int key) const {
     int const first = is_full() ? 0 : max_int(0, key - diagonal());
-    return Range::between(first, sequence.seqlen_q);
+    // Under the others every key is seen, at the least by the last query.
+    bool const may_be_unseen = kind == MaskKind::kTopLeft;
+    return Range::between(may_be_unseen ? min_int(first, sequence.seqlen_q) : first, sequence.seqlen_q);
   }
 
   DASH_HOST_DEVICE constexpr bool visible(int query, int key) const {

@@ -1,8 +1,8 @@
 """KV tiles that no query sees: their gradients are zeros, nothing waits for them, and they change no other bit.
 
-No mask of the package has such tiles, so the test compiles a backward of its own from csrc/, with a mask that is aligned
-at the first query and key. Where there are more keys than queries, it is the causal mask of a square problem with keys
-behind it that nobody sees.
+No mask of the package has such tiles, so the test compiles a backward of its own from csrc/, with a mask that is
+aligned at the first query and key. Where there are more keys than queries, it is the causal mask of a square problem
+with keys behind it that nobody sees.
 """
 
 import ctypes
