@@ -6,8 +6,6 @@
 // CTAs are persistent and take their work from a counter (work_ring.h); none waits for a CTA that may not be running.
 #pragma once
 
-#include <cutlass/arch/reg_reconfig.h>
-
 #include <cute/arch/cluster_sm90.hpp>
 
 #include "../device/warp_roles.h"
@@ -22,10 +20,7 @@ namespace dash_attn::backward {
 
 template <typename Variant>
 __global__ void __launch_bounds__(Variant::kThreads, 1) backward_kernel(const __grid_constant__ KernelParams params) {
-  extern __shared__ char shared_memory[];
-  static_assert(sizeof(SharedStorage<Variant>) <= kSharedMemoryLimit);
-  auto& shared = *reinterpret_cast<SharedStorage<Variant>*>(shared_memory);
-
+  auto& shared = shared_storage<SharedStorage<Variant>>();
   if (threadIdx.x == 0) { initialise_barriers(shared); }
   // The other CTAs of the cluster arrive on this one's barriers.
   if constexpr (Variant::kClusterSize > 1) {
@@ -36,25 +31,18 @@ __global__ void __launch_bounds__(Variant::kThreads, 1) backward_kernel(const __
 
   ptx::wait_for_previous_kernel();
 
-  const int warpgroup = warpgroup_index();
-  if (warpgroup == 0) {
-    cutlass::arch::warpgroup_reg_dealloc<Variant::kProducerRegisters>();
-    const int warp = warp_index();
+  const auto produce = [&](int warp) {
     if (warp == kLoaderWarp) {
       Loader<Variant>(shared, params).run();
     } else if (cute::elect_one_sync()) {
-      switch (warp) {
-        case kPlannerWarp:
-          Planner<Variant>(shared, params).run();
-          break;
-        default:
-          Adder<Variant>(shared, params, warp - kFirstAdderWarp).run();
+      if (warp == kPlannerWarp) {
+        Planner<Variant>(shared, params).run();
+      } else {
+        Adder<Variant>(shared, params, warp - kFirstAdderWarp).run();
       }
     }
-  } else {
-    cutlass::arch::warpgroup_reg_alloc<Variant::kConsumerRegisters>();
-    Consumer<Variant>(shared, params).run();
-  }
+  };
+  specialise_warps<Variant>(produce, [&] { Consumer<Variant>(shared, params).run(); });
 
   // A CTA's shared memory must outlive the last arrival of its neighbours. The barrier takes whole warps.
   if constexpr (Variant::kClusterSize > 1) {

@@ -12,9 +12,17 @@ template <int kSize>
 __device__ __forceinline__ void apply_mask(float (&s)[kSize], const Mask& mask, int first_query, int first_key,
                                            int thread) {
 #pragma unroll
-  for (int i = 0; i < kSize; ++i) {
-    if (!mask.visible(first_query + fragment_column(thread, i), first_key + fragment_row(thread, i))) {
-      s[i] = -INFINITY;
+  for (int row = 0; row < 2; ++row) {
+    const int key = first_key + fragment_row(thread, 2 * row);
+    const Range queries = mask.queries_of(key);
+    const int first = key < mask.sequence.seqlen_k ? queries.first : mask.sequence.seqlen_q;
+    const int column = first_query + fragment_column(thread, 0);
+#pragma unroll
+    for (int i = 0; i < kSize; ++i) {
+      if ((i / 2) % 2 != row) { continue; }
+      const bool before = fragment_column(0, i) < first - column;
+      const bool behind = !starts_at_first_key(mask.kind) && fragment_column(0, i) >= queries.end() - column;
+      if (before || behind) { s[i] = -INFINITY; }
     }
   }
 }

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cutlass/arch/barrier.h>
+#include <cutlass/arch/reg_reconfig.h>
 
 #include <cute/arch/cluster_sm90.hpp>
 
@@ -15,6 +16,27 @@ __device__ __forceinline__ int warpgroup_index() {
   return __shfl_sync(0xffffffff, int(threadIdx.x) / kWarpgroupThreads, 0);
 }
 __device__ __forceinline__ int warp_index() { return __shfl_sync(0xffffffff, int(threadIdx.x) / 32, 0); }
+
+// The kernel's dynamic shared memory.
+template <typename Storage>
+__device__ __forceinline__ Storage& shared_storage() {
+  extern __shared__ char shared_memory[];
+  static_assert(sizeof(Storage) <= kSharedMemoryLimit);
+  return *reinterpret_cast<Storage*>(shared_memory);
+}
+
+// Warpgroup 0 feeds the others and gives them of its registers: `produce` is called with the number of each of its
+// warps, `consume` by every thread of the others.
+template <typename Variant, typename Produce, typename Consume>
+__device__ __forceinline__ void specialise_warps(Produce&& produce, Consume&& consume) {
+  if (warpgroup_index() == 0) {
+    cutlass::arch::warpgroup_reg_dealloc<Variant::kProducerRegisters>();
+    produce(warp_index());
+  } else {
+    cutlass::arch::warpgroup_reg_alloc<Variant::kConsumerRegisters>();
+    consume();
+  }
+}
 
 // Of the threads of one warpgroup.
 __device__ __forceinline__ void sync_warpgroup(int barrier) {

@@ -19,7 +19,6 @@ template <typename Element_, int kHeadDim_, MaskKind kMask, typename Score_>
 struct Variant {
   using Element = Element_;
   using Score = Score_;
-  static_assert(starts_at_first_key(kMask), "rows.h and mainloop.h must pass over KV tiles at the other end too");
   static constexpr TileShape kTile = forward_tile_shape(kHeadDim_);
   static constexpr int kQuery = kTile.query;
   static constexpr int kKey = kTile.key;

@@ -7,8 +7,6 @@
 // no other.
 #pragma once
 
-#include <cutlass/arch/reg_reconfig.h>
-
 #include "../device/warp_roles.h"
 #include "config.h"
 #include "load.h"
@@ -20,29 +18,20 @@ namespace dash_attn::forward {
 
 template <typename Variant>
 __global__ void __launch_bounds__(Variant::kThreads, 1) forward_kernel(const __grid_constant__ KernelParams params) {
-  extern __shared__ char shared_memory[];
-  static_assert(sizeof(SharedStorage<Variant>) <= kSharedMemoryLimit);
-  auto& shared = *reinterpret_cast<SharedStorage<Variant>*>(shared_memory);
-
+  auto& shared = shared_storage<SharedStorage<Variant>>();
   if (threadIdx.x == 0) { initialise_barriers(shared); }
   __syncthreads();
 
-  const int warpgroup = warpgroup_index();
-  if (warpgroup == 0) {
-    cutlass::arch::warpgroup_reg_dealloc<Variant::kProducerRegisters>();
-    const int warp = warp_index();
+  const auto produce = [&](int warp) {
     static_assert(Variant::kConsumers < kWarpgroupWarps);
-    if (cute::elect_one_sync()) {
-      if (warp == 0) {
-        Loader<Variant>(shared, params).run();
-      } else if (warp <= Variant::kConsumers) {
-        Storer<Variant>(shared, params, warp - 1).run();
-      }
+    if (!cute::elect_one_sync()) { return; }
+    if (warp == 0) {
+      Loader<Variant>(shared, params).run();
+    } else if (warp <= Variant::kConsumers) {
+      Storer<Variant>(shared, params, warp - 1).run();
     }
-  } else {
-    cutlass::arch::warpgroup_reg_alloc<Variant::kConsumerRegisters>();
-    Consumer<Variant>(shared, params).run();
-  }
+  };
+  specialise_warps<Variant>(produce, [&] { Consumer<Variant>(shared, params).run(); });
 }
 
 }  // namespace dash_attn::forward

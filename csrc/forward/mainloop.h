@@ -84,26 +84,25 @@ class Consumer {
   __device__ __forceinline__ void begin(PackedScores& p, OnlineSoftmax& softmax, const Rows& rows) {
     Scores s;
     wait_for_q(rows);
-    pass_over_keys(rows);
+    pass_keys_before(rows);
     wait_for_k();
     issue_s(s, rows);
     wait_products<0>();
     finish_s(s);
     exponentiate_first(s, softmax, rows);
-    pass_over_values(rows);
+    pass_values_before(rows);
     shared_.v_full[v_.slot()].wait(v_.parity());
     pack_slices<Element>(p, s);
   }
 
   // All KV tiles but the one that came first, which is the last.
   __device__ __forceinline__ void walk(Output& out, PackedScores& p, OnlineSoftmax& softmax, const Rows& rows) {
-    const Mask mask = make_mask();
-    const Range queries{rows.first_position, 1};  // the first row is the one that sees least at the end
     int kv_tile = rows.kv.end() - 1;
-    while (kv_tile > rows.kv.first && mask.hides_part_of(queries, {(kv_tile - 1) * Variant::kKey, Variant::kKey})) {
-      step<Tile::kMasked>(out, p, softmax, rows, --kv_tile);
-    }
-    for (; kv_tile > rows.kv.first; --kv_tile) { step<Tile::kUnmasked>(out, p, softmax, rows, kv_tile - 1); }
+    const int first_masked_after = max_int(rows.kv.first, rows.whole.end());
+    while (kv_tile > first_masked_after) { step<Tile::kMasked>(out, p, softmax, rows, --kv_tile); }
+    while (kv_tile > rows.whole.first) { step<Tile::kUnmasked>(out, p, softmax, rows, --kv_tile); }
+    while (kv_tile > rows.kv.first) { step<Tile::kMasked>(out, p, softmax, rows, --kv_tile); }
+    pass_keys_after(rows);
   }
 
   template <Tile kTile>
@@ -130,7 +129,7 @@ class Consumer {
                                         const Rows& next) {
     Scores s;
     wait_for_q(next);
-    pass_over_keys(next);
+    pass_keys_before(next);
     wait_for_k();
     issue_s(s, next);
     issue_out(out, p);
@@ -141,7 +140,8 @@ class Consumer {
     pin(s);
     wait_for_next_v();
     finish_out(out, p);
-    pass_over_values(next);
+    pass_values_after(rows);
+    pass_values_before(next);
     store(out, softmax, rows);
     softmax = next_softmax;
     clear(out);
@@ -154,6 +154,7 @@ class Consumer {
     issue_out(out, p);
     wait_products<0>();
     finish_out(out, p);
+    pass_values_after(rows);
     store(out, softmax, rows);
   }
 
@@ -161,24 +162,30 @@ class Consumer {
   __device__ __forceinline__ void pass_over(Output& out, OnlineSoftmax& softmax, const Rows& rows) {
     wait_for_q(rows);
 #pragma unroll 1
-    for (int i = 0; i < rows.passed; ++i) {
+    for (int i = 0; i < rows.passed_before + rows.passed_after; ++i) {
       pass(shared_.k_full, shared_.k_empty, k_);
       pass(shared_.v_full, shared_.v_empty, v_);
     }
     store(out, softmax, rows);
   }
 
-  __device__ __forceinline__ void pass_over_keys(const Rows& rows) {
-    if (rows.passed > 0) { pass(shared_.k_full, shared_.k_empty, k_); }
-  }
-
-  __device__ __forceinline__ void pass_over_values(const Rows& rows) {
-    if (rows.passed > 0) { pass(shared_.v_full, shared_.v_empty, v_); }
-  }
-
-  // A warpgroup's rows see at most one KV tile less than the others' of their tile, if any. So only one tile of K is
-  // passed over while the V of the rows before is still in use, and the loader never waits for that V to go on.
+  // A warpgroup's rows see at each end at most one KV tile less than the others' of their tile, if any. So while the V
+  // of the rows before is still in use, one tile of K is passed over behind theirs and one before that of the next, and
+  // the loader brings both, and the one that is used, without waiting for that V.
   static_assert(Variant::kQuery - kWarpgroupRows <= Variant::kKey);
+
+  __device__ __forceinline__ void pass_keys_before(const Rows& rows) {
+    if (rows.passed_before > 0) { pass(shared_.k_full, shared_.k_empty, k_); }
+  }
+  __device__ __forceinline__ void pass_values_before(const Rows& rows) {
+    if (rows.passed_before > 0) { pass(shared_.v_full, shared_.v_empty, v_); }
+  }
+  __device__ __forceinline__ void pass_keys_after(const Rows& rows) {
+    if (rows.passed_after > 0) { pass(shared_.k_full, shared_.k_empty, k_); }
+  }
+  __device__ __forceinline__ void pass_values_after(const Rows& rows) {
+    if (rows.passed_after > 0) { pass(shared_.v_full, shared_.v_empty, v_); }
+  }
 
   // Having waited for a tile, so that none is released twice in one pass of the ring.
   template <typename Full, typename Empty>
@@ -237,14 +244,18 @@ class Consumer {
   }
 
   __device__ __forceinline__ void apply_mask(Scores& s, const Rows& rows, int kv_tile) const {
+    const Mask mask = make_mask();
     const int first_key = kv_tile * Variant::kKey + fragment_column(thread_, 0);
 #pragma unroll
     for (int row = 0; row < kRowsPerThread; ++row) {
       const int position = rows.position(params_.scheduler, thread_, row);
-      const int visible = make_mask().keys_of(position).end() - first_key;
+      const Range keys = mask.keys_of(position);
 #pragma unroll
       for (int i = 0; i < kScoreRegisters; ++i) {
-        if (row_of(i) == row && fragment_column(0, i) >= visible) { s[i] = -INFINITY; }
+        if (row_of(i) != row) { continue; }
+        const bool before = !starts_at_first_key(mask.kind) && fragment_column(0, i) < keys.first - first_key;
+        const bool behind = fragment_column(0, i) >= keys.end() - first_key;
+        if (before || behind) { s[i] = -INFINITY; }
       }
     }
   }

@@ -24,9 +24,10 @@ struct WarpgroupRows {
   QueryTile tile;
   RingIndex<Variant::kQueryStages> q;  // where their Q is
   int first_position;
-  bool exist;  // or has the tile fewer rows?
-  Range kv;    // KV tiles that some of them see, walked from the last to the first
-  int passed;  // KV tiles that are loaded before those, for other rows of the tile
+  bool exist;                       // or has the tile fewer rows?
+  Range kv;                         // KV tiles that some of them see, walked from the last to the first
+  Range whole;                      // of those, the KV tiles of which each of them sees every key
+  int passed_before, passed_after;  // KV tiles that are loaded before and after those, for other rows of the tile
 
   WarpgroupRows() = default;
 
@@ -35,10 +36,14 @@ struct WarpgroupRows {
       : tile(tile), q(q) {
     first_position = scheduler.first_position(tile.index) + scheduler.positions_of(consumer * kWarpgroupRows);
     exist = first_position < scheduler.end_position(tile.index);
+    const TileGrid grid = Variant::grid(scheduler.sequence);
     const Range of_tile = kv_tiles_of_query_tile<Variant>(scheduler, tile.index);
     const int end = first_position + scheduler.positions_of(kWarpgroupRows);
-    kv = exist ? Variant::grid(scheduler.sequence).kv_tiles_of_queries(first_position, end) : Range{of_tile.first, 0};
-    passed = of_tile.end() - kv.end();
+    kv = exist ? grid.kv_tiles_of_queries(first_position, end) : Range{of_tile.first, 0};
+    if (kv.count == 0) { kv.first = of_tile.first; }
+    whole = grid.kv_tiles_seen_whole(first_position, end);
+    passed_before = of_tile.end() - kv.end();
+    passed_after = kv.first - of_tile.first;
   }
 
   // Of the thread's rows, number `row`: its position in the sequence, and its head among those of all sequences.

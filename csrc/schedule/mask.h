@@ -13,20 +13,19 @@ DASH_HOST_DEVICE constexpr int max_int(int a, int b) { return a > b ? a : b; }
 enum class MaskKind : int {
   kFull,    // every key
   kCausal,  // query i sees the keys j <= i + seqlen_k - seqlen_q: the last query sees the last key
-  // Query i sees the keys j <= i, so that of more keys than queries the last are seen by none. No kernel of the build
-  // has it: tests/gpu/test_unseen_keys.py compiles one.
-  kTopLeft,
+  // Query i sees the last kBandKeys keys up to key i: there may be keys that no query sees, at the end, and queries that
+  // see none. No kernel of the build has it: tests/gpu/test_band.py compiles one.
+  kBand,
 };
 
-inline constexpr const char* kMaskNames[] = {"full", "causal", "top-left causal"};
+inline constexpr const char* kMaskNames[] = {"full", "causal", "band"};
 
 DASH_HOST_DEVICE constexpr MaskKind mask_kind(bool causal) { return causal ? MaskKind::kCausal : MaskKind::kFull; }
 
-// Whether every query sees from the first key on, as the forward takes for granted: it passes over the KV tiles that
-// only other rows of a query tile see at the end of the keys alone (forward/rows.h).
-DASH_HOST_DEVICE constexpr bool starts_at_first_key(MaskKind kind) {
-  return kind == MaskKind::kFull || kind == MaskKind::kCausal || kind == MaskKind::kTopLeft;
-}
+inline constexpr int kBandKeys = 500;
+
+// Whether every query that sees a key sees all keys before it.
+DASH_HOST_DEVICE constexpr bool starts_at_first_key(MaskKind kind) { return kind != MaskKind::kBand; }
 
 // Lengths of one sequence.
 struct Sequence {
@@ -47,34 +46,30 @@ struct Mask {
   MaskKind kind;
   Sequence sequence;
 
+  // Of a query that exists; of one past the end no less than of the last, and no more than there is.
   DASH_HOST_DEVICE constexpr Range keys_of(int query) const {
-    int const end = is_full() ? sequence.seqlen_k : query + diagonal() + 1;
-    return Range::between(0, min_int(end, sequence.seqlen_k));
+    int const end = is_full() ? sequence.seqlen_k : min_int(query + diagonal() + 1, sequence.seqlen_k);
+    int const first = starts_at_first_key(kind) ? 0 : min_int(max_int(0, query + 1 - kBandKeys), sequence.seqlen_k);
+    return Range::between(first, end);
   }
 
+  // Of a key that exists.
   DASH_HOST_DEVICE constexpr Range queries_of(int key) const {
-    int const first = is_full() ? 0 : max_int(0, key - diagonal());
-    // Under the others every key is seen, at the least by the last query.
-    bool const may_be_unseen = kind == MaskKind::kTopLeft;
-    return Range::between(may_be_unseen ? min_int(first, sequence.seqlen_q) : first, sequence.seqlen_q);
-  }
-
-  DASH_HOST_DEVICE constexpr bool visible(int query, int key) const {
-    bool const exists = key < sequence.seqlen_k;
-    return is_full() ? exists : exists && key <= query + diagonal();
+    int const first = is_full() ? 0 : min_int(max_int(0, key - diagonal()), sequence.seqlen_q);
+    int const end = starts_at_first_key(kind) ? sequence.seqlen_q : min_int(key + kBandKeys, sequence.seqlen_q);
+    return Range::between(first, end);
   }
 
   // Whether a query of the tile does not see a key of it. Query rows past the end need no mask: their LSE is +inf.
   DASH_HOST_DEVICE constexpr bool hides_part_of(Range queries, Range keys) const {
-    bool const past_end = keys.end() > sequence.seqlen_k;
-    return is_full() ? past_end : past_end || keys.end() - 1 > queries.first + diagonal();
+    return keys.first < keys_of(queries.end() - 1).first || keys.end() > keys_of(queries.first).end();
   }
 
  private:
   DASH_HOST_DEVICE constexpr bool is_full() const { return kind == MaskKind::kFull; }
   // The last key that query 0 sees.
   DASH_HOST_DEVICE constexpr int diagonal() const {
-    return kind == MaskKind::kTopLeft ? 0 : sequence.seqlen_k - sequence.seqlen_q;
+    return kind == MaskKind::kBand ? 0 : sequence.seqlen_k - sequence.seqlen_q;
   }
 };
 

@@ -40,6 +40,12 @@ struct TileGrid {
     return tiles_between(mask.keys_of(first).first, mask.keys_of(last).end(), tiling.key);
   }
 
+  // Of those, the tiles of which every one of the queries sees every key.
+  DASH_HOST_DEVICE constexpr Range kv_tiles_seen_whole(int first, int end) const {
+    int const last = min_int(end, mask.sequence.seqlen_q) - 1;
+    return Range::between(ceil_div(mask.keys_of(last).first, tiling.key), mask.keys_of(first).end() / tiling.key);
+  }
+
   // Whether elements of the tile must be masked one by one.
   DASH_HOST_DEVICE constexpr bool needs_masking(int q, int kv) const {
     return mask.hides_part_of({q * tiling.query, tiling.query}, {kv * tiling.key, tiling.key});
