@@ -5,16 +5,16 @@
 
 using namespace dash_attn;
 
-namespace {
-
-struct Band {
-  static constexpr MaskKind kKind = MaskKind::kBand;
-};
-
 struct Problem {
   int seqlen_q, seqlen_k, heads, kv_heads, head_dim;
   float softmax_scale;
   int policy, num_sms;
+};
+
+namespace {
+
+struct Band {
+  static constexpr MaskKind kKind = MaskKind::kBand;
 };
 
 // Of contiguous (batch 1, seqlen, heads, head_dim) bf16 tensors: as q, k, v, out, dout, dq, dk, dv.
