@@ -21,8 +21,12 @@ from dash_attn import _schedule, schedule
 
 RESULTS = pathlib.Path(__file__).parent / "results"
 MACHINE, CALIBRATION = RESULTS / "machine_h200.json", RESULTS / "calibration_h200.json"
-# Of the kernel (csrc/backward/config.h): staging buffers of dQ, warps that add, steps that are loaded ahead.
-KERNEL = {"staging": 2, "adders": 2, "loads_ahead": 2}
+# Of the kernel that is compiled: staging buffers of dQ, warps that add, steps that are loaded ahead.
+KERNEL = {
+    "staging": _schedule.BACKWARD_STAGES,
+    "adders": _schedule.BACKWARD_ADDERS,
+    "loads_ahead": _schedule.BACKWARD_STAGES,
+}
 # Policies whose adds wait for no one.
 UNORDERED = tuple(p for p in (*schedule.POLICIES, *schedule.YARDSTICKS) if not _schedule.is_ordered(p))
 ELEMENT_BYTES, SUM_BYTES = 2, 4

@@ -6,6 +6,7 @@
 
 #include <cstdint>
 
+#include "../config/pipeline.h"
 #include "../config/tile_shapes.h"
 #include "../device/gemm.h"
 #include "../device/sm90.h"
@@ -19,7 +20,7 @@ namespace dash_attn::backward {
 // order (apart, because the loader has only kProducerRegisters registers), one thread of each of the rest adds the
 // dQ of every other step.
 enum WarpRole : int { kLoaderWarp = 0, kPlannerWarp = 1, kFirstAdderWarp = 2 };
-constexpr int kAdderWarps = 2;
+static_assert(kFirstAdderWarp + kAdderWarps == kWarpgroupWarps);
 
 template <typename Element_, int kHeadDim_>
 struct Geometry {
@@ -50,11 +51,7 @@ struct Geometry {
   // and a product of 64 x 64 with both operands there takes all of it. There is no room for K as well.
   static constexpr int kHeadDimSlices = kHeadDim / kProductDepth;
 
-  // Two of everything that changes from step to step, all used in turn, so that one count finds them: Q and dO (one
-  // tile is loaded while the other is used), dS (one is read while the next is written), dQ (one is added while the
-  // next is computed).
-  static constexpr int kStages = 2;
-  static_assert(kStages == kAdderWarps);
+  static constexpr int kStages = kPipelineStages;
   static constexpr int kWorkSlots = 2;  // work tiles known at a time: this one, and the next while its K is on its way
   static constexpr int kPlanSlots = 8;  // steps known ahead: the loader is up to four ahead of the adder
 

@@ -1,4 +1,4 @@
-// dash_attn._schedule: the schedule headers and the tile table, as the kernels see them, for Python. Host only.
+// dash_attn._schedule: the schedule headers, tile table and pipeline, as the kernels see them, for Python. Host only.
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
@@ -13,6 +13,7 @@
 #include <vector>
 
 #include "../config/fixed_point.h"
+#include "../config/pipeline.h"
 #include "../config/tile_shapes.h"
 #include "../model/simulator.h"
 #include "../schedule/automatic.h"
@@ -291,7 +292,7 @@ std::string repr(Problem const& p) {
 }  // namespace
 
 PYBIND11_MODULE(_schedule, m) {
-  m.doc() = "The schedules of the kernels (csrc/schedule) and their tile table, on the host.";
+  m.doc() = "The schedules of the kernels (csrc/schedule), their tile table and pipeline (csrc/config), on the host.";
 
   py::tuple names(kNumDeterministicPolicies), yardsticks(kNumPolicies - kNumDeterministicPolicies);
   for (int i = 0; i < kNumPolicies; ++i) {
@@ -303,6 +304,8 @@ PYBIND11_MODULE(_schedule, m) {
   }
   m.attr("POLICIES") = names;
   m.attr("YARDSTICKS") = yardsticks;
+  m.attr("BACKWARD_STAGES") = backward::kPipelineStages;
+  m.attr("BACKWARD_ADDERS") = backward::kAdderWarps;
 
   py::class_<Problem>(m, "Problem", "Tile counts, mask ranges and work of one attention backward.")
       .def(py::init(&checked_problem), py::arg("seqlen_q"), py::arg("seqlen_k"), py::kw_only(), py::arg("tile_q"),
