@@ -17,7 +17,6 @@ from benchmarks.shapes import Shape
 ROOT = pathlib.Path(__file__).parents[1]
 PEERS = ROOT / "benchmarks" / "results" / "peers_h200.json"
 MODULE = "benchmarks.document"
-SHORT = {"fa2": "FA2", "fa3": "FA3", "fa4": "FA4", "cudnn": "cuDNN", "dash-authors": "DASH"}
 TARGET = 0.98  # of the yardstick's throughput
 
 
@@ -48,59 +47,55 @@ def heads_of(shape: Shape) -> str:
     return str(shape.heads) if shape.heads == shape.kv_heads else f"{shape.heads}/{shape.kv_heads}"
 
 
-def mean_and_counts(group: list[Comparison], deterministic: bool) -> str:
-    counts = {}
-    for peer in compare.measured_peers(group):
-        if peer.deterministic == deterministic:
-            counts[SHORT[peer.impl]] = sum(c.best(deterministic, peer.impl) is not None for c in group)
-    mean = compare.mean(group, deterministic)
-    return f"{mean.ratio:.2f} ({', '.join(f'{name} {n}' for name, n in sorted(counts.items()))})" if mean else "-"
+def groups_of(rows: list[Comparison]) -> dict[tuple[int, str], list[Comparison]]:
+    """By head_dim and mask."""
+    groups: dict[tuple[int, str], list[Comparison]] = {}
+    for row in rows:
+        groups.setdefault((row.shape.head_dim, row.shape.mask), []).append(row)
+    return groups
 
 
 def summary(rows: list[Comparison]) -> str:
-    """A row for each head_dim and mask."""
-    groups: dict[tuple, list[Comparison]] = {}
-    for row in rows:
-        groups.setdefault((row.shape.head_dim, row.shape.mask), []).append(row)
     lines = []
-    for (head_dim, mask), group in [*groups.items(), (("all", ""), rows)]:
+    for (head_dim, mask), group in [*groups_of(rows).items(), (("all", ""), rows)]:
         ours = [c.ours.tflops for c in group]
+        means = [compare.mean(group, deterministic) for deterministic in (True, False)]
         cells = [str(head_dim), mask, str(len(group)), f"{min(ours):.0f} to {max(ours):.0f}"]
-        lines.append([*cells, mean_and_counts(group, True), mean_and_counts(group, False)])
+        lines.append([*cells, *(f"{mean.ratio:.2f}" if mean else "-" for mean in means)])
     return table(["head_dim", "mask", "shapes", "TFLOP/s", "best deterministic peer", "best other peer"], lines)
 
 
-def one_run_line(quoted: Quoted, run: str, rows: list[Comparison]) -> str:
-    """What one run with FlashAttention-3 says of the backward and the forward."""
-    forward = quoted.in_one_run("forward")[run]
-    means = [compare.mean(rows, deterministic, "fa3") for deterministic in (True, False)]
-    what = quoted.peers_meta["same_run"].get(run, f"dash_attn {quoted.meta['commit'][:12]}")
-    return prose(
-        f"""- {run}, {what}, {means[0].shapes} shapes: the backward has {means[0].ratio:.2f} times the throughput of
-        deterministic FlashAttention-3 and {means[1].ratio:.2f} times that of its other mode; the forward has
-        {compare.mean(forward, True, "fa3").ratio:.2f} times that of FlashAttention-3, and
-        {compare.mean(forward, True).ratio:.2f} times that of the better of it and cuDNN.""",
-        indent="  ",
-    )
+def span(means: list[compare.Mean | None]) -> str:
+    ratios = [mean.ratio for mean in means if mean]
+    low, high = f"{min(ratios):.2f}", f"{max(ratios):.2f}"
+    return low if low == high else f"{low} to {high}"
+
+
+def together(quoted: Quoted) -> str:
+    """What the runs with FlashAttention-3 beside us say of the backward and the forward."""
+    backward = {r: c for r, c in quoted.in_one_run("backward").items() if compare.mean(c, True, "fa3")}
+    forward = [rows for run, rows in quoted.in_one_run("forward").items() if run in backward]
+    ordered, other = ([compare.mean(c, mode, "fa3") for c in backward.values()] for mode in (True, False))
+    return f"""In runs of both sides together the backward has {span(ordered)} times the throughput of deterministic
+        FlashAttention-3 and {span(other)} times that of its other mode, and the forward
+        {span([compare.mean(rows, True) for rows in forward])} times that of the better of FlashAttention-3 and
+        cuDNN."""
 
 
 def readme(quoted: Quoted) -> str:
     rows, forward = quoted.against_peers("backward"), quoted.against_peers("forward")
-    runs = [(r, c) for r, c in quoted.in_one_run("backward").items() if compare.mean(c, True, "fa3")]
-    with_fa3 = compare.mean([row for row in rows if row.best(True, "fa3")], True)
     picture = quoted.path.with_suffix(".png").relative_to(ROOT)
+    names = list(dict.fromkeys(compare.NAMES[peer.impl] for peer in compare.measured_peers(rows)))
     parts = [
         f"![Deterministic backward throughput on an H200]({picture})",
         summary(rows),
         prose(
-            f"""The backward of `schedule="auto"`, bf16, and the geometric mean of its throughput over the best peer's,
-            with the number of the group's shapes that each peer was measured at: FA2 to FA4 are FlashAttention-2 to -4,
-            DASH is the fork of the paper's authors. Over the {with_fa3.shapes} shapes with a figure of deterministic
-            FlashAttention-3, the ratio to the best deterministic peer is {with_fa3.ratio:.2f}. The forward has
+            f"""The backward of `schedule="auto"`, bf16, and the geometric mean of its throughput over that of the best
+            of {", ".join(names[:-1])} and {names[-1]}, which were not all measured at every shape. The forward has
             {compare.mean(forward, True).ratio:.2f} times the throughput of the best peer's. All these compare our run
-            of commit {quoted.meta["commit"][:12]} with other runs of the peers. Runs of both sides together say:"""
+            of commit {quoted.meta["commit"][:12]} with other runs of the peers. {together(quoted)}
+            [benchmarks/README.md](benchmarks/README.md) has every shape and peer, and how to measure again."""
         ),
-        "\n".join(one_run_line(quoted, run, found) for run, found in runs),
     ]
     return "\n" + "\n\n".join(parts) + "\n\n"
 
@@ -129,6 +124,17 @@ def grid(rows: list[Comparison]) -> str:
         shown.append(prose(f"- {letter}: {'; '.join(said)}", indent="  "))
     legend = "Missing are the peers that were not measured at the shape:\n\n" + "\n".join(shown)
     return table([*heads, "missing"], lines) + "\n\n" + legend
+
+
+def counts(rows: list[Comparison]) -> str:
+    """At how many shapes of each group each peer was measured."""
+    groups = groups_of(rows)
+    lines = []
+    for peer in compare.measured_peers(rows):
+        found = [sum(c.best(peer.deterministic, peer.impl) is not None for c in group) for group in groups.values()]
+        lines.append([str(peer), *map(str, found)])
+    heads = [f"{head_dim} {mask}, of {len(group)}" for (head_dim, mask), group in groups.items()]
+    return table(["backward, shapes measured", *heads], lines)
 
 
 def shown_mean(mean: compare.Mean | None) -> str:
@@ -172,7 +178,8 @@ def yardstick(quoted: Quoted) -> str:
 
 
 def details(quoted: Quoted) -> str:
-    both = quoted.against_peers("both")
+    backward, both = quoted.against_peers("backward"), quoted.against_peers("both")
+    with_fa3 = compare.mean([row for row in backward if row.best(True, "fa3")], True)
     means = [compare.mean(both, deterministic) for deterministic in (True, False)]
     meta, name = quoted.meta, quoted.path.name
     impls = [
@@ -183,7 +190,9 @@ def details(quoted: Quoted) -> str:
             f"""[`{name}`](results/{name}): commit {meta["commit"]}, {meta["gpu"]}, driver {meta["driver"]}, CUDA
             {meta["cuda"]}, torch {meta["torch"]}. The backward in TFLOP/s, bf16, `schedule="auto"`:"""
         ),
-        grid(quoted.against_peers("backward")),
+        grid(backward),
+        "By the groups of head_dim and mask:",
+        counts(backward),
         "The peers:",
         "\n".join(impls),
         prose(f"Left out is {quoted.peers_meta['left_out']}."),
@@ -194,6 +203,10 @@ def details(quoted: Quoted) -> str:
         ),
         to_each_peer(quoted, "backward"),
         to_each_peer(quoted, "forward"),
+        prose(
+            f"""Over the {with_fa3.shapes} shapes with a figure of deterministic FlashAttention-3, the ratio to the best
+            deterministic peer is {with_fa3.ratio:.2f}, in separate runs."""
+        ),
         prose(
             f"""Forward and backward together, ours through autograd, a peer's backward after the quickest forward of
             any peer, separate runs: {means[0].ratio:.2f} times the best deterministic peer ({means[0].shapes} shapes),

@@ -86,7 +86,7 @@ def test_package_from_the_sdist_works_without_nvcc(sdist, tmp_path):
 
 
 def test_documents_promise_the_versions_that_the_build_accepts():
-    text = "".join((ROOT / name).read_text() for name in ("README.md", "third_party/README.md"))
+    text = "".join((ROOT / name).read_text() for name in ("README.md", "docs/install.md", "third_party/README.md"))
     torch = re.findall(r"\btorch (\d+\.\d+) or newer", text)
     cutlass = re.findall(r"(?:nvidia-cutlass==|CUTLASS )(\d+\.\d+\.\d+)", text)
     assert torch and set(torch) == {toolchain.OLDEST_TORCH}

@@ -1,5 +1,5 @@
-"""What README.md and benchmarks/README.md quote is what the committed results say: worked out here from the files
-alone."""
+"""What README.md and benchmarks/README.md quote is what the committed results say, worked out here from the files
+alone; the example runs, schedules are listed as they are, links lead somewhere."""
 
 import collections
 import json
@@ -10,8 +10,10 @@ import shlex
 import statistics
 
 import pytest
+import torch
 
 from benchmarks import compare, document
+from dash_attn import _schedule, schedule
 
 ROOT = pathlib.Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
@@ -19,11 +21,11 @@ README, DETAILS = (path.read_text() for path in (ROOT / "README.md", ROOT / "ben
 RESULT = RESULTS / re.search(r"\(results/(h200_[^)]*\.json)\)", DETAILS)[1]
 PEERS = json.loads((RESULTS / "peers_h200.json").read_text())
 NAMES = {
-    "fa2": ("FlashAttention-2", "FA2"),
-    "fa3": ("FlashAttention-3", "FA3"),
-    "fa4": ("FlashAttention-4", "FA4"),
-    "cudnn": ("cuDNN", "cuDNN"),
-    "dash-authors": ("DASH", "DASH"),
+    "fa2": "FlashAttention-2",
+    "fa3": "FlashAttention-3",
+    "fa4": "FlashAttention-4",
+    "cudnn": "cuDNN",
+    "dash-authors": "DASH",
 }
 SHAPE = ("head_dim", "heads", "kv_heads", "mask", "seqlen")
 
@@ -81,11 +83,11 @@ def test_the_table_of_all_shapes(result):
             of_shape = peers[mode].get(shape, [])
             if of_shape:
                 impl, best = of_shape[0]
-                cells += [f"{best:.0f} ({NAMES[impl][0]})", f"{tflops / best:.2f}"]
+                cells += [f"{best:.0f} ({NAMES[impl]})", f"{tflops / best:.2f}"]
             else:
                 cells += ["-", "-"]
             all_of_mode = {impl for found in peers[mode].values() for impl, _ in found}
-            if names := sorted(NAMES[impl][0] for impl in all_of_mode - {impl for impl, _ in of_shape}):
+            if names := sorted(NAMES[impl] for impl in all_of_mode - {impl for impl, _ in of_shape}):
                 notes.append(absent[mode] + ", ".join(names))
         *found, letter = [cell.strip() for cell in line.strip("|").split("|")]
         assert found == cells, shape
@@ -96,59 +98,75 @@ def test_the_table_of_all_shapes(result):
     assert f"commit {result['meta']['commit']}" in " ".join(DETAILS.split())
 
 
-def test_the_summary(result):
-    mine = ours(result["rows"], "backward")
+def groups_of(mine):
     groups = collections.defaultdict(dict)
     for shape, tflops in mine.items():
         groups[str(shape[0]), shape[3]][shape] = tflops
-    groups["all", ""] = mine
+    return groups
+
+
+def test_the_summary(result):
+    mine = ours(result["rows"], "backward")
+    groups = {**groups_of(mine), ("all", ""): mine}
     rows = re.findall(r"^\| (64|128|all) \| (full|causal|) *\| (.*) \|$", README, re.M)
     assert len(rows) == len(groups) == 5
     for head_dim, mask, rest in rows:
         group = groups[head_dim, mask]
         cells = [str(len(group)), f"{min(group.values()):.0f} to {max(group.values()):.0f}"]
-        for mode in (True, False):
-            peers = theirs(PEERS["rows"], "backward", mode)
-            counts = collections.Counter(NAMES[impl][1] for shape in group for impl, _ in peers.get(shape, []))
-            cells.append(f"{mean(group, peers)[0]} ({', '.join(f'{name} {counts[name]}' for name in sorted(counts))})")
+        cells += [mean(group, theirs(PEERS["rows"], "backward", mode))[0] for mode in (True, False)]
         assert [cell.strip() for cell in rest.split("|")] == cells, (head_dim, mask)
 
 
-def test_the_claims_of_the_readme(result):
+def test_how_many_shapes_each_peer_was_measured_at(result):
+    groups = groups_of(ours(result["rows"], "backward"))
+    heads, _, *lines = DETAILS.split("| backward, shapes measured |")[1].split("\n\n")[0].splitlines()
+    assert [c.strip() for c in heads.strip("|").split("|")] == [f"{d} {m}, of {len(g)}" for (d, m), g in groups.items()]
+    expected = {}
+    for impl, mode in {(row["impl"], row["deterministic"]) for row in PEERS["rows"] if row["pass"] == "backward"}:
+        measured = theirs(PEERS["rows"], "backward", mode, impl)
+        counts = [str(sum(shape in measured for shape in group)) for group in groups.values()]
+        expected[NAMES[impl] + (", deterministic" if mode else "")] = counts
+    assert {line.split("|")[1].strip(): [c.strip() for c in line.split("|")[2:-1]] for line in lines} == expected
+    assert len(lines) == len(expected)
+
+
+def test_the_claims_against_other_runs(result):
     text = " ".join(README.split())
     mine = ours(result["rows"], "backward")
     deterministic = theirs(PEERS["rows"], "backward", True)
     fa3 = theirs(PEERS["rows"], "backward", True, "fa3")
     with_fa3 = {shape: tflops for shape, tflops in mine.items() if shape in fa3}
     ratio, shapes = mean(with_fa3, deterministic)
-    claim = rf"Over the {shapes} shapes with a figure of deterministic FlashAttention-3, .* peer is {ratio}\."
-    assert re.search(claim, text)
+    claim = rf"Over the {shapes} shapes with a figure of deterministic FlashAttention-3, .* peer is {ratio}, in sep"
+    assert re.search(claim, " ".join(DETAILS.split()))
     forward, _ = mean(ours(result["rows"], "forward"), theirs(PEERS["rows"], "forward"))
     assert f"The forward has {forward} times the throughput of the best peer's." in text
     assert f"our run of commit {result['meta']['commit'][:12]} with other runs of the peers" in text
+    (named,) = re.findall(r"the best of (.*?), which were not all measured", text)
+    measured = {NAMES[row["impl"]] for row in PEERS["rows"] if row["pass"] == "backward"}
+    assert sorted(re.split(", | and ", named)) == sorted(measured)
 
 
 def test_the_claims_of_one_run(result):
     """Those with FlashAttention-3: of the peers' file, and of this result where it was measured beside."""
-    text = " ".join(README.split())
     runs = collections.defaultdict(list)
     for row in PEERS["same_run"]:
         runs[row["run"]].append(row)
     runs["this run"] = result["rows"]
-    quoted = []
-    for run, rows in runs.items():
+    found = []
+    for rows in runs.values():
         backward, forward = ours(rows, "backward"), ours(rows, "forward")
         by_mode = [mean(backward, theirs(rows, "backward", mode, "fa3")) for mode in (True, False)]
-        if by_mode[0][1] == 0:
-            continue
-        quoted.append(run)
-        (item,) = re.findall(rf"- {run}, (.*?)(?= - |<!--)", text)
-        assert f"{by_mode[0][1]} shapes: the backward has {by_mode[0][0]} times the throughput of deterministic" in item
-        assert f"FlashAttention-3 and {by_mode[1][0]} times that of its other mode" in item
-        against_fa3, against_best = (mean(forward, theirs(rows, "forward", None, impl))[0] for impl in ("fa3", None))
-        assert f"the forward has {against_fa3} times that of FlashAttention-3" in item
-        assert f"{against_best} times that of the better of it and cuDNN." in item
-    assert len(quoted) >= 2
+        if by_mode[0][1]:
+            found.append([by_mode[0][0], by_mode[1][0], mean(forward, theirs(rows, "forward"))[0]])
+    assert len(found) >= 2
+    spans = [min(span) if min(span) == max(span) else f"{min(span)} to {max(span)}" for span in zip(*found)]
+    claim = (
+        f"In runs of both sides together the backward has {spans[0]} times the throughput of deterministic "
+        f"FlashAttention-3 and {spans[1]} times that of its other mode, and the forward {spans[2]} times that of the "
+        "better of FlashAttention-3 and cuDNN."
+    )
+    assert claim in " ".join(README.split())
 
 
 @pytest.mark.parametrize("pass_", ["backward", "forward"])
@@ -161,7 +179,7 @@ def test_the_means_to_each_peer(pass_, result):
     lines = {line.split("|")[1].strip(): [c.strip() for c in line.split("|")[2:-1]] for line in table[2:]}
     peers = {(row["impl"], row["deterministic"]) for row in PEERS["rows"] if row["pass"] == pass_}
     for impl, deterministic in peers:
-        name = NAMES[impl][0] + (", deterministic" if pass_ == "backward" and deterministic else "")
+        name = NAMES[impl] + (", deterministic" if pass_ == "backward" and deterministic else "")
         apart = mean(ours(result["rows"], pass_), theirs(PEERS["rows"], pass_, deterministic, impl))
         expected = [f"{apart[0]} ({apart[1]})"]
         for run in runs:
@@ -195,7 +213,7 @@ def test_both_passes_and_the_yardstick(result):
 def test_versions_of_the_peers_are_named():
     text = " ".join(DETAILS.split())
     for impl, what in PEERS["meta"]["impls"].items():
-        assert f"- {NAMES[impl][0]}: {what}." in text
+        assert f"- {NAMES[impl]}: {what}." in text
     assert PEERS["meta"]["left_out"] in text
 
 
@@ -222,13 +240,56 @@ def test_the_blocks_are_what_the_program_writes(tmp_path, monkeypatch):
 DOCUMENTS = [path for folder in (".", "docs", "benchmarks", "third_party") for path in (ROOT / folder).glob("*.md")]
 
 
+def anchors(document):
+    """Those of its headings, as GitHub makes them."""
+    headings = re.findall(r"^#+ (.*)$", document.read_text(), re.M)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
 @pytest.mark.parametrize("path", sorted(str(path.relative_to(ROOT)) for path in DOCUMENTS))
-def test_files_that_are_named_exist_and_lines_are_wrapped(path):
+def test_links_lead_somewhere_and_lines_are_wrapped(path):
     text = (ROOT / path).read_text()
-    for target in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", text):
-        assert ((ROOT / path).parent / target).exists(), target
+    for target, anchor in re.findall(r"\]\(([^)#:]*)(?:#([^)]*))?\)", text):
+        document = (ROOT / path).parent / target if target else ROOT / path
+        assert document.exists(), target
+        assert not anchor or anchor in anchors(document), f"{target}#{anchor}"
     long = [line for line in text.splitlines() if len(line) > 120 and not line.startswith("|")]
     assert not long
+
+
+def test_every_page_is_reached_from_the_readme():
+    reached, left = set(), [ROOT / "README.md"]
+    while left:
+        page = left.pop()
+        reached.add(page)
+        targets = [(page.parent / name).resolve() for name in re.findall(r"\]\(([^)#:]+\.md)", page.read_text())]
+        left += [target for target in targets if target not in reached]
+    assert not set(DOCUMENTS) - reached
+
+
+def test_the_example_runs():
+    """On the CPU and smaller."""
+    (code,) = re.findall(r"^```python\n(.*?)^```$", README, re.M | re.S)
+    assert len([line for line in code.splitlines() if line]) == 5
+    for shown, tried in (("(2, 4096, 16, 128", "(1, 64, 2, 64"), ('"cuda"', '"cpu"')):
+        assert code.count(shown) == 1
+        code = code.replace(shown, tried)
+    names = {}
+    exec(code, names)
+    assert names["out"].shape == (1, 64, 2, 64)
+    assert all(torch.isfinite(names[name].grad).all() and names[name].grad.any() for name in "qkv")
+
+
+def test_the_table_of_schedules():
+    text = (ROOT / "docs" / "usage.md").read_text()
+    rows = re.findall(r"^\| `(\w+)` \| (\w+) \|", text, re.M)
+    masks = {(True, True): "both", (True, False): "full", (False, True): "causal"}
+    of_policies = {p: masks[_schedule.fits(p, False), _schedule.fits(p, True)] for p in schedule.POLICIES}
+    assert dict(rows) == {"auto": "both", **of_policies} and len(rows) == len(of_policies) + 1
+    (automatic,) = re.findall(r"^\| `auto` \| both \| `(\w+)`: one rule for every shape", text, re.M)
+    shapes = [(causal, head_dim, keys) for causal in (0, 1) for head_dim in (64, 128) for keys in (1, 512, 2**20)]
+    for causal, head_dim, keys in shapes:
+        assert _schedule.automatic(causal=bool(causal), head_dim=head_dim, seqlen_k=keys) == automatic
 
 
 def test_the_comparison_that_is_named_runs(capsys):
