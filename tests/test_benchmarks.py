@@ -45,6 +45,25 @@ def test_bar_and_quick_grids_are_in_the_full_one():
     assert len(GRIDS["bar"]()) == 3
 
 
+def test_loads_grid():
+    shapes = GRIDS["loads"]()
+    assert len(shapes) == len(set(shapes)) == 26 and not set(shapes) & set(GRIDS["full"]())
+    named = [(128, "causal", 64, 8, 1, 4096), (128, "causal", 8, 2, 1, 4096), (128, "full", 8, 8, 1, 2048)]
+    named += [(64, "causal", 8, 1, 2, 4096), (64, "full", 12, 12, 64, 197), (64, "causal", 12, 12, 8, 1024)]
+    found = {(s.head_dim, s.mask, s.heads, s.kv_heads, s.batch, s.seqlen) for s in shapes}
+    assert set(named) <= found
+    small = [s for s in shapes if s.kv_heads <= 8]
+    assert len(shapes) - len(small) == 2, "the batches of short sequences"
+    for values, of in (
+        ({1, 2, 4, 8}, lambda s: s.kv_heads),
+        ({1, 2, 4, 8}, lambda s: s.heads // s.kv_heads),
+        ({1, 2}, lambda s: s.batch),
+        ({1024, 2048, 4096, 8192, 16384, 32768}, lambda s: s.seqlen),
+        ({(d, mask) for d in (64, 128) for mask in ("full", "causal")}, lambda s: (s.head_dim, s.mask)),
+    ):
+        assert {of(s) for s in small} == values
+
+
 def test_every_policy_that_fits_the_mask_is_measured():
     for shape in (SHAPE, TINY):
         variants = [v.schedule for v in peers.DashAttn().variants(shape)]
