@@ -290,10 +290,11 @@ def test_means_are_over_the_shapes_where_a_peer_was_measured():
     first = compare.Comparison(shape_of(512), ours, [peer("fa2", True, 100.0), peer("fa3", True, 200.0)])
     second = compare.Comparison(shape_of(1024), ours, [peer("fa2", True, 200.0), peer("fa3", False, 400.0)])
     both = [first, second]
-    assert compare.mean(both, True, "fa2") == compare.Mean(pytest.approx(8**0.5), 2)
-    assert compare.mean(both, True, "fa3") == compare.Mean(pytest.approx(2.0), 1)
-    assert compare.mean(both, True) == compare.Mean(pytest.approx(2.0), 2)
-    assert compare.mean(both, False) == compare.Mean(pytest.approx(1.0), 1)
+    short, long = first.shape, second.shape
+    assert compare.mean(both, True, "fa2") == compare.Mean(pytest.approx(8**0.5), 2, 2.0, long)
+    assert compare.mean(both, True, "fa3") == compare.Mean(pytest.approx(2.0), 1, 2.0, short)
+    assert compare.mean(both, True) == compare.Mean(pytest.approx(2.0), 2, 2.0, short)
+    assert compare.mean(both, False) == compare.Mean(pytest.approx(1.0), 1, 1.0, long)
     assert compare.mean(both, True, "fa4") is None
     notes, missing = compare.footnotes(both)
     assert list(notes.values()) == ["a", "b"]
@@ -303,7 +304,7 @@ def test_means_are_over_the_shapes_where_a_peer_was_measured():
     }
     text = compare.report(both)
     assert "[a] not measured here: FlashAttention-3\n" in text and "FlashAttention-2, deterministic" in text
-    (line,) = [line for line in text.splitlines() if "512" in line]
+    (line,) = [line for line in text.splitlines() if line.startswith(str(short))]
     assert line.split()[-3:] == ["-", "-", "[a]"]
 
 
@@ -329,7 +330,31 @@ def test_a_file_of_both_sides_is_one_run(tmp_path, capsys):
     rows = [row("dash_attn", "auto", True, 1024, 300.0), row("fa2", None, True, 1024, 150.0)]
     path.write_text(json.dumps({"rows": rows}))
     compare.main([str(path)])
-    assert capsys.readouterr().out.startswith("peers of the same run")
+    assert capsys.readouterr().out.startswith("backward: peers of the same run")
+
+
+def test_a_grid_has_its_mean_and_its_least_ratio_in_each_pass(tmp_path, capsys):
+    """Of one run: the backward over a peer's mode that is not deterministic, the forward, and no other grid's shape."""
+    loads = GRIDS["loads"]()
+    other = GRIDS["full"]()[0]
+    rows = []
+    for shape, ours in ((loads[0], 800.0), (loads[1], 200.0), (other, 1.0)):
+        figures = {"dash_attn": ("auto", True, ours), "fa3": (None, False, 400.0)}
+        for impl, (policy, deterministic, tflops) in figures.items():
+            head = {"impl": impl, "pass": "backward", "schedule": policy, "deterministic": deterministic}
+            rows.append({**head, **vars(shape), "ms": 1.0, "tflops": tflops})
+            head = {"impl": impl, "pass": "forward", "schedule": None, "deterministic": True}
+            rows.append({**head, **vars(shape), "ms": 1.0, "tflops": 300.0 if impl == "fa3" else 2 * tflops})
+    path = tmp_path / "result.json"
+    path.write_text(json.dumps({"rows": rows}))
+    compare.main([str(path), "--pass", "backward", "forward", "--grid", "loads"])
+    backward, forward = capsys.readouterr().out.split("\n\nforward: ")
+    assert str(other) not in backward + forward
+    (line,) = [line for line in backward.splitlines() if line.startswith("  FlashAttention-3 ")]
+    assert line.split("FlashAttention-3")[1].split() == f"1.000 (2) of 2, 0.500 at {loads[1]}".split()
+    assert f" of 2, 1.333 at {loads[1]}" in forward
+    with pytest.raises(SystemExit, match="error: no shape of the grid bar has both"):
+        compare.main([str(path), "--pass", "both", "--grid", "bar"])
 
 
 def test_pairs_take_the_time_of_both_passes():
