@@ -154,6 +154,32 @@ def test_png_is_drawn(result_file, tmp_path):
         plot.draw(json.loads(result_file.read_text()), tmp_path / "both.png", "both")
 
 
+def test_a_picture_of_small_loads_has_a_place_for_each(tmp_path):
+    def panels_of(grid):
+        heads = {"impl": "dash_attn", "schedule": "auto", "deterministic": True, "pass": "backward"}
+        rows = [{**heads, **vars(shape), "tflops": 1.0 + i} for i, shape in enumerate(grid)]
+        meta = {"gpu": "none", "cuda": "none", "torch": "none", "commit": "none"}
+        return {"meta": meta, "rows": rows}, plot.panels({"rows": rows}, "backward")
+
+    _, by_length = panels_of(GRIDS["full"]())
+    assert len(by_length) == 6 and plot.are_series(GRIDS["full"]())
+    loads = [Shape("bf16", 64, 8, 1, "full", 1024, batch) for batch in (1, 2)] + GRIDS["loads"]()
+    assert not plot.are_series(loads)
+    result, shape_by_shape = panels_of(loads)
+    assert len(shape_by_shape) == 4
+    shown = [shape for lines in shape_by_shape.values() for points in lines.values() for shape in points]
+    assert sorted(map(str, shown)) == sorted(map(str, loads))
+    for lines in shape_by_shape.values():
+        for points in lines.values():
+            places = [plot.place_of(shape, False) for shape in points]
+            assert len(set(places)) == len(places)
+            lengths = [shape.seqlen for shape in points]
+            assert lengths == sorted(lengths)
+    assert "12\n64x197" in [plot.place_of(shape, False) for shape in loads]
+    plot.draw(result, tmp_path / "loads.png", "backward")
+    assert (tmp_path / "loads.png").stat().st_size > 1000
+
+
 def test_commit_may_come_from_the_environment(monkeypatch):
     monkeypatch.setenv(run.COMMIT_VARIABLE, "abc123")
     assert run.metadata(torch.device("cpu"))["commit"] == "abc123"
