@@ -5,8 +5,8 @@
 
 Ours is one schedule, "auto" unless another is named; what is not deterministic is never counted as ours. Without
 --peers, the peers are those of the same file, measured in the same run. The last lines of a pass give, for each peer,
-the geometric mean of the ratios and the least of them, with --grid over the shapes of that grid alone. Where a file has no figures of "both", they are
-worked out from each peer's backward and the quickest forward of any.
+the geometric mean of the ratios and the least of them, with --grid over the shapes of that grid alone. Where a file has
+no figures of "both", they are worked out from each peer's backward and the quickest forward of any.
 """
 
 import argparse

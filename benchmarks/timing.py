@@ -24,8 +24,8 @@ TRIAL_CALLS = 2
 WARM_UP_S = 0.04
 # Clocks the GPU idles before each sequence of calls, for the host to run ahead of it: about 1 ms.
 HEAD_START_CLOCKS = 2_000_000
-# The host gets another head start where it is no longer this many calls ahead. A call that is shorter than what the host
-# takes to launch it would be given the host's time: a peer that goes through autograd needs more of it than we do.
+# The host gets another head start where it is no longer this many calls ahead. A call that is shorter than what the
+# host takes to launch it would be given the host's time: a peer that goes through autograd needs more of it than we do.
 CALLS_AHEAD = 4
 
 

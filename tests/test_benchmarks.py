@@ -9,7 +9,7 @@ import types
 import pytest
 import torch
 
-from benchmarks import check, compare, peers, plot, run, timing
+from benchmarks import check, compare, document, peers, plot, run, timing
 from benchmarks.shapes import GRIDS, Shape, flops
 from dash_attn import schedule
 
@@ -178,6 +178,28 @@ def test_a_picture_of_small_loads_has_a_place_for_each(tmp_path):
     assert "12\n64x197" in [plot.place_of(shape, False) for shape in loads]
     plot.draw(result, tmp_path / "loads.png", "backward")
     assert (tmp_path / "loads.png").stat().st_size > 1000
+
+
+def test_documents_quote_a_run_of_small_loads(tmp_path):
+    result = document.ROOT / "benchmarks" / "results" / "h200_2026-11-21_257470c.json"
+    plain = document.Quoted(result)
+    assert "small loads:" not in document.details(plain) and "Small loads" not in document.readme(plain)
+    rows = []
+    for i, shape in enumerate(GRIDS["loads"]()):
+        for impl, policy, deterministic in (("dash_attn", "auto", True), ("fa3", None, False)):
+            head = {"impl": impl, "schedule": policy, "deterministic": deterministic, **vars(shape), "ms": 1.0}
+            rows.append({**head, "pass": "backward", "tflops": 200.0 if i == 0 and policy else 400.0})
+            forward = {"schedule": None, "deterministic": True, "pass": "forward"}
+            rows.append({**head, **forward, "tflops": 500.0})
+    path = tmp_path / "loads.json"
+    path.write_text(json.dumps({"meta": {"commit": "abcdef" * 7}, "rows": rows}))
+    quoted = document.Quoted(result, loads=path)
+    said = " ".join(document.readme(quoted).split())
+    assert "the backward 0.97 times that of FlashAttention-3, at the least 0.50 (26)" in said
+    assert "the forward 1.00 times that of FlashAttention-3, at the least 1.00 (26)" in said
+    details = document.details(quoted)
+    assert details.count("| 64 | 8/1 | causal | 2 x 4096 | **400** |") == 1
+    assert details.count("| 64 | 12 | full | 64 x 197 | **500** |") == 1
 
 
 def test_commit_may_come_from_the_environment(monkeypatch):

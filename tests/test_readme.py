@@ -2,6 +2,7 @@
 alone."""
 
 import collections
+import itertools
 import json
 import math
 import pathlib
@@ -12,6 +13,7 @@ import statistics
 import pytest
 
 from benchmarks import compare, document
+from benchmarks.shapes import loads_grid
 
 ROOT = pathlib.Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
@@ -231,10 +233,18 @@ def test_files_that_are_named_exist_and_lines_are_wrapped(path):
     assert not long
 
 
-def test_the_comparison_that_is_named_runs(capsys):
-    (line,) = re.findall(r"^    python -m benchmarks\.compare (.*)$", DETAILS, re.M)
-    files = {"result.json": str(RESULT)}
-    compare.main([files.get(word, str(ROOT / word) if "/" in word else word) for word in shlex.split(line)])
-    printed = capsys.readouterr().out
-    assert "atomic" not in printed and "auto" in printed
-    assert math.isclose(float(re.search(r"^  all +([\d.]+)", printed, re.M)[1]), 1.0, abs_tol=1.0)
+def test_the_comparisons_that_are_named_run(capsys, tmp_path):
+    lines = re.findall(r"^    python -m benchmarks\.compare (.*)$", DETAILS, re.M)
+    rows = []
+    for impl, policy, pass_ in itertools.product(("dash_attn", "fa3"), ("auto", "atomic"), ("backward", "forward")):
+        head = {"impl": impl, "pass": pass_, "schedule": policy, "deterministic": policy == "auto"}
+        rows.append({**head, **vars(loads_grid()[0]), "ms": 1.0, "tflops": 400.0})
+    loads = tmp_path / "loads.json"
+    loads.write_text(json.dumps({"rows": rows}))
+    files = {"result.json": str(RESULT), "loads.json": str(loads)}
+    assert [line.split()[0] for line in lines] == list(files)
+    for line in lines:
+        compare.main([files.get(word, str(ROOT / word) if "/" in word else word) for word in shlex.split(line)])
+        printed = capsys.readouterr().out
+        assert "atomic" not in printed and "auto" in printed
+        assert math.isclose(float(re.search(r"^  all +([\d.]+)", printed, re.M)[1]), 1.0, abs_tol=1.0)
