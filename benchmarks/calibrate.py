@@ -3,7 +3,7 @@
     python -m benchmarks.calibrate --json calibration.json
 
 Four parts: latencies (`latency.cu`); probes, small problems that each show one cost (below); the kernels around the
-main one; and every ordered policy at every shape of the full grid, twice, for how far two measurements of one thing
+main one; and every ordered policy at every shape of a grid, twice, for how far two measurements of one thing
 differ. `benchmarks.model` fits and `benchmarks.report` compares; they need no GPU. Takes about a minute on an H200.
 """
 
@@ -22,7 +22,7 @@ import torch
 
 from benchmarks import latency, model, peers, run, timing
 from benchmarks.files import dumps
-from benchmarks.shapes import Shape, full_grid
+from benchmarks.shapes import GRIDS, Shape
 from dash_attn import _schedule, schedule
 
 HEAD_DIMS = (64, 128)
@@ -177,15 +177,16 @@ def measure_policies(library, timer, shape: Shape, policies, min_time_s: float) 
     return rows
 
 
-def measure_grid(library, timer, max_seqlen: int, min_time_s: float) -> list[dict]:
+def measure_grid(library, timer, grid: str, max_seqlen: int, min_time_s: float) -> list[dict]:
     ordered = [policy for policy in schedule.POLICIES if _schedule.is_ordered(policy)]
-    shapes = [shape for shape in full_grid() if shape.seqlen <= max_seqlen]
+    shapes = [shape for shape in GRIDS[grid]() if shape.seqlen <= max_seqlen]
     return [row for shape in shapes for row in measure_policies(library, timer, shape, ordered, min_time_s)]
 
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=pathlib.Path, required=True, help="write the measurements here")
+    parser.add_argument("--grid", choices=GRIDS, default="full", help="shapes to predict (default full)")
     parser.add_argument("--max-seqlen", type=int, default=32768, help="leave longer sequences of the grid out")
     parser.add_argument("--min-time", type=float, default=0.06, help="seconds for each measurement of a variant")
     arguments = parser.parse_args(argv)
@@ -208,7 +209,7 @@ def main(argv: list[str] | None = None) -> int:
     part("latency", lambda: latency.measure(library, sms))
     part("probes", lambda: measure_probes(library, timer, sms))
     part("kernels", lambda: measure_kernels(library, timer))
-    part("grid", lambda: measure_grid(library, timer, arguments.max_seqlen, arguments.min_time))
+    part("grid", lambda: measure_grid(library, timer, arguments.grid, arguments.max_seqlen, arguments.min_time))
     return 0
 
 

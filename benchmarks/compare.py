@@ -1,10 +1,12 @@
 """Our throughput over the peers', shape by shape, with geometric means.
 
     python -m benchmarks.compare ours.json --peers peers.json
+    python -m benchmarks.compare result.json --pass backward forward --grid loads
 
 Ours is one schedule, "auto" unless another is named; what is not deterministic is never counted as ours. Without
---peers, the peers are those of the same file, measured in the same run. Where a file has no figures of "both", they are
-worked out from each peer's backward and the quickest forward of any.
+--peers, the peers are those of the same file, measured in the same run. The last lines of a pass give, for each peer,
+the geometric mean of the ratios and the least of them, with --grid over the shapes of that grid alone. Where a file has
+no figures of "both", they are worked out from each peer's backward and the quickest forward of any.
 """
 
 import argparse
@@ -15,7 +17,7 @@ import pathlib
 import string
 from typing import NamedTuple
 
-from benchmarks.shapes import PASSES, Shape
+from benchmarks.shapes import GRIDS, PASSES, Shape
 
 OURS = "dash_attn"
 NAMES = {
@@ -64,10 +66,12 @@ class Comparison(NamedTuple):
 
 
 class Mean(NamedTuple):
-    """A geometric mean of ratios, and over how many shapes."""
+    """A geometric mean of ratios, over how many shapes, and the least of them with its shape."""
 
     ratio: float
     shapes: int
+    least: float
+    worst: Shape
 
     def __str__(self) -> str:
         return f"{self.ratio:.3f} ({self.shapes})"
@@ -135,8 +139,11 @@ def geometric_mean(ratios: list[float]) -> float:
 
 def mean(comparisons: list[Comparison], deterministic: bool, impl: str | None = None) -> Mean | None:
     """Over the shapes where some peer, or the one named, was measured; None where it nowhere was."""
-    ratios = [c.ratio(peer) for c in comparisons if (peer := c.best(deterministic, impl))]
-    return Mean(geometric_mean(ratios), len(ratios)) if ratios else None
+    ratios = {c.shape: c.ratio(peer) for c in comparisons if (peer := c.best(deterministic, impl))}
+    if not ratios:
+        return None
+    worst = min(ratios, key=ratios.get)
+    return Mean(geometric_mean(list(ratios.values())), len(ratios), ratios[worst], worst)
 
 
 def measured_peers(comparisons: list[Comparison]) -> list[Peer]:
@@ -182,35 +189,55 @@ def report(comparisons: list[Comparison]) -> str:
         groups[group_of(comparison.shape)].append(comparison)
     for name, group in [*sorted(groups.items()), ("all", comparisons)]:
         lines.append(f"  {name:<36} " + " ".join(f"{str(mean(group, d) or '-'):>12}" for d in (True, False)))
-    lines += ["", "to each peer, over the shapes where it was measured"]
-    for peer in measured_peers(comparisons):
-        of_peer = mean(comparisons, peer.deterministic, peer.impl)
-        lines.append(f"  {peer!s:<36} {of_peer!s:>12} of {len(comparisons)}")
+    lines += ["", "to each peer, over the shapes where it was measured; the least ratio"]
+    means = {str(peer): mean(comparisons, peer.deterministic, peer.impl) for peer in measured_peers(comparisons)}
+    for deterministic, name in ((True, "the best deterministic"), (False, "the best other")):
+        means[name] = mean(comparisons, deterministic)
+    for name, found in means.items():
+        if found:
+            lines.append(f"  {name:<36} {found!s:>12} of {len(comparisons)}, {found.least:.3f} at {found.worst}")
     return "\n".join(lines)
+
+
+def of_grid(comparisons: list[Comparison], grid: str | None) -> list[Comparison]:
+    """Those at the shapes of a grid; of any, without one."""
+    shapes = set(GRIDS[grid]()) if grid else None
+    return [c for c in comparisons if shapes is None or c.shape in shapes]
+
+
+def show(arguments: argparse.Namespace, pass_: str) -> None:
+    """Prints what the files say of one pass."""
+    ours = read(arguments.ours, pass_)
+    peers_path = arguments.peers or arguments.ours
+    peers = read(peers_path, pass_) if arguments.peers else ours
+    comparisons = of_grid(compare(ours, peers, arguments.schedule), arguments.grid)
+    if not comparisons:
+        where = f" of the grid {arguments.grid}" if arguments.grid else ""
+        raise SystemExit(
+            f"error: no shape{where} has both a {pass_} of {OURS} with --schedule {arguments.schedule} in "
+            f"{arguments.ours} and one of a peer in {peers_path}"
+        )
+    same = "peers of the same run" if not arguments.peers else f"peers of {arguments.peers}: another run than ours"
+    print(f"{pass_}: {same}\n{report(comparisons)}")
+    for run, of_run in read_runs(peers_path, pass_).items():
+        together = of_grid(compare(of_run, of_run, arguments.schedule), arguments.grid)
+        if together:
+            commit = json.loads(peers_path.read_text())["meta"]["same_run"][run]
+            print(f"\n{pass_}: in one run with the peers, {run} ({commit})\n{report(together)}")
 
 
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("ours", type=pathlib.Path)
     parser.add_argument("--peers", type=pathlib.Path, help="a result with the peers' figures; default: the same one")
-    parser.add_argument("--pass", dest="pass_", choices=PASSES, default="backward")
+    parser.add_argument("--pass", dest="passes", nargs="+", choices=PASSES, default=["backward"])
     parser.add_argument("--schedule", default="auto", help="of ours (default auto)")
+    parser.add_argument("--grid", choices=GRIDS, help="leave other shapes than this grid's out")
     arguments = parser.parse_args(argv)
-    ours = read(arguments.ours, arguments.pass_)
-    peers = read(arguments.peers, arguments.pass_) if arguments.peers else ours
-    comparisons = compare(ours, peers, arguments.schedule)
-    if not comparisons:
-        raise SystemExit(
-            f"error: no shape has both a {arguments.pass_} of {OURS} with --schedule {arguments.schedule} in "
-            f"{arguments.ours} and one of a peer in {arguments.peers or arguments.ours}"
-        )
-    print("peers of the same run" if not arguments.peers else f"peers of {arguments.peers}: another run than ours")
-    print(report(comparisons))
-    for run, of_run in read_runs(arguments.peers or arguments.ours, arguments.pass_).items():
-        together = compare(of_run, of_run, arguments.schedule)
-        if together:
-            commit = json.loads((arguments.peers or arguments.ours).read_text())["meta"]["same_run"][run]
-            print(f"\nin one run with the peers, {run} ({commit})\n{report(together)}")
+    for number, pass_ in enumerate(arguments.passes):
+        if number:
+            print()
+        show(arguments, pass_)
 
 
 if __name__ == "__main__":

@@ -1,8 +1,9 @@
 """Writes what README.md and benchmarks/README.md quote of a result, and draws its picture.
 
-    python -m benchmarks.document benchmarks/results/h200_2026-11-21.json
+    python -m benchmarks.document benchmarks/results/h200_2026-11-21.json --loads benchmarks/results/loads.json
 
-The peers are those of benchmarks/results/peers_h200.json. The picture goes beside the result, with the suffix .png.
+The peers are those of benchmarks/results/peers_h200.json; those of --loads, a result of the grid of small loads, are
+its own. The picture goes beside the result, with the suffix .png.
 """
 
 import argparse
@@ -23,8 +24,8 @@ TARGET = 0.98  # of the yardstick's throughput
 class Quoted:
     """A result beside the peers."""
 
-    def __init__(self, result: pathlib.Path, peers: pathlib.Path = PEERS):
-        self.path, self.peers_path = result, peers
+    def __init__(self, result: pathlib.Path, peers: pathlib.Path = PEERS, loads: pathlib.Path | None = None):
+        self.path, self.peers_path, self.loads_path = result, peers, loads
         self.meta = json.loads(result.read_text())["meta"]
         self.peers_meta = json.loads(peers.read_text())["meta"]
 
@@ -36,6 +37,11 @@ class Quoted:
         runs = {"this run": compare.read(self.path, pass_), **compare.read_runs(self.peers_path, pass_)}
         compared = {name: compare.compare(figures, figures) for name, figures in runs.items()}
         return {name: found for name, found in compared.items() if found}
+
+
+    def small_loads(self, pass_: str) -> list[Comparison]:
+        figures = compare.read(self.loads_path, pass_)
+        return compare.of_grid(compare.compare(figures, figures), "loads")
 
 
 def table(heads: list[str], rows: list[list[str]]) -> str:
@@ -82,6 +88,24 @@ def together(quoted: Quoted) -> str:
         cuDNN."""
 
 
+def small_loads_line(quoted: Quoted) -> str:
+    """Ours over each peer, in geometric mean and at the least, of the run with the small loads."""
+    said = []
+    for pass_ in ("backward", "forward"):
+        rows = quoted.small_loads(pass_)
+        for peer in compare.measured_peers(rows):
+            mean = compare.mean(rows, peer.deterministic, peer.impl)
+            name = str(peer) if pass_ == "backward" else compare.NAMES[peer.impl]
+            said.append(
+                f"the {pass_} {mean.ratio:.2f} times that of {name}, at the least {mean.least:.2f} ({mean.shapes})"
+            )
+    return prose(
+        f"""Small loads, few heads or short sequences (`--grid loads`), both sides in one run of commit
+        {json.loads(quoted.loads_path.read_text())["meta"]["commit"][:12]}: geometric mean of our throughput over the
+        peer's, the least ratio, the number of shapes: {"; ".join(said)}."""
+    )
+
+
 def readme(quoted: Quoted) -> str:
     rows, forward = quoted.against_peers("backward"), quoted.against_peers("forward")
     picture = quoted.path.with_suffix(".png").relative_to(ROOT)
@@ -97,21 +121,25 @@ def readme(quoted: Quoted) -> str:
             [benchmarks/README.md](benchmarks/README.md) has every shape and peer, and how to measure again."""
         ),
     ]
+    if quoted.loads_path:
+        parts.append(small_loads_line(quoted))
     return "\n" + "\n\n".join(parts) + "\n\n"
 
 
 def grid(rows: list[Comparison]) -> str:
     """Every shape, the best peers, and which were not measured there."""
     notes, missing = compare.footnotes(rows)
+    series = plot.are_series([row.shape for row in rows])
     lines = []
     for row in rows:
         shape, note = row.shape, notes[row.shape]
-        cells = [str(shape.head_dim), heads_of(shape), shape.mask, str(shape.seqlen), f"**{row.ours.tflops:.0f}**"]
+        length = str(shape.seqlen) if series else f"{shape.batch} x {shape.seqlen}"
+        cells = [str(shape.head_dim), heads_of(shape), shape.mask, length, f"**{row.ours.tflops:.0f}**"]
         for deterministic in (True, False):
             peer = row.best(deterministic)
             cells += [f"{peer.tflops:.0f} ({peer.name})", f"{row.ratio(peer):.2f}"] if peer else ["-", "-"]
         lines.append([*cells, note])
-    heads = ["head_dim", "heads", "mask", "seqlen", "dash_attn"]
+    heads = ["head_dim", "heads", "mask", "seqlen" if series else "batch x seqlen", "dash_attn"]
     heads += ["best deterministic peer", "ratio", "best other peer", "ratio"]
     modes = {True: "deterministic", False: "not deterministic"}
     shown = []
@@ -122,8 +150,9 @@ def grid(rows: list[Comparison]) -> str:
             if any(p.deterministic == mode for p in peers)
         ]
         shown.append(prose(f"- {letter}: {'; '.join(said)}", indent="  "))
+    found = table([*heads, "missing"], lines)
     legend = "Missing are the peers that were not measured at the shape:\n\n" + "\n".join(shown)
-    return table([*heads, "missing"], lines) + "\n\n" + legend
+    return f"{found}\n\n{legend}" if shown else found
 
 
 def counts(rows: list[Comparison]) -> str:
@@ -214,14 +243,18 @@ def details(quoted: Quoted) -> str:
         ),
         yardstick(quoted),
     ]
+    if quoted.loads_path:
+        parts += [small_loads_line(quoted), "The backward of the small loads:", grid(quoted.small_loads("backward"))]
+        parts += ["The forward of the small loads:", grid(quoted.small_loads("forward"))]
     return "\n" + "\n\n".join(filter(None, parts)) + "\n\n"
 
 
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("result", type=pathlib.Path)
+    parser.add_argument("--loads", type=pathlib.Path, help="quote this result of the grid of small loads too")
     arguments = parser.parse_args(argv)
-    quoted = Quoted(arguments.result.resolve())
+    quoted = Quoted(arguments.result.resolve(), loads=arguments.loads)
     drawn = plot.with_peers(json.loads(quoted.path.read_text()), json.loads(quoted.peers_path.read_text()))
     plot.draw(plot.deterministic_only(drawn), quoted.path.with_suffix(".png"), "backward")
     for path, block in ((ROOT / "README.md", readme(quoted)), (ROOT / "benchmarks" / "README.md", details(quoted))):

@@ -9,22 +9,51 @@ import collections
 import json
 import math
 import pathlib
+from collections.abc import Collection
 
 from benchmarks import compare
 from benchmarks.compare import OURS
 from benchmarks.shapes import Shape
 
 
-def panels(result: dict, pass_: str) -> dict[tuple, dict[tuple, list[tuple[int, float]]]]:
-    """(dtype, head_dim, heads, kv_heads, mask) to (impl, schedule, deterministic) to its (seqlen, TFLOP/s), by
-    seqlen."""
-    found = collections.defaultdict(lambda: collections.defaultdict(list))
-    for row in result["rows"]:
-        if row["pass"] == pass_:
-            panel = tuple(row[field] for field in ("dtype", "head_dim", "heads", "kv_heads", "mask"))
-            line = row["impl"], row["schedule"], row["deterministic"]
-            found[panel][line].append((row["seqlen"], row["tflops"]))
-    return {panel: {line: sorted(points) for line, points in lines.items()} for panel, lines in found.items()}
+def are_series(shapes: Collection[Shape]) -> bool:
+    """Whether most shapes differ from others in the length of the sequences alone, and no two lengths are the same: a
+    line over the length then shows them. What differs in everything, as small loads do, has no such line."""
+    lengths = collections.defaultdict(list)
+    for shape in shapes:
+        lengths[shape.dtype, shape.head_dim, shape.heads, shape.kv_heads, shape.mask].append(shape.seqlen)
+    return 2 * len(lengths) <= len(shapes) and all(len(set(found)) == len(found) for found in lengths.values())
+
+
+def panel_of(shape: Shape, series: bool) -> str:
+    heads = f"{shape.heads} heads / {shape.kv_heads} KV heads, " if series else ""
+    return f"{shape.dtype}, head_dim {shape.head_dim}, {heads}{shape.mask}"
+
+
+def place_of(shape: Shape, series: bool) -> str:
+    """Of a shape on the axis of its panel."""
+    length = f"{shape.seqlen // 1024}k" if shape.seqlen % 1024 == 0 else str(shape.seqlen)
+    heads = str(shape.heads) if shape.heads == shape.kv_heads else f"{shape.heads}/{shape.kv_heads}"
+    return length if series else f"{heads}\n{shape.batch}x{length}"
+
+
+def size_of(shape: Shape) -> tuple[int, ...]:
+    return shape.seqlen, shape.heads, shape.kv_heads, shape.batch
+
+
+def panels(result: dict, pass_: str) -> dict[str, dict[tuple, dict[Shape, float]]]:
+    """Title to (impl, schedule, deterministic) to TFLOP/s of each shape, shortest sequences first."""
+    rows = [row for row in result["rows"] if row["pass"] == pass_]
+    series = are_series({Shape.of_row(row) for row in rows})
+    found = collections.defaultdict(lambda: collections.defaultdict(dict))
+    for row in rows:
+        shape = Shape.of_row(row)
+        line = row["impl"], row["schedule"], row["deterministic"]
+        found[panel_of(shape, series)][line][shape] = row["tflops"]
+    return {
+        panel: {line: dict(sorted(points.items(), key=lambda item: size_of(item[0]))) for line, points in lines.items()}
+        for panel, lines in found.items()
+    }
 
 
 def with_peers(result: dict, peers: dict) -> dict:
@@ -42,8 +71,9 @@ def label(line: tuple[str, str | None, bool]) -> str:
 
 
 def draw(result: dict, path: pathlib.Path, pass_: str | None = None) -> None:
-    """TFLOP/s against seqlen, a panel for each head dim, number of heads and mask: ours and the deterministic peers in
-    solid lines, the others dashed. A line breaks where its peer was not measured."""
+    """TFLOP/s against seqlen, a panel for each head dim, number of heads and mask, or shape by shape, a panel for each
+    head dim and mask: ours and the deterministic peers in solid lines, the others dashed. A line breaks where its peer
+    was not measured."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -53,32 +83,34 @@ def draw(result: dict, path: pathlib.Path, pass_: str | None = None) -> None:
     drawn = panels(result, pass_)
     if not drawn:
         raise ValueError(f"the result has no rows of pass {pass_!r}")
-    columns = min(3, len(drawn))
+    series = are_series({shape for lines in drawn.values() for points in lines.values() for shape in points})
+    columns = min(3 if series else 2, len(drawn))
     rows = -(-len(drawn) // columns)
     figure, axes = plt.subplots(rows, columns, figsize=(5.5 * columns, 4 * rows + 1), squeeze=False)
     names = sorted({line for lines in drawn.values() for line in lines}, key=lambda line: (line[0] != OURS, str(line)))
     colour = {line: f"C{i % 10}" for i, line in enumerate(names)}
     shown = {}
     for axis, (panel, lines) in zip(axes.flat, drawn.items()):
-        dtype, head_dim, heads, kv_heads, mask = panel
-        lengths = sorted({x for points in lines.values() for x, _ in points})
+        shapes = sorted({shape for points in lines.values() for shape in points}, key=size_of)
+        places = [shape.seqlen for shape in shapes] if series else range(len(shapes))
         for line in sorted(lines, key=names.index):
-            measured = dict(lines[line])
+            measured = lines[line]
             ours = line[0] == OURS
             (shown[line],) = axis.plot(
-                lengths,
-                [measured.get(n, math.nan) for n in lengths],
+                places,
+                [measured.get(shape, math.nan) for shape in shapes],
                 color=colour[line],
                 linestyle="-" if line[2] else "--",
                 marker="o" if ours else "s",
                 linewidth=2 if ours else 1.2,
                 markersize=4,
             )
-        axis.set_xscale("log", base=2)
-        axis.set_xticks(lengths, [f"{n // 1024}k" if n >= 1024 else str(n) for n in lengths])
+        if series:
+            axis.set_xscale("log", base=2)
+        axis.set_xticks(places, [place_of(shape, series) for shape in shapes], fontsize=None if series else 8)
         axis.set_ylim(bottom=0)
-        axis.set_title(f"{dtype}, head_dim {head_dim}, {heads} heads / {kv_heads} KV heads, {mask}", fontsize=10)
-        axis.set_xlabel("seqlen")
+        axis.set_title(panel, fontsize=10)
+        axis.set_xlabel("seqlen" if series else "heads / KV heads, batch x seqlen")
         axis.set_ylabel("TFLOP/s")
         axis.grid(alpha=0.3)
     for axis in list(axes.flat)[len(drawn) :]:

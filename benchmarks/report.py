@@ -12,7 +12,7 @@ import operator
 import pathlib
 import statistics
 
-from benchmarks import model
+from benchmarks import model, plot
 from benchmarks.files import prose, with_block
 from benchmarks.shapes import Shape, flops
 from dash_attn import schedule
@@ -175,29 +175,32 @@ def draw(rows: list[Compared], path: pathlib.Path) -> None:
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    groups: dict[tuple, list[Compared]] = {}
+    groups: dict[str, list[Compared]] = {}
+    series = plot.are_series({row.shape for row in rows})
     for row in rows:
-        shape = row.shape
-        groups.setdefault((shape.mask, shape.head_dim, shape.heads, shape.kv_heads), []).append(row)
+        groups.setdefault(plot.panel_of(row.shape, series), []).append(row)
     policies = sorted({row.policy for row in rows})
     colours = dict(zip(policies, plt.get_cmap("tab10").colors))
     columns = 3
     lines = -(-len(groups) // columns)
     figure, axes = plt.subplots(lines, columns, figsize=(15, 4 * lines), squeeze=False)
-    for axis, ((mask, head_dim, heads, kv_heads), group) in zip(axes.flat, groups.items()):
+    for axis, (panel, group) in zip(axes.flat, groups.items()):
+        shapes = sorted({row.shape for row in group}, key=plot.size_of)
+        places = {shape: shape.seqlen if series else i for i, shape in enumerate(shapes)}
         for policy in policies:
-            line = sorted((row for row in group if row.policy == policy), key=lambda row: row.shape.seqlen)
+            line = sorted((row for row in group if row.policy == policy), key=lambda row: plot.size_of(row.shape))
             if not line:
                 continue
-            lengths = [row.shape.seqlen for row in line]
+            along = [places[row.shape] for row in line]
             work = [1e-6 * flops(row.shape, "backward") for row in line]
             style = dict(color=colours[policy])
-            axis.plot(lengths, [w / row.predicted.us for row, w in zip(line, work)], "-", **style, label=policy)
-            axis.plot(lengths, [w / row.us for row, w in zip(line, work)], "o", **style, markersize=5, mfc="none")
-        axis.set_xscale("log", base=2)
+            axis.plot(along, [w / row.predicted.us for row, w in zip(line, work)], "-", **style, label=policy)
+            axis.plot(along, [w / row.us for row, w in zip(line, work)], "o", **style, markersize=5, mfc="none")
+        if series:
+            axis.set_xscale("log", base=2)
         axis.set_ylim(bottom=0)
-        axis.set_xticks(lengths, [f"{n // 1024}k" if n >= 1024 else str(n) for n in lengths])
-        axis.set_title(f"{mask}, head_dim {head_dim}, {heads}/{kv_heads} heads", fontsize=10)
+        axis.set_xticks(list(places.values()), [plot.place_of(shape, series) for shape in shapes])
+        axis.set_title(panel, fontsize=10)
         axis.set_ylabel("TFLOP/s")
         axis.grid(alpha=0.3)
         axis.legend(fontsize=7)

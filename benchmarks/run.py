@@ -185,7 +185,7 @@ def parser() -> argparse.ArgumentParser:
     result.add_argument("--png", type=pathlib.Path, help="draw the result here")
     result.add_argument("--min-time", type=float, default=0.15, help="seconds for each variant (default 0.15)")
     result.add_argument("--max-seqlen", type=int, help="leave longer sequences out")
-    result.add_argument("--tokens", type=int, help="batch size times seqlen, instead of 16384: for a short trial")
+    result.add_argument("--tokens", type=int, help="batch size times seqlen of every shape: for a short trial")
     result.add_argument("--host", action="store_true", help="measure what a small call costs the host")
     result.add_argument("--turns", type=int, default=timing.TURNS, help="blocks of each variant (default 2)")
     result.add_argument("--baseline", type=pathlib.Path, help="an older _C*.so to measure beside ours, in turns")

@@ -69,4 +69,24 @@ def bar_grid() -> list[Shape]:
     return [_shape(128, "full", 8192), _shape(128, "causal", 8192), _shape(64, "full", 8192)]
 
 
-GRIDS = {"full": full_grid, "quick": quick_grid, "bar": bar_grid}
+# (query heads, KV heads, batch, seqlen). What is not measured for every head_dim and mask stands for itself in two.
+COMMON = ((8, 8, 1, 2048), (8, 2, 1, 4096), (64, 8, 1, 4096), (8, 1, 2, 4096))
+LOADS = {
+    (64, "full"): (*COMMON, (16, 8, 2, 1024), (4, 4, 1, 16384), (12, 12, 64, 197)),
+    (64, "causal"): (*COMMON, (8, 4, 1, 8192), (2, 1, 1, 32768), (12, 12, 8, 1024)),
+    (128, "full"): (*COMMON, (8, 4, 1, 8192), (2, 1, 1, 32768)),
+    (128, "causal"): (*COMMON, (16, 8, 2, 1024), (4, 4, 1, 16384)),
+}
+
+
+def loads_grid() -> list[Shape]:
+    """Small loads: what one GPU has to do under tensor parallelism, 1 to 8 KV heads of 1 to 8 query heads each and one
+    or two sequences of 1k to 32k, and batches of short sequences."""
+    return [
+        Shape("bf16", head_dim, heads, kv_heads, mask, seqlen, batch)
+        for (head_dim, mask), loads in LOADS.items()
+        for heads, kv_heads, batch, seqlen in loads
+    ]
+
+
+GRIDS = {"full": full_grid, "quick": quick_grid, "bar": bar_grid, "loads": loads_grid}

@@ -8,7 +8,7 @@ import statistics
 import pytest
 
 from benchmarks import calibrate, model, report
-from benchmarks.shapes import Shape
+from benchmarks.shapes import Shape, full_grid
 from dash_attn import _schedule, schedule
 
 SHAPE = Shape("bf16", 128, 16, 16, "causal", 2048, 4)
@@ -113,7 +113,7 @@ def test_probes_are_no_shape_of_the_grid_and_run_every_policy():
     tiles = {head_dim: schedule.tile_shape(head_dim) for head_dim in calibrate.HEAD_DIMS}
     probes = calibrate.probes(132, tiles)
     assert len(set(probes)) == len(probes)
-    grid = {(s.head_dim, s.mask, s.batch * s.heads, s.seqlen) for s in calibrate.full_grid()}
+    grid = {(s.head_dim, s.mask, s.batch * s.heads, s.seqlen) for s in full_grid()}
     assert not {(p.head_dim, p.mask, p.batch * p.heads, p.seqlen_q) for p in probes if p.seqlen_q == p.seqlen_k} & grid
     assert all(1 <= p.sms <= 132 and _schedule.fits(p.schedule, p.causal) for p in probes)
     assert {p.schedule for p in probes} == {"ascending", "descending", "spt", "shift", "symmetric_shift"}

@@ -2,6 +2,7 @@
 alone; the example runs, schedules are listed as they are, links lead somewhere."""
 
 import collections
+import itertools
 import json
 import math
 import pathlib
@@ -13,6 +14,7 @@ import pytest
 import torch
 
 from benchmarks import compare, document
+from benchmarks.shapes import loads_grid
 from dash_attn import _schedule, schedule
 
 ROOT = pathlib.Path(__file__).parents[1]
@@ -299,3 +301,20 @@ def test_the_comparison_that_is_named_runs(capsys):
     printed = capsys.readouterr().out
     assert "atomic" not in printed and "auto" in printed
     assert math.isclose(float(re.search(r"^  all +([\d.]+)", printed, re.M)[1]), 1.0, abs_tol=1.0)
+
+
+def test_the_comparisons_that_are_named_run(capsys, tmp_path):
+    lines = re.findall(r"^    python -m benchmarks\.compare (.*)$", DETAILS, re.M)
+    rows = []
+    for impl, policy, pass_ in itertools.product(("dash_attn", "fa3"), ("auto", "atomic"), ("backward", "forward")):
+        head = {"impl": impl, "pass": pass_, "schedule": policy, "deterministic": policy == "auto"}
+        rows.append({**head, **vars(loads_grid()[0]), "ms": 1.0, "tflops": 400.0})
+    loads = tmp_path / "loads.json"
+    loads.write_text(json.dumps({"rows": rows}))
+    files = {"result.json": str(RESULT), "loads.json": str(loads)}
+    assert [line.split()[0] for line in lines] == list(files)
+    for line in lines:
+        compare.main([files.get(word, str(ROOT / word) if "/" in word else word) for word in shlex.split(line)])
+        printed = capsys.readouterr().out
+        assert "atomic" not in printed and "auto" in printed
+        assert math.isclose(float(re.search(r"^  all +([\d.]+)", printed, re.M)[1]), 1.0, abs_tol=1.0)

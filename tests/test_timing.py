@@ -17,6 +17,7 @@ class FakeGpu:
 
     def __init__(self, monkeypatch):
         self.queue, self.synchronized = [], True
+        self.caught_up = False  # whether it has begun all that is queued, as a GPU does that waits for its host
         gpu = self
 
         class Event:
@@ -26,6 +27,9 @@ class FakeGpu:
             def record(self):
                 gpu.queue.append("record")
                 self.at = gpu.clock
+
+            def query(self):
+                return gpu.caught_up
 
             def elapsed_time(self, end):
                 assert gpu.synchronized, "read before the GPU was done"
@@ -79,6 +83,17 @@ def test_each_call_has_a_cold_l2_and_the_host_a_head_start(gpu):
         name, size = flush.split()
         assert name == "write" and int(size) >= 2 * L2_BYTES, "more than the cache holds"
         assert (start, call, stop) == ("record", "call", "record"), "the flush is outside the time"
+
+
+def test_a_host_that_falls_behind_gets_another_head_start(gpu):
+    timer, calls = timing.CudaTimer(CUDA), 2 * timing.CALLS_AHEAD + 1
+    timer.times_ms(gpu.call("call", [1.0] * calls), calls)
+    assert sum(entry.startswith("sleep") for entry in gpu.queue) == 1, "a host that stays ahead"
+    gpu.queue.clear()
+    gpu.caught_up = True
+    assert timer.times_ms(gpu.call("call", [1.0] * calls), calls) == [1.0] * calls
+    started = [e.split()[0] for e in gpu.queue if e == "call" or e.startswith("sleep")]
+    assert started == 2 * ["sleep", *timing.CALLS_AHEAD * ["call"]] + ["sleep", "call"], "enough calls between two"
 
 
 def test_marks_are_outside_the_time(gpu):

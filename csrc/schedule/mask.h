@@ -13,7 +13,7 @@ DASH_HOST_DEVICE constexpr int max_int(int a, int b) { return a > b ? a : b; }
 enum class MaskKind : int {
   kFull,    // every key
   kCausal,  // query i sees the keys j <= i + seqlen_k - seqlen_q: the last query sees the last key
-  // Query i sees the last kBandKeys keys up to key i: there may be keys that no query sees, at the end, and queries that
+  // Query i sees the last kBandKeys keys up to key i: there may be keys at the end that no query sees, and queries that
   // see none. No kernel of the build has it: tests/gpu/test_band.py compiles one.
   kBand,
 };
