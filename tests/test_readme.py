@@ -294,15 +294,6 @@ def test_the_table_of_schedules():
         assert _schedule.automatic(causal=bool(causal), head_dim=head_dim, seqlen_k=keys) == automatic
 
 
-def test_the_comparison_that_is_named_runs(capsys):
-    (line,) = re.findall(r"^    python -m benchmarks\.compare (.*)$", DETAILS, re.M)
-    files = {"result.json": str(RESULT)}
-    compare.main([files.get(word, str(ROOT / word) if "/" in word else word) for word in shlex.split(line)])
-    printed = capsys.readouterr().out
-    assert "atomic" not in printed and "auto" in printed
-    assert math.isclose(float(re.search(r"^  all +([\d.]+)", printed, re.M)[1]), 1.0, abs_tol=1.0)
-
-
 def test_the_comparisons_that_are_named_run(capsys, tmp_path):
     lines = re.findall(r"^    python -m benchmarks\.compare (.*)$", DETAILS, re.M)
     rows = []
