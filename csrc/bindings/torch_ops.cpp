@@ -191,6 +191,8 @@ void forward(const Tensor& q, const Tensor& k, const Tensor& v, Tensor out, Tens
   STD_TORCH_CHECK(arguments.softmax_scale > 0, "softmax_scale is ", softmax_scale, ", expected a positive number");
   arguments.out = view_of(out, "out", inputs.query, inputs.dtype, inputs.device);
   const torch::stable::accelerator::DeviceGuard guard(inputs.device);
+  const Tensor workspace = empty_bytes(kForwardWorkspaceBytes, inputs.device);
+  arguments.workspace = workspace.data_ptr();
   run_forward(arguments, current_stream(inputs.device));
 }
 

@@ -11,6 +11,7 @@
 #include "../device/gemm.h"
 #include "../device/ring.h"
 #include "../device/sm90.h"
+#include "../schedule/forward_tiles.h"
 #include "../schedule/tile_grid.h"
 
 namespace dash_attn::forward {
@@ -35,6 +36,9 @@ struct Variant {
   static_assert(kWarpgroupThreads * (kProducerRegisters + kConsumers * kConsumerRegisters) <=
                 launch_registers(kThreads));
 
+  // Whether products leave out the half of the KV tile that comes first where a warpgroup's rows do not see it.
+  static constexpr bool kHalvesFirstTile = kConsumers == 2 && kMask != MaskKind::kFull;
+
   static constexpr int kQueryStages = 3;  // tiles of Q: in use, on their way in, on their way out as output
   static constexpr int kStages = kHeadDim == 64 ? 4 : 2;  // tiles of K, and as many of V
 
@@ -46,6 +50,8 @@ struct Variant {
   }
 };
 
+constexpr int kNoMoreTiles = -1;
+
 template <typename Variant>
 struct alignas(1024) SharedStorage {
   using Element = typename Variant::Element;
@@ -56,6 +62,9 @@ struct alignas(1024) SharedStorage {
   Element q[Variant::kQueryStages][Variant::kQuery * Variant::kHeadDim];
   Element k[Variant::kStages][Variant::kKey * Variant::kHeadDim];
   Element v[Variant::kStages][Variant::kKey * Variant::kHeadDim];
+
+  // What is worked on in each of those places; an index of kNoMoreTiles ends the work.
+  QueryTile tile[Variant::kQueryStages];
 
   TransactionBarrier q_full[Variant::kQueryStages];
   Barrier q_empty[Variant::kQueryStages];

@@ -25,11 +25,28 @@ class Loader {
   __device__ Loader(Shared& shared, const KernelParams& params) : shared_(shared), params_(params) {}
 
   __device__ void run() {
-    for (TileWalk tiles(params_.scheduler, blockIdx.x, gridDim.x); tiles.more(); tiles.next()) { load(tiles.tile()); }
+    for (int position = blockIdx.x; position < params_.scheduler.num_tiles;) {
+      const int next = take_position();  // now, so that it is there when this tile is loaded
+      load(params_.scheduler.tile(position));
+      position = next;
+    }
+    announce({kNoMoreTiles, 0, 0}).arrive();
   }
 
  private:
   using Ring = RingIndex<Variant::kStages>;
+
+  // Of the next tile in the list.
+  __device__ __forceinline__ int take_position() const {
+    return params_.tiles_taken ? int(gridDim.x) + atomicAdd(params_.tiles_taken, 1) : params_.scheduler.num_tiles;
+  }
+
+  // Tells the other warps of the tile once the barrier that it returns has completed.
+  __device__ __forceinline__ Barrier& announce(const QueryTile& tile) {
+    shared_.q_empty[q_.slot()].wait(q_.empty_parity());
+    shared_.tile[q_.slot()] = tile;
+    return shared_.q_full[q_.slot()];
+  }
 
   __device__ __forceinline__ void load(const QueryTile& tile) {
     const Range kv_tiles = kv_tiles_of_query_tile<Variant>(params_.scheduler, tile.index);
@@ -47,8 +64,7 @@ class Loader {
   }
 
   __device__ __forceinline__ void load_q(const QueryTile& tile) {
-    shared_.q_empty[q_.slot()].wait(q_.empty_parity());
-    Barrier& full = shared_.q_full[q_.slot()];
+    Barrier& full = announce(tile);
     Element* rows = shared_.q[q_.slot()];
     q_ = q_.next();
     full.arrive_and_expect_tx(Variant::kQueryTileBytes);

@@ -41,14 +41,16 @@ class Consumer {
     Output out;
     PackedScores p;
     OnlineSoftmax softmax(params_.softmax_scale_log2);
-    Rows rows;
-    bool unfinished = false;  // does the last P of `rows` wait for its product?
-    for (TileWalk tiles(params_.scheduler, blockIdx.x, gridDim.x); tiles.more(); tiles.next()) {
-      const Rows next = take_rows(tiles.tile());
-      if (unfinished && next.kv.count > 0) {
-        cross(out, p, softmax, rows, next);
+    Rows rows{};  // the last P of rows that see keys waits for its product
+    for (Rows next; next.take(shared_, params_.scheduler, consumer_, q_); q_ = q_.next()) {
+      if (rows.kv.count > 0 && next.kv.count > 0) {
+        if (Variant::kHalvesFirstTile && next.half_first) {
+          cross<kHalfTile>(out, p, softmax, rows, next);
+        } else {
+          cross<Variant::kKey>(out, p, softmax, rows, next);
+        }
       } else {
-        if (unfinished) { finish(out, p, softmax, rows); }
+        if (rows.kv.count > 0) { finish(out, p, softmax, rows); }
         softmax = OnlineSoftmax(params_.softmax_scale_log2);
         clear(out);
         if (next.kv.count > 0) {
@@ -58,10 +60,9 @@ class Consumer {
         }
       }
       rows = next;
-      unfinished = rows.kv.count > 0;
-      if (unfinished) { walk(out, p, softmax, rows); }
+      if (rows.kv.count > 0) { walk(out, p, softmax, rows); }
     }
-    if (unfinished) { finish(out, p, softmax, rows); }
+    if (rows.kv.count > 0) { finish(out, p, softmax, rows); }
   }
 
  private:
@@ -72,10 +73,13 @@ class Consumer {
   static constexpr int kScoreRegisters = Variant::kKey / 2;       // a 64 x kKey fragment
   static constexpr int kOutputRegisters = Variant::kHeadDim / 2;  // a 64 x kHeadDim fragment
 
+  static constexpr int kHalfTile = Variant::kKey / 2;
+
   using Scores = float[kScoreRegisters];
   using PackedScores = uint32_t[kScoreRegisters / 8][4];
   using Output = float[kOutputRegisters];
   using Rows = WarpgroupRows<Variant>;
+  using Place = RingIndex<Variant::kQueryStages>;
 
   // No product is in flight where one of the following ends and the next begins, so that ptxas can follow each to its
   // wait.
@@ -83,10 +87,9 @@ class Consumer {
   // The first scores of `rows`.
   __device__ __forceinline__ void begin(PackedScores& p, OnlineSoftmax& softmax, const Rows& rows) {
     Scores s;
-    wait_for_q(rows);
     pass_keys_before(rows);
     wait_for_k();
-    issue_s(s, rows);
+    issue_s(s);
     wait_products<0>();
     finish_s(s);
     exponentiate_first(s, softmax, rows);
@@ -98,21 +101,26 @@ class Consumer {
   // All KV tiles but the one that came first, which is the last.
   __device__ __forceinline__ void walk(Output& out, PackedScores& p, OnlineSoftmax& softmax, const Rows& rows) {
     int kv_tile = rows.kv.end() - 1;
-    const int first_masked_after = max_int(rows.kv.first, rows.whole.end());
+    const Range whole = rows.kv_seen_whole(params_.scheduler);
+    const int first_masked_after = max_int(rows.kv.first, whole.end());
+    if (Variant::kHalvesFirstTile && rows.half_first && kv_tile > rows.kv.first) {
+      step<Tile::kMasked, kHalfTile>(out, p, softmax, rows, --kv_tile);
+    }
     while (kv_tile > first_masked_after) { step<Tile::kMasked>(out, p, softmax, rows, --kv_tile); }
-    while (kv_tile > rows.whole.first) { step<Tile::kUnmasked>(out, p, softmax, rows, --kv_tile); }
+    while (kv_tile > whole.first) { step<Tile::kUnmasked>(out, p, softmax, rows, --kv_tile); }
     while (kv_tile > rows.kv.first) { step<Tile::kMasked>(out, p, softmax, rows, --kv_tile); }
     pass_keys_after(rows);
   }
 
-  template <Tile kTile>
+  // `kKeys`: of the tile before, those that any of the rows see.
+  template <Tile kTile, int kKeys = Variant::kKey>
   __device__ __forceinline__ void step(Output& out, PackedScores& p, OnlineSoftmax& softmax, const Rows& rows,
                                        int kv_tile) {
     Scores s;
     RowStatistic correction;
     wait_for_k();
-    issue_s(s, rows);
-    issue_out(out, p);
+    issue_s(s);
+    issue_out(out, reinterpret_cast<RegisterSlice(&)[kKeys / kProductDepth]>(p));
     wait_products<1>();  // S
     finish_s(s);
     if constexpr (kTile == Tile::kMasked) { apply_mask(s, rows, kv_tile); }
@@ -125,16 +133,19 @@ class Consumer {
   }
 
   // From `rows` to `next`: the last product of the one, the first scores of the other.
+  template <int kKeys>
   __device__ __forceinline__ void cross(Output& out, PackedScores& p, OnlineSoftmax& softmax, const Rows& rows,
                                         const Rows& next) {
     Scores s;
-    wait_for_q(next);
+    auto& seen = reinterpret_cast<float (&)[kKeys / 2]>(s);
     pass_keys_before(next);
     wait_for_k();
-    issue_s(s, next);
+    issue_s(seen);
     issue_out(out, p);
     wait_products<1>();  // S
-    finish_s(s);
+    finish_s(seen);
+#pragma unroll
+    for (int i = kKeys / 2; i < kScoreRegisters; ++i) { s[i] = -INFINITY; }
     OnlineSoftmax next_softmax(params_.softmax_scale_log2);
     exponentiate_first(s, next_softmax, next);
     pin(s);
@@ -142,7 +153,7 @@ class Consumer {
     finish_out(out, p);
     pass_values_after(rows);
     pass_values_before(next);
-    store(out, softmax, rows);
+    store(out, softmax, rows, q_.previous());
     softmax = next_softmax;
     clear(out);
     shared_.v_full[v_.slot()].wait(v_.parity());
@@ -152,21 +163,19 @@ class Consumer {
   // The last product of the last rows.
   __device__ __forceinline__ void finish(Output& out, PackedScores& p, OnlineSoftmax& softmax, const Rows& rows) {
     issue_out(out, p);
-    wait_products<0>();
     finish_out(out, p);
     pass_values_after(rows);
-    store(out, softmax, rows);
+    store(out, softmax, rows, q_.previous());
   }
 
   // Rows that see no key.
   __device__ __forceinline__ void pass_over(Output& out, OnlineSoftmax& softmax, const Rows& rows) {
-    wait_for_q(rows);
 #pragma unroll 1
     for (int i = 0; i < rows.passed_before + rows.passed_after; ++i) {
       pass(shared_.k_full, shared_.k_empty, k_);
       pass(shared_.v_full, shared_.v_empty, v_);
     }
-    store(out, softmax, rows);
+    store(out, softmax, rows, q_);
   }
 
   // A warpgroup's rows see at each end at most one KV tile less than the others' of their tile, if any. So while the V
@@ -195,33 +204,25 @@ class Consumer {
     ring = ring.next();
   }
 
-  __device__ __forceinline__ Rows take_rows(const QueryTile& tile) {
-    const Rows rows(params_.scheduler, tile, consumer_, q_);
-    q_ = q_.next();
-    return rows;
-  }
-
-  __device__ __forceinline__ void wait_for_q(const Rows& rows) const {
-    shared_.q_full[rows.q.slot()].wait(rows.q.parity());
-  }
-
   // Long before its product, because a wait ends a basic block: ptxas would move the exponentials before it behind the
   // wait for P V, which is to run at the same time.
   __device__ __forceinline__ void wait_for_next_v() const { shared_.v_full[v_.next().slot()].wait(v_.next().parity()); }
 
   __device__ __forceinline__ void wait_for_k() const { shared_.k_full[k_.slot()].wait(k_.parity()); }
 
-  __device__ __forceinline__ void issue_s(Scores& s, const Rows& rows) {
-    multiply<Element, Variant::kHeadDim>(
-        s, QueryRows(descriptor_of_(shared_.q[rows.q.slot()]), consumer_ * kWarpgroupRows),
-        KeyRows(descriptor_of_(shared_.k[k_.slot()])));
+  template <int kRegisters>
+  __device__ __forceinline__ void issue_s(float (&s)[kRegisters]) {
+    multiply<Element, Variant::kHeadDim>(s, QueryRows(descriptor_of_(shared_.q[q_.slot()]), consumer_ * kWarpgroupRows),
+                                         KeyRows(descriptor_of_(shared_.k[k_.slot()])));
   }
 
-  __device__ __forceinline__ void issue_out(Output& out, PackedScores& p) {
+  template <int kSlices>
+  __device__ __forceinline__ void issue_out(Output& out, RegisterSlice (&p)[kSlices]) {
     multiply_add<Element>(out, p, KeySum(descriptor_of_(shared_.v[v_.slot()])));
   }
 
-  __device__ __forceinline__ void finish_s(Scores& s) {
+  template <int kRegisters>
+  __device__ __forceinline__ void finish_s(float (&s)[kRegisters]) {
     pin(s);
     arrive_once(shared_.k_empty[k_.slot()]);
     k_ = k_.next();
@@ -239,7 +240,7 @@ class Consumer {
 
   __device__ __forceinline__ void exponentiate_first(Scores& s, OnlineSoftmax& softmax, const Rows& rows) const {
     RowStatistic correction;
-    apply_mask(s, rows, rows.kv.end() - 1);
+    if (rows.kv.end() > rows.kv_seen_whole(params_.scheduler).end()) { apply_mask(s, rows, rows.kv.end() - 1); }
     softmax.exponentiate<Score, Tile::kMasked>(s, correction);
   }
 
@@ -261,7 +262,7 @@ class Consumer {
   }
 
   // Hands the rows to the storer, and the log-sum-exp to memory. `out` is the sum of P V.
-  __device__ __forceinline__ void store(Output& out, OnlineSoftmax& softmax, const Rows& rows) const {
+  __device__ __forceinline__ void store(Output& out, OnlineSoftmax& softmax, const Rows& rows, Place place) const {
     const QueryTileScheduler& scheduler = params_.scheduler;
     RowStatistic inverse_sum, lse;
     softmax.finish(inverse_sum, lse);
@@ -276,16 +277,18 @@ class Consumer {
           if (row_of(i) == row) { out[i] = 0.f; }
         }
       }
-      if (thread_ % 4 == 0 && rows.exist && position < scheduler.sequence.seqlen_q) {
-        params_.softmax_lse[rows.head(scheduler, thread_, row) * scheduler.sequence.seqlen_q + position] = lse[row];
+      if (thread_ % 4 == 0 && position < scheduler.sequence.seqlen_q) {
+        params_
+            .softmax_lse[rows.head(scheduler, shared_.tile[place.slot()], thread_, row) * scheduler.sequence.seqlen_q +
+                         position] = lse[row];
       }
     }
     uint32_t packed[kOutputRegisters / 8][4];
     pack_slices<Element>(packed, out);
     sync_warpgroup(consumer_);  // all warps' products have read Q
-    store_rows<Variant::kQuery>(shared_.q[rows.q.slot()], consumer_ * kWarpgroupRows, packed, thread_ / 32,
+    store_rows<Variant::kQuery>(shared_.q[place.slot()], consumer_ * kWarpgroupRows, packed, thread_ / 32,
                                 thread_ % 32);
-    fence_and_arrive(shared_.out_full[rows.q.slot()][consumer_]);
+    fence_and_arrive(shared_.out_full[place.slot()][consumer_]);
   }
 
   Shared& shared_;
@@ -293,7 +296,7 @@ class Consumer {
   const TileDescriptors descriptor_of_;
   const int consumer_;
   const int thread_;
-  RingIndex<Variant::kQueryStages> q_;
+  Place q_;  // of the rows whose scores are computed
   RingIndex<Variant::kStages> k_, v_;
 };
 

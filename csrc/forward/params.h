@@ -12,6 +12,7 @@ struct KernelParams {
   CUtensorMap k, v;    // boxes of 64 columns x one KV tile
   float* softmax_lse;  // (batch, heads, seqlen_q)
   QueryTileScheduler scheduler;
+  int* tiles_taken;          // beyond the first of each CTA, which has the CTA's number; null where there are no others
   float softmax_scale_log2;  // log2(e) * softmax_scale
 };
 

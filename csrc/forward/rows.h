@@ -21,39 +21,51 @@ __device__ __forceinline__ Range kv_tiles_of_query_tile(const QueryTileScheduler
 // tiles that it sees, not on those that are walked for other rows (softmax.h).
 template <typename Variant>
 struct WarpgroupRows {
-  QueryTile tile;
-  RingIndex<Variant::kQueryStages> q;  // where their Q is
-  int first_position;
-  bool exist;                       // or has the tile fewer rows?
-  Range kv;                         // KV tiles that some of them see, walked from the last to the first
-  Range whole;                      // of those, the KV tiles of which each of them sees every key
-  int passed_before, passed_after;  // KV tiles that are loaded before and after those, for other rows of the tile
+  int first_position;  // behind the sequence where the tile has fewer rows
+  Range kv;            // KV tiles that some of them see, walked from the last to the first
+  bool half_first;     // of the KV tile that comes first they see no key of the second half
+  int passed_before;   // KV tiles that are loaded before those, for other rows of the tile
+  int passed_after;    // and after those
 
-  WarpgroupRows() = default;
-
-  __device__ __forceinline__ WarpgroupRows(const QueryTileScheduler& scheduler, const QueryTile& tile, int consumer,
-                                           RingIndex<Variant::kQueryStages> q)
-      : tile(tile), q(q) {
-    first_position = scheduler.first_position(tile.index) + scheduler.positions_of(consumer * kWarpgroupRows);
-    exist = first_position < scheduler.end_position(tile.index);
-    const TileGrid grid = Variant::grid(scheduler.sequence);
-    const Range of_tile = kv_tiles_of_query_tile<Variant>(scheduler, tile.index);
-    const int end = first_position + scheduler.positions_of(kWarpgroupRows);
-    kv = exist ? grid.kv_tiles_of_queries(first_position, end) : Range{of_tile.first, 0};
-    if (kv.count == 0) { kv.first = of_tile.first; }
-    whole = grid.kv_tiles_seen_whole(first_position, end);
+  // Those of the tile that is announced in a place of Q, when its Q is there; false at the end of the work.
+  __device__ __forceinline__ bool take(SharedStorage<Variant>& shared, const QueryTileScheduler& scheduler,
+                                       int consumer, RingIndex<Variant::kQueryStages> place) {
+    shared.q_full[place.slot()].wait(place.parity());
+    const int tile = shared.tile[place.slot()].index;
+    if (tile == kNoMoreTiles) { return false; }
+    const Range of_tile = kv_tiles_of_query_tile<Variant>(scheduler, tile);
+    first_position = scheduler.first_position(tile) + scheduler.positions_of(consumer * kWarpgroupRows);
+    kv = Variant::grid(scheduler.sequence).kv_tiles_of_queries(first_position, end_position(scheduler));
+    const bool exist = first_position < scheduler.end_position(tile);
+    if (!exist) { first_position = scheduler.sequence.seqlen_q; }
+    if (!exist || kv.count == 0) { kv = {of_tile.first, 0}; }
+    const int last = min_int(end_position(scheduler), scheduler.sequence.seqlen_q) - 1;
+    const int keys_end = Variant::grid(scheduler.sequence).mask.keys_of(last).end();
+    half_first = keys_end - (kv.end() - 1) * Variant::kKey <= Variant::kKey / 2;
     passed_before = of_tile.end() - kv.end();
     passed_after = kv.first - of_tile.first;
+    return true;
+  }
+
+  // KV tiles of which each row sees every key.
+  __device__ __forceinline__ Range kv_seen_whole(const QueryTileScheduler& scheduler) const {
+    return Variant::grid(scheduler.sequence).kv_tiles_seen_whole(first_position, end_position(scheduler));
   }
 
   // Of the thread's rows, number `row`: its position in the sequence, and its head among those of all sequences.
   __device__ __forceinline__ int position(const QueryTileScheduler& scheduler, int thread, int row) const {
     return first_position + (fragment_row(thread, 2 * row) >> scheduler.group_shift);
   }
-  __device__ __forceinline__ int64_t head(const QueryTileScheduler& scheduler, int thread, int row) const {
+  __device__ __forceinline__ int64_t head(const QueryTileScheduler& scheduler, const QueryTile& tile, int thread,
+                                          int row) const {
     const int group = 1 << scheduler.group_shift;
     return (int64_t(tile.batch) * scheduler.head_groups + tile.head_group) * group +
            (fragment_row(thread, 2 * row) & (group - 1));
+  }
+
+ private:
+  __device__ __forceinline__ int end_position(const QueryTileScheduler& scheduler) const {
+    return first_position + scheduler.positions_of(kWarpgroupRows);
   }
 };
 

@@ -22,25 +22,22 @@ class Storer {
       : shared_(shared), params_(params), consumer_(consumer) {}
 
   __device__ void run() {
-    for (TileWalk tiles(params_.scheduler, blockIdx.x, gridDim.x); tiles.more(); tiles.next()) { store(tiles.tile()); }
+    for (Rows rows; rows.take(shared_, params_.scheduler, consumer_, q_); q_ = q_.next()) {
+      shared_.out_full[q_.slot()][consumer_].wait(q_.parity());
+      write(rows);
+      shared_.q_empty[q_.slot()].arrive();
+    }
   }
 
  private:
-  __device__ __forceinline__ void store(const QueryTile& tile) {
-    shared_.out_full[q_.slot()][consumer_].wait(q_.parity());
-    const Rows rows(params_.scheduler, tile, consumer_, q_);
-    if (rows.exist) { write(rows); }
-    shared_.q_empty[q_.slot()].arrive();
-    q_ = q_.next();
-  }
-
   // TMA leaves out what lies outside the tensor.
   __device__ __forceinline__ void write(const Rows& rows) const {
-    const Element* staged = shared_.q[rows.q.slot()] + consumer_ * kWarpgroupRows * kSwizzleColumns;
+    const QueryTile tile = shared_.tile[q_.slot()];
+    const Element* staged = shared_.q[q_.slot()] + consumer_ * kWarpgroupRows * kSwizzleColumns;
 #pragma unroll
     for (int column = 0; column < Variant::kHeadDim; column += kSwizzleColumns) {
       cute::SM90_TMA_STORE_5D::copy(&params_.out, staged + column * Variant::kQuery, column, 0, rows.first_position,
-                                    rows.tile.head_group, rows.tile.batch);
+                                    tile.head_group, tile.batch);
     }
     ptx::bulk_commit();
     ptx::bulk_wait_read();

@@ -4,6 +4,7 @@
 #include <cuda_runtime_api.h>
 
 #include <cstddef>
+#include <cstdint>
 
 #include "../schedule/mask.h"
 #include "tensor.h"
@@ -13,6 +14,7 @@ namespace dash_attn {
 struct AttentionArguments {
   TensorView q, k, v, out;
   float* softmax_lse;  // (batch, heads, seqlen_q); the backward only reads it
+  void* workspace;     // of kForwardWorkspaceBytes or backward_workspace_bytes
   Dtype dtype;
   int batch, seqlen_q, seqlen_k, heads, kv_heads, head_dim;
   float softmax_scale;  // positive
@@ -28,10 +30,10 @@ using ForwardArguments = AttentionArguments;
 
 struct BackwardArguments : AttentionArguments {
   TensorView dout, dq, dk, dv;
-  void* workspace;
   int schedule;  // number of a policy
 };
 
+constexpr int64_t kForwardWorkspaceBytes = sizeof(int);
 void run_forward(const ForwardArguments& arguments, cudaStream_t stream);
 
 size_t backward_workspace_bytes(const BackwardArguments& arguments);

@@ -32,7 +32,7 @@ forward::QueryTileScheduler make_forward_scheduler(const ForwardArguments& a) {
   }
   s.num_tiles = static_cast<int>(tiles);
   const int64_t kv_bytes = int64_t(a.seqlen_k) * Variant::kHeadDim * 2 * sizeof(typename Variant::Element);
-  s.head_swizzle = forward::head_swizzle(s, kv_bytes, std::min(s.num_tiles, a.num_sms));
+  s.head_swizzle = forward::head_swizzle(s, kv_bytes);
   return s;
 }
 
@@ -56,6 +56,10 @@ void launch_forward(const ForwardArguments& a, cudaStream_t stream) {
   params.softmax_scale_log2 = float(a.softmax_scale * M_LOG2E);
 
   const unsigned ctas = std::min(params.scheduler.num_tiles, a.num_sms);
+  params.tiles_taken = params.scheduler.num_tiles > a.num_sms ? static_cast<int*>(a.workspace) : nullptr;
+  if (params.tiles_taken) {
+    check_cuda(cudaMemsetAsync(params.tiles_taken, 0, kForwardWorkspaceBytes, stream), "clearing the count of tiles");
+  }
   launch("the forward kernel", forward::forward_kernel<Variant>, params,
          {ctas, Variant::kThreads, sizeof(forward::SharedStorage<Variant>)}, stream);
 }
