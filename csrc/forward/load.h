@@ -25,8 +25,9 @@ class Loader {
   __device__ Loader(Shared& shared, const KernelParams& params) : shared_(shared), params_(params) {}
 
   __device__ void run() {
+    int round = 0;
     for (int position = blockIdx.x; position < params_.scheduler.num_tiles;) {
-      const int next = take_position();  // now, so that it is there when this tile is loaded
+      const int next = take_position(++round);  // now, so that it is there when this tile is loaded
       load(params_.scheduler.tile(position));
       position = next;
     }
@@ -36,9 +37,10 @@ class Loader {
  private:
   using Ring = RingIndex<Variant::kStages>;
 
-  // Of the next tile in the list.
-  __device__ __forceinline__ int take_position() const {
-    return params_.tiles_taken ? int(gridDim.x) + atomicAdd(params_.tiles_taken, 1) : params_.scheduler.num_tiles;
+  // In the list, of the CTA's tile number `round`.
+  __device__ __forceinline__ int take_position(int round) const {
+    return params_.tiles_taken ? int(gridDim.x) + atomicAdd(params_.tiles_taken, 1)
+                               : params_.scheduler.position(round, blockIdx.x, gridDim.x);
   }
 
   // Tells the other warps of the tile once the barrier that it returns has completed.

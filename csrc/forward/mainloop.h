@@ -42,7 +42,8 @@ class Consumer {
     PackedScores p;
     OnlineSoftmax softmax(params_.softmax_scale_log2);
     Rows rows{};  // the last P of rows that see keys waits for its product
-    for (Rows next; next.take(shared_, params_.scheduler, consumer_, q_); q_ = q_.next()) {
+    for (int tile; (tile = next_tile()) != kNoMoreTiles; q_ = q_.next()) {
+      const Rows next(params_.scheduler, tile, consumer_);
       if (rows.kv.count > 0 && next.kv.count > 0) {
         if (Variant::kHalvesFirstTile && next.half_first) {
           cross<kHalfTile>(out, p, softmax, rows, next);
@@ -83,6 +84,9 @@ class Consumer {
 
   // No product is in flight where one of the following ends and the next begins, so that ptxas can follow each to its
   // wait.
+
+  // By a shuffle, so that the compiler knows that all that follows from it is uniform.
+  __device__ __forceinline__ int next_tile() { return __shfl_sync(0xffffffff, wait_for_tile(shared_, q_), 0); }
 
   // The first scores of `rows`.
   __device__ __forceinline__ void begin(PackedScores& p, OnlineSoftmax& softmax, const Rows& rows) {

@@ -12,7 +12,7 @@ struct KernelParams {
   CUtensorMap k, v;    // boxes of 64 columns x one KV tile
   float* softmax_lse;  // (batch, heads, seqlen_q)
   QueryTileScheduler scheduler;
-  int* tiles_taken;          // beyond the first of each CTA, which has the CTA's number; null where there are no others
+  int* tiles_taken;          // from the list beyond the first of each CTA; null where each has a fixed share
   float softmax_scale_log2;  // log2(e) * softmax_scale
 };
 

@@ -17,6 +17,13 @@ __device__ __forceinline__ Range kv_tiles_of_query_tile(const QueryTileScheduler
   return Variant::grid(scheduler.sequence).kv_tiles_of_queries(first, end);
 }
 
+// The index of the tile that is announced in a place of Q, when its Q is there; kNoMoreTiles at the end of the work.
+template <typename Variant>
+__device__ __forceinline__ int wait_for_tile(SharedStorage<Variant>& shared, RingIndex<Variant::kQueryStages> place) {
+  shared.q_full[place.slot()].wait(place.parity());
+  return shared.tile[place.slot()].index;
+}
+
 // Where a short tile reaches into the next, both write the same bits to the same place: a row's bits depend on the KV
 // tiles that it sees, not on those that are walked for other rows (softmax.h).
 template <typename Variant>
@@ -27,12 +34,9 @@ struct WarpgroupRows {
   int passed_before;   // KV tiles that are loaded before those, for other rows of the tile
   int passed_after;    // and after those
 
-  // Those of the tile that is announced in a place of Q, when its Q is there; false at the end of the work.
-  __device__ __forceinline__ bool take(SharedStorage<Variant>& shared, const QueryTileScheduler& scheduler,
-                                       int consumer, RingIndex<Variant::kQueryStages> place) {
-    shared.q_full[place.slot()].wait(place.parity());
-    const int tile = shared.tile[place.slot()].index;
-    if (tile == kNoMoreTiles) { return false; }
+  WarpgroupRows() = default;
+
+  __device__ __forceinline__ WarpgroupRows(const QueryTileScheduler& scheduler, int tile, int consumer) {
     const Range of_tile = kv_tiles_of_query_tile<Variant>(scheduler, tile);
     first_position = scheduler.first_position(tile) + scheduler.positions_of(consumer * kWarpgroupRows);
     kv = Variant::grid(scheduler.sequence).kv_tiles_of_queries(first_position, end_position(scheduler));
@@ -44,7 +48,6 @@ struct WarpgroupRows {
     half_first = keys_end - (kv.end() - 1) * Variant::kKey <= Variant::kKey / 2;
     passed_before = of_tile.end() - kv.end();
     passed_after = kv.first - of_tile.first;
-    return true;
   }
 
   // KV tiles of which each row sees every key.

@@ -22,9 +22,9 @@ class Storer {
       : shared_(shared), params_(params), consumer_(consumer) {}
 
   __device__ void run() {
-    for (Rows rows; rows.take(shared_, params_.scheduler, consumer_, q_); q_ = q_.next()) {
+    for (int tile; (tile = wait_for_tile(shared_, q_)) != kNoMoreTiles; q_ = q_.next()) {
       shared_.out_full[q_.slot()][consumer_].wait(q_.parity());
-      write(rows);
+      write(Rows(params_.scheduler, tile, consumer_));
       shared_.q_empty[q_.slot()].arrive();
     }
   }

@@ -14,25 +14,14 @@ namespace dash_attn {
 
 template <typename Variant>
 forward::QueryTileScheduler make_forward_scheduler(const ForwardArguments& a) {
-  forward::QueryTileScheduler s;
-  s.sequence = a.sequence();
-  s.batch = a.batch;
-  s.group_shift = forward::packed_heads_shift(a.group_size(), a.seqlen_q, Variant::kQuery, kWarpgroupRows);
-  const int group = 1 << s.group_shift;
-  s.tile_positions = Variant::kQuery / group;
-  s.query_tiles = ceil_div(a.seqlen_q, s.tile_positions);
-  s.groups_per_kv = a.group_size() / group;
-  s.head_groups = a.heads / group;
-  s.longest_first = a.mask != MaskKind::kFull;
-  const int64_t tiles = int64_t(a.batch) * s.head_groups * s.query_tiles;
-  if (tiles > INT32_MAX / 2) {
+  constexpr int kKeyBytes = 2 * Variant::kHeadDim * sizeof(typename Variant::Element);  // of K and V
+  const forward::QueryTileScheduler s = forward::make_scheduler(
+      {{a.mask, a.sequence()}, a.batch, a.heads, a.kv_heads, Variant::kQuery, kKeyBytes, kWarpgroupRows, a.num_sms});
+  if (const int64_t tiles = num_tiles(s); tiles > INT32_MAX / 2) {
     throw std::runtime_error("dash_attn: batch * heads * seqlen is too large: " + std::to_string(a.batch) + " * " +
                              std::to_string(a.heads) + " * " + std::to_string(a.seqlen_q) + " makes " +
                              std::to_string(tiles) + " tiles");
   }
-  s.num_tiles = static_cast<int>(tiles);
-  const int64_t kv_bytes = int64_t(a.seqlen_k) * Variant::kHeadDim * 2 * sizeof(typename Variant::Element);
-  s.head_swizzle = forward::head_swizzle(s, kv_bytes);
   return s;
 }
 
@@ -56,7 +45,9 @@ void launch_forward(const ForwardArguments& a, cudaStream_t stream) {
   params.softmax_scale_log2 = float(a.softmax_scale * M_LOG2E);
 
   const unsigned ctas = std::min(params.scheduler.num_tiles, a.num_sms);
-  params.tiles_taken = params.scheduler.num_tiles > a.num_sms ? static_cast<int*>(a.workspace) : nullptr;
+  // The first of each CTA is fixed.
+  const bool takes = params.scheduler.takes_tiles() && params.scheduler.num_tiles > a.num_sms;
+  params.tiles_taken = takes ? static_cast<int*>(a.workspace) : nullptr;
   if (params.tiles_taken) {
     check_cuda(cudaMemsetAsync(params.tiles_taken, 0, kForwardWorkspaceBytes, stream), "clearing the count of tiles");
   }

@@ -4,6 +4,7 @@
 #pragma once
 
 #include <cstdint>
+#include <numeric>
 
 #include "../host_device.h"
 #include "mask.h"
@@ -19,10 +20,9 @@ struct QueryTile {
 // Rows of a query tile are (position, head of the group), heads fastest: where sequences are short, the query heads of
 // a KV head are packed into a tile; elsewhere a group is one head. The last tile ends where the queries end and the
 // first is the one that may be short, so that under the causal mask the rows left empty are those with the fewest keys.
-// CTAs take tiles from a list, each the next when it has loaded one, so that an SM that is faster takes more of them.
-//
-// Where tiles differ in length the list has the longest first, so that what is left for the end is short; and it is cut
-// in lots of head groups, so that the K and V in use stay in L2. Where they do not it goes head by head.
+// CTAs work through a list of tiles. Where tiles differ in length the list has the longest first, so that what is left
+// for the end is short, and is cut in lots of head groups, so that the K and V in use stay in L2. Where they do not it
+// goes head by head. Each CTA has a fixed share of the list, or takes the next tile when it comes to it: takes_tiles().
 struct QueryTileScheduler {
   Sequence sequence;   // of a dense batch: every sequence's
   int tile_positions;  // of a query tile
@@ -34,6 +34,18 @@ struct QueryTileScheduler {
   bool longest_first;
   int head_swizzle;  // with longest_first: (batch, head group) pairs of a lot
   int num_tiles;
+
+  // Taking tiles costs a counter and its clearing. It pays under the causal mask where they are many, since SMs are not
+  // equally fast; and where they are few and one of them is short, which a fixed share does not make up for.
+  constexpr bool takes_tiles() const {
+    return query_tiles < 32 ? sequence.seqlen_q % tile_positions != 0 : longest_first;
+  }
+
+  // In the list, of tile number `round` of the fixed share of a CTA; may be beyond its end. Going to and fro gives CTAs
+  // long and short tiles alike.
+  DASH_HOST_DEVICE constexpr int position(int round, int cta, int ctas) const {
+    return round * ctas + (longest_first && round % 2 == 1 ? ctas - 1 - cta : cta);
+  }
 
   DASH_HOST_DEVICE constexpr QueryTile tile(int position) const {
     if (!longest_first) return make_tile(position % query_tiles, position / query_tiles);
@@ -72,13 +84,45 @@ constexpr int packed_heads_shift(int group_size, int seqlen_q, int tile_rows, in
   return shift;
 }
 
-// Head groups of a lot: as many as have their K and V in L2 together, and leave room there for those of the next lot,
-// on which the first CTAs begin while the last ones end this one.
-constexpr int head_swizzle(QueryTileScheduler const& s, int64_t kv_bytes_of_head) {
-  constexpr int64_t kBytes = 32 << 20;
-  int64_t const fit = (kBytes < kv_bytes_of_head ? 1 : kBytes / kv_bytes_of_head) * s.groups_per_kv;
-  int64_t const all = int64_t{s.batch} * s.head_groups;
-  return static_cast<int>(fit < all ? fit : all);
+// Head groups of a lot: about as many as have their K and V in L2 together. Of fixed shares every CTA's must be as long
+// as the others': they are dealt to and fro, so in lots of twice the CTAs.
+constexpr int head_swizzle(QueryTileScheduler const& s, int64_t kv_bytes_of_head, int ctas) {
+  int64_t const bytes = s.takes_tiles() ? 32 << 20 : 16 << 20;
+  int64_t const fit = (bytes < kv_bytes_of_head ? 1 : bytes / kv_bytes_of_head) * s.groups_per_kv;
+  int64_t const even = s.takes_tiles() ? 1 : 2 * ctas / std::gcd(2 * ctas, s.query_tiles);
+  int64_t const lot = (fit + even - 1) / even * even, all = int64_t{s.batch} * s.head_groups;
+  return static_cast<int>(lot < all ? lot : all);
+}
+
+// A dense batch. `kv_row_bytes`: of K and V together, of one key.
+struct ForwardProblem {
+  Mask mask;
+  int batch, heads, kv_heads;
+  int tile_rows, kv_row_bytes;
+  int most_packed_heads;
+  int ctas;  // that there may be
+};
+
+constexpr int64_t num_tiles(QueryTileScheduler const& s) { return int64_t{s.batch} * s.head_groups * s.query_tiles; }
+
+// num_tiles(scheduler) must fit.
+constexpr QueryTileScheduler make_scheduler(ForwardProblem const& p) {
+  QueryTileScheduler s{};
+  s.sequence = p.mask.sequence;
+  s.batch = p.batch;
+  int const group_size = p.heads / p.kv_heads;
+  s.group_shift = packed_heads_shift(group_size, s.sequence.seqlen_q, p.tile_rows, p.most_packed_heads);
+  int const packed = 1 << s.group_shift;
+  s.tile_positions = p.tile_rows / packed;
+  s.query_tiles = ceil_div(s.sequence.seqlen_q, s.tile_positions);
+  s.groups_per_kv = group_size / packed;
+  s.head_groups = p.heads / packed;
+  s.longest_first = p.mask.kind != MaskKind::kFull;
+  int64_t const tiles = num_tiles(s);
+  s.num_tiles = static_cast<int>(tiles);
+  int const ctas = tiles < p.ctas ? s.num_tiles : p.ctas;
+  s.head_swizzle = head_swizzle(s, int64_t{s.sequence.seqlen_k} * p.kv_row_bytes, ctas);
+  return s;
 }
 
 }  // namespace dash_attn::forward

@@ -11,11 +11,11 @@ namespace dash_attn {
 
 // Where the sums of dK and dV are cut shows in their bits. So it may depend on one sequence and on what a KV head knows
 // of itself, and on nothing else: not on the other heads, the batch, or the SMs that a device has or a caller leaves.
-// kEnoughWorkTiles is about what lets one KV head fill a Hopper GPU, and is the same everywhere.
+// kEnoughWorkTiles is what lets two KV heads fill a Hopper GPU, and is the same everywhere.
 // Of mean length; more of them where the longest is longer, so that short ones fill up beside it.
-inline constexpr int kEnoughWorkTiles = 128;
-// Of a mean work tile: adding its dK and dV up must stay small beside its steps.
-inline constexpr int kStepsWorthASplit = 96;
+inline constexpr int kEnoughWorkTiles = 64;
+// That a mean work tile visits, of all its query heads: adding its dK and dV up must stay small beside that.
+inline constexpr int kQueriesWorthASplit = 2048;
 
 // The fewest parts that make enough work tiles; where too few are possible, the most that leave them long enough.
 DASH_HOST_DEVICE constexpr int num_splits(int group_size, TileGrid const& grid) {
@@ -25,7 +25,7 @@ DASH_HOST_DEVICE constexpr int num_splits(int group_size, TileGrid const& grid) 
   int splits = 1;
   for (int next = 2; next <= group_size; ++next) {
     if (int64_t{grid.kv_tiles()} * splits * twice_mean >= 2 * kEnoughWorkTiles * longest) break;
-    if (twice_mean * (group_size / next) < 2 * kStepsWorthASplit) break;
+    if (twice_mean * (group_size / next) * grid.tiling.query < 2 * kQueriesWorthASplit) break;
     if (group_size % next == 0) splits = next;
   }
   return splits;
