@@ -6,7 +6,8 @@
 Ours is one schedule, "auto" unless another is named; what is not deterministic is never counted as ours. Without
 --peers, the peers are those of the same file, measured in the same run. The last lines of a pass give, for each peer,
 the geometric mean of the ratios and the least of them, with --grid over the shapes of that grid alone. Where a file has
-no figures of "both", they are worked out from each peer's backward and the quickest forward of any.
+no figures of "both", they are worked out: ours from our two passes, a peer's from its backward and the quickest forward
+of any.
 """
 
 import argparse
@@ -103,16 +104,14 @@ def read_runs(path: pathlib.Path, pass_: str) -> dict[str, Figures]:
 
 
 def pairs(forwards: list[Figure], backwards: list[Figure]) -> list[Figure]:
-    """Forward plus backward, under the backward's name: each backward after the quickest forward of any peer. A
-    backward takes 2.5 times a forward's operations."""
-    forward = _best(forwards)
-    if forward is None:
-        return []
-
-    def together(backward: Figure) -> float:
-        return 3.5 / (1 / forward.tflops + 2.5 / backward.tflops)
-
-    return [b._replace(tflops=together(b)) for b in backwards]
+    """Forward plus backward, under the backward's name: ours after our forward, each other one after the quickest
+    forward of any peer. A backward takes 2.5 times a forward's operations."""
+    found = []
+    for backward in backwards:
+        forward = _best([f for f in forwards if (f.impl == OURS) == (backward.impl == OURS)])
+        if forward:
+            found.append(backward._replace(tflops=3.5 / (1 / forward.tflops + 2.5 / backward.tflops)))
+    return found
 
 
 def _best(found: list[Figure]) -> Figure | None:

@@ -211,6 +211,8 @@ def details(quoted: Quoted) -> str:
     with_fa3 = compare.mean([row for row in backward if row.best(True, "fa3")], True)
     means = [compare.mean(both, deterministic) for deterministic in (True, False)]
     meta, name = quoted.meta, quoted.path.name
+    through_autograd = any(row["pass"] == "both" for row in json.loads(quoted.path.read_text())["rows"])
+    how = "through autograd" if through_autograd else "worked out from both passes"
     impls = [
         prose(f"- {compare.NAMES[impl]}: {what}.", indent="  ") for impl, what in quoted.peers_meta["impls"].items()
     ]
@@ -237,8 +239,8 @@ def details(quoted: Quoted) -> str:
             deterministic peer is {with_fa3.ratio:.2f}, in separate runs."""
         ),
         prose(
-            f"""Forward and backward together, ours through autograd, a peer's backward after the quickest forward of
-            any peer, separate runs: {means[0].ratio:.2f} times the best deterministic peer ({means[0].shapes} shapes),
+            f"""Forward and backward together, ours {how}, a peer's backward after the quickest forward of any peer,
+            separate runs: {means[0].ratio:.2f} times the best deterministic peer ({means[0].shapes} shapes),
             {means[1].ratio:.2f} times the best other ({means[1].shapes})."""
         ),
         yardstick(quoted),

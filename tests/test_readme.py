@@ -72,7 +72,8 @@ def test_the_table_of_all_shapes(result):
     legend = DETAILS.split("Missing are the peers")[1].split("The peers:")[0]
     for letter, text in re.findall(r"^- ([a-z]): (.*(?:\n  .*)*)", legend, re.M):
         missing[letter] = " ".join(text.split())
-    rows = [line for line in DETAILS.splitlines() if re.match(r"\| (64|128) \| \d", line)]
+    table = DETAILS.split("Small loads, ")[0]
+    rows = [line for line in table.splitlines() if re.match(r"\| (64|128) \| \d", line)]
     assert len(rows) == len(mine) == 30
     seen = set()
     for line, (shape, tflops) in zip(rows, mine.items()):
@@ -195,6 +196,9 @@ def test_the_means_to_each_peer(pass_, result):
 def test_both_passes_and_the_yardstick(result):
     text = " ".join(DETAILS.split())
     mine, forwards = ours(result["rows"], "both"), theirs(PEERS["rows"], "forward")
+    if not mine:  # not measured together
+        backward, forward = (ours(result["rows"], pass_) for pass_ in ("backward", "forward"))
+        mine = {shape: 3.5 / (1 / forward[shape] + 2.5 / backward[shape]) for shape in backward}
     said = {True: "{} times the best deterministic peer ({} shapes)", False: "{} times the best other ({})."}
     for mode, words in said.items():
         pairs = {

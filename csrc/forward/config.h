@@ -16,10 +16,11 @@
 
 namespace dash_attn::forward {
 
-template <typename Element_, int kHeadDim_, MaskKind kMask, typename Score_>
+template <typename Element_, int kHeadDim_, MaskKind kMask_, typename Score_>
 struct Variant {
   using Element = Element_;
   using Score = Score_;
+  static constexpr MaskKind kMask = kMask_;
   static constexpr TileShape kTile = forward_tile_shape(kHeadDim_);
   static constexpr int kQuery = kTile.query;
   static constexpr int kKey = kTile.key;

@@ -27,9 +27,7 @@ class Loader {
   __device__ void run() {
     int round = 0;
     for (int position = blockIdx.x; position < params_.scheduler.num_tiles;) {
-      const int next = take_position(++round);  // now, so that it is there when this tile is loaded
-      load(params_.scheduler.tile(position));
-      position = next;
+      position = load(params_.scheduler.tile(position), ++round);
     }
     announce({kNoMoreTiles, 0, 0}).arrive();
   }
@@ -50,11 +48,13 @@ class Loader {
     return shared_.q_full[q_.slot()];
   }
 
-  __device__ __forceinline__ void load(const QueryTile& tile) {
+  // Returns the CTA's next place in the list. Taken late, so that who comes first gets the longest tile; and before the
+  // wait for the last V's place, which is longer than the answer takes.
+  __device__ __forceinline__ int load(const QueryTile& tile, int next_round) {
     const Range kv_tiles = kv_tiles_of_query_tile<Variant>(params_.scheduler, tile.index);
     const int kv_head = params_.scheduler.kv_head(tile.head_group);
     load_q(tile);  // without keys too: the output takes its place
-    if (kv_tiles.count == 0) { return; }
+    if (kv_tiles.count == 0) { return take_position(next_round); }
     int kv_tile = kv_tiles.end() - 1;
     load_k(kv_tile, kv_head, tile.batch);
 #pragma unroll 1
@@ -62,7 +62,9 @@ class Loader {
       load_k(kv_tile - 1, kv_head, tile.batch);
       load_v(kv_tile, kv_head, tile.batch);
     }
+    const int next = take_position(next_round);
     load_v(kv_tile, kv_head, tile.batch);
+    return next;
   }
 
   __device__ __forceinline__ void load_q(const QueryTile& tile) {

@@ -244,7 +244,10 @@ class Consumer {
 
   __device__ __forceinline__ void exponentiate_first(Scores& s, OnlineSoftmax& softmax, const Rows& rows) const {
     RowStatistic correction;
-    if (rows.kv.end() > rows.kv_seen_whole(params_.scheduler).end()) { apply_mask(s, rows, rows.kv.end() - 1); }
+    const int kv_tile = rows.kv.end() - 1;
+    const Range whole = rows.kv_seen_whole(params_.scheduler);
+    const bool hides_first = !starts_at_first_key(Variant::kMask) && kv_tile < whole.first;
+    if (kv_tile >= whole.end() || hides_first) { apply_mask(s, rows, kv_tile); }
     softmax.exponentiate<Score, Tile::kMasked>(s, correction);
   }
 

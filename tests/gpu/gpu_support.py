@@ -5,6 +5,7 @@ Works on any device, so that tests/test_gpu_checks.py can try the checks themsel
 
 import dataclasses
 import math
+from collections.abc import Callable
 
 import torch
 
@@ -157,11 +158,16 @@ def workspace_bytes(problem: Problem, policy: str, device: str) -> int:
     """What a backward allocates beside its gradients."""
     inputs = random_inputs(problem, device)
     gradients = nan_gradients(inputs)
+    return requested_bytes(lambda: backward_into(gradients, inputs, problem, policy))
+
+
+def requested_bytes(call: Callable[[], object]) -> int:
+    """What the call has allocated at most at a time, as it asked for it: the allocator may hand out a larger block."""
     torch.cuda.synchronize()
-    before = torch.cuda.memory_allocated()
+    before = torch.cuda.memory_stats()["requested_bytes.all.current"]
     torch.cuda.reset_peak_memory_stats()
-    backward_into(gradients, inputs, problem, policy)
-    return torch.cuda.max_memory_allocated() - before
+    call()
+    return torch.cuda.memory_stats()["requested_bytes.all.peak"] - before
 
 
 def int_view(tensor: torch.Tensor) -> torch.Tensor:
