@@ -2,6 +2,8 @@
 takes it; every query in a tile; work even where shares are fixed."""
 
 import collections
+import heapq
+import itertools
 
 import pytest
 from hypothesis import given, settings
@@ -15,8 +17,9 @@ SMS = 132
 @st.composite
 def forwards(draw):
     kv_heads, group = draw(st.integers(1, 5)), draw(st.sampled_from([1, 2, 3, 4, 8]))
-    return ForwardTiles(
-        batch=draw(st.integers(1, 4)),
+    batch = draw(st.integers(1, 4))
+    tiles = ForwardTiles(
+        batch=batch,
         seqlen_q=draw(st.integers(1, 9000)),
         seqlen_k=draw(st.integers(1, 9000)),
         heads=kv_heads * group,
@@ -25,26 +28,30 @@ def forwards(draw):
         causal=draw(st.booleans()),
         sms=draw(st.integers(1, 140)),
     )
+    assert tiles.head_groups in (kv_heads, kv_heads * group)
+    return tiles, batch
 
 
 @settings(max_examples=200, deadline=None)
 @given(forwards())
-def test_the_list_has_every_tile_once(tiles):
-    found = collections.Counter(tiles.tile(position) for position in range(tiles.num_tiles))
-    assert len(found) == tiles.num_tiles and set(found.values()) <= {1}
-    assert {index for _, _, index in found} == set(range(tiles.query_tiles))
-    assert max(group for _, group, _ in found) == tiles.head_groups - 1
+def test_the_list_has_every_tile_once(forward):
+    tiles, batch = forward
+    found = collections.Counter(tiles.tile(place) for place in range(tiles.num_tiles))
+    assert set(found.values()) == {1}
+    every = itertools.product(range(batch), range(tiles.head_groups), range(tiles.query_tiles))
+    assert set(found) == set(every)
 
 
 @settings(max_examples=200, deadline=None)
 @given(forwards(), st.integers(1, 140))
-def test_fixed_shares_have_every_place_once(tiles, ctas):
+def test_fixed_shares_have_every_place_once(forward, ctas):
+    tiles, _ = forward
     ctas = min(ctas, tiles.num_tiles)
     rounds = -(-tiles.num_tiles // ctas)
-    positions = [tiles.position(r, cta, ctas) for r in range(rounds) for cta in range(ctas)]
-    assert sorted(p for p in positions if p < tiles.num_tiles) == list(range(tiles.num_tiles))
+    places = [tiles.place(r, cta, ctas) for r in range(rounds) for cta in range(ctas)]
+    assert sorted(p for p in places if p < tiles.num_tiles) == list(range(tiles.num_tiles))
     for cta in range(ctas):  # a CTA stops at the first place that is beyond the end
-        assert all(tiles.position(r, cta, ctas) < tiles.num_tiles for r in range(rounds - 1))
+        assert all(tiles.place(r, cta, ctas) < tiles.num_tiles for r in range(rounds - 1))
 
 
 @settings(max_examples=200, deadline=None)
@@ -59,33 +66,62 @@ def test_every_query_is_in_one_tile(seqlen_q, head_dim, group, causal):
     assert covered == list(range(seqlen_q))
 
 
+def longest_share(tiles) -> float:
+    """Over the mean, a KV tile being the unit and a query tile's own cost a third of it. A CTA that takes tiles takes
+    the next when it has a KV tile of the last left."""
+    costs = [-(-tiles.positions(tiles.tile(place)[2])[1] // 128) + 1 / 3 for place in range(tiles.num_tiles)]
+    shares = [0.0] * SMS
+    if not tiles.takes_tiles:
+        for cta in range(SMS):
+            places = (tiles.place(round_, cta, SMS) for round_ in itertools.count())
+            shares[cta] = sum(costs[place] for place in itertools.takewhile(lambda p: p < len(costs), places))
+    else:
+        asks = [(max(0.0, costs[cta] - 1), cta) for cta in range(SMS)]
+        shares = costs[:SMS]
+        heapq.heapify(asks)
+        for cost in costs[SMS:]:
+            _, cta = heapq.heappop(asks)
+            shares[cta] += cost
+            heapq.heappush(asks, (shares[cta] - 1, cta))
+    return max(shares) / (sum(costs) / SMS)
+
+
 @pytest.mark.parametrize("seqlen", [512, 1024, 2048, 4096, 16384])
 @pytest.mark.parametrize("head_dim, heads", [(64, 32), (128, 16)])
 def test_causal_work_is_even(head_dim, heads, seqlen):
-    """Of 16,384 tokens on 132 SMs: the longest share is at most 4% over the mean, where CTAs take tiles as where shares
-    are fixed, a KV tile being the unit and a query tile's own cost a third of it."""
-    batch = 16384 // seqlen
-    shape = dict(batch=batch, heads=heads, kv_heads=heads, head_dim=head_dim, causal=True, sms=SMS)
-    tiles = ForwardTiles(seqlen_q=seqlen, seqlen_k=seqlen, **shape)
-    costs = []
-    for position in range(tiles.num_tiles):
-        _, end = tiles.positions(tiles.tile(position)[2])
-        costs.append(-(-end // 128) + 1 / 3)
-    shares = [0.0] * SMS
-    for position, cost in enumerate(costs):
-        if tiles.takes_tiles:
-            shares[shares.index(min(shares))] += cost
-        else:
-            round_, place = divmod(position, SMS)
-            cta = next(c for c in (place, SMS - 1 - place) if tiles.position(round_, c, SMS) == position)
-            shares[cta] += cost
-    assert max(shares) <= 1.04 * sum(costs) / SMS
+    shape = dict(batch=16384 // seqlen, heads=heads, kv_heads=heads, head_dim=head_dim, causal=True, sms=SMS)
+    assert longest_share(ForwardTiles(seqlen_q=seqlen, seqlen_k=seqlen, **shape)) <= 1.04
+
+
+def test_few_tiles_are_even_too():
+    """256 tiles of 1 to 32 KV tiles: no share is longer than the longest tile and one more."""
+    shape = dict(batch=1, heads=8, kv_heads=2, head_dim=128, causal=True, sms=SMS)
+    tiles = ForwardTiles(seqlen_q=4096, seqlen_k=4096, **shape)
+    assert tiles.takes_tiles and longest_share(tiles) <= 34 / (256 * 16.83 / SMS)
 
 
 def test_longest_first_within_a_lot():
     heads = dict(heads=16, kv_heads=16, head_dim=128)
     tiles = ForwardTiles(batch=2, seqlen_q=8192, seqlen_k=8192, **heads, causal=True, sms=SMS)
     assert tiles.takes_tiles and tiles.head_swizzle == 8  # 4 MiB of K and V a head
-    lot = [tiles.tile(position) for position in range(tiles.head_swizzle * tiles.query_tiles)]
+    lot = [tiles.tile(place) for place in range(tiles.head_swizzle * tiles.query_tiles)]
     assert [index for _, _, index in lot] == sorted((index for _, _, index in lot), reverse=True)
     assert {(batch, group) for batch, group, _ in lot} == {(0, group) for group in range(8)}
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ({"batch": 0}, "batch must be in"),
+        ({"kv_heads": 0}, "kv_heads must be in"),
+        ({"kv_heads": 3}, "heads must be a multiple of kv_heads=3, got 8"),
+        ({"head_dim": 300}, r"head_dim must be in \[1, 129\), got 300"),
+        ({"seqlen_q": 0}, "seqlen_q must be in"),
+        ({"sms": 0}, "sms must be in"),
+    ],
+    ids=str,
+)
+def test_bad_input_names_the_argument(change, message):
+    good = dict(batch=1, seqlen_q=5, seqlen_k=5, heads=8, kv_heads=2, head_dim=64, causal=False, sms=4)
+    with pytest.raises(ValueError, match=message):
+        ForwardTiles(**{**good, **change})

@@ -17,15 +17,14 @@
 #include "../config/tile_shapes.h"
 #include "../model/simulator.h"
 #include "../schedule/automatic.h"
-#include "../schedule/forward_tiles.h"
 #include "../schedule/head_swizzle.h"
 #include "../schedule/order.h"
 #include "../schedule/policy.h"
 #include "../schedule/splits.h"
 #include "../schedule/tile_grid.h"
 #include "../schedule/work_tile.h"
+#include "tile_bindings.h"
 
-namespace py = pybind11;
 using namespace dash_attn;
 
 namespace {
@@ -54,14 +53,6 @@ decltype(auto) with_policy(std::string const& name, Problem const& problem, F&& 
                           " only, got causal=" + mask_name(mask));
   }
   return AllPolicies::with(policy, std::forward<F>(f));
-}
-
-int in_range(char const* argument, int64_t value, int64_t first, int64_t end) {
-  if (value < first || value >= end) {
-    throw py::value_error(std::string(argument) + " must be in [" + std::to_string(first) + ", " + std::to_string(end) +
-                          "), got " + std::to_string(value));
-  }
-  return static_cast<int>(value);
 }
 
 Problem checked_problem(int64_t seqlen_q, int64_t seqlen_k, int64_t tile_q, int64_t tile_k, bool causal, int64_t batch,
@@ -98,8 +89,6 @@ Problem checked_problem(int64_t seqlen_q, int64_t seqlen_k, int64_t tile_q, int6
   }
   return {grid, scheduler};
 }
-
-std::pair<int, int> as_tuple(Range range) { return {range.first, range.count}; }
 
 int checked_kv_tile(Problem const& problem, int64_t kv) { return in_range("kv_tile", kv, 0, problem.grid.kv_tiles()); }
 
@@ -205,15 +194,6 @@ std::tuple<int, int, int> tile_shape(int head_dim) {
   if (padded == 0) { throw py::value_error("head_dim must be in [1, 128], got " + std::to_string(head_dim)); }
   TileShape const shape = backward_tile_shape(padded);
   return {shape.query, shape.key, shape.head_dim};
-}
-
-forward::QueryTileScheduler forward_tiles(int batch, int seqlen_q, int seqlen_k, int heads, int kv_heads, int head_dim,
-                                          bool causal, int sms) {
-  constexpr int kElementBytes = 2, kMostPackedHeads = 64;
-  TileShape const tile = forward_tile_shape(padded_head_dim(head_dim));
-  Mask const mask{mask_kind(causal), {seqlen_q, seqlen_k}};
-  return forward::make_scheduler(
-      {mask, batch, heads, kv_heads, tile.query, 2 * tile.head_dim * kElementBytes, kMostPackedHeads, sms});
 }
 
 int launched_head_swizzle(std::string const& schedule, Problem const& problem, int head_dim) {
@@ -418,29 +398,7 @@ PYBIND11_MODULE(_schedule, m) {
   m.def("automatic", &automatic, py::kw_only(), py::arg("causal"), py::arg("head_dim"), py::arg("seqlen_k"),
         "The policy that schedule='auto' means.");
 
-  using ForwardTiles = forward::QueryTileScheduler;
-  py::class_<ForwardTiles>(m, "ForwardTiles", "The query tiles of a forward, and the list in which they are worked on.")
-      .def(py::init(&forward_tiles), py::kw_only(), py::arg("batch"), py::arg("seqlen_q"), py::arg("seqlen_k"),
-           py::arg("heads"), py::arg("kv_heads"), py::arg("head_dim"), py::arg("causal"), py::arg("sms"))
-      .def_readonly("num_tiles", &ForwardTiles::num_tiles)
-      .def_readonly("query_tiles", &ForwardTiles::query_tiles)
-      .def_readonly("head_groups", &ForwardTiles::head_groups)
-      .def_readonly("head_swizzle", &ForwardTiles::head_swizzle)
-      .def_property_readonly("takes_tiles", &ForwardTiles::takes_tiles)
-      .def("position", &ForwardTiles::position, py::arg("round"), py::arg("cta"), py::arg("ctas"))
-      .def(
-          "tile",
-          [](ForwardTiles const& tiles, int position) {
-            forward::QueryTile const tile = tiles.tile(in_range("position", position, 0, tiles.num_tiles));
-            return std::make_tuple(tile.batch, tile.head_group, tile.index);
-          },
-          py::arg("position"), "(sequence, head group, index) of a place in the list.")
-      .def(
-          "positions",
-          [](ForwardTiles const& tiles, int index) {
-            return std::make_tuple(tiles.first_position(index), tiles.end_position(index));
-          },
-          py::arg("index"), "First position of a tile in its sequence, and where the next tile begins.");
+  bind_masks_and_forward_tiles(m);
 
   py::class_<SimulatedTask>(m, "Task",
                             "One tile: its products from start to products_end, its add from add_start to end.")

@@ -13,6 +13,7 @@
 
 #include <cstdint>
 #include <limits>
+#include <optional>
 #include <stdexcept>
 #include <string>
 #include <vector>
@@ -191,8 +192,11 @@ void forward(const Tensor& q, const Tensor& k, const Tensor& v, Tensor out, Tens
   STD_TORCH_CHECK(arguments.softmax_scale > 0, "softmax_scale is ", softmax_scale, ", expected a positive number");
   arguments.out = view_of(out, "out", inputs.query, inputs.dtype, inputs.device);
   const torch::stable::accelerator::DeviceGuard guard(inputs.device);
-  const Tensor workspace = empty_bytes(kForwardWorkspaceBytes, inputs.device);
-  arguments.workspace = workspace.data_ptr();
+  std::optional<Tensor> workspace;
+  if (const size_t bytes = forward_workspace_bytes(arguments)) {
+    workspace = empty_bytes(static_cast<int64_t>(bytes), inputs.device);
+    arguments.workspace = workspace->data_ptr();
+  }
   run_forward(arguments, current_stream(inputs.device));
 }
 

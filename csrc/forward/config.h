@@ -37,7 +37,8 @@ struct Variant {
   static_assert(kWarpgroupThreads * (kProducerRegisters + kConsumers * kConsumerRegisters) <=
                 launch_registers(kThreads));
 
-  // Whether products leave out the half of the KV tile that comes first where a warpgroup's rows do not see it.
+  // Whether S leaves out the half of the KV tile that comes first where a warpgroup's rows do not see it. A product in
+  // two forms takes registers that three consumers do not have, and under the full mask there is no such half.
   static constexpr bool kHalvesFirstTile = kConsumers == 2 && kMask != MaskKind::kFull;
 
   static constexpr int kQueryStages = 3;  // tiles of Q: in use, on their way in, on their way out as output

@@ -3,8 +3,7 @@
 //   warpgroup 0   warp 0: loader (load.h)   one warp for each consumer: storer (store.h)
 //   the others    consumers (mainloop.h, softmax.h)
 //
-// CTAs are persistent and independent: each has its share of the query tiles (schedule/forward_tiles.h) and waits for
-// no other.
+// CTAs are persistent and wait for no other. Which query tiles each works on, schedule/forward_tiles.h says.
 #pragma once
 
 #include "../device/warp_roles.h"

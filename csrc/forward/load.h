@@ -26,8 +26,8 @@ class Loader {
 
   __device__ void run() {
     int round = 0;
-    for (int position = blockIdx.x; position < params_.scheduler.num_tiles;) {
-      position = load(params_.scheduler.tile(position), ++round);
+    for (int place = blockIdx.x; place < params_.scheduler.num_tiles;) {
+      place = load(params_.scheduler.tile(place), ++round);
     }
     announce({kNoMoreTiles, 0, 0}).arrive();
   }
@@ -35,10 +35,10 @@ class Loader {
  private:
   using Ring = RingIndex<Variant::kStages>;
 
-  // In the list, of the CTA's tile number `round`.
-  __device__ __forceinline__ int take_position(int round) const {
+  // Place in the list of the CTA's tile number `round`.
+  __device__ __forceinline__ int take_place(int round) const {
     return params_.tiles_taken ? int(gridDim.x) + atomicAdd(params_.tiles_taken, 1)
-                               : params_.scheduler.position(round, blockIdx.x, gridDim.x);
+                               : params_.scheduler.place(round, blockIdx.x, gridDim.x);
   }
 
   // Tells the other warps of the tile once the barrier that it returns has completed.
@@ -54,7 +54,7 @@ class Loader {
     const Range kv_tiles = kv_tiles_of_query_tile<Variant>(params_.scheduler, tile.index);
     const int kv_head = params_.scheduler.kv_head(tile.head_group);
     load_q(tile);  // without keys too: the output takes its place
-    if (kv_tiles.count == 0) { return take_position(next_round); }
+    if (kv_tiles.count == 0) { return take_place(next_round); }
     int kv_tile = kv_tiles.end() - 1;
     load_k(kv_tile, kv_head, tile.batch);
 #pragma unroll 1
@@ -62,7 +62,7 @@ class Loader {
       load_k(kv_tile - 1, kv_head, tile.batch);
       load_v(kv_tile, kv_head, tile.batch);
     }
-    const int next = take_position(next_round);
+    const int next = take_place(next_round);
     load_v(kv_tile, kv_head, tile.batch);
     return next;
   }

@@ -80,7 +80,7 @@ class Consumer {
   using PackedScores = uint32_t[kScoreRegisters / 8][4];
   using Output = float[kOutputRegisters];
   using Rows = WarpgroupRows<Variant>;
-  using Place = RingIndex<Variant::kQueryStages>;
+  using QuerySlot = RingIndex<Variant::kQueryStages>;
 
   // No product is in flight where one of the following ends and the next begins, so that ptxas can follow each to its
   // wait.
@@ -107,24 +107,20 @@ class Consumer {
     int kv_tile = rows.kv.end() - 1;
     const Range whole = rows.kv_seen_whole(params_.scheduler);
     const int first_masked_after = max_int(rows.kv.first, whole.end());
-    if (Variant::kHalvesFirstTile && rows.half_first && kv_tile > rows.kv.first) {
-      step<Tile::kMasked, kHalfTile>(out, p, softmax, rows, --kv_tile);
-    }
     while (kv_tile > first_masked_after) { step<Tile::kMasked>(out, p, softmax, rows, --kv_tile); }
     while (kv_tile > whole.first) { step<Tile::kUnmasked>(out, p, softmax, rows, --kv_tile); }
     while (kv_tile > rows.kv.first) { step<Tile::kMasked>(out, p, softmax, rows, --kv_tile); }
     pass_keys_after(rows);
   }
 
-  // `kKeys`: of the tile before, those that any of the rows see.
-  template <Tile kTile, int kKeys = Variant::kKey>
+  template <Tile kTile>
   __device__ __forceinline__ void step(Output& out, PackedScores& p, OnlineSoftmax& softmax, const Rows& rows,
                                        int kv_tile) {
     Scores s;
     RowStatistic correction;
     wait_for_k();
     issue_s(s);
-    issue_out(out, reinterpret_cast<RegisterSlice(&)[kKeys / kProductDepth]>(p));
+    issue_out(out, p);
     wait_products<1>();  // S
     finish_s(s);
     if constexpr (kTile == Tile::kMasked) { apply_mask(s, rows, kv_tile); }
@@ -136,7 +132,9 @@ class Consumer {
     pack_slices<Element>(p, s);
   }
 
-  // From `rows` to `next`: the last product of the one, the first scores of the other.
+  // From `rows` to `next`: the last product of the one, the first scores of the other, which see at most the first
+  // kKeys keys of their tile. P V is not cut as S is: at keys that a row does not see 0 V is not 0 where V is not
+  // finite, and so its bits would depend on the rows beside it.
   template <int kKeys>
   __device__ __forceinline__ void cross(Output& out, PackedScores& p, OnlineSoftmax& softmax, const Rows& rows,
                                         const Rows& next) {
@@ -220,8 +218,7 @@ class Consumer {
                                          KeyRows(descriptor_of_(shared_.k[k_.slot()])));
   }
 
-  template <int kSlices>
-  __device__ __forceinline__ void issue_out(Output& out, RegisterSlice (&p)[kSlices]) {
+  __device__ __forceinline__ void issue_out(Output& out, PackedScores& p) {
     multiply_add<Element>(out, p, KeySum(descriptor_of_(shared_.v[v_.slot()])));
   }
 
@@ -247,7 +244,7 @@ class Consumer {
     const int kv_tile = rows.kv.end() - 1;
     const Range whole = rows.kv_seen_whole(params_.scheduler);
     const bool hides_first = !starts_at_first_key(Variant::kMask) && kv_tile < whole.first;
-    if (kv_tile >= whole.end() || hides_first) { apply_mask(s, rows, kv_tile); }
+    if (kv_tile >= whole.end() || hides_first) { apply_mask(s, rows, kv_tile); }  // not in `whole`
     softmax.exponentiate<Score, Tile::kMasked>(s, correction);
   }
 
@@ -269,7 +266,8 @@ class Consumer {
   }
 
   // Hands the rows to the storer, and the log-sum-exp to memory. `out` is the sum of P V.
-  __device__ __forceinline__ void store(Output& out, OnlineSoftmax& softmax, const Rows& rows, Place place) const {
+  __device__ __forceinline__ void store(Output& out, OnlineSoftmax& softmax, const Rows& rows,
+                                        QuerySlot slot_of_rows) const {
     const QueryTileScheduler& scheduler = params_.scheduler;
     RowStatistic inverse_sum, lse;
     softmax.finish(inverse_sum, lse);
@@ -285,17 +283,17 @@ class Consumer {
         }
       }
       if (thread_ % 4 == 0 && position < scheduler.sequence.seqlen_q) {
-        params_
-            .softmax_lse[rows.head(scheduler, shared_.tile[place.slot()], thread_, row) * scheduler.sequence.seqlen_q +
-                         position] = lse[row];
+        params_.softmax_lse[rows.head(scheduler, shared_.tile[slot_of_rows.slot()], thread_, row) *
+                                scheduler.sequence.seqlen_q +
+                            position] = lse[row];
       }
     }
     uint32_t packed[kOutputRegisters / 8][4];
     pack_slices<Element>(packed, out);
     sync_warpgroup(consumer_);  // all warps' products have read Q
-    store_rows<Variant::kQuery>(shared_.q[place.slot()], consumer_ * kWarpgroupRows, packed, thread_ / 32,
+    store_rows<Variant::kQuery>(shared_.q[slot_of_rows.slot()], consumer_ * kWarpgroupRows, packed, thread_ / 32,
                                 thread_ % 32);
-    fence_and_arrive(shared_.out_full[place.slot()][consumer_]);
+    fence_and_arrive(shared_.out_full[slot_of_rows.slot()][consumer_]);
   }
 
   Shared& shared_;
@@ -303,7 +301,7 @@ class Consumer {
   const TileDescriptors descriptor_of_;
   const int consumer_;
   const int thread_;
-  Place q_;  // of the rows whose scores are computed
+  QuerySlot q_;  // of the rows whose scores are computed
   RingIndex<Variant::kStages> k_, v_;
 };
 

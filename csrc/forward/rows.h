@@ -17,11 +17,11 @@ __device__ __forceinline__ Range kv_tiles_of_query_tile(const QueryTileScheduler
   return Variant::grid(scheduler.sequence).kv_tiles_of_queries(first, end);
 }
 
-// The index of the tile that is announced in a place of Q, when its Q is there; kNoMoreTiles at the end of the work.
+// The index of the tile that is announced with a slot of Q, when its Q is there; kNoMoreTiles at the end of the work.
 template <typename Variant>
-__device__ __forceinline__ int wait_for_tile(SharedStorage<Variant>& shared, RingIndex<Variant::kQueryStages> place) {
-  shared.q_full[place.slot()].wait(place.parity());
-  return shared.tile[place.slot()].index;
+__device__ __forceinline__ int wait_for_tile(SharedStorage<Variant>& shared, RingIndex<Variant::kQueryStages> slot) {
+  shared.q_full[slot.slot()].wait(slot.parity());
+  return shared.tile[slot.slot()].index;
 }
 
 // Where a short tile reaches into the next, both write the same bits to the same place: a row's bits depend on the KV

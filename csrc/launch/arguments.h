@@ -14,7 +14,7 @@ namespace dash_attn {
 struct AttentionArguments {
   TensorView q, k, v, out;
   float* softmax_lse;  // (batch, heads, seqlen_q); the backward only reads it
-  void* workspace;     // of kForwardWorkspaceBytes or backward_workspace_bytes
+  void* workspace;     // of forward_workspace_bytes or backward_workspace_bytes
   Dtype dtype;
   int batch, seqlen_q, seqlen_k, heads, kv_heads, head_dim;
   float softmax_scale;  // positive
@@ -33,7 +33,7 @@ struct BackwardArguments : AttentionArguments {
   int schedule;  // number of a policy
 };
 
-constexpr int64_t kForwardWorkspaceBytes = sizeof(int);
+size_t forward_workspace_bytes(const ForwardArguments& arguments);
 void run_forward(const ForwardArguments& arguments, cudaStream_t stream);
 
 size_t backward_workspace_bytes(const BackwardArguments& arguments);

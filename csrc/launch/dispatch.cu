@@ -2,6 +2,7 @@
 #include <string>
 
 #include "arguments.h"
+#include "forward_work.h"
 #include "variant.h"
 #include "workspace.h"
 
@@ -16,6 +17,10 @@ namespace {
 }
 
 }  // namespace
+
+size_t forward_workspace_bytes(const ForwardArguments& a) {
+  return make_forward_scheduler(a).takes_tiles ? sizeof(int) : 0;
+}
 
 void run_forward(const ForwardArguments& a, cudaStream_t stream) {
   const int head_dim = padded_head_dim(a.head_dim);

@@ -7,29 +7,17 @@
 
 #include "../forward/kernel.h"
 #include "arguments.h"
+#include "forward_work.h"
 #include "launch.h"
 #include "tensor_map.h"
 
 namespace dash_attn {
 
-template <typename Variant>
-forward::QueryTileScheduler make_forward_scheduler(const ForwardArguments& a) {
-  constexpr int kKeyBytes = 2 * Variant::kHeadDim * sizeof(typename Variant::Element);  // of K and V
-  const forward::QueryTileScheduler s = forward::make_scheduler(
-      {{a.mask, a.sequence()}, a.batch, a.heads, a.kv_heads, Variant::kQuery, kKeyBytes, kWarpgroupRows, a.num_sms});
-  if (const int64_t tiles = num_tiles(s); tiles > INT32_MAX / 2) {
-    throw std::runtime_error("dash_attn: batch * heads * seqlen is too large: " + std::to_string(a.batch) + " * " +
-                             std::to_string(a.heads) + " * " + std::to_string(a.seqlen_q) + " makes " +
-                             std::to_string(tiles) + " tiles");
-  }
-  return s;
-}
-
 // One call of the forward. Explicitly instantiated, a variant a line, by the translation units that setup.py writes.
 template <typename Variant>
 void launch_forward(const ForwardArguments& a, cudaStream_t stream) {
   forward::KernelParams params;
-  params.scheduler = make_forward_scheduler<Variant>(a);
+  params.scheduler = make_forward_scheduler(a);
   const auto query_map = [&](const TensorView& t) {
     return make_grouped_tensor_map(t, a.dtype, a.batch, a.seqlen_q, a.heads, a.head_dim,
                                    1 << params.scheduler.group_shift, kWarpgroupRows);
@@ -45,11 +33,9 @@ void launch_forward(const ForwardArguments& a, cudaStream_t stream) {
   params.softmax_scale_log2 = float(a.softmax_scale * M_LOG2E);
 
   const unsigned ctas = std::min(params.scheduler.num_tiles, a.num_sms);
-  // The first of each CTA is fixed.
-  const bool takes = params.scheduler.takes_tiles() && params.scheduler.num_tiles > a.num_sms;
-  params.tiles_taken = takes ? static_cast<int*>(a.workspace) : nullptr;
+  params.tiles_taken = params.scheduler.takes_tiles ? static_cast<int*>(a.workspace) : nullptr;
   if (params.tiles_taken) {
-    check_cuda(cudaMemsetAsync(params.tiles_taken, 0, kForwardWorkspaceBytes, stream), "clearing the count of tiles");
+    check_cuda(cudaMemsetAsync(params.tiles_taken, 0, sizeof(int), stream), "clearing the count of tiles");
   }
   launch("the forward kernel", forward::forward_kernel<Variant>, params,
          {ctas, Variant::kThreads, sizeof(forward::SharedStorage<Variant>)}, stream);

@@ -1,11 +1,12 @@
-// Which query tile of the forward is worked on when and by whom. All of it is for speed alone: a row's output comes
-// from one CTA, which walks the row's keys in an order that tiles and CTAs have no part in. Plain C++: no CUDA, CuTe or
+// Which query tile of the forward is worked on when and by whom. All of it is for speed alone: whoever
+// computes a row walks its keys in an order that tiles and CTAs have no part in. Plain C++: no CUDA, CuTe or
 // torch.
 #pragma once
 
 #include <cstdint>
 #include <numeric>
 
+#include "../config/tile_shapes.h"
 #include "../host_device.h"
 #include "mask.h"
 
@@ -22,7 +23,7 @@ struct QueryTile {
 // first is the one that may be short, so that under the causal mask the rows left empty are those with the fewest keys.
 // CTAs work through a list of tiles. Where tiles differ in length the list has the longest first, so that what is left
 // for the end is short, and is cut in lots of head groups, so that the K and V in use stay in L2. Where they do not it
-// goes head by head. Each CTA has a fixed share of the list, or takes the next tile when it comes to it: takes_tiles().
+// goes head by head. Each CTA has a fixed share of the list, or takes the next tile when it comes to it.
 struct QueryTileScheduler {
   Sequence sequence;   // of a dense batch: every sequence's
   int tile_positions;  // of a query tile
@@ -34,25 +35,26 @@ struct QueryTileScheduler {
   bool longest_first;
   int head_swizzle;  // with longest_first: (batch, head group) pairs of a lot
   int num_tiles;
+  bool takes_tiles;  // CTAs from a counter, beyond the first of each; else every CTA has a fixed share
 
   // Taking tiles costs a counter and its clearing. It pays under the causal mask where they are many, since SMs are not
   // equally fast; and where they are few and one of them is short, which a fixed share does not make up for.
-  constexpr bool takes_tiles() const {
+  constexpr bool taking_pays() const {
     return query_tiles < 32 ? sequence.seqlen_q % tile_positions != 0 : longest_first;
   }
 
-  // In the list, of tile number `round` of the fixed share of a CTA; may be beyond its end. Going to and fro gives CTAs
-  // long and short tiles alike.
-  DASH_HOST_DEVICE constexpr int position(int round, int cta, int ctas) const {
+  // Place in the list of tile number `round` of the fixed share of a CTA; may be beyond its end. Going to and fro gives
+  // CTAs long and short tiles alike.
+  DASH_HOST_DEVICE constexpr int place(int round, int cta, int ctas) const {
     return round * ctas + (longest_first && round % 2 == 1 ? ctas - 1 - cta : cta);
   }
 
-  DASH_HOST_DEVICE constexpr QueryTile tile(int position) const {
-    if (!longest_first) return make_tile(position % query_tiles, position / query_tiles);
-    int const lot = position / (head_swizzle * query_tiles);
+  DASH_HOST_DEVICE constexpr QueryTile tile(int place) const {
+    if (!longest_first) return make_tile(place % query_tiles, place / query_tiles);
+    int const lot = place / (head_swizzle * query_tiles);
     int const first_group = lot * head_swizzle;
     int const groups = min_int(head_swizzle, batch * head_groups - first_group);
-    int const within = position - first_group * query_tiles;
+    int const within = place - first_group * query_tiles;
     return make_tile(query_tiles - 1 - within / groups, first_group + within % groups);
   }
 
@@ -87,19 +89,19 @@ constexpr int packed_heads_shift(int group_size, int seqlen_q, int tile_rows, in
 // Head groups of a lot: about as many as have their K and V in L2 together. Of fixed shares every CTA's must be as long
 // as the others': they are dealt to and fro, so in lots of twice the CTAs.
 constexpr int head_swizzle(QueryTileScheduler const& s, int64_t kv_bytes_of_head, int ctas) {
-  int64_t const bytes = s.takes_tiles() ? 32 << 20 : 16 << 20;
+  int64_t const bytes = s.taking_pays() ? 32 << 20 : 16 << 20;
   int64_t const fit = (bytes < kv_bytes_of_head ? 1 : bytes / kv_bytes_of_head) * s.groups_per_kv;
-  int64_t const even = s.takes_tiles() ? 1 : 2 * ctas / std::gcd(2 * ctas, s.query_tiles);
+  int64_t const even = s.taking_pays() ? 1 : 2 * ctas / std::gcd(2 * ctas, s.query_tiles);
   int64_t const lot = (fit + even - 1) / even * even, all = int64_t{s.batch} * s.head_groups;
   return static_cast<int>(lot < all ? lot : all);
 }
 
-// A dense batch. `kv_row_bytes`: of K and V together, of one key.
+inline constexpr int kMostPackedHeads = 64;  // that TMA gathers in a box of the rows of one warpgroup
+
+// A dense batch.
 struct ForwardProblem {
   Mask mask;
-  int batch, heads, kv_heads;
-  int tile_rows, kv_row_bytes;
-  int most_packed_heads;
+  int batch, heads, kv_heads, head_dim;
   int ctas;  // that there may be
 };
 
@@ -107,13 +109,15 @@ constexpr int64_t num_tiles(QueryTileScheduler const& s) { return int64_t{s.batc
 
 // num_tiles(scheduler) must fit.
 constexpr QueryTileScheduler make_scheduler(ForwardProblem const& p) {
+  constexpr int kElementBytes = 2;
+  TileShape const tile = forward_tile_shape(padded_head_dim(p.head_dim));
   QueryTileScheduler s{};
   s.sequence = p.mask.sequence;
   s.batch = p.batch;
   int const group_size = p.heads / p.kv_heads;
-  s.group_shift = packed_heads_shift(group_size, s.sequence.seqlen_q, p.tile_rows, p.most_packed_heads);
+  s.group_shift = packed_heads_shift(group_size, s.sequence.seqlen_q, tile.query, kMostPackedHeads);
   int const packed = 1 << s.group_shift;
-  s.tile_positions = p.tile_rows / packed;
+  s.tile_positions = tile.query / packed;
   s.query_tiles = ceil_div(s.sequence.seqlen_q, s.tile_positions);
   s.groups_per_kv = group_size / packed;
   s.head_groups = p.heads / packed;
@@ -121,7 +125,8 @@ constexpr QueryTileScheduler make_scheduler(ForwardProblem const& p) {
   int64_t const tiles = num_tiles(s);
   s.num_tiles = static_cast<int>(tiles);
   int const ctas = tiles < p.ctas ? s.num_tiles : p.ctas;
-  s.head_swizzle = head_swizzle(s, int64_t{s.sequence.seqlen_k} * p.kv_row_bytes, ctas);
+  s.head_swizzle = head_swizzle(s, int64_t{2} * s.sequence.seqlen_k * tile.head_dim * kElementBytes, ctas);
+  s.takes_tiles = s.num_tiles > ctas && s.taking_pays();
   return s;
 }
 

@@ -11,15 +11,17 @@ namespace dash_attn {
 
 // Where the sums of dK and dV are cut shows in their bits. So it may depend on one sequence and on what a KV head knows
 // of itself, and on nothing else: not on the other heads, the batch, or the SMs that a device has or a caller leaves.
-// kEnoughWorkTiles is what lets two KV heads fill a Hopper GPU, and is the same everywhere.
-// Of mean length; more of them where the longest is longer, so that short ones fill up beside it.
+// Two KV heads of kEnoughWorkTiles work tiles of mean length fill a Hopper GPU. Where the longest is longer than the
+// mean, more are enough, so that short ones fill up beside it.
 inline constexpr int kEnoughWorkTiles = 64;
-// That a mean work tile visits, of all its query heads: adding its dK and dV up must stay small beside that.
+// Queries that a mean work tile visits, those of all its query heads counted: adding its dK and dV up must stay small
+// beside that.
 inline constexpr int kQueriesWorthASplit = 2048;
 
 // The fewest parts that make enough work tiles; where too few are possible, the most that leave them long enough.
 DASH_HOST_DEVICE constexpr int num_splits(int group_size, TileGrid const& grid) {
-  // From one end of the keys to the other the query tiles that a KV tile visits become steadily fewer, or stay as many.
+  // The mean of both ends of the keys: from one to the other the query tiles that a KV tile visits become steadily
+  // fewer, or stay as many. Under other masks it is a guess, and costs speed alone.
   int const first = grid.query_tiles_of(0).count, last = grid.query_tiles_of(grid.kv_tiles() - 1).count;
   int64_t const twice_mean = int64_t{first} + last, longest = max_int(first, last);
   int splits = 1;

@@ -40,7 +40,8 @@ struct TileGrid {
     return tiles_between(mask.keys_of(first).first, mask.keys_of(last).end(), tiling.key);
   }
 
-  // Of those, the tiles of which every one of the queries sees every key.
+  // Of those, the tiles of which every one of the queries sees every key. Where there is none, the empty range may
+  // begin before or behind them.
   DASH_HOST_DEVICE constexpr Range kv_tiles_seen_whole(int first, int end) const {
     int const last = min_int(end, mask.sequence.seqlen_q) - 1;
     return Range::between(ceil_div(mask.keys_of(last).first, tiling.key), mask.keys_of(first).end() / tiling.key);

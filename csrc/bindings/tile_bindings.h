@@ -1,0 +1,119 @@
+// Python's view of masks and of the forward's query tiles: the part of the _schedule module that knows no policy.
+#pragma once
+
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include <cstdint>
+#include <limits>
+#include <string>
+#include <tuple>
+
+#include "../schedule/forward_tiles.h"
+#include "../schedule/tile_grid.h"
+
+namespace dash_attn {
+
+namespace py = pybind11;
+
+// The value, in [first, end).
+inline int in_range(char const* argument, int64_t value, int64_t first, int64_t end) {
+  if (value < first || value >= end) {
+    throw py::value_error(std::string(argument) + " must be in [" + std::to_string(first) + ", " + std::to_string(end) +
+                          "), got " + std::to_string(value));
+  }
+  return static_cast<int>(value);
+}
+
+inline int positive(char const* argument, int64_t value) {
+  return in_range(argument, value, 1, int64_t{std::numeric_limits<int>::max()} + 1);
+}
+
+inline MaskKind parse_mask(std::string const& name) {
+  int kind = 0;
+  for (char const* known : kMaskNames) {
+    if (name == known) return static_cast<MaskKind>(kind);
+    ++kind;
+  }
+  throw py::value_error("mask must be full, causal or band, got '" + name + "'");
+}
+
+inline forward::QueryTileScheduler forward_tiles(int64_t batch, int64_t seqlen_q, int64_t seqlen_k, int64_t heads,
+                                                 int64_t kv_heads, int64_t head_dim, bool causal, int64_t sms) {
+  forward::ForwardProblem problem{};
+  problem.mask = {mask_kind(causal), {positive("seqlen_q", seqlen_q), positive("seqlen_k", seqlen_k)}};
+  problem.batch = positive("batch", batch);
+  problem.kv_heads = positive("kv_heads", kv_heads);
+  problem.heads = positive("heads", heads);
+  if (heads % kv_heads != 0) {
+    throw py::value_error("heads must be a multiple of kv_heads=" + std::to_string(kv_heads) + ", got " +
+                          std::to_string(heads));
+  }
+  problem.head_dim = in_range("head_dim", head_dim, 1, 129);
+  problem.ctas = positive("sms", sms);
+  forward::QueryTileScheduler const scheduler = forward::make_scheduler(problem);
+  positive("batch * heads * tiles", num_tiles(scheduler));
+  return scheduler;
+}
+
+inline std::tuple<int, int> as_tuple(Range range) { return {range.first, range.count}; }
+
+inline void bind_masks_and_forward_tiles(py::module_& m) {
+  using ForwardTiles = forward::QueryTileScheduler;
+  py::class_<ForwardTiles>(m, "ForwardTiles", "The query tiles of a forward, and the list in which they are worked on.")
+      .def(py::init(&forward_tiles), py::kw_only(), py::arg("batch"), py::arg("seqlen_q"), py::arg("seqlen_k"),
+           py::arg("heads"), py::arg("kv_heads"), py::arg("head_dim"), py::arg("causal"), py::arg("sms"))
+      .def_readonly("num_tiles", &ForwardTiles::num_tiles)
+      .def_readonly("query_tiles", &ForwardTiles::query_tiles)
+      .def_readonly("head_groups", &ForwardTiles::head_groups)
+      .def_readonly("head_swizzle", &ForwardTiles::head_swizzle)
+      .def_readonly("takes_tiles", &ForwardTiles::takes_tiles)
+      .def("place", &ForwardTiles::place, py::arg("round"), py::arg("cta"), py::arg("ctas"),
+           "Place in the list of a tile of a CTA's fixed share.")
+      .def(
+          "tile",
+          [](ForwardTiles const& tiles, int64_t place) {
+            forward::QueryTile const tile = tiles.tile(in_range("place", place, 0, tiles.num_tiles));
+            return std::make_tuple(tile.batch, tile.head_group, tile.index);
+          },
+          py::arg("place"), "(sequence, head group, index) of a place in the list.")
+      .def(
+          "positions",
+          [](ForwardTiles const& tiles, int64_t index) {
+            int const tile = in_range("index", index, 0, tiles.query_tiles);
+            return std::make_tuple(tiles.first_position(tile), tiles.end_position(tile));
+          },
+          py::arg("index"), "First position of a tile in its sequence, and where the next tile begins.");
+
+  auto const grid = [](std::string const& mask, int64_t seqlen_q, int64_t seqlen_k, int64_t tile_k) {
+    Sequence const sequence{positive("seqlen_q", seqlen_q), positive("seqlen_k", seqlen_k)};
+    return TileGrid{{1, positive("tile_k", tile_k), 1}, {parse_mask(mask), sequence}};
+  };
+  m.def(
+      "keys_of",
+      [=](std::string const& mask, int64_t seqlen_q, int64_t seqlen_k, int64_t query) {
+        return as_tuple(grid(mask, seqlen_q, seqlen_k, 1).mask.keys_of(in_range("query", query, 0, seqlen_q)));
+      },
+      py::arg("mask"), py::arg("seqlen_q"), py::arg("seqlen_k"), py::arg("query"),
+      "(first, count) of the keys that a query sees; mask: full, causal or band.");
+  m.def(
+      "queries_of",
+      [=](std::string const& mask, int64_t seqlen_q, int64_t seqlen_k, int64_t key) {
+        return as_tuple(grid(mask, seqlen_q, seqlen_k, 1).mask.queries_of(in_range("key", key, 0, seqlen_k)));
+      },
+      py::arg("mask"), py::arg("seqlen_q"), py::arg("seqlen_k"), py::arg("key"),
+      "(first, count) of the queries that see a key.");
+  m.def(
+      "kv_tiles_of_queries",
+      [=](std::string const& mask, int64_t seqlen_q, int64_t seqlen_k, int64_t tile_k, int64_t first, int64_t end) {
+        TileGrid const tiles = grid(mask, seqlen_q, seqlen_k, tile_k);
+        int const from = in_range("first", first, 0, seqlen_q), to = in_range("end", end, first + 1, seqlen_q + 1000);
+        return std::make_tuple(as_tuple(tiles.kv_tiles_of_queries(from, to)),
+                               as_tuple(tiles.kv_tiles_seen_whole(from, to)));
+      },
+      py::arg("mask"), py::arg("seqlen_q"), py::arg("seqlen_k"), py::arg("tile_k"), py::arg("first"), py::arg("end"),
+      "(first, count) of the KV tiles of which some of the queries first ... end - 1 sees a key, and of those of which "
+      "each sees all.");
+}
+
+}  // namespace dash_attn
