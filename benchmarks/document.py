@@ -19,6 +19,7 @@ ROOT = pathlib.Path(__file__).parents[1]
 PEERS = ROOT / "benchmarks" / "results" / "peers_h200.json"
 MODULE = "benchmarks.document"
 TARGET = 0.98  # of the yardstick's throughput
+THIS_RUN = "this run"
 
 
 class Quoted:
@@ -34,10 +35,16 @@ class Quoted:
 
     def in_one_run(self, pass_: str) -> dict[str, list[Comparison]]:
         """By the run's name, the comparisons with the peers that were measured in it; this result is a run as well."""
-        runs = {"this run": compare.read(self.path, pass_), **compare.read_runs(self.peers_path, pass_)}
+        runs = {THIS_RUN: compare.read(self.path, pass_), **compare.read_runs(self.peers_path, pass_)}
         compared = {name: compare.compare(figures, figures) for name, figures in runs.items()}
         return {name: found for name, found in compared.items() if found}
 
+    def runs_told(self) -> dict[str, str]:
+        """What there is to say of each run in which both sides were measured."""
+        told = {THIS_RUN: f"dash_attn {self.meta['commit'][:7]}", **self.peers_meta["same_run"]}
+        if versions := self.meta.get("impls"):
+            told[THIS_RUN] += f" beside {' and '.join(versions.values())}"
+        return {run: told[run] for run in self.in_one_run("backward")}
 
     def small_loads(self, pass_: str) -> list[Comparison]:
         figures = compare.read(self.loads_path, pass_)
@@ -230,7 +237,7 @@ def details(quoted: Quoted) -> str:
         prose(
             f"""Geometric means of our throughput over the peer's, with the number of shapes. In the first column the
             two sides are of separate runs; in the others the peer was measured in one run with ours:
-            {"; ".join(f"{run} is {what}" for run, what in quoted.peers_meta["same_run"].items())}."""
+            {"; ".join(f"{run} is {what}" for run, what in quoted.runs_told().items())}."""
         ),
         to_each_peer(quoted, "backward"),
         to_each_peer(quoted, "forward"),

@@ -4,7 +4,6 @@ alone; the example runs, schedules are listed as they are, links lead somewhere.
 import collections
 import itertools
 import json
-import math
 import pathlib
 import re
 import shlex
@@ -21,6 +20,7 @@ ROOT = pathlib.Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 README, DETAILS = (path.read_text() for path in (ROOT / "README.md", ROOT / "benchmarks" / "README.md"))
 RESULT = RESULTS / re.search(r"\(results/(h200_[^)]*\.json)\)", DETAILS)[1]
+LOADS = RESULT.with_name(f"{RESULT.stem}_loads.json")  # of the same commit
 PEERS = json.loads((RESULTS / "peers_h200.json").read_text())
 NAMES = {
     "fa2": "FlashAttention-2",
@@ -55,9 +55,14 @@ def theirs(rows, pass_, deterministic=None, impl=None):
     return {shape: sorted(peers.items(), key=lambda item: -item[1]) for shape, peers in found.items()}
 
 
+def ratios_of(mine, peers):
+    """Ours over the best peer's, at the shapes where some peer was measured."""
+    return [tflops / peers[shape][0][1] for shape, tflops in mine.items() if shape in peers]
+
+
 def mean(mine, peers):
-    """The geometric mean of ours over the best peer's, and over how many shapes; "-" where there is none."""
-    ratios = [tflops / peers[shape][0][1] for shape, tflops in mine.items() if shape in peers]
+    """The geometric mean of the ratios, and over how many shapes; "-" where there is none."""
+    ratios = ratios_of(mine, peers)
     return (f"{statistics.geometric_mean(ratios):.2f}", len(ratios)) if ratios else ("-", 0)
 
 
@@ -156,6 +161,10 @@ def test_the_claims_of_one_run(result):
     for row in PEERS["same_run"]:
         runs[row["run"]].append(row)
     runs["this run"] = result["rows"]
+    peers_of = [{(key(row), row["pass"], row["impl"]): row["tflops"] for row in rows} for rows in runs.values()]
+    for one, other in itertools.combinations(peers_of, 2):
+        same = [one[what] == other[what] for what in one.keys() & other.keys()]
+        assert sum(same) < len(same) / 2, "one run under two names"
     found = []
     for rows in runs.values():
         backward, forward = ours(rows, "backward"), ours(rows, "forward")
@@ -176,9 +185,10 @@ def test_the_claims_of_one_run(result):
 def test_the_means_to_each_peer(pass_, result):
     table = DETAILS.split(f"| {pass_} | separate runs |")[1].split("\n\n")[0].splitlines()
     runs = [column.strip() for column in table[0].strip(" |").split("|")]
-    rows_of = {"this run": result["rows"]}
+    rows_of = {"this run": result["rows"]} if any(row["impl"] != "dash_attn" for row in result["rows"]) else {}
     for row in PEERS["same_run"]:
         rows_of.setdefault(row["run"], []).append(row)
+    assert runs == list(rows_of)
     lines = {line.split("|")[1].strip(): [c.strip() for c in line.split("|")[2:-1]] for line in table[2:]}
     peers = {(row["impl"], row["deterministic"]) for row in PEERS["rows"] if row["pass"] == pass_}
     for impl, deterministic in peers:
@@ -216,15 +226,28 @@ def test_both_passes_and_the_yardstick(result):
         assert sorted(below) == sorted(f"{r:.3f}" for r in ratios.values() if r < 0.98)
 
 
-def test_versions_of_the_peers_are_named():
+def test_versions_of_the_peers_are_named(result):
     text = " ".join(DETAILS.split())
     for impl, what in PEERS["meta"]["impls"].items():
         assert f"- {NAMES[impl]}: {what}." in text
     assert PEERS["meta"]["left_out"] in text
+    told = dict(PEERS["meta"]["same_run"])
+    if any(row["impl"] != "dash_attn" for row in result["rows"]):
+        beside = " and ".join(result["meta"].get("impls", {}).values())
+        told["this run"] = f"dash_attn {result['meta']['commit'][:7]}" + (f" beside {beside}" if beside else "")
+    for run, what in told.items():
+        assert re.search(rf"[:;] {re.escape(run)} is {re.escape(what)}[.;]", text), run
+
+
+def block(text):
+    """What stands between the marks."""
+    (found,) = re.findall(r"<!-- written by benchmarks.document -->\n(.*?)<!-- end -->", text, re.S)
+    return found
 
 
 def test_the_blocks_are_what_the_program_writes(tmp_path, monkeypatch):
-    """Into documents with nothing between the marks, and again into those with something."""
+    """Into documents with nothing between the marks, and again into those with something: what is committed, in which
+    the small loads are quoted as well."""
     monkeypatch.setattr(document, "ROOT", tmp_path)
     monkeypatch.setattr(document.plot, "draw", lambda result, path, pass_: path.write_bytes(b"png"))
     results = tmp_path / "benchmarks" / "results"
@@ -235,12 +258,34 @@ def test_the_blocks_are_what_the_program_writes(tmp_path, monkeypatch):
     readmes = [tmp_path / "README.md", tmp_path / "benchmarks" / "README.md"]
     for path in readmes:
         path.write_text(f"before\n{mark}<!-- end -->\nafter\n")
-    document.main([str(result)])
+    document.main([str(result), "--loads", str(LOADS)])
     once = [path.read_text() for path in readmes]
     assert all(text.startswith(f"before\n{mark}") and text.endswith("<!-- end -->\nafter\n") for text in once)
+    assert [block(text) for text in once] == [block(README), block(DETAILS)]
+    assert all("Small loads, " in text for text in once)
     assert f"](benchmarks/results/{RESULT.stem}.png)" in once[0] and (results / f"{RESULT.stem}.png").exists()
-    document.main([str(result)])
+    document.main([str(result), "--loads", str(LOADS)])
     assert [path.read_text() for path in readmes] == once
+
+
+@pytest.mark.parametrize("pass_", ["backward", "forward"])
+def test_the_claims_of_small_loads(pass_):
+    """Beside every peer of the run: geometric mean, the least, how many."""
+    meta, rows = (json.loads(LOADS.read_text())[name] for name in ("meta", "rows"))
+    text = " ".join(README.split()).split("Small loads, ")[1]
+    assert f"both sides in one run of commit {meta['commit'][:12]}:" in text
+    mine, others = ours(rows, pass_), collections.defaultdict(dict)
+    assert len(mine) == len(loads_grid())  # no two differ in the batch alone
+    for row in rows:
+        if row["impl"] != "dash_attn" and row["pass"] == pass_:
+            others[row["impl"], row["deterministic"]][key(row)] = row["tflops"]
+    assert others
+    for (impl, deterministic), peer in others.items():
+        ratios = [mine[shape] / tflops for shape, tflops in peer.items()]
+        name = NAMES[impl] + (", deterministic" if deterministic and pass_ == "backward" else "")
+        middle = statistics.geometric_mean(ratios)
+        claim = f"the {pass_} {middle:.2f} times that of {name}, at the least {min(ratios):.2f} ({len(ratios)})"
+        assert claim in text
 
 
 DOCUMENTS = [path for folder in (".", "docs", "benchmarks", "third_party") for path in (ROOT / folder).glob("*.md")]
@@ -298,18 +343,28 @@ def test_the_table_of_schedules():
         assert _schedule.automatic(causal=bool(causal), head_dim=head_dim, seqlen_k=keys) == automatic
 
 
-def test_the_comparisons_that_are_named_run(capsys, tmp_path):
+def test_the_comparisons_that_are_named(capsys, tmp_path, result):
+    """They run, and print the geometric mean to the best deterministic peer, for each run that both files have."""
     lines = re.findall(r"^    python -m benchmarks\.compare (.*)$", DETAILS, re.M)
+    tflops = {("dash_attn", "auto"): 500.0, ("dash_attn", "atomic"): 900.0}
+    tflops |= {("fa3", "auto"): 400.0, ("fa3", None): 450.0}
     rows = []
-    for impl, policy, pass_ in itertools.product(("dash_attn", "fa3"), ("auto", "atomic"), ("backward", "forward")):
+    for (impl, policy), pass_ in itertools.product(tflops, ("backward", "forward")):
         head = {"impl": impl, "pass": pass_, "schedule": policy, "deterministic": policy == "auto"}
-        rows.append({**head, **vars(loads_grid()[0]), "ms": 1.0, "tflops": 400.0})
+        rows.append({**head, **vars(loads_grid()[0]), "ms": 1.0, "tflops": tflops[impl, policy]})
     loads = tmp_path / "loads.json"
     loads.write_text(json.dumps({"rows": rows}))
     files = {"result.json": str(RESULT), "loads.json": str(loads)}
+    of_runs = collections.defaultdict(list)
+    for row in PEERS["same_run"]:
+        of_runs[row["run"]].append(row)
+    pairs = [(result["rows"], PEERS["rows"]), *((of_run, of_run) for of_run in of_runs.values())]
+    ratios = [ratios_of(ours(own, "backward"), theirs(peers, "backward", True)) for own, peers in pairs]
+    expected = {"result.json": [statistics.geometric_mean(found) for found in ratios], "loads.json": [1.25, 1.25]}
     assert [line.split()[0] for line in lines] == list(files)
     for line in lines:
         compare.main([files.get(word, str(ROOT / word) if "/" in word else word) for word in shlex.split(line)])
         printed = capsys.readouterr().out
         assert "atomic" not in printed and "auto" in printed
-        assert math.isclose(float(re.search(r"^  all +([\d.]+)", printed, re.M)[1]), 1.0, abs_tol=1.0)
+        means = [f"{mean:.3f}" for mean in expected[line.split()[0]]]
+        assert re.findall(r"^  all +([\d.]+)", printed, re.M) == means

@@ -11,6 +11,7 @@ import torch
 
 import dash_attn  # noqa: F401  registers torch.ops.dash_attn
 from dash_attn import schedule
+from dash_attn._schedule import ForwardTiles
 
 GRADIENTS = ("dq", "dk", "dv")
 GUARD_ELEMENTS = 1024
@@ -69,6 +70,21 @@ def needs_clusters(policy: str) -> bool:
 def splits(problem: Problem) -> int:
     """Work tiles among which the backward divides the query heads of a KV head, for each KV tile."""
     return tiles_of(problem, "auto").splits
+
+
+def forward_counts_tiles(problem: Problem, num_sms: int) -> bool:
+    """Whether CTAs of the forward take tiles from a counter in memory."""
+    tiles = ForwardTiles(
+        batch=problem.batch,
+        seqlen_q=problem.seqlen_q,
+        seqlen_k=problem.seqlen_k,
+        heads=problem.heads,
+        kv_heads=problem.kv_heads,
+        head_dim=problem.head_dim,
+        causal=problem.causal,
+        sms=num_sms,
+    )
+    return tiles.takes_tiles and tiles.num_tiles > num_sms
 
 
 def random_qkv_dout(problem: Problem, device: str, seed: int = 0) -> tuple[torch.Tensor, ...]:

@@ -38,16 +38,21 @@ def test_replay_gives_the_eager_bits(head_dim, causal, device):
 
 
 @MASKS
-def test_capture_of_forward_and_backward(causal, device):
-    """A whole training step's attention in one graph."""
-    problem = Problem(2, 512, 512, 8, 2, 128, causal)
+@pytest.mark.parametrize("shape, counts", [((2, 512, 512, 8, 2), False), ((8, 515, 515, 4, 4), True)], ids=str)
+def test_capture_of_forward_and_backward(shape, counts, causal, device, num_sms):
+    """A whole training step's attention in one graph, with and without a counter of the forward's tiles."""
+    problem = Problem(*shape, 128, causal)
+    assert support.forward_counts_tiles(problem, num_sms) == counts, str(problem)
     q, k, v, dout = support.random_qkv_dout(problem, device)
     expected = support.backward(support.with_forward(problem, q, k, v, dout), problem, "auto")
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        gradients = support.backward(support.with_forward(problem, q, k, v, dout), problem, "auto")
+        inputs = support.with_forward(problem, q, k, v, dout)
+        gradients = support.backward(inputs, problem, "auto")
     for _ in range(3):
+        for x in (inputs.out, inputs.softmax_lse):  # the gradients are poisoned in the graph
+            x.fill_(float("nan"))
         graph.replay()
         support.assert_same_bits(gradients, expected, f"{problem}, graph of forward and backward")
 
