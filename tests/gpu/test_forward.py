@@ -143,7 +143,19 @@ def test_values_that_are_not_finite_stay_in_their_rows(causal, device):
 # seqlen_q, seqlen_k, heads, kv_heads: two CTAs write the same rows (csrc/forward) where the first query tile is short,
 # at many lengths, and a head's rows lie in other tiles where its group is packed.
 @pytest.mark.parametrize(
-    "shape", [(1000, 1000, 2, 2), (129, 193, 2, 2), (300, 300, 4, 2), (20, 600, 8, 1), (700, 450, 2, 1)], ids=str
+    "shape",
+    [
+        (1000, 1000, 2, 2),
+        (129, 193, 2, 2),
+        (300, 300, 4, 2),
+        (20, 600, 8, 1),
+        (700, 450, 2, 1),
+        # The two see different halves of the KV tile that comes first.
+        (148, 276, 2, 2),
+        (515, 643, 2, 2),
+        (700, 900, 2, 2),
+    ],
+    ids=str,
 )
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf], ids=str)
 @pytest.mark.parametrize("head_dim", (64, 128))
@@ -153,7 +165,7 @@ def test_rows_are_not_spoilt_by_values_in_kv_tiles_they_do_not_see(head_dim, val
     problem = Problem(2, *shape, head_dim, True)
     group, diagonal = problem.heads // problem.kv_heads, problem.seqlen_k - problem.seqlen_q
     clean_v = support.random_qkv_dout(problem, device)[2]
-    for key in {KV_TILE, problem.seqlen_k - 1, problem.seqlen_k // 2}:
+    for key in {KV_TILE, problem.seqlen_k - 1, problem.seqlen_k // 2, max(0, problem.seqlen_k - 46)}:
         q, k, v, _ = support.random_qkv_dout(problem, device)
         clean = forward(problem, q, k, clean_v)
         v[1, key, 0, 5] = value
@@ -163,6 +175,8 @@ def test_rows_are_not_spoilt_by_values_in_kv_tiles_they_do_not_see(head_dim, val
             what = f"{problem}, {value} in v at key {key}, call {call}"
             seeing = outputs["out"][1, max(0, key - diagonal) :, :group, 5]
             assert not seeing.isfinite().any(), f"{what}: a row that sees it is finite"
+            sharing = outputs["out"][1, blind : max(0, key - diagonal), :group, 5]
+            assert sharing.isnan().all(), f"{what}: of the rows that see only others of its tile, one has other bits"
             spoilt = outputs["out"][1, :, :group].clone()
             outputs["out"][1, blind:, :group] = clean["out"][1, blind:, :group]
             mismatch = support.first_mismatch("out", outputs["out"], clean["out"])
