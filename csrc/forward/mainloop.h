@@ -82,11 +82,11 @@ class Consumer {
   using Rows = WarpgroupRows<Variant>;
   using QuerySlot = RingIndex<Variant::kQueryStages>;
 
-  // No product is in flight where one of the following ends and the next begins, so that ptxas can follow each to its
-  // wait.
-
   // By a shuffle, so that the compiler knows that all that follows from it is uniform.
   __device__ __forceinline__ int next_tile() { return __shfl_sync(0xffffffff, wait_for_tile(shared_, q_), 0); }
+
+  // No product is in flight where one of the following ends and the next begins, so that ptxas can follow each to its
+  // wait.
 
   // The first scores of `rows`.
   __device__ __forceinline__ void begin(PackedScores& p, OnlineSoftmax& softmax, const Rows& rows) {
