@@ -110,10 +110,11 @@ def test_backward_adds_numbers_in_fp32_and_order_free_integers_too(binary):
     assert collections.Counter(added) == {types: count for types, count in expected.items() if count}
 
 
-def test_forward_adds_to_nothing_in_memory(binary):
-    """No atomics: each output has one writer."""
+def test_forward_adds_to_nothing_but_the_counter_of_tiles(binary):
+    """Each output has one writer, and the counter is an integer."""
     for name, _, kernel in main_kernels(binary, "forward"):
-        assert not kernel.opcodes() & {"ATOM", "ATOMG", "RED", "REDG", "REDUX", "UBLKRED", "UTMAREDG"}, name
+        assert not kernel.opcodes() & {"ATOM", "RED", "REDG", "REDUX", "UBLKRED", "UTMAREDG"}, name
+        assert {i for i in kernel.mnemonics() if i.startswith("ATOMG")} == {"ATOMG.E.ADD.STRONG.GPU"}, name
 
 
 def test_binary_needs_only_stable_symbols(binary):
