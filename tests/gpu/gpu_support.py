@@ -84,7 +84,7 @@ def forward_counts_tiles(problem: Problem, num_sms: int) -> bool:
         causal=problem.causal,
         sms=num_sms,
     )
-    return tiles.takes_tiles and tiles.num_tiles > num_sms
+    return tiles.takes_tiles
 
 
 def random_qkv_dout(problem: Problem, device: str, seed: int = 0) -> tuple[torch.Tensor, ...]:
