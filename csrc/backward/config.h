@@ -78,8 +78,8 @@ struct Variant : Geometry {
   static constexpr int kScaleSlots = 3;
   static constexpr int kScaleBytes = kOrderFree ? Geometry::kQuery * sizeof(uint8_t) : 0;
 
-  DASH_HOST_DEVICE static constexpr TileGrid grid(Sequence const& sequence) {
-    return {{Geometry::kQuery, Geometry::kKey, kClusterSize}, {kMask, sequence}};
+  DASH_HOST_DEVICE static constexpr TileGrid grid(Sequence const& sequence, Window const& window) {
+    return {{Geometry::kQuery, Geometry::kKey, kClusterSize}, {kMask, window, sequence}};
   }
 };
 

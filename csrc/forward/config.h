@@ -47,8 +47,8 @@ struct Variant {
   static constexpr int kQueryTileBytes = kQuery * kHeadDim * sizeof(Element);
   static constexpr int kKeyTileBytes = kKey * kHeadDim * sizeof(Element);
 
-  DASH_HOST_DEVICE static constexpr TileGrid grid(Sequence const& sequence) {
-    return {{kQuery, kKey, 1}, {kMask, sequence}};
+  DASH_HOST_DEVICE static constexpr TileGrid grid(Sequence const& sequence, Window const& window) {
+    return {{kQuery, kKey, 1}, {kMask, window, sequence}};
   }
 };
 

@@ -2,6 +2,8 @@
 // on the device. A kernel makes its Mask with a constant kind, so that the compiler drops the others.
 #pragma once
 
+#include <cstdint>
+
 #include "../host_device.h"
 
 namespace dash_attn {
@@ -10,24 +12,49 @@ DASH_HOST_DEVICE constexpr int ceil_div(int a, int b) { return (a + b - 1) / b; 
 DASH_HOST_DEVICE constexpr int min_int(int a, int b) { return a < b ? a : b; }
 DASH_HOST_DEVICE constexpr int max_int(int a, int b) { return a > b ? a : b; }
 
+// A kernel is compiled for one. Which one a call takes follows from what it asks for and never from its lengths, so that
+// a sequence's bits do not depend on its batch.
 enum class MaskKind : int {
   kFull,    // every key
-  kCausal,  // query i sees the keys j <= i + seqlen_k - seqlen_q: the last query sees the last key
-  // Query i sees the last kBandKeys keys up to key i: there may be keys at the end that no query sees, and queries that
-  // see none. No kernel of the build has it: tests/gpu/test_band.py compiles one.
-  kBand,
+  kCausal,  // no key behind the query's own
+  kWindow,  // keys near the query's own, and of its chunk
 };
 
-inline constexpr const char* kMaskNames[] = {"full", "causal", "band"};
-
-DASH_HOST_DEVICE constexpr MaskKind mask_kind(bool causal) { return causal ? MaskKind::kCausal : MaskKind::kFull; }
-
-inline constexpr int kBandKeys = 500;
+inline constexpr int kNumMasks = 3;
+inline constexpr const char* kMaskNames[kNumMasks] = {"full", "causal", "window"};
 
 // Whether every query that sees a key sees all keys before it.
-DASH_HOST_DEVICE constexpr bool starts_at_first_key(MaskKind kind) { return kind != MaskKind::kBand; }
+DASH_HOST_DEVICE constexpr bool starts_at_first_key(MaskKind kind) { return kind != MaskKind::kWindow; }
 
-// Lengths of one sequence.
+inline constexpr int kUnbounded = (1 << 30) - 1;  // more keys than a sequence has: lengths are smaller
+
+// The query's own key is p = query + seqlen_k - seqlen_q: the last query's is the last key. It sees those from p - left
+// to p + right, and of these, where `chunk` is not 0, the ones of its own chunk: keys with the same key / chunk as p.
+struct Window {
+  int left, right, chunk;
+};
+
+// What a call asks for.
+struct MaskRule {
+  MaskKind kind;
+  Window window;  // of kWindow alone
+};
+
+// FlashAttention's arguments: a negative side is unbounded, `causal` is right = 0, no chunk is 0.
+constexpr MaskRule mask_rule(bool causal, int64_t left, int64_t right, int64_t chunk) {
+  if (causal) right = 0;
+  bool const left_bounded = left >= 0 && left < kUnbounded, right_bounded = right >= 0 && right < kUnbounded;
+  bool const chunked = chunk > 0 && chunk < kUnbounded;
+  MaskKind const kind = left_bounded || chunked || (right_bounded && right > 0) ? MaskKind::kWindow
+                        : right_bounded                                         ? MaskKind::kCausal
+                                                                                : MaskKind::kFull;
+  if (kind != MaskKind::kWindow) return {kind, {}};
+  return {kind,
+          {left_bounded ? static_cast<int>(left) : kUnbounded, right_bounded ? static_cast<int>(right) : kUnbounded,
+           chunked ? static_cast<int>(chunk) : 0}};
+}
+
+// Lengths of one sequence; less than kUnbounded.
 struct Sequence {
   int seqlen_q, seqlen_k;
 };
@@ -44,20 +71,26 @@ struct Range {
 // tile sees follows from its first and last row.
 struct Mask {
   MaskKind kind;
+  Window window;
   Sequence sequence;
 
   // Of a query that exists; of one past the end no less than of the last, and no more than there is.
   DASH_HOST_DEVICE constexpr Range keys_of(int query) const {
-    int const end = is_full() ? sequence.seqlen_k : min_int(query + diagonal() + 1, sequence.seqlen_k);
-    int const first = starts_at_first_key(kind) ? 0 : min_int(max_int(0, query + 1 - kBandKeys), sequence.seqlen_k);
-    return Range::between(first, end);
+    if (kind == MaskKind::kFull) return {0, sequence.seqlen_k};
+    int const own = query + diagonal();
+    if (kind == MaskKind::kCausal) return Range::between(0, min_int(own + 1, sequence.seqlen_k));
+    int const first = max_int(own - window.left, chunk_start(own));
+    int const end = min_int(own + window.right + 1, chunk_end(own));
+    return Range::between(min_int(max_int(0, first), sequence.seqlen_k), min_int(end, sequence.seqlen_k));
   }
 
-  // Of a key that exists.
+  // Of a key that exists. Their own keys are diagonal(), diagonal() + 1, ..., seqlen_k - 1.
   DASH_HOST_DEVICE constexpr Range queries_of(int key) const {
-    int const first = is_full() ? 0 : min_int(max_int(0, key - diagonal()), sequence.seqlen_q);
-    int const end = starts_at_first_key(kind) ? sequence.seqlen_q : min_int(key + kBandKeys, sequence.seqlen_q);
-    return Range::between(first, end);
+    if (kind == MaskKind::kFull) return {0, sequence.seqlen_q};
+    if (kind == MaskKind::kCausal) return Range::between(max_int(key, diagonal()) - diagonal(), sequence.seqlen_q);
+    int const first = max_int(key - window.right, chunk_start(key));
+    int const end = min_int(key + window.left + 1, chunk_end(key));
+    return Range::between(max_int(first, diagonal()) - diagonal(), min_int(end, sequence.seqlen_k) - diagonal());
   }
 
   // Whether a query of the tile does not see a key of it. Query rows past the end need no mask: their LSE is +inf.
@@ -66,10 +99,18 @@ struct Mask {
   }
 
  private:
-  DASH_HOST_DEVICE constexpr bool is_full() const { return kind == MaskKind::kFull; }
-  // The last key that query 0 sees.
-  DASH_HOST_DEVICE constexpr int diagonal() const {
-    return kind == MaskKind::kBand ? 0 : sequence.seqlen_k - sequence.seqlen_q;
+  // The key that query 0 is aligned with.
+  DASH_HOST_DEVICE constexpr int diagonal() const { return sequence.seqlen_k - sequence.seqlen_q; }
+
+  // Where the chunk of a key begins, and where the next one does. What lies before key 0 counts as one chunk: no key is
+  // there to see.
+  DASH_HOST_DEVICE constexpr int chunk_start(int key) const {
+    return window.chunk == 0 || key < 0 ? -kUnbounded : key - key % window.chunk;
+  }
+  DASH_HOST_DEVICE constexpr int chunk_end(int key) const {
+    return window.chunk == 0 ? kUnbounded
+           : key < 0         ? 0
+                             : min_int(key - key % window.chunk, kUnbounded - window.chunk) + window.chunk;
   }
 };
 
