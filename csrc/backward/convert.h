@@ -17,10 +17,9 @@ template <typename Element>
 struct ConvertParams {
   StridedView<Element> dq;
   Workspace workspace;
-  Mask mask;
-  int query_tiles;
-  int num_blocks;  // of the whole call: batch x heads x query tiles; a grid of fewer takes several each
-  int heads, group_size, head_dim;
+  SequencesOfCall call;
+  int num_blocks;  // of the whole call: a query tile of the workspace each; a grid of fewer takes several
+  int head_dim;
   float softmax_scale;
 };
 
@@ -37,20 +36,19 @@ __device__ __forceinline__ void convert_block(const ConvertParams<typename Geome
   using Element = typename Geometry::Element;
   using Layout = DqLayout<Geometry>;
   constexpr int kQuads = Geometry::kDqTileFloats / 4;
-  const int query_tile = block % params.query_tiles;
-  const int batch_head = block / params.query_tiles;
-  const int head = batch_head % params.heads, batch = batch_head / params.heads;
+  TileOwner owner;
+  if (!find_owner<Geometry::kQuery>(params.call, block, owner)) { return; }
 
   // Nobody has written the accumulator of queries that see no key.
-  const TileGrid grid{{Geometry::kQuery, Geometry::kKey, 1}, params.mask};
-  const int adds = grid.kv_tiles_of(query_tile).count;
+  const TileGrid grid{{Geometry::kQuery, Geometry::kKey, 1}, params.call.mask_of(owner.lengths)};
+  const int adds = grid.kv_tiles_of(owner.query_tile).count;
   const bool live = adds > 0;
   if (threadIdx.x == 0) {
     while (live && ptx::load_acquire(params.workspace.dq_semaphores + block) != adds) { __nanosleep(100); }
   }
   __syncthreads();
   bool integers = false;
-  if constexpr (kOrderFree) { integers = live && !params.workspace.needs_order[batch_head / params.group_size].any(); }
+  if constexpr (kOrderFree) { integers = live && !needs_order(params.workspace, params.call, owner).any(); }
   const uint32_t offset = fixed_point::kOffsetBits * uint32_t(adds);  // every partial has brought it along
   const float4* const source =
       reinterpret_cast<const float4*>(params.workspace.dq_accumulator + int64_t(block) * Geometry::kDqTileFloats);
@@ -71,8 +69,8 @@ __device__ __forceinline__ void convert_block(const ConvertParams<typename Geome
   const int column = threadIdx.x % kThreadsPerRow * 8;
 #pragma unroll
   for (int row = threadIdx.x / kThreadsPerRow; row < Geometry::kQuery; row += kConvertThreads / kThreadsPerRow) {
-    const int position = query_tile * Geometry::kQuery + row;
-    if (column >= params.head_dim || position >= params.mask.sequence.seqlen_q) { break; }
+    const int position = owner.row(Geometry::kQuery) + row;
+    if (column >= params.head_dim || position >= owner.lengths.seqlen_q) { break; }
     const float4* const values = reinterpret_cast<const float4*>(tile + row * ConvertTile<Geometry>::kPitch + column);
     float4 low = values[0], high = values[1];
     if (integers) {
@@ -85,7 +83,7 @@ __device__ __forceinline__ void convert_block(const ConvertParams<typename Geome
       low = scaled(low);
       high = scaled(high);
     }
-    *reinterpret_cast<uint4*>(params.dq.row(batch, position, head) + column) =
+    *reinterpret_cast<uint4*>(params.dq.row(owner.batch, owner.first_row + position, owner.head) + column) =
         make_uint4(pack<Element>(low.x, low.y), pack<Element>(low.z, low.w), pack<Element>(high.x, high.y),
                    pack<Element>(high.z, high.w));
   }

@@ -56,8 +56,9 @@ class Epilogue {
     sync_warpgroup(1 + consumer);
     if (thread == 0) {
       const int first_row = work.kv_tile * Variant::kKey + consumer * kWarpgroupRows;
-      store_tile<kWarpgroupRows, Variant::kHeadDim>(params.dv, dv_rows, first_row, work.kv_head, work.batch);
-      store_tile<kWarpgroupRows, Variant::kHeadDim>(params.dk, dk_rows, first_row, work.kv_head, work.batch);
+      const RowOrigin rows = RowOrigin::of(params.pack.is_pack(), work.k_outer, work.sequence.seqlen_k);
+      store_tile<kWarpgroupRows, Variant::kHeadDim>(params.dv, dv_rows, rows, first_row, work.kv_head);
+      store_tile<kWarpgroupRows, Variant::kHeadDim>(params.dk, dk_rows, rows, first_row, work.kv_head);
       ptx::bulk_commit();
     }
   }

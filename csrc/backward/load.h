@@ -94,14 +94,15 @@ class Loader {
   __device__ __forceinline__ void load_key_tile(const CUtensorMap& map, Barrier& full, Element* tile,
                                                 const WorkTile& work) {
     full.arrive_and_expect_tx(Variant::kKeyTileBytes);
-    load_tile<Variant::kKey, Variant::kHeadDim>(map, full, tile, work.kv_tile * Variant::kKey, work.kv_head, work.batch,
+    const RowOrigin rows = RowOrigin::of(params_.pack.is_pack(), work.k_outer, work.sequence.seqlen_k);
+    load_tile<Variant::kKey, Variant::kHeadDim>(map, full, tile, rows, work.kv_tile * Variant::kKey, work.kv_head,
                                                 kReadOnce);
   }
 
-  __device__ __forceinline__ void load_query_tile(const CUtensorMap& map, Barrier& full, Element* tile, int query_tile,
-                                                  int head, int batch) {
-    load_tile<Variant::kQuery, Variant::kHeadDim>(map, full, tile, query_tile * Variant::kQuery, head, batch,
-                                                  kKeepInL2);
+  __device__ __forceinline__ void load_query_tile(const CUtensorMap& map, Barrier& full, Element* tile,
+                                                  const WorkTile& work, int query_tile, int head) {
+    const RowOrigin rows = RowOrigin::of(params_.pack.is_pack(), work.q_outer, work.sequence.seqlen_q);
+    load_tile<Variant::kQuery, Variant::kHeadDim>(map, full, tile, rows, query_tile * Variant::kQuery, head, kKeepInL2);
   }
 
   // What comes after a wait is ready before it: consumers wait for Q.
@@ -109,11 +110,11 @@ class Loader {
     const RingIndex<Variant::kStages> stage{plan_.count};
     const int slot = stage.slot();
     Barrier& full = shared_.q_full[slot];
-    const int query_tile = step.query_tile, head = step.head(), batch = work.batch;
+    const int query_tile = step.query_tile, head = step.head();
     const Lse lse = read_lse(work, query_tile, head);
     shared_.q_empty[slot].wait(stage.empty_parity());
     if (is_leader()) {
-      load_query_tile(params_.q, full, shared_.q[slot], query_tile, head, batch);
+      load_query_tile(params_.q, full, shared_.q[slot], work, query_tile, head);
       shared_.step[slot] = {query_tile, step.needs_masking()};
     }
     write_lse(lse, shared_.lse[slot]);
@@ -128,10 +129,10 @@ class Loader {
     const RingIndex<Variant::kStages> stage{plan_.count};
     const int slot = stage.slot();
     Barrier& full = shared_.dout_full[slot];
-    const int query_tile = step.query_tile, head = step.head(), batch = work.batch;
+    const int query_tile = step.query_tile, head = step.head();
     shared_.dout_empty[slot].wait(stage.empty_parity());
     if (!is_leader()) { return; }
-    load_query_tile(params_.dout, full, shared_.dout[slot], query_tile, head, batch);
+    load_query_tile(params_.dout, full, shared_.dout[slot], work, query_tile, head);
     const int64_t first_row = int64_t(step.dq_tile) * Variant::kQuery;
     copy_rows(params_.workspace.delta + first_row, full, shared_.delta[slot], Variant::kRowStatBytes);
     if constexpr (Variant::kOrderFree) {
@@ -145,8 +146,8 @@ class Loader {
   __device__ __forceinline__ Lse read_lse(const WorkTile& work, int query_tile, int head) const {
     const int seqlen_q = work.sequence.seqlen_q;
     const int first = query_tile * Variant::kQuery + threadIdx.x % 32;
-    const int heads_before = work.batch * params_.scheduler.kv_heads * params_.scheduler.group_size + head;
-    const float* const rows = params_.softmax_lse + (int64_t(heads_before) * seqlen_q + first);
+    const int64_t before = params_.pack.is_pack() ? work.q_outer - seqlen_q : work.q_outer * params_.lse_batch_stride;
+    const float* const rows = params_.softmax_lse + (before + int64_t(head) * params_.lse_head_stride + first);
     Lse lse;
 #pragma unroll
     for (int i = 0; i < kLseOfLane; ++i) { lse.of[i] = first + 32 * i < seqlen_q ? rows[32 * i] : INFINITY; }

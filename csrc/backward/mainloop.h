@@ -106,7 +106,7 @@ class Consumer {
     if constexpr (Variant::kClusterSize > 1) {
       if (!work().valid()) { return; }
     }
-    if (params_.scheduler.splits == 1 || reduce_splits<Variant>(params_, work(), r.dk, r.dv)) {
+    if (work().splits == 1 || reduce_splits<Variant>(params_, work(), r.dk, r.dv)) {
       Epilogue<Variant>::store(shared_, params_, work(), key_tile(), step_.previous().slot(), consumer_, r.dk, r.dv);
     }
   }
@@ -258,7 +258,7 @@ class Consumer {
   __device__ __forceinline__ void make_p(Scores& s, AnyStep step) const {
     const StepTile tile = shared_.step[step.slot()];
     if (tile.needs_masking) {
-      const Mask mask = Variant::grid(work().sequence).mask;
+      const Mask mask = Variant::grid(work().sequence, params_.window).mask;
       apply_mask(s, mask, tile.query_tile * Variant::kQuery,
                  work().kv_tile * Variant::kKey + consumer_ * kWarpgroupRows, thread_);
     }

@@ -34,10 +34,10 @@ constexpr KeyStatistics of_no_rows() { return {0.f, 0.f, 0.f, INFINITY}; }
 // The rows of a head are measured in chunks: at most kMaxChunks, one for each lane of a warp.
 constexpr int kMaxChunks = 32;
 constexpr int kMinChunkRows = 64;
-constexpr int chunk_rows(int seqlen) {
+DASH_HOST_DEVICE constexpr int chunk_rows(int seqlen) {
   return max_int(kMinChunkRows, ceil_div(seqlen, kMaxChunks * fixed_point::kWindow) * fixed_point::kWindow);
 }
-constexpr int num_chunks(int seqlen) { return ceil_div(seqlen, chunk_rows(seqlen)); }
+DASH_HOST_DEVICE constexpr int num_chunks(int seqlen) { return ceil_div(seqlen, chunk_rows(seqlen)); }
 
 // Whether dQ of a KV head's query heads is summed in fp32 in the order of ranks after all. Two words, because two
 // kernels write them.
@@ -48,33 +48,80 @@ struct NeedsOrder {
   __device__ __forceinline__ bool any() const { return (by_head | by_row) != 0; }
 };
 
-// Scratch memory, linear in the sequence length. Rows are padded to whole query tiles, indexed (batch, head, query
-// row).
+// Scratch memory, linear in the number of rows. Rows are padded to whole query tiles, indexed (sequence, head, query
+// row); the sequences of a pack are in its plan's order.
 struct Workspace {
-  float* dq_accumulator;  // (batch, head, query tile, tile elements in the order of dq_layout.h); order-free: integers
-  float* delta;           // D = rowsum(dO * O), in the order of statistic_position; 0 in padding
-  int* dq_semaphores;     // (batch, head, query tile): how many KV tiles have added to dQ
-  int* next_work;         // the counter that hands out work
+  float*
+      dq_accumulator;  // (sequence, head, query tile, tile elements in the order of dq_layout.h); order-free: integers
+  float* delta;        // D = rowsum(dO * O), in the order of statistic_position; 0 in padding
+  int* dq_semaphores;  // (sequence, head, query tile): how many KV tiles have added to dQ
+  int* next_work;      // the counter that hands out work
 
   // With more than one split of the query heads only.
-  float* split_sums;      // (batch, KV head, KV tile, consumer, dV and dK, fragment in the order of split_reduction.h)
-  int* split_semaphores;  // (batch, KV head, KV tile, consumer, dV and dK): how many splits are in the sum
+  float* split_sums;      // (sequence, KV head, KV tile, consumer, dV and dK, fragment as split_reduction.h has it)
+  int* split_semaphores;  // (sequence, KV head, KV tile, consumer, dV and dK): how many splits are in the sum
 
   // Order-free accumulation only.
   uint8_t* scales;                // fixed point, of each row (config/fixed_point.h), in the order of scale_position
-  NeedsOrder* needs_order;        // (batch, KV head)
-  float* query_norms;             // (batch, head, chunk): largest norm of a row of Q
-  KeyStatistics* key_statistics;  // (batch, KV head, chunk)
+  NeedsOrder* needs_order;        // (sequence, KV head), in the caller's order
+  float* query_norms;             // (sequence, head, chunk): largest norm of a row of Q
+  KeyStatistics* key_statistics;  // (sequence, KV head, chunk)
 };
 
+// The sequences of a call, as the kernels beside the main one see them.
+struct SequencesOfCall {
+  Sequence sequence;  // of a dense batch: every sequence's
+  MaskRule mask;
+  int batch, heads, kv_heads;
+  PackView pack;
+
+  __host__ __device__ int group_size() const { return heads / kv_heads; }
+  __host__ __device__ Mask mask_of(const Sequence& lengths) const { return {mask.kind, mask.window, lengths}; }
+};
+
+// Whose query tile a place of the workspace holds.
+struct TileOwner {
+  Sequence lengths;
+  int number;     // of the sequence
+  int batch;      // where its rows lie in a tensor: (batch, first_row + position)
+  int first_row;  // of its queries
+  int head;
+  int query_tile;  // of the head
+
+  __device__ int row(int tile_rows) const { return query_tile * tile_rows; }
+};
+
+// False where a pack has no such place: their number is known on the device alone.
+template <int kTileRows>
+__device__ __forceinline__ bool find_owner(const SequencesOfCall& call, int place, TileOwner& owner) {
+  const PackView& pack = call.pack;
+  if (!pack.is_pack()) {
+    const int tiles = ceil_div(call.sequence.seqlen_q, kTileRows);
+    const int batch_head = place / tiles, batch = batch_head / call.heads;
+    owner = {call.sequence, batch, batch, 0, batch_head % call.heads, place % tiles};
+    return true;
+  }
+  if (place >= pack.totals->query_tiles * call.heads) { return false; }
+  const PackedSequence& sequence = pack.sequences[pack.of_query_tile[place / call.heads]];
+  const int tiles = ceil_div(sequence.lengths.seqlen_q, kTileRows);
+  const int within = place - sequence.first_query_tile * call.heads;
+  owner = {sequence.lengths, sequence.number, 0, sequence.end_q - sequence.lengths.seqlen_q,
+           within / tiles,   within % tiles};
+  return true;
+}
+
 struct KernelParams {
-  CUtensorMap q, dout;       // boxes of 64 columns x one query tile
-  CUtensorMap k, v;          // boxes of 64 columns x one KV tile
-  CUtensorMap dk, dv;        // boxes of 64 columns x 64 keys
-  const float* softmax_lse;  // (batch, heads, seqlen_q), natural logarithm; +inf or -inf for rows that see no key
+  CUtensorMap q, dout;  // boxes of 64 columns x one query tile
+  CUtensorMap k, v;     // boxes of 64 columns x one KV tile
+  CUtensorMap dk, dv;   // boxes of 64 columns x 64 keys
+  // (batch, heads, seqlen_q), of a pack (heads, total_q); natural logarithm, +inf or -inf for rows that see no key.
+  const float* softmax_lse;
+  int64_t lse_batch_stride, lse_head_stride;
+  Window window;
   TileScheduler scheduler;
+  PackView pack;
   Workspace workspace;
-  int num_groups;  // of KV tiles: the numbers that are handed out
+  int num_groups;  // of KV tiles: the numbers that are handed out; in a pack the device knows them
   float softmax_scale;
   float softmax_scale_log2;  // log2(e) * softmax_scale
 };

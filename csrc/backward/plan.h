@@ -17,7 +17,8 @@ class Planner {
   __device__ void run() {
     for (; wait_for_work(shared_, ring_); ring_ = ring_.next()) {
       const WorkTile& work = shared_.work[ring_.slot()];
-      Variant::Policies::with(work.policy, [&](auto policy) { plan_work_tile<decltype(policy)::value>(work); });
+      Variant::Policies::with(params_.scheduler.policy,
+                              [&](auto policy) { plan_work_tile<decltype(policy)::value>(work); });
       forget(ring_.count);
       shared_.work_empty[ring_.slot()].arrive();
     }
@@ -29,30 +30,24 @@ class Planner {
   template <Policy kPolicy>
   __device__ __forceinline__ void plan_work_tile(const WorkTile& work) {
     using Order = dash_attn::Order<kPolicy>;
-    int kv_tile = work.kv_tile;
     const bool ordered = is_ordered<kPolicy>(work);
-    // The orders of clusters leave no register for it: made anew for each use.
+    // There is no register for it: made anew for each use.
     const auto grid = [&] {
-      if constexpr (Variant::kClusterSize > 1) {
-        forget_memory();
-        forget(kv_tile);
-      }
-      return Variant::grid(work.sequence);
+      forget_memory();
+      return Variant::grid(work.sequence, params_.window);
     };
     bool is_last = work.steps == 0;
     for (WorkStep at{0, 0}, next; !is_last; at = next) {
-      forget_memory();
-      forget(kv_tile);
-      const int steps_of_head = grid().query_tiles_of(kv_tile).count;
+      const int steps_of_head = grid().query_tiles_of(work.kv_tile).count;
       next = next_step<kPolicy>(at, work.query_heads, steps_of_head);
       is_last = is_end<kPolicy>(next, work.query_heads, steps_of_head);
       shared_.plan_empty[plan_.slot()].wait(plan_.empty_parity());
       PlannedStep& planned = shared_.plan[plan_.slot()];
-      const int query_tile = Order::visit(grid(), kv_tile, at.step);
+      const int query_tile = Order::visit(grid(), work.kv_tile, at.step);
       planned.query_tile = query_tile;
-      planned.pack(work.first_query_head + at.head, grid().needs_masking(query_tile, kv_tile), is_last);
+      planned.pack(work.first_query_head + at.head, grid().needs_masking(query_tile, work.kv_tile), is_last);
       planned.dq_tile = work.first_dq_tile + at.head * grid().query_tiles() + query_tile;
-      planned.rank = ordered ? Order::rank(grid(), kv_tile, query_tile) : kNoRank;
+      planned.rank = ordered ? Order::rank(grid(), work.kv_tile, query_tile) : kNoRank;
       shared_.plan_full[plan_.slot()].arrive();
       plan_ = plan_.next();
     }

@@ -16,8 +16,8 @@ template <typename Element>
 struct PreprocessParams {
   StridedView<const Element> out, dout;
   Workspace workspace;
-  int heads, seqlen_q, padded_seqlen_q, head_dim;
-  int blocks_per_head;
+  SequencesOfCall call;
+  int head_dim;
   int num_blocks;  // of the whole call; a grid of fewer takes several each
   int num_dq_semaphores, num_split_semaphores;
   bool clear_dq;        // its partials are added in no order
@@ -37,31 +37,37 @@ __device__ __forceinline__ void clear_integers(int* integers, int count) {
   }
 }
 
+// Blocks of a query tile, which are in its order.
+template <int kHeadDim>
+constexpr int kPreprocessBlocks = backward_tile_shape(kHeadDim).query / kPreprocessRows<kHeadDim>;
+
 template <typename Element, int kHeadDim, bool kOrderFree>
 __device__ __forceinline__ void preprocess_block(const PreprocessParams<Element>& params, int block) {
-  constexpr int kThreadsPerRow = kHeadDim / 8;
-  const int batch_head = block / params.blocks_per_head;
-  const int batch = batch_head / params.heads, head = batch_head % params.heads;
-  const int first_row = block % params.blocks_per_head * kPreprocessRows<kHeadDim>;
+  constexpr int kThreadsPerRow = kHeadDim / 8, kTileRows = backward_tile_shape(kHeadDim).query;
+  static_assert(kPreprocessBlocks<kHeadDim> * kPreprocessRows<kHeadDim> == kTileRows);
+  const int tile = block / kPreprocessBlocks<kHeadDim>;
+  TileOwner owner;
+  if (!find_owner<kTileRows>(params.call, tile, owner)) { return; }
+  const int first_of_tile = block % kPreprocessBlocks<kHeadDim> * kPreprocessRows<kHeadDim>;
+  const int first_row = owner.row(kTileRows) + first_of_tile;
   const int column = threadIdx.x % kThreadsPerRow * 8;
 
   uint4 out[kPreprocessPasses], dout[kPreprocessPasses];
 #pragma unroll
   for (int pass = 0; pass < kPreprocessPasses; ++pass) {
     const int row = first_row + (pass * kPreprocessThreads + threadIdx.x) / kThreadsPerRow;
-    const bool inside = row < params.seqlen_q && column < params.head_dim;
-    dout[pass] = load8(params.dout, batch, row, head, column, inside);
-    out[pass] = load8(params.out, batch, row, head, column, inside);
+    const bool inside = row < owner.lengths.seqlen_q && column < params.head_dim;
+    dout[pass] = load8(params.dout, owner.batch, owner.first_row + row, owner.head, column, inside);
+    out[pass] = load8(params.out, owner.batch, owner.first_row + row, owner.head, column, inside);
   }
 
   KeyStatistics keys{};
-  const int batch_kv_head = batch_head / params.scale.group_size;
   if constexpr (kOrderFree) {
     ptx::wait_for_previous_kernel();  // the statistics
-    const int seqlen_k = params.scale.mask.sequence.seqlen_k;
-    keys = combine_warp(chunk_key_statistics(params.workspace, batch_kv_head, seqlen_k));
-    if (block % (params.scale.group_size * params.blocks_per_head) == 0 && threadIdx.x < 32) {
-      decide_order(params.workspace, params.scale, batch_kv_head, keys);
+    const int group_size = params.call.group_size();
+    keys = combine_warp(chunk_key_statistics(params.workspace, key_chunks_of(params.call, tile, owner), owner.lengths));
+    if (first_row == 0 && owner.head % group_size == 0 && threadIdx.x < 32) {
+      decide_order(params.workspace, params.call, params.scale, owner, query_chunks_of(params.call, tile, owner), keys);
     }
   }
 
@@ -74,18 +80,19 @@ __device__ __forceinline__ void preprocess_block(const PreprocessParams<Element>
       measure8<Element>(dout[pass], squares, largest);
       dout_norm = norm_bound<kHeadDim>(sum_of_row<kThreadsPerRow>(squares), largest);
     }
-    if (row >= params.padded_seqlen_q) { continue; }
-    const int64_t padded_row = int64_t(batch_head) * params.padded_seqlen_q;
+    const int64_t tile_row = int64_t(tile) * kTileRows;
+    const int row_of_tile = row - owner.row(kTileRows);
     if (kOrderFree || params.clear_dq) {
       float4* const accumulator =
-          reinterpret_cast<float4*>(params.workspace.dq_accumulator + (padded_row + row) * kHeadDim + column);
+          reinterpret_cast<float4*>(params.workspace.dq_accumulator + (tile_row + row_of_tile) * kHeadDim + column);
       accumulator[0] = accumulator[1] = make_float4(0.f, 0.f, 0.f, 0.f);
     }
     if (column != 0) { continue; }
-    params.workspace.delta[padded_row + statistic_position(row)] = delta;
+    params.workspace.delta[tile_row + statistic_position(row_of_tile)] = delta;
     if constexpr (kOrderFree) {
-      params.workspace.scales[padded_row + scale_position(row)] = row_scale<Element, kHeadDim>(
-          params.scale, row, dout_norm, delta, keys, params.workspace.needs_order[batch_kv_head]);
+      params.workspace.scales[tile_row + scale_position(row_of_tile)] =
+          row_scale<Element, kHeadDim>(params.scale, params.call.mask_of(owner.lengths), row, dout_norm, delta, keys,
+                                       needs_order(params.workspace, params.call, owner));
     }
   }
 }

@@ -72,13 +72,10 @@ __device__ __forceinline__ bool reduce_splits(const KernelParams& params, const 
                                               typename SplitSum<Variant>::Gradient& dv) {
   const int index = read_thread_index();
   const int consumer = index / kWarpgroupThreads - 1, thread = index % kWarpgroupThreads;
-  const TileScheduler& scheduler = params.scheduler;
-  const int kv_tiles = Variant::grid(work.sequence).kv_tiles();
-  const int64_t tile = int64_t(work.batch * scheduler.kv_heads + work.kv_head) * kv_tiles + work.kv_tile;
-  const int64_t first = 2 * (tile * Variant::kConsumers + consumer);
+  const int64_t first = 2 * (int64_t(work.split_tile) * Variant::kConsumers + consumer);
   const SplitSum<Variant> dv_sum(params.workspace, first, consumer, thread);
   const SplitSum<Variant> dk_sum(params.workspace, first + 1, consumer, thread);
-  const bool is_last = work.split + 1 == scheduler.splits;
+  const bool is_last = work.split + 1 == work.splits;
   if (work.split > 0) { dv_sum.add_to(dv, work.split); }
   if (!is_last) { dv_sum.pass_on(dv, work.split); }
   if (work.split > 0) { dk_sum.add_to(dk, work.split); }

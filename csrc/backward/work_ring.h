@@ -48,6 +48,31 @@ __device__ __forceinline__ int take_number(SharedStorage<Variant>& shared, const
   }
 }
 
+// The work tile that `number` stands for. What is worked out goes by way of shared memory, to spare registers.
+template <typename Variant>
+__device__ __forceinline__ void write_work(WorkTile& work, const KernelParams& params, int number) {
+  const PackView& pack = params.pack;
+  TileScheduler scheduler = params.scheduler;
+  if (pack.is_pack()) {
+    work.packed = pack.of_unit[number / scheduler.kv_heads];
+    const PackedSequence& sequence = pack.sequences[work.packed];
+    number -= sequence.first_unit * scheduler.kv_heads;
+    scheduler = scheduler.of(sequence);
+  }
+  Variant::Policies::with(scheduler.policy, [&](auto policy) {
+    const TileGrid grid = Variant::grid(scheduler.sequence, params.window);
+    const WorkPlace place = scheduler.place<decltype(policy)::value>(grid, number, cluster_cta_rank<Variant>());
+    static_cast<WorkPlace&>(work) = place;
+  });
+  forget_memory();
+  const TileGrid grid = Variant::grid(scheduler.sequence, params.window);
+  scheduler.fill_in(work, grid);
+  forget_memory();
+  work.steps = scheduler.steps_of(work, Variant::grid(work.sequence, params.window));
+  forget_memory();
+  if (pack.is_pack()) { scheduler.move_into_pack(work, pack.sequences[work.packed]); }
+}
+
 // Called by the loader's leader, once a work tile: waits for the slot, and fills it.
 template <typename Variant>
 __device__ __forceinline__ void publish_work(SharedStorage<Variant>& shared, const KernelParams& params,
@@ -55,12 +80,9 @@ __device__ __forceinline__ void publish_work(SharedStorage<Variant>& shared, con
   const int number = take_number(shared, params, ring);
   shared.work_empty[ring.slot()].wait(ring.empty_parity());
   WorkTile& work = shared.work[ring.slot()];
-  if (number < params.num_groups) {
-    const TileScheduler& scheduler = params.scheduler;
-    const TileGrid grid = Variant::grid(scheduler.sequence);
-    Variant::Policies::with(scheduler.policy, [&](auto policy) {
-      work = scheduler.work_tile<decltype(policy)::value>(grid, number, cluster_cta_rank<Variant>());
-    });
+  const int numbers = params.pack.is_pack() ? params.pack.totals->units * params.scheduler.kv_heads : params.num_groups;
+  if (number < numbers) {
+    write_work<Variant>(work, params, number);
   } else {
     work.kv_tile = kNoMoreWork;
   }

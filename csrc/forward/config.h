@@ -54,6 +54,15 @@ struct Variant {
 
 constexpr int kNoMoreTiles = -1;
 
+// A query tile as the loader tells it to the other warps.
+struct AnnouncedTile {
+  int end;  // position where the next tile begins, or kNoMoreTiles
+  int head_group;
+  Sequence sequence;
+  RowOrigin rows;
+  int64_t first_lse;  // index of the LSE of head 0's query 0
+};
+
 template <typename Variant>
 struct alignas(1024) SharedStorage {
   using Element = typename Variant::Element;
@@ -65,8 +74,8 @@ struct alignas(1024) SharedStorage {
   Element k[Variant::kStages][Variant::kKey * Variant::kHeadDim];
   Element v[Variant::kStages][Variant::kKey * Variant::kHeadDim];
 
-  // What is worked on in each of those places; an index of kNoMoreTiles ends the work.
-  QueryTile tile[Variant::kQueryStages];
+  // What is worked on in each of those places.
+  AnnouncedTile tile[Variant::kQueryStages];
 
   TransactionBarrier q_full[Variant::kQueryStages];
   Barrier q_empty[Variant::kQueryStages];

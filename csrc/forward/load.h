@@ -25,11 +25,12 @@ class Loader {
   __device__ Loader(Shared& shared, const KernelParams& params) : shared_(shared), params_(params) {}
 
   __device__ void run() {
+    const PackView& pack = params_.pack;
+    const QueryTileScheduler& scheduler = params_.scheduler;
+    const int places = pack.is_pack() ? pack.totals->units * scheduler.head_groups : scheduler.num_tiles;
     int round = 0;
-    for (int place = blockIdx.x; place < params_.scheduler.num_tiles;) {
-      place = load(params_.scheduler.tile(place), ++round);
-    }
-    announce({kNoMoreTiles, 0, 0}).arrive();
+    for (int place = blockIdx.x; place < places;) { place = load(tile_at(place), ++round); }
+    announce({kNoMoreTiles}).arrive();
   }
 
  private:
@@ -41,8 +42,32 @@ class Loader {
                                : params_.scheduler.place(round, blockIdx.x, gridDim.x);
   }
 
+  struct Tile : AnnouncedTile {
+    RowOrigin key_rows;
+  };
+
+  __device__ __forceinline__ Tile tile_at(int place) const {
+    const PackView& pack = params_.pack;
+    const QueryTileScheduler& scheduler = params_.scheduler;
+    if (!pack.is_pack()) {
+      const QueryTile tile = scheduler.tile(place);
+      const RowOrigin rows = RowOrigin::of(false, tile.batch, 0);
+      const int64_t heads = scheduler.head_groups << scheduler.group_shift;
+      return {{scheduler.end_position(tile.index), tile.head_group, scheduler.sequence, rows,
+               tile.batch * heads * params_.lse_head_stride},
+              rows};
+    }
+    const PackedSequence& sequence = pack.sequences[pack.of_unit[place / scheduler.head_groups]];
+    const QueryTileScheduler alone = scheduler.of(sequence);
+    const QueryTile tile = alone.tile(place - sequence.first_unit * scheduler.head_groups);
+    const Sequence lengths = sequence.lengths;
+    return {{alone.end_position(tile.index), tile.head_group, lengths,
+             RowOrigin::of(true, sequence.end_q, lengths.seqlen_q), sequence.end_q - lengths.seqlen_q},
+            RowOrigin::of(true, sequence.end_k, lengths.seqlen_k)};
+  }
+
   // Tells the other warps of the tile once the barrier that it returns has completed.
-  __device__ __forceinline__ Barrier& announce(const QueryTile& tile) {
+  __device__ __forceinline__ Barrier& announce(const AnnouncedTile& tile) {
     shared_.q_empty[q_.slot()].wait(q_.empty_parity());
     shared_.tile[q_.slot()] = tile;
     return shared_.q_full[q_.slot()];
@@ -50,56 +75,57 @@ class Loader {
 
   // Returns the CTA's next place in the list. Taken late, so that who comes first gets the longest tile; and before the
   // wait for the last V's place, which is longer than the answer takes.
-  __device__ __forceinline__ int load(const QueryTile& tile, int next_round) {
-    const Range kv_tiles = kv_tiles_of_query_tile<Variant>(params_.scheduler, tile.index);
+  __device__ __forceinline__ int load(const Tile& tile, int next_round) {
+    const Range kv_tiles = kv_tiles_of_query_tile<Variant>(params_, tile.sequence, tile.end);
     const int kv_head = params_.scheduler.kv_head(tile.head_group);
     load_q(tile);  // without keys too: the output takes its place
     if (kv_tiles.count == 0) { return take_place(next_round); }
     int kv_tile = kv_tiles.end() - 1;
-    load_k(kv_tile, kv_head, tile.batch);
+    load_k(kv_tile, kv_head, tile.key_rows);
 #pragma unroll 1
     for (; kv_tile > kv_tiles.first; --kv_tile) {
-      load_k(kv_tile - 1, kv_head, tile.batch);
-      load_v(kv_tile, kv_head, tile.batch);
+      load_k(kv_tile - 1, kv_head, tile.key_rows);
+      load_v(kv_tile, kv_head, tile.key_rows);
     }
     const int next = take_place(next_round);
-    load_v(kv_tile, kv_head, tile.batch);
+    load_v(kv_tile, kv_head, tile.key_rows);
     return next;
   }
 
-  __device__ __forceinline__ void load_q(const QueryTile& tile) {
+  __device__ __forceinline__ void load_q(const AnnouncedTile& tile) {
     Barrier& full = announce(tile);
     Element* rows = shared_.q[q_.slot()];
     q_ = q_.next();
     full.arrive_and_expect_tx(Variant::kQueryTileBytes);
 #pragma unroll
     for (int row = 0; row < Variant::kQuery; row += kWarpgroupRows) {
-      const int position = params_.scheduler.first_position(tile.index) + params_.scheduler.positions_of(row);
+      const int position = WarpgroupRows<Variant>::first_row(params_, tile.end, row / kWarpgroupRows);
 #pragma unroll
       for (int column = 0; column < Variant::kHeadDim; column += kSwizzleColumns) {
         cute::SM90_TMA_LOAD_5D::copy(&params_.q, reinterpret_cast<uint64_t*>(&full), kReadOnce,
-                                     rows + column * Variant::kQuery + row * kSwizzleColumns, column, 0, position,
-                                     tile.head_group, tile.batch);
+                                     rows + column * Variant::kQuery + row * kSwizzleColumns, column,
+                                     tile.head_group << params_.scheduler.group_shift, tile.rows.first + position,
+                                     tile.rows.outer, tile.rows.wrap);
       }
     }
   }
 
-  __device__ __forceinline__ void load_k(int kv_tile, int kv_head, int batch) {
+  __device__ __forceinline__ void load_k(int kv_tile, int kv_head, const RowOrigin& rows) {
     shared_.k_empty[k_.slot()].wait(k_.empty_parity());
-    load_key_tile(params_.k, shared_.k_full[k_.slot()], shared_.k[k_.slot()], kv_tile, kv_head, batch);
+    load_key_tile(params_.k, shared_.k_full[k_.slot()], shared_.k[k_.slot()], kv_tile, kv_head, rows);
     k_ = k_.next();
   }
 
-  __device__ __forceinline__ void load_v(int kv_tile, int kv_head, int batch) {
+  __device__ __forceinline__ void load_v(int kv_tile, int kv_head, const RowOrigin& rows) {
     shared_.v_empty[v_.slot()].wait(v_.empty_parity());
-    load_key_tile(params_.v, shared_.v_full[v_.slot()], shared_.v[v_.slot()], kv_tile, kv_head, batch);
+    load_key_tile(params_.v, shared_.v_full[v_.slot()], shared_.v[v_.slot()], kv_tile, kv_head, rows);
     v_ = v_.next();
   }
 
   __device__ __forceinline__ void load_key_tile(const CUtensorMap& map, Barrier& full, Element* tile, int kv_tile,
-                                                int kv_head, int batch) {
+                                                int kv_head, const RowOrigin& rows) {
     full.arrive_and_expect_tx(Variant::kKeyTileBytes);
-    load_tile<Variant::kKey, Variant::kHeadDim>(map, full, tile, kv_tile * Variant::kKey, kv_head, batch, kKeepInL2);
+    load_tile<Variant::kKey, Variant::kHeadDim>(map, full, tile, rows, kv_tile * Variant::kKey, kv_head, kKeepInL2);
   }
 
   Shared& shared_;

@@ -42,8 +42,8 @@ class Consumer {
     PackedScores p;
     OnlineSoftmax softmax(params_.softmax_scale_log2);
     Rows rows{};  // the last P of rows that see keys waits for its product
-    for (int tile; (tile = next_tile()) != kNoMoreTiles; q_ = q_.next()) {
-      const Rows next(params_.scheduler, tile, consumer_);
+    for (int end; (end = next_tile()) != kNoMoreTiles; q_ = q_.next()) {
+      const Rows next(params_, sequence_of_tile(), end, consumer_);
       if (rows.kv.count > 0 && next.kv.count > 0) {
         if (Variant::kHalvesFirstTile && next.half_first) {
           cross<kHalfTile>(out, p, softmax, rows, next);
@@ -85,6 +85,11 @@ class Consumer {
   // By a shuffle, so that the compiler knows that all that follows from it is uniform.
   __device__ __forceinline__ int next_tile() { return __shfl_sync(0xffffffff, wait_for_tile(shared_, q_), 0); }
 
+  __device__ __forceinline__ Sequence sequence_of_tile() const {
+    const Sequence& sequence = shared_.tile[q_.slot()].sequence;
+    return {__shfl_sync(0xffffffff, sequence.seqlen_q, 0), __shfl_sync(0xffffffff, sequence.seqlen_k, 0)};
+  }
+
   // No product is in flight where one of the following ends and the next begins, so that ptxas can follow each to its
   // wait.
 
@@ -105,7 +110,7 @@ class Consumer {
   // All KV tiles but the one that came first, which is the last.
   __device__ __forceinline__ void walk(Output& out, PackedScores& p, OnlineSoftmax& softmax, const Rows& rows) {
     int kv_tile = rows.kv.end() - 1;
-    const Range whole = rows.kv_seen_whole(params_.scheduler);
+    const Range whole = rows.kv_seen_whole(params_);
     const int first_masked_after = max_int(rows.kv.first, whole.end());
     while (kv_tile > first_masked_after) { step<Tile::kMasked>(out, p, softmax, rows, --kv_tile); }
     while (kv_tile > whole.first) { step<Tile::kUnmasked>(out, p, softmax, rows, --kv_tile); }
@@ -237,23 +242,21 @@ class Consumer {
     v_ = v_.next();
   }
 
-  __device__ __forceinline__ Mask make_mask() const { return Variant::grid(params_.scheduler.sequence).mask; }
-
   __device__ __forceinline__ void exponentiate_first(Scores& s, OnlineSoftmax& softmax, const Rows& rows) const {
     RowStatistic correction;
     const int kv_tile = rows.kv.end() - 1;
-    const Range whole = rows.kv_seen_whole(params_.scheduler);
+    const Range whole = rows.kv_seen_whole(params_);
     const bool hides_first = !starts_at_first_key(Variant::kMask) && kv_tile < whole.first;
     if (kv_tile >= whole.end() || hides_first) { apply_mask(s, rows, kv_tile); }  // not in `whole`
     softmax.exponentiate<Score, Tile::kMasked>(s, correction);
   }
 
   __device__ __forceinline__ void apply_mask(Scores& s, const Rows& rows, int kv_tile) const {
-    const Mask mask = make_mask();
+    const Mask mask = rows.mask(params_);
     const int first_key = kv_tile * Variant::kKey + fragment_column(thread_, 0);
 #pragma unroll
     for (int row = 0; row < kRowsPerThread; ++row) {
-      const int position = rows.position(params_.scheduler, thread_, row);
+      const int position = rows.position(params_, thread_, row);
       const Range keys = mask.keys_of(position);
 #pragma unroll
       for (int i = 0; i < kScoreRegisters; ++i) {
@@ -268,24 +271,23 @@ class Consumer {
   // Hands the rows to the storer, and the log-sum-exp to memory. `out` is the sum of P V.
   __device__ __forceinline__ void store(Output& out, OnlineSoftmax& softmax, const Rows& rows,
                                         QuerySlot slot_of_rows) const {
-    const QueryTileScheduler& scheduler = params_.scheduler;
+    const AnnouncedTile& tile = shared_.tile[slot_of_rows.slot()];
     RowStatistic inverse_sum, lse;
     softmax.finish(inverse_sum, lse);
     multiply_rows(out, inverse_sum);
 #pragma unroll
     for (int row = 0; row < kRowsPerThread; ++row) {
-      const int position = rows.position(scheduler, thread_, row);
-      if (make_mask().keys_of(position).count == 0) {
+      const int position = rows.position(params_, thread_, row);
+      if (rows.mask(params_).keys_of(position).count == 0) {
         lse[row] = INFINITY;
 #pragma unroll
         for (int i = 0; i < kOutputRegisters; ++i) {
           if (row_of(i) == row) { out[i] = 0.f; }
         }
       }
-      if (thread_ % 4 == 0 && position < scheduler.sequence.seqlen_q) {
-        params_.softmax_lse[rows.head(scheduler, shared_.tile[slot_of_rows.slot()], thread_, row) *
-                                scheduler.sequence.seqlen_q +
-                            position] = lse[row];
+      if (thread_ % 4 == 0 && position < rows.sequence.seqlen_q) {
+        const int head = Rows::head(params_, tile.head_group, thread_, row);
+        params_.softmax_lse[tile.first_lse + head * params_.lse_head_stride + position] = lse[row];
       }
     }
     uint32_t packed[kOutputRegisters / 8][4];

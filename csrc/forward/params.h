@@ -10,8 +10,11 @@ namespace dash_attn::forward {
 struct KernelParams {
   CUtensorMap q, out;  // boxes of 64 columns x 64 rows of a query tile
   CUtensorMap k, v;    // boxes of 64 columns x one KV tile
-  float* softmax_lse;  // (batch, heads, seqlen_q)
+  float* softmax_lse;  // (batch, heads, seqlen_q); of a pack (heads, total_q)
+  int64_t lse_head_stride;
+  Window window;
   QueryTileScheduler scheduler;
+  PackView pack;
   int* tiles_taken;          // from the list beyond the first of each CTA; null where each has a fixed share
   float softmax_scale_log2;  // log2(e) * softmax_scale
 };

@@ -16,28 +16,30 @@ class Storer {
  public:
   using Element = typename Variant::Element;
   using Shared = SharedStorage<Variant>;
-  using Rows = WarpgroupRows<Variant>;
 
   __device__ Storer(Shared& shared, const KernelParams& params, int consumer)
       : shared_(shared), params_(params), consumer_(consumer) {}
 
   __device__ void run() {
-    for (int tile; (tile = wait_for_tile(shared_, q_)) != kNoMoreTiles; q_ = q_.next()) {
+    for (; wait_for_tile(shared_, q_) != kNoMoreTiles; q_ = q_.next()) {
       shared_.out_full[q_.slot()][consumer_].wait(q_.parity());
-      write(Rows(params_.scheduler, tile, consumer_));
+      write(shared_.tile[q_.slot()]);
       shared_.q_empty[q_.slot()].arrive();
     }
   }
 
  private:
-  // TMA leaves out what lies outside the tensor.
-  __device__ __forceinline__ void write(const Rows& rows) const {
-    const QueryTile tile = shared_.tile[q_.slot()];
-    const Element* staged = shared_.q[q_.slot()] + consumer_ * kWarpgroupRows * kSwizzleColumns;
+  // TMA leaves out rows past the sequence's end.
+  __device__ __forceinline__ void write(const AnnouncedTile& tile) const {
+    const int position = WarpgroupRows<Variant>::first_row(params_, tile.end, consumer_);
+    if (position < tile.end) {
+      const Element* staged = shared_.q[q_.slot()] + consumer_ * kWarpgroupRows * kSwizzleColumns;
 #pragma unroll
-    for (int column = 0; column < Variant::kHeadDim; column += kSwizzleColumns) {
-      cute::SM90_TMA_STORE_5D::copy(&params_.out, staged + column * Variant::kQuery, column, 0, rows.first_position,
-                                    tile.head_group, tile.batch);
+      for (int column = 0; column < Variant::kHeadDim; column += kSwizzleColumns) {
+        cute::SM90_TMA_STORE_5D::copy(&params_.out, staged + column * Variant::kQuery, column,
+                                      tile.head_group << params_.scheduler.group_shift, tile.rows.first + position,
+                                      tile.rows.outer, tile.rows.wrap);
+      }
     }
     ptx::bulk_commit();
     ptx::bulk_wait_read();

@@ -11,18 +11,30 @@
 
 namespace dash_attn {
 
+// The lengths of a pack's sequences, on the device; cu_seqlens are null in a dense batch. Sequence i begins at row
+// cu_seqlens[i] and has seqused[i] rows, or, where that is null, all up to cu_seqlens[i + 1].
+struct PackLengths {
+  const int *cu_seqlens_q, *cu_seqlens_k;  // (batch + 1)
+  const int *seqused_q, *seqused_k;        // (batch), or null
+};
+
 struct AttentionArguments {
   TensorView q, k, v, out;
-  float* softmax_lse;  // (batch, heads, seqlen_q); the backward only reads it
+  float* softmax_lse;  // (batch, heads, seqlen_q), of a pack (heads, total_q); the backward only reads it
   void* workspace;     // of forward_workspace_bytes or backward_workspace_bytes
   Dtype dtype;
-  int batch, seqlen_q, seqlen_k, heads, kv_heads, head_dim;
+  int batch, heads, kv_heads, head_dim;
+  int seqlen_q, seqlen_k;  // of a pack: rows in all
+  PackLengths pack;
   float softmax_scale;  // positive
-  MaskKind mask;
+  MaskRule mask;
   int num_sms;    // SMs the kernels may use
   int sm_margin;  // SMs of the device beside those
 
-  Sequence sequence() const { return {seqlen_q, seqlen_k}; }
+  bool is_pack() const { return pack.cu_seqlens_q != nullptr; }
+  Sequence sequence() const { return {seqlen_q, seqlen_k}; }  // of a dense batch
+  RowsOfCall query_rows() const { return {batch, seqlen_q, is_pack()}; }
+  RowsOfCall key_rows() const { return {batch, seqlen_k, is_pack()}; }
   int group_size() const { return heads / kv_heads; }
 };
 

@@ -12,21 +12,21 @@ namespace {
 [[noreturn]] void no_kernel(const AttentionArguments& a, const char* pass, const std::string& schedule) {
   throw std::runtime_error(std::string("dash_attn: this build has no ") + pass + " kernel for dtype " +
                            (a.dtype == Dtype::kBFloat16 ? "bfloat16" : "float16") + ", head_dim " +
-                           std::to_string(a.head_dim) + ", " + kMaskNames[static_cast<int>(a.mask)] + " mask" +
+                           std::to_string(a.head_dim) + ", " + kMaskNames[static_cast<int>(a.mask.kind)] + " mask" +
                            schedule + "; see the DASH_ATTN_* build variables in docs/install.md");
 }
 
 }  // namespace
 
 size_t forward_workspace_bytes(const ForwardArguments& a) {
-  return make_forward_scheduler(a).takes_tiles ? sizeof(int) : 0;
+  return plan_workspace(nullptr, a, make_forward_scheduler(a)).bytes;
 }
 
 void run_forward(const ForwardArguments& a, cudaStream_t stream) {
   const int head_dim = padded_head_dim(a.head_dim);
-#define DASH_FORWARD_VARIANT(dtype_name, variant_head_dim, mask_name)                                \
-  if (a.dtype == dtype_name::kDtype && head_dim == variant_head_dim && a.mask == mask_name::kKind) { \
-    return launch_forward<ForwardVariant<dtype_name, variant_head_dim, mask_name>>(a, stream);       \
+#define DASH_FORWARD_VARIANT(dtype_name, variant_head_dim, mask_name)                                     \
+  if (a.dtype == dtype_name::kDtype && head_dim == variant_head_dim && a.mask.kind == mask_name::kKind) { \
+    return launch_forward<ForwardVariant<dtype_name, variant_head_dim, mask_name>>(a, stream);            \
   }
 #include "built_variants.def"
 #undef DASH_FORWARD_VARIANT
@@ -39,7 +39,7 @@ void run_backward(const BackwardArguments& a, cudaStream_t stream) {
   const int head_dim = padded_head_dim(a.head_dim);
   const auto policy = static_cast<Policy>(a.schedule);
 #define DASH_BACKWARD_VARIANT(dtype_name, variant_head_dim, mask_name, policies)                           \
-  if (a.dtype == dtype_name::kDtype && head_dim == variant_head_dim && a.mask == mask_name::kKind &&       \
+  if (a.dtype == dtype_name::kDtype && head_dim == variant_head_dim && a.mask.kind == mask_name::kKind &&  \
       policies::contains(policy)) {                                                                        \
     return launch_backward<BackwardVariant<dtype_name, variant_head_dim, mask_name, policies>>(a, stream); \
   }

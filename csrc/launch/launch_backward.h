@@ -20,36 +20,36 @@ namespace dash_attn {
 
 template <typename Variant>
 TileScheduler make_backward_scheduler(const BackwardArguments& a) {
-  const TileGrid grid = Variant::grid(a.sequence());
-  TileScheduler s;
-  s.sequence = a.sequence();
+  TileScheduler s{};
   s.policy = static_cast<Policy>(a.schedule);
-  s.splits = num_splits(a.group_size(), grid);
-  s.batch = a.batch;
   s.kv_heads = a.kv_heads;
   s.group_size = a.group_size();
+  if (a.is_pack()) { return s; }  // the rest is in the plan, for each sequence
+  const TileGrid grid = Variant::grid(a.sequence(), a.mask.window);
+  s.sequence = a.sequence();
+  s.batch = a.batch;
+  s.splits = num_splits(a.group_size(), grid);
   s.head_swizzle = head_swizzle(s.policy, grid, s.group_size / s.splits, Variant::kHeadDim);
   return s;
 }
 
+// Of a pack no fewer than there are.
 template <typename Variant>
-int64_t num_groups(const TileScheduler& scheduler) {
+int64_t num_groups(const BackwardArguments& a, const TileScheduler& scheduler) {
+  if (a.is_pack()) { return int64_t(most_of_backward(a).units) * a.kv_heads; }
   int64_t groups = 0;
   Variant::Policies::with(scheduler.policy, [&](auto policy) {
-    groups = scheduler.num_groups<decltype(policy)::value>(Variant::grid(scheduler.sequence));
+    groups = scheduler.num_groups<decltype(policy)::value>(Variant::grid(scheduler.sequence, a.mask.window));
   });
   return groups;
 }
 
 // What the kernels count in 32 bits, and what a cluster needs. Before anything is launched.
 template <typename Variant>
-void check_launchable(const BackwardArguments& a, const TileScheduler& scheduler) {
-  const TileGrid grid = Variant::grid(a.sequence());
-  const int64_t heads = int64_t(a.batch) * a.heads;
-  const int64_t rows = ceil_div(grid.query_tiles() * Variant::kQuery, backward::kPreprocessRows<Variant::kHeadDim>);
-  const int64_t chunks = heads * 2 * backward::kMaxChunks;  // of query heads and of at most as many KV heads
-  if (heads * std::max<int64_t>(rows, grid.query_tiles()) > INT32_MAX || chunks > INT32_MAX ||
-      num_groups<Variant>(scheduler) > INT32_MAX / 2) {
+void check_launchable(const BackwardArguments& a, const TileScheduler& scheduler, const PackTotals& most) {
+  const int64_t blocks = int64_t(most.query_tiles) * backward::kPreprocessBlocks<Variant::kHeadDim>;
+  const int64_t chunks = std::max(int64_t(most.query_chunks) * a.heads, int64_t(most.key_chunks) * a.kv_heads);
+  if (blocks * a.heads > INT32_MAX || chunks > INT32_MAX / 2 || num_groups<Variant>(a, scheduler) > INT32_MAX / 2) {
     throw std::runtime_error("dash_attn: batch * heads * seqlen is too large: " + std::to_string(a.batch) + " * " +
                              std::to_string(a.heads) + " * " + std::to_string(std::max(a.seqlen_q, a.seqlen_k)) +
                              " makes more than 2^31 tiles");
@@ -62,13 +62,13 @@ void check_launchable(const BackwardArguments& a, const TileScheduler& scheduler
 }
 
 template <typename Variant>
-void launch_main(const BackwardArguments& a, const TileScheduler& scheduler, const backward::Workspace& workspace,
+void launch_main(const BackwardArguments& a, const TileScheduler& scheduler, const BackwardWorkspace& workspace,
                  cudaStream_t stream) {
   const auto query_map = [&](const TensorView& t) {
-    return make_tensor_map(t, a.dtype, a.batch, a.seqlen_q, a.heads, a.head_dim, Variant::kQuery);
+    return make_tensor_map(t, a.dtype, a.query_rows(), a.heads, a.head_dim, 1, Variant::kQuery);
   };
   const auto key_map = [&](const TensorView& t, int rows) {
-    return make_tensor_map(t, a.dtype, a.batch, a.seqlen_k, a.kv_heads, a.head_dim, rows);
+    return make_tensor_map(t, a.dtype, a.key_rows(), a.kv_heads, a.head_dim, 1, rows);
   };
   backward::KernelParams params;
   params.q = query_map(a.q);
@@ -78,9 +78,13 @@ void launch_main(const BackwardArguments& a, const TileScheduler& scheduler, con
   params.dk = key_map(a.dk, kWarpgroupRows);
   params.dv = key_map(a.dv, kWarpgroupRows);
   params.softmax_lse = a.softmax_lse;
+  params.lse_batch_stride = int64_t(a.heads) * a.seqlen_q;
+  params.lse_head_stride = a.seqlen_q;
+  params.window = a.mask.window;
   params.scheduler = scheduler;
-  params.workspace = workspace;
-  params.num_groups = int(num_groups<Variant>(scheduler));
+  params.pack = workspace.pack.view();
+  params.workspace = workspace.arrays;
+  params.num_groups = int(num_groups<Variant>(a, scheduler));
   params.softmax_scale = a.softmax_scale;
   params.softmax_scale_log2 = float(a.softmax_scale * M_LOG2E);
 
@@ -97,8 +101,9 @@ void launch_main(const BackwardArguments& a, const TileScheduler& scheduler, con
 template <typename Variant>
 void launch_backward(const BackwardArguments& a, cudaStream_t stream) {
   const TileScheduler scheduler = make_backward_scheduler<Variant>(a);
-  check_launchable<Variant>(a, scheduler);
-  const backward::Workspace workspace = plan_workspace(a.workspace, a).arrays;
+  const BackwardWorkspace workspace = plan_workspace(a.workspace, a);
+  check_launchable<Variant>(a, scheduler, workspace.most);
+  if (a.is_pack()) { launch_backward_plan(a, workspace, stream); }
   if constexpr (Variant::kOrderFree) { launch_statistics(a, workspace, stream); }
   launch_preprocess(a, workspace, stream);
   launch_main<Variant>(a, scheduler, workspace, stream);

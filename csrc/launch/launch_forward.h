@@ -9,6 +9,7 @@
 #include "arguments.h"
 #include "forward_work.h"
 #include "launch.h"
+#include "stages.h"
 #include "tensor_map.h"
 
 namespace dash_attn {
@@ -18,23 +19,29 @@ template <typename Variant>
 void launch_forward(const ForwardArguments& a, cudaStream_t stream) {
   forward::KernelParams params;
   params.scheduler = make_forward_scheduler(a);
+  const ForwardWorkspace workspace = plan_workspace(a.workspace, a, params.scheduler);
   const auto query_map = [&](const TensorView& t) {
-    return make_grouped_tensor_map(t, a.dtype, a.batch, a.seqlen_q, a.heads, a.head_dim,
-                                   1 << params.scheduler.group_shift, kWarpgroupRows);
+    return make_tensor_map(t, a.dtype, a.query_rows(), a.heads, a.head_dim, 1 << params.scheduler.group_shift,
+                           kWarpgroupRows >> params.scheduler.group_shift);
   };
   const auto key_map = [&](const TensorView& t) {
-    return make_tensor_map(t, a.dtype, a.batch, a.seqlen_k, a.kv_heads, a.head_dim, Variant::kKey);
+    return make_tensor_map(t, a.dtype, a.key_rows(), a.kv_heads, a.head_dim, 1, Variant::kKey);
   };
   params.q = query_map(a.q);
   params.out = query_map(a.out);
   params.k = key_map(a.k);
   params.v = key_map(a.v);
   params.softmax_lse = a.softmax_lse;
+  params.lse_head_stride = a.seqlen_q;
+  params.window = a.mask.window;
+  params.pack = workspace.pack.view();
+  params.tiles_taken = workspace.tiles_taken;
   params.softmax_scale_log2 = float(a.softmax_scale * M_LOG2E);
 
   const unsigned ctas = std::min(params.scheduler.num_tiles, a.num_sms);
-  params.tiles_taken = params.scheduler.takes_tiles ? static_cast<int*>(a.workspace) : nullptr;
-  if (params.tiles_taken) {
+  if (a.is_pack()) {
+    launch_forward_plan(a, workspace, stream);
+  } else if (params.tiles_taken) {
     check_cuda(cudaMemsetAsync(params.tiles_taken, 0, sizeof(int), stream), "clearing the count of tiles");
   }
   launch("the forward kernel", forward::forward_kernel<Variant>, params,

@@ -4,7 +4,6 @@
 #include "launch.h"
 #include "stages.h"
 #include "variant.h"
-#include "workspace.h"
 
 namespace dash_attn {
 namespace {
@@ -25,9 +24,13 @@ LaunchShape grid_of(const AttentionArguments& a, int blocks, int threads, int sh
   return {unsigned(min_int(blocks, a.num_sms)), threads, max_int(shared_bytes, kAloneOnSm)};
 }
 
+backward::SequencesOfCall sequences_of(const BackwardArguments& a, const BackwardWorkspace& workspace) {
+  return {a.sequence(), a.mask, a.batch, a.heads, a.kv_heads, workspace.pack.view()};
+}
+
 }  // namespace
 
-void launch_statistics(const BackwardArguments& a, const backward::Workspace& workspace, cudaStream_t stream) {
+void launch_statistics(const BackwardArguments& a, const BackwardWorkspace& workspace, cudaStream_t stream) {
   with_geometry(a, [&](auto geometry) {
     using Geometry = decltype(geometry);
     using Element = typename Geometry::Element;
@@ -35,39 +38,32 @@ void launch_statistics(const BackwardArguments& a, const backward::Workspace& wo
     params.q = strided_view<const Element>(a.q);
     params.k = strided_view<const Element>(a.k);
     params.v = strided_view<const Element>(a.v);
-    params.workspace = workspace;
-    params.batch = a.batch;
-    params.heads = a.heads;
-    params.kv_heads = a.kv_heads;
-    params.seqlen_q = a.seqlen_q;
-    params.seqlen_k = a.seqlen_k;
+    params.workspace = workspace.arrays;
+    params.call = sequences_of(a, workspace);
     params.head_dim = a.head_dim;
-    params.chunks_per_head = max_int(backward::num_chunks(a.seqlen_q), backward::num_chunks(a.seqlen_k));
-    params.num_blocks = a.batch * (a.heads + a.kv_heads) * params.chunks_per_head;
+    params.num_query_blocks = workspace.most.query_chunks * a.heads;
+    params.num_blocks = params.num_query_blocks + workspace.most.key_chunks * a.kv_heads;
     launch("the statistics of order-free accumulation", backward::statistics_kernel<Element, Geometry::kHeadDim>,
            params, grid_of(a, params.num_blocks, backward::kStatisticsThreads, 0), stream);
   });
 }
 
-void launch_preprocess(const BackwardArguments& a, const backward::Workspace& workspace, cudaStream_t stream) {
+void launch_preprocess(const BackwardArguments& a, const BackwardWorkspace& workspace, cudaStream_t stream) {
   with_geometry(a, [&](auto geometry) {
     using Geometry = decltype(geometry);
     using Element = typename Geometry::Element;
-    const TileGrid grid = backward_grid(a);
+    const int tiles = workspace.most.query_tiles * a.heads;
     backward::PreprocessParams<Element> params;
     params.out = strided_view<const Element>(a.out);
     params.dout = strided_view<const Element>(a.dout);
-    params.workspace = workspace;
-    params.heads = a.heads;
-    params.seqlen_q = a.seqlen_q;
-    params.padded_seqlen_q = grid.query_tiles() * Geometry::kQuery;
+    params.workspace = workspace.arrays;
+    params.call = sequences_of(a, workspace);
     params.head_dim = a.head_dim;
-    params.blocks_per_head = ceil_div(params.padded_seqlen_q, backward::kPreprocessRows<Geometry::kHeadDim>);
-    params.num_blocks = a.batch * a.heads * params.blocks_per_head;
-    params.num_dq_semaphores = a.batch * a.heads * grid.query_tiles();
-    params.num_split_semaphores = int(num_split_semaphores(a));
+    params.num_blocks = tiles * backward::kPreprocessBlocks<Geometry::kHeadDim>;
+    params.num_dq_semaphores = tiles;
+    params.num_split_semaphores = int(workspace.split_semaphores);
     params.clear_dq = accumulation(static_cast<Policy>(a.schedule)) != Accumulation::kOrdered;
-    params.scale = {grid.mask, a.group_size(), a.head_dim, a.softmax_scale};
+    params.scale = {a.head_dim, a.softmax_scale};
     const auto kernel = is_order_free(a) ? backward::preprocess_kernel<Element, Geometry::kHeadDim, true>
                                          : backward::preprocess_kernel<Element, Geometry::kHeadDim, false>;
     launch("the backward's preprocess kernel", kernel, params,
@@ -76,18 +72,14 @@ void launch_preprocess(const BackwardArguments& a, const backward::Workspace& wo
   });
 }
 
-void launch_convert(const BackwardArguments& a, const backward::Workspace& workspace, cudaStream_t stream) {
+void launch_convert(const BackwardArguments& a, const BackwardWorkspace& workspace, cudaStream_t stream) {
   with_geometry(a, [&](auto geometry) {
     using Geometry = decltype(geometry);
     backward::ConvertParams<typename Geometry::Element> params;
     params.dq = strided_view<typename Geometry::Element>(a.dq);
-    params.workspace = workspace;
-    const TileGrid grid = backward_grid(a);
-    params.mask = grid.mask;
-    params.query_tiles = grid.query_tiles();
-    params.num_blocks = a.batch * a.heads * params.query_tiles;
-    params.heads = a.heads;
-    params.group_size = a.group_size();
+    params.workspace = workspace.arrays;
+    params.call = sequences_of(a, workspace);
+    params.num_blocks = workspace.most.query_tiles * a.heads;
     params.head_dim = a.head_dim;
     params.softmax_scale = a.softmax_scale;
     const auto kernel =

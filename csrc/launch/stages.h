@@ -1,13 +1,18 @@
-// The backward's smaller kernels, which depend on dtype and head dim, and on neither mask nor policy.
+// The kernels beside the main ones, which depend on dtype and head dim at most, and on neither mask nor policy.
 #pragma once
 
-#include "../backward/params.h"
 #include "arguments.h"
+#include "forward_work.h"
+#include "workspace.h"
 
 namespace dash_attn {
 
-void launch_statistics(const BackwardArguments& a, const backward::Workspace& workspace, cudaStream_t stream);
-void launch_preprocess(const BackwardArguments& a, const backward::Workspace& workspace, cudaStream_t stream);
-void launch_convert(const BackwardArguments& a, const backward::Workspace& workspace, cudaStream_t stream);
+// Of a pack: who works on what, and what is promised of rows outside its sequences.
+void launch_forward_plan(const ForwardArguments& a, const ForwardWorkspace& workspace, cudaStream_t stream);
+void launch_backward_plan(const BackwardArguments& a, const BackwardWorkspace& workspace, cudaStream_t stream);
+
+void launch_statistics(const BackwardArguments& a, const BackwardWorkspace& workspace, cudaStream_t stream);
+void launch_preprocess(const BackwardArguments& a, const BackwardWorkspace& workspace, cudaStream_t stream);
+void launch_convert(const BackwardArguments& a, const BackwardWorkspace& workspace, cudaStream_t stream);
 
 }  // namespace dash_attn

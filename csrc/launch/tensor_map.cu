@@ -25,7 +25,7 @@ constexpr int kBoxColumns = 64;  // 128 bytes, the width of the swizzle
 constexpr int kElementBytes = 2;
 
 struct Dimension {
-  int extent;
+  int64_t extent;
   int64_t stride;  // in elements
   int box;
 };
@@ -57,23 +57,24 @@ CUtensorMap encode(void* data, Dtype dtype, const Dimension (&dimensions)[kRank]
 
 }  // namespace
 
-CUtensorMap make_tensor_map(const TensorView& tensor, Dtype dtype, int batch, int seqlen, int heads, int head_dim,
-                            int rows) {
-  const Dimension dimensions[] = {{head_dim, 1, kBoxColumns},
-                                  {seqlen, tensor.stride_seqlen, rows},
-                                  {heads, tensor.stride_head, 1},
-                                  {batch, tensor.stride_batch, 1}};
-  return encode(tensor.data, dtype, dimensions);
-}
-
-CUtensorMap make_grouped_tensor_map(const TensorView& tensor, Dtype dtype, int batch, int seqlen, int heads,
-                                    int head_dim, int group, int rows) {
-  const Dimension dimensions[] = {{head_dim, 1, kBoxColumns},
-                                  {group, tensor.stride_head, group},
-                                  {seqlen, tensor.stride_seqlen, rows / group},
-                                  {heads / group, tensor.stride_head * group, 1},
-                                  {batch, tensor.stride_batch, 1}};
-  return encode(tensor.data, dtype, dimensions);
+CUtensorMap make_tensor_map(const TensorView& tensor, Dtype dtype, const RowsOfCall& rows, int heads, int head_dim,
+                            int box_heads, int box_rows) {
+  const Dimension columns{head_dim, 1, kBoxColumns}, head{heads, tensor.stride_head, box_heads};
+  if (!rows.is_pack) {
+    const Dimension none{1, 0, 1};
+    return encode(
+        tensor.data, dtype,
+        {columns, head, {rows.seqlen, tensor.stride_seqlen, box_rows}, {rows.batch, tensor.stride_batch, 1}, none});
+  }
+  // Addresses are sums of 64 bits: kRaggedRows steps of 2^64 / kRaggedRows bytes lead nowhere, and steps shorter by a row
+  // lead back by as many rows.
+  constexpr int64_t kRows = RowOrigin::kRaggedRows;
+  constexpr int64_t kNowhere = (int64_t{1} << 34) / kElementBytes;
+  static_assert(kRows == 1 << 30, "2^30 times 2^34 bytes is 2^64");
+  const Dimension clipped{kRows, tensor.stride_seqlen, box_rows};
+  const Dimension end{int64_t{rows.seqlen} + 1, tensor.stride_seqlen, 1};
+  const Dimension back{kRows + 1, kNowhere - tensor.stride_seqlen, 1};
+  return encode(tensor.data, dtype, {columns, head, clipped, end, back});
 }
 
 }  // namespace dash_attn

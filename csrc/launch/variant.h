@@ -29,6 +29,10 @@ struct Causal {
   static constexpr MaskKind kKind = MaskKind::kCausal;
 };
 
+struct Windowed {
+  static constexpr MaskKind kKind = MaskKind::kWindow;
+};
+
 // Policies that share a kernel.
 using Ordered = PolicySet<Policy::kDescending, Policy::kSpt, Policy::kAscending, Policy::kAtomic>;
 using Shift = PolicySet<Policy::kShift>;

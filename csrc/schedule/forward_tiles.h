@@ -1,6 +1,5 @@
-// Which query tile of the forward is worked on when and by whom. All of it is for speed alone: whoever
-// computes a row walks its keys in an order that tiles and CTAs have no part in. Plain C++: no CUDA, CuTe or
-// torch.
+// Which query tile of the forward is worked on when and by whom. All of it is for speed alone: whoever computes a row
+// walks its keys in an order that tiles and CTAs have no part in. Plain C++: no CUDA, CuTe or torch.
 #pragma once
 
 #include <cstdint>
@@ -9,6 +8,7 @@
 #include "../config/tile_shapes.h"
 #include "../host_device.h"
 #include "mask.h"
+#include "sequences.h"
 
 namespace dash_attn::forward {
 
@@ -25,7 +25,7 @@ struct QueryTile {
 // for the end is short, and is cut in lots of head groups, so that the K and V in use stay in L2. Where they do not it
 // goes head by head. Each CTA has a fixed share of the list, or takes the next tile when it comes to it.
 struct QueryTileScheduler {
-  Sequence sequence;   // of a dense batch: every sequence's
+  Sequence sequence;   // of a dense batch: every sequence's; of a pack, see `of`
   int tile_positions;  // of a query tile
   int query_tiles;     // of a head group
   int batch;
@@ -36,6 +36,16 @@ struct QueryTileScheduler {
   int head_swizzle;  // with longest_first: (batch, head group) pairs of a lot
   int num_tiles;
   bool takes_tiles;  // CTAs from a counter, beyond the first of each; else every CTA has a fixed share
+
+  // The list of one sequence of a pack.
+  DASH_HOST_DEVICE constexpr QueryTileScheduler of(PackedSequence const& s) const {
+    QueryTileScheduler alone = *this;
+    alone.sequence = s.lengths;
+    alone.query_tiles = ceil_div(s.lengths.seqlen_q, tile_positions);
+    alone.batch = 1;
+    alone.head_swizzle = s.head_swizzle;
+    return alone;
+  }
 
   // Taking tiles costs a counter and its clearing. It pays under the causal mask where they are many, since SMs are not
   // equally fast; and where they are few and one of them is short, which a fixed share does not make up for.
@@ -86,19 +96,35 @@ constexpr int packed_heads_shift(int group_size, int seqlen_q, int tile_rows, in
   return shift;
 }
 
-// Head groups of a lot: about as many as have their K and V in L2 together. Of fixed shares every CTA's must be as long
-// as the others': they are dealt to and fro, so in lots of twice the CTAs.
-constexpr int head_swizzle(QueryTileScheduler const& s, int64_t kv_bytes_of_head, int ctas) {
-  int64_t const bytes = s.taking_pays() ? 32 << 20 : 16 << 20;
-  int64_t const fit = (bytes < kv_bytes_of_head ? 1 : bytes / kv_bytes_of_head) * s.groups_per_kv;
+// Head groups of a lot: about as many as have their K and V in `bytes` of L2.
+DASH_HOST_DEVICE constexpr int64_t head_groups_within(int64_t bytes, int64_t seqlen_k, int head_dim,
+                                                      int groups_per_kv) {
+  constexpr int kElementBytes = 2;
+  int64_t const kv_bytes_of_head = 2 * seqlen_k * head_dim * kElementBytes;
+  return (bytes < kv_bytes_of_head ? 1 : bytes / kv_bytes_of_head) * groups_per_kv;
+}
+
+inline constexpr int64_t kLotBytesOfTaken = 32 << 20, kLotBytesOfFixedShares = 16 << 20;
+
+// Of fixed shares every CTA's must be as long as the others': they are dealt to and fro, so in lots of twice the CTAs.
+constexpr int head_swizzle(QueryTileScheduler const& s, int head_dim, int ctas) {
+  int64_t const bytes = s.taking_pays() ? kLotBytesOfTaken : kLotBytesOfFixedShares;
+  int64_t const fit = head_groups_within(bytes, s.sequence.seqlen_k, head_dim, s.groups_per_kv);
   int64_t const even = s.taking_pays() ? 1 : 2 * ctas / std::gcd(2 * ctas, s.query_tiles);
   int64_t const lot = (fit + even - 1) / even * even, all = int64_t{s.batch} * s.head_groups;
   return static_cast<int>(lot < all ? lot : all);
 }
 
+// Of a pack's sequence, whose tiles are taken.
+DASH_HOST_DEVICE constexpr int head_swizzle_of_sequence(Sequence const& sequence, int head_dim, int groups_per_kv,
+                                                        int head_groups) {
+  int64_t const fit = head_groups_within(kLotBytesOfTaken, sequence.seqlen_k, head_dim, groups_per_kv);
+  return static_cast<int>(fit < head_groups ? fit : head_groups);
+}
+
 inline constexpr int kMostPackedHeads = 64;  // that TMA gathers in a box of the rows of one warpgroup
 
-// A dense batch.
+// A dense batch; of a pack, `batch` sequences of mean length, whose tiles are counted on the device.
 struct ForwardProblem {
   Mask mask;
   int batch, heads, kv_heads, head_dim;
@@ -109,7 +135,6 @@ constexpr int64_t num_tiles(QueryTileScheduler const& s) { return int64_t{s.batc
 
 // num_tiles(scheduler) must fit.
 constexpr QueryTileScheduler make_scheduler(ForwardProblem const& p) {
-  constexpr int kElementBytes = 2;
   TileShape const tile = forward_tile_shape(padded_head_dim(p.head_dim));
   QueryTileScheduler s{};
   s.sequence = p.mask.sequence;
@@ -125,7 +150,7 @@ constexpr QueryTileScheduler make_scheduler(ForwardProblem const& p) {
   int64_t const tiles = num_tiles(s);
   s.num_tiles = static_cast<int>(tiles);
   int const ctas = tiles < p.ctas ? s.num_tiles : p.ctas;
-  s.head_swizzle = head_swizzle(s, int64_t{2} * s.sequence.seqlen_k * tile.head_dim * kElementBytes, ctas);
+  s.head_swizzle = head_swizzle(s, tile.head_dim, ctas);
   s.takes_tiles = s.num_tiles > ctas && s.taking_pays();
   return s;
 }

@@ -5,12 +5,14 @@
 
 #include <cstdint>
 
+#include "../host_device.h"
 #include "policy.h"
 #include "tile_grid.h"
 
 namespace dash_attn {
 
-constexpr int head_swizzle(Policy policy, TileGrid const& grid, int heads_of_work_tile, int padded_head_dim) {
+DASH_HOST_DEVICE constexpr int head_swizzle(Policy policy, TileGrid const& grid, int heads_of_work_tile,
+                                            int padded_head_dim) {
   constexpr int kElementBytes = 2, kSumBytes = 4;
   int64_t const head_bytes = int64_t{grid.mask.sequence.seqlen_q} * padded_head_dim * (2 * kElementBytes + kSumBytes);
   auto const heads_within = [&](int64_t bytes) {

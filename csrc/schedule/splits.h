@@ -33,4 +33,12 @@ DASH_HOST_DEVICE constexpr int num_splits(int group_size, TileGrid const& grid) 
   return splits;
 }
 
+// Query heads of a KV head are split in no sequence of fewer queries.
+constexpr int fewest_queries_of_splits(int group_size, Tiling const& tiling) {
+  int const half = group_size / 2;
+  if (half == 0) return kUnbounded;
+  int const query_tiles = ceil_div(kQueriesWorthASplit, half * tiling.query);  // of the longest work tile
+  return max_int(1, (query_tiles - 1) * tiling.query + 1);
+}
+
 }  // namespace dash_attn

@@ -7,26 +7,34 @@
 #include "../host_device.h"
 #include "order.h"
 #include "policy.h"
+#include "sequences.h"
 #include "tile_grid.h"
 
 namespace dash_attn {
 
-// What a CTA does between two looks at the counter: one KV tile with all query tiles that see it, of some query heads.
-struct WorkTile {
-  Sequence sequence;
-  Policy policy;
+// Which work tile it is.
+struct WorkPlace {
   int batch;  // which sequence
   int kv_head;
   int split;    // of the KV head's query heads
   int kv_tile;  // -1: the group is smaller than the cluster and this CTA sits it out
+};
+
+// What a CTA does between two looks at the counter: one KV tile with all query tiles that see it, of some query heads.
+struct WorkTile : WorkPlace {
+  Sequence sequence;
+  int splits;
   int first_query_head, query_heads;
-  int first_dq_tile;  // index, among the query tiles of all heads of all sequences, of the first query head's first
-  int steps;          // over the query tiles and the query heads; none is legal
+  int first_dq_tile;     // index, among the query tiles of all heads of all sequences, of the first query head's first
+  int split_tile;        // index among the KV tiles of all KV heads of all sequences
+  int steps;             // over the query tiles and the query heads; none is legal
+  int q_outer, k_outer;  // where its rows lie: RowOrigin
+  int packed;            // in a pack, the sequence's place in PackView::sequences
 
   DASH_HOST_DEVICE constexpr bool valid() const { return kv_tile >= 0; }
 };
 
-// All work of one call, as a kernel parameter.
+// All work of one call, as a kernel parameter; of a pack, whose sequences have what differs, what they have in common.
 struct TileScheduler {
   // Every sequence's: a dense batch.
   Sequence sequence;
@@ -55,7 +63,7 @@ struct TileScheduler {
   // before the second of any: fewer groups of one run at a time, so fewer wait for each other's adds, and the longest
   // (or shortest) tiles of all heads come together.
   template <Policy P>
-  DASH_HOST_DEVICE constexpr WorkTile work_tile(TileGrid const& grid, int number, int cta_rank) const {
+  DASH_HOST_DEVICE constexpr WorkPlace place(TileGrid const& grid, int number, int cta_rank) const {
     int const groups = Order<P>::groups(grid);
     int const heads = batch * kv_heads;
     int const lot_start = number / groups / head_swizzle * head_swizzle;
@@ -66,18 +74,56 @@ struct TileScheduler {
     int const split = head_of_split / heads;
     int const head = head_of_split - split * heads;
     int const sequence_number = head / kv_heads;
-    return at(grid, P, sequence_number, head - sequence_number * kv_heads, split,
-              Order<P>::kv_tile(grid, group, cta_rank));
+    return {sequence_number, head - sequence_number * kv_heads, split, Order<P>::kv_tile(grid, group, cta_rank)};
   }
 
-  DASH_HOST_DEVICE constexpr WorkTile at(TileGrid const& grid, Policy order, int sequence_number, int kv_head,
-                                         int split, int kv_tile) const {
-    int const query_heads = group_size / splits;
-    int const first_query_head = kv_head * group_size + split * query_heads;
-    int const first_dq_tile = (sequence_number * kv_heads * group_size + first_query_head) * grid.query_tiles();
-    int const steps = kv_tile < 0 ? 0 : grid.query_tiles_of(kv_tile).count * query_heads;
-    return {sequence,         order,       sequence_number, kv_head, split, kv_tile,
-            first_query_head, query_heads, first_dq_tile,   steps};
+  // Units that the work of a pack's sequence takes, in numbers that one KV head of it has. A number of the pack is of the
+  // sequence that has unit number / kv_heads, and within that sequence's work number - first_unit * kv_heads.
+  template <Policy P>
+  DASH_HOST_DEVICE static constexpr int units(TileGrid const& grid, int splits_of_sequence) {
+    return Order<P>::groups(grid) * splits_of_sequence;
+  }
+
+  // The part of all this that is about one sequence of a pack.
+  DASH_HOST_DEVICE constexpr TileScheduler of(PackedSequence const& s) const {
+    return {s.lengths, policy, s.splits, 1, kv_heads, group_size, s.head_swizzle};
+  }
+
+  // What follows from which work tile it is, but for its steps, in a dense batch; of a pack `move_into_pack` does the
+  // rest.
+  DASH_HOST_DEVICE constexpr void fill_in(WorkTile& work, TileGrid const& grid) const {
+    work.sequence = sequence;
+    work.splits = splits;
+    work.query_heads = group_size / splits;
+    work.first_query_head = work.kv_head * group_size + work.split * work.query_heads;
+    work.first_dq_tile = (work.batch * kv_heads * group_size + work.first_query_head) * grid.query_tiles();
+    work.split_tile = (work.batch * kv_heads + work.kv_head) * grid.kv_tiles() + work.kv_tile;
+    work.q_outer = work.k_outer = work.batch;
+  }
+
+  DASH_HOST_DEVICE static constexpr int steps_of(WorkTile const& work, TileGrid const& grid) {
+    return work.kv_tile < 0 ? 0 : grid.query_tiles_of(work.kv_tile).count * work.query_heads;
+  }
+
+  DASH_HOST_DEVICE constexpr void move_into_pack(WorkTile& work, PackedSequence const& s) const {
+    work.batch = s.number;
+    work.first_dq_tile += s.first_query_tile * kv_heads * group_size;
+    work.split_tile += s.first_split_tile * kv_heads;
+    work.q_outer = s.end_q;
+    work.k_outer = s.end_k;
+  }
+
+  template <Policy P>
+  DASH_HOST_DEVICE constexpr WorkTile work_tile(TileGrid const& grid, int number, int cta_rank) const {
+    return at(grid, place<P>(grid, number, cta_rank));
+  }
+
+  DASH_HOST_DEVICE constexpr WorkTile at(TileGrid const& grid, WorkPlace const& place) const {
+    WorkTile work{};
+    static_cast<WorkPlace&>(work) = place;
+    fill_in(work, grid);
+    work.steps = steps_of(work, grid);
+    return work;
   }
 };
 

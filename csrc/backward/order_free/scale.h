@@ -13,34 +13,39 @@
 namespace dash_attn::backward {
 
 struct ScaleSettings {
-  Mask mask;
-  int group_size, head_dim;
+  int head_dim;
   float softmax_scale;
 };
 
-// Whether a KV head's group needs the order whatever its rows are, from its statistics. Called by a whole warp.
-__device__ __forceinline__ void decide_order(const Workspace& workspace, const ScaleSettings& settings,
-                                             int batch_kv_head, const KeyStatistics& keys) {
-  const Sequence& sequence = settings.mask.sequence;
+// Of the KV head that an owner's query head uses.
+__device__ __forceinline__ NeedsOrder& needs_order(const Workspace& workspace, const SequencesOfCall& call,
+                                                   const TileOwner& owner) {
+  return workspace.needs_order[owner.number * call.kv_heads + owner.head / call.group_size()];
+}
+
+// Whether an owner's KV head needs the order whatever the rows of its group are, from its statistics. Called by a whole
+// warp.
+__device__ __forceinline__ void decide_order(const Workspace& workspace, const SequencesOfCall& call,
+                                             const ScaleSettings& settings, const TileOwner& owner,
+                                             int64_t first_query_chunk, const KeyStatistics& keys) {
   const int lane = threadIdx.x % 32;
-  const int64_t chunks = int64_t(settings.group_size) * num_chunks(sequence.seqlen_q);
+  const int64_t chunks = int64_t(call.group_size()) * num_chunks(owner.lengths.seqlen_q);
   float max_query_norm = 0.f;
   for (int64_t i = lane; i < chunks; i += 32) {
-    max_query_norm = larger(max_query_norm, workspace.query_norms[batch_kv_head * chunks + i]);
+    max_query_norm = larger(max_query_norm, workspace.query_norms[first_query_chunk + i]);
   }
   max_query_norm = largest_of_warp(max_query_norm);
   const fixed_point::HeadStatistics head{max_query_norm, keys.max_norm, keys.max_product, keys.min_step_product};
   if (lane == 0) {
-    workspace.needs_order[batch_kv_head].by_head =
-        fixed_point::needs_order(head, settings.softmax_scale, sequence.seqlen_k);
+    needs_order(workspace, call, owner).by_head =
+        fixed_point::needs_order(head, settings.softmax_scale, owner.lengths.seqlen_k);
   }
 }
 
 // The scale of a row of the group that `keys` and `needs_order` are of.
 template <typename Element, int kHeadDim>
-__device__ __forceinline__ uint8_t row_scale(const ScaleSettings& settings, int row, float dout_norm, float delta,
-                                             const KeyStatistics& keys, NeedsOrder& needs_order) {
-  const Mask& mask = settings.mask;
+__device__ __forceinline__ uint8_t row_scale(const ScaleSettings& settings, const Mask& mask, int row, float dout_norm,
+                                             float delta, const KeyStatistics& keys, NeedsOrder& needs_order) {
   constexpr TileShape kTile = backward_tile_shape(kHeadDim);
   const TileGrid grid{{kTile.query, kTile.key, 1}, mask};
   const double bound = fixed_point::row_bound(dout_norm, delta, keys.max_product, keys.max_element,

@@ -18,9 +18,9 @@ template <typename Element>
 struct StatisticsParams {
   StridedView<const Element> q, k, v;
   Workspace workspace;
-  int batch, heads, kv_heads, seqlen_q, seqlen_k, head_dim;
-  int chunks_per_head;
-  int num_blocks;  // of the whole call; a grid of fewer takes several each
+  SequencesOfCall call;
+  int head_dim;
+  int num_query_blocks, num_blocks;  // of the whole call, or more; a grid of fewer takes several each
 };
 
 // What a norm computed in fp32 can be too small by, and what the products of a row can exceed it by: 2^-10 is 60 times
@@ -77,10 +77,82 @@ __device__ __forceinline__ float largest_of_warp(float value) {
   return value;
 }
 
-// Which chunk of rows of which head a block works on.
+// Which chunk of rows of which head a block works on, and where what it finds goes.
 struct Chunk {
-  int batch, head, first, end;
+  int batch, head, first, end;  // rows of the tensor
+  int64_t place;
+  int number;    // of the head's chunks
+  int sequence;  // in the caller's order
 };
+
+// The statistics of a head's chunks lie one after the other, those of a sequence's heads too: from here on.
+__device__ __forceinline__ int64_t first_chunk(int chunks_before, int heads, int head, int chunks) {
+  return int64_t(chunks_before) * heads + int64_t(head) * chunks;
+}
+
+__device__ __forceinline__ int64_t query_chunks_of(const SequencesOfCall& call, int tile, const TileOwner& owner) {
+  const int chunks = num_chunks(owner.lengths.seqlen_q);
+  const int before = call.pack.is_pack()
+                         ? call.pack.sequences[call.pack.of_query_tile[tile / call.heads]].first_query_chunk
+                         : owner.number * chunks;
+  return first_chunk(before, call.heads, owner.head, chunks);
+}
+
+__device__ __forceinline__ int64_t key_chunks_of(const SequencesOfCall& call, int tile, const TileOwner& owner) {
+  const int chunks = num_chunks(owner.lengths.seqlen_k);
+  const int before = call.pack.is_pack()
+                         ? call.pack.sequences[call.pack.of_query_tile[tile / call.heads]].first_key_chunk
+                         : owner.number * chunks;
+  return first_chunk(before, call.kv_heads, owner.head / call.group_size(), chunks);
+}
+
+// The sequence of a pack that chunk number `chunk` of all sequences, of queries or of keys, belongs to.
+__device__ __forceinline__ const PackedSequence& sequence_of_chunk(const SequencesOfCall& call,
+                                                                   int PackedSequence::* first, int chunk) {
+  const PackedSequence* const sequences = call.pack.sequences;
+  int low = 0, high = call.batch;  // the last one whose first chunk is not behind
+  while (high - low > 1) {
+    const int middle = (low + high) / 2;
+    if (sequences[middle].*first <= chunk) {
+      low = middle;
+    } else {
+      high = middle;
+    }
+  }
+  return sequences[low];
+}
+
+// Number `index` of the chunks of queries, or of keys; false where there are not so many.
+__device__ __forceinline__ bool find_chunk(const SequencesOfCall& call, bool of_queries, int index, Chunk& chunk) {
+  const int heads = of_queries ? call.heads : call.kv_heads;
+  int Sequence::* const seqlen = of_queries ? &Sequence::seqlen_q : &Sequence::seqlen_k;
+  Sequence lengths = call.sequence;
+  int before, first_row = 0;
+  if (call.pack.is_pack()) {
+    const PackTotals& totals = *call.pack.totals;
+    if (index >= (of_queries ? totals.query_chunks : totals.key_chunks) * heads) { return false; }
+    int PackedSequence::* const first =
+        of_queries ? &PackedSequence::first_query_chunk : &PackedSequence::first_key_chunk;
+    const PackedSequence& sequence = sequence_of_chunk(call, first, index / heads);
+    lengths = sequence.lengths;
+    before = sequence.*first;
+    first_row = (of_queries ? sequence.end_q : sequence.end_k) - lengths.*seqlen;
+    chunk.batch = 0;
+    chunk.sequence = sequence.number;
+  } else {
+    const int chunks = num_chunks(lengths.*seqlen);
+    chunk.sequence = chunk.batch = index / (chunks * heads);
+    before = chunk.batch * chunks;
+  }
+  const int chunks = num_chunks(lengths.*seqlen), rows = chunk_rows(lengths.*seqlen);
+  const int within = index - before * heads;
+  chunk.head = within / chunks;
+  chunk.number = within % chunks;
+  chunk.first = first_row + chunk.number * rows;
+  chunk.end = first_row + min_int(lengths.*seqlen, (chunk.number + 1) * rows);
+  chunk.place = index;
+  return true;
+}
 
 template <typename Element, int kHeadDim>
 __device__ __forceinline__ float max_query_norm(const StatisticsParams<Element>& params, const Chunk& chunk) {
@@ -193,21 +265,14 @@ __device__ __forceinline__ KeyStatistics combine_warp(KeyStatistics x) {
 }
 
 template <typename Element, int kHeadDim>
-__device__ __forceinline__ void measure_chunk(const StatisticsParams<Element>& params, int block) {
+__device__ __forceinline__ void measure_chunk(const StatisticsParams<Element>& params, bool of_queries, int index) {
   constexpr int kWarps = kStatisticsThreads / 32;
   __shared__ KeyStatistics of_warp[kWarps];
-  const int query_heads = params.batch * params.heads;
-  const int number = block % params.chunks_per_head, index = block / params.chunks_per_head;
-  const bool is_query = index < query_heads;
-  const int seqlen = is_query ? params.seqlen_q : params.seqlen_k;
-  const int heads = is_query ? params.heads : params.kv_heads;
-  const int batch_head = is_query ? index : index - query_heads;
-  const int first = number * chunk_rows(seqlen);
-  if (first >= seqlen) { return; }
-  const Chunk chunk{batch_head / heads, batch_head % heads, first, min_int(seqlen, first + chunk_rows(seqlen))};
+  Chunk chunk;
+  if (!find_chunk(params.call, of_queries, index, chunk)) { return; }
 
   KeyStatistics all = of_no_rows();
-  if (is_query) {
+  if (of_queries) {
     all.max_norm = max_query_norm<Element, kHeadDim>(params, chunk);
   } else {
     all = key_statistics<Element, kHeadDim>(params, chunk);
@@ -217,30 +282,32 @@ __device__ __forceinline__ void measure_chunk(const StatisticsParams<Element>& p
   __syncthreads();
   if (threadIdx.x > 0) { return; }
   for (int warp = 1; warp < kWarps; ++warp) { all = combine(all, of_warp[warp]); }
-  const int64_t slot = int64_t(batch_head) * num_chunks(seqlen) + number;
-  if (is_query) {
-    params.workspace.query_norms[slot] = all.max_norm;
+  if (of_queries) {
+    params.workspace.query_norms[chunk.place] = all.max_norm;
   } else {
-    params.workspace.key_statistics[slot] = all;
-    if (number == 0) { params.workspace.needs_order[batch_head].by_row = 0; }
+    params.workspace.key_statistics[chunk.place] = all;
+    if (chunk.number == 0) {
+      params.workspace.needs_order[chunk.sequence * params.call.kv_heads + chunk.head].by_row = 0;
+    }
   }
 }
 
-// Blocks: chunks_per_head x (batch x heads of Q, then batch x KV heads of K and V).
+// Blocks: the chunks of all heads of Q, then those of K and V.
 template <typename Element, int kHeadDim>
 __global__ void __launch_bounds__(kStatisticsThreads, 4) statistics_kernel(const StatisticsParams<Element> params) {
   ptx::launch_dependents();  // the preprocess kernel waits for what it reads
   for (int block = blockIdx.x; block < params.num_blocks; block += gridDim.x) {
     if (block != int(blockIdx.x)) { __syncthreads(); }  // what the warps left before has been read
-    measure_chunk<Element, kHeadDim>(params, block);
+    const bool of_queries = block < params.num_query_blocks;
+    measure_chunk<Element, kHeadDim>(params, of_queries, of_queries ? block : block - params.num_query_blocks);
   }
 }
 
-// Of this lane's chunk of a KV head; nothing where it has none.
-__device__ __forceinline__ KeyStatistics chunk_key_statistics(const Workspace& workspace, int batch_kv_head,
-                                                              int seqlen_k) {
-  const int lane = threadIdx.x % 32, chunks = num_chunks(seqlen_k);
-  return lane < chunks ? workspace.key_statistics[int64_t(batch_kv_head) * chunks + lane] : of_no_rows();
+// Of this lane's chunk of a KV head, whose first is `first`; nothing where it has none.
+__device__ __forceinline__ KeyStatistics chunk_key_statistics(const Workspace& workspace, int64_t first,
+                                                              const Sequence& lengths) {
+  const int lane = threadIdx.x % 32;
+  return lane < num_chunks(lengths.seqlen_k) ? workspace.key_statistics[first + lane] : of_no_rows();
 }
 
 }  // namespace dash_attn::backward

@@ -1,0 +1,63 @@
+#include "../backward/pack_rule.h"
+#include "../forward/pack_rule.h"
+#include "launch.h"
+#include "stages.h"
+
+namespace dash_attn {
+namespace {
+
+packing::ClearedTensor cleared(const TensorView& tensor, const AttentionArguments& a, bool of_keys) {
+  constexpr int kElementBytes = 2, kVectorElements = 8;
+  return {tensor.data,
+          tensor.stride_seqlen * kElementBytes,
+          tensor.stride_head * kElementBytes,
+          of_keys ? a.kv_heads : a.heads,
+          a.head_dim / kVectorElements,
+          of_keys};
+}
+
+template <typename Rule>
+void launch_plan(const Rule& rule, const AttentionArguments& a, const PackArrays& arrays, int* counter,
+                 const packing::ClearedRows& cleared, cudaStream_t stream) {
+  packing::PlanParams<Rule> params;
+  params.rule = rule;
+  params.q = {"cu_seqlens_q", a.pack.cu_seqlens_q, a.pack.seqused_q, a.seqlen_q};
+  params.k = {"cu_seqlens_k", a.pack.cu_seqlens_k, a.pack.seqused_k, a.seqlen_k};
+  params.batch = a.batch;
+  params.sequences = arrays.sequences;
+  params.of_unit = arrays.of_unit;
+  params.of_query_tile = arrays.of_query_tile;
+  params.totals = arrays.totals;
+  params.counter = counter;
+  params.cleared = cleared;
+  // One plans, the others clear; on a single SM they do so one after the other.
+  constexpr int kMostClearing = 128;
+  const int blocks = 1 + max_int(1, min_int(a.num_sms - 1, kMostClearing));
+  launch("the plan of a pack", packing::plan_kernel<Rule>, params, {unsigned(blocks), packing::kPlanThreads, 0},
+         stream);
+}
+
+}  // namespace
+
+void launch_forward_plan(const ForwardArguments& a, const ForwardWorkspace& workspace, cudaStream_t stream) {
+  const forward::PackRule rule{a.mask, forward_tile_shape(padded_head_dim(a.head_dim)), make_forward_scheduler(a)};
+  packing::ClearedRows rows{};
+  rows.tensors[0] = cleared(a.out, a, false);
+  rows.softmax_lse = a.softmax_lse;
+  rows.heads = a.heads;
+  launch_plan(rule, a, workspace.pack, workspace.tiles_taken, rows, stream);
+}
+
+void launch_backward_plan(const BackwardArguments& a, const BackwardWorkspace& workspace, cudaStream_t stream) {
+  const auto policy = static_cast<Policy>(a.schedule);
+  Tiling tiling = backward_grid(a).tiling;
+  AllPolicies::with(policy, [&](auto p) { tiling.cta_group = Order<decltype(p)::value>::kCtaGroup; });
+  const backward::PackRule rule{a.mask, tiling, policy, a.group_size(), padded_head_dim(a.head_dim)};
+  packing::ClearedRows rows{};
+  rows.tensors[0] = cleared(a.dq, a, false);
+  rows.tensors[1] = cleared(a.dk, a, true);
+  rows.tensors[2] = cleared(a.dv, a, true);
+  launch_plan(rule, a, workspace.pack, nullptr, rows, stream);
+}
+
+}  // namespace dash_attn

@@ -1,0 +1,250 @@
+// Before a pass over a pack: one CTA reads the lengths, which the host does not know, and writes a PackedSequence for
+// each sequence, longest first, with its share of the work and of the workspace; a table finds the sequence of each unit
+// of work, and of each query tile. The other CTAs write what is promised of rows that belong to no sequence.
+//
+// None of it decides a bit: where a sequence comes in the list says when it is worked on, and nothing else.
+//
+// A Rule says what a pass makes of a sequence: `Need need(Sequence)`.
+#pragma once
+
+#include <cstdint>
+#include <cstdio>
+#include <cub/block/block_scan.cuh>
+
+#include "../schedule/sequences.h"
+
+namespace dash_attn::packing {
+
+constexpr int kPlanThreads = 1024;
+
+// Of one sequence.
+struct Need {
+  int longest;  // steps of the longest of its work tiles
+  int head_swizzle;
+  int units;  // of work
+  int splits;
+  int query_tiles, split_tiles, query_chunks, key_chunks;  // places in the workspace: PackedSequence
+};
+
+// The lengths of queries or of keys, as the caller gives them.
+struct Lengths {
+  const char* name;  // of cu_seqlens, for errors
+  const int* cu_seqlens;
+  const int* seqused;  // or null: all rows are used
+  int total;
+
+  struct Rows {
+    int first, length, end_of_place;
+  };
+
+  __device__ Rows operator()(int i) const {
+    const int first = cu_seqlens[i], end = cu_seqlens[i + 1];
+    const int length = seqused ? seqused[i] : end - first;
+    if (first < 0 || first > end || end > total || length < 0 || length > end - first) {
+      refuse(i, first, end, length);
+    }
+    return {first, length, end};
+  }
+
+  // As torch does it where a value on the device is wrong: an error that ends all work of this process on the device.
+  __device__ __noinline__ void refuse(int i, int first, int end, int length) const {
+    printf(
+        "dash_attn: sequence %d lies at rows %d to %d of %d by %s and uses %d of them: offsets must not decrease nor "
+        "exceed the rows, nor seqused the sequence's place\n",
+        i, first, end, total, name, length);
+    __trap();
+  }
+};
+
+// A tensor of 16-byte vectors whose rows outside all sequences become zeros.
+struct ClearedTensor {
+  void* data;                       // or null: there is none
+  int64_t stride_row, stride_head;  // in bytes
+  int heads, vectors;               // a row of a head has so many
+  bool of_keys;
+};
+
+struct ClearedRows {
+  static constexpr int kTensors = 3;
+  ClearedTensor tensors[kTensors];
+  float* softmax_lse;  // (heads, total_q), which become +inf; or null
+  int heads;
+};
+
+template <typename Rule>
+struct PlanParams {
+  Rule rule;
+  Lengths q, k;
+  int batch;
+  PackedSequence* sequences;
+  int* of_unit;
+  int* of_query_tile;  // or null
+  PackTotals* totals;
+  int* counter;  // set to zero, or null
+  ClearedRows cleared;
+};
+
+__device__ __forceinline__ PackTotals operator+(const PackTotals& a, const PackTotals& b) {
+  return {a.units + b.units, a.query_tiles + b.query_tiles, a.split_tiles + b.split_tiles,
+          a.query_chunks + b.query_chunks, a.key_chunks + b.key_chunks};
+}
+
+// Sequences are sorted by length in steps of 1/64 of it: into buckets, longest first.
+constexpr int kBuckets = 2048;
+
+__device__ __forceinline__ int bucket_of(int steps) {
+  constexpr int kDigits = 6;
+  const int of_one = __float_as_int(1.f) >> (23 - kDigits);
+  const int bucket = steps == 0 ? 0 : (__float_as_int(float(steps)) >> (23 - kDigits)) - of_one + 1;
+  return kBuckets - 1 - min(bucket, kBuckets - 1);
+}
+
+// Called by whole warps: each lane has `count` entries from `first` on that are to become `value`.
+__device__ __forceinline__ void fill_entries(int* table, int first, int count, int value) {
+  constexpr int kFew = 8;
+  if (count <= kFew) {
+    for (int i = 0; i < count; ++i) { table[first + i] = value; }
+  }
+  const int lane = threadIdx.x % 32;
+  for (unsigned many = __ballot_sync(0xffffffff, count > kFew); many; many &= many - 1) {
+    const int owner = __ffs(many) - 1;
+    const int owners_first = __shfl_sync(0xffffffff, first, owner),
+              owners_count = __shfl_sync(0xffffffff, count, owner);
+    const int owners_value = __shfl_sync(0xffffffff, value, owner);
+    for (int i = lane; i < owners_count; i += 32) { table[owners_first + i] = owners_value; }
+  }
+}
+
+template <typename Rule>
+__device__ __forceinline__ void plan(const PlanParams<Rule>& params) {
+  using Scan = cub::BlockScan<PackTotals, kPlanThreads, cub::BLOCK_SCAN_WARP_SCANS>;
+  using BucketScan = cub::BlockScan<int, kPlanThreads, cub::BLOCK_SCAN_WARP_SCANS>;
+  __shared__ int place_of_bucket[kBuckets];
+  __shared__ union {
+    typename Scan::TempStorage totals;
+    typename BucketScan::TempStorage buckets;
+  } scratch;
+  const int thread = threadIdx.x;
+
+  if (thread == 0 && params.counter) { *params.counter = 0; }
+  constexpr int kBucketsOfThread = kBuckets / kPlanThreads;
+  for (int i = thread; i < kBuckets; i += kPlanThreads) { place_of_bucket[i] = 0; }
+  __syncthreads();
+  const auto need_of = [&](int i) { return params.rule.need({params.q(i).length, params.k(i).length}); };
+  for (int i = thread; i < params.batch; i += kPlanThreads) {
+    atomicAdd(&place_of_bucket[bucket_of(need_of(i).longest)], 1);
+  }
+  __syncthreads();
+  int counts[kBucketsOfThread];
+#pragma unroll
+  for (int i = 0; i < kBucketsOfThread; ++i) { counts[i] = place_of_bucket[thread * kBucketsOfThread + i]; }
+  BucketScan(scratch.buckets).ExclusiveSum(counts, counts);
+#pragma unroll
+  for (int i = 0; i < kBucketsOfThread; ++i) { place_of_bucket[thread * kBucketsOfThread + i] = counts[i]; }
+  __syncthreads();
+  for (int i = thread; i < params.batch; i += kPlanThreads) {
+    const Lengths::Rows q = params.q(i), k = params.k(i);
+    const Need need = params.rule.need({q.length, k.length});
+    const int place = atomicAdd(&place_of_bucket[bucket_of(need.longest)], 1);
+    PackedSequence& sequence = params.sequences[place];
+    sequence.lengths = {q.length, k.length};
+    sequence.number = i;
+    sequence.end_q = q.first + q.length;
+    sequence.end_k = k.first + k.length;
+    sequence.head_swizzle = need.head_swizzle;
+    sequence.splits = need.splits;
+  }
+  __syncthreads();
+
+  PackTotals before{};
+  for (int base = 0; base < params.batch; base += kPlanThreads) {
+    const int place = base + thread;
+    Need need{};
+    if (place < params.batch) { need = params.rule.need(params.sequences[place].lengths); }
+    const PackTotals own{need.units, need.query_tiles, need.split_tiles, need.query_chunks, need.key_chunks};
+    PackTotals first, all;
+    Scan(scratch.totals).ExclusiveScan(own, first, PackTotals{}, [](auto a, auto b) { return a + b; }, all);
+    first = before + first;
+    if (place < params.batch) {
+      PackedSequence& sequence = params.sequences[place];
+      sequence.first_unit = first.units;
+      sequence.first_query_tile = first.query_tiles;
+      sequence.first_split_tile = first.split_tiles;
+      sequence.first_query_chunk = first.query_chunks;
+      sequence.first_key_chunk = first.key_chunks;
+    }
+    fill_entries(params.of_unit, first.units, need.units, place);
+    if (params.of_query_tile) { fill_entries(params.of_query_tile, first.query_tiles, need.query_tiles, place); }
+    before = before + all;
+    __syncthreads();  // `scratch` is used again
+  }
+  if (thread == 0) { *params.totals = before; }
+}
+
+// Of rows from the end of one sequence to the beginning of the next, and outside all of them.
+template <typename Clear>
+__device__ __forceinline__ void for_rows_outside(const Lengths& lengths, int batch, Clear&& clear) {
+  __shared__ int first_of[kPlanThreads], end_of[kPlanThreads];
+  __shared__ int count;
+  for (int base = 0; base <= batch; base += kPlanThreads) {
+    __syncthreads();
+    if (threadIdx.x == 0) { count = 0; }
+    __syncthreads();
+    const int i = base + threadIdx.x;  // what lies before sequence i
+    if (i <= batch) {
+      int first = 0;
+      if (i > 0) {
+        const Lengths::Rows previous = lengths(i - 1);
+        first = previous.first + previous.length;
+      }
+      const int end = i < batch ? lengths.cu_seqlens[i] : lengths.total;
+      if (first < end) {
+        const int place = atomicAdd(&count, 1);
+        first_of[place] = first;
+        end_of[place] = end;
+      }
+    }
+    __syncthreads();
+    for (int gap = 0; gap < count; ++gap) {
+      const int blocks = gridDim.x - 1;
+      for (int row = first_of[gap] + int(blockIdx.x) - 1; row < end_of[gap]; row += blocks) { clear(row); }
+    }
+  }
+}
+
+__device__ __forceinline__ void clear_row(const ClearedTensor& tensor, int row) {
+  char* const data = static_cast<char*>(tensor.data) + row * tensor.stride_row;
+  for (int i = threadIdx.x; i < tensor.heads * tensor.vectors; i += kPlanThreads) {
+    const int head = i / tensor.vectors, vector = i % tensor.vectors;
+    reinterpret_cast<uint4*>(data + head * tensor.stride_head)[vector] = make_uint4(0, 0, 0, 0);
+  }
+}
+
+template <typename Rule>
+__device__ __forceinline__ void clear_rows_outside(const PlanParams<Rule>& params) {
+  const ClearedRows& cleared = params.cleared;
+  for (int of_keys = 0; of_keys < 2; ++of_keys) {
+    const Lengths& lengths = of_keys ? params.k : params.q;
+    for_rows_outside(lengths, params.batch, [&](int row) {
+      for (const ClearedTensor& tensor : cleared.tensors) {
+        if (tensor.data && tensor.of_keys == bool(of_keys)) { clear_row(tensor, row); }
+      }
+      if (!of_keys && cleared.softmax_lse) {
+        for (int head = threadIdx.x; head < cleared.heads; head += kPlanThreads) {
+          cleared.softmax_lse[int64_t(head) * lengths.total + row] = INFINITY;
+        }
+      }
+    });
+  }
+}
+
+template <typename Rule>
+__global__ void __launch_bounds__(kPlanThreads) plan_kernel(const __grid_constant__ PlanParams<Rule> params) {
+  if (blockIdx.x == 0) {
+    plan(params);
+  } else {
+    clear_rows_outside(params);
+  }
+}
+
+}  // namespace dash_attn::packing

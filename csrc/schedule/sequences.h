@@ -1,0 +1,63 @@
+// The sequences of a call, and where the rows of each lie. No order of sums depends on the second part. Plain C++: no
+// CUDA, CuTe or torch.
+//
+// In a dense batch all sequences have the same lengths. In a pack the rows of one sequence follow those of another in
+// one tensor, and lengths are known on the device alone: before a pass, packing/plan.h writes a PackedSequence for each,
+// in the order in which they are worked on.
+#pragma once
+
+#include <cstdint>
+#include <type_traits>
+
+#include "../host_device.h"
+#include "mask.h"
+
+namespace dash_attn {
+
+// Row r of a sequence is at TMA coordinates (first + r, outer, wrap) of a tensor map (launch/tensor_map.h), which reads
+// rows past the sequence's end as zeros and does not write them.
+struct RowOrigin {
+  int first, outer, wrap;
+
+  // `outer`: in a dense batch the sequence's number, in a pack where it ends, in rows of the tensor.
+  DASH_HOST_DEVICE static constexpr RowOrigin of(bool is_pack, int outer, int length) {
+    return is_pack ? RowOrigin{kRaggedRows - length, outer, kRaggedRows} : RowOrigin{0, outer, 0};
+  }
+
+  // Rows of the one dimension of a pack's map that clips: more than a sequence has. The map's outer dimension goes on by
+  // a row, and its last one back by kRaggedRows rows, so that what is left is row outer - length + r.
+  static constexpr int kRaggedRows = 1 << 30;
+};
+
+// A sequence of a pack: its lengths, and where its rows, its work and its share of the workspace begin.
+struct PackedSequence {
+  Sequence lengths;
+  int number;        // in the pack
+  int end_q, end_k;  // rows of the pack before its end
+  int head_swizzle;
+  int first_unit;  // of the work: packing/plan.h
+
+  // The backward's.
+  int splits;                              // splits.h
+  int first_query_tile;                    // of dQ, D and LSE in the workspace, in query tiles of all sequences
+  int first_split_tile;                    // of the sums over splits, in KV tiles of all sequences that have them
+  int first_query_chunk, first_key_chunk;  // of the statistics of order-free accumulation
+};
+
+struct PackTotals {
+  int units, query_tiles, split_tiles, query_chunks, key_chunks;
+};
+
+// What packing/plan.h has found out about a pack; all null in a dense batch.
+struct PackView {
+  const PackedSequence* sequences;  // longest first
+  const int* of_unit;               // place in `sequences` of a unit of work
+  const int* of_query_tile;         // and of a query tile of the workspace, in the backward
+  const PackTotals* totals;
+
+  DASH_HOST_DEVICE constexpr bool is_pack() const { return sequences != nullptr; }
+};
+
+static_assert(std::is_trivially_copyable_v<PackedSequence> && std::is_trivially_copyable_v<PackView>);
+
+}  // namespace dash_attn
