@@ -234,5 +234,5 @@ def test_the_order_of_flash_attention_3_is_noticed():
 
 def test_schedule_errors_read_like_the_schedule_modules():
     with pytest.raises(ValueError) as raised:
-        schedule.resolve("shift", causal=True, seqlen_k=1)
+        schedule.resolve("shift", causal=True)
     assert str(raised.value) == schedules(True) + "'shift'"
