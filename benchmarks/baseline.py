@@ -30,17 +30,20 @@ PASSES = ("forward", "backward")
 
 def calls_of(library: Library, schedule: str, shape: Shape, x: Tensors) -> Calls:
     """The raw ops of a library, as `peers` has them for the others."""
+    causal, *window_size = peers.mask_arguments(shape)
     scale = peers.softmax_scale(shape)
+    variable = dict(window_size=tuple(window_size), attention_chunk=shape.chunk, cu_seqlens=x.cu_seqlens)
     out = torch.empty_like(x.q)
-    softmax_lse = torch.empty((shape.batch, shape.heads, shape.seqlen), dtype=torch.float32, device=x.q.device)
+    size = (shape.heads, len(x.q)) if shape.pack else (shape.batch, shape.heads, shape.seqlen)
+    softmax_lse = torch.empty(size, dtype=torch.float32, device=x.q.device)
     gradients = tuple(torch.empty_like(t) for t in (x.q, x.k, x.v))
 
     def forward() -> torch.Tensor:
-        library.forward(x.q, x.k, x.v, out, softmax_lse, scale, shape.causal)
+        library.forward(x.q, x.k, x.v, out, softmax_lse, scale, causal, **variable)
         return out
 
     def backward() -> tuple[torch.Tensor, ...]:
-        library.backward(x.dout, x.q, x.k, x.v, out, softmax_lse, *gradients, scale, shape.causal, schedule)
+        library.backward(x.dout, x.q, x.k, x.v, out, softmax_lse, *gradients, scale, causal, schedule, **variable)
         return gradients
 
     forward()
@@ -76,11 +79,11 @@ class Baseline:
         return cls([sys.executable, "-m", "benchmarks.baseline", str(path), "--policies", *policies], schedules)
 
     def variants(self, shape: Shape) -> list[Variant]:
-        return [Variant(self.name, schedule, True) for schedule in self._schedules if fits(schedule, shape.causal)]
+        return [Variant(self.name, schedule, True) for schedule in self._schedules if fits(schedule, shape.mask)]
 
     def prepare(self, variant: Variant, shape: Shape, x: Tensors) -> dict[str, Remote]:
         """The same random tensors are made there: `x` is not sent."""
-        self._ask({"shape": vars(shape), "schedule": variant.schedule})
+        self._ask({"shape": shape.row(), "schedule": variant.schedule})
         return {pass_: Remote(self._ask, pass_, variant.schedule) for pass_ in PASSES}
 
     def _ask(self, request: dict):
@@ -100,8 +103,9 @@ class Baseline:
         self._process.stdout.close()
 
 
-def fits(schedule: str, causal: bool) -> bool:
-    return schedule not in (("shift",) if causal else ("symmetric_shift", "spt_descending"))
+def fits(schedule: str, mask: str) -> bool:
+    of_one_mask = {"shift": "full", "symmetric_shift": "causal", "spt_descending": "causal"}
+    return of_one_mask.get(schedule, mask) == mask
 
 
 class Worker:
@@ -129,7 +133,7 @@ class Worker:
         if "block" in request:
             call = self._calls[request["block"]["schedule"]][request["block"]["pass"]]
             return timing.block_ms(self._timer, call, request["min_time_s"])
-        return self.prepare(Shape(**request["shape"]), request["schedule"])
+        return self.prepare(Shape.of_row(request["shape"]), request["schedule"])
 
     def serve(self, requests: TextIO, answers: TextIO) -> None:
         for line in requests:

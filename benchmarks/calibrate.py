@@ -22,7 +22,7 @@ import torch
 
 from benchmarks import latency, model, peers, run, timing
 from benchmarks.files import dumps
-from benchmarks.shapes import GRIDS, Shape
+from benchmarks.shapes import DENSE_GRIDS, Shape
 from dash_attn import _schedule, schedule
 
 HEAD_DIMS = (64, 128)
@@ -101,12 +101,12 @@ def prepare(probe: Probe):
 
     q, dout = normal(probe.seqlen_q, probe.heads), normal(probe.seqlen_q, probe.heads)
     k, v = normal(probe.seqlen_k, probe.kv_heads), normal(probe.seqlen_k, probe.kv_heads)
-    scale = probe.head_dim**-0.5
-    out, softmax_lse = torch.ops.dash_attn.forward(q, k, v, scale, probe.causal)
+    arguments = (None, None, None, None, probe.head_dim**-0.5, probe.causal, -1, -1, 0)
+    out, softmax_lse = torch.ops.dash_attn.forward(q, k, v, *arguments, 0)
     gradients = tuple(torch.empty_like(t) for t in (q, k, v))
     margin = torch.cuda.get_device_properties(0).multi_processor_count - probe.sms
     return lambda: torch.ops.dash_attn.backward(
-        dout, q, k, v, out, softmax_lse, *gradients, scale, probe.causal, probe.schedule, margin
+        dout, q, k, v, out, softmax_lse, *gradients, *arguments, probe.schedule, margin
     )
 
 
@@ -160,7 +160,7 @@ def measure_kernels(library, timer) -> list[dict]:
             variant = peers.Variant(peers.DashAttn.name, "descending", True)
             tensors = peers.random_tensors(shape, torch.device("cuda"))
             call = peers.DashAttn().prepare(variant, shape, tensors)["backward"]
-            rows.append({**vars(shape), **kernel_times(library, timer, call)})
+            rows.append({**shape.row(), **kernel_times(library, timer, call)})
     return rows
 
 
@@ -173,20 +173,20 @@ def measure_policies(library, timer, shape: Shape, policies, min_time_s: float) 
     rows = []
     for name in calls:
         measured = {key: [each[name][key] for each in both] for key in ("us", "mhz")}
-        rows.append({**vars(shape), "schedule": name, "splits": model.tiles_of(name, shape).splits, **measured})
+        rows.append({**shape.row(), "schedule": name, "splits": model.tiles_of(name, shape).splits, **measured})
     return rows
 
 
 def measure_grid(library, timer, grid: str, max_seqlen: int, min_time_s: float) -> list[dict]:
     ordered = [policy for policy in schedule.POLICIES if _schedule.is_ordered(policy)]
-    shapes = [shape for shape in GRIDS[grid]() if shape.seqlen <= max_seqlen]
+    shapes = [shape for shape in DENSE_GRIDS[grid]() if shape.seqlen <= max_seqlen]
     return [row for shape in shapes for row in measure_policies(library, timer, shape, ordered, min_time_s)]
 
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=pathlib.Path, required=True, help="write the measurements here")
-    parser.add_argument("--grid", choices=GRIDS, default="full", help="shapes to predict (default full)")
+    parser.add_argument("--grid", choices=DENSE_GRIDS, default="full", help="shapes to predict (default full)")
     parser.add_argument("--max-seqlen", type=int, default=32768, help="leave longer sequences of the grid out")
     parser.add_argument("--min-time", type=float, default=0.06, help="seconds for each measurement of a variant")
     arguments = parser.parse_args(argv)

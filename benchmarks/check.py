@@ -1,7 +1,10 @@
 """Whether what is about to be timed is right: a figure of wrong results says nothing.
 
-One KV head of one sequence, with its query heads, against float32 sums of the same 16-bit inputs, at any length.
+One KV head of one sequence, or of three in a pack, with its query heads, against float32 sums of the same 16-bit
+inputs, at any length.
 """
+
+import itertools
 
 import torch
 
@@ -13,22 +16,41 @@ LIMIT = 0.01
 QUERIES_AT_ONCE = 2048  # rows of the score matrix that exist at a time
 
 
-class Reference:
-    """Results of the last KV head of the last sequence."""
+def _hidden(shape: Shape, queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
+    """Which keys each query does not see."""
+    queries = queries[:, None]
+    before, behind = shape.sides
+    hidden = torch.zeros((len(queries), len(keys)), dtype=torch.bool, device=keys.device)
+    if before >= 0:
+        hidden |= keys < queries - before
+    if behind >= 0:
+        hidden |= keys > queries + behind
+    if shape.chunk:
+        hidden |= keys // shape.chunk != queries // shape.chunk
+    return hidden
 
-    def __init__(self, shape: Shape, x: Tensors):
-        self._group = shape.heads // shape.kv_heads
-        q, dout = (t[-1, :, -self._group :].float() for t in (x.q, x.dout))
-        k, v = (t[-1, :, -1].float() for t in (x.k, x.v))
-        scale, length = softmax_scale(shape), shape.seqlen
+
+class _Sequence:
+    """Results of the last KV head of one sequence.
+
+    Args:
+        number: of the sequence.
+        rows: where it lies in a pack.
+    """
+
+    def __init__(self, shape: Shape, x: Tensors, number: int, rows: slice):
+        self._number, self._rows, self._group = number, rows, shape.heads // shape.kv_heads
+        q, dout = (self._of_queries(t).float() for t in (x.q, x.dout))
+        k, v = (self._of_keys(t).float() for t in (x.k, x.v))
+        scale, length = softmax_scale(shape), len(q)
         keys = torch.arange(length, device=q.device)
         out, dq, dk, dv = torch.empty_like(q), torch.empty_like(q), torch.zeros_like(k), torch.zeros_like(v)
         for head in range(self._group):
             for first in range(0, length, QUERIES_AT_ONCE):
                 rows = slice(first, min(first + QUERIES_AT_ONCE, length))
                 scores = q[rows, head] @ k.mT * scale
-                if shape.causal:
-                    scores.masked_fill_(keys > keys[rows, None], float("-inf"))
+                if shape.mask != "full":
+                    scores.masked_fill_(_hidden(shape, keys[rows], keys), float("-inf"))
                 p = scores.softmax(-1)
                 out[rows, head] = p @ v
                 dp = dout[rows, head] @ v.mT
@@ -36,18 +58,43 @@ class Reference:
                 dq[rows, head] = scale * (ds @ k)
                 dk += scale * (ds.mT @ q[rows, head])
                 dv += p.mT @ dout[rows, head]
-        self._out, self._gradients = out, {"dq": dq, "dk": dk, "dv": dv}
+        self._exact = {"out": out, "dq": dq, "dk": dk, "dv": dv}
+
+    def _of(self, t: torch.Tensor) -> torch.Tensor:
+        return t[self._rows] if t.dim() == 3 else t[self._number]
+
+    def _of_queries(self, t: torch.Tensor) -> torch.Tensor:
+        return self._of(t)[:, -self._group :]
+
+    def _of_keys(self, t: torch.Tensor) -> torch.Tensor:
+        return self._of(t)[:, -1]
+
+    def wrong(self, named: dict[str, torch.Tensor]) -> str | None:
+        for name, result in named.items():
+            exact = self._exact[name]
+            x = self._of_queries(result) if name in ("out", "dq") else self._of_keys(result)
+            error = ((x.float() - exact).norm() / exact.norm()).item()
+            if not error <= LIMIT:
+                where = f"the last KV head of sequence {self._number}"
+                return f"wrong {name}: relative error {error:.2e} at {where}, allowed {LIMIT}"
+        return None
+
+
+class Reference:
+    """Results of the last KV head: of the last sequence of a dense batch; of a pack's first and last sequence, empty
+    ones aside, and of its longest."""
+
+    def __init__(self, shape: Shape, x: Tensors):
+        lengths = shape.lengths
+        ends = list(itertools.accumulate(lengths))
+        there = [b for b, length in enumerate(lengths) if length]
+        chosen = {there[0], max(there, key=lambda b: lengths[b]), there[-1]} if shape.pack else {there[-1]}
+        self._sequences = [_Sequence(shape, x, b, slice(ends[b] - lengths[b], ends[b])) for b in sorted(chosen)]
 
     def wrong(self, results: Results) -> str | None:
         """What is wrong with the results of a forward (out) or of a backward (dq, dk, dv); None where nothing is."""
         if isinstance(results, torch.Tensor):
-            named = {"out": (results[-1, :, -self._group :], self._out)}
+            named = {"out": results}
         else:
-            dq, dk, dv = results
-            of_head = dq[-1, :, -self._group :], dk[-1, :, -1], dv[-1, :, -1]
-            named = {name: (x, self._gradients[name]) for name, x in zip(("dq", "dk", "dv"), of_head)}
-        for name, (x, exact) in named.items():
-            error = ((x.float() - exact).norm() / exact.norm()).item()
-            if not error <= LIMIT:
-                return f"wrong {name}: relative error {error:.2e} at the last KV head, allowed {LIMIT}"
-        return None
+            named = dict(zip(("dq", "dk", "dv"), results))
+        return next(filter(None, (sequence.wrong(named) for sequence in self._sequences)), None)

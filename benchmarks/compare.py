@@ -21,6 +21,7 @@ from typing import NamedTuple
 from benchmarks.shapes import GRIDS, PASSES, Shape
 
 OURS = "dash_attn"
+DENSE = "dash_attn dense"  # our dense call on a pack of equal lengths: a yardstick, no peer
 NAMES = {
     "fa2": "FlashAttention-2",
     "fa3": "FlashAttention-3",
@@ -58,6 +59,7 @@ class Comparison(NamedTuple):
     shape: Shape
     ours: Figure
     peers: list[Figure]
+    dense: Figure | None = None
 
     def best(self, deterministic: bool, impl: str | None = None) -> Figure | None:
         return _best([f for f in self.peers if f.deterministic == deterministic and impl in (None, f.impl)])
@@ -104,11 +106,15 @@ def read_runs(path: pathlib.Path, pass_: str) -> dict[str, Figures]:
 
 
 def pairs(forwards: list[Figure], backwards: list[Figure]) -> list[Figure]:
-    """Forward plus backward, under the backward's name: ours after our forward, each other one after the quickest
-    forward of any peer. A backward takes 2.5 times a forward's operations."""
+    """Forward plus backward, under the backward's name: each of ours after its own forward, each other one after the
+    quickest forward of any peer. A backward takes 2.5 times a forward's operations."""
+
+    def side(figure: Figure) -> str | None:
+        return figure.impl if figure.impl in (OURS, DENSE) else None
+
     found = []
     for backward in backwards:
-        forward = _best([f for f in forwards if (f.impl == OURS) == (backward.impl == OURS)])
+        forward = _best([f for f in forwards if side(f) == side(backward)])
         if forward:
             found.append(backward._replace(tflops=3.5 / (1 / forward.tflops + 2.5 / backward.tflops)))
     return found
@@ -119,16 +125,18 @@ def _best(found: list[Figure]) -> Figure | None:
 
 
 def compare(ours: Figures, peers: Figures, schedule: str = "auto") -> list[Comparison]:
-    """For each shape at which this schedule of ours was measured, and some peer: our figure and the peers'.
+    """For each shape at which this schedule of ours was measured, and some peer or our dense call on the same pack: our
+    figure and the others'.
 
     A forward has no schedule, and its figure stands for all of them.
     """
     found = []
     for shape, of_shape in ours.items():
-        own = _best([f for f in of_shape if f.impl == OURS and f.deterministic and f.schedule in (schedule, None)])
-        others = [f for f in peers.get(shape, []) if f.impl != OURS]
-        if own and others:
-            found.append(Comparison(shape, own, others))
+        chosen = [f for f in of_shape if f.deterministic and f.schedule in (schedule, None)]
+        own, dense = (_best([f for f in chosen if f.impl == impl]) for impl in (OURS, DENSE))
+        others = [f for f in peers.get(shape, []) if f.impl not in (OURS, DENSE)]
+        if own and (others or dense):
+            found.append(Comparison(shape, own, others, dense))
     return found
 
 
@@ -138,7 +146,15 @@ def geometric_mean(ratios: list[float]) -> float:
 
 def mean(comparisons: list[Comparison], deterministic: bool, impl: str | None = None) -> Mean | None:
     """Over the shapes where some peer, or the one named, was measured; None where it nowhere was."""
-    ratios = {c.shape: c.ratio(peer) for c in comparisons if (peer := c.best(deterministic, impl))}
+    return _mean({c.shape: c.ratio(peer) for c in comparisons if (peer := c.best(deterministic, impl))})
+
+
+def dense_mean(comparisons: list[Comparison]) -> Mean | None:
+    """Packs of equal lengths over our own dense call on the same sequences; None where there are none."""
+    return _mean({c.shape: c.ratio(c.dense) for c in comparisons if c.dense})
+
+
+def _mean(ratios: dict[Shape, float]) -> Mean | None:
     if not ratios:
         return None
     worst = min(ratios, key=ratios.get)
@@ -171,9 +187,10 @@ def report(comparisons: list[Comparison]) -> str:
     """Every shape with the best peers, what was not measured, and the means: by group, and to each peer."""
     notes, missing = footnotes(comparisons)
     heads = f"{'ours':>17} {'best deterministic':>24} {'ratio':>6} {'best other':>24} {'ratio':>6}"
-    lines = [f"{'shape':<36} {heads} not measured"]
+    width = max([36, *(len(str(c.shape)) for c in comparisons)])
+    lines = [f"{'shape':<{width}} {heads} not measured"]
     for comparison in comparisons:
-        cells = [f"{comparison.shape!s:<36}"]
+        cells = [f"{comparison.shape!s:<{width}}"]
         cells.append(f"{comparison.ours.schedule or ''} {comparison.ours.tflops:.1f}".strip().rjust(17))
         for deterministic in (True, False):
             peer = comparison.best(deterministic)
@@ -192,6 +209,7 @@ def report(comparisons: list[Comparison]) -> str:
     means = {str(peer): mean(comparisons, peer.deterministic, peer.impl) for peer in measured_peers(comparisons)}
     for deterministic, name in ((True, "the best deterministic"), (False, "the best other")):
         means[name] = mean(comparisons, deterministic)
+    means[DENSE] = dense_mean(comparisons)
     for name, found in means.items():
         if found:
             lines.append(f"  {name:<36} {found!s:>12} of {len(comparisons)}, {found.least:.3f} at {found.worst}")

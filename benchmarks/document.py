@@ -1,19 +1,20 @@
 """Writes what README.md and benchmarks/README.md quote of a result, and draws its picture.
 
-    python -m benchmarks.document benchmarks/results/h200_2026-11-21.json --loads benchmarks/results/loads.json
+    python -m benchmarks.document benchmarks/results/RESULT.json --loads benchmarks/results/RESULT_loads.json \
+        --packed benchmarks/results/RESULT_packed.json --windows benchmarks/results/RESULT_windows.json
 
-The peers are those of benchmarks/results/peers_h200.json; those of --loads, a result of the grid of small loads, are
-its own. The picture goes beside the result, with the suffix .png.
+The peers are those of benchmarks/results/peers_h200.json; --loads, --packed and --windows are results of the grids of
+these names, and their peers are their own. The picture goes beside the result, with the suffix .png.
 """
 
 import argparse
 import json
 import pathlib
+from typing import NamedTuple
 
 from benchmarks import compare, plot
 from benchmarks.compare import Comparison
 from benchmarks.files import prose, with_block
-from benchmarks.shapes import Shape
 
 ROOT = pathlib.Path(__file__).parents[1]
 PEERS = ROOT / "benchmarks" / "results" / "peers_h200.json"
@@ -22,11 +23,26 @@ TARGET = 0.98  # of the yardstick's throughput
 THIS_RUN = "this run"
 
 
-class Quoted:
-    """A result beside the peers."""
+class Grid(NamedTuple):
+    """A grid that is quoted from a result of its own: what it is, and what its shapes are called."""
 
-    def __init__(self, result: pathlib.Path, peers: pathlib.Path = PEERS, loads: pathlib.Path | None = None):
-        self.path, self.peers_path, self.loads_path = result, peers, loads
+    what: str
+    shapes: str
+
+
+OWN_GRIDS = {
+    "loads": Grid("Small loads, few heads or short sequences", "the small loads"),
+    "packed": Grid("Packed sequences of unequal and equal lengths", "the packs"),
+    "windows": Grid("Sliding windows and chunks, dense and packed", "the windows"),
+}
+
+
+class Quoted:
+    """A result beside the peers, and the results of grids of OWN_GRIDS by their names."""
+
+    def __init__(self, result: pathlib.Path, peers: pathlib.Path = PEERS, **own: pathlib.Path | None):
+        self.path, self.peers_path = result, peers
+        self.own = {name: own[name] for name in OWN_GRIDS if own.get(name)}
         self.meta = json.loads(result.read_text())["meta"]
         self.peers_meta = json.loads(peers.read_text())["meta"]
 
@@ -46,18 +62,14 @@ class Quoted:
             told[THIS_RUN] += f" beside {' and '.join(versions.values())}"
         return {run: told[run] for run in self.in_one_run("backward")}
 
-    def small_loads(self, pass_: str) -> list[Comparison]:
-        figures = compare.read(self.loads_path, pass_)
-        return compare.of_grid(compare.compare(figures, figures), "loads")
+    def of_own_grid(self, name: str, pass_: str) -> list[Comparison]:
+        figures = compare.read(self.own[name], pass_)
+        return compare.of_grid(compare.compare(figures, figures), name)
 
 
 def table(heads: list[str], rows: list[list[str]]) -> str:
     lines = ["| " + " | ".join(heads) + " |", "|---" * len(heads) + "|"]
     return "\n".join([*lines, *("| " + " | ".join(row) + " |" for row in rows)])
-
-
-def heads_of(shape: Shape) -> str:
-    return str(shape.heads) if shape.heads == shape.kv_heads else f"{shape.heads}/{shape.kv_heads}"
 
 
 def groups_of(rows: list[Comparison]) -> dict[tuple[int, str], list[Comparison]]:
@@ -95,20 +107,25 @@ def together(quoted: Quoted) -> str:
         cuDNN."""
 
 
-def small_loads_line(quoted: Quoted) -> str:
-    """Ours over each peer, in geometric mean and at the least, of the run with the small loads."""
+def own_grid_line(quoted: Quoted, name: str) -> str:
+    """Ours over each peer, in geometric mean and at the least, of the run with the grid; and packs over our own dense
+    call."""
     said = []
     for pass_ in ("backward", "forward"):
-        rows = quoted.small_loads(pass_)
+        rows = quoted.of_own_grid(name, pass_)
+        means = {}
         for peer in compare.measured_peers(rows):
-            mean = compare.mean(rows, peer.deterministic, peer.impl)
-            name = str(peer) if pass_ == "backward" else compare.NAMES[peer.impl]
+            shown = str(peer) if pass_ == "backward" else compare.NAMES[peer.impl]
+            means[shown] = compare.mean(rows, peer.deterministic, peer.impl)
+        if dense := compare.dense_mean(rows):
+            means["our own dense call on packs of equal lengths"] = dense
+        for shown, mean in means.items():
             said.append(
-                f"the {pass_} {mean.ratio:.2f} times that of {name}, at the least {mean.least:.2f} ({mean.shapes})"
+                f"the {pass_} {mean.ratio:.2f} times that of {shown}, at the least {mean.least:.2f} ({mean.shapes})"
             )
     return prose(
-        f"""Small loads, few heads or short sequences (`--grid loads`), both sides in one run of commit
-        {json.loads(quoted.loads_path.read_text())["meta"]["commit"][:12]}: geometric mean of our throughput over the
+        f"""{OWN_GRIDS[name].what} (`--grid {name}`), both sides in one run of commit
+        {json.loads(quoted.own[name].read_text())["meta"]["commit"][:12]}: geometric mean of our throughput over the
         peer's, the least ratio, the number of shapes: {"; ".join(said)}."""
     )
 
@@ -128,26 +145,30 @@ def readme(quoted: Quoted) -> str:
             [benchmarks/README.md](benchmarks/README.md) has every shape and peer, and how to measure again."""
         ),
     ]
-    if quoted.loads_path:
-        parts.append(small_loads_line(quoted))
+    parts += [own_grid_line(quoted, name) for name in quoted.own]
     return "\n" + "\n\n".join(parts) + "\n\n"
 
 
 def grid(rows: list[Comparison]) -> str:
-    """Every shape, the best peers, and which were not measured there."""
+    """Every shape, the best peers, and which were not measured there; where packs are among them, our throughput over
+    that of our own dense call."""
     notes, missing = compare.footnotes(rows)
     series = plot.are_series([row.shape for row in rows])
+    with_dense = any(row.dense for row in rows)
     lines = []
     for row in rows:
         shape, note = row.shape, notes[row.shape]
-        length = str(shape.seqlen) if series else f"{shape.batch} x {shape.seqlen}"
-        cells = [str(shape.head_dim), heads_of(shape), shape.mask, length, f"**{row.ours.tflops:.0f}**"]
+        length = shape.sequences_name if shape.pack else f"{shape.batch} x {shape.seqlen}"
+        cells = [str(shape.head_dim), shape.heads_name, shape.mask_name, str(shape.seqlen) if series else length]
+        cells.append(f"**{row.ours.tflops:.0f}**")
+        if with_dense:
+            cells.append(f"{row.ratio(row.dense):.2f}" if row.dense else "-")
         for deterministic in (True, False):
             peer = row.best(deterministic)
             cells += [f"{peer.tflops:.0f} ({peer.name})", f"{row.ratio(peer):.2f}"] if peer else ["-", "-"]
         lines.append([*cells, note])
     heads = ["head_dim", "heads", "mask", "seqlen" if series else "batch x seqlen", "dash_attn"]
-    heads += ["best deterministic peer", "ratio", "best other peer", "ratio"]
+    heads += ["of dense"] * with_dense + ["best deterministic peer", "ratio", "best other peer", "ratio"]
     modes = {True: "deterministic", False: "not deterministic"}
     shown = []
     for letter, peers in missing.items():
@@ -252,18 +273,20 @@ def details(quoted: Quoted) -> str:
         ),
         yardstick(quoted),
     ]
-    if quoted.loads_path:
-        parts += [small_loads_line(quoted), "The backward of the small loads:", grid(quoted.small_loads("backward"))]
-        parts += ["The forward of the small loads:", grid(quoted.small_loads("forward"))]
+    for name in quoted.own:
+        parts.append(own_grid_line(quoted, name))
+        for pass_ in ("backward", "forward"):
+            parts += [f"The {pass_} of {OWN_GRIDS[name].shapes}:", grid(quoted.of_own_grid(name, pass_))]
     return "\n" + "\n\n".join(filter(None, parts)) + "\n\n"
 
 
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("result", type=pathlib.Path)
-    parser.add_argument("--loads", type=pathlib.Path, help="quote this result of the grid of small loads too")
+    for name in OWN_GRIDS:
+        parser.add_argument(f"--{name}", type=pathlib.Path, help=f"quote this result of --grid {name} too")
     arguments = parser.parse_args(argv)
-    quoted = Quoted(arguments.result.resolve(), loads=arguments.loads)
+    quoted = Quoted(arguments.result.resolve(), **{name: getattr(arguments, name) for name in OWN_GRIDS})
     drawn = plot.with_peers(json.loads(quoted.path.read_text()), json.loads(quoted.peers_path.read_text()))
     plot.draw(plot.deterministic_only(drawn), quoted.path.with_suffix(".png"), "backward")
     for path, block in ((ROOT / "README.md", readme(quoted)), (ROOT / "benchmarks" / "README.md", details(quoted))):

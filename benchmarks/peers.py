@@ -1,19 +1,21 @@
 """The implementations that are measured: one class each, ours among them.
 
-A class gives the variants it has for a shape, and for each variant what to call: `prepare` returns one function for
-each pass, on tensors (batch, seqlen, heads, head_dim) that exist already; "both" goes through autograd for ours, and
-calls the two passes of a peer one after the other. A forward returns out, the others (dq, dk, dv), in the layout of the
-inputs, so that what is timed can be checked. Importing this module imports no peer.
+A class gives the variants it has for a shape, none where it does not take it, and for each variant what to call:
+`prepare` returns one function for each pass, on tensors that exist already; "both" goes through autograd for ours, and
+calls the two passes of a peer one after the other. A forward returns out, the others (dq, dk, dv), as a dense batch or
+as the rows of all sequences, so that what is timed can be checked. Importing this module imports no peer.
 """
 
 import contextlib
 import dataclasses
 import importlib
+import itertools
 import math
 from collections.abc import Callable, Iterator
 
 import torch
 
+from benchmarks.compare import DENSE, OURS
 from benchmarks.shapes import Shape
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -31,10 +33,22 @@ class Variant:
 
 @dataclasses.dataclass
 class Tensors:
+    """Of a dense batch (batch, seqlen, heads, head_dim); of a pack (total, heads, head_dim), with `cu_seqlens`, int32
+    (sequences + 1,), and the length of the longest sequence."""
+
     q: torch.Tensor
     k: torch.Tensor
     v: torch.Tensor
     dout: torch.Tensor
+    cu_seqlens: torch.Tensor | None = None
+    max_seqlen: int | None = None
+
+    @property
+    def lengths(self) -> dict:
+        """What a pack's function takes after q, k and v: offsets and longest lengths; of a dense batch nothing."""
+        names = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
+        found = (self.cu_seqlens, self.cu_seqlens, self.max_seqlen, self.max_seqlen)
+        return {} if self.cu_seqlens is None else dict(zip(names, found))
 
 
 Results = torch.Tensor | tuple[torch.Tensor, ...]
@@ -46,14 +60,33 @@ def random_tensors(shape: Shape, device: torch.device) -> Tensors:
     generator = torch.Generator(device).manual_seed(0)
 
     def normal(heads: int) -> torch.Tensor:
-        size = (shape.batch, shape.seqlen, heads, shape.head_dim)
+        sequences = (sum(shape.lengths),) if shape.pack else (shape.batch, shape.seqlen)
+        size = (*sequences, heads, shape.head_dim)
         return torch.randn(size, generator=generator, device=device).to(DTYPES[shape.dtype])
 
-    return Tensors(normal(shape.heads), normal(shape.kv_heads), normal(shape.kv_heads), normal(shape.heads))
+    found = Tensors(normal(shape.heads), normal(shape.kv_heads), normal(shape.kv_heads), normal(shape.heads))
+    return packed(found, shape.lengths) if shape.pack else found
+
+
+def packed(x: Tensors, lengths: tuple[int, ...]) -> Tensors:
+    """The same rows as a pack of sequences of these lengths."""
+    rows = (t if t.dim() == 3 else t.flatten(0, 1) for t in (x.q, x.k, x.v, x.dout))
+    offsets = torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32, device=x.q.device)
+    return Tensors(*rows, offsets, max(lengths))
+
+
+def without_chunks(shape: Shape, x: Tensors) -> Tensors:
+    """For a peer whose backward has no chunks: as a pack of the chunks, in which attention is the same."""
+    return packed(x, shape.pieces) if shape.chunk else x
 
 
 def softmax_scale(shape: Shape) -> float:
     return 1.0 / math.sqrt(shape.head_dim)
+
+
+def mask_arguments(shape: Shape) -> tuple[bool, int, int]:
+    """causal and the window's sides, as every FlashAttention takes them; chunks aside."""
+    return (True, -1, -1) if shape.sides == (-1, 0) else (False, *shape.sides)
 
 
 @contextlib.contextmanager
@@ -77,11 +110,16 @@ def _in_turn(forward: Callable[[], Results], backward: Callable[[], Results]) ->
     return {"forward": forward, "backward": backward, "both": both}
 
 
+def op_arguments(shape: Shape, x: Tensors) -> tuple:
+    """What our ops take after their tensors: offsets and used lengths of queries and keys, the scale, the mask."""
+    return (x.cu_seqlens, x.cu_seqlens, None, None, softmax_scale(shape), *mask_arguments(shape), shape.chunk)
+
+
 class DashAttn:
     """This package: "auto" and every policy that users can choose, all deterministic; and, where they are asked for by
     name, the yardsticks, which are not."""
 
-    name = "dash_attn"
+    name = OURS
 
     def __init__(self, schedules: list[str] | None = None):
         self._schedules = schedules
@@ -92,7 +130,9 @@ class DashAttn:
     def variants(self, shape: Shape) -> list[Variant]:
         from dash_attn import schedule
 
-        usable = ("auto", *schedule.fitting(causal=shape.causal))
+        causal, *window = mask_arguments(shape)
+        fitting = schedule.fitting(causal=causal, window=tuple(window), attention_chunk=shape.chunk)
+        usable = ("auto", *fitting)
         known = (*usable, *schedule.YARDSTICKS)
         chosen = usable if self._schedules is None else [s for s in self._schedules if s in known]
         return [Variant(self.name, policy, policy not in schedule.YARDSTICKS) for policy in chosen]
@@ -101,29 +141,45 @@ class DashAttn:
         import dash_attn
         from dash_attn import schedule
 
-        ops, scale = torch.ops.dash_attn, softmax_scale(shape)
-        out, softmax_lse = ops.forward(x.q, x.k, x.v, scale, shape.causal)
+        ops, arguments = torch.ops.dash_attn, op_arguments(shape, x)
+        out, softmax_lse = ops.forward(x.q, x.k, x.v, *arguments, 0)
         saved = x.dout, x.q, x.k, x.v, out, softmax_lse
         gradients = tuple(torch.empty_like(t) for t in (x.q, x.k, x.v))
         leaves = tuple(t.detach().requires_grad_() for t in (x.q, x.k, x.v))
+        causal, *window_size = mask_arguments(shape)
+        mask = dict(causal=causal, window_size=tuple(window_size), attention_chunk=shape.chunk)
 
         def forward() -> Results:
-            return ops.forward(x.q, x.k, x.v, scale, shape.causal)[0]
+            return ops.forward(x.q, x.k, x.v, *arguments, 0)[0]
 
         def backward() -> Results:
             if variant.deterministic:
-                ops.backward(*saved, *gradients, scale, shape.causal, variant.schedule, 0)
+                ops.backward(*saved, *gradients, *arguments, variant.schedule, 0)
             else:  # the op takes deterministic policies only
                 number = schedule.policy_number(variant.schedule)
-                torch.ops.dash_attn_C.backward(*saved, *gradients, scale, shape.causal, number, 0)
+                torch.ops.dash_attn_C.backward(*saved, *gradients, *arguments, number, 0)
             return gradients
 
         def through_autograd() -> Results:
-            out = dash_attn.flash_attn_func(*leaves, causal=shape.causal, schedule=variant.schedule)
+            attention = dash_attn.flash_attn_varlen_func if shape.pack else dash_attn.flash_attn_func
+            out = attention(*leaves, **x.lengths, **mask, schedule=variant.schedule)
             return torch.autograd.grad(out, leaves, x.dout)
 
         calls = _in_turn(forward, backward)
         return {**calls, "both": through_autograd} if variant.deterministic else calls
+
+
+class DashAttnDense(DashAttn):
+    """This package's dense call on the sequences of a pack that are equally long: what packing them costs."""
+
+    name = DENSE
+
+    def variants(self, shape: Shape) -> list[Variant]:
+        return super().variants(shape.dense) if shape.dense else []
+
+    def prepare(self, variant: Variant, shape: Shape, x: Tensors) -> Calls:
+        batch = (t.unflatten(0, (shape.batch, shape.seqlen)) for t in (x.q, x.k, x.v, x.dout))
+        return super().prepare(variant, shape.dense, Tensors(*batch))
 
 
 class TorchFlashAttention2:
@@ -138,27 +194,28 @@ class TorchFlashAttention2:
         return [Variant(self.name, None, True), Variant(self.name, None, False)]
 
     def prepare(self, variant: Variant, shape: Shape, x: Tensors) -> Calls:
-        aten, length, scale = torch.ops.aten, shape.seqlen, softmax_scale(shape)
+        aten, x = torch.ops.aten, without_chunks(shape, x)
+        lengths = tuple(x.lengths.values()) or (None, None, shape.seqlen, shape.seqlen)
+        causal, left, right = mask_arguments(shape)
+        options = dict(scale=softmax_scale(shape), window_size_left=left, window_size_right=right)
 
         def forward():
-            return aten._flash_attention_forward(
-                x.q, x.k, x.v, None, None, length, length, 0.0, shape.causal, False, scale=scale
-            )
+            return aten._flash_attention_forward(x.q, x.k, x.v, *lengths, 0.0, causal, False, **options)
 
         out, softmax_lse, rng_state, unused, _ = forward()
 
         def backward():
             with deterministic_algorithms(variant.deterministic):
                 return aten._flash_attention_backward(
-                    x.dout, x.q, x.k, x.v, out, softmax_lse, None, None, length, length, 0.0, shape.causal, rng_state,
-                    unused, scale=scale,
-                )  # fmt: skip
+                    x.dout, x.q, x.k, x.v, out, softmax_lse, *lengths, 0.0, causal, rng_state, unused, **options
+                )
 
         return _in_turn(lambda: forward()[0], backward)
 
 
 class TorchCudnn:
-    """cuDNN's attention as torch runs it; torch has no way to ask for its deterministic algorithm."""
+    """cuDNN's attention as torch runs it, of dense batches without windows; torch has no way to ask for its
+    deterministic algorithm."""
 
     name = "cudnn"
 
@@ -168,7 +225,7 @@ class TorchCudnn:
         return None if torch.backends.cudnn.is_available() else "torch has no cuDNN"
 
     def variants(self, shape: Shape) -> list[Variant]:
-        return [Variant(self.name, None, False)]
+        return [] if shape.pack or shape.mask == "window" else [Variant(self.name, None, False)]
 
     def prepare(self, variant: Variant, shape: Shape, x: Tensors) -> Calls:
         aten, scale = torch.ops.aten, softmax_scale(shape)
@@ -194,6 +251,7 @@ class _FlashAttnPackage:
 
     name: str
     module: str
+    unbounded: int | None  # how it writes a side of a window that hides nothing
 
     def unavailable(self, device: torch.device) -> str | None:
         if device.type != "cuda":
@@ -208,11 +266,15 @@ class _FlashAttnPackage:
         return [Variant(self.name, None, True), Variant(self.name, None, False)]
 
     def prepare(self, variant: Variant, shape: Shape, x: Tensors) -> Calls:
-        function = importlib.import_module(self.module).flash_attn_func
+        package, x = importlib.import_module(self.module), without_chunks(shape, x)
+        function = package.flash_attn_func if x.cu_seqlens is None else package.flash_attn_varlen_func
         q, k, v = (t.detach().requires_grad_() for t in (x.q, x.k, x.v))
+        causal, *sides = mask_arguments(shape)
+        window_size = tuple(self.unbounded if side == -1 else side for side in sides)
+        options = dict(causal=causal, window_size=window_size, deterministic=variant.deterministic)
 
         def forward():
-            result = function(q, k, v, causal=shape.causal, deterministic=variant.deterministic)
+            result = function(q, k, v, **x.lengths, **options)
             return result[0] if isinstance(result, tuple) else result
 
         out = forward()
@@ -222,11 +284,13 @@ class _FlashAttnPackage:
 class FlashAttention3(_FlashAttnPackage):
     name = "fa3"
     module = "flash_attn_interface"
+    unbounded = -1
 
 
 class FlashAttention4(_FlashAttnPackage):
     name = "fa4"
     module = "flash_attn.cute"
+    unbounded = None
 
 
 PEERS = {peer.name: peer for peer in (TorchFlashAttention2, TorchCudnn, FlashAttention3, FlashAttention4)}

@@ -18,7 +18,10 @@ from benchmarks.shapes import Shape
 
 def are_series(shapes: Collection[Shape]) -> bool:
     """Whether most shapes differ from others in the length of the sequences alone, and no two lengths are the same: a
-    line over the length then shows them. What differs in everything, as small loads do, has no such line."""
+    line over the length then shows them. What differs in everything, as small loads, packs and windows do, has no such
+    line."""
+    if any(shape.pack or shape.mask == "window" for shape in shapes):
+        return False
     lengths = collections.defaultdict(list)
     for shape in shapes:
         lengths[shape.dtype, shape.head_dim, shape.heads, shape.kv_heads, shape.mask].append(shape.seqlen)
@@ -33,12 +36,15 @@ def panel_of(shape: Shape, series: bool) -> str:
 def place_of(shape: Shape, series: bool) -> str:
     """Of a shape on the axis of its panel."""
     length = f"{shape.seqlen // 1024}k" if shape.seqlen % 1024 == 0 else str(shape.seqlen)
-    heads = str(shape.heads) if shape.heads == shape.kv_heads else f"{shape.heads}/{shape.kv_heads}"
-    return length if series else f"{heads}\n{shape.batch}x{length}"
+    if series:
+        return length
+    sequences = shape.pack or f"{shape.batch}x{length}"
+    window = [shape.mask_name.removeprefix("window ")] if shape.mask == "window" else []
+    return "\n".join([shape.heads_name, sequences, *window])
 
 
 def size_of(shape: Shape) -> tuple[int, ...]:
-    return shape.seqlen, shape.heads, shape.kv_heads, shape.batch
+    return shape.seqlen, shape.heads, shape.kv_heads, shape.batch, *shape.window
 
 
 def panels(result: dict, pass_: str) -> dict[str, dict[tuple, dict[Shape, float]]]:

@@ -1,6 +1,7 @@
 """One backward for a profiler, after one that loads the kernels.
 
     ncu --profile-from-start off python -m benchmarks.profile_one --head-dim 128 --mask causal --seqlen 8192
+    ncu --profile-from-start off python -m benchmarks.profile_one --mask window --window 1023 0 --pack lognormal
 """
 
 import argparse
@@ -8,6 +9,7 @@ import argparse
 import torch
 
 from benchmarks import peers
+from benchmarks.packs import PACKS
 from benchmarks.shapes import Shape
 
 
@@ -16,13 +18,19 @@ def main() -> None:
     parser.add_argument("--head-dim", type=int, default=128)
     parser.add_argument("--heads", type=int, default=16)
     parser.add_argument("--kv-heads", type=int)
-    parser.add_argument("--mask", choices=("full", "causal"), default="full")
+    parser.add_argument("--mask", choices=("full", "causal", "window"), default="full")
+    parser.add_argument("--window", type=int, nargs=2, default=(-1, -1), help="of --mask window: left and right")
+    parser.add_argument("--chunk", type=int, default=0, help="of --mask window: keys in a chunk")
+    parser.add_argument("--pack", choices=PACKS, help="instead of --seqlen and --batch")
     parser.add_argument("--seqlen", type=int, default=8192)
     parser.add_argument("--batch", type=int, default=2)
     parser.add_argument("--dtype", choices=peers.DTYPES, default="bf16")
     parser.add_argument("--schedule", default="auto")
     a = parser.parse_args()
-    shape = Shape(a.dtype, a.head_dim, a.heads, a.kv_heads or a.heads, a.mask, a.seqlen, a.batch)
+    seqlen, batch = (max(PACKS[a.pack]), len(PACKS[a.pack])) if a.pack else (a.seqlen, a.batch)
+    shape = Shape(
+        a.dtype, a.head_dim, a.heads, a.kv_heads or a.heads, a.mask, seqlen, batch, a.pack, tuple(a.window), a.chunk
+    )
     variant = peers.Variant(peers.DashAttn.name, a.schedule, True)
     calls = peers.DashAttn().prepare(variant, shape, peers.random_tensors(shape, torch.device("cuda")))
     calls["backward"]()

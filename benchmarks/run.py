@@ -104,11 +104,10 @@ def measure(
     failures += [f"{variant} {pass_}: {_first_line(error)}" for (variant, pass_), error in errors.items()]
     rows = []
     for (variant, pass_), taken in timings.items():
-        shown = {field: getattr(shape, field) for field in SHAPE_FIELDS}
         row = {"impl": variant.impl, "pass": pass_, "schedule": variant.schedule}
         figures = {"ms": round(taken.ms, 5), "repeats_ms": [round(ms, 5) for ms in taken.repeats_ms]}
         tflops = round(flops(shape, pass_) / taken.ms * 1e-9, 2)
-        rows.append({**row, "deterministic": variant.deterministic, **shown, **figures, "tflops": tflops})
+        rows.append({**row, "deterministic": variant.deterministic, **shape.row(), **figures, "tflops": tflops})
     return rows, failures
 
 
@@ -123,12 +122,14 @@ def _wrong(call, reference: check.Reference) -> str | None:
 
 
 def beside_each_other(calls: dict) -> dict:
-    """The same calls, those of the baseline after ours of the same pass and schedule: what drifts serves both alike."""
+    """The same calls, those of the baseline and of our dense call after ours of the same pass and schedule: what drifts
+    serves all alike."""
+    followers = (baseline_library.NAME, compare.DENSE)
     first = {(pass_, variant.schedule): i for i, (variant, pass_) in enumerate(calls) if variant.impl == compare.OURS}
 
     def place(item):
         i, (variant, pass_) = item
-        return (first.get((pass_, variant.schedule), i), i) if variant.impl == baseline_library.NAME else (i, i)
+        return (first.get((pass_, variant.schedule), i), i) if variant.impl in followers else (i, i)
 
     return {name: calls[name] for _, name in sorted(enumerate(calls), key=place)}
 
@@ -185,7 +186,7 @@ def parser() -> argparse.ArgumentParser:
     result.add_argument("--png", type=pathlib.Path, help="draw the result here")
     result.add_argument("--min-time", type=float, default=0.15, help="seconds for each variant (default 0.15)")
     result.add_argument("--max-seqlen", type=int, help="leave longer sequences out")
-    result.add_argument("--tokens", type=int, help="batch size times seqlen of every shape: for a short trial")
+    result.add_argument("--tokens", type=int, help="of every shape, by its number of sequences: for a short trial")
     result.add_argument("--host", action="store_true", help="measure what a small call costs the host")
     result.add_argument("--turns", type=int, default=timing.TURNS, help="blocks of each variant (default 2)")
     result.add_argument("--baseline", type=pathlib.Path, help="an older _C*.so to measure beside ours, in turns")
@@ -211,7 +212,7 @@ def check_schedules(names: list[str] | None) -> None:
 def chosen_shapes(arguments: argparse.Namespace) -> list[Shape]:
     shapes = [s for s in GRIDS[arguments.grid]() if not arguments.max_seqlen or s.seqlen <= arguments.max_seqlen]
     if arguments.tokens:
-        shapes = [Shape(**{**vars(s), "batch": max(1, arguments.tokens // s.seqlen)}) for s in shapes]
+        shapes = [shape.of_tokens(arguments.tokens) for shape in shapes]
     return shapes
 
 
@@ -262,7 +263,7 @@ def main(argv: list[str] | None = None) -> int:
             arguments.json.write_text(files.dumps(result))
         print(host.table(result["rows"]))
         return 0
-    implementations = [peers.DashAttn(arguments.schedules)]
+    implementations = [peers.DashAttn(arguments.schedules), peers.DashAttnDense(arguments.schedules)]
     for name in arguments.peers:
         peer = peers.PEERS[name]()
         if reason := peer.unavailable(device):

@@ -1,14 +1,31 @@
 """The shapes that are measured, and how many operations each takes."""
 
+import collections
 import dataclasses
+import functools
+import itertools
+from collections.abc import Iterable
+
+from benchmarks.packs import PACKS
 
 PASSES = ("backward", "forward", "both")
 TOKENS, HIDDEN = 16384, 2048
+UNBOUNDED = -1  # of a side of a window
 
 
 @dataclasses.dataclass(frozen=True)
 class Shape:
-    """Self-attention with equal lengths; dtype is "bf16" or "fp16", mask "full" or "causal"."""
+    """Self-attention, of a dense batch of equal lengths or of a pack of sequences.
+
+    Attributes:
+        dtype: "bf16" or "fp16".
+        mask: "full", "causal" or "window".
+        seqlen: of the longest sequence.
+        batch: how many sequences.
+        pack: the name in PACKS of the pack whose first `batch` sequences these are; None for a dense batch.
+        window: of the mask "window": how many keys (before, behind) its own a query sees, -1 for every one.
+        chunk: of the mask "window": of how many keys a chunk is, outside of which a query sees none; 0 for no chunks.
+    """
 
     dtype: str
     head_dim: int
@@ -17,29 +34,115 @@ class Shape:
     mask: str
     seqlen: int
     batch: int
+    pack: str | None = None
+    window: tuple[int, int] = (UNBOUNDED, UNBOUNDED)
+    chunk: int = 0
+
+    @classmethod
+    def of_pack(cls, pack: str, head_dim: int, heads: int, kv_heads: int, mask: str, **options) -> "Shape":
+        """Of the whole pack, in bf16."""
+        lengths = PACKS[pack]
+        return cls("bf16", head_dim, heads, kv_heads, mask, max(lengths), len(lengths), pack, **options)
 
     @classmethod
     def of_row(cls, row: dict) -> "Shape":
         """The shape of a result's row."""
-        return cls(**{field: row[field] for field in SHAPE_FIELDS})
+        found = {field: row[field] for field in SHAPE_FIELDS} | {f: row[f] for f in LATER_FIELDS if f in row}
+        if "window" in found:
+            found["window"] = tuple(found["window"])  # JSON has lists
+        return cls(**found)
+
+    def row(self) -> dict:
+        """What a result's row says of the shape: of the later fields those that are not at their default."""
+        later = [field for field, default in LATER_FIELDS.items() if getattr(self, field) != default]
+        return {field: getattr(self, field) for field in (*SHAPE_FIELDS, *later)}
+
+    def of_tokens(self, tokens: int) -> "Shape":
+        """As many of these sequences as have so many tokens together, and at least one."""
+        if self.pack is None:
+            return dataclasses.replace(self, batch=max(1, tokens // self.seqlen))
+        lengths = self.lengths
+        batch = max(1, sum(total <= tokens for total in itertools.accumulate(lengths)))
+        return dataclasses.replace(self, batch=batch, seqlen=max(lengths[:batch]))
 
     @property
     def causal(self) -> bool:
         return self.mask == "causal"
 
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        """Of every sequence, in their order."""
+        return PACKS[self.pack][: self.batch] if self.pack else (self.seqlen,) * self.batch
+
+    @property
+    def pieces(self) -> tuple[int, ...]:
+        """Lengths of the sequences after each is cut at the ends of its chunks: self-attention in them is the same."""
+        if not self.chunk:
+            return self.lengths
+        return tuple(min(self.chunk, n - first) for n in self.lengths for first in range(0, n, self.chunk))
+
+    @property
+    def dense(self) -> "Shape | None":
+        """The dense batch of the same sequences, of a pack of equal lengths."""
+        equal = self.pack is not None and len(set(self.lengths)) == 1
+        return dataclasses.replace(self, pack=None) if equal else None
+
+    @property
+    def sides(self) -> tuple[int, int]:
+        """How many keys before and behind its own a query sees, chunks aside."""
+        return {"full": (UNBOUNDED, UNBOUNDED), "causal": (UNBOUNDED, 0)}.get(self.mask, self.window)
+
+    @property
+    def heads_name(self) -> str:
+        return str(self.heads) if self.heads == self.kv_heads else f"{self.heads}/{self.kv_heads}"
+
+    @property
+    def mask_name(self) -> str:
+        window = f"({self.window[0]}, {self.window[1]})"
+        return " ".join([self.mask, *[window] * (self.mask == "window"), *[f"chunk {self.chunk}"] * bool(self.chunk)])
+
+    @property
+    def sequences_name(self) -> str:
+        if self.pack is None:
+            return f"{self.batch}x{self.seqlen}"
+        return f"pack {self.pack}" + (f"[:{self.batch}]" if self.batch < len(PACKS[self.pack]) else "")
+
     def __str__(self) -> str:
-        heads = str(self.heads) if self.heads == self.kv_heads else f"{self.heads}/{self.kv_heads}"
-        return f"{self.dtype} d{self.head_dim} h{heads} {self.mask} {self.batch}x{self.seqlen}"
+        return f"{self.dtype} d{self.head_dim} h{self.heads_name} {self.mask_name} {self.sequences_name}"
 
 
-SHAPE_FIELDS = tuple(field.name for field in dataclasses.fields(Shape))
+_FIELDS = dataclasses.fields(Shape)
+SHAPE_FIELDS = tuple(field.name for field in _FIELDS if field.default is dataclasses.MISSING)
+LATER_FIELDS = {field.name: field.default for field in _FIELDS if field.default is not dataclasses.MISSING}
+
+
+@functools.cache
+def _visible(sides: tuple[int, int], chunk: int, length: int) -> int:
+    before, behind = (length if side == UNBOUNDED else side for side in sides)
+    chunk = chunk or length
+    total = 0
+    for query in range(length):
+        first = max(query - before, query - query % chunk)
+        end = min(query + behind + 1, query - query % chunk + chunk, length)
+        total += end - max(0, first)
+    return total
+
+
+def visible(shape: Shape) -> int:
+    """Pairs of a query and a key that it sees, of one query head, in all sequences."""
+    counts = collections.Counter(shape.lengths)
+    return sum(count * _visible(shape.sides, shape.chunk, length) for length, count in counts.items())
 
 
 def flops(shape: Shape, pass_: str) -> float:
-    """Floating-point operations by the common convention: two products of 2 * seqlen^2 * head_dim in the forward,
-    halved for the causal mask, and five in the backward."""
-    forward = 4.0 * shape.seqlen**2 * shape.heads * shape.batch * shape.head_dim / (2 if shape.causal else 1)
-    return forward * {"forward": 1.0, "backward": 2.5, "both": 3.5}[pass_]
+    """Floating-point operations: two products of 2 * head_dim for each pair of a query and a key in the forward, and
+    five in the backward. In packs and windows the pairs are those that are visible; in a dense batch they are, by the
+    common convention, seqlen^2, and half of them for the causal mask."""
+    if shape.pack or shape.mask == "window":
+        pairs = visible(shape)
+    else:
+        pairs = shape.seqlen**2 * shape.batch / (2 if shape.causal else 1)
+    return 4.0 * pairs * shape.heads * shape.head_dim * {"forward": 1.0, "backward": 2.5, "both": 3.5}[pass_]
 
 
 def _shape(head_dim: int, mask: str, seqlen: int, heads: int | None = None, kv_heads: int | None = None) -> Shape:
@@ -89,4 +192,61 @@ def loads_grid() -> list[Shape]:
     ]
 
 
-GRIDS = {"full": full_grid, "quick": quick_grid, "bar": bar_grid, "loads": loads_grid}
+# The heads (query heads, KV heads) that packs are measured with, by head_dim.
+PACK_HEADS = {128: (32, 8), 64: (32, 32)}
+
+
+def _packs(names: Iterable[str], mask: str) -> list[Shape]:
+    return [Shape.of_pack(name, head_dim, *heads, mask) for name in names for head_dim, heads in PACK_HEADS.items()]
+
+
+def packed_bar_grid() -> list[Shape]:
+    """The packs that the project's speed targets are stated for."""
+    return _packs(("8x2048", "lognormal", "one long", "sft mix"), "causal") + _packs(["lognormal"], "full")
+
+
+def packed_grid() -> list[Shape]:
+    """Packs of sequences: every one of PACKS under the causal mask with both head dims, and some under the full one."""
+    bar = packed_bar_grid()
+    every = bar + _packs(PACKS, "causal") + _packs(("8x2048", "8192x34"), "full")
+    return list(dict.fromkeys(every))
+
+
+def _window(head_dim: int, heads: int, kv_heads: int, batch: int, seqlen: int, *window: int, chunk: int = 0) -> Shape:
+    return Shape("bf16", head_dim, heads, kv_heads, "window", seqlen, batch, window=window, chunk=chunk)
+
+
+def windows_bar_grid() -> list[Shape]:
+    """The windows that the project's speed targets are stated for."""
+    return [
+        _window(128, 32, 8, 1, 16384, 4095, 0),
+        _window(128, 32, 8, 1, 32768, 4095, 0),
+        _window(128, 16, 16, 2, 8192, 1023, 0),
+        _window(128, 16, 16, 8, 2048, 1023, 0),
+        _window(64, 64, 8, 2, 8192, 127, 0),
+    ]
+
+
+def windows_grid() -> list[Shape]:
+    """Sliding windows: those of models that train with them at 2k to 32k, one to both sides, chunks, and windows in
+    packs."""
+    return [
+        *windows_bar_grid(),
+        _window(128, 32, 8, 2, 8192, 4095, 0),
+        _window(128, 32, 16, 1, 16384, 1023, 0),
+        _window(64, 12, 12, 4, 8192, 64, 64),
+        _window(128, 40, 8, 1, 16384, UNBOUNDED, 0, chunk=8192),
+        _window(128, 40, 8, 1, 32768, UNBOUNDED, 0, chunk=8192),
+        Shape.of_pack("lognormal", 128, 32, 8, "window", window=(1023, 0)),
+        Shape.of_pack("lognormal", 64, 64, 8, "window", window=(127, 0)),
+    ]
+
+
+DENSE_GRIDS = {"full": full_grid, "quick": quick_grid, "bar": bar_grid, "loads": loads_grid}
+GRIDS = {
+    **DENSE_GRIDS,
+    "packed": packed_grid,
+    "packed-bar": packed_bar_grid,
+    "windows": windows_grid,
+    "windows-bar": windows_bar_grid,
+}

@@ -3,11 +3,13 @@
 import pathlib
 import sys
 import textwrap
+import types
 
 import pytest
 import torch
 
 from benchmarks import baseline, peers, run
+from benchmarks import library as library_module
 from benchmarks.shapes import Shape
 
 ROOT = pathlib.Path(__file__).parents[1]
@@ -23,13 +25,15 @@ WORKER = """
 
 
     class Reference:
-        def forward(self, q, k, v, out, softmax_lse, softmax_scale, causal):
-            for target, x in zip((out, softmax_lse), torch.ops.dash_attn.forward(q, k, v, softmax_scale, causal)):
+        def forward(self, q, k, v, out, softmax_lse, softmax_scale, causal, **variable):
+            mask = None, None, None, None, softmax_scale, causal, -1, -1, 0
+            for target, x in zip((out, softmax_lse), torch.ops.dash_attn.forward(q, k, v, *mask, 0)):
                 target.copy_(x)
 
-        def backward(self, *arguments):
+        def backward(self, *arguments, **variable):
             *tensors, softmax_scale, causal, schedule = arguments
-            torch.ops.dash_attn.backward(*tensors, softmax_scale, causal, schedule, 0)
+            mask = None, None, None, None, softmax_scale, causal, -1, -1, 0
+            torch.ops.dash_attn.backward(*tensors, *mask, schedule, 0)
             if schedule == "spt":
                 tensors[-1].mul_(1.1)
 
@@ -77,6 +81,52 @@ def test_policies_fit_their_mask():
     side._schedules = ["descending", "shift", "symmetric_shift", "spt_descending"]
     assert [v.schedule for v in side.variants(full)] == ["descending", "shift"]
     assert [v.schedule for v in side.variants(TINY)] == ["descending", "symmetric_shift", "spt_descending"]
+    window = Shape(**{**vars(TINY), "mask": "window", "window": (8, 0)})
+    assert [v.schedule for v in side.variants(window)] == ["descending"]
+
+
+class Op:
+    """An op that keeps what it is called with, of a library with these arguments."""
+
+    def __init__(self, *names):
+        arguments = [types.SimpleNamespace(name=name) for name in names]
+        self.default = types.SimpleNamespace(_schema=types.SimpleNamespace(arguments=arguments))
+
+    def __call__(self, *arguments):
+        self.called = arguments
+
+
+def test_an_older_library_takes_dense_batches_without_windows(monkeypatch):
+    """Whether it is older, its ops' arguments say."""
+    library = object.__new__(library_module.Library)
+    library._policies = ["descending", "spt"]
+    full = Shape(**{**vars(TINY), "mask": "full"})
+    window = Shape(**{**vars(TINY), "mask": "window", "window": (8, 0), "chunk": 32})
+    pack = Shape.of_pack("8192x34", 64, 2, 1, "causal").of_tokens(34)
+    for names, mask_of in (("q", ()), ("q cu_seqlens_q", (-1, -1, 0))):
+        for pass_ in ("forward", "backward"):
+            monkeypatch.setattr(torch.ops.dash_attn_C, pass_, Op(*names.split()), raising=False)
+        forward, backward = torch.ops.dash_attn_C.forward, torch.ops.dash_attn_C.backward
+        for shape in (TINY, full):
+            x = peers.random_tensors(shape, torch.device("cpu"))
+            calls = baseline.calls_of(library, "spt", shape, x)
+            lengths = (None,) * 4 if mask_of else ()
+            mask = (*lengths, 0.125, shape.causal, *mask_of)
+            calls["forward"]()
+            assert forward.called[:3] == (x.q, x.k, x.v) and forward.called[5:] == (*mask, 0)
+            calls["backward"]()
+            assert backward.called[9:] == (*mask, 1, 0)
+        for shape, mask in ((window, (False, 8, 0, 32)), (pack, (True, -1, -1, 0))):
+            x = peers.random_tensors(shape, torch.device("cpu"))
+            if not mask_of:
+                with pytest.raises(ValueError, match="takes dense batches without windows only"):
+                    baseline.calls_of(library, "spt", shape, x)
+                continue
+            baseline.calls_of(library, "spt", shape, x)["backward"]()
+            assert forward.called[4].shape == ((1, 2, 96) if shape is window else (2, 34))
+            for of_op in (forward.called[5:], backward.called[9:]):
+                assert of_op[0] is of_op[1] is x.cu_seqlens and of_op[2:4] == (None, None)
+                assert of_op[4:9] == (0.125, *mask)
 
 
 def test_the_baseline_has_its_turn_after_ours_of_the_same_schedule():

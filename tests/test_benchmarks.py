@@ -85,7 +85,8 @@ def test_peers_are_left_out_with_a_reason_where_they_cannot_run():
 def test_random_tensors_are_normal():
     tensors = peers.random_tensors(TINY, torch.device("cpu"))
     assert tensors.q.shape == (1, 96, 2, 64) and tensors.k.shape == tensors.v.shape == (1, 96, 1, 64)
-    for x in vars(tensors).values():
+    assert tensors.cu_seqlens is None and tensors.lengths == {}
+    for x in (tensors.q, tensors.k, tensors.v, tensors.dout):
         assert x.dtype == torch.bfloat16 and abs(x.float().std().item() - 1) < 0.05
 
 

@@ -13,14 +13,16 @@ import pytest
 import torch
 
 from benchmarks import compare, document
-from benchmarks.shapes import loads_grid
+from benchmarks.shapes import GRIDS
 from dash_attn import _schedule, schedule
 
 ROOT = pathlib.Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 README, DETAILS = (path.read_text() for path in (ROOT / "README.md", ROOT / "benchmarks" / "README.md"))
 RESULT = RESULTS / re.search(r"\(results/(h200_[^)]*\.json)\)", DETAILS)[1]
-LOADS = RESULT.with_name(f"{RESULT.stem}_loads.json")  # of the same commit
+# By grid, its result beside this one: of the same commit.
+OWN = {name: RESULT.with_name(f"{RESULT.stem}_{name}.json") for name in ("loads", "packed", "windows")}
+OWN = {name: path for name, path in OWN.items() if path.exists()}
 PEERS = json.loads((RESULTS / "peers_h200.json").read_text())
 NAMES = {
     "fa2": "FlashAttention-2",
@@ -30,10 +32,11 @@ NAMES = {
     "dash-authors": "DASH",
 }
 SHAPE = ("head_dim", "heads", "kv_heads", "mask", "seqlen")
+LATER = ("pack", "window", "chunk")  # of the rows that have them
 
 
 def key(row):
-    return tuple(row[field] for field in SHAPE)
+    return tuple(row[field] for field in SHAPE) + tuple(str(row[field]) for field in LATER if field in row)
 
 
 def ours(rows, pass_, schedule="auto"):
@@ -247,7 +250,7 @@ def block(text):
 
 def test_the_blocks_are_what_the_program_writes(tmp_path, monkeypatch):
     """Into documents with nothing between the marks, and again into those with something: what is committed, in which
-    the small loads are quoted as well."""
+    the results of the other grids are quoted as well."""
     monkeypatch.setattr(document, "ROOT", tmp_path)
     monkeypatch.setattr(document.plot, "draw", lambda result, path, pass_: path.write_bytes(b"png"))
     results = tmp_path / "benchmarks" / "results"
@@ -258,31 +261,36 @@ def test_the_blocks_are_what_the_program_writes(tmp_path, monkeypatch):
     readmes = [tmp_path / "README.md", tmp_path / "benchmarks" / "README.md"]
     for path in readmes:
         path.write_text(f"before\n{mark}<!-- end -->\nafter\n")
-    document.main([str(result), "--loads", str(LOADS)])
+    arguments = [str(result), *itertools.chain(*((f"--{name}", str(path)) for name, path in OWN.items()))]
+    document.main(arguments)
     once = [path.read_text() for path in readmes]
     assert all(text.startswith(f"before\n{mark}") and text.endswith("<!-- end -->\nafter\n") for text in once)
     assert [block(text) for text in once] == [block(README), block(DETAILS)]
-    assert all("Small loads, " in text for text in once)
+    assert "loads" in OWN and all(f"(`--grid {name}`), both sides" in text for name in OWN for text in once)
     assert f"](benchmarks/results/{RESULT.stem}.png)" in once[0] and (results / f"{RESULT.stem}.png").exists()
-    document.main([str(result), "--loads", str(LOADS)])
+    document.main(arguments)
     assert [path.read_text() for path in readmes] == once
 
 
 @pytest.mark.parametrize("pass_", ["backward", "forward"])
-def test_the_claims_of_small_loads(pass_):
-    """Beside every peer of the run: geometric mean, the least, how many."""
-    meta, rows = (json.loads(LOADS.read_text())[name] for name in ("meta", "rows"))
-    text = " ".join(README.split()).split("Small loads, ")[1]
-    assert f"both sides in one run of commit {meta['commit'][:12]}:" in text
+@pytest.mark.parametrize("grid", OWN)
+def test_the_claims_of_the_other_grids(grid, pass_):
+    """Beside every peer of the run, and beside our own dense call: geometric mean, the least, how many."""
+    meta, rows = (json.loads(OWN[grid].read_text())[name] for name in ("meta", "rows"))
+    text = " ".join(README.split()).split(f"(`--grid {grid}`), ")[1].split("(`--grid")[0]
+    assert text.startswith(f"both sides in one run of commit {meta['commit'][:12]}:")
     mine, others = ours(rows, pass_), collections.defaultdict(dict)
-    assert len(mine) == len(loads_grid())  # no two differ in the batch alone
+    assert len(mine) == len(GRIDS[grid]())  # no two differ in the batch alone
     for row in rows:
-        if row["impl"] != "dash_attn" and row["pass"] == pass_:
+        if row["impl"] != "dash_attn" and row["pass"] == pass_ and row["schedule"] in ("auto", None):
             others[row["impl"], row["deterministic"]][key(row)] = row["tflops"]
     assert others
     for (impl, deterministic), peer in others.items():
         ratios = [mine[shape] / tflops for shape, tflops in peer.items()]
-        name = NAMES[impl] + (", deterministic" if deterministic and pass_ == "backward" else "")
+        if impl == "dash_attn dense":
+            name = "our own dense call on packs of equal lengths"
+        else:
+            name = NAMES[impl] + (", deterministic" if deterministic and pass_ == "backward" else "")
         middle = statistics.geometric_mean(ratios)
         claim = f"the {pass_} {middle:.2f} times that of {name}, at the least {min(ratios):.2f} ({len(ratios)})"
         assert claim in text
@@ -348,20 +356,23 @@ def test_the_comparisons_that_are_named(capsys, tmp_path, result):
     lines = re.findall(r"^    python -m benchmarks\.compare (.*)$", DETAILS, re.M)
     tflops = {("dash_attn", "auto"): 500.0, ("dash_attn", "atomic"): 900.0}
     tflops |= {("fa3", "auto"): 400.0, ("fa3", None): 450.0}
-    rows = []
-    for (impl, policy), pass_ in itertools.product(tflops, ("backward", "forward")):
-        head = {"impl": impl, "pass": pass_, "schedule": policy, "deterministic": policy == "auto"}
-        rows.append({**head, **vars(loads_grid()[0]), "ms": 1.0, "tflops": tflops[impl, policy]})
-    loads = tmp_path / "loads.json"
-    loads.write_text(json.dumps({"rows": rows}))
-    files = {"result.json": str(RESULT), "loads.json": str(loads)}
+    files = {"result.json": str(RESULT)}
+    for grid in ("loads", "packed", "windows"):
+        rows = []
+        for (impl, policy), pass_ in itertools.product(tflops, ("backward", "forward")):
+            head = {"impl": impl, "pass": pass_, "schedule": policy, "deterministic": policy == "auto"}
+            rows.append({**head, **GRIDS[grid]()[0].row(), "ms": 1.0, "tflops": tflops[impl, policy]})
+        path = tmp_path / f"{grid}.json"
+        path.write_text(json.dumps({"rows": rows}))
+        files[path.name] = str(path)
     of_runs = collections.defaultdict(list)
     for row in PEERS["same_run"]:
         of_runs[row["run"]].append(row)
     pairs = [(result["rows"], PEERS["rows"]), *((of_run, of_run) for of_run in of_runs.values())]
     ratios = [ratios_of(ours(own, "backward"), theirs(peers, "backward", True)) for own, peers in pairs]
-    expected = {"result.json": [statistics.geometric_mean(found) for found in ratios], "loads.json": [1.25, 1.25]}
-    assert [line.split()[0] for line in lines] == list(files)
+    expected = dict.fromkeys(files, [1.25, 1.25])
+    expected["result.json"] = [statistics.geometric_mean(found) for found in ratios]
+    assert list(dict.fromkeys(line.split()[0] for line in lines)) == list(files)
     for line in lines:
         compare.main([files.get(word, str(ROOT / word) if "/" in word else word) for word in shlex.split(line)])
         printed = capsys.readouterr().out
