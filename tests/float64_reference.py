@@ -27,9 +27,9 @@ class Attention(NamedTuple):
 
 
 def visible_keys(seqlen_q, seqlen_k, causal, device=None, *, window=(-1, -1), attention_chunk=0):
-    """(seqlen_q, seqlen_k) mask. The last query's own key is the last key. A query sees the keys from `window[0]` before
-    its own one to `window[1]` behind it, where a negative number is no limit and `causal` is 0 behind it; and of these
-    the keys of its own chunk, where `attention_chunk` is not 0."""
+    """(seqlen_q, seqlen_k) mask. The last query's own key is the last key. A query sees the keys from `window[0]`
+    before its own one to `window[1]` behind it, where a negative number is no limit and `causal` is 0 behind it; and of
+    these the keys of its own chunk, where `attention_chunk` is not 0."""
     own = torch.arange(seqlen_k - seqlen_q, seqlen_k, device=device)[:, None]
     key = torch.arange(seqlen_k, device=device)[None, :]
     left, right = window[0], 0 if causal else window[1]
