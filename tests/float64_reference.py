@@ -1,7 +1,8 @@
-"""Dense attention and its gradients in float64, the truth that every accuracy test compares with, and how far from it
-an output may be.
+"""Attention and its gradients in float64, the truth that every accuracy test compares with, and how far from it an
+output may be.
 
-Written from the formulas, one (batch, head) at a time, and sharing no code with `dash_attn`.
+Written from the formulas, one (batch, head) at a time, and sharing no code with `dash_attn`. A mask is three arguments:
+causal, window = (left, right), where a negative side is unbounded, and attention_chunk, where 0 is none.
 """
 
 from typing import NamedTuple
@@ -27,28 +28,31 @@ class Attention(NamedTuple):
 
 
 def visible_keys(seqlen_q, seqlen_k, causal, device=None, *, window=(-1, -1), attention_chunk=0):
-    """(seqlen_q, seqlen_k) mask. The last query's own key is the last key. A query sees the keys from `window[0]`
-    before its own one to `window[1]` behind it, where a negative number is no limit and `causal` is 0 behind it; and of
-    these the keys of its own chunk, where `attention_chunk` is not 0."""
-    own = torch.arange(seqlen_k - seqlen_q, seqlen_k, device=device)[:, None]
+    """(seqlen_q, seqlen_k) mask, pair by pair. The last query's own key is the last one."""
+    own = torch.arange(seqlen_q, device=device)[:, None] + seqlen_k - seqlen_q
     key = torch.arange(seqlen_k, device=device)[None, :]
-    left, right = window[0], 0 if causal else window[1]
+    left, right = window
     mask = torch.ones(seqlen_q, seqlen_k, dtype=torch.bool, device=device)
+    if causal:
+        right = 0
     if left >= 0:
         mask &= key >= own - left
     if right >= 0:
         mask &= key <= own + right
-    if attention_chunk:
-        mask &= own.div(attention_chunk, rounding_mode="floor") == key.div(attention_chunk, rounding_mode="floor")
+    if attention_chunk > 0:
+        mask &= key.div(attention_chunk, rounding_mode="floor") == own.div(attention_chunk, rounding_mode="floor")
     return mask
 
 
-def attention_float64(q, k, v, dout=None, *, softmax_scale=None, causal=False, window=(-1, -1), attention_chunk=0):
-    """Attention in float64; gradients too when `dout` is given. Any device; holds the scores of one head at a time."""
+def attention_float64(q, k, v, dout=None, *, softmax_scale=None, causal=False, **window):
+    """Attention in float64; gradients too when `dout` is given. Any device; holds the scores of one head at a time.
+
+    `window`: the keywords window and attention_chunk.
+    """
     batch, seqlen_q, heads, head_dim = q.shape
     seqlen_k, kv_heads = k.shape[1], k.shape[2]
     scale = head_dim**-0.5 if softmax_scale is None else softmax_scale
-    hidden = ~visible_keys(seqlen_q, seqlen_k, causal, q.device, window=window, attention_chunk=attention_chunk)
+    hidden = ~visible_keys(seqlen_q, seqlen_k, causal, q.device, **window)
     no_key = hidden.all(dim=1, keepdim=True)
 
     out = torch.zeros(q.shape, dtype=torch.float64, device=q.device)
@@ -75,7 +79,7 @@ def attention_float64(q, k, v, dout=None, *, softmax_scale=None, causal=False, w
     return Attention(out, lse, *(grads if dout is not None else ()))
 
 
-def attention_in_dtype(q, k, v, dout=None, *, softmax_scale=None, causal=False, window=(-1, -1), attention_chunk=0):
+def attention_in_dtype(q, k, v, dout=None, *, softmax_scale=None, causal=False, **window):
     """The same formula in PyTorch's own operators and autograd at the inputs' dtype: the accuracy that is the bar.
 
     Needs every query to see a key.
@@ -86,8 +90,7 @@ def attention_in_dtype(q, k, v, dout=None, *, softmax_scale=None, causal=False, 
     k_heads, v_heads = (t.repeat_interleave(group, dim=2) for t in (k, v))
     q_t, k_t, v_t = (t.transpose(1, 2) for t in (q, k_heads, v_heads))
     s = q_t @ k_t.transpose(-1, -2) * scale
-    seen = visible_keys(q.shape[1], k.shape[1], causal, q.device, window=window, attention_chunk=attention_chunk)
-    s = s.masked_fill(~seen, -torch.inf)
+    s = s.masked_fill(~visible_keys(q.shape[1], k.shape[1], causal, q.device, **window), -torch.inf)
     out = (s.softmax(dim=-1) @ v_t).transpose(1, 2)
     lse = s.detach().float().logsumexp(dim=-1)
     if dout is None:
@@ -95,9 +98,7 @@ def attention_in_dtype(q, k, v, dout=None, *, softmax_scale=None, causal=False, 
     return Attention(out.detach(), lse, *torch.autograd.grad(out, (q, k, v), dout))
 
 
-def attention_rounded(
-    q, k, v, dout, out, *, rounded_factors, softmax_scale=None, causal=False, window=(-1, -1), attention_chunk=0
-):
+def attention_rounded(q, k, v, dout, out, *, rounded_factors, softmax_scale=None, causal=False, **window):
     """out, dq, dk, dv in float64, but rounded to the inputs' dtype where ours are: P and dS before they enter a
     product, and each output once, at its end. So their error is what these roundings cost: sums in fp32, in any order,
     add next to nothing to it.
@@ -111,7 +112,7 @@ def attention_rounded(
     batch, seqlen_q, heads, head_dim = q.shape
     group = heads // k.shape[2]
     scale = head_dim**-0.5 if softmax_scale is None else softmax_scale
-    hidden = ~visible_keys(seqlen_q, k.shape[1], causal, q.device, window=window, attention_chunk=attention_chunk)
+    hidden = ~visible_keys(seqlen_q, k.shape[1], causal, q.device, **window)
 
     def rounded(x):
         return x.to(q.dtype).double()
@@ -137,48 +138,50 @@ def attention_rounded(
     return {name: rounded(x) for name, x in result.items()}
 
 
-def cancellation_bounds(q, k, v, dout, softmax_scale, seen):
-    """Norms that |dq| and |dk| cannot exceed where one key is all that a query can see: P = 1 and O = V, so the exact
+def cancellation_bounds(q, k, v, dout, softmax_scale, visible):
+    """Norms that |dq| and |dk| cannot exceed where no query sees more than one key: P = 1 and O = V, so the exact
     gradients are 0. Each of dP and D is then the same dot product of head_dim terms, summed in fp32 in any order: they
     differ by at most twice head_dim * 2^-23 * |dO|.|V| (2^-23: tensor cores may truncate), and dS is that difference
-    rounded to 16 bits (2^-8 at most). `seen` is the mask, of one key a row at most."""
+    rounded to 16 bits (2^-8 at most)."""
     heads, head_dim, kv_heads = q.shape[2], q.shape[3], k.shape[2]
     group = heads // kv_heads
-    seen = seen.double()
     q, dout = (x.double().abs() for x in (q, dout))
-    # Of the key that each query sees.
-    k, v = (torch.einsum("qk,bkhd->bqhd", seen, x.double().abs()).repeat_interleave(group, dim=2) for x in (k, v))
+    k, v = (x.double().abs().repeat_interleave(group, dim=2) for x in (k, v))
     rounding = 2 * head_dim * 2.0**-23 * (1 + 2.0**-8)
-    ds = rounding * (dout * v).sum(-1, keepdim=True)
-    dk = torch.einsum("qk,bqhd->bkhd", seen, ds * q).unflatten(2, (kv_heads, group)).sum(3)
+    ds = rounding * torch.einsum("bihd,bjhd->bhij", dout, v) * visible
+    dk = torch.einsum("bhij,bihd->bjhd", ds, q).unflatten(2, (kv_heads, group)).sum(3)
+    dq = torch.einsum("bhij,bjhd->bihd", ds, k)
     scale = abs(softmax_scale)
-    return {"dq": (ds * k).norm() * scale, "dk": dk.norm() * scale}
+    return {"dq": dq.norm() * scale, "dk": dk.norm() * scale}
 
 
-def error_limits(
-    exact, q, k, v, dout, out, *, rounded_factors, softmax_scale=None, causal=False, window=(-1, -1), attention_chunk=0
-):
+def error_limits(exact, q, k, v, dout, out, *, rounded_factors, softmax_scale=None, causal=False, **window):
     """How far out, dq, dk and dv may be from `exact`, as norms: no further than those of eager PyTorch (the contract),
     and no more than NEAR times as far as those of `attention_rounded`. `out` is what the gradients make D of."""
     softmax_scale = q.shape[3] ** -0.5 if softmax_scale is None else softmax_scale
-    formula = dict(softmax_scale=softmax_scale, causal=causal, window=window, attention_chunk=attention_chunk)
-    seen = visible_keys(q.shape[1], k.shape[1], causal, q.device, window=window, attention_chunk=attention_chunk)
-    keys_of_a_query = seen.sum(dim=1)
-    # Leading queries that see no key, exact in any formula: a query whose own key exists sees that.
-    unseen = int((keys_of_a_query == 0).sum())
+    formula = dict(softmax_scale=softmax_scale, causal=causal, **window)
+    visible = visible_keys(q.shape[1], k.shape[1], causal, q.device, **window)
+    # Queries that see no key are the first ones; they are exact in any formula.
+    unseen = int((~visible.any(dim=1)).sum())
     eager = attention_in_dtype(q[:, unseen:], k, v, dout[:, unseen:], **formula)
     rounded = attention_rounded(q, k, v, dout, out, rounded_factors=rounded_factors, **formula)
-    only_one = bool((keys_of_a_query <= 1).all())
-    bounds = cancellation_bounds(q, k, v, dout, softmax_scale, seen) if only_one else {}
+    cancels = visible.sum(dim=1).max() <= 1
+    bounds = cancellation_bounds(q, k, v, dout, softmax_scale, visible) if cancels else {}
     limits = {}
     for name in ("out", "dq", "dk", "dv"):
         truth = getattr(exact, name)
-        seeing = truth[:, unseen:] if name in ("out", "dq") else truth
+        seen = truth[:, unseen:] if name in ("out", "dq") else truth
         best = (truth.to(q.dtype).double() - truth).norm()
-        contract = torch.maximum((getattr(eager, name).double() - seeing).norm(), ROUNDING_SLACK * best)
+        contract = torch.maximum((getattr(eager, name).double() - seen).norm(), ROUNDING_SLACK * best)
         near = NEAR * (rounded[name] - truth).norm()
         limits[name] = bounds.get(name, torch.minimum(contract, near))
     return limits
+
+
+def sequences_of(offsets, used=None):
+    """The rows of each sequence of a pack, from lists of integers."""
+    lengths = used or [end - start for start, end in zip(offsets, offsets[1:])]
+    return [slice(start, start + length) for start, length in zip(offsets, lengths)]
 
 
 def relative_error(actual, expected):

@@ -15,8 +15,6 @@ from dash_attn._schedule import ForwardTiles
 
 GRADIENTS = ("dq", "dk", "dv")
 GUARD_ELEMENTS = 1024
-# Each policy's mask, where it is defined for one only.
-ONLY_WITH = {"shift": "full", "symmetric_shift": "causal"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,7 +39,7 @@ class Problem:
 
     @property
     def mask(self) -> dict[str, object]:
-        """As float64_reference takes it."""
+        """As float64_reference and dash_attn.schedule take it."""
         return dict(causal=self.causal, window=self.window, attention_chunk=self.attention_chunk)
 
     @property
@@ -85,17 +83,17 @@ class Inputs:
 
 def policies(problem: Problem) -> list[str]:
     """Every policy that is defined for the problem's mask."""
-    return [policy for policy in schedule.POLICIES if ONLY_WITH.get(policy, problem.mask_kind) == problem.mask_kind]
+    return list(schedule.fitting(**problem.mask))
 
 
 def schedules(causal: bool) -> list[str]:
     """Every policy that is defined for the causal mask, or for the full one."""
-    return policies(Problem(1, 1, 1, 1, 1, 64, causal))
+    return list(schedule.fitting(causal=causal))
 
 
 def tiles_of(problem: Problem, policy: str) -> schedule.Problem:
-    shape = dict(heads=problem.heads, kv_heads=problem.kv_heads, head_dim=problem.head_dim, causal=problem.causal)
-    return schedule.problem(policy, problem.seqlen_q, problem.seqlen_k, **shape)
+    shape = dict(heads=problem.heads, kv_heads=problem.kv_heads, head_dim=problem.head_dim)
+    return schedule.problem(policy, problem.seqlen_q, problem.seqlen_k, **shape, **problem.mask)
 
 
 def needs_clusters(policy: str) -> bool:
