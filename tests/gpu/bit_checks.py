@@ -19,7 +19,7 @@ def expected_gradients(inputs: Inputs, problem: Problem, policy: str) -> dict[st
 
 def check_under_load(inputs: Inputs, problem: Problem, load, calls: int, calls_in_flight: int) -> None:
     """`load` is a gpu_load.Perturbation."""
-    for policy in support.schedules(problem.causal):
+    for policy in support.policies(problem):
         expected = expected_gradients(inputs, problem, policy)
         for first in range(0, calls, calls_in_flight):
             load.enqueue(2 * calls_in_flight)
@@ -33,7 +33,7 @@ def check_under_load(inputs: Inputs, problem: Problem, load, calls: int, calls_i
 
 def check_sm_margins(inputs: Inputs, problem: Problem, num_sms: int, margins: Iterable[int]) -> None:
     """At these margins, and with as few SMs left as the policy runs on."""
-    for policy in support.schedules(problem.causal):
+    for policy in support.policies(problem):
         expected = expected_gradients(inputs, problem, policy)
         fewest = 2 if support.needs_clusters(policy) else 1
         for sm_margin in (*margins, num_sms - fewest):
@@ -46,7 +46,7 @@ def check_neighbours(alone: Problem, sequences: int, places: Iterable[int], devi
     place."""
     batch = dataclasses.replace(alone, batch=sequences)
     inputs = support.random_inputs(alone, device, seed=1)
-    policies = support.schedules(alone.causal)
+    policies = support.policies(alone)
     expected = {policy: expected_gradients(inputs, alone, policy) for policy in policies}
     for place in places:
         q, k, v, dout = support.random_qkv_dout(batch, device, seed=2 + place)

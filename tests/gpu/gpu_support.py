@@ -30,10 +30,40 @@ class Problem:
     causal: bool
     dtype: torch.dtype = torch.bfloat16
     softmax_scale: float | None = None
+    window: tuple[int, int] = (-1, -1)  # keys before and behind a query's own one; a negative number is no limit
+    attention_chunk: int = 0
 
     @property
     def scale(self) -> float:
         return 1.0 / math.sqrt(self.head_dim) if self.softmax_scale is None else self.softmax_scale
+
+    @property
+    def mask(self) -> dict[str, object]:
+        """As float64_reference and dash_attn.schedule take it."""
+        return dict(causal=self.causal, window=self.window, attention_chunk=self.attention_chunk)
+
+    @property
+    def mask_kind(self) -> str:
+        """Of the kernel that the mask chooses, whatever the lengths are."""
+        left, right = self.window[0], 0 if self.causal else self.window[1]
+        if left >= 0 or right > 0 or self.attention_chunk > 0:
+            return "window"
+        return "causal" if right == 0 else "full"
+
+    @property
+    def op_arguments(self) -> dict[str, object]:
+        """What the ops are told of a batch beside its tensors."""
+        return dict(
+            cu_seqlens_q=None,
+            cu_seqlens_k=None,
+            seqused_q=None,
+            seqused_k=None,
+            softmax_scale=self.scale,
+            causal=self.causal,
+            window_left=self.window[0],
+            window_right=self.window[1],
+            attention_chunk=self.attention_chunk,
+        )
 
 
 @dataclasses.dataclass
@@ -51,14 +81,19 @@ class Inputs:
         return self.dout, self.q, self.k, self.v, self.out, self.softmax_lse
 
 
+def policies(problem: Problem) -> list[str]:
+    """Every policy that is defined for the problem's mask."""
+    return list(schedule.fitting(**problem.mask))
+
+
 def schedules(causal: bool) -> list[str]:
-    """Every policy that is defined for the mask."""
+    """Every policy that is defined for the causal mask, or for the full one."""
     return list(schedule.fitting(causal=causal))
 
 
 def tiles_of(problem: Problem, policy: str) -> schedule.Problem:
-    shape = dict(heads=problem.heads, kv_heads=problem.kv_heads, head_dim=problem.head_dim, causal=problem.causal)
-    return schedule.problem(policy, problem.seqlen_q, problem.seqlen_k, **shape)
+    shape = dict(heads=problem.heads, kv_heads=problem.kv_heads, head_dim=problem.head_dim)
+    return schedule.problem(policy, problem.seqlen_q, problem.seqlen_k, **shape, **problem.mask)
 
 
 def needs_clusters(policy: str) -> bool:
@@ -100,8 +135,13 @@ def random_qkv_dout(problem: Problem, device: str, seed: int = 0) -> tuple[torch
     return q, k, v, normal(problem.seqlen_q, problem.heads)
 
 
+def forward(problem: Problem, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sm_margin: int = 0):
+    """out and softmax_lse, by the op."""
+    return torch.ops.dash_attn.forward(q, k, v, **problem.op_arguments, sm_margin=sm_margin)
+
+
 def with_forward(problem: Problem, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dout: torch.Tensor) -> Inputs:
-    out, softmax_lse = torch.ops.dash_attn.forward(q, k, v, problem.scale, problem.causal)
+    out, softmax_lse = forward(problem, q, k, v)
     return Inputs(dout, q, k, v, out, softmax_lse)
 
 
@@ -156,10 +196,9 @@ def backward_into(
         gradients["dq"],
         gradients["dk"],
         gradients["dv"],
-        problem.scale,
-        problem.causal,
-        policy,
-        sm_margin,
+        **problem.op_arguments,
+        schedule=policy,
+        sm_margin=sm_margin,
     )
 
 

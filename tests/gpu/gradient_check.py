@@ -24,7 +24,7 @@ def row_bounds(problem: Problem, inputs: Inputs, exact: Attention) -> dict[str, 
     info = torch.finfo(problem.dtype)
     q, dout, out = (x.float().transpose(1, 2) for x in (inputs.q, inputs.dout, inputs.out))
     k, v = (x.float().repeat_interleave(group, dim=2).transpose(1, 2) for x in (inputs.k, inputs.v))
-    hidden = ~visible_keys(problem.seqlen_q, problem.seqlen_k, problem.causal, q.device)
+    hidden = ~visible_keys(problem.seqlen_q, problem.seqlen_k, device=q.device, **problem.mask)
     p = (q @ k.mT * problem.scale - exact.softmax_lse.float()[..., None]).exp_().masked_fill_(hidden, 0.0)
     delta = (dout.double() * exact.out.transpose(1, 2)).sum(-1, keepdim=True).float()
     dout_norm, out_norm = dout.norm(dim=-1, keepdim=True), out.norm(dim=-1, keepdim=True)
@@ -53,7 +53,7 @@ class Bar:
 
     def __init__(self, problem: Problem, inputs: Inputs, kernel: bool | None = None):
         arguments = inputs.q, inputs.k, inputs.v, inputs.dout
-        formula = dict(softmax_scale=problem.scale, causal=problem.causal)
+        formula = dict(softmax_scale=problem.scale, **problem.mask)
         self.exact: Attention = attention_float64(*arguments, **formula)
         self.row_bounds = row_bounds(problem, inputs, self.exact)
         kernel = inputs.q.is_cuda if kernel is None else kernel

@@ -1,5 +1,5 @@
-"""Small shapes for compute-sanitizer: both passes, every policy, both masks, both head dims, ragged and unequal
-lengths.
+"""Small shapes for compute-sanitizer: both passes, every policy, every kind of mask, both head dims, ragged and unequal
+lengths, packs with gaps and sequences of nothing.
 
     compute-sanitizer --tool memcheck python tests/gpu/sanitizer_case.py
 
@@ -7,6 +7,7 @@ Inputs and reference are computed on the CPU, so that the only kernels under the
 """
 
 import argparse
+import dataclasses
 import pathlib
 import sys
 
@@ -15,13 +16,87 @@ import torch
 sys.path[:0] = [str(pathlib.Path(__file__).parent), str(pathlib.Path(__file__).parents[1])]
 
 import gpu_support as support
-from float64_reference import attention_float64, relative_error
-from gpu_support import Inputs, Problem
+import pack_support
+from float64_reference import Attention, attention_float64, relative_error
+from gpu_support import Problem
+from pack_support import Pool, Rows
 
 # The last one's query heads are split over work tiles.
 SHAPES = ((200, 330, 4, 2), (330, 200, 2, 2), (1, 65, 2, 1), (130, 65, 128, 1))
+WINDOWS = (
+    dict(causal=False, window=(64, 64)),
+    dict(causal=True, window=(127, -1)),
+    dict(causal=False, window=(10, -1)),
+    dict(causal=True, attention_chunk=100),
+)
+WINDOWED_SHAPES = ((200, 330, 4, 2), (330, 200, 2, 2))
+PACK_MASKS = (dict(causal=False), dict(causal=True), WINDOWS[0])
+# Queries and keys of each sequence; the rows where they start, and where the last one ends; rows in all.
+PACK = ((70, 65), (0, 0), (129, 130), (1, 0), (0, 40), (65, 200))
+PACK_ROWS_Q = Rows(300, (2, 72, 72, 210, 211, 220, 290), tuple(q for q, _ in PACK))
+PACK_ROWS_K = Rows(470, (0, 65, 70, 200, 200, 240, 440), tuple(k for _, k in PACK))
 # Far above the rounding of bf16, far below a wrong tile.
 TOLERANCE = 0.02
+
+
+class Case:
+    """A call of either pass: what it is, its arguments on the GPU, and what it should give."""
+
+    def __init__(self, what: str, problem: Problem, tensors: tuple[torch.Tensor, ...], exact: Attention, **lengths):
+        """`tensors`: q, k, v and dout."""
+        self.what, self.problem, self.exact = what, problem, exact
+        self.q, self.k, self.v, self.dout = (x.cuda() for x in tensors)
+        self.arguments = dict(problem.op_arguments, **{name: x.cuda() for name, x in lengths.items()})
+
+    @classmethod
+    def dense(cls, problem: Problem) -> "Case":
+        q, k, v, dout = support.random_qkv_dout(problem, "cpu")
+        exact = attention_float64(q, k, v, dout, softmax_scale=problem.scale, **problem.mask)
+        return cls(str(problem), problem, (q, k, v, dout), exact)
+
+    @classmethod
+    def pack(cls, problem: Problem) -> "Case":
+        pool = Pool(problem, "cpu")
+        pack = pack_support.make_pack([pool.get(*lengths) for lengths in PACK], PACK_ROWS_Q, PACK_ROWS_K)
+        outputs = []
+        for own in pack.sequences:
+            tensors = (x[None] for x in (own.q, own.k, own.v, own.dout))
+            outputs.append(attention_float64(*tensors, softmax_scale=problem.scale, **problem.mask))
+        joined = {}
+        for name in ("out", *support.GRADIENTS):
+            parts = [getattr(x, name)[0] for x in outputs]
+            rows = pack.rows_k if name in ("dk", "dv") else pack.rows_q
+            joined[name] = rows.join(parts, parts[0].new_zeros((max(rows.outside()), *parts[0].shape[1:])))
+        # Outside the sequences the backward must not read it.
+        lse = [x.softmax_lse[0] for x in outputs]
+        around = torch.full((problem.heads, max(pack.rows_q.outside())), float("nan"))
+        exact = Attention(joined["out"], pack.rows_q.join(lse, around, dim=1), *(joined[x] for x in support.GRADIENTS))
+        names = ("cu_seqlens_q", "cu_seqlens_k", "seqused_q", "seqused_k")
+        lengths = {name: getattr(pack, name) for name in names}
+        return cls(str(pack), problem, (pack.q, pack.k, pack.v, pack.dout), exact, **lengths)
+
+    def forward(self) -> dict[str, torch.Tensor]:
+        out, _ = torch.ops.dash_attn.forward(self.q, self.k, self.v, **self.arguments)
+        return {"out": out}
+
+    def backward(self, policy: str) -> dict[str, torch.Tensor]:
+        out, softmax_lse = self.exact.out.to(self.q.dtype).cuda(), self.exact.softmax_lse.float().cuda()
+        like = zip(support.GRADIENTS, (self.q, self.k, self.v))
+        gradients = {name: torch.empty(x.shape, dtype=x.dtype).cuda() for name, x in like}
+        torch.ops.dash_attn.backward(
+            self.dout, self.q, self.k, self.v, out, softmax_lse, *gradients.values(),
+            **self.arguments, schedule=policy, sm_margin=0,
+        )  # fmt: skip
+        return gradients
+
+    def errors(self, outputs: dict[str, torch.Tensor]) -> dict[str, float]:
+        return {name: relative_error(x.cpu(), getattr(self.exact, name)) for name, x in outputs.items()}
+
+
+def more_tiles_than_sms(head_dim: int, causal: bool) -> Problem:
+    """Of the forward: three query tiles a head, of 192 rows at head_dim 64."""
+    heads = torch.cuda.get_device_properties("cuda").multi_processor_count // 3 + 4
+    return Problem(1, 400, 150, heads, heads, head_dim, causal)
 
 
 def main() -> int:
@@ -29,33 +104,41 @@ def main() -> int:
     parser.add_argument("--head-dims", type=int, nargs="+", default=[64, 128])
     parser.add_argument("--shapes", type=int, default=len(SHAPES), help=f"how many of {SHAPES} (lengths, heads)")
     parser.add_argument("--passes", nargs="+", choices=("forward", "backward"), default=["forward", "backward"])
+    kinds = ("dense", "tiles", "windows", "packs")
+    parser.add_argument("--cases", nargs="+", choices=kinds, default=kinds, help="tiles: more of them than SMs")
     arguments = parser.parse_args()
     failures = 0
 
-    def report(what: str, outputs: dict[str, torch.Tensor], exact) -> None:
+    def report(what: str, errors: dict[str, float]) -> None:
         nonlocal failures
-        errors = {name: relative_error(x.cpu(), getattr(exact, name)) for name, x in outputs.items()}
         wrong = any(not error < TOLERANCE for error in errors.values())
         failures += wrong
         row = " ".join(f"{name} {error:.1e}" for name, error in errors.items())
         print(f"{'WRONG' if wrong else 'ok   '} {what}: {row}", flush=True)
 
+    def run(case: Case, passes: list[str]) -> None:
+        if "forward" in passes:
+            report(f"{case.what} forward", case.errors(case.forward()))
+        for policy in support.policies(case.problem) if "backward" in passes else ():
+            report(f"{case.what} {policy}", case.errors(case.backward(policy)))
+
     for head_dim in arguments.head_dims:
-        for causal in (False, True):
-            for seqlen_q, seqlen_k, heads, kv_heads in SHAPES[: arguments.shapes]:
-                problem = Problem(1, seqlen_q, seqlen_k, heads, kv_heads, head_dim, causal)
-                q, k, v, dout = support.random_qkv_dout(problem, "cpu")
-                exact = attention_float64(q, k, v, dout, causal=causal)
-                on_gpu = (x.cuda() for x in (dout, q, k, v, exact.out.to(q.dtype), exact.softmax_lse.float()))
-                inputs = Inputs(*on_gpu)
-                if "forward" in arguments.passes:
-                    out, _ = torch.ops.dash_attn.forward(inputs.q, inputs.k, inputs.v, problem.scale, causal)
-                    report(f"{problem} forward", {"out": out}, exact)
-                for policy in support.schedules(causal) if "backward" in arguments.passes else ():
-                    like = zip(support.GRADIENTS, (q, k, v))
-                    gradients = {name: torch.empty(x.shape, dtype=x.dtype).cuda() for name, x in like}
-                    support.backward_into(gradients, inputs, problem, policy)
-                    report(f"{problem} {policy}", gradients, exact)
+        if "dense" in arguments.cases:
+            for causal in (False, True):
+                for shape in SHAPES[: arguments.shapes]:
+                    run(Case.dense(Problem(1, *shape, head_dim, causal)), arguments.passes)
+        if "tiles" in arguments.cases and "forward" in arguments.passes:
+            for causal in (False, True):
+                run(Case.dense(more_tiles_than_sms(head_dim, causal)), ["forward"])
+        if "windows" in arguments.cases:
+            for shape in WINDOWED_SHAPES[: arguments.shapes]:
+                for mask in WINDOWS:
+                    problem = dataclasses.replace(Problem(1, *shape, head_dim, causal=False), **mask)
+                    run(Case.dense(problem), arguments.passes)
+        if "packs" in arguments.cases:
+            for mask in PACK_MASKS:
+                problem = dataclasses.replace(Problem(1, 0, 0, 4, 2, head_dim, causal=False), **mask)
+                run(Case.pack(problem), arguments.passes)
     print(f"{failures} wrong", flush=True)
     return 1 if failures else 0
 
