@@ -89,7 +89,7 @@ inline std::vector<std::vector<WorkTile>> published_mapping(Policy policy, Probl
     auto const give = [&](int sm, int kv) {
       int const kv_heads = problem.scheduler.kv_heads;
       work[sm].push_back(
-          problem.scheduler.at(problem.grid, policy, head % heads / kv_heads, head % kv_heads, head / heads, kv));
+          problem.scheduler.at(problem.grid, {head % heads / kv_heads, head % kv_heads, head / heads, kv}));
     };
     for (int s = 0; s < n; ++s) {
       if (policy == Policy::kSymmetricShift) {
