@@ -90,7 +90,9 @@ struct Arrivals {
   static constexpr int kTransaction = 1;                          // the thread that announces the bytes
   static constexpr int kConsumerWarps = Variant::kConsumerWarps;  // a lane of each warp whose products have completed
   static constexpr int kStagingWarps = kWarpgroupWarps;           // a lane of each warp that has staged its output
-  static constexpr int kStorers = Variant::kConsumers;  // a thread for each warpgroup's output, which has left
+  // A thread for each warpgroup's output, which has left; and every thread that has read what the tile is. The first
+  // would do, who waited for one of each of those warps, but racecheck does not follow that.
+  static constexpr int kDoneWithTile = Variant::kConsumers * (1 + kWarpgroupThreads);
 };
 
 template <typename Variant>
@@ -98,7 +100,7 @@ __device__ __forceinline__ void initialise_barriers(SharedStorage<Variant>& shar
   using Count = Arrivals<Variant>;
   for (int i = 0; i < Variant::kQueryStages; ++i) {
     shared.q_full[i].init(Count::kTransaction);
-    shared.q_empty[i].init(Count::kStorers);
+    shared.q_empty[i].init(Count::kDoneWithTile);
     for (int consumer = 0; consumer < Variant::kConsumers; ++consumer) {
       shared.out_full[i][consumer].init(Count::kStagingWarps);
     }

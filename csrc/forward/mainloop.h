@@ -44,7 +44,8 @@ class Consumer {
     Rows rows{};  // the last P of rows that see keys waits for its product
     for (int end; (end = next_tile()) != kNoMoreTiles; q_ = q_.next()) {
       const Rows next(params_, sequence_of_tile(), end, consumer_);
-      if (rows.kv.count > 0 && next.kv.count > 0) {
+      if (rows.kv.count > 0 && next.kv.count > 0 && rows.passed_after <= kPassedWhileBusy &&
+          next.passed_before <= kPassedWhileBusy) {
         if (Variant::kHalvesFirstTile && next.half_first) {
           cross<kHalfTile>(out, p, softmax, rows, next);
         } else {
@@ -96,6 +97,7 @@ class Consumer {
   // The first scores of `rows`.
   __device__ __forceinline__ void begin(PackedScores& p, OnlineSoftmax& softmax, const Rows& rows) {
     Scores s;
+    pass_tiles(rows.passed_before - kPassedWhileBusy);
     pass_keys_before(rows);
     wait_for_k();
     issue_s(s);
@@ -172,23 +174,30 @@ class Consumer {
     issue_out(out, p);
     finish_out(out, p);
     pass_values_after(rows);
+    pass_tiles(rows.passed_after - kPassedWhileBusy);
     store(out, softmax, rows, q_.previous());
   }
 
   // Rows that see no key.
   __device__ __forceinline__ void pass_over(Output& out, OnlineSoftmax& softmax, const Rows& rows) {
-#pragma unroll 1
-    for (int i = 0; i < rows.passed_before + rows.passed_after; ++i) {
-      pass(shared_.k_full, shared_.k_empty, k_);
-      pass(shared_.v_full, shared_.v_empty, v_);
-    }
+    pass_tiles(rows.passed_before + rows.passed_after);
     store(out, softmax, rows, q_);
   }
 
-  // A warpgroup's rows see at each end at most one KV tile less than the others' of their tile, if any. So while the V
-  // of the rows before is still in use, one tile of K is passed over behind theirs and one before that of the next, and
-  // the loader brings both, and the one that is used, without waiting for that V.
-  static_assert(Variant::kQuery - kWarpgroupRows <= Variant::kKey);
+  __device__ __forceinline__ void pass_tiles(int count) {
+#pragma unroll 1
+    for (int i = 0; i < count; ++i) {
+      pass(shared_.k_full, shared_.k_empty, k_);
+      pass(shared_.v_full, shared_.v_empty, v_);
+    }
+  }
+
+  // A warpgroup's rows see at each end at most one KV tile less than the others' of their tile, if any, but where a
+  // chunk ends between them. So while the V of the rows before is still in use, one tile of K is passed over behind
+  // theirs and one before that of the next, and the loader brings both, and the one that is used, without waiting for
+  // that V.
+  static constexpr int kPassedWhileBusy = 1;
+  static_assert(Variant::kQuery - kWarpgroupRows <= kPassedWhileBusy * Variant::kKey);
 
   __device__ __forceinline__ void pass_keys_before(const Rows& rows) {
     if (rows.passed_before > 0) { pass(shared_.k_full, shared_.k_empty, k_); }
@@ -296,6 +305,7 @@ class Consumer {
     store_rows<Variant::kQuery>(shared_.q[slot_of_rows.slot()], consumer_ * kWarpgroupRows, packed, thread_ / 32,
                                 thread_ % 32);
     fence_and_arrive(shared_.out_full[slot_of_rows.slot()][consumer_]);
+    shared_.q_empty[slot_of_rows.slot()].arrive();
   }
 
   Shared& shared_;
