@@ -129,6 +129,22 @@ def test_the_host_does_not_wait(mask, head_dim, device):
         assert_as_alone(pack, {policy: outputs})
 
 
+@HEAD_DIMS
+@FEW
+def test_workspace_is_linear_in_the_tokens(mask, head_dim, device):
+    """fp32 dQ, and dK and dV where query heads are split over work tiles; of each sequence up to a tile more."""
+    heads, kv_heads = 4, 2
+    pool = Pool(problem_of(heads, kv_heads, head_dim, **FEW_MASKS[mask]), device)
+    for lengths in ([(16384, 16384), *[(64, 64)] * 500], [(4096, 4096)] * 6):
+        pack = pack_support.pack_of_lengths(pool, lengths)
+        rows = max(pack.rows_q.total, pack.rows_k.total) + 128 * len(lengths)
+        for policy in everything(pool.problem):
+            results = sum(x.nbytes for x in varlen_attention(pack, policy).values())
+            used = support.requested_bytes(lambda: varlen_attention(pack, policy)) - results
+            allowed = 1.05 * 4 * head_dim * rows * (heads + 2 * kv_heads) + (1 << 20)
+            assert used <= allowed, f"{pack} {policy}: {used} bytes, {allowed:.0f} allowed"
+
+
 @pytest.mark.parametrize("held", (1, 66, 130, 131))
 @HEAD_DIMS
 @FEW

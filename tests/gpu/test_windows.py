@@ -200,6 +200,15 @@ def test_large_groups(window, device):
         check_accuracy(problem_of(window, 1, 1300, 1300, group, 1, head_dim), device)
 
 
+@pytest.mark.parametrize("window", FEW_WINDOWS)
+def test_auto_is_descending(window, device):
+    for head_dim, lengths in itertools.product((64, 128), ((60, 60), (515, 515))):
+        problem = problem_of(window, 2, *lengths, 8, 2, head_dim)
+        tensors = support.random_qkv_dout(problem, device)
+        auto, descending = (outputs(problem, tensors, policy) for policy in ("auto", "descending"))
+        support.assert_same_bits(auto, descending, str(problem))
+
+
 @pytest.mark.parametrize("schedule", ("shift", "symmetric_shift"))
 @pytest.mark.parametrize("window", FEW_WINDOWS)
 def test_a_policy_that_is_not_defined_for_windows_raises(window, schedule, device):
