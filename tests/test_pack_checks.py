@@ -10,9 +10,9 @@ import torch
 sys.path.insert(0, str(pathlib.Path(__file__).parent / "gpu"))
 
 import gpu_support as support
-import pack_support
+import pack_checks
 from gpu_support import GRADIENTS, Problem
-from pack_support import Pool, Rows
+from pack_checks import Pool, Rows
 
 LENGTHS = ((20, 30), (0, 7), (9, 0), (33, 33))
 ROWS_Q, ROWS_K = Rows(80, (1, 25, 25, 34, 70), (20, 0, 9, 33)), Rows(90, (0, 30, 37, 40, 80), (30, 7, 0, 33))
@@ -24,11 +24,11 @@ def pool():
 
 
 def make_pack(pool, **arguments):
-    return pack_support.make_pack([pool.get(*lengths) for lengths in LENGTHS], ROWS_Q, ROWS_K, **arguments)
+    return pack_checks.make_pack([pool.get(*lengths) for lengths in LENGTHS], ROWS_Q, ROWS_K, **arguments)
 
 
 def outputs(pack):
-    return {name: x.clone() for name, x in pack_support.varlen_attention(pack, "auto").items()}
+    return {name: x.clone() for name, x in pack_checks.varlen_attention(pack, "auto").items()}
 
 
 def test_a_layout_knows_its_rows():
@@ -41,14 +41,14 @@ def test_a_layout_knows_its_rows():
     for seed in range(50):
         chance = random.Random(seed)
         lengths = chance.choices((0, 1, 40), k=5)
-        rows = pack_support.lay_out(lengths, chance, gaps=seed % 2 == 0, total=2000)
+        rows = pack_checks.lay_out(lengths, chance, gaps=seed % 2 == 0, total=2000)
         assert min(rows.outside()) >= 0 and sum(rows.outside()) + sum(lengths) == 2000
         assert seed % 2 == 0 or not rows.has_gaps()
 
 
 def test_memory_is_poisoned_in_the_block_alone():
     before = torch.are_deterministic_algorithms_enabled()
-    with pack_support.poisoned_allocations():
+    with pack_checks.poisoned_allocations():
         assert torch.empty(5, dtype=torch.bfloat16).isnan().all()
         assert (torch.empty(5, dtype=torch.uint8) == 255).all()
     assert torch.are_deterministic_algorithms_enabled() == before
@@ -58,10 +58,10 @@ def test_a_right_pack_passes(pool):
     for poisoned in (None, 0, 3):
         pack = make_pack(pool, poisoned=poisoned)
         assert pack.q.isnan().any() and pack.dout.isnan().any() and pack.k.isinf().any()
-        pack_support.assert_as_alone(pack, {"auto": outputs(pack)})
+        pack_checks.assert_as_alone(pack, {"auto": outputs(pack)})
 
 
-@pytest.mark.parametrize("name", pack_support.OUTPUTS)
+@pytest.mark.parametrize("name", pack_checks.OUTPUTS)
 def test_one_bit_is_seen_where_it_is(name, pool):
     pack = make_pack(pool)
     behind = 85 if name in ("dk", "dv") else 79
@@ -71,7 +71,7 @@ def test_one_bit_is_seen_where_it_is(name, pool):
         bits = support.int_view(rows)
         bits[row].view(-1)[-1] ^= 1
         with pytest.raises(AssertionError, match=f"auto: {name}.*1 of .* elements differ; row {row} is .*{where}"):
-            pack_support.assert_as_alone(pack, {"descending": outputs(pack), "auto": found})
+            pack_checks.assert_as_alone(pack, {"descending": outputs(pack), "auto": found})
 
 
 def test_a_poisoned_sequence_is_not_looked_at_and_its_neighbours_are(pool):
@@ -80,33 +80,33 @@ def test_a_poisoned_sequence_is_not_looked_at_and_its_neighbours_are(pool):
     assert found["dq"][1].isnan().all()
     found["dq"][70] = 1.0
     with pytest.raises(AssertionError, match="outside every sequence"):
-        pack_support.assert_as_alone(pack, {"auto": found})
+        pack_checks.assert_as_alone(pack, {"auto": found})
 
 
 @pytest.mark.parametrize("name", ("out", *GRADIENTS))
 def test_an_inaccurate_sequence_is_named(name, pool):
     pack = make_pack(pool)
     found = outputs(pack)
-    assert pack_support.accuracy_failures(pack, {"auto": found}) == []
-    own = pack_support.own_rows(pack, found, 3)[name]
+    assert pack_checks.accuracy_failures(pack, {"auto": found}) == []
+    own = pack_checks.own_rows(pack, found, 3)[name]
     own.copy_(own * 1.01)
-    lines = pack_support.accuracy_failures(pack, {"auto": found})
+    lines = pack_checks.accuracy_failures(pack, {"auto": found})
     assert lines and all(line.startswith("sequence 3 of 33 queries and 33 keys, from rows") for line in lines)
 
 
 def test_a_sequence_of_nothing_must_have_zeros(pool):
     pack = make_pack(pool)
     found = outputs(pack)
-    pack_support.own_rows(pack, found, 1)["dk"][3] = 1.0
-    pack_support.own_rows(pack, found, 2)["softmax_lse"][1] = 0.0
-    lines = pack_support.accuracy_failures(pack, {"auto": found})
+    pack_checks.own_rows(pack, found, 1)["dk"][3] = 1.0
+    pack_checks.own_rows(pack, found, 2)["softmax_lse"][1] = 0.0
+    lines = pack_checks.accuracy_failures(pack, {"auto": found})
     assert [line.split(", auto: ")[1] for line in lines] == [
         f"{name} of a sequence without queries or keys" for name in ("dk", "softmax_lse")
     ]
 
 
 def test_every_policy_of_a_mask_is_tried():
-    for kind, masks in pack_support.MASKS.items():
+    for kind, masks in pack_checks.MASKS.items():
         for mask in masks:
             problem = Problem(1, 1, 1, 1, 1, 64, **mask)
             assert problem.mask_kind == kind
