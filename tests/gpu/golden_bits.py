@@ -98,6 +98,8 @@ def digest(tensor: torch.Tensor) -> str:
 class Package:
     """The installed package's ops, every policy that users can choose."""
 
+    PACK, WINDOW = (None,) * 4, (-1, -1, 0)  # a dense batch, no window
+
     def __init__(self):
         import dash_attn  # noqa: F401  registers torch.ops.dash_attn
         from dash_attn import schedule
@@ -105,12 +107,12 @@ class Package:
         self.fitting = schedule.fitting
 
     def forward(self, q, k, v, softmax_scale, causal):
-        return torch.ops.dash_attn.forward(q, k, v, softmax_scale, causal)
+        return torch.ops.dash_attn.forward(q, k, v, *self.PACK, softmax_scale, causal, *self.WINDOW)
 
     def backward(self, dout, q, k, v, out, softmax_lse, softmax_scale, causal, policy):
         gradients = tuple(torch.full_like(x, float("nan")) for x in (q, k, v))
         torch.ops.dash_attn.backward(
-            dout, q, k, v, out, softmax_lse, *gradients, softmax_scale, causal, policy, 0
+            dout, q, k, v, out, softmax_lse, *gradients, *self.PACK, softmax_scale, causal, *self.WINDOW, policy, 0
         )
         return gradients
 

@@ -100,8 +100,13 @@ def random_qkv_dout(problem: Problem, device: str, seed: int = 0) -> tuple[torch
     return q, k, v, normal(problem.seqlen_q, problem.heads)
 
 
+def settings(problem: Problem) -> tuple:
+    """Of both ops, between the tensors and the schedule: a dense batch, the scale, the mask without a window."""
+    return (None, None, None, None, problem.scale, problem.causal, -1, -1, 0)
+
+
 def with_forward(problem: Problem, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dout: torch.Tensor) -> Inputs:
-    out, softmax_lse = torch.ops.dash_attn.forward(q, k, v, problem.scale, problem.causal)
+    out, softmax_lse = torch.ops.dash_attn.forward(q, k, v, *settings(problem))
     return Inputs(dout, q, k, v, out, softmax_lse)
 
 
@@ -156,8 +161,7 @@ def backward_into(
         gradients["dq"],
         gradients["dk"],
         gradients["dv"],
-        problem.scale,
-        problem.causal,
+        *settings(problem),
         policy,
         sm_margin,
     )

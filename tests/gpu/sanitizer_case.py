@@ -49,7 +49,7 @@ def main() -> int:
                 on_gpu = (x.cuda() for x in (dout, q, k, v, exact.out.to(q.dtype), exact.softmax_lse.float()))
                 inputs = Inputs(*on_gpu)
                 if "forward" in arguments.passes:
-                    out, _ = torch.ops.dash_attn.forward(inputs.q, inputs.k, inputs.v, problem.scale, causal)
+                    out, _ = torch.ops.dash_attn.forward(inputs.q, inputs.k, inputs.v, *support.settings(problem))
                     report(f"{problem} forward", {"out": out}, exact)
                 for policy in support.schedules(causal) if "backward" in arguments.passes else ():
                     like = zip(support.GRADIENTS, (q, k, v))

@@ -19,12 +19,12 @@ REPEATS = 50  # of a call whose bits a race would change only now and then
 
 
 def forward(problem: Problem, q, k, v, sm_margin: int = 0) -> dict[str, torch.Tensor]:
-    out, softmax_lse = torch.ops.dash_attn.forward(q, k, v, problem.scale, problem.causal, sm_margin)
+    out, softmax_lse = torch.ops.dash_attn.forward(q, k, v, *support.settings(problem), sm_margin)
     return {"out": out, "softmax_lse": softmax_lse}
 
 
 def kernel_into(out: torch.Tensor, softmax_lse: torch.Tensor, problem: Problem, q, k, v, sm_margin: int = 0) -> None:
-    torch.ops.dash_attn_C.forward(q, k, v, out, softmax_lse, problem.scale, problem.causal, sm_margin)
+    torch.ops.dash_attn_C.forward(q, k, v, out, softmax_lse, *support.settings(problem), sm_margin)
 
 
 def output_lines(problem: Problem, outputs: dict[str, torch.Tensor], bar: gradient_check.Bar) -> list[str]:
@@ -251,7 +251,8 @@ def test_opcheck(causal, device):
     for head_dim, (seqlen_q, seqlen_k) in itertools.product((64, 128), ((130, 200), (200, 130), (1, 70))):
         problem = Problem(2, seqlen_q, seqlen_k, 4, 2, head_dim, causal)
         q, k, v, _ = support.random_qkv_dout(problem, device)
-        torch.library.opcheck(torch.ops.dash_attn.forward.default, (q, k, v, 0.25, causal, 3))
+        arguments = (q, k, v, None, None, None, None, 0.25, causal, -1, -1, 0, 3)
+        torch.library.opcheck(torch.ops.dash_attn.forward.default, arguments)
 
 
 @MASKS

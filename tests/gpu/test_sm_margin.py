@@ -24,7 +24,7 @@ def margins(num_sms: int) -> tuple[int, ...]:
 
 
 def forward(inputs: Inputs, problem: Problem, sm_margin: int) -> None:
-    torch.ops.dash_attn.forward(inputs.q, inputs.k, inputs.v, problem.scale, problem.causal, sm_margin)
+    torch.ops.dash_attn.forward(inputs.q, inputs.k, inputs.v, *support.settings(problem), sm_margin)
 
 
 def kernels(run, path) -> dict[str, int]:
