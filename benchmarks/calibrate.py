@@ -101,12 +101,12 @@ def prepare(probe: Probe):
 
     q, dout = normal(probe.seqlen_q, probe.heads), normal(probe.seqlen_q, probe.heads)
     k, v = normal(probe.seqlen_k, probe.kv_heads), normal(probe.seqlen_k, probe.kv_heads)
-    scale = probe.head_dim**-0.5
-    out, softmax_lse = torch.ops.dash_attn.forward(q, k, v, scale, probe.causal)
+    settings = (None, None, None, None, probe.head_dim**-0.5, probe.causal, -1, -1, 0)  # dense, no window
+    out, softmax_lse = torch.ops.dash_attn.forward(q, k, v, *settings)
     gradients = tuple(torch.empty_like(t) for t in (q, k, v))
     margin = torch.cuda.get_device_properties(0).multi_processor_count - probe.sms
     return lambda: torch.ops.dash_attn.backward(
-        dout, q, k, v, out, softmax_lse, *gradients, scale, probe.causal, probe.schedule, margin
+        dout, q, k, v, out, softmax_lse, *gradients, *settings, probe.schedule, margin
     )
 
 

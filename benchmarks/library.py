@@ -24,14 +24,18 @@ class Library:
             torch.ops.load_library(declarations)
         torch.ops.load_library(path)
         self._policies = list(policies)
+        # A dense batch and no window, which older ops are not told of.
+        named = {argument.name for argument in torch.ops.dash_attn_C.forward.default._schema.arguments}
+        self._pack = (None,) * 4 if "cu_seqlens_q" in named else ()
+        self._window = (-1, -1, 0) if "window_left" in named else ()
 
     def forward(self, q, k, v, out, softmax_lse, softmax_scale: float, causal: bool) -> None:
-        torch.ops.dash_attn_C.forward(q, k, v, out, softmax_lse, softmax_scale, causal, 0)
+        torch.ops.dash_attn_C.forward(q, k, v, out, softmax_lse, *self._pack, softmax_scale, causal, *self._window, 0)
 
     def backward(
         self, dout, q, k, v, out, softmax_lse, dq, dk, dv, softmax_scale: float, causal: bool, schedule: str
     ) -> None:
         number = self._policies.index(schedule)
         torch.ops.dash_attn_C.backward(
-            dout, q, k, v, out, softmax_lse, dq, dk, dv, softmax_scale, causal, number, 0
+            dout, q, k, v, out, softmax_lse, dq, dk, dv, *self._pack, softmax_scale, causal, *self._window, number, 0
         )

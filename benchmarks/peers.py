@@ -101,21 +101,22 @@ class DashAttn:
         import dash_attn
         from dash_attn import schedule
 
-        ops, scale = torch.ops.dash_attn, softmax_scale(shape)
-        out, softmax_lse = ops.forward(x.q, x.k, x.v, scale, shape.causal)
+        ops = torch.ops.dash_attn
+        settings = (None, None, None, None, softmax_scale(shape), shape.causal, -1, -1, 0)  # dense, no window
+        out, softmax_lse = ops.forward(x.q, x.k, x.v, *settings)
         saved = x.dout, x.q, x.k, x.v, out, softmax_lse
         gradients = tuple(torch.empty_like(t) for t in (x.q, x.k, x.v))
         leaves = tuple(t.detach().requires_grad_() for t in (x.q, x.k, x.v))
 
         def forward() -> Results:
-            return ops.forward(x.q, x.k, x.v, scale, shape.causal)[0]
+            return ops.forward(x.q, x.k, x.v, *settings)[0]
 
         def backward() -> Results:
             if variant.deterministic:
-                ops.backward(*saved, *gradients, scale, shape.causal, variant.schedule, 0)
+                ops.backward(*saved, *gradients, *settings, variant.schedule, 0)
             else:  # the op takes deterministic policies only
                 number = schedule.policy_number(variant.schedule)
-                torch.ops.dash_attn_C.backward(*saved, *gradients, scale, shape.causal, number, 0)
+                torch.ops.dash_attn_C.backward(*saved, *gradients, *settings, number, 0)
             return gradients
 
         def through_autograd() -> Results:

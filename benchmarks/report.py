@@ -100,8 +100,7 @@ def pairs(rows: list[Compared], of=TIMES) -> list[tuple[Compared, Compared, str]
 def is_automatic(row: Compared) -> bool:
     """Whether the policy is the one of schedule="auto" at this shape."""
     shape = row.shape
-    sequence = dict(causal=shape.causal, seqlen_k=shape.seqlen, head_dim=shape.head_dim)
-    return row.policy == schedule.resolve("auto", **sequence)
+    return row.policy == schedule.resolve("auto", causal=shape.causal, head_dim=shape.head_dim)
 
 
 def best(rows: list[Compared]) -> tuple[Compared, Compared]:

@@ -9,13 +9,11 @@ from __future__ import annotations
 
 import numbers
 import operator
-from collections.abc import Sequence
 
 import torch
 
-_DROPOUT = "dropout is not supported; FlashAttention-3 has softmax_scale in this place: pass it by name"
-_WINDOW = "sliding windows are not supported; causal=True gives the causal mask"
-_MAX_SM_MARGIN = 2**31 - 1
+_DROPOUT = "dropout is not supported; FlashAttention-3 has {} in this place: pass it by name"
+_MAX_INT = 2**31 - 1
 
 
 def check_tensors(named: dict[str, object]) -> None:
@@ -28,40 +26,55 @@ def check_tensors(named: dict[str, object]) -> None:
 
 
 def reject_unsupported(
-    dropout_p, softcap, alibi_slopes, qv, q_descale, k_descale, v_descale, attention_chunk, num_splits, pack_gqa
-) -> None:
+    dropout_p, softcap, alibi_slopes, qv, q_descale, k_descale, v_descale, num_splits, pack_gqa, block_table=None, *,
+    is_pack=False,
+) -> None:  # fmt: skip
     """Raise NotImplementedError for the first argument that asks for what is not there."""
-    _require(_is_zero(dropout_p), "dropout_p", "0.0", _DROPOUT, dropout_p)
+    dropout = _DROPOUT.format("seqused_q" if is_pack else "softmax_scale")
+    _require(_is_zero(dropout_p), "dropout_p", "0.0", dropout, dropout_p)
     _require(_is_zero(softcap), "softcap", "0.0", "soft-capped scores are not supported", softcap)
     _require(alibi_slopes is None, "alibi_slopes", "None", "ALiBi is not supported", alibi_slopes)
     _require(qv is None, "qv", "None", "a second query-value product is not supported", qv)
     for name, scale in (("q_descale", q_descale), ("k_descale", k_descale), ("v_descale", v_descale)):
         _require(scale is None, name, "None", "fp8 is not supported", scale)
-    _require(_is_zero(attention_chunk), "attention_chunk", "0", "chunked attention is not supported", attention_chunk)
     splits = _is_integer(num_splits) and num_splits in (0, 1)
     _require(splits, "num_splits", "0 or 1", "splitting the keys is not supported", num_splits)
     flag = pack_gqa is None or _as_flag(pack_gqa) is not None
     _require(flag, "pack_gqa", "None or a bool", "it changes nothing", pack_gqa)
+    _require(block_table is None, "block_table", "None", "paged keys and values are not supported", block_table)
 
 
-def causal_of_window(window_size: object, causal: bool, tensors: Sequence[torch.Tensor]) -> bool:
-    """Whether the mask of `causal` and `window_size` is the causal one; NotImplementedError if it is another than full.
-
-    Query i sees the keys from i + seqlen_k - seqlen_q - left to i + seqlen_k - seqlen_q + right; a side that is
-    negative or None is unbounded, and the causal mask has right = 0.
-    """
+def as_window(window_size: object) -> tuple[int, int]:
+    """(left, right) as the ops take it: a side that is None or negative is -1."""
     sides = tuple(window_size) if isinstance(window_size, (tuple, list)) else ()
-    understood = len(sides) == 2 and all(side is None or _is_integer(side) for side in sides)
-    # A wrong number of dimensions is the ops' to tell.
-    if understood and all(tensor.dim() > 1 for tensor in tensors):
-        seqlen_q, seqlen_k = tensors[0].shape[1], tensors[-1].shape[1]
-        left, right = (-1 if side is None else side for side in sides)
-        causal = causal or right == 0
-        cuts = 0 <= left < seqlen_k - 1 or (not causal and 0 < right < seqlen_q - 1)
+    if len(sides) != 2 or not all(side is None or _is_integer(side) for side in sides):
+        error = ValueError if sides and len(sides) != 2 else TypeError
+        raise error(f"window_size must be (left, right), each an int or None, got {_describe(window_size)}")
+    left, right = (-1 if side is None else max(-1, min(side, _MAX_INT)) for side in sides)
+    return left, right
+
+
+def as_attention_chunk(attention_chunk: object) -> int:
+    """None is 0: no chunks."""
+    if attention_chunk is None:
+        return 0
+    if not _is_integer(attention_chunk):
+        raise TypeError(f"attention_chunk must be an int or None, got {_describe(attention_chunk)}")
+    if attention_chunk < 0:
+        raise ValueError(f"attention_chunk must be at least 0, got {_describe(attention_chunk)}")
+    return min(attention_chunk, _MAX_INT)
+
+
+def check_max_seqlen(name: str, value: object) -> None:
+    """A hint, of which only the type is looked at: a tensor would have to be read back from its device."""
+    if isinstance(value, torch.Tensor):
+        is_integer = not (value.is_floating_point() or value.is_complex() or value.dtype == torch.bool)
+        good = is_integer and value.dim() == 0
     else:
-        cuts = not understood
-    _require(not cuts, "window_size", "(-1, -1)", _WINDOW, window_size)
-    return causal
+        good = _is_integer(value) and (isinstance(value, torch.SymInt) or value >= 0)
+    if not good:
+        error = ValueError if _is_integer(value) else TypeError
+        raise error(f"{name} must be an int of at least 0 or an integer tensor of shape (), got {_describe(value)}")
 
 
 def as_flag(name: str, value: object) -> bool:
@@ -92,7 +105,7 @@ def as_sm_margin(sm_margin: object):
         return sm_margin
     if not _is_integer(sm_margin):
         raise TypeError(f"sm_margin must be an int, got {_describe(sm_margin)}")
-    if not 0 <= sm_margin <= _MAX_SM_MARGIN:
+    if not 0 <= sm_margin <= _MAX_INT:
         raise ValueError(
             f"sm_margin must be at least 0 and less than the SMs of the GPU, got {_describe(sm_margin)}"
         )
@@ -120,7 +133,7 @@ def _require(holds: bool, name: str, allowed: str, why: str, value: object) -> N
 
 
 def _is_integer(value: object) -> bool:
-    return isinstance(value, numbers.Integral) and not isinstance(value, bool)
+    return isinstance(value, (numbers.Integral, torch.SymInt)) and not isinstance(value, bool)
 
 
 def _is_zero(value: object) -> bool:

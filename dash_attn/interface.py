@@ -1,25 +1,21 @@
-"""Drop-in replacements for FlashAttention's functions whose gradients have the same bits every run.
+"""Drop-in replacements for FlashAttention's functions whose gradients have the same bits every run: dense batches.
 
 Names, order and defaults of the arguments are FlashAttention-2's; FlashAttention-3's further arguments follow as
 keywords. An argument that asks for what is not there yet raises NotImplementedError: none is ignored.
 
 On CUDA tensors the kernels need a Hopper GPU. CPU tensors are computed by `dash_attn.reference`, slowly, with the same
-checks. Gradients are a function of the inputs and of `schedule` alone.
+checks. Gradients are a function of the inputs and of `schedule` alone. `dash_attn.varlen` has the functions of packs.
 """
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from . import checks, ops
-
-# In the order of _attention's `unsupported`.
-_UNSUPPORTED_DEFAULTS = (0.0, 0.0, None, None, None, None, None, 0, 1, None)
-_ANY_WINDOW = (-1, -1)
+from . import checks
+from .attention import attention
 
 
 def flash_attn_func(
@@ -62,15 +58,16 @@ def flash_attn_func(
             torch.compile each value is a graph of its own.
         causal: mask aligned at the bottom right: query i sees the keys j <= i + seqlen_k - seqlen_q. A query that sees
             no key has output 0, log-sum-exp +inf and gradients 0.
-        window_size: (left, right), of which a negative number or None is unbounded. (-1, 0) is the causal mask; any
-            other must be too wide to hide a key from a query.
+        window_size: (left, right): query i sees the keys from p - left to p + right, p = i + seqlen_k - seqlen_q being
+            its own. A negative number or None is unbounded; causal sets right to 0, and (-1, 0) is the causal mask.
         softcap: 0.0 or None only.
         alibi_slopes: None only.
         deterministic: accepted for compatibility; gradients are deterministic for either value.
         return_attn_probs: also return the log-sum-exp, and an empty tensor where FlashAttention-2 returns the
             dropped-out probabilities.
-        qv, q_descale, k_descale, v_descale, attention_chunk, num_splits: FlashAttention-3's; None, None, None, None, 0
-            and 0 or 1 only.
+        attention_chunk: FlashAttention-3's: of the keys that the mask leaves, query i sees those of its own chunk, keys
+            j with j // attention_chunk = p // attention_chunk. 0 or None: all.
+        qv, q_descale, k_descale, v_descale, num_splits: FlashAttention-3's; None, None, None, None and 0 or 1 only.
         pack_gqa: FlashAttention-3's, how grouped heads are laid out; accepted, and changes nothing.
         sm_margin: SMs that our kernels leave to others; at least 0 and less than the GPU has. Changes no bits. torch's
             own kernels, which pad, copy or negate where a call needs it, take the SMs they like.
@@ -94,11 +91,11 @@ def flash_attn_func(
         RuntimeError: CUDA tensors without the compiled kernels or without a Hopper GPU; a second differentiation.
     """
     unsupported = (
-        dropout_p, softcap, alibi_slopes, qv, q_descale, k_descale, v_descale, attention_chunk, num_splits, pack_gqa
+        dropout_p, softcap, alibi_slopes, qv, q_descale, k_descale, v_descale, num_splits, pack_gqa, None
     )  # fmt: skip
-    return _attention(
+    return attention(
         torch.ops.dash_attn.attention.default, {"q": q, "k": k, "v": v}, (), softmax_scale, causal, window_size,
-        deterministic, return_attn_probs, sm_margin, schedule, unsupported,
+        attention_chunk, deterministic, return_attn_probs, sm_margin, schedule, unsupported,
     )  # fmt: skip
 
 
@@ -133,11 +130,11 @@ def flash_attn_kvpacked_func(
     The other arguments, the result and the errors are those of `flash_attn_func`, and so are the bits.
     """
     unsupported = (
-        dropout_p, softcap, alibi_slopes, qv, q_descale, k_descale, v_descale, attention_chunk, num_splits, pack_gqa
+        dropout_p, softcap, alibi_slopes, qv, q_descale, k_descale, v_descale, num_splits, pack_gqa, None
     )  # fmt: skip
-    return _attention(
+    return attention(
         torch.ops.dash_attn.attention_kvpacked.default, {"q": q, "kv": kv}, (), softmax_scale, causal, window_size,
-        deterministic, return_attn_probs, sm_margin, schedule, unsupported,
+        attention_chunk, deterministic, return_attn_probs, sm_margin, schedule, unsupported,
     )  # fmt: skip
 
 
@@ -173,48 +170,10 @@ def flash_attn_qkvpacked_func(
     The other arguments, the result and the errors are those of `flash_attn_func`, and so are the bits.
     """
     unsupported = (
-        dropout_p, softcap, alibi_slopes, qv, q_descale, k_descale, v_descale, attention_chunk, num_splits, pack_gqa
+        dropout_p, softcap, alibi_slopes, qv, q_descale, k_descale, v_descale, num_splits, pack_gqa, None
     )  # fmt: skip
-    return _attention(
+    return attention(
         torch.ops.dash_attn.attention_qkvpacked.default, {"qkv": qkv}, (checks.as_num_heads_q(num_heads_q),),
-        softmax_scale, causal, window_size, deterministic, return_attn_probs, sm_margin, schedule, unsupported,
+        softmax_scale, causal, window_size, attention_chunk, deterministic, return_attn_probs, sm_margin, schedule,
+        unsupported,
     )  # fmt: skip
-
-
-def _attention(
-    op: torch._ops.OpOverload,
-    named: dict[str, Tensor],
-    split: tuple[int | None, ...],
-    softmax_scale: float | None,
-    causal: bool,
-    window_size: Sequence[int | None],
-    deterministic: bool,
-    return_attn_probs: bool,
-    sm_margin: int,
-    schedule: str,
-    unsupported: tuple,
-) -> Tensor | tuple[Tensor, Tensor, Tensor]:
-    """Calls `op`, which checks the tensors, on arguments of the types that it takes.
-
-    This is on the path of every call: what is at its default, or of the right type already, is not looked at again.
-    """
-    if any(map(operator.is_not, unsupported, _UNSUPPORTED_DEFAULTS)):
-        checks.reject_unsupported(*unsupported)
-    checks.check_tensors(named)
-    if type(causal) is not bool:
-        causal = checks.as_flag("causal", causal)
-    if deterministic is not False and deterministic is not None:
-        checks.as_flag("deterministic", deterministic)
-    if type(return_attn_probs) is not bool:
-        return_attn_probs = checks.as_flag("return_attn_probs", return_attn_probs)
-    tensors = tuple(named.values())
-    if window_size != _ANY_WINDOW:
-        causal = checks.causal_of_window(window_size, causal, tensors)
-    if softmax_scale is not None and type(softmax_scale) is not float:
-        softmax_scale = checks.as_softmax_scale(softmax_scale)
-    if type(sm_margin) is not int or sm_margin:
-        sm_margin = checks.as_sm_margin(sm_margin)
-    if type(schedule) is not str:
-        checks.check_schedule_type(schedule)
-    out, softmax_lse = op(*tensors, *split, softmax_scale, causal, schedule, sm_margin)
-    return (out, softmax_lse, out.new_empty(0)) if return_attn_probs else out

@@ -1,20 +1,29 @@
 """The torch.library ops: `dash_attn::forward` and `dash_attn::backward`, and those with a derivative that models call.
 
-    forward(q, k, v, softmax_scale, causal, sm_margin=0) -> (out, softmax_lse)
-    backward(dout, q, k, v, out, softmax_lse, dq!, dk!, dv!, softmax_scale, causal, schedule, sm_margin) -> ()
+    forward(q, k, v, *pack, softmax_scale, *mask, sm_margin=0) -> (out, softmax_lse)
+    backward(dout, q, k, v, out, softmax_lse, dq!, dk!, dv!, *pack, softmax_scale, *mask, schedule, sm_margin) -> ()
 
-q, dq, out and dout are (batch, seqlen_q, heads, head_dim), k, v, dk and dv (batch, seqlen_k, kv_heads, head_dim), all
-bf16 or all fp16, of any strides, head_dim a multiple of 8 up to 128. softmax_lse is fp32 (batch, heads, seqlen_q),
-natural logarithm, +inf (-inf is taken too) for a query that sees no key; such a query has output 0 and gradients 0, as
-every sum over no key or no query is 0. out is contiguous. dq, dk and dv share no memory with each other nor with what
-is read. `schedule` is a policy of `dash_attn.schedule` or "auto", `sm_margin` the number of SMs to leave to other
-kernels.
+    pack: cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, all None in a dense batch
+    mask: causal, window_left, window_right, attention_chunk; -1 is no window on that side, chunk 0 no chunks
+
+In a dense batch q, dq, out and dout are (batch, seqlen_q, heads, head_dim), k, v, dk and dv (batch, seqlen_k, kv_heads,
+head_dim), all bf16 or all fp16, of any strides, head_dim a multiple of 8 up to 128. softmax_lse is fp32 (batch, heads,
+seqlen_q), natural logarithm, +inf (-inf is taken too) for a query that sees no key; such a query has output 0 and
+gradients 0, as every sum over no key or no query is 0. out is contiguous. dq, dk and dv share no memory with each other
+nor with what is read. `schedule` is a policy of `dash_attn.schedule` or "auto", `sm_margin` the number of SMs to leave
+to other kernels.
+
+In a pack q, dq, out and dout are (total_q, heads, head_dim), k, v, dk and dv (total_k, kv_heads, head_dim), softmax_lse
+is (heads, total_q), cu_seqlens_* are int32 (batch + 1,), seqused_* None or int32 (batch,), contiguous and on q's
+device. Sequence b starts at row cu_seqlens[b] and has seqused[b] rows, or those up to cu_seqlens[b + 1]. Rows of no
+sequence have output 0, log-sum-exp +inf and gradients 0, and are not looked at.
 
 A row's output depends on its query, the keys and values it sees and their number; gradients on the schedule besides;
-and neither on `sm_margin`, the device's SMs or the rest of the batch, to the last bit. Where K or V is not finite, a
-row may be NaN for a key of a KV tile that it sees other keys of (docs/forward.md).
+and neither on `sm_margin`, the device's SMs or the other sequences of the batch or pack, to the last bit. Where K or V
+is not finite, a row may be NaN for a key of a KV tile that it sees other keys of (docs/forward.md).
 
-    attention(q, k, v, softmax_scale, causal, schedule, sm_margin) -> (out, softmax_lse)
+    attention(q, k, v, softmax_scale, causal, schedule, sm_margin, window_left=-1, window_right=-1, attention_chunk=0,
+              cu_seqlens_q=None, cu_seqlens_k=None, seqused_q=None, seqused_k=None) -> (out, softmax_lse)
     attention_kvpacked(q, kv, softmax_scale, ...)    attention_qkvpacked(qkv, num_heads_q, softmax_scale, ...)
 
 are the two as one differentiable function of what `dash_attn.interface` is given. All of them are C++
@@ -26,7 +35,7 @@ import pathlib
 
 import torch
 
-from . import reference
+from . import packs, reference
 from . import schedule as _schedule
 
 _FOLDER = pathlib.Path(__file__).parent
@@ -52,27 +61,46 @@ def why_not_loaded(stem: str, absent: str, folder: pathlib.Path = _FOLDER) -> st
     return None
 
 
-def _forward_cpu(q, k, v, out, softmax_lse, softmax_scale, causal, sm_margin):
-    results = reference.forward(q, k, v, softmax_scale=softmax_scale, causal=causal)
-    for target, result in zip((out, softmax_lse), results):
-        target.copy_(result)
+def _forward_cpu(
+    q, k, v, out, softmax_lse, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, softmax_scale, causal, window_left,
+    window_right, attention_chunk, sm_margin,
+):  # fmt: skip
+    mask = {"causal": causal, "window": (window_left, window_right), "attention_chunk": attention_chunk}
+    sequences = packs.sequences(cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, [q, out], [k, v], softmax_lse)
+    if cu_seqlens_q is not None:
+        out.zero_()
+        softmax_lse.fill_(torch.inf)
+    for (q_rows, out_rows), (k_rows, v_rows), lse in sequences:
+        results = reference.forward(q_rows, k_rows, v_rows, softmax_scale=softmax_scale, **mask)
+        for target, result in zip((out_rows, lse), results):
+            target.copy_(result)
 
 
-def _backward_cpu(dout, q, k, v, out, softmax_lse, dq, dk, dv, softmax_scale, causal, schedule, sm_margin):
-    (_, seqlen_q, heads, head_dim), (_, seqlen_k, kv_heads, _) = q.shape, k.shape
-    order = reference.tile_order(
-        _schedule.POLICIES[schedule],
-        seqlen_q=seqlen_q,
-        seqlen_k=seqlen_k,
-        head_dim=head_dim,
-        causal=causal,
-        group_size=heads // kv_heads,
-    )
-    results = reference.backward(
-        dout, q, k, v, out, softmax_lse, softmax_scale=softmax_scale, causal=causal, order=order
-    )
-    for gradient, result in zip((dq, dk, dv), results):
-        gradient.copy_(result)
+def _backward_cpu(
+    dout, q, k, v, out, softmax_lse, dq, dk, dv, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, softmax_scale,
+    causal, window_left, window_right, attention_chunk, schedule, sm_margin,
+):  # fmt: skip
+    mask = {"causal": causal, "window": (window_left, window_right), "attention_chunk": attention_chunk}
+    group_size = q.shape[-2] // k.shape[-2]
+    pack = (cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k)
+    sequences = packs.sequences(*pack, [dout, q, out, dq], [k, v, dk, dv], softmax_lse)
+    if cu_seqlens_q is not None:
+        for gradient in (dq, dk, dv):
+            gradient.zero_()
+    for (dout_rows, q_rows, out_rows, dq_rows), (k_rows, v_rows, dk_rows, dv_rows), lse in sequences:
+        order = reference.tile_order(
+            _schedule.POLICIES[schedule],
+            seqlen_q=q_rows.shape[1],
+            seqlen_k=k_rows.shape[1],
+            head_dim=q.shape[-1],
+            group_size=group_size,
+            **mask,
+        )
+        results = reference.backward(
+            dout_rows, q_rows, k_rows, v_rows, out_rows, lse, softmax_scale=softmax_scale, order=order, **mask
+        )
+        for gradient, result in zip((dq_rows, dk_rows, dv_rows), results):
+            gradient.copy_(result)
 
 
 def _raiser(reason):

@@ -70,7 +70,7 @@ def row_scales(
     d: torch.Tensor,
     *,
     softmax_scale: float,
-    keys: torch.Tensor,
+    seen: torch.Tensor,
     tile_k: int,
     dtype: torch.dtype,
 ) -> Scales:
@@ -81,7 +81,7 @@ def row_scales(
         k, v: (batch * kv_heads, seqlen_k, head_dim).
         d: (batch * kv_heads, group, seqlen_q, 1), rowsum(dout * out).
         softmax_scale: c; its sign does not matter.
-        keys: (seqlen_q), how many keys each query sees.
+        seen: (seqlen_q, 2), where the keys that each query sees begin and end.
         tile_k: keys in a KV tile: those of a partial.
         dtype: of the inputs; the bound allows for its subnormal numbers.
     """
@@ -103,7 +103,10 @@ def row_scales(
     exponents.clamp_(MIN_EXPONENT, MAX_EXPONENT)
 
     # Per element of dQ: what rounding leaves, and what dout and the differences between neighbouring rows let expect.
-    noise = (torch.ceil(keys / tile_k) / 12).double().sqrt() * torch.exp2(-exponents.double())
+    first, end = seen.unbind(1)
+    keys = end - first
+    tiles = torch.where(keys > 0, (end + tile_k - 1) // tile_k - first // tile_k, 0)
+    noise = (tiles / 12).double().sqrt() * torch.exp2(-exponents.double())
     expected = dout_norms * steps * (MEAN_MAGNITUDE_TO_DEVIATION / 2) / head_dim**1.5
     expected = expected / keys.clamp(min=1).double().sqrt()
     fits = has_scale & ((noise <= MAX_ERROR * expected) | (dout_norms == 0))

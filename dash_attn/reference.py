@@ -54,6 +54,8 @@ def tile_order(
     *,
     head_dim: int,
     causal: bool,
+    window: tuple[int, int] = (-1, -1),
+    attention_chunk: int = 0,
     group_size: int = 1,
     tile_q: int | None = None,
     tile_k: int | None = None,
@@ -64,19 +66,20 @@ def tile_order(
         schedule: a name of `dash_attn.schedule.POLICIES`, or "auto".
         seqlen_q, seqlen_k: numbers of queries and keys, from 1.
         head_dim: selects the tile sizes, where they are not given.
-        causal: whether the mask is causal (bottom-right aligned).
+        causal, window, attention_chunk: the mask, as in `forward`.
         group_size: query heads that share a KV head; the splits look at it.
         tile_q, tile_k: queries and keys in a tile; default: the kernel's.
 
     Raises:
         ValueError: an argument is out of range, or the policy is not defined for this mask.
     """
-    policy = _schedule.resolve(schedule, causal=causal, seqlen_k=seqlen_k, head_dim=head_dim)
+    mask = {"causal": causal, "window": window, "attention_chunk": attention_chunk}
+    policy = _schedule.resolve(schedule, head_dim=head_dim, **mask)
     problem = _schedule.problem(
         policy,
         seqlen_q,
         seqlen_k,
-        causal=causal,
+        **mask,
         head_dim=head_dim,
         heads=group_size,
         kv_heads=1,
@@ -107,7 +110,14 @@ def _without_autocast(function):
 
 @_without_autocast
 def forward(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, softmax_scale: float, causal: bool
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    softmax_scale: float,
+    causal: bool,
+    window: tuple[int, int] = (-1, -1),
+    attention_chunk: int = 0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Output and log-sum-exp: O = softmax(c Q K^T) V, LSE = log(rowsum(exp(c Q K^T))).
 
@@ -116,6 +126,9 @@ def forward(
         k, v: (batch, seqlen_k, kv_heads, head_dim); kv_heads divides heads.
         softmax_scale: c, any finite number.
         causal: query i sees the keys j <= i + seqlen_k - seqlen_q (the last query sees the last key).
+        window: (left, right): with p = i + seqlen_k - seqlen_q, query i sees the keys p - left ... p + right; a
+            negative side is unbounded.
+        attention_chunk: query i sees the keys j with j // attention_chunk = p // attention_chunk; 0: all.
 
     Returns:
         out: like q. Zero where a query sees no key.
@@ -129,19 +142,19 @@ def forward(
     lse = q_heads.new_full(q_heads.shape[:-1], torch.inf)
     for start in range(0, seqlen_q, _FORWARD_ROWS):
         end = min(start + _FORWARD_ROWS, seqlen_q)
-        seen = _visible_keys(seqlen_q, seqlen_k, causal, start, end)
-        keys = max(end_key for _, end_key in seen)
-        if keys == 0:
+        seen = _visible_keys(seqlen_q, seqlen_k, causal, window, attention_chunk, start, end)
+        keys = slice(seen[0][0], seen[-1][1])  # neither end moves back from one query to the next
+        if keys.start == keys.stop:
             continue
         rows = q_heads[:, :, start:end]
-        scores = (rows.flatten(1, 2) @ k_heads[:, 0, :keys].mT).unflatten(1, rows.shape[1:3]).mul_(softmax_scale)
-        hidden = _hidden(seen, 0, keys, q.device)
+        scores = (rows.flatten(1, 2) @ k_heads[:, 0, keys].mT).unflatten(1, rows.shape[1:3]).mul_(softmax_scale)
+        hidden = _hidden(seen, keys.start, keys.stop, q.device)
         scores.masked_fill_(hidden, -torch.inf)
         largest = scores.amax(dim=-1, keepdim=True)
         largest.masked_fill_(largest == -torch.inf, 0.0)
         p = scores.sub_(largest).exp_()
         total = p.sum(dim=-1, keepdim=True)
-        weighted = _weighted_values(_rounded(p, q.dtype).flatten(1, 2), v_heads[:, 0, :keys], hidden)
+        weighted = _weighted_values(_rounded(p, q.dtype).flatten(1, 2), v_heads[:, 0, keys], hidden)
         no_key = total == 0
         out[:, :, start:end] = (weighted.unflatten(1, rows.shape[1:3]) / total).masked_fill_(no_key, 0.0)
         lse[:, :, start:end] = (largest + total.log()).masked_fill_(no_key, torch.inf).squeeze(-1)
@@ -159,6 +172,8 @@ def backward(
     *,
     softmax_scale: float,
     causal: bool,
+    window: tuple[int, int] = (-1, -1),
+    attention_chunk: int = 0,
     order: TileOrder,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Gradients of sum(dout * out): dV = P^T dO, dK = c dS^T Q, dQ = c dS K with dS = P * (dO V^T - rowsum(dO * O)).
@@ -172,7 +187,7 @@ def backward(
         k, v: (batch, seqlen_k, kv_heads, head_dim); kv_heads divides heads.
         softmax_lse: (batch, heads, seqlen_q), natural logarithm, +inf or -inf where a query sees no key.
         softmax_scale: c, any finite number.
-        causal: query i sees the keys j <= i + seqlen_k - seqlen_q.
+        causal, window, attention_chunk: the mask, as in `forward`.
         order: from `tile_order`, for these lengths and this mask.
 
     Returns:
@@ -189,12 +204,12 @@ def backward(
     # exp(S - inf) is 0 for the rows that see no key, whichever sign marks them.
     lse = softmax_lse.masked_fill(softmax_lse == -torch.inf, torch.inf).to(d.dtype).reshape(d.shape)
 
+    mask = (seqlen_q, seqlen_k, causal, window, attention_chunk)
     dq, dk, dv = torch.zeros_like(q_heads), torch.zeros_like(k_heads), torch.zeros_like(v_heads)
     units = None
     if order.order_free and d.dtype == torch.float32:
-        seen = torch.tensor(_visible_keys(seqlen_q, seqlen_k, causal, 0, seqlen_q), device=q.device)
-        settings = {"softmax_scale": softmax_scale, "tile_k": order.tile_k, "dtype": q.dtype}
-        settings["keys"] = seen[:, 1] - seen[:, 0]
+        seen = torch.tensor(_visible_keys(*mask, 0, seqlen_q), device=q.device)
+        settings = {"softmax_scale": softmax_scale, "tile_k": order.tile_k, "dtype": q.dtype, "seen": seen}
         units = order_free.Accumulator(order_free.row_scales(q_heads, k_heads, v_heads, dout_heads, d, **settings), dq)
     dk_of_split, dv_of_split = torch.zeros_like(dk), torch.zeros_like(dv)
     for head, kv_tile, q_tile, ends_split in _steps(order, q_heads.shape[1]):
@@ -202,7 +217,7 @@ def backward(
         keys = slice(kv_tile * order.tile_k, min((kv_tile + 1) * order.tile_k, seqlen_k))
         q_rows, dout_rows = q_heads[:, head, rows], dout_heads[:, head, rows]
         scores = (q_rows @ k_heads[:, keys].mT).mul_(softmax_scale)
-        seen = _visible_keys(seqlen_q, seqlen_k, causal, rows.start, rows.stop)
+        seen = _visible_keys(*mask, rows.start, rows.stop)
         scores.masked_fill_(_hidden(seen, keys.start, keys.stop, q.device), -torch.inf)
         p = scores.sub_(lse[:, head, rows]).exp_()
         ds = (dout_rows @ v_heads[:, keys].mT).sub_(d[:, head, rows]).mul_(p)
@@ -250,10 +265,11 @@ def _rounded(tensor, dtype):
 
 
 @functools.lru_cache(maxsize=1024)
-def _visible_keys(seqlen_q, seqlen_k, causal, first_query, end_query):
+def _visible_keys(seqlen_q, seqlen_k, causal, window, attention_chunk, first_query, end_query):
     """(first, end) of the keys that each query of a tile sees, from the mask that the kernels are compiled with."""
-    lengths = dict(seqlen_q=seqlen_q, seqlen_k=seqlen_k)
-    return tuple(_compiled.visible_keys(causal=causal, **lengths, first_query=first_query, end_query=end_query))
+    mask = {"causal": causal, "window": window, "attention_chunk": attention_chunk}
+    lengths = {"seqlen_q": seqlen_q, "seqlen_k": seqlen_k}
+    return tuple(_compiled.visible_keys(**mask, **lengths, first_query=first_query, end_query=end_query))
 
 
 def _hidden(seen, first_key, end_key, device):

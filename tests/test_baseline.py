@@ -21,15 +21,18 @@ WORKER = """
     import dash_attn
     from benchmarks import baseline
 
+    PACK, WINDOW = (None,) * 4, (-1, -1, 0)  # a dense batch, no window
+
 
     class Reference:
         def forward(self, q, k, v, out, softmax_lse, softmax_scale, causal):
-            for target, x in zip((out, softmax_lse), torch.ops.dash_attn.forward(q, k, v, softmax_scale, causal)):
+            results = torch.ops.dash_attn.forward(q, k, v, *PACK, softmax_scale, causal, *WINDOW)
+            for target, x in zip((out, softmax_lse), results):
                 target.copy_(x)
 
         def backward(self, *arguments):
             *tensors, softmax_scale, causal, schedule = arguments
-            torch.ops.dash_attn.backward(*tensors, softmax_scale, causal, schedule, 0)
+            torch.ops.dash_attn.backward(*tensors, *PACK, softmax_scale, causal, *WINDOW, schedule, 0)
             if schedule == "spt":
                 tensors[-1].mul_(1.1)
 

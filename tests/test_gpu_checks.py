@@ -208,7 +208,7 @@ def test_every_policy_is_tried_with_its_mask():
     assert set(support.schedules(True)) | set(support.schedules(False)) == set(schedule.POLICIES)
     for causal in (False, True):
         for policy in support.schedules(causal):
-            assert schedule.resolve(policy, causal=causal, seqlen_k=1) == policy
+            assert schedule.resolve(policy, causal=causal) == policy
 
 
 class NoLoad:

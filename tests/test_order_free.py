@@ -26,7 +26,9 @@ def make(change, seqlen, head_dim, dtype, seed=0, batch=1, heads=1, kv_heads=1):
 
 
 def keys_seen(seqlen_k, seqlen_q, causal):
-    return torch.arange(seqlen_k - seqlen_q, seqlen_k) + 1 if causal else torch.full((seqlen_q,), seqlen_k)
+    """(seqlen_q, 2): where the keys of each query begin and end."""
+    end = torch.arange(seqlen_k - seqlen_q, seqlen_k) + 1 if causal else torch.full((seqlen_q,), seqlen_k)
+    return torch.stack((torch.zeros_like(end), end), dim=1)
 
 
 def accumulate_with(p, q, k, v, dout, dtype, softmax_scale, tile, causal=False):
@@ -40,7 +42,7 @@ def accumulate_with(p, q, k, v, dout, dtype, softmax_scale, tile, causal=False):
     ds = ((dout @ v.T - d) * p).to(dtype).float()
     scales = order_free.row_scales(
         q[None, None], k[None], v[None], dout[None, None], d[None, None],
-        softmax_scale=softmax_scale, keys=keys_seen(k.shape[0], p.shape[0], causal), tile_k=tile, dtype=dtype,
+        softmax_scale=softmax_scale, seen=keys_seen(k.shape[0], p.shape[0], causal), tile_k=tile, dtype=dtype,
     )  # fmt: skip
     exponents = scales.exponents[0, 0][:, None]
     exact, units, magnitudes = (torch.zeros(dout.shape, dtype=torch.float64) for _ in range(3))
@@ -254,8 +256,7 @@ def test_rule_of_a_head_is_the_kernels(change, causal, dtype):
         out, _ = reference.forward(q, k, v, softmax_scale=0.125, causal=causal)
         d = (dout * out)[:, :, 0].sum(dim=-1)
         rows = [x[:, None, :, 0] for x in (q, dout)]
-        keys = keys_seen(seqlen, seqlen, causal)
-        settings = {"softmax_scale": 0.125, "keys": keys, "tile_k": TILE, "dtype": dtype}
+        settings = {"softmax_scale": 0.125, "seen": keys_seen(seqlen, seqlen, causal), "tile_k": TILE, "dtype": dtype}
         scales = order_free.row_scales(rows[0], k[:, :, 0], v[:, :, 0], rows[1], d[:, None, :, None], **settings)
         statistics = head_statistics(q, k, v)
         decided = _schedule.needs_order(**statistics, softmax_scale=0.125, seqlen_k=seqlen)
@@ -266,7 +267,7 @@ def test_rule_of_a_head_is_the_kernels(change, causal, dtype):
             )
             exponent = _schedule.row_exponent(bound)
             assert max(exponent, order_free.MIN_EXPONENT) == scales.exponents[0, 0, row], row
-            steps, seen = statistics["min_step_product"], keys[row].item()
+            steps, seen = statistics["min_step_product"], row + 1 if causal else seqlen
             decided |= _schedule.row_needs_order(
                 exponent=exponent, dout_norm=norm, min_step_product=steps, head_dim=64,
                 keys=seen, tiles=-(-seen // TILE),
@@ -315,8 +316,8 @@ def test_normal_inputs_stay_in_fixed_point(seqlen, head_dim, dtype):
     q, dout = (torch.randn(1, 4, 256, head_dim, generator=generator).to(dtype).float() for _ in range(2))
     # D of rows that see that many keys: O is a mean of them. The last 256 queries.
     d = (torch.randn(1, 4, 256, head_dim, generator=generator) / seqlen**0.5 * dout).sum(dim=-1, keepdim=True)
-    keys = keys_seen(seqlen, 256, True).clamp(min=1)
-    settings = {"softmax_scale": head_dim**-0.5, "keys": keys, "tile_k": TILE, "dtype": dtype}
+    seen = keys_seen(seqlen, 256, True).clamp(min=0)
+    settings = {"softmax_scale": head_dim**-0.5, "seen": seen, "tile_k": TILE, "dtype": dtype}
     assert not order_free.row_scales(q, k, v, dout, d, **settings).needs_order.any()
 
 

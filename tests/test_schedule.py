@@ -6,6 +6,7 @@ import pytest
 from float64_reference import visible_keys
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
+from mask_support import CAUSAL, FULL, masks, name_of, window
 
 from dash_attn import _schedule
 from dash_attn.schedule import (
@@ -23,14 +24,24 @@ from dash_attn.schedule import (
 
 MAX_TILES = 9
 TILE_SIZES = [(1, 1), (1, 2), (2, 1), (1, 3), (3, 1), (2, 3)]
-POLICY_MASKS = [(policy, causal) for policy in POLICIES for causal in (False, True) if _schedule.fits(policy, causal)]
+# Of windows, those that hide tiles on either side of a small problem, alone and with chunks.
+SOME_MASKS = [FULL, CAUSAL, window(2, 1), window(4, -1), window(0, 0), window(-1, -1, 3), window(6, 2, 5)]
+POLICY_MASKS = [(policy, mask) for policy in POLICIES for mask in SOME_MASKS if _schedule.fits(policy, **mask)]
+IDS = [f"{policy}-{name_of(mask)}" for policy, mask in POLICY_MASKS]
+
+
+def mask_of(problem):
+    return {"causal": problem.causal, "window": problem.window, "attention_chunk": problem.attention_chunk}
 
 
 def is_live(problem, kv, q):
-    """Whether some query of tile q sees some key of KV tile kv: if any, its last query sees the first key."""
+    """Whether some query of tile q sees some key of KV tile kv: what queries see are runs of keys that move on, so the
+    tile's are one run from what its first query sees to what its last one does."""
+    lengths = (problem.seqlen_q, problem.seqlen_k)
     last_query = min((q + 1) * problem.tile_q, problem.seqlen_q) - 1
-    first_key = kv * problem.tile_k
-    return not problem.causal or first_key <= last_query + problem.seqlen_k - problem.seqlen_q
+    first, _ = _schedule.keys_of(*lengths, q * problem.tile_q, **mask_of(problem))
+    end = sum(_schedule.keys_of(*lengths, last_query, **mask_of(problem)))
+    return first < end and first < (kv + 1) * problem.tile_k and kv * problem.tile_k < end
 
 
 @st.composite
@@ -40,20 +51,17 @@ def small_grids(draw):
     lengths = [draw(st.integers(1, longest)), draw(st.integers(1, 70))]
     seqlen_q, seqlen_k = draw(st.permutations(lengths))
     tile_q, tile_k = draw(st.integers(1, 20)), draw(st.integers(1, 20))
-    return Problem(seqlen_q, seqlen_k, tile_q=tile_q, tile_k=tile_k, causal=draw(st.booleans()))
+    return Problem(seqlen_q, seqlen_k, tile_q=tile_q, tile_k=tile_k, **draw(masks(longest=80)))
 
 
 @settings(max_examples=400, deadline=None)
 @given(small_grids())
 def test_the_mask_says_what_each_pair_of_query_and_key_says(problem):
-    """Against the mask pair by pair, as tests/float64_reference.py defines it. To add a mask, add it there and to
-    `small_grids`."""
-    seqlen_q, seqlen_k = problem.seqlen_q, problem.seqlen_k
-    visible = visible_keys(seqlen_q, seqlen_k, problem.causal).tolist()
+    """Against the mask pair by pair, as tests/float64_reference.py defines it."""
+    seqlen_q, seqlen_k, mask = problem.seqlen_q, problem.seqlen_k, mask_of(problem)
+    visible = visible_keys(seqlen_q, seqlen_k, **mask).tolist()
 
-    seen = _schedule.visible_keys(
-        causal=problem.causal, seqlen_q=seqlen_q, seqlen_k=seqlen_k, first_query=0, end_query=seqlen_q
-    )
+    seen = _schedule.visible_keys(seqlen_q=seqlen_q, seqlen_k=seqlen_k, first_query=0, end_query=seqlen_q, **mask)
     assert [list(range(first, end)) for first, end in seen] == [
         [key for key, pair in enumerate(row) if pair] for row in visible
     ]
@@ -74,7 +82,11 @@ def test_the_mask_says_what_each_pair_of_query_and_key_says(problem):
         assert list(range(first, first + count)) == [kv for kv in kv_tiles if any(pairs(q, kv))], f"query tile {q}"
     for q, kv in itertools.product(query_tiles, kv_tiles):
         past_the_end = (kv + 1) * problem.tile_k > seqlen_k
-        assert problem.needs_masking(q, kv) == (past_the_end or not all(pairs(q, kv))), f"query tile {q}, KV tile {kv}"
+        needs = past_the_end or not all(pairs(q, kv))
+        # A row past the end of the queries may count too: all that follows is a mask that hides nothing.
+        full_rows = (q + 1) * problem.tile_q <= seqlen_q
+        if full_rows or problem.mask != "window" or needs:
+            assert problem.needs_masking(q, kv) == needs, f"query tile {q}, KV tile {kv}"
 
 
 def check_orders(policy, problem):
@@ -120,14 +132,12 @@ def check_progress(visits, rank, grouped, problem):
 
 
 @pytest.mark.parametrize("tile_q, tile_k", TILE_SIZES)
-@pytest.mark.parametrize("policy, causal", POLICY_MASKS)
-def test_every_small_problem(policy, causal, tile_q, tile_k):
+@pytest.mark.parametrize("policy, mask", POLICY_MASKS, ids=IDS)
+def test_every_small_problem(policy, mask, tile_q, tile_k):
     for seqlen_q in range(1, MAX_TILES * tile_q + 1):
         for seqlen_k in range(1, MAX_TILES * tile_k + 1):
             for cta_group in {1, 2, 3, -(-seqlen_k // tile_k)}:
-                problem = Problem(
-                    seqlen_q, seqlen_k, tile_q=tile_q, tile_k=tile_k, causal=causal, cta_group=cta_group
-                )
+                problem = Problem(seqlen_q, seqlen_k, tile_q=tile_q, tile_k=tile_k, cta_group=cta_group, **mask)
                 try:
                     check_orders(policy, problem)
                 except AssertionError as error:
@@ -136,22 +146,23 @@ def test_every_small_problem(policy, causal, tile_q, tile_k):
 
 @settings(max_examples=200, deadline=None)
 @given(
-    policy_mask=st.sampled_from(POLICY_MASKS),
+    policy=st.sampled_from(POLICIES),
+    mask=masks(longest=30_000),
     seqlen_q=st.integers(1, 40_000),
     seqlen_k=st.integers(1, 40_000),
     tile_q=st.integers(1, 512),
     tile_k=st.integers(1, 512),
     cta_group=st.integers(1, 300),
 )
-def test_large_problems(policy_mask, seqlen_q, seqlen_k, tile_q, tile_k, cta_group):
-    assume((seqlen_q // tile_q + 1) * (seqlen_k // tile_k + 1) < 60_000)
-    policy, causal = policy_mask
-    check_orders(policy, Problem(seqlen_q, seqlen_k, tile_q=tile_q, tile_k=tile_k, causal=causal, cta_group=cta_group))
+def test_large_problems(policy, mask, seqlen_q, seqlen_k, tile_q, tile_k, cta_group):
+    assume((seqlen_q // tile_q + 1) * (seqlen_k // tile_k + 1) < 30_000 and _schedule.fits(policy, **mask))
+    check_orders(policy, Problem(seqlen_q, seqlen_k, tile_q=tile_q, tile_k=tile_k, cta_group=cta_group, **mask))
 
 
 @settings(max_examples=400, deadline=None)
 @given(
-    policy_mask=st.sampled_from(POLICY_MASKS),
+    policy=st.sampled_from(POLICIES),
+    mask=masks(longest=2**30),
     seqlen_q=st.integers(2**20, 2**30 - 1),
     seqlen_k=st.integers(2**20, 2**30 - 1),
     tile_q=st.integers(16, 256),
@@ -159,21 +170,25 @@ def test_large_problems(policy_mask, seqlen_q, seqlen_k, tile_q, tile_k, cta_gro
     cta_group=st.integers(1, 4),
     data=st.data(),
 )
-def test_lengths_up_to_the_limit(policy_mask, seqlen_q, seqlen_k, tile_q, tile_k, cta_group, data):
+def test_lengths_up_to_the_limit(policy, mask, seqlen_q, seqlen_k, tile_q, tile_k, cta_group, data):
     """No intermediate overflows: visits and ranks stay in range and agree tile by tile."""
-    policy, causal = policy_mask
-    problem = Problem(seqlen_q, seqlen_k, tile_q=tile_q, tile_k=tile_k, causal=causal, cta_group=cta_group)
+    assume(_schedule.fits(policy, **mask))
+    problem = Problem(seqlen_q, seqlen_k, tile_q=tile_q, tile_k=tile_k, cta_group=cta_group, **mask)
     kv = data.draw(st.integers(0, problem.num_kv_tiles - 1))
-    first = problem.query_tiles_of(kv)[0]
+    first, count = problem.query_tiles_of(kv)
+    assume(count > 0)
     assert is_live(problem, kv, first) and (first == 0 or not is_live(problem, kv, first - 1))
-    step = data.draw(st.integers(0, problem.query_tiles_of(kv)[1] - 1))
+    step = data.draw(st.integers(0, count - 1))
     q = _schedule.visit(policy, problem, kv, step)
-    assert first <= q < problem.num_query_tiles
-    live = problem.kv_tiles_of(q)[1]
-    assert is_live(problem, live - 1, q) and (live == problem.num_kv_tiles or not is_live(problem, live, q))
-    neighbours = range(max(0, kv - 8), min(live, kv + 9))
+    assert first <= q < first + count <= problem.num_query_tiles
+    start, live = problem.kv_tiles_of(q)
+    end = start + live
+    assert is_live(problem, start, q) and (start == 0 or not is_live(problem, start - 1, q))
+    assert is_live(problem, end - 1, q) and (end == problem.num_kv_tiles or not is_live(problem, end, q))
+    neighbours = range(max(start, kv - 8), min(end, kv + 9))
     seen = {_schedule.rank(policy, problem, other, q) for other in neighbours}
     assert len(seen) == len(neighbours) and min(seen) >= 0 and max(seen) < live
+    problem.needs_masking(problem.num_query_tiles - 1, kv)
 
 
 @pytest.mark.parametrize("n", range(1, 17))
@@ -203,16 +218,16 @@ def test_symmetric_shift_with_half_the_tiles_in_one_group_is_the_published_one(n
         assert len(walked) == n + 1
 
 
-@pytest.mark.parametrize("policy, causal", POLICY_MASKS)
+@pytest.mark.parametrize("policy, mask", POLICY_MASKS, ids=IDS)
 @pytest.mark.parametrize("shape", [(5, 7), (8, 8), (3, 1), (1, 6)])
-def test_work_tiles_cover_every_head_in_the_order_of_its_groups(policy, causal, shape):
+def test_work_tiles_cover_every_head_in_the_order_of_its_groups(policy, mask, shape):
     for batch, kv_heads, cta_group in itertools.product((1, 2, 3), (1, 2, 5), (1, 2, 3)):
         for head_swizzle in (1, 2, 4, batch * kv_heads, 100):
             problem = Problem(
                 *shape,
                 tile_q=1,
                 tile_k=1,
-                causal=causal,
+                **mask,
                 batch=batch,
                 kv_heads=kv_heads,
                 cta_group=cta_group,
@@ -229,10 +244,10 @@ def test_work_tiles_cover_every_head_in_the_order_of_its_groups(policy, causal, 
                 assert found == groups(policy, problem)
 
 
-@pytest.mark.parametrize("policy, causal", POLICY_MASKS)
+@pytest.mark.parametrize("policy, mask", POLICY_MASKS, ids=IDS)
 @pytest.mark.parametrize("shape", [(5, 7), (8, 8), (3, 1), (1, 6)])
-def test_a_work_tile_walks_every_step_of_every_head_once(policy, causal, shape):
-    problem = Problem(*shape, tile_q=1, tile_k=1, causal=causal, kv_heads=2, group_size=3, cta_group=2)
+def test_a_work_tile_walks_every_step_of_every_head_once(policy, mask, shape):
+    problem = Problem(*shape, tile_q=1, tile_k=1, **mask, kv_heads=2, group_size=3, cta_group=2)
     for kv_tile, visits in enumerate(visit_order(policy, problem)):
         steps = itertools.product(range(len(visits)), range(3))
         if not heads_together(policy, problem):
@@ -241,8 +256,8 @@ def test_a_work_tile_walks_every_step_of_every_head_once(policy, causal, shape):
 
 
 def test_which_policies_walk_heads_together():
-    problems = {causal: Problem(8, 8, tile_q=1, tile_k=1, causal=causal) for causal in (False, True)}
-    together = {policy for policy, causal in POLICY_MASKS if heads_together(policy, problems[causal])}
+    problems = [(policy, Problem(8, 8, tile_q=1, tile_k=1, **mask)) for policy, mask in POLICY_MASKS]
+    together = {policy for policy, problem in problems if heads_together(policy, problem)}
     assert together == {"descending", "symmetric_shift", "order_free"}
 
 
@@ -252,34 +267,24 @@ def test_the_head_swizzle_interleaves_heads():
     assert order == [(0, 0), (1, 0), (0, 1), (1, 1), (2, 0), (2, 1)]
 
 
-@pytest.mark.parametrize("policy, causal", POLICY_MASKS)
-def test_order_ignores_batch_heads_and_swizzle(policy, causal):
+@pytest.mark.parametrize("policy, mask", POLICY_MASKS, ids=IDS)
+def test_order_ignores_batch_heads_and_swizzle(policy, mask):
     def orders(**counts):
-        problem = Problem(700, 900, tile_q=64, tile_k=128, causal=causal, cta_group=2, **counts)
+        problem = Problem(700, 900, tile_q=64, tile_k=128, cta_group=2, **mask, **counts)
         return visit_order(policy, problem), add_order(policy, problem), groups(policy, problem)
 
     alone = orders()
     assert alone == orders(batch=5, kv_heads=3, group_size=4, head_swizzle=7)
 
 
-# (causal, head_dim): the policy of schedule="auto" at every length. It fixes bits, so a change belongs in CHANGELOG.md.
-AUTOMATIC = {
-    (False, 8): "descending",
-    (False, 64): "descending",
-    (False, 72): "descending",
-    (False, 128): "descending",
-    (True, 8): "descending",
-    (True, 64): "descending",
-    (True, 72): "descending",
-    (True, 128): "descending",
-}
+# Padded head_dim: the policy of schedule="auto". It fixes bits, so a change belongs in CHANGELOG.md.
+AUTOMATIC = {8: "descending", 64: "descending", 72: "descending", 128: "descending"}
 
 
-@pytest.mark.parametrize("causal, head_dim", AUTOMATIC)
-def test_the_automatic_policy(causal, head_dim):
-    lengths = [1, 2**20, *(n * 2**i + d for i in range(6, 16) for n in (2, 3) for d in (-1, 0, 1))]
-    found = {_schedule.automatic(causal=causal, head_dim=head_dim, seqlen_k=seqlen_k) for seqlen_k in lengths}
-    assert found == {AUTOMATIC[causal, head_dim]}
+@pytest.mark.parametrize("mask", SOME_MASKS, ids=name_of)
+@pytest.mark.parametrize("head_dim", AUTOMATIC)
+def test_the_automatic_policy(head_dim, mask):
+    assert _schedule.automatic(head_dim=head_dim, **mask) == AUTOMATIC[head_dim]
 
 
 BAD_CALLS = {
@@ -309,8 +314,14 @@ def test_bad_lookups_name_the_argument():
     problem = Problem(8, 8, tile_q=1, tile_k=1, causal=True)
     with pytest.raises(ValueError, match="schedule must be one of .*'spt'.*, got 'fastest'"):
         visit_order("fastest", problem)
-    with pytest.raises(ValueError, match="schedule='shift' is defined for causal=False only"):
+    with pytest.raises(ValueError, match="schedule='shift' is defined for the full mask only, got the causal mask"):
         visit_order("shift", problem)
+    windowed = Problem(8, 8, tile_q=1, tile_k=1, causal=True, window=(3, -1))
+    with pytest.raises(ValueError, match="'symmetric_shift' is defined for the causal mask only, got the window mask"):
+        visit_order("symmetric_shift", windowed)
+    assert repr(windowed).startswith(
+        "Problem(seqlen_q=8, seqlen_k=8, tile_q=1, tile_k=1, causal=False, window=(3, 0), attention_chunk=0, batch=1"
+    )
     with pytest.raises(ValueError, match=r"kv_tile must be in \[0, 8\), got 8"):
         _schedule.visit("spt", problem, 8, 0)
     with pytest.raises(ValueError, match=r"step must be in \[0, 3\), got 3"):

@@ -10,6 +10,7 @@
 #include <string_view>
 #include <tuple>
 #include <utility>
+#include <vector>
 
 #include "operators.h"
 
@@ -19,17 +20,20 @@ namespace {
 using torch::autograd::AutogradContext;
 using torch::autograd::variable_list;
 
-using ForwardOp = Outputs(const Tensor&, const Tensor&, const Tensor&, double, bool, SymInt);
+using ForwardOp = Outputs(const Tensor&, const Tensor&, const Tensor&, OptionalTensor, OptionalTensor, OptionalTensor,
+                          OptionalTensor, double, bool, int64_t, int64_t, int64_t, SymInt);
 using BackwardOp = void(const Tensor&, const Tensor&, const Tensor&, const Tensor&, const Tensor&, const Tensor&,
-                        Tensor, Tensor, Tensor, double, bool, std::string_view, SymInt);
+                        Tensor, Tensor, Tensor, OptionalTensor, OptionalTensor, OptionalTensor, OptionalTensor, double,
+                        bool, int64_t, int64_t, int64_t, std::string_view, SymInt);
 
-// What a call is told besides its tensors.
+// What a call is told besides the tensors that have gradients.
 struct Options {
   std::optional<SymInt> num_heads_q;
   double softmax_scale;
-  bool causal;
+  MaskArguments mask;
   std::string schedule;
   SymInt sm_margin;
+  PackTensors pack;
 };
 
 struct Operands {
@@ -39,19 +43,22 @@ struct Operands {
 // Views of q, k and v in what the caller gave: three tensors, q and kv, or qkv.
 Operands unpack(at::TensorList packed, const std::optional<SymInt>& num_heads_q) {
   if (packed.size() == 3) { return {packed[0], packed[1], packed[2]}; }
-  if (packed.size() == 2) { return {packed[0], packed[1].select(2, 0), packed[1].select(2, 1)}; }
+  if (packed.size() == 2) { return {packed[0], packed[1].select(-3, 0), packed[1].select(-3, 1)}; }
   const Tensor& qkv = packed[0];
-  if (!num_heads_q) { return {qkv.select(2, 0), qkv.select(2, 1), qkv.select(2, 2)}; }
+  if (!num_heads_q) { return {qkv.select(-3, 0), qkv.select(-3, 1), qkv.select(-3, 2)}; }
   const SymInt& heads = *num_heads_q;
-  const SymInt total = qkv.sym_size(2), kv_heads = (total - heads) / 2;
-  return {qkv.slice_symint(2, 0, heads), qkv.slice_symint(2, heads, heads + kv_heads),
-          qkv.slice_symint(2, heads + kv_heads, total)};
+  const SymInt total = qkv.sym_size(-2), kv_heads = (total - heads) / 2;
+  return {qkv.slice_symint(-2, 0, heads), qkv.slice_symint(-2, heads, heads + kv_heads),
+          qkv.slice_symint(-2, heads + kv_heads, total)};
 }
 
 Outputs call_forward(at::TensorList packed, const Options& options) {
   const Operands operands = unpack(packed, options.num_heads_q);
+  const auto& [causal, window_left, window_right, attention_chunk] = options.mask;
+  const auto& [cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k] = options.pack;
   return DASH_OP("dash_attn::forward", ForwardOp)
-      .call(operands.q, operands.k, operands.v, options.softmax_scale, options.causal, options.sm_margin);
+      .call(operands.q, operands.k, operands.v, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, options.softmax_scale,
+            causal, window_left, window_right, attention_chunk, options.sm_margin);
 }
 
 // Gradients of `packed`, each in one tensor, written through the views that q, k and v are read through.
@@ -63,10 +70,31 @@ variable_list call_backward(const Tensor& dout, const Tensor& out, const Tensor&
   for (const Tensor& tensor : packed) { gradients.push_back(at::empty_like(tensor)); }
   const Operands operands = unpack(packed, options.num_heads_q);
   const Operands targets = unpack(gradients, options.num_heads_q);
+  const auto& [causal, window_left, window_right, attention_chunk] = options.mask;
+  const auto& [cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k] = options.pack;
   DASH_OP("dash_attn::backward", BackwardOp)
-      .call(dout, operands.q, operands.k, operands.v, out, softmax_lse, targets.q, targets.k, targets.v,
-            options.softmax_scale, options.causal, options.schedule, options.sm_margin);
+      .call(dout, operands.q, operands.k, operands.v, out, softmax_lse, targets.q, targets.k, targets.v, cu_seqlens_q,
+            cu_seqlens_k, seqused_q, seqused_k, options.softmax_scale, causal, window_left, window_right,
+            attention_chunk, options.schedule, options.sm_margin);
   return gradients;
+}
+
+// A pack's tensors among those that are saved, where an undefined one stands for none.
+constexpr size_t kPackTensors = 4;
+
+void save_pack(const PackTensors& pack, variable_list& saved) {
+  if (!pack.exists()) { return; }
+  for (const auto* tensor : {&pack.cu_seqlens_q, &pack.cu_seqlens_k, &pack.seqused_q, &pack.seqused_k}) {
+    saved.push_back(tensor->value_or(Tensor()));
+  }
+}
+
+PackTensors saved_pack(const variable_list& saved) {
+  const auto at = [&](size_t from_end) {
+    const Tensor& tensor = saved[saved.size() - from_end];
+    return tensor.defined() ? std::optional<Tensor>(tensor) : std::nullopt;
+  };
+  return {at(4), at(3), at(2), at(1)};
 }
 
 // call_backward such that differentiating its result raises instead of treating it as constant.
@@ -87,6 +115,8 @@ struct Gradients : torch::autograd::Function<Gradients> {
 struct Attention : torch::autograd::Function<Attention> {
   static constexpr bool is_traceable = true;
   static constexpr int kOptions = 2;  // forward's arguments that are not tensors
+  // saved_data: there only where a call has them.
+  static constexpr const char *kWindow = "window", *kPack = "pack";
 
   static Tensor forward(AutogradContext* context, at::TensorList packed, const Options& options, Tensor* softmax_lse) {
     at::AutoDispatchBelowADInplaceOrView guard;
@@ -94,28 +124,43 @@ struct Attention : torch::autograd::Function<Attention> {
     variable_list saved(packed.begin(), packed.end());
     saved.push_back(out);
     saved.push_back(lse);
+    save_pack(options.pack, saved);
     context->save_for_backward(std::move(saved));
     context->set_materialize_grads(false);
     auto& data = context->saved_data;
     data["num_heads_q"] = options.num_heads_q ? at::IValue(*options.num_heads_q) : at::IValue();
     data["softmax_scale"] = options.softmax_scale;
-    data["causal"] = options.causal;
+    data["causal"] = options.mask.causal;
     data["schedule"] = options.schedule;
     data["sm_margin"] = options.sm_margin;
+    const auto& [causal, window_left, window_right, attention_chunk] = options.mask;
+    if (window_left >= 0 || window_right >= 0 || attention_chunk > 0) {
+      data[kWindow] = std::vector<int64_t>{window_left, window_right, attention_chunk};
+    }
+    if (options.pack.exists()) { data[kPack] = true; }
     *softmax_lse = std::move(lse);
     return out;
   }
 
   static variable_list backward(AutogradContext* context, variable_list douts) {
     variable_list saved = context->get_saved_variables();
-    const size_t count = saved.size() - 2;
+    auto& data = context->saved_data;
+    const bool is_pack = data.find(kPack) != data.end();
+    const size_t count = saved.size() - 2 - (is_pack ? kPackTensors : 0);
     const Tensor& dout = douts[0];
     if (!dout.defined()) { return variable_list(count + kOptions); }
-    auto& data = context->saved_data;
+    MaskArguments mask{data["causal"].toBool(), -1, -1, 0};
+    if (const auto window = data.find(kWindow); window != data.end()) {
+      const std::vector<int64_t> numbers = window->second.toIntVector();
+      mask = {mask.causal, numbers[0], numbers[1], numbers[2]};
+    }
     const at::IValue& num_heads_q = data["num_heads_q"];
     const Options options{num_heads_q.isNone() ? std::nullopt : std::optional<SymInt>(num_heads_q.toSymInt()),
-                          data["softmax_scale"].toDouble(), data["causal"].toBool(), data["schedule"].toStringRef(),
-                          data["sm_margin"].toSymInt()};
+                          data["softmax_scale"].toDouble(),
+                          mask,
+                          data["schedule"].toStringRef(),
+                          data["sm_margin"].toSymInt(),
+                          is_pack ? saved_pack(saved) : PackTensors{}};
     const Tensor &out = saved[count], &softmax_lse = saved[count + 1];
     const at::TensorList packed(saved.data(), count);
     // With create_graph the gradients may be differentiated again.
@@ -127,13 +172,18 @@ struct Attention : torch::autograd::Function<Attention> {
 };
 
 // Attention of what the caller gave, once that is known to be right.
-Outputs attention(variable_list packed, std::optional<SymInt> num_heads_q, std::optional<double> softmax_scale,
-                  bool causal, std::string_view schedule, SymInt sm_margin) {
-  check_schedule(schedule, causal);
+Outputs attention(variable_list packed, PackTensors pack, std::optional<SymInt> num_heads_q,
+                  std::optional<double> softmax_scale, MaskArguments mask, std::string_view schedule,
+                  SymInt sm_margin) {
+  check_mask(mask);
+  check_schedule(schedule, mask.kind());
   const SymInt head_dim = packed[0].sym_size(-1);
   Options options{std::move(num_heads_q),
-                  softmax_scale ? *softmax_scale : std::pow(head_dim.guard_int(__FILE__, __LINE__), -0.5), causal,
-                  std::string(schedule), std::move(sm_margin)};
+                  softmax_scale ? *softmax_scale : std::pow(head_dim.guard_int(__FILE__, __LINE__), -0.5),
+                  mask,
+                  std::string(schedule),
+                  std::move(sm_margin),
+                  std::move(pack)};
   // Zeros change neither scores nor outputs, and their gradients are cut off again.
   const SymInt excess = head_dim % kHeadDimMultiple;
   const bool pad = excess != 0;
@@ -159,44 +209,61 @@ Outputs attention(variable_list packed, std::optional<SymInt> num_heads_q, std::
 }
 
 Outputs attention_qkv(const Tensor& q, const Tensor& k, const Tensor& v, std::optional<double> softmax_scale,
-                      bool causal, std::string_view schedule, SymInt sm_margin) {
-  check_qkv(q, k, v);
-  return attention({q, k, v}, std::nullopt, softmax_scale, causal, schedule, std::move(sm_margin));
+                      bool causal, std::string_view schedule, SymInt sm_margin, int64_t window_left,
+                      int64_t window_right, int64_t attention_chunk, OptionalTensor cu_seqlens_q,
+                      OptionalTensor cu_seqlens_k, OptionalTensor seqused_q, OptionalTensor seqused_k) {
+  PackTensors pack{cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k};
+  check_qkv(q, k, v, pack);
+  return attention({q, k, v}, std::move(pack), std::nullopt, softmax_scale,
+                   {causal, window_left, window_right, attention_chunk}, schedule, std::move(sm_margin));
 }
 
 Outputs attention_kvpacked(const Tensor& q, const Tensor& kv, std::optional<double> softmax_scale, bool causal,
-                           std::string_view schedule, SymInt sm_margin) {
-  check_kvpacked(q, kv);
-  return attention({q, kv}, std::nullopt, softmax_scale, causal, schedule, std::move(sm_margin));
+                           std::string_view schedule, SymInt sm_margin, int64_t window_left, int64_t window_right,
+                           int64_t attention_chunk, OptionalTensor cu_seqlens_q, OptionalTensor cu_seqlens_k,
+                           OptionalTensor seqused_q, OptionalTensor seqused_k) {
+  PackTensors pack{cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k};
+  check_kvpacked(q, kv, pack);
+  return attention({q, kv}, std::move(pack), std::nullopt, softmax_scale,
+                   {causal, window_left, window_right, attention_chunk}, schedule, std::move(sm_margin));
 }
 
 Outputs attention_qkvpacked(const Tensor& qkv, std::optional<SymInt> num_heads_q, std::optional<double> softmax_scale,
-                            bool causal, std::string_view schedule, SymInt sm_margin) {
-  check_qkvpacked(qkv, num_heads_q);
-  return attention({qkv}, std::move(num_heads_q), softmax_scale, causal, schedule, std::move(sm_margin));
+                            bool causal, std::string_view schedule, SymInt sm_margin, int64_t window_left,
+                            int64_t window_right, int64_t attention_chunk, OptionalTensor cu_seqlens,
+                            OptionalTensor seqused) {
+  PackTensors pack{cu_seqlens, cu_seqlens, seqused, seqused};
+  check_qkvpacked(qkv, num_heads_q, pack);
+  return attention({qkv}, std::move(pack), std::move(num_heads_q), softmax_scale,
+                   {causal, window_left, window_right, attention_chunk}, schedule, std::move(sm_margin));
 }
 
 }  // namespace
 }  // namespace dash_attn
 
+#define DASH_PACK "Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, Tensor? seqused_q, Tensor? seqused_k, "
+#define DASH_MASK "bool causal, int window_left, int window_right, int attention_chunk, "
+// Of the functions that models call. What stands last is seldom asked for: left out, it costs a call nothing.
+#define DASH_OPTIONS                                                                                             \
+  "float? softmax_scale, bool causal, str schedule, SymInt sm_margin, int window_left=-1, int window_right=-1, " \
+  "int attention_chunk=0, "
+#define DASH_OPTIONAL_PACK \
+  "Tensor? cu_seqlens_q=None, Tensor? cu_seqlens_k=None, Tensor? seqused_q=None, Tensor? seqused_k=None) -> "
+#define DASH_OUTPUTS "(Tensor out, Tensor softmax_lse)"
+
 TORCH_LIBRARY(dash_attn, library) {
-  library.def(
-      "forward(Tensor q, Tensor k, Tensor v, float softmax_scale, bool causal, SymInt sm_margin=0) -> (Tensor out, "
-      "Tensor softmax_lse)",
-      {at::Tag::pt2_compliant_tag});
+  library.def("forward(Tensor q, Tensor k, Tensor v, " DASH_PACK "float softmax_scale, " DASH_MASK
+              "SymInt sm_margin=0) -> " DASH_OUTPUTS,
+              {at::Tag::pt2_compliant_tag});
   library.def(
       "backward(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor softmax_lse, Tensor(a6!) dq, "
-      "Tensor(a7!) dk, Tensor(a8!) dv, float softmax_scale, bool causal, str schedule, SymInt sm_margin) -> ()",
+      "Tensor(a7!) dk, Tensor(a8!) dv, " DASH_PACK "float softmax_scale, " DASH_MASK
+      "str schedule, SymInt sm_margin) -> ()",
       {at::Tag::pt2_compliant_tag});
-  library.def(
-      "attention(Tensor q, Tensor k, Tensor v, float? softmax_scale, bool causal, str schedule, SymInt sm_margin) -> "
-      "(Tensor out, Tensor softmax_lse)");
-  library.def(
-      "attention_kvpacked(Tensor q, Tensor kv, float? softmax_scale, bool causal, str schedule, SymInt sm_margin) -> "
-      "(Tensor out, Tensor softmax_lse)");
-  library.def(
-      "attention_qkvpacked(Tensor qkv, SymInt? num_heads_q, float? softmax_scale, bool causal, str schedule, SymInt "
-      "sm_margin) -> (Tensor out, Tensor softmax_lse)");
+  library.def("attention(Tensor q, Tensor k, Tensor v, " DASH_OPTIONS DASH_OPTIONAL_PACK DASH_OUTPUTS);
+  library.def("attention_kvpacked(Tensor q, Tensor kv, " DASH_OPTIONS DASH_OPTIONAL_PACK DASH_OUTPUTS);
+  library.def("attention_qkvpacked(Tensor qkv, SymInt? num_heads_q, " DASH_OPTIONS
+              "Tensor? cu_seqlens=None, Tensor? seqused=None) -> " DASH_OUTPUTS);
 }
 
 TORCH_LIBRARY_IMPL(dash_attn, CPU, library) {
@@ -228,10 +295,10 @@ TORCH_LIBRARY_IMPL(dash_attn, CompositeImplicitAutograd, library) {
 
 // The kernels. They write what they are given and check only what would harm: `dash_attn` calls them rightly.
 TORCH_LIBRARY(dash_attn_C, library) {
-  library.def(
-      "forward(Tensor q, Tensor k, Tensor v, Tensor(a!) out, Tensor(b!) softmax_lse, float softmax_scale, bool causal, "
-      "int sm_margin) -> ()");
+  library.def("forward(Tensor q, Tensor k, Tensor v, Tensor(a!) out, Tensor(b!) softmax_lse, " DASH_PACK
+              "float softmax_scale, " DASH_MASK "int sm_margin) -> ()");
   library.def(
       "backward(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor softmax_lse, Tensor(a!) dq, "
-      "Tensor(b!) dk, Tensor(c!) dv, float softmax_scale, bool causal, int schedule, int sm_margin) -> ()");
+      "Tensor(b!) dk, Tensor(c!) dv, " DASH_PACK "float softmax_scale, " DASH_MASK
+      "int schedule, int sm_margin) -> ()");
 }

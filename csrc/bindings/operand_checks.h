@@ -50,9 +50,35 @@ inline std::string number_text(double value) {
   return std::string(text.data(), std::to_chars(text.data(), text.data() + text.size(), value).ptr);
 }
 
-inline void check_tensor(const char* name, const Tensor& tensor, const char* expected, int64_t rank) {
-  TORCH_CHECK_VALUE(tensor.dim() == rank, name, " must have shape ", expected, ", got ", tensor.dim(),
-                    " dimensions: ", shape_text(tensor));
+// Which keys a query sees, as FlashAttention's arguments say it (csrc/schedule/mask.h).
+struct MaskArguments {
+  bool causal;
+  int64_t window_left, window_right, attention_chunk;
+
+  MaskKind kind() const { return mask_rule(causal, window_left, window_right, attention_chunk).kind; }
+};
+
+// Where the sequences of a pack are in its rows. A dense batch has none of these.
+struct PackTensors {
+  std::optional<Tensor> cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k;
+
+  bool exists() const { return cu_seqlens_q.has_value(); }
+};
+
+// What the caller calls them.
+struct PackNames {
+  const char *cu_seqlens_q, *cu_seqlens_k, *seqused_q, *seqused_k;
+};
+inline constexpr PackNames kPackNames = {"cu_seqlens_q", "cu_seqlens_k", "seqused_q", "seqused_k"};
+
+// The start of a tensor's shape.
+inline const char* lengths_text(bool is_pack) { return is_pack ? "(total, " : "(batch, seqlen, "; }
+
+// `inner`: the `inner_rank` dimensions after the lengths.
+inline void check_tensor(const char* name, const Tensor& tensor, const char* inner, int64_t inner_rank, bool is_pack) {
+  const int64_t length_rank = is_pack ? 1 : 2;
+  TORCH_CHECK_VALUE(tensor.dim() == length_rank + inner_rank, name, " must have shape ", lengths_text(is_pack), inner,
+                    ", got ", tensor.dim(), " dimensions: ", shape_text(tensor));
   const auto dtype = tensor.scalar_type();
   TORCH_CHECK_TYPE(dtype == at::kBFloat16 || dtype == at::kHalf, name, " must be torch.bfloat16 or torch.float16, got ",
                    dtype_text(tensor));
@@ -60,9 +86,9 @@ inline void check_tensor(const char* name, const Tensor& tensor, const char* exp
   TORCH_CHECK_VALUE(device.is_cuda() || device.is_cpu() || device.is_meta(), name,
                     " must be on a CUDA, CPU or meta device, got ", device.str());
   // A symbolic length is checked when the graph runs: a bound here would narrow what torch.export may vary.
-  const auto seqlen = tensor.sym_size(1).maybe_as_int();
-  TORCH_CHECK_VALUE(!seqlen || *seqlen <= kMaxSeqlen, name, " must have a seqlen of at most ", kMaxSeqlen, ", got ",
-                    *seqlen);
+  const auto seqlen = tensor.sym_size(length_rank - 1).maybe_as_int();
+  TORCH_CHECK_VALUE(!seqlen || *seqlen <= kMaxSeqlen, name, " must have a ", is_pack ? "total" : "seqlen",
+                    " of at most ", kMaxSeqlen, ", got ", *seqlen);
 }
 
 inline void check_same(const char* name, const Tensor& tensor, const char* like_name, const Tensor& like) {
@@ -79,54 +105,103 @@ inline void check_head_dim(const char* name, const Tensor& tensor) {
 }
 
 // Batch, heads and head_dim of keys and values against those of q; `tensor` is k, or kv in one tensor.
-inline void check_kv_shape(const char* name, const Tensor& tensor, const Tensor& q) {
-  TORCH_CHECK_VALUE(tensor.sym_size(0) == q.sym_size(0), name, " must have the batch size of q, ", q.sym_size(0),
-                    ", got ", tensor.sym_size(0));
-  TORCH_CHECK_VALUE(tensor.sym_size(-1) == q.sym_size(3), name, " must have the head_dim of q, ", q.sym_size(3),
+inline void check_kv_shape(const char* name, const Tensor& tensor, const Tensor& q, bool is_pack) {
+  TORCH_CHECK_VALUE(is_pack || tensor.sym_size(0) == q.sym_size(0), name, " must have the batch size of q, ",
+                    q.sym_size(0), ", got ", tensor.sym_size(0));
+  TORCH_CHECK_VALUE(tensor.sym_size(-1) == q.sym_size(-1), name, " must have the head_dim of q, ", q.sym_size(-1),
                     ", got ", tensor.sym_size(-1));
-  const SymInt heads = q.sym_size(2), kv_heads = tensor.sym_size(-2);
+  const SymInt heads = q.sym_size(-2), kv_heads = tensor.sym_size(-2);
   TORCH_CHECK_VALUE(heads >= 1 && kv_heads >= 1 && heads % kv_heads == 0, name,
                     " must have a number of heads that divides the ", heads, " heads of q, got ", kv_heads);
 }
 
-inline void check_qkv(const Tensor& q, const Tensor& k, const Tensor& v) {
-  constexpr const char* kExpected = "(batch, seqlen, heads, head_dim)";
-  check_tensor("q", q, kExpected, 4);
-  check_tensor("k", k, kExpected, 4);
-  check_tensor("v", v, kExpected, 4);
+inline void check_pack_tensor(const char* name, const std::optional<Tensor>& given, const char* shape,
+                              const SymInt& size, const Tensor& q) {
+  if (!given) { return; }
+  const Tensor& tensor = *given;
+  TORCH_CHECK_TYPE(tensor.scalar_type() == at::kInt, name, " must be torch.int32, got ", dtype_text(tensor));
+  TORCH_CHECK_VALUE(tensor.dim() == 1 && tensor.sym_size(0) == size, name, " must have shape ", shape, " = (", size,
+                    ",), got ", shape_text(tensor));
+  TORCH_CHECK_VALUE(tensor.sym_stride(0) == 1 || size <= 1, name, " must be contiguous, got strides ",
+                    tuple_text(tensor.sym_strides()));
+  TORCH_CHECK_VALUE(tensor.device() == q.device(), name, " must be on the device of q, ", q.device().str(), ", got ",
+                    tensor.device().str());
+}
+
+// Whether both offsets are there. Without them there are no lengths either.
+inline bool checked_is_pack(const PackTensors& pack, const PackNames& names = kPackNames) {
+  const bool is_pack = pack.exists();
+  TORCH_CHECK_VALUE(is_pack == pack.cu_seqlens_k.has_value(), names.cu_seqlens_q, " and ", names.cu_seqlens_k,
+                    " must be given both or neither, got ", is_pack ? names.cu_seqlens_q : names.cu_seqlens_k,
+                    " alone");
+  TORCH_CHECK_VALUE(is_pack || !pack.seqused_q, names.seqused_q, " must be None where ", names.cu_seqlens_q,
+                    " is, got a tensor");
+  TORCH_CHECK_VALUE(is_pack || !pack.seqused_k, names.seqused_k, " must be None where ", names.cu_seqlens_k,
+                    " is, got a tensor");
+  return is_pack;
+}
+
+// Shapes, not values: those are the device's, and reading them would wait for it.
+inline void check_pack(const PackTensors& pack, const Tensor& q, const PackNames& names = kPackNames) {
+  const auto& first = pack.cu_seqlens_q;
+  if (!first) { return; }
+  TORCH_CHECK_VALUE(first->dim() == 1 && first->sym_size(0) >= 1, names.cu_seqlens_q,
+                    " must have shape (batch + 1,), got ", shape_text(*first));
+  const SymInt offsets = first->sym_size(0), batch = offsets - 1;
+  check_pack_tensor(names.cu_seqlens_q, first, "(batch + 1,)", offsets, q);
+  check_pack_tensor(names.cu_seqlens_k, pack.cu_seqlens_k, "(batch + 1,)", offsets, q);
+  check_pack_tensor(names.seqused_q, pack.seqused_q, "(batch,)", batch, q);
+  check_pack_tensor(names.seqused_k, pack.seqused_k, "(batch,)", batch, q);
+}
+
+inline void check_qkv(const Tensor& q, const Tensor& k, const Tensor& v, const PackTensors& pack) {
+  constexpr const char* kInner = "heads, head_dim)";
+  const bool is_pack = checked_is_pack(pack);
+  check_tensor("q", q, kInner, 2, is_pack);
+  check_tensor("k", k, kInner, 2, is_pack);
+  check_tensor("v", v, kInner, 2, is_pack);
   check_same("k", k, "q", q);
   check_same("v", v, "q", q);
   check_head_dim("q", q);
-  check_kv_shape("k", k, q);
+  check_kv_shape("k", k, q, is_pack);
   TORCH_CHECK_VALUE(v.sym_sizes() == k.sym_sizes(), "v must have the shape of k, ", shape_text(k), ", got ",
                     shape_text(v));
+  check_pack(pack, q);
 }
 
-inline void check_kvpacked(const Tensor& q, const Tensor& kv) {
-  constexpr const char* kExpected = "(batch, seqlen, 2, kv_heads, head_dim)";
-  check_tensor("q", q, "(batch, seqlen, heads, head_dim)", 4);
-  check_tensor("kv", kv, kExpected, 5);
-  TORCH_CHECK_VALUE(kv.sym_size(2) == 2, "kv must have shape ", kExpected, ", got ", shape_text(kv));
+inline void check_kvpacked(const Tensor& q, const Tensor& kv, const PackTensors& pack) {
+  constexpr const char* kInner = "2, kv_heads, head_dim)";
+  const bool is_pack = checked_is_pack(pack);
+  check_tensor("q", q, "heads, head_dim)", 2, is_pack);
+  check_tensor("kv", kv, kInner, 3, is_pack);
+  TORCH_CHECK_VALUE(kv.sym_size(-3) == 2, "kv must have shape ", lengths_text(is_pack), kInner, ", got ",
+                    shape_text(kv));
   check_same("kv", kv, "q", q);
   check_head_dim("q", q);
-  check_kv_shape("kv", kv, q);
+  check_kv_shape("kv", kv, q, is_pack);
+  check_pack(pack, q);
 }
 
-inline void check_qkvpacked(const Tensor& qkv, const std::optional<SymInt>& num_heads_q) {
+// `pack` has the same tensors for queries and keys.
+inline void check_qkvpacked(const Tensor& qkv, const std::optional<SymInt>& num_heads_q, const PackTensors& pack) {
+  constexpr PackNames kNames = {"cu_seqlens", "cu_seqlens", "seqused", "seqused"};
+  const bool is_pack = checked_is_pack(pack, kNames);
   if (!num_heads_q) {
-    constexpr const char* kExpected = "(batch, seqlen, 3, heads, head_dim)";
-    check_tensor("qkv", qkv, kExpected, 5);
+    constexpr const char* kInner = "3, heads, head_dim)";
+    check_tensor("qkv", qkv, kInner, 3, is_pack);
     check_head_dim("qkv", qkv);
-    TORCH_CHECK_VALUE(qkv.sym_size(2) == 3 && qkv.sym_size(3) >= 1, "qkv must have shape ", kExpected,
-                      " with at least one head, got ", shape_text(qkv));
-    return;
+    TORCH_CHECK_VALUE(qkv.sym_size(-3) == 3 && qkv.sym_size(-2) >= 1, "qkv must have shape ", lengths_text(is_pack),
+                      kInner, " with at least one head, got ", shape_text(qkv));
+  } else {
+    check_tensor("qkv", qkv, "num_heads_q + 2 * kv_heads, head_dim)", 2, is_pack);
+    check_head_dim("qkv", qkv);
+    const SymInt heads = qkv.sym_size(-2), rest = heads - *num_heads_q;
+    TORCH_CHECK_VALUE(
+        *num_heads_q >= 1 && rest >= 2 && rest % 2 == 0 && *num_heads_q % (rest / 2) == 0,
+        "num_heads_q must be a positive multiple of kv_heads with num_heads_q + 2 * kv_heads equal to the ", heads,
+        " heads of qkv, got ", *num_heads_q);
   }
-  check_tensor("qkv", qkv, "(batch, seqlen, num_heads_q + 2 * kv_heads, head_dim)", 4);
-  check_head_dim("qkv", qkv);
-  const SymInt rest = qkv.sym_size(2) - *num_heads_q;
-  TORCH_CHECK_VALUE(*num_heads_q >= 1 && rest >= 2 && rest % 2 == 0 && *num_heads_q % (rest / 2) == 0,
-                    "num_heads_q must be a positive multiple of kv_heads with num_heads_q + 2 * kv_heads equal to the ",
-                    qkv.sym_size(2), " heads of qkv, got ", *num_heads_q);
+  check_pack(pack, qkv, kNames);
 }
 
 // The kernels take the scale times log2(e), in fp32.
@@ -142,12 +217,13 @@ inline void check_sm_margin(const SymInt& sm_margin) {
   TORCH_CHECK_VALUE(sm_margin >= 0, "sm_margin must be at least 0 and less than the SMs of the GPU, got ", sm_margin);
 }
 
+inline void check_mask(const MaskArguments& mask) {
+  TORCH_CHECK_VALUE(mask.attention_chunk >= 0, "attention_chunk must be at least 0, got ", mask.attention_chunk);
+}
+
 // The policy that a schedule's name means for this problem.
-inline Policy resolve_schedule(std::string_view schedule, bool causal, int64_t head_dim, int64_t seqlen_k) {
-  const MaskKind mask = mask_kind(causal);
-  if (schedule == "auto") {
-    return automatic_policy(mask, padded_head_dim(static_cast<int>(head_dim)), static_cast<int>(seqlen_k));
-  }
+inline Policy resolve_schedule(std::string_view schedule, MaskKind mask, int64_t head_dim) {
+  if (schedule == "auto") { return automatic_policy(mask, padded_head_dim(static_cast<int>(head_dim))); }
   for (int i = 0; i < kNumDeterministicPolicies; ++i) {
     if (schedule == kPolicyNames[i] && fits(static_cast<Policy>(i), mask)) { return static_cast<Policy>(i); }
   }
@@ -155,18 +231,19 @@ inline Policy resolve_schedule(std::string_view schedule, bool causal, int64_t h
   for (int i = 0; i < kNumDeterministicPolicies; ++i) {
     if (fits(static_cast<Policy>(i), mask)) { allowed += c10::str(", '", kPolicyNames[i], "'"); }
   }
-  TORCH_CHECK_VALUE(false, "schedule must be one of ", allowed, " when causal=", causal ? "True" : "False", ", got '",
-                    schedule, "'");
+  TORCH_CHECK_VALUE(false, "schedule must be one of ", allowed, " under the ", kMaskNames[static_cast<int>(mask)],
+                    " mask, got '", schedule, "'");
 }
 
-inline void check_schedule(std::string_view schedule, bool causal) { resolve_schedule(schedule, causal, 1, 1); }
+inline void check_schedule(std::string_view schedule, MaskKind mask) { resolve_schedule(schedule, mask, 1); }
 
-inline void check_operands(const Tensor& q, const Tensor& k, const Tensor& v, double softmax_scale,
-                           const SymInt& sm_margin) {
-  check_qkv(q, k, v);
-  TORCH_CHECK_VALUE(q.sym_size(3) % kHeadDimMultiple == 0, "q must have a head_dim that is a multiple of ",
-                    kHeadDimMultiple, ", got ", q.sym_size(3));
+inline void check_operands(const Tensor& q, const Tensor& k, const Tensor& v, const PackTensors& pack,
+                           double softmax_scale, const MaskArguments& mask, const SymInt& sm_margin) {
+  check_qkv(q, k, v, pack);
+  TORCH_CHECK_VALUE(q.sym_size(-1) % kHeadDimMultiple == 0, "q must have a head_dim that is a multiple of ",
+                    kHeadDimMultiple, ", got ", q.sym_size(-1));
   check_softmax_scale(softmax_scale);
+  check_mask(mask);
   check_sm_margin(sm_margin);
 }
 
@@ -184,10 +261,23 @@ inline void check_writable(const char* name, const Tensor& gradient) {
   }
 }
 
-inline void check_softmax_lse(const Tensor& softmax_lse, const Tensor& q) {
-  const std::array<SymInt, 3> expected = {q.sym_size(0), q.sym_size(2), q.sym_size(1)};
-  TORCH_CHECK_VALUE(softmax_lse.sym_sizes() == c10::SymIntArrayRef(expected),
-                    "softmax_lse must have shape (batch, heads, seqlen_q) = ", tuple_text(expected), ", got ",
+// Sizes of the log-sum-exp: without the first in a pack, which has no batch.
+template <class Size>
+std::array<Size, 3> lse_sizes(at::ArrayRef<Size> q) {
+  const size_t rank = q.size();
+  return {q[0], q[rank - 2], q[rank - 3]};
+}
+
+template <class Size>
+at::ArrayRef<Size> without_batch(const std::array<Size, 3>& sizes, bool is_pack) {
+  return at::ArrayRef<Size>(sizes).slice(is_pack ? 1 : 0);
+}
+
+inline void check_softmax_lse(const Tensor& softmax_lse, const Tensor& q, bool is_pack) {
+  const std::array<SymInt, 3> sizes = lse_sizes(q.sym_sizes());
+  const c10::SymIntArrayRef expected = without_batch(sizes, is_pack);
+  TORCH_CHECK_VALUE(softmax_lse.sym_sizes() == expected, "softmax_lse must have shape ",
+                    is_pack ? "(heads, total_q)" : "(batch, heads, seqlen_q)", " = ", tuple_text(expected), ", got ",
                     shape_text(softmax_lse));
   TORCH_CHECK_TYPE(softmax_lse.scalar_type() == at::kFloat, "softmax_lse must be torch.float32, got ",
                    dtype_text(softmax_lse));
@@ -197,8 +287,9 @@ inline void check_softmax_lse(const Tensor& softmax_lse, const Tensor& q) {
 
 inline void check_backward(const Tensor& dout, const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& out,
                            const Tensor& softmax_lse, const Tensor& dq, const Tensor& dk, const Tensor& dv,
-                           double softmax_scale, bool causal, std::string_view schedule, const SymInt& sm_margin) {
-  check_operands(q, k, v, softmax_scale, sm_margin);
+                           const PackTensors& pack, double softmax_scale, const MaskArguments& mask,
+                           std::string_view schedule, const SymInt& sm_margin) {
+  check_operands(q, k, v, pack, softmax_scale, mask, sm_margin);
   check_like("dout", dout, "q", q);
   check_like("out", out, "q", q);
   check_like("dq", dq, "q", q);
@@ -207,15 +298,15 @@ inline void check_backward(const Tensor& dout, const Tensor& q, const Tensor& k,
   check_writable("dq", dq);
   check_writable("dk", dk);
   check_writable("dv", dv);
-  check_softmax_lse(softmax_lse, q);
-  check_schedule(schedule, causal);
+  check_softmax_lse(softmax_lse, q, pack.exists());
+  check_schedule(schedule, mask.kind());
 }
 
 // No two elements of what is written may share a place: along the dimensions, from the smallest stride on, each step
 // goes past all that the smaller ones reach.
 inline void check_apart_from_itself(const char* name, const Tensor& written) {
-  std::array<std::pair<int64_t, int64_t>, 4> dimensions;  // stride, size
-  for (int i = 0; i < 4; ++i) { dimensions[i] = {written.stride(i), written.size(i)}; }
+  std::array<std::pair<int64_t, int64_t>, 4> dimensions{};  // stride, size
+  for (int i = 0; i < written.dim(); ++i) { dimensions[i] = {written.stride(i), written.size(i)}; }
   std::sort(dimensions.begin(), dimensions.end());
   int64_t reach = 1;
   for (const auto& [stride, size] : dimensions) {

@@ -8,6 +8,7 @@
 
 #include <cmath>
 #include <limits>
+#include <optional>
 #include <string_view>
 #include <tuple>
 
@@ -22,12 +23,18 @@ namespace dash_attn {
     return op;                                                                                                   \
   }())
 
-using ForwardKernel = void(const Tensor&, const Tensor&, const Tensor&, Tensor, Tensor, double, bool, int64_t);
+using OptionalTensor = const std::optional<Tensor>&;
+using ForwardKernel = void(const Tensor&, const Tensor&, const Tensor&, Tensor, Tensor, OptionalTensor, OptionalTensor,
+                           OptionalTensor, OptionalTensor, double, bool, int64_t, int64_t, int64_t, int64_t);
 using BackwardKernel = void(const Tensor&, const Tensor&, const Tensor&, const Tensor&, const Tensor&, const Tensor&,
-                            Tensor, Tensor, Tensor, double, bool, int64_t, int64_t);
+                            Tensor, Tensor, Tensor, OptionalTensor, OptionalTensor, OptionalTensor, OptionalTensor,
+                            double, bool, int64_t, int64_t, int64_t, int64_t, int64_t);
 using Outputs = std::tuple<Tensor, Tensor>;
 
-inline bool is_empty(const Tensor& q, const Tensor& k) { return q.numel() == 0 || k.numel() == 0; }
+// Whether every sum is over nothing.
+inline bool is_empty(const Tensor& q, const Tensor& k, const PackTensors& pack) {
+  return q.numel() == 0 || k.numel() == 0 || (pack.exists() && pack.cu_seqlens_q->numel() == 1);
+}
 
 // c' > 0 and q' with c' q' = c q, so that dq = sign * dq': the kernels are right for a positive scale only.
 struct PositiveScale {
@@ -53,10 +60,10 @@ inline bool is_addressable(const Tensor& tensor) {
   constexpr int kVectorBytes = 16;
   const auto sizes = tensor.sizes(), strides = tensor.strides();
   const int64_t step = kVectorBytes / static_cast<int64_t>(tensor.element_size());
-  if (strides[3] != 1 || reinterpret_cast<std::uintptr_t>(tensor.const_data_ptr()) % kVectorBytes != 0) {
+  if (strides.back() != 1 || reinterpret_cast<std::uintptr_t>(tensor.const_data_ptr()) % kVectorBytes != 0) {
     return false;
   }
-  for (int i = 0; i < 3; ++i) {
+  for (size_t i = 0; i + 1 < sizes.size(); ++i) {
     if (sizes[i] != 1 && (strides[i] <= 0 || strides[i] % step != 0)) { return false; }
   }
   return true;
@@ -71,34 +78,47 @@ inline Tensor target_of(const Tensor& gradient) {
   return is_addressable(gradient) ? gradient : at::empty(gradient.sizes(), gradient.options());
 }
 
-inline Outputs forward(const Tensor& q, const Tensor& k, const Tensor& v, double softmax_scale, bool causal,
-                       SymInt sm_margin) {
-  check_operands(q, k, v, softmax_scale, sm_margin);
+inline Outputs forward(const Tensor& q, const Tensor& k, const Tensor& v, OptionalTensor cu_seqlens_q,
+                       OptionalTensor cu_seqlens_k, OptionalTensor seqused_q, OptionalTensor seqused_k,
+                       double softmax_scale, bool causal, int64_t window_left, int64_t window_right,
+                       int64_t attention_chunk, SymInt sm_margin) {
+  const PackTensors pack{cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k};
+  check_operands(q, k, v, pack, softmax_scale, {causal, window_left, window_right, attention_chunk}, sm_margin);
   Tensor out = at::empty(q.sizes(), q.options());
-  Tensor softmax_lse = at::empty({q.size(0), q.size(2), q.size(1)}, q.options().dtype(at::kFloat));
-  if (is_empty(q, k)) {
+  const auto sizes = lse_sizes(q.sizes());
+  Tensor softmax_lse = at::empty(without_batch(sizes, pack.exists()), q.options().dtype(at::kFloat));
+  if (is_empty(q, k, pack)) {
     out.zero_();
     softmax_lse.fill_(std::numeric_limits<double>::infinity());
     return {out, softmax_lse};
   }
   const PositiveScale scaled(q, softmax_scale);
   DASH_OP("dash_attn_C::forward", ForwardKernel)
-      .call(addressable(scaled.q), addressable(k), addressable(v), out, softmax_lse, scaled.softmax_scale, causal,
+      .call(addressable(scaled.q), addressable(k), addressable(v), out, softmax_lse, cu_seqlens_q, cu_seqlens_k,
+            seqused_q, seqused_k, scaled.softmax_scale, causal, window_left, window_right, attention_chunk,
             sm_margin.expect_int());
   return {out, softmax_lse};
 }
 
-inline Outputs forward_meta(const Tensor& q, const Tensor& k, const Tensor& v, double softmax_scale, bool /*causal*/,
-                            SymInt sm_margin) {
-  check_operands(q, k, v, softmax_scale, sm_margin);
+inline Outputs forward_meta(const Tensor& q, const Tensor& k, const Tensor& v, OptionalTensor cu_seqlens_q,
+                            OptionalTensor cu_seqlens_k, OptionalTensor seqused_q, OptionalTensor seqused_k,
+                            double softmax_scale, bool causal, int64_t window_left, int64_t window_right,
+                            int64_t attention_chunk, SymInt sm_margin) {
+  const PackTensors pack{cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k};
+  check_operands(q, k, v, pack, softmax_scale, {causal, window_left, window_right, attention_chunk}, sm_margin);
+  const auto sizes = lse_sizes(q.sym_sizes());
   return {at::empty_symint(q.sym_sizes(), q.options()),
-          at::empty_symint({q.sym_size(0), q.sym_size(2), q.sym_size(1)}, q.options().dtype(at::kFloat))};
+          at::empty_symint(without_batch(sizes, pack.exists()), q.options().dtype(at::kFloat))};
 }
 
 inline void backward(const Tensor& dout, const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& out,
-                     const Tensor& softmax_lse, Tensor dq, Tensor dk, Tensor dv, double softmax_scale, bool causal,
-                     std::string_view schedule, SymInt sm_margin) {
-  check_backward(dout, q, k, v, out, softmax_lse, dq, dk, dv, softmax_scale, causal, schedule, sm_margin);
+                     const Tensor& softmax_lse, Tensor dq, Tensor dk, Tensor dv, OptionalTensor cu_seqlens_q,
+                     OptionalTensor cu_seqlens_k, OptionalTensor seqused_q, OptionalTensor seqused_k,
+                     double softmax_scale, bool causal, int64_t window_left, int64_t window_right,
+                     int64_t attention_chunk, std::string_view schedule, SymInt sm_margin) {
+  const PackTensors pack{cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k};
+  const MaskArguments mask{causal, window_left, window_right, attention_chunk};
+  check_backward(dout, q, k, v, out, softmax_lse, dq, dk, dv, pack, softmax_scale, mask, schedule, sm_margin);
   const Tensor gradients[] = {dq, dk, dv};
   constexpr const char* kGradientNames[] = {"dq", "dk", "dv"};
   for (int i = 0; i < 3; ++i) {
@@ -115,16 +135,17 @@ inline void backward(const Tensor& dout, const Tensor& q, const Tensor& k, const
   for (const Tensor& gradient : gradients) {
     if (!gradient.is_inference()) { gradient.unsafeGetTensorImpl()->bump_version(); }
   }
-  if (is_empty(q, k)) {
+  if (is_empty(q, k, pack)) {
     for (const Tensor& gradient : gradients) { gradient.zero_(); }
     return;
   }
-  const Policy policy = resolve_schedule(schedule, causal, q.size(3), k.size(1));
+  const Policy policy = resolve_schedule(schedule, mask.kind(), q.size(-1));
   const PositiveScale scaled(q, softmax_scale);
   const Tensor targets[] = {target_of(dq), target_of(dk), target_of(dv)};
   DASH_OP("dash_attn_C::backward", BackwardKernel)
       .call(addressable(dout), addressable(scaled.q), addressable(k), addressable(v), addressable(out),
-            softmax_lse.contiguous(), targets[0], targets[1], targets[2], scaled.softmax_scale, causal,
+            softmax_lse.contiguous(), targets[0], targets[1], targets[2], cu_seqlens_q, cu_seqlens_k, seqused_q,
+            seqused_k, scaled.softmax_scale, causal, window_left, window_right, attention_chunk,
             static_cast<int64_t>(policy), sm_margin.expect_int());
   if (scaled.sign != 1) { targets[0].mul_(scaled.sign); }
   for (int i = 0; i < 3; ++i) {
@@ -133,9 +154,12 @@ inline void backward(const Tensor& dout, const Tensor& q, const Tensor& k, const
 }
 
 inline void backward_meta(const Tensor& dout, const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& out,
-                          const Tensor& softmax_lse, Tensor dq, Tensor dk, Tensor dv, double softmax_scale, bool causal,
-                          std::string_view schedule, SymInt sm_margin) {
-  check_backward(dout, q, k, v, out, softmax_lse, dq, dk, dv, softmax_scale, causal, schedule, sm_margin);
+                          const Tensor& softmax_lse, Tensor dq, Tensor dk, Tensor dv, OptionalTensor cu_seqlens_q,
+                          OptionalTensor cu_seqlens_k, OptionalTensor seqused_q, OptionalTensor seqused_k,
+                          double softmax_scale, bool causal, int64_t window_left, int64_t window_right,
+                          int64_t attention_chunk, std::string_view schedule, SymInt sm_margin) {
+  check_backward(dout, q, k, v, out, softmax_lse, dq, dk, dv, {cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k},
+                 softmax_scale, {causal, window_left, window_right, attention_chunk}, schedule, sm_margin);
 }
 
 }  // namespace dash_attn

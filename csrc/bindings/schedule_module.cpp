@@ -40,23 +40,22 @@ Policy parse_policy(std::string const& name) {
   throw py::value_error("schedule must be one of " + allowed + ", got '" + name + "'");
 }
 
-char const* mask_name(MaskKind mask) { return mask == MaskKind::kCausal ? "True" : "False"; }
-
 // Calls f with the policy as a type, once its mask is known to fit.
 template <class F>
 decltype(auto) with_policy(std::string const& name, Problem const& problem, F&& f) {
   Policy const policy = parse_policy(name);
   MaskKind const mask = problem.grid.mask.kind;
   if (!fits(policy, mask)) {
-    throw py::value_error("schedule='" + name + "' is defined for causal=" +
-                          mask_name(mask == MaskKind::kCausal ? MaskKind::kFull : MaskKind::kCausal) +
-                          " only, got causal=" + mask_name(mask));
+    MaskKind const own = fits(policy, MaskKind::kFull) ? MaskKind::kFull : MaskKind::kCausal;
+    throw py::value_error("schedule='" + name + "' is defined for the " + mask_name(own) + " mask only, got the " +
+                          mask_name(mask) + " mask");
   }
   return AllPolicies::with(policy, std::forward<F>(f));
 }
 
 Problem checked_problem(int64_t seqlen_q, int64_t seqlen_k, int64_t tile_q, int64_t tile_k, bool causal, int64_t batch,
-                        int64_t kv_heads, int64_t group_size, int64_t cta_group, int64_t head_swizzle, int64_t splits) {
+                        int64_t kv_heads, int64_t group_size, int64_t cta_group, int64_t head_swizzle, int64_t splits,
+                        WindowSize window, int64_t attention_chunk) {
   // Lengths and tiles below 2^30 keep every sum of the headers below 2^31.
   constexpr int64_t kEnd = int64_t{1} << 30;
   for (auto const& [argument, value] :
@@ -78,7 +77,8 @@ Problem checked_problem(int64_t seqlen_q, int64_t seqlen_k, int64_t tile_q, int6
   }
   auto const as_int = [](int64_t value) { return static_cast<int>(value); };
   Sequence const sequence{as_int(seqlen_q), as_int(seqlen_k)};
-  TileGrid const grid{{as_int(tile_q), as_int(tile_k), as_int(cta_group)}, {mask_kind(causal), sequence}};
+  TileGrid const grid{{as_int(tile_q), as_int(tile_k), as_int(cta_group)},
+                      mask_of(checked_rule(causal, window, attention_chunk), sequence)};
   constexpr Policy kGivenAtEachCall = Policy::kAscending;
   TileScheduler const scheduler{sequence,         kGivenAtEachCall,   as_int(splits),      as_int(batch),
                                 as_int(kv_heads), as_int(group_size), as_int(head_swizzle)};
@@ -201,17 +201,15 @@ int launched_head_swizzle(std::string const& schedule, Problem const& problem, i
   return head_swizzle(parse_policy(schedule), problem.grid, problem.heads_per_split(), padded);
 }
 
-std::string automatic(bool causal, int head_dim, int seqlen_k) {
-  Policy const policy = automatic_policy(mask_kind(causal), std::get<2>(tile_shape(head_dim)), seqlen_k);
-  return kPolicyNames[static_cast<int>(policy)];
+std::string automatic(bool causal, int head_dim, WindowSize window, int64_t attention_chunk) {
+  MaskRule const rule = checked_rule(causal, window, attention_chunk);
+  return kPolicyNames[static_cast<int>(automatic_policy(rule.kind, std::get<2>(tile_shape(head_dim))))];
 }
 
 // (first, end) of the keys that each of the queries first_query ... end_query - 1 sees.
 std::vector<std::pair<int, int>> visible_keys(bool causal, int64_t seqlen_q, int64_t seqlen_k, int64_t first_query,
-                                              int64_t end_query) {
-  constexpr int64_t kEnd = int64_t{1} << 30;
-  Sequence const sequence{in_range("seqlen_q", seqlen_q, 1, kEnd), in_range("seqlen_k", seqlen_k, 1, kEnd)};
-  Mask const mask{mask_kind(causal), sequence};
+                                              int64_t end_query, WindowSize window, int64_t attention_chunk) {
+  Mask const mask = mask_of(checked_rule(causal, window, attention_chunk), checked_lengths(seqlen_q, seqlen_k));
   int const end = in_range("end_query", end_query, 0, seqlen_q + 1);
   std::vector<std::pair<int, int>> keys;
   for (int query = in_range("first_query", first_query, 0, seqlen_q + 1); query < end; ++query) {
@@ -267,12 +265,27 @@ double longest_path(std::string const& schedule, Problem const& problem, Simulat
   return with_policy(schedule, problem, [&](auto policy) { return critical_path<policy()>(problem, options); });
 }
 
+// As Python has it; the mask of no window has (-1, -1) and chunk 0, the causal one too.
+WindowSize window_of(Mask const& mask) {
+  if (mask.kind != MaskKind::kWindow) return kAnyWindow;
+  auto const side = [](int keys) { return int64_t{keys == kUnbounded ? -1 : keys}; };
+  return {side(mask.window.left), side(mask.window.right)};
+}
+
+int chunk_of(Mask const& mask) { return mask.kind == MaskKind::kWindow ? mask.window.chunk : 0; }
+
 std::string repr(Problem const& p) {
+  Mask const& mask = p.grid.mask;
+  auto const [left, right] = window_of(mask);
+  std::string const window = mask.kind != MaskKind::kWindow
+                                 ? ""
+                                 : ", window=(" + std::to_string(left) + ", " + std::to_string(right) +
+                                       "), attention_chunk=" + std::to_string(mask.window.chunk);
   return "Problem(seqlen_q=" + std::to_string(p.grid.mask.sequence.seqlen_q) +
          ", seqlen_k=" + std::to_string(p.grid.mask.sequence.seqlen_k) +
          ", tile_q=" + std::to_string(p.grid.tiling.query) + ", tile_k=" + std::to_string(p.grid.tiling.key) +
-         ", causal=" + mask_name(p.grid.mask.kind) + ", batch=" + std::to_string(p.scheduler.batch) +
-         ", kv_heads=" + std::to_string(p.scheduler.kv_heads) +
+         ", causal=" + (mask.kind == MaskKind::kCausal ? "True" : "False") + window +
+         ", batch=" + std::to_string(p.scheduler.batch) + ", kv_heads=" + std::to_string(p.scheduler.kv_heads) +
          ", group_size=" + std::to_string(p.scheduler.group_size) +
          ", cta_group=" + std::to_string(p.grid.tiling.cta_group) +
          ", head_swizzle=" + std::to_string(p.scheduler.head_swizzle) +
@@ -300,12 +313,17 @@ PYBIND11_MODULE(_schedule, m) {
   py::class_<Problem>(m, "Problem", "Tile counts, mask ranges and work of one attention backward.")
       .def(py::init(&checked_problem), py::arg("seqlen_q"), py::arg("seqlen_k"), py::kw_only(), py::arg("tile_q"),
            py::arg("tile_k"), py::arg("causal"), py::arg("batch") = 1, py::arg("kv_heads") = 1,
-           py::arg("group_size") = 1, py::arg("cta_group") = 1, py::arg("head_swizzle") = 1, py::arg("splits") = 1)
+           py::arg("group_size") = 1, py::arg("cta_group") = 1, py::arg("head_swizzle") = 1, py::arg("splits") = 1,
+           py::arg("window") = kAnyWindow, py::arg("attention_chunk") = 0)
       .def_property_readonly("seqlen_q", [](Problem const& p) { return p.grid.mask.sequence.seqlen_q; })
       .def_property_readonly("seqlen_k", [](Problem const& p) { return p.grid.mask.sequence.seqlen_k; })
       .def_property_readonly("tile_q", [](Problem const& p) { return p.grid.tiling.query; })
       .def_property_readonly("tile_k", [](Problem const& p) { return p.grid.tiling.key; })
+      .def_property_readonly(
+          "mask", [](Problem const& p) { return mask_name(p.grid.mask.kind); }, "full, causal or window.")
       .def_property_readonly("causal", [](Problem const& p) { return p.grid.mask.kind == MaskKind::kCausal; })
+      .def_property_readonly("window", [](Problem const& p) { return window_of(p.grid.mask); })
+      .def_property_readonly("attention_chunk", [](Problem const& p) { return chunk_of(p.grid.mask); })
       .def_property_readonly("batch", [](Problem const& p) { return p.scheduler.batch; })
       .def_property_readonly("kv_heads", [](Problem const& p) { return p.scheduler.kv_heads; })
       .def_property_readonly("group_size", [](Problem const& p) { return p.scheduler.group_size; })
@@ -334,15 +352,27 @@ PYBIND11_MODULE(_schedule, m) {
       .def("__repr__", &repr);
 
   m.def(
-      "fits", [](std::string const& schedule, bool causal) { return fits(parse_policy(schedule), mask_kind(causal)); },
-      py::arg("schedule"), py::arg("causal"), "Whether the policy is defined for this mask.");
+      "mask_name",
+      [](bool causal, WindowSize window, int64_t attention_chunk) {
+        return mask_name(checked_rule(causal, window, attention_chunk).kind);
+      },
+      py::kw_only(), py::arg("causal"), py::arg("window") = kAnyWindow, py::arg("attention_chunk") = 0,
+      "full, causal or window: the kernel that a call takes.");
+  m.def(
+      "fits",
+      [](std::string const& schedule, bool causal, WindowSize window, int64_t attention_chunk) {
+        return fits(parse_policy(schedule), checked_rule(causal, window, attention_chunk).kind);
+      },
+      py::arg("schedule"), py::arg("causal"), py::kw_only(), py::arg("window") = kAnyWindow,
+      py::arg("attention_chunk") = 0, "Whether the policy is defined for this mask.");
   m.def(
       "is_ordered",
       [](std::string const& schedule) { return accumulation(parse_policy(schedule)) == Accumulation::kOrdered; },
       py::arg("schedule"), "Whether partials of dQ wait for those of lower rank.");
   m.def("cta_group", &cta_group, py::arg("schedule"), "CTAs of the clusters that the kernel launches for the policy.");
   m.def("visible_keys", &visible_keys, py::kw_only(), py::arg("causal"), py::arg("seqlen_q"), py::arg("seqlen_k"),
-        py::arg("first_query"), py::arg("end_query"), "(first, end) of the keys that each of some queries sees.");
+        py::arg("first_query"), py::arg("end_query"), py::arg("window") = kAnyWindow, py::arg("attention_chunk") = 0,
+        "(first, end) of the keys that each of some queries sees.");
   m.def("visit", &visit, py::arg("schedule"), py::arg("problem"), py::arg("kv_tile"), py::arg("step"),
         "Query tile that a KV tile visits at a step.");
   m.def("rank", &rank, py::arg("schedule"), py::arg("problem"), py::arg("kv_tile"), py::arg("query_tile"),
@@ -395,8 +425,8 @@ PYBIND11_MODULE(_schedule, m) {
   m.def(
       "num_splits", [](Problem const& p) { return num_splits(p.scheduler.group_size, p.grid); }, py::arg("problem"),
       "Into how many parts a launch cuts the query heads of a KV head.");
-  m.def("automatic", &automatic, py::kw_only(), py::arg("causal"), py::arg("head_dim"), py::arg("seqlen_k"),
-        "The policy that schedule='auto' means.");
+  m.def("automatic", &automatic, py::kw_only(), py::arg("causal"), py::arg("head_dim"), py::arg("window") = kAnyWindow,
+        py::arg("attention_chunk") = 0, "The policy that schedule='auto' means.");
 
   bind_masks_and_forward_tiles(m);
 

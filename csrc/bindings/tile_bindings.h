@@ -1,4 +1,5 @@
-// Python's view of masks and of the forward's query tiles: the part of the _schedule module that knows no policy.
+// Python's view of masks and of the forward's query tiles: the part of the _schedule module that knows no policy. What
+// asks for a mask asks as the public functions do: causal, window = (left, right), attention_chunk.
 #pragma once
 
 #include <pybind11/pybind11.h>
@@ -8,6 +9,7 @@
 #include <limits>
 #include <string>
 #include <tuple>
+#include <utility>
 
 #include "../schedule/forward_tiles.h"
 #include "../schedule/tile_grid.h"
@@ -29,19 +31,29 @@ inline int positive(char const* argument, int64_t value) {
   return in_range(argument, value, 1, int64_t{std::numeric_limits<int>::max()} + 1);
 }
 
-inline MaskKind parse_mask(std::string const& name) {
-  int kind = 0;
-  for (char const* known : kMaskNames) {
-    if (name == known) return static_cast<MaskKind>(kind);
-    ++kind;
-  }
-  throw py::value_error("mask must be full, causal or band, got '" + name + "'");
+using WindowSize = std::pair<int64_t, int64_t>;  // left, right; negative: unbounded
+inline constexpr WindowSize kAnyWindow{-1, -1};
+
+inline MaskRule checked_rule(bool causal, WindowSize window, int64_t attention_chunk) {
+  in_range("attention_chunk", attention_chunk, 0, int64_t{1} << 31);
+  return mask_rule(causal, window.first, window.second, attention_chunk);
+}
+
+inline Mask mask_of(MaskRule const& rule, Sequence sequence) { return {rule.kind, rule.window, sequence}; }
+
+inline char const* mask_name(MaskKind kind) { return kMaskNames[static_cast<int>(kind)]; }
+
+inline Sequence checked_lengths(int64_t seqlen_q, int64_t seqlen_k) {
+  constexpr int64_t kEnd = int64_t{1} << 30;
+  return {in_range("seqlen_q", seqlen_q, 1, kEnd), in_range("seqlen_k", seqlen_k, 1, kEnd)};
 }
 
 inline forward::QueryTileScheduler forward_tiles(int64_t batch, int64_t seqlen_q, int64_t seqlen_k, int64_t heads,
-                                                 int64_t kv_heads, int64_t head_dim, bool causal, int64_t sms) {
+                                                 int64_t kv_heads, int64_t head_dim, bool causal, int64_t sms,
+                                                 WindowSize window, int64_t attention_chunk) {
   forward::ForwardProblem problem{};
-  problem.mask = {mask_kind(causal), {positive("seqlen_q", seqlen_q), positive("seqlen_k", seqlen_k)}};
+  problem.mask = mask_of(checked_rule(causal, window, attention_chunk),
+                         {positive("seqlen_q", seqlen_q), positive("seqlen_k", seqlen_k)});
   problem.batch = positive("batch", batch);
   problem.kv_heads = positive("kv_heads", kv_heads);
   problem.heads = positive("heads", heads);
@@ -62,7 +74,8 @@ inline void bind_masks_and_forward_tiles(py::module_& m) {
   using ForwardTiles = forward::QueryTileScheduler;
   py::class_<ForwardTiles>(m, "ForwardTiles", "The query tiles of a forward, and the list in which they are worked on.")
       .def(py::init(&forward_tiles), py::kw_only(), py::arg("batch"), py::arg("seqlen_q"), py::arg("seqlen_k"),
-           py::arg("heads"), py::arg("kv_heads"), py::arg("head_dim"), py::arg("causal"), py::arg("sms"))
+           py::arg("heads"), py::arg("kv_heads"), py::arg("head_dim"), py::arg("causal"), py::arg("sms"),
+           py::arg("window") = kAnyWindow, py::arg("attention_chunk") = 0)
       .def_readonly("num_tiles", &ForwardTiles::num_tiles)
       .def_readonly("query_tiles", &ForwardTiles::query_tiles)
       .def_readonly("head_groups", &ForwardTiles::head_groups)
@@ -85,33 +98,38 @@ inline void bind_masks_and_forward_tiles(py::module_& m) {
           },
           py::arg("index"), "First position of a tile in its sequence, and where the next tile begins.");
 
-  auto const grid = [](std::string const& mask, int64_t seqlen_q, int64_t seqlen_k, int64_t tile_k) {
-    Sequence const sequence{positive("seqlen_q", seqlen_q), positive("seqlen_k", seqlen_k)};
-    return TileGrid{{1, positive("tile_k", tile_k), 1}, {parse_mask(mask), sequence}};
+  auto const grid = [](int64_t seqlen_q, int64_t seqlen_k, int64_t tile_k, bool causal, WindowSize window,
+                       int64_t attention_chunk) {
+    return TileGrid{{1, positive("tile_k", tile_k), 1},
+                    mask_of(checked_rule(causal, window, attention_chunk), checked_lengths(seqlen_q, seqlen_k))};
   };
   m.def(
       "keys_of",
-      [=](std::string const& mask, int64_t seqlen_q, int64_t seqlen_k, int64_t query) {
-        return as_tuple(grid(mask, seqlen_q, seqlen_k, 1).mask.keys_of(in_range("query", query, 0, seqlen_q)));
+      [=](int64_t seqlen_q, int64_t seqlen_k, int64_t query, bool causal, WindowSize window, int64_t attention_chunk) {
+        TileGrid const rows = grid(seqlen_q, seqlen_k, 1, causal, window, attention_chunk);
+        return as_tuple(rows.mask.keys_of(in_range("query", query, 0, seqlen_q)));
       },
-      py::arg("mask"), py::arg("seqlen_q"), py::arg("seqlen_k"), py::arg("query"),
-      "(first, count) of the keys that a query sees; mask: full, causal or band.");
+      py::arg("seqlen_q"), py::arg("seqlen_k"), py::arg("query"), py::kw_only(), py::arg("causal"),
+      py::arg("window") = kAnyWindow, py::arg("attention_chunk") = 0, "(first, count) of the keys that a query sees.");
   m.def(
       "queries_of",
-      [=](std::string const& mask, int64_t seqlen_q, int64_t seqlen_k, int64_t key) {
-        return as_tuple(grid(mask, seqlen_q, seqlen_k, 1).mask.queries_of(in_range("key", key, 0, seqlen_k)));
+      [=](int64_t seqlen_q, int64_t seqlen_k, int64_t key, bool causal, WindowSize window, int64_t attention_chunk) {
+        TileGrid const rows = grid(seqlen_q, seqlen_k, 1, causal, window, attention_chunk);
+        return as_tuple(rows.mask.queries_of(in_range("key", key, 0, seqlen_k)));
       },
-      py::arg("mask"), py::arg("seqlen_q"), py::arg("seqlen_k"), py::arg("key"),
-      "(first, count) of the queries that see a key.");
+      py::arg("seqlen_q"), py::arg("seqlen_k"), py::arg("key"), py::kw_only(), py::arg("causal"),
+      py::arg("window") = kAnyWindow, py::arg("attention_chunk") = 0, "(first, count) of the queries that see a key.");
   m.def(
       "kv_tiles_of_queries",
-      [=](std::string const& mask, int64_t seqlen_q, int64_t seqlen_k, int64_t tile_k, int64_t first, int64_t end) {
-        TileGrid const tiles = grid(mask, seqlen_q, seqlen_k, tile_k);
+      [=](int64_t seqlen_q, int64_t seqlen_k, int64_t tile_k, int64_t first, int64_t end, bool causal,
+          WindowSize window, int64_t attention_chunk) {
+        TileGrid const tiles = grid(seqlen_q, seqlen_k, tile_k, causal, window, attention_chunk);
         int const from = in_range("first", first, 0, seqlen_q), to = in_range("end", end, first + 1, seqlen_q + 1000);
         return std::make_tuple(as_tuple(tiles.kv_tiles_of_queries(from, to)),
                                as_tuple(tiles.kv_tiles_seen_whole(from, to)));
       },
-      py::arg("mask"), py::arg("seqlen_q"), py::arg("seqlen_k"), py::arg("tile_k"), py::arg("first"), py::arg("end"),
+      py::arg("seqlen_q"), py::arg("seqlen_k"), py::arg("tile_k"), py::arg("first"), py::arg("end"), py::kw_only(),
+      py::arg("causal"), py::arg("window") = kAnyWindow, py::arg("attention_chunk") = 0,
       "(first, count) of the KV tiles of which some of the queries first ... end - 1 sees a key, and of those of which "
       "each sees all.");
 }

@@ -30,11 +30,18 @@ using torch::stable::Tensor;
 constexpr int kVectorElements = 8;  // 16 bytes of a 16-bit type: what TMA and the vector accesses step by
 constexpr std::uintptr_t kVectorBytes = 16;
 
+// batch 0: of a pack, (total, heads, head_dim); else (batch, seqlen, heads, head_dim).
 struct Shape {
   int64_t batch, seqlen, heads, head_dim;
+
+  bool is_pack() const { return batch == 0; }
+  int64_t rank() const { return is_pack() ? 3 : 4; }
 };
 
-Shape shape_of(const Tensor& tensor) { return {tensor.size(0), tensor.size(1), tensor.size(2), tensor.size(3)}; }
+Shape shape_of(const Tensor& tensor, bool is_pack) {
+  const int64_t first = is_pack ? 0 : 1;
+  return {is_pack ? 0 : tensor.size(0), tensor.size(first), tensor.size(first + 1), tensor.size(first + 2)};
+}
 
 void check_device(const Tensor& tensor, const char* name, int32_t device) {
   STD_TORCH_CHECK(tensor.is_cuda(), name, " must be a CUDA tensor");
@@ -47,23 +54,24 @@ void check_device(const Tensor& tensor, const char* name, int32_t device) {
 TensorView view_of(const Tensor& tensor, const char* name, const Shape& expected, ScalarType dtype, int32_t device) {
   check_device(tensor, name, device);
   STD_TORCH_CHECK(tensor.scalar_type() == dtype, name, " must have the dtype of q");
-  STD_TORCH_CHECK(tensor.dim() == 4, name, " must be (batch, seqlen, heads, head_dim), got ", tensor.dim(),
-                  " dimensions");
-  const Shape shape = shape_of(tensor);
+  const int64_t rank = expected.rank();
+  STD_TORCH_CHECK(tensor.dim() == rank, name, " must have ", rank, " dimensions, got ", tensor.dim());
+  const Shape shape = shape_of(tensor, expected.is_pack());
   STD_TORCH_CHECK(shape.batch == expected.batch && shape.seqlen == expected.seqlen && shape.heads == expected.heads &&
                       shape.head_dim == expected.head_dim,
                   name, " has shape (", shape.batch, ", ", shape.seqlen, ", ", shape.heads, ", ", shape.head_dim,
                   "), expected (", expected.batch, ", ", expected.seqlen, ", ", expected.heads, ", ", expected.head_dim,
                   ")");
-  STD_TORCH_CHECK(tensor.stride(3) == 1, name, " must have a contiguous last dimension, its stride is ",
-                  tensor.stride(3));
+  STD_TORCH_CHECK(tensor.stride(rank - 1) == 1, name, " must have a contiguous last dimension, its stride is ",
+                  tensor.stride(rank - 1));
   const int64_t contiguous[3] = {shape.seqlen * shape.heads * shape.head_dim, shape.heads * shape.head_dim,
                                  shape.head_dim};
-  int64_t strides[3];
-  for (int dim = 0; dim < 3; ++dim) {
-    strides[dim] = tensor.size(dim) == 1 ? contiguous[dim] : tensor.stride(dim);
-    STD_TORCH_CHECK(strides[dim] > 0 && strides[dim] % kVectorElements == 0, name, " has stride ", strides[dim],
-                    " in dimension ", dim, ", expected a positive multiple of ", kVectorElements, " elements");
+  int64_t strides[3] = {0, 0, 0};
+  for (int64_t dim = 0; dim < rank - 1; ++dim) {
+    int64_t& stride = strides[dim + 4 - rank];
+    stride = tensor.size(dim) == 1 ? contiguous[dim + 4 - rank] : tensor.stride(dim);
+    STD_TORCH_CHECK(stride > 0 && stride % kVectorElements == 0, name, " has stride ", stride, " in dimension ", dim,
+                    ", expected a positive multiple of ", kVectorElements, " elements");
   }
   void* data = tensor.data_ptr();
   STD_TORCH_CHECK(reinterpret_cast<std::uintptr_t>(data) % kVectorBytes == 0, name, " must start at a multiple of ",
@@ -119,6 +127,25 @@ int usable_sms(int32_t device, int64_t sm_margin) {
   return sms - static_cast<int>(sm_margin);
 }
 
+using OptionalTensor = const std::optional<Tensor>&;
+
+// The data of a tensor of a pack, null where there is none.
+const int* integers(OptionalTensor tensor, const char* name, int64_t size, int32_t device) {
+  if (!tensor) return nullptr;
+  check_device(*tensor, name, device);
+  STD_TORCH_CHECK(tensor->scalar_type() == ScalarType::Int, name, " must be int32");
+  STD_TORCH_CHECK(tensor->dim() == 1 && tensor->size(0) == size, name, " must have ", size, " elements");
+  STD_TORCH_CHECK(tensor->is_contiguous(), name, " must be contiguous");
+  return static_cast<const int*>(tensor->data_ptr());
+}
+
+// What says which keys a query sees: where sequences are, and the mask of each.
+struct Visibility {
+  OptionalTensor cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k;
+  bool causal;
+  int64_t window_left, window_right, attention_chunk;
+};
+
 // What both passes take.
 struct Inputs {
   int32_t device;
@@ -126,19 +153,31 @@ struct Inputs {
   Shape query, key;
 };
 
-// Checks q, k, v and softmax_lse, and fills in the arguments that follow from them.
-Inputs read_inputs(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& softmax_lse, double softmax_scale,
-                   bool causal, int64_t sm_margin, AttentionArguments& arguments) {
+// Checks q, k, v, softmax_lse and a pack, and fills in the arguments that follow from them.
+Inputs read_inputs(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& softmax_lse,
+                   const Visibility& visibility, double softmax_scale, int64_t sm_margin,
+                   AttentionArguments& arguments) {
   STD_TORCH_CHECK(q.is_cuda(), "q must be a CUDA tensor");
   const int32_t device = q.get_device_index();
   const ScalarType dtype = q.scalar_type();
   STD_TORCH_CHECK(dtype == ScalarType::BFloat16 || dtype == ScalarType::Half, "q must be bfloat16 or float16");
-  STD_TORCH_CHECK(q.dim() == 4 && k.dim() == 4, "q and k must be (batch, seqlen, heads, head_dim), got ", q.dim(),
-                  " and ", k.dim(), " dimensions");
-  const Shape query = shape_of(q);
-  const Shape key = {query.batch, k.size(1), k.size(2), query.head_dim};
+  const auto& [cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, causal, window_left, window_right, attention_chunk] =
+      visibility;
+  const bool is_pack = cu_seqlens_q.has_value();
+  const int64_t rank = is_pack ? 3 : 4;
+  STD_TORCH_CHECK(q.dim() == rank && k.dim() == rank, "q and k must have ", rank, " dimensions, got ", q.dim(), " and ",
+                  k.dim());
+  const Shape query = shape_of(q, is_pack), of_k = shape_of(k, is_pack);
+  const Shape key = {query.batch, of_k.seqlen, of_k.heads, query.head_dim};
 
-  arguments.batch = to_int(query.batch, "batch");
+  STD_TORCH_CHECK(is_pack == cu_seqlens_k.has_value(), "cu_seqlens_q and cu_seqlens_k must be given both or neither");
+  STD_TORCH_CHECK(is_pack || !(seqused_q || seqused_k), "seqused_q and seqused_k need cu_seqlens");
+  STD_TORCH_CHECK(!is_pack || cu_seqlens_q->dim() == 1, "cu_seqlens_q must have one dimension");
+  const int64_t batch = is_pack ? cu_seqlens_q->size(0) - 1 : query.batch;
+  arguments.batch = to_int(batch, "batch");
+  arguments.pack = {integers(cu_seqlens_q, "cu_seqlens_q", batch + 1, device),
+                    integers(cu_seqlens_k, "cu_seqlens_k", batch + 1, device),
+                    integers(seqused_q, "seqused_q", batch, device), integers(seqused_k, "seqused_k", batch, device)};
   arguments.seqlen_q = to_int(query.seqlen, "seqlen_q");
   arguments.seqlen_k = to_int(key.seqlen, "seqlen_k");
   arguments.heads = to_int(query.heads, "the number of query heads");
@@ -155,16 +194,17 @@ Inputs read_inputs(const Tensor& q, const Tensor& k, const Tensor& v, const Tens
 
   check_device(softmax_lse, "softmax_lse", device);
   STD_TORCH_CHECK(softmax_lse.scalar_type() == ScalarType::Float, "softmax_lse must be float32");
-  STD_TORCH_CHECK(softmax_lse.dim() == 3 && softmax_lse.size(0) == query.batch && softmax_lse.size(1) == query.heads &&
-                      softmax_lse.size(2) == query.seqlen,
-                  "softmax_lse must be (batch, heads, seqlen_q) = (", query.batch, ", ", query.heads, ", ",
-                  query.seqlen, ")");
+  const int64_t heads_at = rank - 3;
+  STD_TORCH_CHECK(softmax_lse.dim() == rank - 1 && (is_pack || softmax_lse.size(0) == query.batch) &&
+                      softmax_lse.size(heads_at) == query.heads && softmax_lse.size(heads_at + 1) == query.seqlen,
+                  "softmax_lse must be (batch, heads, seqlen_q), or (heads, total_q) of a pack, with ", query.heads,
+                  " heads and ", query.seqlen, " queries");
   STD_TORCH_CHECK(softmax_lse.is_contiguous(), "softmax_lse must be contiguous");
   arguments.softmax_lse = static_cast<float*>(softmax_lse.data_ptr());
 
   arguments.dtype = dtype == ScalarType::BFloat16 ? Dtype::kBFloat16 : Dtype::kFloat16;
   arguments.softmax_scale = static_cast<float>(softmax_scale);
-  arguments.mask = mask_kind(causal);
+  arguments.mask = mask_rule(causal, window_left, window_right, attention_chunk);
   arguments.num_sms = usable_sms(device, sm_margin);
   arguments.sm_margin = static_cast<int>(sm_margin);
   return {device, dtype, query, key};
@@ -185,10 +225,14 @@ Tensor empty_bytes(int64_t size, int32_t device) {
 }
 
 // Attention; autograd.cpp gives the schema and dash_attn/ops.py the arguments. Writes out and softmax_lse.
-void forward(const Tensor& q, const Tensor& k, const Tensor& v, Tensor out, Tensor softmax_lse, double softmax_scale,
-             bool causal, int64_t sm_margin) {
+void forward(const Tensor& q, const Tensor& k, const Tensor& v, Tensor out, Tensor softmax_lse,
+             OptionalTensor cu_seqlens_q, OptionalTensor cu_seqlens_k, OptionalTensor seqused_q,
+             OptionalTensor seqused_k, double softmax_scale, bool causal, int64_t window_left, int64_t window_right,
+             int64_t attention_chunk, int64_t sm_margin) {
   ForwardArguments arguments{};
-  const Inputs inputs = read_inputs(q, k, v, softmax_lse, softmax_scale, causal, sm_margin, arguments);
+  const Visibility visibility{cu_seqlens_q, cu_seqlens_k, seqused_q,    seqused_k,
+                              causal,       window_left,  window_right, attention_chunk};
+  const Inputs inputs = read_inputs(q, k, v, softmax_lse, visibility, softmax_scale, sm_margin, arguments);
   STD_TORCH_CHECK(arguments.softmax_scale > 0, "softmax_scale is ", softmax_scale, ", expected a positive number");
   arguments.out = view_of(out, "out", inputs.query, inputs.dtype, inputs.device);
   const torch::stable::accelerator::DeviceGuard guard(inputs.device);
@@ -202,11 +246,15 @@ void forward(const Tensor& q, const Tensor& k, const Tensor& v, Tensor out, Tens
 
 // Gradients of attention. Writes dq, dk and dv.
 void backward(const Tensor& dout, const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& out,
-              const Tensor& softmax_lse, Tensor dq, Tensor dk, Tensor dv, double softmax_scale, bool causal,
-              int64_t schedule, int64_t sm_margin) {
+              const Tensor& softmax_lse, Tensor dq, Tensor dk, Tensor dv, OptionalTensor cu_seqlens_q,
+              OptionalTensor cu_seqlens_k, OptionalTensor seqused_q, OptionalTensor seqused_k, double softmax_scale,
+              bool causal, int64_t window_left, int64_t window_right, int64_t attention_chunk, int64_t schedule,
+              int64_t sm_margin) {
   BackwardArguments arguments{};
+  const Visibility visibility{cu_seqlens_q, cu_seqlens_k, seqused_q,    seqused_k,
+                              causal,       window_left,  window_right, attention_chunk};
   const auto [device, dtype, query, key] =
-      read_inputs(q, k, v, softmax_lse, softmax_scale, causal, sm_margin, arguments);
+      read_inputs(q, k, v, softmax_lse, visibility, softmax_scale, sm_margin, arguments);
   arguments.out = view_of(out, "out", query, dtype, device);
   arguments.dout = view_of(dout, "dout", query, dtype, device);
   arguments.dq = view_of(dq, "dq", query, dtype, device);

@@ -5,7 +5,7 @@
 
 namespace dash_attn {
 
-// (batch, seqlen, heads, head_dim)
+// (batch, seqlen, heads, head_dim); of a pack (total, heads, head_dim), with stride_batch 0.
 struct TensorView {
   void* data;
   int64_t stride_batch, stride_seqlen, stride_head;  // in elements; the head_dim stride is 1

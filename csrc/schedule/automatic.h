@@ -1,16 +1,14 @@
 // What schedule="auto" means: part of the bit contract, because another policy is another order of sums.
 //
-// It may look at one sequence's shape and at what a KV head knows of itself. Not at how many heads or sequences a call
-// has, nor at the GPU: a head keeps its bits when a call is split over GPUs by heads. A change here changes the bits of
-// every user who does not name a policy, and so belongs in CHANGELOG.md.
+// It may look at what a KV head knows of itself. Not at how many heads or sequences a call has, nor at the GPU: a head
+// keeps its bits when a call is split over GPUs by heads. Nor at lengths, which in a pack the device alone knows. A
+// change here changes the bits of every user who does not name a policy, and so belongs in CHANGELOG.md.
 #pragma once
 
 #include "policy.h"
 
 namespace dash_attn {
 
-constexpr Policy automatic_policy(MaskKind /*mask*/, int /*padded_head_dim*/, int /*seqlen_k*/) {
-  return Policy::kDescending;
-}
+constexpr Policy automatic_policy(MaskKind /*mask*/, int /*padded_head_dim*/) { return Policy::kDescending; }
 
 }  // namespace dash_attn

@@ -64,9 +64,10 @@ YARDSTICKS: tuple[str, ...] = _schedule.YARDSTICKS
 """Names of policies for benchmarks only, which are not deterministic: plain fp32 atomic adds."""
 
 
-def fitting(*, causal: bool) -> tuple[str, ...]:
-    """Those of ``POLICIES`` that are defined for the mask."""
-    return tuple(policy for policy in POLICIES if _schedule.fits(policy, causal))
+def fitting(*, causal: bool, window: tuple[int, int] = (-1, -1), attention_chunk: int = 0) -> tuple[str, ...]:
+    """Those of ``POLICIES`` that are defined for the mask, which is given as to ``problem``."""
+    mask = {"causal": causal, "window": window, "attention_chunk": attention_chunk}
+    return tuple(policy for policy in POLICIES if _schedule.fits(policy, **mask))
 
 
 def policy_number(name: str) -> int:
@@ -74,13 +75,14 @@ def policy_number(name: str) -> int:
     return (*POLICIES, *YARDSTICKS).index(name)
 
 
-def resolve(name: str, *, causal: bool, seqlen_k: int, head_dim: int = 128) -> str:
-    """The policy that ``schedule=name`` means for a sequence.
+def resolve(
+    name: str, *, causal: bool, head_dim: int = 128, window: tuple[int, int] = (-1, -1), attention_chunk: int = 0
+) -> str:
+    """The policy that ``schedule=name`` means, for sequences of any length.
 
     Args:
         name: one of ``POLICIES`` or ``"auto"``.
-        causal: whether the mask is causal (bottom-right aligned).
-        seqlen_k: number of keys, from 1.
+        causal, window, attention_chunk: the mask, as in ``problem``.
         head_dim: from 1 to 128.
 
     Returns:
@@ -89,14 +91,14 @@ def resolve(name: str, *, causal: bool, seqlen_k: int, head_dim: int = 128) -> s
     Raises:
         ValueError: ``name`` is unknown, the policy is not defined for this mask, or a number is out of range.
     """
+    mask = {"causal": causal, "window": window, "attention_chunk": attention_chunk}
     if name == "auto":
-        if seqlen_k < 1:
-            raise ValueError(f"seqlen_k must be at least 1, got {seqlen_k}")
-        return _schedule.automatic(causal=causal, head_dim=head_dim, seqlen_k=seqlen_k)
-    allowed = fitting(causal=causal)
+        return _schedule.automatic(head_dim=head_dim, **mask)
+    allowed = fitting(**mask)
     if name not in allowed:
         choices = ", ".join(repr(choice) for choice in ["auto", *allowed])
-        raise ValueError(f"schedule must be one of {choices} when causal={causal}, got {name!r}")
+        mask_name = _schedule.mask_name(**mask)
+        raise ValueError(f"schedule must be one of {choices} under the {mask_name} mask, got {name!r}")
     return name
 
 
@@ -115,6 +117,8 @@ def problem(
     seqlen_k: int,
     *,
     causal: bool,
+    window: tuple[int, int] = (-1, -1),
+    attention_chunk: int = 0,
     head_dim: int = 128,
     batch: int = 1,
     heads: int = 1,
@@ -131,6 +135,7 @@ def problem(
         schedule: one of ``POLICIES`` or ``"auto"``.
         seqlen_q, seqlen_k: numbers of queries and keys, from 1.
         causal: whether the mask is causal (bottom-right aligned).
+        window, attention_chunk: as ``window_size`` and ``attention_chunk`` of ``flash_attn_func``.
         head_dim: selects the tile sizes, where they are not given.
         batch, heads, kv_heads: counts; ``heads`` must be a multiple of ``kv_heads`` (default: ``heads``).
         tile_q, tile_k: queries and keys in a tile; default: the kernel's for this head dim.
@@ -146,7 +151,8 @@ def problem(
     kv_heads = heads if kv_heads is None else kv_heads
     if kv_heads < 1 or heads < 1 or heads % kv_heads:
         raise ValueError(f"heads must be a positive multiple of kv_heads={kv_heads}, got {heads}")
-    schedule = resolve(schedule, causal=causal, seqlen_k=seqlen_k, head_dim=head_dim)
+    mask = {"causal": causal, "window": window, "attention_chunk": attention_chunk}
+    schedule = resolve(schedule, head_dim=head_dim, **mask)
     if tile_q is None or tile_k is None:
         default_q, default_k = tile_shape(head_dim)
         tile_q = default_q if tile_q is None else tile_q
@@ -157,7 +163,7 @@ def problem(
         seqlen_k,
         tile_q=tile_q,
         tile_k=tile_k,
-        causal=causal,
+        **mask,
         batch=batch,
         kv_heads=kv_heads,
         group_size=heads // kv_heads,

@@ -98,7 +98,7 @@ def _played(arguments: argparse.Namespace, *, causal: bool, seqlen_k: int) -> li
 
 
 def _table(arguments: argparse.Namespace, results: list[Simulation], *, causal: bool, seqlen_k: int) -> str:
-    automatic = resolve("auto", causal=causal, seqlen_k=seqlen_k, head_dim=arguments.head_dim)
+    automatic = resolve("auto", causal=causal, head_dim=arguments.head_dim)
     lines = [
         f"{'causal' if causal else 'full'} mask, {arguments.seqlen_q} queries, {seqlen_k} keys, "
         f"{arguments.batch} x {arguments.heads} heads, {arguments.sms} SMs; times in {_unit(arguments)}",

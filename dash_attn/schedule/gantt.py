@@ -64,7 +64,7 @@ def draw(simulations: Sequence[Simulation], path: str | PathLike[str], unit: str
         axes.set_ylim(simulation.sms - 0.5, -0.5)
         axes.set_ylabel("SM")
         axes.set_title(
-            f"{simulation.schedule}, {'causal' if simulation.problem.causal else 'full'}: "
+            f"{simulation.schedule}, {simulation.problem.mask}: "
             f"makespan {simulation.makespan:.4g}, {simulation.ratio:.3f} of ideal, "
             f"idle {simulation.idle_share:.1%}",
             loc="left",

@@ -85,9 +85,10 @@ def simulate(
             raise TypeError(f"simulate() got an unexpected keyword argument {name!r}")
         setattr(options, name, value)
     played = _schedule.simulate(schedule, problem, options)
-    # KV tile 0 sees at least as many query tiles as any other. Staged partials are added while products go on.
+    # Staged partials are added while products go on.
     step = product_time * (1 - options.spread) if options.staging else product_time + add_time
-    longest_tile = problem.query_tiles_of(0)[1] * problem.heads_per_split * step
+    visits = max(problem.query_tiles_of(kv_tile)[1] for kv_tile in range(problem.num_kv_tiles))
+    longest_tile = visits * problem.heads_per_split * step
     occupied = sms * played.makespan
     return Simulation(
         schedule=schedule,

@@ -1,0 +1,60 @@
+"""The sequences of a pack one by one, for CPU tensors: there lengths may be read, and so are checked."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+
+def sequences(
+    cu_seqlens_q: Tensor | None,
+    cu_seqlens_k: Tensor | None,
+    seqused_q: Tensor | None,
+    seqused_k: Tensor | None,
+    of_queries: list[Tensor],
+    of_keys: list[Tensor],
+    softmax_lse: Tensor,
+) -> list[tuple[list[Tensor], list[Tensor], Tensor]]:
+    """Each sequence that has queries and keys, as a dense batch of one: views. Without cu_seqlens the batch as it is.
+
+    Args:
+        cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k: as in `dash_attn.ops`.
+        of_queries: tensors (total_q, heads, head_dim).
+        of_keys: tensors (total_k, kv_heads, head_dim).
+        softmax_lse: (heads, total_q).
+
+    Returns:
+        For each: those of `of_queries`, those of `of_keys` and softmax_lse.
+
+    Raises:
+        ValueError: a sequence begins before the one before it ends, or outside of the rows.
+    """
+    if cu_seqlens_q is None:
+        return [(of_queries, of_keys, softmax_lse)]
+    rows_q = _rows("q", cu_seqlens_q, seqused_q, of_queries[0].shape[0])
+    rows_k = _rows("k", cu_seqlens_k, seqused_k, of_keys[0].shape[0])
+    return [
+        ([x[None, queries] for x in of_queries], [x[None, keys] for x in of_keys], softmax_lse[None, :, queries])
+        for queries, keys in zip(rows_q, rows_k)
+        if queries.start < queries.stop and keys.start < keys.stop
+    ]
+
+
+def _rows(side: str, cu_seqlens: Tensor, seqused: Tensor | None, total: int) -> list[slice]:
+    """The rows of each sequence."""
+    offsets = cu_seqlens.tolist()
+    lengths = [end - start for start, end in zip(offsets, offsets[1:])]
+    if offsets[0] < 0 or offsets[-1] > total or min(lengths, default=0) < 0:
+        raise ValueError(
+            f"cu_seqlens_{side} must hold offsets from 0 to the {total} rows that never decrease, got {_few(offsets)}"
+        )
+    used = lengths if seqused is None else seqused.tolist()
+    if any(not 0 <= count <= length for count, length in zip(used, lengths)):
+        raise ValueError(
+            f"seqused_{side} must hold numbers from 0 to the lengths in cu_seqlens_{side}, {_few(lengths)}, "
+            f"got {_few(used)}"
+        )
+    return [slice(start, start + count) for start, count in zip(offsets, used)]
+
+
+def _few(numbers: list[int]) -> str:
+    return str(numbers) if len(numbers) <= 16 else f"[{', '.join(map(str, numbers[:16]))}, ...]"
