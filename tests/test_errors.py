@@ -65,26 +65,30 @@ DROPOUT = (
     "dropout_p must be 0.0 (dropout is not supported; FlashAttention-3 has softmax_scale in this place: "
     "pass it by name), got "
 )
-WINDOW = "window_size must be (-1, -1) (sliding windows are not supported; causal=True gives the causal mask), got "
+WINDOW = "window_size must be (left, right), each an int or None, got "
 MARGIN = "sm_margin must be at least 0 and less than the SMs of the GPU, got "
 
 
 def schedules(causal):
     names = ", ".join(map(repr, ("auto", *schedule.fitting(causal=causal))))
-    return f"schedule must be one of {names} when causal={causal}, got "
+    return f"schedule must be one of {names} under the {'causal' if causal else 'full'} mask, got "
 
 
-# Arguments that the three functions share.
+WINDOW_SCHEDULES = (
+    "schedule must be one of 'auto', 'ascending', 'descending', 'spt', 'order_free' under the window mask, got "
+)
+
+# Arguments that all functions share.
 ARGUMENTS = [
     ({"dropout_p": 0.1}, NotImplementedError, DROPOUT + "0.1"),
     ({"dropout_p": math.nan}, NotImplementedError, DROPOUT + "nan"),
-    ({"window_size": (2, 0)}, NotImplementedError, WINDOW + "(2, 0)"),
-    ({"window_size": (-1, 1)}, NotImplementedError, WINDOW + "(-1, 1)"),
-    ({"window_size": (5, None)}, NotImplementedError, WINDOW + "(5, None)"),
-    ({"window_size": [3, -1], "causal": True}, NotImplementedError, WINDOW + "[3, -1]"),
-    ({"window_size": 128}, NotImplementedError, WINDOW + "128"),
-    ({"window_size": (-1, -1, -1)}, NotImplementedError, WINDOW + "(-1, -1, -1)"),
-    ({"window_size": (-1, 0.5)}, NotImplementedError, WINDOW + "(-1, 0.5)"),
+    ({"window_size": 128}, TypeError, WINDOW + "128"),
+    ({"window_size": None}, TypeError, WINDOW + "None (NoneType)"),
+    ({"window_size": (-1, -1, -1)}, ValueError, WINDOW + "(-1, -1, -1)"),
+    ({"window_size": (5,)}, ValueError, WINDOW + "(5,)"),
+    ({"window_size": (-1, 0.5)}, TypeError, WINDOW + "(-1, 0.5)"),
+    ({"window_size": (True, 5)}, TypeError, WINDOW + "(True, 5)"),
+    ({"window_size": [torch.ones(()), 5]}, TypeError, WINDOW + "a list of 2, the first of them a tensor of shape ()"),
     ({"softcap": -1.0}, NotImplementedError, "softcap must be 0.0 (soft-capped scores are not supported), got -1.0"),
     ({"softcap": 30.0}, NotImplementedError, "softcap must be 0.0 (soft-capped scores are not supported), got 30.0"),
     ({"alibi_slopes": t(4, dtype=torch.float32)}, NotImplementedError,
@@ -97,8 +101,9 @@ ARGUMENTS = [
      "k_descale must be None (fp8 is not supported), got a tensor of shape (2, 2)"),
     ({"v_descale": t(2, 2)}, NotImplementedError,
      "v_descale must be None (fp8 is not supported), got a tensor of shape (2, 2)"),
-    ({"attention_chunk": 64}, NotImplementedError,
-     "attention_chunk must be 0 (chunked attention is not supported), got 64"),
+    ({"attention_chunk": -1}, ValueError, "attention_chunk must be at least 0, got -1"),
+    ({"attention_chunk": 64.0}, TypeError, "attention_chunk must be an int or None, got 64.0"),
+    ({"attention_chunk": True}, TypeError, "attention_chunk must be an int or None, got True"),
     ({"num_splits": 2}, NotImplementedError, "num_splits must be 0 or 1 (splitting the keys is not supported), got 2"),
     ({"pack_gqa": "yes"}, NotImplementedError, "pack_gqa must be None or a bool (it changes nothing), got 'yes'"),
     ({"causal": 2}, TypeError, "causal must be a bool, got 2"),
@@ -130,6 +135,9 @@ ARGUMENTS = [
     ({"schedule": "symmetric_shift"}, ValueError, schedules(False) + "'symmetric_shift'"),
     ({"schedule": "shift", "causal": True}, ValueError, schedules(True) + "'shift'"),
     ({"schedule": "atomic"}, ValueError, schedules(False) + "'atomic'"),
+    ({"schedule": "shift", "window_size": (5, 5)}, ValueError, WINDOW_SCHEDULES + "'shift'"),
+    ({"schedule": "symmetric_shift", "causal": True, "attention_chunk": 8}, ValueError,
+     WINDOW_SCHEDULES + "'symmetric_shift'"),
 ]  # fmt: skip
 
 KVPACKED = [
@@ -236,3 +244,6 @@ def test_schedule_errors_read_like_the_schedule_modules():
     with pytest.raises(ValueError) as raised:
         schedule.resolve("shift", causal=True)
     assert str(raised.value) == schedules(True) + "'shift'"
+    with pytest.raises(ValueError) as raised:
+        schedule.resolve("shift", causal=False, attention_chunk=3)
+    assert str(raised.value) == WINDOW_SCHEDULES + "'shift'"

@@ -1,5 +1,6 @@
 """The inputs, the cases and the comparison behind the golden bits, without a GPU."""
 
+import dataclasses
 import json
 import pathlib
 import sys
@@ -38,9 +39,27 @@ def test_the_inputs_of_a_case():
     assert not torch.equal(k, v) and not torch.equal(q, dout)
 
 
+def test_the_inputs_of_a_pack():
+    case = golden_bits.Case.of_pack("bf16", 64, False, ((0, 65), (129, 30)), 4, 2, window=(127, 0))
+    assert str(case) == "bf16 d64 h4/2 window 127,0 pack 0x65+129x30"
+    q, k, v, dout = golden_bits.inputs(case, "cpu")
+    assert q.shape == dout.shape == (129, 4, 64) and k.shape == v.shape == (95, 2, 64)
+    cu_seqlens_q, cu_seqlens_k = case.cu_seqlens("cpu")
+    assert cu_seqlens_q.tolist() == [0, 0, 129] and cu_seqlens_k.tolist() == [0, 65, 95]
+    assert cu_seqlens_q.dtype == cu_seqlens_k.dtype == torch.int32
+    found = golden_bits.digests(case, golden_bits.Package(), "cpu")
+    assert len(found) == 2 + 3 * len(schedule.fitting(**case.mask))
+
+
 def test_the_cases_are_legal_and_cover_what_they_should():
-    cases = golden_bits.cases()
-    assert len(set(map(str, cases))) == len(cases)
+    everything = golden_bits.cases()
+    assert len(set(map(str, everything))) == len(everything)
+    for head_dim in (64, 128):
+        special = [case for case in everything if not case.is_plain and case.head_dim == head_dim]
+        assert {(bool(case.pack), case.window != (-1, -1)) for case in special} == {
+            (False, True), (True, False), (True, True)
+        }  # fmt: skip
+    cases = [case for case in everything if case.is_plain]
     for case in cases:
         for policy in schedule.fitting(causal=case.causal):
             heads = dict(heads=case.heads, kv_heads=case.kv_heads, batch=case.batch)
@@ -113,7 +132,8 @@ class FakeLibrary:
 def test_a_library_by_its_path_has_its_own_policies(causal):
     case = golden_bits.Case("bf16", 40, causal, 1, 20, 30, 2, 1)
     raw = golden_bits.Raw(FakeLibrary(), list(golden_bits.POLICIES))
+    assert raw.takes(case) and not raw.takes(dataclasses.replace(case, window=(5, 0)))
     own = {"spt_descending", "symmetric_shift"} if causal else {"shift"}
-    assert set(raw.fitting(causal=causal)) == {"ascending", "descending", "spt", "order_free"} | own
+    assert set(raw.fitting(case)) == {"ascending", "descending", "spt", "order_free"} | own
     found = golden_bits.digests(case, raw, "cpu")
     assert found["spt dk"] == golden_bits.digest(golden_bits.inputs(case, "cpu")[1])

@@ -9,6 +9,7 @@ import torch
 from float64_reference import attention_float64, error_limits, relative_error, visible_keys
 from interface_support import (
     FUNCTIONS,
+    VARLEN_FUNCTIONS,
     assert_same_bits,
     inputs_of,
     kernel_calls,
@@ -18,7 +19,13 @@ from interface_support import (
 )
 
 import dash_attn
-from dash_attn import _schedule, flash_attn_func, flash_attn_kvpacked_func, flash_attn_qkvpacked_func
+from dash_attn import (
+    _schedule,
+    flash_attn_func,
+    flash_attn_kvpacked_func,
+    flash_attn_qkvpacked_func,
+    flash_attn_varlen_func,
+)
 from dash_attn.schedule import POLICIES, fitting, policy_number
 
 # FlashAttention-2's arguments after the tensors, then FlashAttention-3's that it lacks, then this package's.
@@ -32,13 +39,14 @@ FLASH_ATTENTION_3 = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("function", FUNCTIONS, ids=lambda f: f.__name__)
+@pytest.mark.parametrize("function", [*FUNCTIONS, *VARLEN_FUNCTIONS], ids=lambda f: f.__name__)
 def test_signature(function):
-    tensors, extra = FUNCTIONS[function]
+    tensors, extra = (FUNCTIONS | VARLEN_FUNCTIONS)[function]
     parameters = inspect.signature(function).parameters
     positional = [(p.name, p.default) for p in parameters.values() if p.kind is p.POSITIONAL_OR_KEYWORD]
     keywords = {p.name: p.default for p in parameters.values() if p.kind is p.KEYWORD_ONLY}
-    assert positional == [(name, inspect.Parameter.empty) for name in tensors] + FLASH_ATTENTION_2
+    paged = [("block_table", None)] if function is flash_attn_varlen_func else []
+    assert positional == [(name, inspect.Parameter.empty) for name in tensors] + FLASH_ATTENTION_2 + paged
     assert keywords == {**FLASH_ATTENTION_3, **extra, "schedule": "auto"}
     assert len(parameters) == len(positional) + len(keywords)
 
@@ -57,8 +65,8 @@ def test_defaults_may_be_given(function):
     {"dropout_p": None}, {"dropout_p": np.float32(0)}, {"softcap": None}, {"softcap": 0}, {"attention_chunk": None},
     {"num_splits": 0}, {"num_splits": np.int64(1)}, {"pack_gqa": False}, {"pack_gqa": True}, {"pack_gqa": np.True_},
     {"deterministic": None}, {"deterministic": 1}, {"deterministic": np.True_}, {"return_attn_probs": np.False_},
-    {"window_size": (None, None)}, {"window_size": (-1, None)}, {"window_size": (8, -1)},
-    {"window_size": (8, 8)}, {"window_size": [100, 100]}, {"window_size": (np.int64(-1), np.int64(-1))},
+    {"window_size": (None, None)}, {"window_size": (-1, None)}, {"window_size": [-9, -2]},
+    {"window_size": (2**30, 2**70)}, {"window_size": (np.int64(-1), np.int64(-1))}, {"attention_chunk": 2**70},
     {"sm_margin": np.int64(3)}, {"softmax_scale": 8**-0.5}, {"softmax_scale": np.float64(8**-0.5)},
 ], ids=str)  # fmt: skip
 def test_arguments_that_change_nothing_are_accepted(function, causal, change):
@@ -70,8 +78,8 @@ def test_arguments_that_change_nothing_are_accepted(function, causal, change):
 @pytest.mark.parametrize("function", FUNCTIONS, ids=lambda f: f.__name__)
 @pytest.mark.parametrize("arguments", [
     {"causal": 1}, {"causal": np.True_}, {"causal": np.int32(1)}, {"causal": True, "window_size": (-1, 0)},
-    {"window_size": (-1, 0)}, {"window_size": (None, 0)}, {"window_size": (8, 0)},
-    {"causal": True, "window_size": (8, 3)},
+    {"window_size": (-1, 0)}, {"window_size": (None, 0)}, {"window_size": [2**31, np.int64(0)]},
+    {"causal": True, "window_size": (-1, 3)}, {"causal": True, "window_size": (2**40, -1), "attention_chunk": 2**40},
 ], ids=str)  # fmt: skip
 def test_ways_to_ask_for_the_causal_mask(function, arguments):
     inputs = inputs_of(function)
@@ -85,17 +93,6 @@ def test_flags_that_are_false(causal):
     assert torch.equal(flash_attn_func(*inputs, causal=causal), flash_attn_func(*inputs))
 
 
-def test_windows_of_unequal_lengths():
-    """Nothing is hidden when left reaches the first key from the last query, right the last key from the first."""
-    q, k, v, _ = qkv_tensors(5, 9)
-    full, causal = flash_attn_func(q, k, v), flash_attn_func(q, k, v, causal=True)
-    assert torch.equal(flash_attn_func(q, k, v, window_size=(8, 4)), full)
-    assert torch.equal(flash_attn_func(q, k, v, window_size=(8, 0)), causal)
-    for window_size in ((7, 4), (8, 3)):
-        with pytest.raises(NotImplementedError):
-            flash_attn_func(q, k, v, window_size=window_size)
-
-
 @pytest.mark.filterwarnings("ignore:Warning only once for all operators")
 @pytest.mark.parametrize("function", FUNCTIONS, ids=lambda f: f.__name__)
 @pytest.mark.parametrize("schedule", POLICIES)
@@ -106,8 +103,10 @@ def test_arguments_reach_the_kernels(function, schedule):
         out = function(*inputs, softmax_scale=0.3, causal=causal, sm_margin=3, schedule=schedule)
         torch.autograd.grad(out.float().sum(), inputs)
     (forward, forward_arguments), (backward, backward_arguments) = calls
-    assert (forward, forward_arguments[-3:]) == ("forward", (0.3, causal, 3))
-    assert (backward, backward_arguments[-4:]) == ("backward", (0.3, causal, policy_number(schedule), 3))
+    dense, no_window = (None,) * 4, (-1, -1, 0)
+    assert (forward, forward_arguments[5:]) == ("forward", (*dense, 0.3, causal, *no_window, 3))
+    number = policy_number(schedule)
+    assert (backward, backward_arguments[9:]) == ("backward", (*dense, 0.3, causal, *no_window, number, 3))
 
 
 @pytest.mark.filterwarnings("ignore:Warning only once for all operators")
@@ -121,15 +120,15 @@ def test_auto_looks_neither_at_the_other_heads_nor_at_the_batch(lengths, causal)
         with kernel_calls() as calls:
             out_and_gradients(flash_attn_func, inputs, dout, causal=causal)
         policies.add(calls[-1][1][-2])
-    expected = _schedule.automatic(causal=causal, head_dim=8, seqlen_k=lengths[1])
+    expected = _schedule.automatic(causal=causal, head_dim=8)
     assert policies == {policy_number(expected)}
 
 
 def test_exports():
-    assert {f.__name__ for f in FUNCTIONS} == set(dash_attn.__all__)
+    assert {f.__name__ for f in (*FUNCTIONS, *VARLEN_FUNCTIONS)} == set(dash_attn.__all__)
 
 
-@pytest.mark.parametrize("function", FUNCTIONS, ids=lambda f: f.__name__)
+@pytest.mark.parametrize("function", [*FUNCTIONS, *VARLEN_FUNCTIONS], ids=lambda f: f.__name__)
 def test_annotated(function):
     hints = typing.get_type_hints(function)
     assert set(hints) == {*inspect.signature(function).parameters, "return"}

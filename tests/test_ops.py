@@ -22,23 +22,49 @@ def operands(batch=2, seqlen_q=20, seqlen_k=30, heads=4, kv_heads=2, head_dim=16
     return q, k, v, dout
 
 
-def backward_arguments(schedule="auto", causal=True, **shape):
+# Of both ops, between the tensors and the schedule: a dense batch, the scale, the mask without a window.
+def settings(causal=True, scale=0.25, window=(-1, -1), attention_chunk=0):
+    return (None, None, None, None, scale, causal, *window, attention_chunk)
+
+
+SCALE, MASK, SCHEDULE, MARGIN = 13, slice(14, 18), 18, 19  # where a backward's arguments have them
+
+
+def backward_arguments(schedule="auto", causal=True, window=(-1, -1), attention_chunk=0, **shape):
     q, k, v, dout = operands(**shape)
-    out, lse = torch.ops.dash_attn.forward(q, k, v, 0.25, causal)
-    return [dout, q, k, v, out, lse, *map(torch.empty_like, (q, k, v)), 0.25, causal, schedule, 0]
+    chosen = settings(causal, window=window, attention_chunk=attention_chunk)
+    out, lse = torch.ops.dash_attn.forward(q, k, v, *chosen)
+    return [dout, q, k, v, out, lse, *map(torch.empty_like, (q, k, v)), *chosen, schedule, 0]
 
 
-def test_schemas():
-    assert str(torch.ops.dash_attn.forward.default._schema) == (
-        "dash_attn::forward(Tensor q, Tensor k, Tensor v, float softmax_scale, bool causal, "
-        "SymInt sm_margin=0) -> "
-        "(Tensor out, Tensor softmax_lse)"
-    )
-    assert str(torch.ops.dash_attn.backward.default._schema) == (
-        "dash_attn::backward(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor softmax_lse, "
-        "Tensor(a6!) dq, Tensor(a7!) dk, Tensor(a8!) dv, float softmax_scale, bool causal, str schedule, "
-        "SymInt sm_margin) -> ()"
-    )
+PACK = "Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, Tensor? seqused_q, Tensor? seqused_k"
+NUMBERS = "float softmax_scale, bool causal, int window_left, int window_right, int attention_chunk"
+OPTIONS = (
+    "float? softmax_scale, bool causal, str schedule, SymInt sm_margin, int window_left=-1, int window_right=-1, "
+    "int attention_chunk=0"
+)
+OPTIONAL_PACK = PACK.replace(",", "=None,") + "=None"
+OUTPUTS = "(Tensor out, Tensor softmax_lse)"
+READ = "Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor softmax_lse"
+SCHEMAS = [
+    f"dash_attn::forward(Tensor q, Tensor k, Tensor v, {PACK}, {NUMBERS}, SymInt sm_margin=0) -> {OUTPUTS}",
+    f"dash_attn::backward({READ}, Tensor(a6!) dq, Tensor(a7!) dk, Tensor(a8!) dv, {PACK}, {NUMBERS}, str schedule, "
+    "SymInt sm_margin) -> ()",
+    f"dash_attn::attention(Tensor q, Tensor k, Tensor v, {OPTIONS}, {OPTIONAL_PACK}) -> {OUTPUTS}",
+    f"dash_attn::attention_kvpacked(Tensor q, Tensor kv, {OPTIONS}, {OPTIONAL_PACK}) -> {OUTPUTS}",
+    f"dash_attn::attention_qkvpacked(Tensor qkv, SymInt? num_heads_q, {OPTIONS}, Tensor? cu_seqlens=None, "
+    f"Tensor? seqused=None) -> {OUTPUTS}",
+    f"dash_attn_C::forward(Tensor q, Tensor k, Tensor v, Tensor(a!) out, Tensor(b!) softmax_lse, {PACK}, {NUMBERS}, "
+    "int sm_margin) -> ()",
+    f"dash_attn_C::backward({READ}, Tensor(a!) dq, Tensor(b!) dk, Tensor(c!) dv, {PACK}, {NUMBERS}, int schedule, "
+    "int sm_margin) -> ()",
+]
+
+
+@pytest.mark.parametrize("schema", SCHEMAS, ids=lambda schema: schema.split("(")[0])
+def test_schemas(schema):
+    library, name = schema.split("(")[0].split("::")
+    assert str(getattr(getattr(torch.ops, library), name).default._schema) == schema
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -46,13 +72,13 @@ def test_schemas():
 @pytest.mark.parametrize("seqlen_q, seqlen_k", [(20, 30), (30, 20), (1, 1), (5, 0), (0, 5)])
 def test_opcheck_forward(seqlen_q, seqlen_k, causal, dtype):
     q, k, v, _ = operands(seqlen_q=seqlen_q, seqlen_k=seqlen_k, dtype=dtype)
-    torch.library.opcheck(torch.ops.dash_attn.forward.default, (q, k, v, 0.25, causal))
+    torch.library.opcheck(torch.ops.dash_attn.forward.default, (q, k, v, *settings(causal)))
 
 
 def test_opcheck_forward_strided():
     q, k, v, _ = operands()
     strided = [t.transpose(1, 2).contiguous().transpose(1, 2) for t in (q, k, v)]
-    torch.library.opcheck(torch.ops.dash_attn.forward.default, (*strided, 0.25, True))
+    torch.library.opcheck(torch.ops.dash_attn.forward.default, (*strided, *settings()))
 
 
 @pytest.mark.parametrize("schedule, causal", [("auto", False), ("auto", True), ("spt", True), ("shift", False)])
@@ -76,12 +102,13 @@ def test_backward_writes_strided_gradients():
 
 def test_ops_have_no_autograd_of_their_own():
     q, k, v, _ = operands()
-    out, _ = torch.ops.dash_attn.forward(q.requires_grad_(), k, v, 0.25, True)
+    out, _ = torch.ops.dash_attn.forward(q.requires_grad_(), k, v, *settings())
     with pytest.raises(RuntimeError, match="derivative for dash_attn::forward is not implemented"):
         out.sum().backward()
 
 
-SCHEDULES = f"schedule must be one of {', '.join(map(repr, ('auto', *fitting(causal=True))))} when causal=True, got "
+NAMES = ", ".join(map(repr, ("auto", *fitting(causal=True))))
+SCHEDULES = f"schedule must be one of {NAMES} under the causal mask, got "
 
 
 @pytest.mark.parametrize("change, message", [
@@ -96,14 +123,15 @@ SCHEDULES = f"schedule must be one of {', '.join(map(repr, ('auto', *fitting(cau
      "dk must have the shape of k, (2, 30, 2, 16), got (2, 30, 4, 16)"),
     ({8: torch.zeros(2, 30, 2, 1, dtype=torch.bfloat16).expand(2, 30, 2, 16)},
      "dv must have one memory location per element, got strides (60, 2, 1, 0)"),
-    ({9: math.nan}, "softmax_scale must be a finite number or None, got nan"),
+    ({SCALE: math.nan}, "softmax_scale must be a finite number or None, got nan"),
     ({6: torch.zeros(2, 20, 4, 16)}, "dq must have the dtype of q, torch.bfloat16, got torch.float32"),
     ({7: torch.zeros(2, 30, 2, 16)}, "dk must have the dtype of k, torch.bfloat16, got torch.float32"),
     ({8: torch.zeros(2, 30, 2, 16).half()}, "dv must have the dtype of v, torch.bfloat16, got torch.float16"),
-    ({9: 1e300}, "softmax_scale * log2(e) must be finite in fp32, got softmax_scale=1e+300"),
-    ({11: "shift"}, SCHEDULES + "'shift'"),
-    ({11: "atomic"}, SCHEDULES + "'atomic'"),
-    ({12: -1}, "sm_margin must be at least 0 and less than the SMs of the GPU, got -1"),
+    ({SCALE: 1e300}, "softmax_scale * log2(e) must be finite in fp32, got softmax_scale=1e+300"),
+    ({SCHEDULE: "shift"}, SCHEDULES + "'shift'"),
+    ({SCHEDULE: "atomic"}, SCHEDULES + "'atomic'"),
+    ({MASK.stop - 1: -1}, "attention_chunk must be at least 0, got -1"),
+    ({MARGIN: -1}, "sm_margin must be at least 0 and less than the SMs of the GPU, got -1"),
 ])  # fmt: skip
 def test_backward_errors_leave_the_gradients_alone(change, message):
     arguments = backward_arguments()
@@ -121,12 +149,12 @@ def test_backward_errors_leave_the_gradients_alone(change, message):
 def test_forward_errors():
     q, k, v, _ = operands(head_dim=12)
     with pytest.raises(ValueError, match="^q must have a head_dim that is a multiple of 8, got 12$"):
-        torch.ops.dash_attn.forward(q, k, v, 0.25, True)
+        torch.ops.dash_attn.forward(q, k, v, *settings())
     q, k, v, _ = operands()
     with pytest.raises(ValueError, match="^sm_margin must be at least 0 and less than the SMs of the GPU, got -1$"):
-        torch.ops.dash_attn.forward(q, k, v, 0.25, True, -1)
+        torch.ops.dash_attn.forward(q, k, v, *settings(), -1)
     with pytest.raises(ValueError, match="^softmax_scale must be a finite number or None, got inf$"):
-        torch.ops.dash_attn.forward(q, k, v, math.inf, True)
+        torch.ops.dash_attn.forward(q, k, v, *settings(scale=math.inf))
 
 
 @pytest.mark.parametrize("index, like", [(0, 1), (4, 1), (5, 5), (6, 1), (7, 2), (8, 3)])
@@ -215,18 +243,19 @@ def test_kernels_get_what_they_take(seqlen_q, layout, scale):
     q, k, v, dout = (list(odd_layouts(t))[layout] for t in contiguous)
     gradients = [list(odd_layouts(torch.zeros_like(t)))[min(layout, 4)] for t in (q, k, v)]
     with kernel_calls() as calls:
-        out, lse = torch.ops.dash_attn.forward(q, k, v, scale, True, 3)
-        torch.ops.dash_attn.backward(dout, q, k, v, out, lse, *gradients, scale, True, "auto", 3)
-    (_, (*given, forward_scale, _, _)), (_, (*read, backward_scale, _, _, _)) = calls
-    assert len(given) == 5 and len(read) == 9 and forward_scale > 0 and backward_scale > 0
+        out, lse = torch.ops.dash_attn.forward(q, k, v, *settings(scale=scale), 3)
+        torch.ops.dash_attn.backward(dout, q, k, v, out, lse, *gradients, *settings(scale=scale), "auto", 3)
+    (_, forward), (_, backward) = calls
+    given, read = forward[:5], backward[:9]
+    assert forward[9] > 0 and backward[SCALE] > 0
     assert all(map(addressable, (*given[:4], *read[:5], *read[6:])))
     assert given[4].is_contiguous() and read[5].is_contiguous()
 
-    expected_out, expected_lse = torch.ops.dash_attn.forward(*contiguous[:3], scale, True)
+    expected_out, expected_lse = torch.ops.dash_attn.forward(*contiguous[:3], *settings(scale=scale))
     assert torch.equal(out, expected_out) and out.is_contiguous() and torch.equal(lse, expected_lse)
     expected = [torch.zeros_like(t) for t in contiguous[:3]]
     torch.ops.dash_attn.backward(
-        contiguous[3], *contiguous[:3], expected_out, expected_lse, *expected, scale, True, "auto", 0
+        contiguous[3], *contiguous[:3], expected_out, expected_lse, *expected, *settings(scale=scale), "auto", 0
     )
     for actual, gradient in zip(gradients, expected):
         assert torch.equal(actual, gradient)
@@ -247,8 +276,8 @@ def test_what_the_kernels_can_address_is_not_copied():
     dout = torch.randn(2, 20, 4, 16).to(torch.bfloat16)
     gradients = torch.empty_like(qkv).unbind(2)
     with kernel_calls() as calls:
-        out, lse = torch.ops.dash_attn.forward(q, k, v, 0.25, True, 3)
-        torch.ops.dash_attn.backward(dout, q, k, v, out, lse, *gradients, 0.25, True, "spt", 0)
+        out, lse = torch.ops.dash_attn.forward(q, k, v, *settings(), 3)
+        torch.ops.dash_attn.backward(dout, q, k, v, out, lse, *gradients, *settings(), "spt", 0)
     (_, forward), (_, backward) = calls
     assert [t.data_ptr() for t in forward[:5]] == [t.data_ptr() for t in (q, k, v, out, lse)]
     assert [t.data_ptr() for t in backward[:9]] == [t.data_ptr() for t in (dout, q, k, v, out, lse, *gradients)]
@@ -265,7 +294,7 @@ def test_the_schedule_reaches_the_kernel(causal):
         with kernel_calls() as calls:
             torch.ops.dash_attn.backward(*arguments)
         policy = resolve(schedule, causal=causal, head_dim=128)
-        assert calls[-1][1][-4:] == (0.25, causal, policy_number(policy), 3)
+        assert calls[-1][1][9:] == (*settings(causal), policy_number(policy), 3)
         bits.add(arguments[6].view(torch.int16).numpy().tobytes())
     assert len(bits) > 2
 
@@ -275,8 +304,8 @@ def test_nothing_is_launched_for_empty_sums(shape):
     q, k, v, dout = operands(**shape)
     gradients = [torch.ones_like(t) for t in (q, k, v)]
     with kernel_calls() as calls:
-        out, lse = torch.ops.dash_attn.forward(q, k, v, 0.25, False, 3)
-        torch.ops.dash_attn.backward(dout, q, k, v, out, lse, *gradients, 0.25, False, "auto", 0)
+        out, lse = torch.ops.dash_attn.forward(q, k, v, *settings(False), 3)
+        torch.ops.dash_attn.backward(dout, q, k, v, out, lse, *gradients, *settings(False), "auto", 0)
     assert calls == []
     assert (out == 0).all() and (lse == torch.inf).all() and all((g == 0).all() for g in gradients)
 
@@ -303,4 +332,4 @@ def test_cuda_tensors_without_kernels_raise():
     keys = torch._C.DispatchKeySet(torch._C.DispatchKey.CUDA)
     out, lse = torch.empty_like(q), torch.empty(2, 4, 20)
     with pytest.raises(RuntimeError, match="^this torch is built without CUDA$"):
-        torch.ops.dash_attn_C.forward.default.redispatch(keys, q, k, v, out, lse, 0.25, True, 0)
+        torch.ops.dash_attn_C.forward.default.redispatch(keys, q, k, v, out, lse, *settings(), 0)

@@ -317,7 +317,7 @@ def test_bad_lookups_name_the_argument():
     with pytest.raises(ValueError, match="schedule='shift' is defined for the full mask only, got the causal mask"):
         visit_order("shift", problem)
     windowed = Problem(8, 8, tile_q=1, tile_k=1, causal=True, window=(3, -1))
-    with pytest.raises(ValueError, match="schedule='symmetric_shift' is defined for the causal mask only, got the wind"):
+    with pytest.raises(ValueError, match="'symmetric_shift' is defined for the causal mask only, got the window mask"):
         visit_order("symmetric_shift", windowed)
     assert repr(windowed).startswith(
         "Problem(seqlen_q=8, seqlen_k=8, tile_q=1, tile_k=1, causal=False, window=(3, 0), attention_chunk=0, batch=1"

@@ -26,11 +26,11 @@ def test_what_is_not_deterministic_cannot_be_chosen():
 
 @pytest.mark.parametrize("causal", [False, True])
 def test_resolve(causal):
-    shape = dict(causal=causal)
+    shape, mask = dict(causal=causal), "causal" if causal else "full"
     assert schedule.resolve("auto", **shape) in schedule.POLICIES
     for policy in schedule.POLICIES:
         if policy not in schedule.fitting(causal=causal):
-            with pytest.raises(ValueError, match=f"schedule must be one of 'auto', .* causal={causal}, got '{policy}'"):
+            with pytest.raises(ValueError, match=f"schedule must be one of 'auto', .* {mask} mask, got '{policy}'"):
                 schedule.resolve(policy, **shape)
         else:
             assert schedule.resolve(policy, **shape) == policy

@@ -128,7 +128,7 @@ inline void check_pack_tensor(const char* name, const std::optional<Tensor>& giv
                     tensor.device().str());
 }
 
-// Whether the call is a pack: whether both offsets are there. Neither of them is no pack, and then no lengths are there.
+// Whether both offsets are there. Without them there are no lengths either.
 inline bool checked_is_pack(const PackTensors& pack, const PackNames& names = kPackNames) {
   const bool is_pack = pack.exists();
   TORCH_CHECK_VALUE(is_pack == pack.cu_seqlens_k.has_value(), names.cu_seqlens_q, " and ", names.cu_seqlens_k,

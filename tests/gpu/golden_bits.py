@@ -14,6 +14,7 @@ import argparse
 import ctypes
 import dataclasses
 import hashlib
+import itertools
 import json
 import pathlib
 import sys
@@ -42,10 +43,37 @@ class Case:
     seqlen_k: int
     heads: int
     kv_heads: int
+    window: tuple[int, int] = (-1, -1)
+    # Queries and keys of each sequence of a pack, of batch 1 and as many queries and keys in all; empty: a dense batch.
+    pack: tuple[tuple[int, int], ...] = ()
+
+    @classmethod
+    def of_pack(cls, dtype: str, head_dim: int, causal: bool, pack, heads: int, kv_heads: int, **mask) -> "Case":
+        totals = (sum(lengths) for lengths in zip(*pack))
+        return cls(dtype, head_dim, causal, 1, *totals, heads, kv_heads, pack=pack, **mask)
+
+    @property
+    def is_plain(self) -> bool:
+        """A dense batch without a window: what libraries of any version take."""
+        return self.window == (-1, -1) and not self.pack
+
+    @property
+    def mask(self) -> dict[str, object]:
+        return {"causal": self.causal, "window": self.window}
+
+    def cu_seqlens(self, device: str) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        if not self.pack:
+            return None, None
+        offsets = (list(itertools.accumulate(lengths, initial=0)) for lengths in zip(*self.pack))
+        return tuple(torch.tensor(numbers, dtype=torch.int32, device=device) for numbers in offsets)
 
     def __str__(self) -> str:
         mask = "causal" if self.causal else "full"
+        if self.window != (-1, -1):
+            mask = f"window {self.window[0]},{self.window[1]}"
         lengths = f"{self.batch}x{self.seqlen_q}x{self.seqlen_k}"
+        if self.pack:
+            lengths = "pack " + "+".join(f"{seqlen_q}x{seqlen_k}" for seqlen_q, seqlen_k in self.pack)
         return f"{self.dtype} d{self.head_dim} h{self.heads}/{self.kv_heads} {mask} {lengths}"
 
 
@@ -53,12 +81,21 @@ class Case:
 # heads that are split over work tiles; more KV tiles than a work tile's neighbours.
 SHAPES = ((2, 515, 515, 4, 4), (2, 300, 700, 4, 2), (2, 700, 300, 8, 1), (1, 2049, 2049, 32, 1), (1, 4100, 4100, 3, 3))
 PADDED = SHAPES[:2]
+WINDOWS = ((127, 0), (64, 64))
+WINDOWED = (1, 1100, 1300, 4, 2)
+# A sequence of no queries, one of one tile, one of many, fewer and more queries than keys, one of no keys.
+PACK = ((0, 65), (129, 129), (515, 515), (30, 700), (300, 40), (7, 0))
 
 
 def cases() -> list[Case]:
     shapes = [(head_dim, shape) for head_dim in (64, 128) for shape in SHAPES]
     shapes += [(head_dim, shape) for head_dim in (96, 40) for shape in PADDED]
-    return [Case(dtype, d, causal, *shape) for dtype in DTYPES for d, shape in shapes for causal in (False, True)]
+    found = [Case(dtype, d, causal, *shape) for dtype in DTYPES for d, shape in shapes for causal in (False, True)]
+    for head_dim in (64, 128):
+        found += [Case("bf16", head_dim, False, *WINDOWED, window=window) for window in WINDOWS]
+        found += [Case.of_pack("bf16", head_dim, causal, PACK, 4, 2) for causal in (False, True)]
+        found.append(Case.of_pack("bf16", head_dim, False, PACK, 4, 2, window=WINDOWS[0]))
+    return found
 
 
 def hashed(numbers: torch.Tensor) -> torch.Tensor:
@@ -84,8 +121,9 @@ def values(shape: tuple[int, ...], seed: int, dtype: torch.dtype, device: str) -
 
 def inputs(case: Case, device: str) -> tuple[torch.Tensor, ...]:
     """q, k, v and dout."""
-    of_queries = (case.batch, case.seqlen_q, case.heads, case.head_dim)
-    of_keys = (case.batch, case.seqlen_k, case.kv_heads, case.head_dim)
+    batch = () if case.pack else (case.batch,)
+    of_queries = (*batch, case.seqlen_q, case.heads, case.head_dim)
+    of_keys = (*batch, case.seqlen_k, case.kv_heads, case.head_dim)
     shapes = (of_queries, of_keys, of_keys, of_queries)
     return tuple(values(shape, seed, DTYPES[case.dtype], device) for seed, shape in enumerate(shapes))
 
@@ -102,15 +140,36 @@ class Package:
         import dash_attn  # noqa: F401  registers torch.ops.dash_attn
         from dash_attn import schedule
 
-        self.fitting = schedule.fitting
+        self._fitting = schedule.fitting
 
-    def forward(self, q, k, v, softmax_scale, causal):
-        return torch.ops.dash_attn.forward(q, k, v, softmax_scale, causal)
+    def takes(self, case: Case) -> bool:
+        return True
 
-    def backward(self, dout, q, k, v, out, softmax_lse, softmax_scale, causal, policy):
+    def fitting(self, case: Case) -> list[str]:
+        return list(self._fitting(**case.mask))
+
+    def _arguments(self, case: Case, softmax_scale: float, device: torch.device) -> dict[str, object]:
+        cu_seqlens_q, cu_seqlens_k = case.cu_seqlens(device)
+        return dict(
+            cu_seqlens_q=cu_seqlens_q,
+            cu_seqlens_k=cu_seqlens_k,
+            seqused_q=None,
+            seqused_k=None,
+            softmax_scale=softmax_scale,
+            causal=case.causal,
+            window_left=case.window[0],
+            window_right=case.window[1],
+            attention_chunk=0,
+        )
+
+    def forward(self, q, k, v, softmax_scale, case: Case):
+        return torch.ops.dash_attn.forward(q, k, v, **self._arguments(case, softmax_scale, q.device))
+
+    def backward(self, dout, q, k, v, out, softmax_lse, softmax_scale, case: Case, policy: str):
         gradients = tuple(torch.full_like(x, float("nan")) for x in (q, k, v))
+        arguments = self._arguments(case, softmax_scale, q.device)
         torch.ops.dash_attn.backward(
-            dout, q, k, v, out, softmax_lse, *gradients, softmax_scale, causal, policy, 0
+            dout, q, k, v, out, softmax_lse, *gradients, **arguments, schedule=policy, sm_margin=0
         )
         return gradients
 
@@ -121,20 +180,23 @@ class Raw:
     def __init__(self, library: Library, policies: list[str]):
         self._library, self._policies = library, policies
 
-    def fitting(self, *, causal: bool) -> list[str]:
-        known = [policy for policy in self._policies if policy not in NOT_DETERMINISTIC]
-        return [policy for policy in known if ONLY.get(policy, causal) == causal]
+    def takes(self, case: Case) -> bool:
+        return case.is_plain
 
-    def forward(self, q, k, v, softmax_scale, causal):
+    def fitting(self, case: Case) -> list[str]:
+        known = [policy for policy in self._policies if policy not in NOT_DETERMINISTIC]
+        return [policy for policy in known if ONLY.get(policy, case.causal) == case.causal]
+
+    def forward(self, q, k, v, softmax_scale, case: Case):
         out = torch.full_like(q, float("nan"))
         batch, seqlen_q, heads, _ = q.shape
         softmax_lse = torch.full((batch, heads, seqlen_q), float("nan"), dtype=torch.float32, device=q.device)
-        self._library.forward(q, k, v, out, softmax_lse, softmax_scale, causal)
+        self._library.forward(q, k, v, out, softmax_lse, softmax_scale, case.causal)
         return out, softmax_lse
 
-    def backward(self, dout, q, k, v, out, softmax_lse, softmax_scale, causal, policy):
+    def backward(self, dout, q, k, v, out, softmax_lse, softmax_scale, case: Case, policy: str):
         gradients = tuple(torch.full_like(x, float("nan")) for x in (q, k, v))
-        self._library.backward(dout, q, k, v, out, softmax_lse, *gradients, softmax_scale, causal, policy)
+        self._library.backward(dout, q, k, v, out, softmax_lse, *gradients, softmax_scale, case.causal, policy)
         return gradients
 
 
@@ -143,10 +205,10 @@ def digests(case: Case, ops: Package | Raw, device: str) -> dict[str, str]:
     q, k, v, dout = inputs(case, device)
     # A power of two: 1 / sqrt(head_dim) would be another constant's rounding.
     softmax_scale = 0.125
-    out, softmax_lse = ops.forward(q, k, v, softmax_scale, case.causal)
+    out, softmax_lse = ops.forward(q, k, v, softmax_scale, case)
     found = {"out": digest(out), "softmax_lse": digest(softmax_lse)}
-    for policy in ops.fitting(causal=case.causal):
-        gradients = ops.backward(dout, q, k, v, out, softmax_lse, softmax_scale, case.causal, policy)
+    for policy in ops.fitting(case):
+        gradients = ops.backward(dout, q, k, v, out, softmax_lse, softmax_scale, case, policy)
         found |= {f"{policy} {name}": digest(x) for name, x in zip(("dq", "dk", "dv"), gradients)}
     return found
 
@@ -198,7 +260,7 @@ def main(argv: list[str] | None = None) -> int:
     if arguments.write and arguments.library:
         parser.error("--write is of the installed package: no --library")
     ops = Raw(Library(arguments.library, arguments.policies), arguments.policies) if arguments.library else Package()
-    found = {str(case): digests(case, ops, "cuda") for case in cases()}
+    found = {str(case): digests(case, ops, "cuda") for case in cases() if ops.takes(case)}
     target.write_text(dumps(found))
     print(f"{torch.cuda.get_device_name()}: {sum(map(len, found.values()))} digests of {len(found)} cases in {target}")
     return 0

@@ -16,10 +16,10 @@ import torch
 sys.path[:0] = [str(pathlib.Path(__file__).parent), str(pathlib.Path(__file__).parents[1])]
 
 import gpu_support as support
-import pack_support
+import pack_checks
 from float64_reference import Attention, attention_float64, relative_error
 from gpu_support import Problem
-from pack_support import Pool, Rows
+from pack_checks import Pool, Rows
 
 # The last one's query heads are split over work tiles.
 SHAPES = ((200, 330, 4, 2), (330, 200, 2, 2), (1, 65, 2, 1), (130, 65, 128, 1))
@@ -57,7 +57,7 @@ class Case:
     @classmethod
     def pack(cls, problem: Problem) -> "Case":
         pool = Pool(problem, "cpu")
-        pack = pack_support.make_pack([pool.get(*lengths) for lengths in PACK], PACK_ROWS_Q, PACK_ROWS_K)
+        pack = pack_checks.make_pack([pool.get(*lengths) for lengths in PACK], PACK_ROWS_Q, PACK_ROWS_K)
         outputs = []
         for own in pack.sequences:
             tensors = (x[None] for x in (own.q, own.k, own.v, own.dout))

@@ -7,11 +7,11 @@ import time
 
 import dash_attn
 import gpu_support as support
-import pack_support
+import pack_checks
 import pytest
 import torch
 from gpu_support import GRADIENTS, Problem
-from pack_support import MASKS, Pack, Pool, assert_as_alone, lay_out, make_pack, varlen_attention
+from pack_checks import MASKS, Pack, Pool, assert_as_alone, lay_out, make_pack, varlen_attention
 from test_progress import FREE_SMS_FOR_A_CLUSTER, HOLD_LIMIT_S
 
 KINDS = pytest.mark.parametrize("kind", MASKS)
@@ -67,7 +67,7 @@ def test_replay_with_other_lengths(mask, head_dim, perturbation, device):
         for _ in range(2):
             varlen_attention(static, policy)  # loads the kernels before the capture
         for pack in packs:
-            pack_support.expected_outputs(pack, policy)  # the dense calls
+            pack_checks.expected_outputs(pack, policy)  # the dense calls
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
@@ -129,6 +129,22 @@ def test_the_host_does_not_wait(mask, head_dim, device):
         assert_as_alone(pack, {policy: outputs})
 
 
+@HEAD_DIMS
+@FEW
+def test_workspace_is_linear_in_the_tokens(mask, head_dim, device):
+    """fp32 dQ, and dK and dV where query heads are split over work tiles; of each sequence up to a tile more."""
+    heads, kv_heads = 4, 2
+    pool = Pool(problem_of(heads, kv_heads, head_dim, **FEW_MASKS[mask]), device)
+    for lengths in ([(16384, 16384), *[(64, 64)] * 500], [(4096, 4096)] * 6):
+        pack = pack_checks.pack_of_lengths(pool, lengths)
+        rows = max(pack.rows_q.total, pack.rows_k.total) + 128 * len(lengths)
+        for policy in everything(pool.problem):
+            results = sum(x.nbytes for x in varlen_attention(pack, policy).values())
+            used = support.requested_bytes(lambda: varlen_attention(pack, policy)) - results
+            allowed = 1.05 * 4 * head_dim * rows * (heads + 2 * kv_heads) + (1 << 20)
+            assert used <= allowed, f"{pack} {policy}: {used} bytes, {allowed:.0f} allowed"
+
+
 @pytest.mark.parametrize("held", (1, 66, 130, 131))
 @HEAD_DIMS
 @FEW
@@ -139,7 +155,7 @@ def test_progress_while_sms_are_held(mask, head_dim, held, holder, device, num_s
         pytest.skip(f"the GPU has {num_sms} SMs")
     pool = Pool(problem_of(8, 2, head_dim, **FEW_MASKS[mask]), device)
     lengths = [(1000, 1000), *[(64, 65), (1, 1), (0, 0), (129, 129)] * 8, (1000, 127), (300, 1000)]
-    pack = pack_support.pack_of_lengths(pool, lengths)
+    pack = pack_checks.pack_of_lengths(pool, lengths)
     for policy in everything(pool.problem):
         for _ in range(2):  # loads the kernels, and leaves what they allocate in the allocator's cache
             assert_as_alone(pack, {policy: varlen_attention(pack, policy)})
@@ -197,7 +213,7 @@ def test_random_padding(mask, lengths, head_dim, device):
     for policy in everything(problem):
         leaves = [x.detach().requires_grad_() for x in tensors[:3]]
         packed = [unpadded(x, masks[name]) for name, x in zip("qkv", leaves)]
-        arguments = dict(pack_support.mask_arguments(problem), schedule=policy)
+        arguments = dict(pack_checks.mask_arguments(problem), schedule=policy)
         out = dash_attn.flash_attn_varlen_func(
             *packed, cu_seqlens_of(mask_q), cu_seqlens_of(mask_k), *lengths, **arguments
         )
@@ -208,7 +224,7 @@ def test_random_padding(mask, lengths, head_dim, device):
         for b in range(6):
             own = [x[b, at[b]][None] for x, at in zip(tensors, (mask_q, mask_k, mask_k, mask_q))]
             alone = dataclasses.replace(problem, batch=1, seqlen_q=own[0].shape[1], seqlen_k=own[1].shape[1])
-            expected = pack_support.dense_attention(alone, policy, *own)
+            expected = pack_checks.dense_attention(alone, policy, *own)
             found = {"out": out[b, mask_q[b]], "dq": gradients["dq"][b, mask_q[b]]}
             found |= {name: gradients[name][b, mask_k[b]] for name in ("dk", "dv")}
             expected = {name: expected[name][0] for name in found}
@@ -225,13 +241,13 @@ def test_padding_left_in_place(mask, head_dim, device):
     sequences = []
     for b, (seqlen_q, seqlen_k) in enumerate(zip(used_q, used_k)):
         alone = dataclasses.replace(problem, batch=1, seqlen_q=seqlen_q, seqlen_k=seqlen_k)
-        sequence = pack_support.Alone(alone, device, b)
+        sequence = pack_checks.Alone(alone, device, b)
         for name, x, used in zip(("q", "k", "v", "dout"), tensors, (used_q, used_k, used_k, used_q)):
             x[b, used[b] :] = float("nan")
             setattr(sequence, name, x[b, : used[b]])
         sequences.append(sequence)
     rows = [
-        pack_support.Rows(5 * seqlen, tuple(range(0, 5 * seqlen + 1, seqlen)), tuple(used))
+        pack_checks.Rows(5 * seqlen, tuple(range(0, 5 * seqlen + 1, seqlen)), tuple(used))
         for seqlen, used in ((200, used_q), (300, used_k))
     ]
     pack = make_pack(sequences, *rows)
@@ -246,13 +262,13 @@ def test_packed_tensors(mask, head_dim, device):
     """qkv and kv in one tensor: the bits of three, and the gradient in one tensor too."""
     pool = Pool(problem_of(4, 4, head_dim, **FEW_MASKS[mask]), device)
     lengths = ((129, 129), (0, 0), (1, 1), (300, 300), (65, 65))
-    pack = pack_support.pack_of_lengths(pool, lengths)
+    pack = pack_checks.pack_of_lengths(pool, lengths)
     # The same rows for queries and keys.
     pack = make_pack(pack.sequences, pack.rows_q, pack.rows_q)
     cu_seqlens, longest = pack.cu_seqlens_q, pack.max_seqlen_q
     for policy in everything(pool.problem):
         expected = varlen_attention(pack, policy)
-        arguments = dict(pack_support.mask_arguments(pool.problem), schedule=policy)
+        arguments = dict(pack_checks.mask_arguments(pool.problem), schedule=policy)
         qkv = torch.stack((pack.q, pack.k, pack.v), dim=1).requires_grad_()
         out = dash_attn.flash_attn_varlen_qkvpacked_func(qkv, cu_seqlens, longest, **arguments)
         (gradient,) = torch.autograd.grad(out, qkv, pack.dout)
@@ -271,7 +287,7 @@ def test_packed_tensors(mask, head_dim, device):
 @FEW
 def test_compiles_to_one_graph_for_all_lengths(mask, device):
     pool = Pool(problem_of(4, 2, 64, **FEW_MASKS[mask]), device)
-    arguments = dict(pack_support.mask_arguments(pool.problem), return_attn_probs=True)
+    arguments = dict(pack_checks.mask_arguments(pool.problem), return_attn_probs=True)
 
     def step(q, k, v, cu_seqlens_q, cu_seqlens_k, longest_q, longest_k):
         return dash_attn.flash_attn_varlen_func(
@@ -282,7 +298,7 @@ def test_compiles_to_one_graph_for_all_lengths(mask, device):
     compiled = torch.compile(step, backend="aot_eager", fullgraph=True, dynamic=True)
     # Of the first one no two sizes are equal: torch would take them for equal in every call.
     packs = [
-        pack_support.pack_of_lengths(pool, lengths)
+        pack_checks.pack_of_lengths(pool, lengths)
         for lengths in (
             ((129, 130), (64, 65), (300, 200), (1, 7), (20, 31)),
             ((65, 300), (1000, 127), (2, 3), (0, 64)),
@@ -295,7 +311,7 @@ def test_compiles_to_one_graph_for_all_lengths(mask, device):
         lengths = pack.cu_seqlens_q, pack.cu_seqlens_k, pack.max_seqlen_q, pack.max_seqlen_k
         out, softmax_lse = compiled(*leaves, *lengths)
         gradients = torch.autograd.grad(out, leaves, pack.dout)
-        found = dict(zip(pack_support.OUTPUTS, (out.detach(), softmax_lse.detach(), *gradients)))
+        found = dict(zip(pack_checks.OUTPUTS, (out.detach(), softmax_lse.detach(), *gradients)))
         assert_as_alone(pack, {"auto": found}, "compiled")
 
     check(packs[0])
@@ -307,7 +323,7 @@ def test_compiles_to_one_graph_for_all_lengths(mask, device):
 def test_opcheck(device):
     for head_dim, mask in ((64, FEW_MASKS["causal"]), (128, FEW_MASKS["window"])):
         pool = Pool(problem_of(4, 2, head_dim, **mask), device)
-        pack = pack_support.pack_of_lengths(pool, ((70, 129), (0, 0), (130, 65)))
+        pack = pack_checks.pack_of_lengths(pool, ((70, 129), (0, 0), (130, 65)))
         names = ("cu_seqlens_q", "cu_seqlens_k", "seqused_q", "seqused_k")
         arguments = {**pool.problem.op_arguments, **{name: getattr(pack, name) for name in names}}
         torch.library.opcheck(torch.ops.dash_attn.forward.default, (pack.q, pack.k, pack.v), arguments)

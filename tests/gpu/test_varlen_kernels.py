@@ -6,12 +6,12 @@ import math
 import random
 
 import gpu_support as support
-import pack_support
+import pack_checks
 import pytest
 import torch
 from gpu_support import GRADIENTS, Problem
 from gradient_check import Bar
-from pack_support import (
+from pack_checks import (
     MASKS,
     Pack,
     Pool,
@@ -202,13 +202,13 @@ def test_8192_sequences_of_34_tokens(mask, head_dim, device):
     sampled = random.Random(0).sample(range(8192), 8)
     for policy in everything(problem):
         found = varlen_attention(pack, policy)
-        batch = pack_support.dense_attention(problem, policy, *tensors)
+        batch = pack_checks.dense_attention(problem, policy, *tensors)
         batch = {name: x.transpose(0, 1) if name == "softmax_lse" else x for name, x in batch.items()}
         expected = {name: x.reshape(found[name].shape) for name, x in batch.items()}
         support.assert_same_bits(found, expected, f"{problem} {policy}, packed and as a batch")
         for place in sampled:
-            alone = pack_support.dense_attention(pool.get(34, 34).problem, policy, *(x[place, None] for x in tensors))
-            own = {name: x[None] for name, x in pack_support.own_rows(pack, found, place).items()}
+            alone = pack_checks.dense_attention(pool.get(34, 34).problem, policy, *(x[place, None] for x in tensors))
+            own = {name: x[None] for name, x in pack_checks.own_rows(pack, found, place).items()}
             support.assert_same_bits(own, alone, f"{problem} {policy}, sequence {place} alone")
     few = dataclasses.replace(problem, batch=8)
     q, k, v, dout = (x[:8] for x in tensors)

@@ -5,7 +5,7 @@ import itertools
 
 import dash_attn
 import gpu_support as support
-import pack_support
+import pack_checks
 import pytest
 import torch
 from bit_checks import check_heads, check_neighbours, check_sm_margins
@@ -46,7 +46,7 @@ def problem_of(window: str, *shape, dtype: torch.dtype = torch.bfloat16) -> Prob
 
 def outputs(problem: Problem, tensors: tuple[torch.Tensor, ...], policy: str) -> dict[str, torch.Tensor]:
     """Of the public function, as a model calls it."""
-    return pack_support.dense_attention(problem, policy, *tensors)
+    return pack_checks.dense_attention(problem, policy, *tensors)
 
 
 def bar_of(problem: Problem, tensors: tuple[torch.Tensor, ...], found: dict[str, torch.Tensor]) -> Bar:
@@ -200,13 +200,22 @@ def test_large_groups(window, device):
         check_accuracy(problem_of(window, 1, 1300, 1300, group, 1, head_dim), device)
 
 
+@pytest.mark.parametrize("window", FEW_WINDOWS)
+def test_auto_is_descending(window, device):
+    for head_dim, lengths in itertools.product((64, 128), ((60, 60), (515, 515))):
+        problem = problem_of(window, 2, *lengths, 8, 2, head_dim)
+        tensors = support.random_qkv_dout(problem, device)
+        auto, descending = (outputs(problem, tensors, policy) for policy in ("auto", "descending"))
+        support.assert_same_bits(auto, descending, str(problem))
+
+
 @pytest.mark.parametrize("schedule", ("shift", "symmetric_shift"))
 @pytest.mark.parametrize("window", FEW_WINDOWS)
 def test_a_policy_that_is_not_defined_for_windows_raises(window, schedule, device):
     problem = problem_of(window, 1, 130, 130, 2, 2, 64)
     q, k, v, _ = support.random_qkv_dout(problem, device)
     with pytest.raises(ValueError, match=f"^schedule must be .*{schedule}"):
-        dash_attn.flash_attn_func(q, k, v, **pack_support.mask_arguments(problem), schedule=schedule)
+        dash_attn.flash_attn_func(q, k, v, **pack_checks.mask_arguments(problem), schedule=schedule)
 
 
 @pytest.mark.parametrize("head_dim", (64, 128))
