@@ -45,7 +45,12 @@ def reject_unsupported(
 
 
 def as_window(window_size: object) -> tuple[int, int]:
-    """(left, right) as the ops take it: a side that is None or negative is -1."""
+    """(left, right) as the ops take it: a side that is None is -1."""
+    if type(window_size) is tuple and len(window_size) == 2:
+        left, right = window_size
+        # The usual case, on the path of every call of a model with windows.
+        if type(left) is int and type(right) is int and -1 <= left <= _MAX_INT and -1 <= right <= _MAX_INT:
+            return window_size
     sides = tuple(window_size) if isinstance(window_size, (tuple, list)) else ()
     if len(sides) != 2 or not all(side is None or _is_integer(side) for side in sides):
         error = ValueError if sides and len(sides) != 2 else TypeError
@@ -56,7 +61,7 @@ def as_window(window_size: object) -> tuple[int, int]:
 
 def as_attention_chunk(attention_chunk: object) -> int:
     """None is 0: no chunks."""
-    if attention_chunk is None:
+    if attention_chunk is None or (type(attention_chunk) is int and attention_chunk == 0):
         return 0
     if not _is_integer(attention_chunk):
         raise TypeError(f"attention_chunk must be an int or None, got {_describe(attention_chunk)}")

@@ -9,7 +9,15 @@ import torch
 from torch._subclasses import FakeTensorMode
 
 import dash_attn
-from dash_attn import flash_attn_func, flash_attn_kvpacked_func, flash_attn_qkvpacked_func, schedule
+from dash_attn import (
+    flash_attn_func,
+    flash_attn_kvpacked_func,
+    flash_attn_qkvpacked_func,
+    flash_attn_varlen_func,
+    flash_attn_varlen_kvpacked_func,
+    flash_attn_varlen_qkvpacked_func,
+    schedule,
+)
 
 BF16 = torch.bfloat16
 
@@ -65,6 +73,7 @@ DROPOUT = (
     "dropout_p must be 0.0 (dropout is not supported; FlashAttention-3 has softmax_scale in this place: "
     "pass it by name), got "
 )
+PACK_DROPOUT = DROPOUT.replace("softmax_scale", "seqused_q")
 WINDOW = "window_size must be (left, right), each an int or None, got "
 MARGIN = "sm_margin must be at least 0 and less than the SMs of the GPU, got "
 
@@ -177,11 +186,95 @@ QKVPACKED = [
 ]  # fmt: skip
 
 
+def i32(*numbers, dtype=torch.int32):
+    return torch.tensor(numbers, dtype=dtype)
+
+
+def good_pack():
+    tensors = {"q": t(9, 4, 16), "k": t(12, 2, 16), "v": t(12, 2, 16)}
+    offsets = {"cu_seqlens_q": i32(0, 4, 9), "cu_seqlens_k": i32(0, 4, 12)}
+    return {**tensors, **offsets, "max_seqlen_q": 5, "max_seqlen_k": 8}
+
+
+HINT = "max_seqlen_{} must be an int of at least 0 or an integer tensor of shape (), got {}"
+ROWS = "cu_seqlens_{} must hold offsets from 0 to the {} rows that never decrease, got {}"
+
+# Changes to good_pack(), the error and its whole message.
+PACKS = [
+    ({"q": [1.0]}, TypeError, "q must be a torch.Tensor, got [1.0]"),
+    ({"q": t(2, 5, 4, 16)}, ValueError, "q must have shape (total, heads, head_dim), got 4 dimensions: (2, 5, 4, 16)"),
+    ({"k": t(12, 16)}, ValueError, "k must have shape (total, heads, head_dim), got 2 dimensions: (12, 16)"),
+    ({"v": t(11, 2, 16)}, ValueError, "v must have the shape of k, (12, 2, 16), got (11, 2, 16)"),
+    ({"k": t(12, 3, 16)}, ValueError, "k must have a number of heads that divides the 4 heads of q, got 3"),
+    ({"k": t(12, 2, 24)}, ValueError, "k must have the head_dim of q, 16, got 24"),
+    ({"k": t(12, 2, 16, dtype=torch.float16)}, TypeError,
+     "k must have the dtype of q, torch.bfloat16, got torch.float16"),
+    ({"q": t(1, 1, 1).expand(2**30, 4, 16)}, ValueError,
+     "q must have a total of at most 1073741823, got 1073741824"),
+    ({"cu_seqlens_q": None}, TypeError, "cu_seqlens_q must be a torch.Tensor, got None (NoneType)"),
+    ({"cu_seqlens_k": [0, 4, 12]}, TypeError, "cu_seqlens_k must be a torch.Tensor, got [0, 4, 12]"),
+    ({"cu_seqlens_q": i32(0, 4, 9, dtype=torch.int64)}, TypeError,
+     "cu_seqlens_q must be torch.int32, got torch.int64"),
+    ({"cu_seqlens_k": i32(0, 4, 12, dtype=torch.float32)}, TypeError,
+     "cu_seqlens_k must be torch.int32, got torch.float32"),
+    ({"cu_seqlens_q": i32()}, ValueError, "cu_seqlens_q must have shape (batch + 1,), got (0,)"),
+    ({"cu_seqlens_q": i32(0, 4, 9)[None]}, ValueError, "cu_seqlens_q must have shape (batch + 1,), got (1, 3)"),
+    ({"cu_seqlens_k": i32(0, 12)}, ValueError, "cu_seqlens_k must have shape (batch + 1,) = (3,), got (2,)"),
+    ({"cu_seqlens_k": i32(0, 1, 4, 1, 12)[::2]}, ValueError, "cu_seqlens_k must be contiguous, got strides (2,)"),
+    ({"cu_seqlens_q": i32(0, 4, 9).to("meta")}, ValueError,
+     "cu_seqlens_q must be on the device of q, cpu, got meta"),
+    ({"seqused_q": i32(4, 5, 6)}, ValueError, "seqused_q must have shape (batch,) = (2,), got (3,)"),
+    ({"seqused_k": i32(4, 5, dtype=torch.int64)}, TypeError, "seqused_k must be torch.int32, got torch.int64"),
+    ({"seqused_k": 5}, TypeError, "seqused_k must be a torch.Tensor, got 5"),
+    ({"max_seqlen_q": -1}, ValueError, HINT.format("q", -1)),
+    ({"max_seqlen_k": None}, TypeError, HINT.format("k", "None (NoneType)")),
+    ({"max_seqlen_k": 5.0}, TypeError, HINT.format("k", "5.0")),
+    ({"max_seqlen_q": True}, TypeError, HINT.format("q", "True")),
+    ({"max_seqlen_q": i32(5)}, TypeError, HINT.format("q", "a tensor of shape (1,)")),
+    ({"max_seqlen_k": torch.ones(())}, TypeError, HINT.format("k", "a tensor of shape ()")),
+    ({"block_table": i32(1)[None]}, NotImplementedError,
+     "block_table must be None (paged keys and values are not supported), got a tensor of shape (1, 1)"),
+    # Of the CPU alone: elsewhere values are not read.
+    ({"cu_seqlens_q": i32(0, 5, 4)}, ValueError, ROWS.format("q", 9, [0, 5, 4])),
+    ({"cu_seqlens_q": i32(0, 4, 10)}, ValueError, ROWS.format("q", 9, [0, 4, 10])),
+    ({"cu_seqlens_k": i32(-1, 4, 12)}, ValueError, ROWS.format("k", 12, [-1, 4, 12])),
+    ({"seqused_q": i32(4, 6)}, ValueError,
+     "seqused_q must hold numbers from 0 to the lengths in cu_seqlens_q, [4, 5], got [4, 6]"),
+    ({"seqused_k": i32(-1, 3)}, ValueError,
+     "seqused_k must hold numbers from 0 to the lengths in cu_seqlens_k, [4, 8], got [-1, 3]"),
+]  # fmt: skip
+
+PACKS_KVPACKED = [
+    ({"kv": t(12, 2, 16)}, ValueError,
+     "kv must have shape (total, 2, kv_heads, head_dim), got 3 dimensions: (12, 2, 16)"),
+    ({"kv": t(12, 3, 2, 16)}, ValueError, "kv must have shape (total, 2, kv_heads, head_dim), got (12, 3, 2, 16)"),
+    ({"cu_seqlens_k": i32(0, 12)}, ValueError, "cu_seqlens_k must have shape (batch + 1,) = (3,), got (2,)"),
+]  # fmt: skip
+
+PACKS_QKVPACKED = [
+    ({"qkv": t(2, 7, 3, 4, 16)}, ValueError,
+     "qkv must have shape (total, 3, heads, head_dim), got 5 dimensions: (2, 7, 3, 4, 16)"),
+    ({"qkv": t(9, 2, 4, 16)}, ValueError,
+     "qkv must have shape (total, 3, heads, head_dim) with at least one head, got (9, 2, 4, 16)"),
+    ({"num_heads_q": 4}, ValueError,
+     "qkv must have shape (total, num_heads_q + 2 * kv_heads, head_dim), got 4 dimensions: (9, 3, 4, 16)"),
+    ({"qkv": t(9, 8, 16), "num_heads_q": 5}, ValueError, SPLIT.format(8, 5)),
+    ({"cu_seqlens": i32(0, 9, dtype=torch.int64)}, TypeError, "cu_seqlens must be torch.int32, got torch.int64"),
+    ({"cu_seqlens": None}, TypeError, "cu_seqlens must be a torch.Tensor, got None (NoneType)"),
+    ({"seqused": i32(1)}, ValueError, "seqused must have shape (batch,) = (2,), got (1,)"),
+    ({"max_seqlen": "9"}, TypeError, HINT.format("q", "'9'").replace("_q", "")),
+]  # fmt: skip
+
+
 def forms():
     q, k, v = good().values()
     yield flash_attn_func, good()
     yield flash_attn_kvpacked_func, {"q": q, "kv": torch.stack((k, v), dim=2)}
     yield flash_attn_qkvpacked_func, {"qkv": t(2, 7, 3, 4, 16)}
+    q, k, v, *offsets = good_pack().items()
+    yield flash_attn_varlen_func, good_pack()
+    yield flash_attn_varlen_kvpacked_func, dict([q, ("kv", torch.stack((k[1], v[1]), dim=1)), *offsets])
+    yield flash_attn_varlen_qkvpacked_func, {"qkv": t(9, 3, 4, 16), "cu_seqlens": i32(0, 4, 9), "max_seqlen": 5}
 
 
 @pytest.fixture(autouse=True)
@@ -204,10 +297,11 @@ def test_tensors(change, error, message):
     assert_raises(flash_attn_func, {**good(), **change}, error, message)
 
 
-@pytest.mark.parametrize("form", range(3))
+@pytest.mark.parametrize("form", range(6))
 @pytest.mark.parametrize("change, error, message", ARGUMENTS)
 def test_arguments(form, change, error, message):
     function, arguments = list(forms())[form]
+    message = message.replace(DROPOUT, PACK_DROPOUT) if form >= 3 else message
     assert_raises(function, {**arguments, **change}, error, message)
 
 
@@ -223,6 +317,20 @@ def test_qkvpacked(change, error, message):
     assert_raises(function, {**arguments, **change}, error, message)
 
 
+@pytest.mark.parametrize("form, change, error, message", [
+    *((3, *case) for case in PACKS), *((4, *case) for case in PACKS_KVPACKED), *((5, *case) for case in PACKS_QKVPACKED)
+])  # fmt: skip
+def test_packs(form, change, error, message):
+    function, arguments = list(forms())[form]
+    assert_raises(function, {**arguments, **change}, error, message)
+
+
+def test_long_offsets_are_cut_short():
+    arguments = good_pack() | {"cu_seqlens_q": i32(*range(20)), "cu_seqlens_k": i32(*[0] * 20)}
+    message = ROWS.format("q", 9, [*range(16)]).replace("15]", "15, ...]")
+    assert_raises(flash_attn_varlen_func, arguments, ValueError, message)
+
+
 def test_mixed_devices():
     with FakeTensorMode():
         tensors = {**good(), "v": t(2, 7, 2, 16, device="cuda")}
@@ -233,11 +341,15 @@ def test_every_argument_is_checked():
     tried = {name for change, _, _ in ARGUMENTS for name in change}
     accepted = set(inspect.signature(flash_attn_func).parameters) - {"q", "k", "v"}
     assert tried == accepted
+    tried |= {name for change, _, _ in PACKS for name in change}
+    assert tried == set(inspect.signature(flash_attn_varlen_func).parameters)
 
 
 def test_the_order_of_flash_attention_3_is_noticed():
     with pytest.raises(NotImplementedError, match="FlashAttention-3 has softmax_scale in this place"):
         flash_attn_func(*good().values(), 0.25, True)
+    with pytest.raises(NotImplementedError, match="FlashAttention-3 has seqused_q in this place"):
+        flash_attn_varlen_func(*good_pack().values(), i32(4, 5), i32(4, 8))
 
 
 def test_schedule_errors_read_like_the_schedule_modules():

@@ -124,6 +124,27 @@ def test_auto_looks_neither_at_the_other_heads_nor_at_the_batch(lengths, causal)
     assert policies == {policy_number(expected)}
 
 
+@pytest.mark.parametrize("function", [*FUNCTIONS, *VARLEN_FUNCTIONS], ids=lambda f: f.__name__)
+def test_defaults_are_not_looked_at(function, monkeypatch):
+    """A call that asks for nothing special pays for no check of it: it takes 8 us of the host, of which one is much."""
+
+    def unexpected(*arguments, **keywords):
+        raise AssertionError("checked what was left at its default")
+
+    seldom = "reject_unsupported", "as_window", "as_attention_chunk", "as_flag", "as_sm_margin", "check_max_seqlen"
+    for name in seldom:
+        monkeypatch.setattr(dash_attn.checks, name, unexpected)
+    if function in FUNCTIONS:
+        arguments = inputs_of(function)
+    else:
+        offsets = torch.tensor([0, 4, 9], dtype=torch.int32)
+        given = {"cu_seqlens": offsets, "cu_seqlens_q": offsets, "cu_seqlens_k": offsets}
+        given |= {"max_seqlen": 5, "max_seqlen_q": 5, "max_seqlen_k": 5, "q": randn(9, 2, 8), "k": randn(9, 2, 8)}
+        given |= {"v": randn(9, 2, 8), "kv": randn(9, 2, 2, 8), "qkv": randn(9, 3, 2, 8)}
+        arguments = [given[name] for name in VARLEN_FUNCTIONS[function][0]]
+    function(*arguments, causal=True, schedule="spt", softmax_scale=0.3)
+
+
 def test_exports():
     assert {f.__name__ for f in (*FUNCTIONS, *VARLEN_FUNCTIONS)} == set(dash_attn.__all__)
 

@@ -333,3 +333,94 @@ def test_cuda_tensors_without_kernels_raise():
     out, lse = torch.empty_like(q), torch.empty(2, 4, 20)
     with pytest.raises(RuntimeError, match="^this torch is built without CUDA$"):
         torch.ops.dash_attn_C.forward.default.redispatch(keys, q, k, v, out, lse, *settings(), 0)
+
+
+def pack_arguments(schedule="auto", **pack):
+    """Of a backward; `pack` replaces the lengths, by name."""
+    pack = {
+        "cu_seqlens_q": torch.tensor([0, 7, 7, 18], dtype=torch.int32),
+        "cu_seqlens_k": torch.tensor([1, 13, 20, 28], dtype=torch.int32),
+        "seqused_q": None, "seqused_k": torch.tensor([12, 3, 8], dtype=torch.int32),
+    } | pack  # fmt: skip
+    q, k, v, dout = (x[0] for x in operands(batch=1))
+    numbers = (*pack.values(), *settings(window=(6, -1), attention_chunk=9)[4:])
+    softmax_lse = torch.zeros(4, 20)
+    return [dout, q, k, v, q.clone(), softmax_lse, *map(torch.empty_like, (q, k, v)), *numbers, schedule, 0]
+
+
+@pytest.mark.parametrize("schedule", ["auto", "spt", "order_free"])
+def test_opcheck_packs(schedule):
+    arguments = pack_arguments(schedule)
+    forward = torch.ops.dash_attn.forward.default
+    torch.library.opcheck(forward, (*arguments[1:4], *arguments[9:18]))
+    arguments[4:6] = forward(*arguments[1:4], *arguments[9:18])
+    torch.library.opcheck(torch.ops.dash_attn.backward.default, tuple(arguments))
+
+
+@pytest.mark.parametrize("window", [(5, 3), (-1, 4)])
+def test_opcheck_windows(window):
+    arguments = backward_arguments(causal=False, window=window, attention_chunk=11)
+    torch.library.opcheck(torch.ops.dash_attn.forward.default, (*arguments[1:4], *arguments[9:18]))
+    torch.library.opcheck(torch.ops.dash_attn.backward.default, tuple(arguments))
+
+
+def test_opcheck_functions_with_a_derivative():
+    """The ones that models call, of a dense batch and of packs."""
+    dense, pack = backward_arguments(), pack_arguments()
+    offsets = pack[9:13]
+    q, k, v = (x.requires_grad_() for x in pack[1:4])
+    ops = torch.ops.dash_attn
+    common, window = (0.25, True, "auto", 0), (5, -1, 0)
+    for op, arguments in (
+        (ops.attention, (*(x.detach().requires_grad_() for x in dense[1:4]), *common)),
+        (ops.attention, (q, k, v, *common, *window, *offsets)),
+        (ops.attention_kvpacked, (q, torch.stack((k, v), 1).detach().requires_grad_(), *common, *window, *offsets)),
+        (ops.attention_qkvpacked, (q.detach().requires_grad_(), 2, *common, *window, offsets[0])),
+    ):
+        torch.library.opcheck(op.default, arguments, test_utils=("test_schema", "test_faketensor"))
+
+
+OFFSETS = torch.tensor([0, 7, 7, 18], dtype=torch.int32)
+
+
+@pytest.mark.parametrize("change, message", [
+    ({"cu_seqlens_k": None}, "cu_seqlens_q and cu_seqlens_k must be given both or neither, got cu_seqlens_q alone"),
+    ({"cu_seqlens_q": None}, "cu_seqlens_q and cu_seqlens_k must be given both or neither, got cu_seqlens_k alone"),
+    ({"cu_seqlens_q": None, "cu_seqlens_k": None}, "seqused_k must be None where cu_seqlens_k is, got a tensor"),
+    ({"cu_seqlens_q": None, "cu_seqlens_k": None, "seqused_q": OFFSETS[:3], "seqused_k": None},
+     "seqused_q must be None where cu_seqlens_q is, got a tensor"),
+    ({"cu_seqlens_q": OFFSETS.long()}, "cu_seqlens_q must be torch.int32, got torch.int64"),
+    ({"cu_seqlens_k": OFFSETS[:3]}, "cu_seqlens_k must have shape (batch + 1,) = (4,), got (3,)"),
+    ({"seqused_q": OFFSETS}, "seqused_q must have shape (batch,) = (3,), got (4,)"),
+    ({"seqused_q": OFFSETS[:3].to("meta")}, "seqused_q must be on the device of q, cpu, got meta"),
+])  # fmt: skip
+def test_errors_of_packs(change, message):
+    arguments = pack_arguments(**change)
+    for op, given in (
+        (torch.ops.dash_attn.forward, (*arguments[1:4], *arguments[9:18])),
+        (torch.ops.dash_attn.backward, arguments),
+    ):
+        with pytest.raises((TypeError, ValueError)) as error:
+            op(*given)
+        assert str(error.value) == message
+
+
+def test_the_log_sum_exp_of_a_pack_has_no_batch():
+    arguments = pack_arguments()
+    arguments[5] = torch.zeros(1, 4, 20)
+    message = r"^softmax_lse must have shape \(heads, total_q\) = \(4, 20\), got \(1, 4, 20\)$"
+    with pytest.raises(ValueError, match=message):
+        torch.ops.dash_attn.backward(*arguments)
+
+
+@pytest.mark.parametrize("batch", [0, 2])
+def test_nothing_is_launched_for_packs_without_rows(batch):
+    offsets = torch.zeros(batch + 1, dtype=torch.int32)
+    arguments = pack_arguments(cu_seqlens_q=offsets, cu_seqlens_k=offsets, seqused_k=None)
+    if batch:
+        arguments[2:4], arguments[7:9] = ([x[:0] for x in arguments[i : i + 2]] for i in (2, 7))
+    with kernel_calls() as calls:
+        out, lse = torch.ops.dash_attn.forward(*arguments[1:4], *arguments[9:18])
+        torch.ops.dash_attn.backward(*arguments)
+    assert calls == [] and not out.any() and (lse == torch.inf).all()
+    assert not any(gradient.any() for gradient in arguments[6:9])

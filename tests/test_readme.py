@@ -342,12 +342,15 @@ def test_the_example_runs():
 def test_the_table_of_schedules():
     text = (ROOT / "docs" / "usage.md").read_text()
     rows = re.findall(r"^\| `(\w+)` \| (\w+) \|", text, re.M)
-    masks = {(True, True): "both", (True, False): "full", (False, True): "causal"}
-    of_policies = {p: masks[_schedule.fits(p, False), _schedule.fits(p, True)] for p in schedule.POLICIES}
-    assert dict(rows) == {"auto": "both", **of_policies} and len(rows) == len(of_policies) + 1
-    (automatic,) = re.findall(r"^\| `auto` \| both \| `(\w+)`: one rule for every shape", text, re.M)
-    masks = [{"causal": False}, {"causal": True}, {"causal": True, "window": (8, -1)}]
-    assert {_schedule.automatic(head_dim=d, **mask) for d in (64, 128) for mask in masks} == {automatic}
+    full, causal, window = {"causal": False}, {"causal": True}, {"causal": False, "window": (8, 8)}
+    names = {(True, True, True): "all", (True, False, False): "full", (False, True, False): "causal"}
+    of_policies = {
+        policy: names[tuple(_schedule.fits(policy, **mask) for mask in (full, causal, window))]
+        for policy in schedule.POLICIES
+    }
+    assert dict(rows) == {"auto": "all", **of_policies} and len(rows) == len(of_policies) + 1
+    (automatic,) = re.findall(r"^\| `auto` \| all \| `(\w+)`: one rule for every shape", text, re.M)
+    assert {_schedule.automatic(head_dim=d, **m) for d in (64, 128) for m in (full, causal, window)} == {automatic}
 
 
 def test_the_comparisons_that_are_named(capsys, tmp_path, result):

@@ -3,18 +3,21 @@
 import random
 
 import pytest
+from mask_support import CAUSAL, FULL, name_of, window
 
 from dash_attn import _schedule
 from dash_attn.schedule import POLICIES, Problem, add_order, num_groups, problem, simulate
 
+MASKS = [FULL, CAUSAL, window(2, 1), window(3, -1, causal=True), window(-1, -1, 3)]
+POLICY_MASKS = [(policy, mask) for policy in POLICIES for mask in MASKS if _schedule.fits(policy, **mask)]
 # Those whose partials wait for each other.
-ORDERED = [
-    (policy, causal)
-    for policy in POLICIES
-    for causal in (False, True)
-    if _schedule.fits(policy, causal) and policy != "order_free"
-]
-POLICY_MASKS = [(policy, causal) for policy in POLICIES for causal in (False, True) if _schedule.fits(policy, causal)]
+ORDERED = [(policy, mask) for policy, mask in POLICY_MASKS if policy != "order_free"]
+
+
+def ids(policy_masks):
+    return [f"{policy}-{name_of(mask)}" for policy, mask in policy_masks]
+
+
 COSTS = [(1.0, 0.25), (3.0, 2.0), (1.0, 0.0), (0.5, 4.0)]  # exact in binary, so lengths compare with ==
 
 
@@ -109,12 +112,12 @@ def features(generator):
 
 
 @pytest.mark.parametrize("cta_group", [1, 2, 3, 8])
-@pytest.mark.parametrize("policy, causal", ORDERED)
-def test_progress_and_order_under_every_residency(policy, causal, cta_group):
+@pytest.mark.parametrize("policy, mask", ORDERED, ids=ids(ORDERED))
+def test_progress_and_order_under_every_residency(policy, mask, cta_group):
     """From one resident cluster to all of them, launched at any time: all work is done, in the one order."""
-    generator = random.Random(f"{policy} {causal} {cta_group}")
+    generator = random.Random(f"{policy} {name_of(mask)} {cta_group}")
     for lengths in [(6, 6), (4, 7), (9, 5), (1, 4)]:
-        shape = dict(tile_q=1, tile_k=1, causal=causal, kv_heads=2, group_size=2, cta_group=cta_group)
+        shape = dict(tile_q=1, tile_k=1, **mask, kv_heads=2, group_size=2, cta_group=cta_group)
         tiles = Problem(*lengths, **shape, head_swizzle=generator.choice([1, 2]))
         expected = {
             (0, head, q): order
@@ -181,9 +184,9 @@ def test_accounting():
     assert (one.makespan, one.idle_share) == (3 * 36 * 3, 0)
 
 
-@pytest.mark.parametrize("policy, causal", POLICY_MASKS)
-def test_critical_path_bounds_every_machine(policy, causal):
-    tiles = square(7, 2, causal, _schedule.cta_group(policy))
+@pytest.mark.parametrize("policy, mask", POLICY_MASKS, ids=ids(POLICY_MASKS))
+def test_critical_path_bounds_every_machine(policy, mask):
+    tiles = Problem(7, 7, tile_q=1, tile_k=1, kv_heads=2, cta_group=_schedule.cta_group(policy), **mask)
     results = [simulate(policy, tiles, sms=sms) for sms in range(2, 40)]
     assert all(result.makespan >= max(result.critical_path, result.ideal) - 1e-9 for result in results)
     assert results[-1].makespan == pytest.approx(results[-1].critical_path)

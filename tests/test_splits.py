@@ -5,8 +5,9 @@ import random
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
+from mask_support import masks
 
 from dash_attn import _schedule, reference, schedule
 from dash_attn.schedule import Problem, add_order, groups, num_groups, simulate, visit_order, walk, work_tile
@@ -65,11 +66,11 @@ def test_table(shape):
     seqlen_k=st.integers(1, 500),
     tile_q=st.integers(1, 64),
     tile_k=st.integers(1, 3),
-    causal=st.booleans(),
+    mask=masks(longest=500),
 )
-def test_rule(group_size, seqlen_q, seqlen_k, tile_q, tile_k, causal):
+def test_rule(group_size, seqlen_q, seqlen_k, tile_q, tile_k, mask):
     """The fewest that make 64 work tiles of mean length beside the longest, or the most that visit 2,048 queries."""
-    lengths = dict(tile_q=tile_q, tile_k=tile_k, causal=causal, group_size=group_size)
+    lengths = dict(tile_q=tile_q, tile_k=tile_k, group_size=group_size, **mask)
     problem = Problem(seqlen_q, seqlen_k, **lengths)
     steps = [problem.query_tiles_of(kv)[1] for kv in (0, problem.num_kv_tiles - 1)]
     mean, longest = sum(steps) / 2, max(steps)
@@ -100,14 +101,15 @@ def test_bad_splits_name_the_argument():
 
 @st.composite
 def split_problems(draw):
-    policy, causal = draw(st.sampled_from(POLICY_MASKS))
+    policy, mask = draw(st.sampled_from((*schedule.POLICIES, *schedule.YARDSTICKS))), draw(masks(longest=9))
+    assume(_schedule.fits(policy, **mask))
     splits, queries = draw(st.integers(1, 4)), draw(st.integers(1, 3))
     return policy, Problem(
         draw(st.integers(1, 9)),
         draw(st.integers(1, 9)),
         tile_q=draw(st.integers(1, 2)),
         tile_k=draw(st.integers(1, 2)),
-        causal=causal,
+        **mask,
         batch=draw(st.integers(1, 3)),
         kv_heads=draw(st.integers(1, 3)),
         group_size=splits * queries,

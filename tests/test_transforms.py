@@ -3,8 +3,16 @@
 import pytest
 import torch
 from interface_support import FUNCTIONS, assert_same_bits, inputs_of, out_and_gradients, qkv_tensors, randn
+from pack_support import Pack, int32
 
-from dash_attn import flash_attn_func, flash_attn_kvpacked_func, flash_attn_qkvpacked_func
+from dash_attn import (
+    flash_attn_func,
+    flash_attn_kvpacked_func,
+    flash_attn_qkvpacked_func,
+    flash_attn_varlen_func,
+    flash_attn_varlen_kvpacked_func,
+    flash_attn_varlen_qkvpacked_func,
+)
 
 
 def test_under_autocast():
@@ -149,3 +157,91 @@ def test_saved_tensors_are_guarded():
     out.detach().mul_(2)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         torch.autograd.grad(out, inputs, dout)
+
+
+def varlen_calls(pack, hint):
+    """Each function of packs with its inputs, and all its other arguments by name."""
+    cu_seqlens_q, cu_seqlens_k = pack.offsets()[:2]
+    two = {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k, "max_seqlen_q": hint, "max_seqlen_k": hint}
+    q, k, v = (x.detach().requires_grad_() for x in pack[:3])
+    yield flash_attn_varlen_func, [q, k, v], {**two, **pack.used()}
+    yield flash_attn_varlen_kvpacked_func, [q, torch.stack((k, v), 1).detach().requires_grad_()], {**two, **pack.used()}
+    one = {"cu_seqlens": cu_seqlens_q, "max_seqlen": hint}
+    yield flash_attn_varlen_qkvpacked_func, [torch.stack((q, k, v), 1).detach().requires_grad_()], one
+
+
+def self_attention(lengths, head_dim=16):
+    return Pack.of([(n, n) for n in lengths], tail=len(lengths), heads=2, kv_heads=2, head_dim=head_dim)
+
+
+@pytest.mark.parametrize("form", range(3))
+@pytest.mark.parametrize("as_tensor", [False, True])
+def test_packs_compile_with_lengths_that_change(form, as_tensor):
+    """Numbers of sequences, rows and hints; no lengths make another graph, none is read."""
+    torch._dynamo.reset()
+    counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+    compiled = None
+    for lengths in ([5, 9, 20], [30, 2], [0, 7, 7, 16], [11, 3, 8, 1, 40]):
+        pack = self_attention(lengths, head_dim=20)
+        hint = torch.tensor(max(lengths)) if as_tensor else max(lengths)
+        function, inputs, arguments = list(varlen_calls(pack, hint))[form]
+        compiled = compiled or torch.compile(function, backend=counter, fullgraph=True)
+        actual, expected = (f(*inputs, **arguments, causal=True, window_size=(6, -1)) for f in (compiled, function))
+        assert torch.equal(actual, expected)
+        gradients = [torch.autograd.grad(out, inputs, pack.dout) for out in (actual, expected)]
+        assert_same_bits(*gradients)
+    assert counter.frame_count == 2
+
+
+def test_packs_export_with_lengths_that_change():
+    module = torch.nn.Module()
+    module.forward = lambda q, k, v, offsets: flash_attn_varlen_func(q, k, v, offsets, offsets, 99, 99, causal=True)
+    rows, sequences = torch.export.Dim("rows"), torch.export.Dim("offsets")
+    first, other = self_attention([5, 9, 20]), self_attention([30, 0, 2, 7])
+    shapes = ({0: rows}, {0: rows}, {0: rows}, {0: sequences})
+    exported = torch.export.export(module, (*first[:3], int32(first.offsets_q)), dynamic_shapes=shapes)
+    arguments = (*other[:3], int32(other.offsets_q))
+    assert torch.equal(exported.module()(*arguments), module(*arguments))
+
+
+@pytest.mark.parametrize("form", range(3))
+def test_meta_tensors_of_packs(form):
+    function, inputs, arguments = list(varlen_calls(self_attention([5, 9], head_dim=20), 9))[form]
+    inputs = [x.detach().to("meta").requires_grad_() for x in inputs]
+    arguments = {name: x.to("meta") if isinstance(x, torch.Tensor) else x for name, x in arguments.items()}
+    out, lse, _ = function(*inputs, **arguments, return_attn_probs=True)
+    assert out.is_meta and out.shape == (16, 2, 20) and out.dtype == torch.bfloat16
+    assert lse.is_meta and lse.shape == (2, 16) and lse.dtype == torch.float32
+    for gradient, tensor in zip(torch.autograd.grad(out.sum(), inputs), inputs):
+        assert gradient.is_meta and gradient.shape == tensor.shape
+
+
+@pytest.mark.parametrize("form", range(3))
+def test_checkpoint_and_traces_of_packs(form):
+    pack = Pack.of([(20, 20), (9, 9)], used=[(3, 20), (9, 1)], heads=2, kv_heads=2)
+    function, inputs, arguments = list(varlen_calls(pack, 20))[form]
+    expected = out_and_gradients(function, inputs, pack.dout, **arguments)
+    out = torch.utils.checkpoint.checkpoint(function, *inputs, use_reentrant=False, **arguments)
+    assert_same_bits((out, *torch.autograd.grad(out, inputs, pack.dout)), expected)
+
+    def step(*inputs):
+        return torch.autograd.grad(function(*inputs, **arguments), inputs, pack.dout)
+
+    graph = torch.fx.experimental.proxy_tensor.make_fx(step)(*inputs)
+    called = {node.target for node in graph.graph.nodes}
+    assert {torch.ops.dash_attn.forward.default, torch.ops.dash_attn.backward.default} <= called
+    assert_same_bits(graph(*inputs), expected[1:])
+    with torch.inference_mode():
+        assert torch.equal(function(*inputs, **arguments), expected[0])
+
+
+def test_compiled_autograd_keeps_windows_and_lengths():
+    torch._dynamo.reset()
+    pack = Pack.of([(20, 30), (9, 9)], used=[(3, 20), (9, 1)])
+    function, inputs, arguments = next(varlen_calls(pack, 20))
+    arguments |= {"window_size": (4, 2), "attention_chunk": 7}
+    expected = out_and_gradients(function, inputs, pack.dout, **arguments)
+    out = function(*inputs, **arguments)
+    with torch._dynamo.compiled_autograd._enable(torch.compile(backend="eager")):
+        out.backward(pack.dout)
+    assert_same_bits((out, *(x.grad for x in inputs)), expected)

@@ -157,6 +157,9 @@ class Simulator {
         case Kind::kAddEnd:
           end_add(i, adder, time);
           break;
+        case Kind::kStepsEnd:
+          end_steps(i, time);
+          break;
         case Kind::kSplitEnd:
           end_split(i, time);
           break;
@@ -170,7 +173,7 @@ class Simulator {
 
  private:
   // What happens at one time to one CTA, in this order.
-  enum class Kind : int { kAddEnd, kSplitEnd, kProductsEnd, kTakeWork };
+  enum class Kind : int { kAddEnd, kSplitEnd, kProductsEnd, kStepsEnd, kTakeWork };
   using Event = std::tuple<double, int, Kind, int>;  // time, CTA, what, adder
 
   // A partial of dQ on its way: a staging buffer.
@@ -275,7 +278,12 @@ class Simulator {
     cta.work = cta.next;
     cta.at = {0, 0};
     cta.steps_left = cta.work.steps;
-    begin_products(i, std::max(time + options_.work_time, use_memory(time, options_.memory_work_time)));
+    double const start = std::max(time + options_.work_time, use_memory(time, options_.memory_work_time));
+    if (cta.steps_left) {
+      begin_products(i, start);
+    } else {  // of keys that no query sees
+      events_.push({start, i, Kind::kStepsEnd, 0});
+    }
     // The loads of a short work tile go out one behind the other, and the next one is taken behind them.
     if (options_.loads_ahead && cta.steps_left <= options_.loads_ahead) {
       events_.push({time + options_.load_time, i, Kind::kTakeWork, 0});
@@ -325,15 +333,23 @@ class Simulator {
     cta.at = dash_attn::next_step<P>(cta.at, cta.work.query_heads, visits);
     if (--cta.steps_left) {
       begin_products(i, time);
-    } else if (problem_.scheduler.splits == 1) {
-      end_work_tile(i, time);
     } else {
-      SplitSum& sum = split_sum_of(cta.work);
-      if (sum.splits == cta.work.split) {
-        add_split(i, time);
-      } else {
-        sum.waiting[cta.work.split] = i;
-      }
+      end_steps(i, time);
+    }
+  }
+
+  void end_steps(int i, double time) {
+    Cta& cta = ctas_[i];
+    result_.makespan = std::max(result_.makespan, time);
+    if (problem_.scheduler.splits == 1) {
+      end_work_tile(i, time);
+      return;
+    }
+    SplitSum& sum = split_sum_of(cta.work);
+    if (sum.splits == cta.work.split) {
+      add_split(i, time);
+    } else {
+      sum.waiting[cta.work.split] = i;
     }
   }
 
