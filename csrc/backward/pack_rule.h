@@ -28,11 +28,13 @@ struct PackRule {
     need.splits = num_splits(group_size, grid);
     need.split_tiles = need.splits > 1 ? grid.kv_tiles() : 0;
     const int heads = group_size / need.splits;
-    const int first = grid.query_tiles_of(0).count, last = grid.query_tiles_of(grid.kv_tiles() - 1).count;
-    need.longest = 1 + max_int(first, last) * heads;
+    const int last = grid.kv_tiles() - 1;
+    int longest = 0;  // in the middle of a window, else at an end
+    for (const int kv : {0, last / 2, last}) { longest = max_int(longest, grid.query_tiles_of(kv).count); }
+    need.longest = 1 + longest * heads;
     AllPolicies::with(policy,
                       [&](auto p) { need.units = TileScheduler::units<decltype(p)::value>(grid, need.splits); });
-    need.head_swizzle = head_swizzle(policy, grid, heads, padded_head_dim);
+    if (grid.query_tiles() > 0) { need.head_swizzle = head_swizzle(policy, grid, heads, padded_head_dim); }
     return need;
   }
 };

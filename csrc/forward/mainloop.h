@@ -44,15 +44,14 @@ class Consumer {
     Rows rows{};  // the last P of rows that see keys waits for its product
     for (int end; (end = next_tile()) != kNoMoreTiles; q_ = q_.next()) {
       const Rows next(params_, sequence_of_tile(), end, consumer_);
-      if (rows.kv.count > 0 && next.kv.count > 0 && rows.passed_after <= kPassedWhileBusy &&
-          next.passed_before <= kPassedWhileBusy) {
+      if (rows.kv.count > 0 && next.kv.count > 0 && !passes_many(next.passed_before)) {
         if (Variant::kHalvesFirstTile && next.half_first) {
           cross<kHalfTile>(out, p, softmax, rows, next);
         } else {
           cross<Variant::kKey>(out, p, softmax, rows, next);
         }
       } else {
-        if (rows.kv.count > 0) { finish(out, p, softmax, rows); }
+        if (rows.kv.count > 0) { finish(out, p, softmax, rows, q_.previous()); }
         softmax = OnlineSoftmax(params_.softmax_scale_log2);
         clear(out);
         if (next.kv.count > 0) {
@@ -63,8 +62,13 @@ class Consumer {
       }
       rows = next;
       if (rows.kv.count > 0) { walk(out, p, softmax, rows); }
+      if (rows.kv.count > 0 && passes_many(rows.passed_after)) {
+        // The loader comes to the next tile when these have been passed over.
+        finish(out, p, softmax, rows, q_);
+        rows.kv.count = 0;
+      }
     }
-    if (rows.kv.count > 0) { finish(out, p, softmax, rows); }
+    if (rows.kv.count > 0) { finish(out, p, softmax, rows, q_.previous()); }
   }
 
  private:
@@ -97,7 +101,7 @@ class Consumer {
   // The first scores of `rows`.
   __device__ __forceinline__ void begin(PackedScores& p, OnlineSoftmax& softmax, const Rows& rows) {
     Scores s;
-    pass_tiles(rows.passed_before - kPassedWhileBusy);
+    if (passes_many(rows.passed_before)) { pass_tiles(rows.passed_before - kPassedWhileBusy); }
     pass_keys_before(rows);
     wait_for_k();
     issue_s(s);
@@ -169,13 +173,14 @@ class Consumer {
     pack_slices<Element>(p, s);
   }
 
-  // The last product of the last rows.
-  __device__ __forceinline__ void finish(Output& out, PackedScores& p, OnlineSoftmax& softmax, const Rows& rows) {
+  // The last product of rows that no others follow.
+  __device__ __forceinline__ void finish(Output& out, PackedScores& p, OnlineSoftmax& softmax, const Rows& rows,
+                                         QuerySlot slot_of_rows) {
     issue_out(out, p);
     finish_out(out, p);
     pass_values_after(rows);
-    pass_tiles(rows.passed_after - kPassedWhileBusy);
-    store(out, softmax, rows, q_.previous());
+    if (passes_many(rows.passed_after)) { pass_tiles(rows.passed_after - kPassedWhileBusy); }
+    store(out, softmax, rows, slot_of_rows);
   }
 
   // Rows that see no key.
@@ -197,6 +202,9 @@ class Consumer {
   // theirs and one before that of the next, and the loader brings both, and the one that is used, without waiting for
   // that V.
   static constexpr int kPassedWhileBusy = 1;
+  static __device__ __forceinline__ constexpr bool passes_many(int tiles) {
+    return Variant::kMask == MaskKind::kWindow && tiles > kPassedWhileBusy;
+  }
   static_assert(Variant::kQuery - kWarpgroupRows <= kPassedWhileBusy * Variant::kKey);
 
   __device__ __forceinline__ void pass_keys_before(const Rows& rows) {

@@ -66,8 +66,8 @@ CUtensorMap make_tensor_map(const TensorView& tensor, Dtype dtype, const RowsOfC
         tensor.data, dtype,
         {columns, head, {rows.seqlen, tensor.stride_seqlen, box_rows}, {rows.batch, tensor.stride_batch, 1}, none});
   }
-  // Addresses are sums of 64 bits: kRaggedRows steps of 2^64 / kRaggedRows bytes lead nowhere, and steps shorter by a row
-  // lead back by as many rows.
+  // Addresses are sums of 64 bits: kRaggedRows steps of 2^64 / kRaggedRows bytes lead nowhere, and steps shorter by a
+  // row lead back by as many rows.
   constexpr int64_t kRows = RowOrigin::kRaggedRows;
   constexpr int64_t kNowhere = (int64_t{1} << 34) / kElementBytes;
   static_assert(kRows == 1 << 30, "2^30 times 2^34 bytes is 2^64");

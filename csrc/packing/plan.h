@@ -1,6 +1,6 @@
 // Before a pass over a pack: one CTA reads the lengths, which the host does not know, and writes a PackedSequence for
-// each sequence, longest first, with its share of the work and of the workspace; a table finds the sequence of each unit
-// of work, and of each query tile. The other CTAs write what is promised of rows that belong to no sequence.
+// each sequence, longest first, with its share of the work and of the workspace; a table finds the sequence of each
+// unit of work, and of each query tile. The other CTAs write what is promised of rows that belong to no sequence.
 //
 // None of it decides a bit: where a sequence comes in the list says when it is worked on, and nothing else.
 //

@@ -100,7 +100,7 @@ constexpr int packed_heads_shift(int group_size, int seqlen_q, int tile_rows, in
 DASH_HOST_DEVICE constexpr int64_t head_groups_within(int64_t bytes, int64_t seqlen_k, int head_dim,
                                                       int groups_per_kv) {
   constexpr int kElementBytes = 2;
-  int64_t const kv_bytes_of_head = 2 * seqlen_k * head_dim * kElementBytes;
+  int64_t const kv_bytes_of_head = 2 * (seqlen_k > 0 ? seqlen_k : 1) * head_dim * kElementBytes;
   return (bytes < kv_bytes_of_head ? 1 : bytes / kv_bytes_of_head) * groups_per_kv;
 }
 

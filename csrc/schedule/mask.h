@@ -12,8 +12,8 @@ DASH_HOST_DEVICE constexpr int ceil_div(int a, int b) { return (a + b - 1) / b; 
 DASH_HOST_DEVICE constexpr int min_int(int a, int b) { return a < b ? a : b; }
 DASH_HOST_DEVICE constexpr int max_int(int a, int b) { return a > b ? a : b; }
 
-// A kernel is compiled for one. Which one a call takes follows from what it asks for and never from its lengths, so that
-// a sequence's bits do not depend on its batch.
+// A kernel is compiled for one. Which one a call takes follows from what it asks for and never from its lengths, so
+// that a sequence's bits do not depend on its batch.
 enum class MaskKind : int {
   kFull,    // every key
   kCausal,  // no key behind the query's own

@@ -2,8 +2,8 @@
 // CUDA, CuTe or torch.
 //
 // In a dense batch all sequences have the same lengths. In a pack the rows of one sequence follow those of another in
-// one tensor, and lengths are known on the device alone: before a pass, packing/plan.h writes a PackedSequence for each,
-// in the order in which they are worked on.
+// one tensor, and lengths are known on the device alone: before a pass, packing/plan.h writes a PackedSequence for
+// each, in the order in which they are worked on.
 #pragma once
 
 #include <cstdint>
@@ -24,8 +24,8 @@ struct RowOrigin {
     return is_pack ? RowOrigin{kRaggedRows - length, outer, kRaggedRows} : RowOrigin{0, outer, 0};
   }
 
-  // Rows of the one dimension of a pack's map that clips: more than a sequence has. The map's outer dimension goes on by
-  // a row, and its last one back by kRaggedRows rows, so that what is left is row outer - length + r.
+  // Rows of the one dimension of a pack's map that clips: more than a sequence has. The map's outer dimension goes on
+  // by a row, and its last one back by kRaggedRows rows, so that what is left is row outer - length + r.
   static constexpr int kRaggedRows = 1 << 30;
 };
 

@@ -20,13 +20,17 @@ inline constexpr int kQueriesWorthASplit = 2048;
 
 // The fewest parts that make enough work tiles; where too few are possible, the most that leave them long enough.
 DASH_HOST_DEVICE constexpr int num_splits(int group_size, TileGrid const& grid) {
-  // The mean of both ends of the keys: from one to the other the query tiles that a KV tile visits become steadily
-  // fewer, or stay as many. Under other masks it is a guess, and costs speed alone.
-  int const first = grid.query_tiles_of(0).count, last = grid.query_tiles_of(grid.kv_tiles() - 1).count;
-  int64_t const twice_mean = int64_t{first} + last, longest = max_int(first, last);
+  // Of the query tiles that a KV tile visits. From one end of the keys to the other they become steadily fewer, or stay
+  // as many, but for a window, which is cut short at both ends.
+  int const tiles = grid.kv_tiles();
+  int const first = grid.query_tiles_of(0).count, last = grid.query_tiles_of(tiles - 1).count;
+  int const middle = grid.query_tiles_of(tiles / 2).count;
+  bool const is_window = grid.mask.kind == MaskKind::kWindow;
+  int64_t const twice_mean = is_window ? int64_t{2} * middle : int64_t{first} + last;
+  int64_t const longest = is_window ? middle : max_int(first, last);
   int splits = 1;
   for (int next = 2; next <= group_size; ++next) {
-    if (int64_t{grid.kv_tiles()} * splits * twice_mean >= 2 * kEnoughWorkTiles * longest) break;
+    if (int64_t{tiles} * splits * twice_mean >= 2 * kEnoughWorkTiles * longest) break;
     if (twice_mean * (group_size / next) * grid.tiling.query < 2 * kQueriesWorthASplit) break;
     if (group_size % next == 0) splits = next;
   }

@@ -77,8 +77,8 @@ struct TileScheduler {
     return {sequence_number, head - sequence_number * kv_heads, split, Order<P>::kv_tile(grid, group, cta_rank)};
   }
 
-  // Units that the work of a pack's sequence takes, in numbers that one KV head of it has. A number of the pack is of the
-  // sequence that has unit number / kv_heads, and within that sequence's work number - first_unit * kv_heads.
+  // Units of work that a pack's sequence takes, of kv_heads numbers each. A number of the pack is of the sequence that
+  // has unit number / kv_heads, and within that sequence's work number - first_unit * kv_heads.
   template <Policy P>
   DASH_HOST_DEVICE static constexpr int units(TileGrid const& grid, int splits_of_sequence) {
     return Order<P>::groups(grid) * splits_of_sequence;
