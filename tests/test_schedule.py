@@ -257,8 +257,9 @@ def test_a_work_tile_walks_every_step_of_every_head_once(policy, mask, shape):
 
 def test_which_policies_walk_heads_together():
     problems = [(policy, Problem(8, 8, tile_q=1, tile_k=1, **mask)) for policy, mask in POLICY_MASKS]
-    together = {policy for policy, problem in problems if heads_together(policy, problem)}
-    assert together == {"descending", "symmetric_shift", "order_free"}
+    together = {(policy, problem.mask) for policy, problem in problems if heads_together(policy, problem)}
+    both = {(policy, mask) for policy in ("descending", "order_free") for mask in ("full", "causal")}
+    assert together == both | {("symmetric_shift", "causal")}
 
 
 def test_the_head_swizzle_interleaves_heads():

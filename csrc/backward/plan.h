@@ -39,8 +39,8 @@ class Planner {
     bool is_last = work.steps == 0;
     for (WorkStep at{0, 0}, next; !is_last; at = next) {
       const int steps_of_head = grid().query_tiles_of(work.kv_tile).count;
-      next = next_step<kPolicy>(at, work.query_heads, steps_of_head);
-      is_last = is_end<kPolicy>(next, work.query_heads, steps_of_head);
+      next = next_step<kPolicy>(Variant::kMask, at, work.query_heads, steps_of_head);
+      is_last = is_end<kPolicy>(Variant::kMask, next, work.query_heads, steps_of_head);
       shared_.plan_empty[plan_.slot()].wait(plan_.empty_parity());
       PlannedStep& planned = shared_.plan[plan_.slot()];
       const int query_tile = Order::visit(grid(), work.kv_tile, at.step);

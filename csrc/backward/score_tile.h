@@ -14,15 +14,23 @@ __device__ __forceinline__ void apply_mask(float (&s)[kSize], const Mask& mask, 
 #pragma unroll
   for (int row = 0; row < 2; ++row) {
     const int key = first_key + fragment_row(thread, 2 * row);
-    const Range queries = mask.queries_of(key);
-    const int first = key < mask.sequence.seqlen_k ? queries.first : mask.sequence.seqlen_q;
+    const int first = key < mask.sequence.seqlen_k ? mask.queries_of(key).first : mask.sequence.seqlen_q;
     const int column = first_query + fragment_column(thread, 0);
 #pragma unroll
     for (int i = 0; i < kSize; ++i) {
-      if ((i / 2) % 2 != row) { continue; }
-      const bool before = fragment_column(0, i) < first - column;
-      const bool behind = !starts_at_first_key(mask.kind) && fragment_column(0, i) >= queries.end() - column;
-      if (before || behind) { s[i] = -INFINITY; }
+      if ((i / 2) % 2 == row && fragment_column(0, i) < first - column) { s[i] = -INFINITY; }
+    }
+  }
+  if (starts_at_first_key(mask.kind)) { return; }
+  // Few tiles are cut at both ends.
+  if (first_query + 2 * kSize <= mask.queries_of(first_key).end()) { return; }
+#pragma unroll
+  for (int row = 0; row < 2; ++row) {
+    const int end = mask.queries_of(first_key + fragment_row(thread, 2 * row)).end();
+    const int column = first_query + fragment_column(thread, 0);
+#pragma unroll
+    for (int i = 0; i < kSize; ++i) {
+      if ((i / 2) % 2 == row && fragment_column(0, i) >= end - column) { s[i] = -INFINITY; }
     }
   }
 }

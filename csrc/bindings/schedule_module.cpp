@@ -156,7 +156,7 @@ Walk walk(std::string const& schedule, Problem const& problem, int64_t kv_tile) 
     WorkStep at{0, 0};
     for (int left = steps * problem.heads_per_split(); left > 0; --left) {
       result.emplace_back(at.step, at.head);
-      at = next_step<policy()>(at, problem.heads_per_split(), steps);
+      at = next_step<policy()>(problem.grid.mask.kind, at, problem.heads_per_split(), steps);
     }
     return result;
   });
@@ -388,7 +388,8 @@ PYBIND11_MODULE(_schedule, m) {
   m.def(
       "heads_together",
       [](std::string const& schedule, Problem const& problem) {
-        return with_policy(schedule, problem, [](auto policy) { return Order<policy()>::kHeadsTogether; });
+        return with_policy(schedule, problem,
+                           [&](auto policy) { return heads_together<policy()>(problem.grid.mask.kind); });
       },
       py::arg("schedule"), py::arg("problem"),
       "Whether the query heads of a work tile all take a step before any takes the next.");

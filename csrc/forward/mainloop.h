@@ -270,17 +270,27 @@ class Consumer {
 
   __device__ __forceinline__ void apply_mask(Scores& s, const Rows& rows, int kv_tile) const {
     const Mask mask = rows.mask(params_);
-    const int first_key = kv_tile * Variant::kKey + fragment_column(thread_, 0);
+    const int first_key = kv_tile * Variant::kKey, column = first_key + fragment_column(thread_, 0);
+    // Few tiles are cut at both ends.
+    const bool is_window = !starts_at_first_key(mask.kind);
+    if (!is_window || first_key + Variant::kKey > mask.keys_of(rows.first_position).end()) {
 #pragma unroll
-    for (int row = 0; row < kRowsPerThread; ++row) {
-      const int position = rows.position(params_, thread_, row);
-      const Range keys = mask.keys_of(position);
+      for (int row = 0; row < kRowsPerThread; ++row) {
+        const int end = mask.keys_of(rows.position(params_, thread_, row)).end();
 #pragma unroll
-      for (int i = 0; i < kScoreRegisters; ++i) {
-        if (row_of(i) != row) { continue; }
-        const bool before = !starts_at_first_key(mask.kind) && fragment_column(0, i) < keys.first - first_key;
-        const bool behind = fragment_column(0, i) >= keys.end() - first_key;
-        if (before || behind) { s[i] = -INFINITY; }
+        for (int i = 0; i < kScoreRegisters; ++i) {
+          if (row_of(i) == row && fragment_column(0, i) >= end - column) { s[i] = -INFINITY; }
+        }
+      }
+    }
+    if (is_window && first_key < mask.keys_of(rows.last_position(params_)).first) {
+#pragma unroll
+      for (int row = 0; row < kRowsPerThread; ++row) {
+        const int first = mask.keys_of(rows.position(params_, thread_, row)).first;
+#pragma unroll
+        for (int i = 0; i < kScoreRegisters; ++i) {
+          if (row_of(i) == row && fragment_column(0, i) < first - column) { s[i] = -INFINITY; }
+        }
       }
     }
   }

@@ -51,8 +51,7 @@ struct WarpgroupRows {
     kv = grid(params).kv_tiles_of_queries(first_position, end_position(params));
     if (!exist) { first_position = sequence.seqlen_q; }
     if (!exist || kv.count == 0) { kv = {of_tile.first, 0}; }
-    const int last = min_int(end_position(params), sequence.seqlen_q) - 1;
-    const int keys_end = mask(params).keys_of(last).end();
+    const int keys_end = mask(params).keys_of(last_position(params)).end();
     half_first = keys_end - (kv.end() - 1) * Variant::kKey <= Variant::kKey / 2;
     passed_before = of_tile.end() - kv.end();
     passed_after = kv.first - of_tile.first;
@@ -69,6 +68,10 @@ struct WarpgroupRows {
   }
 
   __device__ __forceinline__ Mask mask(const KernelParams& params) const { return grid(params).mask; }
+
+  __device__ __forceinline__ int last_position(const KernelParams& params) const {
+    return min_int(end_position(params), sequence.seqlen_q) - 1;
+  }
 
   // Of the thread's rows, number `row`: its position in the sequence, and its head.
   __device__ __forceinline__ int position(const KernelParams& params, int thread, int row) const {

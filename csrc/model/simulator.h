@@ -330,7 +330,7 @@ class Simulator {
   void next_step(int i, double time) {
     Cta& cta = ctas_[i];
     int const visits = problem_.grid.query_tiles_of(cta.work.kv_tile).count;
-    cta.at = dash_attn::next_step<P>(cta.at, cta.work.query_heads, visits);
+    cta.at = dash_attn::next_step<P>(problem_.grid.mask.kind, cta.at, cta.work.query_heads, visits);
     if (--cta.steps_left) {
       begin_products(i, time);
     } else {

@@ -26,7 +26,8 @@ namespace dash_attn {
 //   kv_tile(grid, group, r)    KV tile of CTA r of the cluster that took `group`; -1 when the group has no such tile
 //   visit(grid, kv, step)      query tile at `step`, 0 <= step < grid.query_tiles_of(kv).count
 //   rank(grid, kv, q)          place of KV tile `kv` in dQ_q, 0 <= rank < grid.kv_tiles_of(q).count, q live for kv
-//   kHeadsTogether             whether all query heads of a work tile take a step before any takes the next
+//   kHeadsTogether             whether all query heads of a work tile take a step before any takes the next, but for
+//                              windows (heads_together)
 template <Policy P>
 struct Order;
 
@@ -37,17 +38,23 @@ struct WorkStep {
 
 // One head after the other makes a KV tile with few steps, as the causal mask leaves some, wait at each head for those
 // with many. All heads together do not, where all KV tiles start at the same query tile. Where they start at their own,
-// it only lengthens the wait for the first.
+// it only lengthens the wait for the first. Under a window they do, and have as many steps; there two neighbours come
+// to a query tile one after the other, and all that is read and added in between should stay in L2: of one head only.
 template <Policy P>
-DASH_HOST_DEVICE constexpr WorkStep next_step(WorkStep at, int heads, int steps_of_head) {
-  if (Order<P>::kHeadsTogether) return at.head + 1 < heads ? WorkStep{at.step, at.head + 1} : WorkStep{at.step + 1, 0};
+DASH_HOST_DEVICE constexpr bool heads_together(MaskKind mask) {
+  return Order<P>::kHeadsTogether && mask != MaskKind::kWindow;
+}
+
+template <Policy P>
+DASH_HOST_DEVICE constexpr WorkStep next_step(MaskKind mask, WorkStep at, int heads, int steps_of_head) {
+  if (heads_together<P>(mask)) return at.head + 1 < heads ? WorkStep{at.step, at.head + 1} : WorkStep{at.step + 1, 0};
   return at.step + 1 < steps_of_head ? WorkStep{at.step + 1, at.head} : WorkStep{0, at.head + 1};
 }
 
 // Whether `at` is past the last step.
 template <Policy P>
-DASH_HOST_DEVICE constexpr bool is_end(WorkStep at, int heads, int steps_of_head) {
-  return Order<P>::kHeadsTogether ? at.step == steps_of_head : at.head == heads;
+DASH_HOST_DEVICE constexpr bool is_end(MaskKind mask, WorkStep at, int heads, int steps_of_head) {
+  return heads_together<P>(mask) ? at.step == steps_of_head : at.head == heads;
 }
 
 // KV tiles in groups of cta_group from tile 0 upwards.

@@ -348,8 +348,13 @@ def assert_as_alone(pack: Pack, found: dict[str, dict[str, torch.Tensor]], what:
 
 
 def accuracy_failures(pack: Pack, found: dict[str, dict[str, torch.Tensor]]) -> list[str]:
-    """What is further from float64 than tests/gpu/gradient_check.py allows, a line each; `found`: outputs by policy."""
+    """What is further from float64 than tests/gpu/gradient_check.py allows, a line each; `found`: outputs by policy.
+
+    Rows are judged one by one. Norms are of the whole pack, since of a sequence of one query, ours and PyTorch's alike,
+    they are up to chance.
+    """
     lines = []
+    squares = {}  # (policy, output): of errors, and of what is allowed
     for number, sequence in enumerate(pack.sequences):
         problem, what = sequence.problem, pack.name_of(number)
         own = {policy: own_rows(pack, outputs, number) for policy, outputs in found.items()}
@@ -364,7 +369,14 @@ def accuracy_failures(pack: Pack, found: dict[str, dict[str, torch.Tensor]]) -> 
         tensors = (x[None] for x in (sequence.dout, sequence.q, sequence.k, sequence.v))
         bar = Bar(problem, support.Inputs(*tensors, first["out"], first["softmax_lse"]))
         for policy, outputs in own.items():
-            failures = bar.failures({name: outputs[name] for name in ("out", *GRADIENTS)})
-            failures += bar.lse_failures(outputs["softmax_lse"])
-            lines += [f"{what}, {policy}: {line}" for line in failures]
+            errors = bar.errors({name: outputs[name] for name in ("out", *GRADIENTS)})
+            for name, (error, limit, _, row_excess) in errors.items():
+                if not row_excess <= 0:
+                    lines.append(f"{what}, {policy}: {name}: a row is off by {row_excess:.3e} more than rounding explains")
+                total, allowed = squares.get((policy, name), (0.0, 0.0))
+                squares[policy, name] = total + error**2, allowed + limit**2
+            lines += [f"{what}, {policy}: {line}" for line in bar.lse_failures(outputs["softmax_lse"])]
+    for (policy, name), (total, allowed) in squares.items():
+        if not total <= allowed:
+            lines.append(f"{policy}: {name} is off by {total**0.5:.3e} in norm, allowed {allowed**0.5:.3e}")
     return lines

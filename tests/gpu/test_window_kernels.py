@@ -86,7 +86,8 @@ def check_accuracy(problem: Problem, device: str) -> None:
 @pytest.mark.parametrize("window", WINDOWS)
 def test_accuracy(window, dtype, head_dim, device):
     for lengths, heads in itertools.product(LENGTHS, HEADS.values()):
-        check_accuracy(problem_of(window, 2, *lengths, *heads, head_dim, dtype=DTYPES[dtype]), device)
+        batch = 64 if lengths[0] == 1 else 2  # the norm of few rows' error is up to chance, ours and PyTorch's
+        check_accuracy(problem_of(window, batch, *lengths, *heads, head_dim, dtype=DTYPES[dtype]), device)
 
 
 @pytest.mark.parametrize("window", WINDOWS)
