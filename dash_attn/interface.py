@@ -228,7 +228,8 @@ def flash_attn_varlen_func(
         q: (total_q, heads, head_dim), bf16 or fp16, as in `flash_attn_func`.
         k, v: (total_k, kv_heads, head_dim), like q.
         cu_seqlens_q, cu_seqlens_k: int32 (batch + 1,), contiguous, on q's device: where each sequence begins and ends.
-            They start at 0 or more, never decrease and end at total or less, which is checked on the CPU alone.
+            They start at 0 or more, never decrease and end at total or less. Others are a ValueError on the CPU, and on
+            a GPU an error on the device, as an index out of bounds is.
         max_seqlen_q, max_seqlen_k: an int, or an integer tensor of shape (), which is not read. FlashAttention's hints
             of the longest sequence; they change nothing.
         block_table: None only.
