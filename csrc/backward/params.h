@@ -6,7 +6,6 @@
 #include <cmath>
 #include <cstdint>
 
-#include "../config/fixed_point.h"
 #include "../schedule/work_tile.h"
 
 namespace dash_attn::backward {
@@ -30,14 +29,6 @@ struct KeyStatistics {
   float min_step_product;  // as fixed_point::HeadStatistics has it
 };
 constexpr KeyStatistics of_no_rows() { return {0.f, 0.f, 0.f, INFINITY}; }
-
-// The rows of a head are measured in chunks: at most kMaxChunks, one for each lane of a warp.
-constexpr int kMaxChunks = 32;
-constexpr int kMinChunkRows = 64;
-DASH_HOST_DEVICE constexpr int chunk_rows(int seqlen) {
-  return max_int(kMinChunkRows, ceil_div(seqlen, kMaxChunks * fixed_point::kWindow) * fixed_point::kWindow);
-}
-DASH_HOST_DEVICE constexpr int num_chunks(int seqlen) { return ceil_div(seqlen, chunk_rows(seqlen)); }
 
 // Whether dQ of a KV head's query heads is summed in fp32 in the order of ranks after all. Two words, because two
 // kernels write them.

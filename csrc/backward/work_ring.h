@@ -54,9 +54,9 @@ __device__ __forceinline__ void write_work(WorkTile& work, const KernelParams& p
   const PackView& pack = params.pack;
   TileScheduler scheduler = params.scheduler;
   if (pack.is_pack()) {
-    work.packed = pack.of_unit[number / scheduler.kv_heads];
+    work.packed = pack.place_of(number, scheduler.kv_heads);
     const PackedSequence& sequence = pack.sequences[work.packed];
-    number -= sequence.first_unit * scheduler.kv_heads;
+    number = sequence.number_within(number, scheduler.kv_heads);
     scheduler = scheduler.of(sequence);
   }
   Variant::Policies::with(scheduler.policy, [&](auto policy) {

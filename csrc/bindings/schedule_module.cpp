@@ -23,6 +23,8 @@
 #include "../schedule/splits.h"
 #include "../schedule/tile_grid.h"
 #include "../schedule/work_tile.h"
+#include "pack_bindings.h"
+#include "policy_names.h"
 #include "tile_bindings.h"
 
 using namespace dash_attn;
@@ -31,25 +33,10 @@ namespace {
 
 using Table = std::vector<std::vector<int>>;
 
-Policy parse_policy(std::string const& name) {
-  std::string allowed;
-  for (int i = 0; i < kNumPolicies; ++i) {
-    if (name == kPolicyNames[i]) return static_cast<Policy>(i);
-    allowed += std::string(i ? ", '" : "'") + kPolicyNames[i] + "'";
-  }
-  throw py::value_error("schedule must be one of " + allowed + ", got '" + name + "'");
-}
-
 // Calls f with the policy as a type, once its mask is known to fit.
 template <class F>
 decltype(auto) with_policy(std::string const& name, Problem const& problem, F&& f) {
-  Policy const policy = parse_policy(name);
-  MaskKind const mask = problem.grid.mask.kind;
-  if (!fits(policy, mask)) {
-    MaskKind const own = fits(policy, MaskKind::kFull) ? MaskKind::kFull : MaskKind::kCausal;
-    throw py::value_error("schedule='" + name + "' is defined for the " + mask_name(own) + " mask only, got the " +
-                          mask_name(mask) + " mask");
-  }
+  Policy const policy = checked_policy(name, problem.grid.mask.kind);
   return AllPolicies::with(policy, std::forward<F>(f));
 }
 
@@ -430,6 +417,7 @@ PYBIND11_MODULE(_schedule, m) {
         py::arg("attention_chunk") = 0, "The policy that schedule='auto' means.");
 
   bind_masks_and_forward_tiles(m);
+  bind_packs(m);
 
   py::class_<SimulatedTask>(m, "Task",
                             "One tile: its products from start to products_end, its add from add_start to end.")

@@ -48,6 +48,14 @@ inline Sequence checked_lengths(int64_t seqlen_q, int64_t seqlen_k) {
   return {in_range("seqlen_q", seqlen_q, 1, kEnd), in_range("seqlen_k", seqlen_k, 1, kEnd)};
 }
 
+inline int checked_group_size(int64_t heads, int64_t kv_heads) {
+  if (positive("heads", heads) % positive("kv_heads", kv_heads) != 0) {
+    throw py::value_error("heads must be a multiple of kv_heads=" + std::to_string(kv_heads) + ", got " +
+                          std::to_string(heads));
+  }
+  return static_cast<int>(heads / kv_heads);
+}
+
 inline forward::QueryTileScheduler forward_tiles(int64_t batch, int64_t seqlen_q, int64_t seqlen_k, int64_t heads,
                                                  int64_t kv_heads, int64_t head_dim, bool causal, int64_t sms,
                                                  WindowSize window, int64_t attention_chunk) {
@@ -55,12 +63,9 @@ inline forward::QueryTileScheduler forward_tiles(int64_t batch, int64_t seqlen_q
   problem.mask = mask_of(checked_rule(causal, window, attention_chunk),
                          {positive("seqlen_q", seqlen_q), positive("seqlen_k", seqlen_k)});
   problem.batch = positive("batch", batch);
-  problem.kv_heads = positive("kv_heads", kv_heads);
-  problem.heads = positive("heads", heads);
-  if (heads % kv_heads != 0) {
-    throw py::value_error("heads must be a multiple of kv_heads=" + std::to_string(kv_heads) + ", got " +
-                          std::to_string(heads));
-  }
+  checked_group_size(heads, kv_heads);
+  problem.kv_heads = static_cast<int>(kv_heads);
+  problem.heads = static_cast<int>(heads);
   problem.head_dim = in_range("head_dim", head_dim, 1, 129);
   problem.ctas = positive("sms", sms);
   forward::QueryTileScheduler const scheduler = forward::make_scheduler(problem);

@@ -18,6 +18,19 @@ namespace dash_attn::fixed_point {
 // less one, has a whole window in it.
 inline constexpr int kWindow = 8;
 
+// The rows of a head are measured in chunks of whole windows: at most kMaxChunks, one for each lane of a warp.
+inline constexpr int kMaxChunks = 32;
+inline constexpr int kMinChunkRows = 64;
+DASH_HOST_DEVICE constexpr int chunk_rows(int seqlen) {
+  constexpr int kRowsOfWindows = kMaxChunks * kWindow;  // one in each chunk
+  int const rows = (seqlen + kRowsOfWindows - 1) / kRowsOfWindows * kWindow;
+  return rows < kMinChunkRows ? kMinChunkRows : rows;
+}
+DASH_HOST_DEVICE constexpr int num_chunks(int seqlen) {
+  int const rows = chunk_rows(seqlen);
+  return (seqlen + rows - 1) / rows;
+}
+
 // Of one KV head and the query heads that share it. Norms are upper bounds of Euclidean norms of rows. The maxima are
 // not finite where the inputs are not.
 struct HeadStatistics {

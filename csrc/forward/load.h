@@ -57,9 +57,9 @@ class Loader {
                tile.batch * heads * params_.lse_head_stride},
               rows};
     }
-    const PackedSequence& sequence = pack.sequences[pack.of_unit[place / scheduler.head_groups]];
+    const PackedSequence& sequence = pack.sequences[pack.place_of(place, scheduler.head_groups)];
     const QueryTileScheduler alone = scheduler.of(sequence);
-    const QueryTile tile = alone.tile(place - sequence.first_unit * scheduler.head_groups);
+    const QueryTile tile = alone.tile(sequence.number_within(place, scheduler.head_groups));
     const Sequence lengths = sequence.lengths;
     return {{alone.end_position(tile.index), tile.head_group, lengths,
              RowOrigin::of(true, sequence.end_q, lengths.seqlen_q), sequence.end_q - lengths.seqlen_q},

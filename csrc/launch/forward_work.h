@@ -7,29 +7,35 @@
 
 #include "../device/gemm.h"
 #include "../schedule/forward_tiles.h"
+#include "../schedule/pack_needs.h"
 #include "arguments.h"
 #include "workspace.h"
 
 namespace dash_attn {
 
-// Of a pack as of a batch of its sequences' mean length, which the host knows: how rows are laid in tiles may depend on
-// it, for no bit does.
+inline ForwardPackRule make_forward_pack_rule(const ForwardArguments& a) {
+  return forward_pack_rule(a.mask, pack_rows(a), a.heads, a.kv_heads, a.head_dim, a.num_sms);
+}
+
 inline forward::QueryTileScheduler make_forward_scheduler(const ForwardArguments& a) {
   static_assert(forward::kMostPackedHeads == kWarpgroupRows);
-  Sequence sequence = a.sequence();
-  if (a.is_pack()) { sequence = {ceil_div(a.seqlen_q, a.batch), ceil_div(a.seqlen_k, a.batch)}; }
-  const Mask mask{a.mask.kind, a.mask.window, sequence};
-  forward::QueryTileScheduler s = forward::make_scheduler({mask, a.batch, a.heads, a.kv_heads, a.head_dim, a.num_sms});
-  const int64_t tiles = a.is_pack() ? (int64_t(a.seqlen_q) / s.tile_positions + a.batch) * s.head_groups : num_tiles(s);
+  forward::QueryTileScheduler s;
+  int64_t tiles;
+  if (a.is_pack()) {
+    const ForwardPackRule rule = make_forward_pack_rule(a);
+    s = rule.scheduler;
+    tiles = rule.most(pack_rows(a)).units * s.head_groups;  // no fewer than there are
+  } else {
+    const Mask mask{a.mask.kind, a.mask.window, a.sequence()};
+    s = forward::make_scheduler({mask, a.batch, a.heads, a.kv_heads, a.head_dim, a.num_sms});
+    tiles = num_tiles(s);
+  }
   if (tiles > INT32_MAX / 2) {
     throw std::runtime_error("dash_attn: batch * heads * seqlen is too large: " + std::to_string(a.batch) + " * " +
                              std::to_string(a.heads) + " * " + std::to_string(a.seqlen_q) + " makes " +
                              std::to_string(tiles) + " tiles");
   }
-  if (a.is_pack()) {
-    s.num_tiles = int(tiles);  // no fewer than there are
-    s.takes_tiles = true;
-  }
+  s.num_tiles = int(tiles);
   return s;
 }
 
@@ -45,7 +51,7 @@ inline ForwardWorkspace plan_workspace(void* base, const ForwardArguments& a,
   Cutter cutter(base);
   if (scheduler.takes_tiles) { cutter.take(w.tiles_taken, 1); }
   if (a.is_pack()) {
-    PackTotals most{};
+    PackCapacity most{};
     most.units = scheduler.num_tiles / scheduler.head_groups;
     w.pack = take_pack_arrays(cutter, a.batch, most);
   }

@@ -36,7 +36,7 @@ TileScheduler make_backward_scheduler(const BackwardArguments& a) {
 // Of a pack no fewer than there are.
 template <typename Variant>
 int64_t num_groups(const BackwardArguments& a, const TileScheduler& scheduler) {
-  if (a.is_pack()) { return int64_t(most_of_backward(a).units) * a.kv_heads; }
+  if (a.is_pack()) { return most_of_backward(a).units * a.kv_heads; }
   int64_t groups = 0;
   Variant::Policies::with(scheduler.policy, [&](auto policy) {
     groups = scheduler.num_groups<decltype(policy)::value>(Variant::grid(scheduler.sequence, a.mask.window));
@@ -46,9 +46,9 @@ int64_t num_groups(const BackwardArguments& a, const TileScheduler& scheduler) {
 
 // What the kernels count in 32 bits, and what a cluster needs. Before anything is launched.
 template <typename Variant>
-void check_launchable(const BackwardArguments& a, const TileScheduler& scheduler, const PackTotals& most) {
-  const int64_t blocks = int64_t(most.query_tiles) * backward::kPreprocessBlocks<Variant::kHeadDim>;
-  const int64_t chunks = std::max(int64_t(most.query_chunks) * a.heads, int64_t(most.key_chunks) * a.kv_heads);
+void check_launchable(const BackwardArguments& a, const TileScheduler& scheduler, const PackCapacity& most) {
+  const int64_t blocks = most.query_tiles * backward::kPreprocessBlocks<Variant::kHeadDim>;
+  const int64_t chunks = std::max(most.query_chunks * a.heads, most.key_chunks * a.kv_heads);
   if (blocks * a.heads > INT32_MAX || chunks > INT32_MAX / 2 || num_groups<Variant>(a, scheduler) > INT32_MAX / 2) {
     throw std::runtime_error("dash_attn: batch * heads * seqlen is too large: " + std::to_string(a.batch) + " * " +
                              std::to_string(a.heads) + " * " + std::to_string(std::max(a.seqlen_q, a.seqlen_k)) +

@@ -1,5 +1,5 @@
-#include "../backward/pack_rule.h"
-#include "../forward/pack_rule.h"
+#include "../packing/plan.h"
+#include "../schedule/pack_needs.h"
 #include "launch.h"
 #include "stages.h"
 
@@ -32,7 +32,7 @@ void launch_plan(const Rule& rule, const AttentionArguments& a, const PackArrays
   params.cleared = cleared;
   // One plans, the others clear; on a single SM they do so one after the other.
   constexpr int kMostClearing = 128;
-  const int blocks = 1 + max_int(1, min_int(a.num_sms - 1, kMostClearing));
+  const int blocks = min_int(a.num_sms, 1 + kMostClearing);
   launch("the plan of a pack", packing::plan_kernel<Rule>, params, {unsigned(blocks), packing::kPlanThreads, 0},
          stream);
 }
@@ -40,24 +40,19 @@ void launch_plan(const Rule& rule, const AttentionArguments& a, const PackArrays
 }  // namespace
 
 void launch_forward_plan(const ForwardArguments& a, const ForwardWorkspace& workspace, cudaStream_t stream) {
-  const forward::PackRule rule{a.mask, forward_tile_shape(padded_head_dim(a.head_dim)), make_forward_scheduler(a)};
   packing::ClearedRows rows{};
   rows.tensors[0] = cleared(a.out, a, false);
   rows.softmax_lse = a.softmax_lse;
   rows.heads = a.heads;
-  launch_plan(rule, a, workspace.pack, workspace.tiles_taken, rows, stream);
+  launch_plan(make_forward_pack_rule(a), a, workspace.pack, workspace.tiles_taken, rows, stream);
 }
 
 void launch_backward_plan(const BackwardArguments& a, const BackwardWorkspace& workspace, cudaStream_t stream) {
-  const auto policy = static_cast<Policy>(a.schedule);
-  Tiling tiling = backward_grid(a).tiling;
-  AllPolicies::with(policy, [&](auto p) { tiling.cta_group = Order<decltype(p)::value>::kCtaGroup; });
-  const backward::PackRule rule{a.mask, tiling, policy, a.group_size(), padded_head_dim(a.head_dim)};
   packing::ClearedRows rows{};
   rows.tensors[0] = cleared(a.dq, a, false);
   rows.tensors[1] = cleared(a.dk, a, true);
   rows.tensors[2] = cleared(a.dv, a, true);
-  launch_plan(rule, a, workspace.pack, nullptr, rows, stream);
+  launch_plan(make_backward_pack_rule(a), a, workspace.pack, nullptr, rows, stream);
 }
 
 }  // namespace dash_attn

@@ -41,8 +41,8 @@ void launch_statistics(const BackwardArguments& a, const BackwardWorkspace& work
     params.workspace = workspace.arrays;
     params.call = sequences_of(a, workspace);
     params.head_dim = a.head_dim;
-    params.num_query_blocks = workspace.most.query_chunks * a.heads;
-    params.num_blocks = params.num_query_blocks + workspace.most.key_chunks * a.kv_heads;
+    params.num_query_blocks = int(workspace.most.query_chunks * a.heads);
+    params.num_blocks = params.num_query_blocks + int(workspace.most.key_chunks * a.kv_heads);
     launch("the statistics of order-free accumulation", backward::statistics_kernel<Element, Geometry::kHeadDim>,
            params, grid_of(a, params.num_blocks, backward::kStatisticsThreads, 0), stream);
   });
@@ -52,7 +52,7 @@ void launch_preprocess(const BackwardArguments& a, const BackwardWorkspace& work
   with_geometry(a, [&](auto geometry) {
     using Geometry = decltype(geometry);
     using Element = typename Geometry::Element;
-    const int tiles = workspace.most.query_tiles * a.heads;
+    const int tiles = int(workspace.most.query_tiles * a.heads);
     backward::PreprocessParams<Element> params;
     params.out = strided_view<const Element>(a.out);
     params.dout = strided_view<const Element>(a.dout);
@@ -79,7 +79,7 @@ void launch_convert(const BackwardArguments& a, const BackwardWorkspace& workspa
     params.dq = strided_view<typename Geometry::Element>(a.dq);
     params.workspace = workspace.arrays;
     params.call = sequences_of(a, workspace);
-    params.num_blocks = workspace.most.query_tiles * a.heads;
+    params.num_blocks = int(workspace.most.query_tiles * a.heads);
     params.head_dim = a.head_dim;
     params.softmax_scale = a.softmax_scale;
     const auto kernel =

@@ -1,12 +1,13 @@
 // The scratch memory of both passes: one allocation each, cut into arrays.
 #pragma once
 
-#include <algorithm>
 #include <cstdint>
 
 #include "../backward/params.h"
+#include "../config/fixed_point.h"
 #include "../config/tile_shapes.h"
 #include "../device/gemm.h"
+#include "../schedule/pack_needs.h"
 #include "../schedule/policy.h"
 #include "../schedule/splits.h"
 #include "arguments.h"
@@ -41,7 +42,7 @@ struct PackArrays {
   PackView view() const { return {sequences, of_unit, of_query_tile, totals}; }
 };
 
-inline PackArrays take_pack_arrays(Cutter& cutter, int batch, const PackTotals& most) {
+inline PackArrays take_pack_arrays(Cutter& cutter, int batch, const PackCapacity& most) {
   PackArrays arrays{};
   cutter.take(arrays.sequences, batch);
   cutter.take(arrays.of_unit, most.units);
@@ -55,37 +56,30 @@ inline TileGrid backward_grid(const AttentionArguments& a) {
   return {{tile.query, tile.key, 1}, {a.mask.kind, a.mask.window, a.sequence()}};
 }
 
+inline PackRows pack_rows(const AttentionArguments& a) { return {a.batch, a.seqlen_q, a.seqlen_k}; }
+
+inline BackwardPackRule make_backward_pack_rule(const BackwardArguments& a) {
+  return backward_pack_rule(a.mask, static_cast<Policy>(a.schedule), a.group_size(), a.head_dim);
+}
+
 // Of a dense batch what its work takes; of a pack, whose lengths the host does not know, no less than that for any
-// lengths: a sequence's last tile may be short.
-inline PackTotals most_of_backward(const BackwardArguments& a) {
-  using backward::num_chunks;
+// lengths.
+inline PackCapacity most_of_backward(const BackwardArguments& a) {
+  if (a.is_pack()) { return make_backward_pack_rule(a).most(pack_rows(a)); }
   const TileGrid grid = backward_grid(a);
   const int64_t batch = a.batch;
-  PackTotals most{};
-  if (!a.is_pack()) {
-    most.query_tiles = int(batch * grid.query_tiles());
-    most.split_tiles = num_splits(a.group_size(), grid) > 1 ? int(batch * grid.kv_tiles()) : 0;
-    most.query_chunks = int(batch * num_chunks(a.seqlen_q));
-    most.key_chunks = int(batch * num_chunks(a.seqlen_k));
-    return most;
-  }
-  const auto parts = [&](int64_t rows, int64_t size, int64_t sequences) {
-    return int(std::min(rows, rows / size + std::min(rows, sequences)));
-  };
-  const int64_t split_sequences = a.seqlen_q / fewest_queries_of_splits(a.group_size(), grid.tiling);
-  most.query_tiles = parts(a.seqlen_q, grid.tiling.query, batch);
-  most.split_tiles =
-      split_sequences == 0 ? 0 : parts(a.seqlen_k, grid.tiling.key, std::min<int64_t>(batch, split_sequences));
-  most.query_chunks = parts(a.seqlen_q, backward::kMinChunkRows, batch);
-  most.key_chunks = parts(a.seqlen_k, backward::kMinChunkRows, batch);
-  most.units = parts(a.seqlen_k, grid.tiling.key, batch) * a.group_size();
+  PackCapacity most{};
+  most.query_tiles = batch * grid.query_tiles();
+  most.split_tiles = num_splits(a.group_size(), grid) > 1 ? batch * grid.kv_tiles() : 0;
+  most.query_chunks = batch * fixed_point::num_chunks(a.seqlen_q);
+  most.key_chunks = batch * fixed_point::num_chunks(a.seqlen_k);
   return most;
 }
 
 struct BackwardWorkspace {
   backward::Workspace arrays;
   PackArrays pack;
-  PackTotals most;
+  PackCapacity most;
   int64_t split_semaphores;
   int64_t bytes;
 };
@@ -95,10 +89,10 @@ inline BackwardWorkspace plan_workspace(void* base, const BackwardArguments& a) 
   const TileGrid grid = backward_grid(a);
   BackwardWorkspace w{};
   w.most = most_of_backward(a);
-  const int64_t tiles = int64_t(w.most.query_tiles) * a.heads, rows = tiles * grid.tiling.query;
+  const int64_t tiles = w.most.query_tiles * a.heads, rows = tiles * grid.tiling.query;
   const int head_dim = padded_head_dim(a.head_dim);
   // One for each warpgroup's rows of each KV tile, for dK and for dV.
-  w.split_semaphores = int64_t(w.most.split_tiles) * a.kv_heads * (grid.tiling.key / kWarpgroupRows) * 2;
+  w.split_semaphores = w.most.split_tiles * a.kv_heads * (grid.tiling.key / kWarpgroupRows) * 2;
   Cutter cutter(base);
   cutter.take(w.arrays.dq_accumulator, rows * head_dim);
   cutter.take(w.arrays.delta, rows);
@@ -111,8 +105,8 @@ inline BackwardWorkspace plan_workspace(void* base, const BackwardArguments& a) 
   if (accumulation(static_cast<Policy>(a.schedule)) == Accumulation::kOrderFree) {
     cutter.take(w.arrays.scales, rows);
     cutter.take(w.arrays.needs_order, int64_t(a.batch) * a.kv_heads);
-    cutter.take(w.arrays.query_norms, int64_t(w.most.query_chunks) * a.heads);
-    cutter.take(w.arrays.key_statistics, int64_t(w.most.key_chunks) * a.kv_heads);
+    cutter.take(w.arrays.query_norms, w.most.query_chunks * a.heads);
+    cutter.take(w.arrays.key_statistics, w.most.key_chunks * a.kv_heads);
   }
   if (a.is_pack()) { w.pack = take_pack_arrays(cutter, a.batch, w.most); }
   w.bytes = cutter.bytes;

@@ -4,27 +4,19 @@
 //
 // None of it decides a bit: where a sequence comes in the list says when it is worked on, and nothing else.
 //
-// A Rule says what a pass makes of a sequence: `Need need(Sequence)`.
+// A Rule says what a pass makes of a sequence: schedule/pack_needs.h.
 #pragma once
 
 #include <cstdint>
 #include <cstdio>
 #include <cub/block/block_scan.cuh>
 
+#include "../schedule/pack_needs.h"
 #include "../schedule/sequences.h"
 
 namespace dash_attn::packing {
 
 constexpr int kPlanThreads = 1024;
-
-// Of one sequence.
-struct Need {
-  int longest;  // steps of the longest of its work tiles
-  int head_swizzle;
-  int units;  // of work
-  int splits;
-  int query_tiles, split_tiles, query_chunks, key_chunks;  // places in the workspace: PackedSequence
-};
 
 // The lengths of queries or of keys, as the caller gives them.
 struct Lengths {
@@ -84,11 +76,6 @@ struct PlanParams {
   ClearedRows cleared;
 };
 
-__device__ __forceinline__ PackTotals operator+(const PackTotals& a, const PackTotals& b) {
-  return {a.units + b.units, a.query_tiles + b.query_tiles, a.split_tiles + b.split_tiles,
-          a.query_chunks + b.query_chunks, a.key_chunks + b.key_chunks};
-}
-
 // Sequences are sorted by length in steps of 1/64 of it: into buckets, longest first.
 constexpr int kBuckets = 2048;
 
@@ -144,37 +131,23 @@ __device__ __forceinline__ void plan(const PlanParams<Rule>& params) {
   __syncthreads();
   for (int i = thread; i < params.batch; i += kPlanThreads) {
     const Lengths::Rows q = params.q(i), k = params.k(i);
-    const Need need = params.rule.need({q.length, k.length});
+    const PackNeed need = params.rule.need({q.length, k.length});
     const int place = atomicAdd(&place_of_bucket[bucket_of(need.longest)], 1);
-    PackedSequence& sequence = params.sequences[place];
-    sequence.lengths = {q.length, k.length};
-    sequence.number = i;
-    sequence.end_q = q.first + q.length;
-    sequence.end_k = k.first + k.length;
-    sequence.head_swizzle = need.head_swizzle;
-    sequence.splits = need.splits;
+    params.sequences[place] = packed_sequence(i, {q.length, k.length}, q.first + q.length, k.first + k.length, need);
   }
   __syncthreads();
 
   PackTotals before{};
   for (int base = 0; base < params.batch; base += kPlanThreads) {
     const int place = base + thread;
-    Need need{};
-    if (place < params.batch) { need = params.rule.need(params.sequences[place].lengths); }
-    const PackTotals own{need.units, need.query_tiles, need.split_tiles, need.query_chunks, need.key_chunks};
+    PackTotals own{};
+    if (place < params.batch) { own = params.rule.need(params.sequences[place].lengths).share; }
     PackTotals first, all;
     Scan(scratch.totals).ExclusiveScan(own, first, PackTotals{}, [](auto a, auto b) { return a + b; }, all);
     first = before + first;
-    if (place < params.batch) {
-      PackedSequence& sequence = params.sequences[place];
-      sequence.first_unit = first.units;
-      sequence.first_query_tile = first.query_tiles;
-      sequence.first_split_tile = first.split_tiles;
-      sequence.first_query_chunk = first.query_chunks;
-      sequence.first_key_chunk = first.key_chunks;
-    }
-    fill_entries(params.of_unit, first.units, need.units, place);
-    if (params.of_query_tile) { fill_entries(params.of_query_tile, first.query_tiles, need.query_tiles, place); }
+    if (place < params.batch) { begin_after(params.sequences[place], first); }
+    fill_entries(params.of_unit, first.units, own.units, place);
+    if (params.of_query_tile) { fill_entries(params.of_query_tile, first.query_tiles, own.query_tiles, place); }
     before = before + all;
     __syncthreads();  // `scratch` is used again
   }
@@ -206,8 +179,9 @@ __device__ __forceinline__ void for_rows_outside(const Lengths& lengths, int bat
     }
     __syncthreads();
     for (int gap = 0; gap < count; ++gap) {
-      const int blocks = gridDim.x - 1;
-      for (int row = first_of[gap] + int(blockIdx.x) - 1; row < end_of[gap]; row += blocks) { clear(row); }
+      // All CTAs but the one that plans, unless it is alone.
+      const int blocks = max_int(1, gridDim.x - 1), own = max_int(0, blockIdx.x - 1);
+      for (int row = first_of[gap] + own; row < end_of[gap]; row += blocks) { clear(row); }
     }
   }
 }
@@ -240,11 +214,8 @@ __device__ __forceinline__ void clear_rows_outside(const PlanParams<Rule>& param
 
 template <typename Rule>
 __global__ void __launch_bounds__(kPlanThreads) plan_kernel(const __grid_constant__ PlanParams<Rule> params) {
-  if (blockIdx.x == 0) {
-    plan(params);
-  } else {
-    clear_rows_outside(params);
-  }
+  if (blockIdx.x == 0) { plan(params); }
+  if (blockIdx.x > 0 || gridDim.x == 1) { clear_rows_outside(params); }
 }
 
 }  // namespace dash_attn::packing

@@ -124,7 +124,7 @@ DASH_HOST_DEVICE constexpr int head_swizzle_of_sequence(Sequence const& sequence
 
 inline constexpr int kMostPackedHeads = 64;  // that TMA gathers in a box of the rows of one warpgroup
 
-// A dense batch; of a pack, `batch` sequences of mean length, whose tiles are counted on the device.
+// A dense batch; of a pack see pack_needs.h.
 struct ForwardProblem {
   Mask mask;
   int batch, heads, kv_heads, head_dim;

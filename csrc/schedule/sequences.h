@@ -42,11 +42,21 @@ struct PackedSequence {
   int first_query_tile;                    // of dQ, D and LSE in the workspace, in query tiles of all sequences
   int first_split_tile;                    // of the sums over splits, in KV tiles of all sequences that have them
   int first_query_chunk, first_key_chunk;  // of the statistics of order-free accumulation
+
+  // Of a number of the pack's work, of which a unit has `numbers_of_unit`: the number within this sequence's.
+  DASH_HOST_DEVICE constexpr int number_within(int number, int numbers_of_unit) const {
+    return number - first_unit * numbers_of_unit;
+  }
 };
 
 struct PackTotals {
   int units, query_tiles, split_tiles, query_chunks, key_chunks;
 };
+
+DASH_HOST_DEVICE constexpr PackTotals operator+(PackTotals const& a, PackTotals const& b) {
+  return {a.units + b.units, a.query_tiles + b.query_tiles, a.split_tiles + b.split_tiles,
+          a.query_chunks + b.query_chunks, a.key_chunks + b.key_chunks};
+}
 
 // What packing/plan.h has found out about a pack; all null in a dense batch.
 struct PackView {
@@ -56,6 +66,11 @@ struct PackView {
   const PackTotals* totals;
 
   DASH_HOST_DEVICE constexpr bool is_pack() const { return sequences != nullptr; }
+
+  // Place in `sequences` of the one that a number of the pack's work belongs to.
+  DASH_HOST_DEVICE constexpr int place_of(int number, int numbers_of_unit) const {
+    return of_unit[number / numbers_of_unit];
+  }
 };
 
 static_assert(std::is_trivially_copyable_v<PackedSequence> && std::is_trivially_copyable_v<PackView>);

@@ -29,7 +29,7 @@ __device__ __forceinline__ void decide_order(const Workspace& workspace, const S
                                              const ScaleSettings& settings, const TileOwner& owner,
                                              int64_t first_query_chunk, const KeyStatistics& keys) {
   const int lane = threadIdx.x % 32;
-  const int64_t chunks = int64_t(call.group_size()) * num_chunks(owner.lengths.seqlen_q);
+  const int64_t chunks = int64_t(call.group_size()) * fixed_point::num_chunks(owner.lengths.seqlen_q);
   float max_query_norm = 0.f;
   for (int64_t i = lane; i < chunks; i += 32) {
     max_query_norm = larger(max_query_norm, workspace.query_norms[first_query_chunk + i]);

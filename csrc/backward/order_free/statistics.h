@@ -91,7 +91,7 @@ __device__ __forceinline__ int64_t first_chunk(int chunks_before, int heads, int
 }
 
 __device__ __forceinline__ int64_t query_chunks_of(const SequencesOfCall& call, int tile, const TileOwner& owner) {
-  const int chunks = num_chunks(owner.lengths.seqlen_q);
+  const int chunks = fixed_point::num_chunks(owner.lengths.seqlen_q);
   const int before = call.pack.is_pack()
                          ? call.pack.sequences[call.pack.of_query_tile[tile / call.heads]].first_query_chunk
                          : owner.number * chunks;
@@ -99,7 +99,7 @@ __device__ __forceinline__ int64_t query_chunks_of(const SequencesOfCall& call, 
 }
 
 __device__ __forceinline__ int64_t key_chunks_of(const SequencesOfCall& call, int tile, const TileOwner& owner) {
-  const int chunks = num_chunks(owner.lengths.seqlen_k);
+  const int chunks = fixed_point::num_chunks(owner.lengths.seqlen_k);
   const int before = call.pack.is_pack()
                          ? call.pack.sequences[call.pack.of_query_tile[tile / call.heads]].first_key_chunk
                          : owner.number * chunks;
@@ -140,11 +140,11 @@ __device__ __forceinline__ bool find_chunk(const SequencesOfCall& call, bool of_
     chunk.batch = 0;
     chunk.sequence = sequence.number;
   } else {
-    const int chunks = num_chunks(lengths.*seqlen);
+    const int chunks = fixed_point::num_chunks(lengths.*seqlen);
     chunk.sequence = chunk.batch = index / (chunks * heads);
     before = chunk.batch * chunks;
   }
-  const int chunks = num_chunks(lengths.*seqlen), rows = chunk_rows(lengths.*seqlen);
+  const int chunks = fixed_point::num_chunks(lengths.*seqlen), rows = fixed_point::chunk_rows(lengths.*seqlen);
   const int within = index - before * heads;
   chunk.head = within / chunks;
   chunk.number = within % chunks;
@@ -307,7 +307,7 @@ __global__ void __launch_bounds__(kStatisticsThreads, 4) statistics_kernel(const
 __device__ __forceinline__ KeyStatistics chunk_key_statistics(const Workspace& workspace, int64_t first,
                                                               const Sequence& lengths) {
   const int lane = threadIdx.x % 32;
-  return lane < num_chunks(lengths.seqlen_k) ? workspace.key_statistics[first + lane] : of_no_rows();
+  return lane < fixed_point::num_chunks(lengths.seqlen_k) ? workspace.key_statistics[first + lane] : of_no_rows();
 }
 
 }  // namespace dash_attn::backward

@@ -1,0 +1,156 @@
+// What a pass makes of the sequences of a pack: the work and the share of the workspace of each, which packing/plan.h
+// adds up on the device, and the most that these can come to, for the host does not know the lengths. Plain C++: no
+// CUDA, CuTe or torch, so that tests hold one against the other without a GPU.
+#pragma once
+
+#include <cstdint>
+#include <initializer_list>
+
+#include "../config/fixed_point.h"
+#include "../config/tile_shapes.h"
+#include "../host_device.h"
+#include "forward_tiles.h"
+#include "head_swizzle.h"
+#include "mask.h"
+#include "policy.h"
+#include "sequences.h"
+#include "splits.h"
+#include "tile_grid.h"
+#include "work_tile.h"
+
+namespace dash_attn {
+
+// Of one sequence.
+struct PackNeed {
+  int longest;  // about the steps of the longest of its work tiles
+  int head_swizzle;
+  int splits;
+  PackTotals share;
+};
+
+// What comes before it in the pack is told later: begin_after.
+DASH_HOST_DEVICE constexpr PackedSequence packed_sequence(int number, Sequence const& lengths, int end_q, int end_k,
+                                                          PackNeed const& need) {
+  PackedSequence sequence{};
+  sequence.lengths = lengths;
+  sequence.number = number;
+  sequence.end_q = end_q;
+  sequence.end_k = end_k;
+  sequence.head_swizzle = need.head_swizzle;
+  sequence.splits = need.splits;
+  return sequence;
+}
+
+DASH_HOST_DEVICE constexpr void begin_after(PackedSequence& sequence, PackTotals const& before) {
+  sequence.first_unit = before.units;
+  sequence.first_query_tile = before.query_tiles;
+  sequence.first_split_tile = before.split_tiles;
+  sequence.first_query_chunk = before.query_chunks;
+  sequence.first_key_chunk = before.key_chunks;
+}
+
+// The rows of a pack, of which some may be of no sequence.
+struct PackRows {
+  int batch;  // sequences
+  int total_q, total_k;
+};
+
+// No totals of a pack are larger, whatever its lengths.
+struct PackCapacity {
+  int64_t units, query_tiles, split_tiles, query_chunks, key_chunks;
+};
+
+// Of parts of `size` rows into which so many sequences can be cut, each for itself: its last part may be short.
+constexpr int64_t most_parts(int64_t rows, int64_t size, int64_t sequences) {
+  auto const smaller = [](int64_t a, int64_t b) { return a < b ? a : b; };
+  return smaller(rows, rows / size + smaller(rows, sequences));
+}
+
+// The forward's units of work are query tiles of all head groups.
+struct ForwardPackRule {
+  MaskRule mask;
+  TileShape tile;
+  forward::QueryTileScheduler scheduler;
+
+  DASH_HOST_DEVICE constexpr PackNeed need(Sequence const& sequence) const {
+    PackNeed need{};
+    need.share.units = ceil_div(sequence.seqlen_q, scheduler.tile_positions);
+    if (need.share.units > 0) {
+      // The last query sees no fewer keys than any other, but for those that a window hides at its end.
+      TileGrid const grid{{scheduler.tile_positions, tile.key, 1}, {mask.kind, mask.window, sequence}};
+      int const last = max_int(0, sequence.seqlen_q - scheduler.tile_positions);
+      need.longest = 1 + grid.kv_tiles_of_queries(last, sequence.seqlen_q).count;
+    }
+    need.head_swizzle =
+        forward::head_swizzle_of_sequence(sequence, tile.head_dim, scheduler.groups_per_kv, scheduler.head_groups);
+    return need;
+  }
+
+  constexpr PackCapacity most(PackRows const& rows) const {
+    PackCapacity most{};
+    most.units = most_parts(rows.total_q, scheduler.tile_positions, rows.batch);
+    return most;
+  }
+};
+
+// Scheduled as a batch of sequences of the pack's mean length, which the host knows: how rows are laid in tiles may
+// depend on it, for no bit does. Its number of tiles is the device's to find.
+constexpr ForwardPackRule forward_pack_rule(MaskRule const& mask, PackRows const& rows, int heads, int kv_heads,
+                                            int head_dim, int ctas) {
+  Sequence const mean{ceil_div(rows.total_q, rows.batch), ceil_div(rows.total_k, rows.batch)};
+  forward::QueryTileScheduler scheduler =
+      forward::make_scheduler({{mask.kind, mask.window, mean}, rows.batch, heads, kv_heads, head_dim, ctas});
+  scheduler.takes_tiles = true;
+  return {mask, forward_tile_shape(padded_head_dim(head_dim)), scheduler};
+}
+
+// The backward's units of work are groups of KV tiles of all KV heads, for each split.
+struct BackwardPackRule {
+  MaskRule mask;
+  Tiling tiling;
+  Policy policy;
+  int group_size, padded_head_dim;
+
+  DASH_HOST_DEVICE constexpr PackNeed need(Sequence const& sequence) const {
+    TileGrid const grid{tiling, {mask.kind, mask.window, sequence}};
+    PackNeed need{};
+    need.splits = 1;
+    need.head_swizzle = 1;
+    need.share.query_tiles = grid.query_tiles();
+    need.share.query_chunks = fixed_point::num_chunks(sequence.seqlen_q);
+    need.share.key_chunks = fixed_point::num_chunks(sequence.seqlen_k);
+    if (grid.kv_tiles() == 0) return need;
+    need.splits = num_splits(group_size, grid);
+    need.share.split_tiles = need.splits > 1 ? grid.kv_tiles() : 0;
+    int const heads = group_size / need.splits;
+    int const last = grid.kv_tiles() - 1;
+    int longest = 0;  // in the middle of a window, else at an end
+    for (int const kv : {0, last / 2, last}) longest = max_int(longest, grid.query_tiles_of(kv).count);
+    need.longest = 1 + longest * heads;
+    AllPolicies::with(policy,
+                      [&](auto p) { need.share.units = TileScheduler::units<decltype(p)::value>(grid, need.splits); });
+    if (grid.query_tiles() > 0) need.head_swizzle = head_swizzle(policy, grid, heads, padded_head_dim);
+    return need;
+  }
+
+  constexpr PackCapacity most(PackRows const& rows) const {
+    int64_t const could_be_split = rows.total_q / fewest_queries_of_splits(group_size, tiling);
+    int64_t const split = could_be_split < rows.batch ? could_be_split : rows.batch;
+    PackCapacity most{};
+    most.units = most_parts(rows.total_k, tiling.key, rows.batch) * group_size;
+    most.query_tiles = most_parts(rows.total_q, tiling.query, rows.batch);
+    most.split_tiles = split == 0 ? 0 : most_parts(rows.total_k, tiling.key, split);
+    most.query_chunks = most_parts(rows.total_q, fixed_point::kMinChunkRows, rows.batch);
+    most.key_chunks = most_parts(rows.total_k, fixed_point::kMinChunkRows, rows.batch);
+    return most;
+  }
+};
+
+constexpr BackwardPackRule backward_pack_rule(MaskRule const& mask, Policy policy, int group_size, int head_dim) {
+  TileShape const tile = backward_tile_shape(padded_head_dim(head_dim));
+  int cta_group = 1;
+  AllPolicies::with(policy, [&](auto p) { cta_group = Order<decltype(p)::value>::kCtaGroup; });
+  return {mask, {tile.query, tile.key, cta_group}, policy, group_size, tile.head_dim};
+}
+
+}  // namespace dash_attn
