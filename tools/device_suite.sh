@@ -9,8 +9,10 @@
 #   CARRIED   1: no install, but the checkout with the dash_attn/_C*.so that it holds; quicker while iterating
 #   INSTALL_TIMEOUT  seconds, 180
 # Parts, off unless set:
-#   TESTS     1 for tests/gpu, or arguments for pytest ("tests -k margin")            TESTS_TIMEOUT     seconds, 200
-#   SANITIZE  1 for "memcheck racecheck synccheck", or some of them                   SANITIZE_TIMEOUT  each, 120
+#   GOLDEN    1 to compute the golden bits anew, before the tests: golden_bits.json    GOLDEN_TIMEOUT    seconds, 60
+#   TESTS     1 for tests/gpu, or arguments for pytest ("tests -k margin")            TESTS_TIMEOUT     seconds, 300
+#   TESTS_JOBS  processes that share the files of tests/gpu, 1
+#   SANITIZE  1 for "memcheck racecheck synccheck", or some of them                   SANITIZE_TIMEOUT  seconds, 120
 #   SANITIZE_ARGS  for tests/gpu/sanitizer_case.py
 #   BENCH     quick, full or bar                                                      BENCH_TIMEOUT     seconds, 240
 #   BENCH_ARGS     for benchmarks.run ("--pass backward forward")
@@ -18,9 +20,9 @@
 #   BASELINE_ARGS  for benchmarks.run ("--schedules descending order_free")
 #   HOST      1, or arguments for benchmarks.run --host                               HOST_TIMEOUT      seconds, 60
 #   PROFILE   1, or arguments for benchmarks.profile_one ("--mask causal")            PROFILE_TIMEOUT   seconds, 120
-# Results go to $OUT: suite.txt (machine, install, sanitizer, the table printed last), tests.txt, bench.txt, bench.json,
-# bench.png, before.json, after.json (fingerprints), baseline.json, host.json, profile.txt, profile.ncu-rep. The exit
-# status is 0 when every part passed.
+# Results go to $OUT: suite.txt (machine, install, the table printed last), golden_bits.json, tests.txt, sanitizers.txt,
+# bench.txt, bench.json, bench.png, before.json, after.json (fingerprints), baseline.json, host.json, profile.txt,
+# profile.ncu-rep. The exit status is 0 when every part passed.
 set -u -o pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 OUT=${OUT:-$PWD/device_results}
@@ -86,8 +88,41 @@ show_package() {
   "$1/bin/python" -c "import dash_attn, pathlib; folder = pathlib.Path(dash_attn.__file__).parent
 print('dash_attn', dash_attn.__version__, folder, *sorted(path.name for path in folder.glob('*.so')))"
 }
+
+# run_tests PYTHON JOBS TESTS: with more than one job the files of tests/gpu are dealt to that many processes.
+run_tests() {
+  local job pids=() status=0 files=(tests/gpu/test_*.py)
+  # shellcheck disable=SC2086
+  for ((job = 0; job < $2; ++job)); do
+    local mine=$3
+    if [ "$2" -gt 1 ]; then
+      mine=
+      for ((i = job; i < ${#files[@]}; i += $2)); do mine+=" ${files[i]}"; done
+    fi
+    "$1" -m pytest -v -p no:cacheprovider --tb=short --durations=20 -o faulthandler_timeout=45 $PYTEST_LIMITS $mine \
+      >"$OUT/tests_$job.txt" 2>&1 &
+    pids+=($!)
+  done
+  for job in "${pids[@]}"; do wait "$job" || status=1; done
+  cat "$OUT"/tests_*.txt
+  return $status
+}
+
+# run_sanitizers PYTHON TOOLS: side by side, since most of what each does is on the CPU.
+run_sanitizers() {
+  local tool pids=() status=0
+  for tool in $2; do
+    # shellcheck disable=SC2086
+    compute-sanitizer --tool "$tool" --error-exitcode 9 --print-limit 20 "$1" tests/gpu/sanitizer_case.py \
+      ${SANITIZE_ARGS:-} >"$OUT/$tool.txt" 2>&1 &
+    pids+=($!)
+  done
+  for tool in "${pids[@]}"; do wait "$tool" || status=1; done
+  for tool in $2; do echo "== $tool" && cat "$OUT/$tool.txt"; done
+  return $status
+}
 export PYTHON
-export -f make_venv install in_place show_package
+export -f make_venv install in_place show_package run_tests run_sanitizers
 
 {
   nvidia-smi --query-gpu=name,driver_version,clocks.max.sm,memory.total --format=csv,noheader
@@ -113,30 +148,27 @@ part environment 120 suite.txt bash -c 'make_venv "$1"' - "$work/venv" &&
 grep -a '^dash_attn ' "$OUT/suite.txt" | tail -n 1
 python=$work/venv/bin/python
 
+if [ -n "${GOLDEN:-}" ]; then
+  part golden "${GOLDEN_TIMEOUT:-60}" suite.txt "$python" tests/gpu/golden_bits.py --write
+  cp tests/gpu/golden_bits.json "$OUT"
+fi
+
 if [ -n "${TESTS:-}" ]; then
   [ "$TESTS" = 1 ] && TESTS=tests/gpu
   # A kernel that hangs never returns to Python: end the run there, and say in which test.
-  limits=()
-  "$python" -c "import pytest_timeout" 2>/dev/null && limits=(--timeout=60 --timeout-method=thread)
-  # shellcheck disable=SC2086
-  part tests "${TESTS_TIMEOUT:-200}" tests.txt \
-    "$python" -m pytest -v -p no:cacheprovider --tb=short --durations=20 -o faulthandler_timeout=45 \
-    "${limits[@]}" $TESTS
+  export PYTEST_LIMITS=
+  "$python" -c "import pytest_timeout" 2>/dev/null && PYTEST_LIMITS="--timeout=60 --timeout-method=thread"
+  part tests "${TESTS_TIMEOUT:-300}" tests.txt bash -c 'run_tests "$@"' - "$python" "${TESTS_JOBS:-1}" "$TESTS"
   grep -aE '^(FAILED|ERROR)|^E   ' "$OUT/tests.txt" | cut -c1-400 | head -n 40
   grep -aE ' s (call|setup) ' "$OUT/tests.txt" | head -n 12
-  tail -n 3 "$OUT/tests.txt" | cut -c1-400
+  grep -aE '^=+ .*(passed|failed|error).* in ' "$OUT/tests.txt" | cut -c1-400
 fi
 
 if [ -n "${SANITIZE:-}" ]; then
   [ "$SANITIZE" = 1 ] && SANITIZE="memcheck racecheck synccheck"
-  for tool in $SANITIZE; do
-    # shellcheck disable=SC2086
-    part "$tool" "${SANITIZE_TIMEOUT:-120}" suite.txt \
-      compute-sanitizer --tool "$tool" --error-exitcode 9 --print-limit 20 \
-      "$python" tests/gpu/sanitizer_case.py ${SANITIZE_ARGS:-}
-  done
-  grep -aE '(ERROR|RACECHECK) SUMMARY|========= (Error|Warning|Invalid|Barrier|Race)|WRONG| wrong$' "$OUT/suite.txt" |
-    cut -c1-300 | head -n 30
+  part sanitizers "${SANITIZE_TIMEOUT:-120}" sanitizers.txt bash -c 'run_sanitizers "$@"' - "$python" "$SANITIZE"
+  shown='(ERROR|RACECHECK) SUMMARY|========= (Error|Warning|Invalid|Barrier|Race)|WRONG| wrong$'
+  grep -aE "$shown" "$OUT/sanitizers.txt" | cut -c1-300 | head -n 30
 fi
 
 if [ -n "${BENCH:-}" ]; then
