@@ -21,8 +21,8 @@ void launch_plan(const Rule& rule, const AttentionArguments& a, const PackArrays
                  const packing::ClearedRows& cleared, cudaStream_t stream) {
   packing::PlanParams<Rule> params;
   params.rule = rule;
-  params.q = {"cu_seqlens_q", a.pack.cu_seqlens_q, a.pack.seqused_q, a.seqlen_q};
-  params.k = {"cu_seqlens_k", a.pack.cu_seqlens_k, a.pack.seqused_k, a.seqlen_k};
+  params.q = {false, a.pack.cu_seqlens_q, a.pack.seqused_q, a.seqlen_q};
+  params.k = {true, a.pack.cu_seqlens_k, a.pack.seqused_k, a.seqlen_k};
   params.batch = a.batch;
   params.sequences = arrays.sequences;
   params.of_unit = arrays.of_unit;

@@ -20,7 +20,7 @@ constexpr int kPlanThreads = 1024;
 
 // The lengths of queries or of keys, as the caller gives them.
 struct Lengths {
-  const char* name;  // of cu_seqlens, for errors
+  bool of_keys;
   const int* cu_seqlens;
   const int* seqused;  // or null: all rows are used
   int total;
@@ -32,18 +32,22 @@ struct Lengths {
   __device__ Rows operator()(int i) const {
     const int first = cu_seqlens[i], end = cu_seqlens[i + 1];
     const int length = seqused ? seqused[i] : end - first;
-    if (first < 0 || first > end || end > total || length < 0 || length > end - first) {
-      refuse(i, first, end, length);
-    }
+    if (first < 0 || first > end || end > total || length < 0 || length > end - first) { refuse(); }
     return {first, length, end};
   }
 
   // As torch does it where a value on the device is wrong: an error that ends all work of this process on the device.
-  __device__ __noinline__ void refuse(int i, int first, int end, int length) const {
-    printf(
-        "dash_attn: sequence %d lies at rows %d to %d of %d by %s and uses %d of them: offsets must not decrease nor "
-        "exceed the rows, nor seqused the sequence's place\n",
-        i, first, end, total, name, length);
+  // Numbers in the message would take local memory.
+  __device__ __noinline__ void refuse() const {
+    if (of_keys) {
+      printf(
+          "dash_attn: cu_seqlens_k must begin at 0 or more, not decrease and not exceed the rows of k, and seqused_k "
+          "must be at least 0 and at most a sequence's place\n");
+    } else {
+      printf(
+          "dash_attn: cu_seqlens_q must begin at 0 or more, not decrease and not exceed the rows of q, and seqused_q "
+          "must be at least 0 and at most a sequence's place\n");
+    }
     __trap();
   }
 };

@@ -3,6 +3,8 @@ compile."""
 
 import dataclasses
 import random
+import subprocess
+import sys
 import time
 
 import dash_attn
@@ -327,3 +329,29 @@ def test_opcheck(device):
         names = ("cu_seqlens_q", "cu_seqlens_k", "seqused_q", "seqused_k")
         arguments = {**pool.problem.op_arguments, **{name: getattr(pack, name) for name in names}}
         torch.library.opcheck(torch.ops.dash_attn.forward.default, (pack.q, pack.k, pack.v), arguments)
+
+
+WRONG_LENGTHS = {
+    "decreasing": ("[0, 200, 100, 300]", "None", "cu_seqlens_q"),
+    "beyond the rows": ("[0, 100, 200, 301]", "None", "cu_seqlens_q"),
+    "negative": ("[-1, 100, 200, 300]", "None", "cu_seqlens_q"),
+    "seqused beyond the place": ("[0, 100, 200, 300]", "[100, 101, 1]", "seqused_q"),
+}
+CALL_WITH_WRONG_LENGTHS = """
+import dash_attn, torch
+integers = lambda values: values and torch.tensor(values, dtype=torch.int32, device="cuda")
+q, k, v = (torch.randn(300, 2, 64, device="cuda", dtype=torch.bfloat16) for _ in range(3))
+right = integers([0, 100, 200, 300])
+dash_attn.flash_attn_varlen_func(q, k, v, integers({cu_seqlens}), right, 300, 300, seqused_q=integers({seqused}))
+torch.cuda.synchronize()
+"""
+
+
+@pytest.mark.parametrize("wrong", WRONG_LENGTHS)
+def test_lengths_that_make_no_sense_are_an_error_on_the_device(wrong, device):
+    """In a process of its own, which can do no more with the device."""
+    cu_seqlens, seqused, argument = WRONG_LENGTHS[wrong]
+    program = CALL_WITH_WRONG_LENGTHS.format(cu_seqlens=cu_seqlens, seqused=seqused)
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    assert result.returncode != 0 and "dash_attn: cu_seqlens_q must" in result.stdout and argument in result.stdout
+    assert "CUDA error" in result.stderr
