@@ -1,10 +1,11 @@
 """Writes what README.md and benchmarks/README.md quote of a result, and draws its picture.
 
-    python -m benchmarks.document benchmarks/results/RESULT.json --loads benchmarks/results/RESULT_loads.json \
-        --packed benchmarks/results/RESULT_packed.json --windows benchmarks/results/RESULT_windows.json
+    R=benchmarks/results/RESULT
+    python -m benchmarks.document $R.json --loads ${R}_loads.json --packed-bar ${R}_packed-bar.json \
+        --windows-bar ${R}_windows-bar.json
 
-The peers are those of benchmarks/results/peers_h200.json; --loads, --packed and --windows are results of the grids of
-these names, and their peers are their own. The picture goes beside the result, with the suffix .png.
+The peers are those of benchmarks/results/peers_h200.json; --loads, --packed-bar and --windows-bar are results of the
+grids of these names, and their peers are their own. The picture goes beside the result, with the suffix .png.
 """
 
 import argparse
@@ -32,8 +33,8 @@ class Grid(NamedTuple):
 
 OWN_GRIDS = {
     "loads": Grid("Small loads, few heads or short sequences", "the small loads"),
-    "packed": Grid("Packed sequences of unequal and equal lengths", "the packs"),
-    "windows": Grid("Sliding windows and chunks, dense and packed", "the windows"),
+    "packed-bar": Grid("Packed sequences of unequal and equal lengths", "the packs"),
+    "windows-bar": Grid("Sliding windows", "the windows"),
 }
 
 
@@ -286,7 +287,8 @@ def main(argv: list[str] | None = None) -> None:
     for name in OWN_GRIDS:
         parser.add_argument(f"--{name}", type=pathlib.Path, help=f"quote this result of --grid {name} too")
     arguments = parser.parse_args(argv)
-    quoted = Quoted(arguments.result.resolve(), **{name: getattr(arguments, name) for name in OWN_GRIDS})
+    own = {name: getattr(arguments, name.replace("-", "_")) for name in OWN_GRIDS}
+    quoted = Quoted(arguments.result.resolve(), **own)
     drawn = plot.with_peers(json.loads(quoted.path.read_text()), json.loads(quoted.peers_path.read_text()))
     plot.draw(plot.deterministic_only(drawn), quoted.path.with_suffix(".png"), "backward")
     for path, block in ((ROOT / "README.md", readme(quoted)), (ROOT / "benchmarks" / "README.md", details(quoted))):

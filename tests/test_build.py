@@ -59,6 +59,7 @@ def main_kernels(binary, pass_: str) -> list[tuple[str, str, check_kernels.Kerne
 def test_list_of_variants_is_complete():
     """Both passes for every dtype, head_dim and mask; the backward with every set of policies that fits the mask."""
     sets = {"Full": {"Ordered", "Shift", "OrderFree"}, "Causal": {"Ordered", "SymmetricShift", "OrderFree"}}
+    sets["Windowed"] = {"Ordered", "OrderFree"}
     forward = {v.values for v in VARIANTS if v.pass_ == "FORWARD"}
     backward = {v.values for v in VARIANTS if v.pass_ == "BACKWARD"}
     assert {values[0] for values in forward} == {"BFloat16", "Float16"}

@@ -415,23 +415,23 @@ def test_documents_quote_packs_and_windows(packed_file, tmp_path):
     result = document.ROOT / "benchmarks" / "results" / "h200_2026-11-21_257470c.json"
     windows = tmp_path / "windows.json"
     figures = {(OURS, True): 300.0, ("fa3", False): 250.0}
-    rows = [row for shape in GRIDS["windows"]() for row in rows_of(shape, figures, {})]
+    rows = [row for shape in GRIDS["windows-bar"]() for row in rows_of(shape, figures, {})]
     windows.write_text(json.dumps({"meta": {"commit": "123456" * 7}, "rows": rows}))
-    assert "`--grid packed`" not in document.readme(document.Quoted(result))
-    quoted = document.Quoted(result, packed=packed_file, windows=windows)
+    assert "`--grid packed-bar`" not in document.readme(document.Quoted(result))
+    quoted = document.Quoted(result, **{"packed-bar": packed_file, "windows-bar": windows})
     said = " ".join(document.readme(quoted).split())
-    assert "(`--grid packed`), both sides in one run of commit abcdefabcdef:" in said
-    assert "the backward 3.00 times that of FlashAttention-3, deterministic, at the least 3.00 (8)" in said
-    assert "the backward 0.94 times that of our own dense call on packs of equal lengths, at the least 0.94 (4)" in said
-    assert "(`--grid windows`), both sides in one run of commit 123456123456:" in said
-    assert "the backward 1.20 times that of FlashAttention-3, at the least 1.20 (12)" in said
+    assert "(`--grid packed-bar`), both sides in one run of commit abcdefabcdef:" in said
+    assert "the backward 3.00 times that of FlashAttention-3, deterministic, at the least 3.00 (6)" in said
+    assert "the backward 0.94 times that of our own dense call on packs of equal lengths, at the least 0.94 (2)" in said
+    assert "(`--grid windows-bar`), both sides in one run of commit 123456123456:" in said
+    assert "the backward 1.20 times that of FlashAttention-3, at the least 1.20 (5)" in said
     details = document.details(quoted)
     head = "| head_dim | heads | mask | batch x seqlen | dash_attn | of dense | best deterministic peer | ratio |"
     assert details.count(head) == 2, "packs, backward and forward"
     assert "| 128 | 32/8 | causal | pack 8x2048 | **300** | 0.94 | 100 (FlashAttention-3) | 3.00 | 400" in details
     assert "| 64 | 32 | full | pack lognormal | **300** | - | 100 (FlashAttention-3) | 3.00 | 400" in details
     assert "| 64 | 64/8 | window (127, 0) | 2 x 8192 | **300** | - | - | 250 (FlashAttention-3) | 1.20 |" in details
-    assert "| 128 | 40/8 | window (-1, 0) chunk 8192 | 1 x 32768 | **300** |" in details
+    assert "| 128 | 32/8 | window (4095, 0) | 1 x 32768 | **300** |" in details
 
 
 def test_the_table_of_a_run_names_packs_and_windows(packed_file):

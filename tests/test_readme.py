@@ -21,7 +21,7 @@ RESULTS = ROOT / "benchmarks" / "results"
 README, DETAILS = (path.read_text() for path in (ROOT / "README.md", ROOT / "benchmarks" / "README.md"))
 RESULT = RESULTS / re.search(r"\(results/(h200_[^)]*\.json)\)", DETAILS)[1]
 # By grid, its result beside this one: of the same commit.
-OWN = {name: RESULT.with_name(f"{RESULT.stem}_{name}.json") for name in ("loads", "packed", "windows")}
+OWN = {name: RESULT.with_name(f"{RESULT.stem}_{name}.json") for name in ("loads", "packed-bar", "windows-bar")}
 OWN = {name: path for name, path in OWN.items() if path.exists()}
 PEERS = json.loads((RESULTS / "peers_h200.json").read_text())
 NAMES = {

@@ -26,14 +26,14 @@ struct Lengths {
   int total;
 
   struct Rows {
-    int first, length, end_of_place;
+    int first, length;
   };
 
   __device__ Rows operator()(int i) const {
     const int first = cu_seqlens[i], end = cu_seqlens[i + 1];
     const int length = seqused ? seqused[i] : end - first;
     if (first < 0 || first > end || end > total || length < 0 || length > end - first) { refuse(); }
-    return {first, length, end};
+    return {first, length};
   }
 
   // As torch does it where a value on the device is wrong: an error that ends all work of this process on the device.
