@@ -20,7 +20,8 @@ sequence have output 0, log-sum-exp +inf and gradients 0, and are not looked at.
 
 A row's output depends on its query, the keys and values it sees and their number; gradients on the schedule besides;
 and neither on `sm_margin`, the device's SMs or the other sequences of the batch or pack, to the last bit. Where K or V
-is not finite, a row may be NaN for a key of a KV tile that it sees other keys of (docs/forward.md).
+is not finite, a row may be NaN for a key of a KV tile that it, or under a window a row near it, sees other keys of
+(docs/forward.md).
 
     attention(q, k, v, softmax_scale, causal, schedule, sm_margin, window_left=-1, window_right=-1, attention_chunk=0,
               cu_seqlens_q=None, cu_seqlens_k=None, seqused_q=None, seqused_k=None) -> (out, softmax_lse)

@@ -77,7 +77,8 @@ struct TileOwner {
   int batch;      // where its rows lie in a tensor: (batch, first_row + position)
   int first_row;  // of its queries
   int head;
-  int query_tile;  // of the head
+  int query_tile;                              // of the head
+  int query_chunks_before, key_chunks_before;  // in other sequences, of the statistics of order-free accumulation
 
   __device__ int row(int tile_rows) const { return query_tile * tile_rows; }
 };
@@ -89,15 +90,28 @@ __device__ __forceinline__ bool find_owner(const SequencesOfCall& call, int plac
   if (!pack.is_pack()) {
     const int tiles = ceil_div(call.sequence.seqlen_q, kTileRows);
     const int batch_head = place / tiles, batch = batch_head / call.heads;
-    owner = {call.sequence, batch, batch, 0, batch_head % call.heads, place % tiles};
+    owner = {call.sequence,
+             batch,
+             batch,
+             0,
+             batch_head % call.heads,
+             place % tiles,
+             batch * fixed_point::num_chunks(call.sequence.seqlen_q),
+             batch * fixed_point::num_chunks(call.sequence.seqlen_k)};
     return true;
   }
   if (place >= pack.totals->query_tiles * call.heads) { return false; }
   const PackedSequence& sequence = pack.sequences[pack.of_query_tile[place / call.heads]];
   const int tiles = ceil_div(sequence.lengths.seqlen_q, kTileRows);
   const int within = place - sequence.first_query_tile * call.heads;
-  owner = {sequence.lengths, sequence.number, 0, sequence.end_q - sequence.lengths.seqlen_q,
-           within / tiles,   within % tiles};
+  owner = {sequence.lengths,
+           sequence.number,
+           0,
+           sequence.end_q - sequence.lengths.seqlen_q,
+           within / tiles,
+           within % tiles,
+           sequence.first_query_chunk,
+           sequence.first_key_chunk};
   return true;
 }
 
@@ -112,7 +126,7 @@ struct KernelParams {
   TileScheduler scheduler;
   PackView pack;
   Workspace workspace;
-  int num_groups;  // of KV tiles: the numbers that are handed out; in a pack the device knows them
+  int num_groups;  // of KV tiles: the numbers that are handed out; of a pack, no fewer than those
   float softmax_scale;
   float softmax_scale_log2;  // log2(e) * softmax_scale
 };

@@ -65,9 +65,9 @@ __device__ __forceinline__ void preprocess_block(const PreprocessParams<Element>
   if constexpr (kOrderFree) {
     ptx::wait_for_previous_kernel();  // the statistics
     const int group_size = params.call.group_size();
-    keys = combine_warp(chunk_key_statistics(params.workspace, key_chunks_of(params.call, tile, owner), owner.lengths));
+    keys = combine_warp(chunk_key_statistics(params.workspace, key_chunks_of(params.call, owner), owner.lengths));
     if (first_row == 0 && owner.head % group_size == 0 && threadIdx.x < 32) {
-      decide_order(params.workspace, params.call, params.scale, owner, query_chunks_of(params.call, tile, owner), keys);
+      decide_order(params.workspace, params.call, params.scale, owner, query_chunks_of(params.call, owner), keys);
     }
   }
 
@@ -106,6 +106,7 @@ __global__ void __launch_bounds__(kPreprocessThreads) preprocess_kernel(const Pr
   for (int block = blockIdx.x; block < params.num_blocks; block += gridDim.x) {
     preprocess_block<Element, kHeadDim, kOrderFree>(params, block);
   }
+  if constexpr (kOrderFree) { ptx::wait_for_previous_kernel(); }  // also where no block had a row
 }
 
 }  // namespace dash_attn::backward

@@ -23,7 +23,8 @@ __device__ __forceinline__ void apply_mask(float (&s)[kSize], const Mask& mask, 
   }
   if (starts_at_first_key(mask.kind)) { return; }
   // Few tiles are cut at both ends.
-  if (first_query + 2 * kSize <= mask.queries_of(first_key).end()) { return; }
+  constexpr int kQueries = 2 * kSize;
+  if (first_query + kQueries <= mask.queries_of(first_key).end()) { return; }
 #pragma unroll
   for (int row = 0; row < 2; ++row) {
     const int end = mask.queries_of(first_key + fragment_row(thread, 2 * row)).end();

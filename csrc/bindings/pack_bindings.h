@@ -69,7 +69,8 @@ struct ForwardPack : HostPack {
     PackedSequence const& sequence = pack.sequences[pack.place_of(number, groups)];
     forward::QueryTileScheduler const alone = rule.scheduler.of(sequence);
     forward::QueryTile const tile = alone.tile(sequence.number_within(number, groups));
-    return {sequence.number, tile.head_group, alone.first_position(tile.index), alone.end_position(tile.index)};
+    int const end = min_int(alone.end_position(tile.index), sequence.lengths.seqlen_q);
+    return {sequence.number, tile.head_group, alone.first_position(tile.index), end};
   }
 };
 

@@ -99,7 +99,8 @@ inline void bind_masks_and_forward_tiles(py::module_& m) {
           "positions",
           [](ForwardTiles const& tiles, int64_t index) {
             int const tile = in_range("index", index, 0, tiles.query_tiles);
-            return std::make_tuple(tiles.first_position(tile), tiles.end_position(tile));
+            return std::make_tuple(tiles.first_position(tile),
+                                   min_int(tiles.end_position(tile), tiles.sequence.seqlen_q));
           },
           py::arg("index"), "First position of a tile in its sequence, and where the next tile begins.");
 

@@ -90,8 +90,8 @@ struct Arrivals {
   static constexpr int kTransaction = 1;                          // the thread that announces the bytes
   static constexpr int kConsumerWarps = Variant::kConsumerWarps;  // a lane of each warp whose products have completed
   static constexpr int kStagingWarps = kWarpgroupWarps;           // a lane of each warp that has staged its output
-  // A thread for each warpgroup's output, which has left; and every thread that has read what the tile is. The first
-  // would do, who waited for one of each of those warps, but racecheck does not follow that.
+  // For each warpgroup the storer, when its output has left, and every thread of it that has read what the tile is. The
+  // storers would do, each of which has waited for a lane of all its warps, but racecheck does not follow that.
   static constexpr int kDoneWithTile = Variant::kConsumers * (1 + kWarpgroupThreads);
 };
 

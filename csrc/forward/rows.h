@@ -47,7 +47,7 @@ struct WarpgroupRows {
       : sequence(of_sequence) {
     const Range of_tile = kv_tiles_of_query_tile<Variant>(params, sequence, end);
     first_position = first_row(params, end, consumer);
-    const bool exist = first_position < end;
+    const bool exist = first_position < min_int(end, sequence.seqlen_q);
     kv = grid(params).kv_tiles_of_queries(first_position, end_position(params));
     if (!exist) { first_position = sequence.seqlen_q; }
     if (!exist || kv.count == 0) { kv = {of_tile.first, 0}; }

@@ -11,8 +11,7 @@ struct TensorView {
   int64_t stride_batch, stride_seqlen, stride_head;  // in elements; the head_dim stride is 1
 };
 
-// A call's rows: those of a dense batch are (batch, seqlen), those of a pack one after the
-// other.
+// A call's rows: those of a dense batch are (batch, seqlen), those of a pack one after the other.
 struct RowsOfCall {
   int batch, seqlen;  // of a pack: seqlen rows in all
   bool is_pack;

@@ -183,9 +183,9 @@ __device__ __forceinline__ void for_rows_outside(const Lengths& lengths, int bat
     }
     __syncthreads();
     for (int gap = 0; gap < count; ++gap) {
-      // All CTAs but the one that plans, unless it is alone.
-      const int blocks = max_int(1, gridDim.x - 1), own = max_int(0, blockIdx.x - 1);
-      for (int row = first_of[gap] + own; row < end_of[gap]; row += blocks) { clear(row); }
+      // All CTAs but the one that plans, unless it is alone; each begins elsewhere in the next gap, which may be short.
+      const int first = first_of[gap], blocks = max_int(1, gridDim.x - 1), own = max_int(0, blockIdx.x - 1);
+      for (int row = first + (own + first) % blocks; row < end_of[gap]; row += blocks) { clear(row); }
     }
   }
 }

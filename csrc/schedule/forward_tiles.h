@@ -24,14 +24,18 @@ struct QueryTile {
 // CTAs work through a list of tiles. Where tiles differ in length the list has the longest first, so that what is left
 // for the end is short, and is cut in lots of head groups, so that the K and V in use stay in L2. Where they do not it
 // goes head by head. Each CTA has a fixed share of the list, or takes the next tile when it comes to it.
+//
+// Under a window a value of V that is not finite may spoil rows beside those that see it (docs/forward.md). So that
+// which rows these are follows from the sequence alone, heads are not packed there, and tiles begin at the first query.
 struct QueryTileScheduler {
   Sequence sequence;   // of a dense batch: every sequence's; of a pack, see `of`
   int tile_positions;  // of a query tile
   int query_tiles;     // of a head group
   int batch;
-  int group_shift;    // log2 of the heads in a group
-  int groups_per_kv;  // head groups that share a KV head
-  int head_groups;    // in a sequence
+  int group_shift;      // log2 of the heads in a group
+  int groups_per_kv;    // head groups that share a KV head
+  int head_groups;      // in a sequence
+  bool first_is_short;  // of the query tiles of a head group; else the last
   bool longest_first;
   int head_swizzle;  // with longest_first: (batch, head group) pairs of a lot
   int num_tiles;
@@ -72,9 +76,10 @@ struct QueryTileScheduler {
   DASH_HOST_DEVICE constexpr int first_position(int index) const {
     return max_int(0, end_position(index) - tile_positions);
   }
-  // Where the next tile begins.
+  // Where the next tile begins, or would.
   DASH_HOST_DEVICE constexpr int end_position(int index) const {
-    return sequence.seqlen_q - (query_tiles - 1 - index) * tile_positions;
+    return first_is_short ? sequence.seqlen_q - (query_tiles - 1 - index) * tile_positions
+                          : (index + 1) * tile_positions;
   }
 
   DASH_HOST_DEVICE constexpr int kv_head(int head_group) const { return head_group / groups_per_kv; }
@@ -140,7 +145,9 @@ constexpr QueryTileScheduler make_scheduler(ForwardProblem const& p) {
   s.sequence = p.mask.sequence;
   s.batch = p.batch;
   int const group_size = p.heads / p.kv_heads;
-  s.group_shift = packed_heads_shift(group_size, s.sequence.seqlen_q, tile.query, kMostPackedHeads);
+  bool const is_window = p.mask.kind == MaskKind::kWindow;
+  s.first_is_short = !is_window;
+  s.group_shift = is_window ? 0 : packed_heads_shift(group_size, s.sequence.seqlen_q, tile.query, kMostPackedHeads);
   int const packed = 1 << s.group_shift;
   s.tile_positions = tile.query / packed;
   s.query_tiles = ceil_div(s.sequence.seqlen_q, s.tile_positions);

@@ -80,13 +80,18 @@ def dense_attention(
 class Alone:
     """One sequence, and what a dense call on it alone gives, computed once a policy."""
 
-    def __init__(self, problem: Problem, device: str, seed: int, cramped: bool = False):
-        """`cramped`: order-free accumulation finds no room in it, and adds in order."""
+    def __init__(self, problem: Problem, device: str, seed: int, cramped: bool = False, spoilt: bool = False):
+        """`cramped`: order-free accumulation finds no room in it, and adds in order. `spoilt`: some values of it are
+        not finite."""
         assert problem.batch == 1
         self.problem = problem
         tensors = support.random_qkv_dout(problem, device, seed)
         if cramped and problem.seqlen_k:
             tensors[2][:, min(7, problem.seqlen_k - 1)].mul_(1e4).clamp_(-6e4, 6e4)
+        if spoilt:
+            for i, x in enumerate(tensors):
+                if x.shape[1] and (seed + i) % 2:  # two of the four, at a place of their own
+                    x[:, 37 * (seed + i) % x.shape[1], :, i] = float(("inf", "nan", "-inf")[(seed + i) % 3])
         self.q, self.k, self.v, self.dout = (x[0] for x in tensors)
         self._outputs: dict[str, dict[str, torch.Tensor]] = {}
 
@@ -99,18 +104,18 @@ class Alone:
 
 
 class Pool:
-    """Sequences of many lengths to make packs of, two of each pair of lengths."""
+    """Sequences of many lengths to make packs of, three of each pair of lengths."""
 
     def __init__(self, problem: Problem, device: str):
         """`problem`: what the sequences have in common; its lengths mean nothing."""
         self.problem, self.device = problem, device
-        self._sequences: dict[tuple[int, int, bool], Alone] = {}
+        self._sequences: dict[tuple[int, int, bool, bool], Alone] = {}
 
-    def get(self, seqlen_q: int, seqlen_k: int, cramped: bool = False) -> Alone:
-        key = seqlen_q, seqlen_k, cramped
+    def get(self, seqlen_q: int, seqlen_k: int, cramped: bool = False, spoilt: bool = False) -> Alone:
+        key = seqlen_q, seqlen_k, cramped, spoilt
         if key not in self._sequences:
             problem = dataclasses.replace(self.problem, batch=1, seqlen_q=seqlen_q, seqlen_k=seqlen_k)
-            self._sequences[key] = Alone(problem, self.device, len(self._sequences), cramped)
+            self._sequences[key] = Alone(problem, self.device, len(self._sequences), cramped, spoilt)
         return self._sequences[key]
 
 
@@ -252,7 +257,9 @@ def random_pack(pool: Pool, chance: random.Random, most: int = 10) -> Pack:
     count = chance.randint(1, most)
     lengths_q = chance.choices(LENGTHS, WEIGHTS, k=count)
     lengths_k = lengths_q if chance.random() < 0.4 else chance.choices(LENGTHS, WEIGHTS, k=count)
-    sequences = [pool.get(*own, cramped=chance.random() < 0.2) for own in zip(lengths_q, lengths_k)]
+    sequences = [
+        pool.get(*own, cramped=chance.random() < 0.2, spoilt=chance.random() < 0.1) for own in zip(lengths_q, lengths_k)
+    ]
     rows_q, rows_k = (lay_out(own, chance, gaps=chance.random() < 0.3) for own in (lengths_q, lengths_k))
 
     def max_seqlen(lengths: list[int]) -> int | torch.Tensor:

@@ -90,20 +90,14 @@ __device__ __forceinline__ int64_t first_chunk(int chunks_before, int heads, int
   return int64_t(chunks_before) * heads + int64_t(head) * chunks;
 }
 
-__device__ __forceinline__ int64_t query_chunks_of(const SequencesOfCall& call, int tile, const TileOwner& owner) {
-  const int chunks = fixed_point::num_chunks(owner.lengths.seqlen_q);
-  const int before = call.pack.is_pack()
-                         ? call.pack.sequences[call.pack.of_query_tile[tile / call.heads]].first_query_chunk
-                         : owner.number * chunks;
-  return first_chunk(before, call.heads, owner.head, chunks);
+__device__ __forceinline__ int64_t query_chunks_of(const SequencesOfCall& call, const TileOwner& owner) {
+  return first_chunk(owner.query_chunks_before, call.heads, owner.head,
+                     fixed_point::num_chunks(owner.lengths.seqlen_q));
 }
 
-__device__ __forceinline__ int64_t key_chunks_of(const SequencesOfCall& call, int tile, const TileOwner& owner) {
-  const int chunks = fixed_point::num_chunks(owner.lengths.seqlen_k);
-  const int before = call.pack.is_pack()
-                         ? call.pack.sequences[call.pack.of_query_tile[tile / call.heads]].first_key_chunk
-                         : owner.number * chunks;
-  return first_chunk(before, call.kv_heads, owner.head / call.group_size(), chunks);
+__device__ __forceinline__ int64_t key_chunks_of(const SequencesOfCall& call, const TileOwner& owner) {
+  return first_chunk(owner.key_chunks_before, call.kv_heads, owner.head / call.group_size(),
+                     fixed_point::num_chunks(owner.lengths.seqlen_k));
 }
 
 // The sequence of a pack that chunk number `chunk` of all sequences, of queries or of keys, belongs to.
