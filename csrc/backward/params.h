@@ -6,6 +6,7 @@
 #include <cmath>
 #include <cstdint>
 
+#include "../config/fixed_point.h"
 #include "../schedule/work_tile.h"
 
 namespace dash_attn::backward {
