@@ -11,7 +11,7 @@
 # Parts, off unless set:
 #   GOLDEN    1 to compute the golden bits anew, before the tests: golden_bits.json    GOLDEN_TIMEOUT    seconds, 60
 #   TESTS     1 for tests/gpu, or arguments for pytest ("tests -k margin")            TESTS_TIMEOUT     seconds, 300
-#   TESTS_JOBS  processes that share the files of tests/gpu, 1
+#   TESTS_JOBS  processes that share the files of tests/gpu, 1; tests of how fast others get on then may fail
 #   SANITIZE  1 for "memcheck racecheck synccheck", or some of them                   SANITIZE_TIMEOUT  seconds, 120
 #   SANITIZE_ARGS  for tests/gpu/sanitizer_case.py
 #   BENCH     quick, full or bar                                                      BENCH_TIMEOUT     seconds, 240

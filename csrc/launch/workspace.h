@@ -22,8 +22,9 @@ class Cutter {
   template <typename T>
   void take(T*& array, int64_t count) {
     constexpr int64_t kAlignment = 128;  // bulk copies need 16
+    bytes = (bytes + kAlignment - 1) / kAlignment * kAlignment;
     array = reinterpret_cast<T*>(base_ + bytes);
-    bytes += (count * int64_t(sizeof(T)) + kAlignment - 1) / kAlignment * kAlignment;
+    bytes += count * int64_t(sizeof(T));
   }
 
   int64_t bytes = 0;
