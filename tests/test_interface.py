@@ -19,13 +19,8 @@ from interface_support import (
 )
 
 import dash_attn
-from dash_attn import (
-    _schedule,
-    flash_attn_func,
-    flash_attn_kvpacked_func,
-    flash_attn_qkvpacked_func,
-    flash_attn_varlen_func,
-)
+from dash_attn import _schedule, flash_attn_func, flash_attn_kvpacked_func, flash_attn_qkvpacked_func
+from dash_attn import flash_attn_varlen_func
 from dash_attn.schedule import POLICIES, fitting, policy_number
 
 # FlashAttention-2's arguments after the tensors, then FlashAttention-3's that it lacks, then this package's.

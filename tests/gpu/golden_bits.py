@@ -149,12 +149,11 @@ class Package:
         return list(self._fitting(**case.mask))
 
     def _arguments(self, case: Case, softmax_scale: float, device: torch.device) -> dict[str, object]:
-        cu_seqlens_q, cu_seqlens_k = case.cu_seqlens(device)
+        lengths = dict(zip(("cu_seqlens_q", "cu_seqlens_k"), case.cu_seqlens(device)))
+        unused = dict.fromkeys(("seqused_q", "seqused_k"))
         return dict(
-            cu_seqlens_q=cu_seqlens_q,
-            cu_seqlens_k=cu_seqlens_k,
-            seqused_q=None,
-            seqused_k=None,
+            **lengths,
+            **unused,
             softmax_scale=softmax_scale,
             causal=case.causal,
             window_left=case.window[0],
