@@ -104,7 +104,6 @@ run_tests() {
     pids+=($!)
   done
   for job in "${pids[@]}"; do wait "$job" || status=1; done
-  cat "$OUT"/tests_*.txt
   return $status
 }
 
@@ -118,7 +117,6 @@ run_sanitizers() {
     pids+=($!)
   done
   for tool in "${pids[@]}"; do wait "$tool" || status=1; done
-  for tool in $2; do echo "== $tool" && cat "$OUT/$tool.txt"; done
   return $status
 }
 export PYTHON
@@ -158,7 +156,8 @@ if [ -n "${TESTS:-}" ]; then
   # A kernel that hangs never returns to Python: end the run there, and say in which test.
   export PYTEST_LIMITS=
   "$python" -c "import pytest_timeout" 2>/dev/null && PYTEST_LIMITS="--timeout=60 --timeout-method=thread"
-  part tests "${TESTS_TIMEOUT:-300}" tests.txt bash -c 'run_tests "$@"' - "$python" "${TESTS_JOBS:-1}" "$TESTS"
+  part tests "${TESTS_TIMEOUT:-300}" suite.txt bash -c 'run_tests "$@"' - "$python" "${TESTS_JOBS:-1}" "$TESTS"
+  cat "$OUT"/tests_*.txt >"$OUT/tests.txt" && rm "$OUT"/tests_*.txt
   grep -aE '^(FAILED|ERROR)|^E   ' "$OUT/tests.txt" | cut -c1-400 | head -n 40
   grep -aE ' s (call|setup) ' "$OUT/tests.txt" | head -n 12
   grep -aE '^=+ .*(passed|failed|error).* in ' "$OUT/tests.txt" | cut -c1-400
@@ -166,7 +165,8 @@ fi
 
 if [ -n "${SANITIZE:-}" ]; then
   [ "$SANITIZE" = 1 ] && SANITIZE="memcheck racecheck synccheck"
-  part sanitizers "${SANITIZE_TIMEOUT:-120}" sanitizers.txt bash -c 'run_sanitizers "$@"' - "$python" "$SANITIZE"
+  part sanitizers "${SANITIZE_TIMEOUT:-120}" suite.txt bash -c 'run_sanitizers "$@"' - "$python" "$SANITIZE"
+  for tool in $SANITIZE; do echo "== $tool" && cat "$OUT/$tool.txt" && rm "$OUT/$tool.txt"; done >"$OUT/sanitizers.txt"
   shown='(ERROR|RACECHECK) SUMMARY|========= (Error|Warning|Invalid|Barrier|Race)|WRONG| wrong$'
   grep -aE "$shown" "$OUT/sanitizers.txt" | cut -c1-300 | head -n 30
 fi
