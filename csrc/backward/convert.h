@@ -40,7 +40,7 @@ __device__ __forceinline__ void convert_block(const ConvertParams<typename Geome
   if (!find_owner<Geometry::kQuery>(params.call, block, owner)) { return; }
 
   // Nobody has written the accumulator of queries that see no key.
-  const TileGrid grid{{Geometry::kQuery, Geometry::kKey, 1}, params.call.mask_of(owner.lengths)};
+  const TileGrid grid{{Geometry::kQuery, Geometry::kKey, 1}, mask_of(params.call.mask, owner.lengths)};
   const int adds = grid.kv_tiles_of(owner.query_tile).count;
   const bool live = adds > 0;
   if (threadIdx.x == 0) {

@@ -68,7 +68,6 @@ struct SequencesOfCall {
   PackView pack;
 
   __host__ __device__ int group_size() const { return heads / kv_heads; }
-  __host__ __device__ Mask mask_of(const Sequence& lengths) const { return {mask.kind, mask.window, lengths}; }
 };
 
 // Whose query tile a place of the workspace holds.

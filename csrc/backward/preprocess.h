@@ -91,8 +91,8 @@ __device__ __forceinline__ void preprocess_block(const PreprocessParams<Element>
     params.workspace.delta[tile_row + statistic_position(row_of_tile)] = delta;
     if constexpr (kOrderFree) {
       params.workspace.scales[tile_row + scale_position(row_of_tile)] =
-          row_scale<Element, kHeadDim>(params.scale, params.call.mask_of(owner.lengths), row, dout_norm, delta, keys,
-                                       needs_order(params.workspace, params.call, owner));
+          row_scale<Element, kHeadDim>(params.scale, mask_of(params.call.mask, owner.lengths), row, dout_norm, delta,
+                                       keys, needs_order(params.workspace, params.call, owner));
     }
   }
 }

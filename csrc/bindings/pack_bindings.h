@@ -69,8 +69,8 @@ struct ForwardPack : HostPack {
     PackedSequence const& sequence = pack.sequences[pack.place_of(number, groups)];
     forward::QueryTileScheduler const alone = rule.scheduler.of(sequence);
     forward::QueryTile const tile = alone.tile(sequence.number_within(number, groups));
-    int const end = min_int(alone.end_position(tile.index), sequence.lengths.seqlen_q);
-    return {sequence.number, tile.head_group, alone.first_position(tile.index), end};
+    int const end = alone.end_position(tile.index);
+    return {sequence.number, tile.head_group, alone.first_position(end), min_int(end, sequence.lengths.seqlen_q)};
   }
 };
 

@@ -39,8 +39,6 @@ inline MaskRule checked_rule(bool causal, WindowSize window, int64_t attention_c
   return mask_rule(causal, window.first, window.second, attention_chunk);
 }
 
-inline Mask mask_of(MaskRule const& rule, Sequence sequence) { return {rule.kind, rule.window, sequence}; }
-
 inline char const* mask_name(MaskKind kind) { return kMaskNames[static_cast<int>(kind)]; }
 
 inline Sequence checked_lengths(int64_t seqlen_q, int64_t seqlen_k) {
@@ -99,8 +97,8 @@ inline void bind_masks_and_forward_tiles(py::module_& m) {
           "positions",
           [](ForwardTiles const& tiles, int64_t index) {
             int const tile = in_range("index", index, 0, tiles.query_tiles);
-            return std::make_tuple(tiles.first_position(tile),
-                                   min_int(tiles.end_position(tile), tiles.sequence.seqlen_q));
+            int const end = tiles.end_position(tile);
+            return std::make_tuple(tiles.first_position(end), min_int(end, tiles.sequence.seqlen_q));
           },
           py::arg("index"), "First position of a tile in its sequence, and where the next tile begins.");
 

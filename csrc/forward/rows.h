@@ -7,17 +7,12 @@
 
 namespace dash_attn::forward {
 
-// Positions of a query tile, first ... end - 1.
-__device__ __forceinline__ int first_position(const QueryTileScheduler& scheduler, int end) {
-  return max_int(0, end - scheduler.tile_positions);
-}
-
 // KV tiles that some row of a query tile sees: those that are loaded for it.
 template <typename Variant>
 __device__ __forceinline__ Range kv_tiles_of_query_tile(const KernelParams& params, const Sequence& sequence, int end) {
   // The last warpgroup that has rows computes all its 64, which reach into the next tile where this one is short.
   const int positions = params.scheduler.positions_of(kWarpgroupRows);
-  const int first = first_position(params.scheduler, end);
+  const int first = params.scheduler.first_position(end);
   const int computed = first + ceil_div(end - first, positions) * positions;
   return Variant::grid(sequence, params.window).kv_tiles_of_queries(first, computed);
 }
@@ -59,7 +54,7 @@ struct WarpgroupRows {
 
   // Position of the first row of a warpgroup of the tile, of which it may be the end.
   static __device__ __forceinline__ int first_row(const KernelParams& params, int end, int consumer) {
-    return forward::first_position(params.scheduler, end) + params.scheduler.positions_of(consumer * kWarpgroupRows);
+    return params.scheduler.first_position(end) + params.scheduler.positions_of(consumer * kWarpgroupRows);
   }
 
   // KV tiles of which each row sees every key.

@@ -26,7 +26,7 @@ inline forward::QueryTileScheduler make_forward_scheduler(const ForwardArguments
     s = rule.scheduler;
     tiles = rule.most(pack_rows(a)).units * s.head_groups;  // no fewer than there are
   } else {
-    const Mask mask{a.mask.kind, a.mask.window, a.sequence()};
+    const Mask mask = mask_of(a.mask, a.sequence());
     s = forward::make_scheduler({mask, a.batch, a.heads, a.kv_heads, a.head_dim, a.num_sms});
     tiles = num_tiles(s);
   }

@@ -35,8 +35,8 @@ TileScheduler make_backward_scheduler(const BackwardArguments& a) {
 
 // Of a pack no fewer than there are.
 template <typename Variant>
-int64_t num_groups(const BackwardArguments& a, const TileScheduler& scheduler) {
-  if (a.is_pack()) { return most_of_backward(a).units * a.kv_heads; }
+int64_t num_groups(const BackwardArguments& a, const TileScheduler& scheduler, const PackCapacity& most) {
+  if (a.is_pack()) { return most.units * a.kv_heads; }
   int64_t groups = 0;
   Variant::Policies::with(scheduler.policy, [&](auto policy) {
     groups = scheduler.num_groups<decltype(policy)::value>(Variant::grid(scheduler.sequence, a.mask.window));
@@ -46,10 +46,10 @@ int64_t num_groups(const BackwardArguments& a, const TileScheduler& scheduler) {
 
 // What the kernels count in 32 bits, and what a cluster needs. Before anything is launched.
 template <typename Variant>
-void check_launchable(const BackwardArguments& a, const TileScheduler& scheduler, const PackCapacity& most) {
+void check_launchable(const BackwardArguments& a, const PackCapacity& most, int64_t groups) {
   const int64_t blocks = most.query_tiles * backward::kPreprocessBlocks<Variant::kHeadDim>;
   const int64_t chunks = std::max(most.query_chunks * a.heads, most.key_chunks * a.kv_heads);
-  if (blocks * a.heads > INT32_MAX || chunks > INT32_MAX / 2 || num_groups<Variant>(a, scheduler) > INT32_MAX / 2) {
+  if (blocks * a.heads > INT32_MAX || chunks > INT32_MAX / 2 || groups > INT32_MAX / 2) {
     throw std::runtime_error("dash_attn: batch * heads * seqlen is too large: " + std::to_string(a.batch) + " * " +
                              std::to_string(a.heads) + " * " + std::to_string(std::max(a.seqlen_q, a.seqlen_k)) +
                              " makes more than 2^31 tiles");
@@ -63,7 +63,7 @@ void check_launchable(const BackwardArguments& a, const TileScheduler& scheduler
 
 template <typename Variant>
 void launch_main(const BackwardArguments& a, const TileScheduler& scheduler, const BackwardWorkspace& workspace,
-                 cudaStream_t stream) {
+                 int num_groups, cudaStream_t stream) {
   const auto query_map = [&](const TensorView& t) {
     return make_tensor_map(t, a.dtype, a.query_rows(), a.heads, a.head_dim, 1, Variant::kQuery);
   };
@@ -84,7 +84,7 @@ void launch_main(const BackwardArguments& a, const TileScheduler& scheduler, con
   params.scheduler = scheduler;
   params.pack = workspace.pack.view();
   params.workspace = workspace.arrays;
-  params.num_groups = int(num_groups<Variant>(a, scheduler));
+  params.num_groups = num_groups;
   params.softmax_scale = a.softmax_scale;
   params.softmax_scale_log2 = float(a.softmax_scale * M_LOG2E);
 
@@ -102,11 +102,12 @@ template <typename Variant>
 void launch_backward(const BackwardArguments& a, cudaStream_t stream) {
   const TileScheduler scheduler = make_backward_scheduler<Variant>(a);
   const BackwardWorkspace workspace = plan_workspace(a.workspace, a);
-  check_launchable<Variant>(a, scheduler, workspace.most);
+  const int64_t groups = num_groups<Variant>(a, scheduler, workspace.most);
+  check_launchable<Variant>(a, workspace.most, groups);
   if (a.is_pack()) { launch_backward_plan(a, workspace, stream); }
   if constexpr (Variant::kOrderFree) { launch_statistics(a, workspace, stream); }
   launch_preprocess(a, workspace, stream);
-  launch_main<Variant>(a, scheduler, workspace, stream);
+  launch_main<Variant>(a, scheduler, workspace, int(groups), stream);
   launch_convert(a, workspace, stream);
 }
 

@@ -54,7 +54,7 @@ inline PackArrays take_pack_arrays(Cutter& cutter, int batch, const PackCapacity
 
 inline TileGrid backward_grid(const AttentionArguments& a) {
   const TileShape tile = backward_tile_shape(padded_head_dim(a.head_dim));
-  return {{tile.query, tile.key, 1}, {a.mask.kind, a.mask.window, a.sequence()}};
+  return {{tile.query, tile.key, 1}, mask_of(a.mask, a.sequence())};
 }
 
 inline PackRows pack_rows(const AttentionArguments& a) { return {a.batch, a.seqlen_q, a.seqlen_k}; }

@@ -73,9 +73,8 @@ struct QueryTileScheduler {
   }
 
   DASH_HOST_DEVICE constexpr int positions_of(int rows) const { return rows >> group_shift; }
-  DASH_HOST_DEVICE constexpr int first_position(int index) const {
-    return max_int(0, end_position(index) - tile_positions);
-  }
+  // First position of the tile that ends where `end` says.
+  DASH_HOST_DEVICE constexpr int first_position(int end) const { return max_int(0, end - tile_positions); }
   // Where the next tile begins, or would.
   DASH_HOST_DEVICE constexpr int end_position(int index) const {
     return first_is_short ? sequence.seqlen_q - (query_tiles - 1 - index) * tile_positions

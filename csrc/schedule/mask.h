@@ -114,4 +114,8 @@ struct Mask {
   }
 };
 
+DASH_HOST_DEVICE constexpr Mask mask_of(MaskRule const& rule, Sequence const& sequence) {
+  return {rule.kind, rule.window, sequence};
+}
+
 }  // namespace dash_attn

@@ -77,7 +77,7 @@ struct ForwardPackRule {
     need.share.units = ceil_div(sequence.seqlen_q, scheduler.tile_positions);
     if (need.share.units > 0) {
       // The last query sees no fewer keys than any other, but for those that a window hides at its end.
-      TileGrid const grid{{scheduler.tile_positions, tile.key, 1}, {mask.kind, mask.window, sequence}};
+      TileGrid const grid{{scheduler.tile_positions, tile.key, 1}, mask_of(mask, sequence)};
       int const last = max_int(0, sequence.seqlen_q - scheduler.tile_positions);
       need.longest = 1 + grid.kv_tiles_of_queries(last, sequence.seqlen_q).count;
     }
@@ -99,7 +99,7 @@ constexpr ForwardPackRule forward_pack_rule(MaskRule const& mask, PackRows const
                                             int head_dim, int ctas) {
   Sequence const mean{ceil_div(rows.total_q, rows.batch), ceil_div(rows.total_k, rows.batch)};
   forward::QueryTileScheduler scheduler =
-      forward::make_scheduler({{mask.kind, mask.window, mean}, rows.batch, heads, kv_heads, head_dim, ctas});
+      forward::make_scheduler({mask_of(mask, mean), rows.batch, heads, kv_heads, head_dim, ctas});
   scheduler.takes_tiles = true;
   return {mask, forward_tile_shape(padded_head_dim(head_dim)), scheduler};
 }
@@ -112,7 +112,7 @@ struct BackwardPackRule {
   int group_size, padded_head_dim;
 
   DASH_HOST_DEVICE constexpr PackNeed need(Sequence const& sequence) const {
-    TileGrid const grid{tiling, {mask.kind, mask.window, sequence}};
+    TileGrid const grid{tiling, mask_of(mask, sequence)};
     PackNeed need{};
     need.splits = 1;
     need.head_swizzle = 1;
