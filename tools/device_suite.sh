@@ -11,9 +11,9 @@
 # Parts, off unless set:
 #   GOLDEN    1 to compute the golden bits anew, before the tests: golden_bits.json    GOLDEN_TIMEOUT    seconds, 60
 #   TESTS     1 for tests/gpu, or arguments for pytest ("tests -k margin")            TESTS_TIMEOUT     seconds, 300
-#   TESTS_JOBS  processes that share the files of tests/gpu, 1; tests of how fast others get on then may fail
+#   TESTS_JOBS  processes that share the tests, 1; those that hold SMs come after the others, in one process
 #   SANITIZE  1 for "memcheck racecheck synccheck", or some of them                   SANITIZE_TIMEOUT  seconds, 120
-#   SANITIZE_ARGS  for tests/gpu/sanitizer_case.py
+#   SANITIZE_JOBS  processes that share the calls, for each tool, 1    SANITIZE_ARGS  for tests/gpu/sanitizer_case.py
 #   BENCH     quick, full or bar                                                      BENCH_TIMEOUT     seconds, 240
 #   BENCH_ARGS     for benchmarks.run ("--pass backward forward")
 #   BASELINE  an older _C*.so: fingerprints of both binaries, and both in turns       BASELINE_TIMEOUT  seconds, 300
@@ -89,34 +89,39 @@ show_package() {
 print('dash_attn', dash_attn.__version__, folder, *sorted(path.name for path in folder.glob('*.so')))"
 }
 
-# run_tests PYTHON JOBS TESTS: with more than one job the files of tests/gpu are dealt to that many processes.
+# run_tests PYTHON JOBS TESTS
 run_tests() {
-  local job pids=() status=0 files=(tests/gpu/test_*.py)
-  # shellcheck disable=SC2086
+  local job pids=() status=0
+  run_share() {
+    # shellcheck disable=SC2086
+    DASH_ATTN_TEST_SHARE=$3 "$1" -m pytest -v -p no:cacheprovider --tb=short --durations=10 \
+      -o faulthandler_timeout=45 $PYTEST_LIMITS $2 >"$OUT/tests_$4.txt" 2>&1
+  }
+  if [ "$2" -eq 1 ]; then
+    run_share "$1" "$3" "" 0
+    return
+  fi
   for ((job = 0; job < $2; ++job)); do
-    local mine=$3
-    if [ "$2" -gt 1 ]; then
-      mine=
-      for ((i = job; i < ${#files[@]}; i += $2)); do mine+=" ${files[i]}"; done
-    fi
-    "$1" -m pytest -v -p no:cacheprovider --tb=short --durations=20 -o faulthandler_timeout=45 $PYTEST_LIMITS $mine \
-      >"$OUT/tests_$job.txt" 2>&1 &
+    run_share "$1" "$3" "$job/$2" "$job" &
     pids+=($!)
   done
   for job in "${pids[@]}"; do wait "$job" || status=1; done
+  run_share "$1" "$3" alone alone || status=1
   return $status
 }
 
-# run_sanitizers PYTHON TOOLS: side by side, since most of what each does is on the CPU.
+# run_sanitizers PYTHON TOOLS JOBS: side by side, since most of what each does is on the CPU.
 run_sanitizers() {
-  local tool pids=() status=0
+  local tool job pids=() status=0
   for tool in $2; do
-    # shellcheck disable=SC2086
-    compute-sanitizer --tool "$tool" --error-exitcode 9 --print-limit 20 "$1" tests/gpu/sanitizer_case.py \
-      ${SANITIZE_ARGS:-} >"$OUT/$tool.txt" 2>&1 &
-    pids+=($!)
+    for ((job = 0; job < $3; ++job)); do
+      # shellcheck disable=SC2086
+      compute-sanitizer --tool "$tool" --error-exitcode 9 --print-limit 20 "$1" tests/gpu/sanitizer_case.py \
+        --share "$job/$3" ${SANITIZE_ARGS:-} >"$OUT/${tool}_$job.txt" 2>&1 &
+      pids+=($!)
+    done
   done
-  for tool in "${pids[@]}"; do wait "$tool" || status=1; done
+  for job in "${pids[@]}"; do wait "$job" || status=1; done
   return $status
 }
 export PYTHON
@@ -165,8 +170,10 @@ fi
 
 if [ -n "${SANITIZE:-}" ]; then
   [ "$SANITIZE" = 1 ] && SANITIZE="memcheck racecheck synccheck"
-  part sanitizers "${SANITIZE_TIMEOUT:-120}" suite.txt bash -c 'run_sanitizers "$@"' - "$python" "$SANITIZE"
-  for tool in $SANITIZE; do echo "== $tool" && cat "$OUT/$tool.txt" && rm "$OUT/$tool.txt"; done >"$OUT/sanitizers.txt"
+  part sanitizers "${SANITIZE_TIMEOUT:-120}" suite.txt bash -c 'run_sanitizers "$@"' - \
+    "$python" "$SANITIZE" "${SANITIZE_JOBS:-1}"
+  for log in "$OUT"/*check_*.txt; do echo "== $(basename "$log" .txt)" && cat "$log" && rm "$log"; done \
+    >"$OUT/sanitizers.txt"
   shown='(ERROR|RACECHECK) SUMMARY|========= (Error|Warning|Invalid|Barrier|Race)|WRONG| wrong$'
   grep -aE "$shown" "$OUT/sanitizers.txt" | cut -c1-300 | head -n 30
 fi

@@ -15,6 +15,23 @@ sys.path.insert(0, str(pathlib.Path(__file__).parents[1]))  # float64_reference
 HOPPER = (9, 0)
 # Set where a GPU and kernels are known to be there, so that a broken set-up fails instead of skipping everything.
 REQUIRE = "DASH_ATTN_REQUIRE_GPU"
+# "i/n": of the tests that bear others beside them on the GPU, the ith of n shares. "alone": those that do not, which
+# hold SMs and ask how fast others get on.
+SHARE = "DASH_ATTN_TEST_SHARE"
+
+
+def pytest_collection_modifyitems(config, items):
+    if not (share := os.environ.get(SHARE)):
+        return
+    here = pathlib.Path(__file__).parent
+    alone = [item for item in items if here in item.path.parents and "holder" in item.fixturenames]
+    if share == "alone":
+        mine = alone
+    else:
+        index, count = map(int, share.split("/"))
+        mine = [item for item in items if item not in alone][index::count]
+    config.hook.pytest_deselected(items=[item for item in items if item not in mine])
+    items[:] = mine
 
 
 def why_not_here() -> str | None:
