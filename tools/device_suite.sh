@@ -110,9 +110,10 @@ run_tests() {
   return $status
 }
 
-# run_sanitizers PYTHON TOOLS JOBS: side by side, since most of what each does is on the CPU.
+# run_sanitizers PYTHON TOOLS JOBS: side by side, since most of what each does is on the CPU, by one thread.
 run_sanitizers() {
   local tool job pids=() status=0
+  export OMP_NUM_THREADS=1
   for tool in $2; do
     for ((job = 0; job < $3; ++job)); do
       # shellcheck disable=SC2086

@@ -10,6 +10,7 @@ import argparse
 import dataclasses
 import pathlib
 import sys
+from collections.abc import Callable
 
 import torch
 
@@ -106,15 +107,15 @@ def main() -> int:
     parser.add_argument("--passes", nargs="+", choices=("forward", "backward"), default=["forward", "backward"])
     kinds = ("dense", "tiles", "windows", "packs")
     parser.add_argument("--cases", nargs="+", choices=kinds, default=kinds, help="tiles: more of them than SMs")
-    parser.add_argument("--share", default="0/1", help="i/n: only the ith of n shares of the kernels' calls")
+    parser.add_argument("--share", default="0/1", help="i/n: only the ith of n shares of the problems")
     arguments = parser.parse_args()
     share, shares = map(int, arguments.share.split("/"))
-    failures = calls = 0
+    failures = problems = 0
 
     def is_mine() -> bool:
-        nonlocal calls
-        calls += 1
-        return calls % shares == share
+        nonlocal problems
+        problems += 1
+        return problems % shares == share
 
     def report(what: str, errors: dict[str, float]) -> None:
         nonlocal failures
@@ -123,30 +124,32 @@ def main() -> int:
         row = " ".join(f"{name} {error:.1e}" for name, error in errors.items())
         print(f"{'WRONG' if wrong else 'ok   '} {what}: {row}", flush=True)
 
-    def run(case: Case, passes: list[str]) -> None:
-        if "forward" in passes and is_mine():
+    def run(make_case: Callable[[Problem], Case], problem: Problem, passes: list[str]) -> None:
+        if not is_mine():
+            return
+        case = make_case(problem)
+        if "forward" in passes:
             report(f"{case.what} forward", case.errors(case.forward()))
         for policy in support.policies(case.problem) if "backward" in passes else ():
-            if is_mine():
-                report(f"{case.what} {policy}", case.errors(case.backward(policy)))
+            report(f"{case.what} {policy}", case.errors(case.backward(policy)))
 
     for head_dim in arguments.head_dims:
         if "dense" in arguments.cases:
             for causal in (False, True):
                 for shape in SHAPES[: arguments.shapes]:
-                    run(Case.dense(Problem(1, *shape, head_dim, causal)), arguments.passes)
+                    run(Case.dense, Problem(1, *shape, head_dim, causal), arguments.passes)
         if "tiles" in arguments.cases and "forward" in arguments.passes:
             for causal in (False, True):
-                run(Case.dense(more_tiles_than_sms(head_dim, causal)), ["forward"])
+                run(Case.dense, more_tiles_than_sms(head_dim, causal), ["forward"])
         if "windows" in arguments.cases:
             for shape in WINDOWED_SHAPES[: arguments.shapes]:
                 for mask in WINDOWS:
                     problem = dataclasses.replace(Problem(1, *shape, head_dim, causal=False), **mask)
-                    run(Case.dense(problem), arguments.passes)
+                    run(Case.dense, problem, arguments.passes)
         if "packs" in arguments.cases:
             for mask in PACK_MASKS:
                 problem = dataclasses.replace(Problem(1, 0, 0, 4, 2, head_dim, causal=False), **mask)
-                run(Case.pack(problem), arguments.passes)
+                run(Case.pack, problem, arguments.passes)
     print(f"{failures} wrong", flush=True)
     return 1 if failures else 0
 
