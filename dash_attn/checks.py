@@ -26,14 +26,11 @@ def check_tensors(named: dict[str, object]) -> None:
 
 
 def reject_unsupported(
-    dropout_p, softcap, alibi_slopes, qv, q_descale, k_descale, v_descale, num_splits, pack_gqa, block_table=None, *,
-    is_pack=False,
+    dropout_p, qv, q_descale, k_descale, v_descale, num_splits, pack_gqa, block_table, *, is_pack
 ) -> None:  # fmt: skip
     """Raise NotImplementedError for the first argument that asks for what is not there."""
     dropout = _DROPOUT.format("seqused_q" if is_pack else "softmax_scale")
     _require(_is_zero(dropout_p), "dropout_p", "0.0", dropout, dropout_p)
-    _require(_is_zero(softcap), "softcap", "0.0", "soft-capped scores are not supported", softcap)
-    _require(alibi_slopes is None, "alibi_slopes", "None", "ALiBi is not supported", alibi_slopes)
     _require(qv is None, "qv", "None", "a second query-value product is not supported", qv)
     for name, scale in (("q_descale", q_descale), ("k_descale", k_descale), ("v_descale", v_descale)):
         _require(scale is None, name, "None", "fp8 is not supported", scale)
@@ -89,19 +86,28 @@ def as_flag(name: str, value: object) -> bool:
     return flag
 
 
-def as_softmax_scale(softmax_scale: object):
-    """A float, or a torch.SymFloat as it is."""
-    if isinstance(softmax_scale, torch.SymFloat):
-        return softmax_scale
+def as_number(name: str, number: object):
+    """A float, or a torch.SymFloat as it is; the ops know which are allowed."""
+    if isinstance(number, torch.SymFloat):
+        return number
     # A tensor would have to be read back from its device.
-    if isinstance(softmax_scale, bool) or not isinstance(softmax_scale, numbers.Real):
-        raise TypeError(f"softmax_scale must be a finite number or None, got {_describe(softmax_scale)}")
+    if isinstance(number, bool) or not isinstance(number, numbers.Real):
+        raise TypeError(f"{name} must be a finite number or None, got {_describe(number)}")
     try:
-        return float(softmax_scale)
+        return float(number)
     except OverflowError:
-        raise ValueError(
-            f"softmax_scale * log2(e) must be finite in fp32, got softmax_scale={_describe(softmax_scale)}"
-        ) from None
+        raise ValueError(f"{name} * log2(e) must be finite in fp32, got {name}={_describe(number)}") from None
+
+
+def as_scores(softcap: object, alibi_slopes: object, learnable_sink: object, s_aux: object) -> dict[str, object]:
+    """The keywords of the ops."""
+    if learnable_sink is not None and s_aux is not None:
+        raise ValueError("learnable_sink and s_aux are two names of one argument, got both: one must be None")
+    tensors = {"alibi_slopes": alibi_slopes, "learnable_sink": learnable_sink, "s_aux": s_aux}
+    check_tensors({name: x for name, x in tensors.items() if x is not None})
+    sinks = s_aux if learnable_sink is None else learnable_sink
+    softcap = 0.0 if softcap is None else as_number("softcap", softcap)
+    return {"softcap": softcap, "alibi_slopes": alibi_slopes, "sinks": sinks}
 
 
 def as_sm_margin(sm_margin: object):

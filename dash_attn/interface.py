@@ -20,8 +20,9 @@ from torch import Tensor
 
 from . import checks, ops  # noqa: F401  ops registers torch.ops.dash_attn
 
-# In the order of _attention's `unsupported`, and the same objects as the functions' defaults: those of one module are.
-_UNSUPPORTED_DEFAULTS = (0.0, 0.0, None, None, None, None, None, 1, None, None)
+# In the order of _attention's tuples, and the same objects as the functions' defaults: those of one module are.
+_UNSUPPORTED_DEFAULTS = (0.0, None, None, None, None, 1, None, None)
+_SCORE_DEFAULTS = (0.0, None, None, None)
 _ANY_WINDOW = (-1, -1)
 _NO_WINDOW = (-1, -1, 0)  # left, right, attention_chunk
 
@@ -39,6 +40,8 @@ def flash_attn_func(
     deterministic: bool = False,
     return_attn_probs: bool = False,
     *,
+    learnable_sink: Tensor | None = None,
+    s_aux: Tensor | None = None,
     qv: Tensor | None = None,
     q_descale: Tensor | None = None,
     k_descale: Tensor | None = None,
@@ -51,8 +54,12 @@ def flash_attn_func(
 ) -> Tensor | tuple[Tensor, Tensor, Tensor]:
     """Attention O = softmax(c Q K^T) V, exact, with deterministic gradients.
 
-    The gradients are FlashAttention-2's (arXiv 2307.08691), their sums taken in the order of `schedule` (DASH,
-    arXiv 2601.21824).
+    For query i and key j of a head the score is S_ij = c q_i . k_j, or what softcap and alibi_slopes make of it; then
+
+        LSE_i = log(e^s + sum_j e^(S_ij))    O_i = sum_j e^(S_ij - LSE_i) v_j
+
+    over the keys j that query i sees, s being the head's sink; without one there is no e^s. The gradients are
+    FlashAttention-2's (arXiv 2307.08691), their sums taken in the order of `schedule` (DASH, arXiv 2601.21824).
 
     Args:
         q: (batch, seqlen_q, heads, head_dim), bf16 or fp16, head_dim from 1 to 128. Any strides: what the kernels
@@ -65,14 +72,21 @@ def flash_attn_func(
         softmax_scale: c, any number whose product with log2(e) is finite in fp32. Default: 1 / sqrt(head_dim). Under
             torch.compile each value is a graph of its own.
         causal: mask aligned at the bottom right: query i sees the keys j <= i + seqlen_k - seqlen_q. A query that sees
-            no key has output 0, log-sum-exp +inf and gradients 0.
+            no key has output 0, gradients 0 and log-sum-exp +inf, or the sink, where there is one above -inf.
         window_size: (left, right): query i sees the keys from p - left to p + right, p = i + seqlen_k - seqlen_q being
             its own. A negative number or None is unbounded; causal sets right to 0, and (-1, 0) is the causal mask.
-        softcap: 0.0 or None only.
-        alibi_slopes: None only.
+        softcap: t > 0 makes scores S_ij = t tanh(c q_i . k_j / t), before the mask. 0.0 or None: as they are.
+        alibi_slopes: fp32 (heads,) or (batch, heads), on q's device: m makes the scores of its head
+            S_ij = c q_i . k_j - m |p - j|, with p as in window_size. They get no gradient, and must not require one.
+            Not together with softcap. Default: none.
         deterministic: accepted for compatibility; gradients are deterministic for either value.
-        return_attn_probs: also return the log-sum-exp, and an empty tensor where FlashAttention-2 returns the
-            dropped-out probabilities.
+        return_attn_probs: also return the log-sum-exp, which has a gradient, and an empty tensor where
+            FlashAttention-2 returns the dropped-out probabilities.
+        learnable_sink, s_aux: two names of one argument: (heads,), any floating-point dtype, on q's device. The sink s
+            of each head, the score of a key that every query sees and that has no value; it is neither scaled nor
+            capped nor masked, and -inf is none. Its gradient has its dtype, and is summed in an order that the
+            sequences alone fix: over the queries of each, then over the sequences. Softmax with 1 added to its
+            denominator ("off by one") is a sink of 0. Default: none.
         attention_chunk: FlashAttention-3's: of the keys that the mask leaves, query i sees those of its own chunk, keys
             j with j // attention_chunk = p // attention_chunk. 0 or None: all.
         qv, q_descale, k_descale, v_descale, num_splits: FlashAttention-3's; None, None, None, None and 0 or 1 only.
@@ -91,19 +105,19 @@ def flash_attn_func(
 
     Returns:
         out: (batch, seqlen_q, heads, head_dim), like q; with return_attn_probs (out, softmax_lse, empty), softmax_lse
-        fp32 (batch, heads, seqlen_q), natural logarithm, not differentiable, empty (0,), like q.
+        fp32 (batch, heads, seqlen_q), natural logarithm, empty (0,), like q. Where the log-sum-exp is infinite, its
+        gradient is not looked at.
 
     Raises:
-        NotImplementedError: an argument asks for what is not supported.
+        NotImplementedError: an argument asks for what is not supported, or softcap and alibi_slopes are both given.
         TypeError, ValueError: an argument has a wrong type, dtype, shape or value; the message names it.
         RuntimeError: CUDA tensors without the compiled kernels or without a Hopper GPU; a second differentiation.
     """
-    unsupported = (
-        dropout_p, softcap, alibi_slopes, qv, q_descale, k_descale, v_descale, num_splits, pack_gqa, None
-    )  # fmt: skip
     return _attention(
-        torch.ops.dash_attn.attention.default, {"q": q, "k": k, "v": v}, (), softmax_scale, causal, window_size,
-        attention_chunk, deterministic, return_attn_probs, sm_margin, schedule, unsupported,
+        torch.ops.dash_attn.attention.default, {"q": q, "k": k, "v": v}, (),
+        dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs,
+        learnable_sink, s_aux, qv, q_descale, k_descale, v_descale, attention_chunk, num_splits, pack_gqa, sm_margin,
+        schedule,
     )  # fmt: skip
 
 
@@ -119,6 +133,8 @@ def flash_attn_kvpacked_func(
     deterministic: bool = False,
     return_attn_probs: bool = False,
     *,
+    learnable_sink: Tensor | None = None,
+    s_aux: Tensor | None = None,
     qv: Tensor | None = None,
     q_descale: Tensor | None = None,
     k_descale: Tensor | None = None,
@@ -137,12 +153,11 @@ def flash_attn_kvpacked_func(
 
     The other arguments, the result and the errors are those of `flash_attn_func`, and so are the bits.
     """
-    unsupported = (
-        dropout_p, softcap, alibi_slopes, qv, q_descale, k_descale, v_descale, num_splits, pack_gqa, None
-    )  # fmt: skip
     return _attention(
-        torch.ops.dash_attn.attention_kvpacked.default, {"q": q, "kv": kv}, (), softmax_scale, causal, window_size,
-        attention_chunk, deterministic, return_attn_probs, sm_margin, schedule, unsupported,
+        torch.ops.dash_attn.attention_kvpacked.default, {"q": q, "kv": kv}, (),
+        dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs,
+        learnable_sink, s_aux, qv, q_descale, k_descale, v_descale, attention_chunk, num_splits, pack_gqa, sm_margin,
+        schedule,
     )  # fmt: skip
 
 
@@ -157,6 +172,8 @@ def flash_attn_qkvpacked_func(
     deterministic: bool = False,
     return_attn_probs: bool = False,
     *,
+    learnable_sink: Tensor | None = None,
+    s_aux: Tensor | None = None,
     qv: Tensor | None = None,
     q_descale: Tensor | None = None,
     k_descale: Tensor | None = None,
@@ -177,13 +194,11 @@ def flash_attn_qkvpacked_func(
 
     The other arguments, the result and the errors are those of `flash_attn_func`, and so are the bits.
     """
-    unsupported = (
-        dropout_p, softcap, alibi_slopes, qv, q_descale, k_descale, v_descale, num_splits, pack_gqa, None
-    )  # fmt: skip
     return _attention(
         torch.ops.dash_attn.attention_qkvpacked.default, {"qkv": qkv}, (checks.as_num_heads_q(num_heads_q),),
-        softmax_scale, causal, window_size, attention_chunk, deterministic, return_attn_probs, sm_margin, schedule,
-        unsupported,
+        dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs,
+        learnable_sink, s_aux, qv, q_descale, k_descale, v_descale, attention_chunk, num_splits, pack_gqa, sm_margin,
+        schedule,
     )  # fmt: skip
 
 
@@ -207,6 +222,8 @@ def flash_attn_varlen_func(
     *,
     seqused_q: Tensor | None = None,
     seqused_k: Tensor | None = None,
+    learnable_sink: Tensor | None = None,
+    s_aux: Tensor | None = None,
     qv: Tensor | None = None,
     q_descale: Tensor | None = None,
     k_descale: Tensor | None = None,
@@ -222,7 +239,7 @@ def flash_attn_varlen_func(
     Sequence b has the queries in rows cu_seqlens_q[b], ..., cu_seqlens_q[b + 1] - 1 of q, and its keys and values in
     rows of k and v in the same way; every mask is that of its own lengths. Sequences may be empty. Rows of no sequence,
     past the last offset or between the end of `seqused` and the next offset, may hold anything: they reach no sequence,
-    and have output 0, log-sum-exp +inf and gradients 0.
+    and have output 0, log-sum-exp +inf and gradients 0, with sinks too.
 
     Args:
         q: (total_q, heads, head_dim), bf16 or fp16, as in `flash_attn_func`.
@@ -242,16 +259,15 @@ def flash_attn_varlen_func(
         out: (total_q, heads, head_dim), like q; with return_attn_probs (out, softmax_lse, empty) as from
         `flash_attn_func`, softmax_lse fp32 (heads, total_q).
     """
-    unsupported = (
-        dropout_p, softcap, alibi_slopes, qv, q_descale, k_descale, v_descale, num_splits, pack_gqa, block_table
-    )  # fmt: skip
     pack = {
         "cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k, "seqused_q": seqused_q, "seqused_k": seqused_k
     }  # fmt: skip
     max_seqlens = {"max_seqlen_q": max_seqlen_q, "max_seqlen_k": max_seqlen_k}
     return _attention(
-        torch.ops.dash_attn.attention.default, {"q": q, "k": k, "v": v}, (), softmax_scale, causal, window_size,
-        attention_chunk, deterministic, return_attn_probs, sm_margin, schedule, unsupported, pack, max_seqlens,
+        torch.ops.dash_attn.attention.default, {"q": q, "k": k, "v": v}, (),
+        dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs,
+        learnable_sink, s_aux, qv, q_descale, k_descale, v_descale, attention_chunk, num_splits, pack_gqa, sm_margin,
+        schedule, pack, max_seqlens, block_table,
     )  # fmt: skip
 
 
@@ -273,6 +289,8 @@ def flash_attn_varlen_kvpacked_func(
     *,
     seqused_q: Tensor | None = None,
     seqused_k: Tensor | None = None,
+    learnable_sink: Tensor | None = None,
+    s_aux: Tensor | None = None,
     qv: Tensor | None = None,
     q_descale: Tensor | None = None,
     k_descale: Tensor | None = None,
@@ -291,16 +309,15 @@ def flash_attn_varlen_kvpacked_func(
 
     The other arguments, the result and the errors are those of `flash_attn_varlen_func`, and so are the bits.
     """
-    unsupported = (
-        dropout_p, softcap, alibi_slopes, qv, q_descale, k_descale, v_descale, num_splits, pack_gqa, None
-    )  # fmt: skip
     pack = {
         "cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k, "seqused_q": seqused_q, "seqused_k": seqused_k
     }  # fmt: skip
     max_seqlens = {"max_seqlen_q": max_seqlen_q, "max_seqlen_k": max_seqlen_k}
     return _attention(
-        torch.ops.dash_attn.attention_kvpacked.default, {"q": q, "kv": kv}, (), softmax_scale, causal, window_size,
-        attention_chunk, deterministic, return_attn_probs, sm_margin, schedule, unsupported, pack, max_seqlens,
+        torch.ops.dash_attn.attention_kvpacked.default, {"q": q, "kv": kv}, (),
+        dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs,
+        learnable_sink, s_aux, qv, q_descale, k_descale, v_descale, attention_chunk, num_splits, pack_gqa, sm_margin,
+        schedule, pack, max_seqlens,
     )  # fmt: skip
 
 
@@ -318,6 +335,8 @@ def flash_attn_varlen_qkvpacked_func(
     return_attn_probs: bool = False,
     *,
     seqused: Tensor | None = None,
+    learnable_sink: Tensor | None = None,
+    s_aux: Tensor | None = None,
     qv: Tensor | None = None,
     q_descale: Tensor | None = None,
     k_descale: Tensor | None = None,
@@ -339,14 +358,12 @@ def flash_attn_varlen_qkvpacked_func(
 
     The other arguments, the result and the errors are those of `flash_attn_varlen_func`, and so are the bits.
     """
-    unsupported = (
-        dropout_p, softcap, alibi_slopes, qv, q_descale, k_descale, v_descale, num_splits, pack_gqa, None
-    )  # fmt: skip
     pack, max_seqlens = {"cu_seqlens": cu_seqlens, "seqused": seqused}, {"max_seqlen": max_seqlen}
-    split = (checks.as_num_heads_q(num_heads_q),)
     return _attention(
-        torch.ops.dash_attn.attention_qkvpacked.default, {"qkv": qkv}, split, softmax_scale, causal, window_size,
-        attention_chunk, deterministic, return_attn_probs, sm_margin, schedule, unsupported, pack, max_seqlens,
+        torch.ops.dash_attn.attention_qkvpacked.default, {"qkv": qkv}, (checks.as_num_heads_q(num_heads_q),),
+        dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs,
+        learnable_sink, s_aux, qv, q_descale, k_descale, v_descale, attention_chunk, num_splits, pack_gqa, sm_margin,
+        schedule, pack, max_seqlens,
     )  # fmt: skip
 
 
@@ -354,22 +371,34 @@ def _attention(
     op: torch._ops.OpOverload,
     named: dict[str, Tensor],
     split: tuple[int | None, ...],
+    dropout_p: float,
     softmax_scale: float | None,
     causal: bool,
     window_size: Sequence[int | None],
-    attention_chunk: int,
+    softcap: float,
+    alibi_slopes: Tensor | None,
     deterministic: bool,
     return_attn_probs: bool,
+    learnable_sink: Tensor | None,
+    s_aux: Tensor | None,
+    qv: Tensor | None,
+    q_descale: Tensor | None,
+    k_descale: Tensor | None,
+    v_descale: Tensor | None,
+    attention_chunk: int,
+    num_splits: int,
+    pack_gqa: bool | None,
     sm_margin: int,
     schedule: str,
-    unsupported: tuple,
     pack: dict[str, Tensor | None] | None = None,
     max_seqlens: dict[str, int | Tensor] | None = None,
+    block_table: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, Tensor, Tensor]:
     """Calls `op`, which checks the tensors, on arguments of the types that it takes.
 
     This is on the path of every call: what is at its default, or of the right type already, is not looked at again.
     """
+    unsupported = (dropout_p, qv, q_descale, k_descale, v_descale, num_splits, pack_gqa, block_table)
     if any(map(operator.is_not, unsupported, _UNSUPPORTED_DEFAULTS)):
         checks.reject_unsupported(*unsupported, is_pack=pack is not None)
     checks.check_tensors(named)
@@ -385,7 +414,7 @@ def _attention(
     if type(return_attn_probs) is not bool:
         return_attn_probs = checks.as_flag("return_attn_probs", return_attn_probs)
     if softmax_scale is not None and type(softmax_scale) is not float:
-        softmax_scale = checks.as_softmax_scale(softmax_scale)
+        softmax_scale = checks.as_number("softmax_scale", softmax_scale)
     if type(sm_margin) is not int or sm_margin:
         sm_margin = checks.as_sm_margin(sm_margin)
     if type(schedule) is not str:
@@ -395,5 +424,10 @@ def _attention(
         extra = (*checks.as_window(window_size), checks.as_attention_chunk(attention_chunk))
     if pack is not None:
         extra = (*(extra or _NO_WINDOW), *pack.values())
-    out, softmax_lse = op(*named.values(), *split, softmax_scale, causal, schedule, sm_margin, *extra)
+    arguments = (*named.values(), *split, softmax_scale, causal, schedule, sm_margin, *extra)
+    scores = (softcap, alibi_slopes, learnable_sink, s_aux)
+    if any(map(operator.is_not, scores, _SCORE_DEFAULTS)):
+        out, softmax_lse = op(*arguments, **checks.as_scores(*scores))
+    else:
+        out, softmax_lse = op(*arguments)
     return (out, softmax_lse, out.new_empty(0)) if return_attn_probs else out

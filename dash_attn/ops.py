@@ -1,7 +1,9 @@
 """The torch.library ops: `dash_attn::forward` and `dash_attn::backward`, and those with a derivative that models call.
 
-    forward(q, k, v, *pack, softmax_scale, *mask, sm_margin=0) -> (out, softmax_lse)
-    backward(dout, q, k, v, out, softmax_lse, dq!, dk!, dv!, *pack, softmax_scale, *mask, schedule, sm_margin) -> ()
+    forward(q, k, v, *pack, softmax_scale, *mask, sm_margin=0, sinks=None, alibi_slopes=None, softcap=0.0)
+        -> (out, softmax_lse)
+    backward(dout, q, k, v, out, softmax_lse, dq!, dk!, dv!, *pack, softmax_scale, *mask, schedule, sm_margin,
+             sinks=None, alibi_slopes=None, dsoftmax_lse=None, dsinks!=None, softcap=0.0) -> ()
 
     pack: cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, all None in a dense batch
     mask: causal, window_left, window_right, attention_chunk; -1 is no window on that side, chunk 0 no chunks
@@ -18,18 +20,26 @@ is (heads, total_q), cu_seqlens_* are int32 (batch + 1,), seqused_* None or int3
 device. Sequence b starts at row cu_seqlens[b] and has seqused[b] rows, or those up to cu_seqlens[b + 1]. Rows of no
 sequence have output 0, log-sum-exp +inf and gradients 0, and are not looked at.
 
+softcap is at least 0, where 0 is none. alibi_slopes are fp32 (heads,) or (batch, heads), and not beside a softcap.
+sinks are fp32 (heads,), the log-sum-exp counts them, and is the sink above -inf of a query that sees no key.
+dsoftmax_lse, the gradient of the log-sum-exp, is like it, and not looked at where that is infinite. dsinks, fp32
+(heads,) and contiguous, is written where it is given; it is summed over the queries of each sequence by a tree that its
+length fixes, and then over the sequences in their order. `dash_attn.reference` has the formulas.
+
 A row's output depends on its query, the keys and values it sees and their number; gradients on the schedule besides;
 and neither on `sm_margin`, the device's SMs or the other sequences of the batch or pack, to the last bit. Where K or V
 is not finite, a row may be NaN for a key of a KV tile that it, or under a window a row near it, sees other keys of
 (docs/forward.md).
 
     attention(q, k, v, softmax_scale, causal, schedule, sm_margin, window_left=-1, window_right=-1, attention_chunk=0,
-              cu_seqlens_q=None, cu_seqlens_k=None, seqused_q=None, seqused_k=None) -> (out, softmax_lse)
+              cu_seqlens_q=None, cu_seqlens_k=None, seqused_q=None, seqused_k=None, sinks=None, alibi_slopes=None,
+              softcap=0.0) -> (out, softmax_lse)
     attention_kvpacked(q, kv, softmax_scale, ...)    attention_qkvpacked(qkv, num_heads_q, softmax_scale, ...)
 
-are the two as one differentiable function of what `dash_attn.interface` is given. All of them are C++
-(csrc/bindings/autograd.cpp) and run `dash_attn_C::forward` and `dash_attn_C::backward`, the kernels, which take what
-TMA can address and a positive scale. Their CUDA implementation is in `_C`; the CPU's is the reference, below.
+are the two as one differentiable function of what `dash_attn.interface` is given: of q, k, v and sinks, which may be of
+any float dtype there, to both outputs. All of them are C++ (csrc/bindings/autograd.cpp) and run `dash_attn_C::forward`
+and `dash_attn_C::backward`, the kernels, which take what TMA can address and a positive scale. Their CUDA
+implementation is in `_C`; the CPU's is the reference, below.
 """
 
 import pathlib
@@ -63,32 +73,44 @@ def why_not_loaded(stem: str, absent: str, folder: pathlib.Path = _FOLDER) -> st
 
 
 def _forward_cpu(
-    q, k, v, out, softmax_lse, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, softmax_scale, causal, window_left,
-    window_right, attention_chunk, sm_margin,
+    q, k, v, out, softmax_lse, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, sinks, alibi_slopes, softmax_scale,
+    softcap, causal, window_left, window_right, attention_chunk, sm_margin,
 ):  # fmt: skip
     mask = {"causal": causal, "window": (window_left, window_right), "attention_chunk": attention_chunk}
-    sequences = packs.sequences(cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, [q, out], [k, v], softmax_lse)
+    pack = (cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k)
+    sequences = packs.sequences(*pack, [q, out], [k, v], [softmax_lse], alibi_slopes)
     if cu_seqlens_q is not None:
         out.zero_()
         softmax_lse.fill_(torch.inf)
-    for (q_rows, out_rows), (k_rows, v_rows), lse in sequences:
-        results = reference.forward(q_rows, k_rows, v_rows, softmax_scale=softmax_scale, **mask)
+    for (q_rows, out_rows), (k_rows, v_rows), (lse,), slopes in sequences:
+        scores = {"softmax_scale": softmax_scale, "softcap": softcap, "alibi_slopes": slopes}
+        results = reference.forward(q_rows, k_rows, v_rows, sinks=sinks, **scores, **mask)
         for target, result in zip((out_rows, lse), results):
             target.copy_(result)
 
 
 def _backward_cpu(
-    dout, q, k, v, out, softmax_lse, dq, dk, dv, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, softmax_scale,
-    causal, window_left, window_right, attention_chunk, schedule, sm_margin,
+    dout, q, k, v, out, softmax_lse, dq, dk, dv, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, sinks, alibi_slopes,
+    dsoftmax_lse, dsinks, softmax_scale, softcap, causal, window_left, window_right, attention_chunk, schedule,
+    sm_margin,
 ):  # fmt: skip
     mask = {"causal": causal, "window": (window_left, window_right), "attention_chunk": attention_chunk}
     group_size = q.shape[-2] // k.shape[-2]
     pack = (cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k)
-    sequences = packs.sequences(*pack, [dout, q, out, dq], [k, v, dk, dv], softmax_lse)
+    of_queries, of_lse = [dout, q, out, dq], [softmax_lse, dsoftmax_lse]
+    sequences = packs.sequences(*pack, of_queries, [k, v, dk, dv], of_lse, alibi_slopes)
     if cu_seqlens_q is not None:
         for gradient in (dq, dk, dv):
             gradient.zero_()
-    for (dout_rows, q_rows, out_rows, dq_rows), (k_rows, v_rows, dk_rows, dv_rows), lse in sequences:
+    if dsinks is not None:
+        dsinks.zero_()
+    for sequence in sequences:
+        (dout_rows, q_rows, out_rows, dq_rows), (k_rows, v_rows, dk_rows, dv_rows), (lse, dlse), slopes = sequence
+        if dsinks is not None:
+            for of_sequence in reference.sink_gradient(dout_rows, out_rows, lse, sinks, dlse):
+                dsinks += of_sequence
+        if not sequence.has_keys:
+            continue
         order = reference.tile_order(
             _schedule.POLICIES[schedule],
             seqlen_q=q_rows.shape[1],
@@ -97,8 +119,9 @@ def _backward_cpu(
             group_size=group_size,
             **mask,
         )
+        scores = {"softmax_scale": softmax_scale, "softcap": softcap, "alibi_slopes": slopes, "dsoftmax_lse": dlse}
         results = reference.backward(
-            dout_rows, q_rows, k_rows, v_rows, out_rows, lse, softmax_scale=softmax_scale, order=order, **mask
+            dout_rows, q_rows, k_rows, v_rows, out_rows, lse, **scores, order=order, **mask
         )
         for gradient, result in zip((dq_rows, dk_rows, dv_rows), results):
             gradient.copy_(result)

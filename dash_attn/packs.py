@@ -2,7 +2,22 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 from torch import Tensor
+
+
+class Sequence(NamedTuple):
+    """Views of what was given."""
+
+    of_queries: list[Tensor]
+    of_keys: list[Tensor]
+    of_lse: list[Tensor | None]
+    alibi_slopes: Tensor | None
+
+    @property
+    def has_keys(self) -> bool:
+        return self.of_keys[0].shape[1] > 0
 
 
 def sequences(
@@ -12,30 +27,34 @@ def sequences(
     seqused_k: Tensor | None,
     of_queries: list[Tensor],
     of_keys: list[Tensor],
-    softmax_lse: Tensor,
-) -> list[tuple[list[Tensor], list[Tensor], Tensor]]:
-    """Each sequence that has queries and keys, as a dense batch of one: views. Without cu_seqlens the batch as it is.
+    of_lse: list[Tensor | None],
+    alibi_slopes: Tensor | None,
+) -> list[Sequence]:
+    """Each sequence that has queries, as a dense batch of one: views. Without cu_seqlens the batch as it is.
 
     Args:
         cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k: as in `dash_attn.ops`.
         of_queries: tensors (total_q, heads, head_dim).
         of_keys: tensors (total_k, kv_heads, head_dim).
-        softmax_lse: (heads, total_q).
-
-    Returns:
-        For each: those of `of_queries`, those of `of_keys` and softmax_lse.
+        of_lse: tensors (heads, total_q), or None for none.
+        alibi_slopes: None, (heads,) or (batch, heads).
 
     Raises:
         ValueError: a sequence begins before the one before it ends, or outside of the rows.
     """
     if cu_seqlens_q is None:
-        return [(of_queries, of_keys, softmax_lse)]
+        return [Sequence(of_queries, of_keys, of_lse, alibi_slopes)]
     rows_q = _rows("q", cu_seqlens_q, seqused_q, of_queries[0].shape[0])
     rows_k = _rows("k", cu_seqlens_k, seqused_k, of_keys[0].shape[0])
     return [
-        ([x[None, queries] for x in of_queries], [x[None, keys] for x in of_keys], softmax_lse[None, :, queries])
-        for queries, keys in zip(rows_q, rows_k)
-        if queries.start < queries.stop and keys.start < keys.stop
+        Sequence(
+            [x[None, queries] for x in of_queries],
+            [x[None, keys] for x in of_keys],
+            [None if x is None else x[None, :, queries] for x in of_lse],
+            alibi_slopes if alibi_slopes is None or alibi_slopes.dim() == 1 else alibi_slopes[number],
+        )
+        for number, (queries, keys) in enumerate(zip(rows_q, rows_k))
+        if queries.start < queries.stop
     ]
 
 

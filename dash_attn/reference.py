@@ -6,6 +6,10 @@ This is what runs for CPU tensors, and what the tests compare orders with. Per (
     S = c Q K^T      P = exp(S - LSE)      O = P V      dP = dO V^T      D = rowsum(dO * O)      dS = P * (dP - D)
     dV = P^T dO      dK = c dS^T Q         dQ = c dS K
 
+A soft cap t makes S = t tanh(c Q K^T / t), and dS has the factor 1 - (S / t)^2. ALiBi's slope m makes
+S_ij = c q_i . k_j - m |i + seqlen_k - seqlen_q - j|. A sink s adds e^s to the sum whose logarithm LSE is; its gradient is
+ds = -sum_i e^(s - LSE_i) D_i. A gradient dLSE of the log-sum-exp makes D = rowsum(dO * O) - dLSE.
+
 The backward rounds where the kernel rounds (P and dS to the inputs' dtype before they enter a product, sums in fp32,
 one rounding at the end) and adds tile by tile in the order it is given, or in the fixed point of
 `dash_attn.order_free`, so a change of order shows in the last bits as it does on the GPU. It is not bit-equal to the
@@ -118,8 +122,11 @@ def forward(
     causal: bool,
     window: tuple[int, int] = (-1, -1),
     attention_chunk: int = 0,
+    softcap: float = 0.0,
+    alibi_slopes: torch.Tensor | None = None,
+    sinks: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Output and log-sum-exp: O = softmax(c Q K^T) V, LSE = log(rowsum(exp(c Q K^T))).
+    """Output and log-sum-exp: LSE = log(e^sink + rowsum(exp(S))), O = exp(S - LSE) V.
 
     Args:
         q: (batch, seqlen_q, heads, head_dim), floating point.
@@ -129,35 +136,47 @@ def forward(
         window: (left, right): with p = i + seqlen_k - seqlen_q, query i sees the keys p - left ... p + right; a
             negative side is unbounded.
         attention_chunk: query i sees the keys j with j // attention_chunk = p // attention_chunk; 0: all.
+        softcap: t, 0 for none.
+        alibi_slopes: (heads,) or (batch, heads).
+        sinks: (heads,); -inf is none.
 
     Returns:
         out: like q. Zero where a query sees no key.
-        softmax_lse: (batch, heads, seqlen_q), fp32 (float64 for float64 inputs), natural logarithm. +inf where a query
-            sees no key, as in FlashAttention-2.
+        softmax_lse: (batch, heads, seqlen_q), fp32 (float64 for float64 inputs), natural logarithm. Where a query sees
+            no key its sink, or without one +inf, as in FlashAttention-2.
     """
     batch, seqlen_q, heads, head_dim = q.shape
     seqlen_k, kv_heads = k.shape[1], k.shape[2]
     q_heads, k_heads, v_heads = _by_kv_head(q, kv_heads), _by_kv_head(k, kv_heads), _by_kv_head(v, kv_heads)
+    score_type = _ScoreType(softcap, _of_rows(alibi_slopes, q_heads, batch), seqlen_k - seqlen_q)
+    sink = _of_rows(sinks, q_heads, batch)
     out = torch.zeros_like(q_heads)
     lse = q_heads.new_full(q_heads.shape[:-1], torch.inf)
-    for start in range(0, seqlen_q, _FORWARD_ROWS):
+    if sink is not None:
+        lse = sink.masked_fill(sink == -torch.inf, torch.inf).expand_as(out[..., :1]).squeeze(-1).clone()
+    for start in range(0, seqlen_q if seqlen_k else 0, _FORWARD_ROWS):
         end = min(start + _FORWARD_ROWS, seqlen_q)
         seen = _visible_keys(seqlen_q, seqlen_k, causal, window, attention_chunk, start, end)
         keys = slice(seen[0][0], seen[-1][1])  # neither end moves back from one query to the next
         if keys.start == keys.stop:
             continue
         rows = q_heads[:, :, start:end]
-        scores = (rows.flatten(1, 2) @ k_heads[:, 0, keys].mT).unflatten(1, rows.shape[1:3]).mul_(softmax_scale)
+        products = (rows.flatten(1, 2) @ k_heads[:, 0, keys].mT).unflatten(1, rows.shape[1:3]).mul_(softmax_scale)
         hidden = _hidden(seen, keys.start, keys.stop, q.device)
-        scores.masked_fill_(hidden, -torch.inf)
+        scores = score_type.scores(products, slice(None), start, keys.start).masked_fill_(hidden, -torch.inf)
         largest = scores.amax(dim=-1, keepdim=True)
         largest.masked_fill_(largest == -torch.inf, 0.0)
         p = scores.sub_(largest).exp_()
         total = p.sum(dim=-1, keepdim=True)
         weighted = _weighted_values(_rounded(p, q.dtype).flatten(1, 2), v_heads[:, 0, keys], hidden)
         no_key = total == 0
+        lse_rows = largest + total.log()
+        if sink is not None:
+            total = total + (sink - largest).exp()
+            lse_rows = torch.logaddexp(lse_rows, sink)
         out[:, :, start:end] = (weighted.unflatten(1, rows.shape[1:3]) / total).masked_fill_(no_key, 0.0)
-        lse[:, :, start:end] = (largest + total.log()).masked_fill_(no_key, torch.inf).squeeze(-1)
+        # Of no key and no sink, log(0).
+        lse[:, :, start:end] = lse_rows.masked_fill_(lse_rows == -torch.inf, torch.inf).squeeze(-1)
     return _by_head(out, batch).to(q.dtype), lse.reshape(batch, heads, seqlen_q)
 
 
@@ -174,9 +193,12 @@ def backward(
     causal: bool,
     window: tuple[int, int] = (-1, -1),
     attention_chunk: int = 0,
+    softcap: float = 0.0,
+    alibi_slopes: torch.Tensor | None = None,
+    dsoftmax_lse: torch.Tensor | None = None,
     order: TileOrder,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Gradients of sum(dout * out): dV = P^T dO, dK = c dS^T Q, dQ = c dS K with dS = P * (dO V^T - rowsum(dO * O)).
+    """Gradients of sum(dout * out) + sum(dsoftmax_lse * softmax_lse); those of sinks are from `sink_gradient`.
 
     Each KV tile sums its dK and dV over its visits and the query heads of a split, `order.heads_together` or one after
     the other, and these sums over the splits; dQ of a query tile sums its KV tiles in the order of `order.adds`.
@@ -185,9 +207,12 @@ def backward(
         dout, out: like q.
         q: (batch, seqlen_q, heads, head_dim), floating point.
         k, v: (batch, seqlen_k, kv_heads, head_dim); kv_heads divides heads.
-        softmax_lse: (batch, heads, seqlen_q), natural logarithm, +inf or -inf where a query sees no key.
+        softmax_lse: (batch, heads, seqlen_q), natural logarithm, sinks counted; +inf or -inf where a query sees no key
+            and has no sink.
         softmax_scale: c, any finite number.
         causal, window, attention_chunk: the mask, as in `forward`.
+        softcap, alibi_slopes: as in `forward`.
+        dsoftmax_lse: like softmax_lse, not looked at where that is infinite; None is 0.
         order: from `tile_order`, for these lengths and this mask.
 
     Returns:
@@ -200,7 +225,8 @@ def backward(
     seqlen_k, kv_heads = k.shape[1], k.shape[2]
     q_heads, k_heads, v_heads, dout_heads, out_heads = (_by_kv_head(t, kv_heads) for t in (q, k, v, dout, out))
     k_heads, v_heads = k_heads[:, 0], v_heads[:, 0]
-    d = (dout_heads * out_heads).sum(dim=-1, keepdim=True)
+    d = _d(dout_heads, out_heads, softmax_lse, dsoftmax_lse)
+    score_type = _ScoreType(softcap, _of_rows(alibi_slopes, q_heads, batch), seqlen_k - seqlen_q)
     # exp(S - inf) is 0 for the rows that see no key, whichever sign marks them.
     lse = softmax_lse.masked_fill(softmax_lse == -torch.inf, torch.inf).to(d.dtype).reshape(d.shape)
 
@@ -216,11 +242,15 @@ def backward(
         rows = slice(q_tile * order.tile_q, min((q_tile + 1) * order.tile_q, seqlen_q))
         keys = slice(kv_tile * order.tile_k, min((kv_tile + 1) * order.tile_k, seqlen_k))
         q_rows, dout_rows = q_heads[:, head, rows], dout_heads[:, head, rows]
-        scores = (q_rows @ k_heads[:, keys].mT).mul_(softmax_scale)
+        products = (q_rows @ k_heads[:, keys].mT).mul_(softmax_scale)
+        scores = score_type.scores(products, head, rows.start, keys.start)
+        slope_of_cap = score_type.derivative(scores)
         seen = _visible_keys(*mask, rows.start, rows.stop)
         scores.masked_fill_(_hidden(seen, keys.start, keys.stop, q.device), -torch.inf)
         p = scores.sub_(lse[:, head, rows]).exp_()
         ds = (dout_rows @ v_heads[:, keys].mT).sub_(d[:, head, rows]).mul_(p)
+        if slope_of_cap is not None:
+            ds.mul_(slope_of_cap)
         p, ds = _rounded(p, q.dtype), _rounded(ds, q.dtype)
         dv_of_split[:, keys] += p.mT @ dout_rows
         dk_of_split[:, keys] += ds.mT @ q_rows
@@ -236,6 +266,73 @@ def backward(
         dq = units.result()
     dq, dk = dq.mul_(softmax_scale), dk.mul_(softmax_scale)
     return tuple(_by_head(t, batch).to(q.dtype) for t in (dq, dk.unsqueeze(1), dv.unsqueeze(1)))
+
+
+@_without_autocast
+def sink_gradient(
+    dout: torch.Tensor,
+    out: torch.Tensor,
+    softmax_lse: torch.Tensor,
+    sinks: torch.Tensor,
+    dsoftmax_lse: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Gradient of the sinks, (batch, heads): of each sequence -sum_i e^(s - LSE_i) (D_i - dLSE_i), by a tree.
+
+    The tree adds neighbours, then neighbouring sums, so that a sequence has the same bits wherever it is. Sequences are
+    the caller's to add, in their order.
+
+    Args:
+        dout, out: (batch, seqlen_q, heads, head_dim).
+        softmax_lse, dsoftmax_lse: (batch, heads, seqlen_q), as in `backward`.
+        sinks: (heads,).
+    """
+    dout, out = (_by_kv_head(x, x.shape[2]) for x in (dout, out))
+    d = _d(dout, out, softmax_lse, dsoftmax_lse).view_as(softmax_lse)
+    weight = (sinks[:, None] - softmax_lse).exp()
+    terms = torch.where(softmax_lse.isinf(), 0.0, -weight * d)
+    while terms.shape[-1] > 1:
+        terms = torch.nn.functional.pad(terms, (0, terms.shape[-1] % 2))
+        terms = terms[..., 0::2] + terms[..., 1::2]
+    return terms.sum(dim=-1)
+
+
+class _ScoreType(NamedTuple):
+    """What scores are made of products c Q K^T."""
+
+    softcap: float
+    slopes: torch.Tensor | None
+    """(batch * kv_heads, group, 1, 1)."""
+    own_key_of_first_query: int
+
+    def scores(self, products, head, first_query, first_key):
+        """`products`: (batch * kv_heads, *heads, queries, keys) of query head `head` of the groups; overwritten."""
+        if self.softcap:
+            return products.div_(self.softcap).tanh_().mul_(self.softcap)
+        if self.slopes is None:
+            return products
+        own = torch.arange(products.shape[-2], device=products.device) + first_query + self.own_key_of_first_query
+        keys = torch.arange(products.shape[-1], device=products.device) + first_key
+        return products.sub_(self.slopes[:, head] * (own[:, None] - keys).abs())
+
+    def derivative(self, scores):
+        """Of scores with respect to products; None where it is 1."""
+        return 1 - (scores / self.softcap).square() if self.softcap else None
+
+
+def _of_rows(of_heads, like, batch):
+    """(heads,) or (batch, heads) -> (batch * kv_heads, group, 1, 1) in the dtype of `like`."""
+    if of_heads is None:
+        return None
+    heads = of_heads.shape[-1]
+    return of_heads.to(like.dtype).expand(batch, heads).reshape(*like.shape[:2], 1, 1)
+
+
+def _d(dout_heads, out_heads, softmax_lse, dsoftmax_lse):
+    """rowsum(dO * O) - dLSE, with a last dimension of 1."""
+    d = (dout_heads * out_heads).sum(dim=-1, keepdim=True)
+    if dsoftmax_lse is None:
+        return d
+    return d - torch.where(softmax_lse.isinf(), 0.0, dsoftmax_lse).to(d.dtype).reshape(d.shape)
 
 
 def _weighted_values(p, v, hidden):

@@ -21,10 +21,12 @@ using torch::autograd::AutogradContext;
 using torch::autograd::variable_list;
 
 using ForwardOp = Outputs(const Tensor&, const Tensor&, const Tensor&, OptionalTensor, OptionalTensor, OptionalTensor,
-                          OptionalTensor, double, bool, int64_t, int64_t, int64_t, SymInt);
+                          OptionalTensor, double, bool, int64_t, int64_t, int64_t, SymInt, OptionalTensor,
+                          OptionalTensor, double);
 using BackwardOp = void(const Tensor&, const Tensor&, const Tensor&, const Tensor&, const Tensor&, const Tensor&,
                         Tensor, Tensor, Tensor, OptionalTensor, OptionalTensor, OptionalTensor, OptionalTensor, double,
-                        bool, int64_t, int64_t, int64_t, std::string_view, SymInt);
+                        bool, int64_t, int64_t, int64_t, std::string_view, SymInt, OptionalTensor, OptionalTensor,
+                        OptionalTensor, std::optional<Tensor>, double);
 
 // What a call is told besides the tensors that have gradients.
 struct Options {
@@ -34,6 +36,9 @@ struct Options {
   std::string schedule;
   SymInt sm_margin;
   PackTensors pack;
+  std::optional<Tensor> alibi_slopes;
+  double softcap;
+  bool has_sinks;  // the last of the tensors that have gradients
 };
 
 struct Operands {
@@ -52,58 +57,75 @@ Operands unpack(at::TensorList packed, const std::optional<SymInt>& num_heads_q)
           qkv.slice_symint(-2, heads + kv_heads, total)};
 }
 
-Outputs call_forward(at::TensorList packed, const Options& options) {
-  const Operands operands = unpack(packed, options.num_heads_q);
+// Of the tensors that have gradients: q, k and v in what the caller gave, and behind them the sinks.
+at::TensorList packed_of(at::TensorList inputs, const Options& options) {
+  return inputs.slice(0, inputs.size() - (options.has_sinks ? 1 : 0));
+}
+
+std::optional<Tensor> sinks_of(at::TensorList inputs, const Options& options) {
+  return options.has_sinks ? std::optional<Tensor>(inputs.back()) : std::nullopt;
+}
+
+Outputs call_forward(at::TensorList inputs, const Options& options) {
+  const Operands operands = unpack(packed_of(inputs, options), options.num_heads_q);
   const auto& [causal, window_left, window_right, attention_chunk] = options.mask;
   const auto& [cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k] = options.pack;
   return DASH_OP("dash_attn::forward", ForwardOp)
       .call(operands.q, operands.k, operands.v, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, options.softmax_scale,
-            causal, window_left, window_right, attention_chunk, options.sm_margin);
+            causal, window_left, window_right, attention_chunk, options.sm_margin, sinks_of(inputs, options),
+            options.alibi_slopes, options.softcap);
 }
 
-// Gradients of `packed`, each in one tensor, written through the views that q, k and v are read through.
-variable_list call_backward(const Tensor& dout, const Tensor& out, const Tensor& softmax_lse, at::TensorList packed,
-                            const Options& options) {
+// What the outputs were and how the loss changes with them.
+struct OutputGradients {
+  Tensor dout, out, softmax_lse;
+  std::optional<Tensor> dsoftmax_lse;
+};
+
+// Gradients of `inputs`, that of the sinks where it is wanted: of q, k and v each in one tensor, written through the
+// views that they are read through.
+variable_list call_backward(const OutputGradients& outputs, at::TensorList inputs, const Options& options,
+                            bool wants_sinks) {
   at::AutoDispatchBelowADInplaceOrView guard;
+  const at::TensorList packed = packed_of(inputs, options);
   variable_list gradients;
-  gradients.reserve(packed.size());
+  gradients.reserve(inputs.size());
   for (const Tensor& tensor : packed) { gradients.push_back(at::empty_like(tensor)); }
   const Operands operands = unpack(packed, options.num_heads_q);
   const Operands targets = unpack(gradients, options.num_heads_q);
   const auto& [causal, window_left, window_right, attention_chunk] = options.mask;
   const auto& [cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k] = options.pack;
+  const std::optional<Tensor> sinks = sinks_of(inputs, options);
+  std::optional<Tensor> dsinks;
+  if (wants_sinks) { dsinks = gradients.emplace_back(at::empty_like(*sinks)); }
   DASH_OP("dash_attn::backward", BackwardOp)
-      .call(dout, operands.q, operands.k, operands.v, out, softmax_lse, targets.q, targets.k, targets.v, cu_seqlens_q,
-            cu_seqlens_k, seqused_q, seqused_k, options.softmax_scale, causal, window_left, window_right,
-            attention_chunk, options.schedule, options.sm_margin);
+      .call(outputs.dout, operands.q, operands.k, operands.v, outputs.out, outputs.softmax_lse, targets.q, targets.k,
+            targets.v, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, options.softmax_scale, causal, window_left,
+            window_right, attention_chunk, options.schedule, options.sm_margin, sinks, options.alibi_slopes,
+            outputs.dsoftmax_lse, dsinks, options.softcap);
   return gradients;
 }
 
-// A pack's tensors among those that are saved, where an undefined one stands for none.
-constexpr size_t kPackTensors = 4;
+// Tensors without gradients among those that are saved, where an undefined one stands for none.
+constexpr size_t kConstants = 5;
 
-void save_pack(const PackTensors& pack, variable_list& saved) {
-  if (!pack.exists()) { return; }
-  for (const auto* tensor : {&pack.cu_seqlens_q, &pack.cu_seqlens_k, &pack.seqused_q, &pack.seqused_k}) {
+void save_constants(const Options& options, variable_list& saved) {
+  const PackTensors& pack = options.pack;
+  if (!pack.exists() && !options.alibi_slopes) { return; }
+  for (const auto* tensor :
+       {&options.alibi_slopes, &pack.cu_seqlens_q, &pack.cu_seqlens_k, &pack.seqused_q, &pack.seqused_k}) {
     saved.push_back(tensor->value_or(Tensor()));
   }
-}
-
-PackTensors saved_pack(const variable_list& saved) {
-  const auto at = [&](size_t from_end) {
-    const Tensor& tensor = saved[saved.size() - from_end];
-    return tensor.defined() ? std::optional<Tensor>(tensor) : std::nullopt;
-  };
-  return {at(4), at(3), at(2), at(1)};
 }
 
 // call_backward such that differentiating its result raises instead of treating it as constant.
 struct Gradients : torch::autograd::Function<Gradients> {
   static constexpr bool is_traceable = true;
 
-  static variable_list forward(AutogradContext* /*context*/, const Tensor& dout, const Tensor& out,
-                               const Tensor& softmax_lse, at::TensorList packed, const Options& options) {
-    return call_backward(dout, out, softmax_lse, packed, options);
+  static variable_list forward(AutogradContext* /*context*/, const Tensor& dout,
+                               const std::optional<Tensor>& dsoftmax_lse, const Tensor& out, const Tensor& softmax_lse,
+                               at::TensorList inputs, const Options& options, bool wants_sinks) {
+    return call_backward({dout, out, softmax_lse, dsoftmax_lse}, inputs, options, wants_sinks);
   }
 
   static variable_list backward(AutogradContext* /*context*/, variable_list /*gradients*/) {
@@ -111,23 +133,26 @@ struct Gradients : torch::autograd::Function<Gradients> {
   }
 };
 
-// The log-sum-exp leaves through a reference, not as a result: it has no derivative.
 struct Attention : torch::autograd::Function<Attention> {
   static constexpr bool is_traceable = true;
-  static constexpr int kOptions = 2;  // forward's arguments that are not tensors
+  static constexpr int kOptions = 1;  // forward's arguments that are not tensors
   // saved_data: there only where a call has them.
-  static constexpr const char *kWindow = "window", *kPack = "pack";
+  static constexpr const char *kWindow = "window", *kHasConstants = "has_constants", *kHasSinks = "has_sinks",
+                              *kSoftcap = "softcap";
 
-  static Tensor forward(AutogradContext* context, at::TensorList packed, const Options& options, Tensor* softmax_lse) {
+  // (out, softmax_lse)
+  static variable_list forward(AutogradContext* context, at::TensorList inputs, const Options& options) {
     at::AutoDispatchBelowADInplaceOrView guard;
-    auto [out, lse] = call_forward(packed, options);
-    variable_list saved(packed.begin(), packed.end());
+    auto [out, softmax_lse] = call_forward(inputs, options);
+    variable_list saved(inputs.begin(), inputs.end());
+    const size_t count = saved.size() + 2;
     saved.push_back(out);
-    saved.push_back(lse);
-    save_pack(options.pack, saved);
+    saved.push_back(softmax_lse);
+    save_constants(options, saved);
+    auto& data = context->saved_data;
+    if (saved.size() > count) { data[kHasConstants] = true; }
     context->save_for_backward(std::move(saved));
     context->set_materialize_grads(false);
-    auto& data = context->saved_data;
     data["num_heads_q"] = options.num_heads_q ? at::IValue(*options.num_heads_q) : at::IValue();
     data["softmax_scale"] = options.softmax_scale;
     data["causal"] = options.mask.causal;
@@ -137,35 +162,47 @@ struct Attention : torch::autograd::Function<Attention> {
     if (window_left >= 0 || window_right >= 0 || attention_chunk > 0) {
       data[kWindow] = std::vector<int64_t>{window_left, window_right, attention_chunk};
     }
-    if (options.pack.exists()) { data[kPack] = true; }
-    *softmax_lse = std::move(lse);
-    return out;
+    if (options.has_sinks) { data[kHasSinks] = true; }
+    if (options.softcap != 0) { data[kSoftcap] = options.softcap; }
+    return {std::move(out), std::move(softmax_lse)};
   }
 
-  static variable_list backward(AutogradContext* context, variable_list douts) {
+  static variable_list backward(AutogradContext* context, variable_list gradients_of_outputs) {
     variable_list saved = context->get_saved_variables();
     auto& data = context->saved_data;
-    const bool is_pack = data.find(kPack) != data.end();
-    const size_t count = saved.size() - 2 - (is_pack ? kPackTensors : 0);
-    const Tensor& dout = douts[0];
-    if (!dout.defined()) { return variable_list(count + kOptions); }
+    const auto has = [&](const char* name) { return data.find(name) != data.end(); };
+    const size_t constants = has(kHasConstants) ? kConstants : 0, count = saved.size() - 2 - constants;
+    const Tensor &dout = gradients_of_outputs[0], &dlse = gradients_of_outputs[1];
+    if (!dout.defined() && !dlse.defined()) { return variable_list(count + kOptions); }
     MaskArguments mask{data["causal"].toBool(), -1, -1, 0};
-    if (const auto window = data.find(kWindow); window != data.end()) {
-      const std::vector<int64_t> numbers = window->second.toIntVector();
+    if (has(kWindow)) {
+      const std::vector<int64_t> numbers = data[kWindow].toIntVector();
       mask = {mask.causal, numbers[0], numbers[1], numbers[2]};
     }
+    const auto constant = [&](size_t i) {
+      const Tensor tensor = constants ? saved[count + 2 + i] : Tensor();
+      return tensor.defined() ? std::optional<Tensor>(tensor) : std::nullopt;
+    };
     const at::IValue& num_heads_q = data["num_heads_q"];
     const Options options{num_heads_q.isNone() ? std::nullopt : std::optional<SymInt>(num_heads_q.toSymInt()),
                           data["softmax_scale"].toDouble(),
                           mask,
                           data["schedule"].toStringRef(),
                           data["sm_margin"].toSymInt(),
-                          is_pack ? saved_pack(saved) : PackTensors{}};
-    const Tensor &out = saved[count], &softmax_lse = saved[count + 1];
-    const at::TensorList packed(saved.data(), count);
+                          {constant(1), constant(2), constant(3), constant(4)},
+                          constant(0),
+                          has(kSoftcap) ? data[kSoftcap].toDouble() : 0.0,
+                          has(kHasSinks)};
+    const at::TensorList inputs(saved.data(), count);
+    const Tensor& out = saved[count];
+    const OutputGradients outputs{dout.defined() ? dout : at::zeros_like(out), out, saved[count + 1],
+                                  dlse.defined() ? std::optional<Tensor>(dlse) : std::nullopt};
+    const bool wants_sinks = options.has_sinks && context->needs_input_grad(count - 1);
     // With create_graph the gradients may be differentiated again.
-    variable_list gradients = at::GradMode::is_enabled() ? Gradients::apply(dout, out, softmax_lse, packed, options)
-                                                         : call_backward(dout, out, softmax_lse, packed, options);
+    variable_list gradients = at::GradMode::is_enabled()
+                                  ? Gradients::apply(outputs.dout, outputs.dsoftmax_lse, out, outputs.softmax_lse,
+                                                     inputs, options, wants_sinks)
+                                  : call_backward(outputs, inputs, options, wants_sinks);
     gradients.resize(count + kOptions);
     return gradients;
   }
@@ -173,8 +210,8 @@ struct Attention : torch::autograd::Function<Attention> {
 
 // Attention of what the caller gave, once that is known to be right.
 Outputs attention(variable_list packed, PackTensors pack, std::optional<SymInt> num_heads_q,
-                  std::optional<double> softmax_scale, MaskArguments mask, std::string_view schedule,
-                  SymInt sm_margin) {
+                  std::optional<double> softmax_scale, MaskArguments mask, std::string_view schedule, SymInt sm_margin,
+                  const ScoreArguments& scores) {
   check_mask(mask);
   check_schedule(schedule, mask.kind());
   const SymInt head_dim = packed[0].sym_size(-1);
@@ -183,13 +220,25 @@ Outputs attention(variable_list packed, PackTensors pack, std::optional<SymInt> 
                   mask,
                   std::string(schedule),
                   std::move(sm_margin),
-                  std::move(pack)};
+                  std::move(pack),
+                  scores.alibi_slopes,
+                  scores.softcap,
+                  scores.sinks.has_value()};
+  if (scores.exist()) {
+    check_scores(scores, "learnable_sink (s_aux)", unpack(packed, options.num_heads_q).q, options.pack,
+                 options.softmax_scale);
+    TORCH_CHECK_NOT_IMPLEMENTED(
+        !(at::GradMode::is_enabled() && scores.alibi_slopes && scores.alibi_slopes->requires_grad()),
+        "alibi_slopes must not require a gradient (there is none for slopes), got a tensor that does");
+  }
   // Zeros change neither scores nor outputs, and their gradients are cut off again.
   const SymInt excess = head_dim % kHeadDimMultiple;
   const bool pad = excess != 0;
   if (pad) {
     for (Tensor& tensor : packed) { tensor = at::constant_pad_nd_symint(tensor, {0, kHeadDimMultiple - excess}); }
   }
+  // autograd turns the gradient back into the sinks' dtype.
+  if (scores.sinks) { packed.push_back(scores.sinks->to(at::kFloat)); }
   bool differentiable = false;
   if (at::GradMode::is_enabled()) {
     for (const Tensor& tensor : packed) {
@@ -199,7 +248,9 @@ Outputs attention(variable_list packed, PackTensors pack, std::optional<SymInt> 
   }
   Tensor out, softmax_lse;
   if (differentiable) {
-    out = Attention::apply(at::TensorList(packed), options, &softmax_lse);
+    variable_list outputs = Attention::apply(at::TensorList(packed), options);
+    out = std::move(outputs[0]);
+    softmax_lse = std::move(outputs[1]);
   } else {
     at::AutoDispatchBelowADInplaceOrView guard;
     std::tie(out, softmax_lse) = call_forward(packed, options);
@@ -211,31 +262,36 @@ Outputs attention(variable_list packed, PackTensors pack, std::optional<SymInt> 
 Outputs attention_qkv(const Tensor& q, const Tensor& k, const Tensor& v, std::optional<double> softmax_scale,
                       bool causal, std::string_view schedule, SymInt sm_margin, int64_t window_left,
                       int64_t window_right, int64_t attention_chunk, OptionalTensor cu_seqlens_q,
-                      OptionalTensor cu_seqlens_k, OptionalTensor seqused_q, OptionalTensor seqused_k) {
+                      OptionalTensor cu_seqlens_k, OptionalTensor seqused_q, OptionalTensor seqused_k,
+                      OptionalTensor sinks, OptionalTensor alibi_slopes, double softcap) {
   PackTensors pack{cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k};
   check_qkv(q, k, v, pack);
   return attention({q, k, v}, std::move(pack), std::nullopt, softmax_scale,
-                   {causal, window_left, window_right, attention_chunk}, schedule, std::move(sm_margin));
+                   {causal, window_left, window_right, attention_chunk}, schedule, std::move(sm_margin),
+                   {sinks, alibi_slopes, softcap});
 }
 
 Outputs attention_kvpacked(const Tensor& q, const Tensor& kv, std::optional<double> softmax_scale, bool causal,
                            std::string_view schedule, SymInt sm_margin, int64_t window_left, int64_t window_right,
                            int64_t attention_chunk, OptionalTensor cu_seqlens_q, OptionalTensor cu_seqlens_k,
-                           OptionalTensor seqused_q, OptionalTensor seqused_k) {
+                           OptionalTensor seqused_q, OptionalTensor seqused_k, OptionalTensor sinks,
+                           OptionalTensor alibi_slopes, double softcap) {
   PackTensors pack{cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k};
   check_kvpacked(q, kv, pack);
   return attention({q, kv}, std::move(pack), std::nullopt, softmax_scale,
-                   {causal, window_left, window_right, attention_chunk}, schedule, std::move(sm_margin));
+                   {causal, window_left, window_right, attention_chunk}, schedule, std::move(sm_margin),
+                   {sinks, alibi_slopes, softcap});
 }
 
 Outputs attention_qkvpacked(const Tensor& qkv, std::optional<SymInt> num_heads_q, std::optional<double> softmax_scale,
                             bool causal, std::string_view schedule, SymInt sm_margin, int64_t window_left,
                             int64_t window_right, int64_t attention_chunk, OptionalTensor cu_seqlens,
-                            OptionalTensor seqused) {
+                            OptionalTensor seqused, OptionalTensor sinks, OptionalTensor alibi_slopes, double softcap) {
   PackTensors pack{cu_seqlens, cu_seqlens, seqused, seqused};
   check_qkvpacked(qkv, num_heads_q, pack);
   return attention({qkv}, std::move(pack), std::move(num_heads_q), softmax_scale,
-                   {causal, window_left, window_right, attention_chunk}, schedule, std::move(sm_margin));
+                   {causal, window_left, window_right, attention_chunk}, schedule, std::move(sm_margin),
+                   {sinks, alibi_slopes, softcap});
 }
 
 }  // namespace
@@ -243,27 +299,32 @@ Outputs attention_qkvpacked(const Tensor& qkv, std::optional<SymInt> num_heads_q
 
 #define DASH_PACK "Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, Tensor? seqused_q, Tensor? seqused_k, "
 #define DASH_MASK "bool causal, int window_left, int window_right, int attention_chunk, "
-// Of the functions that models call. What stands last is seldom asked for: left out, it costs a call nothing.
+#define DASH_SCORES "Tensor? sinks, Tensor? alibi_slopes, "
+// What stands last is seldom asked for: left out, it costs a call nothing.
+#define DASH_OPTIONAL_SCORES "Tensor? sinks=None, Tensor? alibi_slopes=None, float softcap=0.0"
 #define DASH_OPTIONS                                                                                             \
   "float? softmax_scale, bool causal, str schedule, SymInt sm_margin, int window_left=-1, int window_right=-1, " \
   "int attention_chunk=0, "
 #define DASH_OPTIONAL_PACK \
-  "Tensor? cu_seqlens_q=None, Tensor? cu_seqlens_k=None, Tensor? seqused_q=None, Tensor? seqused_k=None) -> "
+  "Tensor? cu_seqlens_q=None, Tensor? cu_seqlens_k=None, Tensor? seqused_q=None, Tensor? seqused_k=None, "
 #define DASH_OUTPUTS "(Tensor out, Tensor softmax_lse)"
 
 TORCH_LIBRARY(dash_attn, library) {
   library.def("forward(Tensor q, Tensor k, Tensor v, " DASH_PACK "float softmax_scale, " DASH_MASK
-              "SymInt sm_margin=0) -> " DASH_OUTPUTS,
+              "SymInt sm_margin=0, " DASH_OPTIONAL_SCORES ") -> " DASH_OUTPUTS,
               {at::Tag::pt2_compliant_tag});
   library.def(
       "backward(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor softmax_lse, Tensor(a6!) dq, "
       "Tensor(a7!) dk, Tensor(a8!) dv, " DASH_PACK "float softmax_scale, " DASH_MASK
-      "str schedule, SymInt sm_margin) -> ()",
+      "str schedule, SymInt sm_margin, Tensor? sinks=None, Tensor? alibi_slopes=None, Tensor? dsoftmax_lse=None, "
+      "Tensor(a9!)? dsinks=None, float softcap=0.0) -> ()",
       {at::Tag::pt2_compliant_tag});
-  library.def("attention(Tensor q, Tensor k, Tensor v, " DASH_OPTIONS DASH_OPTIONAL_PACK DASH_OUTPUTS);
-  library.def("attention_kvpacked(Tensor q, Tensor kv, " DASH_OPTIONS DASH_OPTIONAL_PACK DASH_OUTPUTS);
+  library.def("attention(Tensor q, Tensor k, Tensor v, " DASH_OPTIONS DASH_OPTIONAL_PACK DASH_OPTIONAL_SCORES
+              ") -> " DASH_OUTPUTS);
+  library.def("attention_kvpacked(Tensor q, Tensor kv, " DASH_OPTIONS DASH_OPTIONAL_PACK DASH_OPTIONAL_SCORES
+              ") -> " DASH_OUTPUTS);
   library.def("attention_qkvpacked(Tensor qkv, SymInt? num_heads_q, " DASH_OPTIONS
-              "Tensor? cu_seqlens=None, Tensor? seqused=None) -> " DASH_OUTPUTS);
+              "Tensor? cu_seqlens=None, Tensor? seqused=None, " DASH_OPTIONAL_SCORES ") -> " DASH_OUTPUTS);
 }
 
 TORCH_LIBRARY_IMPL(dash_attn, CPU, library) {
@@ -295,10 +356,11 @@ TORCH_LIBRARY_IMPL(dash_attn, CompositeImplicitAutograd, library) {
 
 // The kernels. They write what they are given and check only what would harm: `dash_attn` calls them rightly.
 TORCH_LIBRARY(dash_attn_C, library) {
-  library.def("forward(Tensor q, Tensor k, Tensor v, Tensor(a!) out, Tensor(b!) softmax_lse, " DASH_PACK
-              "float softmax_scale, " DASH_MASK "int sm_margin) -> ()");
+  library.def("forward(Tensor q, Tensor k, Tensor v, Tensor(a!) out, Tensor(b!) softmax_lse, " DASH_PACK DASH_SCORES
+              "float softmax_scale, float softcap, " DASH_MASK "int sm_margin) -> ()");
   library.def(
       "backward(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor softmax_lse, Tensor(a!) dq, "
-      "Tensor(b!) dk, Tensor(c!) dv, " DASH_PACK "float softmax_scale, " DASH_MASK
+      "Tensor(b!) dk, Tensor(c!) dv, " DASH_PACK DASH_SCORES
+      "Tensor? dsoftmax_lse, Tensor(d!)? dsinks, float softmax_scale, float softcap, " DASH_MASK
       "int schedule, int sm_margin) -> ()");
 }

@@ -12,6 +12,7 @@
 #include <charconv>
 #include <cmath>
 #include <cstdint>
+#include <limits>
 #include <optional>
 #include <string>
 #include <string_view>
@@ -63,6 +64,15 @@ struct PackTensors {
   std::optional<Tensor> cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k;
 
   bool exists() const { return cu_seqlens_q.has_value(); }
+};
+
+// What a call changes scores by, and the logits that its sums have beside them. `sinks`: of the functions any float
+// dtype, of the ops fp32.
+struct ScoreArguments {
+  std::optional<Tensor> sinks, alibi_slopes;
+  double softcap = 0;
+
+  bool exist() const { return sinks || alibi_slopes || softcap != 0; }
 };
 
 // What the caller calls them.
@@ -204,13 +214,64 @@ inline void check_qkvpacked(const Tensor& qkv, const std::optional<SymInt>& num_
   check_pack(pack, qkv, kNames);
 }
 
+constexpr double kLog2E = 1.4426950408889634;
+
+inline bool is_finite_in_fp32(double value) { return std::isfinite(static_cast<float>(value)); }
+
 // The kernels take the scale times log2(e), in fp32.
 inline void check_softmax_scale(double softmax_scale) {
   TORCH_CHECK_VALUE(std::isfinite(softmax_scale), "softmax_scale must be a finite number or None, got ",
                     number_text(softmax_scale));
-  constexpr double kLog2E = 1.4426950408889634;
-  TORCH_CHECK_VALUE(std::isfinite(static_cast<float>(static_cast<double>(static_cast<float>(softmax_scale)) * kLog2E)),
+  TORCH_CHECK_VALUE(is_finite_in_fp32(static_cast<double>(static_cast<float>(softmax_scale)) * kLog2E),
                     "softmax_scale * log2(e) must be finite in fp32, got softmax_scale=", number_text(softmax_scale));
+}
+
+// The kernels take the cap times log2(e), and the scale divided by it, in fp32.
+inline void check_softcap(double softcap, double softmax_scale) {
+  TORCH_CHECK_VALUE(std::isfinite(softcap) && softcap >= 0,
+                    "softcap must be a finite number of at least 0 or None, got ", number_text(softcap));
+  if (softcap == 0) { return; }
+  const bool in_range = static_cast<float>(softcap) >= std::numeric_limits<float>::min() &&
+                        is_finite_in_fp32(softcap * kLog2E) && is_finite_in_fp32(softmax_scale / softcap);
+  TORCH_CHECK_VALUE(in_range, "softcap * log2(e) and softmax_scale / softcap must be finite in fp32, got softcap=",
+                    number_text(softcap), " and softmax_scale=", number_text(softmax_scale));
+}
+
+// (heads,) on q's device, of any float dtype.
+inline void check_sinks(const char* name, const Tensor& sinks, const Tensor& q) {
+  const SymInt heads = q.sym_size(-2);
+  TORCH_CHECK_TYPE(sinks.is_floating_point(), name, " must be of a floating-point dtype, got ", dtype_text(sinks));
+  TORCH_CHECK_VALUE(sinks.dim() == 1 && sinks.sym_size(0) == heads, name, " must have shape (heads,) = (", heads,
+                    ",), got ", shape_text(sinks));
+  TORCH_CHECK_VALUE(sinks.device() == q.device(), name, " must be on the device of q, ", q.device().str(), ", got ",
+                    sinks.device().str());
+}
+
+inline void check_fp32(const char* name, const Tensor& tensor) {
+  TORCH_CHECK_TYPE(tensor.scalar_type() == at::kFloat, name, " must be torch.float32, got ", dtype_text(tensor));
+}
+
+inline void check_alibi_slopes(const Tensor& slopes, const Tensor& q, const PackTensors& pack) {
+  check_fp32("alibi_slopes", slopes);
+  const SymInt heads = q.sym_size(-2), batch = pack.exists() ? pack.cu_seqlens_q->sym_size(0) - 1 : q.sym_size(0);
+  const bool of_heads = slopes.dim() == 1 && slopes.sym_size(0) == heads;
+  const bool of_sequences = slopes.dim() == 2 && slopes.sym_size(0) == batch && slopes.sym_size(1) == heads;
+  TORCH_CHECK_VALUE(of_heads || of_sequences, "alibi_slopes must have shape (heads,) = (", heads,
+                    ",) or (batch, heads) = (", batch, ", ", heads, "), got ", shape_text(slopes));
+  TORCH_CHECK_VALUE(slopes.device() == q.device(), "alibi_slopes must be on the device of q, ", q.device().str(),
+                    ", got ", slopes.device().str());
+}
+
+// `sinks_name`: what the caller calls them.
+inline void check_scores(const ScoreArguments& scores, const char* sinks_name, const Tensor& q, const PackTensors& pack,
+                         double softmax_scale) {
+  check_softcap(scores.softcap, softmax_scale);
+  if (scores.sinks) { check_sinks(sinks_name, *scores.sinks, q); }
+  if (!scores.alibi_slopes) { return; }
+  check_alibi_slopes(*scores.alibi_slopes, q, pack);
+  TORCH_CHECK_NOT_IMPLEMENTED(
+      scores.softcap == 0, "softcap and alibi_slopes must not be given together (no kernel has both), got softcap=",
+      number_text(scores.softcap), " and alibi_slopes of shape ", shape_text(*scores.alibi_slopes));
 }
 
 inline void check_sm_margin(const SymInt& sm_margin) {
@@ -238,11 +299,14 @@ inline Policy resolve_schedule(std::string_view schedule, MaskKind mask, int64_t
 inline void check_schedule(std::string_view schedule, MaskKind mask) { resolve_schedule(schedule, mask, 1); }
 
 inline void check_operands(const Tensor& q, const Tensor& k, const Tensor& v, const PackTensors& pack,
-                           double softmax_scale, const MaskArguments& mask, const SymInt& sm_margin) {
+                           const ScoreArguments& scores, double softmax_scale, const MaskArguments& mask,
+                           const SymInt& sm_margin) {
   check_qkv(q, k, v, pack);
   TORCH_CHECK_VALUE(q.sym_size(-1) % kHeadDimMultiple == 0, "q must have a head_dim that is a multiple of ",
                     kHeadDimMultiple, ", got ", q.sym_size(-1));
   check_softmax_scale(softmax_scale);
+  check_scores(scores, "sinks", q, pack, softmax_scale);
+  if (scores.sinks) { check_fp32("sinks", *scores.sinks); }
   check_mask(mask);
   check_sm_margin(sm_margin);
 }
@@ -273,23 +337,40 @@ at::ArrayRef<Size> without_batch(const std::array<Size, 3>& sizes, bool is_pack)
   return at::ArrayRef<Size>(sizes).slice(is_pack ? 1 : 0);
 }
 
-inline void check_softmax_lse(const Tensor& softmax_lse, const Tensor& q, bool is_pack) {
+// `softmax_lse`: the log-sum-exp or its gradient.
+inline void check_softmax_lse(const char* name, const Tensor& softmax_lse, const Tensor& q, bool is_pack) {
   const std::array<SymInt, 3> sizes = lse_sizes(q.sym_sizes());
   const c10::SymIntArrayRef expected = without_batch(sizes, is_pack);
-  TORCH_CHECK_VALUE(softmax_lse.sym_sizes() == expected, "softmax_lse must have shape ",
+  TORCH_CHECK_VALUE(softmax_lse.sym_sizes() == expected, name, " must have shape ",
                     is_pack ? "(heads, total_q)" : "(batch, heads, seqlen_q)", " = ", tuple_text(expected), ", got ",
                     shape_text(softmax_lse));
-  TORCH_CHECK_TYPE(softmax_lse.scalar_type() == at::kFloat, "softmax_lse must be torch.float32, got ",
-                   dtype_text(softmax_lse));
-  TORCH_CHECK_VALUE(softmax_lse.device() == q.device(), "softmax_lse must be on the device of q, ", q.device().str(),
+  check_fp32(name, softmax_lse);
+  TORCH_CHECK_VALUE(softmax_lse.device() == q.device(), name, " must be on the device of q, ", q.device().str(),
                     ", got ", softmax_lse.device().str());
+}
+
+// What a backward is given of sinks and of the log-sum-exp's gradient, and writes.
+struct ScoreGradients {
+  std::optional<Tensor> dsoftmax_lse, dsinks;
+};
+
+inline void check_score_gradients(const ScoreGradients& gradients, const ScoreArguments& scores, const Tensor& q,
+                                  bool is_pack) {
+  if (gradients.dsoftmax_lse) { check_softmax_lse("dsoftmax_lse", *gradients.dsoftmax_lse, q, is_pack); }
+  if (!gradients.dsinks) { return; }
+  TORCH_CHECK_VALUE(scores.sinks, "dsinks must be None where sinks is, got a tensor");
+  check_sinks("dsinks", *gradients.dsinks, q);
+  check_fp32("dsinks", *gradients.dsinks);
+  TORCH_CHECK_VALUE(gradients.dsinks->sym_stride(0) == 1 || gradients.dsinks->sym_size(0) <= 1,
+                    "dsinks must be contiguous, got strides ", tuple_text(gradients.dsinks->sym_strides()));
 }
 
 inline void check_backward(const Tensor& dout, const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& out,
                            const Tensor& softmax_lse, const Tensor& dq, const Tensor& dk, const Tensor& dv,
-                           const PackTensors& pack, double softmax_scale, const MaskArguments& mask,
-                           std::string_view schedule, const SymInt& sm_margin) {
-  check_operands(q, k, v, pack, softmax_scale, mask, sm_margin);
+                           const PackTensors& pack, const ScoreArguments& scores, const ScoreGradients& score_gradients,
+                           double softmax_scale, const MaskArguments& mask, std::string_view schedule,
+                           const SymInt& sm_margin) {
+  check_operands(q, k, v, pack, scores, softmax_scale, mask, sm_margin);
   check_like("dout", dout, "q", q);
   check_like("out", out, "q", q);
   check_like("dq", dq, "q", q);
@@ -298,7 +379,8 @@ inline void check_backward(const Tensor& dout, const Tensor& q, const Tensor& k,
   check_writable("dq", dq);
   check_writable("dk", dk);
   check_writable("dv", dv);
-  check_softmax_lse(softmax_lse, q, pack.exists());
+  check_softmax_lse("softmax_lse", softmax_lse, q, pack.exists());
+  check_score_gradients(score_gradients, scores, q, pack.exists());
   check_schedule(schedule, mask.kind());
 }
 

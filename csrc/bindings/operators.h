@@ -25,16 +25,41 @@ namespace dash_attn {
 
 using OptionalTensor = const std::optional<Tensor>&;
 using ForwardKernel = void(const Tensor&, const Tensor&, const Tensor&, Tensor, Tensor, OptionalTensor, OptionalTensor,
-                           OptionalTensor, OptionalTensor, double, bool, int64_t, int64_t, int64_t, int64_t);
+                           OptionalTensor, OptionalTensor, OptionalTensor, OptionalTensor, double, double, bool,
+                           int64_t, int64_t, int64_t, int64_t);
 using BackwardKernel = void(const Tensor&, const Tensor&, const Tensor&, const Tensor&, const Tensor&, const Tensor&,
                             Tensor, Tensor, Tensor, OptionalTensor, OptionalTensor, OptionalTensor, OptionalTensor,
-                            double, bool, int64_t, int64_t, int64_t, int64_t, int64_t);
+                            OptionalTensor, OptionalTensor, OptionalTensor, std::optional<Tensor>, double, double, bool,
+                            int64_t, int64_t, int64_t, int64_t, int64_t);
 using Outputs = std::tuple<Tensor, Tensor>;
+
+inline bool has_queries(const Tensor& q, const PackTensors& pack) {
+  return q.numel() != 0 && !(pack.exists() && pack.cu_seqlens_q->numel() == 1);
+}
 
 // Whether every sum is over nothing.
 inline bool is_empty(const Tensor& q, const Tensor& k, const PackTensors& pack) {
-  return q.numel() == 0 || k.numel() == 0 || (pack.exists() && pack.cu_seqlens_q->numel() == 1);
+  return k.numel() == 0 || !has_queries(q, pack);
 }
+
+// Queries without any key, as a pack whose sequences have none: what their sinks give is for the kernels, which take
+// one row at least.
+struct WithoutKeys {
+  Tensor one_row;
+  PackTensors pack;
+  bool is_dense;
+
+  WithoutKeys(const Tensor& q, const Tensor& k, const PackTensors& given)
+      : one_row(at::zeros({1, k.size(-2), k.size(-1)}, k.options())), pack(given), is_dense(!given.exists()) {
+    if (!is_dense) { return; }
+    const int64_t batch = q.size(0), seqlen = q.size(1);
+    pack.cu_seqlens_q = at::arange(0, (batch + 1) * seqlen, seqlen, q.options().dtype(at::kInt));
+    pack.cu_seqlens_k = at::zeros({batch + 1}, q.options().dtype(at::kInt));
+  }
+
+  Tensor rows(const Tensor& of_queries) const { return is_dense ? of_queries.flatten(0, 1) : of_queries; }
+  Tensor lse_rows(const Tensor& lse) const { return is_dense ? lse.transpose(0, 1).flatten(1) : lse; }
+};
 
 // c' > 0 and q' with c' q' = c q, so that dq = sign * dq': the kernels are right for a positive scale only.
 struct PositiveScale {
@@ -73,6 +98,16 @@ inline Tensor addressable(const Tensor& tensor) {
   return is_addressable(tensor) ? tensor : tensor.clone(at::MemoryFormat::Contiguous);
 }
 
+// Strides of another kind than those of sequences: the kernels step over heads by one.
+inline std::optional<Tensor> with_adjacent_heads(OptionalTensor tensor) {
+  if (!tensor || tensor->size(-1) <= 1 || tensor->stride(-1) == 1) { return tensor; }
+  return tensor->contiguous();
+}
+
+inline std::optional<Tensor> contiguous(OptionalTensor tensor) {
+  return tensor ? std::optional<Tensor>(tensor->contiguous()) : std::nullopt;
+}
+
 // A tensor that the kernels can write and that becomes the gradient in the end.
 inline Tensor target_of(const Tensor& gradient) {
   return is_addressable(gradient) ? gradient : at::empty(gradient.sizes(), gradient.options());
@@ -81,9 +116,19 @@ inline Tensor target_of(const Tensor& gradient) {
 inline Outputs forward(const Tensor& q, const Tensor& k, const Tensor& v, OptionalTensor cu_seqlens_q,
                        OptionalTensor cu_seqlens_k, OptionalTensor seqused_q, OptionalTensor seqused_k,
                        double softmax_scale, bool causal, int64_t window_left, int64_t window_right,
-                       int64_t attention_chunk, SymInt sm_margin) {
+                       int64_t attention_chunk, SymInt sm_margin, OptionalTensor sinks, OptionalTensor alibi_slopes,
+                       double softcap) {
   const PackTensors pack{cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k};
-  check_operands(q, k, v, pack, softmax_scale, {causal, window_left, window_right, attention_chunk}, sm_margin);
+  check_operands(q, k, v, pack, {sinks, alibi_slopes, softcap}, softmax_scale,
+                 {causal, window_left, window_right, attention_chunk}, sm_margin);
+  if (sinks && k.numel() == 0 && has_queries(q, pack)) {
+    const WithoutKeys call(q, k, pack);
+    auto [out, softmax_lse] = forward(call.rows(q), call.one_row, call.one_row, call.pack.cu_seqlens_q,
+                                      call.pack.cu_seqlens_k, seqused_q, seqused_k, softmax_scale, causal, window_left,
+                                      window_right, attention_chunk, sm_margin, sinks, alibi_slopes, softcap);
+    if (!call.is_dense) { return {out, softmax_lse}; }
+    return {out.view(q.sizes()), softmax_lse.unflatten(1, {q.size(0), q.size(1)}).transpose(0, 1).contiguous()};
+  }
   Tensor out = at::empty(q.sizes(), q.options());
   const auto sizes = lse_sizes(q.sizes());
   Tensor softmax_lse = at::empty(without_batch(sizes, pack.exists()), q.options().dtype(at::kFloat));
@@ -95,17 +140,19 @@ inline Outputs forward(const Tensor& q, const Tensor& k, const Tensor& v, Option
   const PositiveScale scaled(q, softmax_scale);
   DASH_OP("dash_attn_C::forward", ForwardKernel)
       .call(addressable(scaled.q), addressable(k), addressable(v), out, softmax_lse, cu_seqlens_q, cu_seqlens_k,
-            seqused_q, seqused_k, scaled.softmax_scale, causal, window_left, window_right, attention_chunk,
-            sm_margin.expect_int());
+            seqused_q, seqused_k, contiguous(sinks), with_adjacent_heads(alibi_slopes), scaled.softmax_scale, softcap,
+            causal, window_left, window_right, attention_chunk, sm_margin.expect_int());
   return {out, softmax_lse};
 }
 
 inline Outputs forward_meta(const Tensor& q, const Tensor& k, const Tensor& v, OptionalTensor cu_seqlens_q,
                             OptionalTensor cu_seqlens_k, OptionalTensor seqused_q, OptionalTensor seqused_k,
                             double softmax_scale, bool causal, int64_t window_left, int64_t window_right,
-                            int64_t attention_chunk, SymInt sm_margin) {
+                            int64_t attention_chunk, SymInt sm_margin, OptionalTensor sinks,
+                            OptionalTensor alibi_slopes, double softcap) {
   const PackTensors pack{cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k};
-  check_operands(q, k, v, pack, softmax_scale, {causal, window_left, window_right, attention_chunk}, sm_margin);
+  check_operands(q, k, v, pack, {sinks, alibi_slopes, softcap}, softmax_scale,
+                 {causal, window_left, window_right, attention_chunk}, sm_margin);
   const auto sizes = lse_sizes(q.sym_sizes());
   return {at::empty_symint(q.sym_sizes(), q.options()),
           at::empty_symint(without_batch(sizes, pack.exists()), q.options().dtype(at::kFloat))};
@@ -115,10 +162,13 @@ inline void backward(const Tensor& dout, const Tensor& q, const Tensor& k, const
                      const Tensor& softmax_lse, Tensor dq, Tensor dk, Tensor dv, OptionalTensor cu_seqlens_q,
                      OptionalTensor cu_seqlens_k, OptionalTensor seqused_q, OptionalTensor seqused_k,
                      double softmax_scale, bool causal, int64_t window_left, int64_t window_right,
-                     int64_t attention_chunk, std::string_view schedule, SymInt sm_margin) {
+                     int64_t attention_chunk, std::string_view schedule, SymInt sm_margin, OptionalTensor sinks,
+                     OptionalTensor alibi_slopes, OptionalTensor dsoftmax_lse, std::optional<Tensor> dsinks,
+                     double softcap) {
   const PackTensors pack{cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k};
   const MaskArguments mask{causal, window_left, window_right, attention_chunk};
-  check_backward(dout, q, k, v, out, softmax_lse, dq, dk, dv, pack, softmax_scale, mask, schedule, sm_margin);
+  check_backward(dout, q, k, v, out, softmax_lse, dq, dk, dv, pack, {sinks, alibi_slopes, softcap},
+                 {dsoftmax_lse, dsinks}, softmax_scale, mask, schedule, sm_margin);
   const Tensor gradients[] = {dq, dk, dv};
   constexpr const char* kGradientNames[] = {"dq", "dk", "dv"};
   for (int i = 0; i < 3; ++i) {
@@ -130,13 +180,37 @@ inline void backward(const Tensor& dout, const Tensor& q, const Tensor& k, const
     check_apart(kGradientNames[i], gradients[i], "dout", dout);
     check_apart(kGradientNames[i], gradients[i], "softmax_lse", softmax_lse);
     for (int j = 0; j < i; ++j) { check_apart(kGradientNames[i], gradients[i], kGradientNames[j], gradients[j]); }
+    if (sinks) { check_apart(kGradientNames[i], gradients[i], "sinks", *sinks); }
+    if (alibi_slopes) { check_apart(kGradientNames[i], gradients[i], "alibi_slopes", *alibi_slopes); }
+    if (dsoftmax_lse) { check_apart(kGradientNames[i], gradients[i], "dsoftmax_lse", *dsoftmax_lse); }
+    if (dsinks) { check_apart("dsinks", *dsinks, kGradientNames[i], gradients[i]); }
+  }
+  if (dsinks) {
+    check_apart("dsinks", *dsinks, "sinks", *sinks);
+    check_apart("dsinks", *dsinks, "softmax_lse", softmax_lse);
+    if (dsoftmax_lse) { check_apart("dsinks", *dsinks, "dsoftmax_lse", *dsoftmax_lse); }
   }
   // Where one of them is saved for somebody's derivative, that it is overwritten is noticed.
   for (const Tensor& gradient : gradients) {
     if (!gradient.is_inference()) { gradient.unsafeGetTensorImpl()->bump_version(); }
   }
+  if (dsinks && !dsinks->is_inference()) { dsinks->unsafeGetTensorImpl()->bump_version(); }
   if (is_empty(q, k, pack)) {
     for (const Tensor& gradient : gradients) { gradient.zero_(); }
+    if (!dsinks) { return; }
+    if (!has_queries(q, pack)) {
+      dsinks->zero_();
+      return;
+    }
+    const WithoutKeys call(q, k, pack);
+    const Tensor rows = call.rows(q);
+    const std::optional<Tensor> dlse =
+        dsoftmax_lse ? std::optional<Tensor>(call.lse_rows(*dsoftmax_lse)) : std::nullopt;
+    backward(call.rows(dout), rows, call.one_row, call.one_row, call.rows(out), call.lse_rows(softmax_lse),
+             at::empty_like(rows, at::MemoryFormat::Contiguous), at::empty_like(call.one_row),
+             at::empty_like(call.one_row), call.pack.cu_seqlens_q, call.pack.cu_seqlens_k, seqused_q, seqused_k,
+             softmax_scale, causal, window_left, window_right, attention_chunk, schedule, sm_margin, sinks,
+             alibi_slopes, dlse, dsinks, softcap);
     return;
   }
   const Policy policy = resolve_schedule(schedule, mask.kind(), q.size(-1));
@@ -145,7 +219,8 @@ inline void backward(const Tensor& dout, const Tensor& q, const Tensor& k, const
   DASH_OP("dash_attn_C::backward", BackwardKernel)
       .call(addressable(dout), addressable(scaled.q), addressable(k), addressable(v), addressable(out),
             softmax_lse.contiguous(), targets[0], targets[1], targets[2], cu_seqlens_q, cu_seqlens_k, seqused_q,
-            seqused_k, scaled.softmax_scale, causal, window_left, window_right, attention_chunk,
+            seqused_k, contiguous(sinks), with_adjacent_heads(alibi_slopes), contiguous(dsoftmax_lse), dsinks,
+            scaled.softmax_scale, softcap, causal, window_left, window_right, attention_chunk,
             static_cast<int64_t>(policy), sm_margin.expect_int());
   if (scaled.sign != 1) { targets[0].mul_(scaled.sign); }
   for (int i = 0; i < 3; ++i) {
@@ -157,9 +232,12 @@ inline void backward_meta(const Tensor& dout, const Tensor& q, const Tensor& k, 
                           const Tensor& softmax_lse, Tensor dq, Tensor dk, Tensor dv, OptionalTensor cu_seqlens_q,
                           OptionalTensor cu_seqlens_k, OptionalTensor seqused_q, OptionalTensor seqused_k,
                           double softmax_scale, bool causal, int64_t window_left, int64_t window_right,
-                          int64_t attention_chunk, std::string_view schedule, SymInt sm_margin) {
+                          int64_t attention_chunk, std::string_view schedule, SymInt sm_margin, OptionalTensor sinks,
+                          OptionalTensor alibi_slopes, OptionalTensor dsoftmax_lse, std::optional<Tensor> dsinks,
+                          double softcap) {
   check_backward(dout, q, k, v, out, softmax_lse, dq, dk, dv, {cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k},
-                 softmax_scale, {causal, window_left, window_right, attention_chunk}, schedule, sm_margin);
+                 {sinks, alibi_slopes, softcap}, {dsoftmax_lse, dsinks}, softmax_scale,
+                 {causal, window_left, window_right, attention_chunk}, schedule, sm_margin);
 }
 
 }  // namespace dash_attn

@@ -139,6 +139,40 @@ const int* integers(OptionalTensor tensor, const char* name, int64_t size, int32
   return static_cast<const int*>(tensor->data_ptr());
 }
 
+// What changes scores, and the logits beside them.
+struct Scores {
+  OptionalTensor sinks, alibi_slopes;
+  double softcap;
+};
+
+// (heads,) in fp32, null where there is none.
+float* of_heads(OptionalTensor tensor, const char* name, int64_t heads, int32_t device) {
+  if (!tensor) return nullptr;
+  check_device(*tensor, name, device);
+  STD_TORCH_CHECK(tensor->scalar_type() == ScalarType::Float, name, " must be float32");
+  STD_TORCH_CHECK(tensor->dim() == 1 && tensor->size(0) == heads, name, " must have ", heads, " elements");
+  STD_TORCH_CHECK(tensor->is_contiguous(), name, " must be contiguous");
+  return static_cast<float*>(tensor->data_ptr());
+}
+
+void read_scores(const Scores& scores, int32_t device, AttentionArguments& arguments) {
+  const auto& [sinks, slopes, softcap] = scores;
+  arguments.sinks = of_heads(sinks, "sinks", arguments.heads, device);
+  arguments.softcap = static_cast<float>(softcap);
+  STD_TORCH_CHECK(arguments.softcap >= 0, "softcap is ", softcap, ", expected 0 or a positive number");
+  if (!slopes) return;
+  STD_TORCH_CHECK(softcap == 0, "softcap and alibi_slopes must not be given together");
+  check_device(*slopes, "alibi_slopes", device);
+  STD_TORCH_CHECK(slopes->scalar_type() == ScalarType::Float, "alibi_slopes must be float32");
+  const int64_t rank = slopes->dim(), heads = arguments.heads;
+  STD_TORCH_CHECK((rank == 1 || (rank == 2 && slopes->size(0) == arguments.batch)) && slopes->size(rank - 1) == heads,
+                  "alibi_slopes must be (heads,) or (batch, heads), with ", heads, " heads and a batch of ",
+                  arguments.batch);
+  STD_TORCH_CHECK(heads == 1 || slopes->stride(rank - 1) == 1, "alibi_slopes must have a contiguous last dimension");
+  arguments.alibi_slopes = static_cast<const float*>(slopes->data_ptr());
+  arguments.alibi_batch_stride = rank == 2 ? slopes->stride(0) : 0;
+}
+
 // What says which keys a query sees: where sequences are, and the mask of each.
 struct Visibility {
   OptionalTensor cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k;
@@ -153,9 +187,22 @@ struct Inputs {
   Shape query, key;
 };
 
-// Checks q, k, v, softmax_lse and a pack, and fills in the arguments that follow from them.
+// Checks `softmax_lse`, or its gradient, of queries of this shape.
+float* checked_lse(const Tensor& softmax_lse, const char* name, const Shape& query, int32_t device) {
+  check_device(softmax_lse, name, device);
+  STD_TORCH_CHECK(softmax_lse.scalar_type() == ScalarType::Float, name, " must be float32");
+  const int64_t rank = query.rank(), heads_at = rank - 3;
+  STD_TORCH_CHECK(softmax_lse.dim() == rank - 1 && (query.is_pack() || softmax_lse.size(0) == query.batch) &&
+                      softmax_lse.size(heads_at) == query.heads && softmax_lse.size(heads_at + 1) == query.seqlen,
+                  name, " must be (batch, heads, seqlen_q), or (heads, total_q) of a pack, with ", query.heads,
+                  " heads and ", query.seqlen, " queries");
+  STD_TORCH_CHECK(softmax_lse.is_contiguous(), name, " must be contiguous");
+  return static_cast<float*>(softmax_lse.data_ptr());
+}
+
+// Checks q, k, v, softmax_lse, a pack and what changes scores, and fills in the arguments that follow from them.
 Inputs read_inputs(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& softmax_lse,
-                   const Visibility& visibility, double softmax_scale, int64_t sm_margin,
+                   const Visibility& visibility, const Scores& scores, double softmax_scale, int64_t sm_margin,
                    AttentionArguments& arguments) {
   STD_TORCH_CHECK(q.is_cuda(), "q must be a CUDA tensor");
   const int32_t device = q.get_device_index();
@@ -192,16 +239,8 @@ Inputs read_inputs(const Tensor& q, const Tensor& k, const Tensor& v, const Tens
   arguments.k = view_of(k, "k", key, dtype, device);
   arguments.v = view_of(v, "v", key, dtype, device);
 
-  check_device(softmax_lse, "softmax_lse", device);
-  STD_TORCH_CHECK(softmax_lse.scalar_type() == ScalarType::Float, "softmax_lse must be float32");
-  const int64_t heads_at = rank - 3;
-  STD_TORCH_CHECK(softmax_lse.dim() == rank - 1 && (is_pack || softmax_lse.size(0) == query.batch) &&
-                      softmax_lse.size(heads_at) == query.heads && softmax_lse.size(heads_at + 1) == query.seqlen,
-                  "softmax_lse must be (batch, heads, seqlen_q), or (heads, total_q) of a pack, with ", query.heads,
-                  " heads and ", query.seqlen, " queries");
-  STD_TORCH_CHECK(softmax_lse.is_contiguous(), "softmax_lse must be contiguous");
-  arguments.softmax_lse = static_cast<float*>(softmax_lse.data_ptr());
-
+  arguments.softmax_lse = checked_lse(softmax_lse, "softmax_lse", query, device);
+  read_scores(scores, device, arguments);
   arguments.dtype = dtype == ScalarType::BFloat16 ? Dtype::kBFloat16 : Dtype::kFloat16;
   arguments.softmax_scale = static_cast<float>(softmax_scale);
   arguments.mask = mask_rule(causal, window_left, window_right, attention_chunk);
@@ -227,12 +266,14 @@ Tensor empty_bytes(int64_t size, int32_t device) {
 // Attention; autograd.cpp gives the schema and dash_attn/ops.py the arguments. Writes out and softmax_lse.
 void forward(const Tensor& q, const Tensor& k, const Tensor& v, Tensor out, Tensor softmax_lse,
              OptionalTensor cu_seqlens_q, OptionalTensor cu_seqlens_k, OptionalTensor seqused_q,
-             OptionalTensor seqused_k, double softmax_scale, bool causal, int64_t window_left, int64_t window_right,
-             int64_t attention_chunk, int64_t sm_margin) {
+             OptionalTensor seqused_k, OptionalTensor sinks, OptionalTensor alibi_slopes, double softmax_scale,
+             double softcap, bool causal, int64_t window_left, int64_t window_right, int64_t attention_chunk,
+             int64_t sm_margin) {
   ForwardArguments arguments{};
   const Visibility visibility{cu_seqlens_q, cu_seqlens_k, seqused_q,    seqused_k,
                               causal,       window_left,  window_right, attention_chunk};
-  const Inputs inputs = read_inputs(q, k, v, softmax_lse, visibility, softmax_scale, sm_margin, arguments);
+  const Inputs inputs = read_inputs(q, k, v, softmax_lse, visibility, {sinks, alibi_slopes, softcap}, softmax_scale,
+                                    sm_margin, arguments);
   STD_TORCH_CHECK(arguments.softmax_scale > 0, "softmax_scale is ", softmax_scale, ", expected a positive number");
   arguments.out = view_of(out, "out", inputs.query, inputs.dtype, inputs.device);
   const torch::stable::accelerator::DeviceGuard guard(inputs.device);
@@ -247,19 +288,23 @@ void forward(const Tensor& q, const Tensor& k, const Tensor& v, Tensor out, Tens
 // Gradients of attention. Writes dq, dk and dv.
 void backward(const Tensor& dout, const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& out,
               const Tensor& softmax_lse, Tensor dq, Tensor dk, Tensor dv, OptionalTensor cu_seqlens_q,
-              OptionalTensor cu_seqlens_k, OptionalTensor seqused_q, OptionalTensor seqused_k, double softmax_scale,
-              bool causal, int64_t window_left, int64_t window_right, int64_t attention_chunk, int64_t schedule,
-              int64_t sm_margin) {
+              OptionalTensor cu_seqlens_k, OptionalTensor seqused_q, OptionalTensor seqused_k, OptionalTensor sinks,
+              OptionalTensor alibi_slopes, OptionalTensor dsoftmax_lse, std::optional<Tensor> dsinks,
+              double softmax_scale, double softcap, bool causal, int64_t window_left, int64_t window_right,
+              int64_t attention_chunk, int64_t schedule, int64_t sm_margin) {
   BackwardArguments arguments{};
   const Visibility visibility{cu_seqlens_q, cu_seqlens_k, seqused_q,    seqused_k,
                               causal,       window_left,  window_right, attention_chunk};
-  const auto [device, dtype, query, key] =
-      read_inputs(q, k, v, softmax_lse, visibility, softmax_scale, sm_margin, arguments);
+  const auto [device, dtype, query, key] = read_inputs(q, k, v, softmax_lse, visibility, {sinks, alibi_slopes, softcap},
+                                                       softmax_scale, sm_margin, arguments);
   arguments.out = view_of(out, "out", query, dtype, device);
   arguments.dout = view_of(dout, "dout", query, dtype, device);
   arguments.dq = view_of(dq, "dq", query, dtype, device);
   arguments.dk = view_of(dk, "dk", key, dtype, device);
   arguments.dv = view_of(dv, "dv", key, dtype, device);
+  if (dsoftmax_lse) arguments.dsoftmax_lse = checked_lse(*dsoftmax_lse, "dsoftmax_lse", query, device);
+  STD_TORCH_CHECK(!dsinks || sinks, "dsinks needs sinks");
+  arguments.dsinks = of_heads(dsinks, "dsinks", query.heads, device);
   STD_TORCH_CHECK(schedule >= 0 && schedule <= std::numeric_limits<int>::max(), "schedule is ", schedule,
                   ", expected the number of a policy");
   arguments.schedule = static_cast<int>(schedule);

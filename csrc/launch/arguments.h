@@ -27,6 +27,11 @@ struct AttentionArguments {
   int seqlen_q, seqlen_k;  // of a pack: rows in all
   PackLengths pack;
   float softmax_scale;  // positive
+  // What changes scores, 0 and null for none, and the logits beside them. Of a softcap c > 0 a score is c tanh(s / c).
+  float softcap;
+  const float* alibi_slopes;   // (heads), or of each sequence: a score is less by its slope times the distance
+  int64_t alibi_batch_stride;  // elements from one sequence's slopes to the next one's; 0 where all have the same
+  const float* sinks;          // (heads): logits of keys without a value
   MaskRule mask;
   int num_sms;    // SMs the kernels may use
   int sm_margin;  // SMs of the device beside those
@@ -42,7 +47,9 @@ using ForwardArguments = AttentionArguments;
 
 struct BackwardArguments : AttentionArguments {
   TensorView dout, dq, dk, dv;
-  int schedule;  // number of a policy
+  const float* dsoftmax_lse;  // like softmax_lse, or null: the gradient of the log-sum-exp
+  float* dsinks;              // (heads), or null where it is not wanted
+  int schedule;               // number of a policy
 };
 
 size_t forward_workspace_bytes(const ForwardArguments& arguments);
