@@ -36,8 +36,10 @@ struct Geometry {
   static constexpr int kConsumers = kKey / kWarpgroupRows;
   static constexpr int kConsumerWarps = kConsumers * kWarpgroupWarps;
   static constexpr int kThreads = (kConsumers + 1) * kWarpgroupThreads;
-  static constexpr int kProducerRegisters = 24;
-  static constexpr int kConsumerRegisters = 240;
+  // The planner's divisions by a number of queries that is no power of two take registers, which the consumers have to
+  // spare there.
+  static constexpr int kProducerRegisters = (kQuery & (kQuery - 1)) == 0 ? 24 : 40;
+  static constexpr int kConsumerRegisters = kProducerRegisters == 24 ? 240 : 232;
   static_assert(kConsumers == 2);
   static_assert(kWarpgroupThreads * (kProducerRegisters + kConsumers * kConsumerRegisters) <=
                 launch_registers(kThreads));
