@@ -24,7 +24,7 @@ def forwards(draw):
         seqlen_k=draw(st.integers(1, 9000)),
         heads=kv_heads * group,
         kv_heads=kv_heads,
-        head_dim=draw(st.sampled_from([64, 128])),
+        head_dim=draw(st.sampled_from([64, 96, 128])),
         causal=draw(st.booleans()),
         sms=draw(st.integers(1, 140)),
     )
@@ -55,7 +55,7 @@ def test_fixed_shares_have_every_place_once(forward, ctas):
 
 
 @settings(max_examples=200, deadline=None)
-@given(st.integers(1, 9000), st.sampled_from([64, 128]), st.sampled_from([1, 2, 8]), st.booleans())
+@given(st.integers(1, 9000), st.sampled_from([64, 96, 128]), st.sampled_from([1, 2, 8]), st.booleans())
 def test_every_query_is_in_one_tile(seqlen_q, head_dim, group, causal):
     shape = dict(batch=1, seqlen_k=500, heads=group, kv_heads=1, head_dim=head_dim, causal=causal, sms=SMS)
     tiles = ForwardTiles(seqlen_q=seqlen_q, **shape)

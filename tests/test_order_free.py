@@ -308,7 +308,7 @@ def test_a_row_whose_units_are_too_coarse_needs_the_order():
 
 
 @BOTH
-@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("head_dim", [64, 96, 128])
 @pytest.mark.parametrize("seqlen", [64, 1000, 4096, 16384, 32768])
 def test_normal_inputs_stay_in_fixed_point(seqlen, head_dim, dtype):
     generator = torch.Generator().manual_seed(seqlen + head_dim)

@@ -17,7 +17,7 @@ from dash_attn._schedule import BackwardPack, ForwardPack, Problem, num_groups, 
 
 POLICIES = (*_schedule.POLICIES, *_schedule.YARDSTICKS)
 COUNTS = ("units", "query_tiles", "split_tiles", "query_chunks", "key_chunks")
-NEAR_TILES = [1, 63, 64, 65, 127, 128, 129, 191, 192, 193]
+NEAR_TILES = [1, 63, 64, 65, 79, 80, 81, 127, 128, 129, 191, 192, 193]
 CHUNK_ROWS = 64  # the fewest that order-free accumulation measures together
 
 length = st.one_of(st.just(0), st.sampled_from(NEAR_TILES), st.integers(1, 700), st.integers(1, 6000))
@@ -43,7 +43,7 @@ def backward_packs(draw):
     arguments = dict(
         schedule=draw(st.sampled_from([policy for policy in POLICIES if _schedule.fits(policy, **mask)])),
         lengths=draw(lengths_of_packs()),
-        head_dim=draw(st.sampled_from([64, 128])),
+        head_dim=draw(st.sampled_from([64, 96, 128])),
         **heads_of(kv_heads, group),
         **mask,
     )
@@ -56,7 +56,7 @@ def forward_packs(draw):
     kv_heads, group = draw(heads_and_groups)
     return dict(
         lengths=draw(lengths_of_packs()),
-        head_dim=draw(st.sampled_from([64, 128])),
+        head_dim=draw(st.sampled_from([64, 96, 128])),
         sms=draw(st.integers(1, 140)),
         **heads_of(kv_heads, group),
         **draw(masks()),
@@ -270,7 +270,7 @@ ADVERSARIAL = {
 }
 
 
-@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("head_dim", [64, 96, 128])
 @pytest.mark.parametrize("group", range(1, 17))
 @pytest.mark.parametrize("lengths", ADVERSARIAL.values(), ids=ADVERSARIAL)
 def test_there_is_room_for_adversarial_lengths(lengths, group, head_dim):
@@ -327,7 +327,7 @@ def test_every_query_is_in_one_tile_of_the_forward(arguments):
 def check_forward_room(arguments):
     pack = ForwardPack(**arguments)
     total = sum(q for q, _ in arguments["lengths"]) + arguments["rows_outside"][0]
-    positions = {64: 192, 128: 128}[arguments["head_dim"]] // (arguments["heads"] // pack.head_groups)
+    positions = {64: 192, 96: 128, 128: 128}[arguments["head_dim"]] // (arguments["heads"] // pack.head_groups)
     assert pack.totals["units"] <= pack.most["units"] <= total // positions + len(arguments["lengths"])
 
 
@@ -337,7 +337,7 @@ def test_there_is_room_for_the_forward(arguments, rows_outside):
     check_forward_room({**arguments, "rows_outside": rows_outside})
 
 
-@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("head_dim", [64, 96, 128])
 @pytest.mark.parametrize("group", range(1, 17))
 @pytest.mark.parametrize("lengths", ADVERSARIAL.values(), ids=ADVERSARIAL)
 def test_there_is_room_for_the_forward_of_adversarial_lengths(lengths, group, head_dim):

@@ -29,22 +29,26 @@ struct Geometry {
   static constexpr int kQuery = kTile.query;
   static constexpr int kKey = kTile.key;
   static constexpr int kHeadDim = kTile.head_dim;
-  static_assert(kHeadDim % kSwizzleColumns == 0 && kQuery % kProductDepth == 0);
+  using Swizzle = SwizzleOf<kHeadDim>;  // of all tiles
+  static_assert(kHeadDim % Swizzle::kColumns == 0 && kQuery % kProductDepth == 0);
 
   // Each consumer warpgroup owns 64 keys: its rows of S^T, dP^T, dV and dK.
   static constexpr int kConsumers = kKey / kWarpgroupRows;
   static constexpr int kConsumerWarps = kConsumers * kWarpgroupWarps;
   static constexpr int kThreads = (kConsumers + 1) * kWarpgroupThreads;
-  static constexpr int kProducerRegisters = 24;
-  static constexpr int kConsumerRegisters = 240;
+  // The planner's divisions by a number of queries that is no power of two take registers, which the consumers have to
+  // spare there.
+  static constexpr int kProducerRegisters = (kQuery & (kQuery - 1)) == 0 ? 24 : 40;
+  static constexpr int kConsumerRegisters = kProducerRegisters == 24 ? 240 : 232;
   static_assert(kConsumers == 2);
   static_assert(kWarpgroupThreads * (kProducerRegisters + kConsumers * kConsumerRegisters) <=
                 launch_registers(kThreads));
 
-  // dQ^T = K^T dS^T is cut in two for the consumers: along head_dim where it has two 64-wide blocks, else along
-  // queries.
-  static constexpr bool kSplitDqByHeadDim = kHeadDim == kConsumers * kWarpgroupRows;
-  static_assert(kSplitDqByHeadDim || kHeadDim == kWarpgroupRows);
+  // dQ^T = K^T dS^T is cut in two for the consumers: along queries where a product's 64 rows are all of head_dim, else
+  // along head_dim. The second consumer's 64 columns are then the last ones; the columns that both compute are shared.
+  static constexpr bool kSplitDqByHeadDim = kHeadDim > kWarpgroupRows;
+  static constexpr int kDqColumnStep = kSplitDqByHeadDim ? kHeadDim - kWarpgroupRows : 0;
+  static_assert(kHeadDim <= kConsumers * kWarpgroupRows && kDqColumnStep % Swizzle::kColumns == 0);
   static constexpr int kDqQueries = kSplitDqByHeadDim ? kQuery : kQuery / kConsumers;
 
   // Consumers hold their rows of V in registers as an A operand: what bounds the kernel is shared memory's bandwidth,

@@ -8,6 +8,7 @@
 #include "dq_layout.h"
 #include "order_free/scale.h"
 #include "params.h"
+#include "rows.h"
 
 namespace dash_attn::backward {
 
@@ -65,7 +66,7 @@ __device__ __forceinline__ void convert_block(const ConvertParams<typename Geome
   }
   __syncthreads();
 
-  constexpr int kThreadsPerRow = Geometry::kHeadDim / 8;
+  constexpr int kThreadsPerRow = kRowThreads<Geometry::kHeadDim>;
   const int column = threadIdx.x % kThreadsPerRow * 8;
 #pragma unroll
   for (int row = threadIdx.x / kThreadsPerRow; row < Geometry::kQuery; row += kConvertThreads / kThreadsPerRow) {
@@ -75,7 +76,7 @@ __device__ __forceinline__ void convert_block(const ConvertParams<typename Geome
     float4 low = values[0], high = values[1];
     if (integers) {
       const int64_t first_row = int64_t(block) * Geometry::kQuery;
-      const float unit = unit_of(params.workspace.scales[first_row + scale_position(row)]);
+      const float unit = unit_of(params.workspace.scales[first_row + Layout::scale_position(row)]);
       const auto scaled = [&](float4 x) {
         return make_float4(x.x * unit * params.softmax_scale, x.y * unit * params.softmax_scale,
                            x.z * unit * params.softmax_scale, x.w * unit * params.softmax_scale);

@@ -9,23 +9,25 @@
 
 namespace dash_attn::backward {
 
-// Where the order-free scale of row r of a head lies among those of all its rows: a consumer thread finds those of all
-// queries of its fragment, two a quad, side by side.
-constexpr int kScaleGroup = 64;
-__host__ __device__ constexpr int scale_position(int r) {
-  const int query = r % kScaleGroup;
-  return r - query + query % 8 / 2 * (kScaleGroup / 4) + query / 8 * 2 + query % 2;
-}
-
 template <typename Geometry>
 struct DqLayout {
   // Of each consumer thread: a 64 x kDqQueries fragment of dQ^T.
   static constexpr int kRegisters = Geometry::kDqQueries / 2;
   static constexpr int kQuads = kRegisters / 4;
 
+  // Threads of a consumer whose fragments go into the sum, 16 columns a warp: of one that has columns in common with
+  // the other, those of half the columns, the first consumer's first ones and the second's last ones.
+  static constexpr int kThreads = Geometry::kSplitDqByHeadDim ? Geometry::kHeadDim : kWarpgroupThreads;
+  static __host__ __device__ constexpr int first_thread(int consumer) {
+    return consumer * (kWarpgroupThreads - kThreads);
+  }
+  static __host__ __device__ constexpr bool has_part(int consumer, int thread) {
+    return kThreads == kWarpgroupThreads || unsigned(thread - first_thread(consumer)) < kThreads;
+  }
+
   // Index, in units of float4, of registers 4 * quad ... 4 * quad + 3.
   static __host__ __device__ constexpr int quad_index(int consumer, int quad, int thread) {
-    return (consumer * kQuads + quad) * kWarpgroupThreads + thread;
+    return (consumer * kQuads + quad) * kThreads + thread - first_thread(consumer);
   }
 
   struct Element {
@@ -34,13 +36,21 @@ struct DqLayout {
 
   // Row and column of dQ that element `i` of quad `index` belongs to: the inverse of quad_index.
   static __host__ __device__ constexpr Element element(int index, int i) {
-    const int thread = index % kWarpgroupThreads;
-    const int quad = index / kWarpgroupThreads % kQuads;
-    const int consumer = index / kWarpgroupThreads / kQuads;
+    const int quad = index / kThreads % kQuads;
+    const int consumer = index / kThreads / kQuads;
+    const int thread = first_thread(consumer) + index % kThreads;
     const int column = fragment_row(thread, i), query = fragment_column(thread, 4 * quad + i);
-    return Geometry::kSplitDqByHeadDim ? Element{query, consumer * kWarpgroupRows + column}
+    return Geometry::kSplitDqByHeadDim ? Element{query, consumer * Geometry::kDqColumnStep + column}
                                        : Element{consumer * Geometry::kDqQueries + query, column};
   }
+
+  // Where the order-free scale of row r of a head lies among those of all its rows: a consumer thread finds those of
+  // all queries of its fragment, two a quad, side by side.
+  static __host__ __device__ constexpr int scale_position(int r) {
+    const int query = r % Geometry::kDqQueries;
+    return r - query + query % 8 / 2 * kScales + query / 8 * 2 + query % 2;
+  }
+  static constexpr int kScales = Geometry::kDqQueries / 4;  // of a thread
 };
 
 }  // namespace dash_attn::backward

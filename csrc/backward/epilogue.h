@@ -2,7 +2,7 @@
 //
 // They are staged where dS was. Where a consumer's half of one slot holds both (kStageInDs) they take the slot of the
 // last step, and V of the next work tile may come to the place of K as soon as dQ is done with that. Elsewhere dV takes
-// the place of K and dK both slots of dS, slot 0 for one consumer and slot 1 for the other.
+// the place of K, and dK that of both slots of dS, one consumer's after the other's.
 //
 // The first step of the next work tile that writes dS there comes after `release_staging` of both consumers: with
 // kStageInDs it is the second step, for which a consumer waits for the other's first dS, written after its
@@ -47,24 +47,25 @@ class Epilogue {
     Element* const dk_rows = Variant::kStageInDs ? dv_rows + kElements : shared.ds[0] + consumer * kElements;
     pack_slices<Element>(packed, dv);
     sync_consumers_done_with_k();
-    store_rows<kWarpgroupRows>(dv_rows, 0, packed, thread / 32, thread % 32);
+    store_rows<Swizzle, kWarpgroupRows>(dv_rows, 0, packed, thread / 32, thread % 32);
 #pragma unroll
     for (int i = 0; i < kRegisters; ++i) { dk[i] *= params.softmax_scale; }
     pack_slices<Element>(packed, dk);
-    store_rows<kWarpgroupRows>(dk_rows, 0, packed, thread / 32, thread % 32);
+    store_rows<Swizzle, kWarpgroupRows>(dk_rows, 0, packed, thread / 32, thread % 32);
     ptx::fence_async_shared();
     sync_warpgroup(1 + consumer);
     if (thread == 0) {
       const int first_row = work.kv_tile * Variant::kKey + consumer * kWarpgroupRows;
       const RowOrigin rows = RowOrigin::of(params.pack.is_pack(), work.k_outer, work.sequence.seqlen_k);
-      store_tile<kWarpgroupRows, Variant::kHeadDim>(params.dv, dv_rows, rows, first_row, work.kv_head);
-      store_tile<kWarpgroupRows, Variant::kHeadDim>(params.dk, dk_rows, rows, first_row, work.kv_head);
+      store_tile<Swizzle, kWarpgroupRows, Variant::kHeadDim>(params.dv, dv_rows, rows, first_row, work.kv_head);
+      store_tile<Swizzle, kWarpgroupRows, Variant::kHeadDim>(params.dk, dk_rows, rows, first_row, work.kv_head);
       ptx::bulk_commit();
     }
   }
 
  private:
-  static constexpr int kDsBlock = Variant::kQuery * kSwizzleColumns;
+  using Swizzle = typename Variant::Swizzle;
+  static constexpr int kDsBlock = Variant::kQuery * kWarpgroupRows;
   static constexpr int kElements = kWarpgroupRows * Variant::kHeadDim;
 
   // Each consumer's dQ reads all of K and dS.

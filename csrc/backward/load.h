@@ -50,7 +50,8 @@ class Loader {
   }
 
  private:
-  static constexpr int kLseOfLane = Variant::kQuery / 32;
+  using Swizzle = typename Variant::Swizzle;
+  static constexpr int kLseOfLane = ceil_div(Variant::kQuery, 32);
 
   // Of queries lane, lane + 32, ... of a tile.
   struct Lse {
@@ -95,14 +96,15 @@ class Loader {
                                                 const WorkTile& work) {
     full.arrive_and_expect_tx(Variant::kKeyTileBytes);
     const RowOrigin rows = RowOrigin::of(params_.pack.is_pack(), work.k_outer, work.sequence.seqlen_k);
-    load_tile<Variant::kKey, Variant::kHeadDim>(map, full, tile, rows, work.kv_tile * Variant::kKey, work.kv_head,
-                                                kReadOnce);
+    load_tile<Swizzle, Variant::kKey, Variant::kHeadDim>(map, full, tile, rows, work.kv_tile * Variant::kKey,
+                                                         work.kv_head, kReadOnce);
   }
 
   __device__ __forceinline__ void load_query_tile(const CUtensorMap& map, Barrier& full, Element* tile,
                                                   const WorkTile& work, int query_tile, int head) {
     const RowOrigin rows = RowOrigin::of(params_.pack.is_pack(), work.q_outer, work.sequence.seqlen_q);
-    load_tile<Variant::kQuery, Variant::kHeadDim>(map, full, tile, rows, query_tile * Variant::kQuery, head, kKeepInL2);
+    load_tile<Swizzle, Variant::kQuery, Variant::kHeadDim>(map, full, tile, rows, query_tile * Variant::kQuery, head,
+                                                           kKeepInL2);
   }
 
   // What comes after a wait is ready before it: consumers wait for Q.
@@ -158,6 +160,7 @@ class Loader {
   static __device__ __forceinline__ void write_lse(const Lse& lse, float* tile) {
 #pragma unroll
     for (int i = 0; i < kLseOfLane; ++i) {
+      if (32 * (i + 1) > Variant::kQuery && threadIdx.x % 32 + 32 * i >= Variant::kQuery) { continue; }
       const float value = lse.of[i];
       tile[statistic_position(threadIdx.x % 32) + 32 * i] = value == -INFINITY ? INFINITY : value * float(M_LOG2E);
     }

@@ -51,10 +51,11 @@ class Consumer {
   }
 
  private:
-  using KeyRows = KMajor<Variant::kKey>;      // K or V as A of S^T, dP^T
-  using QueryRows = KMajor<Variant::kQuery>;  // Q or dO as B of S^T, dP^T; dS as B of dQ^T
-  using QuerySum = MnMajor<Variant::kQuery>;  // dO, Q as B of dV, dK
-  using KeySum = MnMajor<Variant::kKey>;      // K as A of dQ^T
+  using Swizzle = typename Variant::Swizzle;
+  using KeyRows = KMajor<Swizzle, Variant::kKey>;      // K or V as A of S^T, dP^T
+  using QueryRows = KMajor<Swizzle, Variant::kQuery>;  // Q or dO as B of S^T, dP^T; dS as B of dQ^T
+  using QuerySum = MnMajor<Swizzle, Variant::kQuery>;  // dO, Q as B of dV, dK
+  using KeySum = MnMajor<Swizzle, Variant::kKey>;      // K as A of dQ^T
   using Layout = DqLayout<Variant>;
   using Step = RingIndex<Variant::kStages>;
   template <int kSlot>
@@ -64,7 +65,7 @@ class Consumer {
   static_assert(Variant::kStages == 2);
 
   static constexpr int kScoreRegisters = Variant::kQuery / 2;  // a 64 x kQuery fragment
-  static constexpr int kDsBlock = Variant::kQuery * kSwizzleColumns;
+  static constexpr int kDsBlock = Variant::kQuery * kWarpgroupRows;
 
   using Scores = float[kScoreRegisters];
   using RoundedScores = RegisterSlice[kScoreRegisters / 8];
@@ -155,7 +156,7 @@ class Consumer {
     wait_for_dout(step_);
     issue_dv(r, step_);
     shared_.v_full.wait(tile().parity());  // and so for the place of dS: epilogue.h
-    load_rows<Variant::kKey>(value_tile(), consumer_ * kWarpgroupRows, r.v, thread_ / 32, thread_ % 32);
+    load_rows<Swizzle, Variant::kKey>(value_tile(), consumer_ * kWarpgroupRows, r.v, thread_ / 32, thread_ % 32);
     issue_dp(r, step_);
     wait_products<0>();
     pin(r.dv);
@@ -247,10 +248,10 @@ class Consumer {
   template <typename AnyStep>
   __device__ __forceinline__ void issue_dq(Registers& r, AnyStep step) {
     shared_.ds_full[step.slot()].wait(step.parity());
-    multiply<Element, Variant::kKey>(r.dq(),
-                                     KeySum(descriptor_of_(key_tile()), Variant::kSplitDqByHeadDim ? consumer_ : 0),
-                                     QueryRows(descriptor_of_(shared_.ds[step.slot()]),
-                                               Variant::kSplitDqByHeadDim ? 0 : consumer_ * Variant::kDqQueries));
+    multiply<Element, Variant::kKey>(
+        r.dq(), KeySum(descriptor_of_(key_tile()), consumer_ * (Variant::kDqColumnStep / Swizzle::kColumns)),
+        QueryRows(descriptor_of_(shared_.ds[step.slot()]),
+                  Variant::kSplitDqByHeadDim ? 0 : consumer_ * Variant::kDqQueries));
   }
 
   // S becomes P.
@@ -277,7 +278,8 @@ class Consumer {
     if constexpr (kScoreRegisters > 32) { forget(thread_); }
     score_gradient<Element, Score>(r.rounded, r.scores, shared_.delta[step.slot()], thread_);
     shared_.dout_empty[step.slot()].arrive();
-    store_transposed(shared_.ds[step.slot()] + consumer_ * kDsBlock, r.rounded, thread_ / 32, thread_ % 32);
+    store_transposed<Swizzle, Variant::kQuery>(shared_.ds[step.slot()] + consumer_ * kDsBlock, r.rounded, thread_ / 32,
+                                               thread_ % 32);
   }
 
   template <typename AnyStep>
@@ -287,6 +289,7 @@ class Consumer {
 
   template <typename AnyStep>
   __device__ __forceinline__ void stage_dq(const DqPartial& dq, AnyStep step) {
+    if (!Layout::has_part(consumer_, thread_)) { return; }
     float4* const buffer = reinterpret_cast<float4*>(shared_.dq[step.slot()]);
     const auto store = [&](int quad, float x, float y, float z, float w) {
       buffer[Layout::quad_index(consumer_, quad, thread_)] = make_float4(x, y, z, w);
@@ -315,7 +318,7 @@ class Consumer {
 
   Shared& shared_;
   const KernelParams& params_;
-  const TileDescriptors descriptor_of_;
+  const TileDescriptors<Swizzle> descriptor_of_;
   const int consumer_;
   int thread_;
   WorkRing<Variant> ring_;

@@ -116,9 +116,9 @@ __device__ __forceinline__ bool find_owner(const SequencesOfCall& call, int plac
 }
 
 struct KernelParams {
-  CUtensorMap q, dout;  // boxes of 64 columns x one query tile
-  CUtensorMap k, v;     // boxes of 64 columns x one KV tile
-  CUtensorMap dk, dv;   // boxes of 64 columns x 64 keys
+  CUtensorMap q, dout;  // boxes of a swizzle block's columns x one query tile
+  CUtensorMap k, v;     // boxes of a swizzle block's columns x one KV tile
+  CUtensorMap dk, dv;   // boxes of a swizzle block's columns x 64 keys
   // (batch, heads, seqlen_q), of a pack (heads, total_q); natural logarithm, +inf or -inf for rows that see no key.
   const float* softmax_lse;
   int64_t lse_batch_stride, lse_head_stride;

@@ -24,10 +24,15 @@ struct PreprocessParams {
   ScaleSettings scale;  // of order-free accumulation
 };
 
-// Of a block: kHeadDim / 8 threads share a row, and take several at a time.
-constexpr int kPreprocessPasses = 2;
+// Rows that a block has at a time, how often it takes as many, and its rows in all. Whole blocks make up a query tile.
 template <int kHeadDim>
-constexpr int kPreprocessRows = kPreprocessPasses * kPreprocessThreads / (kHeadDim / 8);
+constexpr int kPreprocessRowsAtOnce = kPreprocessThreads / kRowThreads<kHeadDim>;
+template <int kHeadDim>
+constexpr int kPassesOfTile = backward_tile_shape(kHeadDim).query / kPreprocessRowsAtOnce<kHeadDim>;
+template <int kHeadDim>
+constexpr int kPreprocessPasses = kPassesOfTile<kHeadDim> % 2 == 0 ? 2 : kPassesOfTile<kHeadDim>;
+template <int kHeadDim>
+constexpr int kPreprocessRows = kPreprocessPasses<kHeadDim> * kPreprocessRowsAtOnce<kHeadDim>;
 
 // Sets `count` integers to zero, with all threads of the grid.
 __device__ __forceinline__ void clear_integers(int* integers, int count) {
@@ -43,7 +48,9 @@ constexpr int kPreprocessBlocks = backward_tile_shape(kHeadDim).query / kPreproc
 
 template <typename Element, int kHeadDim, bool kOrderFree>
 __device__ __forceinline__ void preprocess_block(const PreprocessParams<Element>& params, int block) {
-  constexpr int kThreadsPerRow = kHeadDim / 8, kTileRows = backward_tile_shape(kHeadDim).query;
+  using Layout = DqLayout<Geometry<Element, kHeadDim>>;
+  constexpr int kThreadsPerRow = kRowThreads<kHeadDim>, kTileRows = backward_tile_shape(kHeadDim).query;
+  constexpr int kPasses = kPreprocessPasses<kHeadDim>;
   static_assert(kPreprocessBlocks<kHeadDim> * kPreprocessRows<kHeadDim> == kTileRows);
   const int tile = block / kPreprocessBlocks<kHeadDim>;
   TileOwner owner;
@@ -52,9 +59,9 @@ __device__ __forceinline__ void preprocess_block(const PreprocessParams<Element>
   const int first_row = owner.row(kTileRows) + first_of_tile;
   const int column = threadIdx.x % kThreadsPerRow * 8;
 
-  uint4 out[kPreprocessPasses], dout[kPreprocessPasses];
+  uint4 out[kPasses], dout[kPasses];
 #pragma unroll
-  for (int pass = 0; pass < kPreprocessPasses; ++pass) {
+  for (int pass = 0; pass < kPasses; ++pass) {
     const int row = first_row + (pass * kPreprocessThreads + threadIdx.x) / kThreadsPerRow;
     const bool inside = row < owner.lengths.seqlen_q && column < params.head_dim;
     dout[pass] = load8(params.dout, owner.batch, owner.first_row + row, owner.head, column, inside);
@@ -72,7 +79,7 @@ __device__ __forceinline__ void preprocess_block(const PreprocessParams<Element>
   }
 
 #pragma unroll
-  for (int pass = 0; pass < kPreprocessPasses; ++pass) {
+  for (int pass = 0; pass < kPasses; ++pass) {
     const int row = first_row + (pass * kPreprocessThreads + threadIdx.x) / kThreadsPerRow;
     const float delta = sum_of_row<kThreadsPerRow>(dot8<Element>(out[pass], dout[pass]));
     float squares = 0.f, largest = 0.f, dout_norm = 0.f;
@@ -82,7 +89,7 @@ __device__ __forceinline__ void preprocess_block(const PreprocessParams<Element>
     }
     const int64_t tile_row = int64_t(tile) * kTileRows;
     const int row_of_tile = row - owner.row(kTileRows);
-    if (kOrderFree || params.clear_dq) {
+    if ((kOrderFree || params.clear_dq) && column < kHeadDim) {
       float4* const accumulator =
           reinterpret_cast<float4*>(params.workspace.dq_accumulator + (tile_row + row_of_tile) * kHeadDim + column);
       accumulator[0] = accumulator[1] = make_float4(0.f, 0.f, 0.f, 0.f);
@@ -90,7 +97,7 @@ __device__ __forceinline__ void preprocess_block(const PreprocessParams<Element>
     if (column != 0) { continue; }
     params.workspace.delta[tile_row + statistic_position(row_of_tile)] = delta;
     if constexpr (kOrderFree) {
-      params.workspace.scales[tile_row + scale_position(row_of_tile)] =
+      params.workspace.scales[tile_row + Layout::scale_position(row_of_tile)] =
           row_scale<Element, kHeadDim>(params.scale, mask_of(params.call.mask, owner.lengths), row, dout_norm, delta,
                                        keys, needs_order(params.workspace, params.call, owner));
     }

@@ -1,10 +1,15 @@
-// Rows of Q, K, V, O and dO read by threads: kHeadDim / 8 neighbouring threads of a warp share a row, eight columns
-// each.
+// Rows of Q, K, V, O and dO read by threads: neighbouring threads of a warp share a row, eight columns each.
 #pragma once
 
 #include "params.h"
 
 namespace dash_attn::backward {
+
+// Threads that share a row, a power of two so that they can add up in turns; some may be left without columns.
+template <int kHeadDim>
+constexpr int kRowThreads = kHeadDim <= 64    ? 8
+                            : kHeadDim <= 128 ? 16
+                                              : 32;
 
 // Row `row` of a head, this thread's eight columns; zeros past the end.
 template <typename Element>

@@ -47,7 +47,7 @@ struct alignas(1024) SharedStorage {
   Element kv[2][Variant::kKey * Variant::kHeadDim];
   Element q[kStages][Variant::kQuery * Variant::kHeadDim];
   Element dout[kStages][Variant::kQuery * Variant::kHeadDim];
-  // (key block of 64, query, key): dS, keys contiguous; after a work tile its gradients are staged here.
+  // (block of keys, query, key): dS, keys contiguous; after a work tile its gradients are staged here.
   Element ds[kStages][Variant::kQuery * Variant::kKey];
   float dq[kStages][Variant::kDqTileFloats];  // in the order of dq_layout.h
   float lse[kStages][Variant::kQuery];        // base 2

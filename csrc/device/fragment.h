@@ -60,44 +60,48 @@ __device__ __forceinline__ void pack_slices(uint32_t (&packed)[kAcc / 8][4], con
   for (int i = 0; i < kAcc / 2; ++i) { packed[i / 4][i % 4] = pack<Element>(acc[2 * i], acc[2 * i + 1]); }
 }
 
-// Writes the transpose of a 64-row fragment to a tile block of 64 columns: fragment column c becomes tile row c.
-// `warp` and `lane` are those of the thread in its warpgroup.
-template <int kSlices>
-__device__ __forceinline__ void store_transposed(void* block, const RegisterSlice (&packed)[kSlices], int warp,
+// Writes the transpose of a 64-row fragment to 64 columns of a tile of kRows rows, whose first block is `blocks`:
+// fragment column c becomes tile row c. `warp` and `lane` are those of the thread in its warpgroup.
+template <typename Swizzle, int kRows, int kSlices>
+__device__ __forceinline__ void store_transposed(void* blocks, const RegisterSlice (&packed)[kSlices], int warp,
                                                  int lane) {
+  constexpr int kWarpsPerBlock = Swizzle::kChunks / 2;
+  const bool one_block = kWarpsPerBlock * kProductDepth == kWarpgroupRows;
+  const int block = one_block ? 0 : warp / kWarpsPerBlock, warp_of_block = one_block ? warp : warp % kWarpsPerBlock;
   const int row = (lane / 16) * 8 + lane % 8;
-  const int chunk = (2 * warp + (lane / 8) % 2) ^ (lane % 8);
-  const uint32_t address = cute::cast_smem_ptr_to_uint(block) + row * kSwizzleRowBytes + chunk * 16;
+  const int place = Swizzle::place(lane % 8, 2 * warp_of_block + (lane / 8) % 2);
+  const uint32_t address =
+      cute::cast_smem_ptr_to_uint(blocks) + (block * kRows + row) * Swizzle::kRowBytes + place * 16;
 #pragma unroll
-  for (int k = 0; k < kSlices; ++k) { ptx::store_matrix_transposed(address + k * 2 * kSwizzleAtomBytes, packed[k]); }
+  for (int k = 0; k < kSlices; ++k) { ptx::store_matrix_transposed(address + k * 2 * Swizzle::kAtomBytes, packed[k]); }
 }
 
 // The tile row that a thread passes to stmatrix and ldmatrix for slice k of that fragment.
-template <int kRows>
+template <typename Swizzle, int kRows>
 __device__ __forceinline__ uint32_t slice_address(const void* tile, int first_row, int k, int warp, int lane) {
   const int row = first_row + warp * 16 + lane % 16;
   const int column_chunk = 2 * k + lane / 16;
-  const int block = column_chunk / 8;
-  return cute::cast_smem_ptr_to_uint(tile) + row * kSwizzleRowBytes + block * kRows * kSwizzleRowBytes +
-         ((column_chunk % 8) ^ (row % 8)) * 16;
+  const int block = column_chunk / Swizzle::kChunks;
+  return cute::cast_smem_ptr_to_uint(tile) + row * Swizzle::kRowBytes + block * kRows * Swizzle::kRowBytes +
+         Swizzle::place(row, column_chunk % Swizzle::kChunks) * 16;
 }
 
 // Between a 64-row fragment and rows first_row ... first_row + 63 of a tile of kRows rows.
-template <int kRows, int kSlices>
+template <typename Swizzle, int kRows, int kSlices>
 __device__ __forceinline__ void store_rows(void* tile, int first_row, const RegisterSlice (&packed)[kSlices], int warp,
                                            int lane) {
 #pragma unroll
   for (int k = 0; k < kSlices; ++k) {
-    ptx::store_matrix(slice_address<kRows>(tile, first_row, k, warp, lane), packed[k]);
+    ptx::store_matrix(slice_address<Swizzle, kRows>(tile, first_row, k, warp, lane), packed[k]);
   }
 }
 
-template <int kRows, int kSlices>
+template <typename Swizzle, int kRows, int kSlices>
 __device__ __forceinline__ void load_rows(const void* tile, int first_row, RegisterSlice (&packed)[kSlices], int warp,
                                           int lane) {
 #pragma unroll
   for (int k = 0; k < kSlices; ++k) {
-    ptx::load_matrix(slice_address<kRows>(tile, first_row, k, warp, lane), packed[k]);
+    ptx::load_matrix(slice_address<Swizzle, kRows>(tile, first_row, k, warp, lane), packed[k]);
   }
 }
 

@@ -1,7 +1,7 @@
-// Warpgroup products on tiles of 16-bit elements that TMA wrote with its 128-byte swizzle.
+// Warpgroup products on tiles of 16-bit elements that TMA wrote with one of its swizzles.
 //
-// A tile of R rows and C columns lies in shared memory as C / 64 blocks, each R rows of 128 bytes. wgmma reads such a
-// tile either way round; the operand types below say along which side the sum of products runs.
+// A tile of R rows and C columns lies in shared memory as C / Swizzle::kColumns blocks, each R rows of as many columns.
+// wgmma reads such a tile either way round; the operand types below say along which side the sum of products runs.
 #pragma once
 
 #include <cutlass/numeric_types.h>
@@ -14,30 +14,48 @@
 
 namespace dash_attn {
 
-constexpr int kSwizzleColumns = 64;  // 16-bit elements in 128 bytes
-constexpr int kSwizzleRowBytes = 2 * kSwizzleColumns;
-constexpr int kSwizzleAtomBytes = 8 * kSwizzleRowBytes;  // the swizzle repeats every 8 rows
-constexpr int kWarpgroupRows = 64;                       // wgmma's M
-constexpr int kProductDepth = 16;                        // wgmma's K for 16-bit types
+constexpr int kWarpgroupRows = 64;  // wgmma's M
+constexpr int kProductDepth = 16;   // wgmma's K for 16-bit types
+
+// TMA's swizzle of blocks of 64 columns (128 bytes), or of 32 (64 bytes): the 16-byte chunks of a row change places
+// with the number of the 128-byte line, so that the same chunk of 8 rows, which is what wgmma, ldmatrix and stmatrix
+// take at a time, lies in all banks.
+template <int kColumns_>
+struct Swizzle {
+  static constexpr int kColumns = kColumns_;
+  static constexpr int kRowBytes = 2 * kColumns;
+  static constexpr int kAtomBytes = 8 * kRowBytes;  // it repeats every 8 rows
+  static constexpr int kChunks = kRowBytes / 16;    // of a row of a block
+  static constexpr int kRowsPerLine = 128 / kRowBytes;
+  static_assert(kColumns == 64 || kColumns == 32);
+  static constexpr uint64_t kDescriptorMode = kColumns == 64 ? 1 : 2;
+
+  // Where `chunk` of a block's row lies in it.
+  static __device__ __forceinline__ constexpr int place(int row, int chunk) {
+    return chunk ^ (row / kRowsPerLine % kChunks);
+  }
+};
+
+// The widest blocks that make up `columns`.
+template <int kTileColumns>
+using SwizzleOf = Swizzle<kTileColumns % 64 == 0 ? 64 : 32>;
 
 // Where tiles lie in shared memory, as wgmma's matrix descriptors (PTX ISA 9.7.15.5.1.2.2): address and strides in
-// units of 16 bytes, in fields of 14 bits at 0, 16 and 32; bits 62-63 = 1: 128-byte swizzle. Above its 18 bits an
-// address of shared memory holds the CTA's rank in its cluster, which would run into the next field; it is taken off
-// once, from the address all tiles share. To that descriptor everything else is added, mostly constants: one
-// instruction a product.
+// units of 16 bytes, in fields of 14 bits at 0, 16 and 32; the swizzle in bits 62-63. Above its 18 bits an address of
+// shared memory holds the CTA's rank in its cluster, which would run into the next field; it is taken off once, from
+// the address all tiles share. To that descriptor everything else is added, mostly constants: one instruction a
+// product.
+template <typename Swizzle>
 class TileDescriptors {
  public:
   explicit __device__ __forceinline__ TileDescriptors(const void* shared)
       : shared_(cute::cast_smem_ptr_to_uint(shared)),
-        first_(((shared_ & 0x3ffff) >> 4) | (uint64_t(kSwizzleAtomBytes >> 4) << 32) | (uint64_t(1) << 62)) {
+        first_(((shared_ & 0x3ffff) >> 4) | (uint64_t(Swizzle::kAtomBytes >> 4) << 32) |
+               (Swizzle::kDescriptorMode << 62)) {
     asm volatile("" : "+l"(first_));  // or the compiler, which knows the upper half, adds in two halves
   }
   __device__ __forceinline__ uint64_t operator()(const void* tile) const {
     return first_ + ((cute::cast_smem_ptr_to_uint(tile) - shared_) >> 4);
-  }
-  // The descriptor of what lies `units` of 16 bytes further on. No field overflows, and so there is no carry.
-  static __device__ __forceinline__ uint64_t advance(uint64_t descriptor, uint32_t units) {
-    return (descriptor >> 32 << 32) | uint32_t(uint32_t(descriptor) + units);
   }
 
  private:
@@ -45,35 +63,39 @@ class TileDescriptors {
   uint64_t first_;
 };
 
+// The descriptor of what lies `units` of 16 bytes further on. No field overflows, and so there is no carry.
+__device__ __forceinline__ uint64_t advance(uint64_t descriptor, uint32_t units) {
+  return (descriptor >> 32 << 32) | uint32_t(uint32_t(descriptor) + units);
+}
+
 // K-major operand: the sum runs along the tile's columns, the operand's M or N is its rows, from `row` on.
-template <int kRows>
+template <typename Swizzle, int kRows>
 struct KMajor {
   static constexpr cute::SM90::GMMA::Major kMajor = cute::SM90::GMMA::Major::K;
   uint64_t first;
 
   explicit __device__ __forceinline__ KMajor(uint64_t tile, int row = 0)
-      : first(TileDescriptors::advance(tile + (1 << 16), row * (kSwizzleRowBytes >> 4))) {}
+      : first(advance(tile + (1 << 16), row * (Swizzle::kRowBytes >> 4))) {}
 
   __device__ __forceinline__ uint64_t step(int k) const {
-    const int steps_per_block = kSwizzleColumns / kProductDepth;
-    const int bytes = (k / steps_per_block) * kRows * kSwizzleRowBytes + (k % steps_per_block) * kProductDepth * 2;
+    const int steps_per_block = Swizzle::kColumns / kProductDepth;
+    const int bytes = (k / steps_per_block) * kRows * Swizzle::kRowBytes + (k % steps_per_block) * kProductDepth * 2;
     return first + (bytes >> 4);
   }
 };
 
-// MN-major operand: the sum runs along the tile's rows, the operand's M or N is its columns, from 64-column block
-// `block` on.
-template <int kRows>
+// MN-major operand: the sum runs along the tile's rows, the operand's M or N is its columns, from block `block` on.
+template <typename Swizzle, int kRows>
 struct MnMajor {
   static constexpr cute::SM90::GMMA::Major kMajor = cute::SM90::GMMA::Major::MN;
-  static constexpr int kBlockBytes = kRows * kSwizzleRowBytes;
+  static constexpr int kBlockBytes = kRows * Swizzle::kRowBytes;
   uint64_t first;
 
   explicit __device__ __forceinline__ MnMajor(uint64_t tile, int block = 0)
-      : first(TileDescriptors::advance(tile + ((kBlockBytes >> 4) << 16), block * (kBlockBytes >> 4))) {}
+      : first(advance(tile + ((kBlockBytes >> 4) << 16), block * (kBlockBytes >> 4))) {}
 
   __device__ __forceinline__ uint64_t step(int k) const {
-    return first + ((k * kProductDepth * kSwizzleRowBytes) >> 4);
+    return first + ((k * kProductDepth * Swizzle::kRowBytes) >> 4);
   }
 };
 

@@ -1,4 +1,4 @@
-// Tiles by TMA, in blocks of 64 columns with the 128-byte swizzle.
+// Tiles by TMA, in the blocks of a swizzle (gemm.h).
 #pragma once
 
 #include <cuda.h>
@@ -12,23 +12,23 @@
 namespace dash_attn {
 
 // kRows x kColumns of one head of a sequence, from its row `first_row` on; `full` counts the bytes.
-template <int kRows, int kColumns, typename Element>
+template <typename Swizzle, int kRows, int kColumns, typename Element>
 __device__ __forceinline__ void load_tile(const CUtensorMap& map, cutlass::arch::ClusterTransactionBarrier& full,
                                           Element* tile, const RowOrigin& origin, int first_row, int head,
                                           uint64_t cache_hint) {
 #pragma unroll
-  for (int column = 0; column < kColumns; column += kSwizzleColumns) {
+  for (int column = 0; column < kColumns; column += Swizzle::kColumns) {
     cute::SM90_TMA_LOAD_5D::copy(&map, reinterpret_cast<uint64_t*>(&full), cache_hint, tile + column * kRows, column,
                                  head, origin.first + first_row, origin.outer, origin.wrap);
   }
 }
 
 // The same to global memory, as a bulk operation of the calling thread: what lies past the sequence's end is left out.
-template <int kRows, int kColumns, typename Element>
+template <typename Swizzle, int kRows, int kColumns, typename Element>
 __device__ __forceinline__ void store_tile(const CUtensorMap& map, const Element* tile, const RowOrigin& origin,
                                            int first_row, int head) {
 #pragma unroll
-  for (int column = 0; column < kColumns; column += kSwizzleColumns) {
+  for (int column = 0; column < kColumns; column += Swizzle::kColumns) {
     cute::SM90_TMA_STORE_5D::copy(&map, tile + column * kRows, column, head, origin.first + first_row, origin.outer,
                                   origin.wrap);
   }

@@ -25,7 +25,8 @@ struct Variant {
   static constexpr int kQuery = kTile.query;
   static constexpr int kKey = kTile.key;
   static constexpr int kHeadDim = kTile.head_dim;
-  static_assert(kHeadDim % kSwizzleColumns == 0 && kKey % kProductDepth == 0 && kQuery % kWarpgroupRows == 0);
+  using Swizzle = SwizzleOf<kHeadDim>;  // of all tiles
+  static_assert(kHeadDim % Swizzle::kColumns == 0 && kKey % kProductDepth == 0 && kQuery % kWarpgroupRows == 0);
 
   // Warpgroup 0 loads and stores; each of the others owns 64 rows of the query tile, from S to the output.
   static constexpr int kConsumers = kQuery / kWarpgroupRows;
@@ -42,10 +43,12 @@ struct Variant {
   static constexpr bool kHalvesFirstTile = kConsumers == 2 && kMask != MaskKind::kFull;
 
   static constexpr int kQueryStages = 3;  // tiles of Q: in use, on their way in, on their way out as output
-  static constexpr int kStages = kHeadDim == 64 ? 4 : 2;  // tiles of K, and as many of V
-
   static constexpr int kQueryTileBytes = kQuery * kHeadDim * sizeof(Element);
   static constexpr int kKeyTileBytes = kKey * kHeadDim * sizeof(Element);
+
+  // Tiles of K, and as many of V: what the shared memory holds beside Q and the barriers.
+  static constexpr int kStages = (kSharedMemoryLimit - 1024 - kQueryStages * kQueryTileBytes) / (2 * kKeyTileBytes);
+  static_assert(kStages >= 2);
 
   DASH_HOST_DEVICE static constexpr TileGrid grid(Sequence const& sequence, Window const& window) {
     return {{kQuery, kKey, 1}, {kMask, window, sequence}};

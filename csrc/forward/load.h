@@ -34,6 +34,7 @@ class Loader {
   }
 
  private:
+  using Swizzle = typename Variant::Swizzle;
   using Ring = RingIndex<Variant::kStages>;
 
   // Place in the list of the CTA's tile number `round`.
@@ -101,9 +102,9 @@ class Loader {
     for (int row = 0; row < Variant::kQuery; row += kWarpgroupRows) {
       const int position = WarpgroupRows<Variant>::first_row(params_, tile.end, row / kWarpgroupRows);
 #pragma unroll
-      for (int column = 0; column < Variant::kHeadDim; column += kSwizzleColumns) {
+      for (int column = 0; column < Variant::kHeadDim; column += Swizzle::kColumns) {
         cute::SM90_TMA_LOAD_5D::copy(&params_.q, reinterpret_cast<uint64_t*>(&full), kReadOnce,
-                                     rows + column * Variant::kQuery + row * kSwizzleColumns, column,
+                                     rows + column * Variant::kQuery + row * Swizzle::kColumns, column,
                                      tile.head_group << params_.scheduler.group_shift, tile.rows.first + position,
                                      tile.rows.outer, tile.rows.wrap);
       }
@@ -125,7 +126,8 @@ class Loader {
   __device__ __forceinline__ void load_key_tile(const CUtensorMap& map, Barrier& full, Element* tile, int kv_tile,
                                                 int kv_head, const RowOrigin& rows) {
     full.arrive_and_expect_tx(Variant::kKeyTileBytes);
-    load_tile<Variant::kKey, Variant::kHeadDim>(map, full, tile, rows, kv_tile * Variant::kKey, kv_head, kKeepInL2);
+    load_tile<Swizzle, Variant::kKey, Variant::kHeadDim>(map, full, tile, rows, kv_tile * Variant::kKey, kv_head,
+                                                         kKeepInL2);
   }
 
   Shared& shared_;

@@ -72,9 +72,10 @@ class Consumer {
   }
 
  private:
-  using QueryRows = KMajor<Variant::kQuery>;  // Q as A of S
-  using KeyRows = KMajor<Variant::kKey>;      // K as B of S
-  using KeySum = MnMajor<Variant::kKey>;      // V as B of O
+  using Swizzle = typename Variant::Swizzle;
+  using QueryRows = KMajor<Swizzle, Variant::kQuery>;  // Q as A of S
+  using KeyRows = KMajor<Swizzle, Variant::kKey>;      // K as B of S
+  using KeySum = MnMajor<Swizzle, Variant::kKey>;      // V as B of O
 
   static constexpr int kScoreRegisters = Variant::kKey / 2;       // a 64 x kKey fragment
   static constexpr int kOutputRegisters = Variant::kHeadDim / 2;  // a 64 x kHeadDim fragment
@@ -320,15 +321,15 @@ class Consumer {
     uint32_t packed[kOutputRegisters / 8][4];
     pack_slices<Element>(packed, out);
     sync_warpgroup(consumer_);  // all warps' products have read Q
-    store_rows<Variant::kQuery>(shared_.q[slot_of_rows.slot()], consumer_ * kWarpgroupRows, packed, thread_ / 32,
-                                thread_ % 32);
+    store_rows<Swizzle, Variant::kQuery>(shared_.q[slot_of_rows.slot()], consumer_ * kWarpgroupRows, packed,
+                                         thread_ / 32, thread_ % 32);
     fence_and_arrive(shared_.out_full[slot_of_rows.slot()][consumer_]);
     shared_.q_empty[slot_of_rows.slot()].arrive();
   }
 
   Shared& shared_;
   const KernelParams& params_;
-  const TileDescriptors descriptor_of_;
+  const TileDescriptors<Swizzle> descriptor_of_;
   const int consumer_;
   const int thread_;
   QuerySlot q_;  // of the rows whose scores are computed

@@ -8,8 +8,8 @@
 namespace dash_attn::forward {
 
 struct KernelParams {
-  CUtensorMap q, out;  // boxes of 64 columns x 64 rows of a query tile
-  CUtensorMap k, v;    // boxes of 64 columns x one KV tile
+  CUtensorMap q, out;  // boxes of a swizzle block's columns x 64 rows of a query tile
+  CUtensorMap k, v;    // boxes of a swizzle block's columns x one KV tile
   float* softmax_lse;  // (batch, heads, seqlen_q); of a pack (heads, total_q)
   int64_t lse_head_stride;
   Window window;

@@ -29,13 +29,15 @@ class Storer {
   }
 
  private:
+  using Swizzle = typename Variant::Swizzle;
+
   // TMA leaves out rows past the sequence's end.
   __device__ __forceinline__ void write(const AnnouncedTile& tile) const {
     const int position = WarpgroupRows<Variant>::first_row(params_, tile.end, consumer_);
     if (position < tile.end) {
-      const Element* staged = shared_.q[q_.slot()] + consumer_ * kWarpgroupRows * kSwizzleColumns;
+      const Element* staged = shared_.q[q_.slot()] + consumer_ * kWarpgroupRows * Swizzle::kColumns;
 #pragma unroll
-      for (int column = 0; column < Variant::kHeadDim; column += kSwizzleColumns) {
+      for (int column = 0; column < Variant::kHeadDim; column += Swizzle::kColumns) {
         cute::SM90_TMA_STORE_5D::copy(&params_.out, staged + column * Variant::kQuery, column,
                                       tile.head_group << params_.scheduler.group_shift, tile.rows.first + position,
                                       tile.rows.outer, tile.rows.wrap);

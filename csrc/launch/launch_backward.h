@@ -65,10 +65,11 @@ template <typename Variant>
 void launch_main(const BackwardArguments& a, const TileScheduler& scheduler, const BackwardWorkspace& workspace,
                  int num_groups, cudaStream_t stream) {
   const auto query_map = [&](const TensorView& t) {
-    return make_tensor_map(t, a.dtype, a.query_rows(), a.heads, a.head_dim, 1, Variant::kQuery);
+    return make_tensor_map(t, a.dtype, a.query_rows(), a.heads, a.head_dim,
+                           {Variant::Swizzle::kColumns, 1, Variant::kQuery});
   };
   const auto key_map = [&](const TensorView& t, int rows) {
-    return make_tensor_map(t, a.dtype, a.key_rows(), a.kv_heads, a.head_dim, 1, rows);
+    return make_tensor_map(t, a.dtype, a.key_rows(), a.kv_heads, a.head_dim, {Variant::Swizzle::kColumns, 1, rows});
   };
   backward::KernelParams params;
   params.q = query_map(a.q);

@@ -21,11 +21,13 @@ void launch_forward(const ForwardArguments& a, cudaStream_t stream) {
   params.scheduler = make_forward_scheduler(a);
   const ForwardWorkspace workspace = plan_workspace(a.workspace, a, params.scheduler);
   const auto query_map = [&](const TensorView& t) {
-    return make_tensor_map(t, a.dtype, a.query_rows(), a.heads, a.head_dim, 1 << params.scheduler.group_shift,
-                           kWarpgroupRows >> params.scheduler.group_shift);
+    return make_tensor_map(t, a.dtype, a.query_rows(), a.heads, a.head_dim,
+                           {Variant::Swizzle::kColumns, 1 << params.scheduler.group_shift,
+                            kWarpgroupRows >> params.scheduler.group_shift});
   };
   const auto key_map = [&](const TensorView& t) {
-    return make_tensor_map(t, a.dtype, a.key_rows(), a.kv_heads, a.head_dim, 1, Variant::kKey);
+    return make_tensor_map(t, a.dtype, a.key_rows(), a.kv_heads, a.head_dim,
+                           {Variant::Swizzle::kColumns, 1, Variant::kKey});
   };
   params.q = query_map(a.q);
   params.out = query_map(a.out);

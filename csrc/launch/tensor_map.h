@@ -8,10 +8,15 @@
 
 namespace dash_attn {
 
-// Boxes of 64 columns x `box_heads` heads x `box_rows` rows, heads before rows, written to shared memory with the
-// 128-byte swizzle. Coordinates are (column, head, and those of RowOrigin). What lies outside the heads, the columns or
-// the sequence reads as zero and is not written. Throws std::runtime_error when the driver refuses.
+// What a TMA operation moves, heads before rows in shared memory, with the swizzle of blocks of as many columns, 64 or
+// 32 (device/gemm.h).
+struct TensorBox {
+  int columns, heads, rows;
+};
+
+// Coordinates are (column, head, and those of RowOrigin). What lies outside the heads, the columns or the sequence
+// reads as zero and is not written. Throws std::runtime_error when the driver refuses.
 CUtensorMap make_tensor_map(const TensorView& tensor, Dtype dtype, const RowsOfCall& rows, int heads, int head_dim,
-                            int box_heads, int box_rows);
+                            const TensorBox& box);
 
 }  // namespace dash_attn

@@ -60,6 +60,8 @@ void with_geometry(const AttentionArguments& a, F&& f) {
     switch (padded_head_dim(a.head_dim)) {
       case 64:
         return f(backward::Geometry<Element, 64>{});
+      case 96:
+        return f(backward::Geometry<Element, 96>{});
       case 128:
         return f(backward::Geometry<Element, 128>{});
     }

@@ -102,7 +102,7 @@ def more_tiles_than_sms(head_dim: int, causal: bool) -> Problem:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--head-dims", type=int, nargs="+", default=[64, 128])
+    parser.add_argument("--head-dims", type=int, nargs="+", default=[64, 96, 128])
     parser.add_argument("--shapes", type=int, default=len(SHAPES), help=f"how many of {SHAPES} (lengths, heads)")
     parser.add_argument("--passes", nargs="+", choices=("forward", "backward"), default=["forward", "backward"])
     kinds = ("dense", "tiles", "windows", "packs")

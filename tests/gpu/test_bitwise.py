@@ -12,7 +12,7 @@ CALLS_IN_FLIGHT = 8
 # Several KV tiles a CTA, a last tile that is not full, grouped heads.
 PROBLEMS = [
     pytest.param(Problem(2, 1100, 1100, 16, 4, head_dim, causal), id=f"{head_dim}-{'causal' if causal else 'full'}")
-    for head_dim in (64, 128)
+    for head_dim in (64, 96, 128)
     for causal in (False, True)
 ]
 
@@ -55,7 +55,7 @@ def test_neighbours_in_the_batch(head_dim, causal, lengths, device):
 @pytest.mark.parametrize("lengths", [(515, 515), (2049, 2049), (1300, 2500)], ids=str)
 @pytest.mark.parametrize("heads, kv_heads", [(6, 6), (64, 2), (32, 1)], ids=["MHA", "GQA", "MQA"])
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
-@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("head_dim", [64, 96, 128])
 def test_a_head_does_not_see_the_other_heads(head_dim, causal, heads, kv_heads, lengths, device):
     """So that splitting a model's heads over GPUs changes no bits."""
     check_heads(Problem(1, *lengths, heads, kv_heads, head_dim, causal), device)
@@ -67,7 +67,7 @@ def test_a_head_does_not_see_the_other_heads_under_any_policy(causal, device):
 
 
 @pytest.mark.parametrize("policy, causal", [("shift", False), ("symmetric_shift", True)])
-@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("head_dim", [64, 96, 128])
 def test_clusters_raise_when_one_sm_is_left(head_dim, policy, causal, device, num_sms):
     problem = Problem(1, 300, 300, 2, 2, head_dim, causal)
     inputs = support.random_inputs(problem, device)

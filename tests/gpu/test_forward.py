@@ -45,7 +45,7 @@ def test_packed_heads(causal, dtype, heads, kv_heads, device):
         assert not lines, f"{problem}:\n" + "\n".join(lines)
 
 
-@pytest.mark.parametrize("head_dim", (40, 64, 128))
+@pytest.mark.parametrize("head_dim", (40, 64, 96, 128))
 @MASKS
 def test_writes_its_outputs_and_nothing_else(causal, head_dim, device):
     for (seqlen_q, seqlen_k), strided in itertools.product(((1, 5), (130, 200), (257, 257), (300, 100)), (False, True)):
@@ -75,7 +75,7 @@ def test_memory_is_output_lse_and_counter(causal, device, num_sms):
         assert used == needed, f"{problem}: {used} bytes, {needed} expected"
 
 
-@pytest.mark.parametrize("head_dim", (64, 128))
+@pytest.mark.parametrize("head_dim", (64, 96, 128))
 @MASKS
 def test_sm_margin_changes_no_bits(causal, head_dim, device, num_sms):
     problem = Problem(2, 700, 900, 16, 4, head_dim, causal)
@@ -93,7 +93,7 @@ def test_sm_margin_changes_no_bits(causal, head_dim, device, num_sms):
 def test_contract_on_bits(causal, heads, kv_heads, lengths, device):
     """Output, log-sum-exp and gradients of a sequence: alone, in a batch of 8 at every place, beside two sets of
     others."""
-    for head_dim in (64, 128):
+    for head_dim in (64, 96, 128):
         alone = Problem(1, *lengths, heads, kv_heads, head_dim, causal)
         batch = Problem(8, *lengths, heads, kv_heads, head_dim, causal)
         inputs = support.random_inputs(alone, device, seed=1)
@@ -112,7 +112,7 @@ def test_contract_on_bits(causal, heads, kv_heads, lengths, device):
 @MASKS
 def test_a_head_has_the_bits_it_has_alone(causal, device):
     """Whether its group is packed into a tile or not, and whoever is in it."""
-    for head_dim, group, seqlen_q in itertools.product((64, 128), (8, 6), (1, 20, 150)):
+    for head_dim, group, seqlen_q in itertools.product((64, 96, 128), (8, 6), (1, 20, 150)):
         problem = Problem(2, seqlen_q, 500, group, 1, head_dim, causal)
         q, k, v, _ = support.random_qkv_dout(problem, device)
         together = forward(problem, q, k, v)
@@ -127,7 +127,7 @@ def test_a_head_has_the_bits_it_has_alone(causal, device):
 def test_values_that_are_not_finite_stay_in_their_rows(causal, device):
     """NaN and infinite scores end as NaN in the rows that see them, as in a plain softmax, and nowhere else; each
     time."""
-    for head_dim, value in itertools.product((64, 128), (math.nan, math.inf, -math.inf)):
+    for head_dim, value in itertools.product((64, 96, 128), (math.nan, math.inf, -math.inf)):
         problem = Problem(2, 300, 300, 2, 2, head_dim, causal)
         q, k, v, _ = support.random_qkv_dout(problem, device)
         clean = forward(problem, q, k, v)
@@ -158,7 +158,7 @@ def test_values_that_are_not_finite_stay_in_their_rows(causal, device):
     ids=str,
 )
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf], ids=str)
-@pytest.mark.parametrize("head_dim", (64, 128))
+@pytest.mark.parametrize("head_dim", (64, 96, 128))
 def test_rows_are_not_spoilt_by_values_in_kv_tiles_they_do_not_see(head_dim, value, shape, device):
     """Rows that see a value that is not finite are not finite. Those that see no key of its KV tile have the bits that
     they have without it, in every call: two CTAs that write the same rows must not race."""
@@ -190,7 +190,7 @@ def test_rows_are_not_spoilt_by_values_in_kv_tiles_they_do_not_see(head_dim, val
 @MASKS
 def test_large_scores(causal, dtype, device):
     """Scores of some hundreds, so that the running maximum jumps and most weights vanish."""
-    for head_dim, softmax_scale in itertools.product((64, 128), (4.0, -4.0)):
+    for head_dim, softmax_scale in itertools.product((64, 96, 128), (4.0, -4.0)):
         problem = Problem(2, 400, 700, 4, 2, head_dim, causal, DTYPES[dtype], softmax_scale)
         inputs = support.random_inputs(problem, device)
         outputs = {"out": inputs.out, "softmax_lse": inputs.softmax_lse}
@@ -248,7 +248,7 @@ def test_graph_replay_gives_the_eager_bits(shape, causal, counts, device, num_sm
 
 @MASKS
 def test_opcheck(causal, device):
-    for head_dim, (seqlen_q, seqlen_k) in itertools.product((64, 128), ((130, 200), (200, 130), (1, 70))):
+    for head_dim, (seqlen_q, seqlen_k) in itertools.product((64, 96, 128), ((130, 200), (200, 130), (1, 70))):
         problem = Problem(2, seqlen_q, seqlen_k, 4, 2, head_dim, causal)
         q, k, v, _ = support.random_qkv_dout(problem, device)
         arguments = dict(problem.op_arguments, sm_margin=3)

@@ -24,9 +24,9 @@ LENGTHS = [(n, n) for n in EQUAL_LENGTHS] + [p for a, b in UNEQUAL_LENGTHS for p
 HEADS = {"mha": (4, 4), "gqa": (8, 2), "mqa": (5, 1)}
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 MASKS = {"full": False, "causal": True}
-HEAD_DIMS = (64, 128)
+HEAD_DIMS = (64, 96, 128)
 # Padded to one of those: the ends of tiles matter less than the ends of rows.
-PADDED_HEAD_DIMS = (8, 40, 72, 96, 120)
+PADDED_HEAD_DIMS = (8, 40, 72, 120)
 PADDED_LENGTHS = [(1, 1), (65, 65), (129, 129), (2049, 2049), (64, 1), (63, 129), (255, 1023), (1023, 255)]
 
 
@@ -50,7 +50,7 @@ def test_all_lengths_and_policies(mask, dtype, heads, head_dim, device):
 @pytest.mark.parametrize("softmax_scale", (0.3, 0.017, 1.0, 0.0, -0.2))
 @pytest.mark.parametrize("mask", MASKS)
 def test_softmax_scale(mask, softmax_scale, device):
-    for head_dim, dtype in itertools.product((64, 128), DTYPES.values()):
+    for head_dim, dtype in itertools.product((64, 96, 128), DTYPES.values()):
         problem = Problem(3, 300, 420, 4, 2, head_dim, MASKS[mask], dtype, softmax_scale)
         lines = gradient_check.check(problem, device, support.schedules(problem.causal))
         assert not lines, f"{problem}:\n" + "\n".join(lines)
@@ -101,7 +101,7 @@ LAYOUTS = ("heads first", "seqlen first", "padded", "unaligned", "head_dim outer
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("head_dim", (40, 64, 128))
+@pytest.mark.parametrize("head_dim", (40, 64, 96, 128))
 def test_strides_do_not_change_bits(head_dim, layout, device):
     for causal, (seqlen_q, seqlen_k) in itertools.product((False, True), ((130, 200), (257, 257))):
         problem = Problem(2, seqlen_q, seqlen_k, 4, 2, head_dim, causal)
@@ -115,7 +115,7 @@ def test_strides_do_not_change_bits(head_dim, layout, device):
             )
 
 
-@pytest.mark.parametrize("head_dim", (40, 64, 128))
+@pytest.mark.parametrize("head_dim", (40, 64, 96, 128))
 def test_strided_outputs(head_dim, device):
     """Gradients inside a larger NaN buffer: right bits inside, nothing written outside."""
     for causal, (seqlen_q, seqlen_k) in itertools.product((False, True), ((130, 200), (257, 257))):
@@ -134,7 +134,7 @@ def test_strided_outputs(head_dim, device):
 
 def test_packed_qkv_and_packed_gradients(device):
     """q, k, v and their gradients as slices of packed tensors, as training code keeps them."""
-    for head_dim, causal in itertools.product((64, 128), (False, True)):
+    for head_dim, causal in itertools.product((64, 96, 128), (False, True)):
         problem = Problem(2, 321, 321, 4, 4, head_dim, causal)
         inputs = support.random_inputs(problem, device)
         qkv = torch.stack([inputs.q, inputs.k, inputs.v], dim=2)
@@ -150,7 +150,7 @@ def test_packed_qkv_and_packed_gradients(device):
 
 def test_nan_beyond_the_keys_of_one_sequence_stays_there(device):
     """NaN in one batch element must not reach another: tiles that end past a sequence read nothing of the next."""
-    for head_dim, causal in itertools.product((64, 128), (False, True)):
+    for head_dim, causal in itertools.product((64, 96, 128), (False, True)):
         problem = Problem(3, 100, 70, 2, 1, head_dim, causal)
         q, k, v, dout = support.random_qkv_dout(problem, device)
         clean = support.with_forward(problem, q, k, v, dout)

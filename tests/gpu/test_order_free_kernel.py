@@ -31,7 +31,7 @@ def dq_of(inputs, problem):
 
 @MASKS
 @DTYPES
-@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("head_dim", [64, 96, 128])
 @pytest.mark.parametrize("change", distributions.ROOMY + distributions.CRAMPED, ids=lambda f: f.__name__)
 def test_no_less_accurate_than_the_ordered_sum(change, head_dim, dtype, causal, device):
     problem = Problem(1, 1100, 1100, 4, 2, head_dim, causal, dtype)
@@ -59,7 +59,7 @@ def test_no_less_accurate_than_the_ordered_sum(change, head_dim, dtype, causal, 
 
 
 @MASKS
-@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("head_dim", [64, 96, 128])
 def test_only_the_heads_that_need_the_order_have_it(head_dim, causal, device, num_sms):
     problem = Problem(2, 700, 700, 8, 4, head_dim, causal)
     q, k, v, dout = changed(problem, distributions.normal, device)
@@ -93,7 +93,7 @@ def test_neighbours_with_outliers_change_no_bit(change, causal, device):
 
 @MASKS
 @DTYPES
-@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("head_dim", [64, 96, 128])
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
 def test_nan_where_the_ordered_sum_has_it(value, head_dim, dtype, causal, device):
     problem = Problem(2, 700, 900, 4, 2, head_dim, causal, dtype)
@@ -131,7 +131,7 @@ def test_gradients_of_any_size(scale, causal, device):
 
 
 @MASKS
-@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("head_dim", [64, 96, 128])
 @pytest.mark.parametrize("scale", [1.0, 1e-1, 1e-2, 1e-3, 1e-4, 1e-5, 1e-6])
 def test_documents_of_different_size(scale, head_dim, causal, device):
     def change(*args):
@@ -149,7 +149,7 @@ def test_documents_of_different_size(scale, head_dim, causal, device):
 
 @MASKS
 @DTYPES
-@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("head_dim", [64, 96, 128])
 @pytest.mark.parametrize("seqlen", [512, 4096, 16384, 32768])
 def test_normal_inputs_stay_in_fixed_point(seqlen, head_dim, dtype, causal, device):
     problem = Problem(1, seqlen, seqlen, 8, 2, head_dim, causal, dtype)
@@ -168,7 +168,7 @@ def two_keys(head_dim, k, v, dout, others=0.0):
     return [x.bfloat16() for x in tensors]
 
 
-@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("head_dim", [64, 96, 128])
 @pytest.mark.parametrize("mantissa", [1.0, 1.25, 1.5, 1.75])
 def test_subnormal_gradients_do_not_overflow(mantissa, head_dim, device):
     """Rounding to bf16 would double dS here, in every key alike, where the hardware kept numbers that small."""
@@ -178,7 +178,7 @@ def test_subnormal_gradients_do_not_overflow(mantissa, head_dim, device):
     torch.testing.assert_close(free, ordered, rtol=1e-2, atol=0)
 
 
-@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("head_dim", [64, 96, 128])
 def test_one_column_that_overflows(head_dim, device):
     problem = Problem(1, 2, 2, 1, 1, head_dim, False)
     tensors = two_keys(head_dim, k=2.0**66, v=2.0**30, dout=2.0**33, others=1.0)

@@ -18,6 +18,8 @@ SPLITS = {
     (64, False, 2048, 2048, 32, 1): 4,
     (64, True, 2048, 2048, 32, 1): 8,
     (64, False, 1300, 2500, 24, 1): 4,
+    (96, False, 1300, 2500, 24, 1): 4,
+    (96, True, 2048, 2048, 32, 1): 8,
     (128, False, 2048, 2048, 8, 1): 4,
     (128, False, 1024, 1024, 32, 1): 8,
     (128, True, 1024, 1024, 32, 1): 8,
@@ -74,7 +76,7 @@ def test_same_bits_in_a_batch(problem, splits, device):
 
 
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
-@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("head_dim", [64, 96, 128])
 def test_order_free_has_the_same_dk_and_dv(head_dim, causal, device):
     """It goes through the query tiles as descending does, and differs in dQ alone."""
     problem = Problem(1, 2048, 2048, 8, 1, head_dim, causal)
@@ -85,7 +87,7 @@ def test_order_free_has_the_same_dk_and_dv(head_dim, causal, device):
         assert mismatch is None, f"{problem}: {mismatch}"
 
 
-@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("head_dim", [64, 96, 128])
 def test_workspace(head_dim, device):
     """fp32 dQ and, for the sums over splits, fp32 dK and dV, plus 2%."""
     problem = Problem(1, 2048, 2048, 8, 1, head_dim, True)

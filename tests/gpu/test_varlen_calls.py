@@ -17,7 +17,7 @@ from pack_checks import MASKS, Pack, Pool, assert_as_alone, lay_out, make_pack, 
 from test_progress import FREE_SMS_FOR_A_CLUSTER, HOLD_LIMIT_S
 
 KINDS = pytest.mark.parametrize("kind", MASKS)
-HEAD_DIMS = pytest.mark.parametrize("head_dim", (64, 128))
+HEAD_DIMS = pytest.mark.parametrize("head_dim", (64, 96, 128))
 # Chunks and a window of both sides, beside no mask and the causal one.
 FEW_MASKS = {
     "full": MASKS["full"][0],

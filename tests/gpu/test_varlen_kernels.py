@@ -38,7 +38,7 @@ HEADS = (
     (4, 1, 40, "fp16"),
 )
 KINDS = pytest.mark.parametrize("kind", MASKS)
-HEAD_DIMS = pytest.mark.parametrize("head_dim", (64, 128))
+HEAD_DIMS = pytest.mark.parametrize("head_dim", (64, 96, 128))
 
 
 def problem_of(heads: int, kv_heads: int, head_dim: int, dtype: str = "bf16", **mask) -> Problem:
@@ -111,7 +111,7 @@ EMPTY = {
 @KINDS
 def test_rows_that_see_nothing(kind, empty, rows, device):
     outside = 0 if rows == "no rows outside" else 150
-    for head_dim, mask in itertools.product((64, 128), some_masks(kind, 0)):
+    for head_dim, mask in itertools.product((64, 96, 128), some_masks(kind, 0)):
         pool = Pool(problem_of(4, 2, head_dim, **mask), device)
         layouts = []
         for lengths in zip(*EMPTY[empty]):

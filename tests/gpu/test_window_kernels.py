@@ -81,7 +81,7 @@ def check_accuracy(problem: Problem, device: str) -> None:
         assert not lines, f"{problem} {policy}:\n" + "\n".join(lines)
 
 
-@pytest.mark.parametrize("head_dim", (64, 128))
+@pytest.mark.parametrize("head_dim", (64, 96, 128))
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("window", WINDOWS)
 def test_accuracy(window, dtype, head_dim, device):
@@ -97,7 +97,7 @@ def test_padded_head_dim_and_other_scales(window, device):
         check_accuracy(dataclasses.replace(problem, softmax_scale=softmax_scale), device)
 
 
-@pytest.mark.parametrize("head_dim", (64, 128))
+@pytest.mark.parametrize("head_dim", (64, 96, 128))
 @pytest.mark.parametrize("window", ("500,0", "4000,4000", "chunk 4096"))
 def test_accuracy_over_many_tiles(window, head_dim, device):
     """Wider than some tiles, and shorter than the sequence."""
@@ -105,7 +105,7 @@ def test_accuracy_over_many_tiles(window, head_dim, device):
 
 
 @pytest.mark.parametrize("lengths", ((1000, 1000), (600, 1300), (1300, 600)), ids=str)
-@pytest.mark.parametrize("head_dim", (64, 128))
+@pytest.mark.parametrize("head_dim", (64, 96, 128))
 @pytest.mark.parametrize("causal", (False, True), ids=["full", "causal"])
 def test_a_window_that_hides_nothing_is_as_accurate_as_no_window(causal, head_dim, lengths, device):
     """It runs another kernel, whose sums are of the same terms."""
@@ -130,7 +130,7 @@ def test_what_is_the_causal_mask_has_its_bits(device):
         True: [dict(window=(-1, 0)), dict(causal=True, window=(-1, 5)), dict(causal=True, window=(-7, -3))],
         False: [dict(window=(-5, -2))],
     }
-    for (causal, arguments), head_dim in itertools.product(same.items(), (64, 128)):
+    for (causal, arguments), head_dim in itertools.product(same.items(), (64, 96, 128)):
         plain = Problem(2, 300, 420, 4, 2, head_dim, causal)
         tensors = support.random_qkv_dout(plain, device)
         for policy in ["auto", *support.policies(plain)]:
@@ -140,7 +140,7 @@ def test_what_is_the_causal_mask_has_its_bits(device):
                 support.assert_same_bits(outputs(problem, tensors, policy), expected, f"{problem} {policy}")
 
 
-@pytest.mark.parametrize("head_dim", (64, 128))
+@pytest.mark.parametrize("head_dim", (64, 96, 128))
 @pytest.mark.parametrize("window", ("127,0", "64,64", "10,-1"))
 def test_keys_that_the_window_hides_change_no_bits(window, head_dim, device):
     """A sequence of which no query sees less than its window, with and without whole KV tiles of keys in front."""
@@ -163,7 +163,7 @@ def test_keys_that_the_window_hides_change_no_bits(window, head_dim, device):
         support.assert_same_bits(found, expected, f"{longer} {policy}")
 
 
-@pytest.mark.parametrize("head_dim", (64, 128))
+@pytest.mark.parametrize("head_dim", (64, 96, 128))
 @pytest.mark.parametrize("window", FEW_WINDOWS)
 def test_same_bits_under_load(window, head_dim, perturbation, device):
     problem = problem_of(window, 2, 1100, 1100, 16, 4, head_dim)
@@ -181,7 +181,7 @@ def test_same_bits_under_load(window, head_dim, perturbation, device):
                 support.assert_same_bits(found, expected, f"{problem} {policy}, call {call} of {CALLS}")
 
 
-@pytest.mark.parametrize("head_dim", (64, 128))
+@pytest.mark.parametrize("head_dim", (64, 96, 128))
 @pytest.mark.parametrize("window", FEW_WINDOWS)
 def test_bits_are_the_sequences_own(window, head_dim, device, num_sms):
     """Neither the SMs, nor the batch, nor the other heads."""
@@ -197,13 +197,13 @@ def test_bits_are_the_sequences_own(window, head_dim, device, num_sms):
 @pytest.mark.parametrize("window", FEW_WINDOWS)
 def test_large_groups(window, device):
     """Whose query heads are split over work tiles, at this length, where the window is wide."""
-    for head_dim, group in itertools.product((64, 128), (8, 32)):
+    for head_dim, group in itertools.product((64, 96, 128), (8, 32)):
         check_accuracy(problem_of(window, 1, 1300, 1300, group, 1, head_dim), device)
 
 
 @pytest.mark.parametrize("window", FEW_WINDOWS)
 def test_auto_is_descending(window, device):
-    for head_dim, lengths in itertools.product((64, 128), ((60, 60), (515, 515))):
+    for head_dim, lengths in itertools.product((64, 96, 128), ((60, 60), (515, 515))):
         problem = problem_of(window, 2, *lengths, 8, 2, head_dim)
         tensors = support.random_qkv_dout(problem, device)
         auto, descending = (outputs(problem, tensors, policy) for policy in ("auto", "descending"))
@@ -219,7 +219,7 @@ def test_a_policy_that_is_not_defined_for_windows_raises(window, schedule, devic
         dash_attn.flash_attn_func(q, k, v, **pack_checks.mask_arguments(problem), schedule=schedule)
 
 
-@pytest.mark.parametrize("head_dim", (64, 128))
+@pytest.mark.parametrize("head_dim", (64, 96, 128))
 @pytest.mark.parametrize("window", FEW_WINDOWS)
 def test_nan_in_tiles_that_the_window_hides_stays_there(window, head_dim, device):
     """Dead tiles are not visited: keys that nobody sees, whole KV tiles of them, may be anything."""

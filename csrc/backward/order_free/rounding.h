@@ -12,13 +12,11 @@ template <typename Geometry>
 class Rounding {
  public:
   using Layout = DqLayout<Geometry>;
-  static_assert(Geometry::kDqQueries == kScaleGroup);
 
   // `scales` are those of the tile's rows, in shared memory.
   __device__ __forceinline__ Rounding(const uint8_t* scales, int consumer, int thread)
-      : first_((Geometry::kSplitDqByHeadDim ? 0 : consumer * kScaleGroup) + thread % 4 * kScales) {
-    reinterpret_cast<uint4&>(packed_) = *reinterpret_cast<const uint4*>(scales + first_);
-  }
+      : first_((Geometry::kSplitDqByHeadDim ? 0 : consumer * Geometry::kDqQueries) + thread % 4 * Layout::kScales),
+        packed_(*reinterpret_cast<const Packed*>(scales + first_)) {}
 
   // Hands each quad on to store(quad, x, y, z, w), as the bits of numbers of units plus kOffsetBits. `tile_scales` are
   // the tile's in global memory, where rows that are not finite are marked.
@@ -30,8 +28,11 @@ class Rounding {
   }
 
  private:
-  static constexpr int kScales = kScaleGroup / 4;  // of a thread: two for each quad of registers
-  static_assert(kScales == sizeof(uint4));
+  // Two bytes for each quad of registers.
+  struct alignas(Layout::kScales % 16 == 0 ? 16 : 4) Packed {
+    uint32_t words[Layout::kScales / 4];
+  };
+  static_assert(sizeof(Packed) == Layout::kScales);
   static constexpr int kQuadsAtOnce = 2;
 
   // In one addition where no element has more than kFractionBits bits. That is so if and only if the sum is in [2, 4),
@@ -68,7 +69,7 @@ class Rounding {
 
   __device__ __forceinline__ float scale(int quad, int i) const {
     const int byte = 2 * quad + i;
-    const uint32_t word = packed_[byte / 4];
+    const uint32_t word = packed_.words[byte / 4];
     const int shift = 23 - 8 * (byte % 4);
     return __uint_as_float((shift >= 0 ? word << max(shift, 0) : word >> max(-shift, 0)) & 0x7f800000u);
   }
@@ -76,7 +77,7 @@ class Rounding {
   static constexpr uint32_t kSignificand = 0x007fffff, kExponentOf2 = 0x40000000;
 
   int first_;
-  uint32_t packed_[kScales / 4];
+  Packed packed_;
 };
 
 }  // namespace dash_attn::backward

@@ -58,7 +58,7 @@ __device__ __forceinline__ float norm_bound(float squares, float largest) {
   float norm = sqrtf(squares);
   if (__any_sync(0xffffffff, !in_range)) {
 #pragma unroll
-    for (int offset = kHeadDim / 16; offset > 0; offset /= 2) {
+    for (int offset = kRowThreads<kHeadDim> / 2; offset > 0; offset /= 2) {
       largest = fmaxf(largest, __shfl_xor_sync(0xffffffff, largest, offset));
     }
     if (!in_range) { norm = largest * sqrtf(float(kHeadDim)); }
@@ -150,7 +150,7 @@ __device__ __forceinline__ bool find_chunk(const SequencesOfCall& call, bool of_
 
 template <typename Element, int kHeadDim>
 __device__ __forceinline__ float max_query_norm(const StatisticsParams<Element>& params, const Chunk& chunk) {
-  constexpr int kThreadsPerRow = kHeadDim / 8;
+  constexpr int kThreadsPerRow = kRowThreads<kHeadDim>;
   const int column = threadIdx.x % kThreadsPerRow * 8;
   float max_norm = 0.f;
 #pragma unroll 4
@@ -188,11 +188,11 @@ __device__ __forceinline__ PairMeasures measure_pair(uint4 a, uint4 b) {
   return sums;
 }
 
-// Of the rows of one window, two at a time for each kHeadDim / 8 threads, put into `mine`. Called by whole warps.
+// Of the rows of one window, two at a time for those threads that share a row, put into `mine`. Called by whole warps.
 template <typename Element, int kHeadDim>
 __device__ __forceinline__ void measure_window(const StatisticsParams<Element>& params, const Chunk& chunk,
                                                int first_row, KeyStatistics& mine) {
-  constexpr int kThreadsPerRow = kHeadDim / 8;
+  constexpr int kThreadsPerRow = kRowThreads<kHeadDim>;
   constexpr int kRowsAtOnce = 2 * 32 / kThreadsPerRow;
   const int column = threadIdx.x % kThreadsPerRow * 8;
   float k_steps = 0.f, v_steps = 0.f;
