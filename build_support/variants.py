@@ -1,6 +1,6 @@
 """Selects kernels from csrc/launch/variants.def and writes their translation units.
 
-A line of the list is DASH_<PASS>_VARIANT(dtype, head_dim, mask[, set of policies]); names are CamelCase there and
+A line of the list is DASH_<PASS>_VARIANT(dtype, head_dim, mask, score[, set of policies]); names are CamelCase there and
 snake_case in the environment variables, one variable an axis. New values and passes need no change here.
 """
 
@@ -13,9 +13,9 @@ from typing import NamedTuple
 
 _LINE = re.compile(r"^DASH_(\w+)_VARIANT\(([^()]*)\)$", re.MULTILINE)
 # What selects the values of each axis, in the order of a line's arguments.
-AXES = ("DASH_ATTN_DTYPES", "DASH_ATTN_HEAD_DIMS", "DASH_ATTN_MASKS", "DASH_ATTN_POLICIES")
+AXES = ("DASH_ATTN_DTYPES", "DASH_ATTN_HEAD_DIMS", "DASH_ATTN_MASKS", "DASH_ATTN_SCORES", "DASH_ATTN_POLICIES")
 # Lines that agree in these arguments share a translation unit.
-_UNIT_AXES = 3
+_UNIT_AXES = 4
 # Other names for a value: short ones of dtypes, and policies that one kernel serves together.
 _ALIASES = {
     "bf16": "bfloat16",

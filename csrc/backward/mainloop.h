@@ -1,6 +1,6 @@
 // The consumers: each warpgroup owns 64 keys and computes, for every query tile,
 //
-//   S^T = K Q^T     P^T = exp2(scale S^T - LSE)     dP^T = V dO^T     dS^T = P^T * (dP^T - D)
+//   S^T = score(K Q^T)     P^T = exp2(scale S^T - LSE)     dP^T = V dO^T     dS^T = P^T * (dP^T - D)
 //   dV += P^T dO    dK += dS^T Q                    dQ^T = K^T dS^T   (over the keys of both consumers)
 //
 // Products run in the order in which they are issued, while the thread computes. From step j to step j + 1 (a bar is a
@@ -258,12 +258,33 @@ class Consumer {
   template <typename AnyStep>
   __device__ __forceinline__ void make_p(Scores& s, AnyStep step) const {
     const StepTile tile = shared_.step[step.slot()];
+    make_scores(s, tile.query_tile, step.slot());
     if (tile.needs_masking) {
       const Mask mask = Variant::grid(work().sequence, params_.window).mask;
       apply_mask(s, mask, tile.query_tile * Variant::kQuery,
                  work().kv_tile * Variant::kKey + consumer_ * kWarpgroupRows, thread_);
     }
-    probabilities<Score>(s, shared_.lse[step.slot()], params_.softmax_scale_log2, thread_);
+    probabilities(s, shared_.lse[step.slot()], params_.score.scale_log2, thread_);
+  }
+
+  // Products become scores.
+  __device__ __forceinline__ void make_scores(Scores& s, int query_tile, int slot) const {
+    if constexpr (Score::kHasSlope) {
+      const Sequence& sequence = work().sequence;
+      const int first_own_key = query_tile * Variant::kQuery + sequence.seqlen_k - sequence.seqlen_q;
+      const int first_key = work().kv_tile * Variant::kKey + consumer_ * kWarpgroupRows;
+      FragmentBias bias;
+#pragma unroll
+      for (int row = 0; row < 2; ++row) {
+        const int key = first_key + fragment_row(thread_, 2 * row);
+        bias.slope[row] = shared_.slope[slot];
+        bias.offset[row] = float(first_own_key + fragment_column(thread_, 0) - key);
+      }
+      Score::transform(s, bias);
+      pin(s);
+    } else if constexpr (Score::kKind != ScoreKind::kPlain) {
+      Score::transform(s, params_.score);
+    }
   }
 
   __device__ __forceinline__ void round_p(Registers& r) const {
@@ -276,7 +297,8 @@ class Consumer {
   __device__ __forceinline__ void make_ds(Registers& r, AnyStep step) {
     // Lets ptxas mix the stores with the sums, which pays where there are many.
     if constexpr (kScoreRegisters > 32) { forget(thread_); }
-    score_gradient<Element, Score>(r.rounded, r.scores, shared_.delta[step.slot()], thread_);
+    score_gradient<Element, Score>(r.rounded, r.scores, shared_.delta[step.slot()], shared_.lse[step.slot()],
+                                   params_.score, thread_);
     shared_.dout_empty[step.slot()].arrive();
     store_transposed<Swizzle, Variant::kQuery>(shared_.ds[step.slot()] + consumer_ * kDsBlock, r.rounded, thread_ / 32,
                                                thread_ % 32);

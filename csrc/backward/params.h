@@ -7,6 +7,7 @@
 #include <cstdint>
 
 #include "../config/fixed_point.h"
+#include "../device/score.h"
 #include "../schedule/work_tile.h"
 
 namespace dash_attn::backward {
@@ -52,6 +53,8 @@ struct Workspace {
   // With more than one split of the query heads only.
   float* split_sums;      // (sequence, KV head, KV tile, consumer, dV and dK, fragment as split_reduction.h has it)
   int* split_semaphores;  // (sequence, KV head, KV tile, consumer, dV and dK): how many splits are in the sum
+
+  float* sink_sums;  // (sequence, head), in the caller's order: gradients of sinks; where they are wanted
 
   // Order-free accumulation only.
   uint8_t* scales;                // fixed point, of each row (config/fixed_point.h), in the order of scale_position
@@ -128,7 +131,7 @@ struct KernelParams {
   Workspace workspace;
   int num_groups;  // of KV tiles: the numbers that are handed out; of a pack, no fewer than those
   float softmax_scale;
-  float softmax_scale_log2;  // log2(e) * softmax_scale
+  ScoreParams score;
 };
 
 }  // namespace dash_attn::backward

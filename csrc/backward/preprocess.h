@@ -1,4 +1,4 @@
-// Before the main kernel: D = rowsum(dO * O), and all semaphores and the counter of work set to zero. Where dQ is added
+// Before the main kernel: D = rowsum(dO * O), less the gradient of LSE where there is one, and all semaphores and the counter of work set to zero. Where dQ is added
 // in no order its accumulator is cleared too, and order-free each row gets its unit.
 #pragma once
 
@@ -20,7 +20,9 @@ struct PreprocessParams {
   int head_dim;
   int num_blocks;  // of the whole call; a grid of fewer takes several each
   int num_dq_semaphores, num_split_semaphores;
-  bool clear_dq;        // its partials are added in no order
+  bool clear_dq;                            // its partials are added in no order
+  const float *softmax_lse, *dsoftmax_lse;  // the caller's; the second null where LSE has no gradient
+  int64_t lse_batch_stride, lse_head_stride;
   ScaleSettings scale;  // of order-free accumulation
 };
 
@@ -45,6 +47,16 @@ __device__ __forceinline__ void clear_integers(int* integers, int count) {
 // Blocks of a query tile, which are in its order.
 template <int kHeadDim>
 constexpr int kPreprocessBlocks = backward_tile_shape(kHeadDim).query / kPreprocessRows<kHeadDim>;
+
+// D less the gradient of LSE, which is looked at only where LSE is finite.
+template <typename Element>
+__device__ __forceinline__ float with_gradient_of_lse(const PreprocessParams<Element>& params, const TileOwner& owner,
+                                                      int row, float delta) {
+  if (!params.dsoftmax_lse || row >= owner.lengths.seqlen_q) { return delta; }
+  const int64_t index =
+      owner.batch * params.lse_batch_stride + owner.head * params.lse_head_stride + owner.first_row + row;
+  return isinf(params.softmax_lse[index]) ? delta : delta - params.dsoftmax_lse[index];
+}
 
 template <typename Element, int kHeadDim, bool kOrderFree>
 __device__ __forceinline__ void preprocess_block(const PreprocessParams<Element>& params, int block) {
@@ -81,7 +93,8 @@ __device__ __forceinline__ void preprocess_block(const PreprocessParams<Element>
 #pragma unroll
   for (int pass = 0; pass < kPasses; ++pass) {
     const int row = first_row + (pass * kPreprocessThreads + threadIdx.x) / kThreadsPerRow;
-    const float delta = sum_of_row<kThreadsPerRow>(dot8<Element>(out[pass], dout[pass]));
+    const float delta =
+        with_gradient_of_lse(params, owner, row, sum_of_row<kThreadsPerRow>(dot8<Element>(out[pass], dout[pass])));
     float squares = 0.f, largest = 0.f, dout_norm = 0.f;
     if constexpr (kOrderFree) {
       measure8<Element>(dout[pass], squares, largest);

@@ -3,6 +3,7 @@
 
 #include "../device/fragment.h"
 #include "../device/ptx.h"
+#include "../device/score.h"
 #include "../schedule/mask.h"
 
 namespace dash_attn::backward {
@@ -46,8 +47,8 @@ __device__ __forceinline__ SliceStatistics slice_of(const float* rows, int threa
   return {{{four.x, four.y}, {four.z, four.w}}};
 }
 
-// P = e^(score - LSE); `lse` is in base 2.
-template <typename Score, int kSize>
+// P = exp2(scale score - LSE); `lse` is in base 2.
+template <int kSize>
 __device__ __forceinline__ void probabilities(float (&s)[kSize], const float* lse, float scale_log2, int thread) {
 #pragma unroll
   for (int slice = 0; slice < kSize / 8; ++slice) {
@@ -55,23 +56,31 @@ __device__ __forceinline__ void probabilities(float (&s)[kSize], const float* ls
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
       float& x = s[8 * slice + i];
-      x = ptx::exp2_approx(Score::log2_weight(x, scale_log2, row.of[i / 4][i % 2]));
+      x = ptx::exp2_approx(fmaf(x, scale_log2, -row.of[i / 4][i % 2]));
     }
   }
 }
 
-// dS = P * (dP - D), rounded, in the place of P.
+// dS = P * (dP - D) * the score's derivative, rounded, in the place of P.
 template <typename Element, typename Score, int kSize>
 __device__ __forceinline__ void score_gradient(RegisterSlice (&p)[kSize / 8], const float (&dp)[kSize],
-                                               const float* delta, int thread) {
-  static_assert(!Score::kHasDerivative, "multiply it in here");
+                                               const float* delta, const float* lse, const ScoreParams& params,
+                                               int thread) {
 #pragma unroll
   for (int slice = 0; slice < kSize / 8; ++slice) {
     const SliceStatistics row = slice_of(delta, thread, slice);
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       const float* const x = dp + 8 * slice + 2 * i;
-      p[slice][i] = multiply_pair<Element>(p[slice][i], x[0] - row.of[i / 2][0], x[1] - row.of[i / 2][1]);
+      float low = x[0] - row.of[i / 2][0], high = x[1] - row.of[i / 2][1];
+      if constexpr (Score::kHasDerivative) {
+        if (i == 0) { forget_memory(); }  // what later slices read is not read yet: registers
+        const float* const lse_of = slice_of(lse, thread, slice).of[i / 2];
+        const float2 probability = unpack<Element>(p[slice][i]);
+        low *= Score::derivative(probability.x, lse_of[0], params);
+        high *= Score::derivative(probability.y, lse_of[1], params);
+      }
+      p[slice][i] = multiply_pair<Element>(p[slice][i], low, high);
     }
   }
 }

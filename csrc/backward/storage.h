@@ -53,6 +53,7 @@ struct alignas(1024) SharedStorage {
   float lse[kStages][Variant::kQuery];        // base 2
   float delta[kStages][Variant::kQuery];      // D = rowsum(dO * O)
   StepTile step[kStages];
+  float slope[Variant::Score::kHasSlope ? kStages : 1];  // ALiBi's, of the step's head
   // Order-free only: the tile whose rows' units the partial is rounded to, or kNoScale; scales in the order of
   // scale_position.
   alignas(16) uint8_t scales[Variant::kScaleSlots][Variant::kScaleBytes ? Variant::kQuery : 16];

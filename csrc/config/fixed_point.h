@@ -54,9 +54,12 @@ inline constexpr float kSmallestProduct = 1e-30f;
 // 1.27.
 inline constexpr double kCapacity = 1.5 * (1 << 30);
 
-// Whether dQ of the head is summed in fp32 in the order of ranks instead, whatever its rows are.
-DASH_HOST_DEVICE inline bool needs_order(HeadStatistics const& head, double softmax_scale, int seqlen_k) {
-  double const largest_score = std::fabs(softmax_scale) * double(head.max_query_norm) * double(head.max_key_norm);
+// Whether dQ of the head is summed in fp32 in the order of ranks instead, whatever its rows are. `largest_bias` is what
+// scores may have beside the product, in magnitude.
+DASH_HOST_DEVICE inline bool needs_order(HeadStatistics const& head, double softmax_scale, double largest_bias,
+                                         int seqlen_k) {
+  double const largest_score =
+      std::fabs(softmax_scale) * double(head.max_query_norm) * double(head.max_key_norm) + largest_bias;
   // A smaller product may have lost digits of its own in fp32, or all of them. A difference may overflow where the
   // values do not. Written so that NaN needs the order.
   return !(largest_score <= kMaxScore && seqlen_k <= kMaxKeys && head.max_product >= kSmallestProduct &&

@@ -37,6 +37,15 @@ __device__ __forceinline__ uint32_t pack(float low, float high) {
   }
 }
 
+template <typename Element>
+__device__ __forceinline__ float2 unpack(uint32_t pair) {
+  if constexpr (std::is_same_v<Element, cutlass::bfloat16_t>) {
+    return __bfloat1622float2(reinterpret_cast<const __nv_bfloat162&>(pair));
+  } else {
+    return __half22float2(reinterpret_cast<const __half2&>(pair));
+  }
+}
+
 // A pair times (low, high), rounded. In bf16 the factors are rounded first, which saves two instructions of five; in
 // fp16 the unrounded factor may be out of range where the product is not.
 template <typename Element>

@@ -13,6 +13,20 @@ __device__ __forceinline__ float exp2_approx(float x) {
   return y;
 }
 
+// 9.7.3 "lg2": absolute error 2^-22 near 1, else relative error 2^-22.
+__device__ __forceinline__ float log2_approx(float x) {
+  float y;
+  asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
+// 9.7.3 "tanh": relative error 2^-11, one MUFU.
+__device__ __forceinline__ float tanh_approx(float x) {
+  float y;
+  asm("tanh.approx.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
 // 9.7.9.27 "cp.reduce.async.bulk": adds `bytes` of fp32 in shared memory onto global memory.
 __device__ __forceinline__ void bulk_add_f32(float* global, const float* shared, int bytes) {
   asm volatile("cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;"

@@ -1,24 +1,81 @@
-// Scores: what becomes of a product q . k before the softmax, and its derivative. The place to add another, for both
-// passes.
+// Scores: what becomes of a product q . k before the mask and the softmax, and its derivative. The place to add another,
+// for both passes.
 //
-// A score type has
-//   log2_score(product, scale_log2)               log2 of e^score, rounded by itself; grows with the product
-//   log2_weight(product, scale_log2, reference)   the same, less `reference`
-//   kHasDerivative                                whether dS must be multiplied with something (score_tile.h)
+// A score type turns products into x in place (transform) and the softmax is taken of ScoreParams::scale_log2 * x, in
+// base 2. It has
+//   kKind
+//   kHasDerivative  whether dS must be multiplied with derivative(): the score is no multiple of the product, and what
+//                   may be added to that
+//   kHasSlope       whether it depends on where query and key are, and on the head
 #pragma once
+
+#include <cstdint>
+
+#include "fragment.h"
+#include "ptx.h"
 
 namespace dash_attn {
 
-// score = softmax_scale * q . k. Its derivative, softmax_scale, is a factor of whole rows and is applied at the end.
-struct ScaledScore {
-  static constexpr bool kHasDerivative = false;
+enum class ScoreKind : int { kPlain, kSoftcap, kAlibi };
+inline constexpr const char* kScoreNames[] = {"plain", "softcap", "alibi"};
 
-  static __device__ __forceinline__ float log2_score(float product, float scale_log2) {
-    return __fmul_rn(product, scale_log2);
+struct ScoreParams {
+  float scale_log2;      // log2(e) times what x is multiplied with
+  float product_factor;  // softcap: softmax_scale / softcap. ALiBi: 1 / softmax_scale
+  float inverse_scale_log2;
+  const float* slopes;  // ALiBi's, (sequence, head)
+  int64_t slopes_stride;
+
+  // In units of x.
+  __device__ __forceinline__ float slope(int sequence, int head) const {
+    return slopes[sequence * slopes_stride + head] * product_factor;
+  }
+};
+
+// Where the elements of a thread's two rows of a fragment are: element i has the distance offset + fragment_column(0, i)
+// between the query's own key and the key, or the same with the other sign.
+struct FragmentBias {
+  float slope[2], offset[2];
+};
+
+// score = softmax_scale * product. Its derivative, softmax_scale, is a factor of whole rows and is applied at the end.
+struct PlainScore {
+  static constexpr ScoreKind kKind = ScoreKind::kPlain;
+  static constexpr bool kHasDerivative = false, kHasSlope = false;
+};
+
+// score = softcap * tanh(softmax_scale * product / softcap) (Gemma 2, arXiv 2408.00118).
+struct SoftcapScore {
+  static constexpr ScoreKind kKind = ScoreKind::kSoftcap;
+  static constexpr bool kHasDerivative = true, kHasSlope = false;
+
+  template <int kSize>
+  static __device__ __forceinline__ void transform(float (&products)[kSize], const ScoreParams& params) {
+#pragma unroll
+    for (int i = 0; i < kSize; ++i) { products[i] = ptx::tanh_approx(products[i] * params.product_factor); }
   }
 
-  static __device__ __forceinline__ float log2_weight(float product, float scale_log2, float reference) {
-    return fmaf(product, scale_log2, -reference);
+  // 1 - tanh^2, from the probability e^score / e^LSE: tanh need not be kept. `lse` is in base 2. Where no probability is
+  // left there is no gradient either.
+  static __device__ __forceinline__ float derivative(float probability, float lse, const ScoreParams& params) {
+    const float tanh = (ptx::log2_approx(probability) + lse) * params.inverse_scale_log2;
+    return fmaxf(fmaf(-tanh, tanh, 1.f), 0.f);
+  }
+};
+
+// score = softmax_scale * product - slope * |query's own key - key| (ALiBi, arXiv 2108.12409). Slopes have no gradient.
+struct AlibiScore {
+  static constexpr ScoreKind kKind = ScoreKind::kAlibi;
+  static constexpr bool kHasDerivative = false, kHasSlope = true;
+
+  template <int kSize>
+  static __device__ __forceinline__ void transform(float (&products)[kSize], const FragmentBias& bias) {
+#pragma unroll
+    for (int i = 0; i < kSize; ++i) {
+      const int row = (i / 2) % 2;
+      const float distance = fabsf(bias.offset[row] + float(fragment_column(0, i)));
+      products[i] = fmaf(-bias.slope[row], distance, products[i]);
+    }
   }
 };
 

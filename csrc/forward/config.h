@@ -10,6 +10,7 @@
 #include "../config/tile_shapes.h"
 #include "../device/gemm.h"
 #include "../device/ring.h"
+#include "../device/score.h"
 #include "../device/sm90.h"
 #include "../schedule/forward_tiles.h"
 #include "../schedule/tile_grid.h"
@@ -64,6 +65,7 @@ struct AnnouncedTile {
   Sequence sequence;
   RowOrigin rows;
   int64_t first_lse;  // index of the LSE of head 0's query 0
+  int number;         // of the sequence
 };
 
 template <typename Variant>

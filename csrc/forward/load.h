@@ -55,7 +55,7 @@ class Loader {
       const RowOrigin rows = RowOrigin::of(false, tile.batch, 0);
       const int64_t heads = scheduler.head_groups << scheduler.group_shift;
       return {{scheduler.end_position(tile.index), tile.head_group, scheduler.sequence, rows,
-               tile.batch * heads * params_.lse_head_stride},
+               tile.batch * heads * params_.lse_head_stride, tile.batch},
               rows};
     }
     const PackedSequence& sequence = pack.sequences[pack.place_of(place, scheduler.head_groups)];
@@ -63,7 +63,7 @@ class Loader {
     const QueryTile tile = alone.tile(sequence.number_within(place, scheduler.head_groups));
     const Sequence lengths = sequence.lengths;
     return {{alone.end_position(tile.index), tile.head_group, lengths,
-             RowOrigin::of(true, sequence.end_q, lengths.seqlen_q), sequence.end_q - lengths.seqlen_q},
+             RowOrigin::of(true, sequence.end_q, lengths.seqlen_q), sequence.end_q - lengths.seqlen_q, sequence.number},
             RowOrigin::of(true, sequence.end_k, lengths.seqlen_k)};
   }
 

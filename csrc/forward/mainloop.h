@@ -1,7 +1,7 @@
 // The consumers: each warpgroup owns 64 rows of the query tile and computes, KV tile by KV tile from the last to the
 // first,
 //
-//   S = Q K^T     P = exp2(scale S - reference)     O = correction O + P V
+//   S = score(Q K^T)     P = exp2(scale S - reference)     O = correction O + P V
 //
 // Products run in the order in which they are issued, while the thread computes. For tile j after tile j + 1:
 //
@@ -40,10 +40,11 @@ class Consumer {
   __device__ void run() {
     Output out;
     PackedScores p;
-    OnlineSoftmax softmax(params_.softmax_scale_log2);
+    OnlineSoftmax softmax(params_.score.scale_log2);
     Rows rows{};  // the last P of rows that see keys waits for its product
     for (int end; (end = next_tile()) != kNoMoreTiles; q_ = q_.next()) {
-      const Rows next(params_, sequence_of_tile(), end, consumer_);
+      Rows next(params_, sequence_of_tile(), end, consumer_);
+      if constexpr (Score::kHasSlope) { set_slopes(next); }
       if (rows.kv.count > 0 && next.kv.count > 0 && !passes_many(next.passed_before)) {
         if (Variant::kHalvesFirstTile && next.half_first) {
           cross<kHalfTile>(out, p, softmax, rows, next);
@@ -52,7 +53,7 @@ class Consumer {
         }
       } else {
         if (rows.kv.count > 0) { finish(out, p, softmax, rows, q_.previous()); }
-        softmax = OnlineSoftmax(params_.softmax_scale_log2);
+        softmax = OnlineSoftmax(params_.score.scale_log2);
         clear(out);
         if (next.kv.count > 0) {
           begin(p, softmax, next);
@@ -108,6 +109,7 @@ class Consumer {
     issue_s(s);
     wait_products<0>();
     finish_s(s);
+    make_scores(s, rows, rows.kv.end() - 1);
     exponentiate_first(s, softmax, rows);
     pass_values_before(rows);
     shared_.v_full[v_.slot()].wait(v_.parity());
@@ -135,8 +137,9 @@ class Consumer {
     issue_out(out, p);
     wait_products<1>();  // S
     finish_s(s);
+    make_scores(s, rows, kv_tile);
     if constexpr (kTile == Tile::kMasked) { apply_mask(s, rows, kv_tile); }
-    const bool corrects = softmax.exponentiate<Score, kTile>(s, correction);
+    const bool corrects = softmax.exponentiate<kTile>(s, correction);
     pin(s);
     wait_for_next_v();
     finish_out(out, p);
@@ -158,9 +161,10 @@ class Consumer {
     issue_out(out, p);
     wait_products<1>();  // S
     finish_s(seen);
+    make_scores(seen, next, next.kv.end() - 1);
 #pragma unroll
     for (int i = kKeys / 2; i < kScoreRegisters; ++i) { s[i] = -INFINITY; }
-    OnlineSoftmax next_softmax(params_.softmax_scale_log2);
+    OnlineSoftmax next_softmax(params_.score.scale_log2);
     exponentiate_first(s, next_softmax, next);
     pin(s);
     wait_for_next_v();
@@ -260,13 +264,39 @@ class Consumer {
     v_ = v_.next();
   }
 
+  __device__ __forceinline__ void set_slopes(Rows& rows) const {
+    const AnnouncedTile& tile = shared_.tile[q_.slot()];
+#pragma unroll
+    for (int row = 0; row < kRowsPerThread; ++row) {
+      const int head = Rows::head(params_, tile.head_group, thread_, row);
+      rows.slopes.of[row] = params_.score.slope(tile.number, head);
+    }
+  }
+
+  // Products of the rows with keys of a KV tile, from its first on, become scores.
+  template <int kRegisters>
+  __device__ __forceinline__ void make_scores(float (&s)[kRegisters], const Rows& rows, int kv_tile) const {
+    if constexpr (Score::kHasSlope) {
+      FragmentBias bias;
+#pragma unroll
+      for (int row = 0; row < kRowsPerThread; ++row) {
+        const int own_key = rows.position(params_, thread_, row) + rows.sequence.seqlen_k - rows.sequence.seqlen_q;
+        bias.slope[row] = rows.slopes.of[row];
+        bias.offset[row] = float(kv_tile * Variant::kKey + fragment_column(thread_, 0) - own_key);
+      }
+      Score::transform(s, bias);
+    } else if constexpr (Score::kKind != ScoreKind::kPlain) {
+      Score::transform(s, params_.score);
+    }
+  }
+
   __device__ __forceinline__ void exponentiate_first(Scores& s, OnlineSoftmax& softmax, const Rows& rows) const {
     RowStatistic correction;
     const int kv_tile = rows.kv.end() - 1;
     const Range whole = rows.kv_seen_whole(params_);
     const bool hides_first = !starts_at_first_key(Variant::kMask) && kv_tile < whole.first;
     if (kv_tile >= whole.end() || hides_first) { apply_mask(s, rows, kv_tile); }  // not in `whole`
-    softmax.exponentiate<Score, Tile::kMasked>(s, correction);
+    softmax.exponentiate<Tile::kMasked>(s, correction);
   }
 
   __device__ __forceinline__ void apply_mask(Scores& s, const Rows& rows, int kv_tile) const {
@@ -306,15 +336,23 @@ class Consumer {
 #pragma unroll
     for (int row = 0; row < kRowsPerThread; ++row) {
       const int position = rows.position(params_, thread_, row);
-      if (rows.mask(params_).keys_of(position).count == 0) {
+      const int head = Rows::head(params_, tile.head_group, thread_, row);
+      const bool sees_no_key = rows.mask(params_).keys_of(position).count == 0;
+      if (sees_no_key) {
         lse[row] = INFINITY;
 #pragma unroll
         for (int i = 0; i < kOutputRegisters; ++i) {
           if (row_of(i) == row) { out[i] = 0.f; }
         }
       }
+      if (params_.sinks) {
+        const float factor = add_sink(lse[row], params_.sinks[head], sees_no_key);
+#pragma unroll
+        for (int i = 0; i < kOutputRegisters; ++i) {
+          if (row_of(i) == row) { out[i] *= factor; }
+        }
+      }
       if (thread_ % 4 == 0 && position < rows.sequence.seqlen_q) {
-        const int head = Rows::head(params_, tile.head_group, thread_, row);
         params_.softmax_lse[tile.first_lse + head * params_.lse_head_stride + position] = lse[row];
       }
     }

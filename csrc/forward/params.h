@@ -3,6 +3,7 @@
 
 #include <cuda.h>
 
+#include "../device/score.h"
 #include "../schedule/forward_tiles.h"
 
 namespace dash_attn::forward {
@@ -15,8 +16,9 @@ struct KernelParams {
   Window window;
   QueryTileScheduler scheduler;
   PackView pack;
-  int* tiles_taken;          // from the list beyond the first of each CTA; null where each has a fixed share
-  float softmax_scale_log2;  // log2(e) * softmax_scale
+  int* tiles_taken;  // from the list beyond the first of each CTA; null where each has a fixed share
+  ScoreParams score;
+  const float* sinks;  // (heads): logits beside the scores of each row; null where there are none
 };
 
 }  // namespace dash_attn::forward

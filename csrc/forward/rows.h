@@ -1,6 +1,8 @@
 // The 64 rows of a query tile that one warpgroup owns: where they lie, and which keys they see.
 #pragma once
 
+#include <type_traits>
+
 #include "../device/fragment.h"
 #include "config.h"
 #include "params.h"
@@ -24,6 +26,12 @@ __device__ __forceinline__ int wait_for_tile(SharedStorage<Variant>& shared, Rin
   return shared.tile[slot.slot()].end;
 }
 
+// Of a thread's rows, where scores depend on the head.
+struct RowSlopes {
+  float of[2];
+};
+struct NoSlopes {};
+
 // Where a short tile reaches into the next, both write the same bits to the same place: a row's bits depend on the KV
 // tiles that it sees, not on those that are walked for other rows (softmax.h).
 template <typename Variant>
@@ -34,6 +42,7 @@ struct WarpgroupRows {
   bool half_first;     // of the KV tile that comes first they see no key of the second half
   int passed_before;   // KV tiles that are loaded before those, for other rows of the tile
   int passed_after;    // and after those
+  std::conditional_t<Variant::Score::kHasSlope, RowSlopes, NoSlopes> slopes;
 
   WarpgroupRows() = default;
 

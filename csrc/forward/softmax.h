@@ -4,7 +4,6 @@
 
 #include "../device/fragment.h"
 #include "../device/ptx.h"
-#include "../device/score.h"
 
 namespace dash_attn::forward {
 
@@ -31,12 +30,12 @@ class OnlineSoftmax {
  public:
   explicit __device__ __forceinline__ OnlineSoftmax(float scale_log2) : scale_log2_(scale_log2) {}
 
-  // S becomes exp2(scale S - reference). `correction` is what earlier sums must be multiplied with, kNothingSummed
+  // Scores become exp2(scale score - reference). `correction` is what earlier sums must be multiplied with, kNothingSummed
   // where the row saw no key in earlier tiles; false means that it is 1 for every row of the warp.
   //
   // The reference is the largest score so far, or one up to kSlack below it: P up to 2^kSlack is as exact as P up to 1,
   // and after the first tiles few rows need a correction. Which do depends on the row alone.
-  template <typename Score, Tile kTile, int kSize>
+  template <Tile kTile, int kSize>
   __device__ __forceinline__ bool exponentiate(float (&s)[kSize], RowStatistic& correction) {
     RowStatistic largest = {s[0], s[2]}, offset;
     bool corrects = false;
@@ -45,8 +44,7 @@ class OnlineSoftmax {
 #pragma unroll
     for (int row = 0; row < kRowsPerThread; ++row) {
       // Rounded, not fused into the difference: a row whose reference stays gets a correction of exactly 1.
-      largest[row] =
-          Score::log2_score(across_row(largest[row], [](float a, float b) { return fmaxf(a, b); }), scale_log2_);
+      largest[row] = __fmul_rn(across_row(largest[row], [](float a, float b) { return fmaxf(a, b); }), scale_log2_);
       // True for the first score, and for NaN.
       const bool moves = !(largest[row] - reference_[row] <= kSlack);
       const float reference = moves ? largest[row] : reference_[row];
@@ -59,7 +57,7 @@ class OnlineSoftmax {
     }
 #pragma unroll
     for (int i = 0; i < kSize; ++i) {
-      s[i] = ptx::exp2_approx(Score::log2_weight(s[i], scale_log2_, offset[row_of(i)]));
+      s[i] = ptx::exp2_approx(fmaf(s[i], scale_log2_, -offset[row_of(i)]));
       sum_[row_of(i)] += s[i];
     }
     return __any_sync(0xffffffff, corrects);
@@ -82,6 +80,18 @@ class OnlineSoftmax {
   RowStatistic reference_ = {-INFINITY, -INFINITY};
   RowStatistic sum_ = {0.f, 0.f};  // of the elements that this thread holds
 };
+
+// A sink: a logit of the row that has no value. Returns what the output must be multiplied with.
+__device__ __forceinline__ float add_sink(float& lse, float sink, bool sees_no_key) {
+  if (sink == -INFINITY) { return 1.f; }
+  if (sees_no_key) {
+    lse = sink;
+    return 1.f;
+  }
+  const float of_keys = lse;
+  lse = fmaxf(of_keys, sink) + log1pf(expf(-fabsf(of_keys - sink)));
+  return expf(of_keys - lse);
+}
 
 // What a row summed over tiles of which it saw no key is replaced, not multiplied: 0 * V is not 0 where V is not
 // finite, and how many such tiles were walked is no business of the row's.

@@ -3,6 +3,7 @@
 
 #include "arguments.h"
 #include "forward_work.h"
+#include "scores.h"
 #include "variant.h"
 #include "workspace.h"
 
@@ -12,8 +13,15 @@ namespace {
 [[noreturn]] void no_kernel(const AttentionArguments& a, const char* pass, const std::string& schedule) {
   throw std::runtime_error(std::string("dash_attn: this build has no ") + pass + " kernel for dtype " +
                            (a.dtype == Dtype::kBFloat16 ? "bfloat16" : "float16") + ", head_dim " +
-                           std::to_string(a.head_dim) + ", " + kMaskNames[static_cast<int>(a.mask.kind)] + " mask" +
-                           schedule + "; see the DASH_ATTN_* build variables in docs/install.md");
+                           std::to_string(a.head_dim) + ", " + kMaskNames[static_cast<int>(a.mask.kind)] + " mask, " +
+                           kScoreNames[static_cast<int>(score_kind(a))] + " score" + schedule +
+                           "; see the DASH_ATTN_* build variables in docs/install.md");
+}
+
+template <typename DtypeName, typename MaskName, typename ScoreName>
+bool serves(const AttentionArguments& a, int head_dim) {
+  return a.dtype == DtypeName::kDtype && padded_head_dim(a.head_dim) == head_dim && a.mask.kind == MaskName::kKind &&
+         score_kind(a) == ScoreName::Score::kKind;
 }
 
 }  // namespace
@@ -23,10 +31,9 @@ size_t forward_workspace_bytes(const ForwardArguments& a) {
 }
 
 void run_forward(const ForwardArguments& a, cudaStream_t stream) {
-  const int head_dim = padded_head_dim(a.head_dim);
-#define DASH_FORWARD_VARIANT(dtype_name, variant_head_dim, mask_name)                                     \
-  if (a.dtype == dtype_name::kDtype && head_dim == variant_head_dim && a.mask.kind == mask_name::kKind) { \
-    return launch_forward<ForwardVariant<dtype_name, variant_head_dim, mask_name>>(a, stream);            \
+#define DASH_FORWARD_VARIANT(dtype, head_dim, mask, score)                          \
+  if (serves<dtype, mask, score>(a, head_dim)) {                                    \
+    return launch_forward<ForwardVariant<dtype, head_dim, mask, score>>(a, stream); \
   }
 #include "built_variants.def"
 #undef DASH_FORWARD_VARIANT
@@ -36,12 +43,10 @@ void run_forward(const ForwardArguments& a, cudaStream_t stream) {
 size_t backward_workspace_bytes(const BackwardArguments& a) { return plan_workspace(nullptr, a).bytes; }
 
 void run_backward(const BackwardArguments& a, cudaStream_t stream) {
-  const int head_dim = padded_head_dim(a.head_dim);
   const auto policy = static_cast<Policy>(a.schedule);
-#define DASH_BACKWARD_VARIANT(dtype_name, variant_head_dim, mask_name, policies)                           \
-  if (a.dtype == dtype_name::kDtype && head_dim == variant_head_dim && a.mask.kind == mask_name::kKind &&  \
-      policies::contains(policy)) {                                                                        \
-    return launch_backward<BackwardVariant<dtype_name, variant_head_dim, mask_name, policies>>(a, stream); \
+#define DASH_BACKWARD_VARIANT(dtype, head_dim, mask, score, policies)                           \
+  if (serves<dtype, mask, score>(a, head_dim) && policies::contains(policy)) {                  \
+    return launch_backward<BackwardVariant<dtype, head_dim, mask, score, policies>>(a, stream); \
   }
 #include "built_variants.def"
 #undef DASH_BACKWARD_VARIANT

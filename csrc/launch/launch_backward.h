@@ -12,6 +12,7 @@
 #include "../schedule/splits.h"
 #include "arguments.h"
 #include "launch.h"
+#include "scores.h"
 #include "stages.h"
 #include "tensor_map.h"
 #include "workspace.h"
@@ -87,7 +88,7 @@ void launch_main(const BackwardArguments& a, const TileScheduler& scheduler, con
   params.workspace = workspace.arrays;
   params.num_groups = num_groups;
   params.softmax_scale = a.softmax_scale;
-  params.softmax_scale_log2 = float(a.softmax_scale * M_LOG2E);
+  params.score = make_score_params(a);
 
   const int clusters = min_int(params.num_groups, a.num_sms / Variant::kClusterSize);
   cudaLaunchAttribute cluster{};
@@ -110,6 +111,7 @@ void launch_backward(const BackwardArguments& a, cudaStream_t stream) {
   launch_preprocess(a, workspace, stream);
   launch_main<Variant>(a, scheduler, workspace, int(groups), stream);
   launch_convert(a, workspace, stream);
+  if (a.dsinks) { launch_sinks(a, workspace, stream); }
 }
 
 }  // namespace dash_attn

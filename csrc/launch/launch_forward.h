@@ -9,6 +9,7 @@
 #include "arguments.h"
 #include "forward_work.h"
 #include "launch.h"
+#include "scores.h"
 #include "stages.h"
 #include "tensor_map.h"
 
@@ -38,7 +39,8 @@ void launch_forward(const ForwardArguments& a, cudaStream_t stream) {
   params.window = a.mask.window;
   params.pack = workspace.pack.view();
   params.tiles_taken = workspace.tiles_taken;
-  params.softmax_scale_log2 = float(a.softmax_scale * M_LOG2E);
+  params.score = make_score_params(a);
+  params.sinks = a.sinks;
 
   const unsigned ctas = std::min(params.scheduler.num_tiles, a.num_sms);
   if (a.is_pack()) {

@@ -1,6 +1,7 @@
 #include "../backward/convert.h"
 #include "../backward/order_free/statistics.h"
 #include "../backward/preprocess.h"
+#include "../backward/sinks.h"
 #include "launch.h"
 #include "stages.h"
 #include "variant.h"
@@ -63,7 +64,11 @@ void launch_preprocess(const BackwardArguments& a, const BackwardWorkspace& work
     params.num_dq_semaphores = tiles;
     params.num_split_semaphores = int(workspace.split_semaphores);
     params.clear_dq = accumulation(static_cast<Policy>(a.schedule)) != Accumulation::kOrdered;
-    params.scale = {a.head_dim, a.softmax_scale};
+    params.softmax_lse = a.softmax_lse;
+    params.dsoftmax_lse = a.dsoftmax_lse;
+    params.lse_batch_stride = int64_t(a.heads) * a.seqlen_q;
+    params.lse_head_stride = a.seqlen_q;
+    params.scale = {a.head_dim, a.softmax_scale, a.alibi_slopes, a.alibi_batch_stride};
     const auto kernel = is_order_free(a) ? backward::preprocess_kernel<Element, Geometry::kHeadDim, true>
                                          : backward::preprocess_kernel<Element, Geometry::kHeadDim, false>;
     launch("the backward's preprocess kernel", kernel, params,
@@ -87,6 +92,24 @@ void launch_convert(const BackwardArguments& a, const BackwardWorkspace& workspa
     launch("the conversion of dQ", kernel, params,
            grid_of(a, params.num_blocks, backward::kConvertThreads, backward::ConvertTile<Geometry>::kBytes), stream,
            {starts_before_previous_ends(a.sm_margin == 0)});
+  });
+}
+
+void launch_sinks(const BackwardArguments& a, const BackwardWorkspace& workspace, cudaStream_t stream) {
+  with_geometry(a, [&](auto geometry) {
+    using Geometry = decltype(geometry);
+    backward::SinkParams params;
+    params.sinks = a.sinks;
+    params.softmax_lse = a.softmax_lse;
+    params.lse_batch_stride = int64_t(a.heads) * a.seqlen_q;
+    params.lse_head_stride = a.seqlen_q;
+    params.workspace = workspace.arrays;
+    params.call = sequences_of(a, workspace);
+    params.dsinks = a.dsinks;
+    launch("the sums of the sinks' gradient", backward::sink_rows_kernel<Geometry::kQuery>, params,
+           grid_of(a, a.batch * a.heads, backward::kSinkThreads, 0), stream);
+    launch("the sinks' gradient", backward::sink_sequences_kernel, params,
+           grid_of(a, a.heads, backward::kSinkThreads, 0), stream);
   });
 }
 

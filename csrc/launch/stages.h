@@ -13,6 +13,7 @@ void launch_backward_plan(const BackwardArguments& a, const BackwardWorkspace& w
 
 void launch_statistics(const BackwardArguments& a, const BackwardWorkspace& workspace, cudaStream_t stream);
 void launch_preprocess(const BackwardArguments& a, const BackwardWorkspace& workspace, cudaStream_t stream);
+void launch_sinks(const BackwardArguments& a, const BackwardWorkspace& workspace, cudaStream_t stream);
 void launch_convert(const BackwardArguments& a, const BackwardWorkspace& workspace, cudaStream_t stream);
 
 }  // namespace dash_attn

@@ -33,18 +33,31 @@ struct Windowed {
   static constexpr MaskKind kKind = MaskKind::kWindow;
 };
 
+struct Plain {
+  using Score = PlainScore;
+};
+
+struct Softcap {
+  using Score = SoftcapScore;
+};
+
+struct Alibi {
+  using Score = AlibiScore;
+};
+
 // Policies that share a kernel.
 using Ordered = PolicySet<Policy::kDescending, Policy::kSpt, Policy::kAscending, Policy::kAtomic>;
 using Shift = PolicySet<Policy::kShift>;
 using SymmetricShift = PolicySet<Policy::kSymmetricShift>;
 using OrderFree = PolicySet<Policy::kOrderFree>;
 
-template <typename DtypeName, int kHeadDim, typename MaskName>
-using ForwardVariant = forward::Variant<typename DtypeName::Element, kHeadDim, MaskName::kKind, ScaledScore>;
+template <typename DtypeName, int kHeadDim, typename MaskName, typename ScoreName>
+using ForwardVariant =
+    forward::Variant<typename DtypeName::Element, kHeadDim, MaskName::kKind, typename ScoreName::Score>;
 
-template <typename DtypeName, int kHeadDim, typename MaskName, typename Policies>
+template <typename DtypeName, int kHeadDim, typename MaskName, typename ScoreName, typename Policies>
 using BackwardVariant = backward::Variant<backward::Geometry<typename DtypeName::Element, kHeadDim>, MaskName::kKind,
-                                          ScaledScore, Policies>;
+                                          typename ScoreName::Score, Policies>;
 
 template <typename Variant>
 void launch_forward(const ForwardArguments& arguments, cudaStream_t stream);

@@ -103,6 +103,7 @@ inline BackwardWorkspace plan_workspace(void* base, const BackwardArguments& a) 
     cutter.take(w.arrays.split_sums, w.split_semaphores * kWarpgroupRows * head_dim);
     cutter.take(w.arrays.split_semaphores, w.split_semaphores);
   }
+  if (a.dsinks) { cutter.take(w.arrays.sink_sums, int64_t(a.batch) * a.heads); }
   if (accumulation(static_cast<Policy>(a.schedule)) == Accumulation::kOrderFree) {
     cutter.take(w.arrays.scales, rows);
     cutter.take(w.arrays.needs_order, int64_t(a.batch) * a.kv_heads);

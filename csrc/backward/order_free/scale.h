@@ -15,6 +15,8 @@ namespace dash_attn::backward {
 struct ScaleSettings {
   int head_dim;
   float softmax_scale;
+  const float* slopes;  // ALiBi's, (sequence, head); null where there are none
+  int64_t slopes_stride;
 };
 
 // Of the KV head that an owner's query head uses.
@@ -35,10 +37,16 @@ __device__ __forceinline__ void decide_order(const Workspace& workspace, const S
     max_query_norm = larger(max_query_norm, workspace.query_norms[first_query_chunk + i]);
   }
   max_query_norm = largest_of_warp(max_query_norm);
+  double largest_bias = 0;
+  for (int i = 0; settings.slopes && i < call.group_size(); ++i) {
+    const float slope = settings.slopes[owner.number * settings.slopes_stride + owner.head + i];
+    const double bias = fabs(double(slope)) * max_int(owner.lengths.seqlen_q, owner.lengths.seqlen_k);
+    if (!(bias <= largest_bias)) { largest_bias = bias; }
+  }
   const fixed_point::HeadStatistics head{max_query_norm, keys.max_norm, keys.max_product, keys.min_step_product};
   if (lane == 0) {
     needs_order(workspace, call, owner).by_head =
-        fixed_point::needs_order(head, settings.softmax_scale, owner.lengths.seqlen_k);
+        fixed_point::needs_order(head, settings.softmax_scale, largest_bias, owner.lengths.seqlen_k);
   }
 }
 

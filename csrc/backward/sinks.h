@@ -1,0 +1,87 @@
+// The gradient of the sinks, ds = -sum of e^(s - LSE) (D - dLSE) over a head's rows: after preprocess.h, whose D has the
+// gradient of LSE in it.
+//
+// Determinism contract: a block takes one head of one sequence and adds its rows in a fixed tree; a second kernel adds
+// the sequences in another. So the bits depend on the rows and the number of sequences, not on how they are packed.
+#pragma once
+
+#include "../device/fragment.h"
+#include "params.h"
+
+namespace dash_attn::backward {
+
+constexpr int kSinkThreads = 256;
+
+struct SinkParams {
+  const float* sinks;        // (heads)
+  const float* softmax_lse;  // the caller's, with the sink in it
+  int64_t lse_batch_stride, lse_head_stride;
+  Workspace workspace;
+  SequencesOfCall call;
+  float* dsinks;  // (heads)
+};
+
+// The sum over the block in thread 0. `scratch` may be used again after the next barrier.
+__device__ __forceinline__ float sum_of_block(float value, float* scratch) {
+#pragma unroll
+  for (int offset = 16; offset > 0; offset /= 2) { value += __shfl_xor_sync(0xffffffff, value, offset); }
+  if (threadIdx.x % 32 == 0) { scratch[threadIdx.x / 32] = value; }
+  __syncthreads();
+  float sum = 0.f;
+#pragma unroll
+  for (int warp = 0; warp < kSinkThreads / 32; ++warp) { sum += scratch[warp]; }
+  return sum;
+}
+
+// Rows of `block`, which is a place in the call or in the pack's plan, and a head.
+template <int kTileRows>
+__device__ __forceinline__ void sum_rows_of_sink(const SinkParams& params, int block, float* scratch) {
+  const SequencesOfCall& call = params.call;
+  const int place = block / call.heads, head = block % call.heads;
+  int number = place, seqlen_q = call.sequence.seqlen_q;
+  int64_t lse = place * params.lse_batch_stride, tile = int64_t(block) * ceil_div(seqlen_q, kTileRows);
+  if (call.pack.is_pack()) {
+    const PackedSequence& sequence = call.pack.sequences[place];
+    number = sequence.number;
+    seqlen_q = sequence.lengths.seqlen_q;
+    lse = sequence.end_q - seqlen_q;
+    tile = int64_t(sequence.first_query_tile) * call.heads + head * ceil_div(seqlen_q, kTileRows);
+  }
+  const float sink = params.sinks[head];
+  const float* const lse_rows = params.softmax_lse + lse + head * params.lse_head_stride;
+  const float* const delta_rows = params.workspace.delta + tile * kTileRows;
+  float sum = 0.f;
+  for (int row = threadIdx.x; row < seqlen_q; row += kSinkThreads) {
+    const int in_tile = row % kTileRows;
+    sum = fmaf(-expf(sink - lse_rows[row]), delta_rows[row - in_tile + statistic_position(in_tile)], sum);
+  }
+  sum = sum_of_block(sum, scratch);
+  if (threadIdx.x == 0) {
+    params.workspace.sink_sums[int64_t(number) * call.heads + head] = sink == -INFINITY ? 0.f : sum;
+  }
+}
+
+template <int kTileRows>
+__global__ void __launch_bounds__(kSinkThreads) sink_rows_kernel(const SinkParams params) {
+  __shared__ float scratch[kSinkThreads / 32];
+  for (int block = blockIdx.x; block < params.call.batch * params.call.heads; block += gridDim.x) {
+    __syncthreads();
+    sum_rows_of_sink<kTileRows>(params, block, scratch);
+  }
+}
+
+// Over the sequences.
+inline __global__ void __launch_bounds__(kSinkThreads) sink_sequences_kernel(const SinkParams params) {
+  __shared__ float scratch[kSinkThreads / 32];
+  for (int head = blockIdx.x; head < params.call.heads; head += gridDim.x) {
+    __syncthreads();
+    float sum = 0.f;
+    for (int number = threadIdx.x; number < params.call.batch; number += kSinkThreads) {
+      sum += params.workspace.sink_sums[int64_t(number) * params.call.heads + head];
+    }
+    sum = sum_of_block(sum, scratch);
+    if (threadIdx.x == 0) { params.dsinks[head] = sum; }
+  }
+}
+
+}  // namespace dash_attn::backward
