@@ -172,6 +172,16 @@ def bar_grid() -> list[Shape]:
     return [_shape(128, "full", 8192), _shape(128, "causal", 8192), _shape(64, "full", 8192)]
 
 
+def head_dims_grid() -> list[Shape]:
+    """Head dim 96, and 128 for its bar: the same heads, tokens and lengths."""
+    return [
+        Shape("bf16", head_dim, 16, 16, mask, seqlen, TOKENS // seqlen)
+        for mask in ("full", "causal")
+        for seqlen in (2048, 4096, 8192, 16384)
+        for head_dim in (96, 128)
+    ]
+
+
 # (query heads, KV heads, batch, seqlen). What is not measured for every head_dim and mask stands for itself in two.
 COMMON = ((8, 8, 1, 2048), (8, 2, 1, 4096), (64, 8, 1, 4096), (8, 1, 2, 4096))
 LOADS = {
@@ -245,6 +255,7 @@ def windows_grid() -> list[Shape]:
 DENSE_GRIDS = {"full": full_grid, "quick": quick_grid, "bar": bar_grid, "loads": loads_grid}
 GRIDS = {
     **DENSE_GRIDS,
+    "head-dims": head_dims_grid,
     "packed": packed_grid,
     "packed-bar": packed_bar_grid,
     "windows": windows_grid,

@@ -1,5 +1,6 @@
 """The benchmark's arithmetic, files and table, on the CPU: no figure here means anything."""
 
+import dataclasses
 import json
 import math
 import pathlib
@@ -43,6 +44,13 @@ def test_full_grid():
 def test_bar_and_quick_grids_are_in_the_full_one():
     assert set(GRIDS["bar"]()) | set(GRIDS["quick"]()) <= set(GRIDS["full"]())
     assert len(GRIDS["bar"]()) == 3
+
+
+def test_head_dims_grid_compares_head_dims_at_the_same_shapes():
+    shapes = {d: [s for s in GRIDS["head-dims"]() if s.head_dim == d] for d in (96, 128)}
+    assert [dataclasses.replace(s, head_dim=128) for s in shapes[96]] == shapes[128]
+    assert len(set(shapes[96])) == 8 and all(s.batch * s.seqlen == 16384 for s in shapes[96])
+    assert flops(shapes[96][0], "backward") == 0.75 * flops(shapes[128][0], "backward")
 
 
 def test_loads_grid():

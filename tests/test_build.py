@@ -63,7 +63,7 @@ def test_list_of_variants_is_complete():
     forward = {v.values for v in VARIANTS if v.pass_ == "FORWARD"}
     backward = {v.values for v in VARIANTS if v.pass_ == "BACKWARD"}
     assert {values[0] for values in forward} == {"BFloat16", "Float16"}
-    assert {values[1] for values in forward} == {"64", "128"}
+    assert {values[1] for values in forward} == {"64", "96", "128"}
     assert {values[2] for values in forward} == set(sets)
     assert backward == {(*values, name) for values in forward for name in sets[values[2]]}
     assert len(forward) + len(backward) == len(VARIANTS)
