@@ -20,7 +20,6 @@
 
 #include "config/tile_shapes.h"
 #include "launch/arguments.h"
-#include "launch/scores.h"
 
 namespace dash_attn {
 namespace {
@@ -246,8 +245,7 @@ Inputs read_inputs(const Tensor& q, const Tensor& k, const Tensor& v, const Tens
   read_scores(scores, device, arguments);
   arguments.dtype = dtype == ScalarType::BFloat16 ? Dtype::kBFloat16 : Dtype::kFloat16;
   arguments.softmax_scale = static_cast<float>(softmax_scale);
-  arguments.mask = served_mask(score_kind(arguments), arguments.head_dim,
-                               mask_rule(causal, window_left, window_right, attention_chunk));
+  arguments.mask = mask_rule(causal, window_left, window_right, attention_chunk);
   arguments.num_sms = usable_sms(device, sm_margin);
   arguments.sm_margin = static_cast<int>(sm_margin);
   return {device, dtype, query, key};
