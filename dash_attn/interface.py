@@ -20,7 +20,8 @@ from torch import Tensor
 
 from . import checks, ops  # noqa: F401  ops registers torch.ops.dash_attn
 
-# In the order of _attention's scores and unsupported, and the same objects as the functions' defaults: those of one module are.
+# In the order of _attention's `scores` and `unsupported`, and the same objects as the functions' defaults: those of one
+# module are.
 _SELDOM_DEFAULTS = (0.0, None, None, None, 0.0, None, None, None, None, 1, None, None)
 _ANY_WINDOW = (-1, -1)
 _NO_WINDOW = (-1, -1, 0)  # left, right, attention_chunk
