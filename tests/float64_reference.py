@@ -2,8 +2,8 @@
 output may be.
 
 Written from the formulas, one (batch, head) at a time, and sharing no code with `dash_attn`. A mask is three arguments:
-causal, window = (left, right), where a negative side is unbounded, and attention_chunk, where 0 is none. What scores are
-made of is one, `Scores`.
+causal, window = (left, right), where a negative side is unbounded, and attention_chunk, where 0 is none. What
+scores are made of is one, `Scores`.
 """
 
 from typing import NamedTuple
@@ -187,9 +187,9 @@ def attention_in_dtype(q, k, v, dout=None, *, softmax_scale=None, causal=False, 
 def attention_rounded(
     q, k, v, dout, out, *, rounded_factors, softmax_scale=None, causal=False, scores=PLAIN, **window
 ):
-    """out, dq, dk, dv and, of sinks, dsinks in float64, but rounded to the inputs' dtype where ours are: P and dS before
-    they enter a product, and each output once, at its end. So their error is what these roundings cost: sums in fp32,
-    in any order, add next to nothing to it.
+    """out, dq, dk, dv and, of sinks, dsinks in float64, but rounded to the inputs' dtype where ours are: P and dS
+    before they enter a product, and each output once, at its end. So their error is what these roundings cost: sums in
+    fp32, in any order, add next to nothing to it.
 
     Args:
         out: the output of which D = rowsum(dO * O) is made.

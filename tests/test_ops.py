@@ -339,7 +339,8 @@ def test_cuda_tensors_without_kernels_raise():
     keys = torch._C.DispatchKeySet(torch._C.DispatchKey.CUDA)
     out, lse = torch.empty_like(q), torch.empty(2, 4, 20)
     with pytest.raises(RuntimeError, match="^this torch is built without CUDA$"):
-        torch.ops.dash_attn_C.forward.default.redispatch(keys, q, k, v, out, lse, *[None] * 6, 0.25, 0.0, *settings()[5:], 0)
+        arguments = (q, k, v, out, lse, *[None] * 6, 0.25, 0.0, *settings()[5:], 0)
+        torch.ops.dash_attn_C.forward.default.redispatch(keys, *arguments)
 
 
 def pack_arguments(schedule="auto", **pack):

@@ -77,7 +77,8 @@ def problems(draw_one):
                                                {"alibi": "batch"}]))  # fmt: skip
     sinks = draw_one(st.sampled_from([None, FP32, BF16, torch.float16, FP64]))
     return dict(
-        seqlen_q=draw_one(st.one_of(length, st.integers(1, 9))), seqlen_k=draw_one(length), heads=kv_heads * group, kv_heads=kv_heads,
+        seqlen_q=draw_one(st.one_of(length, st.integers(1, 9))), seqlen_k=draw_one(length),
+        heads=kv_heads * group, kv_heads=kv_heads,
         head_dim=draw_one(st.sampled_from([40, 64, 128])), dtype=draw_one(st.sampled_from([BF16, torch.float16])),
         mask=mask, softmax_scale=draw_one(st.sampled_from([None, 0.4, -0.3])),
         kind=dict(type_of_scores, sinks=sinks, lse_gradient=draw_one(st.booleans())),

@@ -201,7 +201,7 @@ def test_return_attn_probs():
     pack = random_pack(1)
     out, lse, dropped = flash_attn_varlen_func(*pack[:3], *pack.offsets(), return_attn_probs=True, **pack.used())
     assert torch.equal(out, flash_attn_varlen_func(*pack[:3], *pack.offsets(), **pack.used()))
-    assert lse.shape == (4, pack.q.shape[0]) and lse.dtype == torch.float32 and not lse.requires_grad  # of inputs that do not either
+    assert lse.shape == (4, pack.q.shape[0]) and lse.dtype == torch.float32 and not lse.requires_grad
     assert dropped.shape == (0,) and dropped.dtype == out.dtype
 
 

@@ -14,7 +14,8 @@ ROW_SLACK = 1.05
 
 
 def row_bounds(problem: Problem, inputs: Inputs, exact: Attention) -> dict[str, torch.Tensor]:
-    """Bounds (batch, seqlen, heads) of the error of each row of each output that has rows, from the triangle inequality.
+    """Bounds (batch, seqlen, heads) of the error of each row of the outputs that have rows, from the triangle
+    inequality.
 
     With r the unit roundoff of the dtype: P and dS enter products rounded (r |P|, r |dS|), D comes from the rounded
     output (r P |dO| |O|), each sum is rounded at the end (r of the sum of its terms' norms). Below the normal numbers,

@@ -292,7 +292,8 @@ def random_pack(pool: Pool, chance: random.Random, most: int = 10, spoilt: float
     lengths_q = chance.choices(LENGTHS, WEIGHTS, k=count)
     lengths_k = lengths_q if chance.random() < 0.4 else chance.choices(LENGTHS, WEIGHTS, k=count)
     sequences = [
-        pool.get(*own, cramped=chance.random() < 0.2, spoilt=chance.random() < spoilt) for own in zip(lengths_q, lengths_k)
+        pool.get(*own, cramped=chance.random() < 0.2, spoilt=chance.random() < spoilt)
+        for own in zip(lengths_q, lengths_k)
     ]
     rows_q, rows_k = (lay_out(own, chance, gaps=chance.random() < 0.3) for own in (lengths_q, lengths_k))
 
@@ -328,8 +329,8 @@ def varlen_attention(pack: Pack, policy: str, sm_margin: int = 0) -> dict[str, t
 
 
 def expected_outputs(pack: Pack, policy: str) -> dict[str, torch.Tensor]:
-    """What each sequence has alone, and outside the sequences zeros, or an infinite log-sum-exp. The gradient of sinks is
-    the sum over the sequences, in their order."""
+    """What each sequence has alone, and outside the sequences zeros, or an infinite log-sum-exp. The gradient of sinks
+    is the sum over the sequences, in their order."""
     alone = [sequence.outputs(policy) for sequence in pack.sequences]
 
     def joined(name: str) -> torch.Tensor:
