@@ -73,6 +73,9 @@ struct ScoreArguments {
   double softcap = 0;
 
   bool exist() const { return sinks || alibi_slopes || softcap != 0; }
+
+  // They have kernels for the policies of windows alone.
+  bool change_products() const { return alibi_slopes || softcap != 0; }
 };
 
 // What the caller calls them.
@@ -283,20 +286,25 @@ inline void check_mask(const MaskArguments& mask) {
 }
 
 // The policy that a schedule's name means for this problem.
-inline Policy resolve_schedule(std::string_view schedule, MaskKind mask, int64_t head_dim) {
+inline Policy resolve_schedule(std::string_view schedule, const MaskArguments& mask_arguments,
+                               const ScoreArguments& scores, int64_t head_dim) {
+  const MaskKind mask = scores.change_products() ? MaskKind::kWindow : mask_arguments.kind();
   if (schedule == "auto") { return automatic_policy(mask, padded_head_dim(static_cast<int>(head_dim))); }
-  for (int i = 0; i < kNumDeterministicPolicies; ++i) {
-    if (schedule == kPolicyNames[i] && fits(static_cast<Policy>(i), mask)) { return static_cast<Policy>(i); }
-  }
   std::string allowed = "'auto'";
   for (int i = 0; i < kNumDeterministicPolicies; ++i) {
-    if (fits(static_cast<Policy>(i), mask)) { allowed += c10::str(", '", kPolicyNames[i], "'"); }
+    if (!fits(static_cast<Policy>(i), mask)) { continue; }
+    if (schedule == kPolicyNames[i]) { return static_cast<Policy>(i); }
+    allowed += c10::str(", '", kPolicyNames[i], "'");
   }
-  TORCH_CHECK_VALUE(false, "schedule must be one of ", allowed, " under the ", kMaskNames[static_cast<int>(mask)],
-                    " mask, got '", schedule, "'");
+  const std::string where = scores.change_products()
+                                ? "with softcap or alibi_slopes"
+                                : c10::str("under the ", kMaskNames[static_cast<int>(mask)], " mask");
+  TORCH_CHECK_VALUE(false, "schedule must be one of ", allowed, " ", where, ", got '", schedule, "'");
 }
 
-inline void check_schedule(std::string_view schedule, MaskKind mask) { resolve_schedule(schedule, mask, 1); }
+inline void check_schedule(std::string_view schedule, const MaskArguments& mask, const ScoreArguments& scores) {
+  resolve_schedule(schedule, mask, scores, 1);
+}
 
 inline void check_operands(const Tensor& q, const Tensor& k, const Tensor& v, const PackTensors& pack,
                            const ScoreArguments& scores, double softmax_scale, const MaskArguments& mask,
@@ -381,7 +389,7 @@ inline void check_backward(const Tensor& dout, const Tensor& q, const Tensor& k,
   check_writable("dv", dv);
   check_softmax_lse("softmax_lse", softmax_lse, q, pack.exists());
   check_score_gradients(score_gradients, scores, q, pack.exists());
-  check_schedule(schedule, mask.kind());
+  check_schedule(schedule, mask, scores);
 }
 
 // No two elements of what is written may share a place: along the dimensions, from the smallest stride on, each step

@@ -213,7 +213,7 @@ inline void backward(const Tensor& dout, const Tensor& q, const Tensor& k, const
              alibi_slopes, dlse, dsinks, softcap);
     return;
   }
-  const Policy policy = resolve_schedule(schedule, mask.kind(), q.size(-1));
+  const Policy policy = resolve_schedule(schedule, mask, {sinks, alibi_slopes, softcap}, q.size(-1));
   const PositiveScale scaled(q, softmax_scale);
   const Tensor targets[] = {target_of(dq), target_of(dk), target_of(dv)};
   DASH_OP("dash_attn_C::backward", BackwardKernel)

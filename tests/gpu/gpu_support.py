@@ -97,7 +97,9 @@ class Inputs:
 
 
 def policies(problem: Problem) -> list[str]:
-    """Every policy that is defined for the problem's mask."""
+    """Every policy that is defined for the problem's mask, and for changed scores those of windows."""
+    if problem.softcap or problem.alibi:
+        return list(schedule.fitting(causal=False, window=(0, 0)))
     return list(schedule.fitting(**problem.mask))
 
 
