@@ -1,4 +1,4 @@
-// Everything that is sized in the backward: what follows from dtype and head dim alone (Geometry), and the main kernel
+// Everything that is sized in the backward: what follows from dtype and head dims alone (Geometry), and the main kernel
 // that is made of it for a mask, a score and a set of policies (Variant).
 #pragma once
 
@@ -22,13 +22,16 @@ namespace dash_attn::backward {
 enum WarpRole : int { kLoaderWarp = 0, kPlannerWarp = 1, kFirstAdderWarp = 2 };
 static_assert(kFirstAdderWarp + kAdderWarps == kWarpgroupWarps);
 
-template <typename Element_, int kHeadDim_>
+template <typename Element_, int kQkDim_, int kValueDim_>
 struct Geometry {
   using Element = Element_;
-  static constexpr TileShape kTile = backward_tile_shape(kHeadDim_);
+  static constexpr TileShape kTile = backward_tile_shape({kQkDim_, kValueDim_});
   static constexpr int kQuery = kTile.query;
   static constexpr int kKey = kTile.key;
-  static constexpr int kHeadDim = kTile.head_dim;
+  static constexpr int kQkDim = kTile.head_dims.qk;
+  static constexpr int kValueDim = kTile.head_dims.v;
+  static constexpr int kHeadDim = kQkDim;
+  static_assert(kQkDim == kValueDim, "a consumer's dK and dV are fragments of one type");
   using Swizzle = SwizzleOf<kHeadDim>;  // of all tiles
   static_assert(kHeadDim % Swizzle::kColumns == 0 && kQuery % kProductDepth == 0);
 

@@ -17,17 +17,19 @@
 
 namespace dash_attn::forward {
 
-template <typename Element_, int kHeadDim_, MaskKind kMask_, typename Score_>
+template <typename Element_, int kQkDim_, int kValueDim_, MaskKind kMask_, typename Score_>
 struct Variant {
   using Element = Element_;
   using Score = Score_;
   static constexpr MaskKind kMask = kMask_;
-  static constexpr TileShape kTile = forward_tile_shape(kHeadDim_);
+  static constexpr TileShape kTile = forward_tile_shape({kQkDim_, kValueDim_});
   static constexpr int kQuery = kTile.query;
   static constexpr int kKey = kTile.key;
-  static constexpr int kHeadDim = kTile.head_dim;
-  using Swizzle = SwizzleOf<kHeadDim>;  // of all tiles
-  static_assert(kHeadDim % Swizzle::kColumns == 0 && kKey % kProductDepth == 0 && kQuery % kWarpgroupRows == 0);
+  static constexpr int kQkDim = kTile.head_dims.qk;
+  static constexpr int kValueDim = kTile.head_dims.v;
+  using Swizzle = SwizzleOf<kQkDim>;  // of all tiles
+  static_assert(kQkDim % Swizzle::kColumns == 0 && kValueDim % Swizzle::kColumns == 0);
+  static_assert(kKey % kProductDepth == 0 && kQuery % kWarpgroupRows == 0);
 
   // Warpgroup 0 loads and stores; each of the others owns 64 rows of the query tile, from S to the output.
   static constexpr int kConsumers = kQuery / kWarpgroupRows;
@@ -39,17 +41,24 @@ struct Variant {
   static_assert(kWarpgroupThreads * (kProducerRegisters + kConsumers * kConsumerRegisters) <=
                 launch_registers(kThreads));
 
+  static constexpr int kQueryTileBytes = kQuery * kQkDim * sizeof(Element);
+  static constexpr int kKeyTileBytes = kKey * kQkDim * sizeof(Element);
+  static constexpr int kValueTileBytes = kKey * kValueDim * sizeof(Element);
+  static constexpr int kBytesForTiles = kSharedMemoryLimit - 1024;  // the rest is for barriers
+
+  // Tiles of Q: in use, on their way in, on their way out as output; fewer where two tiles of K and V leave no room.
+  // Two will do but for tiles of few keys. With one, a query tile begins when the output of the one before has left.
+  static constexpr int kQueryStages =
+      min_int(3, (kBytesForTiles - 2 * (kKeyTileBytes + kValueTileBytes)) / kQueryTileBytes);
+  static_assert(kQueryStages >= 1 && kValueDim <= kQkDim, "the output leaves from where Q was");
+
+  // Tiles of K, and as many of V.
+  static constexpr int kStages = (kBytesForTiles - kQueryStages * kQueryTileBytes) / (kKeyTileBytes + kValueTileBytes);
+  static_assert(kStages >= 2);
+
   // Whether S leaves out the half of the KV tile that comes first where a warpgroup's rows do not see it. A product in
   // two forms takes registers that three consumers do not have, and under the full mask there is no such half.
-  static constexpr bool kHalvesFirstTile = kConsumers == 2 && kMask != MaskKind::kFull;
-
-  static constexpr int kQueryStages = 3;  // tiles of Q: in use, on their way in, on their way out as output
-  static constexpr int kQueryTileBytes = kQuery * kHeadDim * sizeof(Element);
-  static constexpr int kKeyTileBytes = kKey * kHeadDim * sizeof(Element);
-
-  // Tiles of K, and as many of V: what the shared memory holds beside Q and the barriers.
-  static constexpr int kStages = (kSharedMemoryLimit - 1024 - kQueryStages * kQueryTileBytes) / (2 * kKeyTileBytes);
-  static_assert(kStages >= 2);
+  static constexpr bool kHalvesFirstTile = kConsumers == 2 && kQueryStages > 1 && kMask != MaskKind::kFull;
 
   DASH_HOST_DEVICE static constexpr TileGrid grid(Sequence const& sequence, Window const& window) {
     return {{kQuery, kKey, 1}, {kMask, window, sequence}};
@@ -75,9 +84,9 @@ struct alignas(1024) SharedStorage {
   using TransactionBarrier = cutlass::arch::ClusterTransactionBarrier;
 
   // The output of a tile leaves from where its Q was: a warpgroup reads no other rows than its own.
-  Element q[Variant::kQueryStages][Variant::kQuery * Variant::kHeadDim];
-  Element k[Variant::kStages][Variant::kKey * Variant::kHeadDim];
-  Element v[Variant::kStages][Variant::kKey * Variant::kHeadDim];
+  Element q[Variant::kQueryStages][Variant::kQuery * Variant::kQkDim];
+  Element k[Variant::kStages][Variant::kKey * Variant::kQkDim];
+  Element v[Variant::kStages][Variant::kKey * Variant::kValueDim];
 
   // What is worked on in each of those places.
   AnnouncedTile tile[Variant::kQueryStages];

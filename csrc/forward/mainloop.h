@@ -45,7 +45,7 @@ class Consumer {
     for (int end; (end = next_tile()) != kNoMoreTiles; q_ = q_.next()) {
       Rows next(params_, sequence_of_tile(), end, consumer_);
       if constexpr (Score::kHasSlope) { set_slopes(next); }
-      if (rows.kv.count > 0 && next.kv.count > 0 && !passes_many(next.passed_before)) {
+      if (Variant::kQueryStages > 1 && rows.kv.count > 0 && next.kv.count > 0 && !passes_many(next.passed_before)) {
         if (Variant::kHalvesFirstTile && next.half_first) {
           cross<kHalfTile>(out, p, softmax, rows, next);
         } else {
@@ -63,8 +63,8 @@ class Consumer {
       }
       rows = next;
       if (rows.kv.count > 0) { walk(out, p, softmax, rows); }
-      if (rows.kv.count > 0 && passes_many(rows.passed_after)) {
-        // The loader comes to the next tile when these have been passed over.
+      // The loader comes to the next tile when these have been passed over, or when its Q has a place.
+      if (rows.kv.count > 0 && (passes_many(rows.passed_after) || Variant::kQueryStages == 1)) {
         finish(out, p, softmax, rows, q_);
         rows.kv.count = 0;
       }
@@ -78,8 +78,8 @@ class Consumer {
   using KeyRows = KMajor<Swizzle, Variant::kKey>;      // K as B of S
   using KeySum = MnMajor<Swizzle, Variant::kKey>;      // V as B of O
 
-  static constexpr int kScoreRegisters = Variant::kKey / 2;       // a 64 x kKey fragment
-  static constexpr int kOutputRegisters = Variant::kHeadDim / 2;  // a 64 x kHeadDim fragment
+  static constexpr int kScoreRegisters = Variant::kKey / 2;        // a 64 x kKey fragment
+  static constexpr int kOutputRegisters = Variant::kValueDim / 2;  // a 64 x kValueDim fragment
 
   static constexpr int kHalfTile = Variant::kKey / 2;
 
@@ -241,8 +241,8 @@ class Consumer {
 
   template <int kRegisters>
   __device__ __forceinline__ void issue_s(float (&s)[kRegisters]) {
-    multiply<Element, Variant::kHeadDim>(s, QueryRows(descriptor_of_(shared_.q[q_.slot()]), consumer_ * kWarpgroupRows),
-                                         KeyRows(descriptor_of_(shared_.k[k_.slot()])));
+    multiply<Element, Variant::kQkDim>(s, QueryRows(descriptor_of_(shared_.q[q_.slot()]), consumer_ * kWarpgroupRows),
+                                       KeyRows(descriptor_of_(shared_.k[k_.slot()])));
   }
 
   __device__ __forceinline__ void issue_out(Output& out, PackedScores& p) {

@@ -37,7 +37,7 @@ class Storer {
     if (position < tile.end) {
       const Element* staged = shared_.q[q_.slot()] + consumer_ * kWarpgroupRows * Swizzle::kColumns;
 #pragma unroll
-      for (int column = 0; column < Variant::kHeadDim; column += Swizzle::kColumns) {
+      for (int column = 0; column < Variant::kValueDim; column += Swizzle::kColumns) {
         cute::SM90_TMA_STORE_5D::copy(&params_.out, staged + column * Variant::kQuery, column,
                                       tile.head_group << params_.scheduler.group_shift, tile.rows.first + position,
                                       tile.rows.outer, tile.rows.wrap);
