@@ -44,7 +44,7 @@ DASH_HOST_DEVICE constexpr TileShape backward_tile_shape(HeadDims padded) {
     case 96:
       return {80, 128, padded};
     case 192:
-      return {64, padded.v == 128 ? 128 : 96, padded};
+      return {64, 96, padded};
     case 256:
       return {64, 80, padded};
     default:

@@ -184,6 +184,18 @@ __device__ __forceinline__ void multiply_add(float (&acc)[kAcc], RegisterSlice (
   multiply<Element>(acc, a, b, true);
 }
 
+template <typename Element, int kDepth, typename A, typename B, int kAcc>
+__device__ __forceinline__ void multiply_add(float (&acc)[kAcc], A a, B b) {
+  using Product = SharedProduct<Element, 2 * kAcc, A::kMajor, B::kMajor>;
+  pin(acc);
+  cute::warpgroup_arrive();
+#pragma unroll
+  for (int k = 0; k < kDepth / kProductDepth; ++k) {
+    detail::issue<Product>(a.step(k), b.step(k), acc, true, std::make_index_sequence<kAcc>{});
+  }
+  cute::warpgroup_commit_batch();
+}
+
 // Returns when at most `kPending` of the groups committed last are still running.
 template <int kPending>
 __device__ __forceinline__ void wait_products() {

@@ -77,8 +77,8 @@ void launch_main(const BackwardArguments& a, const TileScheduler& scheduler, con
   params.dout = query_map(a.dout, a.head_dims.v);
   params.k = key_map(a.k, a.head_dims.qk, Variant::kKey);
   params.v = key_map(a.v, a.head_dims.v, Variant::kKey);
-  params.dk = key_map(a.dk, a.head_dims.qk, kWarpgroupRows);
-  params.dv = key_map(a.dv, a.head_dims.v, kWarpgroupRows);
+  params.dk = key_map(a.dk, a.head_dims.qk, Variant::kStoredRows);
+  params.dv = key_map(a.dv, a.head_dims.v, Variant::kStoredRows);
   params.softmax_lse = a.softmax_lse;
   params.lse_batch_stride = int64_t(a.heads) * a.seqlen_q;
   params.lse_head_stride = a.seqlen_q;
