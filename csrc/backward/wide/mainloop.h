@@ -62,9 +62,15 @@ class Consumer {
   }
   __device__ __forceinline__ void wait_for_p() const { shared_.p_full.wait(Once{step_}.parity()); }
 
+  // So that no address is carried through the loop: there is no register for it.
+  __device__ __forceinline__ void forget_addresses() {
+    forget(thread_);
+    descriptor_of_.forget();
+  }
+
   Shared& shared_;
   const KernelParams& params_;
-  const TileDescriptors<Swizzle> descriptor_of_;
+  TileDescriptors<Swizzle> descriptor_of_;
   int thread_;
   WorkRing<Variant> ring_;
   uint32_t step_ = 0;  // over all work tiles
@@ -114,6 +120,7 @@ class ValueConsumer : Consumer<Variant> {
       pin(s);
       make_p(s);
       for (int steps_left = steps - 1; steps_left > 0; --steps_left) {
+        this->forget_addresses();
         issue_dv(dv);
         ++step_;
         issue_s(s);
@@ -134,6 +141,7 @@ class ValueConsumer : Consumer<Variant> {
 
   __device__ __forceinline__ void issue_s(Scores& s) {
     this->wait_for_q();
+    forget_contents(s);
     multiply<Element, Variant::kQkDim>(s, QueryRows(descriptor_of_(shared_.q[this->query_stage().slot()])),
                                        KeyRows(descriptor_of_(shared_.k)));
   }
@@ -243,7 +251,6 @@ class KeyConsumer : Consumer<Variant> {
   struct Registers {
     Dk dk;
     Scores dp;
-    RoundedScores ds;
     float dq[Layout::kRegisters];  // of 64 columns
   };
 
@@ -269,11 +276,12 @@ class KeyConsumer : Consumer<Variant> {
 
   __device__ __forceinline__ void issue_dp(Registers& r) {
     this->wait_for_dout();
+    forget_contents(r.dp);
     multiply<Element, Variant::kValueDim>(r.dp, QueryRows(descriptor_of_(shared_.dout[this->dout_stage().slot()])),
                                           KeyRows(descriptor_of_(shared_.v)));
   }
 
-  // dP and P become dS, rounded, in registers for dQ and in shared memory for dK. No product is running.
+  // dP and P become dS, rounded, in shared memory.
   __device__ __forceinline__ void make_ds(Registers& r) {
     const uint32_t slot = this->dout_stage().slot();
     this->wait_for_p();
@@ -281,23 +289,25 @@ class KeyConsumer : Consumer<Variant> {
     const RowPair delta = statistics_of(shared_.delta[slot], thread_);
     RowPair lse{};
     if constexpr (Score::kHasDerivative) { lse = statistics_of(shared_.lse[this->query_stage().slot()], thread_); }
+    RoundedScores ds;
 #pragma unroll
     for (int k = 0; k < Variant::kKey / kProductDepth; ++k) {
-      ptx::load_matrix_transposed(p + k * 2 * Swizzle::kAtomBytes, r.ds[k]);
-      score_gradient<Element, Score>(r.ds[k], r.dp + 8 * k, delta, lse, params_.score);
+      ptx::load_matrix_transposed(p + k * 2 * Swizzle::kAtomBytes, ds[k]);
+      score_gradient<Element, Score>(ds[k], r.dp + 8 * k, delta, lse, params_.score);
     }
     shared_.p_empty.arrive();
     shared_.dout_empty[slot].arrive();
     sync_warpgroup(kNamedBarrier);  // dK of the step before has completed for all warps
-    store_transposed<Swizzle, Variant::kKey>(shared_.ds, r.ds, thread_ / 32, thread_ % 32);
+    store_transposed<Swizzle, Variant::kKey>(shared_.ds, ds, thread_ / 32, thread_ % 32);
+    ptx::fence_async_shared();
+    sync_warpgroup(kNamedBarrier);
   }
 
   // dQ and dK of the step, and dP of the next.
   template <bool kHasNext>
   __device__ __forceinline__ void multiply_ds(Registers& r) {
+    this->forget_addresses();
     issue_dq(r, 0);
-    ptx::fence_async_shared();
-    sync_warpgroup(kNamedBarrier);  // all warps have written dS
     this->wait_for_q();
     issue_dk(r, 0);
 #pragma unroll
@@ -318,7 +328,6 @@ class KeyConsumer : Consumer<Variant> {
     }
     wait_products<0>();
     r.dk.pin();
-    pin(r.ds);
     if constexpr (kHasNext) {
       pin(r.dp);
     } else {
@@ -328,7 +337,9 @@ class KeyConsumer : Consumer<Variant> {
   }
 
   __device__ __forceinline__ void issue_dq(Registers& r, int block) {
-    multiply<Element>(r.dq, r.ds, KeyColumns(descriptor_of_(shared_.k), block));
+    forget_contents(r.dq);
+    multiply<Element, Variant::kKey>(r.dq, KeyColumns(descriptor_of_(shared_.ds)),
+                                     KeyColumns(descriptor_of_(shared_.k), block));
   }
 
   __device__ __forceinline__ void issue_dk(Registers& r, int block) {
