@@ -57,8 +57,10 @@ struct Variant {
   static_assert(kStages >= 2);
 
   // Whether S leaves out the half of the KV tile that comes first where a warpgroup's rows do not see it. A product in
-  // two forms takes registers that three consumers do not have, and under the full mask there is no such half.
-  static constexpr bool kHalvesFirstTile = kConsumers == 2 && kQueryStages > 1 && kMask != MaskKind::kFull;
+  // two forms takes registers that three consumers do not have, nor two beside an output of more than 128 columns;
+  // and under the full mask there is no such half.
+  static constexpr bool kHalvesFirstTile =
+      kConsumers == 2 && kQueryStages > 1 && kValueDim <= 128 && kMask != MaskKind::kFull;
 
   DASH_HOST_DEVICE static constexpr TileGrid grid(Sequence const& sequence, Window const& window) {
     return {{kQuery, kKey, 1}, {kMask, window, sequence}};
