@@ -20,9 +20,9 @@ from torch import Tensor
 
 from . import checks, ops  # noqa: F401  ops registers torch.ops.dash_attn
 
-# In the order of _attention's tuples, and the same objects as the functions' defaults: those of one module are.
-_UNSUPPORTED_DEFAULTS = (0.0, None, None, None, None, 1, None, None)
-_SCORE_DEFAULTS = (0.0, None, None, None)
+# In the order of _attention's `scores` and `unsupported`, and the same objects as the functions' defaults: those of one
+# module are.
+_SELDOM_DEFAULTS = (0.0, None, None, None, 0.0, None, None, None, None, 1, None, None)
 _ANY_WINDOW = (-1, -1)
 _NO_WINDOW = (-1, -1, 0)  # left, right, attention_chunk
 
@@ -401,9 +401,12 @@ def _attention(
 
     This is on the path of every call: what is at its default, or of the right type already, is not looked at again.
     """
+    scores = (softcap, alibi_slopes, learnable_sink, s_aux)
     unsupported = (dropout_p, qv, q_descale, k_descale, v_descale, num_splits, pack_gqa, block_table)
-    if any(map(operator.is_not, unsupported, _UNSUPPORTED_DEFAULTS)):
+    of_scores = {}
+    if any(map(operator.is_not, (*scores, *unsupported), _SELDOM_DEFAULTS)):
         checks.reject_unsupported(*unsupported, is_pack=pack is not None)
+        of_scores = checks.as_scores(*scores)
     checks.check_tensors(named)
     if pack is not None:
         checks.check_tensors({name: x for name, x in pack.items() if x is not None or name.startswith("cu_seqlens")})
@@ -427,10 +430,5 @@ def _attention(
         extra = (*checks.as_window(window_size), checks.as_attention_chunk(attention_chunk))
     if pack is not None:
         extra = (*(extra or _NO_WINDOW), *pack.values())
-    arguments = (*named.values(), *split, softmax_scale, causal, schedule, sm_margin, *extra)
-    scores = (softcap, alibi_slopes, learnable_sink, s_aux)
-    if any(map(operator.is_not, scores, _SCORE_DEFAULTS)):
-        out, softmax_lse = op(*arguments, **checks.as_scores(*scores))
-    else:
-        out, softmax_lse = op(*arguments)
+    out, softmax_lse = op(*named.values(), *split, softmax_scale, causal, schedule, sm_margin, *extra, **of_scores)
     return (out, softmax_lse, out.new_empty(0)) if return_attn_probs else out

@@ -7,8 +7,8 @@ This is what runs for CPU tensors, and what the tests compare orders with. Per (
     dV = P^T dO      dK = c dS^T Q         dQ = c dS K
 
 A soft cap t makes S = t tanh(c Q K^T / t), and dS has the factor 1 - (S / t)^2. ALiBi's slope m makes
-S_ij = c q_i . k_j - m |i + seqlen_k - seqlen_q - j|. A sink s adds e^s to the sum whose logarithm LSE is; its gradient is
-ds = -sum_i e^(s - LSE_i) D_i. A gradient dLSE of the log-sum-exp makes D = rowsum(dO * O) - dLSE.
+S_ij = c q_i . k_j - m |i + seqlen_k - seqlen_q - j|. A sink s adds e^s to the sum whose logarithm LSE is; its gradient
+is ds = -sum_i e^(s - LSE_i) D_i. A gradient dLSE of the log-sum-exp makes D = rowsum(dO * O) - dLSE.
 
 The backward rounds where the kernel rounds (P and dS to the inputs' dtype before they enter a product, sums in fp32,
 one rounding at the end) and adds tile by tile in the order it is given, or in the fixed point of

@@ -12,7 +12,7 @@ import dash_attn
 from dash_attn import flash_attn_func, flash_attn_kvpacked_func, flash_attn_qkvpacked_func, schedule
 from dash_attn import flash_attn_varlen_func, flash_attn_varlen_kvpacked_func, flash_attn_varlen_qkvpacked_func
 
-BF16 = torch.bfloat16
+BF16, FP32 = torch.bfloat16, torch.float32
 
 
 def t(*shape, dtype=BF16, device="cpu"):
@@ -71,6 +71,10 @@ DROPOUT = (
     "pass it by name), got "
 )
 PACK_DROPOUT = DROPOUT.replace("softmax_scale", "seqused_q")
+SOFTCAP = "softcap must be a finite number of at least 0 or None, got "
+CAP_RANGE = "softcap * log2(e) and softmax_scale / softcap must be finite in fp32, got "
+SLOPES = "alibi_slopes must have shape (heads,) = (4,) or (batch, heads) = (2, 4), got "
+SINK = "learnable_sink (s_aux) must be "
 WINDOW = "window_size must be (left, right), each an int or None, got "
 MARGIN = "sm_margin must be at least 0 and less than the SMs of the GPU, got "
 
@@ -95,10 +99,36 @@ ARGUMENTS = [
     ({"window_size": (-1, 0.5)}, TypeError, WINDOW + "(-1, 0.5)"),
     ({"window_size": (True, 5)}, TypeError, WINDOW + "(True, 5)"),
     ({"window_size": [torch.ones(()), 5]}, TypeError, WINDOW + "a list of 2, the first of them a tensor of shape ()"),
-    ({"softcap": -1.0}, NotImplementedError, "softcap must be 0.0 (soft-capped scores are not supported), got -1.0"),
-    ({"softcap": 30.0}, NotImplementedError, "softcap must be 0.0 (soft-capped scores are not supported), got 30.0"),
-    ({"alibi_slopes": t(4, dtype=torch.float32)}, NotImplementedError,
-     "alibi_slopes must be None (ALiBi is not supported), got a tensor of shape (4,)"),
+    ({"softcap": "30"}, TypeError, "softcap must be a finite number or None, got '30'"),
+    ({"softcap": True}, TypeError, "softcap must be a finite number or None, got True"),
+    ({"softcap": torch.ones(())}, TypeError, "softcap must be a finite number or None, got a tensor of shape ()"),
+    ({"softcap": -1.0}, ValueError, SOFTCAP + "-1"),
+    ({"softcap": math.nan}, ValueError, SOFTCAP + "nan"),
+    ({"softcap": math.inf}, ValueError, SOFTCAP + "inf"),
+    ({"softcap": 1e-42, "softmax_scale": 0.25}, ValueError, CAP_RANGE + "softcap=1e-42 and softmax_scale=0.25"),
+    ({"softcap": 1e-30, "softmax_scale": 1e9}, ValueError, CAP_RANGE + "softcap=1e-30 and softmax_scale=1e+09"),
+    ({"softcap": 3e38, "softmax_scale": 0.25}, ValueError, CAP_RANGE + "softcap=3e+38 and softmax_scale=0.25"),
+    ({"softcap": 10**400}, ValueError, "softcap * log2(e) must be finite in fp32, got softcap=an integer of 1329 bits"),
+    ({"alibi_slopes": [0.5] * 4}, TypeError, "alibi_slopes must be a torch.Tensor, got [0.5, 0.5, 0.5, 0.5]"),
+    ({"alibi_slopes": t(4)}, TypeError, "alibi_slopes must be torch.float32, got torch.bfloat16"),
+    ({"alibi_slopes": t(3, dtype=FP32)}, ValueError, SLOPES + "(3,)"),
+    ({"alibi_slopes": t(4, 4, dtype=FP32)}, ValueError, SLOPES + "(4, 4)"),
+    ({"alibi_slopes": t(1, 2, 4, dtype=FP32)}, ValueError, SLOPES + "(1, 2, 4)"),
+    ({"alibi_slopes": t(4, dtype=FP32, device="meta")}, ValueError,
+     "alibi_slopes must be on the device of q, cpu, got meta"),
+    ({"alibi_slopes": t(4, dtype=FP32).requires_grad_()}, NotImplementedError,
+     "alibi_slopes must not require a gradient (there is none for slopes), got a tensor that does"),
+    ({"alibi_slopes": t(2, 4, dtype=FP32), "softcap": 30.0}, NotImplementedError,
+     "softcap and alibi_slopes must not be given together (no kernel has both), got softcap=30 and alibi_slopes of "
+     "shape (2, 4)"),
+    ({"learnable_sink": 0.0}, TypeError, "learnable_sink must be a torch.Tensor, got 0.0"),
+    ({"s_aux": [0.0] * 4}, TypeError, "s_aux must be a torch.Tensor, got [0.0, 0.0, 0.0, 0.0]"),
+    ({"s_aux": t(4), "learnable_sink": t(4)}, ValueError,
+     "learnable_sink and s_aux are two names of one argument, got both: one must be None"),
+    ({"s_aux": t(4, dtype=torch.int32)}, TypeError, SINK + "of a floating-point dtype, got torch.int32"),
+    ({"s_aux": t(3)}, ValueError, SINK + "of shape (heads,) = (4,), got (3,)"),
+    ({"learnable_sink": t(2, 4)}, ValueError, SINK + "of shape (heads,) = (4,), got (2, 4)"),
+    ({"learnable_sink": t(4, device="meta")}, ValueError, SINK + "on the device of q, cpu, got meta"),
     ({"qv": t(2, 5, 4, 16)}, NotImplementedError,
      "qv must be None (a second query-value product is not supported), got a tensor of shape (2, 5, 4, 16)"),
     ({"q_descale": t(2, 2)}, NotImplementedError,

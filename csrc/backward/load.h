@@ -118,9 +118,12 @@ class Loader {
     if (is_leader()) {
       load_query_tile(params_.q, full, shared_.q[slot], work, query_tile, head);
       shared_.step[slot] = {query_tile, step.needs_masking()};
-      if constexpr (Variant::Score::kHasSlope) { shared_.slope[slot] = params_.score.slope(work.batch, head); }
     }
     write_lse(lse, shared_.lse[slot]);
+    if constexpr (Variant::Score::kHasSlope) {
+      forget_memory();
+      if (is_leader()) { shared_.slope[slot] = params_.score.slope(work.batch, step.head()); }
+    }
     if (is_leader()) {
       full.arrive_and_expect_tx(Variant::kQueryTileBytes);
     } else {

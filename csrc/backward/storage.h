@@ -63,7 +63,7 @@ struct alignas(1024) SharedStorage {
   int work_number[Variant::kWorkSlots];  // in clusters, as the first CTA sends it
 
   TransactionBarrier k_full, v_full;
-  Barrier v_empty;  // the consumers have V in registers
+  Barrier v_empty;  // the consumers have V in registers, or have done with it
   Barrier k_empty;  // the consumers have done with K, and dV has left from there
   TransactionBarrier q_full[kStages], dout_full[kStages];
   Barrier q_empty[kStages], dout_empty[kStages];

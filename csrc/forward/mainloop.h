@@ -23,6 +23,16 @@
 
 namespace dash_attn::forward {
 
+// ALiBi's, of a fragment of S.
+struct QueryBias {
+  RowStatistic slopes, first_distances;
+
+  __device__ __forceinline__ float slope(int i) const { return slopes[row_of(i)]; }
+  __device__ __forceinline__ float distance(int i) const {
+    return first_distances[row_of(i)] + float(fragment_column(0, i));
+  }
+};
+
 template <typename Variant>
 class Consumer {
  public:
@@ -277,12 +287,12 @@ class Consumer {
   template <int kRegisters>
   __device__ __forceinline__ void make_scores(float (&s)[kRegisters], const Rows& rows, int kv_tile) const {
     if constexpr (Score::kHasSlope) {
-      FragmentBias bias;
+      QueryBias bias;
 #pragma unroll
       for (int row = 0; row < kRowsPerThread; ++row) {
         const int own_key = rows.position(params_, thread_, row) + rows.sequence.seqlen_k - rows.sequence.seqlen_q;
-        bias.slope[row] = rows.slopes.of[row];
-        bias.offset[row] = float(kv_tile * Variant::kKey + fragment_column(thread_, 0) - own_key);
+        bias.slopes[row] = rows.slopes.of[row];
+        bias.first_distances[row] = float(kv_tile * Variant::kKey + fragment_column(thread_, 0) - own_key);
       }
       Score::transform(s, bias);
     } else if constexpr (Score::kKind != ScoreKind::kPlain) {
@@ -336,7 +346,7 @@ class Consumer {
 #pragma unroll
     for (int row = 0; row < kRowsPerThread; ++row) {
       const int position = rows.position(params_, thread_, row);
-      const int head = Rows::head(params_, tile.head_group, thread_, row);
+      const auto head = [&] { return Rows::head(params_, tile.head_group, thread_, row); };
       const bool sees_no_key = rows.mask(params_).keys_of(position).count == 0;
       if (sees_no_key) {
         lse[row] = INFINITY;
@@ -346,14 +356,14 @@ class Consumer {
         }
       }
       if (params_.sinks) {
-        const float factor = add_sink(lse[row], params_.sinks[head], sees_no_key);
+        const float factor = add_sink(lse[row], params_.sinks[head()], sees_no_key);
 #pragma unroll
         for (int i = 0; i < kOutputRegisters; ++i) {
           if (row_of(i) == row) { out[i] *= factor; }
         }
       }
       if (thread_ % 4 == 0 && position < rows.sequence.seqlen_q) {
-        params_.softmax_lse[tile.first_lse + head * params_.lse_head_stride + position] = lse[row];
+        params_.softmax_lse[tile.first_lse + head() * params_.lse_head_stride + position] = lse[row];
       }
     }
     uint32_t packed[kOutputRegisters / 8][4];
