@@ -9,6 +9,7 @@
 #include "../config/pipeline.h"
 #include "../config/tile_shapes.h"
 #include "../device/gemm.h"
+#include "../device/score.h"
 #include "../device/sm90.h"
 #include "../schedule/order.h"
 #include "../schedule/policy.h"

@@ -120,10 +120,6 @@ class Loader {
       shared_.step[slot] = {query_tile, step.needs_masking()};
     }
     write_lse(lse, shared_.lse[slot]);
-    if constexpr (Variant::Score::kHasSlope) {
-      forget_memory();
-      if (is_leader()) { shared_.slope[slot] = params_.score.slope(work.batch, step.head()); }
-    }
     if (is_leader()) {
       full.arrive_and_expect_tx(Variant::kQueryTileBytes);
     } else {
@@ -138,6 +134,8 @@ class Loader {
     const int query_tile = step.query_tile, head = step.head();
     shared_.dout_empty[slot].wait(stage.empty_parity());
     if (!is_leader()) { return; }
+    // For S already, which waits for Q; it comes next. Who has done with dO has done with this.
+    if constexpr (Variant::Score::kHasSlope) { shared_.slope[slot] = params_.score.slope(work.batch, head); }
     load_query_tile(params_.dout, full, shared_.dout[slot], work, query_tile, head);
     const int64_t first_row = int64_t(step.dq_tile) * Variant::kQuery;
     copy_rows(params_.workspace.delta + first_row, full, shared_.delta[slot], Variant::kRowStatBytes);

@@ -355,28 +355,29 @@ class Consumer {
     const AnnouncedTile& tile = shared_.tile(slot_of_rows);
     RowStatistic inverse_sum, lse;
     softmax.finish(inverse_sum, lse);
+    const auto sees_no_key = [&](int row) {
+      return rows.mask(params_).keys_of(rows.position(params_, thread_, row)).count == 0;
+    };
+    const auto head = [&](int row) { return Rows::head(params_, tile.head_group, thread_, row); };
+    if (params_.sinks) {
+#pragma unroll
+      for (int row = 0; row < kRowsPerThread; ++row) {
+        inverse_sum[row] *= add_sink(lse[row], params_.sinks[head(row)]);
+      }
+    }
     multiply_rows(out, inverse_sum);
 #pragma unroll
     for (int row = 0; row < kRowsPerThread; ++row) {
       const int position = rows.position(params_, thread_, row);
-      const auto head = [&] { return Rows::head(params_, tile.head_group, thread_, row); };
-      const bool sees_no_key = rows.mask(params_).keys_of(position).count == 0;
-      if (sees_no_key) {
-        lse[row] = INFINITY;
+      if (sees_no_key(row)) {
+        lse[row] = params_.sinks ? lse_of_sink(params_.sinks[head(row)]) : INFINITY;
 #pragma unroll
         for (int i = 0; i < kOutputRegisters; ++i) {
           if (row_of(i) == row) { out[i] = 0.f; }
         }
       }
-      if (params_.sinks) {
-        const float factor = add_sink(lse[row], params_.sinks[head()], sees_no_key);
-#pragma unroll
-        for (int i = 0; i < kOutputRegisters; ++i) {
-          if (row_of(i) == row) { out[i] *= factor; }
-        }
-      }
       if (thread_ % 4 == 0 && position < rows.sequence.seqlen_q) {
-        params_.softmax_lse[tile.first_lse + head() * params_.lse_head_stride + position] = lse[row];
+        params_.softmax_lse[tile.first_lse + head(row) * params_.lse_head_stride + position] = lse[row];
       }
     }
     uint32_t packed[kOutputRegisters / 8][4];
