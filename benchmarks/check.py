@@ -44,17 +44,28 @@ class _Sequence:
         k, v = (self._of_keys(t).float() for t in (x.k, x.v))
         scale, length = softmax_scale(shape), len(q)
         keys = torch.arange(length, device=q.device)
+        slopes, sinks = (None if t is None else t[-self._group :] for t in (x.alibi_slopes, x.sinks))
         out, dq, dk, dv = torch.empty_like(q), torch.empty_like(q), torch.zeros_like(k), torch.zeros_like(v)
         for head in range(self._group):
             for first in range(0, length, QUERIES_AT_ONCE):
                 rows = slice(first, min(first + QUERIES_AT_ONCE, length))
                 scores = q[rows, head] @ k.mT * scale
+                of_cap = 1.0
+                if shape.softcap:
+                    scores = (scores / shape.softcap).tanh()
+                    of_cap = 1 - scores.square()
+                    scores *= shape.softcap
+                if slopes is not None:
+                    scores -= slopes[head] * (keys[rows, None] - keys).abs()
                 if shape.mask != "full":
                     scores.masked_fill_(_hidden(shape, keys[rows], keys), float("-inf"))
-                p = scores.softmax(-1)
+                if sinks is None:
+                    p = scores.softmax(-1)
+                else:
+                    p = torch.cat([scores, sinks[head].expand(len(scores), 1)], dim=-1).softmax(-1)[:, :-1]
                 out[rows, head] = p @ v
                 dp = dout[rows, head] @ v.mT
-                ds = p * (dp - (dp * p).sum(-1, keepdim=True))
+                ds = p * (dp - (dp * p).sum(-1, keepdim=True)) * of_cap
                 dq[rows, head] = scale * (ds @ k)
                 dk += scale * (ds.mT @ q[rows, head])
                 dv += p.mT @ dout[rows, head]

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 import torch
 
 from benchmarks.compare import DENSE, OURS
-from benchmarks.shapes import Shape
+from benchmarks.shapes import SOFTCAPS, Shape
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -34,7 +34,7 @@ class Variant:
 @dataclasses.dataclass
 class Tensors:
     """Of a dense batch (batch, seqlen, heads, head_dim); of a pack (total, heads, head_dim), with `cu_seqlens`, int32
-    (sequences + 1,), and the length of the longest sequence."""
+    (sequences + 1,), and the length of the longest sequence. Slopes and sinks are fp32 (heads,)."""
 
     q: torch.Tensor
     k: torch.Tensor
@@ -42,6 +42,8 @@ class Tensors:
     dout: torch.Tensor
     cu_seqlens: torch.Tensor | None = None
     max_seqlen: int | None = None
+    alibi_slopes: torch.Tensor | None = None
+    sinks: torch.Tensor | None = None
 
     @property
     def lengths(self) -> dict:
@@ -65,6 +67,10 @@ def random_tensors(shape: Shape, device: torch.device) -> Tensors:
         return torch.randn(size, generator=generator, device=device).to(DTYPES[shape.dtype])
 
     found = Tensors(normal(shape.heads), normal(shape.kv_heads), normal(shape.kv_heads), normal(shape.heads))
+    if shape.scores == "alibi":
+        found.alibi_slopes = torch.exp2(-8.0 * torch.arange(1, shape.heads + 1, device=device) / shape.heads)
+    if shape.scores == "sinks":
+        found.sinks = torch.randn(shape.heads, generator=generator, device=device)
     return packed(found, shape.lengths) if shape.pack else found
 
 
@@ -72,7 +78,7 @@ def packed(x: Tensors, lengths: tuple[int, ...]) -> Tensors:
     """The same rows as a pack of sequences of these lengths."""
     rows = (t if t.dim() == 3 else t.flatten(0, 1) for t in (x.q, x.k, x.v, x.dout))
     offsets = torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32, device=x.q.device)
-    return Tensors(*rows, offsets, max(lengths))
+    return Tensors(*rows, offsets, max(lengths), x.alibi_slopes, x.sinks)
 
 
 def without_chunks(shape: Shape, x: Tensors) -> Tensors:
@@ -110,9 +116,24 @@ def _in_turn(forward: Callable[[], Results], backward: Callable[[], Results]) ->
     return {"forward": forward, "backward": backward, "both": both}
 
 
-def op_arguments(shape: Shape, x: Tensors) -> tuple:
-    """What our ops take after their tensors: offsets and used lengths of queries and keys, the scale, the mask."""
-    return (x.cu_seqlens, x.cu_seqlens, None, None, softmax_scale(shape), *mask_arguments(shape), shape.chunk)
+def op_arguments(shape: Shape, x: Tensors) -> dict[str, object]:
+    """What all our ops are told beside their tensors: the lengths, the scale, the mask, what scores are made of."""
+    causal, left, right = mask_arguments(shape)
+    return dict(
+        cu_seqlens_q=x.cu_seqlens,
+        cu_seqlens_k=x.cu_seqlens,
+        seqused_q=None,
+        seqused_k=None,
+        softmax_scale=softmax_scale(shape),
+        causal=causal,
+        window_left=left,
+        window_right=right,
+        attention_chunk=shape.chunk,
+        sm_margin=0,
+        sinks=x.sinks,
+        alibi_slopes=x.alibi_slopes,
+        softcap=shape.softcap,
+    )
 
 
 class DashAttn:
@@ -142,28 +163,33 @@ class DashAttn:
         from dash_attn import schedule
 
         ops, arguments = torch.ops.dash_attn, op_arguments(shape, x)
-        out, softmax_lse = ops.forward(x.q, x.k, x.v, *arguments, 0)
+        out, softmax_lse = ops.forward(x.q, x.k, x.v, **arguments)
         saved = x.dout, x.q, x.k, x.v, out, softmax_lse
         gradients = tuple(torch.empty_like(t) for t in (x.q, x.k, x.v))
+        of_scores = dict(dsoftmax_lse=None, dsinks=None if x.sinks is None else torch.empty_like(x.sinks))
         leaves = tuple(t.detach().requires_grad_() for t in (x.q, x.k, x.v))
         causal, *window_size = mask_arguments(shape)
-        mask = dict(causal=causal, window_size=tuple(window_size), attention_chunk=shape.chunk)
+        options = dict(causal=causal, window_size=tuple(window_size), attention_chunk=shape.chunk)
+        options |= dict(softcap=shape.softcap, alibi_slopes=x.alibi_slopes)
+        if x.sinks is not None:
+            options["learnable_sink"] = x.sinks.detach().requires_grad_()
 
         def forward() -> Results:
-            return ops.forward(x.q, x.k, x.v, *arguments, 0)[0]
+            return ops.forward(x.q, x.k, x.v, **arguments)[0]
 
         def backward() -> Results:
             if variant.deterministic:
-                ops.backward(*saved, *gradients, *arguments, variant.schedule, 0)
+                ops.backward(*saved, *gradients, **arguments, **of_scores, schedule=variant.schedule)
             else:  # the op takes deterministic policies only
                 number = schedule.policy_number(variant.schedule)
-                torch.ops.dash_attn_C.backward(*saved, *gradients, *arguments, number, 0)
+                torch.ops.dash_attn_C.backward(*saved, *gradients, **arguments, **of_scores, schedule=number)
             return gradients
 
         def through_autograd() -> Results:
             attention = dash_attn.flash_attn_varlen_func if shape.pack else dash_attn.flash_attn_func
-            out = attention(*leaves, **x.lengths, **mask, schedule=variant.schedule)
-            return torch.autograd.grad(out, leaves, x.dout)
+            out = attention(*leaves, **x.lengths, **options, schedule=variant.schedule)
+            wanted = (*leaves, *([] if x.sinks is None else [options["learnable_sink"]]))
+            return torch.autograd.grad(out, wanted, x.dout)[:3]
 
         calls = _in_turn(forward, backward)
         return {**calls, "both": through_autograd} if variant.deterministic else calls
@@ -179,11 +205,12 @@ class DashAttnDense(DashAttn):
 
     def prepare(self, variant: Variant, shape: Shape, x: Tensors) -> Calls:
         batch = (t.unflatten(0, (shape.batch, shape.seqlen)) for t in (x.q, x.k, x.v, x.dout))
-        return super().prepare(variant, shape.dense, Tensors(*batch))
+        dense = Tensors(*batch, alibi_slopes=x.alibi_slopes, sinks=x.sinks)
+        return super().prepare(variant, shape.dense, dense)
 
 
 class TorchFlashAttention2:
-    """FlashAttention-2 as torch's scaled_dot_product_attention runs it."""
+    """FlashAttention-2 as torch's scaled_dot_product_attention runs it: of products of queries and keys alone."""
 
     name = "fa2"
 
@@ -191,7 +218,7 @@ class TorchFlashAttention2:
         return None if device.type == "cuda" else "needs a CUDA device"
 
     def variants(self, shape: Shape) -> list[Variant]:
-        return [Variant(self.name, None, True), Variant(self.name, None, False)]
+        return [] if shape.scores else [Variant(self.name, None, True), Variant(self.name, None, False)]
 
     def prepare(self, variant: Variant, shape: Shape, x: Tensors) -> Calls:
         aten, x = torch.ops.aten, without_chunks(shape, x)
@@ -225,7 +252,8 @@ class TorchCudnn:
         return None if torch.backends.cudnn.is_available() else "torch has no cuDNN"
 
     def variants(self, shape: Shape) -> list[Variant]:
-        return [] if shape.pack or shape.mask == "window" else [Variant(self.name, None, False)]
+        plain = not (shape.pack or shape.mask == "window" or shape.scores)
+        return [Variant(self.name, None, False)] if plain else []
 
     def prepare(self, variant: Variant, shape: Shape, x: Tensors) -> Calls:
         aten, scale = torch.ops.aten, softmax_scale(shape)
@@ -252,6 +280,7 @@ class _FlashAttnPackage:
     name: str
     module: str
     unbounded: int | None  # how it writes a side of a window that hides nothing
+    scores: tuple[str, ...]  # of benchmarks.shapes.SCORES, what it has an argument for
 
     def unavailable(self, device: torch.device) -> str | None:
         if device.type != "cuda":
@@ -263,7 +292,8 @@ class _FlashAttnPackage:
         return None
 
     def variants(self, shape: Shape) -> list[Variant]:
-        return [Variant(self.name, None, True), Variant(self.name, None, False)]
+        takes = shape.scores is None or shape.scores in self.scores
+        return [Variant(self.name, None, True), Variant(self.name, None, False)] if takes else []
 
     def prepare(self, variant: Variant, shape: Shape, x: Tensors) -> Calls:
         package, x = importlib.import_module(self.module), without_chunks(shape, x)
@@ -272,25 +302,33 @@ class _FlashAttnPackage:
         causal, *sides = mask_arguments(shape)
         window_size = tuple(self.unbounded if side == -1 else side for side in sides)
         options = dict(causal=causal, window_size=window_size, deterministic=variant.deterministic)
+        wanted = [q, k, v]
+        if shape.softcap:
+            options["softcap"] = shape.softcap
+        if x.sinks is not None:
+            options["learnable_sink"] = x.sinks.detach().requires_grad_()
+            wanted.append(options["learnable_sink"])
 
         def forward():
             result = function(q, k, v, **x.lengths, **options)
             return result[0] if isinstance(result, tuple) else result
 
         out = forward()
-        return _in_turn(forward, lambda: torch.autograd.grad(out, (q, k, v), x.dout, retain_graph=True))
+        return _in_turn(forward, lambda: torch.autograd.grad(out, wanted, x.dout, retain_graph=True)[:3])
 
 
 class FlashAttention3(_FlashAttnPackage):
     name = "fa3"
     module = "flash_attn_interface"
     unbounded = -1
+    scores = tuple(SOFTCAPS)
 
 
 class FlashAttention4(_FlashAttnPackage):
     name = "fa4"
     module = "flash_attn.cute"
     unbounded = None
+    scores = (*SOFTCAPS, "sinks")
 
 
 PEERS = {peer.name: peer for peer in (TorchFlashAttention2, TorchCudnn, FlashAttention3, FlashAttention4)}

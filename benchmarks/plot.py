@@ -18,9 +18,9 @@ from benchmarks.shapes import Shape
 
 def are_series(shapes: Collection[Shape]) -> bool:
     """Whether most shapes differ from others in the length of the sequences alone, and no two lengths are the same: a
-    line over the length then shows them. What differs in everything, as small loads, packs and windows do, has no such
-    line."""
-    if any(shape.pack or shape.mask == "window" for shape in shapes):
+    line over the length then shows them. What differs in everything, as small loads, packs, windows and scores do, has
+    no such line."""
+    if any(shape.pack or shape.mask == "window" or shape.scores for shape in shapes):
         return False
     lengths = collections.defaultdict(list)
     for shape in shapes:
@@ -40,7 +40,8 @@ def place_of(shape: Shape, series: bool) -> str:
         return length
     sequences = shape.pack or f"{shape.batch}x{length}"
     window = [shape.mask_name.removeprefix("window ")] if shape.mask == "window" else []
-    return "\n".join([shape.heads_name, sequences, *window])
+    scores = [shape.scores] if shape.scores else []
+    return "\n".join([shape.heads_name, sequences, *window, *scores])
 
 
 def size_of(shape: Shape) -> tuple[int, ...]:

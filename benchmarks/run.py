@@ -251,6 +251,20 @@ def against_baseline(rows: list[dict]) -> str:
     return "\n".join(lines)
 
 
+def against_plain(rows: list[dict]) -> str:
+    """For each pass and kind of scores of ours under "auto", or of the only schedule measured: throughput over that of
+    the same shape without them."""
+    ours = [row for row in rows if row["impl"] == compare.OURS]
+    schedules = {row["schedule"] for row in ours}
+    ms = {(row["pass"], Shape.of_row(row)): row["ms"] for row in ours
+          if row["schedule"] in (None, "auto") or len(schedules - {None}) == 1}  # fmt: skip
+    lines = ["throughput over that without scores"]
+    for (pass_, shape), taken in ms.items():
+        if shape.scores and (pass_, shape.plain) in ms:
+            lines.append(f"  {pass_} {shape}: {ms[pass_, shape.plain] / taken:.3f}")
+    return "\n".join(lines) if len(lines) > 1 else ""
+
+
 def main(argv: list[str] | None = None) -> int:
     arguments = parser().parse_args(argv)
     check_schedules(arguments.schedules)
@@ -294,6 +308,8 @@ def main(argv: list[str] | None = None) -> int:
         if arguments.json:
             arguments.json.write_text(files.dumps(result))
     print("\n" + table(result["rows"]), flush=True)
+    if of_scores := against_plain(result["rows"]):
+        print("\n" + of_scores, flush=True)
     if arguments.baseline:
         implementations[-1].close()
         print("\n" + against_baseline(result["rows"]), flush=True)

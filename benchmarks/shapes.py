@@ -11,6 +11,10 @@ from benchmarks.packs import PACKS
 PASSES = ("backward", "forward", "both")
 TOKENS, HIDDEN = 16384, 2048
 UNBOUNDED = -1  # of a side of a window
+# What scores are made of, by name: a name keeps its meaning for good, because the rows of results say it alone. Slopes
+# are 2^(-8 (h + 1) / heads) of head h; sinks are drawn.
+SOFTCAPS = {"softcap 50": 50.0}
+SCORES = (*SOFTCAPS, "alibi", "sinks")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,6 +29,7 @@ class Shape:
         pack: the name in PACKS of the pack whose first `batch` sequences these are; None for a dense batch.
         window: of the mask "window": how many keys (before, behind) its own a query sees, -1 for every one.
         chunk: of the mask "window": of how many keys a chunk is, outside of which a query sees none; 0 for no chunks.
+        scores: a name of SCORES; None for products of queries and keys alone.
     """
 
     dtype: str
@@ -37,6 +42,7 @@ class Shape:
     pack: str | None = None
     window: tuple[int, int] = (UNBOUNDED, UNBOUNDED)
     chunk: int = 0
+    scores: str | None = None
 
     @classmethod
     def of_pack(cls, pack: str, head_dim: int, heads: int, kv_heads: int, mask: str, **options) -> "Shape":
@@ -88,6 +94,16 @@ class Shape:
         return dataclasses.replace(self, pack=None) if equal else None
 
     @property
+    def plain(self) -> "Shape":
+        """The same without `scores`."""
+        return dataclasses.replace(self, scores=None)
+
+    @property
+    def softcap(self) -> float:
+        """0 for none."""
+        return SOFTCAPS.get(self.scores, 0.0)
+
+    @property
     def sides(self) -> tuple[int, int]:
         """How many keys before and behind its own a query sees, chunks aside."""
         return {"full": (UNBOUNDED, UNBOUNDED), "causal": (UNBOUNDED, 0)}.get(self.mask, self.window)
@@ -108,7 +124,8 @@ class Shape:
         return f"pack {self.pack}" + (f"[:{self.batch}]" if self.batch < len(PACKS[self.pack]) else "")
 
     def __str__(self) -> str:
-        return f"{self.dtype} d{self.head_dim} h{self.heads_name} {self.mask_name} {self.sequences_name}"
+        scores = f" {self.scores}" if self.scores else ""
+        return f"{self.dtype} d{self.head_dim} h{self.heads_name} {self.mask_name} {self.sequences_name}{scores}"
 
 
 _FIELDS = dataclasses.fields(Shape)
@@ -252,6 +269,19 @@ def windows_grid() -> list[Shape]:
     ]
 
 
+def scores_grid() -> list[Shape]:
+    """What a score or a sink costs: each shape with it after the same shape without."""
+    dense = [_shape(128, mask, seqlen) for mask in ("causal", "full") for seqlen in (4096, 16384)]
+    of_models = [_window(128, 32, 16, 2, 8192, 4095, 0), Shape("bf16", 64, 64, 8, "causal", 8192, 2)]
+    window = _window(64, 64, 8, 2, 8192, 127, 0)
+    named = [
+        *((shape, ("softcap 50", "alibi")) for shape in dense),
+        (of_models[0], ("softcap 50",)),
+        *((shape, ("sinks",)) for shape in (of_models[1], window)),
+    ]
+    return [dataclasses.replace(shape, scores=scores) for shape, names in named for scores in (None, *names)]
+
+
 DENSE_GRIDS = {"full": full_grid, "quick": quick_grid, "bar": bar_grid, "loads": loads_grid}
 GRIDS = {
     **DENSE_GRIDS,
@@ -260,4 +290,5 @@ GRIDS = {
     "packed-bar": packed_bar_grid,
     "windows": windows_grid,
     "windows-bar": windows_bar_grid,
+    "scores": scores_grid,
 }

@@ -52,16 +52,22 @@ def inputs_of(function, batch=1, seqlen=9, heads=2, head_dim=8):
     return [packed[name].requires_grad_() for name in FUNCTIONS[function][0]]
 
 
+GRADIENTS = ("dq", "dk", "dv")
+PACK = ("cu_seqlens_q", "cu_seqlens_k", "seqused_q", "seqused_k")
+MASK = ("causal", "window_left", "window_right", "attention_chunk")
+
+
 @contextlib.contextmanager
 def kernel_calls():
-    """The calls of the kernels in the block: [name, arguments]."""
+    """The calls of the kernels in the block: [kernel, its arguments by name]."""
     calls = []
     with torch.library._scoped_library("dash_attn_C", "IMPL") as library:
         for name in ("forward", "backward"):
             compute = getattr(dash_attn.ops, f"_{name}_cpu")
+            names = [argument.name for argument in getattr(torch.ops.dash_attn_C, name).default._schema.arguments]
 
-            def record(*arguments, name=name, compute=compute):
-                calls.append((name, arguments))
+            def record(*arguments, name=name, compute=compute, names=names):
+                calls.append((name, dict(zip(names, arguments, strict=True))))
                 compute(*arguments)
 
             library.impl(name, record, "CPU", allow_override=True)

@@ -12,7 +12,7 @@ import dash_attn
 from dash_attn import flash_attn_func, flash_attn_kvpacked_func, flash_attn_qkvpacked_func, schedule
 from dash_attn import flash_attn_varlen_func, flash_attn_varlen_kvpacked_func, flash_attn_varlen_qkvpacked_func
 
-BF16 = torch.bfloat16
+BF16, FP32 = torch.bfloat16, torch.float32
 
 
 def t(*shape, dtype=BF16, device="cpu"):
@@ -48,16 +48,20 @@ TENSORS = [
     ({"v": t(2, 7, 2, 16, dtype=torch.float16)}, TypeError,
      "v must have the dtype of q, torch.bfloat16, got torch.float16"),
     ({"q": t(2, 5, 4, 16, device="meta")}, ValueError, "k must be on the device of q, meta, got cpu"),
-    ({"q": t(2, 5, 4, 136)}, ValueError, "q must have a head_dim from 1 to 128, got 136"),
-    ({"q": t(2, 5, 4, 0)}, ValueError, "q must have a head_dim from 1 to 128, got 0"),
+    ({"q": t(2, 5, 4, 264)}, ValueError, "q must have a head_dim from 1 to 256, got 264"),
+    ({"q": t(2, 5, 4, 0)}, ValueError, "q must have a head_dim from 1 to 256, got 0"),
+    ({"v": t(2, 7, 2, 257)}, ValueError, "v must have a head_dim from 1 to 256, got 257"),
+    ({"v": t(2, 7, 2, 0)}, ValueError, "v must have a head_dim from 1 to 256, got 0"),
     ({"k": t(3, 7, 2, 16)}, ValueError, "k must have the batch size of q, 2, got 3"),
     ({"k": t(2, 7, 2, 24)}, ValueError, "k must have the head_dim of q, 16, got 24"),
     ({"k": t(2, 7, 3, 16)}, ValueError, "k must have a number of heads that divides the 4 heads of q, got 3"),
     ({"k": t(2, 7, 8, 16)}, ValueError, "k must have a number of heads that divides the 4 heads of q, got 8"),
     ({"k": t(2, 7, 0, 16)}, ValueError, "k must have a number of heads that divides the 4 heads of q, got 0"),
     ({"q": t(2, 5, 0, 16)}, ValueError, "k must have a number of heads that divides the 0 heads of q, got 2"),
-    ({"v": t(2, 8, 2, 16)}, ValueError, "v must have the shape of k, (2, 7, 2, 16), got (2, 8, 2, 16)"),
-    ({"v": t(2, 7, 2, 24)}, ValueError, "v must have the shape of k, (2, 7, 2, 16), got (2, 7, 2, 24)"),
+    ({"v": t(2, 8, 2, 16)}, ValueError,
+     "v must have the shape of k but for the head_dim, (2, 7, 2, 16), got (2, 8, 2, 16)"),
+    ({"v": t(2, 7, 4, 24)}, ValueError,
+     "v must have the shape of k but for the head_dim, (2, 7, 2, 16), got (2, 7, 4, 24)"),
     ({"k": t(1, 1, 1, 1).expand(2, 2**30, 2, 16)}, ValueError,
      "k must have a seqlen of at most 1073741823, got 1073741824"),
 ]  # fmt: skip
@@ -67,6 +71,10 @@ DROPOUT = (
     "pass it by name), got "
 )
 PACK_DROPOUT = DROPOUT.replace("softmax_scale", "seqused_q")
+SOFTCAP = "softcap must be a finite number of at least 0 or None, got "
+CAP_RANGE = "softcap * log2(e) and softmax_scale / softcap must be finite in fp32, got "
+SLOPES = "alibi_slopes must have shape (heads,) = (4,) or (batch, heads) = (2, 4), got "
+SINK = "learnable_sink (s_aux) must be "
 WINDOW = "window_size must be (left, right), each an int or None, got "
 MARGIN = "sm_margin must be at least 0 and less than the SMs of the GPU, got "
 
@@ -91,10 +99,36 @@ ARGUMENTS = [
     ({"window_size": (-1, 0.5)}, TypeError, WINDOW + "(-1, 0.5)"),
     ({"window_size": (True, 5)}, TypeError, WINDOW + "(True, 5)"),
     ({"window_size": [torch.ones(()), 5]}, TypeError, WINDOW + "a list of 2, the first of them a tensor of shape ()"),
-    ({"softcap": -1.0}, NotImplementedError, "softcap must be 0.0 (soft-capped scores are not supported), got -1.0"),
-    ({"softcap": 30.0}, NotImplementedError, "softcap must be 0.0 (soft-capped scores are not supported), got 30.0"),
-    ({"alibi_slopes": t(4, dtype=torch.float32)}, NotImplementedError,
-     "alibi_slopes must be None (ALiBi is not supported), got a tensor of shape (4,)"),
+    ({"softcap": "30"}, TypeError, "softcap must be a finite number or None, got '30'"),
+    ({"softcap": True}, TypeError, "softcap must be a finite number or None, got True"),
+    ({"softcap": torch.ones(())}, TypeError, "softcap must be a finite number or None, got a tensor of shape ()"),
+    ({"softcap": -1.0}, ValueError, SOFTCAP + "-1"),
+    ({"softcap": math.nan}, ValueError, SOFTCAP + "nan"),
+    ({"softcap": math.inf}, ValueError, SOFTCAP + "inf"),
+    ({"softcap": 1e-42, "softmax_scale": 0.25}, ValueError, CAP_RANGE + "softcap=1e-42 and softmax_scale=0.25"),
+    ({"softcap": 1e-30, "softmax_scale": 1e9}, ValueError, CAP_RANGE + "softcap=1e-30 and softmax_scale=1e+09"),
+    ({"softcap": 3e38, "softmax_scale": 0.25}, ValueError, CAP_RANGE + "softcap=3e+38 and softmax_scale=0.25"),
+    ({"softcap": 10**400}, ValueError, "softcap * log2(e) must be finite in fp32, got softcap=an integer of 1329 bits"),
+    ({"alibi_slopes": [0.5] * 4}, TypeError, "alibi_slopes must be a torch.Tensor, got [0.5, 0.5, 0.5, 0.5]"),
+    ({"alibi_slopes": t(4)}, TypeError, "alibi_slopes must be torch.float32, got torch.bfloat16"),
+    ({"alibi_slopes": t(3, dtype=FP32)}, ValueError, SLOPES + "(3,)"),
+    ({"alibi_slopes": t(4, 4, dtype=FP32)}, ValueError, SLOPES + "(4, 4)"),
+    ({"alibi_slopes": t(1, 2, 4, dtype=FP32)}, ValueError, SLOPES + "(1, 2, 4)"),
+    ({"alibi_slopes": t(4, dtype=FP32, device="meta")}, ValueError,
+     "alibi_slopes must be on the device of q, cpu, got meta"),
+    ({"alibi_slopes": t(4, dtype=FP32).requires_grad_()}, NotImplementedError,
+     "alibi_slopes must not require a gradient (there is none for slopes), got a tensor that does"),
+    ({"alibi_slopes": t(2, 4, dtype=FP32), "softcap": 30.0}, NotImplementedError,
+     "softcap and alibi_slopes must not be given together (no kernel has both), got softcap=30 and alibi_slopes of "
+     "shape (2, 4)"),
+    ({"learnable_sink": 0.0}, TypeError, "learnable_sink must be a torch.Tensor, got 0.0"),
+    ({"s_aux": [0.0] * 4}, TypeError, "s_aux must be a torch.Tensor, got [0.0, 0.0, 0.0, 0.0]"),
+    ({"s_aux": t(4), "learnable_sink": t(4)}, ValueError,
+     "learnable_sink and s_aux are two names of one argument, got both: one must be None"),
+    ({"s_aux": t(4, dtype=torch.int32)}, TypeError, SINK + "of a floating-point dtype, got torch.int32"),
+    ({"s_aux": t(3)}, ValueError, SINK + "of shape (heads,) = (4,), got (3,)"),
+    ({"learnable_sink": t(2, 4)}, ValueError, SINK + "of shape (heads,) = (4,), got (2, 4)"),
+    ({"learnable_sink": t(4, device="meta")}, ValueError, SINK + "on the device of q, cpu, got meta"),
     ({"qv": t(2, 5, 4, 16)}, NotImplementedError,
      "qv must be None (a second query-value product is not supported), got a tensor of shape (2, 5, 4, 16)"),
     ({"q_descale": t(2, 2)}, NotImplementedError,
@@ -152,7 +186,7 @@ KVPACKED = [
     ({"kv": t(2, 7, 2, 2, 8)}, ValueError, "kv must have the head_dim of q, 16, got 8"),
     ({"kv": t(2, 7, 2, 2, 16, dtype=torch.float16)}, TypeError,
      "kv must have the dtype of q, torch.bfloat16, got torch.float16"),
-    ({"q": t(2, 5, 4, 200)}, ValueError, "q must have a head_dim from 1 to 128, got 200"),
+    ({"q": t(2, 5, 4, 300)}, ValueError, "q must have a head_dim from 1 to 256, got 300"),
 ]  # fmt: skip
 
 SPLIT = (
@@ -166,7 +200,7 @@ QKVPACKED = [
      "qkv must have shape (batch, seqlen, 3, heads, head_dim) with at least one head, got (2, 7, 2, 4, 16)"),
     ({"qkv": t(2, 7, 3, 0, 16)}, ValueError,
      "qkv must have shape (batch, seqlen, 3, heads, head_dim) with at least one head, got (2, 7, 3, 0, 16)"),
-    ({"qkv": t(2, 7, 3, 4, 129)}, ValueError, "qkv must have a head_dim from 1 to 128, got 129"),
+    ({"qkv": t(2, 7, 3, 4, 257)}, ValueError, "qkv must have a head_dim from 1 to 256, got 257"),
     ({"qkv": t(2, 7, 3, 4, 16, dtype=torch.float64)}, TypeError,
      "qkv must be torch.bfloat16 or torch.float16, got torch.float64"),
     ({"num_heads_q": 4}, ValueError,
@@ -197,7 +231,8 @@ PACKS = [
     ({"q": [1.0]}, TypeError, "q must be a torch.Tensor, got [1.0]"),
     ({"q": t(2, 5, 4, 16)}, ValueError, "q must have shape (total, heads, head_dim), got 4 dimensions: (2, 5, 4, 16)"),
     ({"k": t(12, 16)}, ValueError, "k must have shape (total, heads, head_dim), got 2 dimensions: (12, 16)"),
-    ({"v": t(11, 2, 16)}, ValueError, "v must have the shape of k, (12, 2, 16), got (11, 2, 16)"),
+    ({"v": t(11, 2, 16)}, ValueError,
+     "v must have the shape of k but for the head_dim, (12, 2, 16), got (11, 2, 16)"),
     ({"k": t(12, 3, 16)}, ValueError, "k must have a number of heads that divides the 4 heads of q, got 3"),
     ({"k": t(12, 2, 24)}, ValueError, "k must have the head_dim of q, 16, got 24"),
     ({"k": t(12, 2, 16, dtype=torch.float16)}, TypeError,

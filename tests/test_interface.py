@@ -9,6 +9,8 @@ import torch
 from float64_reference import attention_float64, error_limits, relative_error, visible_keys
 from interface_support import (
     FUNCTIONS,
+    GRADIENTS,
+    PACK,
     VARLEN_FUNCTIONS,
     assert_same_bits,
     inputs_of,
@@ -23,7 +25,8 @@ from dash_attn import _schedule, flash_attn_func, flash_attn_kvpacked_func, flas
 from dash_attn import flash_attn_varlen_func
 from dash_attn.schedule import POLICIES, fitting, policy_number
 
-# FlashAttention-2's arguments after the tensors, then FlashAttention-3's that it lacks, then this package's.
+OUTPUTS = ("out", "softmax_lse")
+# FlashAttention-2's arguments after the tensors, then FlashAttention-3's that it lacks, then the names of a sink.
 FLASH_ATTENTION_2 = [
     ("dropout_p", 0.0), ("softmax_scale", None), ("causal", False), ("window_size", (-1, -1)), ("softcap", 0.0),
     ("alibi_slopes", None), ("deterministic", False), ("return_attn_probs", False),
@@ -32,6 +35,7 @@ FLASH_ATTENTION_3 = {
     "qv": None, "q_descale": None, "k_descale": None, "v_descale": None, "attention_chunk": 0, "num_splits": 1,
     "pack_gqa": None, "sm_margin": 0,
 }  # fmt: skip
+SINK = {"learnable_sink": None, "s_aux": None}
 
 
 @pytest.mark.parametrize("function", [*FUNCTIONS, *VARLEN_FUNCTIONS], ids=lambda f: f.__name__)
@@ -42,7 +46,7 @@ def test_signature(function):
     keywords = {p.name: p.default for p in parameters.values() if p.kind is p.KEYWORD_ONLY}
     paged = [("block_table", None)] if function is flash_attn_varlen_func else []
     assert positional == [(name, inspect.Parameter.empty) for name in tensors] + FLASH_ATTENTION_2 + paged
-    assert keywords == {**FLASH_ATTENTION_3, **extra, "schedule": "auto"}
+    assert keywords == {**SINK, **FLASH_ATTENTION_3, **extra, "schedule": "auto"}
     assert len(parameters) == len(positional) + len(keywords)
 
 
@@ -50,7 +54,7 @@ def test_signature(function):
 def test_defaults_may_be_given(function):
     inputs = inputs_of(function)
     expected = function(*inputs)
-    positional = function(*inputs, 0, 8**-0.5, False, [-1, -1], 0, None, True, False, **FLASH_ATTENTION_3)
+    positional = function(*inputs, 0, 8**-0.5, False, [-1, -1], 0, None, True, False, **FLASH_ATTENTION_3, **SINK)
     assert torch.equal(positional, expected)
 
 
@@ -98,10 +102,14 @@ def test_arguments_reach_the_kernels(function, schedule):
         out = function(*inputs, softmax_scale=0.3, causal=causal, sm_margin=3, schedule=schedule)
         torch.autograd.grad(out.float().sum(), inputs)
     (forward, forward_arguments), (backward, backward_arguments) = calls
-    dense, no_window = (None,) * 4, (-1, -1, 0)
-    assert (forward, forward_arguments[5:]) == ("forward", (*dense, 0.3, causal, *no_window, 3))
-    number = policy_number(schedule)
-    assert (backward, backward_arguments[9:]) == ("backward", (*dense, 0.3, causal, *no_window, number, 3))
+    assert (forward, backward) == ("forward", "backward")
+    nothing = dict.fromkeys((*PACK, "sinks", "alibi_slopes"))
+    expected = nothing | {"softmax_scale": 0.3, "softcap": 0.0, "causal": causal, "sm_margin": 3}
+    expected |= {"window_left": -1, "window_right": -1, "attention_chunk": 0}
+    assert {name: x for name, x in forward_arguments.items() if name not in ("q", "k", "v", *OUTPUTS)} == expected
+    expected |= {"dsoftmax_lse": None, "dsinks": None, "schedule": policy_number(schedule)}
+    tensors = ("dout", "q", "k", "v", *OUTPUTS, *GRADIENTS)
+    assert {name: x for name, x in backward_arguments.items() if name not in tensors} == expected
 
 
 @pytest.mark.filterwarnings("ignore:Warning only once for all operators")
@@ -114,7 +122,7 @@ def test_auto_looks_neither_at_the_other_heads_nor_at_the_batch(lengths, causal)
         *inputs, dout = qkv_tensors(*lengths, 2 * kv_heads, kv_heads, 8, batch)
         with kernel_calls() as calls:
             out_and_gradients(flash_attn_func, inputs, dout, causal=causal)
-        policies.add(calls[-1][1][-2])
+        policies.add(calls[-1][1]["schedule"])
     expected = _schedule.automatic(causal=causal, head_dim=8)
     assert policies == {policy_number(expected)}
 
@@ -127,7 +135,7 @@ def test_defaults_are_not_looked_at(function, monkeypatch):
         raise AssertionError("checked what was left at its default")
 
     seldom = "reject_unsupported", "as_window", "as_attention_chunk", "as_flag", "as_sm_margin", "check_max_seqlen"
-    for name in seldom:
+    for name in (*seldom, "as_scores", "as_number"):
         monkeypatch.setattr(dash_attn.checks, name, unexpected)
     if function in FUNCTIONS:
         arguments = inputs_of(function)
@@ -202,7 +210,7 @@ def test_return_attn_probs():
     *inputs, dout = qkv_tensors(40, 50)
     out, lse, dropped = flash_attn_func(*inputs, return_attn_probs=True)
     assert torch.equal(out, flash_attn_func(*inputs))
-    assert lse.shape == (2, 4, 40) and lse.dtype == torch.float32 and not lse.requires_grad
+    assert lse.shape == (2, 4, 40) and lse.dtype == torch.float32 and lse.requires_grad
     # As FlashAttention-2 without dropout.
     assert dropped.shape == (0,) and dropped.dtype == out.dtype and dropped.device == out.device
 
@@ -267,8 +275,7 @@ def test_packed_gradients_are_written_into_one_tensor():
     with kernel_calls() as calls:
         (gradient,) = torch.autograd.grad(flash_attn_qkvpacked_func(qkv).float().square().sum(), qkv)
     _, arguments = calls[-1]
-    dq, dk, dv = arguments[6:9]
-    assert [g.data_ptr() for g in (dq, dk, dv)] == [g.data_ptr() for g in gradient.unbind(2)]
+    assert [arguments[name].data_ptr() for name in GRADIENTS] == [g.data_ptr() for g in gradient.unbind(2)]
 
 
 def layouts(tensor):

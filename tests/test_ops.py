@@ -44,20 +44,25 @@ OPTIONS = (
     "int attention_chunk=0"
 )
 OPTIONAL_PACK = PACK.replace(",", "=None,") + "=None"
+SCORES = "Tensor? sinks, Tensor? alibi_slopes"
+OPTIONAL_SCORES = "Tensor? sinks=None, Tensor? alibi_slopes=None, float softcap=0."
+KERNEL_NUMBERS = NUMBERS.replace("softmax_scale", "softmax_scale, float softcap")
 OUTPUTS = "(Tensor out, Tensor softmax_lse)"
 READ = "Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor softmax_lse"
 SCHEMAS = [
-    f"dash_attn::forward(Tensor q, Tensor k, Tensor v, {PACK}, {NUMBERS}, SymInt sm_margin=0) -> {OUTPUTS}",
+    f"dash_attn::forward(Tensor q, Tensor k, Tensor v, {PACK}, {NUMBERS}, SymInt sm_margin=0, {OPTIONAL_SCORES}) -> "
+    f"{OUTPUTS}",
     f"dash_attn::backward({READ}, Tensor(a6!) dq, Tensor(a7!) dk, Tensor(a8!) dv, {PACK}, {NUMBERS}, str schedule, "
-    "SymInt sm_margin) -> ()",
-    f"dash_attn::attention(Tensor q, Tensor k, Tensor v, {OPTIONS}, {OPTIONAL_PACK}) -> {OUTPUTS}",
-    f"dash_attn::attention_kvpacked(Tensor q, Tensor kv, {OPTIONS}, {OPTIONAL_PACK}) -> {OUTPUTS}",
+    "SymInt sm_margin, Tensor? sinks=None, Tensor? alibi_slopes=None, Tensor? dsoftmax_lse=None, "
+    "Tensor(a9!)? dsinks=None, float softcap=0.) -> ()",
+    f"dash_attn::attention(Tensor q, Tensor k, Tensor v, {OPTIONS}, {OPTIONAL_PACK}, {OPTIONAL_SCORES}) -> {OUTPUTS}",
+    f"dash_attn::attention_kvpacked(Tensor q, Tensor kv, {OPTIONS}, {OPTIONAL_PACK}, {OPTIONAL_SCORES}) -> {OUTPUTS}",
     f"dash_attn::attention_qkvpacked(Tensor qkv, SymInt? num_heads_q, {OPTIONS}, Tensor? cu_seqlens=None, "
-    f"Tensor? seqused=None) -> {OUTPUTS}",
-    f"dash_attn_C::forward(Tensor q, Tensor k, Tensor v, Tensor(a!) out, Tensor(b!) softmax_lse, {PACK}, {NUMBERS}, "
-    "int sm_margin) -> ()",
-    f"dash_attn_C::backward({READ}, Tensor(a!) dq, Tensor(b!) dk, Tensor(c!) dv, {PACK}, {NUMBERS}, int schedule, "
-    "int sm_margin) -> ()",
+    f"Tensor? seqused=None, {OPTIONAL_SCORES}) -> {OUTPUTS}",
+    f"dash_attn_C::forward(Tensor q, Tensor k, Tensor v, Tensor(a!) out, Tensor(b!) softmax_lse, {PACK}, {SCORES}, "
+    f"{KERNEL_NUMBERS}, int sm_margin) -> ()",
+    f"dash_attn_C::backward({READ}, Tensor(a!) dq, Tensor(b!) dk, Tensor(c!) dv, {PACK}, {SCORES}, "
+    f"Tensor? dsoftmax_lse, Tensor(d!)? dsinks, {KERNEL_NUMBERS}, int schedule, int sm_margin) -> ()",
 ]
 
 
@@ -113,10 +118,10 @@ SCHEDULES = f"schedule must be one of {NAMES} under the causal mask, got "
 
 @pytest.mark.parametrize("change, message", [
     ({0: torch.zeros(2, 20, 4, 8, dtype=torch.bfloat16)},
-     "dout must have the shape of q, (2, 20, 4, 16), got (2, 20, 4, 8)"),
+     "dout must have the shape of q with the head_dim of v, (2, 20, 4, 16), got (2, 20, 4, 8)"),
     ({0: torch.zeros(2, 20, 4, 16)}, "dout must have the dtype of q, torch.bfloat16, got torch.float32"),
     ({4: torch.zeros(2, 20, 2, 16, dtype=torch.bfloat16)},
-     "out must have the shape of q, (2, 20, 4, 16), got (2, 20, 2, 16)"),
+     "out must have the shape of q with the head_dim of v, (2, 20, 4, 16), got (2, 20, 2, 16)"),
     ({5: torch.zeros(2, 20, 4)}, "softmax_lse must have shape (batch, heads, seqlen_q) = (2, 4, 20), got (2, 20, 4)"),
     ({5: torch.zeros(2, 4, 20, dtype=torch.float64)}, "softmax_lse must be torch.float32, got torch.float64"),
     ({7: torch.zeros(2, 30, 4, 16, dtype=torch.bfloat16)},
@@ -246,8 +251,8 @@ def test_kernels_get_what_they_take(seqlen_q, layout, scale):
         out, lse = torch.ops.dash_attn.forward(q, k, v, *settings(scale=scale), 3)
         torch.ops.dash_attn.backward(dout, q, k, v, out, lse, *gradients, *settings(scale=scale), "auto", 3)
     (_, forward), (_, backward) = calls
-    given, read = forward[:5], backward[:9]
-    assert forward[9] > 0 and backward[SCALE] > 0
+    given, read = list(forward.values())[:5], list(backward.values())[:9]
+    assert forward["softmax_scale"] > 0 and backward["softmax_scale"] > 0
     assert all(map(addressable, (*given[:4], *read[:5], *read[6:])))
     assert given[4].is_contiguous() and read[5].is_contiguous()
 
@@ -279,6 +284,7 @@ def test_what_the_kernels_can_address_is_not_copied():
         out, lse = torch.ops.dash_attn.forward(q, k, v, *settings(), 3)
         torch.ops.dash_attn.backward(dout, q, k, v, out, lse, *gradients, *settings(), "spt", 0)
     (_, forward), (_, backward) = calls
+    forward, backward = list(forward.values()), list(backward.values())
     assert [t.data_ptr() for t in forward[:5]] == [t.data_ptr() for t in (q, k, v, out, lse)]
     assert [t.data_ptr() for t in backward[:9]] == [t.data_ptr() for t in (dout, q, k, v, out, lse, *gradients)]
 
@@ -294,7 +300,8 @@ def test_the_schedule_reaches_the_kernel(causal):
         with kernel_calls() as calls:
             torch.ops.dash_attn.backward(*arguments)
         policy = resolve(schedule, causal=causal, head_dim=128)
-        assert calls[-1][1][9:] == (*settings(causal), policy_number(policy), 3)
+        given = calls[-1][1]
+        assert (given["causal"], given["schedule"], given["sm_margin"]) == (causal, policy_number(policy), 3)
         bits.add(arguments[6].view(torch.int16).numpy().tobytes())
     assert len(bits) > 2
 
@@ -332,7 +339,8 @@ def test_cuda_tensors_without_kernels_raise():
     keys = torch._C.DispatchKeySet(torch._C.DispatchKey.CUDA)
     out, lse = torch.empty_like(q), torch.empty(2, 4, 20)
     with pytest.raises(RuntimeError, match="^this torch is built without CUDA$"):
-        torch.ops.dash_attn_C.forward.default.redispatch(keys, q, k, v, out, lse, *settings(), 0)
+        arguments = (q, k, v, out, lse, *[None] * 6, 0.25, 0.0, *settings()[5:], 0)
+        torch.ops.dash_attn_C.forward.default.redispatch(keys, *arguments)
 
 
 def pack_arguments(schedule="auto", **pack):

@@ -172,26 +172,27 @@ def test_who_takes_what():
 def test_our_ops_get_lengths_and_mask(pack, mask, window, chunk, monkeypatch):
     shape, called = small(mask, window, chunk, pack), {}
 
-    def forward(*arguments):
-        called["forward"] = arguments
-        return arguments[0], None
+    def forward(*tensors, **arguments):
+        called["forward"] = tensors, arguments
+        return tensors[0], None
 
-    def backward(*arguments):
-        called["backward"] = arguments
+    def backward(*tensors, **arguments):
+        called["backward"] = tensors, arguments
 
     monkeypatch.setattr(torch.ops, "dash_attn", types.SimpleNamespace(forward=forward, backward=backward))
     monkeypatch.setattr(torch.ops.dash_attn_C, "backward", backward, raising=False)
     x = peers.random_tensors(shape, CPU)
-    lengths = (x.cu_seqlens, x.cu_seqlens, None, None)
     for variant in peers.DashAttn(["spt", "atomic"]).variants(shape):
         peers.DashAttn().prepare(variant, shape, x)["backward"]()
-        assert called["forward"][:3] == (x.q, x.k, x.v) and called["forward"][-1] == 0
         causal, left, right = peers.mask_arguments(shape)
-        expected = (*lengths, 64**-0.5, causal, left, right, chunk)
-        assert called["forward"][3:-1] == called["backward"][9:-2] == expected
-        assert called["backward"][0] is x.dout
+        expected = dict.fromkeys(("seqused_q", "seqused_k", "sinks", "alibi_slopes"))
+        expected |= dict(cu_seqlens_q=x.cu_seqlens, cu_seqlens_k=x.cu_seqlens, softmax_scale=64**-0.5, causal=causal)
+        expected |= dict(window_left=left, window_right=right, attention_chunk=chunk, sm_margin=0, softcap=0.0)
+        assert called["forward"] == ((x.q, x.k, x.v), expected)
         policy = "spt" if variant.deterministic else schedule.policy_number("atomic")
-        assert called["backward"][-2:] == (policy, 0)
+        expected |= dict(dsoftmax_lse=None, dsinks=None, schedule=policy)
+        tensors, arguments = called["backward"]
+        assert tensors[0] is x.dout and len(tensors) == 9 and arguments == expected
 
 
 @pytest.mark.parametrize("pack", [None, "mixed", "equal"])

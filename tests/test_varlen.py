@@ -5,7 +5,7 @@ import random
 import pytest
 import torch
 from float64_reference import attention_float64, error_limits
-from interface_support import VARLEN_FUNCTIONS, assert_same_bits, kernel_calls
+from interface_support import GRADIENTS, MASK, PACK, VARLEN_FUNCTIONS, assert_same_bits, kernel_calls
 from mask_support import CAUSAL, FULL, name_of, public, window
 from pack_support import Pack, int32, part_of, run, run_alone
 
@@ -256,10 +256,10 @@ def test_what_reaches_the_kernels(function):
         out = function(*given, **arguments, **used)
         torch.autograd.grad(out.float().sum(), qkv)
     (_, forward), (_, backward) = calls
-    number = policy_number("descending")
-    for numbers, tensors in ((forward[9:], forward[5:9]), (backward[13:], backward[9:13])):
-        assert [x.data_ptr() for x in tensors] == [x.data_ptr() for x in expected]
-        assert numbers[:5] == (0.3, False, 7, 2, 16) and numbers[5:] in ((3,), (number, 3))
+    for given in (forward, backward):
+        assert [given[name].data_ptr() for name in PACK] == [x.data_ptr() for x in expected]
+        assert [given[name] for name in ("softmax_scale", *MASK, "sm_margin")] == [0.3, False, 7, 2, 16, 3]
+    assert backward["schedule"] == policy_number("descending")
 
 
 @pytest.mark.filterwarnings("ignore:Warning only once for all operators")
@@ -269,7 +269,7 @@ def test_packed_gradients_are_written_into_one_tensor():
         out = flash_attn_varlen_qkvpacked_func(qkv, int32([0, 15, 40]), 25)
         (gradient,) = torch.autograd.grad(out.float().square().sum(), qkv)
     _, arguments = calls[-1]
-    assert [g.data_ptr() for g in arguments[6:9]] == [g.data_ptr() for g in gradient.unbind(1)]
+    assert [arguments[name].data_ptr() for name in GRADIENTS] == [g.data_ptr() for g in gradient.unbind(1)]
 
 
 def test_second_differentiation_raises():

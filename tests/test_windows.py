@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 from float64_reference import attention_float64, attention_in_dtype, error_limits, relative_error, visible_keys
-from interface_support import FUNCTIONS, assert_same_bits, inputs_of, kernel_calls, out_and_gradients, qkv_tensors
+from interface_support import FUNCTIONS, MASK, assert_same_bits, inputs_of, kernel_calls, out_and_gradients, qkv_tensors
 from mask_support import WINDOWS, name_of, public, window
 
 from dash_attn import flash_attn_func, flash_attn_kvpacked_func, flash_attn_qkvpacked_func, reference
@@ -82,8 +82,9 @@ def test_the_numbers_reach_the_kernels(function, causal):
             out = function(*inputs, causal=causal, window_size=given, attention_chunk=chunk, schedule="spt")
             torch.autograd.grad(out.float().sum(), inputs)
         (_, forward), (_, backward) = calls
-        assert forward[10:] == (causal, *numbers, 0)
-        assert backward[14:] == (causal, *numbers, policy_number("spt"), 0)
+        for given_to_kernel in (forward, backward):
+            assert tuple(given_to_kernel[name] for name in MASK) == (causal, *numbers)
+        assert backward["schedule"] == policy_number("spt")
 
 
 def test_the_causal_mask_closes_the_right_side():

@@ -9,6 +9,7 @@
 #include "../config/pipeline.h"
 #include "../config/tile_shapes.h"
 #include "../device/gemm.h"
+#include "../device/score.h"
 #include "../device/sm90.h"
 #include "../schedule/order.h"
 #include "../schedule/policy.h"
@@ -58,10 +59,6 @@ struct Geometry {
   static constexpr int kDqColumnStep = kSplitDqByHeadDim ? kHeadDim - kWarpgroupRows : 0;
   static_assert(kHeadDim <= kConsumers * kWarpgroupRows && kDqColumnStep % Swizzle::kColumns == 0);
   static constexpr int kDqQueries = kSplitDqByHeadDim ? kQuery : kQuery / kConsumers;
-
-  // Consumers hold their rows of V in registers as an A operand: what bounds the kernel is shared memory's bandwidth,
-  // and a product of 64 x 64 with both operands there takes all of it. There is no room for K as well.
-  static constexpr int kHeadDimSlices = kHeadDim / kProductDepth;
 
   static constexpr int kStages = kPipelineStages;
   static constexpr int kDoutStages = kStages;
@@ -123,6 +120,11 @@ struct Variant : Geometry {
   using Policies = Policies_;
   static constexpr MaskKind kMask = kMask_;
   static constexpr int kClusterSize = Order<Policies::kAny>::kCtaGroup;
+  // Consumers hold their rows of V in registers as an A operand: what bounds the kernel is shared memory's bandwidth,
+  // and a product of 64 x 64 with both operands there takes all of it. There is no room for K as well, nor for V where
+  // S alone takes 64 registers and the score some more.
+  static constexpr bool kHoldsV = Score::kKind == ScoreKind::kPlain || Geometry::kQuery <= 80;
+
   static constexpr bool kOrderFree = accumulation(Policies::kAny) == Accumulation::kOrderFree;
 
   static constexpr int kWorkSlots = 2;  // work tiles known at a time: this one, and the next while its K is on its way

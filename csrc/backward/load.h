@@ -138,11 +138,13 @@ class Loader {
     Barrier& full = shared_.q_full[slot];
     const int query_tile = step.query_tile, head = step.head();
     const Lse lse = read_lse(work, query_tile, head);
+    float slope = 0.f;
+    if constexpr (Variant::Score::kHasSlope && Variant::kWide) { slope = params_.score.slope(work.batch, head); }
     shared_.q_empty[slot].wait(stage.empty_parity());
     if (is_leader()) {
+      if constexpr (Variant::Score::kHasSlope && Variant::kWide) { shared_.slope[slot] = slope; }
       load_query_tile<Variant::kQkDim>(params_.q, full, shared_.q[slot], work, query_tile, head);
       shared_.step[slot] = {query_tile, step.needs_masking()};
-      if constexpr (Variant::Score::kHasSlope) { shared_.slope[slot] = params_.score.slope(work.batch, head); }
     }
     write_lse(lse, shared_.lse[slot]);
     if (is_leader()) {
@@ -159,6 +161,10 @@ class Loader {
     const int query_tile = step.query_tile, head = step.head();
     shared_.dout_empty[slot].wait(stage.empty_parity());
     if (!is_leader()) { return; }
+    // For S already, which waits for Q; it comes next. Who has done with dO has done with this.
+    if constexpr (Variant::Score::kHasSlope && !Variant::kWide) {
+      shared_.slope[slot] = params_.score.slope(work.batch, head);
+    }
     load_query_tile<Variant::kValueDim>(params_.dout, full, shared_.dout[slot], work, query_tile, head);
     const int64_t first_row = int64_t(step.dq_tile) * Variant::kQuery;
     copy_rows(params_.workspace.delta + first_row, full, shared_.delta[slot], Variant::kRowStatBytes);

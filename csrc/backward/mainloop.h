@@ -76,7 +76,7 @@ class Consumer {
     Gradient dk, dv;
     Scores scores;          // S and P; dP
     RoundedScores rounded;  // P; dS
-    RegisterSlice v[Variant::kHeadDimSlices];
+    RegisterSlice v[Variant::kHoldsV ? Variant::kHeadDim / kProductDepth : 1];
 
     // Where dQ's partial is as large as S it takes the same registers: S has become P, and dP is not issued yet. ptxas
     // does not find that by itself; taking half of them confuses it.
@@ -156,13 +156,15 @@ class Consumer {
     wait_for_dout(step_);
     issue_dv(r, step_);
     shared_.v_full.wait(tile().parity());  // and so for the place of dS: epilogue.h
-    load_rows<Swizzle, Variant::kKey>(value_tile(), consumer_ * kWarpgroupRows, r.v, thread_ / 32, thread_ % 32);
+    if constexpr (Variant::kHoldsV) {
+      load_rows<Swizzle, Variant::kKey>(value_tile(), consumer_ * kWarpgroupRows, r.v, thread_ / 32, thread_ % 32);
+    }
     issue_dp(r, step_);
     wait_products<0>();
     pin(r.dv);
     pin(r.scores);
     pin(r.rounded);
-    arrive_together(shared_.v_empty);
+    if constexpr (Variant::kHoldsV) { arrive_together(shared_.v_empty); }
   }
 
   template <int kSlot>
@@ -214,6 +216,7 @@ class Consumer {
     stage_dq(r.dq(), step_);
     fence_and_arrive(shared_.dq_full[step_.slot()]);
     step_ = step_.next();
+    if constexpr (!Variant::kHoldsV) { arrive_together(shared_.v_empty); }
   }
 
   template <typename AnyStep>
@@ -235,7 +238,13 @@ class Consumer {
 
   template <typename AnyStep>
   __device__ __forceinline__ void issue_dp(Registers& r, AnyStep step) {
-    multiply<Element>(r.scores, r.v, QueryRows(descriptor_of_(shared_.dout[step.slot()])));
+    const QueryRows dout(descriptor_of_(shared_.dout[step.slot()]));
+    if constexpr (Variant::kHoldsV) {
+      multiply<Element>(r.scores, r.v, dout);
+    } else {
+      const KeyRows v(descriptor_of_(value_tile()), consumer_ * kWarpgroupRows);
+      multiply<Element, Variant::kHeadDim>(r.scores, v, dout);
+    }
   }
 
   template <typename AnyStep>
@@ -273,15 +282,8 @@ class Consumer {
       const Sequence& sequence = work().sequence;
       const int first_own_key = query_tile * Variant::kQuery + sequence.seqlen_k - sequence.seqlen_q;
       const int first_key = work().kv_tile * Variant::kKey + consumer_ * kWarpgroupRows;
-      FragmentBias bias;
-#pragma unroll
-      for (int row = 0; row < 2; ++row) {
-        const int key = first_key + fragment_row(thread_, 2 * row);
-        bias.slope[row] = shared_.slope[slot];
-        bias.offset[row] = float(first_own_key + fragment_column(thread_, 0) - key);
-      }
-      Score::transform(s, bias);
-      pin(s);
+      const int distance = first_own_key + fragment_column(thread_, 0) - first_key - fragment_row(thread_, 0);
+      Score::transform(s, KeyBias{shared_.slope[slot], float(distance)});
     } else if constexpr (Score::kKind != ScoreKind::kPlain) {
       Score::transform(s, params_.score);
     }

@@ -37,6 +37,16 @@ __device__ __forceinline__ void apply_mask(float (&s)[kSize], const Mask& mask, 
   }
 }
 
+// ALiBi's, of a fragment of S^T.
+struct KeyBias {
+  float slope_of_step, first_distance;
+
+  __device__ __forceinline__ float slope(int) const { return slope_of_step; }
+  __device__ __forceinline__ float distance(int i) const {
+    return first_distance + float(fragment_column(0, i) - fragment_row(0, i));
+  }
+};
+
 // Of the queries (columns) of a thread's registers 8 * slice ... 8 * slice + 7.
 struct SliceStatistics {
   float of[2][2];

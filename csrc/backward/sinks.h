@@ -2,7 +2,7 @@
 // gradient of LSE in it.
 //
 // Determinism contract: a block takes one head of one sequence and adds its rows in a fixed tree; a second kernel adds
-// the sequences in another. So the bits depend on the rows and the number of sequences, not on how they are packed.
+// the sequences in their order. So the bits do not depend on how they are packed.
 #pragma once
 
 #include "../device/fragment.h"
@@ -70,16 +70,21 @@ __global__ void __launch_bounds__(kSinkThreads) sink_rows_kernel(const SinkParam
   }
 }
 
-// Over the sequences.
-inline __global__ void __launch_bounds__(kSinkThreads) sink_sequences_kernel(const SinkParams params) {
-  __shared__ float scratch[kSinkThreads / 32];
+// Over the sequences, one after the other.
+static __global__ void __launch_bounds__(kSinkThreads) sink_sequences_kernel(const SinkParams params) {
+  __shared__ float sums[kSinkThreads];
   for (int head = blockIdx.x; head < params.call.heads; head += gridDim.x) {
-    __syncthreads();
     float sum = 0.f;
-    for (int number = threadIdx.x; number < params.call.batch; number += kSinkThreads) {
-      sum += params.workspace.sink_sums[int64_t(number) * params.call.heads + head];
+    for (int first = 0; first < params.call.batch; first += kSinkThreads) {
+      const int number = first + threadIdx.x;
+      __syncthreads();
+      if (number < params.call.batch) {
+        sums[threadIdx.x] = params.workspace.sink_sums[int64_t(number) * params.call.heads + head];
+      }
+      __syncthreads();
+      if (threadIdx.x > 0) { continue; }
+      for (int i = 0; i < min_int(kSinkThreads, params.call.batch - first); ++i) { sum += sums[i]; }
     }
-    sum = sum_of_block(sum, scratch);
     if (threadIdx.x == 0) { params.dsinks[head] = sum; }
   }
 }

@@ -24,9 +24,9 @@ class SplitSum {
   using Gradient = float[kRegisters];
 
   // `semaphore` and `sums` are those of this sum.
-  __device__ __forceinline__ SplitSum(int* semaphore, float* sums, int consumer, int thread)
+  __device__ __forceinline__ SplitSum(int* semaphore, float4* sums, int consumer, int thread)
       : semaphore_(semaphore),
-        sums_(reinterpret_cast<float4*>(sums) + thread),
+        sums_(sums + thread),
         consumer_(consumer),
         is_first_thread_(thread == 0) {}
 
@@ -74,9 +74,10 @@ __device__ __forceinline__ bool reduce_splits(const KernelParams& params, const 
   const int consumer = index / kWarpgroupThreads - 1, thread = index % kWarpgroupThreads;
   const int64_t first = 2 * (int64_t(work.split_tile) * Variant::kConsumers + consumer);
   const auto sum = [&](int64_t number) {
-    constexpr int kFloats = kRegisters * kWarpgroupThreads;
-    return SplitSum<kRegisters>(params.workspace.split_semaphores + number,
-                                params.workspace.split_sums + number * kFloats, consumer, thread);
+    using Sum = SplitSum<kRegisters>;
+    return Sum(params.workspace.split_semaphores + number,
+               reinterpret_cast<float4*>(params.workspace.split_sums) + number * Sum::kQuads * kWarpgroupThreads,
+               consumer, thread);
   };
   const SplitSum<kRegisters> dv_sum = sum(first), dk_sum = sum(first + 1);
   const bool is_last = work.split + 1 == work.splits;

@@ -63,7 +63,7 @@ struct alignas(1024) SharedStorage {
   int work_number[Variant::kWorkSlots];  // in clusters, as the first CTA sends it
 
   TransactionBarrier k_full, v_full;
-  Barrier v_empty;  // the consumers have V in registers
+  Barrier v_empty;  // the consumers have V in registers, or have done with it
   Barrier k_empty;  // the consumers have done with K, and dV has left from there
   TransactionBarrier q_full[kStages], dout_full[kStages];
   Barrier q_empty[kStages], dout_empty[kStages];
@@ -105,11 +105,10 @@ __device__ __forceinline__ void initialise_barriers(SharedStorage<Variant>& shar
   shared.k_empty.init(Count::kDoneWithK);
   for (int i = 0; i < Variant::kStages; ++i) {
     shared.q_full[i].init(Count::kLoaderLanes);
+    if (i < Variant::kDoutStages) { shared.dout_full[i].init(Count::kTransaction); }
     shared.q_empty[i].init(Count::kConsumerThreads);
-  }
-  for (int i = 0; i < Variant::kDoutStages; ++i) {
-    shared.dout_full[i].init(Count::kTransaction);
-    shared.dout_empty[i].init(Count::kConsumerThreads);
+    if (i < Variant::kDoutStages) { shared.dout_empty[i].init(Count::kConsumerThreads); }
+    if constexpr (!Variant::kWide) { shared.ds_full[i].init(Count::kConsumerWarps); }
   }
   for (int i = 0; i < Variant::kDqSlots; ++i) {
     shared.dq_full[i].init(Count::kStagers);
@@ -118,8 +117,6 @@ __device__ __forceinline__ void initialise_barriers(SharedStorage<Variant>& shar
   if constexpr (Variant::kWide) {
     shared.p_full.init(Count::kConsumerWarpsOfOne);
     shared.p_empty.init(Count::kDoneWithP);
-  } else {
-    for (auto& full : shared.ds_full) { full.init(Count::kConsumerWarps); }
   }
   for (int i = 0; i < Variant::kPlanSlots; ++i) {
     shared.plan_full[i].init(Count::kPlanner);

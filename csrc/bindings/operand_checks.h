@@ -242,7 +242,7 @@ inline void check_softcap(double softcap, double softmax_scale) {
 inline void check_sinks(const char* name, const Tensor& sinks, const Tensor& q) {
   const SymInt heads = q.sym_size(-2);
   TORCH_CHECK_TYPE(sinks.is_floating_point(), name, " must be of a floating-point dtype, got ", dtype_text(sinks));
-  TORCH_CHECK_VALUE(sinks.dim() == 1 && sinks.sym_size(0) == heads, name, " must have shape (heads,) = (", heads,
+  TORCH_CHECK_VALUE(sinks.dim() == 1 && sinks.sym_size(0) == heads, name, " must be of shape (heads,) = (", heads,
                     ",), got ", shape_text(sinks));
   TORCH_CHECK_VALUE(sinks.device() == q.device(), name, " must be on the device of q, ", q.device().str(), ", got ",
                     sinks.device().str());

@@ -101,7 +101,7 @@ inline Tensor addressable(const Tensor& tensor) {
   return is_addressable(tensor) ? tensor : tensor.clone(at::MemoryFormat::Contiguous);
 }
 
-// Strides of another kind than those of sequences: the kernels step over heads by one.
+// Slopes as the kernels read them: the heads side by side, the sequences at any stride.
 inline std::optional<Tensor> with_adjacent_heads(OptionalTensor tensor) {
   if (!tensor || tensor->size(-1) <= 1 || tensor->stride(-1) == 1) { return tensor; }
   return tensor->contiguous();

@@ -20,7 +20,6 @@
 
 #include "config/tile_shapes.h"
 #include "launch/arguments.h"
-#include "launch/scores.h"
 
 namespace dash_attn {
 namespace {
@@ -179,6 +178,8 @@ void read_scores(const Scores& scores, int32_t device, AttentionArguments& argum
   STD_TORCH_CHECK(heads == 1 || slopes->stride(rank - 1) == 1, "alibi_slopes must have a contiguous last dimension");
   arguments.alibi_slopes = static_cast<const float*>(slopes->data_ptr());
   arguments.alibi_batch_stride = rank == 2 ? slopes->stride(0) : 0;
+  STD_TORCH_CHECK(arguments.alibi_batch_stride * arguments.batch <= std::numeric_limits<int>::max(),
+                  "alibi_slopes has stride ", arguments.alibi_batch_stride, " in dimension 0, which is too large");
 }
 
 // What says which keys a query sees: where sequences are, and the mask of each.
@@ -250,7 +251,7 @@ Inputs read_inputs(const Tensor& q, const Tensor& k, const Tensor& v, const Tens
   read_scores(scores, device, arguments);
   arguments.dtype = dtype == ScalarType::BFloat16 ? Dtype::kBFloat16 : Dtype::kFloat16;
   arguments.softmax_scale = static_cast<float>(softmax_scale);
-  arguments.mask = served_mask(score_kind(arguments), mask_rule(causal, window_left, window_right, attention_chunk));
+  arguments.mask = mask_rule(causal, window_left, window_right, attention_chunk);
   arguments.num_sms = usable_sms(device, sm_margin);
   arguments.sm_margin = static_cast<int>(sm_margin);
   return {device, dtype, query, key, value, out};

@@ -11,7 +11,6 @@
 
 #include <cstdint>
 
-#include "fragment.h"
 #include "ptx.h"
 
 namespace dash_attn {
@@ -24,18 +23,12 @@ struct ScoreParams {
   float product_factor;  // softcap: softmax_scale / softcap. ALiBi: 1 / softmax_scale
   float inverse_scale_log2;
   const float* slopes;  // ALiBi's, (sequence, head)
-  int64_t slopes_stride;
+  int slopes_stride;
 
   // In units of x.
   __device__ __forceinline__ float slope(int sequence, int head) const {
     return slopes[sequence * slopes_stride + head] * product_factor;
   }
-};
-
-// Where the elements of a thread's two rows of a fragment are: element i has the distance offset + fragment_column(0, i)
-// between the query's own key and the key, or the same with the other sign.
-struct FragmentBias {
-  float slope[2], offset[2];
 };
 
 // score = softmax_scale * product. Its derivative, softmax_scale, is a factor of whole rows and is applied at the end.
@@ -68,14 +61,11 @@ struct AlibiScore {
   static constexpr ScoreKind kKind = ScoreKind::kAlibi;
   static constexpr bool kHasDerivative = false, kHasSlope = true;
 
-  template <int kSize>
-  static __device__ __forceinline__ void transform(float (&products)[kSize], const FragmentBias& bias) {
+  // Of element i of the fragment, bias.slope(i) is its head's and bias.distance(i) the distance, with either sign.
+  template <typename Bias, int kSize>
+  static __device__ __forceinline__ void transform(float (&products)[kSize], const Bias& bias) {
 #pragma unroll
-    for (int i = 0; i < kSize; ++i) {
-      const int row = (i / 2) % 2;
-      const float distance = fabsf(bias.offset[row] + float(fragment_column(0, i)));
-      products[i] = fmaf(-bias.slope[row], distance, products[i]);
-    }
+    for (int i = 0; i < kSize; ++i) { products[i] = fmaf(-bias.slope(i), fabsf(bias.distance(i)), products[i]); }
   }
 };
 

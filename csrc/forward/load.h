@@ -70,7 +70,7 @@ class Loader {
   // Tells the other warps of the tile once the barrier that it returns has completed.
   __device__ __forceinline__ Barrier& announce(const AnnouncedTile& tile) {
     shared_.q_empty[q_.slot()].wait(q_.empty_parity());
-    shared_.tile[q_.slot()] = tile;
+    shared_.tile(q_) = tile;
     return shared_.q_full[q_.slot()];
   }
 
@@ -79,7 +79,7 @@ class Loader {
   __device__ __forceinline__ int load(const Tile& tile, int next_round) {
     const Range kv_tiles = kv_tiles_of_query_tile<Variant>(params_, tile.sequence, tile.end);
     const int kv_head = params_.scheduler.kv_head(tile.head_group);
-    // Without keys too: the output takes its place. Where that is the only one, K need not wait for it.
+    // Without keys too, for what the other warps are told with it. Where Q has one place, K's is free before it.
     const bool k_first = Variant::kQueryStages == 1 && kv_tiles.count > 0;
     if (!k_first) { load_q(tile); }
     if (kv_tiles.count == 0) { return take_place(next_round); }
@@ -121,6 +121,10 @@ class Loader {
   }
 
   __device__ __forceinline__ void load_v(int kv_tile, int kv_head, const RowOrigin& rows) {
+    if constexpr (Variant::kOutputInValues) {
+      // Of the query tile before; q_ is one ahead.
+      for (auto& left : shared_.out_left) { left.wait(q_.previous().empty_parity()); }
+    }
     shared_.v_empty[v_.slot()].wait(v_.empty_parity());
     load_key_tile<Variant::kValueDim>(params_.v, shared_.v_full[v_.slot()], shared_.v[v_.slot()], kv_tile, kv_head,
                                       rows);

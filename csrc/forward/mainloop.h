@@ -23,6 +23,16 @@
 
 namespace dash_attn::forward {
 
+// ALiBi's, of a fragment of S.
+struct QueryBias {
+  RowStatistic slopes, first_distances;
+
+  __device__ __forceinline__ float slope(int i) const { return slopes[row_of(i)]; }
+  __device__ __forceinline__ float distance(int i) const {
+    return first_distances[row_of(i)] + float(fragment_column(0, i));
+  }
+};
+
 template <typename Variant>
 class Consumer {
  public:
@@ -63,13 +73,18 @@ class Consumer {
       }
       rows = next;
       if (rows.kv.count > 0) { walk(out, p, softmax, rows); }
-      // The loader comes to the next tile when these have been passed over, or when its Q has a place.
+      // The loader comes to the next tile when these have been passed over. Where Q has one place, the last product
+      // does not wait for the next one.
       if (rows.kv.count > 0 && (passes_many(rows.passed_after) || Variant::kQueryStages == 1)) {
         finish(out, p, softmax, rows, q_);
         rows.kv.count = 0;
       }
     }
     if (rows.kv.count > 0) { finish(out, p, softmax, rows, q_.previous()); }
+    if constexpr (Variant::kOutputInValues) {  // tells the storer
+      shared_.out_left[consumer_].wait(q_.empty_parity());
+      arrive_together(shared_.out_full[0][consumer_]);
+    }
   }
 
  private:
@@ -93,7 +108,7 @@ class Consumer {
   __device__ __forceinline__ int next_tile() { return __shfl_sync(0xffffffff, wait_for_tile(shared_, q_), 0); }
 
   __device__ __forceinline__ Sequence sequence_of_tile() const {
-    const Sequence& sequence = shared_.tile[q_.slot()].sequence;
+    const Sequence& sequence = shared_.tile(q_).sequence;
     return {__shfl_sync(0xffffffff, sequence.seqlen_q, 0), __shfl_sync(0xffffffff, sequence.seqlen_k, 0)};
   }
 
@@ -109,6 +124,7 @@ class Consumer {
     issue_s(s);
     wait_products<0>();
     finish_s(s);
+    if (rows.kv.count == 1) { release_q(); }
     make_scores(s, rows, rows.kv.end() - 1);
     exponentiate_first(s, softmax, rows);
     pass_values_before(rows);
@@ -137,6 +153,7 @@ class Consumer {
     issue_out(out, p);
     wait_products<1>();  // S
     finish_s(s);
+    if (kv_tile == rows.kv.first) { release_q(); }
     make_scores(s, rows, kv_tile);
     if constexpr (kTile == Tile::kMasked) { apply_mask(s, rows, kv_tile); }
     const bool corrects = softmax.exponentiate<kTile>(s, correction);
@@ -192,6 +209,7 @@ class Consumer {
   __device__ __forceinline__ void pass_over(Output& out, OnlineSoftmax& softmax, const Rows& rows) {
     pass_tiles(rows.passed_before + rows.passed_after);
     store(out, softmax, rows, q_);
+    release_q();
   }
 
   __device__ __forceinline__ void pass_tiles(int count) {
@@ -265,7 +283,7 @@ class Consumer {
   }
 
   __device__ __forceinline__ void set_slopes(Rows& rows) const {
-    const AnnouncedTile& tile = shared_.tile[q_.slot()];
+    const AnnouncedTile& tile = shared_.tile(q_);
 #pragma unroll
     for (int row = 0; row < kRowsPerThread; ++row) {
       const int head = Rows::head(params_, tile.head_group, thread_, row);
@@ -273,16 +291,21 @@ class Consumer {
     }
   }
 
+  // After the last scores of the tile, where its Q does not make place for the output.
+  __device__ __forceinline__ void release_q() const {
+    if constexpr (Variant::kOutputInValues) { shared_.q_empty[q_.slot()].arrive(); }
+  }
+
   // Products of the rows with keys of a KV tile, from its first on, become scores.
   template <int kRegisters>
   __device__ __forceinline__ void make_scores(float (&s)[kRegisters], const Rows& rows, int kv_tile) const {
     if constexpr (Score::kHasSlope) {
-      FragmentBias bias;
+      QueryBias bias;
 #pragma unroll
       for (int row = 0; row < kRowsPerThread; ++row) {
         const int own_key = rows.position(params_, thread_, row) + rows.sequence.seqlen_k - rows.sequence.seqlen_q;
-        bias.slope[row] = rows.slopes.of[row];
-        bias.offset[row] = float(kv_tile * Variant::kKey + fragment_column(thread_, 0) - own_key);
+        bias.slopes[row] = rows.slopes.of[row];
+        bias.first_distances[row] = float(kv_tile * Variant::kKey + fragment_column(thread_, 0) - own_key);
       }
       Score::transform(s, bias);
     } else if constexpr (Score::kKind != ScoreKind::kPlain) {
@@ -329,40 +352,54 @@ class Consumer {
   // Hands the rows to the storer, and the log-sum-exp to memory. `out` is the sum of P V.
   __device__ __forceinline__ void store(Output& out, OnlineSoftmax& softmax, const Rows& rows,
                                         QuerySlot slot_of_rows) const {
-    const AnnouncedTile& tile = shared_.tile[slot_of_rows.slot()];
+    const AnnouncedTile& tile = shared_.tile(slot_of_rows);
     RowStatistic inverse_sum, lse;
     softmax.finish(inverse_sum, lse);
+    const auto sees_no_key = [&](int row) {
+      return rows.mask(params_).keys_of(rows.position(params_, thread_, row)).count == 0;
+    };
+    const auto head = [&](int row) { return Rows::head(params_, tile.head_group, thread_, row); };
+    if (params_.sinks) {
+#pragma unroll
+      for (int row = 0; row < kRowsPerThread; ++row) {
+        inverse_sum[row] *= add_sink(lse[row], params_.sinks[head(row)]);
+      }
+    }
     multiply_rows(out, inverse_sum);
 #pragma unroll
     for (int row = 0; row < kRowsPerThread; ++row) {
       const int position = rows.position(params_, thread_, row);
-      const int head = Rows::head(params_, tile.head_group, thread_, row);
-      const bool sees_no_key = rows.mask(params_).keys_of(position).count == 0;
-      if (sees_no_key) {
-        lse[row] = INFINITY;
+      if (sees_no_key(row)) {
+        lse[row] = params_.sinks ? lse_of_sink(params_.sinks[head(row)]) : INFINITY;
 #pragma unroll
         for (int i = 0; i < kOutputRegisters; ++i) {
           if (row_of(i) == row) { out[i] = 0.f; }
         }
       }
-      if (params_.sinks) {
-        const float factor = add_sink(lse[row], params_.sinks[head], sees_no_key);
-#pragma unroll
-        for (int i = 0; i < kOutputRegisters; ++i) {
-          if (row_of(i) == row) { out[i] *= factor; }
-        }
-      }
       if (thread_ % 4 == 0 && position < rows.sequence.seqlen_q) {
-        params_.softmax_lse[tile.first_lse + head * params_.lse_head_stride + position] = lse[row];
+        params_.softmax_lse[tile.first_lse + head(row) * params_.lse_head_stride + position] = lse[row];
       }
     }
     uint32_t packed[kOutputRegisters / 8][4];
     pack_slices<Element>(packed, out);
-    sync_warpgroup(consumer_);  // all warps' products have read Q
-    store_rows<Swizzle, Variant::kQuery>(shared_.q[slot_of_rows.slot()], consumer_ * kWarpgroupRows, packed,
-                                         thread_ / 32, thread_ % 32);
+    if constexpr (Variant::kOutputInValues) {
+      // The places of the next two V are the warpgroups'. Both have done with what was there, and the loader waits.
+      const RingIndex<Variant::kStages> place = consumer_ == 0 ? v_ : v_.next();
+      shared_.v_empty[place.slot()].wait(place.empty_parity());
+      shared_.out_left[consumer_].wait(slot_of_rows.empty_parity());
+      if (thread_ == 0) { shared_.output_slot[consumer_] = place.slot(); }
+      stage(shared_.v[place.slot()], 0, packed);
+    } else {
+      sync_warpgroup(consumer_);  // all warps' products have read Q
+      stage(shared_.q[slot_of_rows.slot()], consumer_ * kWarpgroupRows, packed);
+    }
     fence_and_arrive(shared_.out_full[slot_of_rows.slot()][consumer_]);
-    shared_.q_empty[slot_of_rows.slot()].arrive();
+    if constexpr (!Variant::kOutputInValues) { shared_.q_empty[slot_of_rows.slot()].arrive(); }
+  }
+
+  __device__ __forceinline__ void stage(Element* tile, int first_row,
+                                        const uint32_t (&packed)[kOutputRegisters / 8][4]) const {
+    store_rows<Swizzle, Variant::kOutputRows>(tile, first_row, packed, thread_ / 32, thread_ % 32);
   }
 
   Shared& shared_;

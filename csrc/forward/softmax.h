@@ -82,16 +82,15 @@ class OnlineSoftmax {
 };
 
 // A sink: a logit of the row that has no value. Returns what the output must be multiplied with.
-__device__ __forceinline__ float add_sink(float& lse, float sink, bool sees_no_key) {
+__device__ __forceinline__ float add_sink(float& lse, float sink) {
   if (sink == -INFINITY) { return 1.f; }
-  if (sees_no_key) {
-    lse = sink;
-    return 1.f;
-  }
   const float of_keys = lse;
   lse = fmaxf(of_keys, sink) + log1pf(expf(-fabsf(of_keys - sink)));
   return expf(of_keys - lse);
 }
+
+// Of a row that sees no key.
+__device__ __forceinline__ float lse_of_sink(float sink) { return sink == -INFINITY ? INFINITY : sink; }
 
 // What a row summed over tiles of which it saw no key is replaced, not multiplied: 0 * V is not 0 where V is not
 // finite, and how many such tiles were walked is no business of the row's.

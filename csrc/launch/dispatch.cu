@@ -18,6 +18,13 @@ namespace {
                            "; see the DASH_ATTN_* build variables in docs/install.md");
 }
 
+// As the kernel that serves them takes them.
+template <typename Arguments>
+Arguments for_kernel(Arguments a) {
+  a.mask = served_mask(score_kind(a), a.padded_head_dims(), a.mask);
+  return a;
+}
+
 template <typename DtypeName, typename Dims, typename MaskName, typename ScoreName>
 bool serves(const AttentionArguments& a) {
   return a.dtype == DtypeName::kDtype && a.padded_head_dims() == Dims::kDims && a.mask.kind == MaskName::kKind &&
@@ -26,11 +33,13 @@ bool serves(const AttentionArguments& a) {
 
 }  // namespace
 
-size_t forward_workspace_bytes(const ForwardArguments& a) {
+size_t forward_workspace_bytes(const ForwardArguments& arguments) {
+  const ForwardArguments a = for_kernel(arguments);
   return plan_workspace(nullptr, a, make_forward_scheduler(a)).bytes;
 }
 
-void run_forward(const ForwardArguments& a, cudaStream_t stream) {
+void run_forward(const ForwardArguments& arguments, cudaStream_t stream) {
+  const ForwardArguments a = for_kernel(arguments);
 #define DASH_FORWARD_VARIANT(dtype, head_dims, mask, score)                                \
   if (serves<dtype, Dims##head_dims, mask, score>(a)) {                                    \
     return launch_forward<ForwardVariant<dtype, Dims##head_dims, mask, score>>(a, stream); \
@@ -40,9 +49,12 @@ void run_forward(const ForwardArguments& a, cudaStream_t stream) {
   no_kernel(a, "forward", "");
 }
 
-size_t backward_workspace_bytes(const BackwardArguments& a) { return plan_workspace(nullptr, a).bytes; }
+size_t backward_workspace_bytes(const BackwardArguments& arguments) {
+  return plan_workspace(nullptr, for_kernel(arguments)).bytes;
+}
 
-void run_backward(const BackwardArguments& a, cudaStream_t stream) {
+void run_backward(const BackwardArguments& arguments, cudaStream_t stream) {
+  const BackwardArguments a = for_kernel(arguments);
   const auto policy = static_cast<Policy>(a.schedule);
 #define DASH_BACKWARD_VARIANT(dtype, head_dims, mask, score, policies)                                 \
   if (serves<dtype, Dims##head_dims, mask, score>(a) && policies::contains(policy)) {                  \

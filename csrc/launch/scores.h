@@ -3,6 +3,7 @@
 
 #include <cmath>
 
+#include "../config/tile_shapes.h"
 #include "../device/score.h"
 #include "arguments.h"
 
@@ -12,14 +13,13 @@ inline ScoreKind score_kind(const AttentionArguments& a) {
   return a.softcap > 0 ? ScoreKind::kSoftcap : a.alibi_slopes ? ScoreKind::kAlibi : ScoreKind::kPlain;
 }
 
-// A softcap has no kernel of its own for the full mask, ALiBi for none but windows: there the mask is a window without
-// bounds.
-inline MaskRule served_mask(ScoreKind score, const MaskRule& mask) {
-  const bool is_full = mask.kind == MaskKind::kFull, is_causal = mask.kind == MaskKind::kCausal;
-  if ((score == ScoreKind::kSoftcap && is_full) || (score == ScoreKind::kAlibi && (is_full || is_causal))) {
-    return {MaskKind::kWindow, {kUnbounded, is_causal ? 0 : kUnbounded, 0}};
-  }
-  return mask;
+// The mask of the kernel that serves a call. Few masks have kernels of their own for a score other than the plain one:
+// the causal mask for softcaps where head dims are 96, 128 or 256. Elsewhere it is a window, if without bounds.
+inline MaskRule served_mask(ScoreKind score, HeadDims padded, const MaskRule& mask) {
+  const bool is_causal = mask.kind == MaskKind::kCausal;
+  const bool has_kernel = score == ScoreKind::kSoftcap && is_causal && padded.qk != 64 && padded.qk != 192;
+  if (score == ScoreKind::kPlain || mask.kind == MaskKind::kWindow || has_kernel) { return mask; }
+  return {MaskKind::kWindow, {kUnbounded, is_causal ? 0 : kUnbounded, 0}};
 }
 
 inline ScoreParams make_score_params(const AttentionArguments& a) {
@@ -29,7 +29,7 @@ inline ScoreParams make_score_params(const AttentionArguments& a) {
   params.product_factor = kind == ScoreKind::kSoftcap ? a.softmax_scale / a.softcap : 1 / a.softmax_scale;
   params.inverse_scale_log2 = 1 / params.scale_log2;
   params.slopes = a.alibi_slopes;
-  params.slopes_stride = a.alibi_batch_stride;
+  params.slopes_stride = int(a.alibi_batch_stride);
   return params;
 }
 

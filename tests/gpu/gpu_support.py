@@ -5,6 +5,8 @@ Works on any device, so that tests/test_gpu_checks.py can try the checks themsel
 
 import dataclasses
 import math
+import pathlib
+import sys
 from collections.abc import Callable
 
 import torch
@@ -12,6 +14,10 @@ import torch
 import dash_attn  # noqa: F401  registers torch.ops.dash_attn
 from dash_attn import schedule
 from dash_attn._schedule import ForwardTiles
+
+sys.path.insert(0, str(pathlib.Path(__file__).parents[1]))  # float64_reference
+
+from float64_reference import PLAIN, Scores
 
 GRADIENTS = ("dq", "dk", "dv")
 GUARD_ELEMENTS = 1024
@@ -32,6 +38,10 @@ class Problem:
     softmax_scale: float | None = None
     window: tuple[int, int] = (-1, -1)  # keys before and behind a query's own one; a negative number is no limit
     attention_chunk: int = 0
+    softcap: float = 0.0
+    alibi: str = ""  # slopes of "heads", the same for all sequences, or of "sequences"
+    sinks: bool = False
+    lse_gradient: bool = False
 
     @property
     def scale(self) -> float:
@@ -63,12 +73,16 @@ class Problem:
             window_left=self.window[0],
             window_right=self.window[1],
             attention_chunk=self.attention_chunk,
+            sinks=None,
+            alibi_slopes=None,
+            softcap=self.softcap,
         )
 
 
 @dataclasses.dataclass
 class Inputs:
-    """dout, q, k, v drawn from a normal distribution, and the forward's out and softmax_lse."""
+    """dout, q, k, v drawn from a normal distribution, what else the scores are made of, and the forward's out and
+    softmax_lse."""
 
     dout: torch.Tensor
     q: torch.Tensor
@@ -76,6 +90,7 @@ class Inputs:
     v: torch.Tensor
     out: torch.Tensor
     softmax_lse: torch.Tensor
+    scores: Scores = PLAIN
 
     def tensors(self) -> tuple[torch.Tensor, ...]:
         return self.dout, self.q, self.k, self.v, self.out, self.softmax_lse
@@ -135,18 +150,40 @@ def random_qkv_dout(problem: Problem, device: str, seed: int = 0) -> tuple[torch
     return q, k, v, normal(problem.seqlen_q, problem.heads)
 
 
-def forward(problem: Problem, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sm_margin: int = 0):
+def random_scores(problem: Problem, device: str, seed: int = 0) -> Scores:
+    """Sinks and the heads' slopes do not depend on the seed: sequences that are drawn with others have them too."""
+    of_heads, of_sequences = (torch.Generator(device).manual_seed(number) for number in (7, 1000 + seed))
+    batch, heads = problem.batch, problem.heads
+    sinks = torch.randn(heads, generator=of_heads, device=device) + 1
+    slopes = torch.rand(heads, generator=of_heads, device=device) / 4
+    if problem.alibi == "sequences":
+        slopes = torch.rand(batch, heads, generator=of_sequences, device=device) / 4
+    dlse = torch.randn(batch, heads, problem.seqlen_q, generator=of_sequences, device=device)
+    return Scores(
+        problem.softcap,
+        slopes if problem.alibi else None,
+        sinks if problem.sinks else None,
+        dlse if problem.lse_gradient else None,
+    )
+
+
+def forward(
+    problem: Problem, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sm_margin: int = 0, scores: Scores = PLAIN
+):
     """out and softmax_lse, by the op."""
-    return torch.ops.dash_attn.forward(q, k, v, **problem.op_arguments, sm_margin=sm_margin)
+    arguments = dict(problem.op_arguments, sinks=scores.sinks, alibi_slopes=scores.alibi_slopes)
+    return torch.ops.dash_attn.forward(q, k, v, **arguments, sm_margin=sm_margin)
 
 
-def with_forward(problem: Problem, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dout: torch.Tensor) -> Inputs:
-    out, softmax_lse = forward(problem, q, k, v)
-    return Inputs(dout, q, k, v, out, softmax_lse)
+def with_forward(
+    problem: Problem, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dout: torch.Tensor, scores: Scores = PLAIN
+) -> Inputs:
+    out, softmax_lse = forward(problem, q, k, v, scores=scores)
+    return Inputs(dout, q, k, v, out, softmax_lse, scores)
 
 
 def random_inputs(problem: Problem, device: str, seed: int = 0) -> Inputs:
-    return with_forward(problem, *random_qkv_dout(problem, device, seed))
+    return with_forward(problem, *random_qkv_dout(problem, device, seed), random_scores(problem, device, seed))
 
 
 class GuardedTensor:
@@ -177,14 +214,23 @@ class GuardedTensor:
 
 def empty_gradients(inputs: Inputs, strided: bool = False) -> dict[str, GuardedTensor]:
     make = GuardedTensor.strided if strided else GuardedTensor.contiguous
+    like = gradients_like(inputs)
+    found = {name: make(tuple(x.shape), x.dtype, x.device) for name, x in like.items() if name != "dsinks"}
+    if "dsinks" in like:
+        found["dsinks"] = GuardedTensor.contiguous((len(like["dsinks"]),), torch.float32, inputs.q.device)
+    return found
+
+
+def gradients_like(inputs: Inputs) -> dict[str, torch.Tensor]:
+    """What the gradients look like."""
     like = {"dq": inputs.q, "dk": inputs.k, "dv": inputs.v}
-    return {name: make(tuple(x.shape), x.dtype, x.device) for name, x in like.items()}
+    return like if inputs.scores.sinks is None else like | {"dsinks": inputs.scores.sinks}
 
 
 def nan_gradients(inputs: Inputs) -> dict[str, torch.Tensor]:
     return {
         name: torch.full_like(x, math.nan, memory_format=torch.contiguous_format)
-        for name, x in (("dq", inputs.q), ("dk", inputs.k), ("dv", inputs.v))
+        for name, x in gradients_like(inputs).items()
     }
 
 
@@ -196,9 +242,11 @@ def backward_into(
         gradients["dq"],
         gradients["dk"],
         gradients["dv"],
-        **problem.op_arguments,
+        **dict(problem.op_arguments, sinks=inputs.scores.sinks, alibi_slopes=inputs.scores.alibi_slopes),
         schedule=policy,
         sm_margin=sm_margin,
+        dsoftmax_lse=inputs.scores.dsoftmax_lse,
+        dsinks=gradients.get("dsinks"),
     )
 
 

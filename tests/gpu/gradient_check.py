@@ -14,7 +14,8 @@ ROW_SLACK = 1.05
 
 
 def row_bounds(problem: Problem, inputs: Inputs, exact: Attention) -> dict[str, torch.Tensor]:
-    """Bounds (batch, seqlen, heads) of the error of each row of each output, from the triangle inequality.
+    """Bounds (batch, seqlen, heads) of the error of each row of the outputs that have rows, from the triangle
+    inequality.
 
     With r the unit roundoff of the dtype: P and dS enter products rounded (r |P|, r |dS|), D comes from the rounded
     output (r P |dO| |O|), each sum is rounded at the end (r of the sum of its terms' norms). Below the normal numbers,
@@ -25,11 +26,17 @@ def row_bounds(problem: Problem, inputs: Inputs, exact: Attention) -> dict[str, 
     q, dout, out = (x.float().transpose(1, 2) for x in (inputs.q, inputs.dout, inputs.out))
     k, v = (x.float().repeat_interleave(group, dim=2).transpose(1, 2) for x in (inputs.k, inputs.v))
     hidden = ~visible_keys(problem.seqlen_q, problem.seqlen_k, device=q.device, **problem.mask)
-    p = (q @ k.mT * problem.scale - exact.softmax_lse.float()[..., None]).exp_().masked_fill_(hidden, 0.0)
+    scores = inputs.scores.of(q @ k.mT * problem.scale)
+    of_cap = inputs.scores.derivative(scores)
+    p = (scores - exact.softmax_lse.float()[..., None]).exp_().masked_fill_(hidden, 0.0)
     delta = (dout.double() * exact.out.transpose(1, 2)).sum(-1, keepdim=True).float()
+    if inputs.scores.dsoftmax_lse is not None:
+        dlse = inputs.scores.dsoftmax_lse.masked_fill(exact.softmax_lse.isinf(), 0.0)
+        delta -= dlse[..., None]
     dout_norm, out_norm = dout.norm(dim=-1, keepdim=True), out.norm(dim=-1, keepdim=True)
     subnormal = info.smallest_normal * info.eps
-    ds = (dout @ v.mT).sub_(delta).abs_().add_(dout_norm * out_norm).mul_(p).mul_(info.eps).add_(subnormal)
+    ds = (dout @ v.mT).sub_(delta).abs_().add_(dout_norm * out_norm).mul_(p).mul_(info.eps).mul_(of_cap)
+    ds = ds.add_(subnormal)
     p = p.mul_(info.eps).add_(subnormal)
 
     def of_kv_heads(x: torch.Tensor) -> torch.Tensor:
@@ -53,13 +60,15 @@ class Bar:
 
     def __init__(self, problem: Problem, inputs: Inputs, kernel: bool | None = None):
         arguments = inputs.q, inputs.k, inputs.v, inputs.dout
-        formula = dict(softmax_scale=problem.scale, **problem.mask)
+        formula = dict(softmax_scale=problem.scale, scores=inputs.scores, **problem.mask)
         self.exact: Attention = attention_float64(*arguments, **formula)
         self.row_bounds = row_bounds(problem, inputs, self.exact)
         kernel = inputs.q.is_cuda if kernel is None else kernel
         self.limits = error_limits(self.exact, *arguments, inputs.out, rounded_factors=kernel, **formula)
 
     def row_excess(self, name: str, x: torch.Tensor) -> torch.Tensor:
+        if name not in self.row_bounds:  # a number for each head
+            return torch.where(x.isfinite(), 0.0, torch.inf)
         return (x.double() - getattr(self.exact, name)).norm(dim=-1) - self.row_bounds[name]
 
     def errors(self, outputs: dict[str, torch.Tensor]) -> dict[str, tuple[float, float, float, float]]:
@@ -78,6 +87,9 @@ class Bar:
         for name, (error, limit, norm, row_excess) in self.errors(outputs).items():
             if not row_excess <= 0:
                 excess = self.row_excess(name, outputs[name]).nan_to_num(nan=torch.inf)
+                if name not in self.row_bounds:
+                    lines.append(f"{name}: not finite")
+                    continue
                 b, s, h = (int(i) for i in torch.unravel_index(excess.argmax(), excess.shape))
                 bound = self.row_bounds[name][b, s, h].item()
                 lines.append(

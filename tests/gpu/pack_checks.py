@@ -13,6 +13,7 @@ from collections.abc import Iterable, Sequence
 import dash_attn
 import gpu_support as support
 import torch
+from float64_reference import PLAIN, Scores
 from gpu_support import GRADIENTS, Problem
 from gradient_check import Bar
 
@@ -58,23 +59,39 @@ def mask_arguments(problem: Problem) -> dict[str, object]:
         causal=problem.causal,
         window_size=problem.window,
         attention_chunk=problem.attention_chunk,
+        softcap=problem.softcap,
     )
 
 
-def outputs_of(function, tensors: Sequence[torch.Tensor], dout: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Of a function of q, k and v that gives out and softmax_lse first: both, and the gradients by autograd."""
+def outputs_of(
+    function, tensors: Sequence[torch.Tensor], dout: torch.Tensor, scores: Scores, arguments: dict
+) -> dict[str, torch.Tensor]:
+    """Of a public function: out and softmax_lse, and the gradients by autograd."""
     with poisoned_allocations():
         leaves = [x.detach().requires_grad_() for x in tensors]
-        out, softmax_lse, *_ = function(*leaves)
-        gradients = torch.autograd.grad(out, leaves, dout)
-    return dict(zip(OUTPUTS, (out.detach(), softmax_lse, *gradients)))
+        arguments = dict(arguments, alibi_slopes=scores.alibi_slopes, return_attn_probs=True)
+        if scores.sinks is not None:
+            arguments["learnable_sink"] = scores.sinks.detach().requires_grad_()
+        out, softmax_lse, *_ = function(*leaves, **arguments)
+        wanted = [*leaves, *([] if scores.sinks is None else [arguments["learnable_sink"]])]
+        if scores.dsoftmax_lse is None:
+            gradients = torch.autograd.grad(out, wanted, dout)
+        else:
+            gradients = torch.autograd.grad((out, softmax_lse), wanted, (dout, scores.dsoftmax_lse))
+    return dict(zip((*OUTPUTS, "dsinks"), (out.detach(), softmax_lse.detach(), *gradients)))
 
 
 def dense_attention(
-    problem: Problem, policy: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dout: torch.Tensor
+    problem: Problem,
+    policy: str,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    dout: torch.Tensor,
+    scores: Scores = PLAIN,
 ) -> dict[str, torch.Tensor]:
-    arguments = dict(mask_arguments(problem), return_attn_probs=True, schedule=policy)
-    return outputs_of(lambda *tensors: dash_attn.flash_attn_func(*tensors, **arguments), (q, k, v), dout)
+    arguments = dict(mask_arguments(problem), schedule=policy)
+    return outputs_of(dash_attn.flash_attn_func, (q, k, v), dout, scores, arguments)
 
 
 class Alone:
@@ -93,13 +110,14 @@ class Alone:
                 if x.shape[1] and (seed + i) % 2:  # two of the four, at a place of their own
                     x[:, 37 * (seed + i) % x.shape[1], :, i] = float(("inf", "nan", "-inf")[(seed + i) % 3])
         self.q, self.k, self.v, self.dout = (x[0] for x in tensors)
+        self.scores = support.random_scores(problem, device, seed)
         self._outputs: dict[str, dict[str, torch.Tensor]] = {}
 
     def outputs(self, policy: str) -> dict[str, torch.Tensor]:
         if policy not in self._outputs:
             tensors = (x[None] for x in (self.q, self.k, self.v, self.dout))
-            found = dense_attention(self.problem, policy, *tensors)
-            self._outputs[policy] = {name: x[0] for name, x in found.items()}
+            found = dense_attention(self.problem, policy, *tensors, self.scores)
+            self._outputs[policy] = {name: x if name == "dsinks" else x[0] for name, x in found.items()}
         return self._outputs[policy]
 
 
@@ -188,6 +206,21 @@ class Pack:
         """Of the mask and the heads; its lengths are one sequence's."""
         return self.sequences[0].problem
 
+    @property
+    def scores(self) -> Scores:
+        """Rows outside the sequences have a gradient of the log-sum-exp that is NaN, and so has the poisoned one."""
+        parts = [sequence.scores for sequence in self.sequences]
+        found = parts[0]
+        if self.problem.alibi == "sequences":
+            found = found._replace(alibi_slopes=torch.cat([part.alibi_slopes for part in parts]))
+        if found.dsoftmax_lse is None:
+            return found
+        dlse = [part.dsoftmax_lse[0] for part in parts]
+        if self.poisoned is not None:
+            dlse[self.poisoned] = torch.full_like(dlse[self.poisoned], math.nan)
+        around = dlse[0].new_full((1, 1), math.nan).expand(self.problem.heads, max(self.rows_q.outside()))
+        return found._replace(dsoftmax_lse=self.rows_q.join(dlse, around, dim=1))
+
     def name_of(self, number: int) -> str:
         lengths = f"{self.rows_q.lengths[number]} queries and {self.rows_k.lengths[number]} keys"
         starts = f"rows {self.rows_q.cu_seqlens[number]} and {self.rows_k.cu_seqlens[number]}"
@@ -253,12 +286,14 @@ def pack_of_lengths(pool: Pool, lengths: Sequence[tuple[int, int]], **arguments)
     return make_pack([pool.get(*own) for own in lengths], *rows, **arguments)
 
 
-def random_pack(pool: Pool, chance: random.Random, most: int = 10) -> Pack:
+def random_pack(pool: Pool, chance: random.Random, most: int = 10, spoilt: float = 0.1) -> Pack:
+    """`spoilt`: how many of the sequences hold values that are not finite."""
     count = chance.randint(1, most)
     lengths_q = chance.choices(LENGTHS, WEIGHTS, k=count)
     lengths_k = lengths_q if chance.random() < 0.4 else chance.choices(LENGTHS, WEIGHTS, k=count)
     sequences = [
-        pool.get(*own, cramped=chance.random() < 0.2, spoilt=chance.random() < 0.1) for own in zip(lengths_q, lengths_k)
+        pool.get(*own, cramped=chance.random() < 0.2, spoilt=chance.random() < spoilt)
+        for own in zip(lengths_q, lengths_k)
     ]
     rows_q, rows_k = (lay_out(own, chance, gaps=chance.random() < 0.3) for own in (lengths_q, lengths_k))
 
@@ -283,19 +318,19 @@ def varlen_attention(pack: Pack, policy: str, sm_margin: int = 0) -> dict[str, t
         mask_arguments(pack.problem),
         seqused_q=pack.seqused_q,
         seqused_k=pack.seqused_k,
-        return_attn_probs=True,
         sm_margin=sm_margin,
         schedule=policy,
     )
-    return outputs_of(
-        lambda *tensors: dash_attn.flash_attn_varlen_func(*tensors, *lengths, **arguments),
-        (pack.q, pack.k, pack.v),
-        pack.dout,
-    )
+
+    def function(*tensors, **more):
+        return dash_attn.flash_attn_varlen_func(*tensors, *lengths, **more)
+
+    return outputs_of(function, (pack.q, pack.k, pack.v), pack.dout, pack.scores, arguments)
 
 
 def expected_outputs(pack: Pack, policy: str) -> dict[str, torch.Tensor]:
-    """What each sequence has alone, and outside the sequences zeros, or an infinite log-sum-exp."""
+    """What each sequence has alone, and outside the sequences zeros, or an infinite log-sum-exp. The gradient of sinks
+    is the sum over the sequences, in their order."""
     alone = [sequence.outputs(policy) for sequence in pack.sequences]
 
     def joined(name: str) -> torch.Tensor:
@@ -306,14 +341,17 @@ def expected_outputs(pack: Pack, policy: str) -> dict[str, torch.Tensor]:
             return rows.join(parts, parts[0].new_full((1, 1), math.inf).expand(heads, max(rows.outside())), dim=1)
         return rows.join(parts, parts[0].new_zeros((1, 1, 1)).expand(max(rows.outside()), *parts[0].shape[1:]))
 
-    return {name: joined(name) for name in OUTPUTS}
+    found = {name: joined(name) for name in OUTPUTS}
+    if "dsinks" in alone[0]:
+        found["dsinks"] = sum((outputs["dsinks"] for outputs in alone), torch.zeros_like(alone[0]["dsinks"]))
+    return found
 
 
 def own_rows(pack: Pack, outputs: dict[str, torch.Tensor], number: int) -> dict[str, torch.Tensor]:
     """Views of what one sequence has in the outputs of a pack."""
     place_q, place_k = pack.rows_q.places()[number], pack.rows_k.places()[number]
     places = {"softmax_lse": (slice(None), place_q), "dk": (place_k,), "dv": (place_k,)}
-    return {name: x[places.get(name, (place_q,))] for name, x in outputs.items()}
+    return {name: outputs[name][places.get(name, (place_q,))] for name in OUTPUTS}
 
 
 def any_difference(actual: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> torch.Tensor:
@@ -328,6 +366,8 @@ def first_difference(pack: Pack, actual: dict[str, torch.Tensor], expected: dict
         mismatch = support.first_mismatch(name, actual[name], expected[name])
         if mismatch is None:
             continue
+        if name == "dsinks":
+            return f"{mismatch}; the sum over the sequences"
         rows = pack.rows_k if name in ("dk", "dv") else pack.rows_q
         differ = (support.int_view(actual[name]) != support.int_view(expected[name])).nonzero()[0].tolist()
         row = differ[1] if name == "softmax_lse" else differ[0]
@@ -345,6 +385,8 @@ def assert_as_alone(pack: Pack, found: dict[str, dict[str, torch.Tensor]], what:
             own = own_rows(pack, expected[policy], pack.poisoned)
             for name, x in own_rows(pack, outputs, pack.poisoned).items():
                 x.copy_(own[name])
+            if "dsinks" in outputs:
+                outputs["dsinks"].copy_(expected[policy]["dsinks"])
     differ = torch.stack([any_difference(found[policy], expected[policy]) for policy in found]).tolist()
     lines = [
         f"{policy}: {first_difference(pack, found[policy], expected[policy])}"
@@ -368,13 +410,15 @@ def accuracy_failures(pack: Pack, found: dict[str, dict[str, torch.Tensor]]) -> 
         if problem.seqlen_q == 0 or problem.seqlen_k == 0:
             for policy, outputs in own.items():
                 wrong = [name for name in ("out", *GRADIENTS) if outputs[name].any()]
-                wrong += [] if outputs["softmax_lse"].isposinf().all() else ["softmax_lse"]
+                sinks = sequence.scores.sinks
+                lse = math.inf if sinks is None else sinks[:, None]
+                wrong += [] if (outputs["softmax_lse"] == lse).all() else ["softmax_lse"]
                 lines += [f"{what}, {policy}: {name} of a sequence without queries or keys" for name in wrong]
             continue
         own = {policy: {name: x[None] for name, x in outputs.items()} for policy, outputs in own.items()}
         first = next(iter(own.values()))
         tensors = (x[None] for x in (sequence.dout, sequence.q, sequence.k, sequence.v))
-        bar = Bar(problem, support.Inputs(*tensors, first["out"], first["softmax_lse"]))
+        bar = Bar(problem, support.Inputs(*tensors, first["out"], first["softmax_lse"], sequence.scores))
         for policy, outputs in own.items():
             errors = bar.errors({name: outputs[name] for name in ("out", *GRADIENTS)})
             for name, (error, limit, _, row_excess) in errors.items():

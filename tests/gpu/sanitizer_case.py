@@ -1,5 +1,5 @@
 """Small shapes for compute-sanitizer: both passes, every policy, every kind of mask, both head dims, ragged and unequal
-lengths, packs with gaps and sequences of nothing.
+lengths, packs with gaps and sequences of nothing, scores with softcap, slopes and sinks.
 
     compute-sanitizer --tool memcheck python tests/gpu/sanitizer_case.py
 
@@ -18,7 +18,7 @@ sys.path[:0] = [str(pathlib.Path(__file__).parent), str(pathlib.Path(__file__).p
 
 import gpu_support as support
 import pack_checks
-from float64_reference import Attention, attention_float64, relative_error
+from float64_reference import Attention, Scores, attention_float64, relative_error
 from gpu_support import Problem
 from pack_checks import Pool, Rows
 
@@ -32,6 +32,15 @@ WINDOWS = (
 )
 WINDOWED_SHAPES = ((200, 330, 4, 2), (330, 200, 2, 2))
 PACK_MASKS = (dict(causal=False), dict(causal=True), WINDOWS[0])
+ALL_OF_SINKS = dict(sinks=True, lse_gradient=True)
+SCORES = (
+    dict(causal=True, softcap=20.0),
+    dict(causal=False, softcap=20.0, **ALL_OF_SINKS),
+    dict(causal=True, alibi="sequences", **ALL_OF_SINKS),
+    dict(WINDOWS[1], softcap=20.0, **ALL_OF_SINKS),
+    dict(WINDOWS[0], alibi="heads"),
+)
+PACK_SCORES = (SCORES[1], SCORES[2], dict(WINDOWS[1], **ALL_OF_SINKS))
 # Queries and keys of each sequence; the rows where they start, and where the last one ends; rows in all.
 PACK = ((70, 65), (0, 0), (129, 130), (1, 0), (0, 40), (65, 200))
 PACK_ROWS_Q = Rows(300, (2, 72, 72, 210, 211, 220, 290), tuple(q for q, _ in PACK))
@@ -43,17 +52,27 @@ TOLERANCE = 0.02
 class Case:
     """A call of either pass: what it is, its arguments on the GPU, and what it should give."""
 
-    def __init__(self, what: str, problem: Problem, tensors: tuple[torch.Tensor, ...], exact: Attention, **lengths):
+    def __init__(
+        self,
+        what: str,
+        problem: Problem,
+        tensors: tuple[torch.Tensor, ...],
+        scores: Scores,
+        exact: Attention,
+        **lengths: torch.Tensor,
+    ):
         """`tensors`: q, k, v and dout."""
         self.what, self.problem, self.exact = what, problem, exact
         self.q, self.k, self.v, self.dout = (x.cuda() for x in tensors)
-        self.arguments = dict(problem.op_arguments, **{name: x.cuda() for name, x in lengths.items()})
+        given = dict(lengths, sinks=scores.sinks, alibi_slopes=scores.alibi_slopes)
+        self.arguments = dict(problem.op_arguments, **{name: x.cuda() for name, x in given.items() if x is not None})
+        self.dsoftmax_lse = None if scores.dsoftmax_lse is None else scores.dsoftmax_lse.cuda()
 
     @classmethod
     def dense(cls, problem: Problem) -> "Case":
-        q, k, v, dout = support.random_qkv_dout(problem, "cpu")
-        exact = attention_float64(q, k, v, dout, softmax_scale=problem.scale, **problem.mask)
-        return cls(str(problem), problem, (q, k, v, dout), exact)
+        tensors, scores = support.random_qkv_dout(problem, "cpu"), support.random_scores(problem, "cpu")
+        exact = attention_float64(*tensors, softmax_scale=problem.scale, scores=scores, **problem.mask)
+        return cls(str(problem), problem, tensors, scores, exact)
 
     @classmethod
     def pack(cls, problem: Problem) -> "Case":
@@ -62,7 +81,8 @@ class Case:
         outputs = []
         for own in pack.sequences:
             tensors = (x[None] for x in (own.q, own.k, own.v, own.dout))
-            outputs.append(attention_float64(*tensors, softmax_scale=problem.scale, **problem.mask))
+            formula = dict(softmax_scale=problem.scale, scores=own.scores, **problem.mask)
+            outputs.append(attention_float64(*tensors, **formula))
         joined = {}
         for name in ("out", *support.GRADIENTS):
             parts = [getattr(x, name)[0] for x in outputs]
@@ -71,10 +91,12 @@ class Case:
         # Outside the sequences the backward must not read it.
         lse = [x.softmax_lse[0] for x in outputs]
         around = torch.full((problem.heads, max(pack.rows_q.outside())), float("nan"))
-        exact = Attention(joined["out"], pack.rows_q.join(lse, around, dim=1), *(joined[x] for x in support.GRADIENTS))
+        dsinks = sum(x.dsinks for x in outputs) if problem.sinks else None
+        gradients = (joined[x] for x in support.GRADIENTS)
+        exact = Attention(joined["out"], pack.rows_q.join(lse, around, dim=1), *gradients, dsinks)
         names = ("cu_seqlens_q", "cu_seqlens_k", "seqused_q", "seqused_k")
         lengths = {name: getattr(pack, name) for name in names}
-        return cls(str(pack), problem, (pack.q, pack.k, pack.v, pack.dout), exact, **lengths)
+        return cls(str(pack), problem, (pack.q, pack.k, pack.v, pack.dout), pack.scores, exact, **lengths)
 
     def forward(self) -> dict[str, torch.Tensor]:
         out, _ = torch.ops.dash_attn.forward(self.q, self.k, self.v, **self.arguments)
@@ -84,11 +106,12 @@ class Case:
         out, softmax_lse = self.exact.out.to(self.q.dtype).cuda(), self.exact.softmax_lse.float().cuda()
         like = zip(support.GRADIENTS, (self.q, self.k, self.v))
         gradients = {name: torch.empty(x.shape, dtype=x.dtype).cuda() for name, x in like}
+        dsinks = torch.empty(self.problem.heads).cuda() if self.problem.sinks else None
         torch.ops.dash_attn.backward(
             self.dout, self.q, self.k, self.v, out, softmax_lse, *gradients.values(),
-            **self.arguments, schedule=policy, sm_margin=0,
+            **self.arguments, schedule=policy, sm_margin=0, dsoftmax_lse=self.dsoftmax_lse, dsinks=dsinks,
         )  # fmt: skip
-        return gradients
+        return gradients if dsinks is None else gradients | {"dsinks": dsinks}
 
     def errors(self, outputs: dict[str, torch.Tensor]) -> dict[str, float]:
         return {name: relative_error(x.cpu(), getattr(self.exact, name)) for name, x in outputs.items()}
@@ -105,7 +128,7 @@ def main() -> int:
     parser.add_argument("--head-dims", type=int, nargs="+", default=[64, 96, 128])
     parser.add_argument("--shapes", type=int, default=len(SHAPES), help=f"how many of {SHAPES} (lengths, heads)")
     parser.add_argument("--passes", nargs="+", choices=("forward", "backward"), default=["forward", "backward"])
-    kinds = ("dense", "tiles", "windows", "packs")
+    kinds = ("dense", "tiles", "windows", "packs", "scores")
     parser.add_argument("--cases", nargs="+", choices=kinds, default=kinds, help="tiles: more of them than SMs")
     parser.add_argument("--share", default="0/1", help="i/n: only the ith of n shares of the problems")
     arguments = parser.parse_args()
@@ -149,6 +172,13 @@ def main() -> int:
         if "packs" in arguments.cases:
             for mask in PACK_MASKS:
                 problem = dataclasses.replace(Problem(1, 0, 0, 4, 2, head_dim, causal=False), **mask)
+                run(Case.pack, problem, arguments.passes)
+        if "scores" in arguments.cases:
+            for scores in SCORES:
+                problem = dataclasses.replace(Problem(1, *WINDOWED_SHAPES[0], head_dim, causal=False), **scores)
+                run(Case.dense, problem, arguments.passes)
+            for scores in PACK_SCORES:
+                problem = dataclasses.replace(Problem(1, 0, 0, 4, 2, head_dim, causal=False), **scores)
                 run(Case.pack, problem, arguments.passes)
     print(f"{failures} wrong", flush=True)
     return 1 if failures else 0

@@ -1,0 +1,147 @@
+"""Softcap, ALiBi, sinks and the gradient of the log-sum-exp, beside windows, packs and grouped heads: accuracy and the
+bit contract."""
+
+import dataclasses
+import itertools
+import random
+
+import dash_attn
+import gpu_support as support
+import pack_checks
+import pytest
+import score_checks
+import torch
+from bit_checks import check_sm_margins, check_under_load
+from gpu_support import Problem
+from pack_checks import Pool, assert_as_alone, pack_of_lengths, random_pack, varlen_attention
+from score_checks import SCORES
+
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+KIND = pytest.mark.parametrize("kind", SCORES)
+HEAD_DIMS = pytest.mark.parametrize("head_dim", (64, 128))
+MASKS = {
+    "full": dict(causal=False),
+    "causal": dict(causal=True),
+    "window": dict(causal=False, window=(127, 0)),
+    "chunk": dict(causal=True, attention_chunk=100),
+}
+PROBLEMS = 24  # of each kind of scores and each dtype
+CALLS, CALLS_IN_FLIGHT = 40, 8
+
+
+def everything(problem: Problem) -> list[str]:
+    return ["auto", *support.policies(problem)]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@KIND
+def test_accuracy_of_products_of_features(kind, dtype, device):
+    chance = random.Random(f"{kind} {dtype}")
+    lines = []
+    for _ in range(PROBLEMS):
+        problem = score_checks.random_problem(kind, chance, DTYPES[dtype])
+        lines += score_checks.accuracy_failures(problem, device, everything(problem))
+    assert not lines, "\n".join(lines)
+
+
+@HEAD_DIMS
+@pytest.mark.parametrize("mask", MASKS)
+@KIND
+def test_accuracy_over_many_tiles(kind, mask, head_dim, device):
+    problem = dataclasses.replace(Problem(1, 2049, 2500, 4, 2, head_dim, causal=False), **MASKS[mask], **SCORES[kind])
+    lines = score_checks.accuracy_failures(problem, device, ["auto", "spt", "order_free"])
+    assert not lines, "\n".join(lines)
+
+
+@HEAD_DIMS
+@pytest.mark.parametrize("mask", MASKS)
+@KIND
+def test_same_bits_under_load(kind, mask, head_dim, perturbation, device, num_sms):
+    problem = dataclasses.replace(Problem(2, 1100, 1100, 16, 4, head_dim, causal=False), **MASKS[mask], **SCORES[kind])
+    inputs = support.random_inputs(problem, device)
+    check_under_load(inputs, problem, perturbation, CALLS, CALLS_IN_FLIGHT)
+    check_sm_margins(inputs, problem, num_sms, (1, 7, num_sms // 2))
+
+
+@HEAD_DIMS
+@pytest.mark.parametrize("mask", MASKS)
+@KIND
+def test_packed_as_alone(kind, mask, head_dim, device):
+    """Whatever lies around a sequence; the gradient of sinks is the sum over the sequences, in their order."""
+    problem = dataclasses.replace(Problem(1, 0, 0, 8, 2, head_dim, causal=False), **MASKS[mask], **SCORES[kind])
+    pool, chance = Pool(problem, device), random.Random(f"{kind} {mask} {head_dim}")
+    for i in range(6):
+        pack = random_pack(pool, chance, spoilt=0.0)
+        found = {policy: varlen_attention(pack, policy) for policy in everything(problem)}
+        assert_as_alone(pack, found, f"(number {i})")
+
+
+@HEAD_DIMS
+@pytest.mark.parametrize("mask", MASKS)
+@KIND
+def test_accuracy_of_packs(kind, mask, head_dim, device):
+    problem = dataclasses.replace(Problem(1, 0, 0, 6, 2, head_dim, causal=False), **MASKS[mask], **SCORES[kind])
+    lengths = ((63, 64), (0, 0), (1000, 65), (127, 129), (0, 64), (129, 0), (64, 1000), (1, 127), (1000, 1000))
+    pack = pack_of_lengths(Pool(problem, device), lengths)
+    lines = pack_checks.accuracy_failures(pack, {name: varlen_attention(pack, name) for name in everything(problem)})
+    assert not lines, f"{pack}:\n" + "\n".join(lines)
+
+
+@HEAD_DIMS
+@KIND
+def test_bits_are_the_sequences_and_the_heads_own(kind, head_dim, device):
+    for mask, lengths in itertools.product(MASKS.values(), ((515, 515), (300, 700), (700, 300))):
+        problem = dataclasses.replace(Problem(3, *lengths, 8, 2, head_dim, causal=False), **mask, **SCORES[kind])
+        score_checks.check_batch_and_alone(problem, device, everything(problem))
+        score_checks.check_heads(problem, device, everything(problem))
+
+
+@HEAD_DIMS
+def test_queries_without_keys(head_dim, device):
+    for lengths in ((300, 100), (130, 1), (70, 0)):
+        problem = Problem(2, *lengths, 4, 2, head_dim, causal=True, sinks=True, lse_gradient=True)
+        for softcap, alibi in ((0.0, ""), (20.0, ""), (0.0, "sequences")):
+            problem = dataclasses.replace(problem, softcap=softcap, alibi=alibi)
+            score_checks.check_queries_without_keys(problem, device)
+
+
+@HEAD_DIMS
+def test_merging_two_partial_attentions(head_dim, device):
+    for lengths, dtype in itertools.product(((300, 700), (129, 65)), DTYPES.values()):
+        lines = score_checks.merging_failures(Problem(2, *lengths, 4, 2, head_dim, causal=False, dtype=dtype), device)
+        assert not lines, "\n".join(lines)
+
+
+@pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float16, torch.float32, torch.float64), ids=str)
+def test_the_sinks_gradient_has_their_dtype(dtype, device):
+    problem = Problem(2, 300, 420, 8, 2, 64, causal=True, sinks=True)
+    tensors, scores = support.random_qkv_dout(problem, device), support.random_scores(problem, device)
+    sinks = scores.sinks.bfloat16().to(dtype)
+    found = pack_checks.dense_attention(problem, "auto", *tensors, scores._replace(sinks=sinks))
+    exact = pack_checks.dense_attention(problem, "auto", *tensors, scores._replace(sinks=sinks.float()))
+    assert found["dsinks"].dtype == dtype and torch.equal(found["dsinks"], exact["dsinks"].to(dtype))
+    names = [name for name in exact if name != "dsinks"]
+    support.assert_same_bits({name: found[name] for name in names}, {name: exact[name] for name in names}, str(problem))
+
+
+@HEAD_DIMS
+def test_sinks_far_from_the_scores(head_dim, device):
+    """Far below they are none, far above they take everything; nothing overflows."""
+    problem = Problem(2, 300, 420, 4, 2, head_dim, causal=True, sinks=True)
+    tensors, scores = support.random_qkv_dout(problem, device), support.random_scores(problem, device)
+    plain = pack_checks.dense_attention(dataclasses.replace(problem, sinks=False), "auto", *tensors)
+    for sink in (-1e4, -200.0, 200.0, 1e4):
+        sinks = torch.full_like(scores.sinks, sink)
+        found = pack_checks.dense_attention(problem, "auto", *tensors, scores._replace(sinks=sinks))
+        support.assert_finite({name: x for name, x in found.items()}, f"{problem}, sinks of {sink}")
+        if sink < 0:
+            for name, x in plain.items():
+                assert torch.allclose(found[name], x, rtol=1e-2, atol=1e-4), f"{problem}, sinks of {sink}: {name}"
+        else:
+            assert (found["softmax_lse"] == sink).all() and not any(found[x].any() for x in ("out", "dq", "dk", "dv"))
+
+
+def test_a_softcap_beside_slopes_raises(device):
+    q, k, v, _ = support.random_qkv_dout(Problem(1, 130, 130, 2, 2, 64, causal=True), device)
+    with pytest.raises(NotImplementedError, match="^softcap and alibi_slopes must not be given together"):
+        dash_attn.flash_attn_func(q, k, v, softcap=30.0, alibi_slopes=torch.zeros(2, device=device))

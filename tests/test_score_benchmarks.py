@@ -1,0 +1,126 @@
+"""The benchmark's softcap, slopes and sinks, on the CPU. No figure here means anything."""
+
+import dataclasses
+import json
+import types
+
+import pytest
+import torch
+
+import dash_attn
+from benchmarks import baseline, check, peers, plot, run
+from benchmarks.compare import OURS
+from benchmarks.packs import PACKS
+from benchmarks.shapes import GRIDS, SCORES, Shape, flops
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(autouse=True)
+def small_packs(monkeypatch):
+    monkeypatch.setitem(PACKS, "mixed", (3, 70, 0, 33, 1, 40))
+
+
+def small(scores, mask="causal", pack=None, **options):
+    if pack:
+        return Shape.of_pack(pack, 64, 4, 2, mask, scores=scores, **options)
+    return Shape("bf16", 64, 4, 2, mask, 70, 2, scores=scores, **options)
+
+
+def test_grid():
+    """Each shape with scores follows the same one without, so that one run has the ratio."""
+    shapes = GRIDS["scores"]()
+    assert len(shapes) == len(set(shapes)) == len(set(map(str, shapes)))
+    for i, shape in enumerate(shapes):
+        assert shape.scores is None or shape.plain in shapes[:i]
+        assert flops(shape, "backward") == flops(shape.plain, "backward")
+    assert {shape.scores for shape in shapes} == {None, *SCORES}
+    at_128 = {(s.mask, s.scores) for s in shapes if s.head_dim == 128 and s.mask != "window"}
+    assert at_128 == {(mask, scores) for mask in ("full", "causal") for scores in (None, "softcap 50", "alibi")}
+    sinks = [(s.head_dim, s.heads, s.kv_heads, s.mask, s.window) for s in shapes if s.scores == "sinks"]
+    assert (64, 64, 8, "window", (127, 0)) in sinks
+    for shape in shapes:
+        assert Shape.of_row(json.loads(json.dumps(shape.row()))) == shape
+    assert str(small("sinks")) == "bf16 d64 h4/2 causal 2x70 sinks"
+
+
+@pytest.mark.parametrize("pack", [None, "mixed"])
+@pytest.mark.parametrize("mask", [dict(mask="full"), dict(mask="causal"), dict(mask="window", window=(9, 3))], ids=str)
+@pytest.mark.parametrize("scores", SCORES)
+def test_our_results_are_right(scores, mask, pack):
+    shape = small(scores, **mask, pack=pack)
+    rows, failures = run.measure(shape, [peers.DashAttn(["auto"])], list(run.PASSES), CPU, 0.0, turns=1)
+    assert failures == [] and [Shape.of_row(row) for row in rows] == [shape] * 3
+
+
+@pytest.mark.parametrize("scores", SCORES)
+def test_a_call_without_the_scores_is_wrong(scores):
+    shape = small(scores)
+    x = peers.random_tensors(shape, CPU)
+    x.q *= 60  # so that a cap of 50 tells
+    if x.sinks is not None:
+        x.sinks += 60
+    ours = peers.Variant(OURS, "auto", True)
+    right = peers.DashAttn().prepare(ours, shape, x)
+    plain = peers.DashAttn().prepare(ours, shape.plain, dataclasses.replace(x, alibi_slopes=None, sinks=None))
+    reference = check.Reference(shape, x)
+    for pass_ in ("forward", "backward"):
+        assert reference.wrong(right[pass_]()) is None
+        assert reference.wrong(plain[pass_]()).startswith("wrong ")
+
+
+def test_who_takes_what():
+    taken = {peer.name: {s for s in SCORES if peer.variants(small(s))} for peer in
+             (peers.TorchFlashAttention2(), peers.TorchCudnn(), peers.FlashAttention3(), peers.FlashAttention4())}
+    assert taken == {"fa2": set(), "cudnn": set(), "fa3": {"softcap 50"}, "fa4": {"softcap 50", "sinks"}}
+    assert all(peer().variants(small(None)) for peer in peers.PEERS.values())
+    older = baseline.Baseline.__new__(baseline.Baseline)
+    older._schedules = ["descending"]
+    assert [bool(older.variants(small(s))) for s in (None, *SCORES)] == [True, False, False, False]
+
+
+@pytest.mark.parametrize("peer, scores", [
+    (peers.FlashAttention3, "softcap 50"), (peers.FlashAttention4, "softcap 50"), (peers.FlashAttention4, "sinks"),
+])  # fmt: skip
+def test_peers_are_asked_for_the_same(peer, scores, monkeypatch):
+    """By their own names; ours stands in for them."""
+    def flash_attn_func(q, k, v, *, causal, window_size, deterministic, **options):
+        asked.append(set(options))
+        return dash_attn.flash_attn_func(q, k, v, causal=causal, **options)
+
+    asked = []
+    module = types.SimpleNamespace(flash_attn_func=flash_attn_func, flash_attn_varlen_func=None)
+    monkeypatch.setattr(peers.importlib, "import_module", lambda name: module)
+    rows, failures = run.measure(small(scores), [peer()], ["forward", "backward"], CPU, 0.0, turns=1)
+    assert failures == [] and {row["pass"] for row in rows} == {"forward", "backward"}
+    assert asked[0] == ({"softcap"} if scores == "softcap 50" else {"learnable_sink"})
+
+
+def test_the_whole_program(tmp_path, capsys):
+    path = tmp_path / "scores.json"
+    arguments = ["--device", "cpu", "--grid", "scores", "--max-seqlen", "8192", "--tokens", "8", "--min-time", "0"]
+    shapes = [dataclasses.replace(s, seqlen=32, batch=1, heads=4, kv_heads=2) for s in GRIDS["scores"]()[:6]]
+    arguments += ["--schedules", "auto", "--pass", "backward", "forward", "--json", str(path), "--peers"]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(GRIDS, "scores", lambda: list(dict.fromkeys(shapes)))
+        assert run.main([*arguments, "--png", str(tmp_path / "scores.png")]) == 0
+    printed = capsys.readouterr().out
+    ratios = printed.split("throughput over that without scores\n")[1]
+    for pass_ in ("backward", "forward"):
+        for scores in ("softcap 50", "alibi"):
+            (line,) = [x for x in ratios.splitlines() if x.startswith(f"  {pass_} ") and f" {scores}: " in x]
+            assert float(line.rsplit(" ", 1)[1]) > 0
+    assert (tmp_path / "scores.png").is_file()
+
+
+def test_a_run_without_scores_prints_no_ratio():
+    row = {"impl": OURS, "pass": "forward", "schedule": None, **small(None).row(), "ms": 1.0}
+    assert run.against_plain([row]) == ""
+    assert "softcap 50: 0.500" in run.against_plain([row, {**row, **small("softcap 50").row(), "ms": 2.0}])
+
+
+def test_a_picture_has_a_place_for_each():
+    shapes = GRIDS["scores"]()
+    assert not plot.are_series(shapes)
+    places = {(plot.panel_of(s, False), plot.place_of(s, False)) for s in shapes}
+    assert len(places) == len(shapes)
