@@ -60,7 +60,9 @@ struct DqLayout<Geometry, true> {
   static constexpr int kQuads = kRegisters / 4;
 
   // In units of float4, within the block.
-  static __host__ __device__ constexpr int quad_index(int quad, int thread) { return quad * kWarpgroupThreads + thread; }
+  static __host__ __device__ constexpr int quad_index(int quad, int thread) {
+    return quad * kWarpgroupThreads + thread;
+  }
 
   struct Element {
     int query, column;

@@ -25,10 +25,7 @@ class SplitSum {
 
   // `semaphore` and `sums` are those of this sum.
   __device__ __forceinline__ SplitSum(int* semaphore, float4* sums, int consumer, int thread)
-      : semaphore_(semaphore),
-        sums_(sums + thread),
-        consumer_(consumer),
-        is_first_thread_(thread == 0) {}
+      : semaphore_(semaphore), sums_(sums + thread), consumer_(consumer), is_first_thread_(thread == 0) {}
 
   __device__ __forceinline__ void add_to(Gradient& gradient, int split) const {
     if (is_first_thread_) {
@@ -67,8 +64,7 @@ class SplitSum {
 // still on its way. Called by whole consumers, whose threads count themselves afresh: what is shared with the mainloop
 // changes its code there, to the worse.
 template <typename Variant, int kRegisters>
-__device__ __forceinline__ bool reduce_splits(const KernelParams& params, const WorkTile& work,
-                                              float (&dk)[kRegisters],
+__device__ __forceinline__ bool reduce_splits(const KernelParams& params, const WorkTile& work, float (&dk)[kRegisters],
                                               float (&dv)[kRegisters]) {
   const int index = read_thread_index();
   const int consumer = index / kWarpgroupThreads - 1, thread = index % kWarpgroupThreads;

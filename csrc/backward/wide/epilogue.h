@@ -40,12 +40,12 @@ __device__ __forceinline__ bool reduce_splits(const KernelParams& params, const 
   constexpr int kRegisters = kColumns / kWarpgroupRows * Variant::kKey / 2;
   constexpr int kTileFloats = Variant::kKey * (Variant::kQkDim + Variant::kValueDim);
   const int thread = read_thread_index() % kWarpgroupThreads;
-  const SplitSum<kRegisters> sum(params.workspace.split_semaphores + 2 * int64_t(work.split_tile) + is_dk,
-                                 reinterpret_cast<float4*>(params.workspace.split_sums) +
-                                     (int64_t(work.split_tile) * kTileFloats +
-                                      (is_dk ? Variant::kKey * Variant::kValueDim : 0)) / 4,
-                                 int(is_dk), thread);
-  auto& registers = reinterpret_cast<float(&)[kRegisters]>(gradient.block);
+  const SplitSum<kRegisters> sum(
+      params.workspace.split_semaphores + 2 * int64_t(work.split_tile) + is_dk,
+      reinterpret_cast<float4*>(params.workspace.split_sums) +
+          (int64_t(work.split_tile) * kTileFloats + (is_dk ? Variant::kKey * Variant::kValueDim : 0)) / 4,
+      int(is_dk), thread);
+  auto& registers = reinterpret_cast<float (&)[kRegisters]>(gradient.block);
   const bool is_last = work.split + 1 == work.splits;
   if (work.split > 0) { sum.add_to(registers, work.split); }
   if (!is_last) { sum.pass_on(registers, work.split); }

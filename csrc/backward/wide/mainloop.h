@@ -18,6 +18,7 @@
 
 #include "../../device/warp_roles.h"
 #include "../dq_layout.h"
+#include "../order_free/rounding.h"
 #include "../work_ring.h"
 #include "epilogue.h"
 #include "score_tile.h"
@@ -38,8 +39,8 @@ class Consumer {
 
  protected:
   using Swizzle = typename Variant::Swizzle;
-  using QueryRows = KMajor<Swizzle, Variant::kQuery>;   // Q or dO as A of S, dP
-  using KeyRows = KMajor<Swizzle, Variant::kKey>;       // K or V as B of S, dP; P^T or dS^T as B of dV^T, dK^T
+  using QueryRows = KMajor<Swizzle, Variant::kQuery>;      // Q or dO as A of S, dP
+  using KeyRows = KMajor<Swizzle, Variant::kKey>;          // K or V as B of S, dP; P^T or dS^T as B of dV^T, dK^T
   using QueryColumns = MnMajor<Swizzle, Variant::kQuery>;  // Q or dO as A of dK^T, dV^T
   using KeyColumns = MnMajor<Swizzle, Variant::kKey>;      // K as B of dQ
 
@@ -56,7 +57,9 @@ class Consumer {
   __device__ __forceinline__ QueryStage query_stage() const { return {step_}; }
   __device__ __forceinline__ DoutStage dout_stage() const { return {step_}; }
 
-  __device__ __forceinline__ void wait_for_q() const { shared_.q_full[query_stage().slot()].wait(query_stage().parity()); }
+  __device__ __forceinline__ void wait_for_q() const {
+    shared_.q_full[query_stage().slot()].wait(query_stage().parity());
+  }
   __device__ __forceinline__ void wait_for_dout() const {
     shared_.dout_full[dout_stage().slot()].wait(dout_stage().parity());
   }
@@ -90,6 +93,12 @@ class ValueConsumer : Consumer<Variant> {
   }
 
  private:
+  using Base::descriptor_of_;
+  using Base::params_;
+  using Base::ring_;
+  using Base::shared_;
+  using Base::step_;
+  using Base::thread_;
   using typename Base::Element;
   using typename Base::KeyRows;
   using typename Base::Once;
@@ -99,12 +108,6 @@ class ValueConsumer : Consumer<Variant> {
   using typename Base::Score;
   using typename Base::Scores;
   using typename Base::Swizzle;
-  using Base::descriptor_of_;
-  using Base::params_;
-  using Base::ring_;
-  using Base::shared_;
-  using Base::step_;
-  using Base::thread_;
   using Dv = Gradient<Variant, Variant::kValueDim>;
   static constexpr int kNamedBarrier = 1;
 
@@ -152,9 +155,9 @@ class ValueConsumer : Consumer<Variant> {
     this->wait_for_dout();
 #pragma unroll
     for (int b = 0; b < Dv::kBlocks; ++b) {
-      multiply_add<Element, Variant::kQuery>(
-          dv.block[b], QueryColumns(descriptor_of_(shared_.dout[this->dout_stage().slot()]), b),
-          KeyRows(descriptor_of_(shared_.p)));
+      multiply_add<Element, Variant::kQuery>(dv.block[b],
+                                             QueryColumns(descriptor_of_(shared_.dout[this->dout_stage().slot()]), b),
+                                             KeyRows(descriptor_of_(shared_.p)));
     }
   }
 
@@ -186,16 +189,9 @@ class ValueConsumer : Consumer<Variant> {
   __device__ __forceinline__ void transform(Scores& s, int first_query, int first_key, uint32_t slot) const {
     if constexpr (Score::kHasSlope) {
       const Sequence& sequence = this->work().sequence;
-      const int key = first_key + fragment_column(thread_, 0);
-      FragmentBias bias;
-#pragma unroll
-      for (int row = 0; row < 2; ++row) {
-        const int own_key = first_query + fragment_row(thread_, 2 * row) + sequence.seqlen_k - sequence.seqlen_q;
-        bias.slope[row] = shared_.slope[slot];
-        bias.offset[row] = float(key - own_key);
-      }
-      Score::transform(s, bias);
-      pin(s);
+      const int own_key = first_query + fragment_row(thread_, 0) + sequence.seqlen_k - sequence.seqlen_q;
+      const int distance = first_key + fragment_column(thread_, 0) - own_key;
+      Score::transform(s, KeyBias{shared_.slope[slot], float(distance)});
     } else if constexpr (Score::kKind != ScoreKind::kPlain) {
       Score::transform(s, params_.score);
     }
@@ -227,6 +223,12 @@ class KeyConsumer : Consumer<Variant> {
   }
 
  private:
+  using Base::descriptor_of_;
+  using Base::params_;
+  using Base::ring_;
+  using Base::shared_;
+  using Base::step_;
+  using Base::thread_;
   using typename Base::Element;
   using typename Base::KeyColumns;
   using typename Base::KeyRows;
@@ -237,12 +239,6 @@ class KeyConsumer : Consumer<Variant> {
   using typename Base::Score;
   using typename Base::Scores;
   using typename Base::Swizzle;
-  using Base::descriptor_of_;
-  using Base::params_;
-  using Base::ring_;
-  using Base::shared_;
-  using Base::step_;
-  using Base::thread_;
   using Dk = Gradient<Variant, Variant::kQkDim>;
   using Layout = DqLayout<Variant>;
   using Slot = RingIndex<Variant::kDqSlots>;
@@ -343,9 +339,9 @@ class KeyConsumer : Consumer<Variant> {
   }
 
   __device__ __forceinline__ void issue_dk(Registers& r, int block) {
-    multiply_add<Element, Variant::kQuery>(
-        r.dk.block[block], QueryColumns(descriptor_of_(shared_.q[this->query_stage().slot()]), block),
-        KeyRows(descriptor_of_(shared_.ds)));
+    multiply_add<Element, Variant::kQuery>(r.dk.block[block],
+                                           QueryColumns(descriptor_of_(shared_.q[this->query_stage().slot()]), block),
+                                           KeyRows(descriptor_of_(shared_.ds)));
   }
 
   __device__ __forceinline__ void wait_for_staging(Slot slot) const {
@@ -357,15 +353,37 @@ class KeyConsumer : Consumer<Variant> {
 
   __device__ __forceinline__ void stage_dq(const float (&dq)[Layout::kRegisters], Slot slot) {
     constexpr int kQuads = Layout::kQuads / Variant::kDqPiecesOfBlock;
+    float4* const buffers[] = {reinterpret_cast<float4*>(shared_.dq[slot.slot()]),
+                               reinterpret_cast<float4*>(shared_.dq[slot.next().slot()])};
+    static_assert(Variant::kDqPiecesOfBlock == 2);
+    const auto store = [&](int quad, float x, float y, float z, float w) {
+      buffers[quad / kQuads][Layout::quad_index(quad % kQuads, thread_)] = make_float4(x, y, z, w);
+    };
+    if (stage_dq_as_integers(dq, store)) { return; }
 #pragma unroll
-    for (int piece = 0; piece < Variant::kDqPiecesOfBlock; ++piece, slot = slot.next()) {
-      float4* const buffer = reinterpret_cast<float4*>(shared_.dq[slot.slot()]);
-#pragma unroll
-      for (int quad = 0; quad < kQuads; ++quad) {
-        const float* const x = dq + 4 * (piece * kQuads + quad);
-        buffer[Layout::quad_index(quad, thread_)] = make_float4(x[0], x[1], x[2], x[3]);
-      }
+    for (int quad = 0; quad < Layout::kQuads; ++quad) {
+      const float* const x = dq + 4 * quad;
+      store(quad, x[0], x[1], x[2], x[3]);
     }
+  }
+
+  // Order-free, unless the head needs the order.
+  template <typename Store>
+  __device__ __forceinline__ bool stage_dq_as_integers(const float (&dq)[Layout::kRegisters], const Store& store) {
+    if constexpr (Variant::kOrderFree) {
+      const uint32_t slot = RingIndex<Variant::kScaleSlots>{step_}.slot();
+      const int tile = shared_.scale_tile[slot];
+      if (tile == kNoScale) { return false; }
+      const int row = fragment_row(thread_, 0);
+      const uint8_t* const scales = shared_.scales[slot] + row;
+      const float of_row[] = {scale_of(scales[0]), scale_of(scales[8])};
+      uint8_t* const tile_scales = params_.workspace.scales + int64_t(tile) * Variant::kQuery + row;
+      round_to_units(
+          dq, [&](int i) { return of_row[i / 2 % 2]; },
+          [&](int i) { tile_scales[i / 2 % 2 * 8] = fixed_point::kNotFinite; }, store);
+      return true;
+    }
+    return false;
   }
 
   // What has been staged may be added.

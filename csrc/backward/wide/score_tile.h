@@ -1,9 +1,7 @@
 // As ../score_tile.h, with queries as rows of the fragments: S becomes P, and dP becomes dS.
 #pragma once
 
-#include "../../device/fragment.h"
-#include "../../device/score.h"
-#include "../../schedule/mask.h"
+#include "../score_tile.h"
 
 namespace dash_attn::backward::wide {
 
