@@ -92,6 +92,9 @@ void with_geometry(const AttentionArguments& a, F&& f) {
     if (dims == HeadDims{64, 64}) { return f(backward::Geometry<Element, 64, 64>{}); }
     if (dims == HeadDims{96, 96}) { return f(backward::Geometry<Element, 96, 96>{}); }
     if (dims == HeadDims{128, 128}) { return f(backward::Geometry<Element, 128, 128>{}); }
+    if (dims == HeadDims{192, 128}) { return f(backward::Geometry<Element, 192, 128>{}); }
+    if (dims == HeadDims{192, 192}) { return f(backward::Geometry<Element, 192, 192>{}); }
+    if (dims == HeadDims{256, 256}) { return f(backward::Geometry<Element, 256, 256>{}); }
     throw std::runtime_error("dash_attn: no kernel has head dims " + head_dims_text(a.head_dims));
   };
   return a.dtype == Dtype::kBFloat16 ? with_element(BFloat16{}) : with_element(Float16{});

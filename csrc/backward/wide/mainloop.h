@@ -202,7 +202,7 @@ class ValueConsumer : Consumer<Variant> {
     const WorkTile& work = this->work();
     shared_.v_full.wait(this->tile().parity());
     shared_.p_empty.wait(Once{step_}.empty_parity());
-    if (work.splits == 1 || reduce_splits<Variant>(params_, work, dv, false)) {
+    if (work.valid() && (work.splits == 1 || reduce_splits<Variant>(params_, work, dv, false))) {
       store_gradient<Variant>(params_.dv, shared_.v, params_, work, dv, kNamedBarrier);
     }
     if (thread_ == 0) { shared_.v_empty.arrive(); }
@@ -400,7 +400,7 @@ class KeyConsumer : Consumer<Variant> {
   __device__ __forceinline__ void finish(Dk& dk) {
     const WorkTile& work = this->work();
     sync_warpgroup(kNamedBarrier);
-    if (work.splits == 1 || reduce_splits<Variant>(params_, work, dk, true)) {
+    if (work.valid() && (work.splits == 1 || reduce_splits<Variant>(params_, work, dk, true))) {
 #pragma unroll
       for (auto& block : dk.block) {
 #pragma unroll
