@@ -62,12 +62,14 @@ def flash_attn_func(
     FlashAttention-2's (arXiv 2307.08691), their sums taken in the order of `schedule` (DASH, arXiv 2601.21824).
 
     Args:
-        q: (batch, seqlen_q, heads, head_dim), bf16 or fp16, head_dim from 1 to 128. Any strides: what the kernels
+        q: (batch, seqlen_q, heads, head_dim), bf16 or fp16, head_dim from 1 to 256. Any strides: what the kernels
             cannot address (a last dimension that is not contiguous, a base or a stride that is not a multiple of 16
             bytes) is copied, and a head_dim that is not a multiple of 8 is padded with zeros. On a CUDA, CPU or meta
             device.
-        k, v: (batch, seqlen_k, kv_heads, head_dim), like q; kv_heads divides heads, and query head h uses KV head
+        k: (batch, seqlen_k, kv_heads, head_dim), like q; kv_heads divides heads, and query head h uses KV head
             h // (heads // kv_heads).
+        v: (batch, seqlen_k, kv_heads, value_head_dim), like q; value_head_dim is from 1 to 256 and may differ from
+            head_dim.
         dropout_p: 0.0 or None only.
         softmax_scale: c, any number whose product with log2(e) is finite in fp32. Default: 1 / sqrt(head_dim). Under
             torch.compile each value is a graph of its own.
@@ -104,9 +106,9 @@ def flash_attn_func(
     Flags may be Python's or numpy's bools, 0 or 1.
 
     Returns:
-        out: (batch, seqlen_q, heads, head_dim), like q; with return_attn_probs (out, softmax_lse, empty), softmax_lse
-        fp32 (batch, heads, seqlen_q), natural logarithm, empty (0,), like q. Where the log-sum-exp is infinite, its
-        gradient is not looked at.
+        out: (batch, seqlen_q, heads, value_head_dim), like q; with return_attn_probs (out, softmax_lse, empty),
+        softmax_lse fp32 (batch, heads, seqlen_q), natural logarithm, empty (0,), like q. Where the log-sum-exp is
+        infinite, its gradient is not looked at.
 
     Raises:
         NotImplementedError: an argument asks for what is not supported, or softcap and alibi_slopes are both given.
@@ -243,7 +245,8 @@ def flash_attn_varlen_func(
 
     Args:
         q: (total_q, heads, head_dim), bf16 or fp16, as in `flash_attn_func`.
-        k, v: (total_k, kv_heads, head_dim), like q.
+        k: (total_k, kv_heads, head_dim), like q.
+        v: (total_k, kv_heads, value_head_dim), like q.
         cu_seqlens_q, cu_seqlens_k: int32 (batch + 1,), contiguous, on q's device: where each sequence begins and ends.
             They start at 0 or more, never decrease and end at total or less. Others are a ValueError on the CPU, and on
             a GPU an error on the device, as an index out of bounds is.
@@ -256,7 +259,7 @@ def flash_attn_varlen_func(
     The other arguments and the errors are those of `flash_attn_func`.
 
     Returns:
-        out: (total_q, heads, head_dim), like q; with return_attn_probs (out, softmax_lse, empty) as from
+        out: (total_q, heads, value_head_dim), like q; with return_attn_probs (out, softmax_lse, empty) as from
         `flash_attn_func`, softmax_lse fp32 (heads, total_q).
     """
     pack = {

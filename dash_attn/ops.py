@@ -8,17 +8,17 @@
     pack: cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, all None in a dense batch
     mask: causal, window_left, window_right, attention_chunk; -1 is no window on that side, chunk 0 no chunks
 
-In a dense batch q, dq, out and dout are (batch, seqlen_q, heads, head_dim), k, v, dk and dv (batch, seqlen_k, kv_heads,
-head_dim), all bf16 or all fp16, of any strides, head_dim a multiple of 8 up to 128. softmax_lse is fp32 (batch, heads,
-seqlen_q), natural logarithm, +inf (-inf is taken too) for a query that sees no key; such a query has output 0 and
-gradients 0, as every sum over no key or no query is 0. out is contiguous. dq, dk and dv share no memory with each other
-nor with what is read. `schedule` is a policy of `dash_attn.schedule` or "auto", `sm_margin` the number of SMs to leave
-to other kernels.
+In a dense batch q and dq are (batch, seqlen_q, heads, head_dim), k and dk (batch, seqlen_k, kv_heads, head_dim), v and
+dv (batch, seqlen_k, kv_heads, value_head_dim), out and dout (batch, seqlen_q, heads, value_head_dim), all bf16 or all
+fp16, of any strides, each head dim a multiple of 8 up to 256. softmax_lse is fp32 (batch, heads, seqlen_q), natural
+logarithm, +inf (-inf is taken too) for a query that sees no key; such a query has output 0 and gradients 0, as every
+sum over no key or no query is 0. out is contiguous. dq, dk and dv share no memory with each other nor with what is
+read. `schedule` is a policy of `dash_attn.schedule` or "auto", `sm_margin` the number of SMs to leave to other kernels.
 
-In a pack q, dq, out and dout are (total_q, heads, head_dim), k, v, dk and dv (total_k, kv_heads, head_dim), softmax_lse
-is (heads, total_q), cu_seqlens_* are int32 (batch + 1,), seqused_* None or int32 (batch,), contiguous and on q's
-device. Sequence b starts at row cu_seqlens[b] and has seqused[b] rows, or those up to cu_seqlens[b + 1]. Rows of no
-sequence have output 0, log-sum-exp +inf and gradients 0, and are not looked at.
+In a pack total_q stands for (batch, seqlen_q) and total_k for (batch, seqlen_k), softmax_lse is (heads, total_q),
+cu_seqlens_* are int32 (batch + 1,), seqused_* None or int32 (batch,), contiguous and on q's device. Sequence b starts
+at row cu_seqlens[b] and has seqused[b] rows, or those up to cu_seqlens[b + 1]. Rows of no sequence have output 0,
+log-sum-exp +inf and gradients 0, and are not looked at.
 
 softcap is at least 0, where 0 is none. alibi_slopes are fp32 (heads,) or (batch, heads), and not beside a softcap.
 sinks are fp32 (heads,), the log-sum-exp counts them, and is the sink above -inf of a query that sees no key.
@@ -116,6 +116,7 @@ def _backward_cpu(
             seqlen_q=q_rows.shape[1],
             seqlen_k=k_rows.shape[1],
             head_dim=q.shape[-1],
+            value_head_dim=v.shape[-1],
             group_size=group_size,
             **mask,
         )

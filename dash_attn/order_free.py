@@ -22,7 +22,7 @@ NORM_SLACK = 1 + 2.0**-10
 
 
 class Scales(NamedTuple):
-    """Of tensors (batch * kv_heads, group, seqlen, head_dim)."""
+    """Of the rows of dQ, (batch * kv_heads, group, seqlen_q, head_dim)."""
 
     exponents: torch.Tensor
     """(batch * kv_heads, group, seqlen_q): e, int64."""
@@ -51,7 +51,8 @@ def min_step_product(k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
     """How much neighbouring rows differ where they do so least: `min_step_product` of csrc/config/fixed_point.h.
 
     Args:
-        k, v: (batch * kv_heads, seqlen_k, head_dim).
+        k: (batch * kv_heads, seqlen_k, head_dim).
+        v: (batch * kv_heads, seqlen_k, value_head_dim).
 
     Returns:
         (batch * kv_heads), float64; inf where there is only one key.
@@ -81,8 +82,8 @@ def row_scales(
     """The scale of each row, and the heads that cannot use theirs.
 
     Args:
-        q, dout: (batch * kv_heads, group, seqlen_q, head_dim).
-        k, v: (batch * kv_heads, seqlen_k, head_dim).
+        q: (batch * kv_heads, group, seqlen_q, head_dim); dout: with value_head_dim for head_dim.
+        k: (batch * kv_heads, seqlen_k, head_dim); v: with value_head_dim for head_dim.
         d: (batch * kv_heads, group, seqlen_q, 1), rowsum(dout * out).
         softmax_scale: c; its sign does not matter.
         seen: (seqlen_q, 2), where the keys that each query sees begin and end.
@@ -114,7 +115,7 @@ def row_scales(
     keys = end - first
     tiles = torch.where(keys > 0, (end + tile_k - 1) // tile_k - first // tile_k, 0)
     noise = (tiles / 12).double().sqrt() * torch.exp2(-exponents.double())
-    expected = dout_norms * steps * (MEAN_MAGNITUDE_TO_DEVIATION / 2) / head_dim**1.5
+    expected = dout_norms * steps * (MEAN_MAGNITUDE_TO_DEVIATION / 2) / (head_dim * v.shape[-1] ** 0.5)
     expected = expected / keys.clamp(min=1).double().sqrt()
     fits = has_scale & ((noise <= MAX_ERROR * expected) | (dout_norms == 0))
     return Scales(exponents, ~(in_range & fits.flatten(1).all(dim=1)))

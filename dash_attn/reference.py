@@ -57,6 +57,7 @@ def tile_order(
     seqlen_k: int,
     *,
     head_dim: int,
+    value_head_dim: int | None = None,
     causal: bool,
     window: tuple[int, int] = (-1, -1),
     attention_chunk: int = 0,
@@ -69,7 +70,8 @@ def tile_order(
     Args:
         schedule: a name of `dash_attn.schedule.POLICIES`, or "auto".
         seqlen_q, seqlen_k: numbers of queries and keys, from 1.
-        head_dim: selects the tile sizes, where they are not given.
+        head_dim, value_head_dim: columns of q and k, and of v (default: the same), which select the tile sizes, where
+            they are not given.
         causal, window, attention_chunk: the mask, as in `forward`.
         group_size: query heads that share a KV head; the splits look at it.
         tile_q, tile_k: queries and keys in a tile; default: the kernel's.
@@ -78,13 +80,14 @@ def tile_order(
         ValueError: an argument is out of range, or the policy is not defined for this mask.
     """
     mask = {"causal": causal, "window": window, "attention_chunk": attention_chunk}
-    policy = _schedule.resolve(schedule, head_dim=head_dim, **mask)
+    head_dims = {"head_dim": head_dim, "value_head_dim": value_head_dim}
+    policy = _schedule.resolve(schedule, **head_dims, **mask)
     problem = _schedule.problem(
         policy,
         seqlen_q,
         seqlen_k,
         **mask,
-        head_dim=head_dim,
+        **head_dims,
         heads=group_size,
         kv_heads=1,
         tile_q=tile_q,
@@ -130,7 +133,8 @@ def forward(
 
     Args:
         q: (batch, seqlen_q, heads, head_dim), floating point.
-        k, v: (batch, seqlen_k, kv_heads, head_dim); kv_heads divides heads.
+        k: (batch, seqlen_k, kv_heads, head_dim); kv_heads divides heads.
+        v: (batch, seqlen_k, kv_heads, value_head_dim).
         softmax_scale: c, any finite number.
         causal: query i sees the keys j <= i + seqlen_k - seqlen_q (the last query sees the last key).
         window: (left, right): with p = i + seqlen_k - seqlen_q, query i sees the keys p - left ... p + right; a
@@ -141,16 +145,16 @@ def forward(
         sinks: (heads,); -inf is none.
 
     Returns:
-        out: like q. Zero where a query sees no key.
+        out: (batch, seqlen_q, heads, value_head_dim), like q. Zero where a query sees no key.
         softmax_lse: (batch, heads, seqlen_q), fp32 (float64 for float64 inputs), natural logarithm. Where a query sees
             no key its sink, or without one +inf, as in FlashAttention-2.
     """
-    batch, seqlen_q, heads, head_dim = q.shape
+    batch, seqlen_q, heads, _ = q.shape
     seqlen_k, kv_heads = k.shape[1], k.shape[2]
     q_heads, k_heads, v_heads = _by_kv_head(q, kv_heads), _by_kv_head(k, kv_heads), _by_kv_head(v, kv_heads)
     score_type = _ScoreType(softcap, _of_rows(alibi_slopes, q_heads, batch), seqlen_k - seqlen_q)
     sink = _of_rows(sinks, q_heads, batch)
-    out = torch.zeros_like(q_heads)
+    out = q_heads.new_zeros(*q_heads.shape[:-1], v.shape[-1])
     lse = q_heads.new_full(q_heads.shape[:-1], torch.inf)
     if sink is not None:
         lse = sink.masked_fill(sink == -torch.inf, torch.inf).expand_as(out[..., :1]).squeeze(-1).clone()
@@ -204,9 +208,10 @@ def backward(
     the other, and these sums over the splits; dQ of a query tile sums its KV tiles in the order of `order.adds`.
 
     Args:
-        dout, out: like q.
+        dout, out: (batch, seqlen_q, heads, value_head_dim), like q.
         q: (batch, seqlen_q, heads, head_dim), floating point.
-        k, v: (batch, seqlen_k, kv_heads, head_dim); kv_heads divides heads.
+        k: (batch, seqlen_k, kv_heads, head_dim); kv_heads divides heads.
+        v: (batch, seqlen_k, kv_heads, value_head_dim).
         softmax_lse: (batch, heads, seqlen_q), natural logarithm, sinks counted; +inf or -inf where a query sees no key
             and has no sink.
         softmax_scale: c, any finite number.
@@ -283,7 +288,7 @@ def sink_gradient(
     the caller's to add, in their order.
 
     Args:
-        dout, out: (batch, seqlen_q, heads, head_dim).
+        dout, out: (batch, seqlen_q, heads, value_head_dim).
         softmax_lse, dsoftmax_lse: (batch, heads, seqlen_q), as in `backward`.
         sinks: (heads,).
     """

@@ -21,7 +21,7 @@ NEAR = 1.15
 
 
 class Attention(NamedTuple):
-    out: torch.Tensor  # (batch, seqlen_q, heads, head_dim)
+    out: torch.Tensor  # (batch, seqlen_q, heads, head_dim of v)
     softmax_lse: torch.Tensor  # (batch, heads, seqlen_q), natural log, +inf for a row that sees no key
     dq: torch.Tensor | None = None
     dk: torch.Tensor | None = None
@@ -128,7 +128,7 @@ def attention_float64(q, k, v, dout=None, *, softmax_scale=None, causal=False, s
     scale = head_dim**-0.5 if softmax_scale is None else softmax_scale
     hidden = ~visible_keys(seqlen_q, seqlen_k, causal, q.device, **window)
 
-    out = torch.zeros(q.shape, dtype=torch.float64, device=q.device)
+    out = torch.zeros(*q.shape[:3], v.shape[3], dtype=torch.float64, device=q.device)
     lse = torch.zeros(batch, heads, seqlen_q, dtype=torch.float64, device=q.device)
     grads = [torch.zeros(t.shape, dtype=torch.float64, device=q.device) for t in (q, k, v)]
     dq, dk, dv = grads
@@ -210,7 +210,7 @@ def attention_rounded(
         return x.to(q.dtype).double()
 
     result = {name: torch.zeros(t.shape, dtype=torch.float64, device=q.device)
-              for name, t in (("out", q), ("dq", q), ("dk", k), ("dv", v))}  # fmt: skip
+              for name, t in (("out", dout), ("dq", q), ("dk", k), ("dv", v))}  # fmt: skip
     dsinks = torch.zeros(heads, dtype=torch.float64, device=q.device)
     for b in range(batch):
         for h in range(heads):
@@ -241,7 +241,7 @@ def cancellation_bounds(q, k, v, dout, softmax_scale, visible):
     gradients are 0. Each of dP and D is then the same dot product of head_dim terms, summed in fp32 in any order: they
     differ by at most twice head_dim * 2^-23 * |dO|.|V| (2^-23: tensor cores may truncate), and dS is that difference
     rounded to 16 bits (2^-8 at most)."""
-    heads, head_dim, kv_heads = q.shape[2], q.shape[3], k.shape[2]
+    heads, head_dim, kv_heads = q.shape[2], v.shape[3], k.shape[2]
     group = heads // kv_heads
     q, dout = (x.double().abs() for x in (q, dout))
     k, v = (x.double().abs().repeat_interleave(group, dim=2) for x in (k, v))

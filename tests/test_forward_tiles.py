@@ -12,6 +12,9 @@ from hypothesis import strategies as st
 from dash_attn._schedule import ForwardTiles
 
 SMS = 132
+HEAD_DIMS = st.sampled_from([(64, 64), (96, 96), (128, 128), (192, 128), (192, 192), (256, 256)]).map(
+    lambda dims: dict(zip(("head_dim", "value_head_dim"), dims))
+)
 
 
 @st.composite
@@ -24,7 +27,7 @@ def forwards(draw):
         seqlen_k=draw(st.integers(1, 9000)),
         heads=kv_heads * group,
         kv_heads=kv_heads,
-        head_dim=draw(st.sampled_from([64, 96, 128])),
+        **draw(HEAD_DIMS),
         causal=draw(st.booleans()),
         sms=draw(st.integers(1, 140)),
     )
@@ -55,9 +58,9 @@ def test_fixed_shares_have_every_place_once(forward, ctas):
 
 
 @settings(max_examples=200, deadline=None)
-@given(st.integers(1, 9000), st.sampled_from([64, 96, 128]), st.sampled_from([1, 2, 8]), st.booleans())
-def test_every_query_is_in_one_tile(seqlen_q, head_dim, group, causal):
-    shape = dict(batch=1, seqlen_k=500, heads=group, kv_heads=1, head_dim=head_dim, causal=causal, sms=SMS)
+@given(st.integers(1, 9000), HEAD_DIMS, st.sampled_from([1, 2, 8]), st.booleans())
+def test_every_query_is_in_one_tile(seqlen_q, head_dims, group, causal):
+    shape = dict(batch=1, seqlen_k=500, heads=group, kv_heads=1, **head_dims, causal=causal, sms=SMS)
     tiles = ForwardTiles(seqlen_q=seqlen_q, **shape)
     covered = []
     for index in range(tiles.query_tiles):
@@ -115,7 +118,8 @@ def test_longest_first_within_a_lot():
         ({"batch": 0}, "batch must be in"),
         ({"kv_heads": 0}, "kv_heads must be in"),
         ({"kv_heads": 3}, "heads must be a multiple of kv_heads=3, got 8"),
-        ({"head_dim": 300}, r"head_dim must be in \[1, 129\), got 300"),
+        ({"head_dim": 300}, r"^head_dim must be in \[1, 257\), got 300"),
+        ({"value_head_dim": 0}, r"value_head_dim must be in \[1, 257\), got 0"),
         ({"seqlen_q": 0}, "seqlen_q must be in"),
         ({"sms": 0}, "sms must be in"),
     ],

@@ -118,10 +118,10 @@ SCHEDULES = f"schedule must be one of {NAMES} under the causal mask, got "
 
 @pytest.mark.parametrize("change, message", [
     ({0: torch.zeros(2, 20, 4, 8, dtype=torch.bfloat16)},
-     "dout must have the shape of q, (2, 20, 4, 16), got (2, 20, 4, 8)"),
+     "dout must have the shape of q with the head_dim of v, (2, 20, 4, 16), got (2, 20, 4, 8)"),
     ({0: torch.zeros(2, 20, 4, 16)}, "dout must have the dtype of q, torch.bfloat16, got torch.float32"),
     ({4: torch.zeros(2, 20, 2, 16, dtype=torch.bfloat16)},
-     "out must have the shape of q, (2, 20, 4, 16), got (2, 20, 2, 16)"),
+     "out must have the shape of q with the head_dim of v, (2, 20, 4, 16), got (2, 20, 2, 16)"),
     ({5: torch.zeros(2, 20, 4)}, "softmax_lse must have shape (batch, heads, seqlen_q) = (2, 4, 20), got (2, 20, 4)"),
     ({5: torch.zeros(2, 4, 20, dtype=torch.float64)}, "softmax_lse must be torch.float32, got torch.float64"),
     ({7: torch.zeros(2, 30, 4, 16, dtype=torch.bfloat16)},

@@ -17,6 +17,8 @@ from dash_attn._schedule import BackwardPack, ForwardPack, Problem, num_groups, 
 
 POLICIES = (*_schedule.POLICIES, *_schedule.YARDSTICKS)
 COUNTS = ("units", "query_tiles", "split_tiles", "query_chunks", "key_chunks")
+# Query and key tiles of all sizes that the table has.
+HEAD_DIMS = st.sampled_from([(64, 64), (96, 96), (128, 128), (192, 128), (192, 192), (256, 256)])
 NEAR_TILES = [1, 63, 64, 65, 79, 80, 81, 127, 128, 129, 191, 192, 193]
 CHUNK_ROWS = 64  # the fewest that order-free accumulation measures together
 
@@ -43,7 +45,7 @@ def backward_packs(draw):
     arguments = dict(
         schedule=draw(st.sampled_from([policy for policy in POLICIES if _schedule.fits(policy, **mask)])),
         lengths=draw(lengths_of_packs()),
-        head_dim=draw(st.sampled_from([64, 96, 128])),
+        **dict(zip(("head_dim", "value_head_dim"), draw(HEAD_DIMS))),
         **heads_of(kv_heads, group),
         **mask,
     )
@@ -56,7 +58,7 @@ def forward_packs(draw):
     kv_heads, group = draw(heads_and_groups)
     return dict(
         lengths=draw(lengths_of_packs()),
-        head_dim=draw(st.sampled_from([64, 96, 128])),
+        **dict(zip(("head_dim", "value_head_dim"), draw(HEAD_DIMS))),
         sms=draw(st.integers(1, 140)),
         **heads_of(kv_heads, group),
         **draw(masks()),
@@ -79,9 +81,13 @@ def mask_of(arguments):
     return {name: arguments[name] for name in ("causal", "window", "attention_chunk") if name in arguments}
 
 
+def dims_of(arguments):
+    return {name: arguments[name] for name in ("head_dim", "value_head_dim") if name in arguments}
+
+
 def problem_of(arguments, seqlen_q, seqlen_k, **scheduling):
     """Of a dense batch of one sequence."""
-    tile_q, tile_k, _ = _schedule.backward_tile_shape(arguments["head_dim"])
+    tile_q, tile_k = _schedule.backward_tile_shape(**dims_of(arguments))
     kv_heads = arguments["kv_heads"]
     return Problem(
         seqlen_q, seqlen_k, tile_q=tile_q, tile_k=tile_k, kv_heads=kv_heads, group_size=arguments["heads"] // kv_heads,
@@ -91,10 +97,10 @@ def problem_of(arguments, seqlen_q, seqlen_k, **scheduling):
 
 def launched_alone(arguments, seqlen_q, seqlen_k):
     """With the splits and the interleaving of heads with which a dense call on the sequence is launched."""
-    schedule, head_dim = arguments["schedule"], arguments["head_dim"]
+    schedule = arguments["schedule"]
     splits = _schedule.num_splits(problem_of(arguments, seqlen_q, seqlen_k))
     problem = problem_of(arguments, seqlen_q, seqlen_k, splits=splits)
-    swizzle = _schedule.head_swizzle(schedule, problem, head_dim)
+    swizzle = _schedule.head_swizzle(schedule, problem, **dims_of(arguments))
     return problem_of(arguments, seqlen_q, seqlen_k, splits=splits, head_swizzle=swizzle)
 
 
@@ -118,7 +124,7 @@ def given_packs(test):
 @given_packs
 def test_every_work_tile_is_handed_out_once(arguments):
     pack = BackwardPack(**arguments)
-    _, tile_k, _ = _schedule.backward_tile_shape(arguments["head_dim"])
+    _, tile_k = _schedule.backward_tile_shape(**dims_of(arguments))
     group, kv_heads = arguments["heads"] // arguments["kv_heads"], arguments["kv_heads"]
     sequences = work_of_sequences(pack)
     for number, (seqlen_q, seqlen_k) in enumerate(arguments["lengths"]):
@@ -206,7 +212,7 @@ def test_the_longest_work_tile_is_known(arguments):
 @given_packs
 def test_places_of_dq_are_disjoint_and_there_is_room(arguments):
     pack = BackwardPack(**arguments)
-    tile_q, _, _ = _schedule.backward_tile_shape(arguments["head_dim"])
+    tile_q, _ = _schedule.backward_tile_shape(**dims_of(arguments))
     owners = {}
     for tile in work_of(pack):
         query_tiles = tiles_in(tile.lengths[0], tile_q)
@@ -238,7 +244,7 @@ def check_room(pack, arguments):
     """Enough, and no more than a part for every whole tile and one for every sequence."""
     rows = [sum(side) + outside for side, outside in zip(zip(*arguments["lengths"]), arguments["rows_outside"])]
     batch, group = len(arguments["lengths"]), arguments["heads"] // arguments["kv_heads"]
-    tile_q, tile_k, _ = _schedule.backward_tile_shape(arguments["head_dim"])
+    tile_q, tile_k = _schedule.backward_tile_shape(**dims_of(arguments))
     sizes = dict(
         units=(rows[1], tile_k, group), query_tiles=(rows[0], tile_q, 1), split_tiles=(rows[1], tile_k, 1),
         query_chunks=(rows[0], CHUNK_ROWS, 1), key_chunks=(rows[1], CHUNK_ROWS, 1),
@@ -270,7 +276,7 @@ ADVERSARIAL = {
 }
 
 
-@pytest.mark.parametrize("head_dim", [64, 96, 128])
+@pytest.mark.parametrize("head_dim", [64, 96, 128, 192, 256])
 @pytest.mark.parametrize("group", range(1, 17))
 @pytest.mark.parametrize("lengths", ADVERSARIAL.values(), ids=ADVERSARIAL)
 def test_there_is_room_for_adversarial_lengths(lengths, group, head_dim):
@@ -327,7 +333,7 @@ def test_every_query_is_in_one_tile_of_the_forward(arguments):
 def check_forward_room(arguments):
     pack = ForwardPack(**arguments)
     total = sum(q for q, _ in arguments["lengths"]) + arguments["rows_outside"][0]
-    positions = {64: 192, 96: 128, 128: 128}[arguments["head_dim"]] // (arguments["heads"] // pack.head_groups)
+    positions = (192 if arguments["head_dim"] == 64 else 128) // (arguments["heads"] // pack.head_groups)
     assert pack.totals["units"] <= pack.most["units"] <= total // positions + len(arguments["lengths"])
 
 
@@ -337,7 +343,7 @@ def test_there_is_room_for_the_forward(arguments, rows_outside):
     check_forward_room({**arguments, "rows_outside": rows_outside})
 
 
-@pytest.mark.parametrize("head_dim", [64, 96, 128])
+@pytest.mark.parametrize("head_dim", [64, 96, 128, 192, 256])
 @pytest.mark.parametrize("group", range(1, 17))
 @pytest.mark.parametrize("lengths", ADVERSARIAL.values(), ids=ADVERSARIAL)
 def test_there_is_room_for_the_forward_of_adversarial_lengths(lengths, group, head_dim):
@@ -354,7 +360,8 @@ def test_there_is_room_for_the_forward_of_adversarial_lengths(lengths, group, he
         ({"lengths": [(0, 1)]}, "the queries in all must be in .*, got 0"),
         ({"lengths": [(2**29, 1)] * 2}, "the queries in all must be in .*, got 1073741824"),
         ({"heads": 3}, "heads must be a multiple of kv_heads=2, got 3"),
-        ({"head_dim": 129}, "head_dim must be in"),
+        ({"head_dim": 257}, "^head_dim must be in"),
+        ({"value_head_dim": 257}, "value_head_dim must be in"),
         ({"schedule": "shift"}, "schedule='shift' is defined for the full mask only, got the causal mask"),
     ],
 )

@@ -1,4 +1,4 @@
-// Everything that is sized in the backward: what follows from dtype and head dim alone (Geometry), and the main kernel
+// Everything that is sized in the backward: what follows from dtype and head dims alone (Geometry), and the main kernel
 // that is made of it for a mask, a score and a set of policies (Variant).
 #pragma once
 
@@ -23,13 +23,21 @@ namespace dash_attn::backward {
 enum WarpRole : int { kLoaderWarp = 0, kPlannerWarp = 1, kFirstAdderWarp = 2 };
 static_assert(kFirstAdderWarp + kAdderWarps == kWarpgroupWarps);
 
-template <typename Element_, int kHeadDim_>
+// Who owns the sums dK and dV: each consumer those of 64 keys, or, where these do not fit its registers, one consumer
+// all of dV and the other all of dK (wide/).
+DASH_HOST_DEVICE constexpr bool is_wide(int qk_dim) { return qk_dim > 128; }
+
+template <typename Element_, int kQkDim_, int kValueDim_, bool kIsWide = is_wide(kQkDim_)>
 struct Geometry {
   using Element = Element_;
-  static constexpr TileShape kTile = backward_tile_shape(kHeadDim_);
+  static constexpr bool kWide = false;
+  static constexpr TileShape kTile = backward_tile_shape({kQkDim_, kValueDim_});
   static constexpr int kQuery = kTile.query;
   static constexpr int kKey = kTile.key;
-  static constexpr int kHeadDim = kTile.head_dim;
+  static constexpr int kQkDim = kTile.head_dims.qk;
+  static constexpr int kValueDim = kTile.head_dims.v;
+  static constexpr int kHeadDim = kQkDim;
+  static_assert(kQkDim == kValueDim, "a consumer's dK and dV are fragments of one type");
   using Swizzle = SwizzleOf<kHeadDim>;  // of all tiles
   static_assert(kHeadDim % Swizzle::kColumns == 0 && kQuery % kProductDepth == 0);
 
@@ -53,17 +61,57 @@ struct Geometry {
   static constexpr int kDqQueries = kSplitDqByHeadDim ? kQuery : kQuery / kConsumers;
 
   static constexpr int kStages = kPipelineStages;
-  static constexpr int kWorkSlots = 2;  // work tiles known at a time: this one, and the next while its K is on its way
-  static constexpr int kPlanSlots = 8;  // steps known ahead: the loader is up to four ahead of the adder
+  static constexpr int kDoutStages = kStages;
 
-  static constexpr int kQueryTileBytes = kQuery * kHeadDim * sizeof(Element);
-  static constexpr int kKeyTileBytes = kKey * kHeadDim * sizeof(Element);
-  static constexpr int kRowStatBytes = kQuery * sizeof(float);
+  // dQ of a step is staged and added in one piece.
   static constexpr int kDqTileFloats = kQuery * kHeadDim;
+  static constexpr int kDqPieces = 1;
+  static constexpr int kDqSlots = kStages;
+
+  static constexpr int kStoredRows = kWarpgroupRows;  // of dK and dV, by one operation
 
   // Whether a consumer's half of a slot of dS holds its rows of both dV and dK: see epilogue.h.
   static constexpr bool kStageInDs = kQuery >= 2 * kHeadDim;
   static_assert(kStages * kQuery >= kHeadDim, "dK is staged in the buffers of dS");
+};
+
+template <typename Element_, int kQkDim_, int kValueDim_>
+struct Geometry<Element_, kQkDim_, kValueDim_, true> {
+  using Element = Element_;
+  static constexpr bool kWide = true;
+  static constexpr TileShape kTile = backward_tile_shape({kQkDim_, kValueDim_});
+  static constexpr int kQuery = kTile.query;
+  static constexpr int kKey = kTile.key;
+  static constexpr int kQkDim = kTile.head_dims.qk;
+  static constexpr int kValueDim = kTile.head_dims.v;
+  using Swizzle = SwizzleOf<kWarpgroupRows>;  // of all tiles
+  static_assert(kQuery == kWarpgroupRows && kKey % kProductDepth == 0);
+  static_assert(kQkDim % Swizzle::kColumns == 0 && kValueDim % Swizzle::kColumns == 0);
+
+  static constexpr int kConsumers = 2;
+  static constexpr int kConsumerWarps = kConsumers * kWarpgroupWarps;
+  static constexpr int kThreads = (kConsumers + 1) * kWarpgroupThreads;
+  // The planner divides by a number of keys that is no power of two.
+  static constexpr int kProducerRegisters = 40;
+  static constexpr int kConsumerRegisters = 232;
+  static_assert(kWarpgroupThreads * (kProducerRegisters + kConsumers * kConsumerRegisters) <=
+                launch_registers(kThreads));
+
+  // A product has 64 columns of dK or dV for its rows, so dK^T and dV^T are as many fragments of 64 x kKey.
+  static constexpr int kQkBlocks = kQkDim / kWarpgroupRows;
+  static constexpr int kValueBlocks = kValueDim / kWarpgroupRows;
+
+  // dQ is a product for each 64 columns, and staged in pieces of 32: there is not room for two of 64.
+  static constexpr int kDqTileFloats = kQuery * kQkDim;
+  static constexpr int kDqPieceColumns = 32;
+  static constexpr int kDqPieces = kQkDim / kDqPieceColumns;
+  static constexpr int kDqPiecesOfBlock = kWarpgroupRows / kDqPieceColumns;
+  static constexpr int kDqSlots = kQkDim > 192 ? 3 : 4;
+
+  static constexpr int kStages = kPipelineStages;
+  static constexpr int kDoutStages = kQkDim > 192 ? 1 : 2;
+
+  static constexpr int kStoredRows = kKey;
 };
 
 template <typename Geometry, MaskKind kMask_, typename Score_, typename Policies_>
@@ -78,6 +126,16 @@ struct Variant : Geometry {
   static constexpr bool kHoldsV = Score::kKind == ScoreKind::kPlain || Geometry::kQuery <= 80;
 
   static constexpr bool kOrderFree = accumulation(Policies::kAny) == Accumulation::kOrderFree;
+
+  static constexpr int kWorkSlots = 2;  // work tiles known at a time: this one, and the next while its K is on its way
+  static constexpr int kPlanSlots = 8;  // steps known ahead: the loader is up to four ahead of the adder
+
+  using Element = typename Geometry::Element;
+  static constexpr int kQueryTileBytes = Geometry::kQuery * Geometry::kQkDim * sizeof(Element);
+  static constexpr int kDoutTileBytes = Geometry::kQuery * Geometry::kValueDim * sizeof(Element);
+  static constexpr int kKeyTileBytes = Geometry::kKey * Geometry::kQkDim * sizeof(Element);
+  static constexpr int kValueTileBytes = Geometry::kKey * Geometry::kValueDim * sizeof(Element);
+  static constexpr int kRowStatBytes = Geometry::kQuery * sizeof(float);
 
   // What a partial is staged with outlives the stage of dO: the next but one, step j + 2, may be on its way while a
   // consumer stages step j. Step j + 3 waits for dO of j + 1 to be done with, which it is after step j has been staged.

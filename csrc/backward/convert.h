@@ -27,7 +27,7 @@ struct ConvertParams {
 template <typename Geometry>
 struct ConvertTile {
   // Rows of 4 (mod 16) words spread the fragment's columns of 8 over all banks.
-  static constexpr int kPitch = Geometry::kHeadDim + 4;
+  static constexpr int kPitch = Geometry::kQkDim + 4;
   static constexpr int kBytes = Geometry::kQuery * kPitch * sizeof(float);
 };
 
@@ -66,7 +66,7 @@ __device__ __forceinline__ void convert_block(const ConvertParams<typename Geome
   }
   __syncthreads();
 
-  constexpr int kThreadsPerRow = kRowThreads<Geometry::kHeadDim>;
+  constexpr int kThreadsPerRow = kRowThreads<Geometry::kQkDim>;
   const int column = threadIdx.x % kThreadsPerRow * 8;
 #pragma unroll
   for (int row = threadIdx.x / kThreadsPerRow; row < Geometry::kQuery; row += kConvertThreads / kThreadsPerRow) {

@@ -33,24 +33,37 @@ class Adder {
   }
 
  private:
+  // The pieces of a partial are staged one after the other. A piece's buffer is free when the next one has been added.
   __device__ __forceinline__ void add_tile(int64_t tile, int rank) {
-    const RingIndex<Variant::kStages> buffer{plan_.count};
+    using Slot = RingIndex<Variant::kDqSlots>;
+    constexpr int kPieceFloats = Variant::kDqTileFloats / Variant::kDqPieces;
+    constexpr int kBytes = kPieceFloats * sizeof(float);
     float* const accumulator = params_.workspace.dq_accumulator + tile * Variant::kDqTileFloats;
-    const float* const partial = shared_.dq[buffer.slot()];
     int* const semaphore = params_.workspace.dq_semaphores + tile;
-    constexpr int kBytes = Variant::kDqTileFloats * sizeof(float);
-
-    shared_.dq_full[buffer.slot()].wait(buffer.parity());
-    if (rank == kNoRank) {
-      add(accumulator, partial, kBytes);
-    } else if (rank == 0) {
-      ptx::bulk_store(accumulator, partial, kBytes);
-    } else {
-      while (ptx::load_acquire(semaphore) != rank) {}
-      ptx::fence_async_global();
-      ptx::bulk_add_f32(accumulator, partial, kBytes);
+    Slot buffer{plan_.count * Variant::kDqPieces};
+#pragma unroll
+    for (int piece = 0; piece < Variant::kDqPieces; ++piece) {
+      float* const sum = accumulator + piece * kPieceFloats;
+      const float* const partial = shared_.dq[buffer.slot()];
+      shared_.dq_full[buffer.slot()].wait(buffer.parity());
+      if (rank == kNoRank) {
+        add(sum, partial, kBytes);
+      } else if (rank == 0) {
+        ptx::bulk_store(sum, partial, kBytes);
+      } else {
+        if (piece == 0) {
+          while (ptx::load_acquire(semaphore) != rank) {}
+          ptx::fence_async_global();
+        }
+        ptx::bulk_add_f32(sum, partial, kBytes);
+      }
+      ptx::bulk_commit();
+      if (piece > 0) {
+        ptx::bulk_wait_read<1>();
+        shared_.dq_empty[buffer.previous().slot()].arrive();
+      }
+      if (piece + 1 < Variant::kDqPieces) { buffer = buffer.next(); }
     }
-    ptx::bulk_commit();
     ptx::bulk_wait_read();
     shared_.dq_empty[buffer.slot()].arrive();
     ptx::bulk_wait_performed();

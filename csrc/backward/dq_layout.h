@@ -9,7 +9,7 @@
 
 namespace dash_attn::backward {
 
-template <typename Geometry>
+template <typename Geometry, bool kIsWide = Geometry::kWide>
 struct DqLayout {
   // Of each consumer thread: a 64 x kDqQueries fragment of dQ^T.
   static constexpr int kRegisters = Geometry::kDqQueries / 2;
@@ -51,6 +51,32 @@ struct DqLayout {
     return r - query + query % 8 / 2 * kScales + query / 8 * 2 + query % 2;
   }
   static constexpr int kScales = Geometry::kDqQueries / 4;  // of a thread
+};
+
+// Of one consumer, a 64 x 64 fragment of dQ for each block of 64 columns, one behind the other.
+template <typename Geometry>
+struct DqLayout<Geometry, true> {
+  static constexpr int kRegisters = kWarpgroupRows / 2;  // of a block
+  static constexpr int kQuads = kRegisters / 4;
+
+  // In units of float4, within the block.
+  static __host__ __device__ constexpr int quad_index(int quad, int thread) {
+    return quad * kWarpgroupThreads + thread;
+  }
+
+  struct Element {
+    int query, column;
+  };
+
+  // Row and column of dQ that element `i` of quad `index` belongs to: the inverse of quad_index, over all blocks.
+  static __host__ __device__ constexpr Element element(int index, int i) {
+    const int thread = index % kWarpgroupThreads, quad = index / kWarpgroupThreads % kQuads;
+    const int block = index / kWarpgroupThreads / kQuads;
+    return {fragment_row(thread, i), block * kWarpgroupRows + fragment_column(thread, 4 * quad + i)};
+  }
+
+  // A thread has two rows, whatever the order.
+  static __host__ __device__ constexpr int scale_position(int r) { return r; }
 };
 
 }  // namespace dash_attn::backward

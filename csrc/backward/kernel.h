@@ -1,7 +1,7 @@
 // The backward kernel: sets up barriers and sends each warp to its role.
 //
 //   warpgroup 0   warp 0: loader (load.h)   warp 1: planner (plan.h)   warps 2, 3: adders of dQ (dq_add.h)
-//   warpgroups 1, 2: consumers (mainloop.h, score_tile.h, epilogue.h)
+//   warpgroups 1, 2: consumers (mainloop.h, score_tile.h, epilogue.h; where head dims are wide, those of wide/)
 //
 // CTAs are persistent and take their work from a counter (work_ring.h); none waits for a CTA that may not be running.
 #pragma once
@@ -15,6 +15,7 @@
 #include "params.h"
 #include "plan.h"
 #include "storage.h"
+#include "wide/mainloop.h"
 
 namespace dash_attn::backward {
 
@@ -42,7 +43,16 @@ __global__ void __launch_bounds__(Variant::kThreads, 1) backward_kernel(const __
       }
     }
   };
-  specialise_warps<Variant>(produce, [&] { Consumer<Variant>(shared, params).run(); });
+  const auto consume = [&] {
+    if constexpr (!Variant::kWide) {
+      Consumer<Variant>(shared, params).run();
+    } else if (warpgroup_index() == 1) {
+      wide::ValueConsumer<Variant>(shared, params).run();
+    } else {
+      wide::KeyConsumer<Variant>(shared, params).run();
+    }
+  };
+  specialise_warps<Variant>(produce, consume);
 
   // A CTA's shared memory must outlive the last arrival of its neighbours. The barrier takes whole warps.
   if constexpr (Variant::kClusterSize > 1) {

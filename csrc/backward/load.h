@@ -1,6 +1,7 @@
 // The loader: a warp that takes work, brings in K, V, Q, dO and D by TMA, and LSE itself.
 //
 //   order of loads in a work tile:   K  dO0  Q0  V   dO1  Q1   dO2  Q2  ...
+//   of a wide one:                   Q0  dO0  V  K   Q1  dO1   Q2  dO2  ...
 //   (Q and dO have two stages each; the place of dO is free half a step before that of Q. K goes where V of the work
 //   tile before was, and so arrives before that one has ended; V where its K was, when that is done with. S needs K and
 //   Q0 only, so it starts while V is on its way)
@@ -40,7 +41,7 @@ class Loader {
         ptx::launch_dependents();
         return;
       }
-      shared_.v_empty.wait(tile().empty_parity());
+      if constexpr (!Variant::kWide) { shared_.v_empty.wait(tile().empty_parity()); }
       if (work.steps > 0) {
         load_work_tile(work);
       } else {
@@ -67,6 +68,7 @@ class Loader {
   // A work tile without steps. Its barriers complete once all the same: each work tile counts one pass of them.
   __device__ __forceinline__ void load_nothing() {
     if (!is_leader()) { return; }
+    if constexpr (Variant::kWide) { shared_.v_empty.wait(tile().empty_parity()); }
     shared_.k_full.arrive();
     shared_.k_empty.wait(tile().empty_parity());
     shared_.v_full.arrive();
@@ -74,37 +76,59 @@ class Loader {
 
   // What the steps need of the work tile and the plan stays in shared memory, to spare registers.
   __device__ void load_work_tile(const WorkTile& work) {
-    const int place = ring_.count % 2;
-    if (is_leader()) { load_key_tile(params_.k, shared_.k_full, shared_.kv[place], work); }
+    if constexpr (!Variant::kWide) {
+      if (is_leader()) { load_keys(work, shared_.kv[ring_.count % 2]); }
+    }
     bool v_pending = true;
     for (bool last = false; !last; plan_ = plan_.next()) {
       forget_memory();
       const PlannedStep& step = wait_for_step(shared_, plan_);
-      load_dout(step, work);
-      load_q(step, work);
+      if constexpr (Variant::kWide) {
+        load_q(step, work);
+        load_dout(step, work);
+      } else {
+        load_dout(step, work);
+        load_q(step, work);
+      }
       last = step.is_last();
       release_step(shared_, plan_);
-      if (v_pending) {
+      if (!v_pending) { continue; }
+      if constexpr (Variant::kWide) {
+        shared_.v_empty.wait(tile().empty_parity());
+        if (is_leader()) { load_values(work, shared_.v); }
         shared_.k_empty.wait(tile().empty_parity());
-        if (is_leader()) { load_key_tile(params_.v, shared_.v_full, shared_.kv[1 - place], work); }
-        v_pending = false;
+        if (is_leader()) { load_keys(work, shared_.k); }
+      } else {
+        shared_.k_empty.wait(tile().empty_parity());
+        if (is_leader()) { load_values(work, shared_.kv[1 - ring_.count % 2]); }
       }
+      v_pending = false;
     }
   }
 
-  __device__ __forceinline__ void load_key_tile(const CUtensorMap& map, Barrier& full, Element* tile,
-                                                const WorkTile& work) {
-    full.arrive_and_expect_tx(Variant::kKeyTileBytes);
-    const RowOrigin rows = RowOrigin::of(params_.pack.is_pack(), work.k_outer, work.sequence.seqlen_k);
-    load_tile<Swizzle, Variant::kKey, Variant::kHeadDim>(map, full, tile, rows, work.kv_tile * Variant::kKey,
-                                                         work.kv_head, kReadOnce);
+  __device__ __forceinline__ void load_keys(const WorkTile& work, Element* tile) {
+    shared_.k_full.arrive_and_expect_tx(Variant::kKeyTileBytes);
+    load_key_tile<Variant::kQkDim>(params_.k, shared_.k_full, tile, work);
   }
 
+  __device__ __forceinline__ void load_values(const WorkTile& work, Element* tile) {
+    shared_.v_full.arrive_and_expect_tx(Variant::kValueTileBytes);
+    load_key_tile<Variant::kValueDim>(params_.v, shared_.v_full, tile, work);
+  }
+
+  template <int kColumns>
+  __device__ __forceinline__ void load_key_tile(const CUtensorMap& map, Barrier& full, Element* tile,
+                                                const WorkTile& work) {
+    const RowOrigin rows = RowOrigin::of(params_.pack.is_pack(), work.k_outer, work.sequence.seqlen_k);
+    load_tile<Swizzle, Variant::kKey, kColumns>(map, full, tile, rows, work.kv_tile * Variant::kKey, work.kv_head,
+                                                kReadOnce);
+  }
+
+  template <int kColumns>
   __device__ __forceinline__ void load_query_tile(const CUtensorMap& map, Barrier& full, Element* tile,
                                                   const WorkTile& work, int query_tile, int head) {
     const RowOrigin rows = RowOrigin::of(params_.pack.is_pack(), work.q_outer, work.sequence.seqlen_q);
-    load_tile<Swizzle, Variant::kQuery, Variant::kHeadDim>(map, full, tile, rows, query_tile * Variant::kQuery, head,
-                                                           kKeepInL2);
+    load_tile<Swizzle, Variant::kQuery, kColumns>(map, full, tile, rows, query_tile * Variant::kQuery, head, kKeepInL2);
   }
 
   // What comes after a wait is ready before it: consumers wait for Q.
@@ -114,9 +138,12 @@ class Loader {
     Barrier& full = shared_.q_full[slot];
     const int query_tile = step.query_tile, head = step.head();
     const Lse lse = read_lse(work, query_tile, head);
+    float slope = 0.f;
+    if constexpr (Variant::Score::kHasSlope && Variant::kWide) { slope = params_.score.slope(work.batch, head); }
     shared_.q_empty[slot].wait(stage.empty_parity());
     if (is_leader()) {
-      load_query_tile(params_.q, full, shared_.q[slot], work, query_tile, head);
+      if constexpr (Variant::Score::kHasSlope && Variant::kWide) { shared_.slope[slot] = slope; }
+      load_query_tile<Variant::kQkDim>(params_.q, full, shared_.q[slot], work, query_tile, head);
       shared_.step[slot] = {query_tile, step.needs_masking()};
     }
     write_lse(lse, shared_.lse[slot]);
@@ -128,15 +155,17 @@ class Loader {
   }
 
   __device__ __forceinline__ void load_dout(const PlannedStep& step, const WorkTile& work) {
-    const RingIndex<Variant::kStages> stage{plan_.count};
+    const RingIndex<Variant::kDoutStages> stage{plan_.count};
     const int slot = stage.slot();
     Barrier& full = shared_.dout_full[slot];
     const int query_tile = step.query_tile, head = step.head();
     shared_.dout_empty[slot].wait(stage.empty_parity());
     if (!is_leader()) { return; }
     // For S already, which waits for Q; it comes next. Who has done with dO has done with this.
-    if constexpr (Variant::Score::kHasSlope) { shared_.slope[slot] = params_.score.slope(work.batch, head); }
-    load_query_tile(params_.dout, full, shared_.dout[slot], work, query_tile, head);
+    if constexpr (Variant::Score::kHasSlope && !Variant::kWide) {
+      shared_.slope[slot] = params_.score.slope(work.batch, head);
+    }
+    load_query_tile<Variant::kValueDim>(params_.dout, full, shared_.dout[slot], work, query_tile, head);
     const int64_t first_row = int64_t(step.dq_tile) * Variant::kQuery;
     copy_rows(params_.workspace.delta + first_row, full, shared_.delta[slot], Variant::kRowStatBytes);
     if constexpr (Variant::kOrderFree) {
@@ -144,7 +173,7 @@ class Loader {
       shared_.scale_tile[scale_slot] = step.rank == kNoRank ? step.dq_tile : kNoScale;
       copy_rows(params_.workspace.scales + first_row, full, shared_.scales[scale_slot], Variant::kScaleBytes);
     }
-    full.arrive_and_expect_tx(Variant::kQueryTileBytes + Variant::kRowStatBytes + Variant::kScaleBytes);
+    full.arrive_and_expect_tx(Variant::kDoutTileBytes + Variant::kRowStatBytes + Variant::kScaleBytes);
   }
 
   __device__ __forceinline__ Lse read_lse(const WorkTile& work, int query_tile, int head) const {

@@ -17,7 +17,7 @@ struct PreprocessParams {
   StridedView<const Element> out, dout;
   Workspace workspace;
   SequencesOfCall call;
-  int head_dim;
+  HeadDims head_dims;
   int num_blocks;  // of the whole call; a grid of fewer takes several each
   int num_dq_semaphores, num_split_semaphores;
   bool clear_dq;                            // its partials are added in no order
@@ -26,15 +26,17 @@ struct PreprocessParams {
   ScaleSettings scale;  // of order-free accumulation
 };
 
-// Rows that a block has at a time, how often it takes as many, and its rows in all. Whole blocks make up a query tile.
-template <int kHeadDim>
-constexpr int kPreprocessRowsAtOnce = kPreprocessThreads / kRowThreads<kHeadDim>;
-template <int kHeadDim>
-constexpr int kPassesOfTile = backward_tile_shape(kHeadDim).query / kPreprocessRowsAtOnce<kHeadDim>;
-template <int kHeadDim>
-constexpr int kPreprocessPasses = kPassesOfTile<kHeadDim> % 2 == 0 ? 2 : kPassesOfTile<kHeadDim>;
-template <int kHeadDim>
-constexpr int kPreprocessRows = kPreprocessPasses<kHeadDim> * kPreprocessRowsAtOnce<kHeadDim>;
+// How blocks share the rows of a query tile, which whole blocks make up.
+template <typename Geometry>
+struct PreprocessTile {
+  static constexpr int kThreadsPerRow = kRowThreads<Geometry::kValueDim>;
+  static constexpr int kRowsAtOnce = kPreprocessThreads / kThreadsPerRow;
+  static constexpr int kPassesOfTile = Geometry::kQuery / kRowsAtOnce;
+  static constexpr int kPasses = kPassesOfTile % 2 == 0 ? 2 : kPassesOfTile;  // of a block
+  static constexpr int kRows = kPasses * kRowsAtOnce;
+  static constexpr int kBlocks = Geometry::kQuery / kRows;  // of a query tile, in its order
+  static_assert(kBlocks * kRows == Geometry::kQuery);
+};
 
 // Sets `count` integers to zero, with all threads of the grid.
 __device__ __forceinline__ void clear_integers(int* integers, int count) {
@@ -43,10 +45,6 @@ __device__ __forceinline__ void clear_integers(int* integers, int count) {
     integers[i] = 0;
   }
 }
-
-// Blocks of a query tile, which are in its order.
-template <int kHeadDim>
-constexpr int kPreprocessBlocks = backward_tile_shape(kHeadDim).query / kPreprocessRows<kHeadDim>;
 
 // D less the gradient of LSE, which is looked at only where LSE is finite.
 template <typename Element>
@@ -58,16 +56,18 @@ __device__ __forceinline__ float with_gradient_of_lse(const PreprocessParams<Ele
   return isinf(params.softmax_lse[index]) ? delta : delta - params.dsoftmax_lse[index];
 }
 
-template <typename Element, int kHeadDim, bool kOrderFree>
-__device__ __forceinline__ void preprocess_block(const PreprocessParams<Element>& params, int block) {
-  using Layout = DqLayout<Geometry<Element, kHeadDim>>;
-  constexpr int kThreadsPerRow = kRowThreads<kHeadDim>, kTileRows = backward_tile_shape(kHeadDim).query;
-  constexpr int kPasses = kPreprocessPasses<kHeadDim>;
-  static_assert(kPreprocessBlocks<kHeadDim> * kPreprocessRows<kHeadDim> == kTileRows);
-  const int tile = block / kPreprocessBlocks<kHeadDim>;
+template <typename Geometry, bool kOrderFree>
+__device__ __forceinline__ void preprocess_block(const PreprocessParams<typename Geometry::Element>& params,
+                                                 int block) {
+  using Element = typename Geometry::Element;
+  using Layout = DqLayout<Geometry>;
+  using Tile = PreprocessTile<Geometry>;
+  constexpr int kThreadsPerRow = Tile::kThreadsPerRow, kPasses = Tile::kPasses;
+  constexpr int kTileRows = Geometry::kQuery, kQkDim = Geometry::kQkDim;
+  const int tile = block / Tile::kBlocks;
   TileOwner owner;
   if (!find_owner<kTileRows>(params.call, tile, owner)) { return; }
-  const int first_of_tile = block % kPreprocessBlocks<kHeadDim> * kPreprocessRows<kHeadDim>;
+  const int first_of_tile = block % Tile::kBlocks * Tile::kRows;
   const int first_row = owner.row(kTileRows) + first_of_tile;
   const int column = threadIdx.x % kThreadsPerRow * 8;
 
@@ -75,7 +75,7 @@ __device__ __forceinline__ void preprocess_block(const PreprocessParams<Element>
 #pragma unroll
   for (int pass = 0; pass < kPasses; ++pass) {
     const int row = first_row + (pass * kPreprocessThreads + threadIdx.x) / kThreadsPerRow;
-    const bool inside = row < owner.lengths.seqlen_q && column < params.head_dim;
+    const bool inside = row < owner.lengths.seqlen_q && column < params.head_dims.v;
     dout[pass] = load8(params.dout, owner.batch, owner.first_row + row, owner.head, column, inside);
     out[pass] = load8(params.out, owner.batch, owner.first_row + row, owner.head, column, inside);
   }
@@ -98,33 +98,37 @@ __device__ __forceinline__ void preprocess_block(const PreprocessParams<Element>
     float squares = 0.f, largest = 0.f, dout_norm = 0.f;
     if constexpr (kOrderFree) {
       measure8<Element>(dout[pass], squares, largest);
-      dout_norm = norm_bound<kHeadDim>(sum_of_row<kThreadsPerRow>(squares), largest);
+      dout_norm = norm_bound<kThreadsPerRow, Geometry::kValueDim>(sum_of_row<kThreadsPerRow>(squares), largest);
     }
     const int64_t tile_row = int64_t(tile) * kTileRows;
     const int row_of_tile = row - owner.row(kTileRows);
-    if ((kOrderFree || params.clear_dq) && column < kHeadDim) {
-      float4* const accumulator =
-          reinterpret_cast<float4*>(params.workspace.dq_accumulator + (tile_row + row_of_tile) * kHeadDim + column);
-      accumulator[0] = accumulator[1] = make_float4(0.f, 0.f, 0.f, 0.f);
+    if (kOrderFree || params.clear_dq) {
+      float* const accumulator = params.workspace.dq_accumulator + (tile_row + row_of_tile) * kQkDim;
+#pragma unroll
+      for (int i = column; i < kQkDim; i += kThreadsPerRow * 8) {
+        float4* const eight = reinterpret_cast<float4*>(accumulator + i);
+        eight[0] = eight[1] = make_float4(0.f, 0.f, 0.f, 0.f);
+      }
     }
     if (column != 0) { continue; }
     params.workspace.delta[tile_row + statistic_position(row_of_tile)] = delta;
     if constexpr (kOrderFree) {
       params.workspace.scales[tile_row + Layout::scale_position(row_of_tile)] =
-          row_scale<Element, kHeadDim>(params.scale, mask_of(params.call.mask, owner.lengths), row, dout_norm, delta,
-                                       keys, needs_order(params.workspace, params.call, owner));
+          row_scale<Geometry>(params.scale, mask_of(params.call.mask, owner.lengths), row, dout_norm, delta, keys,
+                              needs_order(params.workspace, params.call, owner));
     }
   }
 }
 
-template <typename Element, int kHeadDim, bool kOrderFree>
-__global__ void __launch_bounds__(kPreprocessThreads) preprocess_kernel(const PreprocessParams<Element> params) {
+template <typename Geometry, bool kOrderFree>
+__global__ void __launch_bounds__(kPreprocessThreads)
+    preprocess_kernel(const PreprocessParams<typename Geometry::Element> params) {
   ptx::launch_dependents();
   clear_integers(params.workspace.dq_semaphores, params.num_dq_semaphores);
   clear_integers(params.workspace.split_semaphores, params.num_split_semaphores);
   clear_integers(params.workspace.next_work, 1);
   for (int block = blockIdx.x; block < params.num_blocks; block += gridDim.x) {
-    preprocess_block<Element, kHeadDim, kOrderFree>(params, block);
+    preprocess_block<Geometry, kOrderFree>(params, block);
   }
   if constexpr (kOrderFree) { ptx::wait_for_previous_kernel(); }  // also where no block had a row
 }

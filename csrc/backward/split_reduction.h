@@ -16,19 +16,16 @@ namespace dash_attn::backward {
 
 // The sum of one consumer's rows of dK or of dV. It is private to the kernel, so that it holds what each thread holds,
 // four registers at a time, thread after thread.
-template <typename Variant>
+template <int kRegisters>
 class SplitSum {
  public:
-  static constexpr int kRegisters = Variant::kHeadDim / 2;  // of a 64 x kHeadDim fragment
   static constexpr int kQuads = kRegisters / 4;
 
   using Gradient = float[kRegisters];
 
-  __device__ __forceinline__ SplitSum(const Workspace& workspace, int64_t index, int consumer, int thread)
-      : semaphore_(workspace.split_semaphores + index),
-        sums_(reinterpret_cast<float4*>(workspace.split_sums) + index * kQuads * kWarpgroupThreads + thread),
-        consumer_(consumer),
-        is_first_thread_(thread == 0) {}
+  // `semaphore` and `sums` are those of this sum.
+  __device__ __forceinline__ SplitSum(int* semaphore, float4* sums, int consumer, int thread)
+      : semaphore_(semaphore), sums_(sums + thread), consumer_(consumer), is_first_thread_(thread == 0) {}
 
   __device__ __forceinline__ void add_to(Gradient& gradient, int split) const {
     if (is_first_thread_) {
@@ -66,15 +63,19 @@ class SplitSum {
 // Adds the sums of the splits before. The last split keeps the result (true), the others pass it on, dV while dK is
 // still on its way. Called by whole consumers, whose threads count themselves afresh: what is shared with the mainloop
 // changes its code there, to the worse.
-template <typename Variant>
-__device__ __forceinline__ bool reduce_splits(const KernelParams& params, const WorkTile& work,
-                                              typename SplitSum<Variant>::Gradient& dk,
-                                              typename SplitSum<Variant>::Gradient& dv) {
+template <typename Variant, int kRegisters>
+__device__ __forceinline__ bool reduce_splits(const KernelParams& params, const WorkTile& work, float (&dk)[kRegisters],
+                                              float (&dv)[kRegisters]) {
   const int index = read_thread_index();
   const int consumer = index / kWarpgroupThreads - 1, thread = index % kWarpgroupThreads;
   const int64_t first = 2 * (int64_t(work.split_tile) * Variant::kConsumers + consumer);
-  const SplitSum<Variant> dv_sum(params.workspace, first, consumer, thread);
-  const SplitSum<Variant> dk_sum(params.workspace, first + 1, consumer, thread);
+  const auto sum = [&](int64_t number) {
+    using Sum = SplitSum<kRegisters>;
+    return Sum(params.workspace.split_semaphores + number,
+               reinterpret_cast<float4*>(params.workspace.split_sums) + number * Sum::kQuads * kWarpgroupThreads,
+               consumer, thread);
+  };
+  const SplitSum<kRegisters> dv_sum = sum(first), dk_sum = sum(first + 1);
   const bool is_last = work.split + 1 == work.splits;
   if (work.split > 0) { dv_sum.add_to(dv, work.split); }
   if (!is_last) { dv_sum.pass_on(dv, work.split); }

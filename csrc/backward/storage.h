@@ -35,7 +35,7 @@ struct StepTile {
   int needs_masking;
 };
 
-template <typename Variant>
+template <typename Variant, bool kIsWide = Variant::kWide>
 struct alignas(1024) SharedStorage {
   using Element = typename Variant::Element;
   using Barrier = cutlass::arch::ClusterBarrier;
@@ -76,7 +76,7 @@ struct alignas(1024) SharedStorage {
 };
 
 // Number of arrivals that complete each barrier.
-template <typename Variant>
+template <typename Variant, bool kIsWide = Variant::kWide>
 struct Arrivals {
   static constexpr int kTransaction = 1;   // the thread that announces the bytes
   static constexpr int kLoaderLanes = 32;  // each has written some of LSE; one announces bytes too
@@ -85,7 +85,9 @@ struct Arrivals {
   // Every thread, where threads have read for themselves what is overwritten next: LSE and D. One arrival a warp after
   // __syncwarp would do and is no faster, but racecheck follows only this.
   static constexpr int kConsumerThreads = Variant::kConsumers * kWarpgroupThreads;
+  static constexpr int kDoneWithV = kConsumerWarps;
   static constexpr int kDoneWithK = Variant::kStageInDs ? kConsumerWarps : kConsumerWarpgroups;
+  static constexpr int kStagers = kConsumerWarps;
   static constexpr int kAdder = 1;
   static constexpr int kPlanner = 1;
   static constexpr int kPlanReaders = kLoaderLanes + kAdder;  // one of the adders
@@ -99,16 +101,22 @@ __device__ __forceinline__ void initialise_barriers(SharedStorage<Variant>& shar
   using Count = Arrivals<Variant>;
   shared.k_full.init(Count::kTransaction);
   shared.v_full.init(Count::kTransaction);
-  shared.v_empty.init(Count::kConsumerWarps);
+  shared.v_empty.init(Count::kDoneWithV);
   shared.k_empty.init(Count::kDoneWithK);
   for (int i = 0; i < Variant::kStages; ++i) {
     shared.q_full[i].init(Count::kLoaderLanes);
-    shared.dout_full[i].init(Count::kTransaction);
+    if (i < Variant::kDoutStages) { shared.dout_full[i].init(Count::kTransaction); }
     shared.q_empty[i].init(Count::kConsumerThreads);
-    shared.dout_empty[i].init(Count::kConsumerThreads);
-    shared.ds_full[i].init(Count::kConsumerWarps);
-    shared.dq_full[i].init(Count::kConsumerWarps);
+    if (i < Variant::kDoutStages) { shared.dout_empty[i].init(Count::kConsumerThreads); }
+    if constexpr (!Variant::kWide) { shared.ds_full[i].init(Count::kConsumerWarps); }
+  }
+  for (int i = 0; i < Variant::kDqSlots; ++i) {
+    shared.dq_full[i].init(Count::kStagers);
     shared.dq_empty[i].init(Count::kAdder);
+  }
+  if constexpr (Variant::kWide) {
+    shared.p_full.init(Count::kConsumerWarpsOfOne);
+    shared.p_empty.init(Count::kDoneWithP);
   }
   for (int i = 0; i < Variant::kPlanSlots; ++i) {
     shared.plan_full[i].init(Count::kPlanner);

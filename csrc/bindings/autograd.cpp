@@ -232,10 +232,10 @@ Outputs attention(variable_list packed, PackTensors pack, std::optional<SymInt> 
         "alibi_slopes must not require a gradient (there is none for slopes), got a tensor that does");
   }
   // Zeros change neither scores nor outputs, and their gradients are cut off again.
-  const SymInt excess = head_dim % kHeadDimMultiple;
-  const bool pad = excess != 0;
-  if (pad) {
-    for (Tensor& tensor : packed) { tensor = at::constant_pad_nd_symint(tensor, {0, kHeadDimMultiple - excess}); }
+  const SymInt value_head_dim = packed.back().sym_size(-1);
+  for (Tensor& tensor : packed) {
+    const SymInt excess = tensor.sym_size(-1) % kHeadDimMultiple;
+    if (excess != 0) { tensor = at::constant_pad_nd_symint(tensor, {0, kHeadDimMultiple - excess}); }
   }
   // autograd turns the gradient back into the sinks' dtype.
   if (scores.sinks) { packed.push_back(scores.sinks->to(at::kFloat)); }
@@ -255,7 +255,7 @@ Outputs attention(variable_list packed, PackTensors pack, std::optional<SymInt> 
     at::AutoDispatchBelowADInplaceOrView guard;
     std::tie(out, softmax_lse) = call_forward(packed, options);
   }
-  if (pad) { out = out.slice_symint(-1, 0, head_dim); }
+  if (value_head_dim % kHeadDimMultiple != 0) { out = out.slice_symint(-1, 0, value_head_dim); }
   return {std::move(out), std::move(softmax_lse)};
 }
 

@@ -6,6 +6,7 @@
 #include <ATen/ATen.h>
 #include <ATen/MemoryOverlap.h>
 #include <c10/core/SymInt.h>
+#include <c10/util/SmallVector.h>
 
 #include <algorithm>
 #include <array>
@@ -27,7 +28,6 @@ namespace dash_attn {
 using at::Tensor;
 using c10::SymInt;
 
-constexpr int kMaxHeadDim = 128;
 constexpr int kHeadDimMultiple = 8;  // 16 bytes: what the kernels' loads step by
 // Tile counts and ends are 32-bit in the kernels.
 constexpr int64_t kMaxSeqlen = (int64_t{1} << 30) - 1;
@@ -117,7 +117,7 @@ inline void check_head_dim(const char* name, const Tensor& tensor) {
                     ", got ", head_dim);
 }
 
-// Batch, heads and head_dim of keys and values against those of q; `tensor` is k, or kv in one tensor.
+// Batch, heads and head_dim of keys against those of q; `tensor` is k, or kv in one tensor.
 inline void check_kv_shape(const char* name, const Tensor& tensor, const Tensor& q, bool is_pack) {
   TORCH_CHECK_VALUE(is_pack || tensor.sym_size(0) == q.sym_size(0), name, " must have the batch size of q, ",
                     q.sym_size(0), ", got ", tensor.sym_size(0));
@@ -177,8 +177,9 @@ inline void check_qkv(const Tensor& q, const Tensor& k, const Tensor& v, const P
   check_same("v", v, "q", q);
   check_head_dim("q", q);
   check_kv_shape("k", k, q, is_pack);
-  TORCH_CHECK_VALUE(v.sym_sizes() == k.sym_sizes(), "v must have the shape of k, ", shape_text(k), ", got ",
-                    shape_text(v));
+  check_head_dim("v", v);
+  TORCH_CHECK_VALUE(v.sym_sizes().slice(0, v.dim() - 1) == k.sym_sizes().slice(0, k.dim() - 1),
+                    "v must have the shape of k but for the head_dim, ", shape_text(k), ", got ", shape_text(v));
   check_pack(pack, q);
 }
 
@@ -287,9 +288,9 @@ inline void check_mask(const MaskArguments& mask) {
 
 // The policy that a schedule's name means for this problem.
 inline Policy resolve_schedule(std::string_view schedule, const MaskArguments& mask_arguments,
-                               const ScoreArguments& scores, int64_t head_dim) {
+                               const ScoreArguments& scores, HeadDims padded) {
   const MaskKind mask = scores.change_products() ? MaskKind::kWindow : mask_arguments.kind();
-  if (schedule == "auto") { return automatic_policy(mask, padded_head_dim(static_cast<int>(head_dim))); }
+  if (schedule == "auto") { return automatic_policy(mask, padded); }
   std::string allowed = "'auto'";
   for (int i = 0; i < kNumDeterministicPolicies; ++i) {
     if (!fits(static_cast<Policy>(i), mask)) { continue; }
@@ -303,15 +304,20 @@ inline Policy resolve_schedule(std::string_view schedule, const MaskArguments& m
 }
 
 inline void check_schedule(std::string_view schedule, const MaskArguments& mask, const ScoreArguments& scores) {
-  resolve_schedule(schedule, mask, scores, 1);
+  resolve_schedule(schedule, mask, scores, {});
+}
+
+inline void check_head_dim_multiple(const char* name, const Tensor& tensor) {
+  TORCH_CHECK_VALUE(tensor.sym_size(-1) % kHeadDimMultiple == 0, name, " must have a head_dim that is a multiple of ",
+                    kHeadDimMultiple, ", got ", tensor.sym_size(-1));
 }
 
 inline void check_operands(const Tensor& q, const Tensor& k, const Tensor& v, const PackTensors& pack,
                            const ScoreArguments& scores, double softmax_scale, const MaskArguments& mask,
                            const SymInt& sm_margin) {
   check_qkv(q, k, v, pack);
-  TORCH_CHECK_VALUE(q.sym_size(-1) % kHeadDimMultiple == 0, "q must have a head_dim that is a multiple of ",
-                    kHeadDimMultiple, ", got ", q.sym_size(-1));
+  check_head_dim_multiple("q", q);
+  check_head_dim_multiple("v", v);
   check_softmax_scale(softmax_scale);
   check_scores(scores, "sinks", q, pack, softmax_scale);
   if (scores.sinks) { check_fp32("sinks", *scores.sinks); }
@@ -323,6 +329,23 @@ inline void check_like(const char* name, const Tensor& tensor, const char* like_
   TORCH_CHECK_VALUE(tensor.sym_sizes() == like.sym_sizes(), name, " must have the shape of ", like_name, ", ",
                     shape_text(like), ", got ", shape_text(tensor));
   check_same(name, tensor, like_name, like);
+}
+
+// The output's: those of q, with v's head_dim.
+template <class Size>
+c10::SmallVector<Size, 4> out_sizes(at::ArrayRef<Size> q, at::ArrayRef<Size> v) {
+  c10::SmallVector<Size, 4> sizes(q.begin(), q.end());
+  sizes.back() = v.back();
+  return sizes;
+}
+
+// `tensor`: the output or its gradient.
+inline void check_out(const char* name, const Tensor& tensor, const Tensor& q, const Tensor& v) {
+  const auto expected = out_sizes(q.sym_sizes(), v.sym_sizes());
+  TORCH_CHECK_VALUE(tensor.sym_sizes() == c10::SymIntArrayRef(expected), name,
+                    " must have the shape of q with the head_dim of v, ", tuple_text(expected), ", got ",
+                    shape_text(tensor));
+  check_same(name, tensor, "q", q);
 }
 
 inline void check_writable(const char* name, const Tensor& gradient) {
@@ -379,8 +402,8 @@ inline void check_backward(const Tensor& dout, const Tensor& q, const Tensor& k,
                            double softmax_scale, const MaskArguments& mask, std::string_view schedule,
                            const SymInt& sm_margin) {
   check_operands(q, k, v, pack, scores, softmax_scale, mask, sm_margin);
-  check_like("dout", dout, "q", q);
-  check_like("out", out, "q", q);
+  check_out("dout", dout, q, v);
+  check_out("out", out, q, v);
   check_like("dq", dq, "q", q);
   check_like("dk", dk, "k", k);
   check_like("dv", dv, "v", v);

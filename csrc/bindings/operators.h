@@ -45,12 +45,15 @@ inline bool is_empty(const Tensor& q, const Tensor& k, const PackTensors& pack) 
 // Queries without any key, as a pack whose sequences have none: what their sinks give is for the kernels, which take
 // one row at least.
 struct WithoutKeys {
-  Tensor one_row;
+  Tensor k, v;  // one row
   PackTensors pack;
   bool is_dense;
 
-  WithoutKeys(const Tensor& q, const Tensor& k, const PackTensors& given)
-      : one_row(at::zeros({1, k.size(-2), k.size(-1)}, k.options())), pack(given), is_dense(!given.exists()) {
+  WithoutKeys(const Tensor& q, const Tensor& no_k, const Tensor& no_v, const PackTensors& given)
+      : k(at::zeros({1, no_k.size(-2), no_k.size(-1)}, no_k.options())),
+        v(at::zeros({1, no_v.size(-2), no_v.size(-1)}, no_v.options())),
+        pack(given),
+        is_dense(!given.exists()) {
     if (!is_dense) { return; }
     const int64_t batch = q.size(0), seqlen = q.size(1);
     pack.cu_seqlens_q = at::arange(0, (batch + 1) * seqlen, seqlen, q.options().dtype(at::kInt));
@@ -122,14 +125,15 @@ inline Outputs forward(const Tensor& q, const Tensor& k, const Tensor& v, Option
   check_operands(q, k, v, pack, {sinks, alibi_slopes, softcap}, softmax_scale,
                  {causal, window_left, window_right, attention_chunk}, sm_margin);
   if (sinks && k.numel() == 0 && has_queries(q, pack)) {
-    const WithoutKeys call(q, k, pack);
-    auto [out, softmax_lse] = forward(call.rows(q), call.one_row, call.one_row, call.pack.cu_seqlens_q,
-                                      call.pack.cu_seqlens_k, seqused_q, seqused_k, softmax_scale, causal, window_left,
-                                      window_right, attention_chunk, sm_margin, sinks, alibi_slopes, softcap);
+    const WithoutKeys call(q, k, v, pack);
+    auto [out, softmax_lse] = forward(call.rows(q), call.k, call.v, call.pack.cu_seqlens_q, call.pack.cu_seqlens_k,
+                                      seqused_q, seqused_k, softmax_scale, causal, window_left, window_right,
+                                      attention_chunk, sm_margin, sinks, alibi_slopes, softcap);
     if (!call.is_dense) { return {out, softmax_lse}; }
-    return {out.view(q.sizes()), softmax_lse.unflatten(1, {q.size(0), q.size(1)}).transpose(0, 1).contiguous()};
+    return {out.unflatten(0, {q.size(0), q.size(1)}),
+            softmax_lse.unflatten(1, {q.size(0), q.size(1)}).transpose(0, 1).contiguous()};
   }
-  Tensor out = at::empty(q.sizes(), q.options());
+  Tensor out = at::empty(out_sizes(q.sizes(), v.sizes()), q.options());
   const auto sizes = lse_sizes(q.sizes());
   Tensor softmax_lse = at::empty(without_batch(sizes, pack.exists()), q.options().dtype(at::kFloat));
   if (is_empty(q, k, pack)) {
@@ -154,7 +158,7 @@ inline Outputs forward_meta(const Tensor& q, const Tensor& k, const Tensor& v, O
   check_operands(q, k, v, pack, {sinks, alibi_slopes, softcap}, softmax_scale,
                  {causal, window_left, window_right, attention_chunk}, sm_margin);
   const auto sizes = lse_sizes(q.sym_sizes());
-  return {at::empty_symint(q.sym_sizes(), q.options()),
+  return {at::empty_symint(out_sizes(q.sym_sizes(), v.sym_sizes()), q.options()),
           at::empty_symint(without_batch(sizes, pack.exists()), q.options().dtype(at::kFloat))};
 }
 
@@ -202,18 +206,18 @@ inline void backward(const Tensor& dout, const Tensor& q, const Tensor& k, const
       dsinks->zero_();
       return;
     }
-    const WithoutKeys call(q, k, pack);
+    const WithoutKeys call(q, k, v, pack);
     const Tensor rows = call.rows(q);
     const std::optional<Tensor> dlse =
         dsoftmax_lse ? std::optional<Tensor>(call.lse_rows(*dsoftmax_lse)) : std::nullopt;
-    backward(call.rows(dout), rows, call.one_row, call.one_row, call.rows(out), call.lse_rows(softmax_lse),
-             at::empty_like(rows, at::MemoryFormat::Contiguous), at::empty_like(call.one_row),
-             at::empty_like(call.one_row), call.pack.cu_seqlens_q, call.pack.cu_seqlens_k, seqused_q, seqused_k,
-             softmax_scale, causal, window_left, window_right, attention_chunk, schedule, sm_margin, sinks,
-             alibi_slopes, dlse, dsinks, softcap);
+    backward(call.rows(dout), rows, call.k, call.v, call.rows(out), call.lse_rows(softmax_lse),
+             at::empty_like(rows, at::MemoryFormat::Contiguous), at::empty_like(call.k), at::empty_like(call.v),
+             call.pack.cu_seqlens_q, call.pack.cu_seqlens_k, seqused_q, seqused_k, softmax_scale, causal, window_left,
+             window_right, attention_chunk, schedule, sm_margin, sinks, alibi_slopes, dlse, dsinks, softcap);
     return;
   }
-  const Policy policy = resolve_schedule(schedule, mask, {sinks, alibi_slopes, softcap}, q.size(-1));
+  const HeadDims padded = padded_head_dims(static_cast<int>(q.size(-1)), static_cast<int>(v.size(-1)));
+  const Policy policy = resolve_schedule(schedule, mask, {sinks, alibi_slopes, softcap}, padded);
   const PositiveScale scaled(q, softmax_scale);
   const Tensor targets[] = {target_of(dq), target_of(dk), target_of(dv)};
   DASH_OP("dash_attn_C::backward", BackwardKernel)

@@ -102,27 +102,28 @@ void plan_on_host(Pack& pack, PackRows const& rows, PackedLengths const& lengths
 }
 
 inline BackwardPack backward_pack(std::string const& schedule, PackedLengths const& lengths, int64_t heads,
-                                  int64_t kv_heads, int64_t head_dim, bool causal, WindowSize window,
-                                  int64_t attention_chunk, std::pair<int64_t, int64_t> rows_outside) {
+                                  int64_t kv_heads, int64_t head_dim, std::optional<int64_t> value_head_dim,
+                                  bool causal, WindowSize window, int64_t attention_chunk,
+                                  std::pair<int64_t, int64_t> rows_outside) {
   PackRows const rows = rows_of(lengths, rows_outside);
   MaskRule const mask = checked_rule(causal, window, attention_chunk);
   BackwardPack pack{};
   pack.kv_heads = positive("kv_heads", kv_heads);
   pack.rule = backward_pack_rule(mask, checked_policy(schedule, mask.kind), checked_group_size(heads, kv_heads),
-                                 in_range("head_dim", head_dim, 1, 129));
+                                 checked_head_dims(head_dim, value_head_dim));
   plan_on_host(pack, rows, lengths, kv_heads);
   return pack;
 }
 
 inline ForwardPack forward_pack(PackedLengths const& lengths, int64_t heads, int64_t kv_heads, int64_t head_dim,
-                                bool causal, int64_t sms, WindowSize window, int64_t attention_chunk,
-                                std::pair<int64_t, int64_t> rows_outside) {
+                                std::optional<int64_t> value_head_dim, bool causal, int64_t sms, WindowSize window,
+                                int64_t attention_chunk, std::pair<int64_t, int64_t> rows_outside) {
   PackRows const rows = rows_of(lengths, rows_outside);
   checked_group_size(heads, kv_heads);
   ForwardPack pack{};
   pack.rule =
       forward_pack_rule(checked_rule(causal, window, attention_chunk), rows, static_cast<int>(heads),
-                        static_cast<int>(kv_heads), in_range("head_dim", head_dim, 1, 129), positive("sms", sms));
+                        static_cast<int>(kv_heads), checked_head_dims(head_dim, value_head_dim), positive("sms", sms));
   plan_on_host(pack, rows, lengths, pack.rule.scheduler.head_groups);
   return pack;
 }
@@ -182,16 +183,16 @@ inline void bind_packs(py::module_& m) {
   using Outside = std::pair<int64_t, int64_t>;
   bind_pack<BackwardPack>(m, "BackwardPack", "The work of a backward of a pack, from (seqlen_q, seqlen_k) of each.")
       .def(py::init(&backward_pack), py::arg("schedule"), py::arg("lengths"), py::kw_only(), py::arg("heads"),
-           py::arg("kv_heads"), py::arg("head_dim"), py::arg("causal"), py::arg("window") = kAnyWindow,
-           py::arg("attention_chunk") = 0, py::arg("rows_outside") = Outside{0, 0})
+           py::arg("kv_heads"), py::arg("head_dim"), py::arg("value_head_dim") = py::none(), py::arg("causal"),
+           py::arg("window") = kAnyWindow, py::arg("attention_chunk") = 0, py::arg("rows_outside") = Outside{0, 0})
       .def_property_readonly("num_numbers", &BackwardPack::num_numbers, "The numbers that CTAs or clusters take.")
       .def("work_tiles", &BackwardPack::work_tiles, py::arg("number"),
            "Of each CTA that has one, of the cluster that took a number.");
 
   bind_pack<ForwardPack>(m, "ForwardPack", "The query tiles of a forward of a pack, in the order of their numbers.")
       .def(py::init(&forward_pack), py::arg("lengths"), py::kw_only(), py::arg("heads"), py::arg("kv_heads"),
-           py::arg("head_dim"), py::arg("causal"), py::arg("sms"), py::arg("window") = kAnyWindow,
-           py::arg("attention_chunk") = 0, py::arg("rows_outside") = Outside{0, 0})
+           py::arg("head_dim"), py::arg("value_head_dim") = py::none(), py::arg("causal"), py::arg("sms"),
+           py::arg("window") = kAnyWindow, py::arg("attention_chunk") = 0, py::arg("rows_outside") = Outside{0, 0})
       .def_property_readonly("num_tiles", &ForwardPack::num_tiles)
       .def_property_readonly("head_groups", [](ForwardPack const& pack) { return pack.rule.scheduler.head_groups; })
       .def("tile", &ForwardPack::tile, py::arg("place"),

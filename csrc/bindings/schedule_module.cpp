@@ -176,21 +176,26 @@ int cta_group(std::string const& schedule) {
   return AllPolicies::with(parse_policy(schedule), [](auto policy) { return Order<policy()>::kCtaGroup; });
 }
 
-std::tuple<int, int, int> tile_shape(int head_dim) {
-  int const padded = padded_head_dim(head_dim);
-  if (padded == 0) { throw py::value_error("head_dim must be in [1, 128], got " + std::to_string(head_dim)); }
-  TileShape const shape = backward_tile_shape(padded);
-  return {shape.query, shape.key, shape.head_dim};
+HeadDims padded_row(int64_t head_dim, std::optional<int64_t> value_head_dim) {
+  HeadDims const dims = checked_head_dims(head_dim, value_head_dim);
+  return padded_head_dims(dims.qk, dims.v);
 }
 
-int launched_head_swizzle(std::string const& schedule, Problem const& problem, int head_dim) {
-  int const padded = std::get<2>(tile_shape(head_dim));
-  return head_swizzle(parse_policy(schedule), problem.grid, problem.heads_per_split(), padded);
+std::tuple<int, int> tile_shape(int64_t head_dim, std::optional<int64_t> value_head_dim) {
+  TileShape const shape = backward_tile_shape(padded_row(head_dim, value_head_dim));
+  return {shape.query, shape.key};
 }
 
-std::string automatic(bool causal, int head_dim, WindowSize window, int64_t attention_chunk) {
+int launched_head_swizzle(std::string const& schedule, Problem const& problem, int64_t head_dim,
+                          std::optional<int64_t> value_head_dim) {
+  return head_swizzle(parse_policy(schedule), problem.grid, problem.heads_per_split(),
+                      padded_row(head_dim, value_head_dim));
+}
+
+std::string automatic(bool causal, int64_t head_dim, std::optional<int64_t> value_head_dim, WindowSize window,
+                      int64_t attention_chunk) {
   MaskRule const rule = checked_rule(causal, window, attention_chunk);
-  return kPolicyNames[static_cast<int>(automatic_policy(rule.kind, std::get<2>(tile_shape(head_dim))))];
+  return kPolicyNames[static_cast<int>(automatic_policy(rule.kind, padded_row(head_dim, value_head_dim)))];
 }
 
 // (first, end) of the keys that each of the queries first_query ... end_query - 1 sees.
@@ -385,18 +390,31 @@ PYBIND11_MODULE(_schedule, m) {
   m.def("ranks", &ranks, py::arg("schedule"), py::arg("problem"), "[kv_tile][query_tile]: rank, -1 where masked out.");
   m.def("add_order", &add_order, py::arg("schedule"), py::arg("problem"),
         "KV tiles of each query tile, in the order in which their partials are added to dQ.");
-  m.def("padded_head_dim", &padded_head_dim, py::arg("head_dim"),
-        "Head dim of the kernel that takes this one; 0 when none does.");
-  m.def("backward_tile_shape", &tile_shape, py::arg("head_dim"),
-        "(queries, keys, padded head dim) of one tile of the backward.");
+  m.attr("MAX_HEAD_DIM") = kMaxHeadDim;
+  m.def(
+      "padded_head_dims",
+      [](int64_t head_dim, std::optional<int64_t> value_head_dim) {
+        HeadDims const row = padded_row(head_dim, value_head_dim);
+        return std::tuple(row.qk, row.v);
+      },
+      py::arg("head_dim"), py::arg("value_head_dim") = py::none(), "Head dims of the kernels that take these.");
+  m.def("backward_tile_shape", &tile_shape, py::arg("head_dim"), py::arg("value_head_dim") = py::none(),
+        "(queries, keys) of one tile of the backward.");
   m.def("row_bound", &fixed_point::row_bound, py::kw_only(), py::arg("dout_norm"), py::arg("delta"),
         py::arg("max_product"), py::arg("max_element"), py::arg("seqlen_k"), py::arg("half_precision"),
         "Of the sum of the magnitudes of a row's partials in order-free accumulation.");
   m.def("row_exponent", &fixed_point::row_exponent, py::arg("bound"),
         "The fixed-point scale e of a row in order-free accumulation: units of 2^-e. One below the smallest e: none.");
-  m.def("row_needs_order", &fixed_point::row_needs_order, py::kw_only(), py::arg("exponent"), py::arg("dout_norm"),
-        py::arg("min_step_product"), py::arg("head_dim"), py::arg("keys"), py::arg("tiles"),
-        "Whether a row leaves its head to the ordered sum in order-free accumulation.");
+  m.def(
+      "row_needs_order",
+      [](int exponent, double dout_norm, double min_step_product, int64_t head_dim,
+         std::optional<int64_t> value_head_dim, int keys, int tiles) {
+        return fixed_point::row_needs_order(exponent, dout_norm, min_step_product,
+                                            checked_head_dims(head_dim, value_head_dim), keys, tiles);
+      },
+      py::kw_only(), py::arg("exponent"), py::arg("dout_norm"), py::arg("min_step_product"), py::arg("head_dim"),
+      py::arg("value_head_dim") = py::none(), py::arg("keys"), py::arg("tiles"),
+      "Whether a row leaves its head to the ordered sum in order-free accumulation.");
   m.def(
       "needs_order",
       [](float max_query_norm, float max_key_norm, float max_product, float min_step_product, double softmax_scale,
@@ -410,12 +428,14 @@ PYBIND11_MODULE(_schedule, m) {
       "Whether a head, whatever its rows are, is left to the ordered sum in order-free accumulation.");
 
   m.def("head_swizzle", &launched_head_swizzle, py::arg("schedule"), py::arg("problem"), py::arg("head_dim"),
+        py::arg("value_head_dim") = py::none(),
         "The (sequence, KV head, split)s whose work tiles a launch interleaves.");
   m.def(
       "num_splits", [](Problem const& p) { return num_splits(p.scheduler.group_size, p.grid); }, py::arg("problem"),
       "Into how many parts a launch cuts the query heads of a KV head.");
-  m.def("automatic", &automatic, py::kw_only(), py::arg("causal"), py::arg("head_dim"), py::arg("window") = kAnyWindow,
-        py::arg("attention_chunk") = 0, "The policy that schedule='auto' means.");
+  m.def("automatic", &automatic, py::kw_only(), py::arg("causal"), py::arg("head_dim"),
+        py::arg("value_head_dim") = py::none(), py::arg("window") = kAnyWindow, py::arg("attention_chunk") = 0,
+        "The policy that schedule='auto' means.");
 
   bind_masks_and_forward_tiles(m);
   bind_packs(m);

@@ -7,6 +7,7 @@
 
 #include <cstdint>
 #include <limits>
+#include <optional>
 #include <string>
 #include <tuple>
 #include <utility>
@@ -54,8 +55,15 @@ inline int checked_group_size(int64_t heads, int64_t kv_heads) {
   return static_cast<int>(heads / kv_heads);
 }
 
+// Without one of its own, V has the head_dim of Q and K.
+inline HeadDims checked_head_dims(int64_t head_dim, std::optional<int64_t> value_head_dim) {
+  return {in_range("head_dim", head_dim, 1, kMaxHeadDim + 1),
+          in_range("value_head_dim", value_head_dim.value_or(head_dim), 1, kMaxHeadDim + 1)};
+}
+
 inline forward::QueryTileScheduler forward_tiles(int64_t batch, int64_t seqlen_q, int64_t seqlen_k, int64_t heads,
-                                                 int64_t kv_heads, int64_t head_dim, bool causal, int64_t sms,
+                                                 int64_t kv_heads, int64_t head_dim,
+                                                 std::optional<int64_t> value_head_dim, bool causal, int64_t sms,
                                                  WindowSize window, int64_t attention_chunk) {
   forward::ForwardProblem problem{};
   problem.mask = mask_of(checked_rule(causal, window, attention_chunk),
@@ -64,7 +72,7 @@ inline forward::QueryTileScheduler forward_tiles(int64_t batch, int64_t seqlen_q
   checked_group_size(heads, kv_heads);
   problem.kv_heads = static_cast<int>(kv_heads);
   problem.heads = static_cast<int>(heads);
-  problem.head_dim = in_range("head_dim", head_dim, 1, 129);
+  problem.head_dims = checked_head_dims(head_dim, value_head_dim);
   problem.ctas = positive("sms", sms);
   forward::QueryTileScheduler const scheduler = forward::make_scheduler(problem);
   positive("batch * heads * tiles", num_tiles(scheduler));
@@ -77,8 +85,8 @@ inline void bind_masks_and_forward_tiles(py::module_& m) {
   using ForwardTiles = forward::QueryTileScheduler;
   py::class_<ForwardTiles>(m, "ForwardTiles", "The query tiles of a forward, and the list in which they are worked on.")
       .def(py::init(&forward_tiles), py::kw_only(), py::arg("batch"), py::arg("seqlen_q"), py::arg("seqlen_k"),
-           py::arg("heads"), py::arg("kv_heads"), py::arg("head_dim"), py::arg("causal"), py::arg("sms"),
-           py::arg("window") = kAnyWindow, py::arg("attention_chunk") = 0)
+           py::arg("heads"), py::arg("kv_heads"), py::arg("head_dim"), py::arg("value_head_dim") = py::none(),
+           py::arg("causal"), py::arg("sms"), py::arg("window") = kAnyWindow, py::arg("attention_chunk") = 0)
       .def_readonly("num_tiles", &ForwardTiles::num_tiles)
       .def_readonly("query_tiles", &ForwardTiles::query_tiles)
       .def_readonly("head_groups", &ForwardTiles::head_groups)

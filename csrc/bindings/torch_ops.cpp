@@ -36,6 +36,7 @@ struct Shape {
 
   bool is_pack() const { return batch == 0; }
   int64_t rank() const { return is_pack() ? 3 : 4; }
+  Shape with_head_dim(int64_t other) const { return {batch, seqlen, heads, other}; }
 };
 
 Shape shape_of(const Tensor& tensor, bool is_pack) {
@@ -83,6 +84,12 @@ int to_int(int64_t value, const char* name) {
   STD_TORCH_CHECK(value >= 1 && value <= std::numeric_limits<int>::max(), name, " is ", value,
                   ", expected at least 1 and less than 2^31");
   return static_cast<int>(value);
+}
+
+int checked_head_dim(int64_t head_dim, const char* name) {
+  STD_TORCH_CHECK(head_dim >= 1 && head_dim <= kMaxHeadDim && head_dim % kVectorElements == 0, "the head_dim of ", name,
+                  " is ", head_dim, ", expected a multiple of ", kVectorElements, " up to ", kMaxHeadDim);
+  return static_cast<int>(head_dim);
 }
 
 struct DeviceFacts {
@@ -186,7 +193,7 @@ struct Visibility {
 struct Inputs {
   int32_t device;
   ScalarType dtype;
-  Shape query, key;
+  Shape query, key, value, out;
 };
 
 // Checks `softmax_lse`, or its gradient, of queries of this shape.
@@ -214,10 +221,11 @@ Inputs read_inputs(const Tensor& q, const Tensor& k, const Tensor& v, const Tens
       visibility;
   const bool is_pack = cu_seqlens_q.has_value();
   const int64_t rank = is_pack ? 3 : 4;
-  STD_TORCH_CHECK(q.dim() == rank && k.dim() == rank, "q and k must have ", rank, " dimensions, got ", q.dim(), " and ",
-                  k.dim());
+  STD_TORCH_CHECK(q.dim() == rank && k.dim() == rank && v.dim() == rank, "q, k and v must have ", rank,
+                  " dimensions, got ", q.dim(), ", ", k.dim(), " and ", v.dim());
   const Shape query = shape_of(q, is_pack), of_k = shape_of(k, is_pack);
   const Shape key = {query.batch, of_k.seqlen, of_k.heads, query.head_dim};
+  const Shape value = key.with_head_dim(v.size(rank - 1)), out = query.with_head_dim(value.head_dim);
 
   STD_TORCH_CHECK(is_pack == cu_seqlens_k.has_value(), "cu_seqlens_q and cu_seqlens_k must be given both or neither");
   STD_TORCH_CHECK(is_pack || !(seqused_q || seqused_k), "seqused_q and seqused_k need cu_seqlens");
@@ -233,13 +241,11 @@ Inputs read_inputs(const Tensor& q, const Tensor& k, const Tensor& v, const Tens
   arguments.kv_heads = to_int(key.heads, "the number of key and value heads");
   STD_TORCH_CHECK(arguments.heads % arguments.kv_heads == 0, "q has ", arguments.heads,
                   " heads, expected a multiple of the ", arguments.kv_heads, " heads of k and v");
-  arguments.head_dim = to_int(query.head_dim, "head_dim");
-  STD_TORCH_CHECK(arguments.head_dim % kVectorElements == 0 && padded_head_dim(arguments.head_dim) != 0, "head_dim is ",
-                  arguments.head_dim, ", expected a multiple of ", kVectorElements, " up to 128");
+  arguments.head_dims = {checked_head_dim(query.head_dim, "q"), checked_head_dim(value.head_dim, "v")};
 
   arguments.q = view_of(q, "q", query, dtype, device);
   arguments.k = view_of(k, "k", key, dtype, device);
-  arguments.v = view_of(v, "v", key, dtype, device);
+  arguments.v = view_of(v, "v", value, dtype, device);
 
   arguments.softmax_lse = checked_lse(softmax_lse, "softmax_lse", query, device);
   read_scores(scores, device, arguments);
@@ -248,7 +254,7 @@ Inputs read_inputs(const Tensor& q, const Tensor& k, const Tensor& v, const Tens
   arguments.mask = mask_rule(causal, window_left, window_right, attention_chunk);
   arguments.num_sms = usable_sms(device, sm_margin);
   arguments.sm_margin = static_cast<int>(sm_margin);
-  return {device, dtype, query, key};
+  return {device, dtype, query, key, value, out};
 }
 
 cudaStream_t current_stream(int32_t device) {
@@ -277,7 +283,7 @@ void forward(const Tensor& q, const Tensor& k, const Tensor& v, Tensor out, Tens
   const Inputs inputs = read_inputs(q, k, v, softmax_lse, visibility, {sinks, alibi_slopes, softcap}, softmax_scale,
                                     sm_margin, arguments);
   STD_TORCH_CHECK(arguments.softmax_scale > 0, "softmax_scale is ", softmax_scale, ", expected a positive number");
-  arguments.out = view_of(out, "out", inputs.query, inputs.dtype, inputs.device);
+  arguments.out = view_of(out, "out", inputs.out, inputs.dtype, inputs.device);
   const torch::stable::accelerator::DeviceGuard guard(inputs.device);
   std::optional<Tensor> workspace;
   if (const size_t bytes = forward_workspace_bytes(arguments)) {
@@ -297,13 +303,13 @@ void backward(const Tensor& dout, const Tensor& q, const Tensor& k, const Tensor
   BackwardArguments arguments{};
   const Visibility visibility{cu_seqlens_q, cu_seqlens_k, seqused_q,    seqused_k,
                               causal,       window_left,  window_right, attention_chunk};
-  const auto [device, dtype, query, key] = read_inputs(q, k, v, softmax_lse, visibility, {sinks, alibi_slopes, softcap},
-                                                       softmax_scale, sm_margin, arguments);
-  arguments.out = view_of(out, "out", query, dtype, device);
-  arguments.dout = view_of(dout, "dout", query, dtype, device);
+  const auto [device, dtype, query, key, value, output] = read_inputs(
+      q, k, v, softmax_lse, visibility, {sinks, alibi_slopes, softcap}, softmax_scale, sm_margin, arguments);
+  arguments.out = view_of(out, "out", output, dtype, device);
+  arguments.dout = view_of(dout, "dout", output, dtype, device);
   arguments.dq = view_of(dq, "dq", query, dtype, device);
   arguments.dk = view_of(dk, "dk", key, dtype, device);
-  arguments.dv = view_of(dv, "dv", key, dtype, device);
+  arguments.dv = view_of(dv, "dv", value, dtype, device);
   if (dsoftmax_lse) arguments.dsoftmax_lse = checked_lse(*dsoftmax_lse, "dsoftmax_lse", query, device);
   STD_TORCH_CHECK(!dsinks || sinks, "dsinks needs sinks");
   arguments.dsinks = of_heads(dsinks, "dsinks", query.heads, device);

@@ -11,6 +11,7 @@
 #include <cstdint>
 
 #include "../host_device.h"
+#include "tile_shapes.h"
 
 namespace dash_attn::fixed_point {
 
@@ -120,18 +121,19 @@ DASH_HOST_DEVICE inline int row_exponent(double bound) {
 
 // Whether units of 2^-exponent are too coarse for a row, so that its head needs the order. `keys` are those that the
 // row sees, in `tiles` KV tiles.
-DASH_HOST_DEVICE inline bool row_needs_order(int exponent, double dout_norm, double min_step_product, int head_dim,
+DASH_HOST_DEVICE inline bool row_needs_order(int exponent, double dout_norm, double min_step_product, HeadDims dims,
                                              int keys, int tiles) {
   if (exponent < kMinExponent) return true;
   if (dout_norm == 0) return false;  // nothing to round
   // Squares of two things per element of dQ. Rounding the partials leaves sqrt(tiles / 12) units. Rows of K and V that
   // all are attended alike leave 1 / sqrt(keys) of what one of them would; what all have in common cancels, so only
-  // differences count. Those of two normal values are sqrt(2) of one. Both sides times keys * head_dim^3, which spares
-  // the kernel a division.
+  // differences count. Those of two normal values are sqrt(2) of one. The difference of K is
+  // measured by the sum of its magnitudes, that of V by its norm. Both sides times keys * qk^2 * v, which spares the
+  // kernel a division.
   double const unit = ldexp(1.0, -exponent);
   double const noise = unit * unit * (tiles * (1.0 / 12));
   double const steps = dout_norm * min_step_product * (kMeanMagnitudeToDeviation / 2 * kMaxError);
-  double const shares = double(head_dim) * head_dim * head_dim * (keys > 0 ? keys : 1);
+  double const shares = double(dims.qk) * dims.qk * dims.v * (keys > 0 ? keys : 1);
   return !(noise * shares <= steps * steps);
 }
 

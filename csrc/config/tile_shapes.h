@@ -6,33 +6,64 @@
 
 namespace dash_attn {
 
-struct TileShape {
-  int query;     // rows of Q and dO in one tile (M)
-  int key;       // rows of K and V in one tile (N)
-  int head_dim;  // columns held in shared memory; a smaller head_dim is padded with zeros by TMA
+// Columns of Q and K, and those of V and the output.
+struct HeadDims {
+  int qk, v;
+
+  DASH_HOST_DEVICE constexpr int sum() const { return qk + v; }
 };
 
-// Smallest head dim of the table that holds `head_dim`, or 0 when none does.
-DASH_HOST_DEVICE constexpr int padded_head_dim(int head_dim) {
-  return head_dim <= 0 ? 0 : head_dim <= 64 ? 64 : head_dim <= 96 ? 96 : head_dim <= 128 ? 128 : 0;
+DASH_HOST_DEVICE constexpr bool operator==(HeadDims a, HeadDims b) { return a.qk == b.qk && a.v == b.v; }
+DASH_HOST_DEVICE constexpr bool operator!=(HeadDims a, HeadDims b) { return !(a == b); }
+
+struct TileShape {
+  int query;           // rows of Q and dO in one tile (M)
+  int key;             // rows of K and V in one tile (N)
+  HeadDims head_dims;  // columns held in shared memory; smaller head dims are padded with zeros by TMA
+};
+
+inline constexpr int kMaxHeadDim = 256;
+
+// The smallest row of the table that holds both head dims; (0, 0) when none does.
+DASH_HOST_DEVICE constexpr HeadDims padded_head_dims(int qk, int v) {
+  // Each holds all before it.
+  constexpr HeadDims kRows[] = {{64, 64}, {96, 96}, {128, 128}, {192, 128}, {192, 192}, {256, 256}};
+  if (qk <= 0 || v <= 0) return {0, 0};
+  for (HeadDims const row : kRows) {
+    if (qk <= row.qk && v <= row.v) return row;
+  }
+  return {0, 0};
 }
 
-// `padded` is a value of padded_head_dim. A row is chosen for speed alone, but it fixes the rounding of the
+// `padded` is a value of padded_head_dims. A row is chosen for speed alone, but it fixes the rounding of the
 // sums over queries and keys, so it may depend on the shape of the problem and on nothing else.
-DASH_HOST_DEVICE constexpr TileShape backward_tile_shape(int padded) {
-  switch (padded) {
+DASH_HOST_DEVICE constexpr TileShape backward_tile_shape(HeadDims padded) {
+  switch (padded.qk) {
     case 64:
-      return {128, 128, 64};
+      return {128, 128, padded};
     case 96:
-      return {80, 128, 96};
+      return {80, 128, padded};
+    case 192:
+      return {64, 96, padded};
+    case 256:
+      return {64, 80, padded};
     default:
-      return {64, 128, 128};
+      return {64, 128, padded};
   }
 }
 
 // The same for the forward, where only the keys of a tile fix the rounding of a row.
-DASH_HOST_DEVICE constexpr TileShape forward_tile_shape(int padded) {
-  return padded == 64 ? TileShape{192, 128, 64} : TileShape{128, 128, padded};
+DASH_HOST_DEVICE constexpr TileShape forward_tile_shape(HeadDims padded) {
+  switch (padded.qk) {
+    case 64:
+      return {192, 128, padded};
+    case 192:
+      return {128, padded.v == 128 ? 96 : 80, padded};
+    case 256:
+      return {128, 80, padded};
+    default:
+      return {128, 128, padded};
+  }
 }
 
 }  // namespace dash_attn

@@ -69,18 +69,23 @@ __device__ __forceinline__ void pack_slices(uint32_t (&packed)[kAcc / 8][4], con
   for (int i = 0; i < kAcc / 2; ++i) { packed[i / 4][i % 4] = pack<Element>(acc[2 * i], acc[2 * i + 1]); }
 }
 
-// Writes the transpose of a 64-row fragment to 64 columns of a tile of kRows rows, whose first block is `blocks`:
-// fragment column c becomes tile row c. `warp` and `lane` are those of the thread in its warpgroup.
-template <typename Swizzle, int kRows, int kSlices>
-__device__ __forceinline__ void store_transposed(void* blocks, const RegisterSlice (&packed)[kSlices], int warp,
-                                                 int lane) {
+// The 16 bytes that a thread passes to stmatrix and ldmatrix for slice 0 of the transpose of a 64-row fragment, in 64
+// columns of a tile of kRows rows, whose first block is `blocks`: fragment column c is tile row c. `warp` and `lane` are
+// those of the thread in its warpgroup. The next slice lies 16 rows on.
+template <typename Swizzle, int kRows>
+__device__ __forceinline__ uint32_t transposed_address(const void* blocks, int warp, int lane) {
   constexpr int kWarpsPerBlock = Swizzle::kChunks / 2;
   const bool one_block = kWarpsPerBlock * kProductDepth == kWarpgroupRows;
   const int block = one_block ? 0 : warp / kWarpsPerBlock, warp_of_block = one_block ? warp : warp % kWarpsPerBlock;
   const int row = (lane / 16) * 8 + lane % 8;
   const int place = Swizzle::place(lane % 8, 2 * warp_of_block + (lane / 8) % 2);
-  const uint32_t address =
-      cute::cast_smem_ptr_to_uint(blocks) + (block * kRows + row) * Swizzle::kRowBytes + place * 16;
+  return cute::cast_smem_ptr_to_uint(blocks) + (block * kRows + row) * Swizzle::kRowBytes + place * 16;
+}
+
+template <typename Swizzle, int kRows, int kSlices>
+__device__ __forceinline__ void store_transposed(void* blocks, const RegisterSlice (&packed)[kSlices], int warp,
+                                                 int lane) {
+  const uint32_t address = transposed_address<Swizzle, kRows>(blocks, warp, lane);
 #pragma unroll
   for (int k = 0; k < kSlices; ++k) { ptx::store_matrix_transposed(address + k * 2 * Swizzle::kAtomBytes, packed[k]); }
 }

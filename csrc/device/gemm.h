@@ -52,8 +52,10 @@ class TileDescriptors {
       : shared_(cute::cast_smem_ptr_to_uint(shared)),
         first_(((shared_ & 0x3ffff) >> 4) | (uint64_t(Swizzle::kAtomBytes >> 4) << 32) |
                (Swizzle::kDescriptorMode << 62)) {
-    asm volatile("" : "+l"(first_));  // or the compiler, which knows the upper half, adds in two halves
+    forget();  // or the compiler, which knows the upper half, adds in two halves
   }
+  // Has descriptors added up afresh, instead of carried in registers from earlier on.
+  __device__ __forceinline__ void forget() { asm volatile("" : "+l"(first_)); }
   __device__ __forceinline__ uint64_t operator()(const void* tile) const {
     return first_ + ((cute::cast_smem_ptr_to_uint(tile) - shared_) >> 4);
   }
@@ -144,6 +146,13 @@ __device__ __forceinline__ void pin(float (&accumulator)[kSize]) {
   for (int i = 0; i < kSize; ++i) { asm volatile("" : "+f"(accumulator[i])::"memory"); }
 }
 
+// Says that what the registers hold is of no more use: a product that overwrites them counts as one that reads them.
+template <int kSize>
+__device__ __forceinline__ void forget_contents(float (&accumulator)[kSize]) {
+#pragma unroll
+  for (int i = 0; i < kSize; ++i) { asm volatile("" : "=f"(accumulator[i])); }
+}
+
 template <int kSlices>
 __device__ __forceinline__ void pin(uint32_t (&operand)[kSlices][4]) {
 #pragma unroll
@@ -182,6 +191,18 @@ __device__ __forceinline__ void multiply(float (&acc)[kAcc], RegisterSlice (&a)[
 template <typename Element, typename B, int kSlices, int kAcc>
 __device__ __forceinline__ void multiply_add(float (&acc)[kAcc], RegisterSlice (&a)[kSlices], B b) {
   multiply<Element>(acc, a, b, true);
+}
+
+template <typename Element, int kDepth, typename A, typename B, int kAcc>
+__device__ __forceinline__ void multiply_add(float (&acc)[kAcc], A a, B b) {
+  using Product = SharedProduct<Element, 2 * kAcc, A::kMajor, B::kMajor>;
+  pin(acc);
+  cute::warpgroup_arrive();
+#pragma unroll
+  for (int k = 0; k < kDepth / kProductDepth; ++k) {
+    detail::issue<Product>(a.step(k), b.step(k), acc, true, std::make_index_sequence<kAcc>{});
+  }
+  cute::warpgroup_commit_batch();
 }
 
 // Returns when at most `kPending` of the groups committed last are still running.

@@ -56,7 +56,11 @@ __device__ __forceinline__ void bulk_commit() { asm volatile("cp.async.bulk.comm
 // Waits until the bulk operations of this thread are PERFORMED, not merely until shared memory may be reused (.read).
 __device__ __forceinline__ void bulk_wait_performed() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }
 
-__device__ __forceinline__ void bulk_wait_read() { asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory"); }
+// Waits until all but the last `kPending` groups of this thread have read shared memory.
+template <int kPending = 0>
+__device__ __forceinline__ void bulk_wait_read() {
+  asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(kPending) : "memory");
+}
 
 // 9.7.12.4 "fence.proxy.async": orders the generic proxy's accesses and the async proxy's (TMA, bulk copies, wgmma).
 __device__ __forceinline__ void fence_async_shared() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
@@ -119,6 +123,13 @@ __device__ __forceinline__ void store_matrix_transposed(uint32_t row, const uint
 // 9.7.14.5.14 "ldmatrix": the inverse of store_matrix.
 __device__ __forceinline__ void load_matrix(uint32_t row, uint32_t (&m)[4]) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(m[0]), "=r"(m[1]), "=r"(m[2]), "=r"(m[3])
+               : "r"(row)
+               : "memory");
+}
+
+__device__ __forceinline__ void load_matrix_transposed(uint32_t row, uint32_t (&m)[4]) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
                : "=r"(m[0]), "=r"(m[1]), "=r"(m[2]), "=r"(m[3])
                : "r"(row)
                : "memory");

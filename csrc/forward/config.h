@@ -17,17 +17,19 @@
 
 namespace dash_attn::forward {
 
-template <typename Element_, int kHeadDim_, MaskKind kMask_, typename Score_>
+template <typename Element_, int kQkDim_, int kValueDim_, MaskKind kMask_, typename Score_>
 struct Variant {
   using Element = Element_;
   using Score = Score_;
   static constexpr MaskKind kMask = kMask_;
-  static constexpr TileShape kTile = forward_tile_shape(kHeadDim_);
+  static constexpr TileShape kTile = forward_tile_shape({kQkDim_, kValueDim_});
   static constexpr int kQuery = kTile.query;
   static constexpr int kKey = kTile.key;
-  static constexpr int kHeadDim = kTile.head_dim;
-  using Swizzle = SwizzleOf<kHeadDim>;  // of all tiles
-  static_assert(kHeadDim % Swizzle::kColumns == 0 && kKey % kProductDepth == 0 && kQuery % kWarpgroupRows == 0);
+  static constexpr int kQkDim = kTile.head_dims.qk;
+  static constexpr int kValueDim = kTile.head_dims.v;
+  using Swizzle = SwizzleOf<kQkDim>;  // of all tiles
+  static_assert(kQkDim % Swizzle::kColumns == 0 && kValueDim % Swizzle::kColumns == 0);
+  static_assert(kKey % kProductDepth == 0 && kQuery % kWarpgroupRows == 0);
 
   // Warpgroup 0 loads and stores; each of the others owns 64 rows of the query tile, from S to the output.
   static constexpr int kConsumers = kQuery / kWarpgroupRows;
@@ -39,17 +41,34 @@ struct Variant {
   static_assert(kWarpgroupThreads * (kProducerRegisters + kConsumers * kConsumerRegisters) <=
                 launch_registers(kThreads));
 
-  // Whether S leaves out the half of the KV tile that comes first where a warpgroup's rows do not see it. A product in
-  // two forms takes registers that three consumers do not have, and under the full mask there is no such half.
-  static constexpr bool kHalvesFirstTile = kConsumers == 2 && kMask != MaskKind::kFull;
+  static constexpr int kQueryTileBytes = kQuery * kQkDim * sizeof(Element);
+  static constexpr int kKeyTileBytes = kKey * kQkDim * sizeof(Element);
+  static constexpr int kValueTileBytes = kKey * kValueDim * sizeof(Element);
+  static constexpr int kBytesForTiles = kSharedMemoryLimit - 1024;  // the rest is for barriers
 
-  static constexpr int kQueryStages = 3;  // tiles of Q: in use, on their way in, on their way out as output
-  static constexpr int kQueryTileBytes = kQuery * kHeadDim * sizeof(Element);
-  static constexpr int kKeyTileBytes = kKey * kHeadDim * sizeof(Element);
+  // Tiles of Q: in use, on their way in, on their way out as output; fewer where two tiles of K and V leave no room.
+  // Two will do but for tiles of few keys.
+  static constexpr int kQueryStages =
+      min_int(3, (kBytesForTiles - 2 * (kKeyTileBytes + kValueTileBytes)) / kQueryTileBytes);
 
-  // Tiles of K, and as many of V: what the shared memory holds beside Q and the barriers.
-  static constexpr int kStages = (kSharedMemoryLimit - 1024 - kQueryStages * kQueryTileBytes) / (2 * kKeyTileBytes);
+  // The output of a tile leaves from where its Q was: a warpgroup reads no other rows than its own. With one such place
+  // it leaves from where V was, and the next Q is on its way while the last P V runs.
+  static constexpr bool kOutputInValues = kQueryStages == 1;
+  static constexpr int kOutputRows = kOutputInValues ? kWarpgroupRows : kQuery;  // of the tile that it is staged in
+  static_assert(kOutputInValues ? kWarpgroupRows <= kKey && kConsumers <= 2 : kValueDim <= kQkDim);
+
+  // Query tiles that are known at a time: until the output of one has left, another may have been announced.
+  static constexpr int kTileSlots = kOutputInValues ? 2 : kQueryStages;
+
+  // Tiles of K, and as many of V.
+  static constexpr int kStages = (kBytesForTiles - kQueryStages * kQueryTileBytes) / (kKeyTileBytes + kValueTileBytes);
   static_assert(kStages >= 2);
+
+  // Whether S leaves out the half of the KV tile that comes first where a warpgroup's rows do not see it. A product in
+  // two forms takes registers that three consumers do not have, nor two beside an output of more than 128 columns;
+  // and under the full mask there is no such half.
+  static constexpr bool kHalvesFirstTile =
+      kConsumers == 2 && kQueryStages > 1 && kValueDim <= 128 && kMask != MaskKind::kFull;
 
   DASH_HOST_DEVICE static constexpr TileGrid grid(Sequence const& sequence, Window const& window) {
     return {{kQuery, kKey, 1}, {kMask, window, sequence}};
@@ -74,19 +93,24 @@ struct alignas(1024) SharedStorage {
   using Barrier = cutlass::arch::ClusterBarrier;
   using TransactionBarrier = cutlass::arch::ClusterTransactionBarrier;
 
-  // The output of a tile leaves from where its Q was: a warpgroup reads no other rows than its own.
-  Element q[Variant::kQueryStages][Variant::kQuery * Variant::kHeadDim];
-  Element k[Variant::kStages][Variant::kKey * Variant::kHeadDim];
-  Element v[Variant::kStages][Variant::kKey * Variant::kHeadDim];
+  Element q[Variant::kQueryStages][Variant::kQuery * Variant::kQkDim];
+  Element k[Variant::kStages][Variant::kKey * Variant::kQkDim];
+  Element v[Variant::kStages][Variant::kKey * Variant::kValueDim];
 
-  // What is worked on in each of those places.
-  AnnouncedTile tile[Variant::kQueryStages];
+  AnnouncedTile tiles[Variant::kTileSlots];
+  int output_slot[Variant::kConsumers];  // of V, where a warpgroup's output is staged there
 
   TransactionBarrier q_full[Variant::kQueryStages];
   Barrier q_empty[Variant::kQueryStages];
   Barrier out_full[Variant::kQueryStages][Variant::kConsumers];
+  Barrier out_left[Variant::kConsumers];  // from the place of a V
   TransactionBarrier k_full[Variant::kStages], v_full[Variant::kStages];
   Barrier k_empty[Variant::kStages], v_empty[Variant::kStages];
+
+  // The query tile whose Q has that place.
+  __device__ __forceinline__ AnnouncedTile& tile(RingIndex<Variant::kQueryStages> place) {
+    return tiles[place.count % Variant::kTileSlots];
+  }
 };
 
 // Number of arrivals that complete each barrier.
@@ -95,9 +119,11 @@ struct Arrivals {
   static constexpr int kTransaction = 1;                          // the thread that announces the bytes
   static constexpr int kConsumerWarps = Variant::kConsumerWarps;  // a lane of each warp whose products have completed
   static constexpr int kStagingWarps = kWarpgroupWarps;           // a lane of each warp that has staged its output
-  // For each warpgroup the storer, when its output has left, and every thread of it that has read what the tile is. The
-  // storers would do, each of which has waited for a lane of all its warps, but racecheck does not follow that.
-  static constexpr int kDoneWithTile = Variant::kConsumers * (1 + kWarpgroupThreads);
+  // For each warpgroup the storer, when its output has left from there, and every thread of it that has read what the
+  // tile is. The storers would do, each of which has waited for a lane of all its warps, but racecheck does not follow
+  // that.
+  static constexpr int kDoneWithTile = Variant::kConsumers * (kWarpgroupThreads + (Variant::kOutputInValues ? 0 : 1));
+  static constexpr int kStorer = 1;
 };
 
 template <typename Variant>
@@ -110,6 +136,7 @@ __device__ __forceinline__ void initialise_barriers(SharedStorage<Variant>& shar
       shared.out_full[i][consumer].init(Count::kStagingWarps);
     }
   }
+  for (int consumer = 0; consumer < Variant::kConsumers; ++consumer) { shared.out_left[consumer].init(Count::kStorer); }
   for (int i = 0; i < Variant::kStages; ++i) {
     shared.k_full[i].init(Count::kTransaction);
     shared.v_full[i].init(Count::kTransaction);

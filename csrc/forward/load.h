@@ -70,7 +70,7 @@ class Loader {
   // Tells the other warps of the tile once the barrier that it returns has completed.
   __device__ __forceinline__ Barrier& announce(const AnnouncedTile& tile) {
     shared_.q_empty[q_.slot()].wait(q_.empty_parity());
-    shared_.tile[q_.slot()] = tile;
+    shared_.tile(q_) = tile;
     return shared_.q_full[q_.slot()];
   }
 
@@ -79,10 +79,13 @@ class Loader {
   __device__ __forceinline__ int load(const Tile& tile, int next_round) {
     const Range kv_tiles = kv_tiles_of_query_tile<Variant>(params_, tile.sequence, tile.end);
     const int kv_head = params_.scheduler.kv_head(tile.head_group);
-    load_q(tile);  // without keys too: the output takes its place
+    // Without keys too, for what the other warps are told with it. Where Q has one place, K's is free before it.
+    const bool k_first = Variant::kQueryStages == 1 && kv_tiles.count > 0;
+    if (!k_first) { load_q(tile); }
     if (kv_tiles.count == 0) { return take_place(next_round); }
     int kv_tile = kv_tiles.end() - 1;
     load_k(kv_tile, kv_head, tile.key_rows);
+    if (k_first) { load_q(tile); }
 #pragma unroll 1
     for (; kv_tile > kv_tiles.first; --kv_tile) {
       load_k(kv_tile - 1, kv_head, tile.key_rows);
@@ -102,7 +105,7 @@ class Loader {
     for (int row = 0; row < Variant::kQuery; row += kWarpgroupRows) {
       const int position = WarpgroupRows<Variant>::first_row(params_, tile.end, row / kWarpgroupRows);
 #pragma unroll
-      for (int column = 0; column < Variant::kHeadDim; column += Swizzle::kColumns) {
+      for (int column = 0; column < Variant::kQkDim; column += Swizzle::kColumns) {
         cute::SM90_TMA_LOAD_5D::copy(&params_.q, reinterpret_cast<uint64_t*>(&full), kReadOnce,
                                      rows + column * Variant::kQuery + row * Swizzle::kColumns, column,
                                      tile.head_group << params_.scheduler.group_shift, tile.rows.first + position,
@@ -113,21 +116,26 @@ class Loader {
 
   __device__ __forceinline__ void load_k(int kv_tile, int kv_head, const RowOrigin& rows) {
     shared_.k_empty[k_.slot()].wait(k_.empty_parity());
-    load_key_tile(params_.k, shared_.k_full[k_.slot()], shared_.k[k_.slot()], kv_tile, kv_head, rows);
+    load_key_tile<Variant::kQkDim>(params_.k, shared_.k_full[k_.slot()], shared_.k[k_.slot()], kv_tile, kv_head, rows);
     k_ = k_.next();
   }
 
   __device__ __forceinline__ void load_v(int kv_tile, int kv_head, const RowOrigin& rows) {
+    if constexpr (Variant::kOutputInValues) {
+      // Of the query tile before; q_ is one ahead.
+      for (auto& left : shared_.out_left) { left.wait(q_.previous().empty_parity()); }
+    }
     shared_.v_empty[v_.slot()].wait(v_.empty_parity());
-    load_key_tile(params_.v, shared_.v_full[v_.slot()], shared_.v[v_.slot()], kv_tile, kv_head, rows);
+    load_key_tile<Variant::kValueDim>(params_.v, shared_.v_full[v_.slot()], shared_.v[v_.slot()], kv_tile, kv_head,
+                                      rows);
     v_ = v_.next();
   }
 
+  template <int kColumns>
   __device__ __forceinline__ void load_key_tile(const CUtensorMap& map, Barrier& full, Element* tile, int kv_tile,
                                                 int kv_head, const RowOrigin& rows) {
-    full.arrive_and_expect_tx(Variant::kKeyTileBytes);
-    load_tile<Swizzle, Variant::kKey, Variant::kHeadDim>(map, full, tile, rows, kv_tile * Variant::kKey, kv_head,
-                                                         kKeepInL2);
+    full.arrive_and_expect_tx(Variant::kKey * kColumns * sizeof(Element));
+    load_tile<Swizzle, Variant::kKey, kColumns>(map, full, tile, rows, kv_tile * Variant::kKey, kv_head, kKeepInL2);
   }
 
   Shared& shared_;

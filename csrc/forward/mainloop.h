@@ -55,7 +55,7 @@ class Consumer {
     for (int end; (end = next_tile()) != kNoMoreTiles; q_ = q_.next()) {
       Rows next(params_, sequence_of_tile(), end, consumer_);
       if constexpr (Score::kHasSlope) { set_slopes(next); }
-      if (rows.kv.count > 0 && next.kv.count > 0 && !passes_many(next.passed_before)) {
+      if (Variant::kQueryStages > 1 && rows.kv.count > 0 && next.kv.count > 0 && !passes_many(next.passed_before)) {
         if (Variant::kHalvesFirstTile && next.half_first) {
           cross<kHalfTile>(out, p, softmax, rows, next);
         } else {
@@ -73,13 +73,18 @@ class Consumer {
       }
       rows = next;
       if (rows.kv.count > 0) { walk(out, p, softmax, rows); }
-      if (rows.kv.count > 0 && passes_many(rows.passed_after)) {
-        // The loader comes to the next tile when these have been passed over.
+      // The loader comes to the next tile when these have been passed over. Where Q has one place, the last product
+      // does not wait for the next one.
+      if (rows.kv.count > 0 && (passes_many(rows.passed_after) || Variant::kQueryStages == 1)) {
         finish(out, p, softmax, rows, q_);
         rows.kv.count = 0;
       }
     }
     if (rows.kv.count > 0) { finish(out, p, softmax, rows, q_.previous()); }
+    if constexpr (Variant::kOutputInValues) {  // tells the storer
+      shared_.out_left[consumer_].wait(q_.empty_parity());
+      arrive_together(shared_.out_full[0][consumer_]);
+    }
   }
 
  private:
@@ -88,8 +93,8 @@ class Consumer {
   using KeyRows = KMajor<Swizzle, Variant::kKey>;      // K as B of S
   using KeySum = MnMajor<Swizzle, Variant::kKey>;      // V as B of O
 
-  static constexpr int kScoreRegisters = Variant::kKey / 2;       // a 64 x kKey fragment
-  static constexpr int kOutputRegisters = Variant::kHeadDim / 2;  // a 64 x kHeadDim fragment
+  static constexpr int kScoreRegisters = Variant::kKey / 2;        // a 64 x kKey fragment
+  static constexpr int kOutputRegisters = Variant::kValueDim / 2;  // a 64 x kValueDim fragment
 
   static constexpr int kHalfTile = Variant::kKey / 2;
 
@@ -103,7 +108,7 @@ class Consumer {
   __device__ __forceinline__ int next_tile() { return __shfl_sync(0xffffffff, wait_for_tile(shared_, q_), 0); }
 
   __device__ __forceinline__ Sequence sequence_of_tile() const {
-    const Sequence& sequence = shared_.tile[q_.slot()].sequence;
+    const Sequence& sequence = shared_.tile(q_).sequence;
     return {__shfl_sync(0xffffffff, sequence.seqlen_q, 0), __shfl_sync(0xffffffff, sequence.seqlen_k, 0)};
   }
 
@@ -119,6 +124,7 @@ class Consumer {
     issue_s(s);
     wait_products<0>();
     finish_s(s);
+    if (rows.kv.count == 1) { release_q(); }
     make_scores(s, rows, rows.kv.end() - 1);
     exponentiate_first(s, softmax, rows);
     pass_values_before(rows);
@@ -147,6 +153,7 @@ class Consumer {
     issue_out(out, p);
     wait_products<1>();  // S
     finish_s(s);
+    if (kv_tile == rows.kv.first) { release_q(); }
     make_scores(s, rows, kv_tile);
     if constexpr (kTile == Tile::kMasked) { apply_mask(s, rows, kv_tile); }
     const bool corrects = softmax.exponentiate<kTile>(s, correction);
@@ -202,6 +209,7 @@ class Consumer {
   __device__ __forceinline__ void pass_over(Output& out, OnlineSoftmax& softmax, const Rows& rows) {
     pass_tiles(rows.passed_before + rows.passed_after);
     store(out, softmax, rows, q_);
+    release_q();
   }
 
   __device__ __forceinline__ void pass_tiles(int count) {
@@ -251,8 +259,8 @@ class Consumer {
 
   template <int kRegisters>
   __device__ __forceinline__ void issue_s(float (&s)[kRegisters]) {
-    multiply<Element, Variant::kHeadDim>(s, QueryRows(descriptor_of_(shared_.q[q_.slot()]), consumer_ * kWarpgroupRows),
-                                         KeyRows(descriptor_of_(shared_.k[k_.slot()])));
+    multiply<Element, Variant::kQkDim>(s, QueryRows(descriptor_of_(shared_.q[q_.slot()]), consumer_ * kWarpgroupRows),
+                                       KeyRows(descriptor_of_(shared_.k[k_.slot()])));
   }
 
   __device__ __forceinline__ void issue_out(Output& out, PackedScores& p) {
@@ -275,12 +283,17 @@ class Consumer {
   }
 
   __device__ __forceinline__ void set_slopes(Rows& rows) const {
-    const AnnouncedTile& tile = shared_.tile[q_.slot()];
+    const AnnouncedTile& tile = shared_.tile(q_);
 #pragma unroll
     for (int row = 0; row < kRowsPerThread; ++row) {
       const int head = Rows::head(params_, tile.head_group, thread_, row);
       rows.slopes.of[row] = params_.score.slope(tile.number, head);
     }
+  }
+
+  // After the last scores of the tile, where its Q does not make place for the output.
+  __device__ __forceinline__ void release_q() const {
+    if constexpr (Variant::kOutputInValues) { shared_.q_empty[q_.slot()].arrive(); }
   }
 
   // Products of the rows with keys of a KV tile, from its first on, become scores.
@@ -339,7 +352,7 @@ class Consumer {
   // Hands the rows to the storer, and the log-sum-exp to memory. `out` is the sum of P V.
   __device__ __forceinline__ void store(Output& out, OnlineSoftmax& softmax, const Rows& rows,
                                         QuerySlot slot_of_rows) const {
-    const AnnouncedTile& tile = shared_.tile[slot_of_rows.slot()];
+    const AnnouncedTile& tile = shared_.tile(slot_of_rows);
     RowStatistic inverse_sum, lse;
     softmax.finish(inverse_sum, lse);
     const auto sees_no_key = [&](int row) {
@@ -369,11 +382,24 @@ class Consumer {
     }
     uint32_t packed[kOutputRegisters / 8][4];
     pack_slices<Element>(packed, out);
-    sync_warpgroup(consumer_);  // all warps' products have read Q
-    store_rows<Swizzle, Variant::kQuery>(shared_.q[slot_of_rows.slot()], consumer_ * kWarpgroupRows, packed,
-                                         thread_ / 32, thread_ % 32);
+    if constexpr (Variant::kOutputInValues) {
+      // The places of the next two V are the warpgroups'. Both have done with what was there, and the loader waits.
+      const RingIndex<Variant::kStages> place = consumer_ == 0 ? v_ : v_.next();
+      shared_.v_empty[place.slot()].wait(place.empty_parity());
+      shared_.out_left[consumer_].wait(slot_of_rows.empty_parity());
+      if (thread_ == 0) { shared_.output_slot[consumer_] = place.slot(); }
+      stage(shared_.v[place.slot()], 0, packed);
+    } else {
+      sync_warpgroup(consumer_);  // all warps' products have read Q
+      stage(shared_.q[slot_of_rows.slot()], consumer_ * kWarpgroupRows, packed);
+    }
     fence_and_arrive(shared_.out_full[slot_of_rows.slot()][consumer_]);
-    shared_.q_empty[slot_of_rows.slot()].arrive();
+    if constexpr (!Variant::kOutputInValues) { shared_.q_empty[slot_of_rows.slot()].arrive(); }
+  }
+
+  __device__ __forceinline__ void stage(Element* tile, int first_row,
+                                        const uint32_t (&packed)[kOutputRegisters / 8][4]) const {
+    store_rows<Swizzle, Variant::kOutputRows>(tile, first_row, packed, thread_ / 32, thread_ % 32);
   }
 
   Shared& shared_;

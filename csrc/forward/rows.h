@@ -23,7 +23,7 @@ __device__ __forceinline__ Range kv_tiles_of_query_tile(const KernelParams& para
 template <typename Variant>
 __device__ __forceinline__ int wait_for_tile(SharedStorage<Variant>& shared, RingIndex<Variant::kQueryStages> slot) {
   shared.q_full[slot.slot()].wait(slot.parity());
-  return shared.tile[slot.slot()].end;
+  return shared.tile(slot).end;
 }
 
 // Of a thread's rows, where scores depend on the head.

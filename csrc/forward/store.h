@@ -21,24 +21,39 @@ class Storer {
       : shared_(shared), params_(params), consumer_(consumer) {}
 
   __device__ void run() {
-    for (; wait_for_tile(shared_, q_) != kNoMoreTiles; q_ = q_.next()) {
-      shared_.out_full[q_.slot()][consumer_].wait(q_.parity());
-      write(shared_.tile[q_.slot()]);
-      shared_.q_empty[q_.slot()].arrive();
+    for (; wait_for_output() != kNoMoreTiles; q_ = q_.next()) {
+      write(shared_.tile(q_));
+      if constexpr (Variant::kOutputInValues) {
+        shared_.out_left[consumer_].arrive();
+      } else {
+        shared_.q_empty[q_.slot()].arrive();
+      }
     }
   }
 
  private:
   using Swizzle = typename Variant::Swizzle;
 
+  // The end of its tile, or kNoMoreTiles. Where the output leaves from the place of a V, the loader does not wait for it
+  // with the next Q, and a storer that waited for Q could miss one: there the consumers tell it of the end too.
+  __device__ __forceinline__ int wait_for_output() const {
+    if constexpr (!Variant::kOutputInValues) {
+      if (wait_for_tile(shared_, q_) == kNoMoreTiles) { return kNoMoreTiles; }
+    }
+    shared_.out_full[q_.slot()][consumer_].wait(q_.parity());
+    return shared_.tile(q_).end;
+  }
+
   // TMA leaves out rows past the sequence's end.
   __device__ __forceinline__ void write(const AnnouncedTile& tile) const {
     const int position = WarpgroupRows<Variant>::first_row(params_, tile.end, consumer_);
     if (position < tile.end) {
-      const Element* staged = shared_.q[q_.slot()] + consumer_ * kWarpgroupRows * Swizzle::kColumns;
+      const Element* staged = Variant::kOutputInValues
+                                  ? shared_.v[shared_.output_slot[consumer_]]
+                                  : shared_.q[q_.slot()] + consumer_ * kWarpgroupRows * Swizzle::kColumns;
 #pragma unroll
-      for (int column = 0; column < Variant::kHeadDim; column += Swizzle::kColumns) {
-        cute::SM90_TMA_STORE_5D::copy(&params_.out, staged + column * Variant::kQuery, column,
+      for (int column = 0; column < Variant::kValueDim; column += Swizzle::kColumns) {
+        cute::SM90_TMA_STORE_5D::copy(&params_.out, staged + column * Variant::kOutputRows, column,
                                       tile.head_group << params_.scheduler.group_shift, tile.rows.first + position,
                                       tile.rows.outer, tile.rows.wrap);
       }

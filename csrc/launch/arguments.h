@@ -6,6 +6,7 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "../config/tile_shapes.h"
 #include "../schedule/mask.h"
 #include "tensor.h"
 
@@ -23,7 +24,8 @@ struct AttentionArguments {
   float* softmax_lse;  // (batch, heads, seqlen_q), of a pack (heads, total_q); the backward only reads it
   void* workspace;     // of forward_workspace_bytes or backward_workspace_bytes
   Dtype dtype;
-  int batch, heads, kv_heads, head_dim;
+  int batch, heads, kv_heads;
+  HeadDims head_dims;
   int seqlen_q, seqlen_k;  // of a pack: rows in all
   PackLengths pack;
   float softmax_scale;  // positive
@@ -37,6 +39,7 @@ struct AttentionArguments {
   int sm_margin;  // SMs of the device beside those
 
   bool is_pack() const { return pack.cu_seqlens_q != nullptr; }
+  HeadDims padded_head_dims() const { return dash_attn::padded_head_dims(head_dims.qk, head_dims.v); }
   Sequence sequence() const { return {seqlen_q, seqlen_k}; }  // of a dense batch
   RowsOfCall query_rows() const { return {batch, seqlen_q, is_pack()}; }
   RowsOfCall key_rows() const { return {batch, seqlen_k, is_pack()}; }

@@ -12,8 +12,8 @@ namespace {
 
 [[noreturn]] void no_kernel(const AttentionArguments& a, const char* pass, const std::string& schedule) {
   throw std::runtime_error(std::string("dash_attn: this build has no ") + pass + " kernel for dtype " +
-                           (a.dtype == Dtype::kBFloat16 ? "bfloat16" : "float16") + ", head_dim " +
-                           std::to_string(a.head_dim) + ", " + kMaskNames[static_cast<int>(a.mask.kind)] + " mask, " +
+                           (a.dtype == Dtype::kBFloat16 ? "bfloat16" : "float16") + ", head dims " +
+                           head_dims_text(a.head_dims) + ", " + kMaskNames[static_cast<int>(a.mask.kind)] + " mask, " +
                            kScoreNames[static_cast<int>(score_kind(a))] + " score" + schedule +
                            "; see the DASH_ATTN_* build variables in docs/install.md");
 }
@@ -21,13 +21,13 @@ namespace {
 // As the kernel that serves them takes them.
 template <typename Arguments>
 Arguments for_kernel(Arguments a) {
-  a.mask = served_mask(score_kind(a), a.head_dim, a.mask);
+  a.mask = served_mask(score_kind(a), a.padded_head_dims(), a.mask);
   return a;
 }
 
-template <typename DtypeName, typename MaskName, typename ScoreName>
-bool serves(const AttentionArguments& a, int head_dim) {
-  return a.dtype == DtypeName::kDtype && padded_head_dim(a.head_dim) == head_dim && a.mask.kind == MaskName::kKind &&
+template <typename DtypeName, typename Dims, typename MaskName, typename ScoreName>
+bool serves(const AttentionArguments& a) {
+  return a.dtype == DtypeName::kDtype && a.padded_head_dims() == Dims::kDims && a.mask.kind == MaskName::kKind &&
          score_kind(a) == ScoreName::Score::kKind;
 }
 
@@ -40,9 +40,9 @@ size_t forward_workspace_bytes(const ForwardArguments& arguments) {
 
 void run_forward(const ForwardArguments& arguments, cudaStream_t stream) {
   const ForwardArguments a = for_kernel(arguments);
-#define DASH_FORWARD_VARIANT(dtype, head_dim, mask, score)                          \
-  if (serves<dtype, mask, score>(a, head_dim)) {                                    \
-    return launch_forward<ForwardVariant<dtype, head_dim, mask, score>>(a, stream); \
+#define DASH_FORWARD_VARIANT(dtype, head_dims, mask, score)                                \
+  if (serves<dtype, Dims##head_dims, mask, score>(a)) {                                    \
+    return launch_forward<ForwardVariant<dtype, Dims##head_dims, mask, score>>(a, stream); \
   }
 #include "built_variants.def"
 #undef DASH_FORWARD_VARIANT
@@ -56,9 +56,9 @@ size_t backward_workspace_bytes(const BackwardArguments& arguments) {
 void run_backward(const BackwardArguments& arguments, cudaStream_t stream) {
   const BackwardArguments a = for_kernel(arguments);
   const auto policy = static_cast<Policy>(a.schedule);
-#define DASH_BACKWARD_VARIANT(dtype, head_dim, mask, score, policies)                           \
-  if (serves<dtype, mask, score>(a, head_dim) && policies::contains(policy)) {                  \
-    return launch_backward<BackwardVariant<dtype, head_dim, mask, score, policies>>(a, stream); \
+#define DASH_BACKWARD_VARIANT(dtype, head_dims, mask, score, policies)                                 \
+  if (serves<dtype, Dims##head_dims, mask, score>(a) && policies::contains(policy)) {                  \
+    return launch_backward<BackwardVariant<dtype, Dims##head_dims, mask, score, policies>>(a, stream); \
   }
 #include "built_variants.def"
 #undef DASH_BACKWARD_VARIANT

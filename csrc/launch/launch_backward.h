@@ -30,7 +30,7 @@ TileScheduler make_backward_scheduler(const BackwardArguments& a) {
   s.sequence = a.sequence();
   s.batch = a.batch;
   s.splits = num_splits(a.group_size(), grid);
-  s.head_swizzle = head_swizzle(s.policy, grid, s.group_size / s.splits, Variant::kHeadDim);
+  s.head_swizzle = head_swizzle(s.policy, grid, s.group_size / s.splits, Variant::kTile.head_dims);
   return s;
 }
 
@@ -48,7 +48,7 @@ int64_t num_groups(const BackwardArguments& a, const TileScheduler& scheduler, c
 // What the kernels count in 32 bits, and what a cluster needs. Before anything is launched.
 template <typename Variant>
 void check_launchable(const BackwardArguments& a, const PackCapacity& most, int64_t groups) {
-  const int64_t blocks = most.query_tiles * backward::kPreprocessBlocks<Variant::kHeadDim>;
+  const int64_t blocks = most.query_tiles * backward::PreprocessTile<Variant>::kBlocks;
   const int64_t chunks = std::max(most.query_chunks * a.heads, most.key_chunks * a.kv_heads);
   if (blocks * a.heads > INT32_MAX || chunks > INT32_MAX / 2 || groups > INT32_MAX / 2) {
     throw std::runtime_error("dash_attn: batch * heads * seqlen is too large: " + std::to_string(a.batch) + " * " +
@@ -65,20 +65,20 @@ void check_launchable(const BackwardArguments& a, const PackCapacity& most, int6
 template <typename Variant>
 void launch_main(const BackwardArguments& a, const TileScheduler& scheduler, const BackwardWorkspace& workspace,
                  int num_groups, cudaStream_t stream) {
-  const auto query_map = [&](const TensorView& t) {
-    return make_tensor_map(t, a.dtype, a.query_rows(), a.heads, a.head_dim,
+  const auto query_map = [&](const TensorView& t, int head_dim) {
+    return make_tensor_map(t, a.dtype, a.query_rows(), a.heads, head_dim,
                            {Variant::Swizzle::kColumns, 1, Variant::kQuery});
   };
-  const auto key_map = [&](const TensorView& t, int rows) {
-    return make_tensor_map(t, a.dtype, a.key_rows(), a.kv_heads, a.head_dim, {Variant::Swizzle::kColumns, 1, rows});
+  const auto key_map = [&](const TensorView& t, int head_dim, int rows) {
+    return make_tensor_map(t, a.dtype, a.key_rows(), a.kv_heads, head_dim, {Variant::Swizzle::kColumns, 1, rows});
   };
   backward::KernelParams params;
-  params.q = query_map(a.q);
-  params.dout = query_map(a.dout);
-  params.k = key_map(a.k, Variant::kKey);
-  params.v = key_map(a.v, Variant::kKey);
-  params.dk = key_map(a.dk, kWarpgroupRows);
-  params.dv = key_map(a.dv, kWarpgroupRows);
+  params.q = query_map(a.q, a.head_dims.qk);
+  params.dout = query_map(a.dout, a.head_dims.v);
+  params.k = key_map(a.k, a.head_dims.qk, Variant::kKey);
+  params.v = key_map(a.v, a.head_dims.v, Variant::kKey);
+  params.dk = key_map(a.dk, a.head_dims.qk, Variant::kStoredRows);
+  params.dv = key_map(a.dv, a.head_dims.v, Variant::kStoredRows);
   params.softmax_lse = a.softmax_lse;
   params.lse_batch_stride = int64_t(a.heads) * a.seqlen_q;
   params.lse_head_stride = a.seqlen_q;

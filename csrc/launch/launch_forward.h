@@ -21,19 +21,19 @@ void launch_forward(const ForwardArguments& a, cudaStream_t stream) {
   forward::KernelParams params;
   params.scheduler = make_forward_scheduler(a);
   const ForwardWorkspace workspace = plan_workspace(a.workspace, a, params.scheduler);
-  const auto query_map = [&](const TensorView& t) {
-    return make_tensor_map(t, a.dtype, a.query_rows(), a.heads, a.head_dim,
+  const auto query_map = [&](const TensorView& t, int head_dim) {
+    return make_tensor_map(t, a.dtype, a.query_rows(), a.heads, head_dim,
                            {Variant::Swizzle::kColumns, 1 << params.scheduler.group_shift,
                             kWarpgroupRows >> params.scheduler.group_shift});
   };
-  const auto key_map = [&](const TensorView& t) {
-    return make_tensor_map(t, a.dtype, a.key_rows(), a.kv_heads, a.head_dim,
+  const auto key_map = [&](const TensorView& t, int head_dim) {
+    return make_tensor_map(t, a.dtype, a.key_rows(), a.kv_heads, head_dim,
                            {Variant::Swizzle::kColumns, 1, Variant::kKey});
   };
-  params.q = query_map(a.q);
-  params.out = query_map(a.out);
-  params.k = key_map(a.k);
-  params.v = key_map(a.v);
+  params.q = query_map(a.q, a.head_dims.qk);
+  params.out = query_map(a.out, a.head_dims.v);
+  params.k = key_map(a.k, a.head_dims.qk);
+  params.v = key_map(a.v, a.head_dims.v);
   params.softmax_lse = a.softmax_lse;
   params.lse_head_stride = a.seqlen_q;
   params.window = a.mask.window;

@@ -6,13 +6,13 @@
 namespace dash_attn {
 namespace {
 
-packing::ClearedTensor cleared(const TensorView& tensor, const AttentionArguments& a, bool of_keys) {
+packing::ClearedTensor cleared(const TensorView& tensor, const AttentionArguments& a, bool of_keys, int head_dim) {
   constexpr int kElementBytes = 2, kVectorElements = 8;
   return {tensor.data,
           tensor.stride_seqlen * kElementBytes,
           tensor.stride_head * kElementBytes,
           of_keys ? a.kv_heads : a.heads,
-          a.head_dim / kVectorElements,
+          head_dim / kVectorElements,
           of_keys};
 }
 
@@ -41,7 +41,7 @@ void launch_plan(const Rule& rule, const AttentionArguments& a, const PackArrays
 
 void launch_forward_plan(const ForwardArguments& a, const ForwardWorkspace& workspace, cudaStream_t stream) {
   packing::ClearedRows rows{};
-  rows.tensors[0] = cleared(a.out, a, false);
+  rows.tensors[0] = cleared(a.out, a, false, a.head_dims.v);
   rows.softmax_lse = a.softmax_lse;
   rows.heads = a.heads;
   launch_plan(make_forward_pack_rule(a), a, workspace.pack, workspace.tiles_taken, rows, stream);
@@ -49,9 +49,9 @@ void launch_forward_plan(const ForwardArguments& a, const ForwardWorkspace& work
 
 void launch_backward_plan(const BackwardArguments& a, const BackwardWorkspace& workspace, cudaStream_t stream) {
   packing::ClearedRows rows{};
-  rows.tensors[0] = cleared(a.dq, a, false);
-  rows.tensors[1] = cleared(a.dk, a, true);
-  rows.tensors[2] = cleared(a.dv, a, true);
+  rows.tensors[0] = cleared(a.dq, a, false, a.head_dims.qk);
+  rows.tensors[1] = cleared(a.dk, a, true, a.head_dims.qk);
+  rows.tensors[2] = cleared(a.dv, a, true, a.head_dims.v);
   launch_plan(make_backward_pack_rule(a), a, workspace.pack, nullptr, rows, stream);
 }
 

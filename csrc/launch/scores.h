@@ -14,10 +14,10 @@ inline ScoreKind score_kind(const AttentionArguments& a) {
 }
 
 // The mask of the kernel that serves a call. Few masks have kernels of their own for a score other than the plain one:
-// the causal mask for softcaps where head_dim is above 64. Elsewhere it is a window, if without bounds.
-inline MaskRule served_mask(ScoreKind score, int head_dim, const MaskRule& mask) {
+// the causal mask for softcaps where head dims are 96, 128 or 256. Elsewhere it is a window, if without bounds.
+inline MaskRule served_mask(ScoreKind score, HeadDims padded, const MaskRule& mask) {
   const bool is_causal = mask.kind == MaskKind::kCausal;
-  const bool has_kernel = score == ScoreKind::kSoftcap && is_causal && padded_head_dim(head_dim) > 64;
+  const bool has_kernel = score == ScoreKind::kSoftcap && is_causal && padded.qk != 64 && padded.qk != 192;
   if (score == ScoreKind::kPlain || mask.kind == MaskKind::kWindow || has_kernel) { return mask; }
   return {MaskKind::kWindow, {kUnbounded, is_causal ? 0 : kUnbounded, 0}};
 }

@@ -41,11 +41,11 @@ void launch_statistics(const BackwardArguments& a, const BackwardWorkspace& work
     params.v = strided_view<const Element>(a.v);
     params.workspace = workspace.arrays;
     params.call = sequences_of(a, workspace);
-    params.head_dim = a.head_dim;
+    params.head_dims = a.head_dims;
     params.num_query_blocks = int(workspace.most.query_chunks * a.heads);
     params.num_blocks = params.num_query_blocks + int(workspace.most.key_chunks * a.kv_heads);
-    launch("the statistics of order-free accumulation", backward::statistics_kernel<Element, Geometry::kHeadDim>,
-           params, grid_of(a, params.num_blocks, backward::kStatisticsThreads, 0), stream);
+    launch("the statistics of order-free accumulation", backward::statistics_kernel<Geometry>, params,
+           grid_of(a, params.num_blocks, backward::kStatisticsThreads, 0), stream);
   });
 }
 
@@ -59,8 +59,8 @@ void launch_preprocess(const BackwardArguments& a, const BackwardWorkspace& work
     params.dout = strided_view<const Element>(a.dout);
     params.workspace = workspace.arrays;
     params.call = sequences_of(a, workspace);
-    params.head_dim = a.head_dim;
-    params.num_blocks = tiles * backward::kPreprocessBlocks<Geometry::kHeadDim>;
+    params.head_dims = a.head_dims;
+    params.num_blocks = tiles * backward::PreprocessTile<Geometry>::kBlocks;
     params.num_dq_semaphores = tiles;
     params.num_split_semaphores = int(workspace.split_semaphores);
     params.clear_dq = accumulation(static_cast<Policy>(a.schedule)) != Accumulation::kOrdered;
@@ -68,9 +68,9 @@ void launch_preprocess(const BackwardArguments& a, const BackwardWorkspace& work
     params.dsoftmax_lse = a.dsoftmax_lse;
     params.lse_batch_stride = int64_t(a.heads) * a.seqlen_q;
     params.lse_head_stride = a.seqlen_q;
-    params.scale = {a.head_dim, a.softmax_scale, a.softcap, a.alibi_slopes, a.alibi_batch_stride};
-    const auto kernel = is_order_free(a) ? backward::preprocess_kernel<Element, Geometry::kHeadDim, true>
-                                         : backward::preprocess_kernel<Element, Geometry::kHeadDim, false>;
+    params.scale = {a.head_dims, a.softmax_scale, a.softcap, a.alibi_slopes, a.alibi_batch_stride};
+    const auto kernel =
+        is_order_free(a) ? backward::preprocess_kernel<Geometry, true> : backward::preprocess_kernel<Geometry, false>;
     launch("the backward's preprocess kernel", kernel, params,
            grid_of(a, params.num_blocks, backward::kPreprocessThreads, 0), stream,
            {starts_before_previous_ends(is_order_free(a) && a.sm_margin == 0)});
@@ -85,7 +85,7 @@ void launch_convert(const BackwardArguments& a, const BackwardWorkspace& workspa
     params.workspace = workspace.arrays;
     params.call = sequences_of(a, workspace);
     params.num_blocks = int(workspace.most.query_tiles * a.heads);
-    params.head_dim = a.head_dim;
+    params.head_dim = a.head_dims.qk;
     params.softmax_scale = a.softmax_scale;
     const auto kernel =
         is_order_free(a) ? backward::convert_kernel<Geometry, true> : backward::convert_kernel<Geometry, false>;

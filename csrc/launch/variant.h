@@ -51,13 +51,27 @@ using Shift = PolicySet<Policy::kShift>;
 using SymmetricShift = PolicySet<Policy::kSymmetricShift>;
 using OrderFree = PolicySet<Policy::kOrderFree>;
 
-template <typename DtypeName, int kHeadDim, typename MaskName, typename ScoreName>
-using ForwardVariant =
-    forward::Variant<typename DtypeName::Element, kHeadDim, MaskName::kKind, typename ScoreName::Score>;
+template <int kQkDim, int kValueDim = kQkDim>
+struct Dims {
+  static constexpr HeadDims kDims = {kQkDim, kValueDim};
+  static_assert(padded_head_dims(kQkDim, kValueDim) == kDims, "a row of the table");
+};
 
-template <typename DtypeName, int kHeadDim, typename MaskName, typename ScoreName, typename Policies>
-using BackwardVariant = backward::Variant<backward::Geometry<typename DtypeName::Element, kHeadDim>, MaskName::kKind,
-                                          typename ScoreName::Score, Policies>;
+using Dims64 = Dims<64>;
+using Dims96 = Dims<96>;
+using Dims128 = Dims<128>;
+using Dims192x128 = Dims<192, 128>;
+using Dims192 = Dims<192>;
+using Dims256 = Dims<256>;
+
+template <typename DtypeName, typename Dims, typename MaskName, typename ScoreName>
+using ForwardVariant = forward::Variant<typename DtypeName::Element, Dims::kDims.qk, Dims::kDims.v, MaskName::kKind,
+                                        typename ScoreName::Score>;
+
+template <typename DtypeName, typename Dims, typename MaskName, typename ScoreName, typename Policies>
+using BackwardVariant =
+    backward::Variant<backward::Geometry<typename DtypeName::Element, Dims::kDims.qk, Dims::kDims.v>, MaskName::kKind,
+                      typename ScoreName::Score, Policies>;
 
 template <typename Variant>
 void launch_forward(const ForwardArguments& arguments, cudaStream_t stream);
@@ -65,20 +79,23 @@ void launch_forward(const ForwardArguments& arguments, cudaStream_t stream);
 template <typename Variant>
 void launch_backward(const BackwardArguments& arguments, cudaStream_t stream);
 
+inline std::string head_dims_text(HeadDims dims) {
+  return "(" + std::to_string(dims.qk) + ", " + std::to_string(dims.v) + ")";
+}
+
 // Calls f with an object of the backward's geometry for these arguments.
 template <typename F>
 void with_geometry(const AttentionArguments& a, F&& f) {
   const auto with_element = [&](auto dtype) {
     using Element = typename decltype(dtype)::Element;
-    switch (padded_head_dim(a.head_dim)) {
-      case 64:
-        return f(backward::Geometry<Element, 64>{});
-      case 96:
-        return f(backward::Geometry<Element, 96>{});
-      case 128:
-        return f(backward::Geometry<Element, 128>{});
-    }
-    throw std::runtime_error("dash_attn: no kernel has head_dim " + std::to_string(a.head_dim));
+    const HeadDims dims = a.padded_head_dims();
+    if (dims == HeadDims{64, 64}) { return f(backward::Geometry<Element, 64, 64>{}); }
+    if (dims == HeadDims{96, 96}) { return f(backward::Geometry<Element, 96, 96>{}); }
+    if (dims == HeadDims{128, 128}) { return f(backward::Geometry<Element, 128, 128>{}); }
+    if (dims == HeadDims{192, 128}) { return f(backward::Geometry<Element, 192, 128>{}); }
+    if (dims == HeadDims{192, 192}) { return f(backward::Geometry<Element, 192, 192>{}); }
+    if (dims == HeadDims{256, 256}) { return f(backward::Geometry<Element, 256, 256>{}); }
+    throw std::runtime_error("dash_attn: no kernel has head dims " + head_dims_text(a.head_dims));
   };
   return a.dtype == Dtype::kBFloat16 ? with_element(BFloat16{}) : with_element(Float16{});
 }

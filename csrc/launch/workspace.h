@@ -53,14 +53,14 @@ inline PackArrays take_pack_arrays(Cutter& cutter, int batch, const PackCapacity
 }
 
 inline TileGrid backward_grid(const AttentionArguments& a) {
-  const TileShape tile = backward_tile_shape(padded_head_dim(a.head_dim));
+  const TileShape tile = backward_tile_shape(a.padded_head_dims());
   return {{tile.query, tile.key, 1}, mask_of(a.mask, a.sequence())};
 }
 
 inline PackRows pack_rows(const AttentionArguments& a) { return {a.batch, a.seqlen_q, a.seqlen_k}; }
 
 inline BackwardPackRule make_backward_pack_rule(const BackwardArguments& a) {
-  return backward_pack_rule(a.mask, static_cast<Policy>(a.schedule), a.group_size(), a.head_dim);
+  return backward_pack_rule(a.mask, static_cast<Policy>(a.schedule), a.group_size(), a.head_dims);
 }
 
 // Of a dense batch what its work takes; of a pack, whose lengths the host does not know, no less than that for any
@@ -91,16 +91,16 @@ inline BackwardWorkspace plan_workspace(void* base, const BackwardArguments& a) 
   BackwardWorkspace w{};
   w.most = most_of_backward(a);
   const int64_t tiles = w.most.query_tiles * a.heads, rows = tiles * grid.tiling.query;
-  const int head_dim = padded_head_dim(a.head_dim);
+  const HeadDims padded = a.padded_head_dims();
   // One for each warpgroup's rows of each KV tile, for dK and for dV.
   w.split_semaphores = w.most.split_tiles * a.kv_heads * (grid.tiling.key / kWarpgroupRows) * 2;
   Cutter cutter(base);
-  cutter.take(w.arrays.dq_accumulator, rows * head_dim);
+  cutter.take(w.arrays.dq_accumulator, rows * padded.qk);
   cutter.take(w.arrays.delta, rows);
   cutter.take(w.arrays.dq_semaphores, tiles);
   cutter.take(w.arrays.next_work, 1);
   if (w.split_semaphores > 0) {
-    cutter.take(w.arrays.split_sums, w.split_semaphores * kWarpgroupRows * head_dim);
+    cutter.take(w.arrays.split_sums, w.most.split_tiles * a.kv_heads * grid.tiling.key * padded.sum());
     cutter.take(w.arrays.split_semaphores, w.split_semaphores);
   }
   if (a.dsinks) { cutter.take(w.arrays.sink_sums, int64_t(a.batch) * a.heads); }

@@ -5,10 +5,11 @@
 // change here changes the bits of every user who does not name a policy, and so belongs in CHANGELOG.md.
 #pragma once
 
+#include "../config/tile_shapes.h"
 #include "policy.h"
 
 namespace dash_attn {
 
-constexpr Policy automatic_policy(MaskKind /*mask*/, int /*padded_head_dim*/) { return Policy::kDescending; }
+constexpr Policy automatic_policy(MaskKind /*mask*/, HeadDims /*padded*/) { return Policy::kDescending; }
 
 }  // namespace dash_attn

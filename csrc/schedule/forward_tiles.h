@@ -101,28 +101,28 @@ constexpr int packed_heads_shift(int group_size, int seqlen_q, int tile_rows, in
 }
 
 // Head groups of a lot: about as many as have their K and V in `bytes` of L2.
-DASH_HOST_DEVICE constexpr int64_t head_groups_within(int64_t bytes, int64_t seqlen_k, int head_dim,
+DASH_HOST_DEVICE constexpr int64_t head_groups_within(int64_t bytes, int64_t seqlen_k, HeadDims dims,
                                                       int groups_per_kv) {
   constexpr int kElementBytes = 2;
-  int64_t const kv_bytes_of_head = 2 * (seqlen_k > 0 ? seqlen_k : 1) * head_dim * kElementBytes;
+  int64_t const kv_bytes_of_head = (seqlen_k > 0 ? seqlen_k : 1) * dims.sum() * kElementBytes;
   return (bytes < kv_bytes_of_head ? 1 : bytes / kv_bytes_of_head) * groups_per_kv;
 }
 
 inline constexpr int64_t kLotBytesOfTaken = 32 << 20, kLotBytesOfFixedShares = 16 << 20;
 
 // Of fixed shares every CTA's must be as long as the others': they are dealt to and fro, so in lots of twice the CTAs.
-constexpr int head_swizzle(QueryTileScheduler const& s, int head_dim, int ctas) {
+constexpr int head_swizzle(QueryTileScheduler const& s, HeadDims dims, int ctas) {
   int64_t const bytes = s.taking_pays() ? kLotBytesOfTaken : kLotBytesOfFixedShares;
-  int64_t const fit = head_groups_within(bytes, s.sequence.seqlen_k, head_dim, s.groups_per_kv);
+  int64_t const fit = head_groups_within(bytes, s.sequence.seqlen_k, dims, s.groups_per_kv);
   int64_t const even = s.taking_pays() ? 1 : 2 * ctas / std::gcd(2 * ctas, s.query_tiles);
   int64_t const lot = (fit + even - 1) / even * even, all = int64_t{s.batch} * s.head_groups;
   return static_cast<int>(lot < all ? lot : all);
 }
 
 // Of a pack's sequence, whose tiles are taken.
-DASH_HOST_DEVICE constexpr int head_swizzle_of_sequence(Sequence const& sequence, int head_dim, int groups_per_kv,
+DASH_HOST_DEVICE constexpr int head_swizzle_of_sequence(Sequence const& sequence, HeadDims dims, int groups_per_kv,
                                                         int head_groups) {
-  int64_t const fit = head_groups_within(kLotBytesOfTaken, sequence.seqlen_k, head_dim, groups_per_kv);
+  int64_t const fit = head_groups_within(kLotBytesOfTaken, sequence.seqlen_k, dims, groups_per_kv);
   return static_cast<int>(fit < head_groups ? fit : head_groups);
 }
 
@@ -131,7 +131,8 @@ inline constexpr int kMostPackedHeads = 64;  // that TMA gathers in a box of the
 // A dense batch; of a pack see pack_needs.h.
 struct ForwardProblem {
   Mask mask;
-  int batch, heads, kv_heads, head_dim;
+  int batch, heads, kv_heads;
+  HeadDims head_dims;
   int ctas;  // that there may be
 };
 
@@ -139,7 +140,7 @@ constexpr int64_t num_tiles(QueryTileScheduler const& s) { return int64_t{s.batc
 
 // num_tiles(scheduler) must fit.
 constexpr QueryTileScheduler make_scheduler(ForwardProblem const& p) {
-  TileShape const tile = forward_tile_shape(padded_head_dim(p.head_dim));
+  TileShape const tile = forward_tile_shape(padded_head_dims(p.head_dims.qk, p.head_dims.v));
   QueryTileScheduler s{};
   s.sequence = p.mask.sequence;
   s.batch = p.batch;
@@ -156,7 +157,7 @@ constexpr QueryTileScheduler make_scheduler(ForwardProblem const& p) {
   int64_t const tiles = num_tiles(s);
   s.num_tiles = static_cast<int>(tiles);
   int const ctas = tiles < p.ctas ? s.num_tiles : p.ctas;
-  s.head_swizzle = head_swizzle(s, tile.head_dim, ctas);
+  s.head_swizzle = head_swizzle(s, tile.head_dims, ctas);
   s.takes_tiles = s.num_tiles > ctas && s.taking_pays();
   return s;
 }

@@ -5,6 +5,7 @@
 
 #include <cstdint>
 
+#include "../config/tile_shapes.h"
 #include "../host_device.h"
 #include "policy.h"
 #include "tile_grid.h"
@@ -12,9 +13,10 @@
 namespace dash_attn {
 
 DASH_HOST_DEVICE constexpr int head_swizzle(Policy policy, TileGrid const& grid, int heads_of_work_tile,
-                                            int padded_head_dim) {
+                                            HeadDims padded) {
   constexpr int kElementBytes = 2, kSumBytes = 4;
-  int64_t const head_bytes = int64_t{grid.mask.sequence.seqlen_q} * padded_head_dim * (2 * kElementBytes + kSumBytes);
+  int64_t const row_bytes = padded.sum() * kElementBytes + padded.qk * kSumBytes;
+  int64_t const head_bytes = grid.mask.sequence.seqlen_q * row_bytes;
   auto const heads_within = [&](int64_t bytes) {
     return bytes < head_bytes ? 1 : static_cast<int>(bytes / head_bytes);
   };

@@ -82,7 +82,7 @@ struct ForwardPackRule {
       need.longest = 1 + grid.kv_tiles_of_queries(last, sequence.seqlen_q).count;
     }
     need.head_swizzle =
-        forward::head_swizzle_of_sequence(sequence, tile.head_dim, scheduler.groups_per_kv, scheduler.head_groups);
+        forward::head_swizzle_of_sequence(sequence, tile.head_dims, scheduler.groups_per_kv, scheduler.head_groups);
     return need;
   }
 
@@ -96,12 +96,12 @@ struct ForwardPackRule {
 // Scheduled as a batch of sequences of the pack's mean length, which the host knows: how rows are laid in tiles may
 // depend on it, for no bit does. Its number of tiles is the device's to find.
 constexpr ForwardPackRule forward_pack_rule(MaskRule const& mask, PackRows const& rows, int heads, int kv_heads,
-                                            int head_dim, int ctas) {
+                                            HeadDims dims, int ctas) {
   Sequence const mean{ceil_div(rows.total_q, rows.batch), ceil_div(rows.total_k, rows.batch)};
   forward::QueryTileScheduler scheduler =
-      forward::make_scheduler({mask_of(mask, mean), rows.batch, heads, kv_heads, head_dim, ctas});
+      forward::make_scheduler({mask_of(mask, mean), rows.batch, heads, kv_heads, dims, ctas});
   scheduler.takes_tiles = true;
-  return {mask, forward_tile_shape(padded_head_dim(head_dim)), scheduler};
+  return {mask, forward_tile_shape(padded_head_dims(dims.qk, dims.v)), scheduler};
 }
 
 // The backward's units of work are groups of KV tiles of all KV heads, for each split.
@@ -109,7 +109,8 @@ struct BackwardPackRule {
   MaskRule mask;
   Tiling tiling;
   Policy policy;
-  int group_size, padded_head_dim;
+  int group_size;
+  HeadDims padded;
 
   DASH_HOST_DEVICE constexpr PackNeed need(Sequence const& sequence) const {
     TileGrid const grid{tiling, mask_of(mask, sequence)};
@@ -129,7 +130,7 @@ struct BackwardPackRule {
     need.longest = 1 + longest * heads;
     AllPolicies::with(policy,
                       [&](auto p) { need.share.units = TileScheduler::units<decltype(p)::value>(grid, need.splits); });
-    if (grid.query_tiles() > 0) need.head_swizzle = head_swizzle(policy, grid, heads, padded_head_dim);
+    if (grid.query_tiles() > 0) need.head_swizzle = head_swizzle(policy, grid, heads, padded);
     return need;
   }
 
@@ -146,11 +147,11 @@ struct BackwardPackRule {
   }
 };
 
-constexpr BackwardPackRule backward_pack_rule(MaskRule const& mask, Policy policy, int group_size, int head_dim) {
-  TileShape const tile = backward_tile_shape(padded_head_dim(head_dim));
+constexpr BackwardPackRule backward_pack_rule(MaskRule const& mask, Policy policy, int group_size, HeadDims dims) {
+  TileShape const tile = backward_tile_shape(padded_head_dims(dims.qk, dims.v));
   int cta_group = 1;
   AllPolicies::with(policy, [&](auto p) { cta_group = Order<decltype(p)::value>::kCtaGroup; });
-  return {mask, {tile.query, tile.key, cta_group}, policy, group_size, tile.head_dim};
+  return {mask, {tile.query, tile.key, cta_group}, policy, group_size, tile.head_dims};
 }
 
 }  // namespace dash_attn

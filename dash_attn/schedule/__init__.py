@@ -76,14 +76,20 @@ def policy_number(name: str) -> int:
 
 
 def resolve(
-    name: str, *, causal: bool, head_dim: int = 128, window: tuple[int, int] = (-1, -1), attention_chunk: int = 0
+    name: str,
+    *,
+    causal: bool,
+    head_dim: int = 128,
+    value_head_dim: int | None = None,
+    window: tuple[int, int] = (-1, -1),
+    attention_chunk: int = 0,
 ) -> str:
     """The policy that ``schedule=name`` means, for sequences of any length.
 
     Args:
         name: one of ``POLICIES`` or ``"auto"``.
         causal, window, attention_chunk: the mask, as in ``problem``.
-        head_dim: from 1 to 128.
+        head_dim, value_head_dim: columns of q and k, and of v, from 1 to 256; default of the second: the first.
 
     Returns:
         One of ``POLICIES``.
@@ -93,7 +99,7 @@ def resolve(
     """
     mask = {"causal": causal, "window": window, "attention_chunk": attention_chunk}
     if name == "auto":
-        return _schedule.automatic(head_dim=head_dim, **mask)
+        return _schedule.automatic(head_dim=head_dim, value_head_dim=value_head_dim, **mask)
     allowed = fitting(**mask)
     if name not in allowed:
         choices = ", ".join(repr(choice) for choice in ["auto", *allowed])
@@ -102,13 +108,13 @@ def resolve(
     return name
 
 
-def tile_shape(head_dim: int) -> tuple[int, int]:
-    """(queries, keys) of one tile of the backward kernel.
+def tile_shape(head_dim: int, value_head_dim: int | None = None) -> tuple[int, int]:
+    """(queries, keys) of one tile of the backward kernel, for columns of q and k, and of v (default: the same).
 
     Raises:
-        ValueError: no kernel takes this head dim.
+        ValueError: no kernel takes these head dims.
     """
-    return _schedule.backward_tile_shape(head_dim)[:2]
+    return _schedule.backward_tile_shape(head_dim, value_head_dim)
 
 
 def problem(
@@ -120,6 +126,7 @@ def problem(
     window: tuple[int, int] = (-1, -1),
     attention_chunk: int = 0,
     head_dim: int = 128,
+    value_head_dim: int | None = None,
     batch: int = 1,
     heads: int = 1,
     kv_heads: int | None = None,
@@ -136,9 +143,9 @@ def problem(
         seqlen_q, seqlen_k: numbers of queries and keys, from 1.
         causal: whether the mask is causal (bottom-right aligned).
         window, attention_chunk: as ``window_size`` and ``attention_chunk`` of ``flash_attn_func``.
-        head_dim: selects the tile sizes, where they are not given.
+        head_dim, value_head_dim: select the tile sizes, where they are not given.
         batch, heads, kv_heads: counts; ``heads`` must be a multiple of ``kv_heads`` (default: ``heads``).
-        tile_q, tile_k: queries and keys in a tile; default: the kernel's for this head dim.
+        tile_q, tile_k: queries and keys in a tile; default: the kernel's for these head dims.
         cta_group: CTAs that take a group of KV tiles together; default: the kernel's for this policy.
         head_swizzle: (sequence, KV head, split)s whose work tiles are interleaved; None: as many as the launch takes.
             Changes who runs when, no order of adds.
@@ -152,9 +159,10 @@ def problem(
     if kv_heads < 1 or heads < 1 or heads % kv_heads:
         raise ValueError(f"heads must be a positive multiple of kv_heads={kv_heads}, got {heads}")
     mask = {"causal": causal, "window": window, "attention_chunk": attention_chunk}
-    schedule = resolve(schedule, head_dim=head_dim, **mask)
+    head_dims = {"head_dim": head_dim, "value_head_dim": value_head_dim}
+    schedule = resolve(schedule, **head_dims, **mask)
     if tile_q is None or tile_k is None:
-        default_q, default_k = tile_shape(head_dim)
+        default_q, default_k = tile_shape(**head_dims)
         tile_q = default_q if tile_q is None else tile_q
         tile_k = default_k if tile_k is None else tile_k
     build = functools.partial(
@@ -171,5 +179,5 @@ def problem(
     )
     build = functools.partial(build, splits=_schedule.num_splits(build()) if splits is None else splits)
     if head_swizzle is None:
-        head_swizzle = _schedule.head_swizzle(schedule, build(), head_dim)
+        head_swizzle = _schedule.head_swizzle(schedule, build(), **head_dims)
     return build(head_swizzle=head_swizzle)

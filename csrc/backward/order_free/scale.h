@@ -13,7 +13,7 @@
 namespace dash_attn::backward {
 
 struct ScaleSettings {
-  int head_dim;
+  HeadDims head_dims;
   float softmax_scale, softcap;
   const float* slopes;  // ALiBi's, (sequence, head); null where there are none
   int64_t slopes_stride;
@@ -51,15 +51,15 @@ __device__ __forceinline__ void decide_order(const Workspace& workspace, const S
 }
 
 // The scale of a row of the group that `keys` and `needs_order` are of.
-template <typename Element, int kHeadDim>
+template <typename Geometry>
 __device__ __forceinline__ uint8_t row_scale(const ScaleSettings& settings, const Mask& mask, int row, float dout_norm,
                                              float delta, const KeyStatistics& keys, NeedsOrder& needs_order) {
-  constexpr TileShape kTile = backward_tile_shape(kHeadDim);
-  const TileGrid grid{{kTile.query, kTile.key, 1}, mask};
-  const double bound = fixed_point::row_bound(dout_norm, delta, keys.max_product, keys.max_element,
-                                              mask.sequence.seqlen_k, std::is_same_v<Element, cutlass::half_t>);
+  const TileGrid grid{{Geometry::kQuery, Geometry::kKey, 1}, mask};
+  const double bound =
+      fixed_point::row_bound(dout_norm, delta, keys.max_product, keys.max_element, mask.sequence.seqlen_k,
+                             std::is_same_v<typename Geometry::Element, cutlass::half_t>);
   const int exponent = fixed_point::row_exponent(bound);
-  if (fixed_point::row_needs_order(exponent, dout_norm, keys.min_step_product, settings.head_dim,
+  if (fixed_point::row_needs_order(exponent, dout_norm, keys.min_step_product, settings.head_dims,
                                    mask.keys_of(row).count, grid.kv_tiles_of_queries(row, row + 1).count)) {
     needs_order.by_row = 1;
   }

@@ -19,7 +19,7 @@ struct StatisticsParams {
   StridedView<const Element> q, k, v;
   Workspace workspace;
   SequencesOfCall call;
-  int head_dim;
+  HeadDims head_dims;
   int num_query_blocks, num_blocks;  // of the whole call, or more; a grid of fewer takes several each
 };
 
@@ -48,9 +48,9 @@ __device__ __forceinline__ float sum_of_rows(float value) {
   return value;
 }
 
-// Upper bound of a row's norm, from the sum of squares of the whole row and this thread's largest magnitude. Called by
-// whole warps.
-template <int kHeadDim>
+// Upper bound of the norm of a row that kThreads threads share, from the sum of squares of the whole row and this
+// thread's largest magnitude. Called by whole warps.
+template <int kThreads, int kColumns>
 __device__ __forceinline__ float norm_bound(float squares, float largest) {
   constexpr float kFewestDigits = 1.f / (1ull << 50) / (1ull << 50);
   constexpr float kNearOverflow = 1.f * (1ull << 60) * (1ull << 60);
@@ -58,10 +58,10 @@ __device__ __forceinline__ float norm_bound(float squares, float largest) {
   float norm = sqrtf(squares);
   if (__any_sync(0xffffffff, !in_range)) {
 #pragma unroll
-    for (int offset = kRowThreads<kHeadDim> / 2; offset > 0; offset /= 2) {
+    for (int offset = kThreads / 2; offset > 0; offset /= 2) {
       largest = fmaxf(largest, __shfl_xor_sync(0xffffffff, largest, offset));
     }
-    if (!in_range) { norm = largest * sqrtf(float(kHeadDim)); }
+    if (!in_range) { norm = largest * sqrtf(float(kColumns)); }
   }
   return norm * kNormSlack;
 }
@@ -148,18 +148,18 @@ __device__ __forceinline__ bool find_chunk(const SequencesOfCall& call, bool of_
   return true;
 }
 
-template <typename Element, int kHeadDim>
+template <typename Element, int kQkDim>
 __device__ __forceinline__ float max_query_norm(const StatisticsParams<Element>& params, const Chunk& chunk) {
-  constexpr int kThreadsPerRow = kRowThreads<kHeadDim>;
+  constexpr int kThreadsPerRow = kRowThreads<kQkDim>;
   const int column = threadIdx.x % kThreadsPerRow * 8;
   float max_norm = 0.f;
 #pragma unroll 4
   for (int base = chunk.first; base < chunk.end; base += kStatisticsThreads / kThreadsPerRow) {
     const int row = base + threadIdx.x / kThreadsPerRow;
-    const bool inside = row < chunk.end && column < params.head_dim;
+    const bool inside = row < chunk.end && column < params.head_dims.qk;
     float squares = 0.f, largest = 0.f;
     measure8<Element>(load8(params.q, chunk.batch, row, chunk.head, column, inside), squares, largest);
-    max_norm = larger(max_norm, norm_bound<kHeadDim>(sum_of_row<kThreadsPerRow>(squares), largest));
+    max_norm = larger(max_norm, norm_bound<kThreadsPerRow, kQkDim>(sum_of_row<kThreadsPerRow>(squares), largest));
   }
   return max_norm;
 }
@@ -189,10 +189,11 @@ __device__ __forceinline__ PairMeasures measure_pair(uint4 a, uint4 b) {
 }
 
 // Of the rows of one window, two at a time for those threads that share a row, put into `mine`. Called by whole warps.
-template <typename Element, int kHeadDim>
+template <typename Element, int kQkDim, int kValueDim>
 __device__ __forceinline__ void measure_window(const StatisticsParams<Element>& params, const Chunk& chunk,
                                                int first_row, KeyStatistics& mine) {
-  constexpr int kThreadsPerRow = kRowThreads<kHeadDim>;
+  constexpr int kThreadsPerRow = kRowThreads<kQkDim>;  // of V too: they multiply what they find
+  static_assert(kQkDim >= kValueDim);
   constexpr int kRowsAtOnce = 2 * 32 / kThreadsPerRow;
   const int column = threadIdx.x % kThreadsPerRow * 8;
   float k_steps = 0.f, v_steps = 0.f;
@@ -202,15 +203,17 @@ __device__ __forceinline__ void measure_window(const StatisticsParams<Element>& 
     uint4 k[2], v[2];
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      const bool inside = row + i < chunk.end && column < params.head_dim;
-      k[i] = load8(params.k, chunk.batch, row + i, chunk.head, column, inside);
-      v[i] = load8(params.v, chunk.batch, row + i, chunk.head, column, inside);
+      const bool inside = row + i < chunk.end;
+      k[i] = load8(params.k, chunk.batch, row + i, chunk.head, column, inside && column < params.head_dims.qk);
+      v[i] = load8(params.v, chunk.batch, row + i, chunk.head, column, inside && column < params.head_dims.v);
     }
     const PairMeasures of_k = measure_pair<Element>(k[0], k[1]), of_v = measure_pair<Element>(v[0], v[1]);
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      const float k_norm = norm_bound<kHeadDim>(sum_of_row<kThreadsPerRow>(of_k.squares[i]), of_k.largest[i]);
-      const float v_norm = norm_bound<kHeadDim>(sum_of_row<kThreadsPerRow>(of_v.squares[i]), of_v.largest[i]);
+      const float k_norm =
+          norm_bound<kThreadsPerRow, kQkDim>(sum_of_row<kThreadsPerRow>(of_k.squares[i]), of_k.largest[i]);
+      const float v_norm =
+          norm_bound<kThreadsPerRow, kValueDim>(sum_of_row<kThreadsPerRow>(of_v.squares[i]), of_v.largest[i]);
       mine.max_norm = larger(mine.max_norm, k_norm);
       mine.max_element = larger(mine.max_element, of_k.largest[i]);
       // Of this thread's columns; the maximum over all threads is that over all columns.
@@ -231,13 +234,13 @@ __device__ __forceinline__ void measure_window(const StatisticsParams<Element>& 
 }
 
 // A warp takes a window at a time.
-template <typename Element, int kHeadDim>
+template <typename Element, int kQkDim, int kValueDim>
 __device__ __forceinline__ KeyStatistics key_statistics(const StatisticsParams<Element>& params, const Chunk& chunk) {
   constexpr int kRows = kStatisticsThreads / 32 * fixed_point::kWindow;
   KeyStatistics mine = of_no_rows();
 #pragma unroll 1
   for (int row = chunk.first + int(threadIdx.x) / 32 * fixed_point::kWindow; row < chunk.end; row += kRows) {
-    measure_window<Element, kHeadDim>(params, chunk, row, mine);
+    measure_window<Element, kQkDim, kValueDim>(params, chunk, row, mine);
   }
   return mine;
 }
@@ -258,8 +261,10 @@ __device__ __forceinline__ KeyStatistics combine_warp(KeyStatistics x) {
   return x;
 }
 
-template <typename Element, int kHeadDim>
-__device__ __forceinline__ void measure_chunk(const StatisticsParams<Element>& params, bool of_queries, int index) {
+template <typename Geometry>
+__device__ __forceinline__ void measure_chunk(const StatisticsParams<typename Geometry::Element>& params,
+                                              bool of_queries, int index) {
+  using Element = typename Geometry::Element;
   constexpr int kWarps = kStatisticsThreads / 32;
   __shared__ KeyStatistics of_warp[kWarps];
   Chunk chunk;
@@ -267,9 +272,9 @@ __device__ __forceinline__ void measure_chunk(const StatisticsParams<Element>& p
 
   KeyStatistics all = of_no_rows();
   if (of_queries) {
-    all.max_norm = max_query_norm<Element, kHeadDim>(params, chunk);
+    all.max_norm = max_query_norm<Element, Geometry::kQkDim>(params, chunk);
   } else {
-    all = key_statistics<Element, kHeadDim>(params, chunk);
+    all = key_statistics<Element, Geometry::kQkDim, Geometry::kValueDim>(params, chunk);
   }
   all = combine_warp(all);
   if (threadIdx.x % 32 == 0) { of_warp[threadIdx.x / 32] = all; }
@@ -287,13 +292,14 @@ __device__ __forceinline__ void measure_chunk(const StatisticsParams<Element>& p
 }
 
 // Blocks: the chunks of all heads of Q, then those of K and V.
-template <typename Element, int kHeadDim>
-__global__ void __launch_bounds__(kStatisticsThreads, 4) statistics_kernel(const StatisticsParams<Element> params) {
+template <typename Geometry>
+__global__ void __launch_bounds__(kStatisticsThreads, 4)
+    statistics_kernel(const StatisticsParams<typename Geometry::Element> params) {
   ptx::launch_dependents();  // the preprocess kernel waits for what it reads
   for (int block = blockIdx.x; block < params.num_blocks; block += gridDim.x) {
     if (block != int(blockIdx.x)) { __syncthreads(); }  // what the warps left before has been read
     const bool of_queries = block < params.num_query_blocks;
-    measure_chunk<Element, kHeadDim>(params, of_queries, of_queries ? block : block - params.num_query_blocks);
+    measure_chunk<Geometry>(params, of_queries, of_queries ? block : block - params.num_query_blocks);
   }
 }
 

@@ -1,0 +1,78 @@
+// The end of a work tile: a consumer adds the sums of the splits before to its gradient, dV or dK, rounds it, stages it
+// in the place of V or K and writes it by TMA.
+//
+// Whoever calls has seen to it that nobody reads that place any more. The next tile may come there when TMA has read
+// what is staged; only one thread waits for that.
+#pragma once
+
+#include "../../device/fragment.h"
+#include "../../device/tma.h"
+#include "../../device/warp_roles.h"
+#include "../params.h"
+#include "../split_reduction.h"
+#include "storage.h"
+
+namespace dash_attn::backward::wide {
+
+// Of which a thread holds 64 columns of all keys, transposed, for each block.
+template <typename Variant, int kColumns>
+struct Gradient {
+  static constexpr int kBlocks = kColumns / kWarpgroupRows;
+  static constexpr int kBlockRegisters = Variant::kKey / 2;
+  using Block = float[kBlockRegisters];
+
+  Block block[kBlocks];
+
+  __device__ __forceinline__ void clear() {
+#pragma unroll
+    for (Block& b : block) { dash_attn::clear(b); }
+  }
+  __device__ __forceinline__ void pin() {
+#pragma unroll
+    for (Block& b : block) { dash_attn::pin(b); }
+  }
+};
+
+// The sums of a KV tile in the workspace: dV, then dK.
+template <typename Variant, int kColumns>
+__device__ __forceinline__ bool reduce_splits(const KernelParams& params, const WorkTile& work,
+                                              Gradient<Variant, kColumns>& gradient, bool is_dk) {
+  constexpr int kRegisters = kColumns / kWarpgroupRows * Variant::kKey / 2;
+  constexpr int kTileFloats = Variant::kKey * (Variant::kQkDim + Variant::kValueDim);
+  const int thread = read_thread_index() % kWarpgroupThreads;
+  const SplitSum<kRegisters> sum(
+      params.workspace.split_semaphores + 2 * int64_t(work.split_tile) + is_dk,
+      reinterpret_cast<float4*>(params.workspace.split_sums) +
+          (int64_t(work.split_tile) * kTileFloats + (is_dk ? Variant::kKey * Variant::kValueDim : 0)) / 4,
+      int(is_dk), thread);
+  auto& registers = reinterpret_cast<float (&)[kRegisters]>(gradient.block);
+  const bool is_last = work.split + 1 == work.splits;
+  if (work.split > 0) { sum.add_to(registers, work.split); }
+  if (!is_last) { sum.pass_on(registers, work.split); }
+  return is_last;
+}
+
+template <typename Variant, int kColumns>
+__device__ __forceinline__ void store_gradient(const CUtensorMap& map, typename Variant::Element* place,
+                                               const KernelParams& params, const WorkTile& work,
+                                               const Gradient<Variant, kColumns>& gradient, int named_barrier) {
+  using Swizzle = typename Variant::Swizzle;
+  const int thread = read_thread_index() % kWarpgroupThreads;
+#pragma unroll
+  for (int b = 0; b < Gradient<Variant, kColumns>::kBlocks; ++b) {
+    RegisterSlice packed[Variant::kKey / kProductDepth];
+    pack_slices<typename Variant::Element>(packed, gradient.block[b]);
+    store_transposed<Swizzle, Variant::kKey>(place + b * Variant::kKey * kWarpgroupRows, packed, thread / 32,
+                                             thread % 32);
+  }
+  ptx::fence_async_shared();
+  sync_warpgroup(named_barrier);
+  if (thread == 0) {
+    const RowOrigin rows = RowOrigin::of(params.pack.is_pack(), work.k_outer, work.sequence.seqlen_k);
+    store_tile<Swizzle, Variant::kKey, kColumns>(map, place, rows, work.kv_tile * Variant::kKey, work.kv_head);
+    ptx::bulk_commit();
+    ptx::bulk_wait_read();
+  }
+}
+
+}  // namespace dash_attn::backward::wide

@@ -1,0 +1,415 @@
+// The consumers where no warpgroup has registers for the dK and dV of 64 keys: one owns all of dV and the other all of
+// dK. For every query tile,
+//
+//   value consumer:  S = score(Q K^T)     P = exp2(scale S - LSE)     dV^T += dO^T P
+//   key consumer:    dP = dO V^T     dS = P * (dP - D)     dQ = dS K     dK^T += Q^T dS
+//
+// Queries are the rows of S and dP, so P and dS go through shared memory once, transposed: there the products that sum
+// over queries read them, and the key consumer takes P from there. Of dQ, whose operand dS it has in registers, it
+// computes 64 columns at a time beside as many of dK (a bar is a wait for products):
+//
+//   value consumer   tensor cores:  dV(j)  S(j+1) |
+//                    threads:                     | P(j+1) -> shared memory
+//   key consumer     tensor cores:  dQ(j)0  dK(j)0 | dQ(j)1  dK(j)1 | ...  dP(j+1) |
+//                    threads:       dS(j) visible  | dQ(j)0 -> adder ...           | dS(j+1) -> shared memory
+//
+// The value consumer is ahead by up to a step. What one consumer's threads do, the other's products run beside.
+#pragma once
+
+#include "../../device/warp_roles.h"
+#include "../dq_layout.h"
+#include "../order_free/rounding.h"
+#include "../work_ring.h"
+#include "epilogue.h"
+#include "score_tile.h"
+#include "storage.h"
+
+namespace dash_attn::backward::wide {
+
+// What both consumers have.
+template <typename Variant>
+class Consumer {
+ public:
+  using Element = typename Variant::Element;
+  using Score = typename Variant::Score;
+  using Shared = SharedStorage<Variant>;
+
+  __device__ Consumer(Shared& shared, const KernelParams& params)
+      : shared_(shared), params_(params), descriptor_of_(&shared), thread_(threadIdx.x % kWarpgroupThreads) {}
+
+ protected:
+  using Swizzle = typename Variant::Swizzle;
+  using QueryRows = KMajor<Swizzle, Variant::kQuery>;      // Q or dO as A of S, dP
+  using KeyRows = KMajor<Swizzle, Variant::kKey>;          // K or V as B of S, dP; P^T or dS^T as B of dV^T, dK^T
+  using QueryColumns = MnMajor<Swizzle, Variant::kQuery>;  // Q or dO as A of dK^T, dV^T
+  using KeyColumns = MnMajor<Swizzle, Variant::kKey>;      // K as B of dQ
+
+  using Scores = float[Variant::kKey / 2];
+  using RoundedScores = RegisterSlice[Variant::kKey / kProductDepth];
+
+  using QueryStage = RingIndex<Variant::kStages>;
+  using DoutStage = RingIndex<Variant::kDoutStages>;
+  using Once = RingIndex<1>;
+
+  // There is one K and one V a work tile.
+  __device__ __forceinline__ Once tile() const { return {ring_.count}; }
+  __device__ __forceinline__ const WorkTile& work() const { return shared_.work[ring_.slot()]; }
+  __device__ __forceinline__ QueryStage query_stage() const { return {step_}; }
+  __device__ __forceinline__ DoutStage dout_stage() const { return {step_}; }
+
+  __device__ __forceinline__ void wait_for_q() const {
+    shared_.q_full[query_stage().slot()].wait(query_stage().parity());
+  }
+  __device__ __forceinline__ void wait_for_dout() const {
+    shared_.dout_full[dout_stage().slot()].wait(dout_stage().parity());
+  }
+  __device__ __forceinline__ void wait_for_p() const { shared_.p_full.wait(Once{step_}.parity()); }
+
+  // So that no address is carried through the loop: there is no register for it.
+  __device__ __forceinline__ void forget_addresses() {
+    forget(thread_);
+    descriptor_of_.forget();
+  }
+
+  Shared& shared_;
+  const KernelParams& params_;
+  TileDescriptors<Swizzle> descriptor_of_;
+  int thread_;
+  WorkRing<Variant> ring_;
+  uint32_t step_ = 0;  // over all work tiles
+};
+
+template <typename Variant>
+class ValueConsumer : Consumer<Variant> {
+ public:
+  using Base = Consumer<Variant>;
+  using Base::Base;
+
+  __device__ void run() {
+    for (; wait_for_work_together(shared_, ring_); ring_ = ring_.next()) {
+      process();
+      arrive_together(shared_.work_empty[ring_.slot()]);
+    }
+  }
+
+ private:
+  using Base::descriptor_of_;
+  using Base::params_;
+  using Base::ring_;
+  using Base::shared_;
+  using Base::step_;
+  using Base::thread_;
+  using typename Base::Element;
+  using typename Base::KeyRows;
+  using typename Base::Once;
+  using typename Base::QueryColumns;
+  using typename Base::QueryRows;
+  using typename Base::RoundedScores;
+  using typename Base::Score;
+  using typename Base::Scores;
+  using typename Base::Swizzle;
+  using Dv = Gradient<Variant, Variant::kValueDim>;
+  static constexpr int kNamedBarrier = 1;
+
+  __device__ __forceinline__ void process() {
+    Dv dv;
+    Scores s;
+    dv.clear();
+    const int steps = this->work().steps;
+    if (steps > 0) {
+      shared_.k_full.wait(this->tile().parity());
+      issue_s(s);
+      wait_products<0>();
+      pin(s);
+      make_p(s);
+      for (int steps_left = steps - 1; steps_left > 0; --steps_left) {
+        this->forget_addresses();
+        issue_dv(dv);
+        ++step_;
+        issue_s(s);
+        wait_products<0>();
+        dv.pin();
+        pin(s);
+        release_dv_operands(step_ - 1);
+        make_p(s);
+      }
+      issue_dv(dv);
+      wait_products<0>();
+      dv.pin();
+      release_dv_operands(step_);
+      ++step_;
+    }
+    finish(dv);
+  }
+
+  __device__ __forceinline__ void issue_s(Scores& s) {
+    this->wait_for_q();
+    forget_contents(s);
+    multiply<Element, Variant::kQkDim>(s, QueryRows(descriptor_of_(shared_.q[this->query_stage().slot()])),
+                                       KeyRows(descriptor_of_(shared_.k)));
+  }
+
+  // P of the step is written by all warps.
+  __device__ __forceinline__ void issue_dv(Dv& dv) {
+    this->wait_for_p();
+    this->wait_for_dout();
+#pragma unroll
+    for (int b = 0; b < Dv::kBlocks; ++b) {
+      multiply_add<Element, Variant::kQuery>(dv.block[b],
+                                             QueryColumns(descriptor_of_(shared_.dout[this->dout_stage().slot()]), b),
+                                             KeyRows(descriptor_of_(shared_.p)));
+    }
+  }
+
+  __device__ __forceinline__ void release_dv_operands(uint32_t step) const {
+    shared_.dout_empty[typename Base::DoutStage{step}.slot()].arrive();
+    arrive_once(shared_.p_empty);
+  }
+
+  // S becomes P, rounded, in shared memory.
+  __device__ __forceinline__ void make_p(Scores& s) {
+    const uint32_t slot = this->query_stage().slot();
+    const StepTile tile = shared_.step[slot];
+    const int first_query = tile.query_tile * Variant::kQuery, first_key = this->work().kv_tile * Variant::kKey;
+    transform(s, first_query, first_key, slot);
+    if (tile.needs_masking) {
+      const Mask mask = Variant::grid(this->work().sequence, params_.window).mask;
+      apply_mask(s, mask, first_query, first_key, thread_);
+    }
+    probabilities(s, statistics_of(shared_.lse[slot], thread_), params_.score.scale_log2);
+    shared_.q_empty[slot].arrive();
+    RoundedScores rounded;
+    pack_slices<Element>(rounded, s);
+    shared_.p_empty.wait(Once{step_}.empty_parity());
+    store_transposed<Swizzle, Variant::kKey>(shared_.p, rounded, thread_ / 32, thread_ % 32);
+    fence_and_arrive(shared_.p_full);
+  }
+
+  // Products become scores.
+  __device__ __forceinline__ void transform(Scores& s, int first_query, int first_key, uint32_t slot) const {
+    if constexpr (Score::kHasSlope) {
+      const Sequence& sequence = this->work().sequence;
+      const int own_key = first_query + fragment_row(thread_, 0) + sequence.seqlen_k - sequence.seqlen_q;
+      const int distance = first_key + fragment_column(thread_, 0) - own_key;
+      Score::transform(s, KeyBias{shared_.slope[slot], float(distance)});
+    } else if constexpr (Score::kKind != ScoreKind::kPlain) {
+      Score::transform(s, params_.score);
+    }
+  }
+
+  // dV takes the place of V: the key consumer has come to P of the last step, and so is done with dP.
+  __device__ __forceinline__ void finish(Dv& dv) {
+    const WorkTile& work = this->work();
+    shared_.v_full.wait(this->tile().parity());
+    shared_.p_empty.wait(Once{step_}.empty_parity());
+    if (work.valid() && (work.splits == 1 || reduce_splits<Variant>(params_, work, dv, false))) {
+      store_gradient<Variant>(params_.dv, shared_.v, params_, work, dv, kNamedBarrier);
+    }
+    if (thread_ == 0) { shared_.v_empty.arrive(); }
+  }
+};
+
+template <typename Variant>
+class KeyConsumer : Consumer<Variant> {
+ public:
+  using Base = Consumer<Variant>;
+  using Base::Base;
+
+  __device__ void run() {
+    for (; wait_for_work_together(shared_, ring_); ring_ = ring_.next()) {
+      process();
+      arrive_together(shared_.work_empty[ring_.slot()]);
+    }
+  }
+
+ private:
+  using Base::descriptor_of_;
+  using Base::params_;
+  using Base::ring_;
+  using Base::shared_;
+  using Base::step_;
+  using Base::thread_;
+  using typename Base::Element;
+  using typename Base::KeyColumns;
+  using typename Base::KeyRows;
+  using typename Base::Once;
+  using typename Base::QueryColumns;
+  using typename Base::QueryRows;
+  using typename Base::RoundedScores;
+  using typename Base::Score;
+  using typename Base::Scores;
+  using typename Base::Swizzle;
+  using Dk = Gradient<Variant, Variant::kQkDim>;
+  using Layout = DqLayout<Variant>;
+  using Slot = RingIndex<Variant::kDqSlots>;
+  static constexpr int kNamedBarrier = 2;
+
+  struct Registers {
+    Dk dk;
+    Scores dp;
+    float dq[Layout::kRegisters];  // of 64 columns
+  };
+
+  __device__ __forceinline__ void process() {
+    Registers r;
+    r.dk.clear();
+    const int steps = this->work().steps;
+    shared_.k_full.wait(this->tile().parity());
+    if (steps > 0) {
+      shared_.v_full.wait(this->tile().parity());
+      issue_dp(r);
+      wait_products<0>();
+      pin(r.dp);
+      make_ds(r);
+      for (int steps_left = steps - 1; steps_left > 0; --steps_left) {
+        multiply_ds<true>(r);
+        make_ds(r);
+      }
+      multiply_ds<false>(r);
+    }
+    finish(r.dk);
+  }
+
+  __device__ __forceinline__ void issue_dp(Registers& r) {
+    this->wait_for_dout();
+    forget_contents(r.dp);
+    multiply<Element, Variant::kValueDim>(r.dp, QueryRows(descriptor_of_(shared_.dout[this->dout_stage().slot()])),
+                                          KeyRows(descriptor_of_(shared_.v)));
+  }
+
+  // dP and P become dS, rounded, in shared memory.
+  __device__ __forceinline__ void make_ds(Registers& r) {
+    const uint32_t slot = this->dout_stage().slot();
+    this->wait_for_p();
+    const uint32_t p = transposed_address<Swizzle, Variant::kKey>(shared_.p, thread_ / 32, thread_ % 32);
+    const RowPair delta = statistics_of(shared_.delta[slot], thread_);
+    RowPair lse{};
+    if constexpr (Score::kHasDerivative) { lse = statistics_of(shared_.lse[this->query_stage().slot()], thread_); }
+    RoundedScores ds;
+#pragma unroll
+    for (int k = 0; k < Variant::kKey / kProductDepth; ++k) {
+      ptx::load_matrix_transposed(p + k * 2 * Swizzle::kAtomBytes, ds[k]);
+      score_gradient<Element, Score>(ds[k], r.dp + 8 * k, delta, lse, params_.score);
+    }
+    shared_.p_empty.arrive();
+    shared_.dout_empty[slot].arrive();
+    sync_warpgroup(kNamedBarrier);  // dK of the step before has completed for all warps
+    store_transposed<Swizzle, Variant::kKey>(shared_.ds, ds, thread_ / 32, thread_ % 32);
+    ptx::fence_async_shared();
+    sync_warpgroup(kNamedBarrier);
+  }
+
+  // dQ and dK of the step, and dP of the next.
+  template <bool kHasNext>
+  __device__ __forceinline__ void multiply_ds(Registers& r) {
+    this->forget_addresses();
+    issue_dq(r, 0);
+    this->wait_for_q();
+    issue_dk(r, 0);
+#pragma unroll
+    for (int b = 0; b < Dk::kBlocks; ++b) {
+      const Slot first{step_ * Variant::kDqPieces + b * Variant::kDqPiecesOfBlock};
+      wait_for_staging(first);
+      wait_products<1>();  // dQ of the block
+      pin(r.dq);
+      stage_dq(r.dq, first);
+      if (b + 1 < Dk::kBlocks) {
+        issue_dq(r, b + 1);
+        issue_dk(r, b + 1);
+      } else if constexpr (kHasNext) {
+        ++step_;
+        issue_dp(r);
+      }
+      announce(first);
+    }
+    wait_products<0>();
+    r.dk.pin();
+    if constexpr (kHasNext) {
+      pin(r.dp);
+    } else {
+      ++step_;
+    }
+    shared_.q_empty[typename Base::QueryStage{step_ - 1}.slot()].arrive();
+  }
+
+  __device__ __forceinline__ void issue_dq(Registers& r, int block) {
+    forget_contents(r.dq);
+    multiply<Element, Variant::kKey>(r.dq, KeyColumns(descriptor_of_(shared_.ds)),
+                                     KeyColumns(descriptor_of_(shared_.k), block));
+  }
+
+  __device__ __forceinline__ void issue_dk(Registers& r, int block) {
+    multiply_add<Element, Variant::kQuery>(r.dk.block[block],
+                                           QueryColumns(descriptor_of_(shared_.q[this->query_stage().slot()]), block),
+                                           KeyRows(descriptor_of_(shared_.ds)));
+  }
+
+  __device__ __forceinline__ void wait_for_staging(Slot slot) const {
+#pragma unroll
+    for (int piece = 0; piece < Variant::kDqPiecesOfBlock; ++piece, slot = slot.next()) {
+      shared_.dq_empty[slot.slot()].wait(slot.empty_parity());
+    }
+  }
+
+  __device__ __forceinline__ void stage_dq(const float (&dq)[Layout::kRegisters], Slot slot) {
+    constexpr int kQuads = Layout::kQuads / Variant::kDqPiecesOfBlock;
+    float4* const buffers[] = {reinterpret_cast<float4*>(shared_.dq[slot.slot()]),
+                               reinterpret_cast<float4*>(shared_.dq[slot.next().slot()])};
+    static_assert(Variant::kDqPiecesOfBlock == 2);
+    const auto store = [&](int quad, float x, float y, float z, float w) {
+      buffers[quad / kQuads][Layout::quad_index(quad % kQuads, thread_)] = make_float4(x, y, z, w);
+    };
+    if (stage_dq_as_integers(dq, store)) { return; }
+#pragma unroll
+    for (int quad = 0; quad < Layout::kQuads; ++quad) {
+      const float* const x = dq + 4 * quad;
+      store(quad, x[0], x[1], x[2], x[3]);
+    }
+  }
+
+  // Order-free, unless the head needs the order.
+  template <typename Store>
+  __device__ __forceinline__ bool stage_dq_as_integers(const float (&dq)[Layout::kRegisters], const Store& store) {
+    if constexpr (Variant::kOrderFree) {
+      const uint32_t slot = RingIndex<Variant::kScaleSlots>{step_}.slot();
+      const int tile = shared_.scale_tile[slot];
+      if (tile == kNoScale) { return false; }
+      const int row = fragment_row(thread_, 0);
+      const uint8_t* const scales = shared_.scales[slot] + row;
+      const float of_row[] = {scale_of(scales[0]), scale_of(scales[8])};
+      uint8_t* const tile_scales = params_.workspace.scales + int64_t(tile) * Variant::kQuery + row;
+      round_to_units(
+          dq, [&](int i) { return of_row[i / 2 % 2]; },
+          [&](int i) { tile_scales[i / 2 % 2 * 8] = fixed_point::kNotFinite; }, store);
+      return true;
+    }
+    return false;
+  }
+
+  // What has been staged may be added.
+  __device__ __forceinline__ void announce(Slot slot) const {
+    ptx::fence_async_shared();
+    __syncwarp();
+#pragma unroll
+    for (int piece = 0; piece < Variant::kDqPiecesOfBlock; ++piece, slot = slot.next()) {
+      arrive_once(shared_.dq_full[slot.slot()]);
+    }
+  }
+
+  // dK takes the place of K: S of all steps has become P, which this consumer has read, and its own dQ is done.
+  __device__ __forceinline__ void finish(Dk& dk) {
+    const WorkTile& work = this->work();
+    sync_warpgroup(kNamedBarrier);
+    if (work.valid() && (work.splits == 1 || reduce_splits<Variant>(params_, work, dk, true))) {
+#pragma unroll
+      for (auto& block : dk.block) {
+#pragma unroll
+        for (float& x : block) { x *= params_.softmax_scale; }
+      }
+      store_gradient<Variant>(params_.dk, shared_.k, params_, work, dk, kNamedBarrier);
+    }
+    if (thread_ == 0) { shared_.k_empty.arrive(); }
+  }
+};
+
+}  // namespace dash_attn::backward::wide

@@ -1,0 +1,61 @@
+// As ../score_tile.h, with queries as rows of the fragments: S becomes P, and dP becomes dS.
+#pragma once
+
+#include "../score_tile.h"
+
+namespace dash_attn::backward::wide {
+
+// A value of each of a thread's two rows: register i is of row i / 2 % 2.
+struct RowPair {
+  float of[2];
+};
+
+// Of LSE and D, which lie in the order of statistic_position.
+__device__ __forceinline__ RowPair statistics_of(const float* rows, int thread) {
+  const int row = fragment_row(thread, 0);
+  return {{rows[statistic_position(row)], rows[statistic_position(row + 8)]}};
+}
+
+// Hides what the mask hides of the keys from `first_key` on.
+template <int kSize>
+__device__ __forceinline__ void apply_mask(float (&s)[kSize], const Mask& mask, int first_query, int first_key,
+                                           int thread) {
+#pragma unroll
+  for (int row = 0; row < 2; ++row) {
+    const Range keys = mask.keys_of(first_query + fragment_row(thread, 2 * row));
+    const int column = first_key + fragment_column(thread, 0);
+    const int first = keys.first - column, end = keys.end() - column;
+#pragma unroll
+    for (int i = 0; i < kSize; ++i) {
+      if ((i / 2) % 2 != row) { continue; }
+      if (fragment_column(0, i) >= end) { s[i] = -INFINITY; }
+      if (!starts_at_first_key(mask.kind) && fragment_column(0, i) < first) { s[i] = -INFINITY; }
+    }
+  }
+}
+
+// P = exp2(scale score - LSE); LSE is in base 2.
+template <int kSize>
+__device__ __forceinline__ void probabilities(float (&s)[kSize], const RowPair& lse, float scale_log2) {
+#pragma unroll
+  for (int i = 0; i < kSize; ++i) { s[i] = ptx::exp2_approx(fmaf(s[i], scale_log2, -lse.of[i / 2 % 2])); }
+}
+
+// dS = P * (dP - D) * the score's derivative, of one slice: rounded, in the place of P.
+template <typename Element, typename Score>
+__device__ __forceinline__ void score_gradient(RegisterSlice& p, const float* dp, const RowPair& delta,
+                                               const RowPair& lse, const ScoreParams& params) {
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    const int row = i % 2;
+    float low = dp[2 * i] - delta.of[row], high = dp[2 * i + 1] - delta.of[row];
+    if constexpr (Score::kHasDerivative) {
+      const float2 probability = unpack<Element>(p[i]);
+      low *= Score::derivative(probability.x, lse.of[row], params);
+      high *= Score::derivative(probability.y, lse.of[row], params);
+    }
+    p[i] = multiply_pair<Element>(p[i], low, high);
+  }
+}
+
+}  // namespace dash_attn::backward::wide

@@ -1,0 +1,65 @@
+// The shared memory of a kernel of which one consumer owns dV and the other dK.
+#pragma once
+
+#include "../storage.h"
+
+namespace dash_attn::backward {
+
+template <typename Variant>
+struct alignas(1024) SharedStorage<Variant, true> {
+  using Element = typename Variant::Element;
+  using Barrier = cutlass::arch::ClusterBarrier;
+  using TransactionBarrier = cutlass::arch::ClusterTransactionBarrier;
+
+  Element k[Variant::kKey * Variant::kQkDim];     // after a work tile its dK is staged here
+  Element v[Variant::kKey * Variant::kValueDim];  // and here its dV
+  Element q[Variant::kStages][Variant::kQuery * Variant::kQkDim];
+  Element dout[Variant::kDoutStages][Variant::kQuery * Variant::kValueDim];
+  // (key, query), queries contiguous: P^T and dS^T, which the sums over queries read.
+  Element p[Variant::kKey * Variant::kQuery];
+  Element ds[Variant::kKey * Variant::kQuery];
+  float dq[Variant::kDqSlots][Variant::kDqTileFloats / Variant::kDqPieces];  // in the order of dq_layout.h
+  float lse[Variant::kStages][Variant::kQuery];                              // base 2
+  float delta[Variant::kDoutStages][Variant::kQuery];                        // D = rowsum(dO * O)
+  StepTile step[Variant::kStages];
+  float slope[Variant::Score::kHasSlope ? Variant::kStages : 1];  // ALiBi's, of the step's head
+  // Order-free only: as in the other kernels.
+  alignas(16) uint8_t scales[Variant::kScaleSlots][Variant::kScaleBytes ? Variant::kQuery : 16];
+  int scale_tile[Variant::kScaleSlots];
+  PlannedStep plan[Variant::kPlanSlots];
+  WorkTile work[Variant::kWorkSlots];
+  int work_number[Variant::kWorkSlots];  // in clusters, as the first CTA sends it
+
+  TransactionBarrier k_full, v_full;
+  Barrier k_empty, v_empty;  // the consumers have done with the tile, and the gradient has left from there
+  TransactionBarrier q_full[Variant::kStages], dout_full[Variant::kDoutStages];
+  Barrier q_empty[Variant::kStages], dout_empty[Variant::kDoutStages];
+  Barrier p_full;   // P of the step is written
+  Barrier p_empty;  // dV of the step has completed, and P of it is in the other consumer's registers
+  Barrier dq_full[Variant::kDqSlots], dq_empty[Variant::kDqSlots];
+  Barrier plan_full[Variant::kPlanSlots], plan_empty[Variant::kPlanSlots];
+  Barrier work_full[Variant::kWorkSlots], work_empty[Variant::kWorkSlots];
+  TransactionBarrier number_full[Variant::kWorkSlots];
+  Barrier number_empty[Variant::kWorkSlots];
+};
+
+template <typename Variant>
+struct Arrivals<Variant, true> {
+  static constexpr int kTransaction = 1;
+  static constexpr int kLoaderLanes = 32;
+  static constexpr int kConsumerWarps = Variant::kConsumerWarps;
+  static constexpr int kConsumerThreads = Variant::kConsumers * kWarpgroupThreads;
+  static constexpr int kConsumerWarpsOfOne = kWarpgroupWarps;
+  static constexpr int kDoneWithP = kWarpgroupWarps + kWarpgroupThreads;  // the owner's warps, the reader's threads
+  static constexpr int kDoneWithK = 1;  // one thread of the owner of dK, of that of dV
+  static constexpr int kDoneWithV = 1;
+  static constexpr int kStagers = kWarpgroupWarps;
+  static constexpr int kAdder = 1;
+  static constexpr int kPlanner = 1;
+  static constexpr int kPlanReaders = kLoaderLanes + kAdder;
+  static constexpr int kLoader = 1;
+  static constexpr int kWorkReaders = kConsumerWarps + kPlanner;
+  static constexpr int kLoadersOfCluster = Variant::kClusterSize;
+};
+
+}  // namespace dash_attn::backward
