@@ -43,7 +43,8 @@ def test_no_row_of_the_table_has_a_head_dim_out_of_range(qk, v, argument):
 
 def test_a_pair_has_the_tiles_of_its_row():
     for (qk, v), row in {(150, 100): (192, 128), (100, 150): (192, 192), (1, 193): (256, 256)}.items():
-        assert schedule.tile_shape(qk, v) == schedule.tile_shape(*row)
+        for tile_shape in (_schedule.backward_tile_shape, _schedule.forward_tile_shape):
+            assert tile_shape(qk, v) == tile_shape(*row)
         arguments = {"causal": True, "group_size": 2}
         assert reference.tile_order("auto", 500, 600, head_dim=qk, value_head_dim=v, **arguments) == (
             reference.tile_order("auto", 500, 600, head_dim=row[0], value_head_dim=row[1], **arguments)

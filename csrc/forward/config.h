@@ -98,14 +98,16 @@ struct alignas(1024) SharedStorage {
   Element v[Variant::kStages][Variant::kKey * Variant::kValueDim];
 
   AnnouncedTile tiles[Variant::kTileSlots];
-  int output_slot[Variant::kConsumers];  // of V, where a warpgroup's output is staged there
 
   TransactionBarrier q_full[Variant::kQueryStages];
   Barrier q_empty[Variant::kQueryStages];
   Barrier out_full[Variant::kQueryStages][Variant::kConsumers];
-  Barrier out_left[Variant::kConsumers];  // from the place of a V
   TransactionBarrier k_full[Variant::kStages], v_full[Variant::kStages];
   Barrier k_empty[Variant::kStages], v_empty[Variant::kStages];
+
+  // With kOutputInValues: the place of V that a warpgroup's output is staged in, and whether it has left.
+  int output_slot[Variant::kConsumers];
+  Barrier out_left[Variant::kConsumers];
 
   // The query tile whose Q has that place.
   __device__ __forceinline__ AnnouncedTile& tile(RingIndex<Variant::kQueryStages> place) {
@@ -136,7 +138,9 @@ __device__ __forceinline__ void initialise_barriers(SharedStorage<Variant>& shar
       shared.out_full[i][consumer].init(Count::kStagingWarps);
     }
   }
-  for (int consumer = 0; consumer < Variant::kConsumers; ++consumer) { shared.out_left[consumer].init(Count::kStorer); }
+  if constexpr (Variant::kOutputInValues) {
+    for (auto& left : shared.out_left) { left.init(Count::kStorer); }
+  }
   for (int i = 0; i < Variant::kStages; ++i) {
     shared.k_full[i].init(Count::kTransaction);
     shared.v_full[i].init(Count::kTransaction);
