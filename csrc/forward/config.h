@@ -64,11 +64,15 @@ struct Variant {
   static constexpr int kStages = (kBytesForTiles - kQueryStages * kQueryTileBytes) / (kKeyTileBytes + kValueTileBytes);
   static_assert(kStages >= 2);
 
+  // Whether the last P V of a query tile runs with the first S of the next, for which Q needs two places. Three consumers
+  // have no registers for that and a softcap.
+  static constexpr bool kCrosses = kQueryStages > 1 && !(kConsumers == 3 && Score::kKind == ScoreKind::kSoftcap);
+
   // Whether S leaves out the half of the KV tile that comes first where a warpgroup's rows do not see it. A product in
-  // two forms takes registers that three consumers do not have, nor two beside an output of more than 128 columns;
-  // and under the full mask there is no such half.
+  // two forms takes registers that three consumers do not have, nor two beside an output of more than 128 columns or
+  // a changed score; and under the full mask there is no such half.
   static constexpr bool kHalvesFirstTile =
-      kConsumers == 2 && kQueryStages > 1 && kValueDim <= 128 && kMask != MaskKind::kFull;
+      kConsumers == 2 && kCrosses && kValueDim <= 128 && kMask != MaskKind::kFull && Score::kKind == ScoreKind::kPlain;
 
   DASH_HOST_DEVICE static constexpr TileGrid grid(Sequence const& sequence, Window const& window) {
     return {{kQuery, kKey, 1}, {kMask, window, sequence}};
