@@ -4,7 +4,7 @@
 //   value consumer:  S = score(Q K^T)     P = exp2(scale S - LSE)     dV^T += dO^T P
 //   key consumer:    dP = dO V^T     dS = P * (dP - D)     dQ = dS K     dK^T += Q^T dS
 //
-// Queries are the rows of S and dP, and P and dS go through shared memory, transposed: there the products read them, and
+// Queries are the rows of S and dP. P and dS go through shared memory, transposed: there the products read them, and
 // the key consumer takes P from there. It computes dQ 64 columns at a time, beside as many of dK (a bar is a wait for
 // products):
 //
