@@ -10,6 +10,8 @@ import torch
 
 WINDOW = 8
 MAX_SCORE = 2048.0
+TANH_ERROR = 15.0
+MAX_BIAS = 2.0**15
 MAX_KEYS = 2**20
 MAX_ERROR = 1e-4
 SMALLEST_PRODUCT = 1e-30
@@ -74,6 +76,8 @@ def row_scales(
     seen: torch.Tensor,
     tile_k: int,
     dtype: torch.dtype,
+    softcap: float = 0.0,
+    largest_bias: torch.Tensor | float = 0.0,
 ) -> Scales:
     """The scale of each row, and the heads that cannot use theirs.
 
@@ -85,14 +89,17 @@ def row_scales(
         seen: (seqlen_q, 2), where the keys that each query sees begin and end.
         tile_k: keys in a KV tile: those of a partial.
         dtype: of the inputs; the bound allows for its subnormal numbers.
+        softcap: of the scores; 0 is none.
+        largest_bias: (batch * kv_heads,) or a number: what scores may have beside the product, in magnitude.
     """
     seqlen_k, head_dim = k.shape[1:]
     max_element = k.double().abs().amax(dim=(1, 2))
     max_product = (_norms(v) * k.double().abs().amax(dim=-1)).amax(dim=-1)
     max_score = abs(softmax_scale) * _norms(q).flatten(1).amax(dim=-1) * _norms(k).amax(dim=-1)
+    max_score = max_score + (TANH_ERROR * max_score.clamp(max=softcap) if softcap else 0)
     steps = min_step_product(k, v)
     in_range = (max_score <= MAX_SCORE) & (max_product >= SMALLEST_PRODUCT) & max_product.isfinite() & steps.isfinite()
-    in_range &= seqlen_k <= MAX_KEYS
+    in_range &= torch.as_tensor(largest_bias <= MAX_BIAS, device=q.device) & (seqlen_k <= MAX_KEYS)
 
     max_element, max_product, steps = (x[:, None, None] for x in (max_element, max_product, steps))
     dout_norms = _norms(dout)

@@ -241,6 +241,7 @@ def backward(
     if order.order_free and d.dtype == torch.float32:
         seen = torch.tensor(_visible_keys(*mask, 0, seqlen_q), device=q.device)
         settings = {"softmax_scale": softmax_scale, "tile_k": order.tile_k, "dtype": q.dtype, "seen": seen}
+        settings |= {"softcap": softcap, "largest_bias": score_type.largest_bias(max(seqlen_q, seqlen_k))}
         units = order_free.Accumulator(order_free.row_scales(q_heads, k_heads, v_heads, dout_heads, d, **settings), dq)
     dk_of_split, dv_of_split = torch.zeros_like(dk), torch.zeros_like(dv)
     for head, kv_tile, q_tile, ends_split in _steps(order, q_heads.shape[1]):
@@ -318,6 +319,10 @@ class _ScoreType(NamedTuple):
         own = torch.arange(products.shape[-2], device=products.device) + first_query + self.own_key_of_first_query
         keys = torch.arange(products.shape[-1], device=products.device) + first_key
         return products.sub_(self.slopes[:, head] * (own[:, None] - keys).abs())
+
+    def largest_bias(self, distance):
+        """In magnitude, of each KV head's group."""
+        return 0.0 if self.slopes is None else self.slopes.double().abs().amax(dim=(1, 2, 3)) * distance
 
     def derivative(self, scores):
         """Of scores with respect to products; None where it is 1."""

@@ -37,11 +37,13 @@ class Scores(NamedTuple):
     alibi_slopes: torch.Tensor | None = None  # (heads,) or (batch, heads)
     sinks: torch.Tensor | None = None  # (heads,)
     dsoftmax_lse: torch.Tensor | None = None  # (batch, heads, seqlen_q)
+    rounds_tanh: bool = False  # to 11 bits, as the instruction tanh.approx may
 
     def of(self, products):
         """(batch, heads, seqlen_q, seqlen_k), from what the scale has been applied to, in its dtype."""
         if self.softcap:
-            products = self.softcap * torch.tanh(products / self.softcap)
+            tanh = torch.tanh(products / self.softcap)
+            products = self.softcap * (tanh.half().to(tanh.dtype) if self.rounds_tanh else tanh)
         if self.alibi_slopes is not None:
             seqlen_q, seqlen_k = products.shape[2:]
             queries, keys = (torch.arange(n, device=products.device) for n in (seqlen_q, seqlen_k))
@@ -60,7 +62,8 @@ class Scores(NamedTuple):
         if slopes is not None:
             slopes = (slopes if slopes.dim() == 1 else slopes[b])[h : h + 1]
         sinks = None if sinks is None else sinks[h : h + 1]
-        return Scores(self.softcap, slopes, sinks, None if dlse is None else dlse[b : b + 1, h : h + 1])
+        dlse = None if dlse is None else dlse[b : b + 1, h : h + 1]
+        return Scores(self.softcap, slopes, sinks, dlse, self.rounds_tanh)
 
     def of_queries(self, first):
         """Of the queries from `first` on."""
@@ -193,8 +196,9 @@ def attention_rounded(
 
     Args:
         out: the output of which D = rowsum(dO * O) is made.
-        rounded_factors: whether dS is the product of the rounded P and of dP - D, which in bf16 is rounded first, as in
-            the kernel (`multiply_pair` of csrc/device/fragment.h); else of P and dP - D, as in `dash_attn.reference`.
+        rounded_factors: as in the kernel: tanh of a softcap is rounded to 11 bits, and dS is the product of the rounded
+            P and of dP - D, which in bf16 is rounded first (`multiply_pair` of csrc/device/fragment.h); else, as in
+            `dash_attn.reference`, of P and dP - D.
     """
     q, k, v, dout, out = (x.detach() for x in (q, k, v, dout, out))
     batch, seqlen_q, heads, head_dim = q.shape
@@ -213,7 +217,7 @@ def attention_rounded(
             g = h // group
             q_h, k_h, v_h = q[b, :, h].double(), k[b, :, g].double(), v[b, :, g].double()
             dout_h, out_h = dout[b, :, h].double(), out[b, :, h].double()
-            head = Head.of(q_h @ k_h.T * scale, hidden, scores.head(b, h))
+            head = Head.of(q_h @ k_h.T * scale, hidden, scores.head(b, h)._replace(rounds_tanh=rounded_factors))
             p, p_rounded = head.p, rounded(head.p)
             d = (dout_h * out_h).sum(dim=1, keepdim=True) - head.dlse
             ds = (dout_h @ v_h.T - d) * head.of_cap

@@ -1,6 +1,7 @@
 """The binary: which kernels it holds, and what their machine code does. Its build: what is chosen, what is refused."""
 
 import collections
+import itertools
 import os
 import pathlib
 import re
@@ -22,16 +23,17 @@ ELEMENTS = {"bfloat16_t": "BFloat16", "half_t": "Float16"}
 
 LIST = """\
 // A comment with DASH_FORWARD_VARIANT(dtype, head_dim, mask) in it.
-DASH_FORWARD_VARIANT(BFloat16, 64, Full)
-DASH_FORWARD_VARIANT(BFloat16, 64, Causal)
-DASH_FORWARD_VARIANT(BFloat16, 128, Full)
-DASH_FORWARD_VARIANT(Float16, 64, Full)
-DASH_BACKWARD_VARIANT(BFloat16, 64, Full, Ordered)
-DASH_BACKWARD_VARIANT(BFloat16, 64, Full, Shift)
-DASH_BACKWARD_VARIANT(BFloat16, 64, Causal, Ordered)
-DASH_BACKWARD_VARIANT(BFloat16, 64, Causal, SymmetricShift)
-DASH_BACKWARD_VARIANT(BFloat16, 128, Full, Ordered)
-DASH_BACKWARD_VARIANT(Float16, 64, Full, OrderFree)
+DASH_FORWARD_VARIANT(BFloat16, 64, Full, Plain)
+DASH_FORWARD_VARIANT(BFloat16, 64, Causal, Plain)
+DASH_FORWARD_VARIANT(BFloat16, 128, Full, Plain)
+DASH_FORWARD_VARIANT(Float16, 64, Full, Plain)
+DASH_BACKWARD_VARIANT(BFloat16, 64, Full, Plain, Ordered)
+DASH_BACKWARD_VARIANT(BFloat16, 64, Full, Plain, Shift)
+DASH_BACKWARD_VARIANT(BFloat16, 64, Causal, Plain, Ordered)
+DASH_BACKWARD_VARIANT(BFloat16, 64, Causal, Plain, SymmetricShift)
+DASH_BACKWARD_VARIANT(BFloat16, 128, Full, Plain, Ordered)
+DASH_BACKWARD_VARIANT(Float16, 64, Full, Plain, OrderFree)
+DASH_BACKWARD_VARIANT(Float16, 192x128, Full, Plain, OrderFree)
 """
 
 
@@ -57,23 +59,20 @@ def main_kernels(binary, pass_: str) -> list[tuple[str, str, check_kernels.Kerne
 
 
 def test_list_of_variants_is_complete():
-    """Both passes for every dtype, head dims and mask; the backward with every set of policies that fits the mask, but
-    for clusters where head dims are wide."""
-    sets = {"Full": {"Ordered", "Shift", "OrderFree"}, "Causal": {"Ordered", "SymmetricShift", "OrderFree"}}
-    sets["Windowed"] = {"Ordered", "OrderFree"}
-    forward = {v.values for v in VARIANTS if v.pass_ == "FORWARD"}
-    backward = {v.values for v in VARIANTS if v.pass_ == "BACKWARD"}
-    assert {values[0] for values in forward} == {"BFloat16", "Float16"}
-    narrow, wide = {"64", "96", "128"}, {"192x128", "192", "256"}
-    assert {values[1] for values in forward} == narrow | wide
-    assert {values[2] for values in forward} == set(sets)
-    clusters = {"Shift", "SymmetricShift"}
-    assert backward == {
-        (*values, name)
-        for values in forward
-        for name in sets[values[2]] - (clusters if values[1] in wide else set())
-    }
-    assert len(forward) + len(backward) == len(VARIANTS)
+    """Both passes for every dtype, head dims and mask, of a changed score for the masks that served_mask of
+    csrc/launch/scores.h leaves; the backward with every set of policies, the shifts up to 128 columns and plain."""
+    narrow, capped_causal = ("64", "96", "128"), ("96", "128", "256")
+    forward, backward = set(), set()
+    for dtype, dims in itertools.product(("BFloat16", "Float16"), (*narrow, "192x128", "192", "256")):
+        kernels = [("Full", "Plain"), ("Causal", "Plain"), *(("Windowed", s) for s in ("Plain", "Softcap", "Alibi"))]
+        for mask, score in kernels + [("Causal", "Softcap")] * (dims in capped_causal):
+            shift = {"Full": ["Shift"], "Causal": ["SymmetricShift"]}.get(mask, [])
+            forward.add((dtype, dims, mask, score))
+            policies = ["Ordered", "OrderFree"] + shift * (dims in narrow and score == "Plain")
+            backward |= {(dtype, dims, mask, score, name) for name in policies}
+    listed = {pass_: [v.values for v in VARIANTS if v.pass_ == pass_] for pass_ in ("FORWARD", "BACKWARD")}
+    assert (set(listed["FORWARD"]), set(listed["BACKWARD"])) == (forward, backward)
+    assert len(VARIANTS) == len(forward) + len(backward)
 
 
 @pytest.mark.parametrize("pass_", ["forward", "backward"])
@@ -191,10 +190,11 @@ def listed(monkeypatch, tmp_path) -> list[variants.Variant]:
 @pytest.mark.parametrize(
     "environment, forward, backward",
     [
-        ({}, 4, 6),
+        ({}, 4, 7),
         ({"DASH_ATTN_HEAD_DIMS": "64"}, 3, 5),
         ({"DASH_ATTN_DTYPES": "bf16"}, 3, 5),
-        ({"DASH_ATTN_DTYPES": "Float16"}, 1, 1),
+        ({"DASH_ATTN_HEAD_DIMS": "192x128, 128"}, 1, 2),
+        ({"DASH_ATTN_DTYPES": "Float16"}, 1, 2),
         ({"DASH_ATTN_MASKS": "causal"}, 1, 2),
         ({"DASH_ATTN_POLICIES": "spt"}, 4, 3),
         ({"DASH_ATTN_POLICIES": "ordered; Symmetric_Shift"}, 4, 4),
@@ -217,19 +217,20 @@ def test_environment_limits_what_is_built(monkeypatch, tmp_path, listed, environ
 def test_units_hold_what_shares_a_dtype_head_dim_and_mask(tmp_path, listed):
     variants.generate(listed, tmp_path)
     written = variants.generate([v for v in listed if v.values[1:3] == ("64", "Full")], tmp_path)
-    names = ["bfloat16_64_full", "float16_64_full"]
+    names = ["bfloat16_64_full_plain", "float16_64_full_plain"]
     assert [path.stem for path in written] == [f"{pass_}_{name}" for pass_ in ("forward", "backward") for name in names]
     assert sorted(tmp_path.glob("*.cu")) == sorted(written), "units of an earlier selection stay behind"
     assert written[2].read_text() == (
         '#include "launch/instantiate_backward.h"\n\n'
-        "DASH_INSTANTIATE_BACKWARD(BFloat16, 64, Full, Ordered)\nDASH_INSTANTIATE_BACKWARD(BFloat16, 64, Full, Shift)\n"
+        "DASH_INSTANTIATE_BACKWARD(BFloat16, 64, Full, Plain, Ordered)\n"
+        "DASH_INSTANTIATE_BACKWARD(BFloat16, 64, Full, Plain, Shift)\n"
     )
 
 
 @pytest.mark.parametrize(
     "name, value, message",
     [
-        ("DASH_ATTN_HEAD_DIMS", "96", "DASH_ATTN_HEAD_DIMS is '96': 96 unknown, allowed are 64, 128"),
+        ("DASH_ATTN_HEAD_DIMS", "96", "DASH_ATTN_HEAD_DIMS is '96': 96 unknown, allowed are 64, 128, 192x128"),
         ("DASH_ATTN_DTYPES", "fp8", "is 'fp8': fp8 unknown, allowed are bf16, fp16, bfloat16, float16"),
         ("DASH_ATTN_MASKS", "full,window", "is 'full,window': window unknown, allowed are full, causal"),
         ("DASH_ATTN_POLICIES", "zigzag", "zigzag unknown, allowed are ascending, descending, spt, atomic, ordered,"),

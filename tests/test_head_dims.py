@@ -43,7 +43,8 @@ def test_no_row_of_the_table_has_a_head_dim_out_of_range(qk, v, argument):
 
 def test_a_pair_has_the_tiles_of_its_row():
     for (qk, v), row in {(150, 100): (192, 128), (100, 150): (192, 192), (1, 193): (256, 256)}.items():
-        assert schedule.tile_shape(qk, v) == schedule.tile_shape(*row)
+        for tile_shape in (_schedule.backward_tile_shape, _schedule.forward_tile_shape):
+            assert tile_shape(qk, v) == tile_shape(*row)
         arguments = {"causal": True, "group_size": 2}
         assert reference.tile_order("auto", 500, 600, head_dim=qk, value_head_dim=v, **arguments) == (
             reference.tile_order("auto", 500, 600, head_dim=row[0], value_head_dim=row[1], **arguments)
@@ -79,9 +80,10 @@ def test_what_the_kernels_are_given(head_dim, value_head_dim):
         out_and_gradients(flash_attn_func, (q, k, v), dout)
     qk, of_v = (math.ceil(d / 8) * 8 for d in (head_dim, value_head_dim))
     (_, forward), (_, backward) = calls
-    assert [x.shape[-1] for x in forward[:4]] == [qk, qk, of_v, of_v]  # q, k, v, out
-    assert [x.shape[-1] for x in backward[:5]] == [of_v, qk, qk, of_v, of_v]  # dout, q, k, v, out
-    assert [x.shape[-1] for x in backward[6:9]] == [qk, qk, of_v]  # dq, dk, dv
+    given = {"q": qk, "k": qk, "v": of_v, "out": of_v}
+    gradients = {"dout": of_v, "dq": qk, "dk": qk, "dv": of_v}
+    for arguments, expected in ((forward, given), (backward, given | gradients)):
+        assert {name: arguments[name].shape[-1] for name in expected} == expected
 
 
 @pytest.mark.parametrize("policy", schedule.POLICIES)

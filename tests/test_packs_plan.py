@@ -333,7 +333,7 @@ def test_every_query_is_in_one_tile_of_the_forward(arguments):
 def check_forward_room(arguments):
     pack = ForwardPack(**arguments)
     total = sum(q for q, _ in arguments["lengths"]) + arguments["rows_outside"][0]
-    positions = (192 if arguments["head_dim"] == 64 else 128) // (arguments["heads"] // pack.head_groups)
+    positions = _schedule.forward_tile_shape(**dims_of(arguments))[0] // (arguments["heads"] // pack.head_groups)
     assert pack.totals["units"] <= pack.most["units"] <= total // positions + len(arguments["lengths"])
 
 

@@ -73,6 +73,9 @@ struct ScoreArguments {
   double softcap = 0;
 
   bool exist() const { return sinks || alibi_slopes || softcap != 0; }
+
+  // They have kernels for the policies of windows alone.
+  bool change_products() const { return alibi_slopes || softcap != 0; }
 };
 
 // What the caller calls them.
@@ -284,20 +287,25 @@ inline void check_mask(const MaskArguments& mask) {
 }
 
 // The policy that a schedule's name means for this problem.
-inline Policy resolve_schedule(std::string_view schedule, MaskKind mask, HeadDims padded) {
+inline Policy resolve_schedule(std::string_view schedule, const MaskArguments& mask_arguments,
+                               const ScoreArguments& scores, HeadDims padded) {
+  const MaskKind mask = scores.change_products() ? MaskKind::kWindow : mask_arguments.kind();
   if (schedule == "auto") { return automatic_policy(mask, padded); }
-  for (int i = 0; i < kNumDeterministicPolicies; ++i) {
-    if (schedule == kPolicyNames[i] && fits(static_cast<Policy>(i), mask)) { return static_cast<Policy>(i); }
-  }
   std::string allowed = "'auto'";
   for (int i = 0; i < kNumDeterministicPolicies; ++i) {
-    if (fits(static_cast<Policy>(i), mask)) { allowed += c10::str(", '", kPolicyNames[i], "'"); }
+    if (!fits(static_cast<Policy>(i), mask)) { continue; }
+    if (schedule == kPolicyNames[i]) { return static_cast<Policy>(i); }
+    allowed += c10::str(", '", kPolicyNames[i], "'");
   }
-  TORCH_CHECK_VALUE(false, "schedule must be one of ", allowed, " under the ", kMaskNames[static_cast<int>(mask)],
-                    " mask, got '", schedule, "'");
+  const std::string where = scores.change_products()
+                                ? "with softcap or alibi_slopes"
+                                : c10::str("under the ", kMaskNames[static_cast<int>(mask)], " mask");
+  TORCH_CHECK_VALUE(false, "schedule must be one of ", allowed, " ", where, ", got '", schedule, "'");
 }
 
-inline void check_schedule(std::string_view schedule, MaskKind mask) { resolve_schedule(schedule, mask, {}); }
+inline void check_schedule(std::string_view schedule, const MaskArguments& mask, const ScoreArguments& scores) {
+  resolve_schedule(schedule, mask, scores, {});
+}
 
 inline void check_head_dim_multiple(const char* name, const Tensor& tensor) {
   TORCH_CHECK_VALUE(tensor.sym_size(-1) % kHeadDimMultiple == 0, name, " must have a head_dim that is a multiple of ",
@@ -404,7 +412,7 @@ inline void check_backward(const Tensor& dout, const Tensor& q, const Tensor& k,
   check_writable("dv", dv);
   check_softmax_lse("softmax_lse", softmax_lse, q, pack.exists());
   check_score_gradients(score_gradients, scores, q, pack.exists());
-  check_schedule(schedule, mask.kind());
+  check_schedule(schedule, mask, scores);
 }
 
 // No two elements of what is written may share a place: along the dimensions, from the smallest stride on, each step

@@ -217,7 +217,7 @@ inline void backward(const Tensor& dout, const Tensor& q, const Tensor& k, const
     return;
   }
   const HeadDims padded = padded_head_dims(static_cast<int>(q.size(-1)), static_cast<int>(v.size(-1)));
-  const Policy policy = resolve_schedule(schedule, mask.kind(), padded);
+  const Policy policy = resolve_schedule(schedule, mask, {sinks, alibi_slopes, softcap}, padded);
   const PositiveScale scaled(q, softmax_scale);
   const Tensor targets[] = {target_of(dq), target_of(dk), target_of(dv)};
   DASH_OP("dash_attn_C::backward", BackwardKernel)

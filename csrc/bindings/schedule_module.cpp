@@ -181,8 +181,9 @@ HeadDims padded_row(int64_t head_dim, std::optional<int64_t> value_head_dim) {
   return padded_head_dims(dims.qk, dims.v);
 }
 
+template <TileShape (*kTileShape)(HeadDims)>
 std::tuple<int, int> tile_shape(int64_t head_dim, std::optional<int64_t> value_head_dim) {
-  TileShape const shape = backward_tile_shape(padded_row(head_dim, value_head_dim));
+  TileShape const shape = kTileShape(padded_row(head_dim, value_head_dim));
   return {shape.query, shape.key};
 }
 
@@ -398,8 +399,10 @@ PYBIND11_MODULE(_schedule, m) {
         return std::tuple(row.qk, row.v);
       },
       py::arg("head_dim"), py::arg("value_head_dim") = py::none(), "Head dims of the kernels that take these.");
-  m.def("backward_tile_shape", &tile_shape, py::arg("head_dim"), py::arg("value_head_dim") = py::none(),
-        "(queries, keys) of one tile of the backward.");
+  m.def("backward_tile_shape", &tile_shape<backward_tile_shape>, py::arg("head_dim"),
+        py::arg("value_head_dim") = py::none(), "(queries, keys) of one tile of the backward.");
+  m.def("forward_tile_shape", &tile_shape<forward_tile_shape>, py::arg("head_dim"),
+        py::arg("value_head_dim") = py::none(), "(queries, keys) of one tile of the forward.");
   m.def("row_bound", &fixed_point::row_bound, py::kw_only(), py::arg("dout_norm"), py::arg("delta"),
         py::arg("max_product"), py::arg("max_element"), py::arg("seqlen_k"), py::arg("half_precision"),
         "Of the sum of the magnitudes of a row's partials in order-free accumulation.");
@@ -418,12 +421,13 @@ PYBIND11_MODULE(_schedule, m) {
   m.def(
       "needs_order",
       [](float max_query_norm, float max_key_norm, float max_product, float min_step_product, double softmax_scale,
-         double largest_bias, int seqlen_k) {
+         double softcap, double largest_bias, int seqlen_k) {
         fixed_point::HeadStatistics const head{max_query_norm, max_key_norm, max_product, min_step_product};
-        return fixed_point::needs_order(head, softmax_scale, largest_bias, seqlen_k);
+        return fixed_point::needs_order(head, softmax_scale, {softcap, largest_bias}, seqlen_k);
       },
       py::kw_only(), py::arg("max_query_norm"), py::arg("max_key_norm"), py::arg("max_product"),
-      py::arg("min_step_product"), py::arg("softmax_scale"), py::arg("largest_bias") = 0.0, py::arg("seqlen_k"),
+      py::arg("min_step_product"), py::arg("softmax_scale"), py::arg("softcap") = 0.0, py::arg("largest_bias") = 0.0,
+      py::arg("seqlen_k"),
       "Whether a head, whatever its rows are, is left to the ordered sum in order-free accumulation.");
 
   m.def("head_swizzle", &launched_head_swizzle, py::arg("schedule"), py::arg("problem"), py::arg("head_dim"),

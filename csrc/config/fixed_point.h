@@ -55,16 +55,28 @@ inline constexpr float kSmallestProduct = 1e-30f;
 // 1.27.
 inline constexpr double kCapacity = 1.5 * (1 << 30);
 
-// Whether dQ of the head is summed in fp32 in the order of ranks instead, whatever its rows are. `largest_bias` is what
-// scores may have beside the product, in magnitude.
-DASH_HOST_DEVICE inline bool needs_order(HeadStatistics const& head, double softmax_scale, double largest_bias,
+// What changes scores, of a head.
+struct ScoreBounds {
+  double softcap;       // 0: none
+  double largest_bias;  // what is added to the product, in magnitude
+};
+
+// The kernel's tanh has a relative error of 2^-11, at either evaluation; the product's sum has one of 2^-14.9 of the
+// magnitudes that kMaxScore limits.
+inline constexpr double kTanhError = 15;
+// Beyond it the rounding of scores counts.
+inline constexpr double kMaxBias = 1 << 15;
+
+// Whether dQ of the head is summed in fp32 in the order of ranks instead, whatever its rows are.
+DASH_HOST_DEVICE inline bool needs_order(HeadStatistics const& head, double softmax_scale, ScoreBounds const& bounds,
                                          int seqlen_k) {
-  double const largest_score =
-      std::fabs(softmax_scale) * double(head.max_query_norm) * double(head.max_key_norm) + largest_bias;
+  double const largest_product = std::fabs(softmax_scale) * double(head.max_query_norm) * double(head.max_key_norm);
+  double const capped = bounds.softcap < largest_product ? bounds.softcap : largest_product;
+  double const largest_score = largest_product + (bounds.softcap > 0 ? kTanhError * capped : 0);
   // A smaller product may have lost digits of its own in fp32, or all of them. A difference may overflow where the
   // values do not. Written so that NaN needs the order.
-  return !(largest_score <= kMaxScore && seqlen_k <= kMaxKeys && head.max_product >= kSmallestProduct &&
-           head.max_product <= FLT_MAX && head.min_step_product <= FLT_MAX);
+  return !(largest_score <= kMaxScore && bounds.largest_bias <= kMaxBias && seqlen_k <= kMaxKeys &&
+           head.max_product >= kSmallestProduct && head.max_product <= FLT_MAX && head.min_step_product <= FLT_MAX);
 }
 
 // A row is in units of 2^-e. What the kernel multiplies by is the float 2^(e - kFractionBits), of which the exponent's

@@ -64,11 +64,15 @@ struct Variant {
   static constexpr int kStages = (kBytesForTiles - kQueryStages * kQueryTileBytes) / (kKeyTileBytes + kValueTileBytes);
   static_assert(kStages >= 2);
 
+  // Whether the last P V of a query tile runs with the first S of the next, for which Q needs two places. Three
+  // consumers have no registers for that and a softcap.
+  static constexpr bool kCrosses = kQueryStages > 1 && !(kConsumers == 3 && Score::kKind == ScoreKind::kSoftcap);
+
   // Whether S leaves out the half of the KV tile that comes first where a warpgroup's rows do not see it. A product in
-  // two forms takes registers that three consumers do not have, nor two beside an output of more than 128 columns;
-  // and under the full mask there is no such half.
+  // two forms takes registers that three consumers do not have, nor two beside an output of more than 128 columns or
+  // a changed score; and under the full mask there is no such half.
   static constexpr bool kHalvesFirstTile =
-      kConsumers == 2 && kQueryStages > 1 && kValueDim <= 128 && kMask != MaskKind::kFull;
+      kConsumers == 2 && kCrosses && kValueDim <= 128 && kMask != MaskKind::kFull && Score::kKind == ScoreKind::kPlain;
 
   DASH_HOST_DEVICE static constexpr TileGrid grid(Sequence const& sequence, Window const& window) {
     return {{kQuery, kKey, 1}, {kMask, window, sequence}};
@@ -98,14 +102,16 @@ struct alignas(1024) SharedStorage {
   Element v[Variant::kStages][Variant::kKey * Variant::kValueDim];
 
   AnnouncedTile tiles[Variant::kTileSlots];
-  int output_slot[Variant::kConsumers];  // of V, where a warpgroup's output is staged there
 
   TransactionBarrier q_full[Variant::kQueryStages];
   Barrier q_empty[Variant::kQueryStages];
   Barrier out_full[Variant::kQueryStages][Variant::kConsumers];
-  Barrier out_left[Variant::kConsumers];  // from the place of a V
   TransactionBarrier k_full[Variant::kStages], v_full[Variant::kStages];
   Barrier k_empty[Variant::kStages], v_empty[Variant::kStages];
+
+  // With kOutputInValues: the place of V that a warpgroup's output is staged in, and whether it has left.
+  int output_slot[Variant::kConsumers];
+  Barrier out_left[Variant::kConsumers];
 
   // The query tile whose Q has that place.
   __device__ __forceinline__ AnnouncedTile& tile(RingIndex<Variant::kQueryStages> place) {
@@ -136,7 +142,9 @@ __device__ __forceinline__ void initialise_barriers(SharedStorage<Variant>& shar
       shared.out_full[i][consumer].init(Count::kStagingWarps);
     }
   }
-  for (int consumer = 0; consumer < Variant::kConsumers; ++consumer) { shared.out_left[consumer].init(Count::kStorer); }
+  if constexpr (Variant::kOutputInValues) {
+    for (auto& left : shared.out_left) { left.init(Count::kStorer); }
+  }
   for (int i = 0; i < Variant::kStages; ++i) {
     shared.k_full[i].init(Count::kTransaction);
     shared.v_full[i].init(Count::kTransaction);

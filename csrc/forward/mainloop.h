@@ -55,7 +55,7 @@ class Consumer {
     for (int end; (end = next_tile()) != kNoMoreTiles; q_ = q_.next()) {
       Rows next(params_, sequence_of_tile(), end, consumer_);
       if constexpr (Score::kHasSlope) { set_slopes(next); }
-      if (Variant::kQueryStages > 1 && rows.kv.count > 0 && next.kv.count > 0 && !passes_many(next.passed_before)) {
+      if (Variant::kCrosses && rows.kv.count > 0 && next.kv.count > 0 && !passes_many(next.passed_before)) {
         if (Variant::kHalvesFirstTile && next.half_first) {
           cross<kHalfTile>(out, p, softmax, rows, next);
         } else {
@@ -73,9 +73,9 @@ class Consumer {
       }
       rows = next;
       if (rows.kv.count > 0) { walk(out, p, softmax, rows); }
-      // The loader comes to the next tile when these have been passed over. Where Q has one place, the last product
-      // does not wait for the next one.
-      if (rows.kv.count > 0 && (passes_many(rows.passed_after) || Variant::kQueryStages == 1)) {
+      // The loader comes to the next tile when these have been passed over. Where tiles do not cross, the last
+      // product does not wait for the next one.
+      if (rows.kv.count > 0 && (passes_many(rows.passed_after) || !Variant::kCrosses)) {
         finish(out, p, softmax, rows, q_);
         rows.kv.count = 0;
       }

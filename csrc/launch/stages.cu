@@ -68,7 +68,7 @@ void launch_preprocess(const BackwardArguments& a, const BackwardWorkspace& work
     params.dsoftmax_lse = a.dsoftmax_lse;
     params.lse_batch_stride = int64_t(a.heads) * a.seqlen_q;
     params.lse_head_stride = a.seqlen_q;
-    params.scale = {a.head_dims, a.softmax_scale, a.alibi_slopes, a.alibi_batch_stride};
+    params.scale = {a.head_dims, a.softmax_scale, a.softcap, a.alibi_slopes, a.alibi_batch_stride};
     const auto kernel =
         is_order_free(a) ? backward::preprocess_kernel<Geometry, true> : backward::preprocess_kernel<Geometry, false>;
     launch("the backward's preprocess kernel", kernel, params,

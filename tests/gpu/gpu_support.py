@@ -42,6 +42,12 @@ class Problem:
     alibi: str = ""  # slopes of "heads", the same for all sequences, or of "sequences"
     sinks: bool = False
     lse_gradient: bool = False
+    value_head_dim: int | None = None  # None: head_dim
+
+    @property
+    def head_dims(self) -> dict[str, int]:
+        """As dash_attn.schedule takes them."""
+        return dict(head_dim=self.head_dim, value_head_dim=self.value_head_dim or self.head_dim)
 
     @property
     def scale(self) -> float:
@@ -97,7 +103,9 @@ class Inputs:
 
 
 def policies(problem: Problem) -> list[str]:
-    """Every policy that is defined for the problem's mask."""
+    """Every policy that is defined for the problem's mask, and for changed scores those of windows."""
+    if problem.softcap or problem.alibi:
+        return list(schedule.fitting(causal=False, window=(0, 0)))
     return list(schedule.fitting(**problem.mask))
 
 
@@ -107,7 +115,7 @@ def schedules(causal: bool) -> list[str]:
 
 
 def tiles_of(problem: Problem, policy: str) -> schedule.Problem:
-    shape = dict(heads=problem.heads, kv_heads=problem.kv_heads, head_dim=problem.head_dim)
+    shape = dict(heads=problem.heads, kv_heads=problem.kv_heads, **problem.head_dims)
     return schedule.problem(policy, problem.seqlen_q, problem.seqlen_k, **shape, **problem.mask)
 
 
@@ -130,7 +138,7 @@ def forward_counts_tiles(problem: Problem, num_sms: int) -> bool:
         seqlen_k=problem.seqlen_k,
         heads=problem.heads,
         kv_heads=problem.kv_heads,
-        head_dim=problem.head_dim,
+        **problem.head_dims,
         causal=problem.causal,
         sms=num_sms,
     )
@@ -140,14 +148,15 @@ def forward_counts_tiles(problem: Problem, num_sms: int) -> bool:
 def random_qkv_dout(problem: Problem, device: str, seed: int = 0) -> tuple[torch.Tensor, ...]:
     generator = torch.Generator(device).manual_seed(seed)
 
-    def normal(seqlen: int, heads: int) -> torch.Tensor:
-        shape = (problem.batch, seqlen, heads, problem.head_dim)
+    def normal(seqlen: int, heads: int, head_dim: int = problem.head_dim) -> torch.Tensor:
+        shape = (problem.batch, seqlen, heads, head_dim)
         return torch.randn(shape, generator=generator, device=device).to(problem.dtype)
 
     q = normal(problem.seqlen_q, problem.heads)
     k = normal(problem.seqlen_k, problem.kv_heads)
-    v = normal(problem.seqlen_k, problem.kv_heads)
-    return q, k, v, normal(problem.seqlen_q, problem.heads)
+    of_values = problem.head_dims["value_head_dim"]
+    v = normal(problem.seqlen_k, problem.kv_heads, of_values)
+    return q, k, v, normal(problem.seqlen_q, problem.heads, of_values)
 
 
 def random_scores(problem: Problem, device: str, seed: int = 0) -> Scores:

@@ -50,7 +50,7 @@ def row_bounds(problem: Problem, inputs: Inputs, exact: Attention) -> dict[str, 
         "dv": of_kv_heads(p.mT @ dout_norm),
     }
     # Of the output itself where it is below the normal numbers.
-    last = 0.5 * subnormal * problem.head_dim**0.5
+    last = 0.5 * subnormal * max(problem.head_dims.values()) ** 0.5
     return {name: ROW_SLACK * (x.squeeze(-1).transpose(1, 2).double() + last) for name, x in bounds.items()}
 
 

@@ -8,12 +8,12 @@ import gpu_support as support
 import gradient_check
 import pytest
 import torch
+from dash_attn._schedule import forward_tile_shape
 from gpu_load import Perturbation
 from gpu_support import GuardedTensor, Problem
 
 MASKS = pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
-KV_TILE = 128  # keys: forward_tile_shape of csrc/config/tile_shapes.h
 COUNTER_BYTES = 4
 REPEATS = 50  # of a call whose bits a race would change only now and then
 
@@ -165,11 +165,12 @@ def test_rows_are_not_spoilt_by_values_in_kv_tiles_they_do_not_see(head_dim, val
     problem = Problem(2, *shape, head_dim, True)
     group, diagonal = problem.heads // problem.kv_heads, problem.seqlen_k - problem.seqlen_q
     clean_v = support.random_qkv_dout(problem, device)[2]
-    for key in {KV_TILE, problem.seqlen_k - 1, problem.seqlen_k // 2, max(0, problem.seqlen_k - 46)}:
+    _, kv_tile = forward_tile_shape(head_dim)
+    for key in {kv_tile, problem.seqlen_k - 1, problem.seqlen_k // 2, max(0, problem.seqlen_k - 46)}:
         q, k, v, _ = support.random_qkv_dout(problem, device)
         clean = forward(problem, q, k, clean_v)
         v[1, key, 0, 5] = value
-        blind = max(0, min(problem.seqlen_q, key // KV_TILE * KV_TILE - diagonal))  # rows that see no key of the tile
+        blind = max(0, min(problem.seqlen_q, key // kv_tile * kv_tile - diagonal))  # rows that see no key of the tile
         for call in range(REPEATS):
             outputs = forward(problem, q, k, v)
             what = f"{problem}, {value} in v at key {key}, call {call}"
