@@ -1,7 +1,7 @@
 """Selects kernels from csrc/launch/variants.def and writes their translation units.
 
-A line of the list is DASH_<PASS>_VARIANT(dtype, head_dim, mask, score[, set of policies]); names are CamelCase there and
-snake_case in the environment variables, one variable an axis. New values and passes need no change here.
+A line of the list is DASH_<PASS>_VARIANT(dtype, head_dims, mask, score[, set of policies]); names are CamelCase there
+and snake_case in the environment variables, one variable an axis. New values and passes need no change here.
 """
 
 from __future__ import annotations

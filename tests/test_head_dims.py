@@ -80,9 +80,10 @@ def test_what_the_kernels_are_given(head_dim, value_head_dim):
         out_and_gradients(flash_attn_func, (q, k, v), dout)
     qk, of_v = (math.ceil(d / 8) * 8 for d in (head_dim, value_head_dim))
     (_, forward), (_, backward) = calls
-    assert [x.shape[-1] for x in forward[:4]] == [qk, qk, of_v, of_v]  # q, k, v, out
-    assert [x.shape[-1] for x in backward[:5]] == [of_v, qk, qk, of_v, of_v]  # dout, q, k, v, out
-    assert [x.shape[-1] for x in backward[6:9]] == [qk, qk, of_v]  # dq, dk, dv
+    given = {"q": qk, "k": qk, "v": of_v, "out": of_v}
+    gradients = {"dout": of_v, "dq": qk, "dk": qk, "dv": of_v}
+    for arguments, expected in ((forward, given), (backward, given | gradients)):
+        assert {name: arguments[name].shape[-1] for name in expected} == expected
 
 
 @pytest.mark.parametrize("policy", schedule.POLICIES)

@@ -350,7 +350,8 @@ def test_the_table_of_schedules():
     }
     assert dict(rows) == {"auto": "all", **of_policies} and len(rows) == len(of_policies) + 1
     (automatic,) = re.findall(r"^\| `auto` \| all \| `(\w+)`: one rule for every shape", text, re.M)
-    assert {_schedule.automatic(head_dim=d, **m) for d in (64, 96, 128, 192, 256) for m in (full, causal, window)} == {automatic}
+    head_dims = (64, 96, 128, 192, 256)
+    assert {_schedule.automatic(head_dim=d, **m) for d in head_dims for m in (full, causal, window)} == {automatic}
 
 
 def test_the_comparisons_that_are_named(capsys, tmp_path, result):

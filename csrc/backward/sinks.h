@@ -1,5 +1,5 @@
-// The gradient of the sinks, ds = -sum of e^(s - LSE) (D - dLSE) over a head's rows: after preprocess.h, whose D has the
-// gradient of LSE in it.
+// The gradient of the sinks, ds = -sum of e^(s - LSE) (D - dLSE) over a head's rows: after preprocess.h, whose D has
+// the gradient of LSE in it.
 //
 // Determinism contract: a block takes one head of one sequence and adds its rows in a fixed tree; a second kernel adds
 // the sequences in their order. So the bits do not depend on how they are packed.

@@ -70,8 +70,8 @@ __device__ __forceinline__ void pack_slices(uint32_t (&packed)[kAcc / 8][4], con
 }
 
 // The 16 bytes that a thread passes to stmatrix and ldmatrix for slice 0 of the transpose of a 64-row fragment, in 64
-// columns of a tile of kRows rows, whose first block is `blocks`: fragment column c is tile row c. `warp` and `lane` are
-// those of the thread in its warpgroup. The next slice lies 16 rows on.
+// columns of a tile of kRows rows, whose first block is `blocks`: fragment column c is tile row c. `warp` and `lane`
+// are those of the thread in its warpgroup. The next slice lies 16 rows on.
 template <typename Swizzle, int kRows>
 __device__ __forceinline__ uint32_t transposed_address(const void* blocks, int warp, int lane) {
   constexpr int kWarpsPerBlock = Swizzle::kChunks / 2;

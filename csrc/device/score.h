@@ -1,5 +1,5 @@
-// Scores: what becomes of a product q . k before the mask and the softmax, and its derivative. The place to add another,
-// for both passes.
+// Scores: what becomes of a product q . k before the mask and the softmax, and its derivative. The place to add
+// another, for both passes.
 //
 // A score type turns products into x in place (transform) and the softmax is taken of ScoreParams::scale_log2 * x, in
 // base 2. It has
@@ -48,8 +48,8 @@ struct SoftcapScore {
     for (int i = 0; i < kSize; ++i) { products[i] = ptx::tanh_approx(products[i] * params.product_factor); }
   }
 
-  // 1 - tanh^2, from the probability e^score / e^LSE: tanh need not be kept. `lse` is in base 2. Where no probability is
-  // left there is no gradient either.
+  // 1 - tanh^2, from the probability e^score / e^LSE: tanh need not be kept. `lse` is in base 2. Where no probability
+  // is left there is no gradient either.
   static __device__ __forceinline__ float derivative(float probability, float lse, const ScoreParams& params) {
     const float tanh = (ptx::log2_approx(probability) + lse) * params.inverse_scale_log2;
     return fmaxf(fmaf(-tanh, tanh, 1.f), 0.f);

@@ -64,8 +64,8 @@ struct Variant {
   static constexpr int kStages = (kBytesForTiles - kQueryStages * kQueryTileBytes) / (kKeyTileBytes + kValueTileBytes);
   static_assert(kStages >= 2);
 
-  // Whether the last P V of a query tile runs with the first S of the next, for which Q needs two places. Three consumers
-  // have no registers for that and a softcap.
+  // Whether the last P V of a query tile runs with the first S of the next, for which Q needs two places. Three
+  // consumers have no registers for that and a softcap.
   static constexpr bool kCrosses = kQueryStages > 1 && !(kConsumers == 3 && Score::kKind == ScoreKind::kSoftcap);
 
   // Whether S leaves out the half of the KV tile that comes first where a warpgroup's rows do not see it. A product in

@@ -34,8 +34,8 @@ class Storer {
  private:
   using Swizzle = typename Variant::Swizzle;
 
-  // The end of its tile, or kNoMoreTiles. Where the output leaves from the place of a V, the loader does not wait for it
-  // with the next Q, and a storer that waited for Q could miss one: there the consumers tell it of the end too.
+  // The end of its tile, or kNoMoreTiles. Where the output leaves from the place of a V, the loader does not wait for
+  // it with the next Q, and a storer that waited for Q could miss one: there the consumers tell it of the end too.
   __device__ __forceinline__ int wait_for_output() const {
     if constexpr (!Variant::kOutputInValues) {
       if (wait_for_tile(shared_, q_) == kNoMoreTiles) { return kNoMoreTiles; }

@@ -45,8 +45,8 @@ __device__ __forceinline__ void decide_order(const Workspace& workspace, const S
   }
   const fixed_point::HeadStatistics head{max_query_norm, keys.max_norm, keys.max_product, keys.min_step_product};
   if (lane == 0) {
-    needs_order(workspace, call, owner).by_head =
-        fixed_point::needs_order(head, settings.softmax_scale, {settings.softcap, largest_bias}, owner.lengths.seqlen_k);
+    needs_order(workspace, call, owner).by_head = fixed_point::needs_order(
+        head, settings.softmax_scale, {settings.softcap, largest_bias}, owner.lengths.seqlen_k);
   }
 }
 

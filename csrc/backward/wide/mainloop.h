@@ -4,14 +4,14 @@
 //   value consumer:  S = score(Q K^T)     P = exp2(scale S - LSE)     dV^T += dO^T P
 //   key consumer:    dP = dO V^T     dS = P * (dP - D)     dQ = dS K     dK^T += Q^T dS
 //
-// Queries are the rows of S and dP, so P and dS go through shared memory once, transposed: there the products that sum
-// over queries read them, and the key consumer takes P from there. Of dQ, whose operand dS it has in registers, it
-// computes 64 columns at a time beside as many of dK (a bar is a wait for products):
+// Queries are the rows of S and dP. P and dS go through shared memory, transposed: there the products read them, and
+// the key consumer takes P from there. It computes dQ 64 columns at a time, beside as many of dK (a bar is a wait for
+// products):
 //
 //   value consumer   tensor cores:  dV(j)  S(j+1) |
 //                    threads:                     | P(j+1) -> shared memory
-//   key consumer     tensor cores:  dQ(j)0  dK(j)0 | dQ(j)1  dK(j)1 | ...  dP(j+1) |
-//                    threads:       dS(j) visible  | dQ(j)0 -> adder ...           | dS(j+1) -> shared memory
+//   key consumer     tensor cores:  dQ(j)0 | dK(j)0  dQ(j)1 | dK(j)1 ... dP(j+1) |
+//                    threads:              | dQ(j)0 -> adder | dQ(j)1 -> adder ...  | dS(j+1) -> shared memory
 //
 // The value consumer is ahead by up to a step. What one consumer's threads do, the other's products run beside.
 #pragma once
@@ -68,9 +68,10 @@ class Consumer {
   }
   __device__ __forceinline__ void wait_for_p() const { shared_.p_full.wait(Once{step_}.parity()); }
 
-  // So that no address is carried through the loop: there is no register for it.
+  // So that no address is carried through a step: there is no register for it.
   __device__ __forceinline__ void forget_addresses() {
     forget(thread_);
+    forget(step_);
     descriptor_of_.forget();
   }
 
@@ -283,6 +284,7 @@ class KeyConsumer : Consumer<Variant> {
 
   // dP and P become dS, rounded, in shared memory.
   __device__ __forceinline__ void make_ds(Registers& r) {
+    this->forget_addresses();
     const uint32_t slot = this->dout_stage().slot();
     this->wait_for_p();
     const uint32_t p = transposed_address<Swizzle, Variant::kKey>(shared_.p, thread_ / 32, thread_ % 32);
@@ -316,6 +318,7 @@ class KeyConsumer : Consumer<Variant> {
       wait_for_staging(first);
       wait_products<1>();  // dQ of the block
       pin(r.dq);
+      this->forget_addresses();
       stage_dq(r.dq, first);
       if (b + 1 < Dk::kBlocks) {
         issue_dq(r, b + 1);
