@@ -3,6 +3,7 @@
 
 #include <cuda_runtime_api.h>
 
+#include <algorithm>
 #include <initializer_list>
 #include <set>
 #include <utility>
@@ -26,7 +27,11 @@ inline cudaLaunchAttribute starts_before_previous_ends(bool allowed) {
   return attribute;
 }
 
-// A kernel that takes more than the default must say so once on each device.
+// What no two blocks of an SM can have.
+constexpr int kAloneOnSm = kSharedMemoryLimit / 2 + 1024;
+
+// A kernel that takes more than the default must say so once on each device, and then the most that any launch of it
+// takes: of those that take less than kAloneOnSm, where they are to be alone, that.
 inline void allow_shared_memory(const char* name, const void* kernel, int bytes) {
   constexpr int kDefaultBytes = 48 << 10;
   if (bytes <= kDefaultBytes) { return; }
@@ -35,12 +40,13 @@ inline void allow_shared_memory(const char* name, const void* kernel, int bytes)
   thread_local std::set<std::pair<int, const void*>> allowed;
   const std::pair<int, const void*> key(device, kernel);
   if (allowed.count(key)) { return; }
-  check_cuda(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes),
+  check_cuda(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                  std::max(bytes, kAloneOnSm)),
              "sizing the shared memory of ", name);
   allowed.insert(key);
 }
 
-// `name` stands in errors. A kernel that takes more shared memory than the default takes the same at each launch.
+// `name` stands in errors. A kernel that takes more shared memory than kAloneOnSm takes the same at each launch.
 template <typename Params>
 void launch(const char* name, void (*kernel)(Params), const Params& params, const LaunchShape& shape,
             cudaStream_t stream, std::initializer_list<cudaLaunchAttribute> attributes = {}) {

@@ -20,7 +20,6 @@ bool is_order_free(const BackwardArguments& a) {
 
 // Where SMs are to be left to others, a block has an SM to itself, and there are no more blocks than SMs to use.
 LaunchShape grid_of(const AttentionArguments& a, int blocks, int threads, int shared_bytes) {
-  constexpr int kAloneOnSm = kSharedMemoryLimit / 2 + 1024;
   if (a.sm_margin == 0) { return {unsigned(blocks), threads, shared_bytes}; }
   return {unsigned(min_int(blocks, a.num_sms)), threads, max_int(shared_bytes, kAloneOnSm)};
 }
