@@ -40,8 +40,7 @@ inline void allow_shared_memory(const char* name, const void* kernel, int bytes)
   thread_local std::set<std::pair<int, const void*>> allowed;
   const std::pair<int, const void*> key(device, kernel);
   if (allowed.count(key)) { return; }
-  check_cuda(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                  std::max(bytes, kAloneOnSm)),
+  check_cuda(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, std::max(bytes, kAloneOnSm)),
              "sizing the shared memory of ", name);
   allowed.insert(key);
 }
