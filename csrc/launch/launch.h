@@ -8,6 +8,7 @@
 #include <set>
 #include <utility>
 
+#include "../device/sm90.h"
 #include "check.h"
 
 namespace dash_attn {
