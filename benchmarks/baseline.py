@@ -33,7 +33,7 @@ def calls_of(library: Library, schedule: str, shape: Shape, x: Tensors) -> Calls
     causal, *window_size = peers.mask_arguments(shape)
     scale = peers.softmax_scale(shape)
     variable = dict(window_size=tuple(window_size), attention_chunk=shape.chunk, cu_seqlens=x.cu_seqlens)
-    out = torch.empty_like(x.q)
+    out = torch.empty_like(x.dout)
     size = (shape.heads, len(x.q)) if shape.pack else (shape.batch, shape.heads, shape.seqlen)
     softmax_lse = torch.empty(size, dtype=torch.float32, device=x.q.device)
     gradients = tuple(torch.empty_like(t) for t in (x.q, x.k, x.v))

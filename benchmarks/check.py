@@ -45,7 +45,7 @@ class _Sequence:
         scale, length = softmax_scale(shape), len(q)
         keys = torch.arange(length, device=q.device)
         slopes, sinks = (None if t is None else t[-self._group :] for t in (x.alibi_slopes, x.sinks))
-        out, dq, dk, dv = torch.empty_like(q), torch.empty_like(q), torch.zeros_like(k), torch.zeros_like(v)
+        out, dq, dk, dv = torch.empty_like(dout), torch.empty_like(q), torch.zeros_like(k), torch.zeros_like(v)
         for head in range(self._group):
             for first in range(0, length, QUERIES_AT_ONCE):
                 rows = slice(first, min(first + QUERIES_AT_ONCE, length))

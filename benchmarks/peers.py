@@ -61,12 +61,15 @@ def random_tensors(shape: Shape, device: torch.device) -> Tensors:
     """Normal values: the rate of tensor cores depends on the data, and zeros flatter it."""
     generator = torch.Generator(device).manual_seed(0)
 
-    def normal(heads: int) -> torch.Tensor:
+    def normal(heads: int, head_dim: int) -> torch.Tensor:
         sequences = (sum(shape.lengths),) if shape.pack else (shape.batch, shape.seqlen)
-        size = (*sequences, heads, shape.head_dim)
+        size = (*sequences, heads, head_dim)
         return torch.randn(size, generator=generator, device=device).to(DTYPES[shape.dtype])
 
-    found = Tensors(normal(shape.heads), normal(shape.kv_heads), normal(shape.kv_heads), normal(shape.heads))
+    qk, v = shape.head_dims
+    found = Tensors(
+        normal(shape.heads, qk), normal(shape.kv_heads, qk), normal(shape.kv_heads, v), normal(shape.heads, v)
+    )
     if shape.scores == "alibi":
         found.alibi_slopes = torch.exp2(-8.0 * torch.arange(1, shape.heads + 1, device=device) / shape.heads)
     if shape.scores == "sinks":

@@ -30,6 +30,7 @@ class Shape:
         window: of the mask "window": how many keys (before, behind) its own a query sees, -1 for every one.
         chunk: of the mask "window": of how many keys a chunk is, outside of which a query sees none; 0 for no chunks.
         scores: a name of SCORES; None for products of queries and keys alone.
+        value_head_dim: of values and outputs, where it is not head_dim.
     """
 
     dtype: str
@@ -43,6 +44,7 @@ class Shape:
     window: tuple[int, int] = (UNBOUNDED, UNBOUNDED)
     chunk: int = 0
     scores: str | None = None
+    value_head_dim: int | None = None
 
     @classmethod
     def of_pack(cls, pack: str, head_dim: int, heads: int, kv_heads: int, mask: str, **options) -> "Shape":
@@ -118,6 +120,11 @@ class Shape:
         return " ".join([self.mask, *[window] * (self.mask == "window"), *[f"chunk {self.chunk}"] * bool(self.chunk)])
 
     @property
+    def head_dims(self) -> tuple[int, int]:
+        """Of queries and keys, and of values."""
+        return self.head_dim, self.value_head_dim or self.head_dim
+
+    @property
     def sequences_name(self) -> str:
         if self.pack is None:
             return f"{self.batch}x{self.seqlen}"
@@ -125,7 +132,8 @@ class Shape:
 
     def __str__(self) -> str:
         scores = f" {self.scores}" if self.scores else ""
-        return f"{self.dtype} d{self.head_dim} h{self.heads_name} {self.mask_name} {self.sequences_name}{scores}"
+        head_dim = f"{self.head_dim}x{self.value_head_dim}" if self.value_head_dim else self.head_dim
+        return f"{self.dtype} d{head_dim} h{self.heads_name} {self.mask_name} {self.sequences_name}{scores}"
 
 
 _FIELDS = dataclasses.fields(Shape)
@@ -153,13 +161,14 @@ def visible(shape: Shape) -> int:
 
 def flops(shape: Shape, pass_: str) -> float:
     """Floating-point operations: two products of 2 * head_dim for each pair of a query and a key in the forward, and
-    five in the backward. In packs and windows the pairs are those that are visible; in a dense batch they are, by the
+    five in the backward; one and two of them have the head dim of values. In packs and windows the pairs are those that are visible; in a dense batch they are, by the
     common convention, seqlen^2, and half of them for the causal mask."""
     if shape.pack or shape.mask == "window":
         pairs = visible(shape)
     else:
         pairs = shape.seqlen**2 * shape.batch / (2 if shape.causal else 1)
-    return 4.0 * pairs * shape.heads * shape.head_dim * {"forward": 1.0, "backward": 2.5, "both": 3.5}[pass_]
+    qk, v = shape.head_dims
+    return 2.0 * pairs * shape.heads * {"forward": qk + v, "backward": 3 * qk + 2 * v, "both": 4 * qk + 3 * v}[pass_]
 
 
 def _shape(head_dim: int, mask: str, seqlen: int, heads: int | None = None, kv_heads: int | None = None) -> Shape:
@@ -190,12 +199,12 @@ def bar_grid() -> list[Shape]:
 
 
 def head_dims_grid() -> list[Shape]:
-    """Head dim 96, and 128 for its bar: the same heads, tokens and lengths."""
+    """Head dims beside 128, with the same heads, tokens and lengths."""
     return [
-        Shape("bf16", head_dim, 16, 16, mask, seqlen, TOKENS // seqlen)
+        Shape("bf16", head_dim, 16, 16, mask, seqlen, TOKENS // seqlen, value_head_dim=value_head_dim)
         for mask in ("full", "causal")
         for seqlen in (2048, 4096, 8192, 16384)
-        for head_dim in (96, 128)
+        for head_dim, value_head_dim in ((96, None), (128, None), (192, 128), (192, None), (256, None))
     ]
 
 

@@ -33,7 +33,9 @@ class Adder {
   }
 
  private:
-  // The pieces of a partial are staged one after the other. A piece's buffer is free when the next one has been added.
+  // The pieces of a partial are staged one after the other, in buffers that both adders use. A piece's buffer is free
+  // when the next one has been added. An adder looks at no buffer before the other has seen all pieces of the step
+  // before: a barrier's parity tells one pass from the next, and not from the next but one.
   __device__ __forceinline__ void add_tile(int64_t tile, int rank) {
     using Slot = RingIndex<Variant::kDqSlots>;
     constexpr int kPieceFloats = Variant::kDqTileFloats / Variant::kDqPieces;
@@ -41,6 +43,10 @@ class Adder {
     float* const accumulator = params_.workspace.dq_accumulator + tile * Variant::kDqTileFloats;
     int* const semaphore = params_.workspace.dq_semaphores + tile;
     Slot buffer{plan_.count * Variant::kDqPieces};
+    if constexpr (Variant::kDqPieces > 1) {
+      const RingIndex<kAdderWarps> before = RingIndex<kAdderWarps>{plan_.count}.previous();
+      if (plan_.count > 0) { shared_.dq_seen[before.slot()].wait(before.parity()); }
+    }
 #pragma unroll
     for (int piece = 0; piece < Variant::kDqPieces; ++piece) {
       float* const sum = accumulator + piece * kPieceFloats;
@@ -58,6 +64,9 @@ class Adder {
         ptx::bulk_add_f32(sum, partial, kBytes);
       }
       ptx::bulk_commit();
+      if constexpr (Variant::kDqPieces > 1) {
+        if (piece + 1 == Variant::kDqPieces) { shared_.dq_seen[plan_.count % kAdderWarps].arrive(); }
+      }
       if (piece > 0) {
         ptx::bulk_wait_read<1>();
         shared_.dq_empty[buffer.previous().slot()].arrive();

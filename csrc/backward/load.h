@@ -68,10 +68,16 @@ class Loader {
   // A work tile without steps. Its barriers complete once all the same: each work tile counts one pass of them.
   __device__ __forceinline__ void load_nothing() {
     if (!is_leader()) { return; }
-    if constexpr (Variant::kWide) { shared_.v_empty.wait(tile().empty_parity()); }
-    shared_.k_full.arrive();
-    shared_.k_empty.wait(tile().empty_parity());
-    shared_.v_full.arrive();
+    if constexpr (Variant::kWide) {
+      shared_.v_empty.wait(tile().empty_parity());
+      shared_.v_full.arrive();
+      shared_.k_empty.wait(tile().empty_parity());
+      shared_.k_full.arrive();
+    } else {
+      shared_.k_full.arrive();
+      shared_.k_empty.wait(tile().empty_parity());
+      shared_.v_full.arrive();
+    }
   }
 
   // What the steps need of the work tile and the plan stays in shared memory, to spare registers.

@@ -117,6 +117,7 @@ __device__ __forceinline__ void initialise_barriers(SharedStorage<Variant>& shar
   if constexpr (Variant::kWide) {
     shared.p_full.init(Count::kConsumerWarpsOfOne);
     shared.p_empty.init(Count::kDoneWithP);
+    for (auto& seen : shared.dq_seen) { seen.init(Count::kAdder); }
   }
   for (int i = 0; i < Variant::kPlanSlots; ++i) {
     shared.plan_full[i].init(Count::kPlanner);

@@ -74,7 +74,6 @@ struct ScoreArguments {
 
   bool exist() const { return sinks || alibi_slopes || softcap != 0; }
 
-  // They have kernels for the policies of windows alone.
   bool change_products() const { return alibi_slopes || softcap != 0; }
 };
 
@@ -286,10 +285,19 @@ inline void check_mask(const MaskArguments& mask) {
   TORCH_CHECK_VALUE(mask.attention_chunk >= 0, "attention_chunk must be at least 0, got ", mask.attention_chunk);
 }
 
-// The policy that a schedule's name means for this problem.
+// The row of the tile table that serves tensors of these head dims; none while one of them is not known.
+inline HeadDims padded_row(const Tensor& q, const Tensor& v) {
+  const auto qk_dim = q.sym_size(-1).maybe_as_int(), v_dim = v.sym_size(-1).maybe_as_int();
+  if (!qk_dim || !v_dim || *qk_dim > kMaxHeadDim || *v_dim > kMaxHeadDim) { return {}; }
+  return padded_head_dims(static_cast<int>(*qk_dim), static_cast<int>(*v_dim));
+}
+
+// The policy that a schedule's name means for this problem. Changed scores and head dims above 128 have kernels for the
+// policies of windows alone.
 inline Policy resolve_schedule(std::string_view schedule, const MaskArguments& mask_arguments,
                                const ScoreArguments& scores, HeadDims padded) {
-  const MaskKind mask = scores.change_products() ? MaskKind::kWindow : mask_arguments.kind();
+  const bool is_wide = padded.qk > 128 || padded.v > 128;
+  const MaskKind mask = scores.change_products() || is_wide ? MaskKind::kWindow : mask_arguments.kind();
   if (schedule == "auto") { return automatic_policy(mask, padded); }
   std::string allowed = "'auto'";
   for (int i = 0; i < kNumDeterministicPolicies; ++i) {
@@ -297,14 +305,15 @@ inline Policy resolve_schedule(std::string_view schedule, const MaskArguments& m
     if (schedule == kPolicyNames[i]) { return static_cast<Policy>(i); }
     allowed += c10::str(", '", kPolicyNames[i], "'");
   }
-  const std::string where = scores.change_products()
-                                ? "with softcap or alibi_slopes"
-                                : c10::str("under the ", kMaskNames[static_cast<int>(mask)], " mask");
+  const std::string where = scores.change_products() ? "with softcap or alibi_slopes"
+                            : is_wide ? "at head dims above 128"
+                                      : c10::str("under the ", kMaskNames[static_cast<int>(mask)], " mask");
   TORCH_CHECK_VALUE(false, "schedule must be one of ", allowed, " ", where, ", got '", schedule, "'");
 }
 
-inline void check_schedule(std::string_view schedule, const MaskArguments& mask, const ScoreArguments& scores) {
-  resolve_schedule(schedule, mask, scores, {});
+inline void check_schedule(std::string_view schedule, const MaskArguments& mask, const ScoreArguments& scores,
+                           HeadDims padded) {
+  resolve_schedule(schedule, mask, scores, padded);
 }
 
 inline void check_head_dim_multiple(const char* name, const Tensor& tensor) {
@@ -412,7 +421,7 @@ inline void check_backward(const Tensor& dout, const Tensor& q, const Tensor& k,
   check_writable("dv", dv);
   check_softmax_lse("softmax_lse", softmax_lse, q, pack.exists());
   check_score_gradients(score_gradients, scores, q, pack.exists());
-  check_schedule(schedule, mask, scores);
+  check_schedule(schedule, mask, scores, padded_row(q, v));
 }
 
 // No two elements of what is written may share a place: along the dimensions, from the smallest stride on, each step

@@ -216,8 +216,7 @@ inline void backward(const Tensor& dout, const Tensor& q, const Tensor& k, const
              window_right, attention_chunk, schedule, sm_margin, sinks, alibi_slopes, dlse, dsinks, softcap);
     return;
   }
-  const HeadDims padded = padded_head_dims(static_cast<int>(q.size(-1)), static_cast<int>(v.size(-1)));
-  const Policy policy = resolve_schedule(schedule, mask, {sinks, alibi_slopes, softcap}, padded);
+  const Policy policy = resolve_schedule(schedule, mask, {sinks, alibi_slopes, softcap}, padded_row(q, v));
   const PositiveScale scaled(q, softmax_scale);
   const Tensor targets[] = {target_of(dq), target_of(dk), target_of(dv)};
   DASH_OP("dash_attn_C::backward", BackwardKernel)

@@ -103,8 +103,8 @@ class Inputs:
 
 
 def policies(problem: Problem) -> list[str]:
-    """Every policy that is defined for the problem's mask, and for changed scores those of windows."""
-    if problem.softcap or problem.alibi:
+    """Every policy that is defined for the problem's mask; for changed scores and wide heads those of windows."""
+    if problem.softcap or problem.alibi or max(problem.head_dims.values()) > 128:
         return list(schedule.fitting(causal=False, window=(0, 0)))
     return list(schedule.fitting(**problem.mask))
 

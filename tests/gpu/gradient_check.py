@@ -11,6 +11,7 @@ from gpu_support import Inputs, Problem
 LSE_TOLERANCE = 2e-5
 # Rounding errors of second order and those of fp32, beside the first-order bound of 16-bit rounding.
 ROW_SLACK = 1.05
+FEWEST_KEYS_OF_A_TILE = 80  # of the KV tiles that there are
 
 
 def row_bounds(problem: Problem, inputs: Inputs, exact: Attention) -> dict[str, torch.Tensor]:
@@ -19,7 +20,8 @@ def row_bounds(problem: Problem, inputs: Inputs, exact: Attention) -> dict[str, 
 
     With r the unit roundoff of the dtype: P and dS enter products rounded (r |P|, r |dS|), D comes from the rounded
     output (r P |dO| |O|), each sum is rounded at the end (r of the sum of its terms' norms). Below the normal numbers,
-    rounding errs by half the smallest subnormal.
+    rounding errs by half the smallest subnormal; below those of fp32, P is 0. Where a sink or a bias may leave a row
+    next to no weight, order-free sums promise less of dq: half a unit a KV tile (docs/order_free.md).
     """
     group = problem.heads // problem.kv_heads
     info = torch.finfo(problem.dtype)
@@ -35,9 +37,10 @@ def row_bounds(problem: Problem, inputs: Inputs, exact: Attention) -> dict[str, 
         delta -= dlse[..., None]
     dout_norm, out_norm = dout.norm(dim=-1, keepdim=True), out.norm(dim=-1, keepdim=True)
     subnormal = info.smallest_normal * info.eps
-    ds = (dout @ v.mT).sub_(delta).abs_().add_(dout_norm * out_norm).mul_(p).mul_(info.eps).mul_(of_cap)
+    p = p.mul_(info.eps).add_(torch.finfo(torch.float32).smallest_normal)
+    ds = (dout @ v.mT).sub_(delta).abs_().add_(dout_norm * out_norm).mul_(p).mul_(of_cap)
     ds = ds.add_(subnormal)
-    p = p.mul_(info.eps).add_(subnormal)
+    p = p.add_(subnormal)
 
     def of_kv_heads(x: torch.Tensor) -> torch.Tensor:
         return x.unflatten(1, (problem.kv_heads, group)).sum(2)
@@ -49,6 +52,12 @@ def row_bounds(problem: Problem, inputs: Inputs, exact: Attention) -> dict[str, 
         "dk": scale * of_kv_heads(ds.mT @ q.norm(dim=-1, keepdim=True)),
         "dv": of_kv_heads(p.mT @ dout_norm),
     }
+    if problem.alibi or problem.sinks:
+        largest_k = k.abs().amax(dim=-1, keepdim=True)
+        largest = (largest_k * v.norm(dim=-1, keepdim=True)).amax(dim=2, keepdim=True)
+        of_row = dout_norm * largest + delta.abs() * largest_k.amax(dim=2, keepdim=True)
+        tiles = -(-problem.seqlen_k // FEWEST_KEYS_OF_A_TILE)
+        bounds["dq"] = bounds["dq"] + scale * tiles * 2.0**-30 / 1.5 * k.shape[-1] ** 0.5 * of_row
     # Of the output itself where it is below the normal numbers.
     last = 0.5 * subnormal * max(problem.head_dims.values()) ** 0.5
     return {name: ROW_SLACK * (x.squeeze(-1).transpose(1, 2).double() + last) for name, x in bounds.items()}

@@ -38,6 +38,7 @@ class Consumer {
       : shared_(shared), params_(params), descriptor_of_(&shared), thread_(threadIdx.x % kWarpgroupThreads) {}
 
  protected:
+  static_assert(Variant::kClusterSize == 1, "a work tile that a cluster sits out");
   using Swizzle = typename Variant::Swizzle;
   using QueryRows = KMajor<Swizzle, Variant::kQuery>;      // Q or dO as A of S, dP
   using KeyRows = KMajor<Swizzle, Variant::kKey>;          // K or V as B of S, dP; P^T or dS^T as B of dV^T, dK^T
@@ -57,6 +58,8 @@ class Consumer {
   __device__ __forceinline__ QueryStage query_stage() const { return {step_}; }
   __device__ __forceinline__ DoutStage dout_stage() const { return {step_}; }
 
+  // In work tiles without steps too: a parity tells a pass from the next one, and not from the next but one.
+  __device__ __forceinline__ void wait_for_keys() const { shared_.k_full.wait(tile().parity()); }
   __device__ __forceinline__ void wait_for_q() const {
     shared_.q_full[query_stage().slot()].wait(query_stage().parity());
   }
@@ -116,8 +119,8 @@ class ValueConsumer : Consumer<Variant> {
     Scores s;
     dv.clear();
     const int steps = this->work().steps;
+    this->wait_for_keys();
     if (steps > 0) {
-      shared_.k_full.wait(this->tile().parity());
       issue_s(s);
       wait_products<0>();
       pin(s);
@@ -202,7 +205,7 @@ class ValueConsumer : Consumer<Variant> {
     const WorkTile& work = this->work();
     shared_.v_full.wait(this->tile().parity());
     shared_.p_empty.wait(Once{step_}.empty_parity());
-    if (work.valid() && (work.splits == 1 || reduce_splits<Variant>(params_, work, dv, false))) {
+    if (work.splits == 1 || reduce_splits<Variant>(params_, work, dv, false)) {
       store_gradient<Variant>(params_.dv, shared_.v, params_, work, dv, kNamedBarrier);
     }
     if (thread_ == 0) { shared_.v_empty.arrive(); }
@@ -254,8 +257,9 @@ class KeyConsumer : Consumer<Variant> {
     Registers r;
     r.dk.clear();
     const int steps = this->work().steps;
-    shared_.k_full.wait(this->tile().parity());
+    this->wait_for_keys();
     if (steps > 0) {
+      // Not in work tiles without steps, for whose V nobody waits for this consumer. The loader brings V before K.
       shared_.v_full.wait(this->tile().parity());
       issue_dp(r);
       wait_products<0>();
@@ -400,7 +404,7 @@ class KeyConsumer : Consumer<Variant> {
   __device__ __forceinline__ void finish(Dk& dk) {
     const WorkTile& work = this->work();
     sync_warpgroup(kNamedBarrier);
-    if (work.valid() && (work.splits == 1 || reduce_splits<Variant>(params_, work, dk, true))) {
+    if (work.splits == 1 || reduce_splits<Variant>(params_, work, dk, true)) {
 #pragma unroll
       for (auto& block : dk.block) {
 #pragma unroll

@@ -37,6 +37,7 @@ struct alignas(1024) SharedStorage<Variant, true> {
   Barrier p_full;   // P of the step is written
   Barrier p_empty;  // dV of the step has completed, and P of it is in the other consumer's registers
   Barrier dq_full[Variant::kDqSlots], dq_empty[Variant::kDqSlots];
+  Barrier dq_seen[kAdderWarps];  // the adder has seen all pieces of its step
   Barrier plan_full[Variant::kPlanSlots], plan_empty[Variant::kPlanSlots];
   Barrier work_full[Variant::kWorkSlots], work_empty[Variant::kWorkSlots];
   TransactionBarrier number_full[Variant::kWorkSlots];
