@@ -161,14 +161,15 @@ def visible(shape: Shape) -> int:
 
 def flops(shape: Shape, pass_: str) -> float:
     """Floating-point operations: two products of 2 * head_dim for each pair of a query and a key in the forward, and
-    five in the backward; one and two of them have the head dim of values. In packs and windows the pairs are those that are visible; in a dense batch they are, by the
-    common convention, seqlen^2, and half of them for the causal mask."""
+    five in the backward; one and two of them have the head dim of values. In packs and windows the pairs are those that
+    are visible; in a dense batch they are, by the common convention, seqlen^2, and half of them for the causal mask."""
     if shape.pack or shape.mask == "window":
         pairs = visible(shape)
     else:
         pairs = shape.seqlen**2 * shape.batch / (2 if shape.causal else 1)
     qk, v = shape.head_dims
-    return 2.0 * pairs * shape.heads * {"forward": qk + v, "backward": 3 * qk + 2 * v, "both": 4 * qk + 3 * v}[pass_]
+    columns = {"forward": qk + v, "backward": 3 * qk + 2 * v, "both": 4 * qk + 3 * v}
+    return 2.0 * pairs * shape.heads * columns[pass_]
 
 
 def _shape(head_dim: int, mask: str, seqlen: int, heads: int | None = None, kv_heads: int | None = None) -> Shape:
@@ -199,12 +200,13 @@ def bar_grid() -> list[Shape]:
 
 
 def head_dims_grid() -> list[Shape]:
-    """Head dims beside 128, with the same heads, tokens and lengths."""
+    """Head dims beside 128, of the same tokens and lengths."""
+    dims = ((96, None, 16), (128, None, 16), (192, 128, 16), (192, None, 8), (256, None, 8))
     return [
-        Shape("bf16", head_dim, 16, 16, mask, seqlen, TOKENS // seqlen, value_head_dim=value_head_dim)
+        Shape("bf16", head_dim, heads, heads, mask, seqlen, TOKENS // seqlen, value_head_dim=value_head_dim)
         for mask in ("full", "causal")
         for seqlen in (2048, 4096, 8192, 16384)
-        for head_dim, value_head_dim in ((96, None), (128, None), (192, 128), (192, None), (256, None))
+        for head_dim, value_head_dim, heads in dims
     ]
 
 
