@@ -196,9 +196,10 @@ def attention_rounded(
 
     Args:
         out: the output of which D = rowsum(dO * O) is made.
-        rounded_factors: as in the kernel: tanh of a softcap is rounded to 11 bits, and dS is the product of the rounded
-            P and of dP - D, which in bf16 is rounded first (`multiply_pair` of csrc/device/fragment.h); else, as in
-            `dash_attn.reference`, of P and dP - D.
+        rounded_factors: as in the kernel: tanh of a softcap is rounded to 11 bits, its derivative is had from the
+            rounded P (csrc/device/score.h), and dS is the product of the rounded P and of dP - D, which in bf16 is
+            rounded first (`multiply_pair` of csrc/device/fragment.h); else, as in `dash_attn.reference`, of P and
+            dP - D.
     """
     q, k, v, dout, out = (x.detach() for x in (q, k, v, dout, out))
     batch, seqlen_q, heads, head_dim = q.shape
@@ -220,7 +221,11 @@ def attention_rounded(
             head = Head.of(q_h @ k_h.T * scale, hidden, scores.head(b, h)._replace(rounds_tanh=rounded_factors))
             p, p_rounded = head.p, rounded(head.p)
             d = (dout_h * out_h).sum(dim=1, keepdim=True) - head.dlse
-            ds = (dout_h @ v_h.T - d) * head.of_cap
+            of_cap = head.of_cap
+            if rounded_factors and scores.softcap:
+                tanh = (p_rounded.log() + head.softmax_lse) / scores.softcap
+                of_cap = (1 - tanh.square()).clamp(min=0.0).nan_to_num(nan=0.0)
+            ds = (dout_h @ v_h.T - d) * of_cap
             if rounded_factors:
                 ds, p = rounded(ds) if q.dtype == torch.bfloat16 else ds, p_rounded
             ds = rounded(p * ds)

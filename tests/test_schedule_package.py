@@ -49,8 +49,8 @@ def test_add_order():
     assert schedule.add_order("spt", square) == [[0], [1, 0], [2, 1, 0]]
     more_queries = schedule.problem("ascending", 600, 100, causal=True, tile_q=128, tile_k=128)
     assert schedule.add_order("ascending", more_queries) == [[], [], [], [0], [0]], "rows that see no key"
-    with pytest.raises(ValueError, match=r"head_dim must be in \[1, 128\], got 192"):
-        schedule.problem("spt", 300, 300, head_dim=192, causal=True)
+    with pytest.raises(ValueError, match=r"head_dim must be in \[1, 257\), got 264"):
+        schedule.problem("spt", 300, 300, head_dim=264, causal=True)
 
 
 def test_problem_takes_the_kernels_tiles_and_clusters():
@@ -115,7 +115,7 @@ def test_chart(tmp_path, capsys):
     "arguments, message",
     [
         (["--seqlen-q", "0"], "seqlen_q must be at least 1, got 0"),
-        (["--head-dim", "256"], "head_dim must be in [1, 128], got 256"),
+        (["--head-dim", "264"], "head_dim must be in [1, 257), got 264"),
         (["--heads", "3", "--kv-heads", "2"], "heads must be a positive multiple of kv_heads=2, got 3"),
         (["--heads", "0"], "heads must be at least 1, got 0"),
         (["--kv-heads", "0"], "kv_heads must be at least 1, got 0"),

@@ -37,10 +37,10 @@ def row_bounds(problem: Problem, inputs: Inputs, exact: Attention) -> dict[str, 
         delta -= dlse[..., None]
     dout_norm, out_norm = dout.norm(dim=-1, keepdim=True), out.norm(dim=-1, keepdim=True)
     subnormal = info.smallest_normal * info.eps
-    p = p.mul_(info.eps).add_(torch.finfo(torch.float32).smallest_normal)
-    ds = (dout @ v.mT).sub_(delta).abs_().add_(dout_norm * out_norm).mul_(p).mul_(of_cap)
-    ds = ds.add_(subnormal)
-    p = p.add_(subnormal)
+    p = p.mul_(info.eps).add_(torch.finfo(torch.float32).smallest_normal).add_(subnormal)
+    # Had from the rounded P, the derivative of a softcap errs by twice P's relative error over the cap.
+    of_cap = of_cap + 2 / problem.softcap if problem.softcap else of_cap
+    ds = (dout @ v.mT).sub_(delta).abs_().add_(dout_norm * out_norm).mul_(p).mul_(of_cap).add_(subnormal)
 
     def of_kv_heads(x: torch.Tensor) -> torch.Tensor:
         return x.unflatten(1, (problem.kv_heads, group)).sum(2)

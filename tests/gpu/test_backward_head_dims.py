@@ -1,8 +1,10 @@
 """The backward at head dims above 128 and of unequal pairs, where one consumer owns dV and the other dK."""
 
+import collections
 import dataclasses
 import itertools
 import random
+from collections.abc import Iterable
 
 import gpu_support as support
 import gradient_check
@@ -17,31 +19,50 @@ CALLS, CALLS_IN_FLIGHT = 40, 8
 PACKS = 6
 
 
-def assert_right(problem: Problem, device: str) -> None:
-    lines = gradient_check.check(problem, device, ["auto", *support.policies(problem)])
-    assert not lines, f"{problem}:\n" + "\n".join(lines)
+def assert_right(problems: Iterable[Problem], device: str) -> None:
+    """Rows are judged one by one, norms over all problems: of a few rows, ours and PyTorch's are up to chance."""
+    lines = []
+    squares = collections.defaultdict(lambda: [0.0, 0.0])  # by policy and gradient: of errors and of limits
+    for problem in problems:
+        inputs = support.random_inputs(problem, device)
+        bar = gradient_check.Bar(problem, inputs)
+        for policy in ("auto", *support.policies(problem)):
+            guarded = support.empty_gradients(inputs)
+            gradients = {name: g.tensor for name, g in guarded.items()}
+            support.backward_into(gradients, inputs, problem, policy)
+            for name, (error, limit, _, row_excess) in bar.errors(gradients).items():
+                squares[policy, name][0] += error**2
+                squares[policy, name][1] += limit**2
+                if not row_excess <= 0:
+                    lines.append(f"{problem} {policy}: {name}: a row is off by {row_excess:.3e} more than rounding")
+            written = torch.stack([g.writes_outside() for g in guarded.values()]).tolist()
+            lines += [f"{problem} {policy}: wrote outside {name}" for name, n in zip(guarded, written) if n]
+    for (policy, name), (error, limit) in squares.items():
+        if not error <= limit:
+            lines.append(f"{policy}: {name} is off by {error**0.5:.3e} in norm, allowed {limit**0.5:.3e}")
+    assert not lines, "\n".join(lines)
 
 
 @MASK
 @pytest.mark.parametrize("dtype", DTYPES)
 @DIMS
 def test_all_lengths_and_policies(head_dims, dtype, mask, device):
-    for (seqlen_q, seqlen_k), heads in itertools.product(LENGTHS, ((4, 4), (6, 2), (8, 1))):
-        assert_right(problem_of(head_dims, (2, seqlen_q, seqlen_k, *heads), DTYPES[dtype], **MASKS[mask]), device)
+    shapes = [(2, *lengths, *heads) for lengths, heads in itertools.product(LENGTHS, ((4, 4), (6, 2), (8, 1)))]
+    assert_right((problem_of(head_dims, shape, DTYPES[dtype], **MASKS[mask]) for shape in shapes), device)
 
 
 @MASK
 @pytest.mark.parametrize("head_dims", PADDED, ids=str)
 def test_padded_head_dims(head_dims, mask, device):
-    for lengths in ((20, 5), (130, 200), (300, 130)):
-        assert_right(problem_of(head_dims, (2, *lengths, 4, 2), **MASKS[mask]), device)
+    lengths = (1, 5), (20, 5), (130, 200), (300, 130)
+    assert_right((problem_of(head_dims, (2, *x, 4, 2), **MASKS[mask]) for x in lengths), device)
 
 
 @MASK
 @DIMS
 def test_query_heads_over_several_work_tiles(head_dims, mask, device):
     """Split, so that dK and dV are sums over work tiles."""
-    assert_right(problem_of(head_dims, (1, 600, 200, 64, 1), **MASKS[mask]), device)
+    assert_right([problem_of(head_dims, (1, 600, 200, 64, 1), **MASKS[mask])], device)
 
 
 @pytest.mark.parametrize(
@@ -52,8 +73,8 @@ def test_query_heads_over_several_work_tiles(head_dims, mask, device):
 @MASK
 @DIMS
 def test_scores_and_sinks(head_dims, mask, scores, device):
-    for lengths in ((130, 200), (300, 130), (515, 515)):
-        assert_right(problem_of(head_dims, (2, *lengths, 8, 2), **MASKS[mask], **scores), device)
+    lengths = (130, 200), (300, 130), (515, 515)
+    assert_right((problem_of(head_dims, (2, *x, 8, 2), **MASKS[mask], **scores) for x in lengths), device)
 
 
 # Of many work tiles a CTA: short ones, without queries even, and longer.
