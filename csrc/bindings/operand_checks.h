@@ -272,9 +272,9 @@ inline void check_scores(const ScoreArguments& scores, const char* sinks_name, c
   if (scores.sinks) { check_sinks(sinks_name, *scores.sinks, q); }
   if (!scores.alibi_slopes) { return; }
   check_alibi_slopes(*scores.alibi_slopes, q, pack);
-  TORCH_CHECK_NOT_IMPLEMENTED(
-      scores.softcap == 0, "softcap and alibi_slopes must not be given together (no kernel has both), got softcap=",
-      number_text(scores.softcap), " and alibi_slopes of shape ", shape_text(*scores.alibi_slopes));
+  TORCH_CHECK_VALUE(scores.softcap == 0,
+                    "softcap and alibi_slopes must not be given together (no kernel has both), got softcap=",
+                    number_text(scores.softcap), " and alibi_slopes of shape ", shape_text(*scores.alibi_slopes));
 }
 
 inline void check_sm_margin(const SymInt& sm_margin) {
