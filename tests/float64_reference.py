@@ -298,10 +298,12 @@ def error_limits(
         contract = torch.maximum((getattr(eager, name).double() - seen).norm(), ROUNDING_SLACK * best)
         near = NEAR * (rounded[name] - truth).norm()
         if name == "dsinks":
-            # A few sums of many errors, which may cancel by chance: what they amount to where they are independent.
+            # A few sums of many errors, which may cancel by chance: what they amount to where they are independent, and
+            # three deviations of a norm of so few.
             of_rows = eager.dsinks_of_rows.double() - exact.dsinks_of_rows[:, :, unseen:]
             noise = sink_noise(exact, dout, scores)
-            contract, near = torch.maximum(contract, of_rows.norm()) + noise, near + noise
+            few = 1 + 3 / (2 * len(seen)) ** 0.5
+            contract, near = torch.maximum(contract, few * of_rows.norm()) + noise, near + noise
         limits[name] = bounds.get(name, torch.minimum(contract, near))
     return limits
 

@@ -52,6 +52,7 @@ __device__ __forceinline__ void sum_rows_of_sink(const SinkParams& params, int b
   const float* const delta_rows = params.workspace.delta + tile * kTileRows;
   float sum = 0.f;
   for (int row = threadIdx.x; row < seqlen_q; row += kSinkThreads) {
+    if (isinf(lse_rows[row])) { continue; }
     const int in_tile = row % kTileRows;
     sum = fmaf(-expf(sink - lse_rows[row]), delta_rows[row - in_tile + statistic_position(in_tile)], sum);
   }

@@ -227,8 +227,9 @@ Outputs attention(variable_list packed, PackTensors pack, std::optional<SymInt> 
   if (scores.exist()) {
     check_scores(scores, "learnable_sink (s_aux)", unpack(packed, options.num_heads_q).q, options.pack,
                  options.softmax_scale);
-    TORCH_CHECK_VALUE(!(at::GradMode::is_enabled() && scores.alibi_slopes && scores.alibi_slopes->requires_grad()),
-                      "alibi_slopes must not require a gradient (there is none for slopes), got a tensor that does");
+    TORCH_CHECK_NOT_IMPLEMENTED(
+        !(at::GradMode::is_enabled() && scores.alibi_slopes && scores.alibi_slopes->requires_grad()),
+        "alibi_slopes must not require a gradient (there is none for slopes), got a tensor that does");
   }
   // Zeros change neither scores nor outputs, and their gradients are cut off again.
   const SymInt value_head_dim = packed.back().sym_size(-1);

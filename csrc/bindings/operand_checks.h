@@ -29,13 +29,20 @@ using at::Tensor;
 using c10::SymInt;
 
 constexpr int kHeadDimMultiple = 8;  // 16 bytes: what the kernels' loads step by
+constexpr double kLeastScaleOfSlopes = 1e-30;
 // Tile counts and ends are 32-bit in the kernels.
 constexpr int64_t kMaxSeqlen = (int64_t{1} << 30) - 1;
+
+// Not by way of torch's operator<<: where libstdc++ is linked into this library, a stream made here is not torch's.
+inline std::string size_text(const SymInt& size) {
+  const auto known = size.maybe_as_int();
+  return known ? std::to_string(*known) : size.toSymNode()->str();
+}
 
 // As Python prints a tuple.
 inline std::string tuple_text(c10::SymIntArrayRef values) {
   std::string text = "(";
-  for (size_t i = 0; i < values.size(); ++i) { text += c10::str(i ? ", " : "", values[i]); }
+  for (size_t i = 0; i < values.size(); ++i) { text += (i ? ", " : "") + size_text(values[i]); }
   return text + (values.size() == 1 ? ",)" : ")");
 }
 
@@ -113,18 +120,19 @@ inline void check_same(const char* name, const Tensor& tensor, const char* like_
 inline void check_head_dim(const char* name, const Tensor& tensor) {
   const SymInt head_dim = tensor.sym_size(-1);
   TORCH_CHECK_VALUE(head_dim >= 1 && head_dim <= kMaxHeadDim, name, " must have a head_dim from 1 to ", kMaxHeadDim,
-                    ", got ", head_dim);
+                    ", got ", size_text(head_dim));
 }
 
 // Batch, heads and head_dim of keys against those of q; `tensor` is k, or kv in one tensor.
 inline void check_kv_shape(const char* name, const Tensor& tensor, const Tensor& q, bool is_pack) {
   TORCH_CHECK_VALUE(is_pack || tensor.sym_size(0) == q.sym_size(0), name, " must have the batch size of q, ",
-                    q.sym_size(0), ", got ", tensor.sym_size(0));
-  TORCH_CHECK_VALUE(tensor.sym_size(-1) == q.sym_size(-1), name, " must have the head_dim of q, ", q.sym_size(-1),
-                    ", got ", tensor.sym_size(-1));
+                    size_text(q.sym_size(0)), ", got ", size_text(tensor.sym_size(0)));
+  TORCH_CHECK_VALUE(tensor.sym_size(-1) == q.sym_size(-1), name, " must have the head_dim of q, ",
+                    size_text(q.sym_size(-1)), ", got ", size_text(tensor.sym_size(-1)));
   const SymInt heads = q.sym_size(-2), kv_heads = tensor.sym_size(-2);
   TORCH_CHECK_VALUE(heads >= 1 && kv_heads >= 1 && heads % kv_heads == 0, name,
-                    " must have a number of heads that divides the ", heads, " heads of q, got ", kv_heads);
+                    " must have a number of heads that divides the ", size_text(heads), " heads of q, got ",
+                    size_text(kv_heads));
 }
 
 inline void check_pack_tensor(const char* name, const std::optional<Tensor>& given, const char* shape,
@@ -132,8 +140,8 @@ inline void check_pack_tensor(const char* name, const std::optional<Tensor>& giv
   if (!given) { return; }
   const Tensor& tensor = *given;
   TORCH_CHECK_TYPE(tensor.scalar_type() == at::kInt, name, " must be torch.int32, got ", dtype_text(tensor));
-  TORCH_CHECK_VALUE(tensor.dim() == 1 && tensor.sym_size(0) == size, name, " must have shape ", shape, " = (", size,
-                    ",), got ", shape_text(tensor));
+  TORCH_CHECK_VALUE(tensor.dim() == 1 && tensor.sym_size(0) == size, name, " must have shape ", shape, " = (",
+                    size_text(size), ",), got ", shape_text(tensor));
   TORCH_CHECK_VALUE(tensor.sym_stride(0) == 1 || size <= 1, name, " must be contiguous, got strides ",
                     tuple_text(tensor.sym_strides()));
   TORCH_CHECK_VALUE(tensor.device() == q.device(), name, " must be on the device of q, ", q.device().str(), ", got ",
@@ -211,8 +219,8 @@ inline void check_qkvpacked(const Tensor& qkv, const std::optional<SymInt>& num_
     const SymInt heads = qkv.sym_size(-2), rest = heads - *num_heads_q;
     TORCH_CHECK_VALUE(
         *num_heads_q >= 1 && rest >= 2 && rest % 2 == 0 && *num_heads_q % (rest / 2) == 0,
-        "num_heads_q must be a positive multiple of kv_heads with num_heads_q + 2 * kv_heads equal to the ", heads,
-        " heads of qkv, got ", *num_heads_q);
+        "num_heads_q must be a positive multiple of kv_heads with num_heads_q + 2 * kv_heads equal to the ",
+        size_text(heads), " heads of qkv, got ", size_text(*num_heads_q));
   }
   check_pack(pack, qkv, kNames);
 }
@@ -244,8 +252,8 @@ inline void check_softcap(double softcap, double softmax_scale) {
 inline void check_sinks(const char* name, const Tensor& sinks, const Tensor& q) {
   const SymInt heads = q.sym_size(-2);
   TORCH_CHECK_TYPE(sinks.is_floating_point(), name, " must be of a floating-point dtype, got ", dtype_text(sinks));
-  TORCH_CHECK_VALUE(sinks.dim() == 1 && sinks.sym_size(0) == heads, name, " must be of shape (heads,) = (", heads,
-                    ",), got ", shape_text(sinks));
+  TORCH_CHECK_VALUE(sinks.dim() == 1 && sinks.sym_size(0) == heads, name, " must be of shape (heads,) = (",
+                    size_text(heads), ",), got ", shape_text(sinks));
   TORCH_CHECK_VALUE(sinks.device() == q.device(), name, " must be on the device of q, ", q.device().str(), ", got ",
                     sinks.device().str());
 }
@@ -259,8 +267,9 @@ inline void check_alibi_slopes(const Tensor& slopes, const Tensor& q, const Pack
   const SymInt heads = q.sym_size(-2), batch = pack.exists() ? pack.cu_seqlens_q->sym_size(0) - 1 : q.sym_size(0);
   const bool of_heads = slopes.dim() == 1 && slopes.sym_size(0) == heads;
   const bool of_sequences = slopes.dim() == 2 && slopes.sym_size(0) == batch && slopes.sym_size(1) == heads;
-  TORCH_CHECK_VALUE(of_heads || of_sequences, "alibi_slopes must have shape (heads,) = (", heads,
-                    ",) or (batch, heads) = (", batch, ", ", heads, "), got ", shape_text(slopes));
+  TORCH_CHECK_VALUE(of_heads || of_sequences, "alibi_slopes must have shape (heads,) = (", size_text(heads),
+                    ",) or (batch, heads) = (", size_text(batch), ", ", size_text(heads), "), got ",
+                    shape_text(slopes));
   TORCH_CHECK_VALUE(slopes.device() == q.device(), "alibi_slopes must be on the device of q, ", q.device().str(),
                     ", got ", slopes.device().str());
 }
@@ -272,13 +281,17 @@ inline void check_scores(const ScoreArguments& scores, const char* sinks_name, c
   if (scores.sinks) { check_sinks(sinks_name, *scores.sinks, q); }
   if (!scores.alibi_slopes) { return; }
   check_alibi_slopes(*scores.alibi_slopes, q, pack);
-  TORCH_CHECK_VALUE(scores.softcap == 0,
-                    "softcap and alibi_slopes must not be given together (no kernel has both), got softcap=",
-                    number_text(scores.softcap), " and alibi_slopes of shape ", shape_text(*scores.alibi_slopes));
+  TORCH_CHECK_VALUE(softmax_scale == 0 || std::fabs(softmax_scale) >= kLeastScaleOfSlopes,
+                    "softmax_scale must be 0 or at least ", number_text(kLeastScaleOfSlopes),
+                    " in magnitude with alibi_slopes, which are divided by it, got ", number_text(softmax_scale));
+  TORCH_CHECK_NOT_IMPLEMENTED(
+      scores.softcap == 0, "softcap and alibi_slopes must not be given together (no kernel has both), got softcap=",
+      number_text(scores.softcap), " and alibi_slopes of shape ", shape_text(*scores.alibi_slopes));
 }
 
 inline void check_sm_margin(const SymInt& sm_margin) {
-  TORCH_CHECK_VALUE(sm_margin >= 0, "sm_margin must be at least 0 and less than the SMs of the GPU, got ", sm_margin);
+  TORCH_CHECK_VALUE(sm_margin >= 0, "sm_margin must be at least 0 and less than the SMs of the GPU, got ",
+                    size_text(sm_margin));
 }
 
 inline void check_mask(const MaskArguments& mask) {
@@ -318,7 +331,7 @@ inline void check_schedule(std::string_view schedule, const MaskArguments& mask,
 
 inline void check_head_dim_multiple(const char* name, const Tensor& tensor) {
   TORCH_CHECK_VALUE(tensor.sym_size(-1) % kHeadDimMultiple == 0, name, " must have a head_dim that is a multiple of ",
-                    kHeadDimMultiple, ", got ", tensor.sym_size(-1));
+                    kHeadDimMultiple, ", got ", size_text(tensor.sym_size(-1)));
 }
 
 inline void check_operands(const Tensor& q, const Tensor& k, const Tensor& v, const PackTensors& pack,

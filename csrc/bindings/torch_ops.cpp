@@ -313,6 +313,8 @@ void backward(const Tensor& dout, const Tensor& q, const Tensor& k, const Tensor
   if (dsoftmax_lse) arguments.dsoftmax_lse = checked_lse(*dsoftmax_lse, "dsoftmax_lse", query, device);
   STD_TORCH_CHECK(!dsinks || sinks, "dsinks needs sinks");
   arguments.dsinks = of_heads(dsinks, "dsinks", query.heads, device);
+  STD_TORCH_CHECK(!dsinks || int64_t{arguments.batch} * arguments.heads <= std::numeric_limits<int>::max(),
+                  "batch * heads is too large for dsinks: ", arguments.batch, " * ", arguments.heads);
   STD_TORCH_CHECK(schedule >= 0 && schedule <= std::numeric_limits<int>::max(), "schedule is ", schedule,
                   ", expected the number of a policy");
   arguments.schedule = static_cast<int>(schedule);

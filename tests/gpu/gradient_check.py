@@ -12,6 +12,7 @@ LSE_TOLERANCE = 2e-5
 # Rounding errors of second order and those of fp32, beside the first-order bound of 16-bit rounding.
 ROW_SLACK = 1.05
 FEWEST_KEYS_OF_A_TILE = 80  # of the KV tiles that there are
+ORDER_FREE_DQ = "dq of order_free"  # where its rows have a bound of their own
 
 
 def row_bounds(problem: Problem, inputs: Inputs, exact: Attention) -> dict[str, torch.Tensor]:
@@ -20,8 +21,7 @@ def row_bounds(problem: Problem, inputs: Inputs, exact: Attention) -> dict[str, 
 
     With r the unit roundoff of the dtype: P and dS enter products rounded (r |P|, r |dS|), D comes from the rounded
     output (r P |dO| |O|), each sum is rounded at the end (r of the sum of its terms' norms). Below the normal numbers,
-    rounding errs by half the smallest subnormal; below those of fp32, P is 0. Where a sink or a bias may leave a row
-    next to no weight, order-free sums promise less of dq: half a unit a KV tile (docs/order_free.md).
+    rounding errs by half the smallest subnormal; below those of fp32, P is 0.
     """
     group = problem.heads // problem.kv_heads
     info = torch.finfo(problem.dtype)
@@ -53,11 +53,13 @@ def row_bounds(problem: Problem, inputs: Inputs, exact: Attention) -> dict[str, 
         "dv": of_kv_heads(p.mT @ dout_norm),
     }
     if problem.alibi or problem.sinks:
+        # Which may leave a row next to no weight: order-free sums promise half a unit a KV tile (docs/order_free.md).
         largest_k = k.abs().amax(dim=-1, keepdim=True)
         largest = (largest_k * v.norm(dim=-1, keepdim=True)).amax(dim=2, keepdim=True)
         of_row = dout_norm * largest + delta.abs() * largest_k.amax(dim=2, keepdim=True)
         tiles = -(-problem.seqlen_k // FEWEST_KEYS_OF_A_TILE)
-        bounds["dq"] = bounds["dq"] + scale * tiles * 2.0**-30 / 1.5 * k.shape[-1] ** 0.5 * of_row
+        units = scale * tiles * 2.0**-30 / 1.5 * k.shape[-1] ** 0.5 * of_row
+        bounds[ORDER_FREE_DQ] = bounds["dq"] + units
     # Of the output itself where it is below the normal numbers.
     last = 0.5 * subnormal * max(problem.head_dims.values()) ** 0.5
     return {name: ROW_SLACK * (x.squeeze(-1).transpose(1, 2).double() + last) for name, x in bounds.items()}
@@ -75,32 +77,38 @@ class Bar:
         kernel = inputs.q.is_cuda if kernel is None else kernel
         self.limits = error_limits(self.exact, *arguments, inputs.out, rounded_factors=kernel, **formula)
 
-    def row_excess(self, name: str, x: torch.Tensor) -> torch.Tensor:
+    def row_bound(self, name: str, policy: str | None) -> torch.Tensor:
+        of_policy = ORDER_FREE_DQ if name == "dq" and policy == "order_free" else name
+        return self.row_bounds.get(of_policy, self.row_bounds[name])
+
+    def row_excess(self, name: str, x: torch.Tensor, policy: str | None = None) -> torch.Tensor:
         if name not in self.row_bounds:  # a number for each head
             return torch.where(x.isfinite(), 0.0, torch.inf)
-        return (x.double() - getattr(self.exact, name)).norm(dim=-1) - self.row_bounds[name]
+        return (x.double() - getattr(self.exact, name)).norm(dim=-1) - self.row_bound(name, policy)
 
-    def errors(self, outputs: dict[str, torch.Tensor]) -> dict[str, tuple[float, float, float, float]]:
+    def errors(
+        self, outputs: dict[str, torch.Tensor], policy: str | None = None
+    ) -> dict[str, tuple[float, float, float, float]]:
         """Of each output: the norm of its error, the norm allowed, the norm of the exact result, and how far beyond its
         bound the worst row is. Waits once."""
         rows = []
         for name, x in outputs.items():
             exact = getattr(self.exact, name)
             error = (x.double() - exact).norm()
-            rows.append(torch.stack([error, self.limits[name], exact.norm(), self.row_excess(name, x).max()]))
+            rows.append(torch.stack([error, self.limits[name], exact.norm(), self.row_excess(name, x, policy).max()]))
         return dict(zip(outputs, map(tuple, torch.stack(rows).tolist())))
 
-    def failures(self, outputs: dict[str, torch.Tensor]) -> list[str]:
+    def failures(self, outputs: dict[str, torch.Tensor], policy: str | None = None) -> list[str]:
         """One line for each output that misses the bar."""
         lines = []
-        for name, (error, limit, norm, row_excess) in self.errors(outputs).items():
+        for name, (error, limit, norm, row_excess) in self.errors(outputs, policy).items():
             if not row_excess <= 0:
-                excess = self.row_excess(name, outputs[name]).nan_to_num(nan=torch.inf)
+                excess = self.row_excess(name, outputs[name], policy).nan_to_num(nan=torch.inf)
                 if name not in self.row_bounds:
                     lines.append(f"{name}: not finite")
                     continue
                 b, s, h = (int(i) for i in torch.unravel_index(excess.argmax(), excess.shape))
-                bound = self.row_bounds[name][b, s, h].item()
+                bound = self.row_bound(name, policy)[b, s, h].item()
                 lines.append(
                     f"{name}[{b}, {s}, {h}]: the row is off by {bound + excess[b, s, h].item():.3e} in norm, rounding "
                     f"explains {bound:.3e}; {int((excess > 0).sum())} rows of {excess.numel()} are off"
@@ -133,7 +141,7 @@ def check(problem: Problem, device: str, policies: list[str], seed: int = 0) -> 
         guarded = support.empty_gradients(inputs)
         gradients = {name: g.tensor for name, g in guarded.items()}
         support.backward_into(gradients, inputs, problem, policy)
-        lines += [f"{policy}: {line}" for line in bar.failures(gradients)]
+        lines += [f"{policy}: {line}" for line in bar.failures(gradients, policy)]
         written = torch.stack([g.writes_outside() for g in guarded.values()]).tolist()
         lines += [f"{policy}: {n} elements written outside {name}" for name, n in zip(guarded, written) if n]
     return lines

@@ -420,7 +420,7 @@ def accuracy_failures(pack: Pack, found: dict[str, dict[str, torch.Tensor]]) -> 
         tensors = (x[None] for x in (sequence.dout, sequence.q, sequence.k, sequence.v))
         bar = Bar(problem, support.Inputs(*tensors, first["out"], first["softmax_lse"], sequence.scores))
         for policy, outputs in own.items():
-            errors = bar.errors({name: outputs[name] for name in ("out", *GRADIENTS)})
+            errors = bar.errors({name: outputs[name] for name in ("out", *GRADIENTS)}, policy)
             for name, (error, limit, _, row_excess) in errors.items():
                 if not row_excess <= 0:
                     lines.append(f"{what}, {policy}: {name}: a row is off by {row_excess:.3e} more than rounding")

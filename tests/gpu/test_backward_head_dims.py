@@ -1,7 +1,6 @@
 """The backward at head dims above 128 and of unequal pairs, where one consumer owns dV and the other dK."""
 
 import collections
-import dataclasses
 import itertools
 import random
 from collections.abc import Iterable
@@ -17,10 +16,11 @@ from test_forward_head_dims import DIMS, DTYPES, LENGTHS, MASK, MASKS, PADDED, p
 
 CALLS, CALLS_IN_FLIGHT = 40, 8
 PACKS = 6
+FEW_ROWS = 64
 
 
 def assert_right(problems: Iterable[Problem], device: str) -> None:
-    """Rows are judged one by one, norms over all problems: of a few rows, ours and PyTorch's are up to chance."""
+    """Rows are judged one by one, norms of few rows over all such problems: ours and PyTorch's are up to chance."""
     lines = []
     squares = collections.defaultdict(lambda: [0.0, 0.0])  # by policy and gradient: of errors and of limits
     for problem in problems:
@@ -30,9 +30,12 @@ def assert_right(problems: Iterable[Problem], device: str) -> None:
             guarded = support.empty_gradients(inputs)
             gradients = {name: g.tensor for name, g in guarded.items()}
             support.backward_into(gradients, inputs, problem, policy)
-            for name, (error, limit, _, row_excess) in bar.errors(gradients).items():
-                squares[policy, name][0] += error**2
-                squares[policy, name][1] += limit**2
+            for name, (error, limit, _, row_excess) in bar.errors(gradients, policy).items():
+                if min(problem.seqlen_q, problem.seqlen_k) < FEW_ROWS and name != "dsinks":
+                    squares[policy, name][0] += error**2
+                    squares[policy, name][1] += limit**2
+                elif not error <= limit:
+                    lines.append(f"{problem} {policy}: {name} is off by {error:.3e} in norm, allowed {limit:.3e}")
                 if not row_excess <= 0:
                     lines.append(f"{problem} {policy}: {name}: a row is off by {row_excess:.3e} more than rounding")
             written = torch.stack([g.writes_outside() for g in guarded.values()]).tolist()
@@ -124,4 +127,4 @@ def test_a_policy_without_kernels_is_refused(head_dims, device):
     problem = problem_of(head_dims, (1, 64, 64, 2, 2), causal=False)
     inputs = support.random_inputs(problem, device)
     with pytest.raises(ValueError, match="schedule must be one of 'auto', .* at head dims above 128, got 'shift'"):
-        support.backward(dataclasses.replace(inputs), problem, "shift")
+        support.backward(inputs, problem, "shift")

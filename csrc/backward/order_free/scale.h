@@ -41,7 +41,7 @@ __device__ __forceinline__ void decide_order(const Workspace& workspace, const S
   for (int i = 0; settings.slopes && i < call.group_size(); ++i) {
     const float slope = settings.slopes[owner.number * settings.slopes_stride + owner.head + i];
     const double bias = fabs(double(slope)) * max_int(owner.lengths.seqlen_q, owner.lengths.seqlen_k);
-    if (!(bias <= largest_bias)) { largest_bias = bias; }
+    if (!(bias <= largest_bias || largest_bias != largest_bias)) { largest_bias = bias; }  // NaN stays
   }
   const fixed_point::HeadStatistics head{max_query_norm, keys.max_norm, keys.max_product, keys.min_step_product};
   if (lane == 0) {
