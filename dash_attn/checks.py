@@ -107,16 +107,6 @@ def as_scores(softcap: object, alibi_slopes: object, learnable_sink: object, s_a
     check_tensors({name: x for name, x in tensors.items() if x is not None})
     sinks = s_aux if learnable_sink is None else learnable_sink
     softcap = 0.0 if softcap is None else as_number("softcap", softcap)
-    if alibi_slopes is not None:
-        if softcap != 0:
-            raise NotImplementedError(
-                "softcap and alibi_slopes must not be given together (no kernel has both), got "
-                f"softcap={softcap:g} and alibi_slopes of shape {tuple(alibi_slopes.shape)}"
-            )
-        if alibi_slopes.requires_grad and torch.is_grad_enabled():
-            raise NotImplementedError(
-                "alibi_slopes must not require a gradient (there is none for slopes), got a tensor that does"
-            )
     return {"softcap": softcap, "alibi_slopes": alibi_slopes, "sinks": sinks}
 
 

@@ -33,7 +33,8 @@ constexpr double kLeastScaleOfSlopes = 1e-30;
 // Tile counts and ends are 32-bit in the kernels.
 constexpr int64_t kMaxSeqlen = (int64_t{1} << 30) - 1;
 
-// Not by way of torch's operator<<: where libstdc++ is linked into this library, a stream made here is not torch's.
+// Numbers are not left to the streams of TORCH_CHECK: where libstdc++ is linked into this library they have been lost,
+// and a call has crashed.
 inline std::string size_text(const SymInt& size) {
   const auto known = size.maybe_as_int();
   return known ? std::to_string(*known) : size.toSymNode()->str();
@@ -97,7 +98,7 @@ inline const char* lengths_text(bool is_pack) { return is_pack ? "(total, " : "(
 inline void check_tensor(const char* name, const Tensor& tensor, const char* inner, int64_t inner_rank, bool is_pack) {
   const int64_t length_rank = is_pack ? 1 : 2;
   TORCH_CHECK_VALUE(tensor.dim() == length_rank + inner_rank, name, " must have shape ", lengths_text(is_pack), inner,
-                    ", got ", tensor.dim(), " dimensions: ", shape_text(tensor));
+                    ", got ", size_text(tensor.dim()), " dimensions: ", shape_text(tensor));
   const auto dtype = tensor.scalar_type();
   TORCH_CHECK_TYPE(dtype == at::kBFloat16 || dtype == at::kHalf, name, " must be torch.bfloat16 or torch.float16, got ",
                    dtype_text(tensor));
@@ -107,7 +108,7 @@ inline void check_tensor(const char* name, const Tensor& tensor, const char* inn
   // A symbolic length is checked when the graph runs: a bound here would narrow what torch.export may vary.
   const auto seqlen = tensor.sym_size(length_rank - 1).maybe_as_int();
   TORCH_CHECK_VALUE(!seqlen || *seqlen <= kMaxSeqlen, name, " must have a ", is_pack ? "total" : "seqlen",
-                    " of at most ", kMaxSeqlen, ", got ", *seqlen);
+                    " of at most ", size_text(kMaxSeqlen), ", got ", size_text(*seqlen));
 }
 
 inline void check_same(const char* name, const Tensor& tensor, const char* like_name, const Tensor& like) {
@@ -119,8 +120,8 @@ inline void check_same(const char* name, const Tensor& tensor, const char* like_
 
 inline void check_head_dim(const char* name, const Tensor& tensor) {
   const SymInt head_dim = tensor.sym_size(-1);
-  TORCH_CHECK_VALUE(head_dim >= 1 && head_dim <= kMaxHeadDim, name, " must have a head_dim from 1 to ", kMaxHeadDim,
-                    ", got ", size_text(head_dim));
+  TORCH_CHECK_VALUE(head_dim >= 1 && head_dim <= kMaxHeadDim, name, " must have a head_dim from 1 to ",
+                    size_text(kMaxHeadDim), ", got ", size_text(head_dim));
 }
 
 // Batch, heads and head_dim of keys against those of q; `tensor` is k, or kv in one tensor.
@@ -295,7 +296,8 @@ inline void check_sm_margin(const SymInt& sm_margin) {
 }
 
 inline void check_mask(const MaskArguments& mask) {
-  TORCH_CHECK_VALUE(mask.attention_chunk >= 0, "attention_chunk must be at least 0, got ", mask.attention_chunk);
+  TORCH_CHECK_VALUE(mask.attention_chunk >= 0, "attention_chunk must be at least 0, got ",
+                    size_text(mask.attention_chunk));
 }
 
 // The row of the tile table that serves tensors of these head dims; none while one of them is not known.
@@ -331,7 +333,7 @@ inline void check_schedule(std::string_view schedule, const MaskArguments& mask,
 
 inline void check_head_dim_multiple(const char* name, const Tensor& tensor) {
   TORCH_CHECK_VALUE(tensor.sym_size(-1) % kHeadDimMultiple == 0, name, " must have a head_dim that is a multiple of ",
-                    kHeadDimMultiple, ", got ", size_text(tensor.sym_size(-1)));
+                    size_text(kHeadDimMultiple), ", got ", size_text(tensor.sym_size(-1)));
 }
 
 inline void check_operands(const Tensor& q, const Tensor& k, const Tensor& v, const PackTensors& pack,
