@@ -27,6 +27,11 @@ static_assert(kFirstAdderWarp + kAdderWarps == kWarpgroupWarps);
 // all of dV and the other all of dK (wide/).
 DASH_HOST_DEVICE constexpr bool is_wide(int qk_dim) { return qk_dim > 128; }
 
+// A partial of dQ is added in so many parts, by columns, each with a semaphore and, where there are two, an adder of its
+// own. In a wide kernel dQ is a product for each 64 columns, spread over the step: the next partial then need not wait
+// for the last of them.
+DASH_HOST_DEVICE constexpr int dq_parts(int qk_dim) { return is_wide(qk_dim) ? 2 : 1; }
+
 template <typename Element_, int kQkDim_, int kValueDim_, bool kIsWide = is_wide(kQkDim_)>
 struct Geometry {
   using Element = Element_;
@@ -65,7 +70,8 @@ struct Geometry {
 
   // dQ of a step is staged and added in one piece.
   static constexpr int kDqTileFloats = kQuery * kHeadDim;
-  static constexpr int kDqPieces = 1;
+  static constexpr int kDqParts = dq_parts(kHeadDim);
+  static constexpr int kDqPiecesOfPart = 1;
   static constexpr int kDqSlots = kStages;
 
   static constexpr int kStoredRows = kWarpgroupRows;  // of dK and dV, by one operation
@@ -105,6 +111,9 @@ struct Geometry<Element_, kQkDim_, kValueDim_, true> {
   static constexpr int kDqTileFloats = kQuery * kQkDim;
   static constexpr int kDqPieceColumns = 32;
   static constexpr int kDqPieces = kQkDim / kDqPieceColumns;
+  static constexpr int kDqParts = dq_parts(kQkDim);
+  static constexpr int kDqPiecesOfPart = kDqPieces / kDqParts;
+  static_assert(kDqPieces % kDqParts == 0 && kDqParts == kAdderWarps);
   static constexpr int kDqPiecesOfBlock = kWarpgroupRows / kDqPieceColumns;
   static constexpr int kDqSlots = kQkDim > 192 ? 3 : 4;
 

@@ -44,8 +44,9 @@ __device__ __forceinline__ void convert_block(const ConvertParams<typename Geome
   const TileGrid grid{{Geometry::kQuery, Geometry::kKey, 1}, mask_of(params.call.mask, owner.lengths)};
   const int adds = grid.kv_tiles_of(owner.query_tile).count;
   const bool live = adds > 0;
-  if (threadIdx.x == 0) {
-    while (live && ptx::load_acquire(params.workspace.dq_semaphores + block) != adds) { __nanosleep(100); }
+  if (live && threadIdx.x < Geometry::kDqParts) {
+    const int* const semaphore = params.workspace.dq_semaphores + int64_t(block) * Geometry::kDqParts + threadIdx.x;
+    while (ptx::load_acquire(semaphore) != adds) { __nanosleep(100); }
   }
   __syncthreads();
   bool integers = false;

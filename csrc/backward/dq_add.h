@@ -1,8 +1,8 @@
-// The adder: one thread that adds each dQ partial to global memory, when those of lower rank are in the sum. The only
-// place that waits for them.
+// The adders: each one thread that adds every other part of dQ partials to global memory, when those of lower rank are in
+// the sum. The only place that waits for them.
 //
-// A partial of rank r at a query tile may be added when dq_semaphores[query tile] == r, that is when partial r - 1 has
-// been PERFORMED at gpu scope, not merely issued. The chain that makes this so, from CTA to CTA:
+// A part of a partial of rank r at a query tile may be added when its semaphore there == r, that is when that of
+// partial r - 1 has been PERFORMED at gpu scope, not merely issued. The chain that makes this so, from CTA to CTA:
 //   bulk add -> wait_group 0 (performed, and visible to this thread) -> st.release semaphore = r + 1
 //   -> ld.acquire semaphore -> fence.proxy.async (the next bulk add is an access of the async proxy)
 // Rank 0 stores instead of adding, so the accumulator is never cleared. Partials without a rank wait for no other; they
@@ -21,34 +21,39 @@ class Adder {
   using Shared = SharedStorage<Variant>;
 
   __device__ Adder(Shared& shared, const KernelParams& params, int adder)
-      : shared_(shared), params_(params), plan_{uint32_t(adder)} {}
+      : shared_(shared), params_(params), part_(adder) {}
 
   __device__ void run() {
-    for (;; plan_ = {plan_.count + kAdderWarps}) {
-      const PlannedStep step = wait_for_step(shared_, plan_);
-      release_step(shared_, plan_);
+    for (;; part_ += kAdderWarps) {
+      const RingIndex<Variant::kPlanSlots> plan{part_ / Variant::kDqParts};
+      const int part = part_ % Variant::kDqParts;
+      const PlannedStep step = wait_for_step(shared_, plan);
+      if (part + kAdderWarps >= Variant::kDqParts) { release_step(shared_, plan); }
       if (step.dq_tile == kNoMoreTiles) { return; }
-      add_tile(step.dq_tile, step.rank);
+      add_part(int64_t(step.dq_tile) * Variant::kDqParts + part, step.rank);
     }
   }
 
  private:
-  // The pieces of a partial are staged one after the other, in buffers that both adders use. A piece's buffer is free
-  // when the next one has been added. An adder looks at no buffer before the other has seen all pieces of the step
+  // The pieces of a part are staged one after the other, in buffers that both adders use. A piece's buffer is free
+  // when the next one has been added. An adder looks at no buffer before the other has seen all pieces of the part
   // before: a barrier's parity tells one pass from the next, and not from the next but one.
-  __device__ __forceinline__ void add_tile(int64_t tile, int rank) {
+  __device__ __forceinline__ void add_part(int64_t part, int rank) {
     using Slot = RingIndex<Variant::kDqSlots>;
-    constexpr int kPieceFloats = Variant::kDqTileFloats / Variant::kDqPieces;
+    constexpr int kPieces = Variant::kDqPiecesOfPart;
+    constexpr int kPieceFloats = Variant::kDqTileFloats / (Variant::kDqParts * kPieces);
     constexpr int kBytes = kPieceFloats * sizeof(float);
-    float* const accumulator = params_.workspace.dq_accumulator + tile * Variant::kDqTileFloats;
-    int* const semaphore = params_.workspace.dq_semaphores + tile;
-    Slot buffer{plan_.count * Variant::kDqPieces};
-    if constexpr (Variant::kDqPieces > 1) {
-      const RingIndex<kAdderWarps> before = RingIndex<kAdderWarps>{plan_.count}.previous();
-      if (plan_.count > 0) { shared_.dq_seen[before.slot()].wait(before.parity()); }
+    float* const accumulator = params_.workspace.dq_accumulator + part * kPieces * kPieceFloats;
+    int* const semaphore = params_.workspace.dq_semaphores + part;
+    // Before a partial is staged in parts, its turn is known; where it is staged in one go, looking costs more.
+    if (Variant::kWide && rank > 0) { wait_for_turn(semaphore, rank); }
+    Slot buffer{part_ * kPieces};
+    if constexpr (Variant::kWide) {
+      const RingIndex<kAdderWarps> before = RingIndex<kAdderWarps>{part_}.previous();
+      if (part_ > 0) { shared_.dq_seen[before.slot()].wait(before.parity()); }
     }
 #pragma unroll
-    for (int piece = 0; piece < Variant::kDqPieces; ++piece) {
+    for (int piece = 0; piece < kPieces; ++piece) {
       float* const sum = accumulator + piece * kPieceFloats;
       const float* const partial = shared_.dq[buffer.slot()];
       shared_.dq_full[buffer.slot()].wait(buffer.parity());
@@ -57,21 +62,18 @@ class Adder {
       } else if (rank == 0) {
         ptx::bulk_store(sum, partial, kBytes);
       } else {
-        if (piece == 0) {
-          while (ptx::load_acquire(semaphore) != rank) {}
-          ptx::fence_async_global();
-        }
+        if constexpr (!Variant::kWide) { wait_for_turn(semaphore, rank); }
         ptx::bulk_add_f32(sum, partial, kBytes);
       }
       ptx::bulk_commit();
-      if constexpr (Variant::kDqPieces > 1) {
-        if (piece + 1 == Variant::kDqPieces) { shared_.dq_seen[plan_.count % kAdderWarps].arrive(); }
+      if constexpr (Variant::kWide) {
+        if (piece + 1 == kPieces) { shared_.dq_seen[part_ % kAdderWarps].arrive(); }
       }
       if (piece > 0) {
         ptx::bulk_wait_read<1>();
         shared_.dq_empty[buffer.previous().slot()].arrive();
       }
-      if (piece + 1 < Variant::kDqPieces) { buffer = buffer.next(); }
+      if (piece + 1 < kPieces) { buffer = buffer.next(); }
     }
     ptx::bulk_wait_read();
     shared_.dq_empty[buffer.slot()].arrive();
@@ -81,6 +83,11 @@ class Adder {
     } else {
       ptx::store_release(semaphore, rank + 1);
     }
+  }
+
+  static __device__ __forceinline__ void wait_for_turn(const int* semaphore, int rank) {
+    while (ptx::load_acquire(semaphore) != rank) {}
+    ptx::fence_async_global();
   }
 
   // In no order.
@@ -94,7 +101,7 @@ class Adder {
 
   Shared& shared_;
   const KernelParams& params_;
-  RingIndex<Variant::kPlanSlots> plan_;
+  uint32_t part_;  // over all steps
 };
 
 }  // namespace dash_attn::backward

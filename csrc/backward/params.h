@@ -47,7 +47,7 @@ struct Workspace {
   float*
       dq_accumulator;  // (sequence, head, query tile, tile elements in the order of dq_layout.h); order-free: integers
   float* delta;        // D = rowsum(dO * O), in the order of statistic_position; 0 in padding
-  int* dq_semaphores;  // (sequence, head, query tile): how many KV tiles have added to dQ
+  int* dq_semaphores;  // (sequence, head, query tile, part of dQ): how many KV tiles have added to it
   int* next_work;      // the counter that hands out work
 
   // With more than one split of the query heads only.

@@ -60,7 +60,7 @@ void launch_preprocess(const BackwardArguments& a, const BackwardWorkspace& work
     params.call = sequences_of(a, workspace);
     params.head_dims = a.head_dims;
     params.num_blocks = tiles * backward::PreprocessTile<Geometry>::kBlocks;
-    params.num_dq_semaphores = tiles;
+    params.num_dq_semaphores = tiles * Geometry::kDqParts;
     params.num_split_semaphores = int(workspace.split_semaphores);
     params.clear_dq = accumulation(static_cast<Policy>(a.schedule)) != Accumulation::kOrdered;
     params.softmax_lse = a.softmax_lse;

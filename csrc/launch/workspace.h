@@ -3,6 +3,7 @@
 
 #include <cstdint>
 
+#include "../backward/config.h"
 #include "../backward/params.h"
 #include "../config/fixed_point.h"
 #include "../config/tile_shapes.h"
@@ -97,7 +98,7 @@ inline BackwardWorkspace plan_workspace(void* base, const BackwardArguments& a) 
   Cutter cutter(base);
   cutter.take(w.arrays.dq_accumulator, rows * padded.qk);
   cutter.take(w.arrays.delta, rows);
-  cutter.take(w.arrays.dq_semaphores, tiles);
+  cutter.take(w.arrays.dq_semaphores, tiles * backward::dq_parts(padded.qk));
   cutter.take(w.arrays.next_work, 1);
   if (w.split_semaphores > 0) {
     cutter.take(w.arrays.split_sums, w.most.split_tiles * a.kv_heads * grid.tiling.key * padded.sum());

@@ -20,7 +20,9 @@ DASH_HOST_DEVICE constexpr int head_swizzle(Policy policy, TileGrid const& grid,
   auto const heads_within = [&](int64_t bytes) {
     return bytes < head_bytes ? 1 : static_cast<int>(bytes / head_bytes);
   };
-  if (grid.mask.kind == MaskKind::kFull) return heads_within(16 << 20);
+  // A CTA waits for the one before it in its head by about a step; above head_dim 128, where steps are long, more heads
+  // make up for that than fit well.
+  if (grid.mask.kind == MaskKind::kFull) return heads_within((padded.qk > 128 ? 32 : 16) << 20);
   if (policy == Policy::kAscending || policy == Policy::kSpt) return 1;
 
   // The longest KV tiles come first. A lot then ends evenly when the short tiles of many heads come last.
