@@ -198,13 +198,14 @@ def attention_rounded(
         out: the output of which D = rowsum(dO * O) is made.
         rounded_factors: as in the kernel: tanh of a softcap is rounded to 11 bits, its derivative is had from the
             rounded P (csrc/device/score.h), and dS is the product of the rounded P and of dP - D, which in bf16 is
-            rounded first (`multiply_pair` of csrc/device/fragment.h); else, as in `dash_attn.reference`, of P and
-            dP - D.
+            rounded first where no head dim is above 128 (`multiply_pair` of csrc/device/fragment.h); else, as in
+            `dash_attn.reference`, of P and dP - D.
     """
     q, k, v, dout, out = (x.detach() for x in (q, k, v, dout, out))
     batch, seqlen_q, heads, head_dim = q.shape
     group = heads // k.shape[2]
     scale = head_dim**-0.5 if softmax_scale is None else softmax_scale
+    rounds_difference = q.dtype == torch.bfloat16 and max(head_dim, v.shape[3]) <= 128
     hidden = ~visible_keys(seqlen_q, k.shape[1], causal, q.device, **window)
 
     def rounded(x):
@@ -227,7 +228,7 @@ def attention_rounded(
                 of_cap = (1 - tanh.square()).clamp(min=0.0).nan_to_num(nan=0.0)
             ds = (dout_h @ v_h.T - d) * of_cap
             if rounded_factors:
-                ds, p = rounded(ds) if q.dtype == torch.bfloat16 else ds, p_rounded
+                ds, p = rounded(ds) if rounds_difference else ds, p_rounded
             ds = rounded(p * ds)
             result["out"][b, :, h] = p_rounded @ v_h
             result["dq"][b, :, h] = ds @ k_h * scale

@@ -27,9 +27,9 @@ static_assert(kFirstAdderWarp + kAdderWarps == kWarpgroupWarps);
 // all of dV and the other all of dK (wide/).
 DASH_HOST_DEVICE constexpr bool is_wide(int qk_dim) { return qk_dim > 128; }
 
-// A partial of dQ is added in so many parts, by columns, each with a semaphore and, where there are two, an adder of its
-// own. In a wide kernel dQ is a product for each 64 columns, spread over the step: the next partial then need not wait
-// for the last of them.
+// A partial of dQ is added in so many parts, by columns. Each part has a semaphore and, where there are two, an adder.
+// In a wide kernel dQ is a product for each 64 columns, spread over the step: so the next partial need not wait for the
+// last of them.
 DASH_HOST_DEVICE constexpr int dq_parts(int qk_dim) { return is_wide(qk_dim) ? 2 : 1; }
 
 template <typename Element_, int kQkDim_, int kValueDim_, bool kIsWide = is_wide(kQkDim_)>
