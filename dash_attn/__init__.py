@@ -2,7 +2,6 @@
 
 from .interface import flash_attn_func, flash_attn_kvpacked_func, flash_attn_qkvpacked_func
 from .interface import flash_attn_varlen_func, flash_attn_varlen_kvpacked_func, flash_attn_varlen_qkvpacked_func
-
 from .kvcache import flash_attn_with_kvcache
 
 __all__ = [
