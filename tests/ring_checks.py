@@ -9,14 +9,16 @@ import torch
 from float64_reference import attention_float64, attention_in_dtype, sequences_of
 from ring_worker import CASES, LENGTHS, inputs, rows_of
 
+import dash_attn
+
 WORLD_SIZE = 2
 LIMIT_S = 300
 
 
 def run_ranks(folder: pathlib.Path, device: str) -> list[dict]:
     """What each of the processes has left."""
-    here = pathlib.Path(__file__).parent
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(here.parent), os.environ.get("PYTHONPATH", "")])}
+    here, package = pathlib.Path(__file__).parent, pathlib.Path(dash_attn.__file__).parents[1]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(package), os.environ.get("PYTHONPATH", "")])}
     workers = [
         subprocess.Popen(
             [sys.executable, here / "ring_worker.py", str(rank), str(WORLD_SIZE), folder, device],

@@ -16,6 +16,7 @@ pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("ring_flash_attn") is None, reason="ring-flash-attn is not installed"
 )
 
+
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory):
     return run_ranks(tmp_path_factory.mktemp("ring"), "cpu")
