@@ -87,13 +87,14 @@ def flash_attn_with_kvcache(
         RuntimeError: CUDA tensors without the compiled kernels or without a Hopper GPU.
     """
     checks.check_hints(num_splits, None)
+    return_softmax_lse = checks.as_flag("return_softmax_lse", return_softmax_lse)
     cache = Cache(k_cache, v_cache, cache_seqlens, cache_batch_idx, cache_leftpad, block_table)
     new = NewKeys(k, v, rotary_cos, rotary_sin, rotary_interleaved)
     out, softmax_lse = attend(
         q, cache, new, softmax_scale=softmax_scale, causal=causal, window_size=window_size, softcap=softcap,
         alibi_slopes=alibi_slopes, learnable_sink=learnable_sink, s_aux=s_aux,
     )  # fmt: skip
-    return (out, softmax_lse) if checks.as_flag("return_softmax_lse", return_softmax_lse) else out
+    return (out, softmax_lse) if return_softmax_lse else out
 
 
 class Cache(NamedTuple):
@@ -224,11 +225,14 @@ def _contents(cache: Cache, seqlens: Tensor) -> tuple[Tensor, Tensor]:
 def _rows(k: Tensor, v: Tensor, batch: int) -> tuple[Tensor, Tensor, Tensor]:
     """(total, kv_heads, head_dim) of both, views where strides allow it, and where sequences begin."""
     pitch = _pitch(k)
-    if pitch is None or pitch != _pitch(v):
-        k, v = (x.clone(memory_format=torch.contiguous_format) for x in (k, v))
+    # Strides of what a compiler traces may not be those that there will be.
+    if torch.compiler.is_compiling() or pitch is None or pitch != _pitch(v):
         pitch = k.shape[1]
-    total = max(k.shape[0] - 1, 0) * pitch + k.shape[1]
-    rows = [x.as_strided((total, *x.shape[2:]), x.stride()[1:]) for x in (k, v)]
+        rows = [x.flatten(0, 1) for x in (k, v)]
+        total = rows[0].shape[0]
+    else:
+        total = max(k.shape[0] - 1, 0) * pitch + k.shape[1]
+        rows = [x.as_strided((total, *x.shape[2:]), x.stride()[1:]) for x in (k, v)]
     starts = (torch.arange(batch + 1, dtype=torch.int32, device=k.device) * pitch).clamp_(max=total)
     return *rows, starts
 

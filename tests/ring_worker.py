@@ -1,8 +1,8 @@
 """One of two processes that run ring-flash-attn's functions on top of dash_attn: see test_compat_ring.py.
 
-    python ring_worker.py RANK WORLD_SIZE FOLDER
+    python ring_worker.py RANK WORLD_SIZE FOLDER [cuda]
 
-It leaves FOLDER/rank_RANK.pt: {case: {"out", "dq", "dk", "dv": of this rank's rows, "repeats": whether a second run had
+With "cuda" on one GPU each. It leaves FOLDER/rank_RANK.pt: {case: {"out", "dq", "dk", "dv": of this rank's rows, "repeats": whether a second run had
 the same bits}}.
 """
 
@@ -85,28 +85,31 @@ def import_ring(name: str):
     return importlib.import_module(f"ring_flash_attn.{name}")
 
 
-def run(case: Case, rank: int, world_size: int) -> list[torch.Tensor]:
+def run(case: Case, rank: int, world_size: int, device: str) -> list[torch.Tensor]:
     """Output and gradients of this rank's rows."""
     module, rows = import_ring(case.module), rows_of(case, rank, world_size)
-    q, k, v, dout = (x.index_select(0 if case.is_pack else 1, rows) for x in inputs(case))
+    q, k, v, dout = (x.index_select(0 if case.is_pack else 1, rows).to(device) for x in inputs(case))
     tensors = [x.requires_grad_() for x in (q, k, v)]
     offsets = []
     if case.rows == "whole pack":
-        whole = torch.tensor([0, *LENGTHS]).cumsum(0).int()
+        whole = torch.tensor([0, *LENGTHS], device=device).cumsum(0).int()
         *offsets, local_k_slice = module.llama3_flash_attn_prepare_cu_seqlens(whole, case.causal, rank, world_size)
         offsets += [1, local_k_slice]  # key heads that are gathered at a time
     elif case.is_pack:
         own = [length // world_size for length in LENGTHS]
-        offsets = [torch.tensor([0, *own]).cumsum(0).int(), max(own)]
+        offsets = [torch.tensor([0, *own], device=device).cumsum(0).int(), max(own)]
     out = getattr(module, case.function)(*tensors, *offsets, causal=case.causal)
-    return [out.detach(), *torch.autograd.grad(out, tensors, dout)]
+    return [x.cpu() for x in (out.detach(), *torch.autograd.grad(out, tensors, dout))]
 
 
-def main(rank: int, world_size: int, folder: pathlib.Path) -> None:
-    dist.init_process_group("gloo", init_method=f"file://{folder / 'rendezvous'}", rank=rank, world_size=world_size)
+def main(rank: int, world_size: int, folder: pathlib.Path, device: str = "cpu") -> None:
+    if device == "cuda":
+        torch.cuda.set_device(rank)
+    backend = "nccl" if device == "cuda" else "gloo"
+    dist.init_process_group(backend, init_method=f"file://{folder / 'rendezvous'}", rank=rank, world_size=world_size)
     results = {}
     for name, case in CASES.items():
-        first, second = run(case, rank, world_size), run(case, rank, world_size)
+        first, second = (run(case, rank, world_size, device) for _ in range(2))
         results[name] = dict(zip(("out", "dq", "dk", "dv"), first))
         results[name]["repeats"] = all(map(torch.equal, first, second))
     torch.save(results, folder / f"rank_{rank}.pt")
@@ -114,4 +117,4 @@ def main(rank: int, world_size: int, folder: pathlib.Path) -> None:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]), pathlib.Path(sys.argv[3]))
+    main(int(sys.argv[1]), int(sys.argv[2]), pathlib.Path(sys.argv[3]), *sys.argv[4:])

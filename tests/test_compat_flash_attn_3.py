@@ -131,7 +131,8 @@ def test_combine_of_nothing():
 
 
 @pytest.mark.parametrize("change, error, message", [
-    ({"out_partial": torch.zeros(3, 1, 2, 1, 8).half()}, TypeError, "out_partial must be torch.float32, got torch.float16"),
+    ({"out_partial": torch.zeros(3, 1, 2, 1, 8).half()}, TypeError,
+     "out_partial must be torch.float32, got torch.float16"),
     ({"lse_partial": torch.zeros(3, 1, 2, 2)}, ValueError,
      "lse_partial must have shape (parts, batch, seqlen_q, heads) like out_partial, got (3, 1, 2, 2)"),
     ({"out_dtype": torch.float64}, TypeError,

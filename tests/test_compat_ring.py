@@ -1,15 +1,13 @@
 """ring-flash-attn's own functions on top of the private functions of dash_attn.compat.flash_attn_2."""
 
 import importlib.util
-import os
-import pathlib
-import subprocess
 import sys
 
 import pytest
 import torch
-from float64_reference import attention_float64, attention_in_dtype, sequences_of
-from ring_worker import CASES, LENGTHS, import_ring, inputs, rows_of
+from float64_reference import attention_float64
+from ring_checks import WORLD_SIZE, check_against_full_attention, run_ranks
+from ring_worker import CASES, import_ring
 
 from dash_attn import flash_attn_func
 from dash_attn.compat import flash_attn_2, flash_attn_3
@@ -17,53 +15,16 @@ from dash_attn.compat import flash_attn_2, flash_attn_3
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("ring_flash_attn") is None, reason="ring-flash-attn is not installed"
 )
-WORLD_SIZE = 2
-LIMIT_S = 300
 
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory):
-    """What each of the processes has left."""
-    folder = tmp_path_factory.mktemp("ring")
-    here = pathlib.Path(__file__).parent
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(here.parent), os.environ.get("PYTHONPATH", "")])}
-    workers = [
-        subprocess.Popen(
-            [sys.executable, here / "ring_worker.py", str(rank), str(WORLD_SIZE), folder],
-            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment,
-        )
-        for rank in range(WORLD_SIZE)
-    ]  # fmt: skip
-    try:
-        logs = [worker.communicate(timeout=LIMIT_S)[0] for worker in workers]
-    finally:
-        for worker in workers:
-            worker.kill()
-    assert all(worker.returncode == 0 for worker in workers), "\n".join(logs)
-    return [torch.load(folder / f"rank_{rank}.pt") for rank in range(WORLD_SIZE)]
+    return run_ranks(tmp_path_factory.mktemp("ring"), "cpu")
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_against_full_attention(ranks, name):
-    """As near to float64 as PyTorch's own operators at bf16 are on one process."""
-    case = CASES[name]
-    *tensors, dout = inputs(case)
-    dimension = 0 if case.is_pack else 1
-    actual = dict(zip(("out", "dq", "dk", "dv"), (torch.full_like(x, torch.nan) for x in (dout, *tensors))))
-    for rank, results in enumerate(ranks):
-        for key, whole in actual.items():
-            whole.index_copy_(dimension, rows_of(case, rank, WORLD_SIZE), results[name][key])
-    sequences = [slice(None)]
-    if case.is_pack:
-        sequences = sequences_of([0, *torch.tensor(LENGTHS).cumsum(0).tolist()])
-    for rows in sequences:
-        sequence = [x[None, rows] if case.is_pack else x for x in (*tensors, dout)]
-        exact = attention_float64(*sequence, causal=case.causal)
-        eager = attention_in_dtype(*sequence, causal=case.causal)
-        for key, whole in actual.items():
-            truth = getattr(exact, key)
-            error = (whole[rows].view(truth.shape).double() - truth).norm()
-            assert error <= (getattr(eager, key).double() - truth).norm(), key
+    check_against_full_attention(ranks, name)
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -62,9 +62,8 @@ def as_pack(q: Tensor, k: Tensor, lengths: Lengths) -> Pack:
             sides.append((None, cu_seqlens))
             continue
         if x.dim() != 4:
-            raise ValueError(
-                f"{name} must have shape (batch, seqlen, heads, head_dim) without cu_seqlens_{name}, got {tuple(x.shape)}"
-            )
+            shape = f"(batch, seqlen, heads, head_dim) without cu_seqlens_{name}"
+            raise ValueError(f"{name} must have shape {shape}, got {tuple(x.shape)}")
         batch, seqlen = x.shape[:2]
         sides.append(((batch, seqlen), torch.arange(batch + 1, dtype=torch.int32, device=x.device) * seqlen))
     (queries, starts_q), (keys, starts_k) = sides

@@ -204,13 +204,14 @@ def flash_attn_with_kvcache(
         checks.check_max_seqlen("max_seqlen_q", max_seqlen_q)
     _reject(qv, q_descale, k_descale, v_descale, cu_seqlens_k_new)
     _check_advice(scheduler_metadata, num_splits, pack_gqa)
+    return_softmax_lse = checks.as_flag("return_softmax_lse", return_softmax_lse)
     out, softmax_lse = kvcache.attend(
         q, kvcache.Cache(k_cache, v_cache, cache_seqlens, cache_batch_idx, cache_leftpad, page_table, "page_table"),
         kvcache.NewKeys(k, v, rotary_cos, rotary_sin, rotary_interleaved, rotary_seqlens), cu_seqlens_q=cu_seqlens_q,
         softmax_scale=softmax_scale, causal=causal, window_size=window_size, attention_chunk=attention_chunk,
         softcap=softcap, learnable_sink=learnable_sink, s_aux=s_aux, sm_margin=sm_margin,
     )  # fmt: skip
-    if not checks.as_flag("return_softmax_lse", return_softmax_lse):
+    if not return_softmax_lse:
         return out
     return out, minus_infinity_without_keys(softmax_lse), *_no_splits(q)
 
