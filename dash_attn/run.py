@@ -24,7 +24,7 @@ def main(arguments: list[str]) -> None:
     """Runs the program that `arguments`, those of the command line, name.
 
     Raises:
-        SystemExit: they name none, or a flash_attn is installed and --force is not given.
+        SystemExit: they name none that exists, or a flash_attn is installed and --force is not given.
     """
     force = arguments[:1] == ["--force"]
     arguments = arguments[1:] if force else arguments
@@ -35,6 +35,8 @@ def main(arguments: list[str]) -> None:
     program = arguments[1:] if is_module else arguments
     if not program or program[0].startswith("-"):
         raise SystemExit(f"{_USAGE}\na script or -m module is needed, got {arguments}")
+    if not is_module and not os.path.exists(program[0]):
+        raise SystemExit(f"dash_attn.run: the script must be a file, got {program[0]}")
     try:
         aliases.activate(force=force)
     except RuntimeError as error:

@@ -196,7 +196,8 @@ if __name__ == "__main__":
     with multiprocessing.get_context("spawn").Pool(1) as pool:
         found = pool.map(version, [0])
     code = "import flash_attn; print(flash_attn.__version__)"
-    found.append(subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip())
+    other = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    found.append(other.stdout.strip())
     print(found, sys.argv[1:])
 """
 
@@ -234,12 +235,20 @@ def test_run_refuses(installed):
         with pytest.raises(SystemExit) as error:
             run.main(arguments)
         assert str(error.value).endswith(f"a script or -m module is needed, got {arguments}")
+    with pytest.raises(SystemExit, match="the script must be a file, got missing.py"):
+        run.main(["missing.py"])
     refused = subprocess.run(
-        [sys.executable, "-m", "dash_attn.run", "x.py"], capture_output=True, text=True,
+        [sys.executable, "-m", "dash_attn.run", __file__], capture_output=True, text=True,
         env={**os.environ, "PYTHONPATH": os.pathsep.join((str(installed), str(PACKAGE.parent)))},
     )  # fmt: skip
     assert refused.returncode == 1
     assert refused.stderr.startswith("dash_attn.run: dash_attn cannot become flash_attn, which is installed")
+
+
+def test_example():
+    example = pathlib.Path(__file__).parents[1] / "examples" / "flash_attn_names.py"
+    stdout, _ = python("-m", "dash_attn.run", example)
+    assert stdout.splitlines()[-1] == "the gradients of three runs have the same bits"
 
 
 def test_under_torchrun(tmp_path):

@@ -1,7 +1,12 @@
 """dash_attn as Megatron-core's core attention: against Megatron's own, and what is refused."""
 
 import math
+import os
+import pathlib
+import subprocess
+import sys
 
+import dash_attn
 import pytest
 
 pytest.importorskip("megatron.core", reason="megatron-core is not installed")
@@ -254,6 +259,22 @@ def test_specs():
         assert layer.submodules.self_attention.submodules.core_attention is DashAttention
     with pytest.raises(ValueError, match="spec must hold a core_attention, got ModuleSpec without one"):
         with_dash_attention(ModuleSpec(module=DotProductAttention))
+
+    class TEDotProductAttention:
+        """Stands for TransformerEngine's, which needs a GPU's libraries."""
+
+    of_engine = ModuleSpec(module=TEDotProductAttention, params={"softmax_scale": 0.5})
+    layer.submodules.self_attention.submodules.core_attention = of_engine
+    changed = with_dash_attention(layer).submodules.self_attention.submodules.core_attention
+    assert changed.module is DashAttention and changed.params == of_engine.params
     layer.submodules.self_attention.submodules.core_attention = torch.nn.Identity
     with pytest.raises(ValueError, match="must be one of DotProductAttention, TEDotProductAttention, got Identity"):
         with_dash_attention(layer)
+
+
+def test_example():
+    example = pathlib.Path(__file__).parents[2] / "examples" / "megatron_gpt.py"
+    paths = os.pathsep.join((str(pathlib.Path(dash_attn.__file__).parents[1]), os.environ.get("PYTHONPATH", "")))
+    environment = {**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run([sys.executable, example], env=environment, capture_output=True, text=True)
+    assert done.stdout.splitlines()[-1:] == ["the second run has the same losses, bit by bit"], done.stderr
