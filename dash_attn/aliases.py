@@ -11,6 +11,7 @@ the standard library alone; what it finds is imported when it is asked for.
 from __future__ import annotations
 
 import importlib
+import importlib.abc
 import importlib.metadata
 import os
 import pathlib
@@ -20,6 +21,7 @@ import warnings
 from collections.abc import Iterable, Iterator
 from importlib.machinery import ModuleSpec
 from types import ModuleType
+from typing import cast
 
 __all__ = ["ENVIRONMENT", "activate", "active", "from_environment"]
 
@@ -88,7 +90,7 @@ def from_environment() -> None:
         _say(f"{ENVIRONMENT} must be 0, 1 or force, got {value!r}: it is ignored")
 
 
-class _Finder:
+class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     """Finder of modules and of distributions; also their loader."""
 
     finds_dash_attn_as_flash_attn = True  # of any copy of this file
@@ -101,7 +103,7 @@ class _Finder:
     def find_spec(self, fullname: str, path: object = None, target: ModuleType | None = None) -> ModuleSpec | None:
         if fullname not in _MODULES or not self._serves(_distribution_of(fullname)):
             return None
-        # A package without folders: modules of it that are not here are not found.
+        # A package has no folders: what is not among these modules is not found.
         return ModuleSpec(fullname, self, origin="dash_attn", is_package=fullname in _PACKAGES)
 
     def create_module(self, spec: ModuleSpec) -> None:
@@ -172,7 +174,7 @@ def _put(force: bool) -> None:
 
 
 def _finder() -> _Finder | None:
-    return next((finder for finder in sys.meta_path if _is_ours(finder)), None)
+    return cast("_Finder | None", next((finder for finder in sys.meta_path if _is_ours(finder)), None))
 
 
 def _is_ours(finder: object) -> bool:

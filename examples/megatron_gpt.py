@@ -4,11 +4,12 @@ Needs megatron-core. One process; on a Hopper GPU the kernels run, elsewhere the
 """
 
 import torch
-from dash_attn.integrations.megatron import with_dash_attention
 from megatron.core import parallel_state, tensor_parallel
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.transformer.transformer_config import TransformerConfig
+
+from dash_attn.integrations.megatron import with_dash_attention
 
 VOCABULARY, SEQLEN, BATCH, STEPS = 512, 128, 2, 3
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

@@ -7,13 +7,14 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-from dash_attn.integrations.megatron import with_dash_attention
 from megatron.core import parallel_state, tensor_parallel
 from megatron.core.fusions import fused_softmax
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.tensor_parallel import random as tensor_parallel_random
 from megatron.core.transformer.transformer_config import TransformerConfig
+
+from dash_attn.integrations.megatron import with_dash_attention
 
 VOCABULARY, SEQLEN = 96, 40
 

@@ -8,12 +8,13 @@ import sys
 import sysconfig
 import venv
 
-import dash_attn
 import pytest
 import torch
+from interface_support import assert_same_bits, qkv_tensors
+
+import dash_attn
 from dash_attn import run
 from dash_attn.compat import flash_attn_2, flash_attn_2_cuda
-from interface_support import assert_same_bits, qkv_tensors
 
 PACKAGE = pathlib.Path(dash_attn.__file__).parent
 START_FILE = "dash_attn_as_flash_attn.pth"
@@ -115,7 +116,7 @@ def test_names_versions_and_distributions():
 
 
 def test_an_installed_flash_attn_wins_unless_forced(installed):
-    code = f"""
+    code = """
 import dash_attn.aliases as aliases
 try:
     aliases.activate()

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 from megatron.core import parallel_state
@@ -155,10 +155,10 @@ class DashAttention(MegatronModule):
         if mask_type in _PADDED and attention_mask is not None:
             return self._attend_padded(query, key, value, attention_mask, arguments)
         # Heads do not see each other, so those of all sequences may stand side by side: no tensor is transposed.
-        batch, sinks = query.shape[1], self.softmax_offset
-        sinks = sinks if sinks is None or batch == 1 else sinks.repeat(batch)
-        folded = (x.flatten(1, 2).unsqueeze(0) for x in (query, key, value))
-        out = flash_attn_func(*folded, learnable_sink=sinks, **arguments)
+        batch = query.shape[1]
+        sinks = None if self.softmax_offset is None else self.softmax_offset.repeat(batch)
+        q, k, v = (x.flatten(1, 2).unsqueeze(0) for x in (query, key, value))
+        out = cast(Tensor, flash_attn_func(q, k, v, learnable_sink=sinks, **arguments))
         return out.view(query.shape[0], batch, -1)
 
     def sharded_state_dict(
@@ -189,7 +189,9 @@ class DashAttention(MegatronModule):
         if config.perform_initialization:
             config.init_method(self.softmax_offset)
 
-    def _attend_padded(self, query, key, value, attention_mask, arguments) -> Tensor:
+    def _attend_padded(
+        self, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor, arguments: dict[str, Any]
+    ) -> Tensor:
         seqlen, batch = query.shape[:2]
         if key.shape[0] != seqlen or tuple(attention_mask.shape) != (batch, 1, 1, seqlen):
             raise ValueError(
@@ -204,14 +206,20 @@ class DashAttention(MegatronModule):
         torch._assert_async(at_the_end, "attention_mask must have its padding at the end of each sequence")
         lengths = (~padding).sum(dim=1, dtype=torch.int32)
         offsets = torch.arange(0, (batch + 1) * seqlen, seqlen, dtype=torch.int32, device=query.device)
-        rows = (x.transpose(0, 1).flatten(0, 1) for x in (query, key, value))
-        out = flash_attn_varlen_func(
-            *rows, offsets, offsets, seqlen, seqlen,
-            seqused_q=lengths, seqused_k=lengths, learnable_sink=self.softmax_offset, **arguments,
-        )  # fmt: skip
+        q, k, v = (x.transpose(0, 1).flatten(0, 1) for x in (query, key, value))
+        arguments |= {"seqused_q": lengths, "seqused_k": lengths, "learnable_sink": self.softmax_offset}
+        out = cast(Tensor, flash_attn_varlen_func(q, k, v, offsets, offsets, seqlen, seqlen, **arguments))
         return out.view(batch, seqlen, -1).transpose(0, 1)
 
-    def _attend_pack(self, query, key, value, mask_type, packed: PackedSeqParams, arguments) -> Tensor:
+    def _attend_pack(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        mask_type: AttnMaskType,
+        packed: PackedSeqParams,
+        arguments: dict[str, Any],
+    ) -> Tensor:
         _require(packed.qkv_format == "thd", "packed_seq_params.qkv_format", "'thd'", packed.qkv_format)
         group = getattr(packed, "cp_group", None)
         ranks = 1 if group is None else group.size()
@@ -220,12 +228,11 @@ class DashAttention(MegatronModule):
             _require(False, "attn_mask_type", "no_mask, padding or causal_bottom_right in a cross attention", mask_type)
         offsets_q, used_q = _rows_of(packed.cu_seqlens_q, packed.cu_seqlens_q_padded)
         offsets_k, used_k = _rows_of(packed.cu_seqlens_kv, packed.cu_seqlens_kv_padded)
-        longest = (0 if length is None else length for length in (packed.max_seqlen_q, packed.max_seqlen_kv))
-        out = flash_attn_varlen_func(
-            query, key, value, offsets_q, offsets_k, *longest,
-            seqused_q=used_q, seqused_k=used_k, learnable_sink=self.softmax_offset, **arguments,
-        )  # fmt: skip
-        return out.flatten(1)
+        # The longest lengths are hints, which packed_seq_params may lack.
+        longest_q, longest_k = (0 if x is None else x for x in (packed.max_seqlen_q, packed.max_seqlen_kv))
+        arguments |= {"seqused_q": used_q, "seqused_k": used_k, "learnable_sink": self.softmax_offset}
+        out = flash_attn_varlen_func(query, key, value, offsets_q, offsets_k, longest_q, longest_k, **arguments)
+        return cast(Tensor, out).flatten(1)
 
 
 def _rows_of(cu_seqlens: Tensor, cu_seqlens_padded: Tensor | None) -> tuple[Tensor, Tensor | None]:

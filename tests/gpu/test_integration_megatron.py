@@ -4,11 +4,12 @@ import pytest
 
 pytest.importorskip("megatron.core", reason="megatron-core is not installed")
 
-import dash_attn  # noqa: E402
 import gpu_support  # noqa: E402
 import megatron_support as support  # noqa: E402
 import torch  # noqa: E402
 from torch.profiler import ProfilerActivity, profile  # noqa: E402
+
+import dash_attn  # noqa: E402
 
 STEPS, REPEATS = 6, 3
 SETTINGS = {

@@ -7,8 +7,9 @@ import pathlib
 import subprocess
 import sys
 
-import dash_attn
 import pytest
+
+import dash_attn
 
 ROOT = pathlib.Path(dash_attn.__file__).parents[1]
 

@@ -6,21 +6,23 @@ import pathlib
 import subprocess
 import sys
 
-import dash_attn
 import pytest
+
+import dash_attn
 
 pytest.importorskip("megatron.core", reason="megatron-core is not installed")
 
 import megatron_support as support  # noqa: E402
 import torch  # noqa: E402
-from dash_attn import flash_attn_func  # noqa: E402
-from dash_attn.integrations.megatron import DashAttention, with_dash_attention  # noqa: E402
 from interface_support import assert_same_bits, kernel_calls, randn  # noqa: E402
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_layer_local_spec  # noqa: E402
 from megatron.core.packed_seq_params import PackedSeqParams  # noqa: E402
 from megatron.core.transformer.dot_product_attention import DotProductAttention  # noqa: E402
 from megatron.core.transformer.enums import AttnMaskType  # noqa: E402
 from megatron.core.transformer.spec_utils import ModuleSpec  # noqa: E402
+
+from dash_attn import flash_attn_func  # noqa: E402
+from dash_attn.integrations.megatron import DashAttention, with_dash_attention  # noqa: E402
 
 SETTINGS = {
     "plain": {},

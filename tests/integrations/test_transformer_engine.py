@@ -14,6 +14,7 @@ import json
 import pathlib
 
 import pytest
+
 from dash_attn import aliases
 from dash_attn.compat import flash_attn_2, flash_attn_3
 
