@@ -110,6 +110,9 @@ class Build(build):
     def run(self):
         shutil.rmtree(self.build_lib, ignore_errors=True)
         super().run()
+        # Beside the package, where Python looks for such files at its start.
+        self.mkpath(self.build_lib)
+        self.copy_file("build_support/dash_attn_as_flash_attn.pth", self.build_lib)
 
 
 class BuildExtension(cpp_extension.BuildExtension):

@@ -13,6 +13,8 @@ import operator
 import torch
 
 _DROPOUT = "dropout is not supported; FlashAttention-3 has {} in this place: pass it by name"
+QV, FP8 = "a second query-value product is not supported", "fp8 is not supported"
+PAGED = "paged keys and values are not supported here; flash_attn_with_kvcache takes them"
 _MAX_INT = 2**31 - 1
 
 
@@ -31,14 +33,28 @@ def reject_unsupported(
     """Raise NotImplementedError for the first argument that asks for what is not there."""
     dropout = _DROPOUT.format("seqused_q" if is_pack else "softmax_scale")
     _require(_is_zero(dropout_p), "dropout_p", "0.0", dropout, dropout_p)
-    _require(qv is None, "qv", "None", "a second query-value product is not supported", qv)
-    for name, scale in (("q_descale", q_descale), ("k_descale", k_descale), ("v_descale", v_descale)):
-        _require(scale is None, name, "None", "fp8 is not supported", scale)
-    splits = _is_integer(num_splits) and num_splits in (0, 1)
-    _require(splits, "num_splits", "0 or 1", "splitting the keys is not supported", num_splits)
-    flag = pack_gqa is None or _as_flag(pack_gqa) is not None
-    _require(flag, "pack_gqa", "None or a bool", "it changes nothing", pack_gqa)
-    _require(block_table is None, "block_table", "None", "paged keys and values are not supported", block_table)
+    reject_given(QV, qv=qv)
+    reject_given(FP8, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale)
+    check_hints(num_splits, pack_gqa)
+    reject_given(PAGED, block_table=block_table)
+
+
+def reject_dropout(dropout_p: object) -> None:
+    """Of the functions that have no other argument in its place in any FlashAttention."""
+    _require(_is_zero(dropout_p), "dropout_p", "0.0", "dropout is not supported", dropout_p)
+
+
+def reject_given(why: str, **named: object) -> None:
+    """Raise NotImplementedError for the first that is not None."""
+    for name, value in named.items():
+        _require(value is None, name, "None", why, value)
+
+
+def check_hints(num_splits: object, pack_gqa: object) -> None:
+    """FlashAttention-3's advice on how to work, of which only the type is looked at."""
+    check_int("num_splits", num_splits, "an int (it changes nothing)")
+    if pack_gqa is not None and _as_flag(pack_gqa) is None:
+        raise TypeError(f"pack_gqa must be None or a bool (it changes nothing), got {_describe(pack_gqa)}")
 
 
 def as_window(window_size: object) -> tuple[int, int]:
@@ -77,6 +93,11 @@ def check_max_seqlen(name: str, value: object) -> None:
     if not good:
         error = ValueError if _is_integer(value) else TypeError
         raise error(f"{name} must be an int of at least 0 or an integer tensor of shape (), got {_describe(value)}")
+
+
+def check_int(name: str, value: object, allowed: str) -> None:
+    if not _is_integer(value):
+        raise TypeError(f"{name} must be {allowed}, got {_describe(value)}")
 
 
 def as_flag(name: str, value: object) -> bool:

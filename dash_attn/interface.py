@@ -91,8 +91,9 @@ def flash_attn_func(
             denominator ("off by one") is a sink of 0. Default: none.
         attention_chunk: FlashAttention-3's: of the keys that the mask leaves, query i sees those of its own chunk, keys
             j with j // attention_chunk = p // attention_chunk. 0 or None: all.
-        qv, q_descale, k_descale, v_descale, num_splits: FlashAttention-3's; None, None, None, None and 0 or 1 only.
-        pack_gqa: FlashAttention-3's, how grouped heads are laid out; accepted, and changes nothing.
+        qv, q_descale, k_descale, v_descale: FlashAttention-3's; None only.
+        num_splits, pack_gqa: FlashAttention-3's advice on how to work, an int and None or a bool; accepted, and changes
+            nothing. A row's keys are never split.
         sm_margin: SMs that our kernels leave to others; at least 0 and less than the GPU has. Changes no bits. torch's
             own kernels, which pad, copy or negate where a call needs it, take the SMs they like.
         schedule: how the backward sums: a name of `dash_attn.schedule.POLICIES` or "auto", which is "descending" at
@@ -252,7 +253,7 @@ def flash_attn_varlen_func(
             a GPU an error on the device, as an index out of bounds is.
         max_seqlen_q, max_seqlen_k: an int, or an integer tensor of shape (), which is not read. FlashAttention's hints
             of the longest sequence; they change nothing.
-        block_table: None only.
+        block_table: None only; `flash_attn_with_kvcache` takes paged keys and values.
         seqused_q, seqused_k: int32 (batch,) like cu_seqlens: how many rows of a sequence there are, at most those up
             to the next offset. Default: all.
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 
@@ -56,6 +57,15 @@ def sequences(
         for number, (queries, keys) in enumerate(zip(rows_q, rows_k))
         if queries.start < queries.stop
     ]
+
+
+def sequence_of_rows(cu_seqlens: Tensor, total: int) -> Tensor:
+    """The number of the sequence that each of `total` rows is in, int64, without reading the offsets on the host.
+
+    Of rows past the last offset it is the batch size.
+    """
+    rows = torch.arange(total, dtype=cu_seqlens.dtype, device=cu_seqlens.device)
+    return torch.searchsorted(cu_seqlens[1:].contiguous(), rows, right=True)
 
 
 def _rows(side: str, cu_seqlens: Tensor, seqused: Tensor | None, total: int) -> list[slice]:

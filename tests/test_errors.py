@@ -140,8 +140,9 @@ ARGUMENTS = [
     ({"attention_chunk": -1}, ValueError, "attention_chunk must be at least 0, got -1"),
     ({"attention_chunk": 64.0}, TypeError, "attention_chunk must be an int or None, got 64.0"),
     ({"attention_chunk": True}, TypeError, "attention_chunk must be an int or None, got True"),
-    ({"num_splits": 2}, NotImplementedError, "num_splits must be 0 or 1 (splitting the keys is not supported), got 2"),
-    ({"pack_gqa": "yes"}, NotImplementedError, "pack_gqa must be None or a bool (it changes nothing), got 'yes'"),
+    ({"num_splits": 2.0}, TypeError, "num_splits must be an int (it changes nothing), got 2.0"),
+    ({"num_splits": None}, TypeError, "num_splits must be an int (it changes nothing), got None (NoneType)"),
+    ({"pack_gqa": "yes"}, TypeError, "pack_gqa must be None or a bool (it changes nothing), got 'yes'"),
     ({"causal": 2}, TypeError, "causal must be a bool, got 2"),
     ({"causal": None}, TypeError, "causal must be a bool, got None (NoneType)"),
     ({"causal": np.ones(2, dtype=bool)}, TypeError, "causal must be a bool, got numpy.ndarray of shape (2,)"),
@@ -261,7 +262,8 @@ PACKS = [
     ({"max_seqlen_q": i32(5)}, TypeError, HINT.format("q", "a tensor of shape (1,)")),
     ({"max_seqlen_k": torch.ones(())}, TypeError, HINT.format("k", "a tensor of shape ()")),
     ({"block_table": i32(1)[None]}, NotImplementedError,
-     "block_table must be None (paged keys and values are not supported), got a tensor of shape (1, 1)"),
+     "block_table must be None (paged keys and values are not supported here; flash_attn_with_kvcache takes them), got "
+     "a tensor of shape (1, 1)"),
     # Of the CPU alone: elsewhere values are not read.
     ({"cu_seqlens_q": i32(0, 5, 4)}, ValueError, ROWS.format("q", 9, [0, 5, 4])),
     ({"cu_seqlens_q": i32(0, 4, 10)}, ValueError, ROWS.format("q", 9, [0, 4, 10])),

@@ -62,7 +62,8 @@ def test_defaults_may_be_given(function):
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("change", [
     {"dropout_p": None}, {"dropout_p": np.float32(0)}, {"softcap": None}, {"softcap": 0}, {"attention_chunk": None},
-    {"num_splits": 0}, {"num_splits": np.int64(1)}, {"pack_gqa": False}, {"pack_gqa": True}, {"pack_gqa": np.True_},
+    {"num_splits": 0}, {"num_splits": np.int64(1)}, {"num_splits": 4}, {"num_splits": -1},
+    {"pack_gqa": False}, {"pack_gqa": True}, {"pack_gqa": np.True_},
     {"deterministic": None}, {"deterministic": 1}, {"deterministic": np.True_}, {"return_attn_probs": np.False_},
     {"window_size": (None, None)}, {"window_size": (-1, None)}, {"window_size": [-9, -2]},
     {"window_size": (2**30, 2**70)}, {"window_size": (np.int64(-1), np.int64(-1))}, {"attention_chunk": 2**70},

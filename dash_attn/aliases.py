@@ -1,0 +1,219 @@
+"""The names flash_attn, flash_attn_2_cuda, flash_attn_interface and flash_attn_3, as dash_attn, for one process.
+
+`activate` puts a finder on sys.meta_path that knows the modules and, for importlib.metadata, distributions flash-attn
+and flash-attn-3 with versions such as 2.8.3+dash.0.1.0. Nothing is written to disk. Every module has the attribute
+`__dash_attn__`, dash_attn's version, and a line on stderr says once per process that dash_attn stands in.
+
+This file is run at Python's start where DASH_ATTN_AS_FLASH_ATTN is set, before any package is imported, so it needs
+the standard library alone; what it finds is imported when it is asked for.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.abc
+import importlib.metadata
+import os
+import pathlib
+import re
+import sys
+import warnings
+from collections.abc import Iterable, Iterator
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+from typing import cast
+
+__all__ = ["ENVIRONMENT", "activate", "active", "from_environment"]
+
+ENVIRONMENT = "DASH_ATTN_AS_FLASH_ATTN"
+# By distribution: the release whose interface it has, and its top-level modules. A release's modules come together.
+_DISTRIBUTIONS = {
+    "flash-attn": ("2.8.3", ("flash_attn", "flash_attn_2_cuda")),
+    "flash-attn-3": ("3.0.0", ("flash_attn_interface", "flash_attn_3")),
+}
+# Alias: the module whose public names it has, and whether it has the private ones that frameworks call as well.
+_MODULES = {
+    "flash_attn": ("flash_attn_2", False),
+    "flash_attn.flash_attn_interface": ("flash_attn_2", True),
+    "flash_attn.bert_padding": ("bert_padding", False),
+    "flash_attn_2_cuda": ("flash_attn_2_cuda", False),
+    "flash_attn_interface": ("flash_attn_3", True),
+    "flash_attn_3": (None, False),
+    "flash_attn_3.flash_attn_interface": ("flash_attn_3", True),
+}
+_PACKAGES = ("flash_attn", "flash_attn_3")
+_PRIVATE = ("_flash_attn_", "_wrapped_flash_attn_")
+_TAKEN_ALONG = ("rearrange",)  # einops', which code takes from flash_attn.bert_padding
+# They look for flash_attn while they are imported, or remember what they found.
+_LOOK_AT_IMPORT = ("diffusers", "transformer_engine", "transformers", "xformers")
+
+
+def activate(*, force: bool = False) -> None:
+    """Makes flash_attn, flash_attn_2_cuda, flash_attn_interface and flash_attn_3 names of dash_attn in this process.
+
+    Call it before flash_attn and the frameworks that look for it are imported. Calling it again changes nothing, but
+    that `force` is added.
+
+    Args:
+        force: also where one of these modules is installed, which is then hidden.
+
+    Raises:
+        RuntimeError: one of the modules is installed and `force` is False, or has been imported already.
+    """
+    for name in _roots():
+        module = sys.modules.get(name)
+        if module is not None and not hasattr(module, "__dash_attn__"):
+            raise RuntimeError(f"dash_attn cannot become {name}, which is imported already: activate it before that")
+    for distribution in _DISTRIBUTIONS:
+        found = _installed(distribution)
+        if found and not force:
+            raise RuntimeError(f"dash_attn cannot become {found}, unless it is forced ({_how_to_force()})")
+    imported = [name for name in _LOOK_AT_IMPORT if name in sys.modules]
+    if imported and not active():
+        names = ", ".join(imported)
+        warnings.warn(f"{names} may have looked for flash_attn already: activate dash_attn before", stacklevel=2)
+    _put(force)
+
+
+def active() -> bool:
+    """Whether the names are dash_attn's, but for those that are installed where it was not forced."""
+    return _finder() is not None
+
+
+def from_environment() -> None:
+    """What Python's start does: `activate` if DASH_ATTN_AS_FLASH_ATTN is 1 or force. An installed flash_attn is left
+    where it is unless forced; nothing raises."""
+    value = os.environ.get(ENVIRONMENT, "")
+    if value in ("1", "force"):
+        _put(value == "force")
+    elif value not in ("", "0"):
+        _say(f"{ENVIRONMENT} must be 0, 1 or force, got {value!r}: it is ignored")
+
+
+class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    """Finder of modules and of distributions; also their loader."""
+
+    finds_dash_attn_as_flash_attn = True  # of any copy of this file
+
+    def __init__(self, force: bool) -> None:
+        self.force = force
+        self._left: set[str] = set()
+        self._said = False
+
+    def find_spec(self, fullname: str, path: object = None, target: ModuleType | None = None) -> ModuleSpec | None:
+        if fullname not in _MODULES or not self._serves(_distribution_of(fullname)):
+            return None
+        # A package has no folders: what is not among these modules is not found.
+        return ModuleSpec(fullname, self, origin="dash_attn", is_package=fullname in _PACKAGES)
+
+    def create_module(self, spec: ModuleSpec) -> None:
+        return None
+
+    def exec_module(self, module: ModuleType) -> None:
+        name, version = module.__name__, _version_of(_distribution_of(module.__name__))
+        source, private = _MODULES[name]
+        doc = f"dash_attn {_version()} under the name {name}: see dash_attn.aliases."
+        vars(module).update(__dash_attn__=_version(), __version__=version, __doc__=doc)
+        if source is not None:
+            vars(module).update(_names_of(importlib.import_module(f"dash_attn.compat.{source}"), private))
+        if name == "flash_attn.flash_attn_interface":
+            vars(module).update(flash_attn_gpu=importlib.import_module("flash_attn_2_cuda"))
+        if not self._said:
+            self._said = True
+            _say(f"{name} is dash_attn {_version()} in this process, under the version {version}")
+
+    def find_distributions(
+        self, context: importlib.metadata.DistributionFinder.Context | None = None
+    ) -> Iterator[importlib.metadata.Distribution]:
+        asked = {} if context is None else vars(context)
+        # Whoever looks into certain folders, as pip does, looks for what is installed there.
+        if "path" in asked:
+            return
+        name = asked.get("name")
+        for distribution in _DISTRIBUTIONS:
+            if name is None or re.sub(r"[-_.]+", "-", name).lower() == distribution:
+                if self._serves(distribution):
+                    yield _Distribution(distribution)
+
+    def _serves(self, distribution: str) -> bool:
+        found = None if self.force else _installed(distribution)
+        if found and distribution not in self._left:
+            self._left.add(distribution)
+            _say(f"dash_attn does not become {found}, unless it is forced ({_how_to_force()})")
+        return not found
+
+
+class _Distribution(importlib.metadata.Distribution):
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def read_text(self, filename: str) -> str | None:
+        if filename == "METADATA":
+            lines = ("Metadata-Version: 2.1", f"Name: {self._name}", f"Version: {_version_of(self._name)}")
+            return "\n".join((*lines, "Summary: dash_attn under another name: see dash_attn.aliases", ""))
+        return "\n".join((*_DISTRIBUTIONS[self._name][1], "")) if filename == "top_level.txt" else None
+
+    def locate_file(self, path: str | os.PathLike[str]) -> pathlib.Path:
+        return pathlib.Path(__file__).parents[1] / path
+
+
+def _names_of(source: ModuleType, private: bool) -> dict[str, object]:
+    names = [*source.__all__, *_TAKEN_ALONG]
+    if private:
+        names += [name for name in vars(source) if name.startswith(_PRIVATE)]
+    return {name: getattr(source, name) for name in names if hasattr(source, name)}
+
+
+def _put(force: bool) -> None:
+    finder = _finder()
+    if finder is None:
+        # First, so that a forced name hides an installed one. Without force it steps back by itself.
+        sys.meta_path.insert(0, _Finder(force))
+    else:
+        finder.force |= force
+
+
+def _finder() -> _Finder | None:
+    return cast("_Finder | None", next((finder for finder in sys.meta_path if _is_ours(finder)), None))
+
+
+def _is_ours(finder: object) -> bool:
+    return getattr(finder, "finds_dash_attn_as_flash_attn", False)
+
+
+def _roots() -> Iterable[str]:
+    return [root for _, roots in _DISTRIBUTIONS.values() for root in roots]
+
+
+def _distribution_of(module: str) -> str:
+    root = module.partition(".")[0]
+    return next(name for name, (_, roots) in _DISTRIBUTIONS.items() if root in roots)
+
+
+def _installed(distribution: str) -> str | None:
+    """One of the modules of a distribution that somebody else's finder finds, and where; None if there is none."""
+    for root in _DISTRIBUTIONS[distribution][1]:
+        for finder in sys.meta_path:
+            spec = None if _is_ours(finder) or not hasattr(finder, "find_spec") else finder.find_spec(root, None)
+            if spec is not None:
+                places = list(spec.submodule_search_locations or ())
+                return f"{root}, which is installed in {spec.origin or ', '.join(places)}"
+    return None
+
+
+def _version() -> str:
+    """dash_attn's, read from its file: importing it would import torch."""
+    text = pathlib.Path(__file__).with_name("__init__.py").read_text()
+    return re.findall(r'^__version__ = "(.+)"$', text, re.MULTILINE)[0]
+
+
+def _version_of(distribution: str) -> str:
+    return f"{_DISTRIBUTIONS[distribution][0]}+dash.{_version()}"
+
+
+def _how_to_force() -> str:
+    return f"{ENVIRONMENT}=force, python -m dash_attn.run --force, dash_attn.aliases.activate(force=True)"
+
+
+def _say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)

@@ -1,0 +1,181 @@
+"""Checks of a cache of keys and values and of what goes into it: see `dash_attn.kvcache`, whose arguments these are."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from . import checks
+
+if TYPE_CHECKING:
+    from .kvcache import Cache, NewKeys
+
+_ROTARY_MULTIPLE = 16
+
+
+def check(q: Tensor, cache: Cache, new: NewKeys, cu_seqlens_q: Tensor | None, seqused_q: Tensor | None) -> int:
+    """The batch size."""
+    tensors = {
+        "q": q, "k_cache": cache.k, "v_cache": cache.v, "k": new.k, "v": new.v, "rotary_cos": new.rotary_cos,
+        "rotary_sin": new.rotary_sin, "rotary_seqlens": new.rotary_seqlens, "cache_batch_idx": cache.batch_idx,
+        "cache_leftpad": cache.leftpad, cache.table_name: cache.table, "cu_seqlens_q": cu_seqlens_q,
+        "seqused_q": seqused_q,
+    }  # fmt: skip
+    needed = ("q", "k_cache", "v_cache")
+    checks.check_tensors({name: x for name, x in tensors.items() if x is not None or name in needed})
+    for name, x in tensors.items():
+        if x is not None and x.device != q.device:
+            raise ValueError(f"{name} must be on the device of q, {q.device}, got {x.device}")
+    batch = _check_queries(q, cu_seqlens_q)
+    _check_cache(q, cache, batch)
+    for name, x in (
+        ("cache_batch_idx", cache.batch_idx), ("cache_leftpad", cache.leftpad), ("rotary_seqlens", new.rotary_seqlens),
+    ):  # fmt: skip
+        if x is not None:
+            _check_index(name, x, "(batch,)", (batch,))
+    _check_new(q, cache, new, batch)
+    _check_seqlens(cache, new, batch)
+    # Lengths are read on the CPU alone, and not from what a compiler traces.
+    if q.device.type == "cpu" and not torch.compiler.is_compiling():
+        _check_values(q, cache, new, batch)
+    return batch
+
+
+def _check_queries(q: Tensor, cu_seqlens_q: Tensor | None) -> int:
+    shape = "(batch, seqlen_q, heads, head_dim)" if cu_seqlens_q is None else "(total_q, heads, head_dim)"
+    if q.dim() != (4 if cu_seqlens_q is None else 3):
+        raise ValueError(f"q must have shape {shape}, got {tuple(q.shape)}")
+    if cu_seqlens_q is None:
+        return q.shape[0]
+    if cu_seqlens_q.dim() != 1 or cu_seqlens_q.shape[0] < 1:
+        raise ValueError(f"cu_seqlens_q must have shape (batch + 1,), got {tuple(cu_seqlens_q.shape)}")
+    return cu_seqlens_q.shape[0] - 1
+
+
+def _check_cache(q: Tensor, cache: Cache, batch: int) -> None:
+    k, v, table, name = cache.k, cache.v, cache.table, cache.table_name
+    shape = f"(num_blocks, block_size, kv_heads, head_dim) with {name}" if table is not None else (
+        "(cache_batch, capacity, kv_heads, head_dim)"
+    )  # fmt: skip
+    if k.dim() != 4:
+        raise ValueError(f"k_cache must have shape {shape}, got {tuple(k.shape)}")
+    if v.dim() != 4 or v.shape[:3] != k.shape[:3]:
+        raise ValueError(
+            f"v_cache must have the shape of k_cache but for the head_dim, {tuple(k.shape)}, got {tuple(v.shape)}"
+        )
+    for tensor_name, x in (("k_cache", k), ("v_cache", v)):
+        _check_dtype(tensor_name, x, q)
+    if k.shape[3] != q.shape[-1]:
+        raise ValueError(f"k_cache must have the head_dim of q, {q.shape[-1]}, got {k.shape[3]}")
+    if k.shape[2] < 1 or q.shape[-2] % k.shape[2] != 0:
+        raise ValueError(
+            f"k_cache must have a number of heads that divides the {q.shape[-2]} heads of q, got {k.shape[2]}"
+        )
+    if table is None:
+        if cache.batch_idx is None and k.shape[0] < batch:
+            raise ValueError(f"k_cache must have a sequence for each of the batch, {batch}, got {k.shape[0]}")
+        return
+    if cache.batch_idx is not None:
+        raise ValueError(f"cache_batch_idx must be None with {name}, which says where keys are")
+    if table.dim() != 2:
+        raise ValueError(f"{name} must have shape (batch, max_blocks), got {tuple(table.shape)}")
+    _check_index(name, table, "(batch, max_blocks)", (batch, table.shape[1]))
+
+
+def _check_new(q: Tensor, cache: Cache, new: NewKeys, batch: int) -> None:
+    if (new.k is None) != (new.v is None):
+        raise ValueError("k and v must both be given or both be None, got one of them")
+    if (new.rotary_cos is None) != (new.rotary_sin is None):
+        raise ValueError("rotary_cos and rotary_sin must both be given or both be None, got one of them")
+    if new.rotary_seqlens is not None and new.rotary_cos is None:
+        raise ValueError("rotary_seqlens must be None without rotary_cos")
+    if new.k is None:
+        if new.rotary_cos is not None:
+            raise ValueError("rotary_cos must be None without k: keys in the cache have been rotated")
+        return
+    if cache.seqlens is None:
+        raise ValueError("cache_seqlens must be given with k, got None: it says where new keys go")
+    for name, x, like_name, like in (("k", new.k, "k_cache", cache.k), ("v", new.v, "v_cache", cache.v)):
+        expected = (batch, new.k.shape[1] if new.k.dim() > 1 else 0, *like.shape[2:])
+        if x.shape != expected:
+            what = f"(batch, seqlen_new, kv_heads, head_dim) with the heads of {like_name}"
+            raise ValueError(f"{name} must have shape {what}, {expected}, got {tuple(x.shape)}")
+        _check_dtype(name, x, q)
+    if new.rotary_cos is not None:
+        _check_rotary(q, new.rotary_cos, new.rotary_sin)
+
+
+def _check_rotary(q: Tensor, cos: Tensor, sin: Tensor) -> None:
+    for name, x in (("rotary_cos", cos), ("rotary_sin", sin)):
+        if x.dim() != 2 or x.shape != cos.shape:
+            raise ValueError(
+                f"{name} must have shape (positions, rotary_dim / 2), the same as rotary_cos, got {tuple(x.shape)}"
+            )
+        if not x.is_floating_point():
+            raise TypeError(f"{name} must be of a floating-point dtype, got {x.dtype}")
+    rotary_dim = 2 * cos.shape[1]
+    if rotary_dim % _ROTARY_MULTIPLE != 0 or not 0 < rotary_dim <= q.shape[-1]:
+        raise ValueError(
+            f"rotary_cos must have half of a rotary_dim that is a multiple of {_ROTARY_MULTIPLE} up to the head_dim, "
+            f"{q.shape[-1]}, for columns, got {cos.shape[1]}"
+        )
+
+
+def _check_seqlens(cache: Cache, new: NewKeys, batch: int) -> None:
+    if isinstance(cache.seqlens, Tensor):
+        checks.check_tensors({"cache_seqlens": cache.seqlens})
+        _check_index("cache_seqlens", cache.seqlens, "(batch,)", (batch,))
+        if cache.seqlens.device != cache.k.device:
+            raise ValueError(f"cache_seqlens must be on the device of q, {cache.k.device}, got {cache.seqlens.device}")
+    elif cache.seqlens is not None:
+        checks.check_int("cache_seqlens", cache.seqlens, "an int, an int32 tensor of shape (batch,) or None")
+        if not torch.compiler.is_compiling():
+            _check_range("cache_seqlens", [cache.seqlens], cache.capacity() - _num_new(new))
+
+
+def _check_values(q: Tensor, cache: Cache, new: NewKeys, batch: int) -> None:
+    """What is an error on the device, and not seen here, on a GPU."""
+    seqlens = [cache.capacity() if cache.seqlens is None else cache.seqlens] * batch
+    if isinstance(cache.seqlens, Tensor):
+        seqlens = cache.seqlens.tolist()
+        _check_range("cache_seqlens", seqlens, cache.capacity() - _num_new(new))
+    ends = [length + _num_new(new) for length in seqlens]
+    if cache.leftpad is not None and any(not 0 <= pad <= end for pad, end in zip(cache.leftpad.tolist(), ends)):
+        raise ValueError(f"cache_leftpad must be from 0 to the cached keys, {ends}, got {cache.leftpad.tolist()}")
+    if cache.batch_idx is not None:
+        indices = cache.batch_idx.tolist()
+        _check_range("cache_batch_idx", indices, cache.k.shape[0] - 1)
+        if new.k is not None and len(set(indices)) < len(indices):
+            raise ValueError(f"cache_batch_idx must have distinct values with k, got {indices}")
+    if cache.table is not None:
+        for blocks, end in zip(cache.table.tolist(), ends):
+            _check_range(cache.table_name, blocks[: -(-end // cache.k.shape[1])], cache.k.shape[0] - 1)
+    if new.rotary_cos is not None:
+        starts = seqlens if new.rotary_seqlens is None else new.rotary_seqlens.tolist()
+        name = "cache_seqlens" if new.rotary_seqlens is None else "rotary_seqlens"
+        turned = max(_num_new(new), q.shape[1] if q.dim() == 4 else 1)
+        _check_range(name, starts, new.rotary_cos.shape[0] - turned)
+
+
+def _num_new(new: NewKeys) -> int:
+    return 0 if new.k is None else new.k.shape[1]
+
+
+def _check_range(name: str, values: list[int], largest: int) -> None:
+    if any(not 0 <= value <= largest for value in values):
+        got = values[0] if len(values) == 1 else values
+        raise ValueError(f"{name} must be from 0 to {largest} (room in the cache, sizes of tables), got {got}")
+
+
+def _check_index(name: str, x: Tensor, text: str, shape: tuple[int, ...]) -> None:
+    if x.dtype != torch.int32:
+        raise TypeError(f"{name} must be torch.int32, got {x.dtype}")
+    if x.shape != shape:
+        raise ValueError(f"{name} must have shape {text} = {shape}, got {tuple(x.shape)}")
+
+
+def _check_dtype(name: str, x: Tensor, q: Tensor) -> None:
+    if x.dtype != q.dtype:
+        raise TypeError(f"{name} must have the dtype of q, {q.dtype}, got {x.dtype}")

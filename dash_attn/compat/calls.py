@@ -1,0 +1,167 @@
+"""What the private functions of both FlashAttentions have in common: the ops, called with their arguments."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from .. import checks
+from ..packs import sequence_of_rows
+
+ROWS_OF_A_TILE = 128
+
+
+class Lengths(NamedTuple):
+    """Where the sequences of a pack are, as `dash_attn.ops` takes it. A dense batch has none of these."""
+
+    cu_seqlens_q: Tensor | None = None
+    cu_seqlens_k: Tensor | None = None
+    seqused_q: Tensor | None = None
+    seqused_k: Tensor | None = None
+
+
+class Pack(NamedTuple):
+    """A call that FlashAttention-3 takes, as one that the ops take: dense on both sides, or a pack on both."""
+
+    lengths: Lengths
+    queries: tuple[int, int] | None
+    """(batch, seqlen_q) where queries are dense and become rows of a pack."""
+    keys: tuple[int, int] | None
+
+    @property
+    def is_as_given(self) -> bool:
+        return self.queries is None and self.keys is None
+
+    def of_queries(self, x: Tensor) -> Tensor:
+        return x.flatten(0, 1) if self.queries else x
+
+    def of_keys(self, x: Tensor) -> Tensor:
+        return x.flatten(0, 1) if self.keys else x
+
+    def of_lse(self, softmax_lse: Tensor) -> Tensor:
+        return softmax_lse.transpose(0, 1).flatten(1) if self.queries else softmax_lse
+
+    def as_queries(self, rows: Tensor) -> Tensor:
+        return rows.unflatten(0, self.queries) if self.queries else rows
+
+    def as_lse(self, rows: Tensor) -> Tensor:
+        return rows.unflatten(1, self.queries).transpose(0, 1).contiguous() if self.queries else rows
+
+
+def as_pack(q: Tensor, k: Tensor, lengths: Lengths) -> Pack:
+    """Dense queries or keys of which not all are used, or that stand opposite a pack, become rows of a pack."""
+    checks.check_tensors({"q": q, "k": k} | _given(lengths._asdict()))
+    cu_seqlens_q, cu_seqlens_k, *used = lengths
+    if all(x is None for x in lengths) or (cu_seqlens_q is not None and cu_seqlens_k is not None):
+        return Pack(lengths, None, None)
+    sides = []
+    for name, x, cu_seqlens in (("q", q, cu_seqlens_q), ("k", k, cu_seqlens_k)):
+        if cu_seqlens is not None:
+            sides.append((None, cu_seqlens))
+            continue
+        if x.dim() != 4:
+            shape = f"(batch, seqlen, heads, head_dim) without cu_seqlens_{name}"
+            raise ValueError(f"{name} must have shape {shape}, got {tuple(x.shape)}")
+        batch, seqlen = x.shape[:2]
+        sides.append(((batch, seqlen), torch.arange(batch + 1, dtype=torch.int32, device=x.device) * seqlen))
+    (queries, starts_q), (keys, starts_k) = sides
+    return Pack(Lengths(starts_q, starts_k, *used), queries, keys)
+
+
+def minus_infinity_without_keys(softmax_lse: Tensor) -> Tensor:
+    """The log-sum-exp as FlashAttention-3 has it: -inf, the logarithm of a sum of nothing, where a query sees no key.
+
+    FlashAttention-2's functions and ours have +inf there. Merges of results over parts of the keys take +inf for the
+    largest of all sums.
+    """
+    return softmax_lse.nan_to_num(nan=torch.nan, posinf=-torch.inf, neginf=-torch.inf)
+
+
+def check_max_seqlens(**max_seqlens: int | Tensor | None) -> None:
+    for name, value in max_seqlens.items():
+        if value is not None:
+            checks.check_max_seqlen(name, value)
+
+
+def forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    lengths: Lengths,
+    *,
+    softmax_scale: float | None,
+    causal: bool,
+    window_size: tuple[int | None, int | None],
+    attention_chunk: int = 0,
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    sm_margin: int = 0,
+) -> tuple[Tensor, Tensor]:
+    """Output and log-sum-exp, -inf where a query sees no key."""
+    checks.check_tensors({"q": q, "k": k, "v": v} | _given(lengths._asdict()))
+    out, softmax_lse = torch.ops.dash_attn.attention.default(
+        q, k, v, _number("softmax_scale", softmax_scale), checks.as_flag("causal", causal), "auto",
+        checks.as_sm_margin(sm_margin), *checks.as_window(window_size), checks.as_attention_chunk(attention_chunk),
+        *lengths, **checks.as_scores(softcap, alibi_slopes, None, None),
+    )  # fmt: skip
+    return out, minus_infinity_without_keys(softmax_lse)
+
+
+def backward(
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    softmax_lse: Tensor,
+    dq: Tensor | None,
+    dk: Tensor | None,
+    dv: Tensor | None,
+    lengths: Lengths,
+    *,
+    softmax_scale: float | None,
+    causal: bool,
+    window_size: tuple[int | None, int | None],
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    sm_margin: int = 0,
+) -> Tensor:
+    """Writes dq, dk and dv, of which one that is None is computed and dropped, and returns `row_sums`."""
+    tensors = {"dout": dout, "q": q, "k": k, "v": v, "out": out, "softmax_lse": softmax_lse}
+    checks.check_tensors(tensors | _given({"dq": dq, "dk": dk, "dv": dv}) | _given(lengths._asdict()))
+    gradients = [torch.empty_like(x) if dx is None else dx for x, dx in ((q, dq), (k, dk), (v, dv))]
+    scale = q.shape[-1] ** -0.5 if softmax_scale is None else _number("softmax_scale", softmax_scale)
+    scores = checks.as_scores(softcap, alibi_slopes, None, None)
+    torch.ops.dash_attn.backward.default(
+        dout, q, k, v, out, softmax_lse, *gradients, *lengths, scale, checks.as_flag("causal", causal),
+        *checks.as_window(window_size), 0, "auto", checks.as_sm_margin(sm_margin), **scores,
+    )  # fmt: skip
+    return row_sums(dout, out, lengths.cu_seqlens_q)
+
+
+@torch.no_grad()
+def row_sums(dout: Tensor, out: Tensor, cu_seqlens_q: Tensor | None) -> Tensor:
+    """D = rowsum(dout * out) in fp32, laid out as FlashAttention-2's `softmax_d`, zeros elsewhere.
+
+    Of a dense batch (batch, heads, seqlen_q rounded up to a multiple of 128). Of a pack (heads, total_q + 128 batch),
+    row i of sequence b at cu_seqlens_q[b] + 128 b + i. The kernels have a D of their own; this one is a pass over dout
+    and out for the sake of the caller.
+    """
+    # A dimensioned fp32 zero makes the product one in fp32 without copies of dout and out in fp32.
+    zero = torch.zeros((1,) * dout.dim(), dtype=torch.float32, device=dout.device)
+    d = torch.addcmul(zero, dout, out).sum(dim=-1).transpose(-1, -2)
+    if cu_seqlens_q is None:
+        return torch.nn.functional.pad(d, (0, -d.shape[-1] % ROWS_OF_A_TILE))
+    total, batch = d.shape[-1], cu_seqlens_q.shape[0] - 1
+    rows = torch.arange(total, device=d.device) + ROWS_OF_A_TILE * sequence_of_rows(cu_seqlens_q, total)
+    return d.new_zeros(d.shape[0], total + ROWS_OF_A_TILE * batch).index_copy(1, rows, d)
+
+
+def _given(tensors: dict[str, Tensor | None]) -> dict[str, Tensor]:
+    return {name: x for name, x in tensors.items() if x is not None}
+
+
+def _number(name: str, number: float | None) -> float | None:
+    return None if number is None else checks.as_number(name, number)

@@ -1,0 +1,85 @@
+"""flash_attn_2_cuda of FlashAttention 2.8, as far as frameworks call it: the arguments, in order, of its C++ functions.
+
+They compute by `flash_attn_2`, whose docstrings say what each argument may be, and return the same tensors in a list.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .. import checks
+from . import flash_attn_2
+
+__all__ = ["bwd", "fwd", "varlen_bwd", "varlen_fwd"]
+
+_NO_OUT = "the output is allocated"
+_NO_GENERATOR = "dropout is not supported"
+
+
+def fwd(
+    q: Tensor, k: Tensor, v: Tensor, out: Tensor | None, alibi_slopes: Tensor | None, p_dropout: float,
+    softmax_scale: float, is_causal: bool, window_size_left: int, window_size_right: int, softcap: float,
+    return_softmax: bool, gen: torch.Generator | None,
+) -> list[Tensor]:  # fmt: skip
+    """[out, softmax_lse, empty, rng_state] of `_flash_attn_forward`; out and gen: None only."""
+    checks.reject_given(_NO_OUT, out=out)
+    checks.reject_given(_NO_GENERATOR, gen=gen)
+    return list(
+        flash_attn_2._flash_attn_forward(
+            q, k, v, p_dropout, softmax_scale, is_causal, window_size_left, window_size_right, softcap, alibi_slopes,
+            return_softmax,
+        )
+    )  # fmt: skip
+
+
+def varlen_fwd(
+    q: Tensor, k: Tensor, v: Tensor, out: Tensor | None, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor,
+    seqused_k: Tensor | None, leftpad_k: Tensor | None, block_table: Tensor | None, alibi_slopes: Tensor | None,
+    max_seqlen_q: int, max_seqlen_k: int, p_dropout: float, softmax_scale: float, zero_tensors: bool, is_causal: bool,
+    window_size_left: int, window_size_right: int, softcap: float, return_softmax: bool, gen: torch.Generator | None,
+) -> list[Tensor]:  # fmt: skip
+    """[out, softmax_lse, empty, rng_state] of `_flash_attn_varlen_forward`; out and gen: None only."""
+    checks.reject_given(_NO_OUT, out=out)
+    checks.reject_given(_NO_GENERATOR, gen=gen)
+    return list(
+        flash_attn_2._flash_attn_varlen_forward(
+            q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, p_dropout, softmax_scale, is_causal,
+            window_size_left, window_size_right, softcap, alibi_slopes, return_softmax, block_table, leftpad_k,
+            seqused_k, zero_tensors,
+        )
+    )  # fmt: skip
+
+
+def bwd(
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, softmax_lse: Tensor, dq: Tensor | None,
+    dk: Tensor | None, dv: Tensor | None, alibi_slopes: Tensor | None, p_dropout: float, softmax_scale: float,
+    is_causal: bool, window_size_left: int, window_size_right: int, softcap: float, deterministic: bool,
+    gen: torch.Generator | None, rng_state: Tensor | None,
+) -> list[Tensor]:  # fmt: skip
+    """[dq, dk, dv, softmax_d] of `_flash_attn_backward`; a gradient that is None is allocated. gen: None only."""
+    checks.reject_given(_NO_GENERATOR, gen=gen)
+    dq, dk, dv = (torch.empty_like(x) if dx is None else dx for dx, x in ((dq, q), (dk, k), (dv, v)))
+    softmax_d = flash_attn_2._flash_attn_backward(
+        dout, q, k, v, out, softmax_lse, dq, dk, dv, p_dropout, softmax_scale, is_causal, window_size_left,
+        window_size_right, softcap, alibi_slopes, deterministic, rng_state,
+    )  # fmt: skip
+    return [dq, dk, dv, softmax_d]
+
+
+def varlen_bwd(
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, softmax_lse: Tensor, dq: Tensor | None,
+    dk: Tensor | None, dv: Tensor | None, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, alibi_slopes: Tensor | None,
+    max_seqlen_q: int, max_seqlen_k: int, p_dropout: float, softmax_scale: float, zero_tensors: bool, is_causal: bool,
+    window_size_left: int, window_size_right: int, softcap: float, deterministic: bool, gen: torch.Generator | None,
+    rng_state: Tensor | None,
+) -> list[Tensor]:  # fmt: skip
+    """`bwd` by `_flash_attn_varlen_backward`."""
+    checks.reject_given(_NO_GENERATOR, gen=gen)
+    dq, dk, dv = (torch.empty_like(x) if dx is None else dx for dx, x in ((dq, q), (dk, k), (dv, v)))
+    softmax_d = flash_attn_2._flash_attn_varlen_backward(
+        dout, q, k, v, out, softmax_lse, dq, dk, dv, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, p_dropout,
+        softmax_scale, is_causal, window_size_left, window_size_right, softcap, alibi_slopes, deterministic, rng_state,
+        zero_tensors,
+    )  # fmt: skip
+    return [dq, dk, dv, softmax_d]

@@ -1,0 +1,245 @@
+"""Attention over a cache of keys and values: a forward without gradients, which may append to the cache first.
+
+The cache is made a pack for the forward that training has. A row of the output has the bits that it has there, in any
+batch, at any place in the cache and with any pages: they depend on the query and on the keys and values it sees. No
+lengths, tables or indices are read on the host, so that calls can be captured in a CUDA graph and replayed with others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from . import cache_checks, checks, ops, rotary  # noqa: F401  ops registers torch.ops.dash_attn
+from .packs import sequence_of_rows
+
+
+def flash_attn_with_kvcache(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    k: Tensor | None = None,
+    v: Tensor | None = None,
+    rotary_cos: Tensor | None = None,
+    rotary_sin: Tensor | None = None,
+    cache_seqlens: int | Tensor | None = None,
+    cache_batch_idx: Tensor | None = None,
+    cache_leftpad: Tensor | None = None,
+    block_table: Tensor | None = None,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: Sequence[int | None] = (-1, -1),
+    softcap: float = 0.0,
+    rotary_interleaved: bool = True,
+    alibi_slopes: Tensor | None = None,
+    num_splits: int = 0,
+    return_softmax_lse: bool = False,
+    *,
+    learnable_sink: Tensor | None = None,
+    s_aux: Tensor | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Attention of queries that stand at the end of cached keys, with the arguments of FlashAttention-2.
+
+    Where k and v are given they are first written into the cache, in place, behind the keys that are there. Masks and
+    windows are those of `flash_attn_func` with the number of cached keys, new ones included, for seqlen_k: the last
+    query stands at the last key. There is no gradient.
+
+    Nothing is split over SMs by keys: a row is computed by one of them, however long the cache is. Blocks of a
+    `block_table`, and rows of a `cache_batch_idx`, are gathered into one tensor in every call.
+
+    Args:
+        q: (batch, seqlen_q, heads, head_dim), bf16 or fp16, as in `flash_attn_func`.
+        k_cache: (cache_batch, capacity, kv_heads, head_dim), or with block_table
+            (num_blocks, block_size, kv_heads, head_dim), any block_size. Of any strides; where the sequences of a cache
+            are not a multiple of its rows apart it is copied.
+        v_cache: like k_cache, with value_head_dim for head_dim.
+        k, v: (batch, seqlen_new, kv_heads, head_dim or value_head_dim), new keys and values, both or neither. They go
+            to the places cache_seqlens, cache_seqlens + 1, ... of their sequences.
+        rotary_cos, rotary_sin: (positions, rotary_dim / 2), both or neither, floating point; only with k. New keys and
+            queries are rotated in fp32 and rounded: the key at place p by row p; query i by row cache_seqlens + i, or
+            where there is neither causal nor a window_size by row cache_seqlens. rotary_dim is a multiple of 16 up to
+            head_dim.
+        cache_seqlens: an int, or int32 (batch,) on q's device: keys in the cache before this call. Needed with k.
+            Default: all of the capacity. Values out of range raise ValueError on the CPU, and are an error on the
+            device on a GPU, as an index out of bounds is.
+        cache_batch_idx: int32 (batch,) on q's device: the sequence of the cache that each of the batch has. They must
+            be distinct with k. Not with block_table. Default: 0, 1, 2, ...
+        cache_leftpad: int32 (batch,) on q's device: places at the start of a sequence of the cache that hold no keys.
+            cache_seqlens counts them. Default: none.
+        block_table: int32 (batch, max_blocks) on q's device: the blocks that hold the keys of each sequence, in order.
+            Entries past the last key are not looked at.
+        softmax_scale, causal, window_size, softcap, alibi_slopes, learnable_sink, s_aux: as in `flash_attn_func`.
+        rotary_interleaved: whether dimensions 0 and 1, 2 and 3, ... are rotated together; otherwise d and
+            d + rotary_dim / 2.
+        num_splits: accepted; changes nothing.
+        return_softmax_lse: also return the log-sum-exp.
+
+    Returns:
+        out: (batch, seqlen_q, heads, value_head_dim), like q; with return_softmax_lse (out, softmax_lse), softmax_lse
+        fp32 (batch, heads, seqlen_q), natural logarithm, +inf for a query that sees no key.
+
+    Raises:
+        NotImplementedError: softcap and alibi_slopes are both given.
+        TypeError, ValueError: an argument has a wrong type, dtype, shape or value; the message names it.
+        RuntimeError: CUDA tensors without the compiled kernels or without a Hopper GPU.
+    """
+    checks.check_hints(num_splits, None)
+    return_softmax_lse = checks.as_flag("return_softmax_lse", return_softmax_lse)
+    cache = Cache(k_cache, v_cache, cache_seqlens, cache_batch_idx, cache_leftpad, block_table)
+    new = NewKeys(k, v, rotary_cos, rotary_sin, rotary_interleaved)
+    out, softmax_lse = attend(
+        q, cache, new, softmax_scale=softmax_scale, causal=causal, window_size=window_size, softcap=softcap,
+        alibi_slopes=alibi_slopes, learnable_sink=learnable_sink, s_aux=s_aux,
+    )  # fmt: skip
+    return (out, softmax_lse) if return_softmax_lse else out
+
+
+class Cache(NamedTuple):
+    """Arguments of the functions, as in `flash_attn_with_kvcache`."""
+
+    k: Tensor
+    v: Tensor
+    seqlens: int | Tensor | None = None
+    batch_idx: Tensor | None = None
+    leftpad: Tensor | None = None
+    table: Tensor | None = None
+    table_name: str = "block_table"
+
+    def capacity(self) -> int:
+        return self.k.shape[1] * (1 if self.table is None else self.table.shape[1])
+
+
+class NewKeys(NamedTuple):
+    """Arguments of the functions, as in `flash_attn_with_kvcache`."""
+
+    k: Tensor | None = None
+    v: Tensor | None = None
+    rotary_cos: Tensor | None = None
+    rotary_sin: Tensor | None = None
+    rotary_interleaved: bool = True
+    rotary_seqlens: Tensor | None = None
+    """Positions of the first new keys for the rotation; default: their places."""
+
+
+@torch.no_grad()
+def attend(
+    q: Tensor,
+    cache: Cache,
+    new: NewKeys = NewKeys(),
+    *,
+    cu_seqlens_q: Tensor | None = None,
+    seqused_q: Tensor | None = None,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: Sequence[int | None] = (-1, -1),
+    attention_chunk: int = 0,
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    learnable_sink: Tensor | None = None,
+    s_aux: Tensor | None = None,
+    sm_margin: int = 0,
+) -> tuple[Tensor, Tensor]:
+    """`flash_attn_with_kvcache`; with cu_seqlens_q the queries are a pack, and the log-sum-exp is (heads, total_q)."""
+    causal = checks.as_flag("causal", causal)
+    window = checks.as_window(window_size)
+    scores = checks.as_scores(softcap, alibi_slopes, learnable_sink, s_aux)
+    scale = None if softmax_scale is None else checks.as_number("softmax_scale", softmax_scale)
+    batch = cache_checks.check(q, cache, new, cu_seqlens_q, seqused_q)
+    seqlens = _seqlens(cache, batch, q.device)
+    if new.rotary_cos is not None:
+        q, new = _rotated(q, cu_seqlens_q, new, seqlens, whole_positions=causal or window != (-1, -1))
+    if new.k is not None:
+        _append(cache, new, seqlens)
+        # A negative number stays one, and is the op's error.
+        seqlens = seqlens + new.k.shape[1] * (seqlens >= 0).int()
+    k, v, cu_seqlens_k = _rows(*_contents(cache, seqlens), batch)
+    if cache.leftpad is not None:
+        cu_seqlens_k = torch.cat((cu_seqlens_k[:-1] + cache.leftpad, cu_seqlens_k[-1:]))
+        seqlens = seqlens - cache.leftpad
+    rows, seqlen_q = q, q.shape[1]
+    if cu_seqlens_q is None:
+        rows = q.flatten(0, 1)
+        cu_seqlens_q = torch.arange(batch + 1, dtype=torch.int32, device=q.device) * seqlen_q
+    out, softmax_lse = torch.ops.dash_attn.attention.default(
+        rows, k, v, scale, causal, "auto", checks.as_sm_margin(sm_margin), *window,
+        checks.as_attention_chunk(attention_chunk), cu_seqlens_q, cu_seqlens_k, seqused_q, seqlens, **scores,
+    )  # fmt: skip
+    if rows is q:
+        return out, softmax_lse
+    return out.unflatten(0, (batch, seqlen_q)), softmax_lse.unflatten(1, (batch, seqlen_q)).transpose(0, 1).contiguous()
+
+
+def _seqlens(cache: Cache, batch: int, device: torch.device) -> Tensor:
+    if isinstance(cache.seqlens, Tensor):
+        return cache.seqlens.contiguous()
+    length = cache.capacity() if cache.seqlens is None else cache.seqlens
+    return torch.full((batch,), length, dtype=torch.int32, device=device)
+
+
+def _rotated(
+    q: Tensor, cu_seqlens_q: Tensor | None, new: NewKeys, seqlens: Tensor, *, whole_positions: bool
+) -> tuple[Tensor, NewKeys]:
+    start = (seqlens if new.rotary_seqlens is None else new.rotary_seqlens).long()
+    steps = torch.arange(new.k.shape[1], device=q.device)
+    table = new.rotary_cos, new.rotary_sin, checks.as_flag("rotary_interleaved", new.rotary_interleaved)
+    k = rotary.rotate(new.k, start[:, None] + steps, *table)
+    if cu_seqlens_q is None:
+        of_query = torch.arange(q.shape[1], device=q.device) * whole_positions
+        positions = start[:, None] + of_query
+    else:
+        rows = torch.arange(q.shape[0], device=q.device)
+        # Rows of no sequence are turned as rows of the last one, and not looked at.
+        sequence = sequence_of_rows(cu_seqlens_q, q.shape[0]).clamp_(max=start.shape[0] - 1)
+        of_query = (rows - cu_seqlens_q[sequence]) * whole_positions
+        positions = (start[sequence] + of_query).clamp_(0, new.rotary_cos.shape[0] - 1)
+    return rotary.rotate(q, positions, *table), new._replace(k=k)
+
+
+def _append(cache: Cache, new: NewKeys, seqlens: Tensor) -> None:
+    places = seqlens.long()[:, None] + torch.arange(new.k.shape[1], device=seqlens.device)
+    if cache.table is not None:
+        block_size = cache.k.shape[1]
+        index = cache.table.long().gather(1, places // block_size), places % block_size
+    elif cache.batch_idx is not None:
+        index = cache.batch_idx.long()[:, None], places
+    else:
+        index = torch.arange(places.shape[0], device=places.device)[:, None], places
+    cache.k.index_put_(index, new.k)
+    cache.v.index_put_(index, new.v)
+
+
+def _contents(cache: Cache, seqlens: Tensor) -> tuple[Tensor, Tensor]:
+    """Keys and values of the batch, (batch or more, capacity, kv_heads, head_dim)."""
+    if cache.table is not None:
+        starts = torch.arange(cache.table.shape[1], device=seqlens.device) * cache.k.shape[1]
+        blocks = torch.where(starts < seqlens[:, None], cache.table, 0).long()
+        return cache.k[blocks].flatten(1, 2), cache.v[blocks].flatten(1, 2)
+    if cache.batch_idx is not None:
+        return cache.k.index_select(0, cache.batch_idx), cache.v.index_select(0, cache.batch_idx)
+    return cache.k, cache.v
+
+
+def _rows(k: Tensor, v: Tensor, batch: int) -> tuple[Tensor, Tensor, Tensor]:
+    """(total, kv_heads, head_dim) of both, views where strides allow it, and where sequences begin."""
+    pitch = _pitch(k)
+    # Strides of what a compiler traces may not be those that there will be.
+    if torch.compiler.is_compiling() or pitch is None or pitch != _pitch(v):
+        pitch = k.shape[1]
+        rows = [x.flatten(0, 1) for x in (k, v)]
+        total = rows[0].shape[0]
+    else:
+        total = max(k.shape[0] - 1, 0) * pitch + k.shape[1]
+        rows = [x.as_strided((total, *x.shape[2:]), x.stride()[1:]) for x in (k, v)]
+    starts = (torch.arange(batch + 1, dtype=torch.int32, device=k.device) * pitch).clamp_(max=total)
+    return *rows, starts
+
+
+def _pitch(cache: Tensor) -> int | None:
+    """How many rows a sequence of the cache is from the one before it; None where that is no whole number."""
+    sequence, row = cache.stride()[:2]
+    if cache.shape[0] <= 1:
+        return cache.shape[1]
+    return sequence // row if row > 0 and sequence % row == 0 and sequence // row >= cache.shape[1] else None

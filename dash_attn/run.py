@@ -1,0 +1,56 @@
+"""Runs a program in which flash_attn is dash_attn: `python -m dash_attn.run script.py ...`.
+
+    python -m dash_attn.run [--force] script.py [arguments ...]
+    python -m dash_attn.run [--force] -m module [arguments ...]
+    torchrun --nproc-per-node 8 -m dash_attn.run script.py [arguments ...]
+
+The script, its arguments and sys.path are what they are with `python script.py` or `python -m module`. Processes that
+it starts inherit DASH_ATTN_AS_FLASH_ATTN, which an installed dash_attn looks at when Python starts. --force hides an
+installed flash_attn.
+"""
+
+from __future__ import annotations
+
+import os
+import runpy
+import sys
+
+from . import aliases
+
+_USAGE = "usage: python -m dash_attn.run [--force] {script.py | -m module} [arguments ...]"
+
+
+def main(arguments: list[str]) -> None:
+    """Runs the program that `arguments`, those of the command line, name.
+
+    Raises:
+        SystemExit: they name none that exists, or a flash_attn is installed and --force is not given.
+    """
+    force = arguments[:1] == ["--force"]
+    arguments = arguments[1:] if force else arguments
+    if arguments[:1] in (["-h"], ["--help"]):
+        print(__doc__)
+        return
+    is_module = arguments[:1] == ["-m"]
+    program = arguments[1:] if is_module else arguments
+    if not program or program[0].startswith("-"):
+        raise SystemExit(f"{_USAGE}\na script or -m module is needed, got {arguments}")
+    if not is_module and not os.path.exists(program[0]):
+        raise SystemExit(f"dash_attn.run: the script must be a file, got {program[0]}")
+    try:
+        aliases.activate(force=force)
+    except RuntimeError as error:
+        raise SystemExit(f"dash_attn.run: {error}") from None
+    os.environ[aliases.ENVIRONMENT] = "force" if force else "1"
+    sys.argv = program
+    if is_module:
+        runpy.run_module(program[0], run_name="__main__", alter_sys=True)
+        return
+    # Python put the current folder there, for it was asked for a module.
+    if not getattr(sys.flags, "safe_path", False):
+        sys.path[0] = os.path.dirname(os.path.abspath(program[0]))
+    runpy.run_path(program[0], run_name="__main__")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,223 @@
+"""dash_attn.compat and the cache of keys and values on the GPU: bits, host waits, graphs, ring-flash-attn."""
+
+import importlib.util
+
+import pytest
+import torch
+from cache_support import FORMS, fill
+from ring_checks import WORLD_SIZE, check_against_full_attention, run_ranks
+from ring_worker import CASES
+
+from dash_attn import flash_attn_func, flash_attn_varlen_func, flash_attn_with_kvcache
+from dash_attn.compat import flash_attn_2, flash_attn_3
+
+MASKS = {
+    "full": {},
+    "causal": {"causal": True},
+    "window": {"window_size": (200, 70)},
+    "causal_window": {"causal": True, "window_size": (130, 0)},
+}
+masks = pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS)
+HEAD_DIMS = [(64, 64), (96, 96), (128, 128), (192, 128), (192, 192), (256, 256)]
+head_dims = pytest.mark.parametrize("head_dim, value_dim", HEAD_DIMS)
+REPEATS = 10
+
+
+def randn(*shape, seed=0, dtype=torch.bfloat16):
+    generator = torch.Generator("cuda").manual_seed(seed)
+    return torch.randn(*shape, generator=generator, device="cuda").to(dtype)
+
+
+def qkv(seqlen_q, seqlen_k, head_dim=128, value_dim=None, batch=2, heads=8, kv_heads=2):
+    return (
+        randn(batch, seqlen_q, heads, head_dim, seed=1),
+        randn(batch, seqlen_k, kv_heads, head_dim, seed=2),
+        randn(batch, seqlen_k, kv_heads, value_dim or head_dim, seed=3),
+    )
+
+
+def kernels_of(function):
+    """Names of the ops of ours that ran."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        function()
+    return [event.name for event in profile.events() if event.name.startswith("dash_attn_C::")]
+
+
+def gradients_of(module, dout, tensors, out, lse, mask, offsets=()):
+    gradients = [torch.full_like(x, torch.nan) for x in tensors]
+    left, right = mask.get("window_size", (-1, -1))
+    causal, scale = mask.get("causal", False), tensors[0].shape[-1] ** -0.5
+    if module is flash_attn_3:
+        lengths = (*offsets[:2], None, None, *offsets[2:]) if offsets else (None,) * 6
+        arguments = dict(softmax_scale=scale, is_causal=causal, window_size_left=left, window_size_right=right)
+        softmax_d = module._flash_attn_backward(dout, *tensors, out, lse, *lengths, *gradients, **arguments)
+    else:
+        function = module._flash_attn_varlen_backward if offsets else module._flash_attn_backward
+        options = (0.0, scale, causal, left, right, 0.0, None, False)
+        softmax_d = function(dout, *tensors, out, lse, *gradients, *offsets, *options)
+    return gradients, softmax_d
+
+
+def outputs_of(module, tensors, mask, offsets=()):
+    left, right = mask.get("window_size", (-1, -1))
+    causal, scale = mask.get("causal", False), tensors[0].shape[-1] ** -0.5
+    sides = dict(causal=causal, window_size_left=left, window_size_right=right, softmax_scale=scale)
+    if module is flash_attn_3:
+        names = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
+        return module._flash_attn_forward(*tensors, **dict(zip(names, offsets)), **sides)[:2]
+    options = dict(dropout_p=0.0, softcap=0.0, alibi_slopes=None, return_softmax=False, **sides)
+    function = module._flash_attn_varlen_forward if offsets else module._flash_attn_forward
+    return function(*tensors, *offsets, **options)[:2]
+
+
+@pytest.mark.parametrize("module", [flash_attn_2, flash_attn_3], ids=["flash_attn_2", "flash_attn_3"])
+@pytest.mark.parametrize("is_pack", [False, True])
+@masks
+def test_private_functions_have_the_bits_of_the_public_ones(module, mask, is_pack, perturbation):
+    """In every run; under the causal mask the first queries see no key."""
+    tensors, offsets = list(qkv(700, 550)), ()
+    if is_pack:
+        tensors = [x.flatten(0, 1) for x in tensors]
+        starts = (torch.tensor(x, dtype=torch.int32, device="cuda") for x in ([0, 900, 900, 1400], [0, 800, 850, 1100]))
+        offsets = (*starts, torch.tensor(900, device="cuda"), 800)
+    dout = randn(*tensors[0].shape, seed=4)
+    inputs = [x.clone().requires_grad_() for x in tensors]
+    function = flash_attn_varlen_func if is_pack else flash_attn_func
+    expected, expected_lse, _ = function(*inputs, *offsets, return_attn_probs=True, **mask)
+    expected_gradients = torch.autograd.grad(expected, inputs, dout)
+    for _ in range(REPEATS):
+        perturbation.enqueue(2)
+        out, lse = outputs_of(module, tensors, mask, offsets)
+        assert torch.equal(out, expected)
+        assert torch.equal(lse, expected_lse.masked_fill(expected_lse == torch.inf, -torch.inf))
+        for marker in (-torch.inf, torch.inf):
+            marked = lse.masked_fill(lse == -torch.inf, marker)
+            gradients, softmax_d = gradients_of(module, dout, tensors, out, marked, mask, offsets)
+            assert all(map(torch.equal, gradients, expected_gradients))
+    if mask.get("causal"):
+        assert (lse == -torch.inf).any()
+    d = (dout.double() * out.double()).sum(-1).transpose(-1, -2)
+    if is_pack:
+        places = torch.cat((torch.arange(900), torch.arange(900, 1400) + 2 * 128)).cuda()
+        torch.testing.assert_close(softmax_d[:, places].double(), d, rtol=1e-5, atol=1e-4)
+    else:
+        torch.testing.assert_close(softmax_d[..., : d.shape[-1]].double(), d, rtol=1e-5, atol=1e-4)
+
+
+@pytest.mark.parametrize("module", [flash_attn_2, flash_attn_3], ids=["flash_attn_2", "flash_attn_3"])
+def test_the_kernels_run(module):
+    tensors = qkv(256, 256)
+    dout = randn(*tensors[0].shape, seed=4)
+
+    def both():
+        gradients_of(module, dout, tensors, *outputs_of(module, tensors, {}), {})
+
+    assert kernels_of(both) == ["dash_attn_C::forward", "dash_attn_C::backward"]
+
+
+LENGTHS, CAPACITY = (1000, 129, 0, 300), 1100
+
+
+def sequences(head_dim=128, value_dim=128, kv_heads=2, lengths=LENGTHS):
+    keys = [randn(n, kv_heads, head_dim, seed=10 + b) for b, n in enumerate(lengths)]
+    return keys, [randn(n, kv_heads, value_dim, seed=20 + b) for b, n in enumerate(lengths)]
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("seqlen_q", [1, 5, 130])
+@masks
+def test_every_form_of_a_cache_has_the_bits_of_a_dense_call(form, seqlen_q, mask):
+    """Also beside rows without keys that hold NaN, and with more rows appended."""
+    keys, values = sequences()
+    cache, q = fill(form, keys, values, CAPACITY), randn(4, seqlen_q, 8, 128, seed=1)
+    new_k, new_v = randn(4, 3, 2, 128, seed=5), randn(4, 3, 2, 128, seed=6)
+    for new in ((), (new_k, new_v)):
+        out, lse = flash_attn_with_kvcache(
+            q, cache.k_cache, cache.v_cache, *new, return_softmax_lse=True, **cache.arguments, **mask
+        )
+        for b, (k, v) in enumerate(zip(keys, values)):
+            if new:
+                k, v = torch.cat((k, new_k[b])), torch.cat((v, new_v[b]))
+            alone = flash_attn_func(q[b : b + 1], k[None], v[None], return_attn_probs=True, **mask)
+            assert torch.equal(out[b], alone[0][0]) and torch.equal(lse[b], alone[1][0])
+
+
+@head_dims
+@pytest.mark.parametrize("step", [1, 3, 64, 200])
+@pytest.mark.parametrize("mask", [MASKS["causal"], MASKS["causal_window"]], ids=["causal", "causal_window"])
+def test_decoding_has_the_bits_of_one_call(head_dim, value_dim, step, mask):
+    """Prefill and decode: random inputs, any chunks, rows of two sequences at different places of a paged cache."""
+    q, k, v = qkv(333, 333, head_dim, value_dim)
+    expected, expected_lse, _ = flash_attn_func(q, k, v, return_attn_probs=True, **mask)
+    cache = fill("paged", [k[0, :0], k[1, :0]], [v[0, :0], v[1, :0]], 340, block_size=16)
+    del cache.arguments["cache_seqlens"]
+    starts = range(0, 333, step) if step > 1 else [*range(0, 333, 11), 332]
+    filled = 0
+    for start in starts:
+        if start > filled:  # rows between those that are compared
+            rows = slice(filled, start)
+            flash_attn_with_kvcache(
+                q[:, :1], cache.k_cache, cache.v_cache, k[:, rows], v[:, rows], cache_seqlens=filled, **cache.arguments
+            )
+        rows = slice(start, min(start + step, 333))
+        out, lse = flash_attn_with_kvcache(
+            q[:, rows], cache.k_cache, cache.v_cache, k[:, rows], v[:, rows], cache_seqlens=start,
+            return_softmax_lse=True, **cache.arguments, **mask,
+        )  # fmt: skip
+        filled = rows.stop
+        assert torch.equal(out, expected[:, rows]) and torch.equal(lse, expected_lse[:, :, rows])
+
+
+@pytest.mark.parametrize("heads, kv_heads", [(8, 8), (8, 2), (8, 1), (12, 4)])
+def test_decoding_does_not_depend_on_the_batch(heads, kv_heads):
+    keys, values = sequences(kv_heads=kv_heads)
+    cache, q = fill("plain", keys, values, CAPACITY), randn(4, 1, heads, 128, seed=1)
+    out = flash_attn_with_kvcache(q, cache.k_cache, cache.v_cache, causal=True, **cache.arguments)
+    for batch in ([0], [3, 1], [2, 2, 0, 3, 1] * 13):
+        few = fill("plain", [keys[b] for b in batch], [values[b] for b in batch], CAPACITY + 77)
+        rows = flash_attn_with_kvcache(q[batch], few.k_cache, few.v_cache, causal=True, **few.arguments)
+        assert torch.equal(rows, out[batch])
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("has_rotation", [False, True])
+def test_the_host_waits_for_nothing_and_graphs_repeat(form, has_rotation):
+    """A captured decoding step, replayed as the cache fills."""
+    keys, values = sequences()
+    caches = [fill(form, keys, values, CAPACITY) for _ in range(2)]
+    rotation = {"rotary_cos": randn(CAPACITY + 20, 32), "rotary_sin": randn(CAPACITY + 20, 32)} if has_rotation else {}
+    q, new_k, new_v = randn(4, 1, 8, 128, seed=1), randn(4, 1, 2, 128, seed=5), randn(4, 1, 2, 128, seed=6)
+
+    def step(cache):
+        out = flash_attn_with_kvcache(
+            q, cache.k_cache, cache.v_cache, new_k, new_v, causal=True, **rotation, **cache.arguments
+        )
+        cache.arguments["cache_seqlens"].add_(1)
+        return out
+
+    eager, captured = caches
+    spare = fill(form, keys, values, CAPACITY)
+    step(spare)  # loads the kernels
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        expected = [step(eager) for _ in range(8)]
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = step(captured)
+    for rows in expected:
+        graph.replay()
+        assert torch.equal(out, rows)
+    torch.testing.assert_close(captured.k_cache, eager.k_cache, rtol=0, atol=0, equal_nan=True)
+    torch.testing.assert_close(captured.v_cache, eager.v_cache, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("ring_flash_attn") is None, reason="ring-flash-attn is not installed")
+@pytest.mark.skipif(torch.cuda.device_count() < WORLD_SIZE, reason=f"needs {WORLD_SIZE} GPUs")
+def test_ring_flash_attn(tmp_path):
+    """Its functions on one GPU each: right, and the same bits again."""
+    ranks = run_ranks(tmp_path, "cuda")
+    for name in CASES:
+        check_against_full_attention(ranks, name)
+        assert [results[name]["repeats"] for results in ranks] == [True] * WORLD_SIZE

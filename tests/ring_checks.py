@@ -1,0 +1,57 @@
+"""ring-flash-attn on several processes, and its results against full attention: for the tests on CPUs and on GPUs."""
+
+import os
+import pathlib
+import subprocess
+import sys
+
+import torch
+from float64_reference import attention_float64, attention_in_dtype, sequences_of
+from ring_worker import CASES, LENGTHS, inputs, rows_of
+
+import dash_attn
+
+WORLD_SIZE = 2
+LIMIT_S = 300
+
+
+def run_ranks(folder: pathlib.Path, device: str) -> list[dict]:
+    """What each of the processes has left."""
+    here, package = pathlib.Path(__file__).parent, pathlib.Path(dash_attn.__file__).parents[1]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(package), os.environ.get("PYTHONPATH", "")])}
+    workers = [
+        subprocess.Popen(
+            [sys.executable, here / "ring_worker.py", str(rank), str(WORLD_SIZE), folder, device],
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment,
+        )
+        for rank in range(WORLD_SIZE)
+    ]  # fmt: skip
+    try:
+        logs = [worker.communicate(timeout=LIMIT_S)[0] for worker in workers]
+    finally:
+        for worker in workers:
+            worker.kill()
+    assert all(worker.returncode == 0 for worker in workers), "\n".join(logs)
+    return [torch.load(folder / f"rank_{rank}.pt") for rank in range(WORLD_SIZE)]
+
+
+def check_against_full_attention(ranks: list[dict], name: str) -> None:
+    """As near to float64 as PyTorch's own operators at bf16 are on one process."""
+    case = CASES[name]
+    *tensors, dout = inputs(case)
+    dimension = 0 if case.is_pack else 1
+    actual = dict(zip(("out", "dq", "dk", "dv"), (torch.full_like(x, torch.nan) for x in (dout, *tensors))))
+    for rank, results in enumerate(ranks):
+        for key, whole in actual.items():
+            whole.index_copy_(dimension, rows_of(case, rank, WORLD_SIZE), results[name][key])
+    sequences = [slice(None)]
+    if case.is_pack:
+        sequences = sequences_of([0, *torch.tensor(LENGTHS).cumsum(0).tolist()])
+    for rows in sequences:
+        sequence = [x[None, rows] if case.is_pack else x for x in (*tensors, dout)]
+        exact = attention_float64(*sequence, causal=case.causal)
+        eager = attention_in_dtype(*sequence, causal=case.causal)
+        for key, whole in actual.items():
+            truth = getattr(exact, key)
+            error = (whole[rows].view(truth.shape).double() - truth).norm()
+            assert error <= (getattr(eager, key).double() - truth).norm(), key

@@ -1,0 +1,120 @@
+"""One of two processes that run ring-flash-attn's functions on top of dash_attn: see test_compat_ring.py.
+
+    python ring_worker.py RANK WORLD_SIZE FOLDER [cuda]
+
+With "cuda" on one GPU each. It leaves FOLDER/rank_RANK.pt: {case: {"out", "dq", "dk", "dv": of this rank's rows, "repeats": whether a second run had
+the same bits}}.
+"""
+
+import importlib
+import importlib.util
+import pathlib
+import sys
+import types
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from dash_attn.compat import flash_attn_2
+
+HEADS, KV_HEADS, HEAD_DIM = 4, 2, 32
+BATCH, SEQLEN = 2, 96
+LENGTHS = (32, 8, 56)
+TOTAL = sum(LENGTHS)
+
+
+class Case(NamedTuple):
+    module: str
+    function: str
+    causal: bool
+    rows: str
+    """Which rows a rank has: a name of `rows_of`."""
+
+    @property
+    def is_pack(self) -> bool:
+        return "varlen" in self.module
+
+
+CASES = {
+    "ring_full": Case("ring_flash_attn", "ring_flash_attn_func", False, "chunk"),
+    "ring_causal": Case("ring_flash_attn", "ring_flash_attn_func", True, "chunk"),
+    "zigzag": Case("zigzag_ring_flash_attn", "zigzag_ring_flash_attn_func", True, "zigzag"),
+    "stripe": Case("stripe_flash_attn", "stripe_flash_attn_func", True, "stripe"),
+    "ring_varlen": Case("ring_flash_attn_varlen", "ring_flash_attn_varlen_func", True, "chunk"),
+    "zigzag_varlen": Case("zigzag_ring_flash_attn_varlen", "zigzag_ring_flash_attn_varlen_func", True, "zigzag"),
+    "llama3": Case("llama3_flash_attn_varlen", "llama3_flash_attn_varlen_func", True, "whole pack"),
+}  # fmt: skip
+
+
+def inputs(case: Case) -> list[torch.Tensor]:
+    """q, k, v and dout of all ranks."""
+    generator = torch.Generator().manual_seed(1)
+    rows = (TOTAL,) if case.is_pack else (BATCH, SEQLEN)
+    heads = (HEADS, KV_HEADS, KV_HEADS, HEADS)
+    return [torch.randn(*rows, n, HEAD_DIM, generator=generator).bfloat16() for n in heads]
+
+
+def rows_of(case: Case, rank: int, world_size: int) -> torch.Tensor:
+    """The rows of a rank, along the dimension of rows."""
+    if case.rows == "whole pack":
+        return torch.arange(TOTAL).chunk(world_size)[rank]
+    rows, start = [], 0
+    for length in LENGTHS if case.is_pack else (SEQLEN,):
+        sequence = torch.arange(start, start + length)
+        if case.rows == "stripe":
+            rows.append(sequence[rank::world_size])
+        elif case.rows == "chunk":
+            rows.append(sequence.chunk(world_size)[rank])
+        else:
+            chunks = sequence.chunk(2 * world_size)
+            rows += [chunks[rank], chunks[2 * world_size - 1 - rank]]
+        start += length
+    return torch.cat(rows)
+
+
+def import_ring(name: str):
+    """A module of ring_flash_attn; not its __init__, which wants parts of transformers that come and go."""
+    if "ring_flash_attn" not in sys.modules:
+        stub = types.ModuleType("ring_flash_attn")
+        stub.__path__ = list(importlib.util.find_spec("ring_flash_attn").submodule_search_locations)
+        package = types.ModuleType("flash_attn")
+        package.flash_attn_interface = flash_attn_2
+        names = {"flash_attn": package, "flash_attn.flash_attn_interface": flash_attn_2, "ring_flash_attn": stub}
+        sys.modules.update(names)
+    return importlib.import_module(f"ring_flash_attn.{name}")
+
+
+def run(case: Case, rank: int, world_size: int, device: str) -> list[torch.Tensor]:
+    """Output and gradients of this rank's rows."""
+    module, rows = import_ring(case.module), rows_of(case, rank, world_size)
+    q, k, v, dout = (x.index_select(0 if case.is_pack else 1, rows).to(device) for x in inputs(case))
+    tensors = [x.requires_grad_() for x in (q, k, v)]
+    offsets = []
+    if case.rows == "whole pack":
+        whole = torch.tensor([0, *LENGTHS], device=device).cumsum(0).int()
+        *offsets, local_k_slice = module.llama3_flash_attn_prepare_cu_seqlens(whole, case.causal, rank, world_size)
+        offsets += [1, local_k_slice]  # key heads that are gathered at a time
+    elif case.is_pack:
+        own = [length // world_size for length in LENGTHS]
+        offsets = [torch.tensor([0, *own], device=device).cumsum(0).int(), max(own)]
+    out = getattr(module, case.function)(*tensors, *offsets, causal=case.causal)
+    return [x.cpu() for x in (out.detach(), *torch.autograd.grad(out, tensors, dout))]
+
+
+def main(rank: int, world_size: int, folder: pathlib.Path, device: str = "cpu") -> None:
+    if device == "cuda":
+        torch.cuda.set_device(rank)
+    backend = "nccl" if device == "cuda" else "gloo"
+    dist.init_process_group(backend, init_method=f"file://{folder / 'rendezvous'}", rank=rank, world_size=world_size)
+    results = {}
+    for name, case in CASES.items():
+        first, second = (run(case, rank, world_size, device) for _ in range(2))
+        results[name] = dict(zip(("out", "dq", "dk", "dv"), first))
+        results[name]["repeats"] = all(map(torch.equal, first, second))
+    torch.save(results, folder / f"rank_{rank}.pt")
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), int(sys.argv[2]), pathlib.Path(sys.argv[3]), *sys.argv[4:])

@@ -1,0 +1,129 @@
+"""Bad arguments of flash_attn_with_kvcache: one clear error each, before the cache is touched."""
+
+import pytest
+import torch
+
+from dash_attn import flash_attn_with_kvcache
+from dash_attn.compat import flash_attn_3
+
+
+def t(*shape, dtype=torch.bfloat16, device="cpu"):
+    return torch.zeros(*shape, dtype=dtype, device=device)
+
+
+def int32(*values):
+    return torch.tensor(values, dtype=torch.int32)
+
+
+NEW = {"k": t(2, 3, 2, 32), "v": t(2, 3, 2, 16), "cache_seqlens": int32(4, 5)}
+ROTARY = {"rotary_cos": t(20, 8), "rotary_sin": t(20, 8)}
+TABLE = {"k_cache": t(5, 4, 2, 32), "v_cache": t(5, 4, 2, 16), "block_table": int32(0, 1, 2, 3).view(2, 2)}
+K_CACHE = "k_cache must have shape (cache_batch, capacity, kv_heads, head_dim), got "
+RANGE = " must be from 0 to {} (room in the cache, sizes of tables), got {}"
+COLUMNS = (
+    "rotary_cos must have half of a rotary_dim that is a multiple of 16 up to the head_dim, 32, for columns, got {}"
+)
+BAD = [
+    ({"q": [1.0]}, TypeError, "q must be a torch.Tensor, got [1.0]"),
+    ({"k_cache": None}, TypeError, "k_cache must be a torch.Tensor, got None (NoneType)"),
+    ({"q": t(3, 4, 32)}, ValueError, "q must have shape (batch, seqlen_q, heads, head_dim), got (3, 4, 32)"),
+    ({"k_cache": t(8, 2, 32)}, ValueError, K_CACHE + "(8, 2, 32)"),
+    (TABLE | {"k_cache": t(4, 2, 32)}, ValueError,
+     "k_cache must have shape (num_blocks, block_size, kv_heads, head_dim) with block_table, got (4, 2, 32)"),
+    ({"v_cache": t(2, 9, 2, 16)}, ValueError,
+     "v_cache must have the shape of k_cache but for the head_dim, (2, 8, 2, 32), got (2, 9, 2, 16)"),
+    ({"v_cache": t(2, 8, 2, 16, dtype=torch.float16)}, TypeError,
+     "v_cache must have the dtype of q, torch.bfloat16, got torch.float16"),
+    ({"k_cache": t(2, 8, 2, 64)}, ValueError, "k_cache must have the head_dim of q, 32, got 64"),
+    ({"k_cache": t(2, 8, 3, 32), "v_cache": t(2, 8, 3, 16)}, ValueError,
+     "k_cache must have a number of heads that divides the 4 heads of q, got 3"),
+    ({"k_cache": t(1, 8, 2, 32), "v_cache": t(1, 8, 2, 16)}, ValueError,
+     "k_cache must have a sequence for each of the batch, 2, got 1"),
+    ({"v_cache": t(2, 8, 2, 16, device="meta")}, ValueError, "v_cache must be on the device of q, cpu, got meta"),
+    ({"cache_seqlens": 9}, ValueError, "cache_seqlens" + RANGE.format(8, 9)),
+    ({"cache_seqlens": -1}, ValueError, "cache_seqlens" + RANGE.format(8, -1)),
+    ({"cache_seqlens": True}, TypeError,
+     "cache_seqlens must be an int, an int32 tensor of shape (batch,) or None, got True"),
+    ({"cache_seqlens": [1, 2]}, TypeError,
+     "cache_seqlens must be an int, an int32 tensor of shape (batch,) or None, got [1, 2]"),
+    ({"cache_seqlens": int32(1, 2).long()}, TypeError, "cache_seqlens must be torch.int32, got torch.int64"),
+    ({"cache_seqlens": int32(1)}, ValueError, "cache_seqlens must have shape (batch,) = (2,), got (1,)"),
+    ({"cache_seqlens": int32(1, 9)}, ValueError, "cache_seqlens" + RANGE.format(8, [1, 9])),
+    ({"cache_seqlens": int32(-1, 3)}, ValueError, "cache_seqlens" + RANGE.format(8, [-1, 3])),
+    ({"cache_seqlens": int32(1, 2).to("meta")}, ValueError,
+     "cache_seqlens must be on the device of q, cpu, got meta"),
+    ({"cache_batch_idx": int32(0)}, ValueError, "cache_batch_idx must have shape (batch,) = (2,), got (1,)"),
+    ({"cache_batch_idx": int32(0, 2)}, ValueError, "cache_batch_idx" + RANGE.format(1, [0, 2])),
+    (NEW | {"cache_batch_idx": int32(1, 1)}, ValueError,
+     "cache_batch_idx must have distinct values with k, got [1, 1]"),
+    ({"cache_leftpad": int32(1, 9), "cache_seqlens": 7}, ValueError,
+     "cache_leftpad must be from 0 to the cached keys, [7, 7], got [1, 9]"),
+    ({"cache_leftpad": t(2)}, TypeError, "cache_leftpad must be torch.int32, got torch.bfloat16"),
+    (TABLE | {"block_table": int32(1, 2)}, ValueError, "block_table must have shape (batch, max_blocks), got (2,)"),
+    (TABLE | {"block_table": t(2, 2)}, TypeError, "block_table must be torch.int32, got torch.bfloat16"),
+    (TABLE | {"block_table": int32(1, 2)[None]}, ValueError,
+     "block_table must have shape (batch, max_blocks) = (2, 2), got (1, 2)"),
+    (TABLE | {"block_table": int32(0, 1, 2, 5).view(2, 2)}, ValueError, "block_table" + RANGE.format(4, [2, 5])),
+    (TABLE | {"cache_batch_idx": int32(0, 1)}, ValueError,
+     "cache_batch_idx must be None with block_table, which says where keys are"),
+    ({"k": NEW["k"]}, ValueError, "k and v must both be given or both be None, got one of them"),
+    (NEW | {"cache_seqlens": None}, ValueError,
+     "cache_seqlens must be given with k, got None: it says where new keys go"),
+    (NEW | {"cache_seqlens": int32(4, 6)}, ValueError, "cache_seqlens" + RANGE.format(5, [4, 6])),
+    (NEW | {"cache_seqlens": 6}, ValueError, "cache_seqlens" + RANGE.format(5, 6)),
+    (NEW | {"k": t(2, 3, 4, 32)}, ValueError,
+     "k must have shape (batch, seqlen_new, kv_heads, head_dim) with the heads of k_cache, (2, 3, 2, 32), got "
+     "(2, 3, 4, 32)"),
+    (NEW | {"v": t(2, 2, 2, 16)}, ValueError,
+     "v must have shape (batch, seqlen_new, kv_heads, head_dim) with the heads of v_cache, (2, 3, 2, 16), got "
+     "(2, 2, 2, 16)"),
+    (NEW | {"k": t(2, 3, 2, 32, dtype=torch.float16)}, TypeError,
+     "k must have the dtype of q, torch.bfloat16, got torch.float16"),
+    (ROTARY, ValueError, "rotary_cos must be None without k: keys in the cache have been rotated"),
+    (NEW | {"rotary_cos": t(20, 8)}, ValueError,
+     "rotary_cos and rotary_sin must both be given or both be None, got one of them"),
+    (NEW | ROTARY | {"rotary_sin": t(19, 8)}, ValueError,
+     "rotary_sin must have shape (positions, rotary_dim / 2), the same as rotary_cos, got (19, 8)"),
+    (NEW | {"rotary_cos": t(20, 7), "rotary_sin": t(20, 7)}, ValueError, COLUMNS.format(7)),
+    (NEW | {"rotary_cos": t(20, 24), "rotary_sin": t(20, 24)}, ValueError, COLUMNS.format(24)),
+    (NEW | {"rotary_cos": t(20, 8, dtype=torch.int32), "rotary_sin": t(20, 8)}, TypeError,
+     "rotary_cos must be of a floating-point dtype, got torch.int32"),
+    (NEW | {"rotary_cos": t(7, 8), "rotary_sin": t(7, 8)}, ValueError, "cache_seqlens" + RANGE.format(4, [4, 5])),
+    ({"num_splits": 1.5}, TypeError, "num_splits must be an int (it changes nothing), got 1.5"),
+    ({"causal": 2}, TypeError, "causal must be a bool, got 2"),
+    ({"softcap": 1.0, "alibi_slopes": t(4, dtype=torch.float32)}, NotImplementedError,
+     "softcap and alibi_slopes must not be given together (no kernel has both), got softcap=1 and alibi_slopes of "
+     "shape (4,)"),
+    (NEW | {"return_softmax_lse": 2}, TypeError, "return_softmax_lse must be a bool, got 2"),
+    (NEW | ROTARY | {"rotary_interleaved": "yes"}, TypeError, "rotary_interleaved must be a bool, got 'yes'"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("change, error, message", BAD)
+def test_bad_argument(change, error, message):
+    arguments = {"q": t(2, 3, 4, 32), "k_cache": t(2, 8, 2, 32), "v_cache": t(2, 8, 2, 16)} | change
+    if isinstance(arguments["k_cache"], torch.Tensor):
+        arguments["k_cache"] = arguments["k_cache"].clone()
+        before = arguments["k_cache"].clone()
+    if "k" in change:
+        arguments["k"] = arguments["k"] + 1
+    with pytest.raises(error) as raised:
+        flash_attn_with_kvcache(**arguments)
+    assert str(raised.value).splitlines()[0] == message
+    assert arguments["k_cache"] is None or torch.equal(arguments["k_cache"], before)
+
+
+@pytest.mark.parametrize("change, error, message", [
+    ({"page_table": int32(0, 9).view(2, 1)}, ValueError, "page_table" + RANGE.format(1, 9)),
+    ({"rotary_seqlens": int32(0, 1)}, ValueError, "rotary_seqlens must be None without rotary_cos"),
+    (NEW | ROTARY | {"rotary_seqlens": int32(0, 18)}, ValueError, "rotary_seqlens" + RANGE.format(17, [0, 18])),
+    ({"cu_seqlens_q": int32(0, 2, 6)}, ValueError,
+     "q must have shape (total_q, heads, head_dim), got (2, 3, 4, 32)"),
+    ({"cu_seqlens_q": int32(0, 2, 6)[None], "q": t(6, 4, 32)}, ValueError,
+     "cu_seqlens_q must have shape (batch + 1,), got (1, 3)"),
+])  # fmt: skip
+def test_bad_argument_of_flash_attention_3(change, error, message):
+    arguments = {"q": t(2, 3, 4, 32), "k_cache": t(2, 8, 2, 32), "v_cache": t(2, 8, 2, 16)} | change
+    with pytest.raises(error) as raised:
+        flash_attn_3.flash_attn_with_kvcache(**arguments)
+    assert str(raised.value).splitlines()[0] == message

@@ -1,0 +1,327 @@
+"""flash_attn_with_kvcache on CPU tensors: every form of a cache, what is appended, masks, rotation and bits."""
+
+import pytest
+import torch
+from cache_support import FORMS, fill
+from float64_reference import Scores, attention_float64, attention_in_dtype, visible_keys
+
+import dash_attn
+from dash_attn import flash_attn_func, flash_attn_with_kvcache
+from dash_attn.compat import flash_attn_3
+
+HEADS, KV_HEADS, HEAD_DIM, VALUE_DIM = 4, 2, 32, 16
+LENGTHS, SEQLEN_Q, CAPACITY = (40, 5, 0, 23), 3, 60
+MASKS = {
+    "full": {},
+    "causal": {"causal": True},
+    "window": {"window_size": (7, 2)},
+    "causal_window": {"causal": True, "window_size": (4, 0)},
+}
+forms = pytest.mark.parametrize("form", FORMS)
+masks = pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS)
+
+
+def randn(*shape, seed=0, dtype=torch.bfloat16):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def int32(*values):
+    return torch.tensor(values, dtype=torch.int32)
+
+
+def sequences(lengths=LENGTHS, value_dim=VALUE_DIM):
+    """Keys and values of each."""
+    keys = [randn(n, KV_HEADS, HEAD_DIM, seed=10 + b) for b, n in enumerate(lengths)]
+    return keys, [randn(n, KV_HEADS, value_dim, seed=20 + b) for b, n in enumerate(lengths)]
+
+
+def queries(seqlen_q=SEQLEN_Q, batch=len(LENGTHS)):
+    return randn(batch, seqlen_q, HEADS, HEAD_DIM, seed=1)
+
+
+def alone(q, keys, values, mask):
+    """Each sequence by itself in a dense call of flash_attn_func: out and log-sum-exp."""
+    results = [
+        flash_attn_func(q[b : b + 1], k[None], v[None], return_attn_probs=True, **mask)[:2]
+        for b, (k, v) in enumerate(zip(keys, values))
+    ]
+    return [torch.cat(x) for x in zip(*results)]
+
+
+@forms
+@masks
+def test_every_form_of_a_cache_has_the_bits_of_a_dense_call(form, mask):
+    """Also beside rows without keys that hold NaN."""
+    keys, values = sequences()
+    cache, q = fill(form, keys, values, CAPACITY), queries()
+    out, lse = flash_attn_with_kvcache(
+        q, cache.k_cache, cache.v_cache, return_softmax_lse=True, **cache.arguments, **mask
+    )
+    expected, expected_lse = alone(q, keys, values, mask)
+    assert torch.equal(out, expected) and torch.equal(lse, expected_lse)
+    assert lse.is_contiguous() and (lse[2] == torch.inf).all() and not out[2].any()
+
+
+@forms
+@masks
+def test_append(form, mask):
+    """The cache then has the new rows, and nothing else is touched."""
+    keys, values = sequences()
+    cache, q = fill(form, keys, values, CAPACITY), queries()
+    new_k, new_v = randn(4, 3, KV_HEADS, HEAD_DIM, seed=5), randn(4, 3, KV_HEADS, VALUE_DIM, seed=6)
+    both = ([torch.cat(x) for x in zip(old, new)] for old, new in ((keys, new_k), (values, new_v)))
+    longer = fill(form, *both, CAPACITY)
+    out = flash_attn_with_kvcache(q, cache.k_cache, cache.v_cache, new_k, new_v, **cache.arguments, **mask)
+    for actual, expected in ((cache.k_cache, longer.k_cache), (cache.v_cache, longer.v_cache)):
+        torch.testing.assert_close(actual, expected, rtol=0, atol=0, equal_nan=True)
+    assert torch.equal(out, flash_attn_with_kvcache(q, longer.k_cache, longer.v_cache, **longer.arguments, **mask))
+
+
+@masks
+@pytest.mark.parametrize("scores", ["plain", "softcap", "slopes", "slopes_of_sequences", "sinks"])
+def test_against_float64(mask, scores):
+    """No further from it than PyTorch's own operators in bf16."""
+    lengths = (40, 5, 23)
+    keys, values = sequences(lengths)
+    cache, q = fill("paged", keys, values, CAPACITY), queries(batch=3)
+    slopes = randn(3, HEADS, dtype=torch.float32).abs() / 4
+    arguments = {
+        "plain": {}, "softcap": {"softcap": 2.0}, "slopes": {"alibi_slopes": slopes[0]},
+        "slopes_of_sequences": {"alibi_slopes": slopes}, "sinks": {"learnable_sink": slopes[1]},
+    }[scores]  # fmt: skip
+    out, lse = flash_attn_with_kvcache(
+        q, cache.k_cache, cache.v_cache, softmax_scale=0.3, return_softmax_lse=True, **cache.arguments, **mask,
+        **arguments,
+    )  # fmt: skip
+    formula = {"causal": mask.get("causal", False), "window": mask.get("window_size", (-1, -1)), "softmax_scale": 0.3}
+    for b, (k, v) in enumerate(zip(keys, values)):
+        of_sequence = Scores(
+            softcap=arguments.get("softcap", 0.0),
+            alibi_slopes=None if "slopes" not in scores else slopes[0] if scores == "slopes" else slopes[b],
+            sinks=arguments.get("learnable_sink"),
+        )
+        tensors = q[b : b + 1], k[None], v[None]
+        exact = attention_float64(*tensors, scores=of_sequence, **formula)
+        eager = attention_in_dtype(*tensors, scores=of_sequence, **formula)
+        assert (out[b : b + 1].double() - exact.out).norm() <= (eager.out.double() - exact.out).norm()
+        torch.testing.assert_close(lse[b : b + 1].double(), exact.softmax_lse, rtol=1e-5, atol=1e-5)
+
+
+def exact_sums(seqlen):
+    """q, k, v of which the CPU's sums are exact in any order: scores 256 apart, so that P is 0 or 1, and small integers
+    as values. The order of the CPU's sums is its matrix library's, and may follow from the shape."""
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randint(-1, 2, (1, seqlen, n, 32), generator=generator) for n in (4, 2, 2))
+    return [x.bfloat16() for x in (q, k, v)]
+
+
+@pytest.mark.parametrize("step", [1, 2, 7, 64])
+@pytest.mark.parametrize("window_size", [(-1, -1), (9, 0), (40, 0)])
+def test_decoding_has_the_bits_of_one_call(step, window_size):
+    """Row by row and in chunks, from a cache that fills up."""
+    q, k, v = exact_sums(65)
+    arguments = {"softmax_scale": 256.0, "causal": True, "window_size": window_size}
+    expected, expected_lse, _ = flash_attn_func(q, k, v, return_attn_probs=True, **arguments)
+    k_cache, v_cache = (torch.full((1, 80, 2, 32), torch.nan).bfloat16() for _ in range(2))
+    for start in range(0, 65, step):
+        rows = slice(start, min(start + step, 65))
+        out, lse = flash_attn_with_kvcache(
+            q[:, rows], k_cache, v_cache, k[:, rows], v[:, rows], cache_seqlens=int32(start), return_softmax_lse=True,
+            **arguments,
+        )  # fmt: skip
+        assert torch.equal(out, expected[:, rows]) and torch.equal(lse, expected_lse[:, :, rows])
+
+
+def test_bits_do_not_depend_on_the_batch():
+    keys, values = sequences()
+    cache, q = fill("plain", keys, values, CAPACITY), queries()
+    out = flash_attn_with_kvcache(q, cache.k_cache, cache.v_cache, causal=True, **cache.arguments)
+    for batch in ([0], [3, 1], [2, 2, 0, 3, 1]):
+        few = fill("plain", [keys[b] for b in batch], [values[b] for b in batch], CAPACITY + 11)
+        rows = flash_attn_with_kvcache(q[batch], few.k_cache, few.v_cache, causal=True, **few.arguments)
+        assert torch.equal(rows, out[batch])
+
+
+@pytest.mark.parametrize("cache_seqlens", [None, 40, 17])
+def test_lengths_of_all(cache_seqlens):
+    keys, values = sequences((40, 40))
+    q, k_cache, v_cache = queries(batch=2), torch.stack(keys), torch.stack(values)
+    length = 40 if cache_seqlens is None else cache_seqlens
+    out = flash_attn_with_kvcache(q, k_cache, v_cache, cache_seqlens=cache_seqlens, causal=True)
+    assert torch.equal(out, flash_attn_func(q, k_cache[:, :length], v_cache[:, :length], causal=True))
+
+
+def test_blocks_past_the_keys_are_not_looked_at():
+    keys, values = sequences()
+    cache, q = fill("paged", keys, values, CAPACITY), queries()
+    expected = flash_attn_with_kvcache(q, cache.k_cache, cache.v_cache, **cache.arguments)
+    table = cache.arguments["block_table"]
+    for b, length in enumerate(LENGTHS):
+        table[b, -(-length // 16) :] = (-1, 10**6)[b % 2]
+    assert torch.equal(flash_attn_with_kvcache(q, cache.k_cache, cache.v_cache, **cache.arguments), expected)
+
+
+@pytest.mark.parametrize("block_size", [1, 3, 16, 64])
+def test_block_sizes(block_size):
+    keys, values = sequences()
+    cache, q = fill("paged", keys, values, CAPACITY, block_size=block_size), queries()
+    out = flash_attn_with_kvcache(q, cache.k_cache, cache.v_cache, causal=True, **cache.arguments)
+    assert torch.equal(out, alone(q, keys, values, {"causal": True})[0])
+
+
+def turned(x, positions, angles, interleaved):
+    """Rotation by complex numbers in float64. x: (rows, heads, head_dim), positions: (rows,)."""
+    dim = 2 * angles.shape[1]
+    pairs = x[..., :dim].double()
+    pairs = pairs.unflatten(-1, (-1, 2)) if interleaved else pairs.unflatten(-1, (2, -1)).transpose(-1, -2)
+    factors = torch.polar(torch.ones_like(angles), angles)[positions][:, None]
+    result = torch.view_as_real(torch.view_as_complex(pairs.contiguous()) * factors)
+    result = result.flatten(-2) if interleaved else result.transpose(-1, -2).flatten(-2)
+    return torch.cat((result, x[..., dim:].double()), dim=-1)
+
+
+@pytest.mark.parametrize("mask", [{}, {"causal": True}, {"window_size": (9, 9)}], ids=["full", "causal", "window"])
+@pytest.mark.parametrize("interleaved", [True, False])
+@pytest.mark.parametrize("is_pack", [False, True])
+@pytest.mark.parametrize("own_positions", [None, (3, 50, 20, 0)])
+def test_rotation(mask, interleaved, is_pack, own_positions):
+    """New keys by their places; queries by theirs under a mask, else all by that of the first."""
+    keys, values = sequences()
+    cache, q = fill("left_padded", keys, values, CAPACITY), queries()
+    angles = torch.randn(70, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
+    angles = torch.atan2(angles.sin().bfloat16().double(), angles.cos().bfloat16().double())
+    cos, sin = angles.cos().float(), angles.sin().float()
+    new_k, new_v = randn(4, SEQLEN_Q, KV_HEADS, HEAD_DIM, seed=5), randn(4, SEQLEN_Q, KV_HEADS, VALUE_DIM, seed=6)
+    starts = cache.arguments["cache_seqlens"].clone()
+    places = (starts if own_positions is None else int32(*own_positions)).long()
+    steps = torch.arange(SEQLEN_Q)
+    turned_k = torch.stack([turned(x, p + steps, angles, interleaved) for x, p in zip(new_k, places)])
+    turned_q = torch.stack([turned(x, p + steps * bool(mask), angles, interleaved) for x, p in zip(q, places)])
+    own = {} if own_positions is None else {"rotary_seqlens": int32(*own_positions)}
+    if own or is_pack:
+        offsets = {"cu_seqlens_q": int32(0, 3, 6, 9, 12), "max_seqlen_q": 3} if is_pack else {}
+        out = flash_attn_3.flash_attn_with_kvcache(
+            q.flatten(0, 1) if is_pack else q, cache.k_cache, cache.v_cache, new_k, new_v, None, cos, sin,
+            rotary_interleaved=interleaved, **offsets, **own, **cache.arguments, **mask,
+        )  # fmt: skip
+    else:
+        out = flash_attn_with_kvcache(
+            q, cache.k_cache, cache.v_cache, new_k, new_v, cos, sin, rotary_interleaved=interleaved, **cache.arguments,
+            **mask,
+        )  # fmt: skip
+    rounding = 2.0**-8
+    for b, start in enumerate(starts.tolist()):
+        appended = cache.k_cache[b, start : start + SEQLEN_Q]
+        torch.testing.assert_close(appended.double(), turned_k[b], rtol=rounding, atol=1e-6)
+        assert torch.equal(appended[..., 16:], new_k[b, :, :, 16:])
+        pad = int(cache.arguments["cache_leftpad"][b])
+        # The queries as ours are rounded: to bf16 once, of what is exact but for fp32.
+        expected = flash_attn_func(
+            turned_q[b : b + 1].bfloat16(), cache.k_cache[b : b + 1, pad : start + SEQLEN_Q],
+            cache.v_cache[b : b + 1, pad : start + SEQLEN_Q], **mask,
+        )  # fmt: skip
+        actual = out.view(4, SEQLEN_Q, HEADS, VALUE_DIM)[b : b + 1]
+        assert (actual.double() - expected.double()).norm() <= rounding * expected.double().norm()
+
+
+@pytest.mark.parametrize("form", ["plain", "paged", "left_padded"])
+def test_queries_of_unequal_lengths(form):
+    """FlashAttention-3's cu_seqlens_q, as chunks of prompts beside decoded tokens."""
+    keys, values = sequences()
+    cache = fill(form, keys, values, CAPACITY)
+    arguments = {name.replace("block_table", "page_table"): x for name, x in cache.arguments.items()}
+    q = randn(14, HEADS, HEAD_DIM, seed=1)
+    out, lse, *rest = flash_attn_3.flash_attn_with_kvcache(
+        q, cache.k_cache, cache.v_cache, cu_seqlens_q=int32(0, 9, 10, 10, 13), max_seqlen_q=9, causal=True,
+        attention_chunk=16, return_softmax_lse=True, **arguments,
+    )  # fmt: skip
+    assert [x.shape for x in rest] == [(0,), (0,)]
+    for b, rows in ((0, slice(0, 9)), (1, slice(9, 10)), (3, slice(10, 13))):
+        expected = flash_attn_func(
+            q[None, rows], keys[b][None], values[b][None], causal=True, attention_chunk=16, return_attn_probs=True
+        )
+        assert torch.equal(out[rows], expected[0][0]) and torch.equal(lse[:, rows], expected[1][0])
+    assert not out[13].any() and (lse[:, 13] == -torch.inf).all()
+
+
+def test_no_key_in_flash_attention_3():
+    keys, values = sequences()
+    cache = fill("plain", keys, values, CAPACITY)
+    out, lse, *_ = flash_attn_3.flash_attn_with_kvcache(
+        queries(), cache.k_cache, cache.v_cache, return_softmax_lse=True, **cache.arguments
+    )
+    assert (lse[2] == -torch.inf).all() and lse[[0, 1, 3]].isfinite().all()
+
+
+def test_private_forward_of_flash_attention_3():
+    """With its names for the same arguments, as megatron-core calls it."""
+    keys, values = sequences()
+    new_k, new_v = randn(4, 3, KV_HEADS, HEAD_DIM, seed=5), randn(4, 3, KV_HEADS, VALUE_DIM, seed=6)
+    first, second = (fill("paged", keys, values, CAPACITY) for _ in range(2))
+    expected = flash_attn_with_kvcache(
+        queries(), first.k_cache, first.v_cache, new_k, new_v, causal=True, return_softmax_lse=True, **first.arguments
+    )
+    names = {"cache_seqlens": "seqused_k", "block_table": "page_table"}
+    arguments = {names[name]: x for name, x in second.arguments.items()}
+    out, lse, *_ = flash_attn_3._flash_attn_forward(
+        queries(), second.k_cache, second.v_cache, new_k, new_v, causal=True, **arguments
+    )
+    assert torch.equal(out, expected[0]) and torch.equal(lse, expected[1])
+    torch.testing.assert_close(second.k_cache, first.k_cache, rtol=0, atol=0, equal_nan=True)
+
+
+@forms
+def test_compiled(form):
+    """One graph, whose appended rows reach the cache."""
+    keys, values = sequences()
+    caches = [fill(form, keys, values, CAPACITY) for _ in range(2)]
+    new_k, new_v = randn(4, 3, KV_HEADS, HEAD_DIM, seed=5), randn(4, 3, KV_HEADS, VALUE_DIM, seed=6)
+    compiled = torch.compile(flash_attn_with_kvcache, backend="aot_eager", fullgraph=True)
+    results = [
+        function(queries(), cache.k_cache, cache.v_cache, new_k, new_v, causal=True, **cache.arguments)
+        for function, cache in zip((flash_attn_with_kvcache, compiled), caches)
+    ]
+    assert torch.equal(*results)
+    torch.testing.assert_close(caches[1].k_cache, caches[0].k_cache, rtol=0, atol=0, equal_nan=True)
+
+
+@forms
+def test_nothing_is_read_on_the_host(form):
+    """Tensors without values go through, as those on a GPU do without being waited for."""
+    keys, values = sequences()
+    cache = fill(form, keys, values, CAPACITY)
+    new = randn(4, 3, KV_HEADS, HEAD_DIM), randn(4, 3, KV_HEADS, VALUE_DIM), randn(70, 8), randn(70, 8)
+    tensors = [x.to("meta") for x in (queries(), cache.k_cache, cache.v_cache, *new)]
+    arguments = {name: x.to("meta") for name, x in cache.arguments.items()}
+    assert flash_attn_with_kvcache(*tensors, causal=True, **arguments).shape == (4, SEQLEN_Q, HEADS, VALUE_DIM)
+
+
+def test_there_is_no_gradient():
+    keys, values = sequences()
+    cache, q = fill("plain", keys, values, CAPACITY), queries().requires_grad_()
+    new_k = randn(4, 3, KV_HEADS, HEAD_DIM).requires_grad_()
+    out = flash_attn_with_kvcache(
+        q, cache.k_cache, cache.v_cache, new_k, randn(4, 3, KV_HEADS, VALUE_DIM), **cache.arguments
+    )
+    assert not out.requires_grad and not cache.k_cache.requires_grad
+
+
+def test_nothing_to_do():
+    k_cache, v_cache = randn(2, 8, KV_HEADS, HEAD_DIM), randn(2, 8, KV_HEADS, VALUE_DIM)
+    assert flash_attn_with_kvcache(queries(0, 2), k_cache, v_cache, cache_seqlens=3).shape == (2, 0, HEADS, VALUE_DIM)
+    out = flash_attn_with_kvcache(queries(3, 2), k_cache[:, :0], v_cache[:, :0])
+    assert out.shape == (2, 3, HEADS, VALUE_DIM) and not out.any()
+    assert flash_attn_with_kvcache(queries(3, 0), k_cache, v_cache, cache_seqlens=int32()).shape[0] == 0
+
+
+def test_visible_keys_are_those_of_the_cached_ones():
+    """The mask of the check above, said once more: the last query has the last cached key, new ones included."""
+    assert visible_keys(2, 5, True).tolist() == [[True] * 4 + [False], [True] * 5]
+    q, k_cache = torch.zeros(1, 2, 1, 8).bfloat16(), torch.zeros(1, 9, 1, 8).bfloat16()
+    v_cache = torch.arange(9.0).view(1, 9, 1, 1).expand(1, 9, 1, 8).bfloat16().contiguous()
+    out = flash_attn_with_kvcache(q, k_cache, v_cache, cache_seqlens=5, causal=True)
+    assert out[0, :, 0, 0].tolist() == [1.5, 2.0]
+
+
+def test_it_is_exported():
+    assert dash_attn.flash_attn_with_kvcache is flash_attn_with_kvcache
