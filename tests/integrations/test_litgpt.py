@@ -46,4 +46,5 @@ def test_loss_and_gradients():
     def error(found):
         return sum((x.double() - y).square().sum() / y.square().sum() for x, y in zip(found, truth, strict=True))
 
-    assert error(actual) <= error(by_torch) * 1.1
+    # A tenth for chance: most of either error is of the model's other layers.
+    assert error(actual) <= 1.1 * error(by_torch)
