@@ -401,7 +401,8 @@ def _move_cudnn_aside() -> Callable[[], None]:
         varlen._should_use_cudnn = _never
 
     def undo() -> None:
-        torch.backends.cuda.enable_cudnn_sdp(was_enabled)
+        if was_enabled:
+            torch.backends.cuda.enable_cudnn_sdp(True)
         if should_use_cudnn is not None:
             varlen._should_use_cudnn = should_use_cudnn
 

@@ -18,6 +18,8 @@ from dash_attn import flash_attn_func, flash_attn_varlen_func
 aten = torch.ops.aten
 PASSES = ["forward", "backward"]
 LENGTHS = [(11, 11), (1, 1), (0, 0), (70, 70)]
+# torch 2.11 takes grouped heads without being told.
+GROUPED = {"enable_gqa": True} if "enable_gqa" in varlen.varlen_attn.__kwdefaults__ else {}
 MASKS = [window(-1, -1), window(-1, 0), window(7, 0), window(3, 5)]
 
 
@@ -42,13 +44,10 @@ def cuda_sdpa(q, k, v, is_causal=False, scale=None):
 SDPA = pytest.mark.parametrize("attention", [sdpa, cuda_sdpa])
 
 
-def packed(pack, mask=None, attention=varlen.varlen_attn, **arguments):
+def packed(pack, mask, attention=varlen.varlen_attn, **arguments):
     """out, dq, dk, dv by varlen_attn."""
     inputs = [x.detach().requires_grad_() for x in (pack.q, pack.k, pack.v)]
-    arguments = {"window_size": mask["window"] if mask else (-1, -1), **arguments}
-    if "enable_gqa" in varlen.varlen_attn.__kwdefaults__:
-        arguments["enable_gqa"] = True
-    out = attention(*inputs, *pack.offsets(), **arguments)
+    out = attention(*inputs, *pack.offsets(), window_size=mask["window"], **GROUPED, **arguments)
     return out.detach(), *torch.autograd.grad(out, inputs, pack.dout)
 
 
@@ -91,19 +90,16 @@ def test_layouts(order):
     shape, positions = (2, 3, 10, 16), (*order, 3)
     inputs = [torch.randn([shape[i] for i in positions], dtype=torch.bfloat16) for _ in range(4)]
     q, k, v, dout = (x.permute([positions.index(i) for i in range(4)]) for x in inputs)
-    for forward, backward, middle in [
-        (aten._scaled_dot_product_flash_attention, aten._scaled_dot_product_flash_attention_backward, "gpu"),
-        (aten._scaled_dot_product_flash_attention_for_cpu, aten._scaled_dot_product_flash_attention_for_cpu_backward, ""),
-    ]:  # fmt: skip
+    for name in ("_scaled_dot_product_flash_attention", "_scaled_dot_product_flash_attention_for_cpu"):
+        forward, backward = getattr(aten, name), getattr(aten, f"{name}_backward")
         found, promised = [], []
         for results, tensors in ((found, (q, k, v, dout)), (promised, [x.to("meta") for x in (q, k, v, dout)])):
             of_forward = forward(*tensors[:3], 0.0, True)
-            between = of_forward[2:8] if middle else ()
-            seeds, counts = between[4:], between[:4]
+            lengths, seeds = of_forward[2:6], of_forward[6:8]  # none of the CPU's
             results += [x for x in of_forward if isinstance(x, torch.Tensor)]
-            results += backward(tensors[3], *tensors[:3], *of_forward[:2], *counts, 0.0, True, *seeds)
+            results += backward(tensors[3], *tensors[:3], *of_forward[:2], *lengths, 0.0, True, *seeds)
         for x, y in zip(found, promised, strict=True):
-            assert (x.shape, x.stride(), x.dtype) == (y.shape, y.stride(), y.dtype)
+            assert (x.shape, x.stride(), x.dtype) == (y.shape, y.stride(), y.dtype), name
 
 
 def test_results_of_the_packed_op():
@@ -144,16 +140,17 @@ def test_the_packed_op_with_dense_batches():
 
 def test_log_sum_exp():
     pack = Pack.of(LENGTHS)
-    arguments = {"return_aux": varlen.AuxRequest(lse=True), "window_size": (-1, 0), "enable_gqa": True}
+    arguments = {"return_aux": varlen.AuxRequest(lse=True), "window_size": (-1, 0), **GROUPED}
     _, lse = varlen.varlen_attn(pack.q, pack.k, pack.v, *pack.offsets(), **arguments)
     assert torch.equal(lse, run(pack, causal=True)[1])
 
 
+@pytest.mark.skipif("seqused_k" not in varlen.varlen_attn.__kwdefaults__, reason="this torch has no seqused_k")
 def test_lengths_in_use():
     """seqused_k, of caches that are not full; PyTorch has no gradient for it."""
     pack = Pack.of([(4, 20), (1, 9)], used=[(4, 13), (1, 0)])
     used = int32(pack.used_k)
-    arguments = {"seqused_k": used, "window_size": (-1, 0), "enable_gqa": True, "num_splits": 4}
+    arguments = {"seqused_k": used, "window_size": (-1, 0), "num_splits": 4, **GROUPED}
     out = varlen.varlen_attn(pack.q, pack.k, pack.v, *pack.offsets(), **arguments)
     tensors = (pack.q, pack.k, pack.v, *pack.offsets())
     assert torch.equal(out, flash_attn_varlen_func(*tensors, causal=True, seqused_k=used))
@@ -163,7 +160,7 @@ def test_lengths_in_use():
 def test_into_an_output():
     pack = Pack.of(LENGTHS)
     out = torch.full_like(pack.q, torch.nan)
-    varlen.varlen_attn_out(out, pack.q, pack.k, pack.v, *pack.offsets(), window_size=(-1, 0), enable_gqa=True)
+    varlen.varlen_attn_out(out, pack.q, pack.k, pack.v, *pack.offsets(), window_size=(-1, 0), **GROUPED)
     assert torch.equal(out, run(pack, causal=True)[0])
 
 
@@ -174,14 +171,21 @@ def test_values_of_another_head_dim():
     assert torch.equal(out, flash_attn_varlen_func(pack.q, pack.k, v, *pack.offsets()))
 
 
-def test_jagged_nested_tensors():
-    """Their attention is the packed op; on a CPU PyTorch computes it by the formula, so the op is called here."""
+def test_jagged_nested_tensors(monkeypatch):
+    """Their attention is the packed op where flash attention is chosen, which PyTorch does on a GPU only."""
+    monkeypatch.setattr("torch.nested._internal.sdpa.can_use_flash_attention", lambda params: True)
     pack = Pack.of([(3, 3), (8, 8)], kv_heads=4)
-    nested = [torch.nested.nested_tensor_from_jagged(x, int32(pack.offsets_q)) for x in (pack.q, pack.k, pack.v)]
-    values = [x.values() for x in nested]
-    offsets = nested[0].offsets()
-    out = aten._flash_attention_forward(*values, offsets, offsets, 8, 8, 0.0, True, False)[0]
-    assert torch.equal(out, run(pack, causal=True)[0])
+
+    def attention(q, k, v, offsets_q, *_):
+        nested = [torch.nested.nested_tensor_from_jagged(x, offsets_q).transpose(1, 2) for x in (q, k, v)]
+        return F.scaled_dot_product_attention(*nested, is_causal=True).transpose(1, 2).values()
+
+    inputs = [x.detach().requires_grad_() for x in (pack.q, pack.k, pack.v)]
+    with kernel_calls() as calls:
+        actual = out_and_gradients(lambda *x: attention(*x, *pack.offsets()), inputs, pack.dout)
+    assert [name for name, _ in calls] == PASSES
+    out, _, *gradients = run(pack, causal=True)
+    assert_same_bits(actual, (out, *gradients))
 
 
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
