@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import importlib
 import threading
 import warnings
 from collections.abc import Callable, Sequence
@@ -201,7 +202,7 @@ def _capability(device: int) -> tuple[int, int]:
 
 
 def _forward(
-    q: Tensor, k: Tensor, v: Tensor, scale: float | None, causal: bool, pack: tuple[Tensor | None, ...] = _DENSE,
+    q: Tensor, k: Tensor, v: Tensor, scale: float | None, causal: bool, *, pack: tuple[Tensor | None, ...] = _DENSE,
     window: tuple[int, int] = _ANY_WINDOW,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     softmax_scale = q.size(-1) ** -0.5 if scale is None else scale
@@ -231,21 +232,21 @@ class _Ops:
         self._schedule = schedule
 
     def _backward(
-        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, softmax_lse: Tensor, dq: Tensor, dk: Tensor,
-        dv: Tensor, scale: float | None, causal: bool, pack: tuple[Tensor | None, ...] = _DENSE,
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, softmax_lse: Tensor, gradients: list[Tensor],
+        scale: float | None, causal: bool, *, pack: tuple[Tensor | None, ...] = _DENSE,
         window: tuple[int, int] = _ANY_WINDOW,
     ) -> None:  # fmt: skip
+        """Writes `gradients`, those of q, k and v."""
         softmax_scale = q.size(-1) ** -0.5 if scale is None else scale
         torch.ops.dash_attn.backward.default(
-            dout, q, k, v, out, softmax_lse, dq, dk, dv, *pack, softmax_scale, causal, *window, 0, self._schedule, 0
+            dout, q, k, v, out, softmax_lse, *gradients, *pack, softmax_scale, causal, *window, 0, self._schedule, 0
         )
 
     def _scaled_dot_product_flash_attention(
         self, query, key, value, dropout_p=0.0, is_causal=False, return_debug_mask=False, *, scale=None
     ):  # fmt: skip
         _require_kernel(query, value, dropout_p, return_debug_mask=return_debug_mask)
-        out, softmax_lse = _forward(*(x.transpose(1, 2) for x in (query, key, value)), scale, is_causal)
-        out = _in_layout_of(query, out.transpose(1, 2))
+        out, softmax_lse = self._sdpa_results(query, key, value, scale, is_causal)
         return out, softmax_lse, None, None, query.size(2), key.size(2), *_unused_results(query)
 
     def _scaled_dot_product_flash_attention_backward(
@@ -258,20 +259,24 @@ class _Ops:
             is_causal,
         )  # fmt: skip
 
+    def _sdpa_results(self, query, key, value, scale, is_causal):
+        q, k, v = (x.transpose(1, 2) for x in (query, key, value))
+        out, softmax_lse = _forward(q, k, v, scale, is_causal)
+        return _in_layout_of(query, out.transpose(1, 2)), softmax_lse
+
     def _sdpa_gradients(self, grad_out, query, key, value, out, logsumexp, gradients, scale, is_causal):
-        grad_out, query, key, value, out = (x.transpose(1, 2) for x in (grad_out, query, key, value, out))
-        targets = (x.transpose(1, 2) for x in gradients)
-        self._backward(grad_out, query, key, value, out, logsumexp, *targets, scale, is_causal)
+        dout, q, k, v, o = (x.transpose(1, 2) for x in (grad_out, query, key, value, out))
+        self._backward(dout, q, k, v, o, logsumexp, [x.transpose(1, 2) for x in gradients], scale, is_causal)
         return tuple(gradients)
 
     def _scaled_dot_product_flash_attention_for_cpu(
         self, query, key, value, dropout_p=0.0, is_causal=False, *, attn_mask=None, scale=None
     ):  # fmt: skip
         _require_kernel(query, value, dropout_p, attn_mask=attn_mask)
-        out, softmax_lse = _forward(*(x.transpose(1, 2) for x in (query, key, value)), scale, is_causal)
+        out, softmax_lse = self._sdpa_results(query, key, value, scale, is_causal)
         # The layouts that torch's CPU kernel has.
         softmax_lse = softmax_lse.transpose(1, 2).contiguous().transpose(1, 2)
-        return _in_layout_of(query, out.transpose(1, 2)), softmax_lse
+        return out, softmax_lse
 
     def _scaled_dot_product_flash_attention_for_cpu_backward(
         self, grad_out, query, key, value, out, logsumexp, dropout_p, is_causal, *, attn_mask=None, scale=None
@@ -315,19 +320,21 @@ class _Ops:
             block_table=block_table,
         )  # fmt: skip
         pack = (cum_seq_q, cum_seq_k, None, seqused_k)
-        return _forward(query, key, value, scale, is_causal, pack, as_window((window_left, window_right)))
+        window = as_window((window_left, window_right))
+        return _forward(query, key, value, scale, is_causal, pack=pack, window=window)
 
     def _flash_attention_backward(
         self, grad_out, query, key, value, out, logsumexp, cum_seq_q, cum_seq_k, max_q, max_k, dropout_p, is_causal,
         rng_state, unused, *, scale=None, window_size_left=None, window_size_right=None,
     ):  # fmt: skip
         _require_kernel(query, value, dropout_p)
-        gradients = tuple(torch.empty_like(x) for x in (query, key, value))
+        gradients = [torch.empty_like(x) for x in (query, key, value)]
+        pack = (cum_seq_q, cum_seq_k, None, None)
+        window = as_window((window_size_left, window_size_right))
         self._backward(
-            grad_out, query, key, value, out, logsumexp, *gradients, scale, is_causal,
-            (cum_seq_q, cum_seq_k, None, None), as_window((window_size_left, window_size_right)),
+            grad_out, query, key, value, out, logsumexp, gradients, scale, is_causal, pack=pack, window=window
         )  # fmt: skip
-        return gradients
+        return tuple(gradients)
 
 
 _BACKWARD_OPS = ("_scaled_dot_product_flash_attention_backward", "_flash_attention_backward")
@@ -391,8 +398,7 @@ class _Installed:
 
 def _move_cudnn_aside() -> Callable[[], None]:
     """What undoes it."""
-    from torch.nn.attention import varlen
-
+    varlen: Any = importlib.import_module("torch.nn.attention.varlen")
     was_enabled = torch.backends.cuda.cudnn_sdp_enabled()
     torch.backends.cuda.enable_cudnn_sdp(False)
     # In torch 2.14 varlen_attn prefers cuDNN without regard to that switch.

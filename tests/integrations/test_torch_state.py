@@ -222,6 +222,10 @@ def test_forward_of_another_implementation(other, name):
         out, *gradients = out_and_gradients(sdpa, inputs, dout)
     assert [name for name, _ in calls] == ["backward"]
     assert (out == 7).all() and not any((x == 8).all() for x in gradients)
+    # What is left to the kernel that was there is left to its own.
+    wide, wide_dout = inputs_and_gradient(torch.float32)
+    with pytest.warns(UserWarning, match="_backward runs the one that it replaces"):
+        assert all((x == 8).all() for x in out_and_gradients(sdpa, wide, wide_dout)[1:])
     door.restore()
     assert other.active == 0
 
