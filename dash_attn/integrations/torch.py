@@ -211,7 +211,8 @@ def _forward(
 
 def _in_layout_of(like: Tensor, out: Tensor) -> Tensor:
     """`out`, with the strides that torch.empty_like(like) has, as the ops' meta functions promise."""
-    if out.shape != like.shape:  # values of another head_dim
+    # Of its strides, or where values have another head_dim.
+    if out.stride() == like.stride() or out.shape != like.shape:
         return out
     strides = torch.empty_like(like, device="meta").stride()
     if all(size == 1 or a == b for size, a, b in zip(out.shape, out.stride(), strides)):
@@ -222,7 +223,7 @@ def _in_layout_of(like: Tensor, out: Tensor) -> Tensor:
 def _unused_results(query: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """rng_state, unused and debug_attn_mask, which only dropout would use."""
     rng_state = torch.zeros(2, dtype=torch.uint64, device=query.device)
-    return rng_state, rng_state.new_zeros(()), query.new_empty(0)
+    return rng_state, rng_state.new_empty(()), query.new_empty(0)
 
 
 class _Ops:
