@@ -1,0 +1,458 @@
+"""dash_attn behind PyTorch's own attention.
+
+    import dash_attn.integrations.torch
+    dash_attn.integrations.torch.activate()
+
+PyTorch's `scaled_dot_product_attention`, `varlen_attn`, attention of jagged nested tensors and context parallelism end
+in a few ops of the namespace aten, whose FlashAttention-2 kernels a library may replace by a registered implementation
+(torch.nn.attention.register_flash_attention_impl, torch 2.11 or newer). This module registers dash_attn as one. Models
+that call those functions then have gradients with the same bits in every run, in eager mode and compiled, without a
+change of theirs. docs/integrations/torch.md says what is covered and what is not.
+
+The state is the process's: a child made by fork inherits it, one made by spawn calls `activate` itself. Attention may
+be called from any number of threads; activate and restore while none is being computed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib
+import threading
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+from torch.nn.attention import _registry
+
+from dash_attn import schedule as _schedule
+from dash_attn.checks import as_window
+
+__all__ = ["activate", "is_active", "register", "restore"]
+
+NAME = "dash_attn"
+_DISPATCH_KEYS = {"cuda": "CUDA", "cpu": "CPU"}
+_HOPPER = (9, 0)
+_DTYPES = (torch.bfloat16, torch.float16)
+_MAX_HEAD_DIM = 256
+_HEAD_DIM_MULTIPLE = 8
+_DENSE = (None, None, None, None)  # cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k
+_ANY_WINDOW = (-1, -1)
+
+_lock = threading.RLock()
+_installed: _Installed | None = None
+# Of the names that this module has taken, what was registered under them before; None is nothing.
+_former_registrations: dict[str, Callable[..., Any] | None] = {}
+_former_active: str | None = None
+
+
+def activate(
+    *,
+    forward: str = NAME,
+    device_types: Sequence[str] = ("cuda",),
+    fallback: str = "former",
+    schedule: str = "auto",
+) -> None:
+    """Makes dash_attn the kernel of PyTorch's FlashAttention ops, until `restore`.
+
+    An implementation that is active, such as "FA3", gives way and comes back with `restore`. Activating again replaces
+    the former call's choices; one `restore` ends both. On "cuda", cuDNN's attention, which PyTorch prefers on Hopper
+    GPUs, is turned off (torch.backends.cuda.enable_cudnn_sdp) until `restore`.
+
+    Args:
+        forward: who computes the forward. "dash_attn"; "torch", the kernels that PyTorch comes with; or the name of a
+            registered implementation, such as "FA3". With the latter two only the backward is dash_attn's: outputs
+            keep the bits of that forward, and the gradients are deterministic.
+        device_types: the devices whose tensors are served: "cuda" and "cpu". On a CPU dash_attn's slow reference is
+            the kernel, for tests; PyTorch's functions choose it there for bf16 and fp16.
+        fallback: what becomes of a call that dash_attn has no kernel for: dropout, ALiBi slopes, paged keys
+            (block_table), a head_dim above 256 or no multiple of 8, other dtypes, GPUs that are not Hopper's. "former":
+            the kernel that it replaces runs, with a warning for the first call of each kind; its gradients have the
+            same bits in every run only under torch.use_deterministic_algorithms(True). "error": NotImplementedError.
+        schedule: how the backward sums, as in `dash_attn.flash_attn_func`.
+
+    Raises:
+        TypeError, ValueError: an argument has a wrong type or value; the message names it.
+    """
+    global _former_active
+    with _lock:
+        former = _former_active if is_active() else _registry.current_flash_attention_impl()
+        register(NAME, forward=forward, device_types=device_types, fallback=fallback, schedule=schedule)
+        _former_active = former
+        try:
+            _registry.activate_flash_attention_impl(NAME)
+        except BaseException:
+            restore()
+            raise
+
+
+def restore() -> None:
+    """Takes back what `activate` and `register` did. Without them it does nothing.
+
+    The kernels, cuDNN's place, names such as "FA3" and the implementation that was active are as before.
+    """
+    global _former_active
+    with _lock:
+        if is_active():
+            _registry.restore_flash_attention_impl()
+        for name, registration in _former_registrations.items():
+            if registration is None:
+                _registry._FLASH_ATTENTION_IMPLS.pop(name, None)
+            else:
+                _registry.register_flash_attention_impl(name, register_fn=registration)
+        _former_registrations.clear()
+        former, _former_active = _former_active, None
+        if former is not None and _registry.current_flash_attention_impl() is None:
+            _registry.activate_flash_attention_impl(former)
+
+
+def is_active() -> bool:
+    """Whether PyTorch's FlashAttention ops are dash_attn's, through `activate` or by a name given to `register`."""
+    return _installed is not None
+
+
+def register(
+    name: str = NAME,
+    *,
+    forward: str = NAME,
+    device_types: Sequence[str] = ("cuda",),
+    fallback: str = "former",
+    schedule: str = "auto",
+) -> None:
+    """Names dash_attn for torch.nn.attention.activate_flash_attention_impl, without activating it.
+
+    For code that activates an implementation by a name of its own: torchtitan activates "FA3" on a Hopper GPU, and
+    gets dash_attn after register("FA3"). `restore` gives the name back.
+
+    Args:
+        name: the name, which may be taken.
+        forward, device_types, fallback, schedule: as in `activate`; a `forward` that is `name` itself means what was
+            registered under it before.
+
+    Raises:
+        TypeError, ValueError: as `activate`.
+    """
+    if not isinstance(name, str) or not name:
+        raise TypeError(f"name must be a string that is not empty, got {name!r}")
+    with _lock:
+        kernel_of_forward = _registered_forward(forward)
+        install = functools.partial(
+            _install, kernel_of_forward, forward == NAME, _as_device_types(device_types),
+            _one_of("fallback", fallback, ("former", "error")),
+            _one_of("schedule", schedule, ("auto", *_schedule.POLICIES)),
+        )  # fmt: skip
+        if name not in _former_registrations:
+            _former_registrations[name] = _registry._FLASH_ATTENTION_IMPLS.get(name)
+        _registry.register_flash_attention_impl(name, register_fn=install)
+
+
+def _one_of(argument: str, value: object, allowed: Sequence[str]) -> str:
+    if not isinstance(value, str) or value not in allowed:
+        raise ValueError(f"{argument} must be one of {', '.join(map(repr, allowed))}, got {value!r}")
+    return value
+
+
+def _as_device_types(device_types: Sequence[str]) -> tuple[str, ...]:
+    if isinstance(device_types, str) or not isinstance(device_types, Sequence):
+        raise TypeError(f"device_types must be a sequence of 'cuda' and 'cpu', got {device_types!r}")
+    found = tuple(dict.fromkeys(device_types))
+    if not found or not set(found) <= set(_DISPATCH_KEYS):
+        raise ValueError(f"device_types must be one or both of 'cuda' and 'cpu', got {device_types!r}")
+    return found
+
+
+def _registered_forward(forward: object) -> Callable[..., Any] | None:
+    """What activates the implementation that computes the forward; None for dash_attn's and PyTorch's own."""
+    if forward in (NAME, "torch"):
+        return None
+    others = {**_registry._FLASH_ATTENTION_IMPLS, **_former_registrations}
+    others = {name: registration for name, registration in others.items() if registration is not None}
+    return others[_one_of("forward", forward, (NAME, "torch", *others))]
+
+
+class _NoKernel(Exception):
+    """What a call asks for that dash_attn has no kernel for: the kind of it, and the words for it."""
+
+    def __init__(self, kind: str, what: str):
+        super().__init__(what)
+        self.kind = kind
+
+
+def _require_kernel(query: Tensor, value: Tensor, dropout_p: float, **unserved: object) -> None:
+    """Raises _NoKernel unless the kernels serve these tensors. `unserved`: arguments that must be None or False."""
+    if query.dtype not in _DTYPES:
+        raise _NoKernel("dtype", f"tensors of dtype {query.dtype}")
+    if query.is_cuda and _capability(query.device.index) != _HOPPER:
+        raise _NoKernel("device", f"GPUs of compute capability {_capability(query.device.index)}")
+    for head_dim in (query.size(-1), value.size(-1)):
+        if head_dim > _MAX_HEAD_DIM or head_dim % _HEAD_DIM_MULTIPLE:
+            raise _NoKernel("head_dim", f"a head_dim of {head_dim}")
+    if dropout_p != 0.0:
+        raise _NoKernel("dropout_p", f"dropout_p={dropout_p}")
+    for name, argument in unserved.items():
+        if argument is not None and argument is not False:
+            raise _NoKernel(name, name)
+
+
+@functools.cache
+def _capability(device: int) -> tuple[int, int]:
+    return torch.cuda.get_device_capability(device)
+
+
+def _forward(
+    q: Tensor, k: Tensor, v: Tensor, scale: float | None, causal: bool, *, pack: tuple[Tensor | None, ...] = _DENSE,
+    window: tuple[int, int] = _ANY_WINDOW,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    softmax_scale = q.size(-1) ** -0.5 if scale is None else scale
+    return torch.ops.dash_attn.forward.default(q, k, v, *pack, softmax_scale, causal, *window, 0)
+
+
+def _in_layout_of(like: Tensor, out: Tensor) -> Tensor:
+    """`out`, with the strides that torch.empty_like(like) has, as the ops' meta functions promise."""
+    # Of its strides, or where values have another head_dim.
+    if out.stride() == like.stride() or out.shape != like.shape:
+        return out
+    strides = torch.empty_like(like, device="meta").stride()
+    if all(size == 1 or a == b for size, a, b in zip(out.shape, out.stride(), strides)):
+        return out
+    return torch.empty_like(like).copy_(out)
+
+
+def _unused_results(query: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """rng_state, unused and debug_attn_mask, which only dropout would use."""
+    rng_state = torch.zeros(2, dtype=torch.uint64, device=query.device)
+    return rng_state, rng_state.new_empty(()), query.new_empty(0)
+
+
+class _Ops:
+    """The ops of aten by those of dash_attn. Each method has the arguments of its op in all versions of torch."""
+
+    def __init__(self, schedule: str):
+        self._schedule = schedule
+
+    def _backward(
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, softmax_lse: Tensor, gradients: list[Tensor],
+        scale: float | None, causal: bool, *, pack: tuple[Tensor | None, ...] = _DENSE,
+        window: tuple[int, int] = _ANY_WINDOW,
+    ) -> None:  # fmt: skip
+        """Writes `gradients`, those of q, k and v."""
+        softmax_scale = q.size(-1) ** -0.5 if scale is None else scale
+        torch.ops.dash_attn.backward.default(
+            dout, q, k, v, out, softmax_lse, *gradients, *pack, softmax_scale, causal, *window, 0, self._schedule, 0
+        )
+
+    def _scaled_dot_product_flash_attention(
+        self, query, key, value, dropout_p=0.0, is_causal=False, return_debug_mask=False, *, scale=None
+    ):  # fmt: skip
+        _require_kernel(query, value, dropout_p, return_debug_mask=return_debug_mask)
+        out, softmax_lse = self._sdpa_results(query, key, value, scale, is_causal)
+        return out, softmax_lse, None, None, query.size(2), key.size(2), *_unused_results(query)
+
+    def _scaled_dot_product_flash_attention_backward(
+        self, grad_out, query, key, value, out, logsumexp, cum_seq_q, cum_seq_k, max_q, max_k, dropout_p, is_causal,
+        philox_seed, philox_offset, *, scale=None,
+    ):  # fmt: skip
+        _require_kernel(query, value, dropout_p)
+        return self._sdpa_gradients(
+            grad_out, query, key, value, out, logsumexp, [torch.empty_like(x) for x in (query, key, value)], scale,
+            is_causal,
+        )  # fmt: skip
+
+    def _sdpa_results(self, query, key, value, scale, is_causal):
+        q, k, v = (x.transpose(1, 2) for x in (query, key, value))
+        out, softmax_lse = _forward(q, k, v, scale, is_causal)
+        return _in_layout_of(query, out.transpose(1, 2)), softmax_lse
+
+    def _sdpa_gradients(self, grad_out, query, key, value, out, logsumexp, gradients, scale, is_causal):
+        dout, q, k, v, o = (x.transpose(1, 2) for x in (grad_out, query, key, value, out))
+        self._backward(dout, q, k, v, o, logsumexp, [x.transpose(1, 2) for x in gradients], scale, is_causal)
+        return tuple(gradients)
+
+    def _scaled_dot_product_flash_attention_for_cpu(
+        self, query, key, value, dropout_p=0.0, is_causal=False, *, attn_mask=None, scale=None
+    ):  # fmt: skip
+        _require_kernel(query, value, dropout_p, attn_mask=attn_mask)
+        out, softmax_lse = self._sdpa_results(query, key, value, scale, is_causal)
+        # The layouts that torch's CPU kernel has.
+        softmax_lse = softmax_lse.transpose(1, 2).contiguous().transpose(1, 2)
+        return out, softmax_lse
+
+    def _scaled_dot_product_flash_attention_for_cpu_backward(
+        self, grad_out, query, key, value, out, logsumexp, dropout_p, is_causal, *, attn_mask=None, scale=None
+    ):  # fmt: skip
+        _require_kernel(query, value, dropout_p, attn_mask=attn_mask)
+        gradients = [
+            torch.empty_permuted(x.shape, (0, 2, 1, 3), dtype=x.dtype, device=x.device) for x in (query, key, value)
+        ]
+        return self._sdpa_gradients(grad_out, query, key, value, out, logsumexp, gradients, scale, is_causal)
+
+    def _flash_attention_forward(
+        self, query, key, value, cum_seq_q, cum_seq_k, max_q, max_k, dropout_p, is_causal, return_debug_mask, *,
+        scale=None, window_size_left=None, window_size_right=None, seqused_k=None, alibi_slopes=None, block_table=None,
+        num_splits=None,
+    ):  # fmt: skip
+        out, softmax_lse = self._flash_forward(
+            query, key, value, cum_seq_q, cum_seq_k, dropout_p, is_causal, return_debug_mask, scale, window_size_left,
+            window_size_right, seqused_k, alibi_slopes, block_table,
+        )  # fmt: skip
+        return _in_layout_of(query, out), softmax_lse, *_unused_results(query)
+
+    def _flash_attention_forward_no_dropout_inplace(
+        self, out, query, key, value, cum_seq_q, cum_seq_k, max_q, max_k, dropout_p, is_causal, return_debug_mask, *,
+        scale=None, window_size_left=None, window_size_right=None, seqused_k=None, alibi_slopes=None, block_table=None,
+        num_splits=None,
+    ):  # fmt: skip
+        result, softmax_lse = self._flash_forward(
+            query, key, value, cum_seq_q, cum_seq_k, dropout_p, is_causal, return_debug_mask, scale, window_size_left,
+            window_size_right, seqused_k, alibi_slopes, block_table,
+        )  # fmt: skip
+        out.copy_(result)
+        return softmax_lse
+
+    def _flash_forward(
+        self, query, key, value, cum_seq_q, cum_seq_k, dropout_p, is_causal, return_debug_mask, scale, window_left,
+        window_right, seqused_k, alibi_slopes, block_table,
+    ):  # fmt: skip
+        # num_splits, which no caller hands on, is a hint of how to divide the keys: here they are never divided.
+        _require_kernel(
+            query, value, dropout_p, return_debug_mask=return_debug_mask, alibi_slopes=alibi_slopes,
+            block_table=block_table,
+        )  # fmt: skip
+        pack = (cum_seq_q, cum_seq_k, None, seqused_k)
+        window = as_window((window_left, window_right))
+        return _forward(query, key, value, scale, is_causal, pack=pack, window=window)
+
+    def _flash_attention_backward(
+        self, grad_out, query, key, value, out, logsumexp, cum_seq_q, cum_seq_k, max_q, max_k, dropout_p, is_causal,
+        rng_state, unused, *, scale=None, window_size_left=None, window_size_right=None,
+    ):  # fmt: skip
+        _require_kernel(query, value, dropout_p)
+        gradients = [torch.empty_like(x) for x in (query, key, value)]
+        pack = (cum_seq_q, cum_seq_k, None, None)
+        window = as_window((window_size_left, window_size_right))
+        self._backward(
+            grad_out, query, key, value, out, logsumexp, gradients, scale, is_causal, pack=pack, window=window
+        )  # fmt: skip
+        return tuple(gradients)
+
+
+_BACKWARD_OPS = ("_scaled_dot_product_flash_attention_backward", "_flash_attention_backward")
+_FORWARD_OPS = (
+    "_scaled_dot_product_flash_attention", "_flash_attention_forward", "_flash_attention_forward_no_dropout_inplace"
+)  # fmt: skip
+# F.scaled_dot_product_attention on a CPU has ops of its own.
+_CPU_BACKWARD_OPS = ("_scaled_dot_product_flash_attention_for_cpu_backward",)
+_CPU_FORWARD_OPS = ("_scaled_dot_product_flash_attention_for_cpu",)
+
+
+def _install(
+    kernel_of_forward: Callable[..., Any] | None, has_forward: bool, device_types: tuple[str, ...], fallback: str,
+    schedule: str,
+) -> _Installed:  # fmt: skip
+    """Called by PyTorch, which keeps the result and calls its remove()."""
+    undo = contextlib.ExitStack()
+    with undo:
+        if kernel_of_forward is not None:
+            # First, so that the backward ops are overridden on top of its own.
+            beneath = kernel_of_forward()
+            if beneath is not None:
+                undo.callback(beneath.remove)
+        library = torch.library.Library("aten", "IMPL")
+        undo.callback(library._destroy)
+        ops, former_calls = _Ops(schedule), _FormerCalls(fallback)
+        for device_type in device_types:
+            for name in _ops_of(device_type, has_forward):
+                kernel = former_calls.behind(name, _DISPATCH_KEYS[device_type], getattr(ops, name))
+                with warnings.catch_warnings():
+                    # That a kernel is overridden, which was asked for.
+                    warnings.filterwarnings("ignore", message="(?s)Warning only once for all operators")
+                    library.impl(name, kernel, _DISPATCH_KEYS[device_type], with_keyset=True, allow_override=True)
+        if "cuda" in device_types:
+            undo.callback(_move_cudnn_aside())
+        return _Installed(undo.pop_all())
+
+
+def _ops_of(device_type: str, has_forward: bool) -> list[str]:
+    is_cpu = device_type == "cpu"
+    names = _BACKWARD_OPS + (_CPU_BACKWARD_OPS if is_cpu else ())
+    if has_forward:
+        names += _FORWARD_OPS + (_CPU_FORWARD_OPS if is_cpu else ())
+    return [name for name in names if hasattr(torch.ops.aten, name)]
+
+
+class _Installed:
+    """What PyTorch holds while dash_attn is active."""
+
+    def __init__(self, undo: contextlib.ExitStack):
+        global _installed
+        self._undo = undo
+        _installed = self
+
+    def remove(self) -> None:
+        global _installed
+        self._undo.close()
+        if _installed is self:
+            _installed = None
+
+
+def _move_cudnn_aside() -> Callable[[], None]:
+    """What undoes it."""
+    varlen: Any = importlib.import_module("torch.nn.attention.varlen")
+    was_enabled = torch.backends.cuda.cudnn_sdp_enabled()
+    torch.backends.cuda.enable_cudnn_sdp(False)
+    # In torch 2.14 varlen_attn prefers cuDNN without regard to that switch.
+    should_use_cudnn = getattr(varlen, "_should_use_cudnn", None)
+    if should_use_cudnn is not None:
+        varlen._should_use_cudnn = _never
+
+    def undo() -> None:
+        if was_enabled:
+            torch.backends.cuda.enable_cudnn_sdp(True)
+        if should_use_cudnn is not None:
+            varlen._should_use_cudnn = should_use_cudnn
+
+    return undo
+
+
+def _never(device_index: int) -> bool:
+    return False
+
+
+class _FormerCalls:
+    """The kernels that were there before, for calls that dash_attn has none for."""
+
+    def __init__(self, fallback: str):
+        self._fallback = fallback
+        self._warned: dict[str, object] = {}
+
+    def behind(self, op: str, dispatch_key: str, compute: Callable[..., Any]) -> Callable[..., Any]:
+        """`compute` as a kernel for the dispatcher; where it raises _NoKernel, the op's former kernel is called."""
+        try:
+            former = torch.library.get_kernel(f"aten::{op}", dispatch_key)
+        except RuntimeError:  # there is none
+            former = None
+
+        def kernel(keyset: torch._C.DispatchKeySet, *args: Any, **kwargs: Any) -> Any:
+            try:
+                return compute(*args, **kwargs)
+            except _NoKernel as missing:
+                kind, what = missing.kind, str(missing)
+            if former is None or self._fallback == "error":
+                self._refuse(op, what, former is None)
+            mine = object()
+            if self._warned.setdefault(kind, mine) is mine:
+                warnings.warn(
+                    f"dash_attn has no kernel for {what}: {op} runs the one that it replaces, whose gradients need "
+                    "torch.use_deterministic_algorithms(True) to have the same bits in every run; "
+                    "activate(fallback='error') raises instead",
+                    stacklevel=2,
+                )
+            return former.call_boxed(keyset, *args, **kwargs)
+
+        return kernel
+
+    def _refuse(self, op: str, what: str, has_no_former: bool) -> NoReturn:
+        why = "and PyTorch has none here either" if has_no_former else "and fallback is 'error'"
+        raise NotImplementedError(f"{op}: dash_attn has no kernel for {what}, {why}")

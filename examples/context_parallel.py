@@ -1,0 +1,78 @@
+"""Attention of one long sequence over several processes, by PyTorch's context parallelism, with dash_attn in each.
+
+    torchrun --nproc-per-node 2 examples/context_parallel.py
+
+On GPUs each process takes one, else they compute on the CPU with dash_attn's reference. PyTorch shards the sequence,
+sends keys and values round, and adds up the parts of the gradients in the order of its steps: where the parts are
+deterministic, so is the whole. The first process prints whether two runs have the same bits, and how far they are from
+attention on one device.
+"""
+
+import argparse
+import hashlib
+import os
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.experimental import context_parallel
+from torch.distributed.tensor.experimental._attention import context_parallel_unshard
+
+import dash_attn.integrations.torch as dash_torch
+
+SEQUENCE = 2  # the dimension of the sequence in (batch, heads, seqlen, head_dim)
+
+
+def scaled_dot_product_attention(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None):
+    """PyTorch's, as it is on a GPU. On a CPU it ends in another op, which context parallelism does not know."""
+    forward = torch.ops.aten._scaled_dot_product_flash_attention
+    return forward(query, key, value, dropout_p, is_causal, scale=scale)[0]
+
+
+def attention(q, k, v, dout):
+    """out, dq, dk and dv of the whole sequence, or of this process's part of it."""
+    inputs = [x.detach().requires_grad_() for x in (q, k, v)]
+    out = F.scaled_dot_product_attention(*inputs, is_causal=True)
+    return out.detach(), *torch.autograd.grad(out, inputs, dout)
+
+
+def attention_of_all(mesh, tensors):
+    """The same, each process computing a part and holding the whole in the end."""
+    shards = [x.clone() for x in tensors]
+    with context_parallel(mesh, buffers=shards, buffer_seq_dims=[SEQUENCE] * len(shards)):
+        parts = attention(*shards)
+        return context_parallel_unshard(mesh, list(parts), [SEQUENCE] * len(parts))
+
+
+def digest(tensors):
+    bits = b"".join(x.cpu().contiguous().view(torch.int16).numpy().tobytes() for x in tensors)
+    return hashlib.sha256(bits).hexdigest()[:16]
+
+
+def main():
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seqlen", type=int, default=65536 if device == "cuda" else 256)
+    seqlen = parser.parse_args().seqlen
+    if device == "cuda":
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    else:
+        F.scaled_dot_product_attention = scaled_dot_product_attention
+    mesh = init_device_mesh(device, (int(os.environ["WORLD_SIZE"]),))
+    dash_torch.activate(device_types=[device], fallback="error")
+
+    torch.manual_seed(0)
+    tensors = [torch.randn(1, 8, seqlen, 64, device=device, dtype=torch.bfloat16) for _ in range(4)]
+    first, second = (attention_of_all(mesh, tensors) for _ in range(2))
+    if dist.get_rank() == 0:
+        print(f"{dist.get_world_size()} processes on {device}, {seqlen} tokens")
+        print("same bits in both runs:", digest(first) == digest(second), digest(first))
+        for name, found, alone in zip(("out", "dq", "dk", "dv"), first, attention(*tensors)):
+            error = (found.double() - alone.double()).norm() / alone.double().norm()
+            print(f"{name}: {error:.1e} of its norm away from one device's")
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
