@@ -125,7 +125,7 @@ def test_other_kernels_raise(installed, monkeypatch):
 
 
 def test_old_transformers_raise(monkeypatch):
-    monkeypatch.setattr(transformers, "__version__", "5.15.1")
+    monkeypatch.setattr("transformers.__version__", "5.15.1")
     with pytest.raises(ImportError, match=f"^{NAME} needs transformers 5.16 or newer, got 5.15.1$"):
         install()
 
