@@ -28,16 +28,6 @@ def installed(monkeypatch):
     uninstall()
 
 
-def run_sequences(model, sequences, d_logits):
-    """Each sequence by itself, gradients added up."""
-    model.zero_grad()
-    logits = []
-    for ids, d in zip(sequences, d_logits, strict=True):
-        logits.append(model(ids[None], use_cache=False).logits[0])
-        logits[-1].backward(d.to(logits[-1].dtype))
-    return torch.cat(logits).detach(), support.gradients(model)
-
-
 def assert_as_exact_as_eager(actual, eager, exact):
     for ours, theirs, expected in zip(actual, eager, exact, strict=True):
         assert error(ours, expected) <= SLACK * error(theirs, expected) < 0.2
@@ -49,7 +39,7 @@ def check_packed(name, call, sequences, d_logits):
         actual = call(make_model(name, NAME))
     assert [kernel for kernel, _ in calls] == ["forward"] * LAYERS + ["backward"] * LAYERS
     eager, exact = (
-        run_sequences(make_model(name, "eager", dtype), sequences, d_logits)
+        support.run_sequences(make_model(name, "eager", dtype), sequences, d_logits)
         for dtype in (torch.bfloat16, torch.float64)
     )
     assert_as_exact_as_eager(actual, eager, exact)
@@ -103,7 +93,7 @@ def test_pack(name, how):
     lengths = (7, 13, 1, 9)
     offsets = [0, 7, 20, 21, 30]
     ids, d_logits = support.random_ids(30), support.cotangent((30,))
-    arguments = {"position_ids": torch.cat([torch.arange(length) for length in lengths])[None]}
+    arguments = {"position_ids": support.positions(lengths)}
     if how == "cu_seq_lens":
         cu_seqlens = torch.tensor(offsets, dtype=torch.int32)
         arguments |= dict(cu_seq_lens_q=cu_seqlens, cu_seq_lens_k=cu_seqlens, max_length_q=13, max_length_k=13)
@@ -150,23 +140,12 @@ def test_gradient_checkpointing(name):
     assert all(torch.equal(others[key], gradients[key]) for key in gradients)
 
 
-def train(steps=4, **changes):
-    """Losses and weights of a few steps on packs."""
-    model = make_model("gpt_oss", NAME, **changes)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    positions = torch.cat([torch.arange(length) for length in (20, 3, 14)])[None]
-    losses = []
-    for step in range(steps):
-        ids = support.random_ids(1, 37, seed=step)
-        optimizer.zero_grad()
-        loss = model(ids, position_ids=positions, labels=ids, use_cache=False).loss
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.detach())
-    return losses, list(model.parameters())
-
-
 def test_training_repeats_byte_by_byte(monkeypatch):
+    def train(seed=0):
+        model = make_model("gpt_oss", NAME, seed=seed)
+        losses, _ = support.train(model, (20, 3, 14), steps=4)
+        return losses, list(model.parameters())
+
     losses, weights = train()
     assert losses[-1] < losses[0]
     for flag in ("0", "1"):
@@ -189,6 +168,63 @@ def test_compiled(name):
     assert [kernel for kernel, _ in calls] == ["forward"] * LAYERS + ["backward"] * LAYERS
     assert torch.equal(again, logits)
     assert all(torch.equal(others["_orig_mod." + key], gradients[key]) for key in gradients)
+
+
+@torch.no_grad()
+def test_encoder():
+    """ModernBERT: no causal mask, windows to both sides in some layers, padding."""
+    from transformers import AutoModel, ModernBertConfig
+
+    def make(attention, dtype):
+        config = ModernBertConfig(
+            vocab_size=support.VOCABULARY, hidden_size=64, intermediate_size=96, num_hidden_layers=3,
+            num_attention_heads=4, local_attention=8, global_attn_every_n_layers=2, initializer_range=0.2,
+            pad_token_id=0, bos_token_id=1, eos_token_id=2, cls_token_id=1, sep_token_id=2,
+        )  # fmt: skip
+        torch.manual_seed(0)
+        return AutoModel.from_config(config, attn_implementation=attention, dtype=torch.bfloat16).to(dtype).eval()
+
+    ids, mask = support.random_ids(2, 23), torch.ones(2, 23).long()
+    mask[0, 15:] = 0
+    with kernel_calls() as calls:
+        ours = make(NAME, torch.bfloat16)(ids, attention_mask=mask).last_hidden_state[mask.bool()]
+    masks = [[arguments[key] for key in ("causal", "window_left", "window_right")] for _, arguments in calls]
+    assert masks == [[False, -1, -1], [False, 4, 4], [False, -1, -1]]
+    assert all(arguments["cu_seqlens_k"].tolist() == [0, 15, 38] for _, arguments in calls)
+    # Not float64, in which the mask's least number is an infinity of the softmax, which takes float32.
+    eager, exact = (
+        make("eager", dtype)(ids, attention_mask=mask).last_hidden_state[mask.bool()]
+        for dtype in (torch.bfloat16, torch.float32)
+    )
+    assert error(ours, exact) <= SLACK * error(eager, exact) < 0.2
+
+
+@torch.no_grad()
+def test_vision_tower():
+    """Qwen2.5-VL's: one call for all images, and another for all their windows."""
+    from transformers.models.qwen2_5_vl import modeling_qwen2_5_vl as qwen
+
+    def make(attention, dtype):
+        config = qwen.Qwen2_5_VLVisionConfig(
+            depth=2, hidden_size=64, intermediate_size=96, num_heads=4, out_hidden_size=32, patch_size=4,
+            window_size=16, fullatt_block_indexes=[1], initializer_range=0.2,
+        )  # fmt: skip
+        tower = qwen.Qwen2_5_VisionTransformerPretrainedModel
+        torch.manual_seed(0)
+        return tower._from_config(config, attn_implementation=attention, dtype=torch.bfloat16).to(dtype).eval()
+
+    images = torch.tensor([[1, 8, 6], [2, 4, 4]])
+    patches = torch.randn(80, 96, generator=torch.Generator().manual_seed(0)).bfloat16()
+    with kernel_calls() as calls:
+        ours = make(NAME, torch.bfloat16)(patches, grid_thw=images).pooler_output
+    offsets = [arguments["cu_seqlens_q"].tolist() for _, arguments in calls]
+    assert offsets == [[0, 16, 24, 40, 48, 64, 80], [0, 48, 64, 80]]
+    assert not any(arguments["causal"] for _, arguments in calls)
+    eager, exact = (
+        make("eager", dtype)(patches.to(dtype), grid_thw=images).pooler_output
+        for dtype in (torch.bfloat16, torch.float64)
+    )
+    assert error(ours, exact) <= SLACK * error(eager, exact) < 0.2
 
 
 def test_dropout_raises():

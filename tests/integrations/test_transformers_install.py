@@ -167,3 +167,16 @@ def test_an_implementation_chosen_later():
     model.set_attn_implementation(NAME)
     assert model.config._attn_implementation == NAME
     model(random_ids(1, 5)).logits.sum().backward()
+
+
+def test_example():
+    root = pathlib.Path(__file__).parents[2]
+    if not (root / "examples").is_dir():
+        pytest.skip("the examples are not beside the tests")
+    path = str(pathlib.Path(dash_attn.__file__).parents[1])
+    process = subprocess.run(
+        [sys.executable, "examples/train_transformers.py", "--steps", "2"],
+        env={**os.environ, "PYTHONPATH": path}, cwd=root, capture_output=True, text=True,
+    )  # fmt: skip
+    assert process.returncode == 0, process.stderr
+    assert process.stdout.endswith("the second run has the same bytes in every loss and weight: yes\n")

@@ -31,8 +31,8 @@ CONFIGS = {
 }
 
 
-def make_model(name, attention, dtype=torch.bfloat16, seed=0, **changes):
-    """One of CONFIGS with random weights, which are those of bf16 in any dtype."""
+def make_model(name, attention, dtype=torch.bfloat16, seed=0, device="cpu", **changes):
+    """One of CONFIGS with random weights, which are those of bf16 in any dtype, and the same on any device."""
     config = copy.deepcopy(CONFIGS[name])
     config.update(changes)
     torch.manual_seed(seed)
@@ -41,7 +41,7 @@ def make_model(name, attention, dtype=torch.bfloat16, seed=0, **changes):
         config, attn_implementation=attention, experts_implementation="eager", dtype=dtype
     )
     model.load_state_dict(weights.state_dict())
-    return model.train()
+    return model.to(device).train()
 
 
 def random_ids(*shape, seed=1):
@@ -63,6 +63,37 @@ def logits_and_gradients(model, ids, d_logits, **arguments):
     logits.backward(d_logits.to(logits.dtype))
     counts = d_logits.abs().sum(-1) > 0
     return logits.detach()[counts], gradients(model)
+
+
+def run_sequences(model, sequences, d_logits):
+    """Each sequence by itself, gradients added up."""
+    model.zero_grad()
+    logits = []
+    for ids, d in zip(sequences, d_logits, strict=True):
+        logits.append(model(ids[None], use_cache=False).logits[0])
+        logits[-1].backward(d.to(logits[-1].dtype))
+    return torch.cat(logits).detach(), gradients(model)
+
+
+def positions(lengths):
+    """position_ids of a pack."""
+    return torch.cat([torch.arange(length) for length in lengths])[None]
+
+
+def train(model, lengths, steps, between=lambda: None):
+    """Losses of steps on packs, and the gradients of the last; calls `between` in each."""
+    device = model.device
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    losses = []
+    for step in range(steps):
+        ids = random_ids(1, sum(lengths), seed=step).to(device)
+        optimizer.zero_grad()
+        between()
+        loss = model(ids, position_ids=positions(lengths).to(device), labels=ids, use_cache=False).loss
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.detach())
+    return losses, gradients(model)
 
 
 def error(actual, expected):
