@@ -2,8 +2,8 @@
 """Builds a folder that the `kernels` package loads: python tools/hub_layout.py OUT
 
 OUT/build/VARIANT gets the compiled parts of this checkout, built first where sources have changed, the Python modules
-that the public functions need, the licences and metadata.json. VARIANT names torch's version, CUDA's and the machine, as
-in torch211-cxx11-cu130-x86_64-linux. Several runs, each with another torch, may fill one OUT.
+that the public functions need, the licences and metadata.json. VARIANT names torch's version, CUDA's and the machine,
+as in torch211-cxx11-cu130-x86_64-linux. Several runs, each with another torch, may fill one OUT.
 
     kernels.get_local_kernel(Path("OUT"))                    the functions, as a module
     LOCAL_KERNELS=dash-attn/flash=OUT                        the same for transformers and kernels.get_kernel
@@ -46,8 +46,8 @@ if torch.__version__.split("+")[0].split(".")[:2] != {torch_parts}:
     raise ImportError(f"this build of dash_attn is for torch {torch}, and this is {{torch.__version__}}")
 if hasattr(torch.ops.dash_attn, "attention"):
     raise ImportError(
-        "a process can hold one dash_attn, since its ops have one name: another is loaded, either the installed package "
-        "or another build for kernels"
+        "a process can hold one dash_attn, since its ops have one name: another is loaded, the installed package or "
+        "another build for kernels"
     )
 
 from .dash_attn import *  # noqa: E402, F403

@@ -120,7 +120,7 @@ def _with_models_that_list(check: Callable[..., str]) -> Callable[..., str]:
         if attn_implementation == NAME and _entry() in _entries():
             kind = type(self).__name__
             if not self._supports_flash_attn:
-                raise ValueError(f"attn_implementation must not be {NAME} for {kind}, which supports no flash attention")
+                raise ValueError(f"attn_implementation must not be {NAME} for {kind}, which has no flash attention")
             listed = self._compatible_flash_implementations
             if listed is not None and NAME not in listed:
                 if _PEER_WITH_SINKS not in listed:

@@ -1,7 +1,7 @@
 """Tiny models of transformers with dash_attn, against their eager attention in float64 and in bf16.
 
-What the functions of dash_attn compute is tested elsewhere; here it is that transformers calls them with what its models
-mean: masks, packs, windows, caps and sinks.
+What the functions of dash_attn compute is tested elsewhere; here it is that transformers calls them with what its
+models mean: masks, packs, windows, caps and sinks.
 """
 
 import pytest
