@@ -13,14 +13,14 @@ from __future__ import annotations
 import functools
 
 try:
-    from dash_attn import _schedule
+    from .. import _schedule
 except ImportError as error:
     raise ImportError(
         "dash_attn._schedule, the compiled schedule module, cannot be imported: install the package with "
         f"`pip install .` from its root ({error})"
     ) from error
 
-from dash_attn._schedule import (
+from .._schedule import (
     Problem,
     Task,
     add_order,

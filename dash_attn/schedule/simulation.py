@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from dash_attn import _schedule
-from dash_attn._schedule import Problem, Task
+from .. import _schedule
+from .._schedule import Problem, Task
 
 # Microseconds for one 64 x 128 tile at head_dim 128, measured on an H200: its products at the rate of a large cuBLAS
 # product (10.5 MFLOP at 6 TFLOP/s an SM), an ordered 32 KB add into L2, and one hop from SM to SM.

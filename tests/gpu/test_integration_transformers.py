@@ -1,0 +1,139 @@
+"""Tiny models of transformers with the kernels: the call goes to them, is right, and gradients repeat byte by byte."""
+
+import pathlib
+import sys
+
+import pytest
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+pytest.importorskip("transformers")
+pytest.importorskip("kernels")
+
+sys.path.insert(0, str(pathlib.Path(__file__).parents[1] / "integrations"))
+
+import transformers_support as support
+from transformers_support import CONFIGS, LAYERS, error, logits_and_gradients, make_model
+
+from dash_attn.integrations.transformers import NAME, install, uninstall
+
+SLACK = 1.3  # of two errors of a few roundings each, either may be the larger
+LENGTHS = (700, 37, 1100, 211)
+# Large enough that key tiles of one head are worked on at once, which is where an order is needed.
+LARGE = dict(
+    hidden_size=512, intermediate_size=512, num_attention_heads=8, num_key_value_heads=2, head_dim=128,
+    initializer_range=0.05,
+)  # fmt: skip
+STEPS = 4
+REPEATS = 3
+DEFAULT_REPEATS = 20
+
+
+@pytest.fixture(autouse=True)
+def door(monkeypatch):
+    """transformers knows dash_attn, and torch takes kernels of its own that repeat."""
+    monkeypatch.delenv("LOCAL_KERNELS", raising=False)
+    monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", False)
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    install()
+    yield
+    uninstall()
+    torch.use_deterministic_algorithms(False)
+
+
+def kernels_in(run):
+    """The result of `run`, and how often it called each kernel."""
+    with profile(activities=[ProfilerActivity.CPU]) as profiler:
+        result = run()
+    counts = {event.key: event.count for event in profiler.key_averages()}
+    return result, [counts.get(f"dash_attn_C::{name}", 0) for name in ("forward", "backward")]
+
+
+def to(device, *tensors):
+    return [tensor.to(device) for tensor in tensors]
+
+
+def assert_same_bits(actual, expected):
+    for (losses, gradients), (other_losses, others) in zip(actual, expected, strict=True):
+        assert all(map(torch.equal, losses, other_losses))
+        assert all(torch.equal(gradients[name], others[name]) for name in gradients)
+
+
+@pytest.mark.parametrize("how", ["batch", "padding", "pack"])
+@pytest.mark.parametrize("name", CONFIGS)
+def test_against_eager(name, how, device):
+    rows, seqlen = (1, 400) if how == "pack" else (2, 300)
+    ids, d_logits = to(device, support.random_ids(rows, seqlen), support.cotangent((rows, seqlen)))
+    arguments, parts = {}, [(0, slice(None)), (1, slice(None))]
+    if how == "padding":
+        # On the right, where positions need no change.
+        mask = torch.ones_like(ids)
+        mask[0, 130:] = 0
+        d_logits[0, 130:] = 0
+        arguments, parts = {"attention_mask": mask}, [(0, slice(130)), (1, slice(None))]
+    elif how == "pack":
+        lengths = (150, 1, 249)
+        arguments["position_ids"] = support.positions(lengths).to(device)
+        parts = [(0, slice(0, 150)), (0, slice(150, 151)), (0, slice(151, 400))]
+    model = make_model(name, NAME, device=device)
+    actual, counts = kernels_in(lambda: logits_and_gradients(model, ids, d_logits, **arguments))
+    assert counts == [LAYERS, LAYERS]
+    sequences, of_sequences = ([x[part] for part in parts] for x in (ids, d_logits))
+    eager, exact = (
+        support.run_sequences(make_model(name, "eager", dtype, device=device), sequences, of_sequences)
+        for dtype in (torch.bfloat16, torch.float64)
+    )
+    for ours, theirs, expected in zip(actual, eager, exact, strict=True):
+        assert error(ours, expected) <= SLACK * error(theirs, expected)
+
+
+@pytest.mark.parametrize("flag", ["0", "1"])
+@pytest.mark.parametrize("name", CONFIGS)
+def test_training_repeats_byte_by_byte(name, flag, device, perturbation, monkeypatch):
+    monkeypatch.setenv("FLASH_ATTENTION_DETERMINISTIC", flag)
+
+    def run():
+        model = make_model(name, NAME, device=device, **LARGE)
+        return support.train(model, LENGTHS, STEPS, between=lambda: perturbation.enqueue(8))
+
+    expected, counts = kernels_in(run)
+    assert counts == [STEPS * LAYERS, STEPS * LAYERS]
+    assert len({float(loss) for loss in expected[0]}) == STEPS
+    assert_same_bits([run() for _ in range(REPEATS)], [expected] * REPEATS)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", CONFIGS)
+def test_generate(name, device):
+    (ids,) = to(device, support.random_ids(2, 150))
+    mask = torch.ones_like(ids)
+    mask[0, :60] = 0
+    model = make_model(name, NAME, device=device).eval()
+    arguments = dict(attention_mask=mask, max_new_tokens=5, output_logits=True, return_dict_in_generate=True)
+    generated, counts = kernels_in(lambda: model.generate(ids, **arguments))
+    assert counts == [5 * LAYERS, 0]
+    logits = torch.stack(generated.logits, dim=1)
+    eager, exact = (make_model(name, "eager", x, device=device).eval() for x in (torch.bfloat16, torch.float64))
+    for tokens, start, actual in zip(generated.sequences, (60, 0), logits, strict=True):
+        theirs, expected = (x(tokens[None, start:]).logits[0, -6:-1] for x in (eager, exact))
+        assert error(actual, expected) <= SLACK * error(theirs, expected)
+
+
+def test_what_the_default_does(device, perturbation, capsys):
+    """Said, not asserted: whether an atomic sum comes out otherwise is up to chance."""
+    torch.use_deterministic_algorithms(False)
+    differing = {}
+    for attention in ("sdpa", NAME):
+        model = make_model("llama", attention, device=device, **LARGE)
+        ids, d_logits = to(device, support.random_ids(2, 2048), support.cotangent((2, 2048)))
+        _, expected = logits_and_gradients(model, ids, d_logits)
+        runs = []
+        for _ in range(DEFAULT_REPEATS):
+            perturbation.enqueue(4)
+            _, gradients = logits_and_gradients(model, ids, d_logits)
+            runs.append(all(torch.equal(gradients[name], expected[name]) for name in expected))
+        differing[attention] = runs.count(False)
+    with capsys.disabled():
+        print(f"\ntransformers: of {DEFAULT_REPEATS} runs these have other gradients than the first: {differing}")
+    assert differing[NAME] == 0

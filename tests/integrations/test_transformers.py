@@ -1,0 +1,242 @@
+"""Tiny models of transformers with dash_attn, against their eager attention in float64 and in bf16.
+
+What the functions of dash_attn compute is tested elsewhere; here it is that transformers calls them with what its
+models mean: masks, packs, windows, caps and sinks.
+"""
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+pytest.importorskip("kernels")
+
+import transformers_support as support
+from interface_support import kernel_calls
+from transformers_support import CONFIGS, LAYERS, WINDOW, error, logits_and_gradients, make_model
+
+from dash_attn.integrations.transformers import NAME, install, uninstall
+
+# The errors of bf16 are of a few roundings in either attention, so that chance makes either the smaller.
+SLACK = 1.3
+
+
+@pytest.fixture(autouse=True)
+def installed(monkeypatch):
+    monkeypatch.delenv("LOCAL_KERNELS", raising=False)
+    install()
+    yield
+    uninstall()
+
+
+def assert_as_exact_as_eager(actual, eager, exact):
+    for ours, theirs, expected in zip(actual, eager, exact, strict=True):
+        assert error(ours, expected) <= SLACK * error(theirs, expected) < 0.2
+
+
+def check_packed(name, call, sequences, d_logits):
+    """`call` of a model with all sequences in one call, against each sequence alone."""
+    with kernel_calls() as calls:
+        actual = call(make_model(name, NAME))
+    assert [kernel for kernel, _ in calls] == ["forward"] * LAYERS + ["backward"] * LAYERS
+    eager, exact = (
+        support.run_sequences(make_model(name, "eager", dtype), sequences, d_logits)
+        for dtype in (torch.bfloat16, torch.float64)
+    )
+    assert_as_exact_as_eager(actual, eager, exact)
+    return [arguments for _, arguments in calls]
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_batch(name):
+    ids, d_logits = support.random_ids(2, 23), support.cotangent((2, 23))
+    with kernel_calls() as calls:
+        actual = logits_and_gradients(make_model(name, NAME), ids, d_logits)
+    eager, exact = (
+        logits_and_gradients(make_model(name, "eager", dtype), ids, d_logits)
+        for dtype in (torch.bfloat16, torch.float64)
+    )
+    assert_as_exact_as_eager(actual, eager, exact)
+    windows = {"llama": [-1, -1], "qwen3": [-1, WINDOW - 1]}.get(name, [WINDOW - 1, -1])
+    assert [kernel for kernel, _ in calls] == ["forward"] * LAYERS + ["backward"] * LAYERS
+    assert [arguments["window_left"] for _, arguments in calls] == windows + windows[::-1]
+    for _, arguments in calls:
+        assert arguments["causal"] and arguments["cu_seqlens_q"] is None
+        assert arguments["softcap"] == (2.0 if name == "gemma2" else 0.0)
+        assert (arguments["sinks"] is not None) == (name == "gpt_oss")
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize("name", CONFIGS)
+def test_padding_mask(name, side):
+    lengths, seqlen = (17, 9, 23), 23
+    ids, d_logits = support.random_ids(3, seqlen), support.cotangent((3, seqlen))
+    mask = torch.stack([torch.arange(seqlen) < length for length in lengths])
+    if side == "left":
+        mask = mask.flip(1)
+    d_logits[~mask] = 0
+    sequences, parts = ([x[i, mask[i]] for i in range(3)] for x in (ids, d_logits))
+    # As generate counts them: the first token that is no padding has position 0.
+    positions = (mask.cumsum(1) - 1).clamp(min=0)
+    calls = check_packed(
+        name,
+        lambda model: logits_and_gradients(model, ids, d_logits, attention_mask=mask.long(), position_ids=positions),
+        sequences,
+        parts,
+    )
+    for arguments in calls:
+        assert arguments["cu_seqlens_q"].tolist() == arguments["cu_seqlens_k"].tolist() == [0, 17, 26, 49]
+
+
+@pytest.mark.parametrize("how", ["position_ids", "cu_seq_lens"])
+@pytest.mark.parametrize("name", CONFIGS)
+def test_pack(name, how):
+    lengths = (7, 13, 1, 9)
+    offsets = [0, 7, 20, 21, 30]
+    ids, d_logits = support.random_ids(30), support.cotangent((30,))
+    arguments = {"position_ids": support.positions(lengths)}
+    if how == "cu_seq_lens":
+        cu_seqlens = torch.tensor(offsets, dtype=torch.int32)
+        arguments |= dict(cu_seq_lens_q=cu_seqlens, cu_seq_lens_k=cu_seqlens, max_length_q=13, max_length_k=13)
+    calls = check_packed(
+        name,
+        lambda model: logits_and_gradients(model, ids[None], d_logits[None], **arguments),
+        ids.split(lengths),
+        d_logits.split(lengths),
+    )
+    for arguments in calls:
+        assert arguments["cu_seqlens_q"].tolist() == arguments["cu_seqlens_k"].tolist() == offsets
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_generate(name):
+    """The logits of each new token, against those of the whole sequence without cache and padding."""
+    ids, new = support.random_ids(2, 12), 8
+    starts = (4, 0)
+    mask = torch.stack([torch.arange(12) >= start for start in starts]).long()
+    with kernel_calls() as calls:
+        generated = make_model(name, NAME).eval().generate(
+            ids, attention_mask=mask, max_new_tokens=new, output_logits=True, return_dict_in_generate=True
+        )
+    assert [kernel for kernel, _ in calls] == ["forward"] * new * LAYERS
+    logits = torch.stack(generated.logits, dim=1)
+    assert torch.equal(logits.argmax(-1), generated.sequences[:, 12:])
+    eager, exact = (make_model(name, "eager", dtype).eval() for dtype in (torch.bfloat16, torch.float64))
+    for tokens, start, actual in zip(generated.sequences, starts, logits, strict=True):
+        with torch.no_grad():
+            theirs, expected = (model(tokens[None, start:]).logits[0, -new - 1 : -1] for model in (eager, exact))
+        assert error(actual, expected) <= SLACK * error(theirs, expected) < 0.2
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_gradient_checkpointing(name):
+    ids, d_logits = support.random_ids(2, 23), support.cotangent((2, 23))
+    model = make_model(name, NAME)
+    logits, gradients = logits_and_gradients(model, ids, d_logits)
+    model.gradient_checkpointing_enable()
+    with kernel_calls() as calls:
+        again, others = logits_and_gradients(model, ids, d_logits)
+    assert [kernel for kernel, _ in calls].count("forward") == 2 * LAYERS
+    assert torch.equal(again, logits)
+    assert all(torch.equal(others[key], gradients[key]) for key in gradients)
+
+
+def test_training_repeats_byte_by_byte(monkeypatch):
+    def train(seed=0):
+        model = make_model("gpt_oss", NAME, seed=seed)
+        losses, _ = support.train(model, (20, 3, 14), steps=4)
+        return losses, list(model.parameters())
+
+    losses, weights = train()
+    assert losses[-1] < losses[0]
+    for flag in ("0", "1"):
+        monkeypatch.setenv("FLASH_ATTENTION_DETERMINISTIC", flag)
+        again, others = train()
+        assert all(map(torch.equal, again, losses)) and all(map(torch.equal, others, weights))
+    other_losses, _ = train(seed=1)
+    assert not any(map(torch.equal, other_losses, losses))
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma2"])
+def test_compiled(name):
+    torch._dynamo.reset()
+    ids, d_logits = support.random_ids(2, 23), support.cotangent((2, 23))
+    model = make_model(name, NAME)
+    logits, gradients = logits_and_gradients(model, ids, d_logits)
+    compiled = torch.compile(model, backend="aot_eager")
+    with kernel_calls() as calls:
+        again, others = logits_and_gradients(compiled, ids, d_logits)
+    assert [kernel for kernel, _ in calls] == ["forward"] * LAYERS + ["backward"] * LAYERS
+    assert torch.equal(again, logits)
+    assert all(torch.equal(others["_orig_mod." + key], gradients[key]) for key in gradients)
+
+
+@torch.no_grad()
+def test_encoder():
+    """ModernBERT: no causal mask, windows to both sides in some layers, padding."""
+    from transformers import AutoModel, ModernBertConfig
+
+    def make(attention, dtype):
+        config = ModernBertConfig(
+            vocab_size=support.VOCABULARY, hidden_size=64, intermediate_size=96, num_hidden_layers=3,
+            num_attention_heads=4, local_attention=8, global_attn_every_n_layers=2, initializer_range=0.2,
+            pad_token_id=0, bos_token_id=1, eos_token_id=2, cls_token_id=1, sep_token_id=2,
+        )  # fmt: skip
+        torch.manual_seed(0)
+        return AutoModel.from_config(config, attn_implementation=attention, dtype=torch.bfloat16).to(dtype).eval()
+
+    ids, mask = support.random_ids(2, 23), torch.ones(2, 23).long()
+    mask[0, 15:] = 0
+    with kernel_calls() as calls:
+        ours = make(NAME, torch.bfloat16)(ids, attention_mask=mask).last_hidden_state[mask.bool()]
+    masks = [[arguments[key] for key in ("causal", "window_left", "window_right")] for _, arguments in calls]
+    assert masks == [[False, -1, -1], [False, 4, 4], [False, -1, -1]]
+    assert all(arguments["cu_seqlens_k"].tolist() == [0, 15, 38] for _, arguments in calls)
+    # Not float64, in which the mask's least number is an infinity of the softmax, which takes float32.
+    eager, exact = (
+        make("eager", dtype)(ids, attention_mask=mask).last_hidden_state[mask.bool()]
+        for dtype in (torch.bfloat16, torch.float32)
+    )
+    assert error(ours, exact) <= SLACK * error(eager, exact) < 0.2
+
+
+@torch.no_grad()
+def test_vision_tower():
+    """Qwen2.5-VL's: one call for all images, and another for all their windows."""
+    from transformers.models.qwen2_5_vl import modeling_qwen2_5_vl as qwen
+
+    def make(attention, dtype):
+        config = qwen.Qwen2_5_VLVisionConfig(
+            depth=2, hidden_size=64, intermediate_size=96, num_heads=4, out_hidden_size=32, patch_size=4,
+            window_size=16, fullatt_block_indexes=[1], initializer_range=0.2,
+        )  # fmt: skip
+        tower = qwen.Qwen2_5_VisionTransformerPretrainedModel
+        torch.manual_seed(0)
+        return tower._from_config(config, attn_implementation=attention, dtype=torch.bfloat16).to(dtype).eval()
+
+    images = torch.tensor([[1, 8, 6], [2, 4, 4]])
+    patches = torch.randn(80, 96, generator=torch.Generator().manual_seed(0)).bfloat16()
+    with kernel_calls() as calls:
+        ours = make(NAME, torch.bfloat16)(patches, grid_thw=images).pooler_output
+    offsets = [arguments["cu_seqlens_q"].tolist() for _, arguments in calls]
+    assert offsets == [[0, 16, 24, 40, 48, 64, 80], [0, 48, 64, 80]]
+    assert not any(arguments["causal"] for _, arguments in calls)
+    eager, exact = (
+        make("eager", dtype)(patches.to(dtype), grid_thw=images).pooler_output
+        for dtype in (torch.bfloat16, torch.float64)
+    )
+    assert error(ours, exact) <= SLACK * error(eager, exact) < 0.2
+
+
+def test_dropout_raises():
+    model = make_model("llama", NAME, attention_dropout=0.1)
+    with pytest.raises(NotImplementedError, match="^dropout_p must be 0.0 "):
+        model(support.random_ids(1, 5))
+    model.eval()(support.random_ids(1, 5))
+
+
+def test_float32_raises():
+    model = make_model("llama", NAME, torch.float32)
+    with pytest.raises(TypeError, match="^q must be torch.bfloat16 or torch.float16, got torch.float32"):
+        model(support.random_ids(1, 5))
+    with torch.autocast("cpu", torch.bfloat16):
+        model(support.random_ids(1, 5))
