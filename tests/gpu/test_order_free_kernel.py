@@ -68,7 +68,9 @@ def test_no_less_accurate_than_the_ordered_sum(change, head_dims, dtype, causal,
     error, bar = (((x["dq"].double() - exact.dq) * weights).norm().item() for x in (free, ordered))
     assert error <= 1.001 * bar
     same = support.first_mismatch("dq", free["dq"], ordered["dq"]) is None
-    if change in distributions.CRAMPED:
+    # Queries 100 times larger have scores beyond the largest that the rule allows where there are 256 columns.
+    has_huge_scores = change is distributions.one_key_takes_all and problem.head_dim > 192
+    if change in distributions.CRAMPED or has_huge_scores:
         assert same, "the ordered sum, bit for bit"
     elif change is not distributions.small_gradients or dtype == torch.bfloat16:
         assert not same, "fixed point"
