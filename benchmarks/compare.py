@@ -146,15 +146,16 @@ def geometric_mean(ratios: list[float]) -> float:
 
 def mean(comparisons: list[Comparison], deterministic: bool, impl: str | None = None) -> Mean | None:
     """Over the shapes where some peer, or the one named, was measured; None where it nowhere was."""
-    return _mean({c.shape: c.ratio(peer) for c in comparisons if (peer := c.best(deterministic, impl))})
+    return mean_of({c.shape: c.ratio(peer) for c in comparisons if (peer := c.best(deterministic, impl))})
 
 
 def dense_mean(comparisons: list[Comparison]) -> Mean | None:
     """Packs of equal lengths over our own dense call on the same sequences; None where there are none."""
-    return _mean({c.shape: c.ratio(c.dense) for c in comparisons if c.dense})
+    return mean_of({c.shape: c.ratio(c.dense) for c in comparisons if c.dense})
 
 
-def _mean(ratios: dict[Shape, float]) -> Mean | None:
+def mean_of(ratios: dict[Shape, float]) -> Mean | None:
+    """None where there are none."""
     if not ratios:
         return None
     worst = min(ratios, key=ratios.get)

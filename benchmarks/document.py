@@ -2,10 +2,10 @@
 
     R=benchmarks/results/RESULT
     python -m benchmarks.document $R.json --loads ${R}_loads.json --packed-bar ${R}_packed-bar.json \
-        --windows-bar ${R}_windows-bar.json
+        --windows-bar ${R}_windows-bar.json --head-dims ${R}_head-dims.json --scores ${R}_scores.json
 
-The peers are those of benchmarks/results/peers_h200.json; --loads, --packed-bar and --windows-bar are results of the
-grids of these names, and their peers are their own. The picture goes beside the result, with the suffix .png.
+The peers are those of benchmarks/results/peers_h200.json; the options are results of the grids of these names, and
+their peers are their own. The picture goes beside the result, with the suffix .png.
 """
 
 import argparse
@@ -13,7 +13,7 @@ import json
 import pathlib
 from typing import NamedTuple
 
-from benchmarks import compare, plot
+from benchmarks import bars, compare, plot
 from benchmarks.compare import Comparison
 from benchmarks.files import prose, with_block
 
@@ -35,6 +35,8 @@ OWN_GRIDS = {
     "loads": Grid("Small loads, few heads or short sequences", "the small loads"),
     "packed-bar": Grid("Packed sequences of unequal and equal lengths", "the packs"),
     "windows-bar": Grid("Sliding windows", "the windows"),
+    "head-dims": Grid("Head dims beside 128, of queries and keys and of values", "the head dims"),
+    "scores": Grid("Softcaps, ALiBi and sinks", "the scores"),
 }
 
 
@@ -131,6 +133,23 @@ def own_grid_line(quoted: Quoted, name: str) -> str:
     )
 
 
+def own_grid_table(quoted: Quoted, name: str) -> str:
+    """Of a grid with bars: every ratio, and what it is to be."""
+    run = bars.Run(quoted.own[name], name)
+    claims = bars.CLAIMS[name](run)
+    if not claims:
+        raise SystemExit(f"error: --{name} must be a result of that grid with peers, got {quoted.own[name]}")
+    said = prose(
+        f"""{OWN_GRIDS[name].what} (`--grid {name}`), both sides in one run of commit {run.commit[:12]}: our throughput
+        over another in geometric mean and at the least, and what the project asks of it, where it does."""
+    )
+    return f"{said}\n\n{table(bars.HEADS, [claim.cells() for claim in claims])}"
+
+
+def own_grid(quoted: Quoted, name: str) -> str:
+    return own_grid_table(quoted, name) if name in bars.CLAIMS else own_grid_line(quoted, name)
+
+
 def readme(quoted: Quoted) -> str:
     rows, forward = quoted.against_peers("backward"), quoted.against_peers("forward")
     picture = quoted.path.with_suffix(".png").relative_to(ROOT)
@@ -146,7 +165,7 @@ def readme(quoted: Quoted) -> str:
             [benchmarks/README.md](benchmarks/README.md) has every shape and peer, and how to measure again."""
         ),
     ]
-    parts += [own_grid_line(quoted, name) for name in quoted.own]
+    parts += [own_grid(quoted, name) for name in quoted.own]
     return "\n" + "\n\n".join(parts) + "\n\n"
 
 
@@ -275,9 +294,13 @@ def details(quoted: Quoted) -> str:
         yardstick(quoted),
     ]
     for name in quoted.own:
-        parts.append(own_grid_line(quoted, name))
+        parts.append(own_grid(quoted, name))
         for pass_ in ("backward", "forward"):
-            parts += [f"The {pass_} of {OWN_GRIDS[name].shapes}:", grid(quoted.of_own_grid(name, pass_))]
+            if name in bars.CLAIMS:
+                found = table(*bars.ratios_by_shape(bars.Run(quoted.own[name], name), pass_))
+            else:
+                found = grid(quoted.of_own_grid(name, pass_))
+            parts += [f"The {pass_} of {OWN_GRIDS[name].shapes}:", found]
     return "\n" + "\n\n".join(filter(None, parts)) + "\n\n"
 
 

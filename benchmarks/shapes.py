@@ -100,6 +100,10 @@ class Shape:
         """The same without `scores`."""
         return dataclasses.replace(self, scores=None)
 
+    def at_head_dim(self, head_dim: int) -> "Shape":
+        """The same at another head_dim, which values have too."""
+        return dataclasses.replace(self, head_dim=head_dim, value_head_dim=None)
+
     @property
     def softcap(self) -> float:
         """0 for none."""
@@ -123,6 +127,10 @@ class Shape:
     def head_dims(self) -> tuple[int, int]:
         """Of queries and keys, and of values."""
         return self.head_dim, self.value_head_dim or self.head_dim
+
+    @property
+    def head_dims_name(self) -> str:
+        return f"({self.head_dim}, {self.value_head_dim})" if self.value_head_dim else str(self.head_dim)
 
     @property
     def sequences_name(self) -> str:

@@ -30,18 +30,22 @@ class Pack(NamedTuple):
     used_k: list | None
 
     @classmethod
-    def of(cls, lengths, *, used=None, first=0, tail=0, heads=4, kv_heads=2, head_dim=32, dtype=torch.bfloat16, seed=0):
+    def of(
+        cls, lengths, *, used=None, first=0, tail=0, heads=4, kv_heads=2, head_dim=32, value_head_dim=None,
+        dtype=torch.bfloat16, seed=0,
+    ):  # fmt: skip
         """`lengths`, and `used` of them: (queries, keys) of each sequence; `first` and `tail` rows around them."""
+        of_values = value_head_dim or head_dim
         offsets_q, offsets_k = (offsets_of([pair[side] for pair in lengths], first) for side in (0, 1))
         used_q, used_k = ([pair[side] for pair in used] if used else None for side in (0, 1))
         generator = torch.Generator().manual_seed(seed)
 
-        def rows(count, heads):
-            return torch.randn(count, heads, head_dim, generator=generator).to(dtype)
+        def rows(count, heads, columns):
+            return torch.randn(count, heads, columns, generator=generator).to(dtype)
 
         total_q, total_k = offsets_q[-1] + tail, offsets_k[-1] + tail
-        q, dout = rows(total_q, heads), rows(total_q, heads)
-        k, v = rows(total_k, kv_heads), rows(total_k, kv_heads)
+        q, dout = rows(total_q, heads, head_dim), rows(total_q, heads, of_values)
+        k, v = rows(total_k, kv_heads, head_dim), rows(total_k, kv_heads, of_values)
         return cls(q, k, v, dout, offsets_q, offsets_k, used_q, used_k)
 
     def sequences(self):

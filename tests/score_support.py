@@ -1,9 +1,11 @@
-"""Scores of all kinds: drawn, given to the public functions, and compared with float64."""
+"""Scores of all kinds: drawn, given to the public functions, and compared with float64 and with sequences alone."""
+
+import math
 
 import torch
 from float64_reference import Scores, attention_float64, error_limits
 
-from dash_attn import flash_attn_func
+from dash_attn import flash_attn_func, flash_attn_varlen_func
 
 NAMES = ("out", "softmax_lse", "dq", "dk", "dv", "dsinks")
 # By how many tensors q, k and v are in.
@@ -67,3 +69,43 @@ def failures(found, q, k, v, dout, scores, **formula):
     if not ((lse - exact).abs()[finite] <= 1e-5 * (1 + exact.abs()[finite])).all():
         lines.append(f"softmax_lse: off by up to {(lse - exact).abs()[finite].max():.3e}")
     return lines
+
+
+def packed(pack, scores, **arguments):
+    return results_of(
+        lambda q, k, v, **more: flash_attn_varlen_func(q, k, v, *pack.offsets(), **pack.used(), **more),
+        pack[:3], pack.dout, scores, **arguments,
+    )  # fmt: skip
+
+
+def sequence_of(pack, scores, number):
+    """q, k, v, dout and the scores of one sequence of the pack, as a batch of its own."""
+    queries, keys = pack.sequences()[number]
+    slopes, dlse = scores.alibi_slopes, scores.dsoftmax_lse
+    own = Scores(
+        scores.softcap,
+        slopes[number : number + 1] if slopes is not None and slopes.dim() == 2 else slopes,
+        scores.sinks,
+        None if dlse is None else dlse[None, :, queries],
+    )
+    rows = ((pack.q, queries), (pack.k, keys), (pack.v, keys), (pack.dout, queries))
+    return *(x[None, own_rows] for x, own_rows in rows), own
+
+
+def assert_as_alone(pack, scores, found, **arguments):
+    """Each sequence's results, which it returns as the dense function has them, and the sinks' gradient as the sum over
+    the sequences in their order."""
+    numbers = range(len(pack.sequences()))
+    sequences = [dense(*sequence_of(pack, scores, number), **arguments) for number in numbers]
+    for (queries, keys), own in zip(pack.sequences(), sequences):
+        for name in NAMES[:5]:
+            x = found[name]
+            part = x[:, queries] if name == "softmax_lse" else x[keys if name in ("dk", "dv") else queries]
+            assert torch.equal(part, own[name][0]), name
+    if scores.sinks is not None:
+        total = sum((own["dsinks"] for own in sequences), torch.zeros_like(found["dsinks"]))
+        assert torch.equal(found["dsinks"], total)
+    rows_q, rows_k = pack.outside()
+    assert (found["softmax_lse"][:, rows_q] == math.inf).all()
+    assert not any(found[name][rows].any() for name, rows in (("out", rows_q), ("dq", rows_q), ("dk", rows_k)))
+    return sequences

@@ -211,6 +211,22 @@ def test_every_policy_is_tried_with_its_mask():
             assert schedule.resolve(policy, causal=causal) == policy
 
 
+def test_the_sanitizers_see_every_kernel():
+    """Every kind of problem at every row of the tile table, in about the time of three rows."""
+    import sanitizer_case
+
+    chosen = sanitizer_case.selected(sanitizer_case.HEAD_DIMS, sanitizer_case.KINDS, 132, 4, everything=False)
+    found = {(one.kind, *one.problem.head_dims.values()) for one in chosen}
+    assert found == {(kind, *dims) for kind in sanitizer_case.KINDS for dims in sanitizer_case.HEAD_DIMS}
+    of_64 = sanitizer_case.planned((64, 64), 132)
+    assert len(chosen) <= 3.5 * len(of_64)
+    # Of the wide rows all problems are tried at one or another.
+    wide = [one for one in chosen if one.problem.head_dim not in (64, 128)]
+    plain = {dataclasses.replace(one.problem, head_dim=64, value_head_dim=64) for one in wide}
+    assert plain == {one.problem for one in of_64}
+    assert [sanitizer_case.head_dims_of(text) for text in ("96", "192x128")] == [(96, 96), (192, 128)]
+
+
 class NoLoad:
     def enqueue(self, kernels):
         assert kernels == 4

@@ -12,7 +12,7 @@ import statistics
 import pytest
 import torch
 
-from benchmarks import compare, document
+from benchmarks import bars, compare, document
 from benchmarks.shapes import GRIDS
 from dash_attn import _schedule, schedule
 
@@ -21,7 +21,7 @@ RESULTS = ROOT / "benchmarks" / "results"
 README, DETAILS = (path.read_text() for path in (ROOT / "README.md", ROOT / "benchmarks" / "README.md"))
 RESULT = RESULTS / re.search(r"\(results/(h200_[^)]*\.json)\)", DETAILS)[1]
 # By grid, its result beside this one: of the same commit.
-OWN = {name: RESULT.with_name(f"{RESULT.stem}_{name}.json") for name in ("loads", "packed-bar", "windows-bar")}
+OWN = {name: RESULT.with_name(f"{RESULT.stem}_{name}.json") for name in document.OWN_GRIDS}
 OWN = {name: path for name, path in OWN.items() if path.exists()}
 PEERS = json.loads((RESULTS / "peers_h200.json").read_text())
 NAMES = {
@@ -32,7 +32,7 @@ NAMES = {
     "dash-authors": "DASH",
 }
 SHAPE = ("head_dim", "heads", "kv_heads", "mask", "seqlen")
-LATER = ("pack", "window", "chunk")  # of the rows that have them
+LATER = ("pack", "window", "chunk", "scores", "value_head_dim")  # of the rows that have them
 
 
 def key(row):
@@ -273,7 +273,7 @@ def test_the_blocks_are_what_the_program_writes(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("pass_", ["backward", "forward"])
-@pytest.mark.parametrize("grid", OWN)
+@pytest.mark.parametrize("grid", [name for name in OWN if name not in bars.CLAIMS])
 def test_the_claims_of_the_other_grids(grid, pass_):
     """Beside every peer of the run, and beside our own dense call: geometric mean, the least, how many."""
     meta, rows = (json.loads(OWN[grid].read_text())[name] for name in ("meta", "rows"))
@@ -294,6 +294,30 @@ def test_the_claims_of_the_other_grids(grid, pass_):
         middle = statistics.geometric_mean(ratios)
         claim = f"the {pass_} {middle:.2f} times that of {name}, at the least {min(ratios):.2f} ({len(ratios)})"
         assert claim in text
+
+
+@pytest.mark.parametrize("pass_", ["backward", "forward"])
+@pytest.mark.parametrize("grid", [name for name in OWN if name in bars.CLAIMS])
+def test_the_ratios_by_shape_of_the_grids_with_bars(grid, pass_):
+    """Every cell of the table of a pass is a ratio of two rows of the result."""
+    rows = json.loads(OWN[grid].read_text())["rows"]
+    what = document.OWN_GRIDS[grid].shapes
+    shown = DETAILS.split(f"\nThe {pass_} of {what}:\n\n")[1].split("\n\n")[0].splitlines()
+    names, _, *lines = ([cell.strip() for cell in line.strip("|").split("|")] for line in shown)
+    assert names[5] == "over our own" and len(names) > 6
+    mine = ours(rows, pass_)
+    peers = {}
+    for impl, name in NAMES.items():
+        for deterministic in (True, False):
+            shown = name + (", deterministic" if deterministic and pass_ == "backward" else "")
+            of_peer = theirs(rows, pass_, deterministic, impl)
+            if of_peer:
+                peers[f"over {shown}"] = {shape: found[0][1] for shape, found in of_peer.items()}
+    for number, (shape, cells) in enumerate(zip(mine, lines, strict=True)):
+        assert cells[4] == f"**{mine[shape]:.0f}**", number
+        for name, cell in zip(names[6:], cells[6:]):
+            peer = peers[name].get(shape)
+            assert cell == (f"{mine[shape] / peer:.2f}" if peer else "-")
 
 
 DOCUMENTS = [path for folder in (".", "docs", "benchmarks", "third_party") for path in (ROOT / folder).glob("*.md")]
@@ -351,7 +375,7 @@ def test_the_table_of_schedules():
     assert dict(rows) == {"auto": "all", **of_policies} and len(rows) == len(of_policies) + 1
     (automatic,) = re.findall(r"^\| `auto` \| all \| `(\w+)`: one rule for every shape", text, re.M)
     head_dims = (64, 96, 128, 192, 256)
-    assert {_schedule.automatic(head_dim=d, **m) for d in head_dims for m in (full, causal, window)} == {automatic}
+    assert {schedule.resolve("auto", head_dim=d, **m) for d in head_dims for m in (full, causal, window)} == {automatic}
 
 
 def test_the_comparisons_that_are_named(capsys, tmp_path, result):

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import dash_attn
-from benchmarks import baseline, check, peers, plot, run
+from benchmarks import baseline, check, document, peers, plot, run
 from benchmarks.compare import OURS
 from benchmarks.packs import PACKS
 from benchmarks.shapes import GRIDS, SCORES, Shape, flops
@@ -111,6 +111,74 @@ def test_the_whole_program(tmp_path, capsys):
             (line,) = [x for x in ratios.splitlines() if x.startswith(f"  {pass_} ") and f" {scores}: " in x]
             assert float(line.rsplit(" ", 1)[1]) > 0
     assert (tmp_path / "scores.png").is_file()
+
+
+def result_of(grid, path, tflops):
+    """A file of figures at every shape of a grid; `tflops`: (impl, deterministic, pass, shape) -> a number or None."""
+    rows = []
+    for shape in GRIDS[grid]():
+        for impl, deterministic in ((OURS, True), ("fa3", True), ("fa3", False)):
+            for pass_ in ("backward", "forward") if deterministic else ("backward",):
+                schedule = "auto" if (impl, pass_) == (OURS, "backward") else None
+                found = tflops(impl, deterministic, pass_, shape)
+                head = {"impl": impl, "schedule": schedule, "deterministic": deterministic, "pass": pass_}
+                rows += [{**head, **shape.row(), "tflops": found, "ms": 1.0}] if found else []
+    path.write_text(json.dumps({"meta": {"commit": "abcdef" * 7}, "rows": rows}))
+    return path
+
+
+def quoting(**own):
+    result = document.ROOT / "benchmarks" / "results" / "h200_2026-11-21_257470c.json"
+    return document.Quoted(result, **{name.replace("_", "-"): path for name, path in own.items()})
+
+
+def test_documents_quote_head_dims_beside_their_bars(tmp_path):
+    def tflops(impl, deterministic, pass_, shape):
+        if impl == OURS:
+            return 450.0 if shape.head_dim == 96 else 400.0 if shape.seqlen == 2048 and shape.causal else 500.0
+        refused = shape.head_dim == 256 and deterministic and pass_ == "backward"
+        return None if refused else 400.0 if deterministic else 500.0
+
+    quoted = quoting(head_dims=result_of("head-dims", tmp_path / "result.json", tflops))
+    for text in (document.readme(quoted), document.details(quoted)):
+        assert "(`--grid head-dims`), both sides in one run of commit abcdefabcdef: our" in " ".join(text.split())
+        lines = text.splitlines()
+        # Of eight shapes one has 400: (500 / 400) ** (7 / 8) of 400, and 0.8 ** (1 / 8) of 500.
+        assert "| 96 | backward | our own at 128 | 8 | 0.93 | 0.90 (full, 8x2048) | 0.90 |" in lines
+        of_fa3 = "| FlashAttention-3, deterministic | 8 | 1.22 | 1.00 (causal, 8x2048) | 1.15 |"
+        assert f"| (192, 128) | backward {of_fa3}" in lines and f"| 192 | backward {of_fa3}" in lines
+        assert "| 256 | backward | FlashAttention-3 | 8 | 0.97 | 0.80 (causal, 8x2048) | 1.00 |" in lines
+        assert "| 256 | forward | FlashAttention-3 | 8 | 1.22 | 1.00 (causal, 8x2048) | 1.00 |" in lines
+        assert "| 128 | forward | FlashAttention-3 | 8 | 1.22 | 1.00 (causal, 8x2048) | - |" in lines
+        assert not any(line.startswith("| 256 | backward | FlashAttention-3, deterministic") for line in lines)
+    details = document.details(quoted).splitlines()
+    assert details.count("| 96 | 16 | causal | 8 x 2048 | **450** | 1.12 | 1.12 | 0.90 |") == 1, "backward"
+    assert "| (192, 128) | 16 | full | 4 x 4096 | **500** | - | 1.25 | 1.00 |" in details
+    assert "| 256 | 8 | full | 4 x 4096 | **500** | - | - | 1.00 |" in details
+
+
+def test_documents_quote_what_scores_cost(tmp_path):
+    def tflops(impl, deterministic, pass_, shape):
+        if impl == OURS:
+            return {None: 500.0, "softcap 50": 400.0}.get(shape.scores, 600.0)
+        return {None: 450.0, "softcap 50": 200.0}.get(shape.scores)
+
+    quoted = quoting(scores=result_of("scores", tmp_path / "result.json", tflops))
+    lines = document.readme(quoted).splitlines()
+    for pass_ in ("backward", "forward"):
+        of = f"| softcap 50, 128 causal | {pass_} |"
+        assert f"{of} our own without | 2 | 0.80 | 0.80 (causal, 4x4096) | 0.85 |" in lines
+        assert f"{of} FlashAttention-3 | 2 | 2.00 | 2.00 (causal, 4x4096) | - |" in lines
+        assert f"| sinks, 64 window | {pass_} | our own without | 1 | 1.20 | 1.20 (window (127, 0), 2x8192) | - |" in lines
+    details = document.details(quoted).splitlines()
+    assert "| 128 | 16 | causal, softcap 50 | 4 x 4096 | **400** | 0.80 | 2.00 | 2.00 |" in details
+    assert "| 128 | 16 | causal, alibi | 4 x 4096 | **600** | 1.20 | - |" in details, "forward"
+
+
+def test_a_result_of_another_grid_is_refused(tmp_path):
+    path = result_of("loads", tmp_path / "result.json", lambda *_: 400.0)
+    with pytest.raises(SystemExit, match="--head-dims must be a result of that grid with peers, got .*result.json"):
+        document.readme(quoting(head_dims=path))
 
 
 def test_a_run_without_scores_prints_no_ratio():

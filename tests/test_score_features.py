@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from interface_support import FUNCTIONS, assert_same_bits, inputs_of, kernel_calls, qkv_tensors
 from mask_support import CAUSAL, FULL, name_of, public, window
 from pack_support import Pack
-from score_support import NAMES, dense, draw, failures, results_of
+from score_support import NAMES, assert_as_alone, dense, draw, failures, packed, results_of
 
-from dash_attn import flash_attn_func, flash_attn_qkvpacked_func, flash_attn_varlen_func, reference
+from dash_attn import flash_attn_func, flash_attn_qkvpacked_func, reference
 from dash_attn.schedule import POLICIES, fitting
 
 FP32, FP64, BF16 = torch.float32, torch.float64, torch.bfloat16
@@ -79,7 +79,7 @@ def problems(draw_one):
     return dict(
         seqlen_q=draw_one(st.one_of(length, st.integers(1, 9))), seqlen_k=draw_one(length),
         heads=kv_heads * group, kv_heads=kv_heads,
-        head_dim=draw_one(st.sampled_from([40, 64, 128])), dtype=draw_one(st.sampled_from([BF16, torch.float16])),
+        head_dim=draw_one(st.sampled_from([40, 64, 96, 128, 192, 256])), dtype=draw_one(st.sampled_from([BF16, torch.float16])),
         mask=mask, softmax_scale=draw_one(st.sampled_from([None, 0.4, -0.3])),
         kind=dict(type_of_scores, sinks=sinks, lse_gradient=draw_one(st.booleans())),
         seed=draw_one(st.integers(0, 99)), schedule=draw_one(st.sampled_from(["auto", "spt", "order_free"])),
@@ -98,42 +98,6 @@ def test_accuracy_of_products_of_features(problem):
     found = dense(q, k, v, dout, scores, softmax_scale=p["softmax_scale"], schedule=p["schedule"], **public(p["mask"]))
     assert failures(found, q, k, v, dout, scores, softmax_scale=p["softmax_scale"], **p["mask"]) == []
     assert scores.sinks is None or found["dsinks"].dtype == scores.sinks.dtype
-
-
-def packed(pack, scores, **arguments):
-    return results_of(
-        lambda q, k, v, **more: flash_attn_varlen_func(q, k, v, *pack.offsets(), **pack.used(), **more),
-        pack[:3], pack.dout, scores, **arguments,
-    )  # fmt: skip
-
-
-def alone(pack, scores, number, **arguments):
-    """Of one sequence of the pack, by the dense function."""
-    queries, keys = pack.sequences()[number]
-    slopes, dlse = scores.alibi_slopes, scores.dsoftmax_lse
-    own = Scores(
-        scores.softcap,
-        slopes[number : number + 1] if slopes is not None and slopes.dim() == 2 else slopes,
-        scores.sinks,
-        None if dlse is None else dlse[None, :, queries],
-    )
-    tensors = (x[None, rows] for x, rows in ((pack.q, queries), (pack.k, keys), (pack.v, keys), (pack.dout, queries)))
-    return dense(*tensors, own, **arguments)
-
-
-def assert_as_alone(pack, scores, found, **arguments):
-    """Each sequence's results, and the sinks' gradient as the sum over the sequences in their order."""
-    sequences = [alone(pack, scores, number, **arguments) for number in range(len(pack.sequences()))]
-    for (queries, keys), own in zip(pack.sequences(), sequences):
-        for name in NAMES[:5]:
-            x = found[name]
-            part = x[:, queries] if name == "softmax_lse" else x[keys if name in ("dk", "dv") else queries]
-            assert torch.equal(part, own[name][0]), name
-    if scores.sinks is not None:
-        assert torch.equal(found["dsinks"], sum((own["dsinks"] for own in sequences), torch.zeros(4)))
-    rows_q, rows_k = pack.outside()
-    assert (found["softmax_lse"][:, rows_q] == math.inf).all()
-    assert not any(found[name][rows].any() for name, rows in (("out", rows_q), ("dq", rows_q), ("dk", rows_k)))
 
 
 def scores_of_pack(pack, kind, seed=0):
@@ -195,7 +159,7 @@ def test_same_bits_every_time(schedule, kind):
     q, k, v, dout = (x.detach() for x in qkv_tensors(200, 300, head_dim=64))
     scores = draw(2, 4, 200, **KINDS[kind])
     changed = bool(scores.softcap) or scores.alibi_slopes is not None
-    if changed and schedule not in ("auto", *fitting(causal=False, window=(0, 0))):
+    if schedule not in ("auto", *fitting(**mask, head_dim=64, changed_scores=changed)):
         with pytest.raises(ValueError, match=f"one of .* with softcap or alibi_slopes, got '{schedule}'"):
             dense(q, k, v, dout, scores, schedule=schedule, **mask)
         return

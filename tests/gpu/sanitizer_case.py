@@ -1,5 +1,5 @@
-"""Small shapes for compute-sanitizer: both passes, every policy, every kind of mask, both head dims, ragged and unequal
-lengths, packs with gaps and sequences of nothing, scores with softcap, slopes and sinks.
+"""Small shapes for compute-sanitizer: both passes, every policy, every kind of mask, every row of the tile table, ragged
+and unequal lengths, packs with gaps and sequences of nothing, scores with softcap, slopes and sinks.
 
     compute-sanitizer --tool memcheck python tests/gpu/sanitizer_case.py
 
@@ -10,7 +10,6 @@ import argparse
 import dataclasses
 import pathlib
 import sys
-from collections.abc import Callable
 
 import torch
 
@@ -22,6 +21,9 @@ from float64_reference import Attention, Scores, attention_float64, relative_err
 from gpu_support import Problem
 from pack_checks import Pool, Rows
 
+KINDS = ("dense", "tiles", "windows", "packs", "scores")
+HEAD_DIMS = [(64, 64), (96, 96), (128, 128), (192, 128), (192, 192), (256, 256)]
+WHOLE = HEAD_DIMS[0], HEAD_DIMS[2]  # at which every problem is tried
 # The last one's query heads are split over work tiles.
 SHAPES = ((200, 330, 4, 2), (330, 200, 2, 2), (1, 65, 2, 1), (130, 65, 128, 1))
 WINDOWS = (
@@ -117,28 +119,72 @@ class Case:
         return {name: relative_error(x.cpu(), getattr(self.exact, name)) for name, x in outputs.items()}
 
 
-def more_tiles_than_sms(head_dim: int, causal: bool) -> Problem:
-    """Of the forward: three query tiles a head, of 192 rows at head_dim 64."""
-    heads = torch.cuda.get_device_properties("cuda").multi_processor_count // 3 + 4
-    return Problem(1, 400, 150, heads, heads, head_dim, causal)
+@dataclasses.dataclass(frozen=True)
+class Planned:
+    """A call to make."""
+
+    kind: str
+    problem: Problem
+    is_pack: bool = False
+    forward_alone: bool = False
+
+    def case(self) -> Case:
+        return Case.pack(self.problem) if self.is_pack else Case.dense(self.problem)
+
+
+def planned(head_dims: tuple[int, int], sms: int, shapes: int = len(SHAPES)) -> list[Planned]:
+    """Every problem at these head dims, on a GPU of so many SMs."""
+
+    def problem_of(*shape: int, **options) -> Problem:
+        return Problem(1, *shape, head_dims[0], value_head_dim=head_dims[1], **dict(dict(causal=False), **options))
+
+    dense = [problem_of(*shape, causal=causal) for causal in (False, True) for shape in SHAPES[:shapes]]
+    # Of the forward: three query tiles a head of 192 rows at head_dim 64, four elsewhere.
+    heads = sms // 3 + 4
+    tiles = [problem_of(400, 150, heads, heads, causal=causal) for causal in (False, True)]
+    windows = [problem_of(*shape, **mask) for shape in WINDOWED_SHAPES[:shapes] for mask in WINDOWS]
+    packs = [problem_of(0, 0, 4, 2, **mask) for mask in PACK_MASKS]
+    scores = [problem_of(*WINDOWED_SHAPES[0], **of_scores) for of_scores in SCORES]
+    packs_of_scores = [problem_of(0, 0, 4, 2, **of_scores) for of_scores in PACK_SCORES]
+    return [
+        *(Planned("dense", problem) for problem in dense),
+        *(Planned("tiles", problem, forward_alone=True) for problem in tiles),
+        *(Planned("windows", problem) for problem in windows),
+        *(Planned("packs", problem, is_pack=True) for problem in packs),
+        *(Planned("scores", problem) for problem in scores),
+        *(Planned("scores", problem, is_pack=True) for problem in packs_of_scores),
+    ]
+
+
+def selected(dims: list[tuple[int, int]], kinds: list[str], sms: int, shapes: int, everything: bool) -> list[Planned]:
+    """At 64 and 128, or with `everything`, all problems of the kinds; at other head dims every third of each kind, others
+    from row to row, so that all of them take little longer than two rows."""
+    found = []
+    for number, head_dims in enumerate(dims):
+        every = 1 if everything or head_dims in WHOLE else 3
+        for kind in kinds:
+            of_kind = [one for one in planned(head_dims, sms, shapes) if one.kind == kind]
+            found += of_kind[number % min(every, len(of_kind)) :: every]
+    return found
+
+
+def head_dims_of(text: str) -> tuple[int, int]:
+    """"128", or "192x128" of q and k x of v."""
+    qk, _, of_values = text.partition("x")
+    return int(qk), int(of_values or qk)
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--head-dims", type=int, nargs="+", default=[64, 96, 128])
+    parser.add_argument("--head-dims", type=head_dims_of, nargs="+", default=HEAD_DIMS, help="as 128 or 192x128")
+    parser.add_argument("--everything", action="store_true", help="every problem, not only at 64 and 128")
     parser.add_argument("--shapes", type=int, default=len(SHAPES), help=f"how many of {SHAPES} (lengths, heads)")
     parser.add_argument("--passes", nargs="+", choices=("forward", "backward"), default=["forward", "backward"])
-    kinds = ("dense", "tiles", "windows", "packs", "scores")
-    parser.add_argument("--cases", nargs="+", choices=kinds, default=kinds, help="tiles: more of them than SMs")
+    parser.add_argument("--cases", nargs="+", choices=KINDS, default=KINDS, help="tiles: more of them than SMs")
     parser.add_argument("--share", default="0/1", help="i/n: only the ith of n shares of the problems")
     arguments = parser.parse_args()
     share, shares = map(int, arguments.share.split("/"))
-    failures = problems = 0
-
-    def is_mine() -> bool:
-        nonlocal problems
-        problems += 1
-        return problems % shares == share
+    failures = 0
 
     def report(what: str, errors: dict[str, float]) -> None:
         nonlocal failures
@@ -147,39 +193,17 @@ def main() -> int:
         row = " ".join(f"{name} {error:.1e}" for name, error in errors.items())
         print(f"{'WRONG' if wrong else 'ok   '} {what}: {row}", flush=True)
 
-    def run(make_case: Callable[[Problem], Case], problem: Problem, passes: list[str]) -> None:
-        if not is_mine():
-            return
-        case = make_case(problem)
+    sms = torch.cuda.get_device_properties("cuda").multi_processor_count
+    chosen = selected(arguments.head_dims, arguments.cases, sms, arguments.shapes, arguments.everything)
+    for one in chosen[share::shares]:
+        passes = [name for name in arguments.passes if name == "forward" or not one.forward_alone]
+        if not passes:
+            continue
+        case = one.case()
         if "forward" in passes:
             report(f"{case.what} forward", case.errors(case.forward()))
         for policy in support.policies(case.problem) if "backward" in passes else ():
             report(f"{case.what} {policy}", case.errors(case.backward(policy)))
-
-    for head_dim in arguments.head_dims:
-        if "dense" in arguments.cases:
-            for causal in (False, True):
-                for shape in SHAPES[: arguments.shapes]:
-                    run(Case.dense, Problem(1, *shape, head_dim, causal), arguments.passes)
-        if "tiles" in arguments.cases and "forward" in arguments.passes:
-            for causal in (False, True):
-                run(Case.dense, more_tiles_than_sms(head_dim, causal), ["forward"])
-        if "windows" in arguments.cases:
-            for shape in WINDOWED_SHAPES[: arguments.shapes]:
-                for mask in WINDOWS:
-                    problem = dataclasses.replace(Problem(1, *shape, head_dim, causal=False), **mask)
-                    run(Case.dense, problem, arguments.passes)
-        if "packs" in arguments.cases:
-            for mask in PACK_MASKS:
-                problem = dataclasses.replace(Problem(1, 0, 0, 4, 2, head_dim, causal=False), **mask)
-                run(Case.pack, problem, arguments.passes)
-        if "scores" in arguments.cases:
-            for scores in SCORES:
-                problem = dataclasses.replace(Problem(1, *WINDOWED_SHAPES[0], head_dim, causal=False), **scores)
-                run(Case.dense, problem, arguments.passes)
-            for scores in PACK_SCORES:
-                problem = dataclasses.replace(Problem(1, 0, 0, 4, 2, head_dim, causal=False), **scores)
-                run(Case.pack, problem, arguments.passes)
     print(f"{failures} wrong", flush=True)
     return 1 if failures else 0
 

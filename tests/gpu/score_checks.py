@@ -17,7 +17,8 @@ from pack_checks import Pool
 
 LENGTHS = (1, 17, 63, 64, 65, 127, 128, 129, 200, 333, 515, 700, 1100)
 HEADS = ((4, 4), (4, 2), (6, 2), (8, 1), (16, 1))
-HEAD_DIMS = (64, 128, 64, 128, 40, 72)
+# (of q and k, of v): every row of the tile table, and some that are padded to one.
+HEAD_DIMS = (64, 64), (96, 96), (128, 128), (192, 128), (192, 192), (256, 256), (40, 40), (72, 200)
 WINDOWS = ((-1, -1), (-1, -1), (127, 0), (64, 64), (10, -1), (-1, 10), (500, 0))
 SCORES = {
     "softcap": dict(softcap=50.0),
@@ -35,17 +36,19 @@ def random_problem(kind: str, chance: random.Random, dtype: torch.dtype) -> Prob
     """Of these scores; the rest is up to chance. One query is a batch of many: the norm of few rows' error is up to
     chance, ours and PyTorch's alike."""
     seqlen_q, seqlen_k = chance.choice(LENGTHS), chance.choice(LENGTHS[1:])
+    heads, (head_dim, value_head_dim) = chance.choice(HEADS), chance.choice(HEAD_DIMS)
     return Problem(
         64 if seqlen_q < 17 else 2,
         seqlen_q,
         seqlen_k,
-        *chance.choice(HEADS),
-        chance.choice(HEAD_DIMS),
+        *heads,
+        head_dim,
         causal=chance.random() < 0.5,
         dtype=dtype,
         softmax_scale=chance.choice((None, None, 0.3, -0.2)),
         window=chance.choice(WINDOWS),
         attention_chunk=chance.choice((0, 0, 0, 100)),
+        value_head_dim=value_head_dim,
         **SCORES[kind],
     )
 

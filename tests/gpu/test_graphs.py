@@ -1,22 +1,25 @@
 """CUDA graphs, streams, devices, memory, and no wait of the host."""
 
+import math
+
 import gpu_support as support
 import pytest
 import torch
 from gpu_load import Perturbation
 from gpu_support import Inputs, Problem
 
+HEAD_DIMS = pytest.mark.parametrize("head_dims", [(64, 64), (128, 128), (192, 128), (256, 256)], ids=str)
 MASKS = pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
 
 
 @MASKS
-@pytest.mark.parametrize("head_dim", [64, 128])
-def test_replay_gives_the_eager_bits(head_dim, causal, device):
-    problem = Problem(2, 700, 900, 8, 2, head_dim, causal)
+@HEAD_DIMS
+def test_replay_gives_the_eager_bits(head_dims, causal, device):
+    problem = Problem(2, 700, 900, 8, 2, head_dims[0], causal, value_head_dim=head_dims[1])
     inputs = support.random_inputs(problem, device, seed=1)
     others = support.random_inputs(problem, device, seed=2)
     load = Perturbation()
-    for policy in support.schedules(causal):
+    for policy in support.policies(problem):
         gradients = support.backward(inputs, problem, policy)  # loads the kernels before the capture
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
@@ -39,9 +42,10 @@ def test_replay_gives_the_eager_bits(head_dim, causal, device):
 
 @MASKS
 @pytest.mark.parametrize("shape, counts", [((2, 512, 512, 8, 2), False), ((8, 515, 515, 4, 4), True)], ids=str)
-def test_capture_of_forward_and_backward(shape, counts, causal, device, num_sms):
+@pytest.mark.parametrize("head_dim", [128, 256])
+def test_capture_of_forward_and_backward(head_dim, shape, counts, causal, device, num_sms):
     """A whole training step's attention in one graph, with and without a counter of the forward's tiles."""
-    problem = Problem(*shape, 128, causal)
+    problem = Problem(*shape, head_dim, causal)
     assert support.forward_counts_tiles(problem, num_sms) == counts, str(problem)
     q, k, v, dout = support.random_qkv_dout(problem, device)
     expected = support.backward(support.with_forward(problem, q, k, v, dout), problem, "auto")
@@ -79,17 +83,19 @@ def test_the_host_does_not_wait(causal, device):
 
 @MASKS
 @pytest.mark.parametrize("kv_heads", [2, 1])
-@pytest.mark.parametrize("head_dim", [64, 128])
-def test_workspace_is_linear_in_the_length(head_dim, kv_heads, causal, device):
-    """fp32 dQ and 2%. Where query heads are split over work tiles, fp32 dK and dV too."""
-    heads = 2
-    for policy in support.schedules(causal):
-        for seqlen in (2048, 4096, 8192, 16384):
-            problem = Problem(1, seqlen, seqlen, heads, kv_heads, head_dim, causal)
+@HEAD_DIMS
+def test_workspace_is_linear_in_the_length(head_dims, kv_heads, causal, device):
+    """fp32 dQ and 2%. Where query heads are split over work tiles, fp32 dK and dV too, of whole KV tiles."""
+    heads, (qk, of_values) = 2, head_dims
+    for seqlen in (2048, 4096, 8192, 16384):
+        problem = Problem(1, seqlen, seqlen, heads, kv_heads, qk, causal, value_head_dim=of_values)
+        tile_k = support.tiles_of(problem, "auto").tile_k
+        split_columns = kv_heads * (qk + of_values) if kv_heads < heads else 0
+        least, splits = 4 * seqlen * heads * qk, 4 * math.ceil(seqlen / tile_k) * tile_k * split_columns
+        for policy in support.policies(problem):
             used = support.workspace_bytes(problem, policy, device)
-            split_sums = 2 * kv_heads if kv_heads < heads else 0
-            allowed = 1.02 * 4 * head_dim * seqlen * (heads + split_sums) + (1 << 14)
-            assert 4 * head_dim * seqlen * heads < used <= allowed, f"{policy}, {seqlen} tokens: {used} bytes"
+            allowed = 1.02 * (least + splits) + (1 << 14)
+            assert least < used <= allowed, f"{problem} {policy}: {used} bytes"
 
 
 @MASKS

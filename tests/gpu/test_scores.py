@@ -18,15 +18,34 @@ from score_checks import SCORES
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 KIND = pytest.mark.parametrize("kind", SCORES)
-HEAD_DIMS = pytest.mark.parametrize("head_dim", (64, 128))
+HEAD_DIMS = pytest.mark.parametrize("head_dims", ((64, 64), (96, 96), (128, 128), (192, 128), (256, 256)), ids=str)
 MASKS = {
     "full": dict(causal=False),
     "causal": dict(causal=True),
     "window": dict(causal=False, window=(127, 0)),
     "chunk": dict(causal=True, attention_chunk=100),
 }
+# Every product at 64 and 128. Elsewhere each kind of scores under one mask, another one for other head dims.
+PRODUCTS = [*itertools.product(SCORES, MASKS, ((64, 64), (128, 128)))] + [
+    (kind, list(MASKS)[(i + j) % len(MASKS)], head_dims)
+    for i, head_dims in enumerate(((96, 96), (192, 128), (192, 192), (256, 256), (80, 256)))
+    for j, kind in enumerate(SCORES)
+]
+PRODUCT = pytest.mark.parametrize("kind, mask, head_dims", PRODUCTS, ids=str)
+# The kinds that are all of a score's features at once, and every one at 64 and 128.
+OF_HEADS = [
+    (kind, head_dims)
+    for kind in SCORES
+    for head_dims in ((64, 64), (128, 128), (96, 96), (192, 128), (256, 256))
+    if head_dims in ((64, 64), (128, 128)) or "sinks, log-sum-exp" in kind
+]
 PROBLEMS = 24  # of each kind of scores and each dtype
 CALLS, CALLS_IN_FLIGHT = 40, 8
+
+
+def problem_of(head_dims: tuple[int, int], *shape: int, **options) -> Problem:
+    """`shape`: as Problem's fields before the head_dim."""
+    return Problem(*shape, head_dims[0], value_head_dim=head_dims[1], **dict(dict(causal=False), **options))
 
 
 def everything(problem: Problem) -> list[str]:
@@ -44,71 +63,62 @@ def test_accuracy_of_products_of_features(kind, dtype, device):
     assert not lines, "\n".join(lines)
 
 
-@HEAD_DIMS
-@pytest.mark.parametrize("mask", MASKS)
-@KIND
-def test_accuracy_over_many_tiles(kind, mask, head_dim, device):
-    problem = dataclasses.replace(Problem(1, 2049, 2500, 4, 2, head_dim, causal=False), **MASKS[mask], **SCORES[kind])
+@PRODUCT
+def test_accuracy_over_many_tiles(kind, mask, head_dims, device):
+    problem = problem_of(head_dims, 1, 2049, 2500, 4, 2, **MASKS[mask], **SCORES[kind])
     lines = score_checks.accuracy_failures(problem, device, ["auto", "spt", "order_free"])
     assert not lines, "\n".join(lines)
 
 
-@HEAD_DIMS
-@pytest.mark.parametrize("mask", MASKS)
-@KIND
-def test_same_bits_under_load(kind, mask, head_dim, perturbation, device, num_sms):
-    problem = dataclasses.replace(Problem(2, 1100, 1100, 16, 4, head_dim, causal=False), **MASKS[mask], **SCORES[kind])
+@PRODUCT
+def test_same_bits_under_load(kind, mask, head_dims, perturbation, device, num_sms):
+    problem = problem_of(head_dims, 2, 1100, 1100, 16, 4, **MASKS[mask], **SCORES[kind])
     inputs = support.random_inputs(problem, device)
     check_under_load(inputs, problem, perturbation, CALLS, CALLS_IN_FLIGHT)
     check_sm_margins(inputs, problem, num_sms, (1, 7, num_sms // 2))
 
 
-@HEAD_DIMS
-@pytest.mark.parametrize("mask", MASKS)
-@KIND
-def test_packed_as_alone(kind, mask, head_dim, device):
+@PRODUCT
+def test_packed_as_alone(kind, mask, head_dims, device):
     """Whatever lies around a sequence; the gradient of sinks is the sum over the sequences, in their order."""
-    problem = dataclasses.replace(Problem(1, 0, 0, 8, 2, head_dim, causal=False), **MASKS[mask], **SCORES[kind])
-    pool, chance = Pool(problem, device), random.Random(f"{kind} {mask} {head_dim}")
+    problem = problem_of(head_dims, 1, 0, 0, 8, 2, **MASKS[mask], **SCORES[kind])
+    pool, chance = Pool(problem, device), random.Random(f"{kind} {mask} {head_dims}")
     for i in range(6):
         pack = random_pack(pool, chance, spoilt=0.0)
         found = {policy: varlen_attention(pack, policy) for policy in everything(problem)}
         assert_as_alone(pack, found, f"(number {i})")
 
 
-@HEAD_DIMS
-@pytest.mark.parametrize("mask", MASKS)
-@KIND
-def test_accuracy_of_packs(kind, mask, head_dim, device):
-    problem = dataclasses.replace(Problem(1, 0, 0, 6, 2, head_dim, causal=False), **MASKS[mask], **SCORES[kind])
+@PRODUCT
+def test_accuracy_of_packs(kind, mask, head_dims, device):
+    problem = problem_of(head_dims, 1, 0, 0, 6, 2, **MASKS[mask], **SCORES[kind])
     lengths = ((63, 64), (0, 0), (1000, 65), (127, 129), (0, 64), (129, 0), (64, 1000), (1, 127), (1000, 1000))
     pack = pack_of_lengths(Pool(problem, device), lengths)
     lines = pack_checks.accuracy_failures(pack, {name: varlen_attention(pack, name) for name in everything(problem)})
     assert not lines, f"{pack}:\n" + "\n".join(lines)
 
 
-@HEAD_DIMS
-@KIND
-def test_bits_are_the_sequences_and_the_heads_own(kind, head_dim, device):
+@pytest.mark.parametrize("kind, head_dims", OF_HEADS, ids=str)
+def test_bits_are_the_sequences_and_the_heads_own(kind, head_dims, device):
     for mask, lengths in itertools.product(MASKS.values(), ((515, 515), (300, 700), (700, 300))):
-        problem = dataclasses.replace(Problem(3, *lengths, 8, 2, head_dim, causal=False), **mask, **SCORES[kind])
+        problem = problem_of(head_dims, 3, *lengths, 8, 2, **mask, **SCORES[kind])
         score_checks.check_batch_and_alone(problem, device, everything(problem))
         score_checks.check_heads(problem, device, everything(problem))
 
 
 @HEAD_DIMS
-def test_queries_without_keys(head_dim, device):
+def test_queries_without_keys(head_dims, device):
     for lengths in ((300, 100), (130, 1), (70, 0)):
-        problem = Problem(2, *lengths, 4, 2, head_dim, causal=True, sinks=True, lse_gradient=True)
+        problem = problem_of(head_dims, 2, *lengths, 4, 2, causal=True, sinks=True, lse_gradient=True)
         for softcap, alibi in ((0.0, ""), (20.0, ""), (0.0, "sequences")):
             problem = dataclasses.replace(problem, softcap=softcap, alibi=alibi)
             score_checks.check_queries_without_keys(problem, device)
 
 
 @HEAD_DIMS
-def test_merging_two_partial_attentions(head_dim, device):
+def test_merging_two_partial_attentions(head_dims, device):
     for lengths, dtype in itertools.product(((300, 700), (129, 65)), DTYPES.values()):
-        lines = score_checks.merging_failures(Problem(2, *lengths, 4, 2, head_dim, causal=False, dtype=dtype), device)
+        lines = score_checks.merging_failures(problem_of(head_dims, 2, *lengths, 4, 2, dtype=dtype), device)
         assert not lines, "\n".join(lines)
 
 
@@ -125,9 +135,9 @@ def test_the_sinks_gradient_has_their_dtype(dtype, device):
 
 
 @HEAD_DIMS
-def test_sinks_far_from_the_scores(head_dim, device):
+def test_sinks_far_from_the_scores(head_dims, device):
     """Far below they are none, far above they take everything; nothing overflows."""
-    problem = Problem(2, 300, 420, 4, 2, head_dim, causal=True, sinks=True)
+    problem = problem_of(head_dims, 2, 300, 420, 4, 2, causal=True, sinks=True)
     tensors, scores = support.random_qkv_dout(problem, device), support.random_scores(problem, device)
     plain = pack_checks.dense_attention(dataclasses.replace(problem, sinks=False), "auto", *tensors)
     for sink in (-1e4, -200.0, 200.0, 1e4):

@@ -44,13 +44,13 @@ def kernels(run, path) -> dict[str, int]:
 
 
 @MASKS
-@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("head_dim", [64, 128, 192, 256])
 def test_no_kernel_has_more_ctas_than_sms_are_left(head_dim, causal, device, num_sms, tmp_path):
     """More work than SMs for every kernel; one CTA of each is at most on an SM, so fewer CTAs leave SMs free."""
     problem = Problem(8, 1100, 1100, 16, 8, head_dim, causal)
     inputs = support.random_inputs(problem, device)
     failures = []
-    for policy in ("forward", *support.schedules(causal)):
+    for policy in ("forward", *support.policies(problem)):
         for sm_margin in margins(num_sms):
             if policy == "forward":
                 found = kernels(lambda: forward(inputs, problem, sm_margin), tmp_path / "trace.json")

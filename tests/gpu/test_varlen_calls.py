@@ -17,6 +17,8 @@ from pack_checks import MASKS, Pack, Pool, assert_as_alone, lay_out, make_pack, 
 from test_progress import FREE_SMS_FOR_A_CLUSTER, HOLD_LIMIT_S
 
 KINDS = pytest.mark.parametrize("kind", MASKS)
+WIDE = ((192, 128), (256, 256))
+EVERY_HEAD_DIMS = pytest.mark.parametrize("head_dims", ((64, 64), (96, 96), (128, 128), *WIDE), ids=str)
 HEAD_DIMS = pytest.mark.parametrize("head_dim", (64, 96, 128))
 # Chunks and a window of both sides, beside no mask and the causal one.
 FEW_MASKS = {
@@ -58,11 +60,12 @@ def pack_of_capacity(pool: Pool, lengths, chance: random.Random) -> Pack:
     return make_pack(sequences, rows_q, rows_k, seqused=(True, True), max_seqlens=longest)
 
 
-@HEAD_DIMS
+@EVERY_HEAD_DIMS
 @FEW
-def test_replay_with_other_lengths(mask, head_dim, perturbation, device):
+def test_replay_with_other_lengths(mask, head_dims, perturbation, device):
     """One graph of both passes serves every pack of as many rows and sequences."""
-    pool, chance = Pool(problem_of(8, 2, head_dim, **FEW_MASKS[mask]), device), random.Random(0)
+    problem = problem_of(8, 2, head_dims[0], value_head_dim=head_dims[1], **FEW_MASKS[mask])
+    pool, chance = Pool(problem, device), random.Random(0)
     packs = [pack_of_capacity(pool, lengths, chance) for lengths in REPLAYED]
     for policy in everything(pool.problem):
         static = pack_of_capacity(pool, REPLAYED[0], chance)
@@ -233,11 +236,12 @@ def test_random_padding(mask, lengths, head_dim, device):
             support.assert_same_bits(found, expected, f"{alone} {policy}, sequence {b} of padded ones")
 
 
-@HEAD_DIMS
+@EVERY_HEAD_DIMS
 @FEW
-def test_padding_left_in_place(mask, head_dim, device):
+def test_padding_left_in_place(mask, head_dims, device):
     """Padded tensors as they are, with their lengths in `seqused`: the bits of the pack without padding."""
-    problem = dataclasses.replace(Problem(5, 200, 300, 4, 2, head_dim, causal=False), **FEW_MASKS[mask])
+    options = dict(FEW_MASKS[mask], value_head_dim=head_dims[1])
+    problem = dataclasses.replace(Problem(5, 200, 300, 4, 2, head_dims[0], causal=False), **options)
     tensors = support.random_qkv_dout(problem, device)
     used_q, used_k = [200, 0, 17, 129, 1], [300, 65, 300, 0, 128]
     sequences = []

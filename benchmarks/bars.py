@@ -1,0 +1,140 @@
+"""What the grids `head-dims` and `scores` say of one run: our throughput over a peer's, or over our own at another shape,
+and what the project asks it to be at the least."""
+
+import json
+import pathlib
+from typing import NamedTuple
+
+from benchmarks import compare
+from benchmarks.compare import NAMES, OURS, Mean, Peer
+from benchmarks.shapes import GRIDS, Shape
+
+PASSES = ("backward", "forward")
+FA3, FA3_DETERMINISTIC = Peer("fa3", False), Peer("fa3", True)
+# By (head dims, pass) the least ratios to a peer. A forward has one mode, which results call deterministic.
+BARS = {
+    ((192, 128), "backward"): {FA3_DETERMINISTIC: 1.15, FA3: 1.0},
+    ((192, 192), "backward"): {FA3_DETERMINISTIC: 1.15, FA3: 1.0},
+    ((256, 256), "backward"): {FA3: 1.0},
+    **{((head_dim, v), "forward"): {FA3_DETERMINISTIC: 1.0} for head_dim, v in ((192, 128), (192, 192), (256, 256))},
+}
+LEAST_OF_96 = 0.9  # of our backward at 128
+LEAST_OF_SOFTCAP = 0.85  # of our causal passes at 128 without one
+
+
+class Claim(NamedTuple):
+    """A ratio at every shape where both sides were measured."""
+
+    of: str
+    pass_: str
+    against: str
+    mean: Mean
+    bar: float | None
+
+    def cells(self) -> list[str]:
+        shown = [self.of, self.pass_, self.against, str(self.mean.shapes), f"{self.mean.ratio:.2f}"]
+        worst = f"{self.mean.least:.2f} ({self.mean.worst.mask_name}, {self.mean.worst.sequences_name})"
+        return [*shown, worst, f"{self.bar:.2f}" if self.bar else "-"]
+
+
+HEADS = ["of", "pass", "over", "shapes", "geometric mean", "least", "bar"]
+
+
+class Run:
+    """The figures of one result."""
+
+    def __init__(self, path: pathlib.Path, grid: str):
+        self.commit = json.loads(path.read_text())["meta"]["commit"]
+        self.shapes = set(GRIDS[grid]())
+        self.figures = {pass_: compare.read(path, pass_) for pass_ in PASSES}
+
+    def ours(self, pass_: str) -> dict[Shape, float]:
+        found = {}
+        for shape, figures in self.figures[pass_].items():
+            own = [f.tflops for f in figures if f.impl == OURS and f.deterministic and f.schedule in ("auto", None)]
+            if own and shape in self.shapes:
+                found[shape] = max(own)
+        return found
+
+    def to_ours(self, pass_: str, other: dict[Shape, Shape]) -> dict[Shape, float]:
+        """Our throughput at a shape over that at its other one, where both were measured."""
+        ours = self.ours(pass_)
+        return {shape: ours[shape] / ours[second] for shape, second in other.items() if {shape, second} <= ours.keys()}
+
+    def to_peers(self, pass_: str, shapes: list[Shape]) -> dict[Peer, dict[Shape, float]]:
+        """Deterministic peers first."""
+        figures = {shape: self.figures[pass_][shape] for shape in shapes if shape in self.ours(pass_)}
+        rows = compare.compare(figures, figures)
+        return {
+            peer: {row.shape: row.ratio(best) for row in rows if (best := row.best(peer.deterministic, peer.impl))}
+            for peer in compare.measured_peers(rows)
+        }
+
+
+def _claim(of: str, pass_: str, against: str, ratios: dict[Shape, float], bar: float | None = None) -> list[Claim]:
+    mean = compare.mean_of(ratios)
+    return [Claim(of, pass_, against, mean, bar)] if mean else []
+
+
+def _name(peer: Peer, pass_: str) -> str:
+    return NAMES[peer.impl] if pass_ == "forward" else str(peer)
+
+
+def of_head_dims(run: Run) -> list[Claim]:
+    """96 over our own 128, and every pair of head dims over each peer."""
+    grid = GRIDS["head-dims"]()
+    found = []
+    for dims in dict.fromkeys(shape.head_dims for shape in grid):
+        shapes = [shape for shape in grid if shape.head_dims == dims]
+        of = shapes[0].head_dims_name
+        for pass_ in PASSES:
+            if dims == (96, 96):
+                other = {shape: compared_with(shape) for shape in shapes}
+                bar = LEAST_OF_96 if pass_ == "backward" else None
+                found += _claim(of, pass_, "our own at 128", run.to_ours(pass_, other), bar)
+            for peer, ratios in run.to_peers(pass_, shapes).items():
+                found += _claim(of, pass_, _name(peer, pass_), ratios, BARS.get((dims, pass_), {}).get(peer))
+    return found
+
+
+def of_scores(run: Run) -> list[Claim]:
+    """Each kind of scores over our own without it, by head dim and mask, and over each peer."""
+    grid = [shape for shape in GRIDS["scores"]() if shape.scores]
+    found = []
+    for key in dict.fromkeys((shape.scores, shape.head_dim, shape.mask) for shape in grid):
+        scores, head_dim, mask = key
+        shapes = [shape for shape in grid if (shape.scores, shape.head_dim, shape.mask) == key]
+        of = f"{scores}, {head_dim} {mask}"
+        has_bar = scores.startswith("softcap") and (head_dim, mask) == (128, "causal")
+        for pass_ in PASSES:
+            without = run.to_ours(pass_, {shape: compared_with(shape) for shape in shapes})
+            found += _claim(of, pass_, "our own without", without, LEAST_OF_SOFTCAP if has_bar else None)
+            for peer, ratios in run.to_peers(pass_, shapes).items():
+                found += _claim(of, pass_, _name(peer, pass_), ratios)
+    return found
+
+
+CLAIMS = {"head-dims": of_head_dims, "scores": of_scores}
+
+
+def compared_with(shape: Shape) -> Shape | None:
+    """The shape of ours that the project compares it with."""
+    if shape.scores:
+        return shape.plain
+    return shape.at_head_dim(128) if shape.head_dims == (96, 96) else None
+
+
+def ratios_by_shape(run: Run, pass_: str) -> tuple[list[str], list[list[str]]]:
+    """Heads and rows of a table: our throughput at every shape, over our own at the shape that it is compared with, and
+    over each peer's."""
+    ours = run.ours(pass_)
+    peers = run.to_peers(pass_, list(ours))
+    own = run.to_ours(pass_, {shape: other for shape in ours if (other := compared_with(shape))})
+    rows = []
+    for shape, tflops in ours.items():
+        mask = shape.mask_name + (f", {shape.scores}" if shape.scores else "")
+        cells = [shape.head_dims_name, shape.heads_name, mask, f"{shape.batch} x {shape.seqlen}", f"**{tflops:.0f}**"]
+        columns = [own, *peers.values()]
+        rows.append([*cells, *(f"{ratios[shape]:.2f}" if shape in ratios else "-" for ratios in columns)])
+    heads = ["head_dim", "heads", "mask", "batch x seqlen", "dash_attn", "over our own"]
+    return [*heads, *(f"over {_name(peer, pass_)}" for peer in peers)], rows
