@@ -63,8 +63,9 @@ def flash_attn_with_kvcache(
             where there is neither causal nor a window_size by row cache_seqlens. rotary_dim is a multiple of 16 up to
             head_dim.
         cache_seqlens: an int, or int32 (batch,) on q's device: keys in the cache before this call. Needed with k.
-            Default: all of the capacity. Values out of range raise ValueError on the CPU, and are an error on the
-            device on a GPU, as an index out of bounds is.
+            Default: all of the capacity. With k and block_table it may be minus seqlen_new, of a sequence that has no
+            keys and takes none, as where a batch is filled up; its block_table may hold anything. Values out of range
+            raise ValueError on the CPU, and are an error on the device on a GPU, as an index out of bounds is.
         cache_batch_idx: int32 (batch,) on q's device: the sequence of the cache that each of the batch has. They must
             be distinct with k. Not with block_table. Default: 0, 1, 2, ...
         cache_leftpad: int32 (batch,) on q's device: places at the start of a sequence of the cache that hold no keys.
@@ -153,8 +154,11 @@ def attend(
         q, new = _rotated(q, cu_seqlens_q, new, seqlens, whole_positions=causal or window != (-1, -1))
     if new.k is not None:
         _append(cache, new, seqlens)
-        # A negative number stays one, and is the op's error.
-        seqlens = seqlens + new.k.shape[1] * (seqlens >= 0).int()
+        is_allowed = seqlens >= 0
+        if cache.table is not None:
+            is_allowed |= seqlens == -new.k.shape[1]
+        # Any other negative number stays one, and is the op's error.
+        seqlens = torch.where(is_allowed, seqlens + new.k.shape[1], seqlens)
     k, v, cu_seqlens_k = _rows(*_contents(cache, seqlens), batch)
     if cache.leftpad is not None:
         cu_seqlens_k = torch.cat((cu_seqlens_k[:-1] + cache.leftpad, cu_seqlens_k[-1:]))
@@ -199,16 +203,32 @@ def _rotated(
 
 
 def _append(cache: Cache, new: NewKeys, seqlens: Tensor) -> None:
-    places = seqlens.long()[:, None] + torch.arange(new.k.shape[1], device=seqlens.device)
     if cache.table is not None:
-        block_size = cache.k.shape[1]
-        index = cache.table.long().gather(1, places // block_size), places % block_size
-    elif cache.batch_idx is not None:
-        index = cache.batch_idx.long()[:, None], places
+        _append_to_blocks(cache, new, seqlens)
+        return
+    places = seqlens.long()[:, None] + torch.arange(new.k.shape[1], device=seqlens.device)
+    if cache.batch_idx is not None:
+        sequences = cache.batch_idx.long()
     else:
-        index = torch.arange(places.shape[0], device=places.device)[:, None], places
+        sequences = torch.arange(places.shape[0], device=places.device)
+    index = sequences[:, None], places
     cache.k.index_put_(index, new.k)
     cache.v.index_put_(index, new.v)
+
+
+def _append_to_blocks(cache: Cache, new: NewKeys, seqlens: Tensor) -> None:
+    """Sequences that take no keys write what the longest one writes, which changes nothing; if none takes any, what is
+    there already."""
+    if seqlens.shape[0] == 0:
+        return
+    own = torch.arange(seqlens.shape[0], device=seqlens.device)
+    writer = torch.where(seqlens < 0, seqlens.argmax(), own)
+    start = seqlens[writer].long()[:, None]
+    places = start.clamp(min=0) + torch.arange(new.k.shape[1], device=seqlens.device)
+    block_size = cache.k.shape[1]
+    index = cache.table[writer].long().gather(1, places // block_size), places % block_size
+    for blocks, rows in ((cache.k, new.k), (cache.v, new.v)):
+        blocks.index_put_(index, torch.where(start[..., None, None] < 0, blocks[index], rows[writer]))
 
 
 def _contents(cache: Cache, seqlens: Tensor) -> tuple[Tensor, Tensor]:
@@ -231,7 +251,7 @@ def _rows(k: Tensor, v: Tensor, batch: int) -> tuple[Tensor, Tensor, Tensor]:
         rows = [x.flatten(0, 1) for x in (k, v)]
         total = rows[0].shape[0]
     else:
-        total = max(k.shape[0] - 1, 0) * pitch + k.shape[1]
+        total = (k.shape[0] - 1) * pitch + k.shape[1] if k.shape[0] else 0
         rows = [x.as_strided((total, *x.shape[2:]), x.stride()[1:]) for x in (k, v)]
     starts = (torch.arange(batch + 1, dtype=torch.int32, device=k.device) * pitch).clamp_(max=total)
     return *rows, starts
