@@ -91,7 +91,7 @@ def _check_new(q: Tensor, cache: Cache, new: NewKeys, batch: int) -> None:
         raise ValueError("rotary_cos and rotary_sin must both be given or both be None, got one of them")
     if new.rotary_seqlens is not None and new.rotary_cos is None:
         raise ValueError("rotary_seqlens must be None without rotary_cos")
-    if new.k is None:
+    if new.k is None or new.v is None:
         if new.rotary_cos is not None:
             raise ValueError("rotary_cos must be None without k: keys in the cache have been rotated")
         return
@@ -103,7 +103,7 @@ def _check_new(q: Tensor, cache: Cache, new: NewKeys, batch: int) -> None:
             what = f"(batch, seqlen_new, kv_heads, head_dim) with the heads of {like_name}"
             raise ValueError(f"{name} must have shape {what}, {expected}, got {tuple(x.shape)}")
         _check_dtype(name, x, q)
-    if new.rotary_cos is not None:
+    if new.rotary_cos is not None and new.rotary_sin is not None:
         _check_rotary(q, new.rotary_cos, new.rotary_sin)
 
 
@@ -137,8 +137,9 @@ def _check_seqlens(cache: Cache, new: NewKeys, batch: int) -> None:
 
 def _check_values(q: Tensor, cache: Cache, new: NewKeys, batch: int) -> None:
     """What is an error on the device, and not seen here, on a GPU."""
-    seqlens = [cache.capacity() if cache.seqlens is None else cache.seqlens] * batch
-    if isinstance(cache.seqlens, Tensor):
+    if not isinstance(cache.seqlens, Tensor):
+        seqlens = [cache.capacity() if cache.seqlens is None else cache.seqlens] * batch
+    else:
         seqlens = cache.seqlens.tolist()
         takes_none = -_num_new(new) if cache.table is not None and new.k is not None else None
         placed = [length for length in seqlens if length != takes_none]

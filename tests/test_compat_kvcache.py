@@ -177,9 +177,12 @@ def test_block_sizes(block_size):
 
 
 @pytest.mark.parametrize("takes_none", [(1,), (0, 3), (2, 3), (0, 1, 2, 3)], ids=str)
+@pytest.mark.parametrize("block", [-1, 10**6, "another's"])
 @pytest.mark.parametrize("is_compiled", [False, True])
-def test_sequences_that_fill_up_a_batch(takes_none, is_compiled):
+def test_sequences_that_fill_up_a_batch(takes_none, block, is_compiled):
     """transformers gives those of a decoding batch that are none -1 for their length and for all their blocks."""
+    if block == 10**6 and len(takes_none) == 4:
+        pytest.skip("blocks of the longest sequence are looked at")
     keys, values = sequences((40, 5, 16, 23))
     cache, q = fill("paged", keys, values, CAPACITY), queries(1)
     new_k, new_v = randn(4, 1, KV_HEADS, HEAD_DIM, seed=5), randn(4, 1, KV_HEADS, VALUE_DIM, seed=6)
@@ -190,7 +193,8 @@ def test_sequences_that_fill_up_a_batch(takes_none, is_compiled):
     expected = flash_attn_with_kvcache(q[others], few.k_cache, few.v_cache, *rows, **few.arguments)
     for b in takes_none:
         cache.arguments["cache_seqlens"][b] = -1
-        cache.arguments["block_table"][b] = -1
+        # Also the one where sequence 2 writes its first row.
+        cache.arguments["block_table"][b] = cache.arguments["block_table"][2, 1] if block == "another's" else block
     function = flash_attn_with_kvcache
     if is_compiled:
         function = torch.compile(function, backend="aot_eager", fullgraph=True)
@@ -293,7 +297,7 @@ def test_queries_of_unequal_lengths(form):
 def test_no_key_in_flash_attention_3():
     keys, values = sequences()
     cache = fill("plain", keys, values, CAPACITY)
-    out, lse, *_ = flash_attn_3.flash_attn_with_kvcache(
+    _, lse, *_ = flash_attn_3.flash_attn_with_kvcache(
         queries(), cache.k_cache, cache.v_cache, return_softmax_lse=True, **cache.arguments
     )
     assert (lse[2] == -torch.inf).all() and lse[[0, 1, 3]].isfinite().all()

@@ -54,7 +54,7 @@ def poisoned(tensors):
 @pytest.mark.parametrize("scores", [{}, {"softcap": 3.0}], ids=["plain", "softcap"])
 def test_dense_is_the_public_function(name, mask, scores):
     *tensors, dout = dense()
-    out, lse, *rest = forward(name, tensors, **mask, **scores)
+    out, lse, *_ = forward(name, tensors, **mask, **scores)
     expected_out, expected_lse, *expected = public(tensors, dout, softmax_scale=SCALE, **mask, **scores)
     no_key = expected_lse == torch.inf
     assert no_key.any() == bool(mask)
@@ -70,7 +70,7 @@ def test_dense_is_the_public_function(name, mask, scores):
 def test_pack_is_the_public_function(name, mask, max_seqlen):
     *tensors, dout, cu_seqlens_q, cu_seqlens_k = packed()
     offsets = cu_seqlens_q, cu_seqlens_k, max_seqlen, max_seqlen
-    out, lse, *rest = forward(name, tensors, offsets, **mask)
+    out, lse, *_ = forward(name, tensors, offsets, **mask)
     expected_out, expected_lse, *expected = public(tensors, dout, offsets, softmax_scale=SCALE, **mask)
     assert (lse[:, 33:] == -torch.inf).all()
     assert_same_bits((out, lse), (expected_out, with_lse_of_no_key(expected_lse, -torch.inf)))
