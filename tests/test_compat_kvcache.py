@@ -158,6 +158,24 @@ def test_lengths_of_all(cache_seqlens):
     assert torch.equal(out, flash_attn_func(q, k_cache[:, :length], v_cache[:, :length], causal=True))
 
 
+@pytest.mark.parametrize("layout", ["expanded", "rows_first", "unlike_each_other"])
+def test_layouts_whose_sequences_are_no_rows_apart(layout):
+    """Those are copied; lengths of any strides."""
+    keys, values = sequences((40, 40))
+    k_cache, v_cache = torch.stack(keys), torch.stack(values)
+    if layout == "expanded":
+        k_cache, v_cache = (x[:1].expand_as(x) for x in (k_cache, v_cache))
+    elif layout == "rows_first":
+        k_cache, v_cache = (x.transpose(0, 1).contiguous().transpose(0, 1) for x in (k_cache, v_cache))
+    else:
+        v_cache = torch.cat((v_cache, v_cache), dim=1)[:, :40]
+    lengths = int32(40, 0, 17, 0)[::2]
+    q = queries(batch=2)
+    out = flash_attn_with_kvcache(q, k_cache, v_cache, cache_seqlens=lengths, causal=True)
+    cut = [x[:n] for x, n in zip(k_cache, (40, 17))], [x[:n] for x, n in zip(v_cache, (40, 17))]
+    assert torch.equal(out, alone(q, *cut, {"causal": True})[0])
+
+
 def test_blocks_past_the_keys_are_not_looked_at():
     keys, values = sequences()
     cache, q = fill("paged", keys, values, CAPACITY), queries()

@@ -200,6 +200,7 @@ def test_compiled(name):
     assert_same_bits(actual, expected)
 
 
+@pytest.mark.filterwarnings("ignore:Warning only once for all operators")
 def test_kernels_get_what_is_asked_for():
     *tensors, dout, cu_seqlens_q, cu_seqlens_k = packed()
     offsets = cu_seqlens_q, cu_seqlens_k, 25, 12
@@ -211,8 +212,27 @@ def test_kernels_get_what_is_asked_for():
     for _, arguments in calls:
         assert (arguments["window_left"], arguments["window_right"], arguments["causal"]) == (5, 2, False)
         assert (arguments["softmax_scale"], arguments["softcap"]) == (SCALE, 2.0)
-        assert arguments["cu_seqlens_q"] is cu_seqlens_q or torch.equal(arguments["cu_seqlens_q"], cu_seqlens_q)
+        assert torch.equal(arguments["cu_seqlens_q"], cu_seqlens_q)
     assert [name for name, _ in calls] == ["forward", "backward"]
+
+
+def test_lengths_in_use_of_flash_attention_2():
+    *tensors, dout, cu_seqlens_q, cu_seqlens_k = packed()
+    used = torch.tensor([5, 12, 2, 0], dtype=torch.int32)
+    offsets = cu_seqlens_q, cu_seqlens_k, 25, 12
+    expected = public(tensors, dout, offsets, causal=True, seqused_k=used)
+    actual = flash_attn_2._flash_attn_varlen_forward(*tensors, *offsets, 0.0, None, True, seqused_k=used)
+    assert torch.equal(actual[0], expected[0])
+
+
+def test_chunks_and_margin_of_flash_attention_3():
+    *tensors, dout = dense()
+    with kernel_calls() as calls:
+        out, lse, *_ = flash_attn_3._flash_attn_forward(*tensors, causal=True, attention_chunk=16, sm_margin=3)
+        flash_attn_3._flash_attn_backward(dout, *tensors, out, lse, is_causal=True, sm_margin=5)
+    (_, forward_arguments), (_, backward_arguments) = calls
+    assert (forward_arguments["sm_margin"], backward_arguments["sm_margin"]) == (3, 5)
+    assert torch.equal(out, public(tensors, dout, causal=True, attention_chunk=16)[0])
 
 
 def test_forward_of_flash_attention_3_has_a_gradient():
