@@ -91,7 +91,7 @@ def _check_new(q: Tensor, cache: Cache, new: NewKeys, batch: int) -> None:
         raise ValueError("rotary_cos and rotary_sin must both be given or both be None, got one of them")
     if new.rotary_seqlens is not None and new.rotary_cos is None:
         raise ValueError("rotary_seqlens must be None without rotary_cos")
-    if new.k is None:
+    if new.k is None or new.v is None:
         if new.rotary_cos is not None:
             raise ValueError("rotary_cos must be None without k: keys in the cache have been rotated")
         return
@@ -103,7 +103,7 @@ def _check_new(q: Tensor, cache: Cache, new: NewKeys, batch: int) -> None:
             what = f"(batch, seqlen_new, kv_heads, head_dim) with the heads of {like_name}"
             raise ValueError(f"{name} must have shape {what}, {expected}, got {tuple(x.shape)}")
         _check_dtype(name, x, q)
-    if new.rotary_cos is not None:
+    if new.rotary_cos is not None and new.rotary_sin is not None:
         _check_rotary(q, new.rotary_cos, new.rotary_sin)
 
 
@@ -137,10 +137,13 @@ def _check_seqlens(cache: Cache, new: NewKeys, batch: int) -> None:
 
 def _check_values(q: Tensor, cache: Cache, new: NewKeys, batch: int) -> None:
     """What is an error on the device, and not seen here, on a GPU."""
-    seqlens = [cache.capacity() if cache.seqlens is None else cache.seqlens] * batch
-    if isinstance(cache.seqlens, Tensor):
+    if not isinstance(cache.seqlens, Tensor):
+        seqlens = [cache.capacity() if cache.seqlens is None else cache.seqlens] * batch
+    else:
         seqlens = cache.seqlens.tolist()
-        _check_range("cache_seqlens", seqlens, cache.capacity() - _num_new(new))
+        takes_none = -_num_new(new) if cache.table is not None and new.k is not None else None
+        placed = [length for length in seqlens if length != takes_none]
+        _check_range("cache_seqlens", placed, cache.capacity() - _num_new(new))
     ends = [length + _num_new(new) for length in seqlens]
     if cache.leftpad is not None and any(not 0 <= pad <= end for pad, end in zip(cache.leftpad.tolist(), ends)):
         raise ValueError(f"cache_leftpad must be from 0 to the cached keys, {ends}, got {cache.leftpad.tolist()}")
@@ -153,8 +156,9 @@ def _check_values(q: Tensor, cache: Cache, new: NewKeys, batch: int) -> None:
         for blocks, end in zip(cache.table.tolist(), ends):
             _check_range(cache.table_name, blocks[: -(-end // cache.k.shape[1])], cache.k.shape[0] - 1)
     if new.rotary_cos is not None:
-        starts = seqlens if new.rotary_seqlens is None else new.rotary_seqlens.tolist()
-        name = "cache_seqlens" if new.rotary_seqlens is None else "rotary_seqlens"
+        starts, name = [max(length, 0) for length in seqlens], "cache_seqlens"
+        if new.rotary_seqlens is not None:
+            starts, name = new.rotary_seqlens.tolist(), "rotary_seqlens"
         turned = max(_num_new(new), q.shape[1] if q.dim() == 4 else 1)
         _check_range(name, starts, new.rotary_cos.shape[0] - turned)
 

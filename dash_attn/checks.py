@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import numbers
 import operator
+from collections.abc import Mapping
 
 import torch
 
@@ -18,7 +19,7 @@ PAGED = "paged keys and values are not supported here; flash_attn_with_kvcache t
 _MAX_INT = 2**31 - 1
 
 
-def check_tensors(named: dict[str, object]) -> None:
+def check_tensors(named: Mapping[str, object]) -> None:
     for name, tensor in named.items():
         if not isinstance(tensor, torch.Tensor):
             raise TypeError(f"{name} must be a torch.Tensor, got {_describe(tensor)}")

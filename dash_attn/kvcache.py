@@ -7,6 +7,7 @@ lengths, tables or indices are read on the host, so that calls can be captured i
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -63,8 +64,9 @@ def flash_attn_with_kvcache(
             where there is neither causal nor a window_size by row cache_seqlens. rotary_dim is a multiple of 16 up to
             head_dim.
         cache_seqlens: an int, or int32 (batch,) on q's device: keys in the cache before this call. Needed with k.
-            Default: all of the capacity. Values out of range raise ValueError on the CPU, and are an error on the
-            device on a GPU, as an index out of bounds is.
+            Default: all of the capacity. With k and block_table it may be minus seqlen_new, of a sequence that has no
+            keys and takes none, as where a batch is filled up; its block_table may hold -1. Values out of range raise
+            ValueError on the CPU, and are an error on the device on a GPU, as an index out of bounds is.
         cache_batch_idx: int32 (batch,) on q's device: the sequence of the cache that each of the batch has. They must
             be distinct with k. Not with block_table. Default: 0, 1, 2, ...
         cache_leftpad: int32 (batch,) on q's device: places at the start of a sequence of the cache that hold no keys.
@@ -128,7 +130,7 @@ class NewKeys(NamedTuple):
 def attend(
     q: Tensor,
     cache: Cache,
-    new: NewKeys = NewKeys(),
+    new: NewKeys,
     *,
     cu_seqlens_q: Tensor | None = None,
     seqused_q: Tensor | None = None,
@@ -149,12 +151,22 @@ def attend(
     scale = None if softmax_scale is None else checks.as_number("softmax_scale", softmax_scale)
     batch = cache_checks.check(q, cache, new, cu_seqlens_q, seqused_q)
     seqlens = _seqlens(cache, batch, q.device)
-    if new.rotary_cos is not None:
-        q, new = _rotated(q, cu_seqlens_q, new, seqlens, whole_positions=causal or window != (-1, -1))
-    if new.k is not None:
-        _append(cache, new, seqlens)
-        # A negative number stays one, and is the op's error.
-        seqlens = seqlens + new.k.shape[1] * (seqlens >= 0).int()
+    if new.k is not None and new.v is not None:
+        new_k = new.k
+        if new.rotary_cos is not None and new.rotary_sin is not None:
+            start = seqlens if new.rotary_seqlens is None else new.rotary_seqlens
+            turn = functools.partial(
+                rotary.rotate, cos=new.rotary_cos, sin=new.rotary_sin,
+                interleaved=checks.as_flag("rotary_interleaved", new.rotary_interleaved),
+            )  # fmt: skip
+            new_k = turn(new_k, start.long()[:, None] + torch.arange(new_k.shape[1], device=q.device))
+            q = turn(q, _positions(q, cu_seqlens_q, start.long(), has_mask=causal or window != (-1, -1)))
+        _append(cache, new_k, new.v, seqlens)
+        is_allowed = seqlens >= 0
+        if cache.table is not None:
+            is_allowed |= seqlens == -new.k.shape[1]
+        # Any other negative number stays one, and is the op's error.
+        seqlens = torch.where(is_allowed, seqlens + new.k.shape[1], seqlens)
     k, v, cu_seqlens_k = _rows(*_contents(cache, seqlens), batch)
     if cache.leftpad is not None:
         cu_seqlens_k = torch.cat((cu_seqlens_k[:-1] + cache.leftpad, cu_seqlens_k[-1:]))
@@ -179,36 +191,44 @@ def _seqlens(cache: Cache, batch: int, device: torch.device) -> Tensor:
     return torch.full((batch,), length, dtype=torch.int32, device=device)
 
 
-def _rotated(
-    q: Tensor, cu_seqlens_q: Tensor | None, new: NewKeys, seqlens: Tensor, *, whole_positions: bool
-) -> tuple[Tensor, NewKeys]:
-    start = (seqlens if new.rotary_seqlens is None else new.rotary_seqlens).long()
-    steps = torch.arange(new.k.shape[1], device=q.device)
-    table = new.rotary_cos, new.rotary_sin, checks.as_flag("rotary_interleaved", new.rotary_interleaved)
-    k = rotary.rotate(new.k, start[:, None] + steps, *table)
+def _positions(q: Tensor, cu_seqlens_q: Tensor | None, start: Tensor, *, has_mask: bool) -> Tensor:
+    """Of queries for the rotation: their own where there is a mask, else that of the first."""
     if cu_seqlens_q is None:
-        of_query = torch.arange(q.shape[1], device=q.device) * whole_positions
-        positions = start[:, None] + of_query
-    else:
-        rows = torch.arange(q.shape[0], device=q.device)
-        # Rows of no sequence are turned as rows of the last one, and not looked at.
-        sequence = sequence_of_rows(cu_seqlens_q, q.shape[0]).clamp_(max=start.shape[0] - 1)
-        of_query = (rows - cu_seqlens_q[sequence]) * whole_positions
-        positions = (start[sequence] + of_query).clamp_(0, new.rotary_cos.shape[0] - 1)
-    return rotary.rotate(q, positions, *table), new._replace(k=k)
+        return start[:, None] + torch.arange(q.shape[1], device=q.device) * has_mask
+    sequence = sequence_of_rows(cu_seqlens_q, q.shape[0])
+    own = torch.arange(q.shape[0], device=q.device) - cu_seqlens_q[sequence]
+    # Rows of no sequence are turned as the first of the last one, and not looked at.
+    has_own = (sequence < start.shape[0]) & has_mask
+    return start[sequence.clamp(max=start.shape[0] - 1)] + own * has_own
 
 
-def _append(cache: Cache, new: NewKeys, seqlens: Tensor) -> None:
-    places = seqlens.long()[:, None] + torch.arange(new.k.shape[1], device=seqlens.device)
+def _append(cache: Cache, k: Tensor, v: Tensor, seqlens: Tensor) -> None:
     if cache.table is not None:
-        block_size = cache.k.shape[1]
-        index = cache.table.long().gather(1, places // block_size), places % block_size
-    elif cache.batch_idx is not None:
-        index = cache.batch_idx.long()[:, None], places
+        _append_to_blocks(cache, cache.table, k, v, seqlens)
+        return
+    places = seqlens.long()[:, None] + torch.arange(k.shape[1], device=seqlens.device)
+    if cache.batch_idx is not None:
+        sequences = cache.batch_idx.long()
     else:
-        index = torch.arange(places.shape[0], device=places.device)[:, None], places
-    cache.k.index_put_(index, new.k)
-    cache.v.index_put_(index, new.v)
+        sequences = torch.arange(places.shape[0], device=places.device)
+    index = sequences[:, None], places
+    cache.k.index_put_(index, k)
+    cache.v.index_put_(index, v)
+
+
+def _append_to_blocks(cache: Cache, table: Tensor, k: Tensor, v: Tensor, seqlens: Tensor) -> None:
+    """Sequences that take no keys write what the longest one writes, which changes nothing; if none takes any, what is
+    there already."""
+    if seqlens.shape[0] == 0:
+        return
+    own = torch.arange(seqlens.shape[0], device=seqlens.device)
+    writer = torch.where(seqlens < 0, seqlens.argmax(), own)
+    start = seqlens[writer].long()[:, None]
+    places = start.clamp(min=0) + torch.arange(k.shape[1], device=seqlens.device)
+    block_size = cache.k.shape[1]
+    index = table[writer].long().gather(1, places // block_size), places % block_size
+    for blocks, rows in ((cache.k, k), (cache.v, v)):
+        blocks.index_put_(index, torch.where(start[..., None, None] < 0, blocks[index], rows[writer]))
 
 
 def _contents(cache: Cache, seqlens: Tensor) -> tuple[Tensor, Tensor]:
@@ -231,10 +251,10 @@ def _rows(k: Tensor, v: Tensor, batch: int) -> tuple[Tensor, Tensor, Tensor]:
         rows = [x.flatten(0, 1) for x in (k, v)]
         total = rows[0].shape[0]
     else:
-        total = max(k.shape[0] - 1, 0) * pitch + k.shape[1]
+        total = (k.shape[0] - 1) * pitch + k.shape[1] if k.shape[0] else 0
         rows = [x.as_strided((total, *x.shape[2:]), x.stride()[1:]) for x in (k, v)]
     starts = (torch.arange(batch + 1, dtype=torch.int32, device=k.device) * pitch).clamp_(max=total)
-    return *rows, starts
+    return rows[0], rows[1], starts
 
 
 def _pitch(cache: Tensor) -> int | None:

@@ -2,8 +2,8 @@
 
     python ring_worker.py RANK WORLD_SIZE FOLDER [cuda]
 
-With "cuda" on one GPU each. It leaves FOLDER/rank_RANK.pt: {case: {"out", "dq", "dk", "dv": of this rank's rows, "repeats": whether a second run had
-the same bits}}.
+With "cuda" on one GPU each. It leaves FOLDER/rank_RANK.pt: {case: {"out", "dq", "dk", "dv": of this rank's rows,
+"repeats": whether a second run had the same bits}}.
 """
 
 import importlib

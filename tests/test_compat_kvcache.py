@@ -21,6 +21,13 @@ forms = pytest.mark.parametrize("form", FORMS)
 masks = pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS)
 
 
+@pytest.fixture(autouse=True)
+def forget_compiled():
+    """Every test compiles for itself: together they would exceed what is compiled of one function."""
+    yield
+    torch.compiler.reset()
+
+
 def randn(*shape, seed=0, dtype=torch.bfloat16):
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
@@ -151,6 +158,24 @@ def test_lengths_of_all(cache_seqlens):
     assert torch.equal(out, flash_attn_func(q, k_cache[:, :length], v_cache[:, :length], causal=True))
 
 
+@pytest.mark.parametrize("layout", ["expanded", "rows_first", "unlike_each_other"])
+def test_layouts_whose_sequences_are_no_rows_apart(layout):
+    """Those are copied; lengths of any strides."""
+    keys, values = sequences((40, 40))
+    k_cache, v_cache = torch.stack(keys), torch.stack(values)
+    if layout == "expanded":
+        k_cache, v_cache = (x[:1].expand_as(x) for x in (k_cache, v_cache))
+    elif layout == "rows_first":
+        k_cache, v_cache = (x.transpose(0, 1).contiguous().transpose(0, 1) for x in (k_cache, v_cache))
+    else:
+        v_cache = torch.cat((v_cache, v_cache), dim=1)[:, :40]
+    lengths = int32(40, 0, 17, 0)[::2]
+    q = queries(batch=2)
+    out = flash_attn_with_kvcache(q, k_cache, v_cache, cache_seqlens=lengths, causal=True)
+    cut = [x[:n] for x, n in zip(k_cache, (40, 17))], [x[:n] for x, n in zip(v_cache, (40, 17))]
+    assert torch.equal(out, alone(q, *cut, {"causal": True})[0])
+
+
 def test_blocks_past_the_keys_are_not_looked_at():
     keys, values = sequences()
     cache, q = fill("paged", keys, values, CAPACITY), queries()
@@ -167,6 +192,49 @@ def test_block_sizes(block_size):
     cache, q = fill("paged", keys, values, CAPACITY, block_size=block_size), queries()
     out = flash_attn_with_kvcache(q, cache.k_cache, cache.v_cache, causal=True, **cache.arguments)
     assert torch.equal(out, alone(q, keys, values, {"causal": True})[0])
+
+
+@pytest.mark.parametrize("takes_none", [(1,), (0, 3), (2, 3), (0, 1, 2, 3)], ids=str)
+@pytest.mark.parametrize("block", [-1, 10**6, "another's"])
+@pytest.mark.parametrize("is_compiled", [False, True])
+def test_sequences_that_fill_up_a_batch(takes_none, block, is_compiled):
+    """transformers gives those of a decoding batch that are none -1 for their length and for all their blocks."""
+    if block == 10**6 and len(takes_none) == 4:
+        pytest.skip("blocks of the longest sequence are looked at")
+    keys, values = sequences((40, 5, 16, 23))
+    cache, q = fill("paged", keys, values, CAPACITY), queries(1)
+    new_k, new_v = randn(4, 1, KV_HEADS, HEAD_DIM, seed=5), randn(4, 1, KV_HEADS, VALUE_DIM, seed=6)
+    others = [b for b in range(4) if b not in takes_none]
+    few = fill("paged", keys, values, CAPACITY)
+    few.arguments = {name: x[others] for name, x in few.arguments.items()}
+    rows = new_k[others], new_v[others]
+    expected = flash_attn_with_kvcache(q[others], few.k_cache, few.v_cache, *rows, **few.arguments)
+    for b in takes_none:
+        cache.arguments["cache_seqlens"][b] = -1
+        # Also the one where sequence 2 writes its first row.
+        cache.arguments["block_table"][b] = cache.arguments["block_table"][2, 1] if block == "another's" else block
+    function = flash_attn_with_kvcache
+    if is_compiled:
+        function = torch.compile(function, backend="aot_eager", fullgraph=True)
+    out, lse = function(q, cache.k_cache, cache.v_cache, new_k, new_v, return_softmax_lse=True, **cache.arguments)
+    assert torch.equal(out[others], expected)
+    assert not out[list(takes_none)].any() and (lse[list(takes_none)] == torch.inf).all()
+    for actual, truth in ((cache.k_cache, few.k_cache), (cache.v_cache, few.v_cache)):
+        torch.testing.assert_close(actual, truth, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize(
+    "form, lengths", [("plain", (-1, 3)), ("plain", (3, -3)), ("paged", (-2, 3)), ("plain", (3, 70))]
+)
+@pytest.mark.parametrize("appends", [False, True])
+def test_lengths_out_of_range_are_the_ops_error(form, lengths, appends):
+    """Where they are not read beforehand, as on a GPU."""
+    cache = fill(form, *sequences((3, 3)), CAPACITY)
+    cache.arguments["cache_seqlens"] = int32(*lengths)
+    new = (randn(2, 3, KV_HEADS, HEAD_DIM), randn(2, 3, KV_HEADS, VALUE_DIM)) if appends else ()
+    compiled = torch.compile(flash_attn_with_kvcache, backend="aot_eager", fullgraph=True)
+    with pytest.raises((ValueError, IndexError), match="seqused_k|out of bounds"):
+        compiled(queries(batch=2), cache.k_cache, cache.v_cache, *new, **cache.arguments)
 
 
 def turned(x, positions, angles, interleaved):
@@ -247,7 +315,7 @@ def test_queries_of_unequal_lengths(form):
 def test_no_key_in_flash_attention_3():
     keys, values = sequences()
     cache = fill("plain", keys, values, CAPACITY)
-    out, lse, *_ = flash_attn_3.flash_attn_with_kvcache(
+    _, lse, *_ = flash_attn_3.flash_attn_with_kvcache(
         queries(), cache.k_cache, cache.v_cache, return_softmax_lse=True, **cache.arguments
     )
     assert (lse[2] == -torch.inf).all() and lse[[0, 1, 3]].isfinite().all()

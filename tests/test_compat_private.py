@@ -54,7 +54,7 @@ def poisoned(tensors):
 @pytest.mark.parametrize("scores", [{}, {"softcap": 3.0}], ids=["plain", "softcap"])
 def test_dense_is_the_public_function(name, mask, scores):
     *tensors, dout = dense()
-    out, lse, *rest = forward(name, tensors, **mask, **scores)
+    out, lse, *_ = forward(name, tensors, **mask, **scores)
     expected_out, expected_lse, *expected = public(tensors, dout, softmax_scale=SCALE, **mask, **scores)
     no_key = expected_lse == torch.inf
     assert no_key.any() == bool(mask)
@@ -70,7 +70,7 @@ def test_dense_is_the_public_function(name, mask, scores):
 def test_pack_is_the_public_function(name, mask, max_seqlen):
     *tensors, dout, cu_seqlens_q, cu_seqlens_k = packed()
     offsets = cu_seqlens_q, cu_seqlens_k, max_seqlen, max_seqlen
-    out, lse, *rest = forward(name, tensors, offsets, **mask)
+    out, lse, *_ = forward(name, tensors, offsets, **mask)
     expected_out, expected_lse, *expected = public(tensors, dout, offsets, softmax_scale=SCALE, **mask)
     assert (lse[:, 33:] == -torch.inf).all()
     assert_same_bits((out, lse), (expected_out, with_lse_of_no_key(expected_lse, -torch.inf)))
@@ -200,6 +200,7 @@ def test_compiled(name):
     assert_same_bits(actual, expected)
 
 
+@pytest.mark.filterwarnings("ignore:Warning only once for all operators")
 def test_kernels_get_what_is_asked_for():
     *tensors, dout, cu_seqlens_q, cu_seqlens_k = packed()
     offsets = cu_seqlens_q, cu_seqlens_k, 25, 12
@@ -211,8 +212,27 @@ def test_kernels_get_what_is_asked_for():
     for _, arguments in calls:
         assert (arguments["window_left"], arguments["window_right"], arguments["causal"]) == (5, 2, False)
         assert (arguments["softmax_scale"], arguments["softcap"]) == (SCALE, 2.0)
-        assert arguments["cu_seqlens_q"] is cu_seqlens_q or torch.equal(arguments["cu_seqlens_q"], cu_seqlens_q)
+        assert torch.equal(arguments["cu_seqlens_q"], cu_seqlens_q)
     assert [name for name, _ in calls] == ["forward", "backward"]
+
+
+def test_lengths_in_use_of_flash_attention_2():
+    *tensors, dout, cu_seqlens_q, cu_seqlens_k = packed()
+    used = torch.tensor([5, 12, 2, 0], dtype=torch.int32)
+    offsets = cu_seqlens_q, cu_seqlens_k, 25, 12
+    expected = public(tensors, dout, offsets, causal=True, seqused_k=used)
+    actual = flash_attn_2._flash_attn_varlen_forward(*tensors, *offsets, 0.0, None, True, seqused_k=used)
+    assert torch.equal(actual[0], expected[0])
+
+
+def test_chunks_and_margin_of_flash_attention_3():
+    *tensors, dout = dense()
+    with kernel_calls() as calls:
+        out, lse, *_ = flash_attn_3._flash_attn_forward(*tensors, causal=True, attention_chunk=16, sm_margin=3)
+        flash_attn_3._flash_attn_backward(dout, *tensors, out, lse, is_causal=True, sm_margin=5)
+    (_, forward_arguments), (_, backward_arguments) = calls
+    assert (forward_arguments["sm_margin"], backward_arguments["sm_margin"]) == (3, 5)
+    assert torch.equal(out, public(tensors, dout, causal=True, attention_chunk=16)[0])
 
 
 def test_forward_of_flash_attention_3_has_a_gradient():

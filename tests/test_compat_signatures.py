@@ -1,6 +1,7 @@
 """What the modules of dash_attn.compat export: names, order and defaults, as recorded from the peers."""
 
 import inspect
+import typing
 
 import pytest
 import torch
@@ -117,6 +118,7 @@ def test_signature(module, name, text):
     assert not kinds & {inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL}
     if name.startswith("_"):
         assert inspect.Parameter.KEYWORD_ONLY not in kinds
+    assert set(typing.get_type_hints(function)) == {*inspect.signature(function).parameters, "return"}
 
 
 @pytest.mark.parametrize("module, recorded", [

@@ -56,7 +56,7 @@ def as_pack(q: Tensor, k: Tensor, lengths: Lengths) -> Pack:
     cu_seqlens_q, cu_seqlens_k, *used = lengths
     if all(x is None for x in lengths) or (cu_seqlens_q is not None and cu_seqlens_k is not None):
         return Pack(lengths, None, None)
-    sides = []
+    sides: list[tuple[tuple[int, int] | None, Tensor]] = []
     for name, x, cu_seqlens in (("q", q, cu_seqlens_q), ("k", k, cu_seqlens_k)):
         if cu_seqlens is not None:
             sides.append((None, cu_seqlens))

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from .. import (
+    checks,
     flash_attn_func,
     flash_attn_kvpacked_func,
     flash_attn_qkvpacked_func,
@@ -26,7 +27,6 @@ from .. import (
     flash_attn_varlen_kvpacked_func,
     flash_attn_varlen_qkvpacked_func,
 )
-from .. import checks
 from ..kvcache import flash_attn_with_kvcache
 from . import calls
 from .calls import Lengths

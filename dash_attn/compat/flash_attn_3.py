@@ -12,6 +12,7 @@ is not supported raises NotImplementedError: a second query-value product, fp8, 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -337,7 +338,7 @@ def _flash_attn_forward(
     _reject(qv, q_descale, k_descale, v_descale, cu_seqlens_k_new)
     _check_advice(scheduler_metadata, num_splits, pack_gqa)
     calls.check_max_seqlens(max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k)
-    arguments = {
+    arguments: dict[str, Any] = {
         "softmax_scale": softmax_scale, "causal": causal, "window_size": (window_size_left, window_size_right),
         "attention_chunk": attention_chunk, "softcap": softcap, "sm_margin": sm_margin,
     }  # fmt: skip
@@ -351,8 +352,9 @@ def _flash_attn_forward(
         softmax_lse = minus_infinity_without_keys(softmax_lse)
     else:
         pack = as_pack(q, k, Lengths(cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k))
-        rows = pack.of_queries(q), pack.of_keys(k), pack.of_keys(v)
-        out, softmax_lse = calls.forward(*rows, pack.lengths, **arguments)
+        out, softmax_lse = calls.forward(
+            pack.of_queries(q), pack.of_keys(k), pack.of_keys(v), pack.lengths, **arguments
+        )
         out, softmax_lse = pack.as_queries(out), pack.as_lse(softmax_lse)
     if out_ is not None:
         checks.check_tensors({"out_": out_})
@@ -407,7 +409,7 @@ def _flash_attn_backward(
     if deterministic is not None:
         checks.as_flag("deterministic", deterministic)
     calls.check_max_seqlens(max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k)
-    arguments = {
+    arguments: dict[str, Any] = {
         "softmax_scale": softmax_scale, "causal": is_causal, "window_size": (window_size_left, window_size_right),
         "softcap": softcap, "sm_margin": sm_margin,
     }  # fmt: skip
@@ -415,12 +417,12 @@ def _flash_attn_backward(
     if pack.is_as_given:
         return calls.backward(dout, q, k, v, out, softmax_lse, dq, dk, dv, pack.lengths, **arguments)
     rows = pack.of_queries(q), pack.of_keys(k), pack.of_keys(v)
-    gradients = [torch.empty_like(x) for x in rows]
+    dq_rows, dk_rows, dv_rows = (torch.empty_like(x) for x in rows)
     softmax_d = calls.backward(
-        pack.of_queries(dout), *rows, pack.of_queries(out), pack.of_lse(softmax_lse), *gradients, pack.lengths,
-        **arguments,
+        pack.of_queries(dout), *rows, pack.of_queries(out), pack.of_lse(softmax_lse), dq_rows, dk_rows, dv_rows,
+        pack.lengths, **arguments,
     )  # fmt: skip
-    for given, gradient in zip((dq, dk, dv), gradients):
+    for given, gradient in ((dq, dq_rows), (dk, dk_rows), (dv, dv_rows)):
         if given is not None:
             given.copy_(gradient.view(given.shape))
     return softmax_d

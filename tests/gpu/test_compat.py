@@ -179,6 +179,29 @@ def test_decoding_does_not_depend_on_the_batch(heads, kv_heads):
         assert torch.equal(rows, out[batch])
 
 
+@pytest.mark.parametrize("takes_none", [(1,), (2, 3), (0, 1, 2, 3)], ids=str)
+def test_sequences_that_fill_up_a_batch(takes_none):
+    """Length -1 and blocks -1, as transformers asks for: they write nothing, and the host does not look."""
+    keys, values = sequences()
+    cache, few = (fill("paged", keys, values, CAPACITY) for _ in range(2))
+    q, new_k, new_v = randn(4, 1, 8, 128, seed=1), randn(4, 1, 2, 128, seed=5), randn(4, 1, 2, 128, seed=6)
+    others = [b for b in range(4) if b not in takes_none]
+    few.arguments = {name: x[others] for name, x in few.arguments.items()}
+    rows = q[others], few.k_cache, few.v_cache, new_k[others], new_v[others]
+    expected = flash_attn_with_kvcache(*rows, causal=True, **few.arguments)
+    for b in takes_none:
+        cache.arguments["cache_seqlens"][b] = -1
+        cache.arguments["block_table"][b] = -1
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        out = flash_attn_with_kvcache(q, cache.k_cache, cache.v_cache, new_k, new_v, causal=True, **cache.arguments)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert torch.equal(out[others], expected) and not out[list(takes_none)].any()
+    torch.testing.assert_close(cache.k_cache, few.k_cache, rtol=0, atol=0, equal_nan=True)
+    torch.testing.assert_close(cache.v_cache, few.v_cache, rtol=0, atol=0, equal_nan=True)
+
+
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("has_rotation", [False, True])
 def test_the_host_waits_for_nothing_and_graphs_repeat(form, has_rotation):
