@@ -25,7 +25,8 @@ toolchain.check_setuptools(setuptools.__version__)
 try:
     import torch
 except ModuleNotFoundError:
-    raise SystemExit(f"building dash_attn needs torch in this Python: pip install 'torch>={toolchain.OLDEST_TORCH}'")
+    wanted = f"pip install 'torch>={toolchain.OLDEST_TORCH}'"
+    raise SystemExit(f"building dash_attn needs torch in this Python: {wanted}") from None
 toolchain.check_torch(torch.__version__)
 
 from torch.utils import cpp_extension  # noqa: E402

@@ -6,6 +6,7 @@ Markdown files, and every file that one of them links to.
 
 from __future__ import annotations
 
+import logging
 import re
 import shutil
 import sys
@@ -55,6 +56,7 @@ def main() -> None:
         from mkdocs.exceptions import Abort
     except ModuleNotFoundError:
         raise SystemExit("the site needs mkdocs: pip install mkdocs, or make docs") from None
+    logging.basicConfig(level=logging.WARNING, format="%(levelname)s: %(message)s")
     nav, pages = menu()
     shutil.rmtree(STAGED, ignore_errors=True)
     for path in dict.fromkeys([*pages, *(target for page in pages for target in links(page))]):

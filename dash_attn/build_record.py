@@ -52,6 +52,6 @@ def read(path: pathlib.Path) -> BuildRecord:
     facts = dict(line.split(" ", 1) for line in lines[:3])
     kernels = []
     for line in lines[3:]:
-        words = line.split()
-        kernels.append(Kernel(*words[:5], policies=words[5] if len(words) > 5 else None))
+        pass_, dtype, head_dims, mask, score, *policies = line.split()
+        kernels.append(Kernel(pass_, dtype, head_dims, mask, score, policies[0] if policies else None))
     return BuildRecord(facts["architecture"], facts["nvcc"], facts["cutlass"], tuple(kernels))

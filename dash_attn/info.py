@@ -17,6 +17,7 @@ import platform
 import re
 import sys
 import time
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -107,7 +108,7 @@ def _gpus() -> list[dict[str, Any]]:
     for device in range(torch.cuda.device_count()):
         capability = torch.cuda.get_device_capability(device)
         name = torch.cuda.get_device_name(device)
-        found.append({"name": name, "capability": "%d.%d" % capability, "runs_kernels": capability == HOPPER})
+        found.append({"name": name, "capability": ".".join(map(str, capability)), "runs_kernels": capability == HOPPER})
     return found
 
 
@@ -117,7 +118,8 @@ def _why_no_kernels_run(gpus: list[dict[str, Any]]) -> str | None:
     if not gpus:
         return _NO_GPU
     if not any(gpu["runs_kernels"] for gpu in gpus):
-        return f"they need a GPU of compute capability 9.0 (Hopper), here is {gpus[0]['name']} ({gpus[0]['capability']})"
+        here = f"{gpus[0]['name']} ({gpus[0]['capability']})"
+        return f"they need a GPU of compute capability 9.0 (Hopper), here is {here}"
     return None
 
 
@@ -151,7 +153,7 @@ def _aliases() -> list[dict[str, Any]]:
     return found
 
 
-def _attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool) -> torch.Tensor:
+def _attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: bool) -> torch.Tensor:
     """The formula in plain PyTorch, in the dtype of its arguments, which are (1, seqlen, heads, head_dim)."""
     scores = torch.einsum("bqhd,bkhd->bhqk", q, k) * q.shape[-1] ** -0.5
     if causal:
@@ -169,19 +171,21 @@ def _check_case(device: str, dtype: torch.dtype, head_dims: tuple[int, int], cau
     columns = (head_dims[0], head_dims[0], head_dims[1], head_dims[1])
     tensors = [torch.randn(1, 200, 2, d, generator=generator, dtype=torch.float32).to(dtype) for d in columns]
     exact = [tensor.double().requires_grad_() for tensor in tensors[:3]]
-    truth = _attention(*exact, causal)
+    truth = _attention(*exact, causal=causal)
     truths = [truth.detach(), *torch.autograd.grad(truth, exact, tensors[3].double())]
+    # Without return_attn_probs it returns the output alone.
+    flash_attn: Callable[..., torch.Tensor] = dash_attn.flash_attn_func  # type: ignore[assignment]
     runs = []
     for _ in range(2):
         leaves = [tensor.to(device).requires_grad_() for tensor in tensors[:3]]
-        out = dash_attn.flash_attn_func(*leaves, causal=causal)
+        out = flash_attn(*leaves, causal=causal)
         runs.append([out.detach(), *torch.autograd.grad(out, leaves, tensors[3].to(device))])
     of = f"{str(dtype).removeprefix('torch.')}, head dims {head_dims}, {'causal' if causal else 'full'} mask"
     for name, first, second, expected in zip(("the output", "dq", "dk", "dv"), *runs, truths, strict=True):
         if not torch.equal(first.view(torch.int16), second.view(torch.int16)):
             return f"{name} has other bits in the second run ({of})"
         if not (error := _error(first, expected)) <= _MAX_ERROR:
-            return f"{name} differs from plain PyTorch by {error:.2g} of its norm, at most {_MAX_ERROR} is right ({of})"
+            return f"{name} differs from plain PyTorch by {error:.2g} of its norm, limit {_MAX_ERROR} ({of})"
     return None
 
 

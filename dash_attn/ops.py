@@ -83,6 +83,7 @@ def _forward_cpu(
         out.zero_()
         softmax_lse.fill_(torch.inf)
     for (q_rows, out_rows), (k_rows, v_rows), (lse,), slopes in sequences:
+        assert lse is not None
         scores = {"softmax_scale": softmax_scale, "softcap": softcap, "alibi_slopes": slopes}
         results = reference.forward(q_rows, k_rows, v_rows, sinks=sinks, **scores, **mask)
         for target, result in zip((out_rows, lse), results):

@@ -11,6 +11,10 @@ import tarfile
 
 import pytest
 import toolchain
+import write_stub
+
+import dash_attn
+from dash_attn import _schedule
 
 ROOT = pathlib.Path(__file__).parents[1]
 # The files of the repository that only its own workflow reads.
@@ -91,3 +95,10 @@ def test_documents_promise_the_versions_that_the_build_accepts():
     cutlass = re.findall(r"(?:nvidia-cutlass==|CUTLASS )(\d+\.\d+\.\d+)", text)
     assert torch and set(torch) == {toolchain.OLDEST_TORCH}
     assert cutlass and set(cutlass) == {toolchain.CUTLASS}
+
+
+def test_types_of_the_compiled_module_are_its_own():
+    """pybind11 before 3.1 words signatures otherwise."""
+    pytest.importorskip("pybind11", minversion="3.1")
+    stub = pathlib.Path(dash_attn.__file__).parent / "_schedule.pyi"
+    assert stub.read_text() == write_stub.stub(_schedule), "python tools/write_stub.py writes it anew"

@@ -11,6 +11,7 @@ nothing else.
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 try:
     from dash_attn import _schedule
@@ -66,7 +67,7 @@ YARDSTICKS: tuple[str, ...] = _schedule.YARDSTICKS
 
 def fitting(*, causal: bool, window: tuple[int, int] = (-1, -1), attention_chunk: int = 0) -> tuple[str, ...]:
     """Those of ``POLICIES`` that are defined for the mask, which is given as to ``problem``."""
-    mask = {"causal": causal, "window": window, "attention_chunk": attention_chunk}
+    mask: dict[str, Any] = {"causal": causal, "window": window, "attention_chunk": attention_chunk}
     return tuple(policy for policy in POLICIES if _schedule.fits(policy, **mask))
 
 
@@ -97,7 +98,7 @@ def resolve(
     Raises:
         ValueError: ``name`` is unknown, the policy is not defined for this mask, or a number is out of range.
     """
-    mask = {"causal": causal, "window": window, "attention_chunk": attention_chunk}
+    mask: dict[str, Any] = {"causal": causal, "window": window, "attention_chunk": attention_chunk}
     if name == "auto":
         return _schedule.automatic(head_dim=head_dim, value_head_dim=value_head_dim, **mask)
     allowed = fitting(**mask)
@@ -158,8 +159,8 @@ def problem(
     kv_heads = heads if kv_heads is None else kv_heads
     if kv_heads < 1 or heads < 1 or heads % kv_heads:
         raise ValueError(f"heads must be a positive multiple of kv_heads={kv_heads}, got {heads}")
-    mask = {"causal": causal, "window": window, "attention_chunk": attention_chunk}
-    head_dims = {"head_dim": head_dim, "value_head_dim": value_head_dim}
+    mask: dict[str, Any] = {"causal": causal, "window": window, "attention_chunk": attention_chunk}
+    head_dims: dict[str, Any] = {"head_dim": head_dim, "value_head_dim": value_head_dim}
     schedule = resolve(schedule, **head_dims, **mask)
     if tile_q is None or tile_k is None:
         default_q, default_k = tile_shape(**head_dims)
