@@ -190,7 +190,7 @@ def _check_case(device: str, dtype: torch.dtype, head_dims: tuple[int, int], cau
 
 
 def _cases(kernels: dict[str, Any]) -> list[tuple[torch.dtype, tuple[int, int], bool]]:
-    """A call for every dtype and head dims that have kernels of the full or the causal mask and the default schedule."""
+    """A call for every dtype and head dims that have kernels of `schedule="auto"` under the full or the causal mask."""
     masks: dict[tuple[str, str], bool] = {}
     for kernel in kernels["list"]:
         if kernel["policies"] == "Ordered" and kernel["score"] == "Plain" and kernel["mask"] in ("Full", "Causal"):

