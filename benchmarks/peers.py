@@ -155,7 +155,9 @@ class DashAttn:
         from dash_attn import schedule
 
         causal, *window = mask_arguments(shape)
-        fitting = schedule.fitting(causal=causal, window=tuple(window), attention_chunk=shape.chunk)
+        mask = dict(causal=causal, window=tuple(window), attention_chunk=shape.chunk)
+        head_dims = dict(zip(("head_dim", "value_head_dim"), shape.head_dims))
+        fitting = schedule.fitting(**mask, **head_dims, changed_scores=shape.scores not in (None, "sinks"))
         usable = ("auto", *fitting)
         known = (*usable, *schedule.YARDSTICKS)
         chosen = usable if self._schedules is None else [s for s in self._schedules if s in known]

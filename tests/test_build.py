@@ -15,10 +15,12 @@ import toolchain
 import variants
 
 import dash_attn
+from dash_attn import schedule
 
 ROOT = pathlib.Path(__file__).parents[1]
 BINARY = pathlib.Path(dash_attn.__file__).parent / "_C.abi3.so"
 VARIANTS = variants.read_variants(ROOT / "csrc" / "launch" / "variants.def")
+SETS = {"shift": "Shift", "symmetric_shift": "SymmetricShift", "order_free": "OrderFree"}  # of policies, but Ordered
 ELEMENTS = {"bfloat16_t": "BFloat16", "half_t": "Float16"}
 
 LIST = """\
@@ -60,16 +62,17 @@ def main_kernels(binary, pass_: str) -> list[tuple[str, str, check_kernels.Kerne
 
 def test_list_of_variants_is_complete():
     """Both passes for every dtype, head dims and mask, of a changed score for the masks that served_mask of
-    csrc/launch/scores.h leaves; the backward with every set of policies, the shifts up to 128 columns and plain."""
-    narrow, capped_causal = ("64", "96", "128"), ("96", "128", "256")
+    csrc/launch/scores.h leaves; the backward with every set of the policies that csrc/schedule/policy.h names."""
+    capped_causal = ("96", "128", "256")
     forward, backward = set(), set()
-    for dtype, dims in itertools.product(("BFloat16", "Float16"), (*narrow, "192x128", "192", "256")):
+    for dtype, dims in itertools.product(("BFloat16", "Float16"), ("64", "96", "128", "192x128", "192", "256")):
+        head_dims = dict(zip(("head_dim", "value_head_dim"), map(int, dims.split("x"))))
         kernels = [("Full", "Plain"), ("Causal", "Plain"), *(("Windowed", s) for s in ("Plain", "Softcap", "Alibi"))]
         for mask, score in kernels + [("Causal", "Softcap")] * (dims in capped_causal):
-            shift = {"Full": ["Shift"], "Causal": ["SymmetricShift"]}.get(mask, [])
             forward.add((dtype, dims, mask, score))
-            policies = ["Ordered", "OrderFree"] + shift * (dims in narrow and score == "Plain")
-            backward |= {(dtype, dims, mask, score, name) for name in policies}
+            call = dict(causal=mask == "Causal", window=(0, 0) if mask == "Windowed" else (-1, -1))
+            policies = schedule.fitting(**call, **head_dims, changed_scores=score != "Plain")
+            backward |= {(dtype, dims, mask, score, SETS.get(name, "Ordered")) for name in policies}
     listed = {pass_: [v.values for v in VARIANTS if v.pass_ == pass_] for pass_ in ("FORWARD", "BACKWARD")}
     assert (set(listed["FORWARD"]), set(listed["BACKWARD"])) == (forward, backward)
     assert len(VARIANTS) == len(forward) + len(backward)

@@ -21,9 +21,9 @@ from interface_support import (
 )
 
 import dash_attn
-from dash_attn import _schedule, flash_attn_func, flash_attn_kvpacked_func, flash_attn_qkvpacked_func
+from dash_attn import flash_attn_func, flash_attn_kvpacked_func, flash_attn_qkvpacked_func
 from dash_attn import flash_attn_varlen_func
-from dash_attn.schedule import POLICIES, fitting, policy_number
+from dash_attn.schedule import POLICIES, fitting, policy_number, resolve
 
 OUTPUTS = ("out", "softmax_lse")
 # FlashAttention-2's arguments after the tensors, then FlashAttention-3's that it lacks, then the names of a sink.
@@ -123,8 +123,7 @@ def test_auto_looks_neither_at_the_other_heads_nor_at_the_batch(lengths, causal)
         with kernel_calls() as calls:
             out_and_gradients(flash_attn_func, inputs, dout, causal=causal)
         policies.add(calls[-1][1]["schedule"])
-    expected = _schedule.automatic(causal=causal, head_dim=8)
-    assert policies == {policy_number(expected)}
+    assert policies == {policy_number(resolve("auto", causal=causal, head_dim=8))}
 
 
 @pytest.mark.parametrize("function", [*FUNCTIONS, *VARLEN_FUNCTIONS], ids=lambda f: f.__name__)

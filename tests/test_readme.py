@@ -351,7 +351,7 @@ def test_the_table_of_schedules():
     assert dict(rows) == {"auto": "all", **of_policies} and len(rows) == len(of_policies) + 1
     (automatic,) = re.findall(r"^\| `auto` \| all \| `(\w+)`: one rule for every shape", text, re.M)
     head_dims = (64, 96, 128, 192, 256)
-    assert {_schedule.automatic(head_dim=d, **m) for d in head_dims for m in (full, causal, window)} == {automatic}
+    assert {schedule.resolve("auto", head_dim=d, **m) for d in head_dims for m in (full, causal, window)} == {automatic}
 
 
 def test_the_comparisons_that_are_named(capsys, tmp_path, result):

@@ -285,7 +285,7 @@ AUTOMATIC = {8: "descending", 64: "descending", 72: "descending", 128: "descendi
 @pytest.mark.parametrize("mask", SOME_MASKS, ids=name_of)
 @pytest.mark.parametrize("head_dim", AUTOMATIC)
 def test_the_automatic_policy(head_dim, mask):
-    assert _schedule.automatic(head_dim=head_dim, **mask) == AUTOMATIC[head_dim]
+    assert _schedule.resolve("auto", head_dim=head_dim, **mask) == AUTOMATIC[head_dim]
 
 
 BAD_CALLS = {

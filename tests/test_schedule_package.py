@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from dash_attn import schedule
+from dash_attn import _schedule, schedule
 from dash_attn.schedule import gantt
 from dash_attn.schedule.__main__ import main
 
@@ -42,6 +42,43 @@ def test_fitting():
     both = ("ascending", "descending", "spt", "order_free")
     assert set(schedule.fitting(causal=False)) == {*both, "shift"}
     assert set(schedule.fitting(causal=True)) == {*both, "symmetric_shift"}
+
+
+WINDOWS = ("ascending", "descending", "spt", "order_free")
+
+
+@pytest.mark.parametrize("mask", [dict(causal=False), dict(causal=True), dict(causal=False, window=(9, 0))], ids=str)
+@pytest.mark.parametrize(
+    "call, where",
+    [
+        (dict(head_dim=136), "at head dims above 128"),
+        (dict(head_dim=64, value_head_dim=256), "at head dims above 128"),
+        (dict(head_dim=64, changed_scores=True), "with softcap or alibi_slopes"),
+        (dict(head_dim=192, value_head_dim=128, changed_scores=True), "with softcap or alibi_slopes"),
+    ],
+    ids=str,
+)
+def test_wide_heads_and_changed_scores_have_the_policies_of_windows(call, where, mask):
+    assert schedule.fitting(**call, **mask) == WINDOWS
+    names = ", ".join(map(repr, ("auto", *WINDOWS)))
+    for policy in ("shift", "symmetric_shift", "atomic"):
+        message = f"schedule must be one of {names} {where}, got '{policy}'"
+        with pytest.raises(ValueError) as raised:
+            schedule.resolve(policy, **call, **mask)
+        assert str(raised.value) == message
+    assert [schedule.resolve(policy, **call, **mask) for policy in WINDOWS] == list(WINDOWS)
+
+
+def test_a_problem_of_wide_heads_has_the_policies_of_windows():
+    with pytest.raises(ValueError, match="at head dims above 128, got 'shift'"):
+        schedule.problem("shift", 300, 300, causal=False, head_dim=256)
+
+
+def test_narrow_and_plain_heads_have_every_policy_of_their_mask():
+    for head_dim, value_head_dim in ((128, 128), (8, 128), (96, 40)):
+        for mask in (dict(causal=False), dict(causal=True), dict(causal=True, attention_chunk=4)):
+            found = schedule.fitting(head_dim=head_dim, value_head_dim=value_head_dim, **mask)
+            assert found == tuple(policy for policy in schedule.POLICIES if _schedule.fits(policy, **mask))
 
 
 def test_add_order():

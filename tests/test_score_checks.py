@@ -7,6 +7,7 @@ import sys
 
 import pytest
 import torch
+from float64_reference import attention_rounded
 
 sys.path.insert(0, str(pathlib.Path(__file__).parent / "gpu"))
 
@@ -90,6 +91,22 @@ def test_queries_without_keys(lengths):
 
 def test_merging():
     assert score_checks.merging_failures(Problem(2, 60, 100, 4, 2, 32, causal=False), "cpu") == []
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_row_bounds_count_what_the_kernels_tanh_errs_by(dtype):
+    """Of scores so large that it errs by more than rounding P to fp16 does."""
+    problem = Problem(1, 40, 60, 2, 1, 32, True, dtype, softmax_scale=1.0, softcap=50.0)
+    inputs = support.random_inputs(problem, "cpu")
+    tensors, formula = (inputs.q, inputs.k, inputs.v, inputs.dout, inputs.out), dict(problem.mask, scores=inputs.scores)
+    outputs = attention_rounded(*tensors, rounded_factors=True, softmax_scale=problem.scale, **formula)
+    excess = {
+        kernel: [bar.row_excess(name, x).max().item() for name, x in outputs.items()]
+        for kernel in (False, True)
+        for bar in [gradient_check.Bar(problem, inputs, kernel)]
+    }
+    assert max(excess[True]) <= 0
+    assert dtype == torch.bfloat16 or max(excess[False]) > 0
 
 
 @pytest.mark.parametrize("wrong", [

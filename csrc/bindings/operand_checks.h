@@ -20,8 +20,7 @@
 #include <utility>
 
 #include "config/tile_shapes.h"
-#include "schedule/automatic.h"
-#include "schedule/policy.h"
+#include "schedule/choice.h"
 
 namespace dash_attn {
 
@@ -307,23 +306,13 @@ inline HeadDims padded_row(const Tensor& q, const Tensor& v) {
   return padded_head_dims(static_cast<int>(*qk_dim), static_cast<int>(*v_dim));
 }
 
-// The policy that a schedule's name means for this problem. Changed scores and head dims above 128 have kernels for the
-// policies of windows alone.
-inline Policy resolve_schedule(std::string_view schedule, const MaskArguments& mask_arguments,
-                               const ScoreArguments& scores, HeadDims padded) {
-  const bool is_wide = padded.qk > 128 || padded.v > 128;
-  const MaskKind mask = scores.change_products() || is_wide ? MaskKind::kWindow : mask_arguments.kind();
-  if (schedule == "auto") { return automatic_policy(mask, padded); }
-  std::string allowed = "'auto'";
-  for (int i = 0; i < kNumDeterministicPolicies; ++i) {
-    if (!fits(static_cast<Policy>(i), mask)) { continue; }
-    if (schedule == kPolicyNames[i]) { return static_cast<Policy>(i); }
-    allowed += c10::str(", '", kPolicyNames[i], "'");
-  }
-  const std::string where = scores.change_products() ? "with softcap or alibi_slopes"
-                            : is_wide ? "at head dims above 128"
-                                      : c10::str("under the ", kMaskNames[static_cast<int>(mask)], " mask");
-  TORCH_CHECK_VALUE(false, "schedule must be one of ", allowed, " ", where, ", got '", schedule, "'");
+// The policy that a schedule's name means for this problem.
+inline Policy resolve_schedule(std::string_view schedule, const MaskArguments& mask, const ScoreArguments& scores,
+                               HeadDims padded) {
+  const CallKind call{mask.kind(), padded, scores.change_products()};
+  const std::optional<Policy> policy = chosen_policy(schedule, call);
+  TORCH_CHECK_VALUE(policy.has_value(), refused_schedule(schedule, call));
+  return *policy;
 }
 
 inline void check_schedule(std::string_view schedule, const MaskArguments& mask, const ScoreArguments& scores,

@@ -12,7 +12,7 @@
 #include <vector>
 
 #include "../model/pack_plan.h"
-#include "policy_names.h"
+#include "policy_bindings.h"
 #include "tile_bindings.h"
 
 namespace dash_attn {

@@ -16,7 +16,6 @@
 #include "../config/pipeline.h"
 #include "../config/tile_shapes.h"
 #include "../model/simulator.h"
-#include "../schedule/automatic.h"
 #include "../schedule/head_swizzle.h"
 #include "../schedule/order.h"
 #include "../schedule/policy.h"
@@ -24,7 +23,7 @@
 #include "../schedule/tile_grid.h"
 #include "../schedule/work_tile.h"
 #include "pack_bindings.h"
-#include "policy_names.h"
+#include "policy_bindings.h"
 #include "tile_bindings.h"
 
 using namespace dash_attn;
@@ -176,11 +175,6 @@ int cta_group(std::string const& schedule) {
   return AllPolicies::with(parse_policy(schedule), [](auto policy) { return Order<policy()>::kCtaGroup; });
 }
 
-HeadDims padded_row(int64_t head_dim, std::optional<int64_t> value_head_dim) {
-  HeadDims const dims = checked_head_dims(head_dim, value_head_dim);
-  return padded_head_dims(dims.qk, dims.v);
-}
-
 template <TileShape (*kTileShape)(HeadDims)>
 std::tuple<int, int> tile_shape(int64_t head_dim, std::optional<int64_t> value_head_dim) {
   TileShape const shape = kTileShape(padded_row(head_dim, value_head_dim));
@@ -191,12 +185,6 @@ int launched_head_swizzle(std::string const& schedule, Problem const& problem, i
                           std::optional<int64_t> value_head_dim) {
   return head_swizzle(parse_policy(schedule), problem.grid, problem.heads_per_split(),
                       padded_row(head_dim, value_head_dim));
-}
-
-std::string automatic(bool causal, int64_t head_dim, std::optional<int64_t> value_head_dim, WindowSize window,
-                      int64_t attention_chunk) {
-  MaskRule const rule = checked_rule(causal, window, attention_chunk);
-  return kPolicyNames[static_cast<int>(automatic_policy(rule.kind, padded_row(head_dim, value_head_dim)))];
 }
 
 // (first, end) of the keys that each of the queries first_query ... end_query - 1 sees.
@@ -290,16 +278,6 @@ std::string repr(Problem const& p) {
 PYBIND11_MODULE(_schedule, m) {
   m.doc() = "The schedules of the kernels (csrc/schedule), their tile table and pipeline (csrc/config), on the host.";
 
-  py::tuple names(kNumDeterministicPolicies), yardsticks(kNumPolicies - kNumDeterministicPolicies);
-  for (int i = 0; i < kNumPolicies; ++i) {
-    if (i < kNumDeterministicPolicies) {
-      names[i] = py::str(kPolicyNames[i]);
-    } else {
-      yardsticks[i - kNumDeterministicPolicies] = py::str(kPolicyNames[i]);
-    }
-  }
-  m.attr("POLICIES") = names;
-  m.attr("YARDSTICKS") = yardsticks;
   m.attr("BACKWARD_STAGES") = backward::kPipelineStages;
   m.attr("BACKWARD_ADDERS") = backward::kAdderWarps;
 
@@ -344,24 +322,6 @@ PYBIND11_MODULE(_schedule, m) {
           py::arg("query_tile"), py::arg("kv_tile"), "Whether a query of the tile does not see a key of it.")
       .def("__repr__", &repr);
 
-  m.def(
-      "mask_name",
-      [](bool causal, WindowSize window, int64_t attention_chunk) {
-        return mask_name(checked_rule(causal, window, attention_chunk).kind);
-      },
-      py::kw_only(), py::arg("causal"), py::arg("window") = kAnyWindow, py::arg("attention_chunk") = 0,
-      "full, causal or window: the kernel that a call takes.");
-  m.def(
-      "fits",
-      [](std::string const& schedule, bool causal, WindowSize window, int64_t attention_chunk) {
-        return fits(parse_policy(schedule), checked_rule(causal, window, attention_chunk).kind);
-      },
-      py::arg("schedule"), py::arg("causal"), py::kw_only(), py::arg("window") = kAnyWindow,
-      py::arg("attention_chunk") = 0, "Whether the policy is defined for this mask.");
-  m.def(
-      "is_ordered",
-      [](std::string const& schedule) { return accumulation(parse_policy(schedule)) == Accumulation::kOrdered; },
-      py::arg("schedule"), "Whether partials of dQ wait for those of lower rank.");
   m.def("cta_group", &cta_group, py::arg("schedule"), "CTAs of the clusters that the kernel launches for the policy.");
   m.def("visible_keys", &visible_keys, py::kw_only(), py::arg("causal"), py::arg("seqlen_q"), py::arg("seqlen_k"),
         py::arg("first_query"), py::arg("end_query"), py::arg("window") = kAnyWindow, py::arg("attention_chunk") = 0,
@@ -436,10 +396,7 @@ PYBIND11_MODULE(_schedule, m) {
   m.def(
       "num_splits", [](Problem const& p) { return num_splits(p.scheduler.group_size, p.grid); }, py::arg("problem"),
       "Into how many parts a launch cuts the query heads of a KV head.");
-  m.def("automatic", &automatic, py::kw_only(), py::arg("causal"), py::arg("head_dim"),
-        py::arg("value_head_dim") = py::none(), py::arg("window") = kAnyWindow, py::arg("attention_chunk") = 0,
-        "The policy that schedule='auto' means.");
-
+  bind_policies(m);
   bind_masks_and_forward_tiles(m);
   bind_packs(m);
 

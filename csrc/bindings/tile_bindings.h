@@ -61,6 +61,12 @@ inline HeadDims checked_head_dims(int64_t head_dim, std::optional<int64_t> value
           in_range("value_head_dim", value_head_dim.value_or(head_dim), 1, kMaxHeadDim + 1)};
 }
 
+// The row of the tile table that holds them.
+inline HeadDims padded_row(int64_t head_dim, std::optional<int64_t> value_head_dim) {
+  HeadDims const dims = checked_head_dims(head_dim, value_head_dim);
+  return padded_head_dims(dims.qk, dims.v);
+}
+
 inline forward::QueryTileScheduler forward_tiles(int64_t batch, int64_t seqlen_q, int64_t seqlen_k, int64_t heads,
                                                  int64_t kv_heads, int64_t head_dim,
                                                  std::optional<int64_t> value_head_dim, bool causal, int64_t sms,

@@ -51,8 +51,7 @@ inline constexpr int kMaxKeys = 1 << 20;
 inline constexpr double kMaxError = 1e-4;
 inline constexpr double kMeanMagnitudeToDeviation = 1.2533;  // of a normal distribution: sqrt(pi / 2)
 inline constexpr float kSmallestProduct = 1e-30f;
-// Units that the bound of a row may take: 2^31, less what relative rounding errors can add to the bound, a factor of
-// 1.27.
+// Units that the bound of a row may take: 2^31, less what relative rounding errors can add to it, a factor of 1.27.
 inline constexpr double kCapacity = 1.5 * (1 << 30);
 
 // What changes scores, of a head.
@@ -127,9 +126,8 @@ DASH_HOST_DEVICE inline bool row_needs_order(int exponent, double dout_norm, dou
   if (dout_norm == 0) return false;  // nothing to round
   // Squares of two things per element of dQ. Rounding the partials leaves sqrt(tiles / 12) units. Rows of K and V that
   // all are attended alike leave 1 / sqrt(keys) of what one of them would; what all have in common cancels, so only
-  // differences count. Those of two normal values are sqrt(2) of one. The difference of K is
-  // measured by the sum of its magnitudes, that of V by its norm. Both sides times keys * qk^2 * v, which spares the
-  // kernel a division.
+  // differences count. Those of two normal values are sqrt(2) of one. The difference of K is measured by the sum of its
+  // magnitudes, that of V by its norm. Both sides times keys * qk^2 * v, which spares the kernel a division.
   double const unit = ldexp(1.0, -exponent);
   double const noise = unit * unit * (tiles * (1.0 / 12));
   double const steps = dout_norm * min_step_product * (kMeanMagnitudeToDeviation / 2 * kMaxError);

@@ -10,11 +10,16 @@
 namespace dash_attn {
 namespace {
 
+// `a`: as the caller gave them.
 [[noreturn]] void no_kernel(const AttentionArguments& a, const char* pass, const std::string& schedule) {
+  const MaskKind served = served_mask(score_kind(a), a.padded_head_dims(), a.mask).kind;
+  const auto mask_name = [](MaskKind kind) { return std::string(kMaskNames[static_cast<int>(kind)]); };
+  const std::string by =
+      served == a.mask.kind ? "" : " (which the kernels of the " + mask_name(served) + " mask serve)";
   throw std::runtime_error(std::string("dash_attn: this build has no ") + pass + " kernel for dtype " +
                            (a.dtype == Dtype::kBFloat16 ? "bfloat16" : "float16") + ", head dims " +
-                           head_dims_text(a.head_dims) + ", " + kMaskNames[static_cast<int>(a.mask.kind)] + " mask, " +
-                           kScoreNames[static_cast<int>(score_kind(a))] + " score" + schedule +
+                           head_dims_text(a.head_dims) + ", " + mask_name(a.mask.kind) + " mask, " +
+                           kScoreNames[static_cast<int>(score_kind(a))] + " score" + by + schedule +
                            "; see the DASH_ATTN_* build variables in docs/install.md");
 }
 
@@ -46,7 +51,7 @@ void run_forward(const ForwardArguments& arguments, cudaStream_t stream) {
   }
 #include "built_variants.def"
 #undef DASH_FORWARD_VARIANT
-  no_kernel(a, "forward", "");
+  no_kernel(arguments, "forward", "");
 }
 
 size_t backward_workspace_bytes(const BackwardArguments& arguments) {
@@ -63,7 +68,7 @@ void run_backward(const BackwardArguments& arguments, cudaStream_t stream) {
 #include "built_variants.def"
 #undef DASH_BACKWARD_VARIANT
   const bool named = a.schedule >= 0 && a.schedule < kNumPolicies;
-  no_kernel(a, "backward",
+  no_kernel(arguments, "backward",
             std::string(", schedule ") + (named ? kPolicyNames[a.schedule] : std::to_string(a.schedule).c_str()));
 }
 

@@ -1,8 +1,10 @@
-// The policies: which of them exist, their names, the masks they are defined for and how each adds dQ.
+// The policies: which of them exist, their names, the masks they are defined for, the calls they have kernels for and
+// how each adds dQ.
 #pragma once
 
 #include <type_traits>
 
+#include "../config/tile_shapes.h"
 #include "../host_device.h"
 #include "mask.h"
 
@@ -33,6 +35,24 @@ DASH_HOST_DEVICE constexpr bool fits(Policy policy, MaskKind mask) {
   if (policy == Policy::kShift) return mask == MaskKind::kFull;
   if (policy == Policy::kSymmetricShift) return mask == MaskKind::kCausal;
   return true;
+}
+
+// What it depends on whether a policy has a kernel for a call.
+struct CallKind {
+  MaskKind mask;
+  HeadDims padded;      // of padded_head_dims
+  bool changed_scores;  // by a softcap or by slopes
+
+  DASH_HOST_DEVICE constexpr bool has_wide_heads() const { return padded.qk > 128 || padded.v > 128; }
+
+  // The mask whose policies have kernels: for wide heads and changed scores only those of windows have.
+  DASH_HOST_DEVICE constexpr MaskKind mask_of_policies() const {
+    return changed_scores || has_wide_heads() ? MaskKind::kWindow : mask;
+  }
+};
+
+DASH_HOST_DEVICE constexpr bool has_kernel(Policy policy, CallKind call) {
+  return fits(policy, call.mask_of_policies());
 }
 
 template <Policy P>

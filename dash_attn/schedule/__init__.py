@@ -65,15 +65,31 @@ YARDSTICKS: tuple[str, ...] = _schedule.YARDSTICKS
 """Names of policies for benchmarks only, which are not deterministic: plain fp32 atomic adds."""
 
 
-def fitting(*, causal: bool, window: tuple[int, int] = (-1, -1), attention_chunk: int = 0) -> tuple[str, ...]:
-    """Those of ``POLICIES`` that are defined for the mask, which is given as to ``problem``."""
-    mask: dict[str, Any] = {"causal": causal, "window": window, "attention_chunk": attention_chunk}
-    return tuple(policy for policy in POLICIES if _schedule.fits(policy, **mask))
+def fitting(
+    *,
+    causal: bool,
+    head_dim: int = 128,
+    value_head_dim: int | None = None,
+    window: tuple[int, int] = (-1, -1),
+    attention_chunk: int = 0,
+    changed_scores: bool = False,
+) -> tuple[str, ...]:
+    """Those of ``POLICIES`` that have a kernel for such calls, which are described as to ``resolve``."""
+    call: dict[str, Any] = {"causal": causal, "head_dim": head_dim, "value_head_dim": value_head_dim, "window": window}
+    call |= {"attention_chunk": attention_chunk, "changed_scores": changed_scores}
+    return tuple(policy for policy in POLICIES if _schedule.has_kernel(policy, **call))
 
 
 def policy_number(name: str) -> int:
-    """The integer that the compiled ops take for a policy or a yardstick."""
-    return (*POLICIES, *YARDSTICKS).index(name)
+    """The integer that the compiled ops take for a policy or a yardstick.
+
+    Raises:
+        ValueError: there is none of this name.
+    """
+    names = (*POLICIES, *YARDSTICKS)
+    if name not in names:
+        raise ValueError(f"name must be one of {', '.join(map(repr, names))}, got {name!r}")
+    return names.index(name)
 
 
 def resolve(
@@ -84,6 +100,7 @@ def resolve(
     value_head_dim: int | None = None,
     window: tuple[int, int] = (-1, -1),
     attention_chunk: int = 0,
+    changed_scores: bool = False,
 ) -> str:
     """The policy that ``schedule=name`` means, for sequences of any length.
 
@@ -91,22 +108,16 @@ def resolve(
         name: one of ``POLICIES`` or ``"auto"``.
         causal, window, attention_chunk: the mask, as in ``problem``.
         head_dim, value_head_dim: columns of q and k, and of v, from 1 to 256; default of the second: the first.
+        changed_scores: whether a softcap or ALiBi slopes change the scores.
 
     Returns:
         One of ``POLICIES``.
 
     Raises:
-        ValueError: ``name`` is unknown, the policy is not defined for this mask, or a number is out of range.
+        ValueError: ``name`` is unknown, no kernel has the policy for such calls, or a number is out of range.
     """
-    mask: dict[str, Any] = {"causal": causal, "window": window, "attention_chunk": attention_chunk}
-    if name == "auto":
-        return _schedule.automatic(head_dim=head_dim, value_head_dim=value_head_dim, **mask)
-    allowed = fitting(**mask)
-    if name not in allowed:
-        choices = ", ".join(repr(choice) for choice in ["auto", *allowed])
-        mask_name = _schedule.mask_name(**mask)
-        raise ValueError(f"schedule must be one of {choices} under the {mask_name} mask, got {name!r}")
-    return name
+    call: dict[str, Any] = {"causal": causal, "head_dim": head_dim, "value_head_dim": value_head_dim, "window": window}
+    return _schedule.resolve(name, **call, attention_chunk=attention_chunk, changed_scores=changed_scores)
 
 
 def tile_shape(head_dim: int, value_head_dim: int | None = None) -> tuple[int, int]:

@@ -62,7 +62,7 @@ def _check(arguments: argparse.Namespace) -> None:
 
 def _played(arguments: argparse.Namespace, *, causal: bool, seqlen_k: int) -> list[Simulation]:
     results = []
-    for policy in fitting(causal=causal):
+    for policy in fitting(causal=causal, head_dim=arguments.head_dim):
         tiles = problem(
             policy,
             arguments.seqlen_q,

@@ -146,7 +146,7 @@ class Package:
         return True
 
     def fitting(self, case: Case) -> list[str]:
-        return list(self._fitting(**case.mask))
+        return list(self._fitting(head_dim=case.head_dim, **case.mask))
 
     def _arguments(self, case: Case, softmax_scale: float, device: torch.device) -> dict[str, object]:
         lengths = dict(zip(("cu_seqlens_q", "cu_seqlens_k"), case.cu_seqlens(device)))

@@ -103,10 +103,9 @@ class Inputs:
 
 
 def policies(problem: Problem) -> list[str]:
-    """Every policy that is defined for the problem's mask; for changed scores and wide heads those of windows."""
-    if problem.softcap or problem.alibi or max(problem.head_dims.values()) > 128:
-        return list(schedule.fitting(causal=False, window=(0, 0)))
-    return list(schedule.fitting(**problem.mask))
+    """Every policy that has a kernel for the problem."""
+    changed_scores = bool(problem.softcap or problem.alibi)
+    return list(schedule.fitting(**problem.mask, **problem.head_dims, changed_scores=changed_scores))
 
 
 def schedules(causal: bool) -> list[str]:

@@ -15,13 +15,21 @@ FEWEST_KEYS_OF_A_TILE = 80  # of the KV tiles that there are
 ORDER_FREE_DQ = "dq of order_free"  # where its rows have a bound of their own
 
 
-def row_bounds(problem: Problem, inputs: Inputs, exact: Attention) -> dict[str, torch.Tensor]:
+# The most that the instruction tanh.approx.f32 errs by, relative to the result (PTX ISA 9.0, 9.7.3 "tanh").
+TANH_ERROR = 2.0**-10.987
+
+
+def row_bounds(problem: Problem, inputs: Inputs, exact: Attention, kernel: bool = True) -> dict[str, torch.Tensor]:
     """Bounds (batch, seqlen, heads) of the error of each row of the outputs that have rows, from the triangle
     inequality.
 
     With r the unit roundoff of the dtype: P and dS enter products rounded (r |P|, r |dS|), D comes from the rounded
     output (r P |dO| |O|), each sum is rounded at the end (r of the sum of its terms' norms). Below the normal numbers,
     rounding errs by half the smallest subnormal; below those of fp32, P is 0.
+
+    A softcap's score S = c tanh(x) errs by t |S|, where t is TANH_ERROR of the kernel and 0 of the reference, and
+    forward and backward may err apart. LSE, a logarithm of a mean, then errs by M = sum_j P (e^(t |S|) - 1) at most, so
+    P by a factor of e^(t |S| + M), O and D by the sums of that, and the derivative 1 - tanh^2 by 2 t tanh^2.
     """
     group = problem.heads // problem.kv_heads
     info = torch.finfo(problem.dtype)
@@ -37,10 +45,20 @@ def row_bounds(problem: Problem, inputs: Inputs, exact: Attention) -> dict[str, 
         delta -= dlse[..., None]
     dout_norm, out_norm = dout.norm(dim=-1, keepdim=True), out.norm(dim=-1, keepdim=True)
     subnormal = info.smallest_normal * info.eps
+    dp = dout @ v.mT
+    p_of_tanh = ds_of_tanh = 0.0
+    if problem.softcap and kernel:
+        exponents = TANH_ERROR * scores.abs()
+        p_of_tanh = p * torch.expm1(exponents + (p * exponents.expm1()).sum(-1, keepdim=True))
+        d_of_tanh = (p_of_tanh * dp.abs()).sum(-1, keepdim=True)
+        of_derivative = 2 * TANH_ERROR * (scores / problem.softcap).square()
+        distance = (dp - delta).abs_()
+        ds_of_tanh = of_cap * (p_of_tanh * distance + p * d_of_tanh) + of_derivative * p * distance
     p = p.mul_(info.eps).add_(torch.finfo(torch.float32).smallest_normal).add_(subnormal)
     # Had from the rounded P, the derivative of a softcap errs by twice P's relative error over the cap.
     of_cap = of_cap + 2 / problem.softcap if problem.softcap else of_cap
-    ds = (dout @ v.mT).sub_(delta).abs_().add_(dout_norm * out_norm).mul_(p).mul_(of_cap).add_(subnormal)
+    ds = dp.sub_(delta).abs_().add_(dout_norm * out_norm).mul_(p).mul_(of_cap).add_(subnormal).add_(ds_of_tanh)
+    p = p + p_of_tanh
 
     def of_kv_heads(x: torch.Tensor) -> torch.Tensor:
         return x.unflatten(1, (problem.kv_heads, group)).sum(2)
@@ -73,8 +91,8 @@ class Bar:
         arguments = inputs.q, inputs.k, inputs.v, inputs.dout
         formula = dict(softmax_scale=problem.scale, scores=inputs.scores, **problem.mask)
         self.exact: Attention = attention_float64(*arguments, **formula)
-        self.row_bounds = row_bounds(problem, inputs, self.exact)
         kernel = inputs.q.is_cuda if kernel is None else kernel
+        self.row_bounds = row_bounds(problem, inputs, self.exact, kernel)
         self.limits = error_limits(self.exact, *arguments, inputs.out, rounded_factors=kernel, **formula)
 
     def row_bound(self, name: str, policy: str | None) -> torch.Tensor:

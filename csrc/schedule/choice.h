@@ -1,0 +1,35 @@
+// What schedule="..." of a call means, and what is said where it means nothing. Host only.
+#pragma once
+
+#include <optional>
+#include <string>
+#include <string_view>
+
+#include "automatic.h"
+#include "policy.h"
+
+namespace dash_attn {
+
+// One that users can choose and that has a kernel for the call; none otherwise.
+inline std::optional<Policy> chosen_policy(std::string_view schedule, CallKind call) {
+  if (schedule == "auto") return automatic_policy(call.mask_of_policies(), call.padded);
+  for (int i = 0; i < kNumDeterministicPolicies; ++i) {
+    Policy const policy = static_cast<Policy>(i);
+    if (schedule == kPolicyNames[i] && has_kernel(policy, call)) return policy;
+  }
+  return std::nullopt;
+}
+
+// Why the schedule is none of those.
+inline std::string refused_schedule(std::string_view schedule, CallKind call) {
+  std::string text = "schedule must be one of 'auto'";
+  for (int i = 0; i < kNumDeterministicPolicies; ++i) {
+    if (has_kernel(static_cast<Policy>(i), call)) text += std::string(", '") + kPolicyNames[i] + "'";
+  }
+  text += call.changed_scores     ? " with softcap or alibi_slopes"
+          : call.has_wide_heads() ? " at head dims above 128"
+                                  : std::string(" under the ") + kMaskNames[static_cast<int>(call.mask)] + " mask";
+  return text.append(", got '").append(schedule).append("'");
+}
+
+}  // namespace dash_attn
