@@ -7,6 +7,8 @@ PREPARE = $(PYTHON) build_support/prepare.py $(VENV) $(TORCH)
 
 .PHONY: demo test build lint docs wheel clean
 
+# Without an NVIDIA GPU the demo needs no kernels, which take long to compile; DASH_ATTN_SKIP_CUDA=0 builds them.
+demo: export DASH_ATTN_SKIP_CUDA ?= $(if $(wildcard /dev/nvidiactl),0,1)
 demo: build
 	$(VENV)/bin/python -m dash_attn.demo
 
