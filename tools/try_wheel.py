@@ -20,7 +20,7 @@ ROOT = Path(__file__).resolve().parent.parent
 COMPILERS = ("cc", "c++", "gcc", "g++", "clang", "clang++", "nvcc", "ninja")
 # Beside the tests, what they import and read; not the package.
 COPIED = ("tests", "build_support", "tools", "csrc", "docs", "pyproject.toml", "README.md")
-TESTS = ("tests/test_info.py", "tests/test_interface.py", "tests/test_varlen.py", "tests/test_schedule.py")
+TESTS = ("tests/test_info.py", "tests/test_interface.py", "tests/test_varlen.py", "tests/test_schedule_package.py")
 
 
 def main() -> int:
