@@ -3,9 +3,12 @@
 PYTHON ?= python3
 VENV ?= .venv
 TORCH ?= torch==2.13.0
+PREPARE = $(PYTHON) build_support/prepare.py $(VENV) $(TORCH)
 
-.PHONY: demo test build clean
+.PHONY: demo test build lint docs wheel clean
 
+# Without an NVIDIA GPU the demo needs no kernels, which take long to compile; DASH_ATTN_SKIP_CUDA=0 builds them.
+demo: export DASH_ATTN_SKIP_CUDA ?= $(if $(wildcard /dev/nvidiactl),0,1)
 demo: build
 	$(VENV)/bin/python -m dash_attn.demo
 
@@ -13,7 +16,23 @@ test: build
 	$(VENV)/bin/python -m pytest -ra
 
 build:
-	$(PYTHON) build_support/prepare.py $(VENV) $(TORCH)
+	$(PREPARE) test test-frameworks
+
+lint:
+	$(PREPARE) --no-build lint
+	$(VENV)/bin/ruff check
+	$(VENV)/bin/ruff format --check
+	$(VENV)/bin/mypy
+
+# The pages of docs/ and what they link to, as a site in site/.
+docs:
+	$(PREPARE) --no-build docs
+	$(VENV)/bin/python build_support/build_docs.py
+
+# A source distribution and a wheel for other machines, in dist/.
+wheel:
+	$(PREPARE) wheel
+	$(VENV)/bin/python tools/build_wheel.py
 
 clean:
-	rm -rf $(VENV) build demo_output dash_attn/*.so
+	rm -rf $(VENV) build dist site demo_output dash_attn/*.so dash_attn/without_kernels.txt

@@ -25,7 +25,8 @@ toolchain.check_setuptools(setuptools.__version__)
 try:
     import torch
 except ModuleNotFoundError:
-    raise SystemExit(f"building dash_attn needs torch in this Python: pip install 'torch>={toolchain.OLDEST_TORCH}'")
+    wanted = f"pip install 'torch>={toolchain.OLDEST_TORCH}'"
+    raise SystemExit(f"building dash_attn needs torch in this Python: {wanted}") from None
 toolchain.check_torch(torch.__version__)
 
 from torch.utils import cpp_extension  # noqa: E402
@@ -117,6 +118,8 @@ class Build(build):
 
 class BuildExtension(cpp_extension.BuildExtension):
     cuda_home: Path | None = None
+    # Why the kernels are left out; None where they are built.
+    without_kernels: str | None = None
 
     def finalize_options(self):
         super().finalize_options()
@@ -130,6 +133,12 @@ class BuildExtension(cpp_extension.BuildExtension):
             if extension.name == "dash_attn._C":
                 add_kernels(extension, self.cuda_home)
         super().build_extensions()
+        # The package says so when it is imported; pip shows nothing of what is printed here.
+        note = Path(self.get_ext_fullpath("dash_attn._C")).parent / "without_kernels.txt"
+        if self.without_kernels is not None:
+            note.write_text(f"{self.without_kernels}\n")
+        else:
+            note.unlink(missing_ok=True)
 
     def build_extension(self, extension):
         # A folder each: torch writes one build.ninja to it.
@@ -143,15 +152,14 @@ def main() -> None:
     extensions = [schedule_extension(), autograd_extension()]
     BuildExtension.cuda_home = toolchain.find_cuda_home()
     if os.environ.get("DASH_ATTN_SKIP_CUDA") == "1":
-        reason = "DASH_ATTN_SKIP_CUDA=1 is set"
+        BuildExtension.without_kernels = "DASH_ATTN_SKIP_CUDA=1 was set"
     elif BuildExtension.cuda_home is None:
-        reason = "nvcc was not found (CUDA_HOME, PATH, /usr/local/cuda)"
+        BuildExtension.without_kernels = "nvcc was not found (CUDA_HOME, PATH, /usr/local/cuda)"
     else:
-        reason = None
         if not ninja:
             raise SystemExit("building the CUDA ops needs ninja: pip install ninja")
         extensions.append(ops_extension())
-    if reason:
+    if reason := BuildExtension.without_kernels:
         print(f"dash_attn: building WITHOUT the CUDA ops: {reason}. CUDA tensors will raise.", flush=True)
     commands = {"build": Build, "build_ext": BuildExtension.with_options(use_ninja=ninja)}
     setup(ext_modules=extensions, cmdclass=commands)

@@ -11,7 +11,6 @@ import argparse
 import collections
 import dataclasses
 import itertools
-import json
 import pathlib
 import statistics
 import sys
@@ -68,10 +67,10 @@ def probes(sms: int, tile_shapes: dict[int, tuple[int, int]]) -> list[Probe]:
         for steps in (8, 32):
             add("step", steps, 4, batch=sms)
         # The code of each kernel: in many steps on a full GPU; under the causal mask alone, where no order is better.
-        for schedule in ("ascending", "descending", "spt", "shift"):
-            add("code", 24 * rows, 24, batch=sms // 4, schedule=schedule)
-        for schedule in ("descending", "spt", "symmetric_shift"):
-            add("code", 16 * rows, 16, mask="causal", schedule=schedule, on=2 if schedule == "symmetric_shift" else 1)
+        for name in ("ascending", "descending", "spt", "shift"):
+            add("code", 24 * rows, 24, batch=sms // 4, schedule=name)
+        for name in ("descending", "spt", "symmetric_shift"):
+            add("code", 16 * rows, 16, mask="causal", schedule=name, on=2 if name == "symmetric_shift" else 1)
         # One SM alone: no queue anywhere.
         for steps in (16, 64):
             add("alone", steps, 4, on=1)
@@ -81,11 +80,11 @@ def probes(sms: int, tile_shapes: dict[int, tuple[int, int]]) -> list[Probe]:
             add("hop", 1, keys, on=8)
         # The causal kernel, filled and in short supply of SMs.
         for tiles, batch in ((4, sms), (4, 4 * sms), (16, sms // 2)):
-            for schedule in ("descending", "spt", "symmetric_shift"):
-                add("causal", tiles * rows, tiles, batch=batch, mask="causal", schedule=schedule)
+            for name in ("descending", "spt", "symmetric_shift"):
+                add("causal", tiles * rows, tiles, batch=batch, mask="causal", schedule=name)
         for on in (8, sms // 4):
-            for schedule in ("ascending", "descending", "spt", "symmetric_shift"):
-                add("few SMs", 16 * rows, 16, batch=4, mask="causal", schedule=schedule, on=on)
+            for name in ("ascending", "descending", "spt", "symmetric_shift"):
+                add("few SMs", 16 * rows, 16, batch=4, mask="causal", schedule=name, on=on)
     return found
 
 

@@ -291,7 +291,7 @@ class _FlashAttnPackage:
         if device.type != "cuda":
             return "needs a CUDA device"
         try:
-            importlib.import_module(self.module).flash_attn_func
+            _ = importlib.import_module(self.module).flash_attn_func
         except Exception as error:  # broken binaries raise OSError, missing dependencies anything
             return f"{self.module} cannot be imported ({type(error).__name__})"
         return None

@@ -1,16 +1,20 @@
-"""Makes this checkout runnable: python3 build_support/prepare.py VENV TORCH, which `make` calls.
+"""Makes this checkout runnable: python3 build_support/prepare.py VENV TORCH [--no-build] [GROUP ...], as `make` does.
 
 Makes the virtual environment VENV, with the packages of the current Python visible inside where it has torch; installs
-what pyproject.toml asks for and is missing (TORCH for torch, such as 'torch==2.13.0'); builds the extensions in place.
+what is missing of what pyproject.toml asks for, for the build and in the dependency groups named (TORCH for torch, such
+as 'torch==2.13.0'); builds the extensions in place, unless told not to. A group has a companion GROUP-no-deps where
+some of it is to be installed without its own requirements. No package replaces the torch that is there.
 What cannot be had is said and left out: setup.py ends the build where it needs it.
 """
 
 from __future__ import annotations
 
+import argparse
 import importlib.util
 import site
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 try:
@@ -19,6 +23,7 @@ except ModuleNotFoundError:  # Python 3.10
     from pip._vendor import tomli as tomllib
 
 ROOT = Path(__file__).resolve().parent.parent
+FIND_TORCH = "import importlib.metadata as m; print(m.version('torch'))"
 
 
 def make_venv(venv: Path) -> Path:
@@ -37,28 +42,49 @@ def make_venv(venv: Path) -> Path:
     return python
 
 
-def requirements() -> list[str]:
-    """What building, the demo and the tests need beside torch, from pyproject.toml."""
+def requirements(groups: list[str]) -> tuple[list[str], list[str]]:
+    """What building and the groups need beside torch, from pyproject.toml: with their own requirements, and without."""
     pyproject = tomllib.loads((ROOT / "pyproject.toml").read_text())
-    extras = pyproject["project"]["optional-dependencies"]
-    wanted = [*pyproject["build-system"]["requires"], *extras["plot"], *extras["test"]]
-    return [requirement for requirement in wanted if not requirement.startswith(("torch", "dash-attn"))]
+    listed = pyproject["dependency-groups"]
+    if unknown := [group for group in groups if group not in listed]:
+        raise SystemExit(f"pyproject.toml has no dependency group {', '.join(unknown)}, it has {', '.join(listed)}")
+    build = [name for name in pyproject["build-system"]["requires"] if not name.startswith("torch")]
+    wanted = build + [name for group in groups for name in listed[group]]
+    alone = [name for group in groups for name in listed.get(f"{group}-no-deps", [])]
+    return wanted, alone
+
+
+def install(python: Path, wanted: list[str], *options: str) -> None:
+    """Installs all of it, or, where something cannot be had, the rest."""
+    pip = [str(python), "-m", "pip", "--disable-pip-version-check", "install", "--quiet", "--retries", "1", *options]
+    if not wanted or subprocess.run([*pip, *wanted]).returncode == 0:
+        return
+    for requirement in wanted:
+        if subprocess.run([*pip, requirement]).returncode != 0:
+            print(f"prepare: going on without {requirement}", flush=True)
 
 
 def main() -> None:
-    venv, torch = Path(sys.argv[1]).resolve(), sys.argv[2]
-    python = make_venv(venv)
-    install = [str(python), "-m", "pip", "--disable-pip-version-check", "install", "--quiet", "--retries", "1"]
-    find_torch = "import importlib.util, sys; sys.exit(importlib.util.find_spec('torch') is None)"
-    wanted = requirements()
-    if subprocess.run([str(python), "-c", find_torch]).returncode != 0:
-        wanted.insert(0, torch)
-    if subprocess.run([*install, *wanted]).returncode != 0:
-        # One that cannot be had must not take the others along.
-        for requirement in wanted:
-            if subprocess.run([*install, requirement]).returncode != 0:
-                print(f"prepare: going on without {requirement}", flush=True)
-    raise SystemExit(subprocess.run([str(python), "setup.py", "build_ext", "--inplace"], cwd=ROOT).returncode)
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("venv", type=Path)
+    parser.add_argument("torch")
+    parser.add_argument("groups", nargs="*", metavar="GROUP")
+    parser.add_argument("--no-build", action="store_true")
+    arguments = parser.parse_args()
+    wanted, alone = requirements(arguments.groups)
+    python = make_venv(arguments.venv.resolve())
+    found = subprocess.run([str(python), "-c", FIND_TORCH], capture_output=True, text=True)
+    if found.returncode != 0:
+        install(python, [arguments.torch])
+        found = subprocess.run([str(python), "-c", FIND_TORCH], capture_output=True, text=True)
+    with tempfile.NamedTemporaryFile("w", suffix=".txt") as constraint:
+        if version := found.stdout.strip():
+            constraint.write(f"torch=={version}\n")
+            constraint.flush()
+        install(python, wanted, "--constraint", constraint.name)
+        install(python, alone, "--no-deps")
+    if not arguments.no_build:
+        raise SystemExit(subprocess.run([str(python), "setup.py", "build_ext", "--inplace"], cwd=ROOT).returncode)
 
 
 if __name__ == "__main__":

@@ -11,8 +11,10 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-# The first release that compiles for sm_90a.
-OLDEST_CUDA = "12.0"
+# Older releases lack functions of the runtime that the launches call. What was tried is in docs/install.md.
+OLDEST_CUDA = "12.5"
+# With an older one, ptxas gives up the overlap of products in some kernels, which are slower then.
+FULL_SPEED_CUDA = "13.0"
 
 
 def required_version(package: str) -> str:
@@ -71,14 +73,17 @@ def check_torch(version: str) -> None:
 
 
 def check_cuda(nvcc: str, torch: str | None) -> None:
-    """Ends the build where nvcc's release does not know Hopper or is not of torch's CUDA (None for a CPU torch)."""
+    """Ends the build where nvcc's release is too old or is not of torch's CUDA (None for a CPU torch)."""
     if release(nvcc) < release(OLDEST_CUDA):
-        raise SystemExit(f"nvcc is of CUDA {nvcc}; the kernels need {OLDEST_CUDA} or newer, which compiles for sm_90a")
+        raise SystemExit(f"nvcc is of CUDA {nvcc}; the kernels need {OLDEST_CUDA} or newer (docs/install.md)")
     if torch is not None and release(nvcc)[0] != release(torch)[0]:
         raise SystemExit(
             f"nvcc is of CUDA {nvcc}, torch of CUDA {torch}: the major versions must agree "
             "(CUDA_HOME chooses the toolkit)"
         )
+    if release(nvcc) < release(FULL_SPEED_CUDA):
+        slower = f"some kernels that CUDA {nvcc} compiles are slower than those of {FULL_SPEED_CUDA}"
+        print(f"dash_attn: {slower} (docs/install.md)", flush=True)
 
 
 def find_cuda_home() -> Path | None:

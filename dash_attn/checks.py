@@ -10,6 +10,7 @@ from __future__ import annotations
 import numbers
 import operator
 from collections.abc import Mapping
+from typing import Any, TypeGuard
 
 import torch
 
@@ -165,7 +166,7 @@ def _require(holds: bool, name: str, allowed: str, why: str, value: object) -> N
         raise NotImplementedError(f"{name} must be {allowed} ({why}), got {_describe(value)}")
 
 
-def _is_integer(value: object) -> bool:
+def _is_integer(value: object) -> TypeGuard[int]:
     return isinstance(value, (numbers.Integral, torch.SymInt)) and not isinstance(value, bool)
 
 
@@ -182,7 +183,7 @@ def _as_flag(value: object) -> bool | None:
     return bool(value) if is_numpys else None
 
 
-def _describe(value: object) -> str:
+def _describe(value: Any) -> str:
     """What a value is, in a few words: of arrays and tensors the shape, not the elements."""
     kind = type(value).__name__
     if isinstance(value, torch.Tensor):

@@ -16,14 +16,18 @@ import pathlib
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from dash_attn import flash_attn_func, schedule
+import dash_attn
+from dash_attn import schedule
 
+# Without return_attn_probs it returns the output alone.
+flash_attn_func: Callable[..., torch.Tensor] = dash_attn.flash_attn_func  # type: ignore[assignment]
 HOPPER = (9, 0)
 PACKAGE = pathlib.Path(__file__).parent
 
@@ -86,10 +90,8 @@ def heading(text: str) -> None:
 
 
 def train_step(layer: TransformerLayer, x: torch.Tensor) -> list[torch.Tensor]:
-    layer.zero_grad()
     x = x.detach().requires_grad_()
-    layer(x).square().mean().backward()
-    return [x.grad, *(parameter.grad.clone() for parameter in layer.parameters())]
+    return list(torch.autograd.grad(layer(x).square().mean(), [x, *layer.parameters()]))
 
 
 def show_layer(size: Size, device: str) -> bool:
@@ -155,14 +157,14 @@ def show_repeats(size: Size, device: str) -> bool:
 def show_orders(size: Size, device: str) -> None:
     heading("Why the order matters: the same backward with its sums in other orders")
     *qkv, dout = attention_inputs(size, device)
-    gradients = {}
+    gradients: dict[str, tuple[torch.Tensor, ...]] = {}
     names = schedule.fitting(causal=True)
     for name in names:
         leaves = [t.detach().requires_grad_() for t in qkv]
-        flash_attn_func(*leaves, causal=True, schedule=name).backward(dout)
-        gradients[name] = [leaf.grad for leaf in leaves]
+        out = flash_attn_func(*leaves, causal=True, schedule=name)
+        gradients[name] = torch.autograd.grad(out, leaves, dout)
         first = gradients[names[0]]
-        differing = [int((a != b).sum()) for a, b in zip(gradients[name], first)]
+        differing = [int(torch.ne(a, b).sum()) for a, b in zip(gradients[name], first)]
         counts = ", ".join(f"{gradient} {count}" for gradient, count in zip(("dQ", "dK", "dV"), differing))
         print(f"{name:16} elements that differ from {names[0]}: {counts}  (of {first[0].numel()} each)", flush=True)
     print("a sum in another order rounds differently, so each schedule fixes the order, and with it the bits")

@@ -409,7 +409,7 @@ def _attention(
         checks.reject_unsupported(*unsupported, is_pack=pack is not None)
         of_scores = checks.as_scores(*scores)
     checks.check_tensors(named)
-    if pack is not None:
+    if pack is not None and max_seqlens is not None:
         checks.check_tensors({name: x for name, x in pack.items() if x is not None or name.startswith("cu_seqlens")})
         for name, value in max_seqlens.items():
             if type(value) is not int or value < 0:
@@ -426,7 +426,7 @@ def _attention(
         sm_margin = checks.as_sm_margin(sm_margin)
     if type(schedule) is not str:
         checks.check_schedule_type(schedule)
-    extra = ()
+    extra: tuple[object, ...] = ()
     if window_size != _ANY_WINDOW or attention_chunk != 0:
         extra = (*checks.as_window(window_size), checks.as_attention_chunk(attention_chunk))
     if pack is not None:

@@ -43,6 +43,7 @@ implementation is in `_C`; the CPU's is the reference, below.
 """
 
 import pathlib
+import warnings
 
 import torch
 
@@ -50,10 +51,9 @@ from . import packs, reference
 from . import schedule as _schedule
 
 _FOLDER = pathlib.Path(__file__).parent
-_NO_KERNELS = (
-    "dash_attn was installed without its CUDA kernels: CUDA tensors need an install from source with nvcc on PATH or "
-    "CUDA_HOME set; CPU tensors use the reference"
-)
+# Written by setup.py where it leaves the kernels out: why.
+_WITHOUT_KERNELS = "without_kernels.txt"
+_ASKED_FOR = "DASH_ATTN_SKIP_CUDA=1"
 
 
 def why_not_loaded(stem: str, absent: str, folder: pathlib.Path = _FOLDER) -> str | None:
@@ -83,6 +83,7 @@ def _forward_cpu(
         out.zero_()
         softmax_lse.fill_(torch.inf)
     for (q_rows, out_rows), (k_rows, v_rows), (lse,), slopes in sequences:
+        assert lse is not None
         scores = {"softmax_scale": softmax_scale, "softcap": softcap, "alibi_slopes": slopes}
         results = reference.forward(q_rows, k_rows, v_rows, sinks=sinks, **scores, **mask)
         for target, result in zip((out_rows, lse), results):
@@ -135,20 +136,38 @@ def _raiser(reason):
     return without_kernels
 
 
-def _load():
+def _load_kernels() -> str | None:
+    """None, or why CUDA tensors have no kernels; a warning says so where torch has CUDA and nobody asked for it."""
+    if not torch.version.cuda:
+        return "this torch is built without CUDA"
+    note = _FOLDER / _WITHOUT_KERNELS
+    left_out = note.read_text().strip() if note.is_file() else ""
+    because = f", because {left_out} when it was built" if left_out else ""
+    absent = (
+        f"dash_attn was installed without its CUDA kernels{because}: CUDA tensors will raise, CPU tensors use the "
+        "reference. To have them, set CUDA_HOME to a CUDA toolkit and run `pip install --no-build-isolation .` in "
+        f"dash_attn's source (docs/install.md); {_ASKED_FOR} there says that they are not wanted"
+    )
+    reason = why_not_loaded("_C", absent)
+    asked_for = left_out.startswith(_ASKED_FOR) and not list(_FOLDER.glob("_C*.so"))
+    if reason is not None and not asked_for:
+        warnings.warn(reason, RuntimeWarning, stacklevel=2)
+    return reason
+
+
+def _load() -> str | None:
     absent = "dash_attn was installed without its ops: `pip install --no-build-isolation .` from its root"
     reason = why_not_loaded("_autograd", absent)
     if reason is not None:
         raise ImportError(reason)
     torch.library.impl("dash_attn_C::forward", "CPU", _forward_cpu)
     torch.library.impl("dash_attn_C::backward", "CPU", _backward_cpu)
-    if torch.version.cuda:
-        reason = why_not_loaded("_C", _NO_KERNELS)
-    else:
-        reason = "this torch is built without CUDA"
+    reason = _load_kernels()
     if reason is not None:
         for name in ("dash_attn_C::forward", "dash_attn_C::backward"):
             torch.library.impl(name, "CUDA", _raiser(reason))
+    return reason
 
 
-_load()
+why_no_kernels = _load()
+"""Why CUDA tensors raise in this process; None where the kernels are loaded."""

@@ -45,6 +45,7 @@ def sequences(
     """
     if cu_seqlens_q is None:
         return [Sequence(of_queries, of_keys, of_lse, alibi_slopes)]
+    assert cu_seqlens_k is not None
     rows_q = _rows("q", cu_seqlens_q, seqused_q, of_queries[0].shape[0])
     rows_k = _rows("k", cu_seqlens_k, seqused_k, of_keys[0].shape[0])
     return [

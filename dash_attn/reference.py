@@ -19,7 +19,7 @@ float64 inputs are computed in float64 throughout.
 
 import functools
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -79,8 +79,8 @@ def tile_order(
     Raises:
         ValueError: an argument is out of range, or the policy is not defined for this mask.
     """
-    mask = {"causal": causal, "window": window, "attention_chunk": attention_chunk}
-    head_dims = {"head_dim": head_dim, "value_head_dim": value_head_dim}
+    mask: dict[str, Any] = {"causal": causal, "window": window, "attention_chunk": attention_chunk}
+    head_dims: dict[str, Any] = {"head_dim": head_dim, "value_head_dim": value_head_dim}
     policy = _schedule.resolve(schedule, **head_dims, **mask)
     problem = _schedule.problem(
         policy,
@@ -240,7 +240,8 @@ def backward(
     units = None
     if order.order_free and d.dtype == torch.float32:
         seen = torch.tensor(_visible_keys(*mask, 0, seqlen_q), device=q.device)
-        settings = {"softmax_scale": softmax_scale, "tile_k": order.tile_k, "dtype": q.dtype, "seen": seen}
+        settings: dict[str, Any] = {"softmax_scale": softmax_scale, "tile_k": order.tile_k}
+        settings |= {"dtype": q.dtype, "seen": seen}
         settings |= {"softcap": softcap, "largest_bias": score_type.largest_bias(max(seqlen_q, seqlen_k))}
         units = order_free.Accumulator(order_free.row_scales(q_heads, k_heads, v_heads, dout_heads, d, **settings), dq)
     dk_of_split, dv_of_split = torch.zeros_like(dk), torch.zeros_like(dv)

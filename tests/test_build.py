@@ -296,13 +296,23 @@ def test_old_nvcc_is_refused(tmp_path):
     nvcc.chmod(0o755)
     folders = ["--build-lib", str(tmp_path / "lib"), "--build-temp", str(tmp_path / "objects")]
     run = run_setup("build_ext", *folders, CUDA_HOME=str(nvcc.parents[1]), DASH_ATTN_SKIP_CUDA="0")
-    assert run.returncode != 0 and "nvcc is of CUDA 11.8; the kernels need 12.0 or newer" in run.stderr
+    assert run.returncode != 0 and "nvcc is of CUDA 11.8; the kernels need 12.5 or newer" in run.stderr
     assert "Traceback" not in run.stderr
+
+
+def test_kernels_of_older_nvcc_are_said_to_be_slower(capsys):
+    toolchain.check_cuda("13.0", None)
+    assert capsys.readouterr().out == ""
+    toolchain.check_cuda("12.9", None)
+    assert "some kernels that CUDA 12.9 compiles are slower than those of 13.0" in capsys.readouterr().out
+    with pytest.raises(SystemExit, match="nvcc is of CUDA 12.4; the kernels need 12.5 or newer"):
+        toolchain.check_cuda("12.4", None)
 
 
 def test_nvcc_must_be_of_the_cuda_of_torch():
     toolchain.check_cuda("13.0", "13.1")
     toolchain.check_cuda("13.0", None)
+    toolchain.check_cuda("12.5", "12.9")
     message = "nvcc is of CUDA 12.8, torch of CUDA 13.0: the major versions must agree (CUDA_HOME chooses the toolkit)"
     with pytest.raises(SystemExit, match=re.escape(message)):
         toolchain.check_cuda("12.8", "13.0")

@@ -10,7 +10,7 @@ import torch
 from interface_support import kernel_calls
 
 from dash_attn import ops
-from dash_attn.schedule import POLICIES, fitting, policy_number, resolve
+from dash_attn.schedule import fitting, policy_number, resolve
 
 pytestmark = pytest.mark.filterwarnings("ignore:Warning only once for all operators")
 

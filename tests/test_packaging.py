@@ -8,9 +8,16 @@ import shutil
 import subprocess
 import sys
 import tarfile
+import zipfile
 
+import build_wheel
+import prepare
 import pytest
 import toolchain
+import write_stub
+
+import dash_attn
+from dash_attn import _schedule
 
 ROOT = pathlib.Path(__file__).parents[1]
 # The files of the repository that only its own workflow reads.
@@ -64,7 +71,7 @@ def test_package_from_the_sdist_works_without_nvcc(sdist, tmp_path):
     pip = [sys.executable, "-m", "pip", "install", "-v", "--no-deps", "--no-build-isolation", "--no-index"]
     run = subprocess.run([*pip, "--target", str(tmp_path), str(sdist)], env=environment, capture_output=True, text=True)
     assert run.returncode == 0, run.stdout + run.stderr
-    assert "building WITHOUT the CUDA ops: DASH_ATTN_SKIP_CUDA=1 is set" in run.stdout + run.stderr
+    assert "building WITHOUT the CUDA ops: DASH_ATTN_SKIP_CUDA=1 was set" in run.stdout + run.stderr
     package = tmp_path / "dash_attn"
     assert list(package.glob("_schedule*.so")) and not list(package.glob("_C*"))
     assert bool(list(package.glob("_autograd*.so"))) == (ROOT / "csrc" / "bindings" / "autograd.cpp").is_file()
@@ -91,3 +98,45 @@ def test_documents_promise_the_versions_that_the_build_accepts():
     cutlass = re.findall(r"(?:nvidia-cutlass==|CUTLASS )(\d+\.\d+\.\d+)", text)
     assert torch and set(torch) == {toolchain.OLDEST_TORCH}
     assert cutlass and set(cutlass) == {toolchain.CUTLASS}
+
+
+def test_types_of_the_compiled_module_are_its_own():
+    """pybind11 before 3.1 words signatures otherwise."""
+    pytest.importorskip("pybind11", minversion="3.1")
+    stub = pathlib.Path(dash_attn.__file__).parent / "_schedule.pyi"
+    assert stub.read_text() == write_stub.stub(_schedule), "python tools/write_stub.py writes it anew"
+
+
+def test_groups_of_requirements():
+    wanted, alone = prepare.requirements(["test", "test-frameworks"])
+    assert {"pytest", "ninja", f"nvidia-cutlass=={toolchain.CUTLASS}"} <= set(wanted)
+    pinned = [name for name in wanted + alone if name.startswith(("transformers", "megatron-core", "ring-flash-attn"))]
+    assert len(pinned) == 3 and all("==" in name for name in pinned)
+    assert "ring-flash-attn" in "".join(alone), "its requirements would take other packages along"
+    assert not [name for name in wanted + alone if re.match(r"torch([=<>].*)?$", name)], "no group replaces torch"
+    with pytest.raises(SystemExit, match="no dependency group tests, it has test, test-frameworks,"):
+        prepare.requirements(["tests"])
+
+
+def test_a_wheel_for_other_machines_asks_for_its_torch(tmp_path):
+    """What tools/build_wheel.py makes of the metadata; auditwheel's part is tried by CI."""
+    pytest.importorskip("wheel")
+    info = tmp_path / "made" / "dash_attn-0.1.0.dist-info"
+    info.mkdir(parents=True)
+    (tmp_path / "made" / "dash_attn").mkdir()
+    (tmp_path / "made" / "dash_attn" / "_C.abi3.so").write_bytes(
+        b"..dash_attn build record\narchitecture sm_90a\nnvcc 12.9.86\n"
+    )
+    metadata = "Metadata-Version: 2.4\nName: dash-attn\nVersion: 0.1.0\nRequires-Dist: torch>=2.11\n"
+    (info / "METADATA").write_text(metadata)
+    tags = "Wheel-Version: 1.0\nGenerator: x\nRoot-Is-Purelib: false\nTag: cp311-cp311-linux_x86_64\n"
+    (info / "WHEEL").write_text(tags)
+    (info / "RECORD").touch()
+    pack = [sys.executable, "-m", "wheel", "pack", str(tmp_path / "made"), "--dest-dir", str(tmp_path)]
+    subprocess.run(pack, check=True)
+    (tmp_path / "work").mkdir()
+    bound = build_wheel.bind_to_torch(next(tmp_path.glob("*.whl")), tmp_path / "work", "2.13.1+cu129")
+    assert bound.name == "dash_attn-0.1.0+cu12.torch2.13-cp311-cp311-linux_x86_64.whl"
+    with zipfile.ZipFile(bound) as archive:
+        metadata = archive.read("dash_attn-0.1.0+cu12.torch2.13.dist-info/METADATA").decode()
+    assert "\nRequires-Dist: torch==2.13.*\n" in metadata and "\nVersion: 0.1.0+cu12.torch2.13\n" in metadata

@@ -11,6 +11,7 @@ nothing else.
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 try:
     from .. import _schedule
@@ -74,14 +75,21 @@ def fitting(
     changed_scores: bool = False,
 ) -> tuple[str, ...]:
     """Those of ``POLICIES`` that have a kernel for such calls, which are described as to ``resolve``."""
-    call = {"causal": causal, "head_dim": head_dim, "value_head_dim": value_head_dim, "window": window}
+    call: dict[str, Any] = {"causal": causal, "head_dim": head_dim, "value_head_dim": value_head_dim, "window": window}
     call |= {"attention_chunk": attention_chunk, "changed_scores": changed_scores}
     return tuple(policy for policy in POLICIES if _schedule.has_kernel(policy, **call))
 
 
 def policy_number(name: str) -> int:
-    """The integer that the compiled ops take for a policy or a yardstick."""
-    return (*POLICIES, *YARDSTICKS).index(name)
+    """The integer that the compiled ops take for a policy or a yardstick.
+
+    Raises:
+        ValueError: there is none of this name.
+    """
+    names = (*POLICIES, *YARDSTICKS)
+    if name not in names:
+        raise ValueError(f"name must be one of {', '.join(map(repr, names))}, got {name!r}")
+    return names.index(name)
 
 
 def resolve(
@@ -108,7 +116,7 @@ def resolve(
     Raises:
         ValueError: ``name`` is unknown, no kernel has the policy for such calls, or a number is out of range.
     """
-    call = {"causal": causal, "head_dim": head_dim, "value_head_dim": value_head_dim, "window": window}
+    call: dict[str, Any] = {"causal": causal, "head_dim": head_dim, "value_head_dim": value_head_dim, "window": window}
     return _schedule.resolve(name, **call, attention_chunk=attention_chunk, changed_scores=changed_scores)
 
 
@@ -162,8 +170,8 @@ def problem(
     kv_heads = heads if kv_heads is None else kv_heads
     if kv_heads < 1 or heads < 1 or heads % kv_heads:
         raise ValueError(f"heads must be a positive multiple of kv_heads={kv_heads}, got {heads}")
-    mask = {"causal": causal, "window": window, "attention_chunk": attention_chunk}
-    head_dims = {"head_dim": head_dim, "value_head_dim": value_head_dim}
+    mask: dict[str, Any] = {"causal": causal, "window": window, "attention_chunk": attention_chunk}
+    head_dims: dict[str, Any] = {"head_dim": head_dim, "value_head_dim": value_head_dim}
     schedule = resolve(schedule, **head_dims, **mask)
     if tile_q is None or tile_k is None:
         default_q, default_k = tile_shape(**head_dims)

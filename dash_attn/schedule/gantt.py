@@ -37,16 +37,17 @@ def draw(simulations: Sequence[Simulation], path: str | PathLike[str], unit: str
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.collections import PolyCollection
         from matplotlib.figure import Figure
+        from matplotlib.layout_engine import ConstrainedLayoutEngine
     except ImportError as error:
         raise ImportError(f"drawing a schedule needs matplotlib: pip install matplotlib ({error})") from error
     from matplotlib import colormaps
 
     heights = [max(1.2, 0.22 * simulation.sms) for simulation in simulations]
-    figure = Figure(figsize=(14, 0.8 + sum(heights) + 0.6 * len(heights)), dpi=110, layout="constrained")
-    figure.get_layout_engine().set(w_pad=0.15, h_pad=0.08)
+    layout = ConstrainedLayoutEngine(w_pad=0.15, h_pad=0.08)
+    figure = Figure(figsize=(14, 0.8 + sum(heights) + 0.6 * len(heights)), dpi=110, layout=layout)
     FigureCanvasAgg(figure)
     rows = figure.subplots(len(simulations), 1, sharex=True, squeeze=False, height_ratios=heights)[:, 0]
-    palette = colormaps["tab20"].colors
+    palette = [colormaps["tab20"](index) for index in range(20)]
     for axes, simulation in zip(rows, simulations):
         heads = max(task.head for task in simulation.tasks) + 1
         boxes, colours = [], []

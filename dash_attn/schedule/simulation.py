@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from .. import _schedule
 from .._schedule import Problem, Task
@@ -78,7 +79,8 @@ def simulate(
         RuntimeError: the schedule makes no progress: a resident CTA waits for one that is never launched.
     """
     options = _schedule.SimulationOptions()
-    named = {"product_time": product_time, "add_time": add_time, "signal_time": signal_time, **machine}
+    times = {"product_time": product_time, "add_time": add_time, "signal_time": signal_time}
+    named: dict[str, Any] = {**times, **machine}
     named.update(sms=sms, mapping=mapping, launch_times=list(launch_times), record_tasks=record_tasks)
     for name, value in named.items():
         if not hasattr(options, name):

@@ -1,0 +1,287 @@
+"""What this installation is and what it can do here: ``python -m dash_attn.info``, with ``--json`` for programs.
+
+It ends with a check of about a second: a small forward and backward against plain PyTorch, by the kernels where they
+run and by the CPU reference elsewhere. The exit status is 0 when the check passes and 1 when it fails.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import importlib.metadata
+import importlib.util
+import json
+import os
+import pathlib
+import platform
+import re
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+import dash_attn
+from dash_attn import build_record, ops, schedule
+
+HOPPER = (9, 0)
+_NO_GPU = "torch sees no CUDA device"
+# Relative error (Frobenius norm) beyond which a 16-bit result is wrong; roundings alone are below 0.01.
+_MAX_ERROR = 0.02
+_TORCH_DTYPES = {"BFloat16": torch.bfloat16, "Float16": torch.float16}
+# A set of policies that share a kernel, by the name that csrc/launch/variants.def has for it.
+_POLICIES_OF = {
+    "Ordered": ("descending", "ascending", "spt"),
+    "Shift": ("shift",),
+    "SymmetricShift": ("symmetric_shift",),
+    "OrderFree": ("order_free",),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class _Door:
+    """A way from a framework to dash_attn: a module of dash_attn, and what has to be installed for it."""
+
+    module: str
+    distribution: str
+    imported: str
+
+
+DOORS = (
+    _Door("dash_attn.integrations.torch", "torch", "torch"),
+    _Door("dash_attn.integrations.transformers", "transformers", "transformers"),
+    _Door("dash_attn.integrations.megatron", "megatron-core", "megatron.core"),
+)
+# Modules that dash_attn can stand in for, and their distributions.
+ALIASES = {"flash_attn": "flash-attn", "flash_attn_interface": "flash-attn-3", "flash_attn_3": "flash-attn-3"}
+
+
+def _find(module: str) -> bool:
+    try:
+        return importlib.util.find_spec(module) is not None
+    except (ImportError, ValueError):
+        return False
+
+
+def _version(distribution: str) -> str | None:
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _driver() -> str | None:
+    """The version of the NVIDIA driver, such as '580.95.05'."""
+    path = pathlib.Path("/proc/driver/nvidia/version")
+    match = re.search(r"Kernel Module.*?\s(\d+\.\d+(?:\.\d+)?)\s", path.read_text()) if path.is_file() else None
+    return match.group(1) if match else None
+
+
+def _kernels() -> dict[str, Any]:
+    path = build_record.kernels_file()
+    if path is None:
+        return {"built": False, "problem": "none in this installation", "list": []}
+    try:
+        record = build_record.read(path)
+    except ValueError as error:
+        return {"built": True, "problem": str(error), "list": []}
+    policies = {p for k in record.kernels if k.policies is not None for p in _POLICIES_OF[k.policies]}
+    return {
+        "built": True,
+        "problem": None,
+        "file": str(path),
+        "architecture": record.architecture,
+        "nvcc": record.nvcc,
+        "cutlass": record.cutlass,
+        "head_dims": list(dict.fromkeys(kernel.head_dims for kernel in record.kernels)),
+        "dtypes": list(dict.fromkeys(kernel.dtype.lower() for kernel in record.kernels)),
+        "masks": list(dict.fromkeys(kernel.mask.lower() for kernel in record.kernels)),
+        "scores": list(dict.fromkeys(kernel.score.lower() for kernel in record.kernels)),
+        "schedules": [policy for policy in schedule.POLICIES if policy in policies],
+        "list": [dataclasses.asdict(kernel) for kernel in record.kernels],
+    }
+
+
+def _gpus() -> list[dict[str, Any]]:
+    found = []
+    for device in range(torch.cuda.device_count()):
+        capability = torch.cuda.get_device_capability(device)
+        name = torch.cuda.get_device_name(device)
+        found.append({"name": name, "capability": ".".join(map(str, capability)), "runs_kernels": capability == HOPPER})
+    return found
+
+
+def _why_no_kernels_run(gpus: list[dict[str, Any]]) -> str | None:
+    if ops.why_no_kernels is not None:
+        return ops.why_no_kernels
+    if not gpus:
+        return _NO_GPU
+    if not any(gpu["runs_kernels"] for gpu in gpus):
+        here = f"{gpus[0]['name']} ({gpus[0]['capability']})"
+        return f"they need a GPU of compute capability 9.0 (Hopper), here is {here}"
+    return None
+
+
+def _is_active(door: _Door) -> bool:
+    """Whether the framework calls dash_attn now, as far as this process and its environment tell."""
+    if door.distribution == "transformers":
+        return "dash-attn/flash=" in os.environ.get("LOCAL_KERNELS", "")
+    is_active = getattr(sys.modules.get(door.module), "is_active", None)
+    return bool(is_active and is_active())
+
+
+def _doors() -> list[dict[str, Any]]:
+    found = []
+    for door in DOORS:
+        installed = _find(door.imported)
+        version = _version(door.distribution) if installed else None
+        found.append({"module": door.module, "framework": door.distribution, "version": version,
+                      "installed": installed, "active": _is_active(door)})  # fmt: skip
+    return found
+
+
+def _aliases() -> list[dict[str, Any]]:
+    """Who answers to the names of the other libraries."""
+    found = []
+    for module, distribution in ALIASES.items():
+        loaded = sys.modules.get(module)
+        version = _version(distribution)
+        ours = hasattr(loaded, "__dash_attn__") or "+dash" in (version or "")
+        owner = "dash_attn" if ours else "another package" if _find(module) else None
+        found.append({"module": module, "version": version, "owner": owner})
+    return found
+
+
+def _attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: bool) -> torch.Tensor:
+    """The formula in plain PyTorch, in the dtype of its arguments, which are (1, seqlen, heads, head_dim)."""
+    scores = torch.einsum("bqhd,bkhd->bhqk", q, k) * q.shape[-1] ** -0.5
+    if causal:
+        scores = scores.masked_fill(torch.ones_like(scores, dtype=torch.bool).triu(1), -torch.inf)
+    return torch.einsum("bhqk,bkhd->bqhd", scores.softmax(-1), v)
+
+
+def _error(result: torch.Tensor, truth: torch.Tensor) -> float:
+    return float((result.double().cpu() - truth).norm() / truth.norm())
+
+
+def _check_case(device: str, dtype: torch.dtype, head_dims: tuple[int, int], causal: bool) -> str | None:
+    """What is wrong with attention of these head dims, of q and k and of v; None where nothing is."""
+    generator = torch.Generator().manual_seed(0)
+    columns = (head_dims[0], head_dims[0], head_dims[1], head_dims[1])
+    tensors = [torch.randn(1, 200, 2, d, generator=generator, dtype=torch.float32).to(dtype) for d in columns]
+    exact = [tensor.double().requires_grad_() for tensor in tensors[:3]]
+    truth = _attention(*exact, causal=causal)
+    truths = [truth.detach(), *torch.autograd.grad(truth, exact, tensors[3].double())]
+    # Without return_attn_probs it returns the output alone.
+    flash_attn: Callable[..., torch.Tensor] = dash_attn.flash_attn_func  # type: ignore[assignment]
+    runs = []
+    for _ in range(2):
+        leaves = [tensor.to(device).requires_grad_() for tensor in tensors[:3]]
+        out = flash_attn(*leaves, causal=causal)
+        runs.append([out.detach(), *torch.autograd.grad(out, leaves, tensors[3].to(device))])
+    of = f"{str(dtype).removeprefix('torch.')}, head dims {head_dims}, {'causal' if causal else 'full'} mask"
+    for name, first, second, expected in zip(("the output", "dq", "dk", "dv"), *runs, truths, strict=True):
+        if not torch.equal(first.view(torch.int16), second.view(torch.int16)):
+            return f"{name} has other bits in the second run ({of})"
+        if not (error := _error(first, expected)) <= _MAX_ERROR:
+            return f"{name} differs from plain PyTorch by {error:.2g} of its norm, limit {_MAX_ERROR} ({of})"
+    return None
+
+
+def _cases(kernels: dict[str, Any]) -> list[tuple[torch.dtype, tuple[int, int], bool]]:
+    """A call for every dtype and head dims that have kernels of `schedule="auto"` under the full or the causal mask."""
+    masks: dict[tuple[str, str], bool] = {}
+    for kernel in kernels["list"]:
+        if kernel["policies"] == "Ordered" and kernel["score"] == "Plain" and kernel["mask"] in ("Full", "Causal"):
+            key = kernel["dtype"], kernel["head_dims"]
+            masks[key] = kernel["mask"] == "Causal" or masks.get(key, False)
+    cases = []
+    for (dtype, head_dims), causal in masks.items():
+        of_keys, _, of_values = head_dims.partition("x")
+        cases.append((_TORCH_DTYPES[dtype], (int(of_keys), int(of_values or of_keys)), causal))
+    return cases
+
+
+def self_check(device: str, kernels: dict[str, Any]) -> dict[str, Any]:
+    """A small forward and backward, twice: right against plain PyTorch in float64, and with the same bits."""
+    start = time.perf_counter()
+    cases = _cases(kernels) if device == "cuda" else []
+    cases = cases or [(torch.bfloat16, (64, 64), True)]
+    errors = []
+    for case in cases:
+        try:
+            problem = _check_case(device, *case)
+        except Exception as error:  # whatever is wrong here is what the check is for
+            problem = f"{type(error).__name__}: {error}"
+        errors += [problem] if problem else []
+    return {"device": device, "cases": len(cases), "passed": not errors, "errors": errors,
+            "seconds": round(time.perf_counter() - start, 2)}  # fmt: skip
+
+
+def report() -> dict[str, Any]:
+    """Everything that is printed, as what JSON can hold."""
+    gpus = _gpus()
+    kernels = _kernels()
+    why_not = _why_no_kernels_run(gpus)
+    return {
+        "dash_attn": {"version": dash_attn.__version__, "folder": str(pathlib.Path(dash_attn.__file__).parent)},
+        "python": platform.python_version(),
+        "torch": {"version": torch.__version__, "cuda": torch.version.cuda},
+        "driver": _driver(),
+        "kernels": kernels,
+        "gpus": gpus,
+        "kernels_run_here": why_not is None,
+        "why_not": why_not,
+        "doors": _doors(),
+        "aliases": _aliases(),
+        "self_check": self_check("cpu" if why_not else "cuda", kernels),
+    }
+
+
+def _text(facts: dict[str, Any]) -> str:
+    kernels, check = facts["kernels"], facts["self_check"]
+    cuda = f"CUDA {facts['torch']['cuda']}" if facts["torch"]["cuda"] else "no CUDA"
+    driver = f"NVIDIA driver {facts['driver']}" if facts["driver"] else "no NVIDIA driver"
+    lines = [
+        f"dash_attn {facts['dash_attn']['version']} in {facts['dash_attn']['folder']}",
+        f"Python {facts['python']}, torch {facts['torch']['version']} with {cuda}, {driver}",
+    ]
+    if kernels["problem"] is None:
+        lines.append(
+            f"kernels: {len(kernels['list'])} for {kernels['architecture']} (Hopper), by nvcc {kernels['nvcc']} with "
+            f"CUTLASS {kernels['cutlass']}"
+        )
+        for axis in ("head_dims", "dtypes", "masks", "scores", "schedules"):
+            lines.append(f"  {axis.replace('_', ' ') + ':':<11}{', '.join(kernels[axis])}")
+    else:
+        lines.append(f"kernels: {kernels['problem']}")
+    for gpu in facts["gpus"]:
+        lines.append(f"GPU: {gpu['name']}, compute capability {gpu['capability']}")
+    lines.append(f"kernels run here: {'yes' if facts['kernels_run_here'] else 'no: ' + facts['why_not']}")
+    lines.append("doors:")
+    for door in facts["doors"]:
+        framework = f"{door['framework']} {door['version'] or ''}".strip()
+        state = "active" if door["active"] else "open" if door["installed"] else "closed: not installed"
+        lines.append(f"  {door['module']:<36}{framework}: {state}")
+    for alias in facts["aliases"]:
+        version = f" {alias['version']}" if alias["version"] else ""
+        lines.append(f"  {'the name ' + alias['module']:<36}{(alias['owner'] or 'nobody') + version}")
+    by = "the kernels" if check["device"] == "cuda" else "the CPU reference"
+    result = "passed" if check["passed"] else "FAILED"
+    lines.append(f"self-check of {by}: {result} ({check['cases']} calls, {check['seconds']} s)")
+    lines += [f"  {error}" for error in check["errors"]]
+    return "\n".join(lines)
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m dash_attn.info", description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--json", action="store_true", help="print all facts as JSON, each kernel among them")
+    arguments = parser.parse_args(argv)
+    facts = report()
+    print(json.dumps(facts, indent=2) if arguments.json else _text(facts))
+    return 0 if facts["self_check"]["passed"] else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

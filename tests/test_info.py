@@ -1,0 +1,119 @@
+"""`python -m dash_attn.info`, and what an installation says of the kernels it holds or lacks."""
+
+import json
+import os
+import pathlib
+import re
+import shutil
+import subprocess
+import sys
+
+import pytest
+import torch
+
+import dash_attn
+from dash_attn import build_record, info
+
+PACKAGE = pathlib.Path(dash_attn.__file__).parent
+RECORD = (
+    b"\x7fELF...dash_attn build record\narchitecture sm_90a\nnvcc 13.0.88\ncutlass 4.2.0\n"
+    b"forward BFloat16 128 Causal Plain\nforward Float16 192x128 Full Plain\n"
+    b"backward BFloat16 128 Causal Plain Ordered\nbackward BFloat16 128 Causal Plain SymmetricShift\nend\n\0..."
+)
+# Makes a CPU torch look like one with CUDA, which is when the lack of kernels is worth a warning.
+IMPORT = "import torch; torch.version.cuda = '13.0'; import dash_attn.ops as ops; print(ops.why_no_kernels)"
+
+
+@pytest.fixture
+def package(tmp_path) -> pathlib.Path:
+    """A copy of the package without kernels."""
+    copy = tmp_path / "dash_attn"
+    shutil.copytree(PACKAGE, copy, ignore=shutil.ignore_patterns("_C*", "__pycache__", "without_kernels.txt"))
+    return copy
+
+
+def run(folder: pathlib.Path, *arguments: str) -> subprocess.CompletedProcess:
+    environment = {**os.environ, "PYTHONPATH": str(folder)}
+    environment.pop("PYTHONWARNINGS", None)
+    return subprocess.run([sys.executable, *arguments], cwd=folder, env=environment, capture_output=True, text=True)
+
+
+def test_record_of_a_binary(tmp_path):
+    path = tmp_path / "_C.abi3.so"
+    path.write_bytes(RECORD)
+    assert build_record.kernels_file(tmp_path) == path
+    record = build_record.read(path)
+    assert (record.architecture, record.nvcc, record.cutlass) == ("sm_90a", "13.0.88", "4.2.0")
+    assert len(record.kernels) == 4
+    assert record.kernels[1] == build_record.Kernel("forward", "Float16", "192x128", "Full", "Plain", None)
+    assert record.kernels[3].policies == "SymmetricShift"
+
+
+def test_a_binary_without_a_record_is_refused(tmp_path):
+    assert build_record.kernels_file(tmp_path) is None
+    path = tmp_path / "_C.abi3.so"
+    path.write_bytes(RECORD[:100])
+    with pytest.raises(ValueError, match=re.escape(f"{path} holds no record of its build")):
+        build_record.read(path)
+
+
+def test_info_of_this_installation():
+    run = subprocess.run([sys.executable, "-m", "dash_attn.info", "--json"], capture_output=True, text=True)
+    assert run.returncode == 0, run.stdout + run.stderr
+    facts = json.loads(run.stdout)
+    assert facts["dash_attn"]["version"] == dash_attn.__version__ and facts["torch"]["version"] == torch.__version__
+    assert facts["self_check"]["passed"] and facts["self_check"]["cases"] >= 1
+    assert facts["kernels"]["built"] == bool(list(PACKAGE.glob("_C*.so")))
+    assert facts["kernels_run_here"] == (facts["self_check"]["device"] == "cuda") == (facts["why_not"] is None)
+    assert facts["doors"][0]["version"] == torch.__version__ and not facts["doors"][0]["active"]
+
+
+def test_info_says_what_was_built_and_what_is_not_here(package):
+    (package / "_C.abi3.so").write_bytes(RECORD)
+    found = run(package.parent, "-m", "dash_attn.info")
+    assert found.returncode == 0, found.stdout + found.stderr
+    lines = found.stdout.splitlines()
+    assert f"dash_attn {dash_attn.__version__} in {package}" in lines
+    assert "kernels: 4 for sm_90a (Hopper), by nvcc 13.0.88 with CUTLASS 4.2.0" in lines
+    assert "  head dims: 128, 192x128" in lines
+    schedules = next(line.partition(":")[2] for line in lines if line.startswith("  schedules:"))
+    assert set(schedules.replace(",", "").split()) == {"descending", "ascending", "spt", "symmetric_shift"}
+    assert any(line.startswith("kernels run here: no: ") for line in lines) or torch.version.cuda
+    assert "self-check of the CPU reference: passed" in found.stdout or torch.version.cuda
+
+
+def test_info_fails_with_its_self_check(monkeypatch, capsys):
+    monkeypatch.setattr(info.dash_attn, "flash_attn_func", lambda q, k, v, causal: (q + k + v) * 0.5)
+    assert info.main([]) == 1
+    assert "FAILED" in (printed := capsys.readouterr().out) and "the output differs from plain PyTorch" in printed
+
+
+def test_every_door_is_listed():
+    folder = PACKAGE / "integrations"
+    modules = {f"dash_attn.integrations.{path.stem}" for path in folder.glob("[a-z]*.py")}
+    assert modules <= {door.module for door in info.DOORS}
+
+
+@pytest.mark.parametrize("note", [None, "nvcc was not found (CUDA_HOME, PATH, /usr/local/cuda)"])
+def test_a_package_without_kernels_says_so_once(package, note):
+    if note is not None:
+        (package / "without_kernels.txt").write_text(note + "\n")
+    found = run(package.parent, "-c", IMPORT)
+    assert found.returncode == 0, found.stderr
+    because = f", because {note} when it was built" if note else ""
+    assert found.stderr.count(f"RuntimeWarning: dash_attn was installed without its CUDA kernels{because}:") == 1
+    assert "set CUDA_HOME to a CUDA toolkit and run `pip install --no-build-isolation .`" in found.stderr
+
+
+def test_a_package_that_was_asked_to_be_without_kernels_is_silent(package):
+    (package / "without_kernels.txt").write_text("DASH_ATTN_SKIP_CUDA=1 was set\n")
+    found = run(package.parent, "-c", IMPORT)
+    assert found.returncode == 0 and found.stderr == ""
+    assert "because DASH_ATTN_SKIP_CUDA=1 was set when it was built" in found.stdout
+
+
+def test_kernels_that_cannot_be_loaded_are_not_passed_over(package):
+    (package / "_C.abi3.so").write_bytes(b"no library")
+    (package / "without_kernels.txt").write_text("DASH_ATTN_SKIP_CUDA=1 was set\n")
+    found = run(package.parent, "-c", IMPORT)
+    assert "RuntimeWarning" in found.stderr and "cannot be loaded" in found.stderr

@@ -1,0 +1,57 @@
+#!/usr/bin/env python3
+"""Installs a wheel as a user does and tries it: python tools/try_wheel.py dist/dash_attn-*.whl
+
+In a fresh virtual environment, from another folder, with no compiler on PATH: pip installs the wheel and what it asks
+for, `python -m dash_attn.info` runs, and so does a part of the tests, against the installed package. Exit status: 1
+where something fails, 2 where pip cannot get what the wheel asks for, so that nothing was tried.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+COMPILERS = ("cc", "c++", "gcc", "g++", "clang", "clang++", "nvcc", "ninja")
+# Beside the tests, what they import and read; not the package.
+COPIED = ("tests", "build_support", "tools", "csrc", "docs", "pyproject.toml", "README.md")
+TESTS = ("tests/test_info.py", "tests/test_interface.py", "tests/test_varlen.py", "tests/test_schedule_package.py")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("wheel", type=Path)
+    parser.add_argument("tests", nargs="*", default=TESTS, help="for pytest; default: a part of the suite")
+    arguments = parser.parse_args()
+    wheel = arguments.wheel.resolve(strict=True)
+    import torch
+
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        subprocess.run([sys.executable, "-m", "venv", folder / "venv"], check=True)
+        python = folder / "venv" / "bin" / "python"
+        environment = {key: value for key, value in os.environ.items() if not key.startswith(("PYTHON", "CUDA"))}
+        environment["PATH"] = str(python.parent)
+        if found := [tool for tool in COMPILERS if shutil.which(tool, path=environment["PATH"])]:
+            raise SystemExit(f"the environment must have no compiler, it has {', '.join(found)}")
+        pip = [python, "-m", "pip", "--disable-pip-version-check", "install", "--quiet", "--only-binary=:all:"]
+        # A wheel takes every patch of its torch; the one here is the one that the index is known to have.
+        wanted = [str(wheel), f"torch=={torch.__version__.partition('+')[0]}", "numpy", "pytest", "hypothesis"]
+        if subprocess.run([*pip, *wanted], env=environment, cwd=folder).returncode != 0:
+            print("NOT TRIED: pip could not install the wheel with what it asks for")
+            return 2
+        if subprocess.run([python, "-m", "dash_attn.info"], env=environment, cwd=folder).returncode != 0:
+            return 1
+        for item in COPIED:
+            (shutil.copytree if (ROOT / item).is_dir() else shutil.copy)(ROOT / item, folder / item)
+        test = [python, "-m", "pytest", "-q", "-p", "no:cacheprovider", *arguments.tests]
+        return 1 if subprocess.run(test, env=environment, cwd=folder).returncode else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
