@@ -40,6 +40,32 @@ def test_the_reference_implementation_meets_the_bar(lengths, causal):
         assert gradient_check.check(problem, "cpu", support.schedules(causal)) == []
 
 
+def test_problems_of_few_rows_are_judged_together(monkeypatch):
+    problems = [Problem(2, *lengths, 2, 1, 32, True) for lengths in ((1, 65), (20, 70), (70, 90))]
+    errors = gradient_check.Bar.errors
+
+    def policies(problem):
+        return ["ascending"]
+
+    assert gradient_check.check_together(problems, "cpu", policies) == []
+
+    def wrong(bar, outputs, policy, of=(1,)):
+        found = errors(bar, outputs, policy)
+        if policy == "ascending" and bar.exact.out.shape[1] in of:
+            error, limit, norm, excess = found["dk"]
+            found["dk"] = (1.2 * limit, limit, norm, excess)
+        return found
+
+    monkeypatch.setattr(gradient_check.Bar, "errors", wrong)
+    assert gradient_check.check_together(problems, "cpu", policies) == [], "one that is by chance"
+    monkeypatch.setattr(gradient_check.Bar, "errors", lambda *x: wrong(*x, of=(1, 20)))
+    (line,) = gradient_check.check_together(problems, "cpu", policies)
+    assert line.startswith("ascending: dk is off by ")
+    monkeypatch.setattr(gradient_check.Bar, "errors", lambda *x: wrong(*x, of=(70,)))
+    (line,) = gradient_check.check_together(problems, "cpu", policies)
+    assert line.startswith("Problem(") and "seqlen_q=70" in line and "ascending: dk is off by " in line
+
+
 @pytest.mark.parametrize("softmax_scale", [0.3, 1.0, 0.0, -0.2])
 def test_the_reference_implementation_meets_the_bar_at_other_scales(softmax_scale):
     problem = Problem(2, 100, 140, 4, 2, 64, True, softmax_scale=softmax_scale)

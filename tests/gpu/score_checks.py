@@ -33,8 +33,7 @@ SCORES = {
 
 
 def random_problem(kind: str, chance: random.Random, dtype: torch.dtype) -> Problem:
-    """Of these scores; the rest is up to chance. One query is a batch of many: the norm of few rows' error is up to
-    chance, ours and PyTorch's alike."""
+    """Of these scores; the rest is up to chance. One query is a batch of many."""
     seqlen_q, seqlen_k = chance.choice(LENGTHS), chance.choice(LENGTHS[1:])
     heads, (head_dim, value_head_dim) = chance.choice(HEADS), chance.choice(HEAD_DIMS)
     return Problem(

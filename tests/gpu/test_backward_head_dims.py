@@ -1,6 +1,5 @@
 """The backward at head dims above 128 and of unequal pairs, where one consumer owns dV and the other dK."""
 
-import collections
 import itertools
 import random
 from collections.abc import Iterable
@@ -16,34 +15,10 @@ from test_forward_head_dims import DIMS, DTYPES, LENGTHS, MASK, MASKS, PADDED, p
 
 CALLS, CALLS_IN_FLIGHT = 40, 8
 PACKS = 6
-FEW_ROWS, DRAWS = 64, 4
 
 
 def assert_right(problems: Iterable[Problem], device: str) -> None:
-    """Rows are judged one by one, norms of few rows over all such problems: ours and PyTorch's are up to chance."""
-    lines = []
-    squares = collections.defaultdict(lambda: [0.0, 0.0])  # by policy and gradient: of errors and of limits
-    few = {problem: min(problem.seqlen_q, problem.seqlen_k) < FEW_ROWS for problem in problems}
-    for problem, seed in ((problem, seed) for problem in few for seed in range(DRAWS if few[problem] else 1)):
-        inputs = support.random_inputs(problem, device, seed)
-        bar = gradient_check.Bar(problem, inputs)
-        for policy in ("auto", *support.policies(problem)):
-            guarded = support.empty_gradients(inputs)
-            gradients = {name: g.tensor for name, g in guarded.items()}
-            support.backward_into(gradients, inputs, problem, policy)
-            for name, (error, limit, _, row_excess) in bar.errors(gradients, policy).items():
-                if few[problem] and name != "dsinks":
-                    squares[policy, name][0] += error**2
-                    squares[policy, name][1] += limit**2
-                elif not error <= limit:
-                    lines.append(f"{problem} {policy}: {name} is off by {error:.3e} in norm, allowed {limit:.3e}")
-                if not row_excess <= 0:
-                    lines.append(f"{problem} {policy}: {name}: a row is off by {row_excess:.3e} more than rounding")
-            written = torch.stack([g.writes_outside() for g in guarded.values()]).tolist()
-            lines += [f"{problem} {policy}: wrote outside {name}" for name, n in zip(guarded, written) if n]
-    for (policy, name), (error, limit) in squares.items():
-        if not error <= limit:
-            lines.append(f"{policy}: {name} is off by {error**0.5:.3e} in norm, allowed {limit**0.5:.3e}")
+    lines = gradient_check.check_together(problems, device, lambda problem: ["auto", *support.policies(problem)])
     assert not lines, "\n".join(lines)
 
 

@@ -7,6 +7,7 @@ import random
 
 import dash_attn
 import gpu_support as support
+import gradient_check
 import pack_checks
 import pytest
 import score_checks
@@ -56,10 +57,8 @@ def everything(problem: Problem) -> list[str]:
 @KIND
 def test_accuracy_of_products_of_features(kind, dtype, device):
     chance = random.Random(f"{kind} {dtype}")
-    lines = []
-    for _ in range(PROBLEMS):
-        problem = score_checks.random_problem(kind, chance, DTYPES[dtype])
-        lines += score_checks.accuracy_failures(problem, device, everything(problem))
+    problems = (score_checks.random_problem(kind, chance, DTYPES[dtype]) for _ in range(PROBLEMS))
+    lines = gradient_check.check_together(problems, device, everything)
     assert not lines, "\n".join(lines)
 
 
