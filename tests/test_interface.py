@@ -21,8 +21,7 @@ from interface_support import (
 )
 
 import dash_attn
-from dash_attn import flash_attn_func, flash_attn_kvpacked_func, flash_attn_qkvpacked_func
-from dash_attn import flash_attn_varlen_func
+from dash_attn import flash_attn_func, flash_attn_kvpacked_func, flash_attn_qkvpacked_func, flash_attn_varlen_func
 from dash_attn.schedule import POLICIES, fitting, policy_number, resolve
 
 OUTPUTS = ("out", "softmax_lse")

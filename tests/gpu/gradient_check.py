@@ -2,10 +2,9 @@
 most NEAR times as far as float64 sums with our roundings, and every row of it within the bound of what rounding can do,
 so that a small row that is wrong shows beside large ones."""
 
+import gpu_support as support
 import torch
 from float64_reference import Attention, attention_float64, error_limits, visible_keys
-
-import gpu_support as support
 from gpu_support import Inputs, Problem
 
 LSE_TOLERANCE = 2e-5
