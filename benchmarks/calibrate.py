@@ -54,9 +54,7 @@ def probes(sms: int, tile_shapes: dict[int, tuple[int, int]]) -> list[Probe]:
 
         def add(shows, queries, keys, *, batch=1, mask="full", schedule="ascending", on=sms, heads=1, kv_heads=1):
             found.append(
-                Probe(
-                    shows, head_dim, mask, schedule, batch, heads, kv_heads, queries * tile_q, keys * tile_k, on
-                )
+                Probe(shows, head_dim, mask, schedule, batch, heads, kv_heads, queries * tile_q, keys * tile_k, on)
             )
 
         rows = tile_k // tile_q

@@ -3,6 +3,7 @@
 A pack keeps its name and its lengths for good: the rows of results say the name alone.
 """
 
+# fmt: off
 PACKS: dict[str, tuple[int, ...]] = {
     "8x2048": (2048,) * 8,
     # Documents as they come, the median near 640.
@@ -26,3 +27,4 @@ PACKS: dict[str, tuple[int, ...]] = {
     "long tail": (8192, 512, 585, 658, 731, 804, 877, 950) * 4,
     "mostly empty": (2048, *(0,) * 127) * 8,
 }
+# fmt: on

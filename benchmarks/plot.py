@@ -1,7 +1,7 @@
 """Draws a result of benchmarks.run as a PNG.
 
-    python -m benchmarks.plot result.json result.png
-    python -m benchmarks.plot result.json result.png --peers benchmarks/results/peers_h200.json --deterministic
+python -m benchmarks.plot result.json result.png
+python -m benchmarks.plot result.json result.png --peers benchmarks/results/peers_h200.json --deterministic
 """
 
 import argparse

@@ -1,7 +1,7 @@
 """One backward for a profiler, after one that loads the kernels.
 
-    ncu --profile-from-start off python -m benchmarks.profile_one --head-dim 128 --mask causal --seqlen 8192
-    ncu --profile-from-start off python -m benchmarks.profile_one --mask window --window 1023 0 --pack lognormal
+ncu --profile-from-start off python -m benchmarks.profile_one --head-dim 128 --mask causal --seqlen 8192
+ncu --profile-from-start off python -m benchmarks.profile_one --mask window --window 1023 0 --pack lognormal
 """
 
 import argparse

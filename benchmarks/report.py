@@ -1,6 +1,6 @@
 """Prediction beside measurement: errors, agreement of the ranking, a table and a plot.
 
-    python -m benchmarks.report machine.json calibration.json --png docs/model.png --document docs/model.md
+python -m benchmarks.report machine.json calibration.json --png docs/model.png --document docs/model.md
 """
 
 import argparse

@@ -16,8 +16,8 @@ import time
 
 import torch
 
-from benchmarks import check, compare, files, host, library, peers, plot, timing
 from benchmarks import baseline as baseline_library
+from benchmarks import check, compare, files, host, library, peers, plot, timing
 from benchmarks.shapes import GRIDS, PASSES, SHAPE_FIELDS, Shape, flops
 
 ROW_FIELDS = ("impl", "pass", "schedule", "deterministic", *SHAPE_FIELDS, "ms", "repeats_ms", "tflops")
@@ -295,9 +295,7 @@ def main(argv: list[str] | None = None) -> int:
     failed = 0
     several = len(arguments.passes) > 1
     for number, shape in enumerate(shapes, 1):
-        rows, failures = measure(
-            shape, implementations, arguments.passes, device, arguments.min_time, arguments.turns
-        )
+        rows, failures = measure(shape, implementations, arguments.passes, device, arguments.min_time, arguments.turns)
         result["rows"] += rows
         figures = ", ".join(f"{short(column(r))} {r['tflops']:.0f}" + f" ({r['pass']})" * several for r in rows)
         print(f"[{number}/{len(shapes)} {time.monotonic() - started:4.0f} s] {shape}: {figures}", flush=True)

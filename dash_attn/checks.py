@@ -140,9 +140,7 @@ def as_sm_margin(sm_margin: object):
     if not _is_integer(sm_margin):
         raise TypeError(f"sm_margin must be an int, got {_describe(sm_margin)}")
     if not 0 <= sm_margin <= _MAX_INT:
-        raise ValueError(
-            f"sm_margin must be at least 0 and less than the SMs of the GPU, got {_describe(sm_margin)}"
-        )
+        raise ValueError(f"sm_margin must be at least 0 and less than the SMs of the GPU, got {_describe(sm_margin)}")
     return operator.index(sm_margin)
 
 

@@ -122,9 +122,7 @@ def _backward_cpu(
             **mask,
         )
         scores = {"softmax_scale": softmax_scale, "softcap": softcap, "alibi_slopes": slopes, "dsoftmax_lse": dlse}
-        results = reference.backward(
-            dout_rows, q_rows, k_rows, v_rows, out_rows, lse, **scores, order=order, **mask
-        )
+        results = reference.backward(dout_rows, q_rows, k_rows, v_rows, out_rows, lse, **scores, order=order, **mask)
         for gradient, result in zip((dq_rows, dk_rows, dv_rows), results):
             gradient.copy_(result)
 

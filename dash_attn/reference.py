@@ -23,8 +23,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from . import order_free
 from . import _schedule as _compiled
+from . import order_free
 from . import schedule as _schedule
 
 # Query rows that the forward holds scores of at a time.

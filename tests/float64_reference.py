@@ -10,7 +10,6 @@ from typing import NamedTuple
 
 import torch
 
-
 # fp32 sums of the same 16-bit products in another order: an element within this fraction of a rounding boundary may
 # round to the other side of it. It changes the error of a correctly rounded result by far less than this.
 ROUNDING_SLACK = 1.001
@@ -187,9 +186,7 @@ def attention_in_dtype(q, k, v, dout=None, *, softmax_scale=None, causal=False, 
     return Attention(out.detach(), lse.detach(), *gradients)
 
 
-def attention_rounded(
-    q, k, v, dout, out, *, rounded_factors, softmax_scale=None, causal=False, scores=PLAIN, **window
-):
+def attention_rounded(q, k, v, dout, out, *, rounded_factors, softmax_scale=None, causal=False, scores=PLAIN, **window):
     """out, dq, dk, dv and, of sinks, dsinks in float64, but rounded to the inputs' dtype where ours are: P and dS
     before they enter a product, and each output once, at its end. So their error is what these roundings cost: sums in
     fp32, in any order, add next to nothing to it.
@@ -283,9 +280,7 @@ def error_limits(
     # Queries that see no key are the first ones; they are exact in any formula.
     unseen = int((~visible.any(dim=1)).sum())
     eager = attention_in_dtype(q[:, unseen:], k, v, dout[:, unseen:], scores=scores.of_queries(unseen), **formula)
-    rounded = attention_rounded(
-        q, k, v, dout, out, rounded_factors=rounded_factors, scores=scores, **formula
-    )
+    rounded = attention_rounded(q, k, v, dout, out, rounded_factors=rounded_factors, scores=scores, **formula)
     cancels = visible.sum(dim=1).max() <= 1 and scores.sinks is None and scores.dsoftmax_lse is None
     bounds = cancellation_bounds(q, k, v, dout, softmax_scale, visible) if cancels else {}
     limits = {}

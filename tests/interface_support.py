@@ -5,8 +5,14 @@ import contextlib
 import torch
 
 import dash_attn
-from dash_attn import flash_attn_func, flash_attn_kvpacked_func, flash_attn_qkvpacked_func
-from dash_attn import flash_attn_varlen_func, flash_attn_varlen_kvpacked_func, flash_attn_varlen_qkvpacked_func
+from dash_attn import (
+    flash_attn_func,
+    flash_attn_kvpacked_func,
+    flash_attn_qkvpacked_func,
+    flash_attn_varlen_func,
+    flash_attn_varlen_kvpacked_func,
+    flash_attn_varlen_qkvpacked_func,
+)
 
 # The arguments before FlashAttention-2's common ones, and the keywords that not all functions have.
 FUNCTIONS = {

@@ -9,8 +9,15 @@ import torch
 from torch._subclasses import FakeTensorMode
 
 import dash_attn
-from dash_attn import flash_attn_func, flash_attn_kvpacked_func, flash_attn_qkvpacked_func, schedule
-from dash_attn import flash_attn_varlen_func, flash_attn_varlen_kvpacked_func, flash_attn_varlen_qkvpacked_func
+from dash_attn import (
+    flash_attn_func,
+    flash_attn_kvpacked_func,
+    flash_attn_qkvpacked_func,
+    flash_attn_varlen_func,
+    flash_attn_varlen_kvpacked_func,
+    flash_attn_varlen_qkvpacked_func,
+    schedule,
+)
 
 BF16, FP32 = torch.bfloat16, torch.float32
 

@@ -10,8 +10,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from interface_support import kernel_calls, out_and_gradients, randn
 
-from dash_attn import _schedule, flash_attn_func, flash_attn_kvpacked_func, flash_attn_qkvpacked_func
-from dash_attn import flash_attn_varlen_func, reference, schedule
+from dash_attn import (
+    _schedule,
+    flash_attn_func,
+    flash_attn_kvpacked_func,
+    flash_attn_qkvpacked_func,
+    flash_attn_varlen_func,
+    reference,
+    schedule,
+)
 
 ROWS = [(64, 64), (96, 96), (128, 128), (192, 128), (192, 192), (256, 256)]
 # Rows of the table, and pairs of both orders that are padded to them: by TMA, or by copies where no multiple of 8.

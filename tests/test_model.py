@@ -138,9 +138,7 @@ def test_ranking(compared):
     assert found.count("differ") <= 0.08 * (len(found) - found.count("tie"))  # docs/model.md names them
     assert found.count("tie") < len(found) / 2
     by_clocks = [
-        kind
-        for rows in report.by_shape(compared).values()
-        for _, _, kind in report.pairs(rows, report.CLOCKS)
+        kind for rows in report.by_shape(compared).values() for _, _, kind in report.pairs(rows, report.CLOCKS)
     ]
     assert by_clocks.count("differ") <= 0.05 * (len(by_clocks) - by_clocks.count("tie"))
     for rows in report.by_shape(compared).values():

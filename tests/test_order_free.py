@@ -106,9 +106,7 @@ def test_heads_with_too_little_room_need_the_order(change, dtype):
     for order in ("order_free", "descending"):
         tiles = reference.tile_order(order, 512, 512, head_dim=64, causal=True)
         out, lse = reference.forward(q, k, v, softmax_scale=0.125, causal=True)
-        gradients[order] = reference.backward(
-            dout, q, k, v, out, lse, softmax_scale=0.125, causal=True, order=tiles
-        )
+        gradients[order] = reference.backward(dout, q, k, v, out, lse, softmax_scale=0.125, causal=True, order=tiles)
     dq, ordered = gradients["order_free"][0], gradients["descending"][0]
     assert torch.equal(dq[1, :, 2:], ordered[1, :, 2:])
     for own, other in ((dq[0], ordered[0]), (dq[1, :, :2], ordered[1, :, :2])):

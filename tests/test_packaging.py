@@ -52,7 +52,10 @@ def sdist(tmp_path_factory) -> pathlib.Path:
     environment = {key: value for key, value in os.environ.items() if key not in ("CUDA_HOME", "CUTLASS_HOME")}
     run = subprocess.run(
         [sys.executable, "-c", BUILD_SDIST, str(folder)],
-        cwd=folder / "source", env=environment, capture_output=True, text=True,
+        cwd=folder / "source",
+        env=environment,
+        capture_output=True,
+        text=True,
     )
     assert run.returncode == 0, run.stdout + run.stderr
     return next(folder.glob("dash_attn-*.tar.gz"))

@@ -21,16 +21,12 @@ def tensors(seqlen_q, seqlen_k, *, heads=2, kv_heads=2, head_dim=16, batch=2, dt
 
 
 def small_order(schedule, seqlen_q, seqlen_k, causal, tile_q=4, tile_k=8):
-    return reference.tile_order(
-        schedule, seqlen_q, seqlen_k, head_dim=16, causal=causal, tile_q=tile_q, tile_k=tile_k
-    )
+    return reference.tile_order(schedule, seqlen_q, seqlen_k, head_dim=16, causal=causal, tile_q=tile_q, tile_k=tile_k)
 
 
 def run(q, k, v, dout, *, causal, order, softmax_scale=0.25):
     out, lse = reference.forward(q, k, v, softmax_scale=softmax_scale, causal=causal)
-    grads = reference.backward(
-        dout, q, k, v, out, lse, softmax_scale=softmax_scale, causal=causal, order=order
-    )
+    grads = reference.backward(dout, q, k, v, out, lse, softmax_scale=softmax_scale, causal=causal, order=order)
     return out, lse, *grads
 
 

@@ -13,13 +13,13 @@ from dash_attn.schedule import (
     POLICIES,
     Problem,
     add_order,
-    work_tile,
     groups,
     heads_together,
     num_groups,
     ranks,
     visit_order,
     walk,
+    work_tile,
 )
 
 MAX_TILES = 9

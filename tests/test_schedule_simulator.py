@@ -120,10 +120,7 @@ def test_progress_and_order_under_every_residency(policy, mask, cta_group):
         shape = dict(tile_q=1, tile_k=1, **mask, kv_heads=2, group_size=2, cta_group=cta_group)
         tiles = Problem(*lengths, **shape, head_swizzle=generator.choice([1, 2]))
         expected = {
-            (0, head, q): order
-            for head in range(4)
-            for q, order in enumerate(add_order(policy, tiles))
-            if order
+            (0, head, q): order for head in range(4) for q, order in enumerate(add_order(policy, tiles)) if order
         }
         for clusters in range(1, num_groups(policy, tiles) + 1):
             for launch_times in launches(clusters, generator):

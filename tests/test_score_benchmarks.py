@@ -70,8 +70,10 @@ def test_a_call_without_the_scores_is_wrong(scores):
 
 
 def test_who_takes_what():
-    taken = {peer.name: {s for s in SCORES if peer.variants(small(s))} for peer in
-             (peers.TorchFlashAttention2(), peers.TorchCudnn(), peers.FlashAttention3(), peers.FlashAttention4())}
+    taken = {
+        peer.name: {s for s in SCORES if peer.variants(small(s))}
+        for peer in (peers.TorchFlashAttention2(), peers.TorchCudnn(), peers.FlashAttention3(), peers.FlashAttention4())
+    }
     assert taken == {"fa2": set(), "cudnn": set(), "fa3": {"softcap 50"}, "fa4": {"softcap 50", "sinks"}}
     assert all(peer().variants(small(None)) for peer in peers.PEERS.values())
     older = baseline.Baseline.__new__(baseline.Baseline)
@@ -84,6 +86,7 @@ def test_who_takes_what():
 ])  # fmt: skip
 def test_peers_are_asked_for_the_same(peer, scores, monkeypatch):
     """By their own names; ours stands in for them."""
+
     def flash_attn_func(q, k, v, *, causal, window_size, deterministic, **options):
         asked.append(set(options))
         return dash_attn.flash_attn_func(q, k, v, causal=causal, **options)

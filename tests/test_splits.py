@@ -172,9 +172,7 @@ def test_waits_point_at_earlier_numbers(policy_problem):
 
 
 def test_all_heads_first_splits_come_first():
-    problem = Problem(
-        2, 2, tile_q=1, tile_k=1, causal=False, kv_heads=2, group_size=2, splits=2, head_swizzle=2
-    )
+    problem = Problem(2, 2, tile_q=1, tile_k=1, causal=False, kv_heads=2, group_size=2, splits=2, head_swizzle=2)
     order = [work_tile("ascending", problem, number)[1:] for number in range(num_groups("ascending", problem))]
     # (KV head, KV tile, split)
     assert order == [(h, kv, split) for split in range(2) for kv in range(2) for h in range(2)]

@@ -5,8 +5,14 @@ import torch
 from interface_support import FUNCTIONS, assert_same_bits, inputs_of, out_and_gradients, qkv_tensors, randn
 from pack_support import Pack, int32
 
-from dash_attn import flash_attn_func, flash_attn_kvpacked_func, flash_attn_qkvpacked_func
-from dash_attn import flash_attn_varlen_func, flash_attn_varlen_kvpacked_func, flash_attn_varlen_qkvpacked_func
+from dash_attn import (
+    flash_attn_func,
+    flash_attn_kvpacked_func,
+    flash_attn_qkvpacked_func,
+    flash_attn_varlen_func,
+    flash_attn_varlen_kvpacked_func,
+    flash_attn_varlen_qkvpacked_func,
+)
 
 
 def test_under_autocast():

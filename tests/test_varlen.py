@@ -289,5 +289,3 @@ def test_changing_lengths_before_the_backward_is_noticed(name):
     lengths[name][1] = 7
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         out.sum().backward()
-
-

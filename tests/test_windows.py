@@ -7,8 +7,13 @@ from float64_reference import attention_float64, attention_in_dtype, error_limit
 from interface_support import FUNCTIONS, MASK, assert_same_bits, inputs_of, kernel_calls, out_and_gradients, qkv_tensors
 from mask_support import WINDOWS, name_of, public, window
 
-from dash_attn import flash_attn_func, flash_attn_kvpacked_func, flash_attn_qkvpacked_func, reference
-from dash_attn import flash_attn_varlen_func
+from dash_attn import (
+    flash_attn_func,
+    flash_attn_kvpacked_func,
+    flash_attn_qkvpacked_func,
+    flash_attn_varlen_func,
+    reference,
+)
 from dash_attn.schedule import POLICIES, fitting, policy_number
 
 LENGTHS = [(1, 1), (1, 9), (9, 1), (17, 33), (33, 17), (40, 40), (7, 65), (65, 7)]

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Writes dash_attn/_schedule.pyi, the types of the compiled schedule module, from the module's own signatures.
 
-    python tools/write_stub.py    # after a change of csrc/bindings/schedule_module.cpp, once it is built
+python tools/write_stub.py    # after a change of csrc/bindings/schedule_module.cpp, once it is built
 """
 
 from __future__ import annotations

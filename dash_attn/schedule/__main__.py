@@ -41,8 +41,7 @@ def _parser() -> argparse.ArgumentParser:
         "--png",
         default=None,
         metavar="PATH",
-        help="draw the Gantt charts of a small shape; needs matplotlib and "
-        f"at most {gantt.MAX_TASKS} tiles a policy",
+        help=f"draw the Gantt charts of a small shape; needs matplotlib and at most {gantt.MAX_TASKS} tiles a policy",
     )
     return parser
 

@@ -4,11 +4,12 @@ import os
 import pathlib
 import sys
 
-import dash_attn
 import pytest
 import sm_holder
 import torch
 from gpu_load import Perturbation
+
+import dash_attn
 
 sys.path.insert(0, str(pathlib.Path(__file__).parents[1]))  # float64_reference
 

@@ -10,12 +10,13 @@ import math
 import random
 from collections.abc import Iterable, Sequence
 
-import dash_attn
 import gpu_support as support
 import torch
 from float64_reference import PLAIN, Scores
 from gpu_support import GRADIENTS, Problem
 from gradient_check import Bar
+
+import dash_attn
 
 LENGTHS = (0, 1, 63, 64, 65, 127, 129, 1000, 4096)
 WEIGHTS = (6, 9, 9, 9, 9, 9, 9, 3, 1)

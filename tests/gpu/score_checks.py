@@ -6,7 +6,6 @@ Works on any device, as gpu_support does.
 import dataclasses
 import random
 
-import dash_attn
 import gpu_support as support
 import pack_checks
 import torch
@@ -14,6 +13,8 @@ from float64_reference import Scores
 from gpu_support import GRADIENTS, Problem
 from gradient_check import Bar, check
 from pack_checks import Pool
+
+import dash_attn
 
 LENGTHS = (1, 17, 63, 64, 65, 127, 128, 129, 200, 333, 515, 700, 1100)
 HEADS = ((4, 4), (4, 2), (6, 2), (8, 1), (16, 1))
@@ -114,9 +115,7 @@ def check_queries_without_keys(problem: Problem, device: str) -> None:
     sinks[1] = -torch.inf
     unseen = max(0, problem.seqlen_q - problem.seqlen_k) if problem.causal or problem.seqlen_k == 0 else 0
     dlse[:, 1, :unseen] = torch.nan
-    found = pack_checks.dense_attention(
-        problem, "auto", *tensors, scores._replace(sinks=sinks, dsoftmax_lse=dlse)
-    )
+    found = pack_checks.dense_attention(problem, "auto", *tensors, scores._replace(sinks=sinks, dsoftmax_lse=dlse))
     expected = sinks.masked_fill(sinks == -torch.inf, torch.inf)[None, :, None].expand(problem.batch, -1, unseen)
     assert torch.equal(found["softmax_lse"][:, :, :unseen], expected), f"{problem}: softmax_lse"
     assert not found["out"][:, :unseen].any() and not found["dq"][:, :unseen].any(), f"{problem}: out or dq"

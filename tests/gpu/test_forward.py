@@ -3,14 +3,15 @@
 import itertools
 import math
 
-import dash_attn
 import gpu_support as support
 import gradient_check
 import pytest
 import torch
-from dash_attn._schedule import forward_tile_shape
 from gpu_load import Perturbation
 from gpu_support import GuardedTensor, Problem
+
+import dash_attn
+from dash_attn._schedule import forward_tile_shape
 
 MASKS = pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}

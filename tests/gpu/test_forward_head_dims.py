@@ -8,9 +8,10 @@ import gpu_support as support
 import gradient_check
 import pytest
 import torch
-from dash_attn._schedule import forward_tile_shape
 from gpu_load import Perturbation
 from gpu_support import GuardedTensor, Problem
+
+from dash_attn._schedule import forward_tile_shape
 
 ROWS = [(192, 128), (192, 192), (256, 256)]
 # Pairs that are padded to one of those.

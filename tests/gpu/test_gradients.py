@@ -2,12 +2,13 @@
 
 import itertools
 
-import dash_attn
 import gpu_support as support
 import gradient_check
 import pytest
 import torch
 from gpu_support import GuardedTensor, Inputs, Problem
+
+import dash_attn
 
 EQUAL_LENGTHS = (1, 63, 64, 65, 127, 128, 129, 255, 1023, 1024, 2049)
 UNEQUAL_LENGTHS = (

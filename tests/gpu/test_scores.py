@@ -5,7 +5,6 @@ import dataclasses
 import itertools
 import random
 
-import dash_attn
 import gpu_support as support
 import gradient_check
 import pack_checks
@@ -16,6 +15,8 @@ from bit_checks import check_sm_margins, check_under_load
 from gpu_support import Problem
 from pack_checks import Pool, assert_as_alone, pack_of_lengths, random_pack, varlen_attention
 from score_checks import SCORES
+
+import dash_attn
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 KIND = pytest.mark.parametrize("kind", SCORES)

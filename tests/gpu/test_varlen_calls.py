@@ -7,7 +7,6 @@ import subprocess
 import sys
 import time
 
-import dash_attn
 import gpu_support as support
 import pack_checks
 import pytest
@@ -15,6 +14,8 @@ import torch
 from gpu_support import GRADIENTS, Problem
 from pack_checks import MASKS, Pack, Pool, assert_as_alone, lay_out, make_pack, varlen_attention
 from test_progress import FREE_SMS_FOR_A_CLUSTER, HOLD_LIMIT_S
+
+import dash_attn
 
 KINDS = pytest.mark.parametrize("kind", MASKS)
 WIDE = ((192, 128), (256, 256))
@@ -52,9 +53,7 @@ REPLAYED = (
 
 
 def pack_of_capacity(pool: Pool, lengths, chance: random.Random) -> Pack:
-    rows_q, rows_k = (
-        lay_out(own, chance, total=total) for own, total in zip(zip(*lengths), (CAPACITY_Q, CAPACITY_K))
-    )
+    rows_q, rows_k = (lay_out(own, chance, total=total) for own, total in zip(zip(*lengths), (CAPACITY_Q, CAPACITY_K)))
     sequences = [pool.get(*own) for own in lengths]
     longest = LONGEST, torch.tensor(LONGEST, device=pool.device)
     return make_pack(sequences, rows_q, rows_k, seqused=(True, True), max_seqlens=longest)
@@ -296,9 +295,9 @@ def test_compiles_to_one_graph_for_all_lengths(mask, device):
     arguments = dict(pack_checks.mask_arguments(pool.problem), return_attn_probs=True)
 
     def step(q, k, v, cu_seqlens_q, cu_seqlens_k, longest_q, longest_k):
-        return dash_attn.flash_attn_varlen_func(
-            q, k, v, cu_seqlens_q, cu_seqlens_k, longest_q, longest_k, **arguments
-        )[:2]
+        return dash_attn.flash_attn_varlen_func(q, k, v, cu_seqlens_q, cu_seqlens_k, longest_q, longest_k, **arguments)[
+            :2
+        ]
 
     torch._dynamo.reset()
     compiled = torch.compile(step, backend="aot_eager", fullgraph=True, dynamic=True)

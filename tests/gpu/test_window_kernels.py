@@ -3,7 +3,6 @@
 import dataclasses
 import itertools
 
-import dash_attn
 import gpu_support as support
 import pack_checks
 import pytest
@@ -12,6 +11,8 @@ from bit_checks import check_heads, check_neighbours, check_sm_margins
 from float64_reference import visible_keys
 from gpu_support import GRADIENTS, Inputs, Problem
 from gradient_check import Bar
+
+import dash_attn
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 HEADS = {"mha": (4, 4), "gqa": (8, 2)}
