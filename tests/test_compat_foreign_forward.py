@@ -13,6 +13,7 @@ from interface_support import assert_same_bits
 
 from dash_attn.compat import flash_attn_3
 
+
 def foreign(q, k, v, **arguments):
     """Another forward: probabilities are rounded once they are normalised, not before as ours are, sums are those of
     float64, and the log-sum-exp is two roundings of fp32 away from its own."""

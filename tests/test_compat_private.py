@@ -206,9 +206,7 @@ def test_kernels_get_what_is_asked_for():
     offsets = cu_seqlens_q, cu_seqlens_k, 25, 12
     with kernel_calls() as calls:
         out, lse, *_ = forward("flash_attn_3", tensors, offsets, window_size=(5, 2), softcap=2.0)
-        backward(
-            "flash_attn_3", dout, tensors, out, lse, poisoned(tensors), offsets, window_size=(5, 2), softcap=2.0
-        )
+        backward("flash_attn_3", dout, tensors, out, lse, poisoned(tensors), offsets, window_size=(5, 2), softcap=2.0)
     for _, arguments in calls:
         assert (arguments["window_left"], arguments["window_right"], arguments["causal"]) == (5, 2, False)
         assert (arguments["softmax_scale"], arguments["softcap"]) == (SCALE, 2.0)

@@ -21,8 +21,13 @@ from interface_support import (
 )
 
 import dash_attn
-from dash_attn import flash_attn_func, flash_attn_kvpacked_func, flash_attn_qkvpacked_func
-from dash_attn import flash_attn_varlen_func, flash_attn_with_kvcache
+from dash_attn import (
+    flash_attn_func,
+    flash_attn_kvpacked_func,
+    flash_attn_qkvpacked_func,
+    flash_attn_varlen_func,
+    flash_attn_with_kvcache,
+)
 from dash_attn.schedule import POLICIES, fitting, policy_number, resolve
 
 OUTPUTS = ("out", "softmax_lse")
@@ -153,9 +158,7 @@ def test_exports():
     assert functions == set(dash_attn.__all__) and all(hasattr(dash_attn, name) for name in functions)
 
 
-@pytest.mark.parametrize(
-    "function", [*FUNCTIONS, *VARLEN_FUNCTIONS, flash_attn_with_kvcache], ids=lambda f: f.__name__
-)
+@pytest.mark.parametrize("function", [*FUNCTIONS, *VARLEN_FUNCTIONS, flash_attn_with_kvcache], ids=lambda f: f.__name__)
 def test_annotated(function):
     hints = typing.get_type_hints(function)
     assert set(hints) == {*inspect.signature(function).parameters, "return"}

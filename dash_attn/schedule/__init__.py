@@ -33,7 +33,6 @@ from .._schedule import (
     walk,
     work_tile,
 )
-
 from .simulation import Simulation, simulate
 
 __all__ = [

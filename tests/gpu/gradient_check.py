@@ -5,10 +5,9 @@ so that a small row that is wrong shows beside large ones."""
 import collections
 from collections.abc import Callable, Iterable
 
+import gpu_support as support
 import torch
 from float64_reference import Attention, attention_float64, error_limits, visible_keys
-
-import gpu_support as support
 from gpu_support import Inputs, Problem
 
 LSE_TOLERANCE = 2e-5
@@ -171,15 +170,14 @@ def check(problem: Problem, device: str, policies: list[str], seed: int = 0) -> 
     return lines
 
 
-def check_together(
-    problems: Iterable[Problem], device: str, policies_of: Callable[[Problem], list[str]]
-) -> list[str]:
+def check_together(problems: Iterable[Problem], device: str, policies_of: Callable[[Problem], list[str]]) -> list[str]:
     """As `check` of each problem, but that of problems of few rows the norms are judged over all of them, and over
     several draws: ours and PyTorch's are up to chance there."""
     lines = []
     squares = collections.defaultdict(lambda: [0.0, 0.0])  # by policy and output: of errors and of limits
-    few = {problem: min(problem.seqlen_q, problem.seqlen_k) < FEW_ROWS for problem in problems}
-    for problem, seed in ((problem, seed) for problem in few for seed in range(DRAWS_OF_FEW if few[problem] else 1)):
+    few = {x: min(x.seqlen_q, x.seqlen_k) < FEW_ROWS for x in problems}
+    draws = [(x, seed) for x, has_few in few.items() for seed in range(DRAWS_OF_FEW if has_few else 1)]
+    for problem, seed in draws:
         inputs = support.random_inputs(problem, device, seed)
         bar = Bar(problem, inputs)
         has_few = few[problem]

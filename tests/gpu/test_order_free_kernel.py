@@ -7,9 +7,10 @@ import distributions
 import gpu_support as support
 import pytest
 import torch
-from dash_attn import schedule
 from float64_reference import attention_float64
 from gpu_support import Problem
+
+from dash_attn import schedule
 
 MASKS = pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
 NARROW, WIDE = ((64, 64), (96, 96), (128, 128)), ((192, 128), (192, 192), (256, 256))

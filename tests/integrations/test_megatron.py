@@ -35,6 +35,7 @@ SETTINGS = {
     "scale by layer": {"apply_query_key_layer_scaling": True, "attention_softmax_in_fp32": True},
 }
 
+
 @pytest.fixture(scope="module", autouse=True)
 def megatron(tmp_path_factory):
     with support.process_group(tmp_path_factory.mktemp("megatron") / "store"):

@@ -114,8 +114,10 @@ def test_generate(name):
     starts = (4, 0)
     mask = torch.stack([torch.arange(12) >= start for start in starts]).long()
     with kernel_calls() as calls:
-        generated = make_model(name, NAME).eval().generate(
-            ids, attention_mask=mask, max_new_tokens=new, output_logits=True, return_dict_in_generate=True
+        generated = (
+            make_model(name, NAME)
+            .eval()
+            .generate(ids, attention_mask=mask, max_new_tokens=new, output_logits=True, return_dict_in_generate=True)
         )
     assert [kernel for kernel, _ in calls] == ["forward"] * new * LAYERS
     logits = torch.stack(generated.logits, dim=1)
