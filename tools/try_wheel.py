@@ -41,7 +41,7 @@ def main() -> int:
             raise SystemExit(f"the environment must have no compiler, it has {', '.join(found)}")
         pip = [python, "-m", "pip", "--disable-pip-version-check", "install", "--quiet", "--only-binary=:all:"]
         # A wheel takes every patch of its torch; the one here is the one that the index is known to have.
-        wanted = [str(wheel), f"torch=={torch.__version__.partition('+')[0]}", "numpy", "pytest", "hypothesis"]
+        wanted = [f"{wheel}[plot]", f"torch=={torch.__version__.partition('+')[0]}", "numpy", "pytest", "hypothesis"]
         if subprocess.run([*pip, *wanted], env=environment, cwd=folder).returncode != 0:
             print("NOT TRIED: pip could not install the wheel with what it asks for")
             return 2
