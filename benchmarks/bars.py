@@ -1,5 +1,5 @@
-"""What the grids `head-dims` and `scores` say of one run: our throughput over a peer's, or over our own at another shape,
-and what the project asks it to be at the least."""
+"""What the grids `head-dims` and `scores` say of one run: our throughput over a peer's, or over our own at another
+shape, and what the project asks it to be at the least."""
 
 import json
 import pathlib

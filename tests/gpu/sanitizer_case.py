@@ -1,5 +1,5 @@
-"""Small shapes for compute-sanitizer: both passes, every policy, every kind of mask, every row of the tile table, ragged
-and unequal lengths, packs with gaps and sequences of nothing, scores with softcap, slopes and sinks.
+"""Small shapes for compute-sanitizer: both passes, every policy, every kind of mask, every row of the tile table,
+ragged and unequal lengths, packs with gaps and sequences of nothing, scores with softcap, slopes and sinks.
 
     compute-sanitizer --tool memcheck python tests/gpu/sanitizer_case.py
 
@@ -157,8 +157,8 @@ def planned(head_dims: tuple[int, int], sms: int, shapes: int = len(SHAPES)) -> 
 
 
 def selected(dims: list[tuple[int, int]], kinds: list[str], sms: int, shapes: int, everything: bool) -> list[Planned]:
-    """At 64 and 128, or with `everything`, all problems of the kinds; at other head dims every third of each kind, others
-    from row to row, so that all of them take little longer than two rows."""
+    """At 64 and 128, or with `everything`, all problems of the kinds; at other head dims every third of each kind,
+    others from row to row, so that all of them take little longer than two rows."""
     found = []
     for number, head_dims in enumerate(dims):
         every = 1 if everything or head_dims in WHOLE else 3

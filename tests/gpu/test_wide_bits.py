@@ -1,5 +1,5 @@
-"""The bit contract at head dims above 128 and of unequal pairs, beside test_backward_head_dims.py: neighbours in a batch,
-heads alone, query heads split over work tiles."""
+"""The bit contract at head dims above 128 and of unequal pairs, beside test_backward_head_dims.py: neighbours in a
+batch, heads alone, query heads split over work tiles."""
 
 import dataclasses
 
