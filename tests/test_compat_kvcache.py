@@ -42,8 +42,8 @@ def sequences(lengths=LENGTHS, value_dim=VALUE_DIM):
     return keys, [randn(n, KV_HEADS, value_dim, seed=20 + b) for b, n in enumerate(lengths)]
 
 
-def queries(seqlen_q=SEQLEN_Q, batch=len(LENGTHS)):
-    return randn(batch, seqlen_q, HEADS, HEAD_DIM, seed=1)
+def queries(seqlen_q=SEQLEN_Q, batch=None):
+    return randn(len(LENGTHS) if batch is None else batch, seqlen_q, HEADS, HEAD_DIM, seed=1)
 
 
 def alone(q, keys, values, mask):

@@ -1,4 +1,4 @@
-"""Products of features in packs of the widest heads, on CPU tensors: scores x window x pack x grouped heads x dims.
+"""Products of features in packs of wide heads, on CPU tensors: scores x window x pack x grouped heads x head dims.
 
 Each sequence of a pack has the bits that it has alone, and what it has is as near to float64 as eager PyTorch."""
 

@@ -79,7 +79,8 @@ def problems(draw_one):
     return dict(
         seqlen_q=draw_one(st.one_of(length, st.integers(1, 9))), seqlen_k=draw_one(length),
         heads=kv_heads * group, kv_heads=kv_heads,
-        head_dim=draw_one(st.sampled_from([40, 64, 96, 128, 192, 256])), dtype=draw_one(st.sampled_from([BF16, torch.float16])),
+        head_dim=draw_one(st.sampled_from([40, 64, 96, 128, 192, 256])),
+        dtype=draw_one(st.sampled_from([BF16, torch.float16])),
         mask=mask, softmax_scale=draw_one(st.sampled_from([None, 0.4, -0.3])),
         kind=dict(type_of_scores, sinks=sinks, lse_gradient=draw_one(st.booleans())),
         seed=draw_one(st.integers(0, 99)), schedule=draw_one(st.sampled_from(["auto", "spt", "order_free"])),
