@@ -14,8 +14,9 @@ from typing import NamedTuple
 _LINE = re.compile(r"^DASH_(\w+)_VARIANT\(([^()]*)\)$", re.MULTILINE)
 # What selects the values of each axis, in the order of a line's arguments.
 AXES = ("DASH_ATTN_DTYPES", "DASH_ATTN_HEAD_DIMS", "DASH_ATTN_MASKS", "DASH_ATTN_SCORES", "DASH_ATTN_POLICIES")
-# Lines that agree in these arguments share a translation unit.
-_UNIT_AXES = 4
+# Lines that agree in these arguments, dtype and head dims, share a translation unit: more than half of the time of a
+# unit with one kernel goes into reading headers.
+_UNIT_AXES = 2
 # Other names for a value: short ones of dtypes, and policies that one kernel serves together.
 _ALIASES = {
     "bf16": "bfloat16",
