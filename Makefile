@@ -19,14 +19,14 @@ build:
 	$(PREPARE) test test-frameworks
 
 lint:
-	$(PREPARE) --no-build lint
+	$(PREPARE) lint --no-build
 	$(VENV)/bin/ruff check
 	$(VENV)/bin/ruff format --check
 	$(VENV)/bin/mypy
 
 # The pages of docs/ and what they link to, as a site in site/.
 docs:
-	$(PREPARE) --no-build docs
+	$(PREPARE) docs --no-build
 	$(VENV)/bin/python build_support/build_docs.py
 
 # A source distribution and a wheel for other machines, in dist/.

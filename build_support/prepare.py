@@ -1,4 +1,4 @@
-"""Makes this checkout runnable: python3 build_support/prepare.py VENV TORCH [--no-build] [GROUP ...], as `make` does.
+"""Makes this checkout runnable: python3 build_support/prepare.py VENV TORCH [GROUP ...] [--no-build], as `make` does.
 
 Makes the virtual environment VENV, with the packages of the current Python visible inside where it has torch; installs
 what is missing of what pyproject.toml asks for, for the build and in the dependency groups named (TORCH for torch, such
