@@ -167,6 +167,9 @@ if [ -n "${TESTS:-}" ]; then
   grep -aE '^(FAILED|ERROR)|^E   ' "$OUT/tests.txt" | cut -c1-400 | head -n 40
   grep -aE ' s (call|setup) ' "$OUT/tests.txt" | head -n 12
   grep -aE '^=+ .*(passed|failed|error).* in ' "$OUT/tests.txt" | cut -c1-400
+  # Of runs that were stopped too, which print no such line.
+  grep -aoE ' (PASSED|FAILED|ERROR|SKIPPED) ' "$OUT/tests.txt" | sort | uniq -c
+  grep -aE '::.* (FAILED|ERROR) ' "$OUT/tests.txt" | cut -c1-200 | sort -u | head -n 40
 fi
 
 if [ -n "${SANITIZE:-}" ]; then
