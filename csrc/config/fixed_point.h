@@ -60,8 +60,8 @@ struct ScoreBounds {
   double largest_bias;  // what is added to the product, in magnitude
 };
 
-// The kernel's tanh has a relative error of 2^-10.987, at either evaluation; the product's sum has one of 2^-14.9 of the
-// magnitudes that kMaxScore limits.
+// The kernel's tanh has a relative error of 2^-10.987, at either evaluation; the product's sum has one of 2^-14.9 of
+// the magnitudes that kMaxScore limits.
 inline constexpr double kTanhError = 16;
 // Beyond it the rounding of scores counts.
 inline constexpr double kMaxBias = 1 << 15;
