@@ -217,10 +217,10 @@ def test_environment_limits_what_is_built(monkeypatch, tmp_path, listed, environ
         assert dispatched.count(f"DASH_{pass_}_VARIANT(") == count
 
 
-def test_units_hold_what_shares_a_dtype_head_dim_and_mask(tmp_path, listed):
+def test_units_hold_what_shares_a_dtype_and_head_dims(tmp_path, listed):
     variants.generate(listed, tmp_path)
     written = variants.generate([v for v in listed if v.values[1:3] == ("64", "Full")], tmp_path)
-    names = ["bfloat16_64_full_plain", "float16_64_full_plain"]
+    names = ["bfloat16_64", "float16_64"]
     assert [path.stem for path in written] == [f"{pass_}_{name}" for pass_ in ("forward", "backward") for name in names]
     assert sorted(tmp_path.glob("*.cu")) == sorted(written), "units of an earlier selection stay behind"
     assert written[2].read_text() == (
