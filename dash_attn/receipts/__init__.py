@@ -1,0 +1,8 @@
+"""Receipts of training runs: fingerprints by which two runs are compared, and by which the place where they part is
+found. docs/receipts.md explains them; `python -m dash_attn.receipts compare A B` compares."""
+
+from .fingerprint import DEFAULT_BLOCK, FINGERPRINT, block_sums, fingerprint
+from .recorder import KINDS, Recorder, tap
+from .shards import Shard
+
+__all__ = ["DEFAULT_BLOCK", "FINGERPRINT", "KINDS", "Recorder", "Shard", "block_sums", "fingerprint", "tap"]
