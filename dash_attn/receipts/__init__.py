@@ -1,8 +1,12 @@
 """Receipts of training runs: fingerprints by which two runs are compared, and by which the place where they part is
 found. docs/receipts.md explains them; `python -m dash_attn.receipts compare A B` compares."""
 
+from .compare import Comparison, Difference, compare
 from .fingerprint import DEFAULT_BLOCK, FINGERPRINT, block_sums, fingerprint
 from .recorder import KINDS, Recorder, tap
 from .shards import Shard
 
-__all__ = ["DEFAULT_BLOCK", "FINGERPRINT", "KINDS", "Recorder", "Shard", "block_sums", "fingerprint", "tap"]
+__all__ = [
+    "DEFAULT_BLOCK", "FINGERPRINT", "KINDS", "Comparison", "Difference", "Recorder", "Shard", "block_sums", "compare",
+    "fingerprint", "tap",
+]  # fmt: skip

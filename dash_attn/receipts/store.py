@@ -141,7 +141,9 @@ class Writer:
         for key in ("format", "fingerprint", "block", "world_size"):
             if old.get(key) != meta[key]:
                 self._database.close()
-                raise ValueError(f"path must hold receipts of {key} {meta[key]} to go on with, {path} has {old.get(key)}")
+                raise ValueError(
+                    f"path must hold receipts of {key} {meta[key]} to go on with, {path} has {old.get(key)}"
+                )
 
     def _id(self, entry: Entry) -> int:
         if entry not in self._ids:
@@ -155,7 +157,14 @@ class Writer:
         return self._ids[entry]
 
     def write(
-        self, step: int, entries: Sequence[Entry], sums: Sequence[int], blocks: bytes | None, *, complete: bool, forget: int
+        self,
+        step: int,
+        entries: Sequence[Entry],
+        sums: Sequence[int],
+        blocks: bytes | None,
+        *,
+        complete: bool,
+        forget: int,
     ) -> None:
         """Writes a step: `sums` of the entries, `blocks` of all of them or None. Blocks of step `forget` are dropped."""
         with self._transaction():

@@ -77,7 +77,8 @@ class Watch:
         self._model = None if model is None else _unwrapped(model)
         self._optimizer = optimizer
         self._handles: list[Any] = []
-        self._hooked: set[int] = set()
+        # With the parameters themselves, so that no other one can get the id.
+        self._hooked: dict[int, torch.nn.Parameter] = {}
         # Names of parameters in the order in which this step's gradients came.
         self._order: dict[str, None] = {}
         modules = [] if self._model is None else [(_clean(n), m) for n, m in self._model.named_modules()]
@@ -116,8 +117,7 @@ class Watch:
             for name, parameter in module.named_parameters(recurse=False):
                 if parameter.requires_grad and id(parameter) not in self._hooked:
                     full_name = _clean(f"{module_name}.{name}" if module_name else name)
-                    # Held by the hook, so that no other parameter can get its id.
-                    self._hooked.add(id(parameter))
+                    self._hooked[id(parameter)] = parameter
                     hook = self._after_gradient(full_name)
                     self._handles.append(parameter.register_post_accumulate_grad_hook(hook))
 
@@ -170,4 +170,4 @@ class Watch:
         """Takes the hooks away."""
         for handle in self._handles:
             handle.remove()
-        self._handles = []
+        self._handles, self._hooked = [], {}
