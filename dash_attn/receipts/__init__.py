@@ -1,8 +1,8 @@
 """Receipts of training runs: fingerprints by which two runs are compared, and by which the place where they part is
 found. docs/receipts.md explains them; `python -m dash_attn.receipts compare A B` compares."""
 
-from .compare import Comparison, Difference, compare
-from .fingerprint import DEFAULT_BLOCK, FINGERPRINT, block_sums, fingerprint
+from .comparison import Comparison, Difference, compare
+from .fingerprints import DEFAULT_BLOCK, FINGERPRINT, block_sums, fingerprint
 from .recorder import KINDS, Recorder, tap
 from .shards import Shard
 

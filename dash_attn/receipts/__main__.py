@@ -8,14 +8,14 @@ import json
 import sys
 
 from . import elements, picture
-from .compare import Comparison, Difference, compare
+from .comparison import Comparison, Difference, compare
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m dash_attn.receipts",
-        description="Compares receipts of training runs. The exit status is 0 where they agree, 1 where they differ and "
-        "2 where they cannot be compared.",
+        description="Compares receipts of training runs. The exit status is 0 where they agree, 1 where they differ "
+        "and 2 where they cannot be compared.",
     )
     commands = parser.add_subparsers(dest="command", required=True)
     two_runs = commands.add_parser("compare", help="the first step, tensor and block in which two runs differ")

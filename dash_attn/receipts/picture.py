@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 
-from .compare import comparable, open_runs, what_differs
+from .comparison import comparable, open_runs, what_differs
 from .runs import Key, Run, merge_orders
 
 _MAX_LABELS = 60

@@ -15,7 +15,7 @@ import torch
 
 from . import replays
 from .background import BackgroundWriter, Recorded
-from .fingerprint import DEFAULT_BLOCK, block_span, block_sums, check_block, part_of
+from .fingerprints import DEFAULT_BLOCK, block_span, block_sums, check_block, part_of
 from .shards import Shard, is_partial
 from .store import Entry, Writer, rank_file
 from .watch import Watch, tensors_in

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 
 import torch
 
-from .fingerprint import part_of, word_indices, words_of, words_per_element
+from .fingerprints import part_of, word_indices, words_of, words_per_element
 from .shards import Shard
 
 PATH, DUMP = "DASH_ATTN_RECEIPTS_PATH", "DASH_ATTN_RECEIPTS_DUMP"

@@ -115,9 +115,10 @@ class Run:
         distinct = tuple(by_shard)
         if distinct not in self._complete:
             self._complete[distinct] = why_not_whole([shard for shard in distinct if shard.numel] or distinct[:1])
-        if problem := self._complete[distinct]:
-            return Whole(shape, dtype, tuple(parts), None, problem, ())
-        total, differ = 0, []
+        if (incomplete := self._complete[distinct]) is not None:
+            return Whole(shape, dtype, tuple(parts), None, incomplete, ())
+        total = 0
+        differ: list[tuple[int, ...]] = []
         for copies in by_shard.values():
             by_sum: dict[int, list[int]] = {}
             for part in copies:

@@ -21,7 +21,7 @@ import sys
 import time
 from collections.abc import Iterable, Sequence
 
-from .fingerprint import FINGERPRINT
+from .fingerprints import FINGERPRINT
 from .shards import Shard
 
 FORMAT = "1"
@@ -142,7 +142,7 @@ class Writer:
             if old.get(key) != meta[key]:
                 self._database.close()
                 raise ValueError(
-                    f"path must hold receipts of {key} {meta[key]} to go on with, {path} has {old.get(key)}"
+                    f"path must hold receipts of {key} {meta[key]} to go on with, got {path} of {old.get(key)}"
                 )
 
     def _id(self, entry: Entry) -> int:
@@ -161,12 +161,12 @@ class Writer:
         step: int,
         entries: Sequence[Entry],
         sums: Sequence[int],
-        blocks: bytes | None,
+        blocks: bytes,
         *,
         complete: bool,
         forget: int,
     ) -> None:
-        """Writes a step: `sums` of the entries, `blocks` of all of them or None. Blocks of step `forget` are dropped."""
+        """Writes a step: the sums of the entries and of all their blocks. Blocks of the step `forget` are dropped."""
         with self._transaction():
             if not self._seen:
                 # What an earlier process did after its last checkpoint is done again.
@@ -179,8 +179,7 @@ class Writer:
                 self._database.execute("INSERT INTO sequence VALUES (?, ?)", (self._sequences[order], order))
             row = (step, time.time(), complete, self._sequences[order], pack("q", sums))
             self._database.execute("INSERT OR REPLACE INTO step VALUES (?, ?, ?, ?, ?)", row)
-            if blocks is not None:
-                self._database.execute("INSERT OR REPLACE INTO blocks VALUES (?, ?)", (step, blocks))
+            self._database.execute("INSERT OR REPLACE INTO blocks VALUES (?, ?)", (step, blocks))
             self._database.execute("DELETE FROM blocks WHERE step = ?", (forget,))
 
     def close(self) -> None:
@@ -243,7 +242,8 @@ class Receipt:
         recorded = self.step(step)
         if row is None or recorded is None:
             return None
-        sums, found, at = unpack("q", row[0]), {}, 0
+        sums, at = unpack("q", row[0]), 0
+        found: dict[Entry, Sequence[int]] = {}
         for entry in recorded.entries:
             found[entry] = sums[at : at + entry.blocks]
             at += entry.blocks

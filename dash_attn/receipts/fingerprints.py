@@ -16,7 +16,7 @@ are numbered i = 0, 1, ... With g = floor(i / 8), l = i mod 8 and all arithmetic
 
 - Words of 0 add nothing and sums have no order, so the sums of parts of a tensor add up to that of the whole.
 - k is odd: a change of one word, in particular of one bit, always changes the fingerprint.
-- Within a group of 8, two words that trade places always change it too, because LANE_KEYS differ by no multiple of 2^32.
+- Within a group of 8, two words that trade places always change it too: LANE_KEYS differ by no multiple of 2^32.
 - Two tensors that differ in more than one word have the same fingerprint with a probability of about 2^-28 in the
   worst case (where only the highest bits of words differ) and 2^-62 in the usual one, as far as mix is random. It finds
   faults, not forgers.

@@ -6,7 +6,7 @@ import dataclasses
 import os
 
 from . import replays
-from .fingerprint import words_per_element
+from .fingerprints import words_per_element
 from .runs import Key, Run, Whole, merge_orders
 
 _CAUSES = {
@@ -238,6 +238,8 @@ def _blocks_that_differ(runs: tuple[Run, Run], step: int, key: Key, a: Whole, b:
 
 
 def _ranks_that_differ(runs: tuple[Run, Run], step: int, key: Key, wholes: tuple[Whole, Whole]) -> list[int]:
+    if runs[0].world_size == 1:
+        return []
     if key.rank is not None:
         return [key.rank]
     for whole in wholes:
@@ -262,8 +264,8 @@ def _cause(
         if before is None:
             return "weights", "the first step that both have recorded begins with other weights: another start"
         return "weights", (
-            f"step {before} agrees to its end, and this one begins with other weights: they were changed outside of the "
-            "optimizer's step, or in memory"
+            f"step {before} agrees to its end, and this one begins with other weights: they were changed outside of "
+            "the optimizer's step, or in memory"
         )
     if key.kind == "gradient":
         return _cause_of_gradient(key, keys, tensors, runs)
@@ -292,8 +294,8 @@ def _cause_of_gradient(
     local = [other for other in keys if other.kind == "local_gradient" and other.name == key.name]
     if local:
         return "collective", (
-            "the gradients of each rank agree before the reduction, and what the optimizer gets does not: the reduction, "
-            "or what changes gradients after it, such as clipping"
+            "the gradients of each rank agree before the reduction, and what the optimizer gets does not: the "
+            "reduction, or what changes gradients after it, such as clipping"
         )
     if runs[0].world_size == runs[1].world_size == 1:
         if not any(other.kind == "activation" for other in keys):
