@@ -208,7 +208,8 @@ def test_taps_outside_of_steps_and_gradients_of_views(tmp_path):
             y.mul_(2).sum().backward()  # in place, behind the tap
         tap(x, "x")
     assert [(key.kind, key.name, key.time) for key in receipts_of(tmp_path / "run", 0)] == [
-        ("activation", "y", 0), ("activation", "y", 1), ("activation_gradient", "y", 0), ("activation_gradient", "y", 1),
+        ("activation", "y", 0), ("activation", "y", 1),
+        ("activation_gradient", "y", 0), ("activation_gradient", "y", 1),
     ]  # fmt: skip
 
 

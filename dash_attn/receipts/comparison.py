@@ -242,9 +242,11 @@ def _ranks_that_differ(runs: tuple[Run, Run], step: int, key: Key, wholes: tuple
         return []
     if key.rank is not None:
         return [key.rank]
-    for whole in wholes:
+    for whole, other in (wholes, wholes[::-1]):
         if whole.copies_differ:
-            return sorted(rank for group in whole.copies_differ[1:] for rank in group)
+            right = {} if other.copies_differ else {part.entry.shard: part.sum for part in other.parts}
+            wrong = [p.rank for p in whole.parts if right.get(p.entry.shard, p.sum) != p.sum]
+            return sorted(wrong or [rank for group in whole.copies_differ[1:] for rank in group])
     parts = [{(p.rank, p.entry.shard): p.sum for p in whole.parts} for whole in wholes]
     if parts[0].keys() != parts[1].keys():
         return []
