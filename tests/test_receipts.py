@@ -244,6 +244,25 @@ def test_a_command_of_ones_own_for_replays(clean, tmp_path):
     assert found.facts == {"seed": (None, "1")}
 
 
+def test_the_command_of_torchrun(tmp_path, monkeypatch):
+    for name, value in {"TORCHELASTIC_RUN_ID": "none", "LOCAL_WORLD_SIZE": "4", "WORLD_SIZE": "8"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(sys, "orig_argv", ["/usr/bin/python", "-u", "train.py", "--name", "two words"])
+    for name, plant in (("a", None), ("b", Plant("data"))):
+        train(tmp_path / name, plant)
+    first = compare(tmp_path / "a", tmp_path / "b").first
+    assert first.replay[0].endswith("}' torchrun --nnodes 2 --nproc-per-node 4 train.py --name 'two words'")
+
+
+def test_example(tmp_path):
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    command = [sys.executable, ROOT / "examples" / "receipts.py", "--folder", str(tmp_path / "receipts")]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert done.returncode == 1, done.stderr
+    assert "they part in step 3\n  first: activation_gradient q\n" in done.stdout
+    assert "likely cause: backward" in done.stdout
+
+
 def test_command_line(clean, tmp_path, capsys):
     train(tmp_path / "run", Plant("gradient"))
     pytest.importorskip("matplotlib")
