@@ -141,7 +141,8 @@ def is_dtensor(tensor: torch.Tensor) -> bool:
 
 def is_partial(tensor: torch.Tensor) -> bool:
     """Whether it is a DTensor whose value is a sum that is still to be taken, so that the whole has no bits yet."""
-    return is_dtensor(tensor) and any(placement.is_partial() for placement in tensor.placements)  # type: ignore[attr-defined]
+    placements = tensor.placements if is_dtensor(tensor) else ()  # type: ignore[attr-defined]
+    return any(placement.is_partial() for placement in placements)
 
 
 def local_part(tensor: torch.Tensor) -> tuple[torch.Tensor, Shard | None]:
