@@ -1,0 +1,95 @@
+"""Compares receipts of training runs: ``python -m dash_attn.receipts --help``."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import sys
+
+from . import elements, picture
+from .comparison import Comparison, Difference, compare
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m dash_attn.receipts",
+        description="Compares receipts of training runs. The exit status is 0 where they agree, 1 where they differ "
+        "and 2 where they cannot be compared.",
+    )
+    commands = parser.add_subparsers(dest="command", required=True)
+    two_runs = commands.add_parser("compare", help="the first step, tensor and block in which two runs differ")
+    two_runs.add_argument("a", help="folder of receipts of one run")
+    two_runs.add_argument("b", help="folder of receipts of the other")
+    two_runs.add_argument("--json", action="store_true", help="print what is found as JSON")
+    two_runs.add_argument("--png", metavar="PATH", help="draw where they differ, in all steps; needs matplotlib")
+    two_replays = commands.add_parser("elements", help="the elements in which a block differs between two replays")
+    two_replays.add_argument("a", help="folder that the replay of one run has written")
+    two_replays.add_argument("b", help="folder that the replay of the other has written")
+    return parser
+
+
+def _coordinates(index: int, shape: tuple[int, ...]) -> list[int]:
+    place = []
+    for length in reversed(shape):
+        index, coordinate = divmod(index, length)
+        place.append(coordinate)
+    return place[::-1]
+
+
+def _where(first: Difference) -> list[str]:
+    if first.blocks is None:
+        return ["its blocks were not kept for this step; the replay keeps them"]
+    some = ", ".join(map(str, first.blocks[:8])) + (", ..." if len(first.blocks) > 8 else "")
+    lines = [f"{len(first.blocks)} of its {first.block_count} blocks: {some}"]
+    if first.elements is not None:
+        begin, end = first.elements
+        lines.append(
+            f"block {first.blocks[0]}: elements {begin} to {end - 1} of the shape {list(first.shape)}, "
+            f"from {_coordinates(begin, first.shape)} to {_coordinates(end - 1, first.shape)}"
+        )
+    return lines
+
+
+def _text(found: Comparison) -> str:
+    span = f"{found.steps[0]}" if len(found.steps) == 1 else f"{found.steps[0]} to {found.steps[-1]}"
+    lines = [f"compared {found.compared} records of {len(found.steps)} steps ({span})"]
+    lines += [f"  not compared: {count} records: {why}" for why, count in found.not_compared.items()]
+    lines += [f"  the runs differ in {name}: {one} and {other}" for name, (one, other) in found.facts.items()]
+    first = found.first
+    if first is None:
+        return "\n".join([*lines, "the same: no record differs"])
+    lines += [f"they part in step {first.step}", f"  first: {first.key}", f"  what differs: {first.what}"]
+    lines += [f"  {line}" for line in _where(first)]
+    if first.ranks:
+        lines.append(f"  on ranks: {', '.join(map(str, first.ranks))}")
+    if first.after is not None:
+        lines.append(f"  the record before it, which agrees: {first.after}")
+    lines += [f"  likely cause: {first.cause}", f"    {first.reason}", "  differing records of this step:"]
+    lines += [f"    {kind:<20}{differ} of {of}" for kind, (differ, of) in first.differing.items()]
+    lines += ["  to replay it in run a and in run b:", *(f"    {command}" for command in first.replay)]
+    lines.append("  a replay that differs from its own run points to hardware or to a race; if both repeat,")
+    lines.append("  `python -m dash_attn.receipts elements` on the replays' folders names the elements")
+    return "\n".join(lines)
+
+
+def main(argv: list[str] | None = None) -> int:
+    arguments = _parser().parse_args(argv)
+    try:
+        if arguments.command == "elements":
+            differing, text = elements.compare(arguments.a, arguments.b)
+            print(text)
+            return 1 if differing else 0
+        found = compare(arguments.a, arguments.b)
+        print(json.dumps(dataclasses.asdict(found), indent=2) if arguments.json else _text(found), flush=True)
+        if arguments.png is not None:
+            picture.draw(arguments.a, arguments.b, arguments.png)
+            print(f"wrote {arguments.png}", file=sys.stderr)
+    except (ValueError, ImportError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    return 0 if found.first is None else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,118 @@
+"""A thread that waits for the GPU in the trainer's place, and writes a step when its sums have arrived."""
+
+from __future__ import annotations
+
+import ctypes
+import dataclasses
+import queue
+import threading
+from collections.abc import Sequence
+
+import torch
+
+from .store import Entry, Writer, pack, unpack
+
+# Steps that may wait for the GPU or the disk; the trainer waits when there are more.
+_QUEUE = 16
+
+
+@dataclasses.dataclass(frozen=True)
+class Recorded:
+    """A step whose sums may still be on their way; `sums` has, for each entry, those of its blocks."""
+
+    step: int
+    entries: Sequence[Entry]
+    sums: Sequence[torch.Tensor]
+    complete: bool
+    forget: int
+
+
+@dataclasses.dataclass(frozen=True)
+class _Arriving:
+    recorded: Recorded
+    # For each device, which entries' sums it holds, these in a row on the host, and the event after which they do.
+    rows: list[tuple[list[int], torch.Tensor, torch.cuda.Event | None]]
+
+
+def _send(recorded: Recorded) -> _Arriving:
+    """Starts the copies to the host; nothing waits."""
+    of_device: dict[torch.device, list[int]] = {}
+    for place, sums in enumerate(recorded.sums):
+        of_device.setdefault(sums.device, []).append(place)
+    rows = []
+    for device, places in of_device.items():
+        row = torch.cat([recorded.sums[place] for place in places])
+        event = None
+        if device.type == "cuda":
+            with torch.cuda.device(device):
+                host = torch.empty(row.shape, dtype=row.dtype, pin_memory=True)
+                host.copy_(row, non_blocking=True)
+                event = torch.cuda.Event()
+                event.record()
+            row = host
+        rows.append((places, row.cpu(), event))
+    return _Arriving(recorded, rows)
+
+
+def _write(writer: Writer, arriving: _Arriving) -> None:
+    recorded = arriving.recorded
+    found: dict[int, list[int]] = {}
+    for places, row, event in arriving.rows:
+        if event is not None:
+            event.synchronize()
+        numbers, at = unpack("q", ctypes.string_at(row.data_ptr(), 8 * row.numel())) if row.numel() else [], 0
+        for place in places:
+            count = recorded.entries[place].blocks
+            found[place] = list(numbers[at : at + count])
+            at += count
+    ordered = [found[place] for place in range(len(recorded.entries))]
+    sums = [wrap(sum(of_blocks)) for of_blocks in ordered]
+    blocks = pack("q", [number for of_blocks in ordered for number in of_blocks])
+    writer.write(recorded.step, recorded.entries, sums, blocks, complete=recorded.complete, forget=recorded.forget)
+
+
+def wrap(number: int) -> int:
+    """The int64 that is equal to a number modulo 2^64."""
+    return (number + (1 << 63)) % (1 << 64) - (1 << 63)
+
+
+class BackgroundWriter:
+    """Writes steps in their order in a thread of its own.
+
+    Raises:
+        RuntimeError: from `put` and `close`, when a step before could not be written; with the reason.
+    """
+
+    def __init__(self, writer: Writer) -> None:
+        self._writer = writer
+        self._queue: queue.Queue[_Arriving | None] = queue.Queue(_QUEUE)
+        self._error: BaseException | None = None
+        # A daemon, so that a trainer that ends by an error does not hang on its receipts.
+        self._thread = threading.Thread(target=self._run, name="dash_attn.receipts", daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        while (arriving := self._queue.get()) is not None:
+            # After an error the queue is still emptied, so that the trainer does not wait for ever.
+            if self._error is None:
+                try:
+                    _write(self._writer, arriving)
+                except BaseException as error:  # whatever it is, the trainer's thread must hear of it
+                    self._error = error
+
+    def _check(self) -> None:
+        if self._error is not None:
+            raise RuntimeError(f"receipts could not be written: {self._error}") from self._error
+
+    def put(self, recorded: Recorded) -> None:
+        """Hands over a step; waits only while too many are on their way."""
+        self._check()
+        self._queue.put(_send(recorded))
+
+    def close(self) -> None:
+        """Writes what is left and closes the file."""
+        if self._thread.is_alive():
+            self._queue.put(None)
+            self._thread.join()
+            self._writer.close()
+        self._check()

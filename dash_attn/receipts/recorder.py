@@ -1,0 +1,297 @@
+"""Records a training run: fingerprints of its data, weights, activations, gradients and optimizer state, by step."""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import json
+import os
+import pathlib
+import platform
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+
+from . import replays
+from .background import BackgroundWriter, Recorded
+from .fingerprints import DEFAULT_BLOCK, block_span, block_sums, check_block, part_of
+from .shards import Shard, is_partial
+from .store import Entry, Writer, rank_file
+from .watch import Watch, tensors_in
+
+DATA, WEIGHTS, ACTIVATION, ACTIVATION_GRADIENT = "data", "weights", "activation", "activation_gradient"
+LOCAL_GRADIENT, GRADIENT, STATE, UPDATED_WEIGHTS = "local_gradient", "gradient", "state", "updated_weights"
+KINDS = (DATA, WEIGHTS, ACTIVATION, ACTIVATION_GRADIENT, LOCAL_GRADIENT, GRADIENT, STATE, UPDATED_WEIGHTS)
+"""What can be recorded: `weights` before a step and `updated_weights` after it, `local_gradient` before the reduction
+over ranks and `gradient` as the optimizer gets it, `state` of the optimizer after its step."""
+# A plain tensor of these kinds is another one on each rank, as far as nobody says what part of a whole it is.
+_LOCAL_KINDS = {DATA, ACTIVATION, ACTIVATION_GRADIENT, LOCAL_GRADIENT}
+
+ShardOf = Callable[[str, torch.Tensor], "Shard | None"]
+
+_active: Recorder | None = None
+
+
+def tap(tensor: torch.Tensor, name: str, *, shard: Shard | None = None) -> torch.Tensor:
+    """Records an activation where it is computed, and its gradient when that is; returns the tensor itself.
+
+    Outside of a recorder's step it does nothing. Under torch.compile it breaks the graph.
+
+    Args:
+        tensor: what is recorded; a DTensor or a dense tensor.
+        name: by which it is found in both runs. Within a step the same name may come again.
+        shard: which part of a whole the tensor is, for runs that are cut in other ways. Without it a plain tensor
+            belongs to its rank, and only runs on as many ranks can be compared.
+
+    Raises:
+        TypeError, ValueError: `tensor` cannot be recorded, or `shard` is not one of its shape.
+    """
+    if _active is not None:
+        _active.tap(tensor, name, shard=shard)
+    return tensor
+
+
+class Recorder:
+    """Writes the receipts of this process's rank, `rank_00000.sqlite` and so on, into a folder.
+
+    Use it around each step, and close it at the end (or use it in a `with`):
+
+        with Recorder("receipts", model=model, optimizer=optimizer) as recorder:
+            for number, batch in enumerate(batches):
+                with recorder.step(number, data=batch):
+                    loss = tap(model(batch), "loss")
+                    loss.backward()
+                    optimizer.step()
+
+    Nothing waits for the GPU: sums are copied while it works on, and a thread writes them.
+
+    Args:
+        path: the folder; DASH_ATTN_RECEIPTS_PATH in the environment stands in its place.
+        model: its parameters are recorded, and their gradients. Wrap and shard it before (DDP, FSDP2).
+        optimizer: its state is recorded, and gradients as it gets them.
+        every: record the steps whose numbers it divides.
+        blocks_every: keep the sums of blocks of the steps whose numbers it divides; of other steps there remain the
+            fingerprints of tensors.
+        keep_blocks: keep the sums of blocks of so many last recorded steps as well.
+        block: words of 4 bytes (elements, where these are smaller) in a block, a power of two from 8 to 2^24.
+        kinds: which of KINDS to record.
+        taps: names of modules whose outputs are tapped, as in `model.named_modules()`; `*` stands for any one part
+            between dots: "layers.*", "layers.*.attention".
+        shard_of: called with the name and the tensor of each parameter and of its gradient and state that is no
+            DTensor, says which part of a whole it is; None: all of it.
+        replay: a shell command that runs step `{step}` again, from a checkpoint; None: the command of this process.
+        facts: whatever else identifies the run, such as its seed and parallel layout. `compare` shows differences.
+        resume: go on with receipts that are there.
+
+    Raises:
+        FileExistsError: there are receipts of this rank, and `resume` is False.
+        ValueError: an argument is not what is said here.
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        model: torch.nn.Module | None = None,
+        optimizer: torch.optim.Optimizer | None = None,
+        every: int = 1,
+        blocks_every: int = 100,
+        keep_blocks: int = 10,
+        block: int = DEFAULT_BLOCK,
+        kinds: Iterable[str] = KINDS,
+        taps: Iterable[str] = (),
+        shard_of: ShardOf | None = None,
+        replay: str | None = None,
+        facts: Mapping[str, object] | None = None,
+        resume: bool = False,
+    ) -> None:
+        for name, value in (("every", every), ("blocks_every", blocks_every), ("keep_blocks", keep_blocks)):
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                raise ValueError(f"{name} must be an int of at least 1, got {value!r}")
+        check_block(block)
+        self._kinds = frozenset((kinds,) if isinstance(kinds, str) else kinds)
+        if unknown := sorted(self._kinds - set(KINDS)):
+            raise ValueError(f"kinds must be among {', '.join(KINDS)}, got {unknown}")
+        if optimizer is not None and model is None:
+            raise ValueError("model must be given beside an optimizer, got None: it names the parameters")
+        self._every, self._blocks_every, self._keep, self._block = every, blocks_every, keep_blocks, block
+        self._shard_of = shard_of
+        self._rank, self._world_size = _rank_and_world_size()
+        self._path = replays.path_of(path)
+        self._wanted = replays.wanted()
+        self._entries: list[Entry] = []
+        self._sums: list[torch.Tensor] = []
+        self._times: collections.Counter[tuple[str, str]] = collections.Counter()
+        self._recent: collections.deque[int] = collections.deque()
+        self._step: int | None = None
+        self._last: int | None = None
+        self._closed = False
+        self._watch = Watch(self, model, optimizer, tuple((taps,) if isinstance(taps, str) else taps))
+        try:
+            writer = Writer(rank_file(self._path, self._rank), self._meta(replay, facts), resume=resume)
+        except BaseException:
+            self._watch.remove()
+            raise
+        self._writer = BackgroundWriter(writer)
+
+    def _meta(self, replay: str | None, facts: Mapping[str, object] | None) -> dict[str, str]:
+        from dash_attn import __version__
+
+        device = torch.cuda.get_device_name() if torch.cuda.is_available() else platform.machine()
+        meta = {
+            "rank": str(self._rank), "world_size": str(self._world_size), "block": str(self._block),
+            "every": str(self._every), "dash_attn": __version__, "torch": torch.__version__,
+            "cuda": str(torch.version.cuda), "device": device, "host": platform.node(),
+            "folder": str(pathlib.Path.cwd()), "command": replays.launch_command(), "replay": replay or "",
+        }  # fmt: skip
+        return meta | {f"fact {name}": json.dumps(value, default=str) for name, value in (facts or {}).items()}
+
+    @property
+    def is_recording(self) -> bool:
+        """Whether this is within a step that is recorded."""
+        return self._step is not None
+
+    @contextlib.contextmanager
+    def step(self, number: int, data: Any = None, *, shard: Shard | None = None) -> Iterator[None]:
+        """Around everything that is done for one step, from its data to its optimizer.
+
+        Args:
+            number: of the step; larger than that of the step before.
+            data: what the step is trained on: a tensor, or tensors in dicts, lists and tuples.
+            shard: which part of a whole each tensor of `data` is; None: it belongs to this rank.
+
+        Raises:
+            ValueError: `number` is not larger than the last, or `data` holds no tensor.
+            RuntimeError: the recorder is closed, or an earlier step could not be written.
+        """
+        global _active
+        if self._closed:
+            raise RuntimeError("the recorder is closed: make another, with resume=True")
+        if not isinstance(number, int) or self._last is not None and number <= self._last:
+            raise ValueError(f"number must be an int larger than that of the last step, {self._last}, got {number!r}")
+        self._last = number
+        if number % self._every:
+            yield
+            return
+        self._step, before, complete = number, _active, False
+        _active = self
+        try:
+            if data is not None:
+                self.data(data, shard=shard)
+            self._watch.before_step()
+            yield
+            complete = True
+        finally:
+            _active, self._step = before, None
+            self._finish(number, complete)
+        if self._wanted is not None and number >= self._wanted.step:
+            self.close()
+            print(f"replayed step {self._wanted.step}; what was asked for is in {self._path}", flush=True)
+            raise SystemExit(0)
+
+    def _finish(self, number: int, complete: bool) -> None:
+        entries, sums = self._entries, self._sums
+        self._entries, self._sums, self._times = [], [], collections.Counter()
+        self._recent.append(number)
+        forget = self._recent.popleft() if len(self._recent) > self._keep else -1
+        forget = -1 if forget % self._blocks_every == 0 else forget
+        self._writer.put(Recorded(number, entries, sums, complete, forget))
+
+    def data(self, data: Any, name: str = "data", *, shard: Shard | None = None) -> None:
+        """Records what is trained on, within a step; the arguments are those of `step`."""
+        found = list(tensors_in(data, name))
+        if not found:
+            raise ValueError(f"data must hold a tensor, got {type(data).__name__}")
+        for own_name, tensor in found:
+            self.record(tensor, own_name, DATA, shard=shard)
+
+    def tap(self, tensor: torch.Tensor, name: str, *, shard: Shard | None = None) -> torch.Tensor:
+        """What the function `tap` does, for this recorder."""
+        return _tap(self, tensor, name, shard)
+
+    def record(
+        self, tensor: torch.Tensor, name: str, kind: str, *, shard: Shard | None = None, local: bool | None = None
+    ) -> None:
+        """Records a tensor as it is now. Outside of a step, and for a kind that is not recorded, it does nothing.
+
+        Args:
+            tensor: a DTensor or a dense tensor.
+            name: by which it is found in both runs.
+            kind: one of KINDS.
+            shard: which part of a whole it is; None: a DTensor's own, or all of it.
+            local: whether it belongs to this rank alone, so that other ranks' of this name are neither copies nor
+                parts; None: true where there are several ranks, no shard, and a kind that differs between them.
+
+        Raises:
+            TypeError, ValueError: `tensor` cannot be recorded, `kind` is none, or `shard` is not one of its shape.
+        """
+        if kind not in KINDS:
+            raise ValueError(f"kind must be one of {', '.join(KINDS)}, got {kind!r}")
+        if self._step is None or kind not in self._kinds:
+            return
+        if is_partial(tensor):
+            tensor, local = tensor.to_local(), True  # type: ignore[attr-defined]
+        try:
+            part, known = part_of(tensor, shard)
+        except (TypeError, ValueError) as error:
+            raise type(error)(f"{kind} {name!r} cannot be recorded: {error}") from None
+        if local is None:
+            plain = part is tensor and shard is None
+            local = self._world_size > 1 and plain and kind in _LOCAL_KINDS
+        time = self._times[kind, name]
+        self._times[kind, name] += 1
+        dtype = str(part.dtype).removeprefix("torch.")
+        first, blocks = block_span(known, part.dtype, self._block)
+        self._sums.append(block_sums(part, shard=known, block=self._block))
+        self._entries.append(Entry(name, kind, time, dtype, known, local, first, blocks))
+        want = self._wanted
+        if want is not None and (want.step, want.kind, want.name, want.time) == (self._step, kind, name, time):
+            replays.dump(self._path, want, part, known, rank=self._rank, local=local, block=self._block)
+
+    def record_parameter(self, tensor: torch.Tensor, name: str, kind: str, parameter: str | None = None) -> None:
+        """Records a parameter or what has its shape; `parameter` is the name that `shard_of` is asked with."""
+        shard = None
+        if self._shard_of is not None and type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.dim():
+            shard = self._shard_of(parameter or name, tensor)
+        self.record(tensor, name, kind, shard=shard)
+
+    @property
+    def world_size(self) -> int:
+        """The number of ranks of the run."""
+        return self._world_size
+
+    def close(self) -> None:
+        """Writes what is on its way, removes the hooks and closes the file.
+
+        Raises:
+            RuntimeError: a step could not be written.
+        """
+        self._closed = True
+        self._watch.remove()
+        self._writer.close()
+
+    def __enter__(self) -> Recorder:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+@torch.compiler.disable
+def _tap(recorder: Recorder, tensor: torch.Tensor, name: str, shard: Shard | None) -> torch.Tensor:
+    if recorder.is_recording:
+        recorder.record(tensor, name, ACTIVATION, shard=shard)
+        if tensor.requires_grad:
+
+            def of_gradient(gradient: torch.Tensor) -> None:
+                recorder.record(gradient, name, ACTIVATION_GRADIENT, shard=shard)
+
+            tensor.register_hook(of_gradient)
+    return tensor
+
+
+def _rank_and_world_size() -> tuple[int, int]:
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        return torch.distributed.get_rank(), torch.distributed.get_world_size()
+    return 0, 1

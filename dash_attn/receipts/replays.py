@@ -1,0 +1,93 @@
+"""How a step is repeated: the command that a receipt keeps, and what a repeated run is asked for by its environment."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import pathlib
+import shlex
+import sys
+from collections.abc import Mapping
+
+import torch
+
+from .fingerprints import part_of, word_indices, words_of, words_per_element
+from .shards import Shard
+
+PATH, DUMP = "DASH_ATTN_RECEIPTS_PATH", "DASH_ATTN_RECEIPTS_DUMP"
+_CHUNK = 1 << 20
+
+
+@dataclasses.dataclass(frozen=True)
+class Wanted:
+    """A block of a tensor of a step, whose words a replay leaves in files."""
+
+    step: int
+    kind: str
+    name: str
+    time: int
+    block: int
+
+
+def path_of(path: str | os.PathLike[str]) -> pathlib.Path:
+    """Where a recorder writes: `path`, or in a replay where the replay's command says."""
+    return pathlib.Path(os.environ.get(PATH) or path)
+
+
+def wanted() -> Wanted | None:
+    """What the environment asks for.
+
+    Raises:
+        ValueError: it asks in a way that nothing can be made of.
+    """
+    text = os.environ.get(DUMP)
+    if not text:
+        return None
+    try:
+        return Wanted(**json.loads(text))
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{DUMP} must be what `compare` printed, got {text!r} ({error})") from None
+
+
+def launch_command() -> str:
+    """The command line that started this process, with torchrun where that did."""
+    arguments = list(sys.orig_argv)
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        nodes = int(os.environ.get("WORLD_SIZE", "1")) // local
+        program = arguments[2:] if arguments[1:2] == ["-u"] else arguments[1:]
+        arguments = ["torchrun", *(["--nnodes", str(nodes)] if nodes > 1 else []), "--nproc-per-node", str(local)]
+        arguments += program
+    return shlex.join(arguments)
+
+
+def command(meta: Mapping[str, str], want: Wanted, path: str) -> str:
+    """The command, for a shell, that repeats a run up to a step and leaves a block's words in the folder `path`."""
+    text = json.dumps(dataclasses.asdict(want))
+    run = meta["command"]
+    if template := meta.get("replay"):
+        run = template.replace("{step}", str(want.step))
+    return f"cd {shlex.quote(meta['folder'])} && {PATH}={shlex.quote(path)} {DUMP}={shlex.quote(text)} {run}"
+
+
+def dump(
+    path: pathlib.Path, want: Wanted, tensor: torch.Tensor, shard: Shard | None, *, rank: int, local: bool, block: int
+) -> None:
+    """Writes the words that this rank holds of the block, beside the receipts of the replay."""
+    part, shard = part_of(tensor, shard)
+    words, per = words_of(part).cpu(), words_per_element(part.dtype)
+    indices, values = [], []
+    for low in range(0, words.numel(), _CHUNK):
+        high = min(words.numel(), low + _CHUNK)
+        index = word_indices(shard, per, low, high, torch.device("cpu"))
+        inside = index // block == want.block
+        indices.append(index[inside])
+        values.append(words[low:high][inside])
+    empty = [torch.zeros(0, dtype=torch.int64)]
+    content = {
+        **dataclasses.asdict(want), "rank": rank, "local": local, "shape": list(shard.shape),
+        "dtype": str(part.dtype).removeprefix("torch."), "words_per_element": per,
+        "indices": torch.cat(indices or empty), "words": torch.cat(values or empty),
+    }  # fmt: skip
+    torch.save(content, path / f"block_{rank:05d}.pt")

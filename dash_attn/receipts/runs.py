@@ -1,0 +1,182 @@
+"""A run as its ranks' receipts tell of it: parts of a tensor added up, copies held against each other."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import pathlib
+from collections.abc import Sequence
+
+from .shards import Shard, why_not_whole
+from .store import Entry, Receipt
+
+_MODULUS = 1 << 64
+
+
+@dataclasses.dataclass(frozen=True)
+class Key:
+    """What is compared: a tensor of a step. `time` counts records of one kind and name; `rank` is None for a tensor
+    that ranks have parts or copies of, and else the rank to which it belongs alone."""
+
+    kind: str
+    name: str
+    time: int
+    rank: int | None
+
+    def __str__(self) -> str:
+        again = f", number {self.time + 1} of this name" if self.time else ""
+        of_rank = "" if self.rank is None else f", rank {self.rank}"
+        return f"{self.kind} {self.name}{again}{of_rank}"
+
+
+@dataclasses.dataclass(frozen=True)
+class Part:
+    """What one rank has of a tensor."""
+
+    rank: int
+    entry: Entry
+    sum: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Whole:
+    """A tensor as all ranks have it. `copies_differ` lists ranks by groups that have other bits for the same part."""
+
+    shape: tuple[int, ...]
+    dtype: str
+    parts: tuple[Part, ...]
+    sum: int | None
+    problem: str | None
+    copies_differ: tuple[tuple[int, ...], ...]
+
+
+class Run:
+    """The receipts of all ranks of a run.
+
+    Args:
+        path: the folder that a Recorder has written.
+
+    Raises:
+        ValueError: there are no receipts, or not of every rank, or not of one run.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.path = pathlib.Path(path)
+        files = sorted(self.path.glob("rank_*.sqlite"))
+        if not files:
+            raise ValueError(f"a folder with receipts (rank_00000.sqlite, ...) is needed, got {self.path}")
+        self.receipts = [Receipt(file) for file in files]
+        first = self.receipts[0]
+        for receipt in self.receipts:
+            if (receipt.world_size, receipt.block) != (first.world_size, first.block):
+                raise ValueError(f"{receipt.path} and {first.path} are not of one run: other world sizes or blocks")
+        missing = sorted(set(range(first.world_size)) - {receipt.rank for receipt in self.receipts})
+        if missing:
+            raise ValueError(f"{self.path} has no receipts of ranks {missing} of {first.world_size}")
+        self.world_size, self.block, self.meta = first.world_size, first.block, first.meta
+        self._complete: dict[tuple[Shard, ...], str | None] = {}
+
+    @property
+    def steps(self) -> list[int]:
+        """Steps that every rank has recorded."""
+        common = set(self.receipts[0].steps)
+        for receipt in self.receipts[1:]:
+            common &= set(receipt.steps)
+        return sorted(common)
+
+    def step(self, step: int) -> dict[Key, Whole]:
+        """The tensors of a step in their order of execution; those of other ranks stand behind what came before them
+        there."""
+        order: list[Key] = []
+        parts: dict[Key, list[Part]] = {}
+        for receipt in self.receipts:
+            recorded = receipt.step(step)
+            if recorded is None:
+                continue
+            keys = [_key(entry, receipt.rank) for entry in recorded.entries]
+            order = merge_orders(order, keys)
+            for key, entry, number in zip(keys, recorded.entries, recorded.sums):
+                parts.setdefault(key, []).append(Part(receipt.rank, entry, number % _MODULUS))
+        return {key: self._whole(parts[key]) for key in order}
+
+    def _whole(self, parts: Sequence[Part]) -> Whole:
+        entry = parts[0].entry
+        shape, dtype = entry.shard.shape, entry.dtype
+        other = next((p for p in parts if (p.entry.shard.shape, p.entry.dtype) != (shape, dtype)), None)
+        if other is not None:
+            problem = (
+                f"rank {parts[0].rank} has {list(shape)} of {dtype}, rank {other.rank} has "
+                f"{list(other.entry.shard.shape)} of {other.entry.dtype}"
+            )
+            return Whole(shape, dtype, tuple(parts), None, problem, ())
+        by_shard: dict[Shard, list[Part]] = {}
+        for part in parts:
+            by_shard.setdefault(part.entry.shard, []).append(part)
+        distinct = tuple(by_shard)
+        if distinct not in self._complete:
+            self._complete[distinct] = why_not_whole([shard for shard in distinct if shard.numel] or distinct[:1])
+        if (incomplete := self._complete[distinct]) is not None:
+            return Whole(shape, dtype, tuple(parts), None, incomplete, ())
+        total = 0
+        differ: list[tuple[int, ...]] = []
+        for copies in by_shard.values():
+            by_sum: dict[int, list[int]] = {}
+            for part in copies:
+                by_sum.setdefault(part.sum, []).append(part.rank)
+            if len(by_sum) > 1:
+                differ = differ or sorted(map(tuple, by_sum.values()), key=len, reverse=True)
+            total += copies[0].sum
+        return Whole(shape, dtype, tuple(parts), total % _MODULUS, None, tuple(differ))
+
+    def blocks(self, step: int, key: Key) -> dict[int, int] | None:
+        """The sums of a tensor's blocks by number, modulo 2^64; None where they were not kept by every rank."""
+        total: dict[int, int] = {}
+        seen: set[Shard] = set()
+        for receipt in self.receipts:
+            kept = receipt.blocks(step)
+            if kept is None:
+                return None
+            for entry, sums in kept.items():
+                if _key(entry, receipt.rank) != key or entry.shard in seen:
+                    continue
+                seen.add(entry.shard)
+                for number, value in enumerate(sums, entry.first_block):
+                    total[number] = (total.get(number, 0) + value) % _MODULUS
+        return total or None
+
+    def blocks_of_ranks(self, step: int, key: Key) -> dict[int, dict[int, int]]:
+        """The sums of the blocks of what each rank has of a tensor, where they were kept."""
+        found: dict[int, dict[int, int]] = {}
+        for receipt in self.receipts:
+            for entry, sums in (receipt.blocks(step) or {}).items():
+                if _key(entry, receipt.rank) == key:
+                    found[receipt.rank] = {n: value % _MODULUS for n, value in enumerate(sums, entry.first_block)}
+        return found
+
+    def close(self) -> None:
+        """Closes the files."""
+        for receipt in self.receipts:
+            receipt.close()
+
+
+def _key(entry: Entry, rank: int) -> Key:
+    return Key(entry.kind, entry.name, entry.time, rank if entry.local else None)
+
+
+def merge_orders(order: Sequence[Key], other: Sequence[Key]) -> list[Key]:
+    """`order` with what only `other` has, each behind what stands before it there."""
+    known = set(order)
+    following: dict[Key | None, list[Key]] = {}
+    before: Key | None = None
+    for key in other:
+        if key in known:
+            before = key
+        else:
+            following.setdefault(before, []).append(key)
+    if not following:
+        return list(order)
+    merged = following.get(None, [])[:]
+    for key in order:
+        merged.append(key)
+        merged += following.get(key, [])
+    return merged

@@ -1,0 +1,168 @@
+"""Which part of a whole tensor a process holds: given plainly, or read from a DTensor."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+
+import torch
+
+Range = tuple[int, int]
+
+
+@dataclasses.dataclass(frozen=True)
+class Shard:
+    """A part of a tensor: in each dimension the ranges of indices that it has, one behind the other.
+
+    Args:
+        shape: the shape of the whole tensor.
+        ranges: for each dimension, the ranges (start, stop) of the whole's indices that the part holds, in the order in
+            which it holds them. The part's length in that dimension is the sum of their lengths.
+
+    Raises:
+        ValueError: a dimension has no list of ranges, or a range does not fit in its dimension or meets another.
+    """
+
+    shape: tuple[int, ...]
+    ranges: tuple[tuple[Range, ...], ...]
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "shape", tuple(int(length) for length in self.shape))
+        ranges = tuple(tuple((int(start), int(stop)) for start, stop in of_dim) for of_dim in self.ranges)
+        object.__setattr__(self, "ranges", ranges)
+        if len(ranges) != len(self.shape):
+            raise ValueError(
+                f"ranges must have an entry for each dimension of the shape {self.shape}, got {len(ranges)} entries"
+            )
+        for dim, (length, of_dim) in enumerate(zip(self.shape, ranges)):
+            for start, stop in of_dim:
+                if not 0 <= start <= stop <= length:
+                    raise ValueError(
+                        f"ranges of dimension {dim} must lie in 0 to {length}, its length, got ({start}, {stop})"
+                    )
+            ordered = sorted(r for r in of_dim if r[0] < r[1])
+            for before, after in zip(ordered, ordered[1:]):
+                if after[0] < before[1]:
+                    raise ValueError(f"ranges of dimension {dim} must not meet, got {before} and {after}")
+
+    @classmethod
+    def box(cls, shape: Sequence[int], offset: Sequence[int], lengths: Sequence[int]) -> Shard:
+        """The part of the shape `lengths` that begins at the index `offset` of a whole of the shape `shape`.
+
+        Raises:
+            ValueError: the three have different numbers of dimensions, or the part does not fit in the whole.
+        """
+        if not len(shape) == len(offset) == len(lengths):
+            raise ValueError(
+                f"shape, offset and lengths must have one entry a dimension, got {tuple(shape)}, {tuple(offset)} and "
+                f"{tuple(lengths)}"
+            )
+        # A part without elements may begin anywhere; DTensor lets it begin past the end.
+        if 0 in lengths:
+            return cls(tuple(shape), tuple(((0, length),) for length in lengths))
+        return cls(tuple(shape), tuple(((start, start + length),) for start, length in zip(offset, lengths)))
+
+    @classmethod
+    def along(cls, shape: Sequence[int], dim: int, *ranges: Range) -> Shard:
+        """The part that has `ranges` of dimension `dim` and all of the others: the two chunks of a zigzag, for example.
+
+        Raises:
+            ValueError: `dim` is no dimension of `shape`, or the ranges do not fit.
+        """
+        if not -len(shape) <= dim < len(shape):
+            raise ValueError(f"dim must be a dimension of the shape {tuple(shape)}, got {dim}")
+        every: list[tuple[Range, ...]] = [((0, length),) for length in shape]
+        every[dim] = tuple(ranges)
+        return cls(tuple(shape), tuple(every))
+
+    @classmethod
+    def whole(cls, shape: Sequence[int]) -> Shard:
+        """All of a tensor of the shape `shape`."""
+        return cls(tuple(shape), tuple(((0, length),) for length in shape))
+
+    @property
+    def local_shape(self) -> tuple[int, ...]:
+        """The shape of the part."""
+        return tuple(sum(stop - start for start, stop in of_dim) for of_dim in self.ranges)
+
+    @property
+    def numel(self) -> int:
+        """The elements of the part."""
+        return math.prod(self.local_shape)
+
+    def first_and_last(self) -> tuple[int, int]:
+        """The least and the greatest index, in the whole in row-major order, of the part's elements, which must be."""
+        first = last = 0
+        for length, of_dim in zip(self.shape, self.ranges):
+            filled = [r for r in of_dim if r[0] < r[1]]
+            first = first * length + min(start for start, _ in filled)
+            last = last * length + max(stop for _, stop in filled) - 1
+        return first, last
+
+    def start_if_contiguous(self) -> int | None:
+        """Where the part begins, when its elements stand one behind the other in the whole in row-major order."""
+        if self.numel == 0:
+            return 0
+        if any(len([r for r in of_dim if r[0] < r[1]]) > 1 for of_dim in self.ranges):
+            return None
+        first, last = self.first_and_last()
+        return first if last - first + 1 == self.numel else None
+
+    def meets(self, other: Shard) -> bool:
+        """Whether an element is in both parts, which are of tensors of one shape."""
+        return all(
+            any(max(a[0], b[0]) < min(a[1], b[1]) for a in mine for b in theirs)
+            for mine, theirs in zip(self.ranges, other.ranges)
+        )
+
+
+def why_not_whole(parts: Sequence[Shard]) -> str | None:
+    """What keeps different parts of one tensor from adding up to it; None where nothing does."""
+    shape = parts[0].shape
+    for index, part in enumerate(parts):
+        for other in parts[:index]:
+            if part.numel and other.numel and part.meets(other):
+                return f"parts of it overlap: {part.ranges} and {other.ranges}"
+    held = sum(part.numel for part in parts)
+    if held != math.prod(shape):
+        return f"its parts hold {held} of {math.prod(shape)} elements"
+    return None
+
+
+def is_dtensor(tensor: torch.Tensor) -> bool:
+    """Whether it is a torch.distributed.tensor.DTensor; looks for no such thing where nobody made one."""
+    if type(tensor) in (torch.Tensor, torch.nn.Parameter) or not torch.distributed.is_available():
+        return False
+    from torch.distributed.tensor import DTensor
+
+    return isinstance(tensor, DTensor)
+
+
+def is_partial(tensor: torch.Tensor) -> bool:
+    """Whether it is a DTensor whose value is a sum that is still to be taken, so that the whole has no bits yet."""
+    placements = tensor.placements if is_dtensor(tensor) else ()  # type: ignore[attr-defined]
+    return any(placement.is_partial() for placement in placements)
+
+
+def local_part(tensor: torch.Tensor) -> tuple[torch.Tensor, Shard | None]:
+    """What this process holds of a tensor, and which part that is; None for a plain tensor, of which nobody knows.
+
+    Raises:
+        ValueError: a DTensor of partial sums.
+    """
+    if not is_dtensor(tensor):
+        return tensor, None
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    placements, mesh = tensor.placements, tensor.device_mesh  # type: ignore[attr-defined]
+    if is_partial(tensor):
+        raise ValueError(f"tensor must not be a DTensor of partial sums, which are no bits of it, got {placements}")
+    local = tensor.to_local()  # type: ignore[attr-defined]
+    lengths, offset = compute_local_shape_and_global_offset(tuple(tensor.shape), mesh, placements)
+    if tuple(lengths) != tuple(local.shape):
+        raise ValueError(
+            f"tensor must be a DTensor whose part is one box of it, {tuple(lengths)}, got {placements} with a part of "
+            f"{tuple(local.shape)}; give a Shard and the local tensor instead"
+        )
+    return local, Shard.box(tuple(tensor.shape), tuple(offset), tuple(lengths))

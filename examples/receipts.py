@@ -1,0 +1,86 @@
+"""Two trainings of a small transformer layer, in one of which a bit flips, and where their receipts say they part.
+
+    python examples/receipts.py [--folder receipts] [--bit 12]
+
+Each training is a process of its own and writes its receipts to a folder, `a` and `b`. In the second one a bit of the
+queries' gradient flips in step 3. Then `python -m dash_attn.receipts compare` finds the step, the tensor, the block and
+the likely cause, and prints the commands that replay the step; the replays show the element and the bit. Nothing here
+needs a GPU, and with one nothing changes.
+"""
+
+import argparse
+import pathlib
+import subprocess
+import sys
+
+import torch
+
+from dash_attn import flash_attn_func
+from dash_attn.receipts import Recorder, tap
+
+STEPS, FLIPPED_STEP, FLIPPED_ELEMENT = 6, 3, 1000
+BATCH, SEQLEN, HEADS, HEAD_DIM = 2, 64, 2, 32
+WIDTH = HEADS * HEAD_DIM
+
+
+class Layer(torch.nn.Module):
+    """Attention with a residual connection, and a loss on its output."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding = torch.nn.Embedding(256, WIDTH)
+        self.qkv = torch.nn.Linear(WIDTH, 3 * WIDTH)
+        self.head = torch.nn.Linear(WIDTH, 256)
+
+    def forward(self, tokens, step, bit):
+        x = self.embedding(tokens)
+        q, k, v = self.qkv(x).view(*tokens.shape, 3, HEADS, HEAD_DIM).unbind(2)
+        if step == FLIPPED_STEP and bit is not None:
+            q.register_hook(lambda gradient: flipped(gradient, bit))
+        q = tap(q, "q")
+        out = tap(flash_attn_func(q, k, v, causal=True), "attention")
+        return self.head(x + out.reshape(x.shape))
+
+
+def flipped(tensor, bit):
+    """A copy in which a bit of one element is another."""
+    tensor = tensor.clone()
+    tensor.view(-1).view(torch.int16)[FLIPPED_ELEMENT] ^= 1 << bit
+    return tensor
+
+
+def train(folder, bit):
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    torch.manual_seed(0)
+    model = Layer().to(device, torch.bfloat16)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    with Recorder(folder, model=model, optimizer=optimizer, taps=["embedding", "head"], block=1024) as recorder:
+        for step in range(STEPS):
+            tokens = torch.randint(256, (BATCH, SEQLEN + 1), generator=torch.Generator().manual_seed(step)).to(device)
+            with recorder.step(step, data=tokens):
+                logits = model(tokens[:, :-1], step, bit)
+                loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1).float(), tokens[:, 1:].flatten())
+                tap(loss, "loss").backward()
+                optimizer.step()
+                optimizer.zero_grad()
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--folder", default="receipts", help="where the receipts go; it must not have any")
+    parser.add_argument("--bit", type=int, default=12, help="which bit flips in the second training, 0 to 15")
+    parser.add_argument("--run", choices=["a", "b"], help="only one of the trainings")
+    arguments = parser.parse_args()
+    folder = pathlib.Path(arguments.folder)
+    if arguments.run is not None:
+        train(folder / arguments.run, arguments.bit if arguments.run == "b" else None)
+        return 0
+    for run in ("a", "b"):
+        command = [sys.executable, __file__, "--folder", arguments.folder, "--bit", str(arguments.bit), "--run", run]
+        subprocess.run(command, check=True)
+    compare = [sys.executable, "-m", "dash_attn.receipts", "compare", str(folder / "a"), str(folder / "b")]
+    return subprocess.run(compare).returncode
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,99 @@
+"""Receipts of two processes with gloo: DTensors, data parallelism, FSDP2, and runs that are cut in other ways."""
+
+import json
+import os
+import pathlib
+import subprocess
+import sys
+
+import pytest
+from receipts_worker import whole_tensor
+
+from dash_attn.receipts import Recorder, compare
+
+WORLD_SIZE = 2
+LIMIT_S = 600
+LAYOUTS = ("copies", "rows", "columns", "zigzag")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """What the processes have left."""
+    folder = tmp_path_factory.mktemp("ranks")
+    here = pathlib.Path(__file__).parent
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(here.parent), os.environ.get("PYTHONPATH", "")])}
+    workers = [
+        subprocess.Popen(
+            [sys.executable, here / "receipts_worker.py", str(rank), str(WORLD_SIZE), folder],
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment,
+        )
+        for rank in range(WORLD_SIZE)
+    ]  # fmt: skip
+    try:
+        logs = [worker.communicate(timeout=LIMIT_S)[0] for worker in workers]
+    finally:
+        for worker in workers:
+            worker.kill()
+    assert all(worker.returncode == 0 for worker in workers), "\n".join(logs)
+    return folder
+
+
+def test_parts_of_dtensors(folder):
+    for rank in range(WORLD_SIZE):
+        found = json.loads((folder / f"rank_{rank}.json").read_text())
+        assert len(found) == 11 and all(found.values()), found
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_other_layouts(folder, tmp_path, layout):
+    """The same tensor is the same however it is cut, on two ranks and on one; a flipped bit is found in any pair."""
+    with Recorder(tmp_path / "one", block=8) as recorder, recorder.step(0):
+        recorder.record(whole_tensor(), "x", "activation")
+    for other in (tmp_path / "one", *(folder / f"{name}_whole" for name in LAYOUTS)):
+        assert compare(other, folder / f"{layout}_whole").first is None
+        first = compare(other, folder / f"{layout}_flipped").first
+        assert (first.key.name, first.blocks, first.block_count) == ("x", [43 // 8], 9)
+        assert first.elements == (40, 48) and first.shape == (7, 10)
+    # Element 43 is in row 4 and column 3; who has it is known where both are cut alike.
+    owner = {"copies": [0, 1], "rows": [1], "columns": [0], "zigzag": [1]}[layout]
+    assert compare(folder / f"{layout}_whole", folder / f"{layout}_flipped").first.ranks == owner
+
+
+PLANTED = {
+    "data_parallel_data": ("data", "data", "data"),
+    "data_parallel_weights": ("weights", "layers.1.weight", "weights"),
+    "data_parallel_collective": ("gradient", "layers.1.weight", "collective"),
+    "data_parallel_state": ("state", "layers.1.weight.exp_avg", "optimizer"),
+    "fsdp_weights": ("weights", "layers.1.weight", "weights"),
+    "fsdp_collective": ("gradient", "layers.1.weight", "collective"),
+}
+
+
+@pytest.mark.parametrize("name", PLANTED)
+def test_a_planted_bit_on_one_rank(folder, name):
+    clean = folder / f"{name.rpartition('_')[0]}_None"
+    found = compare(clean, folder / name)
+    kind, tensor, cause = PLANTED[name]
+    first = found.first
+    assert (first.step, first.key.kind, first.key.name, first.cause) == (1, kind, tensor, cause)
+    assert first.ranks == [1] and len(first.blocks) == 1
+    if name.startswith("data_parallel") and kind != "data":
+        # Copies of one tensor that are not the same are found within the run, too.
+        assert "its copies in run b: ranks [0] and ranks [1]" in first.what
+        assert compare(folder / name, folder / name).first.key == first.key
+
+
+def test_layouts_of_a_whole_run(folder):
+    """Data parallelism against FSDP2: weights and data are the same; what belongs to a rank alone is left out."""
+    found = compare(folder / "data_parallel_None", folder / "fsdp_None")
+    assert found.first.step == 0 and found.first.key.kind == "gradient"  # a sum there, a mean here
+    assert found.first.cause == "backward or collective"
+    assert found.first.differing["weights"] == (0, 7) and found.first.differing["data"] == (0, 1)
+    assert "local_gradient" not in found.first.differing
+    assert any("belongs to a rank alone, and the layouts differ" in why for why in found.not_compared)
+
+
+def test_a_missing_rank(folder, tmp_path):
+    (tmp_path / "rank_00001.sqlite").write_bytes((folder / "rows_whole" / "rank_00001.sqlite").read_bytes())
+    with pytest.raises(ValueError, match=r"has no receipts of ranks \[0\] of 2"):
+        compare(tmp_path, folder / "rows_whole")
