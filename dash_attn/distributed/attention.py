@@ -151,10 +151,10 @@ def _attention(
         raise
     records = channel.exchange(name, record)
     require_finite(channel, name, records)
-    for key, value in record.items():
+    for key in record:
         if key not in ("rows", "values"):
             channel.require_same(key, [other[key] for other in records])
-    split = _split(name, channel, records, of_rows, arguments, is_pack=bool(pack))
+    split = _split(name, channel, records, of_rows, arguments)
     call = _call(arguments, pack)
     _check_whole_call(split, of_rows, of_heads, call, bool(pack))
 
@@ -252,21 +252,10 @@ def _split(
     records: list[dict[str, Any]],
     of_rows: dict[str, Tensor],
     arguments: dict[str, Any],
-    *,
-    is_pack: bool,
 ) -> Split:
     """What the ranks have together; the same errors on all of them."""
     layout = arguments["layout"]
-    totals = [sum(record["rows"][side] for record in records) for side in (0, 1)]
-    for side, total in zip(("q", "k"), totals):
-        for rank, record in enumerate(records):
-            expected = sum(map(len, rows_of_rank(total, rank, channel.size, layout)))
-            if (got := record["rows"][side == "k"]) != expected:
-                raise RankError(
-                    f"{side} of {channel.name([rank])} must have {expected} of the {total} rows of all ranks in the "
-                    f"{layout} layout (dash_attn.distributed.rows_of_rank), got {got}",
-                    (rank,),
-                )
+    rows_q, rows_k = (_total_rows(channel, records, side, layout) for side in ("q", "k"))
     heads, kv_heads = of_rows["q"].shape[-2], of_rows["k"].shape[-2]
     if channel.size > kv_heads:
         raise NotImplementedError(
@@ -275,7 +264,23 @@ def _split(
         )
     if heads % kv_heads:
         raise ValueError(f"k must have a number of heads that divides the {heads} heads of q, got {kv_heads}")
-    return Split(channel, name, layout, *totals, heads, kv_heads, arguments["check_values"])
+    return Split(channel, name, layout, rows_q, rows_k, heads, kv_heads, arguments["check_values"])
+
+
+def _total_rows(channel: Channel, records: list[dict[str, Any]], side: str, layout: str) -> int:
+    counts = [record["rows"][side == "k"] for record in records]
+    total = sum(counts)
+    expected = [sum(map(len, rows_of_rank(total, rank, channel.size, layout))) for rank in range(channel.size)]
+    if counts != expected:
+        usual = max(counts, key=counts.count)
+        unusual = [rank for rank, count in enumerate(counts) if count != usual]
+        wrong = unusual or [rank for rank in range(channel.size) if counts[rank] != expected[rank]]
+        raise RankError(
+            f"{side} must have on every rank the rows that dash_attn.distributed.rows_of_rank names, which are "
+            f"{expected} of {total} in the {layout} layout, got {counts}: see {channel.name(wrong)}",
+            tuple(wrong),
+        )
+    return total
 
 
 def _check_whole_call(

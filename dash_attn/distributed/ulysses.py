@@ -6,8 +6,9 @@ is added on the way, and a head's bits do not depend on the other heads of a cal
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -143,7 +144,7 @@ class HeadsToRows(torch.autograd.Function):
     def backward(ctx, dout, dlse):
         split = ctx.split
         what = f"the backward of {split.name}"
-        record = {"dout": dout is not None, "dlse": dlse is not None}
+        record: dict[str, Any] = {"dout": dout is not None, "dlse": dlse is not None}
         if split.check_values:
             record["values"] = not_finite({"dout": dout, "the gradient of softmax_lse": dlse})
         records = split.channel.exchange(what, record)
@@ -161,7 +162,7 @@ class HeadsToRows(torch.autograd.Function):
         return None, *(next(moved) if is_given else None for is_given in given)
 
 
-def not_finite(named: dict[str, Tensor | None]) -> list[str]:
+def not_finite(named: Mapping[str, Tensor | None]) -> list[str]:
     """The names of the tensors that hold a NaN or an infinity. Waits for their device."""
     return [name for name, x in named.items() if x is not None and not bool(x.isfinite().all())]
 
