@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from .. import schedule as _schedule
-from .layout import check_layout, chunks, chunks_of_rank, num_chunks, rank_of_chunk
+from .layout import check_layout, chunks, num_chunks, rank_of_chunk
 
 MOST_UNITS = 8192
 """Units that a plan may cut the keys or queries into: the order of each is looked up."""
@@ -117,6 +117,10 @@ def make_plan(
     shape |= {"head_dim": head_dim, "value_head_dim": value_head_dim, "heads": heads, "kv_heads": kv_heads}
     policy = _schedule.resolve(schedule, **{k: x for k, x in shape.items() if k not in ("heads", "kv_heads")})
     kernel = _schedule.problem(policy, seqlen_q, seqlen_k, **shape)
+    if kernel.cta_group > 1:
+        raise ValueError(
+            f"schedule must be a policy whose visits go in one direction, without clusters, got {policy!r}"
+        )
     grid = _ChunkGrid.of(policy, kernel, shape, num_chunks(ranks, layout))
     together = _schedule.heads_together(policy, kernel)
     chains, dq_orders = _orders(grid, kernel.kv_heads, kernel.group_size, kernel.splits, together)
@@ -165,7 +169,8 @@ def _units(seqlen: int, count: int, tile: int, name: str) -> tuple[int, list[int
     unit = math.gcd(*borders) if borders else tile * -(-seqlen // tile)
     if unit % tile:
         raise ValueError(
-            f"{name} must be cut into chunks of whole tiles of {tile} rows, got {seqlen}: {count} chunks of {len(cut[0])}"
+            f"{name} must be cut into chunks of whole tiles of {tile} rows, got {seqlen} in {count} chunks of "
+            f"{len(cut[0])}"
         )
     if -(-seqlen // unit) > MOST_UNITS:
         raise ValueError(f"{name} must be cut into at most {MOST_UNITS} units, got {seqlen} with a unit of {unit} rows")
@@ -309,16 +314,19 @@ def _actions(
             results[owner].append(message)
 
     sent: dict[tuple[int, int], list[Message]] = {}
+    place: dict[Message, int] = {}
     for _, task in order:
         for message in leaves.get(task, []):
-            sent.setdefault((message.sender, message.receiver), []).append(message)
+            pair = sent.setdefault((message.sender, message.receiver), [])
+            place[message] = len(pair)
+            pair.append(message)
     taken = dict.fromkeys(sent, 0)
     actions: list[list[Action]] = [[] for _ in range(ranks)]
 
     def receive(message: Message) -> None:
         """With all messages of its sender that were sent before it."""
         pair = (message.sender, message.receiver)
-        while message in sent[pair][taken[pair] :]:
+        while taken[pair] <= place[message]:
             actions[message.receiver].append(Action("receive", sent[pair][taken[pair]]))
             taken[pair] += 1
 
@@ -331,20 +339,3 @@ def _actions(
         for message in of_owner:
             receive(message)
     return actions
-
-
-def rows_of_chunk(seqlen: int, ranks: int, layout: str, chunk: int) -> tuple[int, int]:
-    """The first row of a chunk, and the one behind its last.
-
-    Raises:
-        ValueError: the layout is unknown, or there is no such chunk.
-    """
-    check_layout(layout)
-    count = num_chunks(ranks, layout)
-    if not 0 <= chunk < count:
-        raise ValueError(f"chunk must be from 0 to {count - 1}, got {chunk}")
-    start, stop = chunks(seqlen, count)[chunk]
-    return start, stop
-
-
-__all__ = ["MOST_UNITS", "Action", "Message", "Plan", "Task", "chunks_of_rank", "make_plan", "rows_of_chunk"]
