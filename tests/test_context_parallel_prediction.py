@@ -45,12 +45,18 @@ def test_the_formula_goes_on_where_the_played_plans_end(monkeypatch, layout, cau
 
 
 def test_more_gpus_are_never_better_than_ideal_and_the_network_binds_in_the_end():
-    predictions = [predict(Shape(131_072), gpus) for gpus in (2, 6, 8, 24, 64, 512, 4096)]
+    costs = dataclasses.replace(Costs(), hop_us=0.0, task_us=0.0)
+    predictions = [predict(Shape(131_072), gpus, costs) for gpus in (2, 8, 16, 64, 512, 4096)]
     assert all(p.share_of_ideal <= 1 and p.ulysses * p.gather == p.gpus for p in predictions)
     shares = [p.share_of_ideal for p in predictions]
     assert shares == sorted(shares, reverse=True)
-    assert [p.ulysses for p in predictions] == [2, 6, 8, 8, 8, 8, 8]
-    assert predictions[-1].network_bound and not predictions[3].network_bound
+    assert [p.ulysses for p in predictions] == [2, 8, 8, 8, 8, 8]
+    assert predictions[-1].network_bound and not predictions[2].network_bound
+
+
+def test_heads_that_do_not_divide_leave_ranks_with_fewer():
+    """8 KV heads on 6 GPUs: some have two, some one."""
+    assert predict(LONG, 6, FREE).share_of_ideal == pytest.approx(8 / (6 * 2), abs=1e-4)
 
 
 def test_costs_are_arguments():
