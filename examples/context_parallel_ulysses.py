@@ -2,9 +2,9 @@
 
     torchrun --nproc-per-node 2 examples/context_parallel_ulysses.py
 
-On GPUs each process takes one, over NCCL; elsewhere they compute on the CPU with dash_attn's reference, over gloo. Every
-process has a part of the sequence's rows, in both layouts in turn. Each also computes the whole sequence alone, and
-compares its part of the output, the log-sum-exp and the gradients with that, byte by byte.
+On GPUs each process takes one, over NCCL; elsewhere they compute on the CPU with dash_attn's reference, over gloo.
+Every process has a part of the sequence's rows, in both layouts in turn. Each also computes the whole sequence alone,
+and compares its part of the output, the log-sum-exp and the gradients with that, byte by byte.
 """
 
 import argparse

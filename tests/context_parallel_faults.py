@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from context_parallel_worker import join
 
-from dash_attn.distributed import RankError, context_parallel_attention
+from dash_attn.distributed import RankError, context_parallel_attention, ulysses
 
 WRONG_RANK = 1
 TIMEOUT_S = 12.0
@@ -54,6 +54,9 @@ def run(fault: str, rank: int) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
     if wrong and fault == "stalls":
         time.sleep(4 * TIMEOUT_S)
+    if wrong and fault == "dies between":
+        # After the ranks have agreed on the call, before it sends its part.
+        ulysses.exchange_pieces = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
     out = context_parallel_attention(q, k, v, **options)
     if wrong and fault == "dies before the backward":
         os.kill(os.getpid(), signal.SIGKILL)

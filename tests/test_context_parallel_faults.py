@@ -57,7 +57,7 @@ def test_a_disagreement_is_no_end(of_agreement):
     assert [of_rank["nothing"][0] for of_rank in of_agreement] == ["none"] * RANKS
 
 
-@pytest.mark.parametrize("fault", ["dies", "dies before the backward"])
+@pytest.mark.parametrize("fault", ["dies", "dies between", "dies before the backward"])
 def test_a_rank_that_dies(tmp_path, fault):
     of_ranks = outcomes(tmp_path, fault)
     assert not of_ranks[WRONG_RANK]
