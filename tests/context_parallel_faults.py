@@ -53,7 +53,7 @@ def run(fault: str, rank: int) -> None:
     if wrong and fault == "dies":
         os.kill(os.getpid(), signal.SIGKILL)
     if wrong and fault == "stalls":
-        time.sleep(4 * TIMEOUT_S)
+        time.sleep(2.5 * TIMEOUT_S)
     if wrong and fault == "dies between":
         # After the ranks have agreed on the call, before it sends its part.
         ulysses.exchange_pieces = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
