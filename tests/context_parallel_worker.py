@@ -128,6 +128,9 @@ def on_this_rank(case: Case, mesh) -> dict[str, torch.Tensor]:
 
 def join(rank: int, ranks: int, port: int, timeout_s: float) -> None:
     store = dist.TCPStore("127.0.0.1", port, is_master=False)
+    # Processes may start at very different times on a busy machine; that is no part of the timeout.
+    store.set(f"here/{rank}", "1")
+    store.wait([f"here/{other}" for other in range(ranks)], datetime.timedelta(seconds=200))
     timeout = datetime.timedelta(seconds=timeout_s)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks, timeout=timeout)
 

@@ -45,7 +45,7 @@ def exchange_pieces(
     """
     sent = [[Piece(tuple(x.shape), x.dtype) for x in pieces] for pieces in to_ranks]
     device = next(x.device for pieces in to_ranks for x in pieces)
-    source = torch.zeros(sum(map(_bytes_of, sent)), dtype=torch.uint8, device=device)
+    source = torch.empty(sum(map(_bytes_of, sent)), dtype=torch.uint8, device=device)
     target = torch.empty(sum(map(_bytes_of, from_ranks)), dtype=torch.uint8, device=device)
     for views, pieces in zip(_views(source, sent), to_ranks):
         for view, piece in zip(views, pieces):
