@@ -1,0 +1,302 @@
+"""Attention over ranks that each have a part of the rows, with the bits of one process."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from .. import __version__, checks, interface
+from .channel import Channel, RankError, channel_of
+from .layout import check_layout, rows_of_rank
+from .ulysses import HeadsToRows, RowsToHeads, Split, not_finite, require_finite
+
+Mesh = DeviceMesh | dist.ProcessGroup
+
+
+def context_parallel_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mesh: Mesh | None = None,
+    *,
+    layout: str = "contiguous",
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: Sequence[int | None] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    return_attn_probs: bool = False,
+    learnable_sink: Tensor | None = None,
+    attention_chunk: int = 0,
+    sm_margin: int = 0,
+    schedule: str = "auto",
+    check_values: bool = False,
+) -> Tensor | tuple[Tensor, Tensor, Tensor]:
+    """`flash_attn_func` of sequences whose rows are spread over the ranks of a group.
+
+    Output, log-sum-exp and gradients have the bits that one process gets for the whole, whatever the number of ranks
+    and the layout: no collective adds, and a head's bits do not depend on the other heads of its call. Each rank gets
+    all rows of some KV heads and of their query heads, computes, and gives the rows back (DeepSpeed-Ulysses, arXiv
+    2309.14509). Every rank of the group must make the same calls in the same order, also of the backward.
+
+    Args:
+        q: (batch, this rank's rows of seqlen_q, heads, head_dim), bf16 or fp16: the rows of `rows_of_rank`, as `shard`
+            cuts them. The device is the group's: CPU tensors for gloo, CUDA tensors for NCCL.
+        k: (batch, this rank's rows of seqlen_k, kv_heads, head_dim), like q. There are at least as many KV heads as
+            ranks; they need not divide.
+        v: (batch, this rank's rows of seqlen_k, kv_heads, value_head_dim), like q.
+        mesh: a mesh of one dimension or a process group; None is all ranks.
+        layout: which rows a rank has, one of `LAYOUTS`.
+        softmax_scale, causal, window_size, softcap, attention_chunk, sm_margin, schedule: as in `flash_attn_func`, of
+            the whole sequence, and the same on every rank.
+        alibi_slopes, learnable_sink: as in `flash_attn_func`: of all heads, the same values on every rank. Every rank
+            gets the whole gradient of the sinks, which must not be added up over the group.
+        return_attn_probs: as in `flash_attn_func`.
+        check_values: also look at what only the device knows: that q, k, v and the gradients of the results are finite
+            and that slopes and sinks have the same bytes on every rank. Waits for the GPU; changes no bits.
+
+    Returns:
+        out: (batch, this rank's rows of seqlen_q, heads, value_head_dim), like q; with return_attn_probs
+        (out, softmax_lse, empty), softmax_lse fp32 (batch, heads, this rank's rows of seqlen_q).
+
+    Raises:
+        NotImplementedError: more ranks than KV heads, a mesh of two dimensions, or what `flash_attn_func` has not.
+        TypeError, ValueError: an argument is wrong; the message names it.
+        RankError: another rank is the cause: it has other shapes, dtypes or arguments, its arguments are wrong, it died
+            or does not come within the timeout of the group. It is raised on every rank, there and in the backward.
+    """
+    arguments: dict[str, Any] = {
+        "layout": layout, "softmax_scale": softmax_scale, "causal": causal, "window_size": window_size,
+        "softcap": softcap, "return_attn_probs": return_attn_probs, "attention_chunk": attention_chunk,
+        "sm_margin": sm_margin, "schedule": schedule, "check_values": check_values,
+    }  # fmt: skip
+    shared = {"alibi_slopes": alibi_slopes, "learnable_sink": learnable_sink}
+    return _attention("context_parallel_attention", mesh, {"q": q, "k": k, "v": v}, arguments, shared, {})
+
+
+def context_parallel_varlen_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int | Tensor,
+    max_seqlen_k: int | Tensor,
+    mesh: Mesh | None = None,
+    *,
+    layout: str = "contiguous",
+    seqused_q: Tensor | None = None,
+    seqused_k: Tensor | None = None,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: Sequence[int | None] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    return_attn_probs: bool = False,
+    learnable_sink: Tensor | None = None,
+    attention_chunk: int = 0,
+    sm_margin: int = 0,
+    schedule: str = "auto",
+    check_values: bool = False,
+) -> Tensor | tuple[Tensor, Tensor, Tensor]:
+    """`flash_attn_varlen_func` of a pack whose rows are spread over the ranks of a group.
+
+    The pack is cut as a whole, as if it were one sequence: a sequence of it may lie on several ranks, or on one.
+
+    Args:
+        q: (this rank's rows of total_q, heads, head_dim), bf16 or fp16.
+        k: (this rank's rows of total_k, kv_heads, head_dim), like q.
+        v: (this rank's rows of total_k, kv_heads, value_head_dim), like q.
+        cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_q, seqused_k: as in `flash_attn_varlen_func`, of
+            the whole pack, the same values on every rank; `check_values` looks at their bytes too.
+
+    The other arguments and the errors are those of `context_parallel_attention`.
+
+    Returns:
+        out: (this rank's rows of total_q, heads, value_head_dim), like q; with return_attn_probs
+        (out, softmax_lse, empty), softmax_lse fp32 (heads, this rank's rows of total_q).
+    """
+    arguments: dict[str, Any] = {
+        "layout": layout, "softmax_scale": softmax_scale, "causal": causal, "window_size": window_size,
+        "softcap": softcap, "return_attn_probs": return_attn_probs, "attention_chunk": attention_chunk,
+        "sm_margin": sm_margin, "schedule": schedule, "check_values": check_values,
+    }  # fmt: skip
+    shared = {"alibi_slopes": alibi_slopes, "learnable_sink": learnable_sink}
+    pack = {
+        "cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k, "max_seqlen_q": max_seqlen_q,
+        "max_seqlen_k": max_seqlen_k, "seqused_q": seqused_q, "seqused_k": seqused_k,
+    }  # fmt: skip
+    return _attention("context_parallel_varlen_attention", mesh, {"q": q, "k": k, "v": v}, arguments, shared, pack)
+
+
+def _attention(
+    name: str,
+    mesh: Mesh | None,
+    of_rows: dict[str, Tensor],
+    arguments: dict[str, Any],
+    of_heads: dict[str, Tensor | None],
+    pack: dict[str, Any],
+) -> Any:
+    channel = channel_of(_group_of(mesh))
+    try:
+        record = _record(name, channel, of_rows, arguments, of_heads, pack)
+    except Exception as error:
+        channel.fail_together(name, error)
+        raise
+    records = channel.exchange(name, record)
+    require_finite(channel, name, records)
+    for key in record:
+        if key not in ("rows", "values"):
+            channel.require_same(key, [other[key] for other in records])
+    split = _split(name, channel, records, of_rows, arguments)
+    call = _call(arguments, pack)
+    _check_whole_call(split, of_rows, of_heads, call, bool(pack))
+
+    tensors = [x[None] if pack else x for x in of_rows.values()]
+    *tensors, sinks = RowsToHeads.apply(split, *tensors, of_heads["learnable_sink"])
+    heads = split.heads_of_rank(channel.rank, of_keys=False)
+    slopes = of_heads["alibi_slopes"]
+    cut = {"alibi_slopes": None if slopes is None else slopes[..., slice(*heads)], "learnable_sink": sinks}
+    if pack:
+        tensors = [x[0] for x in tensors]
+    out, lse, _ = call(*tensors, **cut, return_attn_probs=True)
+    lse = lse.transpose(-1, -2)  # heads behind rows, as in out
+    out, lse = HeadsToRows.apply(split, *((out[None], lse[None]) if pack else (out, lse)))
+    if pack:
+        out, lse = out[0], lse[0]
+    return (out, lse.transpose(-1, -2).contiguous(), out.new_empty(0)) if arguments["return_attn_probs"] else out
+
+
+def _call(arguments: dict[str, Any], pack: dict[str, Any]) -> Any:
+    """The function of one process, with all that does not differ between heads."""
+    ours = ("layout", "return_attn_probs", "check_values")
+    keywords = {key: value for key, value in arguments.items() if key not in ours}
+    return functools.partial(
+        interface.flash_attn_varlen_func if pack else interface.flash_attn_func, **keywords, **pack
+    )
+
+
+def _group_of(mesh: Mesh | None) -> dist.ProcessGroup:
+    if not dist.is_initialized():
+        raise RuntimeError("torch.distributed must be initialised: call torch.distributed.init_process_group first")
+    if mesh is None:
+        assert dist.group.WORLD is not None
+        return dist.group.WORLD
+    if isinstance(mesh, DeviceMesh):
+        if mesh.ndim != 1:
+            raise NotImplementedError(
+                f"mesh must have one dimension, got {mesh.ndim}: a second one is for the form that gathers keys, which "
+                "is to come"
+            )
+        return mesh.get_group()
+    if not isinstance(mesh, dist.ProcessGroup):
+        raise TypeError(f"mesh must be a DeviceMesh, a ProcessGroup or None, got {mesh!r}")
+    return mesh
+
+
+def _record(
+    name: str,
+    channel: Channel,
+    of_rows: dict[str, Tensor],
+    arguments: dict[str, Any],
+    of_heads: dict[str, Tensor | None],
+    pack: dict[str, Any],
+) -> dict[str, Any]:
+    """What this rank tells the others of its call; all but `rows` and `values` must be the same on every rank."""
+    given = {key: x for key, x in (of_heads | pack).items() if x is not None and not key.startswith("max_seqlen")}
+    checks.check_tensors(of_rows | given)
+    check_layout(arguments["layout"])
+    rows_dim = 0 if pack else 1
+    for key, x in of_rows.items():
+        if x.dim() != rows_dim + 3:
+            form = "(rows, heads, head_dim)" if pack else "(batch, rows, heads, head_dim)"
+            raise ValueError(f"{key} must have shape {form}, got {tuple(x.shape)}")
+    arguments["check_values"] = checks.as_flag("check_values", arguments["check_values"])
+    arguments["return_attn_probs"] = checks.as_flag("return_attn_probs", arguments["return_attn_probs"])
+    record: dict[str, Any] = {"dash_attn": __version__}
+    for key, x in of_rows.items():
+        shape = ["rows" if dim == rows_dim else size for dim, size in enumerate(x.shape)]
+        record[key] = [*shape, str(x.dtype), x.device.type, _needs_gradient(x)]
+    for key, x in (of_heads | pack).items():
+        record[key] = None
+        if isinstance(x, Tensor) and key in given:
+            record[key] = [*x.shape, str(x.dtype), x.device.type, _needs_gradient(x)]
+    record |= {key: repr(value)[:200] for key, value in arguments.items()}
+    record["rows"] = [of_rows["q"].shape[rows_dim], of_rows["k"].shape[rows_dim]]
+    if arguments["check_values"]:
+        record["values"] = not_finite(of_rows)
+        record |= {f"the bytes of {key}": _digest(x) for key, x in given.items()}
+    return record
+
+
+def _needs_gradient(x: Tensor) -> str:
+    return "requires a gradient" if x.requires_grad and torch.is_grad_enabled() else "requires no gradient"
+
+
+def _digest(x: Tensor) -> int:
+    """Of the bytes; differs where one element does."""
+    words = x.detach().contiguous().view(torch.uint8).cpu().to(torch.int64)
+    weights = torch.arange(words.numel()).mul_(2 * 1_000_003).add_(1)
+    return int((words.flatten() * weights).sum())
+
+
+def _split(
+    name: str,
+    channel: Channel,
+    records: list[dict[str, Any]],
+    of_rows: dict[str, Tensor],
+    arguments: dict[str, Any],
+) -> Split:
+    """What the ranks have together; the same errors on all of them."""
+    layout = arguments["layout"]
+    rows_q, rows_k = (_total_rows(channel, records, side, layout) for side in ("q", "k"))
+    heads, kv_heads = of_rows["q"].shape[-2], of_rows["k"].shape[-2]
+    if channel.size > kv_heads:
+        raise NotImplementedError(
+            f"mesh must have at most as many ranks as k has heads, {kv_heads}, got {channel.size} ranks: the form that "
+            "gathers keys and carries their gradients from rank to rank is to come"
+        )
+    if heads % kv_heads:
+        raise ValueError(f"k must have a number of heads that divides the {heads} heads of q, got {kv_heads}")
+    return Split(channel, name, layout, rows_q, rows_k, heads, kv_heads, arguments["check_values"])
+
+
+def _total_rows(channel: Channel, records: list[dict[str, Any]], side: str, layout: str) -> int:
+    counts = [record["rows"][side == "k"] for record in records]
+    total = sum(counts)
+    expected = [sum(map(len, rows_of_rank(total, rank, channel.size, layout))) for rank in range(channel.size)]
+    if counts != expected:
+        usual = max(counts, key=counts.count)
+        unusual = [rank for rank, count in enumerate(counts) if count != usual]
+        wrong = unusual or [rank for rank in range(channel.size) if counts[rank] != expected[rank]]
+        raise RankError(
+            f"{side} must have on every rank the rows that dash_attn.distributed.rows_of_rank names, which are "
+            f"{expected} of {total} in the {layout} layout, got {counts}: see {channel.name(wrong)}",
+            tuple(wrong),
+        )
+    return total
+
+
+def _check_whole_call(
+    split: Split, of_rows: dict[str, Tensor], of_heads: dict[str, Tensor | None], call: Any, is_pack: bool
+) -> None:
+    """The checks of one process, on tensors without data: all ranks have agreed on them, so all raise or none."""
+    rows_dim = 0 if is_pack else 1
+    tensors = []
+    for key, x in of_rows.items():
+        shape = list(x.shape)
+        shape[rows_dim] = split.rows_q if key == "q" else split.rows_k
+        tensors.append(_without_data(x, shape))
+    shared = {key: None if x is None else _without_data(x, x.shape) for key, x in of_heads.items()}
+    pack = {k: _without_data(x, x.shape) for k, x in call.keywords.items() if is_pack and isinstance(x, Tensor)}
+    call(*tensors, **shared, **pack)
+
+
+def _without_data(x: Tensor, shape: Sequence[int]) -> Tensor:
+    return torch.empty(shape, dtype=x.dtype, device="meta", requires_grad=x.requires_grad)

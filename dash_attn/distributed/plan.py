@@ -1,0 +1,341 @@
+"""The plan of context parallelism beyond the number of KV heads: who computes what, and what is sent when.
+
+Every rank has all keys and values, gathered, and its own queries. So a row of dQ is summed on one rank. dK and dV of a
+chunk of keys are sums over the queries of all ranks: an accumulator in fp32 goes from rank to rank, in the order in
+which one process visits the query tiles. Nothing is added out of that order, so the bits are those of one process.
+
+The plan is a pure function of the shape, which every rank computes for itself. No kernel runs it yet. `dash_attn.
+schedule` has the order of one process; here it is cut at the borders of the chunks.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from .. import schedule as _schedule
+from .layout import check_layout, chunks, num_chunks, rank_of_chunk
+
+MOST_UNITS = 8192
+"""Units that a plan may cut the keys or queries into: the order of each is looked up."""
+
+
+class Task(NamedTuple):
+    """A chunk of keys by a chunk of queries, of some query heads of one KV head: a launch of the backward."""
+
+    kv_head: int
+    split: int
+    """Of the query heads of the KV head."""
+    first_head: int
+    heads: int
+    """Query heads that go together, counted in the group of the KV head."""
+    kv_chunk: int
+    query_chunk: int
+
+
+class Message(NamedTuple):
+    """What a task of one rank leaves to a task of another, or to the rank that owns a chunk of keys.
+
+    `sums` are dK and dV of a chunk as far as they have come, in fp32; `total` is the sum over the splits so far, in
+    fp32; `result` is the end, rounded.
+    """
+
+    kind: str
+    of: Task
+    """The task that comes before it."""
+    sender: int
+    receiver: int
+
+
+class Action(NamedTuple):
+    """What a rank does: `receive` or `send` a message, or `run` a task. Only `receive` waits for another rank."""
+
+    kind: str
+    what: Task | Message
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What every rank does, in order."""
+
+    ranks: int
+    layout: str
+    policy: str
+    actions: list[list[Action]]
+    """For each rank. The messages from one rank to another are received in the order in which they are sent."""
+    work: dict[Task, float] = field(repr=False)
+    """For each task how much there is to do, in pairs of a query and a key for one head; an estimate at borders."""
+    chains: dict[tuple[int, int, int], list[Task]] = field(repr=False)
+    """For each (KV head, split, chunk of keys) the tasks in the order in which dK and dV are summed."""
+    dq_orders: dict[tuple[int, int, int], list[Task]] = field(repr=False)
+    """For each (KV head, first query head, chunk of queries) the tasks in the order in which dQ is summed."""
+
+    def tasks(self, rank: int) -> list[Task]:
+        return [action.what for action in self.actions[rank] if isinstance(action.what, Task)]
+
+    def rank_of(self, task: Task) -> int:
+        return rank_of_chunk(task.query_chunk, self.ranks, self.layout)
+
+
+def make_plan(
+    seqlen_q: int,
+    seqlen_k: int,
+    ranks: int,
+    *,
+    layout: str = "contiguous",
+    heads: int = 1,
+    kv_heads: int | None = None,
+    head_dim: int = 128,
+    value_head_dim: int | None = None,
+    causal: bool = False,
+    window: tuple[int, int] = (-1, -1),
+    attention_chunk: int = 0,
+    schedule: str = "auto",
+    hop_work: float = 0.0,
+) -> Plan:
+    """The plan of one sequence's backward.
+
+    Args:
+        seqlen_q, seqlen_k: numbers of queries and keys, from 1.
+        ranks: that gather; at least 1.
+        layout: one of `dash_attn.distributed.LAYOUTS`, of queries and keys alike.
+        heads, kv_heads: on each rank; heads is a multiple of kv_heads (default: heads).
+        head_dim, value_head_dim, causal, window, attention_chunk, schedule: as in `dash_attn.schedule.problem`. The
+            policy must visit query tiles, and add to them, in one direction.
+        hop_work: how long a message takes, in the unit of `Plan.work`. It moves work in time and no order of sums.
+
+    Raises:
+        ValueError: an argument is out of range, chunks end within a tile of the kernel, or the policy's order cannot be
+            cut into chunks; the message says which.
+    """
+    check_layout(layout)
+    if ranks < 1:
+        raise ValueError(f"ranks must be at least 1, got {ranks}")
+    shape: dict[str, Any] = {"causal": causal, "window": window, "attention_chunk": attention_chunk}
+    shape |= {"head_dim": head_dim, "value_head_dim": value_head_dim, "heads": heads, "kv_heads": kv_heads}
+    policy = _schedule.resolve(schedule, **{k: x for k, x in shape.items() if k not in ("heads", "kv_heads")})
+    kernel = _schedule.problem(policy, seqlen_q, seqlen_k, **shape)
+    if kernel.cta_group > 1:
+        raise ValueError(
+            f"schedule must be a policy whose visits go in one direction, without clusters, got {policy!r}"
+        )
+    grid = _ChunkGrid.of(policy, kernel, shape, num_chunks(ranks, layout))
+    together = _schedule.heads_together(policy, kernel)
+    chains, dq_orders = _orders(grid, kernel.kv_heads, kernel.group_size, kernel.splits, together)
+    work = {
+        task: task.heads * grid.work[task.kv_chunk, task.query_chunk] for chain in chains.values() for task in chain
+    }
+    before = _dependencies(chains, dq_orders)
+    rank = {task: rank_of_chunk(task.query_chunk, ranks, layout) for task in work}
+    order = _list_schedule(work, before, rank, ranks, hop_work)
+    actions = _actions(order, chains, rank, ranks, layout)
+    return Plan(ranks, layout, policy, actions, work, chains, dq_orders)
+
+
+@dataclass(frozen=True)
+class _ChunkGrid:
+    """The order of one head's sums, cut at the borders of the chunks."""
+
+    visits: dict[int, list[int]]
+    """For each chunk of keys that has some, its chunks of queries, in order."""
+    adds: dict[int, list[int]]
+    """For each chunk of queries its chunks of keys, in order."""
+    work: dict[tuple[int, int], float]
+
+    @staticmethod
+    def of(policy: str, kernel: _schedule.Problem, shape: dict[str, Any], count: int) -> _ChunkGrid:
+        unit_q, of_q = _units(kernel.seqlen_q, count, kernel.tile_q, "seqlen_q")
+        unit_k, of_k = _units(kernel.seqlen_k, count, kernel.tile_k, "seqlen_k")
+        coarse = _schedule.problem(
+            policy, kernel.seqlen_q, kernel.seqlen_k, **shape, tile_q=unit_q, tile_k=unit_k, cta_group=1, splits=1
+        )
+        visits = _by_chunk(_schedule.visit_order(policy, coarse), of_k, of_q, "visits")
+        adds = _by_chunk(_schedule.add_order(policy, coarse), of_q, of_k, "adds")
+        work = {(j, i): 0.0 for j, chunks_of_q in visits.items() for i in chunks_of_q}
+        for kv_unit, j in enumerate(of_k):
+            first, visited = coarse.query_tiles_of(kv_unit)
+            for unit in range(first, first + visited):
+                share = 0.5 if coarse.needs_masking(unit, kv_unit) else 1.0
+                work[j, of_q[unit]] += share * unit_q * unit_k
+        return _ChunkGrid(visits, adds, work)
+
+
+def _units(seqlen: int, count: int, tile: int, name: str) -> tuple[int, list[int]]:
+    """Rows of the largest unit of which all chunks are made, and the chunk of each unit."""
+    cut = [chunk for chunk in chunks(seqlen, count) if len(chunk)]
+    borders = [chunk.stop for chunk in cut[:-1]]
+    unit = math.gcd(*borders) if borders else tile * -(-seqlen // tile)
+    if unit % tile:
+        raise ValueError(
+            f"{name} must be cut into chunks of whole tiles of {tile} rows, got {seqlen} in {count} chunks of "
+            f"{len(cut[0])}"
+        )
+    if -(-seqlen // unit) > MOST_UNITS:
+        raise ValueError(f"{name} must be cut into at most {MOST_UNITS} units, got {seqlen} with a unit of {unit} rows")
+    return unit, [number for number, chunk in enumerate(cut) for _ in range(-(-len(chunk) // unit))]
+
+
+def _by_chunk(of_units: list[list[int]], own: list[int], other: list[int], name: str) -> dict[int, list[int]]:
+    """For each chunk the chunks that its units come to, in the order in which all of them do."""
+    sequences = []
+    for units in of_units:
+        of_unit = [other[unit] for unit in units]
+        sequences.append([x for x, before in zip(of_unit, [None, *of_unit]) if x != before])
+    steps = {(b > a) - (b < a) for sequence in sequences for a, b in zip(sequence, sequence[1:])}
+    if len(steps) > 1:
+        raise ValueError(f"schedule must be a policy whose {name} go in one direction, got one whose do not")
+    found: dict[int, set[int]] = {}
+    for chunk, sequence in zip(own, sequences):
+        found.setdefault(chunk, set()).update(sequence)
+    return {chunk: sorted(reached, reverse=steps == {-1}) for chunk, reached in found.items() if reached}
+
+
+def _orders(
+    grid: _ChunkGrid, kv_heads: int, group_size: int, splits: int, together: bool
+) -> tuple[dict[tuple[int, int, int], list[Task]], dict[tuple[int, int, int], list[Task]]]:
+    """The chains of dK and dV, and the orders of dQ."""
+    of_split = group_size // splits
+    at_once = of_split if together else 1
+    chains, dq_orders = {}, {}
+    for kv_head in range(kv_heads):
+        for split in range(splits):
+            runs = range(split * of_split, (split + 1) * of_split, at_once)
+            for j, visited in grid.visits.items():
+                tasks = [Task(kv_head, split, head, at_once, j, i) for head in runs for i in visited]
+                chains[kv_head, split, j] = tasks
+            for head in runs:
+                for i, added in grid.adds.items():
+                    dq_orders[kv_head, head, i] = [Task(kv_head, split, head, at_once, j, i) for j in added]
+    return chains, dq_orders
+
+
+def _dependencies(
+    chains: dict[tuple[int, int, int], list[Task]], dq_orders: dict[tuple[int, int, int], list[Task]]
+) -> dict[Task, list[Task]]:
+    """For each task those whose sums it goes on with."""
+    before: dict[Task, list[Task]] = {task: [] for chain in chains.values() for task in chain}
+    for tasks in (*chains.values(), *dq_orders.values()):
+        for earlier, later in zip(tasks, tasks[1:]):
+            before[later].append(earlier)
+    for (kv_head, split, j), chain in chains.items():
+        if split:
+            before[chain[-1]].append(chains[kv_head, split - 1, j][-1])
+    return before
+
+
+def _list_schedule(
+    work: dict[Task, float], before: dict[Task, list[Task]], rank: dict[Task, int], ranks: int, hop: float
+) -> list[tuple[float, Task]]:
+    """Start and task, in the order of starts: a free rank takes, of what is ready, what has the longest way behind it.
+
+    Every task starts after those that it goes on with have ended. So in this order no wait points forward, and ranks
+    that keep it cannot wait for each other in a cycle.
+    """
+    after: dict[Task, list[Task]] = {task: [] for task in work}
+    for task, earlier in before.items():
+        for one in earlier:
+            after[one].append(task)
+    behind = _longest_ways(work, before, after)
+    missing = {task: len(earlier) for task, earlier in before.items()}
+    ready_at = {task: 0.0 for task in work}
+    # Events in time: a task is ready, or a rank is free.
+    events = [(0.0, 0, task) for task, count in missing.items() if not count]
+    heapq.heapify(events)
+    ready: list[list[tuple[float, Task]]] = [[] for _ in range(ranks)]
+    free_at, started = [0.0] * ranks, []
+    while events:
+        now = events[0][0]
+        touched = set()
+        while events and events[0][0] == now:
+            _, kind, item = heapq.heappop(events)
+            if kind == 0:
+                heapq.heappush(ready[rank[item]], (-behind[item], item))
+            touched.add(rank[item])
+        for r in sorted(touched):
+            if free_at[r] > now or not ready[r]:
+                continue
+            task = heapq.heappop(ready[r])[1]
+            started.append((now, task))
+            free_at[r] = end = now + work[task]
+            heapq.heappush(events, (end, 1, task))
+            for later in after[task]:
+                ready_at[later] = max(ready_at[later], end + (hop if rank[later] != r else 0.0))
+                missing[later] -= 1
+                if not missing[later]:
+                    heapq.heappush(events, (ready_at[later], 0, later))
+    if len(started) != len(work):
+        raise ValueError("schedule must have orders of dK and dV and of dQ that can be kept together")
+    return started
+
+
+def _longest_ways(
+    work: dict[Task, float], before: dict[Task, list[Task]], after: dict[Task, list[Task]]
+) -> dict[Task, float]:
+    """Of each task the work on the longest way from its start to the end."""
+    missing = {task: len(later) for task, later in after.items()}
+    done = [task for task, count in missing.items() if not count]
+    longest: dict[Task, float] = {}
+    for task in done:
+        longest[task] = work[task] + max((longest[later] for later in after[task]), default=0.0)
+        for earlier in before[task]:
+            missing[earlier] -= 1
+            if not missing[earlier]:
+                done.append(earlier)
+    return longest
+
+
+def _actions(
+    order: list[tuple[float, Task]],
+    chains: dict[tuple[int, int, int], list[Task]],
+    rank: dict[Task, int],
+    ranks: int,
+    layout: str,
+) -> list[list[Action]]:
+    """Each rank's tasks with its messages: sent after the task, received before it or where their order asks for it."""
+    leaves: dict[Task, list[Message]] = {}
+    needs: dict[Task, list[Message]] = {}
+    results: list[list[Message]] = [[] for _ in range(ranks)]
+    for (kv_head, split, j), chain in chains.items():
+        pairs = [("sums", earlier, later) for earlier, later in zip(chain, chain[1:])]
+        following = chains.get((kv_head, split + 1, j))
+        if following:
+            pairs.append(("total", chain[-1], following[-1]))
+        for kind, earlier, later in pairs:
+            if rank[earlier] != rank[later]:
+                message = Message(kind, earlier, rank[earlier], rank[later])
+                leaves.setdefault(earlier, []).append(message)
+                needs.setdefault(later, []).append(message)
+        owner = rank_of_chunk(j, ranks, layout)
+        if not following and rank[chain[-1]] != owner:
+            message = Message("result", chain[-1], rank[chain[-1]], owner)
+            leaves.setdefault(chain[-1], []).append(message)
+            results[owner].append(message)
+
+    sent: dict[tuple[int, int], list[Message]] = {}
+    place: dict[Message, int] = {}
+    for _, task in order:
+        for message in leaves.get(task, []):
+            pair = sent.setdefault((message.sender, message.receiver), [])
+            place[message] = len(pair)
+            pair.append(message)
+    taken = dict.fromkeys(sent, 0)
+    actions: list[list[Action]] = [[] for _ in range(ranks)]
+
+    def receive(message: Message) -> None:
+        """With all messages of its sender that were sent before it."""
+        pair = (message.sender, message.receiver)
+        while taken[pair] <= place[message]:
+            actions[message.receiver].append(Action("receive", sent[pair][taken[pair]]))
+            taken[pair] += 1
+
+    for _, task in order:
+        for message in needs.get(task, []):
+            receive(message)
+        actions[rank[task]].append(Action("run", task))
+        actions[rank[task]] += [Action("send", message) for message in leaves.get(task, [])]
+    for of_owner in results:
+        for message in of_owner:
+            receive(message)
+    return actions

@@ -1,0 +1,201 @@
+"""A prediction of the time that attention takes over many GPUs, from the costs of one GPU and of the links.
+
+Nothing here is a measurement of several GPUs. Of the form beyond the KV heads not even a kernel is there yet: the plan
+that it will follow is played. dash_attn.distributed.simulate prints and draws it.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+
+from .layout import check_layout
+from .plan import Task, make_plan
+
+MOST_RANKS_PLAYED = 32
+"""Ranks that gather of which the plan is played; of more the formula is taken that the played ones follow."""
+
+
+@dataclass(frozen=True)
+class Costs:
+    """Of one kind of GPU and its links. Rates are those of useful work, bandwidths of one GPU in one direction."""
+
+    forward_tflops: float = 658.0
+    """TFLOP/s. Default: measured on an H200, head_dim 128, causal, 4 heads, 16,384 tokens (benchmarks/README.md)."""
+    backward_tflops: float = 608.0
+    """The same of the backward, at 16 heads."""
+    node_gbs: float = 360.0
+    """GB/s between GPUs of one node. Default: assumed, 0.8 of NVLink's nominal 450."""
+    network_gbs: float = 45.0
+    """GB/s of one GPU between nodes. Default: assumed, 0.9 of a link of 400 Gbit/s."""
+    hop_us: float = 10.0
+    """Microseconds from the end of a task to the start of the next rank's, beside its bytes. Default: assumed."""
+    task_us: float = 10.0
+    """Microseconds that every launch takes beside its work. Default: assumed."""
+    gpus_of_node: int = 8
+
+
+@dataclass(frozen=True)
+class Shape:
+    """One layer of one sequence, 16-bit elements."""
+
+    seqlen: int
+    heads: int = 32
+    kv_heads: int = 8
+    head_dim: int = 128
+    causal: bool = True
+    layout: str = "zigzag"
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """Of one layer's forward and backward. Times are in milliseconds."""
+
+    gpus: int
+    ulysses: int
+    """Ranks over which heads are spread."""
+    gather: int
+    """Ranks over which rows are spread beside, whose keys are gathered; gpus = ulysses * gather."""
+    forward_ms: float
+    backward_ms: float
+    ideal_ms: float
+    """The products of both, spread evenly over all GPUs."""
+    idle_share: float
+    """Of the backward's work: how much longer its schedule is than its work spread evenly."""
+    network_bound: bool
+    """Whether the sums that are carried take longer than the backward's schedule."""
+    played: bool
+    """Whether the plan was played; else a formula stands for it."""
+
+    @property
+    def total_ms(self) -> float:
+        return self.forward_ms + self.backward_ms
+
+    @property
+    def share_of_ideal(self) -> float:
+        """ideal / total: 1 is a perfect division."""
+        return self.ideal_ms / self.total_ms
+
+
+def predict(shape: Shape, gpus: int, costs: Costs | None = None) -> Prediction:
+    """The prediction for a number of GPUs.
+
+    Ulysses takes the largest divisor of the GPUs that fits the KV heads and a node; the rest gather keys.
+
+    Raises:
+        ValueError: an argument is out of range; the message names it.
+    """
+    costs = Costs() if costs is None else costs
+    _check(shape, gpus, costs)
+    ulysses = max(n for n in range(1, min(gpus, shape.kv_heads, costs.gpus_of_node) + 1) if gpus % n == 0)
+    gather = gpus // ulysses
+    kv_heads = -(-shape.kv_heads // ulysses)  # of the rank that has most
+    heads = kv_heads * (shape.heads // shape.kv_heads)
+    pairs = shape.seqlen**2 / (2 if shape.causal else 1)
+    flops = 4 * pairs * shape.head_dim  # of the forward of one head; the backward has 5 products to its 2
+    forward_ms = 1e3 * flops * heads / gather / (costs.forward_tflops * 1e12)
+    backward_ms = 1e3 * 2.5 * flops * heads / gather / (costs.backward_tflops * 1e12)
+    each_way = 4 * (shape.heads + shape.kv_heads) * shape.head_dim * shape.seqlen / gpus * (1 - 1 / ulysses)
+    all_to_all_ms = each_way / (costs.node_gbs * 1e6)
+
+    # GPUs of one node gather over its links, others over the network.
+    link = (costs.node_gbs if gpus <= costs.gpus_of_node else costs.network_gbs) * 1e6  # bytes a millisecond
+    gather_ms = 4 * shape.seqlen * kv_heads * shape.head_dim * (1 - 1 / gather) / link
+    if shape.causal and shape.layout == "contiguous":
+        forward_ms *= 2 - 1 / gather  # the last rank's share
+    # KV head by KV head, the next gathered while one is worked on: the first one is waited for.
+    forward_ms = max(forward_ms, gather_ms) + gather_ms / kv_heads
+    played = gather <= MOST_RANKS_PLAYED
+    factor = (_played if played else _formula)(shape, gather, heads, kv_heads, costs, link)
+    carry_ms = 8 * shape.seqlen * kv_heads * shape.head_dim * (1 - 1 / (2 * gather)) / link if gather > 1 else 0.0
+    scheduled_ms = backward_ms * factor
+    network_ms = carry_ms + gather_ms
+    return Prediction(
+        gpus=gpus,
+        ulysses=ulysses,
+        gather=gather,
+        forward_ms=all_to_all_ms + forward_ms,
+        backward_ms=all_to_all_ms + max(scheduled_ms, network_ms) + gather_ms / kv_heads,
+        ideal_ms=1e3 * flops * shape.heads / gpus * (1 / costs.forward_tflops + 2.5 / costs.backward_tflops) / 1e12,
+        idle_share=1 - 1 / factor,
+        network_bound=network_ms > scheduled_ms,
+        played=played,
+    )
+
+
+def _check(shape: Shape, gpus: int, costs: Costs) -> None:
+    check_layout(shape.layout)
+    for name, value in (*vars(shape).items(), ("gpus", gpus)):
+        if isinstance(value, int) and not isinstance(value, bool) and value < 1:
+            raise ValueError(f"{name} must be at least 1, got {value}")
+    if shape.heads % shape.kv_heads:
+        raise ValueError(f"heads must be a multiple of kv_heads={shape.kv_heads}, got {shape.heads}")
+    for name, value in vars(costs).items():
+        least_is_allowed = name in ("hop_us", "task_us")
+        if value < 0 or (value == 0 and not least_is_allowed):
+            raise ValueError(f"{name} must be {'at least' if least_is_allowed else 'more than'} 0, got {value}")
+
+
+def _chunks(shape: Shape, gather: int) -> int:
+    return gather * (2 if shape.layout == "zigzag" else 1)
+
+
+def _message_ms(shape: Shape, gather: int, costs: Costs, link: float) -> float:
+    """From the end of a task to the start of the next rank's: dK and dV of a chunk of keys, in fp32."""
+    return costs.hop_us / 1e3 + 8 * shape.seqlen / _chunks(shape, gather) * shape.head_dim / link
+
+
+def _formula(shape: Shape, gather: int, heads: int, kv_heads: int, costs: Costs, link: float) -> float:
+    """Time of the schedule over its work spread evenly, as the played plans have it, within a tenth.
+
+    All chains of sums start on one rank, so the ranks begin one after the other, and the last begins when the first
+    KV head is half done, or done where chunks are contiguous. Contiguous chunks under the causal mask are of unequal
+    work, which is more than that. To it come the messages of one chain and the launches of one rank.
+    """
+    begin = (1 - 1 / gather) / kv_heads
+    if shape.layout == "zigzag":
+        factor = 1 + begin / 2
+    else:
+        factor = 2 - 1 / gather if shape.causal else 1 + begin
+    chunks = _chunks(shape, gather)
+    launches = kv_heads * (chunks // gather) * (chunks / 2 if shape.causal and shape.layout == "zigzag" else chunks)
+    waits_ms = chunks * _message_ms(shape, gather, costs, link) + launches * costs.task_us / 1e3
+    pairs = shape.seqlen**2 / (2 if shape.causal else 1)
+    work_ms = 1e3 * 10 * pairs * shape.head_dim * heads / gather / (costs.backward_tflops * 1e12)
+    return factor + waits_ms / work_ms
+
+
+@functools.lru_cache(maxsize=256)
+def _played(shape: Shape, gather: int, heads: int, kv_heads: int, costs: Costs, link: float) -> float:
+    """The same from the plan, with chunks of equal length."""
+    if gather == 1:
+        return 1.0
+    count = _chunks(shape, gather)
+    # The schedule does not see how long a chunk is, but splits do: a long sequence has none.
+    rows = 16_384
+    plan = make_plan(
+        rows * count, rows * count, gather, layout=shape.layout, heads=heads, kv_heads=kv_heads,
+        head_dim=shape.head_dim, causal=shape.causal, schedule="descending",
+    )  # fmt: skip
+    scale = (shape.seqlen / (rows * count)) ** 2
+    per_pair = 1e3 * 10 * shape.head_dim * scale / (costs.backward_tflops * 1e12)
+    message_ms = _message_ms(shape, gather, costs, link)
+    finished: dict[Task, float] = {}
+    free = [0.0] * gather
+    position = [0] * gather
+    went_on = True
+    while went_on:
+        went_on = False
+        for rank, actions in enumerate(plan.actions):
+            while position[rank] < len(actions):
+                kind, what = actions[position[rank]]
+                if isinstance(what, Task):
+                    finished[what] = free[rank] = free[rank] + plan.work[what] * per_pair + costs.task_us / 1e3
+                elif kind == "receive":
+                    if what.of not in finished:
+                        break
+                    # A result is not waited for by any work; it counts at the end.
+                    free[rank] = max(free[rank], finished[what.of] + message_ms)
+                position[rank] += 1
+                went_on = True
+    return max(free) / (sum(plan.work.values()) * per_pair / gather)

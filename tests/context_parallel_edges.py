@@ -1,0 +1,108 @@
+"""One of three ranks that use context parallelism in unusual ways: see test_context_parallel_edges.py.
+
+    python context_parallel_edges.py RANK WORLD_SIZE PORT FOLDER
+
+Prints one line of JSON: what held, by name.
+"""
+
+import json
+import sys
+
+import torch
+import torch.distributed as dist
+from context_parallel_worker import join
+from torch.distributed.device_mesh import DeviceMesh
+
+from dash_attn import flash_attn_func
+from dash_attn.distributed import context_parallel_attention, shard
+
+
+def whole_inputs():
+    generator = torch.Generator().manual_seed(5)
+    return [torch.randn(1, 130, 4, 16, generator=generator).bfloat16() for _ in range(4)]
+
+
+def same(found, expected):
+    return all(torch.equal(x, y) for x, y in zip(found, expected, strict=True))
+
+
+def in_a_part_of_the_job(rank):
+    """Ranks 2 and 0 are not all there are, and the third makes no call."""
+    group = dist.new_group([0, 2])
+    if rank == 1:
+        return True
+    of_group = dist.get_rank(group)
+    q, k, v, _ = whole_inputs()
+    expected = shard(flash_attn_func(q, k, v), of_group, 2, dim=1)
+    return same([context_parallel_attention(*(shard(x, of_group, 2, dim=1) for x in (q, k, v)), group)], [expected])
+
+
+def a_gradient_of_the_log_sum_exp_on_one_rank(rank, ranks):
+    """On the others it is 0, as it is in one process for their rows."""
+    q, k, v, dout = whole_inputs()
+    dlse = torch.zeros(1, 4, 130)
+    rows = shard(torch.arange(130), 1, ranks, dim=0)
+    dlse[:, :, rows] = 0.5
+
+    def gradients(tensors, dout, dlse, attention):
+        leaves = [x.clone().requires_grad_() for x in tensors]
+        out, lse, _ = attention(*leaves, causal=True, return_attn_probs=True)
+        outputs, of_outputs = ([out, lse], [dout, dlse]) if dlse is not None else ([out], [dout])
+        return torch.autograd.grad(outputs, leaves, of_outputs)
+
+    expected = [shard(x, rank, ranks, dim=1) for x in gradients((q, k, v), dout, dlse, flash_attn_func)]
+    parts = [shard(x, rank, ranks, dim=1) for x in (q, k, v, dout)]
+    own = shard(dlse, rank, ranks, dim=-1) if rank == 1 else None
+    return same(gradients(parts[:3], parts[3], own, context_parallel_attention), expected)
+
+
+def only_some_gradients(rank, ranks):
+    """Each rank asks for another one; all take part in all."""
+    q, k, v, dout = whole_inputs()
+    leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+    expected = torch.autograd.grad(flash_attn_func(*leaves), leaves, dout)[rank]
+    parts = [shard(x, rank, ranks, dim=1).requires_grad_() for x in (q, k, v)]
+    out = context_parallel_attention(*parts)
+    (found,) = torch.autograd.grad(out, [parts[rank]], shard(dout, rank, ranks, dim=1))
+    return same([found], [shard(expected, rank, ranks, dim=1)])
+
+
+def refused(function, kind, message):
+    try:
+        function()
+    except kind as error:
+        return message in str(error)
+    return False
+
+
+def main():
+    rank, ranks, port = map(int, sys.argv[1:4])
+    join(rank, ranks, port, 60)
+    parts = [shard(x, rank, ranks, dim=1).requires_grad_() for x in whole_inputs()[:3]]
+    call = context_parallel_attention
+
+    def twice():
+        out = call(*parts)
+        (dq,) = torch.autograd.grad(out.float().square().sum(), parts[0], create_graph=True)
+        dq.sum().backward()
+
+    two = DeviceMesh("cpu", [[0, 1, 2]], mesh_dim_names=("gather", "ulysses"))
+    held = {
+        "in a part of the job": in_a_part_of_the_job(rank),
+        "a gradient of the log-sum-exp on one rank": a_gradient_of_the_log_sum_exp_on_one_rank(rank, ranks),
+        "only some gradients": only_some_gradients(rank, ranks),
+        "no second differentiation": refused(twice, RuntimeError, "differentiate twice"),
+        "one dimension": refused(lambda: call(*parts, two), NotImplementedError, "mesh must have one dimension, got 2"),
+        "a part of a mesh": same([call(*parts, two["ulysses"])], [call(*parts)]),
+        "a mesh": refused(lambda: call(*parts, "cpu"), TypeError, "mesh must be a DeviceMesh, a ProcessGroup or None"),
+        "a layout": refused(lambda: call(*parts, layout="x"), ValueError, "layout must be one of"),
+        "a flag": refused(lambda: call(*parts, check_values=2), TypeError, "check_values must be a bool"),
+        "checks of one process": refused(lambda: call(*parts, schedule="x"), ValueError, "schedule must be one of"),
+        "no gradients": not call(*(x.detach() for x in parts)).requires_grad,
+    }
+    print(json.dumps(held))
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

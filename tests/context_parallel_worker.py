@@ -1,0 +1,147 @@
+"""One rank of a gloo group that runs context parallelism over the CPU reference: see test_context_parallel.py.
+
+    python context_parallel_worker.py RANK WORLD_SIZE PORT FOLDER
+
+It leaves FOLDER/rank_RANK.pt: {case: {name: tensor}}, of this rank's rows.
+"""
+
+import datetime
+import pathlib
+import sys
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from dash_attn import flash_attn_func, flash_attn_varlen_func
+from dash_attn.distributed import context_parallel_attention, context_parallel_varlen_attention, shard
+
+
+class Case(NamedTuple):
+    heads: int = 8
+    kv_heads: int = 4
+    rows: tuple[int, int] = (192, 192)
+    """Of queries and of keys; of a pack, in all."""
+    batch: int = 2
+    head_dim: int = 16
+    value_head_dim: int = 16
+    layout: str = "contiguous"
+    offsets: tuple[tuple[int, ...], tuple[int, ...]] | None = None
+    slopes: bool = False
+    sinks: bool = False
+    lse_gradient: bool = False
+    spoilt: bool = False
+    """One element of k of the last row is not a number."""
+    options: tuple[tuple[str, Any], ...] = (("causal", True),)
+    dtype: torch.dtype = torch.bfloat16
+
+
+_PACK = ((0, 5, 170, 170, 300), (0, 60, 60, 200, 301))
+CASES = {
+    "full": Case(options=()),
+    "causal": Case(),
+    "zigzag": Case(layout="zigzag"),
+    "odd length": Case(rows=(261, 261)),
+    "odd length, zigzag": Case(rows=(1283, 1283), layout="zigzag", batch=1, heads=4),
+    "short": Case(rows=(5, 5), layout="zigzag"),
+    "more keys": Case(rows=(100, 333)),
+    "more queries, zigzag": Case(rows=(333, 100), layout="zigzag"),
+    "multi-head": Case(heads=5, kv_heads=5, dtype=torch.float16),
+    "value head dim": Case(head_dim=24, value_head_dim=13),
+    "strided": Case(head_dim=15, value_head_dim=15, layout="zigzag"),
+    "window": Case(options=(("window_size", (70, 3)),), rows=(300, 300)),
+    "chunks, zigzag": Case(options=(("attention_chunk", 90), ("causal", True)), rows=(300, 300), layout="zigzag"),
+    "softcap": Case(options=(("softcap", 0.5), ("softmax_scale", 0.3))),
+    "slopes": Case(slopes=True, layout="zigzag"),
+    "sinks": Case(sinks=True),
+    "gradient of the log-sum-exp": Case(sinks=True, lse_gradient=True, layout="zigzag"),
+    "order-free": Case(options=(("causal", True), ("schedule", "order_free"))),
+    "spt": Case(options=(("schedule", "spt"), ("causal", True)), layout="zigzag"),
+    "pack": Case(rows=(300, 301), offsets=_PACK),
+    "pack, zigzag": Case(rows=(300, 301), offsets=_PACK, layout="zigzag", sinks=True, slopes=True),
+    "not a number": Case(spoilt=True),
+}
+
+
+def inputs(case: Case) -> dict[str, torch.Tensor]:
+    """What one process would have."""
+    generator = torch.Generator().manual_seed(7)
+    rows_q, rows_k = ((case.rows[0],), (case.rows[1],)) if case.offsets else [(case.batch, n) for n in case.rows]
+    shapes = {
+        "q": (*rows_q, case.heads, case.head_dim), "k": (*rows_k, case.kv_heads, case.head_dim),
+        "v": (*rows_k, case.kv_heads, case.value_head_dim), "dout": (*rows_q, case.heads, case.value_head_dim),
+    }  # fmt: skip
+    tensors = {name: torch.randn(shape, generator=generator).to(case.dtype) for name, shape in shapes.items()}
+    tensors["dlse"] = torch.randn(*rows_q[:-1], case.heads, rows_q[-1], generator=generator)
+    tensors["slopes"] = torch.rand(case.heads, generator=generator)
+    tensors["sinks"] = torch.randn(case.heads, generator=generator)
+    if case.spoilt:
+        tensors["k"][-1, -1, 1, 3] = torch.nan
+    return tensors
+
+
+def results(case: Case, tensors: dict[str, torch.Tensor], attention) -> dict[str, torch.Tensor]:
+    """Output, log-sum-exp and gradients of `attention(q, k, v, **options)`."""
+    leaves = {name: tensors[name].clone().requires_grad_() for name in ("q", "k", "v")}
+    options: dict[str, Any] = dict(case.options)
+    if case.slopes:
+        options["alibi_slopes"] = tensors["slopes"]
+    if case.sinks:
+        leaves["sinks"] = tensors["sinks"].clone().requires_grad_()
+        options["learnable_sink"] = leaves["sinks"]
+    out, lse, _ = attention(leaves["q"], leaves["k"], leaves["v"], return_attn_probs=True, **options)
+    outputs, gradients = [out], [tensors["dout"]]
+    if case.lse_gradient:
+        outputs, gradients = [out, lse], [*gradients, tensors["dlse"]]
+    of_leaves = torch.autograd.grad(outputs, list(leaves.values()), gradients)
+    return {"out": out.detach(), "lse": lse.detach()} | {f"d{name}": x for name, x in zip(leaves, of_leaves)}
+
+
+def pack_arguments(case: Case) -> dict[str, Any]:
+    if not case.offsets:
+        return {}
+    cu_seqlens_q, cu_seqlens_k = (torch.tensor(x, dtype=torch.int32) for x in case.offsets)
+    return {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k, "max_seqlen_q": 300, "max_seqlen_k": 300}
+
+
+def on_one_process(case: Case) -> dict[str, torch.Tensor]:
+    attention = flash_attn_varlen_func if case.offsets else flash_attn_func
+    return results(case, inputs(case), lambda *x, **options: attention(*x, **pack_arguments(case), **options))
+
+
+def of_rank(case: Case, name: str, x: torch.Tensor, rank: int, ranks: int) -> torch.Tensor:
+    """The rank's part of a tensor of one process."""
+    if name in ("slopes", "sinks", "dsinks"):
+        return x
+    dim = -1 if name in ("lse", "dlse") else 0 if case.offsets else 1
+    return shard(x, rank, ranks, dim=dim, layout=case.layout)
+
+
+def on_this_rank(case: Case, mesh) -> dict[str, torch.Tensor]:
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    tensors = {name: of_rank(case, name, x, rank, ranks) for name, x in inputs(case).items()}
+    attention = context_parallel_varlen_attention if case.offsets else context_parallel_attention
+    pack = pack_arguments(case)
+    return results(case, tensors, lambda *x, **options: attention(*x, **pack, mesh=mesh, layout=case.layout, **options))
+
+
+def join(rank: int, ranks: int, port: int, timeout_s: float) -> None:
+    store = dist.TCPStore("127.0.0.1", port, is_master=False)
+    # Processes may start at very different times on a busy machine; that is no part of the timeout.
+    store.set(f"here/{rank}", "1")
+    store.wait([f"here/{other}" for other in range(ranks)], datetime.timedelta(seconds=200))
+    timeout = datetime.timedelta(seconds=timeout_s)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks, timeout=timeout)
+
+
+def main(rank: int, ranks: int, port: int, folder: pathlib.Path) -> None:
+    join(rank, ranks, port, 120)
+    mesh = DeviceMesh("cpu", list(range(ranks)))
+    results_of_cases = {name: on_this_rank(case, mesh) for name, case in CASES.items() if case.kv_heads >= ranks}
+    torch.save(results_of_cases, folder / f"rank_{rank}.pt")
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(*map(int, sys.argv[1:4]), pathlib.Path(sys.argv[4]))

@@ -1,0 +1,54 @@
+"""Groups that are a part of the job, gradients that only some ranks ask for, what is refused; the example."""
+
+import functools
+import json
+import os
+import pathlib
+import subprocess
+import sys
+
+import pytest
+from rank_processes import run_ranks
+
+import dash_attn
+
+ROOT = pathlib.Path(__file__).parents[1]
+NAMES = (
+    "in a part of the job",
+    "a gradient of the log-sum-exp on one rank",
+    "only some gradients",
+    "no second differentiation",
+    "one dimension",
+    "a part of a mesh",
+    "a mesh",
+    "a layout",
+    "a flag",
+    "checks of one process",
+    "no gradients",
+)
+
+
+@pytest.fixture(scope="module")
+def held(tmp_path_factory):
+    @functools.cache
+    def run():
+        logs = run_ranks("context_parallel_edges.py", 3, tmp_path_factory.mktemp("edges"))
+        return [json.loads(log.splitlines()[-1]) for log in logs]
+
+    return run
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_it_holds_on_every_rank(held, name):
+    assert held()[0].keys() == set(NAMES)
+    assert [of_rank[name] for of_rank in held()] == [True] * 3
+
+
+def test_the_example_by_torchrun():
+    package = pathlib.Path(dash_attn.__file__).parents[1]
+    environment = os.environ | {"PYTHONPATH": str(package), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command += [str(ROOT / "examples/context_parallel_ulysses.py"), "--seqlen", "300"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count("out yes, softmax_lse yes, dq yes, dk yes, dv yes") == 2

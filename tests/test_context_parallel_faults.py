@@ -1,0 +1,84 @@
+"""What is wrong on one rank is an error on every rank that names it, within the timeout of the group; no call hangs."""
+
+import json
+
+import pytest
+import torch
+from context_parallel_faults import TIMEOUT_S, WRONG_RANK
+from rank_processes import run_ranks
+
+from dash_attn.distributed import context_parallel_attention
+
+RANKS = 3
+# On the other ranks, and on the wrong one where it says something else.
+AGREED = {
+    "shape": ("RankError", "q must be the same on every rank: rank 1 got "),
+    "dtype": ("RankError", "torch.float16"),
+    "rows": (
+        "RankError",
+        "names, which are [128, 50, 0] of 178 in the contiguous layout, got [64, 50, 64]: see rank 1",
+    ),
+    "argument": ("RankError", "causal must be the same on every rank: rank 1 got False, rank 0 True"),
+    "type": ("RankError", "rank 1 cannot do its call: TypeError: v must be a torch.Tensor"),
+    "value": ("RankError", "k of rank 1 must be finite"),
+    "value of sinks": ("RankError", "the bytes of learnable_sink must be the same on every rank: rank 1 got"),
+    "value of a gradient": ("RankError", "dout of rank 1 must be finite"),
+    "other call": ("RankError", "rank 1 got context_parallel_attention, rank 0 the backward of context_parallel"),
+    "everywhere": ("ValueError", "softmax_scale must be a finite number"),
+    "heads": ("NotImplementedError", "mesh must have at most as many ranks as k has heads, 2, got 3 ranks"),
+}
+
+
+def outcomes(tmp_path, *faults):
+    """For every rank, {fault: (name of the error, its message, its ranks, seconds)}."""
+    logs = run_ranks("context_parallel_faults.py", RANKS, tmp_path, *faults, must_succeed=False)
+    lines = [[json.loads(line) for line in log.splitlines() if line.startswith("[")] for log in logs]
+    return [{fault: outcome for fault, *outcome in of_rank} for of_rank in lines]
+
+
+@pytest.fixture(scope="module")
+def of_agreement(tmp_path_factory):
+    return outcomes(tmp_path_factory.mktemp("agreement"), *AGREED, "nothing")
+
+
+@pytest.mark.parametrize("fault", AGREED)
+def test_ranks_that_disagree(of_agreement, fault):
+    kind, message = AGREED[fault]
+    for rank, of_rank in enumerate(of_agreement):
+        error, text, ranks, _ = of_rank[fault]
+        if fault == "type" and rank == WRONG_RANK:
+            assert error == "TypeError" and text.startswith("v must be a torch.Tensor")
+            continue
+        assert error == kind and message in text, (rank, text)
+        assert kind != "RankError" or ranks == [WRONG_RANK]
+
+
+def test_a_disagreement_is_no_end(of_agreement):
+    assert [of_rank["nothing"][0] for of_rank in of_agreement] == ["none"] * RANKS
+
+
+@pytest.mark.parametrize("fault", ["dies", "dies between", "dies before the backward"])
+def test_a_rank_that_dies(tmp_path, fault):
+    of_ranks = outcomes(tmp_path, fault)
+    assert not of_ranks[WRONG_RANK]
+    for rank in {0, 2}:
+        error, text, ranks, seconds = of_ranks[rank][fault]
+        assert error == "RankError" and ranks == [WRONG_RANK], text
+        assert "rank 1 died or stalls" in text and ("backward" in text) == ("backward" in fault)
+        assert seconds < TIMEOUT_S
+
+
+def test_a_rank_that_stalls(tmp_path):
+    of_ranks = outcomes(tmp_path, "stalls")
+    for rank in {0, 2}:
+        error, text, ranks, seconds = of_ranks[rank]["stalls"]
+        assert error == "RankError" and ranks == [WRONG_RANK] and "rank 1 died or stalls" in text
+        assert seconds < 1.25 * TIMEOUT_S
+    # It comes in the end, and learns that nobody waits for it.
+    error, text, ranks, _ = of_ranks[WRONG_RANK]["stalls"]
+    assert error == "RankError" and ranks == [WRONG_RANK] and "came too late" in text
+
+
+def test_without_a_group():
+    with pytest.raises(RuntimeError, match="torch.distributed must be initialised"):
+        context_parallel_attention(*(torch.randn(1, 8, 2, 16).bfloat16() for _ in range(3)))

@@ -1,0 +1,173 @@
+"""The plan of context parallelism beyond the KV heads: nothing waits in a cycle, and every sum has its one order."""
+
+import collections
+import itertools
+
+import pytest
+
+from dash_attn import schedule
+from dash_attn.distributed import rows_of_rank
+from dash_attn.distributed.plan import make_plan
+
+LAYOUTS = ("contiguous", "zigzag")
+MASKS = {
+    "full": {},
+    "causal": {"causal": True},
+    "window": {"window": (700, 0)},
+    "window on both sides": {"window": (300, 500)},
+    "chunks": {"causal": True, "attention_chunk": 1024},
+}
+
+
+def play(plan, *, queues):
+    """Runs the actions: a receive waits for its message, a send never waits. The order in which tasks ran.
+
+    `queues` of messages on the way: "pair", one from each rank to each other; "rank", one from each rank, in which a
+    message leaves only when its receiver has come to it and all before it have left.
+    """
+    position, on_the_way, ran = [0] * plan.ranks, collections.defaultdict(collections.deque), []
+    went_on = True
+    while went_on:
+        went_on = False
+        for rank, actions in enumerate(plan.actions):
+            while position[rank] < len(actions):
+                kind, what = actions[position[rank]]
+                if kind == "receive":
+                    assert what.receiver == rank
+                    queue = on_the_way[what.sender, rank if queues == "pair" else None]
+                    if queues == "pair":
+                        assert not queue or queue[0] == what, "messages are received in the order of sending"
+                    if not queue or queue[0] != what:
+                        break
+                    queue.popleft()
+                elif kind == "send":
+                    assert what.sender == rank and what.receiver != rank and what.of in ran_set(ran)
+                    on_the_way[rank, what.receiver if queues == "pair" else None].append(what)
+                else:
+                    assert plan.rank_of(what) == rank
+                    ran.append(what)
+                position[rank] += 1
+                went_on = True
+    waiting = [actions[at] for at, actions in zip(position, plan.actions) if at < len(actions)]
+    assert not waiting, f"ranks wait for ever: {waiting[:3]}"
+    assert not any(on_the_way.values()), "a message is never received"
+    return ran
+
+
+def ran_set(ran):
+    return ran[-1:]  # a message is sent directly behind its task
+
+
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_no_rank_waits_for_ever_and_orders_are_kept(layout, mask):
+    for ranks, kv_heads in [*itertools.product((1, 2, 3, 5, 8), (1, 3)), (13, 1), (24, 1), (64, 1)]:
+        seqlen = 512 * ranks if ranks % 3 else 512 * ranks + 77
+        plan = make_plan(seqlen, seqlen, ranks, layout=layout, heads=2 * kv_heads, kv_heads=kv_heads, **MASKS[mask])
+        ran = play(plan, queues="pair")
+        assert len(ran) == len(set(ran)) == len(plan.work) and set(ran) == set(plan.work)
+        place = {task: number for number, task in enumerate(ran)}
+        for order in (*plan.chains.values(), *plan.dq_orders.values()):
+            assert [place[task] for task in order] == sorted(place[task] for task in order)
+        for order in plan.dq_orders.values():
+            assert len({plan.rank_of(task) for task in order}) == 1
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("lengths", [(1001, 2305), (2305, 1001), (101, 4001)])
+def test_lengths_that_differ(layout, lengths):
+    for ranks in (2, 3, 4):
+        play(make_plan(*lengths, ranks, layout=layout, causal=True), queues="pair")
+
+
+def of_kernel(policy, seqlen, mask, plan, heads):
+    """For one head: the chunks of queries of each KV tile in the order of visits, and the other way round for adds."""
+    problem = schedule.problem(policy, seqlen, seqlen, heads=heads, kv_heads=1, **({"causal": False} | mask))
+    borders = [run for rank in range(plan.ranks) for run in rows_of_rank(seqlen, rank, plan.ranks, plan.layout)]
+    borders = sorted(run for run in borders if len(run))
+
+    def chunk(tile, rows):
+        return next(number for number, run in enumerate(borders) if run.start <= tile * rows < run.stop)
+
+    def along(order, own, other):
+        return [
+            (chunk(tile, own), [key for key, _ in itertools.groupby(chunk(x, other) for x in row)])
+            for tile, row in enumerate(order)
+        ]
+
+    visits = along(schedule.visit_order(policy, problem), problem.tile_k, problem.tile_q)
+    adds = along(schedule.add_order(policy, problem), problem.tile_q, problem.tile_k)
+    return problem, visits, adds
+
+
+@pytest.mark.parametrize("policy", ["descending", "ascending", "spt", "order_free"])
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_the_order_is_the_schedules(policy, mask, layout):
+    """Tile by tile: where a KV tile goes from one chunk of queries to the next, its chain does, and dQ likewise."""
+    for seqlen, ranks, heads in [(4096, 2, 1), (3001, 3, 4), (8192, 4, 4), (1009, 4, 8)]:
+        plan = make_plan(seqlen, seqlen, ranks, layout=layout, heads=heads, kv_heads=1, schedule=policy, **MASKS[mask])
+        problem, visits, adds = of_kernel(policy, seqlen, MASKS[mask], plan, heads)
+        together = schedule.heads_together(policy, problem)
+        assert len({split for _, split, _ in plan.chains}) == problem.splits
+        for chain in plan.chains.values():
+            of_head = [task for task in chain if task.first_head == chain[0].first_head]
+            assert chain[0].heads == (problem.heads_per_split if together else 1)
+            reached = set()
+            for j, of_tile in visits:
+                if j == chain[0].kv_chunk:
+                    reached |= set(of_tile)
+                    order = [task.query_chunk for task in of_head]
+                    assert [i for i in order if i in of_tile] == of_tile
+            assert {task.query_chunk for task in of_head} == reached
+            # One query head after the other, or all of a split at once.
+            assert [task.first_head for task in chain] == sorted(task.first_head for task in chain)
+        for order in plan.dq_orders.values():
+            for i, of_tile in adds:
+                if i == order[0].query_chunk:
+                    assert [task.kv_chunk for task in order if task.kv_chunk in of_tile] == of_tile
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 8, 16, 64])
+def test_zigzag_gives_every_rank_as_much_and_ends_with_the_owner(ranks):
+    plan = make_plan(1024 * ranks, 1024 * ranks, ranks, layout="zigzag", causal=True)
+    work = [sum(plan.work[task] for task in plan.tasks(rank)) for rank in range(ranks)]
+    assert max(work) == min(work)
+    kinds = {action.what.kind for actions in plan.actions for action in actions if action.kind == "send"}
+    assert kinds <= {"sums", "total"}, "the last rank of a chain owns its chunk: there is no way back"
+
+
+def test_results_go_to_the_rank_that_owns_the_keys():
+    plan = make_plan(4096, 4096, 4)
+    results = [a.what for actions in plan.actions for a in actions if a.kind == "send" and a.what.kind == "result"]
+    assert {(message.receiver, message.of.kv_chunk) for message in results} == {(1, 1), (2, 2), (3, 3)}
+    assert {message.sender for message in results} == {0}
+
+
+def test_the_plan_is_a_function_of_its_arguments():
+    shape = dict(layout="zigzag", heads=8, kv_heads=2, causal=True)
+    assert make_plan(4096, 4096, 4, **shape).actions == make_plan(4096, 4096, 4, **shape).actions
+    # How long a message takes moves work in time; every sum keeps its order.
+    late = make_plan(4096, 4096, 4, **shape, hop_work=1e6)
+    assert late.chains == make_plan(4096, 4096, 4, **shape).chains
+    play(late, queues="pair")
+
+
+@pytest.mark.parametrize(
+    "arguments, options, message",
+    [
+        ((4096, 4096, 0), {}, "ranks must be at least 1, got 0"),
+        ((4096, 4096, 2), {"layout": "striped"}, "layout must be one of"),
+        ((1008, 1008, 8), {"layout": "zigzag"}, "seqlen_q must be cut into chunks of whole tiles of .* rows, got 1008"),
+        ((200, 200, 2), {}, "seqlen_q must be cut into chunks of whole tiles of .* rows, got 200 in 2 chunks of 100"),
+        (
+            (4096, 4096, 2),
+            {"schedule": "shift"},
+            "schedule must be a policy whose visits go in one direction, without clusters, got 'shift'",
+        ),
+        ((2**20, 2**20 + 201, 4), {}, "seqlen_k must be cut into at most 8192 units"),
+    ],
+)
+def test_what_a_plan_refuses(arguments, options, message):
+    with pytest.raises(ValueError, match=message):
+        make_plan(*arguments, **options)
