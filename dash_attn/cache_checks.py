@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from . import checks
+from .packs import rows_of_sequences
 
 if TYPE_CHECKING:
     from .kvcache import Cache, NewKeys
@@ -15,13 +16,20 @@ if TYPE_CHECKING:
 _ROTARY_MULTIPLE = 16
 
 
-def check(q: Tensor, cache: Cache, new: NewKeys, cu_seqlens_q: Tensor | None, seqused_q: Tensor | None) -> int:
-    """The batch size."""
+def check(
+    q: Tensor,
+    cache: Cache,
+    new: NewKeys,
+    cu_seqlens_q: Tensor | None,
+    seqused_q: Tensor | None,
+    scores: dict[str, Any],
+) -> int:
+    """The batch size. scores: keywords of the op, of which the devices are checked."""
     tensors = {
         "q": q, "k_cache": cache.k, "v_cache": cache.v, "k": new.k, "v": new.v, "rotary_cos": new.rotary_cos,
         "rotary_sin": new.rotary_sin, "rotary_seqlens": new.rotary_seqlens, "cache_batch_idx": cache.batch_idx,
         "cache_leftpad": cache.leftpad, cache.table_name: cache.table, "cu_seqlens_q": cu_seqlens_q,
-        "seqused_q": seqused_q,
+        "seqused_q": seqused_q, "alibi_slopes": scores["alibi_slopes"], "learnable_sink (s_aux)": scores["sinks"],
     }  # fmt: skip
     needed = ("q", "k_cache", "v_cache")
     checks.check_tensors({name: x for name, x in tensors.items() if x is not None or name in needed})
@@ -32,6 +40,7 @@ def check(q: Tensor, cache: Cache, new: NewKeys, cu_seqlens_q: Tensor | None, se
     _check_cache(q, cache, batch)
     for name, x in (
         ("cache_batch_idx", cache.batch_idx), ("cache_leftpad", cache.leftpad), ("rotary_seqlens", new.rotary_seqlens),
+        ("seqused_q", seqused_q),
     ):  # fmt: skip
         if x is not None:
             _check_index(name, x, "(batch,)", (batch,))
@@ -39,6 +48,7 @@ def check(q: Tensor, cache: Cache, new: NewKeys, cu_seqlens_q: Tensor | None, se
     _check_seqlens(cache, new, batch)
     # Lengths are read on the CPU alone, and not from what a compiler traces.
     if q.device.type == "cpu" and not torch.compiler.is_compiling():
+        _check_queries_of_sequences(q, cu_seqlens_q, seqused_q)
         _check_values(q, cache, new, batch)
     return batch
 
@@ -51,6 +61,7 @@ def _check_queries(q: Tensor, cu_seqlens_q: Tensor | None) -> int:
         return q.shape[0]
     if cu_seqlens_q.dim() != 1 or cu_seqlens_q.shape[0] < 1:
         raise ValueError(f"cu_seqlens_q must have shape (batch + 1,), got {tuple(cu_seqlens_q.shape)}")
+    _check_index("cu_seqlens_q", cu_seqlens_q, "(batch + 1,)", tuple(cu_seqlens_q.shape))
     return cu_seqlens_q.shape[0] - 1
 
 
@@ -133,6 +144,14 @@ def _check_seqlens(cache: Cache, new: NewKeys, batch: int) -> None:
         checks.check_int("cache_seqlens", cache.seqlens, "an int, an int32 tensor of shape (batch,) or None")
         if not torch.compiler.is_compiling():
             _check_range("cache_seqlens", [cache.seqlens], cache.capacity() - _num_new(new))
+
+
+def _check_queries_of_sequences(q: Tensor, cu_seqlens_q: Tensor | None, seqused_q: Tensor | None) -> None:
+    if cu_seqlens_q is not None:
+        rows_of_sequences("q", cu_seqlens_q, seqused_q, q.shape[0])
+    elif seqused_q is not None:
+        batch, seqlen_q = q.shape[:2]
+        rows_of_sequences("q", torch.arange(batch + 1) * seqlen_q, seqused_q, batch * seqlen_q)
 
 
 def _check_values(q: Tensor, cache: Cache, new: NewKeys, batch: int) -> None:

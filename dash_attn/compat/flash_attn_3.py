@@ -338,6 +338,12 @@ def _flash_attn_forward(
     _reject(qv, q_descale, k_descale, v_descale, cu_seqlens_k_new)
     _check_advice(scheduler_metadata, num_splits, pack_gqa)
     calls.check_max_seqlens(max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k)
+    if out_ is not None:
+        checks.check_tensors({"q": q, "v": v, "out_": out_})
+        shape = (*q.shape[:-1], *v.shape[-1:])
+        if out_.shape != shape or out_.dtype != q.dtype:
+            expected = f"{shape} of {q.dtype}"
+            raise ValueError(f"out_ must have shape and dtype {expected}, got {tuple(out_.shape)} of {out_.dtype}")
     arguments: dict[str, Any] = {
         "softmax_scale": softmax_scale, "causal": causal, "window_size": (window_size_left, window_size_right),
         "attention_chunk": attention_chunk, "softcap": softcap, "sm_margin": sm_margin,
@@ -357,10 +363,6 @@ def _flash_attn_forward(
         )
         out, softmax_lse = pack.as_queries(out), pack.as_lse(softmax_lse)
     if out_ is not None:
-        checks.check_tensors({"out_": out_})
-        if out_.shape != out.shape or out_.dtype != out.dtype:
-            expected = f"{tuple(out.shape)} of {out.dtype}"
-            raise ValueError(f"out_ must have shape and dtype {expected}, got {tuple(out_.shape)} of {out_.dtype}")
         out = out_.copy_(out)
     return out, softmax_lse, *_no_splits(q)
 
