@@ -166,7 +166,8 @@ def attend(
                 interleaved=checks.as_flag("rotary_interleaved", new.rotary_interleaved),
             )  # fmt: skip
             new_k = turn(new_k, start.long()[:, None] + torch.arange(new_k.shape[1], device=q.device))
-            q = turn(q, _positions(q, cu_seqlens_q, start.long(), has_mask=causal or window != (-1, -1)))
+            has_mask = causal or window != (-1, -1) or arguments["attention_chunk"] > 0
+            q = turn(q, _positions(q, cu_seqlens_q, start.long(), has_mask=has_mask))
         _append(cache, new_k, new.v, seqlens)
         is_allowed = seqlens >= 0
         if cache.table is not None:

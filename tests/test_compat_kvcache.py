@@ -248,7 +248,7 @@ def turned(x, positions, angles, interleaved):
     return torch.cat((result, x[..., dim:].double()), dim=-1)
 
 
-@pytest.mark.parametrize("mask", [{}, {"causal": True}, {"window_size": (9, 9)}], ids=["full", "causal", "window"])
+@pytest.mark.parametrize("mask", [{}, {"causal": True}, {"window_size": (9, 9)}, {"attention_chunk": 16}], ids=str)
 @pytest.mark.parametrize("interleaved", [True, False])
 @pytest.mark.parametrize("is_pack", [False, True])
 @pytest.mark.parametrize("own_positions", [None, (3, 50, 20, 0)])
@@ -266,7 +266,7 @@ def test_rotation(mask, interleaved, is_pack, own_positions):
     turned_k = torch.stack([turned(x, p + steps, angles, interleaved) for x, p in zip(new_k, places)])
     turned_q = torch.stack([turned(x, p + steps * bool(mask), angles, interleaved) for x, p in zip(q, places)])
     own = {} if own_positions is None else {"rotary_seqlens": int32(*own_positions)}
-    if own or is_pack:
+    if own or is_pack or "attention_chunk" in mask:
         offsets = {"cu_seqlens_q": int32(0, 3, 6, 9, 12), "max_seqlen_q": 3} if is_pack else {}
         out = flash_attn_3.flash_attn_with_kvcache(
             q.flatten(0, 1) if is_pack else q, cache.k_cache, cache.v_cache, new_k, new_v, None, cos, sin,
