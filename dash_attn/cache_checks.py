@@ -50,6 +50,8 @@ def check(
     if q.device.type == "cpu" and not torch.compiler.is_compiling():
         _check_queries_of_sequences(q, cu_seqlens_q, seqused_q)
         _check_values(q, cache, new, batch)
+    else:
+        _check_values_on_device(cache, new)
     return batch
 
 
@@ -180,6 +182,21 @@ def _check_values(q: Tensor, cache: Cache, new: NewKeys, batch: int) -> None:
             starts, name = new.rotary_seqlens.tolist(), "rotary_seqlens"
         turned = max(_num_new(new), q.shape[1] if q.dim() == 4 else 1)
         _check_range(name, starts, new.rotary_cos.shape[0] - turned)
+
+
+def _check_values_on_device(cache: Cache, new: NewKeys) -> None:
+    """Negative indices, which would wrap round; the others that are out of range are errors of torch and of the op."""
+    indices = [("cache_batch_idx", cache.batch_idx), ("rotary_seqlens", new.rotary_seqlens)]
+    if cache.table is not None:
+        ends = cache.capacity() if cache.seqlens is None else cache.seqlens + _num_new(new)
+        starts = torch.arange(cache.table.shape[1], device=cache.table.device) * cache.k.shape[1]
+        has_keys = starts < (ends[:, None] if isinstance(ends, Tensor) else ends)
+        indices.append((cache.table_name, torch.where(has_keys, cache.table, 0)))
+    for name, x in indices:
+        if x is not None:
+            torch._assert_async(
+                (x >= 0).all(), f"{name} must be at least 0 wherever it is looked at, got a negative value"
+            )
 
 
 def _num_new(new: NewKeys) -> int:

@@ -237,6 +237,29 @@ def test_lengths_out_of_range_are_the_ops_error(form, lengths, appends):
         compiled(queries(batch=2), cache.k_cache, cache.v_cache, *new, **cache.arguments)
 
 
+@pytest.mark.parametrize("form, name, appends", [
+    ("paged", "block_table", False), ("paged", "block_table", True), ("indexed", "cache_batch_idx", False),
+    ("indexed", "cache_batch_idx", True), ("left_padded", "rotary_seqlens", True),
+])  # fmt: skip
+def test_negative_indices_do_not_wrap_round(form, name, appends):
+    """Where they are not read beforehand, as on a GPU: an error on the device before anything is written."""
+    cache, before = (fill(form, *sequences((18, 3)), CAPACITY, poison=0.0) for _ in range(2))
+    arguments = {key.replace("block_table", "page_table"): x for key, x in cache.arguments.items()}
+    if name == "rotary_seqlens":
+        angles = randn(70, 8, dtype=torch.float32)
+        arguments |= {"rotary_seqlens": int32(4, -1), "rotary_cos": angles.cos(), "rotary_sin": angles.sin()}
+    elif name == "block_table":
+        arguments["page_table"][0, 1] = -1
+    else:
+        arguments[name][1] = -1
+    if appends:
+        arguments |= {"k": randn(2, 3, KV_HEADS, HEAD_DIM), "v": randn(2, 3, KV_HEADS, VALUE_DIM)}
+    compiled = torch.compile(flash_attn_3.flash_attn_with_kvcache, backend="aot_eager", fullgraph=True)
+    with pytest.raises(RuntimeError, match=f"{name.replace('block', 'page')} must be at least 0"):
+        compiled(queries(batch=2), cache.k_cache, cache.v_cache, **arguments)
+    assert torch.equal(cache.k_cache, before.k_cache) and torch.equal(cache.v_cache, before.v_cache)
+
+
 def turned(x, positions, angles, interleaved):
     """Rotation by complex numbers in float64. x: (rows, heads, head_dim), positions: (rows,)."""
     dim = 2 * angles.shape[1]
