@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from . import checks
+from .packs import rows_of_sequences
 
 if TYPE_CHECKING:
     from .kvcache import Cache, NewKeys
@@ -15,13 +16,20 @@ if TYPE_CHECKING:
 _ROTARY_MULTIPLE = 16
 
 
-def check(q: Tensor, cache: Cache, new: NewKeys, cu_seqlens_q: Tensor | None, seqused_q: Tensor | None) -> int:
-    """The batch size."""
+def check(
+    q: Tensor,
+    cache: Cache,
+    new: NewKeys,
+    cu_seqlens_q: Tensor | None,
+    seqused_q: Tensor | None,
+    scores: dict[str, Any],
+) -> int:
+    """The batch size. scores: keywords of the op, of which the devices are checked."""
     tensors = {
         "q": q, "k_cache": cache.k, "v_cache": cache.v, "k": new.k, "v": new.v, "rotary_cos": new.rotary_cos,
         "rotary_sin": new.rotary_sin, "rotary_seqlens": new.rotary_seqlens, "cache_batch_idx": cache.batch_idx,
         "cache_leftpad": cache.leftpad, cache.table_name: cache.table, "cu_seqlens_q": cu_seqlens_q,
-        "seqused_q": seqused_q,
+        "seqused_q": seqused_q, "alibi_slopes": scores["alibi_slopes"], "learnable_sink (s_aux)": scores["sinks"],
     }  # fmt: skip
     needed = ("q", "k_cache", "v_cache")
     checks.check_tensors({name: x for name, x in tensors.items() if x is not None or name in needed})
@@ -32,6 +40,7 @@ def check(q: Tensor, cache: Cache, new: NewKeys, cu_seqlens_q: Tensor | None, se
     _check_cache(q, cache, batch)
     for name, x in (
         ("cache_batch_idx", cache.batch_idx), ("cache_leftpad", cache.leftpad), ("rotary_seqlens", new.rotary_seqlens),
+        ("seqused_q", seqused_q),
     ):  # fmt: skip
         if x is not None:
             _check_index(name, x, "(batch,)", (batch,))
@@ -39,7 +48,10 @@ def check(q: Tensor, cache: Cache, new: NewKeys, cu_seqlens_q: Tensor | None, se
     _check_seqlens(cache, new, batch)
     # Lengths are read on the CPU alone, and not from what a compiler traces.
     if q.device.type == "cpu" and not torch.compiler.is_compiling():
+        _check_queries_of_sequences(q, cu_seqlens_q, seqused_q)
         _check_values(q, cache, new, batch)
+    else:
+        _check_values_on_device(cache, new)
     return batch
 
 
@@ -51,6 +63,7 @@ def _check_queries(q: Tensor, cu_seqlens_q: Tensor | None) -> int:
         return q.shape[0]
     if cu_seqlens_q.dim() != 1 or cu_seqlens_q.shape[0] < 1:
         raise ValueError(f"cu_seqlens_q must have shape (batch + 1,), got {tuple(cu_seqlens_q.shape)}")
+    _check_index("cu_seqlens_q", cu_seqlens_q, "(batch + 1,)", tuple(cu_seqlens_q.shape))
     return cu_seqlens_q.shape[0] - 1
 
 
@@ -135,6 +148,14 @@ def _check_seqlens(cache: Cache, new: NewKeys, batch: int) -> None:
             _check_range("cache_seqlens", [cache.seqlens], cache.capacity() - _num_new(new))
 
 
+def _check_queries_of_sequences(q: Tensor, cu_seqlens_q: Tensor | None, seqused_q: Tensor | None) -> None:
+    if cu_seqlens_q is not None:
+        rows_of_sequences("q", cu_seqlens_q, seqused_q, q.shape[0])
+    elif seqused_q is not None:
+        batch, seqlen_q = q.shape[:2]
+        rows_of_sequences("q", torch.arange(batch + 1) * seqlen_q, seqused_q, batch * seqlen_q)
+
+
 def _check_values(q: Tensor, cache: Cache, new: NewKeys, batch: int) -> None:
     """What is an error on the device, and not seen here, on a GPU."""
     if not isinstance(cache.seqlens, Tensor):
@@ -161,6 +182,21 @@ def _check_values(q: Tensor, cache: Cache, new: NewKeys, batch: int) -> None:
             starts, name = new.rotary_seqlens.tolist(), "rotary_seqlens"
         turned = max(_num_new(new), q.shape[1] if q.dim() == 4 else 1)
         _check_range(name, starts, new.rotary_cos.shape[0] - turned)
+
+
+def _check_values_on_device(cache: Cache, new: NewKeys) -> None:
+    """Negative indices, which would wrap round; the others that are out of range are errors of torch and of the op."""
+    indices = [("cache_batch_idx", cache.batch_idx), ("rotary_seqlens", new.rotary_seqlens)]
+    if cache.table is not None:
+        ends = cache.capacity() if cache.seqlens is None else cache.seqlens + _num_new(new)
+        starts = torch.arange(cache.table.shape[1], device=cache.table.device) * cache.k.shape[1]
+        has_keys = starts < (ends[:, None] if isinstance(ends, Tensor) else ends)
+        indices.append((cache.table_name, torch.where(has_keys, cache.table, 0)))
+    for name, x in indices:
+        if x is not None:
+            torch._assert_async(
+                (x >= 0).all(), f"{name} must be at least 0 wherever it is looked at, got a negative value"
+            )
 
 
 def _num_new(new: NewKeys) -> int:

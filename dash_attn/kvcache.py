@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -149,9 +149,15 @@ def attend(
     window = checks.as_window(window_size)
     scores = checks.as_scores(softcap, alibi_slopes, learnable_sink, s_aux)
     scale = None if softmax_scale is None else checks.as_number("softmax_scale", softmax_scale)
-    batch = cache_checks.check(q, cache, new, cu_seqlens_q, seqused_q)
+    arguments = {
+        "softmax_scale": scale, "causal": causal, "schedule": "auto", "sm_margin": checks.as_sm_margin(sm_margin),
+        "window_left": window[0], "window_right": window[1],
+        "attention_chunk": checks.as_attention_chunk(attention_chunk), **scores,
+    }  # fmt: skip
+    batch = cache_checks.check(q, cache, new, cu_seqlens_q, seqused_q, scores)
     seqlens = _seqlens(cache, batch, q.device)
     if new.k is not None and new.v is not None:
+        _check_op(q, cache, seqlens, cu_seqlens_q, seqused_q, arguments)
         new_k = new.k
         if new.rotary_cos is not None and new.rotary_sin is not None:
             start = seqlens if new.rotary_seqlens is None else new.rotary_seqlens
@@ -160,7 +166,8 @@ def attend(
                 interleaved=checks.as_flag("rotary_interleaved", new.rotary_interleaved),
             )  # fmt: skip
             new_k = turn(new_k, start.long()[:, None] + torch.arange(new_k.shape[1], device=q.device))
-            q = turn(q, _positions(q, cu_seqlens_q, start.long(), has_mask=causal or window != (-1, -1)))
+            has_mask = causal or window != (-1, -1) or arguments["attention_chunk"] > 0
+            q = turn(q, _positions(q, cu_seqlens_q, start.long(), has_mask=has_mask))
         _append(cache, new_k, new.v, seqlens)
         is_allowed = seqlens >= 0
         if cache.table is not None:
@@ -176,12 +183,39 @@ def attend(
         rows = q.flatten(0, 1)
         cu_seqlens_q = torch.arange(batch + 1, dtype=torch.int32, device=q.device) * seqlen_q
     out, softmax_lse = torch.ops.dash_attn.attention.default(
-        rows, k, v, scale, causal, "auto", checks.as_sm_margin(sm_margin), *window,
-        checks.as_attention_chunk(attention_chunk), cu_seqlens_q, cu_seqlens_k, seqused_q, seqlens, **scores,
+        rows, k, v, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, seqused_q=seqused_q, seqused_k=seqlens,
+        **arguments,
     )  # fmt: skip
     if rows is q:
         return out, softmax_lse
     return out.unflatten(0, (batch, seqlen_q)), softmax_lse.unflatten(1, (batch, seqlen_q)).transpose(0, 1).contiguous()
+
+
+def _check_op(
+    q: Tensor,
+    cache: Cache,
+    seqlens: Tensor,
+    cu_seqlens_q: Tensor | None,
+    seqused_q: Tensor | None,
+    arguments: dict[str, Any],
+) -> None:
+    """The op's own checks, by a call on tensors without values, so that nothing is written where they fail."""
+    # What is traced is not run where a later op fails.
+    if torch.compiler.is_compiling():
+        return
+    rows = _without_values(q)
+    cu_seqlens = torch.empty(seqlens.shape[0] + 1, dtype=torch.int32, device="meta")
+    tensors = {
+        "q": rows.flatten(0, 1) if cu_seqlens_q is None else rows,
+        "k": cache.k[:0].flatten(0, 1), "v": cache.v[:0].flatten(0, 1), "cu_seqlens_k": cu_seqlens,
+        "cu_seqlens_q": cu_seqlens if cu_seqlens_q is None else cu_seqlens_q, "seqused_q": seqused_q,
+        "seqused_k": seqlens,
+    }  # fmt: skip
+    torch.ops.dash_attn.attention.default(**{name: _without_values(x) for name, x in (tensors | arguments).items()})
+
+
+def _without_values(x: Any) -> Any:
+    return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta") if isinstance(x, Tensor) else x
 
 
 def _seqlens(cache: Cache, batch: int, device: torch.device) -> Tensor:

@@ -46,8 +46,8 @@ def sequences(
     if cu_seqlens_q is None:
         return [Sequence(of_queries, of_keys, of_lse, alibi_slopes)]
     assert cu_seqlens_k is not None
-    rows_q = _rows("q", cu_seqlens_q, seqused_q, of_queries[0].shape[0])
-    rows_k = _rows("k", cu_seqlens_k, seqused_k, of_keys[0].shape[0])
+    rows_q = rows_of_sequences("q", cu_seqlens_q, seqused_q, of_queries[0].shape[0])
+    rows_k = rows_of_sequences("k", cu_seqlens_k, seqused_k, of_keys[0].shape[0])
     return [
         Sequence(
             [x[None, queries] for x in of_queries],
@@ -69,8 +69,8 @@ def sequence_of_rows(cu_seqlens: Tensor, total: int) -> Tensor:
     return torch.searchsorted(cu_seqlens[1:].contiguous(), rows, right=True)
 
 
-def _rows(side: str, cu_seqlens: Tensor, seqused: Tensor | None, total: int) -> list[slice]:
-    """The rows of each sequence."""
+def rows_of_sequences(side: str, cu_seqlens: Tensor, seqused: Tensor | None, total: int) -> list[slice]:
+    """The rows of each sequence of `side`, "q" or "k"; ValueError where they are none of the `total`."""
     offsets = cu_seqlens.tolist()
     lengths = [end - start for start, end in zip(offsets, offsets[1:])]
     if offsets[0] < 0 or offsets[-1] > total or min(lengths, default=0) < 0:

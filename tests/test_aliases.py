@@ -280,6 +280,8 @@ def test_functions_of_the_extension_module():
     given = [torch.empty_like(x) for x in (q, k, v)]
     d = flash_attn_2._flash_attn_backward(dout, q, k, v, out, lse, *given, *tail, None, False)
     assert_same_bits([*gradients, softmax_d], [*given, d])
+    with pytest.raises(TypeError, match="^q must be a torch.Tensor, got None"):
+        flash_attn_2_cuda.bwd(dout, None, k, v, out, lse, None, None, None, None, *tail, False, None, rng_state)
 
     q, k, v, dout = (x.flatten(0, 1) for x in (q, k, v, dout))
     offsets = [torch.tensor([0, n, 2 * n], dtype=torch.int32) for n in (20, 30)]

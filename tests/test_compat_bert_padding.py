@@ -68,6 +68,24 @@ def test_gradients_of_rows():
     assert torch.equal(index_put_first_axis(values, torch.tensor([5, 0, 3, 1]), 7)[[5, 0, 3, 1]], values)
 
 
+@pytest.fixture
+def two_threads():
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.usefixtures("two_threads")
+def test_gradients_of_rows_are_deterministic():
+    """Of rows that are taken thousands of times, by two threads."""
+    rows = randn(4, 64, dtype=torch.float32)
+    indices = torch.randint(0, 4, (20000,), generator=torch.Generator().manual_seed(0))
+    gradient = randn(20000, 64, dtype=torch.float32, seed=1).detach()
+    first, *others = (torch.autograd.grad(index_first_axis(rows, indices), rows, gradient)[0] for _ in range(20))
+    assert all(torch.equal(other, first) for other in others)
+
+
 def test_rearrange_is_that_of_einops():
     if importlib.util.find_spec("einops") is None:
         assert not hasattr(bert_padding, "rearrange")

@@ -1,5 +1,7 @@
 """Bad arguments of flash_attn_with_kvcache: one clear error each, before the cache is touched."""
 
+import math
+
 import pytest
 import torch
 
@@ -96,26 +98,41 @@ BAD = [
     (NEW | {"rotary_cos": t(7, 8), "rotary_sin": t(7, 8)}, ValueError, "cache_seqlens" + RANGE.format(4, [4, 5])),
     ({"num_splits": 1.5}, TypeError, "num_splits must be an int (it changes nothing), got 1.5"),
     ({"causal": 2}, TypeError, "causal must be a bool, got 2"),
-    ({"softcap": 1.0, "alibi_slopes": t(4, dtype=torch.float32)}, NotImplementedError,
+    (NEW | {"softcap": 1.0, "alibi_slopes": t(4, dtype=torch.float32)}, NotImplementedError,
      "softcap and alibi_slopes must not be given together (no kernel has both), got softcap=1 and alibi_slopes of "
      "shape (4,)"),
+    (NEW | {"softcap": -1.0}, ValueError, "softcap must be a finite number of at least 0 or None, got -1"),
+    (NEW | {"softmax_scale": math.inf}, ValueError, "softmax_scale must be a finite number or None, got inf"),
+    (NEW | {"alibi_slopes": t(3, dtype=torch.float32)}, ValueError,
+     "alibi_slopes must have shape (heads,) = (4,) or (batch, heads) = (2, 4), got (3,)"),
+    (NEW | {"alibi_slopes": t(4, dtype=torch.float32, device="meta")}, ValueError,
+     "alibi_slopes must be on the device of q, cpu, got meta"),
+    (NEW | {"learnable_sink": t(3)}, ValueError,
+     "learnable_sink (s_aux) must be of shape (heads,) = (4,), got (3,)"),
+    (NEW | {"s_aux": t(4, device="meta")}, ValueError,
+     "learnable_sink (s_aux) must be on the device of q, cpu, got meta"),
     (NEW | {"return_softmax_lse": 2}, TypeError, "return_softmax_lse must be a bool, got 2"),
     (NEW | ROTARY | {"rotary_interleaved": "yes"}, TypeError, "rotary_interleaved must be a bool, got 'yes'"),
 ]  # fmt: skip
 
 
+DENSE = {"q": t(2, 3, 4, 32), "k_cache": t(2, 8, 2, 32), "v_cache": t(2, 8, 2, 16)}
+
+
+def check_refused(function, arguments, error, message, cache_names=("k_cache", "v_cache"), new_names=("k", "v")):
+    """With the caches as before, in which new keys and values would be seen."""
+    ones = {name: arguments[name] + 1 for name in new_names if isinstance(arguments.get(name), torch.Tensor)}
+    caches = {name: x.clone() for name in cache_names if isinstance(x := arguments[name], torch.Tensor)}
+    with pytest.raises(error) as raised:
+        function(**arguments | ones | caches)
+    assert str(raised.value).splitlines()[0] == message
+    for name, cache in caches.items():
+        assert cache.is_meta or torch.equal(cache, arguments[name]), name
+
+
 @pytest.mark.parametrize("change, error, message", BAD)
 def test_bad_argument(change, error, message):
-    arguments = {"q": t(2, 3, 4, 32), "k_cache": t(2, 8, 2, 32), "v_cache": t(2, 8, 2, 16)} | change
-    if isinstance(arguments["k_cache"], torch.Tensor):
-        arguments["k_cache"] = arguments["k_cache"].clone()
-        before = arguments["k_cache"].clone()
-    if "k" in change:
-        arguments["k"] = arguments["k"] + 1
-    with pytest.raises(error) as raised:
-        flash_attn_with_kvcache(**arguments)
-    assert str(raised.value).splitlines()[0] == message
-    assert arguments["k_cache"] is None or torch.equal(arguments["k_cache"], before)
+    check_refused(flash_attn_with_kvcache, DENSE | change, error, message)
 
 
 @pytest.mark.parametrize("change, error, message", [
@@ -126,9 +143,26 @@ def test_bad_argument(change, error, message):
      "q must have shape (total_q, heads, head_dim), got (2, 3, 4, 32)"),
     ({"cu_seqlens_q": int32(0, 2, 6)[None], "q": t(6, 4, 32)}, ValueError,
      "cu_seqlens_q must have shape (batch + 1,), got (1, 3)"),
+    (NEW | {"attention_chunk": -1}, ValueError, "attention_chunk must be at least 0, got -1"),
+    (NEW | {"sm_margin": -1}, ValueError, "sm_margin must be at least 0 and less than the SMs of the GPU, got -1"),
+    (NEW | {"cu_seqlens_q": int32(0, 5, 2), "q": t(6, 4, 32)}, ValueError,
+     "cu_seqlens_q must hold offsets from 0 to the 6 rows that never decrease, got [0, 5, 2]"),
+    (NEW | {"cu_seqlens_q": int32(0, 5, 6).long(), "q": t(6, 4, 32)}, TypeError,
+     "cu_seqlens_q must be torch.int32, got torch.int64"),
 ])  # fmt: skip
 def test_bad_argument_of_flash_attention_3(change, error, message):
-    arguments = {"q": t(2, 3, 4, 32), "k_cache": t(2, 8, 2, 32), "v_cache": t(2, 8, 2, 16)} | change
-    with pytest.raises(error) as raised:
-        flash_attn_3.flash_attn_with_kvcache(**arguments)
-    assert str(raised.value).splitlines()[0] == message
+    check_refused(flash_attn_3.flash_attn_with_kvcache, DENSE | change, error, message)
+
+
+@pytest.mark.parametrize("change, message", [
+    ({"out_": t(2, 3, 4, 32)},
+     "out_ must have shape and dtype (2, 3, 4, 16) of torch.bfloat16, got (2, 3, 4, 32) of torch.bfloat16"),
+    ({"seqused_q": int32(3, 4)},
+     "seqused_q must hold numbers from 0 to the lengths in cu_seqlens_q, [3, 3], got [3, 4]"),
+    ({"seqused_q": int32(3)}, "seqused_q must have shape (batch,) = (2,), got (1,)"),
+])  # fmt: skip
+def test_bad_argument_of_the_private_forward(change, message):
+    new = {"k_new": NEW["k"], "v_new": NEW["v"], "seqused_k": NEW["cache_seqlens"]}
+    arguments = {"q": DENSE["q"], "k": DENSE["k_cache"], "v": DENSE["v_cache"]} | new | change
+    names = {"cache_names": ("k", "v"), "new_names": ("k_new", "v_new")}
+    check_refused(flash_attn_3._flash_attn_forward, arguments, ValueError, message, **names)

@@ -67,6 +67,9 @@ NO_PAGES = (
     "a tensor of shape (2, 1)"
 )
 UNEQUAL = "cu_seqlens_k_new must be None (new keys of unequal lengths are not supported), got a tensor of shape (3,)"
+USED = {"seqused_k": torch.tensor([7, 3], dtype=torch.int32)}
+SEQUED = {"sequed_k": USED["seqused_k"]}
+HALVES = t(3, 7, 2, 32)
 REFUSED = [
     (forward_2, {"dropout_p": 0.1}, NotImplementedError, NO_DROPOUT),
     (varlen_2, {"dropout_p": 0.1}, NotImplementedError, NO_DROPOUT),
@@ -109,6 +112,32 @@ REFUSED = [
      "dk must have the dtype of k, torch.bfloat16, got torch.float16"),
     (backward_3, {"softmax_lse": t(2, 4, 6, dtype=torch.float32)}, ValueError,
      "softmax_lse must have shape (batch, heads, seqlen_q) = (2, 4, 5), got (2, 4, 6)"),
+    (forward_3, USED | {"v": None}, TypeError, "v must be a torch.Tensor, got None (NoneType)"),
+    (forward_3, USED | {"v": t(7, 2, 32)}, ValueError,
+     "v must have shape (batch, seqlen, heads, head_dim) without cu_seqlens_k, got (7, 2, 32)"),
+    (forward_3, USED | {"v": t(1, 14, 2, 32)}, ValueError,
+     "v must have the shape of k but for the head_dim, (2, 7, 2, 32), got (1, 14, 2, 32)"),
+    (forward_3, USED | {"q": t(3, 5, 4, 32)}, ValueError, "k must have the batch size of q, got (2, 7, 2, 32)"),
+    (forward_3, {"q": t(9, 4, 32), "cu_seqlens_q": t(4, dtype=torch.int32)}, ValueError,
+     "k must have the batch size of cu_seqlens_q of shape (4,), got (2, 7, 2, 32)"),
+    (backward_3, SEQUED | {"dq": t(2, 4, 5, 32)}, ValueError,
+     "dq must have the shape of q, (2, 5, 4, 32), got (2, 4, 5, 32)"),
+    (backward_3, SEQUED | {"dv": t(2, 7, 2, 32, dtype=torch.float32)}, TypeError,
+     "dv must have the dtype of v, torch.bfloat16, got torch.float32"),
+    (backward_3, SEQUED | {"dk": K}, ValueError, "dk must not share memory with k"),
+    (backward_3, SEQUED | dict.fromkeys(("dk", "dv"), t(2, 7, 2, 32)), ValueError,
+     "dk must not share memory with dv"),
+    (backward_3, SEQUED | dict(zip(("dk", "dv"), (HALVES[0:2], HALVES[1:3]))), ValueError,
+     "dk must not share memory with dv"),
+    (backward_3, SEQUED | {"dk": t(1, 7, 2, 32).expand(2, -1, -1, -1)}, ValueError,
+     "dk must have one memory location per element, got strides (0, 64, 32, 1)"),
+    (backward_3, SEQUED | {"dout": t(2, 5, 4, 16)}, ValueError,
+     "dout must have the shape of q with the head_dim of v, (2, 5, 4, 32), got (2, 5, 4, 16)"),
+    (backward_3, SEQUED | {"out": t(10, 4, 32)}, ValueError,
+     "out must have the shape of q with the head_dim of v, (2, 5, 4, 32), got (10, 4, 32)"),
+    (backward_3, SEQUED | {"softmax_lse": t(40, dtype=torch.float32)}, ValueError,
+     "softmax_lse must have shape (batch, heads, seqlen_q) = (2, 4, 5), got (40,)"),
+    (backward_3, SEQUED | {"softmax_lse": None}, TypeError, "softmax_lse must be a torch.Tensor, got None (NoneType)"),
     (backward_3, {"deterministic": 2}, TypeError, "deterministic must be a bool, got 2"),
 ]  # fmt: skip
 

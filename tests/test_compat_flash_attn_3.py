@@ -115,7 +115,9 @@ def parts():
 def test_combine(marker, dtype):
     results, hidden, expected, expected_lse = parts()
     assert hidden.any()
-    out = torch.stack([x.out.float() for x in results])
+    # NaN where a query sees no key of a part.
+    blind = [x.softmax_lse.isinf().transpose(1, 2)[..., None] for x in results]
+    out = torch.stack([x.out.float().masked_fill(no_key, torch.nan) for x, no_key in zip(results, blind)])
     lse = torch.stack([with_lse_of_no_key(x.softmax_lse.float(), marker).transpose(1, 2) for x in results])
     given = torch.empty(expected.transpose(1, 2).shape, dtype=dtype) if dtype else None
     merged, merged_lse = flash_attn_3.flash_attn_combine(out, lse, given, dtype)

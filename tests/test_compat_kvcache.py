@@ -237,6 +237,29 @@ def test_lengths_out_of_range_are_the_ops_error(form, lengths, appends):
         compiled(queries(batch=2), cache.k_cache, cache.v_cache, *new, **cache.arguments)
 
 
+@pytest.mark.parametrize("form, name, appends", [
+    ("paged", "block_table", False), ("paged", "block_table", True), ("indexed", "cache_batch_idx", False),
+    ("indexed", "cache_batch_idx", True), ("left_padded", "rotary_seqlens", True),
+])  # fmt: skip
+def test_negative_indices_do_not_wrap_round(form, name, appends):
+    """Where they are not read beforehand, as on a GPU: an error on the device before anything is written."""
+    cache, before = (fill(form, *sequences((18, 3)), CAPACITY, poison=0.0) for _ in range(2))
+    arguments = {key.replace("block_table", "page_table"): x for key, x in cache.arguments.items()}
+    if name == "rotary_seqlens":
+        angles = randn(70, 8, dtype=torch.float32)
+        arguments |= {"rotary_seqlens": int32(4, -1), "rotary_cos": angles.cos(), "rotary_sin": angles.sin()}
+    elif name == "block_table":
+        arguments["page_table"][0, 1] = -1
+    else:
+        arguments[name][1] = -1
+    if appends:
+        arguments |= {"k": randn(2, 3, KV_HEADS, HEAD_DIM), "v": randn(2, 3, KV_HEADS, VALUE_DIM)}
+    compiled = torch.compile(flash_attn_3.flash_attn_with_kvcache, backend="aot_eager", fullgraph=True)
+    with pytest.raises(RuntimeError, match=f"{name.replace('block', 'page')} must be at least 0"):
+        compiled(queries(batch=2), cache.k_cache, cache.v_cache, **arguments)
+    assert torch.equal(cache.k_cache, before.k_cache) and torch.equal(cache.v_cache, before.v_cache)
+
+
 def turned(x, positions, angles, interleaved):
     """Rotation by complex numbers in float64. x: (rows, heads, head_dim), positions: (rows,)."""
     dim = 2 * angles.shape[1]
@@ -248,7 +271,7 @@ def turned(x, positions, angles, interleaved):
     return torch.cat((result, x[..., dim:].double()), dim=-1)
 
 
-@pytest.mark.parametrize("mask", [{}, {"causal": True}, {"window_size": (9, 9)}], ids=["full", "causal", "window"])
+@pytest.mark.parametrize("mask", [{}, {"causal": True}, {"window_size": (9, 9)}, {"attention_chunk": 16}], ids=str)
 @pytest.mark.parametrize("interleaved", [True, False])
 @pytest.mark.parametrize("is_pack", [False, True])
 @pytest.mark.parametrize("own_positions", [None, (3, 50, 20, 0)])
@@ -266,7 +289,7 @@ def test_rotation(mask, interleaved, is_pack, own_positions):
     turned_k = torch.stack([turned(x, p + steps, angles, interleaved) for x, p in zip(new_k, places)])
     turned_q = torch.stack([turned(x, p + steps * bool(mask), angles, interleaved) for x, p in zip(q, places)])
     own = {} if own_positions is None else {"rotary_seqlens": int32(*own_positions)}
-    if own or is_pack:
+    if own or is_pack or "attention_chunk" in mask:
         offsets = {"cu_seqlens_q": int32(0, 3, 6, 9, 12), "max_seqlen_q": 3} if is_pack else {}
         out = flash_attn_3.flash_attn_with_kvcache(
             q.flatten(0, 1) if is_pack else q, cache.k_cache, cache.v_cache, new_k, new_v, None, cos, sin,

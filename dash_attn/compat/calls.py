@@ -46,13 +46,19 @@ class Pack(NamedTuple):
     def as_queries(self, rows: Tensor) -> Tensor:
         return rows.unflatten(0, self.queries) if self.queries else rows
 
+    def as_keys(self, rows: Tensor) -> Tensor:
+        return rows.unflatten(0, self.keys) if self.keys else rows
+
     def as_lse(self, rows: Tensor) -> Tensor:
         return rows.unflatten(1, self.queries).transpose(0, 1).contiguous() if self.queries else rows
 
 
-def as_pack(q: Tensor, k: Tensor, lengths: Lengths) -> Pack:
-    """Dense queries or keys of which not all are used, or that stand opposite a pack, become rows of a pack."""
-    checks.check_tensors({"q": q, "k": k} | _given(lengths._asdict()))
+def as_pack(q: Tensor, k: Tensor, v: Tensor, lengths: Lengths) -> Pack:
+    """Dense queries or keys of which not all are used, or that stand opposite a pack, become rows of a pack.
+
+    Shapes that rows no longer have are checked here, all others by the op.
+    """
+    checks.check_tensors({"q": q, "k": k, "v": v} | _given(lengths._asdict()))
     cu_seqlens_q, cu_seqlens_k, *used = lengths
     if all(x is None for x in lengths) or (cu_seqlens_q is not None and cu_seqlens_k is not None):
         return Pack(lengths, None, None)
@@ -61,13 +67,79 @@ def as_pack(q: Tensor, k: Tensor, lengths: Lengths) -> Pack:
         if cu_seqlens is not None:
             sides.append((None, cu_seqlens))
             continue
-        if x.dim() != 4:
-            shape = f"(batch, seqlen, heads, head_dim) without cu_seqlens_{name}"
-            raise ValueError(f"{name} must have shape {shape}, got {tuple(x.shape)}")
+        for own_name, own in {"q": {"q": q}, "k": {"k": k, "v": v}}[name].items():
+            if own.dim() != 4:
+                shape = f"(batch, seqlen, heads, head_dim) without cu_seqlens_{name}"
+                raise ValueError(f"{own_name} must have shape {shape}, got {tuple(own.shape)}")
         batch, seqlen = x.shape[:2]
         sides.append(((batch, seqlen), torch.arange(batch + 1, dtype=torch.int32, device=x.device) * seqlen))
     (queries, starts_q), (keys, starts_k) = sides
+    if keys and v.shape[:3] != k.shape[:3]:
+        raise ValueError(f"v must have the shape of k but for the head_dim, {tuple(k.shape)}, got {tuple(v.shape)}")
+    if keys and starts_q.shape != starts_k.shape:
+        of_queries = "q" if queries else f"cu_seqlens_q of shape {tuple(starts_q.shape)}"
+        raise ValueError(f"k must have the batch size of {of_queries}, got {tuple(k.shape)}")
     return Pack(Lengths(starts_q, starts_k, *used), queries, keys)
+
+
+def check_around_pack(
+    pack: Pack,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    read: dict[str, Tensor],
+    softmax_lse: Tensor,
+    gradients: dict[str, Tensor | None],
+) -> None:
+    """Of a backward whose tensors become rows, what the op checks of tensors that it is given as they are.
+
+    read: out and its gradient. gradients: dq, dk and dv.
+    """
+    written = _given(gradients)
+    checks.check_tensors(read | {"softmax_lse": softmax_lse} | written)
+    out_shape = torch.Size((*q.shape[:-1], *v.shape[-1:]))
+    for name, x in read.items():
+        _check_like(name, x, "the shape of q with the head_dim of v", out_shape, "q", q)
+    for name, x in written.items():
+        like_name = name.removeprefix("d")
+        like = {"q": q, "k": k, "v": v}[like_name]
+        _check_like(name, x, f"the shape of {like_name}", like.shape, like_name, like)
+        if any(stride == 0 and size > 1 for stride, size in zip(x.stride(), x.shape)):
+            raise ValueError(f"{name} must have one memory location per element, got strides {x.stride()}")
+    if pack.queries:
+        lse_shape = (q.shape[0], q.shape[2], q.shape[1])
+        if softmax_lse.shape != lse_shape:
+            what = f"shape (batch, heads, seqlen_q) = {lse_shape}"
+            raise ValueError(f"softmax_lse must have {what}, got {tuple(softmax_lse.shape)}")
+    # A compiler's tensors are nowhere.
+    if torch.compiler.is_compiling():
+        return
+    others = read | {"q": q, "k": k, "v": v, "softmax_lse": softmax_lse} | written
+    for name, x in written.items():
+        for other_name, other in others.items():
+            if other_name != name and _share_memory(x, other):
+                raise ValueError(f"{name} must not share memory with {other_name}")
+
+
+def _check_like(name: str, x: Tensor, what: str, shape: torch.Size, like_name: str, like: Tensor) -> None:
+    if x.shape != shape:
+        raise ValueError(f"{name} must have {what}, {tuple(shape)}, got {tuple(x.shape)}")
+    if x.dtype != like.dtype:
+        raise TypeError(f"{name} must have the dtype of {like_name}, {like.dtype}, got {x.dtype}")
+    if x.device != like.device:
+        raise ValueError(f"{name} must be on the device of {like_name}, {like.device}, got {x.device}")
+
+
+def _share_memory(x: Tensor, other: Tensor) -> bool:
+    """Exact for dense tensors, as in the op; of others only equal starts are noticed."""
+    storages = [tensor.untyped_storage()._cdata for tensor in (x, other)]
+    if storages[0] != storages[1] or x.numel() == 0 or other.numel() == 0:
+        return False
+    starts = [tensor.storage_offset() * tensor.element_size() for tensor in (x, other)]
+    spans = [1 + sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride())) for tensor in (x, other)]
+    if starts[0] == starts[1] or spans != [x.numel(), other.numel()]:
+        return starts[0] == starts[1]
+    return starts[0] < starts[1] + other.nbytes and starts[1] < starts[0] + x.nbytes
 
 
 def minus_infinity_without_keys(softmax_lse: Tensor) -> Tensor:
@@ -127,18 +199,18 @@ def backward(
     softcap: float = 0.0,
     alibi_slopes: Tensor | None = None,
     sm_margin: int = 0,
-) -> Tensor:
-    """Writes dq, dk and dv, of which one that is None is computed and dropped, and returns `row_sums`."""
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Writes dq, dk and dv, of which one that is None is allocated, and returns them and `row_sums`."""
     tensors = {"dout": dout, "q": q, "k": k, "v": v, "out": out, "softmax_lse": softmax_lse}
     checks.check_tensors(tensors | _given({"dq": dq, "dk": dk, "dv": dv}) | _given(lengths._asdict()))
-    gradients = [torch.empty_like(x) if dx is None else dx for x, dx in ((q, dq), (k, dk), (v, dv))]
+    dq, dk, dv = (torch.empty_like(x) if dx is None else dx for x, dx in ((q, dq), (k, dk), (v, dv)))
     scale = q.shape[-1] ** -0.5 if softmax_scale is None else _number("softmax_scale", softmax_scale)
     scores = checks.as_scores(softcap, alibi_slopes, None, None)
     torch.ops.dash_attn.backward.default(
-        dout, q, k, v, out, softmax_lse, *gradients, *lengths, scale, checks.as_flag("causal", causal),
+        dout, q, k, v, out, softmax_lse, dq, dk, dv, *lengths, scale, checks.as_flag("causal", causal),
         *checks.as_window(window_size), 0, "auto", checks.as_sm_margin(sm_margin), **scores,
     )  # fmt: skip
-    return row_sums(dout, out, lengths.cu_seqlens_q)
+    return dq, dk, dv, row_sums(dout, out, lengths.cu_seqlens_q)
 
 
 @torch.no_grad()

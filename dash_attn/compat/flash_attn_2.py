@@ -146,10 +146,10 @@ def _flash_attn_backward(
     Returns:
         softmax_d, fp32 (batch, heads, seqlen_q rounded up to a multiple of 128): D = rowsum(dout * out), then zeros.
     """
-    return _backward(
+    return all_of_backward(
         dout, q, k, v, out, softmax_lse, dq, dk, dv, Lengths(), dropout_p, softmax_scale, causal,
         (window_size_left, window_size_right), softcap, alibi_slopes, deterministic,
-    )  # fmt: skip
+    )[-1]  # fmt: skip
 
 
 def _flash_attn_varlen_backward(
@@ -181,12 +181,11 @@ def _flash_attn_varlen_backward(
 
     Row i of sequence b is at cu_seqlens_q[b] + 128 b + i in softmax_d, as in FlashAttention-2; zeros elsewhere.
     """
-    checks.as_flag("zero_tensors", zero_tensors)
-    calls.check_max_seqlens(max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k)
-    return _backward(
+    return all_of_backward(
         dout, q, k, v, out, softmax_lse, dq, dk, dv, Lengths(cu_seqlens_q, cu_seqlens_k), dropout_p, softmax_scale,
-        causal, (window_size_left, window_size_right), softcap, alibi_slopes, deterministic,
-    )  # fmt: skip
+        causal, (window_size_left, window_size_right), softcap, alibi_slopes, deterministic, max_seqlen_q, max_seqlen_k,
+        zero_tensors,
+    )[-1]  # fmt: skip
 
 
 def _forward(
@@ -202,10 +201,13 @@ def _forward(
     return out, softmax_lse, out.new_empty(0), torch.zeros(2, dtype=torch.int64, device=q.device)
 
 
-def _backward(
+def all_of_backward(
     dout, q, k, v, out, softmax_lse, dq, dk, dv, lengths, dropout_p, softmax_scale, causal, window_size, softcap,
-    alibi_slopes, deterministic,
-) -> Tensor:  # fmt: skip
+    alibi_slopes, deterministic, max_seqlen_q=None, max_seqlen_k=None, zero_tensors=False,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """dq, dk and dv, allocated where they are None, and softmax_d, with the arguments of the two functions above."""
+    checks.as_flag("zero_tensors", zero_tensors)
+    calls.check_max_seqlens(max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k)
     checks.reject_dropout(dropout_p)
     if deterministic is not None:
         checks.as_flag("deterministic", deterministic)

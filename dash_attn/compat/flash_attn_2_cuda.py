@@ -10,6 +10,7 @@ from torch import Tensor
 
 from .. import checks
 from . import flash_attn_2
+from .calls import Lengths
 
 __all__ = ["bwd", "fwd", "varlen_bwd", "varlen_fwd"]
 
@@ -59,12 +60,12 @@ def bwd(
 ) -> list[Tensor]:  # fmt: skip
     """[dq, dk, dv, softmax_d] of `_flash_attn_backward`; a gradient that is None is allocated. gen: None only."""
     checks.reject_given(_NO_GENERATOR, gen=gen)
-    dq, dk, dv = (torch.empty_like(x) if dx is None else dx for dx, x in ((dq, q), (dk, k), (dv, v)))
-    softmax_d = flash_attn_2._flash_attn_backward(
-        dout, q, k, v, out, softmax_lse, dq, dk, dv, p_dropout, softmax_scale, is_causal, window_size_left,
-        window_size_right, softcap, alibi_slopes, deterministic, rng_state,
+    return list(
+        flash_attn_2.all_of_backward(
+            dout, q, k, v, out, softmax_lse, dq, dk, dv, Lengths(), p_dropout, softmax_scale, is_causal,
+            (window_size_left, window_size_right), softcap, alibi_slopes, deterministic,
+        )
     )  # fmt: skip
-    return [dq, dk, dv, softmax_d]
 
 
 def varlen_bwd(
@@ -76,10 +77,10 @@ def varlen_bwd(
 ) -> list[Tensor]:  # fmt: skip
     """`bwd` by `_flash_attn_varlen_backward`."""
     checks.reject_given(_NO_GENERATOR, gen=gen)
-    dq, dk, dv = (torch.empty_like(x) if dx is None else dx for dx, x in ((dq, q), (dk, k), (dv, v)))
-    softmax_d = flash_attn_2._flash_attn_varlen_backward(
-        dout, q, k, v, out, softmax_lse, dq, dk, dv, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, p_dropout,
-        softmax_scale, is_causal, window_size_left, window_size_right, softcap, alibi_slopes, deterministic, rng_state,
-        zero_tensors,
+    return list(
+        flash_attn_2.all_of_backward(
+            dout, q, k, v, out, softmax_lse, dq, dk, dv, Lengths(cu_seqlens_q, cu_seqlens_k), p_dropout, softmax_scale,
+            is_causal, (window_size_left, window_size_right), softcap, alibi_slopes, deterministic, max_seqlen_q,
+            max_seqlen_k, zero_tensors,
+        )
     )  # fmt: skip
-    return [dq, dk, dv, softmax_d]

@@ -196,6 +196,7 @@ def flash_attn_with_kvcache(
         max_seqlen_q: not looked at.
         rotary_seqlens: int32 (batch,) on q's device: positions of the first new keys for the rotation. Default: their
             places in the cache.
+        attention_chunk: as in `flash_attn_func`; for the rotation of queries it is a mask, as a window_size is.
         cu_seqlens_k_new, qv, q_descale, k_descale, v_descale: None only.
 
     Returns:
@@ -224,7 +225,8 @@ def flash_attn_combine(
 
     Args:
         out_partial: fp32 (parts, batch, seqlen_q, heads, head_dim).
-        lse_partial: fp32 (parts, batch, seqlen_q, heads); +inf or -inf where a query sees no key of a part.
+        lse_partial: fp32 (parts, batch, seqlen_q, heads); +inf or -inf where a query sees no key of a part, whose
+            out_partial is not looked at there.
         out: where the result goes, of out_dtype. Default: a new tensor.
         out_dtype: fp32, bf16 or fp16. Default: fp32.
 
@@ -249,8 +251,9 @@ def flash_attn_combine(
         raise ValueError(f"out must have shape and dtype {expected}, got {tuple(out.shape)} of {out.dtype}")
     parts = minus_infinity_without_keys(lse_partial)
     softmax_lse = torch.logsumexp(parts, dim=0)
-    weights = torch.where(parts == -torch.inf, 0.0, (parts - softmax_lse).exp())
-    merged = (weights.unsqueeze(-1) * out_partial).sum(dim=0).to(dtype)
+    weights = torch.where(parts == -torch.inf, 0.0, (parts - softmax_lse).exp()).unsqueeze(-1)
+    # Of a part that has no weight not even a NaN is taken.
+    merged = torch.where(weights == 0, 0.0, weights * out_partial).sum(dim=0).to(dtype)
     return merged if out is None else out.copy_(merged), softmax_lse
 
 
@@ -338,6 +341,12 @@ def _flash_attn_forward(
     _reject(qv, q_descale, k_descale, v_descale, cu_seqlens_k_new)
     _check_advice(scheduler_metadata, num_splits, pack_gqa)
     calls.check_max_seqlens(max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k)
+    if out_ is not None:
+        checks.check_tensors({"q": q, "v": v, "out_": out_})
+        shape = (*q.shape[:-1], *v.shape[-1:])
+        if out_.shape != shape or out_.dtype != q.dtype:
+            expected = f"{shape} of {q.dtype}"
+            raise ValueError(f"out_ must have shape and dtype {expected}, got {tuple(out_.shape)} of {out_.dtype}")
     arguments: dict[str, Any] = {
         "softmax_scale": softmax_scale, "causal": causal, "window_size": (window_size_left, window_size_right),
         "attention_chunk": attention_chunk, "softcap": softcap, "sm_margin": sm_margin,
@@ -351,16 +360,12 @@ def _flash_attn_forward(
         out, softmax_lse = kvcache.attend(q, cache, new, cu_seqlens_q=cu_seqlens_q, seqused_q=seqused_q, **arguments)
         softmax_lse = minus_infinity_without_keys(softmax_lse)
     else:
-        pack = as_pack(q, k, Lengths(cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k))
+        pack = as_pack(q, k, v, Lengths(cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k))
         out, softmax_lse = calls.forward(
             pack.of_queries(q), pack.of_keys(k), pack.of_keys(v), pack.lengths, **arguments
         )
         out, softmax_lse = pack.as_queries(out), pack.as_lse(softmax_lse)
     if out_ is not None:
-        checks.check_tensors({"out_": out_})
-        if out_.shape != out.shape or out_.dtype != out.dtype:
-            expected = f"{tuple(out.shape)} of {out.dtype}"
-            raise ValueError(f"out_ must have shape and dtype {expected}, got {tuple(out_.shape)} of {out_.dtype}")
         out = out_.copy_(out)
     return out, softmax_lse, *_no_splits(q)
 
@@ -413,18 +418,18 @@ def _flash_attn_backward(
         "softmax_scale": softmax_scale, "causal": is_causal, "window_size": (window_size_left, window_size_right),
         "softcap": softcap, "sm_margin": sm_margin,
     }  # fmt: skip
-    pack = as_pack(q, k, Lengths(cu_seqlens_q, cu_seqlens_k, sequed_q, sequed_k))
+    pack = as_pack(q, k, v, Lengths(cu_seqlens_q, cu_seqlens_k, sequed_q, sequed_k))
     if pack.is_as_given:
-        return calls.backward(dout, q, k, v, out, softmax_lse, dq, dk, dv, pack.lengths, **arguments)
-    rows = pack.of_queries(q), pack.of_keys(k), pack.of_keys(v)
-    dq_rows, dk_rows, dv_rows = (torch.empty_like(x) for x in rows)
-    softmax_d = calls.backward(
-        pack.of_queries(dout), *rows, pack.of_queries(out), pack.of_lse(softmax_lse), dq_rows, dk_rows, dv_rows,
-        pack.lengths, **arguments,
+        return calls.backward(dout, q, k, v, out, softmax_lse, dq, dk, dv, pack.lengths, **arguments)[-1]
+    gradients = {"dq": dq, "dk": dk, "dv": dv}
+    calls.check_around_pack(pack, q, k, v, {"dout": dout, "out": out}, softmax_lse, gradients)
+    dq_rows, dk_rows, dv_rows, softmax_d = calls.backward(
+        pack.of_queries(dout), pack.of_queries(q), pack.of_keys(k), pack.of_keys(v), pack.of_queries(out),
+        pack.of_lse(softmax_lse), None, None, None, pack.lengths, **arguments,
     )  # fmt: skip
-    for given, gradient in ((dq, dq_rows), (dk, dk_rows), (dv, dv_rows)):
+    for given, gradient in ((dq, pack.as_queries(dq_rows)), (dk, pack.as_keys(dk_rows)), (dv, pack.as_keys(dv_rows))):
         if given is not None:
-            given.copy_(gradient.view(given.shape))
+            given.copy_(gradient)
     return softmax_d
 
 
