@@ -14,7 +14,6 @@ from typing import Any, TypeGuard
 
 import torch
 
-_DROPOUT = "dropout is not supported; FlashAttention-3 has {} in this place: pass it by name"
 QV, FP8 = "a second query-value product is not supported", "fp8 is not supported"
 PAGED = "paged keys and values are not supported here; flash_attn_with_kvcache takes them"
 _MAX_INT = 2**31 - 1
@@ -29,12 +28,8 @@ def check_tensors(named: Mapping[str, object]) -> None:
             raise TypeError(f"{name} must be a dense tensor (torch.strided), got {layout}")
 
 
-def reject_unsupported(
-    dropout_p, qv, q_descale, k_descale, v_descale, num_splits, pack_gqa, block_table, *, is_pack
-) -> None:  # fmt: skip
+def reject_unsupported(qv, q_descale, k_descale, v_descale, num_splits, pack_gqa, block_table) -> None:
     """Raise NotImplementedError for the first argument that asks for what is not there."""
-    dropout = _DROPOUT.format("seqused_q" if is_pack else "softmax_scale")
-    _require(_is_zero(dropout_p), "dropout_p", "0.0", dropout, dropout_p)
     reject_given(QV, qv=qv)
     reject_given(FP8, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale)
     check_hints(num_splits, pack_gqa)
