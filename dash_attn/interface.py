@@ -430,7 +430,8 @@ def _attention(
         of_scores = checks.as_scores(*scores)
     checks.check_tensors(named)
     if is_seldom:
-        of_dropout = dropout_calls.as_dropout(*dropout, next(iter(named.values())), is_pack=pack is not None)
+        first = next(iter(named.values()))
+        of_dropout = dropout_calls.as_dropout(*dropout, first, softmax_scale=softmax_scale, is_pack=pack is not None)
     if pack is not None and max_seqlens is not None:
         checks.check_tensors({name: x for name, x in pack.items() if x is not None or name.startswith("cu_seqlens")})
         for name, value in max_seqlens.items():

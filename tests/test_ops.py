@@ -63,7 +63,8 @@ SCHEMAS = [
     f"dash_attn_C::forward(Tensor q, Tensor k, Tensor v, Tensor(a!) out, Tensor(b!) softmax_lse, {PACK}, {SCORES}, "
     f"{KERNEL_NUMBERS}, int sm_margin, {OPTIONAL_DROPOUT}) -> ()",
     f"dash_attn_C::backward({READ}, Tensor(a!) dq, Tensor(b!) dk, Tensor(c!) dv, {PACK}, {SCORES}, "
-    f"Tensor? dsoftmax_lse, Tensor(d!)? dsinks, {KERNEL_NUMBERS}, int schedule, int sm_margin, {OPTIONAL_DROPOUT}) -> ()",
+    f"Tensor? dsoftmax_lse, Tensor(d!)? dsinks, {KERNEL_NUMBERS}, int schedule, int sm_margin, {OPTIONAL_DROPOUT}) "
+    "-> ()",
 ]
 
 

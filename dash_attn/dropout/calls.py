@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from .. import packs, reference
+from .. import checks, packs, reference
 from . import layout
 from .bits import DropoutBits, DropoutState, as_probability
 
@@ -15,18 +15,24 @@ from .bits import DropoutBits, DropoutState, as_probability
 _PROBABILITY_MULTIPLE = 128
 
 
-def as_dropout(dropout_p: object, dropout_bits: object, first: Tensor, *, is_pack: bool) -> dict[str, object]:
+def as_dropout(
+    dropout_p: object, dropout_bits: object, first: Tensor, *, softmax_scale: object, is_pack: bool
+) -> dict[str, object]:
     """The keywords of the ops, none without dropout. A state is drawn where there are no bits.
 
     Args:
         dropout_p, dropout_bits: as in `flash_attn_func`.
         first: a tensor of the call, on its device.
-        is_pack: whether it is one, for the error.
+        softmax_scale, is_pack: for errors; they tell a call with FlashAttention-3's order of arguments.
 
     Raises:
         NotImplementedError: the call is on a device that has no kernels with dropout.
         TypeError, ValueError: an argument is of a wrong type or value, or the bits are of another probability.
     """
+    order = f"FlashAttention-3 has {'seqused_q' if is_pack else 'softmax_scale'} in this place: pass it by name"
+    if isinstance(dropout_p, Tensor) or (isinstance(softmax_scale, bool) and dropout_p):
+        got = f"{checks.describe(dropout_p)} and softmax_scale={checks.describe(softmax_scale)}"
+        raise TypeError(f"dropout_p must be a number from 0 to below 1 ({order}), got {got}")
     p = 0.0 if dropout_p is None else as_probability("dropout_p", dropout_p)
     if dropout_bits is not None and not isinstance(dropout_bits, DropoutBits):
         kind = type(dropout_bits).__name__
@@ -36,10 +42,8 @@ def as_dropout(dropout_p: object, dropout_bits: object, first: Tensor, *, is_pac
     if p == 0:
         return {}
     if first.device.type not in ("cpu", "meta"):
-        place = "seqused_q" if is_pack else "softmax_scale"
         raise NotImplementedError(
-            f"dropout_p must be 0.0 on {first.device.type} tensors (no kernel drops yet; FlashAttention-3 has {place} "
-            f"in this place: pass it by name), got {dropout_p}"
+            f"dropout_p must be 0.0 on {first.device.type} tensors (no kernel drops yet; {order}), got {dropout_p}"
         )
     if dropout_bits is not None:
         return {"dropout_bits": dropout_bits.bits, "dropout_p": p}
