@@ -14,7 +14,6 @@ from typing import Any, TypeGuard
 
 import torch
 
-_DROPOUT = "dropout is not supported; FlashAttention-3 has {} in this place: pass it by name"
 QV, FP8 = "a second query-value product is not supported", "fp8 is not supported"
 PAGED = "paged keys and values are not supported here; flash_attn_with_kvcache takes them"
 _MAX_INT = 2**31 - 1
@@ -23,18 +22,14 @@ _MAX_INT = 2**31 - 1
 def check_tensors(named: Mapping[str, object]) -> None:
     for name, tensor in named.items():
         if not isinstance(tensor, torch.Tensor):
-            raise TypeError(f"{name} must be a torch.Tensor, got {_describe(tensor)}")
+            raise TypeError(f"{name} must be a torch.Tensor, got {describe(tensor)}")
         if tensor.layout != torch.strided or tensor.is_nested:
             layout = "a nested tensor" if tensor.is_nested else tensor.layout
             raise TypeError(f"{name} must be a dense tensor (torch.strided), got {layout}")
 
 
-def reject_unsupported(
-    dropout_p, qv, q_descale, k_descale, v_descale, num_splits, pack_gqa, block_table, *, is_pack
-) -> None:  # fmt: skip
+def reject_unsupported(qv, q_descale, k_descale, v_descale, num_splits, pack_gqa, block_table) -> None:
     """Raise NotImplementedError for the first argument that asks for what is not there."""
-    dropout = _DROPOUT.format("seqused_q" if is_pack else "softmax_scale")
-    _require(_is_zero(dropout_p), "dropout_p", "0.0", dropout, dropout_p)
     reject_given(QV, qv=qv)
     reject_given(FP8, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale)
     check_hints(num_splits, pack_gqa)
@@ -56,7 +51,7 @@ def check_hints(num_splits: object, pack_gqa: object) -> None:
     """FlashAttention-3's advice on how to work, of which only the type is looked at."""
     check_int("num_splits", num_splits, "an int (it changes nothing)")
     if pack_gqa is not None and _as_flag(pack_gqa) is None:
-        raise TypeError(f"pack_gqa must be None or a bool (it changes nothing), got {_describe(pack_gqa)}")
+        raise TypeError(f"pack_gqa must be None or a bool (it changes nothing), got {describe(pack_gqa)}")
 
 
 def as_window(window_size: object) -> tuple[int, int]:
@@ -69,7 +64,7 @@ def as_window(window_size: object) -> tuple[int, int]:
     sides = tuple(window_size) if isinstance(window_size, (tuple, list)) else ()
     if len(sides) != 2 or not all(side is None or _is_integer(side) for side in sides):
         error = ValueError if sides and len(sides) != 2 else TypeError
-        raise error(f"window_size must be (left, right), each an int or None, got {_describe(window_size)}")
+        raise error(f"window_size must be (left, right), each an int or None, got {describe(window_size)}")
     left, right = (-1 if side is None else max(-1, min(side, _MAX_INT)) for side in sides)
     return left, right
 
@@ -79,9 +74,9 @@ def as_attention_chunk(attention_chunk: object) -> int:
     if attention_chunk is None or (type(attention_chunk) is int and attention_chunk == 0):
         return 0
     if not _is_integer(attention_chunk):
-        raise TypeError(f"attention_chunk must be an int or None, got {_describe(attention_chunk)}")
+        raise TypeError(f"attention_chunk must be an int or None, got {describe(attention_chunk)}")
     if attention_chunk < 0:
-        raise ValueError(f"attention_chunk must be at least 0, got {_describe(attention_chunk)}")
+        raise ValueError(f"attention_chunk must be at least 0, got {describe(attention_chunk)}")
     return min(attention_chunk, _MAX_INT)
 
 
@@ -94,18 +89,18 @@ def check_max_seqlen(name: str, value: object) -> None:
         good = _is_integer(value) and (isinstance(value, torch.SymInt) or value >= 0)
     if not good:
         error = ValueError if _is_integer(value) else TypeError
-        raise error(f"{name} must be an int of at least 0 or an integer tensor of shape (), got {_describe(value)}")
+        raise error(f"{name} must be an int of at least 0 or an integer tensor of shape (), got {describe(value)}")
 
 
 def check_int(name: str, value: object, allowed: str) -> None:
     if not _is_integer(value):
-        raise TypeError(f"{name} must be {allowed}, got {_describe(value)}")
+        raise TypeError(f"{name} must be {allowed}, got {describe(value)}")
 
 
 def as_flag(name: str, value: object) -> bool:
     flag = _as_flag(value)
     if flag is None:
-        raise TypeError(f"{name} must be a bool, got {_describe(value)}")
+        raise TypeError(f"{name} must be a bool, got {describe(value)}")
     return flag
 
 
@@ -115,11 +110,11 @@ def as_number(name: str, number: object):
         return number
     # A tensor would have to be read back from its device.
     if isinstance(number, bool) or not isinstance(number, numbers.Real):
-        raise TypeError(f"{name} must be a finite number or None, got {_describe(number)}")
+        raise TypeError(f"{name} must be a finite number or None, got {describe(number)}")
     try:
         return float(number)
     except OverflowError:
-        raise ValueError(f"{name} * log2(e) must be finite in fp32, got {name}={_describe(number)}") from None
+        raise ValueError(f"{name} * log2(e) must be finite in fp32, got {name}={describe(number)}") from None
 
 
 def as_scores(softcap: object, alibi_slopes: object, learnable_sink: object, s_aux: object) -> dict[str, object]:
@@ -138,9 +133,9 @@ def as_sm_margin(sm_margin: object):
     if isinstance(sm_margin, torch.SymInt):
         return sm_margin
     if not _is_integer(sm_margin):
-        raise TypeError(f"sm_margin must be an int, got {_describe(sm_margin)}")
+        raise TypeError(f"sm_margin must be an int, got {describe(sm_margin)}")
     if not 0 <= sm_margin <= _MAX_INT:
-        raise ValueError(f"sm_margin must be at least 0 and less than the SMs of the GPU, got {_describe(sm_margin)}")
+        raise ValueError(f"sm_margin must be at least 0 and less than the SMs of the GPU, got {describe(sm_margin)}")
     return operator.index(sm_margin)
 
 
@@ -149,19 +144,19 @@ def as_num_heads_q(num_heads_q: object):
     if num_heads_q is None or isinstance(num_heads_q, torch.SymInt):
         return num_heads_q
     if not _is_integer(num_heads_q):
-        raise TypeError(f"num_heads_q must be an int or None, got {_describe(num_heads_q)}")
+        raise TypeError(f"num_heads_q must be an int or None, got {describe(num_heads_q)}")
     return operator.index(num_heads_q)
 
 
 def check_schedule_type(schedule: object) -> None:
     """The ops know the names."""
     if not isinstance(schedule, str):
-        raise ValueError(f"schedule must be 'auto' or the name of a policy, got {_describe(schedule)}")
+        raise ValueError(f"schedule must be 'auto' or the name of a policy, got {describe(schedule)}")
 
 
 def _require(holds: bool, name: str, allowed: str, why: str, value: object) -> None:
     if not holds:
-        raise NotImplementedError(f"{name} must be {allowed} ({why}), got {_describe(value)}")
+        raise NotImplementedError(f"{name} must be {allowed} ({why}), got {describe(value)}")
 
 
 def _is_integer(value: object) -> TypeGuard[int]:
@@ -181,13 +176,13 @@ def _as_flag(value: object) -> bool | None:
     return bool(value) if is_numpys else None
 
 
-def _describe(value: Any) -> str:
+def describe(value: Any) -> str:
     """What a value is, in a few words: of arrays and tensors the shape, not the elements."""
     kind = type(value).__name__
     if isinstance(value, torch.Tensor):
         return f"a tensor of shape {tuple(value.shape)}"
     if isinstance(value, (list, tuple)) and any(hasattr(item, "shape") for item in value):
-        return f"a {kind} of {len(value)}, the first of them {_describe(value[0])}"
+        return f"a {kind} of {len(value)}, the first of them {describe(value[0])}"
     if getattr(value, "shape", ()):
         return f"{type(value).__module__}.{kind} of shape {tuple(value.shape)}"
     if isinstance(value, int) and value.bit_length() > 128:

@@ -19,10 +19,12 @@ import torch
 from torch import Tensor
 
 from . import checks, ops  # noqa: F401  ops registers torch.ops.dash_attn
+from .dropout import DropoutBits
+from .dropout import calls as dropout_calls
 
-# In the order of _attention's `scores` and `unsupported`, and the same objects as the functions' defaults: those of one
-# module are.
-_SELDOM_DEFAULTS = (0.0, None, None, None, 0.0, None, None, None, None, 1, None, None)
+# In the order of _attention's `scores`, `dropout` and `unsupported`, and the same objects as the functions' defaults:
+# those of one module are.
+_SELDOM_DEFAULTS = (0.0, None, None, None, 0.0, None, None, None, None, None, 1, None, None)
 _ANY_WINDOW = (-1, -1)
 _NO_WINDOW = (-1, -1, 0)  # left, right, attention_chunk
 
@@ -51,6 +53,7 @@ def flash_attn_func(
     pack_gqa: bool | None = None,
     sm_margin: int = 0,
     schedule: str = "auto",
+    dropout_bits: DropoutBits | None = None,
 ) -> Tensor | tuple[Tensor, Tensor, Tensor]:
     """Attention O = softmax(c Q K^T) V, exact, with deterministic gradients.
 
@@ -70,7 +73,10 @@ def flash_attn_func(
             h // (heads // kv_heads).
         v: (batch, seqlen_k, kv_heads, value_head_dim), like q; value_head_dim is from 1 to 256 and may differ from
             head_dim.
-        dropout_p: 0.0 or None only.
+        dropout_p: probability of dropping an element of the softmax, from 0 to below 1 in fp32; None is 0. What is
+            kept is divided by 1 - dropout_p; the log-sum-exp is the one without dropout. Without dropout_bits the mask
+            is made of a state that torch's generator of q's device draws (`dash_attn.dropout`). CPU tensors only: no
+            CUDA kernel drops yet.
         softmax_scale: c, any number whose product with log2(e) is finite in fp32. Default: 1 / sqrt(head_dim). Under
             torch.compile each value is a graph of its own.
         causal: mask aligned at the bottom right: query i sees the keys j <= i + seqlen_k - seqlen_q. A query that sees
@@ -82,8 +88,8 @@ def flash_attn_func(
             S_ij = c q_i . k_j - m |p - j|, with p as in window_size. They get no gradient, and must not require one.
             Not together with softcap. Default: none.
         deterministic: accepted for compatibility; gradients are deterministic for either value.
-        return_attn_probs: also return the log-sum-exp, which has a gradient, and an empty tensor where
-            FlashAttention-2 returns the dropped-out probabilities.
+        return_attn_probs: also return the log-sum-exp, which has a gradient, and, where FlashAttention-2 returns the
+            dropped-out probabilities, these with dropout and else an empty tensor.
         learnable_sink, s_aux: two names of one argument: (heads,), any floating-point dtype, on q's device. The sink s
             of each head, the score of a key that every query sees and that has no value; it is neither scaled nor
             capped nor masked, and -inf is none. Its gradient has its dtype, and is summed in an order that the
@@ -103,13 +109,18 @@ def flash_attn_func(
             or more keys by at most 1e-4 of its norm; other rows may move by more of theirs. Heads whose inputs leave
             no room for it are added in order after all. docs/order_free.md says what is promised. "auto" is an ordered
             sum: its errors are the smaller ones for any inputs.
+        dropout_bits: what to drop, from `dash_attn.dropout.dropout_bits` for dropout_p, this batch, these query heads
+            and these lengths (of a pack, those of its longest sequence, or longer). They are kept for the backward;
+            without them it makes them again of the state. Default: none.
 
     Flags may be Python's or numpy's bools, 0 or 1.
 
     Returns:
         out: (batch, seqlen_q, heads, value_head_dim), like q; with return_attn_probs (out, softmax_lse, empty),
         softmax_lse fp32 (batch, heads, seqlen_q), natural logarithm, empty (0,), like q. Where the log-sum-exp is
-        infinite, its gradient is not looked at.
+        infinite, its gradient is not looked at. With dropout, in the place of empty: (batch, heads, seqlen_q, seqlen_k)
+        like q, both lengths rounded up to multiples of 128, the probabilities before dropout with the sign - where an
+        element was dropped, and 0 where a query does not see a key.
 
     Raises:
         NotImplementedError: an argument asks for what is not supported, or softcap and alibi_slopes are both given.
@@ -120,7 +131,7 @@ def flash_attn_func(
         torch.ops.dash_attn.attention.default, {"q": q, "k": k, "v": v}, (),
         dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs,
         learnable_sink, s_aux, qv, q_descale, k_descale, v_descale, attention_chunk, num_splits, pack_gqa, sm_margin,
-        schedule,
+        schedule, dropout_bits,
     )  # fmt: skip
 
 
@@ -147,6 +158,7 @@ def flash_attn_kvpacked_func(
     pack_gqa: bool | None = None,
     sm_margin: int = 0,
     schedule: str = "auto",
+    dropout_bits: DropoutBits | None = None,
 ) -> Tensor | tuple[Tensor, Tensor, Tensor]:
     """`flash_attn_func` for keys and values in one tensor; the gradient is written into one tensor too.
 
@@ -160,7 +172,7 @@ def flash_attn_kvpacked_func(
         torch.ops.dash_attn.attention_kvpacked.default, {"q": q, "kv": kv}, (),
         dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs,
         learnable_sink, s_aux, qv, q_descale, k_descale, v_descale, attention_chunk, num_splits, pack_gqa, sm_margin,
-        schedule,
+        schedule, dropout_bits,
     )  # fmt: skip
 
 
@@ -187,6 +199,7 @@ def flash_attn_qkvpacked_func(
     num_heads_q: int | None = None,
     sm_margin: int = 0,
     schedule: str = "auto",
+    dropout_bits: DropoutBits | None = None,
 ) -> Tensor | tuple[Tensor, Tensor, Tensor]:
     """`flash_attn_func` for queries, keys and values in one tensor; the gradient is written into one tensor too.
 
@@ -201,7 +214,7 @@ def flash_attn_qkvpacked_func(
         torch.ops.dash_attn.attention_qkvpacked.default, {"qkv": qkv}, (checks.as_num_heads_q(num_heads_q),),
         dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs,
         learnable_sink, s_aux, qv, q_descale, k_descale, v_descale, attention_chunk, num_splits, pack_gqa, sm_margin,
-        schedule,
+        schedule, dropout_bits,
     )  # fmt: skip
 
 
@@ -236,6 +249,7 @@ def flash_attn_varlen_func(
     pack_gqa: bool | None = None,
     sm_margin: int = 0,
     schedule: str = "auto",
+    dropout_bits: DropoutBits | None = None,
 ) -> Tensor | tuple[Tensor, Tensor, Tensor]:
     """`flash_attn_func` of each sequence of a pack.
 
@@ -271,7 +285,7 @@ def flash_attn_varlen_func(
         torch.ops.dash_attn.attention.default, {"q": q, "k": k, "v": v}, (),
         dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs,
         learnable_sink, s_aux, qv, q_descale, k_descale, v_descale, attention_chunk, num_splits, pack_gqa, sm_margin,
-        schedule, pack, max_seqlens, block_table,
+        schedule, dropout_bits, pack, max_seqlens, block_table,
     )  # fmt: skip
 
 
@@ -304,6 +318,7 @@ def flash_attn_varlen_kvpacked_func(
     pack_gqa: bool | None = None,
     sm_margin: int = 0,
     schedule: str = "auto",
+    dropout_bits: DropoutBits | None = None,
 ) -> Tensor | tuple[Tensor, Tensor, Tensor]:
     """`flash_attn_varlen_func` for keys and values in one tensor; the gradient is written into one tensor too.
 
@@ -321,7 +336,7 @@ def flash_attn_varlen_kvpacked_func(
         torch.ops.dash_attn.attention_kvpacked.default, {"q": q, "kv": kv}, (),
         dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs,
         learnable_sink, s_aux, qv, q_descale, k_descale, v_descale, attention_chunk, num_splits, pack_gqa, sm_margin,
-        schedule, pack, max_seqlens,
+        schedule, dropout_bits, pack, max_seqlens,
     )  # fmt: skip
 
 
@@ -351,6 +366,7 @@ def flash_attn_varlen_qkvpacked_func(
     num_heads_q: int | None = None,
     sm_margin: int = 0,
     schedule: str = "auto",
+    dropout_bits: DropoutBits | None = None,
 ) -> Tensor | tuple[Tensor, Tensor, Tensor]:
     """`flash_attn_varlen_func` for queries, keys and values in one tensor; the gradient is written into one tensor too.
 
@@ -367,7 +383,7 @@ def flash_attn_varlen_qkvpacked_func(
         torch.ops.dash_attn.attention_qkvpacked.default, {"qkv": qkv}, (checks.as_num_heads_q(num_heads_q),),
         dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs,
         learnable_sink, s_aux, qv, q_descale, k_descale, v_descale, attention_chunk, num_splits, pack_gqa, sm_margin,
-        schedule, pack, max_seqlens,
+        schedule, dropout_bits, pack, max_seqlens,
     )  # fmt: skip
 
 
@@ -394,6 +410,7 @@ def _attention(
     pack_gqa: bool | None,
     sm_margin: int,
     schedule: str,
+    dropout_bits: DropoutBits | None,
     pack: dict[str, Tensor | None] | None = None,
     max_seqlens: dict[str, int | Tensor] | None = None,
     block_table: Tensor | None = None,
@@ -403,12 +420,18 @@ def _attention(
     This is on the path of every call: what is at its default, or of the right type already, is not looked at again.
     """
     scores = (softcap, alibi_slopes, learnable_sink, s_aux)
-    unsupported = (dropout_p, qv, q_descale, k_descale, v_descale, num_splits, pack_gqa, block_table)
-    of_scores = {}
-    if any(map(operator.is_not, (*scores, *unsupported), _SELDOM_DEFAULTS)):
-        checks.reject_unsupported(*unsupported, is_pack=pack is not None)
+    dropout = (dropout_p, dropout_bits)
+    unsupported = (qv, q_descale, k_descale, v_descale, num_splits, pack_gqa, block_table)
+    of_scores: dict[str, object] = {}
+    of_dropout: dict[str, object] = {}
+    is_seldom = any(map(operator.is_not, (*scores, *dropout, *unsupported), _SELDOM_DEFAULTS))
+    if is_seldom:
+        checks.reject_unsupported(*unsupported)
         of_scores = checks.as_scores(*scores)
     checks.check_tensors(named)
+    if is_seldom:
+        first = next(iter(named.values()))
+        of_dropout = dropout_calls.as_dropout(*dropout, first, softmax_scale=softmax_scale, is_pack=pack is not None)
     if pack is not None and max_seqlens is not None:
         checks.check_tensors({name: x for name, x in pack.items() if x is not None or name.startswith("cu_seqlens")})
         for name, value in max_seqlens.items():
@@ -431,5 +454,18 @@ def _attention(
         extra = (*checks.as_window(window_size), checks.as_attention_chunk(attention_chunk))
     if pack is not None:
         extra = (*(extra or _NO_WINDOW), *pack.values())
-    out, softmax_lse = op(*named.values(), *split, softmax_scale, causal, schedule, sm_margin, *extra, **of_scores)
-    return (out, softmax_lse, out.new_empty(0)) if return_attn_probs else out
+    settings = (softmax_scale, causal, schedule, sm_margin, *extra)
+    out, softmax_lse = op(*named.values(), *split, *settings, **of_scores, **of_dropout)
+    if not return_attn_probs:
+        return out
+    if not of_dropout or out.device.type == "meta":
+        return out, softmax_lse, out.new_empty(0)
+    left, right, chunk = extra[:3] or _NO_WINDOW
+    mask = {"causal": causal, "window": (left, right), "attention_chunk": chunk}
+    changed = {"softmax_scale": softmax_scale, "softcap": of_scores["softcap"], "alibi_slopes": alibi_slopes}
+    num_heads_q = split[0] if split else None
+    return (
+        out,
+        softmax_lse,
+        dropout_calls.signed_probabilities(named, num_heads_q, softmax_lse, pack, of_dropout, changed, **mask),
+    )

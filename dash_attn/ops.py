@@ -1,12 +1,13 @@
 """The torch.library ops: `dash_attn::forward` and `dash_attn::backward`, and those with a derivative that models call.
 
-    forward(q, k, v, *pack, softmax_scale, *mask, sm_margin=0, sinks=None, alibi_slopes=None, softcap=0.0)
+    forward(q, k, v, *pack, softmax_scale, *mask, sm_margin=0, sinks=None, alibi_slopes=None, softcap=0.0, *dropout)
         -> (out, softmax_lse)
     backward(dout, q, k, v, out, softmax_lse, dq!, dk!, dv!, *pack, softmax_scale, *mask, schedule, sm_margin,
-             sinks=None, alibi_slopes=None, dsoftmax_lse=None, dsinks!=None, softcap=0.0) -> ()
+             sinks=None, alibi_slopes=None, dsoftmax_lse=None, dsinks!=None, softcap=0.0, *dropout) -> ()
 
     pack: cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, all None in a dense batch
     mask: causal, window_left, window_right, attention_chunk; -1 is no window on that side, chunk 0 no chunks
+    dropout: dropout_bits=None, rng_state=None, dropout_p=0.0
 
 In a dense batch q and dq are (batch, seqlen_q, heads, head_dim), k and dk (batch, seqlen_k, kv_heads, head_dim), v and
 dv (batch, seqlen_k, kv_heads, value_head_dim), out and dout (batch, seqlen_q, heads, value_head_dim), all bf16 or all
@@ -26,6 +27,11 @@ dsoftmax_lse, the gradient of the log-sum-exp, is like it, and not looked at whe
 (heads,) and contiguous, is written where it is given; it is summed over the queries of each sequence by a tree that its
 length fixes, and then over the sequences in their order. `dash_attn.reference` has the formulas.
 
+With dropout_p above 0, the probability of dropping an element, there are dropout_bits, those of
+`dash_attn.dropout.dropout_bits` for the call's query heads and lengths (of a pack, for those of its longest sequence),
+or rng_state, int64 (2,) or (batch, 2), of which they are made: the default mapping and rounds, sequence b having the
+number b under one state and 0 under its own. Both passes are given the same. No CUDA kernel drops yet.
+
 A row's output depends on its query, the keys and values it sees and their number; gradients on the schedule besides;
 and neither on `sm_margin`, the device's SMs or the other sequences of the batch or pack, to the last bit. Where K or V
 is not finite, a row may be NaN for a key of a KV tile that it, or under a window a row near it, sees other keys of
@@ -33,7 +39,7 @@ is not finite, a row may be NaN for a key of a KV tile that it, or under a windo
 
     attention(q, k, v, softmax_scale, causal, schedule, sm_margin, window_left=-1, window_right=-1, attention_chunk=0,
               cu_seqlens_q=None, cu_seqlens_k=None, seqused_q=None, seqused_k=None, sinks=None, alibi_slopes=None,
-              softcap=0.0) -> (out, softmax_lse)
+              softcap=0.0, *dropout) -> (out, softmax_lse)
     attention_kvpacked(q, kv, softmax_scale, ...)    attention_qkvpacked(qkv, num_heads_q, softmax_scale, ...)
 
 are the two as one differentiable function of what `dash_attn.interface` is given: of q, k, v and sinks, which may be of
@@ -49,6 +55,7 @@ import torch
 
 from . import packs, reference
 from . import schedule as _schedule
+from .dropout import layout
 
 _FOLDER = pathlib.Path(__file__).parent
 # Written by setup.py where it leaves the kernels out: why.
@@ -74,7 +81,8 @@ def why_not_loaded(stem: str, absent: str, folder: pathlib.Path = _FOLDER) -> st
 
 def _forward_cpu(
     q, k, v, out, softmax_lse, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, sinks, alibi_slopes, softmax_scale,
-    softcap, causal, window_left, window_right, attention_chunk, sm_margin,
+    softcap, causal, window_left, window_right, attention_chunk, sm_margin, dropout_bits=None, rng_state=None,
+    dropout_p=0.0,
 ):  # fmt: skip
     mask = {"causal": causal, "window": (window_left, window_right), "attention_chunk": attention_chunk}
     pack = (cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k)
@@ -82,10 +90,13 @@ def _forward_cpu(
     if cu_seqlens_q is not None:
         out.zero_()
         softmax_lse.fill_(torch.inf)
-    for (q_rows, out_rows), (k_rows, v_rows), (lse,), slopes in sequences:
+    kept = layout.Kept(dropout_bits, rng_state, dropout_p)
+    for (q_rows, out_rows), (k_rows, v_rows), (lse,), slopes, number in sequences:
         assert lse is not None
         scores = {"softmax_scale": softmax_scale, "softcap": softcap, "alibi_slopes": slopes}
-        results = reference.forward(q_rows, k_rows, v_rows, sinks=sinks, **scores, **mask)
+        keep = kept.of(number, q.shape[-2], q_rows.shape[0], q_rows.shape[1], k_rows.shape[1])
+        dropout = {"keep": keep, "dropout_p": dropout_p}
+        results = reference.forward(q_rows, k_rows, v_rows, sinks=sinks, **scores, **mask, **dropout)
         for target, result in zip((out_rows, lse), results):
             target.copy_(result)
 
@@ -93,7 +104,7 @@ def _forward_cpu(
 def _backward_cpu(
     dout, q, k, v, out, softmax_lse, dq, dk, dv, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, sinks, alibi_slopes,
     dsoftmax_lse, dsinks, softmax_scale, softcap, causal, window_left, window_right, attention_chunk, schedule,
-    sm_margin,
+    sm_margin, dropout_bits=None, rng_state=None, dropout_p=0.0,
 ):  # fmt: skip
     mask = {"causal": causal, "window": (window_left, window_right), "attention_chunk": attention_chunk}
     group_size = q.shape[-2] // k.shape[-2]
@@ -105,8 +116,9 @@ def _backward_cpu(
             gradient.zero_()
     if dsinks is not None:
         dsinks.zero_()
+    kept = layout.Kept(dropout_bits, rng_state, dropout_p)
     for sequence in sequences:
-        (dout_rows, q_rows, out_rows, dq_rows), (k_rows, v_rows, dk_rows, dv_rows), (lse, dlse), slopes = sequence
+        (dout_rows, q_rows, out_rows, dq_rows), (k_rows, v_rows, dk_rows, dv_rows), (lse, dlse) = sequence[:3]
         if dsinks is not None:
             for of_sequence in reference.sink_gradient(dout_rows, out_rows, lse, sinks, dlse):
                 dsinks += of_sequence
@@ -121,8 +133,11 @@ def _backward_cpu(
             group_size=group_size,
             **mask,
         )
-        scores = {"softmax_scale": softmax_scale, "softcap": softcap, "alibi_slopes": slopes, "dsoftmax_lse": dlse}
-        results = reference.backward(dout_rows, q_rows, k_rows, v_rows, out_rows, lse, **scores, order=order, **mask)
+        scores = {"softmax_scale": softmax_scale, "softcap": softcap}
+        scores |= {"alibi_slopes": sequence.alibi_slopes, "dsoftmax_lse": dlse}
+        keep = kept.of(sequence.number, q.shape[-2], q_rows.shape[0], q_rows.shape[1], k_rows.shape[1])
+        dropped = {"keep": keep, "dropout_p": dropout_p, "order": order}
+        results = reference.backward(dout_rows, q_rows, k_rows, v_rows, out_rows, lse, **scores, **mask, **dropped)
         for gradient, result in zip((dq_rows, dk_rows, dv_rows), results):
             gradient.copy_(result)
 

@@ -15,6 +15,8 @@ class Sequence(NamedTuple):
     of_keys: list[Tensor]
     of_lse: list[Tensor | None]
     alibi_slopes: Tensor | None
+    number: int | None = None
+    """In the pack; None of a dense batch."""
 
     @property
     def has_keys(self) -> bool:
@@ -54,6 +56,7 @@ def sequences(
             [x[None, keys] for x in of_keys],
             [None if x is None else x[None, :, queries] for x in of_lse],
             alibi_slopes if alibi_slopes is None or alibi_slopes.dim() == 1 else alibi_slopes[number],
+            number,
         )
         for number, (queries, keys) in enumerate(zip(rows_q, rows_k))
         if queries.start < queries.stop

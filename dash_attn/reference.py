@@ -10,6 +10,14 @@ A soft cap t makes S = t tanh(c Q K^T / t), and dS has the factor 1 - (S / t)^2.
 S_ij = c q_i . k_j - m |i + seqlen_k - seqlen_q - j|. A sink s adds e^s to the sum whose logarithm LSE is; its gradient
 is ds = -sum_i e^(s - LSE_i) D_i. A gradient dLSE of the log-sum-exp makes D = rowsum(dO * O) - dLSE.
 
+Dropout of probability p with the mask Z, 1 where an element is kept, is FlashAttention-2's: LSE is the one without it,
+and with r = 1 / (1 - p)
+
+    O = r (P * Z) V      dV = r (P * Z)^T dO      dS = P * (r Z * dP - D)
+
+D is rowsum(dO * O) of the O so dropped. r stays out of the tiles: they have dS / r = P * (Z * dP - D / r), and the sums
+are multiplied by r at their end.
+
 The backward rounds where the kernel rounds (P and dS to the inputs' dtype before they enter a product, sums in fp32,
 one rounding at the end) and adds tile by tile in the order it is given, or in the fixed point of
 `dash_attn.order_free`, so a change of order shows in the last bits as it does on the GPU. It is not bit-equal to the
@@ -128,6 +136,8 @@ def forward(
     softcap: float = 0.0,
     alibi_slopes: torch.Tensor | None = None,
     sinks: torch.Tensor | None = None,
+    keep: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Output and log-sum-exp: LSE = log(e^sink + rowsum(exp(S))), O = exp(S - LSE) V.
 
@@ -143,6 +153,8 @@ def forward(
         softcap: t, 0 for none.
         alibi_slopes: (heads,) or (batch, heads).
         sinks: (heads,); -inf is none.
+        keep: bool (batch, heads, seqlen_q, seqlen_k): what dropout keeps of P, after its rounding. None is all.
+        dropout_p: p, from 0 to below 1: what is kept is divided by 1 - p.
 
     Returns:
         out: (batch, seqlen_q, heads, value_head_dim), like q. Zero where a query sees no key.
@@ -154,6 +166,7 @@ def forward(
     q_heads, k_heads, v_heads = _by_kv_head(q, kv_heads), _by_kv_head(k, kv_heads), _by_kv_head(v, kv_heads)
     score_type = _ScoreType(softcap, _of_rows(alibi_slopes, q_heads, batch), seqlen_k - seqlen_q)
     sink = _of_rows(sinks, q_heads, batch)
+    keep = _of_groups(keep, kv_heads)
     out = q_heads.new_zeros(*q_heads.shape[:-1], v.shape[-1])
     lse = q_heads.new_full(q_heads.shape[:-1], torch.inf)
     if sink is not None:
@@ -172,12 +185,16 @@ def forward(
         largest.masked_fill_(largest == -torch.inf, 0.0)
         p = scores.sub_(largest).exp_()
         total = p.sum(dim=-1, keepdim=True)
-        weighted = _weighted_values(_rounded(p, q.dtype).flatten(1, 2), v_heads[:, 0, keys], hidden)
+        p = _rounded(p, q.dtype)
+        if keep is not None:
+            p.masked_fill_(~keep[:, :, start:end, keys], 0.0)
+        weighted = _weighted_values(p.flatten(1, 2), v_heads[:, 0, keys], hidden)
         no_key = total == 0
         lse_rows = largest + total.log()
         if sink is not None:
             total = total + (sink - largest).exp()
             lse_rows = torch.logaddexp(lse_rows, sink)
+        total = total * (1 - dropout_p)
         out[:, :, start:end] = (weighted.unflatten(1, rows.shape[1:3]) / total).masked_fill_(no_key, 0.0)
         # Of no key and no sink, log(0).
         lse[:, :, start:end] = lse_rows.masked_fill_(lse_rows == -torch.inf, torch.inf).squeeze(-1)
@@ -200,6 +217,8 @@ def backward(
     softcap: float = 0.0,
     alibi_slopes: torch.Tensor | None = None,
     dsoftmax_lse: torch.Tensor | None = None,
+    keep: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
     order: TileOrder,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Gradients of sum(dout * out) + sum(dsoftmax_lse * softmax_lse); those of sinks are from `sink_gradient`.
@@ -218,6 +237,7 @@ def backward(
         causal, window, attention_chunk: the mask, as in `forward`.
         softcap, alibi_slopes: as in `forward`.
         dsoftmax_lse: like softmax_lse, not looked at where that is infinite; None is 0.
+        keep, dropout_p: as in `forward`; out is of the same.
         order: from `tile_order`, for these lengths and this mask.
 
     Returns:
@@ -230,7 +250,8 @@ def backward(
     seqlen_k, kv_heads = k.shape[1], k.shape[2]
     q_heads, k_heads, v_heads, dout_heads, out_heads = (_by_kv_head(t, kv_heads) for t in (q, k, v, dout, out))
     k_heads, v_heads = k_heads[:, 0], v_heads[:, 0]
-    d = _d(dout_heads, out_heads, softmax_lse, dsoftmax_lse)
+    d = _d(dout_heads, out_heads, softmax_lse, dsoftmax_lse) * (1 - dropout_p)
+    keep = _of_groups(keep, kv_heads)
     score_type = _ScoreType(softcap, _of_rows(alibi_slopes, q_heads, batch), seqlen_k - seqlen_q)
     # exp(S - inf) is 0 for the rows that see no key, whichever sign marks them.
     lse = softmax_lse.masked_fill(softmax_lse == -torch.inf, torch.inf).to(d.dtype).reshape(d.shape)
@@ -255,10 +276,16 @@ def backward(
         seen = _visible_keys(*mask, rows.start, rows.stop)
         scores.masked_fill_(_hidden(seen, keys.start, keys.stop, q.device), -torch.inf)
         p = scores.sub_(lse[:, head, rows]).exp_()
-        ds = (dout_rows @ v_heads[:, keys].mT).sub_(d[:, head, rows]).mul_(p)
+        dp = dout_rows @ v_heads[:, keys].mT
+        dropped = None if keep is None else ~keep[:, head, rows, keys]
+        if dropped is not None:
+            dp.masked_fill_(dropped, 0.0)
+        ds = dp.sub_(d[:, head, rows]).mul_(p)
         if slope_of_cap is not None:
             ds.mul_(slope_of_cap)
         p, ds = _rounded(p, q.dtype), _rounded(ds, q.dtype)
+        if dropped is not None:
+            p.masked_fill_(dropped, 0.0)
         dv_of_split[:, keys] += p.mT @ dout_rows
         dk_of_split[:, keys] += ds.mT @ q_rows
         if units is None:
@@ -271,8 +298,47 @@ def backward(
                 of_split.zero_()
     if units is not None:
         dq = units.result()
+    if keep is not None:
+        dv.div_(1 - dropout_p)
+        softmax_scale /= 1 - dropout_p
     dq, dk = dq.mul_(softmax_scale), dk.mul_(softmax_scale)
     return tuple(_by_head(t, batch).to(q.dtype) for t in (dq, dk.unsqueeze(1), dv.unsqueeze(1)))
+
+
+@_without_autocast
+def signed_probabilities(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    softmax_lse: torch.Tensor,
+    *,
+    softmax_scale: float,
+    causal: bool,
+    window: tuple[int, int] = (-1, -1),
+    attention_chunk: int = 0,
+    softcap: float = 0.0,
+    alibi_slopes: torch.Tensor | None = None,
+    keep: torch.Tensor,
+) -> torch.Tensor:
+    """P, (batch, heads, seqlen_q, seqlen_k) like q, whose sign says what dropout did: below 0 is dropped.
+
+    No magnitude that a query sees is 0, so that every sign can be told; what it does not see is 0.
+
+    Args:
+        q, k, softmax_scale, causal, window, attention_chunk, softcap, alibi_slopes, keep: as in `forward`.
+        softmax_lse: (batch, heads, seqlen_q), from `forward`.
+    """
+    batch, seqlen_q, heads, _ = q.shape
+    seqlen_k, kv_heads = k.shape[1], k.shape[2]
+    if seqlen_q == 0 or seqlen_k == 0:
+        return q.new_zeros(batch, heads, seqlen_q, seqlen_k)
+    q_heads, k_heads = _by_kv_head(q, kv_heads), _by_kv_head(k, kv_heads)
+    score_type = _ScoreType(softcap, _of_rows(alibi_slopes, q_heads, batch), seqlen_k - seqlen_q)
+    scores = score_type.scores((q_heads @ k_heads.mT).mul_(softmax_scale), slice(None), 0, 0)
+    p = scores.sub_(softmax_lse.reshape(*scores.shape[:3], 1)).exp_().clamp_(min=torch.finfo(q.dtype).tiny)
+    p = torch.where(_of_groups(keep, kv_heads), p, -p)
+    seen = _visible_keys(seqlen_q, seqlen_k, causal, window, attention_chunk, 0, seqlen_q)
+    p.masked_fill_(_hidden(seen, 0, seqlen_k, q.device), 0.0)
+    return p.to(q.dtype).reshape(batch, heads, seqlen_q, seqlen_k)
 
 
 @_without_autocast
@@ -336,6 +402,11 @@ def _of_rows(of_heads, like, batch):
         return None
     heads = of_heads.shape[-1]
     return of_heads.to(like.dtype).expand(batch, heads).reshape(*like.shape[:2], 1, 1)
+
+
+def _of_groups(of_heads, kv_heads):
+    """(batch, heads, ...) -> (batch * kv_heads, group, ...)."""
+    return None if of_heads is None else of_heads.unflatten(1, (kv_heads, -1)).flatten(0, 1)
 
 
 def _d(dout_heads, out_heads, softmax_lse, dsoftmax_lse):

@@ -73,11 +73,7 @@ TENSORS = [
      "k must have a seqlen of at most 1073741823, got 1073741824"),
 ]  # fmt: skip
 
-DROPOUT = (
-    "dropout_p must be 0.0 (dropout is not supported; FlashAttention-3 has softmax_scale in this place: "
-    "pass it by name), got "
-)
-PACK_DROPOUT = DROPOUT.replace("softmax_scale", "seqused_q")
+DROPOUT = "dropout_p must be from 0 to below 1 in fp32, got "
 SOFTCAP = "softcap must be a finite number of at least 0 or None, got "
 CAP_RANGE = "softcap * log2(e) and softmax_scale / softcap must be finite in fp32, got "
 SLOPES = "alibi_slopes must have shape (heads,) = (4,) or (batch, heads) = (2, 4), got "
@@ -97,8 +93,9 @@ WINDOW_SCHEDULES = (
 
 # Arguments that all functions share.
 ARGUMENTS = [
-    ({"dropout_p": 0.1}, NotImplementedError, DROPOUT + "0.1"),
-    ({"dropout_p": math.nan}, NotImplementedError, DROPOUT + "nan"),
+    ({"dropout_p": 1.0}, ValueError, DROPOUT + "1.0"),
+    ({"dropout_p": math.nan}, ValueError, DROPOUT + "nan"),
+    ({"dropout_bits": t(4)}, TypeError, "dropout_bits must be a dash_attn.dropout.DropoutBits or None, got Tensor"),
     ({"window_size": 128}, TypeError, WINDOW + "128"),
     ({"window_size": None}, TypeError, WINDOW + "None (NoneType)"),
     ({"window_size": (-1, -1, -1)}, ValueError, WINDOW + "(-1, -1, -1)"),
@@ -338,7 +335,6 @@ def test_tensors(change, error, message):
 @pytest.mark.parametrize("change, error, message", ARGUMENTS)
 def test_arguments(form, change, error, message):
     function, arguments = list(forms())[form]
-    message = message.replace(DROPOUT, PACK_DROPOUT) if form >= 3 else message
     assert_raises(function, {**arguments, **change}, error, message)
 
 
@@ -383,9 +379,9 @@ def test_every_argument_is_checked():
 
 
 def test_the_order_of_flash_attention_3_is_noticed():
-    with pytest.raises(NotImplementedError, match="FlashAttention-3 has softmax_scale in this place"):
+    with pytest.raises(TypeError, match="FlashAttention-3 has softmax_scale in this place"):
         flash_attn_func(*good().values(), 0.25, True)
-    with pytest.raises(NotImplementedError, match="FlashAttention-3 has seqused_q in this place"):
+    with pytest.raises(TypeError, match="FlashAttention-3 has seqused_q in this place"):
         flash_attn_varlen_func(*good_pack().values(), i32(4, 5), i32(4, 8))
 
 

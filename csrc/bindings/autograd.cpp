@@ -22,11 +22,11 @@ using torch::autograd::variable_list;
 
 using ForwardOp = Outputs(const Tensor&, const Tensor&, const Tensor&, OptionalTensor, OptionalTensor, OptionalTensor,
                           OptionalTensor, double, bool, int64_t, int64_t, int64_t, SymInt, OptionalTensor,
-                          OptionalTensor, double);
+                          OptionalTensor, double, OptionalTensor, OptionalTensor, double);
 using BackwardOp = void(const Tensor&, const Tensor&, const Tensor&, const Tensor&, const Tensor&, const Tensor&,
                         Tensor, Tensor, Tensor, OptionalTensor, OptionalTensor, OptionalTensor, OptionalTensor, double,
                         bool, int64_t, int64_t, int64_t, std::string_view, SymInt, OptionalTensor, OptionalTensor,
-                        OptionalTensor, std::optional<Tensor>, double);
+                        OptionalTensor, std::optional<Tensor>, double, OptionalTensor, OptionalTensor, double);
 
 // What a call is told besides the tensors that have gradients.
 struct Options {
@@ -39,6 +39,7 @@ struct Options {
   std::optional<Tensor> alibi_slopes;
   double softcap;
   bool has_sinks;  // the last of the tensors that have gradients
+  DropoutArguments dropout;
 };
 
 struct Operands {
@@ -73,7 +74,7 @@ Outputs call_forward(at::TensorList inputs, const Options& options) {
   return DASH_OP("dash_attn::forward", ForwardOp)
       .call(operands.q, operands.k, operands.v, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, options.softmax_scale,
             causal, window_left, window_right, attention_chunk, options.sm_margin, sinks_of(inputs, options),
-            options.alibi_slopes, options.softcap);
+            options.alibi_slopes, options.softcap, options.dropout.bits, options.dropout.rng_state, options.dropout.p);
 }
 
 // What the outputs were and how the loss changes with them.
@@ -102,18 +103,20 @@ variable_list call_backward(const OutputGradients& outputs, at::TensorList input
       .call(outputs.dout, operands.q, operands.k, operands.v, outputs.out, outputs.softmax_lse, targets.q, targets.k,
             targets.v, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, options.softmax_scale, causal, window_left,
             window_right, attention_chunk, options.schedule, options.sm_margin, sinks, options.alibi_slopes,
-            outputs.dsoftmax_lse, dsinks, options.softcap);
+            outputs.dsoftmax_lse, dsinks, options.softcap, options.dropout.bits, options.dropout.rng_state,
+            options.dropout.p);
   return gradients;
 }
 
 // Tensors without gradients among those that are saved, where an undefined one stands for none.
-constexpr size_t kConstants = 5;
+constexpr size_t kConstants = 7;
 
 void save_constants(const Options& options, variable_list& saved) {
   const PackTensors& pack = options.pack;
-  if (!pack.exists() && !options.alibi_slopes) { return; }
-  for (const auto* tensor :
-       {&options.alibi_slopes, &pack.cu_seqlens_q, &pack.cu_seqlens_k, &pack.seqused_q, &pack.seqused_k}) {
+  const DropoutArguments& dropout = options.dropout;
+  if (!pack.exists() && !options.alibi_slopes && !dropout.exist()) { return; }
+  for (const auto* tensor : {&options.alibi_slopes, &pack.cu_seqlens_q, &pack.cu_seqlens_k, &pack.seqused_q,
+                             &pack.seqused_k, &dropout.bits, &dropout.rng_state}) {
     saved.push_back(tensor->value_or(Tensor()));
   }
 }
@@ -138,7 +141,7 @@ struct Attention : torch::autograd::Function<Attention> {
   static constexpr int kOptions = 1;  // forward's arguments that are not tensors
   // saved_data: there only where a call has them.
   static constexpr const char *kWindow = "window", *kHasConstants = "has_constants", *kHasSinks = "has_sinks",
-                              *kSoftcap = "softcap";
+                              *kSoftcap = "softcap", *kDropout = "dropout_p";
 
   // (out, softmax_lse)
   static variable_list forward(AutogradContext* context, at::TensorList inputs, const Options& options) {
@@ -164,6 +167,7 @@ struct Attention : torch::autograd::Function<Attention> {
     }
     if (options.has_sinks) { data[kHasSinks] = true; }
     if (options.softcap != 0) { data[kSoftcap] = options.softcap; }
+    if (options.dropout.exist()) { data[kDropout] = options.dropout.p; }
     return {std::move(out), std::move(softmax_lse)};
   }
 
@@ -192,7 +196,8 @@ struct Attention : torch::autograd::Function<Attention> {
                           {constant(1), constant(2), constant(3), constant(4)},
                           constant(0),
                           has(kSoftcap) ? data[kSoftcap].toDouble() : 0.0,
-                          has(kHasSinks)};
+                          has(kHasSinks),
+                          {constant(5), constant(6), has(kDropout) ? data[kDropout].toDouble() : 0.0}};
     const at::TensorList inputs(saved.data(), count);
     const Tensor& out = saved[count];
     const OutputGradients outputs{dout.defined() ? dout : at::zeros_like(out), out, saved[count + 1],
@@ -211,7 +216,7 @@ struct Attention : torch::autograd::Function<Attention> {
 // Attention of what the caller gave, once that is known to be right.
 Outputs attention(variable_list packed, PackTensors pack, std::optional<SymInt> num_heads_q,
                   std::optional<double> softmax_scale, MaskArguments mask, std::string_view schedule, SymInt sm_margin,
-                  const ScoreArguments& scores) {
+                  const ScoreArguments& scores, const DropoutArguments& dropout) {
   check_mask(mask);
   check_schedule(schedule, mask, scores, padded_row(packed.front(), packed.back()));
   const SymInt head_dim = packed[0].sym_size(-1);
@@ -223,7 +228,12 @@ Outputs attention(variable_list packed, PackTensors pack, std::optional<SymInt> 
                   std::move(pack),
                   scores.alibi_slopes,
                   scores.softcap,
-                  scores.sinks.has_value()};
+                  scores.sinks.has_value(),
+                  dropout};
+  if (dropout.exist()) {
+    const Operands operands = unpack(packed, options.num_heads_q);
+    check_dropout(dropout, operands.q, operands.k, options.pack);
+  }
   if (scores.exist()) {
     check_scores(scores, "learnable_sink (s_aux)", unpack(packed, options.num_heads_q).q, options.pack,
                  options.softmax_scale);
@@ -263,35 +273,38 @@ Outputs attention_qkv(const Tensor& q, const Tensor& k, const Tensor& v, std::op
                       bool causal, std::string_view schedule, SymInt sm_margin, int64_t window_left,
                       int64_t window_right, int64_t attention_chunk, OptionalTensor cu_seqlens_q,
                       OptionalTensor cu_seqlens_k, OptionalTensor seqused_q, OptionalTensor seqused_k,
-                      OptionalTensor sinks, OptionalTensor alibi_slopes, double softcap) {
+                      OptionalTensor sinks, OptionalTensor alibi_slopes, double softcap, OptionalTensor dropout_bits,
+                      OptionalTensor rng_state, double dropout_p) {
   PackTensors pack{cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k};
   check_qkv(q, k, v, pack);
   return attention({q, k, v}, std::move(pack), std::nullopt, softmax_scale,
                    {causal, window_left, window_right, attention_chunk}, schedule, std::move(sm_margin),
-                   {sinks, alibi_slopes, softcap});
+                   {sinks, alibi_slopes, softcap}, {dropout_bits, rng_state, dropout_p});
 }
 
 Outputs attention_kvpacked(const Tensor& q, const Tensor& kv, std::optional<double> softmax_scale, bool causal,
                            std::string_view schedule, SymInt sm_margin, int64_t window_left, int64_t window_right,
                            int64_t attention_chunk, OptionalTensor cu_seqlens_q, OptionalTensor cu_seqlens_k,
                            OptionalTensor seqused_q, OptionalTensor seqused_k, OptionalTensor sinks,
-                           OptionalTensor alibi_slopes, double softcap) {
+                           OptionalTensor alibi_slopes, double softcap, OptionalTensor dropout_bits,
+                           OptionalTensor rng_state, double dropout_p) {
   PackTensors pack{cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k};
   check_kvpacked(q, kv, pack);
   return attention({q, kv}, std::move(pack), std::nullopt, softmax_scale,
                    {causal, window_left, window_right, attention_chunk}, schedule, std::move(sm_margin),
-                   {sinks, alibi_slopes, softcap});
+                   {sinks, alibi_slopes, softcap}, {dropout_bits, rng_state, dropout_p});
 }
 
 Outputs attention_qkvpacked(const Tensor& qkv, std::optional<SymInt> num_heads_q, std::optional<double> softmax_scale,
                             bool causal, std::string_view schedule, SymInt sm_margin, int64_t window_left,
                             int64_t window_right, int64_t attention_chunk, OptionalTensor cu_seqlens,
-                            OptionalTensor seqused, OptionalTensor sinks, OptionalTensor alibi_slopes, double softcap) {
+                            OptionalTensor seqused, OptionalTensor sinks, OptionalTensor alibi_slopes, double softcap,
+                            OptionalTensor dropout_bits, OptionalTensor rng_state, double dropout_p) {
   PackTensors pack{cu_seqlens, cu_seqlens, seqused, seqused};
   check_qkvpacked(qkv, num_heads_q, pack);
   return attention({qkv}, std::move(pack), std::move(num_heads_q), softmax_scale,
                    {causal, window_left, window_right, attention_chunk}, schedule, std::move(sm_margin),
-                   {sinks, alibi_slopes, softcap});
+                   {sinks, alibi_slopes, softcap}, {dropout_bits, rng_state, dropout_p});
 }
 
 }  // namespace
@@ -301,7 +314,9 @@ Outputs attention_qkvpacked(const Tensor& qkv, std::optional<SymInt> num_heads_q
 #define DASH_MASK "bool causal, int window_left, int window_right, int attention_chunk, "
 #define DASH_SCORES "Tensor? sinks, Tensor? alibi_slopes, "
 // What stands last is seldom asked for: left out, it costs a call nothing.
-#define DASH_OPTIONAL_SCORES "Tensor? sinks=None, Tensor? alibi_slopes=None, float softcap=0.0"
+#define DASH_OPTIONAL_DROPOUT "Tensor? dropout_bits=None, Tensor? rng_state=None, float dropout_p=0.0"
+#define DASH_OPTIONAL_SCORES \
+  "Tensor? sinks=None, Tensor? alibi_slopes=None, float softcap=0.0, " DASH_OPTIONAL_DROPOUT
 #define DASH_OPTIONS                                                                                             \
   "float? softmax_scale, bool causal, str schedule, SymInt sm_margin, int window_left=-1, int window_right=-1, " \
   "int attention_chunk=0, "
@@ -317,7 +332,7 @@ TORCH_LIBRARY(dash_attn, library) {
       "backward(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor softmax_lse, Tensor(a6!) dq, "
       "Tensor(a7!) dk, Tensor(a8!) dv, " DASH_PACK "float softmax_scale, " DASH_MASK
       "str schedule, SymInt sm_margin, Tensor? sinks=None, Tensor? alibi_slopes=None, Tensor? dsoftmax_lse=None, "
-      "Tensor(a9!)? dsinks=None, float softcap=0.0) -> ()",
+      "Tensor(a9!)? dsinks=None, float softcap=0.0, " DASH_OPTIONAL_DROPOUT ") -> ()",
       {at::Tag::pt2_compliant_tag});
   library.def("attention(Tensor q, Tensor k, Tensor v, " DASH_OPTIONS DASH_OPTIONAL_PACK DASH_OPTIONAL_SCORES
               ") -> " DASH_OUTPUTS);
@@ -357,10 +372,11 @@ TORCH_LIBRARY_IMPL(dash_attn, CompositeImplicitAutograd, library) {
 // The kernels. They write what they are given and check only what would harm: `dash_attn` calls them rightly.
 TORCH_LIBRARY(dash_attn_C, library) {
   library.def("forward(Tensor q, Tensor k, Tensor v, Tensor(a!) out, Tensor(b!) softmax_lse, " DASH_PACK DASH_SCORES
-              "float softmax_scale, float softcap, " DASH_MASK "int sm_margin) -> ()");
+              "float softmax_scale, float softcap, " DASH_MASK
+              "int sm_margin, " DASH_OPTIONAL_DROPOUT ") -> ()");
   library.def(
       "backward(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor softmax_lse, Tensor(a!) dq, "
       "Tensor(b!) dk, Tensor(c!) dv, " DASH_PACK DASH_SCORES
       "Tensor? dsoftmax_lse, Tensor(d!)? dsinks, float softmax_scale, float softcap, " DASH_MASK
-      "int schedule, int sm_margin) -> ()");
+      "int schedule, int sm_margin, " DASH_OPTIONAL_DROPOUT ") -> ()");
 }

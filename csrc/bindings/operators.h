@@ -12,6 +12,7 @@
 #include <string_view>
 #include <tuple>
 
+#include "dropout_checks.h"
 #include "operand_checks.h"
 
 namespace dash_attn {
@@ -26,11 +27,11 @@ namespace dash_attn {
 using OptionalTensor = const std::optional<Tensor>&;
 using ForwardKernel = void(const Tensor&, const Tensor&, const Tensor&, Tensor, Tensor, OptionalTensor, OptionalTensor,
                            OptionalTensor, OptionalTensor, OptionalTensor, OptionalTensor, double, double, bool,
-                           int64_t, int64_t, int64_t, int64_t);
+                           int64_t, int64_t, int64_t, int64_t, OptionalTensor, OptionalTensor, double);
 using BackwardKernel = void(const Tensor&, const Tensor&, const Tensor&, const Tensor&, const Tensor&, const Tensor&,
                             Tensor, Tensor, Tensor, OptionalTensor, OptionalTensor, OptionalTensor, OptionalTensor,
                             OptionalTensor, OptionalTensor, OptionalTensor, std::optional<Tensor>, double, double, bool,
-                            int64_t, int64_t, int64_t, int64_t, int64_t);
+                            int64_t, int64_t, int64_t, int64_t, int64_t, OptionalTensor, OptionalTensor, double);
 using Outputs = std::tuple<Tensor, Tensor>;
 
 inline bool has_queries(const Tensor& q, const PackTensors& pack) {
@@ -120,15 +121,17 @@ inline Outputs forward(const Tensor& q, const Tensor& k, const Tensor& v, Option
                        OptionalTensor cu_seqlens_k, OptionalTensor seqused_q, OptionalTensor seqused_k,
                        double softmax_scale, bool causal, int64_t window_left, int64_t window_right,
                        int64_t attention_chunk, SymInt sm_margin, OptionalTensor sinks, OptionalTensor alibi_slopes,
-                       double softcap) {
+                       double softcap, OptionalTensor dropout_bits, OptionalTensor rng_state, double dropout_p) {
   const PackTensors pack{cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k};
   check_operands(q, k, v, pack, {sinks, alibi_slopes, softcap}, softmax_scale,
                  {causal, window_left, window_right, attention_chunk}, sm_margin);
+  check_dropout({dropout_bits, rng_state, dropout_p}, q, k, pack);
   if (sinks && k.numel() == 0 && has_queries(q, pack)) {
     const WithoutKeys call(q, k, v, pack);
     auto [out, softmax_lse] = forward(call.rows(q), call.k, call.v, call.pack.cu_seqlens_q, call.pack.cu_seqlens_k,
                                       seqused_q, seqused_k, softmax_scale, causal, window_left, window_right,
-                                      attention_chunk, sm_margin, sinks, alibi_slopes, softcap);
+                                      attention_chunk, sm_margin, sinks, alibi_slopes, softcap, std::nullopt,
+                                      std::nullopt, /*dropout_p=*/0);
     if (!call.is_dense) { return {out, softmax_lse}; }
     return {out.unflatten(0, {q.size(0), q.size(1)}),
             softmax_lse.unflatten(1, {q.size(0), q.size(1)}).transpose(0, 1).contiguous()};
@@ -145,7 +148,8 @@ inline Outputs forward(const Tensor& q, const Tensor& k, const Tensor& v, Option
   DASH_OP("dash_attn_C::forward", ForwardKernel)
       .call(addressable(scaled.q), addressable(k), addressable(v), out, softmax_lse, cu_seqlens_q, cu_seqlens_k,
             seqused_q, seqused_k, contiguous(sinks), with_adjacent_heads(alibi_slopes), scaled.softmax_scale, softcap,
-            causal, window_left, window_right, attention_chunk, sm_margin.expect_int());
+            causal, window_left, window_right, attention_chunk, sm_margin.expect_int(), dropout_bits,
+            contiguous(rng_state), dropout_p);
   return {out, softmax_lse};
 }
 
@@ -153,10 +157,12 @@ inline Outputs forward_meta(const Tensor& q, const Tensor& k, const Tensor& v, O
                             OptionalTensor cu_seqlens_k, OptionalTensor seqused_q, OptionalTensor seqused_k,
                             double softmax_scale, bool causal, int64_t window_left, int64_t window_right,
                             int64_t attention_chunk, SymInt sm_margin, OptionalTensor sinks,
-                            OptionalTensor alibi_slopes, double softcap) {
+                            OptionalTensor alibi_slopes, double softcap, OptionalTensor dropout_bits,
+                            OptionalTensor rng_state, double dropout_p) {
   const PackTensors pack{cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k};
   check_operands(q, k, v, pack, {sinks, alibi_slopes, softcap}, softmax_scale,
                  {causal, window_left, window_right, attention_chunk}, sm_margin);
+  check_dropout({dropout_bits, rng_state, dropout_p}, q, k, pack);
   const auto sizes = lse_sizes(q.sym_sizes());
   return {at::empty_symint(out_sizes(q.sym_sizes(), v.sym_sizes()), q.options()),
           at::empty_symint(without_batch(sizes, pack.exists()), q.options().dtype(at::kFloat))};
@@ -168,11 +174,12 @@ inline void backward(const Tensor& dout, const Tensor& q, const Tensor& k, const
                      double softmax_scale, bool causal, int64_t window_left, int64_t window_right,
                      int64_t attention_chunk, std::string_view schedule, SymInt sm_margin, OptionalTensor sinks,
                      OptionalTensor alibi_slopes, OptionalTensor dsoftmax_lse, std::optional<Tensor> dsinks,
-                     double softcap) {
+                     double softcap, OptionalTensor dropout_bits, OptionalTensor rng_state, double dropout_p) {
   const PackTensors pack{cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k};
   const MaskArguments mask{causal, window_left, window_right, attention_chunk};
   check_backward(dout, q, k, v, out, softmax_lse, dq, dk, dv, pack, {sinks, alibi_slopes, softcap},
                  {dsoftmax_lse, dsinks}, softmax_scale, mask, schedule, sm_margin);
+  check_dropout({dropout_bits, rng_state, dropout_p}, q, k, pack);
   const Tensor gradients[] = {dq, dk, dv};
   constexpr const char* kGradientNames[] = {"dq", "dk", "dv"};
   for (int i = 0; i < 3; ++i) {
@@ -187,6 +194,7 @@ inline void backward(const Tensor& dout, const Tensor& q, const Tensor& k, const
     if (sinks) { check_apart(kGradientNames[i], gradients[i], "sinks", *sinks); }
     if (alibi_slopes) { check_apart(kGradientNames[i], gradients[i], "alibi_slopes", *alibi_slopes); }
     if (dsoftmax_lse) { check_apart(kGradientNames[i], gradients[i], "dsoftmax_lse", *dsoftmax_lse); }
+    if (dropout_bits) { check_apart(kGradientNames[i], gradients[i], "dropout_bits", *dropout_bits); }
     if (dsinks) { check_apart("dsinks", *dsinks, kGradientNames[i], gradients[i]); }
   }
   if (dsinks) {
@@ -213,7 +221,8 @@ inline void backward(const Tensor& dout, const Tensor& q, const Tensor& k, const
     backward(call.rows(dout), rows, call.k, call.v, call.rows(out), call.lse_rows(softmax_lse),
              at::empty_like(rows, at::MemoryFormat::Contiguous), at::empty_like(call.k), at::empty_like(call.v),
              call.pack.cu_seqlens_q, call.pack.cu_seqlens_k, seqused_q, seqused_k, softmax_scale, causal, window_left,
-             window_right, attention_chunk, schedule, sm_margin, sinks, alibi_slopes, dlse, dsinks, softcap);
+             window_right, attention_chunk, schedule, sm_margin, sinks, alibi_slopes, dlse, dsinks, softcap,
+             std::nullopt, std::nullopt, /*dropout_p=*/0);
     return;
   }
   const Policy policy = resolve_schedule(schedule, mask, {sinks, alibi_slopes, softcap}, padded_row(q, v));
@@ -224,7 +233,7 @@ inline void backward(const Tensor& dout, const Tensor& q, const Tensor& k, const
             softmax_lse.contiguous(), targets[0], targets[1], targets[2], cu_seqlens_q, cu_seqlens_k, seqused_q,
             seqused_k, contiguous(sinks), with_adjacent_heads(alibi_slopes), contiguous(dsoftmax_lse), dsinks,
             scaled.softmax_scale, softcap, causal, window_left, window_right, attention_chunk,
-            static_cast<int64_t>(policy), sm_margin.expect_int());
+            static_cast<int64_t>(policy), sm_margin.expect_int(), dropout_bits, contiguous(rng_state), dropout_p);
   if (scaled.sign != 1) { targets[0].mul_(scaled.sign); }
   for (int i = 0; i < 3; ++i) {
     if (!targets[i].is_same(gradients[i])) { gradients[i].copy_(targets[i]); }
@@ -237,10 +246,11 @@ inline void backward_meta(const Tensor& dout, const Tensor& q, const Tensor& k, 
                           double softmax_scale, bool causal, int64_t window_left, int64_t window_right,
                           int64_t attention_chunk, std::string_view schedule, SymInt sm_margin, OptionalTensor sinks,
                           OptionalTensor alibi_slopes, OptionalTensor dsoftmax_lse, std::optional<Tensor> dsinks,
-                          double softcap) {
+                          double softcap, OptionalTensor dropout_bits, OptionalTensor rng_state, double dropout_p) {
   check_backward(dout, q, k, v, out, softmax_lse, dq, dk, dv, {cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k},
                  {sinks, alibi_slopes, softcap}, {dsoftmax_lse, dsinks}, softmax_scale,
                  {causal, window_left, window_right, attention_chunk}, schedule, sm_margin);
+  check_dropout({dropout_bits, rng_state, dropout_p}, q, k, {cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k});
 }
 
 }  // namespace dash_attn

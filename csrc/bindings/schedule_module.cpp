@@ -1,4 +1,5 @@
-// dash_attn._schedule: the schedule headers, tile table and pipeline, as the kernels see them, for Python. Host only.
+// dash_attn._schedule: the schedule headers, tile table, pipeline and dropout masks, as the kernels see them, for
+// Python. Host only.
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
@@ -22,6 +23,7 @@
 #include "../schedule/splits.h"
 #include "../schedule/tile_grid.h"
 #include "../schedule/work_tile.h"
+#include "dropout_bindings.h"
 #include "pack_bindings.h"
 #include "policy_bindings.h"
 #include "tile_bindings.h"
@@ -276,7 +278,9 @@ std::string repr(Problem const& p) {
 }  // namespace
 
 PYBIND11_MODULE(_schedule, m) {
-  m.doc() = "The schedules of the kernels (csrc/schedule), their tile table and pipeline (csrc/config), on the host.";
+  m.doc() =
+      "The schedules of the kernels (csrc/schedule), their tile table and pipeline (csrc/config) and the masks of "
+      "dropout (csrc/dropout), on the host.";
 
   m.attr("BACKWARD_STAGES") = backward::kPipelineStages;
   m.attr("BACKWARD_ADDERS") = backward::kAdderWarps;
@@ -399,6 +403,7 @@ PYBIND11_MODULE(_schedule, m) {
   bind_policies(m);
   bind_masks_and_forward_tiles(m);
   bind_packs(m);
+  dropout::bind_dropout(m);
 
   py::class_<SimulatedTask>(m, "Task",
                             "One tile: its products from start to products_end, its add from add_start to end.")

@@ -271,12 +271,17 @@ Tensor empty_bytes(int64_t size, int32_t device) {
   return Tensor(handle);
 }
 
+void refuse_dropout(OptionalTensor dropout_bits, OptionalTensor rng_state, double dropout_p) {
+  STD_TORCH_CHECK(!dropout_bits && !rng_state && dropout_p == 0, "no CUDA kernel drops, got dropout_p=", dropout_p);
+}
+
 // Attention; autograd.cpp gives the schema and dash_attn/ops.py the arguments. Writes out and softmax_lse.
 void forward(const Tensor& q, const Tensor& k, const Tensor& v, Tensor out, Tensor softmax_lse,
              OptionalTensor cu_seqlens_q, OptionalTensor cu_seqlens_k, OptionalTensor seqused_q,
              OptionalTensor seqused_k, OptionalTensor sinks, OptionalTensor alibi_slopes, double softmax_scale,
              double softcap, bool causal, int64_t window_left, int64_t window_right, int64_t attention_chunk,
-             int64_t sm_margin) {
+             int64_t sm_margin, OptionalTensor dropout_bits, OptionalTensor rng_state, double dropout_p) {
+  refuse_dropout(dropout_bits, rng_state, dropout_p);
   ForwardArguments arguments{};
   const Visibility visibility{cu_seqlens_q, cu_seqlens_k, seqused_q,    seqused_k,
                               causal,       window_left,  window_right, attention_chunk};
@@ -299,7 +304,9 @@ void backward(const Tensor& dout, const Tensor& q, const Tensor& k, const Tensor
               OptionalTensor cu_seqlens_k, OptionalTensor seqused_q, OptionalTensor seqused_k, OptionalTensor sinks,
               OptionalTensor alibi_slopes, OptionalTensor dsoftmax_lse, std::optional<Tensor> dsinks,
               double softmax_scale, double softcap, bool causal, int64_t window_left, int64_t window_right,
-              int64_t attention_chunk, int64_t schedule, int64_t sm_margin) {
+              int64_t attention_chunk, int64_t schedule, int64_t sm_margin, OptionalTensor dropout_bits,
+              OptionalTensor rng_state, double dropout_p) {
+  refuse_dropout(dropout_bits, rng_state, dropout_p);
   BackwardArguments arguments{};
   const Visibility visibility{cu_seqlens_q, cu_seqlens_k, seqused_q,    seqused_k,
                               causal,       window_left,  window_right, attention_chunk};

@@ -229,11 +229,16 @@ def test_vision_tower():
     assert error(ours, exact) <= SLACK * error(eager, exact) < 0.2
 
 
-def test_dropout_raises():
-    model = make_model("llama", NAME, attention_dropout=0.1)
-    with pytest.raises(NotImplementedError, match="^dropout_p must be 0.0 "):
-        model(support.random_ids(1, 5))
-    model.eval()(support.random_ids(1, 5))
+def test_dropout_follows_torchs_generator():
+    model, ids = make_model("llama", NAME, attention_dropout=0.1), support.random_ids(1, 5)
+
+    def logits(seed):
+        torch.manual_seed(seed)
+        return model(ids).logits
+
+    assert torch.equal(logits(1), logits(1)) and not torch.equal(logits(1), logits(2))
+    model.eval()
+    assert torch.equal(logits(1), logits(2))
 
 
 def test_float32_raises():

@@ -1,0 +1,73 @@
+// What a call is told of dropout, and what it must be.
+#pragma once
+
+#include <ATen/ATen.h>
+
+#include <optional>
+
+#include "dropout/mask.h"
+#include "operand_checks.h"
+
+namespace dash_attn {
+
+// The bits that say what is kept (csrc/dropout/mask.h), or the state that they are made of; neither where p is 0.
+struct DropoutArguments {
+  std::optional<Tensor> bits, rng_state;
+  double p = 0;
+
+  bool exist() const { return p != 0 || bits || rng_state; }
+};
+
+inline void check_dropout_bits(const Tensor& bits, const Tensor& q, const Tensor& k, const PackTensors& pack) {
+  constexpr const char* kName = "dropout_bits";
+  TORCH_CHECK_TYPE(bits.scalar_type() == at::kByte, kName, " must be torch.uint8, got ", dtype_text(bits));
+  const auto blocks = [](const SymInt& seqlen) { return (seqlen + (dropout::kBlockRows - 1)) / dropout::kBlockRows; };
+  const bool is_pack = pack.exists();
+  const SymInt batch = is_pack ? pack.cu_seqlens_q->sym_size(0) - 1 : q.sym_size(0), heads = q.sym_size(-2);
+  bool fits = bits.dim() == 5 && bits.sym_size(0) == batch && bits.sym_size(1) == heads &&
+              bits.sym_size(4) == dropout::kBlockBytes;
+  // The lengths of a pack are the device's to know.
+  if (fits && !is_pack) {
+    fits = bits.sym_size(2) == blocks(q.sym_size(1)) && bits.sym_size(3) == blocks(k.sym_size(1));
+  }
+  TORCH_CHECK_VALUE(fits, kName, " must have shape (batch, heads, ceil(seqlen_q / 32), ceil(seqlen_k / 32), 128) = (",
+                    size_text(batch), ", ", size_text(heads), ", ",
+                    is_pack ? "of the longest sequence, of the longest sequence"
+                            : size_text(blocks(q.sym_size(1))) + ", " + size_text(blocks(k.sym_size(1))),
+                    ", 128), got ", shape_text(bits));
+  TORCH_CHECK_VALUE(bits.is_contiguous(), kName, " must be contiguous, got strides ", tuple_text(bits.sym_strides()));
+  TORCH_CHECK_VALUE(bits.device() == q.device(), kName, " must be on the device of q, ", q.device().str(), ", got ",
+                    bits.device().str());
+}
+
+inline void check_rng_state(const Tensor& state, const Tensor& q, const PackTensors& pack) {
+  TORCH_CHECK_TYPE(state.scalar_type() == at::kLong, "rng_state must be torch.int64, got ", dtype_text(state));
+  const SymInt batch = pack.exists() ? pack.cu_seqlens_q->sym_size(0) - 1 : q.sym_size(0);
+  const bool of_all = state.dim() == 1 && state.sym_size(0) == 2;
+  const bool of_sequences = state.dim() == 2 && state.sym_size(0) == batch && state.sym_size(1) == 2;
+  TORCH_CHECK_VALUE(of_all || of_sequences, "rng_state must have shape (2,) or (batch, 2) = (", size_text(batch),
+                    ", 2), got ", shape_text(state));
+  TORCH_CHECK_VALUE(state.device() == q.device(), "rng_state must be on the device of q, ", q.device().str(), ", got ",
+                    state.device().str());
+  TORCH_CHECK_VALUE(batch <= dropout::kMaxSequences && q.sym_size(-2) <= dropout::kMaxHeads,
+                    "q must have at most ", size_text(dropout::kMaxSequences), " sequences and ",
+                    size_text(dropout::kMaxHeads), " heads with dropout, got ", size_text(batch), " and ",
+                    size_text(q.sym_size(-2)));
+}
+
+inline void check_dropout(const DropoutArguments& given, const Tensor& q, const Tensor& k, const PackTensors& pack) {
+  if (!given.exist()) { return; }
+  TORCH_CHECK_VALUE(given.p > 0 && static_cast<float>(given.p) < 1,
+                    "dropout_p must be above 0 and below 1 in fp32 where dropout_bits or rng_state is given, got ",
+                    number_text(given.p));
+  TORCH_CHECK_VALUE(given.bits.has_value() != given.rng_state.has_value(),
+                    "dropout_bits and rng_state must be given one and not both where dropout_p is above 0, got ",
+                    given.bits ? "both" : "neither");
+  if (given.bits) {
+    check_dropout_bits(*given.bits, q, k, pack);
+  } else {
+    check_rng_state(*given.rng_state, q, pack);
+  }
+}
+
+}  // namespace dash_attn

@@ -1,0 +1,14 @@
+"""The random bits of attention's dropout: where they come from, how they are made, and what they say.
+
+    state = DropoutState.draw(device)                    # of torch's generator, so of torch.manual_seed
+    bits = dropout_bits(state, p=0.1, batch=2, heads=16, seqlen_q=4096, seqlen_k=4096)
+    bits.mask()                                          # bool (batch, heads, seqlen_q, seqlen_k): what is kept
+
+A bit is a function of the state, the sequence, the query head, the query, the key, p, the mapping and the rounds, and
+of nothing else (csrc/dropout/mask.h, docs/dropout.md). `flash_attn_func(..., dropout_p=p)` draws a state and makes the
+bits itself, or takes `dropout_bits`. `python -m dash_attn.dropout.model` says what dropout should cost.
+"""
+
+from .bits import MAPPINGS, ROUNDS, DropoutBits, DropoutState, dropout_bits, keep_probability
+
+__all__ = ["MAPPINGS", "ROUNDS", "DropoutBits", "DropoutState", "dropout_bits", "keep_probability"]

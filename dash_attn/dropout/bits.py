@@ -1,0 +1,214 @@
+"""States, and the bits that are made of them."""
+
+from __future__ import annotations
+
+import dataclasses
+import operator
+
+import torch
+from torch import Tensor
+
+from .. import _schedule as _compiled
+from .. import checks
+from . import layout
+
+MAPPINGS = ("bit_sliced", "flash_attention_2")
+"""How random numbers become bits. "bit_sliced": ours, 32 elements in a few instructions. "flash_attention_2": the bits
+that FlashAttention-2's kernels make of the same seed and offset, as its sources say."""
+ROUNDS = (7, 10)
+"""Rounds of Philox4x32. FlashAttention-2 has 7, the generator's authors propose 10 and call 7 sufficient."""
+
+_MAX_SEQLEN = 2**30 - 1
+_MAX_SEQUENCES = _MAX_HEADS = 2**16
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class DropoutState:
+    """Where masks come from: Philox's seed and offset, in a tensor on the device that needs them.
+
+    Args:
+        rng_state: int64 (2,), seed and offset, of which every 64 bits are used: sequence b of a call then has the
+            number b. Or (batch, 2), one state for each sequence, each of which has the number 0: so a sequence has the
+            mask in any batch or pack that it has alone.
+
+    Raises:
+        TypeError, ValueError: it is no such tensor.
+    """
+
+    rng_state: Tensor
+
+    def __post_init__(self) -> None:
+        checks.check_tensors({"rng_state": self.rng_state})
+        if self.rng_state.dtype != torch.int64:
+            raise TypeError(f"rng_state must be torch.int64, got {self.rng_state.dtype}")
+        shape = tuple(self.rng_state.shape)
+        if len(shape) not in (1, 2) or shape[-1] != 2:
+            raise ValueError(f"rng_state must have shape (2,) or (batch, 2), got {shape}")
+
+    @classmethod
+    def draw(
+        cls,
+        device: torch.device | str | None = None,
+        *,
+        batch: int | None = None,
+        generator: torch.Generator | None = None,
+    ) -> DropoutState:
+        """A state that torch's generator of the device draws: reproducible under torch.manual_seed.
+
+        The draw is a random tensor as any other. So activation checkpointing that preserves torch's generators draws
+        the same one again, and each replay of a captured graph draws another.
+
+        Args:
+            device: where; default: torch's default device.
+            batch: draw one state for each of so many sequences, (batch, 2); default: one for all, (2,).
+            generator: default: the device's own.
+        """
+        shape = (2,) if batch is None else (_count("batch", batch, 0, _MAX_SEQLEN), 2)
+        largest = torch.iinfo(torch.int64).max
+        return cls(torch.randint(largest, shape, dtype=torch.int64, device=device, generator=generator))
+
+    @classmethod
+    def of(cls, seed: int, offset: int = 0, device: torch.device | str | None = None) -> DropoutState:
+        """The state of two numbers of 64 bits, such as those that another library reports."""
+        numbers = []
+        for name, value in (("seed", seed), ("offset", offset)):
+            number = _count(name, value, -(2**63), 2**64 - 1)
+            numbers.append(number - 2**64 if number >= 2**63 else number)
+        return cls(torch.tensor(numbers, dtype=torch.int64, device=device))
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class DropoutBits:
+    """Bits of `dropout_bits`, and what they were made of."""
+
+    bits: Tensor
+    """uint8 (batch, heads, ceil(seqlen_q / 32), ceil(seqlen_k / 32), 128), as csrc/dropout/mask.h has it."""
+    state: DropoutState
+    p: float
+    seqlen_q: int
+    seqlen_k: int
+    mapping: str
+    rounds: int
+    first_head: int
+    total_heads: int
+    first_query: int
+    first_key: int
+
+    @property
+    def batch(self) -> int:
+        return self.bits.shape[0]
+
+    @property
+    def heads(self) -> int:
+        return self.bits.shape[1]
+
+    def mask(self) -> Tensor:
+        """bool (batch, heads, seqlen_q, seqlen_k): True is kept."""
+        return layout.unpack(self.bits, self.seqlen_q, self.seqlen_k)
+
+
+def keep_probability(p: float) -> float:
+    """The probability with which an element is kept, a multiple of 1/256: (floor(255 (1 - p)) + 1) / 256.
+
+    FlashAttention-2's: as there, what is kept is divided by 1 - p, from which this differs by up to 1/256.
+
+    Raises:
+        TypeError, ValueError: p is no number from 0 to below 1 in fp32.
+    """
+    return _compiled.dropout_threshold(as_probability("p", p)) / 256
+
+
+def dropout_bits(
+    state: DropoutState,
+    *,
+    p: float,
+    batch: int,
+    heads: int,
+    seqlen_q: int,
+    seqlen_k: int,
+    mapping: str = layout.DEFAULT_MAPPING,
+    rounds: int = layout.DEFAULT_ROUNDS,
+    first_head: int = 0,
+    total_heads: int | None = None,
+    first_query: int = 0,
+    first_key: int = 0,
+) -> DropoutBits:
+    """What dropout keeps, a bit for each query and key of every query head: batch * heads * seqlen_q * seqlen_k / 8 B.
+
+    A bit depends on the state, p, the mapping, the rounds, the sequence's number and the places of its head, query and
+    key in the whole, and on no other argument. Of a pack the lengths are those of the longest sequence, whose rows
+    past their own lengths shorter ones leave unused.
+
+    Args:
+        state: where the bits come from; of shape (batch, 2) it has `batch` rows. The bits are on its device.
+        p: the probability of dropping an element, from 0 to below 1 in fp32; see `keep_probability`.
+        batch, heads, seqlen_q, seqlen_k: sequences and query heads, at most 65,536 each, and rows of a sequence, below
+            2^30 each.
+        mapping: one of `MAPPINGS`. "flash_attention_2" depends on total_heads, and takes 7 rounds and nothing else.
+        rounds: one of `ROUNDS`.
+        first_head, total_heads: which query heads of the whole model these are, for one of several shards of them.
+            Default: all of them.
+        first_query, first_key: likewise, of the rows of a sequence; multiples of 32.
+
+    Raises:
+        NotImplementedError: the state is on a device that has no generator yet: all but the CPU.
+        TypeError, ValueError: an argument is of a wrong type or out of its range.
+    """
+    if not isinstance(state, DropoutState):
+        raise TypeError(f"state must be a DropoutState, got {type(state).__name__}")
+    p = as_probability("p", p)
+    batch = _count("batch", batch, 0, _MAX_SEQUENCES)
+    heads = _count("heads", heads, 1, _MAX_HEADS)
+    seqlen_q = _count("seqlen_q", seqlen_q, 0, _MAX_SEQLEN)
+    seqlen_k = _count("seqlen_k", seqlen_k, 0, _MAX_SEQLEN)
+    first_head = _count("first_head", first_head, 0, _MAX_HEADS - heads)
+    total_heads = first_head + heads if total_heads is None else total_heads
+    total_heads = _count("total_heads", total_heads, first_head + heads, _MAX_HEADS)
+    first_query = _block_start("first_query", first_query, seqlen_q)
+    first_key = _block_start("first_key", first_key, seqlen_k)
+    if mapping not in MAPPINGS:
+        raise ValueError(f"mapping must be one of {', '.join(map(repr, MAPPINGS))}, got {mapping!r}")
+    if rounds not in ROUNDS:
+        raise ValueError(f"rounds must be one of {', '.join(map(str, ROUNDS))}, got {rounds!r}")
+    if mapping == "flash_attention_2" and rounds != 7:
+        raise ValueError(f"rounds must be 7 with mapping='flash_attention_2', as FlashAttention-2 has, got {rounds}")
+    states = state.rng_state
+    if states.dim() == 2 and states.shape[0] != batch:
+        raise ValueError(f"state must have one row for each of the {batch} sequences, got {states.shape[0]}")
+    if states.device.type != "cpu":
+        raise NotImplementedError(f"state must be on the CPU (no other device makes bits yet), got {states.device}")
+    where = {"first_head": first_head, "total_heads": total_heads, "first_query": first_query, "first_key": first_key}
+    sizes = {"batch": batch, "heads": heads, "seqlen_q": seqlen_q, "seqlen_k": seqlen_k}
+    bits = layout.generate(states, p=p, **sizes, **where, mapping=mapping, rounds=rounds)
+    return DropoutBits(bits, state, p, seqlen_q, seqlen_k, mapping, rounds, **where)
+
+
+def as_probability(name: str, p: object) -> float:
+    """A float from 0 to below 1 in fp32.
+
+    Raises:
+        TypeError, ValueError: it is not.
+    """
+    if isinstance(p, (bool, torch.Tensor)) or not hasattr(p, "__float__"):
+        raise TypeError(f"{name} must be a number from 0 to below 1, got {checks.describe(p)}")
+    value = float(p)
+    # 1 - p is made in fp32, where it must not be 0.
+    if not (0 <= value < 1) or torch.tensor(value, dtype=torch.float32).item() >= 1:
+        raise ValueError(f"{name} must be from 0 to below 1 in fp32, got {checks.describe(p)}")
+    return value
+
+
+def _count(name: str, value: object, least: int, most: int) -> int:
+    if isinstance(value, bool) or not hasattr(value, "__index__"):
+        raise TypeError(f"{name} must be an int, got {checks.describe(value)}")
+    number = operator.index(value)
+    if not least <= number <= most:
+        raise ValueError(f"{name} must be from {least} to {most}, got {number}")
+    return number
+
+
+def _block_start(name: str, value: object, length: int) -> int:
+    first = _count(name, value, 0, _MAX_SEQLEN - length)
+    if first % layout.BLOCK_ROWS:
+        raise ValueError(f"{name} must be a multiple of {layout.BLOCK_ROWS}, got {first}")
+    return first

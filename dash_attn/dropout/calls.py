@@ -1,0 +1,114 @@
+"""Dropout as the public functions are asked for it, and what they give back of it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor
+
+from .. import checks, packs, reference
+from . import layout
+from .bits import DropoutBits, DropoutState, as_probability
+
+# To which FlashAttention-2 rounds up the rows and columns of what return_attn_probs gives.
+_PROBABILITY_MULTIPLE = 128
+
+
+def as_dropout(
+    dropout_p: object, dropout_bits: object, first: Tensor, *, softmax_scale: object, is_pack: bool
+) -> dict[str, object]:
+    """The keywords of the ops, none without dropout. A state is drawn where there are no bits.
+
+    Args:
+        dropout_p, dropout_bits: as in `flash_attn_func`.
+        first: a tensor of the call, on its device.
+        softmax_scale, is_pack: for errors; they tell a call with FlashAttention-3's order of arguments.
+
+    Raises:
+        NotImplementedError: the call is on a device that has no kernels with dropout.
+        TypeError, ValueError: an argument is of a wrong type or value, or the bits are of another probability.
+    """
+    order = f"FlashAttention-3 has {'seqused_q' if is_pack else 'softmax_scale'} in this place: pass it by name"
+    if isinstance(dropout_p, Tensor) or (isinstance(softmax_scale, bool) and dropout_p):
+        got = f"{checks.describe(dropout_p)} and softmax_scale={checks.describe(softmax_scale)}"
+        raise TypeError(f"dropout_p must be a number from 0 to below 1 ({order}), got {got}")
+    p = 0.0 if dropout_p is None else as_probability("dropout_p", dropout_p)
+    if dropout_bits is not None and not isinstance(dropout_bits, DropoutBits):
+        kind = type(dropout_bits).__name__
+        raise TypeError(f"dropout_bits must be a dash_attn.dropout.DropoutBits or None, got {kind}")
+    if dropout_bits is not None and dropout_bits.p != p:
+        raise ValueError(f"dropout_bits must be of dropout_p={p}, got bits of p={dropout_bits.p}")
+    if p == 0:
+        return {}
+    if first.device.type not in ("cpu", "meta"):
+        raise NotImplementedError(
+            f"dropout_p must be 0.0 on {first.device.type} tensors (no kernel drops yet; {order}), got {dropout_p}"
+        )
+    if dropout_bits is not None:
+        return {"dropout_bits": dropout_bits.bits, "dropout_p": p}
+    return {"rng_state": DropoutState.draw(first.device).rng_state, "dropout_p": p}
+
+
+def signed_probabilities(
+    named: Mapping[str, Tensor],
+    num_heads_q: int | None,
+    softmax_lse: Tensor,
+    pack: Mapping[str, Tensor | None] | None,
+    dropout: Mapping[str, Any],
+    scores: Mapping[str, Any],
+    **mask: Any,
+) -> Tensor:
+    """What FlashAttention-2 calls S_dmask: (batch, heads, seqlen_q, seqlen_k) like q, lengths rounded up to 128.
+
+    P with the sign that says what dropout did, below 0 is dropped; 0 where no key is seen. Of a pack the lengths are
+    those of its longest sequence.
+
+    Args:
+        named: q and k, q and kv, or qkv, as the public functions take them, on the CPU.
+        num_heads_q: of a qkv with all heads in one dimension.
+        softmax_lse: the call's.
+        pack: None, or its tensors.
+        dropout: from `as_dropout`.
+        scores: softmax_scale (or None), softcap and alibi_slopes.
+        mask: as `dash_attn.reference.forward` takes it.
+    """
+    q, k = (x.detach() for x in _queries_and_keys(named, num_heads_q))
+    scale = scores["softmax_scale"]
+    scores = {**scores, "softmax_scale": q.shape[-1] ** -0.5 if scale is None else scale}
+    slopes = scores.pop("alibi_slopes")
+    kept = layout.Kept(dropout.get("dropout_bits"), dropout.get("rng_state"), dropout["dropout_p"])
+    # Of a qkv the lengths are those of queries and keys alike.
+    of_pack = {} if pack is None else dict(pack)
+    cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k = (
+        of_pack.get(name + side, of_pack.get(name)) for name in ("cu_seqlens", "seqused") for side in ("_q", "_k")
+    )
+    sequences = packs.sequences(
+        cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, [q], [k], [softmax_lse.detach()], slopes
+    )
+    heads = q.shape[-2]
+    parts = []
+    for (q_rows,), (k_rows,), (lse,), of_sequence, number in sequences:
+        keep = kept.of(number, heads, q_rows.shape[0], q_rows.shape[1], k_rows.shape[1])
+        own = {**scores, "alibi_slopes": of_sequence, "keep": keep, **mask}
+        parts.append((number, reference.signed_probabilities(q_rows, k_rows, lse, **own)))
+    batch = q.shape[0] if cu_seqlens_q is None else len(cu_seqlens_q) - 1
+    sizes = [max((part.shape[dim] for _, part in parts), default=0) for dim in (2, 3)]
+    rows, columns = (-(-size // _PROBABILITY_MULTIPLE) * _PROBABILITY_MULTIPLE for size in sizes)
+    whole = q.new_zeros(batch, heads, rows, columns)
+    for number, part in parts:
+        target = whole if number is None else whole[number : number + 1]
+        target[:, :, : part.shape[2], : part.shape[3]] = part
+    return whole
+
+
+def _queries_and_keys(named: Mapping[str, Tensor], num_heads_q: int | None) -> tuple[Tensor, Tensor]:
+    if "k" in named:
+        return named["q"], named["k"]
+    if "kv" in named:
+        return named["q"], named["kv"].select(-3, 0)
+    qkv = named["qkv"]
+    if num_heads_q is None:
+        return qkv.select(-3, 0), qkv.select(-3, 1)
+    kv_heads = (qkv.shape[-2] - num_heads_q) // 2
+    return qkv.narrow(-2, 0, num_heads_q), qkv.narrow(-2, num_heads_q, kv_heads)

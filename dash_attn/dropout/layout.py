@@ -1,0 +1,119 @@
+"""Where a bit lies (csrc/dropout/mask.h), and the bits of sequences made on the host."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from .. import _schedule as _compiled
+
+BLOCK_ROWS: int = _compiled.DROPOUT_BLOCK_ROWS
+"""Queries, and keys, of a block of bits."""
+BLOCK_BYTES: int = _compiled.DROPOUT_BLOCK_BYTES
+
+DEFAULT_MAPPING = "bit_sliced"
+DEFAULT_ROUNDS = 7
+
+
+def num_blocks(seqlen: int) -> int:
+    return (seqlen + BLOCK_ROWS - 1) // BLOCK_ROWS
+
+
+def shape_of(batch: int, heads: int, seqlen_q: int, seqlen_k: int) -> tuple[int, int, int, int, int]:
+    """Of the tensor of bits: [sequence][head][block of queries][block of keys][byte]."""
+    return batch, heads, num_blocks(seqlen_q), num_blocks(seqlen_k), BLOCK_BYTES
+
+
+def unpack(bits: Tensor, seqlen_q: int, seqlen_k: int) -> Tensor:
+    """bool (batch, heads, seqlen_q, seqlen_k) of bits that have at least these rows; True is kept."""
+    bits = bits[:, :, : num_blocks(seqlen_q), : num_blocks(seqlen_k)]
+    batch, heads, q_blocks, k_blocks, _ = bits.shape
+    digits = bits.unsqueeze(-1).bitwise_right_shift(torch.arange(8, dtype=torch.uint8, device=bits.device)) & 1
+    # A byte is of one (c, C, a, d, D), its bits are 4 A + 2 B + b.
+    c, C, a, d, D, A, B, b = range(4, 12)
+    digits = digits.reshape(batch, heads, q_blocks, k_blocks, 4, 4, 2, 2, 2, 2, 2, 2)
+    rows = digits.permute(0, 1, 2, a, b, c, d, 3, A, B, C, D)
+    rows = rows.reshape(batch, heads, q_blocks * BLOCK_ROWS, k_blocks * BLOCK_ROWS)
+    return rows[:, :, :seqlen_q, :seqlen_k].bool()
+
+
+def generate(
+    rng_state: Tensor,
+    *,
+    p: float,
+    batch: int,
+    heads: int,
+    seqlen_q: int,
+    seqlen_k: int,
+    first_head: int,
+    total_heads: int,
+    first_query: int,
+    first_key: int,
+    mapping: str,
+    rounds: int,
+    first_sequence: int = 0,
+) -> Tensor:
+    """The bits of `dash_attn.dropout.dropout_bits`, whose arguments these are, on the CPU.
+
+    `first_sequence` is the number of the first sequence, where they share one state.
+    """
+    states = rng_state.tolist()
+    shares_one = rng_state.dim() == 1
+    shape = shape_of(batch, heads, seqlen_q, seqlen_k)
+    bits = torch.empty(shape, dtype=torch.uint8)
+    if bits.numel() == 0:
+        return bits
+    for number in range(batch):
+        seed, offset = states if shares_one else states[number]
+        made = _compiled.dropout_bits(
+            seed % 2**64,
+            offset % 2**64,
+            p=p,
+            sequence=first_sequence + number if shares_one else 0,
+            heads=heads,
+            seqlen_q=seqlen_q,
+            seqlen_k=seqlen_k,
+            first_head=first_head,
+            total_heads=total_heads,
+            first_query=first_query,
+            first_key=first_key,
+            mapping=mapping,
+            rounds=rounds,
+        )
+        bits[number] = torch.frombuffer(made, dtype=torch.uint8).view(shape[1:])
+    return bits
+
+
+class Kept(NamedTuple):
+    """What a call drops, as the ops are told: bits, or the state that they are made of; neither is nothing."""
+
+    bits: Tensor | None
+    rng_state: Tensor | None
+    p: float
+
+    def of(self, number: int | None, heads: int, batch: int, seqlen_q: int, seqlen_k: int) -> Tensor | None:
+        """bool (batch, heads, seqlen_q, seqlen_k), True is kept, of sequence `number` of a pack, or of a dense batch.
+
+        Raises:
+            ValueError: the bits of a pack have fewer rows than the sequence.
+        """
+        if self.bits is not None:
+            bits = self.bits if number is None else self.bits[number : number + 1]
+            wanted = shape_of(batch, heads, seqlen_q, seqlen_k)
+            if bits.shape[2] < wanted[2] or bits.shape[3] < wanted[3]:
+                raise ValueError(
+                    f"dropout_bits must have {wanted[2]} blocks of queries and {wanted[3]} of keys for sequence "
+                    f"{number} of {seqlen_q} queries and {seqlen_k} keys, got {bits.shape[2]} and {bits.shape[3]}"
+                )
+            return unpack(bits, seqlen_q, seqlen_k)
+        if self.rng_state is None:
+            return None
+        state, first = self.rng_state, 0
+        if number is not None:
+            state, first = (state[number : number + 1], 0) if state.dim() == 2 else (state, number)
+        sizes = {"batch": batch, "heads": heads, "seqlen_q": seqlen_q, "seqlen_k": seqlen_k, "first_sequence": first}
+        where = {"first_head": 0, "total_heads": heads, "first_query": 0, "first_key": 0}
+        bits = generate(state, p=self.p, **sizes, **where, mapping=DEFAULT_MAPPING, rounds=DEFAULT_ROUNDS)
+        return unpack(bits, seqlen_q, seqlen_k)
