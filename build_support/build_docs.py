@@ -19,10 +19,7 @@ MENU: dict[str, list[str]] = {
     "": ["README.md", "docs/install.md", "docs/usage.md", "docs/contract.md"],
     "Beyond one call": ["docs/distributed.md", "docs/receipts.md", "docs/dropout.md"],
     "Frameworks": ["docs/integrations/*.md"],
-    "How it works": [
-        *("docs/design.md", "docs/forward.md", "docs/schedules.md", "docs/order_free.md", "docs/model.md"),
-        "docs/dropout.md",
-    ],
+    "How it works": ["docs/design.md", "docs/forward.md", "docs/schedules.md", "docs/order_free.md", "docs/model.md"],
     "Measurements": ["benchmarks/README.md"],
     "Project": ["CHANGELOG.md", "CONTRIBUTING.md", "docs/engineering_log.md", "third_party/README.md"],
 }
