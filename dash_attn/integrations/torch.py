@@ -196,6 +196,12 @@ def _require_kernel(query: Tensor, value: Tensor, dropout_p: float, **unserved: 
             raise _NoKernel(name, name)
 
 
+def _require_square_if_causal(query: Tensor, key: Tensor, is_causal: bool) -> None:
+    """On a CPU, PyTorch aligns the first query with the first key; our mask aligns the last ones."""
+    if is_causal and query.size(2) != key.size(2):
+        raise _NoKernel("is_causal", f"is_causal with {query.size(2)} queries and {key.size(2)} keys")
+
+
 @functools.cache
 def _capability(device: int) -> tuple[int, int]:
     return torch.cuda.get_device_capability(device)
@@ -274,6 +280,7 @@ class _Ops:
         self, query, key, value, dropout_p=0.0, is_causal=False, *, attn_mask=None, scale=None
     ):  # fmt: skip
         _require_kernel(query, value, dropout_p, attn_mask=attn_mask)
+        _require_square_if_causal(query, key, is_causal)
         out, softmax_lse = self._sdpa_results(query, key, value, scale, is_causal)
         # The layouts that torch's CPU kernel has.
         softmax_lse = softmax_lse.transpose(1, 2).contiguous().transpose(1, 2)
@@ -283,6 +290,7 @@ class _Ops:
         self, grad_out, query, key, value, out, logsumexp, dropout_p, is_causal, *, attn_mask=None, scale=None
     ):  # fmt: skip
         _require_kernel(query, value, dropout_p, attn_mask=attn_mask)
+        _require_square_if_causal(query, key, is_causal)
         gradients = [
             torch.empty_permuted(x.shape, (0, 2, 1, 3), dtype=x.dtype, device=x.device) for x in (query, key, value)
         ]
