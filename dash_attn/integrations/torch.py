@@ -27,6 +27,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention import _registry
 
+from dash_attn import ops as _ops
 from dash_attn import schedule as _schedule
 from dash_attn.checks import as_window
 
@@ -75,6 +76,7 @@ def activate(
 
     Raises:
         TypeError, ValueError: an argument has a wrong type or value; the message names it.
+        RuntimeError: "cuda" is in `device_types`, torch has CUDA and this installation has no kernels; it says why.
     """
     global _former_active
     with _lock:
@@ -132,7 +134,7 @@ def register(
             registered under it before.
 
     Raises:
-        TypeError, ValueError: as `activate`.
+        TypeError, ValueError, RuntimeError: as `activate`.
     """
     if not isinstance(name, str) or not name:
         raise TypeError(f"name must be a string that is not empty, got {name!r}")
@@ -143,6 +145,8 @@ def register(
             _one_of("fallback", fallback, ("former", "error")),
             _one_of("schedule", schedule, ("auto", *_schedule.POLICIES)),
         )  # fmt: skip
+        if "cuda" in device_types and torch.version.cuda and _ops.why_no_kernels is not None:
+            raise RuntimeError(_ops.why_no_kernels)
         if name not in _former_registrations:
             _former_registrations[name] = _registry._FLASH_ATTENTION_IMPLS.get(name)
         _registry.register_flash_attention_impl(name, register_fn=install)
