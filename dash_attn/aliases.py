@@ -16,6 +16,7 @@ import importlib.metadata
 import os
 import pathlib
 import re
+import site
 import sys
 import warnings
 from collections.abc import Iterable, Iterator
@@ -23,9 +24,10 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import cast
 
-__all__ = ["ENVIRONMENT", "activate", "active", "from_environment"]
+__all__ = ["ENVIRONMENT", "activate", "active", "from_environment", "start_file", "why_no_start_file"]
 
 ENVIRONMENT = "DASH_ATTN_AS_FLASH_ATTN"
+START_FILE = "dash_attn_as_flash_attn.pth"
 # By distribution: the release whose interface it has, and its top-level modules. A release's modules come together.
 _DISTRIBUTIONS = {
     "flash-attn": ("2.8.3", ("flash_attn", "flash_attn_2_cuda")),
@@ -66,7 +68,7 @@ def activate(*, force: bool = False) -> None:
             raise RuntimeError(f"dash_attn cannot become {name}, which is imported already: activate it before that")
     for distribution in _DISTRIBUTIONS:
         found = _installed(distribution)
-        if found and not force:
+        if found and not force and not _is_forced():
             raise RuntimeError(f"dash_attn cannot become {found}, unless it is forced ({_how_to_force()})")
     imported = [name for name in _LOOK_AT_IMPORT if name in sys.modules]
     if imported and not active():
@@ -78,6 +80,19 @@ def activate(*, force: bool = False) -> None:
 def active() -> bool:
     """Whether the names are dash_attn's, but for those that are installed where it was not forced."""
     return _finder() is not None
+
+
+def start_file() -> pathlib.Path | None:
+    """The file that looks at DASH_ATTN_AS_FLASH_ATTN when Python starts, which a wheel installs; None without it."""
+    found = (pathlib.Path(folder, START_FILE) for folder in _start_folders())
+    return next((path for path in found if path.is_file()), None)
+
+
+def why_no_start_file() -> str | None:
+    """None, or why processes that this one starts do not get the names from the environment, and what to do."""
+    if start_file() is not None:
+        return None
+    return f"{START_FILE} is not in {' nor in '.join(_start_folders())}: copy it there from dash_attn's build_support/"
 
 
 def from_environment() -> None:
@@ -121,6 +136,9 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         if not self._said:
             self._said = True
             _say(f"{name} is dash_attn {_version()} in this process, under the version {version}")
+        if name == "flash_attn":
+            # The real package has it as an attribute too; the import sets it.
+            importlib.import_module("flash_attn.flash_attn_interface")
 
     def find_distributions(
         self, context: importlib.metadata.DistributionFinder.Context | None = None
@@ -177,8 +195,18 @@ def _finder() -> _Finder | None:
     return cast("_Finder | None", next((finder for finder in sys.meta_path if _is_ours(finder)), None))
 
 
+def _is_forced() -> bool:
+    finder = _finder()
+    return finder is not None and finder.force
+
+
 def _is_ours(finder: object) -> bool:
     return getattr(finder, "finds_dash_attn_as_flash_attn", False)
+
+
+def _start_folders() -> list[str]:
+    """Where Python looks for files that it reads at its start."""
+    return [*site.getsitepackages(), *([site.getusersitepackages()] if site.ENABLE_USER_SITE else [])]
 
 
 def _roots() -> Iterable[str]:

@@ -7,7 +7,9 @@ run and by the CPU reference elsewhere. The exit status is 0 when the check pass
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
+import importlib
 import importlib.metadata
 import importlib.util
 import json
@@ -17,13 +19,14 @@ import platform
 import re
 import sys
 import time
+import warnings
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
 import dash_attn
-from dash_attn import build_record, ops, schedule
+from dash_attn import aliases, build_record, ops, schedule
 
 HOPPER = (9, 0)
 _NO_GPU = "torch sees no CUDA device"
@@ -131,13 +134,27 @@ def _is_active(door: _Door) -> bool:
     return bool(is_active and is_active())
 
 
+def _why_closed(door: _Door) -> str | None:
+    """None, or why the door cannot be used: what its import, or the door itself, has against what is installed."""
+    if not _find(door.imported):
+        return "not installed"
+    try:
+        # Frameworks warn of what they lack, and stdout is the report's.
+        with warnings.catch_warnings(), contextlib.redirect_stdout(sys.stderr):
+            warnings.simplefilter("ignore")
+            module = importlib.import_module(door.module)
+            return module.why_closed() if hasattr(module, "why_closed") else None
+    except Exception as error:  # frameworks fail to import in ways of their own
+        return str(error).partition("\n")[0] or type(error).__name__
+
+
 def _doors() -> list[dict[str, Any]]:
     found = []
     for door in DOORS:
         installed = _find(door.imported)
         version = _version(door.distribution) if installed else None
         found.append({"module": door.module, "framework": door.distribution, "version": version,
-                      "installed": installed, "active": _is_active(door)})  # fmt: skip
+                      "installed": installed, "why_closed": _why_closed(door), "active": _is_active(door)})  # fmt: skip
     return found
 
 
@@ -235,6 +252,7 @@ def report() -> dict[str, Any]:
         "why_not": why_not,
         "doors": _doors(),
         "aliases": _aliases(),
+        "why_not_in_other_processes": aliases.why_no_start_file(),
         "self_check": self_check("cpu" if why_not else "cuda", kernels),
     }
 
@@ -262,11 +280,13 @@ def _text(facts: dict[str, Any]) -> str:
     lines.append("doors:")
     for door in facts["doors"]:
         framework = f"{door['framework']} {door['version'] or ''}".strip()
-        state = "active" if door["active"] else "open" if door["installed"] else "closed: not installed"
+        state = "active" if door["active"] else f"closed: {door['why_closed']}" if door["why_closed"] else "open"
         lines.append(f"  {door['module']:<36}{framework}: {state}")
     for alias in facts["aliases"]:
         version = f" {alias['version']}" if alias["version"] else ""
         lines.append(f"  {'the name ' + alias['module']:<36}{(alias['owner'] or 'nobody') + version}")
+    why = facts["why_not_in_other_processes"]
+    lines.append(f"  {'the names in other processes':<36}{f'no: {why}' if why else f'by {aliases.ENVIRONMENT}'}")
     by = "the kernels" if check["device"] == "cuda" else "the CPU reference"
     result = "passed" if check["passed"] else "FAILED"
     lines.append(f"self-check of {by}: {result} ({check['cases']} calls, {check['seconds']} s)")

@@ -5,8 +5,9 @@
     torchrun --nproc-per-node 8 -m dash_attn.run script.py [arguments ...]
 
 The script, its arguments and sys.path are what they are with `python script.py` or `python -m module`. Processes that
-it starts inherit DASH_ATTN_AS_FLASH_ATTN, which an installed dash_attn looks at when Python starts. --force hides an
-installed flash_attn.
+it starts inherit DASH_ATTN_AS_FLASH_ATTN, which an installed dash_attn looks at when Python starts; where it is not
+installed so, a line on stderr says that they do not get the names. --force hides an installed flash_attn, as
+DASH_ATTN_AS_FLASH_ATTN=force does.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ def main(arguments: list[str]) -> None:
     if arguments[:1] in (["-h"], ["--help"]):
         print(__doc__)
         return
+    force = force or os.environ.get(aliases.ENVIRONMENT) == "force"
     is_module = arguments[:1] == ["-m"]
     program = arguments[1:] if is_module else arguments
     if not program or program[0].startswith("-"):
@@ -41,6 +43,8 @@ def main(arguments: list[str]) -> None:
         aliases.activate(force=force)
     except RuntimeError as error:
         raise SystemExit(f"dash_attn.run: {error}") from None
+    if why := aliases.why_no_start_file():
+        print(f"dash_attn.run: processes that the program starts lack the names, for {why}", file=sys.stderr)
     os.environ[aliases.ENVIRONMENT] = "force" if force else "1"
     sys.argv = program
     if is_module:

@@ -145,6 +145,20 @@ print(flash_attn.__version__, metadata.version("flash-attn"), hasattr(flash_attn
     assert stdout.split() == [f"2.8.3+dash.{dash_attn.__version__}"] * 2 + ["False"]
 
 
+def test_activating_again_after_force_changes_nothing(installed):
+    again = "aliases.activate(); import flash_attn; print(flash_attn.__dash_attn__)"
+    stdout, _ = python("-c", f"import dash_attn.aliases as aliases; aliases.activate(force=True); {again}",
+                       paths=[installed])  # fmt: skip
+    assert stdout.split() == [dash_attn.__version__]
+
+
+def test_the_interface_is_an_attribute_of_the_package():
+    code = "import dash_attn.as_flash_attn, flash_attn; print(flash_attn.flash_attn_interface.__name__)"
+    stdout, stderr = python("-c", code)
+    assert stdout.split() == ["flash_attn.flash_attn_interface"]
+    assert [line.split()[0] for line in stderr] == ["flash_attn"]
+
+
 def test_start_of_python(started_python):
     def start(code, **environment):
         return python("-c", f"import sys; print({code})", executable=started_python, **environment)
@@ -206,7 +220,8 @@ if __name__ == "__main__":
 def test_processes_that_a_program_starts(started_python, tmp_path):
     (tmp_path / "program.py").write_text(WORKERS)
     arguments = ("-m", "dash_attn.run", tmp_path / "program.py", "--flag", "3")
-    stdout, _ = python(*arguments, executable=started_python)
+    stdout, stderr = python(*arguments, executable=started_python)
+    assert not any(START_FILE in line for line in stderr)
     assert stdout.strip() == f"{[f'2.8.3+dash.{dash_attn.__version__}'] * 2} ['--flag', '3']"
 
 
@@ -229,6 +244,34 @@ def test_run(force, installed):
     assert found == ["__main__", [program, "a", "-m"], str(folder), str(folder / "beside.py"), version, value]
     found = json.loads(python("-m", "dash_attn.run", *options, "-m", "program", "--force", paths=[*paths, folder])[0])
     assert found[:2] == ["__main__", [program, "--force"]] and found[4:] == [version, value]
+
+
+def test_run_keeps_an_inherited_force(installed):
+    code = f"import os, flash_attn; print(flash_attn.__version__, os.environ[{VARIABLE!r}])"
+    (installed / "program.py").write_text(code)
+    arguments = ("-m", "dash_attn.run", installed / "program.py")
+    stdout, _ = python(*arguments, paths=[installed], **{VARIABLE: "force"})
+    assert stdout.split() == [f"2.8.3+dash.{dash_attn.__version__}", "force"]
+
+
+def test_names_that_workers_would_lack_are_said(started_python, tmp_path):
+    (tmp_path / "program.py").write_text("")
+    (started,) = started_python.parents[1].glob(f"lib/python*/site-packages/{START_FILE}")
+    kept = started.read_text()
+    started.unlink()
+    try:
+        _, stderr = python("-m", "dash_attn.run", tmp_path / "program.py", executable=started_python)
+        facts, _ = python("-m", "dash_attn.info", executable=started_python)
+    finally:
+        started.write_text(kept)
+    (line,) = stderr
+    assert line.startswith(
+        f"dash_attn.run: processes that the program starts lack the names, for {START_FILE} is not in"
+    )
+    assert str(started.parent) in line
+    assert f"no: {START_FILE} is not in {started.parent}" in facts
+    facts, _ = python("-m", "dash_attn.info", executable=started_python)
+    assert START_FILE not in facts and f"by {VARIABLE}" in facts
 
 
 def test_run_refuses(installed):

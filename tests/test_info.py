@@ -94,6 +94,26 @@ def test_every_door_is_listed():
     assert modules <= {door.module for door in info.DOORS}
 
 
+def test_info_says_why_a_door_is_closed(package):
+    """Of frameworks whose versions do not fit."""
+    for name, text in {
+        "transformers/__init__.py": "__version__ = '5.0.0'\n",
+        "transformers/utils/__init__.py": "",
+        "transformers/utils/import_utils.py": "",
+        "transformers-5.0.0.dist-info/METADATA": "Metadata-Version: 2.1\nName: transformers\nVersion: 5.0.0\n",
+        "megatron/core/__init__.py": "",
+    }.items():
+        (package.parent / name).parent.mkdir(parents=True, exist_ok=True)
+        (package.parent / name).write_text(text)
+    found = run(package.parent, "-W", "ignore", "-m", "dash_attn.info")
+    assert found.returncode == 0, found.stdout + found.stderr
+    lines = {line.split()[0]: line.partition(": ")[2] for line in found.stdout.splitlines() if line.startswith("  ")}
+    assert lines["dash_attn.integrations.torch"] == "open"
+    transformers = "closed: dash-attn/flash needs transformers 5.16 or newer, got 5.0.0"
+    assert lines["dash_attn.integrations.transformers"] == transformers
+    assert lines["dash_attn.integrations.megatron"].startswith("closed: cannot import name 'parallel_state' from")
+
+
 @pytest.mark.parametrize("note", [None, "nvcc was not found (CUDA_HOME, PATH, /usr/local/cuda)"])
 def test_a_package_without_kernels_says_so_once(package, note):
     if note is not None:

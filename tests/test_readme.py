@@ -320,7 +320,8 @@ def test_the_ratios_by_shape_of_the_grids_with_bars(grid, pass_):
             assert cell == (f"{mine[shape] / peer:.2f}" if peer else "-")
 
 
-DOCUMENTS = [path for folder in (".", "docs", "benchmarks", "third_party") for path in (ROOT / folder).glob("*.md")]
+DOCUMENTS = [path for folder in (".", "benchmarks", "third_party") for path in (ROOT / folder).glob("*.md")]
+DOCUMENTS += (ROOT / "docs").rglob("*.md")
 
 
 def anchors(document):

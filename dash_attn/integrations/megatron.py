@@ -124,8 +124,11 @@ class DashAttention(MegatronModule):
         Args:
             query: (seqlen_q, batch, heads, head_dim), bf16 or fp16; in a pack (total_q, heads, head_dim).
             key, value: the same with seqlen_k or total_k, and with kv_heads, which divide heads.
-            attention_mask: looked at under the mask types padding and padding_causal alone, as in TransformerEngine:
-                None, or bool (batch, 1, 1, seqlen), True at padding, which must be at the end of each sequence.
+            attention_mask: None, or bool, True where a query does not see a key. Under padding and padding_causal
+                (batch, 1, 1, seqlen), with the padding at the end of each sequence. Under causal and
+                causal_bottom_right it must be that mask itself, (1 or batch, 1, seqlen_q, seqlen_k), as Megatron passes
+                it: one that separates documents, as --reset-attention-mask makes it, is refused. On a GPU that is an
+                error on the device, for which nothing waits. Under no_mask and in a pack it is not looked at.
             attn_mask_type: padding, causal, no_mask, padding_causal or causal_bottom_right; None for the module's.
             attention_bias: None only.
             packed_seq_params: of a pack, with qkv_format "thd". Where cu_seqlens_*_padded are given they say where a
@@ -138,6 +141,8 @@ class DashAttention(MegatronModule):
         Raises:
             NotImplementedError, ValueError: an argument asks for what is not supported, or its shape is wrong.
         """
+        one_mask = attention_mask is None or isinstance(attention_mask, Tensor)
+        _require(one_mask, "attention_mask", "None or one tensor", f"a {type(attention_mask).__name__}")
         mask_type = self.attn_mask_type if attn_mask_type is None else attn_mask_type
         _require(mask_type != AttnMaskType.arbitrary, "attn_mask_type", "another than arbitrary", mask_type)
         _require(attention_bias is None, "attention_bias", "None", "a tensor")
@@ -154,6 +159,8 @@ class DashAttention(MegatronModule):
             )
         if mask_type in _PADDED and attention_mask is not None:
             return self._attend_padded(query, key, value, attention_mask, arguments)
+        if arguments["causal"] and attention_mask is not None:
+            _require_causal(attention_mask, query.shape[0], key.shape[0], query.shape[1])
         # Heads do not see each other, so those of all sequences may stand side by side: no tensor is transposed.
         batch = query.shape[1]
         sinks = None if self.softmax_offset is None else self.softmax_offset.repeat(batch)
@@ -200,10 +207,7 @@ class DashAttention(MegatronModule):
             )
         padding = attention_mask.reshape(batch, seqlen).to(torch.bool)
         at_the_end = (padding[:, 1:] >= padding[:, :-1]).all()
-        if at_the_end.is_cpu and not at_the_end:
-            raise ValueError("attention_mask must have its padding at the end of each sequence, got some before it")
-        # On a GPU this is an error on the device, so that nothing waits for it.
-        torch._assert_async(at_the_end, "attention_mask must have its padding at the end of each sequence")
+        _require_of_mask(at_the_end, "have its padding at the end of each sequence, got some before it")
         lengths = (~padding).sum(dim=1, dtype=torch.int32)
         offsets = torch.arange(0, (batch + 1) * seqlen, seqlen, dtype=torch.int32, device=query.device)
         q, k, v = (x.transpose(0, 1).flatten(0, 1) for x in (query, key, value))
@@ -242,21 +246,53 @@ def _rows_of(cu_seqlens: Tensor, cu_seqlens_padded: Tensor | None) -> tuple[Tens
     return cu_seqlens_padded, cu_seqlens[1:] - cu_seqlens[:-1]
 
 
+def _require_causal(mask: Tensor, seqlen_q: int, seqlen_k: int, batch: int) -> None:
+    allowed = [(count, 1, seqlen_q, seqlen_k) for count in dict.fromkeys((1, batch))]
+    if tuple(mask.shape) not in allowed:
+        shapes = " or ".join(map(str, allowed))
+        raise ValueError(
+            f"attention_mask under a causal attn_mask_type must be None or {shapes}, got {tuple(mask.shape)}"
+        )
+    unseen = torch.ones(seqlen_q, seqlen_k, dtype=torch.bool, device=mask.device).triu_(1 + seqlen_k - seqlen_q)
+    _require_of_mask(
+        (mask.to(torch.bool) == unseen).all(),
+        "be the causal mask under a causal attn_mask_type, got another: leave out --reset-attention-mask, and pass "
+        "packed documents by packed_seq_params",
+    )  # fmt: skip
+
+
+def _require_of_mask(holds: Tensor, what: str) -> None:
+    if holds.is_cpu and not holds:
+        raise ValueError(f"attention_mask must {what}")
+    # On a GPU this is an error on the device, so that nothing waits for it.
+    torch._assert_async(holds, f"attention_mask must {what}")
+
+
 def _require(holds: bool, name: str, allowed: str, value: object) -> None:
     if not holds:
         raise NotImplementedError(f"dash_attn needs {name} to be {allowed}, got {value}")
 
 
 def _replace(node: Any, replaced: list[str]) -> Any:
+    if isinstance(node, dict):
+        # Of its own kind, such as an OrderedDict.
+        result = copy.copy(node)
+        result.update((name, _replace_named(name, item, replaced)) for name, item in node.items())
+        return result
+    if isinstance(node, tuple) and hasattr(node, "_fields"):
+        return type(node)(*(_replace_named(name, item, replaced) for name, item in zip(node._fields, node)))
     if isinstance(node, (list, tuple)):
         return type(node)(_replace(item, replaced) for item in node)
     if not dataclasses.is_dataclass(node) or isinstance(node, type):
         return node
     result = copy.copy(node)
     for field in dataclasses.fields(node):
-        replace = _core if field.name == "core_attention" else _replace
-        setattr(result, field.name, replace(getattr(node, field.name), replaced))
+        setattr(result, field.name, _replace_named(field.name, getattr(node, field.name), replaced))
     return result
+
+
+def _replace_named(name: object, node: Any, replaced: list[str]) -> Any:
+    return (_core if name == "core_attention" else _replace)(node, replaced)
 
 
 def _core(core: Any, replaced: list[str]) -> Any:

@@ -27,6 +27,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention import _registry
 
+from dash_attn import ops as _ops
 from dash_attn import schedule as _schedule
 from dash_attn.checks import as_window
 
@@ -75,6 +76,7 @@ def activate(
 
     Raises:
         TypeError, ValueError: an argument has a wrong type or value; the message names it.
+        RuntimeError: "cuda" is in `device_types`, torch has CUDA and this installation has no kernels; it says why.
     """
     global _former_active
     with _lock:
@@ -132,7 +134,7 @@ def register(
             registered under it before.
 
     Raises:
-        TypeError, ValueError: as `activate`.
+        TypeError, ValueError, RuntimeError: as `activate`.
     """
     if not isinstance(name, str) or not name:
         raise TypeError(f"name must be a string that is not empty, got {name!r}")
@@ -143,6 +145,8 @@ def register(
             _one_of("fallback", fallback, ("former", "error")),
             _one_of("schedule", schedule, ("auto", *_schedule.POLICIES)),
         )  # fmt: skip
+        if "cuda" in device_types and torch.version.cuda and _ops.why_no_kernels is not None:
+            raise RuntimeError(_ops.why_no_kernels)
         if name not in _former_registrations:
             _former_registrations[name] = _registry._FLASH_ATTENTION_IMPLS.get(name)
         _registry.register_flash_attention_impl(name, register_fn=install)
@@ -194,6 +198,12 @@ def _require_kernel(query: Tensor, value: Tensor, dropout_p: float, **unserved: 
     for name, argument in unserved.items():
         if argument is not None and argument is not False:
             raise _NoKernel(name, name)
+
+
+def _require_square_if_causal(query: Tensor, key: Tensor, is_causal: bool) -> None:
+    """On a CPU, PyTorch aligns the first query with the first key; our mask aligns the last ones."""
+    if is_causal and query.size(2) != key.size(2):
+        raise _NoKernel("is_causal", f"is_causal with {query.size(2)} queries and {key.size(2)} keys")
 
 
 @functools.cache
@@ -274,6 +284,7 @@ class _Ops:
         self, query, key, value, dropout_p=0.0, is_causal=False, *, attn_mask=None, scale=None
     ):  # fmt: skip
         _require_kernel(query, value, dropout_p, attn_mask=attn_mask)
+        _require_square_if_causal(query, key, is_causal)
         out, softmax_lse = self._sdpa_results(query, key, value, scale, is_causal)
         # The layouts that torch's CPU kernel has.
         softmax_lse = softmax_lse.transpose(1, 2).contiguous().transpose(1, 2)
@@ -283,6 +294,7 @@ class _Ops:
         self, grad_out, query, key, value, out, logsumexp, dropout_p, is_causal, *, attn_mask=None, scale=None
     ):  # fmt: skip
         _require_kernel(query, value, dropout_p, attn_mask=attn_mask)
+        _require_square_if_causal(query, key, is_causal)
         gradients = [
             torch.empty_permuted(x.shape, (0, 2, 1, 3), dtype=x.dtype, device=x.device) for x in (query, key, value)
         ]

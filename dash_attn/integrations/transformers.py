@@ -76,6 +76,15 @@ def uninstall() -> None:
         setattr(PreTrainedModel, _CHECK, original)
 
 
+def why_closed() -> str | None:
+    """None, or why `install` would raise ImportError: what is missing, or which version does not fit."""
+    try:
+        _checked_model_class()
+    except ImportError as error:
+        return str(error)
+    return None
+
+
 def _entry() -> str:
     return f"{NAME}={_FOLDER}"
 

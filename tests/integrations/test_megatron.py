@@ -5,6 +5,7 @@ import os
 import pathlib
 import subprocess
 import sys
+from typing import NamedTuple
 
 import pytest
 
@@ -242,12 +243,44 @@ def test_calls_that_are_refused():
         core(mask_type=AttnMaskType.padding)(query, key, value, causal_mask(24))
     with pytest.raises(ValueError, match="attention_mask must have its padding at the end"):
         core(mask_type=AttnMaskType.padding)(query, key, value, mask.flip(-1))
+    with pytest.raises(NotImplementedError, match="attention_mask to be None or one tensor, got a tuple"):
+        core(mask_type=AttnMaskType.padding)(query, key, value, (mask, mask))
     with pytest.raises(NotImplementedError, match="packed_seq_params.qkv_format to be 'thd', got sbhd"):
         core()(query, key, value, packed_seq_params=PackedSeqParams("sbhd"))
     pack = [x[:, 0] for x in (query, key, value)]
     offsets = torch.tensor([0, 24], dtype=torch.int32)
     with pytest.raises(NotImplementedError, match="attn_mask_type to be no_mask, padding or causal_bottom_right in a"):
         core(attention_type="cross")(*pack, packed_seq_params=PackedSeqParams("thd", offsets, offsets))
+
+
+def test_masks_under_a_causal_type():
+    """Megatron passes the causal one, which changes no bits; one that keeps documents apart would be ignored."""
+    inputs, dout = qkv()
+    expected = results(core(), inputs, dout)
+    for mask in (causal_mask(24), causal_mask(24).expand(3, -1, -1, -1)):
+        assert_same_bits(results(core(), inputs, dout, mask), expected)
+    of_last = inputs[0][-2:], *inputs[1:], causal_mask(24)[:, :, -2:]
+    core(mask_type=AttnMaskType.causal_bottom_right)(*of_last)
+    documents = causal_mask(24).expand(3, -1, -1, -1).clone()
+    documents[1, :, 10:, :10] = True
+    with pytest.raises(ValueError, match="must be the causal mask .* got another: leave out --reset-attention-mask"):
+        core()(*inputs, documents)
+    shapes = r"must be None or \(1, 1, 24, 24\) or \(3, 1, 24, 24\), got \(3, 1, 1, 24\)"
+    with pytest.raises(ValueError, match=shapes):
+        core()(*inputs, padding_mask((24, 5, 3), 24))
+
+
+class NamedLayers(NamedTuple):
+    first: ModuleSpec
+    core_attention: type
+
+
+def test_specs_in_dicts_and_named_tuples():
+    layer = get_gpt_layer_local_spec()
+    changed = with_dash_attention({"layers": NamedLayers(layer, DotProductAttention), "name": "gpt"})
+    assert type(changed["layers"]) is NamedLayers and changed["name"] == "gpt"
+    assert changed["layers"].core_attention is DashAttention
+    assert changed["layers"].first.submodules.self_attention.submodules.core_attention is DashAttention
 
 
 def test_specs():

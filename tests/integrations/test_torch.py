@@ -82,6 +82,25 @@ def test_unequal_and_empty_lengths(seqlen_q, seqlen_k):
     *inputs, dout = qkv_tensors(seqlen_q, seqlen_k, heads=2)
     expected = out_and_gradients(flash_attn_func, inputs, dout)
     assert_same_bits(out_and_gradients(cuda_sdpa, inputs, dout), expected)
+    assert_same_bits(out_and_gradients(sdpa, inputs, dout), expected)
+
+
+@pytest.mark.parametrize("seqlen_q, seqlen_k", [(9, 33), (33, 9)])
+def test_causal_and_unequal_lengths_are_left_to_torch(seqlen_q, seqlen_k):
+    """On a CPU its causal mask begins at the first key, ours ends at the last one."""
+    *inputs, dout = qkv_tensors(seqlen_q, seqlen_k, heads=2, kv_heads=2)
+    with pytest.raises(NotImplementedError, match=f"is_causal with {seqlen_q} queries and {seqlen_k} keys"):
+        sdpa(*inputs, is_causal=True)
+    aten_name = "_scaled_dot_product_flash_attention_for_cpu_backward"
+    q, k, v, out = (x.detach().transpose(1, 2) for x in (*inputs, inputs[0]))
+    with pytest.raises(NotImplementedError, match=f"is_causal with {seqlen_q} queries and {seqlen_k} keys"):
+        getattr(aten, aten_name)(out, q, k, v, out, out[..., 0].float(), 0.0, True)
+    door.restore()
+    expected = out_and_gradients(sdpa, inputs, dout, is_causal=True)
+    door.activate(device_types=["cpu"])
+    with pytest.warns(UserWarning, match="is_causal"):
+        actual = out_and_gradients(sdpa, inputs, dout, is_causal=True)
+    assert_same_bits(actual, expected)
 
 
 @pytest.mark.parametrize("order", list(itertools.permutations(range(3))), ids=str)

@@ -12,7 +12,7 @@ from torch.nn import attention as registry
 from torch.nn.attention import SDPBackend, sdpa_kernel, varlen
 
 import dash_attn.integrations.torch as door
-from dash_attn import flash_attn_func
+from dash_attn import flash_attn_func, ops
 from dash_attn.schedule import policy_number
 
 aten = torch.ops.aten
@@ -261,6 +261,20 @@ def test_bad_arguments(arguments, error, message):
     with pytest.raises(error, match=message):
         door.activate(**arguments)
     assert not door.is_active()
+
+
+def test_an_installation_without_kernels_says_so_at_once(monkeypatch, other):
+    """And not at the first call of a model on a GPU."""
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(ops, "why_no_kernels", "dash_attn was installed without its CUDA kernels")
+    registry.activate_flash_attention_impl("other")
+    for call in (door.activate, door.register):
+        with pytest.raises(RuntimeError, match="installed without its CUDA kernels"):
+            call()
+    assert not door.is_active() and registry.current_flash_attention_impl() == "other"
+    assert "dash_attn" not in registry.list_flash_attention_impls()
+    door.activate(device_types=CPU)
+    assert runs_dash_attn()
 
 
 def test_bad_name():

@@ -1,5 +1,10 @@
 """torchtitan's VarlenAttention, which activates the implementation named "FA3" on a Hopper GPU."""
 
+import os
+import pathlib
+import subprocess
+import sys
+
 import pytest
 import torch
 
@@ -9,6 +14,7 @@ from interface_support import assert_same_bits, kernel_calls, out_and_gradients,
 from torch.nn.attention import current_flash_attention_impl  # noqa: E402
 from torchtitan.models.common import attention as titan  # noqa: E402
 
+import dash_attn  # noqa: E402
 import dash_attn.integrations.torch as door  # noqa: E402
 from dash_attn import flash_attn_varlen_func  # noqa: E402
 
@@ -62,3 +68,11 @@ def test_the_log_sum_exp_of_its_epilogue():
     out, lse, _ = flash_attn_varlen_func(*rows, *documents()[:4], causal=True, return_attn_probs=True)
     assert torch.equal(found[0].flatten(0, 1), out)
     assert torch.equal(found[1].flatten(0, 1).T, lse)
+
+
+def test_example():
+    example = pathlib.Path(__file__).parents[2] / "examples" / "torchtitan_attention.py"
+    paths = os.pathsep.join((str(pathlib.Path(dash_attn.__file__).parents[1]), os.environ.get("PYTHONPATH", "")))
+    environment = {**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run([sys.executable, example], env=environment, capture_output=True, text=True)
+    assert done.stdout.splitlines()[-1:] == ["the gradients of three runs have the same bits"], done.stderr
