@@ -11,6 +11,7 @@ import tarfile
 import zipfile
 
 import build_wheel
+import check_frameworks
 import prepare
 import pytest
 import toolchain
@@ -143,3 +144,18 @@ def test_a_wheel_for_other_machines_asks_for_its_torch(tmp_path):
     with zipfile.ZipFile(bound) as archive:
         metadata = archive.read("dash_attn-0.1.0+cu12.torch2.13.dist-info/METADATA").decode()
     assert "\nRequires-Dist: torch==2.13.*\n" in metadata and "\nVersion: 0.1.0+cu12.torch2.13\n" in metadata
+
+
+@pytest.mark.parametrize("answers, status", [(True, 1), (False, 2)])
+def test_ci_fails_without_the_frameworks_that_the_index_has(monkeypatch, capsys, answers, status):
+    """Those of the group and of its companion, in the versions that are asked for."""
+    wanted, alone = (prepare.requirements([check_frameworks.GROUP])[i] for i in range(2))
+    there = dict(requirement.partition("==")[::2] for requirement in wanted + alone)
+    monkeypatch.setattr(check_frameworks, "installed_version", lambda name: there.get(name))
+    monkeypatch.setattr(check_frameworks, "index_answers", lambda: answers)
+    assert check_frameworks.main() == 0
+    there["transformers"], pinned = "5.0.0", there.pop("litgpt")
+    assert check_frameworks.main() == status
+    said = capsys.readouterr().out
+    assert f"litgpt=={pinned} (not installed)" in said and "(5.0.0 is installed)" in said
+    assert "tools/check_frameworks.py" in (ROOT / ".ci" / "run").read_text()

@@ -2,8 +2,9 @@
 """Installs a wheel as a user does and tries it: python tools/try_wheel.py dist/dash_attn-*.whl
 
 In a fresh virtual environment, from another folder, with no compiler on PATH: pip installs the wheel and what it asks
-for, `python -m dash_attn.info` runs, and so does a part of the tests, against the installed package. Exit status: 1
-where something fails, 2 where pip cannot get what the wheel asks for, so that nothing was tried.
+for, the file that gives processes flash_attn's names is in site-packages, `python -m dash_attn.info` runs, and so does
+a part of the tests, against the installed package. Exit status: 1 where something fails, 2 where pip cannot get what
+the wheel asks for, so that nothing was tried.
 """
 
 from __future__ import annotations
@@ -19,8 +20,14 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 COMPILERS = ("cc", "c++", "gcc", "g++", "clang", "clang++", "nvcc", "ninja")
 # Beside the tests, what they import and read; not the package.
-COPIED = ("tests", "build_support", "tools", "csrc", "docs", "pyproject.toml", "README.md")
-TESTS = ("tests/test_info.py", "tests/test_interface.py", "tests/test_varlen.py", "tests/test_schedule_package.py")
+COPIED = ("tests", "build_support", "tools", "csrc", "docs", "examples", "pyproject.toml", "README.md")
+TESTS = (
+    "tests/test_info.py", "tests/test_interface.py", "tests/test_varlen.py", "tests/test_schedule_package.py",
+    "tests/test_aliases.py", "tests/test_compat_bert_padding.py", "tests/test_compat_cache_errors.py",
+    "tests/test_compat_errors.py", "tests/test_compat_flash_attn_3.py", "tests/test_compat_foreign_forward.py",
+    "tests/test_compat_kvcache.py", "tests/test_compat_private.py", "tests/test_compat_signatures.py",
+)  # fmt: skip
+START_FILE = "import dash_attn.aliases as aliases; raise SystemExit(aliases.why_no_start_file())"
 
 
 def main() -> int:
@@ -45,6 +52,8 @@ def main() -> int:
         if subprocess.run([*pip, *wanted], env=environment, cwd=folder).returncode != 0:
             print("NOT TRIED: pip could not install the wheel with what it asks for")
             return 2
+        if subprocess.run([python, "-c", START_FILE], env=environment, cwd=folder).returncode != 0:
+            return 1
         if subprocess.run([python, "-m", "dash_attn.info"], env=environment, cwd=folder).returncode != 0:
             return 1
         for item in COPIED:

@@ -285,10 +285,10 @@ def _replace(node: Any, replaced: list[str]) -> Any:
         return type(node)(_replace(item, replaced) for item in node)
     if not dataclasses.is_dataclass(node) or isinstance(node, type):
         return node
-    result = copy.copy(node)
+    changed: Any = copy.copy(node)
     for field in dataclasses.fields(node):
-        setattr(result, field.name, _replace_named(field.name, getattr(node, field.name), replaced))
-    return result
+        setattr(changed, field.name, _replace_named(field.name, getattr(node, field.name), replaced))
+    return changed
 
 
 def _replace_named(name: object, node: Any, replaced: list[str]) -> Any:
