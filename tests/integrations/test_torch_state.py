@@ -365,6 +365,7 @@ def test_threads():
 
 
 def answer(results):
+    torch.set_num_threads(1)  # OpenMP's threads do not survive a fork
     results.put((door.is_active(), runs_dash_attn()))
 
 
