@@ -45,8 +45,8 @@ class Adder {
     constexpr int kBytes = kPieceFloats * sizeof(float);
     float* const accumulator = params_.workspace.dq_accumulator + part * kPieces * kPieceFloats;
     int* const semaphore = params_.workspace.dq_semaphores + part;
-    // A wide partial is staged throughout its step, so its turn is looked for beforehand; a narrow one's only when it is
-    // staged, because a longer look was measured to cost more than it gains.
+    // A wide partial is staged throughout its step, so its turn is looked for beforehand; a narrow one's only when it
+    // is staged, because a longer look was measured to cost more than it gains.
     if (Variant::kWide && rank > 0) { wait_for_turn(semaphore, rank); }
     Slot buffer{part_ * kPieces};
     if constexpr (Variant::kWide) {
