@@ -7,6 +7,7 @@ Prints one line of JSON: what held, by name.
 
 import json
 import sys
+import weakref
 
 import torch
 import torch.distributed as dist
@@ -100,8 +101,11 @@ def main():
         "checks of one process": refused(lambda: call(*parts, schedule="x"), ValueError, "schedule must be one of"),
         "no gradients": not call(*(x.detach() for x in parts)).requires_grad,
     }
-    print(json.dumps(held))
+    groups = [weakref.ref(group) for group in (dist.group.WORLD, two.get_group("ulysses"))]
+    del two
     dist.destroy_process_group()
+    held["groups end when they are destroyed"] = all(group() is None for group in groups)
+    print(json.dumps(held))
 
 
 if __name__ == "__main__":

@@ -25,6 +25,7 @@ NAMES = (
     "a flag",
     "checks of one process",
     "no gradients",
+    "groups end when they are destroyed",
 )
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import datetime
 import json
 import time
+import weakref
 from collections.abc import Mapping
 from typing import Any
 
@@ -36,18 +37,26 @@ class RankError(RuntimeError):
 
 
 class Channel:
-    """Of one group on one rank. Every rank must make the same calls in the same order."""
+    """Of one group on one rank. Every rank must make the same calls in the same order.
+
+    It does not keep its group: one that outlives `destroy_process_group` has gloo's threads run on into the end of the
+    interpreter, where one that lets go of a tensor ends the process.
+    """
 
     def __init__(self, group: dist.ProcessGroup):
-        self.group = group
+        self._group = weakref.ref(group)
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
         self._ranks_of_job = dist.get_process_group_ranks(group)
         self._timeout = _timeout_of(group)
-        self._host = group if _has_gloo(group) else _gloo_group_like(group, self._timeout)
+        self._host = weakref.ref(group if _has_gloo(group) else _gloo_group_like(group, self._timeout))
         store = distributed_c10d._get_default_store()
         self._store = dist.PrefixStore(f"dash_attn/{group.group_name}", store)
         self._calls = 0
         self._broken: RankError | None = None
+
+    @property
+    def group(self) -> dist.ProcessGroup:
+        return _existing(self._group)
 
     def exchange(self, what: str, record: Mapping[str, Any]) -> list[dict[str, Any]]:
         """Every rank's record, in the order of the ranks.
@@ -67,7 +76,7 @@ class Channel:
             raise ValueError(f"record must have at most {_RECORD_BYTES} bytes, got {len(text)}")
         own = torch.frombuffer(bytearray(text.ljust(_RECORD_BYTES)), dtype=torch.uint8)
         all_ranks = [torch.empty_like(own) for _ in range(self.size)]
-        self.wait(lambda: dist.all_gather(all_ranks, own, group=self._host, async_op=True), what)
+        self.wait(lambda: dist.all_gather(all_ranks, own, group=_existing(self._host), async_op=True), what)
         records = [json.loads(bytes(x.tolist())) for x in all_ranks]
         self._check_same_call(records)
         return records
@@ -198,12 +207,19 @@ def _timeout_of(group: dist.ProcessGroup) -> float:
     return group._get_backend(device).options._timeout.total_seconds()
 
 
-_channels: dict[str, Channel] = {}
+def _existing(reference: weakref.ref[dist.ProcessGroup]) -> dist.ProcessGroup:
+    group = reference()
+    if group is None:
+        raise RuntimeError("the process group of the call has been destroyed")
+    return group
+
+
+_channels: weakref.WeakKeyDictionary[dist.ProcessGroup, Channel] = weakref.WeakKeyDictionary()
 
 
 def channel_of(group: dist.ProcessGroup) -> Channel:
     """The channel of a group; the first call on it must be made by all of its ranks."""
-    channel = _channels.get(group.group_name)
-    if channel is None or channel.group is not group:
-        channel = _channels[group.group_name] = Channel(group)
+    channel = _channels.get(group)
+    if channel is None:
+        channel = _channels[group] = Channel(group)
     return channel
