@@ -76,9 +76,8 @@ def refused(function, kind, message):
     return False
 
 
-def main():
-    rank, ranks, port = map(int, sys.argv[1:4])
-    join(rank, ranks, port, 60)
+def what_holds(rank, ranks):
+    """By name; and a weak reference to each of the groups, none of which the caller has."""
     parts = [shard(x, rank, ranks, dim=1).requires_grad_() for x in whole_inputs()[:3]]
     call = context_parallel_attention
 
@@ -101,8 +100,13 @@ def main():
         "checks of one process": refused(lambda: call(*parts, schedule="x"), ValueError, "schedule must be one of"),
         "no gradients": not call(*(x.detach() for x in parts)).requires_grad,
     }
-    groups = [weakref.ref(group) for group in (dist.group.WORLD, two.get_group("ulysses"))]
-    del two
+    return held, [weakref.ref(group) for group in (dist.group.WORLD, two.get_group("ulysses"))]
+
+
+def main():
+    rank, ranks, port = map(int, sys.argv[1:4])
+    join(rank, ranks, port, 60)
+    held, groups = what_holds(rank, ranks)
     dist.destroy_process_group()
     held["groups end when they are destroyed"] = all(group() is None for group in groups)
     print(json.dumps(held))
