@@ -1,0 +1,47 @@
+"""Faults that a run plants into itself, to show that they are found."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+
+import torch
+
+# Of the H200, about; a sleeping kernel counts cycles.
+_CYCLES_PER_MS = 1_700_000
+
+
+class Fault:
+    """`kill:RANK:STEP` ends a rank's process in the forward of a step; `slow:RANK:MILLISECONDS` delays every attention
+    and MLP of a rank, forward and backward, by so much (on a GPU by a kernel that sleeps).
+
+    Raises:
+        ValueError: `text` is neither, or the rank is none of `ranks`.
+    """
+
+    def __init__(self, text: str | None, rank: int, ranks: int, device: torch.device) -> None:
+        self.step: int | None = None
+        self._kind, self._number, self._device = "", 0.0, device
+        if text is None:
+            return
+        kind, _, rest = text.partition(":")
+        of_rank, _, number = rest.partition(":")
+        try:
+            where, self._number = int(of_rank), float(number)
+            if kind not in ("kill", "slow") or not 0 <= where < ranks:
+                raise ValueError
+        except ValueError:
+            raise ValueError(
+                f"--fault must be kill:RANK:STEP or slow:RANK:MILLISECONDS of one of {ranks} ranks, got {text!r}"
+            ) from None
+        self._kind = kind if where == rank else ""
+
+    def __call__(self, region: str, of_pass: str, layer: int) -> None:
+        if self._kind == "kill" and self.step == self._number and of_pass == "forward" and layer == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        if self._kind == "slow":
+            if self._device.type == "cuda":
+                torch.cuda._sleep(int(self._number * _CYCLES_PER_MS))
+            else:
+                time.sleep(self._number / 1000)

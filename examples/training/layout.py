@@ -1,0 +1,76 @@
+"""Which sequences of a batch, and which of their rows, a rank has."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+
+import torch
+
+from dash_attn.distributed import rows_of_rank, shard
+from dash_attn.receipts import Shard
+
+
+@dataclasses.dataclass(frozen=True)
+class Layout:
+    """`ranks` in groups of `context`: the groups divide the sequences of a batch, the ranks of a group their rows.
+
+    Args:
+        rank, ranks: of the job.
+        context: ranks that share a sequence; it divides `ranks`.
+        sequences, seqlen: of the whole batch; the groups divide the sequences evenly.
+        order: of the rows, one of `dash_attn.distributed.LAYOUTS`.
+
+    Raises:
+        ValueError: something does not divide.
+    """
+
+    rank: int
+    ranks: int
+    context: int
+    sequences: int
+    seqlen: int
+    order: str = "zigzag"
+
+    def __post_init__(self) -> None:
+        if self.context < 1 or self.ranks % self.context:
+            raise ValueError(f"--context-parallel must divide the number of processes, {self.ranks}, got {self.context}")
+        if self.sequences < 1 or self.sequences % self.groups:
+            raise ValueError(
+                f"--batch must be a multiple of the {self.groups} groups of processes that share its sequences, got "
+                f"{self.sequences}"
+            )
+
+    @property
+    def groups(self) -> int:
+        return self.ranks // self.context
+
+    @property
+    def own_sequences(self) -> range:
+        each = self.sequences // self.groups
+        group = self.rank // self.context
+        return range(each * group, each * (group + 1))
+
+    @functools.cached_property
+    def own_rows(self) -> list[tuple[int, int]]:
+        runs = rows_of_rank(self.seqlen, self.rank % self.context, self.context, self.order)
+        return [(run.start, run.stop) for run in runs]
+
+    @property
+    def tokens(self) -> int:
+        """Of the whole batch."""
+        return self.sequences * self.seqlen
+
+    def cut(self, whole: torch.Tensor) -> torch.Tensor:
+        """This rank's part of a tensor (sequences, seqlen, ...), a copy."""
+        own = whole[self.own_sequences.start : self.own_sequences.stop]
+        return shard(own, self.rank % self.context, self.context, dim=1, layout=self.order)
+
+    def shard(self, *rest: int) -> Shard:
+        """What that part is, of a whole (sequences, seqlen, *rest)."""
+        ranges = (((self.own_sequences.start, self.own_sequences.stop),), tuple(self.own_rows))
+        return Shard((self.sequences, self.seqlen, *rest), (*ranges, *(((0, size),) for size in rest)))
+
+    def positions(self) -> torch.Tensor:
+        """(rows of this rank,): where in the sequence they stand."""
+        return torch.cat([torch.arange(start, stop) for start, stop in self.own_rows])

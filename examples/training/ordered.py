@@ -1,0 +1,84 @@
+"""Sums over ranks in the order of the ranks, and torch's own switches.
+
+What NCCL adds depends on its version, its algorithm and on which GPU sits where. Here collectives only copy, and each
+rank adds what it has got in the order of the ranks.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+# Its new name since torch 2.13, where the old one warns.
+_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+def prepare(deterministic: bool) -> None:
+    """What must be set before CUDA begins."""
+    if deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+
+
+def set_deterministic(deterministic: bool) -> None:
+    """torch's switches for all that is not attention: scatters, embeddings, matrix products, cuDNN."""
+    torch.use_deterministic_algorithms(deterministic)
+    # Nothing here reads fresh memory before it is written, and to fill it takes time.
+    torch.utils.deterministic.fill_uninitialized_memory = False
+    torch.backends.cudnn.deterministic = deterministic
+    torch.backends.cudnn.benchmark = False
+    torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = not deterministic
+
+
+class ReduceScatter:
+    """For FSDP2's `set_custom_reduce_scatter`: as many bytes are sent as in NCCL's, and `ordered` sums are ours."""
+
+    def __init__(self, ordered: bool) -> None:
+        self.ordered = ordered
+
+    def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(
+        self,
+        output_tensor: torch.Tensor,
+        input_tensor: torch.Tensor,
+        group: dist.ProcessGroup,
+        op: Any,
+        async_op: bool = False,
+    ) -> Any:
+        if not self.ordered:
+            return _reduce_scatter(output_tensor, input_tensor, op=op, group=group, async_op=async_op)
+        if op != dist.ReduceOp.SUM or async_op:
+            raise ValueError(f"op must be a SUM that is waited for, got {op}, async_op={async_op}")
+        of_ranks = torch.empty_like(input_tensor)
+        dist.all_to_all_single(of_ranks, input_tensor, group=group)
+        add_up(list(of_ranks.view(dist.get_world_size(group), -1)), out=output_tensor)
+        return None
+
+
+def add_up(parts: list[torch.Tensor], *, out: torch.Tensor | None = None) -> torch.Tensor:
+    """The first part and the second, then the third, and so on."""
+    out = parts[0].clone() if out is None else out.copy_(parts[0])
+    for part in parts[1:]:
+        out.add_(part)
+    return out
+
+
+def all_ranks_sum(x: torch.Tensor) -> torch.Tensor:
+    """The sum of a tensor over all ranks, on each; nothing waits for the GPU."""
+    x = x.detach()
+    parts = [torch.empty_like(x) for _ in range(dist.get_world_size())]
+    dist.all_gather(parts, x)
+    return add_up(parts)
+
+
+@torch.no_grad()
+def clip_gradients(parameters: list[torch.nn.Parameter], norm: float) -> None:
+    """What `torch.nn.utils.clip_grad_norm_` does to DTensors, with its sum over ranks in their order."""
+    gradients = [p.grad.to_local() for p in parameters if p.grad is not None]  # type: ignore[attr-defined]
+    own = add_up([gradient.float().square().sum() for gradient in gradients])
+    factor = (norm / (all_ranks_sum(own).sqrt() + 1e-6)).clamp(max=1.0)
+    torch._foreach_mul_(gradients, factor)

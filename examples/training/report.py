@@ -1,0 +1,124 @@
+"""What a run's times say: tokens a second, MFU, attention's share and rate, and which rank is slow in which layer.
+
+    python examples/train_report.py FOLDER [--skip 3] [--png heat_map.png]
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import pathlib
+import statistics
+
+from . import flops
+from .clock import PASSES
+from .files import CONFIG, TIMES
+
+_SLOW = 1.05  # times the median of the ranks
+
+
+@dataclasses.dataclass(frozen=True)
+class Times:
+    """Medians over the steps. `grid[region]` has a row for each rank and a column for each layer: milliseconds of
+    forward and backward together."""
+
+    config: dict
+    steps: int
+    seconds: float
+    grid: dict[str, list[list[float]]]
+    passes: dict[str, float]
+    """Milliseconds of "attention forward" and so on in a step, of all layers, the mean of the ranks."""
+
+
+def read(folder: pathlib.Path, skip: int) -> Times:
+    """The times of a run, without its first `skip` steps, in which libraries choose and memory grows.
+
+    Raises:
+        ValueError: there are none.
+    """
+    config = json.loads((folder / CONFIG).read_text()) if (folder / CONFIG).exists() else None
+    files = sorted((folder / TIMES).glob("rank_*.jsonl"))[: config["ranks"] if config else 0]
+    of_ranks = []
+    for file in files:
+        steps = [json.loads(line) for line in file.read_text().splitlines()]
+        of_ranks.append([step for step in steps if step["step"] >= skip])
+    if not of_ranks or not all(of_ranks):
+        raise ValueError(f"{folder} must be the --out of a run of more than {skip} steps (--skip), got none")
+    seconds = statistics.median(step["seconds"] for steps in of_ranks for step in steps)
+    grid: dict[str, list[list[float]]] = {}
+    passes: dict[str, float] = {}
+    for region in ("attention", "mlp"):
+        rows = []
+        for steps in of_ranks:
+            columns = zip(*([a + b for a, b in zip(*(s[f"{region} {p}"] for p in PASSES))] for s in steps))
+            rows.append([statistics.median(column) for column in columns])
+        grid[region] = rows
+        for of_pass in PASSES:
+            name = f"{region} {of_pass}"
+            passes[name] = statistics.mean(statistics.median(sum(s[name]) for s in steps) for steps in of_ranks)
+    return Times(config, min(map(len, of_ranks)), seconds, grid, passes)
+
+
+def slow_ranks(times: Times) -> list[tuple[int, str, float]]:
+    """Ranks that take more than 1.05 times the median rank's time for a region, the slowest first.
+
+    With context parallelism the time of attention has the waiting for the other ranks in it, and says nothing of whose
+    it is: the MLP's does.
+    """
+    found = []
+    for region, rows in times.grid.items():
+        if region == "attention" and times.config["context"] > 1:
+            continue
+        sums = [sum(row) for row in rows]
+        usual = statistics.median_low(sums)
+        found += [(rank, region, x / usual) for rank, x in enumerate(sums) if x > _SLOW * usual]
+    return sorted(found, key=lambda x: -x[2])
+
+
+def text(times: Times) -> str:
+    config = times.config
+    linear, attention = flops.of_a_step(config)
+    tokens = config["sequences"] * config["seqlen"]
+    rate = (linear + attention) / times.seconds / config["ranks"] / 1e12
+    lines = [
+        f"{config['ranks']} ranks on {config['device']}, {times.steps} steps; medians of steps",
+        f"{times.seconds:.4f} s a step, {tokens / times.seconds:,.0f} tokens/s",
+        f"model FLOPs ({flops.CONVENTION}): {(linear + attention) / 1e12:.4g} T a step, of which attention "
+        f"{attention / (linear + attention):.1%}",
+        f"{rate:.4g} TFLOP/s a rank"
+        + (f", MFU {rate / config['peak_tflops']:.1%} of {config['peak_tflops']:g}" if config["peak_tflops"] else ""),
+    ]
+    own = attention / 3 / config["ranks"]
+    for of_pass, products in zip(PASSES, (1.0, 2.5)):
+        ms = times.passes[f"attention {of_pass}"]
+        lines.append(
+            f"attention {of_pass}: {ms:.3f} ms a step, {ms / 10 / times.seconds:.1f}% of it, "
+            f"{own * products / ms / 1e9:.4g} TFLOP/s (of {'two' if of_pass == 'forward' else 'five'} products)"
+        )
+    if config["context"] > 1:
+        lines.append("  with the movement between ranks, and the waiting for them")
+    slow = slow_ranks(times)
+    lines += [f"rank {rank} is slow: its {region} takes {ratio:.2f} times the median rank's" for rank, region, ratio in slow]
+    return "\n".join(lines if slow else [*lines, f"no rank takes more than {_SLOW} times the median rank's time"])
+
+
+def draw(times: Times, path: pathlib.Path) -> None:
+    """The heat map: ranks by layers, each as a multiple of the layer's median over the ranks."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    ranks = len(next(iter(times.grid.values())))
+    figure, axes = plt.subplots(1, 2, figsize=(12, 1.5 + 0.3 * min(ranks, 64)), layout="constrained")
+    for axis, (region, rows) in zip(axes, times.grid.items()):
+        usual = [statistics.median_low(column) for column in zip(*rows)]
+        relative = [[x / y for x, y in zip(row, usual)] for row in rows]
+        image = axis.imshow(relative, aspect="auto", vmin=0.9, vmax=1.3, cmap="inferno", interpolation="nearest")
+        waiting = " (with waiting)" if region == "attention" and times.config["context"] > 1 else ""
+        axis.set(title=f"{region}{waiting}", xlabel="layer", ylabel="rank")
+        axis.xaxis.get_major_locator().set_params(integer=True)
+        axis.yaxis.get_major_locator().set_params(integer=True)
+    figure.colorbar(image, ax=axes, label="time / median of the ranks")
+    figure.savefig(path, dpi=120)
+    plt.close(figure)
