@@ -66,7 +66,7 @@ class Trainer:
             module.set_force_sum_reduction_for_comms(True)
         self.parameters = list(self.model.parameters())
         self.optimizer = torch.optim.AdamW(
-            self.parameters, lr=learning_rate, betas=(0.9, 0.95), weight_decay=0.1, fused=device.type == "cuda"
+            self.parameters, lr=learning_rate, betas=(0.9, 0.95), weight_decay=0.1, fused=True
         )
         self.set_deterministic(deterministic)
 

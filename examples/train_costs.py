@@ -1,0 +1,78 @@
+"""The cost of determinism in training, in one run: tokens a second, medians of steps in segments that take turns.
+
+    torchrun --nproc-per-node 1 examples/train_costs.py --out costs.json
+
+Attention is dash_attn's, or the fastest of --peers, none of which is deterministic; the rest of the step is
+deterministic or not; and receipts of every step beside. On a CPU the sizes are toys, and say nothing of a GPU.
+"""
+
+import argparse
+import gc
+import json
+import pathlib
+import sys
+import tempfile
+
+import torch
+import torch.distributed as dist
+from train import begin_group, device_of_process
+from training import costs, ordered
+from training.layout import Layout
+from training.model import Shape
+from training.text import Text
+
+
+def parsed(argv: list[str] | None) -> argparse.Namespace:
+    gpu = torch.cuda.is_available()
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = parser.add_argument
+    add("--out", type=pathlib.Path, required=True, help="where the results go, as JSON")
+    add("--seqlens", type=int, nargs="+", default=[2048, 8192, 32768] if gpu else [32, 64], help="tokens a sequence")
+    add("--tokens", type=int, default=65_536 if gpu else 128, help="of a batch, of all processes together")
+    add("--layers", type=int, default=24 if gpu else 2)
+    add("--width", type=int, default=1024 if gpu else 64)
+    add("--heads", type=int, default=8 if gpu else 4)
+    add("--kv-heads", type=int, default=4)
+    add("--hidden", type=int, default=2816 if gpu else 128)
+    add("--rounds", type=int, default=5 if gpu else 2, help="in each of which every variant has a segment")
+    add("--steps", type=int, default=6 if gpu else 2, help="of a segment")
+    add("--peers", nargs="*", default=["flash_attn_3", "sdpa_cudnn", "sdpa_flash", "flash_attn_2"] if gpu else ["sdpa"])
+    return parser.parse_args(argv)
+
+
+def run(arguments: argparse.Namespace, device: torch.device) -> None:
+    text, results = Text(), []
+    shape = Shape(arguments.layers, arguments.width, arguments.heads, arguments.kv_heads, arguments.hidden)
+    name = torch.cuda.get_device_name() if device.type == "cuda" else "a CPU, toy sizes: no statement about a GPU"
+    for seqlen in arguments.seqlens:
+        layout = Layout(dist.get_rank(), dist.get_world_size(), 1, arguments.tokens // seqlen, seqlen)
+        peer, said = costs.fastest(arguments.peers, shape, layout, device)
+        with tempfile.TemporaryDirectory() as folder:
+            bench = costs.Bench(shape, layout, device, text, pathlib.Path(folder))
+            of_variants = costs.variants(peer)
+            rows = costs.measure(bench, of_variants, layout.tokens, rounds=arguments.rounds, steps=arguments.steps)
+        results.append({"seqlen": seqlen, "peers": said, "rows": rows})
+        del bench
+        gc.collect()
+    if dist.get_rank() == 0:
+        of_run = {"device": name, "ranks": dist.get_world_size(), "torch": torch.__version__, "shape": vars(shape)}
+        of_run |= {"tokens": arguments.tokens, "text": text.description, "results": results}
+        arguments.out.write_text(json.dumps(of_run, indent=2) + "\n")
+        print(f"{of_run['ranks']} of {name}, {arguments.tokens} tokens a step\n\n{costs.markdown(results)}\n")
+        for result in results:
+            print(f"{result['seqlen']} tokens: " + "; ".join(f"{peer}: {x}" for peer, x in result["peers"].items()))
+
+
+def main(argv: list[str] | None = None) -> int:
+    arguments = parsed(argv)
+    ordered.prepare(True)
+    device = device_of_process()
+    begin_group(device, 300)
+    run(arguments, device)
+    gc.collect()
+    dist.destroy_process_group()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

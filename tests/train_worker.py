@@ -1,0 +1,71 @@
+"""One rank of a group that runs examples/train.py in several ways: see test_train_example.py.
+
+    python train_worker.py RANK RANKS PORT FOLDER PART
+"""
+
+import gc
+import pathlib
+import sys
+
+import torch
+import torch.distributed as dist
+
+sys.path.insert(0, str(pathlib.Path(__file__).parents[1] / "examples"))
+
+import train  # noqa: E402
+import train_costs  # noqa: E402
+
+STEPS, CHECKPOINT_EVERY, KILLED_IN = 4, 2, 3
+TINY = ["--seqlen", "48", "--width", "32", "--heads", "4", "--kv-heads", "2", "--hidden", "48", "--timeout", "60"]
+
+
+def run(folder, name, *options, steps=STEPS):
+    """Leaves FOLDER/NAME, and receipts in FOLDER/NAME/receipts."""
+    out = folder / name
+    arguments = ["--out", str(out), "--receipts", str(out / "receipts"), "--steps", str(steps), *TINY]
+    arguments += ["--checkpoint-every", str(CHECKPOINT_EVERY), *options]
+    train.run(train.parsed(arguments), torch.device("cpu"))
+
+
+def probe(folder, name):
+    return ["--probe", str(folder / name / "probe")]
+
+
+def one(folder):
+    run(folder, "one", *probe(folder, "one"), "--trace", "1", "2")
+    run(folder, "one_again")
+    for name in ("noisy", "noisy_again"):
+        run(folder, name, "--attention", "noisy", steps=1)
+    run(folder, "two_moved", "--resume", steps=STEPS + 1)  # a copy of the run of two, without its receipts
+    tiny = ["--rounds", "1", "--steps", "1", "--seqlens", "32", "--tokens", "64", "--peers", "sdpa", "flash_attn_3"]
+    train_costs.run(train_costs.parsed(["--out", str(folder / "costs.json"), *tiny]), torch.device("cpu"))
+
+
+def two(folder):
+    context = ["--context-parallel", "2"]
+    run(folder, "two", *context, *probe(folder, "two"))
+    run(folder, "two_again", *context)
+    run(folder, "slow", *probe(folder, "slow"), "--fault", "slow:1:30")
+    run(folder, "killed", *context, "--fault", f"kill:1:{KILLED_IN}")
+
+
+def two_resumed(folder):
+    run(folder, "killed", "--context-parallel", "2", "--resume")
+
+
+def four(folder):
+    context = ["--context-parallel", "2", "--layout", "contiguous"]
+    run(folder, "four", *context, *probe(folder, "four"), steps=2)
+    run(folder, "four_again", *context, steps=2)
+
+
+def main(rank, ranks, port, folder, part):
+    store = dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks)
+    {"one": one, "two": two, "two_resumed": two_resumed, "four": four}[part](folder)
+    gc.collect()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), pathlib.Path(sys.argv[4]), sys.argv[5])
