@@ -17,7 +17,7 @@ STAGED = ROOT / "build" / "site-source"
 # The order of the menu. Pages of docs/ that stand nowhere here come last.
 MENU: dict[str, list[str]] = {
     "": ["README.md", "docs/install.md", "docs/usage.md", "docs/contract.md"],
-    "Beyond one call": ["docs/distributed.md", "docs/receipts.md", "docs/dropout.md"],
+    "Beyond one call": ["docs/distributed.md", "docs/receipts.md", "docs/training.md", "docs/dropout.md"],
     "Frameworks": ["docs/integrations/*.md"],
     "How it works": ["docs/design.md", "docs/forward.md", "docs/schedules.md", "docs/order_free.md", "docs/model.md"],
     "Measurements": ["benchmarks/README.md"],

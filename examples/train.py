@@ -44,7 +44,7 @@ def parsed(argv: list[str] | None = None) -> argparse.Namespace:
     add = parser.add_argument
     add("--out", type=pathlib.Path, required=True, help="folder of losses, times, checkpoints and traces")
     add("--steps", type=int, default=100 if gpu else 10, help="at which the run ends")
-    add("--batch", type=int, default=8 if gpu else 4, help="sequences of all processes together")
+    add("--batch", type=int, default=4, help="sequences of all processes together")
     add("--seqlen", type=int, default=8192 if gpu else 64, help="tokens of a sequence")
     add("--layers", type=int, default=24 if gpu else 2)
     add("--width", type=int, default=1024 if gpu else 64)
@@ -82,10 +82,18 @@ def begin_group(device: torch.device, timeout_s: float) -> None:
     """gloo beside NCCL: what the hosts tell each other waits for no GPU."""
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     timeout = datetime.timedelta(seconds=timeout_s)
+    # What has been imported stays: no collection of garbage looks at it again.
+    gc.freeze()
     if "RANK" in os.environ:
         dist.init_process_group(backend, timeout=timeout)
     else:
         dist.init_process_group(backend, timeout=timeout, store=dist.HashStore(), rank=0, world_size=1)
+
+
+def end_group() -> None:
+    """What still refers to the group must be gone before it is: gloo's threads would run on into the end of Python."""
+    gc.collect()
+    dist.destroy_process_group()
 
 
 def require_same(name: str, value: object) -> None:
@@ -94,7 +102,9 @@ def require_same(name: str, value: object) -> None:
     dist.all_gather_object(values, value)
     others = [rank for rank, other in enumerate(values) if other != values[0]]
     if others:
-        raise ValueError(f"{name} must be the same on all ranks: rank 0 has {values[0]}, {others[0]} {values[others[0]]}")
+        raise ValueError(
+            f"{name} must be the same on all ranks: rank 0 has {values[0]}, {others[0]} {values[others[0]]}"
+        )
 
 
 def profiler(out: pathlib.Path, span: list[int] | None, start: int, rank: int):
@@ -120,7 +130,8 @@ def shower(config: dict):
         rate = total / times.seconds / config["ranks"]
         mfu = f"  MFU {rate / config['peak_tflops']:.1%}" if config["peak_tflops"] else ""
         print(
-            f"step {step}  loss {loss:.4f}  {times.seconds:.3f} s  {tokens / times.seconds:,.0f} tokens/s{mfu}", flush=True
+            f"step {step}  loss {loss:.4f}  {times.seconds:.3f} s  {tokens / times.seconds:,.0f} tokens/s{mfu}",
+            flush=True,
         )
 
     return show
@@ -176,7 +187,8 @@ def run(arguments: argparse.Namespace, device: torch.device) -> None:
         if wanted is None:
             written = files.Files(arguments.out, rank, start, config, shower(config))
             stack.callback(written.close, clock)
-        if (trace := profiler(arguments.out, arguments.trace, start, rank)) is not None:
+        trace = None if written is None else profiler(arguments.out, arguments.trace, start, rank)
+        if trace is not None:
             stack.enter_context(trace)
         gc.disable()
         stack.callback(gc.enable)
@@ -187,7 +199,11 @@ def run(arguments: argparse.Namespace, device: torch.device) -> None:
                     batch = text.batch(step, seed=arguments.seed, sequences=arguments.batch, seqlen=arguments.seqlen)
                     tokens, targets = (layout.cut(x).to(device) for x in (batch[:, :-1], batch[:, 1:]))
                     data = {"tokens": tokens, "targets": targets}
-                    with contextlib.nullcontext() if recorder is None else recorder.step(step, data, shard=layout.shard()):
+                    with (
+                        contextlib.nullcontext()
+                        if recorder is None
+                        else recorder.step(step, data, shard=layout.shard())
+                    ):
                         loss = trainer.step(tokens, targets)
                     if written is not None:
                         written.put_loss(step, loss)
@@ -211,15 +227,14 @@ def main(argv: list[str] | None = None) -> int:
     ordered.prepare(arguments.deterministic)
     device = device_of_process()
     begin_group(device, arguments.timeout)
+    status = 0
     try:
         run(arguments, device)
     except (ValueError, FileExistsError, ImportError) as error:
         print(f"error: {error}", file=sys.stderr)
-        return 2
-    # What still refers to the group must be gone before it is: gloo's threads would run on into the end of Python.
-    gc.collect()
-    dist.destroy_process_group()
-    return 0
+        status = 2
+    end_group()
+    return status
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ import tempfile
 
 import torch
 import torch.distributed as dist
-from train import begin_group, device_of_process
+from train import begin_group, device_of_process, end_group
 from training import costs, ordered
 from training.layout import Layout
 from training.model import Shape
@@ -28,7 +28,7 @@ def parsed(argv: list[str] | None) -> argparse.Namespace:
     add = parser.add_argument
     add("--out", type=pathlib.Path, required=True, help="where the results go, as JSON")
     add("--seqlens", type=int, nargs="+", default=[2048, 8192, 32768] if gpu else [32, 64], help="tokens a sequence")
-    add("--tokens", type=int, default=65_536 if gpu else 128, help="of a batch, of all processes together")
+    add("--tokens", type=int, default=32_768 if gpu else 128, help="of a batch, of all processes together")
     add("--layers", type=int, default=24 if gpu else 2)
     add("--width", type=int, default=1024 if gpu else 64)
     add("--heads", type=int, default=8 if gpu else 4)
@@ -44,8 +44,14 @@ def run(arguments: argparse.Namespace, device: torch.device) -> None:
     text, results = Text(), []
     shape = Shape(arguments.layers, arguments.width, arguments.heads, arguments.kv_heads, arguments.hidden)
     name = torch.cuda.get_device_name() if device.type == "cuda" else "a CPU, toy sizes: no statement about a GPU"
+    ranks = dist.get_world_size()
     for seqlen in arguments.seqlens:
-        layout = Layout(dist.get_rank(), dist.get_world_size(), 1, arguments.tokens // seqlen, seqlen)
+        if arguments.tokens % (seqlen * ranks):
+            raise ValueError(
+                f"--tokens must be a multiple of {seqlen} tokens x {ranks} processes, got {arguments.tokens}"
+            )
+    for seqlen in arguments.seqlens:
+        layout = Layout(dist.get_rank(), ranks, 1, arguments.tokens // seqlen, seqlen)
         peer, said = costs.fastest(arguments.peers, shape, layout, device)
         with tempfile.TemporaryDirectory() as folder:
             bench = costs.Bench(shape, layout, device, text, pathlib.Path(folder))
@@ -55,7 +61,7 @@ def run(arguments: argparse.Namespace, device: torch.device) -> None:
         del bench
         gc.collect()
     if dist.get_rank() == 0:
-        of_run = {"device": name, "ranks": dist.get_world_size(), "torch": torch.__version__, "shape": vars(shape)}
+        of_run = {"device": name, "ranks": ranks, "torch": torch.__version__, "shape": vars(shape)}
         of_run |= {"tokens": arguments.tokens, "text": text.description, "results": results}
         arguments.out.write_text(json.dumps(of_run, indent=2) + "\n")
         print(f"{of_run['ranks']} of {name}, {arguments.tokens} tokens a step\n\n{costs.markdown(results)}\n")
@@ -68,10 +74,14 @@ def main(argv: list[str] | None = None) -> int:
     ordered.prepare(True)
     device = device_of_process()
     begin_group(device, 300)
-    run(arguments, device)
-    gc.collect()
-    dist.destroy_process_group()
-    return 0
+    status = 0
+    try:
+        run(arguments, device)
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
+        status = 2
+    end_group()
+    return status
 
 
 if __name__ == "__main__":

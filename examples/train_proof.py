@@ -51,7 +51,11 @@ class Proof:
         if found.not_compared:
             detail += f", not compared: {found.not_compared}"
         whole = found.first is None and not found.not_compared and len(found.steps) == self.steps
-        self.say(name, whole and losses[0] == losses[1], f"losses {'equal' if losses[0] == losses[1] else 'NOT equal'}, {detail}")
+        self.say(
+            name,
+            whole and losses[0] == losses[1],
+            f"losses {'equal' if losses[0] == losses[1] else 'NOT equal'}, {detail}",
+        )
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -87,7 +91,9 @@ def main(argv: list[str] | None = None) -> int:
     runs = [proof.train(f"control_{x}", *layout, "--attention", arguments.control) for x in "ab"]
     first = compare(*(folder / "receipts" for folder in runs)).first
     where = "" if first is None else f"step {first.step}, {first.key}, likely cause {first.cause}"
-    proof.say(f"{arguments.control} parts", first is not None and first.key.name.split(".")[2:3] == ["attention"], where)
+    proof.say(
+        f"{arguments.control} parts", first is not None and first.key.name.split(".")[2:3] == ["attention"], where
+    )
     return 0 if proof.all_hold else 1
 
 

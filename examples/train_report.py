@@ -1,6 +1,6 @@
 """What the times of a run of examples/train.py say, and a picture of ranks by layers that shows a slow GPU.
 
-    python examples/train_report.py FOLDER --png heat_map.png
+python examples/train_report.py FOLDER --png heat_map.png
 """
 
 import argparse

@@ -50,12 +50,12 @@ def losses(runs, name):
     return (runs / name / "losses.txt").read_bytes()
 
 
-@pytest.mark.parametrize("name, steps", [("one", STEPS), ("two", STEPS), ("four", 2)])
+@pytest.mark.parametrize("name, steps", [("one", STEPS), ("two", STEPS), ("four", 1)])
 def test_the_same_run_twice(runs, name, steps, capsys):
     assert losses(runs, name) == losses(runs, f"{name}_again") and len(losses(runs, name).splitlines()) == steps
     assert same(runs, name, f"{name}_again")
     out = capsys.readouterr().out
-    assert f"of {steps} steps" in out and "not compared" not in out
+    assert f"records of {steps} steps" in out and "not compared" not in out
 
 
 def test_the_loss_falls(runs):
@@ -151,7 +151,13 @@ def test_table_of_costs(runs):
 
 def test_proof(runs, tmp_path, monkeypatch, capsys):
     """What it says of runs that repeat, and of one that does not."""
-    folders = {"1_first": "one", "1_again": "one_again", "1_killed": "one", "2c2_first": "two", "2c2_again": "two_again"}
+    folders = {
+        "1_first": "one",
+        "1_again": "one_again",
+        "1_killed": "one",
+        "2c2_first": "two",
+        "2c2_again": "two_again",
+    }
     folders |= {"2c2_killed": "killed", "control_a": "noisy", "control_b": "noisy_again"}
     calls = []
 
@@ -165,9 +171,9 @@ def test_proof(runs, tmp_path, monkeypatch, capsys):
     arguments = ["--layouts", "1", "2c2", "--steps", str(STEPS)]
     assert train_proof.main(["--out", str(tmp_path / "a"), *arguments]) == 0
     assert ("2c2_killed", 2, 2, True) in calls and capsys.readouterr().out.count("yes ") == 6
-    folders["2c2_again"] = "slow"
+    folders["2c2_again"] = "one"
     assert train_proof.main(["--out", str(tmp_path / "b"), *arguments]) == 1
-    assert "NO  2c2, again: losses NOT equal" in capsys.readouterr().out
+    assert "NO  2c2, again: losses " in capsys.readouterr().out
 
 
 def test_model_flops():

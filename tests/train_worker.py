@@ -1,6 +1,6 @@
 """One rank of a group that runs examples/train.py in several ways: see test_train_example.py.
 
-    python train_worker.py RANK RANKS PORT FOLDER PART
+python train_worker.py RANK RANKS PORT FOLDER PART
 """
 
 import gc
@@ -19,10 +19,11 @@ STEPS, CHECKPOINT_EVERY, KILLED_IN = 4, 2, 3
 TINY = ["--seqlen", "48", "--width", "32", "--heads", "4", "--kv-heads", "2", "--hidden", "48", "--timeout", "60"]
 
 
-def run(folder, name, *options, steps=STEPS):
+def run(folder, name, *options, steps=STEPS, receipts=True):
     """Leaves FOLDER/NAME, and receipts in FOLDER/NAME/receipts."""
     out = folder / name
-    arguments = ["--out", str(out), "--receipts", str(out / "receipts"), "--steps", str(steps), *TINY]
+    arguments = ["--out", str(out), "--steps", str(steps), *TINY]
+    arguments += ["--receipts", str(out / "receipts")] if receipts else []
     arguments += ["--checkpoint-every", str(CHECKPOINT_EVERY), *options]
     train.run(train.parsed(arguments), torch.device("cpu"))
 
@@ -36,7 +37,7 @@ def one(folder):
     run(folder, "one_again")
     for name in ("noisy", "noisy_again"):
         run(folder, name, "--attention", "noisy", steps=1)
-    run(folder, "two_moved", "--resume", steps=STEPS + 1)  # a copy of the run of two, without its receipts
+    run(folder, "two_moved", "--resume", steps=STEPS + 1, receipts=False)
     tiny = ["--rounds", "1", "--steps", "1", "--seqlens", "32", "--tokens", "64", "--peers", "sdpa", "flash_attn_3"]
     train_costs.run(train_costs.parsed(["--out", str(folder / "costs.json"), *tiny]), torch.device("cpu"))
 
@@ -45,7 +46,7 @@ def two(folder):
     context = ["--context-parallel", "2"]
     run(folder, "two", *context, *probe(folder, "two"))
     run(folder, "two_again", *context)
-    run(folder, "slow", *probe(folder, "slow"), "--fault", "slow:1:30")
+    run(folder, "slow", *probe(folder, "slow"), "--fault", "slow:1:30", steps=3, receipts=False)
     run(folder, "killed", *context, "--fault", f"kill:1:{KILLED_IN}")
 
 
@@ -55,16 +56,16 @@ def two_resumed(folder):
 
 def four(folder):
     context = ["--context-parallel", "2", "--layout", "contiguous"]
-    run(folder, "four", *context, *probe(folder, "four"), steps=2)
-    run(folder, "four_again", *context, steps=2)
+    run(folder, "four", *context, *probe(folder, "four"), steps=1)
+    run(folder, "four_again", *context, steps=1)
 
 
 def main(rank, ranks, port, folder, part):
+    gc.freeze()
     store = dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks)
     {"one": one, "two": two, "two_resumed": two_resumed, "four": four}[part](folder)
-    gc.collect()
-    dist.destroy_process_group()
+    train.end_group()
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
 """How long steps, and attention and MLP in each layer, take: marks that cost no waiting and are read late.
 
-On a GPU a mark is a CUDA event on the compute stream, and nobody waits for one: a step's marks are read when the last of
-them has passed, while later steps are being computed (MegaScale, arXiv 2402.15627, section 5.1). On a CPU a mark is the
-time.
+On a GPU a mark is a CUDA event on the compute stream, and nobody waits for one: a step's marks are read when the last
+of them has passed, while later steps are being computed (MegaScale, arXiv 2402.15627, section 5.1). On a CPU a mark is
+the time.
 """
 
 from __future__ import annotations

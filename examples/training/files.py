@@ -17,8 +17,8 @@ import torch
 from .clock import Clock, StepTimes
 
 CONFIG, LOSSES, TIMES, CHECKPOINTS, TRACES = "config.json", "losses.txt", "times", "checkpoints", "traces"
-# What may be another after a run has gone on: where it is computed, and for how long.
-_MAY_CHANGE = {"ranks", "context", "order", "device", "attention", "deterministic", "peak_tflops"}
+# What may be another when a run goes on: where, how and by what it is computed.
+_MAY_CHANGE = {"ranks", "context", "order", "device", "attention", "deterministic", "peak_tflops", "text"}
 
 
 def check_config(folder: pathlib.Path, config: dict[str, Any], *, resume: bool) -> None:

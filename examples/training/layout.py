@@ -34,7 +34,9 @@ class Layout:
 
     def __post_init__(self) -> None:
         if self.context < 1 or self.ranks % self.context:
-            raise ValueError(f"--context-parallel must divide the number of processes, {self.ranks}, got {self.context}")
+            raise ValueError(
+                f"--context-parallel must divide the number of processes, {self.ranks}, got {self.context}"
+            )
         if self.sequences < 1 or self.sequences % self.groups:
             raise ValueError(
                 f"--batch must be a multiple of the {self.groups} groups of processes that share its sequences, got "

@@ -6,7 +6,7 @@ import dataclasses
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import cross_entropy, silu
+from torch.nn.functional import cross_entropy, rms_norm, silu
 
 from dash_attn.receipts import tap
 
@@ -43,9 +43,7 @@ class RMSNorm(nn.Module):
         self.weight = nn.Parameter(torch.ones(width))
 
     def forward(self, x: Tensor) -> Tensor:
-        wide = x.float()
-        scaled = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + 1e-5)
-        return scaled.to(x.dtype) * self.weight
+        return rms_norm(x, self.weight.shape, self.weight, eps=1e-5)
 
 
 def rotary_angles(positions: Tensor, head_dim: int) -> tuple[Tensor, Tensor]:

@@ -69,10 +69,10 @@ def add_up(parts: list[torch.Tensor], *, out: torch.Tensor | None = None) -> tor
 
 def all_ranks_sum(x: torch.Tensor) -> torch.Tensor:
     """The sum of a tensor over all ranks, on each; nothing waits for the GPU."""
-    x = x.detach()
-    parts = [torch.empty_like(x) for _ in range(dist.get_world_size())]
-    dist.all_gather(parts, x)
-    return add_up(parts)
+    flat = x.detach().reshape(-1)
+    parts = [torch.empty_like(flat) for _ in range(dist.get_world_size())]
+    dist.all_gather(parts, flat)
+    return add_up(parts).view(x.shape)
 
 
 @torch.no_grad()

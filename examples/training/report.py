@@ -1,6 +1,6 @@
 """What a run's times say: tokens a second, MFU, attention's share and rate, and which rank is slow in which layer.
 
-    python examples/train_report.py FOLDER [--skip 3] [--png heat_map.png]
+python examples/train_report.py FOLDER [--skip 3] [--png heat_map.png]
 """
 
 from __future__ import annotations
@@ -98,7 +98,9 @@ def text(times: Times) -> str:
     if config["context"] > 1:
         lines.append("  with the movement between ranks, and the waiting for them")
     slow = slow_ranks(times)
-    lines += [f"rank {rank} is slow: its {region} takes {ratio:.2f} times the median rank's" for rank, region, ratio in slow]
+    lines += [
+        f"rank {rank} is slow: its {region} takes {ratio:.2f} times the median rank's" for rank, region, ratio in slow
+    ]
     return "\n".join(lines if slow else [*lines, f"no rank takes more than {_SLOW} times the median rank's time"])
 
 
