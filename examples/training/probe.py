@@ -22,7 +22,7 @@ BATCHES = 2
 def attend_and_record(
     folder: pathlib.Path, attend: Attend, shape: Shape, layout: Layout, device: torch.device, seed: int
 ) -> None:
-    """Writes receipts of output and gradients; q, k, v and the gradient of the output are normal, and follow from `seed`."""
+    """Writes receipts of output and gradients; q, k, v and the output's gradient are normal, and follow from `seed`."""
     counts = {"q": shape.heads, "k": shape.kv_heads, "v": shape.kv_heads, "gradient": shape.heads}
     with Recorder(folder, facts={"seed": seed}) as recorder:
         for batch in range(BATCHES):

@@ -112,15 +112,15 @@ def draw(times: Times, path: pathlib.Path) -> None:
     import matplotlib.pyplot as plt
 
     ranks = len(next(iter(times.grid.values())))
-    figure, axes = plt.subplots(1, 2, figsize=(12, 1.5 + 0.3 * min(ranks, 64)), layout="constrained")
+    figure, axes = plt.subplots(1, 2, figsize=(12, 2.5 + 0.2 * min(ranks, 64)), layout="constrained")
     for axis, (region, rows) in zip(axes, times.grid.items()):
         usual = [statistics.median_low(column) for column in zip(*rows)]
         relative = [[x / y for x, y in zip(row, usual)] for row in rows]
         image = axis.imshow(relative, aspect="auto", vmin=0.9, vmax=1.3, cmap="inferno", interpolation="nearest")
         waiting = " (with waiting)" if region == "attention" and times.config["context"] > 1 else ""
         axis.set(title=f"{region}{waiting}", xlabel="layer", ylabel="rank")
-        axis.xaxis.get_major_locator().set_params(integer=True)
-        axis.yaxis.get_major_locator().set_params(integer=True)
-    figure.colorbar(image, ax=axes, label="time / median of the ranks")
+        for of_axis, count in ((axis.xaxis, len(usual)), (axis.yaxis, ranks)):
+            of_axis.set_ticks(range(0, count, -(-count // 16)))
+    figure.colorbar(image, ax=axes, label="of the median rank")
     figure.savefig(path, dpi=120)
     plt.close(figure)
