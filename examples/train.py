@@ -19,6 +19,7 @@ import gc
 import os
 import pathlib
 import sys
+from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
@@ -107,7 +108,7 @@ def require_same(name: str, value: object) -> None:
         )
 
 
-def profiler(out: pathlib.Path, span: list[int] | None, start: int, rank: int):
+def profiler(out: pathlib.Path, span: list[int] | None, start: int, rank: int) -> torch.profiler.profile | None:
     """One trace a rank, which ui.perfetto.dev shows and Holistic Trace Analysis reads."""
     if span is None:
         return None
@@ -122,7 +123,8 @@ def profiler(out: pathlib.Path, span: list[int] | None, start: int, rank: int):
     )
 
 
-def shower(config: dict):
+def shower(config: dict) -> Callable[[int, float, StepTimes], None]:
+    """Prints a line for each step."""
     total = sum(flops.of_a_step(config)) / 1e12
     tokens = config["sequences"] * config["seqlen"]
 
@@ -197,7 +199,7 @@ def run(arguments: argparse.Namespace, device: torch.device) -> None:
             try:
                 with clock.step(step):
                     batch = text.batch(step, seed=arguments.seed, sequences=arguments.batch, seqlen=arguments.seqlen)
-                    tokens, targets = (layout.cut(x).to(device) for x in (batch[:, :-1], batch[:, 1:]))
+                    tokens, targets = (layout.cut_to(device, x) for x in (batch[:, :-1], batch[:, 1:]))
                     data = {"tokens": tokens, "targets": targets}
                     with (
                         contextlib.nullcontext()

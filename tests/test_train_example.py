@@ -104,6 +104,14 @@ def test_attention_that_is_not_deterministic_parts(runs, capsys):
     assert (first.key.kind, first.key.name) == ("activation_gradient", "layers.1.attention.q")
 
 
+def test_a_step_is_replayed_beside_its_run(runs):
+    assert len(losses(runs, "noisy").splitlines()) == 1 and not (runs / "noisy" / "checkpoints").exists()
+    block = torch.load(runs / "replay" / "block_00000.pt")
+    assert block["name"] == "layers.1.attention.q" and block["words"].numel() == 4 * 48 * 4 * 8
+    first = compare(runs / "noisy" / "receipts", runs / "replay").first
+    assert first.key.name == "layers.1.attention.q" and "--resume 0" in first.replay[0]
+
+
 def test_receipts_say_what_was_run(runs):
     found = compare(runs / "one" / "receipts", runs / "noisy" / "receipts")
     assert found.facts == {"attention": ('"dash_attn"', '"noisy"')}

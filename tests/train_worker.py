@@ -4,6 +4,8 @@ python train_worker.py RANK RANKS PORT FOLDER PART
 """
 
 import gc
+import json
+import os
 import pathlib
 import sys
 
@@ -32,11 +34,28 @@ def probe(folder, name):
     return ["--probe", str(folder / name / "probe")]
 
 
+def replay(folder, name, *options):
+    """Of the first step of a run, as `receipts compare` says; leaves its receipts in FOLDER/replay."""
+    want = {"step": 0, "kind": "activation_gradient", "name": "layers.1.attention.q", "time": 0, "block": 0}
+    asked = {"DASH_ATTN_RECEIPTS_PATH": str(folder / "replay"), "DASH_ATTN_RECEIPTS_DUMP": json.dumps(want)}
+    os.environ.update(asked)
+    try:
+        run(folder, name, *options, "--resume", "0")
+    except SystemExit as end:
+        assert end.code == 0
+    else:
+        raise AssertionError("a replay must end after its step")
+    finally:
+        for key in asked:
+            del os.environ[key]
+
+
 def one(folder):
     run(folder, "one", *probe(folder, "one"), "--trace", "1", "2")
     run(folder, "one_again")
     for name in ("noisy", "noisy_again"):
         run(folder, name, "--attention", "noisy", steps=1)
+    replay(folder, "noisy", "--attention", "noisy")
     run(folder, "two_moved", "--resume", steps=STEPS + 1, receipts=False)
     tiny = ["--rounds", "1", "--steps", "1", "--seqlens", "32", "--tokens", "64", "--peers", "sdpa", "flash_attn_3"]
     train_costs.run(train_costs.parsed(["--out", str(folder / "costs.json"), *tiny]), torch.device("cpu"))
@@ -46,7 +65,7 @@ def two(folder):
     context = ["--context-parallel", "2"]
     run(folder, "two", *context, *probe(folder, "two"))
     run(folder, "two_again", *context)
-    run(folder, "slow", *probe(folder, "slow"), "--fault", "slow:1:30", steps=3, receipts=False)
+    run(folder, "slow", *probe(folder, "slow"), "--fault", "slow:1:100", steps=3, receipts=False)
     run(folder, "killed", *context, "--fault", f"kill:1:{KILLED_IN}")
 
 

@@ -101,7 +101,7 @@ class Bench:
             for _ in range(1 + steps):
                 batch = self._text.batch(self._next, seed=self._seed, **sizes)
                 with self._clock.step(self._next):
-                    tokens, targets = (self._layout.cut(x).to(self._device) for x in (batch[:, :-1], batch[:, 1:]))
+                    tokens, targets = (self._layout.cut_to(self._device, x) for x in (batch[:, :-1], batch[:, 1:]))
                     with contextlib.nullcontext() if recorder is None else recorder.step(self._next, tokens):
                         self._trainer.step(tokens, targets)
                 self._next += 1

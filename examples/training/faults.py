@@ -38,7 +38,7 @@ class Fault:
         self._kind = kind if where == rank else ""
 
     def __call__(self, region: str, of_pass: str, layer: int) -> None:
-        if self._kind == "kill" and self.step == self._number and of_pass == "forward" and layer == 1:
+        if self._kind == "kill" and self.step == self._number and of_pass == "forward" and layer == 0:
             os.kill(os.getpid(), signal.SIGKILL)
         if self._kind == "slow":
             if self._device.type == "cuda":

@@ -68,11 +68,21 @@ class Layout:
         own = whole[self.own_sequences.start : self.own_sequences.stop]
         return shard(own, self.rank % self.context, self.context, dim=1, layout=self.order)
 
+    def cut_to(self, device: torch.device, whole: torch.Tensor) -> torch.Tensor:
+        """The same on a device, of a tensor on the host, which does not wait for what the device is doing."""
+        part = self.cut(whole)
+        return part if device.type == "cpu" else part.pin_memory().to(device, non_blocking=True)
+
     def shard(self, *rest: int) -> Shard:
         """What that part is, of a whole (sequences, seqlen, *rest)."""
-        ranges = (((self.own_sequences.start, self.own_sequences.stop),), tuple(self.own_rows))
-        return Shard((self.sequences, self.seqlen, *rest), (*ranges, *(((0, size),) for size in rest)))
+        return _shard(self, rest)
 
     def positions(self) -> torch.Tensor:
         """(rows of this rank,): where in the sequence they stand."""
         return torch.cat([torch.arange(start, stop) for start, stop in self.own_rows])
+
+
+@functools.cache
+def _shard(layout: Layout, rest: tuple[int, ...]) -> Shard:
+    ranges = (((layout.own_sequences.start, layout.own_sequences.stop),), tuple(layout.own_rows))
+    return Shard((layout.sequences, layout.seqlen, *rest), (*ranges, *(((0, size),) for size in rest)))

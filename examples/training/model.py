@@ -127,12 +127,13 @@ class Llama(nn.Module):
         for parameter in self.parameters():
             if parameter.dim() == 2:
                 nn.init.normal_(parameter, std=0.02, generator=generator)
-        self.angles = rotary_angles(layout.positions(), shape.head_dim)
+        cos, sin = rotary_angles(layout.positions(), shape.head_dim)
+        self.register_buffer("cos", cos, persistent=False)
+        self.register_buffer("sin", sin, persistent=False)
 
     def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
-        angles = tuple(x.to(tokens.device) for x in self.angles)
         x = tap(self.embedding(tokens), "embedding", shard=self.layout.shard(self.shape.width))
         for layer in self.layers:
-            x = layer(x, angles)
+            x = layer(x, (self.cos, self.sin))
         logits = self.head(self.norm(x)).float()
         return cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum")
