@@ -5,7 +5,7 @@
 //   key consumer:    dP = dO V^T     dS = P * (dP - D)     dQ = dS K     dK^T += Q^T dS
 //
 // Queries are the rows of S and dP. P and dS go through shared memory, transposed: there the products read them, and
-// the key consumer takes P from there. It computes dQ 64 columns at a time, beside as many of dK (a bar is a wait for
+// the key consumer takes P from there; with dropout, what is kept of P then takes its place. It computes dQ 64 columns at a time, beside as many of dK (a bar is a wait for
 // products):
 //
 //   value consumer   tensor cores:  dV(j)  S(j+1) |
@@ -47,6 +47,8 @@ class Consumer {
 
   using Scores = float[Variant::kKey / 2];
   using RoundedScores = RegisterSlice[Variant::kKey / kProductDepth];
+  using KeptBits = dropout::FragmentBits<dropout::FragmentRows::kQueries, Variant::kKey>;
+  using Bits = std::conditional_t<Score::kDrops, KeptBits, NoBits>;
 
   using QueryStage = RingIndex<Variant::kStages>;
   using DoutStage = RingIndex<Variant::kDoutStages>;
@@ -67,6 +69,17 @@ class Consumer {
     shared_.dout_full[dout_stage().slot()].wait(dout_stage().parity());
   }
   __device__ __forceinline__ void wait_for_p() const { shared_.p_full.wait(Once{step_}.parity()); }
+
+  // Of the step, whose Q is there.
+  __device__ __forceinline__ Bits find_bits() const {
+    if constexpr (Score::kDrops) {
+      const uint32_t slot = query_stage().slot();
+      return Bits(params_.dropout, params_.dropout.of_head(work().batch, shared_.head[slot]), shared_.step[slot].query_tile * Variant::kQuery,
+                  work().kv_tile * Variant::kKey, thread_);
+    } else {
+      return {};
+    }
+  }
 
   // So that no address is carried through a step: there is no register for it.
   __device__ __forceinline__ void forget_addresses() {
@@ -125,9 +138,11 @@ class ValueConsumer : Consumer<Variant> {
       issue_s(s);
       wait_products<0>();
       pin(s);
-      make_p(s);
+      RoundedScores p;
+      make_p(s, p);
       for (int steps_left = steps - 1; steps_left > 0; --steps_left) {
         this->forget_addresses();
+        write_kept(p);
         issue_dv(dv);
         ++step_;
         issue_s(s);
@@ -135,8 +150,9 @@ class ValueConsumer : Consumer<Variant> {
         dv.pin();
         pin(s);
         release_dv_operands(step_ - 1);
-        make_p(s);
+        make_p(s, p);
       }
+      write_kept(p);
       issue_dv(dv);
       wait_products<0>();
       dv.pin();
@@ -155,7 +171,11 @@ class ValueConsumer : Consumer<Variant> {
 
   // P of the step is written by all warps.
   __device__ __forceinline__ void issue_dv(Dv& dv) {
-    this->wait_for_p();
+    if constexpr (Score::kDrops) {
+      shared_.kept_full.wait(Once{step_}.parity());
+    } else {
+      this->wait_for_p();
+    }
     this->wait_for_dout();
 #pragma unroll
     for (int b = 0; b < Dv::kBlocks; ++b) {
@@ -170,8 +190,9 @@ class ValueConsumer : Consumer<Variant> {
     arrive_once(shared_.p_empty);
   }
 
-  // S becomes P, rounded, in shared memory.
-  __device__ __forceinline__ void make_p(Scores& s) {
+  // S becomes P, rounded, in shared memory; `kept` is what dropout leaves of it.
+  __device__ __forceinline__ void make_p(Scores& s, RoundedScores& kept) {
+    const auto bits = this->find_bits();
     const uint32_t slot = this->query_stage().slot();
     const StepTile tile = shared_.step[slot];
     const int first_query = tile.query_tile * Variant::kQuery, first_key = this->work().kv_tile * Variant::kKey;
@@ -187,6 +208,21 @@ class ValueConsumer : Consumer<Variant> {
     shared_.p_empty.wait(Once{step_}.empty_parity());
     store_transposed<Swizzle, Variant::kKey>(shared_.p, rounded, thread_ / 32, thread_ % 32);
     fence_and_arrive(shared_.p_full);
+    if constexpr (Score::kDrops) {
+      bits.drop(rounded);
+      for (int slice = 0; slice < Variant::kKey / kProductDepth; ++slice) {
+        for (int i = 0; i < 4; ++i) { kept[slice][i] = rounded[slice][i]; }
+      }
+    }
+  }
+
+  // What dropout keeps of P to its place, once the other consumer has taken P from there.
+  __device__ __forceinline__ void write_kept(const RoundedScores& kept) {
+    if constexpr (Score::kDrops) {
+      shared_.p_read.wait(Once{step_}.parity());
+      store_transposed<Swizzle, Variant::kKey>(shared_.p, kept, thread_ / 32, thread_ % 32);
+      fence_and_arrive(shared_.kept_full);
+    }
   }
 
   // Products become scores.
@@ -196,7 +232,7 @@ class ValueConsumer : Consumer<Variant> {
       const int own_key = first_query + fragment_row(thread_, 0) + sequence.seqlen_k - sequence.seqlen_q;
       const int distance = first_key + fragment_column(thread_, 0) - own_key;
       Score::transform(s, KeyBias{shared_.slope[slot], float(distance)});
-    } else if constexpr (Score::kKind != ScoreKind::kPlain) {
+    } else if constexpr (Score::kKind == ScoreKind::kSoftcap) {
       Score::transform(s, params_.score);
     }
   }
@@ -207,6 +243,7 @@ class ValueConsumer : Consumer<Variant> {
     shared_.v_full.wait(this->tile().parity());
     shared_.p_empty.wait(Once{step_}.empty_parity());
     if (work.splits == 1 || reduce_splits<Variant>(params_, work, dv, false)) {
+      if constexpr (Score::kDrops) { dv.multiply(params_.dropout.scale); }
       store_gradient<Variant>(params_.dv, shared_.v, params_, work, dv, kNamedBarrier);
     }
     if (thread_ == 0) { shared_.v_empty.arrive(); }
@@ -291,12 +328,14 @@ class KeyConsumer : Consumer<Variant> {
     const RowPair delta = statistics_of(shared_.delta[slot], thread_);
     RowPair lse{};
     if constexpr (Score::kHasDerivative) { lse = statistics_of(shared_.lse[this->query_stage().slot()], thread_); }
+    const auto bits = this->find_bits();
     RoundedScores ds;
 #pragma unroll
     for (int k = 0; k < Variant::kKey / kProductDepth; ++k) {
       ptx::load_matrix_transposed(p + k * 2 * Swizzle::kAtomBytes, ds[k]);
-      score_gradient<Element, Score>(ds[k], r.dp + 8 * k, delta, lse, params_.score);
+      score_gradient<Element, Score>(ds[k], r.dp, k, delta, lse, params_.score, bits);
     }
+    if constexpr (Score::kDrops) { shared_.p_read.arrive(); }
     shared_.p_empty.arrive();
     shared_.dout_empty[slot].arrive();
     sync_warpgroup(kNamedBarrier);  // dK of the step before has completed for all warps
@@ -408,11 +447,7 @@ class KeyConsumer : Consumer<Variant> {
     const WorkTile& work = this->work();
     sync_warpgroup(kNamedBarrier);
     if (work.splits == 1 || reduce_splits<Variant>(params_, work, dk, true)) {
-#pragma unroll
-      for (auto& block : dk.block) {
-#pragma unroll
-        for (float& x : block) { x *= params_.softmax_scale; }
-      }
+      dk.multiply(params_.dk_scale);
       store_gradient<Variant>(params_.dk, shared_.k, params_, work, dk, kNamedBarrier);
     }
     if (thread_ == 0) { shared_.k_empty.arrive(); }
