@@ -307,7 +307,9 @@ class Consumer {
     if constexpr (Score::kDrops) {
       const AnnouncedTile& tile = shared_.tile(q_);
       const uint8_t* const of_head = params_.dropout.of_head(tile.number, tile.head_group);  // heads are not packed
-      return Bits(params_.dropout, of_head, rows.first_position, kv_tile * Variant::kKey, thread_);
+      int thread = thread_;
+      forget(thread);  // no register for addresses that every step has in common
+      return Bits(params_.dropout, of_head, rows.first_position, kv_tile * Variant::kKey, thread);
     } else {
       return {};
     }
