@@ -429,9 +429,11 @@ def _attention(
         checks.reject_unsupported(*unsupported)
         of_scores = checks.as_scores(*scores)
     checks.check_tensors(named)
+    num_heads_q = split[0] if split else None
     if is_seldom:
-        first = next(iter(named.values()))
-        of_dropout = dropout_calls.as_dropout(*dropout, first, softmax_scale=softmax_scale, is_pack=pack is not None)
+        of_dropout = dropout_calls.as_dropout(
+            *dropout, named, num_heads_q, softmax_scale=softmax_scale, pack=pack, max_seqlens=max_seqlens
+        )
     if pack is not None and max_seqlens is not None:
         checks.check_tensors({name: x for name, x in pack.items() if x is not None or name.startswith("cu_seqlens")})
         for name, value in max_seqlens.items():
@@ -463,7 +465,6 @@ def _attention(
     left, right, chunk = extra[:3] or _NO_WINDOW
     mask = {"causal": causal, "window": (left, right), "attention_chunk": chunk}
     changed = {"softmax_scale": softmax_scale, "softcap": of_scores["softcap"], "alibi_slopes": alibi_slopes}
-    num_heads_q = split[0] if split else None
     return (
         out,
         softmax_lse,

@@ -79,8 +79,8 @@ __device__ __forceinline__ void convert_block(const ConvertParams<typename Geome
       const int64_t first_row = int64_t(block) * Geometry::kQuery;
       const float unit = unit_of(params.workspace.scales[first_row + Layout::scale_position(row)]);
       const auto scaled = [&](float4 x) {
-        return make_float4(x.x * unit * params.dq_scale, x.y * unit * params.dq_scale,
-                           x.z * unit * params.dq_scale, x.w * unit * params.dq_scale);
+        return make_float4(x.x * unit * params.dq_scale, x.y * unit * params.dq_scale, x.z * unit * params.dq_scale,
+                           x.w * unit * params.dq_scale);
       };
       low = scaled(low);
       high = scaled(high);

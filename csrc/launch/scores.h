@@ -20,9 +20,8 @@ inline ScoreKind score_kind(const AttentionArguments& a) {
 // Elsewhere it is a window, if without bounds.
 inline MaskRule served_mask(ScoreKind score, HeadDims padded, const MaskRule& mask) {
   const bool is_causal = mask.kind == MaskKind::kCausal;
-  const bool has_kernel =
-      (score == ScoreKind::kSoftcap && is_causal && padded.qk != 64 && padded.qk != 192) ||
-      (score == ScoreKind::kDropout && (padded.qk == 64 || padded.qk == 128));
+  const bool has_kernel = (score == ScoreKind::kSoftcap && is_causal && padded.qk != 64 && padded.qk != 192) ||
+                          (score == ScoreKind::kDropout && (padded.qk == 64 || padded.qk == 128));
   if (score == ScoreKind::kPlain || mask.kind == MaskKind::kWindow || has_kernel) { return mask; }
   return {MaskKind::kWindow, {kUnbounded, is_causal ? 0 : kUnbounded, 0}};
 }

@@ -149,7 +149,8 @@ constexpr QueryTileScheduler make_scheduler(ForwardProblem const& p) {
   int const group_size = p.heads / p.kv_heads;
   bool const from_first_query = p.mask.kind == MaskKind::kWindow || p.drops;
   s.first_is_short = !from_first_query;
-  s.group_shift = from_first_query ? 0 : packed_heads_shift(group_size, s.sequence.seqlen_q, tile.query, kMostPackedHeads);
+  s.group_shift =
+      from_first_query ? 0 : packed_heads_shift(group_size, s.sequence.seqlen_q, tile.query, kMostPackedHeads);
   int const packed = 1 << s.group_shift;
   s.tile_positions = tile.query / packed;
   s.query_tiles = ceil_div(s.sequence.seqlen_q, s.tile_positions);

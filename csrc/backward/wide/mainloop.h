@@ -70,12 +70,12 @@ class Consumer {
   }
   __device__ __forceinline__ void wait_for_p() const { shared_.p_full.wait(Once{step_}.parity()); }
 
-  // Of the step, whose Q is there.
+  // Of the step; long before they are used: they come from global memory.
   __device__ __forceinline__ Bits find_bits() const {
     if constexpr (Score::kDrops) {
       const uint32_t slot = query_stage().slot();
-      return Bits(params_.dropout, params_.dropout.of_head(work().batch, shared_.head[slot]), shared_.step[slot].query_tile * Variant::kQuery,
-                  work().kv_tile * Variant::kKey, thread_);
+      return Bits(params_.dropout, params_.dropout.of_head(work().batch, shared_.head[slot]),
+                  shared_.step[slot].query_tile * Variant::kQuery, work().kv_tile * Variant::kKey, thread_);
     } else {
       return {};
     }
@@ -116,6 +116,7 @@ class ValueConsumer : Consumer<Variant> {
   using Base::shared_;
   using Base::step_;
   using Base::thread_;
+  using typename Base::Bits;
   using typename Base::Element;
   using typename Base::KeyRows;
   using typename Base::Once;
@@ -136,21 +137,23 @@ class ValueConsumer : Consumer<Variant> {
     this->wait_for_keys();
     if (steps > 0) {
       issue_s(s);
+      Bits bits = this->find_bits();
       wait_products<0>();
       pin(s);
       RoundedScores p;
-      make_p(s, p);
+      make_p(s, p, bits);
       for (int steps_left = steps - 1; steps_left > 0; --steps_left) {
         this->forget_addresses();
         write_kept(p);
         issue_dv(dv);
         ++step_;
         issue_s(s);
+        bits = this->find_bits();
         wait_products<0>();
         dv.pin();
         pin(s);
         release_dv_operands(step_ - 1);
-        make_p(s, p);
+        make_p(s, p, bits);
       }
       write_kept(p);
       issue_dv(dv);
@@ -191,8 +194,7 @@ class ValueConsumer : Consumer<Variant> {
   }
 
   // S becomes P, rounded, in shared memory; `kept` is what dropout leaves of it.
-  __device__ __forceinline__ void make_p(Scores& s, RoundedScores& kept) {
-    const auto bits = this->find_bits();
+  __device__ __forceinline__ void make_p(Scores& s, RoundedScores& kept, const Bits& bits) {
     const uint32_t slot = this->query_stage().slot();
     const StepTile tile = shared_.step[slot];
     const int first_query = tile.query_tile * Variant::kQuery, first_key = this->work().kv_tile * Variant::kKey;
@@ -270,6 +272,7 @@ class KeyConsumer : Consumer<Variant> {
   using Base::shared_;
   using Base::step_;
   using Base::thread_;
+  using typename Base::Bits;
   using typename Base::Element;
   using typename Base::KeyColumns;
   using typename Base::KeyRows;
@@ -288,6 +291,7 @@ class KeyConsumer : Consumer<Variant> {
   struct Registers {
     Dk dk;
     Scores dp;
+    Bits bits;
     float dq[Layout::kRegisters];  // of 64 columns
   };
 
@@ -312,8 +316,10 @@ class KeyConsumer : Consumer<Variant> {
     finish(r.dk);
   }
 
+  // dO comes behind Q, and with Q what tells the step's bits.
   __device__ __forceinline__ void issue_dp(Registers& r) {
     this->wait_for_dout();
+    r.bits = this->find_bits();
     forget_contents(r.dp);
     multiply<Element, Variant::kValueDim>(r.dp, QueryRows(descriptor_of_(shared_.dout[this->dout_stage().slot()])),
                                           KeyRows(descriptor_of_(shared_.v)));
@@ -328,12 +334,11 @@ class KeyConsumer : Consumer<Variant> {
     const RowPair delta = statistics_of(shared_.delta[slot], thread_);
     RowPair lse{};
     if constexpr (Score::kHasDerivative) { lse = statistics_of(shared_.lse[this->query_stage().slot()], thread_); }
-    const auto bits = this->find_bits();
     RoundedScores ds;
 #pragma unroll
     for (int k = 0; k < Variant::kKey / kProductDepth; ++k) {
       ptx::load_matrix_transposed(p + k * 2 * Swizzle::kAtomBytes, ds[k]);
-      score_gradient<Element, Score>(ds[k], r.dp, k, delta, lse, params_.score, bits);
+      score_gradient<Element, Score>(ds[k], r.dp, k, delta, lse, params_.score, r.bits);
     }
     if constexpr (Score::kDrops) { shared_.p_read.arrive(); }
     shared_.p_empty.arrive();
