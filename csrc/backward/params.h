@@ -7,8 +7,8 @@
 #include <cstdint>
 
 #include "../config/fixed_point.h"
+#include "../device/dropout_bits.h"
 #include "../device/score.h"
-#include "../dropout/fragment_bits.h"
 #include "../schedule/work_tile.h"
 
 namespace dash_attn::backward {

@@ -1,6 +1,6 @@
-// Before the main kernel: D = rowsum(dO * O), less the gradient of LSE where there is one, times 1 - p with dropout; and
-// all semaphores and the counter of work set to zero. Where dQ is added in no order its accumulator is cleared too, and order-free each row
-// gets its unit.
+// Before the main kernel: D = rowsum(dO * O), less the gradient of LSE where there is one, times 1 - p with dropout.
+// All semaphores and the counter of work are set to zero. Where dQ is added in no order its accumulator is cleared too,
+// and order-free each row gets its unit.
 #pragma once
 
 #include "../device/fragment.h"

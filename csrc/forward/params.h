@@ -3,8 +3,8 @@
 
 #include <cuda.h>
 
+#include "../device/dropout_bits.h"
 #include "../device/score.h"
-#include "../dropout/fragment_bits.h"
 #include "../schedule/forward_tiles.h"
 
 namespace dash_attn::forward {

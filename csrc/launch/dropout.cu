@@ -2,7 +2,7 @@
 #include <stdexcept>
 #include <string>
 
-#include "../dropout/generate.h"
+#include "../generator/generate.h"
 #include "arguments.h"
 #include "dropout.h"
 #include "launch.h"

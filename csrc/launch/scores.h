@@ -4,8 +4,8 @@
 #include <cmath>
 
 #include "../config/tile_shapes.h"
+#include "../device/dropout_bits.h"
 #include "../device/score.h"
-#include "../dropout/fragment_bits.h"
 #include "arguments.h"
 
 namespace dash_attn {

@@ -5,8 +5,8 @@
 //   key consumer:    dP = dO V^T     dS = P * (dP - D)     dQ = dS K     dK^T += Q^T dS
 //
 // Queries are the rows of S and dP. P and dS go through shared memory, transposed: there the products read them, and
-// the key consumer takes P from there; with dropout, what is kept of P then takes its place. It computes dQ 64 columns at a time, beside as many of dK (a bar is a wait for
-// products):
+// the key consumer takes P from there; with dropout, what is kept of P then takes its place. The key consumer computes
+// dQ 64 columns at a time, beside as many of dK (a bar is a wait for products):
 //
 //   value consumer   tensor cores:  dV(j)  S(j+1) |
 //                    threads:                     | P(j+1) -> shared memory

@@ -3,8 +3,8 @@
 
 #include <cstdint>
 
+#include "../dropout/mask.h"
 #include "../schedule/mask.h"
-#include "mask.h"
 
 namespace dash_attn::dropout {
 

@@ -3,10 +3,9 @@
 
 #include <cstdint>
 
-#include "../device/gemm.h"
-#include "../device/ptx.h"
-#include "../schedule/mask.h"
-#include "fragment.h"
+#include "../dropout/fragment.h"
+#include "gemm.h"
+#include "ptx.h"
 
 namespace dash_attn::dropout {
 
