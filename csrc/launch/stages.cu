@@ -3,6 +3,7 @@
 #include "../backward/preprocess.h"
 #include "../backward/sinks.h"
 #include "launch.h"
+#include "scores.h"
 #include "stages.h"
 #include "variant.h"
 
