@@ -75,8 +75,8 @@ def flash_attn_func(
             head_dim.
         dropout_p: probability of dropping an element of the softmax, from 0 to below 1 in fp32; None is 0. What is
             kept is divided by 1 - dropout_p; the log-sum-exp is the one without dropout. Without dropout_bits the mask
-            is made of a state that torch's generator of q's device draws (`dash_attn.dropout`). CPU tensors only: no
-            CUDA kernel drops yet.
+            is made of a state that torch's generator of q's device draws (`dash_attn.dropout`). CPU tensors only: the
+            CUDA kernels that drop have not been tested yet.
         softmax_scale: c, any number whose product with log2(e) is finite in fp32. Default: 1 / sqrt(head_dim). Under
             torch.compile each value is a graph of its own.
         causal: mask aligned at the bottom right: query i sees the keys j <= i + seqlen_k - seqlen_q. A query that sees
@@ -429,9 +429,11 @@ def _attention(
         checks.reject_unsupported(*unsupported)
         of_scores = checks.as_scores(*scores)
     checks.check_tensors(named)
+    num_heads_q = split[0] if split else None
     if is_seldom:
-        first = next(iter(named.values()))
-        of_dropout = dropout_calls.as_dropout(*dropout, first, softmax_scale=softmax_scale, is_pack=pack is not None)
+        of_dropout = dropout_calls.as_dropout(
+            *dropout, named, num_heads_q, softmax_scale=softmax_scale, pack=pack, max_seqlens=max_seqlens
+        )
     if pack is not None and max_seqlens is not None:
         checks.check_tensors({name: x for name, x in pack.items() if x is not None or name.startswith("cu_seqlens")})
         for name, value in max_seqlens.items():
@@ -463,7 +465,6 @@ def _attention(
     left, right, chunk = extra[:3] or _NO_WINDOW
     mask = {"causal": causal, "window": (left, right), "attention_chunk": chunk}
     changed = {"softmax_scale": softmax_scale, "softcap": of_scores["softcap"], "alibi_slopes": alibi_slopes}
-    num_heads_q = split[0] if split else None
     return (
         out,
         softmax_lse,

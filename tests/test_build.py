@@ -63,12 +63,14 @@ def main_kernels(binary, pass_: str) -> list[tuple[str, str, check_kernels.Kerne
 def test_list_of_variants_is_complete():
     """Both passes for every dtype, head dims and mask, of a changed score for the masks that served_mask of
     csrc/launch/scores.h leaves; the backward with every set of the policies that csrc/schedule/policy.h names."""
-    capped_causal = ("96", "128", "256")
+    capped_causal, dropped = ("96", "128", "256"), ("64", "128")
     forward, backward = set(), set()
     for dtype, dims in itertools.product(("BFloat16", "Float16"), ("64", "96", "128", "192x128", "192", "256")):
         head_dims = dict(zip(("head_dim", "value_head_dim"), map(int, dims.split("x"))))
         kernels = [("Full", "Plain"), ("Causal", "Plain"), *(("Windowed", s) for s in ("Plain", "Softcap", "Alibi"))]
-        for mask, score in kernels + [("Causal", "Softcap")] * (dims in capped_causal):
+        kernels += [("Windowed", "Dropout"), *[("Causal", "Softcap")] * (dims in capped_causal)]
+        kernels += [("Full", "Dropout"), ("Causal", "Dropout")] * (dims in dropped)
+        for mask, score in kernels:
             forward.add((dtype, dims, mask, score))
             call = dict(causal=mask == "Causal", window=(0, 0) if mask == "Windowed" else (-1, -1))
             policies = schedule.fitting(**call, **head_dims, changed_scores=score != "Plain")

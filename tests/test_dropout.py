@@ -353,12 +353,13 @@ def test_errors_of_the_ops(arguments, error, message):
 
 
 def test_cuda_tensors_raise():
-    """No kernel drops yet; nothing runs instead."""
+    """Their kernels have not been tested yet; nothing runs instead."""
     with contextlib.ExitStack() as stack:
         stack.enter_context(FakeTensorMode())
         q = torch.empty(1, 8, 2, 64, dtype=BF16, device="cuda")
         message = (
-            r"^dropout_p must be 0.0 on cuda tensors \(no kernel drops yet; FlashAttention-3 has softmax_scale in "
+            r"^q with dropout_p=0.1 \(FlashAttention-3 has softmax_scale in this place: pass it by name\) must be on "
+            r"the CPU \(the kernels that drop have not been tested on a GPU yet\), got cuda:0$"
         )
         with pytest.raises(NotImplementedError, match=message):
             flash_attn_func(q, q, q, dropout_p=0.1)

@@ -53,8 +53,8 @@ WINDOWS = ("ascending", "descending", "spt", "order_free")
     [
         (dict(head_dim=136), "at head dims above 128"),
         (dict(head_dim=64, value_head_dim=256), "at head dims above 128"),
-        (dict(head_dim=64, changed_scores=True), "with softcap or alibi_slopes"),
-        (dict(head_dim=192, value_head_dim=128, changed_scores=True), "with softcap or alibi_slopes"),
+        (dict(head_dim=64, changed_scores=True), "with softcap, alibi_slopes or dropout"),
+        (dict(head_dim=192, value_head_dim=128, changed_scores=True), "with softcap, alibi_slopes or dropout"),
     ],
     ids=str,
 )

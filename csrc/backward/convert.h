@@ -1,4 +1,4 @@
-// dQ = softmax_scale * accumulator, put in order and rounded. An order-free accumulator holds integers in units of each
+// dQ = scale * accumulator, put in order and rounded. An order-free accumulator holds integers in units of each
 // row's scale. Starts while the last CTAs of the main kernel are running, on SMs that have none left: a block waits for
 // the sum of its own tile.
 #pragma once
@@ -21,7 +21,7 @@ struct ConvertParams {
   SequencesOfCall call;
   int num_blocks;  // of the whole call: a query tile of the workspace each; a grid of fewer takes several
   int head_dim;
-  float softmax_scale;
+  float dq_scale;  // of the sum
 };
 
 template <typename Geometry>
@@ -62,7 +62,7 @@ __device__ __forceinline__ void convert_block(const ConvertParams<typename Geome
     for (int i = 0; i < 4; ++i) {
       const auto element = Layout::element(index, i);
       tile[element.query * ConvertTile<Geometry>::kPitch + element.column] =
-          integers ? float(int(__float_as_uint(values[i]) - offset)) : values[i] * params.softmax_scale;
+          integers ? float(int(__float_as_uint(values[i]) - offset)) : values[i] * params.dq_scale;
     }
   }
   __syncthreads();
@@ -79,8 +79,8 @@ __device__ __forceinline__ void convert_block(const ConvertParams<typename Geome
       const int64_t first_row = int64_t(block) * Geometry::kQuery;
       const float unit = unit_of(params.workspace.scales[first_row + Layout::scale_position(row)]);
       const auto scaled = [&](float4 x) {
-        return make_float4(x.x * unit * params.softmax_scale, x.y * unit * params.softmax_scale,
-                           x.z * unit * params.softmax_scale, x.w * unit * params.softmax_scale);
+        return make_float4(x.x * unit * params.dq_scale, x.y * unit * params.dq_scale, x.z * unit * params.dq_scale,
+                           x.w * unit * params.dq_scale);
       };
       low = scaled(low);
       high = scaled(high);

@@ -39,17 +39,20 @@ class Epilogue {
   // what is shared with the mainloop takes a register there.
   static __device__ __forceinline__ void store(Shared& shared, const KernelParams& params, const WorkTile& work,
                                                Element* key_tile, int ds_slot, int consumer, Gradient& dk,
-                                               const Gradient& dv) {
+                                               Gradient& dv) {
     const int thread = read_thread_index() % kWarpgroupThreads;
     RegisterSlice packed[kRegisters / 8];
     Element* const dv_rows =
         Variant::kStageInDs ? shared.ds[ds_slot] + consumer * kDsBlock : key_tile + consumer * kElements;
     Element* const dk_rows = Variant::kStageInDs ? dv_rows + kElements : shared.ds[0] + consumer * kElements;
+    if constexpr (Variant::Score::kDrops) {
+      for (float& x : dv) { x *= params.dropout.scale; }
+    }
     pack_slices<Element>(packed, dv);
     sync_consumers_done_with_k();
     store_rows<Swizzle, kWarpgroupRows>(dv_rows, 0, packed, thread / 32, thread % 32);
 #pragma unroll
-    for (int i = 0; i < kRegisters; ++i) { dk[i] *= params.softmax_scale; }
+    for (int i = 0; i < kRegisters; ++i) { dk[i] *= params.dk_scale; }
     pack_slices<Element>(packed, dk);
     store_rows<Swizzle, kWarpgroupRows>(dk_rows, 0, packed, thread / 32, thread % 32);
     ptx::fence_async_shared();

@@ -149,6 +149,7 @@ class Loader {
     shared_.q_empty[slot].wait(stage.empty_parity());
     if (is_leader()) {
       if constexpr (Variant::Score::kHasSlope && Variant::kWide) { shared_.slope[slot] = slope; }
+      if constexpr (Variant::Score::kDrops) { shared_.head[slot] = head; }
       load_query_tile<Variant::kQkDim>(params_.q, full, shared_.q[slot], work, query_tile, head);
       shared_.step[slot] = {query_tile, step.needs_masking()};
     }

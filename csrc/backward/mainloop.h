@@ -3,6 +3,8 @@
 //   S^T = score(K Q^T)     P^T = exp2(scale S^T - LSE)     dP^T = V dO^T     dS^T = P^T * (dP^T - D)
 //   dV += P^T dO    dK += dS^T Q                    dQ^T = K^T dS^T   (over the keys of both consumers)
 //
+// With dropout, what is dropped of dP is 0, and of the P that dV takes; P itself is kept beside that for dS.
+//
 // Products run in the order in which they are issued, while the thread computes. From step j to step j + 1 (a bar is a
 // wait for products):
 //
@@ -15,6 +17,8 @@
 #pragma once
 
 #include <cutlass/arch/barrier.h>
+
+#include <type_traits>
 
 #include "../device/fragment.h"
 #include "../device/warp_roles.h"
@@ -71,11 +75,24 @@ class Consumer {
   using RoundedScores = RegisterSlice[kScoreRegisters / 8];
   using Gradient = typename Epilogue<Variant>::Gradient;
   using DqPartial = float[Layout::kRegisters];
+  using KeptBits = dropout::FragmentBits<dropout::FragmentRows::kKeys, Variant::kQuery>;
+  using Bits = std::conditional_t<Score::kDrops, KeptBits, NoBits>;
+  struct Nothing {};
 
   struct Registers {
     Gradient dk, dv;
     Scores scores;          // S and P; dP
     RoundedScores rounded;  // P; dS
+    Bits bits;
+    std::conditional_t<Score::kDrops, RoundedScores, Nothing> own_kept;
+    // P as dV takes it.
+    __device__ __forceinline__ RoundedScores& kept() {
+      if constexpr (Score::kDrops) {
+        return own_kept;
+      } else {
+        return rounded;
+      }
+    }
     RegisterSlice v[Variant::kHoldsV ? Variant::kHeadDim / kProductDepth : 1];
 
     // Where dQ's partial is as large as S it takes the same registers: S has become P, and dP is not issued yet. ptxas
@@ -91,8 +108,8 @@ class Consumer {
     }
   };
 
-  // Rounding a partial to integers takes time that dP fills where it has registers of its own.
-  static constexpr bool kDpFirst = Variant::kOrderFree && !Registers::kShareDq;
+  // Rounding a partial to integers takes time that dP fills where there are registers for both.
+  static constexpr bool kDpFirst = Variant::kOrderFree && !Registers::kShareDq && !Score::kDrops;
 
   __device__ __forceinline__ void process(int steps) {
     Registers r;
@@ -148,6 +165,7 @@ class Consumer {
   __device__ __forceinline__ void begin_first_step(Registers& r) {
     shared_.k_full.wait(tile().parity());
     issue_s(r, step_);
+    find_bits(r, step_);
     release_staging();
     wait_products<0>();
     pin(r.scores);
@@ -163,7 +181,7 @@ class Consumer {
     wait_products<0>();
     pin(r.dv);
     pin(r.scores);
-    pin(r.rounded);
+    pin(r.kept());
     if constexpr (Variant::kHoldsV) { arrive_together(shared_.v_empty); }
   }
 
@@ -173,6 +191,7 @@ class Consumer {
     const StepInSlot<1 - kSlot> next{step_.next()};
     make_ds(r, step);
     issue_s(r, next);
+    find_bits(r, next);
     fence_and_arrive(shared_.ds_full[step.slot()]);
     issue_dk(r, step);
     wait_products<1>();  // S
@@ -199,7 +218,7 @@ class Consumer {
     wait_products<0>();  // dV and dP
     pin(r.dv);
     pin(r.scores);
-    pin(r.rounded);
+    pin(r.kept());
   }
 
   __device__ __forceinline__ void end_last_step(Registers& r) {
@@ -233,7 +252,7 @@ class Consumer {
 
   template <typename AnyStep>
   __device__ __forceinline__ void issue_dv(Registers& r, AnyStep step) {
-    multiply_add<Element>(r.dv, r.rounded, QuerySum(descriptor_of_(shared_.dout[step.slot()])));
+    multiply_add<Element>(r.dv, r.kept(), QuerySum(descriptor_of_(shared_.dout[step.slot()])));
   }
 
   template <typename AnyStep>
@@ -284,7 +303,7 @@ class Consumer {
       const int first_key = work().kv_tile * Variant::kKey + consumer_ * kWarpgroupRows;
       const int distance = first_own_key + fragment_column(thread_, 0) - first_key - fragment_row(thread_, 0);
       Score::transform(s, KeyBias{shared_.slope[slot], float(distance)});
-    } else if constexpr (Score::kKind != ScoreKind::kPlain) {
+    } else if constexpr (Score::kKind == ScoreKind::kSoftcap) {
       Score::transform(s, params_.score);
     }
   }
@@ -292,6 +311,23 @@ class Consumer {
   __device__ __forceinline__ void round_p(Registers& r) const {
     pack_slices<Element>(r.rounded, r.scores);
     pin(r.rounded);
+    if constexpr (Score::kDrops) {
+#pragma unroll
+      for (int i = 0; i < kScoreRegisters / 2; ++i) { r.own_kept[i / 4][i % 4] = r.rounded[i / 4][i % 4]; }
+      r.bits.drop(r.own_kept);
+      r.bits.forget();  // what has been made of them is made again for dP
+      pin(r.own_kept);
+    }
+  }
+
+  // Long before they are used: they come from global memory.
+  template <typename AnyStep>
+  __device__ __forceinline__ void find_bits(Registers& r, AnyStep step) const {
+    if constexpr (Score::kDrops) {
+      r.bits = KeptBits(params_.dropout, params_.dropout.of_head(work().batch, shared_.head[step.slot()]),
+                        work().kv_tile * Variant::kKey + consumer_ * kWarpgroupRows,
+                        shared_.step[step.slot()].query_tile * Variant::kQuery, thread_);
+    }
   }
 
   // dP and P become dS, rounded, in registers for dK and in shared memory for dQ.
@@ -300,7 +336,7 @@ class Consumer {
     // Lets ptxas mix the stores with the sums, which pays where there are many.
     if constexpr (kScoreRegisters > 32) { forget(thread_); }
     score_gradient<Element, Score>(r.rounded, r.scores, shared_.delta[step.slot()], shared_.lse[step.slot()],
-                                   params_.score, thread_);
+                                   params_.score, r.bits, thread_);
     shared_.dout_empty[step.slot()].arrive();
     store_transposed<Swizzle, Variant::kQuery>(shared_.ds[step.slot()] + consumer_ * kDsBlock, r.rounded, thread_ / 32,
                                                thread_ % 32);

@@ -7,6 +7,7 @@
 #include <cstdint>
 
 #include "../config/fixed_point.h"
+#include "../device/dropout_bits.h"
 #include "../device/score.h"
 #include "../schedule/work_tile.h"
 
@@ -130,8 +131,9 @@ struct KernelParams {
   PackView pack;
   Workspace workspace;
   int num_groups;  // of KV tiles: the numbers that are handed out; of a pack, no fewer than those
-  float softmax_scale;
+  float dk_scale;  // of its sum
   ScoreParams score;
+  dropout::BitsView dropout;
 };
 
 }  // namespace dash_attn::backward

@@ -1,6 +1,6 @@
-// Before the main kernel: D = rowsum(dO * O), less the gradient of LSE where there is one, and all semaphores and the
-// counter of work set to zero. Where dQ is added in no order its accumulator is cleared too, and order-free each row
-// gets its unit.
+// Before the main kernel: D = rowsum(dO * O), less the gradient of LSE where there is one, times 1 - p with dropout.
+// All semaphores and the counter of work are set to zero. Where dQ is added in no order its accumulator is cleared too,
+// and order-free each row gets its unit.
 #pragma once
 
 #include "../device/fragment.h"
@@ -24,6 +24,7 @@ struct PreprocessParams {
   bool clear_dq;                            // its partials are added in no order
   const float *softmax_lse, *dsoftmax_lse;  // the caller's; the second null where LSE has no gradient
   int64_t lse_batch_stride, lse_head_stride;
+  float kept;           // 1 - p: 1 / (1 - p) is left out of dS, and multiplies the sums
   ScaleSettings scale;  // of order-free accumulation
 };
 
@@ -95,7 +96,8 @@ __device__ __forceinline__ void preprocess_block(const PreprocessParams<typename
   for (int pass = 0; pass < kPasses; ++pass) {
     const int row = first_row + (pass * kPreprocessThreads + threadIdx.x) / kThreadsPerRow;
     const float delta =
-        with_gradient_of_lse(params, owner, row, sum_of_row<kThreadsPerRow>(dot8<Element>(out[pass], dout[pass])));
+        with_gradient_of_lse(params, owner, row, sum_of_row<kThreadsPerRow>(dot8<Element>(out[pass], dout[pass]))) *
+        params.kept;
     float squares = 0.f, largest = 0.f, dout_norm = 0.f;
     if constexpr (kOrderFree) {
       measure8<Element>(dout[pass], squares, largest);

@@ -71,18 +71,24 @@ __device__ __forceinline__ void probabilities(float (&s)[kSize], const float* ls
   }
 }
 
-// dS = P * (dP - D) * the score's derivative, rounded, in the place of P.
-template <typename Element, typename Score, int kSize>
+// No bits of dropout: every element is kept.
+struct NoBits {
+  __device__ __forceinline__ float keep(int, float x) const { return x; }
+};
+
+// dS = P * (dP - D) * the score's derivative, rounded, in the place of P. dP of what `bits` drops is 0.
+template <typename Element, typename Score, typename Bits, int kSize>
 __device__ __forceinline__ void score_gradient(RegisterSlice (&p)[kSize / 8], const float (&dp)[kSize],
                                                const float* delta, const float* lse, const ScoreParams& params,
-                                               int thread) {
+                                               const Bits& bits, int thread) {
 #pragma unroll
   for (int slice = 0; slice < kSize / 8; ++slice) {
     const SliceStatistics row = slice_of(delta, thread, slice);
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      const float* const x = dp + 8 * slice + 2 * i;
-      float low = x[0] - row.of[i / 2][0], high = x[1] - row.of[i / 2][1];
+      const int number = 8 * slice + 2 * i;
+      float low = bits.keep(number, dp[number]) - row.of[i / 2][0];
+      float high = bits.keep(number + 1, dp[number + 1]) - row.of[i / 2][1];
       if constexpr (Score::kHasDerivative) {
         if (i == 0) { forget_memory(); }  // what later slices read is not read yet: registers
         const float* const lse_of = slice_of(lse, thread, slice).of[i / 2];

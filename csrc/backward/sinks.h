@@ -19,6 +19,7 @@ struct SinkParams {
   Workspace workspace;
   SequencesOfCall call;
   float* dsinks;  // (heads)
+  float scale;    // 1 / (1 - p): D is without
 };
 
 // The sum over the block in thread 0. `scratch` may be used again after the next barrier.
@@ -86,7 +87,7 @@ static __global__ void __launch_bounds__(kSinkThreads) sink_sequences_kernel(con
       if (threadIdx.x > 0) { continue; }
       for (int i = 0; i < min_int(kSinkThreads, params.call.batch - first); ++i) { sum += sums[i]; }
     }
-    if (threadIdx.x == 0) { params.dsinks[head] = sum; }
+    if (threadIdx.x == 0) { params.dsinks[head] = sum * params.scale; }
   }
 }
 

@@ -54,6 +54,7 @@ struct alignas(1024) SharedStorage {
   float delta[kStages][Variant::kQuery];      // D = rowsum(dO * O)
   StepTile step[kStages];
   float slope[Variant::Score::kHasSlope ? kStages : 1];  // ALiBi's, of the step's head
+  int head[Variant::Score::kDrops ? kStages : 1];        // of the step, whose bits of dropout are read
   // Order-free only: the tile whose rows' units the partial is rounded to, or kNoScale; scales in the order of
   // scale_position.
   alignas(16) uint8_t scales[Variant::kScaleSlots][Variant::kScaleBytes ? Variant::kQuery : 16];
@@ -117,6 +118,10 @@ __device__ __forceinline__ void initialise_barriers(SharedStorage<Variant>& shar
   if constexpr (Variant::kWide) {
     shared.p_full.init(Count::kConsumerWarpsOfOne);
     shared.p_empty.init(Count::kDoneWithP);
+    if constexpr (Variant::Score::kDrops) {
+      shared.p_read.init(Count::kConsumerThreadsOfOne);
+      shared.kept_full.init(Count::kConsumerWarpsOfOne);
+    }
     for (auto& seen : shared.dq_seen) { seen.init(Count::kAdder); }
   }
   for (int i = 0; i < Variant::kPlanSlots; ++i) {

@@ -232,7 +232,7 @@ Outputs attention(variable_list packed, PackTensors pack, std::optional<SymInt> 
                   dropout};
   if (dropout.exist()) {
     const Operands operands = unpack(packed, options.num_heads_q);
-    check_dropout(dropout, operands.q, operands.k, options.pack);
+    check_dropout(dropout, scores, operands.q, operands.k, options.pack);
   }
   if (scores.exist()) {
     check_scores(scores, "learnable_sink (s_aux)", unpack(packed, options.num_heads_q).q, options.pack,
@@ -279,7 +279,7 @@ Outputs attention_qkv(const Tensor& q, const Tensor& k, const Tensor& v, std::op
   check_qkv(q, k, v, pack);
   return attention({q, k, v}, std::move(pack), std::nullopt, softmax_scale,
                    {causal, window_left, window_right, attention_chunk}, schedule, std::move(sm_margin),
-                   {sinks, alibi_slopes, softcap}, {dropout_bits, rng_state, dropout_p});
+                   {sinks, alibi_slopes, softcap, dropout_p != 0}, {dropout_bits, rng_state, dropout_p});
 }
 
 Outputs attention_kvpacked(const Tensor& q, const Tensor& kv, std::optional<double> softmax_scale, bool causal,
@@ -292,7 +292,7 @@ Outputs attention_kvpacked(const Tensor& q, const Tensor& kv, std::optional<doub
   check_kvpacked(q, kv, pack);
   return attention({q, kv}, std::move(pack), std::nullopt, softmax_scale,
                    {causal, window_left, window_right, attention_chunk}, schedule, std::move(sm_margin),
-                   {sinks, alibi_slopes, softcap}, {dropout_bits, rng_state, dropout_p});
+                   {sinks, alibi_slopes, softcap, dropout_p != 0}, {dropout_bits, rng_state, dropout_p});
 }
 
 Outputs attention_qkvpacked(const Tensor& qkv, std::optional<SymInt> num_heads_q, std::optional<double> softmax_scale,
@@ -304,7 +304,7 @@ Outputs attention_qkvpacked(const Tensor& qkv, std::optional<SymInt> num_heads_q
   check_qkvpacked(qkv, num_heads_q, pack);
   return attention({qkv}, std::move(pack), std::move(num_heads_q), softmax_scale,
                    {causal, window_left, window_right, attention_chunk}, schedule, std::move(sm_margin),
-                   {sinks, alibi_slopes, softcap}, {dropout_bits, rng_state, dropout_p});
+                   {sinks, alibi_slopes, softcap, dropout_p != 0}, {dropout_bits, rng_state, dropout_p});
 }
 
 }  // namespace
@@ -315,8 +315,7 @@ Outputs attention_qkvpacked(const Tensor& qkv, std::optional<SymInt> num_heads_q
 #define DASH_SCORES "Tensor? sinks, Tensor? alibi_slopes, "
 // What stands last is seldom asked for: left out, it costs a call nothing.
 #define DASH_OPTIONAL_DROPOUT "Tensor? dropout_bits=None, Tensor? rng_state=None, float dropout_p=0.0"
-#define DASH_OPTIONAL_SCORES \
-  "Tensor? sinks=None, Tensor? alibi_slopes=None, float softcap=0.0, " DASH_OPTIONAL_DROPOUT
+#define DASH_OPTIONAL_SCORES "Tensor? sinks=None, Tensor? alibi_slopes=None, float softcap=0.0, " DASH_OPTIONAL_DROPOUT
 #define DASH_OPTIONS                                                                                             \
   "float? softmax_scale, bool causal, str schedule, SymInt sm_margin, int window_left=-1, int window_right=-1, " \
   "int attention_chunk=0, "
@@ -372,11 +371,14 @@ TORCH_LIBRARY_IMPL(dash_attn, CompositeImplicitAutograd, library) {
 // The kernels. They write what they are given and check only what would harm: `dash_attn` calls them rightly.
 TORCH_LIBRARY(dash_attn_C, library) {
   library.def("forward(Tensor q, Tensor k, Tensor v, Tensor(a!) out, Tensor(b!) softmax_lse, " DASH_PACK DASH_SCORES
-              "float softmax_scale, float softcap, " DASH_MASK
-              "int sm_margin, " DASH_OPTIONAL_DROPOUT ") -> ()");
+              "float softmax_scale, float softcap, " DASH_MASK "int sm_margin, " DASH_OPTIONAL_DROPOUT ") -> ()");
   library.def(
       "backward(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor softmax_lse, Tensor(a!) dq, "
       "Tensor(b!) dk, Tensor(c!) dv, " DASH_PACK DASH_SCORES
       "Tensor? dsoftmax_lse, Tensor(d!)? dsinks, float softmax_scale, float softcap, " DASH_MASK
       "int schedule, int sm_margin, " DASH_OPTIONAL_DROPOUT ") -> ()");
+  library.def(
+      "dropout_bits(Tensor(a!) bits, Tensor rng_state, float p, int seqlen_q, int seqlen_k, int first_head, "
+      "int total_heads, int first_query, int first_key, bool of_flash_attention_2, int rounds, " DASH_MASK
+      "int sm_margin) -> ()");
 }

@@ -8,7 +8,9 @@
 #include <string>
 #include <tuple>
 #include <type_traits>
+#include <vector>
 
+#include "../dropout/fragment.h"
 #include "../dropout/mask.h"
 #include "tile_bindings.h"
 
@@ -18,11 +20,16 @@ namespace dash_attn::dropout {
 template <class F>
 auto with_rounds(int64_t rounds, F&& f) {
   switch (rounds) {
-    case 3: return f(std::integral_constant<int, 3>{});
-    case 5: return f(std::integral_constant<int, 5>{});
-    case 7: return f(std::integral_constant<int, 7>{});
-    case 10: return f(std::integral_constant<int, 10>{});
-    default: throw py::value_error("rounds must be one of 3, 5, 7, 10, got " + std::to_string(rounds));
+    case 3:
+      return f(std::integral_constant<int, 3>{});
+    case 5:
+      return f(std::integral_constant<int, 5>{});
+    case 7:
+      return f(std::integral_constant<int, 7>{});
+    case 10:
+      return f(std::integral_constant<int, 10>{});
+    default:
+      throw py::value_error("rounds must be one of 3, 5, 7, 10, got " + std::to_string(rounds));
   }
 }
 
@@ -95,6 +102,58 @@ inline py::bytearray mask_bits(Region const& region, int64_t heads, std::string 
   return py::bytearray(bytes.data(), bytes.size());
 }
 
+// The bits of a head as a thread of a warpgroup gathers them for a fragment: whether it keeps each of its registers.
+template <FragmentRows kRows, int kColumns>
+std::vector<bool> kept_registers(std::string const& bits, int64_t key_blocks, int first_row, int first_column,
+                                 int thread) {
+  using Layout = FragmentLayout<kRows, kColumns>;
+  uint32_t words[Layout::kWords];
+  Layout::gather(words, first_row, first_column, thread, [&](int row_block, int column_block, int byte) {
+    int64_t const query_block = Layout::kQueriesAreRows ? row_block : column_block;
+    int64_t const key_block = Layout::kQueriesAreRows ? column_block : row_block;
+    size_t const start = static_cast<size_t>((query_block * key_blocks + key_block) * kBlockBytes + byte);
+    if (key_block >= key_blocks || start + sizeof(typename Layout::Loaded) > bits.size()) return uint32_t{0};
+    uint32_t value = 0;
+    for (size_t i = 0; i < sizeof(typename Layout::Loaded); ++i) {
+      value |= uint32_t{static_cast<unsigned char>(bits[start + i])} << 8 * i;
+    }
+    return value;
+  });
+  std::vector<bool> kept;
+  for (int i = 0; i < kColumns / 2; ++i) {
+    int const place = Layout::place_of(i / 8, i % 8 / 2) + i % 2 * Layout::kPitch;
+    kept.push_back(words[i / 8 / 4] >> place & 1);
+  }
+  return kept;
+}
+
+inline std::vector<bool> kept_registers_of(bool queries_are_rows, int64_t columns, std::string const& bits,
+                                           int64_t key_blocks, int64_t first_row, int64_t first_column,
+                                           int64_t thread) {
+  auto const of = [&](auto rows, auto columns_type) {
+    constexpr int64_t kEnd = int64_t{1} << 30;
+    return kept_registers<rows(), columns_type()>(
+        bits, positive("key_blocks", key_blocks), in_range("first_row", first_row, 0, kEnd),
+        in_range("first_column", first_column, 0, kEnd), in_range("thread", thread, 0, 128));
+  };
+  auto const with_columns = [&](auto rows) {
+    switch (columns) {  // of the tables of tile shapes
+      case 64:
+        return of(rows, std::integral_constant<int, 64>{});
+      case 80:
+        return of(rows, std::integral_constant<int, 80>{});
+      case 96:
+        return of(rows, std::integral_constant<int, 96>{});
+      case 128:
+        return of(rows, std::integral_constant<int, 128>{});
+      default:
+        throw py::value_error("columns must be one of 64, 80, 96, 128, got " + std::to_string(columns));
+    }
+  };
+  return queries_are_rows ? with_columns(std::integral_constant<FragmentRows, FragmentRows::kQueries>{})
+                          : with_columns(std::integral_constant<FragmentRows, FragmentRows::kKeys>{});
+}
+
 using FourWords = std::tuple<uint32_t, uint32_t, uint32_t, uint32_t>;
 using TwoWords = std::tuple<uint32_t, uint32_t>;
 
@@ -113,6 +172,15 @@ inline void bind_dropout(py::module_& m) {
       },
       py::arg("counter"), py::arg("key"), py::kw_only(), py::arg("rounds"),
       "The 128 random bits of a counter and a key.");
+  m.def(
+      "dropout_kept_registers",
+      [](py::bytes const& bits, bool queries_are_rows, int64_t columns, int64_t key_blocks, int64_t first_row,
+         int64_t first_column, int64_t thread) {
+        return kept_registers_of(queries_are_rows, columns, bits, key_blocks, first_row, first_column, thread);
+      },
+      py::arg("bits"), py::kw_only(), py::arg("queries_are_rows"), py::arg("columns"), py::arg("key_blocks"),
+      py::arg("first_row"), py::arg("first_column"), py::arg("thread"),
+      "Which registers of a 64 x columns accumulator a thread keeps: csrc/dropout/fragment.h.");
   m.def("dropout_threshold", &checked_threshold, py::arg("p"), "How many of 256 random bytes keep an element.");
   m.def(
       "dropout_bits",

@@ -49,14 +49,19 @@ inline void check_rng_state(const Tensor& state, const Tensor& q, const PackTens
                     ", 2), got ", shape_text(state));
   TORCH_CHECK_VALUE(state.device() == q.device(), "rng_state must be on the device of q, ", q.device().str(), ", got ",
                     state.device().str());
-  TORCH_CHECK_VALUE(batch <= dropout::kMaxSequences && q.sym_size(-2) <= dropout::kMaxHeads,
-                    "q must have at most ", size_text(dropout::kMaxSequences), " sequences and ",
-                    size_text(dropout::kMaxHeads), " heads with dropout, got ", size_text(batch), " and ",
-                    size_text(q.sym_size(-2)));
+  TORCH_CHECK_VALUE(batch <= dropout::kMaxSequences && q.sym_size(-2) <= dropout::kMaxHeads, "q must have at most ",
+                    size_text(dropout::kMaxSequences), " sequences and ", size_text(dropout::kMaxHeads),
+                    " heads with dropout, got ", size_text(batch), " and ", size_text(q.sym_size(-2)));
 }
 
-inline void check_dropout(const DropoutArguments& given, const Tensor& q, const Tensor& k, const PackTensors& pack) {
+inline void check_dropout(const DropoutArguments& given, const ScoreArguments& scores, const Tensor& q, const Tensor& k,
+                          const PackTensors& pack) {
   if (!given.exist()) { return; }
+  TORCH_CHECK_NOT_IMPLEMENTED(
+      !q.is_cuda() || (!scores.alibi_slopes && scores.softcap == 0),
+      "dropout_p must be 0.0 with softcap or alibi_slopes on a GPU (no kernel drops beside them), "
+      "got ",
+      number_text(given.p));
   TORCH_CHECK_VALUE(given.p > 0 && static_cast<float>(given.p) < 1,
                     "dropout_p must be above 0 and below 1 in fp32 where dropout_bits or rng_state is given, got ",
                     number_text(given.p));
@@ -66,6 +71,9 @@ inline void check_dropout(const DropoutArguments& given, const Tensor& q, const 
   if (given.bits) {
     check_dropout_bits(*given.bits, q, k, pack);
   } else {
+    TORCH_CHECK_NOT_IMPLEMENTED(!q.is_cuda() || !pack.exists(),
+                                "dropout_bits must be given for a pack on a GPU, got rng_state: the op does not know "
+                                "the longest sequence; dash_attn.flash_attn_varlen_func makes them");
     check_rng_state(*given.rng_state, q, pack);
   }
 }

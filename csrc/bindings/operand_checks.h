@@ -78,10 +78,11 @@ struct PackTensors {
 struct ScoreArguments {
   std::optional<Tensor> sinks, alibi_slopes;
   double softcap = 0;
+  bool dropped = false;  // the probabilities that follow from them: dropout_checks.h
 
   bool exist() const { return sinks || alibi_slopes || softcap != 0; }
 
-  bool change_products() const { return alibi_slopes || softcap != 0; }
+  bool have_own_kernels() const { return alibi_slopes || softcap != 0 || dropped; }
 };
 
 // What the caller calls them.
@@ -309,7 +310,7 @@ inline HeadDims padded_row(const Tensor& q, const Tensor& v) {
 // The policy that a schedule's name means for this problem.
 inline Policy resolve_schedule(std::string_view schedule, const MaskArguments& mask, const ScoreArguments& scores,
                                HeadDims padded) {
-  const CallKind call{mask.kind(), padded, scores.change_products()};
+  const CallKind call{mask.kind(), padded, scores.have_own_kernels()};
   const std::optional<Policy> policy = chosen_policy(schedule, call);
   TORCH_CHECK_VALUE(policy.has_value(), refused_schedule(schedule, call));
   return *policy;

@@ -117,21 +117,43 @@ inline Tensor target_of(const Tensor& gradient) {
   return is_addressable(gradient) ? gradient : at::empty(gradient.sizes(), gradient.options());
 }
 
+using BitsKernel = void(Tensor, const Tensor&, double, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, bool,
+                        int64_t, bool, int64_t, int64_t, int64_t, int64_t);
+
+// Dropout as the kernels are told of it. On a GPU they take bits, which are made of a state in both passes alike: so no
+// layer keeps any.
+inline DropoutArguments for_kernels(const DropoutArguments& given, const Tensor& q, const Tensor& k,
+                                    const MaskArguments& mask, const SymInt& sm_margin) {
+  if (!given.rng_state) { return given; }
+  const Tensor state = given.rng_state->contiguous();
+  if (!q.is_cuda()) { return {std::nullopt, state, given.p}; }
+  const int64_t seqlen_q = q.size(1), seqlen_k = k.size(1), heads = q.size(2);
+  const auto blocks = [](int64_t seqlen) { return int64_t{dropout::num_blocks(static_cast<int>(seqlen))}; };
+  const Tensor bits = at::empty({q.size(0), heads, blocks(seqlen_q), blocks(seqlen_k), dropout::kBlockBytes},
+                                q.options().dtype(at::kByte));
+  const auto& [causal, window_left, window_right, attention_chunk] = mask;
+  DASH_OP("dash_attn_C::dropout_bits", BitsKernel)
+      .call(bits, state, given.p, seqlen_q, seqlen_k, /*first_head=*/0, heads, /*first_query=*/0, /*first_key=*/0,
+            /*of_flash_attention_2=*/false, dropout::kDefaultRounds, causal, window_left, window_right, attention_chunk,
+            sm_margin.expect_int());
+  return {bits, std::nullopt, given.p};
+}
+
 inline Outputs forward(const Tensor& q, const Tensor& k, const Tensor& v, OptionalTensor cu_seqlens_q,
                        OptionalTensor cu_seqlens_k, OptionalTensor seqused_q, OptionalTensor seqused_k,
                        double softmax_scale, bool causal, int64_t window_left, int64_t window_right,
                        int64_t attention_chunk, SymInt sm_margin, OptionalTensor sinks, OptionalTensor alibi_slopes,
                        double softcap, OptionalTensor dropout_bits, OptionalTensor rng_state, double dropout_p) {
   const PackTensors pack{cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k};
-  check_operands(q, k, v, pack, {sinks, alibi_slopes, softcap}, softmax_scale,
+  check_operands(q, k, v, pack, {sinks, alibi_slopes, softcap, dropout_p != 0}, softmax_scale,
                  {causal, window_left, window_right, attention_chunk}, sm_margin);
-  check_dropout({dropout_bits, rng_state, dropout_p}, q, k, pack);
+  check_dropout({dropout_bits, rng_state, dropout_p}, {sinks, alibi_slopes, softcap}, q, k, pack);
   if (sinks && k.numel() == 0 && has_queries(q, pack)) {
     const WithoutKeys call(q, k, v, pack);
-    auto [out, softmax_lse] = forward(call.rows(q), call.k, call.v, call.pack.cu_seqlens_q, call.pack.cu_seqlens_k,
-                                      seqused_q, seqused_k, softmax_scale, causal, window_left, window_right,
-                                      attention_chunk, sm_margin, sinks, alibi_slopes, softcap, std::nullopt,
-                                      std::nullopt, /*dropout_p=*/0);
+    auto [out, softmax_lse] =
+        forward(call.rows(q), call.k, call.v, call.pack.cu_seqlens_q, call.pack.cu_seqlens_k, seqused_q, seqused_k,
+                softmax_scale, causal, window_left, window_right, attention_chunk, sm_margin, sinks, alibi_slopes,
+                softcap, std::nullopt, std::nullopt, /*dropout_p=*/0);
     if (!call.is_dense) { return {out, softmax_lse}; }
     return {out.unflatten(0, {q.size(0), q.size(1)}),
             softmax_lse.unflatten(1, {q.size(0), q.size(1)}).transpose(0, 1).contiguous()};
@@ -145,11 +167,13 @@ inline Outputs forward(const Tensor& q, const Tensor& k, const Tensor& v, Option
     return {out, softmax_lse};
   }
   const PositiveScale scaled(q, softmax_scale);
+  const DropoutArguments dropout = for_kernels({dropout_bits, rng_state, dropout_p}, q, k,
+                                               {causal, window_left, window_right, attention_chunk}, sm_margin);
   DASH_OP("dash_attn_C::forward", ForwardKernel)
       .call(addressable(scaled.q), addressable(k), addressable(v), out, softmax_lse, cu_seqlens_q, cu_seqlens_k,
             seqused_q, seqused_k, contiguous(sinks), with_adjacent_heads(alibi_slopes), scaled.softmax_scale, softcap,
-            causal, window_left, window_right, attention_chunk, sm_margin.expect_int(), dropout_bits,
-            contiguous(rng_state), dropout_p);
+            causal, window_left, window_right, attention_chunk, sm_margin.expect_int(), dropout.bits, dropout.rng_state,
+            dropout.p);
   return {out, softmax_lse};
 }
 
@@ -160,9 +184,9 @@ inline Outputs forward_meta(const Tensor& q, const Tensor& k, const Tensor& v, O
                             OptionalTensor alibi_slopes, double softcap, OptionalTensor dropout_bits,
                             OptionalTensor rng_state, double dropout_p) {
   const PackTensors pack{cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k};
-  check_operands(q, k, v, pack, {sinks, alibi_slopes, softcap}, softmax_scale,
+  check_operands(q, k, v, pack, {sinks, alibi_slopes, softcap, dropout_p != 0}, softmax_scale,
                  {causal, window_left, window_right, attention_chunk}, sm_margin);
-  check_dropout({dropout_bits, rng_state, dropout_p}, q, k, pack);
+  check_dropout({dropout_bits, rng_state, dropout_p}, {sinks, alibi_slopes, softcap}, q, k, pack);
   const auto sizes = lse_sizes(q.sym_sizes());
   return {at::empty_symint(out_sizes(q.sym_sizes(), v.sym_sizes()), q.options()),
           at::empty_symint(without_batch(sizes, pack.exists()), q.options().dtype(at::kFloat))};
@@ -177,9 +201,9 @@ inline void backward(const Tensor& dout, const Tensor& q, const Tensor& k, const
                      double softcap, OptionalTensor dropout_bits, OptionalTensor rng_state, double dropout_p) {
   const PackTensors pack{cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k};
   const MaskArguments mask{causal, window_left, window_right, attention_chunk};
-  check_backward(dout, q, k, v, out, softmax_lse, dq, dk, dv, pack, {sinks, alibi_slopes, softcap},
+  check_backward(dout, q, k, v, out, softmax_lse, dq, dk, dv, pack, {sinks, alibi_slopes, softcap, dropout_p != 0},
                  {dsoftmax_lse, dsinks}, softmax_scale, mask, schedule, sm_margin);
-  check_dropout({dropout_bits, rng_state, dropout_p}, q, k, pack);
+  check_dropout({dropout_bits, rng_state, dropout_p}, {sinks, alibi_slopes, softcap}, q, k, pack);
   const Tensor gradients[] = {dq, dk, dv};
   constexpr const char* kGradientNames[] = {"dq", "dk", "dv"};
   for (int i = 0; i < 3; ++i) {
@@ -225,15 +249,17 @@ inline void backward(const Tensor& dout, const Tensor& q, const Tensor& k, const
              std::nullopt, std::nullopt, /*dropout_p=*/0);
     return;
   }
-  const Policy policy = resolve_schedule(schedule, mask, {sinks, alibi_slopes, softcap}, padded_row(q, v));
+  const Policy policy =
+      resolve_schedule(schedule, mask, {sinks, alibi_slopes, softcap, dropout_p != 0}, padded_row(q, v));
   const PositiveScale scaled(q, softmax_scale);
   const Tensor targets[] = {target_of(dq), target_of(dk), target_of(dv)};
+  const DropoutArguments dropout = for_kernels({dropout_bits, rng_state, dropout_p}, q, k, mask, sm_margin);
   DASH_OP("dash_attn_C::backward", BackwardKernel)
       .call(addressable(dout), addressable(scaled.q), addressable(k), addressable(v), addressable(out),
             softmax_lse.contiguous(), targets[0], targets[1], targets[2], cu_seqlens_q, cu_seqlens_k, seqused_q,
             seqused_k, contiguous(sinks), with_adjacent_heads(alibi_slopes), contiguous(dsoftmax_lse), dsinks,
             scaled.softmax_scale, softcap, causal, window_left, window_right, attention_chunk,
-            static_cast<int64_t>(policy), sm_margin.expect_int(), dropout_bits, contiguous(rng_state), dropout_p);
+            static_cast<int64_t>(policy), sm_margin.expect_int(), dropout.bits, dropout.rng_state, dropout.p);
   if (scaled.sign != 1) { targets[0].mul_(scaled.sign); }
   for (int i = 0; i < 3; ++i) {
     if (!targets[i].is_same(gradients[i])) { gradients[i].copy_(targets[i]); }
@@ -248,9 +274,10 @@ inline void backward_meta(const Tensor& dout, const Tensor& q, const Tensor& k, 
                           OptionalTensor alibi_slopes, OptionalTensor dsoftmax_lse, std::optional<Tensor> dsinks,
                           double softcap, OptionalTensor dropout_bits, OptionalTensor rng_state, double dropout_p) {
   check_backward(dout, q, k, v, out, softmax_lse, dq, dk, dv, {cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k},
-                 {sinks, alibi_slopes, softcap}, {dsoftmax_lse, dsinks}, softmax_scale,
+                 {sinks, alibi_slopes, softcap, dropout_p != 0}, {dsoftmax_lse, dsinks}, softmax_scale,
                  {causal, window_left, window_right, attention_chunk}, schedule, sm_margin);
-  check_dropout({dropout_bits, rng_state, dropout_p}, q, k, {cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k});
+  check_dropout({dropout_bits, rng_state, dropout_p}, {sinks, alibi_slopes, softcap}, q, k,
+                {cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k});
 }
 
 }  // namespace dash_attn

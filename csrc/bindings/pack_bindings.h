@@ -123,7 +123,8 @@ inline ForwardPack forward_pack(PackedLengths const& lengths, int64_t heads, int
   ForwardPack pack{};
   pack.rule =
       forward_pack_rule(checked_rule(causal, window, attention_chunk), rows, static_cast<int>(heads),
-                        static_cast<int>(kv_heads), checked_head_dims(head_dim, value_head_dim), positive("sms", sms));
+                        static_cast<int>(kv_heads), checked_head_dims(head_dim, value_head_dim), positive("sms", sms),
+                        /*drops=*/false);
   plan_on_host(pack, rows, lengths, pack.rule.scheduler.head_groups);
   return pack;
 }

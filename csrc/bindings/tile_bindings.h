@@ -70,7 +70,7 @@ inline HeadDims padded_row(int64_t head_dim, std::optional<int64_t> value_head_d
 inline forward::QueryTileScheduler forward_tiles(int64_t batch, int64_t seqlen_q, int64_t seqlen_k, int64_t heads,
                                                  int64_t kv_heads, int64_t head_dim,
                                                  std::optional<int64_t> value_head_dim, bool causal, int64_t sms,
-                                                 WindowSize window, int64_t attention_chunk) {
+                                                 WindowSize window, int64_t attention_chunk, bool drops) {
   forward::ForwardProblem problem{};
   problem.mask = mask_of(checked_rule(causal, window, attention_chunk),
                          {positive("seqlen_q", seqlen_q), positive("seqlen_k", seqlen_k)});
@@ -80,6 +80,7 @@ inline forward::QueryTileScheduler forward_tiles(int64_t batch, int64_t seqlen_q
   problem.heads = static_cast<int>(heads);
   problem.head_dims = checked_head_dims(head_dim, value_head_dim);
   problem.ctas = positive("sms", sms);
+  problem.drops = drops;
   forward::QueryTileScheduler const scheduler = forward::make_scheduler(problem);
   positive("batch * heads * tiles", num_tiles(scheduler));
   return scheduler;
@@ -92,7 +93,8 @@ inline void bind_masks_and_forward_tiles(py::module_& m) {
   py::class_<ForwardTiles>(m, "ForwardTiles", "The query tiles of a forward, and the list in which they are worked on.")
       .def(py::init(&forward_tiles), py::kw_only(), py::arg("batch"), py::arg("seqlen_q"), py::arg("seqlen_k"),
            py::arg("heads"), py::arg("kv_heads"), py::arg("head_dim"), py::arg("value_head_dim") = py::none(),
-           py::arg("causal"), py::arg("sms"), py::arg("window") = kAnyWindow, py::arg("attention_chunk") = 0)
+           py::arg("causal"), py::arg("sms"), py::arg("window") = kAnyWindow, py::arg("attention_chunk") = 0,
+           py::arg("drops") = false)
       .def_readonly("num_tiles", &ForwardTiles::num_tiles)
       .def_readonly("query_tiles", &ForwardTiles::query_tiles)
       .def_readonly("head_groups", &ForwardTiles::head_groups)

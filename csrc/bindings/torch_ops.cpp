@@ -19,7 +19,9 @@
 #include <vector>
 
 #include "config/tile_shapes.h"
+#include "dropout/mask.h"
 #include "launch/arguments.h"
+#include "launch/dropout.h"
 
 namespace dash_attn {
 namespace {
@@ -271,8 +273,35 @@ Tensor empty_bytes(int64_t size, int32_t device) {
   return Tensor(handle);
 }
 
-void refuse_dropout(OptionalTensor dropout_bits, OptionalTensor rng_state, double dropout_p) {
-  STD_TORCH_CHECK(!dropout_bits && !rng_state && dropout_p == 0, "no CUDA kernel drops, got dropout_p=", dropout_p);
+// (batch, heads, blocks of queries, blocks of keys, bytes)
+void check_bits(const Tensor& bits, int64_t batch, int64_t heads, int32_t device) {
+  check_device(bits, "dropout_bits", device);
+  STD_TORCH_CHECK(bits.scalar_type() == ScalarType::Byte, "dropout_bits must be uint8");
+  STD_TORCH_CHECK(bits.dim() == 5 && bits.size(0) == batch && bits.size(1) == heads &&
+                      bits.size(4) == dropout::kBlockBytes && bits.is_contiguous(),
+                  "dropout_bits must be contiguous (", batch, ", ", heads, ", blocks of queries, blocks of keys, ",
+                  dropout::kBlockBytes, ")");
+}
+
+float checked_probability(double p) {
+  STD_TORCH_CHECK(p >= 0 && static_cast<float>(p) < 1, "dropout_p is ", p, ", expected at least 0 and below 1");
+  return static_cast<float>(p);
+}
+
+void read_dropout(OptionalTensor bits, OptionalTensor rng_state, double p, const Inputs& inputs,
+                  AttentionArguments& arguments) {
+  STD_TORCH_CHECK(!rng_state, "the kernels take bits, and no rng_state");
+  STD_TORCH_CHECK(bits.has_value() == (p != 0), "dropout_bits must be given where dropout_p is above 0");
+  if (!bits) return;
+  check_bits(*bits, arguments.batch, arguments.heads, inputs.device);
+  STD_TORCH_CHECK(arguments.softcap == 0 && !arguments.alibi_slopes, "no kernel drops beside a softcap or slopes");
+  const int query_blocks = to_int(bits->size(2), "the number of blocks of queries");
+  const int key_blocks = to_int(bits->size(3), "the number of blocks of keys");
+  STD_TORCH_CHECK(arguments.is_pack() || (query_blocks == dropout::num_blocks(arguments.seqlen_q) &&
+                                          key_blocks == dropout::num_blocks(arguments.seqlen_k)),
+                  "dropout_bits must have a block for every 32 queries and keys, got ", query_blocks, " and ",
+                  key_blocks);
+  arguments.dropout = {bits->data_ptr(), query_blocks, key_blocks, checked_probability(p)};
 }
 
 // Attention; autograd.cpp gives the schema and dash_attn/ops.py the arguments. Writes out and softmax_lse.
@@ -281,12 +310,12 @@ void forward(const Tensor& q, const Tensor& k, const Tensor& v, Tensor out, Tens
              OptionalTensor seqused_k, OptionalTensor sinks, OptionalTensor alibi_slopes, double softmax_scale,
              double softcap, bool causal, int64_t window_left, int64_t window_right, int64_t attention_chunk,
              int64_t sm_margin, OptionalTensor dropout_bits, OptionalTensor rng_state, double dropout_p) {
-  refuse_dropout(dropout_bits, rng_state, dropout_p);
   ForwardArguments arguments{};
   const Visibility visibility{cu_seqlens_q, cu_seqlens_k, seqused_q,    seqused_k,
                               causal,       window_left,  window_right, attention_chunk};
   const Inputs inputs = read_inputs(q, k, v, softmax_lse, visibility, {sinks, alibi_slopes, softcap}, softmax_scale,
                                     sm_margin, arguments);
+  read_dropout(dropout_bits, rng_state, dropout_p, inputs, arguments);
   STD_TORCH_CHECK(arguments.softmax_scale > 0, "softmax_scale is ", softmax_scale, ", expected a positive number");
   arguments.out = view_of(out, "out", inputs.out, inputs.dtype, inputs.device);
   const torch::stable::accelerator::DeviceGuard guard(inputs.device);
@@ -306,12 +335,13 @@ void backward(const Tensor& dout, const Tensor& q, const Tensor& k, const Tensor
               double softmax_scale, double softcap, bool causal, int64_t window_left, int64_t window_right,
               int64_t attention_chunk, int64_t schedule, int64_t sm_margin, OptionalTensor dropout_bits,
               OptionalTensor rng_state, double dropout_p) {
-  refuse_dropout(dropout_bits, rng_state, dropout_p);
   BackwardArguments arguments{};
   const Visibility visibility{cu_seqlens_q, cu_seqlens_k, seqused_q,    seqused_k,
                               causal,       window_left,  window_right, attention_chunk};
-  const auto [device, dtype, query, key, value, output] = read_inputs(
-      q, k, v, softmax_lse, visibility, {sinks, alibi_slopes, softcap}, softmax_scale, sm_margin, arguments);
+  const Inputs inputs = read_inputs(q, k, v, softmax_lse, visibility, {sinks, alibi_slopes, softcap}, softmax_scale,
+                                    sm_margin, arguments);
+  read_dropout(dropout_bits, rng_state, dropout_p, inputs, arguments);
+  const auto& [device, dtype, query, key, value, output] = inputs;
   arguments.out = view_of(out, "out", output, dtype, device);
   arguments.dout = view_of(dout, "dout", output, dtype, device);
   arguments.dq = view_of(dq, "dq", query, dtype, device);
@@ -333,10 +363,57 @@ void backward(const Tensor& dout, const Tensor& q, const Tensor& k, const Tensor
   run_backward(arguments, current_stream(device));
 }
 
+// Bits of dropout (csrc/dropout/mask.h) of `bits`' batch and heads; autograd.cpp gives the schema. Writes bits, but for
+// those of keys that no query of a block of them sees.
+void dropout_bits(Tensor bits, const Tensor& rng_state, double p, int64_t seqlen_q, int64_t seqlen_k,
+                  int64_t first_head, int64_t total_heads, int64_t first_query, int64_t first_key,
+                  bool of_flash_attention_2, int64_t rounds, bool causal, int64_t window_left, int64_t window_right,
+                  int64_t attention_chunk, int64_t sm_margin) {
+  STD_TORCH_CHECK(bits.is_cuda(), "bits must be a CUDA tensor");
+  const int32_t device = bits.get_device_index();
+  GeneratorArguments arguments{};
+  arguments.batch = to_int(bits.size(0), "batch");
+  arguments.heads = to_int(bits.size(1), "the number of heads");
+  check_bits(bits, arguments.batch, arguments.heads, device);
+  arguments.sequence = {to_int(seqlen_q, "seqlen_q"), to_int(seqlen_k, "seqlen_k")};
+  STD_TORCH_CHECK(seqlen_q < kUnbounded && seqlen_k < kUnbounded &&
+                      bits.size(2) == dropout::num_blocks(arguments.sequence.seqlen_q) &&
+                      bits.size(3) == dropout::num_blocks(arguments.sequence.seqlen_k),
+                  "bits must have a block for every 32 of ", seqlen_q, " queries and ", seqlen_k, " keys");
+  check_device(rng_state, "rng_state", device);
+  const int64_t rank = rng_state.dim();
+  STD_TORCH_CHECK(rng_state.scalar_type() == ScalarType::Long && rng_state.is_contiguous() &&
+                      (rank == 1 || (rank == 2 && rng_state.size(0) == arguments.batch)) &&
+                      rng_state.size(rank - 1) == 2,
+                  "rng_state must be contiguous int64 (2,) or (", arguments.batch, ", 2)");
+  STD_TORCH_CHECK(arguments.batch <= dropout::kMaxSequences && first_head >= 0 && total_heads <= dropout::kMaxHeads &&
+                      first_head + arguments.heads <= total_heads,
+                  "heads ", first_head, " to ", first_head + arguments.heads, " are not all of ", total_heads);
+  STD_TORCH_CHECK(first_query >= 0 && first_key >= 0 && first_query % dropout::kBlockRows == 0 &&
+                      first_key % dropout::kBlockRows == 0 && first_query + seqlen_q < kUnbounded &&
+                      first_key + seqlen_k < kUnbounded,
+                  "first_query and first_key must be multiples of 32, got ", first_query, " and ", first_key);
+  arguments.bits = bits.data_ptr();
+  arguments.state = static_cast<const int64_t*>(rng_state.data_ptr());
+  arguments.state_of_sequence = rank == 2;
+  arguments.total_heads = static_cast<int>(total_heads);
+  arguments.first_head = static_cast<int>(first_head);
+  arguments.first_query = static_cast<int>(first_query);
+  arguments.first_key = static_cast<int>(first_key);
+  arguments.p = checked_probability(p);
+  arguments.of_flash_attention_2 = of_flash_attention_2;
+  arguments.rounds = static_cast<int>(rounds);
+  arguments.mask = mask_rule(causal, window_left, window_right, attention_chunk);
+  arguments.num_sms = usable_sms(device, sm_margin);
+  const torch::stable::accelerator::DeviceGuard guard(device);
+  run_generator(arguments, current_stream(device));
+}
+
 }  // namespace
 }  // namespace dash_attn
 
 STABLE_TORCH_LIBRARY_IMPL(dash_attn_C, CUDA, library) {
   library.impl("forward", TORCH_BOX(&dash_attn::forward));
   library.impl("backward", TORCH_BOX(&dash_attn::backward));
+  library.impl("dropout_bits", TORCH_BOX(&dash_attn::dropout_bits));
 }

@@ -13,6 +13,14 @@ __device__ __forceinline__ float exp2_approx(float x) {
   return y;
 }
 
+// 9.7.9.7 "prmt": each four bits of `selector` name a byte of x, or, plus 8, its sign in all bits. CUDA's __byte_perm
+// knows no signs.
+__device__ __forceinline__ uint32_t permute_bytes(uint32_t x, uint32_t selector) {
+  uint32_t y;
+  asm("prmt.b32 %0, %1, 0, %2;" : "=r"(y) : "r"(x), "r"(selector));
+  return y;
+}
+
 // 9.7.3 "lg2": absolute error 2^-22 near 1, else relative error 2^-22.
 __device__ __forceinline__ float log2_approx(float x) {
   float y;

@@ -87,8 +87,8 @@ DASH_HOST_DEVICE constexpr uint32_t bit_sliced_word(Source const& source, uint32
     PhiloxCounter const planes = philox4x32<kRounds>(counter, key);
     for (int i = 3; i >= 0; --i) {
       uint32_t const plane = planes.word[i];
-      bool const digit = source.threshold >> (7 - 4 * call - i) & 1;
-      less = digit ? ~plane | less : ~plane & less;
+      uint32_t const digit = -static_cast<uint32_t>(source.threshold >> (7 - 4 * call - i) & 1);  // of all elements
+      less = (~plane & less) | (digit & (~plane | less));
     }
   }
   return less;

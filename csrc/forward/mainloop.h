@@ -3,6 +3,8 @@
 //
 //   S = score(Q K^T)     P = exp2(scale S - reference)     O = correction O + P V
 //
+// With dropout, what is dropped of P is set to zero behind the sum of its row and before the product with V.
+//
 // Products run in the order in which they are issued, while the thread computes. For tile j after tile j + 1:
 //
 //   tensor cores:   | S(j)  P(j+1) V(j+1) |                                       | S(j-1)  ...
@@ -14,6 +16,8 @@
 
 #include <cutlass/arch/barrier.h>
 
+#include <type_traits>
+
 #include "../device/fragment.h"
 #include "../device/warp_roles.h"
 #include "config.h"
@@ -22,6 +26,8 @@
 #include "softmax.h"
 
 namespace dash_attn::forward {
+
+struct NoBits {};
 
 // ALiBi's, of a fragment of S.
 struct QueryBias {
@@ -101,6 +107,8 @@ class Consumer {
   using Scores = float[kScoreRegisters];
   using PackedScores = uint32_t[kScoreRegisters / 8][4];
   using Output = float[kOutputRegisters];
+  using KeptBits = dropout::FragmentBits<dropout::FragmentRows::kQueries, Variant::kKey>;
+  using Bits = std::conditional_t<Score::kDrops, KeptBits, NoBits>;
   using Rows = WarpgroupRows<Variant>;
   using QuerySlot = RingIndex<Variant::kQueryStages>;
 
@@ -122,6 +130,7 @@ class Consumer {
     pass_keys_before(rows);
     wait_for_k();
     issue_s(s);
+    const Bits bits = bits_of(rows, rows.kv.end() - 1);
     wait_products<0>();
     finish_s(s);
     if (rows.kv.count == 1) { release_q(); }
@@ -129,7 +138,7 @@ class Consumer {
     exponentiate_first(s, softmax, rows);
     pass_values_before(rows);
     shared_.v_full[v_.slot()].wait(v_.parity());
-    pack_slices<Element>(p, s);
+    round_p(p, s, bits);
   }
 
   // All KV tiles but the one that came first, which is the last.
@@ -151,6 +160,7 @@ class Consumer {
     wait_for_k();
     issue_s(s);
     issue_out(out, p);
+    const Bits bits = bits_of(rows, kv_tile);
     wait_products<1>();  // S
     finish_s(s);
     if (kv_tile == rows.kv.first) { release_q(); }
@@ -161,7 +171,7 @@ class Consumer {
     wait_for_next_v();
     finish_out(out, p);
     if (corrects) { correct_rows(out, correction); }
-    pack_slices<Element>(p, s);
+    round_p(p, s, bits);
   }
 
   // From `rows` to `next`: the last product of the one, the first scores of the other, which see at most the first
@@ -176,6 +186,7 @@ class Consumer {
     wait_for_k();
     issue_s(seen);
     issue_out(out, p);
+    const Bits bits = bits_of(next, next.kv.end() - 1);
     wait_products<1>();  // S
     finish_s(seen);
     make_scores(seen, next, next.kv.end() - 1);
@@ -192,7 +203,7 @@ class Consumer {
     softmax = next_softmax;
     clear(out);
     shared_.v_full[v_.slot()].wait(v_.parity());
-    pack_slices<Element>(p, s);
+    round_p(p, s, bits);
   }
 
   // The last product of rows that no others follow.
@@ -291,6 +302,24 @@ class Consumer {
     }
   }
 
+  // Long before they are used: they come from global memory.
+  __device__ __forceinline__ Bits bits_of(const Rows& rows, int kv_tile) const {
+    if constexpr (Score::kDrops) {
+      const AnnouncedTile& tile = shared_.tile(q_);
+      const uint8_t* const of_head = params_.dropout.of_head(tile.number, tile.head_group);  // heads are not packed
+      int thread = thread_;
+      forget(thread);  // no register for addresses that every step has in common
+      return Bits(params_.dropout, of_head, rows.first_position, kv_tile * Variant::kKey, thread);
+    } else {
+      return {};
+    }
+  }
+
+  __device__ __forceinline__ void round_p(PackedScores& p, const Scores& s, const Bits& bits) const {
+    pack_slices<Element>(p, s);
+    if constexpr (Score::kDrops) { bits.drop(p); }
+  }
+
   // After the last scores of the tile, where its Q does not make place for the output.
   __device__ __forceinline__ void release_q() const {
     if constexpr (Variant::kOutputInValues) { shared_.q_empty[q_.slot()].arrive(); }
@@ -308,7 +337,7 @@ class Consumer {
         bias.first_distances[row] = float(kv_tile * Variant::kKey + fragment_column(thread_, 0) - own_key);
       }
       Score::transform(s, bias);
-    } else if constexpr (Score::kKind != ScoreKind::kPlain) {
+    } else if constexpr (Score::kKind == ScoreKind::kSoftcap) {
       Score::transform(s, params_.score);
     }
   }
@@ -364,6 +393,9 @@ class Consumer {
       for (int row = 0; row < kRowsPerThread; ++row) {
         inverse_sum[row] *= add_sink(lse[row], params_.sinks[head(row)]);
       }
+    }
+    if constexpr (Score::kDrops) {
+      for (float& x : inverse_sum) { x *= params_.dropout.scale; }
     }
     multiply_rows(out, inverse_sum);
 #pragma unroll

@@ -3,6 +3,7 @@
 
 #include <cuda.h>
 
+#include "../device/dropout_bits.h"
 #include "../device/score.h"
 #include "../schedule/forward_tiles.h"
 
@@ -19,6 +20,7 @@ struct KernelParams {
   int* tiles_taken;  // from the list beyond the first of each CTA; null where each has a fixed share
   ScoreParams score;
   const float* sinks;  // (heads): logits beside the scores of each row; null where there are none
+  dropout::BitsView dropout;
 };
 
 }  // namespace dash_attn::forward

@@ -19,6 +19,14 @@ struct PackLengths {
   const int *seqused_q, *seqused_k;        // (batch), or null
 };
 
+// The bits of dropout (csrc/dropout/mask.h), and what is kept is multiplied with 1 / (1 - p); null where nothing is
+// dropped.
+struct DropoutTensor {
+  const void* bits;              // (batch, heads, query_blocks, key_blocks, 128 bytes)
+  int query_blocks, key_blocks;  // of a pack: no fewer than the longest sequence has
+  float p;
+};
+
 struct AttentionArguments {
   TensorView q, k, v, out;
   float* softmax_lse;  // (batch, heads, seqlen_q), of a pack (heads, total_q); the backward only reads it
@@ -34,10 +42,12 @@ struct AttentionArguments {
   const float* alibi_slopes;   // (heads), or of each sequence: a score is less by its slope times the distance
   int64_t alibi_batch_stride;  // elements from one sequence's slopes to the next one's; 0 where all have the same
   const float* sinks;          // (heads): logits of keys without a value
+  DropoutTensor dropout;
   MaskRule mask;
   int num_sms;    // SMs the kernels may use
   int sm_margin;  // SMs of the device beside those
 
+  bool drops() const { return dropout.bits != nullptr; }
   bool is_pack() const { return pack.cu_seqlens_q != nullptr; }
   HeadDims padded_head_dims() const { return dash_attn::padded_head_dims(head_dims.qk, head_dims.v); }
   Sequence sequence() const { return {seqlen_q, seqlen_k}; }  // of a dense batch

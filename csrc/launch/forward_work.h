@@ -14,7 +14,7 @@
 namespace dash_attn {
 
 inline ForwardPackRule make_forward_pack_rule(const ForwardArguments& a) {
-  return forward_pack_rule(a.mask, pack_rows(a), a.heads, a.kv_heads, a.head_dims, a.num_sms);
+  return forward_pack_rule(a.mask, pack_rows(a), a.heads, a.kv_heads, a.head_dims, a.num_sms, a.drops());
 }
 
 inline forward::QueryTileScheduler make_forward_scheduler(const ForwardArguments& a) {
@@ -27,7 +27,7 @@ inline forward::QueryTileScheduler make_forward_scheduler(const ForwardArguments
     tiles = rule.most(pack_rows(a)).units * s.head_groups;  // no fewer than there are
   } else {
     const Mask mask = mask_of(a.mask, a.sequence());
-    s = forward::make_scheduler({mask, a.batch, a.heads, a.kv_heads, a.head_dims, a.num_sms});
+    s = forward::make_scheduler({mask, a.batch, a.heads, a.kv_heads, a.head_dims, a.num_sms, a.drops()});
     tiles = num_tiles(s);
   }
   if (tiles > INT32_MAX / 2) {

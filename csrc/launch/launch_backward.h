@@ -87,7 +87,8 @@ void launch_main(const BackwardArguments& a, const TileScheduler& scheduler, con
   params.pack = workspace.pack.view();
   params.workspace = workspace.arrays;
   params.num_groups = num_groups;
-  params.softmax_scale = a.softmax_scale;
+  params.dropout = make_bits_view(a);
+  params.dk_scale = a.softmax_scale * params.dropout.scale;
   params.score = make_score_params(a);
 
   const int clusters = min_int(params.num_groups, a.num_sms / Variant::kClusterSize);

@@ -41,6 +41,7 @@ void launch_forward(const ForwardArguments& a, cudaStream_t stream) {
   params.tiles_taken = workspace.tiles_taken;
   params.score = make_score_params(a);
   params.sinks = a.sinks;
+  params.dropout = make_bits_view(a);
 
   const unsigned ctas = std::min(params.scheduler.num_tiles, a.num_sms);
   if (a.is_pack()) {

@@ -4,20 +4,24 @@
 #include <cmath>
 
 #include "../config/tile_shapes.h"
+#include "../device/dropout_bits.h"
 #include "../device/score.h"
 #include "arguments.h"
 
 namespace dash_attn {
 
 inline ScoreKind score_kind(const AttentionArguments& a) {
+  if (a.drops()) { return ScoreKind::kDropout; }
   return a.softcap > 0 ? ScoreKind::kSoftcap : a.alibi_slopes ? ScoreKind::kAlibi : ScoreKind::kPlain;
 }
 
 // The mask of the kernel that serves a call. Few masks have kernels of their own for a score other than the plain one:
-// the causal mask for softcaps where head dims are 96, 128 or 256. Elsewhere it is a window, if without bounds.
+// the causal mask for softcaps where head dims are 96, 128 or 256, and every mask for dropout where they are 64 or 128.
+// Elsewhere it is a window, if without bounds.
 inline MaskRule served_mask(ScoreKind score, HeadDims padded, const MaskRule& mask) {
   const bool is_causal = mask.kind == MaskKind::kCausal;
-  const bool has_kernel = score == ScoreKind::kSoftcap && is_causal && padded.qk != 64 && padded.qk != 192;
+  const bool has_kernel = (score == ScoreKind::kSoftcap && is_causal && padded.qk != 64 && padded.qk != 192) ||
+                          (score == ScoreKind::kDropout && (padded.qk == 64 || padded.qk == 128));
   if (score == ScoreKind::kPlain || mask.kind == MaskKind::kWindow || has_kernel) { return mask; }
   return {MaskKind::kWindow, {kUnbounded, is_causal ? 0 : kUnbounded, 0}};
 }
@@ -31,6 +35,11 @@ inline ScoreParams make_score_params(const AttentionArguments& a) {
   params.slopes = a.alibi_slopes;
   params.slopes_stride = int(a.alibi_batch_stride);
   return params;
+}
+
+inline dropout::BitsView make_bits_view(const AttentionArguments& a) {
+  const DropoutTensor& given = a.dropout;
+  return {static_cast<const uint8_t*>(given.bits), a.heads, given.query_blocks, given.key_blocks, 1 / (1 - given.p)};
 }
 
 }  // namespace dash_attn

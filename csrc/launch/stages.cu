@@ -3,6 +3,7 @@
 #include "../backward/preprocess.h"
 #include "../backward/sinks.h"
 #include "launch.h"
+#include "scores.h"
 #include "stages.h"
 #include "variant.h"
 
@@ -67,6 +68,7 @@ void launch_preprocess(const BackwardArguments& a, const BackwardWorkspace& work
     params.dsoftmax_lse = a.dsoftmax_lse;
     params.lse_batch_stride = int64_t(a.heads) * a.seqlen_q;
     params.lse_head_stride = a.seqlen_q;
+    params.kept = 1 - a.dropout.p;
     params.scale = {a.head_dims, a.softmax_scale, a.softcap, a.alibi_slopes, a.alibi_batch_stride};
     const auto kernel =
         is_order_free(a) ? backward::preprocess_kernel<Geometry, true> : backward::preprocess_kernel<Geometry, false>;
@@ -85,7 +87,7 @@ void launch_convert(const BackwardArguments& a, const BackwardWorkspace& workspa
     params.call = sequences_of(a, workspace);
     params.num_blocks = int(workspace.most.query_tiles * a.heads);
     params.head_dim = a.head_dims.qk;
-    params.softmax_scale = a.softmax_scale;
+    params.dq_scale = a.softmax_scale * make_bits_view(a).scale;
     const auto kernel =
         is_order_free(a) ? backward::convert_kernel<Geometry, true> : backward::convert_kernel<Geometry, false>;
     launch("the conversion of dQ", kernel, params,
@@ -105,6 +107,7 @@ void launch_sinks(const BackwardArguments& a, const BackwardWorkspace& workspace
     params.workspace = workspace.arrays;
     params.call = sequences_of(a, workspace);
     params.dsinks = a.dsinks;
+    params.scale = make_bits_view(a).scale;
     launch("the sums of the sinks' gradient", backward::sink_rows_kernel<Geometry::kQuery>, params,
            grid_of(a, a.batch * a.heads, backward::kSinkThreads, 0), stream);
     launch("the sinks' gradient", backward::sink_sequences_kernel, params,

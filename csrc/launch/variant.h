@@ -45,6 +45,10 @@ struct Alibi {
   using Score = AlibiScore;
 };
 
+struct Dropout {
+  using Score = DropoutScore;
+};
+
 // Policies that share a kernel.
 using Ordered = PolicySet<Policy::kDescending, Policy::kSpt, Policy::kAscending, Policy::kAtomic>;
 using Shift = PolicySet<Policy::kShift>;

@@ -26,7 +26,7 @@ inline std::string refused_schedule(std::string_view schedule, CallKind call) {
   for (int i = 0; i < kNumDeterministicPolicies; ++i) {
     if (has_kernel(static_cast<Policy>(i), call)) text += std::string(", '") + kPolicyNames[i] + "'";
   }
-  text += call.changed_scores     ? " with softcap or alibi_slopes"
+  text += call.changed_scores     ? " with softcap, alibi_slopes or dropout"
           : call.has_wide_heads() ? " at head dims above 128"
                                   : std::string(" under the ") + kMaskNames[static_cast<int>(call.mask)] + " mask";
   return text.append(", got '").append(schedule).append("'");

@@ -27,6 +27,7 @@ struct QueryTile {
 //
 // Under a window a value of V that is not finite may spoil rows beside those that see it (docs/forward.md). So that
 // which rows these are follows from the sequence alone, heads are not packed there, and tiles begin at the first query.
+// So they do with dropout, whose bits come in blocks of a head's rows.
 struct QueryTileScheduler {
   Sequence sequence;   // of a dense batch: every sequence's; of a pack, see `of`
   int tile_positions;  // of a query tile
@@ -134,6 +135,7 @@ struct ForwardProblem {
   int batch, heads, kv_heads;
   HeadDims head_dims;
   int ctas;  // that there may be
+  bool drops;
 };
 
 constexpr int64_t num_tiles(QueryTileScheduler const& s) { return int64_t{s.batch} * s.head_groups * s.query_tiles; }
@@ -145,9 +147,10 @@ constexpr QueryTileScheduler make_scheduler(ForwardProblem const& p) {
   s.sequence = p.mask.sequence;
   s.batch = p.batch;
   int const group_size = p.heads / p.kv_heads;
-  bool const is_window = p.mask.kind == MaskKind::kWindow;
-  s.first_is_short = !is_window;
-  s.group_shift = is_window ? 0 : packed_heads_shift(group_size, s.sequence.seqlen_q, tile.query, kMostPackedHeads);
+  bool const from_first_query = p.mask.kind == MaskKind::kWindow || p.drops;
+  s.first_is_short = !from_first_query;
+  s.group_shift =
+      from_first_query ? 0 : packed_heads_shift(group_size, s.sequence.seqlen_q, tile.query, kMostPackedHeads);
   int const packed = 1 << s.group_shift;
   s.tile_positions = tile.query / packed;
   s.query_tiles = ceil_div(s.sequence.seqlen_q, s.tile_positions);

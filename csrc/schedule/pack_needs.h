@@ -96,10 +96,10 @@ struct ForwardPackRule {
 // Scheduled as a batch of sequences of the pack's mean length, which the host knows: how rows are laid in tiles may
 // depend on it, for no bit does. Its number of tiles is the device's to find.
 constexpr ForwardPackRule forward_pack_rule(MaskRule const& mask, PackRows const& rows, int heads, int kv_heads,
-                                            HeadDims dims, int ctas) {
+                                            HeadDims dims, int ctas, bool drops) {
   Sequence const mean{ceil_div(rows.total_q, rows.batch), ceil_div(rows.total_k, rows.batch)};
   forward::QueryTileScheduler scheduler =
-      forward::make_scheduler({mask_of(mask, mean), rows.batch, heads, kv_heads, dims, ctas});
+      forward::make_scheduler({mask_of(mask, mean), rows.batch, heads, kv_heads, dims, ctas, drops});
   scheduler.takes_tiles = true;
   return {mask, forward_tile_shape(padded_head_dims(dims.qk, dims.v)), scheduler};
 }

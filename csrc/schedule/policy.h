@@ -41,7 +41,7 @@ DASH_HOST_DEVICE constexpr bool fits(Policy policy, MaskKind mask) {
 struct CallKind {
   MaskKind mask;
   HeadDims padded;      // of padded_head_dims
-  bool changed_scores;  // by a softcap or by slopes
+  bool changed_scores;  // by a softcap or by slopes, or probabilities by dropout
 
   DASH_HOST_DEVICE constexpr bool has_wide_heads() const { return padded.qk > 128 || padded.v > 128; }
 

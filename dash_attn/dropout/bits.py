@@ -151,7 +151,7 @@ def dropout_bits(
         first_query, first_key: likewise, of the rows of a sequence; multiples of 32.
 
     Raises:
-        NotImplementedError: the state is on a device that has no generator yet: all but the CPU.
+        NotImplementedError: the state is not on the CPU.
         TypeError, ValueError: an argument is of a wrong type or out of its range.
     """
     if not isinstance(state, DropoutState):
@@ -175,12 +175,19 @@ def dropout_bits(
     states = state.rng_state
     if states.dim() == 2 and states.shape[0] != batch:
         raise ValueError(f"state must have one row for each of the {batch} sequences, got {states.shape[0]}")
-    if states.device.type != "cpu":
-        raise NotImplementedError(f"state must be on the CPU (no other device makes bits yet), got {states.device}")
+    check_device("state", states)
     where = {"first_head": first_head, "total_heads": total_heads, "first_query": first_query, "first_key": first_key}
     sizes = {"batch": batch, "heads": heads, "seqlen_q": seqlen_q, "seqlen_k": seqlen_k}
     bits = layout.generate(states, p=p, **sizes, **where, mapping=mapping, rounds=rounds)
     return DropoutBits(bits, state, p, seqlen_q, seqlen_k, mapping, rounds, **where)
+
+
+def check_device(name: str, tensor: Tensor, allowed: tuple[str, ...] = ("cpu",)) -> None:
+    """Raises NotImplementedError where a tensor is on a GPU: its kernels have been compiled, and not tested yet."""
+    if tensor.device.type not in allowed:
+        raise NotImplementedError(
+            f"{name} must be on the CPU (the kernels that drop have not been tested on a GPU yet), got {tensor.device}"
+        )
 
 
 def as_probability(name: str, p: object) -> float:

@@ -9,27 +9,38 @@ from torch import Tensor
 
 from .. import checks, packs, reference
 from . import layout
-from .bits import DropoutBits, DropoutState, as_probability
+from .bits import DropoutBits, DropoutState, as_probability, check_device
+from .bits import dropout_bits as make_bits
 
 # To which FlashAttention-2 rounds up the rows and columns of what return_attn_probs gives.
 _PROBABILITY_MULTIPLE = 128
 
 
 def as_dropout(
-    dropout_p: object, dropout_bits: object, first: Tensor, *, softmax_scale: object, is_pack: bool
+    dropout_p: object,
+    dropout_bits: object,
+    named: Mapping[str, Tensor],
+    num_heads_q: int | None,
+    *,
+    softmax_scale: object,
+    pack: Mapping[str, Tensor | None] | None,
+    max_seqlens: Mapping[str, int | Tensor] | None,
 ) -> dict[str, object]:
-    """The keywords of the ops, none without dropout. A state is drawn where there are no bits.
+    """The keywords of the ops, none without dropout. A state is drawn where there are no bits, and of a pack on a GPU,
+    whose longest sequence the op does not know, bits are made of it here.
 
     Args:
         dropout_p, dropout_bits: as in `flash_attn_func`.
-        first: a tensor of the call, on its device.
-        softmax_scale, is_pack: for errors; they tell a call with FlashAttention-3's order of arguments.
+        named, num_heads_q, pack: as in `signed_probabilities`.
+        softmax_scale: for an error; it tells a call with FlashAttention-3's order of arguments.
+        max_seqlens: of a pack, the longest sequence, or the most queries and keys that one has.
 
     Raises:
         NotImplementedError: the call is on a device that has no kernels with dropout.
         TypeError, ValueError: an argument is of a wrong type or value, or the bits are of another probability.
     """
-    order = f"FlashAttention-3 has {'seqused_q' if is_pack else 'softmax_scale'} in this place: pass it by name"
+    first = next(iter(named.values()))
+    order = f"FlashAttention-3 has {'softmax_scale' if pack is None else 'seqused_q'} in this place: pass it by name"
     if isinstance(dropout_p, Tensor) or (isinstance(softmax_scale, bool) and dropout_p):
         got = f"{checks.describe(dropout_p)} and softmax_scale={checks.describe(softmax_scale)}"
         raise TypeError(f"dropout_p must be a number from 0 to below 1 ({order}), got {got}")
@@ -41,13 +52,20 @@ def as_dropout(
         raise ValueError(f"dropout_bits must be of dropout_p={p}, got bits of p={dropout_bits.p}")
     if p == 0:
         return {}
-    if first.device.type not in ("cpu", "meta"):
-        raise NotImplementedError(
-            f"dropout_p must be 0.0 on {first.device.type} tensors (no kernel drops yet; {order}), got {dropout_p}"
-        )
+    check_device(f"{next(iter(named))} with dropout_p={p} ({order})", first, ("cpu", "meta"))
     if dropout_bits is not None:
         return {"dropout_bits": dropout_bits.bits, "dropout_p": p}
-    return {"rng_state": DropoutState.draw(first.device).rng_state, "dropout_p": p}
+    state = DropoutState.draw(first.device)
+    if pack is None or first.device.type != "cuda":
+        return {"rng_state": state.rng_state, "dropout_p": p}
+    if not max_seqlens:
+        raise ValueError("max_seqlen_q and max_seqlen_k must be given with dropout on a GPU, got none")
+    longest = [int(length) for length in max_seqlens.values()]
+    cu_seqlens = next(iter(pack.values()))
+    assert cu_seqlens is not None
+    batch, heads = len(cu_seqlens) - 1, _queries_and_keys(named, num_heads_q)[0].shape[-2]
+    bits = make_bits(state, p=p, batch=batch, heads=heads, seqlen_q=longest[0], seqlen_k=longest[-1])
+    return {"dropout_bits": bits.bits, "dropout_p": p}
 
 
 def signed_probabilities(

@@ -55,16 +55,24 @@ def generate(
     rounds: int,
     first_sequence: int = 0,
 ) -> Tensor:
-    """The bits of `dash_attn.dropout.dropout_bits`, whose arguments these are, on the CPU.
+    """The bits of `dash_attn.dropout.dropout_bits`, whose arguments these are, on the device of the state.
 
-    `first_sequence` is the number of the first sequence, where they share one state.
+    `first_sequence`, on the CPU alone, is the number of the first sequence, where they share one state.
     """
-    states = rng_state.tolist()
     shares_one = rng_state.dim() == 1
     shape = shape_of(batch, heads, seqlen_q, seqlen_k)
-    bits = torch.empty(shape, dtype=torch.uint8)
+    bits = torch.empty(shape, dtype=torch.uint8, device=rng_state.device)
     if bits.numel() == 0:
         return bits
+    if rng_state.device.type == "cuda":
+        assert first_sequence == 0
+        every_key = (False, -1, -1, 0)
+        torch.ops.dash_attn_C.dropout_bits(
+            bits, rng_state.contiguous(), p, seqlen_q, seqlen_k, first_head, total_heads, first_query, first_key,
+            mapping == "flash_attention_2", rounds, *every_key, 0,
+        )  # fmt: skip
+        return bits
+    states = rng_state.tolist()
     for number in range(batch):
         seed, offset = states if shares_one else states[number]
         made = _compiled.dropout_bits(

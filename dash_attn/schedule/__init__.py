@@ -107,7 +107,7 @@ def resolve(
         name: one of ``POLICIES`` or ``"auto"``.
         causal, window, attention_chunk: the mask, as in ``problem``.
         head_dim, value_head_dim: columns of q and k, and of v, from 1 to 256; default of the second: the first.
-        changed_scores: whether a softcap or ALiBi slopes change the scores.
+        changed_scores: whether a softcap or ALiBi slopes change the scores, or dropout the probabilities.
 
     Returns:
         One of ``POLICIES``.

@@ -27,6 +27,13 @@ struct Gradient {
 #pragma unroll
     for (Block& b : block) { dash_attn::clear(b); }
   }
+  __device__ __forceinline__ void multiply(float factor) {
+#pragma unroll
+    for (Block& b : block) {
+#pragma unroll
+      for (float& x : b) { x *= factor; }
+    }
+  }
   __device__ __forceinline__ void pin() {
 #pragma unroll
     for (Block& b : block) { dash_attn::pin(b); }

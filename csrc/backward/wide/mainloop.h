@@ -5,8 +5,8 @@
 //   key consumer:    dP = dO V^T     dS = P * (dP - D)     dQ = dS K     dK^T += Q^T dS
 //
 // Queries are the rows of S and dP. P and dS go through shared memory, transposed: there the products read them, and
-// the key consumer takes P from there. It computes dQ 64 columns at a time, beside as many of dK (a bar is a wait for
-// products):
+// the key consumer takes P from there; with dropout, what is kept of P then takes its place. The key consumer computes
+// dQ 64 columns at a time, beside as many of dK (a bar is a wait for products):
 //
 //   value consumer   tensor cores:  dV(j)  S(j+1) |
 //                    threads:                     | P(j+1) -> shared memory
@@ -47,6 +47,8 @@ class Consumer {
 
   using Scores = float[Variant::kKey / 2];
   using RoundedScores = RegisterSlice[Variant::kKey / kProductDepth];
+  using KeptBits = dropout::FragmentBits<dropout::FragmentRows::kQueries, Variant::kKey>;
+  using Bits = std::conditional_t<Score::kDrops, KeptBits, NoBits>;
 
   using QueryStage = RingIndex<Variant::kStages>;
   using DoutStage = RingIndex<Variant::kDoutStages>;
@@ -67,6 +69,17 @@ class Consumer {
     shared_.dout_full[dout_stage().slot()].wait(dout_stage().parity());
   }
   __device__ __forceinline__ void wait_for_p() const { shared_.p_full.wait(Once{step_}.parity()); }
+
+  // Of the step; long before they are used: they come from global memory.
+  __device__ __forceinline__ Bits find_bits() const {
+    if constexpr (Score::kDrops) {
+      const uint32_t slot = query_stage().slot();
+      return Bits(params_.dropout, params_.dropout.of_head(work().batch, shared_.head[slot]),
+                  shared_.step[slot].query_tile * Variant::kQuery, work().kv_tile * Variant::kKey, thread_);
+    } else {
+      return {};
+    }
+  }
 
   // So that no address is carried through a step: there is no register for it.
   __device__ __forceinline__ void forget_addresses() {
@@ -103,6 +116,7 @@ class ValueConsumer : Consumer<Variant> {
   using Base::shared_;
   using Base::step_;
   using Base::thread_;
+  using typename Base::Bits;
   using typename Base::Element;
   using typename Base::KeyRows;
   using typename Base::Once;
@@ -123,20 +137,25 @@ class ValueConsumer : Consumer<Variant> {
     this->wait_for_keys();
     if (steps > 0) {
       issue_s(s);
+      Bits bits = this->find_bits();
       wait_products<0>();
       pin(s);
-      make_p(s);
+      RoundedScores p;
+      make_p(s, p, bits);
       for (int steps_left = steps - 1; steps_left > 0; --steps_left) {
         this->forget_addresses();
+        write_kept(p);
         issue_dv(dv);
         ++step_;
         issue_s(s);
+        bits = this->find_bits();
         wait_products<0>();
         dv.pin();
         pin(s);
         release_dv_operands(step_ - 1);
-        make_p(s);
+        make_p(s, p, bits);
       }
+      write_kept(p);
       issue_dv(dv);
       wait_products<0>();
       dv.pin();
@@ -155,7 +174,11 @@ class ValueConsumer : Consumer<Variant> {
 
   // P of the step is written by all warps.
   __device__ __forceinline__ void issue_dv(Dv& dv) {
-    this->wait_for_p();
+    if constexpr (Score::kDrops) {
+      shared_.kept_full.wait(Once{step_}.parity());
+    } else {
+      this->wait_for_p();
+    }
     this->wait_for_dout();
 #pragma unroll
     for (int b = 0; b < Dv::kBlocks; ++b) {
@@ -170,8 +193,8 @@ class ValueConsumer : Consumer<Variant> {
     arrive_once(shared_.p_empty);
   }
 
-  // S becomes P, rounded, in shared memory.
-  __device__ __forceinline__ void make_p(Scores& s) {
+  // S becomes P, rounded, in shared memory; `kept` is what dropout leaves of it.
+  __device__ __forceinline__ void make_p(Scores& s, RoundedScores& kept, const Bits& bits) {
     const uint32_t slot = this->query_stage().slot();
     const StepTile tile = shared_.step[slot];
     const int first_query = tile.query_tile * Variant::kQuery, first_key = this->work().kv_tile * Variant::kKey;
@@ -187,6 +210,21 @@ class ValueConsumer : Consumer<Variant> {
     shared_.p_empty.wait(Once{step_}.empty_parity());
     store_transposed<Swizzle, Variant::kKey>(shared_.p, rounded, thread_ / 32, thread_ % 32);
     fence_and_arrive(shared_.p_full);
+    if constexpr (Score::kDrops) {
+      bits.drop(rounded);
+      for (int slice = 0; slice < Variant::kKey / kProductDepth; ++slice) {
+        for (int i = 0; i < 4; ++i) { kept[slice][i] = rounded[slice][i]; }
+      }
+    }
+  }
+
+  // What dropout keeps of P to its place, once the other consumer has taken P from there.
+  __device__ __forceinline__ void write_kept(const RoundedScores& kept) {
+    if constexpr (Score::kDrops) {
+      shared_.p_read.wait(Once{step_}.parity());
+      store_transposed<Swizzle, Variant::kKey>(shared_.p, kept, thread_ / 32, thread_ % 32);
+      fence_and_arrive(shared_.kept_full);
+    }
   }
 
   // Products become scores.
@@ -196,7 +234,7 @@ class ValueConsumer : Consumer<Variant> {
       const int own_key = first_query + fragment_row(thread_, 0) + sequence.seqlen_k - sequence.seqlen_q;
       const int distance = first_key + fragment_column(thread_, 0) - own_key;
       Score::transform(s, KeyBias{shared_.slope[slot], float(distance)});
-    } else if constexpr (Score::kKind != ScoreKind::kPlain) {
+    } else if constexpr (Score::kKind == ScoreKind::kSoftcap) {
       Score::transform(s, params_.score);
     }
   }
@@ -207,6 +245,7 @@ class ValueConsumer : Consumer<Variant> {
     shared_.v_full.wait(this->tile().parity());
     shared_.p_empty.wait(Once{step_}.empty_parity());
     if (work.splits == 1 || reduce_splits<Variant>(params_, work, dv, false)) {
+      if constexpr (Score::kDrops) { dv.multiply(params_.dropout.scale); }
       store_gradient<Variant>(params_.dv, shared_.v, params_, work, dv, kNamedBarrier);
     }
     if (thread_ == 0) { shared_.v_empty.arrive(); }
@@ -233,6 +272,7 @@ class KeyConsumer : Consumer<Variant> {
   using Base::shared_;
   using Base::step_;
   using Base::thread_;
+  using typename Base::Bits;
   using typename Base::Element;
   using typename Base::KeyColumns;
   using typename Base::KeyRows;
@@ -251,6 +291,7 @@ class KeyConsumer : Consumer<Variant> {
   struct Registers {
     Dk dk;
     Scores dp;
+    Bits bits;
     float dq[Layout::kRegisters];  // of 64 columns
   };
 
@@ -275,8 +316,10 @@ class KeyConsumer : Consumer<Variant> {
     finish(r.dk);
   }
 
+  // dO comes behind Q, and with Q what tells the step's bits.
   __device__ __forceinline__ void issue_dp(Registers& r) {
     this->wait_for_dout();
+    r.bits = this->find_bits();
     forget_contents(r.dp);
     multiply<Element, Variant::kValueDim>(r.dp, QueryRows(descriptor_of_(shared_.dout[this->dout_stage().slot()])),
                                           KeyRows(descriptor_of_(shared_.v)));
@@ -295,8 +338,9 @@ class KeyConsumer : Consumer<Variant> {
 #pragma unroll
     for (int k = 0; k < Variant::kKey / kProductDepth; ++k) {
       ptx::load_matrix_transposed(p + k * 2 * Swizzle::kAtomBytes, ds[k]);
-      score_gradient<Element, Score>(ds[k], r.dp + 8 * k, delta, lse, params_.score);
+      score_gradient<Element, Score>(ds[k], r.dp, k, delta, lse, params_.score, r.bits);
     }
+    if constexpr (Score::kDrops) { shared_.p_read.arrive(); }
     shared_.p_empty.arrive();
     shared_.dout_empty[slot].arrive();
     sync_warpgroup(kNamedBarrier);  // dK of the step before has completed for all warps
@@ -408,11 +452,7 @@ class KeyConsumer : Consumer<Variant> {
     const WorkTile& work = this->work();
     sync_warpgroup(kNamedBarrier);
     if (work.splits == 1 || reduce_splits<Variant>(params_, work, dk, true)) {
-#pragma unroll
-      for (auto& block : dk.block) {
-#pragma unroll
-        for (float& x : block) { x *= params_.softmax_scale; }
-      }
+      dk.multiply(params_.dk_scale);
       store_gradient<Variant>(params_.dk, shared_.k, params_, work, dk, kNamedBarrier);
     }
     if (thread_ == 0) { shared_.k_empty.arrive(); }

@@ -41,15 +41,19 @@ __device__ __forceinline__ void probabilities(float (&s)[kSize], const RowPair& 
   for (int i = 0; i < kSize; ++i) { s[i] = ptx::exp2_approx(fmaf(s[i], scale_log2, -lse.of[i / 2 % 2])); }
 }
 
-// dS = P * (dP - D) * the score's derivative, of one slice: rounded once, in the place of P.
-template <typename Element, typename Score>
-__device__ __forceinline__ void score_gradient(RegisterSlice& p, const float* dp, const RowPair& delta,
-                                               const RowPair& lse, const ScoreParams& params) {
+// dS = P * (dP - D) * the score's derivative, of one slice: rounded once, in the place of P. dP of what `bits` drops is
+// 0.
+template <typename Element, typename Score, typename Bits, int kSize>
+__device__ __forceinline__ void score_gradient(RegisterSlice& p, const float (&dp)[kSize], int slice,
+                                               const RowPair& delta, const RowPair& lse, const ScoreParams& params,
+                                               const Bits& bits) {
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
     const int row = i % 2;
     const float2 probability = unpack<Element>(p[i]);
-    float low = dp[2 * i] - delta.of[row], high = dp[2 * i + 1] - delta.of[row];
+    const int number = 8 * slice + 2 * i;
+    float low = bits.keep(number, dp[number]) - delta.of[row];
+    float high = bits.keep(number + 1, dp[number + 1]) - delta.of[row];
     if constexpr (Score::kHasDerivative) {
       low *= Score::derivative(probability.x, lse.of[row], params);
       high *= Score::derivative(probability.y, lse.of[row], params);

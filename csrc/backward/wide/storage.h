@@ -23,6 +23,7 @@ struct alignas(1024) SharedStorage<Variant, true> {
   float delta[Variant::kDoutStages][Variant::kQuery];                       // D = rowsum(dO * O)
   StepTile step[Variant::kStages];
   float slope[Variant::Score::kHasSlope ? Variant::kStages : 1];  // ALiBi's, of the step's head
+  int head[Variant::Score::kDrops ? Variant::kStages : 1];        // of the step, whose bits of dropout are read
   // Order-free only: as in the other kernels.
   alignas(16) uint8_t scales[Variant::kScaleSlots][Variant::kScaleBytes ? Variant::kQuery : 16];
   int scale_tile[Variant::kScaleSlots];
@@ -36,6 +37,9 @@ struct alignas(1024) SharedStorage<Variant, true> {
   Barrier q_empty[Variant::kStages], dout_empty[Variant::kDoutStages];
   Barrier p_full;   // P of the step is written
   Barrier p_empty;  // dV of the step has completed, and P of it is in the other consumer's registers
+  // With dropout only, where what is kept of P takes its place for dV: P is in the other consumer's registers; what is
+  // kept is written.
+  Barrier p_read, kept_full;
   Barrier dq_full[Variant::kDqSlots], dq_empty[Variant::kDqSlots];
   Barrier dq_seen[kAdderWarps];  // the adder has seen all pieces of its part
   Barrier plan_full[Variant::kPlanSlots], plan_empty[Variant::kPlanSlots];
@@ -51,6 +55,7 @@ struct Arrivals<Variant, true> {
   static constexpr int kConsumerWarps = Variant::kConsumerWarps;
   static constexpr int kConsumerThreads = Variant::kConsumers * kWarpgroupThreads;
   static constexpr int kConsumerWarpsOfOne = kWarpgroupWarps;
+  static constexpr int kConsumerThreadsOfOne = kWarpgroupThreads;
   static constexpr int kDoneWithP = kWarpgroupWarps + kWarpgroupThreads;  // the owner's warps, the reader's threads
   static constexpr int kDoneWithK = 1;  // one thread of the owner of dK, of that of dV
   static constexpr int kDoneWithV = 1;
