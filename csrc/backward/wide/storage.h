@@ -37,15 +37,15 @@ struct alignas(1024) SharedStorage<Variant, true> {
   Barrier q_empty[Variant::kStages], dout_empty[Variant::kDoutStages];
   Barrier p_full;   // P of the step is written
   Barrier p_empty;  // dV of the step has completed, and P of it is in the other consumer's registers
-  // With dropout only, where what is kept of P takes its place for dV: P is in the other consumer's registers; what is
-  // kept is written.
-  Barrier p_read, kept_full;
   Barrier dq_full[Variant::kDqSlots], dq_empty[Variant::kDqSlots];
   Barrier dq_seen[kAdderWarps];  // the adder has seen all pieces of its part
   Barrier plan_full[Variant::kPlanSlots], plan_empty[Variant::kPlanSlots];
   Barrier work_full[Variant::kWorkSlots], work_empty[Variant::kWorkSlots];
   TransactionBarrier number_full[Variant::kWorkSlots];
   Barrier number_empty[Variant::kWorkSlots];
+  // With dropout only, where what is kept of P takes its place for dV: P is in the other consumer's registers; what is
+  // kept is written. Last, so that the other kernels have the same addresses without them.
+  Barrier p_read, kept_full;
 };
 
 template <typename Variant>
