@@ -1,5 +1,5 @@
-// The kernel: one launch for the parts of many tensors. Sums of integers have no order, so warps add theirs with atomics
-// and the result is the same for any number of them.
+// The kernel: one launch for the parts of many tensors. Sums of integers have no order, so warps add theirs with
+// atomics, and the result is the same for any number of them.
 #pragma once
 
 #include "parts.h"

@@ -1,11 +1,11 @@
 // Parts of many tensors in one launch: which warp reads which words, where a word stands in its whole tensor, and which
-// sum it belongs to. All of it is plain C++ and runs on the host as well (host.h), but for the exchange of sums within a
-// warp and the instructions that load.
+// sum it belongs to. All of it is plain C++ and runs on the host as well (host.h), but for the exchange of sums within
+// a warp and the instructions that load.
 //
 // Words are numbered in the whole tensor, and all cuts are made in that numbering: a *strip* is a power of two of words
 // that begins at a multiple of itself and lies in one block, or has one lane a group where blocks are shorter than 32
-// groups. A warp works on one strip of one row of one piece at a time. A group belongs to lane group % 32, whatever part
-// of it is there.
+// groups. A warp works on one strip of one row of one piece at a time. A group belongs to lane group % 32, whatever
+// part of it is there.
 #pragma once
 
 #include <cstdint>
@@ -108,7 +108,8 @@ DASH_HOST_DEVICE uint64_t partial_sum(const Unit& unit, int group) {
   return sums.fingerprint(seed_of(static_cast<uint64_t>(unit.first / kGroupWords + group)));
 }
 
-// The lane's whole groups. Its loads are in flight together; groups that are not there are words of 0, which add nothing.
+// The lane's whole groups. Several loads are in flight together; groups that are not there are words of 0, which add
+// nothing.
 template <class Memory, int kBytes, bool kVectors>
 DASH_HOST_DEVICE uint64_t whole_groups_sum(const Unit& unit, int lane) {
   constexpr int kTogether = 4, kGroupBytes = kGroupWords * kBytes;

@@ -121,8 +121,8 @@ def _launch(parts: Sequence[tuple[torch.Tensor, Shard]], block: int) -> tuple[to
 def sums_of_parts(parts: Sequence[tuple[torch.Tensor, Shard]], block: int) -> list[torch.Tensor]:
     """`block_sums` of many local tensors, each with the part of its whole that it is, as `part_of` returns them.
 
-    On a GPU it takes one launch for up to 56 pieces, however small the tensors are. Only a tensor that is not contiguous
-    has launches of its own, of a copy, so that there is one copy at a time.
+    On a GPU it takes one launch for up to 56 pieces, however small the tensors are. Only a tensor that is not
+    contiguous has launches of its own, of a copy, so that there is one copy at a time.
     """
     found: dict[int, torch.Tensor] = {}
     together: dict[torch.device, list[int]] = {}

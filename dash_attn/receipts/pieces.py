@@ -29,7 +29,7 @@ class Piece(NamedTuple):
 class _Span(NamedTuple):
     local: int
     whole: int
-    count: int
+    length: int
 
 
 def _spans(ranges: tuple[Range, ...]) -> list[_Span]:
@@ -39,8 +39,8 @@ def _spans(ranges: tuple[Range, ...]) -> list[_Span]:
     for start, stop in ranges:
         if start == stop:
             continue
-        if spans and spans[-1].whole + spans[-1].count == start:
-            spans[-1] = spans[-1]._replace(count=spans[-1].count + stop - start)
+        if spans and spans[-1].whole + spans[-1].length == start:
+            spans[-1] = spans[-1]._replace(length=spans[-1].length + stop - start)
         else:
             spans.append(_Span(at, start, stop - start))
         at += stop - start
@@ -51,8 +51,8 @@ def _spans(ranges: tuple[Range, ...]) -> list[_Span]:
 def pieces_of(shard: Shard, per: int) -> tuple[Piece, ...]:
     """The pieces of a contiguous tensor that is this part of a whole; none for a part without elements.
 
-    A part that is cut in one dimension has a piece for each of its ranges there, one that is cut in two for each pair of
-    ranges; where it is cut in more, each index of the outer dimensions has pieces of its own.
+    A part that is cut in one dimension has a piece for each of its ranges there, one that is cut in two for each pair
+    of ranges; where it is cut in more, each index of the outer dimensions has pieces of its own.
 
     Args:
         shard: which part it is.
@@ -79,13 +79,13 @@ def pieces_of(shard: Shard, per: int) -> tuple[Piece, ...]:
     local_rows, whole_rows = (rows, rows) if row_dim < 0 else (rows * local[row_dim], rows * shape[row_dim])
     outer = [0]
     for dim in range(max(row_dim, 0)):
-        indices = [index for span in spans[dim] for index in range(span.whole, span.whole + span.count)]
+        indices = [index for span in spans[dim] for index in range(span.whole, span.whole + span.length)]
         outer = [before * shape[dim] + index for before in outer for index in indices]
     return tuple(
         Piece(
             offset=((number * local_rows + row.local * rows) * local[inner] + column.local) * word,
-            rows=row.count * rows,
-            columns=column.count * word,
+            rows=row.length * rows,
+            columns=column.length * word,
             pitch=local[inner] * word,
             first=((whole * whole_rows + row.whole * rows) * shape[inner] + column.whole) * word,
             stride=shape[inner] * word,

@@ -1,6 +1,6 @@
-"""The op `dash_attn_C::fingerprint_blocks` by torch's integer operations, for devices that are neither CUDA's nor the CPU.
+"""The op `dash_attn_C::fingerprint_blocks` by torch's integer operations, for devices that have nothing of their own.
 
-Those have C++ of their own (csrc/bindings/fingerprint.cpp, which defines the op, and fingerprint_ops.cpp).
+CUDA and the CPU have C++: csrc/bindings/fingerprint_ops.cpp and fingerprint.cpp, which defines the op.
 """
 
 from __future__ import annotations
