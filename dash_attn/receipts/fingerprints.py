@@ -64,6 +64,10 @@ def _check_tensor(tensor: torch.Tensor) -> None:
         raise TypeError(f"tensor must be dense and hold its values, got {what}")
 
 
+# A recorder asks for the same few hundred again and again, and the host must not be slow to launch.
+_whole = functools.lru_cache(maxsize=1 << 12)(Shard.whole)
+
+
 def part_of(tensor: torch.Tensor, shard: Shard | None) -> tuple[torch.Tensor, Shard]:
     """The local tensor and which part of the whole it is.
 
@@ -75,7 +79,10 @@ def part_of(tensor: torch.Tensor, shard: Shard | None) -> tuple[torch.Tensor, Sh
     local, known = local_part(tensor)
     if known is not None and shard is not None:
         raise ValueError("shard must be None for a DTensor, which says itself what part it is")
-    shard = known or shard or Shard.whole(tuple(local.shape))
+    if known is None and shard is None:
+        return local, _whole(local.shape)
+    shard = known or shard
+    assert shard is not None
     if shard.local_shape != tuple(local.shape):
         raise ValueError(
             f"shard must be a part of the tensor's shape {tuple(local.shape)}, got one of {shard.local_shape}"
@@ -83,6 +90,7 @@ def part_of(tensor: torch.Tensor, shard: Shard | None) -> tuple[torch.Tensor, Sh
     return local, shard
 
 
+@functools.lru_cache(maxsize=1 << 14)
 def block_span(shard: Shard, dtype: torch.dtype, block: int) -> tuple[int, int]:
     """The first block that a part has words of, and the number of blocks from there to the last."""
     if shard.numel == 0:
