@@ -6,6 +6,8 @@
 #include <torch/headeronly/core/ScalarType.h>
 
 #include <cstdint>
+#include <stdexcept>
+#include <string>
 #include <vector>
 
 #include "bindings/devices.h"
@@ -26,15 +28,21 @@ Tensor empty_sums(int64_t count, int32_t device) {
 }
 
 Tensor fingerprint_blocks(std::vector<Tensor> tensors, std::vector<int64_t> pieces, int64_t block, int64_t sums) {
-  STD_TORCH_CHECK(!tensors.empty(), "tensors must hold at least one tensor, got none");
-  const int32_t device = tensors[0].get_device_index();
+  // Values that are refused are ValueErrors in Python.
+  if (tensors.empty()) { throw std::invalid_argument("tensors must hold at least one tensor, got none"); }
+  int32_t device = -1;
+  for (const Tensor& tensor : tensors) {
+    if (tensor.is_cuda()) { device = tensor.get_device_index(); }
+  }
   std::vector<receipts::Words> words;
   words.reserve(tensors.size());
   for (size_t i = 0; i < tensors.size(); ++i) {
     const Tensor& tensor = tensors[i];
-    STD_TORCH_CHECK(tensor.is_cuda() && tensor.get_device_index() == device, "tensors[", i, "] must be on cuda:",
-                    device, ", as tensors[0] is");
-    STD_TORCH_CHECK(tensor.is_contiguous(), "tensors[", i, "] must be contiguous");
+    const std::string name = "tensors[" + std::to_string(i) + "]";
+    if (!tensor.is_cuda() || tensor.get_device_index() != device) {
+      throw std::invalid_argument(name + " must be on cuda:" + std::to_string(device) + ", as others are");
+    }
+    if (!tensor.is_contiguous()) { throw std::invalid_argument(name + " must be contiguous"); }
     words.push_back(
         receipts::words_of(tensor.data_ptr(), tensor.numel(), static_cast<int64_t>(tensor.element_size())));
   }
