@@ -8,6 +8,8 @@ namespace dash_attn::receipts {
 
 constexpr int kKernelThreads = 256;
 constexpr int kKernelWarps = kKernelThreads / kLanes;
+// So many of an SM have loads enough in flight for memory's latency: 32 warps x 32 lanes x 64 bytes.
+constexpr int kKernelBlocksOfSm = 4;
 
 struct DeviceMemory {
   template <int kBytes>
@@ -41,7 +43,8 @@ struct DeviceMemory {
   }
 };
 
-__global__ void __launch_bounds__(kKernelThreads) fingerprint_kernel(const __grid_constant__ Table table) {
+__global__ void __launch_bounds__(kKernelThreads, kKernelBlocksOfSm)
+    fingerprint_kernel(const __grid_constant__ Table table) {
   const int lane = threadIdx.x % kLanes;
   const int64_t warp = int64_t(blockIdx.x) * kKernelWarps + threadIdx.x / kLanes;
   const int levels = levels_of_sum(table.block_shift);
