@@ -40,7 +40,7 @@ class Group:
 
 
 # By the bytes of a word.
-GROUPS = {1: Group(63, 37), 2: Group(60, 37), 4: Group(62, 37)}
+GROUPS = {1: Group(63, 38), 2: Group(60, 38), 4: Group(61, 39)}
 
 
 def predicted_rates(word_bytes: int) -> dict[str, float]:

@@ -13,6 +13,7 @@ are numbered i = 0, 1, ... With g = floor(i / 8), l = i mod 8 and all arithmetic
             z = (z xor z >> 30) * 0xBF58476D1CE4E5B9
             z = (z xor z >> 27) * 0x94D049BB133111EB
             result z xor z >> 31                 (Steele, Lea and Flood, OOPSLA 2014)
+    LANE_KEYS: eight odd numbers of 32 bits, in torch_sums.py
 
 - Words of 0 add nothing and sums have no order, so the sums of parts of a tensor add up to that of the whole.
 - k is odd: a change of one word, in particular of one bit, always changes the fingerprint.
@@ -22,7 +23,7 @@ are numbered i = 0, 1, ... With g = floor(i / 8), l = i mod 8 and all arithmetic
   faults, not forgers.
 - Shape and dtype are no part of it: a receipt records them beside it.
 
-A kernel needs mix once for 8 words, and then one product by a constant and two additions a word:
+The kernel (csrc/receipts) needs mix once for 8 words, and then one product by a constant and two additions a word:
 sum word * k = M * sum(word) + R * sum(word * LANE_KEYS) with the two halves M and R of k.
 """
 
