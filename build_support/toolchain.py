@@ -51,7 +51,13 @@ OPS_NVCC = [
 # The newest torch's own C++ API needs C++20.
 AUTOGRAD_CXX = ["-O2", "-std=c++20", "-g0", "-Wall", "-fvisibility=hidden"]
 SCHEDULE_CXX = ["-O2", "-std=c++17", "-g0", "-Wall", "-fvisibility=hidden"]
-BINDINGS = {"torch_ops.cpp": OPS_CXX, "autograd.cpp": AUTOGRAD_CXX, "schedule_module.cpp": SCHEDULE_CXX}
+BINDINGS = {
+    "torch_ops.cpp": OPS_CXX,
+    "fingerprint_ops.cpp": OPS_CXX,
+    "autograd.cpp": AUTOGRAD_CXX,
+    "fingerprint.cpp": AUTOGRAD_CXX,
+    "schedule_module.cpp": SCHEDULE_CXX,
+}
 
 
 def check_setuptools(version: str) -> None:

@@ -61,6 +61,7 @@ from .dropout import layout
 _FOLDER = pathlib.Path(__file__).parent
 # Written by setup.py where it leaves the kernels out: why.
 _WITHOUT_KERNELS = "without_kernels.txt"
+_BUILD_AGAIN = "install dash_attn again: `pip install --no-build-isolation .` in its source"
 _ASKED_FOR = "DASH_ATTN_SKIP_CUDA=1"
 
 
@@ -177,9 +178,10 @@ def _load() -> str | None:
     torch.library.impl("dash_attn_C::forward", "CPU", _forward_cpu)
     torch.library.impl("dash_attn_C::backward", "CPU", _backward_cpu)
     reason = _load_kernels()
-    if reason is not None:
-        for name in ("dash_attn_C::forward", "dash_attn_C::backward"):
-            torch.library.impl(name, "CUDA", _raiser(reason))
+    for name in ("dash_attn_C::forward", "dash_attn_C::backward", "dash_attn_C::fingerprint_blocks"):
+        # Kernels that were built before an op was there must not leave it to what serves any device.
+        if not torch._C._dispatch_has_kernel_for_dispatch_key(name, "CUDA"):
+            torch.library.impl(name, "CUDA", _raiser(reason or f"{name} is not in {_FOLDER}'s _C: {_BUILD_AGAIN}"))
     return reason
 
 

@@ -129,6 +129,16 @@ def test_forward_adds_to_nothing_but_the_counter_of_tiles(binary):
         assert {i for i in kernel.mnemonics() if i.startswith("ATOMG")} == {"ATOMG.E.ADD.STRONG.GPU"}, name
 
 
+def test_the_fingerprint_kernel_reads_vectors(binary):
+    """One kernel for all tensors: whole groups by loads of 16 bytes, of single bytes 8, and sums by atomics alone."""
+    (kernel,) = (kernel for name, kernel in binary.items() if "fingerprint_kernel" in name)
+    loads = collections.Counter(i.split()[0] for i in kernel.instructions if i.startswith("LDG"))
+    # A lane has four groups in flight: of words of two bytes one load each, of four bytes two.
+    assert loads["LDG.E.128.CONSTANT"] >= 4 + 8 and loads["LDG.E.64.CONSTANT"] >= 4, loads
+    assert {i for i in kernel.mnemonics() if i.startswith(("RED", "ATOM"))} == {"REDG.E.ADD.64.STRONG.GPU"}
+    assert kernel.registers <= 64, kernel.registers
+
+
 def test_binary_needs_only_stable_symbols(binary):
     nm = shutil.which("nm")
     if nm is None:

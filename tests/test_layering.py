@@ -9,12 +9,12 @@ ROOT = pathlib.Path(__file__).parents[1]
 CSRC = ROOT / "csrc"
 # Bottom to top; a layer includes itself and what stands before it. The model plays schedules: no kernel knows of it.
 LAYERS = [
-    "host_device.h", "config", "schedule", "dropout", "device", "packing", "generator", "backward", "forward", "launch",
-    "model", "bindings",
+    "host_device.h", "config", "schedule", "dropout", "receipts", "device", "packing", "generator", "backward",
+    "forward", "launch", "model", "bindings",
 ]  # fmt: skip
 SOURCES = sorted(path for path in CSRC.rglob("*") if path.suffix in {".h", ".cu", ".cpp", ".def"})
 GENERATED = {"built_variants.def"}
-PLAIN_LAYERS = {"host_device.h", "config", "schedule", "dropout", "model"}
+PLAIN_LAYERS = {"host_device.h", "config", "schedule", "dropout", "receipts", "model"}
 TORCH_AND_PYTHON = ("torch/", "ATen/", "c10/", "pybind11/", "Python.h")
 STANDARD_HEADER = re.compile(r"^[a-z0-9_]+$")
 MAX_LINES = 500

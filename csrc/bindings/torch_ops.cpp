@@ -16,8 +16,8 @@
 #include <optional>
 #include <stdexcept>
 #include <string>
-#include <vector>
 
+#include "bindings/devices.h"
 #include "config/tile_shapes.h"
 #include "dropout/mask.h"
 #include "launch/arguments.h"
@@ -94,42 +94,12 @@ int checked_head_dim(int64_t head_dim, const char* name) {
   return static_cast<int>(head_dim);
 }
 
-struct DeviceFacts {
-  int major, minor, sms;
-};
-
-int device_attribute(cudaDeviceAttr attribute, int device) {
-  int value = 0;
-  STD_CUDA_CHECK(cudaDeviceGetAttribute(&value, attribute, device));
-  return value;
-}
-
-const DeviceFacts& facts_of(int32_t device) {
-  static const std::vector<DeviceFacts> facts = [] {
-    int count = 0;
-    STD_CUDA_CHECK(cudaGetDeviceCount(&count));
-    std::vector<DeviceFacts> all;
-    for (int i = 0; i < count; ++i) {
-      all.push_back({device_attribute(cudaDevAttrComputeCapabilityMajor, i),
-                     device_attribute(cudaDevAttrComputeCapabilityMinor, i),
-                     device_attribute(cudaDevAttrMultiProcessorCount, i)});
-    }
-    return all;
-  }();
-  return facts.at(device);
-}
-
 // Streaming multiprocessors that the kernel may use on `device`.
 int usable_sms(int32_t device, int64_t sm_margin) {
-  const auto [major, minor, sms] = facts_of(device);
-  // The two checks of this file that users meet: without the place in the sources that STD_TORCH_CHECK puts first.
-  if (major != 9 || minor != 0) {
-    throw std::runtime_error(
-        "q must be on a GPU of compute capability 9.0 (Hopper: H100, H200, GH200), got cuda:" + std::to_string(device) +
-        " with compute capability " + std::to_string(major) + "." + std::to_string(minor));
-  }
+  check_hopper(device, "q");
+  const int sms = facts_of(device).sms;
   if (sm_margin < 0 || sm_margin >= sms) {
-    // A ValueError in Python.
+    // A check that users meet, as a ValueError: without the place in the sources that STD_TORCH_CHECK puts first.
     throw std::invalid_argument("sm_margin must be at least 0 and less than the " + std::to_string(sms) +
                                 " SMs of cuda:" + std::to_string(device) + ", got " + std::to_string(sm_margin));
   }
@@ -257,12 +227,6 @@ Inputs read_inputs(const Tensor& q, const Tensor& k, const Tensor& v, const Tens
   arguments.num_sms = usable_sms(device, sm_margin);
   arguments.sm_margin = static_cast<int>(sm_margin);
   return {device, dtype, query, key, value, out};
-}
-
-cudaStream_t current_stream(int32_t device) {
-  void* stream = nullptr;
-  TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(device, &stream));
-  return static_cast<cudaStream_t>(stream);
 }
 
 Tensor empty_bytes(int64_t size, int32_t device) {

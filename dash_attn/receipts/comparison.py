@@ -6,8 +6,8 @@ import dataclasses
 import os
 
 from . import replays
-from .fingerprints import words_per_element
 from .runs import Key, Run, Whole, merge_orders
+from .words import words_per_element
 
 _CAUSES = {
     "data": "data", "weights": "weights", "activation": "forward", "activation_gradient": "backward",

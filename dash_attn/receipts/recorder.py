@@ -15,7 +15,7 @@ import torch
 
 from . import replays
 from .background import BackgroundWriter, Recorded
-from .fingerprints import DEFAULT_BLOCK, block_span, block_sums, check_block, part_of
+from .fingerprints import DEFAULT_BLOCK, block_span, check_block, part_of, sums_of_parts
 from .shards import Shard, is_partial
 from .store import Entry, Writer, rank_file
 from .watch import Watch, tensors_in
@@ -122,6 +122,9 @@ class Recorder:
         self._wanted = replays.wanted()
         self._entries: list[Entry] = []
         self._sums: list[torch.Tensor] = []
+        # Entries whose sums are still to be computed, with their tensors.
+        self._pending: list[tuple[Entry, torch.Tensor]] = []
+        self._is_together = False
         self._times: collections.Counter[tuple[str, str]] = collections.Counter()
         self._recent: collections.deque[int] = collections.deque()
         self._step: int | None = None
@@ -203,8 +206,9 @@ class Recorder:
         found = list(tensors_in(data, name))
         if not found:
             raise ValueError(f"data must hold a tensor, got {type(data).__name__}")
-        for own_name, tensor in found:
-            self.record(tensor, own_name, DATA, shard=shard)
+        with self.together():
+            for own_name, tensor in found:
+                self.record(tensor, own_name, DATA, shard=shard)
 
     def tap(self, tensor: torch.Tensor, name: str, *, shard: Shard | None = None) -> torch.Tensor:
         """What the function `tap` does, for this recorder."""
@@ -243,11 +247,27 @@ class Recorder:
         self._times[kind, name] += 1
         dtype = str(part.dtype).removeprefix("torch.")
         first, blocks = block_span(known, part.dtype, self._block)
-        self._sums.append(block_sums(part, shard=known, block=self._block))
-        self._entries.append(Entry(name, kind, time, dtype, known, local, first, blocks))
+        self._pending.append((Entry(name, kind, time, dtype, known, local, first, blocks), part))
+        if not self._is_together:
+            self._compute()
         want = self._wanted
         if want is not None and (want.step, want.kind, want.name, want.time) == (self._step, kind, name, time):
             replays.dump(self._path, want, part, known, rank=self._rank, local=local, block=self._block)
+
+    @contextlib.contextmanager
+    def together(self) -> Iterator[None]:
+        """Around records of tensors that nothing changes meanwhile: all of them are read at its end, at once."""
+        self._is_together = True
+        try:
+            yield
+        finally:
+            self._is_together = False
+            self._compute()
+
+    def _compute(self) -> None:
+        pending, self._pending = self._pending, []
+        self._sums += sums_of_parts([(part, entry.shard) for entry, part in pending], self._block)
+        self._entries += [entry for entry, _ in pending]
 
     def record_parameter(self, tensor: torch.Tensor, name: str, kind: str, parameter: str | None = None) -> None:
         """Records a parameter or what has its shape; `parameter` is the name that `shard_of` is asked with."""

@@ -12,8 +12,10 @@ from collections.abc import Mapping
 
 import torch
 
-from .fingerprints import part_of, word_indices, words_of, words_per_element
+from .fingerprints import part_of
+from .pieces import pieces_of, places
 from .shards import Shard
+from .words import words_of, words_per_element
 
 PATH, DUMP = "DASH_ATTN_RECEIPTS_PATH", "DASH_ATTN_RECEIPTS_DUMP"
 _CHUNK = 1 << 20
@@ -78,12 +80,13 @@ def dump(
     part, shard = part_of(tensor, shard)
     words, per = words_of(part).cpu(), words_per_element(part.dtype)
     indices, values = [], []
-    for low in range(0, words.numel(), _CHUNK):
-        high = min(words.numel(), low + _CHUNK)
-        index = word_indices(shard, per, low, high, torch.device("cpu"))
-        inside = index // block == want.block
-        indices.append(index[inside])
-        values.append(words[low:high][inside])
+    for piece in pieces_of(shard, per):
+        count = piece.rows * piece.columns
+        for low in range(0, count, _CHUNK):
+            at, number = places(piece, low, min(low + _CHUNK, count), torch.device("cpu"))
+            inside = number // block == want.block
+            indices.append(number[inside])
+            values.append(words[at[inside]])
     empty = [torch.zeros(0, dtype=torch.int64)]
     content = {
         **dataclasses.asdict(want), "rank": rank, "local": local, "shape": list(shard.shape),

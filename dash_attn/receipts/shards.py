@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Sequence
 
@@ -81,12 +82,12 @@ class Shard:
         """All of a tensor of the shape `shape`."""
         return cls(tuple(shape), tuple(((0, length),) for length in shape))
 
-    @property
+    @functools.cached_property
     def local_shape(self) -> tuple[int, ...]:
         """The shape of the part."""
         return tuple(sum(stop - start for start, stop in of_dim) for of_dim in self.ranges)
 
-    @property
+    @functools.cached_property
     def numel(self) -> int:
         """The elements of the part."""
         return math.prod(self.local_shape)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fnmatch
 from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 import torch
@@ -26,6 +27,7 @@ class Records(Protocol):
     ) -> None: ...
     def record_parameter(self, tensor: torch.Tensor, name: str, kind: str, parameter: str | None = None) -> None: ...
     def tap(self, tensor: torch.Tensor, name: str, *, shard: Shard | None = None) -> torch.Tensor: ...
+    def together(self) -> AbstractContextManager[None]: ...
 
 
 def tensors_in(value: Any, name: str) -> Iterator[tuple[str, torch.Tensor]]:
@@ -144,27 +146,30 @@ class Watch:
 
     def before_step(self) -> None:
         self._order = {}
-        for name, parameter in self._parameters():
-            self._recorder.record_parameter(parameter, name, "weights")
+        with self._recorder.together():
+            for name, parameter in self._parameters():
+                self._recorder.record_parameter(parameter, name, "weights")
 
     def _before_optimizer(self, *_: Any) -> None:
         if not self._recorder.is_recording:
             return
         parameters = dict(self._parameters())
-        for name in dict.fromkeys([*self._order, *parameters]):
-            parameter = parameters.get(name)
-            if parameter is not None and parameter.grad is not None:
-                self._recorder.record_parameter(parameter.grad, name, "gradient")
+        with self._recorder.together():
+            for name in dict.fromkeys([*self._order, *parameters]):
+                parameter = parameters.get(name)
+                if parameter is not None and parameter.grad is not None:
+                    self._recorder.record_parameter(parameter.grad, name, "gradient")
 
     def _after_optimizer(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         if not self._recorder.is_recording:
             return
-        for name, parameter in self._parameters():
-            for key, value in optimizer.state.get(parameter, {}).items():
-                if isinstance(value, torch.Tensor):
-                    self._recorder.record_parameter(value, f"{name}.{key}", "state", name)
-        for name, parameter in self._parameters():
-            self._recorder.record_parameter(parameter, name, "updated_weights")
+        with self._recorder.together():
+            for name, parameter in self._parameters():
+                for key, value in optimizer.state.get(parameter, {}).items():
+                    if isinstance(value, torch.Tensor):
+                        self._recorder.record_parameter(value, f"{name}.{key}", "state", name)
+            for name, parameter in self._parameters():
+                self._recorder.record_parameter(parameter, name, "updated_weights")
 
     def remove(self) -> None:
         """Takes the hooks away."""

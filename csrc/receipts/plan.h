@@ -1,0 +1,129 @@
+// What becomes of a call's list of pieces: launches, or an error that says what is wrong. Host only.
+#pragma once
+
+#include <cstdint>
+#include <stdexcept>
+#include <string>
+#include <vector>
+
+#include "parts.h"
+
+namespace dash_attn::receipts {
+
+// Calls f(table) for each launch.
+template <class F>
+void for_tables(std::vector<Piece> pieces, int block_shift, uint64_t* sums, F&& f) {
+  for (size_t begin = 0; begin < pieces.size(); begin += Table::kPieces) {
+    Table table{};
+    table.sums = sums;
+    table.block_shift = block_shift;
+    for (size_t i = begin; i < pieces.size() && table.count < Table::kPieces; ++i) {
+      Piece& piece = table.pieces[table.count++] = pieces[i];
+      table.units += piece.rows * units_of_row(piece, strip_shift(block_shift));
+      piece.units_end = table.units;
+    }
+    f(static_cast<const Table&>(table));
+  }
+}
+
+// A tensor of a call: its memory, all of which is words in row-major order.
+struct Words {
+  std::uintptr_t address;
+  int64_t count;
+  int bytes;  // of a word
+};
+
+// An element of up to 4 bytes is a word, one of 8 or 16 is 2 or 4 of 4 bytes.
+inline Words words_of(const void* data, int64_t elements, int64_t element_bytes) {
+  const int64_t bytes = element_bytes < 4 ? element_bytes : 4;
+  return {reinterpret_cast<std::uintptr_t>(data), elements * (element_bytes / bytes), static_cast<int>(bytes)};
+}
+
+inline int block_shift_of(int64_t block) {
+  for (int shift = kLeastBlockShift; shift <= kMostBlockShift; ++shift) {
+    if (block == int64_t{1} << shift) { return shift; }
+  }
+  throw std::invalid_argument("block must be a power of two from " + std::to_string(1 << kLeastBlockShift) + " to " +
+                              std::to_string(1 << kMostBlockShift) + " words, got " + std::to_string(block));
+}
+
+// The numbers of a piece in a call's list: tensor, offset, rows, columns, pitch, first, stride, sums.
+constexpr int64_t kPieceNumbers = 8;
+
+// Raises for pieces that would read outside of a tensor, add outside of the sums or overflow.
+class PieceReader {
+ public:
+  PieceReader(const std::vector<Words>& tensors, int64_t block, int64_t sums)
+      : tensors_(tensors), shift_(block_shift_of(block)), sums_(sums) {
+    if (sums < 0) { throw std::invalid_argument("sums must be at least 0, got " + std::to_string(sums)); }
+  }
+
+  template <class Numbers>
+  std::vector<Piece> read(const Numbers& numbers) const {
+    const auto count = static_cast<int64_t>(numbers.size());
+    if (count % kPieceNumbers != 0) {
+      throw std::invalid_argument("pieces must have " + std::to_string(kPieceNumbers) + " numbers each, got " +
+                                  std::to_string(count) + " numbers");
+    }
+    std::vector<Piece> pieces;
+    for (int64_t i = 0; i < count; i += kPieceNumbers) {
+      int64_t of_piece[kPieceNumbers];
+      for (int64_t j = 0; j < kPieceNumbers; ++j) { of_piece[j] = numbers[i + j]; }
+      pieces.push_back(piece_of(i / kPieceNumbers, of_piece));
+    }
+    return pieces;
+  }
+
+  int block_shift() const { return shift_; }
+
+ private:
+  Piece piece_of(int64_t number, const int64_t (&numbers)[kPieceNumbers]) const {
+    const auto& [tensor, offset, rows, columns, pitch, first, stride, sums] = numbers;
+    const auto check = [number](bool holds, const char* name, const std::string& allowed, int64_t value) {
+      if (!holds) {
+        throw std::invalid_argument(std::string(name) + " of piece " + std::to_string(number) + " must be " + allowed +
+                                    ", got " + std::to_string(value));
+      }
+    };
+    // Numbers of words below 2^60 keep all that is computed of them in 64 bits.
+    constexpr int64_t kEnd = int64_t{1} << 60;
+    const auto tensors = static_cast<int64_t>(tensors_.size());
+    check(tensor >= 0 && tensor < tensors, "tensor", "in [0, " + std::to_string(tensors) + ")", tensor);
+    const Words& words = tensors_[static_cast<size_t>(tensor)];
+    const std::string inside = "within the tensor's " + std::to_string(words.count) + " words";
+    if (words.address % static_cast<unsigned>(words.bytes) != 0) {
+      throw std::invalid_argument("tensors[" + std::to_string(tensor) + "] must begin at a multiple of " +
+                                  std::to_string(words.bytes) + " bytes");
+    }
+    check(columns >= 1 && columns <= words.count, "columns", "at least 1 and " + inside, columns);
+    check(offset >= 0 && offset <= words.count - columns, "offset", "at least 0 and, with columns, " + inside, offset);
+    check(rows >= 1 && rows < kEnd, "rows", "in [1, 2^60)", rows);
+    check(rows == 1 || pitch >= columns, "pitch", "at least columns", pitch);
+    check(rows == 1 || rows - 1 <= (words.count - offset - columns) / pitch, "rows", inside, rows);
+    check(first >= 0 && first < kEnd - columns, "first", "at least 0 and, with columns, below 2^60", first);
+    check(rows == 1 || stride >= columns, "stride", "at least columns", stride);
+    check(rows == 1 || rows - 1 <= (kEnd - first - columns) / stride, "stride", "such that words end below 2^60",
+          stride);
+    const int64_t last = first + (rows == 1 ? 0 : (rows - 1) * stride) + columns - 1;
+    check(sums > -kEnd && sums + (first >> shift_) >= 0 && sums < sums_ && sums + (last >> shift_) < sums_, "sums",
+          "such that blocks " + std::to_string(first >> shift_) + " to " + std::to_string(last >> shift_) +
+              " are among the " + std::to_string(sums_) + " sums",
+          sums);
+    Piece piece{};
+    piece.address = words.address + static_cast<std::uintptr_t>(offset * words.bytes);
+    piece.rows = rows;
+    piece.columns = columns;
+    piece.pitch = pitch;
+    piece.first = first;
+    piece.stride = stride;
+    piece.sums = sums;
+    piece.word_bytes = words.bytes;
+    return piece;
+  }
+
+  const std::vector<Words>& tensors_;
+  int shift_;
+  int64_t sums_;
+};
+
+}  // namespace dash_attn::receipts

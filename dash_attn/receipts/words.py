@@ -1,0 +1,34 @@
+"""A tensor's words: its bits as unsigned integers of up to 32 bits, in row-major order."""
+
+from __future__ import annotations
+
+import torch
+
+
+def words_per_element(dtype: torch.dtype) -> int:
+    """1 for elements of up to 4 bytes, 2 for 8, 4 for 16."""
+    return max(1, dtype.itemsize // 4)
+
+
+def plain_contiguous(tensor: torch.Tensor) -> torch.Tensor:
+    """The same elements, without a derivative, as they stand in row-major order in memory; a copy where they do not."""
+    return tensor.detach().resolve_conj().resolve_neg().contiguous()
+
+
+def bits_of(tensor: torch.Tensor) -> torch.Tensor:
+    """The words of a plain tensor, as integers of 1, 2 or 4 bytes of either sign, one dimension."""
+    flat = plain_contiguous(tensor).reshape(-1)
+    if flat.is_complex():
+        flat = torch.view_as_real(flat).reshape(-1)
+    size = flat.dtype.itemsize
+    return flat.view({1: torch.uint8, 2: torch.int16}.get(size, torch.int32))
+
+
+def unsigned(bits: torch.Tensor) -> torch.Tensor:
+    """What `bits_of` returns as numbers that are not negative, int64."""
+    return bits.long() & ((1 << (8 * bits.dtype.itemsize)) - 1)
+
+
+def words_of(tensor: torch.Tensor) -> torch.Tensor:
+    """The words of a plain tensor, as int64, one dimension."""
+    return unsigned(bits_of(tensor))
