@@ -8,13 +8,14 @@ import pytest
 import torch
 from bit_checks import check_sm_margins, check_under_load
 from dropout_checks import HEAD_DIMS, MASKS, policies, problem_of
+from test_sm_margin import kernels
 from torch.utils.checkpoint import checkpoint
 
 import dash_attn
 from dash_attn.dropout import DropoutBits, DropoutState, dropout_bits
 
 DIMS = pytest.mark.parametrize("head_dims", HEAD_DIMS, ids=str)
-MASK = pytest.mark.parametrize("mask", ["full", "causal", "left"])
+MASK = pytest.mark.parametrize("mask", ["causal", "left"])
 SHAPE = (2, 515, 515, 8, 2)
 CALLS, CALLS_IN_FLIGHT = 24, 8
 
@@ -29,12 +30,12 @@ def from_state(inputs: support.Inputs) -> support.Inputs:
     return dataclasses.replace(inputs, scores=dropout_checks.with_bits(inputs, None))
 
 
-@pytest.mark.parametrize("kept", [True, False], ids=["bits", "state"])
 @MASK
 @DIMS
-def test_calls_under_load(head_dims, mask, kept, perturbation, device):
+def test_calls_under_load(head_dims, mask, perturbation, device):
     problem, inputs = inputs_of(head_dims, mask, device)
-    check_under_load(inputs if kept else from_state(inputs), problem, perturbation, CALLS, CALLS_IN_FLIGHT)
+    for given in (inputs, from_state(inputs)):
+        check_under_load(given, problem, perturbation, CALLS, CALLS_IN_FLIGHT)
 
 
 @MASK
@@ -271,6 +272,37 @@ def test_compiled_calls(head_dims, device):
         gradients = torch.autograd.grad(out, leaves, inputs.dout)
         found.append(dict(zip(("out", *support.GRADIENTS), (out.detach(), *gradients))))
     support.assert_same_bits(found[1], found[0], f"{problem}, compiled")
+
+
+def test_compiled_calls_draw_their_state(device):
+    """As eager ones do under the same seed, in both passes; without the backend that has random numbers of its own."""
+    problem, inputs = inputs_of((128, 128), "causal", device)
+
+    def attention(q, k, v):
+        return dash_attn.flash_attn_func(q, k, v, dropout_p=problem.dropout_p, causal=True)
+
+    compiled = torch.compile(attention, backend="aot_eager", fullgraph=True)
+    found = []
+    for function in (attention, compiled, compiled):
+        leaves = [x.detach().requires_grad_() for x in (inputs.q, inputs.k, inputs.v)]
+        torch.manual_seed(6)
+        out = function(*leaves)
+        gradients = torch.autograd.grad(out, leaves, inputs.dout)
+        found.append(dict(zip(("out", *support.GRADIENTS), (out.detach(), *gradients))))
+    support.assert_same_bits(found[1], found[0], f"{problem}, compiled")
+    support.assert_same_bits(found[2], found[1], f"{problem}, compiled, the second call")
+
+
+@pytest.mark.parametrize("head_dims", [(64, 64), (256, 256)], ids=str)
+def test_no_kernel_has_more_ctas_than_sms_are_left(head_dims, device, num_sms, tmp_path):
+    """The generator of the bits among them."""
+    problem, inputs = inputs_of(head_dims, "causal", device, (4, 1100, 1100, 16, 8))
+    inputs = from_state(inputs)
+    for sm_margin in (1, num_sms // 2, num_sms - 2):
+        found = kernels(lambda: dropout_checks.results(problem, inputs, "auto", sm_margin), tmp_path / "trace.json")
+        assert any("generator" in name for name in found), list(found)
+        more = {name[:80]: ctas for name, ctas in found.items() if ctas > num_sms - sm_margin}
+        assert not more, f"sm_margin={sm_margin} of {num_sms} SMs: {more}"
 
 
 def test_one_state_numbers_its_sequences(device):
