@@ -111,6 +111,7 @@ def test_peers_are_asked_for_the_same_probability(name, monkeypatch):
 
 
 def test_the_whole_program(tmp_path, capsys):
+    torch.manual_seed(0)
     path = tmp_path / "dropout.json"
     shapes = [dataclasses.replace(s, seqlen=32, batch=1, heads=4, kv_heads=4) for s in GRIDS["dropout"]()[:3]]
     with pytest.MonkeyPatch.context() as patch:
