@@ -14,7 +14,7 @@ from benchmarks.shapes import Shape
 # Above the rounding of bf16 and of 16-bit P and dS, about 3e-3 of the norm, and far below a wrong tile.
 LIMIT = 0.01
 # Of results with a mask that nobody else knows: how far they are from those without dropout, over sqrt(p / (1 - p)),
-# near 1 for values and gradients that are drawn apart; under the causal mask a few first rows decide much of it.
+# which is near 1 for values and gradients that are drawn apart; under the causal mask a few first rows decide it.
 OWN_MASK_LIMITS = 0.5, 2.0
 QUERIES_AT_ONCE = 2048  # rows of the score matrix that exist at a time
 
