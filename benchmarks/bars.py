@@ -1,12 +1,16 @@
-"""What the grids `head-dims` and `scores` say of one run: our throughput over a peer's, or over our own at another
-shape, and what the project asks it to be at the least."""
+"""What the grids `head-dims`, `scores` and `dropout` say of one run: our throughput over a peer's, or over our own at
+another shape, and what the project asks it to be at the least.
 
+    python -m benchmarks.bars result.json --grid dropout     # each claim, and whether its bar is met
+"""
+
+import argparse
 import json
 import pathlib
 from typing import NamedTuple
 
 from benchmarks import compare
-from benchmarks.compare import NAMES, OURS, Mean, Peer
+from benchmarks.compare import BITS, NAMES, OURS, Mean, Peer
 from benchmarks.shapes import GRIDS, Shape
 
 PASSES = ("backward", "forward")
@@ -20,6 +24,11 @@ BARS = {
 }
 LEAST_OF_96 = 0.9  # of our backward at 128
 LEAST_OF_SOFTCAP = 0.85  # of our causal passes at 128 without one
+# By (head_dim, pass), the most time that attention with bits that are there may take, of the time without dropout.
+MOST_WITH_BITS = {(128, "forward"): 1.06, (128, "backward"): 1.06, (64, "forward"): 1.12, (64, "backward"): 1.10}
+# Of both passes with the generation of the bits.
+MOST_OF_DROPOUT = 1.15  # time, of that without
+LEAST_TO_TORCH = 1.25  # throughput, of the fastest peer with dropout
 
 
 class Claim(NamedTuple):
@@ -36,6 +45,13 @@ class Claim(NamedTuple):
         worst = f"{self.mean.least:.2f} ({self.mean.worst.mask_name}, {self.mean.worst.sequences_name})"
         return [*shown, worst, f"{self.bar:.2f}" if self.bar else "-"]
 
+    def verdict(self) -> str:
+        if self.bar is None:
+            return "no bar"
+        if self.mean.ratio < self.bar:
+            return "missed"
+        return "met" if self.mean.least >= self.bar else "met in the mean, not at every shape"
+
 
 HEADS = ["of", "pass", "over", "shapes", "geometric mean", "least", "bar"]
 
@@ -46,20 +62,27 @@ class Run:
     def __init__(self, path: pathlib.Path, grid: str):
         self.commit = json.loads(path.read_text())["meta"]["commit"]
         self.shapes = set(GRIDS[grid]())
-        self.figures = {pass_: compare.read(path, pass_) for pass_ in PASSES}
+        self.figures = {pass_: compare.read(path, pass_) for pass_ in (*PASSES, "both")}
 
-    def ours(self, pass_: str) -> dict[Shape, float]:
+    def ours(self, pass_: str, impl: str = OURS) -> dict[Shape, float]:
         found = {}
         for shape, figures in self.figures[pass_].items():
-            own = [f.tflops for f in figures if f.impl == OURS and f.deterministic and f.schedule in ("auto", None)]
+            own = [f.tflops for f in figures if f.impl == impl and f.deterministic and f.schedule in ("auto", None)]
             if own and shape in self.shapes:
                 found[shape] = max(own)
         return found
 
-    def to_ours(self, pass_: str, other: dict[Shape, Shape]) -> dict[Shape, float]:
-        """Our throughput at a shape over that at its other one, where both were measured."""
-        ours = self.ours(pass_)
-        return {shape: ours[shape] / ours[second] for shape, second in other.items() if {shape, second} <= ours.keys()}
+    def to_ours(self, pass_: str, other: dict[Shape, Shape], impl: str = OURS) -> dict[Shape, float]:
+        """Our throughput at a shape, in the way `impl`, over our plain one at its other shape, where both were
+        measured."""
+        first, ours = self.ours(pass_, impl), self.ours(pass_)
+        return {a: first[a] / ours[b] for a, b in other.items() if a in first and b in ours}
+
+    def to_fastest(self, pass_: str, shapes: list[Shape]) -> dict[Shape, float]:
+        """Our throughput over that of the fastest peer in any mode."""
+        figures = {shape: self.figures[pass_][shape] for shape in shapes if shape in self.ours(pass_)}
+        rows = [row for row in compare.compare(figures, figures) if row.peers]
+        return {row.shape: row.ratio(max(row.peers, key=lambda peer: peer.tflops)) for row in rows}
 
     def to_peers(self, pass_: str, shapes: list[Shape]) -> dict[Peer, dict[Shape, float]]:
         """Deterministic peers first."""
@@ -77,7 +100,7 @@ def _claim(of: str, pass_: str, against: str, ratios: dict[Shape, float], bar: f
 
 
 def _name(peer: Peer, pass_: str) -> str:
-    return NAMES[peer.impl] if pass_ == "forward" else str(peer)
+    return NAMES.get(peer.impl, peer.impl) if pass_ == "forward" else str(peer)
 
 
 def of_head_dims(run: Run) -> list[Claim]:
@@ -114,13 +137,38 @@ def of_scores(run: Run) -> list[Claim]:
     return found
 
 
-CLAIMS = {"head-dims": of_head_dims, "scores": of_scores}
+def of_dropout(run: Run) -> list[Claim]:
+    """Each probability at each head dim, with bits that are there and with their generation, over our own without
+    dropout; and over torch's attention with dropout."""
+    grid = [shape for shape in GRIDS["dropout"]() if shape.dropout_p]
+    found = []
+    for key in dict.fromkeys((shape.dropout_p, shape.head_dim) for shape in grid):
+        shapes = [shape for shape in grid if (shape.dropout_p, shape.head_dim) == key]
+        p, head_dim = key
+        of, other = f"dropout {p}, {head_dim}", {shape: shape.undropped for shape in shapes}
+        for pass_ in PASSES:
+            bar = 1 / MOST_WITH_BITS[head_dim, pass_]
+            found += _claim(f"{of}, bits there", pass_, "our own without", run.to_ours(pass_, other, BITS), bar)
+            found += _claim(of, pass_, "our own without", run.to_ours(pass_, other))
+        found += _claim(of, "both", "our own without", run.to_ours("both", other), 1 / MOST_OF_DROPOUT)
+    for p in dict.fromkeys(shape.dropout_p for shape in grid):
+        shapes = [shape for shape in grid if shape.dropout_p == p]
+        found += _claim(f"dropout {p}", "both", FASTEST, run.to_fastest("both", shapes), LEAST_TO_TORCH)
+        for peer, ratios in run.to_peers("both", shapes).items():
+            found += _claim(f"dropout {p}", "both", _name(peer, "both"), ratios)
+    return found
+
+
+FASTEST = "the fastest peer with dropout"
+CLAIMS = {"head-dims": of_head_dims, "scores": of_scores, "dropout": of_dropout}
 
 
 def compared_with(shape: Shape) -> Shape | None:
     """The shape of ours that the project compares it with."""
     if shape.scores:
         return shape.plain
+    if shape.dropout_p:
+        return shape.undropped
     return shape.at_head_dim(128) if shape.head_dims == (96, 96) else None
 
 
@@ -133,8 +181,31 @@ def ratios_by_shape(run: Run, pass_: str) -> tuple[list[str], list[list[str]]]:
     rows = []
     for shape, tflops in ours.items():
         mask = shape.mask_name + (f", {shape.scores}" if shape.scores else "")
+        mask += f", dropout {shape.dropout_p}" if shape.dropout_p else ""
         cells = [shape.head_dims_name, shape.heads_name, mask, f"{shape.batch} x {shape.seqlen}", f"**{tflops:.0f}**"]
         columns = [own, *peers.values()]
         rows.append([*cells, *(f"{ratios[shape]:.2f}" if shape in ratios else "-" for ratios in columns)])
     heads = ["head_dim", "heads", "mask", "batch x seqlen", "dash_attn", "over our own"]
     return [*heads, *(f"over {_name(peer, pass_)}" for peer in peers)], rows
+
+
+def report(claims: list[Claim]) -> str:
+    """A line each: what it is, the ratio, the least one, the bar and whether it is met."""
+    rows = [[*HEADS, "verdict"], *([*claim.cells(), claim.verdict()] for claim in claims)]
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    return "\n".join("  ".join(f"{cell:<{w}}" for cell, w in zip(row, widths)).rstrip() for row in rows)
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("result", type=pathlib.Path)
+    parser.add_argument("--grid", choices=CLAIMS, required=True)
+    arguments = parser.parse_args(argv)
+    claims = CLAIMS[arguments.grid](Run(arguments.result, arguments.grid))
+    if not claims:
+        raise SystemExit(f"error: {arguments.result} has no figures of the grid {arguments.grid} to compare")
+    print(report(claims))
+
+
+if __name__ == "__main__":
+    main()

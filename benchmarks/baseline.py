@@ -79,7 +79,7 @@ class Baseline:
         return cls([sys.executable, "-m", "benchmarks.baseline", str(path), "--policies", *policies], schedules)
 
     def variants(self, shape: Shape) -> list[Variant]:
-        fitting = [] if shape.scores else [s for s in self._schedules if fits(s, shape.mask)]
+        fitting = [] if shape.scores or shape.dropout_p else [s for s in self._schedules if fits(s, shape.mask)]
         return [Variant(self.name, schedule, True) for schedule in fitting]
 
     def prepare(self, variant: Variant, shape: Shape, x: Tensors) -> dict[str, Remote]:

@@ -22,6 +22,8 @@ from benchmarks.shapes import GRIDS, PASSES, Shape
 
 OURS = "dash_attn"
 DENSE = "dash_attn dense"  # our dense call on a pack of equal lengths: a yardstick, no peer
+BITS = "dash_attn bits"  # our call with dropout whose bits are there already: likewise
+OUR_OWN = (OURS, DENSE, BITS)
 NAMES = {
     "fa2": "FlashAttention-2",
     "fa3": "FlashAttention-3",
@@ -110,7 +112,7 @@ def pairs(forwards: list[Figure], backwards: list[Figure]) -> list[Figure]:
     quickest forward of any peer. A backward takes 2.5 times a forward's operations."""
 
     def side(figure: Figure) -> str | None:
-        return figure.impl if figure.impl in (OURS, DENSE) else None
+        return figure.impl if figure.impl in OUR_OWN else None
 
     found = []
     for backward in backwards:
@@ -134,7 +136,7 @@ def compare(ours: Figures, peers: Figures, schedule: str = "auto") -> list[Compa
     for shape, of_shape in ours.items():
         chosen = [f for f in of_shape if f.deterministic and f.schedule in (schedule, None)]
         own, dense = (_best([f for f in chosen if f.impl == impl]) for impl in (OURS, DENSE))
-        others = [f for f in peers.get(shape, []) if f.impl not in (OURS, DENSE)]
+        others = [f for f in peers.get(shape, []) if f.impl not in OUR_OWN]
         if own and (others or dense):
             found.append(Comparison(shape, own, others, dense))
     return found

@@ -2,7 +2,8 @@
 
     R=benchmarks/results/RESULT
     python -m benchmarks.document $R.json --loads ${R}_loads.json --packed-bar ${R}_packed-bar.json \
-        --windows-bar ${R}_windows-bar.json --head-dims ${R}_head-dims.json --scores ${R}_scores.json
+        --windows-bar ${R}_windows-bar.json --head-dims ${R}_head-dims.json --scores ${R}_scores.json \
+        --dropout ${R}_dropout.json
 
 The peers are those of benchmarks/results/peers_h200.json; the options are results of the grids of these names, and
 their peers are their own. The picture goes beside the result, with the suffix .png.
@@ -37,6 +38,7 @@ OWN_GRIDS = {
     "windows-bar": Grid("Sliding windows", "the windows"),
     "head-dims": Grid("Head dims beside 128, of queries and keys and of values", "the head dims"),
     "scores": Grid("Softcaps, ALiBi and sinks", "the scores"),
+    "dropout": Grid("Dropout", "the dropout"),
 }
 
 

@@ -12,11 +12,15 @@ import importlib
 import itertools
 import math
 from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING
 
 import torch
 
-from benchmarks.compare import DENSE, OURS
+from benchmarks.compare import BITS, DENSE, OURS
 from benchmarks.shapes import SOFTCAPS, Shape
+
+if TYPE_CHECKING:
+    from dash_attn.dropout import DropoutBits
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -34,7 +38,8 @@ class Variant:
 @dataclasses.dataclass
 class Tensors:
     """Of a dense batch (batch, seqlen, heads, head_dim); of a pack (total, heads, head_dim), with `cu_seqlens`, int32
-    (sequences + 1,), and the length of the longest sequence. Slopes and sinks are fp32 (heads,)."""
+    (sequences + 1,), and the length of the longest sequence. Slopes and sinks are fp32 (heads,). `dropout` is what
+    ours are told to drop; peers draw masks of their own."""
 
     q: torch.Tensor
     k: torch.Tensor
@@ -44,6 +49,7 @@ class Tensors:
     max_seqlen: int | None = None
     alibi_slopes: torch.Tensor | None = None
     sinks: torch.Tensor | None = None
+    dropout: "DropoutBits | None" = None
 
     @property
     def lengths(self) -> dict:
@@ -55,6 +61,20 @@ class Tensors:
 
 Results = torch.Tensor | tuple[torch.Tensor, ...]
 Calls = dict[str, Callable[[], Results]]
+
+
+@dataclasses.dataclass(frozen=True)
+class OwnMask:
+    """A call with dropout that draws its mask itself, so that nobody else knows it."""
+
+    call: Callable[[], Results]
+
+    def __call__(self) -> Results:
+        return self.call()
+
+
+def with_own_masks(calls: Calls, shape: Shape) -> Calls:
+    return {pass_: OwnMask(call) for pass_, call in calls.items()} if shape.dropout_p else calls
 
 
 def random_tensors(shape: Shape, device: torch.device) -> Tensors:
@@ -74,6 +94,11 @@ def random_tensors(shape: Shape, device: torch.device) -> Tensors:
         found.alibi_slopes = torch.exp2(-8.0 * torch.arange(1, shape.heads + 1, device=device) / shape.heads)
     if shape.scores == "sinks":
         found.sinks = torch.randn(shape.heads, generator=generator, device=device)
+    if shape.dropout_p:  # no baseline has it, whose process must not import the package
+        from dash_attn.dropout import DropoutState, dropout_bits
+
+        sizes = dict(batch=shape.batch, heads=shape.heads, seqlen_q=shape.seqlen, seqlen_k=shape.seqlen)
+        found.dropout = dropout_bits(DropoutState.of(1, 2, device), p=shape.dropout_p, **sizes)
     return packed(found, shape.lengths) if shape.pack else found
 
 
@@ -81,7 +106,7 @@ def packed(x: Tensors, lengths: tuple[int, ...]) -> Tensors:
     """The same rows as a pack of sequences of these lengths."""
     rows = (t if t.dim() == 3 else t.flatten(0, 1) for t in (x.q, x.k, x.v, x.dout))
     offsets = torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32, device=x.q.device)
-    return Tensors(*rows, offsets, max(lengths), x.alibi_slopes, x.sinks)
+    return Tensors(*rows, offsets, max(lengths), x.alibi_slopes, x.sinks, x.dropout)
 
 
 def without_chunks(shape: Shape, x: Tensors) -> Tensors:
@@ -136,12 +161,13 @@ def op_arguments(shape: Shape, x: Tensors) -> dict[str, object]:
         sinks=x.sinks,
         alibi_slopes=x.alibi_slopes,
         softcap=shape.softcap,
+        **({} if x.dropout is None else dict(rng_state=x.dropout.state.rng_state, dropout_p=shape.dropout_p)),
     )
 
 
 class DashAttn:
     """This package: "auto" and every policy that users can choose, all deterministic; and, where they are asked for by
-    name, the yardsticks, which are not."""
+    name, the yardsticks, which are not. With dropout each pass makes the bits of a state, and "both" draws one."""
 
     name = OURS
 
@@ -157,9 +183,11 @@ class DashAttn:
         causal, *window = mask_arguments(shape)
         mask = dict(causal=causal, window=tuple(window), attention_chunk=shape.chunk)
         head_dims = dict(zip(("head_dim", "value_head_dim"), shape.head_dims))
-        fitting = schedule.fitting(**mask, **head_dims, changed_scores=shape.scores not in (None, "sinks"))
+        changed = shape.scores not in (None, "sinks") or shape.dropout_p > 0
+        fitting = schedule.fitting(**mask, **head_dims, changed_scores=changed)
         usable = ("auto", *fitting)
         known = (*usable, *schedule.YARDSTICKS)
+        known = usable if shape.dropout_p else known
         chosen = usable if self._schedules is None else [s for s in self._schedules if s in known]
         return [Variant(self.name, policy, policy not in schedule.YARDSTICKS) for policy in chosen]
 
@@ -167,7 +195,7 @@ class DashAttn:
         import dash_attn
         from dash_attn import schedule
 
-        ops, arguments = torch.ops.dash_attn, op_arguments(shape, x)
+        ops, arguments = torch.ops.dash_attn, self.op_arguments(shape, x)
         out, softmax_lse = ops.forward(x.q, x.k, x.v, **arguments)
         saved = x.dout, x.q, x.k, x.v, out, softmax_lse
         gradients = tuple(torch.empty_like(t) for t in (x.q, x.k, x.v))
@@ -178,6 +206,8 @@ class DashAttn:
         options |= dict(softcap=shape.softcap, alibi_slopes=x.alibi_slopes)
         if x.sinks is not None:
             options["learnable_sink"] = x.sinks.detach().requires_grad_()
+        if shape.dropout_p:
+            options |= dict(dropout_p=shape.dropout_p, dropout_bits=x.dropout if self.name == BITS else None)
 
         def forward() -> Results:
             return ops.forward(x.q, x.k, x.v, **arguments)[0]
@@ -197,7 +227,13 @@ class DashAttn:
             return torch.autograd.grad(out, wanted, x.dout)[:3]
 
         calls = _in_turn(forward, backward)
-        return {**calls, "both": through_autograd} if variant.deterministic else calls
+        if not variant.deterministic:
+            return calls
+        draws = shape.dropout_p and self.name != BITS
+        return {**calls, "both": OwnMask(through_autograd) if draws else through_autograd}
+
+    def op_arguments(self, shape: Shape, x: Tensors) -> dict[str, object]:
+        return op_arguments(shape, x)
 
 
 class DashAttnDense(DashAttn):
@@ -212,6 +248,19 @@ class DashAttnDense(DashAttn):
         batch = (t.unflatten(0, (shape.batch, shape.seqlen)) for t in (x.q, x.k, x.v, x.dout))
         dense = Tensors(*batch, alibi_slopes=x.alibi_slopes, sinks=x.sinks)
         return super().prepare(variant, shape.dense, dense)
+
+
+class DashAttnBits(DashAttn):
+    """This package with dropout whose bits are there already: what the kernels pay for them."""
+
+    name = BITS
+
+    def variants(self, shape: Shape) -> list[Variant]:
+        return super().variants(shape) if shape.dropout_p else []
+
+    def op_arguments(self, shape: Shape, x: Tensors) -> dict[str, object]:
+        assert x.dropout is not None
+        return super().op_arguments(shape, x) | dict(rng_state=None, dropout_bits=x.dropout.bits)
 
 
 class TorchFlashAttention2:
@@ -232,17 +281,18 @@ class TorchFlashAttention2:
         options = dict(scale=softmax_scale(shape), window_size_left=left, window_size_right=right)
 
         def forward():
-            return aten._flash_attention_forward(x.q, x.k, x.v, *lengths, 0.0, causal, False, **options)
+            return aten._flash_attention_forward(x.q, x.k, x.v, *lengths, shape.dropout_p, causal, False, **options)
 
         out, softmax_lse, rng_state, unused, _ = forward()
 
         def backward():
             with deterministic_algorithms(variant.deterministic):
                 return aten._flash_attention_backward(
-                    x.dout, x.q, x.k, x.v, out, softmax_lse, *lengths, 0.0, causal, rng_state, unused, **options
-                )
+                    x.dout, x.q, x.k, x.v, out, softmax_lse, *lengths, shape.dropout_p, causal, rng_state, unused,
+                    **options,
+                )  # fmt: skip
 
-        return _in_turn(lambda: forward()[0], backward)
+        return with_own_masks(_in_turn(lambda: forward()[0], backward), shape)
 
 
 class TorchCudnn:
@@ -261,22 +311,54 @@ class TorchCudnn:
         return [Variant(self.name, None, False)] if plain else []
 
     def prepare(self, variant: Variant, shape: Shape, x: Tensors) -> Calls:
-        aten, scale = torch.ops.aten, softmax_scale(shape)
+        aten, scale, p = torch.ops.aten, softmax_scale(shape), shape.dropout_p
         q, k, v, dout = (t.transpose(1, 2) for t in (x.q, x.k, x.v, x.dout))
 
         def forward():
-            return aten._scaled_dot_product_cudnn_attention(q, k, v, None, True, 0.0, shape.causal, False, scale=scale)
+            return aten._scaled_dot_product_cudnn_attention(q, k, v, None, True, p, shape.causal, False, scale=scale)
 
         out, softmax_lse, starts_q, starts_k, max_q, max_k, seed, offset, _ = forward()
 
         def backward():
             gradients = aten._scaled_dot_product_cudnn_attention_backward(
-                dout, q, k, v, out, softmax_lse, seed, offset, None, starts_q, starts_k, max_q, max_k, 0.0,
+                dout, q, k, v, out, softmax_lse, seed, offset, None, starts_q, starts_k, max_q, max_k, p,
                 shape.causal, scale=scale,
             )  # fmt: skip
             return tuple(gradient.transpose(1, 2) for gradient in gradients)
 
-        return _in_turn(lambda: forward()[0].transpose(1, 2), backward)
+        return with_own_masks(_in_turn(lambda: forward()[0].transpose(1, 2), backward), shape)
+
+
+class TorchMemoryEfficient:
+    """The memory-efficient attention of torch, of dense batches of ungrouped heads with dropout: without, others are
+    known to be quicker."""
+
+    name = "memory-efficient"
+
+    def unavailable(self, device: torch.device) -> str | None:
+        return None if device.type == "cuda" else "needs a CUDA device"
+
+    def variants(self, shape: Shape) -> list[Variant]:
+        plain = not (shape.pack or shape.mask == "window" or shape.scores) and shape.heads == shape.kv_heads
+        return [Variant(self.name, None, False)] if plain and shape.dropout_p else []
+
+    def prepare(self, variant: Variant, shape: Shape, x: Tensors) -> Calls:
+        aten, scale, p = torch.ops.aten, softmax_scale(shape), shape.dropout_p
+        q, k, v, dout = (t.transpose(1, 2) for t in (x.q, x.k, x.v, x.dout))
+
+        def forward():
+            return aten._scaled_dot_product_efficient_attention(q, k, v, None, True, p, shape.causal, scale=scale)
+
+        out, softmax_lse, seed, offset = forward()
+
+        def backward():
+            gradients = aten._scaled_dot_product_efficient_attention_backward(
+                dout, q, k, v, None, out, softmax_lse, seed, offset, p, [True, True, True, False], shape.causal,
+                scale=scale,
+            )  # fmt: skip
+            return tuple(gradient.transpose(1, 2) for gradient in gradients[:3])
+
+        return with_own_masks(_in_turn(lambda: forward()[0].transpose(1, 2), backward), shape)
 
 
 class _FlashAttnPackage:
@@ -297,7 +379,7 @@ class _FlashAttnPackage:
         return None
 
     def variants(self, shape: Shape) -> list[Variant]:
-        takes = shape.scores is None or shape.scores in self.scores
+        takes = (shape.scores is None or shape.scores in self.scores) and not shape.dropout_p
         return [Variant(self.name, None, True), Variant(self.name, None, False)] if takes else []
 
     def prepare(self, variant: Variant, shape: Shape, x: Tensors) -> Calls:
@@ -336,4 +418,7 @@ class FlashAttention4(_FlashAttnPackage):
     scores = (*SOFTCAPS, "sinks")
 
 
-PEERS = {peer.name: peer for peer in (TorchFlashAttention2, TorchCudnn, FlashAttention3, FlashAttention4)}
+PEERS = {
+    peer.name: peer
+    for peer in (TorchFlashAttention2, TorchCudnn, TorchMemoryEfficient, FlashAttention3, FlashAttention4)
+}

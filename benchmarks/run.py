@@ -116,7 +116,7 @@ def _wrong(call, reference: check.Reference) -> str | None:
     if hasattr(call, "block_ms"):
         return None
     try:
-        return reference.wrong(call())
+        return reference.wrong(call(), own_mask=isinstance(call, peers.OwnMask))
     except Exception as error:  # whatever a peer raises for a shape that it does not take
         return _first_line(error)
 
@@ -124,7 +124,7 @@ def _wrong(call, reference: check.Reference) -> str | None:
 def beside_each_other(calls: dict) -> dict:
     """The same calls, those of the baseline and of our dense call after ours of the same pass and schedule: what drifts
     serves all alike."""
-    followers = (baseline_library.NAME, compare.DENSE)
+    followers = (baseline_library.NAME, compare.DENSE, compare.BITS)
     first = {(pass_, variant.schedule): i for i, (variant, pass_) in enumerate(calls) if variant.impl == compare.OURS}
 
     def place(item):
@@ -277,7 +277,8 @@ def main(argv: list[str] | None = None) -> int:
             arguments.json.write_text(files.dumps(result))
         print(host.table(result["rows"]))
         return 0
-    implementations = [peers.DashAttn(arguments.schedules), peers.DashAttnDense(arguments.schedules)]
+    ours = (peers.DashAttn, peers.DashAttnDense, peers.DashAttnBits)
+    implementations = [implementation(arguments.schedules) for implementation in ours]
     for name in arguments.peers:
         peer = peers.PEERS[name]()
         if reason := peer.unavailable(device):

@@ -31,6 +31,7 @@ class Shape:
         chunk: of the mask "window": of how many keys a chunk is, outside of which a query sees none; 0 for no chunks.
         scores: a name of SCORES; None for products of queries and keys alone.
         value_head_dim: of values and outputs, where it is not head_dim.
+        dropout_p: the probability with which an element of the softmax is dropped.
     """
 
     dtype: str
@@ -45,6 +46,7 @@ class Shape:
     chunk: int = 0
     scores: str | None = None
     value_head_dim: int | None = None
+    dropout_p: float = 0.0
 
     @classmethod
     def of_pack(cls, pack: str, head_dim: int, heads: int, kv_heads: int, mask: str, **options) -> "Shape":
@@ -100,6 +102,11 @@ class Shape:
         """The same without `scores`."""
         return dataclasses.replace(self, scores=None)
 
+    @property
+    def undropped(self) -> "Shape":
+        """The same without dropout."""
+        return dataclasses.replace(self, dropout_p=0.0)
+
     def at_head_dim(self, head_dim: int) -> "Shape":
         """The same at another head_dim, which values have too."""
         return dataclasses.replace(self, head_dim=head_dim, value_head_dim=None)
@@ -141,7 +148,8 @@ class Shape:
     def __str__(self) -> str:
         scores = f" {self.scores}" if self.scores else ""
         head_dim = f"{self.head_dim}x{self.value_head_dim}" if self.value_head_dim else self.head_dim
-        return f"{self.dtype} d{head_dim} h{self.heads_name} {self.mask_name} {self.sequences_name}{scores}"
+        dropout = f" dropout {self.dropout_p}" if self.dropout_p else ""
+        return f"{self.dtype} d{head_dim} h{self.heads_name} {self.mask_name} {self.sequences_name}{scores}{dropout}"
 
 
 _FIELDS = dataclasses.fields(Shape)
@@ -301,6 +309,20 @@ def scores_grid() -> list[Shape]:
     return [dataclasses.replace(shape, scores=scores) for shape, names in named for scores in (None, *names)]
 
 
+DROPOUT = (1 / 8, 0.1)  # of which the first takes half of the random numbers
+
+
+def dropout_grid() -> list[Shape]:
+    """What dropout costs: each shape without it, and then with it."""
+    return [
+        dataclasses.replace(_shape(head_dim, mask, seqlen), dropout_p=p)
+        for mask in ("full", "causal")
+        for head_dim in (64, 128)
+        for seqlen in (2048, 4096, 8192, 16384)
+        for p in (0.0, *DROPOUT)
+    ]
+
+
 DENSE_GRIDS = {"full": full_grid, "quick": quick_grid, "bar": bar_grid, "loads": loads_grid}
 GRIDS = {
     **DENSE_GRIDS,
@@ -310,4 +332,5 @@ GRIDS = {
     "windows": windows_grid,
     "windows-bar": windows_bar_grid,
     "scores": scores_grid,
+    "dropout": dropout_grid,
 }

@@ -29,6 +29,24 @@ class Attention(NamedTuple):
     dsinks_of_rows: torch.Tensor | None = None  # (batch, heads, seqlen_q): what each query adds to dsinks
 
 
+class Dropout(NamedTuple):
+    """What is dropped of the softmax; what is kept is divided by 1 - p."""
+
+    p: float
+    keep: torch.Tensor  # bool (batch, heads, seqlen_q, seqlen_k)
+    bits: torch.Tensor | None = None  # that say the same to the ops
+    rng_state: torch.Tensor | None = None  # or what they are made of
+
+    @property
+    def scale(self):
+        return 1 / (1 - self.p)
+
+    def arguments(self):
+        """As the ops take it: the bits, or the state where there are none."""
+        state = self.rng_state if self.bits is None else None
+        return dict(dropout_bits=self.bits, rng_state=state, dropout_p=self.p)
+
+
 class Scores(NamedTuple):
     """What changes the scores, and what is beside them."""
 
@@ -37,6 +55,7 @@ class Scores(NamedTuple):
     sinks: torch.Tensor | None = None  # (heads,)
     dsoftmax_lse: torch.Tensor | None = None  # (batch, heads, seqlen_q)
     rounds_tanh: bool = False  # to 11 bits, as the instruction tanh.approx may
+    dropout: Dropout | None = None
 
     def of(self, products):
         """(batch, heads, seqlen_q, seqlen_k), from what the scale has been applied to, in its dtype."""
@@ -62,12 +81,28 @@ class Scores(NamedTuple):
             slopes = (slopes if slopes.dim() == 1 else slopes[b])[h : h + 1]
         sinks = None if sinks is None else sinks[h : h + 1]
         dlse = None if dlse is None else dlse[b : b + 1, h : h + 1]
-        return Scores(self.softcap, slopes, sinks, dlse, self.rounds_tanh)
+        dropout = self.dropout
+        if dropout is not None:
+            dropout = Dropout(dropout.p, dropout.keep[b : b + 1, h : h + 1])
+        return Scores(self.softcap, slopes, sinks, dlse, self.rounds_tanh, dropout)
 
     def of_queries(self, first):
         """Of the queries from `first` on."""
-        dlse = self.dsoftmax_lse
-        return self if dlse is None else self._replace(dsoftmax_lse=dlse[:, :, first:])
+        found = self
+        if self.dsoftmax_lse is not None:
+            found = found._replace(dsoftmax_lse=self.dsoftmax_lse[:, :, first:])
+        if self.dropout is not None:
+            found = found._replace(dropout=Dropout(self.dropout.p, self.dropout.keep[:, :, first:]))
+        return found
+
+    def kept(self, dtype):
+        """(batch, heads, seqlen_q, seqlen_k): 1 where dropout keeps an element and 0 elsewhere; without dropout 1."""
+        return 1.0 if self.dropout is None else self.dropout.keep.to(dtype)
+
+    @property
+    def kept_scale(self):
+        """1 / (1 - p)."""
+        return 1.0 if self.dropout is None else self.dropout.scale
 
 
 PLAIN = Scores()
@@ -98,6 +133,7 @@ class Head(NamedTuple):
     of_cap: torch.Tensor | float  # derivative of the scores with respect to what is capped
     sink_p: torch.Tensor | None  # (seqlen_q, 1): the sink's share, 0 where the log-sum-exp is infinite
     dlse: torch.Tensor | float  # (seqlen_q, 1), 0 there too
+    kept: torch.Tensor | float  # (seqlen_q, seqlen_k): 1, or 0 where dropout drops an element
 
     @classmethod
     def of(cls, products, hidden, scores):
@@ -114,7 +150,8 @@ class Head(NamedTuple):
             sink_p = (scores.sinks.double() - lse).exp().masked_fill(lse.isinf(), 0.0)
         if scores.dsoftmax_lse is not None:
             dlse = scores.dsoftmax_lse[0, 0, :, None].double().masked_fill(lse.isinf(), 0.0)
-        return cls(s.sub_(lse).exp_(), lse, of_cap, sink_p, dlse)
+        kept = 1.0 if scores.dropout is None else scores.kept(torch.float64)[0, 0]
+        return cls(s.sub_(lse).exp_(), lse, of_cap, sink_p, dlse, kept)
 
 
 def attention_float64(q, k, v, dout=None, *, softmax_scale=None, causal=False, scores=PLAIN, **window):
@@ -137,17 +174,19 @@ def attention_float64(q, k, v, dout=None, *, softmax_scale=None, causal=False, s
             g = h // (heads // kv_heads)
             q_h, k_h, v_h = q[b, :, h].double(), k[b, :, g].double(), v[b, :, g].double()
             head = Head.of(q_h @ k_h.T * scale, hidden, scores.head(b, h))
-            out[b, :, h] = head.p @ v_h
+            scale_of_kept = scores.kept_scale
+            p_kept = head.p * head.kept * scale_of_kept
+            out[b, :, h] = p_kept @ v_h
             lse[b, h] = head.softmax_lse.squeeze(1)
             if dout is None:
                 continue
             dout_h = dout[b, :, h].double()
-            dp = dout_h @ v_h.T
+            dp = (dout_h @ v_h.T) * head.kept * scale_of_kept
             d = (head.p * dp).sum(dim=1, keepdim=True) - head.dlse
             ds = head.p * (dp - d) * head.of_cap
             dq[b, :, h] = ds @ k_h * scale
             dk[b, :, g] += ds.T @ q_h * scale
-            dv[b, :, g] += head.p.T @ dout_h
+            dv[b, :, g] += p_kept.T @ dout_h
             if scores.sinks is not None:
                 dsinks[b, h] = -(head.sink_p * d).squeeze(1)
     if dout is None:
@@ -173,7 +212,10 @@ def attention_in_dtype(q, k, v, dout=None, *, softmax_scale=None, causal=False, 
         rows = inputs[3].to(s.dtype).view(1, -1, 1, 1).expand(*s.shape[:3], 1)
         inputs.append(rows)
         s = torch.cat([s, rows], dim=-1)
-    out = (s.softmax(dim=-1)[..., : k.shape[1]] @ v_t).transpose(1, 2)
+    p = s.softmax(dim=-1)[..., : k.shape[1]]
+    if scores.dropout is not None:
+        p = p * (scores.kept(p.dtype) * scores.kept_scale)
+    out = (p @ v_t).transpose(1, 2)
     lse = (s if s.dtype == torch.float64 else s.float()).logsumexp(dim=-1)
     if dout is None:
         return Attention(out.detach(), lse.detach())
@@ -223,14 +265,16 @@ def attention_rounded(q, k, v, dout, out, *, rounded_factors, softmax_scale=None
             if rounded_factors and scores.softcap:
                 tanh = (p_rounded.log() + head.softmax_lse) / scores.softcap
                 of_cap = (1 - tanh.square()).clamp(min=0.0).nan_to_num(nan=0.0)
-            ds = (dout_h @ v_h.T - d) * of_cap
+            # What is kept is multiplied by 1 / (1 - p) in the sums alone.
+            ds = (dout_h @ v_h.T * head.kept - d / scores.kept_scale) * of_cap
             if rounded_factors:
                 ds, p = rounded(ds) if rounds_difference else ds, p_rounded
             ds = rounded(p * ds)
-            result["out"][b, :, h] = p_rounded @ v_h
-            result["dq"][b, :, h] = ds @ k_h * scale
-            result["dk"][b, :, g] += ds.T @ q_h * scale
-            result["dv"][b, :, g] += p_rounded.T @ dout_h
+            p_kept = p_rounded * head.kept * scores.kept_scale
+            result["out"][b, :, h] = p_kept @ v_h
+            result["dq"][b, :, h] = ds @ k_h * (scale * scores.kept_scale)
+            result["dk"][b, :, g] += ds.T @ q_h * (scale * scores.kept_scale)
+            result["dv"][b, :, g] += p_kept.T @ dout_h
             if scores.sinks is not None:
                 dsinks[h] -= (head.sink_p * d).sum()
     result = {name: rounded(x) for name, x in result.items()}
@@ -293,6 +337,9 @@ def error_limits(
         best = (truth.to(getattr(eager, name).dtype).double() - truth).norm()
         contract = torch.maximum((getattr(eager, name).double() - seen).norm(), ROUNDING_SLACK * best)
         near = NEAR * (rounded[name] - truth).norm()
+        if name in bounds and scores.dropout is not None:
+            # Eager PyTorch has exactly 0 there. Ours has D of an output that was rounded after it was divided by 1 - p.
+            bounds[name] = near + scores.kept_scale * bounds[name]
         if name == "dsinks":
             # A few sums of many errors, which may cancel by chance: what they amount to where they are independent, and
             # three deviations of a norm of so few.

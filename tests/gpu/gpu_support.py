@@ -4,6 +4,7 @@ Works on any device, so that tests/test_gpu_checks.py can try the checks themsel
 """
 
 import dataclasses
+import itertools
 import math
 import pathlib
 import sys
@@ -14,10 +15,11 @@ import torch
 import dash_attn  # noqa: F401  registers torch.ops.dash_attn
 from dash_attn import schedule
 from dash_attn._schedule import ForwardTiles
+from dash_attn.dropout import DropoutBits, DropoutState, dropout_bits
 
 sys.path.insert(0, str(pathlib.Path(__file__).parents[1]))  # float64_reference
 
-from float64_reference import PLAIN, Scores
+from float64_reference import PLAIN, Dropout, Scores, visible_keys
 
 GRADIENTS = ("dq", "dk", "dv")
 GUARD_ELEMENTS = 1024
@@ -43,6 +45,7 @@ class Problem:
     sinks: bool = False
     lse_gradient: bool = False
     value_head_dim: int | None = None  # None: head_dim
+    dropout_p: float = 0.0
 
     @property
     def head_dims(self) -> dict[str, int]:
@@ -104,7 +107,7 @@ class Inputs:
 
 def policies(problem: Problem) -> list[str]:
     """Every policy that has a kernel for the problem."""
-    changed_scores = bool(problem.softcap or problem.alibi)
+    changed_scores = bool(problem.softcap or problem.alibi or problem.dropout_p)
     return list(schedule.fitting(**problem.mask, **problem.head_dims, changed_scores=changed_scores))
 
 
@@ -140,6 +143,7 @@ def forward_counts_tiles(problem: Problem, num_sms: int) -> bool:
         **problem.head_dims,
         causal=problem.causal,
         sms=num_sms,
+        drops=problem.dropout_p > 0,
     )
     return tiles.takes_tiles
 
@@ -172,15 +176,62 @@ def random_scores(problem: Problem, device: str, seed: int = 0) -> Scores:
         slopes if problem.alibi else None,
         sinks if problem.sinks else None,
         dlse if problem.lse_gradient else None,
+        dropout=random_dropout(problem, device, seed) if problem.dropout_p else None,
     )
+
+
+def random_dropout(problem: Problem, device: str, seed: int = 0) -> Dropout:
+    """Bits with a state for each sequence. Those that nobody may look at, of blocks without a pair of a query and a key
+    that it sees and of rows past the end, are inverted."""
+    numbers = torch.Generator().manual_seed(2000 + seed)
+    state = torch.randint(2**62, (problem.batch, 2), generator=numbers).to(device)
+    made = dropout_bits(
+        DropoutState(state), p=problem.dropout_p, batch=problem.batch, heads=problem.heads,
+        seqlen_q=problem.seqlen_q, seqlen_k=problem.seqlen_k,
+    )  # fmt: skip
+    return Dropout(problem.dropout_p, made.mask(), with_poison(problem, made.bits), state)
+
+
+def given_bits(dropout: Dropout) -> DropoutBits:
+    """As the public functions take them."""
+    batch, heads, seqlen_q, seqlen_k = dropout.keep.shape
+    of_default = dict(mapping="bit_sliced", rounds=7, first_head=0, total_heads=heads, first_query=0, first_key=0)
+    return DropoutBits(dropout.bits, DropoutState(dropout.rng_state), dropout.p, seqlen_q, seqlen_k, **of_default)
+
+
+def with_poison(problem: Problem, bits: torch.Tensor) -> torch.Tensor:
+    """The same bits of what is seen, all others inverted."""
+    q_blocks, k_blocks = bits.shape[2:4]
+    seen = torch.zeros(32 * q_blocks, 32 * k_blocks, dtype=torch.bool, device=bits.device)
+    seen[: problem.seqlen_q, : problem.seqlen_k] = visible_keys(
+        problem.seqlen_q, problem.seqlen_k, device=bits.device, **problem.mask
+    )
+    return bits ^ ~packed_bits(seen) if bits.numel() else bits
+
+
+def packed_bits(mask: torch.Tensor) -> torch.Tensor:
+    """uint8 (blocks of queries, blocks of keys, 128) of bool (queries, keys) in whole blocks: csrc/dropout/mask.h."""
+    elements = torch.empty(128, 8, dtype=torch.int64)
+    for query, key in itertools.product(range(32), range(32)):
+        word = 2 * (4 * (query >> 1 & 3) + (key >> 1 & 3)) + (query >> 4)
+        bit = 16 * (query & 1) + 8 * (key & 1) + 4 * (key >> 4) + 2 * (key >> 3 & 1) + (query >> 3 & 1)
+        elements[4 * word + bit // 8, bit % 8] = 32 * query + key
+    blocks = mask.unflatten(0, (-1, 32)).unflatten(2, (-1, 32)).transpose(1, 2).flatten(2)
+    digits = blocks[..., elements.to(mask.device)]
+    return (digits * 2 ** torch.arange(8, device=mask.device)).sum(-1).to(torch.uint8)
 
 
 def forward(
     problem: Problem, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sm_margin: int = 0, scores: Scores = PLAIN
 ):
     """out and softmax_lse, by the op."""
-    arguments = dict(problem.op_arguments, sinks=scores.sinks, alibi_slopes=scores.alibi_slopes)
-    return torch.ops.dash_attn.forward(q, k, v, **arguments, sm_margin=sm_margin)
+    return torch.ops.dash_attn.forward(q, k, v, **of_scores(problem, scores), sm_margin=sm_margin)
+
+
+def of_scores(problem: Problem, scores: Scores) -> dict[str, object]:
+    """What both ops are told of a batch beside its tensors."""
+    dropout = {} if scores.dropout is None else scores.dropout.arguments()
+    return dict(problem.op_arguments, sinks=scores.sinks, alibi_slopes=scores.alibi_slopes, **dropout)
 
 
 def with_forward(
@@ -250,7 +301,7 @@ def backward_into(
         gradients["dq"],
         gradients["dk"],
         gradients["dv"],
-        **dict(problem.op_arguments, sinks=inputs.scores.sinks, alibi_slopes=inputs.scores.alibi_slopes),
+        **of_scores(problem, inputs.scores),
         schedule=policy,
         sm_margin=sm_margin,
         dsoftmax_lse=inputs.scores.dsoftmax_lse,

@@ -50,7 +50,8 @@ def row_bounds(problem: Problem, inputs: Inputs, exact: Attention, kernel: bool 
         delta -= dlse[..., None]
     dout_norm, out_norm = dout.norm(dim=-1, keepdim=True), out.norm(dim=-1, keepdim=True)
     subnormal = info.smallest_normal * info.eps
-    dp = dout @ v.mT
+    kept, kept_scale = inputs.scores.kept(torch.float32), inputs.scores.kept_scale
+    dp = dout @ v.mT * (kept * kept_scale)
     p_of_tanh = ds_of_tanh = 0.0
     if problem.softcap and kernel:
         exponents = TANH_ERROR * scores.abs()
@@ -62,8 +63,9 @@ def row_bounds(problem: Problem, inputs: Inputs, exact: Attention, kernel: bool 
     p = p.mul_(info.eps).add_(torch.finfo(torch.float32).smallest_normal).add_(subnormal)
     # Had from the rounded P, the derivative of a softcap errs by twice P's relative error over the cap.
     of_cap = of_cap + 2 / problem.softcap if problem.softcap else of_cap
-    ds = dp.sub_(delta).abs_().add_(dout_norm * out_norm).mul_(p).mul_(of_cap).add_(subnormal).add_(ds_of_tanh)
-    p = p + p_of_tanh
+    ds = dp.sub_(delta).abs_().add_(dout_norm * out_norm).mul_(p).mul_(of_cap)
+    ds = ds.add_(kept_scale * subnormal).add_(ds_of_tanh)
+    p = (p + p_of_tanh) * (kept * kept_scale)
 
     def of_kv_heads(x: torch.Tensor) -> torch.Tensor:
         return x.unflatten(1, (problem.kv_heads, group)).sum(2)
@@ -75,11 +77,11 @@ def row_bounds(problem: Problem, inputs: Inputs, exact: Attention, kernel: bool 
         "dk": scale * of_kv_heads(ds.mT @ q.norm(dim=-1, keepdim=True)),
         "dv": of_kv_heads(p.mT @ dout_norm),
     }
-    if problem.alibi or problem.sinks:
+    if problem.alibi or problem.sinks or problem.dropout_p:
         # Which may leave a row next to no weight: order-free sums promise half a unit a KV tile (docs/order_free.md).
         largest_k = k.abs().amax(dim=-1, keepdim=True)
         largest = (largest_k * v.norm(dim=-1, keepdim=True)).amax(dim=2, keepdim=True)
-        of_row = dout_norm * largest + delta.abs() * largest_k.amax(dim=2, keepdim=True)
+        of_row = kept_scale * dout_norm * largest + delta.abs() * largest_k.amax(dim=2, keepdim=True)
         tiles = -(-problem.seqlen_k // FEWEST_KEYS_OF_A_TILE)
         units = scale * tiles * 2.0**-30 / 1.5 * k.shape[-1] ** 0.5 * of_row
         bounds[ORDER_FREE_DQ] = bounds["dq"] + units

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 
 import gpu_support as support
 import torch
-from float64_reference import PLAIN, Scores
+from float64_reference import PLAIN, Dropout, Scores
 from gpu_support import GRADIENTS, Problem
 from gradient_check import Bar
 
@@ -73,6 +73,8 @@ def outputs_of(
         arguments = dict(arguments, alibi_slopes=scores.alibi_slopes, return_attn_probs=True)
         if scores.sinks is not None:
             arguments["learnable_sink"] = scores.sinks.detach().requires_grad_()
+        if scores.dropout is not None:
+            arguments |= dict(dropout_p=scores.dropout.p, dropout_bits=support.given_bits(scores.dropout))
         out, softmax_lse, *_ = function(*leaves, **arguments)
         wanted = [*leaves, *([] if scores.sinks is None else [arguments["learnable_sink"]])]
         if scores.dsoftmax_lse is None:
@@ -214,6 +216,8 @@ class Pack:
         found = parts[0]
         if self.problem.alibi == "sequences":
             found = found._replace(alibi_slopes=torch.cat([part.alibi_slopes for part in parts]))
+        if found.dropout is not None:
+            found = found._replace(dropout=joined_dropout([part.dropout for part in parts]))
         if found.dsoftmax_lse is None:
             return found
         dlse = [part.dsoftmax_lse[0] for part in parts]
@@ -239,6 +243,21 @@ class Pack:
         return (
             self.q, self.k, self.v, self.dout, self.cu_seqlens_q, self.cu_seqlens_k, self.seqused_q, self.seqused_k
         )  # fmt: skip
+
+
+def joined_dropout(parts: Sequence[Dropout]) -> Dropout:
+    """Of a pack of these sequences: bits of as many rows as the longest has, any where a sequence has fewer."""
+
+    def joined(name: str, like: torch.Tensor) -> torch.Tensor:
+        values = [getattr(part, name) for part in parts]
+        size = (len(parts), like.shape[1], *(max(x.shape[dim] for x in values) for dim in (2, 3)), *like.shape[4:])
+        whole = like.new_full(size, 0x5A if name == "bits" else True)
+        for number, x in enumerate(values):
+            whole[number, :, : x.shape[2], : x.shape[3]] = x[0]
+        return whole
+
+    keep, bits = joined("keep", parts[0].keep), joined("bits", parts[0].bits)
+    return Dropout(parts[0].p, keep, bits, torch.cat([part.rng_state for part in parts]))
 
 
 def make_pack(

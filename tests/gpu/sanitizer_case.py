@@ -1,5 +1,6 @@
 """Small shapes for compute-sanitizer: both passes, every policy, every kind of mask, every row of the tile table,
-ragged and unequal lengths, packs with gaps and sequences of nothing, scores with softcap, slopes and sinks.
+ragged and unequal lengths, packs with gaps and sequences of nothing, scores with softcap, slopes and sinks, dropout
+with the generator of its bits.
 
     compute-sanitizer --tool memcheck python tests/gpu/sanitizer_case.py
 
@@ -17,11 +18,11 @@ sys.path[:0] = [str(pathlib.Path(__file__).parent), str(pathlib.Path(__file__).p
 
 import gpu_support as support
 import pack_checks
-from float64_reference import Attention, Scores, attention_float64, relative_error
+from float64_reference import Attention, Dropout, Scores, attention_float64, relative_error
 from gpu_support import Problem
 from pack_checks import Pool, Rows
 
-KINDS = ("dense", "tiles", "windows", "packs", "scores")
+KINDS = ("dense", "tiles", "windows", "packs", "scores", "dropout")
 HEAD_DIMS = [(64, 64), (96, 96), (128, 128), (192, 128), (192, 192), (256, 256)]
 WHOLE = HEAD_DIMS[0], HEAD_DIMS[2]  # at which every problem is tried
 # The last one's query heads are split over work tiles.
@@ -43,6 +44,12 @@ SCORES = (
     dict(WINDOWS[0], alibi="heads"),
 )
 PACK_SCORES = (SCORES[1], SCORES[2], dict(WINDOWS[1], **ALL_OF_SINKS))
+DROPPED = dict(dropout_p=0.1)
+DROPOUT = (
+    dict(causal=False, **DROPPED),
+    dict(causal=True, **ALL_OF_SINKS, **DROPPED),
+    dict(WINDOWS[0], **DROPPED),
+)
 # Queries and keys of each sequence; the rows where they start, and where the last one ends; rows in all.
 PACK = ((70, 65), (0, 0), (129, 130), (1, 0), (0, 40), (65, 200))
 PACK_ROWS_Q = Rows(300, (2, 72, 72, 210, 211, 220, 290), tuple(q for q, _ in PACK))
@@ -68,7 +75,15 @@ class Case:
         self.q, self.k, self.v, self.dout = (x.cuda() for x in tensors)
         given = dict(lengths, sinks=scores.sinks, alibi_slopes=scores.alibi_slopes)
         self.arguments = dict(problem.op_arguments, **{name: x.cuda() for name, x in given.items() if x is not None})
+        if scores.dropout is not None:
+            self.arguments |= self.dropout_arguments(scores.dropout)
         self.dsoftmax_lse = None if scores.dsoftmax_lse is None else scores.dsoftmax_lse.cuda()
+
+    def dropout_arguments(self, dropout: Dropout) -> dict[str, object]:
+        """Of a pack its bits; of a batch the state, so that the generator runs in both passes."""
+        if self.arguments["cu_seqlens_q"] is None:
+            dropout = dropout._replace(bits=None)
+        return {name: x.cuda() if isinstance(x, torch.Tensor) else x for name, x in dropout.arguments().items()}
 
     @classmethod
     def dense(cls, problem: Problem) -> "Case":
@@ -145,6 +160,8 @@ def planned(head_dims: tuple[int, int], sms: int, shapes: int = len(SHAPES)) -> 
     windows = [problem_of(*shape, **mask) for shape in WINDOWED_SHAPES[:shapes] for mask in WINDOWS]
     packs = [problem_of(0, 0, 4, 2, **mask) for mask in PACK_MASKS]
     scores = [problem_of(*WINDOWED_SHAPES[0], **of_scores) for of_scores in SCORES]
+    dropped = [problem_of(*WINDOWED_SHAPES[0], **of_dropout) for of_dropout in DROPOUT]
+    packs_of_dropout = [problem_of(0, 0, 4, 2, **of_dropout) for of_dropout in DROPOUT]
     packs_of_scores = [problem_of(0, 0, 4, 2, **of_scores) for of_scores in PACK_SCORES]
     return [
         *(Planned("dense", problem) for problem in dense),
@@ -153,6 +170,8 @@ def planned(head_dims: tuple[int, int], sms: int, shapes: int = len(SHAPES)) -> 
         *(Planned("packs", problem, is_pack=True) for problem in packs),
         *(Planned("scores", problem) for problem in scores),
         *(Planned("scores", problem, is_pack=True) for problem in packs_of_scores),
+        *(Planned("dropout", problem) for problem in dropped),
+        *(Planned("dropout", problem, is_pack=True) for problem in packs_of_dropout),
     ]
 
 
