@@ -429,16 +429,16 @@ def _attention(
         checks.reject_unsupported(*unsupported)
         of_scores = checks.as_scores(*scores)
     checks.check_tensors(named)
-    num_heads_q = split[0] if split else None
-    if is_seldom:
-        of_dropout = dropout_calls.as_dropout(
-            *dropout, named, num_heads_q, softmax_scale=softmax_scale, pack=pack, max_seqlens=max_seqlens
-        )
     if pack is not None and max_seqlens is not None:
         checks.check_tensors({name: x for name, x in pack.items() if x is not None or name.startswith("cu_seqlens")})
         for name, value in max_seqlens.items():
             if type(value) is not int or value < 0:
                 checks.check_max_seqlen(name, value)
+    num_heads_q = split[0] if split else None
+    if is_seldom:
+        of_dropout = dropout_calls.as_dropout(
+            *dropout, named, num_heads_q, softmax_scale=softmax_scale, pack=pack, max_seqlens=max_seqlens
+        )
     if type(causal) is not bool:
         causal = checks.as_flag("causal", causal)
     if deterministic is not False and deterministic is not None:

@@ -369,6 +369,7 @@ void dropout_bits(Tensor bits, const Tensor& rng_state, double p, int64_t seqlen
   arguments.rounds = static_cast<int>(rounds);
   arguments.mask = mask_rule(causal, window_left, window_right, attention_chunk);
   arguments.num_sms = usable_sms(device, sm_margin);
+  arguments.sm_margin = static_cast<int>(sm_margin);
   const torch::stable::accelerator::DeviceGuard guard(device);
   run_generator(arguments, current_stream(device));
 }

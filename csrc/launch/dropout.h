@@ -21,6 +21,7 @@ struct GeneratorArguments {
   int rounds;
   MaskRule mask;  // bits of what no query sees may be left out
   int num_sms;    // that the kernel may use
+  int sm_margin;  // SMs of the device beside those
 };
 
 void run_generator(const GeneratorArguments& arguments, cudaStream_t stream);

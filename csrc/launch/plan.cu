@@ -1,3 +1,4 @@
+#include "../dropout/mask.h"
 #include "../packing/plan.h"
 #include "../schedule/pack_needs.h"
 #include "launch.h"
@@ -21,8 +22,9 @@ void launch_plan(const Rule& rule, const AttentionArguments& a, const PackArrays
                  const packing::ClearedRows& cleared, cudaStream_t stream) {
   packing::PlanParams<Rule> params;
   params.rule = rule;
-  params.q = {false, a.pack.cu_seqlens_q, a.pack.seqused_q, a.seqlen_q};
-  params.k = {true, a.pack.cu_seqlens_k, a.pack.seqused_k, a.seqlen_k};
+  const auto longest = [&](int blocks, int rows) { return a.drops() ? blocks * dropout::kBlockRows : rows; };
+  params.q = {false, a.pack.cu_seqlens_q, a.pack.seqused_q, a.seqlen_q, longest(a.dropout.query_blocks, a.seqlen_q)};
+  params.k = {true, a.pack.cu_seqlens_k, a.pack.seqused_k, a.seqlen_k, longest(a.dropout.key_blocks, a.seqlen_k)};
   params.batch = a.batch;
   params.sequences = arrays.sequences;
   params.of_unit = arrays.of_unit;

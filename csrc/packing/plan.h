@@ -24,6 +24,7 @@ struct Lengths {
   const int* cu_seqlens;
   const int* seqused;  // or null: all rows are used
   int total;
+  int longest;  // that a sequence may be: with dropout there are bits of so many rows
 
   struct Rows {
     int first, length;
@@ -32,7 +33,7 @@ struct Lengths {
   __device__ Rows operator()(int i) const {
     const int first = cu_seqlens[i], end = cu_seqlens[i + 1];
     const int length = seqused ? seqused[i] : end - first;
-    if (first < 0 || first > end || end > total || length < 0 || length > end - first) { refuse(); }
+    if (first < 0 || first > end || end > total || length < 0 || length > end - first || length > longest) { refuse(); }
     return {first, length};
   }
 
@@ -42,11 +43,13 @@ struct Lengths {
     if (of_keys) {
       printf(
           "dash_attn: cu_seqlens_k must begin at 0 or more, not decrease and not exceed the rows of k, and seqused_k "
-          "must be at least 0 and at most a sequence's place\n");
+          "must be at least 0 and at most a sequence's place; with dropout no sequence must have more keys than "
+          "max_seqlen_k says, or dropout_bits has bits for\n");
     } else {
       printf(
           "dash_attn: cu_seqlens_q must begin at 0 or more, not decrease and not exceed the rows of q, and seqused_q "
-          "must be at least 0 and at most a sequence's place\n");
+          "must be at least 0 and at most a sequence's place; with dropout no sequence must have more queries than "
+          "max_seqlen_q says, or dropout_bits has bits for\n");
     }
     __trap();
   }

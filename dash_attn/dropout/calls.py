@@ -58,13 +58,18 @@ def as_dropout(
     state = DropoutState.draw(first.device)
     if pack is None or first.device.type != "cuda":
         return {"rng_state": state.rng_state, "dropout_p": p}
-    if not max_seqlens:
-        raise ValueError("max_seqlen_q and max_seqlen_k must be given with dropout on a GPU, got none")
-    longest = [int(length) for length in max_seqlens.values()]
+    longest = []
+    for name, length in (max_seqlens or {"max_seqlen_q": None}).items():
+        # Nobody reads a tensor: that would wait for the GPU.
+        if isinstance(length, bool) or not isinstance(length, int):
+            raise TypeError(f"{name} must be an int with dropout on a GPU, got {checks.describe(length)}")
+        longest.append(length)
     cu_seqlens = next(iter(pack.values()))
     assert cu_seqlens is not None
-    batch, heads = len(cu_seqlens) - 1, _queries_and_keys(named, num_heads_q)[0].shape[-2]
-    bits = make_bits(state, p=p, batch=batch, heads=heads, seqlen_q=longest[0], seqlen_k=longest[-1])
+    q, k = _queries_and_keys(named, num_heads_q)
+    batch, heads, total_q, total_k = len(cu_seqlens) - 1, q.shape[-2], q.shape[0], k.shape[0]
+    seqlen_q, seqlen_k = min(longest[0], total_q), min(longest[-1], total_k)
+    bits = make_bits(state, p=p, batch=batch, heads=heads, seqlen_q=seqlen_q, seqlen_k=seqlen_k)
     return {"dropout_bits": bits.bits, "dropout_p": p}
 
 
