@@ -117,23 +117,22 @@ def test_training_repeats_byte_by_byte(name, flag, device, perturbation, monkeyp
 @torch.no_grad()
 @pytest.mark.parametrize("name", CONFIGS)
 def test_generate(name, device):
-    (ids,) = to(device, support.random_ids(2, 150))
-    mask = torch.ones_like(ids)
-    mask[0, :60] = 0
-    starts, tokens = (60, 0), []
+    new, starts, tokens = 8, (60, 0, 21, 149) * 2, []
+    (ids,) = to(device, support.random_ids(len(starts), 150))
+    mask = torch.stack([torch.arange(150, device=device) >= start for start in starts]).long()
 
     def generate(model):
-        arguments = dict(attention_mask=mask, max_new_tokens=5, output_logits=True, return_dict_in_generate=True)
+        arguments = dict(attention_mask=mask, max_new_tokens=new, output_logits=True, return_dict_in_generate=True)
         generated = model.eval().generate(ids, **arguments)
         tokens.extend(generated.sequences)
-        return torch.stack(generated.logits, dim=1)
+        return torch.stack(generated.logits, dim=1)[None]
 
     def logits_of_tokens(model):
-        of_each = [model.eval()(x[None, start:]).logits[0, -6:-1] for x, start in zip(tokens, starts)]
-        return torch.stack(of_each)
+        of_each = [model.eval()(x[None, start:]).logits[0, -new - 1 : -1] for x, start in zip(tokens, starts)]
+        return torch.stack(of_each)[None]
 
     counts = check(functools.partial(make_model, name, device=device), generate, logits_of_tokens)
-    assert counts == [5 * LAYERS, 0]
+    assert counts == [new * LAYERS, 0]
 
 
 def test_what_the_default_does(device, perturbation, capsys):

@@ -121,12 +121,12 @@ def test_generate(name):
         logits = torch.stack(generated.logits, dim=1)
         assert torch.equal(logits.argmax(-1), generated.sequences[:, 12:])
         tokens.extend(generated.sequences)
-        return logits
+        return logits[None]
 
     @torch.no_grad()
     def logits_of_tokens(model):
         of_each = [model.eval()(x[None, start:]).logits[0, -new - 1 : -1] for x, start in zip(tokens, starts)]
-        return torch.stack(of_each)
+        return torch.stack(of_each)[None]
 
     calls = check(functools.partial(make_model, name), generate, logits_of_tokens)
     assert [kernel for kernel, _ in calls] == ["forward"] * new * LAYERS
