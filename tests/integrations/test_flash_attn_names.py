@@ -112,6 +112,9 @@ from flash_attn_2_cuda import varlen_bwd
 from flash_attn.flash_attn_interface import _flash_attn_varlen_backward, _flash_attn_varlen_forward
 from flash_attn_interface import _flash_attn_backward, _flash_attn_forward, flash_attn_with_kvcache
 found["transformer_engine"] = parse("2.1.1") <= parse(metadata.version("flash-attn")) < parse("2.8.4")
+# DeepSpeed 0.19.8, sequence/fpdt_layer.py:15-18 and 237.
+found["deepspeed"] = parse(flash_attn.__version__) >= parse("2.7.0") and all(
+    inspect.isfunction(getattr(flash_attn.flash_attn_interface, "_flash_attn_" + n)) for n in ("forward", "backward"))
 # ms-swift 4.6.0, utils/import_utils.py:43-49.
 found["ms-swift"] = all(importlib.util.find_spec(n) for n in ("flash_attn", "flash_attn_3", "flash_attn_interface"))
 print(json.dumps(found))
@@ -121,4 +124,4 @@ print(json.dumps(found))
 def test_conditions_that_frameworks_have():
     pytest.importorskip("packaging", reason="packaging is not installed")
     found = result_of(CONDITIONS)
-    assert len(found) == 8 and all(found.values()), found
+    assert len(found) == 9 and all(found.values()), found
