@@ -6,7 +6,6 @@ import sys
 
 import pytest
 import torch
-from torch.profiler import ProfilerActivity, profile
 
 pytest.importorskip("transformers")
 pytest.importorskip("kernels")
@@ -14,6 +13,7 @@ pytest.importorskip("kernels")
 sys.path.insert(0, str(pathlib.Path(__file__).parents[1] / "integrations"))
 
 import transformers_support as support
+from kernel_counts import kernels_in
 from transformers_support import CONFIGS, LAYERS, error, logits_and_gradients, make_model
 
 from dash_attn.integrations.transformers import NAME, install, uninstall
@@ -40,14 +40,6 @@ def door(monkeypatch):
     yield
     uninstall()
     torch.use_deterministic_algorithms(False)
-
-
-def kernels_in(run):
-    """The result of `run`, and how often it called each kernel."""
-    with profile(activities=[ProfilerActivity.CPU]) as profiler:
-        result = run()
-    counts = {event.key: event.count for event in profiler.key_averages()}
-    return result, [counts.get(f"dash_attn_C::{name}", 0) for name in ("forward", "backward")]
 
 
 def check(make, call, call_eager):
