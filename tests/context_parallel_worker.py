@@ -1,11 +1,13 @@
-"""One rank of a gloo group that runs context parallelism over the CPU reference: see test_context_parallel.py.
+"""One rank of a group that runs context parallelism: see test_context_parallel.py and gpu/test_context_parallel_gpu.py.
 
-    python context_parallel_worker.py RANK WORLD_SIZE PORT FOLDER
+    python context_parallel_worker.py RANK WORLD_SIZE PORT FOLDER [cuda]
 
-It leaves FOLDER/rank_RANK.pt: {case: {name: tensor}}, of this rank's rows.
+On CPUs it computes by the reference and talks by gloo; with "cuda" it has the GPU of its rank, over NCCL. It leaves
+FOLDER/rank_RANK.pt: {case: {name: tensor}}, of this rank's rows, and on a GPU "waits": `waits_for_the_gpu`.
 """
 
 import datetime
+import functools
 import pathlib
 import sys
 from typing import Any, NamedTuple
@@ -64,7 +66,22 @@ CASES = {
 }
 
 
-def inputs(case: Case) -> dict[str, torch.Tensor]:
+# Where many thread blocks work on a head at once.
+LARGE_CASES = {
+    "large": Case(heads=16, kv_heads=8, rows=(4096, 4096), head_dim=128, value_head_dim=128),
+    "large, zigzag, window": Case(
+        heads=16, kv_heads=8, rows=(4000, 4000), head_dim=64, value_head_dim=64, layout="zigzag",
+        options=(("causal", True), ("window_size", (700, 0))),
+    ),
+}  # fmt: skip
+
+
+def cases_of(device: str, ranks: int) -> dict[str, Case]:
+    cases = CASES | LARGE_CASES if device == "cuda" else CASES
+    return {name: case for name, case in cases.items() if case.kv_heads >= ranks}
+
+
+def inputs(case: Case, device: str = "cpu") -> dict[str, torch.Tensor]:
     """What one process would have."""
     generator = torch.Generator().manual_seed(7)
     rows_q, rows_k = ((case.rows[0],), (case.rows[1],)) if case.offsets else [(case.batch, n) for n in case.rows]
@@ -78,7 +95,7 @@ def inputs(case: Case) -> dict[str, torch.Tensor]:
     tensors["sinks"] = torch.randn(case.heads, generator=generator)
     if case.spoilt:
         tensors["k"][-1, -1, 1, 3] = torch.nan
-    return tensors
+    return {name: x.to(device) for name, x in tensors.items()}
 
 
 def results(case: Case, tensors: dict[str, torch.Tensor], attention) -> dict[str, torch.Tensor]:
@@ -98,16 +115,18 @@ def results(case: Case, tensors: dict[str, torch.Tensor], attention) -> dict[str
     return {"out": out.detach(), "lse": lse.detach()} | {f"d{name}": x for name, x in zip(leaves, of_leaves)}
 
 
-def pack_arguments(case: Case) -> dict[str, Any]:
+def pack_arguments(case: Case, device: str) -> dict[str, Any]:
     if not case.offsets:
         return {}
-    cu_seqlens_q, cu_seqlens_k = (torch.tensor(x, dtype=torch.int32) for x in case.offsets)
+    cu_seqlens_q, cu_seqlens_k = (torch.tensor(x, dtype=torch.int32, device=device) for x in case.offsets)
     return {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k, "max_seqlen_q": 300, "max_seqlen_k": 300}
 
 
-def on_one_process(case: Case) -> dict[str, torch.Tensor]:
-    attention = flash_attn_varlen_func if case.offsets else flash_attn_func
-    return results(case, inputs(case), lambda *x, **options: attention(*x, **pack_arguments(case), **options))
+def on_one_process(case: Case, device: str = "cpu") -> dict[str, torch.Tensor]:
+    attention = functools.partial(
+        flash_attn_varlen_func if case.offsets else flash_attn_func, **pack_arguments(case, device)
+    )
+    return {name: x.cpu() for name, x in results(case, inputs(case, device), attention).items()}
 
 
 def of_rank(case: Case, name: str, x: torch.Tensor, rank: int, ranks: int) -> torch.Tensor:
@@ -118,30 +137,52 @@ def of_rank(case: Case, name: str, x: torch.Tensor, rank: int, ranks: int) -> to
     return shard(x, rank, ranks, dim=dim, layout=case.layout)
 
 
-def on_this_rank(case: Case, mesh) -> dict[str, torch.Tensor]:
-    rank, ranks = dist.get_rank(), dist.get_world_size()
-    tensors = {name: of_rank(case, name, x, rank, ranks) for name, x in inputs(case).items()}
-    attention = context_parallel_varlen_attention if case.offsets else context_parallel_attention
-    pack = pack_arguments(case)
-    return results(case, tensors, lambda *x, **options: attention(*x, **pack, mesh=mesh, layout=case.layout, **options))
+def on_this_rank(case: Case, mesh, sync_debug_mode: str = "default") -> dict[str, torch.Tensor]:
+    rank, ranks, device = dist.get_rank(), dist.get_world_size(), mesh.device_type
+    tensors = {name: of_rank(case, name, x, rank, ranks) for name, x in inputs(case, device).items()}
+    attention = functools.partial(
+        context_parallel_varlen_attention if case.offsets else context_parallel_attention,
+        mesh=mesh, layout=case.layout, **pack_arguments(case, device),
+    )  # fmt: skip
+    if device == "cuda":
+        torch.cuda.set_sync_debug_mode(sync_debug_mode)
+    try:
+        found = results(case, tensors, attention)
+    finally:
+        if device == "cuda":
+            torch.cuda.set_sync_debug_mode("default")
+    return {name: x.cpu() for name, x in found.items()}
 
 
-def join(rank: int, ranks: int, port: int, timeout_s: float) -> None:
+def waits_for_the_gpu(mesh) -> str:
+    """What torch says where the host waits in a call; "" where it does not."""
+    try:
+        on_this_rank(CASES["pack, zigzag"], mesh, sync_debug_mode="error")
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
+def join(rank: int, ranks: int, port: int, timeout_s: float, backend: str = "gloo") -> None:
     store = dist.TCPStore("127.0.0.1", port, is_master=False)
     # Processes may start at very different times on a busy machine; that is no part of the timeout.
     store.set(f"here/{rank}", "1")
     store.wait([f"here/{other}" for other in range(ranks)], datetime.timedelta(seconds=200))
     timeout = datetime.timedelta(seconds=timeout_s)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks, timeout=timeout)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=ranks, timeout=timeout)
 
 
-def main(rank: int, ranks: int, port: int, folder: pathlib.Path) -> None:
-    join(rank, ranks, port, 120)
-    mesh = DeviceMesh("cpu", list(range(ranks)))
-    results_of_cases = {name: on_this_rank(case, mesh) for name, case in CASES.items() if case.kv_heads >= ranks}
-    torch.save(results_of_cases, folder / f"rank_{rank}.pt")
+def main(rank: int, ranks: int, port: int, folder: pathlib.Path, device: str = "cpu") -> None:
+    if device == "cuda":
+        torch.cuda.set_device(rank)
+    join(rank, ranks, port, 120, "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo")
+    mesh = DeviceMesh(device, list(range(ranks)))
+    found: dict[str, Any] = {name: on_this_rank(case, mesh) for name, case in cases_of(device, ranks).items()}
+    if device == "cuda":
+        found["waits"] = waits_for_the_gpu(mesh)  # after calls in which torch sets libraries up
+    torch.save(found, folder / f"rank_{rank}.pt")
     dist.destroy_process_group()
 
 
 if __name__ == "__main__":
-    main(*map(int, sys.argv[1:4]), pathlib.Path(sys.argv[4]))
+    main(*map(int, sys.argv[1:4]), pathlib.Path(sys.argv[4]), *sys.argv[5:])

@@ -5,50 +5,31 @@ import os
 import pathlib
 import subprocess
 import sys
-import sysconfig
-import venv
 
 import pytest
 import torch
+from alias_support import (
+    PACKAGE,
+    START_FILE,
+    VARIABLE,
+    WAYS,
+    check_program,
+    environment_with_start_file,
+    python,
+)
 from interface_support import assert_same_bits, qkv_tensors
 
 import dash_attn
 from dash_attn import run
 from dash_attn.compat import flash_attn_2, flash_attn_2_cuda
 
-PACKAGE = pathlib.Path(dash_attn.__file__).parent
-START_FILE = "dash_attn_as_flash_attn.pth"
-VARIABLE = "DASH_ATTN_AS_FLASH_ATTN"
 ROOTS = ("flash_attn", "flash_attn_2_cuda", "flash_attn_interface", "flash_attn_3")
 FINDERS = "[f for f in sys.meta_path if hasattr(f, 'finds_dash_attn_as_flash_attn')]"
 
 
-def python(*arguments, executable=sys.executable, paths=(), **environment):
-    """Runs Python beside this package; (stdout, the lines of stderr)."""
-    inherited = {k: v for k, v in os.environ.items() if k not in (VARIABLE, "PYTHONPATH")}
-    places = os.pathsep.join(map(str, (*paths, PACKAGE.parent)))
-    environment = {**inherited, "OMP_NUM_THREADS": "1", "PYTHONPATH": places, **environment}
-    done = subprocess.run([executable, *map(str, arguments)], env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout, done.stderr.splitlines()
-
-
-def environment_with_start_file(folder, paths):
-    """The Python of an environment that has the file which dash_attn installs beside itself."""
-    venv.create(folder, with_pip=False, symlinks=True)
-    (site,) = folder.glob("lib/python*/site-packages")
-    (site / "a_paths.pth").write_text("".join(f"{path}\n" for path in paths))
-    candidates = (PACKAGE.parent / "build_support" / START_FILE, PACKAGE.parent / START_FILE)
-    source = next(path for path in candidates if path.is_file())
-    (site / START_FILE).write_text(source.read_text())
-    return folder / "bin" / "python"
-
-
 @pytest.fixture(scope="module")
 def started_python(tmp_path_factory):
-    return environment_with_start_file(
-        tmp_path_factory.mktemp("venv"), [PACKAGE.parent, sysconfig.get_paths()["purelib"]]
-    )
+    return environment_with_start_file(tmp_path_factory.mktemp("venv"))
 
 
 @pytest.fixture
@@ -177,7 +158,7 @@ def test_start_of_python(started_python):
 
 def test_start_of_python_without_the_package(tmp_path):
     """The file may outlive the package, and must not break Python."""
-    executable = environment_with_start_file(tmp_path, [])
+    executable = environment_with_start_file(tmp_path, paths=[])
     done = subprocess.run(
         [executable, "-I", "-c", f"import sys; print({FINDERS})"],
         env={**os.environ, VARIABLE: "1"}, capture_output=True, text=True,
@@ -287,6 +268,11 @@ def test_run_refuses(installed):
     )  # fmt: skip
     assert refused.returncode == 1
     assert refused.stderr.startswith("dash_attn.run: dash_attn cannot become flash_attn, which is installed")
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_program_that_computes(way, started_python):
+    check_program(way, "cpu", started_python)
 
 
 def test_example():

@@ -4,7 +4,8 @@ import functools
 
 import pytest
 import torch
-from context_parallel_worker import CASES, of_rank, on_one_process
+from context_parallel_checks import check_bytes, same_bytes
+from context_parallel_worker import CASES, on_one_process
 from rank_processes import run_ranks
 
 from dash_attn import flash_attn_func
@@ -29,23 +30,10 @@ def of_all_ranks(tmp_path_factory):
     return run
 
 
-def same_bytes(x, y):
-    return x.shape == y.shape and x.dtype == y.dtype and torch.equal(as_bytes(x), as_bytes(y))
-
-
-def as_bytes(x):
-    return x.contiguous().flatten().view(torch.uint8)
-
-
 @pytest.mark.parametrize("ranks", RANKS)
 @pytest.mark.parametrize("name", CASES)
 def test_every_byte_is_that_of_one_process(of_all_ranks, name, ranks):
-    case = CASES[name]
-    for rank in range(ranks):
-        results = of_all_ranks(ranks)[rank][name]
-        assert results.keys() == expected(name).keys()
-        for key, whole in expected(name).items():
-            assert same_bytes(results[key], of_rank(case, key, whole, rank, ranks)), (rank, key)
+    check_bytes([results[name] for results in of_all_ranks(ranks)], CASES[name], expected(name))
 
 
 def test_a_nan_stays_in_its_head_and_sequence(of_all_ranks):

@@ -17,6 +17,12 @@ from .layout import check_layout, rows_of_rank
 from .ulysses import HeadsToRows, RowsToHeads, Split, not_finite, require_finite
 
 Mesh = DeviceMesh | dist.ProcessGroup
+# Whose rows are spread over the ranks; of all heads; where the sequences of a pack are.
+_TENSORS = (
+    ("q", "k", "v"),
+    ("alibi_slopes", "learnable_sink"),
+    ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k", "seqused_q", "seqused_k"),
+)
 
 
 def context_parallel_attention(
@@ -71,13 +77,7 @@ def context_parallel_attention(
         RankError: another rank is the cause: it has other shapes, dtypes or arguments, its arguments are wrong, it died
             or does not come within the timeout of the group. It is raised on every rank, there and in the backward.
     """
-    arguments: dict[str, Any] = {
-        "layout": layout, "softmax_scale": softmax_scale, "causal": causal, "window_size": window_size,
-        "softcap": softcap, "return_attn_probs": return_attn_probs, "attention_chunk": attention_chunk,
-        "sm_margin": sm_margin, "schedule": schedule, "check_values": check_values,
-    }  # fmt: skip
-    shared = {"alibi_slopes": alibi_slopes, "learnable_sink": learnable_sink}
-    return _attention("context_parallel_attention", mesh, {"q": q, "k": k, "v": v}, arguments, shared, {})
+    return _attention("context_parallel_attention", locals())
 
 
 def context_parallel_varlen_attention(
@@ -122,27 +122,14 @@ def context_parallel_varlen_attention(
         out: (this rank's rows of total_q, heads, value_head_dim), like q; with return_attn_probs
         (out, softmax_lse, empty), softmax_lse fp32 (heads, this rank's rows of total_q).
     """
-    arguments: dict[str, Any] = {
-        "layout": layout, "softmax_scale": softmax_scale, "causal": causal, "window_size": window_size,
-        "softcap": softcap, "return_attn_probs": return_attn_probs, "attention_chunk": attention_chunk,
-        "sm_margin": sm_margin, "schedule": schedule, "check_values": check_values,
-    }  # fmt: skip
-    shared = {"alibi_slopes": alibi_slopes, "learnable_sink": learnable_sink}
-    pack = {
-        "cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k, "max_seqlen_q": max_seqlen_q,
-        "max_seqlen_k": max_seqlen_k, "seqused_q": seqused_q, "seqused_k": seqused_k,
-    }  # fmt: skip
-    return _attention("context_parallel_varlen_attention", mesh, {"q": q, "k": k, "v": v}, arguments, shared, pack)
+    return _attention("context_parallel_varlen_attention", locals())
 
 
-def _attention(
-    name: str,
-    mesh: Mesh | None,
-    of_rows: dict[str, Tensor],
-    arguments: dict[str, Any],
-    of_heads: dict[str, Tensor | None],
-    pack: dict[str, Any],
-) -> Any:
+def _attention(name: str, given: dict[str, Any]) -> Any:
+    """`given`: the arguments of the public function, whose names and order are those of its signature."""
+    mesh = given.pop("mesh")
+    of_rows, of_heads, pack = ({key: given.pop(key) for key in keys if key in given} for keys in _TENSORS)
+    arguments = given
     channel = channel_of(_group_of(mesh))
     try:
         record = _record(name, channel, of_rows, arguments, of_heads, pack)

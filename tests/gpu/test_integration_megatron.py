@@ -66,14 +66,9 @@ def test_our_kernels_run():
 
 
 def test_model_is_as_accurate_as_with_megatrons_attention():
-    inputs = support.tokens(seqlen=SIZE["seqlen"], device="cuda")
-    exact_model = support.gpt(False, torch.float32, **SIZE)
-    exact_model.load_state_dict(support.gpt(False, **SIZE).state_dict())
-    exact = support.loss_and_gradients(exact_model, inputs)
-    ours, theirs = (support.loss_and_gradients(support.gpt(dash, **SIZE), inputs) for dash in (True, False))
-    for name, expected in exact.items():
-        of_ours, of_theirs = (((x[name] - expected).norm() / expected.norm()).item() for x in (ours, theirs))
-        assert of_ours < 1.5 * of_theirs or of_ours < 2.0**-9, f"{name}: {of_ours}, Megatron's own {of_theirs}"
+    found = support.accuracy(support.tokens(seqlen=SIZE["seqlen"], device="cuda"), draws=4, **SIZE)
+    found.pop("loss")  # one number, which has float32's rounding too
+    assert all(ours <= theirs for ours, theirs in found.values()), found
 
 
 @pytest.mark.parametrize("folded", (1, 4))

@@ -1,9 +1,6 @@
 """PyTorch's attention functions on a Hopper GPU with dash_attn behind them: which kernel runs, and its bits."""
 
 import contextlib
-import json
-import pathlib
-import tempfile
 import warnings
 
 import gpu_support as support
@@ -11,8 +8,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from float64_reference import attention_float64, error_limits
+from kernel_names import assert_ours, kernels, ours
 from torch.nn.attention import SDPBackend, sdpa_kernel, varlen
-from torch.profiler import ProfilerActivity, profile
 
 import dash_attn.integrations.torch as door
 from dash_attn import flash_attn_func, flash_attn_varlen_func
@@ -51,31 +48,6 @@ def causal_sdpa(q, k, v):
 def results(attention, inputs, dout):
     out = attention(*inputs)
     return dict(zip(NAMES, (out.detach(), *torch.autograd.grad(out, inputs, dout)), strict=True))
-
-
-def kernels(run) -> list[str]:
-    """Names of all kernels that `run` launches."""
-    run()
-    torch.cuda.synchronize()
-    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as recorded:
-        run()
-        torch.cuda.synchronize()
-    with tempfile.NamedTemporaryFile(suffix=".json") as file:
-        recorded.export_chrome_trace(file.name)
-        events = json.loads(pathlib.Path(file.name).read_text())["traceEvents"]
-    return [event["name"] for event in events if event.get("cat") == "kernel"]
-
-
-def ours(names, kernel: str) -> bool:
-    return any("dash_attn::" in name and kernel in name for name in names)
-
-
-def assert_ours(run) -> None:
-    """Attention is computed by our kernels of both passes and by no others."""
-    names = kernels(run)
-    assert ours(names, "forward_kernel") and ours(names, "backward_kernel"), names
-    of_others = [name for name in names if any(word in name.lower() for word in ("flash", "cudnn", "fmha"))]
-    assert not of_others
 
 
 def choice(inputs, **arguments) -> SDPBackend:

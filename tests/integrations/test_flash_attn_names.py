@@ -17,7 +17,8 @@ ROOT = pathlib.Path(dash_attn.__file__).parents[1]
 def result_of(code):
     """What `code` prints last, as JSON. Frameworks are imported in a process of their own: they remember what they
     found."""
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    places = os.pathsep.join(map(str, (ROOT, pathlib.Path(__file__).parents[1], pathlib.Path(__file__).parent)))
+    environment = {**os.environ, "PYTHONPATH": places, "OMP_NUM_THREADS": "1"}
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     return json.loads(done.stdout.splitlines()[-1])
@@ -31,6 +32,7 @@ with mock.patch("torch.cuda.is_available", lambda: True):  # which it asks, and 
     from transformers.utils import is_flash_attn_2_available, is_flash_attn_3_available
     available = [is_flash_attn_2_available(), is_flash_attn_3_available()]
 from transformers import AutoModelForCausalLM, LlamaConfig
+from transformers_support import attention_in
 
 config = LlamaConfig(vocab_size=64, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
                      num_key_value_heads=2, initializer_range=0.2)
@@ -40,14 +42,13 @@ mask[1, 14:] = 0
 
 def gradients(attention, dtype=torch.bfloat16):
     torch.manual_seed(0)
-    weights = AutoModelForCausalLM.from_config(config, attn_implementation="eager", dtype=torch.bfloat16)
-    model = AutoModelForCausalLM.from_config(config, attn_implementation=attention, dtype=dtype)
-    model.load_state_dict(weights.state_dict())
-    model(input_ids=ids, attention_mask=mask, labels=ids.masked_fill(mask == 0, -100)).loss.backward()
-    return torch.cat([p.grad.flatten().double() for p in model.parameters()])
+    model = AutoModelForCausalLM.from_config(config, attn_implementation=attention, dtype=torch.float64)
+    with attention_in(dtype):
+        model(input_ids=ids, attention_mask=mask, labels=ids.masked_fill(mask == 0, -100)).loss.backward()
+    return torch.cat([p.grad.flatten() for p in model.parameters()])
 
 names = ("eager", "flash_attention_2", "flash_attention_3")
-exact = gradients("eager", torch.float32)
+exact = gradients("eager", torch.float64)
 found = {name: gradients(name) for name in names}
 errors = {name: ((found[name] - exact).norm() / exact.norm()).item() for name in names}
 same = torch.equal(found["flash_attention_2"], found["flash_attention_3"])
@@ -60,7 +61,7 @@ def test_transformers_trains():
     found = result_of(TRANSFORMERS)
     assert found["available"] == [True, True] and found["same"]
     eager = found["errors"].pop("eager")
-    assert 0 < eager < 0.1 and all(error < 1.1 * eager for error in found["errors"].values()), (eager, found)
+    assert 0 < eager < 0.1 and all(error <= eager for error in found["errors"].values()), (eager, found)
 
 
 RING_ATTENTION = """
@@ -111,6 +112,9 @@ from flash_attn_2_cuda import varlen_bwd
 from flash_attn.flash_attn_interface import _flash_attn_varlen_backward, _flash_attn_varlen_forward
 from flash_attn_interface import _flash_attn_backward, _flash_attn_forward, flash_attn_with_kvcache
 found["transformer_engine"] = parse("2.1.1") <= parse(metadata.version("flash-attn")) < parse("2.8.4")
+# DeepSpeed 0.19.8, sequence/fpdt_layer.py:15-18 and 237.
+found["deepspeed"] = parse(flash_attn.__version__) >= parse("2.7.0") and all(
+    inspect.isfunction(getattr(flash_attn.flash_attn_interface, "_flash_attn_" + n)) for n in ("forward", "backward"))
 # ms-swift 4.6.0, utils/import_utils.py:43-49.
 found["ms-swift"] = all(importlib.util.find_spec(n) for n in ("flash_attn", "flash_attn_3", "flash_attn_interface"))
 print(json.dumps(found))
@@ -120,4 +124,4 @@ print(json.dumps(found))
 def test_conditions_that_frameworks_have():
     pytest.importorskip("packaging", reason="packaging is not installed")
     found = result_of(CONDITIONS)
-    assert len(found) == 8 and all(found.values()), found
+    assert len(found) == 9 and all(found.values()), found

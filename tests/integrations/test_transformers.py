@@ -4,20 +4,23 @@ What the functions of dash_attn compute is tested elsewhere; here it is that tra
 models mean: masks, packs, windows, caps and sinks.
 """
 
+import functools
+import random
+
 import pytest
 import torch
 
 pytest.importorskip("transformers")
 pytest.importorskip("kernels")
 
+import loss_curves as curves
 import transformers_support as support
 from interface_support import kernel_calls
+from transformers.masking_utils import AttentionMaskInterface
+from transformers.modeling_utils import AttentionInterface
 from transformers_support import CONFIGS, LAYERS, WINDOW, error, logits_and_gradients, make_model
 
 from dash_attn.integrations.transformers import NAME, install, uninstall
-
-# The errors of bf16 are of a few roundings in either attention, so that chance makes either the smaller.
-SLACK = 1.3
 
 
 @pytest.fixture(autouse=True)
@@ -28,34 +31,34 @@ def installed(monkeypatch):
     uninstall()
 
 
-def assert_as_exact_as_eager(actual, eager, exact):
+def check(make, call, call_eager=None):
+    """What `call` returns of a model, or `call_eager` of one with eager attention, which takes another way.
+
+    With ours it is not further off than with eager attention in bf16. Returns our kernels' calls.
+    """
+    with kernel_calls() as calls:
+        actual = support.with_attention_in(torch.bfloat16, call, make, NAME)
+    eager, exact = (
+        support.with_attention_in(dtype, call_eager or call, make, "eager") for dtype in (torch.bfloat16, torch.float64)
+    )
     for ours, theirs, expected in zip(actual, eager, exact, strict=True):
-        assert error(ours, expected) <= SLACK * error(theirs, expected) < 0.2
+        assert error(ours, expected) <= error(theirs, expected) < 0.1
+    return calls
 
 
 def check_packed(name, call, sequences, d_logits):
     """`call` of a model with all sequences in one call, against each sequence alone."""
-    with kernel_calls() as calls:
-        actual = call(make_model(name, NAME))
-    assert [kernel for kernel, _ in calls] == ["forward"] * LAYERS + ["backward"] * LAYERS
-    eager, exact = (
-        support.run_sequences(make_model(name, "eager", dtype), sequences, d_logits)
-        for dtype in (torch.bfloat16, torch.float64)
+    calls = check(
+        functools.partial(make_model, name), call, lambda model: support.run_sequences(model, sequences, d_logits)
     )
-    assert_as_exact_as_eager(actual, eager, exact)
+    assert [kernel for kernel, _ in calls] == ["forward"] * LAYERS + ["backward"] * LAYERS
     return [arguments for _, arguments in calls]
 
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_batch(name):
     ids, d_logits = support.random_ids(2, 23), support.cotangent((2, 23))
-    with kernel_calls() as calls:
-        actual = logits_and_gradients(make_model(name, NAME), ids, d_logits)
-    eager, exact = (
-        logits_and_gradients(make_model(name, "eager", dtype), ids, d_logits)
-        for dtype in (torch.bfloat16, torch.float64)
-    )
-    assert_as_exact_as_eager(actual, eager, exact)
+    calls = check(functools.partial(make_model, name), lambda model: logits_and_gradients(model, ids, d_logits))
     windows = {"llama": [-1, -1], "qwen3": [-1, WINDOW - 1]}.get(name, [WINDOW - 1, -1])
     assert [kernel for kernel, _ in calls] == ["forward"] * LAYERS + ["backward"] * LAYERS
     assert [arguments["window_left"] for _, arguments in calls] == windows + windows[::-1]
@@ -113,20 +116,24 @@ def test_generate(name):
     ids, new = support.random_ids(2, 12), 8
     starts = (4, 0)
     mask = torch.stack([torch.arange(12) >= start for start in starts]).long()
-    with kernel_calls() as calls:
-        generated = (
-            make_model(name, NAME)
-            .eval()
-            .generate(ids, attention_mask=mask, max_new_tokens=new, output_logits=True, return_dict_in_generate=True)
+    tokens = []
+
+    def generate(model):
+        generated = model.eval().generate(
+            ids, attention_mask=mask, max_new_tokens=new, output_logits=True, return_dict_in_generate=True
         )
+        logits = torch.stack(generated.logits, dim=1)
+        assert torch.equal(logits.argmax(-1), generated.sequences[:, 12:])
+        tokens.extend(generated.sequences)
+        return logits[None]
+
+    @torch.no_grad()
+    def logits_of_tokens(model):
+        of_each = [model.eval()(x[None, start:]).logits[0, -new - 1 : -1] for x, start in zip(tokens, starts)]
+        return torch.stack(of_each)[None]
+
+    calls = check(functools.partial(make_model, name), generate, logits_of_tokens)
     assert [kernel for kernel, _ in calls] == ["forward"] * new * LAYERS
-    logits = torch.stack(generated.logits, dim=1)
-    assert torch.equal(logits.argmax(-1), generated.sequences[:, 12:])
-    eager, exact = (make_model(name, "eager", dtype).eval() for dtype in (torch.bfloat16, torch.float64))
-    for tokens, start, actual in zip(generated.sequences, starts, logits, strict=True):
-        with torch.no_grad():
-            theirs, expected = (model(tokens[None, start:]).logits[0, -new - 1 : -1] for model in (eager, exact))
-        assert error(actual, expected) <= SLACK * error(theirs, expected) < 0.2
 
 
 @pytest.mark.parametrize("name", CONFIGS)
@@ -156,6 +163,30 @@ def test_training_repeats_byte_by_byte(monkeypatch):
         assert all(map(torch.equal, again, losses)) and all(map(torch.equal, others, weights))
     other_losses, _ = train(seed=1)
     assert not any(map(torch.equal, other_losses, losses))
+
+
+def test_losses_repeat_where_those_of_sums_in_any_order_do_not():
+    """The twin of the test on GPUs, where the order in which atomic adds arrive is by chance; here it is drawn."""
+    chance = random.Random(0)
+    AttentionInterface.register(curves.NOISY, curves.noisy_attention(chance))
+    AttentionMaskInterface.register(curves.NOISY, AttentionMaskInterface()["sdpa"])
+
+    def run(attention):
+        return curves.losses(make_model("llama", attention), (2, 32), steps=6)
+
+    try:
+        ours, noisy = run(NAME), run(curves.NOISY)
+        assert ours[-1] < ours[0] and noisy[-1] < noisy[0]
+        assert curves.first_that_differs(lambda: run(NAME), ours, tries=3) is None
+        assert curves.first_that_differs(lambda: run(curves.NOISY), noisy, tries=3) is not None
+        # It is the order alone: without chance these repeat too.
+        chance.seed(1)
+        noisy = run(curves.NOISY)
+        chance.seed(1)
+        assert torch.equal(run(curves.NOISY), noisy)
+    finally:
+        for interface in (AttentionInterface, AttentionMaskInterface):
+            interface._global_mapping.pop(curves.NOISY, None)
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma2"])
@@ -188,17 +219,10 @@ def test_encoder():
 
     ids, mask = support.random_ids(2, 23), torch.ones(2, 23).long()
     mask[0, 15:] = 0
-    with kernel_calls() as calls:
-        ours = make(NAME, torch.bfloat16)(ids, attention_mask=mask).last_hidden_state[mask.bool()]
+    calls = check(make, lambda model: model(ids, attention_mask=mask).last_hidden_state[mask.bool()][None])
     masks = [[arguments[key] for key in ("causal", "window_left", "window_right")] for _, arguments in calls]
     assert masks == [[False, -1, -1], [False, 4, 4], [False, -1, -1]]
     assert all(arguments["cu_seqlens_k"].tolist() == [0, 15, 38] for _, arguments in calls)
-    # Not float64, in which the mask's least number is an infinity of the softmax, which takes float32.
-    eager, exact = (
-        make("eager", dtype)(ids, attention_mask=mask).last_hidden_state[mask.bool()]
-        for dtype in (torch.bfloat16, torch.float32)
-    )
-    assert error(ours, exact) <= SLACK * error(eager, exact) < 0.2
 
 
 @torch.no_grad()
@@ -216,17 +240,11 @@ def test_vision_tower():
         return tower._from_config(config, attn_implementation=attention, dtype=torch.bfloat16).to(dtype).eval()
 
     images = torch.tensor([[1, 8, 6], [2, 4, 4]])
-    patches = torch.randn(80, 96, generator=torch.Generator().manual_seed(0)).bfloat16()
-    with kernel_calls() as calls:
-        ours = make(NAME, torch.bfloat16)(patches, grid_thw=images).pooler_output
+    patches = torch.randn(80, 96, generator=torch.Generator().manual_seed(0)).double()
+    calls = check(make, lambda model: model(patches, grid_thw=images).pooler_output[None])
     offsets = [arguments["cu_seqlens_q"].tolist() for _, arguments in calls]
     assert offsets == [[0, 16, 24, 40, 48, 64, 80], [0, 48, 64, 80]]
     assert not any(arguments["causal"] for _, arguments in calls)
-    eager, exact = (
-        make("eager", dtype)(patches.to(dtype), grid_thw=images).pooler_output
-        for dtype in (torch.bfloat16, torch.float64)
-    )
-    assert error(ours, exact) <= SLACK * error(eager, exact) < 0.2
 
 
 def test_dropout_follows_torchs_generator():

@@ -1,9 +1,13 @@
 """Tiny models of transformers, and what their outputs and gradients are."""
 
+import contextlib
 import copy
+from unittest import mock
 
 import torch
+from rounded import rounded
 from transformers import AutoModelForCausalLM, Gemma2Config, GptOssConfig, LlamaConfig, Qwen3Config
+from transformers.modeling_utils import AttentionInterface
 
 WINDOW = 5
 LAYERS = 2
@@ -42,6 +46,37 @@ def make_model(name, attention, dtype=torch.bfloat16, seed=0, device="cpu", **ch
     )
     model.load_state_dict(weights.state_dict())
     return model.to(device).train()
+
+
+@contextlib.contextmanager
+def attention_in(dtype):
+    """Every attention takes q, k and v rounded to bf16 and computes in `dtype`; the rest of a model keeps its own.
+
+    rounded.py says why.
+    """
+    original = AttentionInterface.get_interface
+
+    def get_interface(self, name, default):
+        function = original(self, name, default)
+
+        def attention(module, query, key, value, attention_mask=None, **arguments):
+            inputs = [rounded(x, dtype) for x in (query, key, value)]
+            if attention_mask is not None and attention_mask.is_floating_point():
+                # A row of infinities, of padding, would be NaN.
+                attention_mask = attention_mask.clamp(min=torch.finfo(torch.bfloat16).min).to(dtype)
+            out, weights = function(module, *inputs, attention_mask, **arguments)
+            return out.to(query.dtype), weights
+
+        return attention
+
+    with mock.patch.object(AttentionInterface, "get_interface", get_interface):
+        yield
+
+
+def with_attention_in(dtype, call, make, attention):
+    """`call` of the model that `make(attention, torch.float64)` gives, with its attention in `dtype`."""
+    with attention_in(dtype):
+        return call(make(attention, torch.float64))
 
 
 def random_ids(*shape, seed=1):
