@@ -59,7 +59,8 @@ def as_dropout(
     if pack is None or first.device.type != "cuda":
         return {"rng_state": state.rng_state, "dropout_p": p}
     longest = []
-    for name, length in (max_seqlens or {"max_seqlen_q": None}).items():
+    lengths: Mapping[str, object] = max_seqlens or {"max_seqlen_q": None}
+    for name, length in lengths.items():
         # Nobody reads a tensor: that would wait for the GPU.
         if isinstance(length, bool) or not isinstance(length, int):
             raise TypeError(f"{name} must be an int with dropout on a GPU, got {checks.describe(length)}")
