@@ -23,7 +23,6 @@ struct alignas(1024) SharedStorage<Variant, true> {
   float delta[Variant::kDoutStages][Variant::kQuery];                       // D = rowsum(dO * O)
   StepTile step[Variant::kStages];
   float slope[Variant::Score::kHasSlope ? Variant::kStages : 1];  // ALiBi's, of the step's head
-  int head[Variant::Score::kDrops ? Variant::kStages : 1];        // of the step, whose bits of dropout are read
   // Order-free only: as in the other kernels.
   alignas(16) uint8_t scales[Variant::kScaleSlots][Variant::kScaleBytes ? Variant::kQuery : 16];
   int scale_tile[Variant::kScaleSlots];
@@ -43,9 +42,10 @@ struct alignas(1024) SharedStorage<Variant, true> {
   Barrier work_full[Variant::kWorkSlots], work_empty[Variant::kWorkSlots];
   TransactionBarrier number_full[Variant::kWorkSlots];
   Barrier number_empty[Variant::kWorkSlots];
-  // With dropout only, where what is kept of P takes its place for dV: P is in the other consumer's registers; what is
-  // kept is written. Last, so that the other kernels have the same addresses without them.
+  // With dropout only; last, so that the others have the same addresses without. What is kept of P takes its place
+  // for dV: P is in the other consumer's registers; what is kept is written.
   Barrier p_read, kept_full;
+  int head[Variant::kStages];  // of the step
 };
 
 template <typename Variant>
