@@ -266,7 +266,7 @@ def flash_attn_varlen_func(
             They start at 0 or more, never decrease and end at total or less. Others are a ValueError on the CPU, and on
             a GPU an error on the device, as an index out of bounds is.
         max_seqlen_q, max_seqlen_k: an int, or an integer tensor of shape (), which is not read. FlashAttention's hints
-            of the longest sequence; they change nothing.
+            of the longest sequence; they change nothing. With dropout on a GPU they must be ints, and right.
         block_table: None only; `flash_attn_with_kvcache` takes paged keys and values.
         seqused_q, seqused_k: int32 (batch,) like cu_seqlens: how many rows of a sequence there are, at most those up
             to the next offset. Default: all.
@@ -429,16 +429,16 @@ def _attention(
         checks.reject_unsupported(*unsupported)
         of_scores = checks.as_scores(*scores)
     checks.check_tensors(named)
+    probability = 0.0
+    if is_seldom:
+        first = next(iter(named.values()))
+        is_pack = pack is not None
+        probability = dropout_calls.checked_probability(*dropout, first, softmax_scale=softmax_scale, is_pack=is_pack)
     if pack is not None and max_seqlens is not None:
         checks.check_tensors({name: x for name, x in pack.items() if x is not None or name.startswith("cu_seqlens")})
         for name, value in max_seqlens.items():
             if type(value) is not int or value < 0:
                 checks.check_max_seqlen(name, value)
-    num_heads_q = split[0] if split else None
-    if is_seldom:
-        of_dropout = dropout_calls.as_dropout(
-            *dropout, named, num_heads_q, softmax_scale=softmax_scale, pack=pack, max_seqlens=max_seqlens
-        )
     if type(causal) is not bool:
         causal = checks.as_flag("causal", causal)
     if deterministic is not False and deterministic is not None:
@@ -456,6 +456,11 @@ def _attention(
         extra = (*checks.as_window(window_size), checks.as_attention_chunk(attention_chunk))
     if pack is not None:
         extra = (*(extra or _NO_WINDOW), *pack.values())
+    num_heads_q = split[0] if split else None
+    if probability:  # last, as it may draw random numbers
+        of_dropout = dropout_calls.keywords(
+            probability, dropout_bits, named, num_heads_q, pack=pack, max_seqlens=max_seqlens, sm_margin=sm_margin
+        )
     settings = (softmax_scale, causal, schedule, sm_margin, *extra)
     out, softmax_lse = op(*named.values(), *split, *settings, **of_scores, **of_dropout)
     if not return_attn_probs:

@@ -57,14 +57,13 @@ inline void check_rng_state(const Tensor& state, const Tensor& q, const PackTens
 inline void check_dropout(const DropoutArguments& given, const ScoreArguments& scores, const Tensor& q, const Tensor& k,
                           const PackTensors& pack) {
   if (!given.exist()) { return; }
-  TORCH_CHECK_NOT_IMPLEMENTED(
-      !q.is_cuda() || (!scores.alibi_slopes && scores.softcap == 0),
-      "dropout_p must be 0.0 with softcap or alibi_slopes on a GPU (no kernel drops beside them), "
-      "got ",
-      number_text(given.p));
   TORCH_CHECK_VALUE(given.p > 0 && static_cast<float>(given.p) < 1,
                     "dropout_p must be above 0 and below 1 in fp32 where dropout_bits or rng_state is given, got ",
                     number_text(given.p));
+  TORCH_CHECK_NOT_IMPLEMENTED(
+      !q.is_cuda() || (!scores.alibi_slopes && scores.softcap == 0),
+      "dropout_p must be 0.0 with softcap or alibi_slopes on a GPU (no kernel drops beside them), got ",
+      number_text(given.p));
   TORCH_CHECK_VALUE(given.bits.has_value() != given.rng_state.has_value(),
                     "dropout_bits and rng_state must be given one and not both where dropout_p is above 0, got ",
                     given.bits ? "both" : "neither");

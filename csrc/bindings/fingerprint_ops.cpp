@@ -43,8 +43,7 @@ Tensor fingerprint_blocks(std::vector<Tensor> tensors, std::vector<int64_t> piec
       throw std::invalid_argument(name + " must be on cuda:" + std::to_string(device) + ", as others are");
     }
     if (!tensor.is_contiguous()) { throw std::invalid_argument(name + " must be contiguous"); }
-    words.push_back(
-        receipts::words_of(tensor.data_ptr(), tensor.numel(), static_cast<int64_t>(tensor.element_size())));
+    words.push_back(receipts::words_of(tensor.data_ptr(), tensor.numel(), static_cast<int64_t>(tensor.element_size())));
   }
   const receipts::PieceReader reader(words, block, sums);
   const std::vector<receipts::Piece> read = reader.read(pieces);

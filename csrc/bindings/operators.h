@@ -124,6 +124,9 @@ using BitsKernel = void(Tensor, const Tensor&, double, int64_t, int64_t, int64_t
 // layer keeps any.
 inline DropoutArguments for_kernels(const DropoutArguments& given, const Tensor& q, const Tensor& k,
                                     const MaskArguments& mask, const SymInt& sm_margin) {
+  if (given.bits && reinterpret_cast<std::uintptr_t>(given.bits->const_data_ptr()) % sizeof(uint32_t) != 0) {
+    return {given.bits->clone(), std::nullopt, given.p};
+  }
   if (!given.rng_state) { return given; }
   const Tensor state = given.rng_state->contiguous();
   if (!q.is_cuda()) { return {std::nullopt, state, given.p}; }

@@ -117,14 +117,13 @@ inline BackwardPack backward_pack(std::string const& schedule, PackedLengths con
 
 inline ForwardPack forward_pack(PackedLengths const& lengths, int64_t heads, int64_t kv_heads, int64_t head_dim,
                                 std::optional<int64_t> value_head_dim, bool causal, int64_t sms, WindowSize window,
-                                int64_t attention_chunk, std::pair<int64_t, int64_t> rows_outside) {
+                                int64_t attention_chunk, std::pair<int64_t, int64_t> rows_outside, bool drops) {
   PackRows const rows = rows_of(lengths, rows_outside);
   checked_group_size(heads, kv_heads);
   ForwardPack pack{};
-  pack.rule =
-      forward_pack_rule(checked_rule(causal, window, attention_chunk), rows, static_cast<int>(heads),
-                        static_cast<int>(kv_heads), checked_head_dims(head_dim, value_head_dim), positive("sms", sms),
-                        /*drops=*/false);
+  pack.rule = forward_pack_rule(checked_rule(causal, window, attention_chunk), rows, static_cast<int>(heads),
+                                static_cast<int>(kv_heads), checked_head_dims(head_dim, value_head_dim),
+                                positive("sms", sms), drops);
   plan_on_host(pack, rows, lengths, pack.rule.scheduler.head_groups);
   return pack;
 }
@@ -193,7 +192,8 @@ inline void bind_packs(py::module_& m) {
   bind_pack<ForwardPack>(m, "ForwardPack", "The query tiles of a forward of a pack, in the order of their numbers.")
       .def(py::init(&forward_pack), py::arg("lengths"), py::kw_only(), py::arg("heads"), py::arg("kv_heads"),
            py::arg("head_dim"), py::arg("value_head_dim") = py::none(), py::arg("causal"), py::arg("sms"),
-           py::arg("window") = kAnyWindow, py::arg("attention_chunk") = 0, py::arg("rows_outside") = Outside{0, 0})
+           py::arg("window") = kAnyWindow, py::arg("attention_chunk") = 0, py::arg("rows_outside") = Outside{0, 0},
+           py::arg("drops") = false)
       .def_property_readonly("num_tiles", &ForwardPack::num_tiles)
       .def_property_readonly("head_groups", [](ForwardPack const& pack) { return pack.rule.scheduler.head_groups; })
       .def("tile", &ForwardPack::tile, py::arg("place"),

@@ -1,4 +1,4 @@
-// dash_attn._C: the CUDA implementation of the ops dash_attn_C::forward and backward, on torch's stable ABI:
+// dash_attn._C: the CUDA implementation of the ops dash_attn_C::forward, backward and dropout_bits, on the stable ABI:
 // preconditions, workspace, device and stream. The checks that a user meets are in operand_checks.h; these keep a
 // direct caller from launching on bad input.
 #include <cuda_runtime_api.h>
@@ -94,9 +94,9 @@ int checked_head_dim(int64_t head_dim, const char* name) {
   return static_cast<int>(head_dim);
 }
 
-// Streaming multiprocessors that the kernel may use on `device`.
-int usable_sms(int32_t device, int64_t sm_margin) {
-  check_hopper(device, "q");
+// Streaming multiprocessors that the kernel may use on `device`, where the argument `name` is.
+int usable_sms(int32_t device, int64_t sm_margin, const char* name) {
+  check_hopper(device, name);
   const int sms = facts_of(device).sms;
   if (sm_margin < 0 || sm_margin >= sms) {
     // A check that users meet, as a ValueError: without the place in the sources that STD_TORCH_CHECK puts first.
@@ -224,7 +224,7 @@ Inputs read_inputs(const Tensor& q, const Tensor& k, const Tensor& v, const Tens
   arguments.dtype = dtype == ScalarType::BFloat16 ? Dtype::kBFloat16 : Dtype::kFloat16;
   arguments.softmax_scale = static_cast<float>(softmax_scale);
   arguments.mask = mask_rule(causal, window_left, window_right, attention_chunk);
-  arguments.num_sms = usable_sms(device, sm_margin);
+  arguments.num_sms = usable_sms(device, sm_margin, "q");
   arguments.sm_margin = static_cast<int>(sm_margin);
   return {device, dtype, query, key, value, out};
 }
@@ -245,6 +245,8 @@ void check_bits(const Tensor& bits, int64_t batch, int64_t heads, int32_t device
                       bits.size(4) == dropout::kBlockBytes && bits.is_contiguous(),
                   "dropout_bits must be contiguous (", batch, ", ", heads, ", blocks of queries, blocks of keys, ",
                   dropout::kBlockBytes, ")");
+  STD_TORCH_CHECK(reinterpret_cast<std::uintptr_t>(bits.data_ptr()) % sizeof(uint32_t) == 0,
+                  "dropout_bits must start at a multiple of ", sizeof(uint32_t), " bytes");
 }
 
 float checked_probability(double p) {
@@ -259,6 +261,9 @@ void read_dropout(OptionalTensor bits, OptionalTensor rng_state, double p, const
   if (!bits) return;
   check_bits(*bits, arguments.batch, arguments.heads, inputs.device);
   STD_TORCH_CHECK(arguments.softcap == 0 && !arguments.alibi_slopes, "no kernel drops beside a softcap or slopes");
+  constexpr int kMostBlocks = dropout::num_blocks(kUnbounded);
+  STD_TORCH_CHECK(bits->size(2) <= kMostBlocks && bits->size(3) <= kMostBlocks, "dropout_bits must have at most ",
+                  kMostBlocks, " blocks of queries and of keys");
   const int query_blocks = to_int(bits->size(2), "the number of blocks of queries");
   const int key_blocks = to_int(bits->size(3), "the number of blocks of keys");
   STD_TORCH_CHECK(arguments.is_pack() || (query_blocks == dropout::num_blocks(arguments.seqlen_q) &&
@@ -328,12 +333,12 @@ void backward(const Tensor& dout, const Tensor& q, const Tensor& k, const Tensor
 }
 
 // Bits of dropout (csrc/dropout/mask.h) of `bits`' batch and heads; autograd.cpp gives the schema. Writes bits, but for
-// those of keys that no query of a block of them sees.
+// those that no pass looks at under the mask.
 void dropout_bits(Tensor bits, const Tensor& rng_state, double p, int64_t seqlen_q, int64_t seqlen_k,
                   int64_t first_head, int64_t total_heads, int64_t first_query, int64_t first_key,
                   bool of_flash_attention_2, int64_t rounds, bool causal, int64_t window_left, int64_t window_right,
                   int64_t attention_chunk, int64_t sm_margin) {
-  STD_TORCH_CHECK(bits.is_cuda(), "bits must be a CUDA tensor");
+  STD_TORCH_CHECK(bits.is_cuda() && bits.dim() == 5, "bits must be a CUDA tensor of 5 dimensions");
   const int32_t device = bits.get_device_index();
   GeneratorArguments arguments{};
   arguments.batch = to_int(bits.size(0), "batch");
@@ -368,7 +373,7 @@ void dropout_bits(Tensor bits, const Tensor& rng_state, double p, int64_t seqlen
   arguments.of_flash_attention_2 = of_flash_attention_2;
   arguments.rounds = static_cast<int>(rounds);
   arguments.mask = mask_rule(causal, window_left, window_right, attention_chunk);
-  arguments.num_sms = usable_sms(device, sm_margin);
+  arguments.num_sms = usable_sms(device, sm_margin, "rng_state");
   arguments.sm_margin = static_cast<int>(sm_margin);
   const torch::stable::accelerator::DeviceGuard guard(device);
   run_generator(arguments, current_stream(device));

@@ -41,7 +41,9 @@ struct FragmentLayout {
     // In the units of mask.h the pairs of queries come before those of keys.
     int const unit = 8 * (kQueriesAreRows ? 4 * row_pair + column_pair : 4 * column_pair + row_pair);
     for (uint32_t& word : words) word = 0;
+#ifdef __CUDACC__
 #pragma unroll
+#endif
     for (int slice = 0; slice < kSlices; slice += kSlicesOfLoad) {
       // So that what is added to the first block is known to the compiler.
       int const half = (kWholeBlocks ? 0 : first_column / 16 % 2) + slice, column_half = half % 2;

@@ -3,6 +3,7 @@
 
 #include <cstdint>
 
+#include "../config/tile_shapes.h"
 #include "../dropout/mask.h"
 #include "../schedule/mask.h"
 
@@ -10,6 +11,16 @@ namespace dash_attn::dropout {
 
 inline constexpr int kGeneratorThreads = 256;
 inline constexpr int kLinesOfUnit = 16;  // that a warp makes at a time
+
+// The backward looks at all pairs of a tile of which it sees one: for a value of V that is not finite the bits of the
+// others count too. A pair that nobody sees is no further from one that is seen than so many queries, and keys.
+inline constexpr int kReach = 127;
+constexpr bool reaches_no_further(int qk, int v) {
+  const TileShape tile = backward_tile_shape({qk, v});
+  return tile.query <= kReach + 1 && tile.key <= kReach + 1;
+}
+static_assert(reaches_no_further(64, 64) && reaches_no_further(96, 96) && reaches_no_further(128, 128) &&
+              reaches_no_further(192, 128) && reaches_no_further(192, 192) && reaches_no_further(256, 256));
 
 struct GeneratorParams {
   uint32_t* words;        // [sequence][head][block of queries][block of keys][kBlockWords]
@@ -19,7 +30,7 @@ struct GeneratorParams {
   // Where the call's bits lie among all that there are.
   int total_heads, first_head, first_query_block, first_key_block;
   int threshold;
-  Mask mask;  // lines of which no query sees a key are not made; of the call's own rows
+  Mask mask;  // lines beyond the reach of a pair that is seen are not made; of the call's own rows
 };
 
 template <Mapping kMapping, int kRounds>
@@ -35,10 +46,12 @@ __global__ void __launch_bounds__(kGeneratorThreads) generator_kernel(const Gene
     const int query_block = int(row % params.query_blocks);
     const int head = int(of_sequence % params.heads), sequence = int(of_sequence / params.heads);
     const int first_query = query_block * kBlockRows;
-    const int last_query = min_int(first_query + kBlockRows, params.mask.sequence.seqlen_q) - 1;
-    const int first = max_int(first_of_unit, params.mask.keys_of(first_query).first / kBlockRows);
-    const int end = min_int(min_int(first_of_unit + kLinesOfUnit, params.key_blocks),
-                            ceil_div(params.mask.keys_of(last_query).end(), kBlockRows));
+    const int first_near = max_int(0, first_query - kReach);
+    const int last_near = min_int(first_query + kBlockRows + kReach, params.mask.sequence.seqlen_q) - 1;
+    const int first_key = max_int(0, params.mask.keys_of(first_near).first - kReach);
+    const int end_key = params.mask.keys_of(last_near).end() + kReach;
+    const int first = max_int(first_of_unit, first_key / kBlockRows);
+    const int end = min_int(min_int(first_of_unit + kLinesOfUnit, params.key_blocks), ceil_div(end_key, kBlockRows));
     const uint64_t* const state = params.state + (params.state_of_sequence ? 2 * int64_t(sequence) : 0);
     const Source source{{state[0], state[1]},
                         params.state_of_sequence ? 0u : uint32_t(sequence),

@@ -1,10 +1,9 @@
-#include "fingerprint.h"
-
 #include <algorithm>
 #include <map>
 
-#include "../receipts/plan.h"
 #include "../receipts/kernel.h"
+#include "../receipts/plan.h"
+#include "fingerprint.h"
 #include "launch.h"
 
 namespace dash_attn {

@@ -159,9 +159,12 @@ DASH_HOST_DEVICE uint64_t lane_sum(const Unit& unit, int lane) {
 template <class Memory>
 DASH_HOST_DEVICE uint64_t lane_sum(const Piece& piece, const Unit& unit, int lane) {
   switch (piece.word_bytes) {
-    case 1: return lane_sum<Memory, 1>(unit, lane);
-    case 2: return lane_sum<Memory, 2>(unit, lane);
-    default: return lane_sum<Memory, 4>(unit, lane);
+    case 1:
+      return lane_sum<Memory, 1>(unit, lane);
+    case 2:
+      return lane_sum<Memory, 2>(unit, lane);
+    default:
+      return lane_sum<Memory, 4>(unit, lane);
   }
 }
 

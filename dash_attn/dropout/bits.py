@@ -132,6 +132,7 @@ def dropout_bits(
     total_heads: int | None = None,
     first_query: int = 0,
     first_key: int = 0,
+    sm_margin: int = 0,
 ) -> DropoutBits:
     """What dropout keeps, a bit for each query and key of every query head: batch * heads * seqlen_q * seqlen_k / 8 B.
 
@@ -149,6 +150,7 @@ def dropout_bits(
         first_head, total_heads: which query heads of the whole model these are, for one of several shards of them.
             Default: all of them.
         first_query, first_key: likewise, of the rows of a sequence; multiples of 32.
+        sm_margin: on a GPU, the number of SMs to leave to other kernels. Changes no bits.
 
     Raises:
         NotImplementedError: the state is not on the CPU.
@@ -176,15 +178,20 @@ def dropout_bits(
     if states.dim() == 2 and states.shape[0] != batch:
         raise ValueError(f"state must have one row for each of the {batch} sequences, got {states.shape[0]}")
     check_device("state", states)
+    sm_margin = checks.as_sm_margin(sm_margin)
     where = {"first_head": first_head, "total_heads": total_heads, "first_query": first_query, "first_key": first_key}
     sizes = {"batch": batch, "heads": heads, "seqlen_q": seqlen_q, "seqlen_k": seqlen_k}
-    bits = layout.generate(states, p=p, **sizes, **where, mapping=mapping, rounds=rounds)
+    bits = layout.generate(states, p=p, **sizes, **where, mapping=mapping, rounds=rounds, sm_margin=sm_margin)
     return DropoutBits(bits, state, p, seqlen_q, seqlen_k, mapping, rounds, **where)
 
 
+KERNELS_ARE_TESTED = False
+"""Whether dropout runs on CUDA tensors. The kernels compile, and no test has passed on a GPU yet: tests/gpu sets it."""
+
+
 def check_device(name: str, tensor: Tensor, allowed: tuple[str, ...] = ("cpu",)) -> None:
-    """Raises NotImplementedError where a tensor is on a GPU: its kernels have been compiled, and not tested yet."""
-    if tensor.device.type not in allowed:
+    """Raises NotImplementedError where a tensor is on a device that is not allowed, as a GPU is not yet."""
+    if tensor.device.type not in allowed and not (KERNELS_ARE_TESTED and tensor.is_cuda):
         raise NotImplementedError(
             f"{name} must be on the CPU (the kernels that drop have not been tested on a GPU yet), got {tensor.device}"
         )

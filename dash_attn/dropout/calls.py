@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Mapping
 from typing import Any
 
@@ -16,31 +17,21 @@ from .bits import dropout_bits as make_bits
 _PROBABILITY_MULTIPLE = 128
 
 
-def as_dropout(
-    dropout_p: object,
-    dropout_bits: object,
-    named: Mapping[str, Tensor],
-    num_heads_q: int | None,
-    *,
-    softmax_scale: object,
-    pack: Mapping[str, Tensor | None] | None,
-    max_seqlens: Mapping[str, int | Tensor] | None,
-) -> dict[str, object]:
-    """The keywords of the ops, none without dropout. A state is drawn where there are no bits, and of a pack on a GPU,
-    whose longest sequence the op does not know, bits are made of it here.
+def checked_probability(
+    dropout_p: object, dropout_bits: object, first: Tensor, *, softmax_scale: object, is_pack: bool
+) -> float:
+    """dropout_p as a number, 0 without dropout. Nothing is drawn.
 
     Args:
         dropout_p, dropout_bits: as in `flash_attn_func`.
-        named, num_heads_q, pack: as in `signed_probabilities`.
-        softmax_scale: for an error; it tells a call with FlashAttention-3's order of arguments.
-        max_seqlens: of a pack, the longest sequence, or the most queries and keys that one has.
+        first: a tensor of the call, on its device.
+        softmax_scale, is_pack: for errors; they tell a call with FlashAttention-3's order of arguments.
 
     Raises:
-        NotImplementedError: the call is on a device that has no kernels with dropout.
+        NotImplementedError: the call is on a device whose kernels have not been tested with dropout.
         TypeError, ValueError: an argument is of a wrong type or value, or the bits are of another probability.
     """
-    first = next(iter(named.values()))
-    order = f"FlashAttention-3 has {'softmax_scale' if pack is None else 'seqused_q'} in this place: pass it by name"
+    order = f"FlashAttention-3 has {'seqused_q' if is_pack else 'softmax_scale'} in this place: pass it by name"
     if isinstance(dropout_p, Tensor) or (isinstance(softmax_scale, bool) and dropout_p):
         got = f"{checks.describe(dropout_p)} and softmax_scale={checks.describe(softmax_scale)}"
         raise TypeError(f"dropout_p must be a number from 0 to below 1 ({order}), got {got}")
@@ -50,27 +41,60 @@ def as_dropout(
         raise TypeError(f"dropout_bits must be a dash_attn.dropout.DropoutBits or None, got {kind}")
     if dropout_bits is not None and dropout_bits.p != p:
         raise ValueError(f"dropout_bits must be of dropout_p={p}, got bits of p={dropout_bits.p}")
+    if p != 0:
+        check_device(f"dropout_p={p} ({order}): its tensors", first, ("cpu", "meta"))
+    return p
+
+
+def keywords(
+    p: float,
+    dropout_bits: DropoutBits | None,
+    named: Mapping[str, Tensor],
+    num_heads_q: int | None,
+    *,
+    pack: Mapping[str, Tensor | None] | None,
+    max_seqlens: Mapping[str, int | Tensor] | None,
+    sm_margin: int,
+) -> dict[str, object]:
+    """Those of the ops, none where p is 0. A state is drawn where there are no bits, and of a pack on a GPU, whose
+    longest sequence the op does not know, bits are made of it here.
+
+    Args:
+        p: from `checked_probability`.
+        dropout_bits: as in `flash_attn_func`.
+        named, num_heads_q, pack: as in `signed_probabilities`.
+        max_seqlens: of a pack, the longest sequence, or the most queries and keys that one has.
+        sm_margin: SMs that the kernel which makes bits leaves to others.
+
+    Raises:
+        TypeError: a length of max_seqlens is needed and no int.
+    """
     if p == 0:
         return {}
-    check_device(f"{next(iter(named))} with dropout_p={p} ({order})", first, ("cpu", "meta"))
     if dropout_bits is not None:
         return {"dropout_bits": dropout_bits.bits, "dropout_p": p}
-    state = DropoutState.draw(first.device)
-    if pack is None or first.device.type != "cuda":
-        return {"rng_state": state.rng_state, "dropout_p": p}
+    first = next(iter(named.values()))
+    # Of wrong ranks the op says what is wrong.
+    has_ranks = pack is not None and all(x.dim() >= 3 for x in named.values())
+    if pack is None or first.device.type != "cuda" or not has_ranks:
+        return {"rng_state": DropoutState.draw(first.device).rng_state, "dropout_p": p}
     longest = []
     lengths: Mapping[str, object] = max_seqlens or {"max_seqlen_q": None}
     for name, length in lengths.items():
         # Nobody reads a tensor: that would wait for the GPU.
-        if isinstance(length, bool) or not isinstance(length, int):
+        if isinstance(length, (bool, Tensor)) or not hasattr(length, "__index__"):
             raise TypeError(f"{name} must be an int with dropout on a GPU, got {checks.describe(length)}")
-        longest.append(length)
+        longest.append(operator.index(length))
     cu_seqlens = next(iter(pack.values()))
     assert cu_seqlens is not None
     q, k = _queries_and_keys(named, num_heads_q)
-    batch, heads, total_q, total_k = len(cu_seqlens) - 1, q.shape[-2], q.shape[0], k.shape[0]
-    seqlen_q, seqlen_k = min(longest[0], total_q), min(longest[-1], total_k)
-    bits = make_bits(state, p=p, batch=batch, heads=heads, seqlen_q=seqlen_q, seqlen_k=seqlen_k)
+    # No block too many, and one at least where there are rows.
+    seqlen_q, seqlen_k = (min(max(most, 1), x.shape[0]) for most, x in ((longest[0], q), (longest[-1], k)))
+    batch = max(cu_seqlens.numel() - 1, 0)
+    bits = make_bits(
+        DropoutState.draw(first.device), p=p, batch=batch, heads=q.shape[-2], seqlen_q=seqlen_q, seqlen_k=seqlen_k,
+        sm_margin=sm_margin,
+    )  # fmt: skip
     return {"dropout_bits": bits.bits, "dropout_p": p}
 
 
@@ -89,11 +113,11 @@ def signed_probabilities(
     those of its longest sequence.
 
     Args:
-        named: q and k, q and kv, or qkv, as the public functions take them, on the CPU.
+        named: q and k, q and kv, or qkv, as the public functions take them.
         num_heads_q: of a qkv with all heads in one dimension.
         softmax_lse: the call's.
         pack: None, or its tensors.
-        dropout: from `as_dropout`.
+        dropout: from `keywords`.
         scores: softmax_scale (or None), softcap and alibi_slopes.
         mask: as `dash_attn.reference.forward` takes it.
     """

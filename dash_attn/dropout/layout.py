@@ -54,6 +54,7 @@ def generate(
     mapping: str,
     rounds: int,
     first_sequence: int = 0,
+    sm_margin: int = 0,
 ) -> Tensor:
     """The bits of `dash_attn.dropout.dropout_bits`, whose arguments these are, on the device of the state.
 
@@ -69,7 +70,7 @@ def generate(
         every_key = (False, -1, -1, 0)
         torch.ops.dash_attn_C.dropout_bits(
             bits, rng_state.contiguous(), p, seqlen_q, seqlen_k, first_head, total_heads, first_query, first_key,
-            mapping == "flash_attention_2", rounds, *every_key, 0,
+            mapping == "flash_attention_2", rounds, *every_key, sm_margin,
         )  # fmt: skip
         return bits
     states = rng_state.tolist()
