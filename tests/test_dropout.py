@@ -358,8 +358,8 @@ def test_cuda_tensors_raise():
         stack.enter_context(FakeTensorMode())
         q = torch.empty(1, 8, 2, 64, dtype=BF16, device="cuda")
         message = (
-            r"^dropout_p=0.1 \(FlashAttention-3 has softmax_scale in this place: pass it by name\): its tensors must be "
-            r"on the CPU \(the kernels that drop have not been tested on a GPU yet\), got cuda:0$"
+            r"^dropout_p=0.1 \(FlashAttention-3 has softmax_scale in this place: pass it by name\): its tensors must "
+            r"be on the CPU \(the kernels that drop have not been tested on a GPU yet\), got cuda:0$"
         )
         with pytest.raises(NotImplementedError, match=message):
             flash_attn_func(q, q, q, dropout_p=0.1)

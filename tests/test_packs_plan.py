@@ -62,6 +62,7 @@ def forward_packs(draw):
         sms=draw(st.integers(1, 140)),
         **heads_of(kv_heads, group),
         **draw(masks()),
+        drops=draw(st.booleans()),
     )
 
 

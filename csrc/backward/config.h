@@ -131,8 +131,7 @@ struct Variant : Geometry {
   static constexpr int kClusterSize = Order<Policies::kAny>::kCtaGroup;
   // Consumers hold their rows of V in registers as an A operand: what bounds the kernel is shared memory's bandwidth,
   // and a product of 64 x 64 with both operands there takes all of it. There is no room for K as well, nor for V where
-  // S alone takes 64 registers and the score some more, nor beside the P that dropout leaves; but at 96 columns, where S
-  // takes 40.
+  // S alone takes 64 registers and the score some more; nor beside the P that dropout leaves, but at 96 columns.
   static constexpr bool kHoldsV =
       Score::kDrops ? Geometry::kQkDim == 96 : Score::kKind == ScoreKind::kPlain || Geometry::kQuery <= 80;
 
