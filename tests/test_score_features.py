@@ -161,7 +161,7 @@ def test_same_bits_every_time(schedule, kind):
     scores = draw(2, 4, 200, **KINDS[kind])
     changed = bool(scores.softcap) or scores.alibi_slopes is not None
     if schedule not in ("auto", *fitting(**mask, head_dim=64, changed_scores=changed)):
-        with pytest.raises(ValueError, match=f"one of .* with softcap or alibi_slopes, got '{schedule}'"):
+        with pytest.raises(ValueError, match=f"one of .* with softcap, alibi_slopes or dropout, got '{schedule}'"):
             dense(q, k, v, dout, scores, schedule=schedule, **mask)
         return
     first, again = (dense(q, k, v, dout, scores, schedule=schedule, **mask, sm_margin=n) for n in (0, 5))
