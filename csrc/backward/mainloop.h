@@ -75,8 +75,7 @@ class Consumer {
   using RoundedScores = RegisterSlice[kScoreRegisters / 8];
   using Gradient = typename Epilogue<Variant>::Gradient;
   using DqPartial = float[Layout::kRegisters];
-  using KeptBits = dropout::FragmentBits<dropout::FragmentRows::kKeys, Variant::kQuery>;
-  using Bits = std::conditional_t<Score::kDrops, KeptBits, NoBits>;
+  using Bits = dropout::BitsOf<Score::kDrops, dropout::FragmentRows::kKeys, Variant::kQuery>;
   struct Nothing {};
 
   struct Registers {
@@ -324,9 +323,9 @@ class Consumer {
   template <typename AnyStep>
   __device__ __forceinline__ void find_bits(Registers& r, AnyStep step) const {
     if constexpr (Score::kDrops) {
-      r.bits = KeptBits(params_.dropout, params_.dropout.of_head(work().batch, shared_.head[step.slot()]),
-                        work().kv_tile * Variant::kKey + consumer_ * kWarpgroupRows,
-                        shared_.step[step.slot()].query_tile * Variant::kQuery, thread_);
+      r.bits = Bits(params_.dropout, params_.dropout.of_head(work().batch, shared_.head[step.slot()]),
+                    work().kv_tile * Variant::kKey + consumer_ * kWarpgroupRows,
+                    shared_.step[step.slot()].query_tile * Variant::kQuery, thread_);
     }
   }
 

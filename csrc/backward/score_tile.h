@@ -71,11 +71,6 @@ __device__ __forceinline__ void probabilities(float (&s)[kSize], const float* ls
   }
 }
 
-// No bits of dropout: every element is kept.
-struct NoBits {
-  __device__ __forceinline__ float keep(int, float x) const { return x; }
-};
-
 // dS = P * (dP - D) * the score's derivative, rounded, in the place of P. dP of what `bits` drops is 0.
 template <typename Element, typename Score, typename Bits, int kSize>
 __device__ __forceinline__ void score_gradient(RegisterSlice (&p)[kSize / 8], const float (&dp)[kSize],

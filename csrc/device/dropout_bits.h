@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <type_traits>
 
 #include "../dropout/fragment.h"
 #include "gemm.h"
@@ -77,5 +78,13 @@ class FragmentBits {
 
   uint32_t word_[Layout::kWords];
 };
+
+// Without dropout every element is kept.
+struct NoBits {
+  __device__ __forceinline__ float keep(int, float x) const { return x; }
+};
+
+template <bool kDrops, FragmentRows kRows, int kColumns>
+using BitsOf = std::conditional_t<kDrops, FragmentBits<kRows, kColumns>, NoBits>;
 
 }  // namespace dash_attn::dropout

@@ -16,8 +16,6 @@
 
 #include <cutlass/arch/barrier.h>
 
-#include <type_traits>
-
 #include "../device/fragment.h"
 #include "../device/warp_roles.h"
 #include "config.h"
@@ -26,8 +24,6 @@
 #include "softmax.h"
 
 namespace dash_attn::forward {
-
-struct NoBits {};
 
 // ALiBi's, of a fragment of S.
 struct QueryBias {
@@ -107,8 +103,7 @@ class Consumer {
   using Scores = float[kScoreRegisters];
   using PackedScores = uint32_t[kScoreRegisters / 8][4];
   using Output = float[kOutputRegisters];
-  using KeptBits = dropout::FragmentBits<dropout::FragmentRows::kQueries, Variant::kKey>;
-  using Bits = std::conditional_t<Score::kDrops, KeptBits, NoBits>;
+  using Bits = dropout::BitsOf<Score::kDrops, dropout::FragmentRows::kQueries, Variant::kKey>;
   using Rows = WarpgroupRows<Variant>;
   using QuerySlot = RingIndex<Variant::kQueryStages>;
 

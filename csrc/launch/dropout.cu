@@ -39,12 +39,9 @@ void run_generator(const GeneratorArguments& a, cudaStream_t stream) {
   const int64_t units =
       int64_t{a.batch} * a.heads * params.query_blocks * ceil_div(params.key_blocks, dropout::kLinesOfUnit);
   constexpr int kWarps = dropout::kGeneratorThreads / 32, kBlocksOfSm = 2048 / dropout::kGeneratorThreads;
-  // Where SMs are to be left to others, a block has an SM to itself.
-  const bool is_alone = a.sm_margin != 0;
-  const int64_t most = int64_t{a.num_sms} * (is_alone ? 1 : kBlocksOfSm);
-  const int64_t blocks = std::min<int64_t>((units + kWarps - 1) / kWarps, most);
+  const int64_t blocks = std::min<int64_t>((units + kWarps - 1) / kWarps, int64_t{a.num_sms} * kBlocksOfSm);
   launch("the generator of dropout's bits", generator_of(a), params,
-         {unsigned(blocks), dropout::kGeneratorThreads, is_alone ? kAloneOnSm : 0}, stream);
+         within_margin(blocks, dropout::kGeneratorThreads, 0, a.num_sms, a.sm_margin), stream);
 }
 
 }  // namespace dash_attn

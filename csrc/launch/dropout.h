@@ -19,7 +19,7 @@ struct GeneratorArguments {
   float p;
   bool of_flash_attention_2;
   int rounds;
-  MaskRule mask;  // bits of what no query sees may be left out
+  MaskRule mask;  // bits that no pass looks at under it may be left out
   int num_sms;    // that the kernel may use
   int sm_margin;  // SMs of the device beside those
 };

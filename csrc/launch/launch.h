@@ -4,6 +4,7 @@
 #include <cuda_runtime_api.h>
 
 #include <algorithm>
+#include <cstdint>
 #include <initializer_list>
 #include <set>
 #include <utility>
@@ -30,6 +31,13 @@ inline cudaLaunchAttribute starts_before_previous_ends(bool allowed) {
 
 // What no two blocks of an SM can have.
 constexpr int kAloneOnSm = kSharedMemoryLimit / 2 + 1024;
+
+// Of a kernel whose blocks take what comes next: where SMs are to be left to others, a block has an SM to itself, and
+// there are no more blocks than SMs to use.
+inline LaunchShape within_margin(int64_t blocks, int threads, int shared_bytes, int num_sms, int sm_margin) {
+  if (sm_margin == 0) { return {unsigned(blocks), threads, shared_bytes}; }
+  return {unsigned(std::min<int64_t>(blocks, num_sms)), threads, std::max(shared_bytes, kAloneOnSm)};
+}
 
 // A kernel that takes more than the default must say so once on each device, and then the most that any launch of it
 // takes: of those that take less than kAloneOnSm, where they are to be alone, that.

@@ -19,10 +19,8 @@ bool is_order_free(const BackwardArguments& a) {
   return accumulation(static_cast<Policy>(a.schedule)) == Accumulation::kOrderFree;
 }
 
-// Where SMs are to be left to others, a block has an SM to itself, and there are no more blocks than SMs to use.
 LaunchShape grid_of(const AttentionArguments& a, int blocks, int threads, int shared_bytes) {
-  if (a.sm_margin == 0) { return {unsigned(blocks), threads, shared_bytes}; }
-  return {unsigned(min_int(blocks, a.num_sms)), threads, max_int(shared_bytes, kAloneOnSm)};
+  return within_margin(blocks, threads, shared_bytes, a.num_sms, a.sm_margin);
 }
 
 backward::SequencesOfCall sequences_of(const BackwardArguments& a, const BackwardWorkspace& workspace) {

@@ -47,8 +47,7 @@ class Consumer {
 
   using Scores = float[Variant::kKey / 2];
   using RoundedScores = RegisterSlice[Variant::kKey / kProductDepth];
-  using KeptBits = dropout::FragmentBits<dropout::FragmentRows::kQueries, Variant::kKey>;
-  using Bits = std::conditional_t<Score::kDrops, KeptBits, NoBits>;
+  using Bits = dropout::BitsOf<Score::kDrops, dropout::FragmentRows::kQueries, Variant::kKey>;
 
   using QueryStage = RingIndex<Variant::kStages>;
   using DoutStage = RingIndex<Variant::kDoutStages>;
@@ -193,8 +192,8 @@ class ValueConsumer : Consumer<Variant> {
     arrive_once(shared_.p_empty);
   }
 
-  // S becomes P, rounded, in shared memory; `kept` is what dropout leaves of it.
-  __device__ __forceinline__ void make_p(Scores& s, RoundedScores& kept, const Bits& bits) {
+  // S becomes P, rounded, in shared memory; `p` is what dropout leaves of it.
+  __device__ __forceinline__ void make_p(Scores& s, RoundedScores& p, const Bits& bits) {
     const uint32_t slot = this->query_stage().slot();
     const StepTile tile = shared_.step[slot];
     const int first_query = tile.query_tile * Variant::kQuery, first_key = this->work().kv_tile * Variant::kKey;
@@ -205,17 +204,11 @@ class ValueConsumer : Consumer<Variant> {
     }
     probabilities(s, statistics_of(shared_.lse[slot], thread_), params_.score.scale_log2);
     shared_.q_empty[slot].arrive();
-    RoundedScores rounded;
-    pack_slices<Element>(rounded, s);
+    pack_slices<Element>(p, s);
     shared_.p_empty.wait(Once{step_}.empty_parity());
-    store_transposed<Swizzle, Variant::kKey>(shared_.p, rounded, thread_ / 32, thread_ % 32);
+    store_transposed<Swizzle, Variant::kKey>(shared_.p, p, thread_ / 32, thread_ % 32);
     fence_and_arrive(shared_.p_full);
-    if constexpr (Score::kDrops) {
-      bits.drop(rounded);
-      for (int slice = 0; slice < Variant::kKey / kProductDepth; ++slice) {
-        for (int i = 0; i < 4; ++i) { kept[slice][i] = rounded[slice][i]; }
-      }
-    }
+    if constexpr (Score::kDrops) { bits.drop(p); }
   }
 
   // What dropout keeps of P to its place, once the other consumer has taken P from there.
