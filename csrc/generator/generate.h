@@ -12,7 +12,7 @@ __global__ void __launch_bounds__(kGeneratorThreads) generator_kernel(const Gene
   const int64_t units = params.units();
   const int64_t warps = int64_t(gridDim.x) * (kGeneratorThreads / 32);
   int64_t unit = int64_t(blockIdx.x) * (kGeneratorThreads / 32) + threadIdx.x / 32;
-  for (; unit < units; unit += warps) { make_lines<kMapping, kRounds>(params, unit, threadIdx.x % 32); }
+  for (; unit < units; unit += warps) { make_lines<kMapping, kRounds, 1>(params, unit, threadIdx.x % 32); }
 }
 
 }  // namespace dash_attn::dropout

@@ -3,6 +3,7 @@
 #pragma once
 
 #include <cstdint>
+#include <type_traits>
 
 #include "../config/tile_shapes.h"
 #include "../dropout/mask.h"
@@ -37,8 +38,24 @@ struct GeneratorParams {
   DASH_HOST_DEVICE constexpr int64_t units() const { return int64_t{batch} * heads * query_blocks * units_of_row(); }
 };
 
+// Lines first ... end - 1 of a row of blocks, a word of each. So many at a time as chains of instructions that do not
+// wait for each other: for warps that have few others beside them.
+template <int kAtATime, typename WordOf>
+__device__ __forceinline__ void store_lines(uint32_t* words, int first, int end, WordOf&& word_of) {
+#pragma unroll 1
+  for (int block = first; block < end; block += kAtATime) {
+    uint32_t made[kAtATime];
+#pragma unroll
+    for (int i = 0; i < kAtATime; ++i) { made[i] = word_of(uint32_t(block + i)); }
+#pragma unroll
+    for (int i = 0; i < kAtATime; ++i) {
+      if (block + i < end) { words[int64_t(block + i) * kBlockWords] = made[i]; }
+    }
+  }
+}
+
 // The lines of a unit, `word` of each.
-template <Mapping kMapping, int kRounds>
+template <Mapping kMapping, int kRounds, int kAtATime>
 __device__ __forceinline__ void make_lines(const GeneratorParams& params, int64_t unit, int word) {
   const int units_of_row = params.units_of_row();
   const int64_t row = unit / units_of_row;
@@ -53,16 +70,32 @@ __device__ __forceinline__ void make_lines(const GeneratorParams& params, int64_
   const int end_key = params.mask.keys_of(last_near).end() + kReach;
   const int first = max_int(first_of_unit, first_key / kBlockRows);
   const int end = min_int(min_int(first_of_unit + kLinesOfUnit, params.key_blocks), ceil_div(end_key, kBlockRows));
+  if (first >= end) { return; }
   const uint64_t* const state = params.state + (params.state_of_sequence ? 2 * int64_t(sequence) : 0);
   const Source source{{state[0], state[1]},
                       params.state_of_sequence ? 0u : uint32_t(sequence),
                       uint32_t(params.total_heads),
                       params.threshold};
   uint32_t* const words = params.words + row * params.key_blocks * kBlockWords + word;
-  for (int block = first; block < end; ++block) {
-    words[int64_t(block) * kBlockWords] = mask_word<kMapping, kRounds>(source, uint32_t(params.first_head + head),
-                                                                       uint32_t(params.first_query_block + query_block),
-                                                                       uint32_t(params.first_key_block + block), word);
+  const uint32_t of_head = uint32_t(params.first_head + head), I = uint32_t(params.first_query_block + query_block);
+  const uint32_t first_J = uint32_t(params.first_key_block);
+  if constexpr (kMapping == Mapping::kFlashAttention2) {
+    store_lines<1>(words, first, end,
+                   [&](uint32_t J) { return flash_attention_2_word<kRounds>(source, of_head, I, first_J + J, word); });
+  } else {
+    const auto with_calls = [&](auto calls) {
+      store_lines<kAtATime>(words, first, end, [&](uint32_t J) {
+        return bit_sliced_word_of_calls<kRounds, calls()>(source, of_head, I, first_J + J, word);
+      });
+    };
+    switch (calls_of_word(params.threshold)) {
+      case 0:
+        return with_calls(std::integral_constant<int, 0>{});
+      case 1:
+        return with_calls(std::integral_constant<int, 1>{});
+      default:
+        return with_calls(std::integral_constant<int, 2>{});
+    }
   }
 }
 

@@ -31,6 +31,8 @@ struct Variant {
   static_assert(kWarpgroupThreads * (kProducerRegisters + kConsumers * kConsumerRegisters) <=
                 launch_registers(kThreads));
 
+  static constexpr int kLinesAtATime = 2;  // that a warp makes: three of the producer's warps are alone with it
+
   static constexpr int kStages = 4;
   static constexpr int kStageBytes = (kTileRows + kTileColumns) * kTileDepth * int(sizeof(Element));
 

@@ -26,7 +26,7 @@ __device__ __forceinline__ void make_bits(const Params<typename Variant::Element
     int unit = lane == 0 ? atomicAdd(params.units_taken, 1) : 0;
     unit = __shfl_sync(0xffffffff, unit, 0);
     if (unit >= units) { return; }
-    dropout::make_lines<Variant::kMapping, Variant::kRounds>(params.bits, unit, lane);
+    dropout::make_lines<Variant::kMapping, Variant::kRounds, Variant::kLinesAtATime>(params.bits, unit, lane);
   }
 }
 
