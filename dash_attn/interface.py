@@ -458,9 +458,11 @@ def _attention(
         extra = (*(extra or _NO_WINDOW), *pack.values())
     num_heads_q = split[0] if split else None
     if probability:  # last, as it may draw random numbers
+        left, right, chunk = extra[:3] or _NO_WINDOW
         of_dropout = dropout_calls.keywords(
-            probability, dropout_bits, named, num_heads_q, pack=pack, max_seqlens=max_seqlens, sm_margin=sm_margin
-        )
+            probability, dropout_bits, named, num_heads_q, pack=pack, max_seqlens=max_seqlens,
+            mask=(causal, left, right, chunk), sm_margin=sm_margin,
+        )  # fmt: skip
     settings = (softmax_scale, causal, schedule, sm_margin, *extra)
     out, softmax_lse = op(*named.values(), *split, *settings, **of_scores, **of_dropout)
     if not return_attn_probs:

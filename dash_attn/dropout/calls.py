@@ -54,27 +54,41 @@ def keywords(
     *,
     pack: Mapping[str, Tensor | None] | None,
     max_seqlens: Mapping[str, int | Tensor] | None,
+    mask: tuple[bool, int, int, int],
     sm_margin: int,
 ) -> dict[str, object]:
     """Those of the ops, none where p is 0. A state is drawn where there are no bits, and of a pack on a GPU, whose
-    longest sequence the op does not know, bits are made of it here.
+    longest sequence the op does not know, bits are made of it here. With bits that are not to be kept goes their state,
+    of which the backward makes them again.
 
     Args:
         p: from `checked_probability`.
         dropout_bits: as in `flash_attn_func`.
         named, num_heads_q, pack: as in `signed_probabilities`.
         max_seqlens: of a pack, the longest sequence, or the most queries and keys that one has.
+        mask: causal, the window's sides and attention_chunk.
         sm_margin: SMs that the kernel which makes bits leaves to others.
 
     Raises:
+        NotImplementedError: bits of a pack on a GPU are not to be kept.
         TypeError: a length of max_seqlens is needed and no int.
+        ValueError: the bits were made for another mask, or under a mask for other lengths.
     """
     if p == 0:
         return {}
-    if dropout_bits is not None:
-        return {"dropout_bits": dropout_bits.bits, "dropout_p": p}
     first = next(iter(named.values()))
-    # Of wrong ranks the op says what is wrong.
+    if dropout_bits is not None:
+        # Of wrong ranks the op says what is wrong.
+        if not dropout_bits.is_of_every_pair and (pack is not None or all(x.dim() >= 4 for x in named.values())):
+            _check_mask_of_bits(dropout_bits, named, num_heads_q, mask, is_pack=pack is not None)
+        given = {"dropout_bits": dropout_bits.bits, "dropout_p": p}
+        if dropout_bits.keep_bits:
+            return given
+        if pack is not None and first.device.type == "cuda":
+            raise NotImplementedError(
+                "dropout_bits must be made with keep_bits=True for a pack on a GPU (its backward makes none), got False"
+            )
+        return {**given, "rng_state": dropout_bits.state.rng_state}
     has_ranks = pack is not None and all(x.dim() >= 3 for x in named.values())
     if pack is None or first.device.type != "cuda" or not has_ranks:
         return {"rng_state": DropoutState.draw(first.device).rng_state, "dropout_p": p}
@@ -96,6 +110,40 @@ def keywords(
         sm_margin=sm_margin,
     )  # fmt: skip
     return {"dropout_bits": bits.bits, "dropout_p": p}
+
+
+def _check_mask_of_bits(
+    bits: DropoutBits,
+    named: Mapping[str, Tensor],
+    num_heads_q: int | None,
+    mask: tuple[bool, int, int, int],
+    *,
+    is_pack: bool,
+) -> None:
+    """Raises ValueError where the call sees a pair whose bit was left out."""
+
+    def described(mask: tuple[bool, int, int, int]) -> str:
+        causal, left, right, chunk = mask
+        return f"causal={causal}, window_size={(left, right)}, attention_chunk={chunk}"
+
+    own = (bits.causal, *bits.window_size, bits.attention_chunk)
+    # Each limit of the bits' must be one of the call's.
+    (_, *own_limits), (_, *limits) = (
+        (causal, left, 0 if causal else right, chunk or -1) for causal, left, right, chunk in (own, mask)
+    )
+    if any(of_bits not in (-1, of_call) for of_bits, of_call in zip(own_limits, limits)):
+        raise ValueError(
+            f"dropout_bits must be made for the mask of the call, {described(mask)}, or for none, got bits of "
+            f"{described(own)}"
+        )
+    if is_pack:
+        raise ValueError(f"dropout_bits must be made without a mask for a pack, got bits of {described(own)}")
+    lengths = tuple(x.shape[1] for x in _queries_and_keys(named, num_heads_q))
+    if lengths != (bits.seqlen_q, bits.seqlen_k):
+        raise ValueError(
+            f"dropout_bits that were made for a mask must be of the call's {lengths[0]} queries and {lengths[1]} keys, "
+            f"got bits of {bits.seqlen_q} and {bits.seqlen_k}"
+        )
 
 
 def signed_probabilities(
