@@ -110,8 +110,8 @@ def flash_attn_func(
             no room for it are added in order after all. docs/order_free.md says what is promised. "auto" is an ordered
             sum: its errors are the smaller ones for any inputs.
         dropout_bits: what to drop, from `dash_attn.dropout.dropout_bits` for dropout_p, this batch, these query heads
-            and these lengths (of a pack, those of its longest sequence, or longer). They are kept for the backward;
-            without them it makes them again of the state. Default: none.
+            and these lengths (of a pack, those of its longest sequence, or longer). They are kept for the backward,
+            unless they were made with keep_bits=False; without them it makes them again of the state. Default: none.
 
     Flags may be Python's or numpy's bools, 0 or 1.
 

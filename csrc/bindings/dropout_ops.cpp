@@ -101,7 +101,8 @@ int64_t row_stride(const Tensor& matrix, const char* name, int64_t rows, int64_t
   return stride;
 }
 
-// out = x weight^T + bias, all of one 16-bit dtype, the sums in fp32; and bits as above, none where they have no element.
+// out = x weight^T + bias, all of one 16-bit dtype, the sums in fp32; and bits as above, none where they have no
+// element.
 void linear_with_dropout_bits(Tensor out, Tensor bits, const Tensor& x, const Tensor& weight, OptionalTensor bias,
                               const Tensor& rng_state, double p, int64_t seqlen_q, int64_t seqlen_k, int64_t first_head,
                               int64_t total_heads, int64_t first_query, int64_t first_key, bool of_flash_attention_2,

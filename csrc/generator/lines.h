@@ -1,5 +1,5 @@
-// Lines of the bits of dropout on the GPU: a warp makes those of one block of queries, a lane one word of each. Who makes
-// a line does not change its bits.
+// Lines of the bits of dropout on the GPU: a warp makes those of one block of queries, a lane one word of each. Who
+// makes a line does not change its bits.
 #pragma once
 
 #include <cstdint>

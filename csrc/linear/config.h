@@ -40,7 +40,7 @@ struct Variant {
   static constexpr int kWeightPieces = 2;
   static constexpr int kPieceRows = kTileColumns / kWeightPieces;
 
-  // A warp writes its 16 rows in blocks of a swizzle's columns, of which one is on its way out while the next is staged.
+  // A warp writes its 16 rows in blocks of a swizzle's columns: one is on its way out while the next is staged.
   static constexpr int kWarpRows = kWarpgroupRows / kWarpgroupWarps;
   static constexpr int kBlockColumns = Swizzle::kColumns;
   static constexpr int kOutputSlots = 2;

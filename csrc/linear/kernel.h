@@ -1,6 +1,6 @@
 // y = x W^T + bias, with the bits of dropout made beside it.
 //
-//   warpgroup 0   warp 0: loader (load.h)   the others: bits (generator/lines.h), in units that they take from a counter
+//   warpgroup 0   warp 0: loader (load.h)   the others: bits (generator/lines.h), in units taken from a counter
 //   the others    consumers (mainloop.h)
 //
 // Products and random numbers need different parts of an SM: the consumers' warps issue little, and the tensor cores

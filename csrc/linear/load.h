@@ -1,4 +1,4 @@
-// The loader: one thread that brings in x and W by TMA. The CTAs of a cluster each bring a part of the tile of W to all.
+// The loader: one thread that brings in x and W by TMA. The CTAs of a cluster each bring a part of W's tile to all.
 #pragma once
 
 #include <cute/arch/cluster_sm90.hpp>

@@ -1,6 +1,6 @@
-// The consumers: each warpgroup owns 64 rows of a tile of y, and adds up the products of x and W over the ring's stages,
-// each of which runs while the one before it is waited for. Then each warp adds the bias, rounds once and writes its 16
-// rows by TMA, while the loader fills the ring for the next tile.
+// The consumers: each warpgroup owns 64 rows of a tile of y, and adds up the products of x and W over the ring's
+// stages, each of which runs while the one before it is waited for. Then each warp adds the bias, rounds once and
+// writes its 16 rows by TMA, while the loader fills the ring for the next tile.
 #pragma once
 
 #include <cute/arch/cluster_sm90.hpp>

@@ -14,9 +14,9 @@ struct TileOfOutput {
   int row, column;  // in tiles
 };
 
-// The tiles of y. A cluster of CTAs has as many tiles below each other at a time, which share a tile of W. Clusters take
-// the places of the list in turns, so that those that run at a time are next to each other in it: they lie in a block
-// of up to kBlockRows clusters' rows, and x and W, of which each is then read by several, come from L2.
+// The tiles of y. A cluster of CTAs has as many tiles below each other at a time, which share a tile of W. Clusters
+// take the places of the list in turns, so that those that run at a time are next to each other in it: they lie in a
+// block of up to kBlockRows clusters' rows, and x and W, of which each is then read by several, come from L2.
 struct TileList {
   int row_tiles, column_tiles, cluster;
 

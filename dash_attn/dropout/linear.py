@@ -89,7 +89,7 @@ def linear_with_dropout_bits(
     _check_operands(x, weight, bias)
     rows = x.reshape(-1, x.shape[-1])
     y, bits = _linear(rows, weight, bias, state.rng_state, **request.sizes)
-    return y.unflatten(0, x.shape[:-1]) if x.dim() != 2 else y, request.result(bits)
+    return y.view(*x.shape[:-1], weight.shape[0]), request.result(bits)
 
 
 def _check_operands(x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
