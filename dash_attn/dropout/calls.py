@@ -54,7 +54,7 @@ def keywords(
     *,
     pack: Mapping[str, Tensor | None] | None,
     max_seqlens: Mapping[str, int | Tensor] | None,
-    mask: tuple[bool, int, int, int],
+    mask: tuple[bool, Any, Any, Any],
     sm_margin: int,
 ) -> dict[str, object]:
     """Those of the ops, none where p is 0. A state is drawn where there are no bits, and of a pack on a GPU, whose

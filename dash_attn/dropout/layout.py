@@ -127,7 +127,9 @@ class Kept(NamedTuple):
         state, first = self.rng_state, 0
         if number is not None:
             state, first = (state[number : number + 1], 0) if state.dim() == 2 else (state, number)
-        sizes = {"batch": batch, "heads": heads, "seqlen_q": seqlen_q, "seqlen_k": seqlen_k, "first_sequence": first}
-        where = {"first_head": 0, "total_heads": heads, "first_query": 0, "first_key": 0}
-        bits = generate(state, p=self.p, **sizes, **where, mapping=DEFAULT_MAPPING, rounds=DEFAULT_ROUNDS)
+        bits = generate(
+            state, p=self.p, batch=batch, heads=heads, seqlen_q=seqlen_q, seqlen_k=seqlen_k, first_head=0,
+            total_heads=heads, first_query=0, first_key=0, mapping=DEFAULT_MAPPING, rounds=DEFAULT_ROUNDS,
+            first_sequence=first,
+        )  # fmt: skip
         return unpack(bits, seqlen_q, seqlen_k)
