@@ -121,6 +121,9 @@ run_sanitizers() {
         --share "$job/$3" ${SANITIZE_ARGS:-} >"$OUT/${tool}_$job.txt" 2>&1 &
       pids+=($!)
     done
+    compute-sanitizer --tool "$tool" --error-exitcode 9 --print-limit 20 "$1" tests/gpu/sanitizer_linear.py \
+      >"$OUT/${tool}_linear.txt" 2>&1 &
+    pids+=($!)
   done
   for job in "${pids[@]}"; do wait "$job" || status=1; done
   return $status

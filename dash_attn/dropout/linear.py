@@ -109,7 +109,15 @@ def _check_operands(x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
         raise ValueError(f"bias must be ({weight.shape[0]},), got {tuple(bias.shape)}")
 
 
-@torch.library.custom_op("dash_attn::linear_with_dropout_bits", mutates_args=())
+_SCHEMA = (
+    "(Tensor x, Tensor weight, Tensor? bias, Tensor rng_state, float p, SymInt batch, SymInt heads, SymInt seqlen_q, "
+    "SymInt seqlen_k, SymInt first_head, SymInt total_heads, SymInt first_query, SymInt first_key, str mapping, "
+    "int rounds, bool causal, SymInt window_left, SymInt window_right, SymInt attention_chunk, SymInt sm_margin) "
+    "-> (Tensor y, Tensor bits)"
+)
+
+
+@torch.library.custom_op("dash_attn::linear_with_dropout_bits", mutates_args=(), schema=_SCHEMA)
 def _linear(
     x: Tensor,
     weight: Tensor,
