@@ -171,11 +171,10 @@ def _(
     return x.new_empty(x.shape[0], weight.shape[0]), x.new_empty(shape, dtype=torch.uint8)
 
 
-def _save_for_backward(ctx: Any, inputs: tuple, output: tuple[Tensor, Tensor]) -> None:
+def _save_for_backward(ctx: Any, inputs: tuple, output: object) -> None:
     x, weight, *_ = inputs
     of_x, of_weight, *_ = ctx.needs_input_grad
     ctx.save_for_backward(x if of_weight else None, weight if of_x else None)
-    ctx.mark_non_differentiable(output[1])
 
 
 def _backward(ctx: Any, dy: Tensor, _: Tensor | None) -> tuple[Tensor | None, ...]:
