@@ -111,7 +111,7 @@ def flash_attn_func(
             sum: its errors are the smaller ones for any inputs.
         dropout_bits: what to drop, from `dash_attn.dropout.dropout_bits` for dropout_p, this batch, these query heads
             and these lengths (of a pack, those of its longest sequence, or longer). They are kept for the backward;
-            without them it makes them again of the state. Default: none.
+            without them each pass makes them of a state that is drawn. Default: none.
 
     Flags may be Python's or numpy's bools, 0 or 1.
 
@@ -266,7 +266,9 @@ def flash_attn_varlen_func(
             They start at 0 or more, never decrease and end at total or less. Others are a ValueError on the CPU, and on
             a GPU an error on the device, as an index out of bounds is.
         max_seqlen_q, max_seqlen_k: an int, or an integer tensor of shape (), which is not read. FlashAttention's hints
-            of the longest sequence; they change nothing. With dropout on a GPU they must be ints, and right.
+            of the longest sequence; they change nothing. With dropout_p above 0 and no dropout_bits they must be ints
+            and no less than the longest: random bits are made for so many rows. A sequence beyond them is a ValueError
+            on the CPU, and on a GPU an error on the device, as an index out of bounds is.
         block_table: None only; `flash_attn_with_kvcache` takes paged keys and values.
         seqused_q, seqused_k: int32 (batch,) like cu_seqlens: how many rows of a sequence there are, at most those up
             to the next offset. Default: all.
@@ -458,9 +460,8 @@ def _attention(
         extra = (*(extra or _NO_WINDOW), *pack.values())
     num_heads_q = split[0] if split else None
     if probability:  # last, as it may draw random numbers
-        of_dropout = dropout_calls.keywords(
-            probability, dropout_bits, named, num_heads_q, pack=pack, max_seqlens=max_seqlens, sm_margin=sm_margin
-        )
+        device = next(iter(named.values())).device
+        of_dropout = dropout_calls.keywords(probability, dropout_bits, device, max_seqlens)
     settings = (softmax_scale, causal, schedule, sm_margin, *extra)
     out, softmax_lse = op(*named.values(), *split, *settings, **of_scores, **of_dropout)
     if not return_attn_probs:

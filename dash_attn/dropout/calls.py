@@ -6,12 +6,12 @@ import operator
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from .. import checks, packs, reference
 from . import layout
 from .bits import DropoutBits, DropoutState, as_probability, check_device
-from .bits import dropout_bits as make_bits
 
 # To which FlashAttention-2 rounds up the rows and columns of what return_attn_probs gives.
 _PROBABILITY_MULTIPLE = 128
@@ -49,53 +49,32 @@ def checked_probability(
 def keywords(
     p: float,
     dropout_bits: DropoutBits | None,
-    named: Mapping[str, Tensor],
-    num_heads_q: int | None,
-    *,
-    pack: Mapping[str, Tensor | None] | None,
+    device: torch.device,
     max_seqlens: Mapping[str, int | Tensor] | None,
-    sm_margin: int,
 ) -> dict[str, object]:
-    """Those of the ops, none where p is 0. A state is drawn where there are no bits, and of a pack on a GPU, whose
-    longest sequence the op does not know, bits are made of it here.
+    """Those of the ops, none where p is 0. A state is drawn where there are no bits.
 
     Args:
         p: from `checked_probability`.
         dropout_bits: as in `flash_attn_func`.
-        named, num_heads_q, pack: as in `signed_probabilities`.
-        max_seqlens: of a pack, the longest sequence, or the most queries and keys that one has.
-        sm_margin: SMs that the kernel which makes bits leaves to others.
+        device: of the call's tensors.
+        max_seqlens: of a pack, the most rows that one of its sequences has, by the names of the arguments.
 
     Raises:
-        TypeError: a length of max_seqlens is needed and no int.
+        TypeError: a length of max_seqlens is needed and a tensor.
     """
     if p == 0:
         return {}
     if dropout_bits is not None:
         return {"dropout_bits": dropout_bits.bits, "dropout_p": p}
-    first = next(iter(named.values()))
-    # Of wrong ranks the op says what is wrong.
-    has_ranks = pack is not None and all(x.dim() >= 3 for x in named.values())
-    if pack is None or first.device.type != "cuda" or not has_ranks:
-        return {"rng_state": DropoutState.draw(first.device).rng_state, "dropout_p": p}
-    longest = []
-    lengths: Mapping[str, object] = max_seqlens or {"max_seqlen_q": None}
-    for name, length in lengths.items():
+    longest: dict[str, int] = {}
+    for name, length in (max_seqlens or {}).items():
         # Nobody reads a tensor: that would wait for the GPU.
-        if isinstance(length, (bool, Tensor)) or not hasattr(length, "__index__"):
-            raise TypeError(f"{name} must be an int with dropout on a GPU, got {checks.describe(length)}")
-        longest.append(operator.index(length))
-    cu_seqlens = next(iter(pack.values()))
-    assert cu_seqlens is not None
-    q, k = _queries_and_keys(named, num_heads_q)
-    # No block too many, and one at least where there are rows.
-    seqlen_q, seqlen_k = (min(max(most, 1), x.shape[0]) for most, x in ((longest[0], q), (longest[-1], k)))
-    batch = max(cu_seqlens.numel() - 1, 0)
-    bits = make_bits(
-        DropoutState.draw(first.device), p=p, batch=batch, heads=q.shape[-2], seqlen_q=seqlen_q, seqlen_k=seqlen_k,
-        sm_margin=sm_margin,
-    )  # fmt: skip
-    return {"dropout_bits": bits.bits, "dropout_p": p}
+        if isinstance(length, Tensor):
+            raise TypeError(f"{name} must be an int with dropout_p above 0, got {checks.describe(length)}")
+        is_as_the_op_takes_it = type(length) is int or isinstance(length, torch.SymInt)
+        longest[name] = length if is_as_the_op_takes_it else operator.index(length)
+    return {"rng_state": DropoutState.draw(device).rng_state, "dropout_p": p, **longest}
 
 
 def signed_probabilities(
@@ -125,7 +104,6 @@ def signed_probabilities(
     scale = scores["softmax_scale"]
     scores = {**scores, "softmax_scale": q.shape[-1] ** -0.5 if scale is None else scale}
     slopes = scores.pop("alibi_slopes")
-    kept = layout.Kept(dropout.get("dropout_bits"), dropout.get("rng_state"), dropout["dropout_p"])
     # Of a qkv the lengths are those of queries and keys alike.
     of_pack = {} if pack is None else dict(pack)
     cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k = (
@@ -134,13 +112,19 @@ def signed_probabilities(
     sequences = packs.sequences(
         cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, [q], [k], [softmax_lse.detach()], slopes
     )
+    batch = q.shape[0] if cu_seqlens_q is None else len(cu_seqlens_q) - 1
     heads = q.shape[-2]
+    p, bits = dropout["dropout_p"], dropout.get("dropout_bits")
+    if bits is None:  # of all sequences at once, as the kernel that makes them counts from the first
+        longest_q = max((x.of_queries[0].shape[1] for x in sequences), default=0)
+        longest_k = max((x.of_keys[0].shape[1] for x in sequences), default=0)
+        bits = layout.of_call(dropout["rng_state"], p, batch, heads, longest_q, longest_k)
+    kept = layout.Kept(bits, None, p)
     parts = []
     for (q_rows,), (k_rows,), (lse,), of_sequence, number in sequences:
         keep = kept.of(number, heads, q_rows.shape[0], q_rows.shape[1], k_rows.shape[1])
         own = {**scores, "alibi_slopes": of_sequence, "keep": keep, **mask}
         parts.append((number, reference.signed_probabilities(q_rows, k_rows, lse, **own)))
-    batch = q.shape[0] if cu_seqlens_q is None else len(cu_seqlens_q) - 1
     sizes = [max((part.shape[dim] for _, part in parts), default=0) for dim in (2, 3)]
     rows, columns = (-(-size // _PROBABILITY_MULTIPLE) * _PROBABILITY_MULTIPLE for size in sizes)
     whole = q.new_zeros(batch, heads, rows, columns)

@@ -95,6 +95,15 @@ def generate(
     return bits
 
 
+def of_call(
+    rng_state: Tensor, p: float, batch: int, heads: int, seqlen_q: int, seqlen_k: int, *, first_sequence: int = 0
+) -> Tensor:
+    """The bits that the ops make of a state."""
+    where = {"first_head": 0, "total_heads": heads, "first_query": 0, "first_key": 0, "first_sequence": first_sequence}
+    sizes = {"batch": batch, "heads": heads, "seqlen_q": seqlen_q, "seqlen_k": seqlen_k}
+    return generate(rng_state, p=p, **sizes, **where, mapping=DEFAULT_MAPPING, rounds=DEFAULT_ROUNDS)
+
+
 class Kept(NamedTuple):
     """What a call drops, as the ops are told: bits, or the state that they are made of; neither is nothing."""
 
@@ -122,7 +131,5 @@ class Kept(NamedTuple):
         state, first = self.rng_state, 0
         if number is not None:
             state, first = (state[number : number + 1], 0) if state.dim() == 2 else (state, number)
-        sizes = {"batch": batch, "heads": heads, "seqlen_q": seqlen_q, "seqlen_k": seqlen_k, "first_sequence": first}
-        where = {"first_head": 0, "total_heads": heads, "first_query": 0, "first_key": 0}
-        bits = generate(state, p=self.p, **sizes, **where, mapping=DEFAULT_MAPPING, rounds=DEFAULT_ROUNDS)
+        bits = of_call(state, self.p, batch, heads, seqlen_q, seqlen_k, first_sequence=first)
         return unpack(bits, seqlen_q, seqlen_k)
