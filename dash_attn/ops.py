@@ -34,7 +34,7 @@ number b under one state and 0 under its own. Both passes are given the same. A 
 and max_seqlen_k, ints and no less than any of its sequences has, which are looked at in no other call: on a GPU each
 pass makes bits of so many rows and keeps none, batch * heads * max_seqlen_q * max_seqlen_k / 8 bytes, and a sequence
 beyond them is an error on the device, which stops before bits are read. On a GPU neither a softcap nor slopes go with
-dropout; the kernels that drop have not been tested yet, so the public functions refuse.
+dropout.
 
 A row's output depends on its query, the keys and values it sees and their number; gradients on the schedule besides;
 and neither on `sm_margin`, the device's SMs or the other sequences of the batch or pack, to the last bit. Where K or V

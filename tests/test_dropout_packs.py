@@ -217,7 +217,7 @@ SHORT = "{} must be at least the length of the longest sequence with dropout, {}
     ({"max_seqlen_k": torch.tensor(65)},
      "max_seqlen_k must be an int with dropout_p above 0, got a tensor of shape ()"),
     ({"cu_seqlens_q": offsets_of((33, 0, 7, 41))},
-     "cu_seqlens_q must begin at 0 or more, not decrease and not exceed the rows of q"),
+     "cu_seqlens_q must hold offsets from 0 to the 80 rows that never decrease, got [0, 33, 33, 40, 81]"),
 ])  # fmt: skip
 def test_lengths_that_are_too_short_raise(change, message):
     *inputs, _ = tensors()
