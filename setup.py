@@ -73,7 +73,7 @@ def ops_extension() -> Extension:
     """The CUDA ops; what depends on nvcc and CUTLASS is added by `add_kernels` when something is built."""
     return cpp_extension.CppExtension(
         "dash_attn._C",
-        files("launch/*.cu", "bindings/torch_ops.cpp", "bindings/fingerprint_ops.cpp"),
+        files("launch/*.cu", "bindings/*_ops.cpp"),
         include_dirs=[CSRC],
         # libcudart is shared, not static: torch has loaded the library of this soname before ours, so the device
         # guard, the stream and the kernels meet one runtime.

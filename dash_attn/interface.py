@@ -109,8 +109,8 @@ def flash_attn_func(
             no room for it are added in order after all. docs/order_free.md says what is promised. "auto" is an ordered
             sum: its errors are the smaller ones for any inputs.
         dropout_bits: what to drop, from `dash_attn.dropout.dropout_bits` for dropout_p, this batch, these query heads
-            and these lengths (of a pack, those of its longest sequence, or longer). They are kept for the backward;
-            without them each pass makes them of a state that is drawn. Default: none.
+            and these lengths (of a pack, those of its longest sequence, or longer). They are kept for the backward,
+            unless they were made with keep_bits=False; then, and without them, it makes them of a state. Default: none.
 
     Flags may be Python's or numpy's bools, 0 or 1.
 
@@ -458,8 +458,11 @@ def _attention(
         extra = (*(extra or _NO_WINDOW), *pack.values())
     num_heads_q = split[0] if split else None
     if probability:  # last, as it may draw random numbers
-        device = next(iter(named.values())).device
-        of_dropout = dropout_calls.keywords(probability, dropout_bits, device, max_seqlens)
+        left, right, chunk = extra[:3] or _NO_WINDOW
+        of_dropout = dropout_calls.keywords(
+            probability, dropout_bits, named, num_heads_q, mask=(causal, left, right, chunk), is_pack=pack is not None,
+            max_seqlens=max_seqlens,
+        )  # fmt: skip
     settings = (softmax_scale, causal, schedule, sm_margin, *extra)
     out, softmax_lse = op(*named.values(), *split, *settings, **of_scores, **of_dropout)
     if not return_attn_probs:

@@ -330,7 +330,6 @@ STATE = torch.zeros(2, dtype=torch.int64)
     ({"dropout_p": 0.0, "rng_state": STATE}, ValueError, OP_P + "0"),
     ({"dropout_p": 1.5, "rng_state": STATE}, ValueError, OP_P + "1.5"),
     ({"dropout_p": 0.1}, ValueError, ONE + "neither"),
-    ({"dropout_p": 0.1, "rng_state": STATE, "dropout_bits": bits_of().bits}, ValueError, ONE + "both"),
     ({"dropout_p": 0.1, "rng_state": STATE.int()}, TypeError, "rng_state must be torch.int64, got torch.int32"),
     ({"dropout_p": 0.1, "rng_state": STATE.new_zeros(3, 2)}, ValueError,
      "rng_state must have shape (2,) or (batch, 2) = (2, 2), got (3, 2)"),
@@ -348,3 +347,14 @@ def test_errors_of_the_ops(arguments, error, message):
     with pytest.raises(error) as raised:
         torch.ops.dash_attn.attention(*inputs, None, False, "auto", 0, **arguments)
     assert str(raised.value) == message
+
+
+def test_one_pass_takes_bits_or_their_state():
+    """Both are for an op with a derivative: of the bits the forward is made, of the state the backward."""
+    q, k, v, _ = (x.detach() for x in tensors(2, 40))
+    with pytest.raises(ValueError) as raised:
+        torch.ops.dash_attn.forward(
+            q, k, v, None, None, None, None, 0.125, False, -1, -1, 0, dropout_bits=bits_of().bits, rng_state=STATE,
+            dropout_p=0.1,
+        )  # fmt: skip
+    assert str(raised.value) == ONE + "both"

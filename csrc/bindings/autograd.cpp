@@ -73,11 +73,12 @@ Outputs call_forward(at::TensorList inputs, const Options& options) {
   const Operands operands = unpack(packed_of(inputs, options), options.num_heads_q);
   const auto& [causal, window_left, window_right, attention_chunk] = options.mask;
   const auto& [cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k] = options.pack;
+  const DropoutArguments dropout = options.dropout.of_forward();
   return DASH_OP("dash_attn::forward", ForwardOp)
       .call(operands.q, operands.k, operands.v, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, options.softmax_scale,
             causal, window_left, window_right, attention_chunk, options.sm_margin, sinks_of(inputs, options),
-            options.alibi_slopes, options.softcap, options.dropout.bits, options.dropout.rng_state, options.dropout.p,
-            options.dropout.max_seqlen_q, options.dropout.max_seqlen_k);
+            options.alibi_slopes, options.softcap, dropout.bits, dropout.rng_state, dropout.p, dropout.max_seqlen_q,
+            dropout.max_seqlen_k);
 }
 
 // What the outputs were and how the loss changes with them.
@@ -100,14 +101,15 @@ variable_list call_backward(const OutputGradients& outputs, at::TensorList input
   const auto& [causal, window_left, window_right, attention_chunk] = options.mask;
   const auto& [cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k] = options.pack;
   const std::optional<Tensor> sinks = sinks_of(inputs, options);
+  const DropoutArguments dropout = options.dropout.of_backward();
   std::optional<Tensor> dsinks;
   if (wants_sinks) { dsinks = gradients.emplace_back(at::empty_like(*sinks)); }
   DASH_OP("dash_attn::backward", BackwardOp)
       .call(outputs.dout, operands.q, operands.k, operands.v, outputs.out, outputs.softmax_lse, targets.q, targets.k,
             targets.v, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, options.softmax_scale, causal, window_left,
             window_right, attention_chunk, options.schedule, options.sm_margin, sinks, options.alibi_slopes,
-            outputs.dsoftmax_lse, dsinks, options.softcap, options.dropout.bits, options.dropout.rng_state,
-            options.dropout.p, options.dropout.max_seqlen_q, options.dropout.max_seqlen_k);
+            outputs.dsoftmax_lse, dsinks, options.softcap, dropout.bits, dropout.rng_state, dropout.p,
+            dropout.max_seqlen_q, dropout.max_seqlen_k);
   return gradients;
 }
 
@@ -116,7 +118,7 @@ constexpr size_t kConstants = 7;
 
 void save_constants(const Options& options, variable_list& saved) {
   const PackTensors& pack = options.pack;
-  const DropoutArguments& dropout = options.dropout;
+  const DropoutArguments dropout = options.dropout.of_backward();
   if (!pack.exists() && !options.alibi_slopes && !dropout.exist()) { return; }
   for (const auto* tensor : {&options.alibi_slopes, &pack.cu_seqlens_q, &pack.cu_seqlens_k, &pack.seqused_q,
                              &pack.seqused_k, &dropout.bits, &dropout.rng_state}) {
@@ -245,7 +247,9 @@ Outputs attention(variable_list packed, PackTensors pack, std::optional<SymInt> 
                   dropout};
   if (dropout.exist()) {
     const Operands operands = unpack(packed, options.num_heads_q);
-    check_dropout(dropout, scores, operands.q, operands.k, options.pack);
+    // Both passes take one of the two.
+    check_dropout(dropout.of_forward(), scores, operands.q, operands.k, options.pack);
+    check_dropout(dropout.of_backward(), scores, operands.q, operands.k, options.pack);
   }
   if (scores.exist()) {
     check_scores(scores, "learnable_sink (s_aux)", unpack(packed, options.num_heads_q).q, options.pack,
@@ -342,6 +346,10 @@ Outputs attention_qkvpacked(const Tensor& qkv, std::optional<SymInt> num_heads_q
 #define DASH_OPTIONAL_PACK \
   "Tensor? cu_seqlens_q=None, Tensor? cu_seqlens_k=None, Tensor? seqused_q=None, Tensor? seqused_k=None, "
 #define DASH_OUTPUTS "(Tensor out, Tensor softmax_lse)"
+// Which bits of dropout: csrc/dropout/mask.h.
+#define DASH_BITS                                                                                             \
+  "Tensor rng_state, float p, int seqlen_q, int seqlen_k, int first_head, int total_heads, int first_query, " \
+  "int first_key, bool of_flash_attention_2, int rounds, " DASH_MASK "int sm_margin"
 
 TORCH_LIBRARY(dash_attn, library) {
   library.def("forward(Tensor q, Tensor k, Tensor v, " DASH_PACK "float softmax_scale, " DASH_MASK
@@ -398,8 +406,8 @@ TORCH_LIBRARY(dash_attn_C, library) {
       "Tensor(b!) dk, Tensor(c!) dv, " DASH_PACK DASH_SCORES
       "Tensor? dsoftmax_lse, Tensor(d!)? dsinks, float softmax_scale, float softcap, " DASH_MASK
       "int schedule, int sm_margin, " DASH_OPTIONAL_DROPOUT ") -> ()");
+  library.def("dropout_bits(Tensor(a!) bits, " DASH_BITS ") -> ()");
   library.def(
-      "dropout_bits(Tensor(a!) bits, Tensor rng_state, float p, int seqlen_q, int seqlen_k, int first_head, "
-      "int total_heads, int first_query, int first_key, bool of_flash_attention_2, int rounds, " DASH_MASK
-      "int sm_margin) -> ()");
+      "linear_with_dropout_bits(Tensor(a!) out, Tensor(b!) bits, Tensor x, Tensor weight, Tensor? bias, " DASH_BITS
+      ") -> ()");
 }

@@ -10,12 +10,18 @@
 
 namespace dash_attn {
 
-// The bits that say what is kept (csrc/dropout/mask.h), or the state that they are made of; neither where p is 0. A
-// pack with a state has the most rows that a sequence may have.
+// The bits that say what is kept (csrc/dropout/mask.h), or the state that they are made of; neither where p is 0. Of an
+// op with a derivative both may be given: then the bits are those of the state, which the backward makes again. A pack
+// with a state has the most rows that a sequence may have.
 struct DropoutArguments {
   std::optional<Tensor> bits, rng_state;
   double p = 0;
   std::optional<SymInt> max_seqlen_q, max_seqlen_k;
+
+  DropoutArguments of_forward() const { return {bits, bits ? std::nullopt : rng_state, p, max_seqlen_q, max_seqlen_k}; }
+  DropoutArguments of_backward() const {
+    return {rng_state ? std::nullopt : bits, rng_state, p, max_seqlen_q, max_seqlen_k};
+  }
 
   bool exist() const { return p != 0 || bits || rng_state; }
 };

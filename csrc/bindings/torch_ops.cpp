@@ -1,36 +1,25 @@
-// dash_attn._C: the CUDA implementation of the ops dash_attn_C::forward, backward and dropout_bits, on the stable ABI:
-// preconditions, workspace, device and stream. The checks that a user meets are in operand_checks.h; these keep a
-// direct caller from launching on bad input.
+// dash_attn._C: the CUDA implementation of the ops dash_attn_C::forward and backward, on the stable ABI: preconditions,
+// workspace, device and stream. The checks that a user meets are in operand_checks.h; these keep a direct caller from
+// launching on bad input.
 #include <cuda_runtime_api.h>
-#include <torch/csrc/inductor/aoti_torch/c/shim.h>
 #include <torch/csrc/stable/accelerator.h>
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/macros.h>
 #include <torch/csrc/stable/tensor.h>
 #include <torch/headeronly/core/ScalarType.h>
 #include <torch/headeronly/util/Exception.h>
-#include <torch/headeronly/util/shim_utils.h>
 
 #include <cstdint>
 #include <limits>
 #include <optional>
-#include <stdexcept>
-#include <string>
 
-#include "bindings/devices.h"
+#include "bindings/op_checks.h"
 #include "config/tile_shapes.h"
 #include "dropout/mask.h"
 #include "launch/arguments.h"
-#include "launch/dropout.h"
 
 namespace dash_attn {
 namespace {
-
-using torch::headeronly::ScalarType;
-using torch::stable::Tensor;
-
-constexpr int kVectorElements = 8;  // 16 bytes of a 16-bit type: what TMA and the vector accesses step by
-constexpr std::uintptr_t kVectorBytes = 16;
 
 // batch 0: of a pack, (total, heads, head_dim); else (batch, seqlen, heads, head_dim).
 struct Shape {
@@ -44,12 +33,6 @@ struct Shape {
 Shape shape_of(const Tensor& tensor, bool is_pack) {
   const int64_t first = is_pack ? 0 : 1;
   return {is_pack ? 0 : tensor.size(0), tensor.size(first), tensor.size(first + 1), tensor.size(first + 2)};
-}
-
-void check_device(const Tensor& tensor, const char* name, int32_t device) {
-  STD_TORCH_CHECK(tensor.is_cuda(), name, " must be a CUDA tensor");
-  STD_TORCH_CHECK(tensor.get_device_index() == device, name, " is on cuda:", tensor.get_device_index(),
-                  ", but q is on cuda:", device, ": all tensors must be on one device");
 }
 
 // The tensor as the kernels see it. A dimension of extent 1 has no meaningful stride; it gets the one it would
@@ -82,31 +65,11 @@ TensorView view_of(const Tensor& tensor, const char* name, const Shape& expected
   return {data, strides[0], strides[1], strides[2]};
 }
 
-int to_int(int64_t value, const char* name) {
-  STD_TORCH_CHECK(value >= 1 && value <= std::numeric_limits<int>::max(), name, " is ", value,
-                  ", expected at least 1 and less than 2^31");
-  return static_cast<int>(value);
-}
-
 int checked_head_dim(int64_t head_dim, const char* name) {
   STD_TORCH_CHECK(head_dim >= 1 && head_dim <= kMaxHeadDim && head_dim % kVectorElements == 0, "the head_dim of ", name,
                   " is ", head_dim, ", expected a multiple of ", kVectorElements, " up to ", kMaxHeadDim);
   return static_cast<int>(head_dim);
 }
-
-// Streaming multiprocessors that the kernel may use on `device`, where the argument `name` is.
-int usable_sms(int32_t device, int64_t sm_margin, const char* name) {
-  check_hopper(device, name);
-  const int sms = facts_of(device).sms;
-  if (sm_margin < 0 || sm_margin >= sms) {
-    // A check that users meet, as a ValueError: without the place in the sources that STD_TORCH_CHECK puts first.
-    throw std::invalid_argument("sm_margin must be at least 0 and less than the " + std::to_string(sms) +
-                                " SMs of cuda:" + std::to_string(device) + ", got " + std::to_string(sm_margin));
-  }
-  return sms - static_cast<int>(sm_margin);
-}
-
-using OptionalTensor = const std::optional<Tensor>&;
 
 // The data of a tensor of a pack, null where there is none.
 const int* integers(OptionalTensor tensor, const char* name, int64_t size, int32_t device) {
@@ -229,31 +192,6 @@ Inputs read_inputs(const Tensor& q, const Tensor& k, const Tensor& v, const Tens
   return {device, dtype, query, key, value, out};
 }
 
-Tensor empty_bytes(int64_t size, int32_t device) {
-  constexpr int64_t kStride = 1;
-  AtenTensorHandle handle = nullptr;
-  TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(1, &size, &kStride, aoti_torch_dtype_uint8(),
-                                                  aoti_torch_device_type_cuda(), device, &handle));
-  return Tensor(handle);
-}
-
-// (batch, heads, blocks of queries, blocks of keys, bytes)
-void check_bits(const Tensor& bits, int64_t batch, int64_t heads, int32_t device) {
-  check_device(bits, "dropout_bits", device);
-  STD_TORCH_CHECK(bits.scalar_type() == ScalarType::Byte, "dropout_bits must be uint8");
-  STD_TORCH_CHECK(bits.dim() == 5 && bits.size(0) == batch && bits.size(1) == heads &&
-                      bits.size(4) == dropout::kBlockBytes && bits.is_contiguous(),
-                  "dropout_bits must be contiguous (", batch, ", ", heads, ", blocks of queries, blocks of keys, ",
-                  dropout::kBlockBytes, ")");
-  STD_TORCH_CHECK(reinterpret_cast<std::uintptr_t>(bits.data_ptr()) % sizeof(uint32_t) == 0,
-                  "dropout_bits must start at a multiple of ", sizeof(uint32_t), " bytes");
-}
-
-float checked_probability(double p) {
-  STD_TORCH_CHECK(p >= 0 && static_cast<float>(p) < 1, "dropout_p is ", p, ", expected at least 0 and below 1");
-  return static_cast<float>(p);
-}
-
 void read_dropout(OptionalTensor bits, OptionalTensor rng_state, double p, const Inputs& inputs,
                   AttentionArguments& arguments) {
   STD_TORCH_CHECK(!rng_state, "the kernels take bits, and no rng_state");
@@ -332,58 +270,10 @@ void backward(const Tensor& dout, const Tensor& q, const Tensor& k, const Tensor
   run_backward(arguments, current_stream(device));
 }
 
-// Bits of dropout (csrc/dropout/mask.h) of `bits`' batch and heads; autograd.cpp gives the schema. Writes bits, but for
-// those that no pass looks at under the mask.
-void dropout_bits(Tensor bits, const Tensor& rng_state, double p, int64_t seqlen_q, int64_t seqlen_k,
-                  int64_t first_head, int64_t total_heads, int64_t first_query, int64_t first_key,
-                  bool of_flash_attention_2, int64_t rounds, bool causal, int64_t window_left, int64_t window_right,
-                  int64_t attention_chunk, int64_t sm_margin) {
-  STD_TORCH_CHECK(bits.is_cuda() && bits.dim() == 5, "bits must be a CUDA tensor of 5 dimensions");
-  const int32_t device = bits.get_device_index();
-  GeneratorArguments arguments{};
-  arguments.batch = to_int(bits.size(0), "batch");
-  arguments.heads = to_int(bits.size(1), "the number of heads");
-  check_bits(bits, arguments.batch, arguments.heads, device);
-  arguments.sequence = {to_int(seqlen_q, "seqlen_q"), to_int(seqlen_k, "seqlen_k")};
-  STD_TORCH_CHECK(seqlen_q < kUnbounded && seqlen_k < kUnbounded &&
-                      bits.size(2) == dropout::num_blocks(arguments.sequence.seqlen_q) &&
-                      bits.size(3) == dropout::num_blocks(arguments.sequence.seqlen_k),
-                  "bits must have a block for every 32 of ", seqlen_q, " queries and ", seqlen_k, " keys");
-  check_device(rng_state, "rng_state", device);
-  const int64_t rank = rng_state.dim();
-  STD_TORCH_CHECK(rng_state.scalar_type() == ScalarType::Long && rng_state.is_contiguous() &&
-                      (rank == 1 || (rank == 2 && rng_state.size(0) == arguments.batch)) &&
-                      rng_state.size(rank - 1) == 2,
-                  "rng_state must be contiguous int64 (2,) or (", arguments.batch, ", 2)");
-  STD_TORCH_CHECK(arguments.batch <= dropout::kMaxSequences && first_head >= 0 && total_heads <= dropout::kMaxHeads &&
-                      first_head + arguments.heads <= total_heads,
-                  "heads ", first_head, " to ", first_head + arguments.heads, " are not all of ", total_heads);
-  STD_TORCH_CHECK(first_query >= 0 && first_key >= 0 && first_query % dropout::kBlockRows == 0 &&
-                      first_key % dropout::kBlockRows == 0 && first_query + seqlen_q < kUnbounded &&
-                      first_key + seqlen_k < kUnbounded,
-                  "first_query and first_key must be multiples of 32, got ", first_query, " and ", first_key);
-  arguments.bits = bits.data_ptr();
-  arguments.state = static_cast<const int64_t*>(rng_state.data_ptr());
-  arguments.state_of_sequence = rank == 2;
-  arguments.total_heads = static_cast<int>(total_heads);
-  arguments.first_head = static_cast<int>(first_head);
-  arguments.first_query = static_cast<int>(first_query);
-  arguments.first_key = static_cast<int>(first_key);
-  arguments.p = checked_probability(p);
-  arguments.of_flash_attention_2 = of_flash_attention_2;
-  arguments.rounds = static_cast<int>(rounds);
-  arguments.mask = mask_rule(causal, window_left, window_right, attention_chunk);
-  arguments.num_sms = usable_sms(device, sm_margin, "rng_state");
-  arguments.sm_margin = static_cast<int>(sm_margin);
-  const torch::stable::accelerator::DeviceGuard guard(device);
-  run_generator(arguments, current_stream(device));
-}
-
 }  // namespace
 }  // namespace dash_attn
 
 STABLE_TORCH_LIBRARY_IMPL(dash_attn_C, CUDA, library) {
   library.impl("forward", TORCH_BOX(&dash_attn::forward));
   library.impl("backward", TORCH_BOX(&dash_attn::backward));
-  library.impl("dropout_bits", TORCH_BOX(&dash_attn::dropout_bits));
 }

@@ -70,18 +70,23 @@ DASH_HOST_DEVICE constexpr Place place_of(int query, int key) {
           16 * digit(query, 0) + 8 * digit(key, 0) + 4 * digit(key, 4) + 2 * digit(key, 3) + digit(query, 3)};
 }
 
+// How many calls of Philox a word of kBitSliced takes: none where all is kept, and where 16 divides the threshold the
+// last four planes cannot matter.
+DASH_HOST_DEVICE constexpr int calls_of_word(int threshold) {
+  return threshold == 256 ? 0 : threshold % 16 == 0 ? 1 : 2;
+}
+
 // Word `word` of block (I, J): bit e of plane k is the digit of weight 2^(7 - k) of the random byte u of element e, and
-// u < threshold is kept. Where 16 divides the threshold the last four planes cannot matter, and are not made.
-template <int kRounds>
-DASH_HOST_DEVICE constexpr uint32_t bit_sliced_word(Source const& source, uint32_t head, uint32_t I, uint32_t J,
-                                                    int word) {
+// u < threshold is kept. kCalls is calls_of_word(source.threshold).
+template <int kRounds, int kCalls>
+DASH_HOST_DEVICE constexpr uint32_t bit_sliced_word_of_calls(Source const& source, uint32_t head, uint32_t I,
+                                                             uint32_t J, int word) {
   auto const& [seed, offset] = source.state;
   PhiloxKey const key{{static_cast<uint32_t>(seed), static_cast<uint32_t>(seed >> 32 ^ offset >> 32)}};
-  if (source.threshold == 256) return ~uint32_t{0};
-  int const calls = source.threshold % 16 == 0 ? 1 : 2;
+  if (kCalls == 0) return ~uint32_t{0};
   uint32_t less = 0;
   // From the last digit to the first: whether what has been looked at of u is less than the same of the threshold.
-  for (int call = calls - 1; call >= 0; --call) {
+  for (int call = kCalls - 1; call >= 0; --call) {
     PhiloxCounter const counter{{kBlockCalls * J + static_cast<uint32_t>(kWordCalls * word + call), I,
                                  kMaxHeads * source.sequence + head, static_cast<uint32_t>(offset)}};
     PhiloxCounter const planes = philox4x32<kRounds>(counter, key);
@@ -92,6 +97,19 @@ DASH_HOST_DEVICE constexpr uint32_t bit_sliced_word(Source const& source, uint32
     }
   }
   return less;
+}
+
+template <int kRounds>
+DASH_HOST_DEVICE constexpr uint32_t bit_sliced_word(Source const& source, uint32_t head, uint32_t I, uint32_t J,
+                                                    int word) {
+  switch (calls_of_word(source.threshold)) {
+    case 0:
+      return bit_sliced_word_of_calls<kRounds, 0>(source, head, I, J, word);
+    case 1:
+      return bit_sliced_word_of_calls<kRounds, 1>(source, head, I, J, word);
+    default:
+      return bit_sliced_word_of_calls<kRounds, 2>(source, head, I, J, word);
+  }
 }
 
 // The same word in FlashAttention-2's mapping: each half is one call of Philox, whose 16 bytes are random numbers of

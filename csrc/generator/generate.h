@@ -1,69 +1,18 @@
-// Bits of dropout on the GPU: a warp makes lines of one block of queries, a lane one word of each.
+// The kernel that makes the bits of dropout and does nothing else.
 #pragma once
 
-#include <cstdint>
-
-#include "../config/tile_shapes.h"
-#include "../dropout/mask.h"
-#include "../schedule/mask.h"
+#include "lines.h"
 
 namespace dash_attn::dropout {
 
 inline constexpr int kGeneratorThreads = 256;
-inline constexpr int kLinesOfUnit = 16;  // that a warp makes at a time
-
-// The backward looks at all pairs of a tile of which it sees one: for a value of V that is not finite the bits of the
-// others count too. A pair that nobody sees is no further from one that is seen than so many queries, and keys.
-inline constexpr int kReach = 127;
-constexpr bool reaches_no_further(int qk, int v) {
-  const TileShape tile = backward_tile_shape({qk, v});
-  return tile.query <= kReach + 1 && tile.key <= kReach + 1;
-}
-static_assert(reaches_no_further(64, 64) && reaches_no_further(96, 96) && reaches_no_further(128, 128) &&
-              reaches_no_further(192, 128) && reaches_no_further(192, 192) && reaches_no_further(256, 256));
-
-struct GeneratorParams {
-  uint32_t* words;        // [sequence][head][block of queries][block of keys][kBlockWords]
-  const uint64_t* state;  // seed and offset, or those of each sequence
-  bool state_of_sequence;
-  int batch, heads, query_blocks, key_blocks;
-  // Where the call's bits lie among all that there are.
-  int total_heads, first_head, first_query_block, first_key_block;
-  int threshold;
-  Mask mask;  // lines beyond the reach of a pair that is seen are not made; of the call's own rows
-};
 
 template <Mapping kMapping, int kRounds>
 __global__ void __launch_bounds__(kGeneratorThreads) generator_kernel(const GeneratorParams params) {
-  const int units_of_row = ceil_div(params.key_blocks, kLinesOfUnit);
-  const int64_t units = int64_t(params.batch) * params.heads * params.query_blocks * units_of_row;
+  const int64_t units = params.units();
   const int64_t warps = int64_t(gridDim.x) * (kGeneratorThreads / 32);
-  const int word = threadIdx.x % 32;
-  for (int64_t unit = int64_t(blockIdx.x) * (kGeneratorThreads / 32) + threadIdx.x / 32; unit < units; unit += warps) {
-    const int64_t row = unit / units_of_row;
-    const int first_of_unit = int(unit % units_of_row) * kLinesOfUnit;
-    const int64_t of_sequence = row / params.query_blocks;
-    const int query_block = int(row % params.query_blocks);
-    const int head = int(of_sequence % params.heads), sequence = int(of_sequence / params.heads);
-    const int first_query = query_block * kBlockRows;
-    const int first_near = max_int(0, first_query - kReach);
-    const int last_near = min_int(first_query + kBlockRows + kReach, params.mask.sequence.seqlen_q) - 1;
-    const int first_key = max_int(0, params.mask.keys_of(first_near).first - kReach);
-    const int end_key = params.mask.keys_of(last_near).end() + kReach;
-    const int first = max_int(first_of_unit, first_key / kBlockRows);
-    const int end = min_int(min_int(first_of_unit + kLinesOfUnit, params.key_blocks), ceil_div(end_key, kBlockRows));
-    const uint64_t* const state = params.state + (params.state_of_sequence ? 2 * int64_t(sequence) : 0);
-    const Source source{{state[0], state[1]},
-                        params.state_of_sequence ? 0u : uint32_t(sequence),
-                        uint32_t(params.total_heads),
-                        params.threshold};
-    uint32_t* const words = params.words + row * params.key_blocks * kBlockWords + word;
-    for (int block = first; block < end; ++block) {
-      words[int64_t(block) * kBlockWords] = mask_word<kMapping, kRounds>(
-          source, uint32_t(params.first_head + head), uint32_t(params.first_query_block + query_block),
-          uint32_t(params.first_key_block + block), word);
-    }
-  }
+  int64_t unit = int64_t(blockIdx.x) * (kGeneratorThreads / 32) + threadIdx.x / 32;
+  for (; unit < units; unit += warps) { make_lines<kMapping, kRounds, 1>(params, unit, threadIdx.x % 32); }
 }
 
 }  // namespace dash_attn::dropout

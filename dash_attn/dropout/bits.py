@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import operator
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -93,6 +94,12 @@ class DropoutBits:
     total_heads: int
     first_query: int
     first_key: int
+    causal: bool = False
+    window_size: tuple[int, int] = (-1, -1)
+    attention_chunk: int = 0
+    keep_bits: bool = True
+    """Whether a call of attention that is given these keeps them for its backward. If not, it keeps the state, and the
+    backward makes them again."""
 
     @property
     def batch(self) -> int:
@@ -102,8 +109,14 @@ class DropoutBits:
     def heads(self) -> int:
         return self.bits.shape[1]
 
+    @property
+    def is_of_every_pair(self) -> bool:
+        """Whether they were made for a mask under which every query sees every key, and so serve any."""
+        return not self.causal and self.window_size == (-1, -1) and self.attention_chunk == 0
+
     def mask(self) -> Tensor:
-        """bool (batch, heads, seqlen_q, seqlen_k): True is kept."""
+        """bool (batch, heads, seqlen_q, seqlen_k): True is kept. Anything where the mask that the bits were made for
+        lets no query see the key."""
         return layout.unpack(self.bits, self.seqlen_q, self.seqlen_k)
 
 
@@ -118,7 +131,44 @@ def keep_probability(p: float) -> float:
     return _compiled.dropout_threshold(as_probability("p", p)) / 256
 
 
-def dropout_bits(
+@dataclasses.dataclass(frozen=True, eq=False)
+class Request:
+    """A call that makes bits, once its arguments are known to be right: those of `dropout_bits`, by their names."""
+
+    state: DropoutState
+    p: float
+    batch: int
+    heads: int
+    seqlen_q: int
+    seqlen_k: int
+    mapping: str
+    rounds: int
+    first_head: int
+    total_heads: int
+    first_query: int
+    first_key: int
+    causal: bool
+    window_size: tuple[int, int]
+    attention_chunk: int
+    keep_bits: bool
+    sm_margin: int
+
+    @property
+    def sizes(self) -> dict[str, Any]:
+        """What `layout.generate` is told besides the state."""
+        names = (
+            "p", "batch", "heads", "seqlen_q", "seqlen_k", "first_head", "total_heads", "first_query", "first_key",
+            "mapping", "rounds", "causal", "attention_chunk", "sm_margin",
+        )  # fmt: skip
+        left, right = self.window_size
+        return {name: getattr(self, name) for name in names} | {"window_left": left, "window_right": right}
+
+    def result(self, bits: Tensor) -> DropoutBits:
+        names = (field.name for field in dataclasses.fields(DropoutBits) if field.name != "bits")
+        return DropoutBits(bits, **{name: getattr(self, name) for name in names})
+
+
+def checked_request(
     state: DropoutState,
     *,
     p: float,
@@ -126,35 +176,22 @@ def dropout_bits(
     heads: int,
     seqlen_q: int,
     seqlen_k: int,
-    mapping: str = layout.DEFAULT_MAPPING,
-    rounds: int = layout.DEFAULT_ROUNDS,
-    first_head: int = 0,
-    total_heads: int | None = None,
-    first_query: int = 0,
-    first_key: int = 0,
-    sm_margin: int = 0,
-) -> DropoutBits:
-    """What dropout keeps, a bit for each query and key of every query head: batch * heads * seqlen_q * seqlen_k / 8 B.
-
-    A bit depends on the state, p, the mapping, the rounds, the sequence's number and the places of its head, query and
-    key in the whole, and on no other argument. Of a pack the lengths are those of the longest sequence, whose rows
-    past their own lengths shorter ones leave unused.
-
-    Args:
-        state: where the bits come from; of shape (batch, 2) it has `batch` rows. The bits are on its device.
-        p: the probability of dropping an element, from 0 to below 1 in fp32; see `keep_probability`.
-        batch, heads, seqlen_q, seqlen_k: sequences and query heads, at most 65,536 each, and rows of a sequence, below
-            2^30 each.
-        mapping: one of `MAPPINGS`. "flash_attention_2" depends on total_heads, and takes 7 rounds and nothing else.
-        rounds: one of `ROUNDS`.
-        first_head, total_heads: which query heads of the whole model these are, for one of several shards of them.
-            Default: all of them.
-        first_query, first_key: likewise, of the rows of a sequence; multiples of 32.
-        sm_margin: on a GPU, the number of SMs to leave to other kernels. Changes no bits.
+    mapping: str,
+    rounds: int,
+    first_head: int,
+    total_heads: int | None,
+    first_query: int,
+    first_key: int,
+    causal: bool,
+    window_size: tuple[int | None, int | None],
+    attention_chunk: int | None,
+    keep_bits: bool,
+    sm_margin: int,
+) -> Request:
+    """The arguments of `dropout_bits`, of the types that the ops take.
 
     Raises:
-        NotImplementedError: the state is not on the CPU.
-        TypeError, ValueError: an argument is of a wrong type or out of its range.
+        NotImplementedError, TypeError, ValueError: as `dropout_bits`.
     """
     if not isinstance(state, DropoutState):
         raise TypeError(f"state must be a DropoutState, got {type(state).__name__}")
@@ -174,16 +211,86 @@ def dropout_bits(
         raise ValueError(f"rounds must be one of {', '.join(map(str, ROUNDS))}, got {rounds!r}")
     if mapping == "flash_attention_2" and rounds != 7:
         raise ValueError(f"rounds must be 7 with mapping='flash_attention_2', as FlashAttention-2 has, got {rounds}")
+    causal = checks.as_flag("causal", causal)
+    window_size = checks.as_window(window_size)
+    attention_chunk = checks.as_attention_chunk(attention_chunk)
+    keep_bits = checks.as_flag("keep_bits", keep_bits)
+    where = {"first_head": first_head, "total_heads": total_heads, "first_query": first_query, "first_key": first_key}
+    modes = {"mapping": mapping, "rounds": rounds, **where}
+    of_default = {"mapping": layout.DEFAULT_MAPPING, "rounds": layout.DEFAULT_ROUNDS, "first_head": 0}
+    of_default |= {"total_heads": heads, "first_query": 0, "first_key": 0}
+    for name, value in modes.items():
+        if not keep_bits and value != of_default[name]:
+            raise ValueError(
+                f"keep_bits must be True with {name}={value!r} (the backward makes bits again of "
+                f"{name}={of_default[name]!r} alone), got False"
+            )
     states = state.rng_state
     if states.dim() == 2 and states.shape[0] != batch:
         raise ValueError(f"state must have one row for each of the {batch} sequences, got {states.shape[0]}")
     if states.device.type not in ("cpu", "cuda"):
         raise NotImplementedError(f"state must be on the CPU or a CUDA device, got {states.device}")
     sm_margin = checks.as_sm_margin(sm_margin)
-    where = {"first_head": first_head, "total_heads": total_heads, "first_query": first_query, "first_key": first_key}
-    sizes = {"batch": batch, "heads": heads, "seqlen_q": seqlen_q, "seqlen_k": seqlen_k}
-    bits = layout.generate(states, p=p, **sizes, **where, mapping=mapping, rounds=rounds, sm_margin=sm_margin)
-    return DropoutBits(bits, state, p, seqlen_q, seqlen_k, mapping, rounds, **where)
+    mask = {"causal": causal, "window_size": window_size, "attention_chunk": attention_chunk}
+    return Request(
+        state, p, batch, heads, seqlen_q, seqlen_k, **modes, **mask, keep_bits=keep_bits, sm_margin=sm_margin
+    )
+
+
+def dropout_bits(
+    state: DropoutState,
+    *,
+    p: float,
+    batch: int,
+    heads: int,
+    seqlen_q: int,
+    seqlen_k: int,
+    mapping: str = layout.DEFAULT_MAPPING,
+    rounds: int = layout.DEFAULT_ROUNDS,
+    first_head: int = 0,
+    total_heads: int | None = None,
+    first_query: int = 0,
+    first_key: int = 0,
+    causal: bool = False,
+    window_size: tuple[int | None, int | None] = (-1, -1),
+    attention_chunk: int | None = 0,
+    keep_bits: bool = True,
+    sm_margin: int = 0,
+) -> DropoutBits:
+    """What dropout keeps, a bit for each query and key of every query head: batch * heads * seqlen_q * seqlen_k / 8 B.
+
+    A bit depends on the state, p, the mapping, the rounds, the sequence's number and the places of its head, query and
+    key in the whole, and on no other argument. Of a pack the lengths are those of the longest sequence, whose rows
+    past their own lengths shorter ones leave unused.
+
+    Args:
+        state: where the bits come from; of shape (batch, 2) it has `batch` rows. The bits are on its device.
+        p: the probability of dropping an element, from 0 to below 1 in fp32; see `keep_probability`.
+        batch, heads, seqlen_q, seqlen_k: sequences and query heads, at most 65,536 each, and rows of a sequence, below
+            2^30 each.
+        mapping: one of `MAPPINGS`. "flash_attention_2" depends on total_heads, and takes 7 rounds and nothing else.
+        rounds: one of `ROUNDS`.
+        first_head, total_heads: which query heads of the whole model these are, for one of several shards of them.
+            Default: all of them.
+        first_query, first_key: likewise, of the rows of a sequence; multiples of 32.
+        causal, window_size, attention_chunk: the mask of the attention to come, as `flash_attn_func` takes it. Blocks
+            of bits that no query sees under it are left out, and hold anything: a causal mask saves half. Such bits go
+            with sequences of just these lengths, no pack, and a mask that hides as much at least. Default: all bits.
+        keep_bits: whether attention that is given these keeps them for its backward. If False it keeps the state, 16
+            bytes, and its backward makes the bits again; that takes the default mapping and rounds, all heads, and no
+            first_query nor first_key.
+        sm_margin: on a GPU, the number of SMs to leave to other kernels. Changes no bits.
+
+    Raises:
+        NotImplementedError: the state is not on the CPU.
+        TypeError, ValueError: an argument is of a wrong type or out of its range.
+    """
+    request = checked_request(
+        state, p=p, batch=batch, heads=heads, seqlen_q=seqlen_q, seqlen_k=seqlen_k, mapping=mapping, rounds=rounds,
+        first_head=first_head, total_heads=total_heads, first_query=first_query, first_key=first_key, causal=causal,
+        window_size=window_size, attention_chunk=attention_chunk, keep_bits=keep_bits, sm_margin=sm_margin,
+    )  # fmt: skip
+    return request.result(layout.generate(state.rng_state, **request.sizes))
 
 
 def as_probability(name: str, p: object) -> float:

@@ -43,32 +43,80 @@ def checked_probability(dropout_p: object, dropout_bits: object, *, softmax_scal
 def keywords(
     p: float,
     dropout_bits: DropoutBits | None,
-    device: torch.device,
+    named: Mapping[str, Tensor],
+    num_heads_q: int | None,
+    *,
+    mask: tuple[bool, int, int, int],
+    is_pack: bool,
     max_seqlens: Mapping[str, int | Tensor] | None,
 ) -> dict[str, object]:
-    """Those of the ops, none where p is 0. A state is drawn where there are no bits.
+    """Those of the ops, none where p is 0. A state is drawn where there are no bits. With bits that are not to be kept
+    goes their state, of which the backward makes them again.
 
     Args:
         p: from `checked_probability`.
         dropout_bits: as in `flash_attn_func`.
-        device: of the call's tensors.
+        named, num_heads_q: as in `signed_probabilities`.
+        mask: causal, the window's sides and attention_chunk.
+        is_pack: whether named are rows of a pack.
         max_seqlens: of a pack, the most rows that one of its sequences has, by the names of the arguments.
 
     Raises:
         TypeError: a length of max_seqlens is needed and a tensor.
+        ValueError: the bits were made for another mask, or under a mask for other lengths.
     """
     if p == 0:
         return {}
+    given: dict[str, object] = {"dropout_p": p}
     if dropout_bits is not None:
-        return {"dropout_bits": dropout_bits.bits, "dropout_p": p}
-    longest: dict[str, int] = {}
+        # Of wrong ranks the op says what is wrong.
+        if not dropout_bits.is_of_every_pair and (is_pack or all(x.dim() >= 4 for x in named.values())):
+            _check_mask_of_bits(dropout_bits, named, num_heads_q, mask, is_pack=is_pack)
+        given["dropout_bits"] = dropout_bits.bits
+        if dropout_bits.keep_bits:
+            return given
     for name, length in (max_seqlens or {}).items():
         # Nobody reads a tensor: that would wait for the GPU.
         if isinstance(length, Tensor):
             raise TypeError(f"{name} must be an int with dropout_p above 0, got {checks.describe(length)}")
         is_as_the_op_takes_it = type(length) is int or isinstance(length, torch.SymInt)
-        longest[name] = length if is_as_the_op_takes_it else operator.index(length)
-    return {"rng_state": DropoutState.draw(device).rng_state, "dropout_p": p, **longest}
+        given[name] = length if is_as_the_op_takes_it else operator.index(length)
+    state = DropoutState.draw(next(iter(named.values())).device) if dropout_bits is None else dropout_bits.state
+    return {**given, "rng_state": state.rng_state}
+
+
+def _check_mask_of_bits(
+    bits: DropoutBits,
+    named: Mapping[str, Tensor],
+    num_heads_q: int | None,
+    mask: tuple[bool, int, int, int],
+    *,
+    is_pack: bool,
+) -> None:
+    """Raises ValueError where the call sees a pair whose bit was left out."""
+
+    def described(mask: tuple[bool, int, int, int]) -> str:
+        causal, left, right, chunk = mask
+        return f"causal={causal}, window_size={(left, right)}, attention_chunk={chunk}"
+
+    own = (bits.causal, *bits.window_size, bits.attention_chunk)
+    # Each limit of the bits' must be one of the call's.
+    (_, *own_limits), (_, *limits) = (
+        (causal, left, 0 if causal else right, chunk or -1) for causal, left, right, chunk in (own, mask)
+    )
+    if any(of_bits not in (-1, of_call) for of_bits, of_call in zip(own_limits, limits)):
+        raise ValueError(
+            f"dropout_bits must be made for the mask of the call, {described(mask)}, or for none, got bits of "
+            f"{described(own)}"
+        )
+    if is_pack:
+        raise ValueError(f"dropout_bits must be made without a mask for a pack, got bits of {described(own)}")
+    lengths = tuple(x.shape[1] for x in _queries_and_keys(named, num_heads_q))
+    if lengths != (bits.seqlen_q, bits.seqlen_k):
+        raise ValueError(
+            f"dropout_bits that were made for a mask must be of the call's {lengths[0]} queries and {lengths[1]} keys, "
+            f"got bits of {bits.seqlen_q} and {bits.seqlen_k}"
+        )
 
 
 def signed_probabilities(

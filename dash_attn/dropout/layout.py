@@ -54,23 +54,28 @@ def generate(
     mapping: str,
     rounds: int,
     first_sequence: int = 0,
+    causal: bool = False,
+    window_left: int = -1,
+    window_right: int = -1,
+    attention_chunk: int = 0,
     sm_margin: int = 0,
+    out: Tensor | None = None,
 ) -> Tensor:
     """The bits of `dash_attn.dropout.dropout_bits`, whose arguments these are, on the device of the state.
 
-    `first_sequence`, on the CPU alone, is the number of the first sequence, where they share one state.
+    `first_sequence`, on the CPU alone, is the number of the first sequence, where they share one state. On the CPU no
+    bits are left out. `out`, of their shape, is written and returned where it is given.
     """
     shares_one = rng_state.dim() == 1
     shape = shape_of(batch, heads, seqlen_q, seqlen_k)
-    bits = torch.empty(shape, dtype=torch.uint8, device=rng_state.device)
+    bits = torch.empty(shape, dtype=torch.uint8, device=rng_state.device) if out is None else out
     if bits.numel() == 0:
         return bits
     if rng_state.device.type == "cuda":
         assert first_sequence == 0
-        every_key = (False, -1, -1, 0)
         torch.ops.dash_attn_C.dropout_bits(
             bits, rng_state.contiguous(), p, seqlen_q, seqlen_k, first_head, total_heads, first_query, first_key,
-            mapping == "flash_attention_2", rounds, *every_key, sm_margin,
+            mapping == "flash_attention_2", rounds, causal, window_left, window_right, attention_chunk, sm_margin,
         )  # fmt: skip
         return bits
     states = rng_state.tolist()
