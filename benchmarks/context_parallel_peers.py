@@ -222,10 +222,11 @@ def torch_attention_on_cpu() -> None:
     """A trial on CPUs has our reference in place of the kernels that torch has on GPUs."""
     import dash_attn.integrations.torch as door
 
-    def attention(query: Tensor, key: Tensor, value: Tensor, is_causal: bool = False) -> Tensor:
+    # torch's context parallelism replaces a function by its name.
+    def scaled_dot_product_attention(query: Tensor, key: Tensor, value: Tensor, is_causal: bool = False) -> Tensor:
         return torch.ops.aten._scaled_dot_product_flash_attention(query, key, value, 0.0, is_causal)[0]
 
-    F.scaled_dot_product_attention = attention
+    F.scaled_dot_product_attention = scaled_dot_product_attention
     door.activate(device_types=["cpu"], fallback="error")
 
 
