@@ -56,7 +56,7 @@ def run(fault: str, rank: int) -> None:
         time.sleep(2.5 * TIMEOUT_S)
     if wrong and fault == "dies between":
         # After the ranks have agreed on the call, before it sends its part.
-        ulysses.exchange_pieces = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+        ulysses.exchange = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
     out = context_parallel_attention(q, k, v, **options)
     if wrong and fault == "dies before the backward":
         os.kill(os.getpid(), signal.SIGKILL)
