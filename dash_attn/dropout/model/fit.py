@@ -1,0 +1,217 @@
+"""The model's constants from microbenchmarks, which `benchmarks.dropout_model` makes.
+
+Nothing here looks at the rows of blocks that the model is judged by (judge.py). All functions are pure.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import statistics
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+from .formulas import (
+    DATA_SHEET,
+    MACHINES,
+    PEAK_TFLOPS,
+    UNMEASURED,
+    Figure,
+    Machine,
+    Settings,
+    fused_rate,
+    generator_rate,
+    together,
+    use_time,
+)
+
+Result = Mapping[str, Any]
+"""A file of `benchmarks.dropout_model`: `meta`, and lists of rows."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Fitted:
+    """The machine that was measured, and what else the model needs."""
+
+    machine: Machine
+    settings: Settings
+    efficiencies: Mapping[tuple[int, int], Figure]
+    """Of the generator, by rounds and planes."""
+
+    def settings_of(self, rounds: int, planes: int) -> Settings:
+        """The settings for a generator; what no generator of these rounds and planes has shown, the others' median
+        says."""
+        known = self.efficiencies.get((rounds, planes))
+        if known is None and self.efficiencies:
+            middle = statistics.median(figure.value for figure in self.efficiencies.values())
+            known = Figure(middle, f"{UNMEASURED}: the median of other rounds and planes")
+        changes = {} if known is None else {"generator_efficiency": known}
+        return dataclasses.replace(self.settings, rounds=rounds, planes=planes, **changes)
+
+    def on(self, name: str) -> Machine:
+        """Another machine of MACHINES: its own SMs, clock and peak, the measured one's rates for each of them."""
+        other, source = MACHINES[name], f"{UNMEASURED}: as on the {self.machine.name}"
+        peaks = PEAK_TFLOPS[name] / PEAK_TFLOPS.get(self.machine.name, PEAK_TFLOPS["h200"])
+        lanes = {
+            field: Figure(getattr(self.machine, field).value, source)
+            for field in ("imad_wide_lanes", "logic_lanes", "issue_lanes")
+        }
+        gemms = Figure(
+            float(f"{self.machine.gemm_tflops.value * peaks:.4g}"), f"{UNMEASURED}: the share of the peak is taken"
+        )
+        return dataclasses.replace(other, gemm_tflops=gemms, **lanes)
+
+
+def line(points: Iterable[tuple[float, float]]) -> tuple[float, float]:
+    """(start, slope) of y = start + slope x with the least sum of squares of relative errors.
+
+    Raises:
+        ValueError: there are not two different x, or a y is not above 0.
+    """
+    points = list(points)
+    if len({x for x, _ in points}) < 2 or min(y for _, y in points) <= 0:
+        raise ValueError(f"points must have two different x at least and every y above 0, got {points}")
+    weights = [1 / y**2 for _, y in points]
+    total = sum(weights)
+    mean_x = sum(w * x for w, (x, _) in zip(weights, points)) / total
+    mean_y = sum(w * y for w, (_, y) in zip(weights, points)) / total
+    spread = sum(w * (x - mean_x) ** 2 for w, (x, _) in zip(weights, points))
+    slope = sum(w * (x - mean_x) * (y - mean_y) for w, (x, y) in zip(weights, points)) / spread
+    return mean_y - slope * mean_x, slope
+
+
+def proportion(points: Iterable[tuple[float, float, float]]) -> float:
+    """The s with which s x explains y best, of (x, y, what an error of y is relative to)."""
+    points = list(points)
+    return sum(x * y / w**2 for x, y, w in points) / sum(x * x / w**2 for x, _, w in points)
+
+
+def interference(pairs: Sequence[tuple[float, float, float]], fork: float = 0.0) -> tuple[float, float]:
+    """(a, b) that predict best, by `together`, what a GEMM and a generator take that run at once.
+
+    Args:
+        pairs: seconds of (the GEMM alone, the generator alone, both on two streams).
+        fork: seconds that two streams take beside.
+
+    Returns:
+        Shares, from 0 to 4, to about 0.001. Where the two only run one behind the other, a b = 1, which a = b = 1 says.
+    """
+
+    def error(a: float, b: float) -> float:
+        squares = ((together(t, r, a, b) + fork - both) ** 2 / both**2 for t, r, both in pairs)
+        return sum(squares) + 1e-9 * (a - b) ** 2
+
+    best, step = (0.0, 0.0), 0.25
+    best = min(((a * step, b * step) for a in range(17) for b in range(17)), key=lambda at: error(*at))
+    while step > 1e-3:
+        step /= 2
+        near = [(best[0] + i * step, best[1] + j * step) for i in range(-3, 4) for j in range(-3, 4)]
+        best = min((at for at in near if min(at) >= 0), key=lambda at: error(*at))
+    return best
+
+
+def planes_of(p: float) -> int:
+    """Binary digits that the threshold of p has, which are made in calls of 4."""
+    from ..bits import keep_probability
+
+    return 4 if round(256 * keep_probability(p)) % 16 == 0 else 8
+
+
+def fitted(result: Result, name: str) -> Fitted:
+    """The constants of a result.
+
+    Args:
+        result: of `benchmarks.dropout_model`. A part that is missing leaves its constants as they are, labelled so.
+        name: of the file, for the sources.
+    """
+    source = f"measured: {name}"
+    machine = _machine(result, source)
+    settings = Settings(planes=planes_of(result["meta"]["p"]))
+    generators = _by(result.get("generator", ()), lambda row: (row["rounds"], row["planes"]))
+    starts, efficiencies = [], {}
+    for (rounds, planes), rows in generators.items():
+        if len({row["elements"] for row in rows}) < 2:
+            continue
+        start, slope = line((row["elements"], 1e-3 * row["ms"]) for row in rows)
+        ideal = dataclasses.replace(settings, rounds=rounds, planes=planes, generator_efficiency=Figure(1.0, ""))
+        efficiency = 1 / slope / generator_rate(machine, ideal)
+        efficiencies[rounds, planes] = Figure(efficiency, f"{source}: over sizes, {rounds} rounds, {planes} planes")
+        starts.append(1e6 * start)
+    changes: dict[str, Figure] = {}
+    if starts:
+        changes["generator_start_us"] = Figure(statistics.median(starts), f"{source}: over sizes")
+    for row in result.get("overheads", ()):
+        changes[f"{row['of']}_us"] = Figure(row["us"], f"{source}: {row['how']}")
+    pairs = [
+        tuple(1e-3 * row[key] for key in ("gemm_ms", "generator_ms", "both_ms")) for row in result.get("pairs", ())
+    ]
+    if pairs:
+        fork = 1e-6 * changes.get("fork_us", settings.fork_us).value
+        a, b = interference([(t, r, both) for t, r, both in pairs], fork)
+        for field, value in (("gemm_slowdown", a), ("generator_slowdown", b)):
+            changes[field] = Figure(round(value, 3), f"{source}: {len(pairs)} pairs on two streams")
+    settings = dataclasses.replace(settings, **changes)
+    for rows, backward in ((_of_pass(result, "forward"), False), (_of_pass(result, "backward"), True)):
+        settings = dataclasses.replace(settings, **_of_attention(rows, machine, settings, source, backward))
+    known = Fitted(machine, settings, efficiencies)
+    return dataclasses.replace(known, settings=known.settings_of(settings.rounds, settings.planes))
+
+
+def _machine(result: Result, source: str) -> Machine:
+    meta = result["meta"]
+    gpu = (meta.get("gpu") or "CPU, which means nothing").lower()
+    name = next((name for name in MACHINES if name in gpu), gpu)
+    known = MACHINES.get(name, MACHINES["h200"])
+    changes: dict[str, Any] = {"name": name}
+    if meta.get("sms"):
+        changes["sms"] = Figure(meta["sms"], DATA_SHEET)
+    gemms = result.get("gemm", ())
+    if gemms:
+        flops, ms = sum(row["flops"] for row in gemms), sum(row["ms"] for row in gemms)
+        changes["gemm_tflops"] = Figure(float(f"{1e-9 * flops / ms:.4g}"), f"{source}: {len(gemms)} GEMMs together")
+        clocks = [row["mhz"] for row in gemms if row.get("mhz")]
+        if clocks:
+            changes["clock_ghz"] = Figure(round(1e-3 * statistics.median(clocks), 3), f"{source}: during GEMMs")
+    fields = {"imad.wide": "imad_wide_lanes", "lop3": "logic_lanes"}
+    for row in result.get("instructions", ()):
+        if row["instruction"] in fields:
+            lanes = round(row["lanes"], 1)
+            changes[fields[row["instruction"]]] = Figure(lanes, f"{source}: {row['instruction']} alone")
+    return dataclasses.replace(known, **changes)
+
+
+def _of_pass(result: Result, pass_: str) -> list[Result]:
+    return [row for row in result.get("attention", ()) if row["pass"] == pass_]
+
+
+def _of_attention(
+    rows: Sequence[Result], machine: Machine, settings: Settings, source: str, backward: bool
+) -> dict[str, Figure]:
+    """What stored bits cost, and what making random numbers inside costs a peer."""
+    found: dict[str, Figure] = {}
+    ours = [row for row in rows if row.get("plain_ms") and row.get("bits_ms")]
+    if ours:
+        field = "backward_use" if backward else "forward_use"
+        one = dataclasses.replace(settings, exposed_use=Figure(1.0, ""), **{field: Figure(1.0, "")})
+        instructions = proportion(
+            (use_time(row["pairs"], machine, one, backward=backward), 1e-3 * (row["bits_ms"] - row["plain_ms"]),
+             1e-3 * row["plain_ms"]) for row in ours
+        )  # fmt: skip
+        found[field] = Figure(round(instructions, 3), f"{source}: exposed instructions an element, {len(ours)} shapes")
+        found["exposed_use"] = Figure(1.0, f"{source}: the instructions are those exposed")
+    theirs = [row for row in rows if row.get("fa2_ms") and row.get("fa2_dropout_ms")]
+    if theirs:
+        field = "hidden_in_backward" if backward else "hidden_in_attention"
+        exposed = proportion(
+            (row["pairs"] / fused_rate(machine, settings), 1e-3 * (row["fa2_dropout_ms"] - row["fa2_ms"]),
+             1e-3 * row["fa2_ms"]) for row in theirs
+        )  # fmt: skip
+        what = "f of torch's FlashAttention-2; below 0: dearer than counted"
+        found[field] = Figure(round(1 - exposed, 3), f"{source}: {what}, {len(theirs)} shapes")
+    return found
+
+
+def _by(rows: Iterable[Result], key: Callable[[Result], tuple[int, int]]) -> dict[tuple[int, int], list[Result]]:
+    groups: dict[tuple[int, int], list[Result]] = {}
+    for row in rows:
+        groups.setdefault(key(row), []).append(row)
+    return groups
