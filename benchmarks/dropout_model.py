@@ -393,7 +393,8 @@ def main(argv: list[str] | None = None) -> int:
         fitted = model.fitted(recording.result, arguments.json.name if arguments.json else "this run")
         print("\n" + model.report(recording.result, fitted))
         if arguments.png:
-            model.draw_judged(arguments.png, model.every(recording.result, fitted), "predicted / measured")
+            found = model.every(recording.result, fitted)
+            model.draw_judged(arguments.png, found, model.title(recording.result))
     except Exception as error:  # parts that failed may leave too little; what was measured is in the file
         bench.failures.append(f"the report: {type(error).__name__}: {error}")
     for line in bench.failures:

@@ -13,7 +13,7 @@ them, each with its source. `--measured FILE` takes them from a result of `bench
 predict beside its rows.
 """
 
-from .command import main, read, report
+from .command import PACKAGED, main, read, report, title
 from .fit import Fitted, fitted, interference, line, planes_of, proportion
 from .formulas import (
     BLOCKS,
@@ -37,6 +37,7 @@ from .picture import draw_judged
 __all__ = [
     "BLOCKS",
     "MACHINES",
+    "PACKAGED",
     "WITHIN",
     "Block",
     "Figure",
@@ -62,6 +63,7 @@ __all__ = [
     "report",
     "rows",
     "times",
+    "title",
     "together",
     "verdict",
 ]

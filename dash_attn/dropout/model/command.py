@@ -63,14 +63,19 @@ def read(path: pathlib.Path) -> dict[str, Any]:
     return result
 
 
+def title(result: Mapping[str, Any]) -> str:
+    """Of a picture of the result."""
+    return f"{result['meta'].get('gpu')}, commit {str(result['meta'].get('commit'))[:12]}: predicted / measured"
+
+
 def report(result: Mapping[str, Any], fitted: fit.Fitted) -> str:
     """In Markdown: predicted beside measured for every row, what is gained, the constants, what they say of others."""
     meta = result["meta"]
     found = judge.every(result, fitted)
     parts = [
         f"Measured: {meta.get('gpu')}, CUDA {meta.get('cuda')}, torch {meta.get('torch')}, "
-        f"commit {meta.get('commit')}, p = {meta['p']}, causal. Predicted / measured milliseconds. Of a block each GEMM "
-        "and attention without dropout are given, as they were measured alone:",
+        f"commit {meta.get('commit')}, p = {meta['p']}, causal. Predicted / measured milliseconds. Of a block each "
+        "GEMM and attention without dropout are given, as they were measured alone:",
         judge.table(found),
         judge.verdict(found),
         "What is gained, as ratios of measured times:",
@@ -202,10 +207,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         found = judge.every(result, fitted) if result and fitted else []
         if given.png and found:
             assert result is not None
-            title = (
-                f"{result['meta'].get('gpu')}, commit {str(result['meta'].get('commit'))[:12]}: predicted / measured"
-            )
-            picture.draw_judged(given.png, found, title)
+            picture.draw_judged(given.png, found, title(result))
         elif given.png:
             picture.draw(given.png, made)
     except (ValueError, KeyError, ImportError, OSError) as error:

@@ -44,14 +44,14 @@ class Fitted:
         if known is None and self.efficiencies:
             middle = statistics.median(figure.value for figure in self.efficiencies.values())
             known = Figure(middle, f"{UNMEASURED}: the median of other rounds and planes")
-        changes = {} if known is None else {"generator_efficiency": known}
+        changes: dict[str, Any] = {} if known is None else {"generator_efficiency": known}
         return dataclasses.replace(self.settings, rounds=rounds, planes=planes, **changes)
 
     def on(self, name: str) -> Machine:
         """Another machine of MACHINES: its own SMs, clock and peak, the measured one's rates for each of them."""
         other, source = MACHINES[name], f"{UNMEASURED}: as on the {self.machine.name}"
         peaks = PEAK_TFLOPS[name] / PEAK_TFLOPS.get(self.machine.name, PEAK_TFLOPS["h200"])
-        lanes = {
+        lanes: dict[str, Any] = {
             field: Figure(getattr(self.machine, field).value, source)
             for field in ("imad_wide_lanes", "logic_lanes", "issue_lanes")
         }
@@ -136,7 +136,7 @@ def fitted(result: Result, name: str) -> Fitted:
         efficiency = 1 / slope / generator_rate(machine, ideal)
         efficiencies[rounds, planes] = Figure(efficiency, f"{source}: over sizes, {rounds} rounds, {planes} planes")
         starts.append(1e6 * start)
-    changes: dict[str, Figure] = {}
+    changes: dict[str, Any] = {}
     if starts:
         changes["generator_start_us"] = Figure(statistics.median(starts), f"{source}: over sizes")
     for row in result.get("overheads", ()):
@@ -185,13 +185,14 @@ def _of_pass(result: Result, pass_: str) -> list[Result]:
 
 def _of_attention(
     rows: Sequence[Result], machine: Machine, settings: Settings, source: str, backward: bool
-) -> dict[str, Figure]:
+) -> dict[str, Any]:
     """What stored bits cost, and what making random numbers inside costs a peer."""
-    found: dict[str, Figure] = {}
+    found: dict[str, Any] = {}
     ours = [row for row in rows if row.get("plain_ms") and row.get("bits_ms")]
     if ours:
         field = "backward_use" if backward else "forward_use"
-        one = dataclasses.replace(settings, exposed_use=Figure(1.0, ""), **{field: Figure(1.0, "")})
+        changes: dict[str, Any] = {"exposed_use": Figure(1.0, ""), field: Figure(1.0, "")}
+        one = dataclasses.replace(settings, **changes)
         instructions = proportion(
             (use_time(row["pairs"], machine, one, backward=backward), 1e-3 * (row["bits_ms"] - row["plain_ms"]),
              1e-3 * row["plain_ms"]) for row in ours

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import statistics
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from .fit import Fitted, Result
@@ -180,21 +180,18 @@ def gains_table(found: Sequence[Mapping[str, Any]]) -> str:
 def elsewhere(fitted: Fitted, *, tokens: int = 16384, seqlens: Iterable[int] = LENGTHS) -> str:
     """What the constants predict for other machines, and for GEMMs twice as fast: over the blocks, the least and the
     most of a forward's ratios. Nothing of it was measured."""
-    named: dict[str, Callable[[], Any]] = {fitted.machine.name: lambda: fitted.machine}
-    named |= {name: (lambda name=name: fitted.on(name)) for name in MACHINES if name != fitted.machine.name}
-    twice = dataclasses.replace(
-        fitted.machine,
-        gemm_tflops=dataclasses.replace(fitted.machine.gemm_tflops, value=2 * fitted.machine.gemm_tflops.value),
-    )
-    named[f"{fitted.machine.name}, GEMMs twice as fast"] = lambda: twice
+    machines = {fitted.machine.name: fitted.machine}
+    machines |= {name: fitted.on(name) for name in MACHINES if name != fitted.machine.name}
+    gemms = fitted.machine.gemm_tflops
+    doubled = dataclasses.replace(gemms, value=2 * gemms.value)
+    machines[f"{fitted.machine.name}, GEMMs twice as fast"] = dataclasses.replace(fitted.machine, gemm_tflops=doubled)
     text = ["| predicted for | seqlen | sequential / overlapped | fused / overlapped |", "|---|---|---|---|"]
-    for name, machine in named.items():
+    for name, machine in machines.items():
         for seqlen in seqlens:
             whole = max(tokens // seqlen, 1) * seqlen
             ratios = []
             for block in BLOCKS.values():
-                arguments = dict(tokens=whole, causal=True, backward=False)
-                t = times(block, seqlen, machine(), fitted.settings, **arguments)
+                t = times(block, seqlen, machine, fitted.settings, tokens=whole, causal=True, backward=False)
                 ratios.append((t.sequential / t.overlapped, t.fused / t.overlapped))
             cells = [f"{min(column):.3f} to {max(column):.3f}" for column in zip(*ratios)]
             text.append(f"| {name} | {seqlen} | {' | '.join(cells)} |")
