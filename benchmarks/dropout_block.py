@@ -7,6 +7,7 @@ of its own, of random values, so that nothing depends on what ran before; togeth
 
 import dataclasses
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import torch
 
@@ -72,32 +73,37 @@ def gemm_calls(gemm: Gemm, device: torch.device, dtype: torch.dtype = torch.bflo
     return {"forward": lambda: torch.matmul(x, weight.mT, out=y), "backward": backward}
 
 
+class Made(NamedTuple):
+    """What the calls of `benchmarks.peers` look at of a DropoutBits."""
+
+    bits: torch.Tensor
+    state: dropout.DropoutState
+
+
 class Generator:
     """Makes bits into a tensor of its own, under the causal mask those that attention needs. On a CPU, where there is
     no such op, all of them."""
 
     def __init__(self, batch: int, heads: int, seqlen: int, p: float, device: torch.device, causal: bool = True):
         self.sizes = dict(batch=batch, heads=heads, seqlen_q=seqlen, seqlen_k=seqlen)
-        self._p, self._causal, self.state = p, causal, dropout.DropoutState.of(1, 2, device)
+        self.state = dropout.DropoutState.of(1, 2, device)
+        self.p, self.causal = p, causal
         shape = layout.shape_of(batch, heads, seqlen, seqlen)
         self._bits = torch.empty(shape, dtype=torch.uint8, device=device)
 
     def call(self, rounds: int = 7) -> Call:
         if self._bits.device.type != "cuda":
             return lambda: self._bits.copy_(
-                dropout.dropout_bits(self.state, p=self._p, rounds=rounds, **self.sizes).bits
+                dropout.dropout_bits(self.state, p=self.p, rounds=rounds, **self.sizes).bits
             )
         seqlen, heads = self.sizes["seqlen_q"], self.sizes["heads"]
-        numbers = self._p, seqlen, seqlen, 0, heads, 0, 0, False, rounds
-        mask = self._causal, -1, -1, 0
+        numbers = self.p, seqlen, seqlen, 0, heads, 0, 0, False, rounds
+        mask = self.causal, -1, -1, 0
         return lambda: torch.ops.dash_attn_C.dropout_bits(self._bits, self.state.rng_state, *numbers, *mask, 0)
 
-    def made(self, rounds: int = 7) -> dropout.DropoutBits:
+    def made(self) -> Made:
         """The bits, once `call` has run."""
-        seqlen, heads = self.sizes["seqlen_q"], self.sizes["heads"]
-        return dropout.DropoutBits(
-            self._bits, self.state, self._p, seqlen, seqlen, layout.DEFAULT_MAPPING, rounds, 0, heads, 0, 0
-        )
+        return Made(self._bits, self.state)
 
 
 def attention_calls(shape: Shape, generator: Generator, device: torch.device) -> dict[str, dict[str, Call]]:
@@ -156,10 +162,15 @@ def generating_linear(gemm: Gemm, generator: Generator, device: torch.device) ->
     function: Callable | None = getattr(dropout, "linear_with_dropout_bits", None)
     if function is None or device.type != "cuda" or gemm.batch > 1:
         return None
-    x = torch.randn(gemm.rows, gemm.depth, device=device).to(torch.bfloat16)
-    weight = (torch.randn(gemm.columns, gemm.depth, device=device) * gemm.depth**-0.5).to(torch.bfloat16)
-    options = dict(p=generator.made().p, **generator.sizes)
-    return lambda: function(x, weight, None, generator.state, **options)
+    x = torch.empty((gemm.rows, gemm.depth), dtype=torch.bfloat16, device=device).normal_()
+    weight = torch.empty((gemm.columns, gemm.depth), dtype=torch.bfloat16, device=device).normal_(std=gemm.depth**-0.5)
+    options = dict(state=generator.state, p=generator.p, causal=generator.causal, **generator.sizes)
+    return lambda: function(x, weight, None, **options)
+
+
+def own_gemm(gemm: Gemm, p: float, device: torch.device) -> Call | None:
+    """That kernel with next to no bits to make."""
+    return generating_linear(gemm, Generator(1, 1, 32, p, device), device)
 
 
 @dataclasses.dataclass(frozen=True)

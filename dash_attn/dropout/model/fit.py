@@ -141,14 +141,18 @@ def fitted(result: Result, name: str) -> Fitted:
         changes["generator_start_us"] = Figure(statistics.median(starts), f"{source}: over sizes")
     for row in result.get("overheads", ()):
         changes[f"{row['of']}_us"] = Figure(row["us"], f"{source}: {row['how']}")
-    pairs = [
-        tuple(1e-3 * row[key] for key in ("gemm_ms", "generator_ms", "both_ms")) for row in result.get("pairs", ())
-    ]
-    if pairs:
-        fork = 1e-6 * changes.get("fork_us", settings.fork_us).value
-        a, b = interference([(t, r, both) for t, r, both in pairs], fork)
-        for field, value in (("gemm_slowdown", a), ("generator_slowdown", b)):
-            changes[field] = Figure(round(value, 3), f"{source}: {len(pairs)} pairs on two streams")
+    fork = 1e-6 * changes.get("fork_us", settings.fork_us).value
+    for where, prefix, overhead in (("streams", "", fork), ("inside", "inside_", 0.0)):
+        pairs = [
+            (1e-3 * row["gemm_ms"], 1e-3 * row["generator_ms"], 1e-3 * row["both_ms"])
+            for row in result.get("pairs", ())
+            if row["where"] == where
+        ]
+        if pairs:
+            a, b = interference(pairs, overhead)
+            told = f"{source}: {len(pairs)} pairs {'on two streams' if where == 'streams' else 'in one kernel of ours'}"
+            changes[f"{prefix}gemm_slowdown"] = Figure(round(a, 3), told)
+            changes[f"{prefix}generator_slowdown"] = Figure(round(b, 3), told)
     settings = dataclasses.replace(settings, **changes)
     for rows, backward in ((_of_pass(result, "forward"), False), (_of_pass(result, "backward"), True)):
         settings = dataclasses.replace(settings, **_of_attention(rows, machine, settings, source, backward))

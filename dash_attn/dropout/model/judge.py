@@ -21,6 +21,7 @@ from .formulas import (
     Settings,
     Times,
     combined,
+    generated_inside,
     generator_time,
     inside_time,
     times,
@@ -95,6 +96,10 @@ def judged(row: Result, fitted: Fitted) -> Iterator[Judged]:
     if whole := combinations(row, fitted):
         predicted["sequential"] = 1e3 * whole.sequential, row.get("sequential_ms")
         predicted["overlapped"] = 1e3 * whole.overlapped, row.get("overlapped_ms")
+        if row.get("own_gemm_ms"):
+            parts = parts_of(row, fitted, fitted.settings)
+            inside = generated_inside(parts, 1e-3 * row["own_gemm_ms"], fitted.settings)
+            predicted["generated inside our GEMM"] = 1e3 * inside, row.get("inside_ms")
     if row.get("fa2_ms"):
         fused = row["fa2_ms"] + 1e3 * inside_time(*arguments, backward=backward)
         predicted["fused attention, theirs"] = fused, row.get("fa2_dropout_ms")
