@@ -89,24 +89,36 @@ def interference(pairs: Sequence[tuple[float, float, float]], fork: float = 0.0)
     """(a, b) that predict best, by `together`, what a GEMM and a generator take that run at once.
 
     Args:
-        pairs: seconds of (the GEMM alone, the generator alone, both on two streams).
+        pairs: seconds of (the GEMM alone, the generator alone, both at once).
         fork: seconds that two streams take beside.
 
     Returns:
-        Shares, from 0 to 4, to about 0.001. Where the two only run one behind the other, a b = 1, which a = b = 1 says.
+        Shares, to about 0.001. Two that run one behind the other, or take longer still, get the a and b that say nearly
+        that, about 1 each: no a and b predict more.
     """
 
-    def error(a: float, b: float) -> float:
-        squares = ((together(t, r, a, b) + fork - both) ** 2 / both**2 for t, r, both in pairs)
-        return sum(squares) + 1e-9 * (a - b) ** 2
+    # What the longer one is delayed by, as shares of the other's time: x of the generator's where the GEMM is longer, y
+    # of the GEMM's where the generator is. Squares of errors have one valley in x and y, and a curved one in a and b.
+    def error(x: float, y: float) -> float:
+        a, b = _slowdowns(x, y)
+        return sum(((together(t, r, a, b) + fork) / both - 1) ** 2 for t, r, both in pairs)
 
-    best, step = (0.0, 0.0), 0.25
-    best = min(((a * step, b * step) for a in range(17) for b in range(17)), key=lambda at: error(*at))
-    while step > 1e-3:
-        step /= 2
-        near = [(best[0] + i * step, best[1] + j * step) for i in range(-3, 4) for j in range(-3, 4)]
-        best = min((at for at in near if min(at) >= 0), key=lambda at: error(*at))
-    return best
+    step = 0.125
+    best = min(((i * step, j * step) for i in range(8) for j in range(8)), key=lambda at: error(*at))
+    while step > 1e-4:
+        near = [(best[0] + i * step, best[1] + j * step) for i in range(-2, 3) for j in range(-2, 3)]
+        better = min((at for at in near if 0 <= min(at) and max(at) <= _SERIAL), key=lambda at: error(*at))
+        step, best = (step, better) if error(*better) < error(*best) else (step / 2, best)
+    return _slowdowns(*best)
+
+
+_SERIAL = 0.999
+
+
+def _slowdowns(x: float, y: float) -> tuple[float, float]:
+    """(a, b) of x = a (1 + b) / (1 + a) and y = b (1 + a) / (1 + b), both below 1."""
+    ratio = (1 - x) / (1 - y)  # (1 + b) / (1 + a)
+    return x / ratio, y * ratio
 
 
 def planes_of(p: float) -> int:
