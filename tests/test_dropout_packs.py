@@ -282,3 +282,19 @@ def test_a_pack_of_equal_lengths_is_the_dense_batch():
     torch.manual_seed(5)
     expected = results(lambda *x: flash_attn_func(*x, **P), dense, dout.unflatten(0, (3, 40)))
     assert_same(packed, (x.flatten(0, 1) for x in expected))
+
+
+@pytest.mark.parametrize("scores", ["softcap", "alibi_slopes"])
+def test_no_pack_of_cuda_tensors_drops_beside_changed_scores(scores):
+    """Before anything runs: these tensors are made up."""
+    with FakeTensorMode():
+        x = torch.empty(9, 4, 64, dtype=BF16, device="cuda")
+        offsets = torch.zeros(3, dtype=torch.int32, device="cuda")
+        given = {"softcap": 5.0} if scores == "softcap" else {scores: torch.empty(4, device="cuda")}
+        message = (
+            r"^dropout_p must be 0.0 with softcap or alibi_slopes on a GPU \(no kernel drops beside them\), got 0.25$"
+        )
+        with pytest.raises(NotImplementedError, match=message):
+            flash_attn_varlen_func(x, x, x, offsets, offsets, 5, 5, **P, **given)
+        out = flash_attn_varlen_func(x, x, x, offsets, offsets, 5, 5, **P)
+        assert out.shape == x.shape and out.device.type == "cuda"
