@@ -20,11 +20,33 @@ struct PhiloxKey {
 inline constexpr int kFewestRounds = 7;
 inline constexpr int kDefaultRounds = 7;
 
+struct WideProduct {
+  uint32_t high, low;
+};
+
+#ifdef __CUDA_ARCH__
+// One instruction. Of C++'s 64-bit product nvcc adds up the parts with the upper halves too, which are 0.
+__device__ __forceinline__ WideProduct multiply_wide_on_device(uint32_t a, uint32_t b) {
+  WideProduct product;
+  asm("{\n\t.reg .b64 whole;\n\tmul.wide.u32 whole, %2, %3;\n\tmov.b64 {%0, %1}, whole;\n\t}"
+      : "=r"(product.low), "=r"(product.high)
+      : "r"(a), "r"(b));
+  return product;
+}
+#endif
+
+DASH_HOST_DEVICE constexpr WideProduct multiply_wide(uint32_t a, uint32_t b) {
+#ifdef __CUDA_ARCH__
+  return multiply_wide_on_device(a, b);
+#else
+  uint64_t const product = uint64_t{a} * b;
+  return {static_cast<uint32_t>(product >> 32), static_cast<uint32_t>(product)};
+#endif
+}
+
 DASH_HOST_DEVICE constexpr PhiloxCounter philox_round(PhiloxCounter c, PhiloxKey key) {
-  uint64_t const first = uint64_t{0xD2511F53u} * c.word[0], second = uint64_t{0xCD9E8D57u} * c.word[2];
-  auto const high = [](uint64_t product) { return static_cast<uint32_t>(product >> 32); };
-  auto const low = [](uint64_t product) { return static_cast<uint32_t>(product); };
-  return {{high(second) ^ c.word[1] ^ key.word[0], low(second), high(first) ^ c.word[3] ^ key.word[1], low(first)}};
+  WideProduct const first = multiply_wide(0xD2511F53u, c.word[0]), second = multiply_wide(0xCD9E8D57u, c.word[2]);
+  return {{second.high ^ c.word[1] ^ key.word[0], second.low, first.high ^ c.word[3] ^ key.word[1], first.low}};
 }
 
 // 128 random bits for each counter and key.

@@ -24,7 +24,7 @@ cudaLaunchAttribute cluster_of(int ctas) {
 template <typename Variant>
 void launch_linear(const LinearArguments& a, cudaStream_t stream) {
   using Element = typename Variant::Element;
-  linear::Params<Element> params;
+  linear::Params<Element> params{};
   const auto map_of = [&](void* data, int rows, int columns, int64_t stride, int box_rows) {
     const TensorView view{data, 0, stride, 0};
     return make_tensor_map(view, a.dtype, {1, rows, false}, 1, columns, {Variant::Swizzle::kColumns, 1, box_rows});

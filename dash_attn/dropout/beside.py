@@ -108,9 +108,22 @@ def dropout_bits_beside(
     """
     return BitsBeside(
         checked_request(
-            state, p=p, batch=batch, heads=heads, seqlen_q=seqlen_q, seqlen_k=seqlen_k, mapping=mapping, rounds=rounds,
-            first_head=first_head, total_heads=total_heads, first_query=first_query, first_key=first_key,
-            causal=causal, window_size=window_size, attention_chunk=attention_chunk, keep_bits=keep_bits,
+            state,
+            p=p,
+            batch=batch,
+            heads=heads,
+            seqlen_q=seqlen_q,
+            seqlen_k=seqlen_k,
+            mapping=mapping,
+            rounds=rounds,
+            first_head=first_head,
+            total_heads=total_heads,
+            first_query=first_query,
+            first_key=first_key,
+            causal=causal,
+            window_size=window_size,
+            attention_chunk=attention_chunk,
+            keep_bits=keep_bits,
             sm_margin=sm_margin,
         )  # fmt: skip
     )

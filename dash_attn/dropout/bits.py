@@ -215,15 +215,15 @@ def checked_request(
     window_size = checks.as_window(window_size)
     attention_chunk = checks.as_attention_chunk(attention_chunk)
     keep_bits = checks.as_flag("keep_bits", keep_bits)
-    where = {"first_head": first_head, "total_heads": total_heads, "first_query": first_query, "first_key": first_key}
-    modes = {"mapping": mapping, "rounds": rounds, **where}
-    of_default = {"mapping": layout.DEFAULT_MAPPING, "rounds": layout.DEFAULT_ROUNDS, "first_head": 0}
-    of_default |= {"total_heads": heads, "first_query": 0, "first_key": 0}
-    for name, value in modes.items():
-        if not keep_bits and value != of_default[name]:
+    for name, value, of_backward in (
+        ("mapping", mapping, layout.DEFAULT_MAPPING), ("rounds", rounds, layout.DEFAULT_ROUNDS),
+        ("first_head", first_head, 0), ("total_heads", total_heads, heads),
+        ("first_query", first_query, 0), ("first_key", first_key, 0),
+    ):  # fmt: skip
+        if not keep_bits and value != of_backward:
             raise ValueError(
                 f"keep_bits must be True with {name}={value!r} (the backward makes bits again of "
-                f"{name}={of_default[name]!r} alone), got False"
+                f"{name}={of_backward!r} alone), got False"
             )
     states = state.rng_state
     if states.dim() == 2 and states.shape[0] != batch:
@@ -231,10 +231,10 @@ def checked_request(
     if states.device.type not in ("cpu", "cuda"):
         raise NotImplementedError(f"state must be on the CPU or a CUDA device, got {states.device}")
     sm_margin = checks.as_sm_margin(sm_margin)
-    mask = {"causal": causal, "window_size": window_size, "attention_chunk": attention_chunk}
     return Request(
-        state, p, batch, heads, seqlen_q, seqlen_k, **modes, **mask, keep_bits=keep_bits, sm_margin=sm_margin
-    )
+        state, p, batch, heads, seqlen_q, seqlen_k, mapping, rounds, first_head, total_heads, first_query, first_key,
+        causal, window_size, attention_chunk, keep_bits, sm_margin,
+    )  # fmt: skip
 
 
 def dropout_bits(

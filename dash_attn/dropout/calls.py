@@ -46,7 +46,7 @@ def keywords(
     named: Mapping[str, Tensor],
     num_heads_q: int | None,
     *,
-    mask: tuple[bool, int, int, int],
+    mask: tuple[bool, Any, Any, Any],
     is_pack: bool,
     max_seqlens: Mapping[str, int | Tensor] | None,
 ) -> dict[str, object]:

@@ -133,20 +133,23 @@ def _linear(
     sm_margin: int,
 ) -> tuple[Tensor, Tensor]:
     """y and the bits of checked arguments, x of two dimensions."""
-    where = {"first_head": first_head, "total_heads": total_heads, "first_query": first_query, "first_key": first_key}
-    mask = {"causal": causal, "window_left": window_left, "window_right": window_right}
-    shape = layout.shape_of(batch, heads, seqlen_q, seqlen_k)
     if not x.is_cuda or x.shape[0] == 0:
-        sizes = {"p": p, "batch": batch, "heads": heads, "seqlen_q": seqlen_q, "seqlen_k": seqlen_k}
-        made = {"mapping": mapping, "rounds": rounds, "attention_chunk": attention_chunk, "sm_margin": sm_margin}
-        return functional.linear(x, weight, bias), layout.generate(rng_state, **sizes, **where, **mask, **made)
+        bits = layout.generate(
+            rng_state, p=p, batch=batch, heads=heads, seqlen_q=seqlen_q, seqlen_k=seqlen_k, first_head=first_head,
+            total_heads=total_heads, first_query=first_query, first_key=first_key, mapping=mapping, rounds=rounds,
+            causal=causal, window_left=window_left, window_right=window_right, attention_chunk=attention_chunk,
+            sm_margin=sm_margin,
+        )  # fmt: skip
+        return functional.linear(x, weight, bias), bits
+    shape = layout.shape_of(batch, heads, seqlen_q, seqlen_k)
     y = x.new_empty(x.shape[0], weight.shape[0])
     bits = x.new_empty(shape, dtype=torch.uint8)
     if bias is not None and (not bias.is_contiguous() or bias.data_ptr() % _VECTOR_BYTES):
         bias = bias.clone(memory_format=torch.contiguous_format)
     torch.ops.dash_attn_C.linear_with_dropout_bits(
         y, bits, _addressable(x), _addressable(weight), bias, rng_state.contiguous(), p, seqlen_q, seqlen_k,
-        *where.values(), mapping == "flash_attention_2", rounds, *mask.values(), attention_chunk, sm_margin,
+        first_head, total_heads, first_query, first_key, mapping == "flash_attention_2", rounds, causal, window_left,
+        window_right, attention_chunk, sm_margin,
     )  # fmt: skip
     return y, bits
 
