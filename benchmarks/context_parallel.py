@@ -33,7 +33,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from benchmarks import run
-from benchmarks.context_parallel_peers import RESULTS, Implementation, OneGpu, Ranks, Whole, candidates
+from benchmarks.context_parallel_peers import RESULTS, ROWS, Implementation, OneGpu, Ranks, Whole, candidates
 from benchmarks.files import dumps
 from dash_attn.distributed import shard, ulysses
 from dash_attn.distributed.channel import channel_of
@@ -43,7 +43,9 @@ SHARE_OF_IDEAL = 0.88
 """What the project asks for."""
 NEAR = 0.03
 """Of results in bf16 whose order of sums is another: the norm of the difference over the norm."""
-ONE = "one GPU"
+ONE, OURS, MOVEMENTS = "one GPU", "dash_attn", "the movements"
+# Multicast over NVLink stays off: nothing here gains by it, and not every host has it.
+NCCL_SETTINGS = {"NCCL_NVLS_ENABLE": "0"}
 TIMEOUT_S = 60
 STARTS = 4
 # Clocks that GPUs idle before a call for their hosts to run ahead: about 4 ms, more than an agreement of ranks takes.
@@ -96,10 +98,10 @@ def _start(arguments: argparse.Namespace, argv: list[str], ranks: int) -> int:
             options = [*argv, "--stage", str(stage), "--leave-out", *left_out]
             why = _run_ranks(options, ranks, deadline)
             if not why:
-                return 0
+                return 1 if any(name.startswith(OURS) for name in set(left_out) - set(arguments.leave_out)) else 0
             name = stage.read_text() if stage.exists() else "the start"
             print(f"ended during {name}: {why}", flush=True)
-            if not name.startswith(("torch", "ring")) or name in left_out or time.monotonic() > deadline:
+            if name not in (*ROWS, MOVEMENTS) or name in left_out or time.monotonic() > deadline:
                 return 1
             left_out.append(name)
             print(f"starting again without {name}", flush=True)
@@ -111,8 +113,7 @@ def _run_ranks(options: list[str], ranks: int, deadline: float) -> str:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    # Multicast over NVLink stays off: its sums of floats differ between calls, and hosts may lack it.
-    settings = {"NCCL_NVLS_ENABLE": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(ranks)}
+    settings = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(ranks)}
     environment = os.environ | settings
     environment.setdefault("OMP_NUM_THREADS", "1")
     command = [sys.executable, "-m", "benchmarks.context_parallel", *options]
@@ -142,6 +143,7 @@ def _run_ranks(options: list[str], ranks: int, deadline: float) -> str:
 def _of_rank(arguments: argparse.Namespace) -> int:
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     cuda = arguments.device == "cuda"
+    os.environ.update(NCCL_SETTINGS)
     if cuda:
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", rank)))
     timeout = datetime.timedelta(seconds=TIMEOUT_S)
@@ -160,11 +162,14 @@ def _measure(arguments: argparse.Namespace, ranks: Ranks) -> bool:
     """Measures every length, prints and writes what there is so far; whether something of ours is wrong."""
     meta = {**run.metadata(ranks.device), "ranks": ranks.size, "before": run.state(ranks.device)}
     if ranks.device.type == "cuda":
-        meta |= {"nccl": ".".join(map(str, torch.cuda.nccl.version())), "NCCL_NVLS_ENABLE": "0"}
+        meta |= {"nccl": ".".join(map(str, torch.cuda.nccl.version())), **NCCL_SETTINGS}
     result: dict[str, Any] = {"meta": meta, "rows": [], "movements": [], "left_out": []}
     for name in arguments.leave_out:
         result["left_out"].append({"impl": name, "why": "asked for, or it ended the processes"})
     failed = False
+    if ranks.rank == 0:
+        known = ", ".join(f"{key} {value}" for key, value in meta.items() if isinstance(value, str))
+        print(known if ranks.device.type == "cuda" else "a trial on CPUs, whose figures mean nothing", flush=True)
     for seqlen in arguments.seqlens:
         began = time.monotonic()
         rows, movements, left_out = _of_length(arguments, ranks, seqlen)
@@ -172,7 +177,7 @@ def _measure(arguments: argparse.Namespace, ranks: Ranks) -> bool:
         result["movements"] += movements
         result["left_out"] += left_out
         meta["after"] = run.state(ranks.device)
-        failed |= any(row["impl"].startswith(("dash_attn", ONE)) for row in left_out)
+        failed |= any(row["impl"].startswith(OURS) for row in left_out)
         if ranks.rank == 0:
             print(table(rows, movements, left_out, ranks.size), flush=True)
             print(f"  took {time.monotonic() - began:.0f} s\n", flush=True)
@@ -208,8 +213,9 @@ def _of_length(arguments: argparse.Namespace, ranks: Ranks, seqlen: int) -> tupl
             _stage(arguments, ranks, name)
             calls = min(10, max(1, round(1e3 * arguments.block / about_ms[name])))
             blocks[name].append(_time_of(chosen[name], ranks, whole, calls, about_ms[name]))
-    _stage(arguments, ranks, "the movements")
-    movements = [{**shape, **movement} for movement in _movements(ranks, whole)]
+    _stage(arguments, ranks, MOVEMENTS)
+    found = [] if MOVEMENTS in arguments.leave_out else _movements(ranks, whole)
+    movements = [{**shape, **movement} for movement in found]
     ms = {name: statistics.median(sum(found, [])) for name, found in blocks.items()}
     rows = [
         {
@@ -405,7 +411,7 @@ def table(rows: list[dict], movements: list[dict], left_out: list[dict], ranks: 
         taken = sum(row["ms"] for row in movements if row["movement"].startswith(f"{layout}: "))
         if (whole := times.get(f"dash_attn {layout}")) and taken:
             lines.append(f"  all-to-alls of {layout}: {taken:.2f} ms, {taken / whole:.1%} of the call")
-    peers = {name: ms for name, ms in times.items() if not name.startswith(("dash_attn", ONE))}
+    peers = {name: ms for name, ms in times.items() if not name.startswith((OURS, ONE))}
     for layout, ms in zip(("contiguous", "zigzag"), ours):
         if ms is None:
             lines.append(f"  {layout}: FAILED, no time")

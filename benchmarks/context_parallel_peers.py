@@ -164,6 +164,8 @@ class TorchContextParallel(Implementation):
         self.kernels, self.rotation, self.grouped = kernels, rotation, grouped
         self.name = f"torch context parallel, {kernels}"
         self.note = f"{rotation}, {'grouped heads' if grouped else 'KV heads repeated'}"
+        if ranks.device.type == "cpu":
+            self.note += "; a trial on CPUs, with our reference as kernels"
 
     def attention(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         if not self.grouped:
@@ -201,21 +203,24 @@ class TorchContextParallel(Implementation):
         return [(x.transpose(1, 2), reference[name]) for name, x in zip(RESULTS, whole)]
 
 
+ROWS = (
+    "dash_attn contiguous", "dash_attn zigzag", "dash_attn by heads", "torch context parallel, FlashAttention-2",
+    "torch context parallel, cuDNN", "ring-flash-attn zigzag",
+)  # fmt: skip
+
+
 def candidates(ranks: Ranks) -> dict[str, list[Callable[[], Implementation]]]:
-    """For each row the ways to get it, in the order of trial; the fastest that works is measured."""
-    found: dict[str, list[Callable[[], Implementation]]] = {
-        "dash_attn contiguous": [lambda: Ours(ranks, "contiguous")],
-        "dash_attn zigzag": [lambda: Ours(ranks, "zigzag")],
-        "dash_attn by heads": [lambda: TensorParallel(ranks)],
-    }
-    for kernels in ("FlashAttention-2", "cuDNN"):
-        found[f"torch context parallel, {kernels}"] = [
+    """For each of ROWS the ways to get it, in the order of trial; the fastest that works is measured."""
+    ours = [lambda: Ours(ranks, "contiguous"), lambda: Ours(ranks, "zigzag"), lambda: TensorParallel(ranks)]
+    of_torch = [
+        [
             functools.partial(TorchContextParallel, ranks, kernels, rotation, grouped)
             for grouped in (True, False)
             for rotation in ("allgather", "alltoall")
         ]
-    found["ring-flash-attn zigzag"] = [lambda: RingZigzag(ranks)]
-    return found
+        for kernels in ("FlashAttention-2", "cuDNN")
+    ]
+    return dict(zip(ROWS, ([[way] for way in ours] + of_torch + [[lambda: RingZigzag(ranks)]]), strict=True))
 
 
 def torch_attention_on_cpu() -> None:
