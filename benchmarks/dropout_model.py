@@ -39,7 +39,7 @@ SOURCE = pathlib.Path(__file__).with_name("instruction_rates.cu")
 INSTRUCTIONS = ("lop3", "imad.wide", "lop3 and imad.wide", "rounds of philox")  # in the order of the source
 REPEATS = 256
 PART_SECONDS = 30.0  # that a part may take at most
-LONG_BLOCK_S = 0.05  # a block that takes longer is measured in one turn
+LONG_BLOCK_S = 0.03  # a block that takes longer is measured in one turn
 ROUNDS = (7, 10)
 
 
