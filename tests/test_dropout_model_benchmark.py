@@ -1,6 +1,7 @@
 """`benchmarks.dropout_model` on the CPU: what it runs, what it writes, what it does when parts fail. No figure here
 means anything."""
 
+import ctypes
 import json
 import shutil
 import time
@@ -221,3 +222,73 @@ def test_blocks_of_one_shape_are_measured_once(tmp_path):
 def test_errors(arguments, message):
     with pytest.raises(SystemExit, match=message):
         dropout_model.main(arguments)
+
+
+def test_rates_of_instructions():
+    """Of a library that says how many clocks each CTA took."""
+
+    class Library:
+        def rate_threads(self):
+            return 1024
+
+        def rate_instructions(self, kind):
+            return 32 * (kind + 1)
+
+        def measure_rate(self, kind, ctas, repeats, clocks, out, stream):
+            assert repeats == dropout_model.REPEATS and ctas == 4
+            taken = (ctypes.c_int64 * ctas).from_address(clocks.value)
+            taken[:] = [1024 * 32 * repeats // 64, 1024 * 32 * repeats // 64, 10**9, 1024 * 32 * repeats // 64]
+            return 0
+
+    bench = dropout_model.Bench(CPU, dropout_model.TINY, 0.1, 0.0)
+    rows = list(dropout_model.instructions(bench, Library(), 4, stream=0))
+    assert [row["instruction"] for row in rows] == list(dropout_model.INSTRUCTIONS)
+    assert [row["lanes"] for row in rows] == [64.0, 128.0, 192.0, 256.0]
+    failing = Library()
+    failing.measure_rate = lambda *_: 98
+    with pytest.raises(RuntimeError, match=r"measure_rate\(0\) returned CUDA error 98"):
+        list(dropout_model.instructions(bench, failing, 4, stream=0))
+
+
+def test_when_each_of_two_is_done(monkeypatch):
+    clock = iter(range(100))
+
+    class Event:
+        def __init__(self, enable_timing):
+            assert enable_timing
+
+        def record(self):
+            self.at = next(clock)
+
+        def elapsed_time(self, end):
+            return end.at - self.at
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    ends = dropout_model.Ends({"gemm": lambda: None, "generator": lambda: next(clock)}, torch.device("cuda"))
+    both = ends.begun(dropout_block.in_turn([ends.noted("gemm"), ends.noted("generator")]))
+    for _ in range(3):
+        both()
+    assert ends.medians_ms() == {"gemm_end_ms": 1, "generator_end_ms": 3}
+
+
+def test_our_gemm_that_makes_bits_runs_where_the_package_has_it(monkeypatch):
+    asked = []
+    monkeypatch.setattr(
+        dropout_block.dropout,
+        "linear_with_dropout_bits",
+        lambda *x, **options: asked.append((x, options)),
+        raising=False,
+    )
+    generator = dropout_block.Generator(1, 2, 64, 0.1, CPU)
+    assert dropout_block.generating_linear(dropout_block.Gemm(8, 8, 16), generator, CPU) is None
+    made = torch.empty
+    monkeypatch.setattr(torch, "empty", lambda *x, device, **options: made(*x, **options))
+    call = dropout_block.generating_linear(dropout_block.Gemm(8, 8, 16), generator, torch.device("cuda"))
+    call()
+    (((x, weight, bias), options),) = asked
+    assert x.shape == (8, 8) and weight.shape == (16, 8) and bias is None
+    sizes = {"batch": 1, "heads": 2, "seqlen_q": 64, "seqlen_k": 64}
+    assert options == {"state": generator.state, "p": 0.1, "causal": True, **sizes}
+    bench = dropout_model.Bench(CPU, dropout_model.TINY, 0.1, 0.0, inside=False)
+    assert dropout_model.own_gemms(dropout_block.Gemm(8, 8, 16), generator, bench) == (None, None)
