@@ -131,10 +131,10 @@ def generators(bench: Bench) -> Iterator[dict]:
 def gemms(bench: Bench, library: ctypes.CDLL | None) -> Iterator[dict]:
     for gemm in bench.sizes.gemms:
         call = blocks.gemm_calls(gemm, bench.device)["forward"]
-        row = {**dataclasses.asdict(gemm), "flops": gemm.flops}
-        row |= {"ms": ms for ms in bench.ms({"gemm": call}).values()}
-        if "ms" not in row:
+        ms = bench.ms({"gemm": call}).get("gemm")
+        if ms is None:
             continue
+        row = {**dataclasses.asdict(gemm), "flops": gemm.flops, "ms": ms}
         if library is not None:
             ticks, marks = latency.Ticks(library, 64), itertools.count()
             timing.CudaTimer(bench.device).times_ms(call, 32, mark=lambda: ticks.mark(next(marks)))
