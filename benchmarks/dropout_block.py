@@ -168,11 +168,6 @@ def generating_linear(gemm: Gemm, generator: Generator, device: torch.device) ->
     return lambda: function(x, weight, None, **options)
 
 
-def own_gemm(gemm: Gemm, p: float, device: torch.device) -> Call | None:
-    """That kernel with next to no bits to make."""
-    return generating_linear(gemm, Generator(1, 1, 32, p, device), device)
-
-
 @dataclasses.dataclass(frozen=True)
 class Pass:
     """The calls of a block's forward or backward. `generating` is the GEMM beside which the generator runs, by our

@@ -39,7 +39,7 @@ SOURCE = pathlib.Path(__file__).with_name("instruction_rates.cu")
 INSTRUCTIONS = ("lop3", "imad.wide", "lop3 and imad.wide", "rounds of philox")  # in the order of the source
 REPEATS = 256
 PART_SECONDS = 30.0  # that a part may take at most
-LONG_BLOCK_S = 0.05  # a block that takes longer is measured in one turn
+LONG_BLOCK_S = 0.03  # a block that takes longer is measured in one turn
 ROUNDS = (7, 10)
 
 
@@ -94,6 +94,7 @@ class Bench:
     sizes: Sizes
     p: float
     min_time_s: float
+    inside: bool = True  # whether our GEMM that makes the bits inside runs, where the package has it
     failures: list[str] = dataclasses.field(default_factory=list)
 
     def ms(self, calls: dict[Hashable, timing.Call | None], turns: int = timing.TURNS) -> dict[Hashable, float]:
@@ -107,16 +108,13 @@ class Bench:
         return torch.cuda.Stream() if self.device.type == "cuda" else None
 
 
-def instructions(bench: Bench, library: ctypes.CDLL) -> Iterator[dict]:
-    sms = torch.cuda.get_device_properties(bench.device).multi_processor_count
+def instructions(bench: Bench, library: ctypes.CDLL, sms: int, stream: int) -> Iterator[dict]:
     clocks, out = (torch.zeros(sms, dtype=dtype, device=bench.device) for dtype in (torch.int64, torch.int32))
     for kind, name in enumerate(INSTRUCTIONS):
         for _ in range(3):
             pointers = (ctypes.c_void_p(t.data_ptr()) for t in (clocks, out))
-            stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
-            if error := library.measure_rate(kind, sms, REPEATS, *pointers, stream):
+            if error := library.measure_rate(kind, sms, REPEATS, *pointers, ctypes.c_void_p(stream)):
                 raise RuntimeError(f"measure_rate({kind}) returned CUDA error {error}")
-            torch.cuda.synchronize()
         executed = library.rate_threads() * library.rate_instructions(kind) * REPEATS
         yield {"instruction": name, "lanes": round(executed / statistics.median(clocks.tolist()), 2)}
 
@@ -133,7 +131,10 @@ def generators(bench: Bench) -> Iterator[dict]:
 def gemms(bench: Bench, library: ctypes.CDLL | None) -> Iterator[dict]:
     for gemm in bench.sizes.gemms:
         call = blocks.gemm_calls(gemm, bench.device)["forward"]
-        row = {**dataclasses.asdict(gemm), "flops": gemm.flops, "ms": bench.ms({"gemm": call}).get("gemm")}
+        ms = bench.ms({"gemm": call}).get("gemm")
+        if ms is None:
+            continue
+        row = {**dataclasses.asdict(gemm), "flops": gemm.flops, "ms": ms}
         if library is not None:
             ticks, marks = latency.Ticks(library, 64), itertools.count()
             timing.CudaTimer(bench.device).times_ms(call, 32, mark=lambda: ticks.mark(next(marks)))
@@ -168,14 +169,21 @@ def pairs(bench: Bench) -> Iterator[dict]:
             calls = {"gemm": product, "generator": generator.call()}
             ends = Ends(calls, bench.device)
             both = blocks.beside(ends.noted("gemm"), ends.noted("generator"), side)
-            own = blocks.own_gemm(gemm, bench.p, bench.device)
-            inside = blocks.generating_linear(gemm, generator, bench.device)
+            own, inside = own_gemms(gemm, generator, bench)
             ms = bench.ms({**calls, "both": ends.begun(both), "own": own, "inside": inside})
             shape = {**dataclasses.asdict(gemm), "elements": heads * seqlen**2}
             for where, alone, at_once in (("streams", "gemm", "both"), ("inside", "own", "inside")):
                 if {alone, "generator", at_once} <= ms.keys():
                     timings = {"gemm_ms": ms[alone], "generator_ms": ms["generator"], "both_ms": ms[at_once]}
                     yield {"where": where, **shape, **timings, **(ends.medians_ms() if where == "streams" else {})}
+
+
+def own_gemms(gemm: blocks.Gemm, generator: blocks.Generator, bench: Bench) -> tuple[timing.Call | None, ...]:
+    """The GEMM by our kernel, with next to no bits to make and with the generator's; None where it does not run."""
+    if not bench.inside:
+        return None, None
+    alone = blocks.Generator(1, 1, 32, bench.p, bench.device)
+    return tuple(blocks.generating_linear(gemm, made, bench.device) for made in (alone, generator))
 
 
 class Ends:
@@ -244,8 +252,7 @@ def rows_of(block: Block, seqlen: int, pass_: str, bench: Bench) -> dict:
     shape = Shape("bf16", 128, block.heads, block.kv_heads, "causal", seqlen, batch, dropout_p=bench.p)
     attention = {name: of[pass_] for name, of in blocks.attention_calls(shape, generator, device).items()}
     each = {name: blocks.gemm_calls(gemm, device)[pass_] for name, gemm in of_gemms.items()}
-    generating = blocks.generating_linear(of_gemms["qkv"], generator, device) if pass_ == "forward" else None
-    own = blocks.own_gemm(of_gemms["qkv"], bench.p, device) if pass_ == "forward" else None
+    own, generating = own_gemms(of_gemms["qkv"], generator, bench) if pass_ == "forward" else (None, None)
     whole = blocks.Pass(pass_, each, attention["bits"], generator.call(), bench.stream(), generating)
     flops = sum(gemm.flops for gemm in of_gemms.values()) * (2 if pass_ == "backward" else 1)
     ms = bench.ms(
@@ -339,14 +346,15 @@ def measure_all(recording: Recording, bench: Bench, folder: pathlib.Path) -> Non
         def build() -> Iterator[dict]:
             for source in (latency.SOURCE, SOURCE):
                 libraries[source] = latency.build(folder, source)
-            yield from instructions(bench, libraries[SOURCE])
+            sms = torch.cuda.get_device_properties(bench.device).multi_processor_count
+            yield from instructions(bench, libraries[SOURCE], sms, torch.cuda.current_stream().cuda_stream)
 
         recording.part("instructions", "rates of instructions", build)
     recording.part("generator", "the generator over sizes", lambda: generators(bench))
     recording.part("gemm", "GEMMs over sizes", lambda: gemms(bench, libraries.get(latency.SOURCE)))
-    recording.part("attention", "attention of 16 heads", lambda: attention(bench))
     recording.part("pairs", "GEMM and generator on two streams", lambda: pairs(bench))
     recording.part("overheads", "further calls, a second stream", lambda: overheads(bench))
+    recording.part("attention", "attention of 16 heads", lambda: attention(bench))
     done: dict[tuple, dict] = {}
     for name, seqlen, pass_ in jobs(bench.sizes):
         block = bench.sizes.blocks[name]
@@ -372,6 +380,7 @@ def parser() -> argparse.ArgumentParser:
     result.add_argument("--seqlens", nargs="+", type=int, help="of the blocks (default 2048 8192 32768)")
     result.add_argument("--seconds", type=float, default=90.0, help="begin no part after so long (default 90)")
     result.add_argument("--min-time", type=float, default=0.04, help="seconds for each call (default 0.04)")
+    result.add_argument("--no-inside", action="store_true", help="leave out our GEMM that makes the bits inside")
     result.add_argument("--tiny", action="store_true", help="sizes that mean nothing, to try the program")
     result.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     return result
@@ -392,7 +401,7 @@ def main(argv: list[str] | None = None) -> int:
         importlib.import_module("dash_attn.dropout.bits").KERNELS_ARE_TESTED = True
     chosen = {name: base.blocks[name] for name in arguments.blocks}
     sizes = dataclasses.replace(base, blocks=chosen, seqlens=tuple(arguments.seqlens or base.seqlens))
-    bench = Bench(device, sizes, arguments.p, arguments.min_time)
+    bench = Bench(device, sizes, arguments.p, arguments.min_time, not arguments.no_inside)
     meta = {**run.metadata(device), "p": arguments.p, "before": run.state(device)}
     if device.type == "cuda":
         meta["sms"] = torch.cuda.get_device_properties(device).multi_processor_count

@@ -1,6 +1,6 @@
-// How many lanes of an instruction an SM executes in a clock: what bounds Philox, whose round is two products of 64 bits
-// (IMAD.WIDE) and two logical operations (LOP3). One CTA of 1,024 threads an SM; chains that depend on themselves, more
-// of them than latency needs. For benchmarks only.
+// How many lanes of an instruction an SM executes in a clock: what bounds Philox, whose round is two products of 64
+// bits (IMAD.WIDE) and two logical operations (LOP3). One CTA of 1,024 threads an SM; chains that depend on themselves,
+// more of them than latency needs. For benchmarks only.
 #include <cuda_runtime.h>
 
 #include <cstdint>

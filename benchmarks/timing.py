@@ -82,7 +82,7 @@ def rounds_in(seconds: float, call_s: float) -> int:
 def warm_up(timer, call: Call) -> float:
     """Brings the GPU to what the call makes of it; returns about how many seconds a call takes."""
     call_s = 1e-3 * min(timer.times_ms(call, TRIAL_CALLS))
-    if timer.warm_up_s > TRIAL_CALLS * call_s:
+    if timer.warm_up_s:
         timer.times_ms(call, rounds_in(timer.warm_up_s, call_s))
     return call_s
 
