@@ -104,9 +104,10 @@ def of_call(
     rng_state: Tensor, p: float, batch: int, heads: int, seqlen_q: int, seqlen_k: int, *, first_sequence: int = 0
 ) -> Tensor:
     """The bits that the ops make of a state."""
-    where = {"first_head": 0, "total_heads": heads, "first_query": 0, "first_key": 0, "first_sequence": first_sequence}
-    sizes = {"batch": batch, "heads": heads, "seqlen_q": seqlen_q, "seqlen_k": seqlen_k}
-    return generate(rng_state, p=p, **sizes, **where, mapping=DEFAULT_MAPPING, rounds=DEFAULT_ROUNDS)
+    return generate(
+        rng_state, p=p, batch=batch, heads=heads, seqlen_q=seqlen_q, seqlen_k=seqlen_k, first_head=0, total_heads=heads,
+        first_query=0, first_key=0, mapping=DEFAULT_MAPPING, rounds=DEFAULT_ROUNDS, first_sequence=first_sequence,
+    )  # fmt: skip
 
 
 class Kept(NamedTuple):
