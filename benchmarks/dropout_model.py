@@ -148,7 +148,7 @@ def attention(bench: Bench) -> Iterator[dict]:
         batch = max(1, sizes.tokens // seqlen)
         shape = Shape("bf16", 128, sizes.heads, sizes.heads, "causal", seqlen, batch, dropout_p=bench.p)
         generator = blocks.Generator(batch, sizes.heads, seqlen, bench.p, bench.device)
-        calls = blocks.attention_calls(shape, generator, bench.device)
+        calls = blocks.attention_calls(shape, generator, bench.device, bench.failures)
         pairs = batch * sizes.heads * seqlen**2 / 2
         for pass_, products in (("forward", 4), ("backward", 10)):
             ms = bench.ms({name: of_pass[pass_] for name, of_pass in calls.items()})
@@ -250,19 +250,20 @@ def rows_of(block: Block, seqlen: int, pass_: str, bench: Bench) -> dict:
     of_gemms = blocks.gemms_of(block, tokens)
     generator = blocks.Generator(batch, block.heads, seqlen, bench.p, device)
     shape = Shape("bf16", 128, block.heads, block.kv_heads, "causal", seqlen, batch, dropout_p=bench.p)
-    attention = {name: of[pass_] for name, of in blocks.attention_calls(shape, generator, device).items()}
+    prepared = blocks.attention_calls(shape, generator, device, bench.failures)
+    attention = {name: of[pass_] for name, of in prepared.items()}
     each = {name: blocks.gemm_calls(gemm, device)[pass_] for name, gemm in of_gemms.items()}
     own, generating = own_gemms(of_gemms["qkv"], generator, bench) if pass_ == "forward" else (None, None)
-    whole = blocks.Pass(pass_, each, attention["bits"], generator.call(), bench.stream(), generating)
+    with_bits = attention.get("bits")
+    whole = blocks.Pass(pass_, each, with_bits or (lambda: None), generator.call(), bench.stream(), generating)
+    wholes = {"sequential": whole.sequential(), "overlapped": whole.overlapped(), "inside": whole.inside()}
     flops = sum(gemm.flops for gemm in of_gemms.values()) * (2 if pass_ == "backward" else 1)
     ms = bench.ms(
         {
             **{("gemm", name): call for name, call in each.items()},
             **{("attention", name): call for name, call in attention.items()},
             **{("generator", rounds): generator.call(rounds) for rounds in ROUNDS},
-            "sequential": whole.sequential(),
-            "overlapped": whole.overlapped(),
-            "inside": whole.inside(),
+            **(wholes if with_bits else {}),
             "own_gemm": own,
         },
         turns=1 if flops / 600e12 > LONG_BLOCK_S else timing.TURNS,
