@@ -75,8 +75,7 @@ def flash_attn_func(
             head_dim.
         dropout_p: probability of dropping an element of the softmax, from 0 to below 1 in fp32; None is 0. What is
             kept is divided by 1 - dropout_p; the log-sum-exp is the one without dropout. Without dropout_bits the mask
-            is made of a state that torch's generator of q's device draws (`dash_attn.dropout`). CPU tensors only: the
-            CUDA kernels that drop have not been tested yet.
+            is made of a state that torch's generator of q's device draws (`dash_attn.dropout`).
         softmax_scale: c, any number whose product with log2(e) is finite in fp32. Default: 1 / sqrt(head_dim). Under
             torch.compile each value is a graph of its own.
         causal: mask aligned at the bottom right: query i sees the keys j <= i + seqlen_k - seqlen_q. A query that sees
@@ -431,9 +430,8 @@ def _attention(
     checks.check_tensors(named)
     probability = 0.0
     if is_seldom:
-        first = next(iter(named.values()))
         is_pack = pack is not None
-        probability = dropout_calls.checked_probability(*dropout, first, softmax_scale=softmax_scale, is_pack=is_pack)
+        probability = dropout_calls.checked_probability(*dropout, softmax_scale=softmax_scale, is_pack=is_pack)
     if pack is not None and max_seqlens is not None:
         checks.check_tensors({name: x for name, x in pack.items() if x is not None or name.startswith("cu_seqlens")})
         for name, value in max_seqlens.items():

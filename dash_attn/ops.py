@@ -31,7 +31,7 @@ With dropout_p above 0, the probability of dropping an element, there are dropou
 `dash_attn.dropout.dropout_bits` for the call's query heads and lengths (of a pack, for those of its longest sequence),
 or rng_state, int64 (2,) or (batch, 2), of which they are made: the default mapping and rounds, sequence b having the
 number b under one state and 0 under its own. Both passes are given the same. On a GPU a pack takes bits, and neither a
-softcap nor slopes go with dropout; the kernels that drop have not been tested yet, so the public functions refuse.
+softcap nor slopes go with dropout.
 
 A row's output depends on its query, the keys and values it sees and their number; gradients on the schedule besides;
 and neither on `sm_margin`, the device's SMs or the other sequences of the batch or pack, to the last bit. Where K or V

@@ -1,13 +1,11 @@
 """`dropout_p` of the public functions, on CPU tensors."""
 
-import contextlib
 import math
 
 import pytest
 import torch
 from dropout_float64 import gradients
 from float64_reference import PLAIN, Scores
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
 from dash_attn import (
@@ -350,16 +348,3 @@ def test_errors_of_the_ops(arguments, error, message):
     with pytest.raises(error) as raised:
         torch.ops.dash_attn.attention(*inputs, None, False, "auto", 0, **arguments)
     assert str(raised.value) == message
-
-
-def test_cuda_tensors_raise():
-    """Their kernels have not been tested yet; nothing runs instead."""
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(FakeTensorMode())
-        q = torch.empty(1, 8, 2, 64, dtype=BF16, device="cuda")
-        message = (
-            r"^dropout_p=0.1 \(FlashAttention-3 has softmax_scale in this place: pass it by name\): its tensors must "
-            r"be on the CPU \(the kernels that drop have not been tested on a GPU yet\), got cuda:0$"
-        )
-        with pytest.raises(NotImplementedError, match=message):
-            flash_attn_func(q, q, q, dropout_p=0.1)

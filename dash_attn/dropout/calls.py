@@ -10,25 +10,21 @@ from torch import Tensor
 
 from .. import checks, packs, reference
 from . import layout
-from .bits import DropoutBits, DropoutState, as_probability, check_device
+from .bits import DropoutBits, DropoutState, as_probability
 from .bits import dropout_bits as make_bits
 
 # To which FlashAttention-2 rounds up the rows and columns of what return_attn_probs gives.
 _PROBABILITY_MULTIPLE = 128
 
 
-def checked_probability(
-    dropout_p: object, dropout_bits: object, first: Tensor, *, softmax_scale: object, is_pack: bool
-) -> float:
+def checked_probability(dropout_p: object, dropout_bits: object, *, softmax_scale: object, is_pack: bool) -> float:
     """dropout_p as a number, 0 without dropout. Nothing is drawn.
 
     Args:
         dropout_p, dropout_bits: as in `flash_attn_func`.
-        first: a tensor of the call, on its device.
         softmax_scale, is_pack: for errors; they tell a call with FlashAttention-3's order of arguments.
 
     Raises:
-        NotImplementedError: the call is on a device whose kernels have not been tested with dropout.
         TypeError, ValueError: an argument is of a wrong type or value, or the bits are of another probability.
     """
     order = f"FlashAttention-3 has {'seqused_q' if is_pack else 'softmax_scale'} in this place: pass it by name"
@@ -41,8 +37,6 @@ def checked_probability(
         raise TypeError(f"dropout_bits must be a dash_attn.dropout.DropoutBits or None, got {kind}")
     if dropout_bits is not None and dropout_bits.p != p:
         raise ValueError(f"dropout_bits must be of dropout_p={p}, got bits of p={dropout_bits.p}")
-    if p != 0:
-        check_device(f"dropout_p={p} ({order}): its tensors", first, ("cpu", "meta"))
     return p
 
 
