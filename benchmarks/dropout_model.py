@@ -17,7 +17,6 @@ import argparse
 import contextlib
 import ctypes
 import dataclasses
-import importlib
 import itertools
 import pathlib
 import signal
@@ -397,9 +396,6 @@ def main(argv: list[str] | None = None) -> int:
     if not 0 < arguments.p < 1:
         raise SystemExit(f"error: --p must be above 0 and below 1, got {arguments.p}")
     base = TINY if arguments.tiny else Sizes(blocks=BLOCKS)
-    if device.type == "cuda":
-        # The kernels are what is measured, whether or not the public functions refuse them still.
-        importlib.import_module("dash_attn.dropout.bits").KERNELS_ARE_TESTED = True
     chosen = {name: base.blocks[name] for name in arguments.blocks}
     sizes = dataclasses.replace(base, blocks=chosen, seqlens=tuple(arguments.seqlens or base.seqlens))
     bench = Bench(device, sizes, arguments.p, arguments.min_time, not arguments.no_inside)
