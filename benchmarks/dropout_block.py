@@ -106,12 +106,15 @@ class Generator:
         return Made(self._bits, self.state)
 
 
-def attention_calls(shape: Shape, generator: Generator, device: torch.device) -> dict[str, dict[str, Call]]:
+def attention_calls(
+    shape: Shape, generator: Generator, device: torch.device, failures: list[str]
+) -> dict[str, dict[str, Call]]:
     """By what it is, the calls of each pass: "plain" is ours without dropout, "bits" ours with bits that are there; and
     on a GPU "fa2" and "fa2_dropout", torch's FlashAttention-2, which makes its random numbers inside.
 
     Args:
         shape: with its dropout_p.
+        failures: gets a line for each that raises, which is missing then.
     """
     plain = peers.random_tensors(shape.undropped, device)
     generator.call()()
@@ -123,10 +126,14 @@ def attention_calls(shape: Shape, generator: Generator, device: torch.device) ->
         ("fa2", peers.TorchFlashAttention2(), shape.undropped, plain),
         ("fa2_dropout", peers.TorchFlashAttention2(), shape, plain),
     ):
-        if not implementation.unavailable(device):
+        if implementation.unavailable(device):
+            continue
+        try:
             variant = next(v for v in reversed(implementation.variants(of)))
             prepared = implementation.prepare(variant, of, x)
             calls[name] = {pass_: prepared[pass_] for pass_ in ("forward", "backward")}
+        except Exception as error:  # whatever a peer raises for a shape that it does not take
+            failures.append(f"attention {name}, {of}: {type(error).__name__}: {str(error)[:200]}")
     return calls
 
 

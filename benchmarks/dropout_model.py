@@ -17,7 +17,6 @@ import argparse
 import contextlib
 import ctypes
 import dataclasses
-import importlib
 import itertools
 import pathlib
 import signal
@@ -148,7 +147,7 @@ def attention(bench: Bench) -> Iterator[dict]:
         batch = max(1, sizes.tokens // seqlen)
         shape = Shape("bf16", 128, sizes.heads, sizes.heads, "causal", seqlen, batch, dropout_p=bench.p)
         generator = blocks.Generator(batch, sizes.heads, seqlen, bench.p, bench.device)
-        calls = blocks.attention_calls(shape, generator, bench.device)
+        calls = blocks.attention_calls(shape, generator, bench.device, bench.failures)
         pairs = batch * sizes.heads * seqlen**2 / 2
         for pass_, products in (("forward", 4), ("backward", 10)):
             ms = bench.ms({name: of_pass[pass_] for name, of_pass in calls.items()})
@@ -250,19 +249,20 @@ def rows_of(block: Block, seqlen: int, pass_: str, bench: Bench) -> dict:
     of_gemms = blocks.gemms_of(block, tokens)
     generator = blocks.Generator(batch, block.heads, seqlen, bench.p, device)
     shape = Shape("bf16", 128, block.heads, block.kv_heads, "causal", seqlen, batch, dropout_p=bench.p)
-    attention = {name: of[pass_] for name, of in blocks.attention_calls(shape, generator, device).items()}
+    prepared = blocks.attention_calls(shape, generator, device, bench.failures)
+    attention = {name: of[pass_] for name, of in prepared.items()}
     each = {name: blocks.gemm_calls(gemm, device)[pass_] for name, gemm in of_gemms.items()}
     own, generating = own_gemms(of_gemms["qkv"], generator, bench) if pass_ == "forward" else (None, None)
-    whole = blocks.Pass(pass_, each, attention["bits"], generator.call(), bench.stream(), generating)
+    with_bits = attention.get("bits")
+    whole = blocks.Pass(pass_, each, with_bits or (lambda: None), generator.call(), bench.stream(), generating)
+    wholes = {"sequential": whole.sequential(), "overlapped": whole.overlapped(), "inside": whole.inside()}
     flops = sum(gemm.flops for gemm in of_gemms.values()) * (2 if pass_ == "backward" else 1)
     ms = bench.ms(
         {
             **{("gemm", name): call for name, call in each.items()},
             **{("attention", name): call for name, call in attention.items()},
             **{("generator", rounds): generator.call(rounds) for rounds in ROUNDS},
-            "sequential": whole.sequential(),
-            "overlapped": whole.overlapped(),
-            "inside": whole.inside(),
+            **(wholes if with_bits else {}),
             "own_gemm": own,
         },
         turns=1 if flops / 600e12 > LONG_BLOCK_S else timing.TURNS,
@@ -396,9 +396,6 @@ def main(argv: list[str] | None = None) -> int:
     if not 0 < arguments.p < 1:
         raise SystemExit(f"error: --p must be above 0 and below 1, got {arguments.p}")
     base = TINY if arguments.tiny else Sizes(blocks=BLOCKS)
-    if device.type == "cuda":
-        # The kernels are what is measured, whether or not the public functions refuse them still.
-        importlib.import_module("dash_attn.dropout.bits").KERNELS_ARE_TESTED = True
     chosen = {name: base.blocks[name] for name in arguments.blocks}
     sizes = dataclasses.replace(base, blocks=chosen, seqlens=tuple(arguments.seqlens or base.seqlens))
     bench = Bench(device, sizes, arguments.p, arguments.min_time, not arguments.no_inside)

@@ -86,6 +86,21 @@ def test_a_part_that_fails_hides_no_other(tmp_path, monkeypatch, capsys):
     assert "No time of a block" in printed
 
 
+def test_an_attention_that_fails_hides_no_other(tmp_path, monkeypatch, capsys):
+    class Broken(dropout_block.peers.DashAttnBits):
+        def prepare(self, *_):
+            raise RuntimeError("no bits here")
+
+    monkeypatch.setattr(dropout_block.peers, "DashAttnBits", Broken)
+    path = tmp_path / "result.json"
+    assert run(path, "--blocks", "Llama-3 8B", "--seqlens", "64") == 1
+    result = json.loads(path.read_text())
+    assert [row["pass"] for row in result["rows"]] == ["forward", "backward"]
+    for row in result["rows"]:
+        assert "attention_ms" in row and not {"attention_bits_ms", "sequential_ms", "overlapped_ms"} & row.keys()
+    assert "RuntimeError: no bits here" in capsys.readouterr().out
+
+
 def test_a_call_that_fails_hides_no_other():
     def broken():
         raise ValueError("bad")

@@ -197,7 +197,10 @@ def test_what_does_not_is_named():
     (missed,) = (one for one in model.every(result, fitted) if not one.is_within)
     assert (missed.of, missed.block, missed.seqlen, missed.pass_) == ("overlapped", "GPT-3 175B", 2048, "forward")
     assert missed.error == pytest.approx(1 / 1.2 - 1, abs=5e-3) and "NOT within" in str(missed)
-    assert "Not within: overlapped of GPT-3 175B, 2048, forward (-17%)." in model.report(result, fitted)
+    report = model.report(result, fitted)
+    assert "Not within: overlapped of GPT-3 175B, 2048, forward (-17%)." in report
+    assert "sequential 24 of 24, overlapped 23 of 24" in report
+    assert "furthest off for GPT-3 175B, 2048, forward: 1.0" in report
 
 
 def test_gains_are_ratios_of_what_was_measured():

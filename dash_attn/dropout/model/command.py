@@ -71,7 +71,7 @@ def title(result: Mapping[str, Any]) -> str:
 def report(result: Mapping[str, Any], fitted: fit.Fitted) -> str:
     """In Markdown: predicted beside measured for every row, what is gained, the constants, what they say of others."""
     meta = result["meta"]
-    found = judge.every(result, fitted)
+    found, gains = judge.every(result, fitted), judge.gains(result, fitted)
     parts = [
         f"Measured: {meta.get('gpu')}, CUDA {meta.get('cuda')}, torch {meta.get('torch')}, "
         f"commit {meta.get('commit')}, p = {meta['p']}, causal. Predicted / measured milliseconds. Of a block each "
@@ -79,7 +79,8 @@ def report(result: Mapping[str, Any], fitted: fit.Fitted) -> str:
         judge.table(found),
         judge.verdict(found),
         "What is gained, as ratios of measured times:",
-        judge.gains_table(judge.gains(result, fitted)),
+        judge.gains_table(gains),
+        judge.gains_verdict(gains),
         "The constants:",
         constants_table(fitted.machine, fitted.settings),
         "What they predict elsewhere: not measured. The range is over the blocks, of a forward; other machines have "

@@ -120,6 +120,9 @@ def verdict(found: Sequence[Judged]) -> str:
     errors = [abs(one.error) for one in found]
     said = f"{len(found) - len(missed)} of {len(found)} predictions are within {WITHIN:.0%} of what was measured; "
     said += f"the median error is {statistics.median(errors):.1%}, the largest {max(errors):.1%}."
+    columns = dict.fromkeys(one.of for one in found)
+    counts = {of: [one.is_within for one in found if one.of == of] for of in columns}
+    said += f" Of each: {', '.join(f'{of} {sum(within)} of {len(within)}' for of, within in counts.items())}."
     if missed:
         said += " Not within: " + "; ".join(
             f"{one.of} of {one.block}, {one.seqlen}, {one.pass_} ({one.error:+.0%})" for one in missed
@@ -163,6 +166,20 @@ def gains(result: Result, fitted: Fitted) -> list[dict[str, Any]]:
             gain["share"] = row["generator_ms"]["7"] / row["gemm_ms"].get(BESIDE[row["pass"]], float("inf"))
         found.append(gain)
     return found
+
+
+def gains_verdict(found: Sequence[Mapping[str, Any]]) -> str:
+    """How far the predicted gain of overlapping is from the measured one: GEMMs, which are given, hide nothing here."""
+    both = [gain for gain in found if {"measured", "predicted"} <= gain.keys()]
+    if not both:
+        return "Of what overlapping gains nothing was both measured and predicted."
+    worst = max(both, key=lambda gain: abs(gain["predicted"] - gain["measured"]))
+    measured = [gain["measured"] for gain in both]
+    return (
+        f"Overlapping on two streams gains {min(measured):.3f} to {max(measured):.3f} over one after the other, as "
+        f"measured; the prediction is furthest off for {worst['block']}, {worst['seqlen']}, {worst['pass']}: "
+        f"{worst['predicted']:.3f} for {worst['measured']:.3f}."
+    )
 
 
 def gains_table(found: Sequence[Mapping[str, Any]]) -> str:
