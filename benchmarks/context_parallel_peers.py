@@ -67,8 +67,6 @@ class Implementation:
     """Which kernels, and how they are used."""
     alone = False
     """Rank 0 computes, the others wait."""
-    equal_bits = False
-    """Whether the bits are to be those of one GPU; else they are near them."""
 
     def __init__(self, ranks: Ranks):
         self.ranks = ranks
@@ -96,7 +94,6 @@ class OneGpu(Implementation):
     name = "one GPU"
     note = "flash_attn_func of the whole"
     alone = True
-    equal_bits = True
 
     def attention(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return dash_attn.flash_attn_func(q, k, v, causal=True)
@@ -106,8 +103,6 @@ class OneGpu(Implementation):
 
 
 class Ours(Implementation):
-    equal_bits = True
-
     def __init__(self, ranks: Ranks, layout: str):
         super().__init__(ranks)
         self.layout, self.name = layout, f"dash_attn {layout}"
