@@ -48,6 +48,7 @@ ONE, OURS, MOVEMENTS = "one GPU", "dash_attn", "the movements"
 NCCL_SETTINGS = {"NCCL_NVLS_ENABLE": "0"}
 TIMEOUT_S = 60
 STARTS = 4
+OURS_IS_WRONG = 3  # the exit status of a rank that has done all it should
 # Clocks that GPUs idle before a call for their hosts to run ahead: about 4 ms, more than an agreement of ranks takes.
 HEAD_START_CLOCKS = 8_000_000
 WARM_UP_S = 0.1
@@ -89,16 +90,17 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _start(arguments: argparse.Namespace, argv: list[str], ranks: int) -> int:
-    """Starts the ranks, again where a peer has ended them, and returns the last exit status."""
+    """Starts the ranks, again where an implementation has ended them, and returns the exit status."""
     deadline = time.monotonic() + arguments.limit
     left_out = list(arguments.leave_out)
     with tempfile.TemporaryDirectory() as folder:
         stage = pathlib.Path(folder) / "stage"
         for _ in range(STARTS):
             options = [*argv, "--stage", str(stage), "--leave-out", *left_out]
-            why = _run_ranks(options, ranks, deadline)
+            is_right, why = _run_ranks(options, ranks, deadline)
             if not why:
-                return 1 if any(name.startswith(OURS) for name in set(left_out) - set(arguments.leave_out)) else 0
+                ended = set(left_out) - set(arguments.leave_out)
+                return 0 if is_right and not any(name.startswith(OURS) for name in ended) else 1
             name = stage.read_text() if stage.exists() else "the start"
             print(f"ended during {name}: {why}", flush=True)
             if name not in (*ROWS, MOVEMENTS) or name in left_out or time.monotonic() > deadline:
@@ -108,8 +110,8 @@ def _start(arguments: argparse.Namespace, argv: list[str], ranks: int) -> int:
     return 1
 
 
-def _run_ranks(options: list[str], ranks: int, deadline: float) -> str:
-    """Why they ended; "" where all did well."""
+def _run_ranks(options: list[str], ranks: int, deadline: float) -> tuple[bool, str]:
+    """Whether all of ours is right, and why they ended too early, "" where they did not."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -124,12 +126,12 @@ def _run_ranks(options: list[str], ranks: int, deadline: float) -> str:
     try:
         while True:
             codes = [process.poll() for process in processes]
-            if any(codes):
-                return f"exit statuses {codes}, None is one that still ran"
-            if all(code == 0 for code in codes):
-                return ""
+            if any(code not in (None, 0, OURS_IS_WRONG) for code in codes):
+                return False, f"exit statuses {codes}, None is one that still ran"
+            if None not in codes:
+                return not any(codes), ""
             if time.monotonic() > deadline:
-                return "no time left (--limit)"
+                return False, "no time left (--limit)"
             time.sleep(0.1)
     finally:
         for process in processes:
@@ -155,7 +157,7 @@ def _of_rank(arguments: argparse.Namespace) -> int:
     sys.stdout.flush()
     ranks.barrier()
     dist.destroy_process_group()
-    return 1 if failed else 0
+    return OURS_IS_WRONG if failed else 0
 
 
 def _measure(arguments: argparse.Namespace, ranks: Ranks) -> bool:
@@ -178,6 +180,7 @@ def _measure(arguments: argparse.Namespace, ranks: Ranks) -> bool:
         result["left_out"] += left_out
         meta["after"] = run.state(ranks.device)
         failed |= any(row["impl"].startswith(OURS) for row in left_out)
+        failed |= any(row["impl"].startswith(OURS) and not _same_bits(row) for row in rows)
         if ranks.rank == 0:
             print(table(rows, movements, left_out, ranks.size), flush=True)
             print(f"  took {time.monotonic() - began:.0f} s\n", flush=True)
@@ -277,11 +280,7 @@ def _fastest_right_one(
         if not why:
             assert implementation is not None
             errors = _together([found for _, found in everyones])
-            same = all(error["same_bits"] for error in errors.values())
-            near = all(error["relative"] <= NEAR for error in errors.values())
-            if implementation.equal_bits and not same:
-                why = f"other bits than one GPU: {errors}"
-            elif not near:
+            if not all(error["relative"] <= NEAR for error in errors.values()):
                 why = f"not near one GPU: {errors}"
         if why:
             note = f"{implementation.note}: " if implementation is not None else ""
@@ -398,8 +397,9 @@ def table(rows: list[dict], movements: list[dict], left_out: list[dict], ranks: 
     ours = [times.get(f"dash_attn {layout}") for layout in ("contiguous", "zigzag")]
     for row in rows[1:]:
         over = "".join(f"{row['ms'] / x if x else float('nan'):>{width}.2f}" for x, width in zip(ours, (10, 9)))
-        same = all(error["same_bits"] for error in row["errors"].values())
-        error = "bits of one GPU" if same else f"{max(x['relative'] for x in row['errors'].values()):.1e}"
+        error = f"{max(x['relative'] for x in row['errors'].values()):.1e}"
+        if row["impl"].startswith(OURS):
+            error = "bits of one GPU" if _same_bits(row) else f"WRONG, other bits than one GPU: {row['errors']}"
         spread = f"{min(row['rounds_ms']):.2f} to {max(row['rounds_ms']):.2f}"
         lines.append(f"  {row['impl']:<38}{row['ms']:>9.2f}{row['of_ideal']:>10.3f}{over}  {spread}; {error}")
         lines.append(f"      {row['note']}")
@@ -421,6 +421,10 @@ def table(rows: list[dict], movements: list[dict], left_out: list[dict], ranks: 
         lines.append(f"  {layout}: at least {SHARE_OF_IDEAL} of the ideal: {enough} ({share:.3f})")
         lines += [f"  {layout}: not slower than {name}: {_yes(ms <= peer)}" for name, peer in peers.items()]
     return "\n".join(lines)
+
+
+def _same_bits(row: dict) -> bool:
+    return all(error["same_bits"] for error in row["errors"].values())
 
 
 def _yes(holds: bool) -> str:

@@ -30,6 +30,7 @@ Results = tuple[Tensor, ...]
 Call = Callable[[], Results]
 Whole = dict[str, Tensor]
 RESULTS = ("out", "dq", "dk", "dv")
+TORCH_KERNELS = ("FlashAttention-2", "cuDNN", "FlashAttention-3")
 
 
 @dataclass(frozen=True)
@@ -66,8 +67,6 @@ class Implementation:
     """Which kernels, and how they are used."""
     alone = False
     """Rank 0 computes, the others wait."""
-    equal_bits = False
-    """Whether the bits are to be those of one GPU; else they are near them."""
 
     def __init__(self, ranks: Ranks):
         self.ranks = ranks
@@ -95,7 +94,6 @@ class OneGpu(Implementation):
     name = "one GPU"
     note = "flash_attn_func of the whole"
     alone = True
-    equal_bits = True
 
     def attention(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return dash_attn.flash_attn_func(q, k, v, causal=True)
@@ -105,8 +103,6 @@ class OneGpu(Implementation):
 
 
 class Ours(Implementation):
-    equal_bits = True
-
     def __init__(self, ranks: Ranks, layout: str):
         super().__init__(ranks)
         self.layout, self.name = layout, f"dash_attn {layout}"
@@ -153,7 +149,8 @@ class TorchContextParallel(Implementation):
 
     Args:
         ranks: the processes.
-        kernels: "FlashAttention-2" or "cuDNN".
+        kernels: one of TORCH_KERNELS; FlashAttention-3 is registered in the place of torch's FlashAttention-2, by
+            torch's own door for it, while it has its turn.
         rotation: how keys and values get round, "allgather" or "alltoall".
         grouped: whether torch is given as many KV heads as there are; else each is repeated for its query heads,
             which is in the time.
@@ -161,6 +158,8 @@ class TorchContextParallel(Implementation):
 
     def __init__(self, ranks: Ranks, kernels: str, rotation: str, grouped: bool):
         super().__init__(ranks)
+        if kernels == "FlashAttention-3" and ranks.device.type == "cpu":
+            raise RuntimeError("needs a GPU")
         self.kernels, self.rotation, self.grouped = kernels, rotation, grouped
         self.name = f"torch context parallel, {kernels}"
         self.note = f"{rotation}, {'grouped heads' if grouped else 'KV heads repeated'}"
@@ -187,7 +186,7 @@ class TorchContextParallel(Implementation):
         parallel._cp_options.enable_load_balance = True
         # Its buffers are cut in place, and are whole again behind it.
         buffers = [whole[name].transpose(1, 2).contiguous() for name in ("q", "k", "v", "dout")]
-        with context_parallel(self.ranks.mesh, buffers=buffers, buffer_seq_dims=[2] * 4):
+        with self._registered(), context_parallel(self.ranks.mesh, buffers=buffers, buffer_seq_dims=[2] * 4):
             leaves = [x.detach().requires_grad_() for x in buffers[:3]]
 
             def call() -> Results:
@@ -195,6 +194,19 @@ class TorchContextParallel(Implementation):
                     return forward_and_backward(self.attention, leaves, buffers[3])
 
             yield call
+
+    @contextlib.contextmanager
+    def _registered(self) -> Iterator[None]:
+        from torch.nn.attention import _registry
+
+        if self.kernels != "FlashAttention-3":
+            yield
+            return
+        _registry.activate_flash_attention_impl("FA3")
+        try:
+            yield
+        finally:
+            _registry.restore_flash_attention_impl()
 
     def pairs(self, results: Results, reference: Whole) -> list[tuple[Tensor, Tensor]]:
         from torch.distributed.tensor.experimental._attention import context_parallel_unshard
@@ -204,8 +216,8 @@ class TorchContextParallel(Implementation):
 
 
 ROWS = (
-    "dash_attn contiguous", "dash_attn zigzag", "dash_attn by heads", "torch context parallel, FlashAttention-2",
-    "torch context parallel, cuDNN", "ring-flash-attn zigzag",
+    "dash_attn contiguous", "dash_attn zigzag", "dash_attn by heads",
+    *(f"torch context parallel, {kernels}" for kernels in TORCH_KERNELS), "ring-flash-attn zigzag",
 )  # fmt: skip
 
 
@@ -218,7 +230,7 @@ def candidates(ranks: Ranks) -> dict[str, list[Callable[[], Implementation]]]:
             for grouped in (True, False)
             for rotation in ("allgather", "alltoall")
         ]
-        for kernels in ("FlashAttention-2", "cuDNN")
+        for kernels in TORCH_KERNELS
     ]
     return dict(zip(ROWS, ([[way] for way in ours] + of_torch + [[lambda: RingZigzag(ranks)]]), strict=True))
 

@@ -6,8 +6,9 @@ import json
 import pytest
 
 from benchmarks import context_parallel
+from benchmarks.context_parallel_peers import TORCH_KERNELS
 
-PEERS = ["torch context parallel, FlashAttention-2", "torch context parallel, cuDNN", "ring-flash-attn zigzag"]
+PEERS = [*(f"torch context parallel, {kernels}" for kernels in TORCH_KERNELS), "ring-flash-attn zigzag"]
 
 
 def test_rows_and_table(tmp_path, capfd):
@@ -23,7 +24,7 @@ def test_rows_and_table(tmp_path, capfd):
         assert all(error["same_bits"] for error in rows[name]["errors"].values())
     expected = {"one GPU", *ours, PEERS[0]}
     if importlib.util.find_spec("ring_flash_attn") is not None:
-        expected.add(PEERS[2])
+        expected.add(PEERS[-1])
     assert rows.keys() == expected
     assert {row["impl"] for row in result["left_out"]} == set(PEERS) - expected
     for name, row in rows.items():
