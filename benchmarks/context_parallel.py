@@ -392,7 +392,7 @@ def table(rows: list[dict], movements: list[dict], left_out: list[dict], ranks: 
         f"{first['seqlen']:,} tokens, {first['heads']}/{first['kv_heads']} heads of {first['head_dim']}, bf16, causal, "
         f"forward and backward, {ranks} GPUs: one GPU takes {times[ONE]:.2f} ms, so the ideal is "
         f"{times[ONE] / ranks:.2f} ms",
-        f"  {'':<38}{'ms':>9}{'of ideal':>10}{'/contig.':>10}{'/zigzag':>9}  rounds, ms; largest relative error",
+        f"  {'':<44}{'ms':>9}{'of ideal':>10}{'/contig.':>10}{'/zigzag':>9}  rounds, ms; largest relative error",
     ]
     ours = [times.get(f"dash_attn {layout}") for layout in ("contiguous", "zigzag")]
     for row in rows[1:]:
@@ -401,7 +401,7 @@ def table(rows: list[dict], movements: list[dict], left_out: list[dict], ranks: 
         if row["impl"].startswith(OURS):
             error = "bits of one GPU" if _same_bits(row) else f"WRONG, other bits than one GPU: {row['errors']}"
         spread = f"{min(row['rounds_ms']):.2f} to {max(row['rounds_ms']):.2f}"
-        lines.append(f"  {row['impl']:<38}{row['ms']:>9.2f}{row['of_ideal']:>10.3f}{over}  {spread}; {error}")
+        lines.append(f"  {row['impl']:<44}{row['ms']:>9.2f}{row['of_ideal']:>10.3f}{over}  {spread}; {error}")
         lines.append(f"      {row['note']}")
     lines.append("  /contig., /zigzag: time over that of dash_attn in this layout; 1 or more is not faster than ours")
     lines += [f"  left out {row['impl']}: {row['why']}" for row in left_out]
