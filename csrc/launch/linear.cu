@@ -45,8 +45,9 @@ void launch_linear(const LinearArguments& a, cudaStream_t stream) {
     params.bits = make_generator_params(a.bits);
     params.units_taken = a.units_taken;
     units = params.bits.units();
-    // A warp may ask for one more after the last.
-    if (units > std::numeric_limits<int>::max() - 2 * a.bits.num_sms * Variant::kThreads / 32) {
+    // Every warp asks once more after the last.
+    const int64_t asked_for = int64_t{Variant::kUnitsAtATime} * a.bits.num_sms * (Variant::kThreads / 32);
+    if (units > std::numeric_limits<int>::max() - asked_for) {
       throw std::runtime_error("dash_attn: too many bits of dropout for one call: " + std::to_string(units) + " units");
     }
     check_cuda(cudaMemsetAsync(a.units_taken, 0, sizeof(int), stream), "clearing the count of units");

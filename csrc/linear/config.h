@@ -32,6 +32,7 @@ struct Variant {
                 launch_registers(kThreads));
 
   static constexpr int kLinesAtATime = 2;  // that a warp makes: three of the producer's warps are alone with it
+  static constexpr int kUnitsAtATime = 4;  // that it takes: under a causal mask half of them are done at once
 
   static constexpr int kStages = 4;
   static constexpr int kStageBytes = (kTileRows + kTileColumns) * kTileDepth * int(sizeof(Element));

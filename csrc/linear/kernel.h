@@ -23,10 +23,14 @@ __device__ __forceinline__ void make_bits(const Params<typename Variant::Element
   if (params.units_taken == nullptr) { return; }
   const int units = int(params.bits.units()), lane = int(threadIdx.x) % 32;
   while (true) {
-    int unit = lane == 0 ? atomicAdd(params.units_taken, 1) : 0;
-    unit = __shfl_sync(0xffffffff, unit, 0);
-    if (unit >= units) { return; }
-    dropout::make_lines<Variant::kMapping, Variant::kRounds, Variant::kLinesAtATime>(params.bits, unit, lane);
+    int first = lane == 0 ? atomicAdd(params.units_taken, Variant::kUnitsAtATime) : 0;
+    first = __shfl_sync(0xffffffff, first, 0);
+    if (first >= units) { return; }
+    const int end = min_int(first + Variant::kUnitsAtATime, units);
+#pragma unroll 1
+    for (int unit = first; unit < end; ++unit) {
+      dropout::make_lines<Variant::kMapping, Variant::kRounds, Variant::kLinesAtATime>(params.bits, unit, lane);
+    }
   }
 }
 
@@ -50,6 +54,7 @@ __global__ void __launch_bounds__(Variant::kThreads, 1)
     make_bits<Variant>(params);
   };
   specialise_warps<Variant>(produce, consume);
+  __syncwarp();
   cute::cluster_sync();  // nor after it has ended
 }
 
