@@ -15,13 +15,14 @@ WORDS, HOPS, ADDS = 256, 2048, 400
 ADDED_TILES = 512  # 16 MiB: what the interleaved heads keep in L2
 
 
-def build(folder: pathlib.Path) -> ctypes.CDLL:
+def build(folder: pathlib.Path, source: pathlib.Path = SOURCE) -> ctypes.CDLL:
+    """A library of a source beside this one, compiled here."""
     homes = [os.environ.get("CUDA_HOME"), "/usr/local/cuda"]
     nvcc = next((found for h in homes if h and (found := shutil.which("nvcc", path=f"{h}/bin"))), shutil.which("nvcc"))
     if nvcc is None:
-        raise RuntimeError("nvcc must be on PATH or in CUDA_HOME: latency.cu is compiled where it measures")
-    library = folder / "liblatency.so"
-    command = [nvcc, "-O2", "-shared", "-Xcompiler", "-fPIC", "-arch=sm_90", str(SOURCE), "-o", str(library)]
+        raise RuntimeError(f"nvcc must be on PATH or in CUDA_HOME: {source.name} is compiled where it measures")
+    library = folder / f"lib{source.stem}.so"
+    command = [nvcc, "-O2", "-shared", "-Xcompiler", "-fPIC", "-arch=sm_90", str(source), "-o", str(library)]
     subprocess.run(command, check=True)
     return ctypes.CDLL(str(library))
 

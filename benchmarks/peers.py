@@ -161,8 +161,13 @@ def op_arguments(shape: Shape, x: Tensors) -> dict[str, object]:
         sinks=x.sinks,
         alibi_slopes=x.alibi_slopes,
         softcap=shape.softcap,
-        **({} if x.dropout is None else dict(rng_state=x.dropout.state.rng_state, dropout_p=shape.dropout_p)),
+        **({} if x.dropout is None else of_dropout(shape, x)),
     )
+
+
+def of_dropout(shape: Shape, x: Tensors) -> dict[str, object]:
+    state = x.dropout.state.rng_state
+    return dict(rng_state=state, dropout_p=shape.dropout_p, max_seqlen_q=x.max_seqlen, max_seqlen_k=x.max_seqlen)
 
 
 class DashAttn:

@@ -75,8 +75,7 @@ def flash_attn_func(
             head_dim.
         dropout_p: probability of dropping an element of the softmax, from 0 to below 1 in fp32; None is 0. What is
             kept is divided by 1 - dropout_p; the log-sum-exp is the one without dropout. Without dropout_bits the mask
-            is made of a state that torch's generator of q's device draws (`dash_attn.dropout`). CPU tensors only: the
-            CUDA kernels that drop have not been tested yet.
+            is made of a state that torch's generator of q's device draws (`dash_attn.dropout`).
         softmax_scale: c, any number whose product with log2(e) is finite in fp32. Default: 1 / sqrt(head_dim). Under
             torch.compile each value is a graph of its own.
         causal: mask aligned at the bottom right: query i sees the keys j <= i + seqlen_k - seqlen_q. A query that sees
@@ -111,7 +110,7 @@ def flash_attn_func(
             sum: its errors are the smaller ones for any inputs.
         dropout_bits: what to drop, from `dash_attn.dropout.dropout_bits` for dropout_p, this batch, these query heads
             and these lengths (of a pack, those of its longest sequence, or longer). They are kept for the backward,
-            unless they were made with keep_bits=False; without them it makes them again of the state. Default: none.
+            unless they were made with keep_bits=False; then, and without them, it makes them of a state. Default: none.
 
     Flags may be Python's or numpy's bools, 0 or 1.
 
@@ -266,7 +265,9 @@ def flash_attn_varlen_func(
             They start at 0 or more, never decrease and end at total or less. Others are a ValueError on the CPU, and on
             a GPU an error on the device, as an index out of bounds is.
         max_seqlen_q, max_seqlen_k: an int, or an integer tensor of shape (), which is not read. FlashAttention's hints
-            of the longest sequence; they change nothing. With dropout on a GPU they must be ints, and right.
+            of the longest sequence; they change nothing. With dropout_p above 0 and no dropout_bits they must be ints
+            and no less than the longest: random bits are made for so many rows. A sequence beyond them is a ValueError
+            on the CPU, and on a GPU an error on the device, as an index out of bounds is.
         block_table: None only; `flash_attn_with_kvcache` takes paged keys and values.
         seqused_q, seqused_k: int32 (batch,) like cu_seqlens: how many rows of a sequence there are, at most those up
             to the next offset. Default: all.
@@ -431,9 +432,8 @@ def _attention(
     checks.check_tensors(named)
     probability = 0.0
     if is_seldom:
-        first = next(iter(named.values()))
         is_pack = pack is not None
-        probability = dropout_calls.checked_probability(*dropout, first, softmax_scale=softmax_scale, is_pack=is_pack)
+        probability = dropout_calls.checked_probability(*dropout, softmax_scale=softmax_scale, is_pack=is_pack)
     if pack is not None and max_seqlens is not None:
         checks.check_tensors({name: x for name, x in pack.items() if x is not None or name.startswith("cu_seqlens")})
         for name, value in max_seqlens.items():
@@ -460,8 +460,8 @@ def _attention(
     if probability:  # last, as it may draw random numbers
         left, right, chunk = extra[:3] or _NO_WINDOW
         of_dropout = dropout_calls.keywords(
-            probability, dropout_bits, named, num_heads_q, pack=pack, max_seqlens=max_seqlens,
-            mask=(causal, left, right, chunk), sm_margin=sm_margin,
+            probability, dropout_bits, named, num_heads_q, mask=(causal, left, right, chunk), is_pack=pack is not None,
+            max_seqlens=max_seqlens,
         )  # fmt: skip
     settings = (softmax_scale, causal, schedule, sm_margin, *extra)
     out, softmax_lse = op(*named.values(), *split, *settings, **of_scores, **of_dropout)

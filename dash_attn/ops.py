@@ -7,7 +7,7 @@
 
     pack: cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, all None in a dense batch
     mask: causal, window_left, window_right, attention_chunk; -1 is no window on that side, chunk 0 no chunks
-    dropout: dropout_bits=None, rng_state=None, dropout_p=0.0
+    dropout: dropout_bits=None, rng_state=None, dropout_p=0.0, max_seqlen_q=None, max_seqlen_k=None
 
 In a dense batch q and dq are (batch, seqlen_q, heads, head_dim), k and dk (batch, seqlen_k, kv_heads, head_dim), v and
 dv (batch, seqlen_k, kv_heads, value_head_dim), out and dout (batch, seqlen_q, heads, value_head_dim), all bf16 or all
@@ -30,8 +30,11 @@ length fixes, and then over the sequences in their order. `dash_attn.reference` 
 With dropout_p above 0, the probability of dropping an element, there are dropout_bits, those of
 `dash_attn.dropout.dropout_bits` for the call's query heads and lengths (of a pack, for those of its longest sequence),
 or rng_state, int64 (2,) or (batch, 2), of which they are made: the default mapping and rounds, sequence b having the
-number b under one state and 0 under its own. Both passes are given the same. On a GPU a pack takes bits, and neither a
-softcap nor slopes go with dropout; the kernels that drop have not been tested yet, so the public functions refuse.
+number b under one state and 0 under its own. Both passes are given the same. A pack with rng_state takes max_seqlen_q
+and max_seqlen_k, ints and no less than any of its sequences has, which are looked at in no other call: on a GPU each
+pass makes bits of so many rows and keeps none, batch * heads * max_seqlen_q * max_seqlen_k / 8 bytes, and a sequence
+beyond them is an error on the device, which stops before bits are read. On a GPU neither a softcap nor slopes go with
+dropout.
 
 A row's output depends on its query, the keys and values it sees and their number; gradients on the schedule besides;
 and neither on `sm_margin`, the device's SMs or the other sequences of the batch or pack, to the last bit. Where K or V
@@ -43,10 +46,11 @@ is not finite, a row may be NaN for a key of a KV tile that it, or under a windo
               softcap=0.0, *dropout) -> (out, softmax_lse)
     attention_kvpacked(q, kv, softmax_scale, ...)    attention_qkvpacked(qkv, num_heads_q, softmax_scale, ...)
 
-are the two as one differentiable function of what `dash_attn.interface` is given: of q, k, v and sinks, which may be of
-any float dtype there, to both outputs. All of them are C++ (csrc/bindings/autograd.cpp) and run `dash_attn_C::forward`
-and `dash_attn_C::backward`, the kernels, which take what TMA can address and a positive scale. Their CUDA
-implementation is in `_C`; the CPU's is the reference, below.
+(the last of which has cu_seqlens, seqused and max_seqlen for both sides) are the two as one differentiable function of
+what `dash_attn.interface` is given: of q, k, v and sinks, which may be of any float dtype there, to both outputs. All
+of them are C++ (csrc/bindings/autograd.cpp) and run `dash_attn_C::forward` and `dash_attn_C::backward`, the kernels,
+which take what TMA can address and a positive scale. Their CUDA implementation is in `_C`; the CPU's is the reference,
+below.
 """
 
 import pathlib

@@ -11,7 +11,7 @@ import weakref
 
 import torch
 import torch.distributed as dist
-from context_parallel_worker import join
+from rank_processes import join
 from torch.distributed.device_mesh import DeviceMesh
 
 from dash_attn import flash_attn_func

@@ -1,6 +1,7 @@
-"""One rank of a gloo group in which something is wrong: see test_context_parallel_faults.py.
+"""One rank of a group in which something is wrong: see test_context_parallel_faults.py and
+gpu/test_context_parallel_load.py.
 
-    python context_parallel_faults.py RANK WORLD_SIZE PORT FOLDER FAULT ...
+    python context_parallel_faults.py RANK WORLD_SIZE PORT FOLDER [--cuda] FAULT ...
 
 Prints one line of JSON for every fault: what was raised, and after how many seconds.
 """
@@ -13,7 +14,7 @@ import time
 
 import torch
 import torch.distributed as dist
-from context_parallel_worker import join
+from rank_processes import join
 
 from dash_attn.distributed import RankError, context_parallel_attention, ulysses
 
@@ -22,15 +23,16 @@ TIMEOUT_S = 12.0
 ROWS, HEADS = 64, 6
 
 
-def tensors(rank: int) -> list[torch.Tensor]:
+def tensors(rank: int, device: str) -> list[torch.Tensor]:
     generator = torch.Generator().manual_seed(rank)
-    return [torch.randn(2, ROWS, HEADS, 16, generator=generator).bfloat16().requires_grad_() for _ in range(3)]
+    made = [torch.randn(2, ROWS, HEADS, 16, generator=generator).bfloat16() for _ in range(3)]
+    return [x.to(device).requires_grad_() for x in made]
 
 
-def run(fault: str, rank: int) -> None:
+def run(fault: str, rank: int, device: str) -> None:
     """A call and its backward, with this fault on one rank."""
     wrong = rank == WRONG_RANK
-    q, k, v = tensors(rank)
+    q, k, v = tensors(rank, device)
     options = {"causal": True, "check_values": "value" in fault}
     if wrong and fault == "shape":
         q, k, v = (torch.cat([x, x], dim=-1) for x in (q, k, v))
@@ -43,9 +45,9 @@ def run(fault: str, rank: int) -> None:
     if wrong and fault == "type":
         v = [[0.0]]
     if wrong and fault == "value":
-        k = k.detach().index_fill(1, torch.tensor(5), torch.nan).requires_grad_()
+        k = k.detach().index_fill(1, torch.tensor(5, device=device), torch.nan).requires_grad_()
     if fault == "value of sinks":
-        options["learnable_sink"] = torch.full((HEADS,), float(rank == WRONG_RANK))
+        options["learnable_sink"] = torch.full((HEADS,), float(rank == WRONG_RANK), device=device)
     if fault == "everywhere":
         options["softmax_scale"] = float("inf")
     if fault == "heads":
@@ -56,7 +58,7 @@ def run(fault: str, rank: int) -> None:
         time.sleep(2.5 * TIMEOUT_S)
     if wrong and fault == "dies between":
         # After the ranks have agreed on the call, before it sends its part.
-        ulysses.exchange_pieces = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+        ulysses.exchange = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
     out = context_parallel_attention(q, k, v, **options)
     if wrong and fault == "dies before the backward":
         os.kill(os.getpid(), signal.SIGKILL)
@@ -69,16 +71,24 @@ def run(fault: str, rank: int) -> None:
 
 def main() -> None:
     rank, ranks, port = map(int, sys.argv[1:4])
-    join(rank, ranks, port, TIMEOUT_S)
-    for fault in sys.argv[5:]:
-        dist.barrier()
+    faults = sys.argv[5:]
+    device = "cpu"
+    if faults[0] == "--cuda":
+        faults, device = faults[1:], "cuda"
+        torch.cuda.set_device(rank)
+    join(rank, ranks, port, TIMEOUT_S, "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo")
+    hosts = dist.new_group(backend="gloo")
+    for fault in faults:
+        dist.barrier(hosts)
         began = time.monotonic()
         try:
-            run(fault, rank)
+            run(fault, rank, device)
             outcome = ["none", "", []]
         except Exception as error:
             outcome = [type(error).__name__, str(error), list(error.ranks) if isinstance(error, RankError) else []]
         print(json.dumps([fault, *outcome, time.monotonic() - began]), flush=True)
+    if device == "cuda":
+        os._exit(0)  # NCCL would wait for ranks that are no more
 
 
 if __name__ == "__main__":

@@ -6,7 +6,6 @@ On CPUs it computes by the reference and talks by gloo; with "cuda" it has the G
 FOLDER/rank_RANK.pt: {case: {name: tensor}}, of this rank's rows, and on a GPU "waits": `waits_for_the_gpu`.
 """
 
-import datetime
 import functools
 import pathlib
 import sys
@@ -14,6 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from rank_processes import join
 from torch.distributed.device_mesh import DeviceMesh
 
 from dash_attn import flash_attn_func, flash_attn_varlen_func
@@ -161,15 +161,6 @@ def waits_for_the_gpu(mesh) -> str:
     except RuntimeError as error:
         return str(error)
     return ""
-
-
-def join(rank: int, ranks: int, port: int, timeout_s: float, backend: str = "gloo") -> None:
-    store = dist.TCPStore("127.0.0.1", port, is_master=False)
-    # Processes may start at very different times on a busy machine; that is no part of the timeout.
-    store.set(f"here/{rank}", "1")
-    store.wait([f"here/{other}" for other in range(ranks)], datetime.timedelta(seconds=200))
-    timeout = datetime.timedelta(seconds=timeout_s)
-    dist.init_process_group(backend, store=store, rank=rank, world_size=ranks, timeout=timeout)
 
 
 def main(rank: int, ranks: int, port: int, folder: pathlib.Path, device: str = "cpu") -> None:

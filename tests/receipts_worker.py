@@ -1,6 +1,6 @@
 """One of two processes that train under a Recorder: see test_receipts_sharding.py.
 
-    python receipts_worker.py RANK WORLD_SIZE FOLDER
+    python receipts_worker.py RANK WORLD_SIZE PORT FOLDER
 
 It leaves FOLDER/CASE/rank_RANK.sqlite for each case, and FOLDER/rank_RANK.json with what it has found itself.
 """
@@ -11,6 +11,7 @@ import sys
 
 import torch
 import torch.distributed as dist
+from rank_processes import join
 from receipts_support import BLOCK, Model, flip
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -134,8 +135,8 @@ def layouts(folder, rank, mesh, world_size):
                 recorder.record(part, "x", "activation", shard=shard, local=False)
 
 
-def main(rank, world_size, folder):
-    dist.init_process_group("gloo", init_method=f"file://{folder / 'rendezvous'}", rank=rank, world_size=world_size)
+def main(rank, world_size, port, folder):
+    join(rank, world_size, port, 300)
     mesh = init_device_mesh("cpu", (world_size,))
     found = placements_add_up(rank, mesh)
     (folder / f"rank_{rank}.json").write_text(json.dumps(found))
@@ -148,4 +149,4 @@ def main(rank, world_size, folder):
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]), pathlib.Path(sys.argv[3]))
+    main(*map(int, sys.argv[1:4]), pathlib.Path(sys.argv[4]))

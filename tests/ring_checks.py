@@ -1,37 +1,18 @@
 """ring-flash-attn on several processes, and its results against full attention: for the tests on CPUs and on GPUs."""
 
-import os
 import pathlib
-import subprocess
-import sys
 
 import torch
 from float64_reference import attention_float64, attention_in_dtype, sequences_of
+from rank_processes import run_ranks
 from ring_worker import CASES, LENGTHS, inputs, rows_of
 
-import dash_attn
-
 WORLD_SIZE = 2
-LIMIT_S = 300
 
 
-def run_ranks(folder: pathlib.Path, device: str) -> list[dict]:
+def run_ring(folder: pathlib.Path, device: str) -> list[dict]:
     """What each of the processes has left."""
-    here, package = pathlib.Path(__file__).parent, pathlib.Path(dash_attn.__file__).parents[1]
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(package), os.environ.get("PYTHONPATH", "")])}
-    workers = [
-        subprocess.Popen(
-            [sys.executable, here / "ring_worker.py", str(rank), str(WORLD_SIZE), folder, device],
-            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment,
-        )
-        for rank in range(WORLD_SIZE)
-    ]  # fmt: skip
-    try:
-        logs = [worker.communicate(timeout=LIMIT_S)[0] for worker in workers]
-    finally:
-        for worker in workers:
-            worker.kill()
-    assert all(worker.returncode == 0 for worker in workers), "\n".join(logs)
+    run_ranks("ring_worker.py", WORLD_SIZE, folder, device)
     return [torch.load(folder / f"rank_{rank}.pt") for rank in range(WORLD_SIZE)]
 
 

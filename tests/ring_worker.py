@@ -1,6 +1,6 @@
 """One of two processes that run ring-flash-attn's functions on top of dash_attn: see test_compat_ring.py.
 
-    python ring_worker.py RANK WORLD_SIZE FOLDER [cuda]
+    python ring_worker.py RANK WORLD_SIZE PORT FOLDER [cuda]
 
 With "cuda" on one GPU each. It leaves FOLDER/rank_RANK.pt: {case: {"out", "dq", "dk", "dv": of this rank's rows,
 "repeats": whether a second run had the same bits}}.
@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
+from rank_processes import join
 
 from dash_attn.compat import flash_attn_2
 
@@ -102,11 +103,10 @@ def run(case: Case, rank: int, world_size: int, device: str) -> list[torch.Tenso
     return [x.cpu() for x in (out.detach(), *torch.autograd.grad(out, tensors, dout))]
 
 
-def main(rank: int, world_size: int, folder: pathlib.Path, device: str = "cpu") -> None:
+def main(rank: int, world_size: int, port: int, folder: pathlib.Path, device: str = "cpu") -> None:
     if device == "cuda":
         torch.cuda.set_device(rank)
-    backend = "nccl" if device == "cuda" else "gloo"
-    dist.init_process_group(backend, init_method=f"file://{folder / 'rendezvous'}", rank=rank, world_size=world_size)
+    join(rank, world_size, port, 120, "nccl" if device == "cuda" else "gloo")
     results = {}
     for name, case in CASES.items():
         first, second = (run(case, rank, world_size, device) for _ in range(2))
@@ -117,4 +117,4 @@ def main(rank: int, world_size: int, folder: pathlib.Path, device: str = "cpu") 
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]), pathlib.Path(sys.argv[3]), *sys.argv[4:])
+    main(*map(int, sys.argv[1:4]), pathlib.Path(sys.argv[4]), *sys.argv[5:])

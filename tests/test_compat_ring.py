@@ -6,7 +6,7 @@ import sys
 import pytest
 import torch
 from float64_reference import attention_float64
-from ring_checks import WORLD_SIZE, check_against_full_attention, run_ranks
+from ring_checks import WORLD_SIZE, check_against_full_attention, run_ring
 from ring_worker import CASES, import_ring
 
 from dash_attn import flash_attn_func
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.skipif(
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory):
-    return run_ranks(tmp_path_factory.mktemp("ring"), "cpu")
+    return run_ring(tmp_path_factory.mktemp("ring"), "cpu")
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -45,6 +45,15 @@ def test_it_holds_on_every_rank(held, name):
     assert [of_rank[name] for of_rank in held()] == [True] * 3
 
 
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_calls_that_are_repeated(tmp_path, ranks):
+    """What tests/gpu does under load: context parallelism in both layouts, and parts of the heads."""
+    for log in run_ranks("context_parallel_load.py", ranks, tmp_path, "96", "2"):
+        counts = json.loads(log.splitlines()[-1])
+        assert len(counts) == (4 if ranks == 1 else 3)
+        assert all(set(of_call.values()) == {0} for of_call in counts.values()), counts
+
+
 def test_the_example_by_torchrun():
     package = pathlib.Path(dash_attn.__file__).parents[1]
     environment = os.environ | {"PYTHONPATH": str(package), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}

@@ -1,13 +1,11 @@
 """`dropout_p` of the public functions, on CPU tensors."""
 
-import contextlib
 import math
 
 import pytest
 import torch
 from dropout_float64 import gradients
 from float64_reference import PLAIN, Scores
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
 from dash_attn import (
@@ -360,16 +358,3 @@ def test_one_pass_takes_bits_or_their_state():
             dropout_p=0.1,
         )  # fmt: skip
     assert str(raised.value) == ONE + "both"
-
-
-def test_cuda_tensors_raise():
-    """Their kernels have not been tested yet; nothing runs instead."""
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(FakeTensorMode())
-        q = torch.empty(1, 8, 2, 64, dtype=BF16, device="cuda")
-        message = (
-            r"^dropout_p=0.1 \(FlashAttention-3 has softmax_scale in this place: pass it by name\): its tensors must "
-            r"be on the CPU \(the kernels that drop have not been tested on a GPU yet\), got cuda:0$"
-        )
-        with pytest.raises(NotImplementedError, match=message):
-            flash_attn_func(q, q, q, dropout_p=0.1)

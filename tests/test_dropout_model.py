@@ -4,14 +4,17 @@ import dataclasses
 import itertools
 import json
 import pathlib
+import re
 import subprocess
 import sys
 
 import pytest
 
 from dash_attn.dropout import model
+from dash_attn.dropout.model import command
 
-RESULTS = pathlib.Path(__file__).parents[1] / "benchmarks" / "results"
+ROOT = pathlib.Path(__file__).parents[1]
+RESULTS = ROOT / "benchmarks" / "results"
 H200 = model.MACHINES["h200"]
 SETTINGS = model.Settings()
 
@@ -67,7 +70,7 @@ def test_ways_differ_by_what_they_hide():
         free = times(figures(gemm_slowdown=0, generator_slowdown=0, exposed_use=0), block=block, backward=backward)
         assert free.overlapped == pytest.approx(free.gemms + free.attention)
         assert free.sequential == pytest.approx(free.gemms + free.attention + free.generator)
-        none = times(figures(hidden_in_attention=1.0), block=block, backward=backward)
+        none = times(figures(hidden_in_attention=1.0, hidden_in_backward=1.0), block=block, backward=backward)
         assert none.fused == pytest.approx(none.gemms + none.attention)
 
 
@@ -86,24 +89,55 @@ def test_rounds_and_planes_and_lengths_say_how_long_the_generator_takes():
 
     assert generator(3) < generator(5) < generator(7) < generator(10)
     assert generator(planes=4) == pytest.approx(generator() / 2, rel=0.1)
-    assert generator(seqlen=16384) == pytest.approx(2 * generator())
-    assert generator(causal=False) == pytest.approx(2 * generator())
+    assert generator(seqlen=16384, causal=False) == pytest.approx(2 * generator(causal=False))
+    assert generator(causal=False) / generator() == pytest.approx(256 / ((1 + 256) / 2 + 8), rel=0.01)
     # Two calls of Philox for 32 elements: 2 x 7 rounds x 2 products.
     assert model.generator_instructions(7, 8)[0] == 28 / 32
 
 
-def test_command_prints_a_table_and_draws(tmp_path):
+def test_as_many_bits_are_counted_as_the_generator_makes():
+    """It makes whole blocks, and those within the reach of a tile of the backward."""
+    sources = "".join(path.read_text() for path in (ROOT / "csrc" / "generator").glob("*.h"))
+    (reach,) = map(int, re.findall(r"constexpr int kReach = (\d+);", sources))
+    block = model.BLOCKS["Llama-3 8B"]
+    for seqlen in (32, 100, 2048, 8192):
+        of_row = -(-seqlen // 32)
+        blocks = 0
+        for first_query in range(0, 32 * of_row, 32):
+            # The last query that is near sees its own key and those before; as far behind it bits may be looked at.
+            end_key = min(first_query + 32 + reach, seqlen) + reach
+            blocks += min(-(-end_key // 32), of_row)
+        assert block.generated(3 * seqlen, seqlen, True) == 3 * block.heads * 1024 * blocks
+        assert block.generated(3 * seqlen, seqlen, False) == 3 * block.heads * 1024 * of_row**2
+
+
+def test_a_further_call_and_a_second_stream_take_their_time():
+    plain, slow = times(), times(figures(call_us=10, fork_us=100, generator_start_us=1000))
+    assert slow.fused - plain.fused == pytest.approx(4 * 10e-6)
+    assert slow.generator - plain.generator == pytest.approx(1e-3)
+    assert slow.sequential - plain.sequential == pytest.approx(5 * 10e-6 + 1e-3)
+    without = times(figures(call_us=10, generator_start_us=1000))
+    assert slow.overlapped - without.overlapped == pytest.approx(100e-6)
+
+
+def test_command_prints_a_table_and_draws(tmp_path, capsys, monkeypatch):
     pytest.importorskip("matplotlib")
+    monkeypatch.setattr(command, "PACKAGED", tmp_path / "none.json")
     path = tmp_path / "model.png"
-    arguments = ["--seqlens", "2048", "8192", "--rounds", "10", "--png", str(path), "--gemm-slowdown", "0.2"]
-    command = [sys.executable, "-m", "dash_attn.dropout.model", *arguments]
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    rows = [line for line in done.stdout.splitlines() if any(line.startswith(f"| {name} |") for name in model.BLOCKS)]
-    assert len(rows) == 2 * len(model.BLOCKS) and "10 rounds" in done.stdout
-    assert "| gemm_slowdown | 0.2 | given |" in done.stdout
-    assert "| gemm_tflops | 700 | unmeasured: bf16, large GEMMs |" in done.stdout
+    model.main(["--seqlens", "2048", "8192", "--rounds", "10", "--png", str(path), "--gemm-slowdown", "0.2"])
+    printed = capsys.readouterr().out
+    rows = [line for line in printed.splitlines() if any(line.startswith(f"| {name} |") for name in model.BLOCKS)]
+    assert len(rows) == 2 * len(model.BLOCKS) and "10 rounds" in printed
+    assert "| gemm_slowdown | 0.2 | given |" in printed
+    assert "| gemm_tflops | 700 | unmeasured: bf16, large GEMMs |" in printed
     assert path.read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_command_runs_as_a_module():
+    run = [sys.executable, "-m", "dash_attn.dropout.model", "--seqlens", "2048"]
+    done = subprocess.run(run, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("Predicted, h200, causal mask, 7 rounds")
 
 
 @pytest.mark.parametrize("arguments, message", [

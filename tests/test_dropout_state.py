@@ -65,7 +65,7 @@ P = "p must be from 0 to below 1 in fp32, got "
      "state must have one row for each of the 2 sequences, got 3"),
     ({"state": torch.zeros(2, dtype=torch.int64)}, TypeError, "state must be a DropoutState, got Tensor"),
     ({"state": DropoutState(torch.zeros(2, dtype=torch.int64, device="meta"))}, NotImplementedError,
-     "state must be on the CPU (the kernels that drop have not been tested on a GPU yet), got meta"),
+     "state must be on the CPU or a CUDA device, got meta"),
 ])  # fmt: skip
 def test_errors(arguments, error, message):
     arguments = {"state": DropoutState.of(1), **SIZES, **arguments}

@@ -1,18 +1,14 @@
 """Receipts of two processes with gloo: DTensors, data parallelism, FSDP2, and runs that are cut in other ways."""
 
 import json
-import os
-import pathlib
-import subprocess
-import sys
 
 import pytest
+from rank_processes import run_ranks
 from receipts_worker import whole_tensor
 
 from dash_attn.receipts import Recorder, compare
 
 WORLD_SIZE = 2
-LIMIT_S = 600
 LAYOUTS = ("copies", "rows", "columns", "zigzag")
 
 
@@ -20,21 +16,7 @@ LAYOUTS = ("copies", "rows", "columns", "zigzag")
 def folder(tmp_path_factory):
     """What the processes have left."""
     folder = tmp_path_factory.mktemp("ranks")
-    here = pathlib.Path(__file__).parent
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(here.parent), os.environ.get("PYTHONPATH", "")])}
-    workers = [
-        subprocess.Popen(
-            [sys.executable, here / "receipts_worker.py", str(rank), str(WORLD_SIZE), folder],
-            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment,
-        )
-        for rank in range(WORLD_SIZE)
-    ]  # fmt: skip
-    try:
-        logs = [worker.communicate(timeout=LIMIT_S)[0] for worker in workers]
-    finally:
-        for worker in workers:
-            worker.kill()
-    assert all(worker.returncode == 0 for worker in workers), "\n".join(logs)
+    run_ranks("receipts_worker.py", WORLD_SIZE, folder)
     return folder
 
 

@@ -48,7 +48,7 @@ def backward_arguments(form, is_pack, **shape):
     return {**forward, **more, **gradients, "out": out, "softmax_lse": lse, "dsinks": dsinks, "schedule": "auto"}
 
 
-DROPOUT = ("dropout_bits", "rng_state", "dropout_p")
+DROPOUT = ("dropout_bits", "rng_state", "dropout_p", "max_seqlen_q", "max_seqlen_k")
 
 
 def in_order(op, named):

@@ -59,7 +59,7 @@ __device__ __forceinline__ void sum_rows_of_sink(const SinkParams& params, int b
   }
   sum = sum_of_block(sum, scratch);
   if (threadIdx.x == 0) {
-    params.workspace.sink_sums[int64_t(number) * call.heads + head] = sink == -INFINITY ? 0.f : sum;
+    params.workspace.sink_sums[int64_t(number) * call.heads + head] = sink == -INFINITY ? 0.f : sum * params.scale;
   }
 }
 
@@ -87,7 +87,7 @@ static __global__ void __launch_bounds__(kSinkThreads) sink_sequences_kernel(con
       if (threadIdx.x > 0) { continue; }
       for (int i = 0; i < min_int(kSinkThreads, params.call.batch - first); ++i) { sum += sums[i]; }
     }
-    if (threadIdx.x == 0) { params.dsinks[head] = sum * params.scale; }
+    if (threadIdx.x == 0) { params.dsinks[head] = sum; }
   }
 }
 

@@ -22,11 +22,13 @@ using torch::autograd::variable_list;
 
 using ForwardOp = Outputs(const Tensor&, const Tensor&, const Tensor&, OptionalTensor, OptionalTensor, OptionalTensor,
                           OptionalTensor, double, bool, int64_t, int64_t, int64_t, SymInt, OptionalTensor,
-                          OptionalTensor, double, OptionalTensor, OptionalTensor, double);
+                          OptionalTensor, double, OptionalTensor, OptionalTensor, double, std::optional<SymInt>,
+                          std::optional<SymInt>);
 using BackwardOp = void(const Tensor&, const Tensor&, const Tensor&, const Tensor&, const Tensor&, const Tensor&,
                         Tensor, Tensor, Tensor, OptionalTensor, OptionalTensor, OptionalTensor, OptionalTensor, double,
                         bool, int64_t, int64_t, int64_t, std::string_view, SymInt, OptionalTensor, OptionalTensor,
-                        OptionalTensor, std::optional<Tensor>, double, OptionalTensor, OptionalTensor, double);
+                        OptionalTensor, std::optional<Tensor>, double, OptionalTensor, OptionalTensor, double,
+                        std::optional<SymInt>, std::optional<SymInt>);
 
 // What a call is told besides the tensors that have gradients.
 struct Options {
@@ -75,7 +77,8 @@ Outputs call_forward(at::TensorList inputs, const Options& options) {
   return DASH_OP("dash_attn::forward", ForwardOp)
       .call(operands.q, operands.k, operands.v, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, options.softmax_scale,
             causal, window_left, window_right, attention_chunk, options.sm_margin, sinks_of(inputs, options),
-            options.alibi_slopes, options.softcap, dropout.bits, dropout.rng_state, dropout.p);
+            options.alibi_slopes, options.softcap, dropout.bits, dropout.rng_state, dropout.p, dropout.max_seqlen_q,
+            dropout.max_seqlen_k);
 }
 
 // What the outputs were and how the loss changes with them.
@@ -105,7 +108,8 @@ variable_list call_backward(const OutputGradients& outputs, at::TensorList input
       .call(outputs.dout, operands.q, operands.k, operands.v, outputs.out, outputs.softmax_lse, targets.q, targets.k,
             targets.v, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, options.softmax_scale, causal, window_left,
             window_right, attention_chunk, options.schedule, options.sm_margin, sinks, options.alibi_slopes,
-            outputs.dsoftmax_lse, dsinks, options.softcap, dropout.bits, dropout.rng_state, dropout.p);
+            outputs.dsoftmax_lse, dsinks, options.softcap, dropout.bits, dropout.rng_state, dropout.p,
+            dropout.max_seqlen_q, dropout.max_seqlen_k);
   return gradients;
 }
 
@@ -142,7 +146,8 @@ struct Attention : torch::autograd::Function<Attention> {
   static constexpr int kOptions = 1;  // forward's arguments that are not tensors
   // saved_data: there only where a call has them.
   static constexpr const char *kWindow = "window", *kHasConstants = "has_constants", *kHasSinks = "has_sinks",
-                              *kSoftcap = "softcap", *kDropout = "dropout_p";
+                              *kSoftcap = "softcap", *kDropout = "dropout_p", *kMostQueries = "max_seqlen_q",
+                              *kMostKeys = "max_seqlen_k";
 
   // (out, softmax_lse)
   static variable_list forward(AutogradContext* context, at::TensorList inputs, const Options& options) {
@@ -168,7 +173,12 @@ struct Attention : torch::autograd::Function<Attention> {
     }
     if (options.has_sinks) { data[kHasSinks] = true; }
     if (options.softcap != 0) { data[kSoftcap] = options.softcap; }
-    if (options.dropout.exist()) { data[kDropout] = options.dropout.p; }
+    const DropoutArguments& dropout = options.dropout;
+    if (dropout.exist()) { data[kDropout] = dropout.p; }
+    if (dropout.rng_state && options.pack.exists()) {
+      data[kMostQueries] = *dropout.max_seqlen_q;
+      data[kMostKeys] = *dropout.max_seqlen_k;
+    }
     return {std::move(out), std::move(softmax_lse)};
   }
 
@@ -188,6 +198,9 @@ struct Attention : torch::autograd::Function<Attention> {
       const Tensor tensor = constants ? saved[count + 2 + i] : Tensor();
       return tensor.defined() ? std::optional<Tensor>(tensor) : std::nullopt;
     };
+    const auto most = [&](const char* name) {
+      return has(name) ? std::optional<SymInt>(data[name].toSymInt()) : std::nullopt;
+    };
     const at::IValue& num_heads_q = data["num_heads_q"];
     const Options options{num_heads_q.isNone() ? std::nullopt : std::optional<SymInt>(num_heads_q.toSymInt()),
                           data["softmax_scale"].toDouble(),
@@ -198,7 +211,8 @@ struct Attention : torch::autograd::Function<Attention> {
                           constant(0),
                           has(kSoftcap) ? data[kSoftcap].toDouble() : 0.0,
                           has(kHasSinks),
-                          {constant(5), constant(6), has(kDropout) ? data[kDropout].toDouble() : 0.0}};
+                          {constant(5), constant(6), has(kDropout) ? data[kDropout].toDouble() : 0.0,
+                           most(kMostQueries), most(kMostKeys)}};
     const at::TensorList inputs(saved.data(), count);
     const Tensor& out = saved[count];
     const OutputGradients outputs{dout.defined() ? dout : at::zeros_like(out), out, saved[count + 1],
@@ -277,12 +291,14 @@ Outputs attention_qkv(const Tensor& q, const Tensor& k, const Tensor& v, std::op
                       int64_t window_right, int64_t attention_chunk, OptionalTensor cu_seqlens_q,
                       OptionalTensor cu_seqlens_k, OptionalTensor seqused_q, OptionalTensor seqused_k,
                       OptionalTensor sinks, OptionalTensor alibi_slopes, double softcap, OptionalTensor dropout_bits,
-                      OptionalTensor rng_state, double dropout_p) {
+                      OptionalTensor rng_state, double dropout_p, std::optional<SymInt> max_seqlen_q,
+                      std::optional<SymInt> max_seqlen_k) {
   PackTensors pack{cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k};
   check_qkv(q, k, v, pack);
   return attention({q, k, v}, std::move(pack), std::nullopt, softmax_scale,
                    {causal, window_left, window_right, attention_chunk}, schedule, std::move(sm_margin),
-                   {sinks, alibi_slopes, softcap, dropout_p != 0}, {dropout_bits, rng_state, dropout_p});
+                   {sinks, alibi_slopes, softcap, dropout_p != 0},
+                   {dropout_bits, rng_state, dropout_p, max_seqlen_q, max_seqlen_k});
 }
 
 Outputs attention_kvpacked(const Tensor& q, const Tensor& kv, std::optional<double> softmax_scale, bool causal,
@@ -290,24 +306,28 @@ Outputs attention_kvpacked(const Tensor& q, const Tensor& kv, std::optional<doub
                            int64_t attention_chunk, OptionalTensor cu_seqlens_q, OptionalTensor cu_seqlens_k,
                            OptionalTensor seqused_q, OptionalTensor seqused_k, OptionalTensor sinks,
                            OptionalTensor alibi_slopes, double softcap, OptionalTensor dropout_bits,
-                           OptionalTensor rng_state, double dropout_p) {
+                           OptionalTensor rng_state, double dropout_p, std::optional<SymInt> max_seqlen_q,
+                           std::optional<SymInt> max_seqlen_k) {
   PackTensors pack{cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k};
   check_kvpacked(q, kv, pack);
   return attention({q, kv}, std::move(pack), std::nullopt, softmax_scale,
                    {causal, window_left, window_right, attention_chunk}, schedule, std::move(sm_margin),
-                   {sinks, alibi_slopes, softcap, dropout_p != 0}, {dropout_bits, rng_state, dropout_p});
+                   {sinks, alibi_slopes, softcap, dropout_p != 0},
+                   {dropout_bits, rng_state, dropout_p, max_seqlen_q, max_seqlen_k});
 }
 
 Outputs attention_qkvpacked(const Tensor& qkv, std::optional<SymInt> num_heads_q, std::optional<double> softmax_scale,
                             bool causal, std::string_view schedule, SymInt sm_margin, int64_t window_left,
                             int64_t window_right, int64_t attention_chunk, OptionalTensor cu_seqlens,
                             OptionalTensor seqused, OptionalTensor sinks, OptionalTensor alibi_slopes, double softcap,
-                            OptionalTensor dropout_bits, OptionalTensor rng_state, double dropout_p) {
+                            OptionalTensor dropout_bits, OptionalTensor rng_state, double dropout_p,
+                            std::optional<SymInt> max_seqlen) {
   PackTensors pack{cu_seqlens, cu_seqlens, seqused, seqused};
   check_qkvpacked(qkv, num_heads_q, pack);
   return attention({qkv}, std::move(pack), std::move(num_heads_q), softmax_scale,
                    {causal, window_left, window_right, attention_chunk}, schedule, std::move(sm_margin),
-                   {sinks, alibi_slopes, softcap, dropout_p != 0}, {dropout_bits, rng_state, dropout_p});
+                   {sinks, alibi_slopes, softcap, dropout_p != 0},
+                   {dropout_bits, rng_state, dropout_p, max_seqlen, max_seqlen});
 }
 
 }  // namespace
@@ -319,6 +339,7 @@ Outputs attention_qkvpacked(const Tensor& qkv, std::optional<SymInt> num_heads_q
 // What stands last is seldom asked for: left out, it costs a call nothing.
 #define DASH_OPTIONAL_DROPOUT "Tensor? dropout_bits=None, Tensor? rng_state=None, float dropout_p=0.0"
 #define DASH_OPTIONAL_SCORES "Tensor? sinks=None, Tensor? alibi_slopes=None, float softcap=0.0, " DASH_OPTIONAL_DROPOUT
+#define DASH_OPTIONAL_LENGTHS ", SymInt? max_seqlen_q=None, SymInt? max_seqlen_k=None"
 #define DASH_OPTIONS                                                                                             \
   "float? softmax_scale, bool causal, str schedule, SymInt sm_margin, int window_left=-1, int window_right=-1, " \
   "int attention_chunk=0, "
@@ -332,20 +353,21 @@ Outputs attention_qkvpacked(const Tensor& qkv, std::optional<SymInt> num_heads_q
 
 TORCH_LIBRARY(dash_attn, library) {
   library.def("forward(Tensor q, Tensor k, Tensor v, " DASH_PACK "float softmax_scale, " DASH_MASK
-              "SymInt sm_margin=0, " DASH_OPTIONAL_SCORES ") -> " DASH_OUTPUTS,
+              "SymInt sm_margin=0, " DASH_OPTIONAL_SCORES DASH_OPTIONAL_LENGTHS ") -> " DASH_OUTPUTS,
               {at::Tag::pt2_compliant_tag});
   library.def(
       "backward(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor softmax_lse, Tensor(a6!) dq, "
       "Tensor(a7!) dk, Tensor(a8!) dv, " DASH_PACK "float softmax_scale, " DASH_MASK
       "str schedule, SymInt sm_margin, Tensor? sinks=None, Tensor? alibi_slopes=None, Tensor? dsoftmax_lse=None, "
-      "Tensor(a9!)? dsinks=None, float softcap=0.0, " DASH_OPTIONAL_DROPOUT ") -> ()",
+      "Tensor(a9!)? dsinks=None, float softcap=0.0, " DASH_OPTIONAL_DROPOUT DASH_OPTIONAL_LENGTHS ") -> ()",
       {at::Tag::pt2_compliant_tag});
-  library.def("attention(Tensor q, Tensor k, Tensor v, " DASH_OPTIONS DASH_OPTIONAL_PACK DASH_OPTIONAL_SCORES
-              ") -> " DASH_OUTPUTS);
-  library.def("attention_kvpacked(Tensor q, Tensor kv, " DASH_OPTIONS DASH_OPTIONAL_PACK DASH_OPTIONAL_SCORES
-              ") -> " DASH_OUTPUTS);
+  library.def("attention(Tensor q, Tensor k, Tensor v, " DASH_OPTIONS DASH_OPTIONAL_PACK
+                  DASH_OPTIONAL_SCORES DASH_OPTIONAL_LENGTHS ") -> " DASH_OUTPUTS);
+  library.def("attention_kvpacked(Tensor q, Tensor kv, " DASH_OPTIONS DASH_OPTIONAL_PACK
+                  DASH_OPTIONAL_SCORES DASH_OPTIONAL_LENGTHS ") -> " DASH_OUTPUTS);
   library.def("attention_qkvpacked(Tensor qkv, SymInt? num_heads_q, " DASH_OPTIONS
-              "Tensor? cu_seqlens=None, Tensor? seqused=None, " DASH_OPTIONAL_SCORES ") -> " DASH_OUTPUTS);
+              "Tensor? cu_seqlens=None, Tensor? seqused=None, " DASH_OPTIONAL_SCORES
+              ", SymInt? max_seqlen=None) -> " DASH_OUTPUTS);
 }
 
 TORCH_LIBRARY_IMPL(dash_attn, CPU, library) {

@@ -11,13 +11,17 @@
 namespace dash_attn {
 
 // The bits that say what is kept (csrc/dropout/mask.h), or the state that they are made of; neither where p is 0. Of an
-// op with a derivative both may be given: then the bits are those of the state, which the backward makes again.
+// op with a derivative both may be given: then the bits are those of the state, which the backward makes again. A pack
+// with a state has the most rows that a sequence may have.
 struct DropoutArguments {
   std::optional<Tensor> bits, rng_state;
   double p = 0;
+  std::optional<SymInt> max_seqlen_q, max_seqlen_k;
 
-  DropoutArguments of_forward() const { return {bits, bits ? std::nullopt : rng_state, p}; }
-  DropoutArguments of_backward() const { return {rng_state ? std::nullopt : bits, rng_state, p}; }
+  DropoutArguments of_forward() const { return {bits, bits ? std::nullopt : rng_state, p, max_seqlen_q, max_seqlen_k}; }
+  DropoutArguments of_backward() const {
+    return {rng_state ? std::nullopt : bits, rng_state, p, max_seqlen_q, max_seqlen_k};
+  }
 
   bool exist() const { return p != 0 || bits || rng_state; }
 };
@@ -58,6 +62,24 @@ inline void check_rng_state(const Tensor& state, const Tensor& q, const PackTens
                     " heads with dropout, got ", size_text(batch), " and ", size_text(q.sym_size(-2)));
 }
 
+inline void check_max_seqlen(const char* name, const std::optional<SymInt>& most) {
+  const std::optional<int64_t> known = most ? most->maybe_as_int() : std::nullopt;
+  TORCH_CHECK_VALUE(most && (!known || *known >= 0), name,
+                    " must be an int of at least 0 where rng_state is given for a pack, got ",
+                    most ? size_text(*most) : "None");
+}
+
+// Of a pack on the CPU, where lengths may be read; on a GPU its plan refuses a sequence beyond the bits.
+inline void check_longest(const char* name, const SymInt& most, const Tensor& cu_seqlens,
+                          const std::optional<Tensor>& seqused, int64_t rows) {
+  const Tensor lengths = seqused ? *seqused : cu_seqlens.diff();
+  // Offsets beyond the rows have an error of their own.
+  if (lengths.numel() == 0 || cu_seqlens[-1].item<int64_t>() > rows) { return; }
+  const int64_t longest = lengths.max().item<int64_t>();
+  TORCH_CHECK_VALUE(most >= longest, name, " must be at least the length of the longest sequence with dropout, ",
+                    size_text(longest), ", got ", size_text(most));
+}
+
 inline void check_dropout(const DropoutArguments& given, const ScoreArguments& scores, const Tensor& q, const Tensor& k,
                           const PackTensors& pack) {
   if (!given.exist()) { return; }
@@ -74,10 +96,11 @@ inline void check_dropout(const DropoutArguments& given, const ScoreArguments& s
   if (given.bits) {
     check_dropout_bits(*given.bits, q, k, pack);
   } else {
-    TORCH_CHECK_NOT_IMPLEMENTED(!q.is_cuda() || !pack.exists(),
-                                "dropout_bits must be given for a pack on a GPU, got rng_state: the op does not know "
-                                "the longest sequence; dash_attn.flash_attn_varlen_func makes them");
     check_rng_state(*given.rng_state, q, pack);
+    if (pack.exists()) {
+      check_max_seqlen("max_seqlen_q", given.max_seqlen_q);
+      check_max_seqlen("max_seqlen_k", given.max_seqlen_k);
+    }
   }
 }
 

@@ -6,6 +6,7 @@
 #include <ATen/ATen.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 
+#include <algorithm>
 #include <cmath>
 #include <limits>
 #include <optional>
@@ -123,18 +124,31 @@ using BitsKernel = void(Tensor, const Tensor&, double, int64_t, int64_t, int64_t
 // Dropout as the kernels are told of it. On a GPU they take bits, which are made of a state in both passes alike: so no
 // layer keeps any.
 inline DropoutArguments for_kernels(const DropoutArguments& given, const Tensor& q, const Tensor& k,
-                                    const MaskArguments& mask, const SymInt& sm_margin) {
+                                    const PackTensors& pack, const MaskArguments& mask, const SymInt& sm_margin) {
   if (given.bits && reinterpret_cast<std::uintptr_t>(given.bits->const_data_ptr()) % sizeof(uint32_t) != 0) {
     return {given.bits->clone(), std::nullopt, given.p};
   }
   if (!given.rng_state) { return given; }
   const Tensor state = given.rng_state->contiguous();
-  if (!q.is_cuda()) { return {std::nullopt, state, given.p}; }
-  const int64_t seqlen_q = q.size(1), seqlen_k = k.size(1), heads = q.size(2);
+  const bool is_pack = pack.exists();
+  if (!q.is_cuda()) {
+    if (is_pack) {
+      check_longest("max_seqlen_q", *given.max_seqlen_q, *pack.cu_seqlens_q, pack.seqused_q, q.size(0));
+      check_longest("max_seqlen_k", *given.max_seqlen_k, *pack.cu_seqlens_k, pack.seqused_k, k.size(0));
+    }
+    return {std::nullopt, state, given.p};
+  }
+  // Of a pack: those that the longest sequence may have, of which there are no more than rows.
+  const auto length = [&](const std::optional<SymInt>& most, int64_t rows) {
+    return is_pack ? std::clamp<int64_t>(most->expect_int(), 1, rows) : rows;
+  };
   const auto blocks = [](int64_t seqlen) { return int64_t{dropout::num_blocks(static_cast<int>(seqlen))}; };
-  const Tensor bits = at::empty({q.size(0), heads, blocks(seqlen_q), blocks(seqlen_k), dropout::kBlockBytes},
-                                q.options().dtype(at::kByte));
-  const auto& [causal, window_left, window_right, attention_chunk] = mask;
+  const int64_t batch = is_pack ? pack.cu_seqlens_q->size(0) - 1 : q.size(0), heads = q.size(-2);
+  const int64_t seqlen_q = length(given.max_seqlen_q, q.size(-3)), seqlen_k = length(given.max_seqlen_k, k.size(-3));
+  const Tensor bits =
+      at::empty({batch, heads, blocks(seqlen_q), blocks(seqlen_k), dropout::kBlockBytes}, q.options().dtype(at::kByte));
+  // Which of them a mask leaves out depends on the lengths of each sequence.
+  const auto& [causal, window_left, window_right, attention_chunk] = is_pack ? MaskArguments{false, -1, -1, 0} : mask;
   DASH_OP("dash_attn_C::dropout_bits", BitsKernel)
       .call(bits, state, given.p, seqlen_q, seqlen_k, /*first_head=*/0, heads, /*first_query=*/0, /*first_key=*/0,
             /*of_flash_attention_2=*/false, dropout::kDefaultRounds, causal, window_left, window_right, attention_chunk,
@@ -146,17 +160,19 @@ inline Outputs forward(const Tensor& q, const Tensor& k, const Tensor& v, Option
                        OptionalTensor cu_seqlens_k, OptionalTensor seqused_q, OptionalTensor seqused_k,
                        double softmax_scale, bool causal, int64_t window_left, int64_t window_right,
                        int64_t attention_chunk, SymInt sm_margin, OptionalTensor sinks, OptionalTensor alibi_slopes,
-                       double softcap, OptionalTensor dropout_bits, OptionalTensor rng_state, double dropout_p) {
+                       double softcap, OptionalTensor dropout_bits, OptionalTensor rng_state, double dropout_p,
+                       std::optional<SymInt> max_seqlen_q, std::optional<SymInt> max_seqlen_k) {
   const PackTensors pack{cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k};
   check_operands(q, k, v, pack, {sinks, alibi_slopes, softcap, dropout_p != 0}, softmax_scale,
                  {causal, window_left, window_right, attention_chunk}, sm_margin);
-  check_dropout({dropout_bits, rng_state, dropout_p}, {sinks, alibi_slopes, softcap}, q, k, pack);
+  check_dropout({dropout_bits, rng_state, dropout_p, max_seqlen_q, max_seqlen_k}, {sinks, alibi_slopes, softcap}, q, k,
+                pack);
   if (sinks && k.numel() == 0 && has_queries(q, pack)) {
     const WithoutKeys call(q, k, v, pack);
     auto [out, softmax_lse] =
         forward(call.rows(q), call.k, call.v, call.pack.cu_seqlens_q, call.pack.cu_seqlens_k, seqused_q, seqused_k,
                 softmax_scale, causal, window_left, window_right, attention_chunk, sm_margin, sinks, alibi_slopes,
-                softcap, std::nullopt, std::nullopt, /*dropout_p=*/0);
+                softcap, std::nullopt, std::nullopt, /*dropout_p=*/0, std::nullopt, std::nullopt);
     if (!call.is_dense) { return {out, softmax_lse}; }
     return {out.unflatten(0, {q.size(0), q.size(1)}),
             softmax_lse.unflatten(1, {q.size(0), q.size(1)}).transpose(0, 1).contiguous()};
@@ -170,8 +186,8 @@ inline Outputs forward(const Tensor& q, const Tensor& k, const Tensor& v, Option
     return {out, softmax_lse};
   }
   const PositiveScale scaled(q, softmax_scale);
-  const DropoutArguments dropout = for_kernels({dropout_bits, rng_state, dropout_p}, q, k,
-                                               {causal, window_left, window_right, attention_chunk}, sm_margin);
+  const DropoutArguments dropout = for_kernels({dropout_bits, rng_state, dropout_p, max_seqlen_q, max_seqlen_k}, q, k,
+                                               pack, {causal, window_left, window_right, attention_chunk}, sm_margin);
   DASH_OP("dash_attn_C::forward", ForwardKernel)
       .call(addressable(scaled.q), addressable(k), addressable(v), out, softmax_lse, cu_seqlens_q, cu_seqlens_k,
             seqused_q, seqused_k, contiguous(sinks), with_adjacent_heads(alibi_slopes), scaled.softmax_scale, softcap,
@@ -185,11 +201,13 @@ inline Outputs forward_meta(const Tensor& q, const Tensor& k, const Tensor& v, O
                             double softmax_scale, bool causal, int64_t window_left, int64_t window_right,
                             int64_t attention_chunk, SymInt sm_margin, OptionalTensor sinks,
                             OptionalTensor alibi_slopes, double softcap, OptionalTensor dropout_bits,
-                            OptionalTensor rng_state, double dropout_p) {
+                            OptionalTensor rng_state, double dropout_p, std::optional<SymInt> max_seqlen_q,
+                            std::optional<SymInt> max_seqlen_k) {
   const PackTensors pack{cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k};
   check_operands(q, k, v, pack, {sinks, alibi_slopes, softcap, dropout_p != 0}, softmax_scale,
                  {causal, window_left, window_right, attention_chunk}, sm_margin);
-  check_dropout({dropout_bits, rng_state, dropout_p}, {sinks, alibi_slopes, softcap}, q, k, pack);
+  check_dropout({dropout_bits, rng_state, dropout_p, max_seqlen_q, max_seqlen_k}, {sinks, alibi_slopes, softcap}, q, k,
+                pack);
   const auto sizes = lse_sizes(q.sym_sizes());
   return {at::empty_symint(out_sizes(q.sym_sizes(), v.sym_sizes()), q.options()),
           at::empty_symint(without_batch(sizes, pack.exists()), q.options().dtype(at::kFloat))};
@@ -201,12 +219,14 @@ inline void backward(const Tensor& dout, const Tensor& q, const Tensor& k, const
                      double softmax_scale, bool causal, int64_t window_left, int64_t window_right,
                      int64_t attention_chunk, std::string_view schedule, SymInt sm_margin, OptionalTensor sinks,
                      OptionalTensor alibi_slopes, OptionalTensor dsoftmax_lse, std::optional<Tensor> dsinks,
-                     double softcap, OptionalTensor dropout_bits, OptionalTensor rng_state, double dropout_p) {
+                     double softcap, OptionalTensor dropout_bits, OptionalTensor rng_state, double dropout_p,
+                     std::optional<SymInt> max_seqlen_q, std::optional<SymInt> max_seqlen_k) {
   const PackTensors pack{cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k};
   const MaskArguments mask{causal, window_left, window_right, attention_chunk};
   check_backward(dout, q, k, v, out, softmax_lse, dq, dk, dv, pack, {sinks, alibi_slopes, softcap, dropout_p != 0},
                  {dsoftmax_lse, dsinks}, softmax_scale, mask, schedule, sm_margin);
-  check_dropout({dropout_bits, rng_state, dropout_p}, {sinks, alibi_slopes, softcap}, q, k, pack);
+  check_dropout({dropout_bits, rng_state, dropout_p, max_seqlen_q, max_seqlen_k}, {sinks, alibi_slopes, softcap}, q, k,
+                pack);
   const Tensor gradients[] = {dq, dk, dv};
   constexpr const char* kGradientNames[] = {"dq", "dk", "dv"};
   for (int i = 0; i < 3; ++i) {
@@ -249,14 +269,15 @@ inline void backward(const Tensor& dout, const Tensor& q, const Tensor& k, const
              at::empty_like(rows, at::MemoryFormat::Contiguous), at::empty_like(call.k), at::empty_like(call.v),
              call.pack.cu_seqlens_q, call.pack.cu_seqlens_k, seqused_q, seqused_k, softmax_scale, causal, window_left,
              window_right, attention_chunk, schedule, sm_margin, sinks, alibi_slopes, dlse, dsinks, softcap,
-             std::nullopt, std::nullopt, /*dropout_p=*/0);
+             std::nullopt, std::nullopt, /*dropout_p=*/0, std::nullopt, std::nullopt);
     return;
   }
   const Policy policy =
       resolve_schedule(schedule, mask, {sinks, alibi_slopes, softcap, dropout_p != 0}, padded_row(q, v));
   const PositiveScale scaled(q, softmax_scale);
   const Tensor targets[] = {target_of(dq), target_of(dk), target_of(dv)};
-  const DropoutArguments dropout = for_kernels({dropout_bits, rng_state, dropout_p}, q, k, mask, sm_margin);
+  const DropoutArguments dropout =
+      for_kernels({dropout_bits, rng_state, dropout_p, max_seqlen_q, max_seqlen_k}, q, k, pack, mask, sm_margin);
   DASH_OP("dash_attn_C::backward", BackwardKernel)
       .call(addressable(dout), addressable(scaled.q), addressable(k), addressable(v), addressable(out),
             softmax_lse.contiguous(), targets[0], targets[1], targets[2], cu_seqlens_q, cu_seqlens_k, seqused_q,
@@ -275,11 +296,12 @@ inline void backward_meta(const Tensor& dout, const Tensor& q, const Tensor& k, 
                           double softmax_scale, bool causal, int64_t window_left, int64_t window_right,
                           int64_t attention_chunk, std::string_view schedule, SymInt sm_margin, OptionalTensor sinks,
                           OptionalTensor alibi_slopes, OptionalTensor dsoftmax_lse, std::optional<Tensor> dsinks,
-                          double softcap, OptionalTensor dropout_bits, OptionalTensor rng_state, double dropout_p) {
+                          double softcap, OptionalTensor dropout_bits, OptionalTensor rng_state, double dropout_p,
+                          std::optional<SymInt> max_seqlen_q, std::optional<SymInt> max_seqlen_k) {
   check_backward(dout, q, k, v, out, softmax_lse, dq, dk, dv, {cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k},
                  {sinks, alibi_slopes, softcap, dropout_p != 0}, {dsoftmax_lse, dsinks}, softmax_scale,
                  {causal, window_left, window_right, attention_chunk}, schedule, sm_margin);
-  check_dropout({dropout_bits, rng_state, dropout_p}, {sinks, alibi_slopes, softcap}, q, k,
+  check_dropout({dropout_bits, rng_state, dropout_p, max_seqlen_q, max_seqlen_k}, {sinks, alibi_slopes, softcap}, q, k,
                 {cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k});
 }
 

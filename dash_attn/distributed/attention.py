@@ -153,11 +153,11 @@ def _attention(name: str, given: dict[str, Any]) -> Any:
     if pack:
         tensors = [x[0] for x in tensors]
     out, lse, _ = call(*tensors, **cut, return_attn_probs=True)
-    lse = lse.transpose(-1, -2)  # heads behind rows, as in out
-    out, lse = HeadsToRows.apply(split, *((out[None], lse[None]) if pack else (out, lse)))
+    lse = lse.transpose(-1, -2) if arguments["return_attn_probs"] else None  # heads behind rows, as in out
+    out, lse = HeadsToRows.apply(split, *(x[None] if pack and x is not None else x for x in (out, lse)))
     if pack:
-        out, lse = out[0], lse[0]
-    return (out, lse.transpose(-1, -2).contiguous(), out.new_empty(0)) if arguments["return_attn_probs"] else out
+        out, lse = out[0], None if lse is None else lse[0]
+    return out if lse is None else (out, lse.transpose(-1, -2).contiguous(), out.new_empty(0))
 
 
 def _call(arguments: dict[str, Any], pack: dict[str, Any]) -> Any:

@@ -75,9 +75,10 @@ class Channel:
         if len(text) > _RECORD_BYTES:
             raise ValueError(f"record must have at most {_RECORD_BYTES} bytes, got {len(text)}")
         own = torch.frombuffer(bytearray(text.ljust(_RECORD_BYTES)), dtype=torch.uint8)
-        all_ranks = [torch.empty_like(own) for _ in range(self.size)]
+        texts = [bytearray(_RECORD_BYTES) for _ in range(self.size)]
+        all_ranks = [torch.frombuffer(x, dtype=torch.uint8) for x in texts]
         self.wait(lambda: dist.all_gather(all_ranks, own, group=_existing(self._host), async_op=True), what)
-        records = [json.loads(bytes(x.tolist())) for x in all_ranks]
+        records = [json.loads(x) for x in texts]
         self._check_same_call(records)
         return records
 

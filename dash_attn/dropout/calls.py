@@ -6,29 +6,25 @@ import operator
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from .. import checks, packs, reference
 from . import layout
-from .bits import DropoutBits, DropoutState, as_probability, check_device
-from .bits import dropout_bits as make_bits
+from .bits import DropoutBits, DropoutState, as_probability
 
 # To which FlashAttention-2 rounds up the rows and columns of what return_attn_probs gives.
 _PROBABILITY_MULTIPLE = 128
 
 
-def checked_probability(
-    dropout_p: object, dropout_bits: object, first: Tensor, *, softmax_scale: object, is_pack: bool
-) -> float:
+def checked_probability(dropout_p: object, dropout_bits: object, *, softmax_scale: object, is_pack: bool) -> float:
     """dropout_p as a number, 0 without dropout. Nothing is drawn.
 
     Args:
         dropout_p, dropout_bits: as in `flash_attn_func`.
-        first: a tensor of the call, on its device.
         softmax_scale, is_pack: for errors; they tell a call with FlashAttention-3's order of arguments.
 
     Raises:
-        NotImplementedError: the call is on a device whose kernels have not been tested with dropout.
         TypeError, ValueError: an argument is of a wrong type or value, or the bits are of another probability.
     """
     order = f"FlashAttention-3 has {'seqused_q' if is_pack else 'softmax_scale'} in this place: pass it by name"
@@ -41,8 +37,6 @@ def checked_probability(
         raise TypeError(f"dropout_bits must be a dash_attn.dropout.DropoutBits or None, got {kind}")
     if dropout_bits is not None and dropout_bits.p != p:
         raise ValueError(f"dropout_bits must be of dropout_p={p}, got bits of p={dropout_bits.p}")
-    if p != 0:
-        check_device(f"dropout_p={p} ({order}): its tensors", first, ("cpu", "meta"))
     return p
 
 
@@ -52,64 +46,43 @@ def keywords(
     named: Mapping[str, Tensor],
     num_heads_q: int | None,
     *,
-    pack: Mapping[str, Tensor | None] | None,
-    max_seqlens: Mapping[str, int | Tensor] | None,
     mask: tuple[bool, Any, Any, Any],
-    sm_margin: int,
+    is_pack: bool,
+    max_seqlens: Mapping[str, int | Tensor] | None,
 ) -> dict[str, object]:
-    """Those of the ops, none where p is 0. A state is drawn where there are no bits, and of a pack on a GPU, whose
-    longest sequence the op does not know, bits are made of it here. With bits that are not to be kept goes their state,
-    of which the backward makes them again.
+    """Those of the ops, none where p is 0. A state is drawn where there are no bits. With bits that are not to be kept
+    goes their state, of which the backward makes them again.
 
     Args:
         p: from `checked_probability`.
         dropout_bits: as in `flash_attn_func`.
-        named, num_heads_q, pack: as in `signed_probabilities`.
-        max_seqlens: of a pack, the longest sequence, or the most queries and keys that one has.
+        named, num_heads_q: as in `signed_probabilities`.
         mask: causal, the window's sides and attention_chunk.
-        sm_margin: SMs that the kernel which makes bits leaves to others.
+        is_pack: whether named are rows of a pack.
+        max_seqlens: of a pack, the most rows that one of its sequences has, by the names of the arguments.
 
     Raises:
-        NotImplementedError: bits of a pack on a GPU are not to be kept.
-        TypeError: a length of max_seqlens is needed and no int.
+        TypeError: a length of max_seqlens is needed and a tensor.
         ValueError: the bits were made for another mask, or under a mask for other lengths.
     """
     if p == 0:
         return {}
-    first = next(iter(named.values()))
+    given: dict[str, object] = {"dropout_p": p}
     if dropout_bits is not None:
         # Of wrong ranks the op says what is wrong.
-        if not dropout_bits.is_of_every_pair and (pack is not None or all(x.dim() >= 4 for x in named.values())):
-            _check_mask_of_bits(dropout_bits, named, num_heads_q, mask, is_pack=pack is not None)
-        given = {"dropout_bits": dropout_bits.bits, "dropout_p": p}
+        if not dropout_bits.is_of_every_pair and (is_pack or all(x.dim() >= 4 for x in named.values())):
+            _check_mask_of_bits(dropout_bits, named, num_heads_q, mask, is_pack=is_pack)
+        given["dropout_bits"] = dropout_bits.bits
         if dropout_bits.keep_bits:
             return given
-        if pack is not None and first.device.type == "cuda":
-            raise NotImplementedError(
-                "dropout_bits must be made with keep_bits=True for a pack on a GPU (its backward makes none), got False"
-            )
-        return {**given, "rng_state": dropout_bits.state.rng_state}
-    has_ranks = pack is not None and all(x.dim() >= 3 for x in named.values())
-    if pack is None or first.device.type != "cuda" or not has_ranks:
-        return {"rng_state": DropoutState.draw(first.device).rng_state, "dropout_p": p}
-    longest = []
-    lengths: Mapping[str, object] = max_seqlens or {"max_seqlen_q": None}
-    for name, length in lengths.items():
+    for name, length in (max_seqlens or {}).items():
         # Nobody reads a tensor: that would wait for the GPU.
-        if isinstance(length, (bool, Tensor)) or not hasattr(length, "__index__"):
-            raise TypeError(f"{name} must be an int with dropout on a GPU, got {checks.describe(length)}")
-        longest.append(operator.index(length))
-    cu_seqlens = next(iter(pack.values()))
-    assert cu_seqlens is not None
-    q, k = _queries_and_keys(named, num_heads_q)
-    # No block too many, and one at least where there are rows.
-    seqlen_q, seqlen_k = (min(max(most, 1), x.shape[0]) for most, x in ((longest[0], q), (longest[-1], k)))
-    batch = max(cu_seqlens.numel() - 1, 0)
-    bits = make_bits(
-        DropoutState.draw(first.device), p=p, batch=batch, heads=q.shape[-2], seqlen_q=seqlen_q, seqlen_k=seqlen_k,
-        sm_margin=sm_margin,
-    )  # fmt: skip
-    return {"dropout_bits": bits.bits, "dropout_p": p}
+        if isinstance(length, Tensor):
+            raise TypeError(f"{name} must be an int with dropout_p above 0, got {checks.describe(length)}")
+        is_as_the_op_takes_it = type(length) is int or isinstance(length, torch.SymInt)
+        given[name] = length if is_as_the_op_takes_it else operator.index(length)
+    state = DropoutState.draw(next(iter(named.values())).device) if dropout_bits is None else dropout_bits.state
+    return {**given, "rng_state": state.rng_state}
 
 
 def _check_mask_of_bits(
@@ -173,7 +146,6 @@ def signed_probabilities(
     scale = scores["softmax_scale"]
     scores = {**scores, "softmax_scale": q.shape[-1] ** -0.5 if scale is None else scale}
     slopes = scores.pop("alibi_slopes")
-    kept = layout.Kept(dropout.get("dropout_bits"), dropout.get("rng_state"), dropout["dropout_p"])
     # Of a qkv the lengths are those of queries and keys alike.
     of_pack = {} if pack is None else dict(pack)
     cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k = (
@@ -182,13 +154,19 @@ def signed_probabilities(
     sequences = packs.sequences(
         cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, [q], [k], [softmax_lse.detach()], slopes
     )
+    batch = q.shape[0] if cu_seqlens_q is None else len(cu_seqlens_q) - 1
     heads = q.shape[-2]
+    p, bits = dropout["dropout_p"], dropout.get("dropout_bits")
+    if bits is None:  # of all sequences at once, as the kernel that makes them counts from the first
+        longest_q = max((x.of_queries[0].shape[1] for x in sequences), default=0)
+        longest_k = max((x.of_keys[0].shape[1] for x in sequences), default=0)
+        bits = layout.of_call(dropout["rng_state"], p, batch, heads, longest_q, longest_k)
+    kept = layout.Kept(bits, None, p)
     parts = []
     for (q_rows,), (k_rows,), (lse,), of_sequence, number in sequences:
         keep = kept.of(number, heads, q_rows.shape[0], q_rows.shape[1], k_rows.shape[1])
         own = {**scores, "alibi_slopes": of_sequence, "keep": keep, **mask}
         parts.append((number, reference.signed_probabilities(q_rows, k_rows, lse, **own)))
-    batch = q.shape[0] if cu_seqlens_q is None else len(cu_seqlens_q) - 1
     sizes = [max((part.shape[dim] for _, part in parts), default=0) for dim in (2, 3)]
     rows, columns = (-(-size // _PROBABILITY_MULTIPLE) * _PROBABILITY_MULTIPLE for size in sizes)
     whole = q.new_zeros(batch, heads, rows, columns)

@@ -100,6 +100,16 @@ def generate(
     return bits
 
 
+def of_call(
+    rng_state: Tensor, p: float, batch: int, heads: int, seqlen_q: int, seqlen_k: int, *, first_sequence: int = 0
+) -> Tensor:
+    """The bits that the ops make of a state."""
+    return generate(
+        rng_state, p=p, batch=batch, heads=heads, seqlen_q=seqlen_q, seqlen_k=seqlen_k, first_head=0, total_heads=heads,
+        first_query=0, first_key=0, mapping=DEFAULT_MAPPING, rounds=DEFAULT_ROUNDS, first_sequence=first_sequence,
+    )  # fmt: skip
+
+
 class Kept(NamedTuple):
     """What a call drops, as the ops are told: bits, or the state that they are made of; neither is nothing."""
 
@@ -127,9 +137,5 @@ class Kept(NamedTuple):
         state, first = self.rng_state, 0
         if number is not None:
             state, first = (state[number : number + 1], 0) if state.dim() == 2 else (state, number)
-        bits = generate(
-            state, p=self.p, batch=batch, heads=heads, seqlen_q=seqlen_q, seqlen_k=seqlen_k, first_head=0,
-            total_heads=heads, first_query=0, first_key=0, mapping=DEFAULT_MAPPING, rounds=DEFAULT_ROUNDS,
-            first_sequence=first,
-        )  # fmt: skip
+        bits = of_call(state, self.p, batch, heads, seqlen_q, seqlen_k, first_sequence=first)
         return unpack(bits, seqlen_q, seqlen_k)

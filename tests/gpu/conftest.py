@@ -46,12 +46,6 @@ def why_not_here() -> str | None:
     return None
 
 
-@pytest.fixture(autouse=True)
-def dropout_kernels(monkeypatch):
-    """The functions refuse them until these tests have passed."""
-    monkeypatch.setattr(dash_attn.dropout.bits, "KERNELS_ARE_TESTED", True)
-
-
 @pytest.fixture(scope="session", autouse=True)
 def hopper():
     reason = why_not_here()

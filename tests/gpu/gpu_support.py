@@ -4,6 +4,7 @@ Works on any device, so that tests/test_gpu_checks.py can try the checks themsel
 """
 
 import dataclasses
+import gc
 import itertools
 import math
 import pathlib
@@ -325,6 +326,7 @@ def workspace_bytes(problem: Problem, policy: str, device: str) -> int:
 
 def requested_bytes(call: Callable[[], object]) -> int:
     """What the call has allocated at most at a time, as it asked for it: the allocator may hand out a larger block."""
+    gc.collect()  # tensors of a cycle that are freed during the call would be taken from what it allocates
     torch.cuda.synchronize()
     before = torch.cuda.memory_stats()["requested_bytes.all.current"]
     torch.cuda.reset_peak_memory_stats()

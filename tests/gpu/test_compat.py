@@ -5,7 +5,7 @@ import importlib.util
 import pytest
 import torch
 from cache_support import FORMS, fill
-from ring_checks import WORLD_SIZE, check_against_full_attention, run_ranks
+from ring_checks import WORLD_SIZE, check_against_full_attention, run_ring
 from ring_worker import CASES
 
 from dash_attn import flash_attn_func, flash_attn_varlen_func, flash_attn_with_kvcache
@@ -240,7 +240,7 @@ def test_the_host_waits_for_nothing_and_graphs_repeat(form, has_rotation):
 @pytest.mark.skipif(torch.cuda.device_count() < WORLD_SIZE, reason=f"needs {WORLD_SIZE} GPUs")
 def test_ring_flash_attn(tmp_path):
     """Its functions on one GPU each: right, and the same bits again."""
-    ranks = run_ranks(tmp_path, "cuda")
+    ranks = run_ring(tmp_path, "cuda")
     for name in CASES:
         check_against_full_attention(ranks, name)
         assert [results[name]["repeats"] for results in ranks] == [True] * WORLD_SIZE

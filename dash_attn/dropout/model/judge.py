@@ -1,0 +1,220 @@
+"""Predicted beside measured, for the rows of blocks in a result of `benchmarks.dropout_model`.
+
+Of a row the model is given what each GEMM takes alone and what attention takes alone without dropout, of ours and of
+the peer's. The generator, attention with bits, the whole block one call after the other and overlapped, and the peer's
+attention with dropout it predicts with constants from elsewhere (fit.py).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import statistics
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+from .fit import Fitted, Result
+from .formulas import (
+    BLOCKS,
+    LENGTHS,
+    MACHINES,
+    Parts,
+    Settings,
+    Times,
+    combined,
+    generated_inside,
+    generator_time,
+    inside_time,
+    times,
+    use_time,
+)
+
+WITHIN = 0.10
+"""Of the measured time."""
+BESIDE = {"forward": "qkv", "backward": "out"}
+"""The GEMM beside which the generator runs."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Judged:
+    """One time, in milliseconds."""
+
+    block: str
+    seqlen: int
+    pass_: str
+    of: str
+    predicted: float
+    measured: float
+
+    @property
+    def error(self) -> float:
+        return self.predicted / self.measured - 1
+
+    @property
+    def is_within(self) -> bool:
+        return abs(self.error) <= WITHIN
+
+    def __str__(self) -> str:
+        return (
+            f"{self.predicted:.3g} / {self.measured:.3g} ({self.error:+.1%}{'' if self.is_within else ', NOT within'})"
+        )
+
+
+def parts_of(row: Result, fitted: Fitted, settings: Settings) -> Parts:
+    """What the row's parts take alone, in seconds: GEMMs and attention as measured, the others predicted."""
+    machine, backward = fitted.machine, row["pass"] == "backward"
+    return Parts(
+        gemms=1e-3 * sum(row["gemm_ms"].values()),
+        beside=1e-3 * row["gemm_ms"][BESIDE[row["pass"]]],
+        attention=1e-3 * row["attention_ms"],
+        use=use_time(row["pairs"], machine, settings, backward=backward),
+        generator=generator_time(row["elements"], machine, settings),
+        inside=inside_time(row["pairs"], machine, settings, backward=backward),
+        calls=row["calls"],
+    )
+
+
+def combinations(row: Result, fitted: Fitted) -> Times | None:
+    """The row's block in the three ways, predicted; None where what it takes is missing."""
+    needed = (*BESIDE.values(), "up", "down")
+    if not row.get("attention_ms") or any(name not in row.get("gemm_ms", {}) for name in needed):
+        return None
+    return combined(parts_of(row, fitted, fitted.settings), fitted.settings)
+
+
+def judged(row: Result, fitted: Fitted) -> Iterator[Judged]:
+    """Every time of the row that was measured and is predicted."""
+    backward = row["pass"] == "backward"
+    planes = fitted.settings.planes
+    predicted: dict[str, tuple[float | None, float | None]] = {}
+    for rounds, ms in row.get("generator_ms", {}).items():
+        seconds = generator_time(row["elements"], fitted.machine, fitted.settings_of(int(rounds), planes))
+        predicted[f"generator, {rounds} rounds"] = 1e3 * seconds, ms
+    arguments = row["pairs"], fitted.machine, fitted.settings
+    if row.get("attention_ms"):
+        bits = row["attention_ms"] + 1e3 * use_time(*arguments, backward=backward)
+        predicted["attention with bits"] = bits, row.get("attention_bits_ms")
+    if whole := combinations(row, fitted):
+        predicted["sequential"] = 1e3 * whole.sequential, row.get("sequential_ms")
+        predicted["overlapped"] = 1e3 * whole.overlapped, row.get("overlapped_ms")
+        if row.get("own_gemm_ms"):
+            parts = parts_of(row, fitted, fitted.settings)
+            inside = generated_inside(parts, 1e-3 * row["own_gemm_ms"], fitted.settings)
+            predicted["generated inside our GEMM"] = 1e3 * inside, row.get("inside_ms")
+    if row.get("fa2_ms"):
+        fused = row["fa2_ms"] + 1e3 * inside_time(*arguments, backward=backward)
+        predicted["fused attention, theirs"] = fused, row.get("fa2_dropout_ms")
+    for of, (said, measured) in predicted.items():
+        if said is not None and measured:
+            yield Judged(row["block"], row["seqlen"], row["pass"], of, said, measured)
+
+
+def every(result: Result, fitted: Fitted) -> list[Judged]:
+    return [one for row in result.get("rows", ()) for one in judged(row, fitted)]
+
+
+def verdict(found: Sequence[Judged]) -> str:
+    """How many are within WITHIN, and which are not."""
+    if not found:
+        return "No time of a block was both measured and predicted."
+    missed = [one for one in found if not one.is_within]
+    errors = [abs(one.error) for one in found]
+    said = f"{len(found) - len(missed)} of {len(found)} predictions are within {WITHIN:.0%} of what was measured; "
+    said += f"the median error is {statistics.median(errors):.1%}, the largest {max(errors):.1%}."
+    columns = dict.fromkeys(one.of for one in found)
+    counts = {of: [one.is_within for one in found if one.of == of] for of in columns}
+    said += f" Of each: {', '.join(f'{of} {sum(within)} of {len(within)}' for of, within in counts.items())}."
+    if missed:
+        said += " Not within: " + "; ".join(
+            f"{one.of} of {one.block}, {one.seqlen}, {one.pass_} ({one.error:+.0%})" for one in missed
+        )
+        said += "."
+    return said
+
+
+def table(found: Sequence[Judged]) -> str:
+    """In Markdown: a row for each block, length and pass; predicted / measured milliseconds and the error."""
+    columns = list(dict.fromkeys(one.of for one in found))
+    lines: dict[tuple[str, int, str], dict[str, str]] = {}
+    for one in found:
+        lines.setdefault((one.block, one.seqlen, one.pass_), {})[one.of] = str(one)
+    text = ["| block | seqlen | pass | " + " | ".join(columns) + " |", "|---" * (3 + len(columns)) + "|"]
+    for (block, seqlen, pass_), cells in lines.items():
+        text.append(f"| {block} | {seqlen} | {pass_} | " + " | ".join(cells.get(of, "-") for of in columns) + " |")
+    return "\n".join(text)
+
+
+def gains(result: Result, fitted: Fitted) -> list[dict[str, Any]]:
+    """What each way gains, as ratios: `sequential` over `overlapped`, and over the GEMM that generates `inside` where
+    it was measured; attention with dropout over attention without, ours with bits and the peer's."""
+    found = []
+    for row in result.get("rows", ()):
+        gain = {name: row[name] for name in ("block", "seqlen", "pass")}
+        sequential, overlapped = row.get("sequential_ms"), row.get("overlapped_ms")
+        if sequential and overlapped:
+            gain["measured"] = sequential / overlapped
+        if whole := combinations(row, fitted):
+            gain["predicted"] = whole.sequential / whole.overlapped
+        if sequential and row.get("inside_ms"):
+            gain["inside"] = sequential / row["inside_ms"]
+        for name, dropped, plain in (
+            ("bits", "attention_bits_ms", "attention_ms"),
+            ("theirs", "fa2_dropout_ms", "fa2_ms"),
+        ):
+            if row.get(dropped) and row.get(plain):
+                gain[name] = row[dropped] / row[plain]
+        if sequential and row.get("gemm_ms") and row.get("generator_ms", {}).get("7"):
+            gain["share"] = row["generator_ms"]["7"] / row["gemm_ms"].get(BESIDE[row["pass"]], float("inf"))
+        found.append(gain)
+    return found
+
+
+def gains_verdict(found: Sequence[Mapping[str, Any]]) -> str:
+    """How far the predicted gain of overlapping is from the measured one: GEMMs, which are given, hide nothing here."""
+    both = [gain for gain in found if {"measured", "predicted"} <= gain.keys()]
+    if not both:
+        return "Of what overlapping gains nothing was both measured and predicted."
+    worst = max(both, key=lambda gain: abs(gain["predicted"] - gain["measured"]))
+    measured = [gain["measured"] for gain in both]
+    return (
+        f"Overlapping on two streams gains {min(measured):.3f} to {max(measured):.3f} over one after the other, as "
+        f"measured; the prediction is furthest off for {worst['block']}, {worst['seqlen']}, {worst['pass']}: "
+        f"{worst['predicted']:.3f} for {worst['measured']:.3f}."
+    )
+
+
+def gains_table(found: Sequence[Mapping[str, Any]]) -> str:
+    heads = {
+        "share": "generator / GEMM beside it",
+        "measured": "sequential / overlapped, measured",
+        "predicted": "predicted",
+        "inside": "sequential / generated inside our GEMM",
+        "bits": "our attention: with bits / without",
+        "theirs": "FlashAttention-2 in torch: with dropout / without",
+    }
+    shown = {name: head for name, head in heads.items() if any(name in gain for gain in found)}
+    text = ["| block | seqlen | pass | " + " | ".join(shown.values()) + " |", "|---" * (3 + len(shown)) + "|"]
+    for gain in found:
+        cells = [f"{gain[name]:.3f}" if name in gain else "-" for name in shown]
+        text.append(f"| {gain['block']} | {gain['seqlen']} | {gain['pass']} | {' | '.join(cells)} |")
+    return "\n".join(text)
+
+
+def elsewhere(fitted: Fitted, *, tokens: int = 16384, seqlens: Iterable[int] = LENGTHS) -> str:
+    """What the constants predict for other machines, and for GEMMs twice as fast: over the blocks, the least and the
+    most of a forward's ratios. Nothing of it was measured."""
+    machines = {fitted.machine.name: fitted.machine}
+    machines |= {name: fitted.on(name) for name in MACHINES if name != fitted.machine.name}
+    gemms = fitted.machine.gemm_tflops
+    doubled = dataclasses.replace(gemms, value=2 * gemms.value)
+    machines[f"{fitted.machine.name}, GEMMs twice as fast"] = dataclasses.replace(fitted.machine, gemm_tflops=doubled)
+    text = ["| predicted for | seqlen | sequential / overlapped | fused / overlapped |", "|---|---|---|---|"]
+    for name, machine in machines.items():
+        for seqlen in seqlens:
+            whole = max(tokens // seqlen, 1) * seqlen
+            ratios = []
+            for block in BLOCKS.values():
+                t = times(block, seqlen, machine, fitted.settings, tokens=whole, causal=True, backward=False)
+                ratios.append((t.sequential / t.overlapped, t.fused / t.overlapped))
+            cells = [f"{min(column):.3f} to {max(column):.3f}" for column in zip(*ratios)]
+            text.append(f"| {name} | {seqlen} | {' | '.join(cells)} |")
+    return "\n".join(text)
