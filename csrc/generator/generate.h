@@ -7,8 +7,12 @@ namespace dash_attn::dropout {
 
 inline constexpr int kGeneratorThreads = 256;
 
+// That run at a time, with the registers that they need: so all of a launch do.
+constexpr int generator_blocks_of_sm(Mapping mapping) { return mapping == Mapping::kBitSliced ? 6 : 5; }
+
 template <Mapping kMapping, int kRounds>
-__global__ void __launch_bounds__(kGeneratorThreads) generator_kernel(const GeneratorParams params) {
+__global__ void __launch_bounds__(kGeneratorThreads, generator_blocks_of_sm(kMapping))
+    generator_kernel(const GeneratorParams params) {
   const int64_t units = params.units();
   const int64_t warps = int64_t(gridDim.x) * (kGeneratorThreads / 32);
   int64_t unit = int64_t(blockIdx.x) * (kGeneratorThreads / 32) + threadIdx.x / 32;

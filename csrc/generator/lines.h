@@ -59,7 +59,9 @@ template <Mapping kMapping, int kRounds, int kAtATime>
 __device__ __forceinline__ void make_lines(const GeneratorParams& params, int64_t unit, int word) {
   const int units_of_row = params.units_of_row();
   const int64_t row = unit / units_of_row;
-  const int first_of_unit = int(unit % units_of_row) * kLinesOfUnit;
+  // Under a causal mask the first units of a row have lines and the last ones none. In turns, so that a warp that takes
+  // every nth unit, and n is a multiple of those of a row, does not always have the same ones.
+  const int first_of_unit = int((unit + row) % units_of_row) * kLinesOfUnit;
   const int64_t of_sequence = row / params.query_blocks;
   const int query_block = int(row % params.query_blocks);
   const int head = int(of_sequence % params.heads), sequence = int(of_sequence / params.heads);
