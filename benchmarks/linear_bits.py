@@ -18,7 +18,6 @@ from torch.nn import functional
 
 from benchmarks import files, run, timing
 from dash_attn.dropout import DropoutState, dropout_bits, dropout_bits_beside, linear_with_dropout_bits
-from dash_attn.dropout import bits as of_bits
 
 PROBABILITIES = (0.125, 0.1)  # one call of Philox a word, and two
 TORCH, OURS, GENERATOR = "torch", "ours", "generator"
@@ -157,7 +156,6 @@ def main(argv: list[str] | None = None) -> int:
     layers = [layer for layer in LAYERS if not arguments.models or layer.model in arguments.models]
     if arguments.rows:
         layers = [layer.of_rows(arguments.rows) for layer in layers]
-    of_bits.KERNELS_ARE_TESTED = True  # results are compared here
     rows, failures = measure(layers, device, arguments.min_time)
     if arguments.json:
         arguments.json.write_text(files.dumps({"meta": run.metadata(device), "rows": rows}))

@@ -217,7 +217,6 @@ def test_linear_layers_with_bits(tmp_path, capsys, monkeypatch):
     small_layer = linear_bits.Layer("small", 24, 16, 2, seqlen=70)
     assert small_layer.of_rows(64).rows == 64
     monkeypatch.setattr(linear_bits, "LAYERS", (small_layer,))
-    monkeypatch.setattr(linear_bits.of_bits, "KERNELS_ARE_TESTED", False)
     path = tmp_path / "linear_bits.json"
     assert linear_bits.main(["--device", "cpu", "--min-time", "0", "--json", str(path)]) == 0
     rows = json.loads(path.read_text())["rows"]

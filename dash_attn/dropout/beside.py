@@ -103,7 +103,7 @@ def dropout_bits_beside(
         others: as in `dropout_bits`.
 
     Raises:
-        NotImplementedError: the state is not on the CPU.
+        NotImplementedError: the state is neither on the CPU nor on a CUDA device.
         TypeError, ValueError: an argument is of a wrong type or out of its range.
     """
     return BitsBeside(

@@ -282,7 +282,7 @@ def dropout_bits(
         sm_margin: on a GPU, the number of SMs to leave to other kernels. Changes no bits.
 
     Raises:
-        NotImplementedError: the state is not on the CPU.
+        NotImplementedError: the state is neither on the CPU nor on a CUDA device.
         TypeError, ValueError: an argument is of a wrong type or out of its range.
     """
     request = checked_request(

@@ -69,7 +69,7 @@ def linear_with_dropout_bits(
         y, (..., columns) like x, and the bits, which have no gradient.
 
     Raises:
-        NotImplementedError: the state is not on the CPU.
+        NotImplementedError: the state is neither on the CPU nor on a CUDA device.
         TypeError, ValueError: an argument is of a wrong type, shape or device or out of its range.
     """
     request = checked_request(
