@@ -1,6 +1,8 @@
 // The part of a step that is no product of matrices: a thread's elements of S^T become P^T, and dP^T becomes dS^T.
 #pragma once
 
+#include <type_traits>
+
 #include "../device/fragment.h"
 #include "../device/ptx.h"
 #include "../device/score.h"
@@ -79,6 +81,18 @@ __device__ __forceinline__ void score_gradient(RegisterSlice (&p)[kSize / 8], co
 #pragma unroll
   for (int slice = 0; slice < kSize / 8; ++slice) {
     const SliceStatistics row = slice_of(delta, thread, slice);
+    if constexpr (Score::kDrops && std::is_same_v<Element, cutlass::bfloat16_t>) {
+      // Pairs are chosen when they are rounded, half as many as elements.
+      const uint32_t dropped[2] = {negated_pair(pack<Element>(row.of[0][0], row.of[0][1])),
+                                   negated_pair(pack<Element>(row.of[1][0], row.of[1][1]))};
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const int number = 8 * slice + 2 * i;
+        const uint32_t kept = pack<Element>(dp[number] - row.of[i / 2][0], dp[number + 1] - row.of[i / 2][1]);
+        p[slice][i] = multiply_bf16_pairs(p[slice][i], bits.choose(slice, i, kept, dropped[i / 2]));
+      }
+      continue;
+    }
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       const int number = 8 * slice + 2 * i;

@@ -113,12 +113,14 @@ std::vector<bool> kept_registers(std::string const& bits, int64_t key_blocks, in
     int64_t const query_block = Layout::kQueriesAreRows ? row_block : column_block;
     int64_t const key_block = Layout::kQueriesAreRows ? column_block : row_block;
     size_t const start = static_cast<size_t>((query_block * key_blocks + key_block) * kBlockBytes + byte);
-    if (key_block >= key_blocks || start + sizeof(typename Layout::Loaded) > bits.size()) return uint32_t{0};
-    uint32_t value = 0;
-    for (size_t i = 0; i < sizeof(typename Layout::Loaded); ++i) {
-      value |= uint32_t{static_cast<unsigned char>(bits[start + i])} << 8 * i;
+    using Loaded = typename Layout::Loaded;
+    uint64_t value = 0;
+    if (key_block < key_blocks && start + sizeof(Loaded) <= bits.size()) {
+      for (size_t i = 0; i < sizeof(Loaded); ++i) {
+        value |= uint64_t{static_cast<unsigned char>(bits[start + i])} << 8 * i;
+      }
     }
-    return value;
+    return static_cast<Loaded>(value);
   });
   std::vector<bool> kept;
   for (int i = 0; i < kColumns / 2; ++i) {

@@ -65,8 +65,8 @@ inline void check_bits(const Tensor& bits, int64_t batch, int64_t heads, int32_t
                       bits.size(4) == dropout::kBlockBytes && bits.is_contiguous(),
                   "dropout_bits must be contiguous (", batch, ", ", heads, ", blocks of queries, blocks of keys, ",
                   dropout::kBlockBytes, ")");
-  STD_TORCH_CHECK(reinterpret_cast<std::uintptr_t>(bits.data_ptr()) % sizeof(uint32_t) == 0,
-                  "dropout_bits must start at a multiple of ", sizeof(uint32_t), " bytes");
+  STD_TORCH_CHECK(reinterpret_cast<std::uintptr_t>(bits.data_ptr()) % dropout::kBitsAlignment == 0,
+                  "dropout_bits must start at a multiple of ", dropout::kBitsAlignment, " bytes");
 }
 
 inline float checked_probability(double p) {

@@ -125,7 +125,7 @@ using BitsKernel = void(Tensor, const Tensor&, double, int64_t, int64_t, int64_t
 // layer keeps any.
 inline DropoutArguments for_kernels(const DropoutArguments& given, const Tensor& q, const Tensor& k,
                                     const PackTensors& pack, const MaskArguments& mask, const SymInt& sm_margin) {
-  if (given.bits && reinterpret_cast<std::uintptr_t>(given.bits->const_data_ptr()) % sizeof(uint32_t) != 0) {
+  if (given.bits && reinterpret_cast<std::uintptr_t>(given.bits->const_data_ptr()) % dropout::kBitsAlignment != 0) {
     return {given.bits->clone(), std::nullopt, given.p};
   }
   if (!given.rng_state) { return given; }

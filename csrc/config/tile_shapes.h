@@ -58,7 +58,7 @@ DASH_HOST_DEVICE constexpr TileShape forward_tile_shape(HeadDims padded) {
     case 64:
       return {192, 128, padded};
     case 192:
-      return {128, padded.v == 128 ? 96 : 80, padded};
+      return {128, padded.v == 128 ? 128 : 80, padded};
     case 256:
       return {128, 80, padded};
     default:

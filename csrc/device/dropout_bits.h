@@ -5,6 +5,7 @@
 #include <type_traits>
 
 #include "../dropout/fragment.h"
+#include "../schedule/mask.h"
 #include "gemm.h"
 #include "ptx.h"
 
@@ -14,12 +15,26 @@ namespace dash_attn::dropout {
 struct BitsView {
   const uint8_t* lines;  // [sequence][head][block of queries][block of keys][kBlockBytes]
   int heads, query_blocks, key_blocks;
-  float scale;  // 1 / (1 - p): of what is kept
+  int head_lines;  // of a head: far fewer than 2^31, as heads of all sequences are
+  float scale;     // 1 / (1 - p): of what is kept
 
   __device__ __forceinline__ const uint8_t* of_head(int sequence, int head) const {
-    return lines + (int64_t(sequence) * heads + head) * query_blocks * key_blocks * kBlockBytes;
+    return lines + int64_t(sequence * heads + head) * head_lines * kBlockBytes;
   }
 };
+
+// Brings the bits of a tile to L2, by one thread, long before consumers load them.
+template <int kQueries, int kKeys>
+__device__ __forceinline__ void prefetch(const BitsView& view, const uint8_t* of_head, int first_query, int first_key) {
+  const int first_block = first_key / kBlockRows;
+  const int key_blocks = min_int(num_blocks(first_key + kKeys), view.key_blocks) - first_block;
+  const int end = min_int(num_blocks(first_query + kQueries), view.query_blocks);
+  if (key_blocks <= 0) { return; }
+  for (int block = first_query / kBlockRows; block < end; ++block) {
+    const int line = block * view.key_blocks + first_block;
+    ptx::bulk_prefetch(of_head + int64_t(line) * kBlockBytes, key_blocks * kBlockBytes);
+  }
+}
 
 // Of a 64 x kColumns fragment whose rows are queries or keys.
 template <FragmentRows kRows, int kColumns>
@@ -31,15 +46,22 @@ class FragmentBits {
   FragmentBits() = default;
 
   // `of_head` is the head's first line, the fragment's first row and column are counted in the sequence. Past the last
-  // block nothing is kept.
+  // block the last one is read: what the sequence does not have weighs nothing, kept or dropped.
   __device__ __forceinline__ FragmentBits(const BitsView& view, const uint8_t* of_head, int first_row, int first_column,
                                           int thread) {
     Layout::gather(word_, first_row, first_column, thread, [&](int row_block, int column_block, int byte) {
-      const int query_block = Layout::kQueriesAreRows ? row_block : column_block;
-      const int key_block = Layout::kQueriesAreRows ? column_block : row_block;
-      if (query_block >= view.query_blocks || key_block >= view.key_blocks) { return Loaded(0); }
-      const int64_t line = int64_t(query_block) * view.key_blocks + key_block;
-      return __ldg(reinterpret_cast<const Loaded*>(of_head + line * kBlockBytes + byte));
+      int query_block = Layout::kQueriesAreRows ? row_block : column_block;
+      int key_block = Layout::kQueriesAreRows ? column_block : row_block;
+      const bool is_past = query_block >= view.query_blocks || key_block >= view.key_blocks;
+      // Fewer instructions than not to read, but ptxas spills it where the fragment's blocks are cut.
+      if constexpr (Layout::kWholeBlocks) {
+        query_block = min_int(query_block, view.query_blocks - 1);
+        key_block = min_int(key_block, view.key_blocks - 1);
+      } else if (is_past) {
+        return Loaded(0);
+      }
+      const int line = query_block * view.key_blocks + key_block;  // a head has far fewer than 2^31
+      return __ldg(reinterpret_cast<const Loaded*>(of_head + byte + int64_t(line) * kBlockBytes));
     });
   }
 
@@ -54,16 +76,18 @@ class FragmentBits {
     return __uint_as_float(__float_as_uint(x) & spread(slice, place, 0x1111 * sign_of_byte(place)));
   }
 
+  // A pair of a rounded fragment, and of `dropped` what is dropped.
+  __device__ __forceinline__ uint32_t choose(int slice, int pair, uint32_t kept, uint32_t dropped) const {
+    const uint32_t mask = spread_of_pair(slice, pair);
+    return (kept & mask) | (dropped & ~mask);
+  }
+
   // Sets what is dropped of a rounded fragment to zero.
   __device__ __forceinline__ void drop(RegisterSlice (&rounded)[Layout::kSlices]) const {
 #pragma unroll
     for (int slice = 0; slice < Layout::kSlices; ++slice) {
 #pragma unroll
-      for (int pair = 0; pair < 4; ++pair) {
-        const int place = Layout::place_of(slice, pair);
-        const int signs = 0x0011 * sign_of_byte(place) + 0x1100 * sign_of_byte(place + Layout::kPitch);
-        rounded[slice][pair] &= spread(slice, place, signs);
-      }
+      for (int pair = 0; pair < 4; ++pair) { rounded[slice][pair] &= spread_of_pair(slice, pair); }
     }
   }
 
@@ -74,6 +98,11 @@ class FragmentBits {
   // The signs of bytes, when the bit has come to the top of its own.
   __device__ __forceinline__ uint32_t spread(int slice, int place, int signs) const {
     return ptx::permute_bytes(word_[slice / 4] << (7 - place % 8), signs);
+  }
+
+  __device__ __forceinline__ uint32_t spread_of_pair(int slice, int pair) const {
+    const int place = Layout::place_of(slice, pair);
+    return spread(slice, place, 0x0011 * sign_of_byte(place) + 0x1100 * sign_of_byte(place + Layout::kPitch));
   }
 
   uint32_t word_[Layout::kWords];

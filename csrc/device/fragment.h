@@ -46,15 +46,20 @@ __device__ __forceinline__ float2 unpack(uint32_t pair) {
   }
 }
 
+__device__ __forceinline__ uint32_t negated_pair(uint32_t pair) { return pair ^ 0x80008000; }
+
+__device__ __forceinline__ uint32_t multiply_bf16_pairs(uint32_t a, uint32_t b) {
+  const __nv_bfloat162 product =
+      __hmul2(reinterpret_cast<const __nv_bfloat162&>(a), reinterpret_cast<const __nv_bfloat162&>(b));
+  return reinterpret_cast<const uint32_t&>(product);
+}
+
 // A pair times (low, high), rounded. In bf16 the factors are rounded first, which saves two instructions of five; in
 // fp16 the unrounded factor may be out of range where the product is not.
 template <typename Element>
 __device__ __forceinline__ uint32_t multiply_pair(uint32_t pair, float low, float high) {
   if constexpr (std::is_same_v<Element, cutlass::bfloat16_t>) {
-    const uint32_t factor = pack<Element>(low, high);
-    const __nv_bfloat162 product =
-        __hmul2(reinterpret_cast<const __nv_bfloat162&>(pair), reinterpret_cast<const __nv_bfloat162&>(factor));
-    return reinterpret_cast<const uint32_t&>(product);
+    return multiply_bf16_pairs(pair, pack<Element>(low, high));
   } else {
     const float2 wide = __half22float2(reinterpret_cast<const __half2&>(pair));
     return pack<Element>(wide.x * low, wide.y * high);

@@ -20,10 +20,10 @@ struct FragmentLayout {
   static constexpr bool kQueriesAreRows = kRows == FragmentRows::kQueries;
   // Whether the 32 columns of a load are a block's: fragments begin where one does.
   static constexpr bool kWholeBlocks = kColumns % kBlockRows == 0;
-  static constexpr int kSlices = kColumns / 16, kSlicesOfLoad = kQueriesAreRows && kWholeBlocks ? 2 : 1;
+  static constexpr int kSlices = kColumns / 16, kSlicesOfLoad = kWholeBlocks ? 2 : 1;
   static constexpr int kWords = (kSlices + 3) / 4;
   static constexpr int kPitch = kQueriesAreRows ? 8 : 16;
-  using Loaded = std::conditional_t<kQueriesAreRows, uint16_t, uint32_t>;
+  using Loaded = std::conditional_t<kQueriesAreRows, uint16_t, std::conditional_t<kWholeBlocks, uint64_t, uint32_t>>;
 
   // Of the first bit of a pair, in word slice / 4.
   DASH_HOST_DEVICE static constexpr int place_of(int slice, int pair) {
@@ -48,15 +48,18 @@ struct FragmentLayout {
       // So that what is added to the first block is known to the compiler.
       int const half = (kWholeBlocks ? 0 : first_column / 16 % 2) + slice, column_half = half % 2;
       int const block = first_column / kBlockRows + half / 2;
-      uint32_t bits;
       if constexpr (kQueriesAreRows) {
-        bits = load(row / kBlockRows, block, unit + 4 * row_half + 2 * row_parity);
+        uint32_t bits = load(row / kBlockRows, block, unit + 4 * row_half + 2 * row_parity);
         if constexpr (!kWholeBlocks) bits = bits >> 4 * column_half & 0x0F0F;
+        words[slice / 4] |= bits << place_of(slice, 0);
       } else {
-        bits = load(row / kBlockRows, block, unit + 4 * column_half);
-        bits = bits >> (8 * row_parity + 4 * row_half) & 0x000F000F;
+        Loaded const loaded = load(row / kBlockRows, block, unit + (kWholeBlocks ? 0 : 4 * column_half));
+        for (int i = 0; i < kSlicesOfLoad; ++i) {
+          uint32_t const of_all_keys = static_cast<uint32_t>(uint64_t{loaded} >> 32 * i);
+          uint32_t const bits = of_all_keys >> (8 * row_parity + 4 * row_half) & 0x000F000F;
+          words[(slice + i) / 4] |= bits << place_of(slice + i, 0);
+        }
       }
-      words[slice / 4] |= bits << place_of(slice, 0);
     }
   }
 };

@@ -25,6 +25,7 @@ namespace dash_attn::dropout {
 inline constexpr int kBlockRows = 32;  // queries, and keys
 inline constexpr int kBlockWords = 32;
 inline constexpr int kBlockBytes = 4 * kBlockWords;
+inline constexpr int kBitsAlignment = 16;  // of the first line, in bytes: what bulk copies take
 
 DASH_HOST_DEVICE constexpr int num_blocks(int seqlen) { return (seqlen + kBlockRows - 1) / kBlockRows; }
 

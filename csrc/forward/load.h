@@ -84,10 +84,12 @@ class Loader {
     if (!k_first) { load_q(tile); }
     if (kv_tiles.count == 0) { return take_place(next_round); }
     int kv_tile = kv_tiles.end() - 1;
+    prefetch_bits(tile, kv_tile);
     load_k(kv_tile, kv_head, tile.key_rows);
     if (k_first) { load_q(tile); }
 #pragma unroll 1
     for (; kv_tile > kv_tiles.first; --kv_tile) {
+      prefetch_bits(tile, kv_tile - 1);
       load_k(kv_tile - 1, kv_head, tile.key_rows);
       load_v(kv_tile, kv_head, tile.key_rows);
     }
@@ -111,6 +113,14 @@ class Loader {
                                      tile.head_group << params_.scheduler.group_shift, tile.rows.first + position,
                                      tile.rows.outer, tile.rows.wrap);
       }
+    }
+  }
+
+  __device__ __forceinline__ void prefetch_bits(const AnnouncedTile& tile, int kv_tile) const {
+    if constexpr (Variant::Score::kDrops) {
+      dropout::prefetch<Variant::kQuery, Variant::kKey>(
+          params_.dropout, params_.dropout.of_head(tile.number, tile.head_group),  // heads are not packed
+          WarpgroupRows<Variant>::first_row(params_, tile.end, 0), kv_tile * Variant::kKey);
     }
   }
 

@@ -39,7 +39,8 @@ inline ScoreParams make_score_params(const AttentionArguments& a) {
 
 inline dropout::BitsView make_bits_view(const AttentionArguments& a) {
   const DropoutTensor& given = a.dropout;
-  return {static_cast<const uint8_t*>(given.bits), a.heads, given.query_blocks, given.key_blocks, 1 / (1 - given.p)};
+  return {static_cast<const uint8_t*>(given.bits), a.heads,          given.query_blocks, given.key_blocks,
+          given.query_blocks * given.key_blocks,   1 / (1 - given.p)};
 }
 
 }  // namespace dash_attn
