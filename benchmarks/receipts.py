@@ -127,8 +127,9 @@ class Training:
 class Trainer:
     def __init__(self, training: Training, device: torch.device):
         self.training, self.device = training, device
-        blocks = [Block(training.width, training.head_dim) for _ in range(training.layers)]
-        self.model = torch.nn.Sequential(*blocks).to(device, torch.bfloat16)
+        with device:
+            blocks = [Block(training.width, training.head_dim) for _ in range(training.layers)]
+        self.model = torch.nn.Sequential(*blocks).to(torch.bfloat16)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4, fused=True)
         self.x = torch.randn(training.batch, training.seqlen, training.width, device=device, dtype=torch.bfloat16)
 

@@ -174,9 +174,10 @@ def check(problem: Problem, device: str, policies: list[str], seed: int = 0) -> 
 
 def check_together(problems: Iterable[Problem], device: str, policies_of: Callable[[Problem], list[str]]) -> list[str]:
     """As `check` of each problem, but that of problems of few rows the norms are judged over all of them, and over
-    several draws: ours and PyTorch's are up to chance there."""
+    several draws, and may differ by a deviation of the norm of so many rows: ours and PyTorch's are up to chance there.
+    Of a row that sees a key or two they are alike, since D of a rounded output is most of both."""
     lines = []
-    squares = collections.defaultdict(lambda: [0.0, 0.0])  # by policy and output: of errors and of limits
+    squares = collections.defaultdict(lambda: [0.0, 0.0, 0])  # by policy and output: of errors and of limits; rows
     few = {x: min(x.seqlen_q, x.seqlen_k) < FEW_ROWS for x in problems}
     draws = [(x, seed) for x, has_few in few.items() for seed in range(DRAWS_OF_FEW if has_few else 1)]
     for problem, seed in draws:
@@ -189,6 +190,7 @@ def check_together(problems: Iterable[Problem], device: str, policies_of: Callab
                 if has_few and name != "dsinks":
                     squares[policy, name][0] += error**2
                     squares[policy, name][1] += limit**2
+                    squares[policy, name][2] += outputs[name][..., 0].numel()
                 elif not error <= limit:
                     lines.append(f"{problem} {policy}: {name} is off by {error:.3e} in norm, allowed {limit:.3e}")
                 if not row_excess <= 0:
@@ -203,7 +205,8 @@ def check_together(problems: Iterable[Problem], device: str, policies_of: Callab
             judge(policy, gradients)
             written = torch.stack([g.writes_outside() for g in guarded.values()]).tolist()
             lines += [f"{problem} {policy}: {n} elements written outside {x}" for x, n in zip(guarded, written) if n]
-    for (policy, name), (error, limit) in squares.items():
-        if not error <= limit:
-            lines.append(f"{policy}: {name} is off by {error**0.5:.3e} in norm, allowed {limit**0.5:.3e}")
+    for (policy, name), (error, limit, rows) in squares.items():
+        allowed = (1 + (2 * rows) ** -0.5) * limit**0.5
+        if not error**0.5 <= allowed:
+            lines.append(f"{policy}: {name} is off by {error**0.5:.3e} in norm, allowed {allowed:.3e}")
     return lines

@@ -88,7 +88,10 @@ def test_tensors_that_are_not_contiguous(dtype):
         lambda x: x.transpose(0, 2), lambda x: x[::2, 1::3], lambda x: x[:, :, 3], lambda x: x.expand(2, 60, 70, 9),
         lambda x: x.conj(), lambda x: x[7],
     ):  # fmt: skip
-        assert torch.equal(block_sums(view_of(tensor.cuda()), block=256).cpu(), block_sums(view_of(tensor), block=256))
+        view = view_of(tensor.cuda())
+        # From the GPU: there a NaN whose sign is turned, as in a conjugate, has other bits.
+        expected = block_sums(view.resolve_conj().cpu(), block=256)
+        assert torch.equal(block_sums(view, block=256).cpu(), expected)
 
 
 def test_parts_of_tensors_at_once():
