@@ -22,14 +22,13 @@ def small(p=0.1, mask="causal", **options):
 def test_grid():
     """Each shape without dropout comes before the same ones with it, of 16,384 tokens."""
     shapes = GRIDS["dropout"]()
-    assert len(shapes) == len(set(shapes)) == len(set(map(str, shapes))) == 48
+    assert len(shapes) == len(set(shapes)) == len(set(map(str, shapes))) == 24
     for i, shape in enumerate(shapes):
         assert shape.batch * shape.seqlen == 16384 and (not shape.dropout_p or shape.undropped in shapes[:i])
         assert flops(shape, "both") == flops(shape.undropped, "both")
         assert Shape.of_row(json.loads(json.dumps(shape.row()))) == shape
     of = {(s.mask, s.head_dim, s.seqlen, s.dropout_p) for s in shapes}
-    lengths = (2048, 4096, 8192, 16384)
-    assert of == set(itertools.product(("full", "causal"), (64, 128), lengths, (0.0, 0.125, 0.1)))
+    assert of == set(itertools.product(("full", "causal"), (64, 128), (2048, 8192), (0.0, 0.125, 0.1)))
     assert str(small()) == "bf16 d64 h4/2 causal 2x70 dropout 0.1"
 
 
