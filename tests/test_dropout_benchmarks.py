@@ -183,7 +183,7 @@ def test_documents_quote_dropout(tmp_path):
     result = document.ROOT / "benchmarks" / "results" / "h200_2026-11-21_257470c.json"
     quoted = document.Quoted(result, dropout=result_of(tmp_path / "a.json", ours=0.8, bits=0.95))
     lines = document.readme(quoted).splitlines()
-    of = "| dropout 0.1, 128, bits there | backward | our own without | 8 | 0.95 | 0.95 (full, 8x2048) | 0.94 |"
+    of = "| dropout 0.1, 128, bits there | backward | our own without | 4 | 0.95 | 0.95 (full, 8x2048) | 0.94 |"
     assert of in lines
     assert "| dropout 0.1 | both | the fastest peer with dropout | 16 | 1.60 | 1.60 (full, 8x2048) | 1.25 |" in lines
     details = document.details(quoted)

@@ -17,7 +17,7 @@ HOPPER = (9, 0)
 # Set where a GPU and kernels are known to be there, so that a broken set-up fails instead of skipping everything.
 REQUIRE = "DASH_ATTN_REQUIRE_GPU"
 # "i/n": of the tests that bear others beside them on the GPU, the ith of n shares. "alone": those that do not, which
-# hold SMs and ask how fast others get on.
+# hold SMs and ask how fast others get on. Modules with RUNS_RANKS are not divided.
 SHARE = "DASH_ATTN_TEST_SHARE"
 
 
@@ -30,7 +30,12 @@ def pytest_collection_modifyitems(config, items):
         mine = alone
     else:
         index, count = map(int, share.split("/"))
-        mine = [item for item in items if item not in alone][index::count]
+        shared = [item for item in items if item not in alone]
+        # Whose fixtures start processes for all of a module's tests.
+        together = [item for item in shared if getattr(item.module, "RUNS_RANKS", False)]
+        modules = sorted({item.path for item in together})
+        mine = [item for item in shared if item not in together][index::count]
+        mine += [item for item in together if modules.index(item.path) % count == index]
     config.hook.pytest_deselected(items=[item for item in items if item not in mine])
     items[:] = mine
 

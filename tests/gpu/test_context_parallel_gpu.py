@@ -12,6 +12,7 @@ if not (torch.distributed.is_nccl_available() and torch.distributed.is_gloo_avai
     pytest.skip("this torch has no NCCL or no gloo", allow_module_level=True)
 
 DEVICE = "cuda"
+RUNS_RANKS = True
 
 
 @functools.cache

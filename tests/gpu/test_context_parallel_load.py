@@ -16,6 +16,7 @@ if not (torch.distributed.is_nccl_available() and torch.distributed.is_gloo_avai
 
 SEQLEN, REPEATS = 8192, 100
 LIMIT_S = 120
+RUNS_RANKS = True
 
 needs_two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs 2 GPUs")
 

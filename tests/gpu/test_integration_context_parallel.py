@@ -15,6 +15,7 @@ if not torch.distributed.is_nccl_available():
 import torch_context_parallel_support as support  # noqa: E402
 
 SEQLEN = 1024  # a multiple of what any number of processes halves
+RUNS_RANKS = True
 
 
 @pytest.fixture(scope="module")

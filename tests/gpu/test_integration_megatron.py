@@ -33,7 +33,7 @@ def train(settings) -> dict[str, torch.Tensor]:
     """The losses, the gradients of the last step and the parameters after it."""
     model = support.gpt(True, **SIZE, **settings)
     inputs = support.tokens(seqlen=SIZE["seqlen"], device="cuda")
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
     losses = []
     for _ in range(STEPS):
         found = support.loss_and_gradients(model, inputs)
