@@ -32,7 +32,7 @@ NAMES = {
     "dash-authors": "DASH",
 }
 SHAPE = ("head_dim", "heads", "kv_heads", "mask", "seqlen")
-LATER = ("pack", "window", "chunk", "scores", "value_head_dim")  # of the rows that have them
+LATER = ("pack", "window", "chunk", "scores", "value_head_dim", "dropout_p")  # of the rows that have them
 
 
 def key(row):
