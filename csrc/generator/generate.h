@@ -13,9 +13,8 @@ constexpr int generator_blocks_of_sm(Mapping mapping) { return mapping == Mappin
 template <Mapping kMapping, int kRounds>
 __global__ void __launch_bounds__(kGeneratorThreads, generator_blocks_of_sm(kMapping))
     generator_kernel(const GeneratorParams params) {
-  const int64_t units = params.units();
-  const int64_t warps = int64_t(gridDim.x) * (kGeneratorThreads / 32);
-  int64_t unit = int64_t(blockIdx.x) * (kGeneratorThreads / 32) + threadIdx.x / 32;
+  const uint32_t units = uint32_t(params.units()), warps = gridDim.x * (kGeneratorThreads / 32);
+  uint32_t unit = blockIdx.x * (kGeneratorThreads / 32) + threadIdx.x / 32;
   for (; unit < units; unit += warps) { make_lines<kMapping, kRounds, 1>(params, unit, threadIdx.x % 32); }
 }
 

@@ -54,17 +54,17 @@ __device__ __forceinline__ void store_lines(uint32_t* words, int first, int end,
   }
 }
 
-// The lines of a unit, `word` of each.
+// The lines of a unit, `word` of each. Divisions are of 32 bits: of 64, they would take as long as the lines.
 template <Mapping kMapping, int kRounds, int kAtATime>
-__device__ __forceinline__ void make_lines(const GeneratorParams& params, int64_t unit, int word) {
-  const int units_of_row = params.units_of_row();
-  const int64_t row = unit / units_of_row;
+__device__ __forceinline__ void make_lines(const GeneratorParams& params, uint32_t unit, int word) {
+  const uint32_t units_of_row = params.units_of_row();
+  const uint32_t row = unit / units_of_row;
   // Under a causal mask the first units of a row have lines and the last ones none. In turns, so that a warp that takes
   // every nth unit, and n is a multiple of those of a row, does not always have the same ones.
   const int first_of_unit = int((unit + row) % units_of_row) * kLinesOfUnit;
-  const int64_t of_sequence = row / params.query_blocks;
-  const int query_block = int(row % params.query_blocks);
-  const int head = int(of_sequence % params.heads), sequence = int(of_sequence / params.heads);
+  const uint32_t of_sequence = row / uint32_t(params.query_blocks), sequence = of_sequence / uint32_t(params.heads);
+  const int query_block = int(row - of_sequence * params.query_blocks);
+  const int head = int(of_sequence - sequence * params.heads);
   const int first_query = query_block * kBlockRows;
   const int first_near = max_int(0, first_query - kReach);
   const int last_near = min_int(first_query + kBlockRows + kReach, params.mask.sequence.seqlen_q) - 1;
@@ -73,12 +73,10 @@ __device__ __forceinline__ void make_lines(const GeneratorParams& params, int64_
   const int first = max_int(first_of_unit, first_key / kBlockRows);
   const int end = min_int(min_int(first_of_unit + kLinesOfUnit, params.key_blocks), ceil_div(end_key, kBlockRows));
   if (first >= end) { return; }
-  const uint64_t* const state = params.state + (params.state_of_sequence ? 2 * int64_t(sequence) : 0);
-  const Source source{{state[0], state[1]},
-                      params.state_of_sequence ? 0u : uint32_t(sequence),
-                      uint32_t(params.total_heads),
-                      params.threshold};
-  uint32_t* const words = params.words + row * params.key_blocks * kBlockWords + word;
+  const uint64_t* const state = params.state + (params.state_of_sequence ? 2 * int64_t{sequence} : 0);
+  const Source source{
+      {state[0], state[1]}, params.state_of_sequence ? 0u : sequence, uint32_t(params.total_heads), params.threshold};
+  uint32_t* const words = params.words + int64_t{row} * params.key_blocks * kBlockWords + word;
   const uint32_t of_head = uint32_t(params.first_head + head), I = uint32_t(params.first_query_block + query_block);
   const uint32_t first_J = uint32_t(params.first_key_block);
   if constexpr (kMapping == Mapping::kFlashAttention2) {

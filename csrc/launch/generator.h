@@ -1,6 +1,7 @@
 // From a call's arguments to what the code that makes bits of dropout is told.
 #pragma once
 
+#include <limits>
 #include <stdexcept>
 #include <string>
 #include <type_traits>
@@ -39,6 +40,9 @@ inline dropout::GeneratorParams make_generator_params(const GeneratorArguments& 
   params.first_key_block = a.first_key / dropout::kBlockRows;
   params.threshold = dropout::keep_threshold(a.p);
   params.mask = mask_of(a.mask, a.sequence);
+  if (params.units() > std::numeric_limits<int>::max()) {
+    throw std::runtime_error("dash_attn: dropout's bits have more than 2^31 units");  // 275 GB at the least
+  }
   return params;
 }
 
