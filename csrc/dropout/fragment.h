@@ -31,36 +31,63 @@ struct FragmentLayout {
                            : 4 * (slice % 4) + 2 * (pair % 2) + pair / 2;
   }
 
-  // The words of a thread. First row and column are counted in the sequence, in whole 16. load(block of the rows, block
-  // of the columns, byte in the block's line) is a Loaded.
-  template <class Load>
-  DASH_HOST_DEVICE static void gather(uint32_t (&words)[kWords], int first_row, int first_column, int thread,
-                                      Load const& load) {
+  // Where queries are rows: the block of a thread's rows, and the byte of each line of that block that it reads.
+  struct RowPlace {
+    int block, byte;
+  };
+  DASH_HOST_DEVICE static RowPlace row_place(int first_row, int thread) {
     int const row = first_row + (thread >> 5) * 16, lane = thread & 31;
-    int const row_half = row / 16 % 2, row_pair = lane >> 3, row_parity = (lane >> 2) & 1, column_pair = lane & 3;
     // In the units of mask.h the pairs of queries come before those of keys.
-    int const unit = 8 * (kQueriesAreRows ? 4 * row_pair + column_pair : 4 * column_pair + row_pair);
+    int const unit = 4 * (lane >> 3) + (lane & 3), row_parity = (lane >> 2) & 1;
+    return {row / kBlockRows, 8 * unit + 4 * (row / 16 % 2) + 2 * row_parity};
+  }
+
+  // The words of a thread there. load(block of the columns) is a Loaded.
+  template <class Load>
+  DASH_HOST_DEVICE static void gather_of_row(uint32_t (&words)[kWords], int first_column, Load const& load) {
     for (uint32_t& word : words) word = 0;
 #ifdef __CUDACC__
 #pragma unroll
 #endif
     for (int slice = 0; slice < kSlices; slice += kSlicesOfLoad) {
-      // So that what is added to the first block is known to the compiler.
-      int const half = (kWholeBlocks ? 0 : first_column / 16 % 2) + slice, column_half = half % 2;
-      int const block = first_column / kBlockRows + half / 2;
-      if constexpr (kQueriesAreRows) {
-        uint32_t bits = load(row / kBlockRows, block, unit + 4 * row_half + 2 * row_parity);
-        if constexpr (!kWholeBlocks) bits = bits >> 4 * column_half & 0x0F0F;
-        words[slice / 4] |= bits << place_of(slice, 0);
-      } else {
-        Loaded const loaded = load(row / kBlockRows, block, unit + (kWholeBlocks ? 0 : 4 * column_half));
+      int const half = half_of(first_column, slice);
+      uint32_t bits = load(first_column / kBlockRows + half / 2);
+      if constexpr (!kWholeBlocks) bits = bits >> 4 * (half % 2) & 0x0F0F;
+      words[slice / 4] |= bits << place_of(slice, 0);
+    }
+  }
+
+  // The words of a thread. First row and column are counted in the sequence, in whole 16. load(block of the rows, block
+  // of the columns, byte in the block's line) is a Loaded.
+  template <class Load>
+  DASH_HOST_DEVICE static void gather(uint32_t (&words)[kWords], int first_row, int first_column, int thread,
+                                      Load const& load) {
+    if constexpr (kQueriesAreRows) {
+      RowPlace const place = row_place(first_row, thread);
+      gather_of_row(words, first_column, [&](int block) { return load(place.block, block, place.byte); });
+    } else {
+      int const row = first_row + (thread >> 5) * 16, lane = thread & 31;
+      int const unit = 4 * (lane & 3) + (lane >> 3), shift = 8 * ((lane >> 2) & 1) + 4 * (row / 16 % 2);
+      for (uint32_t& word : words) word = 0;
+#ifdef __CUDACC__
+#pragma unroll
+#endif
+      for (int slice = 0; slice < kSlices; slice += kSlicesOfLoad) {
+        int const half = half_of(first_column, slice);
+        Loaded const loaded = load(row / kBlockRows, first_column / kBlockRows + half / 2,
+                                   8 * unit + (kWholeBlocks ? 0 : 4 * (half % 2)));
         for (int i = 0; i < kSlicesOfLoad; ++i) {
           uint32_t const of_all_keys = static_cast<uint32_t>(uint64_t{loaded} >> 32 * i);
-          uint32_t const bits = of_all_keys >> (8 * row_parity + 4 * row_half) & 0x000F000F;
-          words[(slice + i) / 4] |= bits << place_of(slice + i, 0);
+          words[(slice + i) / 4] |= (of_all_keys >> shift & 0x000F000F) << place_of(slice + i, 0);
         }
       }
     }
+  }
+
+ private:
+  // Of a slice, counted from the first column's block. So that with whole blocks it is known to the compiler.
+  DASH_HOST_DEVICE static constexpr int half_of(int first_column, int slice) {
+    return (kWholeBlocks ? 0 : first_column / 16 % 2) + slice;
   }
 };
 

@@ -12,6 +12,7 @@
 #include "../device/ring.h"
 #include "../device/score.h"
 #include "../device/sm90.h"
+#include "../dropout/mask.h"
 #include "../schedule/forward_tiles.h"
 #include "../schedule/tile_grid.h"
 
@@ -73,6 +74,9 @@ struct Variant {
   // a changed score; and under the full mask there is no such half.
   static constexpr bool kHalvesFirstTile =
       kConsumers == 2 && kCrosses && kValueDim <= 128 && kMask != MaskKind::kFull && Score::kKind == ScoreKind::kPlain;
+
+  // Whether a thread keeps where its bits of dropout begin; beside an output of 256 columns there is no register for it.
+  static constexpr bool kKeepsRowOfBits = Score::kDrops && kKey % dropout::kBlockRows == 0;
 
   DASH_HOST_DEVICE static constexpr TileGrid grid(Sequence const& sequence, Window const& window) {
     return {{kQuery, kKey, 1}, {kMask, window, sequence}};

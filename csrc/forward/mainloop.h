@@ -57,6 +57,7 @@ class Consumer {
     for (int end; (end = next_tile()) != kNoMoreTiles; q_ = q_.next()) {
       Rows next(params_, sequence_of_tile(), end, consumer_);
       if constexpr (Score::kHasSlope) { set_slopes(next); }
+      if constexpr (Variant::kKeepsRowOfBits) { set_bits(next); }
       if (Variant::kCrosses && rows.kv.count > 0 && next.kv.count > 0 && !passes_many(next.passed_before)) {
         if (Variant::kHalvesFirstTile && next.half_first) {
           cross<kHalfTile>(out, p, softmax, rows, next);
@@ -297,14 +298,24 @@ class Consumer {
     }
   }
 
+  // Of the query tile's head: heads are not packed.
+  __device__ __forceinline__ const uint8_t* bits_of_head() const {
+    const AnnouncedTile& tile = shared_.tile(q_);
+    return params_.dropout.of_head(tile.number, tile.head_group);
+  }
+
+  __device__ __forceinline__ void set_bits(Rows& rows) const {
+    rows.bits.first = Bits::row_of(params_.dropout, bits_of_head(), rows.first_position, thread_);
+  }
+
   // Long before they are used: they come from global memory.
   __device__ __forceinline__ Bits bits_of(const Rows& rows, int kv_tile) const {
-    if constexpr (Score::kDrops) {
-      const AnnouncedTile& tile = shared_.tile(q_);
-      const uint8_t* const of_head = params_.dropout.of_head(tile.number, tile.head_group);  // heads are not packed
+    if constexpr (Variant::kKeepsRowOfBits) {
+      return Bits(params_.dropout, rows.bits.first, kv_tile * Variant::kKey);
+    } else if constexpr (Score::kDrops) {
       int thread = thread_;
       forget(thread);  // no register for addresses that every step has in common
-      return Bits(params_.dropout, of_head, rows.first_position, kv_tile * Variant::kKey, thread);
+      return Bits(params_.dropout, bits_of_head(), rows.first_position, kv_tile * Variant::kKey, thread);
     } else {
       return {};
     }

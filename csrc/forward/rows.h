@@ -32,6 +32,12 @@ struct RowSlopes {
 };
 struct NoSlopes {};
 
+// With dropout, and without.
+struct RowBits {
+  const uint8_t* first;  // of the thread, at the sequence's first key
+};
+struct NoRowBits {};
+
 // Where a short tile reaches into the next, both write the same bits to the same place: a row's bits depend on the KV
 // tiles that it sees, not on those that are walked for other rows (softmax.h).
 template <typename Variant>
@@ -43,6 +49,7 @@ struct WarpgroupRows {
   int passed_before;   // KV tiles that are loaded before those, for other rows of the tile
   int passed_after;    // and after those
   std::conditional_t<Variant::Score::kHasSlope, RowSlopes, NoSlopes> slopes;
+  std::conditional_t<Variant::kKeepsRowOfBits, RowBits, NoRowBits> bits;
 
   WarpgroupRows() = default;
 
