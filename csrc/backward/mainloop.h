@@ -76,6 +76,9 @@ class Consumer {
   using Gradient = typename Epilogue<Variant>::Gradient;
   using DqPartial = float[Layout::kRegisters];
   using Bits = dropout::BitsOf<Score::kDrops, dropout::FragmentRows::kKeys, Variant::kQuery>;
+  // Whether a thread keeps where its keys' bits of dropout are.
+  static constexpr bool kKeepsKeysOfBits = Score::kDrops && Variant::kQuery % dropout::kBlockRows == 0;
+  using KeysOfBits = typename dropout::FragmentBits<dropout::FragmentRows::kKeys, Variant::kQuery>::Keys;
   struct Nothing {};
 
   struct Registers {
@@ -83,6 +86,7 @@ class Consumer {
     Scores scores;          // S and P; dP
     RoundedScores rounded;  // P; dS
     Bits bits;
+    std::conditional_t<kKeepsKeysOfBits, KeysOfBits, Nothing> keys_of_bits;
     std::conditional_t<Score::kDrops, RoundedScores, Nothing> own_kept;
     // P as dV takes it.
     __device__ __forceinline__ RoundedScores& kept() {
@@ -151,6 +155,11 @@ class Consumer {
     arrive_together(shared_.v_empty);
   }
 
+  // Of the consumer's rows of S^T.
+  __device__ __forceinline__ int first_key() const {
+    return work().kv_tile * Variant::kKey + consumer_ * kWarpgroupRows;
+  }
+
   // There is one K and one V a work tile.
   __device__ __forceinline__ RingIndex<1> tile() const { return {ring_.count}; }
   __device__ __forceinline__ Element* key_tile() const { return shared_.kv[ring_.count % 2]; }
@@ -164,6 +173,7 @@ class Consumer {
   __device__ __forceinline__ void begin_first_step(Registers& r) {
     shared_.k_full.wait(tile().parity());
     issue_s(r, step_);
+    if constexpr (kKeepsKeysOfBits) { r.keys_of_bits = Bits::keys_of(params_.dropout, first_key(), thread_); }
     find_bits(r, step_);
     release_staging();
     wait_products<0>();
@@ -323,9 +333,13 @@ class Consumer {
   template <typename AnyStep>
   __device__ __forceinline__ void find_bits(Registers& r, AnyStep step) const {
     if constexpr (Score::kDrops) {
-      r.bits = Bits(params_.dropout, params_.dropout.of_head(work().batch, shared_.head[step.slot()]),
-                    work().kv_tile * Variant::kKey + consumer_ * kWarpgroupRows,
-                    shared_.step[step.slot()].query_tile * Variant::kQuery, thread_);
+      const uint8_t* const of_head = params_.dropout.of_head(work().batch, shared_.head[step.slot()]);
+      const int first_query = shared_.step[step.slot()].query_tile * Variant::kQuery;
+      if constexpr (kKeepsKeysOfBits) {
+        r.bits = Bits(params_.dropout, of_head, r.keys_of_bits, first_query);
+      } else {
+        r.bits = Bits(params_.dropout, of_head, first_key(), first_query, thread_);
+      }
     }
   }
 

@@ -80,6 +80,25 @@ class FragmentBits {
     });
   }
 
+  // Where keys are rows and columns whole blocks: the thread's bits in the lines of its keys.
+  struct Keys {
+    uint32_t offset;  // from a row of lines on
+    int shift;
+  };
+  static __device__ __forceinline__ Keys keys_of(const BitsView& view, int first_row, int thread) {
+    const typename Layout::KeyPlace place = Layout::key_place(first_row, thread);
+    const int block = min_int(place.block, view.key_blocks - 1);
+    return {uint32_t(block) * kBlockBytes + place.byte, place.shift};
+  }
+  __device__ __forceinline__ FragmentBits(const BitsView& view, const uint8_t* of_head, const Keys& keys,
+                                          int first_column) {
+    static_assert(Layout::kWholeBlocks);
+    Layout::gather_of_keys(word_, keys.shift, first_column, [&](int block, int) {
+      const int line = min_int(block, view.query_blocks - 1) * view.key_blocks;
+      return __ldg(reinterpret_cast<const Loaded*>(of_head + keys.offset + int64_t(line) * kBlockBytes));
+    });
+  }
+
   // So that no register is spent on what has been made of the bits.
   __device__ __forceinline__ void forget() {
     for (uint32_t& word : word_) { dash_attn::forget(word); }

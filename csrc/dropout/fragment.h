@@ -57,6 +57,35 @@ struct FragmentLayout {
     }
   }
 
+  // Where keys are rows: the block of a thread's keys, the byte of each line of that block that it reads from, and where
+  // its bits are in what it reads.
+  struct KeyPlace {
+    int block, byte, shift;
+  };
+  DASH_HOST_DEVICE static KeyPlace key_place(int first_row, int thread) {
+    int const row = first_row + (thread >> 5) * 16, lane = thread & 31;
+    int const unit = 4 * (lane & 3) + (lane >> 3), row_parity = (lane >> 2) & 1;
+    return {row / kBlockRows, 8 * unit, 8 * row_parity + 4 * (row / 16 % 2)};
+  }
+
+  // The words of a thread there. load(block of the columns, bytes from the place's) is a Loaded.
+  template <class Load>
+  DASH_HOST_DEVICE static void gather_of_keys(uint32_t (&words)[kWords], int shift, int first_column,
+                                              Load const& load) {
+    for (uint32_t& word : words) word = 0;
+#ifdef __CUDACC__
+#pragma unroll
+#endif
+    for (int slice = 0; slice < kSlices; slice += kSlicesOfLoad) {
+      int const half = half_of(first_column, slice);
+      Loaded const loaded = load(first_column / kBlockRows + half / 2, kWholeBlocks ? 0 : 4 * (half % 2));
+      for (int i = 0; i < kSlicesOfLoad; ++i) {
+        uint32_t const of_all_keys = static_cast<uint32_t>(uint64_t{loaded} >> 32 * i);
+        words[(slice + i) / 4] |= (of_all_keys >> shift & 0x000F000F) << place_of(slice + i, 0);
+      }
+    }
+  }
+
   // The words of a thread. First row and column are counted in the sequence, in whole 16. load(block of the rows, block
   // of the columns, byte in the block's line) is a Loaded.
   template <class Load>
@@ -66,21 +95,9 @@ struct FragmentLayout {
       RowPlace const place = row_place(first_row, thread);
       gather_of_row(words, first_column, [&](int block) { return load(place.block, block, place.byte); });
     } else {
-      int const row = first_row + (thread >> 5) * 16, lane = thread & 31;
-      int const unit = 4 * (lane & 3) + (lane >> 3), shift = 8 * ((lane >> 2) & 1) + 4 * (row / 16 % 2);
-      for (uint32_t& word : words) word = 0;
-#ifdef __CUDACC__
-#pragma unroll
-#endif
-      for (int slice = 0; slice < kSlices; slice += kSlicesOfLoad) {
-        int const half = half_of(first_column, slice);
-        Loaded const loaded = load(row / kBlockRows, first_column / kBlockRows + half / 2,
-                                   8 * unit + (kWholeBlocks ? 0 : 4 * (half % 2)));
-        for (int i = 0; i < kSlicesOfLoad; ++i) {
-          uint32_t const of_all_keys = static_cast<uint32_t>(uint64_t{loaded} >> 32 * i);
-          words[(slice + i) / 4] |= (of_all_keys >> shift & 0x000F000F) << place_of(slice + i, 0);
-        }
-      }
+      KeyPlace const place = key_place(first_row, thread);
+      gather_of_keys(words, place.shift, first_column,
+                     [&](int block, int byte) { return load(place.block, block, place.byte + byte); });
     }
   }
 
