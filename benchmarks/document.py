@@ -1,4 +1,4 @@
-"""Writes what README.md and benchmarks/README.md quote of a result, and draws its picture.
+"""Writes what README.md, benchmarks/README.md and benchmarks/by_shape.md quote of a result, and draws its picture.
 
     R=benchmarks/results/RESULT
     python -m benchmarks.document $R.json --loads ${R}_loads.json --packed-bar ${R}_packed-bar.json \
@@ -297,13 +297,22 @@ def details(quoted: Quoted) -> str:
     ]
     for name in quoted.own:
         parts.append(own_grid(quoted, name))
+        if name in bars.CLAIMS:  # by shape in a page of their own
+            continue
         for pass_ in ("backward", "forward"):
-            if name in bars.CLAIMS:
-                found = table(*bars.ratios_by_shape(bars.Run(quoted.own[name], name), pass_))
-            else:
-                found = grid(quoted.of_own_grid(name, pass_))
-            parts += [f"The {pass_} of {OWN_GRIDS[name].shapes}:", found]
+            parts += [f"The {pass_} of {OWN_GRIDS[name].shapes}:", grid(quoted.of_own_grid(name, pass_))]
     return "\n" + "\n\n".join(filter(None, parts)) + "\n\n"
+
+
+def by_shape(quoted: Quoted) -> str:
+    """The grids with bars."""
+    parts = []
+    for name in filter(bars.CLAIMS.__contains__, quoted.own):
+        run = bars.Run(quoted.own[name], name)
+        for pass_ in ("backward", "forward"):
+            of_pass = table(*bars.ratios_by_shape(run, pass_))
+            parts += [f"The {pass_} of {OWN_GRIDS[name].shapes}, commit {run.commit[:12]}:", of_pass]
+    return "\n" + "\n\n".join(parts) + "\n\n"
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -316,8 +325,10 @@ def main(argv: list[str] | None = None) -> None:
     quoted = Quoted(arguments.result.resolve(), **own)
     drawn = plot.with_peers(json.loads(quoted.path.read_text()), json.loads(quoted.peers_path.read_text()))
     plot.draw(plot.deterministic_only(drawn), quoted.path.with_suffix(".png"), "backward")
-    for path, block in ((ROOT / "README.md", readme(quoted)), (ROOT / "benchmarks" / "README.md", details(quoted))):
-        path.write_text(with_block(path.read_text(), MODULE, block))
+    here = ROOT / "benchmarks"
+    written = {ROOT / "README.md": readme, here / "README.md": details, here / "by_shape.md": by_shape}
+    for path, block in written.items():
+        path.write_text(with_block(path.read_text(), MODULE, block(quoted)))
 
 
 if __name__ == "__main__":

@@ -18,7 +18,8 @@ from dash_attn import _schedule, schedule
 
 ROOT = pathlib.Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
-README, DETAILS = (path.read_text() for path in (ROOT / "README.md", ROOT / "benchmarks" / "README.md"))
+PAGES = ROOT / "README.md", ROOT / "benchmarks" / "README.md", ROOT / "benchmarks" / "by_shape.md"
+README, DETAILS, BY_SHAPE = (path.read_text() for path in PAGES)
 RESULT = RESULTS / re.search(r"\(results/(h200_[^)]*\.json)\)", DETAILS)[1]
 # By grid, its result beside this one: of the same commit.
 OWN = {name: RESULT.with_name(f"{RESULT.stem}_{name}.json") for name in document.OWN_GRIDS}
@@ -258,15 +259,15 @@ def test_the_blocks_are_what_the_program_writes(tmp_path, monkeypatch):
     result = results / RESULT.name
     result.write_text(RESULT.read_text())
     mark = "<!-- written by benchmarks.document -->\n"
-    readmes = [tmp_path / "README.md", tmp_path / "benchmarks" / "README.md"]
+    readmes = [tmp_path / path.relative_to(ROOT) for path in PAGES]
     for path in readmes:
         path.write_text(f"before\n{mark}<!-- end -->\nafter\n")
     arguments = [str(result), *itertools.chain(*((f"--{name}", str(path)) for name, path in OWN.items()))]
     document.main(arguments)
     once = [path.read_text() for path in readmes]
     assert all(text.startswith(f"before\n{mark}") and text.endswith("<!-- end -->\nafter\n") for text in once)
-    assert [block(text) for text in once] == [block(README), block(DETAILS)]
-    assert "loads" in OWN and all(f"(`--grid {name}`), both sides" in text for name in OWN for text in once)
+    assert [block(text) for text in once] == [block(README), block(DETAILS), block(BY_SHAPE)]
+    assert "loads" in OWN and all(f"(`--grid {name}`), both sides" in text for name in OWN for text in once[:2])
     assert f"](benchmarks/results/{RESULT.stem}.png)" in once[0] and (results / f"{RESULT.stem}.png").exists()
     document.main(arguments)
     assert [path.read_text() for path in readmes] == once
@@ -302,7 +303,7 @@ def test_the_ratios_by_shape_of_the_grids_with_bars(grid, pass_):
     """Every cell of the table of a pass is a ratio of two rows of the result."""
     rows = json.loads(OWN[grid].read_text())["rows"]
     what = document.OWN_GRIDS[grid].shapes
-    shown = DETAILS.split(f"\nThe {pass_} of {what}:\n\n")[1].split("\n\n")[0].splitlines()
+    shown = BY_SHAPE.split(f"\nThe {pass_} of {what}, commit")[1].split(":\n\n", 1)[1].split("\n\n")[0].splitlines()
     names, _, *lines = ([cell.strip() for cell in line.strip("|").split("|")] for line in shown)
     assert names[5] == "over our own" and len(names) > 6
     mine = ours(rows, pass_)

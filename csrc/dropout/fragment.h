@@ -57,8 +57,8 @@ struct FragmentLayout {
     }
   }
 
-  // Where keys are rows: the block of a thread's keys, the byte of each line of that block that it reads from, and where
-  // its bits are in what it reads.
+  // Where keys are rows: the block of a thread's keys, the byte from which it reads of each line of that block, and
+  // where its bits are in what it reads.
   struct KeyPlace {
     int block, byte, shift;
   };

@@ -75,7 +75,7 @@ struct Variant {
   static constexpr bool kHalvesFirstTile =
       kConsumers == 2 && kCrosses && kValueDim <= 128 && kMask != MaskKind::kFull && Score::kKind == ScoreKind::kPlain;
 
-  // Whether a thread keeps where its bits of dropout begin; beside an output of 256 columns there is no register for it.
+  // Whether a thread keeps where its bits of dropout begin, of tiles of whole blocks; those of 80 keys lack registers.
   static constexpr bool kKeepsRowOfBits = Score::kDrops && kKey % dropout::kBlockRows == 0;
 
   DASH_HOST_DEVICE static constexpr TileGrid grid(Sequence const& sequence, Window const& window) {

@@ -51,9 +51,11 @@ class BitsBeside:
             side = _side_stream(self._state.device)
             # Behind what was queued before the block, and launched behind what the block has queued.
             side.wait_event(self._fork)
-            with torch.cuda.stream(side):
-                self._generate()
-            self._stream.wait_event(side.record_event())
+            try:
+                with torch.cuda.stream(side):
+                    self._generate()
+            finally:  # or a graph that is being captured would be lost with it
+                self._stream.wait_event(side.record_event())
         else:
             self._generate()
         self._is_done = True
@@ -96,7 +98,7 @@ def dropout_bits_beside(
     block that raises makes no bits. On the CPU the bits are made when the block ends.
 
     Args:
-        state: its tensor must be ready on the current stream before the block.
+        state: its tensor must be ready on the current stream before the block, and not be written in it.
         keep_bits: as in `dropout_bits`, but by default False: attention's backward makes the bits again, and memory
             does not grow with the layers.
         sm_margin: the number of SMs on which the generator does not run.

@@ -231,6 +231,8 @@ def checked_request(
     if states.device.type not in ("cpu", "cuda"):
         raise NotImplementedError(f"state must be on the CPU or a CUDA device, got {states.device}")
     sm_margin = checks.as_sm_margin(sm_margin)
+    if not keep_bits:  # a copy: the backward makes bits of it, and the caller's tensor may be refilled before
+        state = DropoutState(states.clone())
     return Request(
         state, p, batch, heads, seqlen_q, seqlen_k, mapping, rounds, first_head, total_heads, first_query, first_key,
         causal, window_size, attention_chunk, keep_bits, sm_margin,
@@ -290,7 +292,7 @@ def dropout_bits(
         first_head=first_head, total_heads=total_heads, first_query=first_query, first_key=first_key, causal=causal,
         window_size=window_size, attention_chunk=attention_chunk, keep_bits=keep_bits, sm_margin=sm_margin,
     )  # fmt: skip
-    return request.result(layout.generate(state.rng_state, **request.sizes))
+    return request.result(layout.generate(request.state.rng_state, **request.sizes))
 
 
 def as_probability(name: str, p: object) -> float:

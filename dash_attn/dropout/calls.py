@@ -75,6 +75,10 @@ def keywords(
         given["dropout_bits"] = dropout_bits.bits
         if dropout_bits.keep_bits:
             return given
+        # The forward refuses a sequence that these do not hold.
+        rows, columns = (layout.BLOCK_ROWS * blocks for blocks in dropout_bits.bits.shape[2:4])
+        of_side = {"max_seqlen_q": rows, "max_seqlen_k": columns, "max_seqlen": max(rows, columns)}
+        max_seqlens = {name: of_side[name] for name in max_seqlens or {}}
     for name, length in (max_seqlens or {}).items():
         # Nobody reads a tensor: that would wait for the GPU.
         if isinstance(length, Tensor):

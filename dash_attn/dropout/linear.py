@@ -84,11 +84,12 @@ def linear_with_dropout_bits(
             raise ValueError(f"{name} must be on the device of x, {x.device}, got {tensor.device}")
     if torch.is_autocast_enabled(x.device.type):
         dtype = torch.get_autocast_dtype(x.device.type)
-        named = {name: tensor.to(dtype) for name, tensor in named.items()}
+        of_autocast = (torch.float32, torch.bfloat16, torch.float16)
+        named = {name: tensor.to(dtype) if tensor.dtype in of_autocast else tensor for name, tensor in named.items()}
         x, weight, bias = named["x"], named["weight"], named.get("bias")
     _check_operands(x, weight, bias)
     rows = x.reshape(-1, x.shape[-1])
-    y, bits = _linear(rows, weight, bias, state.rng_state, **request.sizes)
+    y, bits = _linear(rows, weight, bias, request.state.rng_state, **request.sizes)
     return y.view(*x.shape[:-1], weight.shape[0]), request.result(bits)
 
 
@@ -174,10 +175,13 @@ def _(
 def _save_for_backward(ctx: Any, inputs: tuple, output: object) -> None:
     x, weight, *_ = inputs
     of_x, of_weight, *_ = ctx.needs_input_grad
+    ctx.set_materialize_grads(False)  # the bits' would be zeros, as many bytes
     ctx.save_for_backward(x if of_weight else None, weight if of_x else None)
 
 
-def _backward(ctx: Any, dy: Tensor, _: Tensor | None) -> tuple[Tensor | None, ...]:
+def _backward(ctx: Any, dy: Tensor | None, _: None) -> tuple[Tensor | None, ...]:
+    if dy is None:
+        return (None,) * len(ctx.needs_input_grad)
     x, weight = ctx.saved_tensors
     of_x, of_weight, of_bias, *others = ctx.needs_input_grad
     dx = dy @ weight if of_x else None
