@@ -140,16 +140,29 @@ def test_the_backward_makes_bits_again(own_states):
         assert {x.dtype for x in saved_for_backward(dropout_bits=found)} == {BF16, torch.float32, torch.int64}
 
 
+def test_a_state_that_is_refilled_after_the_bits_were_made():
+    *inputs, dout = tensors(2, 40)
+    expected = attention(inputs, dout, dropout_bits(**OF_BITS))
+    state = DropoutState(STATE.rng_state.clone())
+    arguments = {**OF_BITS, "state": state, "keep_bits": False}
+    _, bits = linear_with_dropout_bits(*operands(5)[0], **arguments)
+    with dropout_bits_beside(**arguments) as beside:
+        pass
+    found = bits, beside.bits, dropout_bits(**arguments)
+    state.rng_state.fill_(7)
+    assert all(torch.equal(x, y) for one in found for x, y in zip(attention(inputs, dout, one), expected))
+
+
 def test_the_backward_of_a_pack_makes_bits_again():
     *inputs, dout = tensors(60)
     offsets = torch.tensor([0, 40, 60], dtype=torch.int32)
     arguments = {"dropout_p": 0.2, "causal": True}
     kept, made_again = (
         results(
-            flash_attn_varlen_func, inputs, dout, cu_seqlens_q=offsets, cu_seqlens_k=offsets, max_seqlen_q=40,
-            max_seqlen_k=40, dropout_bits=bits_like(keep_bits=keep), **arguments,
+            flash_attn_varlen_func, inputs, dout, cu_seqlens_q=offsets, cu_seqlens_k=offsets, max_seqlen_q=hint,
+            max_seqlen_k=hint, dropout_bits=bits_like(keep_bits=keep), **arguments,
         )
-        for keep in (True, False)
+        for keep, hint in ((True, 40), (False, 1))  # bits say themselves how long sequences may be
     )  # fmt: skip
     assert all(map(torch.equal, kept, made_again))
 
