@@ -9,8 +9,8 @@ the keys. They compute by `dash_attn`'s ops, are traced by torch.compile, and th
   +inf: whoever calls them merges results by their log-sum-exps, and +inf would outweigh every other part. The public
   functions have +inf, as there. The backwards take either.
 
-Dropout, `block_table` and `leftpad_k` raise NotImplementedError. Arguments and errors are otherwise those of
-`dash_attn.flash_attn_func` and `flash_attn_varlen_func`; head dims must be multiples of 8.
+Dropout of the private functions, `block_table` and `leftpad_k` raise NotImplementedError. Arguments and errors are
+otherwise those of `dash_attn.flash_attn_func` and `flash_attn_varlen_func`; head dims must be multiples of 8.
 """
 
 from __future__ import annotations
