@@ -3,7 +3,7 @@
     python ring_worker.py RANK WORLD_SIZE PORT FOLDER [cuda]
 
 With "cuda" on one GPU each. It leaves FOLDER/rank_RANK.pt: {case: {"out", "dq", "dk", "dv": of this rank's rows,
-"repeats": whether a second run had the same bits}}.
+"differs": those of which a second run had other bits}}.
 """
 
 import importlib
@@ -113,7 +113,8 @@ def main(rank: int, world_size: int, port: int, folder: pathlib.Path, device: st
         with torch.jit.optimized_execution(False):
             first, second = (run(case, rank, world_size, device) for _ in range(2))
         results[name] = dict(zip(("out", "dq", "dk", "dv"), first))
-        results[name]["repeats"] = all(map(torch.equal, first, second))
+        differ = (key for key, x, y in zip(tuple(results[name]), first, second) if not torch.equal(x, y))
+        results[name]["differs"] = list(differ)
     torch.save(results, folder / f"rank_{rank}.pt")
     dist.destroy_process_group()
 
