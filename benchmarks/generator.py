@@ -3,7 +3,7 @@
     python -m benchmarks.generator --json generator.json
 
 A row has the milliseconds of a call, the elements (bits) that it makes in a second and the bytes that it writes; those
-that a causal mask leaves out are in neither.
+that it leaves out under a causal mask are in neither.
 """
 
 import argparse
@@ -13,6 +13,7 @@ import torch
 
 from benchmarks import files, run, timing
 from benchmarks.shapes import GRIDS, Shape
+from dash_attn.dropout.model.formulas import BLOCK_ROWS, REACH_BLOCKS
 
 MAPPINGS = (("bit_sliced", 7), ("bit_sliced", 10), ("flash_attention_2", 7))
 
@@ -23,9 +24,10 @@ def shapes() -> list[Shape]:
 
 
 def blocks_of(shape: Shape) -> int:
-    """Of 32 queries and 32 keys, of which some query sees some key."""
-    of_row = -(-shape.seqlen // 32)
-    return shape.batch * shape.heads * (of_row * (of_row + 1) // 2 if shape.causal else of_row**2)
+    """That the generator makes, of 32 queries and 32 keys: under a causal mask those within reach of a tile."""
+    of_row = -(-shape.seqlen // BLOCK_ROWS)
+    reached = (min(row + 1 + REACH_BLOCKS, of_row) if shape.causal else of_row for row in range(of_row))
+    return shape.batch * shape.heads * sum(reached)
 
 
 def call_of(shape: Shape, mapping: str, rounds: int, device: torch.device) -> timing.Call:
