@@ -122,6 +122,18 @@ def test_compiled_layers():
     assert all(map(torch.equal, torch.autograd.grad(y, inputs, dy), expected))
 
 
+def test_a_compiled_model():
+    """The public functions, as one graph."""
+    x, weight = torch.randn(2, 40, 24).to(BF16), torch.randn(3 * 4 * 16, 24).to(BF16)
+
+    def model(x):
+        qkv, bits = linear_with_dropout_bits(x, weight, **OF_BITS, keep_bits=False)
+        q, k, v = qkv.unflatten(-1, (3, 4, 16)).unbind(2)
+        return flash_attn_func(q, k, v, dropout_p=0.2, dropout_bits=bits)
+
+    assert torch.equal(torch.compile(model, backend="aot_eager", fullgraph=True)(x), model(x))
+
+
 def attention(inputs, dout, bits, **arguments):
     return results(flash_attn_func, inputs, dout, dropout_p=0.2, dropout_bits=bits, **arguments)
 

@@ -131,6 +131,9 @@ def keep_probability(p: float) -> float:
     return _compiled.dropout_threshold(as_probability("p", p)) / 256
 
 
+_OF_BITS = tuple(field.name for field in dataclasses.fields(DropoutBits) if field.name != "bits")
+
+
 @dataclasses.dataclass(frozen=True, eq=False)
 class Request:
     """A call that makes bits, once its arguments are known to be right: those of `dropout_bits`, by their names."""
@@ -164,8 +167,7 @@ class Request:
         return {name: getattr(self, name) for name in names} | {"window_left": left, "window_right": right}
 
     def result(self, bits: Tensor) -> DropoutBits:
-        names = (field.name for field in dataclasses.fields(DropoutBits) if field.name != "bits")
-        return DropoutBits(bits, **{name: getattr(self, name) for name in names})
+        return DropoutBits(bits, **{name: getattr(self, name) for name in _OF_BITS})
 
 
 def checked_request(
@@ -304,8 +306,8 @@ def as_probability(name: str, p: object) -> float:
     if isinstance(p, (bool, torch.Tensor)) or not hasattr(p, "__float__"):
         raise TypeError(f"{name} must be a number from 0 to below 1, got {checks.describe(p)}")
     value = float(p)
-    # 1 - p is made in fp32, where it must not be 0.
-    if not (0 <= value < 1) or torch.tensor(value, dtype=torch.float32).item() >= 1:
+    # 1 - p is made in fp32, where it must not be 0: from here on p is 1 there.
+    if not 0 <= value < 1 - 2.0**-25:
         raise ValueError(f"{name} must be from 0 to below 1 in fp32, got {checks.describe(p)}")
     return value
 
