@@ -66,6 +66,7 @@ class PieceReader {
                                   std::to_string(count) + " numbers");
     }
     std::vector<Piece> pieces;
+    pieces.reserve(static_cast<size_t>(count / kPieceNumbers));
     for (int64_t i = 0; i < count; i += kPieceNumbers) {
       int64_t of_piece[kPieceNumbers];
       for (int64_t j = 0; j < kPieceNumbers; ++j) { of_piece[j] = numbers[i + j]; }
@@ -79,36 +80,40 @@ class PieceReader {
  private:
   Piece piece_of(int64_t number, const int64_t (&numbers)[kPieceNumbers]) const {
     const auto& [tensor, offset, rows, columns, pitch, first, stride, sums] = numbers;
-    const auto check = [number](bool holds, const char* name, const std::string& allowed, int64_t value) {
+    // What is allowed is put into words only where it is needed: a call has hundreds of pieces.
+    const auto check = [number](bool holds, const char* name, int64_t value, auto&& allowed) {
       if (!holds) {
-        throw std::invalid_argument(std::string(name) + " of piece " + std::to_string(number) + " must be " + allowed +
-                                    ", got " + std::to_string(value));
+        throw std::invalid_argument(std::string(name) + " of piece " + std::to_string(number) + " must be " +
+                                    std::string(allowed()) + ", got " + std::to_string(value));
       }
     };
     // Numbers of words below 2^60 keep all that is computed of them in 64 bits.
     constexpr int64_t kEnd = int64_t{1} << 60;
     const auto tensors = static_cast<int64_t>(tensors_.size());
-    check(tensor >= 0 && tensor < tensors, "tensor", "in [0, " + std::to_string(tensors) + ")", tensor);
+    check(tensor >= 0 && tensor < tensors, "tensor", tensor, [&] { return "in [0, " + std::to_string(tensors) + ")"; });
     const Words& words = tensors_[static_cast<size_t>(tensor)];
-    const std::string inside = "within the tensor's " + std::to_string(words.count) + " words";
+    const auto inside = [&] { return "within the tensor's " + std::to_string(words.count) + " words"; };
     if (words.address % static_cast<unsigned>(words.bytes) != 0) {
       throw std::invalid_argument("tensors[" + std::to_string(tensor) + "] must begin at a multiple of " +
                                   std::to_string(words.bytes) + " bytes");
     }
-    check(columns >= 1 && columns <= words.count, "columns", "at least 1 and " + inside, columns);
-    check(offset >= 0 && offset <= words.count - columns, "offset", "at least 0 and, with columns, " + inside, offset);
-    check(rows >= 1 && rows < kEnd, "rows", "in [1, 2^60)", rows);
-    check(rows == 1 || pitch >= columns, "pitch", "at least columns", pitch);
-    check(rows == 1 || rows - 1 <= (words.count - offset - columns) / pitch, "rows", inside, rows);
-    check(first >= 0 && first < kEnd - columns, "first", "at least 0 and, with columns, below 2^60", first);
-    check(rows == 1 || stride >= columns, "stride", "at least columns", stride);
-    check(rows == 1 || rows - 1 <= (kEnd - first - columns) / stride, "stride", "such that words end below 2^60",
-          stride);
+    check(columns >= 1 && columns <= words.count, "columns", columns, [&] { return "at least 1 and " + inside(); });
+    check(offset >= 0 && offset <= words.count - columns, "offset", offset,
+          [&] { return "at least 0 and, with columns, " + inside(); });
+    check(rows >= 1 && rows < kEnd, "rows", rows, [] { return "in [1, 2^60)"; });
+    check(rows == 1 || pitch >= columns, "pitch", pitch, [] { return "at least columns"; });
+    check(rows == 1 || rows - 1 <= (words.count - offset - columns) / pitch, "rows", rows, inside);
+    check(first >= 0 && first < kEnd - columns, "first", first,
+          [] { return "at least 0 and, with columns, below 2^60"; });
+    check(rows == 1 || stride >= columns, "stride", stride, [] { return "at least columns"; });
+    check(rows == 1 || rows - 1 <= (kEnd - first - columns) / stride, "stride", stride,
+          [] { return "such that words end below 2^60"; });
     const int64_t last = first + (rows == 1 ? 0 : (rows - 1) * stride) + columns - 1;
     check(sums > -kEnd && sums + (first >> shift_) >= 0 && sums < sums_ && sums + (last >> shift_) < sums_, "sums",
-          "such that blocks " + std::to_string(first >> shift_) + " to " + std::to_string(last >> shift_) +
-              " are among the " + std::to_string(sums_) + " sums",
-          sums);
+          sums, [&, first = first] {
+            return "such that blocks " + std::to_string(first >> shift_) + " to " + std::to_string(last >> shift_) +
+                   " are among the " + std::to_string(sums_) + " sums";
+          });
     Piece piece{};
     piece.address = words.address + static_cast<std::uintptr_t>(offset * words.bytes);
     piece.rows = rows;
