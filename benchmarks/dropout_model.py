@@ -322,6 +322,7 @@ class Recording:
         spent = time.monotonic() - self._started
         if spent > self._seconds:
             self.result["meta"]["left_out"].append(told)
+            self._write()
             return
         rows = self.result.setdefault(name, [])
         try:
@@ -334,9 +335,12 @@ class Recording:
         if self._bench.device.type == "cuda":
             torch.cuda.empty_cache()
         self.result["meta"]["after"] = run.state(self._bench.device)
+        self._write()
+        print(f"[{time.monotonic() - self._started:5.1f} s] {told}", flush=True)
+
+    def _write(self) -> None:
         if self._path:
             self._path.write_text(files.dumps(self.result))
-        print(f"[{time.monotonic() - self._started:5.1f} s] {told}", flush=True)
 
 
 def measure_all(recording: Recording, bench: Bench, folder: pathlib.Path) -> None:
