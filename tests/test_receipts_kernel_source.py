@@ -26,22 +26,20 @@ def test_the_kernel_agrees_with_the_cpu(tmp_path):
     assert run.stdout == "the kernel's source and the CPU's op agree\n"
 
 
+# Lanes are threads, any of which may be the first to see it.
+OUTSIDE = "an addition of ", "a load of "
+
+
 @pytest.mark.parametrize(
     "file, right, wrong, message",
     [
         ("kernel.h", "level < levels", "level + 1 < levels", "sums of blocks of 2^4 words differ"),
-        (
-            "parts.h",
-            "group >= first && group < end",
-            "group >= first && group <= end",
-            ("an addition of ", "a load of "),
-        ),
+        ("parts.h", "group >= first && group < end", "group >= first && group <= end", OUTSIDE),
         ("parts.h", "kBytes == 1 ? 8 : 16", "4", "a load of "),
     ],
 )
 def test_faults_are_found(tmp_path, file, right, wrong, message):
-    """A lane left out of a sum, a group read beyond the end, a load that is not aligned; `message`: what it begins with,
-    or may, since the lanes are threads of which any may be the first to see it."""
+    """A lane left out of a sum, a group read beyond the end, a load that is not aligned."""
     shutil.copytree(ROOT / "csrc", tmp_path / "csrc")
     path = tmp_path / "csrc" / "receipts" / file
     assert path.read_text().count(right) == 1
