@@ -17,12 +17,12 @@ from benchmarks.timing import Call
 from dash_attn import dropout
 from dash_attn.dropout import layout
 from dash_attn.dropout.model import Block
+from dash_attn.dropout.model.judge import BESIDE
 
 HEAD_DIM = 128
 EXPERTS_OF_EACH = 4  # experts that there are for each that a token goes through: Mixtral has 8 for 2
 # In the order in which they run in a forward; attention comes after the first.
 GEMMS = ("qkv", "out", "up", "down")
-BESIDE = {"forward": "qkv", "backward": "out"}
 
 
 @dataclasses.dataclass(frozen=True)

@@ -13,7 +13,7 @@ import torch
 
 from benchmarks import files, run, timing
 from benchmarks.shapes import GRIDS, Shape
-from dash_attn.dropout.model.formulas import BLOCK_ROWS, REACH_BLOCKS
+from dash_attn.dropout.model.formulas import generated_blocks
 
 MAPPINGS = (("bit_sliced", 7), ("bit_sliced", 10), ("flash_attention_2", 7))
 
@@ -25,9 +25,7 @@ def shapes() -> list[Shape]:
 
 def blocks_of(shape: Shape) -> int:
     """That the generator makes, of 32 queries and 32 keys: under a causal mask those within reach of a tile."""
-    of_row = -(-shape.seqlen // BLOCK_ROWS)
-    reached = (min(row + 1 + REACH_BLOCKS, of_row) if shape.causal else of_row for row in range(of_row))
-    return shape.batch * shape.heads * sum(reached)
+    return shape.batch * shape.heads * generated_blocks(shape.seqlen, shape.causal)
 
 
 def call_of(shape: Shape, mapping: str, rounds: int, device: torch.device) -> timing.Call:

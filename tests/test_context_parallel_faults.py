@@ -1,11 +1,9 @@
 """What is wrong on one rank is an error on every rank that names it, within the timeout of the group; no call hangs."""
 
-import json
-
 import pytest
 import torch
+from context_parallel_checks import outcomes
 from context_parallel_faults import TIMEOUT_S, WRONG_RANK
-from rank_processes import run_ranks
 
 from dash_attn.distributed import context_parallel_attention
 
@@ -29,16 +27,9 @@ AGREED = {
 }
 
 
-def outcomes(tmp_path, *faults):
-    """For every rank, {fault: (name of the error, its message, its ranks, seconds)}."""
-    logs = run_ranks("context_parallel_faults.py", RANKS, tmp_path, *faults, must_succeed=False)
-    lines = [[json.loads(line) for line in log.splitlines() if line.startswith("[")] for log in logs]
-    return [{fault: outcome for fault, *outcome in of_rank} for of_rank in lines]
-
-
 @pytest.fixture(scope="module")
 def of_agreement(tmp_path_factory):
-    return outcomes(tmp_path_factory.mktemp("agreement"), *AGREED, "nothing")
+    return outcomes(tmp_path_factory.mktemp("agreement"), RANKS, *AGREED, "nothing")
 
 
 @pytest.mark.parametrize("fault", AGREED)
@@ -59,7 +50,7 @@ def test_a_disagreement_is_no_end(of_agreement):
 
 @pytest.mark.parametrize("fault", ["dies", "dies between", "dies before the backward"])
 def test_a_rank_that_dies(tmp_path, fault):
-    of_ranks = outcomes(tmp_path, fault)
+    of_ranks = outcomes(tmp_path, RANKS, fault)
     assert not of_ranks[WRONG_RANK]
     for rank in {0, 2}:
         error, text, ranks, seconds = of_ranks[rank][fault]
@@ -69,7 +60,7 @@ def test_a_rank_that_dies(tmp_path, fault):
 
 
 def test_a_rank_that_stalls(tmp_path):
-    of_ranks = outcomes(tmp_path, "stalls")
+    of_ranks = outcomes(tmp_path, RANKS, "stalls")
     for rank in {0, 2}:
         error, text, ranks, seconds = of_ranks[rank]["stalls"]
         assert error == "RankError" and ranks == [WRONG_RANK] and "rank 1 died or stalls" in text

@@ -298,8 +298,7 @@ class Consumer {
     make_scores(s, tile.query_tile, step.slot());
     if (tile.needs_masking) {
       const Mask mask = Variant::grid(work().sequence, params_.window).mask;
-      apply_mask(s, mask, tile.query_tile * Variant::kQuery,
-                 work().kv_tile * Variant::kKey + consumer_ * kWarpgroupRows, thread_);
+      apply_mask(s, mask, tile.query_tile * Variant::kQuery, first_key(), thread_);
     }
     probabilities(s, shared_.lse[step.slot()], params_.score.scale_log2, thread_);
   }
@@ -309,8 +308,7 @@ class Consumer {
     if constexpr (Score::kHasSlope) {
       const Sequence& sequence = work().sequence;
       const int first_own_key = query_tile * Variant::kQuery + sequence.seqlen_k - sequence.seqlen_q;
-      const int first_key = work().kv_tile * Variant::kKey + consumer_ * kWarpgroupRows;
-      const int distance = first_own_key + fragment_column(thread_, 0) - first_key - fragment_row(thread_, 0);
+      const int distance = first_own_key + fragment_column(thread_, 0) - first_key() - fragment_row(thread_, 0);
       Score::transform(s, KeyBias{shared_.slope[slot], float(distance)});
     } else if constexpr (Score::kKind == ScoreKind::kSoftcap) {
       Score::transform(s, params_.score);

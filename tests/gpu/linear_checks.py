@@ -3,6 +3,7 @@
 import dataclasses
 
 import torch
+from float64_reference import relative_error
 from torch.nn import functional
 
 from dash_attn.dropout import DropoutState, dropout_bits, linear_with_dropout_bits
@@ -52,10 +53,6 @@ def call(given: Operands, **arguments) -> tuple[torch.Tensor, torch.Tensor]:
 
 def expected_bits(device, **arguments) -> torch.Tensor:
     return dropout_bits(DropoutState.of(2**63 + 12345, 77, device), **{**dict(p=0.1), **SIZES, **arguments}).bits
-
-
-def relative_error(found: torch.Tensor, exact: torch.Tensor) -> float:
-    return ((found.double() - exact).norm() / exact.norm()).item()
 
 
 # Both round sums of fp32 once; they differ in the few elements whose sums lie by a rounding of fp32 at the middle of

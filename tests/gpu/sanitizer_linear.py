@@ -5,10 +5,14 @@
 Operands and expected results are made on the CPU, so that the only kernels under the tool are ours.
 """
 
+import pathlib
 import sys
 
-import linear_checks
 import torch
+
+sys.path.insert(0, str(pathlib.Path(__file__).parents[1]))  # float64_reference
+
+import linear_checks  # noqa: E402
 
 from dash_attn.dropout import DropoutState, dropout_bits, linear_with_dropout_bits
 

@@ -7,6 +7,7 @@ import json
 
 import pytest
 import torch
+from context_parallel_checks import outcomes
 from context_parallel_faults import WRONG_RANK
 from context_parallel_load import NAMES
 from rank_processes import run_ranks
@@ -34,16 +35,6 @@ def test_bits_under_load(tmp_path, ranks):
         assert all(of_call == dict.fromkeys(NAMES, 0) for of_call in counts.values()), counts
 
 
-def outcomes(tmp_path, *faults):
-    """For every rank, {fault: (name of the error, its message, its ranks, seconds)}."""
-    logs = run_ranks(
-        "context_parallel_faults.py", 2, tmp_path, "--cuda", *faults, must_succeed=False, limit_s=LIMIT_S
-    )  # fmt: skip
-    lines = [[json.loads(line) for line in log.splitlines() if line.startswith('["')] for log in logs]
-    assert lines[0], logs
-    return [{fault: outcome for fault, *outcome in of_rank} for of_rank in lines]
-
-
 @needs_two_gpus
 def test_faults(tmp_path):
     """None of the first ones is an end; the last one is."""
@@ -55,7 +46,7 @@ def test_faults(tmp_path):
         "nothing": ("none", ""),
         "dies before the backward": ("RankError", "rank 1 died or stalls"),
     }
-    of_ranks = outcomes(tmp_path, *faults)
+    of_ranks = outcomes(tmp_path, 2, "--cuda", *faults, limit_s=LIMIT_S)
     for fault, (kind, message) in faults.items():
         error, text, ranks, _ = of_ranks[0][fault]
         assert error == kind and message in text, (fault, error, text)
@@ -68,7 +59,7 @@ def test_faults(tmp_path):
 
 @needs_two_gpus
 def test_a_rank_that_dies(tmp_path):
-    of_ranks = outcomes(tmp_path, "nothing", "dies")
+    of_ranks = outcomes(tmp_path, 2, "--cuda", "nothing", "dies", limit_s=LIMIT_S)
     error, text, ranks, _ = of_ranks[0]["dies"]
     assert error == "RankError" and ranks == [WRONG_RANK] and "rank 1 died or stalls" in text
     assert "dies" not in of_ranks[WRONG_RANK]

@@ -96,6 +96,12 @@ BLOCK_ROWS, REACH_BLOCKS = 32, 8
 the backward may look at them (csrc/generator)."""
 
 
+def generated_blocks(seqlen: int, causal: bool) -> int:
+    """How many blocks of a head's bits the generator makes: under the causal mask those within reach of a tile."""
+    of_row = -(-seqlen // BLOCK_ROWS)
+    return sum(min(row + 1 + REACH_BLOCKS, of_row) if causal else of_row for row in range(of_row))
+
+
 @dataclasses.dataclass(frozen=True)
 class Block:
     """The shape of a transformer block."""
@@ -130,9 +136,7 @@ class Block:
 
     def generated(self, tokens: int, seqlen: int, causal: bool) -> float:
         """The bits that the generator makes: whole blocks, under the causal mask those within reach of a tile."""
-        of_row = -(-seqlen // BLOCK_ROWS)
-        reached = (min(row + 1 + REACH_BLOCKS, of_row) if causal else of_row for row in range(of_row))
-        return tokens / seqlen * self.heads * BLOCK_ROWS**2 * sum(reached)
+        return tokens / seqlen * self.heads * BLOCK_ROWS**2 * generated_blocks(seqlen, causal)
 
 
 BLOCKS = {
