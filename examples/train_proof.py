@@ -1,15 +1,18 @@
 """Runs examples/train.py again and again, and says whether it repeats: in fresh processes, killed and resumed, on
 several layouts of processes.
 
-    python examples/train_proof.py --out proof --layouts 1 2 2c2 4 4c2
+    python examples/train_proof.py --out proof --layouts 1 2 2c2 4 4c2 --jobs 4
 
 `4c2` is four processes of which two share a sequence. For each layout: a run, the same again, and one that is killed in
 a step and goes on from its checkpoint. Losses and receipts must be the same, byte by byte. Attention to equal inputs
 must have equal bits on all layouts (receipts of --probe). As a control the first layout is run twice with an attention
 that is not deterministic: it must part, and the receipts say where. The exit status is 0 where all this holds.
+
+With --jobs several runs share the GPUs, so that each is also load for the others.
 """
 
 import argparse
+import concurrent.futures
 import pathlib
 import re
 import subprocess
@@ -38,6 +41,11 @@ class Proof:
             raise SystemExit(f"error: {name} {'was not killed' if must_die else 'failed'}, see {self.out / name}.log")
         return folder
 
+    def killed_and_resumed(self, name: str, processes: int, context: int) -> pathlib.Path:
+        fault = f"kill:{processes - 1}:{self.kill_at}"
+        self.train(name, processes, context, "--fault", fault, must_die=True)
+        return self.train(name, processes, context, "--resume")
+
     def say(self, name: str, holds: bool, detail: str) -> None:
         self.all_hold &= holds
         print(f"{'yes' if holds else 'NO':<4}{name}: {detail}", flush=True)
@@ -64,6 +72,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--layouts", nargs="+", default=["1", "2", "2c2", "4", "4c2"], metavar="N[cM]")
     parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--kill-at", type=int, default=5, metavar="STEP", help="behind a checkpoint, every 3 steps")
+    parser.add_argument("--jobs", type=int, default=1, help="runs at a time (default: 1)")
     parser.add_argument("--control", default="sdpa_flash" if torch.cuda.is_available() else "noisy",
                         help="an attention that is not deterministic")  # fmt: skip
     arguments, extra = parser.parse_known_args(argv)
@@ -75,25 +84,32 @@ def main(argv: list[str] | None = None) -> int:
         layouts[text] = int(found[1]), int(found[2] or 1)
     arguments.out.mkdir(parents=True)
     proof = Proof(arguments.out, arguments.steps, arguments.kill_at, [*extra, "--checkpoint-every", "3"])
-    probes = {}
-    for name, layout in layouts.items():
-        probes[name] = arguments.out / f"{name}_probe"
-        first = proof.train(f"{name}_first", *layout, "--probe", str(probes[name]))
-        proof.same(f"{name}, again", first, proof.train(f"{name}_again", *layout))
-        proof.train(f"{name}_killed", *layout, "--fault", f"kill:{layout[0] - 1}:{arguments.kill_at}", must_die=True)
-        proof.same(f"{name}, killed and resumed", first, proof.train(f"{name}_killed", *layout, "--resume"))
-        if name != arguments.layouts[0]:
-            found = compare(probes[arguments.layouts[0]], probes[name])
-            whole = found.first is None and not found.not_compared
-            detail = f"{found.compared} receipts of attention to equal inputs"
-            proof.say(f"{name} and {arguments.layouts[0]}", whole, detail + ("" if whole else f": {found.first}"))
-    layout = layouts[arguments.layouts[0]]
-    runs = [proof.train(f"control_{x}", *layout, "--attention", arguments.control) for x in "ab"]
-    first = compare(*(folder / "receipts" for folder in runs)).first
-    where = "" if first is None else f"step {first.step}, {first.key}, likely cause {first.cause}"
-    proof.say(
-        f"{arguments.control} parts", first is not None and first.key.name.split(".")[2:3] == ["attention"], where
-    )
+    probes = {name: arguments.out / f"{name}_probe" for name in layouts}
+    with concurrent.futures.ThreadPoolExecutor(arguments.jobs) as pool:
+        runs = {}
+        for name, layout in layouts.items():
+            # What takes longest is started first.
+            runs[name, "killed and resumed"] = pool.submit(proof.killed_and_resumed, f"{name}_killed", *layout)
+            runs[name, "first"] = pool.submit(proof.train, f"{name}_first", *layout, "--probe", str(probes[name]))
+            runs[name, "again"] = pool.submit(proof.train, f"{name}_again", *layout)
+        first_layout = arguments.layouts[0]
+        controls = [
+            pool.submit(proof.train, f"control_{x}", *layouts[first_layout], "--attention", arguments.control)
+            for x in "ab"
+        ]
+        for name in layouts:
+            first = runs[name, "first"].result()
+            for what in ("again", "killed and resumed"):
+                proof.same(f"{name}, {what}", first, runs[name, what].result())
+            if name != first_layout:
+                found = compare(probes[first_layout], probes[name])
+                whole = found.first is None and not found.not_compared
+                detail = f"{found.compared} receipts of attention to equal inputs"
+                proof.say(f"{name} and {first_layout}", whole, detail + ("" if whole else f": {found.first}"))
+        parting = compare(*(control.result() / "receipts" for control in controls)).first
+    where = "" if parting is None else f"step {parting.step}, {parting.key}, likely cause {parting.cause}"
+    parts = parting is not None and parting.key.name.split(".")[2:3] == ["attention"]
+    proof.say(f"{arguments.control} parts", parts, where)
     return 0 if proof.all_hold else 1
 
 

@@ -228,6 +228,11 @@ def attention_in_dtype(q, k, v, dout=None, *, softmax_scale=None, causal=False, 
     return Attention(out.detach(), lse.detach(), *gradients)
 
 
+def rounds_difference(q, v):
+    """Whether the kernels round dP - D before they multiply it by P: `multiply_pair` of csrc/device/fragment.h."""
+    return q.dtype == torch.bfloat16 and max(q.shape[3], v.shape[3]) <= 128
+
+
 def attention_rounded(q, k, v, dout, out, *, rounded_factors, softmax_scale=None, causal=False, scores=PLAIN, **window):
     """out, dq, dk, dv and, of sinks, dsinks in float64, but rounded to the inputs' dtype where ours are: P and dS
     before they enter a product, and each output once, at its end. So their error is what these roundings cost: sums in
@@ -236,15 +241,14 @@ def attention_rounded(q, k, v, dout, out, *, rounded_factors, softmax_scale=None
     Args:
         out: the output of which D = rowsum(dO * O) is made.
         rounded_factors: as in the kernel: tanh of a softcap is rounded to 11 bits, its derivative is had from the
-            rounded P (csrc/device/score.h), and dS is the product of the rounded P and of dP - D, which in bf16 is
-            rounded first where no head dim is above 128 (`multiply_pair` of csrc/device/fragment.h); else, as in
-            `dash_attn.reference`, of P and dP - D.
+            rounded P (csrc/device/score.h), and dS is the product of the rounded P and of dP - D, which may be rounded
+            first (`rounds_difference`); else, as in `dash_attn.reference`, of P and dP - D.
     """
     q, k, v, dout, out = (x.detach() for x in (q, k, v, dout, out))
     batch, seqlen_q, heads, head_dim = q.shape
     group = heads // k.shape[2]
     scale = head_dim**-0.5 if softmax_scale is None else softmax_scale
-    rounds_difference = q.dtype == torch.bfloat16 and max(head_dim, v.shape[3]) <= 128
+    difference_is_rounded = rounds_difference(q, v)
     hidden = ~visible_keys(seqlen_q, k.shape[1], causal, q.device, **window)
 
     def rounded(x):
@@ -268,7 +272,7 @@ def attention_rounded(q, k, v, dout, out, *, rounded_factors, softmax_scale=None
             # What is kept is multiplied by 1 / (1 - p) in the sums alone.
             ds = (dout_h @ v_h.T * head.kept - d / scores.kept_scale) * of_cap
             if rounded_factors:
-                ds, p = rounded(ds) if rounds_difference else ds, p_rounded
+                ds, p = rounded(ds) if difference_is_rounded else ds, p_rounded
             ds = rounded(p * ds)
             p_kept = p_rounded * head.kept * scores.kept_scale
             result["out"][b, :, h] = p_kept @ v_h

@@ -16,7 +16,13 @@ GRACE_S = 20  # for the others to end when one has failed
 
 
 def run_ranks(
-    script: str, ranks: int, folder: pathlib.Path, *arguments: str, must_succeed: bool = True, limit_s: float = LIMIT_S
+    script: str,
+    ranks: int,
+    folder: pathlib.Path,
+    *arguments: str,
+    must_succeed: bool = True,
+    limit_s: float = LIMIT_S,
+    environment: dict[str, str] | None = None,
 ) -> list[str]:
     """Starts `script RANK RANKS PORT FOLDER *arguments` for every rank, and returns what each has printed.
 
@@ -24,7 +30,8 @@ def run_ranks(
     time after one that has failed. Multicast over NVLink is off.
     """
     here, package = pathlib.Path(__file__).parent, pathlib.Path(dash_attn.__file__).parents[1]
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(package), os.environ.get("PYTHONPATH", "")])}
+    environment = os.environ | (environment or {})
+    environment |= {"PYTHONPATH": os.pathsep.join([str(package), os.environ.get("PYTHONPATH", "")])}
     environment |= {"OMP_NUM_THREADS": "1", "NCCL_NVLS_ENABLE": "0"}
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     # Files, not pipes: a rank that prints much must not wait for the one that is read first.

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 
 import gpu_support as support
 import torch
-from float64_reference import Attention, attention_float64, error_limits, visible_keys
+from float64_reference import Attention, attention_float64, error_limits, rounds_difference, visible_keys
 from gpu_support import Inputs, Problem
 
 LSE_TOLERANCE = 2e-5
@@ -29,8 +29,9 @@ def row_bounds(problem: Problem, inputs: Inputs, exact: Attention, kernel: bool 
     inequality.
 
     With r the unit roundoff of the dtype: P and dS enter products rounded (r |P|, r |dS|), D comes from the rounded
-    output (r P |dO| |O|), each sum is rounded at the end (r of the sum of its terms' norms). Below the normal numbers,
-    rounding errs by half the smallest subnormal; below those of fp32, P is 0.
+    output (r P |dO| |O|), each sum is rounded at the end (r of the sum of its terms' norms). The kernel makes dS of the
+    rounded P, and may round dP - D too: r |dS| each. Below the normal numbers, rounding errs by half the smallest
+    subnormal; below those of fp32, P is 0.
 
     A softcap's score S = c tanh(x) errs by t |S|, where t is TANH_ERROR of the kernel and 0 of the reference, and
     forward and backward may err apart. LSE, a logarithm of a mean, then errs by M = sum_j P (e^(t |S|) - 1) at most, so
@@ -63,7 +64,8 @@ def row_bounds(problem: Problem, inputs: Inputs, exact: Attention, kernel: bool 
     p = p.mul_(info.eps).add_(torch.finfo(torch.float32).smallest_normal).add_(subnormal)
     # Had from the rounded P, the derivative of a softcap errs by twice P's relative error over the cap.
     of_cap = of_cap + 2 / problem.softcap if problem.softcap else of_cap
-    ds = dp.sub_(delta).abs_().add_(dout_norm * out_norm).mul_(p).mul_(of_cap)
+    roundings = 2 + (1 + rounds_difference(inputs.q, inputs.v) if kernel else 0)  # of dS and its sum; P holds 2 r
+    ds = dp.sub_(delta).abs_().mul_(roundings / 2).add_(dout_norm * out_norm).mul_(p).mul_(of_cap)
     ds = ds.add_(kept_scale * subnormal).add_(ds_of_tanh)
     p = (p + p_of_tanh) * (kept * kept_scale)
 

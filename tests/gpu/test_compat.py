@@ -1,12 +1,8 @@
-"""dash_attn.compat and the cache of keys and values on the GPU: bits, host waits, graphs, ring-flash-attn."""
-
-import importlib.util
+"""dash_attn.compat and the cache of keys and values on the GPU: bits, host waits, graphs."""
 
 import pytest
 import torch
 from cache_support import FORMS, fill
-from ring_checks import WORLD_SIZE, check_against_full_attention, run_ring
-from ring_worker import CASES
 
 from dash_attn import flash_attn_func, flash_attn_varlen_func, flash_attn_with_kvcache
 from dash_attn.compat import flash_attn_2, flash_attn_3
@@ -234,13 +230,3 @@ def test_the_host_waits_for_nothing_and_graphs_repeat(form, has_rotation):
         assert torch.equal(out, rows)
     torch.testing.assert_close(captured.k_cache, eager.k_cache, rtol=0, atol=0, equal_nan=True)
     torch.testing.assert_close(captured.v_cache, eager.v_cache, rtol=0, atol=0, equal_nan=True)
-
-
-@pytest.mark.skipif(importlib.util.find_spec("ring_flash_attn") is None, reason="ring-flash-attn is not installed")
-@pytest.mark.skipif(torch.cuda.device_count() < WORLD_SIZE, reason=f"needs {WORLD_SIZE} GPUs")
-def test_ring_flash_attn(tmp_path):
-    """Its functions on one GPU each: right, and the same bits again."""
-    ranks = run_ring(tmp_path, "cuda")
-    for name in CASES:
-        check_against_full_attention(ranks, name)
-        assert [results[name]["differs"] for results in ranks] == [[]] * WORLD_SIZE, name

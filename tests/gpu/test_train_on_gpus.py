@@ -9,11 +9,13 @@ import torch
 
 PROOF = pathlib.Path(__file__).parents[2] / "examples" / "train_proof.py"
 SIZES = ["--layers", "4", "--seqlen", "2048", "--receipts-every", "1", "--timeout", "120"]
+JOBS = 4  # at a time: starting a process takes longer than its steps
 
 
 def test_training_repeats(tmp_path):
     layouts = [name for name, gpus in (("1", 1), ("2", 2), ("2c2", 2), ("4c2", 4)) if gpus <= torch.cuda.device_count()]
-    command = [sys.executable, str(PROOF), "--out", str(tmp_path / "proof"), "--layouts", *layouts, *SIZES]
+    command = [sys.executable, str(PROOF), "--out", str(tmp_path / "proof"), "--layouts", *layouts]
+    command += ["--jobs", str(JOBS), *SIZES]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.count("yes ") == 3 * len(layouts)
