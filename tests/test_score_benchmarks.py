@@ -155,10 +155,10 @@ def test_documents_quote_head_dims_beside_their_bars(tmp_path):
         assert "| 256 | forward | FlashAttention-3 | 8 | 1.22 | 1.00 (causal, 8x2048) | 1.00 |" in lines
         assert "| 128 | forward | FlashAttention-3 | 8 | 1.22 | 1.00 (causal, 8x2048) | - |" in lines
         assert not any(line.startswith("| 256 | backward | FlashAttention-3, deterministic") for line in lines)
-    details = document.details(quoted).splitlines()
-    assert details.count("| 96 | 16 | causal | 8 x 2048 | **450** | 1.12 | 1.12 | 0.90 |") == 1, "backward"
-    assert "| (192, 128) | 16 | full | 4 x 4096 | **500** | - | 1.25 | 1.00 |" in details
-    assert "| 256 | 8 | full | 4 x 4096 | **500** | - | - | 1.00 |" in details
+    by_shape = document.by_shape(quoted).splitlines()
+    assert by_shape.count("| 96 | 16 | causal | 8 x 2048 | **450** | 1.12 | 1.12 | 0.90 |") == 1, "backward"
+    assert "| (192, 128) | 16 | full | 4 x 4096 | **500** | - | 1.25 | 1.00 |" in by_shape
+    assert "| 256 | 8 | full | 4 x 4096 | **500** | - | - | 1.00 |" in by_shape
 
 
 def test_documents_quote_what_scores_cost(tmp_path):
@@ -175,9 +175,9 @@ def test_documents_quote_what_scores_cost(tmp_path):
         assert f"{of} FlashAttention-3 | 2 | 2.00 | 2.00 (causal, 4x4096) | - |" in lines
         of = f"| sinks, 64 window | {pass_} |"
         assert f"{of} our own without | 1 | 1.20 | 1.20 (window (127, 0), 2x8192) | - |" in lines
-    details = document.details(quoted).splitlines()
-    assert "| 128 | 16 | causal, softcap 50 | 4 x 4096 | **400** | 0.80 | 2.00 | 2.00 |" in details
-    assert "| 128 | 16 | causal, alibi | 4 x 4096 | **600** | 1.20 | - |" in details, "forward"
+    by_shape = document.by_shape(quoted).splitlines()
+    assert "| 128 | 16 | causal, softcap 50 | 4 x 4096 | **400** | 0.80 | 2.00 | 2.00 |" in by_shape
+    assert "| 128 | 16 | causal, alibi | 4 x 4096 | **600** | 1.20 | - |" in by_shape, "forward"
 
 
 def test_a_result_of_another_grid_is_refused(tmp_path):
