@@ -28,6 +28,34 @@ def check_tensors(named: Mapping[str, object]) -> None:
             raise TypeError(f"{name} must be a dense tensor (torch.strided), got {layout}")
 
 
+def check_written(written: Mapping[str, torch.Tensor], read: Mapping[str, torch.Tensor]) -> None:
+    """Each element of what is written has a place in memory of its own, which nothing else that is written or read has.
+
+    Tensors that share memory are found if they are dense, as in the ops, and of others those that start at one place.
+    """
+    for name, x in written.items():
+        if any(stride == 0 and size > 1 for stride, size in zip(x.stride(), x.shape)):
+            raise ValueError(f"{name} must have one memory location per element, got strides {x.stride()}")
+    # A compiler's tensors are nowhere.
+    if torch.compiler.is_compiling():
+        return
+    for name, x in written.items():
+        for other_name, other in {**read, **written}.items():
+            if other_name != name and _share_memory(x, other):
+                raise ValueError(f"{name} must not share memory with {other_name}")
+
+
+def _share_memory(x: torch.Tensor, other: torch.Tensor) -> bool:
+    storages = [tensor.untyped_storage()._cdata for tensor in (x, other)]
+    if storages[0] != storages[1] or x.numel() == 0 or other.numel() == 0:
+        return False
+    starts = [tensor.storage_offset() * tensor.element_size() for tensor in (x, other)]
+    spans = [1 + sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride())) for tensor in (x, other)]
+    if starts[0] == starts[1] or spans != [x.numel(), other.numel()]:
+        return starts[0] == starts[1]
+    return starts[0] < starts[1] + other.nbytes and starts[1] < starts[0] + x.nbytes
+
+
 def reject_unsupported(qv, q_descale, k_descale, v_descale, num_splits, pack_gqa, block_table) -> None:
     """Raise NotImplementedError for the first argument that asks for what is not there."""
     reject_given(QV, qv=qv)
