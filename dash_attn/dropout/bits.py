@@ -279,7 +279,8 @@ def dropout_bits(
         first_query, first_key: likewise, of the rows of a sequence; multiples of 32.
         causal, window_size, attention_chunk: the mask of the attention to come, as `flash_attn_func` takes it. Blocks
             of bits that no query sees under it are left out, and hold anything: a causal mask saves half. Such bits go
-            with sequences of just these lengths, no pack, and a mask that hides as much at least. Default: all bits.
+            with sequences of just these lengths, no pack, and a mask each of whose limits hides as much at least: no
+            side of its window is larger, causal being a right side of 0, and its chunk divides theirs. Default: all.
         keep_bits: whether attention that is given these keeps them for its backward. If False it keeps the state, 16
             bytes, and its backward makes the bits again; that takes the default mapping and rounds, all heads, and no
             first_query nor first_key.

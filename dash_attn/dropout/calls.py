@@ -104,13 +104,13 @@ def _check_mask_of_bits(
         return f"causal={causal}, window_size={(left, right)}, attention_chunk={chunk}"
 
     own = (bits.causal, *bits.window_size, bits.attention_chunk)
-    # Each limit of the bits' must be one of the call's.
-    (_, *own_limits), (_, *limits) = (
-        (causal, left, 0 if causal else right, chunk or -1) for causal, left, right, chunk in (own, mask)
+    (*own_sides, own_chunk), (*sides, chunk) = (
+        (left, 0 if causal else right, chunk) for causal, left, right, chunk in (own, mask)
     )
-    if any(of_bits not in (-1, of_call) for of_bits, of_call in zip(own_limits, limits)):
+    is_within = all(of_bits == -1 or 0 <= of_call <= of_bits for of_bits, of_call in zip(own_sides, sides))
+    if not is_within or (own_chunk and (not chunk or own_chunk % chunk)):
         raise ValueError(
-            f"dropout_bits must be made for the mask of the call, {described(mask)}, or for none, got bits of "
+            f"dropout_bits must be made for no narrower a mask than that of the call, {described(mask)}, got bits of "
             f"{described(own)}"
         )
     if is_pack:
