@@ -454,7 +454,9 @@ def _attention(
     if type(schedule) is not str:
         checks.check_schedule_type(schedule)
     extra: tuple[object, ...] = ()
-    if window_size != _ANY_WINDOW or attention_chunk != 0:
+    # Of arrays and tensors the type alone is looked at here: they say neither yes nor no.
+    is_usual = type(window_size) is tuple and type(attention_chunk) is int
+    if not is_usual or window_size != _ANY_WINDOW or attention_chunk:
         extra = (*checks.as_window(window_size), checks.as_attention_chunk(attention_chunk))
     if pack is not None:
         extra = (*(extra or _NO_WINDOW), *pack.values())

@@ -211,9 +211,7 @@ def test_a_rotary_table_needs_the_rows_that_are_looked_up(is_pack):
     for rows, causal in ((41, False), (99, False), *(((41, True), (99, True)) if is_pack else ())):
         cache, table = fill("plain", keys, values, CAPACITY), randn(99, 8, seed=4)[:rows]
         arguments = {"rotary_cos": table, "rotary_sin": table, "causal": causal, **pack, **cache.arguments}
-        results.append(
-            flash_attn_3.flash_attn_with_kvcache(q, cache.k_cache, cache.v_cache, new_k, new_v, **arguments)
-        )
+        results.append(flash_attn_3.flash_attn_with_kvcache(q, cache.k_cache, cache.v_cache, new_k, new_v, **arguments))
     assert all(map(torch.equal, results[::2], results[1::2]))
 
 
