@@ -209,7 +209,7 @@ def _check_values_on_device(cache: Cache, new: NewKeys) -> None:
         indices.append((cache.table_name, torch.where(has_keys, cache.table, 0)))
     for name, x in indices:
         if x is not None:
-            torch._assert_async(
+            checks.check_values(
                 (x >= 0).all(), f"{name} must be at least 0 wherever it is looked at, got a negative value"
             )
 

@@ -28,6 +28,15 @@ def check_tensors(named: Mapping[str, object]) -> None:
             raise TypeError(f"{name} must be a dense tensor (torch.strided), got {layout}")
 
 
+def check_values(holds: torch.Tensor, message: str) -> None:
+    """ValueError where `holds` is false, on a CPU. On a GPU it is an error on the device, so that nothing waits."""
+    if holds.is_cpu and not torch.compiler.is_compiling():
+        if not holds:
+            raise ValueError(message)
+    else:
+        torch._assert_async(holds, message)
+
+
 def check_written(written: Mapping[str, torch.Tensor], read: Mapping[str, torch.Tensor]) -> None:
     """Each element of what is written has a place in memory of its own, which nothing else that is written or read has.
 

@@ -26,6 +26,7 @@ from megatron.core.transformer.utils import (
 from torch import Tensor
 
 from .. import flash_attn_func, flash_attn_varlen_func
+from ..checks import check_values
 
 __all__ = ["DashAttention", "with_dash_attention"]
 
@@ -207,7 +208,7 @@ class DashAttention(MegatronModule):
             )
         padding = attention_mask.reshape(batch, seqlen).to(torch.bool)
         at_the_end = (padding[:, 1:] >= padding[:, :-1]).all()
-        _require_of_mask(at_the_end, "have its padding at the end of each sequence, got some before it")
+        check_values(at_the_end, "attention_mask must have its padding at the end of each sequence, got some before it")
         lengths = (~padding).sum(dim=1, dtype=torch.int32)
         offsets = torch.arange(0, (batch + 1) * seqlen, seqlen, dtype=torch.int32, device=query.device)
         q, k, v = (x.transpose(0, 1).flatten(0, 1) for x in (query, key, value))
@@ -254,18 +255,11 @@ def _require_causal(mask: Tensor, seqlen_q: int, seqlen_k: int, batch: int) -> N
             f"attention_mask under a causal attn_mask_type must be None or {shapes}, got {tuple(mask.shape)}"
         )
     unseen = torch.ones(seqlen_q, seqlen_k, dtype=torch.bool, device=mask.device).triu_(1 + seqlen_k - seqlen_q)
-    _require_of_mask(
+    check_values(
         (mask.to(torch.bool) == unseen).all(),
-        "be the causal mask under a causal attn_mask_type, got another: leave out --reset-attention-mask, and pass "
-        "packed documents by packed_seq_params",
+        "attention_mask must be the causal mask under a causal attn_mask_type, got another: leave out "
+        "--reset-attention-mask, and pass packed documents by packed_seq_params",
     )  # fmt: skip
-
-
-def _require_of_mask(holds: Tensor, what: str) -> None:
-    if holds.is_cpu and not holds:
-        raise ValueError(f"attention_mask must {what}")
-    # On a GPU this is an error on the device, so that nothing waits for it.
-    torch._assert_async(holds, f"attention_mask must {what}")
 
 
 def _require(holds: bool, name: str, allowed: str, value: object) -> None:
