@@ -306,7 +306,7 @@ def as_probability(name: str, p: object) -> float:
     Raises:
         TypeError, ValueError: it is not.
     """
-    if isinstance(p, (bool, torch.Tensor)) or not hasattr(p, "__float__") or getattr(p, "shape", ()):
+    if isinstance(p, (bool, torch.Tensor)) or not hasattr(p, "__float__") or getattr(p, "shape", None):
         raise TypeError(f"{name} must be a number from 0 to below 1, got {checks.describe(p)}")
     try:
         value = float(p)
