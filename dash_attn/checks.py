@@ -16,6 +16,7 @@ import torch
 
 QV, FP8 = "a second query-value product is not supported", "fp8 is not supported"
 PAGED = "paged keys and values are not supported here; flash_attn_with_kvcache takes them"
+DROPOUT = "no dropout through this function; dash_attn.flash_attn_func takes it"
 _MAX_INT = 2**31 - 1
 
 
@@ -75,7 +76,7 @@ def reject_unsupported(qv, q_descale, k_descale, v_descale, num_splits, pack_gqa
 
 def reject_dropout(dropout_p: object) -> None:
     """Of the functions that have no other argument in its place in any FlashAttention."""
-    _require(_is_zero(dropout_p), "dropout_p", "0.0", "dropout is not supported", dropout_p)
+    _require(_is_zero(dropout_p), "dropout_p", "0.0", DROPOUT, dropout_p)
 
 
 def reject_given(why: str, **named: object) -> None:

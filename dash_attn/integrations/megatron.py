@@ -34,6 +34,7 @@ Spec = TypeVar("Spec")
 _REPLACED = ("DotProductAttention", "TEDotProductAttention")
 _CAUSAL = (AttnMaskType.causal, AttnMaskType.padding_causal, AttnMaskType.causal_bottom_right)
 _PADDED = (AttnMaskType.padding, AttnMaskType.padding_causal)
+_ONE_RANK = "{} (this door does not take context parallelism; dash_attn.distributed has it)"
 # Settings under which another attention would have to be computed, or more than the output returned.
 _OFF = ("fp8_dot_product_attention", "fp8_multi_head_attention", "qk_clip", "log_max_attention_logit")
 
@@ -92,10 +93,8 @@ class DashAttention(MegatronModule):
         super().__init__(config=config)
         dropout = config.attention_dropout if attention_dropout is None else attention_dropout
         _require(dropout == 0, "attention_dropout", "0.0 (--attention-dropout 0)", dropout)
-        _require(
-            config.context_parallel_size == 1, "context_parallel_size",
-            "1 until dash_attn.distributed is there", config.context_parallel_size,
-        )  # fmt: skip
+        ranks = config.context_parallel_size
+        _require(ranks == 1, "context_parallel_size", _ONE_RANK.format(1), ranks)
         for name in _OFF:
             _require(not getattr(config, name, False), name, "False", getattr(config, name, False))
         _require(num_splits in (None, 1), "num_splits", "None or 1", num_splits)
@@ -228,7 +227,7 @@ class DashAttention(MegatronModule):
         _require(packed.qkv_format == "thd", "packed_seq_params.qkv_format", "'thd'", packed.qkv_format)
         group = getattr(packed, "cp_group", None)
         ranks = 1 if group is None else group.size()
-        _require(ranks == 1, "packed_seq_params.cp_group", "of one rank until dash_attn.distributed is there", ranks)
+        _require(ranks == 1, "packed_seq_params.cp_group", _ONE_RANK.format("of one rank"), ranks)
         if arguments["causal"] and self.attention_type == "cross" and mask_type != AttnMaskType.causal_bottom_right:
             _require(False, "attn_mask_type", "no_mask, padding or causal_bottom_right in a cross attention", mask_type)
         offsets_q, used_q = _rows_of(packed.cu_seqlens_q, packed.cu_seqlens_q_padded)
