@@ -23,8 +23,11 @@ def check(
     cu_seqlens_q: Tensor | None,
     seqused_q: Tensor | None,
     scores: dict[str, Any],
+    *,
+    has_mask: bool,
 ) -> int:
-    """The batch size. scores: keywords of the op, of which the devices are checked."""
+    """The batch size. scores: keywords of the op, of which the devices are checked. has_mask: whether each query has a
+    position of its own."""
     tensors = {
         "q": q, "k_cache": cache.k, "v_cache": cache.v, "k": new.k, "v": new.v, "rotary_cos": new.rotary_cos,
         "rotary_sin": new.rotary_sin, "rotary_seqlens": new.rotary_seqlens, "cache_batch_idx": cache.batch_idx,
@@ -49,7 +52,7 @@ def check(
     # Lengths are read on the CPU alone, and not from what a compiler traces.
     if q.device.type == "cpu" and not torch.compiler.is_compiling():
         _check_queries_of_sequences(q, cu_seqlens_q, seqused_q)
-        _check_values(q, cache, new, batch)
+        _check_values(q, cache, new, cu_seqlens_q, batch, has_mask=has_mask)
     else:
         _check_values_on_device(cache, new)
     return batch
@@ -94,6 +97,8 @@ def _check_cache(q: Tensor, cache: Cache, batch: int) -> None:
         raise ValueError(f"cache_batch_idx must be None with {name}, which says where keys are")
     if table.dim() != 2:
         raise ValueError(f"{name} must have shape (batch, max_blocks), got {tuple(table.shape)}")
+    if k.shape[1] < 1:
+        raise ValueError(f"k_cache must have shape {shape} and a block_size of at least 1, got {tuple(k.shape)}")
     _check_index(name, table, "(batch, max_blocks)", (batch, table.shape[1]))
 
 
@@ -116,6 +121,7 @@ def _check_new(q: Tensor, cache: Cache, new: NewKeys, batch: int) -> None:
             what = f"(batch, seqlen_new, kv_heads, head_dim) with the heads of {like_name}"
             raise ValueError(f"{name} must have shape {what}, {expected}, got {tuple(x.shape)}")
         _check_dtype(name, x, q)
+    checks.check_written({"k_cache": cache.k, "v_cache": cache.v}, {})
     if new.rotary_cos is not None and new.rotary_sin is not None:
         _check_rotary(q, new.rotary_cos, new.rotary_sin)
 
@@ -156,7 +162,9 @@ def _check_queries_of_sequences(q: Tensor, cu_seqlens_q: Tensor | None, seqused_
         rows_of_sequences("q", torch.arange(batch + 1) * seqlen_q, seqused_q, batch * seqlen_q)
 
 
-def _check_values(q: Tensor, cache: Cache, new: NewKeys, batch: int) -> None:
+def _check_values(
+    q: Tensor, cache: Cache, new: NewKeys, cu_seqlens_q: Tensor | None, batch: int, *, has_mask: bool
+) -> None:
     """What is an error on the device, and not seen here, on a GPU."""
     if not isinstance(cache.seqlens, Tensor):
         seqlens = [cache.capacity() if cache.seqlens is None else cache.seqlens] * batch
@@ -174,14 +182,21 @@ def _check_values(q: Tensor, cache: Cache, new: NewKeys, batch: int) -> None:
         if new.k is not None and len(set(indices)) < len(indices):
             raise ValueError(f"cache_batch_idx must have distinct values with k, got {indices}")
     if cache.table is not None:
+        written: list[int] = []
         for blocks, end in zip(cache.table.tolist(), ends):
-            _check_range(cache.table_name, blocks[: -(-end // cache.k.shape[1])], cache.k.shape[0] - 1)
+            blocks = blocks[: -(-end // cache.k.shape[1])]
+            _check_range(cache.table_name, blocks, cache.k.shape[0] - 1)
+            written += blocks[(end - _num_new(new)) // cache.k.shape[1] :] if _num_new(new) and end else []
+        if len(set(written)) < len(written):
+            raise ValueError(f"{cache.table_name} must have distinct blocks where k is written, got {written}")
     if new.rotary_cos is not None:
         starts, name = [max(length, 0) for length in seqlens], "cache_seqlens"
         if new.rotary_seqlens is not None:
             starts, name = new.rotary_seqlens.tolist(), "rotary_seqlens"
-        turned = max(_num_new(new), q.shape[1] if q.dim() == 4 else 1)
-        _check_range(name, starts, new.rotary_cos.shape[0] - turned)
+        queries = [q.shape[1]] * batch if cu_seqlens_q is None else cu_seqlens_q.diff().tolist()
+        for start, count in zip(starts, queries):
+            turned = max(_num_new(new), count if has_mask else 1)
+            _check_range(name, [start], new.rotary_cos.shape[0] - turned)
 
 
 def _check_values_on_device(cache: Cache, new: NewKeys) -> None:
@@ -194,7 +209,7 @@ def _check_values_on_device(cache: Cache, new: NewKeys) -> None:
         indices.append((cache.table_name, torch.where(has_keys, cache.table, 0)))
     for name, x in indices:
         if x is not None:
-            torch._assert_async(
+            checks.check_values(
                 (x >= 0).all(), f"{name} must be at least 0 wherever it is looked at, got a negative value"
             )
 

@@ -16,6 +16,7 @@ import torch
 
 QV, FP8 = "a second query-value product is not supported", "fp8 is not supported"
 PAGED = "paged keys and values are not supported here; flash_attn_with_kvcache takes them"
+DROPOUT = "no dropout through this function; dash_attn.flash_attn_func takes it"
 _MAX_INT = 2**31 - 1
 
 
@@ -28,6 +29,43 @@ def check_tensors(named: Mapping[str, object]) -> None:
             raise TypeError(f"{name} must be a dense tensor (torch.strided), got {layout}")
 
 
+def check_values(holds: torch.Tensor, message: str) -> None:
+    """ValueError where `holds` is false, on a CPU. On a GPU it is an error on the device, so that nothing waits."""
+    if holds.is_cpu and not torch.compiler.is_compiling():
+        if not holds:
+            raise ValueError(message)
+    else:
+        torch._assert_async(holds, message)
+
+
+def check_written(written: Mapping[str, torch.Tensor], read: Mapping[str, torch.Tensor]) -> None:
+    """Each element of what is written has a place in memory of its own, which nothing else that is written or read has.
+
+    Tensors that share memory are found if they are dense, as in the ops, and of others those that start at one place.
+    """
+    for name, x in written.items():
+        if any(stride == 0 and size > 1 for stride, size in zip(x.stride(), x.shape)):
+            raise ValueError(f"{name} must have one memory location per element, got strides {x.stride()}")
+    # A compiler's tensors are nowhere.
+    if torch.compiler.is_compiling():
+        return
+    for name, x in written.items():
+        for other_name, other in {**read, **written}.items():
+            if other_name != name and _share_memory(x, other):
+                raise ValueError(f"{name} must not share memory with {other_name}")
+
+
+def _share_memory(x: torch.Tensor, other: torch.Tensor) -> bool:
+    storages = [tensor.untyped_storage()._cdata for tensor in (x, other)]
+    if storages[0] != storages[1] or x.numel() == 0 or other.numel() == 0:
+        return False
+    starts = [tensor.storage_offset() * tensor.element_size() for tensor in (x, other)]
+    spans = [1 + sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride())) for tensor in (x, other)]
+    if starts[0] == starts[1] or spans != [x.numel(), other.numel()]:
+        return starts[0] == starts[1]
+    return starts[0] < starts[1] + other.nbytes and starts[1] < starts[0] + x.nbytes
+
+
 def reject_unsupported(qv, q_descale, k_descale, v_descale, num_splits, pack_gqa, block_table) -> None:
     """Raise NotImplementedError for the first argument that asks for what is not there."""
     reject_given(QV, qv=qv)
@@ -38,7 +76,7 @@ def reject_unsupported(qv, q_descale, k_descale, v_descale, num_splits, pack_gqa
 
 def reject_dropout(dropout_p: object) -> None:
     """Of the functions that have no other argument in its place in any FlashAttention."""
-    _require(_is_zero(dropout_p), "dropout_p", "0.0", "dropout is not supported", dropout_p)
+    _require(_is_zero(dropout_p), "dropout_p", "0.0", DROPOUT, dropout_p)
 
 
 def reject_given(why: str, **named: object) -> None:

@@ -25,11 +25,10 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import dash_attn
 from dash_attn import schedule
+from dash_attn.info import why_no_kernels_run
 
 # Without return_attn_probs it returns the output alone.
 flash_attn_func: Callable[..., torch.Tensor] = dash_attn.flash_attn_func  # type: ignore[assignment]
-HOPPER = (9, 0)
-PACKAGE = pathlib.Path(__file__).parent
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,17 +62,6 @@ class TransformerLayer(nn.Module):
         q, k, v = self.qkv(self.norm_attention(x)).unflatten(-1, (3, self.heads, -1)).unbind(2)
         x = x + self.proj(flash_attn_func(q, k, v, causal=True).flatten(2))
         return x + self.down(F.gelu(self.up(self.norm_mlp(x))))
-
-
-def why_cpu() -> str | None:
-    """Why the kernels cannot run here, or None when they can."""
-    if not torch.cuda.is_available():
-        return "no CUDA device"
-    if torch.cuda.get_device_capability() != HOPPER:
-        return f"{torch.cuda.get_device_name()} is not a Hopper GPU"
-    if not list(PACKAGE.glob("_C*.so")):
-        return "the kernels were not built"
-    return None
 
 
 def digest(tensors) -> str:
@@ -200,7 +188,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m dash_attn.demo", description=__doc__.splitlines()[0])
     parser.add_argument("--output", type=pathlib.Path, default=pathlib.Path("demo_output"), help="folder of the charts")
     arguments = parser.parse_args()
-    reason = why_cpu()
+    reason = why_no_kernels_run()
     if reason is None:
         size, device = GPU, "cuda"
         print(f"On {torch.cuda.get_device_name()}, with dash_attn's kernels.")

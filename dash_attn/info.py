@@ -28,8 +28,6 @@ import torch
 import dash_attn
 from dash_attn import aliases, build_record, ops, schedule
 
-HOPPER = (9, 0)
-_NO_GPU = "torch sees no CUDA device"
 # Relative error (Frobenius norm) beyond which a 16-bit result is wrong; roundings alone are below 0.01.
 _MAX_ERROR = 0.02
 _TORCH_DTYPES = {"BFloat16": torch.bfloat16, "Float16": torch.float16}
@@ -111,17 +109,21 @@ def _gpus() -> list[dict[str, Any]]:
     for device in range(torch.cuda.device_count()):
         capability = torch.cuda.get_device_capability(device)
         name = torch.cuda.get_device_name(device)
-        found.append({"name": name, "capability": ".".join(map(str, capability)), "runs_kernels": capability == HOPPER})
+        found.append(
+            {"name": name, "capability": ".".join(map(str, capability)), "runs_kernels": capability == ops.HOPPER}
+        )
     return found
 
 
-def _why_no_kernels_run(gpus: list[dict[str, Any]]) -> str | None:
+def why_no_kernels_run() -> str | None:
+    """Why the kernels cannot run on torch's current CUDA device; None where they can."""
     if ops.why_no_kernels is not None:
         return ops.why_no_kernels
-    if not gpus:
-        return _NO_GPU
-    if not any(gpu["runs_kernels"] for gpu in gpus):
-        here = f"{gpus[0]['name']} ({gpus[0]['capability']})"
+    if not torch.cuda.is_available():
+        return "torch sees no CUDA device"
+    capability = torch.cuda.get_device_capability()
+    if capability != ops.HOPPER:
+        here = f"{torch.cuda.get_device_name()} ({'.'.join(map(str, capability))})"
         return f"they need a GPU of compute capability 9.0 (Hopper), here is {here}"
     return None
 
@@ -240,7 +242,7 @@ def report() -> dict[str, Any]:
     """Everything that is printed, as what JSON can hold."""
     gpus = _gpus()
     kernels = _kernels()
-    why_not = _why_no_kernels_run(gpus)
+    why_not = why_no_kernels_run()
     return {
         "dash_attn": {"version": dash_attn.__version__, "folder": str(pathlib.Path(dash_attn.__file__).parent)},
         "python": platform.python_version(),

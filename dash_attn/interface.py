@@ -7,7 +7,7 @@ On CUDA tensors the kernels need a Hopper GPU. CPU tensors are computed by `dash
 checks. Gradients are a function of the inputs and of `schedule` alone, of each sequence by itself: in a pack, sequences
 of many lengths one behind the other without padding, a sequence has the bits that it has alone, whatever else is there.
 On CUDA tensors lengths are read on the device only: no call waits for it, and a captured graph may be replayed with
-other lengths.
+other lengths. The one exception is return_attn_probs with dropout of a pack.
 """
 
 from __future__ import annotations
@@ -119,12 +119,14 @@ def flash_attn_func(
         softmax_lse fp32 (batch, heads, seqlen_q), natural logarithm, empty (0,), like q. Where the log-sum-exp is
         infinite, its gradient is not looked at. With dropout, in the place of empty: (batch, heads, seqlen_q, seqlen_k)
         like q, both lengths rounded up to multiples of 128, the probabilities before dropout with the sign - where an
-        element was dropped, and 0 where a query does not see a key.
+        element was dropped, and 0 where a query does not see a key. Of a pack the lengths are those of its longest
+        sequence: on a GPU the call waits to read them and cannot be captured in a graph, and on a meta device (0,).
 
     Raises:
         NotImplementedError: an argument asks for what is not supported, or softcap and alibi_slopes are both given.
         TypeError, ValueError: an argument has a wrong type, dtype, shape or value; the message names it.
-        RuntimeError: CUDA tensors without the compiled kernels or without a Hopper GPU; a second differentiation.
+        RuntimeError: CUDA tensors without the compiled kernels or without a Hopper GPU; a second differentiation; in
+            the capture of a graph, return_attn_probs with dropout of a pack.
     """
     return _attention(
         torch.ops.dash_attn.attention.default, {"q": q, "k": k, "v": v}, (),
@@ -452,7 +454,9 @@ def _attention(
     if type(schedule) is not str:
         checks.check_schedule_type(schedule)
     extra: tuple[object, ...] = ()
-    if window_size != _ANY_WINDOW or attention_chunk != 0:
+    # Of arrays and tensors the type alone is looked at here: they say neither yes nor no.
+    is_usual = type(window_size) is tuple and type(attention_chunk) is int
+    if not is_usual or window_size != _ANY_WINDOW or attention_chunk:
         extra = (*checks.as_window(window_size), checks.as_attention_chunk(attention_chunk))
     if pack is not None:
         extra = (*(extra or _NO_WINDOW), *pack.values())
@@ -461,13 +465,13 @@ def _attention(
         left, right, chunk = extra[:3] or _NO_WINDOW
         of_dropout = dropout_calls.keywords(
             probability, dropout_bits, named, num_heads_q, mask=(causal, left, right, chunk), is_pack=pack is not None,
-            max_seqlens=max_seqlens,
+            max_seqlens=max_seqlens, return_attn_probs=return_attn_probs,
         )  # fmt: skip
     settings = (softmax_scale, causal, schedule, sm_margin, *extra)
     out, softmax_lse = op(*named.values(), *split, *settings, **of_scores, **of_dropout)
     if not return_attn_probs:
         return out
-    if not of_dropout or out.device.type == "meta":
+    if not of_dropout:
         return out, softmax_lse, out.new_empty(0)
     left, right, chunk = extra[:3] or _NO_WINDOW
     mask = {"causal": causal, "window": (left, right), "attention_chunk": chunk}

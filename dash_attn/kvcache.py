@@ -54,8 +54,9 @@ def flash_attn_with_kvcache(
     Args:
         q: (batch, seqlen_q, heads, head_dim), bf16 or fp16, as in `flash_attn_func`.
         k_cache: (cache_batch, capacity, kv_heads, head_dim), or with block_table
-            (num_blocks, block_size, kv_heads, head_dim), any block_size. Of any strides; where the sequences of a cache
-            are not a multiple of its rows apart it is copied.
+            (num_blocks, block_size, kv_heads, head_dim), any block_size of at least 1. Of any strides; where the
+            sequences of a cache are not a multiple of its rows apart it is copied. With k each element has a place in
+            memory of its own: no stride is 0, as those of an expanded tensor are, and v_cache lies elsewhere.
         v_cache: like k_cache, with value_head_dim for head_dim.
         k, v: (batch, seqlen_new, kv_heads, head_dim or value_head_dim), new keys and values, both or neither. They go
             to the places cache_seqlens, cache_seqlens + 1, ... of their sequences.
@@ -72,7 +73,8 @@ def flash_attn_with_kvcache(
         cache_leftpad: int32 (batch,) on q's device: places at the start of a sequence of the cache that hold no keys.
             cache_seqlens counts them. Default: none.
         block_table: int32 (batch, max_blocks) on q's device: the blocks that hold the keys of each sequence, in order.
-            Entries past the last key are not looked at.
+            Entries past the last key are not looked at. Blocks that new keys are written to must be distinct: others
+            raise ValueError on the CPU, and on a GPU nobody looks, and which keys such a block has is not known.
         softmax_scale, causal, window_size, softcap, alibi_slopes, learnable_sink, s_aux: as in `flash_attn_func`.
         rotary_interleaved: whether dimensions 0 and 1, 2 and 3, ... are rotated together; otherwise d and
             d + rotary_dim / 2.
@@ -154,7 +156,8 @@ def attend(
         "window_left": window[0], "window_right": window[1],
         "attention_chunk": checks.as_attention_chunk(attention_chunk), **scores,
     }  # fmt: skip
-    batch = cache_checks.check(q, cache, new, cu_seqlens_q, seqused_q, scores)
+    has_mask = causal or window != (-1, -1) or arguments["attention_chunk"] > 0
+    batch = cache_checks.check(q, cache, new, cu_seqlens_q, seqused_q, scores, has_mask=has_mask)
     seqlens = _seqlens(cache, batch, q.device)
     if new.k is not None and new.v is not None:
         _check_op(q, cache, seqlens, cu_seqlens_q, seqused_q, arguments)
@@ -166,7 +169,6 @@ def attend(
                 interleaved=checks.as_flag("rotary_interleaved", new.rotary_interleaved),
             )  # fmt: skip
             new_k = turn(new_k, start.long()[:, None] + torch.arange(new_k.shape[1], device=q.device))
-            has_mask = causal or window != (-1, -1) or arguments["attention_chunk"] > 0
             q = turn(q, _positions(q, cu_seqlens_q, start.long(), has_mask=has_mask))
         _append(cache, new_k, new.v, seqlens)
         is_allowed = seqlens >= 0

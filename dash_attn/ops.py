@@ -62,6 +62,9 @@ from . import packs, reference
 from . import schedule as _schedule
 from .dropout import layout
 
+HOPPER = (9, 0)
+"""The compute capability of the GPUs that the kernels run on."""
+
 _FOLDER = pathlib.Path(__file__).parent
 # Written by setup.py where it leaves the kernels out: why.
 _WITHOUT_KERNELS = "without_kernels.txt"

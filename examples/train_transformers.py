@@ -9,6 +9,7 @@ import argparse
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
+from dash_attn.info import why_no_kernels_run
 from dash_attn.integrations.transformers import install
 
 
@@ -38,8 +39,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--steps", type=int, default=5)
     steps = parser.parse_args().steps
-    is_hopper = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
-    device = "cuda" if is_hopper else "cpu"
+    device = "cuda" if why_no_kernels_run() is None else "cpu"
     # The other kernels of the model, which are torch's.
     torch.use_deterministic_algorithms(True, warn_only=True)
     (losses, weights), (again, others) = train(steps, device), train(steps, device)

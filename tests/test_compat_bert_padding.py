@@ -86,6 +86,54 @@ def test_gradients_of_rows_are_deterministic():
     assert all(torch.equal(other, first) for other in others)
 
 
+def test_a_batch_of_nothing():
+    for batch, seqlen in ((0, 5), (2, 0), (0, 0)):
+        hidden, mask = torch.zeros(batch, seqlen, 3), torch.zeros(batch, seqlen, dtype=torch.int64)
+        tokens, indices, cu_seqlens, longest, used = unpad_input(hidden, mask)
+        assert tokens.shape == (0, 3) and cu_seqlens.tolist() == [0] * (batch + 1) and used.tolist() == [0] * batch
+        assert longest == 0 and pad_input(tokens, indices, batch, seqlen).shape == hidden.shape
+        tokens, indices, cu_seqlens, longest = unpad_input_for_concatenated_sequences(hidden, mask)
+        assert tokens.shape == (0, 3) and cu_seqlens.tolist() == [0] and longest == 0
+
+
+HIDDEN = torch.zeros(2, 8, 1)
+ONES = torch.ones(2, 8, dtype=torch.int64)
+SHAPE = "{} must be (batch, seqlen) as hidden_states is, of shape {}, got {}"
+LENGTHS = "attention_mask_in_length must hold lengths whose sum in a row is at most seqlen, 8, got others"
+INDICES = "indices must be from 0 to below the 16 rows of the result, got others"
+
+
+@pytest.mark.parametrize("function, arguments, error, message", [
+    (unpad_input, (HIDDEN, ONES[:, :4]), ValueError, SHAPE.format("attention_mask", (2, 8, 1), (2, 4))),
+    (unpad_input, (HIDDEN[:, 0, 0], ONES[:, 0]), ValueError, SHAPE.format("attention_mask", (2,), (2,))),
+    (unpad_input, (HIDDEN, ONES, ONES[:1]), ValueError, SHAPE.format("unused_mask", (2, 8, 1), (1, 8))),
+    (unpad_input, (HIDDEN, None), TypeError, "attention_mask must be a torch.Tensor, got None (NoneType)"),
+    (unpad_input, (HIDDEN, ONES.float()), TypeError,
+     "attention_mask must be of bool or an integer dtype, got torch.float32"),
+    (unpad_input, (HIDDEN, 2 * ONES), ValueError, "attention_mask must hold 0 and 1 alone, got other values"),
+    (unpad_input, (HIDDEN, -ONES), ValueError, "attention_mask must hold 0 and 1 alone, got other values"),
+    (unpad_input, (HIDDEN, ONES, ONES), ValueError,
+     "attention_mask + unused_mask must hold 0 and 1 alone, got other values"),
+    (unpad_input_for_concatenated_sequences, (HIDDEN, torch.tensor([[9, 3, 0, 0, 0, 0, 0, 0], [2] + [0] * 7])),
+     ValueError, LENGTHS),
+    (unpad_input_for_concatenated_sequences, (HIDDEN, torch.tensor([[4, -3, 0, 0, 0, 0, 0, 0], [2] + [0] * 7])),
+     ValueError, LENGTHS),
+    (unpad_input_for_concatenated_sequences, (HIDDEN, ONES[:, :1]), ValueError,
+     SHAPE.format("attention_mask_in_length", (2, 8, 1), (2, 1))),
+    (unpad_input_for_concatenated_sequences, (HIDDEN, ONES.bool()), TypeError,
+     "attention_mask_in_length must be of an integer dtype, got torch.bool"),
+    (pad_input, (HIDDEN[0], ONES[0].cumsum(0) + 8, 2, 8), ValueError, INDICES),
+    (pad_input, (HIDDEN[0], ONES[0].cumsum(0) - 2, 2, 8), ValueError, INDICES),
+    (pad_input, (HIDDEN[0], ONES[0, :7], 2, 8), ValueError,
+     "indices must have an entry for each row of the values, of shape (8, 1), got (7,)"),
+    (pad_input, (HIDDEN[0], ONES[0].int(), 2, 8), TypeError, "indices must be torch.int64, got torch.int32"),
+])  # fmt: skip
+def test_errors(function, arguments, error, message):
+    with pytest.raises(error) as raised:
+        function(*arguments)
+    assert str(raised.value) == message
+
+
 def test_rearrange_is_that_of_einops():
     if importlib.util.find_spec("einops") is None:
         assert not hasattr(bert_padding, "rearrange")

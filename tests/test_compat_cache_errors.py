@@ -95,7 +95,14 @@ BAD = [
     (NEW | {"rotary_cos": t(20, 24), "rotary_sin": t(20, 24)}, ValueError, COLUMNS.format(24)),
     (NEW | {"rotary_cos": t(20, 8, dtype=torch.int32), "rotary_sin": t(20, 8)}, TypeError,
      "rotary_cos must be of a floating-point dtype, got torch.int32"),
-    (NEW | {"rotary_cos": t(7, 8), "rotary_sin": t(7, 8)}, ValueError, "cache_seqlens" + RANGE.format(4, [4, 5])),
+    (NEW | {"rotary_cos": t(7, 8), "rotary_sin": t(7, 8)}, ValueError, "cache_seqlens" + RANGE.format(4, 5)),
+    (NEW | TABLE | {"block_table": int32(0, 1, 2, 1).view(2, 2)}, ValueError,
+     "block_table must have distinct blocks where k is written, got [1, 1]"),
+    (NEW | TABLE | {"block_table": int32(2, 2, 0, 1).view(2, 2), "cache_seqlens": int32(3, 4)}, ValueError,
+     "block_table must have distinct blocks where k is written, got [2, 2, 1]"),
+    (TABLE | {"k_cache": t(5, 0, 2, 32), "v_cache": t(5, 0, 2, 16), "cache_seqlens": 0}, ValueError,
+     "k_cache must have shape (num_blocks, block_size, kv_heads, head_dim) with block_table and a block_size of at "
+     "least 1, got (5, 0, 2, 32)"),
     ({"num_splits": 1.5}, TypeError, "num_splits must be an int (it changes nothing), got 1.5"),
     ({"causal": 2}, TypeError, "causal must be a bool, got 2"),
     (NEW | {"softcap": 1.0, "alibi_slopes": t(4, dtype=torch.float32)}, NotImplementedError,
@@ -135,10 +142,42 @@ def test_bad_argument(change, error, message):
     check_refused(flash_attn_with_kvcache, DENSE | change, error, message)
 
 
+ONE = t(1, 8, 2, 32)
+BOTH = t(2, 8, 2, 48)
+
+
+@pytest.mark.parametrize("k_cache, v_cache, message", [
+    (ONE.expand(2, -1, -1, -1), DENSE["v_cache"],
+     "k_cache must have one memory location per element, got strides (0, 64, 32, 1)"),
+    (DENSE["k_cache"], ONE[..., :1].expand(2, 8, 2, 16),
+     "v_cache must have one memory location per element, got strides (0, 64, 32, 0)"),
+    (DENSE["k_cache"], DENSE["k_cache"], "k_cache must not share memory with v_cache"),
+    (DENSE["k_cache"], DENSE["k_cache"][..., :16], "k_cache must not share memory with v_cache"),
+])  # fmt: skip
+@pytest.mark.parametrize("paged", [{}, {"block_table": int32(0, 1).view(2, 1)}], ids=["dense", "paged"])
+def test_what_is_written_has_memory_of_its_own(k_cache, v_cache, message, paged):
+    new = NEW | {"v": t(2, 3, 2, v_cache.shape[3])}
+    arguments = {"q": DENSE["q"], "k_cache": k_cache, "v_cache": v_cache}
+    with pytest.raises(ValueError) as raised:
+        flash_attn_with_kvcache(**arguments, **new, **paged)
+    assert str(raised.value) == message
+    assert not k_cache.any() and not v_cache.any()
+    flash_attn_with_kvcache(**arguments, **paged)
+
+
+def test_caches_side_by_side_are_apart():
+    new = {name: x + 1 if name != "cache_seqlens" else x for name, x in NEW.items()}
+    k_cache, v_cache = BOTH.clone().split((32, 16), dim=-1)
+    flash_attn_with_kvcache(DENSE["q"], k_cache, v_cache, **new)
+    assert k_cache.sum() == new["k"].numel() and v_cache.sum() == new["v"].numel()
+
+
 @pytest.mark.parametrize("change, error, message", [
     ({"page_table": int32(0, 9).view(2, 1)}, ValueError, "page_table" + RANGE.format(1, 9)),
     ({"rotary_seqlens": int32(0, 1)}, ValueError, "rotary_seqlens must be None without rotary_cos"),
-    (NEW | ROTARY | {"rotary_seqlens": int32(0, 18)}, ValueError, "rotary_seqlens" + RANGE.format(17, [0, 18])),
+    (NEW | ROTARY | {"rotary_seqlens": int32(0, 18)}, ValueError, "rotary_seqlens" + RANGE.format(17, 18)),
+    (NEW | ROTARY | {"cu_seqlens_q": int32(0, 14, 30), "q": t(30, 4, 32), "causal": True}, ValueError,
+     "cache_seqlens" + RANGE.format(4, 5)),
     ({"cu_seqlens_q": int32(0, 2, 6)}, ValueError,
      "q must have shape (total_q, heads, head_dim), got (2, 3, 4, 32)"),
     ({"cu_seqlens_q": int32(0, 2, 6)[None], "q": t(6, 4, 32)}, ValueError,

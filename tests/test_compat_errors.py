@@ -59,7 +59,7 @@ def kvcache_3(**change):
     return flash_attn_3.flash_attn_with_kvcache(**{"q": Q, "k_cache": K, "v_cache": V} | change)
 
 
-NO_DROPOUT = "dropout_p must be 0.0 (dropout is not supported), got 0.1"
+NO_DROPOUT = "dropout_p must be 0.0 (no dropout through this function; dash_attn.flash_attn_func takes it), got 0.1"
 NO_FP8 = "{} must be None (fp8 is not supported), got a tensor of shape (2, 2)"
 NO_QV = "qv must be None (a second query-value product is not supported), got a tensor of shape (2, 5, 4, 32)"
 NO_PAGES = (

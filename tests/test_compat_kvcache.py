@@ -186,6 +186,35 @@ def test_blocks_past_the_keys_are_not_looked_at():
     assert torch.equal(flash_attn_with_kvcache(q, cache.k_cache, cache.v_cache, **cache.arguments), expected)
 
 
+def test_blocks_that_are_only_read_may_be_shared():
+    """Of sequences with the same start, each of which writes into a block of its own."""
+    start, ends = randn(16, 2, HEAD_DIM), (randn(2, 2, HEAD_DIM, seed=1), randn(5, 2, HEAD_DIM, seed=2))
+    blocks = torch.cat((start[None], torch.zeros(2, 16, 2, HEAD_DIM).bfloat16()))
+    for number, end in enumerate(ends):
+        blocks[1 + number, : len(end)] = end
+    new, q = randn(2, 1, 2, HEAD_DIM, seed=3), queries(1, batch=2)
+    table, lengths = int32(0, 1, 0, 2).view(2, 2), int32(18, 21)
+    out = flash_attn_with_kvcache(q, blocks, blocks + 1, new, new, cache_seqlens=lengths, block_table=table)
+    keys = [torch.cat((start, end, row)) for end, row in zip(ends, new)]
+    values = [torch.cat((x[:-1] + 1, x[-1:])) for x in keys]
+    assert torch.equal(out, alone(q, keys, values, {})[0])
+
+
+@pytest.mark.parametrize("is_pack", [False, True])
+def test_a_rotary_table_needs_the_rows_that_are_looked_up(is_pack):
+    """Without a mask all queries are turned as the first is; with one a sequence needs as many as it has queries."""
+    keys, values = sequences((40, 5))
+    q, new_k, new_v = queries(30, 2), randn(2, 1, 2, HEAD_DIM), randn(2, 1, 2, VALUE_DIM)
+    pack = {"cu_seqlens_q": int32(0, 1, 31)} if is_pack else {}
+    q = q.flatten(0, 1)[:31] if is_pack else q
+    results = []
+    for rows, causal in ((41, False), (99, False), *(((41, True), (99, True)) if is_pack else ())):
+        cache, table = fill("plain", keys, values, CAPACITY), randn(99, 8, seed=4)[:rows]
+        arguments = {"rotary_cos": table, "rotary_sin": table, "causal": causal, **pack, **cache.arguments}
+        results.append(flash_attn_3.flash_attn_with_kvcache(q, cache.k_cache, cache.v_cache, new_k, new_v, **arguments))
+    assert all(map(torch.equal, results[::2], results[1::2]))
+
+
 @pytest.mark.parametrize("block_size", [1, 3, 16, 64])
 def test_block_sizes(block_size):
     keys, values = sequences()

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from dash_attn import demo
+from dash_attn import demo, ops
 
 SIZE = demo.Size(batch=1, seqlen=24, heads=2, head_dim=8, repeats=4)
 
@@ -59,14 +59,20 @@ def test_a_layer_that_differs_is_reported(odd, said, monkeypatch, capsys):
 
 @pytest.mark.parametrize("layer, repeats, status", [(True, True, 0), (False, True, 1), (True, False, 1)])
 def test_exit_status(layer, repeats, status, monkeypatch, capsys):
-    monkeypatch.setattr(demo, "why_cpu", lambda: "no CUDA device")
+    # As after a change of torch: the GPU is there, and the kernels are files that cannot be loaded.
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device=None: "NVIDIA H200")
+    monkeypatch.setattr(ops, "why_no_kernels", "_C.abi3.so cannot be loaded")
     monkeypatch.setattr(demo, "show_layer", lambda size, device: layer)
     monkeypatch.setattr(demo, "show_repeats", lambda size, device: repeats)
     for name in ("show_orders", "show_schedules"):
         monkeypatch.setattr(demo, name, lambda *arguments: None)
     monkeypatch.setattr(demo.sys, "argv", ["demo"])
     assert demo.main() == status
-    assert ("All bits agree: yes" if status == 0 else "All bits agree: NO") in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "On the CPU, with dash_attn's reference (_C.abi3.so cannot be loaded)." in printed
+    assert ("All bits agree: yes" if status == 0 else "All bits agree: NO") in printed
 
 
 def test_digest_is_of_every_byte():

@@ -1,11 +1,13 @@
 """`dropout_p` of the public functions, on CPU tensors."""
 
+import functools
 import math
 
 import pytest
 import torch
 from dropout_float64 import gradients
 from float64_reference import PLAIN, Scores
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
 from dash_attn import (
@@ -244,6 +246,34 @@ def test_probabilities_of_a_pack():
     for b, length in enumerate(LENGTHS):
         assert torch.equal(signed[b, :, :length, :length] >= 0, bits.mask()[b, :, :length, :length])
         assert (signed[b, :, length:] == 0).all() and (signed[b, :, :, length:] == 0).all()
+
+
+@pytest.mark.parametrize("lengths", [(40, 40), (129, 300), (0, 5)], ids=str)
+def test_probabilities_on_a_meta_device_have_their_shape(lengths):
+    q, k, v = (torch.zeros(2, n, heads, 64, dtype=BF16) for n, heads in zip((*lengths, lengths[1]), (4, 2, 2)))
+    of = {"dropout_p": 0.2, "return_attn_probs": True}
+    calls = [(flash_attn_func, (q, k, v)), (flash_attn_kvpacked_func, (q, torch.stack((k, v), dim=2)))]
+    if lengths[0] == lengths[1]:
+        qkv = torch.cat((q, k, v), dim=2)
+        calls.append((functools.partial(flash_attn_qkvpacked_func, num_heads_q=4), (qkv,)))
+    for function, given in calls:
+        expected = function(*given, **of)
+        for found, like in zip(function(*(x.to("meta") for x in given), **of), expected):
+            assert found.is_meta and found.shape == like.shape and found.dtype == like.dtype
+
+
+def test_probabilities_of_a_pack_are_refused_in_a_capture(monkeypatch):
+    """A dense call has no lengths to read."""
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    of = {"dropout_p": 0.2, "return_attn_probs": True}
+    with FakeTensorMode():
+        q, offsets = torch.empty(80, 4, 64, dtype=BF16, device="cuda"), torch.empty(3, dtype=torch.int32, device="cuda")
+        message = "^return_attn_probs must be False in the capture of a CUDA graph with dropout of a pack, whose "
+        with pytest.raises(RuntimeError, match=message):
+            flash_attn_varlen_func(q, q, q, offsets, offsets, 40, 40, **of)
+        flash_attn_varlen_func(q, q, q, offsets, offsets, 40, 40, dropout_p=0.2)
+    cpu, offsets = torch.zeros(80, 4, 64, dtype=BF16), torch.tensor([0, 40, 80], dtype=torch.int32)
+    flash_attn_varlen_func(cpu, cpu, cpu, offsets, offsets, 40, 40, **of)
 
 
 def test_bits_of_probability_zero_change_nothing():

@@ -1,9 +1,11 @@
 """A linear layer that makes bits of dropout, bits made beside other work, and bits that the backward makes again."""
 
 import itertools
+from dataclasses import replace
 
 import pytest
 import torch
+from float64_reference import visible_keys
 from test_dropout import results, saved_for_backward, tensors
 from torch.nn import functional
 
@@ -190,32 +192,59 @@ def test_bits_for_a_mask(mask):
         assert all(map(torch.equal, attention(inputs, dout, found, **mask), expected))
 
 
-def test_bits_for_a_mask_that_hides_less():
-    *inputs, dout = tensors(2, 40)
-    narrow = {"causal": True, "window_size": (10, -1)}
-    attention(inputs, dout, bits_like(causal=True), **narrow)
-    attention(inputs, dout, bits_like(window_size=(10, -1)), **narrow)
-    attention(inputs, dout, bits_like(window_size=(10, 0)), **narrow)
+@pytest.mark.parametrize("of_bits, of_call", [
+    ({"causal": True}, {"causal": True, "window_size": (10, -1)}),
+    ({"causal": True}, {"window_size": (70, 0)}),
+    ({"window_size": (10, 0)}, {"causal": True, "window_size": (10, 9)}),
+    ({"window_size": (40, -1)}, {"causal": True, "window_size": (10, -1)}),
+    ({"window_size": (-1, 30)}, {"causal": True}),
+    ({"window_size": (60, 30)}, {"window_size": (10, 5)}),
+    ({"attention_chunk": 64}, {"attention_chunk": 16}),
+    ({"attention_chunk": 64}, {"attention_chunk": 64, "causal": True}),
+    ({"attention_chunk": 96, "causal": True}, {"attention_chunk": 32, "window_size": (9, 0)}),
+], ids=str)  # fmt: skip
+def test_bits_for_a_mask_that_hides_less(of_bits, of_call):
+    """Also where the blocks of bits that are left out on a GPU hold something else."""
+    *inputs, dout = tensors(2, 150)
+    lengths = {"seqlen_q": 150, "seqlen_k": 150}
+    every, found = bits_like(**lengths), bits_like(**lengths, **of_bits)
+    limits = {"window": found.window_size, "attention_chunk": found.attention_chunk}
+    seen = functional.pad(visible_keys(150, 150, found.causal, **limits), (0, 10, 0, 10))
+    left_out = ~seen.view(5, 32, 5, 32).any(3).any(1)
+    assert left_out.any()
+    found.bits[:, :, left_out] ^= 255
+    expected = attention(inputs, dout, every, **of_call)
+    assert all(map(torch.equal, attention(inputs, dout, found, **of_call), expected))
+    assert not torch.equal(attention(inputs, dout, every)[0], attention(inputs, dout, replace(found, **NO_MASK))[0])
 
 
-OF_MASK = "dropout_bits must be made for the mask of the call, causal=False, window_size=(-1, 7), attention_chunk=0, "
+NO_MASK = {"causal": False, "window_size": (-1, -1), "attention_chunk": 0}
+OF_MASK = (
+    "dropout_bits must be made for no narrower a mask than that of the call, causal=False, window_size=(-1, 7), "
+    "attention_chunk={}, got bits of causal={}, window_size={}, attention_chunk={}"
+)
 
 
 @pytest.mark.parametrize("bits, message", [
-    ({"causal": True},
-     OF_MASK + "or for none, got bits of causal=True, window_size=(-1, -1), attention_chunk=0"),
-    ({"window_size": (3, 7)},
-     OF_MASK + "or for none, got bits of causal=False, window_size=(3, 7), attention_chunk=0"),
-    ({"attention_chunk": 8},
-     OF_MASK + "or for none, got bits of causal=False, window_size=(-1, -1), attention_chunk=8"),
+    ({"causal": True}, OF_MASK.format(12, True, (-1, -1), 0)),
+    ({"window_size": (3, 7)}, OF_MASK.format(12, False, (3, 7), 0)),
+    ({"window_size": (-1, 6)}, OF_MASK.format(12, False, (-1, 6), 0)),
+    ({"attention_chunk": 6}, OF_MASK.format(12, False, (-1, -1), 6)),
+    ({"attention_chunk": 32}, OF_MASK.format(12, False, (-1, -1), 32)),
     ({"window_size": (-1, 7), "seqlen_k": 39},
      "dropout_bits that were made for a mask must be of the call's 40 queries and 40 keys, got bits of 40 and 39"),
 ], ids=str)  # fmt: skip
 def test_bits_for_another_mask_raise(bits, message):
     *inputs, dout = tensors(2, 40)
     with pytest.raises(ValueError) as raised:
-        attention(inputs, dout, bits_like(**bits), window_size=(-1, 7))
+        attention(inputs, dout, bits_like(**bits), window_size=(-1, 7), attention_chunk=12)
     assert str(raised.value) == message
+
+
+def test_bits_of_chunks_are_for_no_call_without():
+    *inputs, dout = tensors(2, 40)
+    with pytest.raises(ValueError, match="^dropout_bits must be made for no narrower a mask than that of the call, "):
+        attention(inputs, dout, bits_like(attention_chunk=8))
 
 
 def test_bits_for_a_mask_are_of_no_pack():

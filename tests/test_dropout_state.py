@@ -2,6 +2,7 @@
 
 import math
 
+import numpy as np
 import pytest
 import torch
 
@@ -54,7 +55,12 @@ P = "p must be from 0 to below 1 in fp32, got "
     ({"seqlen_q": 2**30}, ValueError, "seqlen_q must be from 0 to 1073741823, got 1073741824"),
     ({"seqlen_k": -1}, ValueError, "seqlen_k must be from 0 to 1073741823, got -1"),
     ({"mapping": "cudnn"}, ValueError, "mapping must be one of 'bit_sliced', 'flash_attention_2', got 'cudnn'"),
+    ({"p": np.array([0.1, 0.2])}, TypeError,
+     "p must be a number from 0 to below 1, got numpy.ndarray of shape (2,)"),
+    ({"p": 10**400}, ValueError, P + "an integer of 1329 bits"),
     ({"rounds": 5}, ValueError, "rounds must be one of 7, 10, got 5"),
+    ({"rounds": 7.0}, TypeError, "rounds must be an int, got 7.0"),
+    ({"rounds": np.array([7, 10])}, TypeError, "rounds must be an int, got numpy.ndarray of shape (2,)"),
     ({"mapping": "flash_attention_2", "rounds": 10}, ValueError,
      "rounds must be 7 with mapping='flash_attention_2', as FlashAttention-2 has, got 10"),
     ({"first_head": -1}, ValueError, "first_head must be from 0 to 65534, got -1"),

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import dash_attn
-from dash_attn import build_record, info
+from dash_attn import build_record, info, ops
 
 PACKAGE = pathlib.Path(dash_attn.__file__).parent
 RECORD = (
@@ -86,6 +86,20 @@ def test_info_fails_with_its_self_check(monkeypatch, capsys):
     monkeypatch.setattr(info.dash_attn, "flash_attn_func", lambda q, k, v, causal: (q + k + v) * 0.5)
     assert info.main([]) == 1
     assert "FAILED" in (printed := capsys.readouterr().out) and "the output differs from plain PyTorch" in printed
+
+
+@pytest.mark.parametrize("not_loaded, capability, why", [
+    (None, (9, 0), None),
+    (None, (10, 0), "they need a GPU of compute capability 9.0 (Hopper), here is a GPU (10.0)"),
+    (None, None, "torch sees no CUDA device"),
+    ("_C.abi3.so cannot be loaded", (9, 0), "_C.abi3.so cannot be loaded"),
+], ids=str)  # fmt: skip
+def test_why_no_kernels_run(monkeypatch, not_loaded, capability, why):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: capability is not None)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device=None: "a GPU")
+    monkeypatch.setattr(ops, "why_no_kernels", not_loaded)
+    assert info.why_no_kernels_run() == why
 
 
 def test_every_door_is_listed():

@@ -8,6 +8,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from .. import checks
+
 __all__ = [
     "index_first_axis",
     "index_put_first_axis",
@@ -48,7 +50,21 @@ def index_put_first_axis(values: Tensor, indices: Tensor, first_axis_dim: int) -
 
     Returns:
         (first_axis_dim, ...), values[i] in row indices[i].
+
+    Raises:
+        TypeError, ValueError: an argument has a wrong type, shape or value; indices out of range are an error on the
+            device on a GPU.
     """
+    checks.check_tensors({"values": values, "indices": indices})
+    if values.dim() < 1 or indices.shape != values.shape[:1]:
+        raise ValueError(
+            f"indices must have an entry for each row of the values, of shape {tuple(values.shape)}, got "
+            f"{tuple(indices.shape)}"
+        )
+    if indices.dtype != torch.int64:
+        raise TypeError(f"indices must be torch.int64, got {indices.dtype}")
+    inside = ((indices >= 0) & (indices < first_axis_dim)).all()
+    checks.check_values(inside, f"indices must be from 0 to below the {first_axis_dim} rows of the result, got others")
     return values.new_zeros(first_axis_dim, *values.shape[1:]).index_copy(0, indices, values)
 
 
@@ -60,7 +76,7 @@ def unpad_input(
     Args:
         hidden_states: (batch, seqlen, ...).
         attention_mask: (batch, seqlen), bool or integers 1 for tokens, 0 for padding.
-        unused_mask: like attention_mask, 1 for tokens that have a place in the pack without being used.
+        unused_mask: like attention_mask, 1 for other tokens, which have a place in the pack without being used.
 
     Returns:
         tokens: (total, ...), those of either mask.
@@ -68,8 +84,16 @@ def unpad_input(
         cu_seqlens: int32 (batch + 1,), where the sequences of the pack begin and end.
         max_seqlen: the longest of them.
         seqused: int32 (batch,), tokens of each in attention_mask.
+
+    Raises:
+        TypeError, ValueError: an argument has a wrong type, shape or value; values are an error on the device on a GPU.
     """
-    placed = attention_mask if unused_mask is None else attention_mask + unused_mask
+    placed, name = attention_mask, "attention_mask"
+    _check_mask(hidden_states, attention_mask, name)
+    if unused_mask is not None:
+        _check_mask(hidden_states, unused_mask, "unused_mask")
+        placed, name = attention_mask + unused_mask, "attention_mask + unused_mask"
+    checks.check_values(((placed == 0) | (placed == 1)).all(), f"{name} must hold 0 and 1 alone, got other values")
     indices = placed.flatten().nonzero().flatten()
     cu_seqlens, max_seqlen = _lengths(placed.sum(dim=-1, dtype=torch.int32))
     used = attention_mask.sum(dim=-1, dtype=torch.int32)
@@ -89,9 +113,18 @@ def unpad_input_for_concatenated_sequences(
     Returns:
         tokens, indices, cu_seqlens and max_seqlen as from `unpad_input`, with an entry of cu_seqlens for every
         sequence.
+
+    Raises:
+        TypeError, ValueError: an argument has a wrong type, shape or value; values are an error on the device on a GPU.
     """
+    _check_mask(hidden_states, attention_mask_in_length, "attention_mask_in_length", takes_bool=False)
     in_row = attention_mask_in_length.sum(dim=-1, keepdim=True)
-    places = torch.arange(attention_mask_in_length.shape[-1], device=in_row.device)
+    seqlen = attention_mask_in_length.shape[1]
+    fits = (attention_mask_in_length >= 0).all() & (in_row <= seqlen).all()
+    checks.check_values(
+        fits, f"attention_mask_in_length must hold lengths whose sum in a row is at most seqlen, {seqlen}, got others"
+    )
+    places = torch.arange(seqlen, device=in_row.device)
     indices = (places < in_row).flatten().nonzero().flatten()
     lengths = attention_mask_in_length[attention_mask_in_length != 0]
     cu_seqlens, max_seqlen = _lengths(lengths)
@@ -99,11 +132,26 @@ def unpad_input_for_concatenated_sequences(
 
 
 def pad_input(hidden_states: Tensor, indices: Tensor, batch: int, seqlen: int) -> Tensor:
-    """The inverse of `unpad_input`: (total, ...) to (batch, seqlen, ...), zeros where `indices` leave places free."""
+    """The inverse of `unpad_input`: (total, ...) to (batch, seqlen, ...), zeros where `indices` leave places free.
+
+    Raises:
+        TypeError, ValueError: as `index_put_first_axis` of batch * seqlen rows.
+    """
     return index_put_first_axis(hidden_states, indices, batch * seqlen).unflatten(0, (batch, seqlen))
 
 
 def _lengths(seqlens: Tensor) -> tuple[Tensor, int]:
-    """Offsets of a pack, and its longest sequence."""
+    """Offsets of a pack, and its longest sequence; of no sequences it is 0."""
     cu_seqlens = torch.nn.functional.pad(seqlens.cumsum(dim=0, dtype=torch.int32), (1, 0))
-    return cu_seqlens, int(seqlens.max())
+    return cu_seqlens, int(seqlens.max()) if seqlens.numel() else 0
+
+
+def _check_mask(hidden_states: Tensor, mask: Tensor, name: str, *, takes_bool: bool = True) -> None:
+    checks.check_tensors({"hidden_states": hidden_states, name: mask})
+    if mask.is_floating_point() or mask.is_complex() or (mask.dtype == torch.bool and not takes_bool):
+        raise TypeError(f"{name} must be of {'bool or ' if takes_bool else ''}an integer dtype, got {mask.dtype}")
+    if hidden_states.dim() < 2 or mask.shape != hidden_states.shape[:2]:
+        raise ValueError(
+            f"{name} must be (batch, seqlen) as hidden_states is, of shape {tuple(hidden_states.shape)}, got "
+            f"{tuple(mask.shape)}"
+        )

@@ -104,21 +104,12 @@ def check_around_pack(
         like_name = name.removeprefix("d")
         like = {"q": q, "k": k, "v": v}[like_name]
         _check_like(name, x, f"the shape of {like_name}", like.shape, like_name, like)
-        if any(stride == 0 and size > 1 for stride, size in zip(x.stride(), x.shape)):
-            raise ValueError(f"{name} must have one memory location per element, got strides {x.stride()}")
     if pack.queries:
         lse_shape = (q.shape[0], q.shape[2], q.shape[1])
         if softmax_lse.shape != lse_shape:
             what = f"shape (batch, heads, seqlen_q) = {lse_shape}"
             raise ValueError(f"softmax_lse must have {what}, got {tuple(softmax_lse.shape)}")
-    # A compiler's tensors are nowhere.
-    if torch.compiler.is_compiling():
-        return
-    others = read | {"q": q, "k": k, "v": v, "softmax_lse": softmax_lse} | written
-    for name, x in written.items():
-        for other_name, other in others.items():
-            if other_name != name and _share_memory(x, other):
-                raise ValueError(f"{name} must not share memory with {other_name}")
+    checks.check_written(written, read | {"q": q, "k": k, "v": v, "softmax_lse": softmax_lse})
 
 
 def _check_like(name: str, x: Tensor, what: str, shape: torch.Size, like_name: str, like: Tensor) -> None:
@@ -128,18 +119,6 @@ def _check_like(name: str, x: Tensor, what: str, shape: torch.Size, like_name: s
         raise TypeError(f"{name} must have the dtype of {like_name}, {like.dtype}, got {x.dtype}")
     if x.device != like.device:
         raise ValueError(f"{name} must be on the device of {like_name}, {like.device}, got {x.device}")
-
-
-def _share_memory(x: Tensor, other: Tensor) -> bool:
-    """Exact for dense tensors, as in the op; of others only equal starts are noticed."""
-    storages = [tensor.untyped_storage()._cdata for tensor in (x, other)]
-    if storages[0] != storages[1] or x.numel() == 0 or other.numel() == 0:
-        return False
-    starts = [tensor.storage_offset() * tensor.element_size() for tensor in (x, other)]
-    spans = [1 + sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride())) for tensor in (x, other)]
-    if starts[0] == starts[1] or spans != [x.numel(), other.numel()]:
-        return starts[0] == starts[1]
-    return starts[0] < starts[1] + other.nbytes and starts[1] < starts[0] + x.nbytes
 
 
 def minus_infinity_without_keys(softmax_lse: Tensor) -> Tensor:

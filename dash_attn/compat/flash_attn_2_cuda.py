@@ -15,7 +15,6 @@ from .calls import Lengths
 __all__ = ["bwd", "fwd", "varlen_bwd", "varlen_fwd"]
 
 _NO_OUT = "the output is allocated"
-_NO_GENERATOR = "dropout is not supported"
 
 
 def fwd(
@@ -25,7 +24,7 @@ def fwd(
 ) -> list[Tensor]:  # fmt: skip
     """[out, softmax_lse, empty, rng_state] of `_flash_attn_forward`; out and gen: None only."""
     checks.reject_given(_NO_OUT, out=out)
-    checks.reject_given(_NO_GENERATOR, gen=gen)
+    checks.reject_given(checks.DROPOUT, gen=gen)
     return list(
         flash_attn_2._flash_attn_forward(
             q, k, v, p_dropout, softmax_scale, is_causal, window_size_left, window_size_right, softcap, alibi_slopes,
@@ -42,7 +41,7 @@ def varlen_fwd(
 ) -> list[Tensor]:  # fmt: skip
     """[out, softmax_lse, empty, rng_state] of `_flash_attn_varlen_forward`; out and gen: None only."""
     checks.reject_given(_NO_OUT, out=out)
-    checks.reject_given(_NO_GENERATOR, gen=gen)
+    checks.reject_given(checks.DROPOUT, gen=gen)
     return list(
         flash_attn_2._flash_attn_varlen_forward(
             q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, p_dropout, softmax_scale, is_causal,
@@ -59,7 +58,7 @@ def bwd(
     gen: torch.Generator | None, rng_state: Tensor | None,
 ) -> list[Tensor]:  # fmt: skip
     """[dq, dk, dv, softmax_d] of `_flash_attn_backward`; a gradient that is None is allocated. gen: None only."""
-    checks.reject_given(_NO_GENERATOR, gen=gen)
+    checks.reject_given(checks.DROPOUT, gen=gen)
     return list(
         flash_attn_2.all_of_backward(
             dout, q, k, v, out, softmax_lse, dq, dk, dv, Lengths(), p_dropout, softmax_scale, is_causal,
@@ -76,7 +75,7 @@ def varlen_bwd(
     rng_state: Tensor | None,
 ) -> list[Tensor]:  # fmt: skip
     """`bwd` by `_flash_attn_varlen_backward`."""
-    checks.reject_given(_NO_GENERATOR, gen=gen)
+    checks.reject_given(checks.DROPOUT, gen=gen)
     return list(
         flash_attn_2.all_of_backward(
             dout, q, k, v, out, softmax_lse, dq, dk, dv, Lengths(cu_seqlens_q, cu_seqlens_k), p_dropout, softmax_scale,

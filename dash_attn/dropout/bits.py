@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import operator
 from typing import Any
 
@@ -209,6 +210,7 @@ def checked_request(
     first_key = _block_start("first_key", first_key, seqlen_k)
     if mapping not in MAPPINGS:
         raise ValueError(f"mapping must be one of {', '.join(map(repr, MAPPINGS))}, got {mapping!r}")
+    checks.check_int("rounds", rounds, "an int")
     if rounds not in ROUNDS:
         raise ValueError(f"rounds must be one of {', '.join(map(str, ROUNDS))}, got {rounds!r}")
     if mapping == "flash_attention_2" and rounds != 7:
@@ -279,7 +281,8 @@ def dropout_bits(
         first_query, first_key: likewise, of the rows of a sequence; multiples of 32.
         causal, window_size, attention_chunk: the mask of the attention to come, as `flash_attn_func` takes it. Blocks
             of bits that no query sees under it are left out, and hold anything: a causal mask saves half. Such bits go
-            with sequences of just these lengths, no pack, and a mask that hides as much at least. Default: all bits.
+            with sequences of just these lengths, no pack, and a mask each of whose limits hides as much at least: no
+            side of its window is larger, causal being a right side of 0, and its chunk divides theirs. Default: all.
         keep_bits: whether attention that is given these keeps them for its backward. If False it keeps the state, 16
             bytes, and its backward makes the bits again; that takes the default mapping and rounds, all heads, and no
             first_query nor first_key.
@@ -303,9 +306,12 @@ def as_probability(name: str, p: object) -> float:
     Raises:
         TypeError, ValueError: it is not.
     """
-    if isinstance(p, (bool, torch.Tensor)) or not hasattr(p, "__float__"):
+    if isinstance(p, (bool, torch.Tensor)) or not hasattr(p, "__float__") or getattr(p, "shape", None):
         raise TypeError(f"{name} must be a number from 0 to below 1, got {checks.describe(p)}")
-    value = float(p)
+    try:
+        value = float(p)
+    except OverflowError:
+        value = math.inf
     # 1 - p is made in fp32, where it must not be 0: from here on p is 1 there.
     if not 0 <= value < 1 - 2.0**-25:
         raise ValueError(f"{name} must be from 0 to below 1 in fp32, got {checks.describe(p)}")

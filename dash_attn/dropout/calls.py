@@ -49,6 +49,7 @@ def keywords(
     mask: tuple[bool, Any, Any, Any],
     is_pack: bool,
     max_seqlens: Mapping[str, int | Tensor] | None,
+    return_attn_probs: bool,
 ) -> dict[str, object]:
     """Those of the ops, none where p is 0. A state is drawn where there are no bits. With bits that are not to be kept
     goes their state, of which the backward makes them again.
@@ -60,13 +61,21 @@ def keywords(
         mask: causal, the window's sides and attention_chunk.
         is_pack: whether named are rows of a pack.
         max_seqlens: of a pack, the most rows that one of its sequences has, by the names of the arguments.
+        return_attn_probs: whether `signed_probabilities` are to be made of the call.
 
     Raises:
         TypeError: a length of max_seqlens is needed and a tensor.
         ValueError: the bits were made for another mask, or under a mask for other lengths.
+        RuntimeError: signed_probabilities of a pack are wanted of a call that is captured in a CUDA graph.
     """
     if p == 0:
         return {}
+    any_tensor = next(iter(named.values()))
+    if return_attn_probs and is_pack and any_tensor.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        raise RuntimeError(
+            "return_attn_probs must be False in the capture of a CUDA graph with dropout of a pack, whose lengths it "
+            "would read, got True"
+        )
     given: dict[str, object] = {"dropout_p": p}
     if dropout_bits is not None:
         # Of wrong ranks the op says what is wrong.
@@ -85,7 +94,7 @@ def keywords(
             raise TypeError(f"{name} must be an int with dropout_p above 0, got {checks.describe(length)}")
         is_as_the_op_takes_it = type(length) is int or isinstance(length, torch.SymInt)
         given[name] = length if is_as_the_op_takes_it else operator.index(length)
-    state = DropoutState.draw(next(iter(named.values())).device) if dropout_bits is None else dropout_bits.state
+    state = DropoutState.draw(any_tensor.device) if dropout_bits is None else dropout_bits.state
     return {**given, "rng_state": state.rng_state}
 
 
@@ -104,13 +113,13 @@ def _check_mask_of_bits(
         return f"causal={causal}, window_size={(left, right)}, attention_chunk={chunk}"
 
     own = (bits.causal, *bits.window_size, bits.attention_chunk)
-    # Each limit of the bits' must be one of the call's.
-    (_, *own_limits), (_, *limits) = (
-        (causal, left, 0 if causal else right, chunk or -1) for causal, left, right, chunk in (own, mask)
+    (*own_sides, own_chunk), (*sides, chunk) = (
+        (left, 0 if causal else right, chunk) for causal, left, right, chunk in (own, mask)
     )
-    if any(of_bits not in (-1, of_call) for of_bits, of_call in zip(own_limits, limits)):
+    is_within = all(of_bits == -1 or 0 <= of_call <= of_bits for of_bits, of_call in zip(own_sides, sides))
+    if not is_within or (own_chunk and (not chunk or own_chunk % chunk)):
         raise ValueError(
-            f"dropout_bits must be made for the mask of the call, {described(mask)}, or for none, got bits of "
+            f"dropout_bits must be made for no narrower a mask than that of the call, {described(mask)}, got bits of "
             f"{described(own)}"
         )
     if is_pack:
@@ -135,7 +144,7 @@ def signed_probabilities(
     """What FlashAttention-2 calls S_dmask: (batch, heads, seqlen_q, seqlen_k) like q, lengths rounded up to 128.
 
     P with the sign that says what dropout did, below 0 is dropped; 0 where no key is seen. Of a pack the lengths are
-    those of its longest sequence.
+    those of its longest sequence, for which it waits for the GPU. On a meta device, where they are not known, (0,).
 
     Args:
         named: q and k, q and kv, or qkv, as the public functions take them.
@@ -147,6 +156,10 @@ def signed_probabilities(
         mask: as `dash_attn.reference.forward` takes it.
     """
     q, k = (x.detach() for x in _queries_and_keys(named, num_heads_q))
+    if q.device.type == "meta":
+        if pack is not None:
+            return q.new_empty(0)
+        return q.new_empty(q.shape[0], q.shape[2], *(_rounded_up(x.shape[1]) for x in (q, k)))
     scale = scores["softmax_scale"]
     scores = {**scores, "softmax_scale": q.shape[-1] ** -0.5 if scale is None else scale}
     slopes = scores.pop("alibi_slopes")
@@ -172,12 +185,15 @@ def signed_probabilities(
         own = {**scores, "alibi_slopes": of_sequence, "keep": keep, **mask}
         parts.append((number, reference.signed_probabilities(q_rows, k_rows, lse, **own)))
     sizes = [max((part.shape[dim] for _, part in parts), default=0) for dim in (2, 3)]
-    rows, columns = (-(-size // _PROBABILITY_MULTIPLE) * _PROBABILITY_MULTIPLE for size in sizes)
-    whole = q.new_zeros(batch, heads, rows, columns)
+    whole = q.new_zeros(batch, heads, *map(_rounded_up, sizes))
     for number, part in parts:
         target = whole if number is None else whole[number : number + 1]
         target[:, :, : part.shape[2], : part.shape[3]] = part
     return whole
+
+
+def _rounded_up(length: int) -> int:
+    return -(-length // _PROBABILITY_MULTIPLE) * _PROBABILITY_MULTIPLE
 
 
 def _queries_and_keys(named: Mapping[str, Tensor], num_heads_q: int | None) -> tuple[Tensor, Tensor]:

@@ -26,6 +26,7 @@ from megatron.core.transformer.utils import (
 from torch import Tensor
 
 from .. import flash_attn_func, flash_attn_varlen_func
+from ..checks import check_values
 
 __all__ = ["DashAttention", "with_dash_attention"]
 
@@ -33,6 +34,7 @@ Spec = TypeVar("Spec")
 _REPLACED = ("DotProductAttention", "TEDotProductAttention")
 _CAUSAL = (AttnMaskType.causal, AttnMaskType.padding_causal, AttnMaskType.causal_bottom_right)
 _PADDED = (AttnMaskType.padding, AttnMaskType.padding_causal)
+_ONE_RANK = "{} (this door does not take context parallelism; dash_attn.distributed has it)"
 # Settings under which another attention would have to be computed, or more than the output returned.
 _OFF = ("fp8_dot_product_attention", "fp8_multi_head_attention", "qk_clip", "log_max_attention_logit")
 
@@ -91,10 +93,8 @@ class DashAttention(MegatronModule):
         super().__init__(config=config)
         dropout = config.attention_dropout if attention_dropout is None else attention_dropout
         _require(dropout == 0, "attention_dropout", "0.0 (--attention-dropout 0)", dropout)
-        _require(
-            config.context_parallel_size == 1, "context_parallel_size",
-            "1 until dash_attn.distributed is there", config.context_parallel_size,
-        )  # fmt: skip
+        ranks = config.context_parallel_size
+        _require(ranks == 1, "context_parallel_size", _ONE_RANK.format(1), ranks)
         for name in _OFF:
             _require(not getattr(config, name, False), name, "False", getattr(config, name, False))
         _require(num_splits in (None, 1), "num_splits", "None or 1", num_splits)
@@ -207,7 +207,7 @@ class DashAttention(MegatronModule):
             )
         padding = attention_mask.reshape(batch, seqlen).to(torch.bool)
         at_the_end = (padding[:, 1:] >= padding[:, :-1]).all()
-        _require_of_mask(at_the_end, "have its padding at the end of each sequence, got some before it")
+        check_values(at_the_end, "attention_mask must have its padding at the end of each sequence, got some before it")
         lengths = (~padding).sum(dim=1, dtype=torch.int32)
         offsets = torch.arange(0, (batch + 1) * seqlen, seqlen, dtype=torch.int32, device=query.device)
         q, k, v = (x.transpose(0, 1).flatten(0, 1) for x in (query, key, value))
@@ -227,7 +227,7 @@ class DashAttention(MegatronModule):
         _require(packed.qkv_format == "thd", "packed_seq_params.qkv_format", "'thd'", packed.qkv_format)
         group = getattr(packed, "cp_group", None)
         ranks = 1 if group is None else group.size()
-        _require(ranks == 1, "packed_seq_params.cp_group", "of one rank until dash_attn.distributed is there", ranks)
+        _require(ranks == 1, "packed_seq_params.cp_group", _ONE_RANK.format("of one rank"), ranks)
         if arguments["causal"] and self.attention_type == "cross" and mask_type != AttnMaskType.causal_bottom_right:
             _require(False, "attn_mask_type", "no_mask, padding or causal_bottom_right in a cross attention", mask_type)
         offsets_q, used_q = _rows_of(packed.cu_seqlens_q, packed.cu_seqlens_q_padded)
@@ -254,18 +254,11 @@ def _require_causal(mask: Tensor, seqlen_q: int, seqlen_k: int, batch: int) -> N
             f"attention_mask under a causal attn_mask_type must be None or {shapes}, got {tuple(mask.shape)}"
         )
     unseen = torch.ones(seqlen_q, seqlen_k, dtype=torch.bool, device=mask.device).triu_(1 + seqlen_k - seqlen_q)
-    _require_of_mask(
+    check_values(
         (mask.to(torch.bool) == unseen).all(),
-        "be the causal mask under a causal attn_mask_type, got another: leave out --reset-attention-mask, and pass "
-        "packed documents by packed_seq_params",
+        "attention_mask must be the causal mask under a causal attn_mask_type, got another: leave out "
+        "--reset-attention-mask, and pass packed documents by packed_seq_params",
     )  # fmt: skip
-
-
-def _require_of_mask(holds: Tensor, what: str) -> None:
-    if holds.is_cpu and not holds:
-        raise ValueError(f"attention_mask must {what}")
-    # On a GPU this is an error on the device, so that nothing waits for it.
-    torch._assert_async(holds, f"attention_mask must {what}")
 
 
 def _require(holds: bool, name: str, allowed: str, value: object) -> None:

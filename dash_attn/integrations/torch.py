@@ -35,7 +35,6 @@ __all__ = ["activate", "is_active", "register", "restore"]
 
 NAME = "dash_attn"
 _DISPATCH_KEYS = {"cuda": "CUDA", "cpu": "CPU"}
-_HOPPER = (9, 0)
 _DTYPES = (torch.bfloat16, torch.float16)
 _MAX_HEAD_DIM = 256
 _HEAD_DIM_MULTIPLE = 8
@@ -68,7 +67,7 @@ def activate(
             keep the bits of that forward, and the gradients are deterministic.
         device_types: the devices whose tensors are served: "cuda" and "cpu". On a CPU dash_attn's slow reference is
             the kernel, for tests; PyTorch's functions choose it there for bf16 and fp16.
-        fallback: what becomes of a call that dash_attn has no kernel for: dropout, ALiBi slopes, paged keys
+        fallback: what becomes of a call that this module does not serve: dropout, ALiBi slopes, paged keys
             (block_table), a head_dim above 256 or no multiple of 8, other dtypes, GPUs that are not Hopper's. "former":
             the kernel that it replaces runs, with a warning for the first call of each kind; its gradients have the
             same bits in every run only under torch.use_deterministic_algorithms(True). "error": NotImplementedError.
@@ -176,34 +175,34 @@ def _registered_forward(forward: object) -> Callable[..., Any] | None:
     return others[_one_of("forward", forward, (NAME, "torch", *others))]
 
 
-class _NoKernel(Exception):
-    """What a call asks for that dash_attn has no kernel for: the kind of it, and the words for it."""
+class _NotServed(Exception):
+    """What a call asks for that this module does not serve: the kind of it, and the words for it."""
 
     def __init__(self, kind: str, what: str):
         super().__init__(what)
         self.kind = kind
 
 
-def _require_kernel(query: Tensor, value: Tensor, dropout_p: float, **unserved: object) -> None:
-    """Raises _NoKernel unless the kernels serve these tensors. `unserved`: arguments that must be None or False."""
+def _require_served(query: Tensor, value: Tensor, dropout_p: float, **unserved: object) -> None:
+    """Raises _NotServed unless the kernels serve these tensors. `unserved`: arguments that must be None or False."""
     if query.dtype not in _DTYPES:
-        raise _NoKernel("dtype", f"tensors of dtype {query.dtype}")
-    if query.is_cuda and _capability(query.device.index) != _HOPPER:
-        raise _NoKernel("device", f"GPUs of compute capability {_capability(query.device.index)}")
+        raise _NotServed("dtype", f"tensors of dtype {query.dtype}")
+    if query.is_cuda and _capability(query.device.index) != _ops.HOPPER:
+        raise _NotServed("device", f"GPUs of compute capability {_capability(query.device.index)}")
     for head_dim in (query.size(-1), value.size(-1)):
         if head_dim > _MAX_HEAD_DIM or head_dim % _HEAD_DIM_MULTIPLE:
-            raise _NoKernel("head_dim", f"a head_dim of {head_dim}")
+            raise _NotServed("head_dim", f"a head_dim of {head_dim}")
     if dropout_p != 0.0:
-        raise _NoKernel("dropout_p", f"dropout_p={dropout_p}")
+        raise _NotServed("dropout_p", f"dropout_p={dropout_p}")
     for name, argument in unserved.items():
         if argument is not None and argument is not False:
-            raise _NoKernel(name, name)
+            raise _NotServed(name, name)
 
 
 def _require_square_if_causal(query: Tensor, key: Tensor, is_causal: bool) -> None:
     """On a CPU, PyTorch aligns the first query with the first key; our mask aligns the last ones."""
     if is_causal and query.size(2) != key.size(2):
-        raise _NoKernel("is_causal", f"is_causal with {query.size(2)} queries and {key.size(2)} keys")
+        raise _NotServed("is_causal", f"is_causal with {query.size(2)} queries and {key.size(2)} keys")
 
 
 @functools.cache
@@ -256,7 +255,7 @@ class _Ops:
     def _scaled_dot_product_flash_attention(
         self, query, key, value, dropout_p=0.0, is_causal=False, return_debug_mask=False, *, scale=None
     ):  # fmt: skip
-        _require_kernel(query, value, dropout_p, return_debug_mask=return_debug_mask)
+        _require_served(query, value, dropout_p, return_debug_mask=return_debug_mask)
         out, softmax_lse = self._sdpa_results(query, key, value, scale, is_causal)
         return out, softmax_lse, None, None, query.size(2), key.size(2), *_unused_results(query)
 
@@ -264,7 +263,7 @@ class _Ops:
         self, grad_out, query, key, value, out, logsumexp, cum_seq_q, cum_seq_k, max_q, max_k, dropout_p, is_causal,
         philox_seed, philox_offset, *, scale=None,
     ):  # fmt: skip
-        _require_kernel(query, value, dropout_p)
+        _require_served(query, value, dropout_p)
         return self._sdpa_gradients(
             grad_out, query, key, value, out, logsumexp, [torch.empty_like(x) for x in (query, key, value)], scale,
             is_causal,
@@ -283,7 +282,7 @@ class _Ops:
     def _scaled_dot_product_flash_attention_for_cpu(
         self, query, key, value, dropout_p=0.0, is_causal=False, *, attn_mask=None, scale=None
     ):  # fmt: skip
-        _require_kernel(query, value, dropout_p, attn_mask=attn_mask)
+        _require_served(query, value, dropout_p, attn_mask=attn_mask)
         _require_square_if_causal(query, key, is_causal)
         out, softmax_lse = self._sdpa_results(query, key, value, scale, is_causal)
         # The layouts that torch's CPU kernel has.
@@ -293,7 +292,7 @@ class _Ops:
     def _scaled_dot_product_flash_attention_for_cpu_backward(
         self, grad_out, query, key, value, out, logsumexp, dropout_p, is_causal, *, attn_mask=None, scale=None
     ):  # fmt: skip
-        _require_kernel(query, value, dropout_p, attn_mask=attn_mask)
+        _require_served(query, value, dropout_p, attn_mask=attn_mask)
         _require_square_if_causal(query, key, is_causal)
         gradients = [
             torch.empty_permuted(x.shape, (0, 2, 1, 3), dtype=x.dtype, device=x.device) for x in (query, key, value)
@@ -328,7 +327,7 @@ class _Ops:
         window_right, seqused_k, alibi_slopes, block_table,
     ):  # fmt: skip
         # num_splits, which no caller hands on, is a hint of how to divide the keys: here they are never divided.
-        _require_kernel(
+        _require_served(
             query, value, dropout_p, return_debug_mask=return_debug_mask, alibi_slopes=alibi_slopes,
             block_table=block_table,
         )  # fmt: skip
@@ -340,7 +339,7 @@ class _Ops:
         self, grad_out, query, key, value, out, logsumexp, cum_seq_q, cum_seq_k, max_q, max_k, dropout_p, is_causal,
         rng_state, unused, *, scale=None, window_size_left=None, window_size_right=None,
     ):  # fmt: skip
-        _require_kernel(query, value, dropout_p)
+        _require_served(query, value, dropout_p)
         gradients = [torch.empty_like(x) for x in (query, key, value)]
         pack = (cum_seq_q, cum_seq_k, None, None)
         window = as_window((window_size_left, window_size_right))
@@ -440,7 +439,7 @@ class _FormerCalls:
         self._warned: dict[str, object] = {}
 
     def behind(self, op: str, dispatch_key: str, compute: Callable[..., Any]) -> Callable[..., Any]:
-        """`compute` as a kernel for the dispatcher; where it raises _NoKernel, the op's former kernel is called."""
+        """`compute` as a kernel for the dispatcher; where it raises _NotServed, the op's former kernel is called."""
         try:
             former = torch.library.get_kernel(f"aten::{op}", dispatch_key)
         except RuntimeError:  # there is none
@@ -449,14 +448,14 @@ class _FormerCalls:
         def kernel(keyset: torch._C.DispatchKeySet, *args: Any, **kwargs: Any) -> Any:
             try:
                 return compute(*args, **kwargs)
-            except _NoKernel as missing:
+            except _NotServed as missing:
                 kind, what = missing.kind, str(missing)
             if former is None or self._fallback == "error":
                 self._refuse(op, what, former is None)
             mine = object()
             if self._warned.setdefault(kind, mine) is mine:
                 warnings.warn(
-                    f"dash_attn has no kernel for {what}: {op} runs the one that it replaces, whose gradients need "
+                    f"{__name__} does not serve {what}: {op} runs the kernel that it replaces, whose gradients need "
                     "torch.use_deterministic_algorithms(True) to have the same bits in every run; "
                     "activate(fallback='error') raises instead",
                     stacklevel=2,
@@ -467,4 +466,4 @@ class _FormerCalls:
 
     def _refuse(self, op: str, what: str, has_no_former: bool) -> NoReturn:
         why = "and PyTorch has none here either" if has_no_former else "and fallback is 'error'"
-        raise NotImplementedError(f"{op}: dash_attn has no kernel for {what}, {why}")
+        raise NotImplementedError(f"{op}: {__name__} does not serve {what}, {why}")

@@ -5,6 +5,7 @@ import torch
 import torch.nn.functional as F
 from float64_reference import visible_keys
 
+from dash_attn import flash_attn_func
 from dash_attn.dropout import DropoutState, dropout_bits, layout
 
 SIZES = dict(batch=3, heads=5, seqlen_q=135, seqlen_k=1100)
@@ -110,6 +111,26 @@ def test_only_dead_blocks_are_left_out(lengths, mask, device):
     # the far ones, where every query sees a key.
     if mask == dict(causal=False) or (mask == dict(causal=True) and lengths[0] <= lengths[1]):
         assert torch.equal(~written, far.expand_as(written))
+
+
+@pytest.mark.parametrize("of_bits, of_call", [
+    (dict(causal=True), dict(causal=True, window_size=(100, 0))),
+    (dict(window_size=(-1, 90)), dict(causal=True)),
+    (dict(window_size=(300, 200)), dict(window_size=(100, 40))),
+    (dict(attention_chunk=280), dict(attention_chunk=70)),
+], ids=str)  # fmt: skip
+def test_bits_for_a_mask_that_hides_less(of_bits, of_call, device):
+    """Serve a call as bits for every pair do, whatever is where blocks were left out."""
+    generator = torch.Generator(device).manual_seed(0)
+    q, k, v, dout = torch.randn(4, 2, 600, 4, 64, device=device, generator=generator).bfloat16().unbind(0)
+    sizes = dict(p=0.1, batch=2, heads=4, seqlen_q=600, seqlen_k=600)
+    results = []
+    for mask in ({}, of_bits):
+        leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+        bits = dropout_bits(DropoutState.of(1, 2, device), **sizes, **mask)
+        out = flash_attn_func(*leaves, dropout_p=0.1, dropout_bits=bits, **of_call)
+        results.append((out, *torch.autograd.grad(out, leaves, dout)))
+    assert all(map(torch.equal, *results))
 
 
 def test_fewer_sms_make_the_same_bits(device, num_sms):

@@ -180,6 +180,19 @@ def test_probabilities_have_the_signs_of_the_state_that_is_drawn(device):
         assert torch.equal(signed[b, :, :length, :length] >= 0, mask[b, :, :length, :length]), b
 
 
+def test_probabilities_are_refused_in_a_capture(device):
+    """Their shape would have to be read; nothing has been captured of the call that is refused."""
+    call = Call.of(device, (70, 0, 33))
+    offsets = call.cu_seqlens, call.cu_seqlens, call.longest, call.longest
+    q, k, v = (x.detach() for x in call.leaves)
+    torch.cuda.synchronize()
+    with torch.cuda.graph(torch.cuda.CUDAGraph()):
+        zeros = torch.zeros_like(q)  # a graph of nothing is warned of
+        with pytest.raises(RuntimeError, match="^return_attn_probs must be False in the capture of a CUDA graph with"):
+            dash_attn.flash_attn_varlen_func(q, k, v, *offsets, dropout_p=0.1, return_attn_probs=True)
+    assert zeros.shape == q.shape
+
+
 def test_longest_lengths_that_are_no_ints_raise_before_anything_runs(device):
     call = Call.of(device, (70, 33))
     longest = torch.tensor(70, device=device)

@@ -224,7 +224,7 @@ def test_forward_of_another_implementation(other, name):
     assert (out == 7).all() and not any((x == 8).all() for x in gradients)
     # What is left to the kernel that was there is left to its own.
     wide, wide_dout = inputs_and_gradient(torch.float32)
-    with pytest.warns(UserWarning, match="_backward runs the one that it replaces"):
+    with pytest.warns(UserWarning, match="_backward runs the kernel that it replaces"):
         assert all((x == 8).all() for x in out_and_gradients(sdpa, wide, wide_dout)[1:])
     door.restore()
     assert other.active == 0
@@ -293,12 +293,12 @@ def former_cases():
 
 
 @pytest.mark.parametrize("case", list(former_cases()))
-def test_what_we_have_no_kernel_for(case):
+def test_what_is_not_served(case):
     """It runs as if we were not there, and is said once; or raises, if that was asked for."""
     (inputs, dout), arguments, words = former_cases()[case]
     expected = out_and_gradients(sdpa, inputs, dout, **arguments)
     door.activate(device_types=CPU)
-    with pytest.warns(UserWarning, match=f"dash_attn has no kernel for {words}: .* the one that it replaces") as said:
+    with pytest.warns(UserWarning, match=f"torch does not serve {words}: .* the kernel that it replaces") as said:
         actual = out_and_gradients(sdpa, inputs, dout, **arguments)
     assert [warning.filename for warning in said] == [__file__]
     assert_same_bits(actual, expected)
@@ -306,7 +306,7 @@ def test_what_we_have_no_kernel_for(case):
         warnings.simplefilter("error")
         assert_same_bits(out_and_gradients(sdpa, inputs, dout, **arguments), expected)
     door.activate(device_types=CPU, fallback="error")
-    with pytest.raises(NotImplementedError, match=f"dash_attn has no kernel for {words}, and fallback is 'error'"):
+    with pytest.raises(NotImplementedError, match=f"torch does not serve {words}, and fallback is 'error'"):
         sdpa(*inputs, **arguments)
 
 
