@@ -83,6 +83,7 @@ def num_sms() -> int:
 def holder(hopper, tmp_path_factory):
     nvcc = sm_holder.find_nvcc()
     if nvcc is None:
-        pytest.skip("nvcc, which compiles the kernel that holds SMs, is not found: set CUDA_HOME")
+        reason = "nvcc, which compiles the kernel that holds SMs, is not found: set CUDA_HOME"
+        pytest.fail(f"{REQUIRE}=1, but {reason}") if os.environ.get(REQUIRE) == "1" else pytest.skip(reason)
     library = sm_holder.build(tmp_path_factory.mktemp("sm_holder"), nvcc)
     return sm_holder.SmHolder(library, torch.cuda.get_device_properties("cuda").multi_processor_count)
