@@ -70,6 +70,11 @@ def test_a_document_quotes_it(result_path, tmp_path, capsys):
         dropout_report.main([str(tmp_path / "none.json"), "--document", str(copy)])
 
 
+def test_the_document_quotes_the_result_that_the_package_brings():
+    text = (document.ROOT / "docs" / "dropout.md").read_text()
+    assert dropout_report.block(model.PACKAGED) in text
+
+
 def test_a_part_that_fails_hides_no_other(tmp_path, monkeypatch, capsys):
     def broken(*_):
         raise RuntimeError("no attention here")

@@ -15,7 +15,7 @@ TRUE = {
     "imad_wide_lanes": 32.0, "logic_lanes": 60.0, "clock_ghz": 1.5, "gemm_tflops": 650.0,
     "gemm_slowdown": 0.3, "generator_slowdown": 0.8, "inside_gemm_slowdown": 0.1, "inside_generator_slowdown": 1.2,
     "hidden_in_attention": 0.25, "hidden_in_backward": -0.5, "forward_use": 1.5, "backward_use": 3.0,
-    "generator_start_us": 4.0, "call_us": -1.0, "fork_us": 6.0,
+    "generator_start_us": 4.0, "call_us": 1.0, "fork_us": 6.0,
 }  # fmt: skip
 EFFICIENCIES = {(7, 4): 0.8, (10, 4): 0.85, (7, 8): 0.9, (10, 8): 0.95}
 
@@ -87,13 +87,13 @@ def row_of(name, seqlen, pass_):
     generator = generator_ms(elements)
     before = gemms["out" if backward else "qkv"]
     calls = 9 if backward else 5
-    rest = sum(gemms.values()) - before + attention + bits + (calls - 1) * -1e-3
+    rest = sum(gemms.values()) - before + attention + bits + (calls - 1) * 1e-3
     at_once = model.together(before, generator, 0.3, 0.8) + 6e-3
     row = {
         "block": name, "seqlen": seqlen, "tokens": tokens, "pass": pass_, "calls": calls, "pairs": pairs,
         "elements": elements, "gemm_ms": gemms, "attention_ms": attention, "attention_bits_ms": attention + bits,
         "generator_ms": {"7": generator, "10": generator_ms(elements, 10)},
-        "sequential_ms": rest + before + generator - 1e-3, "overlapped_ms": rest + at_once,
+        "sequential_ms": rest + before + generator + 1e-3, "overlapped_ms": rest + at_once,
         "fa2_ms": 2 * attention, "fa2_dropout_ms": 2 * attention + inside,
     }  # fmt: skip
     if not backward:
@@ -187,6 +187,25 @@ def test_what_follows_the_model_is_within():
     assert len(found) == 2 * len(model.BLOCKS) * (7 + 6)
     assert max(abs(one.error) for one in found) < 5e-3
     assert model.verdict(found).startswith(f"{len(found)} of {len(found)} predictions are within 10%")
+
+
+def test_a_measurement_counts_once():
+    """Of two blocks of one shape: the second one's row is shown with whose it is, and not counted."""
+    result = made_up()
+    row = next(row for row in result["rows"] if row["block"] == "Llama-3 70B")
+    row |= {"measured_as": "Llama-2 70B", "overlapped_ms": 1.2 * row["overlapped_ms"]}
+    found = model.every(result, model.fitted(result, "x"))
+    report = model.report(result, model.fitted(result, "x"))
+    assert f"{len(found) - 7} of {len(found) - 7} predictions are within 10%" in report
+    assert "overlapped 23 of 23" in report and "Not counted: Llama-3 70B (as Llama-2 70B)." in report
+    assert report.count("| Llama-3 70B (as Llama-2 70B) | 2048 | forward |") == 2
+
+
+def test_a_call_takes_no_time_below_zero():
+    result = made_up()
+    result["overheads"][0]["us"] = -2.19
+    call = model.fitted(result, "x").settings.call_us
+    assert (call.value, call.source) == (0.0, "measured: x: so, -2.19, taken for 0")
 
 
 def test_what_does_not_is_named():

@@ -2,6 +2,7 @@
 
 import ctypes
 import dataclasses
+import importlib.util
 import itertools
 import math
 import pathlib
@@ -30,6 +31,20 @@ def inputs():
 @pytest.fixture(scope="module")
 def bar(inputs):
     return gradient_check.Bar(PROBLEM, inputs)
+
+
+def test_a_machine_that_must_have_a_gpu_skips_nothing(monkeypatch):
+    """Without Hopper, or without the compiler of the kernel that holds SMs."""
+    spec = importlib.util.spec_from_file_location("gpu_conftest", pathlib.Path(__file__).parent / "gpu/conftest.py")
+    conftest = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(conftest)
+    monkeypatch.setattr(conftest, "why_not_here", lambda: "no GPU")
+    monkeypatch.setattr(conftest.sm_holder, "find_nvcc", lambda: None)
+    for variable, outcome in (("1", pytest.fail.Exception), ("", pytest.skip.Exception)):
+        monkeypatch.setenv("DASH_ATTN_REQUIRE_GPU", variable)
+        for fixture, arguments in ((conftest.hopper, ()), (conftest.holder, (None, None))):
+            with pytest.raises(outcome, match="no GPU|nvcc"):
+                fixture.__wrapped__(*arguments)
 
 
 @pytest.mark.parametrize("causal", [False, True])

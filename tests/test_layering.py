@@ -19,7 +19,18 @@ TORCH_AND_PYTHON = ("torch/", "ATen/", "c10/", "pybind11/", "Python.h")
 STANDARD_HEADER = re.compile(r"^[a-z0-9_]+$")
 MAX_LINES = 500
 MAX_COLUMNS = 120
-FOLDERS = ["csrc", "dash_attn", "tests", "benchmarks", "tools", "build_support", "third_party", "docs", ".ci"]
+FOLDERS = [
+    "csrc",
+    "dash_attn",
+    "examples",
+    "tests",
+    "benchmarks",
+    "tools",
+    "build_support",
+    "third_party",
+    "docs",
+    ".ci",
+]
 SOURCE_SUFFIXES = {".h", ".cu", ".cpp", ".def", ".py", ".sh"}
 SUFFIXES = SOURCE_SUFFIXES | {".md", ".toml"}
 

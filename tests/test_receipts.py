@@ -171,7 +171,40 @@ def test_an_error_within_a_step(clean, tmp_path):
                 raise ZeroDivisionError
     assert [key.kind for key in receipts_of(tmp_path / "run", 0)] == ["weights"] * 7 + ["activation"]
     found = compare(clean, tmp_path / "run")
-    assert found.first is None and found.compared == 8 and found.not_compared
+    assert found.first is None and found.compared == 8
+    assert found.not_compared["not recorded to their end in run b"] == "steps 0"
+    # Two that end at the same place have nothing that the other lacks, and yet no step to its end.
+    found = compare(tmp_path / "run", tmp_path / "run")
+    assert found.compared == 8 and list(found.not_compared.values()) == ["steps 0", "steps 0"]
+
+
+def test_what_was_not_compared_is_not_called_the_same(clean, tmp_path, capsys):
+    """Steps of one run only, and a run that lost the gradients of a layer."""
+    train(tmp_path / "short", steps=range(2))
+    train(tmp_path / "some", steps=(0, 1, 7, 9))
+    dying = Plant()
+
+    def die(*_):
+        if dying.now == 3:
+            raise ZeroDivisionError
+
+    dying.hook = lambda model, _: model.layers[2].register_forward_hook(die)
+    with pytest.raises(ZeroDivisionError):
+        train(tmp_path / "died", dying)
+    lost = Plant()
+    lost.hook = lambda model, _: model.layers[0].requires_grad_(False)
+    train(tmp_path / "lost", lost, kinds=["data", "gradient"], steps=range(1))
+    train(tmp_path / "whole", kinds=["data", "gradient"], steps=range(1))
+    for a, b, lines in (
+        (clean, "short", ["compared 112 records of 2 steps (0 to 1)", "steps 2 to 3: recorded in run a only"]),
+        (clean, "some", ["steps 2 to 3: recorded in run a only", "steps 7, 9: recorded in run b only"]),
+        (clean, "died", ["of 4 steps", "steps 3: not recorded to their end in run b", "records: only in run a"]),
+        (tmp_path / "whole", "lost", ["not compared: 2 records: only in run a"]),
+    ):
+        assert main(["compare", str(a), str(tmp_path / b)]) == 3, b
+        out = capsys.readouterr().out
+        assert all(line in out for line in lines), out
+        assert out.endswith("no record that was compared differs\n") and "the same" not in out
 
 
 def test_a_disk_that_fails_is_an_error(tmp_path):

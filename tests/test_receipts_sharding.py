@@ -1,6 +1,8 @@
 """Receipts of two processes with gloo: DTensors, data parallelism, FSDP2, and runs that are cut in other ways."""
 
 import json
+import shutil
+import sqlite3
 
 import pytest
 from rank_processes import run_ranks
@@ -73,6 +75,22 @@ def test_layouts_of_a_whole_run(folder):
     assert found.first.differing["weights"] == (0, 7) and found.first.differing["data"] == (0, 1)
     assert "local_gradient" not in found.first.differing
     assert any("belongs to a rank alone, and the layouts differ" in why for why in found.not_compared)
+
+
+def test_a_rank_that_died_before_the_others(folder, tmp_path):
+    whole, died = folder / "data_parallel_None", tmp_path / "died"
+    shutil.copytree(whole, died)
+    steps = compare(whole, whole).steps
+    database = sqlite3.connect(died / "rank_00001.sqlite")
+    database.execute("DELETE FROM step WHERE step = ?", (steps[-1],))
+    database.commit()
+    database.close()
+    of_a, of_b = (f"not recorded to their end in run {name}" for name in "ab")
+    last = f"steps {steps[-1]}"
+    assert compare(died, died).not_compared == {of_a: last, of_b: last}
+    found = compare(whole, died)
+    assert found.first is None and found.steps == steps[:-1]
+    assert found.not_compared == {"recorded in run a only": last, of_b: last}
 
 
 def test_a_missing_rank(folder, tmp_path):

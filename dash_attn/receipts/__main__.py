@@ -14,8 +14,8 @@ from .comparison import Comparison, Difference, compare
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m dash_attn.receipts",
-        description="Compares receipts of training runs. The exit status is 0 where they agree, 1 where they differ "
-        "and 2 where they cannot be compared.",
+        description="Compares receipts of training runs. The exit status is 0 where they agree, 1 where they differ, "
+        "2 where they cannot be compared, and 3 where nothing that was compared differs and something was not.",
     )
     commands = parser.add_subparsers(dest="command", required=True)
     two_runs = commands.add_parser("compare", help="the first step, tensor and block in which two runs differ")
@@ -54,11 +54,12 @@ def _where(first: Difference) -> list[str]:
 def _text(found: Comparison) -> str:
     span = f"{found.steps[0]}" if len(found.steps) == 1 else f"{found.steps[0]} to {found.steps[-1]}"
     lines = [f"compared {found.compared} records of {len(found.steps)} steps ({span})"]
-    lines += [f"  not compared: {count} records: {why}" for why, count in found.not_compared.items()]
+    lines += [f"  not compared: {what}: {why}" for why, what in found.not_compared.items()]
     lines += [f"  the runs differ in {name}: {one} and {other}" for name, (one, other) in found.facts.items()]
     first = found.first
     if first is None:
-        return "\n".join([*lines, "the same: no record differs"])
+        same = "the same: no record differs"
+        return "\n".join([*lines, "no record that was compared differs" if found.not_compared else same])
     lines += [f"they part in step {first.step}", f"  first: {first.key}", f"  what differs: {first.what}"]
     lines += [f"  {line}" for line in _where(first)]
     if first.ranks:
@@ -88,7 +89,9 @@ def main(argv: list[str] | None = None) -> int:
     except (ValueError, ImportError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    return 0 if found.first is None else 1
+    if found.first is not None:
+        return 1
+    return 3 if found.not_compared else 0
 
 
 if __name__ == "__main__":

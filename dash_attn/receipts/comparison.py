@@ -58,15 +58,16 @@ class Comparison:
     Attributes:
         steps: numbers of the steps that were compared, up to the first that differs.
         compared: how many tensors were, in all steps.
-        first: the first difference; None where all that was compared is the same.
-        not_compared: why others were not, each with how many.
+        first: the first difference; None where all that was compared is the same. The runs are the same where
+            `not_compared` is empty too.
+        not_compared: what was not, in words (how many records, or which steps), by the reason.
         facts: what the runs say of themselves and differs, by its name.
     """
 
     steps: list[int]
     compared: int
     first: Difference | None
-    not_compared: dict[str, int]
+    not_compared: dict[str, str]
     facts: dict[str, tuple[str | None, str | None]]
 
 
@@ -164,13 +165,15 @@ def _compare(a: Run, b: Run) -> Comparison:
         if name not in _NOT_FACTS and a.meta.get(name) != b.meta.get(name)
     }
     sizes = a.world_size, b.world_size
-    not_compared: dict[str, int] = {}
+    not_compared = _steps_not_compared(a, b)
+    counts: dict[str, int] = {}
     steps, compared, before = [], 0, None
     for step in common_steps(a, b):
         of_a, of_b = a.step(step), b.step(step)
         keys, left_out = comparable(of_a, of_b, sizes)
         for why, count in left_out.items():
-            not_compared[why] = not_compared.get(why, 0) + count
+            counts[why] = counts.get(why, 0) + count
+            not_compared[why] = f"{counts[why]} records"
         steps.append(step)
         compared += len(keys)
         different = {key: what for key in keys if (what := what_differs(of_a[key], of_b[key])) is not None}
@@ -181,6 +184,27 @@ def _compare(a: Run, b: Run) -> Comparison:
     if not compared:
         raise ValueError(f"the runs must have a tensor in common that can be compared, got none: {not_compared}")
     return Comparison(steps, compared, None, not_compared, facts)
+
+
+def _steps_not_compared(a: Run, b: Run) -> dict[str, str]:
+    found = {}
+    for name, run, other in (("a", a, b), ("b", b, a)):
+        if alone := sorted(set(run.steps) - set(other.steps)):
+            found[f"recorded in run {name} only"] = f"steps {_spans(alone)}"
+        if run.unfinished:
+            found[f"not recorded to their end in run {name}"] = f"steps {_spans(run.unfinished)}"
+    return found
+
+
+def _spans(steps: list[int]) -> str:
+    """As 0, 2 to 5, 9; at most eight of them."""
+    spans: list[list[int]] = []
+    for step in steps:
+        if spans and step == spans[-1][-1] + 1:
+            spans[-1] = [spans[-1][0], step]
+        else:
+            spans.append([step])
+    return ", ".join(" to ".join(map(str, span)) for span in spans[:8]) + (", ..." if len(spans) > 8 else "")
 
 
 def _difference(

@@ -84,6 +84,12 @@ class Run:
             common &= set(receipt.steps)
         return sorted(common)
 
+    @property
+    def unfinished(self) -> list[int]:
+        """Steps that some rank has not recorded, or not to their end: it died there, or an error ended the step."""
+        found = set().union(*(receipt.steps for receipt in self.receipts)) - set(self.steps)
+        return sorted(found.union(*(receipt.unfinished for receipt in self.receipts)))
+
     def step(self, step: int) -> dict[Key, Whole]:
         """The tensors of a step in their order of execution; those of other ranks stand behind what came before them
         there."""

@@ -62,7 +62,6 @@ class Step:
 
     entries: tuple[Entry, ...]
     sums: Sequence[int]
-    complete: bool
 
 
 def rank_file(folder: pathlib.Path, rank: int) -> pathlib.Path:
@@ -210,6 +209,7 @@ class Receipt:
         try:
             self.meta: dict[str, str] = dict(self._database.execute("SELECT key, value FROM meta"))
             self.steps = [row[0] for row in self._database.execute("SELECT step FROM step ORDER BY step")]
+            self.unfinished = {row[0] for row in self._database.execute("SELECT step FROM step WHERE NOT complete")}
         except sqlite3.DatabaseError as error:
             raise ValueError(f"{path} is no receipt: {error}") from None
         for key, wanted in (("format", FORMAT), ("fingerprint", FINGERPRINT)):
@@ -232,9 +232,8 @@ class Receipt:
 
     def step(self, step: int) -> Step | None:
         """What was recorded of a step; None where nothing was."""
-        query = "SELECT sequence, sums, complete FROM step WHERE step = ?"
-        row = self._database.execute(query, (step,)).fetchone()
-        return None if row is None else Step(self._sequence(row[0]), unpack("q", row[1]), bool(row[2]))
+        row = self._database.execute("SELECT sequence, sums FROM step WHERE step = ?", (step,)).fetchone()
+        return None if row is None else Step(self._sequence(row[0]), unpack("q", row[1]))
 
     def blocks(self, step: int) -> dict[Entry, Sequence[int]] | None:
         """The sums of the blocks of each tensor of a step; None where they were not kept."""

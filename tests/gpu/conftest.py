@@ -3,6 +3,7 @@
 import os
 import pathlib
 import sys
+from typing import NoReturn
 
 import pytest
 import sm_holder
@@ -51,13 +52,16 @@ def why_not_here() -> str | None:
     return None
 
 
+def skip_unless_required(reason: str) -> NoReturn:
+    if os.environ.get(REQUIRE) == "1":
+        pytest.fail(f"{REQUIRE}=1, but {reason}")
+    pytest.skip(reason)
+
+
 @pytest.fixture(scope="session", autouse=True)
 def hopper():
-    reason = why_not_here()
-    if reason and os.environ.get(REQUIRE) == "1":
-        pytest.fail(f"{REQUIRE}=1, but {reason}")
-    if reason:
-        pytest.skip(reason)
+    if reason := why_not_here():
+        skip_unless_required(reason)
     # The first allocations then come from memory full of NaN: a workspace that is read before it is written shows.
     torch.full((64 << 20,), float("nan"), device="cuda")
 
@@ -83,6 +87,6 @@ def num_sms() -> int:
 def holder(hopper, tmp_path_factory):
     nvcc = sm_holder.find_nvcc()
     if nvcc is None:
-        pytest.skip("nvcc, which compiles the kernel that holds SMs, is not found: set CUDA_HOME")
+        skip_unless_required("nvcc, which compiles the kernel that holds SMs, is not found: set CUDA_HOME")
     library = sm_holder.build(tmp_path_factory.mktemp("sm_holder"), nvcc)
     return sm_holder.SmHolder(library, torch.cuda.get_device_properties("cuda").multi_processor_count)

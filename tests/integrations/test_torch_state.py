@@ -7,6 +7,7 @@ import warnings
 import pytest
 import torch
 import torch.nn.functional as F
+from float64_reference import attention_float64, error_limits
 from interface_support import assert_same_bits, kernel_calls, out_and_gradients, qkv_tensors
 from torch.nn import attention as registry
 from torch.nn.attention import SDPBackend, sdpa_kernel, varlen
@@ -203,9 +204,11 @@ def test_forward_of_torch():
         out, *gradients = out_and_gradients(sdpa, inputs, dout, is_causal=True)
     assert [name for name, _ in calls] == ["backward"]
     assert torch.equal(out, before)
-    expected = out_and_gradients(flash_attn_func, inputs, dout, causal=True)[1:]
-    for actual, ours in zip(gradients, expected):
-        torch.testing.assert_close(actual, ours, rtol=0.05, atol=0.05)
+    inputs = [x.detach() for x in inputs]
+    exact = attention_float64(*inputs, dout, causal=True)
+    limits = error_limits(exact, *inputs, dout, out.detach(), rounded_factors=False, causal=True)
+    for name, actual in zip(("dq", "dk", "dv"), gradients, strict=True):
+        assert (actual.double() - getattr(exact, name)).norm() <= limits[name], name
 
 
 @pytest.mark.parametrize("name", [None, "other"])

@@ -152,7 +152,9 @@ def fitted(result: Result, name: str) -> Fitted:
     if starts:
         changes["generator_start_us"] = Figure(statistics.median(starts), f"{source}: over sizes")
     for row in result.get("overheads", ()):
-        changes[f"{row['of']}_us"] = Figure(row["us"], f"{source}: {row['how']}")
+        # Below 0 is the noise of two times that are subtracted.
+        told = row["how"] + (f", {row['us']}, taken for 0" if row["us"] < 0 else "")
+        changes[f"{row['of']}_us"] = Figure(max(0.0, row["us"]), f"{source}: {told}")
     fork = 1e-6 * changes.get("fork_us", settings.fork_us).value
     for where, prefix, overhead in (("streams", "", fork), ("inside", "inside_", 0.0)):
         pairs = [

@@ -36,7 +36,7 @@ BESIDE = {"forward": "qkv", "backward": "out"}
 
 @dataclasses.dataclass(frozen=True)
 class Judged:
-    """One time, in milliseconds."""
+    """One time, in milliseconds. `measured_as` names the block whose measurement it is, where that is another's."""
 
     block: str
     seqlen: int
@@ -44,6 +44,7 @@ class Judged:
     of: str
     predicted: float
     measured: float
+    measured_as: str | None = None
 
     @property
     def error(self) -> float:
@@ -105,7 +106,7 @@ def judged(row: Result, fitted: Fitted) -> Iterator[Judged]:
         predicted["fused attention, theirs"] = fused, row.get("fa2_dropout_ms")
     for of, (said, measured) in predicted.items():
         if said is not None and measured:
-            yield Judged(row["block"], row["seqlen"], row["pass"], of, said, measured)
+            yield Judged(row["block"], row["seqlen"], row["pass"], of, said, measured, row.get("measured_as"))
 
 
 def every(result: Result, fitted: Fitted) -> list[Judged]:
@@ -113,7 +114,9 @@ def every(result: Result, fitted: Fitted) -> list[Judged]:
 
 
 def verdict(found: Sequence[Judged]) -> str:
-    """How many are within WITHIN, and which are not."""
+    """How many are within WITHIN, and which are not; a measurement that stands for several blocks counts once."""
+    copies = {_shown(one.block, one.measured_as) for one in found if one.measured_as}
+    found = [one for one in found if one.measured_as is None]
     if not found:
         return "No time of a block was both measured and predicted."
     missed = [one for one in found if not one.is_within]
@@ -123,6 +126,8 @@ def verdict(found: Sequence[Judged]) -> str:
     columns = dict.fromkeys(one.of for one in found)
     counts = {of: [one.is_within for one in found if one.of == of] for of in columns}
     said += f" Of each: {', '.join(f'{of} {sum(within)} of {len(within)}' for of, within in counts.items())}."
+    if copies:
+        said += f" Not counted: {', '.join(sorted(copies))}."
     if missed:
         said += " Not within: " + "; ".join(
             f"{one.of} of {one.block}, {one.seqlen}, {one.pass_} ({one.error:+.0%})" for one in missed
@@ -131,12 +136,16 @@ def verdict(found: Sequence[Judged]) -> str:
     return said
 
 
+def _shown(block: str, measured_as: str | None) -> str:
+    return f"{block} (as {measured_as})" if measured_as else block
+
+
 def table(found: Sequence[Judged]) -> str:
     """In Markdown: a row for each block, length and pass; predicted / measured milliseconds and the error."""
     columns = list(dict.fromkeys(one.of for one in found))
     lines: dict[tuple[str, int, str], dict[str, str]] = {}
     for one in found:
-        lines.setdefault((one.block, one.seqlen, one.pass_), {})[one.of] = str(one)
+        lines.setdefault((_shown(one.block, one.measured_as), one.seqlen, one.pass_), {})[one.of] = str(one)
     text = ["| block | seqlen | pass | " + " | ".join(columns) + " |", "|---" * (3 + len(columns)) + "|"]
     for (block, seqlen, pass_), cells in lines.items():
         text.append(f"| {block} | {seqlen} | {pass_} | " + " | ".join(cells.get(of, "-") for of in columns) + " |")
@@ -148,7 +157,8 @@ def gains(result: Result, fitted: Fitted) -> list[dict[str, Any]]:
     it was measured; attention with dropout over attention without, ours with bits and the peer's."""
     found = []
     for row in result.get("rows", ()):
-        gain = {name: row[name] for name in ("block", "seqlen", "pass")}
+        gain = {name: row[name] for name in ("seqlen", "pass")}
+        gain["block"] = _shown(row["block"], row.get("measured_as"))
         sequential, overlapped = row.get("sequential_ms"), row.get("overlapped_ms")
         if sequential and overlapped:
             gain["measured"] = sequential / overlapped
