@@ -61,6 +61,7 @@ import torch
 from . import packs, reference
 from . import schedule as _schedule
 from .dropout import layout
+from .tile_order import tile_order
 
 HOPPER = (9, 0)
 """The compute capability of the GPUs that the kernels run on."""
@@ -133,7 +134,7 @@ def _backward_cpu(
                 dsinks += of_sequence
         if not sequence.has_keys:
             continue
-        order = reference.tile_order(
+        order = tile_order(
             _schedule.POLICIES[schedule],
             seqlen_q=q_rows.shape[1],
             seqlen_k=k_rows.shape[1],

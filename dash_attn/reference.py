@@ -26,90 +26,27 @@ float64 inputs are computed in float64 throughout.
 """
 
 import functools
-from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
 
 from . import _schedule as _compiled
 from . import order_free
-from . import schedule as _schedule
+from .tile_order import TileOrder, steps
 
 # Query rows that the forward holds scores of at a time.
 _FORWARD_ROWS = 128
 
 
-class TileOrder(NamedTuple):
-    """Tiles, and the two orders that fix the bits of a backward; the same for every head of every sequence."""
+class GradientSums(NamedTuple):
+    """The sums of a backward on their way, without the softmax scale; fp32, or float64 for float64 inputs."""
 
-    tile_q: int
-    """Queries in a query tile; the last one may be shorter."""
-    tile_k: int
-    """Keys in a KV tile; the last one may be shorter."""
-    visits: list[list[int]]
-    """For each KV tile, the query tiles it visits, in order: the order of the sums dK and dV."""
-    adds: list[list[int]]
-    """For each query tile, the KV tiles that contribute to it, in order: the order of the sum dQ."""
-    heads_together: bool = False
-    """Whether the query heads of a split all take a step before any takes the next: the order of dK and dV."""
-    splits: int = 1
-    """Parts that the query heads of a KV head are cut into; their sums of dK and dV are added up in ascending order."""
-    order_free: bool = False
-    """Whether dQ is summed in the fixed point of `dash_attn.order_free`, where no order shows; never in float64."""
-
-
-@functools.lru_cache(maxsize=64)
-def tile_order(
-    schedule: str,
-    seqlen_q: int,
-    seqlen_k: int,
-    *,
-    head_dim: int,
-    value_head_dim: int | None = None,
-    causal: bool,
-    window: tuple[int, int] = (-1, -1),
-    attention_chunk: int = 0,
-    group_size: int = 1,
-    tile_q: int | None = None,
-    tile_k: int | None = None,
-) -> TileOrder:
-    """The order in which the kernel works under a policy, the same in every head.
-
-    Args:
-        schedule: a name of `dash_attn.schedule.POLICIES`, or "auto".
-        seqlen_q, seqlen_k: numbers of queries and keys, from 1.
-        head_dim, value_head_dim: columns of q and k, and of v (default: the same), which select the tile sizes, where
-            they are not given.
-        causal, window, attention_chunk: the mask, as in `forward`.
-        group_size: query heads that share a KV head; the splits look at it.
-        tile_q, tile_k: queries and keys in a tile; default: the kernel's.
-
-    Raises:
-        ValueError: an argument is out of range, or the policy is not defined for this mask.
-    """
-    mask: dict[str, Any] = {"causal": causal, "window": window, "attention_chunk": attention_chunk}
-    head_dims: dict[str, Any] = {"head_dim": head_dim, "value_head_dim": value_head_dim}
-    policy = _schedule.resolve(schedule, **head_dims, **mask)
-    problem = _schedule.problem(
-        policy,
-        seqlen_q,
-        seqlen_k,
-        **mask,
-        **head_dims,
-        heads=group_size,
-        kv_heads=1,
-        tile_q=tile_q,
-        tile_k=tile_k,
-    )
-    return TileOrder(
-        problem.tile_q,
-        problem.tile_k,
-        _schedule.visit_order(policy, problem),
-        _schedule.add_order(policy, problem),
-        _schedule.heads_together(policy, problem),
-        problem.splits,
-        policy == "order_free",
-    )
+    dq: torch.Tensor
+    """(batch * kv_heads, heads // kv_heads, seqlen_q, head_dim)"""
+    dk: torch.Tensor
+    """(batch * kv_heads, seqlen_k, head_dim)"""
+    dv: torch.Tensor
+    """(batch * kv_heads, seqlen_k, value_head_dim)"""
 
 
 def _without_autocast(function):
@@ -220,6 +157,7 @@ def backward(
     keep: torch.Tensor | None = None,
     dropout_p: float = 0.0,
     order: TileOrder,
+    sums: GradientSums | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Gradients of sum(dout * out) + sum(dsoftmax_lse * softmax_lse); those of sinks are from `sink_gradient`.
 
@@ -238,10 +176,11 @@ def backward(
         softcap, alibi_slopes: as in `forward`.
         dsoftmax_lse: like softmax_lse, not looked at where that is infinite; None is 0.
         keep, dropout_p: as in `forward`; out is of the same.
-        order: from `tile_order`, for these lengths and this mask.
+        order: from `tile_order.tile_order`, for these lengths and this mask.
+        sums: what is added to, of an order with one split that is not order-free; they are neither scaled nor rounded.
 
     Returns:
-        dq, dk, dv: like q, k, v.
+        dq, dk, dv: like q, k, v; or `sums`.
 
     Raises:
         ValueError: the two orders of `order` wait for each other in a cycle, or disagree on the tiles.
@@ -266,7 +205,9 @@ def backward(
         settings |= {"softcap": softcap, "largest_bias": score_type.largest_bias(max(seqlen_q, seqlen_k))}
         units = order_free.Accumulator(order_free.row_scales(q_heads, k_heads, v_heads, dout_heads, d, **settings), dq)
     dk_of_split, dv_of_split = torch.zeros_like(dk), torch.zeros_like(dv)
-    for head, kv_tile, q_tile, ends_split in _steps(order, q_heads.shape[1]):
+    if sums is not None:
+        dq, dk_of_split, dv_of_split = sums
+    for head, kv_tile, q_tile, ends_split in steps(order, q_heads.shape[1]):
         rows = slice(q_tile * order.tile_q, min((q_tile + 1) * order.tile_q, seqlen_q))
         keys = slice(kv_tile * order.tile_k, min((kv_tile + 1) * order.tile_k, seqlen_k))
         q_rows, dout_rows = q_heads[:, head, rows], dout_heads[:, head, rows]
@@ -292,10 +233,12 @@ def backward(
             dq[:, head, rows] += ds @ k_heads[:, keys]
         else:
             units.add(head, rows, ds @ k_heads[:, keys])
-        if ends_split:
+        if ends_split and sums is None:
             for total, of_split in ((dk, dk_of_split), (dv, dv_of_split)):
                 total += of_split
                 of_split.zero_()
+    if sums is not None:
+        return sums
     if units is not None:
         dq = units.result()
     if keep is not None:
@@ -456,41 +399,3 @@ def _hidden(seen, first_key, end_key, device):
     first, end = torch.tensor(seen, device=device).unsqueeze(-1).unbind(1)
     keys = torch.arange(first_key, end_key, device=device)
     return (keys < first) | (keys >= end)
-
-
-def _steps(order: TileOrder, group_size: int) -> Iterator[tuple[int, int, int, bool]]:
-    """(query head of the group, KV tile, query tile, whether it ends its split) of every product, in order."""
-    tiles = list(_interleave(order))
-    queries = group_size // order.splits
-    for split in range(order.splits):
-        heads = range(split * queries, (split + 1) * queries)
-        if order.heads_together:
-            steps = [(head, *pair) for pair in tiles for head in heads]
-        else:
-            steps = [(head, *pair) for head in heads for pair in tiles]
-        for number, step in enumerate(steps, 1):
-            yield *step, number == len(steps)
-
-
-def _interleave(order: TileOrder) -> Iterator[tuple[int, int]]:
-    """(KV tile, query tile) pairs in a sequence that keeps both orders, as a GPU with room for every KV tile would."""
-    step = [0] * len(order.visits)
-    semaphore = [0] * len(order.adds)
-    runnable = list(reversed(range(len(order.visits))))
-    while runnable:
-        kv_tile = runnable.pop()
-        visits = order.visits[kv_tile]
-        while step[kv_tile] < len(visits):
-            q_tile = visits[step[kv_tile]]
-            adds = order.adds[q_tile]
-            if semaphore[q_tile] == len(adds) or adds[semaphore[q_tile]] != kv_tile:
-                break
-            yield kv_tile, q_tile
-            step[kv_tile] += 1
-            semaphore[q_tile] += 1
-            if semaphore[q_tile] < len(adds):
-                runnable.append(adds[semaphore[q_tile]])
-    if any(done < len(visits) for done, visits in zip(step, order.visits)) or any(
-        done < len(adds) for done, adds in zip(semaphore, order.adds)
-    ):
-        raise ValueError("order must have visits and adds of the same tiles that never wait for each other in a cycle")

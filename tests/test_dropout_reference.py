@@ -8,6 +8,7 @@ from float64_reference import NEAR, PLAIN, Scores
 from dash_attn import reference
 from dash_attn.dropout import MAPPINGS, DropoutState, dropout_bits
 from dash_attn.schedule import fitting
+from dash_attn.tile_order import tile_order
 
 WINDOWS = [
     {"causal": False}, {"causal": True}, {"causal": False, "window": (5, 3)}, {"causal": True, "window": (9, -1)},
@@ -42,7 +43,7 @@ def run(q, k, v, dout, keep, p, *, order, scale=0.25, dlse=None, scores=PLAIN, *
 def small_order(schedule, q, k, **mask):
     group_size = q.shape[2] // k.shape[2]
     tiles = {"tile_q": 4, "tile_k": 8, "head_dim": q.shape[3], "group_size": group_size}
-    return reference.tile_order(schedule, q.shape[1], k.shape[1], **tiles, **mask)
+    return tile_order(schedule, q.shape[1], k.shape[1], **tiles, **mask)
 
 
 @pytest.mark.parametrize("mapping", MAPPINGS)
@@ -97,7 +98,7 @@ def test_accuracy(schedule, head_dim, dtype):
     inputs = q, k, *_ = tensors(256, 256, head_dim=head_dim, dtype=dtype)
     p, settings = 0.125, {"softmax_scale": head_dim**-0.5, "causal": True}
     keep = mask_of(q, k, p)
-    order = reference.tile_order(schedule, 256, 256, head_dim=head_dim, group_size=2, causal=True)
+    order = tile_order(schedule, 256, 256, head_dim=head_dim, group_size=2, causal=True)
     actual = run(*inputs, keep, p, order=order, scale=head_dim**-0.5, causal=True)
     assert [x.dtype for x in actual] == [dtype, torch.float32, dtype, dtype, dtype]
     truth = gradients(*inputs, keep, p, **settings)
@@ -114,7 +115,7 @@ def test_sums_in_fixed_point_are_as_near_as_ordered_ones():
     truth = gradients(*inputs, keep, p, **settings)
     errors, results = {}, {}
     for schedule in ("ascending", "order_free"):
-        order = reference.tile_order(schedule, 256, 256, head_dim=64, group_size=2, causal=True)
+        order = tile_order(schedule, 256, 256, head_dim=64, group_size=2, causal=True)
         results[schedule] = run(*inputs, keep, p, order=order, scale=0.125, causal=True)
         errors[schedule] = norms_of_errors(results[schedule], truth)
     assert errors["order_free"][2] <= NEAR * errors["ascending"][2]
@@ -126,8 +127,8 @@ def test_bits_do_not_depend_on_the_order_in_fixed_point():
     inputs = q, k, *_ = tensors(128, 128, head_dim=64, dtype=torch.float32)
     keep = mask_of(q, k, 0.25)
     settings = {"head_dim": 64, "group_size": 2, "causal": True, "tile_q": 16, "tile_k": 32}
-    free = reference.tile_order("order_free", 128, 128, **settings)
-    turned = reference.tile_order("spt", 128, 128, **settings)._replace(order_free=True)
+    free = tile_order("order_free", 128, 128, **settings)
+    turned = tile_order("spt", 128, 128, **settings)._replace(order_free=True)
     assert free.adds != turned.adds
     first, second = (run(*inputs, keep, 0.25, order=order, scale=0.125, causal=True)[2] for order in (free, turned))
     assert torch.equal(first, second)

@@ -24,9 +24,9 @@ from dash_attn import (
     flash_attn_kvpacked_func,
     flash_attn_qkvpacked_func,
     flash_attn_varlen_func,
-    reference,
     schedule,
 )
+from dash_attn.tile_order import tile_order
 
 ROWS = [(64, 64), (96, 96), (128, 128), (192, 128), (192, 192), (256, 256)]
 # Rows of the table, and pairs of both orders that are padded to them: by TMA, or by copies where no multiple of 8.
@@ -61,8 +61,8 @@ def test_a_pair_has_the_tiles_of_its_row():
         for tile_shape in (_schedule.backward_tile_shape, _schedule.forward_tile_shape):
             assert tile_shape(qk, v) == tile_shape(*row)
         arguments = {"causal": True, "group_size": 2}
-        assert reference.tile_order("auto", 500, 600, head_dim=qk, value_head_dim=v, **arguments) == (
-            reference.tile_order("auto", 500, 600, head_dim=row[0], value_head_dim=row[1], **arguments)
+        assert tile_order("auto", 500, 600, head_dim=qk, value_head_dim=v, **arguments) == (
+            tile_order("auto", 500, 600, head_dim=row[0], value_head_dim=row[1], **arguments)
         )
 
 

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 import dash_attn
 from dash_attn import _schedule, order_free, reference
+from dash_attn.tile_order import tile_order
 
 TILE = 128
 BOTH = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
@@ -104,7 +105,7 @@ def test_heads_with_too_little_room_need_the_order(change, dtype):
         x[1, :, -1] = y[0, :, -1]  # the last KV head of the second sequence, and a query head that uses it
     gradients = {}
     for order in ("order_free", "descending"):
-        tiles = reference.tile_order(order, 512, 512, head_dim=64, causal=True)
+        tiles = tile_order(order, 512, 512, head_dim=64, causal=True)
         out, lse = reference.forward(q, k, v, softmax_scale=0.125, causal=True)
         gradients[order] = reference.backward(dout, q, k, v, out, lse, softmax_scale=0.125, causal=True, order=tiles)
     dq, ordered = gradients["order_free"][0], gradients["descending"][0]
@@ -178,7 +179,7 @@ def test_no_order_shows_in_dq(causal, dtype):
     tensors = make(distributions.heavy_tailed_rows_of_dout, 300, 32, dtype, batch=2, heads=4, kv_heads=2)
     results = []
     for schedule in ("ascending", "spt", "symmetric_shift" if causal else "shift"):
-        tiles = reference.tile_order(schedule, 300, 300, head_dim=32, causal=causal, tile_q=16, tile_k=32)
+        tiles = tile_order(schedule, 300, 300, head_dim=32, causal=causal, tile_q=16, tile_k=32)
         results.append(backward(tensors, tiles._replace(order_free=True), causal)[0])
         assert not torch.equal(backward(tensors, tiles, causal)[0], results[0])
     assert all(torch.equal(x, results[0]) for x in results)
@@ -196,7 +197,7 @@ def test_wrapping_does_not_matter():
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
 def test_bits_do_not_depend_on_neighbours(causal):
     own = make(distributions.normal, 200, 32, torch.bfloat16, heads=4, kv_heads=2)
-    tiles = reference.tile_order("order_free", 200, 200, head_dim=32, causal=causal)
+    tiles = tile_order("order_free", 200, 200, head_dim=32, causal=causal)
     alone = backward(own, tiles, causal)
     for change in (distributions.huge_value_row, distributions.heavy_tailed_rows_of_dout):
         other = make(change, 200, 32, torch.bfloat16, seed=1, heads=4, kv_heads=2)
@@ -212,7 +213,7 @@ def test_nan_where_fp32_sums_have_it(place, value):
     tensors[place][0, 70, 1, 3] = value
     results = []
     for schedule in ("order_free", "descending"):
-        tiles = reference.tile_order(schedule, 200, 200, head_dim=32, causal=True, tile_q=16, tile_k=32)
+        tiles = tile_order(schedule, 200, 200, head_dim=32, causal=True, tile_q=16, tile_k=32)
         results.append(backward(tensors, tiles))
     for actual, expected in zip(*results):
         assert torch.equal(actual.isfinite(), expected.isfinite())

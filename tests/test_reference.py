@@ -8,6 +8,7 @@ from float64_reference import attention_float64, attention_in_dtype, error_limit
 
 from dash_attn import reference
 from dash_attn.schedule import fitting, resolve
+from dash_attn.tile_order import TileOrder, tile_order
 
 SCHEDULES = [(name, causal) for causal in (False, True) for name in fitting(causal=causal)]
 LENGTHS = [(1, 1), (1, 9), (9, 1), (16, 16), (17, 33), (33, 17), (40, 40), (7, 65), (65, 7)]
@@ -21,7 +22,7 @@ def tensors(seqlen_q, seqlen_k, *, heads=2, kv_heads=2, head_dim=16, batch=2, dt
 
 
 def small_order(schedule, seqlen_q, seqlen_k, causal, tile_q=4, tile_k=8):
-    return reference.tile_order(schedule, seqlen_q, seqlen_k, head_dim=16, causal=causal, tile_q=tile_q, tile_k=tile_k)
+    return tile_order(schedule, seqlen_q, seqlen_k, head_dim=16, causal=causal, tile_q=tile_q, tile_k=tile_k)
 
 
 def run(q, k, v, dout, *, causal, order, softmax_scale=0.25):
@@ -75,7 +76,7 @@ def test_gradcheck(causal):
 @pytest.mark.parametrize("seqlen_q, seqlen_k", [(65, 65), (129, 255), (256, 256)])
 def test_accuracy(schedule, causal, seqlen_q, seqlen_k, dtype):
     inputs = tensors(seqlen_q, seqlen_k, heads=4, kv_heads=2, head_dim=64, dtype=dtype)
-    order = reference.tile_order(schedule, seqlen_q, seqlen_k, head_dim=64, causal=causal)
+    order = tile_order(schedule, seqlen_q, seqlen_k, head_dim=64, causal=causal)
     out, lse, *grads = run(*inputs, causal=causal, order=order, softmax_scale=0.125)
     truth = attention_float64(*inputs, causal=causal)
     limits = error_limits(truth, *inputs, out, rounded_factors=False, causal=causal)
@@ -88,7 +89,7 @@ def test_accuracy(schedule, causal, seqlen_q, seqlen_k, dtype):
 @functools.lru_cache
 def gradients(schedule, causal, dtype=torch.bfloat16):
     q, k, v, dout = tensors(256, 256, heads=4, kv_heads=2, head_dim=64, dtype=dtype)
-    order = reference.tile_order(schedule, 256, 256, head_dim=64, causal=causal, tile_q=16, tile_k=32)
+    order = tile_order(schedule, 256, 256, head_dim=64, causal=causal, tile_q=16, tile_k=32)
     return run(q, k, v, dout, causal=causal, order=order)[2:]
 
 
@@ -129,7 +130,7 @@ def test_dq_is_summed_in_the_given_order():
     lse = torch.zeros(1, 1, 1)  # P is 1 everywhere, so that the partials are v * k exactly
     dout = torch.ones(1, 1, 1, 1)
     for adds, expected in (([0, 1, 2, 3], 1.0), ([0, 2, 1, 3], 0.0), ([2, 0, 1, 3], 0.0), ([1, 0, 3, 2], 1.0)):
-        order = reference.TileOrder(1, 1, visits=[[0]] * 4, adds=[adds])
+        order = TileOrder(1, 1, visits=[[0]] * 4, adds=[adds])
         dq, _, _ = reference.backward(dout, q, k, v, out, lse, softmax_scale=1.0, causal=False, order=order)
         assert dq.item() == expected, adds
 
@@ -139,7 +140,7 @@ def test_dv_is_summed_in_the_visited_order():
     dout = torch.tensor([big, -big, 1.0]).reshape(1, 3, 1, 1)
     zeros, k, lse = torch.zeros(1, 3, 1, 1), torch.zeros(1, 1, 1, 1), torch.zeros(1, 1, 3)
     for visits, expected in (([0, 1, 2], 1.0), ([0, 2, 1], 0.0), ([2, 1, 0], 0.0)):
-        order = reference.TileOrder(1, 1, visits=[visits], adds=[[0]] * 3)
+        order = TileOrder(1, 1, visits=[visits], adds=[[0]] * 3)
         _, _, dv = reference.backward(dout, zeros, k, k, zeros, lse, softmax_scale=1.0, causal=False, order=order)
         assert dv.item() == expected, visits
 
@@ -149,7 +150,7 @@ def test_dv_is_summed_over_heads_together_or_one_after_the_other():
     dout = torch.tensor([[big, 1.0], [-big, 1.0]]).reshape(1, 2, 2, 1)  # (query, head)
     zeros, k, lse = torch.zeros(1, 2, 2, 1), torch.zeros(1, 1, 1, 1), torch.zeros(1, 2, 2)
     for together, expected in ((False, 2.0), (True, 1.0)):
-        order = reference.TileOrder(1, 1, visits=[[0, 1]], adds=[[0]] * 2, heads_together=together)
+        order = TileOrder(1, 1, visits=[[0, 1]], adds=[[0]] * 2, heads_together=together)
         _, _, dv = reference.backward(dout, zeros, k, k, zeros, lse, softmax_scale=1.0, causal=False, order=order)
         assert dv.item() == expected
 
@@ -162,7 +163,7 @@ def test_dv_is_summed_over_heads_together_or_one_after_the_other():
 def test_orders_that_cannot_run_are_refused(visits, adds):
     q, k, v, dout = tensors(2, 2, heads=1, kv_heads=1, batch=1)
     with pytest.raises(ValueError, match="order must have visits and adds of the same tiles"):
-        run(q, k, v, dout, causal=False, order=reference.TileOrder(1, 1, visits, adds))
+        run(q, k, v, dout, causal=False, order=TileOrder(1, 1, visits, adds))
 
 
 @pytest.mark.parametrize("schedule, causal", SCHEDULES)
@@ -203,7 +204,7 @@ def test_nan_is_not_hidden():
 
 
 def test_tile_order_is_the_schedule_modules():
-    order = reference.tile_order("auto", 1000, 700, head_dim=128, causal=True)
+    order = tile_order("auto", 1000, 700, head_dim=128, causal=True)
     name = resolve("auto", causal=True)
-    assert order == reference.tile_order(name, 1000, 700, head_dim=128, causal=True)
+    assert order == tile_order(name, 1000, 700, head_dim=128, causal=True)
     assert len(order.adds) == -(-1000 // order.tile_q) and len(order.visits) == -(-700 // order.tile_k)

@@ -15,6 +15,7 @@ from score_support import NAMES, assert_as_alone, dense, draw, failures, packed,
 
 from dash_attn import flash_attn_func, flash_attn_qkvpacked_func, reference
 from dash_attn.schedule import POLICIES, fitting
+from dash_attn.tile_order import tile_order
 
 FP32, FP64, BF16 = torch.float32, torch.float64, torch.bfloat16
 MASKS = [FULL, CAUSAL, window(7, 3), window(20, -1, causal=True), window(-1, -1, 16, causal=True)]
@@ -43,7 +44,7 @@ def test_formulas_in_float64(kind, lengths, mask):
     common = dict(softmax_scale=0.7, softcap=scores.softcap, alibi_slopes=scores.alibi_slopes, **mask)
     out, lse = reference.forward(q, k, v, sinks=scores.sinks, **common)
     for policy in fitting(**mask):
-        order = reference.tile_order(policy, *lengths, head_dim=8, tile_q=4, tile_k=8, **mask)
+        order = tile_order(policy, *lengths, head_dim=8, tile_q=4, tile_k=8, **mask)
         gradients = reference.backward(dout, q, k, v, out, lse, dsoftmax_lse=scores.dsoftmax_lse, order=order, **common)
         torch.testing.assert_close((out, lse, *gradients), expected[:5], rtol=1e-12, atol=1e-12)
     if scores.sinks is not None:

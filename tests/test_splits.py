@@ -11,6 +11,7 @@ from mask_support import masks
 
 from dash_attn import _schedule, reference, schedule
 from dash_attn.schedule import Problem, add_order, groups, num_groups, simulate, visit_order, walk, work_tile
+from dash_attn.tile_order import TileOrder, tile_order
 
 POLICY_MASKS = [
     (policy, causal)
@@ -56,7 +57,7 @@ def test_table(shape):
             for kv_heads in (1, 2, 8, 100)
         }
         assert found == {splits}, "of every policy, batch and number of KV heads"
-        assert reference.tile_order("auto", seqlen_q, seqlen_k, **sequence, group_size=group_size).splits == splits
+        assert tile_order("auto", seqlen_q, seqlen_k, **sequence, group_size=group_size).splits == splits
 
 
 @settings(max_examples=500, deadline=None)
@@ -264,6 +265,6 @@ def test_reference_adds_the_sums_of_splits():
     dout = torch.tensor([big, 1.0, -big, 1.0]).reshape(1, 1, 4, 1)
     zeros, k, lse = torch.zeros(1, 1, 4, 1), torch.zeros(1, 1, 1, 1), torch.zeros(1, 4, 1)
     for splits, expected in ((1, 1.0), (2, 0.0), (4, 1.0)):
-        order = reference.TileOrder(1, 1, visits=[[0]], adds=[[0]], splits=splits)
+        order = TileOrder(1, 1, visits=[[0]], adds=[[0]], splits=splits)
         _, _, dv = reference.backward(dout, zeros, k, k, zeros, lse, softmax_scale=1.0, causal=False, order=order)
         assert dv.item() == expected, splits
