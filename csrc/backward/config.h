@@ -19,7 +19,7 @@ namespace dash_attn::backward {
 
 // Warpgroup 0 feeds the others: kLoaderWarp takes work and loads, one thread of kPlannerWarp tells the others in which
 // order (apart, because the loader has only kProducerRegisters registers), one thread of each of the rest adds the
-// dQ of every other step.
+// dQ of every other step, or, of wide heads, half of the columns of every step.
 enum WarpRole : int { kLoaderWarp = 0, kPlannerWarp = 1, kFirstAdderWarp = 2 };
 static_assert(kFirstAdderWarp + kAdderWarps == kWarpgroupWarps);
 
@@ -104,8 +104,6 @@ struct Geometry<Element_, kQkDim_, kValueDim_, true> {
                 launch_registers(kThreads));
 
   // A product has 64 columns of dK or dV for its rows, so dK^T and dV^T are as many fragments of 64 x kKey.
-  static constexpr int kQkBlocks = kQkDim / kWarpgroupRows;
-  static constexpr int kValueBlocks = kValueDim / kWarpgroupRows;
 
   // dQ is a product for each 64 columns, and staged in pieces of 32: there is not room for two of 64.
   static constexpr int kDqTileFloats = kQuery * kQkDim;
@@ -136,6 +134,7 @@ struct Variant : Geometry {
       Score::kDrops ? Geometry::kQkDim == 96 : Score::kKind == ScoreKind::kPlain || Geometry::kQuery <= 80;
 
   static constexpr bool kOrderFree = accumulation(Policies::kAny) == Accumulation::kOrderFree;
+  static constexpr bool kCarries = Policies::kCarries;
 
   static constexpr int kWorkSlots = 2;  // work tiles known at a time: this one, and the next while its K is on its way
   static constexpr int kPlanSlots = 8;  // steps known ahead: the loader is up to four ahead of the adder

@@ -5,8 +5,8 @@
 // partial r - 1 has been PERFORMED at gpu scope, not merely issued. The chain that makes this so, from CTA to CTA:
 //   bulk add -> wait_group 0 (performed, and visible to this thread) -> st.release semaphore = r + 1
 //   -> ld.acquire semaphore -> fence.proxy.async (the next bulk add is an access of the async proxy)
-// Rank 0 stores instead of adding, so the accumulator is never cleared. Partials without a rank wait for no other; they
-// are only counted there, for the conversion.
+// Rank 0 stores instead of adding, so the accumulator is never cleared, unless the call goes on with another's sums.
+// Partials without a rank wait for no other; they are only counted there, for the conversion.
 #pragma once
 
 #include "params.h"
@@ -60,7 +60,7 @@ class Adder {
       shared_.dq_full[buffer.slot()].wait(buffer.parity());
       if (rank == kNoRank) {
         add(sum, partial, kBytes);
-      } else if (rank == 0) {
+      } else if (rank == 0 && !continues()) {
         ptx::bulk_store(sum, partial, kBytes);
       } else {
         if constexpr (!Variant::kWide) { wait_for_turn(semaphore, rank); }
@@ -84,6 +84,12 @@ class Adder {
     } else {
       ptx::store_release(semaphore, rank + 1);
     }
+  }
+
+  // Whether rank 0 adds to what the calls before have left.
+  __device__ __forceinline__ bool continues() const {
+    if constexpr (Variant::kCarries) { return params_.carried.dq_continues; }
+    return false;
   }
 
   static __device__ __forceinline__ void wait_for_turn(const int* semaphore, int rank) {

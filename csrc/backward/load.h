@@ -21,7 +21,7 @@
 
 namespace dash_attn::backward {
 
-// Query tiles are read once by each KV tile of a head, K and V once in all.
+// Query tiles are read once by each KV tile of a head, K and V once by each split of the query heads.
 template <typename Variant>
 class Loader {
  public:

@@ -22,6 +22,7 @@
 
 #include "../device/fragment.h"
 #include "../device/warp_roles.h"
+#include "carried_sums.h"
 #include "dq_layout.h"
 #include "epilogue.h"
 #include "order_free/rounding.h"
@@ -118,6 +119,10 @@ class Consumer {
     Registers r;
     clear(r.dk);
     clear(r.dv);
+    if constexpr (Variant::kCarries) {
+      begin_carried_sum(params_, first_float(false), consumer_, r.dv);
+      begin_carried_sum(params_, first_float(true), consumer_, r.dk);
+    }
     if (steps > 0) {
       walk(r, steps);
     } else {
@@ -127,9 +132,19 @@ class Consumer {
     if constexpr (Variant::kClusterSize > 1) {
       if (!work().valid()) { return; }
     }
-    if (work().splits == 1 || reduce_splits<Variant>(params_, work(), r.dk, r.dv)) {
+    if (Variant::kCarries ? end_part(r) : work().splits == 1 || reduce_splits<Variant>(params_, work(), r.dk, r.dv)) {
       Epilogue<Variant>::store(shared_, params_, work(), key_tile(), step_.previous().slot(), consumer_, r.dk, r.dv);
     }
+  }
+
+  // Whether dK and dV are complete; if not, they are left to the next call.
+  __device__ __forceinline__ bool end_part(Registers& r) const {
+    const bool dv_ends = end_carried_sum(params_, first_float(false), consumer_, r.dv);
+    return end_carried_sum(params_, first_float(true), consumer_, r.dk) && dv_ends;
+  }
+
+  __device__ __forceinline__ int64_t first_float(bool is_dk) const {
+    return first_float_of_sum<Variant, Epilogue<Variant>::kRegisters>(work(), consumer_, is_dk);
   }
 
   // The loop is cut where no product is running, between dP and dS: ptxas then follows every product to its wait and

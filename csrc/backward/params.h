@@ -119,6 +119,14 @@ __device__ __forceinline__ bool find_owner(const SequencesOfCall& call, int plac
   return true;
 }
 
+// Of a call that is a chunk of keys by a chunk of queries: where its sums come from and go to. dQ's are the
+// accumulator; those of dK and dV are split_sums, one for each KV tile.
+struct CarriedSums {
+  const float* total;                // of the splits before, laid out as split_sums; null where there are none
+  bool dq_continues, keys_continue;  // whether there are sums to add to
+  bool keys_end;                     // whether dK and dV are complete, and are rounded and stored
+};
+
 struct KernelParams {
   CUtensorMap q, dout;  // boxes of a swizzle block's columns x one query tile
   CUtensorMap k, v;     // boxes of a swizzle block's columns x one KV tile
@@ -134,6 +142,7 @@ struct KernelParams {
   float dk_scale;  // of its sum
   ScoreParams score;
   dropout::BitsView dropout;
+  CarriedSums carried;  // of a kernel that carries sums
 };
 
 }  // namespace dash_attn::backward

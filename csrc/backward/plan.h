@@ -76,8 +76,8 @@ class Planner {
   RingIndex<Variant::kPlanSlots> plan_;
 };
 
-// Called by the loader and one adder, once a step. `plan` counts the steps, and so finds the buffers of the step as
-// well.
+// Called by the loader and one adder, or, of wide heads, both, once a step. `plan` counts the steps, and so finds the
+// buffers of the step as well.
 template <typename Variant>
 __device__ __forceinline__ const PlannedStep& wait_for_step(SharedStorage<Variant>& shared,
                                                             RingIndex<Variant::kPlanSlots> plan) {

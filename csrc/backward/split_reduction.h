@@ -27,11 +27,22 @@ class SplitSum {
   __device__ __forceinline__ SplitSum(int* semaphore, float4* sums, int consumer, int thread)
       : semaphore_(semaphore), sums_(sums + thread), consumer_(consumer), is_first_thread_(thread == 0) {}
 
+  // When the splits before are in it.
   __device__ __forceinline__ void add_to(Gradient& gradient, int split) const {
     if (is_first_thread_) {
       while (ptx::load_acquire(semaphore_) != split) {}
     }
     sync_warpgroup(1 + consumer_);
+    add_to(gradient);
+  }
+
+  __device__ __forceinline__ void pass_on(const Gradient& gradient, int split) const {
+    keep(gradient);
+    sync_warpgroup(1 + consumer_);
+    if (is_first_thread_) { ptx::store_release(semaphore_, split + 1); }
+  }
+
+  __device__ __forceinline__ void add_to(Gradient& gradient) const {
 #pragma unroll
     for (int quad = 0; quad < kQuads; ++quad) {
       const float4 sum = __ldcg(sums_ + quad * kWarpgroupThreads);
@@ -43,14 +54,24 @@ class SplitSum {
     }
   }
 
-  __device__ __forceinline__ void pass_on(const Gradient& gradient, int split) const {
+  __device__ __forceinline__ void take(Gradient& gradient) const {
+#pragma unroll
+    for (int quad = 0; quad < kQuads; ++quad) {
+      const float4 sum = __ldcg(sums_ + quad * kWarpgroupThreads);
+      float* const own = gradient + 4 * quad;
+      own[0] = sum.x;
+      own[1] = sum.y;
+      own[2] = sum.z;
+      own[3] = sum.w;
+    }
+  }
+
+  __device__ __forceinline__ void keep(const Gradient& gradient) const {
 #pragma unroll
     for (int quad = 0; quad < kQuads; ++quad) {
       const float* const own = gradient + 4 * quad;
       __stcg(sums_ + quad * kWarpgroupThreads, make_float4(own[0], own[1], own[2], own[3]));
     }
-    sync_warpgroup(1 + consumer_);
-    if (is_first_thread_) { ptx::store_release(semaphore_, split + 1); }
   }
 
  private:
@@ -59,6 +80,12 @@ class SplitSum {
   int consumer_;
   bool is_first_thread_;
 };
+
+// Where the sum of a consumer's rows of dV begins in split_sums; that of dK comes behind it.
+template <typename Variant, int kRegisters>
+__device__ __forceinline__ int64_t first_float_of_sum(const WorkTile& work, int consumer, bool is_dk) {
+  return (2 * (int64_t(work.split_tile) * Variant::kConsumers + consumer) + is_dk) * kRegisters * kWarpgroupThreads;
+}
 
 // Adds the sums of the splits before. The last split keeps the result (true), the others pass it on, dV while dK is
 // still on its way. Called by whole consumers, whose threads count themselves afresh: what is shared with the mainloop

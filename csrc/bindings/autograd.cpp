@@ -406,6 +406,11 @@ TORCH_LIBRARY(dash_attn_C, library) {
       "Tensor(b!) dk, Tensor(c!) dv, " DASH_PACK DASH_SCORES
       "Tensor? dsoftmax_lse, Tensor(d!)? dsinks, float softmax_scale, float softcap, " DASH_MASK
       "int schedule, int sm_margin, " DASH_OPTIONAL_DROPOUT ") -> ()");
+  library.def(
+      "backward_of_chunks(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor softmax_lse, "
+      "Tensor(a!) dq_sums, Tensor(b!) key_sums, Tensor? total, Tensor(c!)? dq, Tensor(d!)? dk, Tensor(e!)? dv, "
+      "Tensor? dsoftmax_lse, bool dq_continues, bool keys_continue, float softmax_scale, bool causal, int schedule, "
+      "int sm_margin) -> ()");
   library.def("dropout_bits(Tensor(a!) bits, " DASH_BITS ") -> ()");
   library.def(
       "linear_with_dropout_bits(Tensor(a!) out, Tensor(b!) bits, Tensor x, Tensor weight, Tensor? bias, " DASH_BITS

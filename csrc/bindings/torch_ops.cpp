@@ -17,9 +17,12 @@
 #include "config/tile_shapes.h"
 #include "dropout/mask.h"
 #include "launch/arguments.h"
+#include "schedule/policy.h"
 
 namespace dash_attn {
 namespace {
+
+constexpr std::uintptr_t kCarriedAlignment = 128;  // bulk copies need 16
 
 // batch 0: of a pack, (total, heads, head_dim); else (batch, seqlen, heads, head_dim).
 struct Shape {
@@ -172,6 +175,8 @@ Inputs read_inputs(const Tensor& q, const Tensor& k, const Tensor& v, const Tens
                     integers(seqused_q, "seqused_q", batch, device), integers(seqused_k, "seqused_k", batch, device)};
   arguments.seqlen_q = to_int(query.seqlen, "seqlen_q");
   arguments.seqlen_k = to_int(key.seqlen, "seqlen_k");
+  STD_TORCH_CHECK(arguments.seqlen_q < kUnbounded && arguments.seqlen_k < kUnbounded, "q and k must have fewer than ",
+                  kUnbounded, " rows, got ", arguments.seqlen_q, " and ", arguments.seqlen_k);
   arguments.heads = to_int(query.heads, "the number of query heads");
   arguments.kv_heads = to_int(key.heads, "the number of key and value heads");
   STD_TORCH_CHECK(arguments.heads % arguments.kv_heads == 0, "q has ", arguments.heads,
@@ -186,6 +191,7 @@ Inputs read_inputs(const Tensor& q, const Tensor& k, const Tensor& v, const Tens
   read_scores(scores, device, arguments);
   arguments.dtype = dtype == ScalarType::BFloat16 ? Dtype::kBFloat16 : Dtype::kFloat16;
   arguments.softmax_scale = static_cast<float>(softmax_scale);
+  STD_TORCH_CHECK(arguments.softmax_scale > 0, "softmax_scale is ", softmax_scale, ", expected a positive number");
   arguments.mask = mask_rule(causal, window_left, window_right, attention_chunk);
   arguments.num_sms = usable_sms(device, sm_margin, "q");
   arguments.sm_margin = static_cast<int>(sm_margin);
@@ -223,7 +229,6 @@ void forward(const Tensor& q, const Tensor& k, const Tensor& v, Tensor out, Tens
   const Inputs inputs = read_inputs(q, k, v, softmax_lse, visibility, {sinks, alibi_slopes, softcap}, softmax_scale,
                                     sm_margin, arguments);
   read_dropout(dropout_bits, rng_state, dropout_p, inputs, arguments);
-  STD_TORCH_CHECK(arguments.softmax_scale > 0, "softmax_scale is ", softmax_scale, ", expected a positive number");
   arguments.out = view_of(out, "out", inputs.out, inputs.dtype, inputs.device);
   const torch::stable::accelerator::DeviceGuard guard(inputs.device);
   std::optional<Tensor> workspace;
@@ -270,10 +275,58 @@ void backward(const Tensor& dout, const Tensor& q, const Tensor& k, const Tensor
   run_backward(arguments, current_stream(device));
 }
 
+// Contiguous fp32 sums of so many elements at least; the kernels move 16 bytes of them at a time.
+float* carried_sums(const Tensor& tensor, const char* name, int64_t least, int32_t device) {
+  check_device(tensor, name, device);
+  STD_TORCH_CHECK(tensor.scalar_type() == ScalarType::Float && tensor.dim() == 1 && tensor.is_contiguous(), name,
+                  " must be contiguous float32 of one dimension");
+  STD_TORCH_CHECK(tensor.size(0) >= least, name, " must have at least ", least, " elements, got ", tensor.size(0));
+  STD_TORCH_CHECK(reinterpret_cast<std::uintptr_t>(tensor.data_ptr()) % kCarriedAlignment == 0, name,
+                  " must start at a multiple of ", kCarriedAlignment, " bytes");
+  return static_cast<float*>(tensor.data_ptr());
+}
+
+// The backward of a dense chunk of keys by a chunk of queries, of one split of the query heads: adds to dq_sums and
+// key_sums. dq, or dk and dv, are written where they are given: the sums are then complete.
+void backward_of_chunks(const Tensor& dout, const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& out,
+                        const Tensor& softmax_lse, Tensor dq_sums, Tensor key_sums, OptionalTensor total,
+                        std::optional<Tensor> dq, std::optional<Tensor> dk, std::optional<Tensor> dv,
+                        OptionalTensor dsoftmax_lse, bool dq_continues, bool keys_continue, double softmax_scale,
+                        bool causal, int64_t schedule, int64_t sm_margin) {
+  BackwardArguments arguments{};
+  const Inputs inputs = read_inputs(q, k, v, softmax_lse, {{}, {}, {}, {}, causal, -1, -1, 0}, {{}, {}, 0},
+                                    softmax_scale, sm_margin, arguments);
+  const auto& [device, dtype, query, key, value, output] = inputs;
+  STD_TORCH_CHECK(dk.has_value() == dv.has_value(), "dk and dv must be given both or neither");
+  STD_TORCH_CHECK(schedule >= 0 && schedule < kNumPolicies, "schedule is ", schedule,
+                  ", expected the number of a policy");
+  arguments.out = view_of(out, "out", output, dtype, device);
+  arguments.dout = view_of(dout, "dout", output, dtype, device);
+  if (dq) arguments.dq = view_of(*dq, "dq", query, dtype, device);
+  if (dk) arguments.dk = view_of(*dk, "dk", key, dtype, device);
+  if (dv) arguments.dv = view_of(*dv, "dv", value, dtype, device);
+  if (dsoftmax_lse) arguments.dsoftmax_lse = checked_lse(*dsoftmax_lse, "dsoftmax_lse", query, device);
+  arguments.schedule = static_cast<int>(schedule);
+  const int64_t key_floats = carried_key_floats(arguments);
+  arguments.carried = {carried_sums(dq_sums, "dq_sums", carried_dq_floats(arguments), device),
+                       carried_sums(key_sums, "key_sums", key_floats, device),
+                       total ? carried_sums(*total, "total", key_floats, device) : nullptr,
+                       dq_continues,
+                       keys_continue,
+                       dq.has_value(),
+                       dk.has_value()};
+
+  const torch::stable::accelerator::DeviceGuard guard(device);
+  const Tensor workspace = empty_bytes(static_cast<int64_t>(backward_workspace_bytes(arguments)), device);
+  arguments.workspace = workspace.data_ptr();
+  run_backward(arguments, current_stream(device));
+}
+
 }  // namespace
 }  // namespace dash_attn
 
 STABLE_TORCH_LIBRARY_IMPL(dash_attn_C, CUDA, library) {
   library.impl("forward", TORCH_BOX(&dash_attn::forward));
   library.impl("backward", TORCH_BOX(&dash_attn::backward));
+  library.impl("backward_of_chunks", TORCH_BOX(&dash_attn::backward_of_chunks));
 }

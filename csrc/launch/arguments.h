@@ -58,12 +58,29 @@ struct AttentionArguments {
 
 using ForwardArguments = AttentionArguments;
 
+// Of a backward that is a chunk of keys by a chunk of queries: sums in fp32, in the kernels' own order of elements,
+// that go from one such call to the next on the same stream. None where `dq` is null.
+struct CarriedTensors {
+  float* dq;                         // of every query tile: carried_dq_floats
+  float* keys;                       // dV and dK of every KV tile: carried_key_floats
+  const float* total;                // like keys: the splits before, to be added at the end; or null
+  bool dq_continues, keys_continue;  // whether there are sums in `dq` and `keys`
+  bool dq_ends, keys_end;            // whether these are complete with this call, which then writes dq, or dk and dv
+};
+
 struct BackwardArguments : AttentionArguments {
   TensorView dout, dq, dk, dv;
   const float* dsoftmax_lse;  // like softmax_lse, or null: the gradient of the log-sum-exp
   float* dsinks;              // (heads), or null where it is not wanted
   int schedule;               // number of a policy
+  CarriedTensors carried;
+
+  bool carries() const { return carried.dq != nullptr; }
 };
+
+// The sizes of CarriedTensors.
+int64_t carried_dq_floats(const AttentionArguments& arguments);
+int64_t carried_key_floats(const AttentionArguments& arguments);
 
 size_t forward_workspace_bytes(const ForwardArguments& arguments);
 void run_forward(const ForwardArguments& arguments, cudaStream_t stream);

@@ -54,6 +54,16 @@ void run_forward(const ForwardArguments& arguments, cudaStream_t stream) {
   no_kernel(arguments, "forward", "");
 }
 
+int64_t carried_dq_floats(const AttentionArguments& a) {
+  const TileGrid grid = backward_grid(a);
+  return int64_t{a.batch} * a.heads * grid.query_tiles() * grid.tiling.query * a.padded_head_dims().qk;
+}
+
+int64_t carried_key_floats(const AttentionArguments& a) {
+  const TileGrid grid = backward_grid(a);
+  return int64_t{a.batch} * a.kv_heads * grid.kv_tiles() * grid.tiling.key * a.padded_head_dims().sum();
+}
+
 size_t backward_workspace_bytes(const BackwardArguments& arguments) {
   return plan_workspace(nullptr, for_kernel(arguments)).bytes;
 }
@@ -62,14 +72,16 @@ void run_backward(const BackwardArguments& arguments, cudaStream_t stream) {
   const BackwardArguments a = for_kernel(arguments);
   const auto policy = static_cast<Policy>(a.schedule);
 #define DASH_BACKWARD_VARIANT(dtype, head_dims, mask, score, policies)                                 \
-  if (serves<dtype, Dims##head_dims, mask, score>(a) && policies::contains(policy)) {                  \
+  if (serves<dtype, Dims##head_dims, mask, score>(a) && policies::contains(policy) &&                  \
+      policies::kCarries == a.carries()) {                                                             \
     return launch_backward<BackwardVariant<dtype, Dims##head_dims, mask, score, policies>>(a, stream); \
   }
 #include "built_variants.def"
 #undef DASH_BACKWARD_VARIANT
   const bool named = a.schedule >= 0 && a.schedule < kNumPolicies;
   no_kernel(arguments, "backward",
-            std::string(", schedule ") + (named ? kPolicyNames[a.schedule] : std::to_string(a.schedule).c_str()));
+            std::string(", schedule ") + (named ? kPolicyNames[a.schedule] : std::to_string(a.schedule).c_str()) +
+                (a.carries() ? ", carried sums" : ""));
 }
 
 }  // namespace dash_attn

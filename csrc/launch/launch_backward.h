@@ -9,7 +9,6 @@
 #include "../backward/kernel.h"
 #include "../backward/preprocess.h"
 #include "../schedule/head_swizzle.h"
-#include "../schedule/splits.h"
 #include "arguments.h"
 #include "launch.h"
 #include "scores.h"
@@ -29,7 +28,7 @@ TileScheduler make_backward_scheduler(const BackwardArguments& a) {
   const TileGrid grid = Variant::grid(a.sequence(), a.mask.window);
   s.sequence = a.sequence();
   s.batch = a.batch;
-  s.splits = num_splits(a.group_size(), grid);
+  s.splits = splits_of_call(a, grid);
   s.head_swizzle = head_swizzle(s.policy, grid, s.group_size / s.splits, Variant::kTile.head_dims);
   return s;
 }
@@ -77,8 +76,10 @@ void launch_main(const BackwardArguments& a, const TileScheduler& scheduler, con
   params.dout = query_map(a.dout, a.head_dims.v);
   params.k = key_map(a.k, a.head_dims.qk, Variant::kKey);
   params.v = key_map(a.v, a.head_dims.v, Variant::kKey);
-  params.dk = key_map(a.dk, a.head_dims.qk, Variant::kStoredRows);
-  params.dv = key_map(a.dv, a.head_dims.v, Variant::kStoredRows);
+  if (!a.carries() || a.carried.keys_end) {
+    params.dk = key_map(a.dk, a.head_dims.qk, Variant::kStoredRows);
+    params.dv = key_map(a.dv, a.head_dims.v, Variant::kStoredRows);
+  }
   params.softmax_lse = a.softmax_lse;
   params.lse_batch_stride = int64_t(a.heads) * a.seqlen_q;
   params.lse_head_stride = a.seqlen_q;
@@ -90,6 +91,7 @@ void launch_main(const BackwardArguments& a, const TileScheduler& scheduler, con
   params.dropout = make_bits_view(a);
   params.dk_scale = a.softmax_scale * params.dropout.scale;
   params.score = make_score_params(a);
+  params.carried = {a.carried.total, a.carried.dq_continues, a.carried.keys_continue, a.carried.keys_end};
 
   const int clusters = min_int(params.num_groups, a.num_sms / Variant::kClusterSize);
   cudaLaunchAttribute cluster{};
@@ -111,7 +113,7 @@ void launch_backward(const BackwardArguments& a, cudaStream_t stream) {
   if constexpr (Variant::kOrderFree) { launch_statistics(a, workspace, stream); }
   launch_preprocess(a, workspace, stream);
   launch_main<Variant>(a, scheduler, workspace, int(groups), stream);
-  launch_convert(a, workspace, stream);
+  if (!a.carries() || a.carried.dq_ends) { launch_convert(a, workspace, stream); }
   if (a.dsinks) { launch_sinks(a, workspace, stream); }
 }
 

@@ -55,6 +55,11 @@ using Shift = PolicySet<Policy::kShift>;
 using SymmetricShift = PolicySet<Policy::kSymmetricShift>;
 using OrderFree = PolicySet<Policy::kOrderFree>;
 
+// Those in which a call may be a chunk of keys by a chunk of queries, whose sums other chunks have begun or go on with.
+struct Carried : PolicySet<Policy::kDescending, Policy::kSpt, Policy::kAscending> {
+  static constexpr bool kCarries = true;
+};
+
 template <int kQkDim, int kValueDim = kQkDim>
 struct Dims {
   static constexpr HeadDims kDims = {kQkDim, kValueDim};

@@ -58,6 +58,11 @@ inline TileGrid backward_grid(const AttentionArguments& a) {
   return {{tile.query, tile.key, 1}, mask_of(a.mask, a.sequence())};
 }
 
+// Of a dense batch. A call that carries sums has one split's query heads.
+inline int splits_of_call(const BackwardArguments& a, const TileGrid& grid) {
+  return a.carries() ? 1 : num_splits(a.group_size(), grid);
+}
+
 inline PackRows pack_rows(const AttentionArguments& a) { return {a.batch, a.seqlen_q, a.seqlen_k}; }
 
 inline BackwardPackRule make_backward_pack_rule(const BackwardArguments& a) {
@@ -72,7 +77,7 @@ inline PackCapacity most_of_backward(const BackwardArguments& a) {
   const int64_t batch = a.batch;
   PackCapacity most{};
   most.query_tiles = batch * grid.query_tiles();
-  most.split_tiles = num_splits(a.group_size(), grid) > 1 ? batch * grid.kv_tiles() : 0;
+  most.split_tiles = splits_of_call(a, grid) > 1 ? batch * grid.kv_tiles() : 0;
   most.query_chunks = batch * fixed_point::num_chunks(a.seqlen_q);
   most.key_chunks = batch * fixed_point::num_chunks(a.seqlen_k);
   return most;
@@ -96,7 +101,12 @@ inline BackwardWorkspace plan_workspace(void* base, const BackwardArguments& a) 
   // One for each warpgroup's rows of each KV tile, for dK and for dV.
   w.split_semaphores = w.most.split_tiles * a.kv_heads * (grid.tiling.key / kWarpgroupRows) * 2;
   Cutter cutter(base);
-  cutter.take(w.arrays.dq_accumulator, rows * padded.qk);
+  if (a.carries()) {
+    w.arrays.dq_accumulator = a.carried.dq;
+    w.arrays.split_sums = a.carried.keys;
+  } else {
+    cutter.take(w.arrays.dq_accumulator, rows * padded.qk);
+  }
   cutter.take(w.arrays.delta, rows);
   cutter.take(w.arrays.dq_semaphores, tiles * backward::dq_parts(padded.qk));
   cutter.take(w.arrays.next_work, 1);

@@ -116,7 +116,7 @@ class Consumer {
       __syncwarp();
       const int column = tile.column * kTileColumns + block * Variant::kBlockColumns;
       if (lane == 0) {
-        // TMA leaves out rows and columns past the end, but one whole block at least must have some.
+        // TMA leaves out rows and columns past the end; of a block that is all past it nothing would be left.
         if (first_row < params_.rows && column < params_.columns) {
           cute::SM90_TMA_STORE_5D::copy(&params_.out, staged, column, 0, first_row, 0, 0);
         }

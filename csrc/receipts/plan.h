@@ -12,7 +12,7 @@ namespace dash_attn::receipts {
 
 // Calls f(table) for each launch.
 template <class F>
-void for_tables(std::vector<Piece> pieces, int block_shift, uint64_t* sums, F&& f) {
+void for_tables(const std::vector<Piece>& pieces, int block_shift, uint64_t* sums, F&& f) {
   for (size_t begin = 0; begin < pieces.size(); begin += Table::kPieces) {
     Table table{};
     table.sums = sums;

@@ -8,6 +8,7 @@
 #include "../../device/fragment.h"
 #include "../../device/tma.h"
 #include "../../device/warp_roles.h"
+#include "../carried_sums.h"
 #include "../params.h"
 #include "../split_reduction.h"
 #include "storage.h"
@@ -41,22 +42,48 @@ struct Gradient {
 };
 
 // The sums of a KV tile in the workspace: dV, then dK.
+template <typename Variant>
+__device__ __forceinline__ int64_t first_float_of_sum(const WorkTile& work, bool is_dk) {
+  constexpr int kTileFloats = Variant::kKey * (Variant::kQkDim + Variant::kValueDim);
+  return int64_t(work.split_tile) * kTileFloats + (is_dk ? Variant::kKey * Variant::kValueDim : 0);
+}
+
+template <typename Variant, int kColumns>
+__device__ __forceinline__ auto& registers_of(Gradient<Variant, kColumns>& gradient) {
+  return reinterpret_cast<float (&)[kColumns / kWarpgroupRows * Variant::kKey / 2]>(gradient.block);
+}
+
+// Cleared, or what the call before has left.
+template <typename Variant, int kColumns>
+__device__ __forceinline__ void begin_sum(const KernelParams& params, const WorkTile& work,
+                                          Gradient<Variant, kColumns>& gradient, bool is_dk) {
+  gradient.clear();
+  if constexpr (Variant::kCarries) {
+    begin_carried_sum(params, first_float_of_sum<Variant>(work, is_dk), int(is_dk), registers_of(gradient));
+  }
+}
+
 template <typename Variant, int kColumns>
 __device__ __forceinline__ bool reduce_splits(const KernelParams& params, const WorkTile& work,
                                               Gradient<Variant, kColumns>& gradient, bool is_dk) {
   constexpr int kRegisters = kColumns / kWarpgroupRows * Variant::kKey / 2;
-  constexpr int kTileFloats = Variant::kKey * (Variant::kQkDim + Variant::kValueDim);
   const int thread = read_thread_index() % kWarpgroupThreads;
   const SplitSum<kRegisters> sum(
       params.workspace.split_semaphores + 2 * int64_t(work.split_tile) + is_dk,
-      reinterpret_cast<float4*>(params.workspace.split_sums) +
-          (int64_t(work.split_tile) * kTileFloats + (is_dk ? Variant::kKey * Variant::kValueDim : 0)) / 4,
-      int(is_dk), thread);
-  auto& registers = reinterpret_cast<float (&)[kRegisters]>(gradient.block);
+      reinterpret_cast<float4*>(params.workspace.split_sums) + first_float_of_sum<Variant>(work, is_dk) / 4, int(is_dk),
+      thread);
+  auto& registers = registers_of(gradient);
   const bool is_last = work.split + 1 == work.splits;
   if (work.split > 0) { sum.add_to(registers, work.split); }
   if (!is_last) { sum.pass_on(registers, work.split); }
   return is_last;
+}
+
+// Whether the gradient is complete; if not, it is left to the next call.
+template <typename Variant, int kColumns>
+__device__ __forceinline__ bool end_part(const KernelParams& params, const WorkTile& work,
+                                         Gradient<Variant, kColumns>& gradient, bool is_dk) {
+  return end_carried_sum(params, first_float_of_sum<Variant>(work, is_dk), int(is_dk), registers_of(gradient));
 }
 
 template <typename Variant, int kColumns>

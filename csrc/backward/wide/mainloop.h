@@ -131,7 +131,7 @@ class ValueConsumer : Consumer<Variant> {
   __device__ __forceinline__ void process() {
     Dv dv;
     Scores s;
-    dv.clear();
+    begin_sum<Variant>(params_, this->work(), dv, false);
     const int steps = this->work().steps;
     this->wait_for_keys();
     if (steps > 0) {
@@ -237,7 +237,8 @@ class ValueConsumer : Consumer<Variant> {
     const WorkTile& work = this->work();
     shared_.v_full.wait(this->tile().parity());
     shared_.p_empty.wait(Once{step_}.empty_parity());
-    if (work.splits == 1 || reduce_splits<Variant>(params_, work, dv, false)) {
+    if (Variant::kCarries ? end_part<Variant>(params_, work, dv, false)
+                          : work.splits == 1 || reduce_splits<Variant>(params_, work, dv, false)) {
       if constexpr (Score::kDrops) { dv.multiply(params_.dropout.scale); }
       store_gradient<Variant>(params_.dv, shared_.v, params_, work, dv, kNamedBarrier);
     }
@@ -290,7 +291,7 @@ class KeyConsumer : Consumer<Variant> {
 
   __device__ __forceinline__ void process() {
     Registers r;
-    r.dk.clear();
+    begin_sum<Variant>(params_, this->work(), r.dk, true);
     const int steps = this->work().steps;
     this->wait_for_keys();
     if (steps > 0) {
@@ -444,7 +445,8 @@ class KeyConsumer : Consumer<Variant> {
   __device__ __forceinline__ void finish(Dk& dk) {
     const WorkTile& work = this->work();
     sync_warpgroup(kNamedBarrier);
-    if (work.splits == 1 || reduce_splits<Variant>(params_, work, dk, true)) {
+    if (Variant::kCarries ? end_part<Variant>(params_, work, dk, true)
+                          : work.splits == 1 || reduce_splits<Variant>(params_, work, dk, true)) {
       dk.multiply(params_.dk_scale);
       store_gradient<Variant>(params_.dk, shared_.k, params_, work, dk, kNamedBarrier);
     }
