@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from rank_processes import join
 
-from dash_attn.distributed import RankError, context_parallel_attention, ulysses
+from dash_attn.distributed import RankError, carry, context_parallel_attention, ulysses
 
 WRONG_RANK = 1
 TIMEOUT_S = 12.0
@@ -50,8 +50,20 @@ def run(fault: str, rank: int, device: str) -> None:
         options["learnable_sink"] = torch.full((HEADS,), float(rank == WRONG_RANK), device=device)
     if fault == "everywhere":
         options["softmax_scale"] = float("inf")
-    if fault == "heads":
+    if fault == "cut tiles" or "few heads" in fault:
         k, v = k[:, :, :2], v[:, :, :2]
+    if "few heads" in fault:  # chunks of whole tiles, and as many ranks as have some
+        q, k, v = (torch.cat([x, x], dim=1) for x in (q, k, v))
+    if fault == "slopes, few heads":
+        options["alibi_slopes"] = torch.ones(HEADS, device=device)
+    if fault == "window, few heads":
+        options["window_size"] = (9, 0)
+    if fault == "order, few heads":
+        options["schedule"] = "order_free"
+    if fault == "value of slopes":  # whose bytes have the same sum, and the same sum of products with their places
+        digits = [0, 65537] if wrong else [0, 512]
+        slopes = torch.tensor(digits * (HEADS // 2), dtype=torch.int32).view(torch.float32)
+        options["alibi_slopes"] = slopes.to(device)
     if wrong and fault == "dies":
         os.kill(os.getpid(), signal.SIGKILL)
     if wrong and fault == "stalls":
@@ -59,6 +71,8 @@ def run(fault: str, rank: int, device: str) -> None:
     if wrong and fault == "dies between":
         # After the ranks have agreed on the call, before it sends its part.
         ulysses.exchange = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+    if wrong and fault == "dies in the backward, few heads":
+        carry.Carrier._send = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
     out = context_parallel_attention(q, k, v, **options)
     if wrong and fault == "dies before the backward":
         os.kill(os.getpid(), signal.SIGKILL)

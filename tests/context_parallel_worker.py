@@ -66,6 +66,27 @@ CASES = {
 }
 
 
+# For more ranks than KV heads; chunks are whole multiples of 128 rows.
+BEYOND_KV_HEADS = {
+    "keys gathered, full": Case(heads=3, kv_heads=1, rows=(1001, 701), options=()),
+    "keys gathered, full, zigzag": Case(heads=2, kv_heads=1, rows=(1025, 1501), options=(), layout="zigzag"),
+    "keys gathered, causal": Case(heads=4, kv_heads=1, rows=(1103, 1103)),
+    "keys gathered, causal, zigzag": Case(heads=2, kv_heads=1, rows=(1103, 1103), layout="zigzag"),
+    "keys gathered, split heads": Case(heads=8, kv_heads=1, rows=(1024, 1024), batch=1),
+    "keys gathered, multi-head": Case(heads=1, kv_heads=1, rows=(1024, 1024), dtype=torch.float16, layout="zigzag"),
+    "keys gathered, spt": Case(
+        heads=3, kv_heads=1, rows=(641, 641), options=(("schedule", "spt"), ("causal", True)), layout="zigzag"
+    ),
+    "keys gathered, ascending": Case(
+        heads=2, kv_heads=1, rows=(521, 521), options=(("schedule", "ascending"), ("softmax_scale", -0.1))
+    ),
+    "keys gathered, odd head dims": Case(heads=2, kv_heads=1, rows=(641, 641), head_dim=15, value_head_dim=13),
+    "keys gathered, gradient of the log-sum-exp": Case(heads=2, kv_heads=1, rows=(641, 641), lse_gradient=True),
+    "keys gathered, short": Case(heads=2, kv_heads=1, rows=(5, 5), layout="zigzag"),
+    "keys gathered, no keys": Case(heads=2, kv_heads=1, rows=(5, 0), options=()),
+    "keys gathered, not a number": Case(heads=4, kv_heads=1, rows=(1103, 1103), spoilt=True),
+}  # fmt: skip
+
 # Where many thread blocks work on a head at once.
 LARGE_CASES = {
     "large": Case(heads=16, kv_heads=8, rows=(4096, 4096), head_dim=128, value_head_dim=128),
@@ -77,8 +98,8 @@ LARGE_CASES = {
 
 
 def cases_of(device: str, ranks: int) -> dict[str, Case]:
-    cases = CASES | LARGE_CASES if device == "cuda" else CASES
-    return {name: case for name, case in cases.items() if case.kv_heads >= ranks}
+    cases = CASES | (LARGE_CASES if device == "cuda" else BEYOND_KV_HEADS)
+    return {name: case for name, case in cases.items() if (name in BEYOND_KV_HEADS) == (case.kv_heads < ranks)}
 
 
 def inputs(case: Case, device: str = "cpu") -> dict[str, torch.Tensor]:
@@ -94,7 +115,7 @@ def inputs(case: Case, device: str = "cpu") -> dict[str, torch.Tensor]:
     tensors["slopes"] = torch.rand(case.heads, generator=generator)
     tensors["sinks"] = torch.randn(case.heads, generator=generator)
     if case.spoilt:
-        tensors["k"][-1, -1, 1, 3] = torch.nan
+        tensors["k"][-1, -1, min(1, case.kv_heads - 1), 3] = torch.nan
     return {name: x.to(device) for name, x in tensors.items()}
 
 

@@ -5,7 +5,7 @@ import functools
 import pytest
 import torch
 from context_parallel_checks import check_bytes, same_bytes
-from context_parallel_worker import CASES, on_one_process
+from context_parallel_worker import BEYOND_KV_HEADS, CASES, on_one_process
 from rank_processes import run_ranks
 
 from dash_attn import flash_attn_func
@@ -16,7 +16,7 @@ RANKS = (2, 3, 4)
 
 @functools.cache
 def expected(name):
-    return on_one_process(CASES[name])
+    return on_one_process((CASES | BEYOND_KV_HEADS)[name])
 
 
 @pytest.fixture(scope="module")
@@ -34,6 +34,12 @@ def of_all_ranks(tmp_path_factory):
 @pytest.mark.parametrize("name", CASES)
 def test_every_byte_is_that_of_one_process(of_all_ranks, name, ranks):
     check_bytes([results[name] for results in of_all_ranks(ranks)], CASES[name], expected(name))
+
+
+@pytest.mark.parametrize("ranks", RANKS)
+@pytest.mark.parametrize("name", BEYOND_KV_HEADS)
+def test_more_ranks_than_kv_heads(of_all_ranks, name, ranks):
+    check_bytes([results[name] for results in of_all_ranks(ranks)], BEYOND_KV_HEADS[name], expected(name))
 
 
 def test_a_nan_stays_in_its_head_and_sequence(of_all_ranks):

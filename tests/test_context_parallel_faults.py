@@ -23,7 +23,17 @@ AGREED = {
     "value of a gradient": ("RankError", "dout of rank 1 must be finite"),
     "other call": ("RankError", "rank 1 got context_parallel_attention, rank 0 the backward of context_parallel"),
     "everywhere": ("ValueError", "softmax_scale must be a finite number"),
-    "heads": ("NotImplementedError", "mesh must have at most as many ranks as k has heads, 2, got 3 ranks"),
+    "cut tiles": (
+        "ValueError",
+        "q must have rows that are cut into chunks of multiples of 128 with more ranks than KV",
+    ),
+    "slopes, few heads": ("NotImplementedError", "alibi_slopes must be left out with more ranks than KV heads, got"),
+    "window, few heads": (
+        "NotImplementedError",
+        "window_size must be left out with more ranks than KV heads, got (9, 0)",
+    ),
+    "order, few heads": ("NotImplementedError", "schedule must be a policy that adds in an order with more ranks than"),
+    "value of slopes": ("RankError", "the bytes of alibi_slopes must be the same on every rank: rank 1 got"),
 }
 
 
@@ -48,7 +58,9 @@ def test_a_disagreement_is_no_end(of_agreement):
     assert [of_rank["nothing"][0] for of_rank in of_agreement] == ["none"] * RANKS
 
 
-@pytest.mark.parametrize("fault", ["dies", "dies between", "dies before the backward"])
+@pytest.mark.parametrize(
+    "fault", ["dies", "dies between", "dies before the backward", "dies in the backward, few heads"]
+)
 def test_a_rank_that_dies(tmp_path, fault):
     of_ranks = outcomes(tmp_path, RANKS, fault)
     assert not of_ranks[WRONG_RANK]

@@ -1,7 +1,7 @@
 """Attention over several processes with the bits of one: context parallelism on torch.distributed.
 
-docs/distributed.md says what is promised. `plan` and `simulate` are about the form for more ranks
-than KV heads, which is to come.
+docs/distributed.md says what is promised. `plan` is what ranks do where there are more of them than KV heads, and
+`simulate` predicts how long it takes.
 """
 
 from .attention import context_parallel_attention, context_parallel_varlen_attention

@@ -12,9 +12,12 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from .. import __version__, checks, interface
+from ..receipts import fingerprint
+from . import gathered
+from .agreement import not_finite, require_finite
 from .channel import Channel, RankError, channel_of
 from .layout import check_layout, rows_of_rank
-from .ulysses import HeadsToRows, RowsToHeads, Split, not_finite, require_finite
+from .ulysses import HeadsToRows, RowsToHeads, Split
 
 Mesh = DeviceMesh | dist.ProcessGroup
 # Whose rows are spread over the ranks; of all heads; where the sequences of a pack are.
@@ -44,18 +47,22 @@ def context_parallel_attention(
     schedule: str = "auto",
     check_values: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor, Tensor]:
-    """`flash_attn_func` of sequences whose rows are spread over the ranks of a group.
+    """`flash_attn_func`, but for dropout, of sequences whose rows are spread over the ranks of a group.
 
     Output, log-sum-exp and gradients have the bits that one process gets for the whole, whatever the number of ranks
     and the layout: no collective adds, and a head's bits do not depend on the other heads of its call. Each rank gets
     all rows of some KV heads and of their query heads, computes, and gives the rows back (DeepSpeed-Ulysses, arXiv
     2309.14509). Every rank of the group must make the same calls in the same order, also of the backward.
 
+    With more ranks than KV heads, on CPUs only as yet, keys and values are gathered, queries stay, and dK and dV are
+    carried from rank to rank in the order of one process. That takes the full mask, or the causal one with as many keys
+    as queries; a sequence cut into chunks of whole tiles and of multiples of 128 rows; a schedule that adds in an order
+    and runs no clusters; and neither softcap, slopes nor sinks.
+
     Args:
         q: (batch, this rank's rows of seqlen_q, heads, head_dim), bf16 or fp16: the rows of `rows_of_rank`, as `shard`
             cuts them. The device is the group's: CPU tensors for gloo, CUDA tensors for NCCL.
-        k: (batch, this rank's rows of seqlen_k, kv_heads, head_dim), like q. There are at least as many KV heads as
-            ranks; they need not divide.
+        k: (batch, this rank's rows of seqlen_k, kv_heads, head_dim), like q. The ranks need not divide the KV heads.
         v: (batch, this rank's rows of seqlen_k, kv_heads, value_head_dim), like q.
         mesh: a mesh of one dimension or a process group; None is all ranks.
         layout: which rows a rank has, one of `LAYOUTS`.
@@ -72,7 +79,8 @@ def context_parallel_attention(
         (out, softmax_lse, empty), softmax_lse fp32 (batch, heads, this rank's rows of seqlen_q).
 
     Raises:
-        NotImplementedError: more ranks than KV heads, a mesh of two dimensions, or what `flash_attn_func` has not.
+        NotImplementedError: what the form for more ranks than KV heads does not have, a mesh of two dimensions, or what
+            `flash_attn_func` has not.
         TypeError, ValueError: an argument is wrong; the message names it.
         RankError: another rank is the cause: it has other shapes, dtypes or arguments, its arguments are wrong, it died
             or does not come within the timeout of the group. It is raised on every rank, there and in the backward.
@@ -105,9 +113,10 @@ def context_parallel_varlen_attention(
     schedule: str = "auto",
     check_values: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor, Tensor]:
-    """`flash_attn_varlen_func` of a pack whose rows are spread over the ranks of a group.
+    """`flash_attn_varlen_func`, but for dropout, of a pack whose rows are spread over the ranks of a group.
 
-    The pack is cut as a whole, as if it were one sequence: a sequence of it may lie on several ranks, or on one.
+    The pack is cut as a whole, as if it were one sequence: a sequence of it may lie on several ranks, or on one. There
+    are at most as many ranks as KV heads.
 
     Args:
         q: (this rank's rows of total_q, heads, head_dim), bf16 or fp16.
@@ -144,6 +153,13 @@ def _attention(name: str, given: dict[str, Any]) -> Any:
     split = _split(name, channel, records, of_rows, arguments)
     call = _call(arguments, pack)
     _check_whole_call(split, of_rows, of_heads, call, bool(pack))
+    if channel.size > split.kv_heads:
+        if pack:
+            raise NotImplementedError(
+                f"mesh must have at most as many ranks as k has heads, {split.kv_heads}, for a pack, got {channel.size}"
+            )
+        found = gathered.attention(split, of_rows["q"], of_rows["k"], of_rows["v"], arguments, of_heads)
+        return (*found, found[0].new_empty(0)) if arguments["return_attn_probs"] else found[0]
 
     tensors = [x[None] if pack else x for x in of_rows.values()]
     *tensors, sinks = RowsToHeads.apply(split, *tensors, of_heads["learnable_sink"])
@@ -218,19 +234,12 @@ def _record(
     record["rows"] = [of_rows["q"].shape[rows_dim], of_rows["k"].shape[rows_dim]]
     if arguments["check_values"]:
         record["values"] = not_finite(of_rows)
-        record |= {f"the bytes of {key}": _digest(x) for key, x in given.items()}
+        record |= {f"the bytes of {key}": int(fingerprint(x.detach())) for key, x in given.items()}
     return record
 
 
 def _needs_gradient(x: Tensor) -> str:
     return "requires a gradient" if x.requires_grad and torch.is_grad_enabled() else "requires no gradient"
-
-
-def _digest(x: Tensor) -> int:
-    """Of the bytes; differs where one element does."""
-    words = x.detach().contiguous().view(torch.uint8).cpu().to(torch.int64)
-    weights = torch.arange(words.numel()).mul_(2 * 1_000_003).add_(1)
-    return int((words.flatten() * weights).sum())
 
 
 def _split(
@@ -244,11 +253,6 @@ def _split(
     layout = arguments["layout"]
     rows_q, rows_k = (_total_rows(channel, records, side, layout) for side in ("q", "k"))
     heads, kv_heads = of_rows["q"].shape[-2], of_rows["k"].shape[-2]
-    if channel.size > kv_heads:
-        raise NotImplementedError(
-            f"mesh must have at most as many ranks as k has heads, {kv_heads}, got {channel.size} ranks: the form that "
-            "gathers keys and carries their gradients from rank to rank is to come"
-        )
     if heads % kv_heads:
         raise ValueError(f"k must have a number of heads that divides the {heads} heads of q, got {kv_heads}")
     return Split(channel, name, layout, rows_q, rows_k, heads, kv_heads, arguments["check_values"])

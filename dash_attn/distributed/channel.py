@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import datetime
 import json
+import threading
 import time
 import weakref
 from collections.abc import Mapping
@@ -117,6 +118,15 @@ class Channel:
         except RuntimeError as error:
             self._raise_lost(what, began, str(error).split(". ")[0], connection_lost=True)
 
+    def wait_for(self, work: dist.Work | None, what: str) -> None:
+        """Waits for one message of a CPU tensor, whose end gloo tells only who waits for it. None is none.
+
+        Raises:
+            RankError: a rank died or stalls.
+        """
+        if work is not None:
+            self.wait(lambda: _Waiting(work), what)
+
     @property
     def _margin(self) -> float:
         """How long before the group's timeout ranks begin to look for who is missing."""
@@ -182,6 +192,29 @@ class Channel:
                 f"{self.name([texts.index(usual)])} {_plain(values[texts.index(usual)])}",
                 tuple(others),
             )
+
+
+class _Waiting:
+    """A message that is waited for in a thread, so that the caller can look about meanwhile."""
+
+    def __init__(self, work: dist.Work):
+        self._work = work
+        self._error: RuntimeError | None = None
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        try:
+            self._work.wait()
+        except RuntimeError as error:
+            self._error = error
+
+    def is_completed(self) -> bool:
+        return not self._thread.is_alive()
+
+    def wait(self) -> None:
+        if self._error is not None:
+            raise self._error
 
 
 def _plain(value: Any) -> str:

@@ -4,8 +4,8 @@ Every rank has all keys and values, gathered, and its own queries. So a row of d
 chunk of keys are sums over the queries of all ranks: an accumulator in fp32 goes from rank to rank, in the order in
 which one process visits the query tiles. Nothing is added out of that order, so the bits are those of one process.
 
-The plan is a pure function of the shape, which every rank computes for itself. No kernel runs it yet. `dash_attn.
-schedule` has the order of one process; here it is cut at the borders of the chunks.
+The plan is a pure function of the shape, which every rank computes for itself; `carry` runs it. `dash_attn.schedule`
+has the order of one process; here it is cut at the borders of the chunks.
 """
 
 from __future__ import annotations

@@ -6,15 +6,15 @@ is added on the way, and a head's bits do not depend on the other heads of a cal
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from .channel import Channel, RankError
+from .agreement import agreed_gradients
+from .channel import Channel
 from .layout import Rows, rows_of_rank
 from .movement import Move, exchange
 
@@ -142,34 +142,12 @@ class HeadsToRows(torch.autograd.Function):
     def backward(ctx, dout, dlse):
         split = ctx.split
         what = f"the backward of {split.name}"
-        record: dict[str, Any] = {"dout": dout is not None, "dlse": dlse is not None}
-        if split.check_values:
-            record["values"] = not_finite({"dout": dout, "the gradient of softmax_lse": dlse})
-        records = split.channel.exchange(what, record)
-        require_finite(split.channel, what, records)
-        # What no rank has a gradient of has none in one process either, and other bits than with one that is 0.
-        given = [any(record[key] for record in records) for key in ("dout", "dlse")]
-        gradients = [
-            x if x is not None else torch.zeros(shape, dtype=dtype, device=device)
-            for x, (shape, dtype, device) in zip((dout, dlse), ctx.like)
-        ]
-        used = [x for x, is_given in zip(gradients, given) if is_given]
+        agreed = agreed_gradients(split.channel, what, dout, dlse, ctx.like, split.check_values)
+        used = [x for x in agreed if x is not None]
         if not used:
             return None, None, None
         moved = iter(split.rows_to_heads(what, used, [False] * len(used)))
-        return None, *(next(moved) if is_given else None for is_given in given)
-
-
-def not_finite(named: Mapping[str, Tensor | None]) -> list[str]:
-    """The names of the tensors that hold a NaN or an infinity. Waits for their device."""
-    return [name for name, x in named.items() if x is not None and not bool(x.isfinite().all())]
-
-
-def require_finite(channel: Channel, what: str, records: list[dict]) -> None:
-    for rank, record in enumerate(records):
-        if record.get("values"):
-            names = ", ".join(record["values"])
-            raise RankError(f"{what} cannot be done: {names} of {channel.name([rank])} must be finite", (rank,))
+        return None, *(None if x is None else next(moved) for x in agreed)
 
 
 def _device_of(*tensors: Tensor | None) -> torch.device:
