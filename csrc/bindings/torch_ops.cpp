@@ -298,6 +298,9 @@ void backward_of_chunks(const Tensor& dout, const Tensor& q, const Tensor& k, co
                                     softmax_scale, sm_margin, arguments);
   const auto& [device, dtype, query, key, value, output] = inputs;
   STD_TORCH_CHECK(dk.has_value() == dv.has_value(), "dk and dv must be given both or neither");
+  STD_TORCH_CHECK(!causal || query.seqlen == key.seqlen, "a causal part must have as many queries as keys, got ",
+                  query.seqlen, " and ", key.seqlen);
+  STD_TORCH_CHECK(!total || total->data_ptr() != key_sums.data_ptr(), "total must not be key_sums");
   STD_TORCH_CHECK(schedule >= 0 && schedule < kNumPolicies, "schedule is ", schedule,
                   ", expected the number of a policy");
   arguments.out = view_of(out, "out", output, dtype, device);
