@@ -37,6 +37,7 @@ _POLICIES_OF = {
     "Shift": ("shift",),
     "SymmetricShift": ("symmetric_shift",),
     "OrderFree": ("order_free",),
+    "Carried": (),  # kernels of parts of a backward, which no schedule of a call has
 }
 
 

@@ -35,7 +35,7 @@ from . import order_free
 from .tile_order import TileOrder, steps
 
 # Query rows that the forward holds scores of at a time.
-_FORWARD_ROWS = 128
+FORWARD_ROWS = 128
 
 
 class GradientSums(NamedTuple):
@@ -108,8 +108,8 @@ def forward(
     lse = q_heads.new_full(q_heads.shape[:-1], torch.inf)
     if sink is not None:
         lse = sink.masked_fill(sink == -torch.inf, torch.inf).expand_as(out[..., :1]).squeeze(-1).clone()
-    for start in range(0, seqlen_q if seqlen_k else 0, _FORWARD_ROWS):
-        end = min(start + _FORWARD_ROWS, seqlen_q)
+    for start in range(0, seqlen_q if seqlen_k else 0, FORWARD_ROWS):
+        end = min(start + FORWARD_ROWS, seqlen_q)
         seen = _visible_keys(seqlen_q, seqlen_k, causal, window, attention_chunk, start, end)
         keys = slice(seen[0][0], seen[-1][1])  # neither end moves back from one query to the next
         if keys.start == keys.stop:

@@ -72,7 +72,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--layouts", nargs="+", default=["1", "2", "2c2", "4", "4c2"], metavar="N[cM]")
     parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--kill-at", type=int, default=5, metavar="STEP", help="behind a checkpoint, every 3 steps")
-    parser.add_argument("--jobs", type=int, default=1, help="runs at a time (default: 1)")
+    parser.add_argument("--jobs", type=int, default=1, choices=range(1, 65), metavar="N", help="runs at a time")
     parser.add_argument("--control", default="sdpa_flash" if torch.cuda.is_available() else "noisy",
                         help="an attention that is not deterministic")  # fmt: skip
     arguments, extra = parser.parse_known_args(argv)
@@ -87,6 +87,14 @@ def main(argv: list[str] | None = None) -> int:
     probes = {name: arguments.out / f"{name}_probe" for name in layouts}
     with concurrent.futures.ThreadPoolExecutor(arguments.jobs) as pool:
         runs = {}
+
+        def finished(run: concurrent.futures.Future) -> pathlib.Path:
+            try:
+                return run.result()
+            except BaseException:
+                pool.shutdown(cancel_futures=True)
+                raise
+
         for name, layout in layouts.items():
             # What takes longest is started first.
             runs[name, "killed and resumed"] = pool.submit(proof.killed_and_resumed, f"{name}_killed", *layout)
@@ -98,15 +106,15 @@ def main(argv: list[str] | None = None) -> int:
             for x in "ab"
         ]
         for name in layouts:
-            first = runs[name, "first"].result()
+            first = finished(runs[name, "first"])
             for what in ("again", "killed and resumed"):
-                proof.same(f"{name}, {what}", first, runs[name, what].result())
+                proof.same(f"{name}, {what}", first, finished(runs[name, what]))
             if name != first_layout:
                 found = compare(probes[first_layout], probes[name])
                 whole = found.first is None and not found.not_compared
                 detail = f"{found.compared} receipts of attention to equal inputs"
                 proof.say(f"{name} and {first_layout}", whole, detail + ("" if whole else f": {found.first}"))
-        parting = compare(*(control.result() / "receipts" for control in controls)).first
+        parting = compare(*(finished(control) / "receipts" for control in controls)).first
     where = "" if parting is None else f"step {parting.step}, {parting.key}, likely cause {parting.cause}"
     parts = parting is not None and parting.key.name.split(".")[2:3] == ["attention"]
     proof.say(f"{arguments.control} parts", parts, where)

@@ -22,7 +22,22 @@ def chunk_orders(policy: str, of_queries: int, of_keys: int, causal: bool) -> tu
     return schedule.visit_order(policy, problem), schedule.add_order(policy, problem)
 
 
-def gradients_by_parts(q, k, v, out, softmax_lse, dout, *, causal, policy, size, chance, dsoftmax_lse=None):
+def gradients_by_parts(
+    q,
+    k,
+    v,
+    out,
+    softmax_lse,
+    dout,
+    *,
+    causal,
+    policy,
+    size,
+    chance,
+    dsoftmax_lse=None,
+    sm_margin=0,
+    expected_splits=None,
+):
     """dq, dk and dv, the parts in an order that `chance` draws of those that are possible. Where there is more than one
     split of the query heads, each has parts of its own."""
     batch, rows_q, heads, head_dim = q.shape
@@ -32,11 +47,12 @@ def gradients_by_parts(q, k, v, out, softmax_lse, dout, *, causal, policy, size,
         policy, rows_q, rows_k, head_dim=head_dim, value_head_dim=v.shape[-1], causal=causal, heads=heads,
         kv_heads=kv_heads,
     )  # fmt: skip
+    assert expected_splits in (None, problem.splits)
     of_split = group // problem.splits
     at_once = of_split if schedule.heads_together(policy, problem) else 1
     chunks_q, chunks_k = cut(rows_q, size), cut(rows_k, size)
     visits, adds = chunk_orders(policy, len(chunks_q), len(chunks_k), causal)
-    rule = parts.Rule(policy, head_dim**-0.5, 0)
+    rule = parts.Rule(policy, head_dim**-0.5, sm_margin)
     dq, dk, dv = (torch.full_like(x, torch.nan) for x in (q, k, v))
     chains = {
         (kv_head, split, j): [
@@ -96,9 +112,10 @@ def gradients_by_parts(q, k, v, out, softmax_lse, dout, *, causal, policy, size,
 
 def check_parts(
     *, batch, rows_q, rows_k, heads, kv_heads, head_dim, value_head_dim=None, causal, policy="descending", device="cpu",
-    dtype=torch.bfloat16, size, lse_gradient=False, orders=2, order_of=None,
+    dtype=torch.bfloat16, size, lse_gradient=False, orders=2, order_of=None, sm_margin=0, splits=None,
 ) -> None:  # fmt: skip
-    """`size`: rows of a chunk, whole tiles. `order_of`: a policy whose order the parts keep in place of the call's."""
+    """`size`: rows of a chunk, whole tiles. `order_of`: a policy whose order the parts keep in place of the call's.
+    `splits`: how many there must be of the query heads of a KV head."""
     generator = torch.Generator(device).manual_seed(rows_q + head_dim)
     value_head_dim = value_head_dim or head_dim
     shapes = [(batch, rows_q, heads, head_dim), (batch, rows_k, kv_heads, head_dim)]
@@ -112,7 +129,7 @@ def check_parts(
     for number in range(orders):
         found = gradients_by_parts(
             q, k, v, out.detach(), lse.detach(), dout, causal=causal, policy=order_of or policy, size=size,
-            chance=random.Random(number), dsoftmax_lse=dlse,
+            chance=random.Random(number), dsoftmax_lse=dlse, sm_margin=sm_margin, expected_splits=splits,
         )  # fmt: skip
         for name, x, expected in zip(("dq", "dk", "dv"), found, whole):
             differ = x.view(torch.int16) != expected.view(torch.int16)

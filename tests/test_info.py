@@ -18,7 +18,8 @@ PACKAGE = pathlib.Path(dash_attn.__file__).parent
 RECORD = (
     b"\x7fELF...dash_attn build record\narchitecture sm_90a\nnvcc 13.0.88\ncutlass 4.2.0\n"
     b"forward BFloat16 128 Causal Plain\nforward Float16 192x128 Full Plain\n"
-    b"backward BFloat16 128 Causal Plain Ordered\nbackward BFloat16 128 Causal Plain SymmetricShift\nend\n\0..."
+    b"backward BFloat16 128 Causal Plain Ordered\nbackward BFloat16 128 Causal Plain SymmetricShift\n"
+    b"backward BFloat16 128 Causal Plain Carried\nend\n\0..."
 )
 # Makes a CPU torch look like one with CUDA, which is when the lack of kernels is worth a warning.
 IMPORT = "import torch; torch.version.cuda = '13.0'; import dash_attn.ops as ops; print(ops.why_no_kernels)"
@@ -44,7 +45,7 @@ def test_record_of_a_binary(tmp_path):
     assert build_record.kernels_file(tmp_path) == path
     record = build_record.read(path)
     assert (record.architecture, record.nvcc, record.cutlass) == ("sm_90a", "13.0.88", "4.2.0")
-    assert len(record.kernels) == 4
+    assert len(record.kernels) == 5
     assert record.kernels[1] == build_record.Kernel("forward", "Float16", "192x128", "Full", "Plain", None)
     assert record.kernels[3].policies == "SymmetricShift"
 
@@ -55,6 +56,13 @@ def test_a_binary_without_a_record_is_refused(tmp_path):
     path.write_bytes(RECORD[:100])
     with pytest.raises(ValueError, match=re.escape(f"{path} holds no record of its build")):
         build_record.read(path)
+
+
+def test_every_set_of_policies_is_known():
+    """A build record names the sets of csrc/launch/variants.def."""
+    lines = (pathlib.Path(__file__).parents[1] / "csrc/launch/variants.def").read_text()
+    sets = set(re.findall(r"^DASH_BACKWARD_VARIANT\(.*, (\w+)\)$", lines, re.MULTILINE))
+    assert sets == set(info._POLICIES_OF)
 
 
 def test_info_of_this_installation():
@@ -74,7 +82,7 @@ def test_info_says_what_was_built_and_what_is_not_here(package):
     assert found.returncode == 0, found.stdout + found.stderr
     lines = found.stdout.splitlines()
     assert f"dash_attn {dash_attn.__version__} in {package}" in lines
-    assert "kernels: 4 for sm_90a (Hopper), by nvcc 13.0.88 with CUTLASS 4.2.0" in lines
+    assert "kernels: 5 for sm_90a (Hopper), by nvcc 13.0.88 with CUTLASS 4.2.0" in lines
     assert "  head dims: 128, 192x128" in lines
     schedules = next(line.partition(":")[2] for line in lines if line.startswith("  schedules:"))
     assert set(schedules.replace(",", "").split()) == {"descending", "ascending", "spt", "symmetric_shift"}

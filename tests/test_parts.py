@@ -7,7 +7,7 @@ from part_checks import check_parts
 SHAPES = {
     "one head": dict(batch=1, heads=1, kv_heads=1, rows_q=300, rows_k=300),
     "grouped": dict(batch=2, heads=6, kv_heads=2, rows_q=520, rows_k=520),
-    "split heads": dict(batch=1, heads=8, kv_heads=1, rows_q=1024, rows_k=1024),
+    "split heads": dict(batch=1, heads=8, kv_heads=1, rows_q=1024, rows_k=1024),  # how many follows from the mask
 }
 
 
@@ -16,6 +16,10 @@ SHAPES = {
 @pytest.mark.parametrize("shape", SHAPES)
 def test_parts_have_the_bits_of_the_whole(shape, causal, policy):
     check_parts(**SHAPES[shape], head_dim=16, causal=causal, policy=policy, size=256)
+
+
+def test_more_than_one_split():
+    check_parts(**SHAPES["split heads"], head_dim=16, causal=False, size=256, orders=1, splits=4)
 
 
 @pytest.mark.parametrize("rows", [(260, 700), (700, 260)])

@@ -92,7 +92,7 @@ def unpad_input(
     _check_mask(hidden_states, attention_mask, name)
     if unused_mask is not None:
         _check_mask(hidden_states, unused_mask, "unused_mask")
-        placed, name = attention_mask + unused_mask, "attention_mask + unused_mask"
+        placed, name = attention_mask.int() + unused_mask.int(), "attention_mask + unused_mask"
     checks.check_values(((placed == 0) | (placed == 1)).all(), f"{name} must hold 0 and 1 alone, got other values")
     indices = placed.flatten().nonzero().flatten()
     cu_seqlens, max_seqlen = _lengths(placed.sum(dim=-1, dtype=torch.int32))

@@ -194,8 +194,7 @@ def _group_of(mesh: Mesh | None) -> dist.ProcessGroup:
     if isinstance(mesh, DeviceMesh):
         if mesh.ndim != 1:
             raise NotImplementedError(
-                f"mesh must have one dimension, got {mesh.ndim}: a second one is for the form that gathers keys, which "
-                "is to come"
+                f"mesh must have one dimension, got {mesh.ndim}: heads over one and rows over another is not there yet"
             )
         return mesh.get_group()
     if not isinstance(mesh, dist.ProcessGroup):

@@ -14,8 +14,12 @@ from torch import Tensor
 
 from . import parts
 from .channel import Channel
+from .channel import Message as UnderWay
 from .layout import Rows
 from .plan import Message, Plan, Task
+
+# The group is the caller's, who may have messages of his own on their way: with small tags.
+_FIRST_TAG = 0x0DA5_0000
 
 Chain = tuple[int, int, int]
 """(KV head, split, chunk of keys)"""
@@ -63,7 +67,7 @@ class Carrier:
         self._key_sums: dict[Chain, Tensor] = {}
         self._totals: dict[Chain, Tensor] = {}
         self._results: dict[Chain, Tensor] = {}
-        self._under_way: list[tuple[dist.Work | None, Tensor]] = []
+        self._under_way: list[tuple[UnderWay, Tensor]] = []
         self._messages: dict[tuple[str, int], int] = {}
 
     def run(self, dq: Tensor, dk: Tensor, dv: Tensor) -> None:
@@ -79,8 +83,8 @@ class Carrier:
             rows = slice(*self._chunks.own_keys[chain[2]])
             for gradient, x in zip((dk, dv), self._rounded(result, chain)):
                 gradient[:, rows, chain[0]] = x[:, :, 0]
-        for work, _ in self._under_way:
-            self._channel.wait_for(work, self._what)
+        for message, _ in self._under_way:
+            self._channel.wait_for(message, self._what)
 
     def _add(self, task: Task, dq: Tensor) -> None:
         """A task: adds to dQ of its queries and to dK and dV of its keys, and ends the sums that it is the last of."""
@@ -135,13 +139,16 @@ class Carrier:
     def _send(self, message: Message) -> None:
         x = self._of(message).pop(_chain_of(message.of))
         tag, to = self._number("to", message.receiver), dist.get_global_rank(self._channel.group, message.receiver)
-        self._under_way.append((dist.isend(x.view(torch.uint8), to, self._channel.group, tag), x))
+        # Those that have arrived are let go of.
+        self._under_way = [(message, sent) for message, sent in self._under_way if not message.is_completed()]
+        self._under_way.append((UnderWay(dist.isend(x.view(torch.uint8), to, self._channel.group, tag)), x))
 
     def _receive(self, message: Message) -> None:
         chain = _chain_of(message.of)
         x = self._of(message)[chain] = self._space(message.kind, chain)
         tag, sender = self._number("from", message.sender), dist.get_global_rank(self._channel.group, message.sender)
-        self._channel.wait_for(dist.irecv(x.view(torch.uint8), sender, self._channel.group, tag), self._what)
+        received = UnderWay(dist.irecv(x.view(torch.uint8), sender, self._channel.group, tag))
+        self._channel.wait_for(received, self._what)
 
     def _of(self, message: Message) -> dict[Chain, Tensor]:
         return {"sums": self._key_sums, "total": self._totals, "result": self._results}[message.kind]
@@ -164,7 +171,7 @@ class Carrier:
 
     def _number(self, way: str, rank: int) -> int:
         """Messages between two ranks are numbered: gloo need not keep the order of those with the same tag."""
-        number = self._messages[way, rank] = self._messages.get((way, rank), -1) + 1
+        number = self._messages[way, rank] = self._messages.get((way, rank), _FIRST_TAG - 1) + 1
         return number
 
 

@@ -118,14 +118,13 @@ class Channel:
         except RuntimeError as error:
             self._raise_lost(what, began, str(error).split(". ")[0], connection_lost=True)
 
-    def wait_for(self, work: dist.Work | None, what: str) -> None:
-        """Waits for one message of a CPU tensor, whose end gloo tells only who waits for it. None is none.
+    def wait_for(self, message: Message, what: str) -> None:
+        """Waits for a message of a CPU tensor.
 
         Raises:
             RankError: a rank died or stalls.
         """
-        if work is not None:
-            self.wait(lambda: _Waiting(work), what)
+        self.wait(lambda: message, what)
 
     @property
     def _margin(self) -> float:
@@ -194,19 +193,21 @@ class Channel:
             )
 
 
-class _Waiting:
-    """A message that is waited for in a thread, so that the caller can look about meanwhile."""
+class Message:
+    """On its way between two ranks' CPU tensors. gloo tells its end only who waits for it: a thread does, so that the
+    caller can look about meanwhile."""
 
-    def __init__(self, work: dist.Work):
+    def __init__(self, work: dist.Work | None):
         self._work = work
-        self._error: RuntimeError | None = None
+        self._error: BaseException | None = None
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
 
     def _run(self) -> None:
         try:
-            self._work.wait()
-        except RuntimeError as error:
+            if self._work is not None:
+                self._work.wait()
+        except BaseException as error:  # the waiting caller's to raise
             self._error = error
 
     def is_completed(self) -> bool:

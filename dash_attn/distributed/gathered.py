@@ -8,6 +8,7 @@ sums over the queries of all ranks, and are carried from rank to rank in the ord
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -17,6 +18,8 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
 from .. import checks, interface
+from .. import schedule as _policies
+from ..reference import FORWARD_ROWS
 from . import parts
 from .agreement import agreed_gradients
 from .carry import Carrier, Chunks
@@ -25,9 +28,7 @@ from .movement import Move, exchange
 from .plan import Plan, make_plan
 from .ulysses import Split
 
-# Rows that the forward takes at a time: chunks must not cut them.
-_FORWARD_ROWS = 128
-_COLUMNS = 8
+_COLUMNS = 8  # the op pads head dims to a multiple of them
 _HERE = "with more ranks than KV heads"
 _make_plan = functools.lru_cache(maxsize=16)(make_plan)
 
@@ -83,12 +84,15 @@ def _checked(
         raise NotImplementedError(
             f"causal must be False {_HERE} where q and k have different lengths, got {split.rows_q} and {split.rows_k}"
         )
-    for name, rows in (("q", split.rows_q), ("k", split.rows_k)):
+    tiles = _policies.tile_shape(q.shape[-1], v.shape[-1])
+    for name, rows, tile in zip("qk", (split.rows_q, split.rows_k), tiles):
+        # Neither a tile of the backward is cut nor what the reference's forward takes at a time.
+        unit = math.lcm(tile, FORWARD_ROWS)
         cut = [chunk for chunk in _chunks(split, rows) if len(chunk)]
-        if any(chunk.stop % _FORWARD_ROWS for chunk in cut[:-1]):
+        if any(chunk.stop % unit for chunk in cut[:-1]):
             raise ValueError(
-                f"{name} must have rows that are cut into chunks of multiples of {_FORWARD_ROWS} {_HERE}, got {rows} "
-                f"in {len(cut)} chunks of {len(cut[0])}"
+                f"{name} must have rows that are cut into chunks of multiples of {unit} {_HERE}, got {rows} in "
+                f"{len(cut)} chunks of {len(cut[0])} and fewer"
             )
     options = Options(q.shape[-1] ** -0.5 if scale is None else float(scale), causal, schedule, arguments["sm_margin"])
     if split.rows_q and split.rows_k:
@@ -148,7 +152,7 @@ class _Attention(torch.autograd.Function):
             return (None,) * 5
         dout = torch.zeros_like(out) if dout is None else dout
         dq, dk, dv = (torch.zeros_like(x) for x in (q, k, v))
-        if split.rows_q and split.rows_k:
+        if split.rows_q and split.rows_k and q.shape[0]:
             keys, values = _gather(split, what, [k, v])
             plan = _plan(split, options, q, k, v)
             numbers = chunks_of_rank(split.channel.rank, split.channel.size, split.layout)

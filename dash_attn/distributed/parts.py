@@ -49,8 +49,7 @@ class Rule:
 class Sums(NamedTuple):
     """Sums in fp32 that go from part to part, each one contiguous tensor of one dimension.
 
-    What is in which place is the affair of whoever made them: of the kernels, or of the reference. `empty_sums` makes
-    those of `like`, for which they are to be used.
+    What is in which place is the affair of the kernels or of the reference; how large they are, that of `sums_sizes`.
     """
 
     dq: Tensor
@@ -132,7 +131,7 @@ def _add_by_reference(
         dsoftmax_lse=operands.dsoftmax_lse,
         softmax_scale=rule.softmax_scale,
         causal=causal,
-        order=order._replace(splits=1),
+        order=order,  # of a group of one, and so of one split
         sums=views,
     )
     if dq is not None:

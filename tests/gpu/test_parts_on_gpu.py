@@ -5,6 +5,8 @@ import pytest
 import torch
 from part_checks import check_parts
 
+from dash_attn import schedule
+
 # Rows of a chunk, whole tiles of queries and of keys, for each row of the tile table.
 SIZES = {(64, 64): 256, (96, 96): 640, (128, 128): 256, (192, 128): 384, (192, 192): 384, (256, 256): 640}
 HEAD_DIMS = pytest.mark.parametrize("head_dims", SIZES, ids=str)
@@ -36,7 +38,25 @@ def test_float16_and_a_gradient_of_the_log_sum_exp(head_dims, causal):
 @HEAD_DIMS
 def test_split_heads(head_dims, causal):
     """Few KV heads, many query heads: dK and dV are sums over several splits, which are added behind the parts."""
-    check(head_dims, 3, causal=causal, batch=1, heads=16, kv_heads=1)
+    rows = 3 * SIZES[head_dims]
+    splits = schedule.problem(
+        "descending",
+        rows,
+        rows,
+        head_dim=head_dims[0],
+        value_head_dim=head_dims[1],
+        causal=causal,
+        heads=16,
+        kv_heads=1,
+    ).splits
+    assert splits > 1
+    check(head_dims, 3, causal=causal, batch=1, heads=16, kv_heads=1, rows_q=rows, rows_k=rows, splits=splits)
+
+
+@HEAD_DIMS
+def test_sm_margin(head_dims):
+    """Few thread blocks, of which each takes many work tiles; no kernel starts before the one before has ended."""
+    check(head_dims, 4, causal=True, sm_margin=120)
 
 
 @HEAD_DIMS
