@@ -75,7 +75,7 @@ BEYOND_KV_HEADS = {
     "keys gathered, split heads": Case(heads=8, kv_heads=1, rows=(1024, 1024), batch=1),
     "keys gathered, two KV heads": Case(heads=4, kv_heads=2, rows=(1103, 1103), layout="zigzag"),
     "keys gathered, three KV heads": Case(heads=3, kv_heads=3, rows=(641, 641), batch=1, options=()),
-    "keys gathered, 96 columns": Case(heads=1, kv_heads=1, rows=(3840, 1920), batch=1, head_dim=96, options=()),
+    "keys gathered, 96 columns": Case(heads=1, kv_heads=1, rows=(7680, 1536), batch=1, head_dim=96, options=()),
     "keys gathered, no sequence": Case(heads=2, kv_heads=1, rows=(641, 641), batch=0),
     "keys gathered, multi-head": Case(heads=1, kv_heads=1, rows=(1024, 1024), dtype=torch.float16, layout="zigzag"),
     "keys gathered, spt": Case(
