@@ -103,8 +103,6 @@ struct Geometry<Element_, kQkDim_, kValueDim_, true> {
   static_assert(kWarpgroupThreads * (kProducerRegisters + kConsumers * kConsumerRegisters) <=
                 launch_registers(kThreads));
 
-  // A product has 64 columns of dK or dV for its rows, so dK^T and dV^T are as many fragments of 64 x kKey.
-
   // dQ is a product for each 64 columns, and staged in pieces of 32: there is not room for two of 64.
   static constexpr int kDqTileFloats = kQuery * kQkDim;
   static constexpr int kDqPieceColumns = 32;

@@ -70,12 +70,16 @@ def _checked(
         )
     causal, schedule = bool(arguments["causal"]), arguments["schedule"]
     scale = arguments["softmax_scale"]
-    for name, value in (arguments | of_heads).items():
-        left_out = value is None or (not isinstance(value, Tensor) and value == 0)
-        if name == "window_size":
-            left, right = checks.as_window(value)
-            left_out = left < 0 and (right < 0 or causal)
-        if name in ("window_size", "attention_chunk", "softcap", "alibi_slopes", "learnable_sink") and not left_out:
+    left, right = checks.as_window(arguments["window_size"])
+    left_out = {
+        "window_size": left < 0 and (right < 0 or causal),
+        "softcap": not arguments["softcap"],
+        "attention_chunk": not arguments["attention_chunk"],
+        **{name: x is None for name, x in of_heads.items()},
+    }
+    for name, is_left_out in left_out.items():
+        if not is_left_out:
+            value = arguments.get(name, of_heads.get(name))
             given = checks.describe(value) if isinstance(value, Tensor) else repr(value)
             raise NotImplementedError(f"{name} must be left out {_HERE}, got {given}")
     if schedule == "order_free":

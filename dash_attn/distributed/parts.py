@@ -91,30 +91,14 @@ def add(
         dq: like q, written where this part is the last for its queries.
         dk, dv: like k and v, written where this part is the last of the last split of its keys.
     """
-    if operands.q.is_cuda:
-        dout, q, k, v, out, softmax_lse, dsoftmax_lse = operands
+    dout, q, k, v, out, softmax_lse, dsoftmax_lse = operands
+    if q.is_cuda:
         torch.ops.dash_attn_C.backward_of_chunks(
             dout, q, k, v, out, softmax_lse.contiguous(), *sums, total, dq, dk, dv,
             None if dsoftmax_lse is None else dsoftmax_lse.contiguous(), dq_continues, keys_continue,
             rule.softmax_scale, causal, _policies.policy_number(rule.policy), rule.sm_margin,
         )  # fmt: skip
-    else:
-        _add_by_reference(rule, operands, sums, causal, dq_continues, keys_continue, total, dq, dk, dv)
-
-
-def _add_by_reference(
-    rule: Rule,
-    operands: Operands,
-    sums: Sums,
-    causal: bool,
-    dq_continues: bool,
-    keys_continue: bool,
-    total: Tensor | None,
-    dq: Tensor | None,
-    dk: Tensor | None,
-    dv: Tensor | None,
-) -> None:
-    q, k, v = operands.q, operands.k, operands.v
+        return
     for tensor, continues in zip(sums, (dq_continues, keys_continue)):
         if not continues:
             tensor.zero_()
@@ -127,8 +111,8 @@ def _add_by_reference(
     )
     order = tile_order(rule.policy, rows_q, rows_k, head_dim=head_dim, value_head_dim=v.shape[-1], causal=causal)
     reference.backward(
-        *operands[:6],
-        dsoftmax_lse=operands.dsoftmax_lse,
+        *operands[:-1],
+        dsoftmax_lse=dsoftmax_lse,
         softmax_scale=rule.softmax_scale,
         causal=causal,
         order=order,  # of a group of one, and so of one split
