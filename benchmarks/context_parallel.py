@@ -38,7 +38,7 @@ from benchmarks.files import dumps
 from dash_attn.distributed import shard, ulysses
 from dash_attn.distributed.channel import channel_of
 
-HEADS, KV_HEADS, HEAD_DIM = 32, 8, 128
+HEADS, KV_HEADS, HEAD_DIM = 32, 8, 128  # KV heads unless others are asked for
 SHARE_OF_IDEAL = 0.88
 """What the project asks for."""
 NEAR = 0.03
@@ -59,6 +59,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     parser.add_argument("--ranks", type=int, default=None, help="default: 4 where there are as many GPUs, else 2")
     parser.add_argument("--seqlens", type=int, nargs="+", default=[65_536, 131_072], metavar="N")
+    parser.add_argument("--kv-heads", type=int, default=KV_HEADS, metavar="N", help="fewer than ranks: keys are gathered")
     parser.add_argument("--rounds", type=int, default=4, help="turns of each implementation")
     parser.add_argument("--block", type=float, default=0.6, help="seconds of a turn, 1 to 10 calls")
     parser.add_argument("--limit", type=float, default=400, help="seconds that all may take")
@@ -81,8 +82,11 @@ def main(argv: list[str] | None = None) -> int:
     ranks = arguments.ranks or (4 if gpus >= 4 else 2)
     if arguments.device == "cuda" and gpus < ranks:
         parser.error(f"--ranks must be at most the number of GPUs, {gpus}, got {ranks}; --device cpu is a trial")
-    if not 1 <= ranks <= KV_HEADS or KV_HEADS % ranks:
-        parser.error(f"--ranks must divide the {KV_HEADS} KV heads, got {ranks}")
+    kv_heads = arguments.kv_heads
+    if kv_heads < 1 or HEADS % kv_heads:
+        parser.error(f"--kv-heads must divide the {HEADS} heads, got {kv_heads}")
+    if ranks < 1 or (kv_heads % ranks and ranks < kv_heads):
+        parser.error(f"--ranks must divide the {kv_heads} KV heads, or be more, got {ranks}")
     for seqlen in arguments.seqlens:
         if seqlen < 1 or seqlen % (2 * ranks):
             parser.error(f"--seqlens must be multiples of twice the ranks, {2 * ranks}, got {seqlen}")
@@ -190,15 +194,15 @@ def _measure(arguments: argparse.Namespace, ranks: Ranks) -> bool:
 
 
 def _of_length(arguments: argparse.Namespace, ranks: Ranks, seqlen: int) -> tuple[list[dict], list[dict], list[dict]]:
-    shape = {"seqlen": seqlen, "heads": HEADS, "kv_heads": KV_HEADS, "head_dim": HEAD_DIM, "dtype": "bf16"}
+    shape = {"seqlen": seqlen, "heads": HEADS, "kv_heads": arguments.kv_heads, "head_dim": HEAD_DIM, "dtype": "bf16"}
     shape |= {"mask": "causal", "batch": 1, "ranks": ranks.size}
-    whole = _whole_tensors(ranks, seqlen)
+    whole = _whole_tensors(ranks, seqlen, arguments.kv_heads)
     one = OneGpu(ranks)
     _stage(arguments, ranks, ONE)
     reference = _reference(one, ranks, whole)
     chosen: dict[str, Implementation] = {ONE: one}
     about_ms, errors, left_out = {ONE: _time_of(one, ranks, whole, 1)[-1]}, {}, []
-    for name, ways in candidates(ranks).items():
+    for name, ways in candidates(ranks, arguments.kv_heads).items():
         if name in arguments.leave_out:
             continue
         _stage(arguments, ranks, name)
@@ -217,7 +221,8 @@ def _of_length(arguments: argparse.Namespace, ranks: Ranks, seqlen: int) -> tupl
             calls = min(10, max(1, round(1e3 * arguments.block / about_ms[name])))
             blocks[name].append(_time_of(chosen[name], ranks, whole, calls, about_ms[name]))
     _stage(arguments, ranks, MOVEMENTS)
-    found = [] if MOVEMENTS in arguments.leave_out else _movements(ranks, whole)
+    by_heads = ranks.size <= arguments.kv_heads
+    found = _movements(ranks, whole) if by_heads and MOVEMENTS not in arguments.leave_out else []
     movements = [{**shape, **movement} for movement in found]
     ms = {name: statistics.median(sum(found, [])) for name, found in blocks.items()}
     rows = [
@@ -237,9 +242,9 @@ def _stage(arguments: argparse.Namespace, ranks: Ranks, name: str) -> None:
         arguments.stage.write_text(name)
 
 
-def _whole_tensors(ranks: Ranks, seqlen: int) -> Whole:
+def _whole_tensors(ranks: Ranks, seqlen: int, kv_heads: int) -> Whole:
     generator = torch.Generator(ranks.device).manual_seed(seqlen)
-    heads = {"q": HEADS, "k": KV_HEADS, "v": KV_HEADS, "dout": HEADS}
+    heads = {"q": HEADS, "k": kv_heads, "v": kv_heads, "dout": HEADS}
     whole = {}
     for name, count in heads.items():
         options: dict[str, Any] = dict(generator=generator, device=ranks.device, dtype=torch.bfloat16)
@@ -355,12 +360,12 @@ def _times_ms(call: Callable[[], object], ranks: Ranks, calls: int, together: bo
 def _movements(ranks: Ranks, whole: Whole) -> list[dict]:
     """The all-to-alls alone: as a call has them, and NCCL's with as many bytes and no copies around it."""
     group = ranks.mesh.get_group()
-    size, seqlen = ranks.size, whole["q"].shape[1]
+    size, seqlen, kv_heads = ranks.size, whole["q"].shape[1], whole["k"].shape[2]
     if size == 1:
         return []
     found = []
     for layout in ("contiguous", "zigzag"):
-        split = ulysses.Split(channel_of(group), "benchmark", layout, seqlen, seqlen, HEADS, KV_HEADS, False)
+        split = ulysses.Split(channel_of(group), "benchmark", layout, seqlen, seqlen, HEADS, kv_heads, False)
         q, k, v, dout = (shard(x, ranks.rank, size, dim=1, layout=layout) for x in whole.values())
         of_heads = split.rows_to_heads("benchmark", [q, k, v], [False, True, True])
         moves: dict[str, tuple[Callable[[], object], list]] = {

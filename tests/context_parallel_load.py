@@ -81,15 +81,18 @@ def main(rank: int, ranks: int, port: int, folder: str, seqlen: int, repeats: in
         torch.cuda.set_device(rank)
     join(rank, ranks, port, 120, "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo")
     mesh = DeviceMesh(device, list(range(ranks)))
-    whole = whole_inputs(seqlen, device)
-    of_one = results(flash_attn_func, whole)
-    assert all(bool(x.isfinite().all()) for x in of_one.values())
-
+    q, k, v, dout = whole_inputs(seqlen, device)
     calls = {}
-    for layout in LAYOUTS:
-        cut = functools.partial(shard, rank=rank, ranks=ranks, dim=1, layout=layout)
-        attention = functools.partial(context_parallel_attention, mesh=mesh, layout=layout)
-        calls[layout] = attention, [cut(x) for x in whole], {name: cut(x) for name, x in of_one.items()}
+    # Of one KV head several ranks gather the keys.
+    for kv_heads in (1, KV_HEADS) if ranks > 1 else (KV_HEADS,):
+        whole = [q, k[:, :, :kv_heads].contiguous(), v[:, :, :kv_heads].contiguous(), dout]
+        of_one = results(flash_attn_func, whole)
+        assert all(bool(x.isfinite().all()) for x in of_one.values())
+        for layout in LAYOUTS:
+            cut = functools.partial(shard, rank=rank, ranks=ranks, dim=1, layout=layout)
+            attention = functools.partial(context_parallel_attention, mesh=mesh, layout=layout)
+            name = f"{layout}, {kv_heads} KV heads"
+            calls[name] = attention, [cut(x) for x in whole], {name: cut(x) for name, x in of_one.items()}
     parts = max(ranks, 2)
     for part in [rank] if ranks > 1 else range(parts):
         cut = functools.partial(part_of_heads, part=part, parts=parts)

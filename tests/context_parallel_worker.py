@@ -3,7 +3,7 @@
     python context_parallel_worker.py RANK WORLD_SIZE PORT FOLDER [cuda]
 
 On CPUs it computes by the reference and talks by gloo; with "cuda" it has the GPU of its rank, over NCCL. It leaves
-FOLDER/rank_RANK.pt: {case: {name: tensor}}, of this rank's rows, and on a GPU "waits": `waits_for_the_gpu`.
+FOLDER/rank_RANK.pt: {case: {name: tensor}}, of this rank's rows, and on a GPU "waits": {case: `waits_for_the_gpu`}.
 """
 
 import functools
@@ -99,11 +99,22 @@ LARGE_CASES = {
         options=(("causal", True), ("window_size", (700, 0))),
     ),
 }  # fmt: skip
+LARGE_BEYOND_KV_HEADS = {
+    f"keys gathered, large, {head_dim} and {value_head_dim} columns": Case(
+        heads=8, kv_heads=1, rows=(rows, rows), batch=1, head_dim=head_dim, value_head_dim=value_head_dim,
+        layout="zigzag", lse_gradient=head_dim == 192,
+    )
+    for head_dim, value_head_dim, rows in [
+        (64, 64, 4000), (96, 96, 7680), (128, 128, 8192), (192, 128, 4608), (192, 192, 4608), (256, 256, 7680)
+    ]
+}  # fmt: skip
 
 
 def cases_of(device: str, ranks: int) -> dict[str, Case]:
-    cases = CASES | (LARGE_CASES if device == "cuda" else BEYOND_KV_HEADS)
-    return {name: case for name, case in cases.items() if (name in BEYOND_KV_HEADS) == (case.kv_heads < ranks)}
+    """Of more ranks than KV heads those that gather keys, and else the others."""
+    gathered = BEYOND_KV_HEADS | (LARGE_BEYOND_KV_HEADS if device == "cuda" else {})
+    cases = gathered | CASES | (LARGE_CASES if device == "cuda" else {})
+    return {name: case for name, case in cases.items() if (name in gathered) == (case.kv_heads < ranks)}
 
 
 def inputs(case: Case, device: str = "cpu") -> dict[str, torch.Tensor]:
@@ -179,10 +190,10 @@ def on_this_rank(case: Case, mesh, sync_debug_mode: str = "default") -> dict[str
     return {name: x.cpu() for name, x in found.items()}
 
 
-def waits_for_the_gpu(mesh) -> str:
+def waits_for_the_gpu(case: Case, mesh) -> str:
     """What torch says where the host waits in a call; "" where it does not."""
     try:
-        on_this_rank(CASES["pack, zigzag"], mesh, sync_debug_mode="error")
+        on_this_rank(case, mesh, sync_debug_mode="error")
     except RuntimeError as error:
         return str(error)
     return ""
@@ -195,7 +206,12 @@ def main(rank: int, ranks: int, port: int, folder: pathlib.Path, device: str = "
     mesh = DeviceMesh(device, list(range(ranks)))
     found: dict[str, Any] = {name: on_this_rank(case, mesh) for name, case in cases_of(device, ranks).items()}
     if device == "cuda":
-        found["waits"] = waits_for_the_gpu(mesh)  # after calls in which torch sets libraries up
+        # After calls in which torch sets libraries up.
+        found["waits"] = {
+            name: waits_for_the_gpu(case, mesh)
+            for name, case in cases_of(device, ranks).items()
+            if name in ("pack, zigzag", "keys gathered, causal, zigzag")
+        }
     torch.save(found, folder / f"rank_{rank}.pt")
     dist.destroy_process_group()
 

@@ -37,10 +37,23 @@ def test_rows_and_table(tmp_path, capfd):
     assert "zigzag: at least 0.88 of the ideal" in text and "contiguous: not slower than torch" in text
 
 
+def test_more_ranks_than_kv_heads(tmp_path, capfd):
+    path = tmp_path / "result.json"
+    options = ["--device", "cpu", "--seqlens", "512", "--rounds", "1", "--block", "0.01", "--json", str(path)]
+    assert context_parallel.main([*options, "--kv-heads", "1", "--leave-out", *PEERS]) == 0
+    result = json.loads(path.read_text())
+    rows = {row["impl"]: row for row in result["rows"]}
+    assert rows.keys() == {"one GPU", "dash_attn contiguous", "dash_attn zigzag"} and not result["movements"]
+    assert {row["kv_heads"] for row in rows.values()} == {1}
+    assert all(error["same_bits"] for name in rows if "dash" in name for error in rows[name]["errors"].values())
+    assert "512 tokens, 32/1 heads of 128" in capfd.readouterr().out
+
+
 @pytest.mark.parametrize(
     "options, message",
     [
-        (["--ranks", "3"], "--ranks must divide the 8 KV heads, got 3"),
+        (["--ranks", "3"], "--ranks must divide the 8 KV heads, or be more, got 3"),
+        (["--kv-heads", "5"], "--kv-heads must divide the 32 heads, got 5"),
         (["--seqlens", "66"], "--seqlens must be multiples of twice the ranks, 4, got 66"),
     ],
 )

@@ -2,19 +2,19 @@
 
 dQ of this rank's queries is summed here. dK and dV of a chunk of keys come from the rank whose queries are visited
 before, and go on to the one whose queries come next, in fp32; the last one rounds them and sends them to their owner.
+On GPUs no host waits: streams do.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from . import parts
+from . import movement, parts
 from .channel import Channel
-from .channel import Message as UnderWay
 from .layout import Rows
 from .plan import Message, Plan, Task
 
@@ -67,24 +67,27 @@ class Carrier:
         self._key_sums: dict[Chain, Tensor] = {}
         self._totals: dict[Chain, Tensor] = {}
         self._results: dict[Chain, Tensor] = {}
-        self._under_way: list[tuple[UnderWay, Tensor]] = []
+        # How to wait for it, and its tensor, which must stay till then.
+        self._under_way: dict[Message, tuple[Callable[[], object], Tensor]] = {}
         self._messages: dict[tuple[str, int], int] = {}
 
     def run(self, dq: Tensor, dk: Tensor, dv: Tensor) -> None:
         """Writes the gradients of this rank's rows."""
         for kind, what in self._plan.actions[self._channel.rank]:
             if isinstance(what, Task):
+                for message in self._plan.needs.get(what, []):
+                    self._wait_for(message)
                 self._add(what, dq)
             elif kind == "send":
                 self._send(what)
             else:
                 self._receive(what)
+        for message in list(self._under_way):
+            self._wait_for(message)
         for chain, result in self._results.items():
             rows = slice(*self._chunks.own_keys[chain[2]])
             for gradient, x in zip((dk, dv), self._rounded(result, chain)):
                 gradient[:, rows, chain[0]] = x[:, :, 0]
-        for message, _ in self._under_way:
-            self._channel.wait_for(message, self._what)
 
     def _add(self, task: Task, dq: Tensor) -> None:
         """A task: adds to dQ of its queries and to dK and dV of its keys, and ends the sums that it is the last of."""
@@ -138,17 +141,20 @@ class Carrier:
 
     def _send(self, message: Message) -> None:
         x = self._of(message).pop(_chain_of(message.of))
-        tag, to = self._number("to", message.receiver), dist.get_global_rank(self._channel.group, message.receiver)
-        # Those that have arrived are let go of.
-        self._under_way = [(message, sent) for message, sent in self._under_way if not message.is_completed()]
-        self._under_way.append((UnderWay(dist.isend(x.view(torch.uint8), to, self._channel.group, tag)), x))
+        tag = self._number("to", message.receiver)
+        self._under_way[message] = movement.send(self._channel, self._what, x, message.receiver, tag), x
 
     def _receive(self, message: Message) -> None:
         chain = _chain_of(message.of)
         x = self._of(message)[chain] = self._space(message.kind, chain)
-        tag, sender = self._number("from", message.sender), dist.get_global_rank(self._channel.group, message.sender)
-        received = UnderWay(dist.irecv(x.view(torch.uint8), sender, self._channel.group, tag))
-        self._channel.wait_for(received, self._what)
+        tag = self._number("from", message.sender)
+        self._under_way[message] = movement.receive(self._channel, self._what, x, message.sender, tag), x
+
+    def _wait_for(self, message: Message) -> None:
+        """And for those begun before it, which the plan allows: their tensors are let go of."""
+        while message in self._under_way:
+            wait, _ = self._under_way.pop(next(iter(self._under_way)))
+            wait()
 
     def _of(self, message: Message) -> dict[Chain, Tensor]:
         return {"sums": self._key_sums, "total": self._totals, "result": self._results}[message.kind]

@@ -93,7 +93,7 @@ class Channel:
         return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(texts)}"
 
     def wait(self, start: Any, what: str) -> None:
-        """Starts a collective of CPU tensors and waits for its end.
+        """Starts a collective of CPU tensors, or takes up a message, and waits for its end.
 
         Raises:
             RankError: a rank died or stalls.
@@ -117,14 +117,6 @@ class Channel:
             raise
         except RuntimeError as error:
             self._raise_lost(what, began, str(error).split(". ")[0], connection_lost=True)
-
-    def wait_for(self, message: Message, what: str) -> None:
-        """Waits for a message of a CPU tensor.
-
-        Raises:
-            RankError: a rank died or stalls.
-        """
-        self.wait(lambda: message, what)
 
     @property
     def _margin(self) -> float:

@@ -63,11 +63,6 @@ def attention(
 def _checked(
     split: Split, q: Tensor, k: Tensor, v: Tensor, arguments: dict[str, Any], of_heads: dict[str, Tensor | None]
 ) -> Options:
-    if q.device.type != "cpu":
-        raise NotImplementedError(
-            f"mesh must have at most as many ranks as k has heads, {split.kv_heads}, got {split.channel.size} ranks: "
-            "beyond that this has run on CPUs only"
-        )
     causal, schedule = bool(arguments["causal"]), arguments["schedule"]
     scale = arguments["softmax_scale"]
     left, right = checks.as_window(arguments["window_size"])

@@ -1,15 +1,15 @@
-"""Pieces of tensors from every rank to every rank of a group: nothing but copies, and as few as there can be."""
+"""Pieces of tensors from rank to rank of a group: nothing but copies, and as few as there can be."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .channel import Channel
+from .channel import Channel, Message
 
 # As wide as a GPU loads and stores at once. Elements of 2 bytes, one by one, do not fill its memory's bandwidth.
 _WORD = torch.complex128
@@ -71,6 +71,38 @@ def _start(channel: Channel, what: str, received: list[Tensor], sent: list[Tenso
     for piece, x in zip(received, target.split(sizes[0])):
         _bytes(piece).copy_(x)
     return lambda: None
+
+
+def send(channel: Channel, what: str, x: Tensor, receiver: int, tag: int) -> Callable[[], object]:
+    """Begins to send a contiguous tensor to a rank, which begins to `receive` it; the result is called to wait for it.
+
+    On a GPU this rank's messages and collectives follow each other, in the order in which they are begun, and only the
+    stream waits. On the CPU they pass each other, unless rank and tag are the same.
+
+    Args:
+        channel: of the group.
+        what: the call, for messages.
+        tag: the receiver's too.
+
+    Raises:
+        RankError: from the result, as `exchange`.
+    """
+    return _begin(channel, what, dist.isend, x, receiver, tag)
+
+
+def receive(channel: Channel, what: str, x: Tensor, sender: int, tag: int) -> Callable[[], object]:
+    """The other end of `send`; x is written to."""
+    return _begin(channel, what, dist.irecv, x, sender, tag)
+
+
+def _begin(channel: Channel, what: str, operation: Any, x: Tensor, other: int, tag: int) -> Callable[[], object]:
+    peer = dist.get_global_rank(channel.group, other)
+    # As a batch of one it has NCCL's communicator of the group, not one of the two ranks that would be made for it.
+    (work,) = dist.batch_isend_irecv([dist.P2POp(operation, _bytes(x), peer, channel.group, tag)])
+    if x.device.type != "cpu":
+        return work.wait
+    message = Message(work)
+    return lambda: channel.wait(lambda: message, what)
 
 
 def _bytes(x: Tensor) -> Tensor:

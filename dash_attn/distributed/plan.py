@@ -10,6 +10,7 @@ has the order of one process; here it is cut at the borders of the chunks.
 
 from __future__ import annotations
 
+import collections
 import heapq
 import math
 from dataclasses import dataclass, field
@@ -50,7 +51,7 @@ class Message(NamedTuple):
 
 
 class Action(NamedTuple):
-    """What a rank does: `receive` or `send` a message, or `run` a task. Only `receive` waits for another rank."""
+    """What a rank does: makes ready to `receive` a message, begins to `send` one, or `run`s a task."""
 
     kind: str
     what: Task | Message
@@ -58,13 +59,20 @@ class Action(NamedTuple):
 
 @dataclass(frozen=True)
 class Plan:
-    """What every rank does, in order."""
+    """What every rank does, in order.
+
+    Only `run` waits for other ranks: for what its task `needs`. All messages have one order, that of the ends of their
+    tasks in the list schedule, and every rank begins its own in that order. So they may wait for each other as in one
+    queue: of those not yet taken the first has no other before it at either end, and its task needs none of them.
+    """
 
     ranks: int
     layout: str
     policy: str
     actions: list[list[Action]]
-    """For each rank. The messages from one rank to another are received in the order in which they are sent."""
+    """For each rank."""
+    needs: dict[Task, list[Message]] = field(repr=False)
+    """For each task that goes on with the sums of another rank."""
     work: dict[Task, float] = field(repr=False)
     """For each task how much there is to do, in pairs of a query and a key for one head; an estimate at borders."""
     chains: dict[tuple[int, int, int], list[Task]] = field(repr=False)
@@ -129,9 +137,10 @@ def make_plan(
     }
     before = _dependencies(chains, dq_orders)
     rank = {task: rank_of_chunk(task.query_chunk, ranks, layout) for task in work}
-    order = _list_schedule(work, before, rank, ranks, hop_work)
-    actions = _actions(order, chains, rank, ranks, layout)
-    return Plan(ranks, layout, policy, actions, work, chains, dq_orders)
+    starts = _list_schedule(work, before, rank, ranks, hop_work)
+    leaves, needs = _messages(chains, rank, ranks, layout)
+    actions = _actions(starts, work, rank, ranks, leaves)
+    return Plan(ranks, layout, policy, actions, needs, work, chains, dq_orders)
 
 
 @dataclass(frozen=True)
@@ -286,17 +295,12 @@ def _longest_ways(
     return longest
 
 
-def _actions(
-    order: list[tuple[float, Task]],
-    chains: dict[tuple[int, int, int], list[Task]],
-    rank: dict[Task, int],
-    ranks: int,
-    layout: str,
-) -> list[list[Action]]:
-    """Each rank's tasks with its messages: sent after the task, received before it or where their order asks for it."""
+def _messages(
+    chains: dict[tuple[int, int, int], list[Task]], rank: dict[Task, int], ranks: int, layout: str
+) -> tuple[dict[Task, list[Message]], dict[Task, list[Message]]]:
+    """The messages that each task leaves, and those that each needs."""
     leaves: dict[Task, list[Message]] = {}
     needs: dict[Task, list[Message]] = {}
-    results: list[list[Message]] = [[] for _ in range(ranks)]
     for (kv_head, split, j), chain in chains.items():
         pairs = [("sums", earlier, later) for earlier, later in zip(chain, chain[1:])]
         following = chains.get((kv_head, split + 1, j))
@@ -309,33 +313,35 @@ def _actions(
                 needs.setdefault(later, []).append(message)
         owner = rank_of_chunk(j, ranks, layout)
         if not following and rank[chain[-1]] != owner:
-            message = Message("result", chain[-1], rank[chain[-1]], owner)
-            leaves.setdefault(chain[-1], []).append(message)
-            results[owner].append(message)
+            leaves.setdefault(chain[-1], []).append(Message("result", chain[-1], rank[chain[-1]], owner))
+    return leaves, needs
 
-    sent: dict[tuple[int, int], list[Message]] = {}
-    place: dict[Message, int] = {}
-    for _, task in order:
+
+def _actions(
+    starts: list[tuple[float, Task]],
+    work: dict[Task, float],
+    rank: dict[Task, int],
+    ranks: int,
+    leaves: dict[Task, list[Message]],
+) -> list[list[Action]]:
+    """Each rank's tasks, in the order of their starts, with its messages, in the order of the ends of their tasks: sent
+    behind the task, made ready to be received as soon as those before have been begun."""
+    queues: list[collections.deque[Message]] = [collections.deque() for _ in range(ranks)]
+    for _, task in sorted(starts, key=lambda started: started[0] + work[started[1]]):
         for message in leaves.get(task, []):
-            pair = sent.setdefault((message.sender, message.receiver), [])
-            place[message] = len(pair)
-            pair.append(message)
-    taken = dict.fromkeys(sent, 0)
+            queues[message.sender].append(message)
+            queues[message.receiver].append(message)
     actions: list[list[Action]] = [[] for _ in range(ranks)]
 
-    def receive(message: Message) -> None:
-        """With all messages of its sender that were sent before it."""
-        pair = (message.sender, message.receiver)
-        while taken[pair] <= place[message]:
-            actions[message.receiver].append(Action("receive", sent[pair][taken[pair]]))
-            taken[pair] += 1
+    def receive(r: int) -> None:
+        while queues[r] and queues[r][0].receiver == r:
+            actions[r].append(Action("receive", queues[r].popleft()))
 
-    for _, task in order:
-        for message in needs.get(task, []):
-            receive(message)
-        actions[rank[task]].append(Action("run", task))
-        actions[rank[task]] += [Action("send", message) for message in leaves.get(task, [])]
-    for of_owner in results:
-        for message in of_owner:
-            receive(message)
+    for r in range(ranks):
+        receive(r)
+    for _, task in starts:
+        r = rank[task]
+        actions[r].append(Action("run", task))
+        actions[r] += [Action("send", queues[r].popleft()) for _ in leaves.get(task, [])]
+        receive(r)
     return actions

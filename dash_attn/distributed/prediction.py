@@ -10,7 +10,7 @@ import functools
 from dataclasses import dataclass
 
 from .layout import check_layout
-from .plan import Task, make_plan
+from .plan import Message, Task, make_plan
 
 MOST_RANKS_PLAYED = 32
 """Ranks that gather of which the plan is played; of more the formula is taken that the played ones follow."""
@@ -188,14 +188,16 @@ def _played(shape: Shape, gather: int, heads: int, kv_heads: int, costs: Costs, 
         went_on = False
         for rank, actions in enumerate(plan.actions):
             while position[rank] < len(actions):
-                kind, what = actions[position[rank]]
+                what = actions[position[rank]].what
                 if isinstance(what, Task):
-                    finished[what] = free[rank] = free[rank] + plan.work[what] * per_pair + costs.task_us / 1e3
-                elif kind == "receive":
-                    if what.of not in finished:
+                    needed = [message.of for message in plan.needs.get(what, [])]
+                    if not finished.keys() >= set(needed):
                         break
-                    # A result is not waited for by any work; it counts at the end.
-                    free[rank] = max(free[rank], finished[what.of] + message_ms)
+                    start = max([free[rank], *(finished[task] + message_ms for task in needed)])
+                    finished[what] = free[rank] = start + plan.work[what] * per_pair + costs.task_us / 1e3
                 position[rank] += 1
                 went_on = True
+    # A result is not waited for by any work; it counts at the end.
+    sent = (a.what for actions in plan.actions for a in actions if isinstance(a.what, Message))
+    free += [finished[message.of] + message_ms for message in sent]
     return max(free) / (sum(plan.work.values()) * per_pair / gather)

@@ -31,7 +31,7 @@ def test_bits_under_load(tmp_path, ranks):
     )  # fmt: skip
     for log in logs:
         counts = json.loads(log.splitlines()[-1])
-        assert len(counts) == (4 if ranks == 1 else 3)
+        assert len(counts) == (4 if ranks == 1 else 5)
         assert all(of_call == dict.fromkeys(NAMES, 0) for of_call in counts.values()), counts
 
 
