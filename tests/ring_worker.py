@@ -77,7 +77,7 @@ def rows_of(case: Case, rank: int, world_size: int) -> torch.Tensor:
 
 
 def import_ring(name: str, kernels: types.ModuleType = flash_attn_2):
-    """A module of ring_flash_attn on these kernels; not its __init__, which wants parts of transformers that come and go."""
+    """A module of ring_flash_attn on these kernels; not its __init__, which wants parts of transformers."""
     if "ring_flash_attn" not in sys.modules:
         stub = types.ModuleType("ring_flash_attn")
         stub.__path__ = list(importlib.util.find_spec("ring_flash_attn").submodule_search_locations)
