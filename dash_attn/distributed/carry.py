@@ -62,6 +62,7 @@ class Carrier:
         self._channel, self._what, self._plan, self._rule = channel, what, plan, rule
         self._operands, self._causal, self._chunks = operands, causal, chunks
         self._group = operands.q.shape[2] // operands.k.shape[2]
+        self._message_group = movement.message_group(channel, operands.q.device)
         self._turns = Turns(operands.q)
         self._dq_sums: dict[tuple[int, int, int], Held] = {}
         # Of chains: the sums so far, those of whole splits, and dK and dV rounded, one behind the other.
@@ -149,7 +150,7 @@ class Carrier:
         held = self._of(message).pop(_chain_of(message.of))
         held.wait()
         tag = self._number("to", message.receiver)
-        sent = movement.send(self._channel, self._what, held.x, message.receiver, tag)
+        sent = movement.send(self._channel, self._message_group, self._what, held.x, message.receiver, tag)
         self._turns.give_back(held.x, sent)
 
     def _receive(self, message: Message) -> None:
@@ -157,7 +158,7 @@ class Carrier:
         space = self._space(message.kind, chain)
         space.wait()
         tag = self._number("from", message.sender)
-        received = movement.receive(self._channel, self._what, space.x, message.sender, tag)
+        received = movement.receive(self._channel, self._message_group, self._what, space.x, message.sender, tag)
         self._of(message)[chain] = Held(space.x, received)
 
     def _of(self, message: Message) -> dict[Chain, Held]:
