@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import functools
 import json
 import os
 import pathlib
@@ -245,9 +246,7 @@ class Recorder:
             local = self._world_size > 1 and plain and kind in _LOCAL_KINDS
         time = self._times[kind, name]
         self._times[kind, name] += 1
-        dtype = str(part.dtype).removeprefix("torch.")
-        first, blocks = block_span(known, part.dtype, self._block)
-        self._pending.append((Entry(name, kind, time, dtype, known, local, first, blocks), part))
+        self._pending.append((_entry(name, kind, time, part.dtype, known, local, self._block), part))
         if not self._is_together:
             self._compute()
         want = self._wanted
@@ -309,6 +308,12 @@ def _tap(recorder: Recorder, tensor: torch.Tensor, name: str, shard: Shard | Non
 
             tensor.register_hook(of_gradient)
     return tensor
+
+
+@functools.lru_cache(maxsize=1 << 16)
+def _entry(name: str, kind: str, time: int, dtype: torch.dtype, shard: Shard, local: bool, block: int) -> Entry:
+    first, blocks = block_span(shard, dtype, block)
+    return Entry(name, kind, time, str(dtype).removeprefix("torch."), shard, local, first, blocks)
 
 
 def _rank_and_world_size() -> tuple[int, int]:

@@ -47,6 +47,14 @@ class Shard:
                 if after[0] < before[1]:
                     raise ValueError(f"ranges of dimension {dim} must not meet, got {before} and {after}")
 
+    def __hash__(self) -> int:
+        return self._hash
+
+    @functools.cached_property
+    def _hash(self) -> int:
+        # Kept: a recorder looks the same few hundred up again and again, which must not slow the trainer down.
+        return hash((self.shape, self.ranges))
+
     @classmethod
     def box(cls, shape: Sequence[int], offset: Sequence[int], lengths: Sequence[int]) -> Shard:
         """The part of the shape `lengths` that begins at the index `offset` of a whole of the shape `shape`.
@@ -133,11 +141,16 @@ def why_not_whole(parts: Sequence[Shard]) -> str | None:
 
 def is_dtensor(tensor: torch.Tensor) -> bool:
     """Whether it is a torch.distributed.tensor.DTensor; looks for no such thing where nobody made one."""
-    if type(tensor) in (torch.Tensor, torch.nn.Parameter) or not torch.distributed.is_available():
+    return type(tensor) not in (torch.Tensor, torch.nn.Parameter) and _is_dtensor_type(type(tensor))
+
+
+@functools.lru_cache(maxsize=64)
+def _is_dtensor_type(kind: type) -> bool:
+    if not torch.distributed.is_available():
         return False
     from torch.distributed.tensor import DTensor
 
-    return isinstance(tensor, DTensor)
+    return issubclass(kind, DTensor)
 
 
 def is_partial(tensor: torch.Tensor) -> bool:
@@ -154,16 +167,24 @@ def local_part(tensor: torch.Tensor) -> tuple[torch.Tensor, Shard | None]:
     """
     if not is_dtensor(tensor):
         return tensor, None
-    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
-
     placements, mesh = tensor.placements, tensor.device_mesh  # type: ignore[attr-defined]
     if is_partial(tensor):
         raise ValueError(f"tensor must not be a DTensor of partial sums, which are no bits of it, got {placements}")
-    local = tensor.to_local()  # type: ignore[attr-defined]
-    lengths, offset = compute_local_shape_and_global_offset(tuple(tensor.shape), mesh, placements)
-    if tuple(lengths) != tuple(local.shape):
+    with torch.no_grad():  # otherwise it is an operation of autograd
+        local = tensor.to_local()  # type: ignore[attr-defined]
+    shard = _box_of(tensor.shape, mesh, placements)
+    if shard.local_shape != tuple(local.shape):
         raise ValueError(
-            f"tensor must be a DTensor whose part is one box of it, {tuple(lengths)}, got {placements} with a part of "
-            f"{tuple(local.shape)}; give a Shard and the local tensor instead"
+            f"tensor must be a DTensor whose part is one box of it, {shard.local_shape}, got {placements} with a part "
+            f"of {tuple(local.shape)}; give a Shard and the local tensor instead"
         )
-    return local, Shard.box(tuple(tensor.shape), tuple(offset), tuple(lengths))
+    return local, shard
+
+
+@functools.lru_cache(maxsize=1 << 12)
+def _box_of(shape: torch.Size, mesh: object, placements: tuple) -> Shard:
+    """The part that this process has of a DTensor."""
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    lengths, offset = compute_local_shape_and_global_offset(tuple(shape), mesh, placements)  # type: ignore[arg-type]
+    return Shard.box(tuple(shape), tuple(offset), tuple(lengths))
