@@ -169,8 +169,8 @@ def _attention(name: str, given: dict[str, Any]) -> Any:
                 f"mesh must have at most as many ranks as k has heads, {split.kv_heads}, for a pack, got {channel.size}"
             )
         options = gathered.checked_options(split, of_rows, arguments, of_heads, "with more ranks than KV heads")
-        out, lse = gathered.attention(split, options, *of_rows.values())
-        return (out, lse, out.new_empty(0)) if arguments["return_attn_probs"] else out
+        found = gathered.attention(split, options, *of_rows.values())
+        return (*found, found[0].new_empty(0)) if arguments["return_attn_probs"] else found[0]
 
     tensors = [x[None] if pack else x for x in of_rows.values()]
     *tensors, sinks = RowsToHeads.apply(split, *tensors, of_heads["learnable_sink"])
