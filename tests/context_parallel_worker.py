@@ -119,7 +119,7 @@ MESH_CASES = {
         "sinks": Case(sinks=True, mesh=(1, 2)),
         "zigzag": Case(kv_heads=2, layout="zigzag", options=_FULL, mesh=(1, 2)),
         "keys gathered, causal": Case(heads=4, kv_heads=1, rows=(512, 512), layout="zigzag", mesh=(2, 1)),
-        "keys gathered, full": Case(heads=2, kv_heads=1, rows=(641, 300), options=_FULL, mesh=(2, 1)),
+        "keys gathered, full": Case(heads=2, kv_heads=1, rows=(641, 301), options=_FULL, mesh=(2, 1)),
         "within the KV heads": Case(slopes=True, mesh=(2, 1)),
     }.items()
 }  # fmt: skip

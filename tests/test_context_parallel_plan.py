@@ -42,9 +42,7 @@ def play(plan):
                 position[rank] += 1
                 went_on = True
         for queue in begun:
-            while queue and all(
-                begun[end] and begun[end][0] == queue[0] for end in (queue[0].sender, queue[0].receiver)
-            ):
+            while queue and all(begun[end] and begun[end][0] == queue[0] for end in (queue[0].sender, queue[0].receiver)):
                 message = queue[0]
                 begun[message.sender].popleft()
                 begun[message.receiver].popleft()
