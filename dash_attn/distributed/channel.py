@@ -272,9 +272,9 @@ def channel_of(group: dist.ProcessGroup) -> Channel:
     return channel
 
 
-# Of each job the groups that no caller has made; torch keeps them until the job's group is destroyed.
-_groups: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, ...], weakref.ref[dist.ProcessGroup]]]
-_groups = weakref.WeakKeyDictionary()
+_GroupsOfRanks = dict[tuple[int, ...], "weakref.ref[dist.ProcessGroup]"]
+# Of each job those that no caller has made; torch keeps them until the job's group is destroyed.
+_groups: weakref.WeakKeyDictionary[dist.ProcessGroup, _GroupsOfRanks] = weakref.WeakKeyDictionary()
 
 
 def channel_of_ranks(ranks: list[int], part: dist.ProcessGroup) -> Channel:
