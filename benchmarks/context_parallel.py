@@ -59,7 +59,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     parser.add_argument("--ranks", type=int, default=None, help="default: 4 where there are as many GPUs, else 2")
     parser.add_argument("--seqlens", type=int, nargs="+", default=[65_536, 131_072], metavar="N")
-    parser.add_argument("--kv-heads", type=int, default=KV_HEADS, metavar="N", help="fewer than ranks: keys are gathered")
+    parser.add_argument("--kv-heads", type=int, default=KV_HEADS, metavar="N", help="fewer than ranks: keys gathered")
     parser.add_argument("--rounds", type=int, default=4, help="turns of each implementation")
     parser.add_argument("--block", type=float, default=0.6, help="seconds of a turn, 1 to 10 calls")
     parser.add_argument("--limit", type=float, default=400, help="seconds that all may take")

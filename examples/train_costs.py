@@ -7,11 +7,15 @@ deterministic or not; and receipts of every step beside. On a CPU the sizes are 
 """
 
 import argparse
+import datetime
+import functools
 import gc
 import json
+import os
 import pathlib
 import sys
 import tempfile
+import time
 
 import torch
 import torch.distributed as dist
@@ -20,6 +24,8 @@ from training import costs, ordered
 from training.layout import Layout
 from training.model import Shape
 from training.text import Text
+
+import dash_attn
 
 
 def parsed(argv: list[str] | None) -> argparse.Namespace:
@@ -34,14 +40,15 @@ def parsed(argv: list[str] | None) -> argparse.Namespace:
     add("--heads", type=int, default=8 if gpu else 4)
     add("--kv-heads", type=int, default=4)
     add("--hidden", type=int, default=2816 if gpu else 128)
-    add("--rounds", type=int, default=5 if gpu else 2, help="in each of which every variant has a segment")
-    add("--steps", type=int, default=6 if gpu else 2, help="of a segment")
+    add("--rounds", type=int, default=4 if gpu else 2, help="in each of which every variant has a segment")
+    add("--steps", type=int, default=4 if gpu else 2, help="of a segment")
     add("--peers", nargs="*", default=["flash_attn_3", "sdpa_cudnn", "sdpa_flash", "flash_attn_2"] if gpu else ["sdpa"])
     return parser.parse_args(argv)
 
 
 def run(arguments: argparse.Namespace, device: torch.device) -> None:
-    text, results = Text(), []
+    text = Text()
+    results: list[dict] = []
     shape = Shape(arguments.layers, arguments.width, arguments.heads, arguments.kv_heads, arguments.hidden)
     name = torch.cuda.get_device_name() if device.type == "cuda" else "a CPU, toy sizes: no statement about a GPU"
     ranks = dist.get_world_size()
@@ -50,23 +57,31 @@ def run(arguments: argparse.Namespace, device: torch.device) -> None:
             raise ValueError(
                 f"--tokens must be a multiple of {seqlen} tokens x {ranks} processes, got {arguments.tokens}"
             )
+    of_run = {
+        "device": name, "ranks": ranks, "torch": torch.__version__, "cuda": torch.version.cuda,
+        "dash_attn": dash_attn.__version__, "commit": os.environ.get("DASH_ATTN_COMMIT", "unknown"),
+        "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"), "shape": vars(shape),
+        "tokens": arguments.tokens, "text": text.description, "results": results,
+    }  # fmt: skip
+    say = functools.partial(print, flush=True) if dist.get_rank() == 0 else lambda *_: None
+    say(f"{ranks} of {name}, {arguments.tokens} tokens a step")
     for seqlen in arguments.seqlens:
         layout = Layout(dist.get_rank(), ranks, 1, arguments.tokens // seqlen, seqlen)
         peer, said = costs.fastest(arguments.peers, shape, layout, device)
+        say(f"{seqlen} tokens: " + "; ".join(f"{peer}: {x}" for peer, x in said.items()))
+        results.append({"seqlen": seqlen, "peers": said, "rows": []})
         with tempfile.TemporaryDirectory() as folder:
             bench = costs.Bench(shape, layout, device, text, pathlib.Path(folder))
-            of_variants = costs.variants(peer)
-            rows = costs.measure(bench, of_variants, layout.tokens, rounds=arguments.rounds, steps=arguments.steps)
-        results.append({"seqlen": seqlen, "peers": said, "rows": rows})
-        del bench
+            began = time.monotonic()
+            rounds = costs.measure(bench, costs.variants(peer), rounds=arguments.rounds, steps=arguments.steps)
+            for number, found in enumerate(rounds):
+                results[-1]["rows"] = costs.medians(found, layout.tokens)
+                say(f"round {number + 1} of {arguments.rounds}: {time.monotonic() - began:.0f} s")
+                if dist.get_rank() == 0:
+                    arguments.out.write_text(json.dumps(of_run, indent=2) + "\n")
+        del bench, rounds
         gc.collect()
-    if dist.get_rank() == 0:
-        of_run = {"device": name, "ranks": ranks, "torch": torch.__version__, "shape": vars(shape)}
-        of_run |= {"tokens": arguments.tokens, "text": text.description, "results": results}
-        arguments.out.write_text(json.dumps(of_run, indent=2) + "\n")
-        print(f"{of_run['ranks']} of {name}, {arguments.tokens} tokens a step\n\n{costs.markdown(results)}\n")
-        for result in results:
-            print(f"{result['seqlen']} tokens: " + "; ".join(f"{peer}: {x}" for peer, x in result["peers"].items()))
+        say(f"\n{costs.markdown(results[-1:])}\n")
 
 
 def main(argv: list[str] | None = None) -> int:

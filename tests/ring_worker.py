@@ -1,9 +1,9 @@
-"""One of two processes that run ring-flash-attn's functions on top of dash_attn: see test_compat_ring.py.
+"""One of two processes that run ring-flash-attn's functions: see test_compat_ring.py.
 
-    python ring_worker.py RANK WORLD_SIZE PORT FOLDER [cuda]
+    python ring_worker.py RANK WORLD_SIZE PORT FOLDER cpu|cuda dash_attn|eager
 
-With "cuda" on one GPU each. It leaves FOLDER/rank_RANK.pt: {case: {"out", "dq", "dk", "dv": of this rank's rows,
-"differs": those of which a second run had other bits}}.
+On top of dash_attn, or of PyTorch's own operators; with "cuda" on one GPU each. It leaves FOLDER/rank_RANK.pt:
+{case: {"out", "dq", "dk", "dv": of this rank's rows, "differs": those of which a second run had other bits}}.
 """
 
 import importlib
@@ -13,6 +13,7 @@ import sys
 import types
 from typing import NamedTuple
 
+import eager_kernels
 import torch
 import torch.distributed as dist
 from rank_processes import join
@@ -37,6 +38,7 @@ class Case(NamedTuple):
         return "varlen" in self.module
 
 
+KERNELS = {"dash_attn": flash_attn_2, "eager": eager_kernels}
 CASES = {
     "ring_full": Case("ring_flash_attn", "ring_flash_attn_func", False, "chunk"),
     "ring_causal": Case("ring_flash_attn", "ring_flash_attn_func", True, "chunk"),
@@ -74,21 +76,21 @@ def rows_of(case: Case, rank: int, world_size: int) -> torch.Tensor:
     return torch.cat(rows)
 
 
-def import_ring(name: str):
-    """A module of ring_flash_attn; not its __init__, which wants parts of transformers that come and go."""
+def import_ring(name: str, kernels: types.ModuleType = flash_attn_2):
+    """A module of ring_flash_attn on these kernels; not its __init__, which wants parts of transformers."""
     if "ring_flash_attn" not in sys.modules:
         stub = types.ModuleType("ring_flash_attn")
         stub.__path__ = list(importlib.util.find_spec("ring_flash_attn").submodule_search_locations)
         package = types.ModuleType("flash_attn")
-        package.flash_attn_interface = flash_attn_2
-        names = {"flash_attn": package, "flash_attn.flash_attn_interface": flash_attn_2, "ring_flash_attn": stub}
+        package.flash_attn_interface = kernels
+        names = {"flash_attn": package, "flash_attn.flash_attn_interface": kernels, "ring_flash_attn": stub}
         sys.modules.update(names)
     return importlib.import_module(f"ring_flash_attn.{name}")
 
 
-def run(case: Case, rank: int, world_size: int, device: str) -> list[torch.Tensor]:
+def run(case: Case, rank: int, world_size: int, device: str, kernels: str) -> list[torch.Tensor]:
     """Output and gradients of this rank's rows."""
-    module, rows = import_ring(case.module), rows_of(case, rank, world_size)
+    module, rows = import_ring(case.module, KERNELS[kernels]), rows_of(case, rank, world_size)
     q, k, v, dout = (x.index_select(0 if case.is_pack else 1, rows).to(device) for x in inputs(case))
     tensors = [x.requires_grad_() for x in (q, k, v)]
     offsets = []
@@ -103,13 +105,13 @@ def run(case: Case, rank: int, world_size: int, device: str) -> list[torch.Tenso
     return [x.cpu() for x in (out.detach(), *torch.autograd.grad(out, tensors, dout))]
 
 
-def main(rank: int, world_size: int, port: int, folder: pathlib.Path, device: str = "cpu") -> None:
+def main(rank: int, world_size: int, port: int, folder: pathlib.Path, device: str, kernels: str) -> None:
     if device == "cuda":
         torch.cuda.set_device(rank)
     join(rank, world_size, port, 120, "nccl" if device == "cuda" else "gloo")
     results = {}
     for name, case in CASES.items():
-        first, second = (run(case, rank, world_size, device) for _ in range(2))
+        first, second = (run(case, rank, world_size, device, kernels) for _ in range(2))
         results[name] = dict(zip(("out", "dq", "dk", "dv"), first))
         differ = (key for key, x, y in zip(tuple(results[name]), first, second) if not torch.equal(x, y))
         results[name]["differs"] = list(differ)

@@ -22,9 +22,14 @@ def ranks(tmp_path_factory):
     return run_ring(tmp_path_factory.mktemp("ring"), "cpu")
 
 
+@pytest.fixture(scope="module")
+def eager_ranks(tmp_path_factory):
+    return run_ring(tmp_path_factory.mktemp("eager_ring"), "cpu", "eager")
+
+
 @pytest.mark.parametrize("name", CASES)
-def test_against_full_attention(ranks, name):
-    check_against_full_attention(ranks, name)
+def test_against_full_attention(ranks, eager_ranks, name):
+    check_against_full_attention(ranks, eager_ranks, name)
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -42,11 +42,13 @@ def play(plan):
                 position[rank] += 1
                 went_on = True
         for queue in begun:
-            while queue and all(begun[end] and begun[end][0] == queue[0] for end in (queue[0].sender, queue[0].receiver)):
-                message = queue[0]
-                begun[message.sender].popleft()
-                begun[message.receiver].popleft()
-                moved.add(message)
+            while queue:
+                ends = [begun[queue[0].sender], begun[queue[0].receiver]]
+                if not all(end and end[0] == queue[0] for end in ends):
+                    break
+                moved.add(queue[0])
+                for end in ends:
+                    end.popleft()
                 went_on = True
     waiting = [actions[at] for at, actions in zip(position, plan.actions) if at < len(actions)]
     assert not waiting and not any(begun), f"ranks wait for ever: {waiting[:3]}, {[list(x)[:1] for x in begun]}"

@@ -2,12 +2,11 @@
 
 dQ of this rank's queries is summed here. dK and dV of a chunk of keys come from the rank whose queries are visited
 before, and go on to the one whose queries come next, in fp32; the last one rounds them and sends them to their owner.
-On GPUs no host waits: streams do.
+On GPUs no host waits: streams do, and tasks of different sums run side by side.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -17,6 +16,7 @@ from . import movement, parts
 from .channel import Channel
 from .layout import Rows
 from .plan import Message, Plan, Task
+from .turns import Held, Turns
 
 # The group is the caller's, who may have messages of his own on their way: with small tags.
 _FIRST_TAG = 0x0DA5_0000
@@ -62,31 +62,29 @@ class Carrier:
         self._channel, self._what, self._plan, self._rule = channel, what, plan, rule
         self._operands, self._causal, self._chunks = operands, causal, chunks
         self._group = operands.q.shape[2] // operands.k.shape[2]
-        self._dq_sums: dict[tuple[int, int, int], Tensor] = {}
+        self._message_group = movement.message_group(channel, operands.q.device)
+        self._turns = Turns(operands.q)
+        self._dq_sums: dict[tuple[int, int, int], Held] = {}
         # Of chains: the sums so far, those of whole splits, and dK and dV rounded, one behind the other.
-        self._key_sums: dict[Chain, Tensor] = {}
-        self._totals: dict[Chain, Tensor] = {}
-        self._results: dict[Chain, Tensor] = {}
-        # How to wait for it, and its tensor, which must stay till then.
-        self._under_way: dict[Message, tuple[Callable[[], object], Tensor]] = {}
+        self._key_sums: dict[Chain, Held] = {}
+        self._totals: dict[Chain, Held] = {}
+        self._results: dict[Chain, Held] = {}
         self._messages: dict[tuple[str, int], int] = {}
 
     def run(self, dq: Tensor, dk: Tensor, dv: Tensor) -> None:
         """Writes the gradients of this rank's rows."""
         for kind, what in self._plan.actions[self._channel.rank]:
             if isinstance(what, Task):
-                for message in self._plan.needs.get(what, []):
-                    self._wait_for(message)
-                self._add(what, dq)
-            elif kind == "send":
-                self._send(what)
+                with self._turns.turn():
+                    self._add(what, dq)
             else:
-                self._receive(what)
-        for message in list(self._under_way):
-            self._wait_for(message)
+                with self._turns.message():
+                    (self._send if kind == "send" else self._receive)(what)
+        self._turns.end()
         for chain, result in self._results.items():
+            result.wait()
             rows = slice(*self._chunks.own_keys[chain[2]])
-            for gradient, x in zip((dk, dv), self._rounded(result, chain)):
+            for gradient, x in zip((dk, dv), self._rounded(result.x, chain)):
                 gradient[:, rows, chain[0]] = x[:, :, 0]
 
     def _add(self, task: Task, dq: Tensor) -> None:
@@ -106,66 +104,73 @@ class Carrier:
             lse[:, heads, rows],
             None if dlse is None else dlse[:, heads, rows],
         )
-        sizes = parts.sums_sizes(operands.q, operands.k, operands.v)
-        dq_sums, key_sums = self._dq_sums.get(of_dq), self._key_sums.get(chain)
-        sums = parts.Sums(
-            *(q.new_empty(size, dtype=torch.float32) if x is None else x for x, size in zip((dq_sums, key_sums), sizes))
+        held_dq, held_keys = self._dq_sums.pop(of_dq, None), self._key_sums.pop(chain, None)
+        continues = held_dq is not None, held_keys is not None
+        held_dq, held_keys = (
+            self._turns.take(size, torch.float32) if held is None else held
+            for held, size in zip((held_dq, held_keys), parts.sums_sizes(operands.q, operands.k, operands.v))
         )
-        self._dq_sums[of_dq], self._key_sums[chain] = sums
         ends_dq, ends_split = self._plan.dq_orders[of_dq][-1] == task, self._plan.chains[chain][-1] == task
         following = (kv_head, split + 1, chunk) in self._plan.chains
-        total = dk = dv = None
+        total = result = dk = dv = None
         if ends_split:
             total = self._totals.pop((kv_head, split - 1, chunk), None)
             if not following:
-                self._results[chain] = self._space("result", chain)
-                dk, dv = self._rounded(self._results[chain], chain)
+                result = self._space("result", chain)
+                dk, dv = self._rounded(result.x, chain)
+        for held in (held_dq, held_keys, total, result):
+            if held is not None:
+                held.wait()
         parts.add(
             self._rule,
             operands,
-            sums,
+            parts.Sums(held_dq.x, held_keys.x),
             causal=self._causal and chunk == task.query_chunk,
-            dq_continues=dq_sums is not None,
-            keys_continue=key_sums is not None,
-            total=total,
+            dq_continues=continues[0],
+            keys_continue=continues[1],
+            total=None if total is None else total.x,
             dq=dq[:, rows, heads] if ends_dq else None,
             dk=dk,
             dv=dv,
         )
+        done = self._turns.begun()
         if ends_dq:
-            del self._dq_sums[of_dq]
-        if ends_split:
-            del self._key_sums[chain]
-            if following:
-                self._totals[chain] = sums.keys
+            self._turns.give_back(held_dq.x, done)
+        else:
+            self._dq_sums[of_dq] = Held(held_dq.x, done)
+        if total is not None:
+            self._turns.give_back(total.x, done)
+        if result is not None:
+            self._results[chain] = Held(result.x, done)
+            self._turns.give_back(held_keys.x, done)
+        else:
+            (self._totals if ends_split else self._key_sums)[chain] = Held(held_keys.x, done)
 
     def _send(self, message: Message) -> None:
-        x = self._of(message).pop(_chain_of(message.of))
+        held = self._of(message).pop(_chain_of(message.of))
+        held.wait()
         tag = self._number("to", message.receiver)
-        self._under_way[message] = movement.send(self._channel, self._what, x, message.receiver, tag), x
+        sent = movement.send(self._channel, self._message_group, self._what, held.x, message.receiver, tag)
+        self._turns.give_back(held.x, sent)
 
     def _receive(self, message: Message) -> None:
         chain = _chain_of(message.of)
-        x = self._of(message)[chain] = self._space(message.kind, chain)
+        space = self._space(message.kind, chain)
+        space.wait()
         tag = self._number("from", message.sender)
-        self._under_way[message] = movement.receive(self._channel, self._what, x, message.sender, tag), x
+        received = movement.receive(self._channel, self._message_group, self._what, space.x, message.sender, tag)
+        self._of(message)[chain] = Held(space.x, received)
 
-    def _wait_for(self, message: Message) -> None:
-        """And for those begun before it, which the plan allows: their tensors are let go of."""
-        while message in self._under_way:
-            wait, _ = self._under_way.pop(next(iter(self._under_way)))
-            wait()
-
-    def _of(self, message: Message) -> dict[Chain, Tensor]:
+    def _of(self, message: Message) -> dict[Chain, Held]:
         return {"sums": self._key_sums, "total": self._totals, "result": self._results}[message.kind]
 
-    def _space(self, kind: str, chain: Chain) -> Tensor:
+    def _space(self, kind: str, chain: Chain) -> Held:
         """For a message of this kind."""
         keys = slice(*self._chunks.keys[chain[2]])
         q, k, v = self._operands.q[:, :0], self._operands.k[:, keys, :1], self._operands.v[:, keys, :1]
         if kind == "result":
-            return k.new_empty(k.numel() + v.numel())
-        return k.new_empty(parts.sums_sizes(q, k, v)[1], dtype=torch.float32)
+            return self._turns.take(k.numel() + v.numel(), k.dtype)
+        return self._turns.take(parts.sums_sizes(q, k, v)[1], torch.float32)
 
     def _rounded(self, result: Tensor, chain: Chain) -> tuple[Tensor, Tensor]:
         """dK and dV of a chunk of one KV head, (batch, rows, 1, columns) each."""

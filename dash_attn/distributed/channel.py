@@ -48,8 +48,8 @@ class Channel:
         self._group = weakref.ref(group)
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
         self._ranks_of_job = dist.get_process_group_ranks(group)
-        self._timeout = _timeout_of(group)
-        self._host = weakref.ref(group if _has_gloo(group) else _gloo_group(self._ranks_of_job, self._timeout))
+        self.timeout = _timeout_of(group)
+        self._host = weakref.ref(group if _has_gloo(group) else _gloo_group(self._ranks_of_job, self.timeout))
         store = distributed_c10d._get_default_store()
         self._store = dist.PrefixStore(f"dash_attn/{group.group_name}", store)
         self._calls = 0
@@ -104,7 +104,7 @@ class Channel:
             looked, pause = began, 0.0
             while not work.is_completed():
                 now = time.monotonic()
-                if now - began > self._timeout - self._margin:
+                if now - began > self.timeout - self._margin:
                     self._raise_lost(what, began, f"no answer for {now - began:.0f} s")
                 if now - looked > _LOOK_S:
                     looked = now
@@ -121,7 +121,7 @@ class Channel:
     @property
     def _margin(self) -> float:
         """How long before the group's timeout ranks begin to look for who is missing."""
-        return min(10.0, 0.3 * self._timeout)
+        return min(10.0, 0.3 * self.timeout)
 
     def _raise_lost(self, what: str, began: float, cause: str, connection_lost: bool = False) -> None:
         """Finds out with all ranks that are alive which are not."""
@@ -150,7 +150,7 @@ class Channel:
             now = time.monotonic()
             missing = [rank for rank in range(self.size) if not self._has(f"alive/{rank}")]
             # One that died is never alive again: it must be the last that is missing. Of several, some may be busy.
-            if now - asked > _GRACE_S and (len(missing) <= 1 or now - began > self._timeout):
+            if now - asked > _GRACE_S and (len(missing) <= 1 or now - began > self.timeout):
                 self._store.compare_set("verdict", "", json.dumps(missing))
             else:
                 time.sleep(_LOOK_S / 4)
@@ -194,7 +194,7 @@ class PartOfChannel(Channel):
 
     def __init__(self, whole: Channel, group: dist.ProcessGroup):
         self._whole, self._group = whole, weakref.ref(group)
-        self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
+        self.rank, self.size, self.timeout = dist.get_rank(group), dist.get_world_size(group), whole.timeout
 
     def exchange(self, what: str, record: Mapping[str, Any]) -> list[dict[str, Any]]:
         return self._whole.exchange(what, record)

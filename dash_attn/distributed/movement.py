@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import datetime
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -13,6 +15,10 @@ from .channel import Channel, Message
 
 # As wide as a GPU loads and stores at once. Elements of 2 bytes, one by one, do not fill its memory's bandwidth.
 _WORD = torch.complex128
+_MOST_CTAS = 4
+_message_groups: weakref.WeakKeyDictionary[dist.ProcessGroup, weakref.ref[dist.ProcessGroup]] = (
+    weakref.WeakKeyDictionary()
+)
 
 
 class Move(NamedTuple):
@@ -73,32 +79,68 @@ def _start(channel: Channel, what: str, received: list[Tensor], sent: list[Tenso
     return lambda: None
 
 
-def send(channel: Channel, what: str, x: Tensor, receiver: int, tag: int) -> Callable[[], object]:
+def message_group(channel: Channel, device: torch.device) -> dist.ProcessGroup:
+    """For `send` and `receive`; the first call must be made by all ranks, and waits for them.
+
+    On GPUs a group of its own, which takes few SMs. A message waits on them for its other end, and where work tiles are
+    as many as SMs, each SM that is missing doubles the time of all.
+    """
+    group, default = channel.group, dist.group.WORLD
+    if device.type == "cpu":
+        return group
+    if (made := _message_groups.get(group)) is not None and (known := made()) is not None:
+        return known
+    assert default is not None
+    if default.bound_device_id is not None and channel.size != default.size():
+        return group  # NCCL would split the communicator of the job, whose ranks are not all here
+    options = dist.ProcessGroupNCCL.Options()
+    options.config.max_ctas = _MOST_CTAS
+    made_now = dist.new_group(
+        dist.get_process_group_ranks(group),
+        timeout=datetime.timedelta(seconds=channel.timeout),
+        backend="nccl",
+        pg_options=options,
+        use_local_synchronization=True,
+    )
+    # The first operation of a group is one of all its ranks.
+    dist.broadcast(torch.zeros(1, dtype=torch.uint8, device=device), min(dist.get_process_group_ranks(group)), made_now)
+    _message_groups[group] = weakref.ref(made_now)
+    return made_now
+
+
+def send(
+    channel: Channel, group: dist.ProcessGroup, what: str, x: Tensor, receiver: int, tag: int
+) -> Callable[[], object]:
     """Begins to send a contiguous tensor to a rank, which begins to `receive` it; the result is called to wait for it.
 
     On a GPU this rank's messages and collectives follow each other, in the order in which they are begun, and only the
     stream waits. On the CPU they pass each other, unless rank and tag are the same.
 
     Args:
-        channel: of the group.
+        channel: of the ranks.
+        group: their `message_group`.
         what: the call, for messages.
         tag: the receiver's too.
 
     Raises:
         RankError: from the result, as `exchange`.
     """
-    return _begin(channel, what, dist.isend, x, receiver, tag)
+    return _begin(channel, group, what, dist.isend, x, receiver, tag)
 
 
-def receive(channel: Channel, what: str, x: Tensor, sender: int, tag: int) -> Callable[[], object]:
+def receive(
+    channel: Channel, group: dist.ProcessGroup, what: str, x: Tensor, sender: int, tag: int
+) -> Callable[[], object]:
     """The other end of `send`; x is written to."""
-    return _begin(channel, what, dist.irecv, x, sender, tag)
+    return _begin(channel, group, what, dist.irecv, x, sender, tag)
 
 
-def _begin(channel: Channel, what: str, operation: Any, x: Tensor, other: int, tag: int) -> Callable[[], object]:
+def _begin(
+    channel: Channel, group: dist.ProcessGroup, what: str, operation: Any, x: Tensor, other: int, tag: int
+) -> Callable[[], object]:
     peer = dist.get_global_rank(channel.group, other)
     # As a batch of one it has NCCL's communicator of the group, not one of the two ranks that would be made for it.
-    (work,) = dist.batch_isend_irecv([dist.P2POp(operation, _bytes(x), peer, channel.group, tag)])
+    (work,) = dist.batch_isend_irecv([dist.P2POp(operation, _bytes(x), peer, group, tag)])
     if x.device.type != "cpu":
         return work.wait
     message = Message(work)

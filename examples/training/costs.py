@@ -113,12 +113,17 @@ def share_of_attention(times: StepTimes) -> float:
     return ms / 1000 / times.seconds
 
 
-def measure(bench: Bench, of_variants: list[Variant], tokens: int, *, rounds: int, steps: int) -> list[dict]:
-    """A row for each variant: medians of all steps of all rounds, in which the variants take turns."""
+def measure(bench: Bench, of_variants: list[Variant], *, rounds: int, steps: int) -> Iterator[dict[Variant, list]]:
+    """The times of all steps so far, after each round, in which the variants take turns."""
     found: dict[Variant, list[StepTimes]] = {variant: [] for variant in of_variants}
     for _ in range(rounds):
         for variant in of_variants:
             found[variant] += bench.segment(variant, steps)
+        yield found
+
+
+def medians(found: dict[Variant, list[StepTimes]], tokens: int) -> list[dict]:
+    """A row for each variant: medians of its steps."""
     rows = []
     for variant, times in found.items():
         rates = sorted(tokens / step.seconds for step in times)

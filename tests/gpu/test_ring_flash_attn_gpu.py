@@ -13,8 +13,11 @@ RUNS_RANKS = True
 @pytest.mark.skipif(importlib.util.find_spec("ring_flash_attn") is None, reason="ring-flash-attn is not installed")
 @pytest.mark.skipif(torch.cuda.device_count() < WORLD_SIZE, reason=f"needs {WORLD_SIZE} GPUs")
 def test_ring_flash_attn(tmp_path):
-    ranks = run_ring(tmp_path, "cuda")
+    folders = [tmp_path / kernels for kernels in ("dash_attn", "eager")]
+    for folder in folders:
+        folder.mkdir()
+    ranks, eager_ranks = run_ring(folders[0], "cuda"), run_ring(folders[1], "cpu", "eager")
     for name in CASES:
-        check_against_full_attention(ranks, name)
+        check_against_full_attention(ranks, eager_ranks, name)
     differs = {name: [results[name]["differs"] for results in ranks] for name in CASES}
     assert not any(map(any, differs.values())), differs
