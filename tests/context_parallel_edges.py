@@ -95,12 +95,14 @@ def what_holds(rank, ranks):
         dq.sum().backward()
 
     two = DeviceMesh("cpu", [[0, 1, 2]], mesh_dim_names=("gather", "ulysses"))
+    three = DeviceMesh("cpu", [[[0, 1, 2]]])
     held = {
         "in a part of the job": in_a_part_of_the_job(rank),
         "a gradient of the log-sum-exp on one rank": a_gradient_of_the_log_sum_exp_on_one_rank(rank, ranks),
         "only some gradients": only_some_gradients(rank, ranks),
         "no second differentiation": refused(twice, RuntimeError, "differentiate twice"),
-        "one dimension": refused(lambda: call(*parts, two), NotImplementedError, "mesh must have one dimension, got 2"),
+        "a mesh of one row": same([call(*parts, two)], [call(*parts)]),
+        "three dimensions": refused(lambda: call(*parts, three), NotImplementedError, "one dimension, or two for rows"),
         "a part of a mesh": same([call(*parts, two["ulysses"])], [call(*parts)]),
         "a mesh": refused(lambda: call(*parts, "cpu"), TypeError, "mesh must be a DeviceMesh, a ProcessGroup or None"),
         "a layout": refused(lambda: call(*parts, layout="x"), ValueError, "layout must be one of"),

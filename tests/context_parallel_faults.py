@@ -6,6 +6,7 @@ gpu/test_context_parallel_load.py.
 Prints one line of JSON for every fault: what was raised, and after how many seconds.
 """
 
+import functools
 import json
 import os
 import signal
@@ -15,6 +16,7 @@ import time
 import torch
 import torch.distributed as dist
 from rank_processes import join
+from torch.distributed.device_mesh import init_device_mesh
 
 from dash_attn.distributed import RankError, carry, context_parallel_attention, ulysses
 
@@ -29,11 +31,19 @@ def tensors(rank: int, device: str) -> list[torch.Tensor]:
     return [x.to(device).requires_grad_() for x in made]
 
 
+mesh_of = functools.cache(init_device_mesh)
+
+
 def run(fault: str, rank: int, device: str) -> None:
-    """A call and its backward, with this fault on one rank."""
+    """A call and its backward, with this fault on one rank; "FAULT, mesh" is over a mesh of 2 by 2 ranks."""
+    over_mesh, fault = fault.endswith(", mesh"), fault.removesuffix(", mesh")
     wrong = rank == WRONG_RANK
     q, k, v = tensors(rank, device)
     options = {"causal": True, "check_values": "value" in fault}
+    if over_mesh:
+        options |= {"mesh": mesh_of(device, (2, 2)), "layout": "zigzag"}
+    if wrong and fault == "shape of the mesh":
+        del options["mesh"]
     if wrong and fault == "shape":
         q, k, v = (torch.cat([x, x], dim=-1) for x in (q, k, v))
     if wrong and fault == "dtype":
@@ -52,7 +62,7 @@ def run(fault: str, rank: int, device: str) -> None:
         options["softmax_scale"] = float("inf")
     if fault == "cut tiles" or "few heads" in fault:
         k, v = k[:, :, :2], v[:, :, :2]
-    if "few heads" in fault:  # chunks of whole tiles, and as many ranks as have some
+    if "few heads" in fault or over_mesh:  # chunks of whole tiles, and as many ranks as have some
         q, k, v = (torch.cat([x, x], dim=1) for x in (q, k, v))
     if fault == "slopes, few heads":
         options["alibi_slopes"] = torch.ones(HEADS, device=device)

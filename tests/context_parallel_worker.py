@@ -7,6 +7,7 @@ FOLDER/rank_RANK.pt: {case: {name: tensor}}, of this rank's rows, and on a GPU "
 """
 
 import functools
+import math
 import pathlib
 import sys
 from typing import Any, NamedTuple
@@ -14,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from rank_processes import join
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from dash_attn import flash_attn_func, flash_attn_varlen_func
 from dash_attn.distributed import context_parallel_attention, context_parallel_varlen_attention, shard
@@ -37,6 +38,8 @@ class Case(NamedTuple):
     """One element of k of the last row is not a number."""
     options: tuple[tuple[str, Any], ...] = (("causal", True),)
     dtype: torch.dtype = torch.bfloat16
+    mesh: tuple[int, int] | None = None
+    """Ranks that gather keys, by ranks that divide heads; None: one dimension, of any number of ranks."""
 
 
 _PACK = ((0, 5, 170, 170, 300), (0, 60, 60, 200, 301))
@@ -91,6 +94,36 @@ BEYOND_KV_HEADS = {
     "keys gathered, not a number": Case(heads=4, kv_heads=1, rows=(1103, 1103), spoilt=True),
 }  # fmt: skip
 
+_FULL: tuple[tuple[str, Any], ...] = ()
+MESH_CASES = {
+    f"mesh of {case.mesh}, {name}": case
+    for name, case in {
+        "full": Case(heads=8, kv_heads=2, rows=(512, 256), options=_FULL, mesh=(2, 2)),
+        "full, zigzag": Case(heads=8, kv_heads=4, rows=(512, 1024), options=_FULL, layout="zigzag", mesh=(2, 2)),
+        "causal": Case(heads=8, kv_heads=4, rows=(512, 512), mesh=(2, 2)),
+        "causal, zigzag": Case(heads=8, kv_heads=2, rows=(1024, 1024), batch=1, layout="zigzag", mesh=(2, 2)),
+        "fp16, three KV heads": Case(
+            heads=6, kv_heads=3, rows=(512, 512), layout="zigzag", dtype=torch.float16, mesh=(2, 2)
+        ),
+        "unequal chunks": Case(heads=4, kv_heads=2, rows=(1103, 1103), mesh=(2, 2)),
+        "unequal chunks, zigzag": Case(heads=4, kv_heads=2, rows=(1103, 1103), batch=1, layout="zigzag", mesh=(2, 2)),
+        "gradient of the log-sum-exp": Case(
+            heads=8, kv_heads=4, rows=(512, 512), layout="zigzag", lse_gradient=True, mesh=(2, 2)
+        ),
+        "spt": Case(rows=(512, 512), options=(("schedule", "spt"), ("causal", True)), mesh=(2, 2)),
+        "odd head dims": Case(rows=(512, 512), head_dim=15, value_head_dim=13, batch=1, mesh=(2, 2)),
+        "short": Case(rows=(5, 5), layout="zigzag", mesh=(2, 2)),
+        "no keys": Case(rows=(5, 0), options=_FULL, mesh=(2, 2)),
+        "no sequence": Case(rows=(512, 512), batch=0, mesh=(2, 2)),
+        "not a number": Case(rows=(512, 512), spoilt=True, mesh=(2, 2)),
+        "sinks": Case(sinks=True, mesh=(1, 2)),
+        "zigzag": Case(kv_heads=2, layout="zigzag", options=_FULL, mesh=(1, 2)),
+        "keys gathered, causal": Case(heads=4, kv_heads=1, rows=(512, 512), layout="zigzag", mesh=(2, 1)),
+        "keys gathered, full": Case(heads=2, kv_heads=1, rows=(641, 301), options=_FULL, mesh=(2, 1)),
+        "within the KV heads": Case(slopes=True, mesh=(2, 1)),
+    }.items()
+}  # fmt: skip
+
 # Where many thread blocks work on a head at once.
 LARGE_CASES = {
     "large": Case(heads=16, kv_heads=8, rows=(4096, 4096), head_dim=128, value_head_dim=128),
@@ -111,10 +144,11 @@ LARGE_BEYOND_KV_HEADS = {
 
 
 def cases_of(device: str, ranks: int) -> dict[str, Case]:
-    """Of more ranks than KV heads those that gather keys, and else the others."""
+    """Of more ranks than KV heads those that gather keys, and else the others; and those of meshes of all the ranks."""
     gathered = BEYOND_KV_HEADS | (LARGE_BEYOND_KV_HEADS if device == "cuda" else {})
     cases = gathered | CASES | (LARGE_CASES if device == "cuda" else {})
-    return {name: case for name, case in cases.items() if (name in gathered) == (case.kv_heads < ranks)}
+    found = {name: case for name, case in cases.items() if (name in gathered) == (case.kv_heads < ranks)}
+    return found | {name: case for name, case in MESH_CASES.items() if case.mesh and math.prod(case.mesh) == ranks}
 
 
 def inputs(case: Case, device: str = "cpu") -> dict[str, torch.Tensor]:
@@ -173,8 +207,13 @@ def of_rank(case: Case, name: str, x: torch.Tensor, rank: int, ranks: int) -> to
     return shard(x, rank, ranks, dim=dim, layout=case.layout)
 
 
+mesh_of = functools.cache(init_device_mesh)
+
+
 def on_this_rank(case: Case, mesh, sync_debug_mode: str = "default") -> dict[str, torch.Tensor]:
     rank, ranks, device = dist.get_rank(), dist.get_world_size(), mesh.device_type
+    if case.mesh:
+        mesh = mesh_of(device, case.mesh)
     tensors = {name: of_rank(case, name, x, rank, ranks) for name, x in inputs(case, device).items()}
     attention = functools.partial(
         context_parallel_varlen_attention if case.offsets else context_parallel_attention,
@@ -210,7 +249,7 @@ def main(rank: int, ranks: int, port: int, folder: pathlib.Path, device: str = "
         found["waits"] = {
             name: waits_for_the_gpu(case, mesh)
             for name, case in cases_of(device, ranks).items()
-            if name in ("pack, zigzag", "keys gathered, causal, zigzag")
+            if name in ("pack, zigzag", "keys gathered, causal, zigzag", "mesh of (2, 2), causal, zigzag")
         }
     torch.save(found, folder / f"rank_{rank}.pt")
     dist.destroy_process_group()

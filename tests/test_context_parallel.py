@@ -1,11 +1,12 @@
 """Context parallelism on gloo processes: every byte as on one process, for every number of ranks and both layouts."""
 
 import functools
+import math
 
 import pytest
 import torch
 from context_parallel_checks import check_bytes, same_bytes
-from context_parallel_worker import BEYOND_KV_HEADS, CASES, on_one_process
+from context_parallel_worker import BEYOND_KV_HEADS, CASES, MESH_CASES, on_one_process
 from rank_processes import run_ranks
 
 from dash_attn import flash_attn_func
@@ -16,7 +17,7 @@ RANKS = (2, 3, 4)
 
 @functools.cache
 def expected(name):
-    return on_one_process((CASES | BEYOND_KV_HEADS)[name])
+    return on_one_process((CASES | BEYOND_KV_HEADS | MESH_CASES)[name])
 
 
 @pytest.fixture(scope="module")
@@ -41,6 +42,12 @@ def test_every_byte_is_that_of_one_process(of_all_ranks, name, ranks):
 )
 def test_more_ranks_than_kv_heads(of_all_ranks, name, ranks):
     check_bytes([results[name] for results in of_all_ranks(ranks)], BEYOND_KV_HEADS[name], expected(name))
+
+
+@pytest.mark.parametrize("name", MESH_CASES)
+def test_meshes_of_two_dimensions(of_all_ranks, name):
+    case = MESH_CASES[name]
+    check_bytes([results[name] for results in of_all_ranks(math.prod(case.mesh))], case, expected(name))
 
 
 def test_a_nan_stays_in_its_head_and_sequence(of_all_ranks):

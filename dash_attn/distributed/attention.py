@@ -3,23 +3,21 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
 
 from .. import __version__, checks, interface
 from ..receipts import fingerprint
 from . import gathered
 from .agreement import not_finite, require_finite
-from .channel import Channel, RankError, channel_of
+from .channel import Channel, RankError
 from .layout import check_layout, rows_of_rank
+from .mesh import Mesh, Ranks, ranks_of, splits_of_mesh
 from .ulysses import HeadsToRows, RowsToHeads, Split
 
-Mesh = DeviceMesh | dist.ProcessGroup
 # Whose rows are spread over the ranks; of all heads; where the sequences of a pack are.
 _TENSORS = (
     ("q", "k", "v"),
@@ -59,12 +57,18 @@ def context_parallel_attention(
     as queries; a sequence cut into chunks of whole tiles and of multiples of 128 rows; a schedule that adds in an order
     and runs no clusters; and neither softcap, slopes nor sinks.
 
+    A mesh of two dimensions has both: over the last one heads are spread, over the first one keys are gathered, with
+    the limits of that. The rows that the ranks along the last dimension have together are one chunk, or two in zigzag,
+    of a sequence cut for the ranks along the first.
+
     Args:
         q: (batch, this rank's rows of seqlen_q, heads, head_dim), bf16 or fp16: the rows of `rows_of_rank`, as `shard`
             cuts them. The device is the group's: CPU tensors for gloo, CUDA tensors for NCCL.
         k: (batch, this rank's rows of seqlen_k, kv_heads, head_dim), like q. The ranks need not divide the KV heads.
         v: (batch, this rank's rows of seqlen_k, kv_heads, value_head_dim), like q.
-        mesh: a mesh of one dimension or a process group; None is all ranks.
+        mesh: a process group, or a mesh of one dimension or of two, whose ranks ascend; None is all ranks. Rank (b, a)
+            of (B, A) is rank b A + a of all, for rows and in messages; A is at most the number of KV heads. A mesh
+            with B or A of 1 is the group of its ranks.
         layout: which rows a rank has, one of `LAYOUTS`.
         softmax_scale, causal, window_size, softcap, attention_chunk, sm_margin, schedule: as in `flash_attn_func`, of
             the whole sequence, and the same on every rank.
@@ -79,7 +83,7 @@ def context_parallel_attention(
         (out, softmax_lse, empty), softmax_lse fp32 (batch, heads, this rank's rows of seqlen_q).
 
     Raises:
-        NotImplementedError: what the form for more ranks than KV heads does not have, a mesh of two dimensions, or what
+        NotImplementedError: what the form that gathers keys does not have, a mesh of more than two dimensions, or what
             `flash_attn_func` has not.
         TypeError, ValueError: an argument is wrong; the message names it.
         RankError: another rank is the cause: it has other shapes, dtypes or arguments, its arguments are wrong, it died
@@ -116,7 +120,7 @@ def context_parallel_varlen_attention(
     """`flash_attn_varlen_func`, but for dropout, of a pack whose rows are spread over the ranks of a group.
 
     The pack is cut as a whole, as if it were one sequence: a sequence of it may lie on several ranks, or on one. There
-    are at most as many ranks as KV heads.
+    are at most as many ranks as KV heads, and the mesh has one dimension.
 
     Args:
         q: (this rank's rows of total_q, heads, head_dim), bf16 or fp16.
@@ -139,9 +143,10 @@ def _attention(name: str, given: dict[str, Any]) -> Any:
     mesh = given.pop("mesh")
     of_rows, of_heads, pack = ({key: given.pop(key) for key in keys if key in given} for keys in _TENSORS)
     arguments = given
-    channel = channel_of(_group_of(mesh))
+    ranks = ranks_of(mesh)
+    channel = ranks.channel
     try:
-        record = _record(name, channel, of_rows, arguments, of_heads, pack)
+        record = _record(name, ranks, of_rows, arguments, of_heads, pack)
     except Exception as error:
         channel.fail_together(name, error)
         raise
@@ -150,25 +155,31 @@ def _attention(name: str, given: dict[str, Any]) -> Any:
     for key in record:
         if key not in ("rows", "values"):
             channel.require_same(key, [other[key] for other in records])
-    split = _split(name, channel, records, of_rows, arguments)
+    split = _split(name, ranks, records, of_rows, arguments)
     call = _call(arguments, pack)
     _check_whole_call(split, of_rows, of_heads, call, bool(pack))
-    if channel.size > split.kv_heads:
+    attend: Callable[..., Any] = functools.partial(call, return_attn_probs=True)
+    if ranks.parts is not None:
+        split, of_rank = splits_of_mesh(split, ranks)
+        options = gathered.checked_options(of_rank, of_rows, arguments, of_heads, "with a mesh of two dimensions")
+        attend = functools.partial(gathered.attention, of_rank, options)
+    elif channel.size > split.kv_heads:
         if pack:
             raise NotImplementedError(
                 f"mesh must have at most as many ranks as k has heads, {split.kv_heads}, for a pack, got {channel.size}"
             )
-        found = gathered.attention(split, of_rows["q"], of_rows["k"], of_rows["v"], arguments, of_heads)
+        options = gathered.checked_options(split, of_rows, arguments, of_heads, "with more ranks than KV heads")
+        found = gathered.attention(split, options, *of_rows.values())
         return (*found, found[0].new_empty(0)) if arguments["return_attn_probs"] else found[0]
 
     tensors = [x[None] if pack else x for x in of_rows.values()]
     *tensors, sinks = RowsToHeads.apply(split, *tensors, of_heads["learnable_sink"])
-    heads = split.heads_of_rank(channel.rank, of_keys=False)
+    heads = split.heads_of_rank(split.channel.rank, of_keys=False)
     slopes = of_heads["alibi_slopes"]
     cut = {"alibi_slopes": None if slopes is None else slopes[..., slice(*heads)], "learnable_sink": sinks}
     if pack:
         tensors = [x[0] for x in tensors]
-    out, lse, _ = call(*tensors, **cut, return_attn_probs=True)
+    out, lse, *_ = attend(*tensors, **{key: x for key, x in cut.items() if x is not None})
     lse = lse.transpose(-1, -2) if arguments["return_attn_probs"] else None  # heads behind rows, as in out
     out, lse = HeadsToRows.apply(split, *(x[None] if pack and x is not None else x for x in (out, lse)))
     if pack:
@@ -185,26 +196,9 @@ def _call(arguments: dict[str, Any], pack: dict[str, Any]) -> Any:
     )
 
 
-def _group_of(mesh: Mesh | None) -> dist.ProcessGroup:
-    if not dist.is_initialized():
-        raise RuntimeError("torch.distributed must be initialised: call torch.distributed.init_process_group first")
-    if mesh is None:
-        assert dist.group.WORLD is not None
-        return dist.group.WORLD
-    if isinstance(mesh, DeviceMesh):
-        if mesh.ndim != 1:
-            raise NotImplementedError(
-                f"mesh must have one dimension, got {mesh.ndim}: heads over one and rows over another is not there yet"
-            )
-        return mesh.get_group()
-    if not isinstance(mesh, dist.ProcessGroup):
-        raise TypeError(f"mesh must be a DeviceMesh, a ProcessGroup or None, got {mesh!r}")
-    return mesh
-
-
 def _record(
     name: str,
-    channel: Channel,
+    ranks: Ranks,
     of_rows: dict[str, Tensor],
     arguments: dict[str, Any],
     of_heads: dict[str, Tensor | None],
@@ -212,6 +206,8 @@ def _record(
 ) -> dict[str, Any]:
     """What this rank tells the others of its call; all but `rows` and `values` must be the same on every rank."""
     given = {key: x for key, x in (of_heads | pack).items() if x is not None and not key.startswith("max_seqlen")}
+    if pack and len(ranks.shape) > 1:
+        raise NotImplementedError(f"mesh must have one dimension for a pack, got {len(ranks.shape)} of {ranks.shape}")
     checks.check_tensors(of_rows | given)
     check_layout(arguments["layout"])
     rows_dim = 0 if pack else 1
@@ -221,7 +217,7 @@ def _record(
             raise ValueError(f"{key} must have shape {form}, got {tuple(x.shape)}")
     arguments["check_values"] = checks.as_flag("check_values", arguments["check_values"])
     arguments["return_attn_probs"] = checks.as_flag("return_attn_probs", arguments["return_attn_probs"])
-    record: dict[str, Any] = {"dash_attn": __version__}
+    record: dict[str, Any] = {"dash_attn": __version__, "mesh": list(ranks.shape)}
     for key, x in of_rows.items():
         shape = ["rows" if dim == rows_dim else size for dim, size in enumerate(x.shape)]
         record[key] = [*shape, str(x.dtype), x.device.type, _needs_gradient(x)]
@@ -243,17 +239,21 @@ def _needs_gradient(x: Tensor) -> str:
 
 def _split(
     name: str,
-    channel: Channel,
+    ranks: Ranks,
     records: list[dict[str, Any]],
     of_rows: dict[str, Tensor],
     arguments: dict[str, Any],
 ) -> Split:
     """What the ranks have together; the same errors on all of them."""
-    layout = arguments["layout"]
+    channel, layout = ranks.channel, arguments["layout"]
     rows_q, rows_k = (_total_rows(channel, records, side, layout) for side in ("q", "k"))
     heads, kv_heads = of_rows["q"].shape[-2], of_rows["k"].shape[-2]
     if heads % kv_heads:
         raise ValueError(f"k must have a number of heads that divides the {heads} heads of q, got {kv_heads}")
+    if len(ranks.shape) > 1 and ranks.shape[-1] > kv_heads:
+        raise ValueError(
+            f"mesh must have at most as many ranks in its last dimension as k has heads, {kv_heads}, got {ranks.shape}"
+        )
     return Split(channel, name, layout, rows_q, rows_k, heads, kv_heads, arguments["check_values"])
 
 

@@ -49,7 +49,7 @@ class Channel:
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
         self._ranks_of_job = dist.get_process_group_ranks(group)
         self.timeout = _timeout_of(group)
-        self._host = weakref.ref(group if _has_gloo(group) else _gloo_group_like(group, self.timeout))
+        self._host = weakref.ref(group if _has_gloo(group) else _gloo_group(self._ranks_of_job, self.timeout))
         store = distributed_c10d._get_default_store()
         self._store = dist.PrefixStore(f"dash_attn/{group.group_name}", store)
         self._calls = 0
@@ -185,6 +185,27 @@ class Channel:
             )
 
 
+class PartOfChannel(Channel):
+    """Some of a channel's ranks, between which tensors move.
+
+    What is agreed on, who is lost and what ranks are called is the affair of the whole channel: so a rank that waits
+    here learns of one that is lost anywhere.
+    """
+
+    def __init__(self, whole: Channel, group: dist.ProcessGroup):
+        self._whole, self._group = whole, weakref.ref(group)
+        self.rank, self.size, self.timeout = dist.get_rank(group), dist.get_world_size(group), whole.timeout
+
+    def exchange(self, what: str, record: Mapping[str, Any]) -> list[dict[str, Any]]:
+        return self._whole.exchange(what, record)
+
+    def name(self, ranks: list[int]) -> str:
+        return self._whole.name(ranks)
+
+    def wait(self, start: Any, what: str) -> None:
+        self._whole.wait(start, what)
+
+
 class Message:
     """On its way between two ranks' CPU tensors. gloo tells its end only who waits for it: a thread does, so that the
     caller can look about meanwhile."""
@@ -218,13 +239,12 @@ def _has_gloo(group: dist.ProcessGroup) -> bool:
     return "cpu:gloo" in str(distributed_c10d.get_backend_config(group))
 
 
-def _gloo_group_like(group: dist.ProcessGroup, timeout_s: float) -> dist.ProcessGroup:
-    """The same ranks, for tensors on the CPU."""
-    ranks = dist.get_process_group_ranks(group)
-    timeout = datetime.timedelta(seconds=timeout_s)
-    made = dist.new_group(sorted(ranks), timeout, "gloo", use_local_synchronization=True)
-    if made is None or dist.get_process_group_ranks(made) != ranks:
-        raise ValueError(f"mesh must be a group whose ranks ascend, got {ranks}")
+def _gloo_group(ranks: list[int], timeout_s: float) -> dist.ProcessGroup:
+    """Of these ranks of the job, for tensors on the CPU."""
+    if ranks != sorted(ranks):
+        raise ValueError(f"mesh must be of ranks that ascend, got {ranks}")
+    made = dist.new_group(ranks, datetime.timedelta(seconds=timeout_s), "gloo", use_local_synchronization=True)
+    assert made is not None
     return made
 
 
@@ -250,3 +270,28 @@ def channel_of(group: dist.ProcessGroup) -> Channel:
     if channel is None:
         channel = _channels[group] = Channel(group)
     return channel
+
+
+_GroupsOfRanks = dict[tuple[int, ...], "weakref.ref[dist.ProcessGroup]"]
+# Of each job those that no caller has made; torch keeps them until the job's group is destroyed.
+_groups: weakref.WeakKeyDictionary[dist.ProcessGroup, _GroupsOfRanks] = weakref.WeakKeyDictionary()
+
+
+def channel_of_ranks(ranks: list[int], part: dist.ProcessGroup) -> Channel:
+    """The channel of ranks of the job; the first call on them must be made by all.
+
+    Args:
+        ranks: in ascending order.
+        part: a group of some of them, whose timeout is that of all.
+
+    Raises:
+        ValueError: the ranks do not ascend.
+    """
+    job = dist.group.WORLD
+    assert job is not None
+    if ranks == dist.get_process_group_ranks(job):
+        return channel_of(job)
+    made = _groups.setdefault(job, {})
+    if tuple(ranks) not in made:
+        made[tuple(ranks)] = weakref.ref(_gloo_group(ranks, _timeout_of(part)))
+    return channel_of(_existing(made[tuple(ranks)]))

@@ -1,4 +1,4 @@
-"""Attention for more ranks than KV heads: keys and values are gathered, queries stay where they are.
+"""Attention over ranks that have the same heads: keys and values are gathered, queries stay where they are.
 
 So every row of the output, of the log-sum-exp and of dQ is made on one rank, as one process makes it. dK and dV are
 sums over the queries of all ranks, and are carried from rank to rank in the order of one process: `plan` says when,
@@ -29,7 +29,6 @@ from .plan import Plan, make_plan
 from .ulysses import Split
 
 _COLUMNS = 8  # the op pads head dims to a multiple of them
-_HERE = "with more ranks than KV heads"
 _make_plan = functools.lru_cache(maxsize=16)(make_plan)
 
 
@@ -40,29 +39,40 @@ class Options(NamedTuple):
     sm_margin: int
 
 
-def attention(
-    split: Split, q: Tensor, k: Tensor, v: Tensor, arguments: dict[str, Any], of_heads: dict[str, Tensor | None]
-) -> tuple[Tensor, Tensor]:
+def attention(split: Split, options: Options, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     """Output and log-sum-exp of this rank's rows.
 
     Args:
         split: whose heads are not divided.
+        options: of `checked_options`.
         q, k, v: (batch, this rank's rows, heads, columns).
-        arguments, of_heads: of `context_parallel_attention`, checked as those of one process.
-
-    Raises:
-        NotImplementedError, ValueError: what this form does not have; the message names the argument.
     """
-    options, value_dim = _checked(split, q, k, v, arguments, of_heads), v.shape[-1]
+    value_dim = v.shape[-1]
     # As one process pads them: a product over other columns may have other bits.
     q, k, v = (functional.pad(x, (0, -x.shape[-1] % _COLUMNS)) if x.shape[-1] % _COLUMNS else x for x in (q, k, v))
     out, lse = _Attention.apply(split, options, q, k, v)
     return out[..., :value_dim], lse
 
 
-def _checked(
-    split: Split, q: Tensor, k: Tensor, v: Tensor, arguments: dict[str, Any], of_heads: dict[str, Tensor | None]
+def checked_options(
+    split: Split,
+    of_rows: dict[str, Tensor],
+    arguments: dict[str, Any],
+    of_heads: dict[str, Tensor | None],
+    where: str,
 ) -> Options:
+    """The options of `attention`.
+
+    Args:
+        split: as in `attention`.
+        of_rows: q, k and v, of which only the columns are looked at.
+        arguments, of_heads: of `context_parallel_attention`, checked as those of one process.
+        where: when a call comes here, for messages.
+
+    Raises:
+        NotImplementedError, ValueError: what this form does not have; the message names the argument.
+    """
+    q, k, v = of_rows.values()
     causal, schedule = bool(arguments["causal"]), arguments["schedule"]
     scale = arguments["softmax_scale"]
     left, right = checks.as_window(arguments["window_size"])
@@ -76,12 +86,12 @@ def _checked(
         if not is_left_out:
             value = arguments.get(name, of_heads.get(name))
             given = checks.describe(value) if isinstance(value, Tensor) else repr(value)
-            raise NotImplementedError(f"{name} must be left out {_HERE}, got {given}")
+            raise NotImplementedError(f"{name} must be left out {where}, got {given}")
     if schedule == "order_free":
-        raise NotImplementedError(f"schedule must be a policy that adds in an order {_HERE}, got 'order_free'")
+        raise NotImplementedError(f"schedule must be a policy that adds in an order {where}, got 'order_free'")
     if causal and split.rows_q != split.rows_k:
         raise NotImplementedError(
-            f"causal must be False {_HERE} where q and k have different lengths, got {split.rows_q} and {split.rows_k}"
+            f"causal must be False {where} where q and k have different lengths, got {split.rows_q} and {split.rows_k}"
         )
     tiles = _policies.tile_shape(q.shape[-1], v.shape[-1])
     for name, rows, tile in zip("qk", (split.rows_q, split.rows_k), tiles):
@@ -90,7 +100,7 @@ def _checked(
         cut = [chunk for chunk in _chunks(split, rows) if len(chunk)]
         if any(chunk.stop % unit for chunk in cut[:-1]):
             raise ValueError(
-                f"{name} must have rows that are cut into chunks of multiples of {unit} {_HERE}, got {rows} in "
+                f"{name} must have rows that are cut into chunks of multiples of {unit} {where}, got {rows} in "
                 f"{len(cut)} chunks of {len(cut[0])} and fewer"
             )
     options = Options(q.shape[-1] ** -0.5 if scale is None else float(scale), causal, schedule, arguments["sm_margin"])
@@ -146,7 +156,8 @@ class _Attention(torch.autograd.Function):
         q, k, v, out, lse = ctx.saved_tensors
         what = f"the backward of {split.name}"
         like = [(x.shape, x.dtype, x.device) for x in (out, lse)]
-        dout, dlse = agreed_gradients(split.channel, what, dout, dlse, like, split.check_values)
+        if not split.gradients_agreed:
+            dout, dlse = agreed_gradients(split.channel, what, dout, dlse, like, split.check_values)
         if dout is None and dlse is None:
             return (None,) * 5
         dout = torch.zeros_like(out) if dout is None else dout

@@ -33,6 +33,8 @@ class Split:
     heads: int
     kv_heads: int
     check_values: bool
+    gradients_agreed: bool = False
+    """Whether the ranks have agreed on the gradients of the results before they come here."""
 
     def heads_of_rank(self, rank: int, *, of_keys: bool) -> Rows:
         """KV heads are spread evenly, the first ranks having one more; query heads stay with theirs."""
@@ -43,6 +45,7 @@ class Split:
         return Rows(start * group, stop * group)
 
     def runs(self, rank: int, *, of_keys: bool) -> list[Rows]:
+        """A rank's rows, in those that the ranks have together."""
         return rows_of_rank(self.rows_k if of_keys else self.rows_q, rank, self.channel.size, self.layout)
 
     def runs_here(self, *, of_keys: bool) -> list[Rows]:
@@ -114,6 +117,8 @@ class RowsToHeads(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, dq, dk, dv, dsinks):
         split = ctx.split
+        if dq is None and dk is None and dv is None:  # on all ranks, who have agreed on the output's
+            return (None,) * 5
         what = f"the backward of {split.name}"
         gradients = [
             x if x is not None else torch.zeros(shape, dtype=dtype, device=_device_of(dq, dk, dv))
