@@ -52,10 +52,10 @@ def context_parallel_attention(
     all rows of some KV heads and of their query heads, computes, and gives the rows back (DeepSpeed-Ulysses, arXiv
     2309.14509). Every rank of the group must make the same calls in the same order, also of the backward.
 
-    With more ranks than KV heads, on CPUs only as yet, keys and values are gathered, queries stay, and dK and dV are
-    carried from rank to rank in the order of one process. That takes the full mask, or the causal one with as many keys
-    as queries; a sequence cut into chunks of whole tiles and of multiples of 128 rows; a schedule that adds in an order
-    and runs no clusters; and neither softcap, slopes nor sinks.
+    With more ranks than KV heads keys and values are gathered, queries stay, and dK and dV are carried from rank to
+    rank in the order of one process. That takes the full mask, or the causal one with as many keys as queries; a
+    sequence cut into chunks of whole tiles and of multiples of 128 rows; a schedule that adds in an order and runs no
+    clusters; and neither softcap, slopes nor sinks.
 
     A mesh of two dimensions has both: over the last one heads are spread, over the first one keys are gathered, with
     the limits of that. The rows that the ranks along the last dimension have together are one chunk, or two in zigzag,

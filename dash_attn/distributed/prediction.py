@@ -1,7 +1,7 @@
 """A prediction of the time that attention takes over many GPUs, from the costs of one GPU and of the links.
 
-Nothing here is a measurement of several GPUs. Beyond the KV heads the plan that the ranks follow is played; it has run
-on CPUs only. dash_attn.distributed.simulate prints and draws it.
+Nothing here is a measurement of several GPUs. Beyond the KV heads the plan that the ranks follow is played, one task
+after the other, and messages that wait for no other. dash_attn.distributed.simulate prints and draws it.
 """
 
 from __future__ import annotations

@@ -84,8 +84,7 @@ def _parser() -> argparse.ArgumentParser:
         prog="python -m dash_attn.distributed.simulate",
         description="Predicts the time of one layer's attention over 2 to 4,096 GPUs: heads spread by all-to-all in a "
         "node, keys gathered beyond, the gradients of keys carried from rank to rank in one process's order. It is a "
-        "PREDICTION from costs of one GPU and its links, and no measurement of several; the form beyond the KV heads "
-        "has run on CPUs only. Nothing runs on a GPU.",
+        "PREDICTION from costs of one GPU and its links, and no measurement of several. Nothing runs on a GPU.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     of_shape = parser.add_argument_group("shape")
