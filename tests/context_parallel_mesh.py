@@ -81,6 +81,7 @@ def refused(kind, message, attention, *arguments, **options):
 
 def what_holds(rank):
     mesh, across = (DeviceMesh("cpu", groups) for groups in (GROUPS, [[1, 3], [2, 4]]))
+    turned = DeviceMesh("cpu", [2, 1, 3, 4])
     if rank < 0:  # is in neither
         return {}
     q, k, v, _ = whole_inputs()
@@ -111,6 +112,8 @@ def what_holds(rank):
                           context_parallel_varlen_attention, *pack, mesh),
         "ranks that do not ascend": refused(ValueError, "mesh must be of ranks that ascend, got [1, 3, 2, 4]",
                                             call, *parts, across),
+        "ranks of one dimension that do not ascend": refused(ValueError, "ranks that ascend, got [2, 1, 3, 4]",
+                                                             call, *parts, turned),
         "after errors": same_bytes(call(*parts, mesh), of_rank(flash_attn_func(q, k, v), rank)),
     }  # fmt: skip
 

@@ -25,6 +25,7 @@ NAMES = (
     "sinks",
     "a pack",
     "ranks that do not ascend",
+    "ranks of one dimension that do not ascend",
     "after errors",
     "groups end when they are destroyed",
 )

@@ -1,14 +1,23 @@
 """Receipts of two processes with gloo: DTensors, data parallelism, FSDP2, and runs that are cut in other ways."""
 
+import gc
 import json
 import shutil
 import sqlite3
+import weakref
 
 import pytest
+import torch
+import torch.distributed as dist
 from rank_processes import run_ranks
 from receipts_worker import whole_tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import Shard as Rows
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from dash_attn.receipts import Recorder, compare
+from dash_attn.receipts.shards import local_part
 
 WORLD_SIZE = 2
 LAYOUTS = ("copies", "rows", "columns", "zigzag")
@@ -26,6 +35,22 @@ def test_parts_of_dtensors(folder):
     for rank in range(WORLD_SIZE):
         found = json.loads((folder / f"rank_{rank}.json").read_text())
         assert len(found) == 11 and all(found.values()), found
+
+
+def test_a_process_that_is_another_rank_later():
+    """It has another part of an equal mesh then, and nothing that is remembered of parts keeps its groups alive."""
+    for rank in (0, 2):
+        dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=4)
+        try:
+            tensor = DTensor.from_local(torch.zeros(2, 3), init_device_mesh("cpu", (4,)), [Rows(0)])
+            _, shard = local_part(tensor)
+            assert shard.shape == (8, 3) and shard.ranges[0] == ((2 * rank, 2 * rank + 2),)
+            group = weakref.ref(tensor.device_mesh.get_group())
+        finally:
+            del tensor
+            dist.destroy_process_group()
+        gc.collect()
+        assert group() is None
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

@@ -2,7 +2,7 @@
 // queries before has left, and leaves its own to the next one, or, behind the last, adds those of the splits before.
 //
 // No sum starts or ends otherwise than in one call for all queries: what has been carried is the accumulator itself, in
-// fp32. Chunks are calls one behind the other on a stream, so nothing is waited for.
+// fp32. A call begins when those whose sums it goes on with have ended, so nothing is waited for within it.
 #pragma once
 
 #include "../device/warp_roles.h"

@@ -62,7 +62,7 @@ class Carrier:
         self._channel, self._what, self._plan, self._rule = channel, what, plan, rule
         self._operands, self._causal, self._chunks = operands, causal, chunks
         self._group = operands.q.shape[2] // operands.k.shape[2]
-        self._message_group = movement.message_group(channel, operands.q.device)
+        self._message_group = movement.message_group(channel, what, operands.q.device)
         self._turns = Turns(operands.q)
         self._dq_sums: dict[tuple[int, int, int], Held] = {}
         # Of chains: the sums so far, those of whole splits, and dK and dV rounded, one behind the other.
@@ -73,14 +73,14 @@ class Carrier:
 
     def run(self, dq: Tensor, dk: Tensor, dv: Tensor) -> None:
         """Writes the gradients of this rank's rows."""
-        for kind, what in self._plan.actions[self._channel.rank]:
-            if isinstance(what, Task):
-                with self._turns.turn():
-                    self._add(what, dq)
-            else:
-                with self._turns.message():
-                    (self._send if kind == "send" else self._receive)(what)
-        self._turns.end()
+        with self._turns:
+            for kind, what in self._plan.actions[self._channel.rank]:
+                if isinstance(what, Task):
+                    with self._turns.turn():
+                        self._add(what, dq)
+                else:
+                    with self._turns.message():
+                        (self._send if kind == "send" else self._receive)(what)
         for chain, result in self._results.items():
             result.wait()
             rows = slice(*self._chunks.own_keys[chain[2]])

@@ -51,12 +51,15 @@ def ranks_of(mesh: Mesh | None) -> Ranks:
         )
     if mesh.get_coordinate() is None:
         raise ValueError(f"mesh must have the rank that calls, {dist.get_rank()}, got {mesh!r}")
+    ranks = mesh.mesh.flatten().tolist()
+    if ranks != sorted(ranks):  # torch sorts those of a group
+        raise ValueError(f"mesh must be of ranks that ascend, got {ranks}")
     shape, groups = tuple(mesh.shape), mesh.get_all_groups()
     if 1 in shape[:-1] or len(shape) == 1:
         return Ranks(channel_of(groups[-1]), shape)
     if shape[-1] == 1:
         return Ranks(channel_of(groups[0]), shape)
-    channel = channel_of_ranks(mesh.mesh.flatten().tolist(), groups[0])
+    channel = channel_of_ranks(ranks, groups[0])
     return Ranks(channel, shape, (PartOfChannel(channel, groups[0]), PartOfChannel(channel, groups[1])))
 
 

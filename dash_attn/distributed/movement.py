@@ -79,11 +79,18 @@ def _start(channel: Channel, what: str, received: list[Tensor], sent: list[Tenso
     return lambda: None
 
 
-def message_group(channel: Channel, device: torch.device) -> dist.ProcessGroup:
-    """For `send` and `receive`; the first call must be made by all ranks, and waits for them.
+def message_group(channel: Channel, what: str, device: torch.device) -> dist.ProcessGroup:
+    """For `send` and `receive`; the first call must be made by all ranks, whose hosts wait for each other.
 
-    On GPUs a group of its own, which takes few SMs. A message waits on them for its other end, and where work tiles are
-    as many as SMs, each SM that is missing doubles the time of all.
+    On GPUs a group of its own, which takes few SMs. A message waits on them for its other end, and a task with as many
+    work tiles as there are SMs takes twice as long where one is missing. torch keeps it until the job's group ends.
+
+    Args:
+        channel: of the ranks.
+        what: the call, for messages.
+
+    Raises:
+        RankError: at the first call, a rank died or stalls.
     """
     group, default = channel.group, dist.group.WORLD
     if device.type == "cpu":
@@ -93,11 +100,15 @@ def message_group(channel: Channel, device: torch.device) -> dist.ProcessGroup:
     assert default is not None
     if default.bound_device_id is not None and channel.size != default.size():
         return group  # NCCL would split the communicator of the job, whose ranks are not all here
-    options = dist.ProcessGroupNCCL.Options()
+    channel.exchange(what, {})  # NCCL would wait in silence for one that is lost
+    timeout = datetime.timedelta(seconds=channel.timeout)
+    # Its stream is then of a pool that `turns` has none of.
+    options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
+    options._timeout = timeout
     options.config.max_ctas = _MOST_CTAS
     made_now = dist.new_group(
         dist.get_process_group_ranks(group),
-        timeout=datetime.timedelta(seconds=channel.timeout),
+        timeout=timeout,
         backend="nccl",
         pg_options=options,
         use_local_synchronization=True,

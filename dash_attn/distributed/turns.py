@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import functools
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
@@ -27,7 +28,7 @@ class Held(NamedTuple):
 
 
 class Turns:
-    """From here to `end`, all that the current stream will have behind it is done in `turn` and `message`.
+    """A context, in which all that the current stream will have behind it is done in `turn` and `message`.
 
     Args:
         like: a tensor of the device.
@@ -41,8 +42,8 @@ class Turns:
         self._free: dict[tuple[int, torch.dtype], collections.deque[Held]] = collections.defaultdict(collections.deque)
         if self._is_cuda:
             self._outer = torch.cuda.current_stream(like.device)
-            self._messages = torch.cuda.Stream(like.device)
-            self._streams += [torch.cuda.Stream(like.device) for _ in range(_STREAMS)]
+            self._messages, *streams = _streams_of(like.device)
+            self._streams += streams
             for stream in (self._messages, *self._streams):
                 stream.wait_stream(self._outer)
 
@@ -74,7 +75,7 @@ class Turns:
         return lambda: torch.cuda.current_stream().wait_event(event)
 
     def take(self, size: int, dtype: torch.dtype) -> Held:
-        """Space of one dimension. Its memory is the outer stream's, so that it may be freed behind `end`."""
+        """Space of one dimension. Its memory is the outer stream's, so that it may be freed behind the context."""
         if free := self._free[size, dtype]:
             return free.popleft()
         if not self._is_cuda:
@@ -86,13 +87,24 @@ class Turns:
         """Space that has been taken, free when `wait` says so."""
         self._free[x.numel(), x.dtype].append(Held(x, wait))
 
-    def end(self) -> None:
-        """The outer stream waits for all turns, and for the space that has been given back."""
-        for held in (held for free in self._free.values() for held in free):
-            held.wait()
+    def __enter__(self) -> Turns:
+        return self
+
+    def __exit__(self, error: type[BaseException] | None, *_: object) -> None:
+        """The outer stream waits for all turns, and, unless there was an error, for what has been given back."""
+        if error is None:
+            for held in (held for free in self._free.values() for held in free):
+                held.wait()
+        # After an error too: the outer stream's memory, which they use, is about to be freed.
         if self._is_cuda:
             for stream in (self._messages, *self._streams):
                 self._outer.wait_stream(stream)
+
+
+@functools.cache
+def _streams_of(device: torch.device) -> list[torch.cuda.Stream]:
+    """Always the same: torch's allocator keeps memory for each stream that had some."""
+    return [torch.cuda.Stream(device) for _ in range(1 + _STREAMS)]
 
 
 def _nothing() -> None:

@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -181,10 +182,19 @@ def local_part(tensor: torch.Tensor) -> tuple[torch.Tensor, Shard | None]:
     return local, shard
 
 
-@functools.lru_cache(maxsize=1 << 12)
-def _box_of(shape: torch.Size, mesh: object, placements: tuple) -> Shard:
-    """The part that this process has of a DTensor."""
-    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+# By all that they follow from. A mesh is no part of it: it says not where this process is, and keeps groups alive.
+_boxes: dict[tuple, Shard] = {}
+_MOST_BOXES = 1 << 12
 
-    lengths, offset = compute_local_shape_and_global_offset(tuple(shape), mesh, placements)  # type: ignore[arg-type]
-    return Shard.box(tuple(shape), tuple(offset), tuple(lengths))
+
+def _box_of(shape: torch.Size, mesh: Any, placements: tuple) -> Shard:
+    """The part that this process has of a DTensor."""
+    key = shape, tuple(mesh.shape), tuple(mesh.get_coordinate() or ()), placements
+    if key not in _boxes:
+        from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+        if len(_boxes) >= _MOST_BOXES:
+            _boxes.clear()
+        lengths, offset = compute_local_shape_and_global_offset(tuple(shape), mesh, placements)
+        _boxes[key] = Shard.box(tuple(shape), tuple(offset), tuple(lengths))
+    return _boxes[key]
