@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .channel import Channel, Message
+from .channel import Channel, Message, channel_of
 
 # As wide as a GPU loads and stores at once. Elements of 2 bytes, one by one, do not fill its memory's bandwidth.
 _WORD = torch.complex128
@@ -100,7 +100,7 @@ def message_group(channel: Channel, what: str, device: torch.device) -> dist.Pro
     assert default is not None
     if default.bound_device_id is not None and channel.size != default.size():
         return group  # NCCL would split the communicator of the job, whose ranks are not all here
-    channel.exchange(what, {})  # NCCL would wait in silence for one that is lost
+    channel_of(group).exchange(what, {})  # NCCL would wait in silence for one that is lost
     timeout = datetime.timedelta(seconds=channel.timeout)
     # Its stream is then of a pool that `turns` has none of.
     options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
