@@ -112,7 +112,7 @@ run_tests() {
 
 # run_sanitizers PYTHON TOOLS JOBS: side by side, since most of what each does is on the CPU, by one thread.
 run_sanitizers() {
-  local tool job pids=() status=0
+  local tool job other pids=() status=0
   export OMP_NUM_THREADS=1
   for tool in $2; do
     for ((job = 0; job < $3; ++job)); do
@@ -121,9 +121,11 @@ run_sanitizers() {
         --share "$job/$3" ${SANITIZE_ARGS:-} >"$OUT/${tool}_$job.txt" 2>&1 &
       pids+=($!)
     done
-    compute-sanitizer --tool "$tool" --error-exitcode 9 --print-limit 20 "$1" tests/gpu/sanitizer_linear.py \
-      >"$OUT/${tool}_linear.txt" 2>&1 &
-    pids+=($!)
+    for other in linear parts; do
+      compute-sanitizer --tool "$tool" --error-exitcode 9 --print-limit 20 "$1" "tests/gpu/sanitizer_$other.py" \
+        >"$OUT/${tool}_$other.txt" 2>&1 &
+      pids+=($!)
+    done
   done
   for job in "${pids[@]}"; do wait "$job" || status=1; done
   return $status
