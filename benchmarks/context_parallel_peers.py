@@ -103,14 +103,13 @@ class OneGpu(Implementation):
 
 
 class Ours(Implementation):
-    def __init__(self, ranks: Ranks, layout: str, sm_margin: int):
+    def __init__(self, ranks: Ranks, layout: str):
         super().__init__(ranks)
-        self.layout, self.name, self.sm_margin = layout, f"dash_attn {layout}", sm_margin
-        self.note = f"context_parallel_attention, sm_margin={sm_margin}"
+        self.layout, self.name = layout, f"dash_attn {layout}"
+        self.note = "context_parallel_attention"
 
     def attention(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        options: dict[str, Any] = {"layout": self.layout, "causal": True, "sm_margin": self.sm_margin}
-        return context_parallel_attention(q, k, v, self.ranks.mesh, **options)
+        return context_parallel_attention(q, k, v, self.ranks.mesh, layout=self.layout, causal=True)
 
     def part(self, x: Tensor) -> Tensor:
         return shard(x, self.ranks.rank, self.ranks.size, dim=1, layout=self.layout)
@@ -222,17 +221,9 @@ ROWS = (
 )  # fmt: skip
 
 
-# SMs left to NCCL where sums are carried while others are computed.
-MARGINS = (0, 8, 16)
-
-
 def candidates(ranks: Ranks, kv_heads: int) -> dict[str, list[Callable[[], Implementation]]]:
     """For each row that there is the ways to get it, in the order of trial; the fastest that works is measured."""
-    gathers = ranks.size > kv_heads
-    ours = [
-        [functools.partial(Ours, ranks, layout, margin) for margin in (MARGINS if gathers else MARGINS[:1])]
-        for layout in ("contiguous", "zigzag")
-    ]
+    ours = [lambda: Ours(ranks, "contiguous"), lambda: Ours(ranks, "zigzag"), lambda: TensorParallel(ranks)]
     of_torch = [
         [
             functools.partial(TorchContextParallel, ranks, kernels, rotation, grouped)
@@ -241,9 +232,8 @@ def candidates(ranks: Ranks, kv_heads: int) -> dict[str, list[Callable[[], Imple
         ]
         for kernels in TORCH_KERNELS
     ]
-    ways = [*ours, [lambda: TensorParallel(ranks)], *of_torch, [lambda: RingZigzag(ranks)]]
-    found = dict(zip(ROWS, ways, strict=True))
-    if gathers:
+    found = dict(zip(ROWS, ([[way] for way in ours] + of_torch + [[lambda: RingZigzag(ranks)]]), strict=True))
+    if ranks.size > kv_heads:
         del found[TensorParallel.name]
     return found
 

@@ -2,7 +2,7 @@
 
 dQ of this rank's queries is summed here. dK and dV of a chunk of keys come from the rank whose queries are visited
 before, and go on to the one whose queries come next, in fp32; the last one rounds them and sends them to their owner.
-On GPUs no host waits: streams do, and tasks of different sums run side by side.
+On GPUs streams wait and not hosts, and tasks of different sums run side by side.
 """
 
 from __future__ import annotations
