@@ -49,6 +49,16 @@ class GradientSums(NamedTuple):
     """(batch * kv_heads, seqlen_k, value_head_dim)"""
 
 
+class Chunk(NamedTuple):
+    """Some queries and some keys of a sequence."""
+
+    seqlen_q: int
+    seqlen_k: int
+    """Of the whole sequence."""
+    first_query: int
+    first_key: int
+
+
 def _without_autocast(function):
     """Autocast would turn the fp32 products into 16-bit ones."""
 
@@ -158,6 +168,7 @@ def backward(
     dropout_p: float = 0.0,
     order: TileOrder,
     sums: GradientSums | None = None,
+    chunk: Chunk | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Gradients of sum(dout * out) + sum(dsoftmax_lse * softmax_lse); those of sinks are from `sink_gradient`.
 
@@ -178,6 +189,8 @@ def backward(
         keep, dropout_p: as in `forward`; out is of the same.
         order: from `tile_order.tile_order`, for these lengths and this mask.
         sums: what is added to, of an order with one split that is not order-free; they are neither scaled nor rounded.
+        chunk: where the queries and keys are in the sequence that has the mask, if they are not all of it; without
+            slopes, and with `sums`.
 
     Returns:
         dq, dk, dv: like q, k, v; or `sums`.
@@ -195,7 +208,8 @@ def backward(
     # exp(S - inf) is 0 for the rows that see no key, whichever sign marks them.
     lse = softmax_lse.masked_fill(softmax_lse == -torch.inf, torch.inf).to(d.dtype).reshape(d.shape)
 
-    mask = (seqlen_q, seqlen_k, causal, window, attention_chunk)
+    whole = chunk or Chunk(seqlen_q, seqlen_k, 0, 0)
+    mask = (whole.seqlen_q, whole.seqlen_k, causal, window, attention_chunk)
     dq, dk, dv = torch.zeros_like(q_heads), torch.zeros_like(k_heads), torch.zeros_like(v_heads)
     units = None
     if order.order_free and d.dtype == torch.float32:
@@ -214,9 +228,9 @@ def backward(
         products = (q_rows @ k_heads[:, keys].mT).mul_(softmax_scale)
         scores = score_type.scores(products, head, rows.start, keys.start)
         slope_of_cap = score_type.derivative(scores)
-        seen = _visible_keys(*mask, rows.start, rows.stop)
-        scores.masked_fill_(_hidden(seen, keys.start, keys.stop, q.device), -torch.inf)
-        p = scores.sub_(lse[:, head, rows]).exp_()
+        seen = _visible_keys(*mask, whole.first_query + rows.start, whole.first_query + rows.stop)
+        hidden = _hidden(seen, whole.first_key + keys.start, whole.first_key + keys.stop, q.device)
+        p = scores.masked_fill_(hidden, -torch.inf).sub_(lse[:, head, rows]).exp_()
         dp = dout_rows @ v_heads[:, keys].mT
         dropped = None if keep is None else ~keep[:, head, rows, keys]
         if dropped is not None:

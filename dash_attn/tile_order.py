@@ -82,6 +82,13 @@ def tile_order(
     )
 
 
+def order_of_chunk(whole: TileOrder, query_tiles: range, kv_tiles: range) -> TileOrder:
+    """Of an order the part that is some query tiles by some KV tiles, which are numbered from 0 there."""
+    visits = [[q - query_tiles.start for q in whole.visits[kv] if q in query_tiles] for kv in kv_tiles]
+    adds = [[kv - kv_tiles.start for kv in whole.adds[q] if kv in kv_tiles] for q in query_tiles]
+    return whole._replace(visits=visits, adds=adds)
+
+
 def steps(order: TileOrder, group_size: int) -> Iterator[tuple[int, int, int, bool]]:
     """(query head of the group, KV tile, query tile, whether it ends its split) of every product, in order."""
     tiles = list(_interleave(order))

@@ -18,7 +18,13 @@ import torch.distributed as dist
 from rank_processes import join
 from torch.distributed.device_mesh import init_device_mesh
 
-from dash_attn.distributed import RankError, carry, context_parallel_attention, ulysses
+from dash_attn.distributed import (
+    RankError,
+    carry,
+    context_parallel_attention,
+    context_parallel_varlen_attention,
+    ulysses,
+)
 
 WRONG_RANK = 1
 TIMEOUT_S = 12.0
@@ -60,14 +66,14 @@ def run(fault: str, rank: int, device: str) -> None:
         options["learnable_sink"] = torch.full((HEADS,), float(rank == WRONG_RANK), device=device)
     if fault == "everywhere":
         options["softmax_scale"] = float("inf")
-    if fault == "cut tiles" or "few heads" in fault:
+    if "few heads" in fault:
         k, v = k[:, :, :2], v[:, :, :2]
     if "few heads" in fault or over_mesh:  # chunks of whole tiles, and as many ranks as have some
         q, k, v = (torch.cat([x, x], dim=1) for x in (q, k, v))
     if fault == "slopes, few heads":
         options["alibi_slopes"] = torch.ones(HEADS, device=device)
-    if fault == "window, few heads":
-        options["window_size"] = (9, 0)
+    if fault == "chunks, few heads":
+        options |= {"attention_chunk": 9, "causal": False}
     if fault == "order, few heads":
         options["schedule"] = "order_free"
     if fault == "value of slopes":  # whose bytes have the same sum, and the same sum of products with their places
@@ -83,7 +89,12 @@ def run(fault: str, rank: int, device: str) -> None:
         ulysses.exchange = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
     if wrong and fault == "dies in the backward, few heads":
         carry.Carrier._send = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
-    out = context_parallel_attention(q, k, v, **options)
+    if fault.startswith("offsets"):
+        offsets = torch.tensor([0, 9 if wrong else 8, 384 if "past" not in fault else 385], dtype=torch.int32)
+        pack = (offsets.to(device),) * 2 + (ROWS * 2,) * 2
+        out = context_parallel_varlen_attention(*(x[0] for x in (q, k, v)), *pack, **options)
+    else:
+        out = context_parallel_attention(q, k, v, **options)
     if wrong and fault == "dies before the backward":
         os.kill(os.getpid(), signal.SIGKILL)
     if wrong and fault == "other call":

@@ -86,6 +86,8 @@ def what_holds(rank):
         return {}
     q, k, v, _ = whole_inputs()
     parts = [of_rank(x, rank) for x in (q, k, v)]
+    few_of_all = whole_inputs(12)[:3]
+    few = [of_rank(x, rank) for x in few_of_all]
     even, uneven = ([of_rank(x, rank) for x in whole_inputs(rows)[:3]] for rows in (514, 129))
     call = context_parallel_attention
     offsets = torch.tensor([0, ROWS], dtype=torch.int32)
@@ -103,8 +105,7 @@ def what_holds(rank):
         "unequal chunks that do not join": refused(ValueError, "as multiples of 256 do, got 129", call, *uneven, mesh),
         "chunks of k that do not join": refused(ValueError, "k must have rows whose 4 chunks", call, parts[0],
                                                 *even[1:], mesh),
-        "chunks that are cut": refused(ValueError, f"q must have rows that are cut into chunks of multiples of 128 "
-                                       f"{here}, got 8", call, *(x[:, :2] for x in parts), mesh),
+        "chunks within tiles": same_bytes(call(*few, mesh), of_rank(flash_attn_func(*few_of_all), rank)),
         "softcap": refused(NotImplementedError, f"softcap must be left out {here}", call, *parts, mesh, softcap=0.5),
         "sinks": refused(NotImplementedError, f"learnable_sink must be left out {here}", call, *parts, mesh,
                          learnable_sink=torch.zeros(HEADS)),

@@ -42,6 +42,10 @@ class Case(NamedTuple):
     """Ranks that gather keys, by ranks that divide heads; None: one dimension, of any number of ranks."""
 
 
+def _window(left: int, right: int) -> tuple[tuple[str, Any], ...]:
+    return (("window_size", (left, right)),)
+
+
 _PACK = ((0, 5, 170, 170, 300), (0, 60, 60, 200, 301))
 CASES = {
     "full": Case(options=()),
@@ -69,7 +73,8 @@ CASES = {
 }
 
 
-# For more ranks than KV heads; chunks are whole multiples of 128 rows.
+_LONG_PACK = ((0, 40, 1340, 1340, 1501, 1700), (0, 130, 1330, 1400, 1400, 1905))
+# For more ranks than KV heads.
 BEYOND_KV_HEADS = {
     "keys gathered, full": Case(heads=3, kv_heads=1, rows=(1001, 701), options=()),
     "keys gathered, full, zigzag": Case(heads=2, kv_heads=1, rows=(1025, 1501), options=(), layout="zigzag"),
@@ -91,6 +96,58 @@ BEYOND_KV_HEADS = {
     "keys gathered, gradient of the log-sum-exp": Case(heads=2, kv_heads=1, rows=(641, 641), lse_gradient=True),
     "keys gathered, short": Case(heads=2, kv_heads=1, rows=(5, 5), layout="zigzag"),
     "keys gathered, no keys": Case(heads=2, kv_heads=1, rows=(5, 0), options=()),
+    "keys gathered, window": Case(heads=3, kv_heads=1, rows=(1103, 1103), options=_window(300, 0)),
+    "keys gathered, window, zigzag": Case(
+        heads=2, kv_heads=1, rows=(1503, 1503), batch=1, options=_window(700, 50), layout="zigzag"
+    ),
+    "keys gathered, window of few keys": Case(heads=2, kv_heads=1, rows=(1103, 1103), options=_window(3, 2)),
+    "keys gathered, window, other lengths": Case(heads=2, kv_heads=1, rows=(901, 1303), options=_window(200, 130)),
+    "keys gathered, window, more queries": Case(
+        heads=2, kv_heads=1, rows=(1303, 601), options=_window(200, 130), layout="zigzag"
+    ),
+    "keys gathered, window, left unbounded": Case(heads=2, kv_heads=1, rows=(1103, 1103), options=_window(-1, 140)),
+    "keys gathered, window, right unbounded": Case(heads=2, kv_heads=1, rows=(1103, 1103), options=_window(140, -1)),
+    "keys gathered, window (-1, 0)": Case(heads=2, kv_heads=1, rows=(801, 801), options=_window(-1, 0)),
+    "keys gathered, window, split heads": Case(
+        heads=8, kv_heads=1, rows=(1024, 1024), batch=1, options=(*_window(500, 0), ("schedule", "descending"))
+    ),
+    "keys gathered, window, spt": Case(
+        heads=2, kv_heads=1, rows=(1103, 1103), options=(*_window(400, 100), ("schedule", "spt")), layout="zigzag"
+    ),
+    "keys gathered, window, gradient of the log-sum-exp": Case(
+        heads=2, kv_heads=1, rows=(641, 641), options=_window(200, 20), lse_gradient=True
+    ),
+    "keys gathered, causal, more keys": Case(heads=4, kv_heads=1, rows=(701, 1301), layout="zigzag"),
+    "keys gathered, causal, more queries": Case(heads=4, kv_heads=1, rows=(1301, 501)),
+    "keys gathered, causal, spt, more queries": Case(
+        heads=2, kv_heads=1, rows=(1301, 701), options=(("causal", True), ("schedule", "spt")), layout="zigzag"
+    ),
+    "keys gathered, chunks of attention": Case(
+        heads=2, kv_heads=1, rows=(1103, 1103), options=(("causal", True), ("attention_chunk", 300)), layout="zigzag"
+    ),
+    "keys gathered, chunks of attention, other lengths": Case(
+        heads=2, kv_heads=1, rows=(801, 1203), options=(("causal", True), ("attention_chunk", 450))
+    ),
+    "keys gathered, rows within tiles": Case(heads=2, kv_heads=1, rows=(1104, 1104), layout="zigzag"),
+    "keys gathered, rows within tiles, full": Case(
+        heads=2, kv_heads=1, rows=(600, 1104), options=(), lse_gradient=True, head_dim=15
+    ),
+    "keys gathered, 96 columns, within tiles": Case(heads=2, kv_heads=1, rows=(1100, 1100), head_dim=96),
+    "keys gathered, 256 columns, window": Case(
+        heads=2, kv_heads=1, rows=(1300, 1300), batch=1, head_dim=256, value_head_dim=256, options=_window(500, 0)
+    ),
+    "keys gathered, pack": Case(heads=2, kv_heads=1, rows=(300, 301), offsets=_PACK),
+    "keys gathered, pack, full, zigzag": Case(
+        heads=2, kv_heads=1, rows=(310, 330), offsets=_PACK, options=(), layout="zigzag", lse_gradient=True
+    ),
+    "keys gathered, long pack": Case(heads=2, kv_heads=1, rows=(1800, 1907), offsets=_LONG_PACK),
+    "keys gathered, long pack, window": Case(
+        heads=2, kv_heads=1, rows=(1700, 1905), offsets=_LONG_PACK, options=_window(300, 60), layout="zigzag",
+    ),
+    "keys gathered, long pack, gradient of the log-sum-exp": Case(
+        heads=4, kv_heads=1, rows=(1700, 1905), offsets=_LONG_PACK, lse_gradient=True, dtype=torch.float16
+    ),
+    "keys gathered, pack of nothing": Case(heads=2, kv_heads=1, rows=(7, 9), offsets=((0, 0), (0, 0))),
     "keys gathered, not a number": Case(heads=4, kv_heads=1, rows=(1103, 1103), spoilt=True),
 }  # fmt: skip
 
@@ -189,7 +246,11 @@ def pack_arguments(case: Case, device: str) -> dict[str, Any]:
     if not case.offsets:
         return {}
     cu_seqlens_q, cu_seqlens_k = (torch.tensor(x, dtype=torch.int32, device=device) for x in case.offsets)
-    return {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k, "max_seqlen_q": 300, "max_seqlen_k": 300}
+    longest = [max(end - start for start, end in zip(x, x[1:])) for x in case.offsets]
+    return {
+        "cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k,
+        "max_seqlen_q": max(1, longest[0]), "max_seqlen_k": max(1, longest[1]),
+    }  # fmt: skip
 
 
 def on_one_process(case: Case, device: str = "cpu") -> dict[str, torch.Tensor]:

@@ -23,14 +23,15 @@ AGREED = {
     "value of a gradient": ("RankError", "dout of rank 1 must be finite"),
     "other call": ("RankError", "rank 1 got context_parallel_attention, rank 0 the backward of context_parallel"),
     "everywhere": ("ValueError", "softmax_scale must be a finite number"),
-    "cut tiles": (
-        "ValueError",
-        "q must have rows that are cut into chunks of multiples of 128 with more ranks than KV",
-    ),
     "slopes, few heads": ("NotImplementedError", "alibi_slopes must be left out with more ranks than KV heads, got"),
-    "window, few heads": (
+    "chunks, few heads": (
         "NotImplementedError",
-        "window_size must be left out with more ranks than KV heads, got (9, 0)",
+        "attention_chunk must be left out with more ranks than KV heads, unless causal is True, got 9",
+    ),
+    "offsets, few heads": ("RankError", "cu_seqlens and seqused must be the same on every rank: rank 1 got "),
+    "offsets past the rows, few heads": (
+        "ValueError",
+        "cu_seqlens_q must hold offsets from 0 to the 384 rows that never decrease, got [0, ",
     ),
     "order, few heads": ("NotImplementedError", "schedule must be a policy that adds in an order with more ranks than"),
     "value of slopes": ("RankError", "the bytes of alibi_slopes must be the same on every rank: rank 1 got"),

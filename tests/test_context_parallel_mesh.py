@@ -20,7 +20,7 @@ NAMES = (
     "chunks that do not join",
     "unequal chunks that do not join",
     "chunks of k that do not join",
-    "chunks that are cut",
+    "chunks within tiles",
     "softcap",
     "sinks",
     "a pack",

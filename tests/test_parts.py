@@ -22,6 +22,27 @@ def test_more_than_one_split():
     check_parts(**SHAPES["split heads"], head_dim=16, causal=False, size=256, orders=1, splits=4)
 
 
+@pytest.mark.parametrize("policy", ["descending", "ascending", "spt"])
+@pytest.mark.parametrize(
+    "mask",
+    [
+        dict(causal=True, window=(300, 0)),
+        dict(causal=False, window=(70, 400)),
+        dict(causal=False, window=(3, 2)),
+        dict(causal=True, attention_chunk=200),
+    ],
+    ids=str,
+)
+def test_windows(mask, policy):
+    check_parts(**SHAPES["grouped"], head_dim=16, **mask, policy=policy, size=128)
+
+
+@pytest.mark.parametrize("mask", [dict(causal=True), dict(causal=True, window=(150, 0))], ids=str)
+@pytest.mark.parametrize("rows", [(260, 700), (700, 260)])
+def test_masks_of_lengths_that_differ(rows, mask):
+    check_parts(batch=1, heads=2, kv_heads=1, rows_q=rows[0], rows_k=rows[1], head_dim=16, **mask, size=128)
+
+
 @pytest.mark.parametrize("rows", [(260, 700), (700, 260)])
 def test_lengths_that_differ(rows):
     check_parts(batch=2, heads=2, kv_heads=1, rows_q=rows[0], rows_k=rows[1], head_dim=24, causal=False, size=128)

@@ -150,7 +150,8 @@ struct Variant : Geometry {
   static constexpr int kScaleBytes = kOrderFree ? Geometry::kQuery * sizeof(uint8_t) : 0;
 
   DASH_HOST_DEVICE static constexpr TileGrid grid(Sequence const& sequence, Window const& window) {
-    return {{Geometry::kQuery, Geometry::kKey, kClusterSize}, {kMask, window, sequence}};
+    return {{Geometry::kQuery, Geometry::kKey, kClusterSize},
+            {kMask, kCarries ? window : window.of_whole_sequence(), sequence}};
   }
 };
 

@@ -22,6 +22,7 @@ struct ConvertParams {
   int num_blocks;  // of the whole call: a query tile of the workspace each; a grid of fewer takes several
   int head_dim;
   float dq_scale;  // of the sum
+  Range continues;  // the query tiles that calls before have added to: CarriedSums
 };
 
 template <typename Geometry>
@@ -43,8 +44,8 @@ __device__ __forceinline__ void convert_block(const ConvertParams<typename Geome
   // Nobody has written the accumulator of queries that see no key.
   const TileGrid grid{{Geometry::kQuery, Geometry::kKey, 1}, mask_of(params.call.mask, owner.lengths)};
   const int adds = grid.kv_tiles_of(owner.query_tile).count;
-  const bool live = adds > 0;
-  if (live && threadIdx.x < Geometry::kDqParts) {
+  const bool live = adds > 0 || params.continues.contains(owner.query_tile);
+  if (adds > 0 && threadIdx.x < Geometry::kDqParts) {
     const int* const semaphore = params.workspace.dq_semaphores + int64_t(block) * Geometry::kDqParts + threadIdx.x;
     while (ptx::load_acquire(semaphore) != adds) { __nanosleep(100); }
   }

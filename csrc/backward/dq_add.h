@@ -30,7 +30,7 @@ class Adder {
       const PlannedStep step = wait_for_step(shared_, plan);
       if (part + kAdderWarps >= Variant::kDqParts) { release_step(shared_, plan); }
       if (step.dq_tile == kNoMoreTiles) { return; }
-      add_part(int64_t(step.dq_tile) * Variant::kDqParts + part, step.rank);
+      add_part(int64_t(step.dq_tile) * Variant::kDqParts + part, step.rank, continues(step.query_tile));
     }
   }
 
@@ -38,7 +38,7 @@ class Adder {
   // The pieces of a part are staged one after the other, in buffers that both adders use. A piece's buffer is free
   // when the next one has been added. An adder looks at no buffer before the other has seen all pieces of the part
   // before: a barrier's parity tells one pass from the next, and not from the next but one.
-  __device__ __forceinline__ void add_part(int64_t part, int rank) {
+  __device__ __forceinline__ void add_part(int64_t part, int rank, bool continues) {
     using Slot = RingIndex<Variant::kDqSlots>;
     constexpr int kPieces = Variant::kDqPiecesOfPart;
     constexpr int kPieceFloats = Variant::kDqTileFloats / (Variant::kDqParts * kPieces);
@@ -60,7 +60,7 @@ class Adder {
       shared_.dq_full[buffer.slot()].wait(buffer.parity());
       if (rank == kNoRank) {
         add(sum, partial, kBytes);
-      } else if (rank == 0 && !continues()) {
+      } else if (rank == 0 && !continues) {
         ptx::bulk_store(sum, partial, kBytes);
       } else {
         if constexpr (!Variant::kWide) { wait_for_turn(semaphore, rank); }
@@ -87,8 +87,8 @@ class Adder {
   }
 
   // Whether rank 0 adds to what the calls before have left.
-  __device__ __forceinline__ bool continues() const {
-    if constexpr (Variant::kCarries) { return params_.carried.dq_continues; }
+  __device__ __forceinline__ bool continues(int query_tile) const {
+    if constexpr (Variant::kCarries) { return params_.carried.dq_continues.contains(query_tile); }
     return false;
   }
 

@@ -122,9 +122,10 @@ __device__ __forceinline__ bool find_owner(const SequencesOfCall& call, int plac
 // Of a call that is a chunk of keys by a chunk of queries: where its sums come from and go to. dQ's are the
 // accumulator; those of dK and dV are split_sums, one for each KV tile.
 struct CarriedSums {
-  const float* total;                // of the splits before, laid out as split_sums; null where there are none
-  bool dq_continues, keys_continue;  // whether there are sums to add to
-  bool keys_end;                     // whether dK and dV are complete, and are rounded and stored
+  const float* total;  // of the splits before, laid out as split_sums; null where there are none
+  Range dq_continues;  // the query tiles, of each head, that have a sum to add to
+  bool keys_continue;  // whether dK and dV have
+  bool keys_end;       // whether dK and dV are complete, and are rounded and stored
 };
 
 struct KernelParams {

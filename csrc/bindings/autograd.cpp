@@ -409,8 +409,9 @@ TORCH_LIBRARY(dash_attn_C, library) {
   library.def(
       "backward_of_chunks(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor softmax_lse, "
       "Tensor(a!) dq_sums, Tensor(b!) key_sums, Tensor? total, Tensor(c!)? dq, Tensor(d!)? dk, Tensor(e!)? dv, "
-      "Tensor? dsoftmax_lse, bool dq_continues, bool keys_continue, float softmax_scale, bool causal, int schedule, "
-      "int sm_margin) -> ()");
+      "Tensor? dsoftmax_lse, int first_with_dq, int tiles_with_dq, bool keys_continue, float softmax_scale, "
+      DASH_MASK
+      "int first_own_key, int keys_before, int schedule, int sm_margin) -> ()");
   library.def("dropout_bits(Tensor(a!) bits, " DASH_BITS ") -> ()");
   library.def(
       "linear_with_dropout_bits(Tensor(a!) out, Tensor(b!) bits, Tensor x, Tensor weight, Tensor? bias, " DASH_BITS

@@ -43,7 +43,8 @@ decltype(auto) with_policy(std::string const& name, Problem const& problem, F&& 
 
 Problem checked_problem(int64_t seqlen_q, int64_t seqlen_k, int64_t tile_q, int64_t tile_k, bool causal, int64_t batch,
                         int64_t kv_heads, int64_t group_size, int64_t cta_group, int64_t head_swizzle, int64_t splits,
-                        WindowSize window, int64_t attention_chunk) {
+                        WindowSize window, int64_t attention_chunk, std::optional<int64_t> first_own_key,
+                        int64_t keys_before) {
   // Lengths and tiles below 2^30 keep every sum of the headers below 2^31.
   constexpr int64_t kEnd = int64_t{1} << 30;
   for (auto const& [argument, value] :
@@ -65,8 +66,13 @@ Problem checked_problem(int64_t seqlen_q, int64_t seqlen_k, int64_t tile_q, int6
   }
   auto const as_int = [](int64_t value) { return static_cast<int>(value); };
   Sequence const sequence{as_int(seqlen_q), as_int(seqlen_k)};
-  TileGrid const grid{{as_int(tile_q), as_int(tile_k), as_int(cta_group)},
-                      mask_of(checked_rule(causal, window, attention_chunk), sequence)};
+  MaskRule rule = checked_rule(causal, window, attention_chunk);
+  constexpr int64_t kMostKeysAway = int64_t{1} << 28;
+  int64_t const usual = seqlen_k - seqlen_q;
+  if (first_own_key) in_range("first_own_key", *first_own_key, -kMostKeysAway, kMostKeysAway + 1);
+  rule.window.own_key_shift = as_int(first_own_key.value_or(usual) - usual);
+  rule.window.keys_before = in_range("keys_before", keys_before, 0, kMostKeysAway + 1);
+  TileGrid const grid{{as_int(tile_q), as_int(tile_k), as_int(cta_group)}, mask_of(rule, sequence)};
   constexpr Policy kGivenAtEachCall = Policy::kAscending;
   TileScheduler const scheduler{sequence,         kGivenAtEachCall,   as_int(splits),      as_int(batch),
                                 as_int(kv_heads), as_int(group_size), as_int(head_swizzle)};
@@ -289,7 +295,8 @@ PYBIND11_MODULE(_schedule, m) {
       .def(py::init(&checked_problem), py::arg("seqlen_q"), py::arg("seqlen_k"), py::kw_only(), py::arg("tile_q"),
            py::arg("tile_k"), py::arg("causal"), py::arg("batch") = 1, py::arg("kv_heads") = 1,
            py::arg("group_size") = 1, py::arg("cta_group") = 1, py::arg("head_swizzle") = 1, py::arg("splits") = 1,
-           py::arg("window") = kAnyWindow, py::arg("attention_chunk") = 0)
+           py::arg("window") = kAnyWindow, py::arg("attention_chunk") = 0, py::arg("first_own_key") = py::none(),
+           py::arg("keys_before") = 0)
       .def_property_readonly("seqlen_q", [](Problem const& p) { return p.grid.mask.sequence.seqlen_q; })
       .def_property_readonly("seqlen_k", [](Problem const& p) { return p.grid.mask.sequence.seqlen_k; })
       .def_property_readonly("tile_q", [](Problem const& p) { return p.grid.tiling.query; })

@@ -10,6 +10,7 @@
 #include <torch/headeronly/util/Exception.h>
 
 #include <cstdint>
+#include <cstdlib>
 #include <limits>
 #include <optional>
 
@@ -23,6 +24,7 @@ namespace dash_attn {
 namespace {
 
 constexpr std::uintptr_t kCarriedAlignment = 128;  // bulk copies need 16
+constexpr int64_t kMostKeysAway = int64_t{1} << 28;  // of a chunk: sums of such numbers and of lengths are ints
 
 // batch 0: of a pack, (total, heads, head_dim); else (batch, seqlen, heads, head_dim).
 struct Shape {
@@ -287,19 +289,30 @@ float* carried_sums(const Tensor& tensor, const char* name, int64_t least, int32
 }
 
 // The backward of a dense chunk of keys by a chunk of queries, of one split of the query heads: adds to dq_sums and
-// key_sums. dq, or dk and dv, are written where they are given: the sums are then complete.
+// key_sums. The mask is the sequence's, of which `keys_before` keys come before the chunk's; the first query is aligned
+// with key `first_own_key` of the chunk, which may be one before or behind it. dq_sums has sums of `tiles_with_dq`
+// query tiles from `first_with_dq` on. dq, or dk and dv, are written where they are given: the sums are then complete.
 void backward_of_chunks(const Tensor& dout, const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& out,
                         const Tensor& softmax_lse, Tensor dq_sums, Tensor key_sums, OptionalTensor total,
                         std::optional<Tensor> dq, std::optional<Tensor> dk, std::optional<Tensor> dv,
-                        OptionalTensor dsoftmax_lse, bool dq_continues, bool keys_continue, double softmax_scale,
-                        bool causal, int64_t schedule, int64_t sm_margin) {
+                        OptionalTensor dsoftmax_lse, int64_t first_with_dq, int64_t tiles_with_dq, bool keys_continue,
+                        double softmax_scale,
+                        bool causal, int64_t window_left, int64_t window_right, int64_t attention_chunk,
+                        int64_t first_own_key, int64_t keys_before, int64_t schedule, int64_t sm_margin) {
   BackwardArguments arguments{};
-  const Inputs inputs = read_inputs(q, k, v, softmax_lse, {{}, {}, {}, {}, causal, -1, -1, 0}, {{}, {}, 0},
-                                    softmax_scale, sm_margin, arguments);
+  const Visibility visibility{{}, {}, {}, {}, causal, window_left, window_right, attention_chunk};
+  const Inputs inputs = read_inputs(q, k, v, softmax_lse, visibility, {{}, {}, 0}, softmax_scale, sm_margin, arguments);
   const auto& [device, dtype, query, key, value, output] = inputs;
   STD_TORCH_CHECK(dk.has_value() == dv.has_value(), "dk and dv must be given both or neither");
-  STD_TORCH_CHECK(!causal || query.seqlen == key.seqlen, "a causal part must have as many queries as keys, got ",
-                  query.seqlen, " and ", key.seqlen);
+  STD_TORCH_CHECK(std::abs(first_own_key) <= kMostKeysAway && keys_before >= 0 && keys_before <= kMostKeysAway,
+                  "first_own_key and keys_before must be at most ", kMostKeysAway, ", got ", first_own_key, " and ",
+                  keys_before);
+  STD_TORCH_CHECK(first_with_dq >= 0 && tiles_with_dq >= 0 && first_with_dq <= arguments.seqlen_q &&
+                      tiles_with_dq <= arguments.seqlen_q,
+                  "first_with_dq and tiles_with_dq must be of the query tiles, got ", first_with_dq, " and ",
+                  tiles_with_dq);
+  arguments.mask.window.own_key_shift = static_cast<int>(first_own_key) - (arguments.seqlen_k - arguments.seqlen_q);
+  arguments.mask.window.keys_before = static_cast<int>(keys_before);
   STD_TORCH_CHECK(!total || total->data_ptr() != key_sums.data_ptr(), "total must not be key_sums");
   STD_TORCH_CHECK(schedule >= 0 && schedule < kNumPolicies, "schedule is ", schedule,
                   ", expected the number of a policy");
@@ -314,7 +327,7 @@ void backward_of_chunks(const Tensor& dout, const Tensor& q, const Tensor& k, co
   arguments.carried = {carried_sums(dq_sums, "dq_sums", carried_dq_floats(arguments), device),
                        carried_sums(key_sums, "key_sums", key_floats, device),
                        total ? carried_sums(*total, "total", key_floats, device) : nullptr,
-                       dq_continues,
+                       {static_cast<int>(first_with_dq), static_cast<int>(tiles_with_dq)},
                        keys_continue,
                        dq.has_value(),
                        dk.has_value()};

@@ -79,7 +79,7 @@ struct Variant {
   static constexpr bool kKeepsRowOfBits = Score::kDrops && kKey % dropout::kBlockRows == 0;
 
   DASH_HOST_DEVICE static constexpr TileGrid grid(Sequence const& sequence, Window const& window) {
-    return {{kQuery, kKey, 1}, {kMask, window, sequence}};
+    return {{kQuery, kKey, 1}, {kMask, window.of_whole_sequence(), sequence}};
   }
 };
 

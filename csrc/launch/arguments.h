@@ -61,11 +61,12 @@ using ForwardArguments = AttentionArguments;
 // Of a backward that is a chunk of keys by a chunk of queries: sums in fp32, in the kernels' own order of elements,
 // that go from one such call to the next on the same stream. None where `dq` is null.
 struct CarriedTensors {
-  float* dq;                         // of every query tile: carried_dq_floats
-  float* keys;                       // dV and dK of every KV tile: carried_key_floats
-  const float* total;                // like keys: the splits before, to be added at the end; or null
-  bool dq_continues, keys_continue;  // whether there are sums in `dq` and `keys`
-  bool dq_ends, keys_end;            // whether these are complete with this call, which then writes dq, or dk and dv
+  float* dq;               // of every query tile: carried_dq_floats
+  float* keys;             // dV and dK of every KV tile: carried_key_floats
+  const float* total;      // like keys: the splits before, to be added at the end; or null
+  Range dq_continues;      // the query tiles, of each head, that have a sum in `dq`
+  bool keys_continue;      // whether there are sums in `keys`
+  bool dq_ends, keys_end;  // whether these are complete with this call, which then writes dq, or dk and dv
 };
 
 struct BackwardArguments : AttentionArguments {

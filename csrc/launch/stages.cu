@@ -86,6 +86,7 @@ void launch_convert(const BackwardArguments& a, const BackwardWorkspace& workspa
     params.num_blocks = int(workspace.most.query_tiles * a.heads);
     params.head_dim = a.head_dims.qk;
     params.dq_scale = a.softmax_scale * make_bits_view(a).scale;
+    params.continues = a.carried.dq_continues;
     const auto kernel =
         is_order_free(a) ? backward::convert_kernel<Geometry, true> : backward::convert_kernel<Geometry, false>;
     launch("the conversion of dQ", kernel, params,

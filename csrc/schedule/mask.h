@@ -32,6 +32,11 @@ inline constexpr int kUnbounded = (1 << 30) - 1;  // more keys than a sequence h
 // to p + right, and of these, where `chunk` is not 0, the ones of its own chunk: keys with the same key / chunk as p.
 struct Window {
   int left, right, chunk;
+  // Of a call that is a chunk of a sequence's queries by a chunk of its keys, else 0: how many keys later than usual a
+  // query's own one is, and how many keys of the sequence come before.
+  int own_key_shift, keys_before;
+
+  DASH_HOST_DEVICE constexpr Window of_whole_sequence() const { return {left, right, chunk, 0, 0}; }
 };
 
 // What a call asks for.
@@ -64,11 +69,14 @@ struct Range {
   int first, count;
 
   DASH_HOST_DEVICE constexpr int end() const { return first + count; }
+  DASH_HOST_DEVICE constexpr bool contains(int i) const { return first <= i && i < end(); }
   DASH_HOST_DEVICE static constexpr Range between(int first, int end) { return {first, max_int(0, end - first)}; }
 };
 
 // Both ends of what a query sees, and of the queries that see a key, never move back from one to the next: so what a
 // tile sees follows from its first and last row.
+//
+// Of a chunk: keys before and behind it are not there, and a query's own key may be one of those.
 struct Mask {
   MaskKind kind;
   Window window;
@@ -84,13 +92,22 @@ struct Mask {
     return Range::between(min_int(max_int(0, first), sequence.seqlen_k), min_int(end, sequence.seqlen_k));
   }
 
-  // Of a key that exists. Their own keys are diagonal(), diagonal() + 1, ..., seqlen_k - 1.
+  // Of a key that exists. Their own keys are diagonal(), diagonal() + 1, ..., which end with seqlen_k - 1, but for a
+  // chunk's.
   DASH_HOST_DEVICE constexpr Range queries_of(int key) const {
     if (kind == MaskKind::kFull) return {0, sequence.seqlen_q};
-    if (kind == MaskKind::kCausal) return Range::between(max_int(key, diagonal()) - diagonal(), sequence.seqlen_q);
+    if (kind == MaskKind::kCausal) {
+      return Range::between(existing(max_int(key, diagonal()) - diagonal()), sequence.seqlen_q);
+    }
     int const first = max_int(key - window.right, chunk_start(key));
     int const end = min_int(key + window.left + 1, chunk_end(key));
-    return Range::between(max_int(first, diagonal()) - diagonal(), min_int(end, sequence.seqlen_k) - diagonal());
+    int const own_end = sequence.seqlen_k + window.own_key_shift;
+    return Range::between(existing(max_int(first, diagonal()) - diagonal()), min_int(end, own_end) - diagonal());
+  }
+
+  // The key that query 0 is aligned with.
+  DASH_HOST_DEVICE constexpr int diagonal() const {
+    return sequence.seqlen_k - sequence.seqlen_q + window.own_key_shift;
   }
 
   // Whether a query of the tile does not see a key of it. Query rows past the end need no mask: their LSE is +inf.
@@ -99,18 +116,22 @@ struct Mask {
   }
 
  private:
-  // The key that query 0 is aligned with.
-  DASH_HOST_DEVICE constexpr int diagonal() const { return sequence.seqlen_k - sequence.seqlen_q; }
+  // A first query, which only a chunk may have behind its last one.
+  DASH_HOST_DEVICE constexpr int existing(int first) const {
+    return window.own_key_shift == 0 ? first : min_int(first, sequence.seqlen_q);
+  }
 
-  // Where the chunk of a key begins, and where the next one does. What lies before key 0 counts as one chunk: no key is
-  // there to see.
+  // Where the chunk of attention that a key is in begins, and where the next one does. What lies before key 0 of the
+  // sequence counts as one: no key is there to see.
   DASH_HOST_DEVICE constexpr int chunk_start(int key) const {
-    return window.chunk == 0 || key < 0 ? -kUnbounded : key - key % window.chunk;
+    int const number = key + window.keys_before;
+    return window.chunk == 0 || number < 0 ? -kUnbounded : key - number % window.chunk;
   }
   DASH_HOST_DEVICE constexpr int chunk_end(int key) const {
+    int const number = key + window.keys_before;
     return window.chunk == 0 ? kUnbounded
-           : key < 0         ? 0
-                             : min_int(key - key % window.chunk, kUnbounded - window.chunk) + window.chunk;
+           : number < 0      ? -window.keys_before
+                             : min_int(key - number % window.chunk, kUnbounded - window.chunk) + window.chunk;
   }
 };
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import hashlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -10,11 +11,13 @@ import torch
 from torch import Tensor
 
 from .. import __version__, checks, interface
+from ..packs import rows_of_sequences
 from ..receipts import fingerprint
 from . import gathered
 from .agreement import not_finite, require_finite
+from .assignment import Pair
 from .channel import Channel, RankError
-from .layout import check_layout, rows_of_rank
+from .layout import Rows, check_layout, rows_of_rank
 from .mesh import Mesh, Ranks, ranks_of, splits_of_mesh
 from .ulysses import HeadsToRows, RowsToHeads, Split
 
@@ -53,9 +56,9 @@ def context_parallel_attention(
     2309.14509). Every rank of the group must make the same calls in the same order, also of the backward.
 
     With more ranks than KV heads keys and values are gathered, queries stay, and dK and dV are carried from rank to
-    rank in the order of one process. That takes the full mask, or the causal one with as many keys as queries; a
-    sequence cut into chunks of whole tiles and of multiples of 128 rows; a schedule that adds in an order and runs no
-    clusters; and neither softcap, slopes nor sinks.
+    rank in the order of one process. That takes a schedule that adds in an order and runs no clusters, and neither
+    softcap, slopes nor sinks, nor an attention_chunk without causal. Where ranks have chunks that end within a tile of
+    the kernels, rows go first to the rank that needs them, and results go back.
 
     A mesh of two dimensions has both: over the last one heads are spread, over the first one keys are gathered, with
     the limits of that. The rows that the ranks along the last dimension have together are one chunk, or two in zigzag,
@@ -119,8 +122,9 @@ def context_parallel_varlen_attention(
 ) -> Tensor | tuple[Tensor, Tensor, Tensor]:
     """`flash_attn_varlen_func`, but for dropout, of a pack whose rows are spread over the ranks of a group.
 
-    The pack is cut as a whole, as if it were one sequence: a sequence of it may lie on several ranks, or on one. There
-    are at most as many ranks as KV heads, and the mesh has one dimension.
+    The pack is cut as a whole, as if it were one sequence: a sequence of it may lie on several ranks, or on one. The
+    mesh has one dimension. With more ranks than KV heads, short sequences go to one rank each and long ones are cut
+    for all; for that the offsets are read, and the GPU waited for.
 
     Args:
         q: (this rank's rows of total_q, heads, head_dim), bf16 or fp16.
@@ -162,14 +166,10 @@ def _attention(name: str, given: dict[str, Any]) -> Any:
     if ranks.parts is not None:
         split, of_rank = splits_of_mesh(split, ranks)
         options = gathered.checked_options(of_rank, of_rows, arguments, of_heads, "with a mesh of two dimensions")
-        attend = functools.partial(gathered.attention, of_rank, options)
+        attend = functools.partial(gathered.attention, of_rank, options, None)
     elif channel.size > split.kv_heads:
-        if pack:
-            raise NotImplementedError(
-                f"mesh must have at most as many ranks as k has heads, {split.kv_heads}, for a pack, got {channel.size}"
-            )
         options = gathered.checked_options(split, of_rows, arguments, of_heads, "with more ranks than KV heads")
-        found = gathered.attention(split, options, *of_rows.values())
+        found = _with_keys_gathered(name, split, options, of_rows, pack)
         return (*found, found[0].new_empty(0)) if arguments["return_attn_probs"] else found[0]
 
     tensors = [x[None] if pack else x for x in of_rows.values()]
@@ -180,11 +180,44 @@ def _attention(name: str, given: dict[str, Any]) -> Any:
     if pack:
         tensors = [x[0] for x in tensors]
     out, lse, *_ = attend(*tensors, **{key: x for key, x in cut.items() if x is not None})
-    lse = lse.transpose(-1, -2) if arguments["return_attn_probs"] else None  # heads behind rows, as in out
-    out, lse = HeadsToRows.apply(split, *(x[None] if pack and x is not None else x for x in (out, lse)))
+    # Heads behind rows, as in out.
+    results = [out, lse.transpose(-1, -2) if arguments["return_attn_probs"] else None]
+    out, lse = HeadsToRows.apply(split, *(x[None] if pack and x is not None else x for x in results))
     if pack:
         out, lse = out[0], None if lse is None else lse[0]
     return out if lse is None else (out, lse.transpose(-1, -2).contiguous(), out.new_empty(0))
+
+
+def _with_keys_gathered(
+    name: str, split: Split, options: gathered.Options, of_rows: dict[str, Tensor], pack: dict[str, Any]
+) -> tuple[Tensor, Tensor]:
+    """Output and log-sum-exp of this rank's rows."""
+    if not pack:
+        return gathered.attention(split, options, None, *of_rows.values())
+    sequences = _sequences_of_pack(name, split, pack)
+    out, lse = gathered.attention(split, options, sequences, *(x[None] for x in of_rows.values()))
+    return out[0], lse[0]
+
+
+def _sequences_of_pack(name: str, split: Split, pack: dict[str, Any]) -> tuple[Pair, ...]:
+    """The rows of each sequence, which all ranks agree on. Waits for the GPU, whose offsets they are."""
+    channel = split.channel
+    try:
+        of_sides = [
+            rows_of_sequences(side, pack[f"cu_seqlens_{side}"].cpu(), _on_cpu(pack[f"seqused_{side}"]), rows)
+            for side, rows in (("q", split.rows_q), ("k", split.rows_k))
+        ]
+    except ValueError as error:
+        channel.fail_together(name, error)
+        raise
+    pairs = tuple(Pair(Rows(q.start, q.stop), Rows(k.start, k.stop)) for q, k in zip(*of_sides, strict=True))
+    records = channel.exchange(name, {"sequences": hashlib.sha256(repr(pairs).encode()).hexdigest()})
+    channel.require_same("cu_seqlens and seqused", [record["sequences"] for record in records])
+    return pairs
+
+
+def _on_cpu(x: Tensor | None) -> Tensor | None:
+    return None if x is None else x.cpu()
 
 
 def _call(arguments: dict[str, Any], pack: dict[str, Any]) -> Any:

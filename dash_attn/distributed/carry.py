@@ -12,6 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ..reference import Chunk
 from . import movement, parts
 from .channel import Channel
 from .layout import Rows
@@ -26,14 +27,20 @@ Chain = tuple[int, int, int]
 
 
 class Chunks(NamedTuple):
-    """Where chunks are, by their numbers in the sequence."""
+    """Where chunks are, by their numbers."""
 
-    queries: dict[int, Rows]
+    own_queries: dict[int, Rows]
     """This rank's, in its rows."""
     own_keys: dict[int, Rows]
     """Likewise."""
+    queries: list[Rows]
+    """Of all queries, in the sequence."""
     keys: list[Rows]
-    """Of all keys, in the sequence."""
+    """Likewise."""
+
+    def place(self, task: Task) -> Chunk:
+        first_query, first_key = self.queries[task.query_chunk].start, self.keys[task.kv_chunk].start
+        return Chunk(self.queries[-1].stop, self.keys[-1].stop, first_query, first_key)
 
 
 class Carrier:
@@ -45,7 +52,6 @@ class Carrier:
         plan: of these shapes.
         rule: of the parts.
         operands: of all heads, this rank's queries and all keys.
-        causal: whether the mask is; then queries and keys are cut alike.
         chunks: where they are.
     """
 
@@ -56,11 +62,10 @@ class Carrier:
         plan: Plan,
         rule: parts.Rule,
         operands: parts.Operands,
-        causal: bool,
         chunks: Chunks,
     ):
         self._channel, self._what, self._plan, self._rule = channel, what, plan, rule
-        self._operands, self._causal, self._chunks = operands, causal, chunks
+        self._operands, self._chunks = operands, chunks
         self._group = operands.q.shape[2] // operands.k.shape[2]
         self._message_group = movement.message_group(channel, what, operands.q.device)
         self._turns = Turns(operands.q)
@@ -92,7 +97,7 @@ class Carrier:
         chain, of_dq = _chain_of(task), (task.kv_head, task.first_head, task.query_chunk)
         kv_head, split, chunk = chain
         first = kv_head * self._group + task.first_head
-        rows, heads = slice(*self._chunks.queries[task.query_chunk]), slice(first, first + task.heads)
+        rows, heads = slice(*self._chunks.own_queries[task.query_chunk]), slice(first, first + task.heads)
         keys, of_head = slice(*self._chunks.keys[chunk]), slice(kv_head, kv_head + 1)
         dout, q, k, v, out, lse, dlse = self._operands
         operands = parts.Operands(
@@ -125,7 +130,7 @@ class Carrier:
             self._rule,
             operands,
             parts.Sums(held_dq.x, held_keys.x),
-            causal=self._causal and chunk == task.query_chunk,
+            self._chunks.place(task),
             dq_continues=continues[0],
             keys_continue=continues[1],
             total=None if total is None else total.x,

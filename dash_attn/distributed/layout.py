@@ -27,16 +27,19 @@ class Rows(NamedTuple):
 def chunks(seqlen: int, count: int) -> list[Rows]:
     """A sequence cut into `count` chunks.
 
-    They are equal where the length divides. Elsewhere they end at multiples of 128 rows and differ by at most that, the
-    last one with rows cut short, and a short sequence leaves the last chunks empty.
+    They are equal where the length divides, and elsewhere `chunks_of_units` of 128 rows.
     """
     if seqlen % count == 0:
-        ends = [seqlen // count * number for number in range(count + 1)]
-    else:
-        units = -(-seqlen // ROWS_OF_A_UNIT)
-        each, longer = divmod(units, count)
-        of_units = [each * number + min(number, longer) for number in range(count + 1)]
-        ends = [min(seqlen, ROWS_OF_A_UNIT * end) for end in of_units]
+        each = seqlen // count
+        return [Rows(each * number, each * (number + 1)) for number in range(count)]
+    return chunks_of_units(seqlen, count, ROWS_OF_A_UNIT)
+
+
+def chunks_of_units(seqlen: int, count: int, unit: int) -> list[Rows]:
+    """A sequence cut into `count` chunks that end at multiples of `unit` rows and differ by at most that, the last one
+    with rows cut short; a short sequence leaves the last chunks empty."""
+    each, longer = divmod(-(-seqlen // unit), count)
+    ends = [min(seqlen, unit * (each * number + min(number, longer))) for number in range(count + 1)]
     return [Rows(start, stop) for start, stop in zip(ends, ends[1:])]
 
 

@@ -7,6 +7,7 @@ are taken in an order of one process leave the bits of one process.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import NamedTuple
 
 import torch
@@ -14,7 +15,8 @@ from torch import Tensor
 
 from .. import _schedule, reference
 from .. import schedule as _policies
-from ..tile_order import tile_order
+from ..reference import Chunk
+from ..tile_order import TileOrder, order_of_chunk, tile_order
 
 
 class Operands(NamedTuple):
@@ -36,6 +38,15 @@ class Operands(NamedTuple):
     """like softmax_lse"""
 
 
+class MaskOfWhole(NamedTuple):
+    """Which keys a query sees, as `flash_attn_func` is told it of the whole sequence."""
+
+    causal: bool
+    window: tuple[int, int]
+    """A negative side is unbounded."""
+    attention_chunk: int
+
+
 @dataclasses.dataclass(frozen=True)
 class Rule:
     """What all parts of a backward have in common."""
@@ -43,6 +54,7 @@ class Rule:
     policy: str
     softmax_scale: float
     """Positive."""
+    mask: MaskOfWhole
     sm_margin: int
 
 
@@ -64,7 +76,7 @@ def sums_sizes(q: Tensor, k: Tensor, v: Tensor) -> tuple[int, int]:
     if not q.is_cuda:
         return q.numel(), batch * rows_k * (head_dim + value_head_dim)
     of_qk, of_v = _schedule.padded_head_dims(head_dim, value_head_dim)
-    tile_q, tile_k = _policies.tile_shape(head_dim, value_head_dim)
+    tile_q, tile_k = _tile_shape(q, v)
     padded_q, padded_k = (-(-rows // tile) * tile for rows, tile in ((rows_q, tile_q), (rows_k, tile_k)))
     return batch * heads * padded_q * of_qk, batch * padded_k * (of_qk + of_v)
 
@@ -73,8 +85,8 @@ def add(
     rule: Rule,
     operands: Operands,
     sums: Sums,
+    chunk: Chunk,
     *,
-    causal: bool,
     dq_continues: bool,
     keys_continue: bool,
     total: Tensor | None = None,
@@ -85,7 +97,8 @@ def add(
     """Adds one part to `sums`.
 
     Args:
-        causal: whether query i of the part sees the keys up to i of it; all keys otherwise.
+        chunk: where the queries and keys are in the sequence. They begin with a tile, and end with one or with the
+            sequence.
         dq_continues, keys_continue: whether there is anything in the sums; if not, they may hold anything.
         total: keys' sums of the splits before, which are added at the end of a split.
         dq: like q, written where this part is the last for its queries.
@@ -93,10 +106,18 @@ def add(
     """
     dout, q, k, v, out, softmax_lse, dsoftmax_lse = operands
     if q.is_cuda:
+        mask = (rule.mask.causal, *rule.mask.window, rule.mask.attention_chunk)
+        if _sees_every_key(rule.mask, chunk, q.shape[1], k.shape[1]):
+            mask = (False, -1, -1, 0)  # whose kernels are the quickest, and have the same bits
+        own_key = chunk.first_query + chunk.seqlen_k - chunk.seqlen_q - chunk.first_key
+        with_dq = range(0)
+        if dq_continues:
+            with_dq = _tiles_with_dq(rule, chunk, q.shape[1], k.shape[1], _tile_shape(q, v))
         torch.ops.dash_attn_C.backward_of_chunks(
             dout, q, k, v, out, softmax_lse.contiguous(), *sums, total, dq, dk, dv,
-            None if dsoftmax_lse is None else dsoftmax_lse.contiguous(), dq_continues, keys_continue,
-            rule.softmax_scale, causal, _policies.policy_number(rule.policy), rule.sm_margin,
+            None if dsoftmax_lse is None else dsoftmax_lse.contiguous(),
+            with_dq.start, len(with_dq), keys_continue, rule.softmax_scale, *mask, own_key, chunk.first_key,
+            _policies.policy_number(rule.policy), rule.sm_margin,
         )  # fmt: skip
         return
     for tensor, continues in zip(sums, (dq_continues, keys_continue)):
@@ -109,14 +130,14 @@ def add(
         of_dk.view(batch, rows_k, head_dim),
         of_dv.view(batch, rows_k, v.shape[-1]),
     )
-    order = tile_order(rule.policy, rows_q, rows_k, head_dim=head_dim, value_head_dim=v.shape[-1], causal=causal)
     reference.backward(
         *operands[:-1],
         dsoftmax_lse=dsoftmax_lse,
         softmax_scale=rule.softmax_scale,
-        causal=causal,
-        order=order,  # of a group of one, and so of one split
+        **rule.mask._asdict(),
+        order=_order(rule, chunk, rows_q, rows_k, head_dim, v.shape[-1]),
         sums=views,
+        chunk=chunk,
     )
     if dq is not None:
         dq.copy_((views.dq * rule.softmax_scale).transpose(1, 2))
@@ -126,3 +147,56 @@ def add(
         # The reference's sums over splits start at 0, and so have no -0.
         dk.copy_(((views.dk + 0.0) * rule.softmax_scale)[:, :, None])
         dv.copy_((views.dv + 0.0)[:, :, None])
+
+
+@functools.lru_cache(maxsize=4096)
+def _sees_every_key(mask: MaskOfWhole, chunk: Chunk, rows_q: int, rows_k: int) -> bool:
+    """Whether every query of the chunk sees every key of it. Neither end of what one sees moves back from one query to
+    the next, so the first and the last say so for all."""
+    last = chunk.first_query + rows_q - 1
+    seen = {"seqlen_q": chunk.seqlen_q, "seqlen_k": chunk.seqlen_k, **mask._asdict()}
+    of_first, of_last = (
+        _schedule.visible_keys(**seen, first_query=query, end_query=query + 1)[0] for query in (chunk.first_query, last)
+    )
+    return of_last[0] <= chunk.first_key and of_first[1] >= chunk.first_key + rows_k
+
+
+@functools.lru_cache(maxsize=4096)
+def _tiles_with_dq(rule: Rule, chunk: Chunk, rows_q: int, rows_k: int, tile: tuple[int, int]) -> range:
+    """The query tiles of the chunk with keys that come before the chunk's in the order of dQ: a run of them."""
+    whole = _policies.problem(
+        rule.policy, chunk.seqlen_q, chunk.seqlen_k, **rule.mask._asdict(), tile_q=tile[0], tile_k=tile[1], cta_group=1
+    )
+    first, end = chunk.first_key // tile[1], -(-(chunk.first_key + rows_k) // tile[1])
+    first_tile = chunk.first_query // tile[0]
+    with_dq = []
+    for number in range(-(-rows_q // tile[0])):
+        start, count = whole.kv_tiles_of(first_tile + number)
+        if count and (start + count > end if _adds_last_keys_first(rule.policy) else start < first):
+            with_dq.append(number)
+    return range(with_dq[0], with_dq[-1] + 1) if with_dq else range(0)
+
+
+@functools.cache
+def _adds_last_keys_first(policy: str) -> bool:
+    two = _policies.problem(policy, 1, 2, causal=False, tile_q=1, tile_k=1, cta_group=1)
+    return _policies.add_order(policy, two) == [[1, 0]]
+
+
+@functools.lru_cache(maxsize=256)
+def _order(rule: Rule, chunk: Chunk, rows_q: int, rows_k: int, head_dim: int, value_head_dim: int) -> TileOrder:
+    """The reference's order of a chunk, of heads of which one has no more than one split."""
+    whole = tile_order(
+        rule.policy, chunk.seqlen_q, chunk.seqlen_k, head_dim=head_dim, value_head_dim=value_head_dim,
+        **rule.mask._asdict(),
+    )  # fmt: skip
+    first_q, first_k = chunk.first_query // whole.tile_q, chunk.first_key // whole.tile_k
+    return order_of_chunk(
+        whole,
+        range(first_q, first_q - (-rows_q // whole.tile_q)),
+        range(first_k, first_k - (-rows_k // whole.tile_k)),
+    )
+
+
+def _tile_shape(q: Tensor, v: Tensor) -> tuple[int, int]:
+    return _policies.tile_shape(q.shape[-1], v.shape[-1])

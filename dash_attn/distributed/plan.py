@@ -17,7 +17,8 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from .. import schedule as _schedule
-from .layout import check_layout, chunks, num_chunks, rank_of_chunk
+from ..reference import FORWARD_ROWS
+from .layout import Rows, check_layout, chunks_of_units, num_chunks, rank_of_chunk
 
 MOST_UNITS = 8192
 """Units that a plan may cut the keys or queries into: the order of each is looked up."""
@@ -106,17 +107,17 @@ def make_plan(
     """The plan of one sequence's backward.
 
     Args:
-        seqlen_q, seqlen_k: numbers of queries and keys, from 1.
+        seqlen_q, seqlen_k: numbers of queries and keys, from 1; each cut into `chunks_of_tiles`.
         ranks: that gather; at least 1.
-        layout: one of `dash_attn.distributed.LAYOUTS`, of queries and keys alike.
+        layout: one of `dash_attn.distributed.LAYOUTS`, of queries and keys alike: which chunks a rank has.
         heads, kv_heads: on each rank; heads is a multiple of kv_heads (default: heads).
         head_dim, value_head_dim, causal, window, attention_chunk, schedule: as in `dash_attn.schedule.problem`. The
             policy must visit query tiles, and add to them, in one direction.
         hop_work: how long a message takes, in the unit of `Plan.work`. It moves work in time and no order of sums.
 
     Raises:
-        ValueError: an argument is out of range, chunks end within a tile of the kernel, or the policy's order cannot be
-            cut into chunks; the message says which.
+        ValueError: an argument is out of range, or the policy's order cannot be cut into chunks; the message says
+            which.
     """
     check_layout(layout)
     if ranks < 1:
@@ -171,16 +172,17 @@ class _ChunkGrid:
         return _ChunkGrid(visits, adds, work)
 
 
+def chunks_of_tiles(seqlen: int, count: int, tile: int) -> list[Rows]:
+    """The chunks that queries or keys are cut into: of whole tiles of the backward, and of what the reference's forward
+    takes at a time."""
+    return chunks_of_units(seqlen, count, math.lcm(tile, FORWARD_ROWS))
+
+
 def _units(seqlen: int, count: int, tile: int, name: str) -> tuple[int, list[int]]:
     """Rows of the largest unit of which all chunks are made, and the chunk of each unit."""
-    cut = [chunk for chunk in chunks(seqlen, count) if len(chunk)]
+    cut = [chunk for chunk in chunks_of_tiles(seqlen, count, tile) if len(chunk)]
     borders = [chunk.stop for chunk in cut[:-1]]
     unit = math.gcd(*borders) if borders else tile * -(-seqlen // tile)
-    if unit % tile:
-        raise ValueError(
-            f"{name} must be cut into chunks of whole tiles of {tile} rows, got {seqlen} in {count} chunks of "
-            f"{len(cut[0])}"
-        )
     if -(-seqlen // unit) > MOST_UNITS:
         raise ValueError(f"{name} must be cut into at most {MOST_UNITS} units, got {seqlen} with a unit of {unit} rows")
     return unit, [number for number, chunk in enumerate(cut) for _ in range(-(-len(chunk) // unit))]

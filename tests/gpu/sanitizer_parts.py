@@ -11,10 +11,10 @@ sys.path[:0] = [str(pathlib.Path(__file__).parent), str(pathlib.Path(__file__).p
 from part_checks import check_parts
 from test_parts_on_gpu import SIZES
 
+MASKS = {"full": {"causal": False}, "causal": {"causal": True}, "window": {"causal": False, "window": (200, 30)}}
+
 for head_dims, size in SIZES.items():
-    for causal in (False, True):
+    for name, mask in MASKS.items():
         shape = dict(batch=1, heads=4, kv_heads=1, rows_q=size + 37, rows_k=size + 37, head_dim=head_dims[0])
-        check_parts(
-            **shape, value_head_dim=head_dims[1], causal=causal, device="cuda", size=size, lse_gradient=True, orders=1
-        )
-        print(f"ok    {head_dims} {'causal' if causal else 'full'}", flush=True)
+        check_parts(**shape, **mask, value_head_dim=head_dims[1], device="cuda", size=size, lse_gradient=True, orders=1)
+        print(f"ok    {head_dims} {name}", flush=True)

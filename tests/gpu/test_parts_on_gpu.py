@@ -10,6 +10,12 @@ from dash_attn import schedule
 # Rows of a chunk, whole tiles of queries and of keys, for each row of the tile table.
 SIZES = {(64, 64): 256, (96, 96): 640, (128, 128): 256, (192, 128): 384, (192, 192): 384, (256, 256): 640}
 HEAD_DIMS = pytest.mark.parametrize("head_dims", SIZES, ids=str)
+WINDOWS = [
+    dict(causal=True, window=(300, 0)),
+    dict(causal=False, window=(70, 400)),
+    dict(causal=False, window=(3, 2)),
+    dict(causal=True, attention_chunk=450),
+]
 CAUSAL = pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
 
 
@@ -51,6 +57,22 @@ def test_split_heads(head_dims, causal):
     ).splits
     assert splits > 1
     check(head_dims, 3, causal=causal, batch=1, heads=16, kv_heads=1, rows_q=rows, rows_k=rows, splits=splits)
+
+
+@pytest.mark.parametrize("policy", ["descending", "ascending", "spt"])
+@pytest.mark.parametrize("mask", WINDOWS, ids=str)
+@HEAD_DIMS
+def test_windows(head_dims, mask, policy):
+    """Of chunks of a window some query tiles have no key, and some keys no query; their sums go on past others'."""
+    check(head_dims, 4, **mask, policy=policy, orders=1)
+
+
+@pytest.mark.parametrize("mask", [{"causal": True}, *WINDOWS[:2]], ids=str)
+@HEAD_DIMS
+def test_masks_of_lengths_that_differ(head_dims, mask):
+    size = SIZES[head_dims]
+    check(head_dims, 3, **mask, rows_q=2 * size + 9, orders=1)
+    check(head_dims, 3, **mask, rows_k=2 * size + 70, orders=1, policy="spt", dtype=torch.float16)
 
 
 @HEAD_DIMS

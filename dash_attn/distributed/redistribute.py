@@ -1,0 +1,133 @@
+"""Rows that go from the ranks that have them to those that are to work on them, and results that go back.
+
+Nothing is added: every row is copied, and its gradient takes the way back.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from .agreement import agreed_gradients
+from .channel import Channel
+from .layout import Rows
+from .movement import Move, exchange
+
+RowsOfRanks = tuple[tuple[Rows, ...], ...]
+"""For each rank the runs of rows that it has, in its order."""
+
+
+class Route(NamedTuple):
+    """From where to where rows go."""
+
+    total: int
+    """Rows in all."""
+    source: RowsOfRanks
+    """Every row that is in `target` is in it, once."""
+    target: RowsOfRanks
+    """No row twice."""
+
+    def back(self) -> Route:
+        return Route(self.total, self.target, self.source)
+
+
+class Places(NamedTuple):
+    """A rank's rows in its own order, by the rank that they go to or come from; both ends take them in that of the
+    whole."""
+
+    sent: list[Tensor]
+    received: list[Tensor]
+
+
+class MoveRows(torch.autograd.Function):
+    """Tensors (batch, this rank's rows in the source of their route, ...) to its target's."""
+
+    @staticmethod
+    def forward(ctx, channel: Channel, what: str, routes: Sequence[Route], *tensors: Tensor):
+        ctx.set_materialize_grads(False)
+        ctx.channel, ctx.what, ctx.routes = channel, what, routes
+        ctx.like = [(x.shape, x.dtype, x.device) for x in tensors]
+        return tuple(_moved(channel, what, routes, tensors, [0.0] * len(tensors)))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, *gradients):
+        what, routes = f"the backward of {ctx.what}", [route.back() for route in ctx.routes]
+        if all(x is None for x in gradients):  # on all ranks, who have agreed on the output's
+            return (None,) * (3 + len(gradients))
+        device = next(x.device for x in gradients if x is not None)
+        given = []
+        for x, route, (shape, dtype, _) in zip(gradients, routes, ctx.like):
+            rows = _count(route.source[ctx.channel.rank])
+            given.append(torch.zeros(shape[0], rows, *shape[2:], dtype=dtype, device=device) if x is None else x)
+        return None, None, None, *_moved(ctx.channel, what, routes, given, [0.0] * len(given))
+
+
+class MoveResultsBack(torch.autograd.Function):
+    """The output and the log-sum-exp, (batch, rows, heads, ...), along one route. Rows that do not come from anywhere
+    have 0 and +inf."""
+
+    @staticmethod
+    def forward(ctx, channel: Channel, what: str, route: Route, check_values: bool, agreed: bool, out, lse):
+        ctx.set_materialize_grads(False)
+        ctx.channel, ctx.what, ctx.route, ctx.check_values, ctx.agreed = channel, what, route, check_values, agreed
+        out, lse = _moved(channel, what, [route] * 2, [out, lse], [0.0, torch.inf])
+        ctx.like = [(x.shape, x.dtype, x.device) for x in (out, lse)]
+        return out, lse
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dout, dlse):
+        what = f"the backward of {ctx.what}"
+        gradients = [dout, dlse]
+        if not ctx.agreed:
+            gradients = agreed_gradients(ctx.channel, what, dout, dlse, ctx.like, ctx.check_values)
+        used = [x for x in gradients if x is not None]
+        moved = iter(_moved(ctx.channel, what, [ctx.route.back()] * len(used), used, [0.0] * len(used)))
+        return (None,) * 5 + tuple(None if x is None else next(moved) for x in gradients)
+
+
+def _moved(
+    channel: Channel, what: str, routes: Sequence[Route], tensors: Sequence[Tensor], fill: Sequence[float]
+) -> list[Tensor]:
+    """`fill`: what rows have that do not come from anywhere."""
+    results, moves, landings = [], [], []
+    for route, x, value in zip(routes, tensors, fill):
+        sent, received = _places(route, channel.rank, x.device)
+        results.append(x.new_full((x.shape[0], _count(route.target[channel.rank]), *x.shape[2:]), value))
+        landing = [x.new_empty(x.shape[0], len(rows), *x.shape[2:]) for rows in received]
+        moves.append(Move([x.index_select(1, rows) for rows in sent], landing))
+        landings.append((landing, received))
+    exchange(channel, what, moves)
+    for result, (landing, received) in zip(results, landings):
+        for x, rows in zip(landing, received):
+            result.index_copy_(1, rows, x)
+    return results
+
+
+@functools.lru_cache(maxsize=64)
+def _places(route: Route, rank: int, device: torch.device) -> Places:
+    """On the device; the first time it is waited for."""
+    ends = []
+    for side in (route.source, route.target):
+        owner, place = torch.full((route.total,), -1), torch.zeros(route.total, dtype=torch.int64)
+        for number, runs in enumerate(side):
+            start = 0
+            for run in runs:
+                owner[slice(*run)] = number
+                place[slice(*run)] = torch.arange(start, start + len(run))
+                start += len(run)
+        ends.append((owner, place))
+    (from_rank, from_place), (to_rank, to_place) = ends
+    sent = [from_place[(from_rank == rank) & (to_rank == other)] for other in range(len(route.source))]
+    received = [to_place[(to_rank == rank) & (from_rank == other)] for other in range(len(route.source))]
+    return Places([x.to(device) for x in sent], [x.to(device) for x in received])
+
+
+def _count(runs: Sequence[Rows]) -> int:
+    return sum(map(len, runs))
