@@ -389,17 +389,11 @@ class Consumer {
                                         QuerySlot slot_of_rows) const {
     const AnnouncedTile& tile = shared_.tile(slot_of_rows);
     RowStatistic inverse_sum, lse;
-    softmax.finish(inverse_sum, lse);
     const auto sees_no_key = [&](int row) {
       return rows.mask(params_).keys_of(rows.position(params_, thread_, row)).count == 0;
     };
     const auto head = [&](int row) { return Rows::head(params_, tile.head_group, thread_, row); };
-    if (params_.sinks) {
-#pragma unroll
-      for (int row = 0; row < kRowsPerThread; ++row) {
-        inverse_sum[row] *= add_sink(lse[row], params_.sinks[head(row)]);
-      }
-    }
+    softmax.finish(params_.sinks, {head(0), head(1)}, inverse_sum, lse);
     if constexpr (Score::kDrops) {
       for (float& x : inverse_sum) { x *= params_.dropout.scale; }
     }

@@ -63,13 +63,22 @@ class OnlineSoftmax {
     return __any_sync(0xffffffff, corrects);
   }
 
-  // After the last tile: what the output must be multiplied with, and the log-sum-exp.
-  __device__ __forceinline__ void finish(RowStatistic& inverse_sum, RowStatistic& lse) {
+  // After the last tile: what the output must be multiplied with, and the log-sum-exp. A sink, of the row's head, is a
+  // logit that has no value; -inf changes no bit. Null for none.
+  __device__ __forceinline__ void finish(const float* sinks, const int (&heads)[kRowsPerThread],
+                                         RowStatistic& inverse_sum, RowStatistic& lse) {
 #pragma unroll
     for (int row = 0; row < kRowsPerThread; ++row) {
       const float sum = across_row(sum_[row], [](float a, float b) { return a + b; });
       inverse_sum[row] = __fdividef(1.f, sum);
       lse[row] = (reference_[row] + __log2f(sum)) * float(M_LN2);  // sum is at least 1
+      if (sinks) {
+        const float sink = sinks[heads[row]] * float(M_LOG2E), reference = fmaxf(reference_[row], sink);
+        const float of_keys = ptx::exp2_approx(reference_[row] - reference);
+        const float sum_with_sink = fmaf(sum, of_keys, ptx::exp2_approx(sink - reference));
+        inverse_sum[row] = __fdividef(of_keys, sum_with_sink);
+        lse[row] = (reference + __log2f(sum_with_sink)) * float(M_LN2);
+      }
     }
   }
 
@@ -80,14 +89,6 @@ class OnlineSoftmax {
   RowStatistic reference_ = {-INFINITY, -INFINITY};
   RowStatistic sum_ = {0.f, 0.f};  // of the elements that this thread holds
 };
-
-// A sink: a logit of the row that has no value. Returns what the output must be multiplied with.
-__device__ __forceinline__ float add_sink(float& lse, float sink) {
-  if (sink == -INFINITY) { return 1.f; }
-  const float of_keys = lse;
-  lse = fmaxf(of_keys, sink) + log1pf(expf(-fabsf(of_keys - sink)));
-  return expf(of_keys - lse);
-}
 
 // Of a row that sees no key.
 __device__ __forceinline__ float lse_of_sink(float sink) { return sink == -INFINITY ? INFINITY : sink; }
