@@ -54,10 +54,14 @@ class Consumer {
     PackedScores p;
     OnlineSoftmax softmax(params_.score.scale_log2);
     Rows rows{};  // the last P of rows that see keys waits for its product
-    for (int end; (end = next_tile()) != kNoMoreTiles; q_ = q_.next()) {
-      Rows next(params_, sequence_of_tile(), end, consumer_);
-      if constexpr (Score::kHasSlope) { set_slopes(next); }
-      if constexpr (Variant::kKeepsRowOfBits) { set_bits(next); }
+    for (;; q_ = q_.next()) {
+      const int end = next_tile();
+      Rows next{};
+      if (end != kNoMoreTiles) {
+        next = Rows(params_, sequence_of_tile(), end, consumer_);
+        if constexpr (Score::kHasSlope) { set_slopes(next); }
+        if constexpr (Variant::kKeepsRowOfBits) { set_bits(next); }
+      }
       if (Variant::kCrosses && rows.kv.count > 0 && next.kv.count > 0 && !passes_many(next.passed_before)) {
         if (Variant::kHalvesFirstTile && next.half_first) {
           cross<kHalfTile>(out, p, softmax, rows, next);
@@ -66,6 +70,7 @@ class Consumer {
         }
       } else {
         if (rows.kv.count > 0) { finish(out, p, softmax, rows, q_.previous()); }
+        if (end == kNoMoreTiles) { break; }
         softmax = OnlineSoftmax(params_.score.scale_log2);
         clear(out);
         if (next.kv.count > 0) {
@@ -83,7 +88,6 @@ class Consumer {
         rows.kv.count = 0;
       }
     }
-    if (rows.kv.count > 0) { finish(out, p, softmax, rows, q_.previous()); }
     if constexpr (Variant::kOutputInValues) {  // tells the storer
       shared_.out_left[consumer_].wait(q_.empty_parity());
       arrive_together(shared_.out_full[0][consumer_]);
@@ -142,9 +146,13 @@ class Consumer {
     int kv_tile = rows.kv.end() - 1;
     const Range whole = rows.kv_seen_whole(params_);
     const int first_masked_after = max_int(rows.kv.first, whole.end());
-    while (kv_tile > first_masked_after) { step<Tile::kMasked>(out, p, softmax, rows, --kv_tile); }
+    if constexpr (Variant::kMask != MaskKind::kFull) {
+      while (kv_tile > first_masked_after) { step<Tile::kMasked>(out, p, softmax, rows, --kv_tile); }
+    }
     while (kv_tile > whole.first) { step<Tile::kUnmasked>(out, p, softmax, rows, --kv_tile); }
-    while (kv_tile > rows.kv.first) { step<Tile::kMasked>(out, p, softmax, rows, --kv_tile); }
+    if constexpr (!starts_at_first_key(Variant::kMask)) {
+      while (kv_tile > rows.kv.first) { step<Tile::kMasked>(out, p, softmax, rows, --kv_tile); }
+    }
     pass_keys_after(rows);
   }
 
