@@ -53,7 +53,9 @@ class Consumer {
     Output out;
     PackedScores p;
     OnlineSoftmax softmax(params_.score.scale_log2);
-    Rows rows{};  // the last P of rows that see keys waits for its product
+    // Of the tile before: rows that see keys have a P that waits for its product, and all of them are to be stored.
+    Rows rows{};
+    bool pending = false;
     for (;; q_ = q_.next()) {
       const int end = next_tile();
       Rows next{};
@@ -69,22 +71,24 @@ class Consumer {
           cross<Variant::kKey>(out, p, softmax, rows, next);
         }
       } else {
-        if (rows.kv.count > 0) { finish(out, p, softmax, rows, q_.previous()); }
+        if (pending) { finish(out, p, softmax, rows, q_.previous()); }
         if (end == kNoMoreTiles) { break; }
         softmax = OnlineSoftmax(params_.score.scale_log2);
         clear(out);
         if (next.kv.count > 0) {
           begin(p, softmax, next);
         } else {
-          pass_over(out, softmax, next);
+          pass_tiles(next.passed_before + next.passed_after);
         }
       }
       rows = next;
       if (rows.kv.count > 0) { walk(out, p, softmax, rows); }
       // The loader comes to the next tile when these have been passed over. Where tiles do not cross, the last
       // product does not wait for the next one.
-      if (rows.kv.count > 0 && (passes_many(rows.passed_after) || !Variant::kCrosses)) {
+      pending = Variant::kCrosses && !passes_many(rows.passed_after);
+      if (!pending) {
         finish(out, p, softmax, rows, q_);
+        if (rows.kv.count == 0) { release_q(); }
         rows.kv.count = 0;
       }
     }
@@ -210,21 +214,16 @@ class Consumer {
     round_p(p, s, bits);
   }
 
-  // The last product of rows that no others follow.
+  // The last product of rows that do not cross to others, and their output; none of both where they see no key.
   __device__ __forceinline__ void finish(Output& out, PackedScores& p, OnlineSoftmax& softmax, const Rows& rows,
                                          QuerySlot slot_of_rows) {
-    issue_out(out, p);
-    finish_out(out, p);
-    pass_values_after(rows);
-    if (passes_many(rows.passed_after)) { pass_tiles(rows.passed_after - kPassedWhileBusy); }
+    if (rows.kv.count > 0) {
+      issue_out(out, p);
+      finish_out(out, p);
+      pass_values_after(rows);
+      if (passes_many(rows.passed_after)) { pass_tiles(rows.passed_after - kPassedWhileBusy); }
+    }
     store(out, softmax, rows, slot_of_rows);
-  }
-
-  // Rows that see no key.
-  __device__ __forceinline__ void pass_over(Output& out, OnlineSoftmax& softmax, const Rows& rows) {
-    pass_tiles(rows.passed_before + rows.passed_after);
-    store(out, softmax, rows, q_);
-    release_q();
   }
 
   __device__ __forceinline__ void pass_tiles(int count) {
