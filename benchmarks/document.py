@@ -135,21 +135,29 @@ def own_grid_line(quoted: Quoted, name: str) -> str:
     )
 
 
-def own_grid_table(quoted: Quoted, name: str) -> str:
-    """Of a grid with bars: every ratio, and what it is to be."""
+def own_grid_table(quoted: Quoted, name: str, *, with_bar: bool) -> str:
+    """Of a grid with bars: every ratio, or those that have one, and what it is to be."""
     run = bars.Run(quoted.own[name], name)
     claims = bars.CLAIMS[name](run)
     if not claims:
         raise SystemExit(f"error: --{name} must be a result of that grid with peers, got {quoted.own[name]}")
+    which = (
+        "where the project asks something of it, and what"
+        if with_bar
+        else "and what the project asks of it, if it does"
+    )
     said = prose(
         f"""{OWN_GRIDS[name].what} (`--grid {name}`), both sides in one run of commit {run.commit[:12]}: our throughput
-        over another in geometric mean and at the least, and what the project asks of it, where it does."""
+        over another in geometric mean and at the least, {which}."""
     )
-    return f"{said}\n\n{table(bars.HEADS, [claim.cells() for claim in claims])}"
+    cells = [claim.cells() for claim in claims if claim.bar is not None or not with_bar]
+    return f"{said}\n\n{table(bars.HEADS, cells)}"
 
 
-def own_grid(quoted: Quoted, name: str) -> str:
-    return own_grid_table(quoted, name) if name in bars.CLAIMS else own_grid_line(quoted, name)
+def own_grid(quoted: Quoted, name: str, *, with_bar: bool = False) -> str:
+    if name in bars.CLAIMS:
+        return own_grid_table(quoted, name, with_bar=with_bar)
+    return own_grid_line(quoted, name)
 
 
 def readme(quoted: Quoted) -> str:
@@ -167,7 +175,7 @@ def readme(quoted: Quoted) -> str:
             [benchmarks/README.md](benchmarks/README.md) has every shape and peer, and how to measure again."""
         ),
     ]
-    parts += [own_grid(quoted, name) for name in quoted.own]
+    parts += [own_grid(quoted, name, with_bar=True) for name in quoted.own]
     return "\n" + "\n\n".join(parts) + "\n\n"
 
 
