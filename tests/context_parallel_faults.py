@@ -68,7 +68,7 @@ def run(fault: str, rank: int, device: str) -> None:
         options["softmax_scale"] = float("inf")
     if "few heads" in fault:
         k, v = k[:, :, :2], v[:, :, :2]
-    if "few heads" in fault or over_mesh:  # chunks of whole tiles, and as many ranks as have some
+    if "few heads" in fault or over_mesh:  # as many tiles as there are ranks
         q, k, v = (torch.cat([x, x], dim=1) for x in (q, k, v))
     if fault == "slopes, few heads":
         options["alibi_slopes"] = torch.ones(HEADS, device=device)
@@ -90,8 +90,10 @@ def run(fault: str, rank: int, device: str) -> None:
     if wrong and fault == "dies in the backward, few heads":
         carry.Carrier._send = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
     if fault.startswith("offsets"):
-        offsets = torch.tensor([0, 9 if wrong else 8, 384 if "past" not in fault else 385], dtype=torch.int32)
-        pack = (offsets.to(device),) * 2 + (ROWS * 2,) * 2
+        offsets = torch.tensor(
+            [0, 9 if wrong and "longest" not in fault else 8, 384 if "past" not in fault else 385], dtype=torch.int32
+        )
+        pack = (offsets.to(device),) * 2 + (-5 if wrong and "longest" in fault else ROWS * 2,) * 2
         out = context_parallel_varlen_attention(*(x[0] for x in (q, k, v)), *pack, **options)
     else:
         out = context_parallel_attention(q, k, v, **options)

@@ -31,6 +31,8 @@ class Case(NamedTuple):
     value_head_dim: int = 16
     layout: str = "contiguous"
     offsets: tuple[tuple[int, ...], tuple[int, ...]] | None = None
+    used: tuple[tuple[int, ...], tuple[int, ...]] | None = None
+    """Of a pack, how many rows of each sequence there are."""
     slopes: bool = False
     sinks: bool = False
     lse_gradient: bool = False
@@ -68,6 +70,9 @@ CASES = {
     "order-free": Case(options=(("causal", True), ("schedule", "order_free"))),
     "spt": Case(options=(("schedule", "spt"), ("causal", True)), layout="zigzag"),
     "pack": Case(rows=(300, 301), offsets=_PACK),
+    "pack, some rows unused": Case(
+        rows=(300, 301), offsets=_PACK, used=((5, 100, 0, 130), (50, 0, 140, 101)), layout="zigzag"
+    ),
     "pack, zigzag": Case(rows=(300, 301), offsets=_PACK, layout="zigzag", sinks=True, slopes=True),
     "not a number": Case(spoilt=True),
 }
@@ -147,6 +152,16 @@ BEYOND_KV_HEADS = {
     "keys gathered, long pack, gradient of the log-sum-exp": Case(
         heads=4, kv_heads=1, rows=(1700, 1905), offsets=_LONG_PACK, lse_gradient=True, dtype=torch.float16
     ),
+    "keys gathered, pack, some rows unused": Case(
+        heads=2, kv_heads=1, rows=(1700, 1905), offsets=_LONG_PACK, layout="zigzag",
+        used=((40, 1250, 0, 100, 199), (100, 1200, 70, 0, 500)),
+    ),
+    "keys gathered, pack that begins later": Case(
+        heads=2, kv_heads=1, rows=(900, 920), offsets=((7, 300, 890), (11, 311, 900)), options=_window(200, 10)
+    ),
+    "keys gathered, chunks of attention and a window": Case(
+        heads=2, kv_heads=1, rows=(1103, 1103), options=(*_window(250, 0), ("causal", True), ("attention_chunk", 300))
+    ),
     "keys gathered, pack of nothing": Case(heads=2, kv_heads=1, rows=(7, 9), offsets=((0, 0), (0, 0))),
     "keys gathered, not a number": Case(heads=4, kv_heads=1, rows=(1103, 1103), spoilt=True),
 }  # fmt: skip
@@ -162,6 +177,9 @@ MESH_CASES = {
         "fp16, three KV heads": Case(
             heads=6, kv_heads=3, rows=(512, 512), layout="zigzag", dtype=torch.float16, mesh=(2, 2)
         ),
+        "window": Case(heads=8, kv_heads=2, rows=(512, 1024), options=_window(300, 20), mesh=(2, 2)),
+        "causal, more queries, zigzag": Case(heads=4, kv_heads=2, rows=(1024, 512), layout="zigzag", mesh=(2, 2)),
+        "rows within tiles": Case(heads=4, kv_heads=2, rows=(520, 520), mesh=(2, 2), lse_gradient=True),
         "unequal chunks": Case(heads=4, kv_heads=2, rows=(1103, 1103), mesh=(2, 2)),
         "unequal chunks, zigzag": Case(heads=4, kv_heads=2, rows=(1103, 1103), batch=1, layout="zigzag", mesh=(2, 2)),
         "gradient of the log-sum-exp": Case(
@@ -246,9 +264,12 @@ def pack_arguments(case: Case, device: str) -> dict[str, Any]:
     if not case.offsets:
         return {}
     cu_seqlens_q, cu_seqlens_k = (torch.tensor(x, dtype=torch.int32, device=device) for x in case.offsets)
+    used_q, used_k = (
+        (None, None) if case.used is None else (torch.tensor(x, dtype=torch.int32, device=device) for x in case.used)
+    )
     longest = [max(end - start for start, end in zip(x, x[1:])) for x in case.offsets]
     return {
-        "cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k,
+        "cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k, "seqused_q": used_q, "seqused_k": used_k,
         "max_seqlen_q": max(1, longest[0]), "max_seqlen_k": max(1, longest[1]),
     }  # fmt: skip
 

@@ -169,9 +169,14 @@ def test_the_plan_is_a_function_of_its_arguments():
             {"schedule": "shift"},
             "schedule must be a policy whose visits go in one direction, without clusters, got 'shift'",
         ),
-        ((2**20, 2**20 + 201, 4), {}, "seqlen_k must be cut into at most 8192 units"),
     ],
 )
 def test_what_a_plan_refuses(arguments, options, message):
     with pytest.raises(ValueError, match=message):
         make_plan(*arguments, **options)
+
+
+def test_long_sequences_are_cut_at_fewer_places():
+    plan = make_plan(2**20 + 1, 2**21 + 201, 2, layout="zigzag", causal=True)
+    play(plan)
+    assert {len(chain) for chain in plan.chains.values()} <= {1, 2, 3, 4}

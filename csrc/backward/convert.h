@@ -41,7 +41,7 @@ __device__ __forceinline__ void convert_block(const ConvertParams<typename Geome
   TileOwner owner;
   if (!find_owner<Geometry::kQuery>(params.call, block, owner)) { return; }
 
-  // Nobody has written the accumulator of queries that see no key.
+  // Nobody has written the accumulator of queries that see no key, here or, of carried sums, in the calls before.
   const TileGrid grid{{Geometry::kQuery, Geometry::kKey, 1}, mask_of(params.call.mask, owner.lengths)};
   const int adds = grid.kv_tiles_of(owner.query_tile).count;
   const bool live = adds > 0 || params.continues.contains(owner.query_tile);

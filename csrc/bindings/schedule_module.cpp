@@ -67,11 +67,10 @@ Problem checked_problem(int64_t seqlen_q, int64_t seqlen_k, int64_t tile_q, int6
   auto const as_int = [](int64_t value) { return static_cast<int>(value); };
   Sequence const sequence{as_int(seqlen_q), as_int(seqlen_k)};
   MaskRule rule = checked_rule(causal, window, attention_chunk);
-  constexpr int64_t kMostKeysAway = int64_t{1} << 28;
   int64_t const usual = seqlen_k - seqlen_q;
-  if (first_own_key) in_range("first_own_key", *first_own_key, -kMostKeysAway, kMostKeysAway + 1);
+  if (first_own_key) in_range("first_own_key", *first_own_key, -kMostRowsAway, kMostRowsAway + 1);
   rule.window.own_key_shift = as_int(first_own_key.value_or(usual) - usual);
-  rule.window.keys_before = in_range("keys_before", keys_before, 0, kMostKeysAway + 1);
+  rule.window.keys_before = in_range("keys_before", keys_before, 0, kMostRowsAway + 1);
   TileGrid const grid{{as_int(tile_q), as_int(tile_k), as_int(cta_group)}, mask_of(rule, sequence)};
   constexpr Policy kGivenAtEachCall = Policy::kAscending;
   TileScheduler const scheduler{sequence,         kGivenAtEachCall,   as_int(splits),      as_int(batch),

@@ -10,7 +10,6 @@
 #include <torch/headeronly/util/Exception.h>
 
 #include <cstdint>
-#include <cstdlib>
 #include <limits>
 #include <optional>
 
@@ -24,7 +23,6 @@ namespace dash_attn {
 namespace {
 
 constexpr std::uintptr_t kCarriedAlignment = 128;  // bulk copies need 16
-constexpr int64_t kMostKeysAway = int64_t{1} << 28;  // of a chunk: sums of such numbers and of lengths are ints
 
 // batch 0: of a pack, (total, heads, head_dim); else (batch, seqlen, heads, head_dim).
 struct Shape {
@@ -296,20 +294,21 @@ void backward_of_chunks(const Tensor& dout, const Tensor& q, const Tensor& k, co
                         const Tensor& softmax_lse, Tensor dq_sums, Tensor key_sums, OptionalTensor total,
                         std::optional<Tensor> dq, std::optional<Tensor> dk, std::optional<Tensor> dv,
                         OptionalTensor dsoftmax_lse, int64_t first_with_dq, int64_t tiles_with_dq, bool keys_continue,
-                        double softmax_scale,
-                        bool causal, int64_t window_left, int64_t window_right, int64_t attention_chunk,
-                        int64_t first_own_key, int64_t keys_before, int64_t schedule, int64_t sm_margin) {
+                        double softmax_scale, bool causal, int64_t window_left, int64_t window_right,
+                        int64_t attention_chunk, int64_t first_own_key, int64_t keys_before, int64_t schedule,
+                        int64_t sm_margin) {
   BackwardArguments arguments{};
   const Visibility visibility{{}, {}, {}, {}, causal, window_left, window_right, attention_chunk};
   const Inputs inputs = read_inputs(q, k, v, softmax_lse, visibility, {{}, {}, 0}, softmax_scale, sm_margin, arguments);
   const auto& [device, dtype, query, key, value, output] = inputs;
   STD_TORCH_CHECK(dk.has_value() == dv.has_value(), "dk and dv must be given both or neither");
-  STD_TORCH_CHECK(std::abs(first_own_key) <= kMostKeysAway && keys_before >= 0 && keys_before <= kMostKeysAway,
-                  "first_own_key and keys_before must be at most ", kMostKeysAway, ", got ", first_own_key, " and ",
-                  keys_before);
-  STD_TORCH_CHECK(first_with_dq >= 0 && tiles_with_dq >= 0 && first_with_dq <= arguments.seqlen_q &&
-                      tiles_with_dq <= arguments.seqlen_q,
-                  "first_with_dq and tiles_with_dq must be of the query tiles, got ", first_with_dq, " and ",
+  STD_TORCH_CHECK(first_own_key >= -kMostRowsAway && first_own_key <= kMostRowsAway && keys_before >= 0 &&
+                      keys_before <= kMostRowsAway && query.seqlen <= kMostRowsAway && key.seqlen <= kMostRowsAway,
+                  "first_own_key, keys_before and the lengths must be at most ", kMostRowsAway, ", got ", first_own_key,
+                  ", ", keys_before, ", ", query.seqlen, " and ", key.seqlen);
+  STD_TORCH_CHECK(first_with_dq >= 0 && tiles_with_dq >= 0 && first_with_dq <= query.seqlen &&
+                      tiles_with_dq <= query.seqlen - first_with_dq,
+                  "first_with_dq and tiles_with_dq must be a run of query tiles, got ", first_with_dq, " and ",
                   tiles_with_dq);
   arguments.mask.window.own_key_shift = static_cast<int>(first_own_key) - (arguments.seqlen_k - arguments.seqlen_q);
   arguments.mask.window.keys_before = static_cast<int>(keys_before);

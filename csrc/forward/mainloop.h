@@ -400,6 +400,7 @@ class Consumer {
       return rows.mask(params_).keys_of(rows.position(params_, thread_, row)).count == 0;
     };
     const auto head = [&](int row) { return Rows::head(params_, tile.head_group, thread_, row); };
+    static_assert(kRowsPerThread == 2);
     softmax.finish(params_.sinks, {head(0), head(1)}, inverse_sum, lse);
     if constexpr (Score::kDrops) {
       for (float& x : inverse_sum) { x *= params_.dropout.scale; }

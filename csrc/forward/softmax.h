@@ -73,11 +73,14 @@ class OnlineSoftmax {
       inverse_sum[row] = __fdividef(1.f, sum);
       lse[row] = (reference_[row] + __log2f(sum)) * float(M_LN2);  // sum is at least 1
       if (sinks) {
-        const float sink = sinks[heads[row]] * float(M_LOG2E), reference = fmaxf(reference_[row], sink);
+        const float sink = sinks[heads[row]], sink_log2 = sink * float(M_LOG2E);
+        if (sink == -INFINITY) { continue; }
+        const float reference = fmaxf(reference_[row], sink_log2);
         const float of_keys = ptx::exp2_approx(reference_[row] - reference);
-        const float sum_with_sink = fmaf(sum, of_keys, ptx::exp2_approx(sink - reference));
+        const float of_sink = sink_log2 == reference ? 1.f : ptx::exp2_approx(sink_log2 - reference);  // of +inf too
+        const float sum_with_sink = fmaf(sum, of_keys, of_sink);
         inverse_sum[row] = __fdividef(of_keys, sum_with_sink);
-        lse[row] = (reference + __log2f(sum_with_sink)) * float(M_LN2);
+        lse[row] = of_keys == 0.f ? sink : (reference + __log2f(sum_with_sink)) * float(M_LN2);
       }
     }
   }

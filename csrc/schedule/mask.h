@@ -59,6 +59,9 @@ constexpr MaskRule mask_rule(bool causal, int64_t left, int64_t right, int64_t c
            chunked ? static_cast<int>(chunk) : 0}};
 }
 
+// Of a chunk of a sequence: its distance from the sequence's other rows. Sums of two and of two lengths are ints.
+inline constexpr int kMostRowsAway = 1 << 28;
+
 // Lengths of one sequence; less than kUnbounded.
 struct Sequence {
   int seqlen_q, seqlen_k;

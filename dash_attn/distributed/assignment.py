@@ -1,8 +1,8 @@
 """Which ranks work on which sequences where every rank can have any rows: a pure function of the lengths.
 
-A sequence is worked on by one rank, as in a pack of its own, or is cut for all of them (`plan`). Long ones are cut, as
-many as it takes to give all ranks about as much to do. Nothing of this shows in a bit: a sequence has those that it has
-alone, and a cut one those of one process.
+A sequence is worked on by one rank, as in a pack of its own, or is cut for all of them (`plan`). Of those that are long
+enough for that the longest are cut, as few as give all ranks about as much to do. Nothing of this shows in a bit: a
+sequence has those that it has alone, and a cut one those of one process.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ from .redistribute import RowsOfRanks
 
 LAYOUT = "zigzag"
 """Of the sequences that are cut: rows are moved anyway."""
-_ENOUGH = 1.1  # of the mean: the most that a rank may have to do, if cutting changes it
+_ENOUGH = 1.1  # of the mean: what a rank may have to do before another sequence is cut
+_SAMPLES = 32  # queries of a run at which the keys that they see are counted
 
 
 class Pair(NamedTuple):
@@ -52,58 +53,85 @@ def assign(sequences: tuple[Pair, ...], ranks: int, mask: MaskOfWhole, tiles: tu
     work = {pair: work_of(mask, len(pair.queries), len(pair.keys)) for pair in sequences}
     by_work = sorted(sequences, key=lambda pair: (-work[pair], pair))
     mean = sum(work.values()) / ranks
+    of_cuts = [0.0] * ranks
+    best: tuple[float, int] | None = None
+    found = []
+    # With 0, 1, 2, ... of the longest cut.
     for count in range(len(by_work) + 1):
-        of_ranks, most = _spread(by_work[count:], work, ranks)
-        if most + sum(work[pair] for pair in by_work[:count]) / ranks <= _ENOUGH * mean:
+        found.append(_spread(by_work[count:], work, of_cuts))
+        best = min(best or (found[-1][1], count), (found[-1][1], count))
+        if found[-1][1] <= _ENOUGH * mean or count == len(by_work) or not _can_be_cut(by_work[count], ranks, tiles):
             break
-    return assignment_of(tuple(by_work[:count]), of_ranks, tiles)
-
-
-def assignment_of(cut: tuple[Pair, ...], of_ranks: tuple[tuple[Pair, ...], ...], tiles: tuple[int, int]) -> Assignment:
-    ranks = len(of_ranks)
-    queries, keys = (
-        tuple(
-            (
-                *(pair[side] for pair in of_ranks[rank]),
-                *(rows for pair in cut for rows in rows_of_cut(pair[side], rank, ranks, tiles[side])),
-            )
-            for rank in range(ranks)
-        )
-        for side in (0, 1)
-    )
-    return Assignment(cut, of_ranks, queries, keys)
+        for rank, more in enumerate(work_of_cut(mask, by_work[count], ranks, tiles)):
+            of_cuts[rank] += more
+    count = best[1] if best else 0
+    return _assignment(tuple(by_work[:count]), found[count][0], tiles)
 
 
 def cut_for_all(pair: Pair, ranks: int, tiles: tuple[int, int]) -> Assignment:
     """Of one sequence, which all ranks work on."""
-    return assignment_of((pair,), ((),) * ranks, tiles)
+    return _assignment((pair,), ((),) * ranks, tiles)
 
 
-def rows_of_cut(rows: Rows, rank: int, ranks: int, tile: int) -> list[Rows]:
-    """The rows that a rank has of a sequence that is cut, where that begins with rows.start."""
-    chunks = chunks_of_tiles(len(rows), num_chunks(ranks, LAYOUT), tile)
-    own = (chunks[number] for number in chunks_of_rank(rank, ranks, LAYOUT))
-    return [Rows(rows.start + chunk.start, rows.start + chunk.stop) for chunk in own]
+def work_of_cut(mask: MaskOfWhole, pair: Pair, ranks: int, tiles: tuple[int, int]) -> list[float]:
+    """What each rank has to do of a sequence that is cut."""
+    lengths = len(pair.queries), len(pair.keys)
+    of_ranks = _rows_of_cut(Rows(0, lengths[0]), ranks, tiles[0])
+    return [sum(work_of(mask, *lengths, run) for run in runs) for runs in of_ranks]
 
 
-def work_of(mask: MaskOfWhole, queries: int, keys: int) -> float:
-    """About how many pairs of a query and a key there are that it sees."""
+@functools.lru_cache(maxsize=8192)
+def work_of(mask: MaskOfWhole, queries: int, keys: int, run: Rows | None = None) -> float:
+    """About how many pairs there are of a query, of a run of them or of all, and a key that it sees."""
+    run = run or Rows(0, queries)
     left, right = mask.window[0], 0 if mask.causal else mask.window[1]
-    # As in a band of diagonals, whose ends are not cut off.
-    seen = keys if left < 0 or right < 0 else min(keys, left + right + 1)
-    if mask.attention_chunk:
-        seen = min(seen, mask.attention_chunk)
-    if mask.causal and left < 0 and seen == keys:
-        return queries * keys - queries * min(queries, keys) / 2
-    return float(queries * seen)
+    samples = min(len(run), _SAMPLES)
+    seen = 0
+    for number in range(samples):
+        own = run.start + (2 * number + 1) * len(run) // (2 * samples) + keys - queries
+        first = max(0, own - left) if left >= 0 else 0
+        end = min(keys, own + right + 1) if right >= 0 else keys
+        if mask.attention_chunk:
+            of_chunk = own // mask.attention_chunk * mask.attention_chunk
+            first, end = max(first, of_chunk), min(end, of_chunk + mask.attention_chunk)
+        seen += max(0, end - first)
+    return seen * len(run) / samples if samples else 0.0
 
 
-def _spread(by_work: list[Pair], work: dict[Pair, float], ranks: int) -> tuple[tuple[tuple[Pair, ...], ...], float]:
-    """The longest first, each to the rank that has least to do; and what the busiest has."""
-    loads = [(0.0, rank) for rank in range(ranks)]
-    of_ranks: list[list[Pair]] = [[] for _ in range(ranks)]
+def _can_be_cut(pair: Pair, ranks: int, tiles: tuple[int, int]) -> bool:
+    """Whether every rank gets a part in all of its places."""
+    return all(len(run) for runs in _rows_of_cut(pair.queries, ranks, tiles[0]) for run in runs)
+
+
+def _assignment(cut: tuple[Pair, ...], of_ranks: tuple[tuple[Pair, ...], ...], tiles: tuple[int, int]) -> Assignment:
+    queries, keys = (
+        [
+            [pair[side] for pair in pairs] + [run for of_rank in cuts for run in of_rank]
+            for pairs, *cuts in zip(of_ranks, *(_rows_of_cut(pair[side], len(of_ranks), tiles[side]) for pair in cut))
+        ]
+        for side in (0, 1)
+    )
+    return Assignment(cut, of_ranks, *(tuple(map(tuple, rows)) for rows in (queries, keys)))
+
+
+def _rows_of_cut(rows: Rows, ranks: int, tile: int) -> list[list[Rows]]:
+    """Of a sequence that is cut the rows that each rank has, in a tensor in which it begins with rows.start."""
+    chunks = [
+        Rows(rows.start + chunk.start, rows.start + chunk.stop)
+        for chunk in chunks_of_tiles(len(rows), num_chunks(ranks, LAYOUT), tile)
+    ]
+    return [[chunks[number] for number in chunks_of_rank(rank, ranks, LAYOUT)] for rank in range(ranks)]
+
+
+def _spread(
+    by_work: list[Pair], work: dict[Pair, float], loads: list[float]
+) -> tuple[tuple[tuple[Pair, ...], ...], float]:
+    """The longest first, each to the rank that has least to do, beside `loads`; and what the busiest has."""
+    heap = [(load, rank) for rank, load in enumerate(loads)]
+    heapq.heapify(heap)
+    of_ranks: list[list[Pair]] = [[] for _ in loads]
     for pair in by_work:
-        load, rank = loads[0]
+        load, rank = heap[0]
         of_ranks[rank].append(pair)
-        heapq.heapreplace(loads, (load + work[pair], rank))
-    return tuple(tuple(sorted(pairs)) for pairs in of_ranks), max(load for load, _ in loads)
+        heapq.heapreplace(heap, (load + work[pair], rank))
+    return tuple(tuple(sorted(pairs)) for pairs in of_ranks), max(load for load, _ in heap)

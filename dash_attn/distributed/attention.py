@@ -86,8 +86,8 @@ def context_parallel_attention(
         (out, softmax_lse, empty), softmax_lse fp32 (batch, heads, this rank's rows of seqlen_q).
 
     Raises:
-        NotImplementedError: what the form that gathers keys does not have, a mesh of more than two dimensions, or what
-            `flash_attn_func` has not.
+        NotImplementedError: softcap, slopes, sinks, "order_free" or an attention_chunk without causal with more ranks
+            than KV heads or a mesh of two dimensions, a mesh of more, or what `flash_attn_func` has not.
         TypeError, ValueError: an argument is wrong; the message names it.
         RankError: another rank is the cause: it has other shapes, dtypes or arguments, its arguments are wrong, it died
             or does not come within the timeout of the group. It is raised on every rank, there and in the backward.
@@ -133,7 +133,9 @@ def context_parallel_varlen_attention(
         cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_q, seqused_k: as in `flash_attn_varlen_func`, of
             the whole pack, the same values on every rank; `check_values` looks at their bytes too.
 
-    The other arguments and the errors are those of `context_parallel_attention`.
+    The other arguments are those of `context_parallel_attention`, and so are the errors. With more ranks than KV heads
+    there are more: ValueError where offsets or numbers of rows in use are none of the pack, on the ranks that have
+    such, and RankError where ranks have other ones.
 
     Returns:
         out: (this rank's rows of total_q, heads, value_head_dim), like q; with return_attn_probs
@@ -208,10 +210,12 @@ def _sequences_of_pack(name: str, split: Split, pack: dict[str, Any]) -> tuple[P
             for side, rows in (("q", split.rows_q), ("k", split.rows_k))
         ]
     except ValueError as error:
-        channel.fail_together(name, error)
+        channel.fail_together(f"the offsets of {name}", error)
         raise
     pairs = tuple(Pair(Rows(q.start, q.stop), Rows(k.start, k.stop)) for q, k in zip(*of_sides, strict=True))
-    records = channel.exchange(name, {"sequences": hashlib.sha256(repr(pairs).encode()).hexdigest()})
+    records = channel.exchange(
+        f"the offsets of {name}", {"sequences": hashlib.sha256(repr(pairs).encode()).hexdigest()}
+    )
     channel.require_same("cu_seqlens and seqused", [record["sequences"] for record in records])
     return pairs
 
@@ -243,6 +247,9 @@ def _record(
         raise NotImplementedError(f"mesh must have one dimension for a pack, got {len(ranks.shape)} of {ranks.shape}")
     checks.check_tensors(of_rows | given)
     check_layout(arguments["layout"])
+    for key in ("max_seqlen_q", "max_seqlen_k"):  # which may differ between ranks
+        if key in pack:
+            checks.check_max_seqlen(key, pack[key])
     rows_dim = 0 if pack else 1
     for key, x in of_rows.items():
         if x.dim() != rows_dim + 3:

@@ -7,6 +7,7 @@ On GPUs streams wait and not hosts, and tasks of different sums run side by side
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -33,9 +34,9 @@ class Chunks(NamedTuple):
     """This rank's, in its rows."""
     own_keys: dict[int, Rows]
     """Likewise."""
-    queries: list[Rows]
+    queries: Sequence[Rows]
     """Of all queries, in the sequence."""
-    keys: list[Rows]
+    keys: Sequence[Rows]
     """Likewise."""
 
     def place(self, task: Task) -> Chunk:

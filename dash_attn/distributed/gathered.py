@@ -27,7 +27,7 @@ from .agreement import agreed_gradients
 from .assignment import LAYOUT, Assignment, Pair, assign, cut_for_all
 from .carry import Carrier, Chunks
 from .channel import Channel
-from .layout import Rows, chunks_of_rank, num_chunks
+from .layout import Rows, chunks, chunks_of_rank, num_chunks
 from .movement import Move, exchange
 from .plan import Plan, chunks_of_tiles, make_plan
 from .redistribute import MoveResultsBack, MoveRows, Route
@@ -60,14 +60,14 @@ class Cut:
     gradients_agreed: bool
     """Whether the ranks have agreed on the gradients of the results before they come here."""
 
-    def chunks(self, *, of_keys: bool) -> list[Rows]:
+    def chunks(self, *, of_keys: bool) -> tuple[Rows, ...]:
         rows = self.rows_k if of_keys else self.rows_q
         return chunks_of_tiles(rows, num_chunks(self.channel.size, self.layout), self.tiles[of_keys])
 
     def runs(self, rank: int, *, of_keys: bool) -> list[Rows]:
         """A rank's rows, in the sequence."""
-        chunks = self.chunks(of_keys=of_keys)
-        return [chunks[number] for number in chunks_of_rank(rank, self.channel.size, self.layout)]
+        of_all = self.chunks(of_keys=of_keys)
+        return [of_all[number] for number in chunks_of_rank(rank, self.channel.size, self.layout)]
 
     def runs_here(self, *, of_keys: bool) -> list[Rows]:
         """This rank's runs as it has them, one behind the other."""
@@ -130,7 +130,7 @@ def checked_options(
     left, right = checks.as_window(arguments["window_size"])
     if left < 0 and (right == 0 or causal):
         causal, right = True, -1
-    mask = parts.MaskOfWhole(causal, (left, right), int(arguments["attention_chunk"]))
+    mask = parts.MaskOfWhole(causal, (left, right), checks.as_attention_chunk(arguments["attention_chunk"]))
     left_out = {"softcap": not arguments["softcap"], **{name: x is None for name, x in of_heads.items()}}
     for name, is_left_out in left_out.items():
         if not is_left_out:
@@ -151,12 +151,9 @@ def checked_options(
 
 def _is_cut_at_tiles(split: Split, tiles: tuple[int, int]) -> bool:
     """Whether the ranks' rows are those that they have to have."""
-    cut = _cut(split, split.rows_q, split.rows_k, tiles, layout=split.layout, gradients_agreed=False)
-    return all(
-        split.runs(rank, of_keys=side) == cut.runs(rank, of_keys=side)
-        for side in (False, True)
-        for rank in range(split.channel.size)
-    )
+    count = num_chunks(split.channel.size, split.layout)
+    lengths = split.rows_q, split.rows_k
+    return all(chunks(rows, count) == chunks_of_tiles(rows, count, tile) for rows, tile in zip(lengths, tiles))
 
 
 def _cut(split: Split, rows_q: int, rows_k: int, tiles: tuple[int, int], *, layout: str, gradients_agreed: bool) -> Cut:

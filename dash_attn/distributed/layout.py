@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import NamedTuple
 
 from torch import Tensor
@@ -24,23 +25,24 @@ class Rows(NamedTuple):
         return self.stop - self.start
 
 
-def chunks(seqlen: int, count: int) -> list[Rows]:
+def chunks(seqlen: int, count: int) -> tuple[Rows, ...]:
     """A sequence cut into `count` chunks.
 
     They are equal where the length divides, and elsewhere `chunks_of_units` of 128 rows.
     """
     if seqlen % count == 0:
         each = seqlen // count
-        return [Rows(each * number, each * (number + 1)) for number in range(count)]
+        return tuple(Rows(each * number, each * (number + 1)) for number in range(count))
     return chunks_of_units(seqlen, count, ROWS_OF_A_UNIT)
 
 
-def chunks_of_units(seqlen: int, count: int, unit: int) -> list[Rows]:
+@functools.lru_cache(maxsize=256)
+def chunks_of_units(seqlen: int, count: int, unit: int) -> tuple[Rows, ...]:
     """A sequence cut into `count` chunks that end at multiples of `unit` rows and differ by at most that, the last one
     with rows cut short; a short sequence leaves the last chunks empty."""
     each, longer = divmod(-(-seqlen // unit), count)
     ends = [min(seqlen, unit * (each * number + min(number, longer))) for number in range(count + 1)]
-    return [Rows(start, stop) for start, stop in zip(ends, ends[1:])]
+    return tuple(Rows(start, stop) for start, stop in zip(ends, ends[1:]))
 
 
 def chunks_of_rank(rank: int, ranks: int, layout: str) -> tuple[int, ...]:

@@ -112,7 +112,7 @@ def _check_chunks_join(name: str, rows: int, split: Split, ranks: Ranks) -> None
     """That the rows which a group of heads has are chunks of the ranks that gather."""
     groups, size = ranks.shape
     fine, coarse = (chunks(rows, num_chunks(n, split.layout)) for n in (groups * size, groups))
-    joined = [Rows(fine[n].start, fine[n + size - 1].stop) for n in range(0, len(fine), size)]
+    joined = tuple(Rows(fine[n].start, fine[n + size - 1].stop) for n in range(0, len(fine), size))
     if joined != coarse:
         allowed = math.lcm(len(fine), ROWS_OF_A_UNIT * len(coarse))
         raise ValueError(

@@ -156,8 +156,8 @@ class _ChunkGrid:
 
     @staticmethod
     def of(policy: str, kernel: _schedule.Problem, shape: dict[str, Any], count: int) -> _ChunkGrid:
-        unit_q, of_q = _units(kernel.seqlen_q, count, kernel.tile_q, "seqlen_q")
-        unit_k, of_k = _units(kernel.seqlen_k, count, kernel.tile_k, "seqlen_k")
+        unit_q, of_q = _units(kernel.seqlen_q, count, kernel.tile_q)
+        unit_k, of_k = _units(kernel.seqlen_k, count, kernel.tile_k)
         coarse = _schedule.problem(
             policy, kernel.seqlen_q, kernel.seqlen_k, **shape, tile_q=unit_q, tile_k=unit_k, cta_group=1, splits=1
         )
@@ -172,19 +172,18 @@ class _ChunkGrid:
         return _ChunkGrid(visits, adds, work)
 
 
-def chunks_of_tiles(seqlen: int, count: int, tile: int) -> list[Rows]:
-    """The chunks that queries or keys are cut into: of whole tiles of the backward, and of what the reference's forward
-    takes at a time."""
-    return chunks_of_units(seqlen, count, math.lcm(tile, FORWARD_ROWS))
+def chunks_of_tiles(seqlen: int, count: int, tile: int) -> tuple[Rows, ...]:
+    """The chunks that queries or keys are cut into: of whole tiles of the backward and of what the reference's forward
+    takes at a time, and of so many more of them that there are no more than MOST_UNITS."""
+    rows = math.lcm(tile, FORWARD_ROWS)
+    return chunks_of_units(seqlen, count, rows * max(1, -(-seqlen // (rows * MOST_UNITS))))
 
 
-def _units(seqlen: int, count: int, tile: int, name: str) -> tuple[int, list[int]]:
+def _units(seqlen: int, count: int, tile: int) -> tuple[int, list[int]]:
     """Rows of the largest unit of which all chunks are made, and the chunk of each unit."""
     cut = [chunk for chunk in chunks_of_tiles(seqlen, count, tile) if len(chunk)]
     borders = [chunk.stop for chunk in cut[:-1]]
     unit = math.gcd(*borders) if borders else tile * -(-seqlen // tile)
-    if -(-seqlen // unit) > MOST_UNITS:
-        raise ValueError(f"{name} must be cut into at most {MOST_UNITS} units, got {seqlen} with a unit of {unit} rows")
     return unit, [number for number, chunk in enumerate(cut) for _ in range(-(-len(chunk) // unit))]
 
 

@@ -110,23 +110,34 @@ def _moved(
     return results
 
 
-@functools.lru_cache(maxsize=64)
+@functools.lru_cache(maxsize=4)  # a call has a route for queries and one for keys, there and back
 def _places(route: Route, rank: int, device: torch.device) -> Places:
     """On the device; the first time it is waited for."""
-    ends = []
-    for side in (route.source, route.target):
-        owner, place = torch.full((route.total,), -1), torch.zeros(route.total, dtype=torch.int64)
-        for number, runs in enumerate(side):
-            start = 0
-            for run in runs:
-                owner[slice(*run)] = number
-                place[slice(*run)] = torch.arange(start, start + len(run))
-                start += len(run)
-        ends.append((owner, place))
-    (from_rank, from_place), (to_rank, to_place) = ends
-    sent = [from_place[(from_rank == rank) & (to_rank == other)] for other in range(len(route.source))]
-    received = [to_place[(to_rank == rank) & (from_rank == other)] for other in range(len(route.source))]
+    (from_rank, from_place), (to_rank, to_place) = (_owners(route.total, side) for side in (route.source, route.target))
+    ranks = len(route.source)
+    sent = _by_rank(from_place, to_rank, from_rank == rank, ranks)
+    received = _by_rank(to_place, from_rank, to_rank == rank, ranks)
     return Places([x.to(device) for x in sent], [x.to(device) for x in received])
+
+
+def _owners(total: int, of_ranks: RowsOfRanks) -> tuple[Tensor, Tensor]:
+    """Of every row the rank that has it, or -1, and its place there."""
+    owner, place = torch.full((total,), -1), torch.zeros(total, dtype=torch.int64)
+    for rank, runs in enumerate(of_ranks):
+        start = 0
+        for run in runs:
+            owner[slice(*run)] = rank
+            place[slice(*run)] = torch.arange(start, start + len(run))
+            start += len(run)
+    return owner, place
+
+
+def _by_rank(place: Tensor, other: Tensor, is_here: Tensor, ranks: int) -> list[Tensor]:
+    """The places of the rows that are here and at one other rank, for each of those in the order of the whole."""
+    rows = (is_here & (other >= 0)).nonzero().squeeze(1)
+    of_rows = other[rows]
+    by_rank = place[rows[of_rows.argsort(stable=True)]]
+    return list(by_rank.split(of_rows.bincount(minlength=ranks).tolist()))
 
 
 def _count(runs: Sequence[Rows]) -> int:
