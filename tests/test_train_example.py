@@ -20,7 +20,7 @@ import train  # noqa: E402
 import train_proof  # noqa: E402
 import train_report  # noqa: E402
 from train_worker import CHECKPOINT_EVERY, KILLED_IN, STEPS, TINY  # noqa: E402
-from training import flops  # noqa: E402
+from training import flops, report  # noqa: E402
 from training.clock import Clock  # noqa: E402
 from training.files import check_config  # noqa: E402
 from training.layout import Layout  # noqa: E402
@@ -129,6 +129,23 @@ def test_a_slow_rank_is_named(runs, capsys, tmp_path):
     assert (tmp_path / "map.png").read_bytes().startswith(b"\x89PNG")
     assert train_report.main([str(runs / "slow"), "--skip", "9"]) == 2
     assert "of more than 9 steps" in capsys.readouterr().err
+
+
+def test_a_gpu_that_is_slowed_now_and_then_is_named(tmp_path):
+    """In every third step, which no median shows."""
+    config = {"ranks": 2, "context": 1}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    (tmp_path / "times").mkdir()
+    for rank in (0, 1):
+        of_steps = []
+        for step in range(12):
+            ms = 3.0 if rank == 1 and step % 3 == 0 else 1.0
+            regions = ("attention forward", "attention backward", "mlp forward", "mlp backward")
+            of_steps.append(json.dumps({"step": step, "seconds": 1.0, **{name: [ms, ms] for name in regions}}))
+        (tmp_path / "times" / f"rank_{rank:05d}.jsonl").write_text("\n".join(of_steps))
+    slow = report.slow_ranks(report.read(tmp_path, skip=0))
+    assert sorted((rank, region) for rank, region, _ in slow) == [(1, "attention"), (1, "mlp")]
+    assert all(abs(ratio - 5 / 3) < 1e-9 for *_, ratio in slow)
 
 
 def test_waiting_is_not_blamed_on_attention(runs, capsys):

@@ -19,8 +19,8 @@ _SLOW = 1.05  # times the median of the ranks
 
 @dataclasses.dataclass(frozen=True)
 class Times:
-    """Medians over the steps. `grid[region]` has a row for each rank and a column for each layer: milliseconds of
-    forward and backward together."""
+    """Medians over the steps, but for the grid's means: a GPU that is slowed now and then has the median of one that is
+    not. `grid[region]` has a row for each rank and a column for each layer: milliseconds of forward and backward."""
 
     config: dict
     steps: int
@@ -51,7 +51,7 @@ def read(folder: pathlib.Path, skip: int) -> Times:
         rows = []
         for steps in of_ranks:
             columns = zip(*([a + b for a, b in zip(*(s[f"{region} {p}"] for p in PASSES))] for s in steps))
-            rows.append([statistics.median(column) for column in columns])
+            rows.append([statistics.mean(column) for column in columns])
         grid[region] = rows
         for of_pass in PASSES:
             name = f"{region} {of_pass}"
@@ -81,7 +81,7 @@ def text(times: Times) -> str:
     tokens = config["sequences"] * config["seqlen"]
     rate = (linear + attention) / times.seconds / config["ranks"] / 1e12
     lines = [
-        f"{config['ranks']} ranks on {config['device']}, {times.steps} steps; medians of steps",
+        f"{config['ranks']} ranks on {config['device']}, {times.steps} steps; medians of steps, of layers means",
         f"{times.seconds:.4f} s a step, {tokens / times.seconds:,.0f} tokens/s",
         f"model FLOPs ({flops.CONVENTION}): {(linear + attention) / 1e12:.4g} T a step, of which attention "
         f"{attention / (linear + attention):.1%}",
@@ -105,7 +105,7 @@ def text(times: Times) -> str:
 
 
 def draw(times: Times, path: pathlib.Path) -> None:
-    """The heat map: ranks by layers, each as a multiple of the layer's median over the ranks."""
+    """The heat map: ranks by layers, the mean of the steps, as a multiple of the layer's median over the ranks."""
     import matplotlib
 
     matplotlib.use("Agg")
