@@ -14,8 +14,8 @@ import torch.distributed as dist
 from rank_processes import join
 from torch.distributed.device_mesh import DeviceMesh
 
-from dash_attn import flash_attn_func
-from dash_attn.distributed import context_parallel_attention, shard
+from dash_attn import flash_attn_func, flash_attn_varlen_func
+from dash_attn.distributed import context_parallel_attention, context_parallel_varlen_attention, shard
 
 
 def whole_inputs():
@@ -76,6 +76,27 @@ def _some_gradients(q, k, v, dout, kv_heads, rank, ranks):
     return same([found], [shard(expected, rank, ranks, dim=1)])
 
 
+def a_rank_that_is_given_nothing(rank, ranks):
+    """Of a pack of two sequences; and of k, or of v, alone a gradient is wanted."""
+    return all(_gradient_of_a_pack(wanted, rank, ranks) for wanted in (1, 2))
+
+
+def _gradient_of_a_pack(wanted, rank, ranks):
+    tensors = [x[0] for x in whole_inputs()]
+    tensors[1:3] = [x[:, :1].contiguous() for x in tensors[1:3]]
+    offsets = torch.tensor([0, 60, 130], dtype=torch.int32)
+    pack = (offsets, offsets, 70, 70)
+
+    def gradient(tensors, attention):
+        *inputs, dout = tensors
+        leaf = inputs[wanted] = inputs[wanted].clone().requires_grad_()
+        return torch.autograd.grad(attention(*inputs, *pack, causal=True), [leaf], dout)
+
+    expected = gradient(tensors, flash_attn_varlen_func)
+    found = gradient([shard(x, rank, ranks, dim=0) for x in tensors], context_parallel_varlen_attention)
+    return same(found, [shard(x, rank, ranks, dim=0) for x in expected])
+
+
 def refused(function, kind, message):
     try:
         function()
@@ -100,6 +121,7 @@ def what_holds(rank, ranks):
         "in a part of the job": in_a_part_of_the_job(rank),
         "a gradient of the log-sum-exp on one rank": a_gradient_of_the_log_sum_exp_on_one_rank(rank, ranks),
         "only some gradients": only_some_gradients(rank, ranks),
+        "a rank that is given nothing": a_rank_that_is_given_nothing(rank, ranks),
         "no second differentiation": refused(twice, RuntimeError, "differentiate twice"),
         "a mesh of one row": same([call(*parts, two)], [call(*parts)]),
         "three dimensions": refused(lambda: call(*parts, three), NotImplementedError, "one dimension, or two for rows"),

@@ -17,6 +17,7 @@ NAMES = (
     "in a part of the job",
     "a gradient of the log-sum-exp on one rank",
     "only some gradients",
+    "a rank that is given nothing",
     "no second differentiation",
     "a mesh of one row",
     "three dimensions",
