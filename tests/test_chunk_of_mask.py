@@ -5,6 +5,8 @@ import itertools
 import pytest
 
 from dash_attn import _schedule, schedule
+from dash_attn.distributed import gathered, parts
+from dash_attn.distributed.layout import Rows
 
 MASKS = {
     "causal": dict(causal=True),
@@ -67,3 +69,42 @@ def test_what_is_masked_in_a_chunk_is_what_is_masked_in_the_whole(lengths, mask)
 def test_what_is_no_chunk_is_refused(argument):
     with pytest.raises(ValueError, match=f"{next(iter(argument))} must be in"):
         _schedule.Problem(8, 8, tile_q=4, tile_k=4, causal=True, **argument)
+
+
+def seen_by(mask, rows_q, rows_k, first, end):
+    if rows_k == 0:
+        return [(0, 0)] * (end - first)
+    seen = _schedule.visible_keys(**mask, seqlen_q=rows_q, seqlen_k=rows_k, first_query=first, end_query=end)
+    return [(0, 0) if start >= stop else (start, stop) for start, stop in seen]
+
+
+@pytest.mark.parametrize("mask", [name for name in MASKS if name != "chunks and a window"])
+@pytest.mark.parametrize("lengths", [(96, 96), (90, 101), (41, 120), (120, 41)], ids=str)
+def test_the_forward_of_a_run_sees_what_the_whole_sees(lengths, mask):
+    """With its last query aligned with the last of the keys that it is given."""
+    whole = parts.MaskOfWhole(**({"window": (-1, -1), "attention_chunk": 0} | MASKS[mask]))
+    for start, stop in itertools.combinations(range(0, lengths[0] + 1, 7), 2):
+        end, of_run = gathered._keys_of_run(whole, Rows(start, stop), *lengths)
+        found = seen_by(of_run._asdict(), stop - start, end, 0, stop - start)
+        assert found == seen_by(whole._asdict(), *lengths, start, stop)
+
+
+@pytest.mark.parametrize("policy", ["descending", "ascending", "spt"])
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("lengths", [(96, 96), (41, 120), (120, 41)], ids=str)
+def test_query_tiles_that_have_a_sum(lengths, mask, policy):
+    """Those to which keys before the chunk's have been added, in the order of dQ."""
+    whole = parts.MaskOfWhole(**({"window": (-1, -1), "attention_chunk": 0} | MASKS[mask]))
+    rule = parts.Rule(policy, 1.0, whole, 0)
+    adds = schedule.add_order(policy, _schedule.Problem(*lengths, tile_q=TILE_Q, tile_k=TILE_K, **MASKS[mask]))
+    for queries, keys in itertools.product(chunks(lengths[0], 24), chunks(lengths[1], 32)):
+        chunk = parts.Chunk(*lengths, queries.start, keys.start)
+        own = range(keys.start // TILE_K, -(-keys.stop // TILE_K))
+        descends = policy == "spt"
+        expected = [
+            q - queries.start // TILE_Q
+            for q in range(queries.start // TILE_Q, -(-queries.stop // TILE_Q))
+            if any(kv >= own.stop if descends else kv < own.start for kv in adds[q])
+        ]
+        found = parts._tiles_with_dq(rule, chunk, len(queries), len(keys), (TILE_Q, TILE_K))
+        assert list(found) == expected
