@@ -11,6 +11,7 @@ import functools
 import heapq
 from typing import NamedTuple
 
+from .. import _schedule
 from .layout import Rows, chunks_of_rank, num_chunks
 from .parts import MaskOfWhole
 from .plan import chunks_of_tiles
@@ -54,18 +55,16 @@ def assign(sequences: tuple[Pair, ...], ranks: int, mask: MaskOfWhole, tiles: tu
     by_work = sorted(sequences, key=lambda pair: (-work[pair], pair))
     mean = sum(work.values()) / ranks
     of_cuts = [0.0] * ranks
-    best: tuple[float, int] | None = None
     found = []
     # With 0, 1, 2, ... of the longest cut.
     for count in range(len(by_work) + 1):
         found.append(_spread(by_work[count:], work, of_cuts))
-        best = min(best or (found[-1][1], count), (found[-1][1], count))
         if found[-1][1] <= _ENOUGH * mean or count == len(by_work) or not _can_be_cut(by_work[count], ranks, tiles):
             break
         for rank, more in enumerate(work_of_cut(mask, by_work[count], ranks, tiles)):
             of_cuts[rank] += more
-    count = best[1] if best else 0
-    return _assignment(tuple(by_work[:count]), found[count][0], tiles)
+    best = min(range(len(found)), key=lambda count: found[count][1])
+    return _assignment(tuple(by_work[:best]), found[best][0], tiles)
 
 
 def cut_for_all(pair: Pair, ranks: int, tiles: tuple[int, int]) -> Assignment:
@@ -84,17 +83,15 @@ def work_of_cut(mask: MaskOfWhole, pair: Pair, ranks: int, tiles: tuple[int, int
 def work_of(mask: MaskOfWhole, queries: int, keys: int, run: Rows | None = None) -> float:
     """About how many pairs there are of a query, of a run of them or of all, and a key that it sees."""
     run = run or Rows(0, queries)
-    left, right = mask.window[0], 0 if mask.causal else mask.window[1]
     samples = min(len(run), _SAMPLES)
     seen = 0
     for number in range(samples):
-        own = run.start + (2 * number + 1) * len(run) // (2 * samples) + keys - queries
-        first = max(0, own - left) if left >= 0 else 0
-        end = min(keys, own + right + 1) if right >= 0 else keys
-        if mask.attention_chunk:
-            of_chunk = own // mask.attention_chunk * mask.attention_chunk
-            first, end = max(first, of_chunk), min(end, of_chunk + mask.attention_chunk)
-        seen += max(0, end - first)
+        query = run.start + (2 * number + 1) * len(run) // (2 * samples)
+        ((first, end),) = _schedule.visible_keys(
+            causal=mask.causal, window=mask.window, attention_chunk=mask.attention_chunk, seqlen_q=queries,
+            seqlen_k=keys, first_query=query, end_query=query + 1,
+        )  # fmt: skip
+        seen += end - first
     return seen * len(run) / samples if samples else 0.0
 
 

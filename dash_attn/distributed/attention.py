@@ -206,7 +206,7 @@ def _sequences_of_pack(name: str, split: Split, pack: dict[str, Any]) -> tuple[P
     channel = split.channel
     try:
         of_sides = [
-            rows_of_sequences(side, pack[f"cu_seqlens_{side}"].cpu(), _on_cpu(pack[f"seqused_{side}"]), rows)
+            rows_of_sequences(side, pack[f"cu_seqlens_{side}"], pack[f"seqused_{side}"], rows)
             for side, rows in (("q", split.rows_q), ("k", split.rows_k))
         ]
     except ValueError as error:
@@ -218,10 +218,6 @@ def _sequences_of_pack(name: str, split: Split, pack: dict[str, Any]) -> tuple[P
     )
     channel.require_same("cu_seqlens and seqused", [record["sequences"] for record in records])
     return pairs
-
-
-def _on_cpu(x: Tensor | None) -> Tensor | None:
-    return None if x is None else x.cpu()
 
 
 def _call(arguments: dict[str, Any], pack: dict[str, Any]) -> Any:

@@ -27,7 +27,7 @@ from .agreement import agreed_gradients
 from .assignment import LAYOUT, Assignment, Pair, assign, cut_for_all
 from .carry import Carrier, Chunks
 from .channel import Channel
-from .layout import Rows, chunks, chunks_of_rank, num_chunks
+from .layout import Rows, chunks, chunks_of_rank, num_chunks, places_of
 from .movement import Move, exchange
 from .plan import Plan, chunks_of_tiles, make_plan
 from .redistribute import MoveResultsBack, MoveRows, Route
@@ -70,12 +70,8 @@ class Cut:
         return [of_all[number] for number in chunks_of_rank(rank, self.channel.size, self.layout)]
 
     def runs_here(self, *, of_keys: bool) -> list[Rows]:
-        """This rank's runs as it has them, one behind the other."""
-        places, start = [], 0
-        for run in self.runs(self.channel.rank, of_keys=of_keys):
-            places.append(Rows(start, start + len(run)))
-            start += len(run)
-        return places
+        """This rank's runs as it has them."""
+        return places_of(self.runs(self.channel.rank, of_keys=of_keys))
 
 
 def attention(

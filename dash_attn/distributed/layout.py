@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import itertools
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from torch import Tensor
@@ -52,6 +54,12 @@ def chunks_of_rank(rank: int, ranks: int, layout: str) -> tuple[int, ...]:
 
 def num_chunks(ranks: int, layout: str) -> int:
     return ranks if layout == "contiguous" else 2 * ranks
+
+
+def places_of(runs: Sequence[Rows]) -> list[Rows]:
+    """Where a rank has its runs, which lie one behind the other."""
+    ends = [0, *itertools.accumulate(map(len, runs))]
+    return [Rows(start, stop) for start, stop in zip(ends, ends[1:])]
 
 
 def rank_of_chunk(chunk: int, ranks: int, layout: str) -> int:

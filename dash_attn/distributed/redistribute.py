@@ -6,7 +6,8 @@ Nothing is added: every row is copied, and its gradient takes the way back.
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+import itertools
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -15,7 +16,7 @@ from torch.autograd.function import once_differentiable
 
 from .agreement import agreed_gradients
 from .channel import Channel
-from .layout import Rows
+from .layout import Rows, places_of
 from .movement import Move, exchange
 
 RowsOfRanks = tuple[tuple[Rows, ...], ...]
@@ -51,8 +52,9 @@ class MoveRows(torch.autograd.Function):
     def forward(ctx, channel: Channel, what: str, routes: Sequence[Route], *tensors: Tensor):
         ctx.set_materialize_grads(False)
         ctx.channel, ctx.what, ctx.routes = channel, what, routes
-        ctx.like = [(x.shape, x.dtype, x.device) for x in tensors]
-        return tuple(_moved(channel, what, routes, tensors, [0.0] * len(tensors)))
+        results = _moved(channel, what, routes, tensors)
+        ctx.like = [(x.shape, x.dtype, x.device) for x in results]
+        return tuple(results)
 
     @staticmethod
     @once_differentiable
@@ -60,12 +62,11 @@ class MoveRows(torch.autograd.Function):
         what, routes = f"the backward of {ctx.what}", [route.back() for route in ctx.routes]
         if all(x is None for x in gradients):  # on all ranks, who have agreed on the output's
             return (None,) * (3 + len(gradients))
-        device = next(x.device for x in gradients if x is not None)
-        given = []
-        for x, route, (shape, dtype, _) in zip(gradients, routes, ctx.like):
-            rows = _count(route.source[ctx.channel.rank])
-            given.append(torch.zeros(shape[0], rows, *shape[2:], dtype=dtype, device=device) if x is None else x)
-        return None, None, None, *_moved(ctx.channel, what, routes, given, [0.0] * len(given))
+        given = [
+            torch.zeros(shape, dtype=dtype, device=device) if x is None else x
+            for x, (shape, dtype, device) in zip(gradients, ctx.like)
+        ]
+        return None, None, None, *_moved(ctx.channel, what, routes, given)
 
 
 class MoveResultsBack(torch.autograd.Function):
@@ -76,7 +77,7 @@ class MoveResultsBack(torch.autograd.Function):
     def forward(ctx, channel: Channel, what: str, route: Route, check_values: bool, agreed: bool, out, lse):
         ctx.set_materialize_grads(False)
         ctx.channel, ctx.what, ctx.route, ctx.check_values, ctx.agreed = channel, what, route, check_values, agreed
-        out, lse = _moved(channel, what, [route] * 2, [out, lse], [0.0, torch.inf])
+        out, lse = _moved(channel, what, [route] * 2, [out, lse], (0.0, torch.inf))
         ctx.like = [(x.shape, x.dtype, x.device) for x in (out, lse)]
         return out, lse
 
@@ -88,25 +89,30 @@ class MoveResultsBack(torch.autograd.Function):
         if not ctx.agreed:
             gradients = agreed_gradients(ctx.channel, what, dout, dlse, ctx.like, ctx.check_values)
         used = [x for x in gradients if x is not None]
-        moved = iter(_moved(ctx.channel, what, [ctx.route.back()] * len(used), used, [0.0] * len(used)))
+        moved = iter(_moved(ctx.channel, what, [ctx.route.back()] * len(used), used))
         return (None,) * 5 + tuple(None if x is None else next(moved) for x in gradients)
 
 
 def _moved(
-    channel: Channel, what: str, routes: Sequence[Route], tensors: Sequence[Tensor], fill: Sequence[float]
+    channel: Channel,
+    what: str,
+    routes: Sequence[Route],
+    tensors: Sequence[Tensor],
+    fill: Iterable[float] = itertools.repeat(0.0),
 ) -> list[Tensor]:
     """`fill`: what rows have that do not come from anywhere."""
     results, moves, landings = [], [], []
     for route, x, value in zip(routes, tensors, fill):
         sent, received = _places(route, channel.rank, x.device)
-        results.append(x.new_full((x.shape[0], _count(route.target[channel.rank]), *x.shape[2:]), value))
-        landing = [x.new_empty(x.shape[0], len(rows), *x.shape[2:]) for rows in received]
-        moves.append(Move([x.index_select(1, rows) for rows in sent], landing))
+        rows = sum(map(len, route.target[channel.rank]))
+        results.append(x.new_full((x.shape[0], rows, *x.shape[2:]), value))
+        landing = [x.new_empty(x.shape[0], len(places), *x.shape[2:]) for places in received]
+        moves.append(Move([x.index_select(1, places) for places in sent], landing))
         landings.append((landing, received))
     exchange(channel, what, moves)
     for result, (landing, received) in zip(results, landings):
-        for x, rows in zip(landing, received):
-            result.index_copy_(1, rows, x)
+        for x, places in zip(landing, received):
+            result.index_copy_(1, places, x)
     return results
 
 
@@ -124,11 +130,9 @@ def _owners(total: int, of_ranks: RowsOfRanks) -> tuple[Tensor, Tensor]:
     """Of every row the rank that has it, or -1, and its place there."""
     owner, place = torch.full((total,), -1), torch.zeros(total, dtype=torch.int64)
     for rank, runs in enumerate(of_ranks):
-        start = 0
-        for run in runs:
+        for run, own in zip(runs, places_of(runs)):
             owner[slice(*run)] = rank
-            place[slice(*run)] = torch.arange(start, start + len(run))
-            start += len(run)
+            place[slice(*run)] = torch.arange(*own)
     return owner, place
 
 
@@ -138,7 +142,3 @@ def _by_rank(place: Tensor, other: Tensor, is_here: Tensor, ranks: int) -> list[
     of_rows = other[rows]
     by_rank = place[rows[of_rows.argsort(stable=True)]]
     return list(by_rank.split(of_rows.bincount(minlength=ranks).tolist()))
-
-
-def _count(runs: Sequence[Rows]) -> int:
-    return sum(map(len, runs))

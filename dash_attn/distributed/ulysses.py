@@ -15,7 +15,7 @@ from torch.autograd.function import once_differentiable
 
 from .agreement import agreed_gradients
 from .channel import Channel
-from .layout import Rows, rows_of_rank
+from .layout import Rows, places_of, rows_of_rank
 from .movement import Move, exchange
 
 
@@ -49,12 +49,8 @@ class Split:
         return rows_of_rank(self.rows_k if of_keys else self.rows_q, rank, self.channel.size, self.layout)
 
     def runs_here(self, *, of_keys: bool) -> list[Rows]:
-        """This rank's runs as it has them, one behind the other."""
-        places, start = [], 0
-        for run in self.runs(self.channel.rank, of_keys=of_keys):
-            places.append(Rows(start, start + len(run)))
-            start += len(run)
-        return places
+        """This rank's runs as it has them."""
+        return places_of(self.runs(self.channel.rank, of_keys=of_keys))
 
     def rows_to_heads(self, what: str, tensors: Sequence[Tensor], of_keys: Sequence[bool]) -> list[Tensor]:
         """(batch, rows of this rank, heads, ...) to (batch, rows, heads of this rank, ...)."""
