@@ -52,17 +52,19 @@ DASH_HOST_DEVICE constexpr TileShape backward_tile_shape(HeadDims padded) {
   }
 }
 
-// The same for the forward, where only the keys of a tile fix the rounding of a row.
+// The same for the forward, where only the keys of a tile fix the rounding of a row. A tile in use may have fewer rows.
 DASH_HOST_DEVICE constexpr TileShape forward_tile_shape(HeadDims padded) {
   switch (padded.qk) {
     case 64:
       return {192, 128, padded};
+    case 96:
+      return {192, 96, padded};
     case 192:
       return {128, padded.v == 128 ? 128 : 80, padded};
     case 256:
       return {128, 80, padded};
     default:
-      return {128, 128, padded};
+      return {192, 80, padded};
   }
 }
 

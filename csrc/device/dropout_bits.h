@@ -65,7 +65,7 @@ class FragmentBits {
     });
   }
 
-  // Where queries are rows and columns whole blocks: the thread's bits in the row of lines of its rows.
+  // Where queries are rows: the thread's bits in the row of lines of its rows.
   static __device__ __forceinline__ const uint8_t* row_of(const BitsView& view, const uint8_t* of_head, int first_row,
                                                           int thread) {
     const typename Layout::RowPlace place = Layout::row_place(first_row, thread);
@@ -73,7 +73,6 @@ class FragmentBits {
     return of_head + place.byte + int64_t(block) * view.key_blocks * kBlockBytes;
   }
   __device__ __forceinline__ FragmentBits(const BitsView& view, const uint8_t* row, int first_column) {
-    static_assert(Layout::kWholeBlocks);
     Layout::gather_of_row(word_, first_column, [&](int block) {
       const int key_block = min_int(block, view.key_blocks - 1);
       return __ldg(reinterpret_cast<const Loaded*>(row + int64_t(key_block) * kBlockBytes));

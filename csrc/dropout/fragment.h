@@ -18,7 +18,7 @@ enum class FragmentRows { kQueries, kKeys };
 template <FragmentRows kRows, int kColumns>
 struct FragmentLayout {
   static constexpr bool kQueriesAreRows = kRows == FragmentRows::kQueries;
-  // Whether the 32 columns of a load are a block's: fragments begin where one does.
+  // Whether the 32 columns of a load are a block's: fragments begin where one does. Else they may begin in its middle.
   static constexpr bool kWholeBlocks = kColumns % kBlockRows == 0;
   static constexpr int kSlices = kColumns / 16, kSlicesOfLoad = kWholeBlocks ? 2 : 1;
   static constexpr int kWords = (kSlices + 3) / 4;
@@ -45,15 +45,22 @@ struct FragmentLayout {
   // The words of a thread there. load(block of the columns) is a Loaded.
   template <class Load>
   DASH_HOST_DEVICE static void gather_of_row(uint32_t (&words)[kWords], int first_column, Load const& load) {
-    for (uint32_t& word : words) word = 0;
+    constexpr int kBlocks = kWholeBlocks ? kSlices / 2 : kSlices / 2 + 1;
+    uint32_t blocks[2 * kWords + 1] = {};
 #ifdef __CUDACC__
 #pragma unroll
 #endif
-    for (int slice = 0; slice < kSlices; slice += kSlicesOfLoad) {
-      int const half = half_of(first_column, slice);
-      uint32_t bits = load(first_column / kBlockRows + half / 2);
-      if constexpr (!kWholeBlocks) bits = bits >> 4 * (half % 2) & 0x0F0F;
-      words[slice / 4] |= bits << place_of(slice, 0);
+    for (int i = 0; i < kBlocks; ++i) blocks[i] = load(first_column / kBlockRows + i);
+    // Of two slices the first has the low half of each byte and the second the high one.
+    int const shift = kWholeBlocks || first_column / 16 % 2 == 0 ? 0 : 4;
+    uint32_t const low_halves = shift == 0 ? 0xFFFFFFFF : 0x0F0F0F0F;
+#ifdef __CUDACC__
+#pragma unroll
+#endif
+    for (int i = 0; i < kWords; ++i) {
+      uint32_t const from_here = blocks[2 * i] | blocks[2 * i + 1] << 16;
+      uint32_t const from_next = blocks[2 * i + 1] | blocks[2 * i + 2] << 16;
+      words[i] = kWholeBlocks ? from_here : (from_here >> shift & low_halves) | (from_next << shift & ~low_halves);
     }
   }
 

@@ -47,10 +47,12 @@ struct Variant {
   static constexpr int kValueTileBytes = kKey * kValueDim * sizeof(Element);
   static constexpr int kBytesForTiles = kSharedMemoryLimit - 1024;  // the rest is for barriers
 
-  // Tiles of Q: in use, on their way in, on their way out as output; fewer where two tiles of K and V leave no room.
-  // Two will do but for tiles of few keys.
-  static constexpr int kQueryStages =
-      min_int(3, (kBytesForTiles - 2 * (kKeyTileBytes + kValueTileBytes)) / kQueryTileBytes);
+  // Tiles of Q: in use, on their way in, on their way out as output; two where that leaves room for a third tile of K
+  // and V, and fewer where two of those leave no room.
+  static constexpr int query_stages_beside(int tiles) {
+    return min_int(3, (kBytesForTiles - tiles * (kKeyTileBytes + kValueTileBytes)) / kQueryTileBytes);
+  }
+  static constexpr int kQueryStages = query_stages_beside(3) >= 2 ? query_stages_beside(3) : query_stages_beside(2);
 
   // The output of a tile leaves from where its Q was: a warpgroup reads no other rows than its own. With one such place
   // it leaves from where V was, and the next Q is on its way while the last P V runs.
@@ -69,14 +71,12 @@ struct Variant {
   // consumers have no registers for that and a softcap.
   static constexpr bool kCrosses = kQueryStages > 1 && !(kConsumers == 3 && Score::kKind == ScoreKind::kSoftcap);
 
-  // Whether S leaves out the half of the KV tile that comes first where a warpgroup's rows do not see it. A product in
-  // two forms takes registers that three consumers do not have, nor two beside an output of more than 128 columns or
-  // a changed score; and under the full mask there is no such half.
-  static constexpr bool kHalvesFirstTile =
-      kConsumers == 2 && kCrosses && kValueDim <= 128 && kMask != MaskKind::kFull && Score::kKind == ScoreKind::kPlain;
+  // Whether a warpgroup waits for P V before its exponentials, and rounds P beside them. With three of them the others'
+  // products run meanwhile; of two, one computes its exponentials while its own P V runs.
+  static constexpr bool kRoundsBesideExponentials = kConsumers == 3;
 
-  // Whether a thread keeps where its bits of dropout begin, of tiles of whole blocks; those of 80 keys lack registers.
-  static constexpr bool kKeepsRowOfBits = Score::kDrops && kKey % dropout::kBlockRows == 0;
+  // Whether a thread keeps where its bits of dropout begin: beside 256 columns of output it lacks registers.
+  static constexpr bool kKeepsRowOfBits = Score::kDrops && kValueDim < 256;
 
   DASH_HOST_DEVICE static constexpr TileGrid grid(Sequence const& sequence, Window const& window) {
     return {{kQuery, kKey, 1}, {kMask, window.of_whole_sequence(), sequence}};

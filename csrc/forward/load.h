@@ -102,9 +102,10 @@ class Loader {
     Barrier& full = announce(tile);
     Element* rows = shared_.q[q_.slot()];
     q_ = q_.next();
-    full.arrive_and_expect_tx(Variant::kQueryTileBytes);
-#pragma unroll
-    for (int row = 0; row < Variant::kQuery; row += kWarpgroupRows) {
+    const int warpgroups = warpgroups_with_rows(params_, tile.end);
+    full.arrive_and_expect_tx(warpgroups * kWarpgroupRows * Variant::kQkDim * sizeof(Element));
+#pragma unroll 1
+    for (int row = 0; row < warpgroups * kWarpgroupRows; row += kWarpgroupRows) {
       const int position = WarpgroupRows<Variant>::first_row(params_, tile.end, row / kWarpgroupRows);
 #pragma unroll
       for (int column = 0; column < Variant::kQkDim; column += Swizzle::kColumns) {

@@ -64,12 +64,8 @@ class Consumer {
         if constexpr (Score::kHasSlope) { set_slopes(next); }
         if constexpr (Variant::kKeepsRowOfBits) { set_bits(next); }
       }
-      if (Variant::kCrosses && rows.kv.count > 0 && next.kv.count > 0 && !passes_many(next.passed_before)) {
-        if (Variant::kHalvesFirstTile && next.half_first) {
-          cross<kHalfTile>(out, p, softmax, rows, next);
-        } else {
-          cross<Variant::kKey>(out, p, softmax, rows, next);
-        }
+      if (Variant::kCrosses && rows.kv.count > 0 && next.kv.count > 0 && may_cross(rows, next)) {
+        cross(out, p, softmax, rows, next);
       } else {
         if (pending) { finish(out, p, softmax, rows, q_.previous()); }
         if (end == kNoMoreTiles) { break; }
@@ -83,8 +79,7 @@ class Consumer {
       }
       rows = next;
       if (rows.kv.count > 0) { walk(out, p, softmax, rows); }
-      // The loader comes to the next tile when these have been passed over. Where tiles do not cross, the last
-      // product does not wait for the next one.
+      // Where tiles do not cross, the last product does not wait for the next one.
       pending = Variant::kCrosses && !passes_many(rows.passed_after);
       if (!pending) {
         finish(out, p, softmax, rows, q_);
@@ -107,7 +102,8 @@ class Consumer {
   static constexpr int kScoreRegisters = Variant::kKey / 2;        // a 64 x kKey fragment
   static constexpr int kOutputRegisters = Variant::kValueDim / 2;  // a 64 x kValueDim fragment
 
-  static constexpr int kHalfTile = Variant::kKey / 2;
+  // Whether a tile hides keys from some rows.
+  enum class Tile { kUnmasked, kMasked };
 
   using Scores = float[kScoreRegisters];
   using PackedScores = uint32_t[kScoreRegisters / 8][4];
@@ -130,8 +126,12 @@ class Consumer {
   // The first scores of `rows`.
   __device__ __forceinline__ void begin(PackedScores& p, OnlineSoftmax& softmax, const Rows& rows) {
     Scores s;
-    if (passes_many(rows.passed_before)) { pass_tiles(rows.passed_before - kPassedWhileBusy); }
-    pass_keys_before(rows);
+    const bool passes_together = passes_many(rows.passed_before);
+    if (passes_together) {
+      pass_tiles(rows.passed_before);
+    } else {
+      pass_keys(rows.passed_before);
+    }
     wait_for_k();
     issue_s(s);
     const Bits bits = bits_of(rows, rows.kv.end() - 1);
@@ -140,7 +140,7 @@ class Consumer {
     if (rows.kv.count == 1) { release_q(); }
     make_scores(s, rows, rows.kv.end() - 1);
     exponentiate_first(s, softmax, rows);
-    pass_values_before(rows);
+    if (!passes_together) { pass_values(rows.passed_before); }
     shared_.v_full[v_.slot()].wait(v_.parity());
     round_p(p, s, bits);
   }
@@ -157,7 +157,7 @@ class Consumer {
     if constexpr (!starts_at_first_key(Variant::kMask)) {
       while (kv_tile > rows.kv.first) { step<Tile::kMasked>(out, p, softmax, rows, --kv_tile); }
     }
-    pass_keys_after(rows);
+    if (!passes_many(rows.passed_after)) { pass_keys(rows.passed_after); }
   }
 
   template <Tile kTile>
@@ -174,39 +174,38 @@ class Consumer {
     if (kv_tile == rows.kv.first) { release_q(); }
     make_scores(s, rows, kv_tile);
     if constexpr (kTile == Tile::kMasked) { apply_mask(s, rows, kv_tile); }
-    const bool corrects = softmax.exponentiate<kTile>(s, correction);
-    pin(s);
-    wait_for_next_v();
+    // A wait ends a basic block, within which ptxas moves exponentials and rounding as it likes.
+    if constexpr (Variant::kRoundsBesideExponentials) { wait_for_next_v(); }
+    const bool corrects = softmax.follow(s, correction);
+    if constexpr (!Variant::kRoundsBesideExponentials) {
+      softmax.exponentiate(s);
+      pin(s);
+      wait_for_next_v();
+    }
     finish_out(out, p);
     if (corrects) { correct_rows(out, correction); }
+    if constexpr (Variant::kRoundsBesideExponentials) { softmax.exponentiate(s); }
     round_p(p, s, bits);
   }
 
-  // From `rows` to `next`: the last product of the one, the first scores of the other, which see at most the first
-  // kKeys keys of their tile. P V is not cut as S is: at keys that a row does not see 0 V is not 0 where V is not
-  // finite, and so its bits would depend on the rows beside it.
-  template <int kKeys>
+  // From `rows` to `next`: the last product of the one, the first scores of the other.
   __device__ __forceinline__ void cross(Output& out, PackedScores& p, OnlineSoftmax& softmax, const Rows& rows,
                                         const Rows& next) {
     Scores s;
-    auto& seen = reinterpret_cast<float (&)[kKeys / 2]>(s);
-    pass_keys_before(next);
+    pass_keys(next.passed_before);
     wait_for_k();
-    issue_s(seen);
+    issue_s(s);
     issue_out(out, p);
     const Bits bits = bits_of(next, next.kv.end() - 1);
     wait_products<1>();  // S
-    finish_s(seen);
-    make_scores(seen, next, next.kv.end() - 1);
-#pragma unroll
-    for (int i = kKeys / 2; i < kScoreRegisters; ++i) { s[i] = -INFINITY; }
+    finish_s(s);
+    make_scores(s, next, next.kv.end() - 1);
     OnlineSoftmax next_softmax(params_.score.scale_log2);
     exponentiate_first(s, next_softmax, next);
     pin(s);
     wait_for_next_v();
     finish_out(out, p);
-    pass_values_after(rows);
-    pass_values_before(next);
+    pass_values(rows.passed_after + next.passed_before);
     store(out, softmax, rows, q_.previous());
     softmax = next_softmax;
     clear(out);
@@ -220,59 +219,53 @@ class Consumer {
     if (rows.kv.count > 0) {
       issue_out(out, p);
       finish_out(out, p);
-      pass_values_after(rows);
-      if (passes_many(rows.passed_after)) { pass_tiles(rows.passed_after - kPassedWhileBusy); }
+      if (passes_many(rows.passed_after)) {
+        pass_tiles(rows.passed_after);
+      } else {
+        pass_values(rows.passed_after);
+      }
     }
     store(out, softmax, rows, slot_of_rows);
   }
 
+  // While the last V of some rows is still in use, K of the tiles passed over behind theirs and before those of the next
+  // rows are released, and the one that is used is waited for. The loader, which brings two tiles of K before it needs a
+  // place for their V, has that many left beside the one in use (docs/forward.md, "No wait can hang"). Without a window
+  // no more tiles are passed over than the rows of the other warpgroups have keys.
+  static __device__ __forceinline__ constexpr bool passes_many(int tiles) {
+    return Variant::kMask == MaskKind::kWindow && tiles >= Variant::kStages;
+  }
+  static __device__ __forceinline__ constexpr bool may_cross(const Rows& rows, const Rows& next) {
+    return Variant::kMask != MaskKind::kWindow || rows.passed_after + next.passed_before <= Variant::kStages;
+  }
+  static_assert(ceil_div(Variant::kQuery - kWarpgroupRows, Variant::kKey) <= Variant::kStages);
+
   __device__ __forceinline__ void pass_tiles(int count) {
 #pragma unroll 1
     for (int i = 0; i < count; ++i) {
-      pass(shared_.k_full, shared_.k_empty, k_);
-      pass(shared_.v_full, shared_.v_empty, v_);
+      pass_keys(1);
+      pass_values(1);
     }
   }
-
-  // A warpgroup's rows see at each end at most one KV tile less than the others' of their tile, if any, but where a
-  // chunk ends between them. So while the V of the rows before is still in use, one tile of K is passed over behind
-  // theirs and one before that of the next, and the loader brings both, and the one that is used, without waiting for
-  // that V.
-  static constexpr int kPassedWhileBusy = 1;
-  static __device__ __forceinline__ constexpr bool passes_many(int tiles) {
-    return Variant::kMask == MaskKind::kWindow && tiles > kPassedWhileBusy;
-  }
-  static_assert(Variant::kQuery - kWarpgroupRows <= kPassedWhileBusy * Variant::kKey);
-
-  __device__ __forceinline__ void pass_keys_before(const Rows& rows) {
-    if (rows.passed_before > 0) { pass(shared_.k_full, shared_.k_empty, k_); }
-  }
-  __device__ __forceinline__ void pass_values_before(const Rows& rows) {
-    if (rows.passed_before > 0) { pass(shared_.v_full, shared_.v_empty, v_); }
-  }
-  __device__ __forceinline__ void pass_keys_after(const Rows& rows) {
-    if (rows.passed_after > 0) { pass(shared_.k_full, shared_.k_empty, k_); }
-  }
-  __device__ __forceinline__ void pass_values_after(const Rows& rows) {
-    if (rows.passed_after > 0) { pass(shared_.v_full, shared_.v_empty, v_); }
-  }
+  __device__ __forceinline__ void pass_keys(int count) { pass(shared_.k_full, shared_.k_empty, k_, count); }
+  __device__ __forceinline__ void pass_values(int count) { pass(shared_.v_full, shared_.v_empty, v_, count); }
 
   // Having waited for a tile, so that none is released twice in one pass of the ring.
   template <typename Full, typename Empty>
-  __device__ __forceinline__ void pass(Full& full, Empty& empty, RingIndex<Variant::kStages>& ring) const {
-    full[ring.slot()].wait(ring.parity());
-    arrive_once(empty[ring.slot()]);
-    ring = ring.next();
+  __device__ __forceinline__ void pass(Full& full, Empty& empty, RingIndex<Variant::kStages>& ring, int count) const {
+#pragma unroll 1
+    for (; count > 0; --count) {
+      full[ring.slot()].wait(ring.parity());
+      arrive_once(empty[ring.slot()]);
+      ring = ring.next();
+    }
   }
 
-  // Long before its product, because a wait ends a basic block: ptxas would move the exponentials before it behind the
-  // wait for P V, which is to run at the same time.
   __device__ __forceinline__ void wait_for_next_v() const { shared_.v_full[v_.next().slot()].wait(v_.next().parity()); }
 
   __device__ __forceinline__ void wait_for_k() const { shared_.k_full[k_.slot()].wait(k_.parity()); }
 
-  template <int kRegisters>
-  __device__ __forceinline__ void issue_s(float (&s)[kRegisters]) {
+  __device__ __forceinline__ void issue_s(Scores& s) {
     multiply<Element, Variant::kQkDim>(s, QueryRows(descriptor_of_(shared_.q[q_.slot()]), consumer_ * kWarpgroupRows),
                                        KeyRows(descriptor_of_(shared_.k[k_.slot()])));
   }
@@ -281,8 +274,7 @@ class Consumer {
     multiply_add<Element>(out, p, KeySum(descriptor_of_(shared_.v[v_.slot()])));
   }
 
-  template <int kRegisters>
-  __device__ __forceinline__ void finish_s(float (&s)[kRegisters]) {
+  __device__ __forceinline__ void finish_s(Scores& s) {
     pin(s);
     arrive_once(shared_.k_empty[k_.slot()]);
     k_ = k_.next();
@@ -322,7 +314,8 @@ class Consumer {
     } else if constexpr (Score::kDrops) {
       int thread = thread_;
       forget(thread);  // no register for addresses that every step has in common
-      return Bits(params_.dropout, bits_of_head(), rows.first_position, kv_tile * Variant::kKey, thread);
+      const uint8_t* row = Bits::row_of(params_.dropout, bits_of_head(), rows.first_position, thread);
+      return Bits(params_.dropout, row, kv_tile * Variant::kKey);
     } else {
       return {};
     }
@@ -338,9 +331,8 @@ class Consumer {
     if constexpr (Variant::kOutputInValues) { shared_.q_empty[q_.slot()].arrive(); }
   }
 
-  // Products of the rows with keys of a KV tile, from its first on, become scores.
-  template <int kRegisters>
-  __device__ __forceinline__ void make_scores(float (&s)[kRegisters], const Rows& rows, int kv_tile) const {
+  // Products of the rows with the keys of a KV tile become scores.
+  __device__ __forceinline__ void make_scores(Scores& s, const Rows& rows, int kv_tile) const {
     if constexpr (Score::kHasSlope) {
       QueryBias bias;
 #pragma unroll
@@ -361,7 +353,8 @@ class Consumer {
     const Range whole = rows.kv_seen_whole(params_);
     const bool hides_first = !starts_at_first_key(Variant::kMask) && kv_tile < whole.first;
     if (kv_tile >= whole.end() || hides_first) { apply_mask(s, rows, kv_tile); }  // not in `whole`
-    softmax.exponentiate<Tile::kMasked>(s, correction);
+    softmax.follow(s, correction);
+    softmax.exponentiate(s);
   }
 
   __device__ __forceinline__ void apply_mask(Scores& s, const Rows& rows, int kv_tile) const {

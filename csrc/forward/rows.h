@@ -9,13 +9,17 @@
 
 namespace dash_attn::forward {
 
+// Warpgroups that have rows of the tile with this end.
+__device__ __forceinline__ int warpgroups_with_rows(const KernelParams& params, int end) {
+  return ceil_div(end - params.scheduler.first_position(end), params.scheduler.positions_in(kWarpgroupRows));
+}
+
 // KV tiles that some row of a query tile sees: those that are loaded for it.
 template <typename Variant>
 __device__ __forceinline__ Range kv_tiles_of_query_tile(const KernelParams& params, const Sequence& sequence, int end) {
   // The last warpgroup that has rows computes all its 64, which reach into the next tile where this one is short.
-  const int positions = params.scheduler.positions_of(kWarpgroupRows);
   const int first = params.scheduler.first_position(end);
-  const int computed = first + ceil_div(end - first, positions) * positions;
+  const int computed = first + warpgroups_with_rows(params, end) * params.scheduler.positions_in(kWarpgroupRows);
   return Variant::grid(sequence, params.window).kv_tiles_of_queries(first, computed);
 }
 
@@ -45,7 +49,6 @@ struct WarpgroupRows {
   Sequence sequence;
   int first_position;  // behind the sequence where the tile has fewer rows
   Range kv;            // KV tiles that some of them see, walked from the last to the first
-  bool half_first;     // of the KV tile that comes first they see no key of the second half
   int passed_before;   // KV tiles that are loaded before those, for other rows of the tile
   int passed_after;    // and after those
   std::conditional_t<Variant::Score::kHasSlope, RowSlopes, NoSlopes> slopes;
@@ -62,15 +65,13 @@ struct WarpgroupRows {
     kv = grid(params).kv_tiles_of_queries(first_position, end_position(params));
     if (!exist) { first_position = sequence.seqlen_q; }
     if (!exist || kv.count == 0) { kv = {of_tile.first, 0}; }
-    const int keys_end = mask(params).keys_of(last_position(params)).end();
-    half_first = keys_end - (kv.end() - 1) * Variant::kKey <= Variant::kKey / 2;
     passed_before = of_tile.end() - kv.end();
     passed_after = kv.first - of_tile.first;
   }
 
   // Position of the first row of a warpgroup of the tile, of which it may be the end.
   static __device__ __forceinline__ int first_row(const KernelParams& params, int end, int consumer) {
-    return params.scheduler.first_position(end) + params.scheduler.positions_of(consumer * kWarpgroupRows);
+    return params.scheduler.first_position(end) + params.scheduler.positions_in(consumer * kWarpgroupRows);
   }
 
   // KV tiles of which each row sees every key.
@@ -98,7 +99,7 @@ struct WarpgroupRows {
     return Variant::grid(sequence, params.window);
   }
   __device__ __forceinline__ int end_position(const KernelParams& params) const {
-    return first_position + params.scheduler.positions_of(kWarpgroupRows);
+    return first_position + params.scheduler.positions_in(kWarpgroupRows);
   }
 };
 

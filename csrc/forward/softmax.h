@@ -21,8 +21,6 @@ __device__ __forceinline__ float across_row(float x, Operation operation) {
   return operation(x, __shfl_xor_sync(0xffffffff, x, 2));
 }
 
-enum class Tile { kUnmasked, kMasked };
-
 // Minus zero: multiplies sums of nothing as zero does, and is no power of two.
 constexpr float kNothingSummed = -0.f;
 
@@ -30,14 +28,15 @@ class OnlineSoftmax {
  public:
   explicit __device__ __forceinline__ OnlineSoftmax(float scale_log2) : scale_log2_(scale_log2) {}
 
-  // Scores become exp2(scale score - reference). `correction` is what earlier sums must be multiplied with,
-  // kNothingSummed where the row saw no key in earlier tiles; false means that it is 1 for every row of the warp.
+  // Has the reference follow the scores of a tile, before `exponentiate` and once for it. `correction` is what earlier
+  // sums must be multiplied with, kNothingSummed where the row saw no key in earlier tiles; false means that it is 1 for
+  // every row of the warp.
   //
   // The reference is the largest score so far, or one up to kSlack below it: P up to 2^kSlack is as exact as P up to 1,
   // and after the first tiles few rows need a correction. Which do depends on the row alone.
-  template <Tile kTile, int kSize>
-  __device__ __forceinline__ bool exponentiate(float (&s)[kSize], RowStatistic& correction) {
-    RowStatistic largest = {s[0], s[2]}, offset;
+  template <int kSize>
+  __device__ __forceinline__ bool follow(const float (&s)[kSize], RowStatistic& correction) {
+    RowStatistic largest = {s[0], s[2]};
     bool corrects = false;
 #pragma unroll
     for (int i = 0; i < kSize; ++i) { largest[row_of(i)] = fmaxf(largest[row_of(i)], s[i]); }
@@ -48,19 +47,25 @@ class OnlineSoftmax {
       // True for the first score, and for NaN.
       const bool moves = !(largest[row] - reference_[row] <= kSlack);
       const float reference = moves ? largest[row] : reference_[row];
-      // A row that has seen no key yet.
-      offset[row] = kTile == Tile::kMasked && reference == -INFINITY ? 0.f : reference;
-      correction[row] = reference_[row] == -INFINITY ? kNothingSummed : ptx::exp2_approx(reference_[row] - offset[row]);
+      // Of a row that has seen no key yet, or whose scores so far are all -inf, P is 0.
+      offset_[row] = reference == -INFINITY ? 0.f : reference;
+      correction[row] =
+          reference_[row] == -INFINITY ? kNothingSummed : ptx::exp2_approx(reference_[row] - offset_[row]);
       reference_[row] = reference;
       sum_[row] *= correction[row];
       corrects |= moves;
     }
+    return __any_sync(0xffffffff, corrects);
+  }
+
+  // Scores become P = exp2(scale score - reference), and P is summed.
+  template <int kSize>
+  __device__ __forceinline__ void exponentiate(float (&s)[kSize]) {
 #pragma unroll
     for (int i = 0; i < kSize; ++i) {
-      s[i] = ptx::exp2_approx(fmaf(s[i], scale_log2_, -offset[row_of(i)]));
+      s[i] = ptx::exp2_approx(fmaf(s[i], scale_log2_, -offset_[row_of(i)]));
       sum_[row_of(i)] += s[i];
     }
-    return __any_sync(0xffffffff, corrects);
   }
 
   // After the last tile: what the output must be multiplied with, and the log-sum-exp. A sink, of the row's head, is a
@@ -90,6 +95,7 @@ class OnlineSoftmax {
 
   float scale_log2_;
   RowStatistic reference_ = {-INFINITY, -INFINITY};
+  RowStatistic offset_;              // the reference, or 0 where it is -inf
   RowStatistic sum_ = {0.f, 0.f};  // of the elements that this thread holds
 };
 

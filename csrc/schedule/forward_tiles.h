@@ -9,6 +9,7 @@
 #include "../host_device.h"
 #include "mask.h"
 #include "sequences.h"
+#include "tile_grid.h"
 
 namespace dash_attn::forward {
 
@@ -73,7 +74,7 @@ struct QueryTileScheduler {
     return make_tile(query_tiles - 1 - within / groups, first_group + within % groups);
   }
 
-  DASH_HOST_DEVICE constexpr int positions_of(int rows) const { return rows >> group_shift; }
+  DASH_HOST_DEVICE constexpr int positions_in(int rows) const { return rows >> group_shift; }
   // First position of the tile that ends where `end` says.
   DASH_HOST_DEVICE constexpr int first_position(int end) const { return max_int(0, end - tile_positions); }
   // Where the next tile begins, or would.
@@ -140,6 +141,46 @@ struct ForwardProblem {
 
 constexpr int64_t num_tiles(QueryTileScheduler const& s) { return int64_t{s.batch} * s.head_groups * s.query_tiles; }
 
+// A tile of one, two and three warpgroups' rows, in thousandths of the last: measured at head_dim 128.
+inline constexpr int kCostOfWarpgroups[] = {527, 755, 1000};
+inline constexpr int kWarpgroupRowsOfTile = 64;
+
+// About how long the tiles of all heads take, at `rows` a tile: in thousandths of a KV tile's step, and a step for what
+// a query tile has besides.
+constexpr int64_t estimated_time(ForwardProblem const& p, QueryTileScheduler const& s, int key, int rows) {
+  int const positions = s.positions_in(rows), seqlen = s.sequence.seqlen_q;
+  TileGrid const grid{{positions, key, 1}, p.mask};
+  auto const steps_at = [&](int first) {
+    return 1 + grid.kv_tiles_of_queries(first, min_int(seqlen, first + positions)).count;
+  };
+  int const last = max_int(0, seqlen - positions);
+  int64_t const heads = int64_t{s.batch} * s.head_groups;
+  int64_t const longest = max_int(steps_at(last / 2), steps_at(last));  // in the middle of a window
+  int64_t const mean_times_4 = steps_at(0) + 2 * steps_at(last / 2) + steps_at(last);
+  int const cost = kCostOfWarpgroups[rows / kWarpgroupRowsOfTile - 1];
+  int const whole = seqlen / positions, rest = seqlen % positions;
+  int const cost_of_rest = rest == 0 ? 0 : kCostOfWarpgroups[(rest - 1) / s.positions_in(kWarpgroupRowsOfTile)];
+  if (!s.longest_first && rest == 0) return (heads * whole + p.ctas - 1) / p.ctas * longest * cost;
+  int64_t const mean_share = heads * (int64_t{whole} * cost + cost_of_rest) * mean_times_4 / (4 * p.ctas);
+  int64_t const one = longest * (whole > 0 ? cost : cost_of_rest);
+  // Tiles of one length end anywhere within the last.
+  return s.longest_first ? (mean_share > one ? mean_share : one) : mean_share + one / 2;
+}
+
+// Rows of a query tile: those of all three warpgroups, or of fewer where that leaves CTAs idle or unlike in work. Not of
+// two, of which one alone is slow.
+constexpr int rows_of_tile(ForwardProblem const& p, QueryTileScheduler const& s, TileShape const& tile) {
+  constexpr int kMostWarpgroups = sizeof(kCostOfWarpgroups) / sizeof(int), kManyTilesOfCta = 16;
+  if (tile.query != kMostWarpgroups * kWarpgroupRowsOfTile || s.sequence.seqlen_q == 0) return tile.query;
+  int64_t const tiles = int64_t{s.batch} * s.head_groups * ceil_div(s.sequence.seqlen_q, s.positions_in(tile.query));
+  if (tiles >= int64_t{kManyTilesOfCta} * p.ctas) return tile.query;
+  int best = tile.query;
+  for (int rows = tile.query - kWarpgroupRowsOfTile; rows > 0; rows -= kWarpgroupRowsOfTile) {
+    if (estimated_time(p, s, tile.key, rows) < estimated_time(p, s, tile.key, best)) best = rows;
+  }
+  return best;
+}
+
 // num_tiles(scheduler) must fit.
 constexpr QueryTileScheduler make_scheduler(ForwardProblem const& p) {
   TileShape const tile = forward_tile_shape(padded_head_dims(p.head_dims.qk, p.head_dims.v));
@@ -152,11 +193,11 @@ constexpr QueryTileScheduler make_scheduler(ForwardProblem const& p) {
   s.group_shift =
       from_first_query ? 0 : packed_heads_shift(group_size, s.sequence.seqlen_q, tile.query, kMostPackedHeads);
   int const packed = 1 << s.group_shift;
-  s.tile_positions = tile.query / packed;
-  s.query_tiles = ceil_div(s.sequence.seqlen_q, s.tile_positions);
   s.groups_per_kv = group_size / packed;
   s.head_groups = p.heads / packed;
   s.longest_first = p.mask.kind != MaskKind::kFull;
+  s.tile_positions = s.positions_in(rows_of_tile(p, s, tile));
+  s.query_tiles = ceil_div(s.sequence.seqlen_q, s.tile_positions);
   int64_t const tiles = num_tiles(s);
   s.num_tiles = static_cast<int>(tiles);
   int const ctas = tiles < p.ctas ? s.num_tiles : p.ctas;
