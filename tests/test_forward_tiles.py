@@ -103,6 +103,15 @@ def test_few_tiles_are_even_too():
     assert tiles.takes_tiles and longest_share(tiles) <= 34 / (256 * 16.83 / SMS)
 
 
+@pytest.mark.parametrize("heads, seqlen, causal, rows", [
+    (8, 2048, False, 128), (8, 2048, True, 64), (8, 4096, True, 128), (8, 8192, True, 192), (16, 16384, False, 192),
+])  # fmt: skip
+def test_where_tiles_are_few_they_have_fewer_rows(heads, seqlen, causal, rows):
+    """What was fastest of 64, 128 and 192 rows on an H200 (docs/engineering_log.md, section 35)."""
+    shape = dict(batch=1, heads=heads, kv_heads=heads, head_dim=128, causal=causal, sms=SMS)
+    assert ForwardTiles(seqlen_q=seqlen, seqlen_k=seqlen, **shape).tile_positions == rows
+
+
 def test_longest_first_within_a_lot():
     heads = dict(heads=16, kv_heads=16, head_dim=128)
     tiles = ForwardTiles(batch=2, seqlen_q=8192, seqlen_k=8192, **heads, causal=True, sms=SMS)

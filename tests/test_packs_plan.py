@@ -334,8 +334,9 @@ def test_every_query_is_in_one_tile_of_the_forward(arguments):
 def check_forward_room(arguments):
     pack = ForwardPack(**arguments)
     total = sum(q for q, _ in arguments["lengths"]) + arguments["rows_outside"][0]
-    positions = _schedule.forward_tile_shape(**dims_of(arguments))[0] // (arguments["heads"] // pack.head_groups)
-    assert pack.totals["units"] <= pack.most["units"] <= total // positions + len(arguments["lengths"])
+    rows = pack.tile_positions * (arguments["heads"] // pack.head_groups)
+    assert rows % 64 == 0 and rows <= _schedule.forward_tile_shape(**dims_of(arguments))[0]
+    assert pack.totals["units"] <= pack.most["units"] <= total // pack.tile_positions + len(arguments["lengths"])
 
 
 @settings(max_examples=300, deadline=None)

@@ -196,6 +196,8 @@ inline void bind_packs(py::module_& m) {
            py::arg("drops") = false)
       .def_property_readonly("num_tiles", &ForwardPack::num_tiles)
       .def_property_readonly("head_groups", [](ForwardPack const& pack) { return pack.rule.scheduler.head_groups; })
+      .def_property_readonly("tile_positions",
+                             [](ForwardPack const& pack) { return pack.rule.scheduler.tile_positions; })
       .def("tile", &ForwardPack::tile, py::arg("place"),
            "(sequence, head group, first position, where the next tile begins).");
 }

@@ -98,6 +98,7 @@ inline void bind_masks_and_forward_tiles(py::module_& m) {
       .def_readonly("num_tiles", &ForwardTiles::num_tiles)
       .def_readonly("query_tiles", &ForwardTiles::query_tiles)
       .def_readonly("head_groups", &ForwardTiles::head_groups)
+      .def_readonly("tile_positions", &ForwardTiles::tile_positions)
       .def_readonly("head_swizzle", &ForwardTiles::head_swizzle)
       .def_readonly("takes_tiles", &ForwardTiles::takes_tiles)
       .def("place", &ForwardTiles::place, py::arg("round"), py::arg("cta"), py::arg("ctas"),

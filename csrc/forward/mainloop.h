@@ -228,10 +228,10 @@ class Consumer {
     store(out, softmax, rows, slot_of_rows);
   }
 
-  // While the last V of some rows is still in use, K of the tiles passed over behind theirs and before those of the next
-  // rows are released, and the one that is used is waited for. The loader, which brings two tiles of K before it needs a
-  // place for their V, has that many left beside the one in use (docs/forward.md, "No wait can hang"). Without a window
-  // no more tiles are passed over than the rows of the other warpgroups have keys.
+  // While the last V of some rows is in use, K of the tiles passed over behind theirs and before those of the next rows
+  // is released, and the K that is used waited for. The loader brings two tiles of K before it needs a place for their
+  // V, and has all places but that one (docs/forward.md, "No wait can hang"). Without a window no more tiles are passed
+  // over than the rows of the other warpgroups have keys.
   static __device__ __forceinline__ constexpr bool passes_many(int tiles) {
     return Variant::kMask == MaskKind::kWindow && tiles >= Variant::kStages;
   }

@@ -28,9 +28,9 @@ class OnlineSoftmax {
  public:
   explicit __device__ __forceinline__ OnlineSoftmax(float scale_log2) : scale_log2_(scale_log2) {}
 
-  // Has the reference follow the scores of a tile, before `exponentiate` and once for it. `correction` is what earlier
-  // sums must be multiplied with, kNothingSummed where the row saw no key in earlier tiles; false means that it is 1 for
-  // every row of the warp.
+  // Has the reference follow the scores of a tile, once before they are exponentiated. `correction` is what earlier
+  // sums must be multiplied with, kNothingSummed where the row saw no key in earlier tiles; false means that it is 1
+  // for every row of the warp.
   //
   // The reference is the largest score so far, or one up to kSlack below it: P up to 2^kSlack is as exact as P up to 1,
   // and after the first tiles few rows need a correction. Which do depends on the row alone.

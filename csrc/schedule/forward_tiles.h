@@ -141,44 +141,44 @@ struct ForwardProblem {
 
 constexpr int64_t num_tiles(QueryTileScheduler const& s) { return int64_t{s.batch} * s.head_groups * s.query_tiles; }
 
-// A tile of one, two and three warpgroups' rows, in thousandths of the last: measured at head_dim 128.
+// How long a tile of one, two and three warpgroups' rows takes, in thousandths of the last, and how many KV tiles what
+// a query tile has besides counts for: measured at head_dim 128.
 inline constexpr int kCostOfWarpgroups[] = {527, 755, 1000};
-inline constexpr int kWarpgroupRowsOfTile = 64;
+inline constexpr int kWarpgroupRowsOfTile = 64, kStepsBesideKeys = 2;
 
-// About how long the tiles of all heads take, at `rows` a tile: in thousandths of a KV tile's step, and a step for what
-// a query tile has besides.
-constexpr int64_t estimated_time(ForwardProblem const& p, QueryTileScheduler const& s, int key, int rows) {
-  int const positions = s.positions_in(rows), seqlen = s.sequence.seqlen_q;
-  TileGrid const grid{{positions, key, 1}, p.mask};
-  auto const steps_at = [&](int first) {
-    return 1 + grid.kv_tiles_of_queries(first, min_int(seqlen, first + positions)).count;
-  };
-  int const last = max_int(0, seqlen - positions);
-  int64_t const heads = int64_t{s.batch} * s.head_groups;
-  int64_t const longest = max_int(steps_at(last / 2), steps_at(last));  // in the middle of a window
-  int64_t const mean_times_4 = steps_at(0) + 2 * steps_at(last / 2) + steps_at(last);
-  int const cost = kCostOfWarpgroups[rows / kWarpgroupRowsOfTile - 1];
-  int const whole = seqlen / positions, rest = seqlen % positions;
-  int const cost_of_rest = rest == 0 ? 0 : kCostOfWarpgroups[(rest - 1) / s.positions_in(kWarpgroupRowsOfTile)];
-  if (!s.longest_first && rest == 0) return (heads * whole + p.ctas - 1) / p.ctas * longest * cost;
-  int64_t const mean_share = heads * (int64_t{whole} * cost + cost_of_rest) * mean_times_4 / (4 * p.ctas);
-  int64_t const one = longest * (whole > 0 ? cost : cost_of_rest);
-  // Tiles of one length end anywhere within the last.
-  return s.longest_first ? (mean_share > one ? mean_share : one) : mean_share + one / 2;
+// About how long CTAs take for the tiles of `s` under the mask of `p`, in thousandths of a KV tile.
+constexpr int64_t estimated_time(ForwardProblem const& p, QueryTileScheduler const& s, int keys_of_tile) {
+  TileGrid const grid{{s.tile_positions, keys_of_tile, 1}, p.mask};
+  int64_t of_head = 0, longest = 0;
+  for (int i = 0; i < s.query_tiles; ++i) {
+    int const end = s.end_position(i), first = s.first_position(end);
+    int const warpgroups = ceil_div(end - first, s.positions_in(kWarpgroupRowsOfTile));
+    int64_t const steps = kStepsBesideKeys + grid.kv_tiles_of_queries(first, end).count;
+    int64_t const time = steps * kCostOfWarpgroups[warpgroups - 1];
+    of_head += time;
+    longest = longest > time ? longest : time;
+  }
+  int64_t const heads = int64_t{s.batch} * s.head_groups, share = heads * of_head / p.ctas;
+  if (s.longest_first) return share > longest ? share : longest;
+  bool const are_alike = of_head == longest * s.query_tiles;
+  return are_alike ? (heads * s.query_tiles + p.ctas - 1) / p.ctas * longest : share + longest / 2;
 }
 
-// Rows of a query tile: those of all three warpgroups, or of fewer where that leaves CTAs idle or unlike in work. Not of
-// two, of which one alone is slow.
-constexpr int rows_of_tile(ForwardProblem const& p, QueryTileScheduler const& s, TileShape const& tile) {
+// Gives `s` tiles of the rows of all three warpgroups, or of fewer where that would leave CTAs idle or some with more
+// work than others. Kernels of two keep both.
+constexpr void cut_into_tiles(ForwardProblem const& p, TileShape const& tile, QueryTileScheduler& s) {
   constexpr int kMostWarpgroups = sizeof(kCostOfWarpgroups) / sizeof(int), kManyTilesOfCta = 16;
-  if (tile.query != kMostWarpgroups * kWarpgroupRowsOfTile || s.sequence.seqlen_q == 0) return tile.query;
-  int64_t const tiles = int64_t{s.batch} * s.head_groups * ceil_div(s.sequence.seqlen_q, s.positions_in(tile.query));
-  if (tiles >= int64_t{kManyTilesOfCta} * p.ctas) return tile.query;
-  int best = tile.query;
+  auto const cut = [](QueryTileScheduler whole, int rows) {
+    whole.tile_positions = whole.positions_in(rows);
+    whole.query_tiles = ceil_div(whole.sequence.seqlen_q, whole.tile_positions);
+    return whole;
+  };
+  s = cut(s, tile.query);
+  if (tile.query != kMostWarpgroups * kWarpgroupRowsOfTile || num_tiles(s) >= int64_t{kManyTilesOfCta} * p.ctas) return;
   for (int rows = tile.query - kWarpgroupRowsOfTile; rows > 0; rows -= kWarpgroupRowsOfTile) {
-    if (estimated_time(p, s, tile.key, rows) < estimated_time(p, s, tile.key, best)) best = rows;
+    QueryTileScheduler const finer = cut(s, rows);
+    if (estimated_time(p, finer, tile.key) < estimated_time(p, s, tile.key)) s = finer;
   }
-  return best;
 }
 
 // num_tiles(scheduler) must fit.
@@ -196,8 +196,7 @@ constexpr QueryTileScheduler make_scheduler(ForwardProblem const& p) {
   s.groups_per_kv = group_size / packed;
   s.head_groups = p.heads / packed;
   s.longest_first = p.mask.kind != MaskKind::kFull;
-  s.tile_positions = s.positions_in(rows_of_tile(p, s, tile));
-  s.query_tiles = ceil_div(s.sequence.seqlen_q, s.tile_positions);
+  cut_into_tiles(p, tile, s);
   int64_t const tiles = num_tiles(s);
   s.num_tiles = static_cast<int>(tiles);
   int const ctas = tiles < p.ctas ? s.num_tiles : p.ctas;

@@ -1,0 +1,77 @@
+// The names of CUDA that the kernels' sources use without an include: before each of their files.
+#pragma once
+
+#include <algorithm>
+#include <bit>
+#include <cmath>
+#include <cstdint>
+
+#include "machine.h"
+
+#define __host__
+#define __device__
+#define __global__
+#define __forceinline__ inline
+#define __shared__
+#define __launch_bounds__(...)
+#define __grid_constant__
+
+struct Index {
+  struct OfThread {
+    operator unsigned() const { return emulator::machine->current; }
+  } x;
+};
+struct BlockIndex {
+  struct OfBlock {
+    operator unsigned() const { return emulator::machine->block; }
+  } x;
+};
+struct GridSize {
+  struct OfGrid {
+    operator unsigned() const { return emulator::machine->blocks_of_grid; }
+  } x;
+};
+inline Index threadIdx;
+inline BlockIndex blockIdx;
+inline GridSize gridDim;
+
+template <typename T>
+T shuffled(const char* operation, T value, int from) {
+  const auto given = emulator::machine->exchange(operation, value);
+  T result;
+  std::memcpy(&result, given[from], sizeof(T));
+  return result;
+}
+template <typename T>
+T __shfl_sync(unsigned, T value, int lane) {
+  return shuffled("shfl", value, lane);
+}
+template <typename T>
+T __shfl_xor_sync(unsigned, T value, int mask) {
+  return shuffled("shfl.xor", value, int(emulator::machine->current % 32) ^ mask);
+}
+inline bool __any_sync(unsigned, int value) {
+  const auto given = emulator::machine->exchange("vote", value);
+  bool any = false;
+  for (int lane = 0; lane < 32; ++lane) { any |= given[lane][0] & 0xffffffff; }
+  return any;
+}
+inline void __syncwarp() { emulator::machine->exchange("syncwarp", 0); }
+inline void __syncthreads() {
+  emulator::machine->meet(emulator::machine->all(), emulator::machine->threads(), "syncthreads");
+}
+
+inline float __fmul_rn(float a, float b) { return a * b; }  // compiled without contraction
+inline float __fdividef(float a, float b) { return a / b; }
+inline float __log2f(float x) { return std::log2(x); }
+inline uint32_t __float_as_uint(float x) { return std::bit_cast<uint32_t>(x); }
+inline float __uint_as_float(uint32_t x) { return std::bit_cast<float>(x); }
+template <typename T>
+T __ldg(const T* pointer) {
+  return *pointer;
+}
+inline int atomicAdd(int* address, int value) {
+  const int before = *address;
+  *address += value;
+  return before;
+}

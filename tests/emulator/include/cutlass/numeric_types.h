@@ -1,0 +1,27 @@
+#pragma once
+#include <bit>
+#include <cstdint>
+
+namespace cutlass {
+
+struct bfloat16_t {
+  uint16_t bits;
+
+  bfloat16_t() = default;
+  explicit bfloat16_t(float x) {
+    const uint32_t word = std::bit_cast<uint32_t>(x);
+    const bool is_nan = (word & 0x7fffffff) > 0x7f800000;
+    bits = uint16_t(is_nan ? 0x7fff : (word + 0x7fff + (word >> 16 & 1)) >> 16);
+  }
+  explicit operator float() const { return std::bit_cast<float>(uint32_t(bits) << 16); }
+};
+
+struct half_t {
+  _Float16 value;
+
+  half_t() = default;
+  explicit half_t(float x) : value(_Float16(x)) {}
+  explicit operator float() const { return float(value); }
+};
+
+}  // namespace cutlass

@@ -1,0 +1,162 @@
+"""The source of the forward kernels, compiled for the host and run on an emulated CTA (tests/emulator): its threads
+take turns in a random order, and who waits for what never comes is reported. No GPU is needed. What it cannot say:
+whether fences suffice, and how fast anything is."""
+
+import concurrent.futures
+import os
+import pathlib
+import shutil
+import subprocess
+
+import numpy as np
+import pytest
+
+ROOT = pathlib.Path(__file__).parents[1]
+EMULATOR = ROOT / "tests" / "emulator"
+ROWS = ("64", "96", "128", "192x128", "192", "256")
+# SMs, which decide how many rows a tile has and who computes it, and the order in which threads have their turns.
+MACHINES = ((1, 0), (3, 1), (132, 2))
+
+
+def emulated_source(csrc: pathlib.Path) -> pathlib.Path:
+    """A copy of the sources, in which what is PTX is the host's."""
+    shutil.copytree(EMULATOR / "overlay", csrc, dirs_exist_ok=True)
+    gemm = csrc / "device" / "gemm.h"
+    # Empty statements that hold values in registers: of x86 here.
+    gemm.write_text(gemm.read_text().replace('"+f"', '"+x"').replace('"=f"', '"=x"'))
+    return csrc
+
+
+def compile_forward(csrc: pathlib.Path, row: str, program: pathlib.Path) -> pathlib.Path:
+    compiler = shutil.which(os.environ.get("CXX", "c++"))
+    if compiler is None:
+        pytest.skip("no C++ compiler is on this machine")
+    flags = ["-O2", "-std=c++20", "-ffp-contract=off", "-include", EMULATOR / "cuda_names.h"]
+    flags += [f"-I{folder}" for folder in (EMULATOR, EMULATOR / "include", csrc)] + [f"-DEMULATED_DIMS=Dims{row}"]
+    subprocess.run([compiler, *flags, EMULATOR / "forward.cpp", "-o", program], check=True)
+    return program
+
+
+@pytest.fixture(scope="module")
+def programs(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("forward")
+    csrc = emulated_source(shutil.copytree(ROOT / "csrc", folder / "csrc"))
+    with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
+        found = pool.map(lambda row: (row, compile_forward(csrc, row, folder / f"forward_{row}")), ROWS)
+        return dict(found)
+
+
+def run(program, **call) -> subprocess.CompletedProcess:
+    arguments = [f"{name}={value}" for name, value in call.items()]
+    return subprocess.run([program, *arguments], capture_output=True, text=True, timeout=600)
+
+
+def check(program, **call):
+    """Right, and the same bits on every machine."""
+    with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
+        results = list(pool.map(lambda machine: run(program, **call, sms=machine[0], seed=machine[1]), MACHINES))
+    for (sms, seed), result in zip(MACHINES, results):
+        assert result.returncode == 0, f"{call}, {sms} SMs, seed {seed}: {result.stdout}{result.stderr}"
+    assert len({result.stdout for result in results}) == 1, call
+
+
+# With a large scale the reference of a row moves after its first KV tile.
+LENGTHS = [dict(seqlen_q=300, scale=2), dict(seqlen_q=65, seqlen_k=333), dict(seqlen_q=257, seqlen_k=100)]
+
+
+@pytest.mark.parametrize("row", ROWS)
+@pytest.mark.parametrize("mask", ["full", "causal"])
+@pytest.mark.parametrize("lengths", LENGTHS, ids=str)
+def test_dense_masks(programs, row, mask, lengths):
+    check(programs[row], mask=mask, heads=2, **lengths)
+
+
+# What is passed over at either end of a run of KV tiles: none, few, and more than are held at a time.
+WINDOWS = [
+    dict(left=63, right=0), dict(left=200, right=5), dict(left=0, right=0), dict(left=-1, right=150),
+    dict(left=100, right=0, chunk=257), dict(chunk=80), dict(right=0, chunk=400), dict(chunk=128),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("row", ROWS)
+@pytest.mark.parametrize("window", WINDOWS, ids=str)
+def test_windows_and_chunks(programs, row, window):
+    # So many heads that one SM has tiles of as many rows as there are.
+    check(programs[row], mask="window", seqlen_q=640, seqlen_k=700, heads=4, kv_heads=1, **window)
+
+
+@pytest.mark.parametrize("row", ROWS)
+@pytest.mark.parametrize("mask", [dict(mask="causal"), dict(mask="window", left=100, right=0, chunk=128)], ids=str)
+def test_packs(programs, row, mask):
+    check(programs[row], pack="130:250,5:400,200:0,0:7,64:64,1:129", heads=2, kv_heads=1, **mask)
+
+
+@pytest.mark.parametrize("row", ROWS)
+@pytest.mark.parametrize("score", ["sinks", "softcap", "slopes", "dropout"])
+@pytest.mark.parametrize("mask", [dict(mask="causal"), dict(mask="window", left=90, right=20)], ids=str)
+def test_scores(programs, row, score, mask):
+    check(programs[row], seqlen_q=200, seqlen_k=260, heads=2, **{score: 0.25 if score == "dropout" else 1}, **mask)
+
+
+@pytest.mark.parametrize("row", ["64", "128"])
+def test_heads_packed_into_a_tile(programs, row):
+    check(programs[row], mask="causal", batch=2, seqlen_q=20, seqlen_k=300, heads=16, kv_heads=2)
+
+
+@pytest.mark.parametrize("row, dims", [("64", (40, 24)), ("192x128", (136, 64)), ("256", (200, 248))], ids=str)
+def test_head_dims_between_rows_of_the_table(programs, row, dims):
+    check(programs[row], mask="causal", seqlen_q=150, head_dim=dims[0], value_head_dim=dims[1])
+
+
+@pytest.mark.parametrize("number", range(24))
+def test_products_of_features(programs, number):
+    random = np.random.default_rng(number)
+
+    def choose(*values):
+        return values[random.integers(len(values))]
+
+    call = dict(mask=choose("full", "causal", "window", "window"), dtype=choose("bf16", "fp16"))
+    if call["mask"] == "window":
+        call |= dict(left=choose(-1, 5, 64, 127, 333), right=choose(0, 0, 3, 150), chunk=choose(0, 0, 64, 100, 257))
+    call["kv_heads"] = choose(1, 2)
+    call["heads"] = call["kv_heads"] * choose(1, 2, 4)
+    if choose(True, False):
+        lengths = (f"{choose(1, 64, 130, 333)}:{choose(0, 1, 80, 250, 400)}" for _ in range(choose(1, 3)))
+        call["pack"] = ",".join(lengths)
+    else:
+        call |= dict(batch=choose(1, 2), seqlen_q=choose(1, 64, 129, 192, 300, 400), seqlen_k=choose(1, 80, 256, 400))
+    call |= choose({}, {}, dict(sinks=1), dict(slopes=1), dict(dropout=0.25))
+    check(programs[choose(*ROWS)], **call)
+
+
+NOBODY = "nobody can go on"
+FAULTS = [
+    # Reaching ahead where the loader needs the V in use first.
+    ("128", "forward/mainloop.h", "rows.passed_after + next.passed_before <= Variant::kStages", "true", NOBODY,
+     dict(mask="window", seqlen_q=700, chunk=128, heads=4, sms=1)),
+    # A K that is released before its product has completed.
+    ("64", "forward/mainloop.h", "    wait_products<1>();  // S\n    finish_s(s);\n    if (",
+     "    arrive_once(shared_.k_empty[k_.slot()]);\n    wait_products<1>();\n    pin(s);\n    k_ = k_.next();\n    if (", "",
+     dict(seqlen_q=1000)),
+    # A place of Q that is never given back.
+    ("64", "forward/store.h", "        shared_.q_empty[q_.slot()].arrive();", "", NOBODY, dict(seqlen_q=900, sms=1)),
+    # A sum that does not follow its reference.
+    ("128", "forward/softmax.h", "      sum_[row] *= correction[row];\n", "", "", dict(seqlen_q=300, scale=2)),
+    # Keys one too many.
+    ("256", "forward/mainloop.h", "fragment_column(0, i) >= end - column", "fragment_column(0, i) > end - column", "",
+     dict(mask="causal", seqlen_q=100)),
+    # P that changes while its product reads it.
+    ("192", "forward/mainloop.h", "    finish_out(out, p);\n    if (corrects)",
+     "    round_p(p, s, bits);\n    finish_out(out, p);\n    if (corrects)", "a register changed", dict(seqlen_q=300)),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("row, file, right, wrong, message, call", FAULTS, ids=range(len(FAULTS)))
+def test_faults_are_found(tmp_path, row, file, right, wrong, message, call):
+    csrc = shutil.copytree(ROOT / "csrc", tmp_path / "csrc")
+    source = (csrc / file).read_text()
+    assert source.count(right) == 1
+    (csrc / file).write_text(source.replace(right, wrong))
+    program = compile_forward(emulated_source(csrc), row, tmp_path / "forward")
+    results = [run(program, **{"sms": 2, **call, "seed": seed}) for seed in range(4)]
+    assert any(result.returncode != 0 and message in result.stdout for result in results), results
