@@ -136,8 +136,8 @@ FAULTS = [
      dict(mask="window", seqlen_q=700, chunk=128, heads=4, sms=1)),
     # A K that is released before its product has completed.
     ("64", "forward/mainloop.h", "    wait_products<1>();  // S\n    finish_s(s);\n    if (",
-     "    arrive_once(shared_.k_empty[k_.slot()]);\n    wait_products<1>();\n    pin(s);\n    k_ = k_.next();\n    if (",
-     "", dict(seqlen_q=1000)),
+     "    arrive_once(shared_.k_empty[k_.slot()]);\n    wait_products<1>();\n    pin(s), k_ = k_.next();\n    if (", "",
+     dict(seqlen_q=1000)),
     # A place of Q that is never given back.
     ("64", "forward/store.h", "        shared_.q_empty[q_.slot()].arrive();", "", NOBODY, dict(seqlen_q=900, sms=1)),
     # A sum that does not follow its reference.
