@@ -73,6 +73,7 @@ class Machine {
     std::vector<Product> open;                 // and not yet
     std::unordered_map<const float*, std::shared_ptr<std::vector<float>>> sums;  // of those, by accumulator
     std::vector<std::function<void()>> stores;                                   // bulk operations
+    std::vector<std::function<void()>> writes;  // to shared memory, which TMA does not see before a fence
   };
 
   explicit Machine(unsigned seed) : random_(seed), is_lazy_(seed % 2) {}

@@ -28,7 +28,12 @@ void bulk_wait_read() {
   for (const auto& store : stores) { store(); }
   stores.clear();
 }
-inline void fence_async_shared() {}
+inline void fence_async_shared() {
+  auto& writes = emulator::machine->self().writes;
+  for (const auto& write : writes) { write(); }
+  writes.clear();
+  emulator::machine->wrote_shared();
+}
 
 // Matrix i's row r is at the address of lane 8 i + r; lane l has elements 2 (l % 4) and the next of row l / 4.
 inline void store_matrix(uint32_t row, const uint32_t (&m)[4]) {
@@ -36,9 +41,9 @@ inline void store_matrix(uint32_t row, const uint32_t (&m)[4]) {
   const int lane = int(emulator::machine->current % emulator::kWarpLanes);
   for (int i = 0; i < 4; ++i) {
     const auto address = uint32_t(given[8 * i + lane / 4][0]) + 4 * (lane % 4);
-    std::memcpy(emulator::shared_at(address, 4), &m[i], 4);
+    emulator::machine->self().writes.push_back(
+        [address, value = m[i]] { std::memcpy(emulator::shared_at(address, 4), &value, 4); });
   }
-  emulator::machine->wrote_shared();
 }
 
 void store_matrix_transposed(uint32_t row, const uint32_t (&m)[4]);
