@@ -5,6 +5,7 @@ whether registers are fenced before products, and how fast anything is."""
 import concurrent.futures
 import os
 import pathlib
+import platform
 import shutil
 import subprocess
 
@@ -15,7 +16,7 @@ ROOT = pathlib.Path(__file__).parents[1]
 EMULATOR = ROOT / "tests" / "emulator"
 ROWS = ("64", "96", "128", "192x128", "192", "256")
 # SMs, which decide how many rows a tile has and who computes it, and the order in which threads have their turns.
-MACHINES = ((1, 0), (3, 1), (132, 2))
+MACHINES = ((1, 0), (1, 1), (3, 1), (132, 2))
 
 
 def emulated_source(csrc: pathlib.Path) -> pathlib.Path:
@@ -29,8 +30,8 @@ def emulated_source(csrc: pathlib.Path) -> pathlib.Path:
 
 def compile_forward(csrc: pathlib.Path, row: str, program: pathlib.Path) -> pathlib.Path:
     compiler = shutil.which(os.environ.get("CXX", "c++"))
-    if compiler is None:
-        pytest.skip("no C++ compiler is on this machine")
+    if compiler is None or platform.machine() != "x86_64":
+        pytest.skip("no C++ compiler for x86-64 is on this machine")
     flags = ["-O2", "-std=c++20", "-ffp-contract=off", "-include", EMULATOR / "cuda_names.h"]
     flags += [f"-I{folder}" for folder in (EMULATOR, EMULATOR / "include", csrc)] + [f"-DEMULATED_DIMS=Dims{row}"]
     subprocess.run([compiler, *flags, EMULATOR / "forward.cpp", "-o", program], check=True)
@@ -75,6 +76,8 @@ def test_dense_masks(programs, row, mask, lengths):
 WINDOWS = [
     dict(left=63, right=0), dict(left=200, right=5), dict(left=0, right=0), dict(left=-1, right=150),
     dict(left=100, right=0, chunk=257), dict(chunk=80), dict(right=0, chunk=400), dict(chunk=128),
+    # A chunk that ends between warpgroups, with as many tiles behind it as there are places, and more.
+    dict(seqlen_q=656, seqlen_k=640, chunk=240), dict(seqlen_q=768, seqlen_k=768, chunk=320, heads=2),
 ]  # fmt: skip
 
 
@@ -82,7 +85,21 @@ WINDOWS = [
 @pytest.mark.parametrize("window", WINDOWS, ids=str)
 def test_windows_and_chunks(programs, row, window):
     # So many heads that one SM has tiles of as many rows as there are.
-    check(programs[row], mask="window", seqlen_q=640, seqlen_k=700, heads=4, kv_heads=1, **window)
+    check(programs[row], **dict(mask="window", seqlen_q=640, seqlen_k=700, heads=4, kv_heads=1) | window)
+
+
+@pytest.mark.parametrize("row", ROWS)
+@pytest.mark.parametrize("mask", ["full", "causal"])
+@pytest.mark.parametrize("first_key", [0, 240])
+def test_scores_of_minus_infinity(programs, row, mask, first_key):
+    """Of a whole KV tile, which rows see: the first that is walked, and one between others."""
+    check(programs[row], mask=mask, seqlen_q=500, infinite_key=first_key, infinite_keys=128)
+
+
+@pytest.mark.parametrize("row", ROWS)
+def test_values_in_tiles_that_rows_do_not_see(programs, row):
+    """They are NaN, and leave no trace in rows that see no key of their tiles."""
+    check(programs[row], mask="causal", seqlen_q=300, seqlen_k=300, nan_value=256, nan_values=44)
 
 
 @pytest.mark.parametrize("row", ROWS)
@@ -129,24 +146,33 @@ def test_products_of_features(programs, number):
     check(programs[choose(*ROWS)], **call)
 
 
-NOBODY = "nobody can go on"
+NOBODY, WRONG = "nobody can go on", " is "
 FAULTS = [
     # Reaching ahead where the loader needs the V in use first.
     ("128", "forward/mainloop.h", "rows.passed_after + next.passed_before <= Variant::kStages", "true", NOBODY,
      dict(mask="window", seqlen_q=700, chunk=128, heads=4, sms=1)),
+    # Tiles that are passed over before their V, however many.
+    ("128", "forward/mainloop.h", "tiles >= Variant::kStages", "false", NOBODY,
+     dict(mask="window", seqlen_q=768, chunk=320, heads=2, sms=1)),
+    ("128", "forward/mainloop.h", "tiles >= Variant::kStages", "tiles > Variant::kStages", NOBODY,
+     dict(mask="window", seqlen_q=656, seqlen_k=640, chunk=240, heads=4, sms=1)),
     # A K that is released before its product has completed.
     ("64", "forward/mainloop.h", "    wait_products<1>();  // S\n    finish_s(s);\n    if (",
-     "    arrive_once(shared_.k_empty[k_.slot()]);\n    wait_products<1>();\n    pin(s), k_ = k_.next();\n    if (", "",
-     dict(seqlen_q=1000)),
+     "    arrive_once(shared_.k_empty[k_.slot()]);\n    wait_products<1>();\n    pin(s), k_ = k_.next();\n    if (",
+     WRONG, dict(seqlen_q=1000)),
     # A place of Q that is never given back.
     ("64", "forward/store.h", "        shared_.q_empty[q_.slot()].arrive();", "", NOBODY, dict(seqlen_q=900, sms=1)),
     # A sum that does not follow its reference.
-    ("128", "forward/softmax.h", "      sum_[row] *= correction[row];\n", "", "", dict(seqlen_q=300, scale=2)),
+    ("128", "forward/softmax.h", "      sum_[row] *= correction[row];\n", "", WRONG,
+     dict(seqlen_q=300, scale=2)),
+    # What a row summed before its first key is multiplied, not replaced.
+    ("128", "forward/softmax.h", "__float_as_uint(factor) == __float_as_uint(kNothingSummed)", "false", WRONG,
+     dict(mask="causal", seqlen_q=300, nan_value=256, nan_values=44)),
     # Keys one too many.
-    ("256", "forward/mainloop.h", "fragment_column(0, i) >= end - column", "fragment_column(0, i) > end - column", "",
+    ("256", "forward/mainloop.h", "(0, i) >= end - column", "(0, i) > end - column", WRONG,
      dict(mask="causal", seqlen_q=100)),
     # An output that TMA may not see yet.
-    ("64", "device/warp_roles.h", "  ptx::fence_async_shared();\n", "", "", dict(seqlen_q=64)),
+    ("64", "device/warp_roles.h", "  ptx::fence_async_shared();\n", "", WRONG, dict(seqlen_q=64)),
     # P that changes while its product reads it.
     ("192", "forward/mainloop.h", "    finish_out(out, p);\n    if (corrects)",
      "    round_p(p, s, bits);\n    finish_out(out, p);\n    if (corrects)", "a register changed", dict(seqlen_q=300)),

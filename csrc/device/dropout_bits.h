@@ -24,11 +24,12 @@ struct BitsView {
 };
 
 // Brings the bits of a tile to L2, by one thread, long before consumers load them.
-template <int kQueries, int kKeys>
-__device__ __forceinline__ void prefetch(const BitsView& view, const uint8_t* of_head, int first_query, int first_key) {
+template <int kKeys>
+__device__ __forceinline__ void prefetch(const BitsView& view, const uint8_t* of_head, int first_query, int end_query,
+                                         int first_key) {
   const int first_block = first_key / kBlockRows;
   const int key_blocks = min_int(num_blocks(first_key + kKeys), view.key_blocks) - first_block;
-  const int end = min_int(num_blocks(first_query + kQueries), view.query_blocks);
+  const int end = min_int(num_blocks(end_query), view.query_blocks);
   if (key_blocks <= 0) { return; }
   for (int block = first_query / kBlockRows; block < end; ++block) {
     const int line = block * view.key_blocks + first_block;

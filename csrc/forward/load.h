@@ -105,12 +105,13 @@ class Loader {
     const int warpgroups = warpgroups_with_rows(params_, tile.end);
     full.arrive_and_expect_tx(warpgroups * kWarpgroupRows * Variant::kQkDim * sizeof(Element));
 #pragma unroll 1
-    for (int row = 0; row < warpgroups * kWarpgroupRows; row += kWarpgroupRows) {
-      const int position = WarpgroupRows<Variant>::first_row(params_, tile.end, row / kWarpgroupRows);
+    for (int warpgroup = 0; warpgroup < warpgroups; ++warpgroup) {
+      const int position = WarpgroupRows<Variant>::first_row(params_, tile.end, warpgroup);
 #pragma unroll
       for (int column = 0; column < Variant::kQkDim; column += Swizzle::kColumns) {
         cute::SM90_TMA_LOAD_5D::copy(&params_.q, reinterpret_cast<uint64_t*>(&full), kReadOnce,
-                                     rows + column * Variant::kQuery + row * Swizzle::kColumns, column,
+                                     rows + column * Variant::kQuery + warpgroup * kWarpgroupRows * Swizzle::kColumns,
+                                     column,
                                      tile.head_group << params_.scheduler.group_shift, tile.rows.first + position,
                                      tile.rows.outer, tile.rows.wrap);
       }
@@ -119,9 +120,9 @@ class Loader {
 
   __device__ __forceinline__ void prefetch_bits(const AnnouncedTile& tile, int kv_tile) const {
     if constexpr (Variant::Score::kDrops) {
-      dropout::prefetch<Variant::kQuery, Variant::kKey>(
-          params_.dropout, params_.dropout.of_head(tile.number, tile.head_group),  // heads are not packed
-          WarpgroupRows<Variant>::first_row(params_, tile.end, 0), kv_tile * Variant::kKey);
+      dropout::prefetch<Variant::kKey>(params_.dropout,
+                                       params_.dropout.of_head(tile.number, tile.head_group),  // heads are not packed
+                                       params_.scheduler.first_position(tile.end), tile.end, kv_tile * Variant::kKey);
     }
   }
 

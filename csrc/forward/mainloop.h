@@ -10,6 +10,10 @@
 //   tensor cores:   | S(j)  P(j+1) V(j+1) |                                       | S(j-1)  ...
 //   threads:        | wait  | max, P(j)   | O *= correction(j) if any, round P(j) | wait
 //
+// of two warpgroups; of three, whose products fill the tensor cores anyway,
+//
+//   threads:        | wait  | max         | O *= correction(j) if any, P(j) and its rounding | wait
+//
 // The last P V of a query tile runs with the first S of the next, and the output is written while that S's P waits. The
 // warpgroups do not wait for each other: each computes while products of the others run.
 #pragma once

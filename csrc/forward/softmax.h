@@ -95,7 +95,7 @@ class OnlineSoftmax {
 
   float scale_log2_;
   RowStatistic reference_ = {-INFINITY, -INFINITY};
-  RowStatistic offset_;              // the reference, or 0 where it is -inf
+  RowStatistic offset_;  // the reference, or 0 where it is -inf
   RowStatistic sum_ = {0.f, 0.f};  // of the elements that this thread holds
 };
 

@@ -18,7 +18,7 @@ inline ForwardPackRule make_forward_pack_rule(const ForwardArguments& a) {
 }
 
 inline forward::QueryTileScheduler make_forward_scheduler(const ForwardArguments& a) {
-  static_assert(forward::kMostPackedHeads == kWarpgroupRows);
+  static_assert(forward::kMostPackedHeads == kWarpgroupRows && forward::kWarpgroupRowsOfTile == kWarpgroupRows);
   forward::QueryTileScheduler s;
   int64_t tiles;
   if (a.is_pack()) {

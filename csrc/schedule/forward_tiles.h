@@ -141,8 +141,8 @@ struct ForwardProblem {
 
 constexpr int64_t num_tiles(QueryTileScheduler const& s) { return int64_t{s.batch} * s.head_groups * s.query_tiles; }
 
-// How long a tile of one, two and three warpgroups' rows takes, in thousandths of the last, and how many KV tiles what
-// a query tile has besides counts for: measured at head_dim 128.
+// How long a tile of one, two and three warpgroups' rows takes, in thousandths of the last: measured at head_dim 128,
+// and taken for 64 and 96 too. How many KV tiles what a query tile has besides counts for: fits best what was measured.
 inline constexpr int kCostOfWarpgroups[] = {527, 755, 1000};
 inline constexpr int kWarpgroupRowsOfTile = 64, kStepsBesideKeys = 2;
 
@@ -167,17 +167,25 @@ constexpr int64_t estimated_time(ForwardProblem const& p, QueryTileScheduler con
 // Gives `s` tiles of the rows of all three warpgroups, or of fewer where that would leave CTAs idle or some with more
 // work than others. Kernels of two keep both.
 constexpr void cut_into_tiles(ForwardProblem const& p, TileShape const& tile, QueryTileScheduler& s) {
-  constexpr int kMostWarpgroups = sizeof(kCostOfWarpgroups) / sizeof(int), kManyTilesOfCta = 16;
+  constexpr int kMostWarpgroups = sizeof(kCostOfWarpgroups) / sizeof(int);
+  // Where a CTA has so many a tile more or less matters little; and a head of so many takes the host long to look at.
+  constexpr int kManyTilesOfCta = 16, kManyTilesOfHead = 256;
   auto const cut = [](QueryTileScheduler whole, int rows) {
     whole.tile_positions = whole.positions_in(rows);
     whole.query_tiles = ceil_div(whole.sequence.seqlen_q, whole.tile_positions);
     return whole;
   };
   s = cut(s, tile.query);
-  if (tile.query != kMostWarpgroups * kWarpgroupRowsOfTile || num_tiles(s) >= int64_t{kManyTilesOfCta} * p.ctas) return;
+  if (tile.query != kMostWarpgroups * kWarpgroupRowsOfTile) return;
+  if (num_tiles(s) >= int64_t{kManyTilesOfCta} * p.ctas || s.query_tiles >= kManyTilesOfHead) return;
+  int64_t shortest = estimated_time(p, s, tile.key);
   for (int rows = tile.query - kWarpgroupRowsOfTile; rows > 0; rows -= kWarpgroupRowsOfTile) {
     QueryTileScheduler const finer = cut(s, rows);
-    if (estimated_time(p, finer, tile.key) < estimated_time(p, s, tile.key)) s = finer;
+    int64_t const time = estimated_time(p, finer, tile.key);
+    if (time < shortest) {
+      shortest = time;
+      s = finer;
+    }
   }
 }
 

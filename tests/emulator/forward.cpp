@@ -3,7 +3,9 @@
 // what is wrong.
 //
 //   dtype=bf16|fp16 mask=full|causal|window left= right= chunk= batch= seqlen_q= seqlen_k= heads= kv_heads= head_dim=
-//   value_head_dim= pack=Q:K,Q:K,...  sinks=1 softcap= slopes=1 dropout=  sms=  seed=
+//   value_head_dim= pack=Q:K,Q:K,...  sinks=1 softcap= slopes=1 dropout= scale= sms=  seed=
+//   infinite_key=, infinite_keys=: keys of sequence 0 whose scores are all -inf; nan_value=, nan_values=: values that
+//   are NaN, which only rows that see a key of their KV tiles may show
 //
 // `seed` is the machine's; inputs do not depend on it.
 #include <cmath>
@@ -59,7 +61,6 @@ class Call {
     a_.workspace = nullptr;
     workspace_.resize(plan_workspace(nullptr, a_, make_forward_scheduler(a_)).bytes + 128);
     a_.workspace = reinterpret_cast<void*>((reinterpret_cast<uintptr_t>(workspace_.data()) + 127) / 128 * 128);
-    std::memset(emulator::shared_memory, 0xff, emulator::kSharedBytes);  // NaN
     bool found = false;
     const auto serve = [&]<typename Mask, typename Score>(Mask, Score) {
       if (a_.mask.kind != Mask::kKind || score_kind(a_) != Score::Score::kKind) { return; }
@@ -126,6 +127,20 @@ class Call {
     fill(v_, a_.v, rows_k, a_.seqlen_k, a_.kv_heads, a_.head_dims.v);
     fill(out_, a_.out, rows_q_, a_.seqlen_q, a_.heads, a_.head_dims.v);
     for (Element& x : out_) { x = Element(NAN); }
+    const int infinite = int(number("infinite_key", 0)), nan = int(number("nan_value", 0));
+    const int infinite_end = infinite + int(number("infinite_keys", 0)), nan_end = nan + int(number("nan_values", 0));
+    if (infinite_end > infinite) {
+      for (size_t i = 0; i < q_.size(); i += a_.head_dims.qk) { q_[i] = Element(1.f); }
+    }
+    for (int key = infinite; key < infinite_end; ++key) {
+      for (int h = 0; h < a_.kv_heads; ++h) {
+        Element* row = k_.data() + (size_t(key) * a_.kv_heads + h) * a_.head_dims.qk;
+        for (int d = 0; d < a_.head_dims.qk; ++d) { row[d] = Element(d == 0 ? -INFINITY : 0.f); }
+      }
+    }
+    const int value_row = a_.kv_heads * a_.head_dims.v;
+    for (int i = nan * value_row; i < nan_end * value_row; ++i) { v_[i] = Element(NAN); }
+    nan_keys_ = {nan, nan_end - nan};
     lse_.assign(size_t(rows_q_) * a_.heads, NAN);
     a_.softmax_lse = lse_.data();
     a_.softmax_scale = float(number("scale", 1 / std::sqrt(a_.head_dims.qk)));
@@ -225,8 +240,17 @@ class Call {
                      ", query " + std::to_string(query) + " is " + std::to_string(found) + " for " +
                      std::to_string(expected));
     };
+    if (!scores.empty() && largest == -INFINITY) {
+      wrong("the log-sum-exp", -INFINITY, lse);
+      if (!std::isnan(float(out_[(size_t(row_q) * a_.heads + head) * value_dim]))) {
+        emulator::fail("the output of a row whose scores are all -inf is a number");
+      }
+      return;
+    }
     wrong("the log-sum-exp", expected_lse, lse);
-    for (int d = 0; d < value_dim; ++d) {
+    constexpr int kTile = forward_tile_shape(EMULATED_DIMS::kDims).key;
+    const bool may_be_nan = nan_keys_.count > 0 && keys.end() > nan_keys_.first / kTile * kTile;
+    for (int d = 0; d < value_dim && !may_be_nan; ++d) {
       double expected = 0;
       for (size_t i = 0; i < scores.size(); ++i) {
         const int key = keys.first + int(i);
@@ -244,6 +268,7 @@ class Call {
   std::vector<Sequence> lengths_;
   std::vector<int> cu_q_{0}, cu_k_{0};
   int rows_q_ = 0;
+  Range nan_keys_{};
   std::vector<Element> q_, k_, v_, out_;
   std::vector<float> lse_, sinks_, slopes_;
   std::vector<uint8_t> bits_;

@@ -25,6 +25,16 @@ constexpr int kNamedBarriers = 16;
 constexpr int kStackBytes = 96 << 10;
 constexpr int kLongestTime = 4;  // in turns, that something takes
 
+}  // namespace emulator
+
+namespace dash_attn {
+alignas(emulator::kSharedAlignment) inline char shared_memory[emulator::kSharedBytes];  // the kernels' name for it
+}
+
+namespace emulator {
+
+using dash_attn::shared_memory;
+
 [[noreturn]] inline void fail(const std::string& what) {
   std::printf("%s\n", what.c_str());
   std::fflush(stdout);
@@ -169,6 +179,7 @@ class Machine {
       makecontext(&thread->context, &Machine::begin, 0);
       threads_.push_back(std::move(thread));
     }
+    std::memset(shared_memory, 0xff, kSharedBytes);  // NaN
     running_ = this;
     schedule();
     if (!copies_.empty()) { fail("a CTA ended before its copies"); }
@@ -250,16 +261,6 @@ class Machine {
 };
 
 inline Machine* machine = nullptr;
-
-}  // namespace emulator
-
-namespace dash_attn {
-alignas(emulator::kSharedAlignment) inline char shared_memory[emulator::kSharedBytes];  // the kernels' name for it
-}
-
-namespace emulator {
-
-using dash_attn::shared_memory;
 
 inline uint32_t shared_address(const void* pointer) {
   return uint32_t(static_cast<const char*>(pointer) - shared_memory);

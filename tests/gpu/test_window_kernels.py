@@ -13,6 +13,7 @@ from gpu_support import GRADIENTS, Inputs, Problem
 from gradient_check import Bar
 
 import dash_attn
+from dash_attn._schedule import forward_tile_shape
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 HEADS = {"mha": (4, 4), "gqa": (8, 2)}
@@ -211,6 +212,19 @@ def test_auto_is_descending(window, device):
         support.assert_same_bits(auto, descending, str(problem))
 
 
+@pytest.mark.parametrize("head_dim", (64, 96, 128, 256))
+@pytest.mark.parametrize("window", WINDOWS)
+def test_one_sm_has_the_same_bits(window, head_dim, device, num_sms):
+    """There query tiles have as many rows as they can, elsewhere fewer where they are few."""
+    problem = problem_of(window, 1, 700, 900, 8, 2, head_dim)
+    q, k, v, _ = support.random_qkv_dout(problem, device)
+    out, lse = support.forward(problem, q, k, v, 0)
+    support.assert_finite({"out": out}, str(problem))
+    for sm_margin in (num_sms - 1, num_sms - 2):
+        found = dict(zip(("out", "lse"), support.forward(problem, q, k, v, sm_margin)))
+        support.assert_same_bits(found, {"out": out, "lse": lse}, f"{problem}, {sm_margin=}")
+
+
 @pytest.mark.parametrize("schedule", ("shift", "symmetric_shift"))
 @pytest.mark.parametrize("window", FEW_WINDOWS)
 def test_a_policy_that_is_not_defined_for_windows_raises(window, schedule, device):
@@ -226,8 +240,10 @@ def test_nan_in_tiles_that_the_window_hides_stays_there(window, head_dim, device
     """Dead tiles are not visited: keys that nobody sees, whole KV tiles of them, may be anything."""
     problem = problem_of(window, 2, 256, 1536, 4, 2, head_dim)
     seen_keys = seen_pairs(problem, device).any(dim=0)
-    # All of a forward tile and of a backward tile: 128 keys.
-    dead = ~seen_keys.view(-1, 128).any(dim=1).repeat_interleave(128)
+    dead = ~seen_keys
+    for tile in (128, forward_tile_shape(head_dim)[1]):  # all keys of the backward's tile, and of the forward's
+        whole = torch.nn.functional.pad(seen_keys, (0, -len(seen_keys) % tile)).view(-1, tile).any(dim=1)
+        dead &= ~whole.repeat_interleave(tile)[: len(seen_keys)]
     assert dead.any()
     tensors = q, k, v, dout = support.random_qkv_dout(problem, device)
     for policy in support.policies(problem):
