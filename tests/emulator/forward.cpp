@@ -58,7 +58,6 @@ class Call {
     emulator::Machine machine(number("seed", 0));
     emulator::machine = &machine;
     a_.mask = served_mask(score_kind(a_), a_.padded_head_dims(), a_.mask);
-    a_.workspace = nullptr;
     workspace_.resize(plan_workspace(nullptr, a_, make_forward_scheduler(a_)).bytes + 128);
     a_.workspace = reinterpret_cast<void*>((reinterpret_cast<uintptr_t>(workspace_.data()) + 127) / 128 * 128);
     bool found = false;
@@ -120,12 +119,12 @@ class Call {
       a_.seqlen_k = cu_k_.back();
       a_.pack = {cu_q_.data(), cu_k_.data(), nullptr, nullptr};
     }
-    rows_q_ = (pack.empty() ? a_.batch : 1) * a_.seqlen_q;
-    const int rows_k = (pack.empty() ? a_.batch : 1) * a_.seqlen_k;
-    fill(q_, a_.q, rows_q_, a_.seqlen_q, a_.heads, a_.head_dims.qk);
+    const int batch_of_rows = pack.empty() ? a_.batch : 1;
+    const int rows_q = batch_of_rows * a_.seqlen_q, rows_k = batch_of_rows * a_.seqlen_k;
+    fill(q_, a_.q, rows_q, a_.seqlen_q, a_.heads, a_.head_dims.qk);
     fill(k_, a_.k, rows_k, a_.seqlen_k, a_.kv_heads, a_.head_dims.qk);
     fill(v_, a_.v, rows_k, a_.seqlen_k, a_.kv_heads, a_.head_dims.v);
-    fill(out_, a_.out, rows_q_, a_.seqlen_q, a_.heads, a_.head_dims.v);
+    fill(out_, a_.out, rows_q, a_.seqlen_q, a_.heads, a_.head_dims.v);
     for (Element& x : out_) { x = Element(NAN); }
     const int infinite = int(number("infinite_key", 0)), nan = int(number("nan_value", 0));
     const int infinite_end = infinite + int(number("infinite_keys", 0)), nan_end = nan + int(number("nan_values", 0));
@@ -141,7 +140,7 @@ class Call {
     const int value_row = a_.kv_heads * a_.head_dims.v;
     for (int i = nan * value_row; i < nan_end * value_row; ++i) { v_[i] = Element(NAN); }
     nan_keys_ = {nan, nan_end - nan};
-    lse_.assign(size_t(rows_q_) * a_.heads, NAN);
+    lse_.assign(size_t(rows_q) * a_.heads, NAN);
     a_.softmax_lse = lse_.data();
     a_.softmax_scale = float(number("scale", 1 / std::sqrt(a_.head_dims.qk)));
     const std::string mask = text("mask", "full");
@@ -267,7 +266,6 @@ class Call {
   ForwardArguments a_{};
   std::vector<Sequence> lengths_;
   std::vector<int> cu_q_{0}, cu_k_{0};
-  int rows_q_ = 0;
   Range nan_keys_{};
   std::vector<Element> q_, k_, v_, out_;
   std::vector<float> lse_, sinks_, slopes_;

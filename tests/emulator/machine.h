@@ -70,7 +70,7 @@ class Machine {
  public:
   struct Product {
     std::function<void()> run;     // adds to the sums
-    std::function<void()> finish;  // hands them over, when no later product has the same
+    std::function<void()> finish;  // hands them over, if none before it has
   };
 
   struct Thread {
@@ -107,18 +107,15 @@ class Machine {
   }
 
   void meet(Meeting& meeting, int threads, const char* what) {
-    const uint64_t round = meeting.round;
-    if (arrive(meeting, threads)) { return; }
-    wait(what, [&meeting, round] { return meeting.round != round; });
-  }
-  bool arrive(Meeting& meeting, int threads) {
-    if (++meeting.here < threads) { return false; }
-    meeting.here = 0;
-    ++meeting.round;
-    return true;
+    if (++meeting.here < threads) {
+      wait(what, [&meeting, round = meeting.round] { return meeting.round != round; });
+    } else {
+      meeting.here = 0;
+      ++meeting.round;
+    }
   }
 
-  // What each lane of the warp gives, to all of them; kWords of 8 bytes. Lanes that do not do the same are reported.
+  // What each lane of the warp gives, to all of them. Lanes that do not do the same are reported.
   template <typename T>
   const uint64_t (*exchange(const char* operation, const T& own))[8] {
     static_assert(sizeof(T) <= 64);

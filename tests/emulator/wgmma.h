@@ -85,8 +85,13 @@ void issue(const Accumulator<kRegisters>& acc, bool accumulate, ReadRows read_ro
       (*sums)[r] = sum;
     }
   };
-  product.finish = [=, sums = sums] {
+  product.finish = [=, sums = sums, &self] {
+    // Of products on the same sums, which are in one group, the first hands them over, when all have run.
+    const auto found = self.sums.find(acc.registers[0]);
+    const bool is_handed_over = found == self.sums.end() || found->second != sums;
     check();
+    if (is_handed_over) { return; }
+    self.sums.erase(found);
     for (int r = 0; r < kRegisters; ++r) {
       if (!std::isnan(*acc.registers[r])) { fail("a sum was written while its product ran"); }
       *acc.registers[r] = (*sums)[r];
@@ -97,13 +102,6 @@ void issue(const Accumulator<kRegisters>& acc, bool accumulate, ReadRows read_ro
     product.run = [] {};
   }
   self.open.push_back(std::move(product));
-  self.open.back().finish = [finish = self.open.back().finish, key = acc.registers[0], sums = sums, &self] {
-    // Of products on the same sums, which are in one group, the last hands them over.
-    const auto found = self.sums.find(key);
-    if (found == self.sums.end() || found->second != sums) { return; }
-    self.sums.erase(found);
-    finish();
-  };
 }
 
 template <typename Element, int kN, bool kIsMnMajorA, bool kIsMnMajorB>
