@@ -6,7 +6,7 @@
 //   bulk add -> wait_group 0 (performed, and visible to this thread) -> st.release semaphore = r + 1
 //   -> ld.acquire semaphore -> fence.proxy.async (the next bulk add is an access of the async proxy)
 // Rank 0 stores instead of adding, so the accumulator is never cleared, unless the call goes on with another's sums.
-// Partials without a rank wait for no other; they are only counted there, for the conversion.
+// Partials that are added in no order wait for rank 0 alone, and are counted, for the conversion.
 #pragma once
 
 #include "params.h"
@@ -30,7 +30,7 @@ class Adder {
       const PlannedStep step = wait_for_step(shared_, plan);
       if (part + kAdderWarps >= Variant::kDqParts) { release_step(shared_, plan); }
       if (step.dq_tile == kNoMoreTiles) { return; }
-      add_part(int64_t(step.dq_tile) * Variant::kDqParts + part, step.rank, continues(step.query_tile));
+      add_part(int64_t(step.dq_tile) * Variant::kDqParts + part, step, continues(step.query_tile));
     }
   }
 
@@ -38,16 +38,18 @@ class Adder {
   // The pieces of a part are staged one after the other, in buffers that both adders use. A piece's buffer is free
   // when the next one has been added. An adder looks at no buffer before the other has seen all pieces of the part
   // before: a barrier's parity tells one pass from the next, and not from the next but one.
-  __device__ __forceinline__ void add_part(int64_t part, int rank, bool continues) {
+  __device__ __forceinline__ void add_part(int64_t part, const PlannedStep& step, bool continues) {
     using Slot = RingIndex<Variant::kDqSlots>;
     constexpr int kPieces = Variant::kDqPiecesOfPart;
     constexpr int kPieceFloats = Variant::kDqTileFloats / (Variant::kDqParts * kPieces);
     constexpr int kBytes = kPieceFloats * sizeof(float);
     float* const accumulator = params_.workspace.dq_accumulator + part * kPieces * kPieceFloats;
     int* const semaphore = params_.workspace.dq_semaphores + part;
+    const int rank = step.rank;
+    const bool is_ordered = step.is_ordered(), stores = rank == 0 && !continues;
     // A wide partial is staged throughout its step, so its turn is looked for beforehand; a narrow one's only when it
     // is staged, because a longer look was measured to cost more than it gains.
-    if (Variant::kWide && rank > 0) { wait_for_turn(semaphore, rank); }
+    if (Variant::kWide && !stores) { wait_for_turn(semaphore, rank, is_ordered, continues); }
     Slot buffer{part_ * kPieces};
     if constexpr (Variant::kWide) {
       const RingIndex<kAdderWarps> before = RingIndex<kAdderWarps>{part_}.previous();
@@ -58,13 +60,11 @@ class Adder {
       float* const sum = accumulator + piece * kPieceFloats;
       const float* const partial = shared_.dq[buffer.slot()];
       shared_.dq_full[buffer.slot()].wait(buffer.parity());
-      if (rank == kNoRank) {
-        add(sum, partial, kBytes);
-      } else if (rank == 0 && !continues) {
+      if (stores) {
         ptx::bulk_store(sum, partial, kBytes);
       } else {
-        if constexpr (!Variant::kWide) { wait_for_turn(semaphore, rank); }
-        ptx::bulk_add_f32(sum, partial, kBytes);
+        if constexpr (!Variant::kWide) { wait_for_turn(semaphore, rank, is_ordered, continues); }
+        add(sum, partial, kBytes, is_ordered);
       }
       ptx::bulk_commit();
       if constexpr (Variant::kWide) {
@@ -79,10 +79,10 @@ class Adder {
     ptx::bulk_wait_read();
     shared_.dq_empty[buffer.slot()].arrive();
     ptx::bulk_wait_performed();
-    if (rank == kNoRank) {
-      ptx::add_release(semaphore, 1);
-    } else {
+    if (is_ordered) {
       ptx::store_release(semaphore, rank + 1);
+    } else {
+      ptx::add_release(semaphore, 1);
     }
   }
 
@@ -92,14 +92,18 @@ class Adder {
     return false;
   }
 
-  static __device__ __forceinline__ void wait_for_turn(const int* semaphore, int rank) {
-    while (ptx::load_acquire(semaphore) != rank) {}
+  // Until all partials of lower rank are in the sum, or, in no order, that of rank 0, which the others are added to.
+  static __device__ __forceinline__ void wait_for_turn(const int* semaphore, int rank, bool is_ordered,
+                                                       bool continues) {
+    if (!is_ordered && continues) { return; }
+    for (int added = ptx::load_acquire(semaphore); is_ordered ? added != rank : added == 0;) {
+      added = ptx::load_acquire(semaphore);
+    }
     ptx::fence_async_global();
   }
 
-  // In no order.
-  static __device__ __forceinline__ void add(float* accumulator, const float* partial, int bytes) {
-    if constexpr (Variant::kOrderFree) {
+  static __device__ __forceinline__ void add(float* accumulator, const float* partial, int bytes, bool is_ordered) {
+    if (Variant::kOrderFree && !is_ordered) {
       ptx::bulk_add_s32(accumulator, partial, bytes);
     } else {
       ptx::bulk_add_f32(accumulator, partial, bytes);

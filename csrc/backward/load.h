@@ -177,7 +177,7 @@ class Loader {
     copy_rows(params_.workspace.delta + first_row, full, shared_.delta[slot], Variant::kRowStatBytes);
     if constexpr (Variant::kOrderFree) {
       const int scale_slot = RingIndex<Variant::kScaleSlots>{plan_.count}.slot();
-      shared_.scale_tile[scale_slot] = step.rank == kNoRank ? step.dq_tile : kNoScale;
+      shared_.scale_tile[scale_slot] = step.is_ordered() ? kNoScale : step.dq_tile;
       copy_rows(params_.workspace.scales + first_row, full, shared_.scales[scale_slot], Variant::kScaleBytes);
     }
     full.arrive_and_expect_tx(Variant::kDoutTileBytes + Variant::kRowStatBytes + Variant::kScaleBytes);

@@ -45,9 +45,9 @@ class Planner {
       PlannedStep& planned = shared_.plan[plan_.slot()];
       const int query_tile = Order::visit(grid(), work.kv_tile, at.step);
       planned.query_tile = query_tile;
-      planned.pack(work.first_query_head + at.head, grid().needs_masking(query_tile, work.kv_tile), is_last);
+      planned.pack(work.first_query_head + at.head, ordered, grid().needs_masking(query_tile, work.kv_tile), is_last);
       planned.dq_tile = work.first_dq_tile + at.head * grid().query_tiles() + query_tile;
-      planned.rank = ordered ? Order::rank(grid(), work.kv_tile, query_tile) : kNoRank;
+      planned.rank = Order::rank(grid(), work.kv_tile, query_tile);
       shared_.plan_full[plan_.slot()].arrive();
       plan_ = plan_.next();
     }

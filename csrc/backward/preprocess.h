@@ -1,6 +1,5 @@
 // Before the main kernel: D = rowsum(dO * O), less the gradient of LSE where there is one, times 1 - p with dropout.
-// All semaphores and the counter of work are set to zero. Where dQ is added in no order its accumulator is cleared too,
-// and order-free each row gets its unit.
+// All semaphores and the counter of work are set to zero, and order-free each row gets its unit.
 #pragma once
 
 #include "../device/fragment.h"
@@ -11,8 +10,6 @@
 
 namespace dash_attn::backward {
 
-constexpr int kPreprocessThreads = 256;
-
 template <typename Element>
 struct PreprocessParams {
   StridedView<const Element> out, dout;
@@ -21,23 +18,10 @@ struct PreprocessParams {
   HeadDims head_dims;
   int num_blocks;  // of the whole call; a grid of fewer takes several each
   int num_dq_semaphores, num_split_semaphores;
-  bool clear_dq;                            // its partials are added in no order
   const float *softmax_lse, *dsoftmax_lse;  // the caller's; the second null where LSE has no gradient
   int64_t lse_batch_stride, lse_head_stride;
   float kept;           // 1 - p: 1 / (1 - p) is left out of dS, and multiplies the sums
   ScaleSettings scale;  // of order-free accumulation
-};
-
-// How blocks share the rows of a query tile, which whole blocks make up.
-template <typename Geometry>
-struct PreprocessTile {
-  static constexpr int kThreadsPerRow = kRowThreads<Geometry::kValueDim>;
-  static constexpr int kRowsAtOnce = kPreprocessThreads / kThreadsPerRow;
-  static constexpr int kPassesOfTile = Geometry::kQuery / kRowsAtOnce;
-  static constexpr int kPasses = kPassesOfTile % 2 == 0 ? 2 : kPassesOfTile;  // of a block
-  static constexpr int kRows = kPasses * kRowsAtOnce;
-  static constexpr int kBlocks = Geometry::kQuery / kRows;  // of a query tile, in its order
-  static_assert(kBlocks * kRows == Geometry::kQuery);
 };
 
 // Sets `count` integers to zero, with all threads of the grid.
@@ -58,14 +42,41 @@ __device__ __forceinline__ float with_gradient_of_lse(const PreprocessParams<Ele
   return isinf(params.softmax_lse[index]) ? delta : delta - params.dsoftmax_lse[index];
 }
 
+// Order-free: D and the unit of each of a block's rows, whose dO * O and dO * dO sum to `products` and `squares`.
+template <typename Geometry>
+__device__ __forceinline__ void finish_rows(const PreprocessParams<typename Geometry::Element>& params, int tile,
+                                            const TileOwner& owner, int first_of_tile, const float* products,
+                                            const float* squares) {
+  using Element = typename Geometry::Element;
+  constexpr int kRows = PreprocessTile<Geometry>::kRows, kTileRows = Geometry::kQuery;
+  if (threadIdx.x / 32 * 32 >= kRows) { return; }
+  ptx::wait_for_previous_kernel();  // the statistics
+  const KeyStatistics keys =
+      combine_warp(chunk_key_statistics(params.workspace, key_chunks_of(params.call, owner), owner.lengths));
+  const int first_row = owner.row(kTileRows) + first_of_tile;
+  if (first_row == 0 && owner.head % params.call.group_size() == 0 && threadIdx.x < 32) {
+    decide_order(params.workspace, params.call, params.scale, owner, query_chunks_of(params.call, owner), keys);
+  }
+  if (threadIdx.x >= kRows) { return; }
+  const int row = first_row + threadIdx.x, row_of_tile = first_of_tile + threadIdx.x;
+  const float delta = with_gradient_of_lse(params, owner, row, products[threadIdx.x]) * params.kept;
+  const Element* const dout = params.dout.row(owner.batch, owner.first_row + row, owner.head);
+  const float dout_norm =
+      row < owner.lengths.seqlen_q ? norm_bound(squares[threadIdx.x], dout, params.head_dims.v) : 0.f;
+  const int64_t first_of_workspace = int64_t(tile) * kTileRows;
+  params.workspace.delta[first_of_workspace + statistic_position(row_of_tile)] = delta;
+  params.workspace.scales[first_of_workspace + DqLayout<Geometry>::scale_position(row_of_tile)] =
+      row_scale<Geometry>(params.scale, mask_of(params.call.mask, owner.lengths), row, dout_norm, delta, keys,
+                          needs_order(params.workspace, params.call, owner));
+}
+
 template <typename Geometry, bool kOrderFree>
 __device__ __forceinline__ void preprocess_block(const PreprocessParams<typename Geometry::Element>& params,
                                                  int block) {
   using Element = typename Geometry::Element;
-  using Layout = DqLayout<Geometry>;
   using Tile = PreprocessTile<Geometry>;
   constexpr int kThreadsPerRow = Tile::kThreadsPerRow, kPasses = Tile::kPasses;
-  constexpr int kTileRows = Geometry::kQuery, kQkDim = Geometry::kQkDim;
+  constexpr int kTileRows = Geometry::kQuery;
   const int tile = block / Tile::kBlocks;
   TileOwner owner;
   if (!find_owner<kTileRows>(params.call, tile, owner)) { return; }
@@ -82,44 +93,27 @@ __device__ __forceinline__ void preprocess_block(const PreprocessParams<typename
     out[pass] = load8(params.out, owner.batch, owner.first_row + row, owner.head, column, inside);
   }
 
-  KeyStatistics keys{};
-  if constexpr (kOrderFree) {
-    ptx::wait_for_previous_kernel();  // the statistics
-    const int group_size = params.call.group_size();
-    keys = combine_warp(chunk_key_statistics(params.workspace, key_chunks_of(params.call, owner), owner.lengths));
-    if (first_row == 0 && owner.head % group_size == 0 && threadIdx.x < 32) {
-      decide_order(params.workspace, params.call, params.scale, owner, query_chunks_of(params.call, owner), keys);
-    }
-  }
-
+  __shared__ float products[kOrderFree ? Tile::kRows : 1], squares[kOrderFree ? Tile::kRows : 1];
 #pragma unroll
   for (int pass = 0; pass < kPasses; ++pass) {
-    const int row = first_row + (pass * kPreprocessThreads + threadIdx.x) / kThreadsPerRow;
-    const float delta =
-        with_gradient_of_lse(params, owner, row, sum_of_row<kThreadsPerRow>(dot8<Element>(out[pass], dout[pass]))) *
-        params.kept;
-    float squares = 0.f, largest = 0.f, dout_norm = 0.f;
+    const int row_of_block = (pass * kPreprocessThreads + threadIdx.x) / kThreadsPerRow;
+    const float product = sum_of_row<kThreadsPerRow>(dot8<Element>(out[pass], dout[pass]));
     if constexpr (kOrderFree) {
-      measure8<Element>(dout[pass], squares, largest);
-      dout_norm = norm_bound<kThreadsPerRow, Geometry::kValueDim>(sum_of_row<kThreadsPerRow>(squares), largest);
+      const float of_dout = sum_of_row<kThreadsPerRow>(sum_of_squares8<Element>(dout[pass]));
+      if (column != 0) { continue; }
+      products[row_of_block] = product;
+      squares[row_of_block] = of_dout;
+    } else {
+      const float delta = with_gradient_of_lse(params, owner, first_row + row_of_block, product) * params.kept;
+      if (column != 0) { continue; }
+      const int row_of_tile = first_of_tile + row_of_block;
+      params.workspace.delta[int64_t(tile) * kTileRows + statistic_position(row_of_tile)] = delta;
     }
-    const int64_t tile_row = int64_t(tile) * kTileRows;
-    const int row_of_tile = row - owner.row(kTileRows);
-    if (kOrderFree || params.clear_dq) {
-      float* const accumulator = params.workspace.dq_accumulator + (tile_row + row_of_tile) * kQkDim;
-#pragma unroll
-      for (int i = column; i < kQkDim; i += kThreadsPerRow * 8) {
-        float4* const eight = reinterpret_cast<float4*>(accumulator + i);
-        eight[0] = eight[1] = make_float4(0.f, 0.f, 0.f, 0.f);
-      }
-    }
-    if (column != 0) { continue; }
-    params.workspace.delta[tile_row + statistic_position(row_of_tile)] = delta;
-    if constexpr (kOrderFree) {
-      params.workspace.scales[tile_row + Layout::scale_position(row_of_tile)] =
-          row_scale<Geometry>(params.scale, mask_of(params.call.mask, owner.lengths), row, dout_norm, delta, keys,
-                              needs_order(params.workspace, params.call, owner));
-    }
+  }
+  if constexpr (kOrderFree) {
+    __syncthreads();
+    finish_rows<Geometry>(params, tile, owner, first_of_tile, products, squares);
+    __syncthreads();  // the next block's sums come to the same place
   }
 }
 

@@ -11,6 +11,20 @@ constexpr int kRowThreads = kHeadDim <= 64    ? 8
                             : kHeadDim <= 128 ? 16
                                               : 32;
 
+constexpr int kPreprocessThreads = 256;
+
+// How blocks of the preprocess kernel share the rows of a query tile, which whole blocks make up.
+template <typename Geometry>
+struct PreprocessTile {
+  static constexpr int kThreadsPerRow = kRowThreads<Geometry::kValueDim>;
+  static constexpr int kRowsAtOnce = kPreprocessThreads / kThreadsPerRow;
+  static constexpr int kPassesOfTile = Geometry::kQuery / kRowsAtOnce;
+  static constexpr int kPasses = kPassesOfTile % 2 == 0 ? 2 : kPassesOfTile;  // of a block
+  static constexpr int kRows = kPasses * kRowsAtOnce;
+  static constexpr int kBlocks = Geometry::kQuery / kRows;  // of a query tile, in its order
+  static_assert(kBlocks * kRows == Geometry::kQuery);
+};
+
 // Row `row` of a head, this thread's eight columns; zeros past the end.
 template <typename Element>
 __device__ __forceinline__ uint4 load8(const StridedView<const Element>& tensor, int batch, int row, int head,

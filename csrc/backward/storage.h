@@ -11,7 +11,6 @@ namespace dash_attn::backward {
 
 constexpr int kNoMoreWork = -2;   // as kv_tile of a work tile
 constexpr int kNoMoreTiles = -1;  // as dq_tile of a planned step
-constexpr int kNoRank = -1;       // as rank: the partial waits for no other
 constexpr int kNoScale = -1;      // as tile of a partial that stays in fp32
 
 // A step as the planner tells it to the loader and an adder.
@@ -19,12 +18,13 @@ struct PlannedStep {
   int query_tile;
   int dq_tile;  // its index among the query tiles of all heads, or kNoMoreTiles
   int rank;     // of the KV tile in the sum of dQ there
-  int packed;   // query head, whether elements must be masked, whether the work tile ends
+  int packed;   // query head, whether partials wait for those of lower rank, for the mask, whether the work tile ends
 
-  __device__ __forceinline__ void pack(int head, bool needs_masking, bool is_last) {
-    packed = 4 * head + 2 * int(needs_masking) + int(is_last);
+  __device__ __forceinline__ void pack(int head, bool is_ordered, bool needs_masking, bool is_last) {
+    packed = 8 * head + 4 * int(is_ordered) + 2 * int(needs_masking) + int(is_last);
   }
-  __device__ __forceinline__ int head() const { return packed >> 2; }
+  __device__ __forceinline__ int head() const { return packed >> 3; }
+  __device__ __forceinline__ bool is_ordered() const { return packed & 4; }
   __device__ __forceinline__ bool needs_masking() const { return packed & 2; }
   __device__ __forceinline__ bool is_last() const { return packed & 1; }
 };

@@ -60,7 +60,7 @@ DASH_HOST_DEVICE constexpr TileShape forward_tile_shape(HeadDims padded) {
     case 96:
       return {192, 96, padded};
     case 192:
-      return {128, padded.v == 128 ? 128 : 80, padded};
+      return {padded.v == 128 ? 192 : 128, 80, padded};
     case 256:
       return {128, 80, padded};
     default:

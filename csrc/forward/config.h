@@ -58,14 +58,14 @@ struct Variant {
   // it leaves from where V was, and the next Q is on its way while the last P V runs.
   static constexpr bool kOutputInValues = kQueryStages == 1;
   static constexpr int kOutputRows = kOutputInValues ? kWarpgroupRows : kQuery;  // of the tile that it is staged in
-  static_assert(kOutputInValues ? kWarpgroupRows <= kKey && kConsumers <= 2 : kValueDim <= kQkDim);
+  static_assert(kOutputInValues ? kWarpgroupRows <= kKey : kValueDim <= kQkDim);
 
   // Query tiles that are known at a time: until the output of one has left, another may have been announced.
   static constexpr int kTileSlots = kOutputInValues ? 2 : kQueryStages;
 
   // Tiles of K, and as many of V.
   static constexpr int kStages = (kBytesForTiles - kQueryStages * kQueryTileBytes) / (kKeyTileBytes + kValueTileBytes);
-  static_assert(kStages >= 2);
+  static_assert(kStages >= (kOutputInValues ? kConsumers : 2));
 
   // Whether the last P V of a query tile runs with the first S of the next, for which Q needs two places. Three
   // consumers have no registers for that and a softcap.
@@ -75,8 +75,9 @@ struct Variant {
   // products run meanwhile; of two, one computes its exponentials while its own P V runs.
   static constexpr bool kRoundsBesideExponentials = kConsumers == 3;
 
-  // Whether a thread keeps where its bits of dropout begin: beside 256 columns of output it lacks registers.
-  static constexpr bool kKeepsRowOfBits = Score::kDrops && kValueDim < 256;
+  // Whether a thread keeps where its bits of dropout begin: beside 256 columns of output it lacks registers, and of three
+  // consumers beside the outputs' places.
+  static constexpr bool kKeepsRowOfBits = Score::kDrops && kValueDim < 256 && !(kConsumers == 3 && kOutputInValues);
 
   DASH_HOST_DEVICE static constexpr TileGrid grid(Sequence const& sequence, Window const& window) {
     return {{kQuery, kKey, 1}, {kMask, window.of_whole_sequence(), sequence}};

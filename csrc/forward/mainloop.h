@@ -420,8 +420,8 @@ class Consumer {
     uint32_t packed[kOutputRegisters / 8][4];
     pack_slices<Element>(packed, out);
     if constexpr (Variant::kOutputInValues) {
-      // The places of the next two V are the warpgroups'. Both have done with what was there, and the loader waits.
-      const RingIndex<Variant::kStages> place = consumer_ == 0 ? v_ : v_.next();
+      // The places of the next V, one a warpgroup. All have done with what was there, and the loader waits.
+      const RingIndex<Variant::kStages> place{v_.count + consumer_};
       shared_.v_empty[place.slot()].wait(place.empty_parity());
       shared_.out_left[consumer_].wait(slot_of_rows.empty_parity());
       if (thread_ == 0) { shared_.output_slot[consumer_] = place.slot(); }

@@ -7,7 +7,7 @@
 #include <cstdint>
 
 #include "../backward/kernel.h"
-#include "../backward/preprocess.h"
+#include "../backward/rows.h"
 #include "../schedule/head_swizzle.h"
 #include "arguments.h"
 #include "launch.h"

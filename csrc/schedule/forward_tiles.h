@@ -150,18 +150,22 @@ inline constexpr int kWarpgroupRowsOfTile = 64, kStepsBesideKeys = 2;
 constexpr int64_t estimated_time(ForwardProblem const& p, QueryTileScheduler const& s, int keys_of_tile) {
   TileGrid const grid{{s.tile_positions, keys_of_tile, 1}, p.mask};
   int64_t of_head = 0, longest = 0;
+  int longest_tiles = 0;
   for (int i = 0; i < s.query_tiles; ++i) {
     int const end = s.end_position(i), first = s.first_position(end);
     int const warpgroups = ceil_div(end - first, s.positions_in(kWarpgroupRowsOfTile));
     int64_t const steps = kStepsBesideKeys + grid.kv_tiles_of_queries(first, end).count;
     int64_t const time = steps * kCostOfWarpgroups[warpgroups - 1];
     of_head += time;
+    if (time > longest) longest_tiles = 0;
     longest = longest > time ? longest : time;
+    longest_tiles += time == longest;
   }
   int64_t const heads = int64_t{s.batch} * s.head_groups, share = heads * of_head / p.ctas;
   if (s.longest_first) return share > longest ? share : longest;
-  bool const are_alike = of_head == longest * s.query_tiles;
-  return are_alike ? (heads * s.query_tiles + p.ctas - 1) / p.ctas * longest : share + longest / 2;
+  // The shorter ones find room beside the last round of the longest, or CTAs end anywhere within a tile.
+  int64_t const rounds = (heads * longest_tiles + p.ctas - 1) / p.ctas * longest;
+  return share <= rounds ? rounds : share + longest / 2;
 }
 
 // Gives `s` tiles of the rows of all three warpgroups, or of fewer where that would leave CTAs idle or some with more

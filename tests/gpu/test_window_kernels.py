@@ -147,8 +147,8 @@ def test_what_is_the_causal_mask_has_its_bits(device):
 def test_keys_that_the_window_hides_change_no_bits(window, head_dim, device):
     """A sequence of which no query sees less than its window, with and without whole KV tiles of keys in front."""
     left, _ = WINDOWS[window]["window"]
-    # A multiple of a KV tile in front, so that the tiles of what is seen stay the same.
-    front, lengths = 1280, (300, 300 + left)
+    # A multiple of every KV tile in front, of 80, 96 and 128 keys, so that the tiles of what is seen stay the same.
+    front, lengths = 1920, (300, 300 + left)
     problem = problem_of(window, 1, *lengths, 2, 2, head_dim)
     q, k, v, dout = support.random_qkv_dout(problem, device)
     longer = dataclasses.replace(problem, seqlen_k=lengths[1] + front)

@@ -23,45 +23,104 @@ struct StatisticsParams {
   int num_query_blocks, num_blocks;  // of the whole call, or more; a grid of fewer takes several each
 };
 
+// The rows of one head.
+template <typename Element>
+struct HeadRows {
+  const Element* first;
+  int64_t stride;
+  int columns;
+
+  __device__ __forceinline__ HeadRows(const StridedView<const Element>& tensor, int batch, int head, int columns)
+      : first(tensor.row(batch, 0, head)), stride(tensor.stride_seqlen), columns(columns) {}
+
+  __device__ __forceinline__ const Element* row(int number) const { return first + number * stride; }
+  // Of a row, from `column` on; zeros where it is not `inside` the rows.
+  __device__ __forceinline__ uint4 load8(const Element* row, int column, bool inside) const {
+    return inside && column < columns ? *reinterpret_cast<const uint4*>(row + column) : make_uint4(0, 0, 0, 0);
+  }
+};
+
 // What a norm computed in fp32 can be too small by, and what the products of a row can exceed it by: 2^-10 is 60 times
 // it.
 constexpr float kNormSlack = 1.f + 1.f / 1024;
 
-// Eight 16-bit elements: sum of squares, and largest magnitude.
+// Of eight 16-bit elements: the largest magnitude. fmaxf loses a NaN, which the squares keep.
 template <typename Element>
-__device__ __forceinline__ void measure8(uint4 packed, float& squares, float& largest) {
+__device__ __forceinline__ float largest8(uint4 packed) {
   const Element* x = reinterpret_cast<const Element*>(&packed);
+  float largest = 0.f;
+#pragma unroll
+  for (int i = 0; i < 8; ++i) { largest = fmaxf(largest, fabsf(float(x[i]))); }
+  return largest;
+}
+
+template <typename Element>
+__device__ __forceinline__ float sum_of_squares8(uint4 packed) {
+  return dot8<Element>(packed, packed);
+}
+
+// Two neighbouring rows' difference: the sum of its magnitudes, and of its squares.
+template <typename Element>
+__device__ __forceinline__ float step_magnitudes8(uint4 a, uint4 b) {
+  const Element *x = reinterpret_cast<const Element*>(&a), *y = reinterpret_cast<const Element*>(&b);
+  float sum = 0.f;
+#pragma unroll
+  for (int i = 0; i < 8; ++i) { sum += fabsf(float(x[i]) - float(y[i])); }
+  return sum;
+}
+template <typename Element>
+__device__ __forceinline__ float step_squares8(uint4 a, uint4 b) {
+  const Element *x = reinterpret_cast<const Element*>(&a), *y = reinterpret_cast<const Element*>(&b);
+  float sum = 0.f;
 #pragma unroll
   for (int i = 0; i < 8; ++i) {
-    const float value = float(x[i]);
-    squares = fmaf(value, value, squares);
-    // fmaxf would lose a NaN, which the squares keep.
-    largest = fmaxf(largest, fabsf(value));
+    const float step = float(x[i]) - float(y[i]);
+    sum = fmaf(step, step, sum);
   }
+  return sum;
 }
 
-// Over the rows that a warp has at once, of a value that all kThreads threads of a row have.
-template <int kThreads>
-__device__ __forceinline__ float sum_of_rows(float value) {
+// Over the kThreads threads of a row, of kValues values of each at a time: thread t of the row has that of value
+// t % kValues. Called by whole warps.
+template <int kThreads, int kValues, typename Operation>
+__device__ __forceinline__ float across_row(float (&values)[kValues], Operation operation) {
+  static_assert((kValues & (kValues - 1)) == 0 && kValues <= kThreads);
 #pragma unroll
-  for (int offset = 16; offset >= kThreads; offset /= 2) { value += __shfl_xor_sync(0xffffffff, value, offset); }
-  return value;
+  for (int offset = 1; offset < kThreads; offset *= 2) {
+    if (offset >= kValues) {
+      values[0] = operation(values[0], __shfl_xor_sync(0xffffffff, values[0], offset));
+      continue;
+    }
+    const bool keeps_odd = threadIdx.x & offset;
+#pragma unroll
+    for (int i = 0; i < kValues / 2 / offset; ++i) {
+      const float even = values[2 * i], odd = values[2 * i + 1];
+      const float other = __shfl_xor_sync(0xffffffff, keeps_odd ? even : odd, offset);
+      values[i] = operation(keeps_odd ? odd : even, other);
+    }
+  }
+  return values[0];
+}
+template <int kThreads, int kValues>
+__device__ __forceinline__ float sum_across_row(float (&values)[kValues]) {
+  return across_row<kThreads>(values, [](float a, float b) { return a + b; });
 }
 
-// Upper bound of the norm of a row that kThreads threads share, from the sum of squares of the whole row and this
-// thread's largest magnitude. Called by whole warps.
-template <int kThreads, int kColumns>
-__device__ __forceinline__ float norm_bound(float squares, float largest) {
+// Upper bound of the norm of a row from its sum of squares. Where that has left fp32's range, from its largest element,
+// for which the row is read again.
+template <typename Element>
+__device__ __forceinline__ float norm_bound(float squares, const Element* row, int columns) {
   constexpr float kFewestDigits = 1.f / (1ull << 50) / (1ull << 50);
   constexpr float kNearOverflow = 1.f * (1ull << 60) * (1ull << 60);
   const bool in_range = (squares >= kFewestDigits && squares <= kNearOverflow) || squares != squares;
   float norm = sqrtf(squares);
-  if (__any_sync(0xffffffff, !in_range)) {
-#pragma unroll
-    for (int offset = kThreads / 2; offset > 0; offset /= 2) {
-      largest = fmaxf(largest, __shfl_xor_sync(0xffffffff, largest, offset));
+  if (!in_range) {
+    float largest = 0.f;
+#pragma unroll 1
+    for (int column = 0; column < columns; column += 8) {
+      largest = fmaxf(largest, largest8<Element>(*reinterpret_cast<const uint4*>(row + column)));
     }
-    if (!in_range) { norm = largest * sqrtf(float(kColumns)); }
+    norm = largest * sqrtf(float(columns));
   }
   return norm * kNormSlack;
 }
@@ -150,97 +209,91 @@ __device__ __forceinline__ bool find_chunk(const SequencesOfCall& call, bool of_
 
 template <typename Element, int kQkDim>
 __device__ __forceinline__ float max_query_norm(const StatisticsParams<Element>& params, const Chunk& chunk) {
-  constexpr int kThreadsPerRow = kRowThreads<kQkDim>;
-  const int column = threadIdx.x % kThreadsPerRow * 8;
+  constexpr int kThreadsPerRow = kRowThreads<kQkDim>, kRowsAtOnce = kStatisticsThreads / kThreadsPerRow;
+  constexpr int kPasses = 4;
+  const HeadRows<Element> q(params.q, chunk.batch, chunk.head, params.head_dims.qk);
+  const int column = threadIdx.x % kThreadsPerRow * 8, first_row = chunk.first + int(threadIdx.x) / kThreadsPerRow;
   float max_norm = 0.f;
-#pragma unroll 4
-  for (int base = chunk.first; base < chunk.end; base += kStatisticsThreads / kThreadsPerRow) {
-    const int row = base + threadIdx.x / kThreadsPerRow;
-    const bool inside = row < chunk.end && column < params.head_dims.qk;
-    float squares = 0.f, largest = 0.f;
-    measure8<Element>(load8(params.q, chunk.batch, row, chunk.head, column, inside), squares, largest);
-    max_norm = larger(max_norm, norm_bound<kThreadsPerRow, kQkDim>(sum_of_row<kThreadsPerRow>(squares), largest));
+  const Element* elements = q.row(first_row);
+#pragma unroll 1
+  for (int base = 0; base < chunk.end - chunk.first; base += kPasses * kRowsAtOnce) {
+    float squares[kPasses];
+#pragma unroll
+    for (int pass = 0; pass < kPasses; ++pass, elements += kRowsAtOnce * q.stride) {
+      const bool inside = first_row + base + pass * kRowsAtOnce < chunk.end;
+      squares[pass] = sum_of_squares8<Element>(q.load8(elements, column, inside));
+    }
+    const float of_row = sum_across_row<kThreadsPerRow>(squares);
+    const int row = first_row + base + threadIdx.x % kPasses * kRowsAtOnce;
+    if (row < chunk.end) { max_norm = larger(max_norm, norm_bound(of_row, q.row(row), q.columns)); }
   }
   return max_norm;
 }
 
-// Of eight elements of each of two rows: what measure8 says, and the sums of magnitudes and of squares of their
-// difference.
-struct PairMeasures {
-  float squares[2], largest[2], step_magnitudes, step_squares;
-};
-
-// Both rows at once, so that the elements are converted only once and not kept.
-template <typename Element>
-__device__ __forceinline__ PairMeasures measure_pair(uint4 a, uint4 b) {
-  const Element* const rows[2] = {reinterpret_cast<const Element*>(&a), reinterpret_cast<const Element*>(&b)};
-  PairMeasures sums{};
-#pragma unroll
-  for (int i = 0; i < 8; ++i) {
-    const float x = float(rows[0][i]), y = float(rows[1][i]);
-    sums.squares[0] = fmaf(x, x, sums.squares[0]);
-    sums.squares[1] = fmaf(y, y, sums.squares[1]);
-    sums.largest[0] = fmaxf(sums.largest[0], fabsf(x));
-    sums.largest[1] = fmaxf(sums.largest[1], fabsf(y));
-    sums.step_magnitudes += fabsf(x - y);
-    sums.step_squares = fmaf(x - y, x - y, sums.step_squares);
-  }
-  return sums;
-}
-
-// Of the rows of one window, two at a time for those threads that share a row, put into `mine`. Called by whole warps.
+// Of the rows of one window, put into `mine`: those threads that share a row have two neighbouring ones at a time.
+// Called by whole warps.
 template <typename Element, int kQkDim, int kValueDim>
-__device__ __forceinline__ void measure_window(const StatisticsParams<Element>& params, const Chunk& chunk,
-                                               int first_row, KeyStatistics& mine) {
-  constexpr int kThreadsPerRow = kRowThreads<kQkDim>;  // of V too: they multiply what they find
+__device__ __forceinline__ void measure_window(const HeadRows<Element>& keys, const HeadRows<Element>& values,
+                                               int first_row, int end, KeyStatistics& mine) {
+  constexpr int kThreadsPerRow = kRowThreads<kQkDim>;  // of V too
   static_assert(kQkDim >= kValueDim);
-  constexpr int kRowsAtOnce = 2 * 32 / kThreadsPerRow;
-  const int column = threadIdx.x % kThreadsPerRow * 8;
-  float k_steps = 0.f, v_steps = 0.f;
+  constexpr int kRowsAtOnce = 2 * 32 / kThreadsPerRow, kPasses = fixed_point::kWindow / kRowsAtOnce;
+  constexpr int kRows = 2 * kPasses;  // of a thread
+  const int thread = threadIdx.x % kThreadsPerRow, column = thread * 8;
+  const int first_of_thread = first_row + threadIdx.x % 32 / kThreadsPerRow * 2;
+  float squares[2 * kRows], largest[kRows], value_steps[kPasses], key_steps = 0.f;  // squares: of K, then of V
+  const Element *key = keys.row(first_of_thread), *value = values.row(first_of_thread);
 #pragma unroll
-  for (int base = first_row; base < first_row + fixed_point::kWindow; base += kRowsAtOnce) {
-    const int row = base + threadIdx.x % 32 / kThreadsPerRow * 2;
+  for (int pass = 0; pass < kPasses; ++pass) {
+    const int row = first_of_thread + pass * kRowsAtOnce;
     uint4 k[2], v[2];
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      const bool inside = row + i < chunk.end;
-      k[i] = load8(params.k, chunk.batch, row + i, chunk.head, column, inside && column < params.head_dims.qk);
-      v[i] = load8(params.v, chunk.batch, row + i, chunk.head, column, inside && column < params.head_dims.v);
+      k[i] = keys.load8(key + i * keys.stride, column, row + i < end);
+      v[i] = values.load8(value + i * values.stride, column, row + i < end);
+      squares[2 * pass + i] = sum_of_squares8<Element>(k[i]);
+      squares[kRows + 2 * pass + i] = sum_of_squares8<Element>(v[i]);
+      largest[2 * pass + i] = largest8<Element>(k[i]);
     }
-    const PairMeasures of_k = measure_pair<Element>(k[0], k[1]), of_v = measure_pair<Element>(v[0], v[1]);
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      const float k_norm =
-          norm_bound<kThreadsPerRow, kQkDim>(sum_of_row<kThreadsPerRow>(of_k.squares[i]), of_k.largest[i]);
-      const float v_norm =
-          norm_bound<kThreadsPerRow, kValueDim>(sum_of_row<kThreadsPerRow>(of_v.squares[i]), of_v.largest[i]);
-      mine.max_norm = larger(mine.max_norm, k_norm);
-      mine.max_element = larger(mine.max_element, of_k.largest[i]);
-      // Of this thread's columns; the maximum over all threads is that over all columns.
-      mine.max_product = larger(mine.max_product, v_norm * of_k.largest[i]);
-    }
-    const float v_step = sqrtf(sum_of_row<kThreadsPerRow>(of_v.step_squares));
-    if (row + 1 < chunk.end) {
-      k_steps += of_k.step_magnitudes;
-      v_steps += v_step;
+    const bool are_two = row + 1 < end;
+    key_steps += are_two ? step_magnitudes8<Element>(k[0], k[1]) : 0.f;
+    value_steps[pass] = are_two ? step_squares8<Element>(v[0], v[1]) : 0.f;
+    key += kRowsAtOnce * keys.stride;
+    value += kRowsAtOnce * values.stride;
+  }
+  // A thread has one row's squares, of K or of V, and the largest element of that row of K.
+  const float of_row = sum_across_row<kThreadsPerRow>(squares);
+  const float of_key = across_row<kThreadsPerRow>(largest, [](float a, float b) { return fmaxf(a, b); });
+  const int row = first_of_thread + thread % kRows / 2 * kRowsAtOnce + thread % 2;
+  mine.max_element = larger(mine.max_element, of_key);
+  if (row < end) {
+    const bool is_key = thread % (2 * kRows) < kRows;
+    const float norm =
+        norm_bound(of_row, is_key ? keys.row(row) : values.row(row), is_key ? keys.columns : values.columns);
+    if (is_key) {
+      mine.max_norm = larger(mine.max_norm, norm);
+    } else {
+      mine.max_product = larger(mine.max_product, norm * of_key);
     }
   }
-  const int pairs = min_int(chunk.end - first_row, fixed_point::kWindow) / 2;
-  if (pairs > 0) {
-    const float key_step = sum_of_row<32>(k_steps) / pairs;
-    const float value_step = sum_of_rows<kThreadsPerRow>(v_steps) / pairs;
-    mine.min_step_product = fminf(mine.min_step_product, key_step * value_step);
-  }
+  const float value_step = sqrtf(sum_across_row<kThreadsPerRow>(value_steps));
+  float steps[2] = {key_steps, thread < kPasses ? value_step : 0.f};  // of each pair once
+  const int pairs = min_int(end - first_row, fixed_point::kWindow) / 2;
+  const float mean = __fdividef(sum_across_row<32>(steps), pairs);
+  const float product = mean * __shfl_xor_sync(0xffffffff, mean, 1);
+  if (pairs > 0) { mine.min_step_product = fminf(mine.min_step_product, product); }
 }
 
 // A warp takes a window at a time.
 template <typename Element, int kQkDim, int kValueDim>
 __device__ __forceinline__ KeyStatistics key_statistics(const StatisticsParams<Element>& params, const Chunk& chunk) {
   constexpr int kRows = kStatisticsThreads / 32 * fixed_point::kWindow;
+  const HeadRows<Element> keys(params.k, chunk.batch, chunk.head, params.head_dims.qk);
+  const HeadRows<Element> values(params.v, chunk.batch, chunk.head, params.head_dims.v);
   KeyStatistics mine = of_no_rows();
 #pragma unroll 1
   for (int row = chunk.first + int(threadIdx.x) / 32 * fixed_point::kWindow; row < chunk.end; row += kRows) {
-    measure_window<Element, kQkDim, kValueDim>(params, chunk, row, mine);
+    measure_window<Element, kQkDim, kValueDim>(keys, values, row, chunk.end, mine);
   }
   return mine;
 }
@@ -293,7 +346,7 @@ __device__ __forceinline__ void measure_chunk(const StatisticsParams<typename Ge
 
 // Blocks: the chunks of all heads of Q, then those of K and V.
 template <typename Geometry>
-__global__ void __launch_bounds__(kStatisticsThreads, 4)
+__global__ void __launch_bounds__(kStatisticsThreads, Geometry::kWide ? 2 : 3)
     statistics_kernel(const StatisticsParams<typename Geometry::Element> params) {
   ptx::launch_dependents();  // the preprocess kernel waits for what it reads
   for (int block = blockIdx.x; block < params.num_blocks; block += gridDim.x) {
