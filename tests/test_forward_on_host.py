@@ -1,64 +1,21 @@
-"""The source of the forward kernels, compiled for the host and run on an emulated CTA (tests/emulator): its threads
-take turns in a random order, and who waits for what never comes is reported. No GPU is needed. What it cannot say:
-whether registers are fenced before products, and how fast anything is."""
+"""The forward kernels' own source on the host (emulation.py). No GPU is needed."""
 
-import concurrent.futures
-import os
-import pathlib
-import platform
-import shutil
-import subprocess
-
+import emulation
 import numpy as np
 import pytest
+from emulation import ROWS
 
-ROOT = pathlib.Path(__file__).parents[1]
-EMULATOR = ROOT / "tests" / "emulator"
-ROWS = ("64", "96", "128", "192x128", "192", "256")
-# SMs, which decide how many rows a tile has and who computes it, and the order in which threads have their turns.
+# SMs, which decide how many rows a tile has and who computes it.
 MACHINES = ((1, 0), (1, 1), (3, 1), (132, 2))
-
-
-def emulated_source(csrc: pathlib.Path) -> pathlib.Path:
-    """A copy of the sources, in which what is PTX is the host's."""
-    shutil.copytree(EMULATOR / "overlay", csrc, dirs_exist_ok=True)
-    gemm = csrc / "device" / "gemm.h"
-    # Empty statements that hold values in registers: of x86 here.
-    gemm.write_text(gemm.read_text().replace('"+f"', '"+x"').replace('"=f"', '"=x"'))
-    return csrc
-
-
-def compile_forward(csrc: pathlib.Path, row: str, program: pathlib.Path) -> pathlib.Path:
-    compiler = shutil.which(os.environ.get("CXX", "c++"))
-    if compiler is None or platform.machine() != "x86_64":
-        pytest.skip("no C++ compiler for x86-64 is on this machine")
-    flags = ["-O2", "-std=c++20", "-ffp-contract=off", "-include", EMULATOR / "cuda_names.h"]
-    flags += [f"-I{folder}" for folder in (EMULATOR, EMULATOR / "include", csrc)] + [f"-DEMULATED_DIMS=Dims{row}"]
-    subprocess.run([compiler, *flags, EMULATOR / "forward.cpp", "-o", program], check=True)
-    return program
 
 
 @pytest.fixture(scope="module")
 def programs(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("forward")
-    csrc = emulated_source(shutil.copytree(ROOT / "csrc", folder / "csrc"))
-    with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
-        found = pool.map(lambda row: (row, compile_forward(csrc, row, folder / f"forward_{row}")), ROWS)
-        return dict(found)
-
-
-def run(program, **call) -> subprocess.CompletedProcess:
-    arguments = [f"{name}={value}" for name, value in call.items()]
-    return subprocess.run([program, *arguments], capture_output=True, text=True, timeout=600)
+    return emulation.build_rows(tmp_path_factory.mktemp("forward"), ["forward.cpp"])
 
 
 def check(program, **call):
-    """Right, and the same bits on every machine."""
-    with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
-        results = list(pool.map(lambda machine: run(program, **call, sms=machine[0], seed=machine[1]), MACHINES))
-    for (sms, seed), result in zip(MACHINES, results):
-        assert result.returncode == 0, f"{call}, {sms} SMs, seed {seed}: {result.stdout}{result.stderr}"
-    assert len({result.stdout for result in results}) == 1, call
+    emulation.check(program, MACHINES, **call)
 
 
 # With a large scale the reference of a row moves after its first KV tile.
@@ -181,10 +138,7 @@ FAULTS = [
 
 @pytest.mark.parametrize("row, file, right, wrong, message, call", FAULTS, ids=range(len(FAULTS)))
 def test_faults_are_found(tmp_path, row, file, right, wrong, message, call):
-    csrc = shutil.copytree(ROOT / "csrc", tmp_path / "csrc")
-    source = (csrc / file).read_text()
-    assert source.count(right) == 1
-    (csrc / file).write_text(source.replace(right, wrong))
-    program = compile_forward(emulated_source(csrc), row, tmp_path / "forward")
-    results = [run(program, **{"sms": 2, **call, "seed": seed}) for seed in range(4)]
+    csrc = emulation.source(tmp_path, (file, right, wrong))
+    program = emulation.build(csrc, ["forward.cpp"], row, tmp_path / "forward")
+    results = [emulation.run(program, **{"sms": 2, **call, "seed": seed}) for seed in range(4)]
     assert any(result.returncode != 0 and message in result.stdout for result in results), results

@@ -12,7 +12,7 @@
 #define __device__
 #define __global__
 #define __forceinline__ inline
-#define __shared__
+#define __shared__ static  // of kernels of which one CTA runs at a time; the others have dynamic shared memory
 #define __launch_bounds__(...)
 #define __grid_constant__
 
@@ -23,7 +23,7 @@ struct Index {
 };
 struct BlockIndex {
   struct OfBlock {
-    operator unsigned() const { return emulator::machine->block; }
+    operator unsigned() const { return emulator::machine->block(); }
   } x;
 };
 struct GridSize {
@@ -60,6 +60,30 @@ inline void __syncwarp() { emulator::machine->exchange("syncwarp", 0); }
 inline void __syncthreads() {
   emulator::machine->meet(emulator::machine->all(), emulator::machine->threads(), "syncthreads");
 }
+
+using std::isinf, std::max, std::min;
+
+struct alignas(16) float4 {
+  float x, y, z, w;
+};
+inline float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
+struct alignas(16) uint4 {
+  uint32_t x, y, z, w;
+};
+inline uint4 make_uint4(uint32_t x, uint32_t y, uint32_t z, uint32_t w) { return {x, y, z, w}; }
+inline float __int_as_float(int x) { return std::bit_cast<float>(x); }
+inline int __float2int_rn(float x) {  // what is too large becomes the largest
+  return std::isnan(x) ? 0 : x >= 2147483648.f ? INT32_MAX : x <= -2147483648.f ? INT32_MIN : int(std::nearbyint(x));
+}
+template <typename T>
+T __ldcg(const T* pointer) {
+  return *pointer;
+}
+template <typename T>
+void __stcg(T* pointer, T value) {
+  *pointer = value;
+}
+inline void __nanosleep(unsigned) {}
 
 inline float __fmul_rn(float a, float b) { return a * b; }  // compiled without contraction
 inline float __fdividef(float a, float b) { return a / b; }

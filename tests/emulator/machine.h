@@ -1,6 +1,6 @@
-// One CTA of a Hopper GPU on the host: its threads are fibers that take turns in a random order, TMA copies when it
-// likes, and whoever waits for what never comes is reported. Everything that CUDA's names stand for in the kernels'
-// sources (include/, overlay/) is made of this.
+// CTAs of a Hopper GPU on the host: their threads are fibers that take turns in a random order, TMA copies when it likes,
+// and whoever waits for what never comes is reported. Everything that CUDA's names stand for in the kernels' sources
+// (include/, overlay/) is made of this.
 #pragma once
 
 #include <ucontext.h>
@@ -24,16 +24,6 @@ constexpr int kSharedAlignment = 1024;
 constexpr int kNamedBarriers = 16;
 constexpr int kStackBytes = 96 << 10;
 constexpr int kLongestTime = 4;  // in turns, that something takes
-
-}  // namespace emulator
-
-namespace dash_attn {
-alignas(emulator::kSharedAlignment) inline char shared_memory[emulator::kSharedBytes];  // the kernels' name for it
-}
-
-namespace emulator {
-
-using dash_attn::shared_memory;
 
 [[noreturn]] inline void fail(const std::string& what) {
   std::printf("%s\n", what.c_str());
@@ -73,6 +63,11 @@ class Machine {
     std::function<void()> finish;  // hands them over, if none before it has
   };
 
+  // Of bulk operations from shared memory to global memory.
+  struct BulkOperation {
+    std::function<void()> read, perform;  // from there; to there; none if it has been done
+  };
+
   struct Thread {
     ucontext_t context;
     std::unique_ptr<char[]> stack;
@@ -82,25 +77,32 @@ class Machine {
     std::vector<std::vector<Product>> groups;  // of products that were committed
     std::vector<Product> open;                 // and not yet
     std::unordered_map<const float*, std::shared_ptr<std::vector<float>>> sums;  // of those, by accumulator
-    std::vector<std::function<void()>> stores;                                   // bulk operations
-    std::vector<std::function<void()>> writes;  // to shared memory, which TMA does not see before a fence
+    std::vector<BulkOperation> open_bulk;
+    std::vector<std::vector<BulkOperation>> bulk_groups;  // committed, and not known to have been performed
+    std::vector<std::function<void()>> writes;            // to shared memory, which TMA does not see before a fence
+    const int* polled = nullptr;                          // where it last looked for a semaphore, and what it saw
+    int seen = 0;
   };
 
   explicit Machine(unsigned seed) : random_(seed), is_lazy_(seed % 2) {}
 
-  // Every CTA of a grid, one after the other.
+  // Every CTA of a grid, `together` at a time, in the order of their numbers.
   template <typename Kernel, typename Params>
-  void launch(Kernel kernel, const Params& params, unsigned blocks, int threads) {
-    for (block = 0; block < blocks; ++block) {
-      blocks_of_grid = blocks;
-      run_block([&] { kernel(params); }, threads);
+  void launch(Kernel kernel, const Params& params, unsigned blocks, int threads, unsigned together = 1) {
+    running_ = this;
+    body_ = [&] { kernel(params); };
+    blocks_of_grid = blocks;
+    for (unsigned next = 0; next < blocks || !blocks_.empty();) {
+      while (next < blocks && blocks_.size() < together) { blocks_.push_back(make_block(next++, threads)); }
+      run_blocks();
     }
+    barriers_.clear();
   }
 
   // Returns when it is the calling thread's turn and `ready` says so.
   template <typename Ready>
   void wait(const char* what, Ready&& ready) {
-    Thread& self = *threads_[current];
+    Thread& self = this->self();
     self.waits_for = what;
     self.ready = ready;
     swapcontext(&self.context, &scheduler_);
@@ -119,7 +121,7 @@ class Machine {
   template <typename T>
   const uint64_t (*exchange(const char* operation, const T& own))[8] {
     static_assert(sizeof(T) <= 64);
-    Warp& warp = warps_[current / kWarpLanes];
+    Warp& warp = block_->warps[current / kWarpLanes];
     const uint64_t round = warp.meeting.round;
     if (warp.meeting.here == 0) {
       warp.operation = operation;
@@ -139,7 +141,17 @@ class Machine {
   }
 
   // Done at any time from now on.
-  void later(std::function<void()> copy) { copies_.push_back(std::move(copy)); }
+  void later(std::function<void()> copy) { block_->copies.push_back(std::move(copy)); }
+
+  // What a semaphore in global memory says. Who looks again waits until it says something else.
+  int poll(const int* semaphore) {
+    Thread& self = this->self();
+    if (self.polled == semaphore) {
+      wait("a semaphore", [semaphore, seen = self.seen] { return *semaphore != seen; });
+    }
+    self.polled = semaphore;
+    return self.seen = *semaphore;
+  }
 
   // What a warp makes of shared memory in one turn, kept for its other lanes. Whoever writes there says so.
   template <typename Make>
@@ -150,36 +162,60 @@ class Machine {
   }
   void wrote_shared() { read_.clear(); }
 
-  Thread& self() { return *threads_[current]; }
-  Meeting& named(int id) { return named_.at(id); }
-  Meeting& all() { return all_; }
+  Thread& self() { return *block_->threads[current]; }
+  Meeting& named(int id) { return block_->named.at(id); }
+  Meeting& all() { return block_->all; }
+  char* shared() { return block_->shared; }
   bool is_lazy() const { return is_lazy_; }
-  int threads() const { return int(threads_.size()); }
+  int threads() const { return int(block_->threads.size()); }
+  unsigned block() const { return block_->number; }
   unsigned random() { return unsigned(random_()); }
 
-  unsigned current = 0, block = 0, blocks_of_grid = 0;
+  unsigned current = 0, blocks_of_grid = 0;
 
  private:
-  void run_block(std::function<void()> body, int threads) {
-    body_ = std::move(body);
-    threads_.clear();
-    warps_ = std::vector<Warp>(threads / kWarpLanes);
-    barriers_.clear();
-    named_ = std::vector<Meeting>(kNamedBarriers);
-    all_ = {};
+  struct Block {
+    unsigned number;
+    std::unique_ptr<char[]> memory = std::make_unique<char[]>(kSharedBytes + kSharedAlignment);
+    char* shared;
+    std::vector<std::unique_ptr<Thread>> threads;
+    std::vector<Warp> warps;
+    std::vector<Meeting> named{kNamedBarriers};
+    Meeting all;
+    std::vector<std::function<void()>> copies;
+
+    bool has_ended() const {
+      for (const auto& thread : threads) {
+        if (!thread->ended) { return false; }
+      }
+      return true;
+    }
+  };
+
+  std::unique_ptr<Block> make_block(unsigned number, int threads) {
+    auto block = std::make_unique<Block>();
+    block->number = number;
+    const auto address = reinterpret_cast<uintptr_t>(block->memory.get());
+    block->shared = block->memory.get() + (kSharedAlignment - address % kSharedAlignment) % kSharedAlignment;
+    std::memset(block->shared, 0xff, kSharedBytes);  // NaN
+    block->warps = std::vector<Warp>(threads / kWarpLanes);
     for (int i = 0; i < threads; ++i) {
       auto thread = std::make_unique<Thread>();
-      thread->stack = std::make_unique<char[]>(kStackBytes);
+      thread->stack = take_stack();
       getcontext(&thread->context);
       thread->context.uc_stack = {thread->stack.get(), 0, kStackBytes};
       thread->context.uc_link = &scheduler_;
       makecontext(&thread->context, &Machine::begin, 0);
-      threads_.push_back(std::move(thread));
+      block->threads.push_back(std::move(thread));
     }
-    std::memset(shared_memory, 0xff, kSharedBytes);  // NaN
-    running_ = this;
-    schedule();
-    if (!copies_.empty()) { fail("a CTA ended before its copies"); }
+    return block;
+  }
+
+  std::unique_ptr<char[]> take_stack() {
+    if (stacks_.empty()) { return std::make_unique_for_overwrite<char[]>(kStackBytes); }
+    auto stack = std::move(stacks_.back());
+    stacks_.pop_back();
+    return stack;
   }
 
   static void begin() {
@@ -187,25 +223,46 @@ class Machine {
     running_->self().ended = true;
   }
 
-  // Warps in a random order, each as far as it comes, and copies between them.
-  void schedule() {
+  // Until one of the CTAs has ended.
+  void run_blocks() {
     for (;;) {
-      bool moved = false, all_ended = true;
-      const int first = int(random_() % warps_.size());
-      for (unsigned i = 0; i < warps_.size(); ++i) {
-        const unsigned warp = (first + i * (1 + 2 * (random_() % 2))) % unsigned(warps_.size());
-        moved |= run_warp(warp);
-        while (!copies_.empty() && random_() % 4 == 0) { moved |= copy_one(); }
+      bool moved = false;
+      for (size_t i = 0; i < blocks_.size(); ++i) {
+        if (blocks_.size() > 1 && random_() % 2) { continue; }  // they are not equally fast
+        moved |= run_block(i);
+        if (end_block(i)) { return; }
       }
-      for (const auto& thread : threads_) { all_ended &= thread->ended; }
-      if (all_ended && copies_.empty()) { return; }
       // Some may wait for a time.
-      for (int i = 0; i < kLongestTime && !moved; ++i) {
-        for (unsigned warp = 0; warp < warps_.size(); ++warp) { moved |= run_warp(warp); }
-        if (!copies_.empty()) { moved |= copy_one(); }
+      for (int turn = 0; turn < kLongestTime && !moved; ++turn) {
+        for (size_t i = 0; i < blocks_.size(); ++i) {
+          block_ = blocks_[i].get();
+          for (unsigned warp = 0; warp < block_->warps.size(); ++warp) { moved |= run_warp(warp); }
+          if (!block_->copies.empty()) { moved |= copy_one(); }
+          if (end_block(i)) { return; }
+        }
       }
       if (!moved) { report(); }
     }
+  }
+
+  // Warps in a random order, each as far as it comes, and copies between them.
+  bool run_block(size_t i) {
+    block_ = blocks_[i].get();
+    bool moved = false;
+    const unsigned warps = unsigned(block_->warps.size()), first = unsigned(random_() % warps);
+    for (unsigned warp = 0; warp < warps; ++warp) {
+      moved |= run_warp((first + warp * (1 + 2 * (random_() % 2))) % warps);
+      while (!block_->copies.empty() && random_() % 4 == 0) { moved |= copy_one(); }
+    }
+    return moved;
+  }
+
+  bool end_block(size_t i) {
+    if (!blocks_[i]->has_ended()) { return false; }
+    if (!blocks_[i]->copies.empty()) { fail("a CTA ended before its copies"); }
+    for (auto& thread : blocks_[i]->threads) { stacks_.push_back(std::move(thread->stack)); }
+    blocks_.erase(blocks_.begin() + i);
+    return true;
   }
 
   bool run_warp(unsigned warp) {
@@ -213,7 +270,7 @@ class Machine {
     read_.clear();
     for (unsigned lane = 0; lane < kWarpLanes; ++lane) {
       current = warp * kWarpLanes + lane;
-      Thread& thread = *threads_[current];
+      Thread& thread = self();
       if (thread.ended || (thread.ready && !thread.ready())) { continue; }
       thread.ready = nullptr;
       swapcontext(&scheduler_, &thread.context);
@@ -223,21 +280,25 @@ class Machine {
   }
 
   bool copy_one() {
-    const size_t i = random_() % copies_.size();
-    const auto copy = std::move(copies_[i]);
-    copies_.erase(copies_.begin() + i);
+    auto& copies = block_->copies;
+    const size_t i = random_() % copies.size();
+    const auto copy = std::move(copies[i]);
+    copies.erase(copies.begin() + i);
     copy();
     return true;
   }
 
   [[noreturn]] void report() {
-    std::string text = "nobody can go on: CTA " + std::to_string(block);
-    for (unsigned warp = 0; warp < warps_.size(); ++warp) {
-      for (unsigned lane = 0; lane < kWarpLanes; ++lane) {
-        const Thread& thread = *threads_[warp * kWarpLanes + lane];
-        if (thread.ended) { continue; }
-        text += "\n  warp " + std::to_string(warp) + " waits for " + thread.waits_for;
-        break;
+    std::string text = "nobody can go on";
+    for (const auto& block : blocks_) {
+      for (unsigned warp = 0; warp < block->warps.size(); ++warp) {
+        for (unsigned lane = 0; lane < kWarpLanes; ++lane) {
+          const Thread& thread = *block->threads[warp * kWarpLanes + lane];
+          if (thread.ended) { continue; }
+          text += "\n  CTA " + std::to_string(block->number) + ", warp " + std::to_string(warp) + " waits for " +
+                  thread.waits_for;
+          break;
+        }
       }
     }
     fail(text);
@@ -248,23 +309,21 @@ class Machine {
   bool is_lazy_;
   ucontext_t scheduler_;
   std::function<void()> body_;
-  std::vector<std::unique_ptr<Thread>> threads_;
-  std::vector<Warp> warps_;
+  std::vector<std::unique_ptr<Block>> blocks_;  // that are running
+  Block* block_ = nullptr;                      // whose thread's turn it is
+  std::vector<std::unique_ptr<char[]>> stacks_;
   std::unordered_map<const void*, Barrier> barriers_;
-  std::vector<Meeting> named_;
-  Meeting all_;
-  std::vector<std::function<void()>> copies_;
   std::unordered_map<uint64_t, std::vector<float>> read_;
 };
 
 inline Machine* machine = nullptr;
 
 inline uint32_t shared_address(const void* pointer) {
-  return uint32_t(static_cast<const char*>(pointer) - shared_memory);
+  return uint32_t(static_cast<const char*>(pointer) - machine->shared());
 }
 inline char* shared_at(uint32_t address, int bytes) {
   if (address + bytes > kSharedBytes) { fail("an address beyond shared memory"); }
-  return shared_memory + address;
+  return machine->shared() + address;
 }
 
 }  // namespace emulator

@@ -10,6 +10,16 @@ inline cudaError_t cudaMemsetAsync(void* data, int value, size_t bytes, cudaStre
   return cudaSuccess;
 }
 
+enum cudaLaunchAttributeID { cudaLaunchAttributeClusterDimension };
+struct cudaLaunchAttribute {
+  cudaLaunchAttributeID id;
+  struct {
+    struct {
+      unsigned x, y, z;
+    } clusterDim;
+  } val;
+};
+
 enum cudaDriverEntryPointQueryResult { cudaDriverEntryPointSuccess };
 enum { cudaEnableDefault };
 cudaError_t cudaGetDriverEntryPointByVersion(const char* name, void** function, unsigned version, int flags,

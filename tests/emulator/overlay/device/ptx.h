@@ -1,7 +1,9 @@
-// csrc/device/ptx.h on the host: what the forward uses of it.
+// csrc/device/ptx.h on the host: what the kernels use of it.
 #pragma once
 
 #include <cute/arch/util.hpp>
+#include <memory>
+#include <utility>
 
 namespace dash_attn::ptx {
 
@@ -19,15 +21,73 @@ inline uint32_t permute_bytes(uint32_t x, uint32_t selector) {
 }
 
 inline void bulk_prefetch(const void*, int) {}
-inline void bulk_commit() {}
+// A bulk operation reads shared memory and is performed when it is issued, or when it is waited for.
+inline void bulk_to_global(float* global, const float* shared, int bytes, uint32_t (*combine)(uint32_t, uint32_t)) {
+  auto staged = std::make_shared<std::vector<uint32_t>>(bytes / 4);
+  emulator::Machine::BulkOperation operation;
+  operation.read = [=] { std::memcpy(staged->data(), shared, bytes); };
+  operation.perform = [=] {
+    for (int i = 0; i < bytes / 4; ++i) {
+      uint32_t word;
+      std::memcpy(&word, global + i, 4);
+      word = combine(word, (*staged)[i]);
+      std::memcpy(global + i, &word, 4);
+    }
+  };
+  if (!emulator::machine->is_lazy()) {
+    operation.read();
+    operation.perform();
+    operation = {};
+  }
+  emulator::machine->self().open_bulk.push_back(std::move(operation));
+}
+inline void bulk_add_f32(float* global, const float* shared, int bytes) {
+  bulk_to_global(global, shared, bytes,
+                 [](uint32_t a, uint32_t b) { return __float_as_uint(__uint_as_float(a) + __uint_as_float(b)); });
+}
+inline void bulk_add_s32(float* global, const float* shared, int bytes) {
+  bulk_to_global(global, shared, bytes, [](uint32_t a, uint32_t b) { return a + b; });
+}
+inline void bulk_store(float* global, const float* shared, int bytes) {
+  bulk_to_global(global, shared, bytes, [](uint32_t, uint32_t b) { return b; });
+}
+
+inline void bulk_commit() {
+  auto& self = emulator::machine->self();
+  self.bulk_groups.push_back(std::move(self.open_bulk));
+  self.open_bulk.clear();
+}
+inline void wait_for_bulk(size_t pending, bool until_performed) {
+  const unsigned longest = emulator::machine->is_lazy() ? emulator::kLongestTime : 1;
+  unsigned turns = emulator::machine->random() % longest;
+  emulator::machine->wait("bulk operations", [turns]() mutable { return turns-- == 0; });
+  auto& groups = emulator::machine->self().bulk_groups;
+  for (size_t i = 0; i + pending < groups.size(); ++i) {
+    for (auto& operation : groups[i]) {
+      if (operation.read) { std::exchange(operation.read, {})(); }
+      if (until_performed && operation.perform) { std::exchange(operation.perform, {})(); }
+    }
+  }
+  if (until_performed) { groups.clear(); }
+}
 template <int kPending = 0>
 void bulk_wait_read() {
-  static_assert(kPending == 0);
-  emulator::machine->wait("its stores", [] { return true; });
-  auto& stores = emulator::machine->self().stores;
-  for (const auto& store : stores) { store(); }
-  stores.clear();
+  wait_for_bulk(kPending, false);
 }
+inline void bulk_wait_performed() { wait_for_bulk(0, true); }
+
+inline void fence_async_global() {}
+inline int load_acquire(const int* address) { return emulator::machine->poll(address); }
+inline void store_release(int* address, int value) {
+  *address = value;
+  emulator::machine->self().polled = nullptr;
+}
+inline void add_release(int* address, int value) { store_release(address, *address + value); }
+inline void launch_dependents() {}
+inline void wait_for_previous_kernel() {}
+uint32_t map_shared(const void* shared, uint32_t cta_rank);  // of clusters, which there are none of
+void store_async(uint32_t remote_address, int value, uint32_t remote_barrier);
+
 inline void fence_async_shared() {
   auto& writes = emulator::machine->self().writes;
   for (const auto& write : writes) { write(); }
@@ -46,8 +106,40 @@ inline void store_matrix(uint32_t row, const uint32_t (&m)[4]) {
   }
 }
 
-void store_matrix_transposed(uint32_t row, const uint32_t (&m)[4]);
-void load_matrix(uint32_t row, uint32_t (&m)[4]);
+// The same of the matrices' transposes: lane l has elements l / 4 of rows 2 (l % 4) and the next.
+inline void store_matrix_transposed(uint32_t row, const uint32_t (&m)[4]) {
+  const auto given = emulator::machine->exchange("stmatrix.trans", row);
+  const int lane = int(emulator::machine->current % emulator::kWarpLanes);
+  for (int i = 0; i < 4; ++i) {
+    for (int half = 0; half < 2; ++half) {
+      const auto address = uint32_t(given[8 * i + 2 * (lane % 4) + half][0]) + 2 * (lane / 4);
+      emulator::machine->self().writes.push_back([address, value = uint16_t(m[i] >> 16 * half)] {
+        std::memcpy(emulator::shared_at(address, 2), &value, 2);
+      });
+    }
+  }
+}
+
+inline void load_matrix(uint32_t row, uint32_t (&m)[4]) {
+  const auto given = emulator::machine->exchange("ldmatrix", row);
+  const int lane = int(emulator::machine->current % emulator::kWarpLanes);
+  for (int i = 0; i < 4; ++i) {
+    std::memcpy(&m[i], emulator::shared_at(uint32_t(given[8 * i + lane / 4][0]) + 4 * (lane % 4), 4), 4);
+  }
+}
+
+inline void load_matrix_transposed(uint32_t row, uint32_t (&m)[4]) {
+  const auto given = emulator::machine->exchange("ldmatrix.trans", row);
+  const int lane = int(emulator::machine->current % emulator::kWarpLanes);
+  for (int i = 0; i < 4; ++i) {
+    m[i] = 0;
+    for (int half = 0; half < 2; ++half) {
+      uint16_t value;
+      std::memcpy(&value, emulator::shared_at(uint32_t(given[8 * i + 2 * (lane % 4) + half][0]) + 2 * (lane / 4), 2), 2);
+      m[i] |= uint32_t(value) << 16 * half;
+    }
+  }
+}
 
 }  // namespace dash_attn::ptx
 

@@ -1,7 +1,10 @@
-// csrc/launch/launch.h on the host.
+// csrc/launch/launch.h on the host. Kernels that are alone on an SM run on as many as there are, the others one CTA at a
+// time.
 #pragma once
 
 #include <algorithm>
+#include <cstdint>
+#include <initializer_list>
 
 #include "../device/sm90.h"
 #include "check.h"
@@ -13,9 +16,17 @@ struct LaunchShape {
   int threads, shared_bytes;
 };
 
+inline cudaLaunchAttribute starts_before_previous_ends(bool) { return {}; }
+
+inline LaunchShape within_margin(int64_t blocks, int threads, int shared_bytes, int, int) {
+  return {unsigned(blocks), threads, shared_bytes};
+}
+
 template <typename Params>
-void launch(const char*, void (*kernel)(Params), const Params& params, const LaunchShape& shape, cudaStream_t) {
-  emulator::machine->launch(kernel, params, shape.blocks, shape.threads);
+void launch(const char*, void (*kernel)(Params), const Params& params, const LaunchShape& shape, cudaStream_t,
+            std::initializer_list<cudaLaunchAttribute> = {}) {
+  const bool is_alone = shape.shared_bytes > kSharedMemoryLimit / 2;
+  emulator::machine->launch(kernel, params, shape.blocks, shape.threads, is_alone ? shape.blocks : 1);
 }
 
 }  // namespace dash_attn

@@ -60,15 +60,27 @@ struct SM90_TMA_LOAD_5D {
   }
 };
 
+struct SM90_BULK_COPY_G2S {
+  static void copy(const void* global, uint64_t* barrier, void* shared, int bytes) {
+    if (bytes % 16 != 0 || reinterpret_cast<uintptr_t>(global) % 16 != 0) { emulator::fail("a bulk copy off 16 bytes"); }
+    emulator::machine->later([=] {
+      std::memcpy(shared, global, bytes);
+      emulator::Barrier& b = emulator::machine->barrier(barrier);
+      b.bytes -= bytes;
+      b.settle();
+    });
+  }
+};
+
 // Reads when it is waited for.
 struct SM90_TMA_STORE_5D {
   static void copy(const CUtensorMap* map, const void* shared, int c0, int c1, int c2, int c3, int c4) {
-    emulator::machine->self().stores.push_back(
-        [=, tensor = map->tensor, address = emulator::shared_address(shared)] {
-          tensor->for_box(address, {c0, c1, c2, c3, c4}, [](uint32_t place, char* element) {
-            if (element) { std::memcpy(element, emulator::shared_at(place, 2), 2); }
-          });
-        });
+    const auto copy = [=, tensor = map->tensor, address = emulator::shared_address(shared)] {
+      tensor->for_box(address, {c0, c1, c2, c3, c4}, [](uint32_t place, char* element) {
+        if (element) { std::memcpy(element, emulator::shared_at(place, 2), 2); }
+      });
+    };
+    emulator::machine->self().open_bulk.push_back({copy, {}});
   }
 };
 

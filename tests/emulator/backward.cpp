@@ -1,0 +1,184 @@
+// The kernels of the backward for one row of the table of tiles, EMULATED_DIMS, on the host: `backward NAME=VALUE...`
+// runs one call (call.h; and schedule=, of which there are those without clusters) with an output and an LSE computed in
+// double, and holds its gradients against sums in double. Prints a digest of their bits, or what is wrong. Linked with
+// stages.cpp.
+#include "call.h"
+#include "launch/launch_backward.h"
+
+using namespace dash_attn;
+
+namespace {
+
+using Sums = std::vector<double>;
+
+template <typename Element>
+class BackwardCall : emulator::Call<Element> {
+ public:
+  using Base = emulator::Call<Element>;
+  using Base::Base;
+
+  void run() {
+    using Dims = EMULATED_DIMS;
+    this->prepare(a_, Dims::kDims);
+    const int rows_q = int(this->q_.size()) / (a_.heads * a_.head_dims.qk);
+    this->fill(dout_, a_.dout, rows_q, a_.seqlen_q, a_.heads, a_.head_dims.v);
+    like(dq_, a_.dq, this->q_, a_.q);
+    like(dk_, a_.dk, this->k_, a_.k);
+    like(dv_, a_.dv, this->v_, a_.v);
+    const std::string schedule = this->text("schedule", "descending");
+    for (int i = 0; i < kNumPolicies; ++i) {
+      if (schedule == kPolicyNames[i]) { a_.schedule = i; }
+    }
+    emulator::Machine machine(this->number("seed", 0));
+    emulator::machine = &machine;
+    a_.mask = served_mask(score_kind(a_), a_.padded_head_dims(), a_.mask);
+    if (Dims::kDims.qk > 128 && a_.mask.kind != MaskKind::kWindow) {
+      a_.mask = {MaskKind::kWindow, {kUnbounded, a_.mask.kind == MaskKind::kCausal ? 0 : kUnbounded, 0}};
+    }
+    differentiate();
+    emulator::Workspace workspace;
+    a_.workspace = workspace.take(plan_workspace(nullptr, a_).bytes);
+    serve(Windowed{}, Plain{});
+    if constexpr (Dims::kDims.qk <= 128) {
+      serve(Full{}, Plain{});
+      serve(Causal{}, Plain{});
+    }
+    if constexpr (Dims::kDims.qk == 64 || Dims::kDims.qk == 256) {
+      serve(Windowed{}, Softcap{});
+      serve(Windowed{}, Alibi{});
+    }
+    if constexpr (Dims::kDims.qk == 96 || Dims::kDims.qk == 256) { serve(Windowed{}, Dropout{}); }
+    if (!found_) { emulator::fail("no kernel serves this"); }
+    compare("dq", expected_dq_, dq_, a_.head_dims.qk);
+    compare("dk", expected_dk_, dk_, a_.head_dims.qk);
+    compare("dv", expected_dv_, dv_, a_.head_dims.v);
+    emulator::Digest digest;
+    digest.add(dq_);
+    digest.add(dk_);
+    digest.add(dv_);
+    digest.print();
+  }
+
+ private:
+  template <typename Mask, typename Score>
+  void serve(Mask, Score) {
+    if (a_.mask.kind != Mask::kKind || score_kind(a_) != Score::Score::kKind) { return; }
+    using Dtype = emulator::DtypeOf<Element>;
+    if (static_cast<Policy>(a_.schedule) == Policy::kOrderFree) {
+      launch_backward<BackwardVariant<Dtype, EMULATED_DIMS, Mask, Score, OrderFree>>(a_, nullptr);
+    } else {
+      launch_backward<BackwardVariant<Dtype, EMULATED_DIMS, Mask, Score, Ordered>>(a_, nullptr);
+    }
+    found_ = true;
+  }
+
+  static void like(std::vector<Element>& data, TensorView& view, const std::vector<Element>& other,
+                   const TensorView& other_view) {
+    data.assign(other.size(), Element(NAN));
+    view = other_view;
+    view.data = data.data();
+  }
+
+  // Output and LSE of the forward, and the gradients.
+  void differentiate() {
+    expected_dq_.resize(dq_.size());
+    expected_dk_.resize(dk_.size());
+    expected_dv_.resize(dv_.size());
+    int first_q = 0, first_k = 0;
+    for (int s = 0; s < a_.batch; ++s) {
+      for (int h = 0; h < a_.heads; ++h) {
+        for (int i = 0; i < this->lengths_[s].seqlen_q; ++i) {
+          float& lse = this->lse_[a_.is_pack() ? size_t(h) * a_.seqlen_q + first_q + i
+                                               : (size_t(s) * a_.heads + h) * a_.seqlen_q + i];
+          lse = differentiate_row(s, h, i, first_q + i, first_k);
+        }
+      }
+      first_q += this->lengths_[s].seqlen_q;
+      first_k += this->lengths_[s].seqlen_k;
+    }
+  }
+
+  float differentiate_row(int sequence, int head, int query, int row_q, int first_k) {
+    const int dim = a_.head_dims.qk, value_dim = a_.head_dims.v;
+    const typename Base::Row row = this->row_of(a_, sequence, head, query, row_q, first_k);
+    const size_t place = size_t(row_q) * a_.heads + head;
+    const auto of_key = [&](int i) {
+      return size_t(first_k + row.keys.first + i) * a_.kv_heads + head / a_.group_size();
+    };
+    Sums p, dropped_p, out(value_dim), dp;
+    for (int i = 0; i < row.keys.count; ++i) {
+      p.push_back(std::exp(row.scores[i] - row.largest) / row.sum);
+      const bool is_kept = !a_.drops() || this->kept(a_, sequence, head, query, row.keys.first + i);
+      const double factor = is_kept ? 1 / (1 - a_.dropout.p) : 0;
+      dropped_p.push_back(p[i] * factor);
+      double product = 0;
+      for (int d = 0; d < value_dim; ++d) {
+        const double v = float(this->v_[of_key(i) * value_dim + d]), dout = float(dout_[place * value_dim + d]);
+        out[d] += dropped_p[i] * v;
+        product += factor * v * dout;
+        expected_dv_[of_key(i) * value_dim + d] += dropped_p[i] * dout;
+      }
+      dp.push_back(product);
+    }
+    double delta = 0;
+    for (int d = 0; d < value_dim; ++d) {
+      this->out_[place * value_dim + d] = Element(float(out[d]));
+      delta += float(this->out_[place * value_dim + d]) * float(dout_[place * value_dim + d]);
+    }
+    for (int i = 0; i < row.keys.count; ++i) {
+      const double capped = a_.softcap > 0 ? row.scores[i] / a_.softcap : 0;
+      const double ds = p[i] * (dp[i] - delta) * (1 - capped * capped) * a_.softmax_scale;
+      for (int d = 0; d < dim; ++d) {
+        expected_dq_[place * dim + d] += ds * float(this->k_[of_key(i) * dim + d]);
+        expected_dk_[of_key(i) * dim + d] += ds * float(this->q_[place * dim + d]);
+      }
+    }
+    return float(row.lse(a_));
+  }
+
+  // Each element to a part of its own size and of what is usual in its row, and in the tensor.
+  static void compare(const std::string& name, const Sums& expected, const std::vector<Element>& found, int columns) {
+    const auto usual_from = [&](size_t first, size_t count) {
+      double squares = 0;
+      for (size_t i = first; i < first + count; ++i) { squares += expected[i] * expected[i]; }
+      return std::sqrt(squares / double(std::max<size_t>(1, count)));
+    };
+    const double usual = usual_from(0, expected.size());
+    for (size_t i = 0; i < expected.size(); ++i) {
+      const double x = float(found[i]), of_row = usual_from(i - i % columns, columns);
+      if (std::abs(x - expected[i]) <= 0.03 * std::abs(expected[i]) + 0.05 * std::max(usual, of_row)) { continue; }
+      emulator::fail(name + "[" + std::to_string(i / columns) + ", " + std::to_string(i % columns) + "] is " +
+                     std::to_string(x) + " for " + std::to_string(expected[i]));
+    }
+  }
+
+  BackwardArguments a_{};
+  std::vector<Element> dout_, dq_, dk_, dv_;
+  Sums expected_dq_, expected_dk_, expected_dv_;
+  bool found_ = false;
+};
+
+}  // namespace
+
+namespace dash_attn {
+
+// What packing/plan.h does, but for rows that are of no sequence.
+void launch_backward_plan(const BackwardArguments& a, const BackwardWorkspace& workspace, cudaStream_t) {
+  const PackPlan plan = plan_pack(make_backward_pack_rule(a), emulator::sequences_of(a));
+  std::copy(plan.sequences.begin(), plan.sequences.end(), workspace.pack.sequences);
+  std::copy(plan.of_unit.begin(), plan.of_unit.end(), workspace.pack.of_unit);
+  std::copy(plan.of_query_tile.begin(), plan.of_query_tile.end(), workspace.pack.of_query_tile);
+  *workspace.pack.totals = plan.totals;
+}
+
+}  // namespace dash_attn
+
+int main(int count, char** arguments) {
+  const emulator::Options options = emulator::read_options(count, arguments);
+  const auto dtype = options.find("dtype");
+  if (dtype != options.end() && dtype->second == "fp16") {
+    BackwardCall<cutlass::half_t>(options).run();
+  } else {
+    BackwardCall<cutlass::bfloat16_t>(options).run();
+  }
+}

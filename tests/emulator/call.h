@@ -1,0 +1,256 @@
+// A call on random inputs, as NAME=VALUE options describe it:
+//
+//   dtype=bf16|fp16 mask=full|causal|window left= right= chunk= batch= seqlen_q= seqlen_k= heads= kv_heads= head_dim=
+//   value_head_dim= pack=Q:K,Q:K,...  sinks=1 softcap= slopes=1 dropout= scale= sms=  seed=
+//   infinite_key=, infinite_keys=: keys of sequence 0 whose scores are all -inf; nan_value=, nan_values=: values that
+//   are NaN
+//
+// `seed` is the machine's; inputs do not depend on it.
+#pragma once
+
+#include <cmath>
+#include <map>
+#include <random>
+#include <sstream>
+#include <string>
+#include <vector>
+
+#include <cute/arch/copy_sm90_tma.hpp>
+
+#include "launch/forward_work.h"
+#include "launch/scores.h"
+#include "launch/tensor_map.cu"
+#include "launch/variant.h"
+#include "model/pack_plan.h"
+
+inline cudaError_t cudaGetDriverEntryPointByVersion(const char*, void** function, unsigned, int,
+                                             cudaDriverEntryPointQueryResult* found) {
+  const PFN_cuTensorMapEncodeTiled_v12000 encode =
+      [](CUtensorMap* map, CUtensorMapDataType, cuuint32_t rank, void* data, const cuuint64_t* sizes,
+         const cuuint64_t* strides, const cuuint32_t* box, const cuuint32_t*, CUtensorMapInterleave,
+         CUtensorMapSwizzle swizzle, CUtensorMapL2promotion, CUtensorMapFloatOOBfill) {
+        auto* const tensor = new TensorOfMap{};  // as long as the program
+        tensor->data = static_cast<char*>(data);
+        for (cuuint32_t d = 0; d < rank; ++d) {
+          tensor->sizes[d] = sizes[d];
+          tensor->strides[d] = d == 0 ? 2 : strides[d - 1];
+          tensor->box[d] = box[d];
+        }
+        tensor->swizzle_rows = swizzle == CU_TENSOR_MAP_SWIZZLE_128B ? 8 : 4;
+        map->tensor = tensor;
+        return CUDA_SUCCESS;
+      };
+  *function = reinterpret_cast<void*>(encode);
+  *found = cudaDriverEntryPointSuccess;
+  return cudaSuccess;
+}
+
+namespace emulator {
+
+using namespace dash_attn;
+
+using Options = std::map<std::string, std::string>;
+
+inline Options read_options(int count, char** arguments) {
+  Options options;
+  for (int i = 1; i < count; ++i) {
+    const std::string argument = arguments[i];
+    options[argument.substr(0, argument.find('='))] = argument.substr(argument.find('=') + 1);
+  }
+  return options;
+}
+
+template <typename Element>
+using DtypeOf = std::conditional_t<std::is_same_v<Element, cutlass::bfloat16_t>, BFloat16, Float16>;
+
+// Memory as the workspace wants it.
+class Workspace {
+ public:
+  void* take(size_t bytes) {
+    constexpr size_t kAlignment = 128;
+    memory_.assign(bytes + kAlignment, char(0xff));
+    return reinterpret_cast<void*>((reinterpret_cast<uintptr_t>(memory_.data()) + kAlignment - 1) / kAlignment *
+                                   kAlignment);
+  }
+
+ private:
+  std::vector<char> memory_;
+};
+
+// FNV-1a of the bits of arrays.
+class Digest {
+ public:
+  template <typename T>
+  void add(const std::vector<T>& array) {
+    const auto* bytes = reinterpret_cast<const uint8_t*>(array.data());
+    for (size_t i = 0; i < array.size() * sizeof(T); ++i) { value_ = (value_ ^ bytes[i]) * 1099511628211u; }
+  }
+  void print() const { std::printf("%016llx\n", static_cast<unsigned long long>(value_)); }
+
+ private:
+  uint64_t value_ = 1469598103934665603u;
+};
+
+// The inputs and outputs of a forward, and what a query sees of them.
+template <typename Element>
+class Call {
+ public:
+  explicit Call(const Options& options) : options_(options), random_(7) {}
+
+ protected:
+  double number(const char* name, double otherwise) const {
+    const auto found = options_.find(name);
+    return found == options_.end() ? otherwise : std::stod(found->second);
+  }
+  std::string text(const char* name, const char* otherwise) const {
+    const auto found = options_.find(name);
+    return found == options_.end() ? otherwise : found->second;
+  }
+
+  void prepare(AttentionArguments& a, HeadDims dims) {
+    const std::string pack = text("pack", "");
+    a.heads = int(number("heads", 1));
+    a.kv_heads = int(number("kv_heads", a.heads));
+    a.head_dims = {int(number("head_dim", dims.qk)), int(number("value_head_dim", dims.v))};
+    a.dtype = std::is_same_v<Element, cutlass::bfloat16_t> ? Dtype::kBFloat16 : Dtype::kFloat16;
+    if (pack.empty()) {
+      a.batch = int(number("batch", 1));
+      a.seqlen_q = int(number("seqlen_q", 100));
+      a.seqlen_k = int(number("seqlen_k", a.seqlen_q));
+      lengths_.assign(a.batch, {a.seqlen_q, a.seqlen_k});
+    } else {
+      std::istringstream stream(pack);
+      for (std::string item; std::getline(stream, item, ',');) {
+        const size_t colon = item.find(':');
+        lengths_.push_back({std::stoi(item), std::stoi(item.substr(colon + 1))});
+      }
+      a.batch = int(lengths_.size());
+      for (const Sequence& s : lengths_) {
+        cu_q_.push_back(cu_q_.back() + s.seqlen_q);
+        cu_k_.push_back(cu_k_.back() + s.seqlen_k);
+      }
+      a.seqlen_q = cu_q_.back();
+      a.seqlen_k = cu_k_.back();
+      a.pack = {cu_q_.data(), cu_k_.data(), nullptr, nullptr};
+    }
+    const int batch_of_rows = pack.empty() ? a.batch : 1;
+    const int rows_q = batch_of_rows * a.seqlen_q, rows_k = batch_of_rows * a.seqlen_k;
+    fill(q_, a.q, rows_q, a.seqlen_q, a.heads, a.head_dims.qk);
+    fill(k_, a.k, rows_k, a.seqlen_k, a.kv_heads, a.head_dims.qk);
+    fill(v_, a.v, rows_k, a.seqlen_k, a.kv_heads, a.head_dims.v);
+    fill(out_, a.out, rows_q, a.seqlen_q, a.heads, a.head_dims.v);
+    for (Element& x : out_) { x = Element(NAN); }
+    const int infinite = int(number("infinite_key", 0)), nan = int(number("nan_value", 0));
+    const int infinite_end = infinite + int(number("infinite_keys", 0)), nan_end = nan + int(number("nan_values", 0));
+    if (infinite_end > infinite) {
+      for (size_t i = 0; i < q_.size(); i += a.head_dims.qk) { q_[i] = Element(1.f); }
+    }
+    for (int key = infinite; key < infinite_end; ++key) {
+      for (int h = 0; h < a.kv_heads; ++h) {
+        Element* row = k_.data() + (size_t(key) * a.kv_heads + h) * a.head_dims.qk;
+        for (int d = 0; d < a.head_dims.qk; ++d) { row[d] = Element(d == 0 ? -INFINITY : 0.f); }
+      }
+    }
+    const int value_row = a.kv_heads * a.head_dims.v;
+    for (int i = nan * value_row; i < nan_end * value_row; ++i) { v_[i] = Element(NAN); }
+    nan_keys_ = {nan, nan_end - nan};
+    lse_.assign(size_t(rows_q) * a.heads, NAN);
+    a.softmax_lse = lse_.data();
+    a.softmax_scale = float(number("scale", 1 / std::sqrt(a.head_dims.qk)));
+    const std::string mask = text("mask", "full");
+    a.mask = mask_rule(mask == "causal", mask == "window" ? int(number("left", -1)) : -1,
+                        mask == "window" ? int(number("right", -1)) : -1, int(number("chunk", 0)));
+    a.num_sms = int(number("sms", 4));
+    a.softcap = float(number("softcap", 0));
+    std::normal_distribution<float> normal;
+    for (int h = 0; h < a.heads; ++h) {
+      sinks_.push_back(normal(random_));
+      slopes_.push_back(std::exp2(-float(h) - 1));
+    }
+    if (number("sinks", 0) != 0) { a.sinks = sinks_.data(); }
+    if (number("slopes", 0) != 0) { a.alibi_slopes = slopes_.data(); }
+    if (const double p = number("dropout", 0); p > 0) {
+      int longest_q = 0, longest_k = 0;
+      for (const Sequence& s : lengths_) {
+        longest_q = max_int(longest_q, s.seqlen_q);
+        longest_k = max_int(longest_k, s.seqlen_k);
+      }
+      a.dropout = {nullptr, dropout::num_blocks(longest_q), dropout::num_blocks(longest_k), float(p)};
+      bits_.resize(size_t(a.batch) * a.heads * a.dropout.query_blocks * a.dropout.key_blocks *
+                   dropout::kBlockBytes);
+      std::bernoulli_distribution keeps(1 - p);
+      for (uint8_t& byte : bits_) {
+        for (int i = 0; i < 8; ++i) { byte = uint8_t(2 * byte + keeps(random_)); }
+      }
+      a.dropout.bits = bits_.data();
+    }
+  }
+
+  void fill(std::vector<Element>& data, TensorView& view, int rows, int seqlen, int heads, int dim) {
+    std::normal_distribution<float> normal;
+    data.resize(size_t(rows) * heads * dim);
+    for (Element& x : data) { x = Element(normal(random_)); }
+    view = {data.data(), int64_t{seqlen} * heads * dim, int64_t{heads} * dim, dim};
+  }
+
+  bool kept(const AttentionArguments& a, int sequence, int head, int query, int key) const {
+    const DropoutTensor& d = a.dropout;
+    const auto [word, bit] = dropout::place_of(query % dropout::kBlockRows, key % dropout::kBlockRows);
+    const size_t line = ((size_t(sequence) * a.heads + head) * d.query_blocks + query / dropout::kBlockRows) *
+                            d.key_blocks + key / dropout::kBlockRows;
+    uint32_t value;
+    std::memcpy(&value, bits_.data() + line * dropout::kBlockBytes + 4 * word, 4);
+    return value >> bit & 1;
+  }
+
+
+  struct Row {
+    Range keys;
+    std::vector<double> scores;  // of `keys`
+    double largest, sum;         // of them and the sink; of their exponentials, those over that of the largest
+
+    bool sees_nothing(const AttentionArguments& a) const { return scores.empty() && !a.sinks; }
+    double lse(const AttentionArguments& a) const { return sees_nothing(a) ? INFINITY : largest + std::log(sum); }
+  };
+
+  // Of a query, whose row of the tensors is row_q, of a sequence whose first key is row first_k.
+  Row row_of(const AttentionArguments& a, int sequence, int head, int query, int row_q, int first_k) const {
+    const int dim = a.head_dims.qk, kv_head = head / a.group_size();
+    const Element* q = q_.data() + (size_t(row_q) * a.heads + head) * dim;
+    const int own = query + lengths_[sequence].seqlen_k - lengths_[sequence].seqlen_q;
+    Row row{mask_of(a.mask, lengths_[sequence]).keys_of(query), {}, a.sinks ? a.sinks[head] : -INFINITY, 0};
+    for (int key = row.keys.first; key < row.keys.end(); ++key) {
+      const Element* k = k_.data() + (size_t(first_k + key) * a.kv_heads + kv_head) * dim;
+      double score = 0;
+      for (int d = 0; d < dim; ++d) { score += double(float(q[d])) * float(k[d]); }
+      score *= a.softmax_scale;
+      if (a.softcap > 0) { score = a.softcap * std::tanh(score / a.softcap); }
+      if (a.alibi_slopes) { score -= slopes_[head] * std::abs(own - key); }
+      row.scores.push_back(score);
+      row.largest = std::max(row.largest, score);
+    }
+    row.sum = a.sinks ? std::exp(a.sinks[head] - row.largest) : 0;
+    for (double score : row.scores) { row.sum += std::exp(score - row.largest); }
+    return row;
+  }
+
+  const Options& options_;
+  std::mt19937 random_;
+  std::vector<Sequence> lengths_;
+  std::vector<int> cu_q_{0}, cu_k_{0};
+  Range nan_keys_{};
+  std::vector<Element> q_, k_, v_, out_;
+  std::vector<float> lse_, sinks_, slopes_;
+  std::vector<uint8_t> bits_;
+};
+
+inline std::vector<Sequence> sequences_of(const AttentionArguments& a) {
+  std::vector<Sequence> sequences;
+  for (int i = 0; i < a.batch; ++i) {
+    const int *q = a.pack.cu_seqlens_q + i, *k = a.pack.cu_seqlens_k + i;
+    sequences.push_back({q[1] - q[0], k[1] - k[0]});
+  }
+  return sequences;
+}
+
+}  // namespace emulator

@@ -1,0 +1,128 @@
+"""The backward's own source on the host (emulation.py): several CTAs side by side, which wait for each other's partials
+of dQ. No GPU is needed."""
+
+import concurrent.futures
+import os
+
+import emulation
+import numpy as np
+import pytest
+from emulation import ROWS
+
+# One SM, on which nobody may wait for what comes later, and several.
+MACHINES = ((1, 0), (3, 1), (4, 2))
+SCHEDULES = ("descending", "order_free")
+
+
+@pytest.fixture(scope="module")
+def programs(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("backward")
+    (folder / "stages").mkdir()
+    stages = emulation.build(
+        emulation.source(folder / "stages"), ["stages.cpp"], "64", folder / "stages.o"
+    )  # of every row
+    return emulation.build_rows(folder, ["backward.cpp", stages])
+
+
+def check(program, **call):
+    return emulation.check(program, MACHINES, **call)
+
+
+@pytest.mark.parametrize("row", ROWS)
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("call", [
+    dict(mask="full", heads=2, seqlen_q=300),
+    dict(mask="causal", heads=4, kv_heads=1, seqlen_q=200, seqlen_k=333),
+    dict(mask="window", left=100, right=20, heads=2, seqlen_q=300),
+], ids=lambda call: call["mask"])  # fmt: skip
+def test_masks(programs, row, schedule, call):
+    check(programs[row], schedule=schedule, **call)
+
+
+@pytest.mark.parametrize("row", ["64", "128", "256"])
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_packs(programs, row, schedule):
+    lengths = "130:250,5:400,200:0,0:7,64:64,1:129"
+    check(programs[row], pack=lengths, heads=2, kv_heads=1, mask="causal", schedule=schedule)
+
+
+@pytest.mark.parametrize("row", ["96", "192"])
+def test_orders(programs, row):
+    """Sums in other orders are other bits; those of integers are the same in every order, and other ones again."""
+    call = dict(mask="full", heads=2, seqlen_q=150, seqlen_k=600)
+    digests = {
+        schedule: check(programs[row], schedule=schedule, **call) for schedule in ("ascending", "spt", *SCHEDULES)
+    }
+    assert digests["ascending"] == digests["descending"]
+    assert len(set(digests.values())) == 3
+
+
+def test_splits_of_query_heads(programs):
+    call = dict(heads=4, kv_heads=1, seqlen_q=1100, seqlen_k=64)
+    for schedule in SCHEDULES:
+        check(programs["64"], schedule=schedule, **call)
+
+
+@pytest.mark.parametrize("row, score", [
+    ("64", dict(softcap=2)), ("64", dict(slopes=1)), ("256", dict(softcap=2)), ("256", dict(slopes=1)),
+    ("96", dict(dropout=0.25)), ("256", dict(dropout=0.25)),
+], ids=str)  # fmt: skip
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_scores(programs, row, score, schedule):
+    check(programs[row], mask="causal", heads=2, seqlen_q=150, seqlen_k=200, schedule=schedule, **score)
+
+
+@pytest.mark.parametrize("row, dims", [("64", (40, 40)), ("192x128", (136, 64)), ("256", (200, 248))], ids=str)
+def test_head_dims_between_rows_of_the_table(programs, row, dims):
+    check(programs[row], mask="causal", seqlen_q=150, head_dim=dims[0], value_head_dim=dims[1], dtype="fp16")
+
+
+@pytest.mark.parametrize("number", range(10))
+def test_products_of_features(programs, number):
+    random = np.random.default_rng(number)
+
+    def choose(*values):
+        return values[random.integers(len(values))]
+
+    call = dict(mask=choose("full", "causal", "window"), dtype=choose("bf16", "fp16"), schedule=choose(*SCHEDULES))
+    if call["mask"] == "window":
+        call |= dict(left=choose(-1, 5, 64, 127), right=choose(0, 0, 3, 150), chunk=choose(0, 0, 100))
+    call["kv_heads"] = choose(1, 2)
+    call["heads"] = call["kv_heads"] * choose(1, 2)
+    if choose(True, False):
+        lengths = (f"{choose(1, 64, 130)}:{choose(0, 1, 80, 250)}" for _ in range(choose(1, 3)))
+        call["pack"] = ",".join(lengths)
+    else:
+        call |= dict(batch=choose(1, 2), seqlen_q=choose(1, 64, 129, 250), seqlen_k=choose(1, 80, 256))
+    check(programs[choose(*ROWS)], **call, **choose({}, dict(sinks=1)))
+
+
+FAULTS = [
+    # A rank that does not wait for those before it.
+    ("64", "backward/dq_add.h", "is_ordered ? added != rank : added == 0", "is_ordered ? false : added == 0",
+     dict(seqlen_q=200, seqlen_k=600)),
+    # In no order: partials that do not wait for the one that is stored.
+    ("64", "backward/dq_add.h", "is_ordered ? added != rank : added == 0", "is_ordered && added != rank",
+     dict(seqlen_q=200, seqlen_k=600, schedule="order_free")),
+    # A turn that is passed on before the sum is there.
+    ("128", "backward/dq_add.h", "    ptx::bulk_wait_performed();\n", "", dict(seqlen_q=200, seqlen_k=300)),
+    # dQ of half of dS.
+    ("128", "backward/mainloop.h", "    shared_.ds_full[step.slot()].wait(step.parity());\n", "",
+     dict(seqlen_q=200, seqlen_k=128)),
+    # dS that is written while dK of the step before reads it.
+    ("256", "backward/wide/mainloop.h", "    sync_warpgroup(kNamedBarrier);  // dK of the step before", "    //",
+     dict(seqlen_q=300, seqlen_k=80)),
+    # Sums of splits that are taken before they are there.
+    ("64", "backward/split_reduction.h", "ptx::load_acquire(semaphore_) != split", "false",
+     dict(heads=4, kv_heads=1, seqlen_q=1100, seqlen_k=64)),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("row, file, right, wrong, call", FAULTS, ids=range(len(FAULTS)))
+def test_faults_are_found(tmp_path, row, file, right, wrong, call):
+    """By a wrong gradient, or other bits on another machine."""
+    csrc = emulation.source(tmp_path, (file, right, wrong))
+    program = emulation.build(csrc, ["backward.cpp", "stages.cpp"], row, tmp_path / "backward")
+    with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
+        results = list(pool.map(lambda seed: emulation.run(program, **call, sms=4, seed=seed), range(6)))
+    assert len({result.stdout for result in results}) > 1 or results[0].returncode != 0
