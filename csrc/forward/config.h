@@ -75,8 +75,8 @@ struct Variant {
   // products run meanwhile; of two, one computes its exponentials while its own P V runs.
   static constexpr bool kRoundsBesideExponentials = kConsumers == 3;
 
-  // Whether a thread keeps where its bits of dropout begin: beside 256 columns of output it lacks registers, and of three
-  // consumers beside the outputs' places.
+  // Whether a thread keeps where its bits of dropout begin: beside 256 columns of output it lacks registers, and of
+  // three consumers beside the outputs' places.
   static constexpr bool kKeepsRowOfBits = Score::kDrops && kValueDim < 256 && !(kConsumers == 3 && kOutputInValues);
 
   DASH_HOST_DEVICE static constexpr TileGrid grid(Sequence const& sequence, Window const& window) {

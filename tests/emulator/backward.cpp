@@ -1,7 +1,7 @@
 // The kernels of the backward for one row of the table of tiles, EMULATED_DIMS, on the host: `backward NAME=VALUE...`
-// runs one call (call.h; and schedule=, of which there are those without clusters) with an output and an LSE computed in
-// double, and holds its gradients against sums in double. Prints a digest of their bits, or what is wrong. Linked with
-// stages.cpp.
+// runs one call (call.h; and schedule=, of which there are those without clusters) with an output and an LSE computed
+// in double, and holds its gradients against sums in double. Prints a digest of their bits, or what is wrong. Linked
+// with stages.cpp.
 #include "call.h"
 #include "launch/launch_backward.h"
 

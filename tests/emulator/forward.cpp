@@ -1,6 +1,6 @@
 // The forward kernels of csrc/ for one row of the table of tiles, EMULATED_DIMS, on the host: `forward NAME=VALUE...`
-// runs one call (call.h) and holds output and LSE against sums in double. Only rows that see a key of their KV tiles may
-// show values that are NaN. Prints a digest of their bits, or what is wrong.
+// runs one call (call.h) and holds output and LSE against sums in double. Only rows that see a key of their KV tiles
+// may show values that are NaN. Prints a digest of their bits, or what is wrong.
 #include "call.h"
 #include "launch/launch_forward.h"
 

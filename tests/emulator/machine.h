@@ -1,6 +1,6 @@
-// CTAs of a Hopper GPU on the host: their threads are fibers that take turns in a random order, TMA copies when it likes,
-// and whoever waits for what never comes is reported. Everything that CUDA's names stand for in the kernels' sources
-// (include/, overlay/) is made of this.
+// CTAs of a Hopper GPU on the host: their threads are fibers that take turns in a random order, TMA copies when it
+// likes, and whoever waits for what never comes is reported. Everything that CUDA's names stand for in the kernels'
+// sources (include/, overlay/) is made of this.
 #pragma once
 
 #include <ucontext.h>

@@ -135,7 +135,8 @@ inline void load_matrix_transposed(uint32_t row, uint32_t (&m)[4]) {
     m[i] = 0;
     for (int half = 0; half < 2; ++half) {
       uint16_t value;
-      std::memcpy(&value, emulator::shared_at(uint32_t(given[8 * i + 2 * (lane % 4) + half][0]) + 2 * (lane / 4), 2), 2);
+      const auto address = uint32_t(given[8 * i + 2 * (lane % 4) + half][0]) + 2 * (lane / 4);
+      std::memcpy(&value, emulator::shared_at(address, 2), 2);
       m[i] |= uint32_t(value) << 16 * half;
     }
   }

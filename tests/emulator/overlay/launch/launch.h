@@ -1,5 +1,5 @@
-// csrc/launch/launch.h on the host. Kernels that are alone on an SM run on as many as there are, the others one CTA at a
-// time.
+// csrc/launch/launch.h on the host. CTAs that are alone on an SM run side by side, a few at a time; of the others one
+// runs at a time.
 #pragma once
 
 #include <algorithm>
@@ -25,8 +25,9 @@ inline LaunchShape within_margin(int64_t blocks, int threads, int shared_bytes, 
 template <typename Params>
 void launch(const char*, void (*kernel)(Params), const Params& params, const LaunchShape& shape, cudaStream_t,
             std::initializer_list<cudaLaunchAttribute> = {}) {
+  constexpr unsigned kTogether = 4;
   const bool is_alone = shape.shared_bytes > kSharedMemoryLimit / 2;
-  emulator::machine->launch(kernel, params, shape.blocks, shape.threads, is_alone ? shape.blocks : 1);
+  emulator::machine->launch(kernel, params, shape.blocks, shape.threads, is_alone ? kTogether : 1);
 }
 
 }  // namespace dash_attn

@@ -62,7 +62,8 @@ struct SM90_TMA_LOAD_5D {
 
 struct SM90_BULK_COPY_G2S {
   static void copy(const void* global, uint64_t* barrier, void* shared, int bytes) {
-    if (bytes % 16 != 0 || reinterpret_cast<uintptr_t>(global) % 16 != 0) { emulator::fail("a bulk copy off 16 bytes"); }
+    const auto address = reinterpret_cast<uintptr_t>(global);
+    if (bytes % 16 != 0 || address % 16 != 0) { emulator::fail("a bulk copy off 16 bytes"); }
     emulator::machine->later([=] {
       std::memcpy(shared, global, bytes);
       emulator::Barrier& b = emulator::machine->barrier(barrier);
