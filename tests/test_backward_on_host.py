@@ -58,13 +58,10 @@ def test_packs(programs, row, schedule):
 
 @pytest.mark.parametrize("row", ["96", "192"])
 def test_orders(programs, row):
-    """Sums in other orders are other bits; those of integers are the same in every order, and other ones again."""
+    """Each schedule adds up dQ, or dK and dV, in an order of its own."""
     call = dict(mask="full", seqlen_q=150, seqlen_k=400)
-    digests = {
-        schedule: check(programs[row], schedule=schedule, **call) for schedule in ("ascending", "spt", *SCHEDULES)
-    }
-    assert digests["ascending"] == digests["descending"]
-    assert len(set(digests.values())) == 3
+    digests = {check(programs[row], schedule=schedule, **call) for schedule in ("ascending", "spt", *SCHEDULES)}
+    assert len(digests) == 4
 
 
 def test_splits_of_query_heads(programs):

@@ -100,10 +100,10 @@ __device__ __forceinline__ void score_gradient(RegisterSlice (&p)[kSize / 8], co
       float high = bits.keep(number + 1, dp[number + 1]) - row.of[i / 2][1];
       if constexpr (Score::kHasDerivative) {
         if (i == 0) { forget_memory(); }  // what later slices read is not read yet: registers
-        const float* const lse_of = slice_of(lse, thread, slice).of[i / 2];
+        const SliceStatistics row_lse = slice_of(lse, thread, slice);
         const float2 probability = unpack<Element>(p[slice][i]);
-        low *= Score::derivative(probability.x, lse_of[0], params);
-        high *= Score::derivative(probability.y, lse_of[1], params);
+        low *= Score::derivative(probability.x, row_lse.of[i / 2][0], params);
+        high *= Score::derivative(probability.y, row_lse.of[i / 2][1], params);
       }
       p[slice][i] = multiply_pair<Element>(p[slice][i], low, high);
     }
