@@ -1,6 +1,7 @@
 """Kernels of csrc/ compiled for the host and run on emulated CTAs (tests/emulator): threads take turns in a random
 order, and who waits for what never comes is reported. What it cannot say: whether registers are fenced before products,
-what a weak memory model would let pass, and how fast anything is."""
+what a weak memory model would let pass, or a kernel that starts before another ends; what clusters do; and how fast
+anything is."""
 
 import concurrent.futures
 import os

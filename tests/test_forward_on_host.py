@@ -130,6 +130,12 @@ FAULTS = [
      dict(mask="causal", seqlen_q=100)),
     # An output that TMA may not see yet.
     ("64", "device/warp_roles.h", "  ptx::fence_async_shared();\n", "", WRONG, dict(seqlen_q=64)),
+    # Two warpgroups' outputs in the place of one V.
+    ("192x128", "forward/mainloop.h", "place{v_.count + consumer_}", "place{v_.count + (consumer_ > 0)}", WRONG,
+     dict(seqlen_q=384, heads=2, sms=1)),
+    # V that comes to a place which an output has not left.
+    ("192x128", "forward/load.h", "shared_.out_left) { left.wait", "shared_.out_left) { if (false) left.wait",
+     WRONG, dict(seqlen_q=384, seqlen_k=400, heads=4, sms=1)),
     # P that changes while its product reads it.
     ("192", "forward/mainloop.h", "    finish_out(out, p);\n    if (corrects)",
      "    round_p(p, s, bits);\n    finish_out(out, p);\n    if (corrects)", "a register changed", dict(seqlen_q=300)),

@@ -49,7 +49,7 @@ class Adder {
     const bool is_ordered = step.is_ordered(), stores = rank == 0 && !continues;
     // A wide partial is staged throughout its step, so its turn is looked for beforehand; a narrow one's only when it
     // is staged, because a longer look was measured to cost more than it gains.
-    if (Variant::kWide && !stores) { wait_for_turn(semaphore, rank, is_ordered, continues); }
+    if (Variant::kWide && !stores) { wait_for_turn(semaphore, rank, is_ordered); }
     Slot buffer{part_ * kPieces};
     if constexpr (Variant::kWide) {
       const RingIndex<kAdderWarps> before = RingIndex<kAdderWarps>{part_}.previous();
@@ -63,7 +63,7 @@ class Adder {
       if (stores) {
         ptx::bulk_store(sum, partial, kBytes);
       } else {
-        if constexpr (!Variant::kWide) { wait_for_turn(semaphore, rank, is_ordered, continues); }
+        if constexpr (!Variant::kWide) { wait_for_turn(semaphore, rank, is_ordered); }
         add(sum, partial, kBytes, is_ordered);
       }
       ptx::bulk_commit();
@@ -93,9 +93,7 @@ class Adder {
   }
 
   // Until all partials of lower rank are in the sum, or, in no order, that of rank 0, which the others are added to.
-  static __device__ __forceinline__ void wait_for_turn(const int* semaphore, int rank, bool is_ordered,
-                                                       bool continues) {
-    if (!is_ordered && continues) { return; }
+  static __device__ __forceinline__ void wait_for_turn(const int* semaphore, int rank, bool is_ordered) {
     for (int added = ptx::load_acquire(semaphore); is_ordered ? added != rank : added == 0;) {
       added = ptx::load_acquire(semaphore);
     }

@@ -141,8 +141,8 @@ struct ForwardProblem {
 
 constexpr int64_t num_tiles(QueryTileScheduler const& s) { return int64_t{s.batch} * s.head_groups * s.query_tiles; }
 
-// How long a tile of one, two and three warpgroups' rows takes, in thousandths of the last: measured at head_dim 128,
-// and taken for 64 and 96 too. How many KV tiles what a query tile has besides counts for: fits best what was measured.
+// How long a tile of one, two and three warpgroups' rows takes, in thousandths of the last: measured at head_dim 128.
+// How many KV tiles what a query tile has besides counts for: fits best what was measured.
 inline constexpr int kCostOfWarpgroups[] = {527, 755, 1000};
 inline constexpr int kWarpgroupRowsOfTile = 64, kStepsBesideKeys = 2;
 

@@ -100,8 +100,8 @@ struct Order<Policy::kDescending> : AscendingGroups, AscendingRanks {
   }
 };
 
-// No partial waits for another, so any order would do: descending's, whose tiles of all heads come longest first. Heads
-// whose inputs leave order-free accumulation too little room are added by these ranks.
+// Partials wait for that of rank 0 alone, and heads whose inputs leave order-free accumulation too little room are
+// added by all ranks: descending's, whose tiles of all heads come longest first.
 template <>
 struct Order<Policy::kOrderFree> : Order<Policy::kDescending> {};
 

@@ -1,7 +1,7 @@
 // The kernels of the backward for one row of the table of tiles, EMULATED_DIMS, on the host: `backward NAME=VALUE...`
 // runs one call (call.h; and schedule=, of which there are those without clusters) with an output and an LSE computed
-// in double, and holds its gradients against sums in double. Prints a digest of their bits, or what is wrong. Linked
-// with stages.cpp.
+// in double, and holds its gradients against sums in double. Prints a digest of the bits of each, or what is wrong.
+// Linked with stages.cpp.
 #include "call.h"
 #include "launch/launch_backward.h"
 
@@ -52,11 +52,11 @@ class BackwardCall : emulator::Call<Element> {
     compare("dq", expected_dq_, dq_, a_.head_dims.qk);
     compare("dk", expected_dk_, dk_, a_.head_dims.qk);
     compare("dv", expected_dv_, dv_, a_.head_dims.v);
-    emulator::Digest digest;
-    digest.add(dq_);
-    digest.add(dk_);
-    digest.add(dv_);
-    digest.print();
+    for (const auto* gradient : {&dq_, &dk_, &dv_}) {
+      emulator::Digest digest;
+      digest.add(*gradient);
+      std::printf("%s ", digest.text().c_str());
+    }
   }
 
  private:

@@ -68,13 +68,14 @@ class Workspace {
  public:
   void* take(size_t bytes) {
     constexpr size_t kAlignment = 128;
-    memory_.assign(bytes + kAlignment, char(0xff));
+    constexpr uint32_t kNanAndLarge = 0x7fd55555;  // shows in a sum of floats, and of integers
+    memory_.assign((bytes + kAlignment) / sizeof(uint32_t) + 1, kNanAndLarge);
     return reinterpret_cast<void*>((reinterpret_cast<uintptr_t>(memory_.data()) + kAlignment - 1) / kAlignment *
                                    kAlignment);
   }
 
  private:
-  std::vector<char> memory_;
+  std::vector<uint32_t> memory_;
 };
 
 // FNV-1a of the bits of arrays.
@@ -85,7 +86,11 @@ class Digest {
     const auto* bytes = reinterpret_cast<const uint8_t*>(array.data());
     for (size_t i = 0; i < array.size() * sizeof(T); ++i) { value_ = (value_ ^ bytes[i]) * 1099511628211u; }
   }
-  void print() const { std::printf("%016llx\n", static_cast<unsigned long long>(value_)); }
+  std::string text() const {
+    char digits[17];
+    std::snprintf(digits, sizeof(digits), "%016llx", static_cast<unsigned long long>(value_));
+    return digits;
+  }
 
  private:
   uint64_t value_ = 1469598103934665603u;

@@ -62,7 +62,7 @@ class ForwardCall : emulator::Call<Element> {
     emulator::Digest digest;
     digest.add(this->out_);
     digest.add(this->lse_);
-    digest.print();
+    std::puts(digest.text().c_str());
   }
 
   void check_row(int sequence, int head, int query, int row_q, int first_k, float lse) const {

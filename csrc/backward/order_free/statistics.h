@@ -344,7 +344,7 @@ __device__ __forceinline__ void measure_chunk(const StatisticsParams<typename Ge
   }
 }
 
-// Blocks: the chunks of all heads of Q, then those of K and V.
+// Blocks: the chunks of all heads of Q, then those of K and V. Of wide heads a thread has more rows at a time.
 template <typename Geometry>
 __global__ void __launch_bounds__(kStatisticsThreads, Geometry::kWide ? 2 : 3)
     statistics_kernel(const StatisticsParams<typename Geometry::Element> params) {
