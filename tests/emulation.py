@@ -42,7 +42,7 @@ def source(folder: pathlib.Path, fault: tuple[str, str, str] | None = None) -> p
     return csrc
 
 
-def build(csrc: pathlib.Path, sources: list[str], row: str, program: pathlib.Path) -> pathlib.Path:
+def build(csrc: pathlib.Path, sources: list[str | pathlib.Path], row: str, program: pathlib.Path) -> pathlib.Path:
     """Of files of tests/emulator and objects, for a row of the table of tiles; an object where `program` is one."""
     compiler = shutil.which(os.environ.get("CXX", "c++"))
     if compiler is None or platform.machine() != "x86_64":
@@ -55,7 +55,7 @@ def build(csrc: pathlib.Path, sources: list[str], row: str, program: pathlib.Pat
     return program
 
 
-def build_rows(folder: pathlib.Path, sources: list[str]) -> dict[str, pathlib.Path]:
+def build_rows(folder: pathlib.Path, sources: list[str | pathlib.Path]) -> dict[str, pathlib.Path]:
     csrc = source(folder)
     with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
         programs = pool.map(lambda row: build(csrc, sources, row, folder / f"program_{row}"), ROWS)

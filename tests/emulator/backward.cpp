@@ -32,21 +32,17 @@ class BackwardCall : emulator::Call<Element> {
     emulator::Machine machine(this->number("seed", 0));
     emulator::machine = &machine;
     a_.mask = served_mask(score_kind(a_), a_.padded_head_dims(), a_.mask);
-    if (Dims::kDims.qk > 128 && a_.mask.kind != MaskKind::kWindow) {
-      a_.mask = {MaskKind::kWindow, {kUnbounded, a_.mask.kind == MaskKind::kCausal ? 0 : kUnbounded, 0}};
-    }
     differentiate();
     emulator::Workspace workspace;
     a_.workspace = workspace.take(plan_workspace(nullptr, a_).bytes);
+    serve(Full{}, Plain{});
+    serve(Causal{}, Plain{});
     serve(Windowed{}, Plain{});
-    if constexpr (Dims::kDims.qk <= 128) {
-      serve(Full{}, Plain{});
-      serve(Causal{}, Plain{});
-    }
     if constexpr (Dims::kDims.qk == 64 || Dims::kDims.qk == 256) {
       serve(Windowed{}, Softcap{});
       serve(Windowed{}, Alibi{});
     }
+    if constexpr (Dims::kDims.qk == 256) { serve(Causal{}, Softcap{}); }
     if constexpr (Dims::kDims.qk == 96 || Dims::kDims.qk == 256) { serve(Windowed{}, Dropout{}); }
     if (!found_) { emulator::fail("no kernel serves this"); }
     compare("dq", expected_dq_, dq_, a_.head_dims.qk);
@@ -84,18 +80,9 @@ class BackwardCall : emulator::Call<Element> {
     expected_dq_.resize(dq_.size());
     expected_dk_.resize(dk_.size());
     expected_dv_.resize(dv_.size());
-    int first_q = 0, first_k = 0;
-    for (int s = 0; s < a_.batch; ++s) {
-      for (int h = 0; h < a_.heads; ++h) {
-        for (int i = 0; i < this->lengths_[s].seqlen_q; ++i) {
-          float& lse = this->lse_[a_.is_pack() ? size_t(h) * a_.seqlen_q + first_q + i
-                                               : (size_t(s) * a_.heads + h) * a_.seqlen_q + i];
-          lse = differentiate_row(s, h, i, first_q + i, first_k);
-        }
-      }
-      first_q += this->lengths_[s].seqlen_q;
-      first_k += this->lengths_[s].seqlen_k;
-    }
+    this->for_queries(a_, [&](int sequence, int head, int query, int row_q, int first_k, float& lse) {
+      lse = differentiate_row(sequence, head, query, row_q, first_k);
+    });
   }
 
   float differentiate_row(int sequence, int head, int query, int row_q, int first_k) {
@@ -163,23 +150,10 @@ class BackwardCall : emulator::Call<Element> {
 
 namespace dash_attn {
 
-// What packing/plan.h does, but for rows that are of no sequence.
 void launch_backward_plan(const BackwardArguments& a, const BackwardWorkspace& workspace, cudaStream_t) {
-  const PackPlan plan = plan_pack(make_backward_pack_rule(a), emulator::sequences_of(a));
-  std::copy(plan.sequences.begin(), plan.sequences.end(), workspace.pack.sequences);
-  std::copy(plan.of_unit.begin(), plan.of_unit.end(), workspace.pack.of_unit);
-  std::copy(plan.of_query_tile.begin(), plan.of_query_tile.end(), workspace.pack.of_query_tile);
-  *workspace.pack.totals = plan.totals;
+  emulator::plan_pack_of(a, make_backward_pack_rule(a), workspace.pack);
 }
 
 }  // namespace dash_attn
 
-int main(int count, char** arguments) {
-  const emulator::Options options = emulator::read_options(count, arguments);
-  const auto dtype = options.find("dtype");
-  if (dtype != options.end() && dtype->second == "fp16") {
-    BackwardCall<cutlass::half_t>(options).run();
-  } else {
-    BackwardCall<cutlass::bfloat16_t>(options).run();
-  }
-}
+int main(int count, char** arguments) { emulator::run<BackwardCall>(count, arguments); }

@@ -24,7 +24,7 @@
 #include "model/pack_plan.h"
 
 inline cudaError_t cudaGetDriverEntryPointByVersion(const char*, void** function, unsigned, int,
-                                             cudaDriverEntryPointQueryResult* found) {
+                                                    cudaDriverEntryPointQueryResult* found) {
   const PFN_cuTensorMapEncodeTiled_v12000 encode =
       [](CUtensorMap* map, CUtensorMapDataType, cuuint32_t rank, void* data, const cuuint64_t* sizes,
          const cuuint64_t* strides, const cuuint32_t* box, const cuuint32_t*, CUtensorMapInterleave,
@@ -58,6 +58,18 @@ inline Options read_options(int count, char** arguments) {
     options[argument.substr(0, argument.find('='))] = argument.substr(argument.find('=') + 1);
   }
   return options;
+}
+
+// What the program `TheCall` does, for the options' dtype.
+template <template <typename> typename TheCall>
+void run(int count, char** arguments) {
+  const Options options = read_options(count, arguments);
+  const auto dtype = options.find("dtype");
+  if (dtype != options.end() && dtype->second == "fp16") {
+    TheCall<cutlass::half_t>(options).run();
+  } else {
+    TheCall<cutlass::bfloat16_t>(options).run();
+  }
 }
 
 template <typename Element>
@@ -239,6 +251,23 @@ class Call {
     return row;
   }
 
+  // Calls f(sequence, head, query, row of the query, row of the sequence's first key, its LSE) for every query.
+  template <typename F>
+  void for_queries(const AttentionArguments& a, F&& f) {
+    int first_q = 0, first_k = 0;
+    for (int s = 0; s < a.batch; ++s) {
+      for (int h = 0; h < a.heads; ++h) {
+        for (int i = 0; i < lengths_[s].seqlen_q; ++i) {
+          const size_t lse_place =
+              a.is_pack() ? size_t(h) * a.seqlen_q + first_q + i : (size_t(s) * a.heads + h) * a.seqlen_q + i;
+          f(s, h, i, first_q + i, first_k, lse_[lse_place]);
+        }
+      }
+      first_q += lengths_[s].seqlen_q;
+      first_k += lengths_[s].seqlen_k;
+    }
+  }
+
   const Options& options_;
   std::mt19937 random_;
   std::vector<Sequence> lengths_;
@@ -249,13 +278,19 @@ class Call {
   std::vector<uint8_t> bits_;
 };
 
-inline std::vector<Sequence> sequences_of(const AttentionArguments& a) {
+// What packing/plan.h does, but for rows that are of no sequence.
+template <typename Rule>
+void plan_pack_of(const AttentionArguments& a, const Rule& rule, const PackArrays& arrays) {
   std::vector<Sequence> sequences;
   for (int i = 0; i < a.batch; ++i) {
     const int *q = a.pack.cu_seqlens_q + i, *k = a.pack.cu_seqlens_k + i;
     sequences.push_back({q[1] - q[0], k[1] - k[0]});
   }
-  return sequences;
+  const PackPlan plan = plan_pack(rule, sequences);
+  std::copy(plan.sequences.begin(), plan.sequences.end(), arrays.sequences);
+  std::copy(plan.of_unit.begin(), plan.of_unit.end(), arrays.of_unit);
+  std::copy(plan.of_query_tile.begin(), plan.of_query_tile.end(), arrays.of_query_tile);
+  *arrays.totals = plan.totals;
 }
 
 }  // namespace emulator

@@ -46,19 +46,9 @@ class ForwardCall : emulator::Call<Element> {
 
  private:
   void check() {
-    int first_q = 0, first_k = 0;
-    const bool is_pack = a_.is_pack();
-    for (int s = 0; s < a_.batch; ++s) {
-      for (int h = 0; h < a_.heads; ++h) {
-        for (int i = 0; i < this->lengths_[s].seqlen_q; ++i) {
-          const size_t lse_place =
-              is_pack ? size_t(h) * a_.seqlen_q + first_q + i : (size_t(s) * a_.heads + h) * a_.seqlen_q + i;
-          check_row(s, h, i, first_q + i, first_k, this->lse_[lse_place]);
-        }
-      }
-      first_q += this->lengths_[s].seqlen_q;
-      first_k += this->lengths_[s].seqlen_k;
-    }
+    this->for_queries(a_, [&](int sequence, int head, int query, int row_q, int first_k, float lse) {
+      check_row(sequence, head, query, row_q, first_k, lse);
+    });
     emulator::Digest digest;
     digest.add(this->out_);
     digest.add(this->lse_);
@@ -105,23 +95,11 @@ class ForwardCall : emulator::Call<Element> {
 
 namespace dash_attn {
 
-// What packing/plan.h does.
 void launch_forward_plan(const ForwardArguments& a, const ForwardWorkspace& workspace, cudaStream_t) {
-  const PackPlan plan = plan_pack(make_forward_pack_rule(a), emulator::sequences_of(a));
-  std::copy(plan.sequences.begin(), plan.sequences.end(), workspace.pack.sequences);
-  std::copy(plan.of_unit.begin(), plan.of_unit.end(), workspace.pack.of_unit);
-  *workspace.pack.totals = plan.totals;
+  emulator::plan_pack_of(a, make_forward_pack_rule(a), workspace.pack);
   *workspace.tiles_taken = 0;
 }
 
 }  // namespace dash_attn
 
-int main(int count, char** arguments) {
-  const emulator::Options options = emulator::read_options(count, arguments);
-  const auto dtype = options.find("dtype");
-  if (dtype != options.end() && dtype->second == "fp16") {
-    ForwardCall<cutlass::half_t>(options).run();
-  } else {
-    ForwardCall<cutlass::bfloat16_t>(options).run();
-  }
-}
+int main(int count, char** arguments) { emulator::run<ForwardCall>(count, arguments); }
