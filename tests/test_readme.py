@@ -21,7 +21,7 @@ RESULTS = ROOT / "benchmarks" / "results"
 PAGES = ROOT / "README.md", ROOT / "benchmarks" / "README.md", ROOT / "benchmarks" / "by_shape.md"
 README, DETAILS, BY_SHAPE = (path.read_text() for path in PAGES)
 RESULT = RESULTS / re.search(r"\(results/(h200_[^)]*\.json)\)", DETAILS)[1]
-# By grid, its result beside this one: of the same commit.
+# By grid, its result beside this one; its own commit may be older.
 OWN = {name: RESULT.with_name(f"{RESULT.stem}_{name}.json") for name in document.OWN_GRIDS}
 OWN = {name: path for name, path in OWN.items() if path.exists()}
 PEERS = json.loads((RESULTS / "peers_h200.json").read_text())
