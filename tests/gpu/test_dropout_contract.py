@@ -202,6 +202,9 @@ def captured(problem, inputs):
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         results = step()
+    # torch sets the captured generator's seed and offset on the capture's stream too, and nothing else orders that
+    # before what the first replay sets them to on another one.
+    torch.cuda.synchronize()
     return graph, dict(zip(("out", *support.GRADIENTS), results))
 
 
