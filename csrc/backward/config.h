@@ -125,14 +125,19 @@ struct Variant : Geometry {
   using Policies = Policies_;
   static constexpr MaskKind kMask = kMask_;
   static constexpr int kClusterSize = Order<Policies::kAny>::kCtaGroup;
-  // Consumers hold their rows of V in registers as an A operand: what bounds the kernel is shared memory's bandwidth,
-  // and a product of 64 x 64 with both operands there takes all of it. There is no room for K as well, nor for V where
-  // S alone takes 64 registers and the score some more; nor beside the P that dropout leaves, but at 96 columns.
-  static constexpr bool kHoldsV =
-      Score::kDrops ? Geometry::kQkDim == 96 : Score::kKind == ScoreKind::kPlain || Geometry::kQuery <= 80;
-
   static constexpr bool kOrderFree = accumulation(Policies::kAny) == Accumulation::kOrderFree;
   static constexpr bool kCarries = Policies::kCarries;
+
+  // Consumers hold columns of their rows of V in registers as an A operand: what bounds the kernel is shared memory's
+  // bandwidth, and a product of 64 x 64 with both operands there takes all of it. There is no room for K as well, nor
+  // for V where S alone takes 64 registers and the score some more; beside the P that dropout leaves for some of it.
+  static constexpr int held_columns_of_v() {
+    constexpr int kAll = Geometry::kQkDim;
+    if (!Score::kDrops) { return Score::kKind == ScoreKind::kPlain || Geometry::kQuery <= 80 ? kAll : 0; }
+    return kAll == 64 ? 16 : kAll == 96 ? 96 : kOrderFree ? 64 : 96;
+  }
+  static constexpr int kHeldColumnsOfV = held_columns_of_v();
+  static constexpr bool kHoldsV = kHeldColumnsOfV == Geometry::kQkDim;  // and needs its place no more
 
   static constexpr int kWorkSlots = 2;  // work tiles known at a time: this one, and the next while its K is on its way
   static constexpr int kPlanSlots = 8;  // steps known ahead: the loader is up to four ahead of the adder

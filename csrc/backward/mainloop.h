@@ -82,6 +82,8 @@ class Consumer {
   using KeysOfBits = typename dropout::FragmentBits<dropout::FragmentRows::kKeys, Variant::kQuery>::Keys;
   struct Nothing {};
 
+  static constexpr int kHeldSlicesOfV = Variant::kHeldColumnsOfV / kProductDepth;
+
   struct Registers {
     Gradient dk, dv;
     Scores scores;          // S and P; dP
@@ -97,7 +99,7 @@ class Consumer {
         return rounded;
       }
     }
-    RegisterSlice v[Variant::kHoldsV ? Variant::kHeadDim / kProductDepth : 1];
+    RegisterSlice v[max_int(1, kHeldSlicesOfV)];
 
     // Where dQ's partial is as large as S it takes the same registers: S has become P, and dP is not issued yet. ptxas
     // does not find that by itself; taking half of them confuses it.
@@ -198,7 +200,7 @@ class Consumer {
     wait_for_dout(step_);
     issue_dv(r, step_);
     shared_.v_full.wait(tile().parity());  // and so for the place of dS: epilogue.h
-    if constexpr (Variant::kHoldsV) {
+    if constexpr (kHeldSlicesOfV > 0) {
       load_rows<Swizzle, Variant::kKey>(value_tile(), consumer_ * kWarpgroupRows, r.v, thread_ / 32, thread_ % 32);
     }
     issue_dp(r, step_);
@@ -282,11 +284,10 @@ class Consumer {
   template <typename AnyStep>
   __device__ __forceinline__ void issue_dp(Registers& r, AnyStep step) {
     const QueryRows dout(descriptor_of_(shared_.dout[step.slot()]));
-    if constexpr (Variant::kHoldsV) {
-      multiply<Element>(r.scores, r.v, dout);
-    } else {
+    if constexpr (kHeldSlicesOfV > 0) { multiply<Element>(r.scores, r.v, dout); }
+    if constexpr (!Variant::kHoldsV) {
       const KeyRows v(descriptor_of_(value_tile()), consumer_ * kWarpgroupRows);
-      multiply<Element, Variant::kHeadDim>(r.scores, v, dout);
+      multiply<Element, Variant::kHeadDim, kHeldSlicesOfV>(r.scores, v, dout);
     }
   }
 
@@ -336,7 +337,7 @@ class Consumer {
     if constexpr (Score::kDrops) {
 #pragma unroll
       for (int i = 0; i < kScoreRegisters / 2; ++i) { r.own_kept[i / 4][i % 4] = r.rounded[i / 4][i % 4]; }
-      r.bits.drop(r.own_kept);
+      r.bits.template drop<Element>(r.own_kept);
       r.bits.forget();  // what has been made of them is made again for dP
       pin(r.own_kept);
     }

@@ -1,6 +1,8 @@
 // The bits of dropout in the registers of a kernel's consumers, and what they do to its fragments.
 #pragma once
 
+#include <cutlass/numeric_types.h>
+
 #include <cstdint>
 #include <type_traits>
 
@@ -62,7 +64,7 @@ class FragmentBits {
         return Loaded(0);
       }
       const int line = query_block * view.key_blocks + key_block;  // a head has far fewer than 2^31
-      return __ldg(reinterpret_cast<const Loaded*>(of_head + byte + int64_t(line) * kBlockBytes));
+      return ptx::load_here(reinterpret_cast<const Loaded*>(of_head + byte + int64_t(line) * kBlockBytes));
     });
   }
 
@@ -76,7 +78,7 @@ class FragmentBits {
   __device__ __forceinline__ FragmentBits(const BitsView& view, const uint8_t* row, int first_column) {
     Layout::gather_of_row(word_, first_column, [&](int block) {
       const int key_block = min_int(block, view.key_blocks - 1);
-      return __ldg(reinterpret_cast<const Loaded*>(row + int64_t(key_block) * kBlockBytes));
+      return ptx::load_here(reinterpret_cast<const Loaded*>(row + int64_t(key_block) * kBlockBytes));
     });
   }
 
@@ -95,7 +97,7 @@ class FragmentBits {
     static_assert(Layout::kWholeBlocks);
     Layout::gather_of_keys(word_, keys.shift, first_column, [&](int block, int) {
       const int line = min_int(block, view.query_blocks - 1) * view.key_blocks;
-      return __ldg(reinterpret_cast<const Loaded*>(of_head + keys.offset + int64_t(line) * kBlockBytes));
+      return ptx::load_here(reinterpret_cast<const Loaded*>(of_head + keys.offset + int64_t(line) * kBlockBytes));
     });
   }
 
@@ -116,12 +118,21 @@ class FragmentBits {
     return (kept & mask) | (dropped & ~mask);
   }
 
-  // Sets what is dropped of a rounded fragment to zero.
-  __device__ __forceinline__ void drop(RegisterSlice (&rounded)[Layout::kSlices]) const {
+  // Sets what is dropped of rounded probabilities to zero. In bf16 by the pipe that ALU instructions do not take: from
+  // what is dropped 2^16 or more is taken, and less than zero becomes zero. Probabilities are far less than 2^16.
+  template <typename Element>
+  __device__ __forceinline__ void drop(RegisterSlice (&p)[Layout::kSlices]) const {
 #pragma unroll
     for (int slice = 0; slice < Layout::kSlices; ++slice) {
 #pragma unroll
-      for (int pair = 0; pair < 4; ++pair) { rounded[slice][pair] &= spread_of_pair(slice, pair); }
+      for (int pair = 0; pair < 4; ++pair) {
+        uint32_t& probabilities = p[slice][pair];
+        if constexpr (std::is_same_v<Element, cutlass::bfloat16_t>) {
+          probabilities = ptx::multiply_add_relu_bf16(dropped_of_pair(slice, pair), kMinus2To127, probabilities);
+        } else {
+          probabilities &= spread_of_pair(slice, pair);
+        }
+      }
     }
   }
 
@@ -137,6 +148,17 @@ class FragmentBits {
   __device__ __forceinline__ uint32_t spread_of_pair(int slice, int pair) const {
     const int place = Layout::place_of(slice, pair);
     return spread(slice, place, 0x0011 * sign_of_byte(place) + 0x1100 * sign_of_byte(place + Layout::kPitch));
+  }
+
+  static constexpr uint32_t kMinus2To127 = 0xFF00FF00;  // a pair in bf16
+
+  // As a pair in bf16: zero where it is kept, else one of the four upper bits of an exponent: 2^-111 or more. So four
+  // pairs have theirs by one shift.
+  __device__ __forceinline__ uint32_t dropped_of_pair(int slice, int pair) const {
+    constexpr int kLowestBit = 11;
+    const int place = Layout::place_of(slice, pair), bit = kLowestBit + place % 4, shift = bit - place;
+    const uint32_t word = word_[slice / 4];
+    return ~(shift > 0 ? word << shift : word >> -shift) & 0x00010001 << bit;
   }
 
   uint32_t word_[Layout::kWords];

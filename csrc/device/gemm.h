@@ -159,14 +159,15 @@ __device__ __forceinline__ void pin(uint32_t (&operand)[kSlices][4]) {
   for (int i = 0; i < 4 * kSlices; ++i) { asm volatile("" : "+r"(operand[i / 4][i % 4])::"memory"); }
 }
 
-// acc = A B, 64 x kN over kDepth. Issues and commits one group. After the `wait_products` that completes it, `pin` what
-// the product wrote or read in registers.
-template <typename Element, int kDepth, typename A, typename B, int kAcc>
+// acc = A B, 64 x kN over kDepth; those before kFirstSlice of its slices have been issued. Issues and commits one group.
+// After the `wait_products` that completes it, `pin` what the product wrote or read in registers.
+template <typename Element, int kDepth, int kFirstSlice = 0, typename A, typename B, int kAcc>
 __device__ __forceinline__ void multiply(float (&acc)[kAcc], A a, B b) {
   using Product = SharedProduct<Element, 2 * kAcc, A::kMajor, B::kMajor>;
+  if constexpr (kFirstSlice > 0) { pin(acc); }
   cute::warpgroup_arrive();
 #pragma unroll
-  for (int k = 0; k < kDepth / kProductDepth; ++k) {
+  for (int k = kFirstSlice; k < kDepth / kProductDepth; ++k) {
     detail::issue<Product>(a.step(k), b.step(k), acc, k != 0, std::make_index_sequence<kAcc>{});
   }
   cute::warpgroup_commit_batch();

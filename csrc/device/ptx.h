@@ -21,6 +21,13 @@ __device__ __forceinline__ uint32_t permute_bytes(uint32_t x, uint32_t selector)
   return y;
 }
 
+// 9.7.4 "fma": a b + c of each half, or zero where that is less.
+__device__ __forceinline__ uint32_t multiply_add_relu_bf16(uint32_t a, uint32_t b, uint32_t c) {
+  uint32_t d;
+  asm("fma.rn.relu.bf16x2 %0, %1, %2, %3;" : "=r"(d) : "r"(a), "r"(b), "r"(c));
+  return d;
+}
+
 // 9.7.3 "lg2": absolute error 2^-22 near 1, else relative error 2^-22.
 __device__ __forceinline__ float log2_approx(float x) {
   float y;
@@ -79,6 +86,22 @@ __device__ __forceinline__ void bulk_wait_read() {
 __device__ __forceinline__ void fence_async_shared() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
 __device__ __forceinline__ void fence_async_global() { asm volatile("fence.proxy.async.global;" ::: "memory"); }
+
+// 9.7.9.8 "ld": of memory that no one writes meanwhile. Unlike a plain load, which ptxas moves to where its value is
+// used, a relaxed one is issued where it is written.
+template <typename T>
+__device__ __forceinline__ T load_here(const T* address) {
+  T value;
+  if constexpr (sizeof(T) == 8) {
+    asm volatile("ld.relaxed.cta.global.b64 %0, [%1];" : "=l"(value) : "l"(address));
+  } else if constexpr (sizeof(T) == 4) {
+    asm volatile("ld.relaxed.cta.global.b32 %0, [%1];" : "=r"(value) : "l"(address));
+  } else {
+    static_assert(sizeof(T) == 2);
+    asm volatile("ld.relaxed.cta.global.b16 %0, [%1];" : "=h"(value) : "l"(address));
+  }
+  return value;
+}
 
 __device__ __forceinline__ int load_acquire(const int* address) {
   int value;

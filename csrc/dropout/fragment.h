@@ -14,7 +14,7 @@ namespace dash_attn::dropout {
 enum class FragmentRows { kQueries, kKeys };
 
 // A slice of 16 columns has 8 registers of a thread, in four pairs of neighbours that are rounded to one word. The bits
-// of four slices are in a word of 32; those of a pair lie kPitch apart.
+// of four slices are in a word of 32, of which each half has one of every pair, as the rounded word has.
 template <FragmentRows kRows, int kColumns>
 struct FragmentLayout {
   static constexpr bool kQueriesAreRows = kRows == FragmentRows::kQueries;
@@ -22,13 +22,12 @@ struct FragmentLayout {
   static constexpr bool kWholeBlocks = kColumns % kBlockRows == 0;
   static constexpr int kSlices = kColumns / 16, kSlicesOfLoad = kWholeBlocks ? 2 : 1;
   static constexpr int kWords = (kSlices + 3) / 4;
-  static constexpr int kPitch = kQueriesAreRows ? 8 : 16;
+  static constexpr int kPitch = 16;  // between the bits of a pair
   using Loaded = std::conditional_t<kQueriesAreRows, uint16_t, std::conditional_t<kWholeBlocks, uint64_t, uint32_t>>;
 
   // Of the first bit of a pair, in word slice / 4.
   DASH_HOST_DEVICE static constexpr int place_of(int slice, int pair) {
-    return kQueriesAreRows ? 16 * (slice % 4 / 2) + 4 * (slice % 2) + pair
-                           : 4 * (slice % 4) + 2 * (pair % 2) + pair / 2;
+    return 4 * (slice % 4) + (kQueriesAreRows ? pair : 2 * (pair % 2) + pair / 2);
   }
 
   // Where queries are rows: the block of a thread's rows, and the byte of each line of that block that it reads.
@@ -45,22 +44,27 @@ struct FragmentLayout {
   // The words of a thread there. load(block of the columns) is a Loaded.
   template <class Load>
   DASH_HOST_DEVICE static void gather_of_row(uint32_t (&words)[kWords], int first_column, Load const& load) {
-    constexpr int kBlocks = kWholeBlocks ? kSlices / 2 : kSlices / 2 + 1;
+    constexpr int kBlocks = kWholeBlocks ? kSlices / 2 : kSlices / 2 + 1;  // that the fragment reaches into
     uint32_t blocks[2 * kWords + 1] = {};
 #ifdef __CUDACC__
 #pragma unroll
 #endif
     for (int i = 0; i < kBlocks; ++i) blocks[i] = load(first_column / kBlockRows + i);
-    // Of two slices the first has the low half of each byte and the second the high one.
-    int const shift = kWholeBlocks || first_column / 16 % 2 == 0 ? 0 : 4;
-    uint32_t const low_halves = shift == 0 ? 0xFFFFFFFF : 0x0F0F0F0F;
+    // The first byte of a block has the first bits of pairs, its low half those of the first slice; the second byte has
+    // the second ones.
 #ifdef __CUDACC__
 #pragma unroll
 #endif
     for (int i = 0; i < kWords; ++i) {
-      uint32_t const from_here = blocks[2 * i] | blocks[2 * i + 1] << 16;
-      uint32_t const from_next = blocks[2 * i + 1] | blocks[2 * i + 2] << 16;
-      words[i] = kWholeBlocks ? from_here : (from_here >> shift & low_halves) | (from_next << shift & ~low_halves);
+      uint32_t const *const of_word = blocks + 2 * i;
+      if constexpr (kWholeBlocks) {
+        words[i] = bytes_of(of_word[0], of_word[1], 0x5140);
+      } else {
+        int const shift = first_column / 16 % 2 == 0 ? 0 : 4;
+        uint32_t const first = bytes_of(bytes_of(of_word[0], of_word[1], 0x7740), of_word[2], 0x7410);
+        uint32_t const second = bytes_of(bytes_of(of_word[0], of_word[1], 0x7751), of_word[2], 0x7510);
+        words[i] = bytes_of(first >> shift, second >> shift, 0x5410);
+      }
     }
   }
 
@@ -109,6 +113,18 @@ struct FragmentLayout {
   }
 
  private:
+  // Those of low (0 to 3) and high (4 to 7) that the digits of `selector` name, the lowest first.
+  DASH_HOST_DEVICE static uint32_t bytes_of(uint32_t low, uint32_t high, uint32_t selector) {
+#ifdef __CUDA_ARCH__
+    return __byte_perm(low, high, selector);
+#else
+    uint64_t const both = low | uint64_t{high} << 32;
+    uint32_t bytes = 0;
+    for (int i = 0; i < 4; ++i) bytes |= uint32_t(both >> 8 * (selector >> 4 * i & 7) & 0xFF) << 8 * i;
+    return bytes;
+#endif
+  }
+
   // Of a slice, counted from the first column's block. So that with whole blocks it is known to the compiler.
   DASH_HOST_DEVICE static constexpr int half_of(int first_column, int slice) {
     return (kWholeBlocks ? 0 : first_column / 16 % 2) + slice;

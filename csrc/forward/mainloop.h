@@ -327,7 +327,7 @@ class Consumer {
 
   __device__ __forceinline__ void round_p(PackedScores& p, const Scores& s, const Bits& bits) const {
     pack_slices<Element>(p, s);
-    if constexpr (Score::kDrops) { bits.drop(p); }
+    if constexpr (Score::kDrops) { bits.template drop<Element>(p); }
   }
 
   // After the last scores of the tile, where its Q does not make place for the output.

@@ -2,6 +2,8 @@
 // makes a line does not change its bits.
 #pragma once
 
+#include <cutlass/fast_math.h>
+
 #include <cstdint>
 #include <type_traits>
 
@@ -10,8 +12,6 @@
 #include "../schedule/mask.h"
 
 namespace dash_attn::dropout {
-
-inline constexpr int kLinesOfUnit = 16;  // that a warp makes at a time
 
 // The backward looks at all pairs of a tile of which it sees one: for a value of V that is not finite the bits of the
 // others count too. A pair that nobody sees is no further from one that is seen than so many queries, and keys.
@@ -33,9 +33,13 @@ struct GeneratorParams {
   int threshold;
   Mask mask;  // lines beyond the reach of a pair that is seen are not made; of the call's own rows
 
-  // What a warp makes at a time: up to kLinesOfUnit lines of one block of queries.
-  DASH_HOST_DEVICE constexpr int units_of_row() const { return ceil_div(key_blocks, kLinesOfUnit); }
-  DASH_HOST_DEVICE constexpr int64_t units() const { return int64_t{batch} * heads * query_blocks * units_of_row(); }
+  // A unit is what a warp makes at a time: 1 / 2^unit_shift of those lines of a block of queries that are made.
+  int unit_shift;
+  cutlass::FastDivmod of_query_blocks, of_heads;
+
+  constexpr int most_lines_of_unit() const { return ceil_div(key_blocks, 1 << unit_shift); }
+  constexpr int64_t rows() const { return int64_t{batch} * heads * query_blocks; }
+  constexpr int64_t units() const { return rows() << unit_shift; }
 };
 
 // Lines first ... end - 1 of a row of blocks, a word of each. So many at a time as chains of instructions that do not
@@ -54,29 +58,30 @@ __device__ __forceinline__ void store_lines(uint32_t* words, int first, int end,
   }
 }
 
-// The lines of a unit, `word` of each. Divisions are of 32 bits: of 64, they would take as long as the lines.
+// The lines of a unit, `word` of each. Divisions are by what the host has prepared: others would take as long as lines.
 template <Mapping kMapping, int kRounds, int kAtATime>
 __device__ __forceinline__ void make_lines(const GeneratorParams& params, uint32_t unit, int word) {
-  const uint32_t units_of_row = params.units_of_row();
-  const uint32_t row = unit / units_of_row;
-  // Under a causal mask the first units of a row have lines and the last ones none. In turns, so that a warp that takes
-  // every nth unit, and n is a multiple of those of a row, does not always have the same ones.
-  const int first_of_unit = int((unit + row) % units_of_row) * kLinesOfUnit;
-  const uint32_t of_sequence = row / uint32_t(params.query_blocks), sequence = of_sequence / uint32_t(params.heads);
-  const int query_block = int(row - of_sequence * params.query_blocks);
-  const int head = int(of_sequence - sequence * params.heads);
+  int of_sequence, sequence, head, from_last;
+  params.of_query_blocks(of_sequence, from_last, int(unit >> params.unit_shift));
+  params.of_heads(sequence, head, of_sequence);
+  const int query_block = params.query_blocks - 1 - from_last;  // the longest first, under a causal mask
   const int first_query = query_block * kBlockRows;
   const int first_near = max_int(0, first_query - kReach);
   const int last_near = min_int(first_query + kBlockRows + kReach, params.mask.sequence.seqlen_q) - 1;
   const int first_key = max_int(0, params.mask.keys_of(first_near).first - kReach);
   const int end_key = params.mask.keys_of(last_near).end() + kReach;
-  const int first = max_int(first_of_unit, first_key / kBlockRows);
-  const int end = min_int(min_int(first_of_unit + kLinesOfUnit, params.key_blocks), ceil_div(end_key, kBlockRows));
+  // Dealt evenly, also under a mask: warps that begin together then end together.
+  const int first_of_row = first_key / kBlockRows;
+  const int lines = min_int(params.key_blocks, ceil_div(end_key, kBlockRows)) - first_of_row;
+  const int part = int(unit) & ((1 << params.unit_shift) - 1);
+  const int first = first_of_row + int(int64_t{lines} * part >> params.unit_shift);
+  const int end = first_of_row + int(int64_t{lines} * (part + 1) >> params.unit_shift);
   if (first >= end) { return; }
   const uint64_t* const state = params.state + (params.state_of_sequence ? 2 * int64_t{sequence} : 0);
-  const Source source{
-      {state[0], state[1]}, params.state_of_sequence ? 0u : sequence, uint32_t(params.total_heads), params.threshold};
-  uint32_t* const words = params.words + int64_t{row} * params.key_blocks * kBlockWords + word;
+  const uint32_t number = params.state_of_sequence ? 0 : sequence;
+  const Source source{{state[0], state[1]}, number, uint32_t(params.total_heads), params.threshold};
+  const int64_t first_line = (int64_t{of_sequence} * params.query_blocks + query_block) * params.key_blocks;
+  uint32_t* const words = params.words + first_line * kBlockWords + word;
   const uint32_t of_head = uint32_t(params.first_head + head), I = uint32_t(params.first_query_block + query_block);
   const uint32_t first_J = uint32_t(params.first_key_block);
   if constexpr (kMapping == Mapping::kFlashAttention2) {

@@ -25,6 +25,9 @@ void with_mapping(const GeneratorArguments& a, Run&& run) {
   throw std::runtime_error("dash_attn: no generator of dropout's bits has " + std::to_string(a.rounds) + " rounds");
 }
 
+// With units of so many lines, or fewer, for warps that take one after the other.
+constexpr int kLinesOfUnit = 16;
+
 inline dropout::GeneratorParams make_generator_params(const GeneratorArguments& a) {
   dropout::GeneratorParams params;
   params.words = static_cast<uint32_t*>(a.bits);
@@ -40,6 +43,10 @@ inline dropout::GeneratorParams make_generator_params(const GeneratorArguments& 
   params.first_key_block = a.first_key / dropout::kBlockRows;
   params.threshold = dropout::keep_threshold(a.p);
   params.mask = mask_of(a.mask, a.sequence);
+  params.of_query_blocks = cutlass::FastDivmod(params.query_blocks);
+  params.of_heads = cutlass::FastDivmod(params.heads);
+  params.unit_shift = 0;
+  while (params.most_lines_of_unit() > kLinesOfUnit) { ++params.unit_shift; }
   if (params.units() > std::numeric_limits<int>::max()) {
     throw std::runtime_error("dash_attn: dropout's bits have more than 2^31 units");  // 275 GB at the least
   }

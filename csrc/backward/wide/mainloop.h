@@ -208,7 +208,7 @@ class ValueConsumer : Consumer<Variant> {
     shared_.p_empty.wait(Once{step_}.empty_parity());
     store_transposed<Swizzle, Variant::kKey>(shared_.p, p, thread_ / 32, thread_ % 32);
     fence_and_arrive(shared_.p_full);
-    if constexpr (Score::kDrops) { bits.drop(p); }
+    if constexpr (Score::kDrops) { bits.template drop<Element>(p); }
   }
 
   // What dropout keeps of P to its place, once the other consumer has taken P from there.

@@ -20,6 +20,21 @@ inline uint32_t permute_bytes(uint32_t x, uint32_t selector) {
   return result;
 }
 
+inline uint32_t multiply_add_relu_bf16(uint32_t a, uint32_t b, uint32_t c) {
+  const auto value = [](uint32_t pair, int half) { return __uint_as_float((pair >> 16 * half) << 16); };
+  uint32_t result = 0;
+  for (int half = 0; half < 2; ++half) {
+    const float sum = value(a, half) * value(b, half) + value(c, half);  // exact where the kernels use it
+    result |= (sum < 0 ? 0 : __float_as_uint(sum) >> 16) << 16 * half;
+  }
+  return result;
+}
+
+template <typename T>
+T load_here(const T* address) {
+  return *address;
+}
+
 inline void bulk_prefetch(const void*, int) {}
 // A bulk operation reads shared memory and is performed when it is issued, or when it is waited for.
 inline void bulk_to_global(float* global, const float* shared, int bytes, uint32_t (*combine)(uint32_t, uint32_t)) {
