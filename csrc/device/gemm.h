@@ -159,8 +159,8 @@ __device__ __forceinline__ void pin(uint32_t (&operand)[kSlices][4]) {
   for (int i = 0; i < 4 * kSlices; ++i) { asm volatile("" : "+r"(operand[i / 4][i % 4])::"memory"); }
 }
 
-// acc = A B, 64 x kN over kDepth; those before kFirstSlice of its slices have been issued. Issues and commits one group.
-// After the `wait_products` that completes it, `pin` what the product wrote or read in registers.
+// acc = A B, 64 x kN over kDepth; slices before kFirstSlice have been issued. Issues and commits one group. After the
+// `wait_products` that completes it, `pin` what the product wrote or read in registers.
 template <typename Element, int kDepth, int kFirstSlice = 0, typename A, typename B, int kAcc>
 __device__ __forceinline__ void multiply(float (&acc)[kAcc], A a, B b) {
   using Product = SharedProduct<Element, 2 * kAcc, A::kMajor, B::kMajor>;
