@@ -134,7 +134,8 @@ struct Variant : Geometry {
   static constexpr int held_columns_of_v() {
     constexpr int kAll = Geometry::kQkDim;
     if (!Score::kDrops) { return Score::kKind == ScoreKind::kPlain || Geometry::kQuery <= 80 ? kAll : 0; }
-    return kAll == 64 ? 16 : kAll == 96 ? 96 : kOrderFree ? 64 : 96;
+    if (kAll == 64) { return kOrderFree ? 0 : 16; }
+    return kAll == 96 ? 96 : kOrderFree ? 64 : 96;
   }
   static constexpr int kHeldColumnsOfV = held_columns_of_v();
   static constexpr bool kHoldsV = kHeldColumnsOfV == Geometry::kQkDim;  // and needs its place no more
