@@ -103,6 +103,12 @@ class Bench:
         self.failures += [f"{name}: {type(error).__name__}: {str(error)[:200]}" for name, error in errors.items()]
         return {name: round(taken.ms, 5) for name, taken in timings.items()}
 
+    @property
+    def sms(self) -> int:
+        if self.device.type == "cuda":
+            return torch.cuda.get_device_properties(self.device).multi_processor_count
+        return int(model.MACHINES["h200"].sms.value)
+
     def stream(self) -> "torch.cuda.Stream | None":
         return torch.cuda.Stream() if self.device.type == "cuda" else None
 
@@ -123,7 +129,7 @@ def generators(bench: Bench) -> Iterator[dict]:
     for p, (heads, seqlen) in itertools.product((bench.p, other), bench.sizes.generators):
         made = blocks.Generator(1, heads, seqlen, p, bench.device, causal=False)
         for rounds, ms in bench.ms({rounds: made.call(rounds) for rounds in ROUNDS}).items():
-            elements = heads * (-(-seqlen // 32) * 32) ** 2
+            elements = model.generator_work(heads, seqlen, False, bench.sms)
             yield {"rounds": rounds, "planes": model.planes_of(p), "p": p, "elements": elements, "ms": ms}
 
 
@@ -269,7 +275,7 @@ def rows_of(block: Block, seqlen: int, pass_: str, bench: Bench) -> dict:
     )
     row = {
         "block": block.name, "seqlen": seqlen, "tokens": tokens, "pass": pass_, "calls": whole.calls,
-        "pairs": block.pairs(tokens, seqlen, True), "elements": block.generated(tokens, seqlen, True),
+        "pairs": block.pairs(tokens, seqlen, True), "elements": block.generator_work(tokens, seqlen, True, bench.sms),
         "gemm_ms": {name: ms[key] for name in each if (key := ("gemm", name)) in ms},
         "generator_ms": {str(rounds): ms[key] for rounds in ROUNDS if (key := ("generator", rounds)) in ms},
     }  # fmt: skip
@@ -350,8 +356,7 @@ def measure_all(recording: Recording, bench: Bench, folder: pathlib.Path) -> Non
         def build() -> Iterator[dict]:
             for source in (latency.SOURCE, SOURCE):
                 libraries[source] = latency.build(folder, source)
-            sms = torch.cuda.get_device_properties(bench.device).multi_processor_count
-            yield from instructions(bench, libraries[SOURCE], sms, torch.cuda.current_stream().cuda_stream)
+            yield from instructions(bench, libraries[SOURCE], bench.sms, torch.cuda.current_stream().cuda_stream)
 
         recording.part("instructions", "rates of instructions", build)
     recording.part("generator", "the generator over sizes", lambda: generators(bench))
@@ -405,7 +410,7 @@ def main(argv: list[str] | None = None) -> int:
     bench = Bench(device, sizes, arguments.p, arguments.min_time, not arguments.no_inside)
     meta = {**run.metadata(device), "p": arguments.p, "before": run.state(device)}
     if device.type == "cuda":
-        meta["sms"] = torch.cuda.get_device_properties(device).multi_processor_count
+        meta["sms"] = bench.sms
     recording = Recording(arguments.json, meta, bench, arguments.seconds)
     with tempfile.TemporaryDirectory() as folder:
         measure_all(recording, bench, pathlib.Path(folder))

@@ -80,7 +80,7 @@ def of_attention(pairs, pass_):
 
 def row_of(name, seqlen, pass_):
     block, tokens, backward = model.BLOCKS[name], max(16384, seqlen), pass_ == "backward"
-    pairs, elements = block.pairs(tokens, seqlen, True), block.generated(tokens, seqlen, True)
+    pairs, elements = block.pairs(tokens, seqlen, True), block.generator_work(tokens, seqlen, True, 132)
     gemms = {"qkv": 2.0, "out": 1.0, "up": 4.0, "down": 3.0}
     attention = 1e-9 * pairs
     bits, inside = of_attention(pairs, pass_)

@@ -1,5 +1,5 @@
-// The adders: each one thread that adds dQ partials, or parts of them, to global memory, when those of lower rank are in
-// the sum. The only place that waits for them.
+// The adders: each one thread that adds dQ partials, or parts of them, to global memory, when those of lower rank are
+// in the sum. The only place that waits for them.
 //
 // A part of a partial of rank r at a query tile may be added when its semaphore there == r, that is when that of
 // partial r - 1 has been PERFORMED at gpu scope, not merely issued. The chain that makes this so, from CTA to CTA:

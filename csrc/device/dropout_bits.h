@@ -119,8 +119,8 @@ class FragmentBits {
   }
 
   // Sets what is dropped of rounded probabilities to zero. Where queries are rows, in bf16, by the pipe that ALU
-  // instructions do not take: from what is dropped 2^16 or more is taken, and less than zero becomes zero. Probabilities
-  // are far less than 2^16. Where keys are rows that was measured to cost 1%.
+  // instructions do not take: from what is dropped 2^16 or more is taken, and less than zero becomes zero.
+  // Probabilities are far less than 2^16. Where keys are rows that was measured to cost 1%.
   template <typename Element>
   __device__ __forceinline__ void drop(RegisterSlice (&p)[Layout::kSlices]) const {
 #pragma unroll

@@ -1,14 +1,10 @@
 // The kernel that makes the bits of dropout and does nothing else.
 #pragma once
 
+#include "deal.h"
 #include "lines.h"
 
 namespace dash_attn::dropout {
-
-inline constexpr int kGeneratorThreads = 256;
-
-// That run at a time, with the registers that they need: so all of a launch do.
-constexpr int generator_blocks_of_sm(Mapping mapping) { return mapping == Mapping::kBitSliced ? 6 : 5; }
 
 template <Mapping kMapping, int kRounds>
 __global__ void __launch_bounds__(kGeneratorThreads, generator_blocks_of_sm(kMapping))

@@ -33,11 +33,11 @@ struct GeneratorParams {
   int threshold;
   Mask mask;  // lines beyond the reach of a pair that is seen are not made; of the call's own rows
 
-  // A unit is what a warp makes at a time: 1 / 2^unit_shift of those lines of a block of queries that are made.
+  // A unit is what a warp makes at a time: 1 / 2^unit_shift of those lines of a block of queries that are made. See
+  // deal.h.
   int unit_shift;
   cutlass::FastDivmod of_query_blocks, of_heads;
 
-  constexpr int most_lines_of_unit() const { return ceil_div(key_blocks, 1 << unit_shift); }
   constexpr int64_t rows() const { return int64_t{batch} * heads * query_blocks; }
   constexpr int64_t units() const { return rows() << unit_shift; }
 };

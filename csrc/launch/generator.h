@@ -6,6 +6,7 @@
 #include <string>
 #include <type_traits>
 
+#include "../generator/deal.h"
 #include "../generator/lines.h"
 #include "dropout.h"
 
@@ -25,9 +26,6 @@ void with_mapping(const GeneratorArguments& a, Run&& run) {
   throw std::runtime_error("dash_attn: no generator of dropout's bits has " + std::to_string(a.rounds) + " rounds");
 }
 
-// With units of so many lines, or fewer, for warps that take one after the other.
-constexpr int kLinesOfUnit = 16;
-
 inline dropout::GeneratorParams make_generator_params(const GeneratorArguments& a) {
   dropout::GeneratorParams params;
   params.words = static_cast<uint32_t*>(a.bits);
@@ -45,8 +43,7 @@ inline dropout::GeneratorParams make_generator_params(const GeneratorArguments& 
   params.mask = mask_of(a.mask, a.sequence);
   params.of_query_blocks = cutlass::FastDivmod(params.query_blocks);
   params.of_heads = cutlass::FastDivmod(params.heads);
-  params.unit_shift = 0;
-  while (params.most_lines_of_unit() > kLinesOfUnit) { ++params.unit_shift; }
+  params.unit_shift = dropout::shift_of_small_units(params.key_blocks);
   if (params.units() > std::numeric_limits<int>::max()) {
     throw std::runtime_error("dash_attn: dropout's bits have more than 2^31 units");  // 275 GB at the least
   }

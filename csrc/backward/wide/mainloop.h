@@ -14,8 +14,8 @@
 //                    threads:              | dQ(j)0 -> adder | dS(j+1) -> shared memory
 //
 // The value consumer is ahead by a step, but that it makes dQ of the step behind. What one consumer's threads do, the
-// other's products run beside. With dropout the key consumer makes all of dQ: the other one has no registers for it, and
-// waits for it already to have taken P.
+// other's products run beside. With dropout the key consumer makes all of dQ: the other one holds what is kept of P,
+// and waits already for P to have been taken.
 #pragma once
 
 #include "../../device/warp_roles.h"

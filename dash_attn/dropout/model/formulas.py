@@ -6,6 +6,8 @@ import bisect
 import dataclasses
 from collections.abc import Iterator, Sequence
 
+from ... import _schedule as _compiled
+
 UNMEASURED = "unmeasured"
 DATA_SHEET = "the vendor's data sheet"
 PEAK_TFLOPS = {"h200": 989, "a100": 312, "b200": 2250}
@@ -96,10 +98,22 @@ BLOCK_ROWS, REACH_BLOCKS = 32, 8
 the backward may look at them (csrc/generator)."""
 
 
+UNIT_LINES = 2.1
+"""Blocks that a warp of the generator could make while it begins the next unit: the middle of what the times of
+docs/engineering_log.md, section 38, say of 2,048 and 8,192 tokens against those of 32,768 (2.0 to 2.4)."""
+
+
 def generated_blocks(seqlen: int, causal: bool) -> int:
     """How many blocks of a head's bits the generator makes: under the causal mask those within reach of a tile."""
     of_row = -(-seqlen // BLOCK_ROWS)
     return sum(min(row + 1 + REACH_BLOCKS, of_row) if causal else of_row for row in range(of_row))
+
+
+def generator_work(heads: int, seqlen: int, causal: bool, sms: float) -> float:
+    """Elements that the generator makes for heads of all sequences, and what it could make while units begin."""
+    of_row = -(-seqlen // BLOCK_ROWS)
+    units = _compiled.generator_units(heads * of_row, of_row, int(sms))
+    return BLOCK_ROWS**2 * (heads * generated_blocks(seqlen, causal) + UNIT_LINES * units)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -134,9 +148,9 @@ class Block:
         """Of a query and a key, over all query heads: the bits that are needed."""
         return tokens * seqlen * self.heads * (0.5 if causal else 1.0)
 
-    def generated(self, tokens: int, seqlen: int, causal: bool) -> float:
-        """The bits that the generator makes: whole blocks, under the causal mask those within reach of a tile."""
-        return tokens / seqlen * self.heads * BLOCK_ROWS**2 * generated_blocks(seqlen, causal)
+    def generator_work(self, tokens: int, seqlen: int, causal: bool, sms: float) -> float:
+        """As of all heads of the batch."""
+        return generator_work(tokens // seqlen * self.heads, seqlen, causal, sms)
 
 
 BLOCKS = {
@@ -280,7 +294,7 @@ def generated_inside(parts: Parts, own_gemm: float, settings: Settings) -> float
 
 
 def generator_time(elements: float, machine: Machine, settings: Settings) -> float:
-    """Seconds of the generator alone."""
+    """Seconds of the generator alone; elements are those of `generator_work`."""
     return 1e-6 * settings.generator_start_us.value + elements / generator_rate(machine, settings)
 
 
@@ -318,7 +332,7 @@ def times(
         beside=before / gemm_rate,
         attention=pairs * block.head_dim * (10 if backward else 4) / attention_rate,
         use=use_time(pairs, machine, settings, backward=backward),
-        generator=generator_time(block.generated(tokens, seqlen, causal), machine, settings),
+        generator=generator_time(block.generator_work(tokens, seqlen, causal, machine.sms.value), machine, settings),
         inside=inside_time(pairs, machine, settings, backward=backward),
         calls=passes * GEMMS_OF_FORWARD + 1,
     )
