@@ -129,8 +129,9 @@ def generators(bench: Bench) -> Iterator[dict]:
     for p, (heads, seqlen) in itertools.product((bench.p, other), bench.sizes.generators):
         made = blocks.Generator(1, heads, seqlen, p, bench.device, causal=False)
         for rounds, ms in bench.ms({rounds: made.call(rounds) for rounds in ROUNDS}).items():
-            elements = model.generator_work(heads, seqlen, False, bench.sms)
-            yield {"rounds": rounds, "planes": model.planes_of(p), "p": p, "elements": elements, "ms": ms}
+            elements = heads * (-(-seqlen // 32) * 32) ** 2
+            row = {"rounds": rounds, "planes": model.planes_of(p), "p": p, "elements": elements}
+            yield row | {"units": model.generator_units(heads, seqlen, bench.sms), "ms": ms}
 
 
 def gemms(bench: Bench, library: ctypes.CDLL | None) -> Iterator[dict]:
@@ -275,7 +276,8 @@ def rows_of(block: Block, seqlen: int, pass_: str, bench: Bench) -> dict:
     )
     row = {
         "block": block.name, "seqlen": seqlen, "tokens": tokens, "pass": pass_, "calls": whole.calls,
-        "pairs": block.pairs(tokens, seqlen, True), "elements": block.generator_work(tokens, seqlen, True, bench.sms),
+        "pairs": block.pairs(tokens, seqlen, True), "elements": block.generated(tokens, seqlen, True),
+        "units": block.units(tokens, seqlen, bench.sms),
         "gemm_ms": {name: ms[key] for name in each if (key := ("gemm", name)) in ms},
         "generator_ms": {str(rounds): ms[key] for rounds in ROUNDS if (key := ("generator", rounds)) in ms},
     }  # fmt: skip

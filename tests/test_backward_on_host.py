@@ -124,15 +124,6 @@ FAULTS = [
     # dS that is written while dK of the step before reads it.
     ("256", "backward/wide/mainloop.h", "    sync_warpgroup(kNamedBarrier);  // dK of the step before", "    //",
      dict(seqlen_q=300, seqlen_k=80)),
-    # dS that is written while the other consumer's dQ of the step before reads it.
-    ("256", "backward/wide/mainloop.h", "    wait_for_other_dq();\n    sync_warpgroup(kNamedBarrier);  // dK of", "    // dK of",
-     dict(seqlen_q=300, seqlen_k=80)),
-    # dK that takes the place of K before the other consumer's dQ has been made of it.
-    ("192", "backward/wide/mainloop.h", "    wait_for_other_dq();\n    sync_warpgroup(kNamedBarrier);\n",
-     "    sync_warpgroup(kNamedBarrier);\n", dict(seqlen_q=200, seqlen_k=96)),
-    # dQ of a dS that is not there yet.
-    ("192x128", "backward/wide/mainloop.h", "    shared_.ds_full.wait(Once{before}.parity());\n", "",
-     dict(seqlen_q=200, seqlen_k=96)),
     # Sums of splits that are taken before they are there.
     ("64", "backward/split_reduction.h", "ptx::load_acquire(semaphore_) != split", "false",
      dict(heads=4, kv_heads=1, seqlen_q=1100, seqlen_k=64)),

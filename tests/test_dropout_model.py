@@ -10,9 +10,8 @@ import sys
 
 import pytest
 
-from dash_attn import _schedule
 from dash_attn.dropout import model
-from dash_attn.dropout.model import command, formulas
+from dash_attn.dropout.model import command
 
 ROOT = pathlib.Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
@@ -85,16 +84,31 @@ def test_a_generator_that_a_gemm_cannot_hide_is_left_over():
 
 
 def test_rounds_and_planes_and_lengths_say_how_long_the_generator_takes():
-    def generator(rounds=7, planes=8, **arguments):
-        return times(model.Settings(rounds=rounds, planes=planes), **arguments).generator
+    none = model.Figure(0, "units that take no time to begin")
+
+    def generator(rounds=7, planes=8, unit_blocks=none, **arguments):
+        return times(model.Settings(rounds=rounds, planes=planes, unit_blocks=unit_blocks), **arguments).generator
 
     assert generator(3) < generator(5) < generator(7) < generator(10)
     assert generator(planes=4) == pytest.approx(generator() / 2, rel=0.1)
-    # Beside what units take to begin, which is the same in both.
-    assert generator(seqlen=16384, causal=False) == pytest.approx(2 * generator(causal=False), rel=0.05)
-    assert generator(causal=False) / generator() == pytest.approx(256 / ((1 + 256) / 2 + 8), rel=0.03)
+    assert generator(seqlen=16384, causal=False) == pytest.approx(2 * generator(causal=False))
+    assert generator(causal=False) / generator() == pytest.approx(256 / ((1 + 256) / 2 + 8), rel=0.01)
     # Two calls of Philox for 32 elements: 2 x 7 rounds x 2 products.
     assert model.generator_instructions(7, 8)[0] == 28 / 32
+
+
+def test_units_of_the_generator_take_their_time():
+    """Some for each warp, few where lines are many; never more than there are lines."""
+    warps = 132 * 6 * 8
+    for heads, seqlen in ((1, 2048), (256, 2048), (64, 8192), (32, 32768), (10**5, 2048)):
+        of_row, units = seqlen // 32, model.generator_units(heads, seqlen, 132)
+        rows = heads * of_row
+        assert units % rows == 0 and units // rows <= of_row
+        assert units == rows or 2 * warps <= units < 8 * warps or 4 * units // rows >= of_row
+    block = model.BLOCKS["Llama-3 8B"]
+    slow, quick = (times(figures(unit_blocks=blocks)).generator for blocks in (3, 0))
+    lost = 3 * 1024 * block.units(16384, 8192, 132) / model.generator_rate(H200, SETTINGS)
+    assert slow - quick == pytest.approx(lost)
 
 
 def test_as_many_bits_are_counted_as_the_generator_makes():
@@ -109,21 +123,8 @@ def test_as_many_bits_are_counted_as_the_generator_makes():
             # The last query that is near sees its own key and those before; as far behind it bits may be looked at.
             end_key = min(first_query + 32 + reach, seqlen) + reach
             blocks += min(-(-end_key // 32), of_row)
-        for causal, made in ((True, blocks), (False, of_row**2)):
-            # And units of a row of blocks, or of a part of one, each of which takes as long to begin as some blocks.
-            heads = 3 * block.heads
-            units = _schedule.generator_units(heads * of_row, of_row, 132)
-            work = block.generator_work(3 * seqlen, seqlen, causal, 132)
-            assert work == pytest.approx(1024 * (heads * made + formulas.UNIT_LINES * units), rel=1e-12)
-
-
-def test_units_of_the_generator():
-    """Some for each warp, few where lines are many; never more than there are lines."""
-    warps = 132 * 6 * 8
-    for rows, of_row in ((64, 64), (16384, 64), (16384, 256), (32768, 1024), (10**7, 64)):
-        units = _schedule.generator_units(rows, of_row, 132)
-        assert units % rows == 0 and (units == rows or 2 * warps <= units < 8 * warps or units // rows >= of_row // 2)
-        assert units // rows <= of_row
+        assert block.generated(3 * seqlen, seqlen, True) == 3 * block.heads * 1024 * blocks
+        assert block.generated(3 * seqlen, seqlen, False) == 3 * block.heads * 1024 * of_row**2
 
 
 def test_a_further_call_and_a_second_stream_take_their_time():

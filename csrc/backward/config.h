@@ -19,7 +19,7 @@ namespace dash_attn::backward {
 
 // Warpgroup 0 feeds the others: kLoaderWarp takes work and loads, one thread of kPlannerWarp tells the others in which
 // order (apart, because the loader has only kProducerRegisters registers), one thread of each of the rest adds the
-// dQ of every other step, or, of wide heads, a part of the columns of every step.
+// dQ of every other step, or, of wide heads, half of the columns of every step.
 enum WarpRole : int { kLoaderWarp = 0, kPlannerWarp = 1, kFirstAdderWarp = 2 };
 static_assert(kFirstAdderWarp + kAdderWarps == kWarpgroupWarps);
 
@@ -28,7 +28,8 @@ static_assert(kFirstAdderWarp + kAdderWarps == kWarpgroupWarps);
 DASH_HOST_DEVICE constexpr bool is_wide(int qk_dim) { return qk_dim > 128; }
 
 // A partial of dQ is added in so many parts, by columns. Each part has a semaphore and, where there are two, an adder.
-// In a wide kernel each consumer makes one of them.
+// In a wide kernel dQ is a product for each 64 columns, spread over the step: so the next partial need not wait for the
+// last of them.
 DASH_HOST_DEVICE constexpr int dq_parts(int qk_dim) { return is_wide(qk_dim) ? 2 : 1; }
 
 template <typename Element_, int kQkDim_, int kValueDim_, bool kIsWide = is_wide(kQkDim_)>
@@ -69,11 +70,8 @@ struct Geometry {
 
   // dQ of a step is staged and added in one piece.
   static constexpr int kDqTileFloats = kQuery * kHeadDim;
-  static constexpr int kDqPieceFloats = kDqTileFloats;
   static constexpr int kDqParts = dq_parts(kHeadDim);
-  static constexpr int kDqPiecesOfBlock = 1;
-  static constexpr int dq_pieces(int) { return 1; }
-  static constexpr int dq_slots(int) { return kStages; }
+  static constexpr int kDqPiecesOfPart = 1;
   static constexpr int kDqSlots = kStages;
 
   static constexpr int kStoredRows = kWarpgroupRows;  // of dK and dV, by one operation
@@ -105,22 +103,15 @@ struct Geometry<Element_, kQkDim_, kValueDim_, true> {
   static_assert(kWarpgroupThreads * (kProducerRegisters + kConsumers * kConsumerRegisters) <=
                 launch_registers(kThreads));
 
-  // dQ is a product for each block of 64 columns. The first blocks are a part, which the owner of dK makes, the others
-  // another, of the owner of dV. Each part is staged in a ring of its own, piece by piece: at 256 there is not room for
-  // two blocks.
+  // dQ is a product for each 64 columns, and staged in pieces of 32: there is not room for two of 64.
   static constexpr int kDqTileFloats = kQuery * kQkDim;
+  static constexpr int kDqPieceColumns = 32;
+  static constexpr int kDqPieces = kQkDim / kDqPieceColumns;
   static constexpr int kDqParts = dq_parts(kQkDim);
-  static_assert(kDqParts == kAdderWarps);
-  static constexpr int first_dq_block(int part) { return part * (kQkDim / (2 * kWarpgroupRows)); }
-  static constexpr int dq_blocks(int part) {
-    return part == 0 ? first_dq_block(1) : kQkDim / kWarpgroupRows - first_dq_block(1);
-  }
-  static constexpr int kDqPieceColumns = 16;
-  static constexpr int kDqPieceFloats = kQuery * kDqPieceColumns;
+  static constexpr int kDqPiecesOfPart = kDqPieces / kDqParts;
+  static_assert(kDqPieces % kDqParts == 0 && kDqParts == kAdderWarps);
   static constexpr int kDqPiecesOfBlock = kWarpgroupRows / kDqPieceColumns;
-  static constexpr int dq_pieces(int part) { return dq_blocks(part) * kDqPiecesOfBlock; }
-  static constexpr int dq_slots(int part) { return kQkDim > 192 && part > 0 ? 3 : 4; }
-  static constexpr int kDqSlots = dq_slots(0) + dq_slots(1);
+  static constexpr int kDqSlots = kQkDim > 192 ? 3 : 4;
 
   static constexpr int kStages = kPipelineStages;
   static constexpr int kDoutStages = kQkDim > 192 ? 1 : 2;

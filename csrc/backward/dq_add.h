@@ -1,5 +1,5 @@
-// The adders: each one thread that adds dQ partials, or parts of them, to global memory, when those of lower rank are
-// in the sum. The only place that waits for them.
+// The adders: each one thread that adds every other part of the dQ partials to global memory, when those of lower rank
+// are in the sum. The only place that waits for them.
 //
 // A part of a partial of rank r at a query tile may be added when its semaphore there == r, that is when that of
 // partial r - 1 has been PERFORMED at gpu scope, not merely issued. The chain that makes this so, from CTA to CTA:
@@ -21,53 +21,45 @@ class Adder {
   using Shared = SharedStorage<Variant>;
 
   __device__ Adder(Shared& shared, const KernelParams& params, int adder)
-      : shared_(shared), params_(params), adder_(adder) {}
+      : shared_(shared), params_(params), part_(adder) {}
 
-  // Partials in one part are the adders' in turn.
   __device__ void run() {
-    if constexpr (Variant::kDqParts == 1) {
-      add_steps<0>(adder_, kAdderWarps);
-    } else if (adder_ == 0) {
-      add_steps<0>(0, 1);
-    } else {
-      add_steps<1>(0, 1);
+    for (;; part_ += kAdderWarps) {
+      const RingIndex<Variant::kPlanSlots> plan{part_ / Variant::kDqParts};
+      const int part = part_ % Variant::kDqParts;
+      const PlannedStep step = wait_for_step(shared_, plan);
+      if (part + kAdderWarps >= Variant::kDqParts) { release_step(shared_, plan); }
+      if (step.dq_tile == kNoMoreTiles) { return; }
+      add_part(int64_t(step.dq_tile) * Variant::kDqParts + part, step, continues(step.query_tile));
     }
   }
 
  private:
-  template <int kPart>
-  __device__ __forceinline__ void add_steps(uint32_t first, int stride) {
-    for (RingIndex<Variant::kPlanSlots> plan{first};; plan.count += stride) {
-      const PlannedStep step = wait_for_step(shared_, plan);
-      release_step(shared_, plan);
-      if (step.dq_tile == kNoMoreTiles) { return; }
-      add_part<kPart>(step, plan.count, continues(step.query_tile));
-    }
-  }
-
-  // The pieces of a part are staged one after the other. A piece's buffer is free when the next one of its block has
-  // been issued too; the next block may wait for all of this one's.
-  template <int kPart>
-  __device__ __forceinline__ void add_part(const PlannedStep& step, uint32_t number, bool continues) {
-    using Slot = RingIndex<Variant::dq_slots(kPart)>;
-    constexpr int kPieces = Variant::dq_pieces(kPart);
-    constexpr int kFirstFloat = kPart == 0 ? 0 : Variant::dq_pieces(0) * Variant::kDqPieceFloats;
-    constexpr int kFirstSlot = kPart == 0 ? 0 : Variant::dq_slots(0);
-    constexpr int kBytes = Variant::kDqPieceFloats * sizeof(float);
-    float* const accumulator =
-        params_.workspace.dq_accumulator + int64_t(step.dq_tile) * Variant::kDqTileFloats + kFirstFloat;
-    int* const semaphore = params_.workspace.dq_semaphores + int64_t(step.dq_tile) * Variant::kDqParts + kPart;
+  // The pieces of a part are staged one after the other, in buffers that both adders use. A piece's buffer is free
+  // when the next one has been added. An adder looks at no buffer before the other has seen all pieces of the part
+  // before: a barrier's parity tells one pass from the next, and not from the next but one.
+  __device__ __forceinline__ void add_part(int64_t part, const PlannedStep& step, bool continues) {
+    using Slot = RingIndex<Variant::kDqSlots>;
+    constexpr int kPieces = Variant::kDqPiecesOfPart;
+    constexpr int kPieceFloats = Variant::kDqTileFloats / (Variant::kDqParts * kPieces);
+    constexpr int kBytes = kPieceFloats * sizeof(float);
+    float* const accumulator = params_.workspace.dq_accumulator + part * kPieces * kPieceFloats;
+    int* const semaphore = params_.workspace.dq_semaphores + part;
     const int rank = step.rank;
     const bool is_ordered = step.is_ordered(), stores = rank == 0 && !continues;
     // A wide partial is staged throughout its step, so its turn is looked for beforehand; a narrow one's only when it
     // is staged, because a longer look was measured to cost more than it gains.
     if (Variant::kWide && !stores) { wait_for_turn(semaphore, rank, is_ordered); }
-    Slot buffer{number * kPieces};
+    Slot buffer{part_ * kPieces};
+    if constexpr (Variant::kWide) {
+      const RingIndex<kAdderWarps> before = RingIndex<kAdderWarps>{part_}.previous();
+      if (part_ > 0) { shared_.dq_seen[before.slot()].wait(before.parity()); }
+    }
 #pragma unroll
     for (int piece = 0; piece < kPieces; ++piece) {
-      float* const sum = accumulator + piece * Variant::kDqPieceFloats;
-      const float* const partial = shared_.dq[kFirstSlot + buffer.slot()];
-      shared_.dq_full[kFirstSlot + buffer.slot()].wait(buffer.parity());
+      float* const sum = accumulator + piece * kPieceFloats;
+      const float* const partial = shared_.dq[buffer.slot()];
+      shared_.dq_full[buffer.slot()].wait(buffer.parity());
       if (stores) {
         ptx::bulk_store(sum, partial, kBytes);
       } else {
@@ -75,16 +67,17 @@ class Adder {
         add(sum, partial, kBytes, is_ordered);
       }
       ptx::bulk_commit();
-      if (piece % Variant::kDqPiecesOfBlock > 0) {
-        ptx::bulk_wait_read<1>();
-        shared_.dq_empty[kFirstSlot + buffer.previous().slot()].arrive();
+      if constexpr (Variant::kWide) {
+        if (piece + 1 == kPieces) { shared_.dq_seen[part_ % kAdderWarps].arrive(); }
       }
-      if ((piece + 1) % Variant::kDqPiecesOfBlock == 0) {
-        ptx::bulk_wait_read();
-        shared_.dq_empty[kFirstSlot + buffer.slot()].arrive();
+      if (piece > 0) {
+        ptx::bulk_wait_read<1>();
+        shared_.dq_empty[buffer.previous().slot()].arrive();
       }
       if (piece + 1 < kPieces) { buffer = buffer.next(); }
     }
+    ptx::bulk_wait_read();
+    shared_.dq_empty[buffer.slot()].arrive();
     ptx::bulk_wait_performed();
     if (is_ordered) {
       ptx::store_release(semaphore, rank + 1);
@@ -117,7 +110,7 @@ class Adder {
 
   Shared& shared_;
   const KernelParams& params_;
-  const int adder_;
+  uint32_t part_;  // over all steps
 };
 
 }  // namespace dash_attn::backward

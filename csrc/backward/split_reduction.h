@@ -43,10 +43,8 @@ class SplitSum {
   }
 
   __device__ __forceinline__ void add_to(Gradient& gradient) const {
-    constexpr int kQuadsAtOnce = 4;  // of large sums, for which ptxas would load more than there are registers for
 #pragma unroll
     for (int quad = 0; quad < kQuads; ++quad) {
-      if (kQuads > 4 * kQuadsAtOnce && quad > 0 && quad % kQuadsAtOnce == 0) { __syncwarp(); }
       const float4 sum = __ldcg(sums_ + quad * kWarpgroupThreads);
       float* const own = gradient + 4 * quad;
       own[0] += sum.x;

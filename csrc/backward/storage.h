@@ -122,8 +122,7 @@ __device__ __forceinline__ void initialise_barriers(SharedStorage<Variant>& shar
       shared.p_read.init(Count::kConsumerThreadsOfOne);
       shared.kept_full.init(Count::kConsumerWarpsOfOne);
     }
-    shared.ds_full.init(Count::kConsumerWarpsOfOne);
-    shared.ds_empty.init(Count::kConsumerWarpsOfOne);
+    for (auto& seen : shared.dq_seen) { seen.init(Count::kAdder); }
   }
   for (int i = 0; i < Variant::kPlanSlots; ++i) {
     shared.plan_full[i].init(Count::kPlanner);

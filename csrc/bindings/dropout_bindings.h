@@ -206,9 +206,9 @@ inline void bind_dropout(py::module_& m) {
   m.def(
       "generator_units",
       [](int64_t rows, int64_t key_blocks, int64_t sms) {
-        auto const lines = in_range("key_blocks", key_blocks, 1, 1 << 25);
         auto const warps = generator_warps(Mapping::kBitSliced, in_range("sms", sms, 1, 1 << 16));
-        return rows << shift_of_units(in_range("rows", rows, 1, 1 << 30), lines, warps);
+        int const of_row = in_range("key_blocks", key_blocks, 1, 1 << 25);
+        return rows << shift_of_units(in_range("rows", rows, 1, 1 << 30), of_row, warps);
       },
       py::arg("rows"), py::arg("key_blocks"), py::arg("sms"),
       "How many units of lines the generator deals to warps: csrc/generator/deal.h.");

@@ -26,7 +26,8 @@ constexpr int shift_of_small_units(int key_blocks) {
 }
 
 // For warps whose units are known beforehand. Few large units where there are many, as each takes as long to begin as
-// two lines, but so many that those of a warp add up to what others have; and small ones where warps would have none.
+// two lines, but at least four a warp, so that under a mask warps end together; and small ones where warps would have
+// none.
 constexpr int shift_of_units(int64_t rows, int key_blocks, int64_t warps) {
   constexpr int kManyRounds = 4, kFewLines = 2;
   int shift = shift_of_small_units(key_blocks);

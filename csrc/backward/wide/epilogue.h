@@ -67,17 +67,15 @@ template <typename Variant, int kColumns>
 __device__ __forceinline__ bool reduce_splits(const KernelParams& params, const WorkTile& work,
                                               Gradient<Variant, kColumns>& gradient, bool is_dk) {
   constexpr int kRegisters = kColumns / kWarpgroupRows * Variant::kKey / 2;
-  // Made for each use: no register is left to keep it.
-  const auto sum = [&] {
-    return SplitSum<kRegisters>(
-        params.workspace.split_semaphores + 2 * int64_t(work.split_tile) + is_dk,
-        reinterpret_cast<float4*>(params.workspace.split_sums) + first_float_of_sum<Variant>(work, is_dk) / 4,
-        int(is_dk), read_thread_index() % kWarpgroupThreads);
-  };
+  const int thread = read_thread_index() % kWarpgroupThreads;
+  const SplitSum<kRegisters> sum(
+      params.workspace.split_semaphores + 2 * int64_t(work.split_tile) + is_dk,
+      reinterpret_cast<float4*>(params.workspace.split_sums) + first_float_of_sum<Variant>(work, is_dk) / 4, int(is_dk),
+      thread);
   auto& registers = registers_of(gradient);
   const bool is_last = work.split + 1 == work.splits;
-  if (work.split > 0) { sum().add_to(registers, work.split); }
-  if (!is_last) { sum().pass_on(registers, work.split); }
+  if (work.split > 0) { sum.add_to(registers, work.split); }
+  if (!is_last) { sum.pass_on(registers, work.split); }
   return is_last;
 }
 

@@ -1,26 +1,25 @@
 // The consumers where no warpgroup has registers for the dK and dV of 64 keys: one owns all of dV and the other all of
 // dK. For every query tile,
 //
-//   value consumer:  S = score(Q K^T)     P = exp2(scale S - LSE)     dV^T += dO^T P     part of dQ = dS K
-//   key consumer:    dP = dO V^T     dS = P * (dP - D)     dK^T += Q^T dS     the other part of dQ
+//   value consumer:  S = score(Q K^T)     P = exp2(scale S - LSE)     dV^T += dO^T P
+//   key consumer:    dP = dO V^T     dS = P * (dP - D)     dQ = dS K     dK^T += Q^T dS
 //
 // Queries are the rows of S and dP. P and dS go through shared memory, transposed: there the products read them, and
-// the key consumer takes P from there; with dropout, what is kept of P then takes its place. dQ is computed 64 columns
-// at a time, beside products with the same operand (a bar is a wait for products):
+// the key consumer takes P from there; with dropout, what is kept of P then takes its place. The key consumer computes
+// dQ 64 columns at a time, beside as many of dK (a bar is a wait for products):
 //
-//   value consumer   tensor cores:  dQ(j)1 | half of dV(j+1)  dQ(j)2 | other half  S(j+2) |
-//                    threads:              | dQ(j)1 -> adder         | dQ(j)2 -> adder    | P(j+2) -> shared memory
-//   key consumer     tensor cores:  dQ(j)0 | dK(j)  dP(j+1)  |
-//                    threads:              | dQ(j)0 -> adder | dS(j+1) -> shared memory
+//   value consumer   tensor cores:  dV(j)  S(j+1) |
+//                    threads:                     | P(j+1) -> shared memory
+//   key consumer     tensor cores:  dQ(j)0 | dK(j)0  dQ(j)1 | dK(j)1 ... dP(j+1) |
+//                    threads:              | dQ(j)0 -> adder | dQ(j)1 -> adder ...  | dS(j+1) -> shared memory
 //
-// The value consumer is ahead by a step, but that it makes dQ of the step behind. What one consumer's threads do, the
-// other's products run beside. With dropout the key consumer makes all of dQ: the other one holds what is kept of P,
-// and waits already for P to have been taken.
+// The value consumer is ahead by up to a step. What one consumer's threads do, the other's products run beside.
 #pragma once
 
 #include "../../device/warp_roles.h"
+#include "../dq_layout.h"
+#include "../order_free/rounding.h"
 #include "../work_ring.h"
-#include "dq.h"
 #include "epilogue.h"
 #include "score_tile.h"
 #include "storage.h"
@@ -88,39 +87,6 @@ class Consumer {
     descriptor_of_.forget();
   }
 
-  // Blocks kFirst ... kFirst + kCount - 1 of dQ of step `step`, each computed beside its share of kBeside products,
-  // which issue_beside(number) issues, and staged. `done` is called when all are computed, issue_next() when the last
-  // one's registers are free.
-  template <int kFirst, int kCount, int kBeside, typename IssueBeside, typename Done, typename IssueNext>
-  __device__ __forceinline__ void make_dq(uint32_t step, const IssueBeside& issue_beside, const Done& done,
-                                          const IssueNext& issue_next) {
-    float dq[DqLayout<Variant>::kRegisters];
-    const auto issue = [&](int i) {
-      forget_contents(dq);
-      multiply<Element, Variant::kKey>(dq, KeyColumns(descriptor_of_(shared_.ds)),
-                                       KeyColumns(descriptor_of_(shared_.k), kFirst + i));
-#pragma unroll
-      for (int number = i * kBeside / kCount; number < (i + 1) * kBeside / kCount; ++number) { issue_beside(number); }
-    };
-    issue(0);
-    for_each<kCount>([&](auto index) {
-      constexpr int i = decltype(index)::value;
-      wait_products<(i + 1) * kBeside / kCount - i * kBeside / kCount>();
-      pin(dq);
-      forget_addresses();
-      if constexpr (i + 1 == kCount) { done(); }
-      DqStager<Variant, kFirst + i>(shared_, params_, step, thread_).stage(dq, [&] {
-        if constexpr (i + 1 < kCount) {
-          issue(i + 1);
-        } else {
-          issue_next();
-        }
-      });
-    });
-  }
-
-  static constexpr bool kValueConsumerMakesDq = !Score::kDrops;
-
   Shared& shared_;
   const KernelParams& params_;
   TileDescriptors<Swizzle> descriptor_of_;
@@ -162,108 +128,63 @@ class ValueConsumer : Consumer<Variant> {
   using Dv = Gradient<Variant, Variant::kValueDim>;
   static constexpr int kNamedBarrier = 1;
 
-  struct Registers {
+  __device__ __forceinline__ void process() {
     Dv dv;
     Scores s;
-    RoundedScores kept;  // of P, with dropout
-    Bits bits;
-  };
-
-  __device__ __forceinline__ void process() {
-    Registers r;
-    begin_sum<Variant>(params_, this->work(), r.dv, false);
+    begin_sum<Variant>(params_, this->work(), dv, false);
     const int steps = this->work().steps;
     this->wait_for_keys();
     if (steps > 0) {
-      issue_s(r);
+      issue_s(s);
+      Bits bits = this->find_bits();
       wait_products<0>();
-      pin(r.s);
-      make_p(r);
-      // Before the first step there is none whose dQ is to be made.
-      if (steps == 1) {
-        last_step<kNoDq>(r);
-      } else {
-        step<kNoDq>(r);
-        for (int steps_left = steps - 2; steps_left > 0; --steps_left) { step<kDq>(r); }
-        last_step<kDq>(r);
-      }
-      if constexpr (kDq) { multiply_ds<0>([](int) {}, [] {}); }
-    }
-    finish(r.dv);
-  }
-
-  // Whether a step has dQ of the one before.
-  static constexpr bool kDq = Base::kValueConsumerMakesDq, kNoDq = false;
-
-  // dV of the step, S and P of the next.
-  template <bool kWithDq>
-  __device__ __forceinline__ void step(Registers& r) {
-    this->forget_addresses();
-    if constexpr (Variant::kDoutStages == 1) {
-      // S may wait for Q, and the next dO waits for this one's place.
-      last_step<kWithDq>(r);
-      issue_s(r);
-      wait_products<0>();
-    } else {
-      multiply_p<kWithDq>(r, [&] {
+      pin(s);
+      RoundedScores p;
+      make_p(s, p, bits);
+      for (int steps_left = steps - 1; steps_left > 0; --steps_left) {
+        this->forget_addresses();
+        write_kept(p);
+        issue_dv(dv);
         ++step_;
-        issue_s(r);
-      });
+        issue_s(s);
+        bits = this->find_bits();
+        wait_products<0>();
+        dv.pin();
+        pin(s);
+        release_dv_operands(step_ - 1);
+        make_p(s, p, bits);
+      }
+      write_kept(p);
+      issue_dv(dv);
       wait_products<0>();
-      r.dv.pin();
-      release_dv_operands(step_ - 1);
+      dv.pin();
+      release_dv_operands(step_);
+      ++step_;
     }
-    pin(r.s);
-    make_p(r);
+    finish(dv);
   }
 
-  template <bool kWithDq>
-  __device__ __forceinline__ void last_step(Registers& r) {
-    multiply_p<kWithDq>(r, [&] { ++step_; });
-    wait_products<0>();
-    r.dv.pin();
-    release_dv_operands(step_ - 1);
-  }
-
-  __device__ __forceinline__ void issue_s(Registers& r) {
+  __device__ __forceinline__ void issue_s(Scores& s) {
     this->wait_for_q();
-    forget_contents(r.s);
-    multiply<Element, Variant::kQkDim>(r.s, QueryRows(descriptor_of_(shared_.q[this->query_stage().slot()])),
+    forget_contents(s);
+    multiply<Element, Variant::kQkDim>(s, QueryRows(descriptor_of_(shared_.q[this->query_stage().slot()])),
                                        KeyRows(descriptor_of_(shared_.k)));
-    r.bits = this->find_bits();
   }
 
-  // dV of the step, beside dQ of the one before. P of the step is written by all warps.
-  template <bool kWithDq, typename IssueNext>
-  __device__ __forceinline__ void multiply_p(Registers& r, const IssueNext& issue_next) {
-    write_kept(r.kept);
+  // P of the step is written by all warps.
+  __device__ __forceinline__ void issue_dv(Dv& dv) {
     if constexpr (Score::kDrops) {
       shared_.kept_full.wait(Once{step_}.parity());
     } else {
       this->wait_for_p();
     }
     this->wait_for_dout();
-    const auto issue_block = [&](int b) {
-      multiply_add<Element, Variant::kQuery>(r.dv.block[b],
+#pragma unroll
+    for (int b = 0; b < Dv::kBlocks; ++b) {
+      multiply_add<Element, Variant::kQuery>(dv.block[b],
                                              QueryColumns(descriptor_of_(shared_.dout[this->dout_stage().slot()]), b),
                                              KeyRows(descriptor_of_(shared_.p)));
-    };
-    if constexpr (kWithDq) {
-      multiply_ds<Dv::kBlocks>(issue_block, issue_next);
-    } else {
-#pragma unroll
-      for (int b = 0; b < Dv::kBlocks; ++b) { issue_block(b); }
-      issue_next();
     }
-  }
-
-  // This consumer's part of dQ of the step before.
-  template <int kBeside, typename IssueBeside, typename IssueNext>
-  __device__ __forceinline__ void multiply_ds(const IssueBeside& issue_beside, const IssueNext& issue_next) {
-    const uint32_t before = step_ - 1;
-    shared_.ds_full.wait(Once{before}.parity());
-    this->template make_dq<Variant::first_dq_block(1), Variant::dq_blocks(1), kBeside>(
-        before, issue_beside, [&] { arrive_once(shared_.ds_empty); }, issue_next);
   }
 
   __device__ __forceinline__ void release_dv_operands(uint32_t step) const {
@@ -271,24 +192,23 @@ class ValueConsumer : Consumer<Variant> {
     arrive_once(shared_.p_empty);
   }
 
-  // S becomes P, rounded, in shared memory, and what dropout keeps of it, in registers.
-  __device__ __forceinline__ void make_p(Registers& r) {
+  // S becomes P, rounded, in shared memory; `p` is what dropout leaves of it.
+  __device__ __forceinline__ void make_p(Scores& s, RoundedScores& p, const Bits& bits) {
     const uint32_t slot = this->query_stage().slot();
     const StepTile tile = shared_.step[slot];
     const int first_query = tile.query_tile * Variant::kQuery, first_key = this->work().kv_tile * Variant::kKey;
-    transform(r.s, first_query, first_key, slot);
+    transform(s, first_query, first_key, slot);
     if (tile.needs_masking) {
       const Mask mask = Variant::grid(this->work().sequence, params_.window).mask;
-      apply_mask(r.s, mask, first_query, first_key, thread_);
+      apply_mask(s, mask, first_query, first_key, thread_);
     }
-    probabilities(r.s, statistics_of(shared_.lse[slot], thread_), params_.score.scale_log2);
+    probabilities(s, statistics_of(shared_.lse[slot], thread_), params_.score.scale_log2);
     shared_.q_empty[slot].arrive();
-    RoundedScores& p = r.kept;
-    pack_slices<Element>(p, r.s);
+    pack_slices<Element>(p, s);
     shared_.p_empty.wait(Once{step_}.empty_parity());
     store_transposed<Swizzle, Variant::kKey>(shared_.p, p, thread_ / 32, thread_ % 32);
     fence_and_arrive(shared_.p_full);
-    if constexpr (Score::kDrops) { r.bits.template drop<Element>(p); }
+    if constexpr (Score::kDrops) { bits.template drop<Element>(p); }
   }
 
   // What dropout keeps of P to its place, once the other consumer has taken P from there.
@@ -348,6 +268,7 @@ class KeyConsumer : Consumer<Variant> {
   using Base::thread_;
   using typename Base::Bits;
   using typename Base::Element;
+  using typename Base::KeyColumns;
   using typename Base::KeyRows;
   using typename Base::Once;
   using typename Base::QueryColumns;
@@ -357,13 +278,15 @@ class KeyConsumer : Consumer<Variant> {
   using typename Base::Scores;
   using typename Base::Swizzle;
   using Dk = Gradient<Variant, Variant::kQkDim>;
+  using Layout = DqLayout<Variant>;
+  using Slot = RingIndex<Variant::kDqSlots>;
   static constexpr int kNamedBarrier = 2;
-  static constexpr int kDqBlocks = Variant::dq_blocks(0) + (Base::kValueConsumerMakesDq ? 0 : Variant::dq_blocks(1));
 
   struct Registers {
     Dk dk;
     Scores dp;
     Bits bits;
+    float dq[Layout::kRegisters];  // of 64 columns
   };
 
   __device__ __forceinline__ void process() {
@@ -414,47 +337,113 @@ class KeyConsumer : Consumer<Variant> {
     if constexpr (Score::kDrops) { shared_.p_read.arrive(); }
     shared_.p_empty.arrive();
     shared_.dout_empty[slot].arrive();
-    wait_for_other_dq();
     sync_warpgroup(kNamedBarrier);  // dK of the step before has completed for all warps
     store_transposed<Swizzle, Variant::kKey>(shared_.ds, ds, thread_ / 32, thread_ % 32);
     ptx::fence_async_shared();
     sync_warpgroup(kNamedBarrier);
-    if constexpr (Base::kValueConsumerMakesDq) { arrive_once(shared_.ds_full); }
   }
 
-  // Of the step before, which reads dS and K.
-  __device__ __forceinline__ void wait_for_other_dq() const {
-    if constexpr (Base::kValueConsumerMakesDq) { shared_.ds_empty.wait(Once{step_}.empty_parity()); }
-  }
-
-  // dK and this consumer's part of dQ of the step, and dP of the next.
+  // dQ and dK of the step, and dP of the next.
   template <bool kHasNext>
   __device__ __forceinline__ void multiply_ds(Registers& r) {
     this->forget_addresses();
+    issue_dq(r, 0);
     this->wait_for_q();
-    const auto issue_dk = [&](int b) {
-      multiply_add<Element, Variant::kQuery>(r.dk.block[b],
-                                             QueryColumns(descriptor_of_(shared_.q[this->query_stage().slot()]), b),
-                                             KeyRows(descriptor_of_(shared_.ds)));
-    };
-    this->template make_dq<0, kDqBlocks, Dk::kBlocks>(step_, issue_dk, [] {}, [&] {
-      ++step_;
-      if constexpr (kHasNext) { issue_dp(r); }
-    });
-    wait_products<kHasNext ? 1 : 0>();  // dK
+    issue_dk(r, 0);
+#pragma unroll
+    for (int b = 0; b < Dk::kBlocks; ++b) {
+      const Slot first{step_ * Variant::kDqPieces + b * Variant::kDqPiecesOfBlock};
+      wait_for_staging(first);
+      wait_products<1>();  // dQ of the block
+      pin(r.dq);
+      this->forget_addresses();
+      stage_dq(r.dq, first);
+      if (b + 1 < Dk::kBlocks) {
+        issue_dq(r, b + 1);
+        issue_dk(r, b + 1);
+      } else if constexpr (kHasNext) {
+        ++step_;
+        issue_dp(r);
+      }
+      announce(first);
+    }
+    wait_products<0>();
     r.dk.pin();
-    this->forget_addresses();
-    shared_.q_empty[typename Base::QueryStage{step_ - 1}.slot()].arrive();
     if constexpr (kHasNext) {
-      wait_products<0>();
       pin(r.dp);
+    } else {
+      ++step_;
+    }
+    shared_.q_empty[typename Base::QueryStage{step_ - 1}.slot()].arrive();
+  }
+
+  __device__ __forceinline__ void issue_dq(Registers& r, int block) {
+    forget_contents(r.dq);
+    multiply<Element, Variant::kKey>(r.dq, KeyColumns(descriptor_of_(shared_.ds)),
+                                     KeyColumns(descriptor_of_(shared_.k), block));
+  }
+
+  __device__ __forceinline__ void issue_dk(Registers& r, int block) {
+    multiply_add<Element, Variant::kQuery>(r.dk.block[block],
+                                           QueryColumns(descriptor_of_(shared_.q[this->query_stage().slot()]), block),
+                                           KeyRows(descriptor_of_(shared_.ds)));
+  }
+
+  __device__ __forceinline__ void wait_for_staging(Slot slot) const {
+#pragma unroll
+    for (int piece = 0; piece < Variant::kDqPiecesOfBlock; ++piece, slot = slot.next()) {
+      shared_.dq_empty[slot.slot()].wait(slot.empty_parity());
     }
   }
 
-  // dK takes the place of K: S of all steps has become P, which this consumer has read, and all of dQ is done.
+  __device__ __forceinline__ void stage_dq(const float (&dq)[Layout::kRegisters], Slot slot) {
+    constexpr int kQuads = Layout::kQuads / Variant::kDqPiecesOfBlock;
+    float4* const buffers[] = {reinterpret_cast<float4*>(shared_.dq[slot.slot()]),
+                               reinterpret_cast<float4*>(shared_.dq[slot.next().slot()])};
+    static_assert(Variant::kDqPiecesOfBlock == 2);
+    const auto store = [&](int quad, float x, float y, float z, float w) {
+      buffers[quad / kQuads][Layout::quad_index(quad % kQuads, thread_)] = make_float4(x, y, z, w);
+    };
+    if (stage_dq_as_integers(dq, store)) { return; }
+#pragma unroll
+    for (int quad = 0; quad < Layout::kQuads; ++quad) {
+      const float* const x = dq + 4 * quad;
+      store(quad, x[0], x[1], x[2], x[3]);
+    }
+  }
+
+  // Order-free, unless the head needs the order.
+  template <typename Store>
+  __device__ __forceinline__ bool stage_dq_as_integers(const float (&dq)[Layout::kRegisters], const Store& store) {
+    if constexpr (Variant::kOrderFree) {
+      const uint32_t slot = RingIndex<Variant::kScaleSlots>{step_}.slot();
+      const int tile = shared_.scale_tile[slot];
+      if (tile == kNoScale) { return false; }
+      const int row = fragment_row(thread_, 0);
+      const uint8_t* const scales = shared_.scales[slot] + row;
+      const float of_row[] = {scale_of(scales[0]), scale_of(scales[8])};
+      uint8_t* const tile_scales = params_.workspace.scales + int64_t(tile) * Variant::kQuery + row;
+      round_to_units(
+          dq, [&](int i) { return of_row[i / 2 % 2]; },
+          [&](int i) { tile_scales[i / 2 % 2 * 8] = fixed_point::kNotFinite; }, store);
+      return true;
+    }
+    return false;
+  }
+
+  // What has been staged may be added.
+  __device__ __forceinline__ void announce(Slot slot) const {
+    ptx::fence_async_shared();
+    __syncwarp();
+#pragma unroll
+    for (int piece = 0; piece < Variant::kDqPiecesOfBlock; ++piece, slot = slot.next()) {
+      arrive_once(shared_.dq_full[slot.slot()]);
+    }
+  }
+
+  // dK takes the place of K: S of all steps has become P, which this consumer has read, and its own dQ is done.
   __device__ __forceinline__ void finish(Dk& dk) {
     const WorkTile& work = this->work();
-    wait_for_other_dq();
     sync_warpgroup(kNamedBarrier);
     if (Variant::kCarries ? end_part<Variant>(params_, work, dk, true)
                           : work.splits == 1 || reduce_splits<Variant>(params_, work, dk, true)) {

@@ -18,9 +18,9 @@ struct alignas(1024) SharedStorage<Variant, true> {
   // (key, query), queries contiguous: P^T and dS^T, which the sums over queries read.
   Element p[Variant::kKey * Variant::kQuery];
   Element ds[Variant::kKey * Variant::kQuery];
-  float dq[Variant::kDqSlots][Variant::kDqPieceFloats];  // the rings of its parts; in the order of dq_layout.h
-  float lse[Variant::kStages][Variant::kQuery];          // base 2
-  float delta[Variant::kDoutStages][Variant::kQuery];    // D = rowsum(dO * O)
+  float dq[Variant::kDqSlots][Variant::kQuery * Variant::kDqPieceColumns];  // in the order of dq_layout.h
+  float lse[Variant::kStages][Variant::kQuery];                             // base 2
+  float delta[Variant::kDoutStages][Variant::kQuery];                       // D = rowsum(dO * O)
   StepTile step[Variant::kStages];
   float slope[Variant::Score::kHasSlope ? Variant::kStages : 1];  // ALiBi's, of the step's head
   // Order-free only: as in the other kernels.
@@ -37,7 +37,7 @@ struct alignas(1024) SharedStorage<Variant, true> {
   Barrier p_full;   // P of the step is written
   Barrier p_empty;  // dV of the step has completed, and P of it is in the other consumer's registers
   Barrier dq_full[Variant::kDqSlots], dq_empty[Variant::kDqSlots];
-  Barrier ds_full, ds_empty;  // dS of the step is written; the value consumer's dQ of it has completed
+  Barrier dq_seen[kAdderWarps];  // the adder has seen all pieces of its part
   Barrier plan_full[Variant::kPlanSlots], plan_empty[Variant::kPlanSlots];
   Barrier work_full[Variant::kWorkSlots], work_empty[Variant::kWorkSlots];
   TransactionBarrier number_full[Variant::kWorkSlots];
