@@ -30,6 +30,7 @@ NAMES = {
     "fa3": "FlashAttention-3",
     "fa4": "FlashAttention-4",
     "cudnn": "cuDNN",
+    "memory-efficient": "memory-efficient",  # torch's, with dropout alone
     "dash-authors": "DASH",
 }
 SHAPE = ("head_dim", "heads", "kv_heads", "mask", "seqlen")
