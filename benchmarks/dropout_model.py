@@ -103,12 +103,6 @@ class Bench:
         self.failures += [f"{name}: {type(error).__name__}: {str(error)[:200]}" for name, error in errors.items()]
         return {name: round(taken.ms, 5) for name, taken in timings.items()}
 
-    @property
-    def sms(self) -> int:
-        if self.device.type == "cuda":
-            return torch.cuda.get_device_properties(self.device).multi_processor_count
-        return int(model.MACHINES["h200"].sms.value)
-
     def stream(self) -> "torch.cuda.Stream | None":
         return torch.cuda.Stream() if self.device.type == "cuda" else None
 
@@ -130,8 +124,7 @@ def generators(bench: Bench) -> Iterator[dict]:
         made = blocks.Generator(1, heads, seqlen, p, bench.device, causal=False)
         for rounds, ms in bench.ms({rounds: made.call(rounds) for rounds in ROUNDS}).items():
             elements = heads * (-(-seqlen // 32) * 32) ** 2
-            row = {"rounds": rounds, "planes": model.planes_of(p), "p": p, "elements": elements}
-            yield row | {"units": model.generator_units(heads, seqlen, bench.sms), "ms": ms}
+            yield {"rounds": rounds, "planes": model.planes_of(p), "p": p, "elements": elements, "ms": ms}
 
 
 def gemms(bench: Bench, library: ctypes.CDLL | None) -> Iterator[dict]:
@@ -277,7 +270,6 @@ def rows_of(block: Block, seqlen: int, pass_: str, bench: Bench) -> dict:
     row = {
         "block": block.name, "seqlen": seqlen, "tokens": tokens, "pass": pass_, "calls": whole.calls,
         "pairs": block.pairs(tokens, seqlen, True), "elements": block.generated(tokens, seqlen, True),
-        "units": block.units(tokens, seqlen, bench.sms),
         "gemm_ms": {name: ms[key] for name in each if (key := ("gemm", name)) in ms},
         "generator_ms": {str(rounds): ms[key] for rounds in ROUNDS if (key := ("generator", rounds)) in ms},
     }  # fmt: skip
@@ -358,7 +350,8 @@ def measure_all(recording: Recording, bench: Bench, folder: pathlib.Path) -> Non
         def build() -> Iterator[dict]:
             for source in (latency.SOURCE, SOURCE):
                 libraries[source] = latency.build(folder, source)
-            yield from instructions(bench, libraries[SOURCE], bench.sms, torch.cuda.current_stream().cuda_stream)
+            sms = torch.cuda.get_device_properties(bench.device).multi_processor_count
+            yield from instructions(bench, libraries[SOURCE], sms, torch.cuda.current_stream().cuda_stream)
 
         recording.part("instructions", "rates of instructions", build)
     recording.part("generator", "the generator over sizes", lambda: generators(bench))
@@ -412,7 +405,7 @@ def main(argv: list[str] | None = None) -> int:
     bench = Bench(device, sizes, arguments.p, arguments.min_time, not arguments.no_inside)
     meta = {**run.metadata(device), "p": arguments.p, "before": run.state(device)}
     if device.type == "cuda":
-        meta["sms"] = bench.sms
+        meta["sms"] = torch.cuda.get_device_properties(device).multi_processor_count
     recording = Recording(arguments.json, meta, bench, arguments.seconds)
     with tempfile.TemporaryDirectory() as folder:
         measure_all(recording, bench, pathlib.Path(folder))

@@ -84,10 +84,8 @@ def test_a_generator_that_a_gemm_cannot_hide_is_left_over():
 
 
 def test_rounds_and_planes_and_lengths_say_how_long_the_generator_takes():
-    none = model.Figure(0, "units that take no time to begin")
-
-    def generator(rounds=7, planes=8, unit_blocks=none, **arguments):
-        return times(model.Settings(rounds=rounds, planes=planes, unit_blocks=unit_blocks), **arguments).generator
+    def generator(rounds=7, planes=8, **arguments):
+        return times(model.Settings(rounds=rounds, planes=planes), **arguments).generator
 
     assert generator(3) < generator(5) < generator(7) < generator(10)
     assert generator(planes=4) == pytest.approx(generator() / 2, rel=0.1)
@@ -95,20 +93,6 @@ def test_rounds_and_planes_and_lengths_say_how_long_the_generator_takes():
     assert generator(causal=False) / generator() == pytest.approx(256 / ((1 + 256) / 2 + 8), rel=0.01)
     # Two calls of Philox for 32 elements: 2 x 7 rounds x 2 products.
     assert model.generator_instructions(7, 8)[0] == 28 / 32
-
-
-def test_units_of_the_generator_take_their_time():
-    """Some for each warp, few where lines are many; never more than there are lines."""
-    warps = 132 * 6 * 8
-    for heads, seqlen in ((1, 2048), (256, 2048), (64, 8192), (32, 32768), (10**5, 2048)):
-        of_row, units = seqlen // 32, model.generator_units(heads, seqlen, 132)
-        rows = heads * of_row
-        assert units % rows == 0 and units // rows <= of_row
-        assert units == rows or 2 * warps <= units < 8 * warps or 4 * units // rows >= of_row
-    block = model.BLOCKS["Llama-3 8B"]
-    slow, quick = (times(figures(unit_blocks=blocks)).generator for blocks in (3, 0))
-    lost = 3 * 1024 * block.units(16384, 8192, 132) / model.generator_rate(H200, SETTINGS)
-    assert slow - quick == pytest.approx(lost)
 
 
 def test_as_many_bits_are_counted_as_the_generator_makes():

@@ -35,8 +35,8 @@ def settings(rounds=7, planes=4):
     return figures(base)
 
 
-def generator_ms(elements, units, rounds=7, planes=4):
-    return 1e3 * model.generator_time(elements, units, MACHINE, settings(rounds, planes))
+def generator_ms(elements, rounds=7, planes=4):
+    return 1e3 * model.generator_time(elements, MACHINE, settings(rounds, planes))
 
 
 def made_up():
@@ -48,7 +48,7 @@ def made_up():
         {"instruction": "rounds of philox", "lanes": 70.0},
     ]
     result["generator"] = [
-        {"rounds": rounds, "planes": planes, "elements": n, "units": 9, "ms": generator_ms(n, 9, rounds, planes)}
+        {"rounds": rounds, "planes": planes, "elements": n, "ms": generator_ms(n, rounds, planes)}
         for (rounds, planes), n in itertools.product(EFFICIENCIES, (2**24, 2**28, 2**32))
     ]
     result["gemm"] = [{"flops": flops, "ms": flops / 650e9, "mhz": 1500} for flops in (1e12, 3e12)]
@@ -84,17 +84,15 @@ def row_of(name, seqlen, pass_):
     gemms = {"qkv": 2.0, "out": 1.0, "up": 4.0, "down": 3.0}
     attention = 1e-9 * pairs
     bits, inside = of_attention(pairs, pass_)
-    units = block.units(tokens, seqlen, 132)
-    generator = generator_ms(elements, units)
+    generator = generator_ms(elements)
     before = gemms["out" if backward else "qkv"]
     calls = 9 if backward else 5
     rest = sum(gemms.values()) - before + attention + bits + (calls - 1) * 1e-3
     at_once = model.together(before, generator, 0.3, 0.8) + 6e-3
     row = {
         "block": name, "seqlen": seqlen, "tokens": tokens, "pass": pass_, "calls": calls, "pairs": pairs,
-        "elements": elements, "units": units, "gemm_ms": gemms, "attention_ms": attention,
-        "attention_bits_ms": attention + bits,
-        "generator_ms": {"7": generator, "10": generator_ms(elements, units, 10)},
+        "elements": elements, "gemm_ms": gemms, "attention_ms": attention, "attention_bits_ms": attention + bits,
+        "generator_ms": {"7": generator, "10": generator_ms(elements, 10)},
         "sequential_ms": rest + before + generator + 1e-3, "overlapped_ms": rest + at_once,
         "fa2_ms": 2 * attention, "fa2_dropout_ms": 2 * attention + inside,
     }  # fmt: skip
@@ -240,7 +238,7 @@ def test_rows_with_parts_missing_are_judged_by_what_is_there():
     row = copy.deepcopy(result["rows"][0])
     del row["gemm_ms"]["up"], row["fa2_dropout_ms"], row["generator_ms"]["10"]
     assert {one.of for one in judge.judged(row, fitted)} == {"generator, 7 rounds", "attention with bits"}
-    bare = {key: row[key] for key in ("block", "seqlen", "pass", "pairs", "elements", "units", "calls")}
+    bare = {key: row[key] for key in ("block", "seqlen", "pass", "pairs", "elements", "calls")}
     assert list(judge.judged(bare, fitted)) == []
     assert "No time of a block" in model.report({**result, "rows": [bare]}, fitted)
 

@@ -12,7 +12,6 @@
 
 #include "../dropout/fragment.h"
 #include "../dropout/mask.h"
-#include "../generator/deal.h"
 #include "../linear/tiles.h"
 #include "tile_bindings.h"
 
@@ -203,15 +202,6 @@ inline void bind_dropout(py::module_& m) {
       py::arg("rows"), py::arg("columns"), py::kw_only(), py::arg("cluster"),
       "The tiles of a linear layer's output, (row, column) in tiles of 128 x 256, of each CTA of a cluster, a list for "
       "each place: csrc/linear/tiles.h.");
-  m.def(
-      "generator_units",
-      [](int64_t rows, int64_t key_blocks, int64_t sms) {
-        auto const warps = generator_warps(Mapping::kBitSliced, in_range("sms", sms, 1, 1 << 16));
-        int const of_row = in_range("key_blocks", key_blocks, 1, 1 << 25);
-        return rows << shift_of_units(in_range("rows", rows, 1, 1 << 30), of_row, warps);
-      },
-      py::arg("rows"), py::arg("key_blocks"), py::arg("sms"),
-      "How many units of lines the generator deals to warps: csrc/generator/deal.h.");
   m.def("dropout_threshold", &checked_threshold, py::arg("p"), "How many of 256 random bytes keep an element.");
   m.def(
       "dropout_bits",

@@ -1,4 +1,4 @@
-// How the lines of bits are dealt to warps. Plain C++: no CUDA, so that the model of dropout's cost counts units too.
+// How the lines of bits are dealt to warps. Plain C++.
 #pragma once
 
 #include <cstdint>

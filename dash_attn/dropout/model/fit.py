@@ -20,7 +20,6 @@ from .formulas import (
     Settings,
     fused_rate,
     generator_rate,
-    generator_work,
     together,
     use_time,
 )
@@ -144,7 +143,7 @@ def fitted(result: Result, name: str) -> Fitted:
     for (rounds, planes), rows in generators.items():
         if len({row["elements"] for row in rows}) < 2:
             continue
-        start, slope = line((generator_work(row["elements"], row["units"], settings), 1e-3 * row["ms"]) for row in rows)
+        start, slope = line((row["elements"], 1e-3 * row["ms"]) for row in rows)
         ideal = dataclasses.replace(settings, rounds=rounds, planes=planes, generator_efficiency=Figure(1.0, ""))
         efficiency = 1 / slope / generator_rate(machine, ideal)
         efficiencies[rounds, planes] = Figure(efficiency, f"{source}: over sizes, {rounds} rounds, {planes} planes")

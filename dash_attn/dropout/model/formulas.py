@@ -6,8 +6,6 @@ import bisect
 import dataclasses
 from collections.abc import Iterator, Sequence
 
-from ... import _schedule as _compiled
-
 UNMEASURED = "unmeasured"
 DATA_SHEET = "the vendor's data sheet"
 PEAK_TFLOPS = {"h200": 989, "a100": 312, "b200": 2250}
@@ -104,12 +102,6 @@ def generated_blocks(seqlen: int, causal: bool) -> int:
     return sum(min(row + 1 + REACH_BLOCKS, of_row) if causal else of_row for row in range(of_row))
 
 
-def generator_units(heads: int, seqlen: int, sms: float) -> int:
-    """Into how many units the generator deals the blocks of bits of so many heads, of all sequences."""
-    of_row = -(-seqlen // BLOCK_ROWS)
-    return _compiled.generator_units(max(heads, 1) * of_row, of_row, max(int(sms), 1))
-
-
 @dataclasses.dataclass(frozen=True)
 class Block:
     """The shape of a transformer block."""
@@ -146,10 +138,6 @@ class Block:
         """The bits that the generator makes: whole blocks, under the causal mask those within reach of a tile."""
         return tokens / seqlen * self.heads * BLOCK_ROWS**2 * generated_blocks(seqlen, causal)
 
-    def units(self, tokens: int, seqlen: int, sms: float) -> int:
-        """In which the generator makes them."""
-        return generator_units(tokens // seqlen * self.heads, seqlen, sms)
-
 
 BLOCKS = {
     block.name: block
@@ -181,7 +169,6 @@ class Settings:
     generator_efficiency: Figure = Figure(0.9, f"{UNMEASURED}: of the rate that instructions allow")
     forward_use: Figure = Figure(1.25, f"{UNMEASURED}: instructions an element to use stored bits, counted")
     backward_use: Figure = Figure(2.75, f"{UNMEASURED}: instructions an element to use stored bits, counted")
-    unit_blocks: Figure = Figure(2.1, "measured: docs/engineering_log.md, section 40: blocks made while a unit begins")
     generator_start_us: Figure = Figure(0.0, f"{UNMEASURED}: what the generator takes for no elements")
     call_us: Figure = Figure(0.0, f"{UNMEASURED}: what a further call in a sequence takes beside its time alone")
     fork_us: Figure = Figure(0.0, f"{UNMEASURED}: what it takes to have a second stream and to join it")
@@ -292,15 +279,9 @@ def generated_inside(parts: Parts, own_gemm: float, settings: Settings) -> float
     return plain - parts.beside + parts.use + together(own_gemm, parts.generator, a, b)
 
 
-def generator_work(elements: float, units: float, settings: Settings) -> float:
-    """The elements, and those that could have been made while units began."""
-    return elements + settings.unit_blocks.value * BLOCK_ROWS**2 * units
-
-
-def generator_time(elements: float, units: float, machine: Machine, settings: Settings) -> float:
+def generator_time(elements: float, machine: Machine, settings: Settings) -> float:
     """Seconds of the generator alone."""
-    work = generator_work(elements, units, settings)
-    return 1e-6 * settings.generator_start_us.value + work / generator_rate(machine, settings)
+    return 1e-6 * settings.generator_start_us.value + elements / generator_rate(machine, settings)
 
 
 def use_time(pairs: float, machine: Machine, settings: Settings, *, backward: bool) -> float:
@@ -337,9 +318,7 @@ def times(
         beside=before / gemm_rate,
         attention=pairs * block.head_dim * (10 if backward else 4) / attention_rate,
         use=use_time(pairs, machine, settings, backward=backward),
-        generator=generator_time(
-            block.generated(tokens, seqlen, causal), block.units(tokens, seqlen, machine.sms.value), machine, settings
-        ),
+        generator=generator_time(block.generated(tokens, seqlen, causal), machine, settings),
         inside=inside_time(pairs, machine, settings, backward=backward),
         calls=passes * GEMMS_OF_FORWARD + 1,
     )

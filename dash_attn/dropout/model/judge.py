@@ -68,7 +68,7 @@ def parts_of(row: Result, fitted: Fitted, settings: Settings) -> Parts:
         beside=1e-3 * row["gemm_ms"][BESIDE[row["pass"]]],
         attention=1e-3 * row["attention_ms"],
         use=use_time(row["pairs"], machine, settings, backward=backward),
-        generator=generator_time(row["elements"], row["units"], machine, settings),
+        generator=generator_time(row["elements"], machine, settings),
         inside=inside_time(row["pairs"], machine, settings, backward=backward),
         calls=row["calls"],
     )
@@ -88,8 +88,7 @@ def judged(row: Result, fitted: Fitted) -> Iterator[Judged]:
     planes = fitted.settings.planes
     predicted: dict[str, tuple[float | None, float | None]] = {}
     for rounds, ms in row.get("generator_ms", {}).items():
-        settings = fitted.settings_of(int(rounds), planes)
-        seconds = generator_time(row["elements"], row["units"], fitted.machine, settings)
+        seconds = generator_time(row["elements"], fitted.machine, fitted.settings_of(int(rounds), planes))
         predicted[f"generator, {rounds} rounds"] = 1e3 * seconds, ms
     arguments = row["pairs"], fitted.machine, fitted.settings
     if row.get("attention_ms"):
