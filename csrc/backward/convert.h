@@ -57,7 +57,7 @@ __device__ __forceinline__ void convert_block(const ConvertParams<typename Geome
       reinterpret_cast<const float4*>(params.workspace.dq_accumulator + int64_t(block) * Geometry::kDqTileFloats);
 #pragma unroll
   for (int index = threadIdx.x; index < kQuads; index += kConvertThreads) {
-    const float4 quad = live ? __ldcg(source + index) : make_float4(0.f, 0.f, 0.f, 0.f);
+    const float4 quad = live ? __ldcs(source + index) : make_float4(0.f, 0.f, 0.f, 0.f);
     const float values[4] = {quad.x, quad.y, quad.z, quad.w};
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
@@ -86,9 +86,9 @@ __device__ __forceinline__ void convert_block(const ConvertParams<typename Geome
       low = scaled(low);
       high = scaled(high);
     }
-    *reinterpret_cast<uint4*>(params.dq.row(owner.batch, owner.first_row + position, owner.head) + column) =
-        make_uint4(pack<Element>(low.x, low.y), pack<Element>(low.z, low.w), pack<Element>(high.x, high.y),
-                   pack<Element>(high.z, high.w));
+    Element* const dq = params.dq.row(owner.batch, owner.first_row + position, owner.head) + column;
+    __stcs(reinterpret_cast<uint4*>(dq), make_uint4(pack<Element>(low.x, low.y), pack<Element>(low.z, low.w),
+                                                    pack<Element>(high.x, high.y), pack<Element>(high.z, high.w)));
   }
 }
 

@@ -42,17 +42,20 @@ __device__ __forceinline__ float with_gradient_of_lse(const PreprocessParams<Ele
   return isinf(params.softmax_lse[index]) ? delta : delta - params.dsoftmax_lse[index];
 }
 
+// Whether a warp's threads finish rows, one each.
+template <typename Geometry>
+__device__ __forceinline__ bool finishes_rows() {
+  return threadIdx.x / 32 * 32 < PreprocessTile<Geometry>::kRows;
+}
+
 // Order-free: D and the unit of each of a block's rows, whose dO * O and dO * dO sum to `products` and `squares`.
 template <typename Geometry>
 __device__ __forceinline__ void finish_rows(const PreprocessParams<typename Geometry::Element>& params, int tile,
-                                            const TileOwner& owner, int first_of_tile, const float* products,
-                                            const float* squares) {
+                                            const TileOwner& owner, int first_of_tile, const KeyStatistics& keys,
+                                            const float* products, const float* squares) {
   using Element = typename Geometry::Element;
   constexpr int kRows = PreprocessTile<Geometry>::kRows, kTileRows = Geometry::kQuery;
-  if (threadIdx.x / 32 * 32 >= kRows) { return; }
-  ptx::wait_for_previous_kernel();  // the statistics
-  const KeyStatistics keys =
-      combine_warp(chunk_key_statistics(params.workspace, key_chunks_of(params.call, owner), owner.lengths));
+  if (!finishes_rows<Geometry>()) { return; }
   const int first_row = owner.row(kTileRows) + first_of_tile;
   if (first_row == 0 && owner.head % params.call.group_size() == 0 && threadIdx.x < 32) {
     decide_order(params.workspace, params.call, params.scale, owner, query_chunks_of(params.call, owner), keys);
@@ -93,6 +96,14 @@ __device__ __forceinline__ void preprocess_block(const PreprocessParams<typename
     out[pass] = load8(params.out, owner.batch, owner.first_row + row, owner.head, column, inside);
   }
 
+  KeyStatistics keys;
+  if constexpr (kOrderFree) {
+    if (finishes_rows<Geometry>()) {  // while the rows are on their way
+      ptx::wait_for_previous_kernel();  // the statistics
+      keys = combine_warp(chunk_key_statistics(params.workspace, key_chunks_of(params.call, owner), owner.lengths));
+    }
+  }
+
   __shared__ float products[kOrderFree ? Tile::kRows : 1], squares[kOrderFree ? Tile::kRows : 1];
 #pragma unroll
   for (int pass = 0; pass < kPasses; ++pass) {
@@ -112,7 +123,7 @@ __device__ __forceinline__ void preprocess_block(const PreprocessParams<typename
   }
   if constexpr (kOrderFree) {
     __syncthreads();
-    finish_rows<Geometry>(params, tile, owner, first_of_tile, products, squares);
+    finish_rows<Geometry>(params, tile, owner, first_of_tile, keys, products, squares);
     __syncthreads();  // the next block's sums come to the same place
   }
 }

@@ -21,7 +21,7 @@ inline constexpr int kWindow = 8;
 
 // The rows of a head are measured in chunks of whole windows: at most kMaxChunks, one for each lane of a warp.
 inline constexpr int kMaxChunks = 32;
-inline constexpr int kMinChunkRows = 64;
+inline constexpr int kMinChunkRows = 128;
 DASH_HOST_DEVICE constexpr int chunk_rows(int seqlen) {
   constexpr int kRowsOfWindows = kMaxChunks * kWindow;  // one in each chunk
   int const rows = (seqlen + kRowsOfWindows - 1) / kRowsOfWindows * kWindow;
@@ -111,9 +111,10 @@ DASH_HOST_DEVICE inline double row_bound(double dout_norm, double delta, double 
 DASH_HOST_DEVICE inline int row_exponent(double bound) {
   if (!(bound <= DBL_MAX)) return kMinExponent - 1;
   if (bound == 0) return 0;
-  int exponent;
-  frexp(kCapacity / bound, &exponent);
-  exponent -= 1;
+  // Both are a number in [1/2, 1) times a power of two; without a division, which would be a call.
+  int of_capacity, of_bound;
+  double const capacity = frexp(kCapacity, &of_capacity), size = frexp(bound, &of_bound);
+  int const exponent = of_capacity - of_bound - (size > capacity ? 1 : 0);
   if (exponent < kMinExponent) return kMinExponent - 1;
   return exponent < kMaxExponent ? exponent : kMaxExponent;
 }

@@ -13,6 +13,13 @@ __device__ __forceinline__ float exp2_approx(float x) {
   return y;
 }
 
+// 9.7.3 "sqrt": within 2^-22, where sqrtf is a call.
+__device__ __forceinline__ float sqrt_approx(float x) {
+  float y;
+  asm("sqrt.approx.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
 // 9.7.9.7 "prmt": each four bits of `selector` name a byte of x, or, plus 8, its sign in all bits. CUDA's __byte_perm
 // knows no signs.
 __device__ __forceinline__ uint32_t permute_bytes(uint32_t x, uint32_t selector) {

@@ -113,27 +113,27 @@ __device__ __forceinline__ float norm_bound(float squares, const Element* row, i
   constexpr float kFewestDigits = 1.f / (1ull << 50) / (1ull << 50);
   constexpr float kNearOverflow = 1.f * (1ull << 60) * (1ull << 60);
   const bool in_range = (squares >= kFewestDigits && squares <= kNearOverflow) || squares != squares;
-  float norm = sqrtf(squares);
+  float norm = ptx::sqrt_approx(squares);
   if (!in_range) {
     float largest = 0.f;
 #pragma unroll 1
     for (int column = 0; column < columns; column += 8) {
       largest = fmaxf(largest, largest8<Element>(*reinterpret_cast<const uint4*>(row + column)));
     }
-    norm = largest * sqrtf(float(columns));
+    norm = largest * ptx::sqrt_approx(float(columns));
   }
   return norm * kNormSlack;
 }
 
-// The larger of two magnitudes; NaN is larger than all.
+// Magnitudes, in whose order these are; NaN is larger than all.
+__device__ __forceinline__ uint32_t magnitude_bits(float value) { return __float_as_uint(value) & 0x7fffffff; }
+
 __device__ __forceinline__ float larger(float a, float b) {
-  return __uint_as_float(max(__float_as_uint(a) & 0x7fffffff, __float_as_uint(b) & 0x7fffffff));
+  return __uint_as_float(max(magnitude_bits(a), magnitude_bits(b)));
 }
 
 __device__ __forceinline__ float largest_of_warp(float value) {
-#pragma unroll
-  for (int offset = 16; offset > 0; offset /= 2) { value = larger(value, __shfl_xor_sync(0xffffffff, value, offset)); }
-  return value;
+  return __uint_as_float(__reduce_max_sync(0xffffffff, magnitude_bits(value)));
 }
 
 // Which chunk of rows of which head a block works on, and where what it finds goes.
@@ -230,37 +230,59 @@ __device__ __forceinline__ float max_query_norm(const StatisticsParams<Element>&
   return max_norm;
 }
 
-// Of the rows of one window, put into `mine`: those threads that share a row have two neighbouring ones at a time.
-// Called by whole warps.
-template <typename Element, int kQkDim, int kValueDim>
-__device__ __forceinline__ void measure_window(const HeadRows<Element>& keys, const HeadRows<Element>& values,
-                                               int first_row, int end, KeyStatistics& mine) {
-  constexpr int kThreadsPerRow = kRowThreads<kQkDim>;  // of V too
-  static_assert(kQkDim >= kValueDim);
-  constexpr int kRowsAtOnce = 2 * 32 / kThreadsPerRow, kPasses = fixed_point::kWindow / kRowsAtOnce;
+// A thread's part of the rows of one window: those threads that share a row have two neighbouring ones at a time.
+template <typename Element, int kQkDim>
+struct Window {
+  static constexpr int kThreadsPerRow = kRowThreads<kQkDim>;  // of V too
+  static constexpr int kRowsAtOnce = 2 * 32 / kThreadsPerRow, kPasses = fixed_point::kWindow / kRowsAtOnce;
+  uint4 k[kPasses][2], v[kPasses][2];
+
+  static __device__ __forceinline__ int first_of_thread(int first_row) {
+    return first_row + threadIdx.x % 32 / kThreadsPerRow * 2;
+  }
+
+  __device__ __forceinline__ void load(const HeadRows<Element>& keys, const HeadRows<Element>& values, int first_row,
+                                       int end) {
+    const int first = first_of_thread(first_row), column = threadIdx.x % kThreadsPerRow * 8;
+    const Element *key = keys.row(first), *value = values.row(first);
+#pragma unroll
+    for (int pass = 0; pass < kPasses; ++pass) {
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        const bool inside = first + pass * kRowsAtOnce + i < end;
+        k[pass][i] = keys.load8(key + i * keys.stride, column, inside);
+        v[pass][i] = values.load8(value + i * values.stride, column, inside);
+      }
+      key += kRowsAtOnce * keys.stride;
+      value += kRowsAtOnce * values.stride;
+    }
+  }
+};
+
+// Puts a window into `mine` and loads the next one, from `next_row` on. Called by whole warps.
+template <typename Element, int kQkDim>
+__device__ __forceinline__ void measure_window(Window<Element, kQkDim>& window, const HeadRows<Element>& keys,
+                                               const HeadRows<Element>& values, int first_row, int next_row, int end,
+                                               KeyStatistics& mine) {
+  constexpr int kThreadsPerRow = window.kThreadsPerRow, kRowsAtOnce = window.kRowsAtOnce, kPasses = window.kPasses;
   constexpr int kRows = 2 * kPasses;  // of a thread
-  const int thread = threadIdx.x % kThreadsPerRow, column = thread * 8;
-  const int first_of_thread = first_row + threadIdx.x % 32 / kThreadsPerRow * 2;
+  const int thread = threadIdx.x % kThreadsPerRow, first_of_thread = window.first_of_thread(first_row);
   float squares[2 * kRows], largest[kRows], value_steps[kPasses], key_steps = 0.f;  // squares: of K, then of V
-  const Element *key = keys.row(first_of_thread), *value = values.row(first_of_thread);
 #pragma unroll
   for (int pass = 0; pass < kPasses; ++pass) {
-    const int row = first_of_thread + pass * kRowsAtOnce;
-    uint4 k[2], v[2];
+    const uint4(&k)[2] = window.k[pass], (&v)[2] = window.v[pass];
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      k[i] = keys.load8(key + i * keys.stride, column, row + i < end);
-      v[i] = values.load8(value + i * values.stride, column, row + i < end);
       squares[2 * pass + i] = sum_of_squares8<Element>(k[i]);
       squares[kRows + 2 * pass + i] = sum_of_squares8<Element>(v[i]);
       largest[2 * pass + i] = largest8<Element>(k[i]);
     }
-    const bool are_two = row + 1 < end;
+    const bool are_two = first_of_thread + pass * kRowsAtOnce + 1 < end;
     key_steps += are_two ? step_magnitudes8<Element>(k[0], k[1]) : 0.f;
     value_steps[pass] = are_two ? step_squares8<Element>(v[0], v[1]) : 0.f;
-    key += kRowsAtOnce * keys.stride;
-    value += kRowsAtOnce * values.stride;
   }
+  constexpr bool kLoadsAhead = kPasses <= 2;  // registers
+  if constexpr (kLoadsAhead) { window.load(keys, values, next_row, end); }
   // A thread has one row's squares, of K or of V, and the largest element of that row of K.
   const float of_row = sum_across_row<kThreadsPerRow>(squares);
   const float of_key = across_row<kThreadsPerRow>(largest, [](float a, float b) { return fmaxf(a, b); });
@@ -276,42 +298,37 @@ __device__ __forceinline__ void measure_window(const HeadRows<Element>& keys, co
       mine.max_product = larger(mine.max_product, norm * of_key);
     }
   }
-  const float value_step = sqrtf(sum_across_row<kThreadsPerRow>(value_steps));
+  const float value_step = ptx::sqrt_approx(sum_across_row<kThreadsPerRow>(value_steps));
   float steps[2] = {key_steps, thread < kPasses ? value_step : 0.f};  // of each pair once
   const int pairs = min_int(end - first_row, fixed_point::kWindow) / 2;
   const float mean = __fdividef(sum_across_row<32>(steps), pairs);
   const float product = mean * __shfl_xor_sync(0xffffffff, mean, 1);
   if (pairs > 0) { mine.min_step_product = fminf(mine.min_step_product, product); }
+  if constexpr (!kLoadsAhead) { window.load(keys, values, next_row, end); }
 }
 
 // A warp takes a window at a time.
 template <typename Element, int kQkDim, int kValueDim>
 __device__ __forceinline__ KeyStatistics key_statistics(const StatisticsParams<Element>& params, const Chunk& chunk) {
+  static_assert(kQkDim >= kValueDim);
   constexpr int kRows = kStatisticsThreads / 32 * fixed_point::kWindow;
   const HeadRows<Element> keys(params.k, chunk.batch, chunk.head, params.head_dims.qk);
   const HeadRows<Element> values(params.v, chunk.batch, chunk.head, params.head_dims.v);
   KeyStatistics mine = of_no_rows();
+  int row = chunk.first + int(threadIdx.x) / 32 * fixed_point::kWindow;
+  Window<Element, kQkDim> window;
+  window.load(keys, values, row, chunk.end);
 #pragma unroll 1
-  for (int row = chunk.first + int(threadIdx.x) / 32 * fixed_point::kWindow; row < chunk.end; row += kRows) {
-    measure_window<Element, kQkDim, kValueDim>(keys, values, row, chunk.end, mine);
+  for (; row < chunk.end; row += kRows) {
+    measure_window(window, keys, values, row, row + kRows, chunk.end, mine);
   }
   return mine;
 }
 
-__device__ __forceinline__ KeyStatistics combine(const KeyStatistics& a, const KeyStatistics& b) {
-  return {larger(a.max_element, b.max_element), larger(a.max_product, b.max_product), larger(a.max_norm, b.max_norm),
-          fminf(a.min_step_product, b.min_step_product)};
-}
-
-__device__ __forceinline__ KeyStatistics shuffle_xor(const KeyStatistics& x, int offset) {
-  const auto other = [&](float value) { return __shfl_xor_sync(0xffffffff, value, offset); };
-  return {other(x.max_element), other(x.max_product), other(x.max_norm), other(x.min_step_product)};
-}
-
-__device__ __forceinline__ KeyStatistics combine_warp(KeyStatistics x) {
-#pragma unroll
-  for (int offset = 16; offset > 0; offset /= 2) { x = combine(x, shuffle_xor(x, offset)); }
-  return x;
+// What the lanes of a warp have found, for each of them. The smallest leaves NaN out, as fminf does.
+__device__ __forceinline__ KeyStatistics combine_warp(const KeyStatistics& x) {
+  return {largest_of_warp(x.max_element), largest_of_warp(x.max_product), largest_of_warp(x.max_norm),
+          __uint_as_float(__reduce_min_sync(0xffffffff, magnitude_bits(x.min_step_product)))};
 }
 
 template <typename Geometry>
@@ -332,8 +349,9 @@ __device__ __forceinline__ void measure_chunk(const StatisticsParams<typename Ge
   all = combine_warp(all);
   if (threadIdx.x % 32 == 0) { of_warp[threadIdx.x / 32] = all; }
   __syncthreads();
+  if (threadIdx.x >= 32) { return; }
+  all = combine_warp(threadIdx.x < kWarps ? of_warp[threadIdx.x] : of_no_rows());
   if (threadIdx.x > 0) { return; }
-  for (int warp = 1; warp < kWarps; ++warp) { all = combine(all, of_warp[warp]); }
   if (of_queries) {
     params.workspace.query_norms[chunk.place] = all.max_norm;
   } else {
@@ -344,9 +362,9 @@ __device__ __forceinline__ void measure_chunk(const StatisticsParams<typename Ge
   }
 }
 
-// Blocks: the chunks of all heads of Q, then those of K and V. Of wide heads a thread has more rows at a time.
+// Blocks: the chunks of all heads of Q, then those of K and V. Where more threads share a row, each has more of them.
 template <typename Geometry>
-__global__ void __launch_bounds__(kStatisticsThreads, Geometry::kWide ? 2 : 3)
+__global__ void __launch_bounds__(kStatisticsThreads, kRowThreads<Geometry::kQkDim> == 8 ? 3 : 2)
     statistics_kernel(const StatisticsParams<typename Geometry::Element> params) {
   ptx::launch_dependents();  // the preprocess kernel waits for what it reads
   for (int block = blockIdx.x; block < params.num_blocks; block += gridDim.x) {
