@@ -57,6 +57,7 @@ __device__ __forceinline__ void convert_block(const ConvertParams<typename Geome
       reinterpret_cast<const float4*>(params.workspace.dq_accumulator + int64_t(block) * Geometry::kDqTileFloats);
 #pragma unroll
   for (int index = threadIdx.x; index < kQuads; index += kConvertThreads) {
+    // By way of L1, which has no older contents: the acquire has come before, and nobody reads a sum until then.
     const float4 quad = live ? __ldcs(source + index) : make_float4(0.f, 0.f, 0.f, 0.f);
     const float values[4] = {quad.x, quad.y, quad.z, quad.w};
 #pragma unroll

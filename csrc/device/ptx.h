@@ -13,7 +13,7 @@ __device__ __forceinline__ float exp2_approx(float x) {
   return y;
 }
 
-// 9.7.3 "sqrt": within 2^-22, where sqrtf is a call.
+// 9.7.3 "sqrt": within 2^-23, relative. sqrtf is a call.
 __device__ __forceinline__ float sqrt_approx(float x) {
   float y;
   asm("sqrt.approx.f32 %0, %1;" : "=f"(y) : "f"(x));

@@ -56,6 +56,18 @@ inline bool __any_sync(unsigned, int value) {
   for (int lane = 0; lane < 32; ++lane) { any |= given[lane][0] & 0xffffffff; }
   return any;
 }
+template <typename Operation>
+uint32_t reduced(uint32_t value, const Operation& operation) {
+  const auto given = emulator::machine->exchange("redux", value);
+  for (int lane = 0; lane < 32; ++lane) { value = operation(value, uint32_t(given[lane][0])); }
+  return value;
+}
+inline uint32_t __reduce_max_sync(unsigned, uint32_t value) {
+  return reduced(value, [](uint32_t a, uint32_t b) { return std::max(a, b); });
+}
+inline uint32_t __reduce_min_sync(unsigned, uint32_t value) {
+  return reduced(value, [](uint32_t a, uint32_t b) { return std::min(a, b); });
+}
 inline void __syncwarp() { emulator::machine->exchange("syncwarp", 0); }
 inline void __syncthreads() {
   emulator::machine->meet(emulator::machine->all(), emulator::machine->threads(), "syncthreads");
@@ -80,7 +92,15 @@ T __ldcg(const T* pointer) {
   return *pointer;
 }
 template <typename T>
+T __ldcs(const T* pointer) {
+  return *pointer;
+}
+template <typename T>
 void __stcg(T* pointer, T value) {
+  *pointer = value;
+}
+template <typename T>
+void __stcs(T* pointer, T value) {
   *pointer = value;
 }
 inline void __nanosleep(unsigned) {}

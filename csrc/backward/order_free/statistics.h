@@ -230,9 +230,10 @@ __device__ __forceinline__ float max_query_norm(const StatisticsParams<Element>&
   return max_norm;
 }
 
-// A thread's part of the rows of one window: those threads that share a row have two neighbouring ones at a time.
+// A thread's part of the rows of K and V of one window: those threads that share a row have two neighbouring ones at a
+// time.
 template <typename Element, int kQkDim>
-struct Window {
+struct KeyWindow {
   static constexpr int kThreadsPerRow = kRowThreads<kQkDim>;  // of V too
   static constexpr int kRowsAtOnce = 2 * 32 / kThreadsPerRow, kPasses = fixed_point::kWindow / kRowsAtOnce;
   uint4 k[kPasses][2], v[kPasses][2];
@@ -261,10 +262,11 @@ struct Window {
 
 // Puts a window into `mine` and loads the next one, from `next_row` on. Called by whole warps.
 template <typename Element, int kQkDim>
-__device__ __forceinline__ void measure_window(Window<Element, kQkDim>& window, const HeadRows<Element>& keys,
+__device__ __forceinline__ void measure_window(KeyWindow<Element, kQkDim>& window, const HeadRows<Element>& keys,
                                                const HeadRows<Element>& values, int first_row, int next_row, int end,
                                                KeyStatistics& mine) {
-  constexpr int kThreadsPerRow = window.kThreadsPerRow, kRowsAtOnce = window.kRowsAtOnce, kPasses = window.kPasses;
+  using Rows = KeyWindow<Element, kQkDim>;
+  constexpr int kThreadsPerRow = Rows::kThreadsPerRow, kRowsAtOnce = Rows::kRowsAtOnce, kPasses = Rows::kPasses;
   constexpr int kRows = 2 * kPasses;  // of a thread
   const int thread = threadIdx.x % kThreadsPerRow, first_of_thread = window.first_of_thread(first_row);
   float squares[2 * kRows], largest[kRows], value_steps[kPasses], key_steps = 0.f;  // squares: of K, then of V
@@ -316,7 +318,7 @@ __device__ __forceinline__ KeyStatistics key_statistics(const StatisticsParams<E
   const HeadRows<Element> values(params.v, chunk.batch, chunk.head, params.head_dims.v);
   KeyStatistics mine = of_no_rows();
   int row = chunk.first + int(threadIdx.x) / 32 * fixed_point::kWindow;
-  Window<Element, kQkDim> window;
+  KeyWindow<Element, kQkDim> window;
   window.load(keys, values, row, chunk.end);
 #pragma unroll 1
   for (; row < chunk.end; row += kRows) {
@@ -325,7 +327,7 @@ __device__ __forceinline__ KeyStatistics key_statistics(const StatisticsParams<E
   return mine;
 }
 
-// What the lanes of a warp have found, for each of them. The smallest leaves NaN out, as fminf does.
+// What the lanes of a warp have found, for each of them. NaN, beyond infinity in this order, is never the smallest.
 __device__ __forceinline__ KeyStatistics combine_warp(const KeyStatistics& x) {
   return {largest_of_warp(x.max_element), largest_of_warp(x.max_product), largest_of_warp(x.max_norm),
           __uint_as_float(__reduce_min_sync(0xffffffff, magnitude_bits(x.min_step_product)))};
@@ -362,7 +364,8 @@ __device__ __forceinline__ void measure_chunk(const StatisticsParams<typename Ge
   }
 }
 
-// Blocks: the chunks of all heads of Q, then those of K and V. Where more threads share a row, each has more of them.
+// Blocks: the chunks of all heads of Q, then those of K and V. Where more threads share a row, each holds parts of more
+// rows.
 template <typename Geometry>
 __global__ void __launch_bounds__(kStatisticsThreads, kRowThreads<Geometry::kQkDim> == 8 ? 3 : 2)
     statistics_kernel(const StatisticsParams<typename Geometry::Element> params) {

@@ -9,6 +9,7 @@ namespace dash_attn::ptx {
 
 inline float exp2_approx(float x) { return std::exp2(x); }
 inline float log2_approx(float x) { return std::log2(x); }
+inline float sqrt_approx(float x) { return std::sqrt(x); }
 inline float tanh_approx(float x) { return std::tanh(x); }
 
 inline uint32_t permute_bytes(uint32_t x, uint32_t selector) {
