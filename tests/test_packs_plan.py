@@ -273,7 +273,7 @@ ADVERSARIAL = {
     "as few queries as splits take": [(1, 129), (65, 129), (129, 129), (193, 129), (257, 129)] * 20,
     "as many as splits take": [(n, 129) for n in range(1, 2100, 32)],
     "splits of short keys": [(2048, 1)] * 20 + [(0, 10000)],
-    "chunks grow": [(n, n) for n in (127, 129, 2049, 4095, 4096, 4097, 9000)],
+    "chunks grow": [(n, n) for n in (127, 129, 2047, 2048, 2049, 4095, 4096, 4097, 9000)],
 }
 
 

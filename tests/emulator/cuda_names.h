@@ -5,6 +5,7 @@
 #include <bit>
 #include <cmath>
 #include <cstdint>
+#include <functional>
 
 #include "machine.h"
 
@@ -50,23 +51,18 @@ template <typename T>
 T __shfl_xor_sync(unsigned, T value, int mask) {
   return shuffled("shfl.xor", value, int(emulator::machine->current % 32) ^ mask);
 }
-inline bool __any_sync(unsigned, int value) {
-  const auto given = emulator::machine->exchange("vote", value);
-  bool any = false;
-  for (int lane = 0; lane < 32; ++lane) { any |= given[lane][0] & 0xffffffff; }
-  return any;
-}
-template <typename Operation>
-uint32_t reduced(uint32_t value, const Operation& operation) {
-  const auto given = emulator::machine->exchange("redux", value);
-  for (int lane = 0; lane < 32; ++lane) { value = operation(value, uint32_t(given[lane][0])); }
+template <typename Combine>
+uint32_t reduced(const char* operation, uint32_t value, const Combine& combine) {
+  const auto given = emulator::machine->exchange(operation, value);
+  for (int lane = 0; lane < 32; ++lane) { value = combine(value, uint32_t(given[lane][0])); }
   return value;
 }
+inline bool __any_sync(unsigned, int value) { return reduced("vote", value, std::bit_or<uint32_t>()); }
 inline uint32_t __reduce_max_sync(unsigned, uint32_t value) {
-  return reduced(value, [](uint32_t a, uint32_t b) { return std::max(a, b); });
+  return reduced("redux.max", value, [](uint32_t a, uint32_t b) { return std::max(a, b); });
 }
 inline uint32_t __reduce_min_sync(unsigned, uint32_t value) {
-  return reduced(value, [](uint32_t a, uint32_t b) { return std::min(a, b); });
+  return reduced("redux.min", value, [](uint32_t a, uint32_t b) { return std::min(a, b); });
 }
 inline void __syncwarp() { emulator::machine->exchange("syncwarp", 0); }
 inline void __syncthreads() {

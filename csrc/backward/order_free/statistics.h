@@ -125,7 +125,7 @@ __device__ __forceinline__ float norm_bound(float squares, const Element* row, i
   return norm * kNormSlack;
 }
 
-// Magnitudes, in whose order these are; NaN is larger than all.
+// As integers, magnitudes in their order; NaN is larger than all.
 __device__ __forceinline__ uint32_t magnitude_bits(float value) { return __float_as_uint(value) & 0x7fffffff; }
 
 __device__ __forceinline__ float larger(float a, float b) {
