@@ -31,14 +31,14 @@ def source(folder: pathlib.Path, fault: tuple[str, str, str] | None = None) -> p
     gemm = csrc / "device" / "gemm.h"
     # Empty statements that hold values in registers: of x86 here.
     gemm.write_text(gemm.read_text().replace('"+f"', '"+x"').replace('"=f"', '"=x"'))
-    for file in ("device/warp_roles.h", "backward/convert.h"):
-        text, found = re.subn(
-            r"extern __shared__ (\w+) (\w+)\[\];",
-            r"auto* const \2 = reinterpret_cast<\1*>(emulator::machine->shared());",
-            (csrc / file).read_text(),
-        )
-        assert found == 1
-        (csrc / file).write_text(text)
+    warp_roles = csrc / "device" / "warp_roles.h"
+    text, found = re.subn(
+        r"extern __shared__ (\w+) (\w+)\[\];",
+        r"auto* const \2 = reinterpret_cast<\1*>(emulator::machine->shared());",
+        warp_roles.read_text(),
+    )
+    assert found == 1
+    warp_roles.write_text(text)
     return csrc
 
 

@@ -20,7 +20,7 @@ COUNTS = ("units", "query_tiles", "split_tiles", "query_chunks", "key_chunks")
 # Query and key tiles of all sizes that the table has.
 HEAD_DIMS = st.sampled_from([(64, 64), (96, 96), (128, 128), (192, 128), (192, 192), (256, 256)])
 NEAR_TILES = [1, 63, 64, 65, 79, 80, 81, 127, 128, 129, 191, 192, 193]
-CHUNK_ROWS = 128  # the fewest that order-free accumulation measures together
+CHUNK_ROWS = 256  # the fewest that order-free accumulation measures together
 
 length = st.one_of(st.just(0), st.sampled_from(NEAR_TILES), st.integers(1, 700), st.integers(1, 6000))
 heads_and_groups = st.tuples(st.integers(1, 4), st.sampled_from([1, 2, 3, 4, 6, 7, 8, 12, 16]))
@@ -273,7 +273,7 @@ ADVERSARIAL = {
     "as few queries as splits take": [(1, 129), (65, 129), (129, 129), (193, 129), (257, 129)] * 20,
     "as many as splits take": [(n, 129) for n in range(1, 2100, 32)],
     "splits of short keys": [(2048, 1)] * 20 + [(0, 10000)],
-    "chunks grow": [(n, n) for n in (127, 129, 2047, 2048, 2049, 4095, 4096, 4097, 9000)],
+    "chunks grow": [(n, n) for n in (127, 255, 256, 257, 2048, 4096, 4097, 8191, 8192, 8193, 9000)],
 }
 
 

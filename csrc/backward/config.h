@@ -58,12 +58,15 @@ struct Geometry {
   static_assert(kWarpgroupThreads * (kProducerRegisters + kConsumers * kConsumerRegisters) <=
                 launch_registers(kThreads));
 
-  // dQ^T = K^T dS^T is cut in two for the consumers: along queries where a product's 64 rows are all of head_dim, else
-  // along head_dim. The second consumer's 64 columns are then the last ones; the columns that both compute are shared.
+  // dQ = dS K is cut in two for the consumers: along queries where 64 columns are all of head_dim, else along head_dim.
+  // The second consumer's 64 columns are then the last ones; the columns that both compute are shared. A product's 64
+  // rows are queries, or, where a consumer's queries are not as many, columns: dQ^T = K^T dS^T.
   static constexpr bool kSplitDqByHeadDim = kHeadDim > kWarpgroupRows;
   static constexpr int kDqColumnStep = kSplitDqByHeadDim ? kHeadDim - kWarpgroupRows : 0;
   static_assert(kHeadDim <= kConsumers * kWarpgroupRows && kDqColumnStep % Swizzle::kColumns == 0);
   static constexpr int kDqQueries = kSplitDqByHeadDim ? kQuery : kQuery / kConsumers;
+  static constexpr bool kTransposesDq = kDqQueries != kWarpgroupRows;
+  static_assert(kTransposesDq || kDqColumnStep % kWarpgroupRows == 0);
 
   static constexpr int kStages = kPipelineStages;
   static constexpr int kDoutStages = kStages;

@@ -1,6 +1,9 @@
 // dQ = scale * accumulator, put in order and rounded. An order-free accumulator holds integers in units of each
 // row's scale. Starts while the last CTAs of the main kernel are running, on SMs that have none left: a block waits for
 // the sum of its own tile.
+//
+// A lane has two columns in each eight of a row, where wgmma put them: neighbours for four lanes, which exchange what
+// they have rounded, so that each stores 16 bytes of a row.
 #pragma once
 
 #include "../config/fixed_point.h"
@@ -25,19 +28,86 @@ struct ConvertParams {
   Range continues;  // the query tiles that calls before have added to: CarriedSums
 };
 
+// What a warp converts at a time: some quads of each of its lanes, which become words, pairs of columns, of two rows.
 template <typename Geometry>
-struct ConvertTile {
-  // Rows of 4 (mod 16) words spread the fragment's columns of 8 over all banks.
-  static constexpr int kPitch = Geometry::kQkDim + 4;
-  static constexpr int kBytes = Geometry::kQuery * kPitch * sizeof(float);
+struct ConvertTask {
+  using Layout = DqLayout<Geometry>;
+  static constexpr bool kTransposed = Layout::kTransposed;
+  // Of a fragment whose rows are queries, a quad is a word of either row; of the transpose, both words of a row.
+  static constexpr int kQuads = kTransposed ? 2 : 4, kRows = 2, kWords = kQuads;
+  static constexpr int kWarpsOfFragment = Layout::kThreads / 32, kGroups = Layout::kQuads / kQuads;
+  static constexpr int kTasks = Layout::kFragments * kWarpsOfFragment * kGroups;  // of a tile
+  static constexpr int kWarps = kConvertThreads / 32, kTasksOfWarp = (kTasks + kWarps - 1) / kWarps;
+  static_assert(kGroups * kQuads == Layout::kQuads);
+  static constexpr int kUnits = kTransposed ? 2 * kQuads : 2;  // rows that a lane has elements of
+
+  int first;  // of this lane's quads, in units of float4; the others lie Layout::kThreads further on each
+
+  explicit __device__ __forceinline__ ConvertTask(int task) {
+    const int warp = task % kWarpsOfFragment, group = task / kWarpsOfFragment;  // over all fragments
+    first = group * kQuads * Layout::kThreads + warp * 32 + threadIdx.x % 32;
+  }
+
+  __device__ __forceinline__ int quad(int number) const { return first + number * Layout::kThreads; }
+  // The row of the tile that unit `number` is of, and which unit element i of a quad is in.
+  __device__ __forceinline__ int row_of_unit(int number) const {
+    return kTransposed ? Layout::element(quad(number / 2), number % 2).query : Layout::element(first, 2 * number).query;
+  }
+  static __device__ __forceinline__ int unit_of_element(int quad, int i) {
+    return kTransposed ? 2 * quad + i % 2 : i / 2;
+  }
+
+  // Where the words of row `number` go, once exchanged: a row of the tile and its first column there.
+  __device__ __forceinline__ typename Layout::Element place(int number) const {
+    const int lane = threadIdx.x % 32, pair = lane % 4;
+    if constexpr (kTransposed) {
+      const auto [query, column] = Layout::element(quad(number), 0);
+      return {query - 2 * pair + lane / 4, column - lane / 4 + pair % 2 * 8 + pair / 2 * 4};
+    } else {
+      const auto [query, column] = Layout::element(first, 2 * number);
+      return {query, column - 2 * pair + pair * 8};
+    }
+  }
 };
 
+// An 8 x 8 matrix of 16-bit values, a row four lanes, transposed.
+__device__ __forceinline__ uint32_t transpose_matrix(uint32_t pair) {
+  const int lane = threadIdx.x % 32, source = lane % 4 * 8 + lane / 8;
+  const uint32_t low = __shfl_sync(0xffffffff, pair, source), high = __shfl_sync(0xffffffff, pair, source + 4);
+  return lane / 4 % 2 == 0 ? (low & 0xffff) | high << 16 : low >> 16 | (high & 0xffff0000);
+}
+
+// Of kWords words of each of as many neighbouring lanes, lane l then has word l of each, in the order of the lanes.
+template <int kWords>
+__device__ __forceinline__ void exchange_words(uint32_t (&words)[kWords]) {
+#pragma unroll
+  for (int offset = 1; offset < kWords; offset *= 2) {
+    const bool keeps_second = threadIdx.x & offset;
+#pragma unroll
+    for (int first = 0; first < kWords; ++first) {
+      if (first & offset) { continue; }
+      const int second = first + offset;
+      const uint32_t other = __shfl_xor_sync(0xffffffff, keeps_second ? words[first] : words[second], offset);
+      words[first] = keeps_second ? other : words[first];
+      words[second] = keeps_second ? words[second] : other;
+    }
+  }
+}
+
+template <int kWords>
+__device__ __forceinline__ void store_words(void* row, const uint32_t (&words)[kWords]) {
+  if constexpr (kWords == 4) {
+    __stcs(static_cast<uint4*>(row), make_uint4(words[0], words[1], words[2], words[3]));
+  } else {
+    __stcs(static_cast<uint2*>(row), make_uint2(words[0], words[1]));
+  }
+}
+
 template <typename Geometry, bool kOrderFree>
-__device__ __forceinline__ void convert_block(const ConvertParams<typename Geometry::Element>& params, int block,
-                                              float* tile) {
+__device__ __forceinline__ void convert_block(const ConvertParams<typename Geometry::Element>& params, int block) {
   using Element = typename Geometry::Element;
-  using Layout = DqLayout<Geometry>;
-  constexpr int kQuads = Geometry::kDqTileFloats / 4;
+  using Task = ConvertTask<Geometry>;
+  constexpr int kQuads = Task::kQuads, kRows = Task::kRows, kWords = Task::kWords;
   TileOwner owner;
   if (!find_owner<Geometry::kQuery>(params.call, block, owner)) { return; }
 
@@ -55,51 +125,71 @@ __device__ __forceinline__ void convert_block(const ConvertParams<typename Geome
   const uint32_t offset = fixed_point::kOffsetBits * uint32_t(adds);  // every partial has brought it along
   const float4* const source =
       reinterpret_cast<const float4*>(params.workspace.dq_accumulator + int64_t(block) * Geometry::kDqTileFloats);
+
+  float4 sums[Task::kTasksOfWarp][kQuads];
+  float units[Task::kTasksOfWarp][Task::kUnits];
 #pragma unroll
-  for (int index = threadIdx.x; index < kQuads; index += kConvertThreads) {
-    // By way of L1, which has no older contents: the acquire has come before, and nobody reads a sum until then.
-    const float4 quad = live ? __ldcs(source + index) : make_float4(0.f, 0.f, 0.f, 0.f);
-    const float values[4] = {quad.x, quad.y, quad.z, quad.w};
+  for (int i = 0; i < Task::kTasksOfWarp; ++i) {
+    const int number = i * Task::kWarps + int(threadIdx.x) / 32;
+    const bool loads = live && number < Task::kTasks;
+    const Task task(number);
 #pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      const auto element = Layout::element(index, i);
-      tile[element.query * ConvertTile<Geometry>::kPitch + element.column] =
-          integers ? float(int(__float_as_uint(values[i]) - offset)) : values[i] * params.dq_scale;
+    for (int quad = 0; quad < kQuads; ++quad) {
+      // By way of L1, which has no older contents: the acquire has come before, and nobody reads a sum until then.
+      sums[i][quad] = loads ? __ldcs(source + task.quad(quad)) : make_float4(0.f, 0.f, 0.f, 0.f);
+    }
+    if constexpr (kOrderFree) {
+#pragma unroll
+      for (int unit = 0; unit < Task::kUnits; ++unit) {
+        const int64_t row = int64_t(block) * Geometry::kQuery + task.row_of_unit(unit);
+        units[i][unit] = integers && loads ? unit_of(params.workspace.scales[row]) : 1.f;
+      }
     }
   }
-  __syncthreads();
 
-  constexpr int kThreadsPerRow = kRowThreads<Geometry::kQkDim>;
-  const int column = threadIdx.x % kThreadsPerRow * 8;
 #pragma unroll
-  for (int row = threadIdx.x / kThreadsPerRow; row < Geometry::kQuery; row += kConvertThreads / kThreadsPerRow) {
-    const int position = owner.row(Geometry::kQuery) + row;
-    if (column >= params.head_dim || position >= owner.lengths.seqlen_q) { break; }
-    const float4* const values = reinterpret_cast<const float4*>(tile + row * ConvertTile<Geometry>::kPitch + column);
-    float4 low = values[0], high = values[1];
-    if (integers) {
-      const int64_t first_row = int64_t(block) * Geometry::kQuery;
-      const float unit = unit_of(params.workspace.scales[first_row + Layout::scale_position(row)]);
-      const auto scaled = [&](float4 x) {
-        return make_float4(x.x * unit * params.dq_scale, x.y * unit * params.dq_scale, x.z * unit * params.dq_scale,
-                           x.w * unit * params.dq_scale);
-      };
-      low = scaled(low);
-      high = scaled(high);
+  for (int i = 0; i < Task::kTasksOfWarp; ++i) {
+    const int number = i * Task::kWarps + int(threadIdx.x) / 32;
+    if (number >= Task::kTasks) { break; }
+    const Task task(number);
+    const auto scaled = [&](int quad, int element, float sum) {
+      if constexpr (kOrderFree) {
+        sum = integers ? float(int(__float_as_uint(sum) - offset)) : sum;
+        sum *= units[i][Task::unit_of_element(quad, element)];
+      }
+      return sum * params.dq_scale;
+    };
+    uint32_t words[kRows][kWords];
+#pragma unroll
+    for (int quad = 0; quad < kQuads; ++quad) {
+      const float4 x = sums[i][quad];
+      const uint32_t low = pack<Element>(scaled(quad, 0, x.x), scaled(quad, 1, x.y));
+      const uint32_t high = pack<Element>(scaled(quad, 2, x.z), scaled(quad, 3, x.w));
+      if constexpr (Task::kTransposed) {
+        words[quad][0] = transpose_matrix(low);
+        words[quad][1] = transpose_matrix(high);
+      } else {
+        words[0][quad] = low;
+        words[1][quad] = high;
+      }
     }
-    Element* const dq = params.dq.row(owner.batch, owner.first_row + position, owner.head) + column;
-    __stcs(reinterpret_cast<uint4*>(dq), make_uint4(pack<Element>(low.x, low.y), pack<Element>(low.z, low.w),
-                                                    pack<Element>(high.x, high.y), pack<Element>(high.z, high.w)));
+#pragma unroll
+    for (int row = 0; row < kRows; ++row) {
+      exchange_words(words[row]);
+      const auto [query, column] = task.place(row);
+      const int position = owner.row(Geometry::kQuery) + query;
+      if (position < owner.lengths.seqlen_q && column < params.head_dim) {
+        store_words(params.dq.row(owner.batch, owner.first_row + position, owner.head) + column, words[row]);
+      }
+    }
   }
 }
 
 template <typename Geometry, bool kOrderFree>
 __global__ void __launch_bounds__(kConvertThreads)
     convert_kernel(const ConvertParams<typename Geometry::Element> params) {
-  extern __shared__ float tile[];
   for (int block = blockIdx.x; block < params.num_blocks; block += gridDim.x) {
-    if (block != int(blockIdx.x)) { __syncthreads(); }  // the tile before has been read
-    convert_block<Geometry, kOrderFree>(params, block, tile);
+    convert_block<Geometry, kOrderFree>(params, block);
   }
   ptx::wait_for_previous_kernel();  // so that the end of this kernel is the end of both
 }

@@ -11,7 +11,9 @@ namespace dash_attn::backward {
 
 template <typename Geometry, bool kIsWide = Geometry::kWide>
 struct DqLayout {
-  // Of each consumer thread: a 64 x kDqQueries fragment of dQ^T.
+  static constexpr int kFragments = Geometry::kConsumers;
+  static constexpr bool kTransposed = Geometry::kTransposesDq;
+  // Of each consumer thread: a fragment of 64 queries and 64 columns, or of 64 columns and kDqQueries queries.
   static constexpr int kRegisters = Geometry::kDqQueries / 2;
   static constexpr int kQuads = kRegisters / 4;
 
@@ -39,25 +41,21 @@ struct DqLayout {
     const int quad = index / kThreads % kQuads;
     const int consumer = index / kThreads / kQuads;
     const int thread = first_thread(consumer) + index % kThreads;
-    const int column = fragment_row(thread, i), query = fragment_column(thread, 4 * quad + i);
+    const int along = fragment_row(thread, i), across = fragment_column(thread, 4 * quad + i);
+    const int query = Geometry::kTransposesDq ? across : along, column = Geometry::kTransposesDq ? along : across;
     return Geometry::kSplitDqByHeadDim ? Element{query, consumer * Geometry::kDqColumnStep + column}
                                        : Element{consumer * Geometry::kDqQueries + query, column};
   }
-
-  // Where the order-free scale of row r of a head lies among those of all its rows: a consumer thread finds those of
-  // all queries of its fragment, two a quad, side by side.
-  static __host__ __device__ constexpr int scale_position(int r) {
-    const int query = r % Geometry::kDqQueries;
-    return r - query + query % 8 / 2 * kScales + query / 8 * 2 + query % 2;
-  }
-  static constexpr int kScales = Geometry::kDqQueries / 4;  // of a thread
 };
 
 // Of one consumer, a 64 x 64 fragment of dQ for each block of 64 columns, one behind the other.
 template <typename Geometry>
 struct DqLayout<Geometry, true> {
+  static constexpr int kFragments = Geometry::kQkDim / kWarpgroupRows;
+  static constexpr bool kTransposed = false;
   static constexpr int kRegisters = kWarpgroupRows / 2;  // of a block
   static constexpr int kQuads = kRegisters / 4;
+  static constexpr int kThreads = kWarpgroupThreads;
 
   // In units of float4, within the block.
   static __host__ __device__ constexpr int quad_index(int quad, int thread) {
@@ -74,9 +72,6 @@ struct DqLayout<Geometry, true> {
     const int block = index / kWarpgroupThreads / kQuads;
     return {fragment_row(thread, i), block * kWarpgroupRows + fragment_column(thread, 4 * quad + i)};
   }
-
-  // A thread has two rows, whatever the order.
-  static __host__ __device__ constexpr int scale_position(int r) { return r; }
 };
 
 }  // namespace dash_attn::backward

@@ -1,7 +1,7 @@
 // The consumers: each warpgroup owns 64 keys and computes, for every query tile,
 //
 //   S^T = score(K Q^T)     P^T = exp2(scale S^T - LSE)     dP^T = V dO^T     dS^T = P^T * (dP^T - D)
-//   dV += P^T dO    dK += dS^T Q                    dQ^T = K^T dS^T   (over the keys of both consumers)
+//   dV += P^T dO    dK += dS^T Q                    dQ = dS K         (over the keys of both consumers)
 //
 // With dropout, what is dropped of dP is 0, and of the P that dV takes; P itself is kept beside that for dS.
 //
@@ -58,9 +58,9 @@ class Consumer {
  private:
   using Swizzle = typename Variant::Swizzle;
   using KeyRows = KMajor<Swizzle, Variant::kKey>;      // K or V as A of S^T, dP^T
-  using QueryRows = KMajor<Swizzle, Variant::kQuery>;  // Q or dO as B of S^T, dP^T; dS as B of dQ^T
+  using QueryRows = KMajor<Swizzle, Variant::kQuery>;  // Q or dO as B of S^T, dP^T; dS as A of dQ, or B of dQ^T
   using QuerySum = MnMajor<Swizzle, Variant::kQuery>;  // dO, Q as B of dV, dK
-  using KeySum = MnMajor<Swizzle, Variant::kKey>;      // K as A of dQ^T
+  using KeySum = MnMajor<Swizzle, Variant::kKey>;      // K as B of dQ, or A of dQ^T
   using Layout = DqLayout<Variant>;
   using Step = RingIndex<Variant::kStages>;
   template <int kSlot>
@@ -296,15 +296,23 @@ class Consumer {
     multiply_add<Element>(r.dk, r.rounded, QuerySum(descriptor_of_(shared_.q[step.slot()])));
   }
 
+  // Of the query tile.
+  __device__ __forceinline__ int first_query_of_dq() const {
+    return Variant::kSplitDqByHeadDim ? 0 : consumer_ * Variant::kDqQueries;
+  }
+
   // A consumer that has arrived on ds_full has completed dQ of the step before, so two buffers of dS need no `empty`
   // barrier.
   template <typename AnyStep>
   __device__ __forceinline__ void issue_dq(Registers& r, AnyStep step) {
     shared_.ds_full[step.slot()].wait(step.parity());
-    multiply<Element, Variant::kKey>(
-        r.dq(), KeySum(descriptor_of_(key_tile()), consumer_ * (Variant::kDqColumnStep / Swizzle::kColumns)),
-        QueryRows(descriptor_of_(shared_.ds[step.slot()]),
-                  Variant::kSplitDqByHeadDim ? 0 : consumer_ * Variant::kDqQueries));
+    const KeySum k(descriptor_of_(key_tile()), consumer_ * (Variant::kDqColumnStep / Swizzle::kColumns));
+    const QueryRows ds(descriptor_of_(shared_.ds[step.slot()]), first_query_of_dq());
+    if constexpr (Variant::kTransposesDq) {
+      multiply<Element, Variant::kKey>(r.dq(), k, ds);
+    } else {
+      multiply<Element, Variant::kKey>(r.dq(), ds, k);
+    }
   }
 
   // S becomes P.
@@ -396,8 +404,13 @@ class Consumer {
       forget(thread_);
       const int tile = shared_.scale_tile[slot];
       if (tile == kNoScale) { return false; }
-      const Rounding<Variant> rounding(shared_.scales[slot], consumer_, thread_);
-      rounding.round(dq, params_.workspace.scales + int64_t(tile) * Variant::kQuery, store);
+      const uint8_t* const scales = shared_.scales[slot] + first_query_of_dq();
+      uint8_t* const marks = params_.workspace.scales + int64_t(tile) * Variant::kQuery + first_query_of_dq();
+      if constexpr (Variant::kTransposesDq) {
+        round_columns(dq, scales, marks, thread_, store);
+      } else {
+        round_rows(dq, scales, marks, thread_, store);
+      }
       return true;
     }
     return false;

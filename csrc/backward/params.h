@@ -58,8 +58,9 @@ struct Workspace {
   float* sink_sums;  // (sequence, head), in the caller's order: gradients of sinks; where they are wanted
 
   // Order-free accumulation only.
-  uint8_t* scales;                // fixed point, of each row (config/fixed_point.h), in the order of scale_position
+  uint8_t* scales;                // fixed point, of each row (config/fixed_point.h)
   NeedsOrder* needs_order;        // (sequence, KV head), in the caller's order
+  int* any_needs_order;           // whether any of them does
   float* query_norms;             // (sequence, head, chunk): largest norm of a row of Q
   KeyStatistics* key_statistics;  // (sequence, KV head, chunk)
 };

@@ -15,6 +15,7 @@ class Planner {
   __device__ Planner(Shared& shared, const KernelParams& params) : shared_(shared), params_(params) {}
 
   __device__ void run() {
+    if constexpr (Variant::kOrderFree) { any_needs_order_ = *params_.workspace.any_needs_order != 0; }
     for (; wait_for_work(shared_, ring_); ring_ = ring_.next()) {
       const WorkTile& work = shared_.work[ring_.slot()];
       Variant::Policies::with(params_.scheduler.policy,
@@ -57,6 +58,7 @@ class Planner {
   template <Policy kPolicy>
   __device__ __forceinline__ bool is_ordered(const WorkTile& work) const {
     if constexpr (accumulation(kPolicy) == Accumulation::kOrderFree) {
+      if (!any_needs_order_) { return false; }
       return params_.workspace.needs_order[work.batch * params_.scheduler.kv_heads + work.kv_head].any();
     } else {
       return accumulation(kPolicy) == Accumulation::kOrdered;
@@ -74,6 +76,7 @@ class Planner {
   const KernelParams& params_;
   WorkRing<Variant> ring_;
   RingIndex<Variant::kPlanSlots> plan_;
+  bool any_needs_order_ = false;  // spares a work tile's first step the wait for memory
 };
 
 // Called by the loader and one adder, or, of wide heads, both, once a step. `plan` counts the steps, and so finds the

@@ -68,9 +68,13 @@ __device__ __forceinline__ void finish_rows(const PreprocessParams<typename Geom
       row < owner.lengths.seqlen_q ? norm_bound(squares[threadIdx.x], dout, params.head_dims.v) : 0.f;
   const int64_t first_of_workspace = int64_t(tile) * kTileRows;
   params.workspace.delta[first_of_workspace + statistic_position(row_of_tile)] = delta;
-  params.workspace.scales[first_of_workspace + DqLayout<Geometry>::scale_position(row_of_tile)] =
-      row_scale<Geometry>(params.scale, mask_of(params.call.mask, owner.lengths), row, dout_norm, delta, keys,
-                          needs_order(params.workspace, params.call, owner));
+  const RowScale scale =
+      row_scale<Geometry>(params.scale, mask_of(params.call.mask, owner.lengths), row, dout_norm, delta, keys);
+  params.workspace.scales[first_of_workspace + row_of_tile] = scale.stored;
+  if (scale.needs_order) {
+    needs_order(params.workspace, params.call, owner).by_row = 1;
+    *params.workspace.any_needs_order = 1;
+  }
 }
 
 template <typename Geometry, bool kOrderFree>

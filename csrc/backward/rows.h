@@ -19,7 +19,7 @@ struct PreprocessTile {
   static constexpr int kThreadsPerRow = kRowThreads<Geometry::kValueDim>;
   static constexpr int kRowsAtOnce = kPreprocessThreads / kThreadsPerRow;
   static constexpr int kPassesOfTile = Geometry::kQuery / kRowsAtOnce;
-  static constexpr int kPasses = kPassesOfTile % 2 == 0 ? 2 : kPassesOfTile;  // of a block
+  static constexpr int kPasses = kPassesOfTile % 4 == 0 ? 4 : kPassesOfTile;  // of a block
   static constexpr int kRows = kPasses * kRowsAtOnce;
   static constexpr int kBlocks = Geometry::kQuery / kRows;  // of a query tile, in its order
   static_assert(kBlocks * kRows == Geometry::kQuery);

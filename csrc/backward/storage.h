@@ -55,8 +55,7 @@ struct alignas(1024) SharedStorage {
   StepTile step[kStages];
   float slope[Variant::Score::kHasSlope ? kStages : 1];  // ALiBi's, of the step's head
   int head[Variant::Score::kDrops ? kStages : 1];        // of the step, whose bits of dropout are read
-  // Order-free only: the tile whose rows' units the partial is rounded to, or kNoScale; scales in the order of
-  // scale_position.
+  // Order-free only: the scales of the tile whose rows' units the partial is rounded to, and its number, or kNoScale.
   alignas(16) uint8_t scales[Variant::kScaleSlots][Variant::kScaleBytes ? Variant::kQuery : 16];
   int scale_tile[Variant::kScaleSlots];
   PlannedStep plan[Variant::kPlanSlots];

@@ -9,6 +9,7 @@
 #include <cfloat>
 #include <cmath>
 #include <cstdint>
+#include <cstring>
 
 #include "../host_device.h"
 #include "tile_shapes.h"
@@ -21,7 +22,7 @@ inline constexpr int kWindow = 8;
 
 // The rows of a head are measured in chunks of whole windows: at most kMaxChunks, one for each lane of a warp.
 inline constexpr int kMaxChunks = 32;
-inline constexpr int kMinChunkRows = 128;
+inline constexpr int kMinChunkRows = 256;
 DASH_HOST_DEVICE constexpr int chunk_rows(int seqlen) {
   constexpr int kRowsOfWindows = kMaxChunks * kWindow;  // one in each chunk
   int const rows = (seqlen + kRowsOfWindows - 1) / kRowsOfWindows * kWindow;
@@ -79,10 +80,11 @@ DASH_HOST_DEVICE inline bool needs_order(HeadStatistics const& head, double soft
 }
 
 // A row is in units of 2^-e. What the kernel multiplies by is the float 2^(e - kFractionBits), of which the exponent's
-// bits are stored: the product plus kOffset, which is 3, has the number of units in the lowest bits of its significand.
-inline constexpr int kFractionBits = 22;
-inline constexpr float kOffset = 3.f;
-inline constexpr uint32_t kOffsetBits = 0x40400000;
+// bits are stored. The product plus kHighOffset, a float whose last bit is 2^kLowBits units, has the multiples of those
+// there; what remains of it, plus kOffset, whose last bit is one unit, has the others.
+inline constexpr int kFractionBits = 22, kLowBits = 9;
+inline constexpr float kOffset = 3.f, kHighOffset = kOffset * (1 << kLowBits);
+inline constexpr uint32_t kOffsetBits = 0x40400000u + (0x44c00000u << kLowBits);  // of both, as they are put together
 
 inline constexpr int kMinExponent = -96;    // of a bound of 1.5 * 2^126: a partial of a larger one might overflow fp32
 inline constexpr int kMaxExponent = 126;    // 2^-126, the unit then, is the smallest normal float
@@ -106,15 +108,29 @@ DASH_HOST_DEVICE inline double row_bound(double dout_norm, double delta, double 
   return dout_norm * max_product + (std::fabs(delta) + roundings * subnormal_error(half_precision)) * max_element;
 }
 
+// frexp and ldexp would be dozens of instructions, and a division a call.
+DASH_HOST_DEVICE inline uint64_t bits_of(double value) {
+  uint64_t bits;
+  std::memcpy(&bits, &value, sizeof(bits));
+  return bits;
+}
+DASH_HOST_DEVICE inline double power_of_two(int exponent) {
+  uint64_t const bits = uint64_t(1023 + exponent) << 52;
+  double value;
+  std::memcpy(&value, &bits, sizeof(value));
+  return value;
+}
+
 // Largest e with bound * 2^e <= kCapacity, at most kMaxExponent. Where that is below kMinExponent, or the bound is not
 // finite, it is kMinExponent - 1.
 DASH_HOST_DEVICE inline int row_exponent(double bound) {
   if (!(bound <= DBL_MAX)) return kMinExponent - 1;
   if (bound == 0) return 0;
-  // Both are a number in [1/2, 1) times a power of two; without a division, which would be a call.
-  int of_capacity, of_bound;
-  double const capacity = frexp(kCapacity, &of_capacity), size = frexp(bound, &of_bound);
-  int const exponent = of_capacity - of_bound - (size > capacity ? 1 : 0);
+  // Both are a number in [1, 2) times a power of two, but for subnormal bounds, whose exponent is limited anyway.
+  uint64_t const of_capacity = bits_of(kCapacity), of_bound = bits_of(bound);
+  uint64_t const significand = (uint64_t(1) << 52) - 1;
+  int const exponent = int(of_capacity >> 52) - int(of_bound >> 52) -
+                       ((of_bound & significand) > (of_capacity & significand) ? 1 : 0);
   if (exponent < kMinExponent) return kMinExponent - 1;
   return exponent < kMaxExponent ? exponent : kMaxExponent;
 }
@@ -129,7 +145,7 @@ DASH_HOST_DEVICE inline bool row_needs_order(int exponent, double dout_norm, dou
   // all are attended alike leave 1 / sqrt(keys) of what one of them would; what all have in common cancels, so only
   // differences count. Those of two normal values are sqrt(2) of one. The difference of K is measured by the sum of its
   // magnitudes, that of V by its norm. Both sides times keys * qk^2 * v, which spares the kernel a division.
-  double const unit = ldexp(1.0, -exponent);
+  double const unit = power_of_two(-exponent);
   double const noise = unit * unit * (tiles * (1.0 / 12));
   double const steps = dout_norm * min_step_product * (kMeanMagnitudeToDeviation / 2 * kMaxError);
   double const shares = double(dims.qk) * dims.qk * dims.v * (keys > 0 ? keys : 1);

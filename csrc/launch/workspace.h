@@ -118,6 +118,7 @@ inline BackwardWorkspace plan_workspace(void* base, const BackwardArguments& a) 
   if (accumulation(static_cast<Policy>(a.schedule)) == Accumulation::kOrderFree) {
     cutter.take(w.arrays.scales, rows);
     cutter.take(w.arrays.needs_order, int64_t(a.batch) * a.kv_heads);
+    cutter.take(w.arrays.any_needs_order, 1);
     cutter.take(w.arrays.query_norms, w.most.query_chunks * a.heads);
     cutter.take(w.arrays.key_statistics, w.most.key_chunks * a.kv_heads);
   }

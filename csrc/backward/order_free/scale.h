@@ -44,26 +44,29 @@ __device__ __forceinline__ void decide_order(const Workspace& workspace, const S
     if (!(bias <= largest_bias || largest_bias != largest_bias)) { largest_bias = bias; }  // NaN stays
   }
   const fixed_point::HeadStatistics head{max_query_norm, keys.max_norm, keys.max_product, keys.min_step_product};
-  if (lane == 0) {
-    needs_order(workspace, call, owner).by_head = fixed_point::needs_order(
-        head, settings.softmax_scale, {settings.softcap, largest_bias}, owner.lengths.seqlen_k);
-  }
+  if (lane > 0) { return; }
+  const bool by_head = fixed_point::needs_order(head, settings.softmax_scale, {settings.softcap, largest_bias},
+                                                owner.lengths.seqlen_k);
+  needs_order(workspace, call, owner).by_head = by_head;
+  if (by_head) { *workspace.any_needs_order = 1; }
 }
 
-// The scale of a row of the group that `keys` and `needs_order` are of.
+// The scale of a row of the group that `keys` are of, and whether its head needs the order for the row's sake.
+struct RowScale {
+  uint8_t stored;
+  bool needs_order;
+};
 template <typename Geometry>
-__device__ __forceinline__ uint8_t row_scale(const ScaleSettings& settings, const Mask& mask, int row, float dout_norm,
-                                             float delta, const KeyStatistics& keys, NeedsOrder& needs_order) {
+__device__ __forceinline__ RowScale row_scale(const ScaleSettings& settings, const Mask& mask, int row,
+                                              float dout_norm, float delta, const KeyStatistics& keys) {
   const TileGrid grid{{Geometry::kQuery, Geometry::kKey, 1}, mask};
   const double bound =
       fixed_point::row_bound(dout_norm, delta, keys.max_product, keys.max_element, mask.sequence.seqlen_k,
                              std::is_same_v<typename Geometry::Element, cutlass::half_t>);
   const int exponent = fixed_point::row_exponent(bound);
-  if (fixed_point::row_needs_order(exponent, dout_norm, keys.min_step_product, settings.head_dims,
-                                   mask.keys_of(row).count, grid.kv_tiles_of_queries(row, row + 1).count)) {
-    needs_order.by_row = 1;
-  }
-  return fixed_point::stored_scale(max_int(exponent, fixed_point::kMinExponent));
+  return {fixed_point::stored_scale(max_int(exponent, fixed_point::kMinExponent)),
+          fixed_point::row_needs_order(exponent, dout_norm, keys.min_step_product, settings.head_dims,
+                                       mask.keys_of(row).count, grid.kv_tiles_of_queries(row, row + 1).count)};
 }
 
 // The unit of a row, 2^-e; NaN for a row that is not finite.

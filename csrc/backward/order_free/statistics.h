@@ -34,11 +34,15 @@ struct HeadRows {
       : first(tensor.row(batch, 0, head)), stride(tensor.stride_seqlen), columns(columns) {}
 
   __device__ __forceinline__ const Element* row(int number) const { return first + number * stride; }
-  // Of a row, from `column` on; zeros where it is not `inside` the rows.
-  __device__ __forceinline__ uint4 load8(const Element* row, int column, bool inside) const {
-    return inside && column < columns ? *reinterpret_cast<const uint4*>(row + column) : make_uint4(0, 0, 0, 0);
-  }
+  // Of `rows` rows from one on, those that have a `column`: all or none.
+  __device__ __forceinline__ int with_column(int column, int rows) const { return column < columns ? rows : 0; }
 };
+
+// Eight columns, or zeros.
+template <typename Element>
+__device__ __forceinline__ uint4 load8_if(bool exist, const Element* elements) {
+  return exist ? *reinterpret_cast<const uint4*>(elements) : make_uint4(0, 0, 0, 0);
+}
 
 // What a norm computed in fp32 can be too small by, and what the products of a row can exceed it by: 2^-10 is 60 times
 // it.
@@ -214,14 +218,14 @@ __device__ __forceinline__ float max_query_norm(const StatisticsParams<Element>&
   const HeadRows<Element> q(params.q, chunk.batch, chunk.head, params.head_dims.qk);
   const int column = threadIdx.x % kThreadsPerRow * 8, first_row = chunk.first + int(threadIdx.x) / kThreadsPerRow;
   float max_norm = 0.f;
-  const Element* elements = q.row(first_row);
+  const Element* elements = q.row(first_row) + column;
+  const int rows = q.with_column(column, chunk.end - first_row);
 #pragma unroll 1
   for (int base = 0; base < chunk.end - chunk.first; base += kPasses * kRowsAtOnce) {
     float squares[kPasses];
 #pragma unroll
     for (int pass = 0; pass < kPasses; ++pass, elements += kRowsAtOnce * q.stride) {
-      const bool inside = first_row + base + pass * kRowsAtOnce < chunk.end;
-      squares[pass] = sum_of_squares8<Element>(q.load8(elements, column, inside));
+      squares[pass] = sum_of_squares8<Element>(load8_if(base + pass * kRowsAtOnce < rows, elements));
     }
     const float of_row = sum_across_row<kThreadsPerRow>(squares);
     const int row = first_row + base + threadIdx.x % kPasses * kRowsAtOnce;
@@ -230,12 +234,15 @@ __device__ __forceinline__ float max_query_norm(const StatisticsParams<Element>&
   return max_norm;
 }
 
-// A thread's part of the rows of K and V of one window: those threads that share a row have two neighbouring ones at a
-// time.
+// A thread's part of the rows of K and V that a warp measures at once: a window, or two neighbouring ones where few
+// threads share a row, so that each of these ends with the norm of one. They have two neighbouring rows at a time.
 template <typename Element, int kQkDim>
-struct KeyWindow {
+struct KeyWindows {
   static constexpr int kThreadsPerRow = kRowThreads<kQkDim>;  // of V too
-  static constexpr int kRowsAtOnce = 2 * 32 / kThreadsPerRow, kPasses = fixed_point::kWindow / kRowsAtOnce;
+  static constexpr int kWindows = kThreadsPerRow == 8 ? 2 : 1, kRows = kWindows * fixed_point::kWindow;
+  static constexpr int kRowsAtOnce = 2 * 32 / kThreadsPerRow, kPasses = kRows / kRowsAtOnce;
+  static constexpr int kPassesOfWindow = kPasses / kWindows;
+  static_assert(kPassesOfWindow * kWindows == kPasses);
   uint4 k[kPasses][2], v[kPasses][2];
 
   static __device__ __forceinline__ int first_of_thread(int first_row) {
@@ -245,14 +252,16 @@ struct KeyWindow {
   __device__ __forceinline__ void load(const HeadRows<Element>& keys, const HeadRows<Element>& values, int first_row,
                                        int end) {
     const int first = first_of_thread(first_row), column = threadIdx.x % kThreadsPerRow * 8;
-    const Element *key = keys.row(first), *value = values.row(first);
+    const Element *key = keys.row(first) + column, *value = values.row(first) + column;
+    const int rows_of_keys = keys.with_column(column, end - first);
+    const int rows_of_values = values.with_column(column, end - first);
 #pragma unroll
     for (int pass = 0; pass < kPasses; ++pass) {
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
-        const bool inside = first + pass * kRowsAtOnce + i < end;
-        k[pass][i] = keys.load8(key + i * keys.stride, column, inside);
-        v[pass][i] = values.load8(value + i * values.stride, column, inside);
+        const int row = pass * kRowsAtOnce + i;
+        k[pass][i] = load8_if(row < rows_of_keys, key + i * keys.stride);
+        v[pass][i] = load8_if(row < rows_of_values, value + i * values.stride);
       }
       key += kRowsAtOnce * keys.stride;
       value += kRowsAtOnce * values.stride;
@@ -260,19 +269,20 @@ struct KeyWindow {
   }
 };
 
-// Puts a window into `mine` and loads the next one, from `next_row` on. Called by whole warps.
+// Puts windows into `mine` and loads the next ones, from `next_row` on. Called by whole warps.
 template <typename Element, int kQkDim>
-__device__ __forceinline__ void measure_window(KeyWindow<Element, kQkDim>& window, const HeadRows<Element>& keys,
-                                               const HeadRows<Element>& values, int first_row, int next_row, int end,
-                                               KeyStatistics& mine) {
-  using Rows = KeyWindow<Element, kQkDim>;
+__device__ __forceinline__ void measure_windows(KeyWindows<Element, kQkDim>& windows, const HeadRows<Element>& keys,
+                                                const HeadRows<Element>& values, int first_row, int next_row, int end,
+                                                KeyStatistics& mine) {
+  using Rows = KeyWindows<Element, kQkDim>;
   constexpr int kThreadsPerRow = Rows::kThreadsPerRow, kRowsAtOnce = Rows::kRowsAtOnce, kPasses = Rows::kPasses;
   constexpr int kRows = 2 * kPasses;  // of a thread
-  const int thread = threadIdx.x % kThreadsPerRow, first_of_thread = window.first_of_thread(first_row);
-  float squares[2 * kRows], largest[kRows], value_steps[kPasses], key_steps = 0.f;  // squares: of K, then of V
+  const int thread = threadIdx.x % kThreadsPerRow, first_of_thread = windows.first_of_thread(first_row);
+  float squares[2 * kRows], largest[kRows], value_steps[kPasses];  // squares: of K, then of V
+  float steps[2 * Rows::kWindows] = {};                            // of each window: of K, then of V
 #pragma unroll
   for (int pass = 0; pass < kPasses; ++pass) {
-    const uint4(&k)[2] = window.k[pass], (&v)[2] = window.v[pass];
+    const uint4(&k)[2] = windows.k[pass], (&v)[2] = windows.v[pass];
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       squares[2 * pass + i] = sum_of_squares8<Element>(k[i]);
@@ -280,11 +290,11 @@ __device__ __forceinline__ void measure_window(KeyWindow<Element, kQkDim>& windo
       largest[2 * pass + i] = largest8<Element>(k[i]);
     }
     const bool are_two = first_of_thread + pass * kRowsAtOnce + 1 < end;
-    key_steps += are_two ? step_magnitudes8<Element>(k[0], k[1]) : 0.f;
+    steps[pass / Rows::kPassesOfWindow * 2] += are_two ? step_magnitudes8<Element>(k[0], k[1]) : 0.f;
     value_steps[pass] = are_two ? step_squares8<Element>(v[0], v[1]) : 0.f;
   }
-  constexpr bool kLoadsAhead = kPasses <= 2;  // registers
-  if constexpr (kLoadsAhead) { window.load(keys, values, next_row, end); }
+  constexpr bool kLoadsAhead = kPasses <= 2 && Rows::kWindows == 1;  // registers
+  if constexpr (kLoadsAhead) { windows.load(keys, values, next_row, end); }
   // A thread has one row's squares, of K or of V, and the largest element of that row of K.
   const float of_row = sum_across_row<kThreadsPerRow>(squares);
   const float of_key = across_row<kThreadsPerRow>(largest, [](float a, float b) { return fmaxf(a, b); });
@@ -301,28 +311,32 @@ __device__ __forceinline__ void measure_window(KeyWindow<Element, kQkDim>& windo
     }
   }
   const float value_step = ptx::sqrt_approx(sum_across_row<kThreadsPerRow>(value_steps));
-  float steps[2] = {key_steps, thread < kPasses ? value_step : 0.f};  // of each pair once
-  const int pairs = min_int(end - first_row, fixed_point::kWindow) / 2;
+#pragma unroll
+  for (int w = 0; w < Rows::kWindows; ++w) {  // of each pair once
+    steps[2 * w + 1] = thread < kPasses && thread / Rows::kPassesOfWindow == w ? value_step : 0.f;
+  }
+  const int window_row = first_row + threadIdx.x / 2 % Rows::kWindows * fixed_point::kWindow;
+  const int pairs = min_int(end - window_row, fixed_point::kWindow) / 2;
   const float mean = __fdividef(sum_across_row<32>(steps), pairs);
   const float product = mean * __shfl_xor_sync(0xffffffff, mean, 1);
   if (pairs > 0) { mine.min_step_product = fminf(mine.min_step_product, product); }
-  if constexpr (!kLoadsAhead) { window.load(keys, values, next_row, end); }
+  if constexpr (!kLoadsAhead) { windows.load(keys, values, next_row, end); }
 }
 
-// A warp takes a window at a time.
 template <typename Element, int kQkDim, int kValueDim>
 __device__ __forceinline__ KeyStatistics key_statistics(const StatisticsParams<Element>& params, const Chunk& chunk) {
   static_assert(kQkDim >= kValueDim);
-  constexpr int kRows = kStatisticsThreads / 32 * fixed_point::kWindow;
+  using Windows = KeyWindows<Element, kQkDim>;
+  constexpr int kRows = kStatisticsThreads / 32 * Windows::kRows;
   const HeadRows<Element> keys(params.k, chunk.batch, chunk.head, params.head_dims.qk);
   const HeadRows<Element> values(params.v, chunk.batch, chunk.head, params.head_dims.v);
   KeyStatistics mine = of_no_rows();
-  int row = chunk.first + int(threadIdx.x) / 32 * fixed_point::kWindow;
-  KeyWindow<Element, kQkDim> window;
-  window.load(keys, values, row, chunk.end);
+  int row = chunk.first + int(threadIdx.x) / 32 * Windows::kRows;
+  Windows windows;
+  windows.load(keys, values, row, chunk.end);
 #pragma unroll 1
   for (; row < chunk.end; row += kRows) {
-    measure_window(window, keys, values, row, row + kRows, chunk.end, mine);
+    measure_windows(windows, keys, values, row, row + kRows, chunk.end, mine);
   }
   return mine;
 }
@@ -370,6 +384,7 @@ template <typename Geometry>
 __global__ void __launch_bounds__(kStatisticsThreads, kRowThreads<Geometry::kQkDim> == 8 ? 3 : 2)
     statistics_kernel(const StatisticsParams<typename Geometry::Element> params) {
   ptx::launch_dependents();  // the preprocess kernel waits for what it reads
+  if (blockIdx.x == 0 && threadIdx.x == 0) { *params.workspace.any_needs_order = 0; }
   for (int block = blockIdx.x; block < params.num_blocks; block += gridDim.x) {
     if (block != int(blockIdx.x)) { __syncthreads(); }  // what the warps left before has been read
     const bool of_queries = block < params.num_query_blocks;

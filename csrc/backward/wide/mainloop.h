@@ -419,13 +419,7 @@ class KeyConsumer : Consumer<Variant> {
       const uint32_t slot = RingIndex<Variant::kScaleSlots>{step_}.slot();
       const int tile = shared_.scale_tile[slot];
       if (tile == kNoScale) { return false; }
-      const int row = fragment_row(thread_, 0);
-      const uint8_t* const scales = shared_.scales[slot] + row;
-      const float of_row[] = {scale_of(scales[0]), scale_of(scales[8])};
-      uint8_t* const tile_scales = params_.workspace.scales + int64_t(tile) * Variant::kQuery + row;
-      round_to_units(
-          dq, [&](int i) { return of_row[i / 2 % 2]; },
-          [&](int i) { tile_scales[i / 2 % 2 * 8] = fixed_point::kNotFinite; }, store);
+      round_rows(dq, shared_.scales[slot], params_.workspace.scales + int64_t(tile) * Variant::kQuery, thread_, store);
       return true;
     }
     return false;
