@@ -81,9 +81,13 @@ def test_scores(programs, row, score, schedule):
     check(programs[row], mask="causal", heads=2, seqlen_q=100, seqlen_k=130, schedule=schedule, **score)
 
 
-@pytest.mark.parametrize("row, dims", [("64", (40, 40)), ("192x128", (136, 64)), ("256", (200, 248))], ids=str)
-def test_head_dims_between_rows_of_the_table(programs, row, dims):
-    check(programs[row], mask="causal", seqlen_q=150, head_dim=dims[0], value_head_dim=dims[1], dtype="fp16")
+@pytest.mark.parametrize("row, dims", [
+    ("64", (40, 40)), ("96", (72, 88)), ("192x128", (136, 64)), ("256", (200, 248)),
+], ids=str)  # fmt: skip
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_head_dims_between_rows_of_the_table(programs, row, dims, schedule):
+    dims = dict(head_dim=dims[0], value_head_dim=dims[1])
+    check(programs[row], mask="causal", seqlen_q=150, dtype="fp16", schedule=schedule, **dims)
 
 
 @pytest.mark.parametrize("number", range(10))

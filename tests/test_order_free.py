@@ -2,6 +2,7 @@
 
 import math
 import random
+from fractions import Fraction
 from typing import NamedTuple
 
 import distributions
@@ -233,6 +234,24 @@ def test_scale_of_a_row(bound):
         assert math.frexp(bound)[1] + exponent <= 32  # 2^exponent alone may overflow
     if bound > 1e-20 and bound < 1e30:
         assert order_free.CAPACITY / 2.001 < bound * 2.0**exponent <= order_free.CAPACITY
+
+
+def float32(x):
+    return torch.tensor(x, dtype=torch.float64).float().item()
+
+
+@settings(max_examples=500, deadline=None)
+@given(
+    units=st.integers(-int(1.91 * 2**30), int(1.91 * 2**30)) | st.integers(-(2**24), 2**24),
+    halves=st.integers(-3, 3),
+    exponent=st.integers(order_free.MIN_EXPONENT, order_free.MAX_EXPONENT),
+)
+def test_rounding_to_units(units, halves, exponent):
+    """The kernel's own function: the nearest integer, of two the even one, up to the most units that there can be."""
+    # Between two units, and where the two parts of a number of units meet.
+    for numerator in (2 * units + halves, 1024 * (units // 1024) + 512 + halves):
+        x = float32(math.ldexp(numerator, -exponent - 1))
+        assert _schedule.rounded_to_units(x, exponent) == round(Fraction(x) * Fraction(2) ** exponent)
 
 
 def test_a_bound_that_is_not_finite_needs_the_order():

@@ -3,7 +3,8 @@
 // the sum of its own tile.
 //
 // A lane has two columns in each eight of a row, where wgmma put them: neighbours for four lanes, which exchange what
-// they have rounded, so that each stores 16 bytes of a row.
+// they have rounded, so that each stores 16 bytes of a row. Of the transpose, two queries' values in each column: 8 x 8
+// are transposed first, and two lanes exchange, for 8 bytes.
 #pragma once
 
 #include "../config/fixed_point.h"
@@ -39,7 +40,7 @@ struct ConvertTask {
   static constexpr int kTasks = Layout::kFragments * kWarpsOfFragment * kGroups;  // of a tile
   static constexpr int kWarps = kConvertThreads / 32, kTasksOfWarp = (kTasks + kWarps - 1) / kWarps;
   static_assert(kGroups * kQuads == Layout::kQuads);
-  static constexpr int kUnits = kTransposed ? 2 * kQuads : 2;  // rows that a lane has elements of
+  static constexpr int kRowsOfLane = kTransposed ? 2 * kQuads : 2;  // that it has elements of, before the exchange
 
   int first;  // of this lane's quads, in units of float4; the others lie Layout::kThreads further on each
 
@@ -48,23 +49,23 @@ struct ConvertTask {
     first = group * kQuads * Layout::kThreads + warp * 32 + threadIdx.x % 32;
   }
 
-  __device__ __forceinline__ int quad(int number) const { return first + number * Layout::kThreads; }
-  // The row of the tile that unit `number` is of, and which unit element i of a quad is in.
-  __device__ __forceinline__ int row_of_unit(int number) const {
-    return kTransposed ? Layout::element(quad(number / 2), number % 2).query : Layout::element(first, 2 * number).query;
+  __device__ __forceinline__ int quad(int index) const { return first + index * Layout::kThreads; }
+  // Of row `index` of those: its number in the tile. And which of them element i of a quad is in.
+  __device__ __forceinline__ int row_of_lane(int index) const {
+    return kTransposed ? Layout::element(quad(index / 2), index % 2).query : Layout::element(first, 2 * index).query;
   }
-  static __device__ __forceinline__ int unit_of_element(int quad, int i) {
+  static __device__ __forceinline__ int row_of_element(int quad, int i) {
     return kTransposed ? 2 * quad + i % 2 : i / 2;
   }
 
-  // Where the words of row `number` go, once exchanged: a row of the tile and its first column there.
-  __device__ __forceinline__ typename Layout::Element place(int number) const {
+  // Where the words of row `row` go, once exchanged: a row of the tile and its first column there.
+  __device__ __forceinline__ typename Layout::Element place(int row) const {
     const int lane = threadIdx.x % 32, pair = lane % 4;
     if constexpr (kTransposed) {
-      const auto [query, column] = Layout::element(quad(number), 0);
+      const auto [query, column] = Layout::element(quad(row), 0);
       return {query - 2 * pair + lane / 4, column - lane / 4 + pair % 2 * 8 + pair / 2 * 4};
     } else {
-      const auto [query, column] = Layout::element(first, 2 * number);
+      const auto [query, column] = Layout::element(first, 2 * row);
       return {query, column - 2 * pair + pair * 8};
     }
   }
@@ -127,7 +128,7 @@ __device__ __forceinline__ void convert_block(const ConvertParams<typename Geome
       reinterpret_cast<const float4*>(params.workspace.dq_accumulator + int64_t(block) * Geometry::kDqTileFloats);
 
   float4 sums[Task::kTasksOfWarp][kQuads];
-  float units[Task::kTasksOfWarp][Task::kUnits];
+  float units[Task::kTasksOfWarp][Task::kRowsOfLane];
 #pragma unroll
   for (int i = 0; i < Task::kTasksOfWarp; ++i) {
     const int number = i * Task::kWarps + int(threadIdx.x) / 32;
@@ -140,9 +141,9 @@ __device__ __forceinline__ void convert_block(const ConvertParams<typename Geome
     }
     if constexpr (kOrderFree) {
 #pragma unroll
-      for (int unit = 0; unit < Task::kUnits; ++unit) {
-        const int64_t row = int64_t(block) * Geometry::kQuery + task.row_of_unit(unit);
-        units[i][unit] = integers && loads ? unit_of(params.workspace.scales[row]) : 1.f;
+      for (int index = 0; index < Task::kRowsOfLane; ++index) {
+        const int64_t row = int64_t(block) * Geometry::kQuery + task.row_of_lane(index);
+        units[i][index] = integers && loads ? unit_of(params.workspace.scales[row]) : 1.f;
       }
     }
   }
@@ -155,7 +156,7 @@ __device__ __forceinline__ void convert_block(const ConvertParams<typename Geome
     const auto scaled = [&](int quad, int element, float sum) {
       if constexpr (kOrderFree) {
         sum = integers ? float(int(__float_as_uint(sum) - offset)) : sum;
-        sum *= units[i][Task::unit_of_element(quad, element)];
+        sum *= units[i][Task::row_of_element(quad, element)];
       }
       return sum * params.dq_scale;
     };

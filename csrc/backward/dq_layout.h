@@ -17,9 +17,10 @@ struct DqLayout {
   static constexpr int kRegisters = Geometry::kDqQueries / 2;
   static constexpr int kQuads = kRegisters / 4;
 
-  // Threads of a consumer whose fragments go into the sum, 16 columns a warp: of one that has columns in common with
-  // the other, those of half the columns, the first consumer's first ones and the second's last ones.
-  static constexpr int kThreads = Geometry::kSplitDqByHeadDim ? Geometry::kHeadDim : kWarpgroupThreads;
+  // Threads of a consumer whose fragments go into the sum: all, or, of the transpose, which has 16 columns a warp and
+  // columns in common with the other consumer's, those of half the columns, the first consumer's first ones and the
+  // second's last ones.
+  static constexpr int kThreads = kTransposed ? Geometry::kHeadDim : kWarpgroupThreads;
   static __host__ __device__ constexpr int first_thread(int consumer) {
     return consumer * (kWarpgroupThreads - kThreads);
   }
@@ -42,7 +43,7 @@ struct DqLayout {
     const int consumer = index / kThreads / kQuads;
     const int thread = first_thread(consumer) + index % kThreads;
     const int along = fragment_row(thread, i), across = fragment_column(thread, 4 * quad + i);
-    const int query = Geometry::kTransposesDq ? across : along, column = Geometry::kTransposesDq ? along : across;
+    const int query = kTransposed ? across : along, column = kTransposed ? along : across;
     return Geometry::kSplitDqByHeadDim ? Element{query, consumer * Geometry::kDqColumnStep + column}
                                        : Element{consumer * Geometry::kDqQueries + query, column};
   }

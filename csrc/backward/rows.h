@@ -22,7 +22,7 @@ struct PreprocessTile {
   static constexpr int kPasses = kPassesOfTile % 4 == 0 ? 4 : kPassesOfTile;  // of a block
   static constexpr int kRows = kPasses * kRowsAtOnce;
   static constexpr int kBlocks = Geometry::kQuery / kRows;  // of a query tile, in its order
-  static_assert(kBlocks * kRows == Geometry::kQuery);
+  static_assert(kBlocks * kRows == Geometry::kQuery && kRows <= kPreprocessThreads);  // a thread finishes a row
 };
 
 // Row `row` of a head, this thread's eight columns; zeros past the end.

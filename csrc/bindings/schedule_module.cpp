@@ -379,6 +379,14 @@ PYBIND11_MODULE(_schedule, m) {
   m.def("row_exponent", &fixed_point::row_exponent, py::arg("bound"),
         "The fixed-point scale e of a row in order-free accumulation: units of 2^-e. One below the smallest e: none.");
   m.def(
+      "rounded_to_units",
+      [](float x, int exponent) {
+        float const scale = float(fixed_point::power_of_two(exponent - fixed_point::kFractionBits));
+        return int32_t(fixed_point::in_units(x, scale) - fixed_point::kOffsetBits);
+      },
+      py::arg("x"), py::arg("exponent"),
+      "x in units of 2^-exponent, as order-free accumulation rounds a partial: of at most 2^31 units, less 2^9.");
+  m.def(
       "row_needs_order",
       [](int exponent, double dout_norm, double min_step_product, int64_t head_dim,
          std::optional<int64_t> value_head_dim, int keys, int tiles) {

@@ -79,11 +79,19 @@ DASH_HOST_DEVICE inline bool needs_order(HeadStatistics const& head, double soft
            head.max_product >= kSmallestProduct && head.max_product <= FLT_MAX && head.min_step_product <= FLT_MAX);
 }
 
+template <typename Bits, typename Value>
+DASH_HOST_DEVICE inline Bits bits_of(Value value) {
+  static_assert(sizeof(Bits) == sizeof(Value));
+  Bits bits;
+  std::memcpy(&bits, &value, sizeof(bits));
+  return bits;
+}
+
 // A row is in units of 2^-e. What the kernel multiplies by is the float 2^(e - kFractionBits), of which the exponent's
 // bits are stored. The product plus kHighOffset, a float whose last bit is 2^kLowBits units, has the multiples of those
-// there; what remains of it, plus kOffset, whose last bit is one unit, has the others.
+// there; what remains of it, plus kLowOffset, whose last bit is one unit, has the others.
 inline constexpr int kFractionBits = 22, kLowBits = 9;
-inline constexpr float kOffset = 3.f, kHighOffset = kOffset * (1 << kLowBits);
+inline constexpr float kLowOffset = 3.f, kHighOffset = kLowOffset * (1 << kLowBits);
 inline constexpr uint32_t kOffsetBits = 0x40400000u + (0x44c00000u << kLowBits);  // of both, as they are put together
 
 inline constexpr int kMinExponent = -96;    // of a bound of 1.5 * 2^126: a partial of a larger one might overflow fp32
@@ -94,6 +102,14 @@ DASH_HOST_DEVICE constexpr uint8_t stored_scale(int exponent) {
   return static_cast<uint8_t>(exponent - kFractionBits + 127);
 }
 DASH_HOST_DEVICE constexpr int stored_exponent(uint8_t scale) { return scale - 127 + kFractionBits; }
+
+// The bits of x's number of units, rounded to nearest even, plus kOffsetBits. For |x * scale| < 2^9, which every partial
+// keeps to where LSE is the log-sum-exp of the scores.
+DASH_HOST_DEVICE inline uint32_t in_units(float x, float scale) {
+  float const high = fmaf(x, scale, kHighOffset);  // rounded to 2^kLowBits units
+  float const low = fmaf(x, scale, (kHighOffset + kLowOffset) - high);
+  return (bits_of<uint32_t>(high) << kLowBits) + bits_of<uint32_t>(low);
+}
 
 // Half the smallest subnormal number of the inputs' type: what rounding a smaller number than its normal ones can add.
 DASH_HOST_DEVICE constexpr double subnormal_error(bool half_precision) {
@@ -108,12 +124,7 @@ DASH_HOST_DEVICE inline double row_bound(double dout_norm, double delta, double 
   return dout_norm * max_product + (std::fabs(delta) + roundings * subnormal_error(half_precision)) * max_element;
 }
 
-// frexp and ldexp would be dozens of instructions, and a division a call.
-DASH_HOST_DEVICE inline uint64_t bits_of(double value) {
-  uint64_t bits;
-  std::memcpy(&bits, &value, sizeof(bits));
-  return bits;
-}
+// Of an exponent that a double has.
 DASH_HOST_DEVICE inline double power_of_two(int exponent) {
   uint64_t const bits = uint64_t(1023 + exponent) << 52;
   double value;
@@ -127,7 +138,7 @@ DASH_HOST_DEVICE inline int row_exponent(double bound) {
   if (!(bound <= DBL_MAX)) return kMinExponent - 1;
   if (bound == 0) return 0;
   // Both are a number in [1, 2) times a power of two, but for subnormal bounds, whose exponent is limited anyway.
-  uint64_t const of_capacity = bits_of(kCapacity), of_bound = bits_of(bound);
+  uint64_t const of_capacity = bits_of<uint64_t>(kCapacity), of_bound = bits_of<uint64_t>(bound);
   uint64_t const significand = (uint64_t(1) << 52) - 1;
   int const exponent = int(of_capacity >> 52) - int(of_bound >> 52) -
                        ((of_bound & significand) > (of_capacity & significand) ? 1 : 0);

@@ -88,8 +88,7 @@ void launch_convert(const BackwardArguments& a, const BackwardWorkspace& workspa
     params.continues = a.carried.dq_continues;
     const auto kernel =
         is_order_free(a) ? backward::convert_kernel<Geometry, true> : backward::convert_kernel<Geometry, false>;
-    launch("the conversion of dQ", kernel, params,
-           grid_of(a, params.num_blocks, backward::kConvertThreads, 0), stream,
+    launch("the conversion of dQ", kernel, params, grid_of(a, params.num_blocks, backward::kConvertThreads, 0), stream,
            {starts_before_previous_ends(a.sm_margin == 0)});
   });
 }

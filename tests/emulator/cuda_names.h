@@ -84,9 +84,6 @@ struct alignas(8) uint2 {
 };
 inline uint2 make_uint2(uint32_t x, uint32_t y) { return {x, y}; }
 inline float __int_as_float(int x) { return std::bit_cast<float>(x); }
-inline int __float2int_rn(float x) {  // what is too large becomes the largest
-  return std::isnan(x) ? 0 : x >= 2147483648.f ? INT32_MAX : x <= -2147483648.f ? INT32_MIN : int(std::nearbyint(x));
-}
 template <typename T>
 T __ldcg(const T* pointer) {
   return *pointer;

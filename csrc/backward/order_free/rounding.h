@@ -10,20 +10,11 @@ namespace dash_attn::backward {
 // What a stored scale stands for: the float of which it is the exponent.
 __device__ __forceinline__ float scale_of(uint32_t stored) { return __uint_as_float(stored << 23); }
 
-// The bits of x's number of units, rounded to nearest even, plus kOffsetBits. For |x * scale| < 2^9, which every finite
-// partial keeps to. A conversion would take the multifunction unit, which exponentials need, for twice as long.
-__device__ __forceinline__ uint32_t in_units(float x, float scale) {
-  using fixed_point::kHighOffset, fixed_point::kOffset, fixed_point::kLowBits;
-  const float high = fmaf(x, scale, kHighOffset);  // rounded to 2^kLowBits units
-  const float low = fmaf(x, scale, (kHighOffset + kOffset) - high);
-  return (__float_as_uint(high) << kLowBits) + __float_as_uint(low);
-}
-
 // Hands each quad of a thread's registers on to store(quad, x, y, z, w), as the bits of in_units; the scale of register
 // i is scale(i).
 template <int kRegisters, typename Scale, typename Store>
 __device__ __forceinline__ void round_to_units(const float (&dq)[kRegisters], const Scale& scale, const Store& store) {
-  const auto rounded = [&](int i) { return __uint_as_float(in_units(dq[i], scale(i))); };
+  const auto rounded = [&](int i) { return __uint_as_float(fixed_point::in_units(dq[i], scale(i))); };
 #pragma unroll
   for (int i = 0; i < kRegisters; i += 4) {
     store(i / 4, rounded(i), rounded(i + 1), rounded(i + 2), rounded(i + 3));

@@ -35,13 +35,13 @@ struct HeadRows {
 
   __device__ __forceinline__ const Element* row(int number) const { return first + number * stride; }
   // Of `rows` rows from one on, those that have a `column`: all or none.
-  __device__ __forceinline__ int with_column(int column, int rows) const { return column < columns ? rows : 0; }
+  __device__ __forceinline__ int rows_with_column(int column, int rows) const { return column < columns ? rows : 0; }
 };
 
 // Eight columns, or zeros.
 template <typename Element>
-__device__ __forceinline__ uint4 load8_if(bool exist, const Element* elements) {
-  return exist ? *reinterpret_cast<const uint4*>(elements) : make_uint4(0, 0, 0, 0);
+__device__ __forceinline__ uint4 load8_if(bool exists, const Element* elements) {
+  return exists ? *reinterpret_cast<const uint4*>(elements) : make_uint4(0, 0, 0, 0);
 }
 
 // What a norm computed in fp32 can be too small by, and what the products of a row can exceed it by: 2^-10 is 60 times
@@ -219,7 +219,7 @@ __device__ __forceinline__ float max_query_norm(const StatisticsParams<Element>&
   const int column = threadIdx.x % kThreadsPerRow * 8, first_row = chunk.first + int(threadIdx.x) / kThreadsPerRow;
   float max_norm = 0.f;
   const Element* elements = q.row(first_row) + column;
-  const int rows = q.with_column(column, chunk.end - first_row);
+  const int rows = q.rows_with_column(column, chunk.end - first_row);
 #pragma unroll 1
   for (int base = 0; base < chunk.end - chunk.first; base += kPasses * kRowsAtOnce) {
     float squares[kPasses];
@@ -253,8 +253,8 @@ struct KeyWindows {
                                        int end) {
     const int first = first_of_thread(first_row), column = threadIdx.x % kThreadsPerRow * 8;
     const Element *key = keys.row(first) + column, *value = values.row(first) + column;
-    const int rows_of_keys = keys.with_column(column, end - first);
-    const int rows_of_values = values.with_column(column, end - first);
+    const int rows_of_keys = keys.rows_with_column(column, end - first);
+    const int rows_of_values = values.rows_with_column(column, end - first);
 #pragma unroll
     for (int pass = 0; pass < kPasses; ++pass) {
 #pragma unroll
@@ -378,8 +378,8 @@ __device__ __forceinline__ void measure_chunk(const StatisticsParams<typename Ge
   }
 }
 
-// Blocks: the chunks of all heads of Q, then those of K and V. Where more threads share a row, each holds parts of more
-// rows.
+// Blocks: the chunks of all heads of Q, then those of K and V. Where windows are loaded ahead (kLoadsAhead), two blocks of
+// an SM keep as many rows on their way as three that do not.
 template <typename Geometry>
 __global__ void __launch_bounds__(kStatisticsThreads, kRowThreads<Geometry::kQkDim> == 8 ? 3 : 2)
     statistics_kernel(const StatisticsParams<typename Geometry::Element> params) {
