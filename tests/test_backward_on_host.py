@@ -90,6 +90,13 @@ def test_head_dims_between_rows_of_the_table(programs, row, dims, schedule):
     check(programs[row], mask="causal", seqlen_q=150, dtype="fp16", schedule=schedule, **dims)
 
 
+@pytest.mark.parametrize("row, column", [("64", 33), ("96", 33), ("128", 33), ("128", 97), ("256", 200)], ids=str)
+def test_infinity_reaches_all_columns_of_its_row_alone(programs, row, column):
+    """In the columns of a partial by which order-free sums know such a row, it is infinity times zero."""
+    call = dict(dtype="fp16", schedule="order_free", seqlen_q=100, seqlen_k=4)
+    check(programs[row], infinite_row=50, lone_column=column, **call)
+
+
 @pytest.mark.parametrize("number", range(10))
 def test_products_of_features(programs, number):
     random = np.random.default_rng(number)

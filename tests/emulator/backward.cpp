@@ -1,7 +1,8 @@
 // The kernels of the backward for one row of the table of tiles, EMULATED_DIMS, on the host: `backward NAME=VALUE...`
 // runs one call (call.h; and schedule=, of which there are those without clusters) with an output and an LSE computed
 // in double, and holds its gradients against sums in double. Prints a digest of the bits of each, or what is wrong.
-// Linked with stages.cpp.
+// Linked with stages.cpp. With infinite_row=R lone_column=C, of fp16 and order-free sums, dS of query R is infinite and K
+// zero but for column C: dQ of that row is to be NaN in every column, that of the others right.
 #include "call.h"
 #include "launch/launch_backward.h"
 
@@ -22,6 +23,7 @@ class BackwardCall : emulator::Call<Element> {
     this->prepare(a_, Dims::kDims);
     const int rows_q = int(this->q_.size()) / (a_.heads * a_.head_dims.qk);
     this->fill(dout_, a_.dout, rows_q, a_.seqlen_q, a_.heads, a_.head_dims.v);
+    if (infinite_row() >= 0) { make_infinite(int(this->number("lone_column", 0))); }
     like(dq_, a_.dq, this->q_, a_.q);
     like(dk_, a_.dk, this->k_, a_.k);
     like(dv_, a_.dv, this->v_, a_.v);
@@ -45,8 +47,9 @@ class BackwardCall : emulator::Call<Element> {
     if constexpr (Dims::kDims.qk == 256) { serve(Causal{}, Softcap{}); }
     if constexpr (Dims::kDims.qk == 96 || Dims::kDims.qk == 256) { serve(Windowed{}, Dropout{}); }
     if (!found_) { emulator::fail("no kernel serves this"); }
+    if (infinite_row() >= 0) { check_infinite_row(); }
     compare("dq", expected_dq_, dq_, a_.head_dims.qk);
-    compare("dk", expected_dk_, dk_, a_.head_dims.qk);
+    if (infinite_row() < 0) { compare("dk", expected_dk_, dk_, a_.head_dims.qk); }
     compare("dv", expected_dv_, dv_, a_.head_dims.v);
     for (const auto* gradient : {&dq_, &dk_, &dv_}) {
       emulator::Digest digest;
@@ -56,6 +59,28 @@ class BackwardCall : emulator::Call<Element> {
   }
 
  private:
+  int infinite_row() const { return int(this->number("infinite_row", -1)); }
+
+  void make_infinite(int lone_column) {
+    for (size_t i = 0; i < this->k_.size(); ++i) {
+      if (int(i % a_.head_dims.qk) != lone_column) { this->k_[i] = Element(0.f); }
+    }
+    for (int d = 0; d < a_.head_dims.v; ++d) {
+      Element& x = dout_[size_t(infinite_row()) * a_.heads * a_.head_dims.v + d];
+      x = Element(float(x) < 0 ? -60000.f : 60000.f);
+    }
+  }
+
+  // Of head 0. Leaves zeros there, for the comparison.
+  void check_infinite_row() {
+    if (*plan_workspace(a_.workspace, a_).arrays.any_needs_order) { emulator::fail("not in fixed point"); }
+    for (int d = 0; d < a_.head_dims.qk; ++d) {
+      const size_t i = size_t(infinite_row()) * a_.heads * a_.head_dims.qk + d;
+      if (!std::isnan(float(dq_[i]))) { emulator::fail("column " + std::to_string(d) + " is not NaN"); }
+      dq_[i] = Element(float(expected_dq_[i] = 0));
+    }
+  }
+
   template <typename Mask, typename Score>
   void serve(Mask, Score) {
     if (a_.mask.kind != Mask::kKind || score_kind(a_) != Score::Score::kKind) { return; }
