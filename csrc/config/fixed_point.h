@@ -103,8 +103,8 @@ DASH_HOST_DEVICE constexpr uint8_t stored_scale(int exponent) {
 }
 DASH_HOST_DEVICE constexpr int stored_exponent(uint8_t scale) { return scale - 127 + kFractionBits; }
 
-// The bits of x's number of units, rounded to nearest even, plus kOffsetBits. For |x * scale| < 2^9, which every partial
-// keeps to where LSE is the log-sum-exp of the scores.
+// The bits of x's number of units, rounded to nearest even, plus kOffsetBits. For |x * scale| < 2^9, which every
+// partial keeps to where LSE is the log-sum-exp of the scores.
 DASH_HOST_DEVICE inline uint32_t in_units(float x, float scale) {
   float const high = fmaf(x, scale, kHighOffset);  // rounded to 2^kLowBits units
   float const low = fmaf(x, scale, (kHighOffset + kLowOffset) - high);

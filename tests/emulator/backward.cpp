@@ -1,8 +1,8 @@
 // The kernels of the backward for one row of the table of tiles, EMULATED_DIMS, on the host: `backward NAME=VALUE...`
 // runs one call (call.h; and schedule=, of which there are those without clusters) with an output and an LSE computed
 // in double, and holds its gradients against sums in double. Prints a digest of the bits of each, or what is wrong.
-// Linked with stages.cpp. With infinite_row=R lone_column=C, of fp16 and order-free sums, dS of query R is infinite and K
-// zero but for column C: dQ of that row is to be NaN in every column, that of the others right.
+// Linked with stages.cpp. With infinite_row=R lone_column=C, of fp16 and order-free sums, dS of query R is infinite and
+// K zero but for column C: dQ of that row is to be NaN in every column, that of the others right.
 #include "call.h"
 #include "launch/launch_backward.h"
 

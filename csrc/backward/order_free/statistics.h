@@ -378,8 +378,8 @@ __device__ __forceinline__ void measure_chunk(const StatisticsParams<typename Ge
   }
 }
 
-// Blocks: the chunks of all heads of Q, then those of K and V. Where windows are loaded ahead (kLoadsAhead), two blocks of
-// an SM keep as many rows on their way as three that do not.
+// Blocks: the chunks of all heads of Q, then those of K and V. Where windows are loaded ahead (kLoadsAhead), two blocks
+// of an SM keep as many rows on their way as three that do not.
 template <typename Geometry>
 __global__ void __launch_bounds__(kStatisticsThreads, kRowThreads<Geometry::kQkDim> == 8 ? 3 : 2)
     statistics_kernel(const StatisticsParams<typename Geometry::Element> params) {
