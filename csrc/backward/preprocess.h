@@ -3,7 +3,6 @@
 #pragma once
 
 #include "../device/fragment.h"
-#include "dq_layout.h"
 #include "order_free/scale.h"
 #include "params.h"
 #include "rows.h"
