@@ -130,6 +130,7 @@ struct Variant : Geometry {
   static constexpr int kClusterSize = Order<Policies::kAny>::kCtaGroup;
   static constexpr bool kOrderFree = accumulation(Policies::kAny) == Accumulation::kOrderFree;
   static constexpr bool kCarries = Policies::kCarries;
+  static constexpr bool kDivided = Order<Policies::kAny>::kDivided;
 
   // Consumers hold columns of their rows of V in registers as an A operand: what bounds the kernel is shared memory's
   // bandwidth, and a product of 64 x 64 with both operands there takes all of it. There is no room for K as well, nor

@@ -32,8 +32,12 @@ class Loader {
   __device__ Loader(Shared& shared, const KernelParams& params) : shared_(shared), params_(params) {}
 
   __device__ void run() {
+    int take_from = 0;
+    if constexpr (Variant::kDivided) {
+      if (is_leader()) { count_running_cta(params_); }
+    }
     for (;; ring_ = ring_.next()) {
-      if (is_leader()) { publish_work(shared_, params_, ring_); }
+      if (is_leader()) { publish_work(shared_, params_, ring_, take_from); }
       __syncwarp();
       const WorkTile& work = shared_.work[ring_.slot()];
       if (work.kv_tile == kNoMoreWork) {

@@ -125,6 +125,9 @@ class Consumer {
       begin_carried_sum(params_, first_float(false), consumer_, r.dv);
       begin_carried_sum(params_, first_float(true), consumer_, r.dk);
     }
+    if constexpr (Variant::kDivided) {
+      if (work().visits == Visits::kSecond) { take_up_first_part<Variant>(params_, work(), r.dk, r.dv); }
+    }
     if (steps > 0) {
       walk(r, steps);
     } else {
@@ -134,12 +137,24 @@ class Consumer {
     if constexpr (Variant::kClusterSize > 1) {
       if (!work().valid()) { return; }
     }
-    if (Variant::kCarries ? end_part(r) : work().splits == 1 || reduce_splits<Variant>(params_, work(), r.dk, r.dv)) {
+    if (is_complete(r)) {
       Epilogue<Variant>::store(shared_, params_, work(), key_tile(), step_.previous().slot(), consumer_, r.dk, r.dv);
     }
   }
 
-  // Whether dK and dV are complete; if not, they are left to the next call.
+  // Whether dK and dV are, once the splits before are added; if not, they are left to who goes on with them.
+  __device__ __forceinline__ bool is_complete(Registers& r) const {
+    if constexpr (Variant::kCarries) { return end_part(r); }
+    if constexpr (Variant::kDivided) {
+      if (work().visits == Visits::kFirst) {
+        leave_first_part<Variant>(params_, work(), r.dk, r.dv);
+        return false;
+      }
+    }
+    return work().splits == 1 || reduce_splits<Variant>(params_, work(), r.dk, r.dv);
+  }
+
+  // The same of a call that carries sums, which are left to the next call.
   __device__ __forceinline__ bool end_part(Registers& r) const {
     const bool dv_ends = end_carried_sum(params_, first_float(false), consumer_, r.dv);
     return end_carried_sum(params_, first_float(true), consumer_, r.dk) && dv_ends;

@@ -51,6 +51,12 @@ struct Workspace {
   int* dq_semaphores;  // (sequence, head, query tile, part of dQ): how many KV tiles have added to it
   int* next_work;      // the counter that hands out work
 
+  // Where KV tiles are divided only: whole_tiles.h.
+  int* running_ctas;           // how many CTAs have begun
+  int* whole_heads;            // by number of work, of the first one of each (sequence, KV head, split): WholeHead
+  float* first_part_sums;      // as split_sums: dK and dV of a first part that another CTA goes on with
+  int* first_part_semaphores;  // as split_semaphores: how many have been left there and taken up
+
   // With more than one split of the query heads only.
   float* split_sums;      // (sequence, KV head, KV tile, consumer, dV and dK, fragment as split_reduction.h has it)
   int* split_semaphores;  // (sequence, KV head, KV tile, consumer, dV and dK): how many splits are in the sum

@@ -38,10 +38,17 @@ class Planner {
       return Variant::grid(work.sequence, params_.window);
     };
     bool is_last = work.steps == 0;
-    for (WorkStep at{0, 0}, next; !is_last; at = next) {
-      const int steps_of_head = grid().query_tiles_of(work.kv_tile).count;
-      next = next_step<kPolicy>(Variant::kMask, at, work.query_heads, steps_of_head);
-      is_last = is_end<kPolicy>(Variant::kMask, next, work.query_heads, steps_of_head);
+    WorkStep at{0, 0};
+    if constexpr (Order::kDivided) { at.step = Order::steps(grid(), work.kv_tile, work.visits).first; }
+    for (WorkStep next; !is_last; at = next) {
+      if constexpr (Order::kDivided) {
+        next = next_divided_step<kPolicy>(grid(), work.kv_tile, work.visits, at, work.query_heads);
+        is_last = next.head == work.query_heads;
+      } else {
+        const int steps_of_head = grid().query_tiles_of(work.kv_tile).count;
+        next = next_step<kPolicy>(Variant::kMask, at, work.query_heads, steps_of_head);
+        is_last = is_end<kPolicy>(Variant::kMask, next, work.query_heads, steps_of_head);
+      }
       shared_.plan_empty[plan_.slot()].wait(plan_.empty_parity());
       PlannedStep& planned = shared_.plan[plan_.slot()];
       const int query_tile = Order::visit(grid(), work.kv_tile, at.step);

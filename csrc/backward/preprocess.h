@@ -16,7 +16,7 @@ struct PreprocessParams {
   SequencesOfCall call;
   HeadDims head_dims;
   int num_blocks;  // of the whole call; a grid of fewer takes several each
-  int num_dq_semaphores, num_split_semaphores;
+  int num_dq_semaphores, num_split_semaphores, num_work_counters;
   const float *softmax_lse, *dsoftmax_lse;  // the caller's; the second null where LSE has no gradient
   int64_t lse_batch_stride, lse_head_stride;
   float kept;           // 1 - p: 1 / (1 - p) is left out of dS, and multiplies the sums
@@ -137,7 +137,7 @@ __global__ void __launch_bounds__(kPreprocessThreads)
   ptx::launch_dependents();
   clear_integers(params.workspace.dq_semaphores, params.num_dq_semaphores);
   clear_integers(params.workspace.split_semaphores, params.num_split_semaphores);
-  clear_integers(params.workspace.next_work, 1);
+  clear_integers(params.workspace.next_work, params.num_work_counters);
   for (int block = blockIdx.x; block < params.num_blocks; block += gridDim.x) {
     preprocess_block<Geometry, kOrderFree>(params, block);
   }

@@ -29,17 +29,27 @@ class SplitSum {
 
   // When the splits before are in it.
   __device__ __forceinline__ void add_to(Gradient& gradient, int split) const {
-    if (is_first_thread_) {
-      while (ptx::load_acquire(semaphore_) != split) {}
-    }
-    sync_warpgroup(1 + consumer_);
+    wait_for(split);
     add_to(gradient);
   }
 
   __device__ __forceinline__ void pass_on(const Gradient& gradient, int split) const {
     keep(gradient);
-    sync_warpgroup(1 + consumer_);
-    if (is_first_thread_) { ptx::store_release(semaphore_, split + 1); }
+    say(split + 1);
+  }
+
+  // Of a divided KV tile, whose sum is left here by the first part of each split and taken up by the second: one split
+  // after the other, in one place.
+  __device__ __forceinline__ void leave(const Gradient& gradient, int split) const {
+    wait_for(2 * split);
+    keep(gradient);
+    say(2 * split + 1);
+  }
+
+  __device__ __forceinline__ void take_up(Gradient& gradient, int split) const {
+    wait_for(2 * split + 1);
+    take(gradient);
+    say(2 * split + 2);
   }
 
   __device__ __forceinline__ void add_to(Gradient& gradient) const {
@@ -75,7 +85,20 @@ class SplitSum {
   }
 
  private:
-  int* semaphore_;  // how many splits are in the sum
+  __device__ __forceinline__ void wait_for(int value) const {
+    if (is_first_thread_) {
+      while (ptx::load_acquire(semaphore_) != value) {}
+    }
+    sync_warpgroup(1 + consumer_);
+  }
+
+  // When all threads have come here.
+  __device__ __forceinline__ void say(int value) const {
+    sync_warpgroup(1 + consumer_);
+    if (is_first_thread_) { ptx::store_release(semaphore_, value); }
+  }
+
+  int* semaphore_;  // how many splits are in the sum; of one that is left and taken up, how often it has been
   float4* sums_;
   int consumer_;
   bool is_first_thread_;
@@ -87,28 +110,56 @@ __device__ __forceinline__ int64_t first_float_of_sum(const WorkTile& work, int 
   return (2 * (int64_t(work.split_tile) * Variant::kConsumers + consumer) + is_dk) * kRegisters * kWarpgroupThreads;
 }
 
-// Adds the sums of the splits before. The last split keeps the result (true), the others pass it on, dV while dK is
-// still on its way. Called by whole consumers, whose threads count themselves afresh: what is shared with the mainloop
-// changes its code there, to the worse.
-template <typename Variant, int kRegisters>
-__device__ __forceinline__ bool reduce_splits(const KernelParams& params, const WorkTile& work, float (&dk)[kRegisters],
-                                              float (&dv)[kRegisters]) {
+// Calls f with a consumer's sums of dV and of dK at `sums`, whose threads count themselves afresh: what is shared with
+// the mainloop changes its code there, to the worse.
+template <typename Variant, int kRegisters, typename F>
+__device__ __forceinline__ void with_sums(float* sums, int* semaphores, const WorkTile& work, F&& f) {
   const int index = read_thread_index();
   const int consumer = index / kWarpgroupThreads - 1, thread = index % kWarpgroupThreads;
   const int64_t first = 2 * (int64_t(work.split_tile) * Variant::kConsumers + consumer);
   const auto sum = [&](int64_t number) {
     using Sum = SplitSum<kRegisters>;
-    return Sum(params.workspace.split_semaphores + number,
-               reinterpret_cast<float4*>(params.workspace.split_sums) + number * Sum::kQuads * kWarpgroupThreads,
-               consumer, thread);
+    return Sum(semaphores + number, reinterpret_cast<float4*>(sums) + number * Sum::kQuads * kWarpgroupThreads, consumer,
+               thread);
   };
-  const SplitSum<kRegisters> dv_sum = sum(first), dk_sum = sum(first + 1);
+  f(sum(first), sum(first + 1));
+}
+
+// Adds the sums of the splits before. The last split keeps the result (true), the others pass it on, dV while dK is
+// still on its way. Called by whole consumers, like what follows.
+template <typename Variant, int kRegisters>
+__device__ __forceinline__ bool reduce_splits(const KernelParams& params, const WorkTile& work, float (&dk)[kRegisters],
+                                              float (&dv)[kRegisters]) {
   const bool is_last = work.split + 1 == work.splits;
-  if (work.split > 0) { dv_sum.add_to(dv, work.split); }
-  if (!is_last) { dv_sum.pass_on(dv, work.split); }
-  if (work.split > 0) { dk_sum.add_to(dk, work.split); }
-  if (!is_last) { dk_sum.pass_on(dk, work.split); }
+  with_sums<Variant, kRegisters>(
+      params.workspace.split_sums, params.workspace.split_semaphores, work, [&](auto dv_sum, auto dk_sum) {
+        if (work.split > 0) { dv_sum.add_to(dv, work.split); }
+        if (!is_last) { dv_sum.pass_on(dv, work.split); }
+        if (work.split > 0) { dk_sum.add_to(dk, work.split); }
+        if (!is_last) { dk_sum.pass_on(dk, work.split); }
+      });
   return is_last;
+}
+
+// What the first part of a divided KV tile has come to, for the second part, in which it goes on as if in one.
+template <typename Variant, int kRegisters>
+__device__ __forceinline__ void leave_first_part(const KernelParams& params, const WorkTile& work,
+                                                 float (&dk)[kRegisters], float (&dv)[kRegisters]) {
+  with_sums<Variant, kRegisters>(params.workspace.first_part_sums, params.workspace.first_part_semaphores, work,
+                                 [&](auto dv_sum, auto dk_sum) {
+                                   dv_sum.leave(dv, work.split);
+                                   dk_sum.leave(dk, work.split);
+                                 });
+}
+
+template <typename Variant, int kRegisters>
+__device__ __forceinline__ void take_up_first_part(const KernelParams& params, const WorkTile& work,
+                                                   float (&dk)[kRegisters], float (&dv)[kRegisters]) {
+  with_sums<Variant, kRegisters>(params.workspace.first_part_sums, params.workspace.first_part_semaphores, work,
+                                 [&](auto dv_sum, auto dk_sum) {
+                                   dv_sum.take_up(dv, work.split);
+                                   dk_sum.take_up(dk, work.split);
+                                 });
 }
 
 }  // namespace dash_attn::backward

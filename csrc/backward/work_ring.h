@@ -12,6 +12,7 @@
 #include "../device/ptx.h"
 #include "params.h"
 #include "storage.h"
+#include "whole_tiles.h"
 
 namespace dash_attn::backward {
 
@@ -48,11 +49,13 @@ __device__ __forceinline__ int take_number(SharedStorage<Variant>& shared, const
   }
 }
 
-// The work tile that `number` stands for. What is worked out goes by way of shared memory, to spare registers.
+// The work tile that `number` stands for; false where it stands for none. What is worked out goes by way of shared
+// memory, to spare registers.
 template <typename Variant>
-__device__ __forceinline__ void write_work(WorkTile& work, const KernelParams& params, int number) {
+__device__ __forceinline__ bool write_work(WorkTile& work, const KernelParams& params, int number, int& take_from) {
   const PackView& pack = params.pack;
   TileScheduler scheduler = params.scheduler;
+  [[maybe_unused]] const int number_of_call = number;
   if (pack.is_pack()) {
     work.packed = pack.place_of(number, scheduler.kv_heads);
     const PackedSequence& sequence = pack.sequences[work.packed];
@@ -65,27 +68,45 @@ __device__ __forceinline__ void write_work(WorkTile& work, const KernelParams& p
     static_cast<WorkPlace&>(work) = place;
   });
   forget_memory();
+  if constexpr (Variant::kDivided) {
+    const int kv_tiles = Variant::grid(scheduler.sequence, params.window).kv_tiles();
+    const int first_number = number_of_call - number % (2 * kv_tiles);
+    if (is_worked_on_whole(params, first_number, number_of_call == first_number, kv_tiles)) {
+      if (work.visits == Visits::kSecond) { return false; }
+      work.visits = Visits::kAll;
+      take_from = first_number + kv_tiles;
+    }
+  }
   const TileGrid grid = Variant::grid(scheduler.sequence, params.window);
   scheduler.fill_in(work, grid);
   forget_memory();
-  work.steps = scheduler.steps_of(work, Variant::grid(work.sequence, params.window));
+  Variant::Policies::with(scheduler.policy, [&](auto policy) {
+    const TileGrid grid = Variant::grid(work.sequence, params.window);
+    work.steps = scheduler.template steps_of<decltype(policy)::value>(work, grid);
+  });
   forget_memory();
   if (pack.is_pack()) { scheduler.move_into_pack(work, pack.sequences[work.packed]); }
+  return true;
 }
 
-// Called by the loader's leader, once a work tile: waits for the slot, and fills it.
+// Called by the loader's leader, once a work tile: waits for the slot, and fills it. `take_from`: below it all numbers
+// are taken by others before this CTA takes one (whole_tiles.h).
 template <typename Variant>
 __device__ __forceinline__ void publish_work(SharedStorage<Variant>& shared, const KernelParams& params,
-                                             WorkRing<Variant> ring) {
-  const int number = take_number(shared, params, ring);
+                                             WorkRing<Variant> ring, [[maybe_unused]] int& take_from) {
+  if constexpr (Variant::kDivided) { wait_until_taken(params, take_from); }
+  int number = take_number(shared, params, ring);
   shared.work_empty[ring.slot()].wait(ring.empty_parity());
   WorkTile& work = shared.work[ring.slot()];
   const int numbers = params.pack.is_pack() ? params.pack.totals->units * params.scheduler.kv_heads : params.num_groups;
-  if (number < numbers) {
-    write_work<Variant>(work, params, number);
-  } else {
-    work.kv_tile = kNoMoreWork;
+  if constexpr (Variant::kDivided) {
+    while (number < numbers && !write_work<Variant>(work, params, number, take_from)) {
+      number = take_number(shared, params, ring);
+    }
+  } else if (number < numbers) {
+    write_work<Variant>(work, params, number, take_from);
   }
+  if (number >= numbers) { work.kv_tile = kNoMoreWork; }
   shared.work_full[ring.slot()].arrive();
 }
 

@@ -167,7 +167,7 @@ inline void bind_packs(py::module_& m) {
   py::class_<WorkTile>(m, "WorkTile", "What a CTA of the backward does between two looks at the counter.")
       .def_readonly("sequence", &WorkTile::batch)
       .def_readonly("kv_head", &WorkTile::kv_head)
-      .def_readonly("split", &WorkTile::split)
+      .def_property_readonly("split", [](WorkTile const& work) { return int{work.split}; })
       .def_readonly("kv_tile", &WorkTile::kv_tile)
       .def_readonly("splits", &WorkTile::splits)
       .def_readonly("first_query_head", &WorkTile::first_query_head)

@@ -144,12 +144,17 @@ using Walk = std::vector<std::pair<int, int>>;
 
 Walk walk(std::string const& schedule, Problem const& problem, int64_t kv_tile) {
   return with_policy(schedule, problem, [&](auto policy) {
-    int const steps = problem.grid.query_tiles_of(checked_kv_tile(problem, kv_tile)).count;
+    int const kv = checked_kv_tile(problem, kv_tile), heads = problem.heads_per_split();
+    int const steps = problem.grid.query_tiles_of(kv).count;
     Walk result;
     WorkStep at{0, 0};
-    for (int left = steps * problem.heads_per_split(); left > 0; --left) {
+    for (int left = steps * heads; left > 0; --left) {
       result.emplace_back(at.step, at.head);
-      at = next_step<policy()>(problem.grid.mask.kind, at, problem.heads_per_split(), steps);
+      if constexpr (Order<policy()>::kDivided) {
+        at = next_divided_step<policy()>(problem.grid, kv, Visits::kAll, at, heads);
+      } else {
+        at = next_step<policy()>(problem.grid.mask.kind, at, heads, steps);
+      }
     }
     return result;
   });
@@ -458,6 +463,7 @@ PYBIND11_MODULE(_schedule, m) {
       .def_readwrite("adders", &SimulationOptions::adders)
       .def_readwrite("loads_ahead", &SimulationOptions::loads_ahead)
       .def_readwrite("ordered", &SimulationOptions::ordered)
+      .def_readwrite("patience", &SimulationOptions::patience)
       .def_readwrite("launch_times", &SimulationOptions::launch_times)
       .def_readwrite("record_tasks", &SimulationOptions::record_tasks)
       .def_property(

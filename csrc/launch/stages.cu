@@ -61,6 +61,7 @@ void launch_preprocess(const BackwardArguments& a, const BackwardWorkspace& work
     params.num_blocks = tiles * backward::PreprocessTile<Geometry>::kBlocks;
     params.num_dq_semaphores = tiles * Geometry::kDqParts;
     params.num_split_semaphores = int(workspace.split_semaphores);
+    params.num_work_counters = int(workspace.work_counters);
     params.softmax_lse = a.softmax_lse;
     params.dsoftmax_lse = a.dsoftmax_lse;
     params.lse_batch_stride = int64_t(a.heads) * a.seqlen_q;

@@ -77,7 +77,8 @@ inline PackCapacity most_of_backward(const BackwardArguments& a) {
   const int64_t batch = a.batch;
   PackCapacity most{};
   most.query_tiles = batch * grid.query_tiles();
-  most.split_tiles = splits_of_call(a, grid) > 1 ? batch * grid.kv_tiles() : 0;
+  const bool adds_up = splits_of_call(a, grid) > 1 || divides(static_cast<Policy>(a.schedule));
+  most.split_tiles = adds_up ? batch * grid.kv_tiles() : 0;
   most.query_chunks = batch * fixed_point::num_chunks(a.seqlen_q);
   most.key_chunks = batch * fixed_point::num_chunks(a.seqlen_k);
   return most;
@@ -88,8 +89,17 @@ struct BackwardWorkspace {
   PackArrays pack;
   PackCapacity most;
   int64_t split_semaphores;
+  int64_t work_counters;
   int64_t bytes;
 };
+
+// The numbers that a call's work has: no fewer, of a pack.
+inline int64_t most_numbers(const BackwardArguments& a, const PackCapacity& most) {
+  if (a.is_pack()) { return most.units * a.kv_heads; }
+  const TileGrid grid = backward_grid(a);
+  const int64_t parts = divides(static_cast<Policy>(a.schedule)) ? 2 : 1;
+  return int64_t{a.batch} * a.kv_heads * splits_of_call(a, grid) * grid.kv_tiles() * parts;
+}
 
 inline BackwardWorkspace plan_workspace(void* base, const BackwardArguments& a) {
   using backward::KeyStatistics, backward::NeedsOrder;
@@ -98,8 +108,10 @@ inline BackwardWorkspace plan_workspace(void* base, const BackwardArguments& a) 
   w.most = most_of_backward(a);
   const int64_t tiles = w.most.query_tiles * a.heads, rows = tiles * grid.tiling.query;
   const HeadDims padded = a.padded_head_dims();
+  const bool is_divided = divides(static_cast<Policy>(a.schedule));
   // One for each warpgroup's rows of each KV tile, for dK and for dV.
-  w.split_semaphores = w.most.split_tiles * a.kv_heads * (grid.tiling.key / kWarpgroupRows) * 2;
+  const int64_t sums = w.most.split_tiles * a.kv_heads * (grid.tiling.key / kWarpgroupRows) * 2;
+  const int64_t floats_of_sums = w.most.split_tiles * a.kv_heads * grid.tiling.key * padded.sum();
   Cutter cutter(base);
   if (a.carries()) {
     w.arrays.dq_accumulator = a.carried.dq;
@@ -109,10 +121,18 @@ inline BackwardWorkspace plan_workspace(void* base, const BackwardArguments& a) 
   }
   cutter.take(w.arrays.delta, rows);
   cutter.take(w.arrays.dq_semaphores, tiles * backward::dq_parts(padded.qk));
-  cutter.take(w.arrays.next_work, 1);
-  if (w.split_semaphores > 0) {
-    cutter.take(w.arrays.split_sums, w.most.split_tiles * a.kv_heads * grid.tiling.key * padded.sum());
+  w.work_counters = is_divided ? 2 + most_numbers(a, w.most) : 1;
+  cutter.take(w.arrays.next_work, w.work_counters);
+  if (is_divided) {
+    w.arrays.running_ctas = w.arrays.next_work + 1;
+    w.arrays.whole_heads = w.arrays.next_work + 2;
+    cutter.take(w.arrays.first_part_sums, floats_of_sums);
+  }
+  if (sums > 0) {
+    cutter.take(w.arrays.split_sums, is_divided && a.group_size() == 1 ? 0 : floats_of_sums);
+    w.split_semaphores = is_divided ? 2 * sums : sums;
     cutter.take(w.arrays.split_semaphores, w.split_semaphores);
+    w.arrays.first_part_semaphores = w.arrays.split_semaphores + sums;
   }
   if (a.dsinks) { cutter.take(w.arrays.sink_sums, int64_t(a.batch) * a.heads); }
   if (accumulation(static_cast<Policy>(a.schedule)) == Accumulation::kOrderFree) {

@@ -54,6 +54,7 @@ struct SimulationOptions {
   int loads_ahead = 0;  // steps loaded ahead: a work tile is taken this many steps before the end of the one before
   bool ordered = true;  // false: partials are added when they are ready, in any order
   Mapping mapping = Mapping::kCounter;
+  double patience = 0;  // for which who decides how a head's divided KV tiles are worked on waits for CTAs to begin
   std::vector<double> launch_times;  // when each cluster (each SM, without clusters) becomes resident; empty: 0
   bool record_tasks = false;
 };
@@ -72,7 +73,8 @@ struct Simulation {
 };
 
 // The static mapping of the paper: which KV tiles SM s owns, in order. Needs as many SMs as KV tiles.
-inline std::vector<std::vector<WorkTile>> published_mapping(Policy policy, Problem const& problem, int sms) {
+template <Policy policy>
+std::vector<std::vector<WorkTile>> published_mapping(Problem const& problem, int sms) {
   int const n = problem.grid.kv_tiles();
   if (policy == Policy::kSpt) throw std::invalid_argument("the paper gives no static mapping for schedule='spt'");
   if (sms != n) {
@@ -88,8 +90,9 @@ inline std::vector<std::vector<WorkTile>> published_mapping(Policy policy, Probl
   for (int head = 0; head < heads * problem.scheduler.splits; ++head) {
     auto const give = [&](int sm, int kv) {
       int const kv_heads = problem.scheduler.kv_heads;
-      work[sm].push_back(
-          problem.scheduler.at(problem.grid, {head % heads / kv_heads, head % kv_heads, head / heads, kv}));
+      WorkPlace const place =
+          WorkPlace::of(head % heads / kv_heads, head % kv_heads, head / heads, Visits::kAll, kv);
+      work[sm].push_back(problem.scheduler.at<policy>(problem.grid, place));
     };
     for (int s = 0; s < n; ++s) {
       if (policy == Policy::kSymmetricShift) {
@@ -125,7 +128,7 @@ class Simulator {
       throw std::invalid_argument("launch_times must have one entry a cluster, " + std::to_string(clusters) + ", got " +
                                   std::to_string(options_.launch_times.size()));
     }
-    if (options_.mapping == Mapping::kPublished) mapped_ = published_mapping(P, problem, options_.sms);
+    if (options_.mapping == Mapping::kPublished) mapped_ = published_mapping<P>(problem, options_.sms);
     options_.ordered = options_.ordered && accumulation(P) == Accumulation::kOrdered;
     slots_ = std::max(1, options_.staging);
     Cta cta;
@@ -134,10 +137,9 @@ class Simulator {
     ctas_.assign(clusters * cluster_size_, cta);
     taken_.resize(clusters);
     sums_.resize(static_cast<size_t>(problem.scheduler.batch) * problem.heads() * problem.grid.query_tiles());
-    if (problem.scheduler.splits > 1) {
-      split_sums_.resize(static_cast<size_t>(problem.scheduler.batch) * problem.scheduler.kv_heads *
-                         problem.grid.kv_tiles());
-    }
+    size_t const kv_heads = static_cast<size_t>(problem.scheduler.batch) * problem.scheduler.kv_heads;
+    if (problem.scheduler.splits > 1) split_sums_.resize(kv_heads * problem.grid.kv_tiles());
+    if (Order<P>::kDivided) first_parts_.resize(kv_heads * problem.scheduler.splits * problem.grid.kv_tiles());
   }
 
   Simulation run() {
@@ -190,6 +192,7 @@ class Simulator {
     bool has_next = false;
     WorkTile work{}, next{};
     int taken = 0;  // groups (of its cluster) or entries (of its mapping) consumed
+    int64_t take_from = 0;  // below it all numbers are taken before this CTA takes one: backward/whole_tiles.h
     WorkStep at{0, 0};
     int steps_left = 0;  // of the work tile, over all its query heads
     int64_t handed = 0;  // partials given to the adders
@@ -209,6 +212,13 @@ class Simulator {
   struct SplitSum {
     int splits = 0;              // that are in it
     std::map<int, int> waiting;  // split: CTA
+  };
+
+  // The first part of a divided KV tile, as one of a head that is worked on whole, or not.
+  struct FirstPart {
+    bool is_whole = false;  // of a head's first number
+    bool ended = false;
+    int waiting = -1;  // the CTA that has the second part
   };
 
   // When memory has served a request made now. Half of it writes, which the cache takes until it is full.
@@ -256,10 +266,15 @@ class Simulator {
     std::vector<int64_t>& taken = taken_[i / cluster_size_];
     int64_t const numbers = together ? groups_ : groups_ * problem_.grid.tiling.cta_group;
     do {
+      if (next_number_ < cta.take_from) {
+        parked_.push_back(i);
+        return false;
+      }
       if (cta.taken == static_cast<int>(taken.size())) {
         if (cta_rank > 0) cta.parked = true;
         if (cta_rank > 0 || next_number_ == numbers) return false;
         taken.push_back(next_number_++);
+        for (int other : std::exchange(parked_, {})) events_.push({time, other, Kind::kTakeWork, 0});
         for (int other = i + 1; other < i + cluster_size_; ++other) {
           if (std::exchange(ctas_[other].parked, false)) events_.push({time, other, Kind::kTakeWork, 0});
         }
@@ -268,8 +283,34 @@ class Simulator {
       int const group = problem_.grid.tiling.cta_group;
       cta.next = together ? problem_.work_tile<P>(static_cast<int>(number), cta_rank)
                           : problem_.work_tile<P>(static_cast<int>(number / group), static_cast<int>(number % group));
-    } while (!cta.next.valid());
+    } while (!cta.next.valid() || !is_worked_on(cta, taken[cta.taken - 1], time));
     return true;
+  }
+
+  // Whether the CTA's next work tile is one at all, and if so, whether it is the whole KV tile: backward/whole_tiles.h.
+  bool is_worked_on(Cta& cta, int64_t number, double time) {
+    if constexpr (Order<P>::kDivided) {
+      int const tiles = problem_.grid.kv_tiles();
+      int64_t const place = number % (2 * tiles), first = number - place;
+      FirstPart& head = first_parts_[first / 2];
+      if (place == 0) {
+        auto const runs = [&](double launched) { return launched <= time + options_.patience; };
+        head.is_whole = std::count_if(options_.launch_times.begin(), options_.launch_times.end(), runs) >= tiles;
+      }
+      if (head.is_whole && cta.next.visits == Visits::kSecond) return false;
+      if (head.is_whole) {
+        cta.next.visits = Visits::kAll;
+        cta.next.steps = problem_.scheduler.steps_of<P>(cta.next, problem_.grid);
+        cta.take_from = first + tiles;
+      }
+    }
+    return true;
+  }
+
+  FirstPart& first_part_of(WorkTile const& work) {
+    size_t const kv_heads = static_cast<size_t>(problem_.scheduler.batch) * problem_.scheduler.kv_heads;
+    size_t const head = work.split * kv_heads + static_cast<size_t>(work.batch) * problem_.scheduler.kv_heads + work.kv_head;
+    return first_parts_[head * problem_.grid.kv_tiles() + work.kv_tile];
   }
 
   void begin_work_tile(int i, double time) {
@@ -277,6 +318,16 @@ class Simulator {
     cta.idle = cta.has_next = false;
     cta.work = cta.next;
     cta.at = {0, 0};
+    if constexpr (Order<P>::kDivided) {
+      if (cta.work.visits == Visits::kSecond) {
+        FirstPart& first = first_part_of(cta.work);
+        if (!first.ended) {
+          first.waiting = i;
+          return;
+        }
+        cta.at.step = Order<P>::steps(problem_.grid, cta.work.kv_tile, Visits::kSecond).first;
+      }
+    }
     cta.steps_left = cta.work.steps;
     double const start = std::max(time + options_.work_time, use_memory(time, options_.memory_work_time));
     if (cta.steps_left) {
@@ -329,8 +380,12 @@ class Simulator {
 
   void next_step(int i, double time) {
     Cta& cta = ctas_[i];
-    int const visits = problem_.grid.query_tiles_of(cta.work.kv_tile).count;
-    cta.at = dash_attn::next_step<P>(problem_.grid.mask.kind, cta.at, cta.work.query_heads, visits);
+    if constexpr (Order<P>::kDivided) {
+      cta.at = next_divided_step<P>(problem_.grid, cta.work.kv_tile, cta.work.visits, cta.at, cta.work.query_heads);
+    } else {
+      int const visits = problem_.grid.query_tiles_of(cta.work.kv_tile).count;
+      cta.at = dash_attn::next_step<P>(problem_.grid.mask.kind, cta.at, cta.work.query_heads, visits);
+    }
     if (--cta.steps_left) {
       begin_products(i, time);
     } else {
@@ -341,6 +396,13 @@ class Simulator {
   void end_steps(int i, double time) {
     Cta& cta = ctas_[i];
     result_.makespan = std::max(result_.makespan, time);
+    if (cta.work.visits == Visits::kFirst) {
+      FirstPart& first = first_part_of(cta.work);
+      first.ended = true;
+      end_work_tile(i, time);
+      if (first.waiting >= 0) begin_work_tile(first.waiting, time);
+      return;
+    }
     if (problem_.scheduler.splits == 1) {
       end_work_tile(i, time);
       return;
@@ -464,7 +526,9 @@ class Simulator {
   std::vector<std::vector<int64_t>> taken_;  // by each cluster, in order
   std::vector<std::vector<WorkTile>> mapped_;
   std::vector<Sum> sums_;             // of each query tile of each head
-  std::vector<SplitSum> split_sums_;  // of each KV tile of each KV head, where heads are split
+  std::vector<SplitSum> split_sums_;    // of each KV tile of each KV head, where heads are split
+  std::vector<FirstPart> first_parts_;  // of each split of each KV head, of each KV tile, where these are divided
+  std::vector<int> parked_;             // CTAs that wait for others to take numbers
   std::unordered_map<int64_t, std::pair<int, int64_t>> waiting_;  // (sum, rank): CTA and number of its partial
   std::priority_queue<Event, std::vector<Event>, std::greater<Event>> events_;
   Simulation result_;
@@ -480,7 +544,8 @@ Simulation simulate(Problem const& problem, SimulationOptions options) {
 template <Policy P>
 double critical_path(Problem problem, SimulationOptions options) {
   problem.scheduler.batch = problem.scheduler.kv_heads = 1;
-  options.sms = Order<P>::groups(problem.grid) * problem.grid.tiling.cta_group * problem.scheduler.splits;
+  int const groups = Order<P>::kDivided ? problem.grid.kv_tiles() : Order<P>::groups(problem.grid);
+  options.sms = groups * problem.grid.tiling.cta_group * problem.scheduler.splits;
   options.mapping = Mapping::kCounter;
   options.launch_times.clear();
   options.record_tasks = false;

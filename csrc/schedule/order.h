@@ -13,6 +13,8 @@
 // tile's work tile of the split before: taken earlier (work_tile.h). How many splits there are is decided in splits.h.
 #pragma once
 
+#include <cstdint>
+
 #include "../host_device.h"
 #include "policy.h"
 #include "rotation.h"
@@ -24,12 +26,19 @@ namespace dash_attn {
 //   kCtaGroup                  the cluster size the kernel launches; the functions read grid.tiling.cta_group
 //   groups(grid)               groups that the KV tiles of one (sequence, KV head, split) are cut into
 //   kv_tile(grid, group, r)    KV tile of CTA r of the cluster that took `group`; -1 when the group has no such tile
+//   kDivided                   whether a KV tile is in two groups, each with a part of its visits
+//   visits(grid, group)        which part the group takes
+//   steps(grid, kv, visits)    and the steps of a head that these are
 //   visit(grid, kv, step)      query tile at `step`, 0 <= step < grid.query_tiles_of(kv).count
 //   rank(grid, kv, q)          place of KV tile `kv` in dQ_q, 0 <= rank < grid.kv_tiles_of(q).count, q live for kv
 //   kHeadsTogether             whether all query heads of a work tile take a step before any takes the next, but for
 //                              windows (heads_together)
 template <Policy P>
 struct Order;
+
+// Of a KV tile: all its visits, or, where it is divided, the first ones, of all query heads, or the ones after them. Who
+// works on both parts goes from the one to the other: no sum is made otherwise than by two work tiles.
+enum class Visits : int { kAll, kFirst, kSecond };
 
 // Where a work tile is: the step of query head `head` of those that it walks.
 struct WorkStep {
@@ -51,14 +60,34 @@ DASH_HOST_DEVICE constexpr WorkStep next_step(MaskKind mask, WorkStep at, int he
   return at.step + 1 < steps_of_head ? WorkStep{at.step + 1, at.head} : WorkStep{0, at.head + 1};
 }
 
+// The same where KV tiles are divided: from the last head's first part to the second part of the first head.
+template <Policy P>
+DASH_HOST_DEVICE constexpr WorkStep next_divided_step(TileGrid const& grid, int kv, Visits visits, WorkStep at,
+                                                      int heads) {
+  Range const first = Order<P>::steps(grid, kv, Visits::kFirst);
+  bool const is_first = at.step < first.end();
+  int const end = is_first ? first.end() : grid.query_tiles();
+  if (at.step + 1 < end) return {at.step + 1, at.head};
+  bool const goes_on = is_first && visits == Visits::kAll && at.head + 1 == heads && end < grid.query_tiles();
+  return goes_on ? WorkStep{end, 0} : WorkStep{is_first ? 0 : first.end(), at.head + 1};
+}
+
 // Whether `at` is past the last step.
 template <Policy P>
 DASH_HOST_DEVICE constexpr bool is_end(MaskKind mask, WorkStep at, int heads, int steps_of_head) {
   return heads_together<P>(mask) ? at.step == steps_of_head : at.head == heads;
 }
 
+struct Undivided {
+  static constexpr bool kDivided = false;
+  DASH_HOST_DEVICE static constexpr Visits visits(TileGrid const&, int /*group*/) { return Visits::kAll; }
+  DASH_HOST_DEVICE static constexpr Range steps(TileGrid const& grid, int kv, Visits) {
+    return {0, grid.query_tiles_of(kv).count};
+  }
+};
+
 // KV tiles in groups of cta_group from tile 0 upwards.
-struct AscendingGroups {
+struct AscendingGroups : Undivided {
   DASH_HOST_DEVICE static constexpr int groups(TileGrid const& grid) {
     return ceil_div(grid.kv_tiles(), grid.tiling.cta_group);
   }
@@ -110,7 +139,7 @@ struct Order<Policy::kAtomic> : Order<Policy::kDescending> {};
 
 // Shortest first: KV tiles are taken last to first and added in that order, q upwards from the first live tile.
 template <>
-struct Order<Policy::kSpt> {
+struct Order<Policy::kSpt> : Undivided {
   static constexpr int kCtaGroup = 1;
   static constexpr bool kHeadsTogether = false;
 
@@ -126,27 +155,45 @@ struct Order<Policy::kSpt> {
   }
 };
 
-// Full mask. The paper's rotation, q = (kv + step) mod n, kept inside each group; groups one after the other.
-// With cta_group = n it is the published schedule.
+// Full mask. The paper's shift: a KV tile begins at its own query tile, goes on to the last one and then from the first:
+// with as many of both, q = (kv + step) mod n. The KV tiles that have begun at a query tile or before add there first,
+// the nearest one first; then the others. As one work tile each would wait for the next in a circle. So the visits are
+// divided where they go on from the first query tile: the first parts are taken from the last KV tile to the first, then
+// the second parts, and every wait points back.
 template <>
-struct Order<Policy::kShift> : AscendingGroups {
-  static constexpr int kCtaGroup = 2;
+struct Order<Policy::kShift> {
+  static constexpr int kCtaGroup = 1;
   static constexpr bool kHeadsTogether = false;
+  static constexpr bool kDivided = divides(Policy::kShift);
 
+  DASH_HOST_DEVICE static constexpr int groups(TileGrid const& grid) { return 2 * grid.kv_tiles(); }
+  DASH_HOST_DEVICE static constexpr Visits visits(TileGrid const& grid, int group) {
+    return group < grid.kv_tiles() ? Visits::kFirst : Visits::kSecond;
+  }
+  DASH_HOST_DEVICE static constexpr int kv_tile(TileGrid const& grid, int group, int cta_rank) {
+    return cta_rank > 0 ? -1 : grid.kv_tiles() - 1 - group % grid.kv_tiles();
+  }
+  DASH_HOST_DEVICE static constexpr Range steps(TileGrid const& grid, int kv, Visits visits) {
+    int const begin = first_visited(grid, kv), before_end = grid.query_tiles() - begin;
+    return visits == Visits::kAll ? Range{0, grid.query_tiles()}
+                                  : visits == Visits::kFirst ? Range{0, before_end} : Range{before_end, begin};
+  }
   DASH_HOST_DEVICE static constexpr int visit(TileGrid const& grid, int kv, int step) {
-    int const first = group_start(grid, kv);
-    return rotation(grid, first).visit_upwards(kv - first, step);
+    int const query_tile = first_visited(grid, kv) + step;
+    return query_tile < grid.query_tiles() ? query_tile : query_tile - grid.query_tiles();
   }
   DASH_HOST_DEVICE static constexpr int rank(TileGrid const& grid, int kv, int query_tile) {
-    int const first = group_start(grid, kv);
-    return first + rotation(grid, first).rank(kv - first, query_tile);
+    int const distance = last_begun(grid, query_tile) - kv;
+    return distance < 0 ? distance + grid.kv_tiles() : distance;
   }
 
-  DASH_HOST_DEVICE static constexpr int group_start(TileGrid const& grid, int kv) {
-    return kv - kv % grid.tiling.cta_group;
+  // Where a KV tile begins: spread evenly over the query tiles, the first one at the first.
+  DASH_HOST_DEVICE static constexpr int first_visited(TileGrid const& grid, int kv) {
+    return static_cast<int>(int64_t{kv} * grid.query_tiles() / grid.kv_tiles());
   }
-  DASH_HOST_DEVICE static constexpr Rotation rotation(TileGrid const& grid, int first) {
-    return {grid.query_tiles(), min_int(grid.tiling.cta_group, grid.kv_tiles() - first)};
+  // The last KV tile that has begun at a query tile or before: its inverse.
+  DASH_HOST_DEVICE static constexpr int last_begun(TileGrid const& grid, int query_tile) {
+    return static_cast<int>((int64_t{query_tile + 1} * grid.kv_tiles() - 1) / grid.query_tiles());
   }
 };
 
@@ -155,7 +202,7 @@ struct Order<Policy::kShift> : AscendingGroups {
 // as in the descending order, the tiles mirrored within the cluster so that the CTA with the longest tile
 // of the first half has the shortest of the second. With cta_group = n/2 and square tiles it is the published schedule.
 template <>
-struct Order<Policy::kSymmetricShift> {
+struct Order<Policy::kSymmetricShift> : Undivided {
   static constexpr int kCtaGroup = 2;
   static constexpr bool kHeadsTogether = true;
 

@@ -30,12 +30,15 @@ DASH_HOST_DEVICE constexpr Accumulation accumulation(Policy policy) {
                                       : Accumulation::kOrdered;
 }
 
-// Shift's rotation needs every query tile live for every KV tile; symmetric shift is built round the diagonal.
+// Shift needs every query tile live for every KV tile; symmetric shift is built round the diagonal.
 DASH_HOST_DEVICE constexpr bool fits(Policy policy, MaskKind mask) {
   if (policy == Policy::kShift) return mask == MaskKind::kFull;
   if (policy == Policy::kSymmetricShift) return mask == MaskKind::kCausal;
   return true;
 }
+
+// Whether a KV tile's visits are divided among two work tiles (order.h).
+DASH_HOST_DEVICE constexpr bool divides(Policy policy) { return policy == Policy::kShift; }
 
 // What it depends on whether a policy has a kernel for a call.
 struct CallKind {

@@ -16,8 +16,19 @@ namespace dash_attn {
 struct WorkPlace {
   int batch;  // which sequence
   int kv_head;
-  int split;    // of the KV head's query heads
+  int split : 24;  // of the KV head's query heads
+  Visits visits : 8;
   int kv_tile;  // -1: the group is smaller than the cluster and this CTA sits it out
+
+  DASH_HOST_DEVICE static constexpr WorkPlace of(int batch, int kv_head, int split, Visits visits, int kv_tile) {
+    WorkPlace place{};
+    place.batch = batch;
+    place.kv_head = kv_head;
+    place.split = split;
+    place.visits = visits;
+    place.kv_tile = kv_tile;
+    return place;
+  }
 };
 
 // What a CTA does between two looks at the counter: one KV tile with all query tiles that see it, of some query heads.
@@ -74,7 +85,8 @@ struct TileScheduler {
     int const split = head_of_split / heads;
     int const head = head_of_split - split * heads;
     int const sequence_number = head / kv_heads;
-    return {sequence_number, head - sequence_number * kv_heads, split, Order<P>::kv_tile(grid, group, cta_rank)};
+    return WorkPlace::of(sequence_number, head - sequence_number * kv_heads, split, Order<P>::visits(grid, group),
+                         Order<P>::kv_tile(grid, group, cta_rank));
   }
 
   // Units of work that a pack's sequence takes, of kv_heads numbers each. A number of the pack is of the sequence that
@@ -101,8 +113,9 @@ struct TileScheduler {
     work.q_outer = work.k_outer = work.batch;
   }
 
+  template <Policy P>
   DASH_HOST_DEVICE static constexpr int steps_of(WorkTile const& work, TileGrid const& grid) {
-    return work.kv_tile < 0 ? 0 : grid.query_tiles_of(work.kv_tile).count * work.query_heads;
+    return work.kv_tile < 0 ? 0 : Order<P>::steps(grid, work.kv_tile, work.visits).count * work.query_heads;
   }
 
   DASH_HOST_DEVICE constexpr void move_into_pack(WorkTile& work, PackedSequence const& s) const {
@@ -115,14 +128,15 @@ struct TileScheduler {
 
   template <Policy P>
   DASH_HOST_DEVICE constexpr WorkTile work_tile(TileGrid const& grid, int number, int cta_rank) const {
-    return at(grid, place<P>(grid, number, cta_rank));
+    return at<P>(grid, place<P>(grid, number, cta_rank));
   }
 
+  template <Policy P>
   DASH_HOST_DEVICE constexpr WorkTile at(TileGrid const& grid, WorkPlace const& place) const {
     WorkTile work{};
     static_cast<WorkPlace&>(work) = place;
     fill_in(work, grid);
-    work.steps = steps_of(work, grid);
+    work.steps = steps_of<P>(work, grid);
     return work;
   }
 };
