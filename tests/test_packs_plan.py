@@ -105,6 +105,11 @@ def launched_alone(arguments, seqlen_q, seqlen_k):
     return problem_of(arguments, seqlen_q, seqlen_k, splits=splits, head_swizzle=swizzle)
 
 
+def parts_of(arguments):
+    """Of a KV tile, which have work tiles of their own."""
+    return ("first", "second") if _schedule.divides(arguments["schedule"]) else ("all",)
+
+
 def tiles_in(rows, size):
     return -(-rows // size)
 
@@ -132,9 +137,9 @@ def test_every_work_tile_is_handed_out_once(arguments):
         tiles = sequences.pop(number, [])
         splits = tiles[0].splits if tiles else 1
         assert group % splits == 0
-        found = sorted((tile.kv_head, tile.split, tile.kv_tile) for tile in tiles)
+        found = sorted((tile.kv_head, tile.split, tile.kv_tile, tile.visits) for tile in tiles)
         kv_tiles = range(tiles_in(seqlen_k, tile_k))
-        assert found == list(itertools.product(range(kv_heads), range(splits), kv_tiles))
+        assert found == list(itertools.product(range(kv_heads), range(splits), kv_tiles, parts_of(arguments)))
         for tile in tiles:
             assert (tile.lengths, tile.splits) == ((seqlen_q, seqlen_k), splits)
             heads = group // splits
@@ -171,8 +176,11 @@ def test_a_sequence_has_the_order_that_it_has_alone(arguments):
         packed = [(0, tile.kv_head, tile.kv_tile, tile.split) for tile in sequences[number]]
         assert packed == [tile for tile in alone if tile]
         assert {tile.splits for tile in sequences[number]} == {problem.splits}
+        steps = collections.Counter()
         for tile in sequences[number]:
-            assert tile.steps == problem.query_tiles_of(tile.kv_tile)[1] * problem.heads_per_split
+            steps[tile.kv_head, tile.split, tile.kv_tile] += tile.steps
+        for (_, _, kv_tile), found in steps.items():
+            assert found == problem.query_tiles_of(kv_tile)[1] * problem.heads_per_split
 
 
 @given_packs
@@ -234,7 +242,7 @@ def test_places_of_split_sums_are_disjoint_and_there_is_room(arguments):
     pack = BackwardPack(**arguments)
     owners = {}
     for tile in work_of(pack):
-        if tile.splits > 1:
+        if tile.splits > 1 or tile.visits != "all":
             owner = tile.sequence, tile.kv_head, tile.kv_tile
             assert owners.setdefault(tile.split_tile, owner) == owner, "two sums in one place"
     assert len(set(owners.values())) == len(owners), "a sum in two places"
@@ -247,7 +255,7 @@ def check_room(pack, arguments):
     batch, group = len(arguments["lengths"]), arguments["heads"] // arguments["kv_heads"]
     tile_q, tile_k = _schedule.backward_tile_shape(**dims_of(arguments))
     sizes = dict(
-        units=(rows[1], tile_k, group), query_tiles=(rows[0], tile_q, 1), split_tiles=(rows[1], tile_k, 1),
+        units=(rows[1], tile_k, group * len(parts_of(arguments))), query_tiles=(rows[0], tile_q, 1), split_tiles=(rows[1], tile_k, 1),
         query_chunks=(rows[0], CHUNK_ROWS, 1), key_chunks=(rows[1], CHUNK_ROWS, 1),
     )  # fmt: skip
     assert set(pack.totals) == set(pack.most) == set(COUNTS)
@@ -283,8 +291,8 @@ ADVERSARIAL = {
 def test_there_is_room_for_adversarial_lengths(lengths, group, head_dim):
     for schedule, mask in itertools.product(POLICIES, [FULL, CAUSAL, window(100, 50), window(-1, -1, 70)]):
         if _schedule.fits(schedule, **mask):
-            arguments = dict(lengths=lengths, head_dim=head_dim, **heads_of(1, group), **mask, rows_outside=(0, 0))
-            check_room(BackwardPack(schedule, **arguments), arguments)
+            arguments = dict(schedule=schedule, lengths=lengths, head_dim=head_dim, **heads_of(1, group), **mask)
+            check_room(BackwardPack(**arguments), {**arguments, "rows_outside": (0, 0)})
 
 
 def test_room_is_a_function_of_the_number_of_rows_alone():

@@ -105,7 +105,15 @@ def check_orders(policy, problem):
         assert found == list(range(len(found))), f"ranks at query tile {q}"
         assert problem.kv_tiles_of(q)[1] == len(found)
 
-    check_progress(visits, rank, groups(policy, problem), problem)
+    grouped = [
+        [(kv, *_schedule.steps(policy, problem, group, kv)) for kv in members]
+        for group, members in enumerate(groups(policy, problem))
+    ]
+    made = {kv: [] for kv in kv_tiles}
+    for kv, first, count in itertools.chain(*grouped):
+        made[kv] += range(first, first + count)
+    assert made == {kv: list(range(len(visits[kv]))) for kv in kv_tiles}, "the visits of each KV tile once, in order"
+    check_progress(visits, rank, grouped, problem)
 
 
 def check_progress(visits, rank, grouped, problem):
@@ -114,20 +122,18 @@ def check_progress(visits, rank, grouped, problem):
     That it ends proves that no wait points at a later group and that no group waits for itself in a cycle; with more
     residency each group only finds more of the earlier ones still running, and they end by the same argument.
     """
-    assert sorted(itertools.chain(*grouped)) == list(range(len(visits)))
     assert all(0 < len(members) <= problem.cta_group for members in grouped)
     added = [0] * problem.num_query_tiles
     for members in grouped:
-        steps = {kv: 0 for kv in members}
+        left = {kv: visits[kv][first : first + count] for kv, first, count in members}
         moved = True
         while moved:
             moved = False
-            for kv in members:
-                while steps[kv] < len(visits[kv]) and rank[kv][visits[kv][steps[kv]]] == added[visits[kv][steps[kv]]]:
-                    added[visits[kv][steps[kv]]] += 1
-                    steps[kv] += 1
+            for kv, queries in left.items():
+                while queries and rank[kv][queries[0]] == added[queries[0]]:
+                    added[queries.pop(0)] += 1
                     moved = True
-        stuck = {kv: visits[kv][step] for kv, step in steps.items() if step < len(visits[kv])}
+        stuck = {kv: queries[0] for kv, queries in left.items() if queries}
         assert not stuck, f"KV tile: query tile it waits at for ever: {stuck}"
 
 
@@ -192,10 +198,12 @@ def test_lengths_up_to_the_limit(policy, mask, seqlen_q, seqlen_k, tile_q, tile_
 
 
 @pytest.mark.parametrize("n", range(1, 17))
-def test_shift_with_all_tiles_in_one_group_is_the_published_one(n):
-    problem = Problem(n, n, tile_q=1, tile_k=1, causal=False, cta_group=n)
+def test_shift_is_the_published_one(n):
+    problem = Problem(n, n, tile_q=1, tile_k=1, causal=False)
     assert visit_order("shift", problem) == [[(i + t) % n for t in range(n)] for i in range(n)]
     assert ranks("shift", problem) == [[(q - i) % n for q in range(n)] for i in range(n)]
+    first, second = groups("shift", problem)[:n], groups("shift", problem)[n:]
+    assert first == second == [[kv] for kv in reversed(range(n))]
 
 
 @pytest.mark.parametrize("n", range(4, 33, 2))
@@ -248,11 +256,19 @@ def test_work_tiles_cover_every_head_in_the_order_of_its_groups(policy, mask, sh
 @pytest.mark.parametrize("shape", [(5, 7), (8, 8), (3, 1), (1, 6)])
 def test_a_work_tile_walks_every_step_of_every_head_once(policy, mask, shape):
     problem = Problem(*shape, tile_q=1, tile_k=1, **mask, kv_heads=2, group_size=3, cta_group=2)
-    for kv_tile, visits in enumerate(visit_order(policy, problem)):
-        steps = itertools.product(range(len(visits)), range(3))
-        if not heads_together(policy, problem):
-            steps = ((step, head) for head, step in itertools.product(range(3), range(len(visits))))
-        assert walk(policy, problem, kv_tile) == list(steps)
+    parts = {}
+    for group, members in enumerate(groups(policy, problem)):
+        for kv in members:
+            parts.setdefault(kv, []).append(_schedule.steps(policy, problem, group, kv))
+    for kv_tile in range(problem.num_kv_tiles):
+        expected = []
+        for first, count in parts[kv_tile]:
+            steps = range(first, first + count)
+            if heads_together(policy, problem):
+                expected += itertools.product(steps, range(3))
+            else:
+                expected += ((step, head) for head, step in itertools.product(range(3), steps))
+        assert walk(policy, problem, kv_tile) == expected
 
 
 def test_which_policies_walk_heads_together():

@@ -168,6 +168,7 @@ inline void bind_packs(py::module_& m) {
       .def_readonly("sequence", &WorkTile::batch)
       .def_readonly("kv_head", &WorkTile::kv_head)
       .def_property_readonly("split", [](WorkTile const& work) { return int{work.split}; })
+      .def_property_readonly("visits", [](WorkTile const& work) { return kVisitsNames[static_cast<int>(work.visits)]; })
       .def_readonly("kv_tile", &WorkTile::kv_tile)
       .def_readonly("splits", &WorkTile::splits)
       .def_readonly("first_query_head", &WorkTile::first_query_head)

@@ -140,6 +140,14 @@ Table visit_order(std::string const& schedule, Problem const& problem) {
   });
 }
 
+std::tuple<int, int> steps(std::string const& schedule, Problem const& problem, int64_t group, int64_t kv_tile) {
+  return with_policy(schedule, problem, [&](auto policy) {
+    using O = Order<policy()>;
+    Visits const visits = O::visits(problem.grid, in_range("group", group, 0, O::groups(problem.grid)));
+    return as_tuple(O::steps(problem.grid, checked_kv_tile(problem, kv_tile), visits));
+  });
+}
+
 using Walk = std::vector<std::pair<int, int>>;
 
 Walk walk(std::string const& schedule, Problem const& problem, int64_t kv_tile) {
@@ -350,7 +358,13 @@ PYBIND11_MODULE(_schedule, m) {
   m.def("work_tile", &work_tile, py::arg("schedule"), py::arg("problem"), py::arg("number"), py::arg("cta_rank") = 0,
         "(batch, KV head, KV tile, split) of one CTA of the cluster that took a number; None when it sits it out.");
   m.def("groups", &groups, py::arg("schedule"), py::arg("problem"),
-        "KV tiles of each group of one (sequence, KV head, split), by CTA of the cluster.");
+        "KV tiles of each group of one (sequence, KV head, split), by CTA of the cluster; where they are divided, each "
+        "tile is in two groups.");
+  m.def(
+      "divides", [](std::string const& schedule) { return divides(parse_policy(schedule)); }, py::arg("schedule"),
+      "Whether a KV tile is in two groups, each with a part of its visits.");
+  m.def("steps", &steps, py::arg("schedule"), py::arg("problem"), py::arg("group"), py::arg("kv_tile"),
+        "(first, count) of the visits, of each query head, that a KV tile of the group makes in it.");
   m.def("visit_order", &visit_order, py::arg("schedule"), py::arg("problem"),
         "Query tiles of each KV tile, in the order of its visits.");
   m.def(
@@ -362,7 +376,7 @@ PYBIND11_MODULE(_schedule, m) {
       py::arg("schedule"), py::arg("problem"),
       "Whether the query heads of a work tile all take a step before any takes the next.");
   m.def("walk", &walk, py::arg("schedule"), py::arg("problem"), py::arg("kv_tile"),
-        "(step, query head of the split) of each step of a work tile, in order.");
+        "(step, query head of the split) of each step of a KV tile, in order.");
   m.def("ranks", &ranks, py::arg("schedule"), py::arg("problem"), "[kv_tile][query_tile]: rank, -1 where masked out.");
   m.def("add_order", &add_order, py::arg("schedule"), py::arg("problem"),
         "KV tiles of each query tile, in the order in which their partials are added to dQ.");

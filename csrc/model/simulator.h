@@ -283,7 +283,7 @@ class Simulator {
       int const group = problem_.grid.tiling.cta_group;
       cta.next = together ? problem_.work_tile<P>(static_cast<int>(number), cta_rank)
                           : problem_.work_tile<P>(static_cast<int>(number / group), static_cast<int>(number % group));
-    } while (!cta.next.valid() || !is_worked_on(cta, taken[cta.taken - 1], time));
+    } while (!cta.next.valid() || !is_worked_on(cta, taken[cta.taken - 1] / (together ? 1 : problem_.grid.tiling.cta_group), time));
     return true;
   }
 

@@ -14,7 +14,7 @@ namespace dash_attn {
 
 DASH_HOST_DEVICE constexpr int head_swizzle(Policy policy, TileGrid const& grid, int heads_of_work_tile,
                                             HeadDims padded) {
-  if (divides(policy)) return 1;  // all KV tiles of a head are worked on at a time: backward/whole_tiles.h
+  if (divides(policy)) return 1;  // as TileScheduler::place has it
   constexpr int kElementBytes = 2, kSumBytes = 4;
   int64_t const row_bytes = padded.sum() * kElementBytes + padded.qk * kSumBytes;
   int64_t const head_bytes = grid.mask.sequence.seqlen_q * row_bytes;

@@ -39,6 +39,7 @@ struct Order;
 // Of a KV tile: all its visits, or, where it is divided, the first ones, of all query heads, or the ones after them. Who
 // works on both parts goes from the one to the other: no sum is made otherwise than by two work tiles.
 enum class Visits : int { kAll, kFirst, kSecond };
+inline constexpr const char* kVisitsNames[] = {"all", "first", "second"};
 
 // Where a work tile is: the step of query head `head` of those that it walks.
 struct WorkStep {

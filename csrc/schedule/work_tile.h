@@ -72,13 +72,14 @@ struct TileScheduler {
   // All heads' first splits come before any second one: where there are enough heads, a work tile that ends then finds
   // the sums of the split before ready. These come in lots of head_swizzle. Within a lot the first group of each comes
   // before the second of any: fewer groups of one run at a time, so fewer wait for each other's adds, and the longest
-  // (or shortest) tiles of all heads come together.
+  // (or shortest) tiles of all heads come together. Where KV tiles are divided, a head's numbers follow each other.
   template <Policy P>
   DASH_HOST_DEVICE constexpr WorkPlace place(TileGrid const& grid, int number, int cta_rank) const {
     int const groups = Order<P>::groups(grid);
     int const heads = batch * kv_heads;
-    int const lot_start = number / groups / head_swizzle * head_swizzle;
-    int const lot = min_int(head_swizzle, heads * splits - lot_start);
+    int const swizzle = Order<P>::kDivided ? 1 : head_swizzle;
+    int const lot_start = number / groups / swizzle * swizzle;
+    int const lot = min_int(swizzle, heads * splits - lot_start);
     int const number_in_lot = number - lot_start * groups;
     int const group = number_in_lot / lot;
     int const head_of_split = lot_start + number_in_lot - group * lot;

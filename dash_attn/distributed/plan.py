@@ -126,7 +126,7 @@ def make_plan(
     shape |= {"head_dim": head_dim, "value_head_dim": value_head_dim, "heads": heads, "kv_heads": kv_heads}
     policy = _schedule.resolve(schedule, **{k: x for k, x in shape.items() if k not in ("heads", "kv_heads")})
     kernel = _schedule.problem(policy, seqlen_q, seqlen_k, **shape)
-    if kernel.cta_group > 1:
+    if kernel.cta_group > 1 or _schedule.divides(policy):
         raise ValueError(
             f"schedule must be a policy whose visits go in one direction, without clusters, got {policy!r}"
         )

@@ -1,5 +1,5 @@
 // The kernels of the backward for one row of the table of tiles, EMULATED_DIMS, on the host: `backward NAME=VALUE...`
-// runs one call (call.h; and schedule=, of which there are those without clusters) with an output and an LSE computed
+// runs one call (call.h; and schedule=, of which there are those without clusters, shift at 64 and 128) with an output and an LSE computed
 // in double, and holds its gradients against sums in double. Prints a digest of the bits of each, or what is wrong.
 // Linked with stages.cpp. With infinite_row=R lone_column=C, of fp16 and order-free sums, dS of query R is infinite and
 // K zero but for column C: dQ of that row is to be NaN in every column, that of the others right.
@@ -86,7 +86,15 @@ class BackwardCall : emulator::Call<Element> {
   void serve(Mask, Score) {
     if (a_.mask.kind != Mask::kKind || score_kind(a_) != Score::Score::kKind) { return; }
     using Dtype = emulator::DtypeOf<Element>;
-    if (static_cast<Policy>(a_.schedule) == Policy::kOrderFree) {
+    constexpr HeadDims kDims = EMULATED_DIMS::kDims;
+    constexpr bool kHasShift = has_kernel(Policy::kShift, {Mask::kKind, kDims, Score::Score::kKind != ScoreKind::kPlain});
+    if (static_cast<Policy>(a_.schedule) == Policy::kShift) {
+      if constexpr (kHasShift && (kDims.qk == 64 || kDims.qk == 128)) {
+        launch_backward<BackwardVariant<Dtype, EMULATED_DIMS, Mask, Score, Shift>>(a_, nullptr);
+      } else {
+        return;
+      }
+    } else if (static_cast<Policy>(a_.schedule) == Policy::kOrderFree) {
       launch_backward<BackwardVariant<Dtype, EMULATED_DIMS, Mask, Score, OrderFree>>(a_, nullptr);
     } else {
       launch_backward<BackwardVariant<Dtype, EMULATED_DIMS, Mask, Score, Ordered>>(a_, nullptr);

@@ -112,6 +112,7 @@ T __ldg(const T* pointer) {
   return *pointer;
 }
 inline int atomicAdd(int* address, int value) {
+  emulator::machine->self().polled = nullptr;  // who looks again after this does not only wait
   const int before = *address;
   *address += value;
   return before;
