@@ -1,5 +1,5 @@
-// The rotation both shift policies are made of: the m KV tiles of a group walk the same run of query tiles, each
-// starting one further on, so that in lockstep no two of them are at the same query tile.
+// The rotation of the symmetric shift: the m KV tiles of a group walk the same run of query tiles, each starting one
+// further on, so that in lockstep no two of them are at the same query tile.
 //
 // A run longer than the group is cut into blocks of m to 2m-1 query tiles and rotated block by block. One rotation over
 // the whole run would finish its first query tiles last, and the next group, which starts there, would wait for it all.
@@ -28,13 +28,7 @@ struct Rotation {
     return {in_larger + (position - in_larger) / small * small, small};
   }
 
-  // Position of the run that member `l` visits at `step`, blocks taken upwards.
-  DASH_HOST_DEVICE constexpr int visit_upwards(int l, int step) const {
-    RotationBlock const b = block(step);
-    return b.start + rotate(b.size, l, step - b.start);
-  }
-
-  // The same with the blocks taken from the end of the run to its start.
+  // Position of the run that member `l` visits at `step`, blocks taken from the end of the run to its start.
   DASH_HOST_DEVICE constexpr int visit_downwards(int l, int step) const {
     int const from_end = length - 1 - step;
     RotationBlock const b = block(from_end);

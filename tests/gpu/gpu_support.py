@@ -125,7 +125,7 @@ def tiles_of(problem: Problem, policy: str) -> schedule.Problem:
 def needs_clusters(policy: str) -> bool:
     """Whether the policy's CTAs wait for each other within a cluster, which starts only where its SMs are free
     together."""
-    return policy in ("shift", "symmetric_shift")
+    return policy == "symmetric_shift"
 
 
 def splits(problem: Problem) -> int:

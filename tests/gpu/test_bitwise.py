@@ -66,13 +66,37 @@ def test_a_head_does_not_see_the_other_heads_under_any_policy(causal, device):
     check_heads(Problem(2, 515, 515, 16, 8, 128, causal), device, support.schedules(causal))
 
 
-@pytest.mark.parametrize("policy, causal", [("shift", False), ("symmetric_shift", True)])
 @pytest.mark.parametrize("head_dim", [64, 96, 128])
-def test_clusters_raise_when_one_sm_is_left(head_dim, policy, causal, device, num_sms):
-    problem = Problem(1, 300, 300, 2, 2, head_dim, causal)
+def test_clusters_raise_when_one_sm_is_left(head_dim, device, num_sms):
+    policy, problem = "symmetric_shift", Problem(1, 300, 300, 2, 2, head_dim, True)
     inputs = support.random_inputs(problem, device)
     expected = expected_gradients(inputs, problem, policy)
     with pytest.raises(RuntimeError, match=f"sm_margin leaves 1 SM, schedule {policy} runs clusters of 2"):
         support.backward(inputs, problem, policy, num_sms - 1)
     gradients = support.backward(inputs, problem, policy, num_sms - 2)
     support.assert_same_bits(gradients, expected, f"{problem} {policy}, two SMs left")
+
+
+@pytest.mark.parametrize("lengths, heads, kv_heads", [
+    ((2048, 2048), 8, 8), ((515, 2049), 16, 2), ((2049, 1100), 32, 1), ((300, 140 * 128), 2, 1),
+], ids=str)  # fmt: skip
+@pytest.mark.parametrize("head_dim", [64, 96, 128])
+def test_divided_kv_tiles_have_the_same_bits_whole_and_in_parts(
+    head_dim, lengths, heads, kv_heads, device, num_sms, perturbation
+):
+    """With as many CTAs as a head has KV tiles, one fewer, few, and as many as start while other kernels run."""
+    problem = Problem(1, *lengths, heads, kv_heads, head_dim, False)
+    inputs = support.random_inputs(problem, device)
+    expected = expected_gradients(inputs, problem, "shift")
+    kv_tiles = support.tiles_of(problem, "shift").num_kv_tiles
+    for ctas in {kv_tiles, kv_tiles - 1, 5, 1}:
+        gradients = support.backward(inputs, problem, "shift", max(0, num_sms - ctas))
+        support.assert_same_bits(gradients, expected, f"{problem}, {ctas} CTAs")
+    for _ in range(10):
+        perturbation.enqueue(4)
+        gradients = support.backward(inputs, problem, "shift")
+        support.assert_same_bits(gradients, expected, f"{problem}, beside other kernels")
+    # Another order of sums, and nothing else.
+    for name, x in expected_gradients(inputs, problem, "ascending").items():
+        difference = (x.double() - expected[name].double()).norm() / x.double().norm()
+        assert difference < 2e-3, f"{problem} {name}: {difference:.1e}"

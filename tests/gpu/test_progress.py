@@ -14,7 +14,7 @@ HOLD_LIMIT_S = 0.5
 PROPORTION = 2.0
 SLACK_MS = 2.0
 # A cluster of two starts only on two free SMs of one GPC. With more free SMs than this there is such a pair (8 GPCs);
-# with fewer the two shift policies may have to wait for the holder, and are held to the same bits only.
+# with fewer the symmetric shift may have to wait for the holder, and is held to the same bits only.
 FREE_SMS_FOR_A_CLUSTER = 9
 
 
