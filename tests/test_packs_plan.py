@@ -255,7 +255,8 @@ def check_room(pack, arguments):
     batch, group = len(arguments["lengths"]), arguments["heads"] // arguments["kv_heads"]
     tile_q, tile_k = _schedule.backward_tile_shape(**dims_of(arguments))
     sizes = dict(
-        units=(rows[1], tile_k, group * len(parts_of(arguments))), query_tiles=(rows[0], tile_q, 1), split_tiles=(rows[1], tile_k, 1),
+        units=(rows[1], tile_k, group * len(parts_of(arguments))),
+        query_tiles=(rows[0], tile_q, 1), split_tiles=(rows[1], tile_k, 1),
         query_chunks=(rows[0], CHUNK_ROWS, 1), key_chunks=(rows[1], CHUNK_ROWS, 1),
     )  # fmt: skip
     assert set(pack.totals) == set(pack.most) == set(COUNTS)

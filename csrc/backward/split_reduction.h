@@ -119,8 +119,8 @@ __device__ __forceinline__ void with_sums(float* sums, int* semaphores, const Wo
   const int64_t first = 2 * (int64_t(work.split_tile) * Variant::kConsumers + consumer);
   const auto sum = [&](int64_t number) {
     using Sum = SplitSum<kRegisters>;
-    return Sum(semaphores + number, reinterpret_cast<float4*>(sums) + number * Sum::kQuads * kWarpgroupThreads, consumer,
-               thread);
+    float4* const first_of_sum = reinterpret_cast<float4*>(sums) + number * Sum::kQuads * kWarpgroupThreads;
+    return Sum(semaphores + number, first_of_sum, consumer, thread);
   };
   f(sum(first), sum(first + 1));
 }

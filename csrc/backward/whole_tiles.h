@@ -1,5 +1,5 @@
-// Divided KV tiles (schedule/order.h) that are worked on whole all the same: both parts by one CTA, with dK and dV in its
-// registers, as the second part would have taken them up. The bits are the same.
+// Divided KV tiles (schedule/order.h) that are worked on whole all the same: both parts by one CTA, with dK and dV in
+// its registers, as the second part would have taken them up. The bits are the same.
 //
 // Whole, the KV tiles of a head wait for each other in a circle, so each must have a CTA. Whoever takes a head's first
 // number decides for the head: it is worked on whole if as many CTAs are running as it has KV tiles. Then

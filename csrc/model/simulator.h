@@ -22,93 +22,10 @@
 #include "../schedule/order.h"
 #include "../schedule/policy.h"
 #include "problem.h"
+#include "published_mapping.h"
+#include "simulation.h"
 
 namespace dash_attn {
-
-enum class Mapping {
-  kCounter,      // clusters take groups of KV tiles from a counter, as the kernel does
-  kIndependent,  // the KV tiles of the groups are taken one by one, by CTAs that need not be resident together
-  kPublished,    // the paper's static mapping of one SM a KV tile, heads one after the other
-};
-
-struct SimulationOptions {
-  int sms = 1;
-  double product_time = 1;
-  double spread = 0;     // products take product_time * (1 - spread ... 1 + spread), evenly, the same each time
-  double mask_time = 0;  // what products take longer where the causal diagonal crosses the tile
-  double add_time = 0;
-  double signal_time = 0;  // from the end of an add until the next rank's CTA knows of it
-  // From taking up a partial until the semaphore is known to stand at its rank, when it does already; not for rank 0.
-  double poll_time = 0;
-  // From the end of a work tile's products to the start of the next one's: dK and dV out, K and Q in.
-  double work_time = 0;
-  double split_time = 0;  // for which a split adds its dK and dV up, when the split before has
-  double load_time = 0;   // from the start of a work tile of few steps until its loads have gone out
-  // For which a work tile's K, V, dK and dV keep memory busy, which serves one after the other.
-  double memory_work_time = 0;
-  double memory_tile_time = 0;  // the same for a query tile that is not in cache: Q, dO and the sum of dQ
-  double miss_time = 0;         // what products take longer then, even if memory has nothing else to do
-  double cache_time = 1e12;     // what the cache holds: a tile leaves it at 0.5 to 1.5 of this use of memory
-  int staging = 0;              // partials that may be under way while products go on; 0: products wait for the add
-  int adders = 1;       // partials of a CTA that may wait for their rank or be added at a time, taken round robin
-  int loads_ahead = 0;  // steps loaded ahead: a work tile is taken this many steps before the end of the one before
-  bool ordered = true;  // false: partials are added when they are ready, in any order
-  Mapping mapping = Mapping::kCounter;
-  double patience = 0;  // for which who decides how a head's divided KV tiles are worked on waits for CTAs to begin
-  std::vector<double> launch_times;  // when each cluster (each SM, without clusters) becomes resident; empty: 0
-  bool record_tasks = false;
-};
-
-struct SimulatedTask {
-  int sm, batch, head, kv_tile, query_tile;
-  double start, products_end, add_start, end;
-};
-
-struct Simulation {
-  double makespan = 0;
-  double busy = 0;         // time that products take, and adds that products wait for
-  double memory_time = 0;  // that memory takes to serve all requests
-  int64_t num_tasks = 0;
-  std::vector<SimulatedTask> tasks;  // in the order in which they end
-};
-
-// The static mapping of the paper: which KV tiles SM s owns, in order. Needs as many SMs as KV tiles.
-template <Policy policy>
-std::vector<std::vector<WorkTile>> published_mapping(Problem const& problem, int sms) {
-  int const n = problem.grid.kv_tiles();
-  if (policy == Policy::kSpt) throw std::invalid_argument("the paper gives no static mapping for schedule='spt'");
-  if (sms != n) {
-    throw std::invalid_argument("sms must be the number of KV tiles, " + std::to_string(n) +
-                                ", in the published mapping, got " + std::to_string(sms));
-  }
-  if (policy == Policy::kSymmetricShift && n % 2) {
-    throw std::invalid_argument("the published symmetric shift needs an even number of KV tiles, got " +
-                                std::to_string(n));
-  }
-  std::vector<std::vector<WorkTile>> work(sms);
-  int const heads = problem.scheduler.batch * problem.scheduler.kv_heads;
-  for (int head = 0; head < heads * problem.scheduler.splits; ++head) {
-    auto const give = [&](int sm, int kv) {
-      int const kv_heads = problem.scheduler.kv_heads;
-      WorkPlace const place =
-          WorkPlace::of(head % heads / kv_heads, head % kv_heads, head / heads, Visits::kAll, kv);
-      work[sm].push_back(problem.scheduler.at<policy>(problem.grid, place));
-    };
-    for (int s = 0; s < n; ++s) {
-      if (policy == Policy::kSymmetricShift) {
-        if (s < n / 2) {
-          int const sm = head % 2 * (n / 2) + s;  // two heads side by side, half of the SMs each
-          give(sm, s);
-          give(sm, n - 1 - s);
-        }
-      } else {
-        bool const mirrored = problem.grid.mask.kind == MaskKind::kCausal && head % 2;
-        give(s, mirrored ? n - 1 - s : s);
-      }
-    }
-  }
-  return work;
-}
 
 template <Policy P>
 class Simulator {
@@ -265,6 +182,7 @@ class Simulator {
     int const cta_rank = i % cluster_size_;
     std::vector<int64_t>& taken = taken_[i / cluster_size_];
     int64_t const numbers = together ? groups_ : groups_ * problem_.grid.tiling.cta_group;
+    int64_t number_of_group = 0;
     do {
       if (next_number_ < cta.take_from) {
         parked_.push_back(i);
@@ -281,9 +199,10 @@ class Simulator {
       }
       int64_t const number = taken[cta.taken++];
       int const group = problem_.grid.tiling.cta_group;
-      cta.next = together ? problem_.work_tile<P>(static_cast<int>(number), cta_rank)
-                          : problem_.work_tile<P>(static_cast<int>(number / group), static_cast<int>(number % group));
-    } while (!cta.next.valid() || !is_worked_on(cta, taken[cta.taken - 1] / (together ? 1 : problem_.grid.tiling.cta_group), time));
+      number_of_group = together ? number : number / group;
+      cta.next = problem_.work_tile<P>(static_cast<int>(number_of_group),
+                                       together ? cta_rank : static_cast<int>(number % group));
+    } while (!cta.next.valid() || !is_worked_on(cta, number_of_group, time));
     return true;
   }
 
@@ -308,8 +227,8 @@ class Simulator {
   }
 
   FirstPart& first_part_of(WorkTile const& work) {
-    size_t const kv_heads = static_cast<size_t>(problem_.scheduler.batch) * problem_.scheduler.kv_heads;
-    size_t const head = work.split * kv_heads + static_cast<size_t>(work.batch) * problem_.scheduler.kv_heads + work.kv_head;
+    TileScheduler const& s = problem_.scheduler;
+    size_t const head = (static_cast<size_t>(work.split) * s.batch + work.batch) * s.kv_heads + work.kv_head;
     return first_parts_[head * problem_.grid.kv_tiles() + work.kv_tile];
   }
 

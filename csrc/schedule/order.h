@@ -36,8 +36,8 @@ namespace dash_attn {
 template <Policy P>
 struct Order;
 
-// Of a KV tile: all its visits, or, where it is divided, the first ones, of all query heads, or the ones after them. Who
-// works on both parts goes from the one to the other: no sum is made otherwise than by two work tiles.
+// Of a KV tile: all its visits, or, where it is divided, the first ones, of all query heads, or the ones after them.
+// Who works on both parts goes from the one to the other: no sum is made otherwise than by two work tiles.
 enum class Visits : int { kAll, kFirst, kSecond };
 inline constexpr const char* kVisitsNames[] = {"all", "first", "second"};
 
@@ -156,11 +156,11 @@ struct Order<Policy::kSpt> : Undivided {
   }
 };
 
-// Full mask. The paper's shift: a KV tile begins at its own query tile, goes on to the last one and then from the first:
-// with as many of both, q = (kv + step) mod n. The KV tiles that have begun at a query tile or before add there first,
-// the nearest one first; then the others. As one work tile each would wait for the next in a circle. So the visits are
-// divided where they go on from the first query tile: the first parts are taken from the last KV tile to the first, then
-// the second parts, and every wait points back.
+// Full mask. The paper's shift: a KV tile begins at its own query tile, goes on to the last one and then from the
+// first: with as many of both, q = (kv + step) mod n. The KV tiles that have begun at a query tile or before add there
+// first, the nearest one first; then the others. As one work tile each would wait for the next in a circle. So the
+// visits are divided where they go on from the first query tile: the first parts are taken from the last KV tile to the
+// first, then the second parts, and every wait points back.
 template <>
 struct Order<Policy::kShift> {
   static constexpr int kCtaGroup = 1;
