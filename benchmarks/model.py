@@ -27,6 +27,8 @@ KERNEL = {
     "adders": _schedule.BACKWARD_ADDERS,
     "loads_ahead": _schedule.BACKWARD_STAGES,
 }
+# Clocks, about, for which who decides about divided KV tiles looks for CTAs (csrc/backward/whole_tiles.h).
+PATIENCE = 10_000
 # Policies whose adds wait for no one.
 UNORDERED = tuple(p for p in (*schedule.POLICIES, *schedule.YARDSTICKS) if not _schedule.is_ordered(p))
 ELEMENT_BYTES, SUM_BYTES = 2, 4
@@ -123,6 +125,7 @@ def play(machine: Machine, policy: str, shape, sms: int | None = None):
         cache_time=machine.cache_mib * MIB / machine.memory,
         launch_times=[machine.start + machine.launch * i / clusters for i in range(clusters)],
         mapping="counter",
+        patience=PATIENCE,
     )
     for name, value in settings.items():
         setattr(options, name, value)

@@ -216,6 +216,7 @@ BAD_OPTIONS = [
     (dict(sms=4, staging=-1), "staging must be in"),
     (dict(sms=4, spread=1.0), "spread must be in"),
     (dict(sms=4, memory_tile_time=-1), "memory_tile_time must be in"),
+    (dict(sms=4, patience=float("nan")), "patience must be in"),
     (dict(sms=4, mapping="static"), "mapping must be one of 'counter', 'independent', 'published', got 'static'"),
     (dict(sms=4, launch_times=[0.0]), "launch_times must have one entry a cluster, 2, got 1"),
     (dict(sms=4, mapping="published"), "sms must be the number of KV tiles, 8, in the published mapping, got 4"),

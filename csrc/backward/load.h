@@ -21,7 +21,8 @@
 
 namespace dash_attn::backward {
 
-// Query tiles are read once by each KV tile of a head, K and V once by each split of the query heads.
+// Query tiles are read once by each KV tile of a head, K and V once by each work tile: by each split of the query
+// heads, and by each part of a divided KV tile.
 template <typename Variant>
 class Loader {
  public:
@@ -32,12 +33,12 @@ class Loader {
   __device__ Loader(Shared& shared, const KernelParams& params) : shared_(shared), params_(params) {}
 
   __device__ void run() {
-    int take_from = 0;
+    int others_until = 0;
     if constexpr (Variant::kDivided) {
       if (is_leader()) { count_running_cta(params_); }
     }
     for (;; ring_ = ring_.next()) {
-      if (is_leader()) { publish_work(shared_, params_, ring_, take_from); }
+      if (is_leader()) { publish_work(shared_, params_, ring_, others_until); }
       __syncwarp();
       const WorkTile& work = shared_.work[ring_.slot()];
       if (work.kv_tile == kNoMoreWork) {

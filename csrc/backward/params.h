@@ -53,7 +53,7 @@ struct Workspace {
 
   // Where KV tiles are divided only: whole_tiles.h.
   int* running_ctas;           // how many CTAs have begun
-  int* whole_heads;            // by number of work, of the first one of each (sequence, KV head, split): WholeHead
+  int* whole_heads;            // by number of work, of the first one of each (sequence, KV head): WholeHead
   float* first_part_sums;      // as split_sums: dK and dV of a first part that another CTA goes on with
   int* first_part_semaphores;  // as split_semaphores: how many have been left there and taken up
 

@@ -5,6 +5,9 @@
 //   -> one thread of the next split: ld.acquire semaphore -> barrier of the warpgroup -> all threads load the sum
 //
 // The work tile that is waited for was taken earlier (schedule/order.h): it is being worked on, or has ended.
+//
+// In the same way the first part of a divided KV tile hands its sums to the second, where two work tiles have them: in
+// a place of their own, which serves one split after the other, all of which are in parts then (whole_tiles.h).
 #pragma once
 
 #include "../device/ptx.h"

@@ -4,7 +4,7 @@
 //
 // Taking numbers in order is what makes waiting safe: a CTA that holds number n waits only for lower ones
 // (schedule/order.h), all of which are held by CTAs that are running or have finished, so the lowest unfinished one
-// never waits.
+// never waits. Why it may wait for higher ones where it has a whole KV tile instead of a part: whole_tiles.h.
 #pragma once
 
 #include <cute/arch/cluster_sm90.hpp>
@@ -52,7 +52,7 @@ __device__ __forceinline__ int take_number(SharedStorage<Variant>& shared, const
 // The work tile that `number` stands for; false where it stands for none. What is worked out goes by way of shared
 // memory, to spare registers.
 template <typename Variant>
-__device__ __forceinline__ bool write_work(WorkTile& work, const KernelParams& params, int number, int& take_from) {
+__device__ __forceinline__ bool write_work(WorkTile& work, const KernelParams& params, int number, int& others_until) {
   const PackView& pack = params.pack;
   TileScheduler scheduler = params.scheduler;
   [[maybe_unused]] const int number_of_call = number;
@@ -69,42 +69,41 @@ __device__ __forceinline__ bool write_work(WorkTile& work, const KernelParams& p
   });
   forget_memory();
   if constexpr (Variant::kDivided) {
-    const int kv_tiles = Variant::grid(scheduler.sequence, params.window).kv_tiles();
-    const int first_number = number_of_call - number % (2 * kv_tiles);
-    if (is_worked_on_whole(params, first_number, number_of_call == first_number, kv_tiles)) {
+    const TileGrid grid = Variant::grid(scheduler.sequence, params.window);
+    const int first_number = scheduler.template first_number_of_head<Variant::Policies::kAny>(grid, number);
+    const int before_sequence = number_of_call - number, kv_tiles = grid.kv_tiles();
+    if (is_worked_on_whole(params, before_sequence + first_number, number == first_number, kv_tiles)) {
+      // A second part's number comes after all first parts', so the next one may be taken at once.
       if (work.visits == Visits::kSecond) { return false; }
       work.visits = Visits::kAll;
-      take_from = first_number + kv_tiles;
+      others_until = number_of_call + work.kv_tile + 1;
     }
   }
   const TileGrid grid = Variant::grid(scheduler.sequence, params.window);
   scheduler.fill_in(work, grid);
   forget_memory();
-  Variant::Policies::with(scheduler.policy, [&](auto policy) {
-    const TileGrid grid = Variant::grid(work.sequence, params.window);
-    work.steps = scheduler.template steps_of<decltype(policy)::value>(work, grid);
-  });
+  work.steps = scheduler.template steps_of<Variant::Policies::kAny>(work, Variant::grid(work.sequence, params.window));
   forget_memory();
   if (pack.is_pack()) { scheduler.move_into_pack(work, pack.sequences[work.packed]); }
   return true;
 }
 
-// Called by the loader's leader, once a work tile: waits for the slot, and fills it. `take_from`: below it all numbers
-// are taken by others before this CTA takes one (whole_tiles.h).
+// Called by the loader's leader, once a work tile: waits for the slot, and fills it. `others_until`: numbers below it
+// are others' to take before this CTA takes one (whole_tiles.h).
 template <typename Variant>
 __device__ __forceinline__ void publish_work(SharedStorage<Variant>& shared, const KernelParams& params,
-                                             WorkRing<Variant> ring, [[maybe_unused]] int& take_from) {
-  if constexpr (Variant::kDivided) { wait_until_taken(params, take_from); }
+                                             WorkRing<Variant> ring, [[maybe_unused]] int& others_until) {
+  if constexpr (Variant::kDivided) { wait_until_taken(params, others_until); }
   int number = take_number(shared, params, ring);
   shared.work_empty[ring.slot()].wait(ring.empty_parity());
   WorkTile& work = shared.work[ring.slot()];
   const int numbers = params.pack.is_pack() ? params.pack.totals->units * params.scheduler.kv_heads : params.num_groups;
   if constexpr (Variant::kDivided) {
-    while (number < numbers && !write_work<Variant>(work, params, number, take_from)) {
+    while (number < numbers && !write_work<Variant>(work, params, number, others_until)) {
       number = take_number(shared, params, ring);
     }
   } else if (number < numbers) {
-    write_work<Variant>(work, params, number, take_from);
+    write_work<Variant>(work, params, number, others_until);
   }
   if (number >= numbers) { work.kv_tile = kNoMoreWork; }
   shared.work_full[ring.slot()].arrive();

@@ -250,6 +250,7 @@ void check(SimulationOptions const& options) {
   duration("memory_work_time", options.memory_work_time);
   duration("memory_tile_time", options.memory_tile_time);
   duration("cache_time", options.cache_time);
+  duration("patience", options.patience);
   in_range("staging", options.staging, 0, 1 << 10);
   in_range("adders", options.adders, 1, std::max(1, options.staging) + 1);
   in_range("loads_ahead", options.loads_ahead, 0, 1 << 10);

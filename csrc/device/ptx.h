@@ -116,6 +116,9 @@ __device__ __forceinline__ int load_acquire(const int* address) {
   return value;
 }
 
+// The same, once and again, by who does not wait for another value.
+__device__ __forceinline__ int look(const int* address) { return load_acquire(address); }
+
 __device__ __forceinline__ void store_release(int* address, int value) {
   asm volatile("st.release.gpu.global.s32 [%0], %1;" : : "l"(address), "r"(value) : "memory");
 }

@@ -88,8 +88,8 @@ struct BackwardWorkspace {
   backward::Workspace arrays;
   PackArrays pack;
   PackCapacity most;
-  int64_t split_semaphores;
-  int64_t work_counters;
+  int64_t split_semaphores;  // and those of first parts
+  int64_t work_counters;     // next_work and what lies behind it
   int64_t bytes;
 };
 
@@ -129,10 +129,11 @@ inline BackwardWorkspace plan_workspace(void* base, const BackwardArguments& a) 
     cutter.take(w.arrays.first_part_sums, floats_of_sums);
   }
   if (sums > 0) {
-    cutter.take(w.arrays.split_sums, is_divided && a.group_size() == 1 ? 0 : floats_of_sums);
+    const bool has_splits = a.is_pack() ? a.group_size() > 1 : splits_of_call(a, grid) > 1;
+    if (has_splits) { cutter.take(w.arrays.split_sums, floats_of_sums); }
     w.split_semaphores = is_divided ? 2 * sums : sums;
     cutter.take(w.arrays.split_semaphores, w.split_semaphores);
-    w.arrays.first_part_semaphores = w.arrays.split_semaphores + sums;
+    if (is_divided) { w.arrays.first_part_semaphores = w.arrays.split_semaphores + sums; }
   }
   if (a.dsinks) { cutter.take(w.arrays.sink_sums, int64_t(a.batch) * a.heads); }
   if (accumulation(static_cast<Policy>(a.schedule)) == Accumulation::kOrderFree) {

@@ -35,7 +35,8 @@ struct SimulationOptions {
   int loads_ahead = 0;  // steps loaded ahead: a work tile is taken this many steps before the end of the one before
   bool ordered = true;  // false: partials are added when they are ready, in any order
   Mapping mapping = Mapping::kCounter;
-  double patience = 0;  // for which who decides how a head's divided KV tiles are worked on waits for CTAs to begin
+  // For which who decides how a head's divided KV tiles are worked on waits for CTAs to begin. It costs nothing here.
+  double patience = 0;
   std::vector<double> launch_times;  // when each cluster (each SM, without clusters) becomes resident; empty: 0
   bool record_tasks = false;
 };

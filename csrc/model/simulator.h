@@ -109,7 +109,7 @@ class Simulator {
     bool has_next = false;
     WorkTile work{}, next{};
     int taken = 0;  // groups (of its cluster) or entries (of its mapping) consumed
-    int64_t take_from = 0;  // below it all numbers are taken before this CTA takes one: backward/whole_tiles.h
+    int64_t others_until = 0;  // numbers below it are others' to take first: backward/whole_tiles.h
     WorkStep at{0, 0};
     int steps_left = 0;  // of the work tile, over all its query heads
     int64_t handed = 0;  // partials given to the adders
@@ -133,7 +133,7 @@ class Simulator {
 
   // The first part of a divided KV tile, as one of a head that is worked on whole, or not.
   struct FirstPart {
-    bool is_whole = false;  // of a head's first number
+    bool is_whole = false;  // of a KV head's first number: of all its KV tiles and splits
     bool ended = false;
     int waiting = -1;  // the CTA that has the second part
   };
@@ -184,7 +184,7 @@ class Simulator {
     int64_t const numbers = together ? groups_ : groups_ * problem_.grid.tiling.cta_group;
     int64_t number_of_group = 0;
     do {
-      if (next_number_ < cta.take_from) {
+      if (next_number_ < cta.others_until) {
         parked_.push_back(i);
         return false;
       }
@@ -210,9 +210,9 @@ class Simulator {
   bool is_worked_on(Cta& cta, int64_t number, double time) {
     if constexpr (Order<P>::kDivided) {
       int const tiles = problem_.grid.kv_tiles();
-      int64_t const place = number % (2 * tiles), first = number - place;
+      int const first = problem_.scheduler.first_number_of_head<P>(problem_.grid, static_cast<int>(number));
       FirstPart& head = first_parts_[first / 2];
-      if (place == 0) {
+      if (number == first) {
         auto const runs = [&](double launched) { return launched <= time + options_.patience; };
         head.is_whole = std::count_if(options_.launch_times.begin(), options_.launch_times.end(), runs) >= tiles;
       }
@@ -220,7 +220,8 @@ class Simulator {
       if (head.is_whole) {
         cta.next.visits = Visits::kAll;
         cta.next.steps = problem_.scheduler.steps_of<P>(cta.next, problem_.grid);
-        cta.take_from = first + tiles;
+        bool const together = options_.mapping == Mapping::kCounter;
+        cta.others_until = (number + cta.next.kv_tile + 1) * (together ? 1 : problem_.grid.tiling.cta_group);
       }
     }
     return true;
@@ -418,11 +419,20 @@ class Simulator {
     }
   }
 
+  int64_t tasks_of_all() const {
+    int64_t of_head = 0;
+    for (int kv = 0; kv < problem_.grid.kv_tiles(); ++kv) of_head += problem_.grid.query_tiles_of(kv).count;
+    return of_head * problem_.scheduler.batch * problem_.heads();
+  }
+
   void check_finished() const {
     for (SplitSum const& sum : split_sums_) {
       if (sum.splits < problem_.scheduler.splits && waiting_.empty()) {
         throw std::runtime_error("no progress: a split waits for dK and dV of one that no resident CTA will work on");
       }
+    }
+    if (waiting_.empty() && result_.num_tasks < tasks_of_all()) {
+      throw std::runtime_error("no progress: CTAs wait for others to take work, or for first parts of KV tiles");
     }
     if (waiting_.empty()) return;
     auto const [i, number] = waiting_.begin()->second;

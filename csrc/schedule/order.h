@@ -6,7 +6,8 @@
 //
 // Forward-progress contract: the groups of a head are taken in the order of their numbers, and every tile of lower rank
 // at a query tile belongs to an earlier group, or to the same group and, on the clock of steps that all its CTAs share,
-// to a step that is not later. So a wait for the previous rank can never close a cycle: docs/schedules.md.
+// to a step that is not later. So a wait for the previous rank can never close a cycle: docs/schedules.md. Of divided
+// KV tiles that are worked on whole, backward/whole_tiles.h says it.
 //
 // A work tile also walks the query heads of its split of the KV head, in ascending order: next_step. That is part of
 // both contracts. So is the sum of dK and dV over the splits, for which the end of a work tile waits for the same KV

@@ -40,7 +40,7 @@ struct PackedSequence {
   // The backward's.
   int splits;                              // splits.h
   int first_query_tile;                    // of dQ, D and LSE in the workspace, in query tiles of all sequences
-  int first_split_tile;                    // of the sums over splits, in KV tiles of all sequences that have them
+  int first_split_tile;                    // of the sums over splits and parts, in KV tiles of sequences that have them
   int first_query_chunk, first_key_chunk;  // of the statistics of order-free accumulation
 
   // Of a number of the pack's work, of which a unit has `numbers_of_unit`: the number within this sequence's.

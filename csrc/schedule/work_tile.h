@@ -31,7 +31,8 @@ struct WorkPlace {
   }
 };
 
-// What a CTA does between two looks at the counter: one KV tile with all query tiles that see it, of some query heads.
+// What a CTA does between two looks at the counter: one KV tile with all query tiles that see it, of some query heads;
+// or, of a divided KV tile, with a part of them.
 struct WorkTile : WorkPlace {
   Sequence sequence;
   int splits;
@@ -88,6 +89,14 @@ struct TileScheduler {
     int const sequence_number = head / kv_heads;
     return WorkPlace::of(sequence_number, head - sequence_number * kv_heads, split, Order<P>::visits(grid, group),
                          Order<P>::kv_tile(grid, group, cta_rank));
+  }
+
+  // Where KV tiles are divided: the smallest of the numbers of all splits of the KV head that `number` is of.
+  template <Policy P>
+  DASH_HOST_DEVICE constexpr int first_number_of_head(TileGrid const& grid, int number) const {
+    static_assert(Order<P>::kDivided);  // so a split's numbers follow each other
+    int const groups = Order<P>::groups(grid);
+    return number / groups % (batch * kv_heads) * groups;
   }
 
   // Units of work that a pack's sequence takes, of kv_heads numbers each. A number of the pack is of the sequence that

@@ -128,7 +128,8 @@ def make_plan(
     kernel = _schedule.problem(policy, seqlen_q, seqlen_k, **shape)
     if kernel.cta_group > 1 or _schedule.divides(policy):
         raise ValueError(
-            f"schedule must be a policy whose visits go in one direction, without clusters, got {policy!r}"
+            "schedule must be a policy whose visits go in one direction, of whole KV tiles, without clusters, "
+            f"got {policy!r}"
         )
     grid = _ChunkGrid.of(policy, kernel, shape, num_chunks(ranks, layout))
     together = _schedule.heads_together(policy, kernel)

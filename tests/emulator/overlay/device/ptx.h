@@ -94,6 +94,10 @@ inline void bulk_wait_performed() { wait_for_bulk(0, true); }
 
 inline void fence_async_global() {}
 inline int load_acquire(const int* address) { return emulator::machine->poll(address); }
+inline int look(const int* address) {
+  emulator::machine->wait("another turn", [] { return true; });
+  return *address;
+}
 inline void store_release(int* address, int value) {
   *address = value;
   emulator::machine->self().polled = nullptr;
