@@ -72,7 +72,8 @@ __device__ __forceinline__ bool write_work(WorkTile& work, const KernelParams& p
     const TileGrid grid = Variant::grid(scheduler.sequence, params.window);
     const int first_number = scheduler.template first_number_of_head<Variant::Policies::kAny>(grid, number);
     const int before_sequence = number_of_call - number, kv_tiles = grid.kv_tiles();
-    if (is_worked_on_whole(params, before_sequence + first_number, number == first_number, kv_tiles)) {
+    if (kv_tiles == 1 ||
+        is_worked_on_whole(params, before_sequence + first_number, number == first_number, kv_tiles)) {
       // A second part's number comes after all first parts', so the next one may be taken at once.
       if (work.visits == Visits::kSecond) { return false; }
       work.visits = Visits::kAll;

@@ -11,6 +11,7 @@
 #include "../schedule/pack_needs.h"
 #include "../schedule/policy.h"
 #include "../schedule/splits.h"
+#include "../schedule/work_tile.h"
 #include "arguments.h"
 
 namespace dash_attn {
@@ -77,8 +78,9 @@ inline PackCapacity most_of_backward(const BackwardArguments& a) {
   const int64_t batch = a.batch;
   PackCapacity most{};
   most.query_tiles = batch * grid.query_tiles();
-  const bool adds_up = splits_of_call(a, grid) > 1 || divides(static_cast<Policy>(a.schedule));
-  most.split_tiles = adds_up ? batch * grid.kv_tiles() : 0;
+  const auto policy = static_cast<Policy>(a.schedule);
+  const bool has_sums = TileScheduler::has_sums_in_memory(policy, grid, splits_of_call(a, grid));
+  most.split_tiles = has_sums ? batch * grid.kv_tiles() : 0;
   most.query_chunks = batch * fixed_point::num_chunks(a.seqlen_q);
   most.key_chunks = batch * fixed_point::num_chunks(a.seqlen_k);
   return most;

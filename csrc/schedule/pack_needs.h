@@ -122,7 +122,7 @@ struct BackwardPackRule {
     need.share.key_chunks = fixed_point::num_chunks(sequence.seqlen_k);
     if (grid.kv_tiles() == 0) return need;
     need.splits = num_splits(group_size, grid);
-    need.share.split_tiles = need.splits > 1 || divides(policy) ? grid.kv_tiles() : 0;
+    need.share.split_tiles = TileScheduler::has_sums_in_memory(policy, grid, need.splits) ? grid.kv_tiles() : 0;
     int const heads = group_size / need.splits;
     int const last = grid.kv_tiles() - 1;
     int longest = 0;  // in the middle of a window, else at an end
@@ -136,7 +136,10 @@ struct BackwardPackRule {
 
   constexpr PackCapacity most(PackRows const& rows) const {
     int64_t const could_be_split = rows.total_q / fewest_queries_of_splits(group_size, tiling);
-    int64_t const split = could_be_split < rows.batch && !divides(policy) ? could_be_split : rows.batch;
+    // Or have a second KV tile, where these are divided.
+    int64_t const could_be_in_parts = divides(policy) ? rows.total_k / (tiling.key + 1) : 0;
+    int64_t const could_have_sums = could_be_split + could_be_in_parts;
+    int64_t const split = could_have_sums < rows.batch ? could_have_sums : rows.batch;
     PackCapacity most{};
     most.units = most_parts(rows.total_k, tiling.key, rows.batch) * group_size * (divides(policy) ? 2 : 1);
     most.query_tiles = most_parts(rows.total_q, tiling.query, rows.batch);

@@ -99,6 +99,12 @@ struct TileScheduler {
     return number / groups % (batch * kv_heads) * groups;
   }
 
+  // Whether a KV tile's dK and dV may pass through memory: from split to split, or from part to part, but for a lone KV
+  // tile, which is worked on whole.
+  DASH_HOST_DEVICE static constexpr bool has_sums_in_memory(Policy policy, TileGrid const& grid, int splits) {
+    return splits > 1 || (divides(policy) && grid.kv_tiles() > 1);
+  }
+
   // Units of work that a pack's sequence takes, of kv_heads numbers each. A number of the pack is of the sequence that
   // has unit number / kv_heads, and within that sequence's work number - first_unit * kv_heads.
   template <Policy P>
