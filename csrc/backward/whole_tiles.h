@@ -41,15 +41,15 @@ __device__ __forceinline__ bool is_worked_on_whole(const KernelParams& params, i
   int decision = kUndecided;
   if (decides) {
     decision = have_begun(params, kv_tiles) ? kWhole : kInParts;
-    ptx::store_release(head, decision);
+    ptx::store_relaxed(head, decision);  // it is all that the others read
   }
   while (decision == kUndecided) { decision = ptx::load_acquire(head); }
   return decision == kWhole;
 }
 
-// Until all numbers below `number` are taken.
+// Until all numbers below `number` are taken; 0 costs no look.
 __device__ __forceinline__ void wait_until_taken(const KernelParams& params, int number) {
-  while (ptx::load_acquire(params.workspace.next_work) < number) {}
+  while (number > 0 && ptx::load_acquire(params.workspace.next_work) < number) {}
 }
 
 }  // namespace dash_attn::backward

@@ -123,6 +123,10 @@ __device__ __forceinline__ void store_release(int* address, int value) {
   asm volatile("st.release.gpu.global.s32 [%0], %1;" : : "l"(address), "r"(value) : "memory");
 }
 
+__device__ __forceinline__ void store_relaxed(int* address, int value) {
+  asm volatile("st.relaxed.gpu.global.s32 [%0], %1;" : : "l"(address), "r"(value) : "memory");
+}
+
 __device__ __forceinline__ void add_release(int* address, int value) {
   asm volatile("red.release.gpu.global.add.s32 [%0], %1;" : : "l"(address), "r"(value) : "memory");
 }

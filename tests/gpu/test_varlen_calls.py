@@ -147,7 +147,7 @@ def test_workspace_is_linear_in_the_tokens(mask, head_dim, device):
         for policy in everything(pool.problem):
             results = sum(x.nbytes for x in varlen_attention(pack, policy).values())
             used = support.requested_bytes(lambda: varlen_attention(pack, policy)) - results
-            sums = 2 if schedule.divides(policy) else 1
+            sums = 2 if policy != "auto" and schedule.divides(policy) else 1
             allowed = 1.05 * 4 * head_dim * rows * (heads + 2 * sums * kv_heads) + (1 << 20)
             assert used <= allowed, f"{pack} {policy}: {used} bytes, {allowed:.0f} allowed"
 

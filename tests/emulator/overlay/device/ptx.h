@@ -102,6 +102,7 @@ inline void store_release(int* address, int value) {
   *address = value;
   emulator::machine->self().polled = nullptr;
 }
+inline void store_relaxed(int* address, int value) { store_release(address, value); }
 inline void add_release(int* address, int value) { store_release(address, *address + value); }
 inline void launch_dependents() {}
 inline void wait_for_previous_kernel() {}
