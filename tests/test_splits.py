@@ -175,6 +175,27 @@ def test_waits_point_at_earlier_numbers(policy_problem):
         assert list(grouped.values()) == groups(policy, problem)
 
 
+@settings(max_examples=200, deadline=None)
+@given(split_problems())
+def test_a_divided_heads_numbers_follow_each_other(policy_problem):
+    """One decides for all of them, and a CTA leaves the first parts that lie ahead to others."""
+    policy, problem = policy_problem
+    if not _schedule.divides(policy):
+        with pytest.raises(ValueError, match=f"schedule must divide KV tiles, got '{policy}'"):
+            _schedule.first_number_of_head(policy, problem, 0)
+        return
+    of_head, of_split = {}, {}
+    for number, _, batch, kv_head, kv_tile, split in work_tiles(policy, problem):
+        of_head.setdefault((batch, kv_head), []).append(number)
+        of_split.setdefault((batch, kv_head, split), []).append((number, kv_tile))
+    for numbers in of_head.values():
+        assert {_schedule.first_number_of_head(policy, problem, number) for number in numbers} == {min(numbers)}
+    downwards = list(reversed(range(problem.num_kv_tiles)))
+    for taken in of_split.values():
+        first = min(taken)[0]
+        assert sorted(taken) == list(enumerate(2 * downwards, first))
+
+
 def test_all_heads_first_splits_come_first():
     problem = Problem(2, 2, tile_q=1, tile_k=1, causal=False, kv_heads=2, group_size=2, splits=2, head_swizzle=2)
     order = [work_tile("ascending", problem, number)[1:] for number in range(num_groups("ascending", problem))]

@@ -7,6 +7,7 @@
 #include <cstdint>
 #include <optional>
 #include <string>
+#include <utility>
 
 #include "../schedule/choice.h"
 #include "tile_bindings.h"
@@ -31,6 +32,13 @@ inline Policy checked_policy(std::string const& name, MaskKind mask) {
                           mask_name(mask) + " mask");
   }
   return policy;
+}
+
+// Calls f with the policy as a type, once its mask is known to fit.
+template <class Problem, class F>
+decltype(auto) with_policy(std::string const& name, Problem const& problem, F&& f) {
+  Policy const policy = checked_policy(name, problem.grid.mask.kind);
+  return AllPolicies::with(policy, std::forward<F>(f));
 }
 
 inline void bind_policies(py::module_& m) {

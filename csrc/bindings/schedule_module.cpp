@@ -3,11 +3,9 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
-#include <algorithm>
 #include <cstdint>
 #include <initializer_list>
 #include <optional>
-#include <stdexcept>
 #include <string>
 #include <tuple>
 #include <utility>
@@ -16,7 +14,7 @@
 #include "../config/fixed_point.h"
 #include "../config/pipeline.h"
 #include "../config/tile_shapes.h"
-#include "../model/simulator.h"
+#include "../model/problem.h"
 #include "../schedule/head_swizzle.h"
 #include "../schedule/order.h"
 #include "../schedule/policy.h"
@@ -26,6 +24,7 @@
 #include "dropout_bindings.h"
 #include "pack_bindings.h"
 #include "policy_bindings.h"
+#include "simulation_bindings.h"
 #include "tile_bindings.h"
 
 using namespace dash_attn;
@@ -33,13 +32,6 @@ using namespace dash_attn;
 namespace {
 
 using Table = std::vector<std::vector<int>>;
-
-// Calls f with the policy as a type, once its mask is known to fit.
-template <class F>
-decltype(auto) with_policy(std::string const& name, Problem const& problem, F&& f) {
-  Policy const policy = checked_policy(name, problem.grid.mask.kind);
-  return AllPolicies::with(policy, std::forward<F>(f));
-}
 
 Problem checked_problem(int64_t seqlen_q, int64_t seqlen_k, int64_t tile_q, int64_t tile_k, bool causal, int64_t batch,
                         int64_t kv_heads, int64_t group_size, int64_t cta_group, int64_t head_swizzle, int64_t splits,
@@ -148,6 +140,17 @@ std::tuple<int, int> steps(std::string const& schedule, Problem const& problem, 
   });
 }
 
+int first_number_of_head(std::string const& schedule, Problem const& problem, int64_t number) {
+  return with_policy(schedule, problem, [&](auto policy) -> int {
+    int const checked = in_range("number", number, 0, problem.num_groups<policy()>());
+    if constexpr (Order<policy()>::kDivided) {
+      return problem.scheduler.first_number_of_head<policy()>(problem.grid, checked);
+    } else {
+      throw py::value_error("schedule must divide KV tiles, got '" + schedule + "'");
+    }
+  });
+}
+
 using Walk = std::vector<std::pair<int, int>>;
 
 Walk walk(std::string const& schedule, Problem const& problem, int64_t kv_tile) {
@@ -218,53 +221,6 @@ std::vector<std::pair<int, int>> visible_keys(bool causal, int64_t seqlen_q, int
     keys.emplace_back(seen.first, seen.end());
   }
   return keys;
-}
-
-Mapping parse_mapping(std::string const& name) {
-  if (name == "counter") return Mapping::kCounter;
-  if (name == "independent") return Mapping::kIndependent;
-  if (name == "published") return Mapping::kPublished;
-  throw py::value_error("mapping must be one of 'counter', 'independent', 'published', got '" + name + "'");
-}
-
-double duration(char const* argument, double value) {
-  if (!(value >= 0) || value > 1e12) {
-    throw py::value_error(std::string(argument) + " must be in [0, 1e12], got " + std::to_string(value));
-  }
-  return value;
-}
-
-void check(SimulationOptions const& options) {
-  in_range("sms", options.sms, 1, 1 << 20);
-  duration("product_time", options.product_time);
-  if (!(options.spread >= 0 && options.spread < 1)) {
-    throw py::value_error("spread must be in [0, 1), got " + std::to_string(options.spread));
-  }
-  duration("mask_time", options.mask_time);
-  duration("add_time", options.add_time);
-  duration("signal_time", options.signal_time);
-  duration("poll_time", options.poll_time);
-  duration("work_time", options.work_time);
-  duration("split_time", options.split_time);
-  duration("load_time", options.load_time);
-  duration("memory_work_time", options.memory_work_time);
-  duration("memory_tile_time", options.memory_tile_time);
-  duration("cache_time", options.cache_time);
-  duration("patience", options.patience);
-  in_range("staging", options.staging, 0, 1 << 10);
-  in_range("adders", options.adders, 1, std::max(1, options.staging) + 1);
-  in_range("loads_ahead", options.loads_ahead, 0, 1 << 10);
-  for (double time : options.launch_times) duration("launch_times", time);
-}
-
-Simulation simulated(std::string const& schedule, Problem const& problem, SimulationOptions const& options) {
-  check(options);
-  return with_policy(schedule, problem, [&](auto policy) { return simulate<policy()>(problem, options); });
-}
-
-double longest_path(std::string const& schedule, Problem const& problem, SimulationOptions const& options) {
-  check(options);
-  return with_policy(schedule, problem, [&](auto policy) { return critical_path<policy()>(problem, options); });
 }
 
 // As Python has it; the mask of no window has (-1, -1) and chunk 0, the causal one too.
@@ -364,6 +320,8 @@ PYBIND11_MODULE(_schedule, m) {
   m.def(
       "divides", [](std::string const& schedule) { return divides(parse_policy(schedule)); }, py::arg("schedule"),
       "Whether a KV tile is in two groups, each with a part of its visits.");
+  m.def("first_number_of_head", &first_number_of_head, py::arg("schedule"), py::arg("problem"), py::arg("number"),
+        "Where KV tiles are divided: the smallest number of all splits of the KV head that a number is of.");
   m.def("steps", &steps, py::arg("schedule"), py::arg("problem"), py::arg("group"), py::arg("kv_tile"),
         "(first, count) of the visits, of each query head, that a KV tile of the group makes in it.");
   m.def("visit_order", &visit_order, py::arg("schedule"), py::arg("problem"),
@@ -439,54 +397,5 @@ PYBIND11_MODULE(_schedule, m) {
   bind_packs(m);
   dropout::bind_dropout(m);
 
-  py::class_<SimulatedTask>(m, "Task",
-                            "One tile: its products from start to products_end, its add from add_start to end.")
-      .def_readonly("sm", &SimulatedTask::sm)
-      .def_readonly("batch", &SimulatedTask::batch)
-      .def_readonly("head", &SimulatedTask::head)
-      .def_readonly("kv_tile", &SimulatedTask::kv_tile)
-      .def_readonly("query_tile", &SimulatedTask::query_tile)
-      .def_readonly("start", &SimulatedTask::start)
-      .def_readonly("products_end", &SimulatedTask::products_end)
-      .def_readonly("add_start", &SimulatedTask::add_start)
-      .def_readonly("end", &SimulatedTask::end);
-
-  py::class_<Simulation>(m, "Simulation")
-      .def_readonly("makespan", &Simulation::makespan)
-      .def_readonly("busy", &Simulation::busy)
-      .def_readonly("memory_time", &Simulation::memory_time)
-      .def_readonly("num_tasks", &Simulation::num_tasks)
-      .def_readonly("tasks", &Simulation::tasks);
-
-  py::class_<SimulationOptions>(m, "SimulationOptions", "A machine and its costs; see csrc/model/simulator.h.")
-      .def(py::init())
-      .def_readwrite("sms", &SimulationOptions::sms)
-      .def_readwrite("product_time", &SimulationOptions::product_time)
-      .def_readwrite("spread", &SimulationOptions::spread)
-      .def_readwrite("mask_time", &SimulationOptions::mask_time)
-      .def_readwrite("add_time", &SimulationOptions::add_time)
-      .def_readwrite("signal_time", &SimulationOptions::signal_time)
-      .def_readwrite("poll_time", &SimulationOptions::poll_time)
-      .def_readwrite("work_time", &SimulationOptions::work_time)
-      .def_readwrite("split_time", &SimulationOptions::split_time)
-      .def_readwrite("load_time", &SimulationOptions::load_time)
-      .def_readwrite("memory_work_time", &SimulationOptions::memory_work_time)
-      .def_readwrite("memory_tile_time", &SimulationOptions::memory_tile_time)
-      .def_readwrite("miss_time", &SimulationOptions::miss_time)
-      .def_readwrite("cache_time", &SimulationOptions::cache_time)
-      .def_readwrite("staging", &SimulationOptions::staging)
-      .def_readwrite("adders", &SimulationOptions::adders)
-      .def_readwrite("loads_ahead", &SimulationOptions::loads_ahead)
-      .def_readwrite("ordered", &SimulationOptions::ordered)
-      .def_readwrite("patience", &SimulationOptions::patience)
-      .def_readwrite("launch_times", &SimulationOptions::launch_times)
-      .def_readwrite("record_tasks", &SimulationOptions::record_tasks)
-      .def_property(
-          "mapping", [](SimulationOptions const& o) { return static_cast<int>(o.mapping); },
-          [](SimulationOptions& o, std::string const& name) { o.mapping = parse_mapping(name); });
-
-  m.def("simulate", &simulated, py::arg("schedule"), py::arg("problem"), py::arg("options"),
-        py::call_guard<py::gil_scoped_release>(), "Plays a problem under a policy.");
-  m.def("critical_path", &longest_path, py::arg("schedule"), py::arg("problem"), py::arg("options"),
-        "Time of one head with an SM for every KV tile.");
+  bind_simulation(m);
 }
