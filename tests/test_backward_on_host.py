@@ -152,7 +152,7 @@ FAULTS = [
     ("256", "backward/wide/mainloop.h", "    sync_warpgroup(kNamedBarrier);  // dK of the step before", "    //",
      dict(seqlen_q=300, seqlen_k=80)),
     # Sums of splits that are taken before they are there.
-    ("64", "backward/split_reduction.h", "ptx::load_acquire(semaphore_) != split", "false",
+    ("64", "backward/split_reduction.h", "ptx::load_acquire(semaphore_) != value", "false",
      dict(heads=4, kv_heads=1, seqlen_q=1100, seqlen_k=64)),
 ]  # fmt: skip
 

@@ -33,12 +33,14 @@ class Loader {
   __device__ Loader(Shared& shared, const KernelParams& params) : shared_(shared), params_(params) {}
 
   __device__ void run() {
-    int others_until = 0;
     if constexpr (Variant::kDivided) {
-      if (is_leader()) { count_running_cta(params_); }
+      if (is_leader()) {
+        shared_.others_until = 0;
+        count_running_cta(params_);
+      }
     }
     for (;; ring_ = ring_.next()) {
-      if (is_leader()) { publish_work(shared_, params_, ring_, others_until); }
+      if (is_leader()) { publish_work(shared_, params_, ring_); }
       __syncwarp();
       const WorkTile& work = shared_.work[ring_.slot()];
       if (work.kv_tile == kNoMoreWork) {

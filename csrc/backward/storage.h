@@ -60,7 +60,12 @@ struct alignas(1024) SharedStorage {
   int scale_tile[Variant::kScaleSlots];
   PlannedStep plan[Variant::kPlanSlots];
   WorkTile work[Variant::kWorkSlots];
-  int work_number[Variant::kWorkSlots];  // in clusters, as the first CTA sends it
+  // In clusters, as the first CTA sends it. Where KV tiles are divided, which have no clusters, the leader's own: numbers
+  // below it are others' to take before this CTA takes one (whole_tiles.h).
+  union {
+    int work_number[Variant::kWorkSlots];
+    int others_until;
+  };
 
   TransactionBarrier k_full, v_full;
   Barrier v_empty;  // the consumers have V in registers, or have done with it

@@ -49,19 +49,26 @@ __device__ __forceinline__ int take_number(SharedStorage<Variant>& shared, const
   }
 }
 
+// Made anew, where that spares registers.
+__device__ __forceinline__ TileScheduler scheduler_of_work(const WorkTile& work, const KernelParams& params) {
+  const PackView& pack = params.pack;
+  return pack.is_pack() ? params.scheduler.of(pack.sequences[work.packed]) : params.scheduler;
+}
+
 // The work tile that `number` stands for; false where it stands for none. What is worked out goes by way of shared
 // memory, to spare registers.
 template <typename Variant>
-__device__ __forceinline__ bool write_work(WorkTile& work, const KernelParams& params, int number, int& others_until) {
+__device__ __forceinline__ bool write_work(WorkTile& work, const KernelParams& params, int number,
+                                           [[maybe_unused]] int& others_until) {
   const PackView& pack = params.pack;
   TileScheduler scheduler = params.scheduler;
-  [[maybe_unused]] const int number_of_call = number;
   if (pack.is_pack()) {
     work.packed = pack.place_of(number, scheduler.kv_heads);
     const PackedSequence& sequence = pack.sequences[work.packed];
     number = sequence.number_within(number, scheduler.kv_heads);
     scheduler = scheduler.of(sequence);
   }
+  if constexpr (Variant::kDivided) { work.steps = number; }  // until it is wanted again
   Variant::Policies::with(scheduler.policy, [&](auto policy) {
     const TileGrid grid = Variant::grid(scheduler.sequence, params.window);
     const WorkPlace place = scheduler.place<decltype(policy)::value>(grid, number, cluster_cta_rank<Variant>());
@@ -69,16 +76,20 @@ __device__ __forceinline__ bool write_work(WorkTile& work, const KernelParams& p
   });
   forget_memory();
   if constexpr (Variant::kDivided) {
+    number = work.steps;
+    scheduler = scheduler_of_work(work, params);
     const TileGrid grid = Variant::grid(scheduler.sequence, params.window);
-    const int first_number = scheduler.template first_number_of_head<Variant::Policies::kAny>(grid, number);
-    const int before_sequence = number_of_call - number, kv_tiles = grid.kv_tiles();
-    if (kv_tiles == 1 ||
-        is_worked_on_whole(params, before_sequence + first_number, number == first_number, kv_tiles)) {
+    const int first_number = scheduler.template first_number_of_head<Variant::Policies::kAny>(grid, work);
+    const int before = pack.is_pack() ? pack.sequences[work.packed].first_unit * scheduler.kv_heads : 0;
+    if (grid.kv_tiles() == 1 ||
+        is_worked_on_whole(params, before + first_number, number == first_number, grid.kv_tiles())) {
       // A second part's number comes after all first parts', so the next one may be taken at once.
       if (work.visits == Visits::kSecond) { return false; }
       work.visits = Visits::kAll;
-      others_until = number_of_call + work.kv_tile + 1;
+      others_until = before + number + work.kv_tile + 1;
     }
+    forget_memory();
+    scheduler = scheduler_of_work(work, params);
   }
   const TileGrid grid = Variant::grid(scheduler.sequence, params.window);
   scheduler.fill_in(work, grid);
@@ -89,24 +100,25 @@ __device__ __forceinline__ bool write_work(WorkTile& work, const KernelParams& p
   return true;
 }
 
-// Called by the loader's leader, once a work tile: waits for the slot, and fills it. `others_until`: numbers below it
-// are others' to take before this CTA takes one (whole_tiles.h).
+// Called by the loader's leader, once a work tile: waits for the slot, and fills it.
 template <typename Variant>
 __device__ __forceinline__ void publish_work(SharedStorage<Variant>& shared, const KernelParams& params,
-                                             WorkRing<Variant> ring, [[maybe_unused]] int& others_until) {
-  if constexpr (Variant::kDivided) { wait_until_taken(params, others_until); }
+                                             WorkRing<Variant> ring) {
+  if constexpr (Variant::kDivided) { wait_until_taken(params, shared.others_until); }
   int number = take_number(shared, params, ring);
   shared.work_empty[ring.slot()].wait(ring.empty_parity());
   WorkTile& work = shared.work[ring.slot()];
-  const int numbers = params.pack.is_pack() ? params.pack.totals->units * params.scheduler.kv_heads : params.num_groups;
+  const auto numbers = [&] {
+    return params.pack.is_pack() ? params.pack.totals->units * params.scheduler.kv_heads : params.num_groups;
+  };
   if constexpr (Variant::kDivided) {
-    while (number < numbers && !write_work<Variant>(work, params, number, others_until)) {
+    while (number < numbers() && !write_work<Variant>(work, params, number, shared.others_until)) {
       number = take_number(shared, params, ring);
     }
-  } else if (number < numbers) {
-    write_work<Variant>(work, params, number, others_until);
+  } else if (number < numbers()) {
+    write_work<Variant>(work, params, number, shared.others_until);
   }
-  if (number >= numbers) { work.kv_tile = kNoMoreWork; }
+  if (number >= numbers()) { work.kv_tile = kNoMoreWork; }
   shared.work_full[ring.slot()].arrive();
 }
 

@@ -10,6 +10,7 @@
 #include <utility>
 
 #include "../schedule/choice.h"
+#include "../schedule/order.h"
 #include "tile_bindings.h"
 
 namespace dash_attn {
@@ -38,6 +39,11 @@ inline Policy checked_policy(std::string const& name, MaskKind mask) {
 template <class Problem, class F>
 decltype(auto) with_policy(std::string const& name, Problem const& problem, F&& f) {
   Policy const policy = checked_policy(name, problem.grid.mask.kind);
+  int const tiles = max_int(problem.grid.query_tiles(), problem.grid.kv_tiles());
+  if (divides(policy) && tiles > kMostTilesOfDivided) {
+    throw py::value_error("schedule='" + name + "' is for at most " + std::to_string(kMostTilesOfDivided) +
+                          " query tiles and KV tiles, got " + std::to_string(tiles));
+  }
   return AllPolicies::with(policy, std::forward<F>(f));
 }
 

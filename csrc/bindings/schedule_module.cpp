@@ -144,7 +144,7 @@ int first_number_of_head(std::string const& schedule, Problem const& problem, in
   return with_policy(schedule, problem, [&](auto policy) -> int {
     int const checked = in_range("number", number, 0, problem.num_groups<policy()>());
     if constexpr (Order<policy()>::kDivided) {
-      return problem.scheduler.first_number_of_head<policy()>(problem.grid, checked);
+      return problem.scheduler.first_number_of_head<policy()>(problem.grid, problem.work_tile<policy()>(checked, 0));
     } else {
       throw py::value_error("schedule must divide KV tiles, got '" + schedule + "'");
     }

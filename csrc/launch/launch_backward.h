@@ -56,6 +56,12 @@ void check_launchable(const BackwardArguments& a, const PackCapacity& most, int6
                              std::to_string(a.heads) + " * " + std::to_string(std::max(a.seqlen_q, a.seqlen_k)) +
                              " makes more than 2^31 tiles");
   }
+  const int tiles = std::max(ceil_div(a.seqlen_q, Variant::kQuery), ceil_div(a.seqlen_k, Variant::kKey));
+  if (Variant::kDivided && tiles > kMostTilesOfDivided) {
+    throw std::runtime_error(std::string("dash_attn: schedule ") + kPolicyNames[a.schedule] + " is for at most " +
+                             std::to_string(kMostTilesOfDivided) + " query tiles and KV tiles, got " +
+                             std::to_string(tiles) + (a.is_pack() ? " of the rows of the pack" : ""));
+  }
   if (a.num_sms < Variant::kClusterSize) {
     throw std::runtime_error("dash_attn: sm_margin leaves " + std::to_string(a.num_sms) + " SM, schedule " +
                              kPolicyNames[a.schedule] + " runs clusters of " + std::to_string(Variant::kClusterSize) +

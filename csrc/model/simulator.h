@@ -210,7 +210,7 @@ class Simulator {
   bool is_worked_on(Cta& cta, int64_t number, double time) {
     if constexpr (Order<P>::kDivided) {
       int const tiles = problem_.grid.kv_tiles();
-      int const first = problem_.scheduler.first_number_of_head<P>(problem_.grid, static_cast<int>(number));
+      int const first = problem_.scheduler.first_number_of_head<P>(problem_.grid, cta.next);
       FirstPart& head = first_parts_[first / 2];
       if (number == first) {
         auto const runs = [&](double launched) { return launched <= time + options_.patience; };

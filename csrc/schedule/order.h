@@ -80,6 +80,10 @@ DASH_HOST_DEVICE constexpr bool is_end(MaskKind mask, WorkStep at, int heads, in
   return heads_together<P>(mask) ? at.step == steps_of_head : at.head == heads;
 }
 
+// Of a sequence whose KV tiles are divided, each way, so that a product of both has 32 bits: the loader has no registers
+// for a division of 64.
+inline constexpr int kMostTilesOfDivided = (1 << 16) - 1;
+
 struct Undivided {
   static constexpr bool kDivided = false;
   DASH_HOST_DEVICE static constexpr Visits visits(TileGrid const&, int /*group*/) { return Visits::kAll; }
@@ -191,11 +195,11 @@ struct Order<Policy::kShift> {
 
   // Where a KV tile begins: spread evenly over the query tiles, the first one at the first.
   DASH_HOST_DEVICE static constexpr int first_visited(TileGrid const& grid, int kv) {
-    return static_cast<int>(int64_t{kv} * grid.query_tiles() / grid.kv_tiles());
+    return static_cast<int>(uint32_t(kv) * uint32_t(grid.query_tiles()) / uint32_t(grid.kv_tiles()));
   }
   // The last KV tile that has begun at a query tile or before: its inverse.
   DASH_HOST_DEVICE static constexpr int last_begun(TileGrid const& grid, int query_tile) {
-    return static_cast<int>((int64_t{query_tile + 1} * grid.kv_tiles() - 1) / grid.query_tiles());
+    return static_cast<int>((uint32_t(query_tile + 1) * uint32_t(grid.kv_tiles()) - 1) / uint32_t(grid.query_tiles()));
   }
 };
 

@@ -80,7 +80,7 @@ struct TileScheduler {
     int const heads = batch * kv_heads;
     int const swizzle = Order<P>::kDivided ? 1 : head_swizzle;
     int const lot_start = number / groups / swizzle * swizzle;
-    int const lot = min_int(swizzle, heads * splits - lot_start);
+    int const lot = Order<P>::kDivided ? 1 : min_int(swizzle, heads * splits - lot_start);
     int const number_in_lot = number - lot_start * groups;
     int const group = number_in_lot / lot;
     int const head_of_split = lot_start + number_in_lot - group * lot;
@@ -91,12 +91,11 @@ struct TileScheduler {
                          Order<P>::kv_tile(grid, group, cta_rank));
   }
 
-  // Where KV tiles are divided: the smallest of the numbers of all splits of the KV head that `number` is of.
+  // Where KV tiles are divided: the smallest number of all splits of a KV head.
   template <Policy P>
-  DASH_HOST_DEVICE constexpr int first_number_of_head(TileGrid const& grid, int number) const {
+  DASH_HOST_DEVICE constexpr int first_number_of_head(TileGrid const& grid, WorkPlace const& place) const {
     static_assert(Order<P>::kDivided);  // so a split's numbers follow each other
-    int const groups = Order<P>::groups(grid);
-    return number / groups % (batch * kv_heads) * groups;
+    return (place.batch * kv_heads + place.kv_head) * Order<P>::groups(grid);
   }
 
   // Whether a KV tile's dK and dV may pass through memory: from split to split, or from part to part, but for a lone KV
