@@ -58,8 +58,8 @@ __device__ __forceinline__ TileScheduler scheduler_of_work(const WorkTile& work,
 // The work tile that `number` stands for; false where it stands for none. What is worked out goes by way of shared
 // memory, to spare registers.
 template <typename Variant>
-__device__ __forceinline__ bool write_work(WorkTile& work, const KernelParams& params, int number,
-                                           [[maybe_unused]] int& others_until) {
+__device__ __forceinline__ bool write_work(SharedStorage<Variant>& shared, WorkTile& work, const KernelParams& params,
+                                           int number) {
   const PackView& pack = params.pack;
   TileScheduler scheduler = params.scheduler;
   if (pack.is_pack()) {
@@ -86,7 +86,7 @@ __device__ __forceinline__ bool write_work(WorkTile& work, const KernelParams& p
       // A second part's number comes after all first parts', so the next one may be taken at once.
       if (work.visits == Visits::kSecond) { return false; }
       work.visits = Visits::kAll;
-      others_until = before + number + work.kv_tile + 1;
+      shared.others_until = before + number + work.kv_tile + 1;
     }
     forget_memory();
     scheduler = scheduler_of_work(work, params);
@@ -112,11 +112,11 @@ __device__ __forceinline__ void publish_work(SharedStorage<Variant>& shared, con
     return params.pack.is_pack() ? params.pack.totals->units * params.scheduler.kv_heads : params.num_groups;
   };
   if constexpr (Variant::kDivided) {
-    while (number < numbers() && !write_work<Variant>(work, params, number, shared.others_until)) {
+    while (number < numbers() && !write_work(shared, work, params, number)) {
       number = take_number(shared, params, ring);
     }
   } else if (number < numbers()) {
-    write_work<Variant>(work, params, number, shared.others_until);
+    write_work(shared, work, params, number);
   }
   if (number >= numbers()) { work.kv_tile = kNoMoreWork; }
   shared.work_full[ring.slot()].arrive();
