@@ -199,7 +199,8 @@ struct Order<Policy::kShift> {
   }
   // The last KV tile that has begun at a query tile or before: its inverse.
   DASH_HOST_DEVICE static constexpr int last_begun(TileGrid const& grid, int query_tile) {
-    return static_cast<int>((uint32_t(query_tile + 1) * uint32_t(grid.kv_tiles()) - 1) / uint32_t(grid.query_tiles()));
+    uint32_t const end = uint32_t(query_tile + 1) * uint32_t(grid.kv_tiles());
+    return static_cast<int>((end - 1) / uint32_t(grid.query_tiles()));
   }
 };
 
