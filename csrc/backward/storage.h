@@ -60,8 +60,8 @@ struct alignas(1024) SharedStorage {
   int scale_tile[Variant::kScaleSlots];
   PlannedStep plan[Variant::kPlanSlots];
   WorkTile work[Variant::kWorkSlots];
-  // In clusters, as the first CTA sends it. Where KV tiles are divided, which have no clusters, the leader's own: numbers
-  // below it are others' to take before this CTA takes one (whole_tiles.h).
+  // In clusters, as the first CTA sends it. Where KV tiles are divided, and there are no clusters, the leader's own:
+  // numbers below it are others' to take before this CTA takes one (whole_tiles.h).
   union {
     int work_number[Variant::kWorkSlots];
     int others_until;

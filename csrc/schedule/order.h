@@ -80,8 +80,8 @@ DASH_HOST_DEVICE constexpr bool is_end(MaskKind mask, WorkStep at, int heads, in
   return heads_together<P>(mask) ? at.step == steps_of_head : at.head == heads;
 }
 
-// Of a sequence whose KV tiles are divided, each way, so that a product of both has 32 bits: the loader has no registers
-// for a division of 64.
+// Of a sequence whose KV tiles are divided, each way, so that a product of both has 32 bits: the loader has no
+// registers for a division of 64.
 inline constexpr int kMostTilesOfDivided = (1 << 16) - 1;
 
 struct Undivided {
