@@ -11,6 +11,7 @@ attention on one device.
 import argparse
 import hashlib
 import os
+import sys
 
 import torch
 import torch.distributed as dist
@@ -71,10 +72,11 @@ def main():
         for name, found, alone in zip(("out", "dq", "dk", "dv"), first, attention(*tensors)):
             error = (found.double() - alone.double()).norm() / alone.double().norm()
             print(f"{name}: {error:.1e} of its norm away from one device's")
-    # Torch keeps the mesh, and so gloo's threads, until the process ends. One that still lets go of a tensor then would
-    # abort it; while the first process computes, the others' threads do.
     dist.barrier()
     dist.destroy_process_group()
+    # Torch keeps the mesh, and so gloo's threads, until the process ends, which they can abort as it takes things down.
+    sys.stdout.flush()
+    os._exit(0)
 
 
 if __name__ == "__main__":
