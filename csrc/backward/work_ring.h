@@ -100,6 +100,10 @@ __device__ __forceinline__ bool write_work(SharedStorage<Variant>& shared, WorkT
   return true;
 }
 
+__device__ __forceinline__ int num_numbers(const KernelParams& params) {
+  return params.pack.is_pack() ? params.pack.totals->units * params.scheduler.kv_heads : params.num_groups;
+}
+
 // Called by the loader's leader, once a work tile: waits for the slot, and fills it.
 template <typename Variant>
 __device__ __forceinline__ void publish_work(SharedStorage<Variant>& shared, const KernelParams& params,
@@ -108,17 +112,16 @@ __device__ __forceinline__ void publish_work(SharedStorage<Variant>& shared, con
   int number = take_number(shared, params, ring);
   shared.work_empty[ring.slot()].wait(ring.empty_parity());
   WorkTile& work = shared.work[ring.slot()];
-  const auto numbers = [&] {
-    return params.pack.is_pack() ? params.pack.totals->units * params.scheduler.kv_heads : params.num_groups;
-  };
   if constexpr (Variant::kDivided) {
-    while (number < numbers() && !write_work(shared, work, params, number)) {
+    while (number < num_numbers(params) && !write_work(shared, work, params, number)) {
       number = take_number(shared, params, ring);
     }
-  } else if (number < numbers()) {
-    write_work(shared, work, params, number);
+    if (number >= num_numbers(params)) { work.kv_tile = kNoMoreWork; }
+  } else {
+    const int numbers = num_numbers(params);
+    if (number < numbers) { write_work(shared, work, params, number); }
+    if (number >= numbers) { work.kv_tile = kNoMoreWork; }
   }
-  if (number >= numbers()) { work.kv_tile = kNoMoreWork; }
   shared.work_full[ring.slot()].arrive();
 }
 
