@@ -126,7 +126,9 @@ class Consumer {
       begin_carried_sum(params_, first_float(true), consumer_, r.dk);
     }
     if constexpr (Variant::kDivided) {
-      if (work().visits == Visits::kSecond) { take_up_first_part<Variant>(params_, work(), r.dk, r.dv); }
+      if (work().visits == Visits::kSecond) {
+        hand_over_first_part<Variant, Visits::kSecond>(params_, work(), r.dk, r.dv);
+      }
     }
     if (steps > 0) {
       walk(r, steps);
@@ -147,7 +149,7 @@ class Consumer {
     if constexpr (Variant::kCarries) { return end_part(r); }
     if constexpr (Variant::kDivided) {
       if (work().visits == Visits::kFirst) {
-        leave_first_part<Variant>(params_, work(), r.dk, r.dv);
+        hand_over_first_part<Variant, Visits::kFirst>(params_, work(), r.dk, r.dv);
         return false;
       }
     }

@@ -144,24 +144,22 @@ __device__ __forceinline__ bool reduce_splits(const KernelParams& params, const 
   return is_last;
 }
 
-// What the first part of a divided KV tile has come to, for the second part, in which it goes on as if in one.
-template <typename Variant, int kRegisters>
-__device__ __forceinline__ void leave_first_part(const KernelParams& params, const WorkTile& work,
-                                                 float (&dk)[kRegisters], float (&dv)[kRegisters]) {
+// What the first part of a divided KV tile has come to is left for the second part, which takes it up and goes on with
+// it as if they were one. kPart: which of them this is.
+template <typename Variant, Visits kPart, int kRegisters>
+__device__ __forceinline__ void hand_over_first_part(const KernelParams& params, const WorkTile& work,
+                                                     float (&dk)[kRegisters], float (&dv)[kRegisters]) {
+  const auto hand_over = [&](auto sum, auto& gradient) {
+    if constexpr (kPart == Visits::kFirst) {
+      sum.leave(gradient, work.split);
+    } else {
+      sum.take_up(gradient, work.split);
+    }
+  };
   with_sums<Variant, kRegisters>(params.workspace.first_part_sums, params.workspace.first_part_semaphores, work,
                                  [&](auto dv_sum, auto dk_sum) {
-                                   dv_sum.leave(dv, work.split);
-                                   dk_sum.leave(dk, work.split);
-                                 });
-}
-
-template <typename Variant, int kRegisters>
-__device__ __forceinline__ void take_up_first_part(const KernelParams& params, const WorkTile& work,
-                                                   float (&dk)[kRegisters], float (&dv)[kRegisters]) {
-  with_sums<Variant, kRegisters>(params.workspace.first_part_sums, params.workspace.first_part_semaphores, work,
-                                 [&](auto dv_sum, auto dk_sum) {
-                                   dv_sum.take_up(dv, work.split);
-                                   dk_sum.take_up(dk, work.split);
+                                   hand_over(dv_sum, dv);
+                                   hand_over(dk_sum, dk);
                                  });
 }
 

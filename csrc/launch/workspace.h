@@ -99,8 +99,11 @@ struct BackwardWorkspace {
 inline int64_t most_numbers(const BackwardArguments& a, const PackCapacity& most) {
   if (a.is_pack()) { return most.units * a.kv_heads; }
   const TileGrid grid = backward_grid(a);
-  const int64_t parts = divides(static_cast<Policy>(a.schedule)) ? 2 : 1;
-  return int64_t{a.batch} * a.kv_heads * splits_of_call(a, grid) * grid.kv_tiles() * parts;
+  int units = 0;
+  AllPolicies::with(static_cast<Policy>(a.schedule), [&](auto policy) {
+    units = TileScheduler::units<decltype(policy)::value>(grid, splits_of_call(a, grid));
+  });
+  return int64_t{a.batch} * a.kv_heads * units;
 }
 
 inline BackwardWorkspace plan_workspace(void* base, const BackwardArguments& a) {
