@@ -91,8 +91,9 @@ def test_add_order():
 
 
 def test_problem_takes_the_kernels_tiles_and_clusters():
-    for policy, cta_group in [("ascending", 1), ("descending", 1), ("spt", 1), ("symmetric_shift", 2)]:
-        assert schedule.problem(policy, 100, 100, causal=True).cta_group == cta_group
+    for policy, cta_group in [("ascending", 1), ("descending", 1), ("spt", 1), ("shift", 1)]:
+        assert schedule.problem(policy, 100, 100, causal=False).cta_group == cta_group
+    assert schedule.problem("symmetric_shift", 100, 100, causal=True).cta_group == 2
     tiles = schedule.problem("auto", 1000, 2000, causal=True, head_dim=40, heads=12, kv_heads=4, tile_k=32)
     assert (tiles.tile_q, tiles.tile_k) == (schedule.tile_shape(64)[0], 32)
     assert (tiles.kv_heads, tiles.group_size) == (4, 3)

@@ -171,7 +171,8 @@ def test_published_symmetric_shift_stops_without_co_residency():
 
 
 def test_single_cta_policies_need_no_co_residency():
-    for policy, causal in [("ascending", True), ("descending", True), ("spt", True), ("shift", False)]:
+    single = [("ascending", True), ("descending", True), ("spt", True), ("ascending", False), ("shift", False)]
+    for policy, causal in single:
         for sms in range(1, 9):
             simulate(policy, square(8, 2, causal), sms=sms, mapping="independent")
 
@@ -196,12 +197,11 @@ def test_critical_path_bounds_every_machine(policy, mask):
 
 
 @pytest.mark.parametrize("n", range(1, 33))
-def test_groups_follow_each_other_without_waiting_for_whole_tiles(n):
-    """The longest path of the shifts is that of their longest KV tile."""
+def test_the_longest_path_of_the_shifts_is_their_longest_kv_tile(n):
     c, r = 1, 0.25
-    for policy, causal in (("shift", False), ("symmetric_shift", True)):
+    for policy, causal, cta_group in (("shift", False, 1), ("symmetric_shift", True, 2)):
         tiles = problem(policy, 128 * n, 128 * n, causal=causal, head_dim=128)
-        assert tiles.num_query_tiles == 2 * n
+        assert (tiles.num_query_tiles, tiles.cta_group) == (2 * n, cta_group)
         played = simulate(policy, tiles, sms=2, product_time=c, add_time=r, signal_time=0)
         assert played.critical_path == 2 * n * (c + r)
 
