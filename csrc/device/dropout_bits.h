@@ -64,7 +64,7 @@ class FragmentBits {
         return Loaded(0);
       }
       const int line = query_block * view.key_blocks + key_block;  // a head has far fewer than 2^31
-      return ptx::load_here(reinterpret_cast<const Loaded*>(of_head + byte + int64_t(line) * kBlockBytes));
+      return load(of_head + byte + int64_t(line) * kBlockBytes);
     });
   }
 
@@ -76,9 +76,14 @@ class FragmentBits {
     return of_head + place.byte + int64_t(block) * view.key_blocks * kBlockBytes;
   }
   __device__ __forceinline__ FragmentBits(const BitsView& view, const uint8_t* row, int first_column) {
-    Layout::gather_of_row(word_, first_column, [&](int block) {
-      const int key_block = min_int(block, view.key_blocks - 1);
-      return ptx::load_here(reinterpret_cast<const Loaded*>(row + int64_t(key_block) * kBlockBytes));
+    Layout::gather_of_row(word_, first_column, [&](int first, int i) {
+      return load(row + int64_t(min_int(first + i, view.key_blocks - 1)) * kBlockBytes);
+    });
+  }
+  // The same of a fragment whose keys all are the sequence's.
+  __device__ __forceinline__ FragmentBits(const uint8_t* row, int first_column) {
+    Layout::gather_of_row(word_, first_column, [&](int first, int i) {
+      return load(row + int64_t(first) * kBlockBytes + i * kBlockBytes);
     });
   }
 
@@ -97,7 +102,7 @@ class FragmentBits {
     static_assert(Layout::kWholeBlocks);
     Layout::gather_of_keys(word_, keys.shift, first_column, [&](int block, int) {
       const int line = min_int(block, view.query_blocks - 1) * view.key_blocks;
-      return ptx::load_here(reinterpret_cast<const Loaded*>(of_head + keys.offset + int64_t(line) * kBlockBytes));
+      return load(of_head + keys.offset + int64_t(line) * kBlockBytes);
     });
   }
 
@@ -138,6 +143,10 @@ class FragmentBits {
   }
 
  private:
+  static __device__ __forceinline__ Loaded load(const uint8_t* bits) {
+    return ptx::load_here(reinterpret_cast<const Loaded*>(bits));
+  }
+
   // For permute_bytes: the sign of the byte that has the bit.
   static __device__ constexpr int sign_of_byte(int place) { return 8 + place / 8; }
 

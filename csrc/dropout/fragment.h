@@ -41,30 +41,31 @@ struct FragmentLayout {
     return {row / kBlockRows, 8 * unit + 4 * (row / 16 % 2) + 2 * row_parity};
   }
 
-  // The words of a thread there. load(block of the columns) is a Loaded.
+  // The words of a thread there. load(first block of the columns, how many blocks from there) is a Loaded.
   template <class Load>
   DASH_HOST_DEVICE static void gather_of_row(uint32_t (&words)[kWords], int first_column, Load const& load) {
     constexpr int kBlocks = kWholeBlocks ? kSlices / 2 : kSlices / 2 + 1;  // that the fragment reaches into
-    uint32_t blocks[2 * kWords + 1] = {};
+    int const first_block = static_cast<int>(static_cast<uint32_t>(first_column) / kBlockRows);
+    uint32_t blocks[2 * kWords] = {};
 #ifdef __CUDACC__
 #pragma unroll
 #endif
-    for (int i = 0; i < kBlocks; ++i) blocks[i] = load(first_column / kBlockRows + i);
+    for (int i = 0; i < kBlocks; ++i) blocks[i] = load(first_block, i);
     // The first byte of a block has the first bits of pairs, its low half those of the first slice; the second byte has
     // the second ones.
 #ifdef __CUDACC__
 #pragma unroll
 #endif
-    for (int i = 0; i < kWords; ++i) {
-      uint32_t const *const of_word = blocks + 2 * i;
-      if constexpr (kWholeBlocks) {
-        words[i] = bytes_of(of_word[0], of_word[1], 0x5140);
-      } else {
-        int const shift = first_column / 16 % 2 == 0 ? 0 : 4;
-        uint32_t const first = bytes_of(bytes_of(of_word[0], of_word[1], 0x7740), of_word[2], 0x7410);
-        uint32_t const second = bytes_of(bytes_of(of_word[0], of_word[1], 0x7751), of_word[2], 0x7510);
-        words[i] = bytes_of(first >> shift, second >> shift, 0x5410);
-      }
+    for (int i = 0; i < kWords; ++i) words[i] = bytes_of(blocks[2 * i], blocks[2 * i + 1], 0x5140);
+    if constexpr (!kWholeBlocks) {
+      // A fragment that begins in the middle of a block ends with one: its first slice moves out, and the first one of
+      // the third block to where the fourth slice is.
+      static_assert(kBlocks == 3);
+      bool const begins_in_middle = first_column / 16 % 2 != 0;
+      int const shift = begins_in_middle ? 4 : 0;
+      uint32_t const fourth = begins_in_middle ? 0xF000F000 : 0;
+      words[0] = (words[0] >> shift & ~fourth) | (words[1] << 12 & fourth);
+      words[1] >>= shift;
     }
   }
 
@@ -104,7 +105,7 @@ struct FragmentLayout {
                                       Load const& load) {
     if constexpr (kQueriesAreRows) {
       RowPlace const place = row_place(first_row, thread);
-      gather_of_row(words, first_column, [&](int block) { return load(place.block, block, place.byte); });
+      gather_of_row(words, first_column, [&](int first, int i) { return load(place.block, first + i, place.byte); });
     } else {
       KeyPlace const place = key_place(first_row, thread);
       gather_of_keys(words, place.shift, first_column,

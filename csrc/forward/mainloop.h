@@ -138,7 +138,7 @@ class Consumer {
     }
     wait_for_k();
     issue_s(s);
-    const Bits bits = bits_of(rows, rows.kv.end() - 1);
+    const Bits bits = bits_of_last(rows);
     wait_products<0>();
     finish_s(s);
     if (rows.kv.count == 1) { release_q(); }
@@ -200,7 +200,7 @@ class Consumer {
     wait_for_k();
     issue_s(s);
     issue_out(out, p);
-    const Bits bits = bits_of(next, next.kv.end() - 1);
+    const Bits bits = bits_of_last(next);
     wait_products<1>();  // S
     finish_s(s);
     make_scores(s, next, next.kv.end() - 1);
@@ -311,17 +311,29 @@ class Consumer {
     rows.bits.first = Bits::row_of(params_.dropout, bits_of_head(), rows.first_position, thread_);
   }
 
-  // Long before they are used: they come from global memory.
+  // Long before they are used: they come from global memory. Of the last KV tile, some keys may not exist.
   __device__ __forceinline__ Bits bits_of(const Rows& rows, int kv_tile) const {
-    if constexpr (Variant::kKeepsRowOfBits) {
-      return Bits(params_.dropout, rows.bits.first, kv_tile * Variant::kKey);
-    } else if constexpr (Score::kDrops) {
-      int thread = thread_;
-      forget(thread);  // no register for addresses that every step has in common
-      const uint8_t* row = Bits::row_of(params_.dropout, bits_of_head(), rows.first_position, thread);
-      return Bits(params_.dropout, row, kv_tile * Variant::kKey);
+    if constexpr (Score::kDrops) {
+      return Bits(row_of_bits(rows), kv_tile * Variant::kKey);
     } else {
       return {};
+    }
+  }
+  __device__ __forceinline__ Bits bits_of_last(const Rows& rows) const {
+    if constexpr (Score::kDrops) {
+      return Bits(params_.dropout, row_of_bits(rows), (rows.kv.end() - 1) * Variant::kKey);
+    } else {
+      return {};
+    }
+  }
+
+  __device__ __forceinline__ const uint8_t* row_of_bits(const Rows& rows) const {
+    if constexpr (Variant::kKeepsRowOfBits) {
+      return rows.bits.first;
+    } else {
+      int thread = thread_;
+      forget(thread);  // no register for addresses that every step has in common
+      return Bits::row_of(params_.dropout, bits_of_head(), rows.first_position, thread);
     }
   }
 

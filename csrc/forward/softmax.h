@@ -2,6 +2,8 @@
 // FlashAttention-2, arXiv 2307.08691).
 #pragma once
 
+#include <climits>
+
 #include "../device/fragment.h"
 #include "../device/ptx.h"
 
@@ -30,32 +32,13 @@ class OnlineSoftmax {
 
   // Has the reference follow the scores of a tile, once before they are exponentiated. `correction` is what earlier
   // sums must be multiplied with, kNothingSummed where the row saw no key in earlier tiles; false means that it is 1
-  // for every row of the warp.
+  // for every row of the warp, and was not written.
   //
   // The reference is the largest score so far, or one up to kSlack below it: P up to 2^kSlack is as exact as P up to 1,
   // and after the first tiles few rows need a correction. Which do depends on the row alone.
   template <int kSize>
   __device__ __forceinline__ bool follow(const float (&s)[kSize], RowStatistic& correction) {
-    RowStatistic largest = {s[0], s[2]};
-    bool corrects = false;
-#pragma unroll
-    for (int i = 0; i < kSize; ++i) { largest[row_of(i)] = fmaxf(largest[row_of(i)], s[i]); }
-#pragma unroll
-    for (int row = 0; row < kRowsPerThread; ++row) {
-      // Rounded, not fused into the difference: a row whose reference stays gets a correction of exactly 1.
-      largest[row] = __fmul_rn(across_row(largest[row], [](float a, float b) { return fmaxf(a, b); }), scale_log2_);
-      // True for the first score, and for NaN.
-      const bool moves = !(largest[row] - reference_[row] <= kSlack);
-      const float reference = moves ? largest[row] : reference_[row];
-      // Of a row that has seen no key yet, or whose scores so far are all -inf, P is 0.
-      offset_[row] = reference == -INFINITY ? 0.f : reference;
-      correction[row] =
-          reference_[row] == -INFINITY ? kNothingSummed : ptx::exp2_approx(reference_[row] - offset_[row]);
-      reference_[row] = reference;
-      sum_[row] *= correction[row];
-      corrects |= moves;
-    }
-    return __any_sync(0xffffffff, corrects);
+    return may_move(s) && move(s, correction);
   }
 
   // Scores become P = exp2(scale score - reference), and P is summed.
@@ -92,10 +75,52 @@ class OnlineSoftmax {
 
  private:
   static constexpr float kSlack = 8.f;
+  static constexpr float kBelowOne = 1.f - 0x1p-20f;  // by more than the roundings of what is compared
+
+  // False where no reference of the warp's rows moves, for most tiles. No largest score is needed for that, so none is
+  // looked for in other threads. Bits are compared as integers, three at a time by one instruction: so floats that are
+  // not negative keep their order, and are above all others, and a limit is none of those.
+  template <int kSize>
+  __device__ __forceinline__ bool may_move(const float (&s)[kSize]) const {
+    int largest[kRowsPerThread] = {INT_MIN, INT_MIN};
+#pragma unroll
+    for (int i = 0; i < kSize; i += 2) {
+      int& of_row = largest[row_of(i)];
+      of_row = ptx::max3(of_row, __float_as_int(s[i]), __float_as_int(s[i + 1]));
+    }
+    return __any_sync(0xffffffff, largest[0] >= limit_[0] || largest[1] >= limit_[1]);
+  }
+
+  template <int kSize>
+  __device__ __forceinline__ bool move(const float (&s)[kSize], RowStatistic& correction) {
+    RowStatistic largest = {s[0], s[2]};
+    bool corrects = false;
+#pragma unroll
+    for (int i = 0; i < kSize; ++i) { largest[row_of(i)] = fmaxf(largest[row_of(i)], s[i]); }
+#pragma unroll
+    for (int row = 0; row < kRowsPerThread; ++row) {
+      // Rounded, not fused into the difference: a row whose reference stays gets a correction of exactly 1.
+      largest[row] = __fmul_rn(across_row(largest[row], [](float a, float b) { return fmaxf(a, b); }), scale_log2_);
+      // True for the first score, and for NaN.
+      const bool moves = !(largest[row] - reference_[row] <= kSlack);
+      const float reference = moves ? largest[row] : reference_[row];
+      // Of a row that has seen no key yet, or whose scores so far are all -inf, P is 0.
+      offset_[row] = reference == -INFINITY ? 0.f : reference;
+      correction[row] =
+          reference_[row] == -INFINITY ? kNothingSummed : ptx::exp2_approx(reference_[row] - offset_[row]);
+      reference_[row] = reference;
+      const float stays_below = __fdividef(reference + kSlack, scale_log2_) * kBelowOne;
+      limit_[row] = stays_below > 0.f ? __float_as_int(stays_below) : INT_MIN;
+      sum_[row] *= correction[row];
+      corrects |= moves;
+    }
+    return __any_sync(0xffffffff, corrects);
+  }
 
   float scale_log2_;
   RowStatistic reference_ = {-INFINITY, -INFINITY};
   RowStatistic offset_;  // the reference, or 0 where it is -inf
+  int limit_[kRowsPerThread] = {INT_MIN, INT_MIN};  // a score whose bits are an integer below this moves no reference
   RowStatistic sum_ = {0.f, 0.f};  // of the elements that this thread holds
 };
 

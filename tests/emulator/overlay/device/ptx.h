@@ -12,6 +12,8 @@ inline float log2_approx(float x) { return std::log2(x); }
 inline float sqrt_approx(float x) { return std::sqrt(x); }
 inline float tanh_approx(float x) { return std::tanh(x); }
 
+inline int max3(int a, int b, int c) { return std::max(a, std::max(b, c)); }
+
 inline uint32_t permute_bytes(uint32_t x, uint32_t selector) {
   uint32_t result = 0;
   for (int i = 0; i < 4; ++i) {
