@@ -75,16 +75,31 @@ class FragmentBits {
     const int block = min_int(place.block, view.query_blocks - 1);
     return of_head + place.byte + int64_t(block) * view.key_blocks * kBlockBytes;
   }
-  __device__ __forceinline__ FragmentBits(const BitsView& view, const uint8_t* row, int first_column) {
-    Layout::gather_of_row(word_, first_column, [&](int first, int i) {
-      return load(row + int64_t(min_int(first + i, view.key_blocks - 1)) * kBlockBytes);
-    });
+  // What is read from there on. Bits are made of it where they are used: what is made of a load waits for it, and so do
+  // all products behind it.
+  struct Read {
+    uint32_t blocks[Layout::kBlocks];
+  };
+  static __device__ __forceinline__ Read read(const BitsView& view, const uint8_t* row, int first_column) {
+    Read bits;
+#pragma unroll
+    for (int i = 0; i < Layout::kBlocks; ++i) {
+      const int block = min_int(Layout::first_block(first_column) + i, view.key_blocks - 1);
+      bits.blocks[i] = load(row + int64_t(block) * kBlockBytes);
+    }
+    return bits;
   }
   // The same of a fragment whose keys all are the sequence's.
-  __device__ __forceinline__ FragmentBits(const uint8_t* row, int first_column) {
-    Layout::gather_of_row(word_, first_column, [&](int first, int i) {
-      return load(row + int64_t(first) * kBlockBytes + i * kBlockBytes);
-    });
+  static __device__ __forceinline__ Read read_whole(const uint8_t* row, int first_column) {
+    Read bits;
+    row += int64_t(Layout::first_block(first_column)) * kBlockBytes;
+#pragma unroll
+    for (int i = 0; i < Layout::kBlocks; ++i) { bits.blocks[i] = load(row + i * kBlockBytes); }
+    return bits;
+  }
+  __device__ __forceinline__ FragmentBits(Read bits, int first_column) {
+    for (uint32_t& block : bits.blocks) { dash_attn::forget(block); }
+    Layout::arrange_row(word_, bits.blocks, first_column);
   }
 
   // Where keys are rows and columns whole blocks: the thread's bits in the lines of its keys.
@@ -176,6 +191,7 @@ class FragmentBits {
 
 // Without dropout every element is kept.
 struct NoBits {
+  struct Read {};
   __device__ __forceinline__ float keep(int, float x) const { return x; }
 };
 

@@ -41,22 +41,23 @@ struct FragmentLayout {
     return {row / kBlockRows, 8 * unit + 4 * (row / 16 % 2) + 2 * row_parity};
   }
 
-  // The words of a thread there. load(first block of the columns, how many blocks from there) is a Loaded.
-  template <class Load>
-  DASH_HOST_DEVICE static void gather_of_row(uint32_t (&words)[kWords], int first_column, Load const& load) {
-    constexpr int kBlocks = kWholeBlocks ? kSlices / 2 : kSlices / 2 + 1;  // that the fragment reaches into
-    int const first_block = static_cast<int>(static_cast<uint32_t>(first_column) / kBlockRows);
-    uint32_t blocks[2 * kWords] = {};
-#ifdef __CUDACC__
-#pragma unroll
-#endif
-    for (int i = 0; i < kBlocks; ++i) blocks[i] = load(first_block, i);
+  // The blocks that the fragment reaches into, of each of which a thread reads a Loaded there.
+  static constexpr int kBlocks = kWholeBlocks ? kSlices / 2 : kSlices / 2 + 1;
+  DASH_HOST_DEVICE static int first_block(int first_column) {
+    return static_cast<int>(static_cast<uint32_t>(first_column) / kBlockRows);
+  }
+
+  // The words of a thread, of what it has read.
+  DASH_HOST_DEVICE static void arrange_row(uint32_t (&words)[kWords], uint32_t const (&blocks)[kBlocks],
+                                           int first_column) {
     // The first byte of a block has the first bits of pairs, its low half those of the first slice; the second byte has
     // the second ones.
 #ifdef __CUDACC__
 #pragma unroll
 #endif
-    for (int i = 0; i < kWords; ++i) words[i] = bytes_of(blocks[2 * i], blocks[2 * i + 1], 0x5140);
+    for (int i = 0; i < kWords; ++i) {
+      words[i] = bytes_of(blocks[2 * i], 2 * i + 1 < kBlocks ? blocks[2 * i + 1] : 0, 0x5140);
+    }
     if constexpr (!kWholeBlocks) {
       // A fragment that begins in the middle of a block ends with one: its first slice moves out, and the first one of
       // the third block to where the fourth slice is.
@@ -105,7 +106,9 @@ struct FragmentLayout {
                                       Load const& load) {
     if constexpr (kQueriesAreRows) {
       RowPlace const place = row_place(first_row, thread);
-      gather_of_row(words, first_column, [&](int first, int i) { return load(place.block, first + i, place.byte); });
+      uint32_t blocks[kBlocks];
+      for (int i = 0; i < kBlocks; ++i) blocks[i] = load(place.block, first_block(first_column) + i, place.byte);
+      arrange_row(words, blocks, first_column);
     } else {
       KeyPlace const place = key_place(first_row, thread);
       gather_of_keys(words, place.shift, first_column,

@@ -113,6 +113,7 @@ class Consumer {
   using PackedScores = uint32_t[kScoreRegisters / 8][4];
   using Output = float[kOutputRegisters];
   using Bits = dropout::BitsOf<Score::kDrops, dropout::FragmentRows::kQueries, Variant::kKey>;
+  using BitsRead = typename Bits::Read;
   using Rows = WarpgroupRows<Variant>;
   using QuerySlot = RingIndex<Variant::kQueryStages>;
 
@@ -138,7 +139,7 @@ class Consumer {
     }
     wait_for_k();
     issue_s(s);
-    const Bits bits = bits_of_last(rows);
+    const BitsRead bits = bits_of_last(rows);
     wait_products<0>();
     finish_s(s);
     if (rows.kv.count == 1) { release_q(); }
@@ -146,7 +147,7 @@ class Consumer {
     exponentiate_first(s, softmax, rows);
     if (!passes_together) { pass_values(rows.passed_before); }
     shared_.v_full[v_.slot()].wait(v_.parity());
-    round_p(p, s, bits);
+    round_p(p, s, bits, rows.kv.end() - 1);
   }
 
   // All KV tiles but the one that came first, which is the last.
@@ -172,7 +173,7 @@ class Consumer {
     wait_for_k();
     issue_s(s);
     issue_out(out, p);
-    const Bits bits = bits_of(rows, kv_tile);
+    const BitsRead bits = bits_of(rows, kv_tile);
     wait_products<1>();  // S
     finish_s(s);
     if (kv_tile == rows.kv.first) { release_q(); }
@@ -189,7 +190,7 @@ class Consumer {
     finish_out(out, p);
     if (corrects) { correct_rows(out, correction); }
     if constexpr (Variant::kRoundsBesideExponentials) { softmax.exponentiate(s); }
-    round_p(p, s, bits);
+    round_p(p, s, bits, kv_tile);
   }
 
   // From `rows` to `next`: the last product of the one, the first scores of the other.
@@ -200,7 +201,7 @@ class Consumer {
     wait_for_k();
     issue_s(s);
     issue_out(out, p);
-    const Bits bits = bits_of_last(next);
+    const BitsRead bits = bits_of_last(next);
     wait_products<1>();  // S
     finish_s(s);
     make_scores(s, next, next.kv.end() - 1);
@@ -214,7 +215,7 @@ class Consumer {
     softmax = next_softmax;
     clear(out);
     shared_.v_full[v_.slot()].wait(v_.parity());
-    round_p(p, s, bits);
+    round_p(p, s, bits, next.kv.end() - 1);
   }
 
   // The last product of rows that do not cross to others, and their output; none of both where they see no key.
@@ -312,16 +313,16 @@ class Consumer {
   }
 
   // Long before they are used: they come from global memory. Of the last KV tile, some keys may not exist.
-  __device__ __forceinline__ Bits bits_of(const Rows& rows, int kv_tile) const {
+  __device__ __forceinline__ BitsRead bits_of(const Rows& rows, int kv_tile) const {
     if constexpr (Score::kDrops) {
-      return Bits(row_of_bits(rows), kv_tile * Variant::kKey);
+      return Bits::read_whole(row_of_bits(rows), kv_tile * Variant::kKey);
     } else {
       return {};
     }
   }
-  __device__ __forceinline__ Bits bits_of_last(const Rows& rows) const {
+  __device__ __forceinline__ BitsRead bits_of_last(const Rows& rows) const {
     if constexpr (Score::kDrops) {
-      return Bits(params_.dropout, row_of_bits(rows), (rows.kv.end() - 1) * Variant::kKey);
+      return Bits::read(params_.dropout, row_of_bits(rows), (rows.kv.end() - 1) * Variant::kKey);
     } else {
       return {};
     }
@@ -337,9 +338,9 @@ class Consumer {
     }
   }
 
-  __device__ __forceinline__ void round_p(PackedScores& p, const Scores& s, const Bits& bits) const {
+  __device__ __forceinline__ void round_p(PackedScores& p, const Scores& s, const BitsRead& bits, int kv_tile) const {
     pack_slices<Element>(p, s);
-    if constexpr (Score::kDrops) { bits.template drop<Element>(p); }
+    if constexpr (Score::kDrops) { Bits(bits, kv_tile * Variant::kKey).template drop<Element>(p); }
   }
 
   // After the last scores of the tile, where its Q does not make place for the output.
