@@ -72,6 +72,12 @@ def test_scores(programs, row, score, mask):
     check(programs[row], seqlen_q=200, seqlen_k=260, heads=2, **{score: 0.25 if score == "dropout" else 1}, **mask)
 
 
+@pytest.mark.parametrize("row", ROWS)
+@pytest.mark.parametrize("call", [dict(slopes=1), dict(scale=4), dict(scale=0.01)], ids=str)
+def test_scores_that_climb_or_hardly_differ(programs, row, call):
+    check(programs[row], seqlen_q=300, seqlen_k=500, dtype="fp16", **call)
+
+
 @pytest.mark.parametrize("row", ["64", "128"])
 def test_heads_packed_into_a_tile(programs, row):
     check(programs[row], mask="causal", batch=2, seqlen_q=20, seqlen_k=300, heads=16, kv_heads=2)
@@ -122,6 +128,14 @@ FAULTS = [
     # A sum that does not follow its reference.
     ("128", "forward/softmax.h", "      sum_[row] *= correction[row];\n", "", WRONG,
      dict(seqlen_q=300, scale=2)),
+    # A reference that stays too far behind: P overflows.
+    ("128", "forward/softmax.h", "(reference + kSlack, scale_log2_)", "(reference + 64.f, scale_log2_)", WRONG,
+     dict(seqlen_q=300, scale=4, dtype="fp16")),
+    ("128", "forward/softmax.h", "largest[0] >= limit_[0] || largest[1] >= limit_[1]", "largest[0] >= limit_[0]", WRONG,
+     dict(seqlen_q=300, scale=4, dtype="fp16")),
+    # Scores below zero, whose bits are not in their order.
+    ("128", "forward/softmax.h", "stays_below > 0.f ? __float_as_int(stays_below) : INT_MIN",
+     "__float_as_int(stays_below)", WRONG, dict(seqlen_q=300, slopes=1, dtype="fp16")),
     # What a row summed before its first key is multiplied, not replaced.
     ("128", "forward/softmax.h", "__float_as_uint(factor) == __float_as_uint(kNothingSummed)", "false", WRONG,
      dict(mask="causal", seqlen_q=300, nan_value=256, nan_values=44)),
@@ -138,7 +152,7 @@ FAULTS = [
      WRONG, dict(seqlen_q=384, seqlen_k=400, heads=4, sms=1)),
     # P that changes while its product reads it.
     ("192", "forward/mainloop.h", "    finish_out(out, p);\n    if (corrects)",
-     "    round_p(p, s, bits);\n    finish_out(out, p);\n    if (corrects)", "a register changed", dict(seqlen_q=300)),
+     "    round_p(p, s, bits, kv_tile);\n    finish_out(out, p);\n    if (corrects)", "a register changed", dict(seqlen_q=300)),
 ]  # fmt: skip
 
 

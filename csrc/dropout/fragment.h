@@ -52,21 +52,22 @@ struct FragmentLayout {
                                            int first_column) {
     // The first byte of a block has the first bits of pairs, its low half those of the first slice; the second byte has
     // the second ones.
+    if constexpr (kWholeBlocks) {
 #ifdef __CUDACC__
 #pragma unroll
 #endif
-    for (int i = 0; i < kWords; ++i) {
-      words[i] = bytes_of(blocks[2 * i], 2 * i + 1 < kBlocks ? blocks[2 * i + 1] : 0, 0x5140);
-    }
-    if constexpr (!kWholeBlocks) {
-      // A fragment that begins in the middle of a block ends with one: its first slice moves out, and the first one of
-      // the third block to where the fourth slice is.
-      static_assert(kBlocks == 3);
-      bool const begins_in_middle = first_column / 16 % 2 != 0;
-      int const shift = begins_in_middle ? 4 : 0;
-      uint32_t const fourth = begins_in_middle ? 0xF000F000 : 0;
-      words[0] = (words[0] >> shift & ~fourth) | (words[1] << 12 & fourth);
-      words[1] >>= shift;
+      for (int i = 0; i < kWords; ++i) {
+        words[i] = bytes_of(blocks[2 * i], 2 * i + 1 < kBlocks ? blocks[2 * i + 1] : 0, 0x5140);
+      }
+    } else {
+      // A fragment that begins in the middle of a block ends with one.
+      static_assert(kBlocks == 3 && kWords == 2);
+      int const shift = first_column / 16 % 2 == 0 ? 0 : 4;
+      uint32_t const both = bytes_of(blocks[0], blocks[1], 0x5140);
+      uint32_t const first = bytes_of(both, blocks[2], 0x7410) >> shift;
+      uint32_t const second = bytes_of(both, blocks[2], 0x7532) >> shift;
+      words[0] = bytes_of(first, second, 0x5410);
+      words[1] = bytes_of(first, second, 0x7632);
     }
   }
 

@@ -7,12 +7,12 @@
 //
 // Products run in the order in which they are issued, while the thread computes. For tile j after tile j + 1:
 //
-//   tensor cores:   | S(j)  P(j+1) V(j+1) |                                       | S(j-1)  ...
-//   threads:        | wait  | max, P(j)   | O *= correction(j) if any, round P(j) | wait
+//   tensor cores:   | S(j)  P(j+1) V(j+1)   |                                       | S(j-1)  ...
+//   threads:        | wait  | reference, P(j) | O *= correction(j) if any, round P(j) | wait
 //
 // of two warpgroups; of three, whose products fill the tensor cores anyway,
 //
-//   threads:        | wait  | max         | O *= correction(j) if any, P(j) and its rounding | wait
+//   threads:        | wait  | reference, exponents | O *= correction(j) if any, P(j) and its rounding | wait
 //
 // The last P V of a query tile runs with the first S of the next, and the output is written while that S's P waits. The
 // warpgroups do not wait for each other: each computes while products of the others run.
@@ -182,11 +182,10 @@ class Consumer {
     // A wait ends a basic block, within which ptxas moves exponentials and rounding as it likes.
     if constexpr (Variant::kRoundsBesideExponentials) { wait_for_next_v(); }
     const bool corrects = softmax.follow(s, correction);
-    if constexpr (!Variant::kRoundsBesideExponentials) {
-      softmax.exponentiate(s);
-      pin(s);
-      wait_for_next_v();
-    }
+    softmax.subtract_reference(s);
+    if constexpr (!Variant::kRoundsBesideExponentials) { softmax.exponentiate(s); }
+    pin(s);
+    if constexpr (!Variant::kRoundsBesideExponentials) { wait_for_next_v(); }
     finish_out(out, p);
     if (corrects) { correct_rows(out, correction); }
     if constexpr (Variant::kRoundsBesideExponentials) { softmax.exponentiate(s); }
@@ -371,6 +370,7 @@ class Consumer {
     const bool hides_first = !starts_at_first_key(Variant::kMask) && kv_tile < whole.first;
     if (kv_tile >= whole.end() || hides_first) { apply_mask(s, rows, kv_tile); }  // not in `whole`
     softmax.follow(s, correction);
+    softmax.subtract_reference(s);
     softmax.exponentiate(s);
   }
 

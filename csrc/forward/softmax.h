@@ -41,12 +41,19 @@ class OnlineSoftmax {
     return may_move(s) && move(s, correction);
   }
 
-  // Scores become P = exp2(scale score - reference), and P is summed.
+  // Scores become exponents of P, scale score - reference, to base 2.
+  template <int kSize>
+  __device__ __forceinline__ void subtract_reference(float (&s)[kSize]) const {
+#pragma unroll
+    for (int i = 0; i < kSize; ++i) { s[i] = fmaf(s[i], scale_log2_, -offset_[row_of(i)]); }
+  }
+
+  // Exponents become P, and P is summed.
   template <int kSize>
   __device__ __forceinline__ void exponentiate(float (&s)[kSize]) {
 #pragma unroll
     for (int i = 0; i < kSize; ++i) {
-      s[i] = ptx::exp2_approx(fmaf(s[i], scale_log2_, -offset_[row_of(i)]));
+      s[i] = ptx::exp2_approx(s[i]);
       sum_[row_of(i)] += s[i];
     }
   }

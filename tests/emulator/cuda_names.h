@@ -105,6 +105,7 @@ inline void __nanosleep(unsigned) {}
 inline float __fmul_rn(float a, float b) { return a * b; }  // compiled without contraction
 inline float __fdividef(float a, float b) { return a / b; }
 inline float __log2f(float x) { return std::log2(x); }
+inline int __float_as_int(float x) { return std::bit_cast<int>(x); }
 inline uint32_t __float_as_uint(float x) { return std::bit_cast<uint32_t>(x); }
 inline float __uint_as_float(uint32_t x) { return std::bit_cast<float>(x); }
 template <typename T>
