@@ -15,7 +15,32 @@ def programs(tmp_path_factory):
 
 
 def check(program, **call):
-    emulation.check(program, MACHINES, **call)
+    return emulation.check(program, MACHINES, **call)
+
+
+@pytest.fixture(scope="module")
+def deciding_program(tmp_path_factory):
+    """Of row 128: one that looks for the largest score in every step."""
+    folder = tmp_path_factory.mktemp("deciding")
+    asks = "return may_move(s) && move(s, correction);"
+    csrc = emulation.source(folder, ("forward/softmax.h", asks, "return move(s, correction);"))
+    return emulation.build(csrc, ["forward.cpp"], "128", folder / "forward")
+
+
+CLIMB = dict(climb=1000, climb_keys=80, scale=0.02)
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+@pytest.mark.parametrize("mask", [dict(), dict(mask="causal"), dict(mask="window", left=150, right=30)], ids=str)
+@pytest.mark.parametrize(
+    "call",
+    [dict(slopes=1), dict(scale=0.5), dict(scale=4), dict(scale=1e-3), dict(infinite_key=160, infinite_keys=80),
+     CLIMB, CLIMB | dict(climb=-300), CLIMB | dict(climb=350)],
+    ids=str,
+)  # fmt: skip
+def test_no_bits_change_where_no_largest_score_is_looked_for(programs, deciding_program, call, mask, dtype):
+    call = dict(seqlen_q=200, seqlen_k=420, dtype=dtype) | call | mask
+    assert check(programs["128"], **call) == check(deciding_program, **call)
 
 
 # With a large scale the reference of a row moves after its first KV tile.
@@ -73,7 +98,7 @@ def test_scores(programs, row, score, mask):
 
 
 @pytest.mark.parametrize("row", ROWS)
-@pytest.mark.parametrize("call", [dict(slopes=1), dict(scale=4), dict(scale=0.01)], ids=str)
+@pytest.mark.parametrize("call", [dict(scale=4), dict(scale=0.01), CLIMB], ids=str)
 def test_scores_that_climb_or_hardly_differ(programs, row, call):
     check(programs[row], seqlen_q=300, seqlen_k=500, dtype="fp16", **call)
 
@@ -129,13 +154,14 @@ FAULTS = [
     ("128", "forward/softmax.h", "      sum_[row] *= correction[row];\n", "", WRONG,
      dict(seqlen_q=300, scale=2)),
     # A reference that stays too far behind: P overflows.
-    ("128", "forward/softmax.h", "(reference + kSlack, scale_log2_)", "(reference + 64.f, scale_log2_)", WRONG,
+    ("128", "forward/softmax.h", "(reference + kSlack) * kBelowOne", "(reference + 64.f) * kBelowOne", WRONG,
      dict(seqlen_q=300, scale=4, dtype="fp16")),
+    # The limit of a thread's other row.
     ("128", "forward/softmax.h", "largest[0] >= limit_[0] || largest[1] >= limit_[1]", "largest[0] >= limit_[0]", WRONG,
      dict(seqlen_q=300, scale=4, dtype="fp16")),
     # Scores below zero, whose bits are not in their order.
-    ("128", "forward/softmax.h", "stays_below > 0.f ? __float_as_int(stays_below) : INT_MIN",
-     "__float_as_int(stays_below)", WRONG, dict(seqlen_q=300, slopes=1, dtype="fp16")),
+    ("128", "forward/softmax.h", "stays_below > 0.f ? __float_as_int(stays_below) : kDecidesAlways",
+     "__float_as_int(stays_below)", WRONG, CLIMB | dict(seqlen_q=300, dtype="fp16")),
     # What a row summed before its first key is multiplied, not replaced.
     ("128", "forward/softmax.h", "__float_as_uint(factor) == __float_as_uint(kNothingSummed)", "false", WRONG,
      dict(mask="causal", seqlen_q=300, nan_value=256, nan_values=44)),
@@ -150,9 +176,13 @@ FAULTS = [
     # V that comes to a place which an output has not left.
     ("192x128", "forward/load.h", "shared_.out_left) { left.wait", "shared_.out_left) { if (false) left.wait",
      WRONG, dict(seqlen_q=384, seqlen_k=400, heads=4, sms=1)),
+    # Bits of dropout read behind the last block.
+    ("128", "forward/mainloop.h", "read(params_.dropout, row_of_bits(rows), (", "read_whole(row_of_bits(rows), (",
+     "a load of what is not there", dict(seqlen_q=250, dropout=0.25)),
     # P that changes while its product reads it.
     ("192", "forward/mainloop.h", "    finish_out(out, p);\n    if (corrects)",
-     "    round_p(p, s, bits, kv_tile);\n    finish_out(out, p);\n    if (corrects)", "a register changed", dict(seqlen_q=300)),
+     "    round_p(p, s, bits, kv_tile);\n    finish_out(out, p);\n    if (corrects)",
+     "a register changed", dict(seqlen_q=300)),
 ]  # fmt: skip
 
 

@@ -89,7 +89,7 @@ class FragmentBits {
     }
     return bits;
   }
-  // The same of a fragment whose keys all are the sequence's.
+  // The same of a fragment whose keys all are the sequence's, without bounds: bits are there for whole sequences.
   static __device__ __forceinline__ Read read_whole(const uint8_t* row, int first_column) {
     Read bits;
     row += int64_t(Layout::first_block(first_column)) * kBlockBytes;
@@ -98,7 +98,7 @@ class FragmentBits {
     return bits;
   }
   __device__ __forceinline__ FragmentBits(Read bits, int first_column) {
-    for (uint32_t& block : bits.blocks) { dash_attn::forget(block); }
+    for (uint32_t& block : bits.blocks) { dash_attn::forget(block); }  // so that nothing of this is done earlier
     Layout::arrange_row(word_, bits.blocks, first_column);
   }
 

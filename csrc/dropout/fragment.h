@@ -44,7 +44,7 @@ struct FragmentLayout {
   // The blocks that the fragment reaches into, of each of which a thread reads a Loaded there.
   static constexpr int kBlocks = kWholeBlocks ? kSlices / 2 : kSlices / 2 + 1;
   DASH_HOST_DEVICE static int first_block(int first_column) {
-    return static_cast<int>(static_cast<uint32_t>(first_column) / kBlockRows);
+    return static_cast<int>(static_cast<uint32_t>(first_column) / kBlockRows);  // a shift, as it is not negative
   }
 
   // The words of a thread, of what it has read.
@@ -108,6 +108,9 @@ struct FragmentLayout {
     if constexpr (kQueriesAreRows) {
       RowPlace const place = row_place(first_row, thread);
       uint32_t blocks[kBlocks];
+#ifdef __CUDACC__
+#pragma unroll
+#endif
       for (int i = 0; i < kBlocks; ++i) blocks[i] = load(place.block, first_block(first_column) + i, place.byte);
       arrange_row(words, blocks, first_column);
     } else {

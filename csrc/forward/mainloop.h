@@ -7,7 +7,7 @@
 //
 // Products run in the order in which they are issued, while the thread computes. For tile j after tile j + 1:
 //
-//   tensor cores:   | S(j)  P(j+1) V(j+1)   |                                       | S(j-1)  ...
+//   tensor cores:   | S(j)  P(j+1) V(j+1)     |                                       | S(j-1)  ...
 //   threads:        | wait  | reference, P(j) | O *= correction(j) if any, round P(j) | wait
 //
 // of two warpgroups; of three, whose products fill the tensor cores anyway,
@@ -182,7 +182,7 @@ class Consumer {
     // A wait ends a basic block, within which ptxas moves exponentials and rounding as it likes.
     if constexpr (Variant::kRoundsBesideExponentials) { wait_for_next_v(); }
     const bool corrects = softmax.follow(s, correction);
-    softmax.subtract_reference(s);
+    softmax.subtract_reference(s);  // beside P V too, which exponents need not wait for
     if constexpr (!Variant::kRoundsBesideExponentials) { softmax.exponentiate(s); }
     pin(s);
     if constexpr (!Variant::kRoundsBesideExponentials) { wait_for_next_v(); }
@@ -311,7 +311,8 @@ class Consumer {
     rows.bits.first = Bits::row_of(params_.dropout, bits_of_head(), rows.first_position, thread_);
   }
 
-  // Long before they are used: they come from global memory. Of the last KV tile, some keys may not exist.
+  // Long before they are used: they come from global memory. Every KV tile but the last has all its keys, and in a pack
+  // the plan refuses sequences longer than the bits. Of the last one some may not exist.
   __device__ __forceinline__ BitsRead bits_of(const Rows& rows, int kv_tile) const {
     if constexpr (Score::kDrops) {
       return Bits::read_whole(row_of_bits(rows), kv_tile * Variant::kKey);

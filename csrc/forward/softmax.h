@@ -32,7 +32,7 @@ class OnlineSoftmax {
 
   // Has the reference follow the scores of a tile, once before they are exponentiated. `correction` is what earlier
   // sums must be multiplied with, kNothingSummed where the row saw no key in earlier tiles; false means that it is 1
-  // for every row of the warp, and was not written.
+  // for every row of the warp, and may be unset.
   //
   // The reference is the largest score so far, or one up to kSlack below it: P up to 2^kSlack is as exact as P up to 1,
   // and after the first tiles few rows need a correction. Which do depends on the row alone.
@@ -83,10 +83,11 @@ class OnlineSoftmax {
  private:
   static constexpr float kSlack = 8.f;
   static constexpr float kBelowOne = 1.f - 0x1p-20f;  // by more than the roundings of what is compared
+  static constexpr int kDecidesAlways = INT_MIN;      // as a limit
 
-  // False where no reference of the warp's rows moves, for most tiles. No largest score is needed for that, so none is
-  // looked for in other threads. Bits are compared as integers, three at a time by one instruction: so floats that are
-  // not negative keep their order, and are above all others, and a limit is none of those.
+  // False only where no reference of the warp's rows moves, as in most tiles. That takes no largest score, so none is
+  // looked for in other threads. Bits are compared as integers, three at a time by one instruction: floats without a
+  // sign keep their order so, and are above all with one; a limit has none.
   template <int kSize>
   __device__ __forceinline__ bool may_move(const float (&s)[kSize]) const {
     int largest[kRowsPerThread] = {INT_MIN, INT_MIN};
@@ -116,8 +117,8 @@ class OnlineSoftmax {
       correction[row] =
           reference_[row] == -INFINITY ? kNothingSummed : ptx::exp2_approx(reference_[row] - offset_[row]);
       reference_[row] = reference;
-      const float stays_below = __fdividef(reference + kSlack, scale_log2_) * kBelowOne;
-      limit_[row] = stays_below > 0.f ? __float_as_int(stays_below) : INT_MIN;
+      const float stays_below = __fdividef((reference + kSlack) * kBelowOne, scale_log2_);
+      limit_[row] = stays_below > 0.f ? __float_as_int(stays_below) : kDecidesAlways;
       sum_[row] *= correction[row];
       corrects |= moves;
     }
@@ -127,7 +128,7 @@ class OnlineSoftmax {
   float scale_log2_;
   RowStatistic reference_ = {-INFINITY, -INFINITY};
   RowStatistic offset_;  // the reference, or 0 where it is -inf
-  int limit_[kRowsPerThread] = {INT_MIN, INT_MIN};  // a score whose bits are an integer below this moves no reference
+  int limit_[kRowsPerThread] = {kDecidesAlways, kDecidesAlways};  // scores whose bits are less do not move it
   RowStatistic sum_ = {0.f, 0.f};  // of the elements that this thread holds
 };
 

@@ -3,7 +3,7 @@
 //   dtype=bf16|fp16 mask=full|causal|window left= right= chunk= batch= seqlen_q= seqlen_k= heads= kv_heads= head_dim=
 //   value_head_dim= pack=Q:K,Q:K,...  sinks=1 softcap= slopes=1 dropout= scale= sms=  seed=
 //   infinite_key=, infinite_keys=: keys of sequence 0 whose scores are all -inf; nan_value=, nan_values=: values that
-//   are NaN
+//   are NaN; climb=, climb_keys=: products that are less by `climb` with every `climb_keys` keys
 //
 // `seed` is the machine's; inputs do not depend on it.
 #pragma once
@@ -168,6 +168,13 @@ class Call {
         for (int d = 0; d < a.head_dims.qk; ++d) { row[d] = Element(d == 0 ? -INFINITY : 0.f); }
       }
     }
+    if (const int climb_keys = int(number("climb_keys", 0)); climb_keys > 0) {
+      for (size_t i = 0; i < q_.size(); i += a.head_dims.qk) { q_[i] = Element(1.f); }
+      for (size_t i = 0; i < k_.size(); i += a.head_dims.qk) {
+        const int key = int(i / a.head_dims.qk) / a.kv_heads;
+        k_[i] = Element(float(-number("climb", 0) * (key / climb_keys)));
+      }
+    }
     const int value_row = a.kv_heads * a.head_dims.v;
     for (int i = nan * value_row; i < nan_end * value_row; ++i) { v_[i] = Element(NAN); }
     nan_keys_ = {nan, nan_end - nan};
@@ -200,6 +207,7 @@ class Call {
         for (int i = 0; i < 8; ++i) { byte = uint8_t(2 * byte + keeps(random_)); }
       }
       a.dropout.bits = bits_.data();
+      emulator::readable = {bits_.data(), bits_.data() + bits_.size()};
     }
   }
 

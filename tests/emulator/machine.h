@@ -31,6 +31,12 @@ constexpr int kLongestTime = 4;  // in turns, that something takes
   std::_Exit(1);  // other fibers have stacks of their own
 }
 
+// What ptx::load_here may read, where the call says so.
+struct Readable {
+  const uint8_t *first = nullptr, *end = nullptr;
+};
+inline Readable readable;
+
 // An mbarrier (PTX ISA 9.7.13.15). State is kept beside shared memory, by address.
 struct Barrier {
   int count = 0, pending = 0, bytes = 0, phase = 0;

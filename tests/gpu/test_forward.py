@@ -208,12 +208,12 @@ def test_scores_that_climb(causal, head_dim, dtype, device):
     """From KV tile to KV tile, by less and by more than a row's reference may lag behind (8 of the logarithm to base
     2), among scores below zero, above it and of both kinds."""
     problem = Problem(1, 400, 1100, 2, 1, head_dim, causal, DTYPES[dtype], softmax_scale=1.0)
-    keys = torch.arange(problem.seqlen_k, device=device)
-    for climb, last in itertools.product((-9.0, 0.5, 5.4, 5.7, 9.0, 90.0), (-900.0, -7.0, -5.0, 0.0, 300.0)):
+    tile = torch.arange(problem.seqlen_k, device=device) // forward_tile_shape(head_dim, head_dim)[1]
+    for climb, last in itertools.product((-9.0, 0.5, 5.4, 5.7, 12.0, 90.0), (-900.0, -7.0, -5.0, 0.0, 300.0)):
         q, k, v, dout = support.random_qkv_dout(problem, device)
-        q /= head_dim**0.5
+        q *= 0.3 / head_dim**0.5
         q[..., 0] = 1
-        k[..., 0] = (last + climb * (problem.seqlen_k - 1 - keys) / 80)[None, :, None]
+        k[..., 0] = (last + climb * (tile[-1] - tile))[None, :, None]
         inputs = support.with_forward(problem, q, k, v, dout)
         outputs = {"out": inputs.out, "softmax_lse": inputs.softmax_lse}
         lines = output_lines(problem, outputs, gradient_check.Bar(problem, inputs))

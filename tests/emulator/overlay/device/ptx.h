@@ -35,6 +35,9 @@ inline uint32_t multiply_add_relu_bf16(uint32_t a, uint32_t b, uint32_t c) {
 
 template <typename T>
 T load_here(const T* address) {
+  const auto& [first, end] = emulator::readable;
+  const auto* bytes = reinterpret_cast<const uint8_t*>(address);
+  if (end && (bytes < first || bytes + sizeof(T) > end)) { emulator::fail("a load of what is not there"); }
   return *address;
 }
 
