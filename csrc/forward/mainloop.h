@@ -183,12 +183,12 @@ class Consumer {
     if constexpr (Variant::kRoundsBesideExponentials) { wait_for_next_v(); }
     const bool corrects = softmax.follow(s, correction);
     softmax.subtract_reference(s);  // beside P V too, which exponents need not wait for
-    if constexpr (!Variant::kRoundsBesideExponentials) { softmax.exponentiate(s); }
+    if constexpr (!Variant::kRoundsBesideExponentials) { softmax.exponentiate(s, correction); }
     pin(s);
     if constexpr (!Variant::kRoundsBesideExponentials) { wait_for_next_v(); }
     finish_out(out, p);
     if (corrects) { correct_rows(out, correction); }
-    if constexpr (Variant::kRoundsBesideExponentials) { softmax.exponentiate(s); }
+    if constexpr (Variant::kRoundsBesideExponentials) { softmax.exponentiate(s, correction); }
     round_p(p, s, bits, kv_tile);
   }
 
@@ -372,7 +372,7 @@ class Consumer {
     if (kv_tile >= whole.end() || hides_first) { apply_mask(s, rows, kv_tile); }  // not in `whole`
     softmax.follow(s, correction);
     softmax.subtract_reference(s);
-    softmax.exponentiate(s);
+    softmax.exponentiate(s, correction);
   }
 
   __device__ __forceinline__ void apply_mask(Scores& s, const Rows& rows, int kv_tile) const {

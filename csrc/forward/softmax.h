@@ -32,13 +32,16 @@ class OnlineSoftmax {
 
   // Has the reference follow the scores of a tile, once before they are exponentiated. `correction` is what earlier
   // sums must be multiplied with, kNothingSummed where the row saw no key in earlier tiles; false means that it is 1
-  // for every row of the warp, and may be unset.
+  // for every row of the warp.
   //
   // The reference is the largest score so far, or one up to kSlack below it: P up to 2^kSlack is as exact as P up to 1,
   // and after the first tiles few rows need a correction. Which do depends on the row alone.
   template <int kSize>
   __device__ __forceinline__ bool follow(const float (&s)[kSize], RowStatistic& correction) {
-    return may_move(s) && move(s, correction);
+    if (may_move(s)) { return move(s, correction); }
+#pragma unroll
+    for (float& x : correction) { x = 1.f; }
+    return false;
   }
 
   // Scores become exponents of P, scale score - reference, to base 2.
@@ -48,13 +51,14 @@ class OnlineSoftmax {
     for (int i = 0; i < kSize; ++i) { s[i] = fmaf(s[i], scale_log2_, -offset_[row_of(i)]); }
   }
 
-  // Exponents become P, and P is summed.
+  // Exponents become P, and P is summed. The sum so far is corrected as the first P is added to it, in one rounding.
   template <int kSize>
-  __device__ __forceinline__ void exponentiate(float (&s)[kSize]) {
+  __device__ __forceinline__ void exponentiate(float (&s)[kSize], const RowStatistic& correction) {
 #pragma unroll
     for (int i = 0; i < kSize; ++i) {
       s[i] = ptx::exp2_approx(s[i]);
-      sum_[row_of(i)] += s[i];
+      const int row = row_of(i);
+      sum_[row] = i == 2 * row ? fmaf(sum_[row], correction[row], s[i]) : sum_[row] + s[i];
     }
   }
 
@@ -119,7 +123,6 @@ class OnlineSoftmax {
       reference_[row] = reference;
       const float stays_below = __fdividef((reference + kSlack) * kBelowOne, scale_log2_);
       limit_[row] = stays_below > 0.f ? __float_as_int(stays_below) : kDecidesAlways;
-      sum_[row] *= correction[row];
       corrects |= moves;
     }
     return __any_sync(0xffffffff, corrects);
