@@ -56,7 +56,7 @@ class Consumer {
   __device__ void run() {
     Output out;
     PackedScores p;
-    OnlineSoftmax softmax(params_.score.scale_log2);
+    OnlineSoftmax softmax(params_.score);
     // Of the tile before: rows that see keys have a P that waits for its product, and all of them are to be stored.
     Rows rows{};
     bool pending = false;
@@ -66,14 +66,14 @@ class Consumer {
       if (end != kNoMoreTiles) {
         next = Rows(params_, sequence_of_tile(), end, consumer_);
         if constexpr (Score::kHasSlope) { set_slopes(next); }
-        if constexpr (Variant::kKeepsRowOfBits) { set_bits(next); }
+        if constexpr (Variant::kKeepsRowOfBits) { next.bits.first = find_row_of_bits(next); }
       }
       if (Variant::kCrosses && rows.kv.count > 0 && next.kv.count > 0 && may_cross(rows, next)) {
         cross(out, p, softmax, rows, next);
       } else {
         if (pending) { finish(out, p, softmax, rows, q_.previous()); }
         if (end == kNoMoreTiles) { break; }
-        softmax = OnlineSoftmax(params_.score.scale_log2);
+        softmax = OnlineSoftmax(params_.score);
         clear(out);
         if (next.kv.count > 0) {
           begin(p, softmax, next);
@@ -145,6 +145,7 @@ class Consumer {
     if (rows.kv.count == 1) { release_q(); }
     make_scores(s, rows, rows.kv.end() - 1);
     exponentiate_first(s, softmax, rows);
+    softmax.set_limits();
     if (!passes_together) { pass_values(rows.passed_before); }
     shared_.v_full[v_.slot()].wait(v_.parity());
     round_p(p, s, bits, rows.kv.end() - 1);
@@ -183,12 +184,12 @@ class Consumer {
     if constexpr (Variant::kRoundsBesideExponentials) { wait_for_next_v(); }
     const bool corrects = softmax.follow(s, correction);
     softmax.subtract_reference(s);  // beside P V too, which exponents need not wait for
-    if constexpr (!Variant::kRoundsBesideExponentials) { softmax.exponentiate(s, correction); }
+    if constexpr (!Variant::kRoundsBesideExponentials) { softmax.exponentiate(s, corrects, correction); }
     pin(s);
     if constexpr (!Variant::kRoundsBesideExponentials) { wait_for_next_v(); }
     finish_out(out, p);
     if (corrects) { correct_rows(out, correction); }
-    if constexpr (Variant::kRoundsBesideExponentials) { softmax.exponentiate(s, correction); }
+    if constexpr (Variant::kRoundsBesideExponentials) { softmax.exponentiate(s, corrects, correction); }
     round_p(p, s, bits, kv_tile);
   }
 
@@ -200,18 +201,19 @@ class Consumer {
     wait_for_k();
     issue_s(s);
     issue_out(out, p);
-    const BitsRead bits = bits_of_last(next);
     wait_products<1>();  // S
     finish_s(s);
     make_scores(s, next, next.kv.end() - 1);
-    OnlineSoftmax next_softmax(params_.score.scale_log2);
+    OnlineSoftmax next_softmax(params_.score);
     exponentiate_first(s, next_softmax, next);
     pin(s);
     wait_for_next_v();
     finish_out(out, p);
+    const BitsRead bits = bits_of_last(next);  // the output is stored meanwhile
     pass_values(rows.passed_after + next.passed_before);
     store(out, softmax, rows, q_.previous());
     softmax = next_softmax;
+    softmax.set_limits();
     clear(out);
     shared_.v_full[v_.slot()].wait(v_.parity());
     round_p(p, s, bits, next.kv.end() - 1);
@@ -307,8 +309,8 @@ class Consumer {
     return params_.dropout.of_head(tile.number, tile.head_group);
   }
 
-  __device__ __forceinline__ void set_bits(Rows& rows) const {
-    rows.bits.first = Bits::row_of(params_.dropout, bits_of_head(), rows.first_position, thread_);
+  __device__ __forceinline__ const uint8_t* find_row_of_bits(const Rows& rows) const {
+    return Bits::row_of(params_.dropout, bits_of_head(), rows.first_position, thread_without_register());
   }
 
   // Long before they are used: they come from global memory. Every KV tile but the last has all its keys, and in a pack
@@ -332,9 +334,7 @@ class Consumer {
     if constexpr (Variant::kKeepsRowOfBits) {
       return rows.bits.first;
     } else {
-      int thread = thread_;
-      forget(thread);  // no register for addresses that every step has in common
-      return Bits::row_of(params_.dropout, bits_of_head(), rows.first_position, thread);
+      return find_row_of_bits(rows);
     }
   }
 
@@ -364,15 +364,15 @@ class Consumer {
     }
   }
 
+  // Limits of the softmax are set later, when fewer registers are taken.
   __device__ __forceinline__ void exponentiate_first(Scores& s, OnlineSoftmax& softmax, const Rows& rows) const {
-    RowStatistic correction;
     const int kv_tile = rows.kv.end() - 1;
     const Range whole = rows.kv_seen_whole(params_);
     const bool hides_first = !starts_at_first_key(Variant::kMask) && kv_tile < whole.first;
     if (kv_tile >= whole.end() || hides_first) { apply_mask(s, rows, kv_tile); }  // not in `whole`
-    softmax.follow(s, correction);
+    softmax.start(s);
     softmax.subtract_reference(s);
-    softmax.exponentiate(s, correction);
+    softmax.exponentiate(s);
   }
 
   __device__ __forceinline__ void apply_mask(Scores& s, const Rows& rows, int kv_tile) const {
@@ -406,11 +406,12 @@ class Consumer {
   __device__ __forceinline__ void store(Output& out, OnlineSoftmax& softmax, const Rows& rows,
                                         QuerySlot slot_of_rows) const {
     const AnnouncedTile& tile = shared_.tile(slot_of_rows);
+    const int thread = thread_without_register();
     RowStatistic inverse_sum, lse;
     const auto sees_no_key = [&](int row) {
-      return rows.mask(params_).keys_of(rows.position(params_, thread_, row)).count == 0;
+      return rows.mask(params_).keys_of(rows.position(params_, thread, row)).count == 0;
     };
-    const auto head = [&](int row) { return Rows::head(params_, tile.head_group, thread_, row); };
+    const auto head = [&](int row) { return Rows::head(params_, tile.head_group, thread, row); };
     static_assert(kRowsPerThread == 2);
     softmax.finish(params_.sinks, {head(0), head(1)}, inverse_sum, lse);
     if constexpr (Score::kDrops) {
@@ -419,7 +420,7 @@ class Consumer {
     multiply_rows(out, inverse_sum);
 #pragma unroll
     for (int row = 0; row < kRowsPerThread; ++row) {
-      const int position = rows.position(params_, thread_, row);
+      const int position = rows.position(params_, thread, row);
       if (sees_no_key(row)) {
         lse[row] = params_.sinks ? lse_of_sink(params_.sinks[head(row)]) : INFINITY;
 #pragma unroll
@@ -427,7 +428,7 @@ class Consumer {
           if (row_of(i) == row) { out[i] = 0.f; }
         }
       }
-      if (thread_ % 4 == 0 && position < rows.sequence.seqlen_q) {
+      if (thread % 4 == 0 && position < rows.sequence.seqlen_q) {
         params_.softmax_lse[tile.first_lse + head(row) * params_.lse_head_stride + position] = lse[row];
       }
     }
@@ -438,7 +439,7 @@ class Consumer {
       const RingIndex<Variant::kStages> place{v_.count + consumer_};
       shared_.v_empty[place.slot()].wait(place.empty_parity());
       shared_.out_left[consumer_].wait(slot_of_rows.empty_parity());
-      if (thread_ == 0) { shared_.output_slot[consumer_] = place.slot(); }
+      if (thread == 0) { shared_.output_slot[consumer_] = place.slot(); }
       stage(shared_.v[place.slot()], 0, packed);
     } else {
       sync_warpgroup(consumer_);  // all warps' products have read Q
@@ -450,7 +451,15 @@ class Consumer {
 
   __device__ __forceinline__ void stage(Element* tile, int first_row,
                                         const uint32_t (&packed)[kOutputRegisters / 8][4]) const {
-    store_rows<Swizzle, Variant::kOutputRows>(tile, first_row, packed, thread_ / 32, thread_ % 32);
+    const int thread = thread_without_register();
+    store_rows<Swizzle, Variant::kOutputRows>(tile, first_row, packed, thread / 32, thread % 32);
+  }
+
+  // So that no register is spent on what follows from it and all tiles have in common.
+  __device__ __forceinline__ int thread_without_register() const {
+    int thread = thread_;
+    forget(thread);
+    return thread;
   }
 
   Shared& shared_;

@@ -6,6 +6,7 @@
 
 #include "../device/fragment.h"
 #include "../device/ptx.h"
+#include "../device/score.h"
 
 namespace dash_attn::forward {
 
@@ -28,20 +29,37 @@ constexpr float kNothingSummed = -0.f;
 
 class OnlineSoftmax {
  public:
-  explicit __device__ __forceinline__ OnlineSoftmax(float scale_log2) : scale_log2_(scale_log2) {}
+  explicit __device__ __forceinline__ OnlineSoftmax(const ScoreParams& params)
+      : scale_log2_(params.scale_log2), inverse_scale_log2_(params.inverse_scale_log2) {}
 
-  // Has the reference follow the scores of a tile, once before they are exponentiated. `correction` is what earlier
-  // sums must be multiplied with, kNothingSummed where the row saw no key in earlier tiles; false means that it is 1
-  // for every row of the warp.
+  // Sets the reference by the first scores. `set_limits` is to come before the next ones.
+  template <int kSize>
+  __device__ __forceinline__ void start(const float (&s)[kSize]) {
+    RowStatistic correction;
+    move(s, correction);
+  }
+
+  // Has the reference follow the scores of a further tile, once before they are exponentiated. `correction` is what
+  // earlier sums must be multiplied with, kNothingSummed where the row saw no key in earlier tiles; false means that it
+  // is 1 for every row of the warp, and may be unset.
   //
   // The reference is the largest score so far, or one up to kSlack below it: P up to 2^kSlack is as exact as P up to 1,
   // and after the first tiles few rows need a correction. Which do depends on the row alone.
   template <int kSize>
   __device__ __forceinline__ bool follow(const float (&s)[kSize], RowStatistic& correction) {
-    if (may_move(s)) { return move(s, correction); }
+    if (!may_move(s)) { return false; }
+    const bool corrects = move(s, correction);
+    set_limits();
+    return corrects;
+  }
+
+  // Of each row the score that, to be decided about, another must reach: see may_move.
+  __device__ __forceinline__ void set_limits() {
 #pragma unroll
-    for (float& x : correction) { x = 1.f; }
-    return false;
+    for (int row = 0; row < kRowsPerThread; ++row) {
+      const float stays_below = (reference(row) + kSlack) * kBelowOne * inverse_scale_log2_;
+      limit_[row] = stays_below > 0.f ? __float_as_int(stays_below) : kDecidesAlways;
+    }
   }
 
   // Scores become exponents of P, scale score - reference, to base 2.
@@ -51,15 +69,20 @@ class OnlineSoftmax {
     for (int i = 0; i < kSize; ++i) { s[i] = fmaf(s[i], scale_log2_, -offset_[row_of(i)]); }
   }
 
-  // Exponents become P, and P is summed. The sum so far is corrected as the first P is added to it, in one rounding.
+  // Exponents become P, and P is summed. The sum so far is corrected, as `follow` says, while the first P is added to it,
+  // in one rounding.
   template <int kSize>
-  __device__ __forceinline__ void exponentiate(float (&s)[kSize], const RowStatistic& correction) {
+  __device__ __forceinline__ void exponentiate(float (&s)[kSize], bool corrects, const RowStatistic& correction) {
 #pragma unroll
     for (int i = 0; i < kSize; ++i) {
       s[i] = ptx::exp2_approx(s[i]);
       const int row = row_of(i);
-      sum_[row] = i == 2 * row ? fmaf(sum_[row], correction[row], s[i]) : sum_[row] + s[i];
+      sum_[row] = i == 2 * row ? fmaf(sum_[row], corrects ? correction[row] : 1.f, s[i]) : sum_[row] + s[i];
     }
+  }
+  template <int kSize>
+  __device__ __forceinline__ void exponentiate(float (&s)[kSize]) {
+    exponentiate(s, false, {});
   }
 
   // After the last tile: what the output must be multiplied with, and the log-sum-exp. A sink, of the row's head, is a
@@ -70,16 +93,16 @@ class OnlineSoftmax {
     for (int row = 0; row < kRowsPerThread; ++row) {
       const float sum = across_row(sum_[row], [](float a, float b) { return a + b; });
       inverse_sum[row] = __fdividef(1.f, sum);
-      lse[row] = (reference_[row] + __log2f(sum)) * float(M_LN2);  // sum is at least 1
+      lse[row] = (reference(row) + __log2f(sum)) * float(M_LN2);  // sum is at least 1
       if (sinks) {
         const float sink = sinks[heads[row]], sink_log2 = sink * float(M_LOG2E);
         if (sink == -INFINITY) { continue; }
-        const float reference = fmaxf(reference_[row], sink_log2);
-        const float of_keys = ptx::exp2_approx(reference_[row] - reference);
-        const float of_sink = sink_log2 == reference ? 1.f : ptx::exp2_approx(sink_log2 - reference);  // of +inf too
+        const float largest = fmaxf(reference(row), sink_log2);
+        const float of_keys = ptx::exp2_approx(reference(row) - largest);
+        const float of_sink = sink_log2 == largest ? 1.f : ptx::exp2_approx(sink_log2 - largest);  // of +inf too
         const float sum_with_sink = fmaf(sum, of_keys, of_sink);
         inverse_sum[row] = __fdividef(of_keys, sum_with_sink);
-        lse[row] = of_keys == 0.f ? sink : (reference + __log2f(sum_with_sink)) * float(M_LN2);
+        lse[row] = of_keys == 0.f ? sink : (largest + __log2f(sum_with_sink)) * float(M_LN2);
       }
     }
   }
@@ -113,24 +136,25 @@ class OnlineSoftmax {
     for (int row = 0; row < kRowsPerThread; ++row) {
       // Rounded, not fused into the difference: a row whose reference stays gets a correction of exactly 1.
       largest[row] = __fmul_rn(across_row(largest[row], [](float a, float b) { return fmaxf(a, b); }), scale_log2_);
+      const float before = reference(row);
       // True for the first score, and for NaN.
-      const bool moves = !(largest[row] - reference_[row] <= kSlack);
-      const float reference = moves ? largest[row] : reference_[row];
-      // Of a row that has seen no key yet, or whose scores so far are all -inf, P is 0.
-      offset_[row] = reference == -INFINITY ? 0.f : reference;
-      correction[row] =
-          reference_[row] == -INFINITY ? kNothingSummed : ptx::exp2_approx(reference_[row] - offset_[row]);
-      reference_[row] = reference;
-      const float stays_below = __fdividef((reference + kSlack) * kBelowOne, scale_log2_);
-      limit_[row] = stays_below > 0.f ? __float_as_int(stays_below) : kDecidesAlways;
+      const bool moves = !(largest[row] - before <= kSlack);
+      const float after = moves ? largest[row] : before;
+      // A score of +inf is NaN in the end.
+      offset_[row] = after == -INFINITY ? INFINITY : after == INFINITY ? NAN : after;
+      correction[row] = before == -INFINITY ? kNothingSummed : ptx::exp2_approx(before - offset_[row]);
       corrects |= moves;
     }
     return __any_sync(0xffffffff, corrects);
   }
 
-  float scale_log2_;
-  RowStatistic reference_ = {-INFINITY, -INFINITY};
-  RowStatistic offset_;  // the reference, or 0 where it is -inf
+  __device__ __forceinline__ float reference(int row) const {
+    return offset_[row] == INFINITY ? -INFINITY : offset_[row];
+  }
+
+  float scale_log2_, inverse_scale_log2_;
+  // The reference, or where that is -inf, of a row that has seen no key yet or only scores of -inf, +inf: P is 0 there.
+  RowStatistic offset_ = {INFINITY, INFINITY};
   int limit_[kRowsPerThread] = {kDecidesAlways, kDecidesAlways};  // scores whose bits are less do not move it
   RowStatistic sum_ = {0.f, 0.f};  // of the elements that this thread holds
 };

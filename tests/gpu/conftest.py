@@ -18,15 +18,20 @@ HOPPER = (9, 0)
 # Set where a GPU and kernels are known to be there, so that a broken set-up fails instead of skipping everything.
 REQUIRE = "DASH_ATTN_REQUIRE_GPU"
 # "i/n": of the tests that bear others beside them on the GPU, the ith of n shares. "alone": those that do not, which
-# hold SMs and ask how fast others get on. Modules with RUNS_RANKS are not divided.
+# hold SMs and ask how fast others get on, or are marked. Modules with RUNS_RANKS are not divided.
 SHARE = "DASH_ATTN_TEST_SHARE"
+
+
+def pytest_configure(config):
+    config.addinivalue_line("markers", "alone: takes so much memory that many of them beside each other fill a GPU")
 
 
 def pytest_collection_modifyitems(config, items):
     if not (share := os.environ.get(SHARE)):
         return
     here = pathlib.Path(__file__).parent
-    alone = [item for item in items if here in item.path.parents and "holder" in item.fixturenames]
+    own = [item for item in items if here in item.path.parents]
+    alone = [item for item in own if "holder" in item.fixturenames or item.get_closest_marker("alone")]
     if share == "alone":
         mine = alone
     else:

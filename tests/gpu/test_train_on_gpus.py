@@ -5,6 +5,7 @@ import pathlib
 import subprocess
 import sys
 
+import pytest
 import torch
 
 PROOF = pathlib.Path(__file__).parents[2] / "examples" / "train_proof.py"
@@ -12,6 +13,7 @@ SIZES = ["--layers", "4", "--seqlen", "2048", "--receipts-every", "1", "--timeou
 JOBS = 4  # at a time: starting a process takes longer than its steps
 
 
+@pytest.mark.alone
 def test_training_repeats(tmp_path):
     layouts = [name for name, gpus in (("1", 1), ("2", 2), ("2c2", 2), ("4c2", 4)) if gpus <= torch.cuda.device_count()]
     command = [sys.executable, str(PROOF), "--out", str(tmp_path / "proof"), "--layouts", *layouts]

@@ -187,6 +187,7 @@ def test_same_bits_under_load(kind, head_dim, perturbation, device):
                 assert_as_alone(pack, {policy: found}, f"call {call}")
 
 
+@pytest.mark.alone
 @HEAD_DIMS
 @pytest.mark.parametrize("mask", (MASKS["full"][0], MASKS["causal"][0], dict(causal=False, window=(9, 9))), ids=str)
 def test_8192_sequences_of_34_tokens(mask, head_dim, device):
