@@ -22,7 +22,7 @@ def check(program, **call):
 def deciding_program(tmp_path_factory):
     """Of row 128: one that looks for the largest score in every step."""
     folder = tmp_path_factory.mktemp("deciding")
-    csrc = emulation.source(folder, ("forward/softmax.h", "if (may_move(s))", "if (true)"))
+    csrc = emulation.source(folder, ("forward/softmax.h", "if (!may_move(s)) { return false; }", ""))
     return emulation.build(csrc, ["forward.cpp"], "128", folder / "forward")
 
 
@@ -150,10 +150,10 @@ FAULTS = [
     # A place of Q that is never given back.
     ("64", "forward/store.h", "        shared_.q_empty[q_.slot()].arrive();", "", NOBODY, dict(seqlen_q=900, sms=1)),
     # A sum that does not follow its reference.
-    ("128", "forward/softmax.h", "fmaf(sum_[row], correction[row], s[i])", "sum_[row] + s[i]", WRONG,
+    ("128", "forward/softmax.h", "corrects ? correction[row] : 1.f", "1.f", WRONG,
      dict(seqlen_q=300, scale=2)),
     # A reference that stays too far behind: P overflows.
-    ("128", "forward/softmax.h", "(reference + kSlack) * kBelowOne", "(reference + 64.f) * kBelowOne", WRONG,
+    ("128", "forward/softmax.h", "(reference(row) + kSlack) * kBelowOne", "(reference(row) + 64.f) * kBelowOne", WRONG,
      dict(seqlen_q=300, scale=4, dtype="fp16")),
     # The limit of a thread's other row.
     ("128", "forward/softmax.h", "largest[0] >= limit_[0] || largest[1] >= limit_[1]", "largest[0] >= limit_[0]", WRONG,
