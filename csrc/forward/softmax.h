@@ -69,8 +69,8 @@ class OnlineSoftmax {
     for (int i = 0; i < kSize; ++i) { s[i] = fmaf(s[i], scale_log2_, -offset_[row_of(i)]); }
   }
 
-  // Exponents become P, and P is summed. The sum so far is corrected, as `follow` says, while the first P is added to it,
-  // in one rounding.
+  // Exponents become P, and P is summed. The sum so far is corrected, as `follow` says, while the first P is added to
+  // it, in one rounding.
   template <int kSize>
   __device__ __forceinline__ void exponentiate(float (&s)[kSize], bool corrects, const RowStatistic& correction) {
 #pragma unroll
