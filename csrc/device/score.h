@@ -22,7 +22,7 @@ inline constexpr const char* kScoreNames[] = {"plain", "softcap", "alibi", "drop
 struct ScoreParams {
   float scale_log2;      // log2(e) times what x is multiplied with
   float product_factor;  // softcap: softmax_scale / softcap. ALiBi: 1 / softmax_scale
-  float inverse_scale_log2;
+  float inverse_scale_log2;  // 1 / scale_log2: for softcap's derivative, and the forward's limits
   const float* slopes;  // ALiBi's, (sequence, head)
   int slopes_stride;
 

@@ -310,7 +310,7 @@ class Consumer {
   }
 
   __device__ __forceinline__ const uint8_t* find_row_of_bits(const Rows& rows) const {
-    return Bits::row_of(params_.dropout, bits_of_head(), rows.first_position, thread_without_register());
+    return Bits::row_of(params_.dropout, bits_of_head(), rows.first_position, thread_anew());
   }
 
   // Long before they are used: they come from global memory. Every KV tile but the last has all its keys, and in a pack
@@ -364,7 +364,7 @@ class Consumer {
     }
   }
 
-  // Limits of the softmax are set later, when fewer registers are taken.
+  // Leaves the limits of the softmax to the caller: `cross` has registers for them only when the output has left.
   __device__ __forceinline__ void exponentiate_first(Scores& s, OnlineSoftmax& softmax, const Rows& rows) const {
     const int kv_tile = rows.kv.end() - 1;
     const Range whole = rows.kv_seen_whole(params_);
@@ -406,7 +406,7 @@ class Consumer {
   __device__ __forceinline__ void store(Output& out, OnlineSoftmax& softmax, const Rows& rows,
                                         QuerySlot slot_of_rows) const {
     const AnnouncedTile& tile = shared_.tile(slot_of_rows);
-    const int thread = thread_without_register();
+    const int thread = thread_anew();
     RowStatistic inverse_sum, lse;
     const auto sees_no_key = [&](int row) {
       return rows.mask(params_).keys_of(rows.position(params_, thread, row)).count == 0;
@@ -451,12 +451,12 @@ class Consumer {
 
   __device__ __forceinline__ void stage(Element* tile, int first_row,
                                         const uint32_t (&packed)[kOutputRegisters / 8][4]) const {
-    const int thread = thread_without_register();
+    const int thread = thread_anew();
     store_rows<Swizzle, Variant::kOutputRows>(tile, first_row, packed, thread / 32, thread % 32);
   }
 
-  // So that no register is spent on what follows from it and all tiles have in common.
-  __device__ __forceinline__ int thread_without_register() const {
+  // thread_: what follows from it is computed anew, not kept in registers for all tiles.
+  __device__ __forceinline__ int thread_anew() const {
     int thread = thread_;
     forget(thread);
     return thread;

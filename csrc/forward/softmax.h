@@ -32,7 +32,7 @@ class OnlineSoftmax {
   explicit __device__ __forceinline__ OnlineSoftmax(const ScoreParams& params)
       : scale_log2_(params.scale_log2), inverse_scale_log2_(params.inverse_scale_log2) {}
 
-  // Sets the reference by the first scores. `set_limits` is to come before the next ones.
+  // Sets the reference by the first scores. Until `set_limits` every step decides.
   template <int kSize>
   __device__ __forceinline__ void start(const float (&s)[kSize]) {
     RowStatistic correction;
@@ -53,7 +53,7 @@ class OnlineSoftmax {
     return corrects;
   }
 
-  // Of each row the score that, to be decided about, another must reach: see may_move.
+  // Sets of each row the score from which on it is to be decided about: see may_move.
   __device__ __forceinline__ void set_limits() {
 #pragma unroll
     for (int row = 0; row < kRowsPerThread; ++row) {
@@ -102,7 +102,8 @@ class OnlineSoftmax {
         const float of_sink = sink_log2 == largest ? 1.f : ptx::exp2_approx(sink_log2 - largest);  // of +inf too
         const float sum_with_sink = fmaf(sum, of_keys, of_sink);
         inverse_sum[row] = __fdividef(of_keys, sum_with_sink);
-        lse[row] = of_keys == 0.f ? sink : (largest + __log2f(sum_with_sink)) * float(M_LN2);
+        const bool is_sink = of_keys == 0.f && sum == sum;  // a row that is NaN says so
+        lse[row] = is_sink ? sink : (largest + __log2f(sum_with_sink)) * float(M_LN2);
       }
     }
   }
@@ -140,7 +141,6 @@ class OnlineSoftmax {
       // True for the first score, and for NaN.
       const bool moves = !(largest[row] - before <= kSlack);
       const float after = moves ? largest[row] : before;
-      // A score of +inf is NaN in the end.
       offset_[row] = after == -INFINITY ? INFINITY : after == INFINITY ? NAN : after;
       correction[row] = before == -INFINITY ? kNothingSummed : ptx::exp2_approx(before - offset_[row]);
       corrects |= moves;
@@ -153,7 +153,8 @@ class OnlineSoftmax {
   }
 
   float scale_log2_, inverse_scale_log2_;
-  // The reference, or where that is -inf, of a row that has seen no key yet or only scores of -inf, +inf: P is 0 there.
+  // What is subtracted, the reference. Where that is -inf, of a row that has seen no key yet or only scores of -inf, it
+  // is +inf, so that P is 0. Where it is +inf, it is NaN, as the row's result will be.
   RowStatistic offset_ = {INFINITY, INFINITY};
   int limit_[kRowsPerThread] = {kDecidesAlways, kDecidesAlways};  // scores whose bits are less do not move it
   RowStatistic sum_ = {0.f, 0.f};  // of the elements that this thread holds
