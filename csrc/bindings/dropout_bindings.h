@@ -125,7 +125,7 @@ std::vector<bool> kept_registers(std::string const& bits, int64_t key_blocks, in
   std::vector<bool> kept;
   for (int i = 0; i < kColumns / 2; ++i) {
     int const place = Layout::place_of(i / 8, i % 8 / 2) + i % 2 * Layout::kPitch;
-    kept.push_back(words[i / 8 / 4] >> place & 1);
+    kept.push_back(words[Layout::word_of(i / 8)] >> place & 1);
   }
   return kept;
 }

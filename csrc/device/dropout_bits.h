@@ -167,7 +167,7 @@ class FragmentBits {
 
   // The signs of bytes, when the bit has come to the top of its own.
   __device__ __forceinline__ uint32_t spread(int slice, int place, int signs) const {
-    return ptx::permute_bytes(word_[slice / 4] << (7 - place % 8), signs);
+    return ptx::permute_bytes(word_[Layout::word_of(slice)] << (7 - place % 8), signs);
   }
 
   __device__ __forceinline__ uint32_t spread_of_pair(int slice, int pair) const {
@@ -182,7 +182,7 @@ class FragmentBits {
   __device__ __forceinline__ uint32_t dropped_of_pair(int slice, int pair) const {
     constexpr int kLowestBit = 11;
     const int place = Layout::place_of(slice, pair), bit = kLowestBit + place % 4, shift = bit - place;
-    const uint32_t word = word_[slice / 4];
+    const uint32_t word = word_[Layout::word_of(slice)];
     return ~(shift > 0 ? word << shift : word >> -shift) & 0x00010001 << bit;
   }
 

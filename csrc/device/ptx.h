@@ -20,8 +20,9 @@ __device__ __forceinline__ float sqrt_approx(float x) {
   return y;
 }
 
-// The largest of three. Not PTX: CUDA's intrinsic for Hopper's VIMNMX3, for which PTX has no name.
+// The largest, the smallest of three. Not PTX: CUDA's intrinsics for Hopper's VIMNMX3, for which PTX has no name.
 __device__ __forceinline__ int max3(int a, int b, int c) { return __vimax3_s32(a, b, c); }
+__device__ __forceinline__ uint32_t min3(uint32_t a, uint32_t b, uint32_t c) { return __vimin3_u32(a, b, c); }
 
 // 9.7.9.7 "prmt": each four bits of `selector` name a byte of x, or, plus 8, its sign in all bits. CUDA's __byte_perm
 // knows no signs.

@@ -14,20 +14,24 @@ namespace dash_attn::dropout {
 enum class FragmentRows { kQueries, kKeys };
 
 // A slice of 16 columns has 8 registers of a thread, in four pairs of neighbours that are rounded to one word. The bits
-// of four slices are in a word of 32, of which each half has one of every pair, as the rounded word has.
+// of up to four slices are in a word of 32, of which each half has one of every pair, as the rounded word has.
 template <FragmentRows kRows, int kColumns>
 struct FragmentLayout {
   static constexpr bool kQueriesAreRows = kRows == FragmentRows::kQueries;
   // Whether the 32 columns of a load are a block's: fragments begin where one does. Else they may begin in its middle.
   static constexpr bool kWholeBlocks = kColumns % kBlockRows == 0;
   static constexpr int kSlices = kColumns / 16, kSlicesOfLoad = kWholeBlocks ? 2 : 1;
-  static constexpr int kWords = (kSlices + 3) / 4;
+  // Rows of bits of fragments that begin in the middle of a block come to words of three slices, by fewer instructions.
+  static constexpr int kSlicesOfWord = kQueriesAreRows && !kWholeBlocks ? 3 : 4;
+  static constexpr int kWords = (kSlices + kSlicesOfWord - 1) / kSlicesOfWord;
   static constexpr int kPitch = 16;  // between the bits of a pair
   using Loaded = std::conditional_t<kQueriesAreRows, uint16_t, std::conditional_t<kWholeBlocks, uint64_t, uint32_t>>;
 
-  // Of the first bit of a pair, in word slice / 4.
+  // Of the first bit of a pair, in the word of its slice.
+  DASH_HOST_DEVICE static constexpr int word_of(int slice) { return slice / kSlicesOfWord; }
   DASH_HOST_DEVICE static constexpr int place_of(int slice, int pair) {
-    return 4 * (slice % 4) + (kQueriesAreRows ? pair : 2 * (pair % 2) + pair / 2);
+    int const slot = kSlicesOfWord == 4 ? slice % 4 : slice % 3 + slice / 3;
+    return 4 * slot + (kQueriesAreRows ? pair : 2 * (pair % 2) + pair / 2);
   }
 
   // Where queries are rows: the block of a thread's rows, and the byte of each line of that block that it reads.
@@ -60,14 +64,11 @@ struct FragmentLayout {
         words[i] = bytes_of(blocks[2 * i], 2 * i + 1 < kBlocks ? blocks[2 * i + 1] : 0, 0x5140);
       }
     } else {
-      // A fragment that begins in the middle of a block ends with one.
-      static_assert(kBlocks == 3 && kWords == 2);
+      // A fragment that begins in the middle of a block ends with one. The second word begins a slice before its own.
+      static_assert(kBlocks == 3 && kSlices == 5);
       int const shift = first_column / 16 % 2 == 0 ? 0 : 4;
-      uint32_t const both = bytes_of(blocks[0], blocks[1], 0x5140);
-      uint32_t const first = bytes_of(both, blocks[2], 0x7410) >> shift;
-      uint32_t const second = bytes_of(both, blocks[2], 0x7532) >> shift;
-      words[0] = bytes_of(first, second, 0x5410);
-      words[1] = bytes_of(first, second, 0x7632);
+      words[0] = bytes_of(blocks[0], blocks[1], 0x5140) >> shift;
+      words[1] = bytes_of(blocks[1], blocks[2], 0x5140) >> shift;
     }
   }
 
@@ -95,7 +96,7 @@ struct FragmentLayout {
       Loaded const loaded = load(first_column / kBlockRows + half / 2, kWholeBlocks ? 0 : 4 * (half % 2));
       for (int i = 0; i < kSlicesOfLoad; ++i) {
         uint32_t const of_all_keys = static_cast<uint32_t>(uint64_t{loaded} >> 32 * i);
-        words[(slice + i) / 4] |= (of_all_keys >> shift & 0x000F000F) << place_of(slice + i, 0);
+        words[word_of(slice + i)] |= (of_all_keys >> shift & 0x000F000F) << place_of(slice + i, 0);
       }
     }
   }

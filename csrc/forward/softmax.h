@@ -55,10 +55,17 @@ class OnlineSoftmax {
 
   // Sets of each row the score from which on it is to be decided about: see may_move.
   __device__ __forceinline__ void set_limits() {
+    RowStatistic stays_below;
 #pragma unroll
     for (int row = 0; row < kRowsPerThread; ++row) {
-      const float stays_below = (reference(row) + kSlack) * kBelowOne * inverse_scale_log2_;
-      limit_[row] = stays_below > 0.f ? __float_as_int(stays_below) : kDecidesAlways;
+      const float limit = reference(row) + kSlack;
+      stays_below[row] = fmaf(-fabsf(limit), kMargin, limit) * inverse_scale_log2_;
+    }
+    const bool comparable = __all_sync(0xffffffff, stays_below[0] > 0.f && stays_below[1] > 0.f) ||
+                            __all_sync(0xffffffff, stays_below[0] < 0.f && stays_below[1] < 0.f);
+#pragma unroll
+    for (int row = 0; row < kRowsPerThread; ++row) {
+      limit_[row] = comparable ? __float_as_uint(stays_below[row]) : kDecidesAlways;
     }
   }
 
@@ -110,21 +117,34 @@ class OnlineSoftmax {
 
  private:
   static constexpr float kSlack = 8.f;
-  static constexpr float kBelowOne = 1.f - 0x1p-20f;  // by more than the roundings of what is compared
-  static constexpr int kDecidesAlways = INT_MIN;      // as a limit
+  static constexpr float kMargin = 0x1p-20f;           // more than the roundings of what is compared
+  static constexpr uint32_t kDecidesAlways = UINT_MAX;  // as the limits of a warp of which some have a sign, some none
 
   // False only where no reference of the warp's rows moves, as in most tiles. That takes no largest score, so none is
   // looked for in other threads. Bits are compared as integers, three at a time by one instruction: floats without a
-  // sign keep their order so, and are above all with one; a limit has none.
+  // sign keep their order so, and are above all with one. Those with a sign are in the other order, and as unsigned
+  // integers above all without one.
   template <int kSize>
   __device__ __forceinline__ bool may_move(const float (&s)[kSize]) const {
-    int largest[kRowsPerThread] = {INT_MIN, INT_MIN};
+    bool may = false;
+    if (__builtin_expect(int(limit_[0]) < 0, false)) {
+      uint32_t smallest[kRowsPerThread] = {UINT_MAX, UINT_MAX};
 #pragma unroll
-    for (int i = 0; i < kSize; i += 2) {
-      int& of_row = largest[row_of(i)];
-      of_row = ptx::max3(of_row, __float_as_int(s[i]), __float_as_int(s[i + 1]));
+      for (int i = 0; i < kSize; i += 2) {
+        uint32_t& of_row = smallest[row_of(i)];
+        of_row = ptx::min3(of_row, __float_as_uint(s[i]), __float_as_uint(s[i + 1]));
+      }
+      may = smallest[0] <= limit_[0] || smallest[1] <= limit_[1];
+    } else {
+      int largest[kRowsPerThread] = {INT_MIN, INT_MIN};
+#pragma unroll
+      for (int i = 0; i < kSize; i += 2) {
+        int& of_row = largest[row_of(i)];
+        of_row = ptx::max3(of_row, __float_as_int(s[i]), __float_as_int(s[i + 1]));
+      }
+      may = largest[0] >= int(limit_[0]) || largest[1] >= int(limit_[1]);
     }
-    return __any_sync(0xffffffff, largest[0] >= limit_[0] || largest[1] >= limit_[1]);
+    return __any_sync(0xffffffff, may);
   }
 
   template <int kSize>
@@ -156,7 +176,8 @@ class OnlineSoftmax {
   // What is subtracted, the reference. Where that is -inf, of a row that has seen no key yet or only scores of -inf, it
   // is +inf, so that P is 0. Where it is +inf, it is NaN, as the row's result will be.
   RowStatistic offset_ = {INFINITY, INFINITY};
-  int limit_[kRowsPerThread] = {kDecidesAlways, kDecidesAlways};  // scores whose bits are less do not move it
+  // Bits of a score from which on it may move. All limits of a warp have a sign, or none has.
+  uint32_t limit_[kRowsPerThread] = {kDecidesAlways, kDecidesAlways};
   RowStatistic sum_ = {0.f, 0.f};  // of the elements that this thread holds
 };
 
