@@ -46,18 +46,6 @@ def test_the_list_has_every_tile_once(forward):
 
 
 @settings(max_examples=200, deadline=None)
-@given(forwards(), st.integers(1, 140))
-def test_fixed_shares_have_every_place_once(forward, ctas):
-    tiles, _ = forward
-    ctas = min(ctas, tiles.num_tiles)
-    rounds = -(-tiles.num_tiles // ctas)
-    places = [tiles.place(r, cta, ctas) for r in range(rounds) for cta in range(ctas)]
-    assert sorted(p for p in places if p < tiles.num_tiles) == list(range(tiles.num_tiles))
-    for cta in range(ctas):  # a CTA stops at the first place that is beyond the end
-        assert all(tiles.place(r, cta, ctas) < tiles.num_tiles for r in range(rounds - 1))
-
-
-@settings(max_examples=200, deadline=None)
 @given(st.integers(1, 9000), HEAD_DIMS, st.sampled_from([1, 2, 8]), st.booleans())
 def test_every_query_is_in_one_tile(seqlen_q, head_dims, group, causal):
     shape = dict(batch=1, seqlen_k=500, heads=group, kv_heads=1, **head_dims, causal=causal, sms=SMS)
@@ -73,11 +61,8 @@ def longest_share(tiles) -> float:
     """Over the mean, a KV tile being the unit and a query tile's own cost a third of it. A CTA that takes tiles takes
     the next when it has a KV tile of the last left."""
     costs = [-(-tiles.positions(tiles.tile(place)[2])[1] // 128) + 1 / 3 for place in range(tiles.num_tiles)]
-    shares = [0.0] * SMS
     if not tiles.takes_tiles:
-        for cta in range(SMS):
-            places = (tiles.place(round_, cta, SMS) for round_ in itertools.count())
-            shares[cta] = sum(costs[place] for place in itertools.takewhile(lambda p: p < len(costs), places))
+        shares = [sum(costs[cta::SMS]) for cta in range(SMS)]
     else:
         asks = [(max(0.0, costs[cta] - 1), cta) for cta in range(SMS)]
         shares = costs[:SMS]
@@ -113,13 +98,18 @@ def test_where_tiles_are_few_they_have_fewer_rows(heads, seqlen, causal, rows):
     assert ForwardTiles(seqlen_q=seqlen, seqlen_k=seqlen, **shape).tile_positions == rows
 
 
-def test_longest_first_within_a_lot():
-    heads = dict(heads=16, kv_heads=16, head_dim=128)
-    tiles = ForwardTiles(batch=2, seqlen_q=8192, seqlen_k=8192, **heads, causal=True, sms=SMS)
-    assert tiles.takes_tiles and tiles.head_swizzle == 8  # 4 MiB of K and V a head
-    lot = [tiles.tile(place) for place in range(tiles.head_swizzle * tiles.query_tiles)]
-    assert [index for _, _, index in lot] == sorted((index for _, _, index in lot), reverse=True)
-    assert {(batch, group) for batch, group, _ in lot} == {(0, group) for group in range(8)}
+@pytest.mark.parametrize("seqlen, last_groups", [(512, 88), (2048, 24), (8192, 7), (32768, 2), (131072, 1)])
+def test_heads_come_one_by_one_but_the_last_ones(seqlen, last_groups):
+    """As many of these as have two tiles for every CTA, or as have 32 MiB of K and V."""
+    heads = dict(batch=2, heads=64, kv_heads=64, head_dim=128)
+    tiles = ForwardTiles(seqlen_q=seqlen, seqlen_k=seqlen, **heads, causal=True, sms=SMS)
+    assert tiles.takes_tiles and tiles.last_groups == last_groups
+    listed = [tiles.tile(place) for place in range(tiles.num_tiles)]
+    single = (128 - last_groups) * tiles.query_tiles
+    indices = range(tiles.query_tiles - 1, -1, -1)
+    assert listed[:single] == [(head // 64, head % 64, index) for head in range(128 - last_groups) for index in indices]
+    last = [index for _, _, index in listed[single:]]
+    assert last == sorted(last, reverse=True)
 
 
 @pytest.mark.parametrize(

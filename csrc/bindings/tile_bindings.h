@@ -99,10 +99,8 @@ inline void bind_masks_and_forward_tiles(py::module_& m) {
       .def_readonly("query_tiles", &ForwardTiles::query_tiles)
       .def_readonly("head_groups", &ForwardTiles::head_groups)
       .def_readonly("tile_positions", &ForwardTiles::tile_positions)
-      .def_readonly("head_swizzle", &ForwardTiles::head_swizzle)
+      .def_readonly("last_groups", &ForwardTiles::last_groups)
       .def_readonly("takes_tiles", &ForwardTiles::takes_tiles)
-      .def("place", &ForwardTiles::place, py::arg("round"), py::arg("cta"), py::arg("ctas"),
-           "Place in the list of a tile of a CTA's fixed share.")
       .def(
           "tile",
           [](ForwardTiles const& tiles, int64_t place) {

@@ -3,7 +3,6 @@
 #pragma once
 
 #include <cstdint>
-#include <numeric>
 
 #include "../config/tile_shapes.h"
 #include "../host_device.h"
@@ -22,9 +21,9 @@ struct QueryTile {
 // Rows of a query tile are (position, head of the group), heads fastest: where sequences are short, the query heads of
 // a KV head are packed into a tile; elsewhere a group is one head. The last tile ends where the queries end and the
 // first is the one that may be short, so that under the causal mask the rows left empty are those with the fewest keys.
-// CTAs work through a list of tiles. Where tiles differ in length the list has the longest first, so that what is left
-// for the end is short, and is cut in lots of head groups, so that the K and V in use stay in L2. Where they do not it
-// goes head by head. Each CTA has a fixed share of the list, or takes the next tile when it comes to it.
+// CTAs work through a list of tiles, head by head, so that the K and V in use stay in L2 and that at any time some CTAs
+// read much and others compute much. Where tiles differ in length CTAs take the next when they come to it, and the tiles
+// of the last heads are listed together, the longest first, so that what is left for the end is short.
 //
 // Under a window a value of V that is not finite may spoil rows beside those that see it (docs/forward.md). So that
 // which rows these are follows from the sequence alone, heads are not packed there, and tiles begin at the first query.
@@ -38,8 +37,8 @@ struct QueryTileScheduler {
   int groups_per_kv;    // head groups that share a KV head
   int head_groups;      // in a sequence
   bool first_is_short;  // of the query tiles of a head group; else the last
-  bool longest_first;
-  int head_swizzle;  // with longest_first: (batch, head group) pairs of a lot
+  bool longest_first;   // of a head's tiles; else the first query's
+  int last_groups;      // with longest_first: (batch, head group) pairs whose tiles are listed together
   int num_tiles;
   bool takes_tiles;  // CTAs from a counter, beyond the first of each; else every CTA has a fixed share
 
@@ -49,29 +48,22 @@ struct QueryTileScheduler {
     alone.sequence = s.lengths;
     alone.query_tiles = ceil_div(s.lengths.seqlen_q, tile_positions);
     alone.batch = 1;
-    alone.head_swizzle = s.head_swizzle;
+    alone.last_groups = s.head_swizzle;
     return alone;
   }
 
-  // Taking tiles costs a counter and its clearing. It pays under the causal mask where they are many, since SMs are not
-  // equally fast; and where they are few and one of them is short, which a fixed share does not make up for.
+  // Taking tiles costs a counter and its clearing. Where tiles are as long as each other it pays only where they are few
+  // and one of them is short, which a fixed share does not make up for.
   constexpr bool taking_pays() const {
-    return query_tiles < 32 ? sequence.seqlen_q % tile_positions != 0 : longest_first;
-  }
-
-  // Place in the list of tile number `round` of the fixed share of a CTA; may be beyond its end. Going to and fro gives
-  // CTAs long and short tiles alike.
-  DASH_HOST_DEVICE constexpr int place(int round, int cta, int ctas) const {
-    return round * ctas + (longest_first && round % 2 == 1 ? ctas - 1 - cta : cta);
+    return longest_first || (query_tiles < 32 && sequence.seqlen_q % tile_positions != 0);
   }
 
   DASH_HOST_DEVICE constexpr QueryTile tile(int place) const {
     if (!longest_first) return make_tile(place % query_tiles, place / query_tiles);
-    int const lot = place / (head_swizzle * query_tiles);
-    int const first_group = lot * head_swizzle;
-    int const groups = min_int(head_swizzle, batch * head_groups - first_group);
-    int const within = place - first_group * query_tiles;
-    return make_tile(query_tiles - 1 - within / groups, first_group + within % groups);
+    int const groups_before_last = batch * head_groups - last_groups;
+    int const within_last = place - groups_before_last * query_tiles;
+    if (within_last < 0) return make_tile(query_tiles - 1 - place % query_tiles, place / query_tiles);
+    return make_tile(query_tiles - 1 - within_last / last_groups, groups_before_last + within_last % last_groups);
   }
 
   DASH_HOST_DEVICE constexpr int positions_in(int rows) const { return rows >> group_shift; }
@@ -102,30 +94,12 @@ constexpr int packed_heads_shift(int group_size, int seqlen_q, int tile_rows, in
   return shift;
 }
 
-// Head groups of a lot: about as many as have their K and V in `bytes` of L2.
-DASH_HOST_DEVICE constexpr int64_t head_groups_within(int64_t bytes, int64_t seqlen_k, HeadDims dims,
-                                                      int groups_per_kv) {
-  constexpr int kElementBytes = 2;
-  int64_t const kv_bytes_of_head = (seqlen_k > 0 ? seqlen_k : 1) * dims.sum() * kElementBytes;
-  return (bytes < kv_bytes_of_head ? 1 : bytes / kv_bytes_of_head) * groups_per_kv;
-}
-
-inline constexpr int64_t kLotBytesOfTaken = 32 << 20, kLotBytesOfFixedShares = 16 << 20;
-
-// Of fixed shares every CTA's must be as long as the others': they are dealt to and fro, so in lots of twice the CTAs.
-constexpr int head_swizzle(QueryTileScheduler const& s, HeadDims dims, int ctas) {
-  int64_t const bytes = s.taking_pays() ? kLotBytesOfTaken : kLotBytesOfFixedShares;
-  int64_t const fit = head_groups_within(bytes, s.sequence.seqlen_k, dims, s.groups_per_kv);
-  int64_t const even = s.taking_pays() ? 1 : 2 * ctas / std::gcd(2 * ctas, s.query_tiles);
-  int64_t const lot = (fit + even - 1) / even * even, all = int64_t{s.batch} * s.head_groups;
-  return static_cast<int>(lot < all ? lot : all);
-}
-
-// Of a pack's sequence, whose tiles are taken.
-DASH_HOST_DEVICE constexpr int head_swizzle_of_sequence(Sequence const& sequence, HeadDims dims, int groups_per_kv,
-                                                        int head_groups) {
-  int64_t const fit = head_groups_within(kLotBytesOfTaken, sequence.seqlen_k, dims, groups_per_kv);
-  return static_cast<int>(fit < head_groups ? fit : head_groups);
+// Head groups whose K and V L2 holds together, one at the least: as many as are listed together of a pack's sequence.
+DASH_HOST_DEVICE constexpr int groups_within_l2(int seqlen_k, HeadDims dims, int groups_per_kv, int64_t groups) {
+  constexpr int kElementBytes = 2, kBytes = 32 << 20;
+  int64_t const kv_bytes_of_head = int64_t{max_int(1, seqlen_k)} * dims.sum() * kElementBytes;
+  int64_t const fit = (kBytes < kv_bytes_of_head ? 1 : kBytes / kv_bytes_of_head) * groups_per_kv;
+  return static_cast<int>(fit < groups ? fit : groups);
 }
 
 inline constexpr int kMostPackedHeads = 64;  // that TMA gathers in a box of the rows of one warpgroup
@@ -193,6 +167,9 @@ constexpr void cut_into_tiles(ForwardProblem const& p, TileShape const& tile, Qu
   }
 }
 
+// About how many of a CTA's tiles are of those that are listed together: 1, 2 and 3 were measured.
+inline constexpr int kLastTilesOfCta = 2;
+
 // num_tiles(scheduler) must fit.
 constexpr QueryTileScheduler make_scheduler(ForwardProblem const& p) {
   TileShape const tile = forward_tile_shape(padded_head_dims(p.head_dims.qk, p.head_dims.v));
@@ -212,7 +189,9 @@ constexpr QueryTileScheduler make_scheduler(ForwardProblem const& p) {
   int64_t const tiles = num_tiles(s);
   s.num_tiles = static_cast<int>(tiles);
   int const ctas = tiles < p.ctas ? s.num_tiles : p.ctas;
-  s.head_swizzle = head_swizzle(s, tile.head_dims, ctas);
+  s.last_groups = min_int(ceil_div(kLastTilesOfCta * ctas, s.query_tiles),
+                          groups_within_l2(s.sequence.seqlen_k, tile.head_dims, s.groups_per_kv,
+                                           int64_t{s.batch} * s.head_groups));
   s.takes_tiles = s.num_tiles > ctas && s.taking_pays();
   return s;
 }

@@ -82,7 +82,7 @@ struct ForwardPackRule {
       need.longest = 1 + grid.kv_tiles_of_queries(last, sequence.seqlen_q).count;
     }
     need.head_swizzle =
-        forward::head_swizzle_of_sequence(sequence, tile.head_dims, scheduler.groups_per_kv, scheduler.head_groups);
+        forward::groups_within_l2(sequence.seqlen_k, tile.head_dims, scheduler.groups_per_kv, scheduler.head_groups);
     return need;
   }
 
