@@ -27,6 +27,7 @@ def deciding_program(tmp_path_factory):
 
 
 CLIMB = dict(climb=1000, climb_keys=80, scale=0.02)
+BELOW_ZERO = CLIMB | dict(climb_from=-4000)
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
@@ -34,7 +35,8 @@ CLIMB = dict(climb=1000, climb_keys=80, scale=0.02)
 @pytest.mark.parametrize(
     "call",
     [dict(slopes=1), dict(scale=0.5), dict(scale=4), dict(scale=1e-3), dict(infinite_key=160, infinite_keys=80),
-     CLIMB, CLIMB | dict(climb=-300), CLIMB | dict(climb=350)],
+     CLIMB, CLIMB | dict(climb=-300), CLIMB | dict(climb=350), BELOW_ZERO, BELOW_ZERO | dict(climb=150),
+     BELOW_ZERO | dict(climb=0, scale=0.2), BELOW_ZERO | dict(climb_from=-270, climb=0, scale=0.1)],
     ids=str,
 )  # fmt: skip
 def test_no_bits_change_where_no_largest_score_is_looked_for(programs, deciding_program, call, mask, dtype):
@@ -97,7 +99,7 @@ def test_scores(programs, row, score, mask):
 
 
 @pytest.mark.parametrize("row", ROWS)
-@pytest.mark.parametrize("call", [dict(scale=4), dict(scale=0.01), CLIMB], ids=str)
+@pytest.mark.parametrize("call", [dict(scale=4), dict(scale=0.01), CLIMB, BELOW_ZERO], ids=str)
 def test_scores_that_climb_or_hardly_differ(programs, row, call):
     check(programs[row], seqlen_q=300, seqlen_k=500, dtype="fp16", **call)
 
@@ -153,14 +155,17 @@ FAULTS = [
     ("128", "forward/softmax.h", "corrects ? correction[row] : 1.f", "1.f", WRONG,
      dict(seqlen_q=300, scale=2)),
     # A reference that stays too far behind: P overflows.
-    ("128", "forward/softmax.h", "(reference(row) + kSlack) * kBelowOne", "(reference(row) + 64.f) * kBelowOne", WRONG,
+    ("128", "forward/softmax.h", "limit = reference(row) + kSlack;", "limit = reference(row) + 64.f;", WRONG,
      dict(seqlen_q=300, scale=4, dtype="fp16")),
     # The limit of a thread's other row.
-    ("128", "forward/softmax.h", "largest[0] >= limit_[0] || largest[1] >= limit_[1]", "largest[0] >= limit_[0]", WRONG,
+    ("128", "forward/softmax.h", "largest[0] >= int(limit_[0]) || largest[1] >= int(limit_[1])",
+     "largest[0] >= int(limit_[0])", WRONG,
      dict(seqlen_q=300, scale=4, dtype="fp16")),
     # Scores below zero, whose bits are not in their order.
-    ("128", "forward/softmax.h", "stays_below > 0.f ? __float_as_int(stays_below) : kDecidesAlways",
-     "__float_as_int(stays_below)", WRONG, CLIMB | dict(seqlen_q=300, dtype="fp16")),
+    ("128", "forward/softmax.h", "__builtin_expect(int(limit_[0]) < 0, false)", "false", WRONG,
+     CLIMB | dict(seqlen_q=300, dtype="fp16")),
+    ("128", "forward/softmax.h", "may = smallest[0] <= limit_[0] || smallest[1] <= limit_[1]", "may = false", WRONG,
+     BELOW_ZERO | dict(seqlen_q=300, dtype="fp16")),
     # What a row summed before its first key is multiplied, not replaced.
     ("128", "forward/softmax.h", "__float_as_uint(factor) == __float_as_uint(kNothingSummed)", "false", WRONG,
      dict(mask="causal", seqlen_q=300, nan_value=256, nan_values=44)),

@@ -3,7 +3,8 @@
 //   dtype=bf16|fp16 mask=full|causal|window left= right= chunk= batch= seqlen_q= seqlen_k= heads= kv_heads= head_dim=
 //   value_head_dim= pack=Q:K,Q:K,...  sinks=1 softcap= slopes=1 dropout= scale= sms=  seed=
 //   infinite_key=, infinite_keys=: keys of sequence 0 whose scores are all -inf; nan_value=, nan_values=: values that
-//   are NaN; climb=, climb_keys=: products that are less by `climb` with every `climb_keys` keys
+//   are NaN; climb=, climb_keys=, climb_from=: products that are less by `climb` with every `climb_keys` keys, from
+//   `climb_from` on
 //
 // `seed` is the machine's; inputs do not depend on it.
 #pragma once
@@ -172,7 +173,7 @@ class Call {
       for (size_t i = 0; i < q_.size(); i += a.head_dims.qk) { q_[i] = Element(1.f); }
       for (size_t i = 0; i < k_.size(); i += a.head_dims.qk) {
         const int key = int(i / a.head_dims.qk) / a.kv_heads;
-        k_[i] = Element(float(-number("climb", 0) * (key / climb_keys)));
+        k_[i] = Element(float(number("climb_from", 0) - number("climb", 0) * (key / climb_keys)));
       }
     }
     const int value_row = a.kv_heads * a.head_dims.v;

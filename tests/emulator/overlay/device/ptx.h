@@ -13,6 +13,7 @@ inline float sqrt_approx(float x) { return std::sqrt(x); }
 inline float tanh_approx(float x) { return std::tanh(x); }
 
 inline int max3(int a, int b, int c) { return std::max(a, std::max(b, c)); }
+inline uint32_t min3(uint32_t a, uint32_t b, uint32_t c) { return std::min(a, std::min(b, c)); }
 
 inline uint32_t permute_bytes(uint32_t x, uint32_t selector) {
   uint32_t result = 0;
