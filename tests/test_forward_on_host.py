@@ -162,7 +162,7 @@ FAULTS = [
      "largest[0] >= int(limit_[0])", WRONG,
      dict(seqlen_q=300, scale=4, dtype="fp16")),
     # Scores below zero, whose bits are not in their order.
-    ("128", "forward/softmax.h", "__builtin_expect(int(limit_[0]) < 0, false)", "false", WRONG,
+    ("128", "forward/softmax.h", "__builtin_expect(limit_[0] >= kNoSign, false)", "false", WRONG,
      CLIMB | dict(seqlen_q=300, dtype="fp16")),
     ("128", "forward/softmax.h", "may = smallest[0] <= limit_[0] || smallest[1] <= limit_[1]", "may = false", WRONG,
      BELOW_ZERO | dict(seqlen_q=300, dtype="fp16")),

@@ -55,17 +55,13 @@ class OnlineSoftmax {
 
   // Sets of each row the score from which on it is to be decided about: see may_move.
   __device__ __forceinline__ void set_limits() {
-    RowStatistic stays_below;
 #pragma unroll
     for (int row = 0; row < kRowsPerThread; ++row) {
-      const float limit = reference(row) + kSlack;
-      stays_below[row] = fmaf(-fabsf(limit), kMargin, limit) * inverse_scale_log2_;
+      const float stays_below = reference(row) + kSlack;
+      limit_[row] = __float_as_uint(fmaf(-fabsf(stays_below), kMargin, stays_below) * inverse_scale_log2_);
     }
-    const bool comparable = __all_sync(0xffffffff, stays_below[0] > 0.f && stays_below[1] > 0.f) ||
-                            __all_sync(0xffffffff, stays_below[0] < 0.f && stays_below[1] < 0.f);
-#pragma unroll
-    for (int row = 0; row < kRowsPerThread; ++row) {
-      limit_[row] = comparable ? __float_as_uint(stays_below[row]) : kDecidesAlways;
+    if (__any_sync(0xffffffff, limit_[0] >= kNoSign || limit_[1] >= kNoSign)) {
+      for (uint32_t& limit : limit_) { limit = max(limit, kNoSign); }
     }
   }
 
@@ -117,17 +113,18 @@ class OnlineSoftmax {
 
  private:
   static constexpr float kSlack = 8.f;
-  static constexpr float kMargin = 0x1p-20f;           // more than the roundings of what is compared
-  static constexpr uint32_t kDecidesAlways = UINT_MAX;  // as the limits of a warp of which some have a sign, some none
+  static constexpr float kMargin = 0x1p-20f;  // more than the roundings of what is compared
+  // As limits of rows of a warp in which some limit has a sign: all scores reach it, or all that have none.
+  static constexpr uint32_t kDecidesAlways = UINT_MAX, kNoSign = INT_MAX;
 
   // False only where no reference of the warp's rows moves, as in most tiles. That takes no largest score, so none is
   // looked for in other threads. Bits are compared as integers, three at a time by one instruction: floats without a
-  // sign keep their order so, and are above all with one. Those with a sign are in the other order, and as unsigned
-  // integers above all without one.
+  // sign keep their order so, and are above all with one. Where a limit has one they are compared as unsigned integers:
+  // floats with a sign are in the other order there, and above all without one.
   template <int kSize>
   __device__ __forceinline__ bool may_move(const float (&s)[kSize]) const {
     bool may = false;
-    if (__builtin_expect(int(limit_[0]) < 0, false)) {
+    if (__builtin_expect(limit_[0] >= kNoSign, false)) {
       uint32_t smallest[kRowsPerThread] = {UINT_MAX, UINT_MAX};
 #pragma unroll
       for (int i = 0; i < kSize; i += 2) {
@@ -176,7 +173,7 @@ class OnlineSoftmax {
   // What is subtracted, the reference. Where that is -inf, of a row that has seen no key yet or only scores of -inf, it
   // is +inf, so that P is 0. Where it is +inf, it is NaN, as the row's result will be.
   RowStatistic offset_ = {INFINITY, INFINITY};
-  // Bits of a score from which on it may move. All limits of a warp have a sign, or none has.
+  // Bits of a score from which on it may move: of all rows of a warp as floats without a sign, or of none.
   uint32_t limit_[kRowsPerThread] = {kDecidesAlways, kDecidesAlways};
   RowStatistic sum_ = {0.f, 0.f};  // of the elements that this thread holds
 };

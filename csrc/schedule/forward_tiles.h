@@ -22,8 +22,8 @@ struct QueryTile {
 // a KV head are packed into a tile; elsewhere a group is one head. The last tile ends where the queries end and the
 // first is the one that may be short, so that under the causal mask the rows left empty are those with the fewest keys.
 // CTAs work through a list of tiles, head by head, so that the K and V in use stay in L2 and that at any time some CTAs
-// read much and others compute much. Where tiles differ in length CTAs take the next when they come to it, and the tiles
-// of the last heads are listed together, the longest first, so that what is left for the end is short.
+// read much and others compute much. Where tiles differ in length CTAs take the next when they come to it, and those of
+// the last heads are listed together, the longest first, so that what is left for the end is short.
 //
 // Under a window a value of V that is not finite may spoil rows beside those that see it (docs/forward.md). So that
 // which rows these are follows from the sequence alone, heads are not packed there, and tiles begin at the first query.
@@ -52,8 +52,8 @@ struct QueryTileScheduler {
     return alone;
   }
 
-  // Taking tiles costs a counter and its clearing. Where tiles are as long as each other it pays only where they are few
-  // and one of them is short, which a fixed share does not make up for.
+  // Taking tiles costs a counter and its clearing. Where tiles are all as long it pays only where they are few and one
+  // of them is short, which a fixed share does not make up for.
   constexpr bool taking_pays() const {
     return longest_first || (query_tiles < 32 && sequence.seqlen_q % tile_positions != 0);
   }
