@@ -155,8 +155,8 @@ FAULTS = [
     ("128", "forward/softmax.h", "corrects ? correction[row] : 1.f", "1.f", WRONG,
      dict(seqlen_q=300, scale=2)),
     # A reference that stays too far behind: P overflows.
-    ("128", "forward/softmax.h", "limit = reference(row) + kSlack;", "limit = reference(row) + 64.f;", WRONG,
-     dict(seqlen_q=300, scale=4, dtype="fp16")),
+    ("128", "forward/softmax.h", "stays_below = reference(row) + kSlack;", "stays_below = reference(row) + 64.f;",
+     WRONG, dict(seqlen_q=300, scale=4, dtype="fp16")),
     # The limit of a thread's other row.
     ("128", "forward/softmax.h", "largest[0] >= int(limit_[0]) || largest[1] >= int(limit_[1])",
      "largest[0] >= int(limit_[0])", WRONG,
