@@ -80,6 +80,15 @@ def test_scores_of_minus_infinity(programs, row, mask, first_key):
 
 
 @pytest.mark.parametrize("row", ROWS)
+@pytest.mark.parametrize("sinks", [0, 1])
+@pytest.mark.parametrize("mask", ["full", "causal"])
+def test_a_score_of_plus_infinity(programs, row, mask, sinks):
+    """Rows that see it are NaN, with their log-sum-exp, whatever comes before and after; the others are not."""
+    for key in (0, 240, 499):
+        check(programs[row], mask=mask, seqlen_q=500, infinite_key=key, infinite_keys=1, infinite_sign=1, sinks=sinks)
+
+
+@pytest.mark.parametrize("row", ROWS)
 def test_values_in_tiles_that_rows_do_not_see(programs, row):
     """They are NaN, and leave no trace in rows that see no key of their tiles."""
     check(programs[row], mask="causal", seqlen_q=300, seqlen_k=300, nan_value=256, nan_values=44)

@@ -2,9 +2,9 @@
 //
 //   dtype=bf16|fp16 mask=full|causal|window left= right= chunk= batch= seqlen_q= seqlen_k= heads= kv_heads= head_dim=
 //   value_head_dim= pack=Q:K,Q:K,...  sinks=1 softcap= slopes=1 dropout= scale= sms=  seed=
-//   infinite_key=, infinite_keys=: keys of sequence 0 whose scores are all -inf; nan_value=, nan_values=: values that
-//   are NaN; climb=, climb_keys=, climb_from=: products that are less by `climb` with every `climb_keys` keys, from
-//   `climb_from` on
+//   infinite_key=, infinite_keys=, infinite_sign=1: keys of sequence 0 whose scores are all -inf, or +inf;
+//   nan_value=, nan_values=: values that are NaN; climb=, climb_keys=, climb_from=: products that are less by `climb`
+//   with every `climb_keys` keys, from `climb_from` on
 //
 // `seed` is the machine's; inputs do not depend on it.
 #pragma once
@@ -160,13 +160,14 @@ class Call {
     for (Element& x : out_) { x = Element(NAN); }
     const int infinite = int(number("infinite_key", 0)), nan = int(number("nan_value", 0));
     const int infinite_end = infinite + int(number("infinite_keys", 0)), nan_end = nan + int(number("nan_values", 0));
+    const float infinity = number("infinite_sign", -1) > 0 ? INFINITY : -INFINITY;
     if (infinite_end > infinite) {
       for (size_t i = 0; i < q_.size(); i += a.head_dims.qk) { q_[i] = Element(1.f); }
     }
     for (int key = infinite; key < infinite_end; ++key) {
       for (int h = 0; h < a.kv_heads; ++h) {
         Element* row = k_.data() + (size_t(key) * a.kv_heads + h) * a.head_dims.qk;
-        for (int d = 0; d < a.head_dims.qk; ++d) { row[d] = Element(d == 0 ? -INFINITY : 0.f); }
+        for (int d = 0; d < a.head_dims.qk; ++d) { row[d] = Element(d == 0 ? infinity : 0.f); }
       }
     }
     if (const int climb_keys = int(number("climb_keys", 0)); climb_keys > 0) {

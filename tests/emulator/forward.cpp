@@ -72,6 +72,10 @@ class ForwardCall : emulator::Call<Element> {
       }
       return;
     }
+    if (row.largest == INFINITY) {
+      if (!std::isnan(lse) || !std::isnan(float(out[0]))) { emulator::fail("a row with a score of +inf is a number"); }
+      return;
+    }
     wrong("the log-sum-exp", row.lse(a_), lse);
     constexpr int kTile = forward_tile_shape(EMULATED_DIMS::kDims).key;
     const Range nan = this->nan_keys_;
