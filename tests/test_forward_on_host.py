@@ -36,12 +36,27 @@ BELOW_ZERO = CLIMB | dict(climb_from=-4000)
     "call",
     [dict(slopes=1), dict(scale=0.5), dict(scale=4), dict(scale=1e-3), dict(infinite_key=160, infinite_keys=80),
      CLIMB, CLIMB | dict(climb=-300), CLIMB | dict(climb=350), BELOW_ZERO, BELOW_ZERO | dict(climb=150),
-     BELOW_ZERO | dict(climb=0, scale=0.2), BELOW_ZERO | dict(climb_from=-270, climb=0, scale=0.1)],
+     BELOW_ZERO | dict(climb=0, scale=0.2), BELOW_ZERO | dict(climb_from=-270, climb=0, scale=0.1),
+     CLIMB | dict(climb_rows=1), CLIMB | dict(climb_rows=8), BELOW_ZERO | dict(climb_rows=1),
+     BELOW_ZERO | dict(climb_rows=8)],
     ids=str,
 )  # fmt: skip
 def test_no_bits_change_where_no_largest_score_is_looked_for(programs, deciding_program, call, mask, dtype):
     call = dict(seqlen_q=200, seqlen_k=420, dtype=dtype) | call | mask
     assert check(programs["128"], **call) == check(deciding_program, **call)
+
+
+@pytest.mark.parametrize("climb_from", [6000, 640, 0, -640, -4000])
+@pytest.mark.parametrize("climb", [320, 352, 416, 448])
+def test_no_bits_change_where_a_score_is_as_far_above_the_reference_as_it_may_be(
+    programs, deciding_program, climb, climb_from
+):
+    """By 8 of the logarithm to base 2, but for roundings."""
+    scale = 8 / (climb * np.log2(np.e))
+    call = dict(seqlen_q=64, seqlen_k=640, climb=climb, climb_from=climb_from, climb_keys=80, climb_alone=1)
+    for step in (-2, -1, 0, 1, 2):
+        call["scale"] = float(np.float32(scale) * (1 + np.float32(step * 2**-23)))
+        assert check(programs["128"], **call) == check(deciding_program, **call)
 
 
 # With a large scale the reference of a row moves after its first KV tile.

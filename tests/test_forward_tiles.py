@@ -1,5 +1,5 @@
 """The list in which the forward works on its query tiles (csrc/schedule/forward_tiles.h): every tile once, whoever
-takes it; every query in a tile; work even where shares are fixed."""
+takes it; every query in a tile; causal work even."""
 
 import collections
 import heapq
@@ -29,6 +29,8 @@ def forwards(draw):
         kv_heads=kv_heads,
         **draw(HEAD_DIMS),
         causal=draw(st.booleans()),
+        window=draw(st.sampled_from([(-1, -1), (-1, -1), (100, 0), (-1, 300), (64, 64)])),
+        drops=draw(st.booleans()),
         sms=draw(st.integers(1, 140)),
     )
     assert tiles.head_groups in (kv_heads, kv_heads * group)
@@ -58,19 +60,17 @@ def test_every_query_is_in_one_tile(seqlen_q, head_dims, group, causal):
 
 
 def longest_share(tiles) -> float:
-    """Over the mean, a KV tile being the unit and a query tile's own cost a third of it. A CTA that takes tiles takes
-    the next when it has a KV tile of the last left."""
+    """Over the mean, a KV tile being the unit and a query tile's own cost a third of it. A CTA takes the next tile when
+    it has a KV tile of the last left."""
     costs = [-(-tiles.positions(tiles.tile(place)[2])[1] // 128) + 1 / 3 for place in range(tiles.num_tiles)]
-    if not tiles.takes_tiles:
-        shares = [sum(costs[cta::SMS]) for cta in range(SMS)]
-    else:
-        asks = [(max(0.0, costs[cta] - 1), cta) for cta in range(SMS)]
-        shares = costs[:SMS]
-        heapq.heapify(asks)
-        for cost in costs[SMS:]:
-            _, cta = heapq.heappop(asks)
-            shares[cta] += cost
-            heapq.heappush(asks, (shares[cta] - 1, cta))
+    assert tiles.takes_tiles
+    asks = [(max(0.0, costs[cta] - 1), cta) for cta in range(SMS)]
+    shares = costs[:SMS]
+    heapq.heapify(asks)
+    for cost in costs[SMS:]:
+        _, cta = heapq.heappop(asks)
+        shares[cta] += cost
+        heapq.heappush(asks, (shares[cta] - 1, cta))
     return max(shares) / (sum(costs) / SMS)
 
 
@@ -98,18 +98,35 @@ def test_where_tiles_are_few_they_have_fewer_rows(heads, seqlen, causal, rows):
     assert ForwardTiles(seqlen_q=seqlen, seqlen_k=seqlen, **shape).tile_positions == rows
 
 
-@pytest.mark.parametrize("seqlen, last_groups", [(512, 88), (2048, 24), (8192, 7), (32768, 2), (131072, 1)])
-def test_heads_come_one_by_one_but_the_last_ones(seqlen, last_groups):
-    """As many of these as have two tiles for every CTA, or as have 32 MiB of K and V."""
-    heads = dict(batch=2, heads=64, kv_heads=64, head_dim=128)
-    tiles = ForwardTiles(seqlen_q=seqlen, seqlen_k=seqlen, **heads, causal=True, sms=SMS)
-    assert tiles.takes_tiles and tiles.last_groups == last_groups
+@pytest.mark.parametrize("seqlen_q, seqlen_k, group, last_groups", [
+    (512, 512, 1, 88), (2048, 2048, 1, 24), (8192, 8192, 1, 7), (32768, 32768, 1, 2), (131072, 131072, 1, 1),
+    (512, 8192, 1, 8), (512, 32768, 1, 2), (1024, 32768, 2, 4), (100, 1000000, 1, 1),
+])  # fmt: skip
+def test_heads_come_one_by_one_but_the_last_ones(seqlen_q, seqlen_k, group, last_groups):
+    """As many of these as have two tiles for every CTA, or as have 32 MiB of K and V where these are fewer."""
+    heads = dict(batch=2, heads=64, kv_heads=64 // group, head_dim=128)
+    tiles = ForwardTiles(seqlen_q=seqlen_q, seqlen_k=seqlen_k, **heads, causal=True, drops=group > 1, sms=SMS)
+    assert tiles.takes_tiles == (tiles.num_tiles > SMS) and tiles.last_groups == last_groups
     listed = [tiles.tile(place) for place in range(tiles.num_tiles)]
     single = (128 - last_groups) * tiles.query_tiles
     indices = range(tiles.query_tiles - 1, -1, -1)
     assert listed[:single] == [(head // 64, head % 64, index) for head in range(128 - last_groups) for index in indices]
     last = [index for _, _, index in listed[single:]]
     assert last == sorted(last, reverse=True)
+
+
+def test_shares_are_fixed_where_tiles_are_as_long_as_each_other():
+    heads = dict(batch=2, heads=64, kv_heads=64, head_dim=128)
+    assert not ForwardTiles(seqlen_q=768, seqlen_k=768, **heads, causal=False, sms=SMS).takes_tiles
+    assert ForwardTiles(seqlen_q=1024, seqlen_k=1024, **heads, causal=False, sms=SMS).takes_tiles  # one is short
+    assert not ForwardTiles(seqlen_q=8192, seqlen_k=8192, **heads, causal=False, sms=SMS).takes_tiles
+
+
+def test_any_number_of_sms():
+    tiles = ForwardTiles(
+        batch=32768, seqlen_q=1, seqlen_k=1, heads=32768, kv_heads=32768, head_dim=64, causal=True, sms=2**31 - 1
+    )
+    assert 1 <= tiles.last_groups <= 32768**2 and not tiles.takes_tiles
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,8 @@ struct FragmentLayout {
   // Whether the 32 columns of a load are a block's: fragments begin where one does. Else they may begin in its middle.
   static constexpr bool kWholeBlocks = kColumns % kBlockRows == 0;
   static constexpr int kSlices = kColumns / 16, kSlicesOfLoad = kWholeBlocks ? 2 : 1;
-  // Rows of bits of fragments that begin in the middle of a block come to words of three slices, by fewer instructions.
+  // Where queries are rows and a fragment may begin in the middle of a block, a word has three: they are put in order
+  // by fewer instructions.
   static constexpr int kSlicesOfWord = kQueriesAreRows && !kWholeBlocks ? 3 : 4;
   static constexpr int kWords = (kSlices + kSlicesOfWord - 1) / kSlicesOfWord;
   static constexpr int kPitch = 16;  // between the bits of a pair

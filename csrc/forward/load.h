@@ -74,7 +74,7 @@ class Loader {
     return shared_.q_full[q_.slot()];
   }
 
-  // Returns the CTA's next place in the list. Taken late, so that who comes first gets the longest tile; and before the
+  // Returns the CTA's next place in the list. Taken late, so that who comes first gets the next tile; and before the
   // wait for the last V's place, which is longer than the answer takes.
   __device__ __forceinline__ int load(const Tile& tile, int next_round) {
     const Range kv_tiles = kv_tiles_of_query_tile<Variant>(params_, tile.sequence, tile.end);

@@ -114,8 +114,8 @@ class OnlineSoftmax {
  private:
   static constexpr float kSlack = 8.f;
   static constexpr float kMargin = 0x1p-20f;  // more than the roundings of what is compared
-  // As limits of rows of a warp in which some limit has a sign: all scores reach it, or all that have none.
-  static constexpr uint32_t kDecidesAlways = UINT_MAX, kNoSign = INT_MAX;
+  static constexpr uint32_t kDecidesAlways = UINT_MAX;  // a limit that every score reaches
+  static constexpr uint32_t kNoSign = INT_MAX;          // one that every score without a sign reaches
 
   // False only where no reference of the warp's rows moves, as in most tiles. That takes no largest score, so none is
   // looked for in other threads. Bits are compared as integers, three at a time by one instruction: floats without a
@@ -124,7 +124,7 @@ class OnlineSoftmax {
   template <int kSize>
   __device__ __forceinline__ bool may_move(const float (&s)[kSize]) const {
     bool may = false;
-    if (__builtin_expect(limit_[0] >= kNoSign, false)) {
+    if (__builtin_expect(limit_[0] >= kNoSign, false)) {  // and so are all limits of the warp
       uint32_t smallest[kRowsPerThread] = {UINT_MAX, UINT_MAX};
 #pragma unroll
       for (int i = 0; i < kSize; i += 2) {
@@ -173,7 +173,8 @@ class OnlineSoftmax {
   // What is subtracted, the reference. Where that is -inf, of a row that has seen no key yet or only scores of -inf, it
   // is +inf, so that P is 0. Where it is +inf, it is NaN, as the row's result will be.
   RowStatistic offset_ = {INFINITY, INFINITY};
-  // Bits of a score from which on it may move: of all rows of a warp as floats without a sign, or of none.
+  // Bits of a score from which on it may move. Of all rows of a warp they are those of a float without a sign, or they
+  // are kNoSign or more.
   uint32_t limit_[kRowsPerThread] = {kDecidesAlways, kDecidesAlways};
   RowStatistic sum_ = {0.f, 0.f};  // of the elements that this thread holds
 };

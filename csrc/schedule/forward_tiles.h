@@ -22,7 +22,7 @@ struct QueryTile {
 // a KV head are packed into a tile; elsewhere a group is one head. The last tile ends where the queries end and the
 // first is the one that may be short, so that under the causal mask the rows left empty are those with the fewest keys.
 // CTAs work through a list of tiles, head by head, so that the K and V in use stay in L2 and that at any time some CTAs
-// read much and others compute much. Where tiles differ in length CTAs take the next when they come to it, and those of
+// read much and others write much. Where tiles differ in length CTAs take the next when they come to it, and those of
 // the last heads are listed together, the longest first, so that what is left for the end is short.
 //
 // Under a window a value of V that is not finite may spoil rows beside those that see it (docs/forward.md). So that
@@ -94,7 +94,8 @@ constexpr int packed_heads_shift(int group_size, int seqlen_q, int tile_rows, in
   return shift;
 }
 
-// Head groups whose K and V L2 holds together, one at the least: as many as are listed together of a pack's sequence.
+// Head groups whose K and V L2 holds together, one at the least: no more are listed together, and of a pack's sequence
+// so many.
 DASH_HOST_DEVICE constexpr int groups_within_l2(int seqlen_k, HeadDims dims, int groups_per_kv, int64_t groups) {
   constexpr int kElementBytes = 2, kBytes = 32 << 20;
   int64_t const kv_bytes_of_head = int64_t{max_int(1, seqlen_k)} * dims.sum() * kElementBytes;
@@ -189,9 +190,10 @@ constexpr QueryTileScheduler make_scheduler(ForwardProblem const& p) {
   int64_t const tiles = num_tiles(s);
   s.num_tiles = static_cast<int>(tiles);
   int const ctas = tiles < p.ctas ? s.num_tiles : p.ctas;
-  s.last_groups = min_int(ceil_div(kLastTilesOfCta * ctas, s.query_tiles),
-                          groups_within_l2(s.sequence.seqlen_k, tile.head_dims, s.groups_per_kv,
-                                           int64_t{s.batch} * s.head_groups));
+  int64_t const enough = (int64_t{kLastTilesOfCta} * ctas + s.query_tiles - 1) / s.query_tiles;
+  int const fit = groups_within_l2(s.sequence.seqlen_k, tile.head_dims, s.groups_per_kv,
+                                   int64_t{s.batch} * s.head_groups);
+  s.last_groups = enough < fit ? static_cast<int>(enough) : fit;
   s.takes_tiles = s.num_tiles > ctas && s.taking_pays();
   return s;
 }

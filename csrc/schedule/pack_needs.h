@@ -23,7 +23,7 @@ namespace dash_attn {
 // Of one sequence.
 struct PackNeed {
   int longest;  // about the steps of the longest of its work tiles
-  int head_swizzle;
+  int head_swizzle;  // of the backward; the forward's last_groups
   int splits;
   PackTotals share;
 };

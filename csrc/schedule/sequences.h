@@ -34,7 +34,7 @@ struct PackedSequence {
   Sequence lengths;
   int number;        // in the pack
   int end_q, end_k;  // rows of the pack before its end
-  int head_swizzle;
+  int head_swizzle;  // of the backward; the forward's last_groups
   int first_unit;  // of the work: packing/plan.h
 
   // The backward's.

@@ -4,7 +4,8 @@
 //   value_head_dim= pack=Q:K,Q:K,...  sinks=1 softcap= slopes=1 dropout= scale= sms=  seed=
 //   infinite_key=, infinite_keys=, infinite_sign=1: keys of sequence 0 whose scores are all -inf, or +inf;
 //   nan_value=, nan_values=: values that are NaN; climb=, climb_keys=, climb_from=: products that are less by `climb`
-//   with every `climb_keys` keys, from `climb_from` on
+//   with every `climb_keys` keys, from `climb_from` on, and the opposite in every other `climb_rows` rows;
+//   climb_alone=1: and nothing else
 //
 // `seed` is the machine's; inputs do not depend on it.
 #pragma once
@@ -171,7 +172,12 @@ class Call {
       }
     }
     if (const int climb_keys = int(number("climb_keys", 0)); climb_keys > 0) {
-      for (size_t i = 0; i < q_.size(); i += a.head_dims.qk) { q_[i] = Element(1.f); }
+      const int rows = int(number("climb_rows", 0));
+      if (number("climb_alone", 0) != 0) { std::fill(q_.begin(), q_.end(), Element(0.f)); }
+      for (size_t i = 0; i < q_.size(); i += a.head_dims.qk) {
+        const int query = int(i / a.head_dims.qk) / a.heads;
+        q_[i] = Element(rows > 0 && query / rows % 2 == 1 ? -1.f : 1.f);
+      }
       for (size_t i = 0; i < k_.size(); i += a.head_dims.qk) {
         const int key = int(i / a.head_dims.qk) / a.kv_heads;
         k_[i] = Element(float(number("climb_from", 0) - number("climb", 0) * (key / climb_keys)));

@@ -58,7 +58,6 @@ uint32_t reduced(const char* operation, uint32_t value, const Combine& combine) 
   return value;
 }
 inline bool __any_sync(unsigned, int value) { return reduced("vote", value, std::bit_or<uint32_t>()); }
-inline bool __all_sync(unsigned, int value) { return reduced("vote", value != 0, std::bit_and<uint32_t>()); }
 inline uint32_t __reduce_max_sync(unsigned, uint32_t value) {
   return reduced("redux.max", value, [](uint32_t a, uint32_t b) { return std::max(a, b); });
 }
