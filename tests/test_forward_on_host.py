@@ -28,6 +28,7 @@ def deciding_program(tmp_path_factory):
 
 CLIMB = dict(climb=1000, climb_keys=80, scale=0.02)
 BELOW_ZERO = CLIMB | dict(climb_from=-4000)
+BOTH_WAYS = CLIMB | dict(climb_from=4000, climb=-1000, climb_rows=8)
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
@@ -38,7 +39,7 @@ BELOW_ZERO = CLIMB | dict(climb_from=-4000)
      CLIMB, CLIMB | dict(climb=-300), CLIMB | dict(climb=350), BELOW_ZERO, BELOW_ZERO | dict(climb=150),
      BELOW_ZERO | dict(climb=0, scale=0.2), BELOW_ZERO | dict(climb_from=-270, climb=0, scale=0.1),
      CLIMB | dict(climb_rows=1), CLIMB | dict(climb_rows=8), BELOW_ZERO | dict(climb_rows=1),
-     BELOW_ZERO | dict(climb_rows=8)],
+     BELOW_ZERO | dict(climb_rows=8), BOTH_WAYS, BOTH_WAYS | dict(climb_rows=1)],
     ids=str,
 )  # fmt: skip
 def test_no_bits_change_where_no_largest_score_is_looked_for(programs, deciding_program, call, mask, dtype):
@@ -190,6 +191,11 @@ FAULTS = [
      CLIMB | dict(seqlen_q=300, dtype="fp16")),
     ("128", "forward/softmax.h", "may = smallest[0] <= limit_[0] || smallest[1] <= limit_[1]", "may = false", WRONG,
      BELOW_ZERO | dict(seqlen_q=300, dtype="fp16")),
+    # Limits with a sign and without one in a warp.
+    ("128", "forward/softmax.h", "for (uint32_t& limit : limit_) { limit = max(limit, kNoSign); }", "", WRONG,
+     BOTH_WAYS | dict(seqlen_q=200, seqlen_k=420, dtype="fp16")),
+    ("128", "forward/softmax.h", "limit_[0] >= kNoSign || limit_[1] >= kNoSign", "limit_[0] >= kNoSign", WRONG,
+     BOTH_WAYS | dict(seqlen_q=200, seqlen_k=420, dtype="fp16")),
     # What a row summed before its first key is multiplied, not replaced.
     ("128", "forward/softmax.h", "__float_as_uint(factor) == __float_as_uint(kNothingSummed)", "false", WRONG,
      dict(mask="causal", seqlen_q=300, nan_value=256, nan_values=44)),
