@@ -113,9 +113,20 @@ class OnlineSoftmax {
 
  private:
   static constexpr float kSlack = 8.f;
-  static constexpr float kMargin = 0x1p-20f;  // more than the roundings of what is compared
+  static constexpr float kMargin = 0x1p-20f;            // more than the roundings of what is compared
   static constexpr uint32_t kDecidesAlways = UINT_MAX;  // a limit that every score reaches
   static constexpr uint32_t kNoSign = INT_MAX;          // one that every score without a sign reaches
+
+  // Each row's scores, as integers, into what there is of it.
+  template <typename Integer, typename OfThree, int kSize>
+  static __device__ __forceinline__ void fold_bits(Integer (&of_row)[kRowsPerThread], const float (&s)[kSize],
+                                                   OfThree of_three) {
+#pragma unroll
+    for (int i = 0; i < kSize; i += 2) {
+      Integer& folded = of_row[row_of(i)];
+      folded = of_three(folded, Integer(__float_as_uint(s[i])), Integer(__float_as_uint(s[i + 1])));
+    }
+  }
 
   // False only where no reference of the warp's rows moves, as in most tiles. That takes no largest score, so none is
   // looked for in other threads. Bits are compared as integers, three at a time by one instruction: floats without a
@@ -126,19 +137,11 @@ class OnlineSoftmax {
     bool may = false;
     if (__builtin_expect(limit_[0] >= kNoSign, false)) {  // and so are all limits of the warp
       uint32_t smallest[kRowsPerThread] = {UINT_MAX, UINT_MAX};
-#pragma unroll
-      for (int i = 0; i < kSize; i += 2) {
-        uint32_t& of_row = smallest[row_of(i)];
-        of_row = ptx::min3(of_row, __float_as_uint(s[i]), __float_as_uint(s[i + 1]));
-      }
+      fold_bits(smallest, s, ptx::min3);
       may = smallest[0] <= limit_[0] || smallest[1] <= limit_[1];
     } else {
       int largest[kRowsPerThread] = {INT_MIN, INT_MIN};
-#pragma unroll
-      for (int i = 0; i < kSize; i += 2) {
-        int& of_row = largest[row_of(i)];
-        of_row = ptx::max3(of_row, __float_as_int(s[i]), __float_as_int(s[i + 1]));
-      }
+      fold_bits(largest, s, ptx::max3);
       may = largest[0] >= int(limit_[0]) || largest[1] >= int(limit_[1]);
     }
     return __any_sync(0xffffffff, may);

@@ -35,7 +35,7 @@ struct PackedSequence {
   int number;        // in the pack
   int end_q, end_k;  // rows of the pack before its end
   int head_swizzle;  // of the backward; the forward's last_groups
-  int first_unit;  // of the work: packing/plan.h
+  int first_unit;    // of the work: packing/plan.h
 
   // The backward's.
   int splits;                              // splits.h
