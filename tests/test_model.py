@@ -178,20 +178,24 @@ def test_noise_and_pairs():
 
 
 @pytest.mark.parametrize(
-    "policy, causal, seqlen, head_dim, head_swizzle",
+    "policy, causal, seqlen, head_dim, head_swizzle, last_heads",
     [
-        ("descending", True, 512, 128, 64),
-        ("descending", True, 4096, 64, 16),
-        ("descending", True, 8192, 128, 8),
-        ("descending", True, 32768, 128, 4),
-        ("order_free", True, 8192, 128, 4),
-        ("symmetric_shift", True, 1024, 64, 64),
-        ("spt", True, 512, 64, 1),
-        ("ascending", True, 512, 64, 1),
-        ("spt", False, 512, 64, 64),
-        ("shift", False, 16384, 128, 1),
+        ("descending", True, 512, 128, 64, 0),
+        ("descending", True, 4096, 64, 16, 0),
+        ("descending", True, 8192, 128, 8, 0),
+        ("descending", True, 32768, 128, 4, 0),
+        ("order_free", True, 512, 64, 4, 64),
+        ("order_free", True, 8192, 128, 2, 2),
+        ("order_free", False, 1024, 128, 4, 16),
+        ("order_free", False, 32768, 128, 1, 1),
+        ("order_free", True, 4096, 256, 4, 0),
+        ("symmetric_shift", True, 1024, 64, 64, 0),
+        ("spt", True, 512, 64, 1, 0),
+        ("ascending", True, 512, 64, 1, 0),
+        ("spt", False, 512, 64, 64, 0),
+        ("shift", False, 16384, 128, 1, 0),
     ],
 )
-def test_head_swizzle_of_the_launch(policy, causal, seqlen, head_dim, head_swizzle):
+def test_head_swizzle_of_the_launch(policy, causal, seqlen, head_dim, head_swizzle, last_heads):
     tiles = schedule.problem(policy, seqlen, seqlen, causal=causal, head_dim=head_dim, head_swizzle=None)
-    assert tiles.head_swizzle == head_swizzle
+    assert (tiles.head_swizzle, tiles.last_heads) == (head_swizzle, last_heads)

@@ -101,8 +101,9 @@ def launched_alone(arguments, seqlen_q, seqlen_k):
     schedule = arguments["schedule"]
     splits = _schedule.num_splits(problem_of(arguments, seqlen_q, seqlen_k))
     problem = problem_of(arguments, seqlen_q, seqlen_k, splits=splits)
-    swizzle = _schedule.head_swizzle(schedule, problem, **dims_of(arguments))
-    return problem_of(arguments, seqlen_q, seqlen_k, splits=splits, head_swizzle=swizzle)
+    rules = {"head_swizzle": _schedule.head_swizzle, "last_heads": _schedule.last_heads}
+    together = {name: rule(schedule, problem, **dims_of(arguments)) for name, rule in rules.items()}
+    return problem_of(arguments, seqlen_q, seqlen_k, splits=splits, **together)
 
 
 def parts_of(arguments):

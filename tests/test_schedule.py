@@ -234,7 +234,7 @@ def test_symmetric_shift_with_half_the_tiles_in_one_group_is_the_published_one(n
 @pytest.mark.parametrize("shape", [(5, 7), (8, 8), (3, 1), (1, 6)])
 def test_work_tiles_cover_every_head_in_the_order_of_its_groups(policy, mask, shape):
     for batch, kv_heads, cta_group in itertools.product((1, 2, 3), (1, 2, 5), (1, 2, 3)):
-        for head_swizzle in (1, 2, 4, batch * kv_heads, 100):
+        for head_swizzle, last_heads in itertools.product((1, 2, 4, batch * kv_heads, 100), (0, 1, 3, 100)):
             problem = Problem(
                 *shape,
                 tile_q=1,
@@ -244,6 +244,7 @@ def test_work_tiles_cover_every_head_in_the_order_of_its_groups(policy, mask, sh
                 kv_heads=kv_heads,
                 cta_group=cta_group,
                 head_swizzle=head_swizzle,
+                last_heads=last_heads,
             )
             of_head = {head: [] for head in itertools.product(range(batch), range(kv_heads))}
             for number in range(num_groups(policy, problem)):
@@ -288,6 +289,19 @@ def test_the_head_swizzle_interleaves_heads():
     assert order == [(0, 0), (1, 0), (0, 1), (1, 1), (2, 0), (2, 1)]
 
 
+@pytest.mark.parametrize("last_heads, order", [
+    (0, [(0, 0), (1, 0), (0, 1), (1, 1), (2, 0), (3, 0), (2, 1), (3, 1), (4, 0), (4, 1)]),
+    (2, [(0, 0), (1, 0), (0, 1), (1, 1), (2, 0), (2, 1), (3, 0), (4, 0), (3, 1), (4, 1)]),
+    (5, [(head, group) for group in (0, 1) for head in range(5)]),
+    (9, [(head, group) for group in (0, 1) for head in range(5)]),
+])  # fmt: skip
+def test_the_last_heads_come_together(last_heads, order):
+    shape = dict(tile_q=1, tile_k=1, causal=True, batch=1, kv_heads=5, head_swizzle=2, last_heads=last_heads)
+    problem = Problem(2, 2, **shape)
+    work = [work_tile("order_free", problem, number) for number in range(num_groups("order_free", problem))]
+    assert [(kv_head, kv_tile) for _, kv_head, kv_tile, _ in work] == order
+
+
 @pytest.mark.parametrize("policy, mask", POLICY_MASKS, ids=IDS)
 def test_order_ignores_batch_heads_and_swizzle(policy, mask):
     def orders(**counts):
@@ -295,7 +309,7 @@ def test_order_ignores_batch_heads_and_swizzle(policy, mask):
         return visit_order(policy, problem), add_order(policy, problem), groups(policy, problem)
 
     alone = orders()
-    assert alone == orders(batch=5, kv_heads=3, group_size=4, head_swizzle=7)
+    assert alone == orders(batch=5, kv_heads=3, group_size=4, head_swizzle=7, last_heads=6)
 
 
 # Padded head_dim: the policy of schedule="auto". It fixes bits, so a change belongs in CHANGELOG.md.
@@ -318,6 +332,7 @@ BAD_CALLS = {
     "group_size": dict(group_size=0),
     "cta_group": dict(cta_group=0),
     "head_swizzle": dict(head_swizzle=0),
+    "last_heads": dict(last_heads=-1),
     "batch * kv_heads": dict(batch=2**20, kv_heads=2**20),
 }
 

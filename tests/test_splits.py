@@ -118,6 +118,7 @@ def split_problems(draw):
         group_size=splits * queries,
         cta_group=draw(st.integers(1, 3)),
         head_swizzle=draw(st.integers(1, 20)),
+        last_heads=draw(st.integers(0, 20)),
         splits=splits,
     )
 
@@ -218,6 +219,7 @@ def test_simulator_makes_progress_under_every_residency(policy, causal):
             cta_group=cta_group,
             splits=3,
             head_swizzle=generator.choice([1, 2, 3, 4, 6]),
+            last_heads=generator.choice([0, 1, 4, 5, 9]),
         )
         clusters_of_all = num_groups(policy, tiles)
         for clusters in {1, 2, 3, clusters_of_all // 2, clusters_of_all - 1, clusters_of_all} - {0}:

@@ -34,9 +34,9 @@ namespace {
 using Table = std::vector<std::vector<int>>;
 
 Problem checked_problem(int64_t seqlen_q, int64_t seqlen_k, int64_t tile_q, int64_t tile_k, bool causal, int64_t batch,
-                        int64_t kv_heads, int64_t group_size, int64_t cta_group, int64_t head_swizzle, int64_t splits,
-                        WindowSize window, int64_t attention_chunk, std::optional<int64_t> first_own_key,
-                        int64_t keys_before) {
+                        int64_t kv_heads, int64_t group_size, int64_t cta_group, int64_t head_swizzle,
+                        int64_t last_heads, int64_t splits, WindowSize window, int64_t attention_chunk,
+                        std::optional<int64_t> first_own_key, int64_t keys_before) {
   // Lengths and tiles below 2^30 keep every sum of the headers below 2^31.
   constexpr int64_t kEnd = int64_t{1} << 30;
   for (auto const& [argument, value] :
@@ -52,6 +52,7 @@ Problem checked_problem(int64_t seqlen_q, int64_t seqlen_k, int64_t tile_q, int6
                                                               {"splits", splits}}) {
     in_range(argument, value, 1, kEnd);
   }
+  in_range("last_heads", last_heads, 0, kEnd);
   if (group_size % splits) {
     throw py::value_error("splits must divide group_size=" + std::to_string(group_size) + ", got " +
                           std::to_string(splits));
@@ -65,8 +66,8 @@ Problem checked_problem(int64_t seqlen_q, int64_t seqlen_k, int64_t tile_q, int6
   rule.window.keys_before = in_range("keys_before", keys_before, 0, kMostRowsAway + 1);
   TileGrid const grid{{as_int(tile_q), as_int(tile_k), as_int(cta_group)}, mask_of(rule, sequence)};
   constexpr Policy kGivenAtEachCall = Policy::kAscending;
-  TileScheduler const scheduler{sequence,         kGivenAtEachCall,   as_int(splits),      as_int(batch),
-                                as_int(kv_heads), as_int(group_size), as_int(head_swizzle)};
+  TileScheduler const scheduler{sequence,         kGivenAtEachCall,   as_int(splits),       as_int(batch),
+                                as_int(kv_heads), as_int(group_size), as_int(head_swizzle), as_int(last_heads)};
   if (batch * kv_heads > (((int64_t{1} << 31) - 1) / (grid.kv_tiles() + 1)) / splits) {
     throw py::value_error("batch * kv_heads * splits * KV tiles must be below 2^31, got " + std::to_string(batch) +
                           " * " + std::to_string(kv_heads) + " * " + std::to_string(splits) + " * " +
@@ -210,6 +211,11 @@ int launched_head_swizzle(std::string const& schedule, Problem const& problem, i
                       padded_row(head_dim, value_head_dim));
 }
 
+int launched_last_heads(std::string const& schedule, Problem const& problem, int64_t head_dim,
+                        std::optional<int64_t> value_head_dim) {
+  return last_heads(parse_policy(schedule), problem.grid, padded_row(head_dim, value_head_dim));
+}
+
 // (first, end) of the keys that each of the queries first_query ... end_query - 1 sees.
 std::vector<std::pair<int, int>> visible_keys(bool causal, int64_t seqlen_q, int64_t seqlen_k, int64_t first_query,
                                               int64_t end_query, WindowSize window, int64_t attention_chunk) {
@@ -247,6 +253,7 @@ std::string repr(Problem const& p) {
          ", group_size=" + std::to_string(p.scheduler.group_size) +
          ", cta_group=" + std::to_string(p.grid.tiling.cta_group) +
          ", head_swizzle=" + std::to_string(p.scheduler.head_swizzle) +
+         ", last_heads=" + std::to_string(p.scheduler.last_heads) +
          ", splits=" + std::to_string(p.scheduler.splits) + ")";
 }
 
@@ -263,9 +270,9 @@ PYBIND11_MODULE(_schedule, m) {
   py::class_<Problem>(m, "Problem", "Tile counts, mask ranges and work of one attention backward.")
       .def(py::init(&checked_problem), py::arg("seqlen_q"), py::arg("seqlen_k"), py::kw_only(), py::arg("tile_q"),
            py::arg("tile_k"), py::arg("causal"), py::arg("batch") = 1, py::arg("kv_heads") = 1,
-           py::arg("group_size") = 1, py::arg("cta_group") = 1, py::arg("head_swizzle") = 1, py::arg("splits") = 1,
-           py::arg("window") = kAnyWindow, py::arg("attention_chunk") = 0, py::arg("first_own_key") = py::none(),
-           py::arg("keys_before") = 0)
+           py::arg("group_size") = 1, py::arg("cta_group") = 1, py::arg("head_swizzle") = 1, py::arg("last_heads") = 0,
+           py::arg("splits") = 1, py::arg("window") = kAnyWindow, py::arg("attention_chunk") = 0,
+           py::arg("first_own_key") = py::none(), py::arg("keys_before") = 0)
       .def_property_readonly("seqlen_q", [](Problem const& p) { return p.grid.mask.sequence.seqlen_q; })
       .def_property_readonly("seqlen_k", [](Problem const& p) { return p.grid.mask.sequence.seqlen_k; })
       .def_property_readonly("tile_q", [](Problem const& p) { return p.grid.tiling.query; })
@@ -280,6 +287,7 @@ PYBIND11_MODULE(_schedule, m) {
       .def_property_readonly("group_size", [](Problem const& p) { return p.scheduler.group_size; })
       .def_property_readonly("cta_group", [](Problem const& p) { return p.grid.tiling.cta_group; })
       .def_property_readonly("head_swizzle", [](Problem const& p) { return p.scheduler.head_swizzle; })
+      .def_property_readonly("last_heads", [](Problem const& p) { return p.scheduler.last_heads; })
       .def_property_readonly("splits", [](Problem const& p) { return p.scheduler.splits; })
       .def_property_readonly("heads_per_split", &Problem::heads_per_split)
       .def_property_readonly("num_query_tiles", [](Problem const& p) { return p.grid.query_tiles(); })
@@ -389,6 +397,8 @@ PYBIND11_MODULE(_schedule, m) {
   m.def("head_swizzle", &launched_head_swizzle, py::arg("schedule"), py::arg("problem"), py::arg("head_dim"),
         py::arg("value_head_dim") = py::none(),
         "The (sequence, KV head, split)s whose work tiles a launch interleaves.");
+  m.def("last_heads", &launched_last_heads, py::arg("schedule"), py::arg("problem"), py::arg("head_dim"),
+        py::arg("value_head_dim") = py::none(), "The same of the last of them.");
   m.def(
       "num_splits", [](Problem const& p) { return num_splits(p.scheduler.group_size, p.grid); }, py::arg("problem"),
       "Into how many parts a launch cuts the query heads of a KV head.");

@@ -48,7 +48,7 @@ struct QueryTileScheduler {
     alone.sequence = s.lengths;
     alone.query_tiles = ceil_div(s.lengths.seqlen_q, tile_positions);
     alone.batch = 1;
-    alone.last_groups = s.head_swizzle;
+    alone.last_groups = s.last_heads;
     return alone;
   }
 

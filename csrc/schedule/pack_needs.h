@@ -23,7 +23,7 @@ namespace dash_attn {
 // Of one sequence.
 struct PackNeed {
   int longest;  // about the steps of the longest of its work tiles
-  int head_swizzle;  // of the backward; the forward's last_groups
+  int head_swizzle, last_heads;  // of the forward the second alone
   int splits;
   PackTotals share;
 };
@@ -37,6 +37,7 @@ DASH_HOST_DEVICE constexpr PackedSequence packed_sequence(int number, Sequence c
   sequence.end_q = end_q;
   sequence.end_k = end_k;
   sequence.head_swizzle = need.head_swizzle;
+  sequence.last_heads = need.last_heads;
   sequence.splits = need.splits;
   return sequence;
 }
@@ -81,7 +82,7 @@ struct ForwardPackRule {
       int const last = max_int(0, sequence.seqlen_q - scheduler.tile_positions);
       need.longest = 1 + grid.kv_tiles_of_queries(last, sequence.seqlen_q).count;
     }
-    need.head_swizzle =
+    need.last_heads =
         forward::groups_within_l2(sequence.seqlen_k, tile.head_dims, scheduler.groups_per_kv, scheduler.head_groups);
     return need;
   }
@@ -130,7 +131,10 @@ struct BackwardPackRule {
     need.longest = 1 + longest * heads;
     AllPolicies::with(policy,
                       [&](auto p) { need.share.units = TileScheduler::units<decltype(p)::value>(grid, need.splits); });
-    if (grid.query_tiles() > 0) need.head_swizzle = head_swizzle(policy, grid, heads, padded);
+    if (grid.query_tiles() > 0) {
+      need.head_swizzle = head_swizzle(policy, grid, heads, padded);
+      need.last_heads = last_heads(policy, grid, padded);
+    }
     return need;
   }
 

@@ -34,11 +34,11 @@ struct PackedSequence {
   Sequence lengths;
   int number;        // in the pack
   int end_q, end_k;  // rows of the pack before its end
-  int head_swizzle;  // of the backward; the forward's last_groups
+  int last_heads;    // whose work comes together: TileScheduler, and last_groups of QueryTileScheduler
   int first_unit;    // of the work: packing/plan.h
 
   // The backward's.
-  int splits;                              // splits.h
+  int head_swizzle, splits;                // head_swizzle.h, splits.h
   int first_query_tile;                    // of dQ, D and LSE in the workspace, in query tiles of all sequences
   int first_split_tile;                    // of the sums over splits and parts, in KV tiles of sequences that have them
   int first_query_chunk, first_key_chunk;  // of the statistics of order-free accumulation

@@ -56,9 +56,9 @@ struct TileScheduler {
   int batch, kv_heads;
   int group_size;  // query heads that share one KV head
 
-  // (sequence, KV head, split)s whose work tiles are interleaved. It moves work in time and no order of sums depends on
-  // it, so it may follow the device (head_swizzle.h).
-  int head_swizzle;
+  // (sequence, KV head, split)s whose work tiles are interleaved, and how many of the last ones. They move work in time
+  // and no order of sums depends on them, so they may follow the device (head_swizzle.h).
+  int head_swizzle, last_heads;
 
   // A kernel needs it below 2^31.
   template <Policy P>
@@ -71,16 +71,20 @@ struct TileScheduler {
   // which are the orders in which waits point back.
   //
   // All heads' first splits come before any second one: where there are enough heads, a work tile that ends then finds
-  // the sums of the split before ready. These come in lots of head_swizzle. Within a lot the first group of each comes
-  // before the second of any: fewer groups of one run at a time, so fewer wait for each other's adds, and the longest
-  // (or shortest) tiles of all heads come together. Where KV tiles are divided, a head's numbers follow each other.
+  // the sums of the split before ready. These come in lots of head_swizzle, but that the last_heads are one lot. Within
+  // a lot the first group of each comes before the second of any: fewer groups of one run at a time, so fewer wait for
+  // each other's adds, and the longest (or shortest) tiles of all heads come together. Where KV tiles are divided, a
+  // head's numbers follow each other.
   template <Policy P>
   DASH_HOST_DEVICE constexpr WorkPlace place(TileGrid const& grid, int number, int cta_rank) const {
     int const groups = Order<P>::groups(grid);
     int const heads = batch * kv_heads;
     int const swizzle = Order<P>::kDivided ? 1 : head_swizzle;
-    int const lot_start = number / groups / swizzle * swizzle;
-    int const lot = Order<P>::kDivided ? 1 : min_int(swizzle, heads * splits - lot_start);
+    int const last_start = Order<P>::kDivided ? heads * splits : max_int(0, heads * splits - last_heads);
+    int const in_lots = number / groups;
+    bool const is_last = in_lots >= last_start;
+    int const lot_start = is_last ? last_start : in_lots / swizzle * swizzle;
+    int const lot = (is_last ? heads * splits : min_int(lot_start + swizzle, last_start)) - lot_start;
     int const number_in_lot = number - lot_start * groups;
     int const group = number_in_lot / lot;
     int const head_of_split = lot_start + number_in_lot - group * lot;
@@ -113,7 +117,7 @@ struct TileScheduler {
 
   // The part of all this that is about one sequence of a pack.
   DASH_HOST_DEVICE constexpr TileScheduler of(PackedSequence const& s) const {
-    return {s.lengths, policy, s.splits, 1, kv_heads, group_size, s.head_swizzle};
+    return {s.lengths, policy, s.splits, 1, kv_heads, group_size, s.head_swizzle, s.last_heads};
   }
 
   // What follows from which work tile it is, but for its steps, in a dense batch; of a pack `move_into_pack` does the

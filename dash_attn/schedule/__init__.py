@@ -162,8 +162,8 @@ def problem(
         batch, heads, kv_heads: counts; ``heads`` must be a multiple of ``kv_heads`` (default: ``heads``).
         tile_q, tile_k: queries and keys in a tile; default: the kernel's for these head dims.
         cta_group: CTAs that take a group of KV tiles together; default: the kernel's for this policy.
-        head_swizzle: (sequence, KV head, split)s whose work tiles are interleaved; None: as many as the launch takes.
-            Changes who runs when, no order of adds.
+        head_swizzle: (sequence, KV head, split)s whose work tiles are interleaved; None: as many as the launch takes,
+            and of the last ones as many as it takes there. Changes who runs when, no order of adds.
         splits: parts that the query heads of a KV head are cut into, each with work tiles of its own; default: the
             launch's, which follows from the lengths, the mask and the group size.
 
@@ -193,6 +193,9 @@ def problem(
         cta_group=_schedule.cta_group(schedule) if cta_group is None else cta_group,
     )
     build = functools.partial(build, splits=_schedule.num_splits(build()) if splits is None else splits)
-    if head_swizzle is None:
-        head_swizzle = _schedule.head_swizzle(schedule, build(), **head_dims)
-    return build(head_swizzle=head_swizzle)
+    if head_swizzle is not None:
+        return build(head_swizzle=head_swizzle)
+    return build(
+        head_swizzle=_schedule.head_swizzle(schedule, build(), **head_dims),
+        last_heads=_schedule.last_heads(schedule, build(), **head_dims),
+    )
