@@ -2,13 +2,16 @@
 
 Power limits the clock of a Hopper GPU, and what a call draws is its own affair: measured in turns with others, call by
 call, a hungry variant would borrow from a frugal one, and an idle one would cool the chip for all. So a variant is
-measured alone, warmed up each time, in TURNS blocks, so that what drifts over minutes serves all alike.
+measured alone, warmed up each time, in TURNS blocks, so that what drifts over minutes serves all alike. A GPU that has
+paused runs faster for a while, by 2 to 5% of a call: so it is busy before the first block, and each turn has an order of
+its own, in which nobody is always first.
 
 On a machine without a GPU the same interface measures by the host's clock, to try the programs; such figures mean
 nothing.
 """
 
 import dataclasses
+import random
 import statistics
 import time
 from collections.abc import Callable, Hashable
@@ -19,9 +22,11 @@ import torch
 Call = Callable[[], object]
 
 MIN_ROUNDS, MAX_ROUNDS = 3, 200  # of a block
+_ORDERS = random.Random(0)  # of the turns of a process, the same in each
 TURNS = 2
 TRIAL_CALLS = 2
 WARM_UP_S = 0.04
+SETTLE_S = 0.25  # before the first block
 # Clocks the GPU idles before each sequence of calls, for the host to run ahead of it: about 1 ms.
 HEAD_START_CLOCKS = 2_000_000
 # The host gets another head start where it is no longer this many calls ahead. A call that is shorter than what the
@@ -31,6 +36,7 @@ CALLS_AHEAD = 4
 
 class CudaTimer:
     warm_up_s = WARM_UP_S
+    settle_s = SETTLE_S
 
     def __init__(self, device: torch.device):
         l2_bytes = torch.cuda.get_device_properties(device).L2_cache_size
@@ -62,7 +68,7 @@ class CudaTimer:
 
 
 class HostTimer:
-    warm_up_s = 0.0
+    warm_up_s = settle_s = 0.0
 
     def times_ms(self, call: Call, rounds: int, mark: Call = lambda: None) -> list[float]:
         times = []
@@ -93,6 +99,17 @@ def block_ms(timer, call: Call, min_time_s: float, mark: Call = lambda: None) ->
     return timer.times_ms(call, rounds_in(min_time_s, call_s), mark)
 
 
+def settle(timer, calls: list[Call]) -> None:
+    """Keeps the GPU busy with the calls in turn until a pause before has no effect. Errors are left for who times."""
+    end = time.perf_counter() + timer.settle_s
+    while calls and time.perf_counter() < end:
+        for call in list(calls):
+            try:
+                timer.times_ms(call, MIN_ROUNDS)
+            except Exception:
+                calls.remove(call)
+
+
 class Elsewhere(Protocol):
     """A call that is timed where it runs: in another process."""
 
@@ -117,7 +134,7 @@ def measure(
     """Median milliseconds of each call.
 
     Args:
-        calls: what to time; one with a method `block_ms` is timed by it.
+        calls: what to time, in an order of each turn's own; one with a method `block_ms` is timed by it.
         device: where the calls run.
         min_time_s: time to spend on each call, in seconds, in `turns` blocks of MIN_ROUNDS to MAX_ROUNDS rounds.
         turns: how often each call has its turn, a block.
@@ -127,8 +144,9 @@ def measure(
     """
     timer = CudaTimer(device) if device.type == "cuda" else HostTimer()
     errors, blocks = {}, {name: [] for name in calls}
+    settle(timer, [call for call in calls.values() if not hasattr(call, "block_ms")])
     for _ in range(turns):
-        for name, call in calls.items():
+        for name, call in _ORDERS.sample(list(calls.items()), len(calls)):
             if name in errors:
                 continue
             try:

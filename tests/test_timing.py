@@ -1,5 +1,6 @@
 """How time is measured, with a GPU that only takes notes: a cold L2, a head start, blocks in turns, the median."""
 
+import itertools
 import statistics
 import types
 
@@ -118,7 +119,7 @@ def test_a_block_begins_with_a_warm_up_that_is_not_counted(gpu):
 class Timer:
     """Hands out the times of calls, which return them."""
 
-    warm_up_s = 0.0
+    warm_up_s = settle_s = 0.0
 
     def __init__(self, device=None):
         pass
@@ -144,9 +145,44 @@ def test_blocks_take_turns_and_the_figure_is_the_median(monkeypatch):
     calls = {"a": call("a", [[1.0, 2.0, 3.0], [4.0, 5.0, 100.0]]), "b": call("b", [[7.0, 7.0, 7.0], [8.0, 8.0, 8.0]])}
     timings, errors = timing.measure(calls, device=CUDA, min_time_s=0.0)
     block = timing.TRIAL_CALLS + timing.MIN_ROUNDS
-    assert order == 2 * (block * ["a"] + block * ["b"]) and not errors
+    turns = [order[: 2 * block], order[2 * block :]]
+    assert all(turn in (block * ["a"] + block * ["b"], block * ["b"] + block * ["a"]) for turn in turns) and not errors
     assert timings["a"] == timing.Timing(3.5, (2.0, 5.0)), "of all calls, which a mean would not be"
     assert timings["b"] == timing.Timing(statistics.median([7.0, 8.0]), (7.0, 8.0))
+
+
+def test_nobody_is_always_first(monkeypatch):
+    monkeypatch.setattr(timing, "CudaTimer", Timer)
+    firsts, order = [], []
+    calls = {name: lambda name=name: order.append(name) or 1.0 for name in "abc"}
+    for _ in range(60):
+        order.clear()
+        timing.measure(calls, device=CUDA, min_time_s=0.0)
+        firsts += [order[0], order[len(order) // 2]]
+    assert all(20 < firsts.count(name) < 60 for name in "abc")
+
+
+def test_the_gpu_is_busy_before_the_first_block(monkeypatch):
+    clock = itertools.count()
+    monkeypatch.setattr(timing.time, "perf_counter", lambda: float(next(clock)))
+    monkeypatch.setattr(Timer, "settle_s", 5.0)
+    monkeypatch.setattr(timing, "CudaTimer", Timer)
+    order, before = [], []
+
+    class There:
+        def block_ms(self, min_time_s):
+            before.append(len(order))
+            return [1.0]
+
+    def fails():
+        order.append("fails")
+        raise RuntimeError("not this shape")
+
+    calls = {"there": There(), "fails": fails, "a": lambda: order.append("a") or 2.0}
+    timings, errors = timing.measure(calls, device=CUDA, min_time_s=0.0, turns=1)
+    settling = ["fails", *timing.MIN_ROUNDS * 4 * ["a"]]
+    assert order[: len(settling)] == settling and before[0] >= len(settling), "who fails is not asked again"
+    assert timings["a"].ms == 2.0 and list(errors) == ["fails"]
 
 
 def test_turns(monkeypatch):
