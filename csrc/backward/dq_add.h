@@ -43,6 +43,7 @@ class Adder {
     constexpr int kPieces = Variant::kDqPiecesOfPart;
     constexpr int kPieceFloats = Variant::kDqTileFloats / (Variant::kDqParts * kPieces);
     constexpr int kBytes = kPieceFloats * sizeof(float);
+    static_assert(kBytes % (kShares * 16) == 0);
     float* const accumulator = params_.workspace.dq_accumulator + part * kPieces * kPieceFloats;
     int* const semaphore = params_.workspace.dq_semaphores + part;
     const int rank = step.rank;
@@ -64,7 +65,11 @@ class Adder {
         ptx::bulk_store(sum, partial, kBytes);
       } else {
         if constexpr (!Variant::kWide) { wait_for_turn(semaphore, rank, is_ordered); }
-        add(sum, partial, kBytes, is_ordered);
+        if (Variant::kOrderFree && !is_ordered) {
+          add_in_shares<kPieceFloats / kShares>(sum, partial, rank);
+        } else {
+          ptx::bulk_add_f32(sum, partial, kBytes);
+        }
       }
       ptx::bulk_commit();
       if constexpr (Variant::kWide) {
@@ -100,11 +105,15 @@ class Adder {
     ptx::fence_async_global();
   }
 
-  static __device__ __forceinline__ void add(float* accumulator, const float* partial, int bytes, bool is_ordered) {
-    if (Variant::kOrderFree && !is_ordered) {
-      ptx::bulk_add_s32(accumulator, partial, bytes);
-    } else {
-      ptx::bulk_add_f32(accumulator, partial, bytes);
+  // Of a partial that is added in no order. CTAs of one head often come to a query tile together: by rank, each then
+  // begins at another share of it.
+  static constexpr int kShares = 16;
+  template <int kFloats>
+  static __device__ __forceinline__ void add_in_shares(float* sum, const float* partial, int rank) {
+#pragma unroll 1
+    for (int i = 0; i < kShares; ++i) {
+      const int first = (i + rank) % kShares * kFloats;
+      ptx::bulk_add_s32(sum + first, partial + first, kFloats * sizeof(float));
     }
   }
 

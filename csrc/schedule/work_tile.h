@@ -56,8 +56,8 @@ struct TileScheduler {
   int batch, kv_heads;
   int group_size;  // query heads that share one KV head
 
-  // (sequence, KV head, split)s whose work tiles are interleaved, and how many of the last ones. They move work in time
-  // and no order of sums depends on them, so they may follow the device (head_swizzle.h).
+  // (sequence, KV head, split)s whose work tiles are interleaved, and how many of the last ones, where sums wait for no
+  // turn. They move work in time and no order of sums depends on them, so they may follow the device (head_swizzle.h).
   int head_swizzle, last_heads;
 
   // A kernel needs it below 2^31.
@@ -80,11 +80,14 @@ struct TileScheduler {
     int const groups = Order<P>::groups(grid);
     int const heads = batch * kv_heads;
     int const swizzle = Order<P>::kDivided ? 1 : head_swizzle;
-    int const last_start = Order<P>::kDivided ? heads * splits : max_int(0, heads * splits - last_heads);
+    // Known not to be asked for, where no register is left for it.
+    constexpr bool kHasLast = accumulation(P) != Accumulation::kOrdered;
+    int const last_start = kHasLast ? max_int(0, heads * splits - last_heads) : heads * splits;
     int const in_lots = number / groups;
-    bool const is_last = in_lots >= last_start;
+    bool const is_last = kHasLast && in_lots >= last_start;
     int const lot_start = is_last ? last_start : in_lots / swizzle * swizzle;
-    int const lot = (is_last ? heads * splits : min_int(lot_start + swizzle, last_start)) - lot_start;
+    int const lot_end = is_last ? heads * splits : min_int(lot_start + swizzle, last_start);
+    int const lot = Order<P>::kDivided ? 1 : lot_end - lot_start;
     int const number_in_lot = number - lot_start * groups;
     int const group = number_in_lot / lot;
     int const head_of_split = lot_start + number_in_lot - group * lot;
