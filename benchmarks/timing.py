@@ -3,8 +3,8 @@
 Power limits the clock of a Hopper GPU, and what a call draws is its own affair: measured in turns with others, call by
 call, a hungry variant would borrow from a frugal one, and an idle one would cool the chip for all. So a variant is
 measured alone, warmed up each time, in TURNS blocks, so that what drifts over minutes serves all alike. A GPU that has
-paused runs faster for a while, by 2 to 5% of a call: so it is busy before the first block, and each turn has an order of
-its own, in which nobody is always first.
+paused runs faster for a while, by 2 to 5%: so it is busy before the first block, and each turn has an order of its own,
+in which nobody is always first.
 
 On a machine without a GPU the same interface measures by the host's clock, to try the programs; such figures mean
 nothing.
