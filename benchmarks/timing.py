@@ -2,9 +2,9 @@
 
 Power limits the clock of a Hopper GPU, and what a call draws is its own affair: measured in turns with others, call by
 call, a hungry variant would borrow from a frugal one, and an idle one would cool the chip for all. So a variant is
-measured alone, warmed up each time, in TURNS blocks, so that what drifts over minutes serves all alike. A GPU that has
-paused runs faster for a while, by 2 to 5%: so it is busy before the first block, and each turn has an order of its own,
-in which nobody is always first.
+measured alone, in TURNS blocks, so that what drifts over minutes serves all alike. For 0.1 s its clock is still that of
+what ran before, or did not: 6% more after a pause, 6% less after a GEMM. So each block begins with a longer warm-up, and
+each turn has an order of its own, in which nobody is always first.
 
 On a machine without a GPU the same interface measures by the host's clock, to try the programs; such figures mean
 nothing.
@@ -25,8 +25,7 @@ MIN_ROUNDS, MAX_ROUNDS = 3, 200  # of a block
 _ORDERS = random.Random(0)  # of the turns of a process, the same in each
 TURNS = 2
 TRIAL_CALLS = 2
-WARM_UP_S = 0.04
-SETTLE_S = 0.25  # before the first block
+WARM_UP_S = 0.12
 # Clocks the GPU idles before each sequence of calls, for the host to run ahead of it: about 1 ms.
 HEAD_START_CLOCKS = 2_000_000
 # The host gets another head start where it is no longer this many calls ahead. A call that is shorter than what the
@@ -36,7 +35,6 @@ CALLS_AHEAD = 4
 
 class CudaTimer:
     warm_up_s = WARM_UP_S
-    settle_s = SETTLE_S
 
     def __init__(self, device: torch.device):
         l2_bytes = torch.cuda.get_device_properties(device).L2_cache_size
@@ -68,7 +66,7 @@ class CudaTimer:
 
 
 class HostTimer:
-    warm_up_s = settle_s = 0.0
+    warm_up_s = 0.0
 
     def times_ms(self, call: Call, rounds: int, mark: Call = lambda: None) -> list[float]:
         times = []
@@ -87,9 +85,10 @@ def rounds_in(seconds: float, call_s: float) -> int:
 
 def warm_up(timer, call: Call) -> float:
     """Brings the GPU to what the call makes of it; returns about how many seconds a call takes."""
+    end = time.perf_counter() + timer.warm_up_s
     call_s = 1e-3 * min(timer.times_ms(call, TRIAL_CALLS))
-    if timer.warm_up_s:
-        timer.times_ms(call, rounds_in(timer.warm_up_s, call_s))
+    while time.perf_counter() < end:
+        timer.times_ms(call, rounds_in(end - time.perf_counter(), call_s))
     return call_s
 
 
@@ -97,17 +96,6 @@ def block_ms(timer, call: Call, min_time_s: float, mark: Call = lambda: None) ->
     """Times of one block, of about `min_time_s`, after a warm-up."""
     call_s = warm_up(timer, call)
     return timer.times_ms(call, rounds_in(min_time_s, call_s), mark)
-
-
-def settle(timer, calls: list[Call]) -> None:
-    """Keeps the GPU busy with the calls in turn until a pause before has no effect. Errors are left for who times."""
-    end = time.perf_counter() + timer.settle_s
-    while calls and time.perf_counter() < end:
-        for call in list(calls):
-            try:
-                timer.times_ms(call, MIN_ROUNDS)
-            except Exception:
-                calls.remove(call)
 
 
 class Elsewhere(Protocol):
@@ -144,7 +132,6 @@ def measure(
     """
     timer = CudaTimer(device) if device.type == "cuda" else HostTimer()
     errors, blocks = {}, {name: [] for name in calls}
-    settle(timer, [call for call in calls.values() if not hasattr(call, "block_ms")])
     for _ in range(turns):
         for name, call in _ORDERS.sample(list(calls.items()), len(calls)):
             if name in errors:
