@@ -3,8 +3,8 @@
 Power limits the clock of a Hopper GPU, and what a call draws is its own affair: measured in turns with others, call by
 call, a hungry variant would borrow from a frugal one, and an idle one would cool the chip for all. So a variant is
 measured alone, in TURNS blocks, so that what drifts over minutes serves all alike. For 0.1 s its clock is still that of
-what ran before, or did not: 6% more after a pause, 6% less after a GEMM. So each block begins with a longer warm-up, and
-each turn has an order of its own, in which nobody is always first.
+what ran before, or did not: 6% more after a pause, 6% less after a GEMM. So each block begins with a longer warm-up,
+and each turn has an order of its own, in which nobody is always first.
 
 On a machine without a GPU the same interface measures by the host's clock, to try the programs; such figures mean
 nothing.
