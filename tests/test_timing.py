@@ -1,6 +1,5 @@
 """How time is measured, with a GPU that only takes notes: a cold L2, a head start, blocks in turns, the median."""
 
-import itertools
 import statistics
 import types
 
