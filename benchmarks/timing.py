@@ -4,7 +4,7 @@ Power limits the clock of a Hopper GPU, and what a call draws is its own affair:
 call, a hungry variant would borrow from a frugal one, and an idle one would cool the chip for all. So a variant is
 measured alone, in TURNS blocks, so that what drifts over minutes serves all alike. For 0.1 s its clock is still that of
 what ran before, or did not: 6% more after a pause, 6% less after a GEMM. So each block begins with a longer warm-up,
-and each turn has an order of its own, in which nobody is always first.
+and the order is drawn and each turn is the other way round: nobody is always first.
 
 On a machine without a GPU the same interface measures by the host's clock, to try the programs; such figures mean
 nothing.
@@ -22,7 +22,6 @@ import torch
 Call = Callable[[], object]
 
 MIN_ROUNDS, MAX_ROUNDS = 3, 200  # of a block
-_ORDERS = random.Random(0)  # of the turns of a process, the same in each
 TURNS = 2
 TRIAL_CALLS = 2
 WARM_UP_S = 0.12
@@ -85,8 +84,8 @@ def rounds_in(seconds: float, call_s: float) -> int:
 
 def warm_up(timer, call: Call) -> float:
     """Brings the GPU to what the call makes of it; returns about how many seconds a call takes."""
-    end = time.perf_counter() + timer.warm_up_s
     call_s = 1e-3 * min(timer.times_ms(call, TRIAL_CALLS))
+    end = time.perf_counter() + timer.warm_up_s  # from here on: a first call may load or plan for longer than that
     while time.perf_counter() < end:
         timer.times_ms(call, rounds_in(end - time.perf_counter(), call_s))
     return call_s
@@ -122,7 +121,7 @@ def measure(
     """Median milliseconds of each call.
 
     Args:
-        calls: what to time, in an order of each turn's own; one with a method `block_ms` is timed by it.
+        calls: what to time; one with a method `block_ms` is timed by it.
         device: where the calls run.
         min_time_s: time to spend on each call, in seconds, in `turns` blocks of MIN_ROUNDS to MAX_ROUNDS rounds.
         turns: how often each call has its turn, a block.
@@ -132,8 +131,11 @@ def measure(
     """
     timer = CudaTimer(device) if device.type == "cuda" else HostTimer()
     errors, blocks = {}, {name: [] for name in calls}
+    order = random.sample(list(calls), len(calls))
     for _ in range(turns):
-        for name, call in _ORDERS.sample(list(calls.items()), len(calls)):
+        order.reverse()
+        for name in order:
+            call = calls[name]
             if name in errors:
                 continue
             try:

@@ -289,6 +289,15 @@ def test_the_head_swizzle_interleaves_heads():
     assert order == [(0, 0), (1, 0), (0, 1), (1, 1), (2, 0), (2, 1)]
 
 
+@pytest.mark.parametrize("policy, mask", POLICY_MASKS, ids=IDS)
+def test_ordered_policies_have_no_last_heads(policy, mask):
+    def work(last_heads):
+        problem = Problem(4, 4, tile_q=1, tile_k=1, **mask, kv_heads=5, head_swizzle=2, last_heads=last_heads)
+        return [work_tile(policy, problem, number) for number in range(num_groups(policy, problem))]
+
+    assert (work(0) == work(5)) == (policy not in ("order_free", "atomic"))
+
+
 @pytest.mark.parametrize("last_heads, order", [
     (0, [(0, 0), (1, 0), (0, 1), (1, 1), (2, 0), (3, 0), (2, 1), (3, 1), (4, 0), (4, 1)]),
     (2, [(0, 0), (1, 0), (0, 1), (1, 1), (2, 0), (2, 1), (3, 0), (4, 0), (3, 1), (4, 1)]),

@@ -398,7 +398,8 @@ PYBIND11_MODULE(_schedule, m) {
         py::arg("value_head_dim") = py::none(),
         "The (sequence, KV head, split)s whose work tiles a launch interleaves.");
   m.def("last_heads", &launched_last_heads, py::arg("schedule"), py::arg("problem"), py::arg("head_dim"),
-        py::arg("value_head_dim") = py::none(), "The same of the last of them.");
+        py::arg("value_head_dim") = py::none(),
+        "The last (sequence, KV head, split)s, whose work tiles a launch interleaves all together.");
   m.def(
       "num_splits", [](Problem const& p) { return num_splits(p.scheduler.group_size, p.grid); }, py::arg("problem"),
       "Into how many parts a launch cuts the query heads of a KV head.");

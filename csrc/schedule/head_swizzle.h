@@ -13,7 +13,7 @@
 
 namespace dash_attn {
 
-// Whose Q, dO and dQ have so many bytes; one at the least.
+// Heads whose Q, dO and dQ fit in `bytes`; at the least one.
 DASH_HOST_DEVICE constexpr int heads_within(int64_t bytes, TileGrid const& grid, HeadDims padded) {
   constexpr int kElementBytes = 2, kSumBytes = 4;
   int64_t const row_bytes = padded.sum() * kElementBytes + padded.qk * kSumBytes;
@@ -21,8 +21,9 @@ DASH_HOST_DEVICE constexpr int heads_within(int64_t bytes, TileGrid const& grid,
   return bytes < head_bytes ? 1 : static_cast<int>(bytes / head_bytes);
 }
 
-// Where no work tile waits for another's turn, so that few heads need be live: those that come together at the end, the
-// longest work tiles of all of them first, so that what is left for the end is short. Above head_dim 128, where memory
+// The heads that come together at the end, the longest work tiles of all of them first, so that what is left for the
+// end is short; 0 where lots are all alike. For sums without an order, whose work tiles wait for no turn, so that few
+// heads need be live; which heads will need the order all the same is not known yet. Above head_dim 128, where memory
 // has less to do, lots as they are for ordered sums are quicker.
 DASH_HOST_DEVICE constexpr int last_heads(Policy policy, TileGrid const& grid, HeadDims padded) {
   bool const waits = accumulation(policy) == Accumulation::kOrdered;

@@ -80,12 +80,12 @@ struct TileScheduler {
     int const groups = Order<P>::groups(grid);
     int const heads = batch * kv_heads;
     int const swizzle = Order<P>::kDivided ? 1 : head_swizzle;
-    // Known not to be asked for, where no register is left for it.
+    // A constant for ordered sums: this is arithmetic for which symmetric shift has no registers.
     constexpr bool kHasLast = accumulation(P) != Accumulation::kOrdered;
     int const last_start = kHasLast ? max_int(0, heads * splits - last_heads) : heads * splits;
-    int const in_lots = number / groups;
-    bool const is_last = kHasLast && in_lots >= last_start;
-    int const lot_start = is_last ? last_start : in_lots / swizzle * swizzle;
+    int const before = number / groups;  // whole (sequence, KV head, split)s
+    bool const is_last = kHasLast && before >= last_start;
+    int const lot_start = is_last ? last_start : before / swizzle * swizzle;
     int const lot_end = is_last ? heads * splits : min_int(lot_start + swizzle, last_start);
     int const lot = Order<P>::kDivided ? 1 : lot_end - lot_start;
     int const number_in_lot = number - lot_start * groups;
