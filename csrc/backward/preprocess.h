@@ -113,7 +113,7 @@ __device__ __forceinline__ void preprocess_block(const PreprocessParams<typename
     const int row_of_block = (pass * kPreprocessThreads + threadIdx.x) / kThreadsPerRow;
     const float product = sum_of_row<kThreadsPerRow>(dot8<Element>(out[pass], dout[pass]));
     if constexpr (kOrderFree) {
-      const float of_dout = sum_of_row<kThreadsPerRow>(sum_of_squares8<Element>(dout[pass]));
+      const float of_dout = sum_of_row<kThreadsPerRow>(dot8<Element>(dout[pass], dout[pass]));
       if (column != 0) { continue; }
       products[row_of_block] = product;
       squares[row_of_block] = of_dout;

@@ -40,10 +40,17 @@ __device__ __forceinline__ uint32_t pack(float low, float high) {
 template <typename Element>
 __device__ __forceinline__ float2 unpack(uint32_t pair) {
   if constexpr (std::is_same_v<Element, cutlass::bfloat16_t>) {
-    return __bfloat1622float2(reinterpret_cast<const __nv_bfloat162&>(pair));
+    return {__uint_as_float(pair << 16), __uint_as_float(pair & 0xffff0000)};
   } else {
     return __half22float2(reinterpret_cast<const __half2&>(pair));
   }
+}
+
+// The larger magnitude of each half, with either sign; of a NaN and a number, the number.
+template <typename Element>
+__device__ __forceinline__ uint32_t larger_of_pairs(uint32_t a, uint32_t b) {
+  return std::is_same_v<Element, cutlass::bfloat16_t> ? ptx::larger_magnitude_bf16(a, b)
+                                                      : ptx::larger_magnitude_f16(a, b);
 }
 
 __device__ __forceinline__ uint32_t negated_pair(uint32_t pair) { return pair ^ 0x80008000; }

@@ -39,6 +39,18 @@ __device__ __forceinline__ uint32_t multiply_add_relu_bf16(uint32_t a, uint32_t 
   return d;
 }
 
+// 9.7.4 "max": of each half the larger magnitude, its sign that of the product; of a NaN and a number, the number.
+__device__ __forceinline__ uint32_t larger_magnitude_f16(uint32_t a, uint32_t b) {
+  uint32_t larger;
+  asm("max.xorsign.abs.f16x2 %0, %1, %2;" : "=r"(larger) : "r"(a), "r"(b));
+  return larger;
+}
+__device__ __forceinline__ uint32_t larger_magnitude_bf16(uint32_t a, uint32_t b) {
+  uint32_t larger;
+  asm("max.xorsign.abs.bf16x2 %0, %1, %2;" : "=r"(larger) : "r"(a), "r"(b));
+  return larger;
+}
+
 // 9.7.3 "lg2": absolute error 2^-22 near 1, else relative error 2^-22.
 __device__ __forceinline__ float log2_approx(float x) {
   float y;

@@ -23,6 +23,12 @@ struct StatisticsParams {
   int num_query_blocks, num_blocks;  // of the whole call, or more; a grid of fewer takes several each
 };
 
+// Eight columns, or zeros.
+template <typename Element>
+__device__ __forceinline__ uint4 load8_if(bool exists, const Element* elements) {
+  return exists ? *reinterpret_cast<const uint4*>(elements) : make_uint4(0, 0, 0, 0);
+}
+
 // The rows of one head.
 template <typename Element>
 struct HeadRows {
@@ -38,50 +44,73 @@ struct HeadRows {
   __device__ __forceinline__ int rows_with_column(int column, int rows) const { return column < columns ? rows : 0; }
 };
 
-// Eight columns, or zeros.
-template <typename Element>
-__device__ __forceinline__ uint4 load8_if(bool exists, const Element* elements) {
-  return exists ? *reinterpret_cast<const uint4*>(elements) : make_uint4(0, 0, 0, 0);
-}
+// Threads that share a row: half as many as eight columns each would take, because what each of them adds up costs
+// more than elements do.
+template <int kHeadDim>
+constexpr int kMeasuringThreads = kRowThreads<kHeadDim> / 2;
+
+// A thread's eight columns of either half of a padded row; zeros where there are none.
+template <typename Element, int kThreadsPerRow>
+struct RowPart {
+  uint4 halves[2];
+
+  static __device__ __forceinline__ int first_column() { return threadIdx.x % kThreadsPerRow * 8; }
+
+  // Of rows that share their columns: how many of them a thread has something of, in either half.
+  struct Limits {
+    int rows[2];
+
+    __device__ __forceinline__ Limits(const HeadRows<Element>& of, int count)
+        : rows{of.rows_with_column(first_column(), count),
+               of.rows_with_column(first_column() + kThreadsPerRow * 8, count)} {}
+  };
+
+  // Row `number` of those, of which `row` is this thread's first column.
+  __device__ __forceinline__ void load(const Element* row, int number, const Limits& limits) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      halves[half] = load8_if(number < limits.rows[half], row + half * kThreadsPerRow * 8);
+    }
+  }
+};
 
 // What a norm computed in fp32 can be too small by, and what the products of a row can exceed it by: 2^-10 is 60 times
 // it.
 constexpr float kNormSlack = 1.f + 1.f / 1024;
 
-// Of eight 16-bit elements: the largest magnitude. fmaxf loses a NaN, which the squares keep.
-template <typename Element>
-__device__ __forceinline__ float largest8(uint4 packed) {
-  const Element* x = reinterpret_cast<const Element*>(&packed);
-  float largest = 0.f;
-#pragma unroll
-  for (int i = 0; i < 8; ++i) { largest = fmaxf(largest, fabsf(float(x[i]))); }
-  return largest;
+// The largest magnitude of a part. The maximum loses a NaN, which the squares keep.
+template <typename Element, int kThreads>
+__device__ __forceinline__ float largest_of(const RowPart<Element, kThreads>& part) {
+  const auto larger = [](uint32_t a, uint32_t b) { return larger_of_pairs<Element>(a, b); };
+  const auto largest = [&](uint4 x) { return larger(larger(x.x, x.y), larger(x.z, x.w)); };
+  const float2 pair = unpack<Element>(larger(largest(part.halves[0]), largest(part.halves[1])));
+  return fmaxf(fabsf(pair.x), fabsf(pair.y));
 }
 
-template <typename Element>
-__device__ __forceinline__ float sum_of_squares8(uint4 packed) {
-  return dot8<Element>(packed, packed);
+template <typename Element, int kThreads>
+__device__ __forceinline__ float sum_of_squares(const RowPart<Element, kThreads>& part) {
+  return dot8<Element>(part.halves[0], part.halves[0]) + dot8<Element>(part.halves[1], part.halves[1]);
 }
 
-// Two neighbouring rows' difference: the sum of its magnitudes, and of its squares.
-template <typename Element>
-__device__ __forceinline__ float step_magnitudes8(uint4 a, uint4 b) {
-  const Element *x = reinterpret_cast<const Element*>(&a), *y = reinterpret_cast<const Element*>(&b);
-  float sum = 0.f;
+// Of two neighbouring rows: the sums of squares, and of their difference the sum of magnitudes, or of squares.
+struct PairOfRows {
+  float squares[2], step;
+};
+template <bool kStepSquares, typename Element, int kThreads>
+__device__ __forceinline__ PairOfRows measure_pair(const RowPart<Element, kThreads> (&rows)[2]) {
+  PairOfRows sums{};
 #pragma unroll
-  for (int i = 0; i < 8; ++i) { sum += fabsf(float(x[i]) - float(y[i])); }
-  return sum;
-}
-template <typename Element>
-__device__ __forceinline__ float step_squares8(uint4 a, uint4 b) {
-  const Element *x = reinterpret_cast<const Element*>(&a), *y = reinterpret_cast<const Element*>(&b);
-  float sum = 0.f;
+  for (int half = 0; half < 2; ++half) {
+    const Floats8<Element> x(rows[0].halves[half]), y(rows[1].halves[half]);
 #pragma unroll
-  for (int i = 0; i < 8; ++i) {
-    const float step = float(x[i]) - float(y[i]);
-    sum = fmaf(step, step, sum);
+    for (int i = 0; i < 8; ++i) {
+      sums.squares[0] = fmaf(x[i], x[i], sums.squares[0]);
+      sums.squares[1] = fmaf(y[i], y[i], sums.squares[1]);
+      const float step = x[i] - y[i];
+      sums.step = kStepSquares ? fmaf(step, step, sums.step) : sums.step + fabsf(step);
+    }
   }
-  return sum;
+  return sums;
 }
 
 // Over the kThreads threads of a row, of kValues values of each at a time: thread t of the row has that of value
@@ -121,9 +150,7 @@ __device__ __forceinline__ float norm_bound(float squares, const Element* row, i
   if (!in_range) {
     float largest = 0.f;
 #pragma unroll 1
-    for (int column = 0; column < columns; column += 8) {
-      largest = fmaxf(largest, largest8<Element>(*reinterpret_cast<const uint4*>(row + column)));
-    }
+    for (int column = 0; column < columns; ++column) { largest = fmaxf(largest, fabsf(float(row[column]))); }
     norm = largest * ptx::sqrt_approx(float(columns));
   }
   return norm * kNormSlack;
@@ -213,20 +240,24 @@ __device__ __forceinline__ bool find_chunk(const SequencesOfCall& call, bool of_
 
 template <typename Element, int kQkDim>
 __device__ __forceinline__ float max_query_norm(const StatisticsParams<Element>& params, const Chunk& chunk) {
-  constexpr int kThreadsPerRow = kRowThreads<kQkDim>, kRowsAtOnce = kStatisticsThreads / kThreadsPerRow;
+  constexpr int kThreadsPerRow = kMeasuringThreads<kQkDim>, kRowsAtOnce = kStatisticsThreads / kThreadsPerRow;
   constexpr int kPasses = 4;
+  using Part = RowPart<Element, kThreadsPerRow>;
   const HeadRows<Element> q(params.q, chunk.batch, chunk.head, params.head_dims.qk);
-  const int column = threadIdx.x % kThreadsPerRow * 8, first_row = chunk.first + int(threadIdx.x) / kThreadsPerRow;
+  const int first_row = chunk.first + int(threadIdx.x) / kThreadsPerRow;
+  const Element* elements = q.row(first_row) + Part::first_column();
+  const typename Part::Limits limits(q, chunk.end - first_row);
   float max_norm = 0.f;
-  const Element* elements = q.row(first_row) + column;
-  const int rows = q.rows_with_column(column, chunk.end - first_row);
 #pragma unroll 1
   for (int base = 0; base < chunk.end - chunk.first; base += kPasses * kRowsAtOnce) {
-    float squares[kPasses];
+    Part parts[kPasses];
 #pragma unroll
     for (int pass = 0; pass < kPasses; ++pass, elements += kRowsAtOnce * q.stride) {
-      squares[pass] = sum_of_squares8<Element>(load8_if(base + pass * kRowsAtOnce < rows, elements));
+      parts[pass].load(elements, base + pass * kRowsAtOnce, limits);
     }
+    float squares[kPasses];
+#pragma unroll
+    for (int pass = 0; pass < kPasses; ++pass) { squares[pass] = sum_of_squares(parts[pass]); }
     const float of_row = sum_across_row<kThreadsPerRow>(squares);
     const int row = first_row + base + threadIdx.x % kPasses * kRowsAtOnce;
     if (row < chunk.end) { max_norm = larger(max_norm, norm_bound(of_row, q.row(row), q.columns)); }
@@ -234,16 +265,17 @@ __device__ __forceinline__ float max_query_norm(const StatisticsParams<Element>&
   return max_norm;
 }
 
-// A thread's part of the rows of K and V that a warp measures at once: a window, or two neighbouring ones where few
-// threads share a row, so that each of these ends with the norm of one. They have two neighbouring rows at a time.
+// A thread's part of the rows of K and V that a warp measures at once: of a window, or of one of two neighbouring ones,
+// each half of the warp's. They are two neighbouring rows at a time.
 template <typename Element, int kQkDim>
 struct KeyWindows {
-  static constexpr int kThreadsPerRow = kRowThreads<kQkDim>;  // of V too
-  static constexpr int kWindows = kThreadsPerRow == 8 ? 2 : 1, kRows = kWindows * fixed_point::kWindow;
-  static constexpr int kRowsAtOnce = 2 * 32 / kThreadsPerRow, kPasses = kRows / kRowsAtOnce;
-  static constexpr int kPassesOfWindow = kPasses / kWindows;
-  static_assert(kPassesOfWindow * kWindows == kPasses);
-  uint4 k[kPasses][2], v[kPasses][2];
+  static constexpr int kThreadsPerRow = kMeasuringThreads<kQkDim>;  // of V too
+  static constexpr int kRowsAtOnce = 2 * 32 / kThreadsPerRow;
+  static constexpr int kWindows = kRowsAtOnce > fixed_point::kWindow ? kRowsAtOnce / fixed_point::kWindow : 1;
+  static constexpr int kRows = kWindows * fixed_point::kWindow, kPasses = kRows / kRowsAtOnce;
+  static constexpr int kLanesOfWindow = 32 / kWindows;
+  using Part = RowPart<Element, kThreadsPerRow>;
+  Part k[kPasses][2], v[kPasses][2];
 
   static __device__ __forceinline__ int first_of_thread(int first_row) {
     return first_row + threadIdx.x % 32 / kThreadsPerRow * 2;
@@ -251,17 +283,16 @@ struct KeyWindows {
 
   __device__ __forceinline__ void load(const HeadRows<Element>& keys, const HeadRows<Element>& values, int first_row,
                                        int end) {
-    const int first = first_of_thread(first_row), column = threadIdx.x % kThreadsPerRow * 8;
-    const Element *key = keys.row(first) + column, *value = values.row(first) + column;
-    const int rows_of_keys = keys.rows_with_column(column, end - first);
-    const int rows_of_values = values.rows_with_column(column, end - first);
+    const int first = first_of_thread(first_row);
+    const Element *key = keys.row(first) + Part::first_column(), *value = values.row(first) + Part::first_column();
+    const typename Part::Limits of_keys(keys, end - first), of_values(values, end - first);
 #pragma unroll
     for (int pass = 0; pass < kPasses; ++pass) {
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
         const int row = pass * kRowsAtOnce + i;
-        k[pass][i] = load8_if(row < rows_of_keys, key + i * keys.stride);
-        v[pass][i] = load8_if(row < rows_of_values, value + i * values.stride);
+        k[pass][i].load(key + i * keys.stride, row, of_keys);
+        v[pass][i].load(value + i * values.stride, row, of_values);
       }
       key += kRowsAtOnce * keys.stride;
       value += kRowsAtOnce * values.stride;
@@ -269,32 +300,31 @@ struct KeyWindows {
   }
 };
 
-// Puts windows into `mine` and loads the next ones, from `next_row` on. Called by whole warps.
+// Puts the windows from `first_row` on into `mine`. Called by whole warps.
 template <typename Element, int kQkDim>
-__device__ __forceinline__ void measure_windows(KeyWindows<Element, kQkDim>& windows, const HeadRows<Element>& keys,
-                                                const HeadRows<Element>& values, int first_row, int next_row, int end,
-                                                KeyStatistics& mine) {
+__device__ __forceinline__ void measure_windows(const HeadRows<Element>& keys, const HeadRows<Element>& values,
+                                                int first_row, int end, KeyStatistics& mine) {
   using Rows = KeyWindows<Element, kQkDim>;
   constexpr int kThreadsPerRow = Rows::kThreadsPerRow, kRowsAtOnce = Rows::kRowsAtOnce, kPasses = Rows::kPasses;
   constexpr int kRows = 2 * kPasses;  // of a thread
-  const int thread = threadIdx.x % kThreadsPerRow, first_of_thread = windows.first_of_thread(first_row);
+  Rows windows;
+  windows.load(keys, values, first_row, end);
+  const int thread = threadIdx.x % kThreadsPerRow, first_of_thread = Rows::first_of_thread(first_row);
   float squares[2 * kRows], largest[kRows], value_steps[kPasses];  // squares: of K, then of V
-  float steps[2 * Rows::kWindows] = {};                            // of each window: of K, then of V
+  float steps[2] = {};                                             // of the thread's window: of K, then of V
 #pragma unroll
   for (int pass = 0; pass < kPasses; ++pass) {
-    const uint4(&k)[2] = windows.k[pass], (&v)[2] = windows.v[pass];
+    const PairOfRows k = measure_pair<false>(windows.k[pass]), v = measure_pair<true>(windows.v[pass]);
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      squares[2 * pass + i] = sum_of_squares8<Element>(k[i]);
-      squares[kRows + 2 * pass + i] = sum_of_squares8<Element>(v[i]);
-      largest[2 * pass + i] = largest8<Element>(k[i]);
+      squares[2 * pass + i] = k.squares[i];
+      squares[kRows + 2 * pass + i] = v.squares[i];
+      largest[2 * pass + i] = largest_of(windows.k[pass][i]);
     }
     const bool are_two = first_of_thread + pass * kRowsAtOnce + 1 < end;
-    steps[pass / Rows::kPassesOfWindow * 2] += are_two ? step_magnitudes8<Element>(k[0], k[1]) : 0.f;
-    value_steps[pass] = are_two ? step_squares8<Element>(v[0], v[1]) : 0.f;
+    steps[0] += are_two ? k.step : 0.f;
+    value_steps[pass] = are_two ? v.step : 0.f;
   }
-  constexpr bool kLoadsAhead = kPasses <= 2 && Rows::kWindows == 1;  // registers
-  if constexpr (kLoadsAhead) { windows.load(keys, values, next_row, end); }
   // A thread has one row's squares, of K or of V, and the largest element of that row of K.
   const float of_row = sum_across_row<kThreadsPerRow>(squares);
   const float of_key = across_row<kThreadsPerRow>(largest, [](float a, float b) { return fmaxf(a, b); });
@@ -311,32 +341,25 @@ __device__ __forceinline__ void measure_windows(KeyWindows<Element, kQkDim>& win
     }
   }
   const float value_step = ptx::sqrt_approx(sum_across_row<kThreadsPerRow>(value_steps));
-#pragma unroll
-  for (int w = 0; w < Rows::kWindows; ++w) {  // of each pair once
-    steps[2 * w + 1] = thread < kPasses && thread / Rows::kPassesOfWindow == w ? value_step : 0.f;
-  }
-  const int window_row = first_row + threadIdx.x / 2 % Rows::kWindows * fixed_point::kWindow;
+  steps[1] = thread < kPasses ? value_step : 0.f;  // of each pair once
+  const int window_row = first_row + threadIdx.x % 32 / Rows::kLanesOfWindow * fixed_point::kWindow;
   const int pairs = min_int(end - window_row, fixed_point::kWindow) / 2;
-  const float mean = __fdividef(sum_across_row<32>(steps), pairs);
+  const float mean = __fdividef(sum_across_row<Rows::kLanesOfWindow>(steps), pairs);
   const float product = mean * __shfl_xor_sync(0xffffffff, mean, 1);
   if (pairs > 0) { mine.min_step_product = fminf(mine.min_step_product, product); }
-  if constexpr (!kLoadsAhead) { windows.load(keys, values, next_row, end); }
 }
 
 template <typename Element, int kQkDim, int kValueDim>
 __device__ __forceinline__ KeyStatistics key_statistics(const StatisticsParams<Element>& params, const Chunk& chunk) {
   static_assert(kQkDim >= kValueDim);
-  using Windows = KeyWindows<Element, kQkDim>;
-  constexpr int kRows = kStatisticsThreads / 32 * Windows::kRows;
+  constexpr int kRowsOfWarp = KeyWindows<Element, kQkDim>::kRows;
   const HeadRows<Element> keys(params.k, chunk.batch, chunk.head, params.head_dims.qk);
   const HeadRows<Element> values(params.v, chunk.batch, chunk.head, params.head_dims.v);
   KeyStatistics mine = of_no_rows();
-  int row = chunk.first + int(threadIdx.x) / 32 * Windows::kRows;
-  Windows windows;
-  windows.load(keys, values, row, chunk.end);
 #pragma unroll 1
-  for (; row < chunk.end; row += kRows) {
-    measure_windows(windows, keys, values, row, row + kRows, chunk.end, mine);
+  for (int row = chunk.first + int(threadIdx.x) / 32 * kRowsOfWarp; row < chunk.end;
+       row += kStatisticsThreads / 32 * kRowsOfWarp) {
+    measure_windows<Element, kQkDim>(keys, values, row, chunk.end, mine);
   }
   return mine;
 }
@@ -378,10 +401,13 @@ __device__ __forceinline__ void measure_chunk(const StatisticsParams<typename Ge
   }
 }
 
-// Blocks: the chunks of all heads of Q, then those of K and V. Where windows are loaded ahead (kLoadsAhead), two blocks
-// of an SM keep as many rows on their way as three that do not.
+// As many as have registers for the rows that they measure at once: while some wait for theirs, others compute.
+template <int kQkDim>
+constexpr int kStatisticsBlocksOfSm = kMeasuringThreads<kQkDim> <= 8 ? 3 : 2;
+
+// Blocks: the chunks of all heads of Q, then those of K and V.
 template <typename Geometry>
-__global__ void __launch_bounds__(kStatisticsThreads, kRowThreads<Geometry::kQkDim> == 8 ? 3 : 2)
+__global__ void __launch_bounds__(kStatisticsThreads, kStatisticsBlocksOfSm<Geometry::kQkDim>)
     statistics_kernel(const StatisticsParams<typename Geometry::Element> params) {
   ptx::launch_dependents();  // the preprocess kernel waits for what it reads
   if (blockIdx.x == 0 && threadIdx.x == 0) { *params.workspace.any_needs_order = 0; }
