@@ -68,6 +68,9 @@ __device__ __forceinline__ bool write_work(SharedStorage<Variant>& shared, WorkT
     number = sequence.number_within(number, scheduler.kv_heads);
     scheduler = scheduler.of(sequence);
   }
+  if constexpr (Variant::kOrderFree) {
+    if (*params.workspace.any_needs_order) { scheduler = scheduler.with_turns(); }
+  }
   if constexpr (Variant::kDivided) { work.steps = number; }  // until it is wanted again
   Variant::Policies::with(scheduler.policy, [&](auto policy) {
     const TileGrid grid = Variant::grid(scheduler.sequence, params.window);

@@ -23,8 +23,7 @@ DASH_HOST_DEVICE constexpr int heads_within(int64_t bytes, TileGrid const& grid,
 
 // The heads that come together at the end, the longest work tiles of all of them first, so that what is left for the
 // end is short; 0 where lots are all alike. For sums without an order, whose work tiles wait for no turn, so that few
-// heads need be live; which heads will need the order all the same is not known yet. Above head_dim 128, where memory
-// has less to do, lots as they are for ordered sums are quicker.
+// heads need be live. Above head_dim 128, where memory has less to do, lots as they are for ordered sums are quicker.
 DASH_HOST_DEVICE constexpr int last_heads(Policy policy, TileGrid const& grid, HeadDims padded) {
   bool const waits = accumulation(policy) == Accumulation::kOrdered;
   return waits || padded.qk > 128 ? 0 : heads_within(16 << 20, grid, padded);
@@ -49,6 +48,14 @@ DASH_HOST_DEVICE constexpr int head_swizzle(Policy policy, TileGrid const& grid,
   bool const waits = accumulation(policy) == Accumulation::kOrdered;
   int const apart = waits ? min_int(16, enough_steps / grid.query_tiles()) : 1;
   return max_int(4, max_int(even, apart));
+}
+
+// Of order-free sums, where some head needs the order after all, and so takes turns: as the ordered sums whose work
+// tiles come in the same order. 1 of others.
+DASH_HOST_DEVICE constexpr int swizzle_with_turns(Policy policy, TileGrid const& grid, int heads_of_work_tile,
+                                                  HeadDims padded) {
+  if (policy != Policy::kOrderFree) return 1;
+  return head_swizzle(Policy::kDescending, grid, heads_of_work_tile, padded);
 }
 
 }  // namespace dash_attn

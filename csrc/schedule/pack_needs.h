@@ -23,7 +23,8 @@ namespace dash_attn {
 // Of one sequence.
 struct PackNeed {
   int longest;  // about the steps of the longest of its work tiles
-  int head_swizzle, last_heads;  // of the forward the second alone
+  int last_heads;
+  int head_swizzle, swizzle_with_turns;  // of the backward alone
   int splits;
   PackTotals share;
 };
@@ -37,6 +38,7 @@ DASH_HOST_DEVICE constexpr PackedSequence packed_sequence(int number, Sequence c
   sequence.end_q = end_q;
   sequence.end_k = end_k;
   sequence.head_swizzle = need.head_swizzle;
+  sequence.swizzle_with_turns = need.swizzle_with_turns;
   sequence.last_heads = need.last_heads;
   sequence.splits = need.splits;
   return sequence;
@@ -117,7 +119,7 @@ struct BackwardPackRule {
     TileGrid const grid{tiling, mask_of(mask, sequence)};
     PackNeed need{};
     need.splits = 1;
-    need.head_swizzle = 1;
+    need.head_swizzle = need.swizzle_with_turns = 1;
     need.share.query_tiles = grid.query_tiles();
     need.share.query_chunks = fixed_point::num_chunks(sequence.seqlen_q);
     need.share.key_chunks = fixed_point::num_chunks(sequence.seqlen_k);
@@ -133,6 +135,7 @@ struct BackwardPackRule {
                       [&](auto p) { need.share.units = TileScheduler::units<decltype(p)::value>(grid, need.splits); });
     if (grid.query_tiles() > 0) {
       need.head_swizzle = head_swizzle(policy, grid, heads, padded);
+      need.swizzle_with_turns = swizzle_with_turns(policy, grid, heads, padded);
       need.last_heads = last_heads(policy, grid, padded);
     }
     return need;

@@ -38,7 +38,8 @@ struct PackedSequence {
   int first_unit;    // of the work: packing/plan.h
 
   // The backward's.
-  int head_swizzle, splits;                // head_swizzle.h, splits.h
+  int head_swizzle, swizzle_with_turns;    // head_swizzle.h
+  int splits;                              // splits.h
   int first_query_tile;                    // of dQ, D and LSE in the workspace, in query tiles of all sequences
   int first_split_tile;                    // of the sums over splits and parts, in KV tiles of sequences that have them
   int first_query_chunk, first_key_chunk;  // of the statistics of order-free accumulation

@@ -59,6 +59,7 @@ struct TileScheduler {
   // (sequence, KV head, split)s whose work tiles are interleaved, and how many of the last ones, where sums wait for no
   // turn. They move work in time and no order of sums depends on them, so they may follow the device (head_swizzle.h).
   int head_swizzle, last_heads;
+  int swizzle_with_turns;  // of order-free sums, where some head needs the order after all: with_turns
 
   // A kernel needs it below 2^31.
   template <Policy P>
@@ -111,6 +112,14 @@ struct TileScheduler {
     return splits > 1 || (divides(policy) && grid.kv_tiles() > 1);
   }
 
+  // Where order-free sums of some head wait for their turn after all, which the device finds out.
+  DASH_HOST_DEVICE constexpr TileScheduler with_turns() const {
+    TileScheduler scheduler = *this;
+    scheduler.head_swizzle = swizzle_with_turns;
+    scheduler.last_heads = 0;
+    return scheduler;
+  }
+
   // Units of work that a pack's sequence takes, of kv_heads numbers each. A number of the pack is of the sequence that
   // has unit number / kv_heads, and within that sequence's work number - first_unit * kv_heads.
   template <Policy P>
@@ -120,7 +129,8 @@ struct TileScheduler {
 
   // The part of all this that is about one sequence of a pack.
   DASH_HOST_DEVICE constexpr TileScheduler of(PackedSequence const& s) const {
-    return {s.lengths, policy, s.splits, 1, kv_heads, group_size, s.head_swizzle, s.last_heads};
+    return {s.lengths,  policy,     s.splits,       1,
+            kv_heads,   group_size, s.head_swizzle, s.last_heads, s.swizzle_with_turns};
   }
 
   // What follows from which work tile it is, but for its steps, in a dense batch; of a pack `move_into_pack` does the
