@@ -34,6 +34,18 @@ inline uint32_t multiply_add_relu_bf16(uint32_t a, uint32_t b, uint32_t c) {
   return result;
 }
 
+// The magnitudes of numbers are in the order of their bits; beyond that of infinity is NaN.
+inline uint32_t larger_magnitude(uint32_t a, uint32_t b, uint32_t infinity) {
+  uint32_t result = (a ^ b) & 0x80008000;
+  for (int shift : {0, 16}) {
+    const uint32_t x = a >> shift & 0x7fff, y = b >> shift & 0x7fff;
+    result |= (x > infinity ? y : y > infinity ? x : std::max(x, y)) << shift;
+  }
+  return result;
+}
+inline uint32_t larger_magnitude_f16(uint32_t a, uint32_t b) { return larger_magnitude(a, b, 0x7c00); }
+inline uint32_t larger_magnitude_bf16(uint32_t a, uint32_t b) { return larger_magnitude(a, b, 0x7f80); }
+
 template <typename T>
 T load_here(const T* address) {
   const auto& [first, end] = emulator::readable;
