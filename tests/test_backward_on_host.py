@@ -55,6 +55,15 @@ def test_packs(programs, row, schedule):
     check(programs[row], pack=lengths, heads=2, kv_heads=1, mask="causal", schedule=schedule)
 
 
+@pytest.mark.parametrize("row", ["64", "128", "256"])
+@pytest.mark.parametrize("mask", ["full", "causal"])
+def test_one_head_needs_the_order(programs, row, mask):
+    """Whose V is so small that dQ has no units; then all heads come as under descending."""
+    call = dict(heads=4, kv_heads=2, tiny_head=1, mask=mask, schedule="order_free")
+    check(programs[row], seqlen_q=150, seqlen_k=300, **call)
+    check(programs[row], pack="130:250,200:0,0:7,64:64,1:129", **call)
+
+
 @pytest.mark.parametrize("row", ["96", "192"])
 def test_orders(programs, row):
     """Ranks decide on the bits of dQ, visits on those of dK and dV."""
@@ -152,6 +161,8 @@ FAULTS = [
     ("256", "backward/wide/mainloop.h", "    sync_warpgroup(kNamedBarrier);  // dK of the step before", "    //",
      dict(seqlen_q=300, seqlen_k=80)),
     # Sums of splits that are taken before they are there.
+    ("64", "schedule/pack_needs.h", "sequence.swizzle_with_turns = need.swizzle_with_turns;", "",
+     dict(pack="64:64,130:250", heads=2, tiny_head=1, schedule="order_free")),
     ("64", "backward/split_reduction.h", "ptx::load_acquire(semaphore_) != value", "false",
      dict(heads=4, kv_heads=1, seqlen_q=1100, seqlen_k=64)),
 ]  # fmt: skip

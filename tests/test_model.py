@@ -177,20 +177,6 @@ def test_noise_and_pairs():
     assert report.noise(shaky) > 0.17 and [pair[2] for pair in report.pairs(shaky)] == ["tie"]
 
 
-@pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("seqlen", [512, 2048, 32768])
-@pytest.mark.parametrize("head_dim", [64, 128, 256])
-def test_order_free_heads_that_take_turns_are_swizzled_as_descending(seqlen, head_dim, causal):
-    def swizzle(rule, policy):
-        tiles = schedule.problem(policy, seqlen, seqlen, causal=causal, head_dim=head_dim)
-        return rule(policy, tiles, head_dim)
-
-    with_turns = swizzle(_schedule.swizzle_with_turns, "order_free")
-    assert with_turns == swizzle(_schedule.head_swizzle, "descending")
-    assert with_turns >= swizzle(_schedule.head_swizzle, "order_free")
-    assert swizzle(_schedule.swizzle_with_turns, "descending") == 1
-
-
 @pytest.mark.parametrize(
     "policy, causal, seqlen, head_dim, head_swizzle, last_heads",
     [

@@ -185,6 +185,16 @@ def test_a_sequence_has_the_order_that_it_has_alone(arguments):
 
 
 @given_packs
+def test_order_free_work_with_turns_comes_as_under_descending(arguments):
+    def places(schedule, *turns):
+        pack = BackwardPack(**arguments | {"schedule": schedule})
+        tiles = [tile for number in range(pack.num_numbers) for tile in pack.work_tiles(number, *turns)]
+        return [(tile.sequence, tile.kv_head, tile.split, tile.kv_tile, tile.steps) for tile in tiles]
+
+    assert places("order_free", True) == places("descending")
+
+
+@given_packs
 def test_the_work_of_a_sequence_is_in_one_piece(arguments):
     pack = BackwardPack(**arguments)
     order = [number for number, _ in itertools.groupby(work_of(pack), key=lambda tile: tile.sequence)]

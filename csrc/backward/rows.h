@@ -1,4 +1,4 @@
-// Rows of Q, K, V, O and dO read by threads: neighbouring threads of a warp share a row, eight columns each.
+// Rows of Q, K, V, O and dO read by threads: neighbouring threads of a warp share a row, eight columns each at a time.
 #pragma once
 
 #include "../device/fragment.h"

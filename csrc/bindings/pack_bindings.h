@@ -32,7 +32,7 @@ struct BackwardPack : HostPack {
   int num_numbers() const { return plan.totals.units * kv_heads; }
 
   // Of each CTA of the cluster that takes the number and has one. As backward/work_ring.h does it.
-  std::vector<WorkTile> work_tiles(int64_t taken) const {
+  std::vector<WorkTile> work_tiles(int64_t taken, bool with_turns) const {
     int const number = in_range("number", taken, 0, num_numbers());
     PackView const pack = plan.view();
     TileScheduler common{};
@@ -41,7 +41,7 @@ struct BackwardPack : HostPack {
     common.group_size = rule.group_size;
     int const place = pack.place_of(number, kv_heads);
     PackedSequence const& sequence = pack.sequences[place];
-    TileScheduler const alone = common.of(sequence);
+    TileScheduler const alone = with_turns ? common.of(sequence).with_turns() : common.of(sequence);
     TileGrid const grid{rule.tiling, mask_of(rule.mask, alone.sequence)};
     int const within = sequence.number_within(number, kv_heads);
     std::vector<WorkTile> tiles;
@@ -187,8 +187,9 @@ inline void bind_packs(py::module_& m) {
            py::arg("kv_heads"), py::arg("head_dim"), py::arg("value_head_dim") = py::none(), py::arg("causal"),
            py::arg("window") = kAnyWindow, py::arg("attention_chunk") = 0, py::arg("rows_outside") = Outside{0, 0})
       .def_property_readonly("num_numbers", &BackwardPack::num_numbers, "The numbers that CTAs or clusters take.")
-      .def("work_tiles", &BackwardPack::work_tiles, py::arg("number"),
-           "Of each CTA that has one, of the cluster that took a number.");
+      .def("work_tiles", &BackwardPack::work_tiles, py::arg("number"), py::arg("with_turns") = false,
+           "Of each CTA that has one, of the cluster that took a number. With turns: of order-free sums, where some "
+           "head needs the order after all.");
 
   bind_pack<ForwardPack>(m, "ForwardPack", "The query tiles of a forward of a pack, in the order of their numbers.")
       .def(py::init(&forward_pack), py::arg("lengths"), py::kw_only(), py::arg("heads"), py::arg("kv_heads"),

@@ -211,12 +211,6 @@ int launched_head_swizzle(std::string const& schedule, Problem const& problem, i
                       padded_row(head_dim, value_head_dim));
 }
 
-int launched_swizzle_with_turns(std::string const& schedule, Problem const& problem, int64_t head_dim,
-                                std::optional<int64_t> value_head_dim) {
-  return swizzle_with_turns(parse_policy(schedule), problem.grid, problem.heads_per_split(),
-                            padded_row(head_dim, value_head_dim));
-}
-
 int launched_last_heads(std::string const& schedule, Problem const& problem, int64_t head_dim,
                         std::optional<int64_t> value_head_dim) {
   return last_heads(parse_policy(schedule), problem.grid, padded_row(head_dim, value_head_dim));
@@ -403,9 +397,6 @@ PYBIND11_MODULE(_schedule, m) {
   m.def("head_swizzle", &launched_head_swizzle, py::arg("schedule"), py::arg("problem"), py::arg("head_dim"),
         py::arg("value_head_dim") = py::none(),
         "The (sequence, KV head, split)s whose work tiles a launch interleaves.");
-  m.def("swizzle_with_turns", &launched_swizzle_with_turns, py::arg("schedule"), py::arg("problem"),
-        py::arg("head_dim"), py::arg("value_head_dim") = py::none(),
-        "The same of order-free sums, where some head needs the order after all; 1 of others.");
   m.def("last_heads", &launched_last_heads, py::arg("schedule"), py::arg("problem"), py::arg("head_dim"),
         py::arg("value_head_dim") = py::none(),
         "The last (sequence, KV head, split)s, whose work tiles a launch interleaves all together.");

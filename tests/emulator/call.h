@@ -183,6 +183,11 @@ class Call {
         k_[i] = Element(float(number("climb_from", 0) - number("climb", 0) * (key / climb_keys)));
       }
     }
+    if (const int head = int(number("tiny_head", -1)); head >= 0) {  // so tiny that dQ has no units
+      for (size_t i = 0; i < v_.size(); ++i) {
+        if (int(i / a.head_dims.v % a.kv_heads) == head) { v_[i] = Element(float(v_[i]) * 1e-32f); }
+      }
+    }
     const int value_row = a.kv_heads * a.head_dims.v;
     for (int i = nan * value_row; i < nan_end * value_row; ++i) { v_[i] = Element(NAN); }
     nan_keys_ = {nan, nan_end - nan};
