@@ -160,9 +160,10 @@ FAULTS = [
     # dS that is written while dK of the step before reads it.
     ("256", "backward/wide/mainloop.h", "    sync_warpgroup(kNamedBarrier);  // dK of the step before", "    //",
      dict(seqlen_q=300, seqlen_k=80)),
-    # Sums of splits that are taken before they are there.
+    # A pack that does not know how many heads take turns.
     ("64", "schedule/pack_needs.h", "sequence.swizzle_with_turns = need.swizzle_with_turns;", "",
      dict(pack="64:64,130:250", heads=2, tiny_head=1, schedule="order_free")),
+    # Sums of splits that are taken before they are there.
     ("64", "backward/split_reduction.h", "ptx::load_acquire(semaphore_) != value", "false",
      dict(heads=4, kv_heads=1, seqlen_q=1100, seqlen_k=64)),
 ]  # fmt: skip
