@@ -1,13 +1,12 @@
 // The end of a work tile: a consumer's dK and dV are rounded, staged in shared memory and written by TMA.
 //
 // They are staged where dS was. Where a consumer's half of one slot holds both (kStageInDs) they take the slot of the
-// last step, and V of the next work tile may come to the place of K as soon as dQ is done with that. Elsewhere dV takes
-// the place of K, and dK that of both slots of dS, one consumer's after the other's.
+// last step. Elsewhere dK takes both slots, one consumer's after the other's, and dV its consumer's half of the place
+// where the next step stages dQ. V of the next work tile may come to the place of K as soon as dQ is done with that.
 //
-// The first step of the next work tile that writes dS there comes after `release_staging` of both consumers: with
-// kStageInDs it is the second step, for which a consumer waits for the other's first dS, written after its
-// release_staging; without, it is the first step, which comes after the wait for v_full, which the loader fills after
-// k_empty, to which release_staging arrives. Whoever brings V earlier must keep that.
+// The first step of the next work tile that writes there comes after `release_staging` of both consumers. dS with
+// kStageInDs, and dQ: that is in, or after, a step for which a consumer waits for the other's first dS, written after
+// its release_staging. dS without: it is the first step, and wait_for_staging comes before it.
 #pragma once
 
 #include "../device/fragment.h"
@@ -28,28 +27,36 @@ class Epilogue {
   using Gradient = float[kRegisters];
 
   // Once a work tile, when dK and dV of the one before have had time to leave.
-  static __device__ __forceinline__ void release_staging(Shared& shared, int thread, bool is_first_work_tile) {
-    if (thread == 0 && !is_first_work_tile) {
-      ptx::bulk_wait_read();
-      if constexpr (!Variant::kStageInDs) { shared.k_empty.arrive(); }
-    }
+  static __device__ __forceinline__ void release_staging(int thread) {
+    if (thread == 0) { ptx::bulk_wait_read(); }
   }
 
-  // `key_tile` is the place of the work tile's K, `ds_slot` the slot of its last dS. Threads count themselves afresh:
-  // what is shared with the mainloop takes a register there.
+  // Before the first dS of a work tile.
+  static __device__ __forceinline__ void wait_for_staging() {
+    if constexpr (!Variant::kStageInDs) { sync_consumers(); }
+  }
+
+  // `next` is the step that comes next. Threads count themselves afresh: what is shared with the mainloop takes a
+  // register there.
   static __device__ __forceinline__ void store(Shared& shared, const KernelParams& params, const WorkTile& work,
-                                               Element* key_tile, int ds_slot, int consumer, Gradient& dk,
+                                               RingIndex<Variant::kStages> next, int consumer, Gradient& dk,
                                                Gradient& dv) {
     const int thread = read_thread_index() % kWarpgroupThreads;
     RegisterSlice packed[kRegisters / 8];
-    Element* const dv_rows =
-        Variant::kStageInDs ? shared.ds[ds_slot] + consumer * kDsBlock : key_tile + consumer * kElements;
-    Element* const dk_rows = Variant::kStageInDs ? dv_rows + kElements : shared.ds[0] + consumer * kElements;
+    Element *dv_rows, *dk_rows;
+    if constexpr (Variant::kStageInDs) {
+      dv_rows = shared.ds[next.previous().slot()] + consumer * kDsBlock;
+      dk_rows = dv_rows + kElements;
+    } else {
+      shared.dq_empty[next.slot()].wait(next.empty_parity());
+      dv_rows = reinterpret_cast<Element*>(shared.dq[next.slot()] + consumer * kDqPart);
+      dk_rows = shared.ds[0] + consumer * kElements;
+    }
     if constexpr (Variant::Score::kDrops) {
       for (float& x : dv) { x *= params.dropout.scale; }
     }
     pack_slices<Element>(packed, dv);
-    sync_consumers_done_with_k();
+    sync_consumers();  // each one's dQ reads all of dS
     store_rows<Swizzle, kWarpgroupRows>(dv_rows, 0, packed, thread / 32, thread % 32);
 #pragma unroll
     for (int i = 0; i < kRegisters; ++i) { dk[i] *= params.dk_scale; }
@@ -70,9 +77,11 @@ class Epilogue {
   using Swizzle = typename Variant::Swizzle;
   static constexpr int kDsBlock = Variant::kQuery * kWarpgroupRows;
   static constexpr int kElements = kWarpgroupRows * Variant::kHeadDim;
+  static constexpr int kDqPart = Variant::kDqTileFloats / Variant::kConsumers;  // that a consumer stages
+  static_assert(Variant::kStageInDs ||
+                (kElements * sizeof(Element) <= kDqPart * sizeof(float) && kDqPart * sizeof(float) % 1024 == 0));
 
-  // Each consumer's dQ reads all of K and dS.
-  static __device__ __forceinline__ void sync_consumers_done_with_k() {
+  static __device__ __forceinline__ void sync_consumers() {
     cutlass::arch::NamedBarrier::sync(Variant::kConsumers * kWarpgroupThreads, 0u);
   }
 };

@@ -135,12 +135,12 @@ class Consumer {
     } else {
       pass_over();
     }
-    if constexpr (Variant::kStageInDs) { arrive_together(shared_.k_empty); }
+    arrive_together(shared_.k_empty);
     if constexpr (Variant::kClusterSize > 1) {
       if (!work().valid()) { return; }
     }
     if (is_complete(r)) {
-      Epilogue<Variant>::store(shared_, params_, work(), key_tile(), step_.previous().slot(), consumer_, r.dk, r.dv);
+      Epilogue<Variant>::store(shared_, params_, work(), step_, consumer_, r.dk, r.dv);
     }
   }
 
@@ -200,9 +200,7 @@ class Consumer {
   __device__ __forceinline__ const Element* value_tile() const { return shared_.kv[1 - ring_.count % 2]; }
   __device__ __forceinline__ const WorkTile& work() const { return shared_.work[ring_.slot()]; }
 
-  __device__ __forceinline__ void release_staging() const {
-    Epilogue<Variant>::release_staging(shared_, thread_, ring_.count == 0);
-  }
+  __device__ __forceinline__ void release_staging() const { Epilogue<Variant>::release_staging(thread_); }
 
   __device__ __forceinline__ void begin_first_step(Registers& r) {
     shared_.k_full.wait(tile().parity());
@@ -216,7 +214,7 @@ class Consumer {
     round_p(r);
     wait_for_dout(step_);
     issue_dv(r, step_);
-    shared_.v_full.wait(tile().parity());  // and so for the place of dS: epilogue.h
+    shared_.v_full.wait(tile().parity());
     if constexpr (kHeldSlicesOfV > 0) {
       load_rows<Swizzle, Variant::kKey>(value_tile(), consumer_ * kWarpgroupRows, r.v, thread_ / 32, thread_ % 32);
     }
@@ -226,6 +224,7 @@ class Consumer {
     pin(r.scores);
     pin(r.kept());
     if constexpr (Variant::kHoldsV) { arrive_together(shared_.v_empty); }
+    Epilogue<Variant>::wait_for_staging();
   }
 
   template <int kSlot>

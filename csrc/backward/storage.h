@@ -69,7 +69,7 @@ struct alignas(1024) SharedStorage {
 
   TransactionBarrier k_full, v_full;
   Barrier v_empty;  // the consumers have V in registers, or have done with it
-  Barrier k_empty;  // the consumers have done with K, and dV has left from there
+  Barrier k_empty;  // the consumers have done with K
   TransactionBarrier q_full[kStages], dout_full[kStages];
   Barrier q_empty[kStages], dout_empty[kStages];
   Barrier ds_full[kStages];  // both consumers have written dS, and have done with the buffer before
@@ -85,13 +85,12 @@ template <typename Variant, bool kIsWide = Variant::kWide>
 struct Arrivals {
   static constexpr int kTransaction = 1;   // the thread that announces the bytes
   static constexpr int kLoaderLanes = 32;  // each has written some of LSE; one announces bytes too
-  static constexpr int kConsumerWarpgroups = Variant::kConsumers;  // one elected thread a warpgroup
   static constexpr int kConsumerWarps = Variant::kConsumerWarps;   // one lane a warp
   // Every thread, where threads have read for themselves what is overwritten next: LSE and D. One arrival a warp after
   // __syncwarp would do and is no faster, but racecheck follows only this.
   static constexpr int kConsumerThreads = Variant::kConsumers * kWarpgroupThreads;
   static constexpr int kDoneWithV = kConsumerWarps;
-  static constexpr int kDoneWithK = Variant::kStageInDs ? kConsumerWarps : kConsumerWarpgroups;
+  static constexpr int kDoneWithK = kConsumerWarps;
   static constexpr int kStagers = kConsumerWarps;
   static constexpr int kAdder = 1;
   static constexpr int kPlanner = 1;
