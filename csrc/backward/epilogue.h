@@ -5,8 +5,9 @@
 // where the next step stages dQ. V of the next work tile may come to the place of K as soon as dQ is done with that.
 //
 // The first step of the next work tile that writes there comes after `release_staging` of both consumers. dS with
-// kStageInDs, and dQ: that is in, or after, a step for which a consumer waits for the other's first dS, written after
-// its release_staging. dS without: it is the first step, and wait_for_staging comes before it.
+// kStageInDs: it is the second step, for which a consumer waits for the other's first dS, written after its
+// release_staging. dS without: the first step, before which all consumers meet, in wait_for_staging. dQ: the first
+// step, which comes to it after the wait for the other's dS.
 #pragma once
 
 #include "../device/fragment.h"

@@ -78,13 +78,22 @@ struct RowPart {
 // it.
 constexpr float kNormSlack = 1.f + 1.f / 1024;
 
-// The largest magnitude of a part. The maximum loses a NaN, which the squares keep.
+// The largest magnitudes of the even and of the odd ones of eight elements. The maximum loses a NaN, which the squares
+// keep.
+template <typename Element>
+__device__ __forceinline__ uint32_t largest8(uint4 x) {
+  return larger_of_pairs<Element>(larger_of_pairs<Element>(x.x, x.y), larger_of_pairs<Element>(x.z, x.w));
+}
+template <typename Element>
+__device__ __forceinline__ float largest_of_pair(uint32_t packed) {
+  const float2 pair = unpack<Element>(packed);
+  return fmaxf(fabsf(pair.x), fabsf(pair.y));
+}
+
 template <typename Element, int kThreads>
 __device__ __forceinline__ float largest_of(const RowPart<Element, kThreads>& part) {
-  const auto larger = [](uint32_t a, uint32_t b) { return larger_of_pairs<Element>(a, b); };
-  const auto largest = [&](uint4 x) { return larger(larger(x.x, x.y), larger(x.z, x.w)); };
-  const float2 pair = unpack<Element>(larger(largest(part.halves[0]), largest(part.halves[1])));
-  return fmaxf(fabsf(pair.x), fabsf(pair.y));
+  return largest_of_pair<Element>(
+      larger_of_pairs<Element>(largest8<Element>(part.halves[0]), largest8<Element>(part.halves[1])));
 }
 
 template <typename Element, int kThreads>
@@ -148,10 +157,13 @@ __device__ __forceinline__ float norm_bound(float squares, const Element* row, i
   const bool in_range = (squares >= kFewestDigits && squares <= kNearOverflow) || squares != squares;
   float norm = ptx::sqrt_approx(squares);
   if (!in_range) {
-    float largest = 0.f;
+    uint32_t largest = 0;
 #pragma unroll 1
-    for (int column = 0; column < columns; ++column) { largest = fmaxf(largest, fabsf(float(row[column]))); }
-    norm = largest * ptx::sqrt_approx(float(columns));
+    for (int column = 0; column < columns; column += 8) {
+      const uint4 elements = *reinterpret_cast<const uint4*>(row + column);
+      largest = larger_of_pairs<Element>(largest, largest8<Element>(elements));
+    }
+    norm = largest_of_pair<Element>(largest) * ptx::sqrt_approx(float(columns));
   }
   return norm * kNormSlack;
 }
