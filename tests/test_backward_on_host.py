@@ -163,6 +163,12 @@ FAULTS = [
     # A pack that does not know how many heads take turns.
     ("64", "schedule/pack_needs.h", "sequence.swizzle_with_turns = need.swizzle_with_turns;", "",
      dict(pack="64:64,130:250", heads=2, tiny_head=1, schedule="order_free")),
+    # A work tile that writes where the gradients of the one before have not left.
+    ("128", "backward/epilogue.h", "    if (thread == 0) { ptx::bulk_wait_read(); }\n", "",
+     dict(heads=4, seqlen_q=64, seqlen_k=300)),
+    # dV that is staged where an adder has not read a partial.
+    ("128", "backward/epilogue.h", "      shared.dq_empty[next.slot()].wait(next.empty_parity());\n", "",
+     dict(heads=2, seqlen_q=128, seqlen_k=1000)),
     # Sums of splits that are taken before they are there.
     ("64", "backward/split_reduction.h", "ptx::load_acquire(semaphore_) != value", "false",
      dict(heads=4, kv_heads=1, seqlen_q=1100, seqlen_k=64)),

@@ -32,7 +32,7 @@ __device__ __forceinline__ bool end_carried_sum(const KernelParams& params, int6
   if (params.carried.total) { carried_sum<kRegisters>(params.carried.total, first_float, consumer).add_to(gradient); }
   if (params.carried.keys_end) { return true; }
   carried_sum<kRegisters>(params.workspace.split_sums, first_float, consumer).keep(gradient);
-  // One thread says for all that the work tile's K and V are done with.
+  // In wide kernels one thread says for all that the work tile's K or V is done with.
   sync_warpgroup(1 + consumer);
   return false;
 }

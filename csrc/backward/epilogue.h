@@ -1,13 +1,13 @@
 // The end of a work tile: a consumer's dK and dV are rounded, staged in shared memory and written by TMA.
 //
-// They are staged where dS was. Where a consumer's half of one slot holds both (kStageInDs) they take the slot of the
-// last step. Elsewhere dK takes both slots, one consumer's after the other's, and dV its consumer's half of the place
-// where the next step stages dQ. V of the next work tile may come to the place of K as soon as dQ is done with that.
+// Where a consumer's half of one slot of dS holds both (kStageInDs) they take the slot of the last step. Elsewhere dK
+// takes both slots of dS, one consumer's after the other's, and dV its consumer's half of the place where the next step
+// stages dQ. V of the next work tile may come to the place of K as soon as dQ is done with that.
 //
-// The first step of the next work tile that writes there comes after `release_staging` of both consumers. dS with
-// kStageInDs: it is the second step, for which a consumer waits for the other's first dS, written after its
-// release_staging. dS without: the first step, before which all consumers meet, in wait_for_staging. dQ: the first
-// step, which comes to it after the wait for the other's dS.
+// The first step of the next work tile that writes there comes after `release_staging` of both consumers. With
+// kStageInDs it is the second step, for which a consumer waits for the other's first dS, written after its
+// release_staging. Elsewhere it is the first step, for dS and for dQ, and all consumers meet before it: meet_released.
+// A work tile without steps stages in the same places after its own meeting, in `store`.
 #pragma once
 
 #include "../device/fragment.h"
@@ -32,8 +32,8 @@ class Epilogue {
     if (thread == 0) { ptx::bulk_wait_read(); }
   }
 
-  // Before the first dS of a work tile.
-  static __device__ __forceinline__ void wait_for_staging() {
+  // Behind release_staging, before the first dS of a work tile.
+  static __device__ __forceinline__ void meet_released() {
     if constexpr (!Variant::kStageInDs) { sync_consumers(); }
   }
 
@@ -57,7 +57,7 @@ class Epilogue {
       for (float& x : dv) { x *= params.dropout.scale; }
     }
     pack_slices<Element>(packed, dv);
-    sync_consumers();  // each one's dQ reads all of dS
+    sync_consumers();  // each one's dQ has read dS, and without steps what was staged before has left
     store_rows<Swizzle, kWarpgroupRows>(dv_rows, 0, packed, thread / 32, thread % 32);
 #pragma unroll
     for (int i = 0; i < kRegisters; ++i) { dk[i] *= params.dk_scale; }
@@ -79,8 +79,9 @@ class Epilogue {
   static constexpr int kDsBlock = Variant::kQuery * kWarpgroupRows;
   static constexpr int kElements = kWarpgroupRows * Variant::kHeadDim;
   static constexpr int kDqPart = Variant::kDqTileFloats / Variant::kConsumers;  // that a consumer stages
-  static_assert(Variant::kStageInDs ||
-                (kElements * sizeof(Element) <= kDqPart * sizeof(float) && kDqPart * sizeof(float) % 1024 == 0));
+  static_assert(Variant::kStageInDs || kElements * sizeof(Element) <= kDqPart * sizeof(float),
+                "dV fits where a consumer stages dQ");
+  static_assert(kDqPart * sizeof(float) % 1024 == 0, "TMA's swizzle has a period of 1,024 bytes");
 
   static __device__ __forceinline__ void sync_consumers() {
     cutlass::arch::NamedBarrier::sync(Variant::kConsumers * kWarpgroupThreads, 0u);

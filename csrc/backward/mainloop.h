@@ -196,7 +196,7 @@ class Consumer {
 
   // There is one K and one V a work tile.
   __device__ __forceinline__ RingIndex<1> tile() const { return {ring_.count}; }
-  __device__ __forceinline__ Element* key_tile() const { return shared_.kv[ring_.count % 2]; }
+  __device__ __forceinline__ const Element* key_tile() const { return shared_.kv[ring_.count % 2]; }
   __device__ __forceinline__ const Element* value_tile() const { return shared_.kv[1 - ring_.count % 2]; }
   __device__ __forceinline__ const WorkTile& work() const { return shared_.work[ring_.slot()]; }
 
@@ -224,7 +224,7 @@ class Consumer {
     pin(r.scores);
     pin(r.kept());
     if constexpr (Variant::kHoldsV) { arrive_together(shared_.v_empty); }
-    Epilogue<Variant>::wait_for_staging();
+    Epilogue<Variant>::meet_released();
   }
 
   template <int kSlot>
