@@ -49,7 +49,7 @@ struct alignas(1024) SharedStorage {
   Element dout[kStages][Variant::kQuery * Variant::kHeadDim];
   // (block of keys, query, key): dS, keys contiguous; after a work tile its dK is staged here, and dV with kStageInDs.
   Element ds[kStages][Variant::kQuery * Variant::kKey];
-  float dq[kStages][Variant::kDqTileFloats];  // in the order of dq_layout.h; elsewhere dV after a work tile
+  float dq[kStages][Variant::kDqTileFloats];  // in the order of dq_layout.h; without kStageInDs its dV too
   float lse[kStages][Variant::kQuery];        // base 2
   float delta[kStages][Variant::kQuery];      // D = rowsum(dO * O)
   StepTile step[kStages];
