@@ -9,9 +9,7 @@ from typing import NamedTuple
 import torch
 
 WINDOW = 8
-MAX_SCORE = 2048.0
-TANH_ERROR = 16.0
-MAX_BIAS = 2.0**15
+MAX_LSE = 4096.0
 MAX_KEYS = 2**20
 MAX_ERROR = 1e-4
 SMALLEST_PRODUCT = 1e-30
@@ -66,40 +64,32 @@ def min_step_product(k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
 
 
 def row_scales(
-    q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
     dout: torch.Tensor,
     d: torch.Tensor,
+    lse: torch.Tensor,
     *,
-    softmax_scale: float,
     seen: torch.Tensor,
     tile_k: int,
     dtype: torch.dtype,
-    softcap: float = 0.0,
-    largest_bias: torch.Tensor | float = 0.0,
 ) -> Scales:
     """The scale of each row, and the heads that cannot use theirs.
 
     Args:
-        q: (batch * kv_heads, group, seqlen_q, head_dim); dout: with value_head_dim for head_dim.
         k: (batch * kv_heads, seqlen_k, head_dim); v: with value_head_dim for head_dim.
+        dout: (batch * kv_heads, group, seqlen_q, value_head_dim).
         d: (batch * kv_heads, group, seqlen_q, 1), rowsum(dout * out).
-        softmax_scale: c; its sign does not matter.
+        lse: like d, natural logarithm; infinite where a query sees no key.
         seen: (seqlen_q, 2), where the keys that each query sees begin and end.
         tile_k: keys in a KV tile: those of a partial.
         dtype: of the inputs; the bound allows for its subnormal numbers.
-        softcap: of the scores; 0 is none.
-        largest_bias: (batch * kv_heads,) or a number: what scores may have beside the product, in magnitude.
     """
     seqlen_k, head_dim = k.shape[1:]
     max_element = k.double().abs().amax(dim=(1, 2))
     max_product = (_norms(v) * k.double().abs().amax(dim=-1)).amax(dim=-1)
-    max_score = abs(softmax_scale) * _norms(q).flatten(1).amax(dim=-1) * _norms(k).amax(dim=-1)
-    max_score = max_score + (TANH_ERROR * max_score.clamp(max=softcap) if softcap else 0)
     steps = min_step_product(k, v)
-    in_range = (max_score <= MAX_SCORE) & (max_product >= SMALLEST_PRODUCT) & max_product.isfinite() & steps.isfinite()
-    in_range &= torch.as_tensor(largest_bias <= MAX_BIAS, device=q.device) & (seqlen_k <= MAX_KEYS)
+    in_range = (max_product >= SMALLEST_PRODUCT) & max_product.isfinite() & steps.isfinite() & (seqlen_k <= MAX_KEYS)
 
     max_element, max_product, steps = (x[:, None, None] for x in (max_element, max_product, steps))
     dout_norms = _norms(dout)
@@ -118,6 +108,7 @@ def row_scales(
     expected = dout_norms * steps * (MEAN_MAGNITUDE_TO_DEVIATION / 2) / (head_dim * v.shape[-1] ** 0.5)
     expected = expected / keys.clamp(min=1).double().sqrt()
     fits = has_scale & ((noise <= MAX_ERROR * expected) | (dout_norms == 0))
+    fits &= ~((lse.abs() > MAX_LSE) & lse.isfinite()).squeeze(-1)
     return Scales(exponents, ~(in_range & fits.flatten(1).all(dim=1)))
 
 

@@ -26,7 +26,7 @@ float64 inputs are computed in float64 throughout.
 """
 
 import functools
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
@@ -214,10 +214,10 @@ def backward(
     units = None
     if order.order_free and d.dtype == torch.float32:
         seen = torch.tensor(_visible_keys(*mask, 0, seqlen_q), device=q.device)
-        settings: dict[str, Any] = {"softmax_scale": softmax_scale, "tile_k": order.tile_k}
-        settings |= {"dtype": q.dtype, "seen": seen}
-        settings |= {"softcap": softcap, "largest_bias": score_type.largest_bias(max(seqlen_q, seqlen_k))}
-        units = order_free.Accumulator(order_free.row_scales(q_heads, k_heads, v_heads, dout_heads, d, **settings), dq)
+        scales = order_free.row_scales(
+            k_heads, v_heads, dout_heads, d, lse, seen=seen, tile_k=order.tile_k, dtype=q.dtype
+        )
+        units = order_free.Accumulator(scales, dq)
     dk_of_split, dv_of_split = torch.zeros_like(dk), torch.zeros_like(dv)
     if sums is not None:
         dq, dk_of_split, dv_of_split = sums
@@ -343,10 +343,6 @@ class _ScoreType(NamedTuple):
         own = torch.arange(products.shape[-2], device=products.device) + first_query + self.own_key_of_first_query
         keys = torch.arange(products.shape[-1], device=products.device) + first_key
         return products.sub_(self.slopes[:, head] * (own[:, None] - keys).abs())
-
-    def largest_bias(self, distance):
-        """In magnitude, of each KV head's group."""
-        return 0.0 if self.slopes is None else self.slopes.double().abs().amax(dim=(1, 2, 3)) * distance
 
     def derivative(self, scores):
         """Of scores with respect to products; None where it is 1."""

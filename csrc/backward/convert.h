@@ -122,7 +122,7 @@ __device__ __forceinline__ void convert_block(const ConvertParams<typename Geome
   }
   __syncthreads();
   bool integers = false;
-  if constexpr (kOrderFree) { integers = live && !needs_order(params.workspace, params.call, owner).any(); }
+  if constexpr (kOrderFree) { integers = live && !needs_order(params.workspace, params.call, owner); }
   const uint32_t offset = fixed_point::kOffsetBits * uint32_t(adds);  // every partial has brought it along
   const float4* const source =
       reinterpret_cast<const float4*>(params.workspace.dq_accumulator + int64_t(block) * Geometry::kDqTileFloats);

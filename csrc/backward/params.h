@@ -24,23 +24,8 @@ struct StridedView {
   }
 };
 
-// Of some rows of K and V. Norms are upper bounds of those of whole rows.
-struct KeyStatistics {
-  float max_element;       // of K
-  float max_product;       // of a key's |V row| and its largest element of K
-  float max_norm;          // of K
-  float min_step_product;  // as fixed_point::HeadStatistics has it
-};
-constexpr KeyStatistics of_no_rows() { return {0.f, 0.f, 0.f, INFINITY}; }
-
-// Whether dQ of a KV head's query heads is summed in fp32 in the order of ranks after all. Two words, because two
-// kernels write them.
-struct NeedsOrder {
-  int by_head;  // its statistics alone say so
-  int by_row;   // the units of a row are too coarse for it, or it has none
-
-  __device__ __forceinline__ bool any() const { return (by_head | by_row) != 0; }
-};
+using fixed_point::KeyStatistics;
+constexpr KeyStatistics of_no_rows() { return {0.f, 0.f, INFINITY}; }
 
 // Scratch memory, linear in the number of rows. Rows are padded to whole query tiles, indexed (sequence, head, query
 // row); the sequences of a pack are in its plan's order.
@@ -65,9 +50,8 @@ struct Workspace {
 
   // Order-free accumulation only.
   uint8_t* scales;                // fixed point, of each row (config/fixed_point.h)
-  NeedsOrder* needs_order;        // (sequence, KV head), in the caller's order
+  int* needs_order;  // (sequence, KV head), in the caller's order: whether dQ is summed in order all the same
   int* any_needs_order;           // whether any of them does
-  float* query_norms;             // (sequence, head, chunk): largest norm of a row of Q
   KeyStatistics* key_statistics;  // (sequence, KV head, chunk)
 };
 
@@ -88,8 +72,8 @@ struct TileOwner {
   int batch;      // where its rows lie in a tensor: (batch, first_row + position)
   int first_row;  // of its queries
   int head;
-  int query_tile;                              // of the head
-  int query_chunks_before, key_chunks_before;  // in other sequences, of the statistics of order-free accumulation
+  int query_tile;         // of the head
+  int key_chunks_before;  // in other sequences, of the statistics of order-free accumulation
 
   __device__ int row(int tile_rows) const { return query_tile * tile_rows; }
 };
@@ -107,7 +91,6 @@ __device__ __forceinline__ bool find_owner(const SequencesOfCall& call, int plac
              0,
              batch_head % call.heads,
              place % tiles,
-             batch * fixed_point::num_chunks(call.sequence.seqlen_q),
              batch * fixed_point::num_chunks(call.sequence.seqlen_k)};
     return true;
   }
@@ -121,7 +104,6 @@ __device__ __forceinline__ bool find_owner(const SequencesOfCall& call, int plac
            sequence.end_q - sequence.lengths.seqlen_q,
            within / tiles,
            within % tiles,
-           sequence.first_query_chunk,
            sequence.first_key_chunk};
   return true;
 }

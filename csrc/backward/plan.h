@@ -66,7 +66,7 @@ class Planner {
   __device__ __forceinline__ bool is_ordered(const WorkTile& work) const {
     if constexpr (accumulation(kPolicy) == Accumulation::kOrderFree) {
       if (!any_needs_order_) { return false; }
-      return params_.workspace.needs_order[work.batch * params_.scheduler.kv_heads + work.kv_head].any();
+      return params_.workspace.needs_order[work.batch * params_.scheduler.kv_heads + work.kv_head] != 0;
     } else {
       return accumulation(kPolicy) == Accumulation::kOrdered;
     }

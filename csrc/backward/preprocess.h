@@ -4,6 +4,7 @@
 
 #include "../device/fragment.h"
 #include "order_free/scale.h"
+#include "order_free/statistics.h"
 #include "params.h"
 #include "rows.h"
 
@@ -19,8 +20,7 @@ struct PreprocessParams {
   int num_dq_semaphores, num_split_semaphores, num_work_counters;
   const float *softmax_lse, *dsoftmax_lse;  // the caller's; the second null where LSE has no gradient
   int64_t lse_batch_stride, lse_head_stride;
-  float kept;           // 1 - p: 1 / (1 - p) is left out of dS, and multiplies the sums
-  ScaleSettings scale;  // of order-free accumulation
+  float kept;  // 1 - p: 1 / (1 - p) is left out of dS, and multiplies the sums
 };
 
 // Sets `count` integers to zero, with all threads of the grid.
@@ -31,13 +31,18 @@ __device__ __forceinline__ void clear_integers(int* integers, int count) {
   }
 }
 
+// Where the LSE of a row lies.
+template <typename Element>
+__device__ __forceinline__ int64_t lse_index(const PreprocessParams<Element>& params, const TileOwner& owner, int row) {
+  return owner.batch * params.lse_batch_stride + owner.head * params.lse_head_stride + owner.first_row + row;
+}
+
 // D less the gradient of LSE, which is looked at only where LSE is finite.
 template <typename Element>
 __device__ __forceinline__ float with_gradient_of_lse(const PreprocessParams<Element>& params, const TileOwner& owner,
                                                       int row, float delta) {
   if (!params.dsoftmax_lse || row >= owner.lengths.seqlen_q) { return delta; }
-  const int64_t index =
-      owner.batch * params.lse_batch_stride + owner.head * params.lse_head_stride + owner.first_row + row;
+  const int64_t index = lse_index(params, owner, row);
   return isinf(params.softmax_lse[index]) ? delta : delta - params.dsoftmax_lse[index];
 }
 
@@ -54,24 +59,20 @@ __device__ __forceinline__ void finish_rows(const PreprocessParams<typename Geom
                                             const float* products, const float* squares) {
   using Element = typename Geometry::Element;
   constexpr int kRows = PreprocessTile<Geometry>::kRows, kTileRows = Geometry::kQuery;
-  if (!finishes_rows<Geometry>()) { return; }
-  const int first_row = owner.row(kTileRows) + first_of_tile;
-  if (first_row == 0 && owner.head % params.call.group_size() == 0 && threadIdx.x < 32) {
-    decide_order(params.workspace, params.call, params.scale, owner, query_chunks_of(params.call, owner), keys);
-  }
   if (threadIdx.x >= kRows) { return; }
-  const int row = first_row + threadIdx.x, row_of_tile = first_of_tile + threadIdx.x;
+  const int row_of_tile = first_of_tile + threadIdx.x, row = owner.row(kTileRows) + row_of_tile;
   const float delta = with_gradient_of_lse(params, owner, row, products[threadIdx.x]) * params.kept;
+  const float lse = row < owner.lengths.seqlen_q ? params.softmax_lse[lse_index(params, owner, row)] : INFINITY;
   const Element* const dout = params.dout.row(owner.batch, owner.first_row + row, owner.head);
   const float dout_norm =
       row < owner.lengths.seqlen_q ? norm_bound(squares[threadIdx.x], dout, params.head_dims.v) : 0.f;
   const int64_t first_of_workspace = int64_t(tile) * kTileRows;
   params.workspace.delta[first_of_workspace + statistic_position(row_of_tile)] = delta;
-  const RowScale scale =
-      row_scale<Geometry>(params.scale, mask_of(params.call.mask, owner.lengths), row, dout_norm, delta, keys);
+  const RowScale scale = row_scale<Geometry>(params.head_dims, mask_of(params.call.mask, owner.lengths), row,
+                                             {lse, dout_norm, delta}, keys);
   params.workspace.scales[first_of_workspace + row_of_tile] = scale.stored;
   if (scale.needs_order) {
-    needs_order(params.workspace, params.call, owner).by_row = 1;
+    needs_order(params.workspace, params.call, owner) = 1;
     *params.workspace.any_needs_order = 1;
   }
 }
@@ -103,7 +104,7 @@ __device__ __forceinline__ void preprocess_block(const PreprocessParams<typename
   if constexpr (kOrderFree) {
     if (finishes_rows<Geometry>()) {  // while the rows are on their way
       ptx::wait_for_previous_kernel();  // the statistics
-      keys = combine_warp(chunk_key_statistics(params.workspace, key_chunks_of(params.call, owner), owner.lengths));
+      keys = combine_warp(chunk_key_statistics(params.workspace, first_chunk(params.call, owner), owner.lengths));
     }
   }
 
@@ -131,8 +132,12 @@ __device__ __forceinline__ void preprocess_block(const PreprocessParams<typename
   }
 }
 
+// Order-free as many as have 64 registers a thread; the compiler would take more, for finish_rows. 0: its choice.
+template <bool kOrderFree>
+constexpr int kPreprocessBlocksOfSm = kOrderFree ? 4 : 0;
+
 template <typename Geometry, bool kOrderFree>
-__global__ void __launch_bounds__(kPreprocessThreads)
+__global__ void __launch_bounds__(kPreprocessThreads, kPreprocessBlocksOfSm<kOrderFree>)
     preprocess_kernel(const PreprocessParams<typename Geometry::Element> params) {
   ptx::launch_dependents();
   clear_integers(params.workspace.dq_semaphores, params.num_dq_semaphores);

@@ -134,7 +134,6 @@ py::dict counts(Counts const& of) {
   dict["units"] = of.units;
   dict["query_tiles"] = of.query_tiles;
   dict["split_tiles"] = of.split_tiles;
-  dict["query_chunks"] = of.query_chunks;
   dict["key_chunks"] = of.key_chunks;
   return dict;
 }

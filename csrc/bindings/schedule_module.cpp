@@ -383,16 +383,14 @@ PYBIND11_MODULE(_schedule, m) {
       py::arg("value_head_dim") = py::none(), py::arg("keys"), py::arg("tiles"),
       "Whether a row leaves its head to the ordered sum in order-free accumulation.");
   m.def(
-      "needs_order",
-      [](float max_query_norm, float max_key_norm, float max_product, float min_step_product, double softmax_scale,
-         double softcap, double largest_bias, int seqlen_k) {
-        fixed_point::HeadStatistics const head{max_query_norm, max_key_norm, max_product, min_step_product};
-        return fixed_point::needs_order(head, softmax_scale, {softcap, largest_bias}, seqlen_k);
+      "keys_need_order",
+      [](float max_product, float min_step_product, int seqlen_k) {
+        return fixed_point::keys_need_order({0.f, max_product, min_step_product}, seqlen_k);
       },
-      py::kw_only(), py::arg("max_query_norm"), py::arg("max_key_norm"), py::arg("max_product"),
-      py::arg("min_step_product"), py::arg("softmax_scale"), py::arg("softcap") = 0.0, py::arg("largest_bias") = 0.0,
-      py::arg("seqlen_k"),
+      py::kw_only(), py::arg("max_product"), py::arg("min_step_product"), py::arg("seqlen_k"),
       "Whether a head, whatever its rows are, is left to the ordered sum in order-free accumulation.");
+  m.def("lse_needs_order", &fixed_point::lse_needs_order, py::arg("lse"),
+        "Whether a row's log-sum-exp leaves its head to the ordered sum in order-free accumulation.");
 
   m.def("head_swizzle", &launched_head_swizzle, py::arg("schedule"), py::arg("problem"), py::arg("head_dim"),
         py::arg("value_head_dim") = py::none(),

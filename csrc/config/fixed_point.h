@@ -2,8 +2,8 @@
 // little room for it. Derived in docs/order_free.md. Plain C++: no CUDA, CuTe or torch.
 //
 // Determinism contract: a row's scale is a function of its dO and D, of its KV head's statistics and of the number of
-// keys; the rule for a head, of that of the rows of its KV head's group, of the group's statistics, the lengths and the
-// mask. Nothing here knows the batch, the schedule or the GPU.
+// keys; the rule for a head, of those of the rows of its KV head's group, of their LSE, the lengths and the mask.
+// Nothing here knows the batch, the schedule or the GPU.
 #pragma once
 
 #include <cfloat>
@@ -33,18 +33,18 @@ DASH_HOST_DEVICE constexpr int num_chunks(int seqlen) {
   return (seqlen + rows - 1) / rows;
 }
 
-// Of one KV head and the query heads that share it. Norms are upper bounds of Euclidean norms of rows. The maxima are
-// not finite where the inputs are not.
-struct HeadStatistics {
-  float max_query_norm, max_key_norm;
+// Of a KV head, or of some of its rows. Norms are upper bounds of Euclidean norms of rows. The maxima are not finite
+// where the inputs are not.
+struct KeyStatistics {
+  float max_element;  // of K
   float max_product;  // of a key's |V row| and its largest element of K
   // Over windows: of the sum of magnitudes of the difference between two neighbouring rows of K, in the mean over the
   // window's pairs, times the norm of that difference of V, in the mean too. Infinite where no window has a pair.
   float min_step_product;
 };
 
-// Scores beyond this leave fp32 too few digits to promise that a row of P sums to little more than 1.
-inline constexpr double kMaxScore = 2048;
+// An LSE beyond this leaves fp32 too few digits to promise that a row of P sums to little more than 1.
+inline constexpr float kMaxLse = 4096;
 // The proof that no sum overflows allows for the forward's sum of no more keys.
 inline constexpr int kMaxKeys = 1 << 20;
 // What a row's error may be, relative to the norm of a row of dQ as dO and the differences between neighbouring rows of
@@ -55,28 +55,18 @@ inline constexpr float kSmallestProduct = 1e-30f;
 // Units that the bound of a row may take: 2^31, less what relative rounding errors can add to it, a factor of 1.27.
 inline constexpr double kCapacity = 1.5 * (1 << 30);
 
-// What changes scores, of a head.
-struct ScoreBounds {
-  double softcap;       // 0: none
-  double largest_bias;  // what is added to the product, in magnitude
-};
-
-// The kernel's tanh has a relative error of 2^-10.987, at either evaluation; the product's sum has one of 2^-14.9 of
-// the magnitudes that kMaxScore limits.
-inline constexpr double kTanhError = 16;
-// Beyond it the rounding of scores counts.
-inline constexpr double kMaxBias = 1 << 15;
-
 // Whether dQ of the head is summed in fp32 in the order of ranks instead, whatever its rows are.
-DASH_HOST_DEVICE inline bool needs_order(HeadStatistics const& head, double softmax_scale, ScoreBounds const& bounds,
-                                         int seqlen_k) {
-  double const largest_product = std::fabs(softmax_scale) * double(head.max_query_norm) * double(head.max_key_norm);
-  double const capped = bounds.softcap < largest_product ? bounds.softcap : largest_product;
-  double const largest_score = largest_product + (bounds.softcap > 0 ? kTanhError * capped : 0);
+DASH_HOST_DEVICE inline bool keys_need_order(KeyStatistics const& keys, int seqlen_k) {
   // A smaller product may have lost digits of its own in fp32, or all of them. A difference may overflow where the
   // values do not. Written so that NaN needs the order.
-  return !(largest_score <= kMaxScore && bounds.largest_bias <= kMaxBias && seqlen_k <= kMaxKeys &&
-           head.max_product >= kSmallestProduct && head.max_product <= FLT_MAX && head.min_step_product <= FLT_MAX);
+  return !(seqlen_k <= kMaxKeys && keys.max_product >= kSmallestProduct && keys.max_product <= FLT_MAX &&
+           keys.min_step_product <= FLT_MAX);
+}
+
+// The same for a row's sake. Infinities are of rows that see no key, and NaN makes NaN of the row.
+DASH_HOST_DEVICE inline bool lse_needs_order(float lse) {
+  float const magnitude = std::fabs(lse);
+  return magnitude > kMaxLse && magnitude <= FLT_MAX;
 }
 
 template <typename Bits, typename Value>

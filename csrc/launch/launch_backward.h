@@ -50,10 +50,9 @@ int64_t num_groups(const BackwardArguments& a, const TileScheduler& scheduler, c
 template <typename Variant>
 void check_launchable(const BackwardArguments& a, const PackCapacity& most, int64_t groups) {
   const int64_t blocks = most.query_tiles * backward::PreprocessTile<Variant>::kBlocks;
-  const int64_t chunks = std::max(most.query_chunks * a.heads, most.key_chunks * a.kv_heads);
   // Each has at most so many semaphores of sums.
   const int64_t semaphores = groups * (Variant::kDivided ? 8 : 2);
-  if (blocks * a.heads > INT32_MAX || chunks > INT32_MAX / 2 || semaphores > INT32_MAX) {
+  if (blocks * a.heads > INT32_MAX || most.key_chunks * a.kv_heads > INT32_MAX || semaphores > INT32_MAX) {
     throw std::runtime_error("dash_attn: batch * heads * seqlen is too large: " + std::to_string(a.batch) + " * " +
                              std::to_string(a.heads) + " * " + std::to_string(std::max(a.seqlen_q, a.seqlen_k)) +
                              " makes more than 2^31 tiles");

@@ -34,14 +34,12 @@ void launch_statistics(const BackwardArguments& a, const BackwardWorkspace& work
     using Geometry = decltype(geometry);
     using Element = typename Geometry::Element;
     backward::StatisticsParams<Element> params;
-    params.q = strided_view<const Element>(a.q);
     params.k = strided_view<const Element>(a.k);
     params.v = strided_view<const Element>(a.v);
     params.workspace = workspace.arrays;
     params.call = sequences_of(a, workspace);
     params.head_dims = a.head_dims;
-    params.num_query_blocks = int(workspace.most.query_chunks * a.heads);
-    params.num_blocks = params.num_query_blocks + int(workspace.most.key_chunks * a.kv_heads);
+    params.num_blocks = int(workspace.most.key_chunks * a.kv_heads);
     launch("the statistics of order-free accumulation", backward::statistics_kernel<Geometry>, params,
            grid_of(a, params.num_blocks, backward::kStatisticsThreads, 0), stream);
   });
@@ -67,7 +65,6 @@ void launch_preprocess(const BackwardArguments& a, const BackwardWorkspace& work
     params.lse_batch_stride = int64_t(a.heads) * a.seqlen_q;
     params.lse_head_stride = a.seqlen_q;
     params.kept = 1 - a.dropout.p;
-    params.scale = {a.head_dims, a.softmax_scale, a.softcap, a.alibi_slopes, a.alibi_batch_stride};
     const auto kernel =
         is_order_free(a) ? backward::preprocess_kernel<Geometry, true> : backward::preprocess_kernel<Geometry, false>;
     launch("the backward's preprocess kernel", kernel, params,

@@ -81,7 +81,6 @@ inline PackCapacity most_of_backward(const BackwardArguments& a) {
   const auto policy = static_cast<Policy>(a.schedule);
   const bool has_sums = TileScheduler::has_sums_in_memory(policy, grid, splits_of_call(a, grid));
   most.split_tiles = has_sums ? batch * grid.kv_tiles() : 0;
-  most.query_chunks = batch * fixed_point::num_chunks(a.seqlen_q);
   most.key_chunks = batch * fixed_point::num_chunks(a.seqlen_k);
   return most;
 }
@@ -107,7 +106,6 @@ inline int64_t most_numbers(const BackwardArguments& a, const PackCapacity& most
 }
 
 inline BackwardWorkspace plan_workspace(void* base, const BackwardArguments& a) {
-  using backward::KeyStatistics, backward::NeedsOrder;
   const TileGrid grid = backward_grid(a);
   BackwardWorkspace w{};
   w.most = most_of_backward(a);
@@ -145,7 +143,6 @@ inline BackwardWorkspace plan_workspace(void* base, const BackwardArguments& a) 
     cutter.take(w.arrays.scales, rows);
     cutter.take(w.arrays.needs_order, int64_t(a.batch) * a.kv_heads);
     cutter.take(w.arrays.any_needs_order, 1);
-    cutter.take(w.arrays.query_norms, w.most.query_chunks * a.heads);
     cutter.take(w.arrays.key_statistics, w.most.key_chunks * a.kv_heads);
   }
   if (a.is_pack()) { w.pack = take_pack_arrays(cutter, a.batch, w.most); }

@@ -48,7 +48,6 @@ DASH_HOST_DEVICE constexpr void begin_after(PackedSequence& sequence, PackTotals
   sequence.first_unit = before.units;
   sequence.first_query_tile = before.query_tiles;
   sequence.first_split_tile = before.split_tiles;
-  sequence.first_query_chunk = before.query_chunks;
   sequence.first_key_chunk = before.key_chunks;
 }
 
@@ -60,7 +59,7 @@ struct PackRows {
 
 // No totals of a pack are larger, whatever its lengths.
 struct PackCapacity {
-  int64_t units, query_tiles, split_tiles, query_chunks, key_chunks;
+  int64_t units, query_tiles, split_tiles, key_chunks;
 };
 
 // Of parts of `size` rows into which so many sequences can be cut, each for itself: its last part may be short.
@@ -121,7 +120,6 @@ struct BackwardPackRule {
     need.splits = 1;
     need.head_swizzle = need.swizzle_with_turns = 1;
     need.share.query_tiles = grid.query_tiles();
-    need.share.query_chunks = fixed_point::num_chunks(sequence.seqlen_q);
     need.share.key_chunks = fixed_point::num_chunks(sequence.seqlen_k);
     if (grid.kv_tiles() == 0) return need;
     need.splits = num_splits(group_size, grid);
@@ -151,7 +149,6 @@ struct BackwardPackRule {
     most.units = most_parts(rows.total_k, tiling.key, rows.batch) * group_size * (divides(policy) ? 2 : 1);
     most.query_tiles = most_parts(rows.total_q, tiling.query, rows.batch);
     most.split_tiles = split == 0 ? 0 : most_parts(rows.total_k, tiling.key, split);
-    most.query_chunks = most_parts(rows.total_q, fixed_point::kMinChunkRows, rows.batch);
     most.key_chunks = most_parts(rows.total_k, fixed_point::kMinChunkRows, rows.batch);
     return most;
   }

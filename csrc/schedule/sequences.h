@@ -42,7 +42,7 @@ struct PackedSequence {
   int splits;                              // splits.h
   int first_query_tile;                    // of dQ, D and LSE in the workspace, in query tiles of all sequences
   int first_split_tile;                    // of the sums over splits and parts, in KV tiles of sequences that have them
-  int first_query_chunk, first_key_chunk;  // of the statistics of order-free accumulation
+  int first_key_chunk;                     // of the statistics of order-free accumulation
 
   // Of a number of the pack's work, of which a unit has `numbers_of_unit`: the number within this sequence's.
   DASH_HOST_DEVICE constexpr int number_within(int number, int numbers_of_unit) const {
@@ -51,12 +51,12 @@ struct PackedSequence {
 };
 
 struct PackTotals {
-  int units, query_tiles, split_tiles, query_chunks, key_chunks;
+  int units, query_tiles, split_tiles, key_chunks;
 };
 
 DASH_HOST_DEVICE constexpr PackTotals operator+(PackTotals const& a, PackTotals const& b) {
   return {a.units + b.units, a.query_tiles + b.query_tiles, a.split_tiles + b.split_tiles,
-          a.query_chunks + b.query_chunks, a.key_chunks + b.key_chunks};
+          a.key_chunks + b.key_chunks};
 }
 
 // What packing/plan.h has found out about a pack; all null in a dense batch.

@@ -1,5 +1,5 @@
-// Before an order-free backward: norms and largest elements of the rows of Q, K and V of each head, from which
-// config/fixed_point.h derives fixed-point scales (docs/order_free.md).
+// Before an order-free backward: norms, largest elements and differences of the rows of K and V of each head, from
+// which config/fixed_point.h derives fixed-point scales (docs/order_free.md).
 //
 // A block takes a chunk of rows of one head and leaves a few numbers; whoever needs a head's statistics puts its chunks
 // together in a fixed order. So they are the same for every number of blocks and every neighbour, without atomic adds.
@@ -16,11 +16,11 @@ constexpr int kStatisticsThreads = 256;
 
 template <typename Element>
 struct StatisticsParams {
-  StridedView<const Element> q, k, v;
+  StridedView<const Element> k, v;
   Workspace workspace;
   SequencesOfCall call;
   HeadDims head_dims;
-  int num_query_blocks, num_blocks;  // of the whole call, or more; a grid of fewer takes several each
+  int num_blocks;  // of the whole call, or more; a grid of fewer takes several each
 };
 
 // Eight columns, or zeros.
@@ -96,18 +96,26 @@ __device__ __forceinline__ float largest_of(const RowPart<Element, kThreads>& pa
       larger_of_pairs<Element>(largest8<Element>(part.halves[0]), largest8<Element>(part.halves[1])));
 }
 
+// Of two neighbouring rows of K: the sum of magnitudes of their difference.
 template <typename Element, int kThreads>
-__device__ __forceinline__ float sum_of_squares(const RowPart<Element, kThreads>& part) {
-  return dot8<Element>(part.halves[0], part.halves[0]) + dot8<Element>(part.halves[1], part.halves[1]);
+__device__ __forceinline__ float step_of_keys(const RowPart<Element, kThreads> (&rows)[2]) {
+  float sum = 0.f;
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const Floats8<Element> x(rows[0].halves[half]), y(rows[1].halves[half]);
+#pragma unroll
+    for (int i = 0; i < 8; ++i) { sum += fabsf(x[i] - y[i]); }
+  }
+  return sum;
 }
 
-// Of two neighbouring rows: the sums of squares, and of their difference the sum of magnitudes, or of squares.
-struct PairOfRows {
+// Of two neighbouring rows of V: the sums of squares of either, and of their difference.
+struct PairOfValues {
   float squares[2], step;
 };
-template <bool kStepSquares, typename Element, int kThreads>
-__device__ __forceinline__ PairOfRows measure_pair(const RowPart<Element, kThreads> (&rows)[2]) {
-  PairOfRows sums{};
+template <typename Element, int kThreads>
+__device__ __forceinline__ PairOfValues measure_values(const RowPart<Element, kThreads> (&rows)[2]) {
+  PairOfValues sums{};
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     const Floats8<Element> x(rows[0].halves[half]), y(rows[1].halves[half]);
@@ -116,7 +124,7 @@ __device__ __forceinline__ PairOfRows measure_pair(const RowPart<Element, kThrea
       sums.squares[0] = fmaf(x[i], x[i], sums.squares[0]);
       sums.squares[1] = fmaf(y[i], y[i], sums.squares[1]);
       const float step = x[i] - y[i];
-      sums.step = kStepSquares ? fmaf(step, step, sums.step) : sums.step + fabsf(step);
+      sums.step = fmaf(step, step, sums.step);
     }
   }
   return sums;
@@ -179,37 +187,27 @@ __device__ __forceinline__ float largest_of_warp(float value) {
   return __uint_as_float(__reduce_max_sync(0xffffffff, magnitude_bits(value)));
 }
 
-// Which chunk of rows of which head a block works on, and where what it finds goes.
+// Which chunk of rows of which KV head a block works on, and where what it finds goes.
 struct Chunk {
-  int batch, head, first, end;  // rows of the tensor
+  int batch, kv_head, first, end;  // rows of the tensor
   int64_t place;
   int number;    // of the head's chunks
   int sequence;  // in the caller's order
 };
 
 // The statistics of a head's chunks lie one after the other, those of a sequence's heads too: from here on.
-__device__ __forceinline__ int64_t first_chunk(int chunks_before, int heads, int head, int chunks) {
-  return int64_t(chunks_before) * heads + int64_t(head) * chunks;
+__device__ __forceinline__ int64_t first_chunk(const SequencesOfCall& call, const TileOwner& owner) {
+  return int64_t(owner.key_chunks_before) * call.kv_heads +
+         int64_t(owner.head / call.group_size()) * fixed_point::num_chunks(owner.lengths.seqlen_k);
 }
 
-__device__ __forceinline__ int64_t query_chunks_of(const SequencesOfCall& call, const TileOwner& owner) {
-  return first_chunk(owner.query_chunks_before, call.heads, owner.head,
-                     fixed_point::num_chunks(owner.lengths.seqlen_q));
-}
-
-__device__ __forceinline__ int64_t key_chunks_of(const SequencesOfCall& call, const TileOwner& owner) {
-  return first_chunk(owner.key_chunks_before, call.kv_heads, owner.head / call.group_size(),
-                     fixed_point::num_chunks(owner.lengths.seqlen_k));
-}
-
-// The sequence of a pack that chunk number `chunk` of all sequences, of queries or of keys, belongs to.
-__device__ __forceinline__ const PackedSequence& sequence_of_chunk(const SequencesOfCall& call,
-                                                                   int PackedSequence::* first, int chunk) {
+// The sequence of a pack that chunk number `chunk` of all sequences belongs to.
+__device__ __forceinline__ const PackedSequence& sequence_of_chunk(const SequencesOfCall& call, int chunk) {
   const PackedSequence* const sequences = call.pack.sequences;
   int low = 0, high = call.batch;  // the last one whose first chunk is not behind
   while (high - low > 1) {
     const int middle = (low + high) / 2;
-    if (sequences[middle].*first <= chunk) {
+    if (sequences[middle].first_key_chunk <= chunk) {
       low = middle;
     } else {
       high = middle;
@@ -218,63 +216,30 @@ __device__ __forceinline__ const PackedSequence& sequence_of_chunk(const Sequenc
   return sequences[low];
 }
 
-// Number `index` of the chunks of queries, or of keys; false where there are not so many.
-__device__ __forceinline__ bool find_chunk(const SequencesOfCall& call, bool of_queries, int index, Chunk& chunk) {
-  const int heads = of_queries ? call.heads : call.kv_heads;
-  int Sequence::* const seqlen = of_queries ? &Sequence::seqlen_q : &Sequence::seqlen_k;
-  Sequence lengths = call.sequence;
-  int before, first_row = 0;
+// Number `index` of the chunks; false where there are not so many.
+__device__ __forceinline__ bool find_chunk(const SequencesOfCall& call, int index, Chunk& chunk) {
+  int seqlen = call.sequence.seqlen_k, before, first_row = 0;
   if (call.pack.is_pack()) {
-    const PackTotals& totals = *call.pack.totals;
-    if (index >= (of_queries ? totals.query_chunks : totals.key_chunks) * heads) { return false; }
-    int PackedSequence::* const first =
-        of_queries ? &PackedSequence::first_query_chunk : &PackedSequence::first_key_chunk;
-    const PackedSequence& sequence = sequence_of_chunk(call, first, index / heads);
-    lengths = sequence.lengths;
-    before = sequence.*first;
-    first_row = (of_queries ? sequence.end_q : sequence.end_k) - lengths.*seqlen;
+    if (index >= call.pack.totals->key_chunks * call.kv_heads) { return false; }
+    const PackedSequence& sequence = sequence_of_chunk(call, index / call.kv_heads);
+    seqlen = sequence.lengths.seqlen_k;
+    before = sequence.first_key_chunk;
+    first_row = sequence.end_k - seqlen;
     chunk.batch = 0;
     chunk.sequence = sequence.number;
   } else {
-    const int chunks = fixed_point::num_chunks(lengths.*seqlen);
-    chunk.sequence = chunk.batch = index / (chunks * heads);
+    const int chunks = fixed_point::num_chunks(seqlen);
+    chunk.sequence = chunk.batch = index / (chunks * call.kv_heads);
     before = chunk.batch * chunks;
   }
-  const int chunks = fixed_point::num_chunks(lengths.*seqlen), rows = fixed_point::chunk_rows(lengths.*seqlen);
-  const int within = index - before * heads;
-  chunk.head = within / chunks;
+  const int chunks = fixed_point::num_chunks(seqlen), rows = fixed_point::chunk_rows(seqlen);
+  const int within = index - before * call.kv_heads;
+  chunk.kv_head = within / chunks;
   chunk.number = within % chunks;
   chunk.first = first_row + chunk.number * rows;
-  chunk.end = first_row + min_int(lengths.*seqlen, (chunk.number + 1) * rows);
+  chunk.end = first_row + min_int(seqlen, (chunk.number + 1) * rows);
   chunk.place = index;
   return true;
-}
-
-template <typename Element, int kQkDim>
-__device__ __forceinline__ float max_query_norm(const StatisticsParams<Element>& params, const Chunk& chunk) {
-  constexpr int kThreadsPerRow = kMeasuringThreads<kQkDim>, kRowsAtOnce = kStatisticsThreads / kThreadsPerRow;
-  constexpr int kPasses = 4;
-  using Part = RowPart<Element, kThreadsPerRow>;
-  const HeadRows<Element> q(params.q, chunk.batch, chunk.head, params.head_dims.qk);
-  const int first_row = chunk.first + int(threadIdx.x) / kThreadsPerRow;
-  const Element* elements = q.row(first_row) + Part::first_column();
-  const typename Part::Limits limits(q, chunk.end - first_row);
-  float max_norm = 0.f;
-#pragma unroll 1
-  for (int base = 0; base < chunk.end - chunk.first; base += kPasses * kRowsAtOnce) {
-    Part parts[kPasses];
-#pragma unroll
-    for (int pass = 0; pass < kPasses; ++pass, elements += kRowsAtOnce * q.stride) {
-      parts[pass].load(elements, base + pass * kRowsAtOnce, limits);
-    }
-    float squares[kPasses];
-#pragma unroll
-    for (int pass = 0; pass < kPasses; ++pass) { squares[pass] = sum_of_squares(parts[pass]); }
-    const float of_row = sum_across_row<kThreadsPerRow>(squares);
-    const int row = first_row + base + threadIdx.x % kPasses * kRowsAtOnce;
-    if (row < chunk.end) { max_norm = larger(max_norm, norm_bound(of_row, q.row(row), q.columns)); }
-  }
-  return max_norm;
 }
 
 // A thread's part of the rows of K and V that a warp measures at once: of a window, or of one of two neighbouring ones,
@@ -318,39 +283,32 @@ __device__ __forceinline__ void measure_windows(const HeadRows<Element>& keys, c
                                                 int first_row, int end, KeyStatistics& mine) {
   using Rows = KeyWindows<Element, kQkDim>;
   constexpr int kThreadsPerRow = Rows::kThreadsPerRow, kRowsAtOnce = Rows::kRowsAtOnce, kPasses = Rows::kPasses;
-  constexpr int kRows = 2 * kPasses;  // of a thread
+  constexpr int kRows = 2 * kPasses;  // of a thread, of K and of V
   Rows windows;
   windows.load(keys, values, first_row, end);
   const int thread = threadIdx.x % kThreadsPerRow, first_of_thread = Rows::first_of_thread(first_row);
-  float squares[2 * kRows], largest[kRows], value_steps[kPasses];  // squares: of K, then of V
-  float steps[2] = {};                                             // of the thread's window: of K, then of V
+  float squares[kRows], largest[kRows], value_steps[kPasses];  // squares: of V
+  float steps[2] = {};                                         // of the thread's window: of K, then of V
 #pragma unroll
   for (int pass = 0; pass < kPasses; ++pass) {
-    const PairOfRows k = measure_pair<false>(windows.k[pass]), v = measure_pair<true>(windows.v[pass]);
+    const float key_step = step_of_keys(windows.k[pass]);
+    const PairOfValues v = measure_values(windows.v[pass]);
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      squares[2 * pass + i] = k.squares[i];
-      squares[kRows + 2 * pass + i] = v.squares[i];
+      squares[2 * pass + i] = v.squares[i];
       largest[2 * pass + i] = largest_of(windows.k[pass][i]);
     }
     const bool are_two = first_of_thread + pass * kRowsAtOnce + 1 < end;
-    steps[0] += are_two ? k.step : 0.f;
+    steps[0] += are_two ? key_step : 0.f;
     value_steps[pass] = are_two ? v.step : 0.f;
   }
-  // A thread has one row's squares, of K or of V, and the largest element of that row of K.
-  const float of_row = sum_across_row<kThreadsPerRow>(squares);
+  // A thread has one key: the squares of its row of V and the largest element of its row of K.
+  const float of_value = sum_across_row<kThreadsPerRow>(squares);
   const float of_key = across_row<kThreadsPerRow>(largest, [](float a, float b) { return fmaxf(a, b); });
   const int row = first_of_thread + thread % kRows / 2 * kRowsAtOnce + thread % 2;
   mine.max_element = larger(mine.max_element, of_key);
   if (row < end) {
-    const bool is_key = thread % (2 * kRows) < kRows;
-    const float norm =
-        norm_bound(of_row, is_key ? keys.row(row) : values.row(row), is_key ? keys.columns : values.columns);
-    if (is_key) {
-      mine.max_norm = larger(mine.max_norm, norm);
-    } else {
-      mine.max_product = larger(mine.max_product, norm * of_key);
-    }
+    mine.max_product = larger(mine.max_product, norm_bound(of_value, values.row(row), values.columns) * of_key);
   }
   const float value_step = ptx::sqrt_approx(sum_across_row<kThreadsPerRow>(value_steps));
   steps[1] = thread < kPasses ? value_step : 0.f;  // of each pair once
@@ -365,8 +323,8 @@ template <typename Element, int kQkDim, int kValueDim>
 __device__ __forceinline__ KeyStatistics key_statistics(const StatisticsParams<Element>& params, const Chunk& chunk) {
   static_assert(kQkDim >= kValueDim);
   constexpr int kRowsOfWarp = KeyWindows<Element, kQkDim>::kRows;
-  const HeadRows<Element> keys(params.k, chunk.batch, chunk.head, params.head_dims.qk);
-  const HeadRows<Element> values(params.v, chunk.batch, chunk.head, params.head_dims.v);
+  const HeadRows<Element> keys(params.k, chunk.batch, chunk.kv_head, params.head_dims.qk);
+  const HeadRows<Element> values(params.v, chunk.batch, chunk.kv_head, params.head_dims.v);
   KeyStatistics mine = of_no_rows();
 #pragma unroll 1
   for (int row = chunk.first + int(threadIdx.x) / 32 * kRowsOfWarp; row < chunk.end;
@@ -378,46 +336,32 @@ __device__ __forceinline__ KeyStatistics key_statistics(const StatisticsParams<E
 
 // What the lanes of a warp have found, for each of them. NaN, beyond infinity in this order, is never the smallest.
 __device__ __forceinline__ KeyStatistics combine_warp(const KeyStatistics& x) {
-  return {largest_of_warp(x.max_element), largest_of_warp(x.max_product), largest_of_warp(x.max_norm),
+  return {largest_of_warp(x.max_element), largest_of_warp(x.max_product),
           __uint_as_float(__reduce_min_sync(0xffffffff, magnitude_bits(x.min_step_product)))};
 }
 
 template <typename Geometry>
-__device__ __forceinline__ void measure_chunk(const StatisticsParams<typename Geometry::Element>& params,
-                                              bool of_queries, int index) {
+__device__ __forceinline__ void measure_chunk(const StatisticsParams<typename Geometry::Element>& params, int index) {
   using Element = typename Geometry::Element;
   constexpr int kWarps = kStatisticsThreads / 32;
   __shared__ KeyStatistics of_warp[kWarps];
   Chunk chunk;
-  if (!find_chunk(params.call, of_queries, index, chunk)) { return; }
+  if (!find_chunk(params.call, index, chunk)) { return; }
 
-  KeyStatistics all = of_no_rows();
-  if (of_queries) {
-    all.max_norm = max_query_norm<Element, Geometry::kQkDim>(params, chunk);
-  } else {
-    all = key_statistics<Element, Geometry::kQkDim, Geometry::kValueDim>(params, chunk);
-  }
-  all = combine_warp(all);
+  KeyStatistics all = combine_warp(key_statistics<Element, Geometry::kQkDim, Geometry::kValueDim>(params, chunk));
   if (threadIdx.x % 32 == 0) { of_warp[threadIdx.x / 32] = all; }
   __syncthreads();
   if (threadIdx.x >= 32) { return; }
   all = combine_warp(threadIdx.x < kWarps ? of_warp[threadIdx.x] : of_no_rows());
   if (threadIdx.x > 0) { return; }
-  if (of_queries) {
-    params.workspace.query_norms[chunk.place] = all.max_norm;
-  } else {
-    params.workspace.key_statistics[chunk.place] = all;
-    if (chunk.number == 0) {
-      params.workspace.needs_order[chunk.sequence * params.call.kv_heads + chunk.head].by_row = 0;
-    }
-  }
+  params.workspace.key_statistics[chunk.place] = all;
+  if (chunk.number == 0) { params.workspace.needs_order[chunk.sequence * params.call.kv_heads + chunk.kv_head] = 0; }
 }
 
 // As many as have registers for the rows that they measure at once: while some wait for theirs, others compute.
 template <int kQkDim>
 constexpr int kStatisticsBlocksOfSm = kMeasuringThreads<kQkDim> <= 8 ? 3 : 2;
 
-// Blocks: the chunks of all heads of Q, then those of K and V.
 template <typename Geometry>
 __global__ void __launch_bounds__(kStatisticsThreads, kStatisticsBlocksOfSm<Geometry::kQkDim>)
     statistics_kernel(const StatisticsParams<typename Geometry::Element> params) {
@@ -425,8 +369,7 @@ __global__ void __launch_bounds__(kStatisticsThreads, kStatisticsBlocksOfSm<Geom
   if (blockIdx.x == 0 && threadIdx.x == 0) { *params.workspace.any_needs_order = 0; }
   for (int block = blockIdx.x; block < params.num_blocks; block += gridDim.x) {
     if (block != int(blockIdx.x)) { __syncthreads(); }  // what the warps left before has been read
-    const bool of_queries = block < params.num_query_blocks;
-    measure_chunk<Geometry>(params, of_queries, of_queries ? block : block - params.num_query_blocks);
+    measure_chunk<Geometry>(params, block);
   }
 }
 
