@@ -98,10 +98,10 @@ def test_no_less_accurate_with_scores(head_dims, scores, causal, device):
 def cancelling(problem, device, spread):
     """q and k whose scores have that deviation, of terms some thousand times larger; one query a column of dout."""
     generator = torch.Generator().manual_seed(0)
-    half, size = problem.head_dim // 2, (spread * 2**9) ** 0.5
+    half, size = problem.head_dim // 2, (spread * 2**10) ** 0.5
     rows = [(problem.batch, n, problem.heads, half) for n in (problem.seqlen_q, problem.seqlen_k)]
     q, k = (size * torch.randn(shape, generator=generator).to(problem.dtype).float() for shape in rows)
-    change = 1 + (torch.randint(0, 8, k.shape, generator=generator) == 0) / 2**7
+    change = 1 + (torch.randint(0, 32, k.shape, generator=generator) == 0) / 2**7
     q, k = torch.cat((q, q), dim=-1), torch.cat((k, -k * change), dim=-1)
     v = torch.randn(*k.shape[:-1], problem.head_dims["value_head_dim"], generator=generator)
     dout = torch.eye(problem.seqlen_q)[None, :, None].expand(problem.batch, -1, problem.heads, -1)
@@ -120,11 +120,10 @@ def test_products_have_the_same_bits_in_both_passes(head_dims, dtype, scores, ca
         problem = problem_of(head_dims, 3, head_dims[1], 1000, 4, 4, causal=causal, dtype=dtype, **options)
         q, k, v, dout = cancelling(problem, device, spread)
         inputs = support.with_forward(problem, q, k, v, dout, support.random_scores(problem, device))
-        if not scores:
+        if spread > 100 and not scores and not causal:
             rows, keys = (x.double().transpose(1, 2) for x in (q, k))
-            exact = (rows[:, :, -1:] @ keys.mT * problem.scale).logsumexp(dim=-1)[..., 0]  # the last sees all keys
-            wrong = (inputs.softmax_lse[:, :, -1] - exact).abs().max().item()
-            assert spread < 100 or wrong > 2**-5, f"{wrong}: or the test would say nothing"
+            wrong = (inputs.softmax_lse - (rows @ keys.mT * problem.scale).logsumexp(dim=-1)).abs().max().item()
+            assert wrong > 2**-4, f"{wrong}: or the test would say nothing"
         free, ordered = (support.backward(inputs, problem, policy) for policy in ("order_free", "descending"))
         sums = free["dv"].double().sum(dim=1)
         assert bool(((sums - 1).abs() <= 2**-6).all()), (spread, (sums - 1).abs().max())
