@@ -67,6 +67,7 @@ struct Geometry {
   static constexpr int kDqQueries = kSplitDqByHeadDim ? kQuery : kQuery / kConsumers;
   static constexpr bool kTransposesDq = kDqQueries != kWarpgroupRows;
   static_assert(kTransposesDq || kDqColumnStep % kWarpgroupRows == 0);
+  static constexpr bool kCanFinishDq = !kTransposesDq;
 
   static constexpr int kStages = kPipelineStages;
   static constexpr int kDoutStages = kStages;
@@ -115,6 +116,7 @@ struct Geometry<Element_, kQkDim_, kValueDim_, true> {
   static_assert(kDqPieces % kDqParts == 0 && kDqParts == kAdderWarps);
   static constexpr int kDqPiecesOfBlock = kWarpgroupRows / kDqPieceColumns;
   static constexpr int kDqSlots = kQkDim > 192 ? 3 : 4;
+  static constexpr bool kCanFinishDq = false;
 
   static constexpr int kStages = kPipelineStages;
   static constexpr int kDoutStages = kQkDim > 192 ? 1 : 2;
@@ -131,6 +133,10 @@ struct Variant : Geometry {
   static constexpr bool kOrderFree = accumulation(Policies::kAny) == Accumulation::kOrderFree;
   static constexpr bool kCarries = Policies::kCarries;
   static constexpr bool kDivided = Order<Policies::kAny>::kDivided;
+
+  // Whether the KV tile whose partial of dQ is the last of a query tile makes dQ of the sum (finish_dq.h), or a kernel
+  // behind this one does (convert.h).
+  static constexpr bool kFinishesDq = Geometry::kCanFinishDq && !kOrderFree && !kCarries;
 
   // Consumers hold columns of their rows of V in registers as an A operand: what bounds the kernel is shared memory's
   // bandwidth, and a product of 64 x 64 with both operands there takes all of it. There is no room for K as well, nor

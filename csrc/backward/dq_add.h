@@ -6,9 +6,14 @@
 //   bulk add -> wait_group 0 (performed, and visible to this thread) -> st.release semaphore = r + 1
 //   -> ld.acquire semaphore -> fence.proxy.async (the next bulk add is an access of the async proxy)
 // Rank 0 stores instead of adding, so the accumulator is never cleared, unless the call goes on with another's sums.
-// Partials that are added in no order wait for rank 0 alone, and are counted, for the conversion.
+// Partials that are added in no order wait for rank 0 alone, and are counted, for who makes dQ of the sum: the last rank
+// (finish_dq.h), which is brought the sum instead of adding to it, or the conversion.
 #pragma once
 
+#include <cute/arch/copy_sm90_tma.hpp>
+
+#include "../schedule/sequences.h"
+#include "finish_dq.h"
 #include "params.h"
 #include "plan.h"
 #include "storage.h"
@@ -28,6 +33,15 @@ class Adder {
       const RingIndex<Variant::kPlanSlots> plan{part_ / Variant::kDqParts};
       const int part = part_ % Variant::kDqParts;
       const PlannedStep step = wait_for_step(shared_, plan);
+      if constexpr (Variant::kFinishesDq) {
+        if (step.dq_tile != kNoMoreTiles && step.is(PlannedStep::kFinishesDq)) {
+          const auto [outer, seqlen] = shared_.finishing.rows[plan.slot()];
+          release_step(shared_, plan);
+          finish(step, RowOrigin::of(params_.pack.is_pack(), outer, seqlen));
+          continue;
+        }
+        shared_.finishing.sum_full[part_ % Variant::kDqSlots].arrive();
+      }
       if (part + kAdderWarps >= Variant::kDqParts) { release_step(shared_, plan); }
       if (step.dq_tile == kNoMoreTiles) { return; }
       add_part(int64_t(step.dq_tile) * Variant::kDqParts + part, step, continues(step.query_tile));
@@ -35,6 +49,41 @@ class Adder {
   }
 
  private:
+  // The last rank: brings the sum to where the consumers will make dQ of it, and stores that.
+  __device__ __forceinline__ void finish(const PlannedStep& step, const RowOrigin& rows) {
+    constexpr int kFloats = Variant::kDqTileFloats, kBytes = kFloats * sizeof(float);
+    static_assert(Variant::kDqParts == 1 && Variant::kDqPiecesOfPart == 1);
+    const RingIndex<Variant::kDqSlots> buffer{part_};
+    auto& sum_full = shared_.finishing.sum_full[buffer.slot()];
+    float* const sum = params_.workspace.dq_accumulator + int64_t(step.dq_tile) * kFloats;
+    float* const staged = shared_.dq[buffer.slot()];
+    if (step.rank > 0) {
+      if (!Variant::kStageInDs && step.is(PlannedStep::kIsFirst)) {
+        shared_.finishing.dv_left.wait(step.is(PlannedStep::kOddTile));
+      }
+      wait_for_turn(params_.workspace.dq_semaphores + step.dq_tile, step.rank, true);
+      sum_full.arrive_and_expect_tx(kBytes);
+      cute::SM90_BULK_COPY_G2S::copy(sum, reinterpret_cast<uint64_t*>(&sum_full), staged, kBytes);
+    } else {
+      sum_full.arrive();
+    }
+    shared_.dq_full[buffer.slot()].wait(buffer.parity());
+#pragma unroll
+    for (int consumer = 0; consumer < Variant::kConsumers; ++consumer) {
+      const int row = Variant::kSplitDqByHeadDim ? 0 : consumer * Variant::kDqQueries;
+      cute::SM90_TMA_STORE_5D::copy(&params_.dq, place_of_dq<Variant>(staged, consumer),
+                                    consumer * Variant::kDqColumnStep, step.head(),
+                                    rows.first + step.query_tile * Variant::kQuery + row, rows.outer, rows.wrap);
+    }
+    ptx::bulk_commit();
+    // The sum has been read: it need not leave L2.
+    for (int i = 0; i < (step.rank > 0 ? kBytes : 0); i += ptx::kDiscardedBytes) {
+      ptx::discard_l2(reinterpret_cast<char*>(sum) + i);
+    }
+    ptx::bulk_wait_read();
+    shared_.dq_empty[buffer.slot()].arrive();
+  }
+
   // The pieces of a part are staged one after the other, in buffers that both adders use. A piece's buffer is free
   // when the next one has been added. An adder looks at no buffer before the other has seen all pieces of the part
   // before: a barrier's parity tells one pass from the next, and not from the next but one.
@@ -47,7 +96,7 @@ class Adder {
     float* const accumulator = params_.workspace.dq_accumulator + part * kPieces * kPieceFloats;
     int* const semaphore = params_.workspace.dq_semaphores + part;
     const int rank = step.rank;
-    const bool is_ordered = step.is_ordered(), stores = rank == 0 && !continues;
+    const bool is_ordered = step.is(PlannedStep::kIsOrdered), stores = rank == 0 && !continues;
     // A wide partial is staged throughout its step, so its turn is looked for beforehand; a narrow one's only when it
     // is staged, because a longer look was measured to cost more than it gains.
     if (Variant::kWide && !stores) { wait_for_turn(semaphore, rank, is_ordered); }

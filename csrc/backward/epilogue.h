@@ -28,8 +28,10 @@ class Epilogue {
   using Gradient = float[kRegisters];
 
   // Once a work tile, when dK and dV of the one before have had time to leave.
-  static __device__ __forceinline__ void release_staging(int thread) {
-    if (thread == 0) { ptx::bulk_wait_read(); }
+  static __device__ __forceinline__ void release_staging(Shared& shared, int thread) {
+    if (thread > 0) { return; }
+    ptx::bulk_wait_read();
+    if constexpr (Variant::kFinishesDq) { shared.finishing.dv_left.arrive(); }
   }
 
   // Behind release_staging, before the first dS of a work tile.
@@ -60,7 +62,7 @@ class Epilogue {
     sync_consumers();  // each one's dQ has read dS, and without steps what was staged before has left
     store_rows<Swizzle, kWarpgroupRows>(dv_rows, 0, packed, thread / 32, thread % 32);
 #pragma unroll
-    for (int i = 0; i < kRegisters; ++i) { dk[i] *= params.dk_scale; }
+    for (int i = 0; i < kRegisters; ++i) { dk[i] *= params.scale_of_sums; }
     pack_slices<Element>(packed, dk);
     store_rows<Swizzle, kWarpgroupRows>(dk_rows, 0, packed, thread / 32, thread % 32);
     ptx::fence_async_shared();

@@ -103,7 +103,7 @@ class Loader {
         load_dout(step, work);
         load_q(step, work);
       }
-      last = step.is_last();
+      last = step.is(PlannedStep::kIsLast);
       release_step(shared_, plan_);
       if (!v_pending) { continue; }
       if constexpr (Variant::kWide) {
@@ -158,7 +158,7 @@ class Loader {
       if constexpr (Variant::Score::kHasSlope && Variant::kWide) { shared_.slope[slot] = slope; }
       if constexpr (Variant::Score::kDrops) { shared_.head[slot] = head; }
       load_query_tile<Variant::kQkDim>(params_.q, full, shared_.q[slot], work, query_tile, head);
-      shared_.step[slot] = {query_tile, step.needs_masking()};
+      shared_.step[slot] = {query_tile, step.is(PlannedStep::kNeedsMasking)};
     }
     write_lse(lse, shared_.lse[slot]);
     if (is_leader()) {
@@ -179,12 +179,16 @@ class Loader {
     if constexpr (Variant::Score::kHasSlope && !Variant::kWide) {
       shared_.slope[slot] = params_.score.slope(work.batch, head);
     }
+    if constexpr (Variant::kFinishesDq) {
+      shared_.finishing.sum[plan_.count % FinishingStorage<Variant>::kSlots] =
+          !step.is(PlannedStep::kFinishesDq) ? DqSum::kNotLast : step.rank == 0 ? DqSum::kNone : DqSum::kStaged;
+    }
     load_query_tile<Variant::kValueDim>(params_.dout, full, shared_.dout[slot], work, query_tile, head);
     const int64_t first_row = int64_t(step.dq_tile) * Variant::kQuery;
     copy_rows(params_.workspace.delta + first_row, full, shared_.delta[slot], Variant::kRowStatBytes);
     if constexpr (Variant::kOrderFree) {
       const int scale_slot = RingIndex<Variant::kScaleSlots>{plan_.count}.slot();
-      shared_.scale_tile[scale_slot] = step.is_ordered() ? kNoScale : step.dq_tile;
+      shared_.scale_tile[scale_slot] = step.is(PlannedStep::kIsOrdered) ? kNoScale : step.dq_tile;
       copy_rows(params_.workspace.scales + first_row, full, shared_.scales[scale_slot], Variant::kScaleBytes);
     }
     full.arrive_and_expect_tx(Variant::kDoutTileBytes + Variant::kRowStatBytes + Variant::kScaleBytes);

@@ -25,6 +25,7 @@
 #include "carried_sums.h"
 #include "dq_layout.h"
 #include "epilogue.h"
+#include "finish_dq.h"
 #include "order_free/rounding.h"
 #include "params.h"
 #include "score_tile.h"
@@ -130,8 +131,9 @@ class Consumer {
         hand_over_first_part<Variant, Visits::kSecond>(params_, work(), r.dk, r.dv);
       }
     }
+    DqSum last_sum = DqSum::kNotLast;
     if (steps > 0) {
-      walk(r, steps);
+      last_sum = walk(r, steps);
     } else {
       pass_over();
     }
@@ -142,6 +144,7 @@ class Consumer {
     if (is_complete(r)) {
       Epilogue<Variant>::store(shared_, params_, work(), step_, consumer_, r.dk, r.dv);
     }
+    if (last_sum != DqSum::kNotLast) { stage_and_arrive(r.dq(), step_.previous(), last_sum); }
   }
 
   // Whether dK and dV are, once the splits before are added; if not, they are left to who goes on with them.
@@ -168,7 +171,8 @@ class Consumer {
 
   // The loop is cut where no product is running, between dP and dS: ptxas then follows every product to its wait and
   // has no reason to serialise them.
-  __device__ __forceinline__ void walk(Registers& r, int steps) {
+  // Returns what end_last_step does.
+  __device__ __forceinline__ DqSum walk(Registers& r, int steps) {
     begin_first_step(r);
     for (int steps_left = steps - 1; steps_left > 0; --steps_left) {
       // So that all addresses of a step are constants.
@@ -178,7 +182,7 @@ class Consumer {
         end_step_begin_next<1>(r);
       }
     }
-    end_last_step(r);
+    return end_last_step(r);
   }
 
   // A work tile without steps: nothing has been loaded.
@@ -200,7 +204,7 @@ class Consumer {
   __device__ __forceinline__ const Element* value_tile() const { return shared_.kv[1 - ring_.count % 2]; }
   __device__ __forceinline__ const WorkTile& work() const { return shared_.work[ring_.slot()]; }
 
-  __device__ __forceinline__ void release_staging() const { Epilogue<Variant>::release_staging(thread_); }
+  __device__ __forceinline__ void release_staging() const { Epilogue<Variant>::release_staging(shared_, thread_); }
 
   __device__ __forceinline__ void begin_first_step(Registers& r) {
     shared_.k_full.wait(tile().parity());
@@ -249,10 +253,11 @@ class Consumer {
     issue_dq(r, step);
     issue_dv(r, next);
     if constexpr (kDpFirst) { issue_dp(r, next); }
+    const DqSum sum = sum_before(step);
     wait_for_staging(step);
     wait_products<kDpFirst ? 2 : 1>();  // dQ
     pin(r.dq());
-    stage_dq(r.dq(), step);
+    stage_dq(r.dq(), step, sum);
     if constexpr (!kDpFirst) { issue_dp(r, next); }
     fence_and_arrive(shared_.dq_full[step.slot()]);
 
@@ -263,21 +268,29 @@ class Consumer {
     pin(r.kept());
   }
 
-  __device__ __forceinline__ void end_last_step(Registers& r) {
+  // dQ that is to be finished is left to who stores dK and dV, for whose sake nobody waits. Returns where its sum is.
+  __device__ __forceinline__ DqSum end_last_step(Registers& r) {
     make_ds(r, step_);
     fence_and_arrive(shared_.ds_full[step_.slot()]);
     issue_dk(r, step_);
     issue_dq(r, step_);
+    const DqSum sum = sum_before(step_);
     wait_for_staging(step_);
     wait_products<0>();
     pin(r.dk);
     pin(r.dq());
     pin(r.rounded);
     shared_.q_empty[step_.slot()].arrive();
-    stage_dq(r.dq(), step_);
-    fence_and_arrive(shared_.dq_full[step_.slot()]);
+    if (sum == DqSum::kNotLast) { stage_and_arrive(r.dq(), step_, sum); }
     step_ = step_.next();
     if constexpr (!Variant::kHoldsV) { arrive_together(shared_.v_empty); }
+    return sum;
+  }
+
+  template <typename AnyStep>
+  __device__ __forceinline__ void stage_and_arrive(const DqPartial& dq, AnyStep step, DqSum sum) {
+    stage_dq(dq, step, sum);
+    fence_and_arrive(shared_.dq_full[step.slot()]);
   }
 
   template <typename AnyStep>
@@ -398,8 +411,25 @@ class Consumer {
     shared_.dq_empty[step.slot()].wait(step.empty_parity());
   }
 
+  // Where the step's partial finds the sum that it makes dQ of, if it does: asked for before a wait that covers the read.
   template <typename AnyStep>
-  __device__ __forceinline__ void stage_dq(const DqPartial& dq, AnyStep step) {
+  __device__ __forceinline__ DqSum sum_before(AnyStep step) const {
+    if constexpr (Variant::kFinishesDq) {
+      return shared_.finishing.sum[step.count % FinishingStorage<Variant>::kSlots];
+    }
+    return DqSum::kNotLast;
+  }
+
+  template <typename AnyStep>
+  __device__ __forceinline__ void stage_dq(const DqPartial& dq, AnyStep step, DqSum sum) {
+    if constexpr (Variant::kFinishesDq) {
+      if (sum != DqSum::kNotLast) {
+        forget(thread_);
+        finish_dq<Variant>(shared_.dq[step.slot()], dq, sum, shared_.finishing.sum_full[step.slot()], step.parity(),
+                           params_.scale_of_sums, consumer_, thread_);
+        return;
+      }
+    }
     if (!Layout::has_part(consumer_, thread_)) { return; }
     float4* const buffer = reinterpret_cast<float4*>(shared_.dq[step.slot()]);
     const auto store = [&](int quad, float x, float y, float z, float w) {

@@ -121,6 +121,7 @@ struct KernelParams {
   CUtensorMap q, dout;  // boxes of a swizzle block's columns x one query tile
   CUtensorMap k, v;     // boxes of a swizzle block's columns x one KV tile
   CUtensorMap dk, dv;   // boxes of a swizzle block's columns x 64 keys
+  CUtensorMap dq;       // the same x 64 queries, of a kernel that finishes it
   // (batch, heads, seqlen_q), of a pack (heads, total_q); natural logarithm, +inf or -inf for rows that see no key.
   const float* softmax_lse;
   int64_t lse_batch_stride, lse_head_stride;
@@ -129,7 +130,7 @@ struct KernelParams {
   PackView pack;
   Workspace workspace;
   int num_groups;  // of KV tiles: the numbers that are handed out; of a pack, no fewer than those
-  float dk_scale;  // of its sum
+  float scale_of_sums;  // dQ and dK are so many times their sums
   ScoreParams score;
   dropout::BitsView dropout;
   CarriedSums carried;  // of a kernel that carries sums

@@ -13,6 +13,7 @@ namespace dash_attn::backward {
 template <typename Element>
 struct PreprocessParams {
   StridedView<const Element> out, dout;
+  StridedView<Element> dq;  // rows that see no key are zeroed here; null where dQ is converted
   Workspace workspace;
   SequencesOfCall call;
   HeadDims head_dims;
@@ -77,6 +78,24 @@ __device__ __forceinline__ void finish_rows(const PreprocessParams<typename Geom
   }
 }
 
+// dQ of a block's rows is zero where no KV tile adds to it.
+template <typename Geometry>
+__device__ __forceinline__ void zero_unseen_rows(const PreprocessParams<typename Geometry::Element>& params,
+                                                 const TileOwner& owner, int first_row) {
+  using Tile = PreprocessTile<Geometry>;
+  if (!params.dq.data) { return; }
+  const TileGrid grid{{Geometry::kQuery, Geometry::kKey, 1}, mask_of(params.call.mask, owner.lengths)};
+  const int column = threadIdx.x % Tile::kThreadsPerRow * 8;
+  if (grid.kv_tiles_of(owner.query_tile).count > 0 || column >= params.head_dims.qk) { return; }
+#pragma unroll 1
+  for (int pass = 0; pass < Tile::kPasses; ++pass) {
+    const int row = first_row + (pass * kPreprocessThreads + threadIdx.x) / Tile::kThreadsPerRow;
+    if (row >= owner.lengths.seqlen_q) { return; }
+    *reinterpret_cast<uint4*>(params.dq.row(owner.batch, owner.first_row + row, owner.head) + column) =
+        make_uint4(0, 0, 0, 0);
+  }
+}
+
 template <typename Geometry, bool kOrderFree>
 __device__ __forceinline__ void preprocess_block(const PreprocessParams<typename Geometry::Element>& params,
                                                  int block) {
@@ -99,6 +118,8 @@ __device__ __forceinline__ void preprocess_block(const PreprocessParams<typename
     dout[pass] = load8(params.dout, owner.batch, owner.first_row + row, owner.head, column, inside);
     out[pass] = load8(params.out, owner.batch, owner.first_row + row, owner.head, column, inside);
   }
+
+  if constexpr (!kOrderFree && Geometry::kCanFinishDq) { zero_unseen_rows<Geometry>(params, owner, first_row); }
 
   KeyStatistics keys;
   if constexpr (kOrderFree) {

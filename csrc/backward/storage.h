@@ -3,6 +3,8 @@
 
 #include <cutlass/arch/barrier.h>
 
+#include <type_traits>
+
 #include "../device/ring.h"
 #include "../schedule/work_tile.h"
 #include "config.h"
@@ -18,15 +20,17 @@ struct PlannedStep {
   int query_tile;
   int dq_tile;  // its index among the query tiles of all heads, or kNoMoreTiles
   int rank;     // of the KV tile in the sum of dQ there
-  int packed;   // query head, whether partials wait for those of lower rank, for the mask, whether the work tile ends
+  int packed;   // the query head above what follows
 
-  __device__ __forceinline__ void pack(int head, bool is_ordered, bool needs_masking, bool is_last) {
-    packed = 8 * head + 4 * int(is_ordered) + 2 * int(needs_masking) + int(is_last);
-  }
-  __device__ __forceinline__ int head() const { return packed >> 3; }
-  __device__ __forceinline__ bool is_ordered() const { return packed & 4; }
-  __device__ __forceinline__ bool needs_masking() const { return packed & 2; }
-  __device__ __forceinline__ bool is_last() const { return packed & 1; }
+  static constexpr int kIsLast = 1, kIsFirst = 2;  // of its work tile
+  static constexpr int kNeedsMasking = 4;
+  static constexpr int kIsOrdered = 8;    // whether its partial waits for those of lower rank
+  static constexpr int kFinishesDq = 16;  // whether it makes dQ of the sum
+  static constexpr int kOddTile = 32;     // whether its work tile's number of the CTA's is odd
+  static constexpr int kHeadShift = 6;
+
+  __device__ __forceinline__ bool is(int flag) const { return packed & flag; }
+  __device__ __forceinline__ int head() const { return packed >> kHeadShift; }
 };
 
 // What a consumer needs to know of a step.
@@ -34,6 +38,21 @@ struct StepTile {
   int query_tile;
   int needs_masking;
 };
+
+// Where a partial that makes dQ of a sum finds that: finish_dq.h.
+enum class DqSum : int { kNotLast, kNone, kStaged };
+
+template <typename Variant>
+struct FinishingStorage {
+  static constexpr int kSlots = 4;  // an entry outlives the stage of its step's dO: see kScaleSlots
+  DqSum sum[kSlots];
+  cutlass::arch::ClusterTransactionBarrier sum_full[Variant::kStages];  // the step's sum is staged, if it has one
+  cutlass::arch::ClusterBarrier dv_left;  // what the last work tile's epilogue staged in place of dQ
+  struct {
+    int outer, seqlen;  // of RowOrigin
+  } rows[Variant::kPlanSlots];
+};
+struct NothingFinished {};
 
 template <typename Variant, bool kIsWide = Variant::kWide>
 struct alignas(1024) SharedStorage {
@@ -55,6 +74,7 @@ struct alignas(1024) SharedStorage {
   StepTile step[kStages];
   float slope[Variant::Score::kHasSlope ? kStages : 1];  // ALiBi's, of the step's head
   int head[Variant::Score::kDrops ? kStages : 1];        // of the step, whose bits of dropout are read
+  std::conditional_t<Variant::kFinishesDq, FinishingStorage<Variant>, NothingFinished> finishing;
   // Order-free only: the scales of the tile whose rows' units the partial is rounded to, and its number, or kNoScale.
   alignas(16) uint8_t scales[Variant::kScaleSlots][Variant::kScaleBytes ? Variant::kQuery : 16];
   int scale_tile[Variant::kScaleSlots];
@@ -117,6 +137,10 @@ __device__ __forceinline__ void initialise_barriers(SharedStorage<Variant>& shar
   for (int i = 0; i < Variant::kDqSlots; ++i) {
     shared.dq_full[i].init(Count::kStagers);
     shared.dq_empty[i].init(Count::kAdder);
+  }
+  if constexpr (Variant::kFinishesDq) {
+    for (auto& full : shared.finishing.sum_full) { full.init(Count::kAdder); }
+    shared.finishing.dv_left.init(Variant::kConsumers);
   }
   if constexpr (Variant::kWide) {
     shared.p_full.init(Count::kConsumerWarpsOfOne);

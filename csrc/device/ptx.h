@@ -89,6 +89,12 @@ __device__ __forceinline__ void bulk_store(float* global, const float* shared, i
                : "memory");
 }
 
+// 9.7.9.17 "discard": what lies there, from a multiple of as many bytes on, is of no more use, and is not written back.
+constexpr int kDiscardedBytes = 128;
+__device__ __forceinline__ void discard_l2(void* global) {
+  asm volatile("discard.global.L2 [%0], 128;" ::"l"(__cvta_generic_to_global(global)) : "memory");
+}
+
 // 9.7.9.25 "cp.async.bulk.prefetch": brings `bytes`, a multiple of 16 like the address, to L2. Nobody waits for it.
 __device__ __forceinline__ void bulk_prefetch(const void* global, int bytes) {
   asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(__cvta_generic_to_global(global)), "r"(bytes));

@@ -89,6 +89,10 @@ void launch_main(const BackwardArguments& a, const TileScheduler& scheduler, con
     params.dk = key_map(a.dk, a.head_dims.qk, Variant::kStoredRows);
     params.dv = key_map(a.dv, a.head_dims.v, Variant::kStoredRows);
   }
+  if constexpr (Variant::kFinishesDq) {
+    params.dq = make_tensor_map(a.dq, a.dtype, a.query_rows(), a.heads, a.head_dims.qk,
+                                {Variant::Swizzle::kColumns, 1, kWarpgroupRows});
+  }
   params.softmax_lse = a.softmax_lse;
   params.lse_batch_stride = int64_t(a.heads) * a.seqlen_q;
   params.lse_head_stride = a.seqlen_q;
@@ -98,7 +102,7 @@ void launch_main(const BackwardArguments& a, const TileScheduler& scheduler, con
   params.workspace = workspace.arrays;
   params.num_groups = num_groups;
   params.dropout = make_bits_view(a);
-  params.dk_scale = a.softmax_scale * params.dropout.scale;
+  params.scale_of_sums = a.softmax_scale * params.dropout.scale;
   params.score = make_score_params(a);
   params.carried = {a.carried.total, a.carried.dq_continues, a.carried.keys_continue, a.carried.keys_end};
 
@@ -120,9 +124,9 @@ void launch_backward(const BackwardArguments& a, cudaStream_t stream) {
   check_launchable<Variant>(a, workspace.most, groups);
   if (a.is_pack()) { launch_backward_plan(a, workspace, stream); }
   if constexpr (Variant::kOrderFree) { launch_statistics(a, workspace, stream); }
-  launch_preprocess(a, workspace, stream);
+  launch_preprocess(a, workspace, Variant::kFinishesDq, stream);
   launch_main<Variant>(a, scheduler, workspace, int(groups), stream);
-  if (!a.carries() || a.carried.dq_ends) { launch_convert(a, workspace, stream); }
+  if (!Variant::kFinishesDq && (!a.carries() || a.carried.dq_ends)) { launch_convert(a, workspace, stream); }
   if (a.dsinks) { launch_sinks(a, workspace, stream); }
 }
 

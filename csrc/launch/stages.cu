@@ -45,7 +45,8 @@ void launch_statistics(const BackwardArguments& a, const BackwardWorkspace& work
   });
 }
 
-void launch_preprocess(const BackwardArguments& a, const BackwardWorkspace& workspace, cudaStream_t stream) {
+void launch_preprocess(const BackwardArguments& a, const BackwardWorkspace& workspace, bool finishes_dq,
+                       cudaStream_t stream) {
   with_geometry(a, [&](auto geometry) {
     using Geometry = decltype(geometry);
     using Element = typename Geometry::Element;
@@ -53,6 +54,7 @@ void launch_preprocess(const BackwardArguments& a, const BackwardWorkspace& work
     backward::PreprocessParams<Element> params;
     params.out = strided_view<const Element>(a.out);
     params.dout = strided_view<const Element>(a.dout);
+    params.dq = finishes_dq ? strided_view<Element>(a.dq) : backward::StridedView<Element>{};
     params.workspace = workspace.arrays;
     params.call = sequences_of(a, workspace);
     params.head_dims = a.head_dims;

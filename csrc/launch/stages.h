@@ -12,7 +12,9 @@ void launch_forward_plan(const ForwardArguments& a, const ForwardWorkspace& work
 void launch_backward_plan(const BackwardArguments& a, const BackwardWorkspace& workspace, cudaStream_t stream);
 
 void launch_statistics(const BackwardArguments& a, const BackwardWorkspace& workspace, cudaStream_t stream);
-void launch_preprocess(const BackwardArguments& a, const BackwardWorkspace& workspace, cudaStream_t stream);
+// `finishes_dq`: the main kernel does, and leaves out rows that see no key.
+void launch_preprocess(const BackwardArguments& a, const BackwardWorkspace& workspace, bool finishes_dq,
+                       cudaStream_t stream);
 void launch_sinks(const BackwardArguments& a, const BackwardWorkspace& workspace, cudaStream_t stream);
 void launch_convert(const BackwardArguments& a, const BackwardWorkspace& workspace, cudaStream_t stream);
 

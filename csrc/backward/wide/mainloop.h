@@ -441,7 +441,7 @@ class KeyConsumer : Consumer<Variant> {
     sync_warpgroup(kNamedBarrier);
     if (Variant::kCarries ? end_part<Variant>(params_, work, dk, true)
                           : work.splits == 1 || reduce_splits<Variant>(params_, work, dk, true)) {
-      dk.multiply(params_.dk_scale);
+      dk.multiply(params_.scale_of_sums);
       store_gradient<Variant>(params_.dk, shared_.k, params_, work, dk, kNamedBarrier);
     }
     if (thread_ == 0) { shared_.k_empty.arrive(); }

@@ -55,6 +55,9 @@ T load_here(const T* address) {
 }
 
 inline void bulk_prefetch(const void*, int) {}
+constexpr int kDiscardedBytes = 128;
+// What is read afterwards is NaN.
+inline void discard_l2(void* global) { std::memset(global, 0xff, kDiscardedBytes); }
 // A bulk operation reads shared memory and is performed when it is issued, or when it is waited for.
 inline void bulk_to_global(float* global, const float* shared, int bytes, uint32_t (*combine)(uint32_t, uint32_t)) {
   auto staged = std::make_shared<std::vector<uint32_t>>(bytes / 4);
