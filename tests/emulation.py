@@ -18,15 +18,14 @@ EMULATOR = ROOT / "tests" / "emulator"
 ROWS = ("64", "96", "128", "192x128", "192", "256")
 
 
-def source(folder: pathlib.Path, fault: tuple[str, str, str] | None = None) -> pathlib.Path:
-    """A copy of the sources in which what is PTX is the host's. `fault`: a file in which a text, which stands there
+def source(folder: pathlib.Path, *changes: tuple[str, str, str]) -> pathlib.Path:
+    """A copy of the sources in which what is PTX is the host's. `changes`: a file in which a text, which stands there
     once, becomes another."""
     csrc = shutil.copytree(ROOT / "csrc", folder / "csrc")
-    if fault:
-        file, right, wrong = fault
+    for file, before, after in changes:
         text = (csrc / file).read_text()
-        assert text.count(right) == 1
-        (csrc / file).write_text(text.replace(right, wrong))
+        assert text.count(before) == 1
+        (csrc / file).write_text(text.replace(before, after))
     shutil.copytree(EMULATOR / "overlay", csrc, dirs_exist_ok=True)
     gemm = csrc / "device" / "gemm.h"
     # Empty statements that hold values in registers: of x86 here.

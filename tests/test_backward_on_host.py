@@ -23,6 +23,21 @@ def programs(tmp_path_factory):
     return emulation.build_rows(folder, ["backward.cpp", stages])
 
 
+# dQ is made of its sums by who adds last, however small a call is; so the bits must be those of `programs`.
+ALWAYS_FINISHES = ("schedule/finishing.h", "kFewestWorkTiles = 1024", "kFewestWorkTiles = 0")
+FINISHING_ROWS = ("64", "128")
+
+
+@pytest.fixture(scope="module")
+def finishing_programs(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("finishing")
+    csrc = emulation.source(folder, ALWAYS_FINISHES)
+    return {
+        row: emulation.build(csrc, ["backward.cpp", "stages.cpp"], row, folder / f"program_{row}")
+        for row in FINISHING_ROWS
+    }
+
+
 def check(program, **call):
     return emulation.check(program, MACHINES, **call)
 
@@ -53,6 +68,28 @@ def test_masks(programs, row, schedule, mask):
 def test_packs(programs, row, schedule):
     lengths = "130:250,5:400,200:0,0:7,64:64,1:129"
     check(programs[row], pack=lengths, heads=2, kv_heads=1, mask="causal", schedule=schedule)
+
+
+@pytest.mark.parametrize("row", FINISHING_ROWS)
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("call", [
+    *(dict(mask=mask, **call) for mask, call in MASKS.items()),
+    dict(pack="130:250,5:400,200:0,0:7,64:64,1:129", heads=2, kv_heads=1, mask="causal"),
+    dict(heads=3, seqlen_q=100, seqlen_k=60),
+    dict(heads=4, kv_heads=2, tiny_head=1, mask="causal", seqlen_q=150, seqlen_k=300),
+    dict(heads=2, kv_heads=1, mask="causal", seqlen_q=300, seqlen_k=130, dtype="fp16", head_dim=56),
+    dict(mask="causal", heads=2, seqlen_q=200, seqlen_k=330, dropout=0.25),
+    dict(infinite_row=50, lone_column=33, dtype="fp16", seqlen_q=100, seqlen_k=4),
+], ids=str)  # fmt: skip
+def test_finished_by_who_adds_last(programs, finishing_programs, row, schedule, call):
+    if "infinite_row" in call and schedule != "order_free":
+        pytest.skip("whose rows are known by that")
+    assert check(finishing_programs[row], schedule=schedule, **call) == check(programs[row], schedule=schedule, **call)
+
+
+def test_finished_in_parts(programs, finishing_programs):
+    call = dict(heads=2, seqlen_q=300, seqlen_k=400, schedule="shift")
+    assert emulation.check(finishing_programs["64"], LATE, **call) == emulation.check(programs["64"], LATE, **call)
 
 
 @pytest.mark.parametrize("row", ["64", "128", "256"])
@@ -173,6 +210,33 @@ FAULTS = [
     ("64", "backward/split_reduction.h", "ptx::load_acquire(semaphore_) != value", "false",
      dict(heads=4, kv_heads=1, seqlen_q=1100, seqlen_k=64)),
 ]  # fmt: skip
+
+
+# The same where dQ is made of its sums by who adds last.
+FINISHING_FAULTS = [
+    # A sum that is taken before it is there.
+    ("64", "backward/mainloop.h", "    if (has_sum) { shared_.sum_full[step.slot()].wait(step.parity()); }\n", "",
+     dict(seqlen_q=200, seqlen_k=600)),
+    # A sum that is brought before the others are in it.
+    ("64", "backward/dq_add.h", "wait_for_turn(params_.workspace.dq_semaphores + step.dq_tile, step.rank, true);", "",
+     dict(seqlen_q=200, seqlen_k=600, schedule="order_free")),
+    # dQ that takes the place of sums that others have not read.
+    ("64", "backward/finish_dq.h", "  sync_warpgroup(1 + consumer);", "  //", dict(seqlen_q=200, seqlen_k=600)),
+    # A sum that is brought where dV has not left.
+    ("128", "backward/dq_add.h",
+     "        shared_.ds_full[buffer.slot()].wait(buffer.parity());\n", "",
+     dict(heads=4, seqlen_q=64, seqlen_k=300)),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("row, file, right, wrong, call", FINISHING_FAULTS, ids=range(len(FINISHING_FAULTS)))
+def test_faults_of_finishing_are_found(finishing_programs, tmp_path, row, file, right, wrong, call):
+    machines = tuple((4, seed) for seed in range(6))
+    emulation.check(finishing_programs[row], machines[:2], **call)
+    csrc = emulation.source(tmp_path, ALWAYS_FINISHES, (file, right, wrong))
+    program = emulation.build(csrc, ["backward.cpp", "stages.cpp"], row, tmp_path / "backward")
+    with pytest.raises((AssertionError, subprocess.TimeoutExpired)):
+        emulation.check(program, machines, **call)
 
 
 @pytest.mark.parametrize("row, file, right, wrong, call", FAULTS, ids=range(len(FAULTS)))

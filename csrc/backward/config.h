@@ -67,7 +67,7 @@ struct Geometry {
   static constexpr int kDqQueries = kSplitDqByHeadDim ? kQuery : kQuery / kConsumers;
   static constexpr bool kTransposesDq = kDqQueries != kWarpgroupRows;
   static_assert(kTransposesDq || kDqColumnStep % kWarpgroupRows == 0);
-  static constexpr bool kCanFinishDq = !kTransposesDq;
+  static constexpr bool kCanFinishDq = !kTransposesDq;  // finish_dq.h
 
   static constexpr int kStages = kPipelineStages;
   static constexpr int kDoutStages = kStages;
@@ -134,9 +134,8 @@ struct Variant : Geometry {
   static constexpr bool kCarries = Policies::kCarries;
   static constexpr bool kDivided = Order<Policies::kAny>::kDivided;
 
-  // Whether the KV tile whose partial of dQ is the last of a query tile makes dQ of the sum (finish_dq.h), or a kernel
-  // behind this one does (convert.h).
-  static constexpr bool kFinishesDq = Geometry::kCanFinishDq && !kOrderFree && !kCarries;
+  // Whether it has what it takes to make dQ of its sums (finish_dq.h), where that pays (schedule/finishing.h).
+  static constexpr bool kMayFinishDq = Geometry::kCanFinishDq && !kCarries;
 
   // Consumers hold columns of their rows of V in registers as an A operand: what bounds the kernel is shared memory's
   // bandwidth, and a product of 64 x 64 with both operands there takes all of it. There is no room for K as well, nor

@@ -10,6 +10,7 @@
 #include "../config/fixed_point.h"
 #include "../schedule/tile_grid.h"
 #include "dq_layout.h"
+#include "order_free/rounding.h"
 #include "order_free/scale.h"
 #include "params.h"
 #include "rows.h"
@@ -123,7 +124,6 @@ __device__ __forceinline__ void convert_block(const ConvertParams<typename Geome
   __syncthreads();
   bool integers = false;
   if constexpr (kOrderFree) { integers = live && !needs_order(params.workspace, params.call, owner); }
-  const uint32_t offset = fixed_point::kOffsetBits * uint32_t(adds);  // every partial has brought it along
   const float4* const source =
       reinterpret_cast<const float4*>(params.workspace.dq_accumulator + int64_t(block) * Geometry::kDqTileFloats);
 
@@ -155,7 +155,7 @@ __device__ __forceinline__ void convert_block(const ConvertParams<typename Geome
     const Task task(number);
     const auto scaled = [&](int quad, int element, float sum) {
       if constexpr (kOrderFree) {
-        sum = integers ? float(int(__float_as_uint(sum) - offset)) : sum;
+        sum = integers ? sum_of_units(__float_as_uint(sum), adds) : sum;
         sum *= units[i][Task::row_of_element(quad, element)];
       }
       return sum * params.dq_scale;

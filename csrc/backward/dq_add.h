@@ -6,8 +6,8 @@
 //   bulk add -> wait_group 0 (performed, and visible to this thread) -> st.release semaphore = r + 1
 //   -> ld.acquire semaphore -> fence.proxy.async (the next bulk add is an access of the async proxy)
 // Rank 0 stores instead of adding, so the accumulator is never cleared, unless the call goes on with another's sums.
-// Partials that are added in no order wait for rank 0 alone, and are counted, for who makes dQ of the sum: the last rank
-// (finish_dq.h), which is brought the sum instead of adding to it, or the conversion.
+// Partials that are added in no order wait for rank 0 alone, and are counted, for who makes dQ of the sum: the last
+// rank (finish_dq.h), which is brought the sum instead of adding to it, or the conversion.
 #pragma once
 
 #include <cute/arch/copy_sm90_tma.hpp>
@@ -33,14 +33,13 @@ class Adder {
       const RingIndex<Variant::kPlanSlots> plan{part_ / Variant::kDqParts};
       const int part = part_ % Variant::kDqParts;
       const PlannedStep step = wait_for_step(shared_, plan);
-      if constexpr (Variant::kFinishesDq) {
+      if constexpr (Variant::kMayFinishDq) {
         if (step.dq_tile != kNoMoreTiles && step.is(PlannedStep::kFinishesDq)) {
-          const auto [outer, seqlen] = shared_.finishing.rows[plan.slot()];
           release_step(shared_, plan);
-          finish(step, RowOrigin::of(params_.pack.is_pack(), outer, seqlen));
+          finish(step);
           continue;
         }
-        shared_.finishing.sum_full[part_ % Variant::kDqSlots].arrive();
+        if (params_.finishes_dq) { shared_.sum_full[part_ % Variant::kDqSlots].arrive(); }
       }
       if (part + kAdderWarps >= Variant::kDqParts) { release_step(shared_, plan); }
       if (step.dq_tile == kNoMoreTiles) { return; }
@@ -50,23 +49,28 @@ class Adder {
 
  private:
   // The last rank: brings the sum to where the consumers will make dQ of it, and stores that.
-  __device__ __forceinline__ void finish(const PlannedStep& step, const RowOrigin& rows) {
+  __device__ __forceinline__ void finish(const PlannedStep& step) {
     constexpr int kFloats = Variant::kDqTileFloats, kBytes = kFloats * sizeof(float);
     static_assert(Variant::kDqParts == 1 && Variant::kDqPiecesOfPart == 1);
     const RingIndex<Variant::kDqSlots> buffer{part_};
-    auto& sum_full = shared_.finishing.sum_full[buffer.slot()];
+    auto& sum_full = shared_.sum_full[buffer.slot()];
     float* const sum = params_.workspace.dq_accumulator + int64_t(step.dq_tile) * kFloats;
     float* const staged = shared_.dq[buffer.slot()];
     if (step.rank > 0) {
+      // dV of the work tile before leaves from that place, which consumers wait for before their first dS.
       if (!Variant::kStageInDs && step.is(PlannedStep::kIsFirst)) {
-        shared_.finishing.dv_left.wait(step.is(PlannedStep::kOddTile));
+        shared_.ds_full[buffer.slot()].wait(buffer.parity());
       }
       wait_for_turn(params_.workspace.dq_semaphores + step.dq_tile, step.rank, true);
-      sum_full.arrive_and_expect_tx(kBytes);
       cute::SM90_BULK_COPY_G2S::copy(sum, reinterpret_cast<uint64_t*>(&sum_full), staged, kBytes);
+      if constexpr (Variant::kOrderFree) {
+        shared_.others[buffer.slot()] = {uint16_t(step.rank), __ldcg(params_.workspace.any_marks) != 0};
+      }
+      sum_full.arrive_and_expect_tx(kBytes);
     } else {
       sum_full.arrive();
     }
+    const RowOrigin rows = rows_of(step.dq_tile);
     shared_.dq_full[buffer.slot()].wait(buffer.parity());
 #pragma unroll
     for (int consumer = 0; consumer < Variant::kConsumers; ++consumer) {
@@ -76,12 +80,25 @@ class Adder {
                                     rows.first + step.query_tile * Variant::kQuery + row, rows.outer, rows.wrap);
     }
     ptx::bulk_commit();
-    // The sum has been read: it need not leave L2.
+    // The sum has been read, and need not leave L2.
     for (int i = 0; i < (step.rank > 0 ? kBytes : 0); i += ptx::kDiscardedBytes) {
       ptx::discard_l2(reinterpret_cast<char*>(sum) + i);
     }
     ptx::bulk_wait_read();
     shared_.dq_empty[buffer.slot()].arrive();
+  }
+
+  // Where the rows of a query tile lie.
+  __device__ __forceinline__ RowOrigin rows_of(int dq_tile) const {
+    const TileScheduler& scheduler = params_.scheduler;
+    const PackView& pack = params_.pack;
+    const int heads = scheduler.kv_heads * scheduler.group_size;
+    if (pack.is_pack()) {
+      const PackedSequence& sequence = pack.sequences[pack.of_query_tile[dq_tile / heads]];
+      return RowOrigin::of(true, sequence.end_q, sequence.lengths.seqlen_q);
+    }
+    const int seqlen = scheduler.sequence.seqlen_q;
+    return RowOrigin::of(false, dq_tile / heads / ceil_div(seqlen, Variant::kQuery), seqlen);
   }
 
   // The pieces of a part are staged one after the other, in buffers that both adders use. A piece's buffer is free

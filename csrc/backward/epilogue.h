@@ -7,6 +7,7 @@
 // The first step of the next work tile that writes there comes after `release_staging` of both consumers. With
 // kStageInDs it is the second step, for which a consumer waits for the other's first dS, written after its
 // release_staging. Elsewhere it is the first step, for dS and for dQ, and all consumers meet before it: meet_released.
+// A sum of dQ that is brought to that place waits for the first dS as well (dq_add.h).
 // A work tile without steps stages in the same places after its own meeting, in `store`.
 #pragma once
 
@@ -28,10 +29,8 @@ class Epilogue {
   using Gradient = float[kRegisters];
 
   // Once a work tile, when dK and dV of the one before have had time to leave.
-  static __device__ __forceinline__ void release_staging(Shared& shared, int thread) {
-    if (thread > 0) { return; }
-    ptx::bulk_wait_read();
-    if constexpr (Variant::kFinishesDq) { shared.finishing.dv_left.arrive(); }
+  static __device__ __forceinline__ void release_staging(int thread) {
+    if (thread == 0) { ptx::bulk_wait_read(); }
   }
 
   // Behind release_staging, before the first dS of a work tile.

@@ -1,7 +1,7 @@
-// The last partial of a query tile makes dQ of the sum: the consumers, which have the partial in registers, add what the
-// adder (dq_add.h) has brought to where they would stage it, scale and round it, and stage dQ there, for the adder to
-// store. So the sum is read where it has just been written, in L2, and by nobody behind the kernel. The additions are
-// those of the bulk operations of the other partials, and the bits too.
+// The last partial of a query tile makes dQ of the sum: the consumers, which have the partial in registers, add to it
+// what the adder (dq_add.h) has brought to where they would stage it, scale and round, and stage dQ there, for the
+// adder to store. So a sum is read where it has just been written, in L2, and by nobody behind the kernel. The
+// additions are those that bulk operations do of the other partials, and so are the bits.
 #pragma once
 
 #include "../device/warp_roles.h"
@@ -18,24 +18,27 @@ __device__ __forceinline__ typename Variant::Element* place_of_dq(float* buffer,
   return reinterpret_cast<typename Variant::Element*>(buffer + consumer * kPart);
 }
 
-// `sum_full` completes when the sum is in `buffer`. Called by a whole warpgroup.
-template <typename Variant, typename Barrier, int kRegisters>
-__device__ __forceinline__ void finish_dq(float* buffer, const float (&dq)[kRegisters], DqSum sum,
-                                          const Barrier& sum_full, uint32_t parity, float scale, int consumer,
-                                          int thread) {
+// total_of_row(row) gives, of either row of a thread, a function of (x, before): what the partial x and the sum of
+// lower ranks, or, if it has none, `nothing`, add up to. Called by a whole warpgroup.
+template <typename Variant, typename TotalOfRow, int kRegisters>
+__device__ __forceinline__ void finish_dq(float* buffer, const float (&dq)[kRegisters], bool has_sum, float nothing,
+                                          float scale, int consumer, int thread, const TotalOfRow& total_of_row) {
   using Layout = DqLayout<Variant>;
   using Element = typename Variant::Element;
-  const float4* const sums = reinterpret_cast<const float4*>(buffer);
-  const bool has_sum = sum == DqSum::kStaged;
-  if (has_sum) { sum_full.wait(parity); }
+  const float2* const sums = reinterpret_cast<const float2*>(buffer);
   RegisterSlice packed[kRegisters / 8];
 #pragma unroll
-  for (int quad = 0; quad < Layout::kQuads; ++quad) {
-    float4 before = make_float4(0.f, 0.f, 0.f, 0.f);
-    if (has_sum) { before = sums[Layout::quad_index(consumer, quad, thread)]; }
-    const float* const x = dq + 4 * quad;
-    packed[quad / 2][quad % 2 * 2] = pack<Element>((before.x + x[0]) * scale, (before.y + x[1]) * scale);
-    packed[quad / 2][quad % 2 * 2 + 1] = pack<Element>((before.z + x[2]) * scale, (before.w + x[3]) * scale);
+  for (int row = 0; row < 2; ++row) {
+    const auto total = total_of_row(row);
+#pragma unroll
+    for (int quad = 0; quad < Layout::kQuads; ++quad) {
+      float2 before = make_float2(nothing, nothing);
+      if (has_sum) { before = sums[2 * Layout::quad_index(consumer, quad, thread) + row]; }
+      const float* const x = dq + 4 * quad + 2 * row;
+      packed[quad / 2][quad % 2 * 2 + row] =
+          pack<Element>(total(x[0], before.x) * scale, total(x[1], before.y) * scale);
+    }
+    forget_memory();  // one row at a time, which takes fewer registers
   }
   sync_warpgroup(1 + consumer);  // dQ takes the place of other threads' sums
   store_rows<typename Variant::Swizzle, kWarpgroupRows>(place_of_dq<Variant>(buffer, consumer), 0, packed, thread / 32,

@@ -179,9 +179,9 @@ class Loader {
     if constexpr (Variant::Score::kHasSlope && !Variant::kWide) {
       shared_.slope[slot] = params_.score.slope(work.batch, head);
     }
-    if constexpr (Variant::kFinishesDq) {
-      shared_.finishing.sum[plan_.count % FinishingStorage<Variant>::kSlots] =
-          !step.is(PlannedStep::kFinishesDq) ? DqSum::kNotLast : step.rank == 0 ? DqSum::kNone : DqSum::kStaged;
+    if constexpr (Variant::kMayFinishDq) {
+      shared_.dq_sum[RingIndex<Variant::kScaleSlots>{plan_.count}.slot()] =
+          !step.is(PlannedStep::kFinishesDq) ? DqSum::kNotLast : step.rank == 0 ? DqSum::kAlone : DqSum::kWithOthers;
     }
     load_query_tile<Variant::kValueDim>(params_.dout, full, shared_.dout[slot], work, query_tile, head);
     const int64_t first_row = int64_t(step.dq_tile) * Variant::kQuery;

@@ -204,7 +204,7 @@ class Consumer {
   __device__ __forceinline__ const Element* value_tile() const { return shared_.kv[1 - ring_.count % 2]; }
   __device__ __forceinline__ const WorkTile& work() const { return shared_.work[ring_.slot()]; }
 
-  __device__ __forceinline__ void release_staging() const { Epilogue<Variant>::release_staging(shared_, thread_); }
+  __device__ __forceinline__ void release_staging() const { Epilogue<Variant>::release_staging(thread_); }
 
   __device__ __forceinline__ void begin_first_step(Registers& r) {
     shared_.k_full.wait(tile().parity());
@@ -253,11 +253,10 @@ class Consumer {
     issue_dq(r, step);
     issue_dv(r, next);
     if constexpr (kDpFirst) { issue_dp(r, next); }
-    const DqSum sum = sum_before(step);
     wait_for_staging(step);
     wait_products<kDpFirst ? 2 : 1>();  // dQ
     pin(r.dq());
-    stage_dq(r.dq(), step, sum);
+    stage_dq(r.dq(), step, sum_of(step));
     if constexpr (!kDpFirst) { issue_dp(r, next); }
     fence_and_arrive(shared_.dq_full[step.slot()]);
 
@@ -268,19 +267,19 @@ class Consumer {
     pin(r.kept());
   }
 
-  // dQ that is to be finished is left to who stores dK and dV, for whose sake nobody waits. Returns where its sum is.
+  // Where the partial makes dQ of a sum, that comes behind dK and dV, which need not wait for it: returns sum_of.
   __device__ __forceinline__ DqSum end_last_step(Registers& r) {
     make_ds(r, step_);
     fence_and_arrive(shared_.ds_full[step_.slot()]);
     issue_dk(r, step_);
     issue_dq(r, step_);
-    const DqSum sum = sum_before(step_);
     wait_for_staging(step_);
     wait_products<0>();
     pin(r.dk);
     pin(r.dq());
     pin(r.rounded);
     shared_.q_empty[step_.slot()].arrive();
+    const DqSum sum = sum_of(step_);
     if (sum == DqSum::kNotLast) { stage_and_arrive(r.dq(), step_, sum); }
     step_ = step_.next();
     if constexpr (!Variant::kHoldsV) { arrive_together(shared_.v_empty); }
@@ -411,22 +410,47 @@ class Consumer {
     shared_.dq_empty[step.slot()].wait(step.empty_parity());
   }
 
-  // Where the step's partial finds the sum that it makes dQ of, if it does: asked for before a wait that covers the read.
   template <typename AnyStep>
-  __device__ __forceinline__ DqSum sum_before(AnyStep step) const {
-    if constexpr (Variant::kFinishesDq) {
-      return shared_.finishing.sum[step.count % FinishingStorage<Variant>::kSlots];
+  __device__ __forceinline__ DqSum sum_of(AnyStep step) const {
+    if constexpr (Variant::kMayFinishDq) {
+      if (params_.finishes_dq) { return shared_.dq_sum[scale_slot(step)]; }
     }
     return DqSum::kNotLast;
   }
 
   template <typename AnyStep>
+  static __device__ __forceinline__ int scale_slot(AnyStep step) {
+    return RingIndex<Variant::kScaleSlots>{step.count}.slot();
+  }
+
+  template <typename AnyStep>
+  __device__ __forceinline__ void finish(const DqPartial& dq, AnyStep step, DqSum sum) {
+    float* const buffer = shared_.dq[step.slot()];
+    const float scale = params_.scale_of_sums;
+    const bool has_sum = sum == DqSum::kWithOthers;
+    forget(thread_);
+    if (has_sum) { shared_.sum_full[step.slot()].wait(step.parity()); }
+    if constexpr (Variant::kOrderFree) {
+      const int slot = scale_slot(step), tile = shared_.scale_tile[slot];
+      if (tile != kNoScale) {
+        const OtherPartials others = has_sum ? shared_.others[step.slot()] : OtherPartials{0, 0};
+        finish_dq<Variant>(buffer, dq, has_sum, 0.f, scale, consumer_, thread_, [&](int row) {
+          const int query = fragment_row(thread_, 2 * row);
+          return total_in_units(dq[2 * row], shared_.scales[slot][first_query_of_dq() + query],
+                                others.have_marks ? marks_of(tile) + query : nullptr, others.count + 1);
+        });
+        return;
+      }
+    }
+    finish_dq<Variant>(buffer, dq, has_sum, -0.f, scale, consumer_, thread_,
+                       [](int) { return [](float x, float before) { return before + x; }; });
+  }
+
+  template <typename AnyStep>
   __device__ __forceinline__ void stage_dq(const DqPartial& dq, AnyStep step, DqSum sum) {
-    if constexpr (Variant::kFinishesDq) {
+    if constexpr (Variant::kMayFinishDq) {
       if (sum != DqSum::kNotLast) {
-        forget(thread_);
-        finish_dq<Variant>(shared_.dq[step.slot()], dq, sum, shared_.finishing.sum_full[step.slot()], step.parity(),
-                           params_.scale_of_sums, consumer_, thread_);
+        finish(dq, step, sum);
         return;
       }
     }
@@ -442,6 +466,11 @@ class Consumer {
     }
   }
 
+  // Of the queries of dQ of a query tile.
+  __device__ __forceinline__ uint8_t* marks_of(int tile) const {
+    return params_.workspace.scales + int64_t(tile) * Variant::kQuery + first_query_of_dq();
+  }
+
   // Order-free, unless the head needs the order.
   template <typename Store>
   __device__ __forceinline__ bool stage_dq_as_integers(const DqPartial& dq, uint32_t step, const Store& store) {
@@ -451,7 +480,7 @@ class Consumer {
       const int tile = shared_.scale_tile[slot];
       if (tile == kNoScale) { return false; }
       const uint8_t* const scales = shared_.scales[slot] + first_query_of_dq();
-      uint8_t* const marks = params_.workspace.scales + int64_t(tile) * Variant::kQuery + first_query_of_dq();
+      const Marks marks{marks_of(tile), params_.workspace.any_marks};
       if constexpr (Variant::kTransposesDq) {
         round_columns(dq, scales, marks, thread_, store);
       } else {

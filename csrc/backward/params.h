@@ -52,6 +52,7 @@ struct Workspace {
   uint8_t* scales;                // fixed point, of each row (config/fixed_point.h)
   int* needs_order;  // (sequence, KV head), in the caller's order: whether dQ is summed in order all the same
   int* any_needs_order;           // whether any of them does
+  int* any_marks;                 // whether any row of the call is marked as not finite
   KeyStatistics* key_statistics;  // (sequence, KV head, chunk)
 };
 
@@ -121,7 +122,7 @@ struct KernelParams {
   CUtensorMap q, dout;  // boxes of a swizzle block's columns x one query tile
   CUtensorMap k, v;     // boxes of a swizzle block's columns x one KV tile
   CUtensorMap dk, dv;   // boxes of a swizzle block's columns x 64 keys
-  CUtensorMap dq;       // the same x 64 queries, of a kernel that finishes it
+  CUtensorMap dq;       // the same x 64 queries, where finishes_dq
   // (batch, heads, seqlen_q), of a pack (heads, total_q); natural logarithm, +inf or -inf for rows that see no key.
   const float* softmax_lse;
   int64_t lse_batch_stride, lse_head_stride;
@@ -134,6 +135,7 @@ struct KernelParams {
   ScoreParams score;
   dropout::BitsView dropout;
   CarriedSums carried;  // of a kernel that carries sums
+  bool finishes_dq;
 };
 
 }  // namespace dash_attn::backward

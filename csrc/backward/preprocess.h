@@ -119,7 +119,7 @@ __device__ __forceinline__ void preprocess_block(const PreprocessParams<typename
     out[pass] = load8(params.out, owner.batch, owner.first_row + row, owner.head, column, inside);
   }
 
-  if constexpr (!kOrderFree && Geometry::kCanFinishDq) { zero_unseen_rows<Geometry>(params, owner, first_row); }
+  if constexpr (Geometry::kCanFinishDq) { zero_unseen_rows<Geometry>(params, owner, first_row); }
 
   KeyStatistics keys;
   if constexpr (kOrderFree) {

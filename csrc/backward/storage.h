@@ -26,8 +26,7 @@ struct PlannedStep {
   static constexpr int kNeedsMasking = 4;
   static constexpr int kIsOrdered = 8;    // whether its partial waits for those of lower rank
   static constexpr int kFinishesDq = 16;  // whether it makes dQ of the sum
-  static constexpr int kOddTile = 32;     // whether its work tile's number of the CTA's is odd
-  static constexpr int kHeadShift = 6;
+  static constexpr int kHeadShift = 5;
 
   __device__ __forceinline__ bool is(int flag) const { return packed & flag; }
   __device__ __forceinline__ int head() const { return packed >> kHeadShift; }
@@ -39,20 +38,16 @@ struct StepTile {
   int needs_masking;
 };
 
-// Where a partial that makes dQ of a sum finds that: finish_dq.h.
-enum class DqSum : int { kNotLast, kNone, kStaged };
+// Whether a step's partial makes dQ of a sum, and whether there are others in that (finish_dq.h).
+enum class DqSum : uint8_t { kNotLast, kAlone, kWithOthers };
 
-template <typename Variant>
-struct FinishingStorage {
-  static constexpr int kSlots = 4;  // an entry outlives the stage of its step's dO: see kScaleSlots
-  DqSum sum[kSlots];
-  cutlass::arch::ClusterTransactionBarrier sum_full[Variant::kStages];  // the step's sum is staged, if it has one
-  cutlass::arch::ClusterBarrier dv_left;  // what the last work tile's epilogue staged in place of dQ
-  struct {
-    int outer, seqlen;  // of RowOrigin
-  } rows[Variant::kPlanSlots];
+// Of order-free sums, the others.
+struct OtherPartials {
+  uint16_t count : 15;
+  uint16_t have_marks : 1;  // on rows that are not finite; may be of other tiles
 };
-struct NothingFinished {};
+
+struct Nothing {};
 
 template <typename Variant, bool kIsWide = Variant::kWide>
 struct alignas(1024) SharedStorage {
@@ -74,16 +69,18 @@ struct alignas(1024) SharedStorage {
   StepTile step[kStages];
   float slope[Variant::Score::kHasSlope ? kStages : 1];  // ALiBi's, of the step's head
   int head[Variant::Score::kDrops ? kStages : 1];        // of the step, whose bits of dropout are read
-  std::conditional_t<Variant::kFinishesDq, FinishingStorage<Variant>, NothingFinished> finishing;
+  std::conditional_t<Variant::kMayFinishDq && Variant::kOrderFree, OtherPartials, Nothing> others[kStages];
   // Order-free only: the scales of the tile whose rows' units the partial is rounded to, and its number, or kNoScale.
   alignas(16) uint8_t scales[Variant::kScaleSlots][Variant::kScaleBytes ? Variant::kQuery : 16];
   int scale_tile[Variant::kScaleSlots];
+  DqSum dq_sum[Variant::kScaleSlots];
   PlannedStep plan[Variant::kPlanSlots];
   WorkTile work[Variant::kWorkSlots];
   // In clusters, as the first CTA sends it. Where KV tiles are divided, and there are no clusters, the leader's own:
   // numbers below it are others' to take before this CTA takes one (whole_tiles.h).
+  static constexpr int kNumberSlots = Variant::kClusterSize > 1 ? Variant::kWorkSlots : 1;
   union {
-    int work_number[Variant::kWorkSlots];
+    int work_number[kNumberSlots];
     int others_until;
   };
 
@@ -94,10 +91,12 @@ struct alignas(1024) SharedStorage {
   Barrier q_empty[kStages], dout_empty[kStages];
   Barrier ds_full[kStages];  // both consumers have written dS, and have done with the buffer before
   Barrier dq_full[kStages], dq_empty[kStages];
+  // The sum that the step makes dQ of is staged, if it has one.
+  std::conditional_t<Variant::kMayFinishDq, TransactionBarrier, Nothing> sum_full[kStages];
   Barrier plan_full[Variant::kPlanSlots], plan_empty[Variant::kPlanSlots];
   Barrier work_full[Variant::kWorkSlots], work_empty[Variant::kWorkSlots];
-  TransactionBarrier number_full[Variant::kWorkSlots];
-  Barrier number_empty[Variant::kWorkSlots];  // of the cluster's first CTA: all loaders of the cluster have read
+  TransactionBarrier number_full[kNumberSlots];
+  Barrier number_empty[kNumberSlots];  // of the cluster's first CTA: all loaders of the cluster have read
 };
 
 // Number of arrivals that complete each barrier.
@@ -138,9 +137,8 @@ __device__ __forceinline__ void initialise_barriers(SharedStorage<Variant>& shar
     shared.dq_full[i].init(Count::kStagers);
     shared.dq_empty[i].init(Count::kAdder);
   }
-  if constexpr (Variant::kFinishesDq) {
-    for (auto& full : shared.finishing.sum_full) { full.init(Count::kAdder); }
-    shared.finishing.dv_left.init(Variant::kConsumers);
+  if constexpr (Variant::kMayFinishDq) {
+    for (auto& full : shared.sum_full) { full.init(Count::kAdder); }
   }
   if constexpr (Variant::kWide) {
     shared.p_full.init(Count::kConsumerWarpsOfOne);
@@ -158,8 +156,10 @@ __device__ __forceinline__ void initialise_barriers(SharedStorage<Variant>& shar
   for (int i = 0; i < Variant::kWorkSlots; ++i) {
     shared.work_full[i].init(Count::kLoader);
     shared.work_empty[i].init(Count::kWorkReaders);
-    shared.number_full[i].init(Count::kTransaction);
-    shared.number_empty[i].init(Count::kLoadersOfCluster);
+    if constexpr (Variant::kClusterSize > 1) {
+      shared.number_full[i].init(Count::kTransaction);
+      shared.number_empty[i].init(Count::kLoadersOfCluster);
+    }
   }
   cutlass::arch::fence_barrier_init();
 }

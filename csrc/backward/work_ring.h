@@ -69,7 +69,7 @@ __device__ __forceinline__ bool write_work(SharedStorage<Variant>& shared, WorkT
     scheduler = scheduler.of(sequence);
   }
   if constexpr (Variant::kOrderFree) {
-    if (*params.workspace.any_needs_order) { scheduler = scheduler.with_turns(); }
+    if (params.finishes_dq || *params.workspace.any_needs_order) { scheduler = scheduler.with_turns(); }
   }
   if constexpr (Variant::kDivided) { work.steps = number; }  // until it is wanted again
   Variant::Policies::with(scheduler.policy, [&](auto policy) {

@@ -72,7 +72,7 @@ void check_launchable(const BackwardArguments& a, const PackCapacity& most, int6
 
 template <typename Variant>
 void launch_main(const BackwardArguments& a, const TileScheduler& scheduler, const BackwardWorkspace& workspace,
-                 int num_groups, cudaStream_t stream) {
+                 int num_groups, bool finishes_dq, cudaStream_t stream) {
   const auto query_map = [&](const TensorView& t, int head_dim) {
     return make_tensor_map(t, a.dtype, a.query_rows(), a.heads, head_dim,
                            {Variant::Swizzle::kColumns, 1, Variant::kQuery});
@@ -89,7 +89,8 @@ void launch_main(const BackwardArguments& a, const TileScheduler& scheduler, con
     params.dk = key_map(a.dk, a.head_dims.qk, Variant::kStoredRows);
     params.dv = key_map(a.dv, a.head_dims.v, Variant::kStoredRows);
   }
-  if constexpr (Variant::kFinishesDq) {
+  params.finishes_dq = finishes_dq;
+  if (finishes_dq) {
     params.dq = make_tensor_map(a.dq, a.dtype, a.query_rows(), a.heads, a.head_dims.qk,
                                 {Variant::Swizzle::kColumns, 1, kWarpgroupRows});
   }
@@ -124,9 +125,10 @@ void launch_backward(const BackwardArguments& a, cudaStream_t stream) {
   check_launchable<Variant>(a, workspace.most, groups);
   if (a.is_pack()) { launch_backward_plan(a, workspace, stream); }
   if constexpr (Variant::kOrderFree) { launch_statistics(a, workspace, stream); }
-  launch_preprocess(a, workspace, Variant::kFinishesDq, stream);
-  launch_main<Variant>(a, scheduler, workspace, int(groups), stream);
-  if (!Variant::kFinishesDq && (!a.carries() || a.carried.dq_ends)) { launch_convert(a, workspace, stream); }
+  const bool finishes = Variant::kMayFinishDq && finishes_dq(a);
+  launch_preprocess(a, workspace, finishes, stream);
+  launch_main<Variant>(a, scheduler, workspace, int(groups), finishes, stream);
+  if (!finishes && (!a.carries() || a.carried.dq_ends)) { launch_convert(a, workspace, stream); }
   if (a.dsinks) { launch_sinks(a, workspace, stream); }
 }
 

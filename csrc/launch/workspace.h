@@ -8,6 +8,7 @@
 #include "../config/fixed_point.h"
 #include "../config/tile_shapes.h"
 #include "../device/gemm.h"
+#include "../schedule/finishing.h"
 #include "../schedule/pack_needs.h"
 #include "../schedule/policy.h"
 #include "../schedule/splits.h"
@@ -85,6 +86,21 @@ inline PackCapacity most_of_backward(const BackwardArguments& a) {
   return most;
 }
 
+// Whether the main kernel makes dQ of its sums.
+inline bool finishes_dq(const BackwardArguments& a) {
+  const int64_t heads = int64_t{a.batch} * a.kv_heads;
+  if (!a.is_pack()) {
+    const TileGrid grid = backward_grid(a);
+    return pays_to_finish_dq(grid, a.padded_head_dims(), heads * splits_of_call(a, grid));
+  }
+  // As of a batch of sequences of the pack's mean length, which the host knows.
+  BackwardArguments mean = a;
+  mean.pack = {};
+  mean.seqlen_q = ceil_div(a.seqlen_q, a.batch);
+  mean.seqlen_k = ceil_div(a.seqlen_k, a.batch);
+  return finishes_dq(mean);
+}
+
 struct BackwardWorkspace {
   backward::Workspace arrays;
   PackArrays pack;
@@ -143,6 +159,7 @@ inline BackwardWorkspace plan_workspace(void* base, const BackwardArguments& a) 
     cutter.take(w.arrays.scales, rows);
     cutter.take(w.arrays.needs_order, int64_t(a.batch) * a.kv_heads);
     cutter.take(w.arrays.any_needs_order, 1);
+    cutter.take(w.arrays.any_marks, 1);
     cutter.take(w.arrays.key_statistics, w.most.key_chunks * a.kv_heads);
   }
   if (a.is_pack()) { w.pack = take_pack_arrays(cutter, a.batch, w.most); }

@@ -59,7 +59,7 @@ struct TileScheduler {
   // (sequence, KV head, split)s whose work tiles are interleaved, and how many of the last ones, where sums wait for no
   // turn. They move work in time and no order of sums depends on them, so they may follow the device (head_swizzle.h).
   int head_swizzle, last_heads;
-  int swizzle_with_turns;  // of order-free sums, where some head needs the order after all: with_turns
+  int swizzle_with_turns;  // of order-free sums, where some wait for others after all: with_turns
 
   // A kernel needs it below 2^31.
   template <Policy P>
@@ -112,7 +112,8 @@ struct TileScheduler {
     return splits > 1 || (divides(policy) && grid.kv_tiles() > 1);
   }
 
-  // Where order-free sums of some head wait for their turn after all, which the device finds out.
+  // Where some order-free sums wait for others after all: those of a head that needs the order, which the device finds
+  // out, or all of them, to be finished.
   DASH_HOST_DEVICE constexpr TileScheduler with_turns() const {
     TileScheduler scheduler = *this;
     scheduler.head_swizzle = swizzle_with_turns;

@@ -1,5 +1,5 @@
-// Order-free accumulation, a consumer thread's part: its partial of dQ in units of each row's scale
-// (docs/order_free.md).
+// Order-free accumulation, a consumer thread's part: its partial of dQ in units of each row's scale, and what a sum of
+// them stands for (docs/order_free.md).
 #pragma once
 
 #include "../../config/fixed_point.h"
@@ -9,6 +9,17 @@ namespace dash_attn::backward {
 
 // What a stored scale stands for: the float of which it is the exponent.
 __device__ __forceinline__ float scale_of(uint32_t stored) { return __uint_as_float(stored << 23); }
+
+// The unit of a row, 2^-e; NaN for a row that is not finite.
+__device__ __forceinline__ float unit_of(uint8_t stored) {
+  const int exponent = fixed_point::stored_exponent(stored);
+  return stored == fixed_point::kNotFinite ? NAN : __int_as_float((127 - exponent) << 23);
+}
+
+// What a sum of `partials` of them, as they are staged, stands for; without `unit`.
+__device__ __forceinline__ float sum_of_units(uint32_t bits, int partials) {
+  return float(int(bits - fixed_point::kOffsetBits * uint32_t(partials)));  // every partial has brought that along
+}
 
 // Hands each quad of a thread's registers on to store(quad, x, y, z, w), as the bits of in_units; the scale of register
 // i is scale(i).
@@ -21,32 +32,56 @@ __device__ __forceinline__ void round_to_units(const float (&dq)[kRegisters], co
   }
 }
 
-// What is not finite in dS is so in every column of its row: one column of a partial tells.
-__device__ __forceinline__ void mark_unless_finite(float x, uint8_t& mark) {
-  if (!(fabsf(x) < INFINITY)) { mark = fixed_point::kNotFinite; }
-}
+// Where rows of dQ that are not finite are marked, in global memory: in place of their scales, and whether any is.
+struct Marks {
+  uint8_t* of_rows;
+  int* any;
 
-// A thread's partial of a fragment whose rows are queries. `scales` are those of its queries, in shared memory, `marks`
-// the same in global memory, where rows that are not finite are marked.
+  // What is not finite in dS is so in every column of its row: one column of a partial tells.
+  __device__ __forceinline__ void mark_unless_finite(float x, int row) const {
+    if (fabsf(x) < INFINITY) { return; }
+    of_rows[row] = fixed_point::kNotFinite;
+    *any = 1;
+  }
+};
+
+// A thread's partial of a fragment whose rows are queries. `scales` are those of its queries, in shared memory.
 template <int kRegisters, typename Store>
-__device__ __forceinline__ void round_rows(const float (&dq)[kRegisters], const uint8_t* scales, uint8_t* marks,
+__device__ __forceinline__ void round_rows(const float (&dq)[kRegisters], const uint8_t* scales, const Marks& marks,
                                            int thread, const Store& store) {
   const int upper = fragment_row(thread, 0), lower = fragment_row(thread, 2);
   const float of_upper = scale_of(scales[upper]), of_lower = scale_of(scales[lower]);
-  mark_unless_finite(dq[0], marks[upper]);
-  mark_unless_finite(dq[2], marks[lower]);
+  marks.mark_unless_finite(dq[0], upper);
+  marks.mark_unless_finite(dq[2], lower);
   round_to_units(dq, [&](int i) { return i / 2 % 2 == 0 ? of_upper : of_lower; }, store);
 }
 
-// The same where its columns are queries.
+// Of a row's last partial x and the sum of the others: what all `partials` of them sum to.
+struct TotalInUnits {
+  float scale, unit;
+  int partials;
+
+  __device__ __forceinline__ float operator()(float x, float before) const {
+    return sum_of_units(__float_as_uint(before) + fixed_point::in_units(x, scale), partials) * unit;
+  }
+};
+
+// `x` is any of the last partial; `mark` is null where the others have marked no row.
+__device__ __forceinline__ TotalInUnits total_in_units(float x, const uint8_t& scale, const uint8_t* mark,
+                                                       int partials) {
+  const float unit = unit_of(mark ? __ldcg(mark) : scale);
+  return {scale_of(scale), fabsf(x) < INFINITY ? unit : NAN, partials};
+}
+
+// The same as round_rows where columns are queries.
 template <int kRegisters, typename Store>
-__device__ __forceinline__ void round_columns(const float (&dq)[kRegisters], const uint8_t* scales, uint8_t* marks,
-                                              int thread, const Store& store) {
+__device__ __forceinline__ void round_columns(const float (&dq)[kRegisters], const uint8_t* scales,
+                                              const Marks& marks, int thread, const Store& store) {
 #pragma unroll
   for (int quad = 0; quad < kRegisters / 4; ++quad) {
     const int query = fragment_column(thread, 4 * quad);
-    mark_unless_finite(dq[4 * quad], marks[query]);
-    mark_unless_finite(dq[4 * quad + 1], marks[query + 1]);
+    marks.mark_unless_finite(dq[4 * quad], query);
+    marks.mark_unless_finite(dq[4 * quad + 1], query + 1);
   }
   round_to_units(dq, [&](int i) { return scale_of(scales[fragment_column(thread, i)]); }, store);
 }

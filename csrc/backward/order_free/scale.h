@@ -43,10 +43,4 @@ __device__ __forceinline__ RowScale row_scale(HeadDims head_dims, const Mask& ma
           is_coarse || fixed_point::keys_need_order(keys, seqlen_k) || fixed_point::lse_needs_order(row.lse)};
 }
 
-// The unit of a row, 2^-e; NaN for a row that is not finite.
-__device__ __forceinline__ float unit_of(uint8_t scale) {
-  const int exponent = fixed_point::stored_exponent(scale);
-  return scale == fixed_point::kNotFinite ? NAN : __int_as_float((127 - exponent) << 23);
-}
-
 }  // namespace dash_attn::backward

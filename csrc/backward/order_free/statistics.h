@@ -366,7 +366,7 @@ template <typename Geometry>
 __global__ void __launch_bounds__(kStatisticsThreads, kStatisticsBlocksOfSm<Geometry::kQkDim>)
     statistics_kernel(const StatisticsParams<typename Geometry::Element> params) {
   ptx::launch_dependents();  // the preprocess kernel waits for what it reads
-  if (blockIdx.x == 0 && threadIdx.x == 0) { *params.workspace.any_needs_order = 0; }
+  if (blockIdx.x == 0 && threadIdx.x == 0) { *params.workspace.any_needs_order = *params.workspace.any_marks = 0; }
   for (int block = blockIdx.x; block < params.num_blocks; block += gridDim.x) {
     if (block != int(blockIdx.x)) { __syncthreads(); }  // what the warps left before has been read
     measure_chunk<Geometry>(params, block);

@@ -419,7 +419,8 @@ class KeyConsumer : Consumer<Variant> {
       const uint32_t slot = RingIndex<Variant::kScaleSlots>{step_}.slot();
       const int tile = shared_.scale_tile[slot];
       if (tile == kNoScale) { return false; }
-      round_rows(dq, shared_.scales[slot], params_.workspace.scales + int64_t(tile) * Variant::kQuery, thread_, store);
+      const Marks marks{params_.workspace.scales + int64_t(tile) * Variant::kQuery, params_.workspace.any_marks};
+      round_rows(dq, shared_.scales[slot], marks, thread_, store);
       return true;
     }
     return false;

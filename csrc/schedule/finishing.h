@@ -1,0 +1,28 @@
+// Whether the main kernel of the backward makes dQ of its sums (backward/finish_dq.h), or a kernel behind it does
+// (backward/convert.h). For speed alone, and measured (docs/engineering_log.md): the bits are the same. A sum that is
+// finished at once is read from L2 and never written back; but the KV tile that adds last waits for the others, where
+// else it would go on.
+#pragma once
+
+#include <cstdint>
+
+#include "../config/tile_shapes.h"
+#include "../host_device.h"
+#include "tile_grid.h"
+
+namespace dash_attn {
+
+// Of a call with as many (sequence, KV head, split)s.
+DASH_HOST_DEVICE constexpr bool pays_to_finish_dq(TileGrid const& grid, HeadDims padded, int64_t heads) {
+  // With fewer work tiles there are no others to fill the wait.
+  constexpr int64_t kFewestWorkTiles = 1024;
+  if (heads * grid.kv_tiles() < kFewestWorkTiles) return false;
+  // What is saved is a part of each query tile's work, which grows with the KV tiles that it sees. Where the mask cuts
+  // at its end, the last step of each work tile is the one that waits: one of few at head_dim 64, whose query tiles are
+  // long.
+  bool const is_full = grid.mask.kind == MaskKind::kFull;
+  int const most = padded.qk <= 64 && !is_full ? 8 : 64;
+  return grid.kv_tiles() <= most;
+}
+
+}  // namespace dash_attn

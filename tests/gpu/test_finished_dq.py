@@ -1,0 +1,131 @@
+"""dQ that the main kernel makes of its sums, as it does of calls with many work tiles: the bits are those of a sequence
+alone, whose dQ a kernel behind it makes."""
+
+import dataclasses
+import itertools
+
+import gpu_support as support
+import pack_checks
+import pytest
+import torch
+from bit_checks import check_sm_margins, check_under_load
+from gpu_support import Problem
+
+from dash_attn import schedule
+
+FEWEST_WORK_TILES = 1024  # csrc/schedule/finishing.h
+
+# batch, seqlen_q, seqlen_k, heads, kv_heads. The last has query heads in splits.
+SHAPES = {
+    "one KV tile": (64, 130, 100, 16, 16),
+    "two": (32, 200, 256, 16, 16),
+    "three": (32, 300, 300, 24, 12),
+    "queries without keys": (22, 513, 390, 12, 12),
+    "seven": (16, 700, 850, 12, 12),
+    "nine at 128 alone": (16, 1100, 1100, 16, 8),
+    "splits": (5, 2100, 1000, 32, 8),
+}
+KINDS = {
+    "full": dict(causal=False),
+    "causal": dict(causal=True),
+    "window": dict(causal=False, window=(200, 30)),
+    "chunks": dict(causal=True, attention_chunk=150),
+}
+FEATURES = {
+    "softcap": dict(softcap=20.0),
+    "slopes": dict(alibi="heads", sinks=True, lse_gradient=True),
+    "dropout": dict(dropout_p=0.25),
+    "fp16": dict(dtype=torch.float16),
+}
+
+
+def sequence_of(inputs, number):
+    """The inputs of a sequence alone."""
+    one = slice(number, number + 1)
+    scores = inputs.scores
+    if scores.dsoftmax_lse is not None:
+        scores = scores._replace(dsoftmax_lse=scores.dsoftmax_lse[one])
+    if scores.dropout is not None:
+        bits = {name: getattr(scores.dropout, name)[one] for name in ("keep", "bits", "rng_state")}
+        scores = scores._replace(dropout=scores.dropout._replace(**bits))
+    return support.Inputs(*(x[one] for x in inputs.tensors()), scores)
+
+
+def assert_as_alone(problem, inputs, policy):
+    tiles = schedule.problem("descending", problem.seqlen_q, problem.seqlen_k, causal=False, **problem.head_dims)
+    assert problem.batch * problem.kv_heads * tiles.kv_tiles * support.splits(problem) >= FEWEST_WORK_TILES
+    alone = dataclasses.replace(problem, batch=1)
+    together = support.backward(inputs, problem, policy)
+    for number in {0, problem.batch // 2, problem.batch - 1}:
+        expected = support.backward(sequence_of(inputs, number), alone, policy)
+        own = {name: x[number : number + 1] for name, x in together.items()}
+        support.assert_same_bits(own, expected, f"{problem} {policy}, sequence {number}")
+
+
+@pytest.mark.parametrize("head_dim", [40, 64, 120, 128])
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_as_alone(shape, kind, head_dim, device):
+    problem = Problem(*SHAPES[shape], head_dim, **KINDS[kind])
+    inputs = support.random_inputs(problem, device)
+    for policy in ["auto", *support.policies(problem)]:
+        assert_as_alone(problem, inputs, policy)
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("feature", FEATURES)
+def test_features(feature, kind, head_dim, device):
+    problem = Problem(*SHAPES["three"], head_dim, **KINDS[kind], **FEATURES[feature])
+    inputs = support.random_inputs(problem, device)
+    for policy in ("auto", "order_free"):
+        assert_as_alone(problem, inputs, policy)
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+@pytest.mark.parametrize("place", range(4), ids=["q", "k", "v", "dout"])
+def test_what_is_not_finite_stays_where_it_is(place, causal, head_dim, device):
+    """Marks of order-free sums are looked at only where some row of the call has one."""
+    problem = Problem(*SHAPES["three"], head_dim, causal)
+    tensors = support.random_qkv_dout(problem, device)
+    for sequence, value in ((0, float("nan")), (problem.batch - 1, float("inf"))):
+        tensors[place][sequence, 150, 1, 3] = value
+    inputs = support.with_forward(problem, *tensors)
+    inputs.softmax_lse[problem.batch // 2, 1, 200] = float("nan")
+    for policy in ("auto", "order_free"):
+        assert_as_alone(problem, inputs, policy)
+        gradients = support.backward(inputs, problem, policy)
+        whole = slice(1, problem.batch // 2)
+        support.assert_finite({name: x[whole] for name, x in gradients.items()}, policy)
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_a_head_that_needs_the_order(head_dim, device):
+    problem = Problem(*SHAPES["three"], head_dim, True)
+    q, k, v, dout = support.random_qkv_dout(problem, device)
+    v[3, 7, 2] *= 1e4
+    inputs = support.with_forward(problem, q, k, v, dout)
+    free, ordered = (support.backward(inputs, problem, policy)["dq"] for policy in ("order_free", "descending"))
+    assert support.first_mismatch("dq", free[3, :, 4:6], ordered[3, :, 4:6]) is None
+    assert support.first_mismatch("dq", free[3, :, :4], ordered[3, :, :4]) is not None
+    assert_as_alone(problem, inputs, "order_free")
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("kind", KINDS)
+def test_packs(kind, head_dim, device):
+    """Whose mean lengths and number of work tiles decide; a sequence alone has too few."""
+    pool = pack_checks.Pool(Problem(1, 0, 0, 16, 8, head_dim, **KINDS[kind]), device)
+    lengths = [(130, 250), (5, 400), (200, 0), (0, 7), (64, 64), (1, 129), (300, 280), (257, 513)] * 16
+    pack = pack_checks.pack_of_lengths(pool, lengths)
+    found = {policy: pack_checks.varlen_attention(pack, policy) for policy in ("auto", "spt", "order_free")}
+    pack_checks.assert_as_alone(pack, found)
+
+
+@pytest.mark.parametrize("head_dim, causal", list(itertools.product((64, 128), (False, True))))
+def test_under_load(head_dim, causal, perturbation, device, num_sms):
+    problem = Problem(*SHAPES["three"], head_dim, causal)
+    inputs = support.random_inputs(problem, device)
+    check_under_load(inputs, problem, perturbation, 30, 4)
+    check_sm_margins(inputs, problem, num_sms, (1, num_sms // 2, num_sms - 2))
