@@ -134,8 +134,10 @@ struct Variant : Geometry {
   static constexpr bool kCarries = Policies::kCarries;
   static constexpr bool kDivided = Order<Policies::kAny>::kDivided;
 
-  // Whether it has what it takes to make dQ of its sums (finish_dq.h), where that pays (schedule/finishing.h).
-  static constexpr bool kMayFinishDq = Geometry::kCanFinishDq && !kCarries;
+  // Whether it has what it takes to make dQ of its sums (finish_dq.h), where that pays (schedule/finishing.h):
+  // registers, which beside other scores and in clusters it lacks.
+  static constexpr bool kMayFinishDq =
+      Geometry::kCanFinishDq && !kCarries && Score::kKind == ScoreKind::kPlain && kClusterSize == 1;
 
   // Consumers hold columns of their rows of V in registers as an A operand: what bounds the kernel is shared memory's
   // bandwidth, and a product of 64 x 64 with both operands there takes all of it. There is no room for K as well, nor

@@ -109,6 +109,7 @@ __device__ __forceinline__ void preprocess_block(const PreprocessParams<typename
   const int first_of_tile = block % Tile::kBlocks * Tile::kRows;
   const int first_row = owner.row(kTileRows) + first_of_tile;
   const int column = threadIdx.x % kThreadsPerRow * 8;
+  if constexpr (Geometry::kCanFinishDq) { zero_unseen_rows<Geometry>(params, owner, first_row); }
 
   uint4 out[kPasses], dout[kPasses];
 #pragma unroll
@@ -118,8 +119,6 @@ __device__ __forceinline__ void preprocess_block(const PreprocessParams<typename
     dout[pass] = load8(params.dout, owner.batch, owner.first_row + row, owner.head, column, inside);
     out[pass] = load8(params.out, owner.batch, owner.first_row + row, owner.head, column, inside);
   }
-
-  if constexpr (Geometry::kCanFinishDq) { zero_unseen_rows<Geometry>(params, owner, first_row); }
 
   KeyStatistics keys;
   if constexpr (kOrderFree) {
