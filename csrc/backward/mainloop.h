@@ -81,7 +81,6 @@ class Consumer {
   // Whether a thread keeps where its keys' bits of dropout are.
   static constexpr bool kKeepsKeysOfBits = Score::kDrops && Variant::kQuery % dropout::kBlockRows == 0;
   using KeysOfBits = typename dropout::FragmentBits<dropout::FragmentRows::kKeys, Variant::kQuery>::Keys;
-  struct Nothing {};
 
   static constexpr int kHeldSlicesOfV = Variant::kHeldColumnsOfV / kProductDepth;
 
@@ -434,16 +433,13 @@ class Consumer {
       const int slot = scale_slot(step), tile = shared_.scale_tile[slot];
       if (tile != kNoScale) {
         const OtherPartials others = has_sum ? shared_.others[step.slot()] : OtherPartials{0, 0};
-        finish_dq<Variant>(buffer, dq, has_sum, 0.f, scale, consumer_, thread_, [&](int row) {
-          const int query = fragment_row(thread_, 2 * row);
-          return total_in_units(dq[2 * row], shared_.scales[slot][first_query_of_dq() + query],
-                                others.have_marks ? marks_of(tile) + query : nullptr, others.count + 1);
-        });
+        finish_in_units<Variant>(buffer, dq, has_sum, scale, consumer_, thread_,
+                                 shared_.scales[slot] + first_query_of_dq(),
+                                 others.have_marks ? marks_of(tile) : nullptr, others.count + 1);
         return;
       }
     }
-    finish_dq<Variant>(buffer, dq, has_sum, -0.f, scale, consumer_, thread_,
-                       [](int) { return [](float x, float before) { return before + x; }; });
+    finish_fp32<Variant>(buffer, dq, has_sum, scale, consumer_, thread_);
   }
 
   template <typename AnyStep>

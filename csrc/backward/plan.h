@@ -38,7 +38,7 @@ class Planner {
       return Variant::grid(work.sequence, params_.window);
     };
     bool is_last = work.steps == 0;
-    int flags = PlannedStep::kIsFirst + (ordered ? PlannedStep::kIsOrdered : 0);  // those of the next step
+    bool is_first = true;
     WorkStep at{0, 0};
     if constexpr (Order::kDivided) { at.step = Order::steps(grid(), work.kv_tile, work.visits).first; }
     for (WorkStep next; !is_last; at = next) {
@@ -57,15 +57,15 @@ class Planner {
       planned.dq_tile = work.first_dq_tile + at.head * grid().query_tiles() + query_tile;
       const int rank = Order::rank(grid(), work.kv_tile, query_tile);
       planned.rank = rank;
+      int packed = ((work.first_query_head + at.head) << PlannedStep::kHeadShift) +
+                   (ordered ? PlannedStep::kIsOrdered : 0) + (is_last ? PlannedStep::kIsLast : 0);
       if constexpr (Variant::kMayFinishDq) {
-        if (params_.finishes_dq && rank + 1 == grid().kv_tiles_of(query_tile).count) {
-          flags += PlannedStep::kFinishesDq;
-        }
+        const bool finishes = params_.finishes_dq && rank + 1 == grid().kv_tiles_of(query_tile).count;
+        packed += (finishes ? PlannedStep::kFinishesDq : 0) + (is_first ? PlannedStep::kIsFirst : 0);
+        is_first = false;
       }
-      if (grid().needs_masking(query_tile, work.kv_tile)) { flags += PlannedStep::kNeedsMasking; }
-      if (is_last) { flags += PlannedStep::kIsLast; }
-      planned.packed = ((work.first_query_head + at.head) << PlannedStep::kHeadShift) + flags;
-      flags &= PlannedStep::kIsOrdered;
+      if (grid().needs_masking(query_tile, work.kv_tile)) { packed += PlannedStep::kNeedsMasking; }
+      planned.packed = packed;
       shared_.plan_full[plan_.slot()].arrive();
       plan_ = plan_.next();
     }

@@ -22,7 +22,7 @@ struct PlannedStep {
   int rank;     // of the KV tile in the sum of dQ there
   int packed;   // the query head above what follows
 
-  static constexpr int kIsLast = 1, kIsFirst = 2;  // of its work tile
+  static constexpr int kIsLast = 1, kIsFirst = 2;  // of its work tile; the second is known where dQ may be finished
   static constexpr int kNeedsMasking = 4;
   static constexpr int kIsOrdered = 8;    // whether its partial waits for those of lower rank
   static constexpr int kFinishesDq = 16;  // whether it makes dQ of the sum
@@ -43,7 +43,7 @@ enum class DqSum : uint8_t { kNotLast, kAlone, kWithOthers };
 
 // Of order-free sums, the others.
 struct OtherPartials {
-  uint16_t count : 15;
+  uint16_t count : 15;  // no more than a sum of integers has: kMaxKeys in tiles of 80 keys or more
   uint16_t have_marks : 1;  // on rows that are not finite; may be of other tiles
 };
 

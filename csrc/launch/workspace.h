@@ -88,6 +88,8 @@ inline PackCapacity most_of_backward(const BackwardArguments& a) {
 
 // Whether the main kernel makes dQ of its sums.
 inline bool finishes_dq(const BackwardArguments& a) {
+  // The yardstick that adds in no order has no lots for it.
+  if (accumulation(static_cast<Policy>(a.schedule)) == Accumulation::kUnordered) { return false; }
   const int64_t heads = int64_t{a.batch} * a.kv_heads;
   if (!a.is_pack()) {
     const TileGrid grid = backward_grid(a);

@@ -17,9 +17,9 @@ DASH_HOST_DEVICE constexpr bool pays_to_finish_dq(TileGrid const& grid, HeadDims
   // With fewer work tiles there are no others to fill the wait.
   constexpr int64_t kFewestWorkTiles = 1024;
   if (heads * grid.kv_tiles() < kFewestWorkTiles) return false;
-  // What is saved is a part of each query tile's work, which grows with the KV tiles that it sees. Where the mask cuts
-  // at its end, the last step of each work tile is the one that waits: one of few at head_dim 64, whose query tiles are
-  // long.
+  // What is saved is a share of a query tile's work, smaller the more KV tiles it sees. Where the mask cuts at its end,
+  // the last step of each work tile is the one that waits, one of half as many at head_dim 64, whose query tiles are
+  // longer.
   bool const is_full = grid.mask.kind == MaskKind::kFull;
   int const most = padded.qk <= 64 && !is_full ? 8 : 64;
   return grid.kv_tiles() <= most;

@@ -10,10 +10,7 @@ import pytest
 import torch
 from bit_checks import check_sm_margins, check_under_load
 from gpu_support import Problem
-
-from dash_attn import schedule
-
-FEWEST_WORK_TILES = 1024  # csrc/schedule/finishing.h
+from kernel_names import kernels, ours
 
 # batch, seqlen_q, seqlen_k, heads, kv_heads. The last has query heads in splits.
 SHAPES = {
@@ -23,7 +20,7 @@ SHAPES = {
     "queries without keys": (22, 513, 390, 12, 12),
     "seven": (16, 700, 850, 12, 12),
     "nine at 128 alone": (16, 1100, 1100, 16, 8),
-    "splits": (5, 2100, 1000, 32, 8),
+    "splits": (16, 2100, 1000, 32, 8),
 }
 KINDS = {
     "full": dict(causal=False),
@@ -31,10 +28,9 @@ KINDS = {
     "window": dict(causal=False, window=(200, 30)),
     "chunks": dict(causal=True, attention_chunk=150),
 }
+# Of plain scores: beside others dQ is always converted.
 FEATURES = {
-    "softcap": dict(softcap=20.0),
-    "slopes": dict(alibi="heads", sinks=True, lse_gradient=True),
-    "dropout": dict(dropout_p=0.25),
+    "sinks": dict(sinks=True, lse_gradient=True),
     "fp16": dict(dtype=torch.float16),
 }
 
@@ -45,21 +41,32 @@ def sequence_of(inputs, number):
     scores = inputs.scores
     if scores.dsoftmax_lse is not None:
         scores = scores._replace(dsoftmax_lse=scores.dsoftmax_lse[one])
-    if scores.dropout is not None:
-        bits = {name: getattr(scores.dropout, name)[one] for name in ("keep", "bits", "rng_state")}
-        scores = scores._replace(dropout=scores.dropout._replace(**bits))
     return support.Inputs(*(x[one] for x in inputs.tensors()), scores)
 
 
 def assert_as_alone(problem, inputs, policy):
-    tiles = schedule.problem("descending", problem.seqlen_q, problem.seqlen_k, causal=False, **problem.head_dims)
-    assert problem.batch * problem.kv_heads * tiles.kv_tiles * support.splits(problem) >= FEWEST_WORK_TILES
     alone = dataclasses.replace(problem, batch=1)
     together = support.backward(inputs, problem, policy)
     for number in {0, problem.batch // 2, problem.batch - 1}:
         expected = support.backward(sequence_of(inputs, number), alone, policy)
         own = {name: x[number : number + 1] for name, x in together.items()}
         support.assert_same_bits(own, expected, f"{problem} {policy}, sequence {number}")
+
+
+@pytest.mark.parametrize("policy", ["auto", "order_free"])
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_who_makes_dq(shape, kind, head_dim, policy, device):
+    """Or the other tests would compare one way with itself."""
+    problem = Problem(*SHAPES[shape], head_dim, **KINDS[kind])
+    inputs = support.random_inputs(problem, device)
+    alone = dataclasses.replace(problem, batch=1)
+    of_batch = kernels(lambda: support.backward(inputs, problem, policy))
+    of_one = kernels(lambda: support.backward(sequence_of(inputs, 0), alone, policy))
+    many_short_tiles = shape == "nine at 128 alone" and head_dim == 64 and kind != "full"
+    assert ours(of_batch, "backward_kernel") and ours(of_batch, "convert_kernel") == many_short_tiles
+    assert ours(of_one, "convert_kernel")
 
 
 @pytest.mark.parametrize("head_dim", [40, 64, 120, 128])
@@ -86,7 +93,6 @@ def test_features(feature, kind, head_dim, device):
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
 @pytest.mark.parametrize("place", range(4), ids=["q", "k", "v", "dout"])
 def test_what_is_not_finite_stays_where_it_is(place, causal, head_dim, device):
-    """Marks of order-free sums are looked at only where some row of the call has one."""
     problem = Problem(*SHAPES["three"], head_dim, causal)
     tensors = support.random_qkv_dout(problem, device)
     for sequence, value in ((0, float("nan")), (problem.batch - 1, float("inf"))):
@@ -98,6 +104,39 @@ def test_what_is_not_finite_stays_where_it_is(place, causal, head_dim, device):
         gradients = support.backward(inputs, problem, policy)
         whole = slice(1, problem.batch // 2)
         support.assert_finite({name: x[whole] for name, x in gradients.items()}, policy)
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("scale", [1e-35, 1e-36, 1e-37])
+def test_subnormal_sums(scale, head_dim, device):
+    """Bulk additions count subnormal numbers as zero, and so does the last one, of what is in registers."""
+    problem = Problem(*SHAPES["three"], head_dim, False)
+    q, k, v, dout = support.random_qkv_dout(problem, device)
+    inputs = support.with_forward(problem, q, k, v, dout * scale)
+    for policy in ("auto", "spt", "order_free"):
+        assert_as_alone(problem, inputs, policy)
+    dq = support.backward(inputs, problem, "auto")["dq"].float().abs()
+    assert bool(((dq > 0) & (dq < 2.0**-126)).any()), "or the test would say nothing"
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_a_row_that_others_have_marked(head_dim, device):
+    """Whose dS leaves fp16's range in the first KV tile, and whose last partial is finite."""
+    problem = Problem(*SHAPES["three"], head_dim, False, dtype=torch.float16)
+    q, k, v, dout = support.random_qkv_dout(problem, device)
+    k[..., 0] = 0
+    k[:, :2, :, 0] = 40.0
+    q[..., 0] = 0
+    q[:, 250, 1, 0] = 40.0  # attends to the first two keys
+    v *= 100
+    dout[:, 250, 1] *= 6000
+    inputs = support.with_forward(problem, q, k, v, dout)
+    free, ordered = (support.backward(inputs, problem, policy)["dq"] for policy in ("order_free", "descending"))
+    bad = torch.zeros(free.shape[:3], dtype=torch.bool, device=device)
+    bad[:, 250, 1] = True
+    assert bool((free.isnan().all(dim=-1) == bad).all()) and bool((free.isnan().any(dim=-1) == bad).all())
+    assert support.first_mismatch("dq", free[:, :200], ordered[:, :200]) is not None, "fixed point"
+    assert_as_alone(problem, inputs, "order_free")
 
 
 @pytest.mark.parametrize("head_dim", [64, 128])

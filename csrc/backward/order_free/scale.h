@@ -1,5 +1,5 @@
 // The fixed-point scale of each row of dQ in order-free accumulation, and which heads need the order: what preprocess.h
-// decides and convert.h undoes (docs/order_free.md).
+// decides (docs/order_free.md).
 #pragma once
 
 #include <type_traits>
