@@ -14,7 +14,8 @@ dv (batch, seqlen_k, kv_heads, value_head_dim), out and dout (batch, seqlen_q, h
 fp16, of any strides, each head dim a multiple of 8 up to 256. softmax_lse is fp32 (batch, heads, seqlen_q), natural
 logarithm, +inf (-inf is taken too) for a query that sees no key; such a query has output 0 and gradients 0, as every
 sum over no key or no query is 0. "order_free" builds on softmax_lse that is the forward's, or merged from several. out
-is contiguous. dq, dk and dv share no memory with each other nor with what is read. `schedule` is a policy of `dash_attn.schedule` or "auto", `sm_margin` the number of SMs to leave to other kernels.
+is contiguous. dq, dk and dv share no memory with each other nor with what is read. `schedule` is a policy of
+`dash_attn.schedule` or "auto", `sm_margin` the number of SMs to leave to other kernels.
 
 In a pack total_q stands for (batch, seqlen_q) and total_k for (batch, seqlen_k), softmax_lse is (heads, total_q),
 cu_seqlens_* are int32 (batch + 1,), seqused_* None or int32 (batch,), contiguous and on q's device. Sequence b starts
