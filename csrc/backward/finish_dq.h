@@ -51,7 +51,7 @@ template <typename Variant, int kRegisters>
 __device__ __forceinline__ void finish_fp32(float* buffer, const float (&dq)[kRegisters], bool has_sum, float scale,
                                             int consumer, int thread) {
   finish_dq<Variant>(buffer, dq, has_sum, scale, consumer, thread, [has_sum](int) {
-    return [has_sum](float x, float before) { return has_sum ? ptx::add_flushing(before, x) : x; };
+    return [has_sum](float x, float before) { return has_sum ? before + x : x; };  // or -0 would become 0
   });
 }
 

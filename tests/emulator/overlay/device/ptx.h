@@ -12,9 +12,6 @@ inline float log2_approx(float x) { return std::log2(x); }
 inline float sqrt_approx(float x) { return std::sqrt(x); }
 inline float tanh_approx(float x) { return std::tanh(x); }
 
-inline float flushed(float x) { return std::fpclassify(x) == FP_SUBNORMAL ? std::copysign(0.f, x) : x; }
-inline float add_flushing(float a, float b) { return flushed(flushed(a) + flushed(b)); }
-
 inline int max3(int a, int b, int c) { return std::max(a, std::max(b, c)); }
 inline uint32_t min3(uint32_t a, uint32_t b, uint32_t c) { return std::min(a, std::min(b, c)); }
 
@@ -83,9 +80,7 @@ inline void bulk_to_global(float* global, const float* shared, int bytes, uint32
 }
 inline void bulk_add_f32(float* global, const float* shared, int bytes) {
   bulk_to_global(global, shared, bytes,
-                 [](uint32_t a, uint32_t b) {
-                   return __float_as_uint(add_flushing(__uint_as_float(a), __uint_as_float(b)));
-                 });
+                 [](uint32_t a, uint32_t b) { return __float_as_uint(__uint_as_float(a) + __uint_as_float(b)); });
 }
 inline void bulk_add_s32(float* global, const float* shared, int bytes) {
   bulk_to_global(global, shared, bytes, [](uint32_t a, uint32_t b) { return a + b; });
