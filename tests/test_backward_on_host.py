@@ -215,7 +215,7 @@ FAULTS = [
 FINISHING_FAULTS = [
     # A sum that is taken before it is there.
     ("64", "backward/mainloop.h", "    if (has_sum) { shared_.sum_full[step.slot()].wait(step.parity()); }\n", "",
-     dict(seqlen_q=200, seqlen_k=600)),
+     dict(seqlen_q=64, seqlen_k=1000)),
     # A sum that is brought before the others are in it.
     ("64", "backward/dq_add.h", "wait_for_turn(params_.workspace.dq_semaphores + step.dq_tile, step.rank, true);", "",
      dict(seqlen_q=200, seqlen_k=600, schedule="order_free")),
