@@ -65,8 +65,8 @@ __device__ __forceinline__ float tanh_approx(float x) {
   return y;
 }
 
-// 9.7.9.27 "cp.reduce.async.bulk": adds `bytes` of fp32 in shared memory onto global memory. On Hopper's subnormal
-// numbers too, whatever the manual says.
+// 9.7.9.27 "cp.reduce.async.bulk": adds `bytes` of fp32 in shared memory onto global memory. The manual has
+// subnormal numbers count as zero; on Hopper they are added like others.
 __device__ __forceinline__ void bulk_add_f32(float* global, const float* shared, int bytes) {
   asm volatile("cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;"
                :
