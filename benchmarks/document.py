@@ -112,6 +112,12 @@ def together(quoted: Quoted) -> str:
         cuDNN."""
 
 
+def run_told(quoted: Quoted, name: str) -> str:
+    """Commit and GPU of a result of a grid of its own."""
+    meta = json.loads(quoted.own[name].read_text())["meta"]
+    return f"commit {meta['commit'][:12]} on one {meta['gpu'].split()[1]}"
+
+
 def own_grid_line(quoted: Quoted, name: str) -> str:
     """Ours over each peer, in geometric mean and at the least, of the run with the grid; and packs over our own dense
     call."""
@@ -129,9 +135,8 @@ def own_grid_line(quoted: Quoted, name: str) -> str:
                 f"the {pass_} {mean.ratio:.2f} times that of {shown}, at the least {mean.least:.2f} ({mean.shapes})"
             )
     return prose(
-        f"""{OWN_GRIDS[name].what} (`--grid {name}`), both sides in one run of commit
-        {json.loads(quoted.own[name].read_text())["meta"]["commit"][:12]}: geometric mean of our throughput over the
-        peer's, the least ratio, the number of shapes: {"; ".join(said)}."""
+        f"""{OWN_GRIDS[name].what} (`--grid {name}`), both sides in one run of {run_told(quoted, name)}: geometric mean of
+        our throughput over the peer's, the least ratio, the number of shapes: {"; ".join(said)}."""
     )
 
 
@@ -147,7 +152,7 @@ def own_grid_table(quoted: Quoted, name: str, *, with_bar: bool) -> str:
         else "and what the project asks of it, if it does"
     )
     said = prose(
-        f"""{OWN_GRIDS[name].what} (`--grid {name}`), both sides in one run of commit {run.commit[:12]}: our throughput
+        f"""{OWN_GRIDS[name].what} (`--grid {name}`), both sides in one run of {run_told(quoted, name)}: our throughput
         over another in geometric mean and at the least, {which}."""
     )
     cells = [claim.cells() for claim in claims if claim.bar is not None or not with_bar]

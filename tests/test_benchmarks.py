@@ -201,7 +201,7 @@ def test_documents_quote_a_run_of_small_loads(tmp_path):
             forward = {"schedule": None, "deterministic": True, "pass": "forward"}
             rows.append({**head, **forward, "tflops": 500.0})
     path = tmp_path / "loads.json"
-    path.write_text(json.dumps({"meta": {"commit": "abcdef" * 7}, "rows": rows}))
+    path.write_text(json.dumps({"meta": {"commit": "abcdef" * 7, "gpu": "NVIDIA H200"}, "rows": rows}))
     quoted = document.Quoted(result, loads=path)
     said = " ".join(document.readme(quoted).split())
     assert "the backward 0.97 times that of FlashAttention-3, at the least 0.50 (26)" in said

@@ -142,7 +142,7 @@ def result_of(path, ours=1.0, bits=0.95, torchs=0.5):
                 own = impl in (OURS, BITS)
                 head = {"impl": impl, "schedule": "auto" if own and pass_ != "forward" else None, "deterministic": own}
                 rows.append({**head, "pass": pass_, **shape.row(), "tflops": 500.0 * share, "ms": 1.0})
-    path.write_text(json.dumps({"meta": {"commit": "abcdef" * 7}, "rows": rows}))
+    path.write_text(json.dumps({"meta": {"commit": "abcdef" * 7, "gpu": "NVIDIA H200"}, "rows": rows}))
     return path
 
 

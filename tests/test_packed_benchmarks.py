@@ -383,7 +383,7 @@ def packed_file(tmp_path):
             backward[DENSE, True], forward[DENSE] = 320.0, 500.0
         rows += rows_of(shape, backward, forward)
     path = tmp_path / "packed.json"
-    path.write_text(json.dumps({"meta": {"commit": "abcdef" * 7}, "rows": rows}))
+    path.write_text(json.dumps({"meta": {"commit": "abcdef" * 7, "gpu": "NVIDIA H200"}, "rows": rows}))
     return path
 
 
@@ -417,14 +417,15 @@ def test_documents_quote_packs_and_windows(packed_file, tmp_path):
     windows = tmp_path / "windows.json"
     figures = {(OURS, True): 300.0, ("fa3", False): 250.0}
     rows = [row for shape in GRIDS["windows-bar"]() for row in rows_of(shape, figures, {})]
-    windows.write_text(json.dumps({"meta": {"commit": "123456" * 7}, "rows": rows}))
+    meta = {"commit": "123456" * 7, "gpu": "NVIDIA H100 80GB HBM3"}
+    windows.write_text(json.dumps({"meta": meta, "rows": rows}))
     assert "`--grid packed-bar`" not in document.readme(document.Quoted(result))
     quoted = document.Quoted(result, **{"packed-bar": packed_file, "windows-bar": windows})
     said = " ".join(document.readme(quoted).split())
-    assert "(`--grid packed-bar`), both sides in one run of commit abcdefabcdef:" in said
+    assert "(`--grid packed-bar`), both sides in one run of commit abcdefabcdef on one H200:" in said
     assert "the backward 3.00 times that of FlashAttention-3, deterministic, at the least 3.00 (6)" in said
     assert "the backward 0.94 times that of our own dense call on packs of equal lengths, at the least 0.94 (2)" in said
-    assert "(`--grid windows-bar`), both sides in one run of commit 123456123456:" in said
+    assert "(`--grid windows-bar`), both sides in one run of commit 123456123456 on one H100:" in said
     assert "the backward 1.20 times that of FlashAttention-3, at the least 1.20 (5)" in said
     details = document.details(quoted)
     head = "| head_dim | heads | mask | batch x seqlen | dash_attn | of dense | best deterministic peer | ratio |"

@@ -280,7 +280,7 @@ def test_the_claims_of_the_other_grids(grid, pass_):
     """Beside every peer of the run, and beside our own dense call: geometric mean, the least, how many."""
     meta, rows = (json.loads(OWN[grid].read_text())[name] for name in ("meta", "rows"))
     text = " ".join(README.split()).split(f"(`--grid {grid}`), ")[1].split("(`--grid")[0]
-    assert text.startswith(f"both sides in one run of commit {meta['commit'][:12]}:")
+    assert text.startswith(f"both sides in one run of commit {meta['commit'][:12]} on one {meta['gpu'].split()[1]}:")
     mine, others = ours(rows, pass_), collections.defaultdict(dict)
     assert len(mine) == len(GRIDS[grid]())  # no two differ in the batch alone
     for row in rows:

@@ -127,7 +127,7 @@ def result_of(grid, path, tflops):
                 found = tflops(impl, deterministic, pass_, shape)
                 head = {"impl": impl, "schedule": schedule, "deterministic": deterministic, "pass": pass_}
                 rows += [{**head, **shape.row(), "tflops": found, "ms": 1.0}] if found else []
-    path.write_text(json.dumps({"meta": {"commit": "abcdef" * 7}, "rows": rows}))
+    path.write_text(json.dumps({"meta": {"commit": "abcdef" * 7, "gpu": "NVIDIA H200"}, "rows": rows}))
     return path
 
 
@@ -145,7 +145,7 @@ def test_documents_quote_head_dims_beside_their_bars(tmp_path):
 
     quoted = quoting(head_dims=result_of("head-dims", tmp_path / "result.json", tflops))
     for text in (document.readme(quoted), document.details(quoted)):
-        assert "(`--grid head-dims`), both sides in one run of commit abcdefabcdef: our" in " ".join(text.split())
+        assert "(`--grid head-dims`), both sides in one run of commit abcdefabcdef on one H200: our" in " ".join(text.split())
         lines = text.splitlines()
         # Of eight shapes one has 400: (500 / 400) ** (7 / 8) of 400, and 0.8 ** (1 / 8) of 500.
         assert "| 96 | backward | our own at 128 | 8 | 0.93 | 0.90 (full, 8x2048) | 0.90 |" in lines

@@ -75,7 +75,7 @@ class Adder {
 #pragma unroll
     for (int consumer = 0; consumer < Variant::kConsumers; ++consumer) {
       const int row = Variant::kSplitDqByHeadDim ? 0 : consumer * Variant::kDqQueries;
-      cute::SM90_TMA_STORE_5D::copy(&params_.dq, place_of_dq<Variant>(staged, consumer),
+      cute::SM90_TMA_STORE_5D::copy(&params_.dq, rows_in_dq_buffer<Variant>(staged, consumer),
                                     consumer * Variant::kDqColumnStep, step.head(),
                                     rows.first + step.query_tile * Variant::kQuery + row, rows.outer, rows.wrap);
     }
@@ -90,15 +90,11 @@ class Adder {
 
   // Where the rows of a query tile lie.
   __device__ __forceinline__ RowOrigin rows_of(int dq_tile) const {
-    const TileScheduler& scheduler = params_.scheduler;
-    const PackView& pack = params_.pack;
-    const int heads = scheduler.kv_heads * scheduler.group_size;
-    if (pack.is_pack()) {
-      const PackedSequence& sequence = pack.sequences[pack.of_query_tile[dq_tile / heads]];
-      return RowOrigin::of(true, sequence.end_q, sequence.lengths.seqlen_q);
-    }
-    const int seqlen = scheduler.sequence.seqlen_q;
-    return RowOrigin::of(false, dq_tile / heads / ceil_div(seqlen, Variant::kQuery), seqlen);
+    const bool is_pack = params_.pack.is_pack();
+    TileOwner owner;
+    find_owner<Variant::kQuery>(params_.sequences(), dq_tile, owner);
+    const int seqlen = owner.lengths.seqlen_q;
+    return RowOrigin::of(is_pack, is_pack ? owner.first_row + seqlen : owner.batch, seqlen);
   }
 
   // The pieces of a part are staged one after the other, in buffers that both adders use. A piece's buffer is free

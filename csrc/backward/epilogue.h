@@ -14,6 +14,7 @@
 #include "../device/fragment.h"
 #include "../device/tma.h"
 #include "../device/warp_roles.h"
+#include "dq_layout.h"
 #include "params.h"
 #include "split_reduction.h"
 #include "storage.h"
@@ -51,7 +52,7 @@ class Epilogue {
       dk_rows = dv_rows + kElements;
     } else {
       shared.dq_empty[next.slot()].wait(next.empty_parity());
-      dv_rows = reinterpret_cast<Element*>(shared.dq[next.slot()] + consumer * kDqPart);
+      dv_rows = rows_in_dq_buffer<Variant>(shared.dq[next.slot()], consumer);
       dk_rows = shared.ds[0] + consumer * kElements;
     }
     if constexpr (Variant::Score::kDrops) {
@@ -82,7 +83,6 @@ class Epilogue {
   static constexpr int kDqPart = Variant::kDqTileFloats / Variant::kConsumers;  // that a consumer stages
   static_assert(Variant::kStageInDs || kElements * sizeof(Element) <= kDqPart * sizeof(float),
                 "dV fits where a consumer stages dQ");
-  static_assert(kDqPart * sizeof(float) % 1024 == 0, "TMA's swizzle has a period of 1,024 bytes");
 
   static __device__ __forceinline__ void sync_consumers() {
     cutlass::arch::NamedBarrier::sync(Variant::kConsumers * kWarpgroupThreads, 0u);

@@ -11,14 +11,6 @@
 
 namespace dash_attn::backward {
 
-// A consumer's rows and columns of dQ take the first half of its part of the buffer.
-template <typename Variant>
-__device__ __forceinline__ typename Variant::Element* place_of_dq(float* buffer, int consumer) {
-  constexpr int kPart = Variant::kDqTileFloats / Variant::kConsumers;
-  static_assert(kPart * sizeof(float) % 1024 == 0, "TMA's swizzle has a period of 1,024 bytes");
-  return reinterpret_cast<typename Variant::Element*>(buffer + consumer * kPart);
-}
-
 // total_of_row(row) gives, of either row of a thread, a function of (x, before): what the partial x and the sum of
 // lower ranks, zero if it has none, add up to. Called by a whole warpgroup.
 template <typename Variant, typename TotalOfRow, int kRegisters>
@@ -42,8 +34,8 @@ __device__ __forceinline__ void finish_dq(float* buffer, const float (&dq)[kRegi
     forget_memory();  // one row at a time, which takes fewer registers
   }
   sync_warpgroup(1 + consumer);  // dQ takes the place of other threads' sums
-  store_rows<typename Variant::Swizzle, kWarpgroupRows>(place_of_dq<Variant>(buffer, consumer), 0, packed, thread / 32,
-                                                        thread % 32);
+  Element* const rows = rows_in_dq_buffer<Variant>(buffer, consumer);
+  store_rows<typename Variant::Swizzle, kWarpgroupRows>(rows, 0, packed, thread / 32, thread % 32);
 }
 
 // The same in fp32.

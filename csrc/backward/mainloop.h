@@ -455,7 +455,7 @@ class Consumer {
     const auto store = [&](int quad, float x, float y, float z, float w) {
       buffer[Layout::quad_index(consumer_, quad, thread_)] = make_float4(x, y, z, w);
     };
-    if (stage_dq_as_integers(dq, step.count, store)) { return; }
+    if (stage_dq_as_integers(dq, step, store)) { return; }
 #pragma unroll
     for (int quad = 0; quad < Layout::kQuads; ++quad) {
       store(quad, dq[4 * quad], dq[4 * quad + 1], dq[4 * quad + 2], dq[4 * quad + 3]);
@@ -468,10 +468,10 @@ class Consumer {
   }
 
   // Order-free, unless the head needs the order.
-  template <typename Store>
-  __device__ __forceinline__ bool stage_dq_as_integers(const DqPartial& dq, uint32_t step, const Store& store) {
+  template <typename AnyStep, typename Store>
+  __device__ __forceinline__ bool stage_dq_as_integers(const DqPartial& dq, AnyStep step, const Store& store) {
     if constexpr (Variant::kOrderFree) {
-      const int slot = RingIndex<Variant::kScaleSlots>{step}.slot();
+      const int slot = scale_slot(step);
       forget(thread_);
       const int tile = shared_.scale_tile[slot];
       if (tile == kNoScale) { return false; }

@@ -136,6 +136,11 @@ struct KernelParams {
   dropout::BitsView dropout;
   CarriedSums carried;  // of a kernel that carries sums
   bool finishes_dq;
+
+  __device__ __forceinline__ SequencesOfCall sequences() const {
+    const int heads = scheduler.kv_heads * scheduler.group_size;
+    return {scheduler.sequence, {}, scheduler.batch, heads, scheduler.kv_heads, pack};
+  }
 };
 
 }  // namespace dash_attn::backward

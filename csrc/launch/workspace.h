@@ -89,11 +89,12 @@ inline PackCapacity most_of_backward(const BackwardArguments& a) {
 // Whether the main kernel makes dQ of its sums.
 inline bool finishes_dq(const BackwardArguments& a) {
   // The yardstick that adds in no order has no lots for it.
-  if (accumulation(static_cast<Policy>(a.schedule)) == Accumulation::kUnordered) { return false; }
+  const auto policy = static_cast<Policy>(a.schedule);
+  if (accumulation(policy) == Accumulation::kUnordered) { return false; }
   const int64_t heads = int64_t{a.batch} * a.kv_heads;
   if (!a.is_pack()) {
     const TileGrid grid = backward_grid(a);
-    return pays_to_finish_dq(grid, a.padded_head_dims(), heads * splits_of_call(a, grid));
+    return pays_to_finish_dq(policy, grid, a.padded_head_dims(), heads * splits_of_call(a, grid));
   }
   // As of a batch of sequences of the pack's mean length, which the host knows.
   BackwardArguments mean = a;

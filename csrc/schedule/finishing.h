@@ -8,12 +8,20 @@
 
 #include "../config/tile_shapes.h"
 #include "../host_device.h"
+#include "policy.h"
 #include "tile_grid.h"
 
 namespace dash_attn {
 
 // Of a call with as many (sequence, KV head, split)s.
-DASH_HOST_DEVICE constexpr bool pays_to_finish_dq(TileGrid const& grid, HeadDims padded, int64_t heads) {
+DASH_HOST_DEVICE constexpr bool pays_to_finish_dq(Policy policy, TileGrid const& grid, HeadDims padded,
+                                                  int64_t heads) {
+  if (divides(policy)) {
+    // Each KV tile adds last to query tiles of its own, where it ends: when the others have been there, if they run at
+    // its side. At head_dim 64, where steps are short, that is of few work tiles, or the wait is one of many steps.
+    constexpr int kSideBySide = 128, kManySteps = 16;
+    return padded.qk > 64 || heads * grid.kv_tiles() <= kSideBySide || grid.kv_tiles() >= kManySteps;
+  }
   // With fewer work tiles there are no others to fill the wait.
   constexpr int64_t kFewestWorkTiles = 1024;
   if (heads * grid.kv_tiles() < kFewestWorkTiles) return false;

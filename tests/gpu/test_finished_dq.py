@@ -70,6 +70,17 @@ def test_who_makes_dq(shape, kind, head_dim, policy, device):
     assert ours(of_one, "convert_kernel")
 
 
+@pytest.mark.parametrize("head_dim, batch, seqlen, converts", [
+    (64, 1, 1700, False), (64, 16, 1700, True), (64, 16, 2000, False), (128, 1, 130, False), (128, 16, 1700, False),
+])  # fmt: skip
+def test_who_makes_dq_of_divided_tiles(head_dim, batch, seqlen, converts, device):
+    problem = Problem(batch, seqlen, seqlen, 8, 8, head_dim, False)
+    inputs = support.random_inputs(problem, device)
+    of_call = kernels(lambda: support.backward(inputs, problem, "shift"))
+    assert ours(of_call, "backward_kernel") and ours(of_call, "convert_kernel") == converts
+    assert_as_alone(problem, inputs, "shift")
+
+
 @pytest.mark.parametrize("head_dim", [40, 64, 120, 128])
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("shape", SHAPES)
