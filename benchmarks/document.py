@@ -135,8 +135,8 @@ def own_grid_line(quoted: Quoted, name: str) -> str:
                 f"the {pass_} {mean.ratio:.2f} times that of {shown}, at the least {mean.least:.2f} ({mean.shapes})"
             )
     return prose(
-        f"""{OWN_GRIDS[name].what} (`--grid {name}`), both sides in one run of {run_told(quoted, name)}: geometric mean of
-        our throughput over the peer's, the least ratio, the number of shapes: {"; ".join(said)}."""
+        f"""{OWN_GRIDS[name].what} (`--grid {name}`), both sides in one run of {run_told(quoted, name)}: geometric mean
+        of our throughput over the peer's, the least ratio, the number of shapes: {"; ".join(said)}."""
     )
 
 

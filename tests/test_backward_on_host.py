@@ -25,13 +25,15 @@ def programs(tmp_path_factory):
 
 # dQ is made of its sums by who adds last, however small a call is; so the bits must be those of `programs`.
 ALWAYS_FINISHES = ("schedule/finishing.h", "kFewestWorkTiles = 1024", "kFewestWorkTiles = 0")
+DIVIDED = "  if (divides(policy)) {\n"
 FINISHING_ROWS = ("64", "128")
 
 
 @pytest.fixture(scope="module")
 def finishing_programs(tmp_path_factory):
     folder = tmp_path_factory.mktemp("finishing")
-    csrc = emulation.source(folder, ALWAYS_FINISHES)
+    divided = ("schedule/finishing.h", DIVIDED, DIVIDED + "    return true;\n")
+    csrc = emulation.source(folder, ALWAYS_FINISHES, divided)
     return {
         row: emulation.build(csrc, ["backward.cpp", "stages.cpp"], row, folder / f"program_{row}")
         for row in FINISHING_ROWS
@@ -86,13 +88,33 @@ def test_finished_by_who_adds_last(programs, finishing_programs, row, schedule, 
     assert check(finishing_programs[row], schedule=schedule, **call) == check(programs[row], schedule=schedule, **call)
 
 
-def test_finished_in_parts(programs, tmp_path):
-    """Which is what pays of so few work tiles."""
-    never_finishes = ("schedule/finishing.h", "kSideBySide = 128, kManySteps = 16", "kSideBySide = 0, kManySteps = 16")
-    csrc = emulation.source(tmp_path, never_finishes)
-    converting = emulation.build(csrc, ["backward.cpp", "stages.cpp"], "64", tmp_path / "program")
-    call = dict(heads=2, seqlen_q=300, seqlen_k=400, schedule="shift")
-    assert emulation.check(programs["64"], LATE, **call) == emulation.check(converting, LATE, **call)
+@pytest.fixture(scope="module")
+def converting_programs(tmp_path_factory):
+    """dQ of divided KV tiles is never made by who adds last."""
+    folder = tmp_path_factory.mktemp("converting")
+    csrc = emulation.source(folder, ("schedule/finishing.h", DIVIDED, DIVIDED + "    return false;\n"))
+    return {
+        row: emulation.build(csrc, ["backward.cpp", "stages.cpp"], row, folder / f"program_{row}")
+        for row in FINISHING_ROWS
+    }
+
+
+@pytest.mark.parametrize("row", FINISHING_ROWS)
+@pytest.mark.parametrize("call", [
+    dict(heads=4, kv_heads=2, seqlen_q=300, seqlen_k=400),
+    dict(heads=2, kv_heads=1, pack="130:250,5:600,200:0,0:300,64:64,1:129"),
+], ids=str)  # fmt: skip
+def test_finished_in_parts(finishing_programs, converting_programs, row, call):
+    of_both = (
+        emulation.check(programs[row], LATE, schedule="shift", **call)
+        for programs in (finishing_programs, converting_programs)
+    )
+    assert len(set(of_both)) == 1
+
+
+def test_finished_by_as_many_ctas_as_there_are_work_tiles(programs):
+    """Whose number decides who makes dQ, and so on no bit: 4 work tiles, 1 to 5 CTAs."""
+    emulation.check(programs["64"], LATE, seqlen_q=300, seqlen_k=500, schedule="shift")
 
 
 @pytest.mark.parametrize("row", ["64", "128", "256"])
@@ -229,6 +251,11 @@ FINISHING_FAULTS = [
     ("128", "backward/dq_add.h",
      "        shared_.ds_full[buffer.slot()].wait(buffer.parity());\n", "",
      dict(heads=4, seqlen_q=64, seqlen_k=300)),
+    # The second of two sums that come to a buffer, taken for the first.
+    ("64", "backward/plan.h", "          shared_.sum_parities ^= buffer;\n", "", dict(seqlen_q=600, seqlen_k=200)),
+    # The same of divided KV tiles, before the others are in it.
+    ("64", "backward/dq_add.h", "wait_for_turn(params_.workspace.dq_semaphores + step.dq_tile, step.rank, true);", "",
+     dict(heads=2, seqlen_q=300, seqlen_k=500, schedule="shift")),
 ]  # fmt: skip
 
 

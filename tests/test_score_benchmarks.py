@@ -145,7 +145,8 @@ def test_documents_quote_head_dims_beside_their_bars(tmp_path):
 
     quoted = quoting(head_dims=result_of("head-dims", tmp_path / "result.json", tflops))
     for text in (document.readme(quoted), document.details(quoted)):
-        assert "(`--grid head-dims`), both sides in one run of commit abcdefabcdef on one H200: our" in " ".join(text.split())
+        said = " ".join(text.split())
+        assert "(`--grid head-dims`), both sides in one run of commit abcdefabcdef on one H200: our" in said
         lines = text.splitlines()
         # Of eight shapes one has 400: (500 / 400) ** (7 / 8) of 400, and 0.8 ** (1 / 8) of 500.
         assert "| 96 | backward | our own at 128 | 8 | 0.93 | 0.90 (full, 8x2048) | 0.90 |" in lines

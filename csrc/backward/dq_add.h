@@ -39,7 +39,6 @@ class Adder {
           finish(step);
           continue;
         }
-        if (params_.finishes_dq) { shared_.sum_full[part_ % Variant::kDqSlots].arrive(); }
       }
       if (part + kAdderWarps >= Variant::kDqParts) { release_step(shared_, plan); }
       if (step.dq_tile == kNoMoreTiles) { return; }
@@ -67,8 +66,6 @@ class Adder {
         shared_.others[buffer.slot()] = {uint16_t(step.rank), __ldcg(params_.workspace.any_marks) != 0};
       }
       sum_full.arrive_and_expect_tx(kBytes);
-    } else {
-      sum_full.arrive();
     }
     const RowOrigin rows = rows_of(step.dq_tile);
     shared_.dq_full[buffer.slot()].wait(buffer.parity());
@@ -91,7 +88,7 @@ class Adder {
   // Where the rows of a query tile lie.
   __device__ __forceinline__ RowOrigin rows_of(int dq_tile) const {
     const bool is_pack = params_.pack.is_pack();
-    TileOwner owner;
+    TileOwner owner;  // a planned step's tile has one
     find_owner<Variant::kQuery>(params_.sequences(), dq_tile, owner);
     const int seqlen = owner.lengths.seqlen_q;
     return RowOrigin::of(is_pack, is_pack ? owner.first_row + seqlen : owner.batch, seqlen);

@@ -49,14 +49,6 @@ struct DqLayout {
   }
 };
 
-// The first half of a consumer's part of a buffer of dQ, for a tile of 16-bit rows that TMA stores.
-template <typename Variant>
-__device__ __forceinline__ typename Variant::Element* rows_in_dq_buffer(float* buffer, int consumer) {
-  constexpr int kPart = Variant::kDqTileFloats / Variant::kConsumers;
-  static_assert(kPart * sizeof(float) % 1024 == 0, "TMA's swizzle has a period of 1,024 bytes");
-  return reinterpret_cast<typename Variant::Element*>(buffer + consumer * kPart);
-}
-
 // Of one consumer, a 64 x 64 fragment of dQ for each block of 64 columns, one behind the other.
 template <typename Geometry>
 struct DqLayout<Geometry, true> {
@@ -82,5 +74,13 @@ struct DqLayout<Geometry, true> {
     return {fragment_row(thread, i), block * kWarpgroupRows + fragment_column(thread, 4 * quad + i)};
   }
 };
+
+// Where a consumer's part of a buffer of dQ begins, for 16-bit rows that TMA stores.
+template <typename Variant>
+__device__ __forceinline__ typename Variant::Element* rows_in_dq_buffer(float* buffer, int consumer) {
+  constexpr int kPart = Variant::kDqTileFloats / Variant::kConsumers;
+  static_assert(kPart * sizeof(float) % 1024 == 0, "TMA's swizzle has a period of 1,024 bytes");
+  return reinterpret_cast<typename Variant::Element*>(buffer + consumer * kPart);
+}
 
 }  // namespace dash_attn::backward

@@ -181,7 +181,10 @@ class Loader {
     }
     if constexpr (Variant::kMayFinishDq) {
       shared_.dq_sum[RingIndex<Variant::kScaleSlots>{plan_.count}.slot()] =
-          !step.is(PlannedStep::kFinishesDq) ? DqSum::kNotLast : step.rank == 0 ? DqSum::kAlone : DqSum::kWithOthers;
+          !step.is(PlannedStep::kFinishesDq) ? DqSum::kNotLast
+          : step.rank == 0                   ? DqSum::kAlone
+          : step.is(PlannedStep::kIsOddSum)  ? DqSum::kOddSum
+                                             : DqSum::kEvenSum;
     }
     load_query_tile<Variant::kValueDim>(params_.dout, full, shared_.dout[slot], work, query_tile, head);
     const int64_t first_row = int64_t(step.dq_tile) * Variant::kQuery;

@@ -426,9 +426,9 @@ class Consumer {
   __device__ __forceinline__ void finish(const DqPartial& dq, AnyStep step, DqSum sum) {
     float* const buffer = shared_.dq[step.slot()];
     const float scale = params_.scale_of_sums;
-    const bool has_sum = sum == DqSum::kWithOthers;
+    const bool has_sum = sum != DqSum::kAlone;
     forget(thread_);
-    if (has_sum) { shared_.sum_full[step.slot()].wait(step.parity()); }
+    if (has_sum) { shared_.sum_full[step.slot()].wait(sum == DqSum::kOddSum); }
     if constexpr (Variant::kOrderFree) {
       const int slot = scale_slot(step), tile = shared_.scale_tile[slot];
       if (tile != kNoScale) {

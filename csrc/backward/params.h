@@ -137,6 +137,7 @@ struct KernelParams {
   CarriedSums carried;  // of a kernel that carries sums
   bool finishes_dq;
 
+  // Without the mask, for find_owner.
   __device__ __forceinline__ SequencesOfCall sequences() const {
     const int heads = scheduler.kv_heads * scheduler.group_size;
     return {scheduler.sequence, {}, scheduler.batch, heads, scheduler.kv_heads, pack};

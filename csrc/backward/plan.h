@@ -16,6 +16,7 @@ class Planner {
 
   __device__ void run() {
     if constexpr (Variant::kOrderFree) { any_needs_order_ = *params_.workspace.any_needs_order != 0; }
+    if constexpr (Variant::kMayFinishDq) { shared_.sum_parities = 0; }
     for (; wait_for_work(shared_, ring_); ring_ = ring_.next()) {
       const WorkTile& work = shared_.work[ring_.slot()];
       Variant::Policies::with(params_.scheduler.policy,
@@ -63,6 +64,11 @@ class Planner {
         const bool finishes = params_.finishes_dq && rank + 1 == grid().kv_tiles_of(query_tile).count;
         packed += (finishes ? PlannedStep::kFinishesDq : 0) + (is_first ? PlannedStep::kIsFirst : 0);
         is_first = false;
+        if (finishes && rank > 0) {
+          const int buffer = 1 << plan_.count % Variant::kDqSlots;
+          if (shared_.sum_parities & buffer) { packed += PlannedStep::kIsOddSum; }
+          shared_.sum_parities ^= buffer;
+        }
       }
       if (grid().needs_masking(query_tile, work.kv_tile)) { packed += PlannedStep::kNeedsMasking; }
       planned.packed = packed;

@@ -26,7 +26,8 @@ struct PlannedStep {
   static constexpr int kNeedsMasking = 4;
   static constexpr int kIsOrdered = 8;    // whether its partial waits for those of lower rank
   static constexpr int kFinishesDq = 16;  // whether it makes dQ of the sum
-  static constexpr int kHeadShift = 5;
+  static constexpr int kIsOddSum = 32;    // of the sums that are brought to its buffer for that
+  static constexpr int kHeadShift = 6;
 
   __device__ __forceinline__ bool is(int flag) const { return packed & flag; }
   __device__ __forceinline__ int head() const { return packed >> kHeadShift; }
@@ -38,8 +39,9 @@ struct StepTile {
   int needs_masking;
 };
 
-// Whether a step's partial makes dQ of a sum, and whether there are others in that (finish_dq.h).
-enum class DqSum : uint8_t { kNotLast, kAlone, kWithOthers };
+// Whether a step's partial makes dQ of a sum (finish_dq.h), and whether there are others in that, which are brought to
+// its buffer: the parity of sum_full then.
+enum class DqSum : uint8_t { kNotLast, kAlone, kEvenSum, kOddSum };
 
 // Of order-free sums, the others.
 struct OtherPartials {
@@ -74,6 +76,7 @@ struct alignas(1024) SharedStorage {
   alignas(16) uint8_t scales[Variant::kScaleSlots][Variant::kScaleBytes ? Variant::kQuery : 16];
   int scale_tile[Variant::kScaleSlots];
   DqSum dq_sum[Variant::kScaleSlots];
+  uint8_t sum_parities;  // the planner's: a bit for each buffer of dQ, whether the next sum brought there is an odd one
   PlannedStep plan[Variant::kPlanSlots];
   WorkTile work[Variant::kWorkSlots];
   // In clusters, as the first CTA sends it. Where KV tiles are divided, and there are no clusters, the leader's own:
@@ -91,7 +94,7 @@ struct alignas(1024) SharedStorage {
   Barrier q_empty[kStages], dout_empty[kStages];
   Barrier ds_full[kStages];  // both consumers have written dS, and have done with the buffer before
   Barrier dq_full[kStages], dq_empty[kStages];
-  // The sum that the step makes dQ of is staged, if it has one.
+  // A sum that a step makes dQ of has come.
   std::conditional_t<Variant::kMayFinishDq, TransactionBarrier, Nothing> sum_full[kStages];
   Barrier plan_full[Variant::kPlanSlots], plan_empty[Variant::kPlanSlots];
   Barrier work_full[Variant::kWorkSlots], work_empty[Variant::kWorkSlots];
@@ -138,7 +141,7 @@ __device__ __forceinline__ void initialise_barriers(SharedStorage<Variant>& shar
     shared.dq_empty[i].init(Count::kAdder);
   }
   if constexpr (Variant::kMayFinishDq) {
-    for (auto& full : shared.sum_full) { full.init(Count::kAdder); }
+    for (auto& full : shared.sum_full) { full.init(Count::kTransaction); }
   }
   if constexpr (Variant::kWide) {
     shared.p_full.init(Count::kConsumerWarpsOfOne);

@@ -94,7 +94,8 @@ inline bool finishes_dq(const BackwardArguments& a) {
   const int64_t heads = int64_t{a.batch} * a.kv_heads;
   if (!a.is_pack()) {
     const TileGrid grid = backward_grid(a);
-    return pays_to_finish_dq(policy, grid, a.padded_head_dims(), heads * splits_of_call(a, grid));
+    return pays_to_finish_dq(policy, grid, a.padded_head_dims(), heads * splits_of_call(a, grid),
+                             a.num_sms);
   }
   // As of a batch of sequences of the pack's mean length, which the host knows.
   BackwardArguments mean = a;

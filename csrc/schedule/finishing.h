@@ -13,14 +13,15 @@
 
 namespace dash_attn {
 
-// Of a call with as many (sequence, KV head, split)s.
-DASH_HOST_DEVICE constexpr bool pays_to_finish_dq(Policy policy, TileGrid const& grid, HeadDims padded,
-                                                  int64_t heads) {
+// Of a call with as many (sequence, KV head, split)s, on as many CTAs.
+DASH_HOST_DEVICE constexpr bool pays_to_finish_dq(Policy policy, TileGrid const& grid, HeadDims padded, int64_t heads,
+                                                  int ctas) {
   if (divides(policy)) {
-    // Each KV tile adds last to query tiles of its own, where it ends: when the others have been there, if they run at
-    // its side. At head_dim 64, where steps are short, that is of few work tiles, or the wait is one of many steps.
-    constexpr int kSideBySide = 128, kManySteps = 16;
-    return padded.qk > 64 || heads * grid.kv_tiles() <= kSideBySide || grid.kv_tiles() >= kManySteps;
+    // Most KV tiles add last to query tiles of their own, where they end, when the others have been there if all run
+    // side by side. If not, a short step at head_dim 64 is worth that wait where it is one of many: of as many as there
+    // are KV tiles.
+    constexpr int kManyKvTiles = 16;
+    return padded.qk > 64 || heads * grid.kv_tiles() <= ctas || grid.kv_tiles() >= kManyKvTiles;
   }
   // With fewer work tiles there are no others to fill the wait.
   constexpr int64_t kFewestWorkTiles = 1024;

@@ -1,5 +1,5 @@
 // The kernels of the backward for one row of the table of tiles, EMULATED_DIMS, on the host: `backward NAME=VALUE...`
-// runs one call (call.h; and schedule=, of which there are those without clusters, shift at 64 and 96) with an output
+// runs one call (call.h; and schedule=, of which there are those without clusters, shift to 128) with an output
 // and an LSE computed in double, and holds its gradients against sums in double. Prints a digest of the bits of each,
 // or what is wrong. Linked with stages.cpp. With infinite_row=R lone_column=C, of fp16 and order-free sums, dS of query
 // R is infinite and K zero but for column C: dQ of that row is to be NaN in every column, that of the others right.
@@ -92,7 +92,7 @@ class BackwardCall : emulator::Call<Element> {
     constexpr CallKind kCall{Mask::kKind, kDims, Score::Score::kKind != ScoreKind::kPlain};
     constexpr bool kHasShift = has_kernel(Policy::kShift, kCall);
     if (static_cast<Policy>(a_.schedule) == Policy::kShift) {
-      if constexpr (kHasShift && (kDims.qk == 64 || kDims.qk == 96)) {
+      if constexpr (kHasShift && kDims.qk <= 128) {
         launch_backward<BackwardVariant<Dtype, EMULATED_DIMS, Mask, Score, Shift>>(a_, nullptr);
       } else {
         return;

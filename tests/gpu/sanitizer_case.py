@@ -1,6 +1,6 @@
-"""Small shapes for compute-sanitizer: both passes, every policy, every kind of mask, every row of the tile table,
-ragged and unequal lengths, packs with gaps and sequences of nothing, scores with softcap, slopes and sinks, dropout
-with the generator of its bits.
+"""Small shapes for compute-sanitizer: both passes, every policy, every kind of mask, every row of the tile table, who
+makes dQ of a sum, ragged and unequal lengths, packs with gaps and sequences of nothing, scores with softcap, slopes and
+sinks, dropout with the generator of its bits.
 
     compute-sanitizer --tool memcheck python tests/gpu/sanitizer_case.py
 
@@ -22,7 +22,7 @@ from float64_reference import Attention, Dropout, Scores, attention_float64, rel
 from gpu_support import Problem
 from pack_checks import Pool, Rows
 
-KINDS = ("dense", "tiles", "windows", "packs", "scores", "dropout")
+KINDS = ("dense", "tiles", "sums", "windows", "packs", "scores", "dropout")
 HEAD_DIMS = [(64, 64), (96, 96), (128, 128), (192, 128), (192, 192), (256, 256)]
 WHOLE = HEAD_DIMS[0], HEAD_DIMS[2]  # at which every problem is tried
 # The last one's query heads are split over work tiles.
@@ -157,6 +157,8 @@ def planned(head_dims: tuple[int, int], sms: int, shapes: int = len(SHAPES)) -> 
     # Of the forward: more query tiles than SMs.
     heads = sms // 3 + 4
     tiles = [problem_of(400, 150, heads, heads, causal=causal) for causal in (False, True)]
+    # Of the backward: so many work tiles that the main kernel makes dQ of its sums.
+    sums = [dataclasses.replace(problem_of(70, 130, 8, 8, causal=causal), batch=64) for causal in (False, True)]
     windows = [problem_of(*shape, **mask) for shape in WINDOWED_SHAPES[:shapes] for mask in WINDOWS]
     packs = [problem_of(0, 0, 4, 2, **mask) for mask in PACK_MASKS]
     scores = [problem_of(*WINDOWED_SHAPES[0], **of_scores) for of_scores in SCORES]
@@ -166,6 +168,7 @@ def planned(head_dims: tuple[int, int], sms: int, shapes: int = len(SHAPES)) -> 
     return [
         *(Planned("dense", problem) for problem in dense),
         *(Planned("tiles", problem, forward_alone=True) for problem in tiles),
+        *(Planned("sums", problem) for problem in sums),
         *(Planned("windows", problem) for problem in windows),
         *(Planned("packs", problem, is_pack=True) for problem in packs),
         *(Planned("scores", problem) for problem in scores),
@@ -199,7 +202,7 @@ def main() -> int:
     parser.add_argument("--everything", action="store_true", help="every problem, not only at 64 and 128")
     parser.add_argument("--shapes", type=int, default=len(SHAPES), help=f"how many of {SHAPES} (lengths, heads)")
     parser.add_argument("--passes", nargs="+", choices=("forward", "backward"), default=["forward", "backward"])
-    parser.add_argument("--cases", nargs="+", choices=KINDS, default=KINDS, help="tiles: more of them than SMs")
+    parser.add_argument("--cases", nargs="+", choices=KINDS, default=KINDS, help="tiles: more than SMs")
     parser.add_argument("--share", default="0/1", help="i/n: only the ith of n shares of the problems")
     arguments = parser.parse_args()
     share, shares = map(int, arguments.share.split("/"))
