@@ -118,7 +118,7 @@ run_sanitizers() {
     for ((job = 0; job < $3; ++job)); do
       # shellcheck disable=SC2086
       compute-sanitizer --tool "$tool" --error-exitcode 9 --print-limit 20 "$1" tests/gpu/sanitizer_case.py \
-        --share "$job/$3" ${SANITIZE_ARGS:-} >"$OUT/${tool}_$job.txt" 2>&1 &
+        --share "$job/$3" $([ "$tool" != racecheck ] || echo --racecheck) ${SANITIZE_ARGS:-} >"$OUT/${tool}_$job.txt" 2>&1 &
       pids+=($!)
     done
     for other in linear parts; do
