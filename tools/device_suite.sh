@@ -112,13 +112,15 @@ run_tests() {
 
 # run_sanitizers PYTHON TOOLS JOBS: side by side, since most of what each does is on the CPU, by one thread.
 run_sanitizers() {
-  local tool job other pids=() status=0
+  local tool job other left_out pids=() status=0
   export OMP_NUM_THREADS=1
   for tool in $2; do
+    left_out=
+    [ "$tool" != racecheck ] || left_out=--racecheck
     for ((job = 0; job < $3; ++job)); do
       # shellcheck disable=SC2086
       compute-sanitizer --tool "$tool" --error-exitcode 9 --print-limit 20 "$1" tests/gpu/sanitizer_case.py \
-        --share "$job/$3" $([ "$tool" != racecheck ] || echo --racecheck) ${SANITIZE_ARGS:-} >"$OUT/${tool}_$job.txt" 2>&1 &
+        --share "$job/$3" $left_out ${SANITIZE_ARGS:-} >"$OUT/${tool}_$job.txt" 2>&1 &
       pids+=($!)
     done
     for other in linear parts; do
