@@ -240,7 +240,8 @@ FAULTS = [
 # The same where dQ is made of its sums by who adds last.
 FINISHING_FAULTS = [
     # A sum that is taken before it is there.
-    ("64", "backward/mainloop.h", "    if (has_sum) { shared_.sum_full[step.slot()].wait(step.parity()); }\n", "",
+    ("64", "backward/mainloop.h",
+     "    if (has_sum) { shared_.sum_full[step.slot()].wait(sum == DqSum::kOddSum); }\n", "",
      dict(seqlen_q=64, seqlen_k=1000)),
     # A sum that is brought before the others are in it.
     ("64", "backward/dq_add.h", "wait_for_turn(params_.workspace.dq_semaphores + step.dq_tile, step.rank, true);", "",
@@ -253,9 +254,6 @@ FINISHING_FAULTS = [
      dict(heads=4, seqlen_q=64, seqlen_k=300)),
     # The second of two sums that come to a buffer, taken for the first.
     ("64", "backward/plan.h", "          shared_.sum_parities ^= buffer;\n", "", dict(seqlen_q=600, seqlen_k=200)),
-    # The same of divided KV tiles, before the others are in it.
-    ("64", "backward/dq_add.h", "wait_for_turn(params_.workspace.dq_semaphores + step.dq_tile, step.rank, true);", "",
-     dict(heads=2, seqlen_q=300, seqlen_k=500, schedule="shift")),
 ]  # fmt: skip
 
 

@@ -57,7 +57,8 @@ def test_no_kernel_has_more_ctas_than_sms_are_left(head_dim, causal, device, num
                 assert len(found) == 1, found
             else:
                 found = kernels(lambda: support.backward(inputs, problem, policy, sm_margin), tmp_path / "trace.json")
-                assert len(found) >= 2, f"preprocess and the main kernel at the least, got {list(found)}"
+                at_the_least = 2 if (policy, head_dim) == ("shift", 128) else 3  # which has no conversion
+                assert len(found) >= at_the_least, f"preprocess, the main kernel, the conversion: {list(found)}"
             failures += [
                 f"{policy}, sm_margin={sm_margin}: {ctas} CTAs of {name[:80]} on {num_sms - sm_margin} SMs"
                 for name, ctas in found.items()
