@@ -5,8 +5,9 @@
         --windows-bar ${R}_windows-bar.json --head-dims ${R}_head-dims.json --scores ${R}_scores.json \
         --dropout ${R}_dropout.json
 
-The peers are those of benchmarks/results/peers_h200.json; the options are results of the grids of these names, and
-their peers are their own. The picture goes beside the result, with the suffix .png.
+README.md quotes the result beside the peers of its own run, benchmarks/README.md also beside those of
+benchmarks/results/peers_h200.json; the options are results of the grids of these names, and their peers are their own.
+The picture, of the result alone, goes beside it, with the suffix .png.
 """
 
 import argparse
@@ -95,23 +96,6 @@ def summary(rows: list[Comparison]) -> str:
     return table(["head_dim", "mask", "shapes", "TFLOP/s", "best deterministic peer", "best other peer"], lines)
 
 
-def span(means: list[compare.Mean | None]) -> str:
-    ratios = [mean.ratio for mean in means if mean]
-    low, high = f"{min(ratios):.2f}", f"{max(ratios):.2f}"
-    return low if low == high else f"{low} to {high}"
-
-
-def together(quoted: Quoted) -> str:
-    """What the runs with FlashAttention-3 beside us say of the backward and the forward."""
-    backward = {r: c for r, c in quoted.in_one_run("backward").items() if compare.mean(c, True, "fa3")}
-    forward = [rows for run, rows in quoted.in_one_run("forward").items() if run in backward]
-    ordered, other = ([compare.mean(c, mode, "fa3") for c in backward.values()] for mode in (True, False))
-    return f"""In runs of both sides together the backward has {span(ordered)} times the throughput of deterministic
-        FlashAttention-3 and {span(other)} times that of its other mode, and the forward
-        {span([compare.mean(rows, True) for rows in forward])} times that of the better of FlashAttention-3 and
-        cuDNN."""
-
-
 def run_told(quoted: Quoted, name: str) -> str:
     """Commit and GPU of a result of a grid of its own."""
     meta = json.loads(quoted.own[name].read_text())["meta"]
@@ -165,19 +149,33 @@ def own_grid(quoted: Quoted, name: str, *, with_bar: bool = False) -> str:
     return own_grid_line(quoted, name)
 
 
+def listed(names: list[str]) -> str:
+    return " and ".join(filter(None, [", ".join(names[:-1]), names[-1]]))
+
+
 def readme(quoted: Quoted) -> str:
-    rows, forward = quoted.against_peers("backward"), quoted.against_peers("forward")
+    """Beside the peers of this run alone."""
+    backward, forward = (quoted.in_one_run(pass_).get(THIS_RUN) for pass_ in ("backward", "forward"))
+    if not backward or not forward:
+        raise SystemExit(f"error: {quoted.path} must have both passes of peers, measured in its run")
     picture = quoted.path.with_suffix(".png").relative_to(ROOT)
-    names = list(dict.fromkeys(compare.NAMES[peer.impl] for peer in compare.measured_peers(rows)))
+    ordered, others = (
+        [compare.NAMES[peer.impl] for peer in compare.measured_peers(backward) if peer.deterministic == mode]
+        for mode in (True, False)
+    )
+    of_other_runs = [compare.NAMES[peer.impl] for peer in compare.measured_peers(quoted.against_peers("backward"))]
+    absent = [name for name in dict.fromkeys(of_other_runs) if name not in ordered + others]
+    of_forward = compare.mean(forward, True)
     parts = [
-        f"![Deterministic backward throughput on an H200]({picture})",
-        summary(rows),
+        f"![Backward throughput on an H200]({picture})",
+        summary(backward),
         prose(
             f"""The backward of `schedule="auto"`, bf16, and the geometric mean of its throughput over that of the best
-            of {", ".join(names[:-1])} and {names[-1]}, which were not all measured at every shape. The forward has
-            {compare.mean(forward, True).ratio:.2f} times the throughput of the best peer's. All these compare our run
-            of commit {quoted.meta["commit"][:12]} with other runs of the peers. {together(quoted)}
-            [benchmarks/README.md](benchmarks/README.md) has every shape and peer, and how to measure again."""
+            deterministic peer ({listed(ordered)}) and over that of the best other one ({listed(others)}), in one run of
+            commit {quoted.meta["commit"][:12]} on one {quoted.meta["gpu"].split()[1]}. The forward has
+            {of_forward.ratio:.2f} times the throughput of the best peer's, at the least {of_forward.least:.2f}.
+            [benchmarks/README.md](benchmarks/README.md) has every shape, {listed(absent)} as other runs measured
+            them, and how to measure again."""
         ),
     ]
     parts += [own_grid(quoted, name, with_bar=True) for name in quoted.own]
@@ -336,8 +334,7 @@ def main(argv: list[str] | None = None) -> None:
     arguments = parser.parse_args(argv)
     own = {name: getattr(arguments, name.replace("-", "_")) for name in OWN_GRIDS}
     quoted = Quoted(arguments.result.resolve(), **own)
-    drawn = plot.with_peers(json.loads(quoted.path.read_text()), json.loads(quoted.peers_path.read_text()))
-    plot.draw(plot.deterministic_only(drawn), quoted.path.with_suffix(".png"), "backward")
+    plot.draw(json.loads(quoted.path.read_text()), quoted.path.with_suffix(".png"), "backward")
     here = ROOT / "benchmarks"
     written = {ROOT / "README.md": readme, here / "README.md": details, here / "by_shape.md": by_shape}
     for path, block in written.items():
