@@ -18,6 +18,7 @@ from typing import NamedTuple
 from benchmarks import bars, compare, plot
 from benchmarks.compare import Comparison
 from benchmarks.files import prose, with_block
+from benchmarks.shapes import Shape
 
 ROOT = pathlib.Path(__file__).parents[1]
 PEERS = ROOT / "benchmarks" / "results" / "peers_h200.json"
@@ -72,6 +73,18 @@ class Quoted:
         figures = compare.read(self.own[name], pass_)
         return compare.of_grid(compare.compare(figures, figures), name)
 
+    def quickest_of_own_grid(self, name: str) -> tuple[list[str], list[Comparison]]:
+        """The names of our schedules, and the backward of whichever is the quickest at each shape."""
+        figures = compare.read(self.own[name], "backward")
+        schedules = sorted({f.schedule for found in figures.values() for f in found if f.impl == compare.OURS})
+        found = [c for schedule in schedules for c in compare.compare(figures, figures, schedule)]
+        quickest = {c.shape: c for c in sorted(found, key=lambda c: c.ours.tflops)}
+        return schedules, compare.of_grid(list(quickest.values()), name)
+
+
+def listed(names: list[str]) -> str:
+    return " and ".join([", ".join(names[:-1]), names[-1]] if len(names) > 1 else names)
+
 
 def table(heads: list[str], rows: list[list[str]]) -> str:
     lines = ["| " + " | ".join(heads) + " |", "|---" * len(heads) + "|"]
@@ -118,6 +131,14 @@ def own_grid_line(quoted: Quoted, name: str) -> str:
             said.append(
                 f"the {pass_} {mean.ratio:.2f} times that of {shown}, at the least {mean.least:.2f} ({mean.shapes})"
             )
+    schedules, quickest = quoted.quickest_of_own_grid(name)
+    for peer in compare.measured_peers(quickest) if len(schedules) > 1 else []:
+        if not peer.deterministic:
+            mean = compare.mean(quickest, False, peer.impl)
+            said.append(
+                f"""the backward of the quickest of {listed([f"`{name}`" for name in schedules])} at each shape
+                {mean.ratio:.2f} times that of {peer}, at the least {mean.least:.2f}"""
+            )
     return prose(
         f"""{OWN_GRIDS[name].what} (`--grid {name}`), both sides in one run of {run_told(quoted, name)}: geometric mean
         of our throughput over the peer's, the least ratio, the number of shapes: {"; ".join(said)}."""
@@ -149,37 +170,52 @@ def own_grid(quoted: Quoted, name: str, *, with_bar: bool = False) -> str:
     return own_grid_line(quoted, name)
 
 
-def listed(names: list[str]) -> str:
-    return " and ".join(filter(None, [", ".join(names[:-1]), names[-1]]))
-
-
 def readme(quoted: Quoted) -> str:
     """Beside the peers of this run alone."""
-    backward, forward = (quoted.in_one_run(pass_).get(THIS_RUN) for pass_ in ("backward", "forward"))
-    if not backward or not forward:
-        raise SystemExit(f"error: {quoted.path} must have both passes of peers, measured in its run")
+    backward, forward = (quoted.in_one_run(pass_).get(THIS_RUN, []) for pass_ in ("backward", "forward"))
+    here = compare.measured_peers(backward)
+    names = {mode: [compare.NAMES[peer.impl] for peer in here if peer.deterministic == mode] for mode in (True, False)}
+    if not (names[True] and names[False] and forward):
+        raise SystemExit(
+            f"error: {quoted.path} has not both passes beside peers of its run, deterministic and other ones"
+        )
     picture = quoted.path.with_suffix(".png").relative_to(ROOT)
-    ordered, others = (
-        [compare.NAMES[peer.impl] for peer in compare.measured_peers(backward) if peer.deterministic == mode]
-        for mode in (True, False)
+    ordered, other, of_forward = (
+        compare.mean(backward, True),
+        compare.mean(backward, False),
+        compare.mean(forward, True),
     )
-    of_other_runs = [compare.NAMES[peer.impl] for peer in compare.measured_peers(quoted.against_peers("backward"))]
-    absent = [name for name in dict.fromkeys(of_other_runs) if name not in ordered + others]
-    of_forward = compare.mean(forward, True)
     parts = [
         f"![Backward throughput on an H200]({picture})",
         summary(backward),
         prose(
             f"""The backward of `schedule="auto"`, bf16, and the geometric mean of its throughput over that of the best
-            deterministic peer ({listed(ordered)}) and over that of the best other one ({listed(others)}), in one run of
-            commit {quoted.meta["commit"][:12]} on one {quoted.meta["gpu"].split()[1]}. The forward has
-            {of_forward.ratio:.2f} times the throughput of the best peer's, at the least {of_forward.least:.2f}.
-            [benchmarks/README.md](benchmarks/README.md) has every shape, {listed(absent)} as other runs measured
-            them, and how to measure again."""
+            deterministic peer ({listed(names[True])}) and over that of the best other one ({listed(names[False])}), in
+            one run of commit {quoted.meta["commit"][:12]} on one {quoted.meta["gpu"].split()[1]}: at the least
+            {ordered.least:.2f} and {other.least:.2f}. The forward has {of_forward.ratio:.2f} times the throughput of
+            the best peer's, at the least {of_forward.least:.2f}. {order_free(quoted)}
+            [benchmarks/README.md](benchmarks/README.md) has every shape, more peers, which other runs measured, and how
+            to measure again."""
         ),
     ]
     parts += [own_grid(quoted, name, with_bar=True) for name in quoted.own]
     return "\n" + "\n\n".join(parts) + "\n\n"
+
+
+def of_schedules(quoted: Quoted, schedule: str, other: str) -> dict[Shape, float]:
+    """The backward's throughput of one schedule over another's, at the shapes where both were measured."""
+    ratios = {}
+    for shape, figures in compare.read(quoted.path, "backward").items():
+        by_schedule = {f.schedule: f.tflops for f in figures if f.impl == compare.OURS}
+        if {schedule, other} <= by_schedule.keys():
+            ratios[shape] = by_schedule[schedule] / by_schedule[other]
+    return ratios
+
+
+def order_free(quoted: Quoted) -> str:
+    mean = compare.mean_of(of_schedules(quoted, "order_free", "auto"))
+    said = '`schedule="order_free"` has {:.2f} times the throughput of `"auto"`, at the least {:.2f}.'
+    return said.format(mean.ratio, mean.least) if mean else ""
 
 
 def grid(rows: list[Comparison]) -> str:
@@ -250,12 +286,7 @@ def to_each_peer(quoted: Quoted, pass_: str) -> str:
 
 def yardstick(quoted: Quoted) -> str:
     """Ours over the same kernel with plain fp32 atomics, where the result has them."""
-    rows = compare.read(quoted.path, "backward")
-    ratios = {}
-    for shape, figures in rows.items():
-        by_schedule = {f.schedule: f.tflops for f in figures if f.impl == compare.OURS}
-        if {"auto", "atomic"} <= by_schedule.keys():
-            ratios[shape] = by_schedule["auto"] / by_schedule["atomic"]
+    ratios = of_schedules(quoted, "auto", "atomic")
     if not ratios:
         return ""
     below = [f"{shape} ({ratio:.3f})" for shape, ratio in ratios.items() if ratio < TARGET]
@@ -280,8 +311,11 @@ def details(quoted: Quoted) -> str:
     parts = [
         prose(
             f"""[`{name}`](results/{name}): commit {meta["commit"]}, {meta["gpu"]}, driver {meta["driver"]}, CUDA
-            {meta["cuda"]}, torch {meta["torch"]}. The backward in TFLOP/s, bf16, `schedule="auto"`:"""
+            {meta["cuda"]}, torch {meta["torch"]}. The backward in TFLOP/s, bf16, `schedule="auto"`, beside the peers of
+            the same run:"""
         ),
+        grid(quoted.in_one_run("backward")[THIS_RUN]),
+        "The same beside peers of other runs:",
         grid(backward),
         "By the groups of head_dim and mask:",
         counts(backward),

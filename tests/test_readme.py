@@ -76,13 +76,18 @@ def result():
     return json.loads(RESULT.read_text())
 
 
-def test_the_table_of_all_shapes(result):
+@pytest.mark.parametrize("where", ["the same run", "other runs"])
+def test_the_table_of_all_shapes(where, result):
+    peers_rows = result["rows"] if where == "the same run" else PEERS["rows"]
     mine, missing = ours(result["rows"], "backward"), {}
-    peers = {mode: theirs(PEERS["rows"], "backward", mode) for mode in (True, False)}
-    legend = DETAILS.split("Missing are the peers")[1].split("The peers:")[0]
+    peers = {mode: theirs(peers_rows, "backward", mode) for mode in (True, False)}
+    table = (
+        " peers of ".join(re.split(r"\speers\sof\s", DETAILS)).split(f"peers of {where}:")[1].split("By the groups")[0]
+    )
+    table = table.split("The same beside")[0]
+    legend = table.partition("Missing are the peers")[2]
     for letter, text in re.findall(r"^- ([a-z]): (.*(?:\n  .*)*)", legend, re.M):
         missing[letter] = " ".join(text.split())
-    table = DETAILS.split("Small loads, ")[0]
     rows = [line for line in table.splitlines() if re.match(r"\| (64|128) \| \d", line)]
     assert len(rows) == len(mine) == 30
     seen = set()
@@ -158,15 +163,46 @@ def test_the_claims_of_this_run(result):
     forward, peers = ours(rows, "forward"), theirs(rows, "forward")
     ratio, least = mean(forward, peers)[0], min(ratios_of(forward, peers))
     assert f"The forward has {ratio} times the throughput of the best peer's, at the least {least:.2f}." in text
-    backward = {(row["impl"], row["deterministic"]) for row in rows if row["pass"] == "backward"}
-    names = {
-        mode: {NAMES[impl] for impl, of in backward if of == mode and impl != "dash_attn"} for mode in (True, False)
-    }
+    backward = ours(rows, "backward")
+    by_mode = {mode: theirs(rows, "backward", mode) for mode in (True, False)}
     said = [re.search(rf"best {which} \((.*?)\)", text)[1] for which in ("deterministic peer", "other one")]
-    assert [set(re.split(", | and ", found)) for found in said] == [names[True], names[False]]
-    assert f"in one run of commit {result['meta']['commit'][:12]} on one H200. The forward" in text
-    elsewhere = {NAMES[row["impl"]] for row in PEERS["rows"] if row["pass"] == "backward"} - names[True] - names[False]
-    assert set(re.split(", | and ", re.search("has every shape, (.*?) as other runs", text)[1])) == elsewhere
+    names = [{NAMES[impl] for found in peers.values() for impl, _ in found} for peers in by_mode.values()]
+    assert [set(re.split(", | and ", found)) for found in said] == names
+    leasts = " and ".join(f"{min(ratios_of(backward, peers)):.2f}" for peers in by_mode.values())
+    assert f"in one run of commit {result['meta']['commit'][:12]} on one H200: at the least {leasts}." in text
+    other = ours(rows, "backward", "order_free")
+    ratios = [other[shape] / tflops for shape, tflops in backward.items()]
+    middle = statistics.geometric_mean(ratios)
+    assert f'has {middle:.2f} times the throughput of `"auto"`, at the least {min(ratios):.2f}.' in text
+
+
+def test_the_quickest_schedule_of_small_loads():
+    rows, text = json.loads(OWN["loads"].read_text())["rows"], " ".join(README.split())
+    schedules = sorted({row["schedule"] for row in rows if row["impl"] == "dash_attn" and row["pass"] == "backward"})
+    measured = [ours(rows, "backward", schedule) for schedule in schedules]
+    quickest = {shape: max(of.get(shape, 0) for of in measured) for of in measured for shape in of}
+    ratios = ratios_of(quickest, theirs(rows, "backward", False, "fa3"))
+    named = re.search(r"the backward of the quickest of ([^.]*?) at each shape", text)[1]
+    assert re.findall(r"`(\w+)`", named) == schedules and len(ratios) == len(GRIDS["loads"]())
+    middle = statistics.geometric_mean(ratios)
+    assert f"{named} at each shape {middle:.2f} times that of FlashAttention-3, at the least {min(ratios):.2f}" in text
+
+
+def test_what_is_said_of_small_loads():
+    """By hand, below the block."""
+    rows, text = json.loads(OWN["loads"].read_text())["rows"], " ".join(README.split())
+    mine, other = ours(rows, "backward"), theirs(rows, "backward", False, "fa3")
+    below = [f"{ratio:.2f}" for ratio in sorted(ratios_of(mine, other)) if ratio < 0.92]
+    assert f"`auto` is at {below[0]} to {below[-1]} at four shapes, where the goal is 0.92" in text and len(below) == 4
+    of_fa3 = [r for r in rows if (r["impl"], r["pass"], r["deterministic"]) == ("fa3", "backward", True)]
+    widest = max(of_fa3, key=lambda row: max(row["repeats_ms"]) / min(row["repeats_ms"]))
+    assert key(widest)[:5] == (64, 16, 8, "full", 1024)
+    spread = max(widest["repeats_ms"]) / min(widest["repeats_ms"])
+    assert f"(64, full, 2 x 1,024 with 16/8 heads) differed by {spread:.1f} times" in text
+    deterministic = theirs(rows, "backward", True, "fa3")
+    with_it = mean(mine, deterministic)[0]
+    without, _ = mean(mine, {shape: found for shape, found in deterministic.items() if shape != key(widest)})
+    assert f"the mean of {with_it} over that mode is {without}" in text
 
 
 def test_no_run_has_two_names(result):
@@ -249,7 +285,13 @@ def test_the_blocks_are_what_the_program_writes(tmp_path, monkeypatch):
     """Into documents with nothing between the marks, and again into those with something: what is committed, in which
     the results of the other grids are quoted as well."""
     monkeypatch.setattr(document, "ROOT", tmp_path)
-    monkeypatch.setattr(document.plot, "draw", lambda result, path, pass_: path.write_bytes(b"png"))
+    drawn = []
+
+    def draw(result, path, pass_):
+        drawn.append((result, pass_))
+        path.write_bytes(b"png")
+
+    monkeypatch.setattr(document.plot, "draw", draw)
     results = tmp_path / "benchmarks" / "results"
     results.mkdir(parents=True)
     result = results / RESULT.name
@@ -265,8 +307,18 @@ def test_the_blocks_are_what_the_program_writes(tmp_path, monkeypatch):
     assert [block(text) for text in once] == [block(README), block(DETAILS), block(BY_SHAPE)]
     assert "loads" in OWN and all(f"(`--grid {name}`), both sides" in text for name in OWN for text in once[:2])
     assert f"](benchmarks/results/{RESULT.stem}.png)" in once[0] and (results / f"{RESULT.stem}.png").exists()
+    assert drawn == [(json.loads(RESULT.read_text()), "backward")]  # beside the peers of its own run
     document.main(arguments)
     assert [path.read_text() for path in readmes] == once
+
+
+def test_a_result_without_peers_is_not_quoted(tmp_path, result):
+    """Nor one without a deterministic one."""
+    for kept in ({"dash_attn"}, {"dash_attn", "cudnn"}):
+        path = tmp_path / "result.json"
+        path.write_text(json.dumps({**result, "rows": [row for row in result["rows"] if row["impl"] in kept]}))
+        with pytest.raises(SystemExit, match="has not both passes beside peers of its run"):
+            document.readme(document.Quoted(path))
 
 
 @pytest.mark.parametrize("pass_", ["backward", "forward"])
