@@ -81,10 +81,8 @@ def test_the_table_of_all_shapes(where, result):
     peers_rows = result["rows"] if where == "the same run" else PEERS["rows"]
     mine, missing = ours(result["rows"], "backward"), {}
     peers = {mode: theirs(peers_rows, "backward", mode) for mode in (True, False)}
-    table = (
-        " peers of ".join(re.split(r"\speers\sof\s", DETAILS)).split(f"peers of {where}:")[1].split("By the groups")[0]
-    )
-    table = table.split("The same beside")[0]
+    same, others = block(DETAILS).split("The same beside peers of other runs:")
+    table = same if where == "the same run" else others.split("By the groups")[0]
     legend = table.partition("Missing are the peers")[2]
     for letter, text in re.findall(r"^- ([a-z]): (.*(?:\n  .*)*)", legend, re.M):
         missing[letter] = " ".join(text.split())
