@@ -369,11 +369,13 @@ def main(argv: list[str] | None = None) -> None:
     arguments = parser.parse_args(argv)
     own = {name: getattr(arguments, name.replace("-", "_")) for name in OWN_GRIDS}
     quoted = Quoted(arguments.result.resolve(), **own)
-    plot.draw(json.loads(quoted.path.read_text()), quoted.path.with_suffix(".png"), "backward")
     here = ROOT / "benchmarks"
-    written = {ROOT / "README.md": readme, here / "README.md": details, here / "by_shape.md": by_shape}
-    for path, block in written.items():
-        path.write_text(with_block(path.read_text(), MODULE, block(quoted)))
+    blocks = {ROOT / "README.md": readme, here / "README.md": details, here / "by_shape.md": by_shape}
+    # All of it is worked out before anything is written.
+    written = {path: with_block(path.read_text(), MODULE, block(quoted)) for path, block in blocks.items()}
+    plot.draw(json.loads(quoted.path.read_text()), quoted.path.with_suffix(".png"), "backward")
+    for path, text in written.items():
+        path.write_text(text)
 
 
 if __name__ == "__main__":

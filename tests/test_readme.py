@@ -212,7 +212,7 @@ def test_no_run_has_two_names(result):
     peers_of = [{(key(row), row["pass"], row["impl"]): row["tflops"] for row in rows} for rows in runs.values()]
     for one, other in itertools.combinations(peers_of, 2):
         same = [one[what] == other[what] for what in one.keys() & other.keys()]
-        assert sum(same) < len(same) / 2
+        assert sum(same) < len(same) / 2, "one run under two names"
 
 
 @pytest.mark.parametrize("pass_", ["backward", "forward"])
@@ -310,13 +310,20 @@ def test_the_blocks_are_what_the_program_writes(tmp_path, monkeypatch):
     assert [path.read_text() for path in readmes] == once
 
 
-def test_a_result_without_peers_is_not_quoted(tmp_path, result):
-    """Nor one without a deterministic one."""
-    for kept in ({"dash_attn"}, {"dash_attn", "cudnn"}):
-        path = tmp_path / "result.json"
-        path.write_text(json.dumps({**result, "rows": [row for row in result["rows"] if row["impl"] in kept]}))
-        with pytest.raises(SystemExit, match="has not both passes beside peers of its run"):
-            document.readme(document.Quoted(path))
+@pytest.mark.parametrize("kept", [{"dash_attn"}, {"dash_attn", "cudnn"}], ids=["no peer", "no deterministic peer"])
+def test_a_result_without_peers_is_not_quoted(kept, tmp_path, monkeypatch, result):
+    """And nothing is written."""
+    monkeypatch.setattr(document, "ROOT", tmp_path)
+    pages = [tmp_path / path.relative_to(ROOT) for path in PAGES]
+    for path in pages:
+        path.parent.mkdir(exist_ok=True)
+        path.write_text("<!-- written by benchmarks.document -->\n<!-- end -->\n")
+    path = tmp_path / "result.json"
+    path.write_text(json.dumps({**result, "rows": [row for row in result["rows"] if row["impl"] in kept]}))
+    with pytest.raises(SystemExit, match="has not both passes beside peers of its run"):
+        document.main([str(path)])
+    assert not path.with_suffix(".png").exists()
+    assert {page.read_text() for page in pages} == {"<!-- written by benchmarks.document -->\n<!-- end -->\n"}
 
 
 @pytest.mark.parametrize("pass_", ["backward", "forward"])
