@@ -315,15 +315,16 @@ def test_a_result_without_peers_is_not_quoted(kept, tmp_path, monkeypatch, resul
     """And nothing is written."""
     monkeypatch.setattr(document, "ROOT", tmp_path)
     pages = [tmp_path / path.relative_to(ROOT) for path in PAGES]
-    for path in pages:
-        path.parent.mkdir(exist_ok=True)
-        path.write_text("<!-- written by benchmarks.document -->\n<!-- end -->\n")
+    empty = "<!-- written by benchmarks.document -->\n<!-- end -->\n"
+    for page in pages:
+        page.parent.mkdir(exist_ok=True)
+        page.write_text(empty)
     path = tmp_path / "result.json"
     path.write_text(json.dumps({**result, "rows": [row for row in result["rows"] if row["impl"] in kept]}))
     with pytest.raises(SystemExit, match="has not both passes beside peers of its run"):
         document.main([str(path)])
     assert not path.with_suffix(".png").exists()
-    assert {page.read_text() for page in pages} == {"<!-- written by benchmarks.document -->\n<!-- end -->\n"}
+    assert {page.read_text() for page in pages} == {empty}
 
 
 @pytest.mark.parametrize("pass_", ["backward", "forward"])
