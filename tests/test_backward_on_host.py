@@ -40,6 +40,17 @@ def finishing_programs(tmp_path_factory):
     }
 
 
+# Every second head is in parts: where first parts of all heads come first, the others' numbers lie among its own.
+MIXED = ("backward/whole_tiles.h", "have_begun(params, kv_tiles) ?",
+         "have_begun(params, kv_tiles) && first_number / kv_tiles % 2 == 0 ?")  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def mixed_program(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("mixed")
+    return emulation.build(emulation.source(folder, MIXED), ["backward.cpp", "stages.cpp"], "64", folder / "program")
+
+
 def check(program, **call):
     return emulation.check(program, MACHINES, **call)
 
@@ -149,6 +160,20 @@ def test_divided_kv_tiles(programs, row):
     emulation.check(programs[row], LATE, pack="130:250,5:600,200:0,0:300,64:64,1:129", **call)
 
 
+# Where each KV tile has a CTA, but not each part, as on the machines of 4 and 5, first parts of all heads come first.
+TOGETHER = [
+    dict(heads=4, kv_heads=2, seqlen_q=300, seqlen_k=200),
+    dict(heads=4, kv_heads=2, seqlen_q=2049, seqlen_k=129),
+    dict(batch=2, heads=1, seqlen_q=300, seqlen_k=200),
+]
+
+
+@pytest.mark.parametrize("call", TOGETHER, ids=str)
+def test_divided_kv_tiles_of_all_heads_together(programs, mixed_program, call):
+    digests = {emulation.check(program, LATE, schedule="shift", **call) for program in (programs["64"], mixed_program)}
+    assert len(digests) == 1
+
+
 def test_divided_kv_tiles_of_split_query_heads(programs):
     emulation.check(programs["64"], LATE, heads=2, kv_heads=1, seqlen_q=2049, seqlen_k=129, schedule="shift")
 
@@ -204,6 +229,7 @@ def test_products_of_features(programs, number):
     check(programs[choose(*ROWS)], **call, **choose({}, dict(sinks=1)))
 
 
+COUNTER = "move_counter_to(params, next);"
 FAULTS = [
     # A rank that does not wait for those before it.
     ("64", "backward/dq_add.h", "is_ordered ? added != rank : added == 0", "is_ordered ? false : added == 0",
@@ -234,6 +260,9 @@ FAULTS = [
     # Sums of splits that are taken before they are there.
     ("64", "backward/split_reduction.h", "ptx::load_acquire(semaphore_) != value", "false",
      dict(heads=4, kv_heads=1, seqlen_q=1100, seqlen_k=64)),
+    # A counter that is moved past more than a head's second parts.
+    ("64", "backward/work_ring.h", COUNTER, COUNTER.replace("next", "next + 1"),
+     dict(heads=4, seqlen_q=300, seqlen_k=200, schedule="shift")),
 ]  # fmt: skip
 
 
@@ -280,5 +309,16 @@ def test_faults_are_found(programs, tmp_path, row, file, right, wrong, call):
     emulation.check(programs[row], machines[:2], **call)
     csrc = emulation.source(tmp_path, (file, right, wrong))
     program = emulation.build(csrc, ["backward.cpp", "stages.cpp"], row, tmp_path / "backward")
+    with pytest.raises((AssertionError, subprocess.TimeoutExpired)):
+        emulation.check(program, machines, **call)
+
+
+def test_a_counter_that_is_moved_past_a_part_of_another_head_is_found(mixed_program, tmp_path):
+    machines = tuple((sms, seed) for sms in (4, 5) for seed in range(6))
+    call = dict(TOGETHER[0], schedule="shift")
+    emulation.check(mixed_program, machines, **call)
+    wrong = ("backward/work_ring.h", COUNTER, COUNTER.replace("next", "next + 1"))
+    csrc = emulation.source(tmp_path, MIXED, wrong)
+    program = emulation.build(csrc, ["backward.cpp", "stages.cpp"], "64", tmp_path / "backward")
     with pytest.raises((AssertionError, subprocess.TimeoutExpired)):
         emulation.check(program, machines, **call)

@@ -199,3 +199,15 @@ def test_noise_and_pairs():
 def test_head_swizzle_of_the_launch(policy, causal, seqlen, head_dim, head_swizzle, last_heads):
     tiles = schedule.problem(policy, seqlen, seqlen, causal=causal, head_dim=head_dim, head_swizzle=None)
     assert (tiles.head_swizzle, tiles.last_heads) == (head_swizzle, last_heads)
+
+
+@pytest.mark.parametrize("batch, heads, kv_heads, seqlen, ctas, head_swizzle", [
+    (1, 8, 8, 2048, 132, 8), (1, 8, 8, 2048, 128, 8), (1, 8, 8, 2048, 127, 1), (1, 8, 8, 2048, 255, 8),
+    (1, 8, 8, 2048, 256, 1), (2, 4, 4, 2048, 128, 8), (2, 16, 4, 2048, 128, 8), (1, 9, 9, 2048, 132, 1),
+    (2, 1, 1, 8192, 132, 2),
+])  # fmt: skip
+def test_where_all_heads_of_shift_come_together(batch, heads, kv_heads, seqlen, ctas, head_swizzle):
+    """Where each KV tile has a CTA, but not each part of one."""
+    counts = dict(batch=batch, heads=heads, kv_heads=kv_heads)
+    tiles = schedule.problem("shift", seqlen, seqlen, causal=False, head_dim=64, **counts)
+    assert _schedule.head_swizzle("shift", tiles, 64, ctas=ctas) == head_swizzle

@@ -97,7 +97,7 @@ def problem_of(arguments, seqlen_q, seqlen_k, **scheduling):
 
 
 def launched_alone(arguments, seqlen_q, seqlen_k):
-    """With the splits and the interleaving of heads with which a dense call on the sequence is launched."""
+    """With the splits and the interleaving of heads with which a pack's sequence is worked on."""
     schedule = arguments["schedule"]
     splits = _schedule.num_splits(problem_of(arguments, seqlen_q, seqlen_k))
     problem = problem_of(arguments, seqlen_q, seqlen_k, splits=splits)

@@ -289,6 +289,24 @@ def test_the_head_swizzle_interleaves_heads():
     assert order == [(0, 0), (1, 0), (0, 1), (1, 1), (2, 0), (2, 1)]
 
 
+@pytest.mark.parametrize("head_swizzle, order", [
+    (1, [(split, head, part) for split in (0, 1) for head in (0, 1, 2) for part in ("first", "second")]),
+    (2, [(split, head, part) for split in (0, 1) for head in (0, 1, 2) for part in ("first", "second")]),
+    (3, [(split, head, part) for split in (0, 1) for part in ("first", "second") for head in (0, 1, 2)]),
+    (9, [(split, head, part) for split in (0, 1) for part in ("first", "second") for head in (0, 1, 2)]),
+])  # fmt: skip
+def test_first_parts_of_all_heads_of_a_split_may_come_first(head_swizzle, order):
+    shape = dict(tile_q=1, tile_k=1, causal=False, kv_heads=3, group_size=2, splits=2, head_swizzle=head_swizzle)
+    problem, tiles = Problem(4, 4, **shape), 4
+    numbers = range(num_groups("shift", problem))
+    seen, found = set(), []
+    for _, head, kv_tile, split in (work_tile("shift", problem, number) for number in numbers):
+        part = "second" if (split, head, kv_tile) in seen else "first"
+        seen.add((split, head, kv_tile))
+        found.append((split, head, part))
+    assert found == [each for each in order for _ in range(tiles)]
+
+
 @pytest.mark.parametrize("policy, mask", POLICY_MASKS, ids=IDS)
 def test_ordered_policies_have_no_last_heads(policy, mask):
     def work(last_heads):

@@ -4,7 +4,8 @@
 // Whole, the KV tiles of a head wait for each other in a circle, so each must have a CTA. Whoever takes the first
 // number of a KV head decides for it, all splits of its query heads: it is worked on whole if as many CTAs have begun
 // as it has KV tiles. Then, of each split,
-//   - the first parts' numbers are taken as whole KV tiles, and the second parts' stand for nothing;
+//   - the first parts' numbers are taken as whole KV tiles, and the second parts' stand for nothing: whoever takes one
+//     moves the counter past those that follow it;
 //   - a CTA that has one takes no other number before all first parts are taken. So while one is not, some CTA has none
 //     and is at work of smaller numbers, which ends; and it takes the next. A CTA's work needs its loader no more while
 //     that waits here: all loads have gone out.
@@ -45,6 +46,11 @@ __device__ __forceinline__ bool is_worked_on_whole(const KernelParams& params, i
   }
   while (decision == kUndecided) { decision = ptx::load_acquire(head); }
   return decision == kWhole;
+}
+
+// All numbers below `number` have been taken or stand for nothing.
+__device__ __forceinline__ void move_counter_to(const KernelParams& params, int number) {
+  atomicMax(params.workspace.next_work, number);
 }
 
 // Until all numbers below `number` are taken; 0 costs no look.

@@ -86,10 +86,14 @@ __device__ __forceinline__ bool write_work(SharedStorage<Variant>& shared, WorkT
     const int before = pack.is_pack() ? pack.sequences[work.packed].first_unit * scheduler.kv_heads : 0;
     if (grid.kv_tiles() == 1 ||
         is_worked_on_whole(params, before + first_number, number == first_number, grid.kv_tiles())) {
-      // A second part's number comes after all first parts', so the next one may be taken at once.
-      if (work.visits == Visits::kSecond) { return false; }
+      const int next = before + number + work.kv_tile + 1;  // behind the last of the head's first, or second, parts
+      if (work.visits == Visits::kSecond) {
+        // Its number comes after all first parts', so the next one may be taken at once.
+        move_counter_to(params, next);
+        return false;
+      }
       work.visits = Visits::kAll;
-      shared.others_until = before + number + work.kv_tile + 1;
+      shared.others_until = next;
     }
     forget_memory();
     scheduler = scheduler_of_work(work, params);

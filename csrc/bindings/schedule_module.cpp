@@ -206,9 +206,12 @@ std::tuple<int, int> tile_shape(int64_t head_dim, std::optional<int64_t> value_h
 }
 
 int launched_head_swizzle(std::string const& schedule, Problem const& problem, int64_t head_dim,
-                          std::optional<int64_t> value_head_dim) {
-  return head_swizzle(parse_policy(schedule), problem.grid, problem.heads_per_split(),
-                      padded_row(head_dim, value_head_dim));
+                          std::optional<int64_t> value_head_dim, int64_t ctas) {
+  Policy const policy = parse_policy(schedule);
+  HeadDims const padded = padded_row(head_dim, value_head_dim);
+  int const launched = in_range("ctas", ctas, 0, INT32_MAX);
+  if (!divides(policy)) return head_swizzle(policy, problem.grid, problem.heads_per_split(), padded);
+  return divided_head_swizzle(problem.grid, int64_t{problem.scheduler.batch} * problem.scheduler.kv_heads, launched);
 }
 
 int launched_last_heads(std::string const& schedule, Problem const& problem, int64_t head_dim,
@@ -393,8 +396,9 @@ PYBIND11_MODULE(_schedule, m) {
         "Whether a row's log-sum-exp leaves its head to the ordered sum in order-free accumulation.");
 
   m.def("head_swizzle", &launched_head_swizzle, py::arg("schedule"), py::arg("problem"), py::arg("head_dim"),
-        py::arg("value_head_dim") = py::none(),
-        "The (sequence, KV head, split)s whose work tiles a launch interleaves.");
+        py::arg("value_head_dim") = py::none(), py::arg("ctas") = 0,
+        "The (sequence, KV head, split)s whose work tiles a launch interleaves; where KV tiles are divided, that of a "
+        "dense batch on so many CTAs (0: one head after the other, as in a pack).");
   m.def("last_heads", &launched_last_heads, py::arg("schedule"), py::arg("problem"), py::arg("head_dim"),
         py::arg("value_head_dim") = py::none(),
         "The last (sequence, KV head, split)s, whose work tiles a launch interleaves all together.");

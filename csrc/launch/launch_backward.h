@@ -29,7 +29,9 @@ TileScheduler make_backward_scheduler(const BackwardArguments& a) {
   s.sequence = a.sequence();
   s.batch = a.batch;
   s.splits = splits_of_call(a, grid);
-  s.head_swizzle = head_swizzle(s.policy, grid, s.group_size / s.splits, Variant::kTile.head_dims);
+  s.head_swizzle = Variant::kDivided
+                       ? divided_head_swizzle(grid, int64_t{a.batch} * a.kv_heads, a.num_sms)
+                       : head_swizzle(s.policy, grid, s.group_size / s.splits, Variant::kTile.head_dims);
   s.swizzle_with_turns = swizzle_with_turns(s.policy, grid, s.group_size / s.splits, Variant::kTile.head_dims);
   s.last_heads = last_heads(s.policy, grid, Variant::kTile.head_dims);
   return s;

@@ -211,7 +211,7 @@ class Simulator {
     if constexpr (Order<P>::kDivided) {
       int const tiles = problem_.grid.kv_tiles();
       int const first = problem_.scheduler.first_number_of_head<P>(problem_.grid, cta.next);
-      FirstPart& head = first_parts_[first / 2];
+      FirstPart& head = first_parts_[(cta.next.batch * problem_.scheduler.kv_heads + cta.next.kv_head) * tiles];
       if (number == first) {
         auto const runs = [&](double launched) { return launched <= time + options_.patience; };
         head.is_whole = std::count_if(options_.launch_times.begin(), options_.launch_times.end(), runs) >= tiles;

@@ -29,9 +29,18 @@ DASH_HOST_DEVICE constexpr int last_heads(Policy policy, TileGrid const& grid, H
   return waits || padded.qk > 128 ? 0 : heads_within(16 << 20, grid, padded);
 }
 
+// Of a dense batch whose KV tiles are divided: all (sequence, KV head)s, if each KV tile of theirs has a CTA, but not
+// each part. All heads are worked on whole there, second parts' numbers stand for nothing, and head by head the last
+// heads' CTAs would take such ones first. Where each part has a CTA, the first number that a CTA takes is a part's
+// anyway. Else one head.
+DASH_HOST_DEVICE constexpr int divided_head_swizzle(TileGrid const& grid, int64_t heads, int ctas) {
+  int64_t const tiles = heads * grid.kv_tiles();
+  return tiles <= ctas && ctas < 2 * tiles ? static_cast<int>(heads) : 1;
+}
+
 DASH_HOST_DEVICE constexpr int head_swizzle(Policy policy, TileGrid const& grid, int heads_of_work_tile,
                                             HeadDims padded) {
-  if (divides(policy)) return 1;  // as TileScheduler::place has it
+  if (divides(policy)) return 1;  // of a pack; of a dense batch: divided_head_swizzle
   // Few, so that at any time some CTAs read and write much, at either end of a work tile, and others compute.
   if (int const last = last_heads(policy, grid, padded)) return min_int(4, last);
   // A CTA waits for the one before it in its head by about a step; above head_dim 128, where steps are long, more heads

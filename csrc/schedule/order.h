@@ -177,7 +177,8 @@ struct Order<Policy::kShift> {
     return group < grid.kv_tiles() ? Visits::kFirst : Visits::kSecond;
   }
   DASH_HOST_DEVICE static constexpr int kv_tile(TileGrid const& grid, int group, int cta_rank) {
-    return cta_rank > 0 ? -1 : grid.kv_tiles() - 1 - group % grid.kv_tiles();
+    int const place = visits(grid, group) == Visits::kFirst ? group : group - grid.kv_tiles();
+    return cta_rank > 0 ? -1 : grid.kv_tiles() - 1 - place;
   }
   DASH_HOST_DEVICE static constexpr Range steps(TileGrid const& grid, int kv, Visits visits) {
     int const begin = first_visited(grid, kv), before_end = grid.query_tiles() - begin;

@@ -58,6 +58,7 @@ struct TileScheduler {
 
   // (sequence, KV head, split)s whose work tiles are interleaved, and how many of the last ones, where sums wait for no
   // turn. They move work in time and no order of sums depends on them, so they may follow the device (head_swizzle.h).
+  // Where KV tiles are divided, head_swizzle is all heads or none: place_of_part.
   int head_swizzle, last_heads;
   int swizzle_with_turns;  // of order-free sums, where some wait for others after all: with_turns
 
@@ -74,36 +75,60 @@ struct TileScheduler {
   // All heads' first splits come before any second one: where there are enough heads, a work tile that ends then finds
   // the sums of the split before ready. These come in lots of head_swizzle, but that the last_heads are one lot. Within
   // a lot the first group of each comes before the second of any: fewer groups of one run at a time, so fewer wait for
-  // each other's adds, and the longest (or shortest) tiles of all heads come together. Where KV tiles are divided, a
-  // head's numbers follow each other.
+  // each other's adds, and the longest (or shortest) tiles of all heads come together. Where KV tiles are divided:
+  // place_of_part.
   template <Policy P>
   DASH_HOST_DEVICE constexpr WorkPlace place(TileGrid const& grid, int number, int cta_rank) const {
-    int const groups = Order<P>::groups(grid);
+    if constexpr (Order<P>::kDivided) {
+      return place_of_part<P>(grid, number, cta_rank);
+    } else {
+      int const groups = Order<P>::groups(grid);
+      int const heads = batch * kv_heads;
+      // A constant for ordered sums: this is arithmetic for which symmetric shift has no registers.
+      constexpr bool kHasLast = accumulation(P) != Accumulation::kOrdered;
+      int const last_start = kHasLast ? max_int(0, heads * splits - last_heads) : heads * splits;
+      int const before = number / groups;  // whole (sequence, KV head, split)s
+      bool const is_last = kHasLast && before >= last_start;
+      int const lot_start = is_last ? last_start : before / head_swizzle * head_swizzle;
+      int const lot_end = is_last ? heads * splits : min_int(lot_start + head_swizzle, last_start);
+      int const lot = lot_end - lot_start;
+      int const number_in_lot = number - lot_start * groups;
+      int const group = number_in_lot / lot;
+      int const head_of_split = lot_start + number_in_lot - group * lot;
+      int const split = head_of_split / heads;
+      int const head = head_of_split - split * heads;
+      int const sequence_number = head / kv_heads;
+      return WorkPlace::of(sequence_number, head - sequence_number * kv_heads, split, Order<P>::visits(grid, group),
+                           Order<P>::kv_tile(grid, group, cta_rank));
+    }
+  }
+
+  // Where KV tiles are divided, the first parts of a head follow each other, and so do its second parts: these behind
+  // its first ones, or, where a lot is all heads of a split, behind the first ones of all of them.
+  template <Policy P>
+  DASH_HOST_DEVICE constexpr WorkPlace place_of_part(TileGrid const& grid, int number, int cta_rank) const {
+    int const tiles = grid.kv_tiles();
     int const heads = batch * kv_heads;
-    int const swizzle = Order<P>::kDivided ? 1 : head_swizzle;
-    // A constant for ordered sums: this is arithmetic for which symmetric shift has no registers.
-    constexpr bool kHasLast = accumulation(P) != Accumulation::kOrdered;
-    int const last_start = kHasLast ? max_int(0, heads * splits - last_heads) : heads * splits;
-    int const before = number / groups;  // whole (sequence, KV head, split)s
-    bool const is_last = kHasLast && before >= last_start;
-    int const lot_start = is_last ? last_start : before / swizzle * swizzle;
-    int const lot_end = is_last ? heads * splits : min_int(lot_start + swizzle, last_start);
-    int const lot = Order<P>::kDivided ? 1 : lot_end - lot_start;
-    int const number_in_lot = number - lot_start * groups;
-    int const group = number_in_lot / lot;
-    int const head_of_split = lot_start + number_in_lot - group * lot;
-    int const split = head_of_split / heads;
-    int const head = head_of_split - split * heads;
+    int const before = number / tiles;  // all first, or all second, parts of a (sequence, KV head, split) count as one
+    int const heads_before = has_lots_of_all_heads() ? before : before / 2;
+    int const rounds = heads_before / heads;  // through all heads: one a split, or one a part of it
+    int const head = heads_before - rounds * heads;
+    int const split = has_lots_of_all_heads() ? rounds / 2 : rounds;
+    int const part = has_lots_of_all_heads() ? rounds % 2 : before % 2;
+    int const group = part * tiles + number - before * tiles;
     int const sequence_number = head / kv_heads;
     return WorkPlace::of(sequence_number, head - sequence_number * kv_heads, split, Order<P>::visits(grid, group),
                          Order<P>::kv_tile(grid, group, cta_rank));
   }
 
-  // Where KV tiles are divided: the smallest number of all splits of a KV head.
+  // Where KV tiles are divided. Of one head both orders are the same.
+  DASH_HOST_DEVICE constexpr bool has_lots_of_all_heads() const { return head_swizzle >= batch * kv_heads; }
+
+  // The smallest number of all splits of a KV head: that of its first part, which those of the others follow.
   template <Policy P>
   DASH_HOST_DEVICE constexpr int first_number_of_head(TileGrid const& grid, WorkPlace const& place) const {
-    static_assert(Order<P>::kDivided);  // so a split's numbers follow each other
-    return (place.batch * kv_heads + place.kv_head) * Order<P>::groups(grid);
+    static_assert(Order<P>::kDivided);
+    return (place.batch * kv_heads + place.kv_head) * grid.kv_tiles() * (has_lots_of_all_heads() ? 1 : 2);
   }
 
   // Whether a KV tile's dK and dV may pass through memory: from split to split, or from part to part, but for a lone KV

@@ -163,7 +163,9 @@ def problem(
         tile_q, tile_k: queries and keys in a tile; default: the kernel's for these head dims.
         cta_group: CTAs that take a group of KV tiles together; default: the kernel's for this policy.
         head_swizzle: (sequence, KV head, split)s whose work tiles are interleaved; None: as many as the launch takes,
-            and of the last ones as many as it takes there. Changes who runs when, no order of adds.
+            and of the last ones as many as it takes there. Of ``"shift"``, ``batch * kv_heads`` or more: first parts of
+            all heads come first; fewer, or None: one head comes after the other, as in a launch with many heads.
+            Changes who runs when, no order of adds.
         splits: parts that the query heads of a KV head are cut into, each with work tiles of its own; default: the
             launch's, which follows from the lengths, the mask and the group size.
 

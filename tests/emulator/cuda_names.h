@@ -118,3 +118,8 @@ inline int atomicAdd(int* address, int value) {
   *address += value;
   return before;
 }
+inline int atomicMax(int* address, int value) {
+  const int before = *address;
+  *address = std::max(before, value);
+  return before;
+}

@@ -84,12 +84,12 @@ def test_clusters_raise_when_one_sm_is_left(head_dim, device, num_sms):
 def test_divided_kv_tiles_have_the_same_bits_whole_and_in_parts(
     head_dim, lengths, heads, kv_heads, device, num_sms, perturbation
 ):
-    """With as many CTAs as a head has KV tiles, one fewer, few, and as many as start while other kernels run."""
+    """With as many CTAs as all heads have KV tiles, as one has, one fewer, few, and as many as start beside others."""
     problem = Problem(1, *lengths, heads, kv_heads, head_dim, False)
     inputs = support.random_inputs(problem, device)
     expected = expected_gradients(inputs, problem, "shift")
     kv_tiles = support.tiles_of(problem, "shift").num_kv_tiles
-    for ctas in {kv_tiles, kv_tiles - 1, 5, 1}:
+    for ctas in {kv_heads * kv_tiles, kv_tiles, kv_tiles - 1, 5, 1}:
         gradients = support.backward(inputs, problem, "shift", max(0, num_sms - ctas))
         support.assert_same_bits(gradients, expected, f"{problem}, {ctas} CTAs")
     for _ in range(10):
