@@ -158,8 +158,10 @@ def planned(head_dims: tuple[int, int], sms: int, shapes: int = len(SHAPES)) -> 
         return Problem(1, *shape, head_dims[0], value_head_dim=head_dims[1], **dict(dict(causal=False), **options))
 
     dense = [problem_of(*shape, causal=causal) for causal in (False, True) for shape in SHAPES[:shapes]]
-    # Of the forward: more query tiles than SMs.
     heads = sms // 3 + 4
+    # Two KV tiles a head: all of them have an SM, and not all parts of those that are divided.
+    dense.append(problem_of(70, 130, heads, heads))
+    # Of the forward: more query tiles than SMs.
     tiles = [problem_of(400, 150, heads, heads, causal=causal) for causal in (False, True)]
     # Of the backward: so many work tiles that the main kernel makes dQ of its sums.
     sums = [dataclasses.replace(problem_of(70, 130, 8, 8, causal=causal), batch=64) for causal in (False, True)]
