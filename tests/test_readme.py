@@ -196,9 +196,11 @@ def test_what_is_said_of_small_loads():
     rows, text = json.loads(OWN["loads"].read_text())["rows"], " ".join(README.split())
     mine, other = ours(rows, "backward"), theirs(rows, "backward", False, "fa3")
     below = [f"{ratio:.2f}" for ratio in sorted(ratios_of(mine, other)) if ratio < 0.92]
-    assert f"`auto` is at {below[0]} to {below[-1]} of FlashAttention-3's other mode at five shapes" in text
-    assert len(below) == 5 and "where the goal is 0.92, which the quickest schedule reaches at every shape" in text
-    assert min(ratios_of(schedules_and_quickest(rows)[1], other)) >= 0.92
+    assert f"it is at {mean(mine, other)[0]} in the mean, where the goal is 1.00" in text
+    assert f"and at {below[0]} to {below[-1]} at five shapes, where it is 0.92" in text and len(below) == 5
+    quickest = ratios_of(schedules_and_quickest(rows)[1], other)
+    assert "The quickest of the three schedules at each shape meets both" in text
+    assert min(quickest) >= 0.92 and statistics.geometric_mean(quickest) >= 1
     # None of their figures has turns that differ so much that it needs a word.
     backward = [row["repeats_ms"] for row in rows if row["pass"] == "backward"]
     assert all(max(turns) < 1.2 * min(turns) for turns in backward)
