@@ -30,9 +30,9 @@ DASH_HOST_DEVICE constexpr int last_heads(Policy policy, TileGrid const& grid, H
 }
 
 // Of a dense batch whose KV tiles are divided: all (sequence, KV head)s, if each KV tile of theirs has a CTA, but not
-// each part. All heads are worked on whole there, second parts' numbers stand for nothing, and head by head the last
-// heads' CTAs would take such ones first. Where each part has a CTA, the first number that a CTA takes is a part's
-// anyway. Else one head.
+// each part. With all CTAs running, heads are worked on whole there, second parts' numbers stand for nothing, and head
+// by head the last heads' CTAs would take such ones first. Where each part has a CTA, each first part is somebody's
+// first number anyway. Else one head.
 DASH_HOST_DEVICE constexpr int divided_head_swizzle(TileGrid const& grid, int64_t heads, int ctas) {
   int64_t const tiles = heads * grid.kv_tiles();
   return tiles <= ctas && ctas < 2 * tiles ? static_cast<int>(heads) : 1;
