@@ -31,9 +31,8 @@ def _parser() -> argparse.ArgumentParser:
     model = parser.add_argument_group("machine and costs: microseconds on an H200, or any one unit of time")
     model.add_argument("--sms", type=int, default=132, metavar="N", help="streaming multiprocessors")
     model.add_argument("--cta-group", type=int, default=None, metavar="C", help="cluster size; None: the kernel's")
-    model.add_argument(
-        "--head-swizzle", type=int, default=None, metavar="N", help="heads that are interleaved; None: the kernel's"
-    )
+    swizzle = "heads that are interleaved; None: the kernel's, and of shift one head after the other"
+    model.add_argument("--head-swizzle", type=int, default=None, metavar="N", help=swizzle)
     model.add_argument("--product-time", type=float, default=PRODUCT_TIME, metavar="T", help="products of one tile")
     model.add_argument("--add-time", type=float, default=ADD_TIME, metavar="T", help="add of one dQ partial")
     model.add_argument("--signal-time", type=float, default=SIGNAL_TIME, metavar="T", help="hop to the next rank")
