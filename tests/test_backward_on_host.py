@@ -40,6 +40,17 @@ def finishing_programs(tmp_path_factory):
     }
 
 
+def changed_program(folder, row, *changes):
+    return emulation.build(emulation.source(folder, *changes), ["backward.cpp", "stages.cpp"], row, folder / "program")
+
+
+def check_is_found(folder, row, machines, call, *changes):
+    """A fault: a wrong gradient, other bits on another machine, or no end."""
+    program = changed_program(folder, row, *changes)
+    with pytest.raises((AssertionError, subprocess.TimeoutExpired)):
+        emulation.check(program, machines, **call)
+
+
 # Every second head is in parts: where first parts of all heads come first, the others' numbers lie among its own.
 MIXED = ("backward/whole_tiles.h", "have_begun(params, kv_tiles) ?",
          "have_begun(params, kv_tiles) && first_number / kv_tiles % 2 == 0 ?")  # fmt: skip
@@ -47,8 +58,7 @@ MIXED = ("backward/whole_tiles.h", "have_begun(params, kv_tiles) ?",
 
 @pytest.fixture(scope="module")
 def mixed_program(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("mixed")
-    return emulation.build(emulation.source(folder, MIXED), ["backward.cpp", "stages.cpp"], "64", folder / "program")
+    return changed_program(tmp_path_factory.mktemp("mixed"), "64", MIXED)
 
 
 def check(program, **call):
@@ -229,7 +239,7 @@ def test_products_of_features(programs, number):
     check(programs[choose(*ROWS)], **call, **choose({}, dict(sinks=1)))
 
 
-COUNTER = "move_counter_to(params, next);"
+COUNTER_TOO_FAR = ("backward/work_ring.h", "move_counter_to(params, next);", "move_counter_to(params, next + 1);")
 FAULTS = [
     # A rank that does not wait for those before it.
     ("64", "backward/dq_add.h", "is_ordered ? added != rank : added == 0", "is_ordered ? false : added == 0",
@@ -261,8 +271,7 @@ FAULTS = [
     ("64", "backward/split_reduction.h", "ptx::load_acquire(semaphore_) != value", "false",
      dict(heads=4, kv_heads=1, seqlen_q=1100, seqlen_k=64)),
     # A counter that is moved past more than a head's second parts.
-    ("64", "backward/work_ring.h", COUNTER, COUNTER.replace("next", "next + 1"),
-     dict(heads=4, seqlen_q=300, seqlen_k=200, schedule="shift")),
+    ("64", *COUNTER_TOO_FAR, dict(heads=4, seqlen_q=300, seqlen_k=200, schedule="shift")),
 ]  # fmt: skip
 
 
@@ -296,10 +305,7 @@ FINISHING_FAULTS = [
 def test_faults_of_finishing_are_found(finishing_programs, tmp_path, row, file, right, wrong, call):
     machines = tuple((4, seed) for seed in range(6))
     emulation.check(finishing_programs[row], machines[:2], **call)
-    csrc = emulation.source(tmp_path, ALWAYS_FINISHES, (file, right, wrong))
-    program = emulation.build(csrc, ["backward.cpp", "stages.cpp"], row, tmp_path / "backward")
-    with pytest.raises((AssertionError, subprocess.TimeoutExpired)):
-        emulation.check(program, machines, **call)
+    check_is_found(tmp_path, row, machines, call, ALWAYS_FINISHES, (file, right, wrong))
 
 
 @pytest.mark.parametrize("row, file, right, wrong, call", FAULTS, ids=range(len(FAULTS)))
@@ -307,18 +313,11 @@ def test_faults_are_found(programs, tmp_path, row, file, right, wrong, call):
     """By a wrong gradient, or other bits on another machine; the source as it is has neither."""
     machines = tuple((4, seed) for seed in range(6))
     emulation.check(programs[row], machines[:2], **call)
-    csrc = emulation.source(tmp_path, (file, right, wrong))
-    program = emulation.build(csrc, ["backward.cpp", "stages.cpp"], row, tmp_path / "backward")
-    with pytest.raises((AssertionError, subprocess.TimeoutExpired)):
-        emulation.check(program, machines, **call)
+    check_is_found(tmp_path, row, machines, call, (file, right, wrong))
 
 
 def test_a_counter_that_is_moved_past_a_part_of_another_head_is_found(mixed_program, tmp_path):
     machines = tuple((sms, seed) for sms in (4, 5) for seed in range(6))
     call = dict(TOGETHER[0], schedule="shift")
     emulation.check(mixed_program, machines, **call)
-    wrong = ("backward/work_ring.h", COUNTER, COUNTER.replace("next", "next + 1"))
-    csrc = emulation.source(tmp_path, MIXED, wrong)
-    program = emulation.build(csrc, ["backward.cpp", "stages.cpp"], "64", tmp_path / "backward")
-    with pytest.raises((AssertionError, subprocess.TimeoutExpired)):
-        emulation.check(program, machines, **call)
+    check_is_found(tmp_path, "64", machines, call, MIXED, COUNTER_TOO_FAR)
