@@ -20,6 +20,8 @@ constexpr bool reaches_no_further(int qk, int v) {
   const TileShape tile = backward_tile_shape({qk, v});
   return tile.query <= kReach + 1 && tile.key <= kReach + 1;
 }
+// The forward needs the lines of pairs that are seen and no others, whatever its tiles are: the P of any other pair is
+// zero, which FragmentBits::drop leaves as it is. test_bits_that_nobody_may_look_at_change_nothing inverts those bits.
 static_assert(reaches_no_further(64, 64) && reaches_no_further(96, 96) && reaches_no_further(128, 128) &&
               reaches_no_further(192, 128) && reaches_no_further(192, 192) && reaches_no_further(256, 256));
 

@@ -4,6 +4,7 @@
 #include "arguments.h"
 #include "forward_work.h"
 #include "scores.h"
+#include "self_check.h"
 #include "variant.h"
 #include "workspace.h"
 
@@ -44,6 +45,7 @@ size_t forward_workspace_bytes(const ForwardArguments& arguments) {
 }
 
 void run_forward(const ForwardArguments& arguments, cudaStream_t stream) {
+  if (arguments.is_pack()) { require_self_check(); }
   const ForwardArguments a = for_kernel(arguments);
 #define DASH_FORWARD_VARIANT(dtype, head_dims, mask, score)                                \
   if (serves<dtype, Dims##head_dims, mask, score>(a)) {                                    \
@@ -69,6 +71,7 @@ size_t backward_workspace_bytes(const BackwardArguments& arguments) {
 }
 
 void run_backward(const BackwardArguments& arguments, cudaStream_t stream) {
+  require_self_check();
   const BackwardArguments a = for_kernel(arguments);
   const auto policy = static_cast<Policy>(a.schedule);
 #define DASH_BACKWARD_VARIANT(dtype, head_dims, mask, score, policies)                                 \

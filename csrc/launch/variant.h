@@ -50,7 +50,7 @@ struct Dropout {
 };
 
 // Policies that share a kernel.
-using Ordered = PolicySet<Policy::kDescending, Policy::kSpt, Policy::kAscending, Policy::kAtomic>;
+using Ordered = PolicySet<Policy::kDescending, Policy::kSpt, Policy::kAtomic, Policy::kAscending>;
 using Shift = PolicySet<Policy::kShift>;
 using SymmetricShift = PolicySet<Policy::kSymmetricShift>;
 using OrderFree = PolicySet<Policy::kOrderFree>;

@@ -62,7 +62,8 @@ template <Policy P>
 using PolicyConstant = std::integral_constant<Policy, P>;
 
 // Policies that one kernel serves, the one it runs being chosen at run time. `with` is the one place where a policy
-// becomes a type: it calls f(PolicyConstant<policy>{}).
+// becomes a type: it calls f(PolicyConstant<policy>{}). A policy that is not in the set is taken for the last member,
+// which therefore is a deterministic one.
 template <Policy kFirst, Policy... kRest>
 struct PolicySet {
   static constexpr Policy kAny = kFirst;
@@ -75,6 +76,7 @@ struct PolicySet {
   template <class F>
   DASH_HOST_DEVICE static constexpr decltype(auto) with(Policy policy, F&& f) {
     if constexpr (sizeof...(kRest) == 0) {
+      static_assert(accumulation(kFirst) != Accumulation::kUnordered, "the last member of a set is deterministic");
       return f(PolicyConstant<kFirst>{});
     } else {
       if (policy == kFirst) return f(PolicyConstant<kFirst>{});
@@ -84,6 +86,6 @@ struct PolicySet {
 };
 
 using AllPolicies = PolicySet<Policy::kAscending, Policy::kDescending, Policy::kSpt, Policy::kShift,
-                              Policy::kSymmetricShift, Policy::kOrderFree, Policy::kAtomic>;
+                              Policy::kSymmetricShift, Policy::kAtomic, Policy::kOrderFree>;
 
 }  // namespace dash_attn

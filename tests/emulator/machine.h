@@ -9,9 +9,11 @@
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <fstream>
 #include <functional>
 #include <memory>
 #include <random>
+#include <source_location>
 #include <string>
 #include <unordered_map>
 #include <vector>
@@ -79,6 +81,7 @@ class Machine {
     std::unique_ptr<char[]> stack;
     std::function<bool()> ready;  // what it waits for
     const char* waits_for = "";
+    std::source_location where;  // the kernel waits
     bool ended = false;
     std::vector<std::vector<Product>> groups;  // of products that were committed
     std::vector<Product> open;                 // and not yet
@@ -107,9 +110,10 @@ class Machine {
 
   // Returns when it is the calling thread's turn and `ready` says so.
   template <typename Ready>
-  void wait(const char* what, Ready&& ready) {
+  void wait(const char* what, Ready&& ready, std::source_location where = std::source_location::current()) {
     Thread& self = this->self();
     self.waits_for = what;
+    self.where = where;
     self.ready = ready;
     swapcontext(&self.context, &scheduler_);
   }
@@ -140,20 +144,20 @@ class Machine {
   }
 
   Barrier& barrier(const void* address) { return barriers_[address]; }
-  void wait_parity(const void* address, int parity) {
+  void wait_parity(const void* address, int parity, std::source_location where) {
     Barrier& b = barrier(address);
     if (b.count == 0) { fail("a wait for a barrier that is not initialised"); }
-    wait("an mbarrier", [&b, parity] { return b.phase != parity; });
+    wait("an mbarrier", [&b, parity] { return b.phase != parity; }, where);
   }
 
   // Done at any time from now on.
   void later(std::function<void()> copy) { block_->copies.push_back(std::move(copy)); }
 
   // What a semaphore in global memory says. Who looks again waits until it says something else.
-  int poll(const int* semaphore) {
+  int poll(const int* semaphore, std::source_location where) {
     Thread& self = this->self();
     if (self.polled == semaphore) {
-      wait("a semaphore", [semaphore, seen = self.seen] { return *semaphore != seen; });
+      wait("a semaphore", [semaphore, seen = self.seen] { return *semaphore != seen; }, where);
     }
     self.polled = semaphore;
     return self.seen = *semaphore;
@@ -294,6 +298,16 @@ class Machine {
     return true;
   }
 
+  // The name of the file, the number of the line and its text, which names the barrier.
+  static std::string source_line(const std::source_location& where) {
+    const std::string path = where.file_name();
+    std::ifstream file(path);
+    std::string text;
+    for (unsigned line = 0; line < where.line(); ++line) { std::getline(file, text); }
+    text.erase(0, text.find_first_not_of(' '));
+    return path.substr(path.rfind('/') + 1) + ":" + std::to_string(where.line()) + ": " + text;
+  }
+
   [[noreturn]] void report() {
     std::string text = "nobody can go on";
     for (const auto& block : blocks_) {
@@ -302,7 +316,7 @@ class Machine {
           const Thread& thread = *block->threads[warp * kWarpLanes + lane];
           if (thread.ended) { continue; }
           text += "\n  CTA " + std::to_string(block->number) + ", warp " + std::to_string(warp) + " waits for " +
-                  thread.waits_for;
+                  thread.waits_for + " at " + source_line(thread.where);
           break;
         }
       }

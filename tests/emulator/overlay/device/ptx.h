@@ -114,7 +114,9 @@ void bulk_wait_read() {
 inline void bulk_wait_performed() { wait_for_bulk(0, true); }
 
 inline void fence_async_global() {}
-inline int load_acquire(const int* address) { return emulator::machine->poll(address); }
+inline int load_acquire(const int* address, std::source_location where = std::source_location::current()) {
+  return emulator::machine->poll(address, where);
+}
 inline int look(const int* address) {
   emulator::machine->wait("another turn", [] { return true; });
   return *address;

@@ -10,7 +10,9 @@ class ClusterBarrier {
     b = {};
     b.count = b.pending = count;
   }
-  void wait(uint32_t parity) const { emulator::machine->wait_parity(this, int(parity)); }
+  void wait(uint32_t parity, std::source_location where = std::source_location::current()) const {
+    emulator::machine->wait_parity(this, int(parity), where);
+  }
   void arrive() const {
     emulator::Barrier& b = emulator::machine->barrier(this);
     --b.pending;
