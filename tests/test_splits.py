@@ -26,15 +26,21 @@ TABLE = {
     (8, 512, 512, 128): (2, 1),  # 8 KV tiles of 8 heads' 512 queries; the causal mask halves them
     (8, 1024, 1024, 128): (4, 2),
     (8, 2048, 2048, 128): (4, 4),
-    (8, 4096, 4096, 128): (2, 4),  # 32 KV tiles; under the causal mask the longest is twice the mean
-    (8, 8192, 8192, 128): (1, 2),
-    (8, 16384, 16384, 128): (1, 1),
-    (8, 32768, 32768, 128): (1, 1),
-    (8, 4096, 4096, 64): (2, 4),
-    (8, 8192, 8192, 64): (1, 2),
+    (8, 4096, 4096, 128): (4, 4),
+    (8, 8192, 8192, 128): (4, 4),
+    (8, 16384, 16384, 128): (4, 4),
+    (8, 32768, 32768, 128): (2, 2),
+    (8, 4096, 4096, 64): (4, 4),
+    (8, 8192, 8192, 64): (4, 4),
     (4, 2048, 2048, 128): (4, 2),
-    (4, 4096, 4096, 128): (2, 4),
-    (4, 8192, 8192, 128): (1, 2),
+    (4, 4096, 4096, 128): (4, 4),
+    (4, 8192, 8192, 128): (4, 4),
+    (4, 16384, 16384, 128): (2, 2),  # four splits would have one query head each
+    (8, 131072, 131072, 128): (1, 1),  # 1,024 KV tiles are many
+    (2, 16384, 16384, 128): (2, 2),
+    (2, 32768, 32768, 128): (1, 1),
+    (7, 4096, 4096, 128): (7, 7),
+    (7, 16384, 16384, 128): (1, 1),
     (7, 16000, 1000, 128): (7, 1),  # 7 parts or none
     (6, 100, 100, 128): (1, 1),
     (64, 1, 4096, 128): (2, 2),  # decoding: a work tile has a step a head
@@ -70,17 +76,24 @@ def test_table(shape):
     mask=masks(longest=500),
 )
 def test_rule(group_size, seqlen_q, seqlen_k, tile_q, tile_k, mask):
-    """The fewest that make 64 work tiles of mean length beside the longest, or the most that visit 2,048 queries."""
+    """Divisors are taken one after the other: each makes up for too few work tiles, or costs little."""
     lengths = dict(tile_q=tile_q, tile_k=tile_k, group_size=group_size, **mask)
     problem = Problem(seqlen_q, seqlen_k, **lengths)
-    tiles = problem.num_kv_tiles
     # Those at the ends of a window are cut short.
+    tiles = problem.num_kv_tiles
     steps = [problem.query_tiles_of(kv)[1] for kv in ([tiles // 2] if problem.mask == "window" else (0, tiles - 1))]
     mean, longest = sum(steps) / len(steps), max(steps)
+
+    def pays(before, after):
+        heads = group_size // after
+        queries, work_tiles = mean * heads * tile_q, tiles * before
+        are_too_few = queries >= 2048 and work_tiles * mean < 64 * longest
+        cost_little = after <= 4 and queries >= 4096 and work_tiles < (256 if heads == 1 else 512)
+        return are_too_few or cost_little
+
     divisors = [d for d in range(1, group_size + 1) if group_size % d == 0]
-    allowed = [d for d in divisors if d == 1 or mean * (group_size // d) * tile_q >= 2048]
-    enough = [d for d in allowed if problem.num_kv_tiles * d * mean >= 64 * longest]
-    assert _schedule.num_splits(problem) == (enough[0] if enough else allowed[-1])
+    taken = itertools.takewhile(lambda pair: pays(*pair), itertools.pairwise(divisors))
+    assert _schedule.num_splits(problem) == max([1, *(after for _, after in taken)])
 
 
 def test_splits_can_be_given():

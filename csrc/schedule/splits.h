@@ -9,16 +9,25 @@
 
 namespace dash_attn {
 
-// Where the sums of dK and dV are cut shows in their bits. So it may depend on one sequence and on what a KV head knows
-// of itself, and on nothing else: not on the other heads, the batch, or the SMs that a device has or a caller leaves.
-// Two KV heads of kEnoughWorkTiles work tiles of mean length fill a Hopper GPU. Where the longest is longer than the
-// mean, more are enough, so that short ones fill up beside it.
-inline constexpr int kEnoughWorkTiles = 64;
+// Where the sums of dK and dV are cut shows in their bits. So the rule looks at one sequence and at the group size, and
+// at nothing else: not at the other heads, the batch, or the SMs that a device has or a caller leaves. Its thresholds
+// are those that served 1 to 8 KV heads best over three generated families of shapes (docs/engineering_log.md).
+
 // Queries that a mean work tile visits, those of all its query heads counted: adding its dK and dV up must stay small
 // beside that.
 inline constexpr int kQueriesWorthASplit = 2048;
+// Two KV heads of as many work tiles of mean length fill a Hopper GPU. Where the longest work tile is longer than the
+// mean, more are enough, because short ones fill up beside it.
+inline constexpr int kEnoughMeanWorkTiles = 64;
+// A few splits go further where work tiles stay this long: they cost little there, and the work tiles end more evenly.
+inline constexpr int kFewSplits = 4;
+inline constexpr int kQueriesWorthAFewSplits = 4096;
+inline constexpr int kManyWorkTiles = 512;
+// With one query head each, work tiles cost more: while one of several heads waits for its turn to add dQ, another one
+// is worked on.
+inline constexpr int kManyWorkTilesOfOneHead = 256;
 
-// The fewest parts that make enough work tiles; where too few are possible, the most that leave them long enough.
+// Goes through the divisors of the group size as long as the next one pays.
 DASH_HOST_DEVICE constexpr int num_splits(int group_size, TileGrid const& grid) {
   // Of the query tiles that a KV tile visits. From one end of the keys to the other they become steadily fewer, or stay
   // as many, but for a window, which is cut short at both ends.
@@ -30,9 +39,16 @@ DASH_HOST_DEVICE constexpr int num_splits(int group_size, TileGrid const& grid) 
   int64_t const longest = is_window ? middle : max_int(first, last);
   int splits = 1;
   for (int next = 2; next <= group_size; ++next) {
-    if (int64_t{tiles} * splits * twice_mean >= 2 * kEnoughWorkTiles * longest) break;
-    if (twice_mean * (group_size / next) * grid.tiling.query < 2 * kQueriesWorthASplit) break;
-    if (group_size % next == 0) splits = next;
+    int const heads = group_size / next;
+    int64_t const twice_queries = twice_mean * heads * grid.tiling.query;
+    if (twice_queries < 2 * kQueriesWorthASplit) break;
+    if (group_size % next != 0) continue;
+    int64_t const work_tiles = int64_t{tiles} * splits;
+    bool const are_too_few = work_tiles * twice_mean < 2 * kEnoughMeanWorkTiles * longest;
+    bool const cost_little = next <= kFewSplits && twice_queries >= 2 * kQueriesWorthAFewSplits &&
+                             work_tiles < (heads == 1 ? kManyWorkTilesOfOneHead : kManyWorkTiles);
+    if (!are_too_few && !cost_little) break;
+    splits = next;
   }
   return splits;
 }
