@@ -64,7 +64,8 @@ def parsed(argv: list[str] | None = None) -> argparse.Namespace:
         help="go on from the last checkpoint, or from the last one that is at most at STEP")  # fmt: skip
     add("--receipts", type=pathlib.Path, metavar="FOLDER", help="record fingerprints of all steps")
     add("--receipts-every", type=int, default=1, metavar="STEPS")
-    add("--probe", type=pathlib.Path, metavar="FOLDER", help="record attention to inputs that no layout changes")
+    add("--probe", type=pathlib.Path, metavar="FOLDER",
+        help="record attention to inputs that no layout changes, and in --receipts each layer's stages")  # fmt: skip
     add("--trace", type=int, nargs=2, metavar=("FIRST", "LAST"), help="steps that torch.profiler traces, for Perfetto")
     add("--fault", metavar="FAULT", help="plant one: kill:RANK:STEP or slow:RANK:MILLISECONDS")
     add("--timeout", type=float, default=300, metavar="SECONDS", help="after which a rank that does not come is lost")
@@ -166,9 +167,11 @@ def run(arguments: argparse.Namespace, device: torch.device) -> None:
         learning_rate=arguments.learning_rate, seed=arguments.seed, clock=clock,
     )  # fmt: skip
     of_probe = wanted is not None and wanted.name.startswith(f"{probe.PREFIX}.")
-    if arguments.probe is not None and (wanted is None or of_probe):
-        attend = trainer.model.layers[0].attention.attend
-        probe.attend_and_record(arguments.probe, attend, shape, layout, device, arguments.seed)
+    if arguments.probe is not None:
+        if wanted is None or of_probe:
+            attend = trainer.model.layers[0].attention.attend
+            probe.attend_and_record(arguments.probe, attend, shape, layout, device, arguments.seed, resume=resume)
+        probe.tap_stages(trainer.model, layout)
     start, folder = 0, arguments.out / files.CHECKPOINTS
     if resume:
         start = checkpoints.latest(folder, None if arguments.resume < 0 else arguments.resume)

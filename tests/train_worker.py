@@ -52,7 +52,7 @@ def replay(folder, name, *options):
 
 def one(folder):
     run(folder, "one", *probe(folder, "one"), "--trace", "1", "2")
-    run(folder, "one_again")
+    run(folder, "one_again", *probe(folder, "one_again"))
     for name in ("noisy", "noisy_again"):
         run(folder, name, "--attention", "noisy", steps=1)
     replay(folder, "noisy", "--attention", "noisy")
@@ -64,19 +64,19 @@ def one(folder):
 def two(folder):
     context = ["--context-parallel", "2"]
     run(folder, "two", *context, *probe(folder, "two"))
-    run(folder, "two_again", *context)
+    run(folder, "two_again", *context, *probe(folder, "two_again"))
     run(folder, "slow", *probe(folder, "slow"), "--fault", "slow:1:100", steps=3, receipts=False)
-    run(folder, "killed", *context, "--fault", f"kill:1:{KILLED_IN}")
+    run(folder, "killed", *context, *probe(folder, "killed"), "--fault", f"kill:1:{KILLED_IN}")
 
 
 def two_resumed(folder):
-    run(folder, "killed", "--context-parallel", "2", "--resume")
+    run(folder, "killed", "--context-parallel", "2", "--resume", *probe(folder, "killed"))
 
 
 def four(folder):
     context = ["--context-parallel", "2", "--layout", "contiguous"]
     run(folder, "four", *context, *probe(folder, "four"), steps=1)
-    run(folder, "four_again", *context, steps=1)
+    run(folder, "four_again", *context, *probe(folder, "four_again"), steps=1)
 
 
 def main(rank, ranks, port, folder, part):
