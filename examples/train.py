@@ -6,7 +6,7 @@
 
 On GPUs each process takes one, over NCCL; elsewhere they compute on CPUs with dash_attn's reference, over gloo. Losses,
 times and checkpoints go to --out, the fingerprints of all that a step computes to --receipts. --resume goes on from the
-last whole checkpoint, on as many processes as there are. docs/training.md tells what this shows, and how.
+last undamaged checkpoint, on as many processes as there are. docs/training.md tells what this shows, and how.
 """
 
 from __future__ import annotations
@@ -60,8 +60,8 @@ def parsed(argv: list[str] | None = None) -> argparse.Namespace:
     add("--context-parallel", type=int, default=1, metavar="N", help="processes that share a sequence")
     add("--layout", choices=LAYOUTS, default="zigzag", help="of the rows of a sequence that is shared")
     add("--checkpoint-every", type=int, default=50 if gpu else 5, metavar="STEPS")
-    add("--resume", nargs="?", const=-1, type=int, metavar="STEP",
-        help="go on from the last checkpoint, or from the last one that is at most at STEP")  # fmt: skip
+    add("--resume", nargs="?", const=sys.maxsize, type=int, metavar="STEP",
+        help="go on from the last checkpoint, or the last up to STEP; later ones are set aside")  # fmt: skip
     add("--receipts", type=pathlib.Path, metavar="FOLDER", help="record fingerprints of all steps")
     add("--receipts-every", type=int, default=1, metavar="STEPS")
     add("--probe", type=pathlib.Path, metavar="FOLDER",
@@ -157,6 +157,8 @@ def run(arguments: argparse.Namespace, device: torch.device) -> None:
     # A replay of a step writes receipts of its own, and nothing into the folder of the run that it repeats.
     wanted = replays.wanted()
     resume = arguments.resume is not None
+    if resume and arguments.resume < 0:
+        raise ValueError(f"--resume must be a step of at least 0, got {arguments.resume}")
     if wanted is None:
         files.check_config(arguments.out, config, resume=resume)
         dist.barrier()
@@ -174,9 +176,8 @@ def run(arguments: argparse.Namespace, device: torch.device) -> None:
         probe.tap_stages(trainer.model, layout)
     start, folder = 0, arguments.out / files.CHECKPOINTS
     if resume:
-        start = checkpoints.latest(folder, None if arguments.resume < 0 else arguments.resume)
-        if start:
-            checkpoints.load(folder, start, trainer.model, trainer.optimizer)
+        start = checkpoints.load_last(folder, arguments.resume, trainer.model, trainer.optimizer)
+    trace = None if wanted is not None else profiler(arguments.out, arguments.trace, start, rank)
     if rank == 0:
         print(f"{ranks} ranks on {config['device']}, from step {start}: {text.description}, {text.sha256}", flush=True)
     with contextlib.ExitStack() as stack:
@@ -190,9 +191,10 @@ def run(arguments: argparse.Namespace, device: torch.device) -> None:
             )  # fmt: skip
         written = None
         if wanted is None:
+            # Nothing of the run's folder is changed before all arguments have been found right.
+            checkpoints.drop_after(folder, start)
             written = files.Files(arguments.out, rank, start, config, shower(config))
             stack.callback(written.close, clock)
-        trace = None if written is None else profiler(arguments.out, arguments.trace, start, rank)
         if trace is not None:
             stack.enter_context(trace)
         gc.disable()
