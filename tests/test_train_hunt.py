@@ -1,5 +1,6 @@
 """The hunt for a run of examples/train.py that does not repeat, and the taps that name the stage at which it parts."""
 
+import os
 import pathlib
 import sys
 import time
@@ -100,6 +101,18 @@ def test_rotary_angles_do_not_depend_on_threads(rows):
     finally:
         torch.set_num_threads(threads)
     assert all(x.equal(y) for other in found[1:] for x, y in zip(found[0], other))
+
+
+def test_a_load_is_ended_with_all_that_it_has_started(tmp_path):
+    """And is asked to end first, so that it can end what has left its session."""
+    pid = tmp_path / "pid"
+    command = f"trap 'echo asked; exit' TERM; sleep 1000 & echo $! > {pid}; wait"
+    with hunt.beside([command], tmp_path) as failed:
+        while not pid.exists() or not pid.read_text():
+            time.sleep(0.05)
+    with pytest.raises(ProcessLookupError):
+        os.kill(int(pid.read_text()), 0)
+    assert (tmp_path / "load_0.log").read_text() == "asked\n" and not failed
 
 
 def run_of(folder, value):

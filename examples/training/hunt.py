@@ -20,6 +20,7 @@ from dash_attn.receipts import Comparison, compare
 from .files import LOSSES
 
 RECEIPTS = "receipts"
+_GRACE_S = 30
 _THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
 
 
@@ -32,6 +33,19 @@ def visible_gpus() -> list[str]:
     """The GPUs of this process, as CUDA_VISIBLE_DEVICES names them."""
     named = os.environ.get("CUDA_VISIBLE_DEVICES", "")
     return (named.split(",") if named else [str(gpu) for gpu in range(64)])[: torch.cuda.device_count()]
+
+
+def _end(process: subprocess.Popen) -> None:
+    """Ends a session, politely at first: torchrun's workers have sessions of their own, which only torchrun can end."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGTERM)
+        end = time.monotonic() + _GRACE_S
+        while time.monotonic() < end:
+            process.poll()
+            os.killpg(process.pid, 0)  # raises when nobody is left
+            time.sleep(0.1)
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
 
 
 @contextlib.contextmanager
@@ -54,9 +68,7 @@ def beside(commands: list[str], folder: pathlib.Path) -> Iterator[list[str]]:
                     pass
                 if process.poll():
                     failed.append(f"{command!r} ended with status {process.returncode}, see {log}")
-                with contextlib.suppress(ProcessLookupError):
-                    os.killpg(process.pid, signal.SIGKILL)
-                process.wait()
+                _end(process)
                 ended.wait(1)
 
     threads = [threading.Thread(target=keep, args=(c, folder / f"load_{n}.log")) for n, c in enumerate(commands)]
