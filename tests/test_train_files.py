@@ -1,5 +1,5 @@
-"""What a run of examples/train.py leaves on the disk: a damaged checkpoint is named and not used, and what is interrupted
-leaves every file as it was or as it is to be."""
+"""What a run of examples/train.py leaves on the disk: a damaged checkpoint is named and not used, and a kill
+leaves each file as it was or as it is to be."""
 
 import json
 import pathlib

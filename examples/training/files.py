@@ -65,7 +65,7 @@ def check_config(folder: pathlib.Path, config: dict[str, Any], *, resume: bool) 
 
 
 def read_lines(path: pathlib.Path, step_of: Callable[[str], int]) -> list[tuple[int, str]]:
-    """The lines of a file, each with its step. A last line that was cut short is no line; without a file there are none.
+    """The lines of a file, each with its step; none where there is no file. A last line that was cut short is no line.
 
     Raises:
         ValueError: a line has no step.

@@ -1,4 +1,7 @@
-"""A hunt for a run that does not repeat: many equal runs of one process, several at a time, and which of them differ."""
+"""A hunt for a run that does not repeat: many equal runs of one process, several at a time, and which of them differ.
+
+`examples/train_proof.py --hunt` is its command.
+"""
 
 from __future__ import annotations
 
@@ -103,8 +106,12 @@ def hunt(
     """
     groups: list[list[pathlib.Path]] = []
     end = time.monotonic() + seconds
+
+    def in_time(number: int) -> pathlib.Path | None:
+        return start(number) if time.monotonic() < end else None
+
     with concurrent.futures.ThreadPoolExecutor(jobs) as pool:
-        waiting = [pool.submit(lambda n: start(n) if time.monotonic() < end else None, number) for number in range(runs)]
+        waiting = [pool.submit(in_time, number) for number in range(runs)]
         try:
             for done in concurrent.futures.as_completed(waiting):
                 if (folder := done.result()) is None:
@@ -130,7 +137,7 @@ def hunt(
 def _text(one: pathlib.Path, found: Comparison, other: pathlib.Path) -> str:
     first = found.first
     if first is None:
-        return f"{other.name} differs from {one.name} in its losses, and in no record; not compared: {found.not_compared}"
+        return f"{other.name} differs from {one.name} in losses and in no record; not compared: {found.not_compared}"
     counts = ", ".join(f"{kind} {some} of {of}" for kind, (some, of) in first.differing.items())
     blocks = "?" if first.blocks is None else len(first.blocks)
     return (

@@ -55,8 +55,8 @@ def attend_and_record(
 def tap_stages(model: nn.Module, layout: Layout) -> None:
     """Taps, for the recorder whose step it is, what stands between the taps that the model always has.
 
-    Of each norm, linear layer and embedding NAME: `NAME.weight` as it was gathered for this forward, and `NAME.out`, its
-    output and the gradient of that. Of each attention: `NAME.cos` and `NAME.sin`. They are hooks, so a run without
+    Of each norm, linear layer and embedding NAME: `NAME.weight` as it was gathered for this forward, and `NAME.out`,
+    its output and the gradient of that. Of each attention: `NAME.cos` and `NAME.sin`. They are hooks, so a run without
     --probe pays nothing for them.
     """
     for name, module in model.named_modules():
