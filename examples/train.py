@@ -26,7 +26,7 @@ import torch.distributed as dist
 from training import checkpoints, files, flops, ordered, probe
 from training.attention import ATTENTION
 from training.clock import Clock, StepTimes
-from training.faults import Fault
+from training.faults import Fault, leave_stale_memory
 from training.layout import Layout
 from training.model import Shape
 from training.text import Text
@@ -68,6 +68,8 @@ def parsed(argv: list[str] | None = None) -> argparse.Namespace:
         help="record attention to inputs that no layout changes, and in --receipts each layer's stages")  # fmt: skip
     add("--trace", type=int, nargs=2, metavar=("FIRST", "LAST"), help="steps that torch.profiler traces, for Perfetto")
     add("--fault", metavar="FAULT", help="plant one: kill:RANK:STEP or slow:RANK:MILLISECONDS")
+    add("--stale-memory", type=float, default=0, metavar="GIB",
+        help="leave NaN in so much free GPU memory: finds what reads memory that it has not written")  # fmt: skip
     add("--timeout", type=float, default=300, metavar="SECONDS", help="after which a rank that does not come is lost")
     add("--peak-tflops", type=float, default=flops.PEAK_TFLOPS if gpu else None, help="of which MFU is a share")
     return parser.parse_args(argv)
@@ -162,6 +164,7 @@ def run(arguments: argparse.Namespace, device: torch.device) -> None:
     if wanted is None:
         files.check_config(arguments.out, config, resume=resume)
         dist.barrier()
+    leave_stale_memory(device, arguments.stale_memory)
     fault = Fault(arguments.fault, rank, ranks, device)
     clock = Clock(device, shape.layers, fault)
     trainer = Trainer(

@@ -32,6 +32,7 @@ from training import hunt
 from dash_attn.receipts import compare
 
 TRAIN = pathlib.Path(__file__).with_name("train.py")
+STALE_GIB = 4
 LOAD = shlex.join([sys.executable, str(TRAIN.parent / "training" / "load.py")])
 
 
@@ -71,10 +72,12 @@ class Proof:
 
         def start(number: int) -> pathlib.Path:
             environment = hunt.all_threads()
-            if gpus:
-                environment["CUDA_VISIBLE_DEVICES"] = gpus[number % len(gpus)]
             # No checkpoint: nobody goes on with these runs.
             options = ["--checkpoint-every", str(self.steps + 1)]
+            if gpus:
+                environment["CUDA_VISIBLE_DEVICES"] = gpus[number % len(gpus)]
+                # Every other run on a GPU: what reads memory that it has not written makes these differ from the rest.
+                options += ["--stale-memory", str(STALE_GIB * (number // len(gpus) % 2))]
             return self.train(f"run_{number:05d}", 1, 1, *options, environment=environment)
 
         with hunt.beside(loads, self.out) as failed_loads:

@@ -296,6 +296,8 @@ def test_wrong_arguments(make, message):
         (["--fault", "flood:0:1"], "--fault must be kill:RANK:STEP or slow:RANK:MILLISECONDS of one of 1 ranks"),
         (["--trace", "0", "1"], "--trace must be steps behind the first, 0"),
         (["--text", "/nowhere"], "--text must be a file"),
+        (["--stale-memory", "-1"], "--stale-memory must be at least 0, and 0 without a GPU, got -1"),
+        (["--resume", "-2"], "--resume must be a step of at least 0, got -2"),
     ],
 )
 def test_wrong_options(tmp_path, capsys, options, message):

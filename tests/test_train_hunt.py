@@ -163,12 +163,13 @@ def test_hunt(tmp_path, capsys, monkeypatch):
 
 def test_what_a_hunt_says_of_runs_that_repeat(tmp_path, capsys, monkeypatch):
     """A load that fails is not the load that was asked for."""
-    environments = []
+    environments, of_options = [], []
 
     def train(self, name, processes, context, *options, environment):
         environments.append(environment)
         time.sleep(0.5)  # in which a load can fail
-        assert (processes, context, options) == (1, 1, ("--checkpoint-every", "9"))
+        assert (processes, context, options[:2]) == (1, 1, ("--checkpoint-every", "9"))
+        of_options.append((environment["CUDA_VISIBLE_DEVICES"], *options[2:]))
         return run_of(self.out / name, 1)
 
     monkeypatch.setattr(train_proof.Proof, "train", train)
@@ -177,7 +178,7 @@ def test_what_a_hunt_says_of_runs_that_repeat(tmp_path, capsys, monkeypatch):
     options = ["--hunt", "3", "--jobs", "2"]
     assert train_proof.main(["--out", str(tmp_path / "a"), *options, "--load", "sleep 9"]) == 0
     assert capsys.readouterr().out.startswith("yes 3 runs of 8 steps, 2 at a time, on 2 GPUs: 3 as run_0000")
-    assert sorted(x["CUDA_VISIBLE_DEVICES"] for x in environments) == ["3", "3", "5"]
+    assert sorted(of_options) == [(gpu, "--stale-memory", gib) for gpu, gib in (("3", "0"), ("3", "4"), ("5", "0"))]
     assert not any("OMP_NUM_THREADS" in x for x in environments)
     assert train_proof.main(["--out", str(tmp_path / "b"), *options, "--load", "exit 3"]) == 1
     assert "NO  load: 'exit 3' ended with status 3, see " in capsys.readouterr().out
