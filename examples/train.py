@@ -6,7 +6,7 @@
 
 On GPUs each process takes one, over NCCL; elsewhere they compute on CPUs with dash_attn's reference, over gloo. Losses,
 times and checkpoints go to --out, the fingerprints of all that a step computes to --receipts. --resume goes on from the
-last whole checkpoint, on as many processes as there are. docs/training.md tells what this shows, and how.
+last undamaged checkpoint, on as many processes as there are. docs/training.md tells what this shows, and how.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ import torch.distributed as dist
 from training import checkpoints, files, flops, ordered, probe
 from training.attention import ATTENTION
 from training.clock import Clock, StepTimes
-from training.faults import Fault
+from training.faults import Fault, leave_stale_memory
 from training.layout import Layout
 from training.model import Shape
 from training.text import Text
@@ -60,13 +60,16 @@ def parsed(argv: list[str] | None = None) -> argparse.Namespace:
     add("--context-parallel", type=int, default=1, metavar="N", help="processes that share a sequence")
     add("--layout", choices=LAYOUTS, default="zigzag", help="of the rows of a sequence that is shared")
     add("--checkpoint-every", type=int, default=50 if gpu else 5, metavar="STEPS")
-    add("--resume", nargs="?", const=-1, type=int, metavar="STEP",
-        help="go on from the last checkpoint, or from the last one that is at most at STEP")  # fmt: skip
+    add("--resume", nargs="?", const=sys.maxsize, type=int, metavar="STEP",
+        help="go on from the last checkpoint, or the last up to STEP; later ones are set aside")  # fmt: skip
     add("--receipts", type=pathlib.Path, metavar="FOLDER", help="record fingerprints of all steps")
     add("--receipts-every", type=int, default=1, metavar="STEPS")
-    add("--probe", type=pathlib.Path, metavar="FOLDER", help="record attention to inputs that no layout changes")
+    add("--probe", type=pathlib.Path, metavar="FOLDER",
+        help="record attention to inputs that no layout changes, and in --receipts each layer's stages")  # fmt: skip
     add("--trace", type=int, nargs=2, metavar=("FIRST", "LAST"), help="steps that torch.profiler traces, for Perfetto")
     add("--fault", metavar="FAULT", help="plant one: kill:RANK:STEP or slow:RANK:MILLISECONDS")
+    add("--stale-memory", type=float, default=0, metavar="GIB",
+        help="leave NaN in so much free GPU memory: finds what reads memory that it has not written")  # fmt: skip
     add("--timeout", type=float, default=300, metavar="SECONDS", help="after which a rank that does not come is lost")
     add("--peak-tflops", type=float, default=flops.PEAK_TFLOPS if gpu else None, help="of which MFU is a share")
     return parser.parse_args(argv)
@@ -156,9 +159,12 @@ def run(arguments: argparse.Namespace, device: torch.device) -> None:
     # A replay of a step writes receipts of its own, and nothing into the folder of the run that it repeats.
     wanted = replays.wanted()
     resume = arguments.resume is not None
+    if resume and arguments.resume < 0:
+        raise ValueError(f"--resume must be a step of at least 0, got {arguments.resume}")
     if wanted is None:
         files.check_config(arguments.out, config, resume=resume)
         dist.barrier()
+    leave_stale_memory(device, arguments.stale_memory)
     fault = Fault(arguments.fault, rank, ranks, device)
     clock = Clock(device, shape.layers, fault)
     trainer = Trainer(
@@ -166,14 +172,15 @@ def run(arguments: argparse.Namespace, device: torch.device) -> None:
         learning_rate=arguments.learning_rate, seed=arguments.seed, clock=clock,
     )  # fmt: skip
     of_probe = wanted is not None and wanted.name.startswith(f"{probe.PREFIX}.")
-    if arguments.probe is not None and (wanted is None or of_probe):
-        attend = trainer.model.layers[0].attention.attend
-        probe.attend_and_record(arguments.probe, attend, shape, layout, device, arguments.seed)
+    if arguments.probe is not None:
+        if wanted is None or of_probe:
+            attend = trainer.model.layers[0].attention.attend
+            probe.attend_and_record(arguments.probe, attend, shape, layout, device, arguments.seed, resume=resume)
+        probe.tap_stages(trainer.model, layout)
     start, folder = 0, arguments.out / files.CHECKPOINTS
     if resume:
-        start = checkpoints.latest(folder, None if arguments.resume < 0 else arguments.resume)
-        if start:
-            checkpoints.load(folder, start, trainer.model, trainer.optimizer)
+        start = checkpoints.load_last(folder, arguments.resume, trainer.model, trainer.optimizer)
+    trace = None if wanted is not None else profiler(arguments.out, arguments.trace, start, rank)
     if rank == 0:
         print(f"{ranks} ranks on {config['device']}, from step {start}: {text.description}, {text.sha256}", flush=True)
     with contextlib.ExitStack() as stack:
@@ -187,9 +194,10 @@ def run(arguments: argparse.Namespace, device: torch.device) -> None:
             )  # fmt: skip
         written = None
         if wanted is None:
+            # Nothing of the run's folder is changed before all arguments have been found right.
+            checkpoints.drop_after(folder, start)
             written = files.Files(arguments.out, rank, start, config, shower(config))
             stack.callback(written.close, clock)
-        trace = None if written is None else profiler(arguments.out, arguments.trace, start, rank)
         if trace is not None:
             stack.enter_context(trace)
         gc.disable()

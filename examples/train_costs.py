@@ -23,6 +23,7 @@ from train import begin_group, device_of_process, end_group
 from training import costs, ordered
 from training.layout import Layout
 from training.model import Shape
+from training.safe_files import replace_text
 from training.text import Text
 
 import dash_attn
@@ -78,7 +79,7 @@ def run(arguments: argparse.Namespace, device: torch.device) -> None:
                 results[-1]["rows"] = costs.medians(found, layout.tokens)
                 say(f"round {number + 1} of {arguments.rounds}: {time.monotonic() - began:.0f} s")
                 if dist.get_rank() == 0:
-                    arguments.out.write_text(json.dumps(of_run, indent=2) + "\n")
+                    replace_text(arguments.out, json.dumps(of_run, indent=2) + "\n")
         del bench, rounds
         gc.collect()
         say(f"\n{costs.markdown(results[-1:])}\n")

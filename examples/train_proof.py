@@ -9,34 +9,54 @@ must have equal bits on all layouts (receipts of --probe). As a control the firs
 that is not deterministic: it must part, and the receipts say where. The exit status is 0 where all this holds.
 
 With --jobs several runs share the GPUs, so that each is also load for the others.
+
+    python examples/train_proof.py --out hunt --hunt 200 --jobs 12 --load
+
+is a hunt for a run that does not repeat: 200 equal runs of one process, 12 at a time, in turn on all GPUs, with all
+threads and --probe, beside other GPU work. Each run that differs from those before is named with the first tensor that
+does; the exit status is 1 where there is one.
 """
 
 import argparse
 import concurrent.futures
+import functools
 import pathlib
 import re
+import shlex
 import subprocess
 import sys
 
 import torch
+from training import hunt
 
 from dash_attn.receipts import compare
 
 TRAIN = pathlib.Path(__file__).with_name("train.py")
+STALE_GIB = 4
+LOAD = shlex.join([sys.executable, str(TRAIN.parent / "training" / "load.py")])
 
 
 class Proof:
     def __init__(self, out: pathlib.Path, steps: int, kill_at: int, extra: list[str]) -> None:
         self.out, self.steps, self.kill_at, self.extra, self.all_hold = out, steps, kill_at, extra, True
 
-    def train(self, name: str, processes: int, context: int, *options: str, must_die: bool = False) -> pathlib.Path:
+    def train(
+        self,
+        name: str,
+        processes: int,
+        context: int,
+        *options: str,
+        must_die: bool = False,
+        environment: dict[str, str] | None = None,
+    ) -> pathlib.Path:
         """Runs the trainer in processes of its own; what it says goes to NAME.log."""
         folder = self.out / name
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
         command += [str(TRAIN), "--out", str(folder), "--receipts", str(folder / "receipts")]
-        command += ["--context-parallel", str(context), "--steps", str(self.steps), *self.extra, *options]
+        command += ["--probe", str(folder / "probe"), "--context-parallel", str(context)]
+        command += ["--steps", str(self.steps), *self.extra, *options]
         with (self.out / f"{name}.log").open("a") as log:
-            status = subprocess.run(command, stdout=log, stderr=subprocess.STDOUT).returncode
+            status = subprocess.run(command, stdout=log, stderr=subprocess.STDOUT, env=environment).returncode
         if must_die != (status != 0):
             raise SystemExit(f"error: {name} {'was not killed' if must_die else 'failed'}, see {self.out / name}.log")
         return folder
@@ -45,6 +65,29 @@ class Proof:
         fault = f"kill:{processes - 1}:{self.kill_at}"
         self.train(name, processes, context, "--fault", fault, must_die=True)
         return self.train(name, processes, context, "--resume")
+
+    def hunt(self, runs: int, jobs: int, seconds: float, loads: list[str]) -> None:
+        """Makes equal runs of one process, and says which differ."""
+        gpus = hunt.visible_gpus()
+
+        def start(number: int) -> pathlib.Path:
+            environment = hunt.all_threads()
+            # No checkpoint: nobody goes on with these runs.
+            options = ["--checkpoint-every", str(self.steps + 1)]
+            if gpus:
+                environment["CUDA_VISIBLE_DEVICES"] = gpus[number % len(gpus)]
+                # Every other run on a GPU: what reads memory that it has not written makes these differ from the rest.
+                options += ["--stale-memory", str(STALE_GIB * (number // len(gpus) % 2))]
+            return self.train(f"run_{number:05d}", 1, 1, *options, environment=environment)
+
+        with hunt.beside(loads, self.out) as failed_loads:
+            groups = hunt.hunt(start, runs, jobs=jobs, seconds=seconds, say=functools.partial(self.say, "hunt", False))
+        for text in failed_loads[:1]:
+            self.say("load", False, text)
+        sizes = {group[0].name: len(group) for group in groups}
+        made = f"{sum(sizes.values())} runs of {self.steps} steps, {jobs} at a time, on {len(gpus) or 'no'} GPUs"
+        same = len(sizes) == 1 and max(sizes.values()) > 1
+        self.say(made, same, ", ".join(f"{size} as {name}" for name, size in sizes.items()))
 
     def say(self, name: str, holds: bool, detail: str) -> None:
         self.all_hold &= holds
@@ -75,7 +118,13 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--jobs", type=int, default=1, choices=range(1, 65), metavar="N", help="runs at a time")
     parser.add_argument("--control", default="sdpa_flash" if torch.cuda.is_available() else "noisy",
                         help="an attention that is not deterministic")  # fmt: skip
+    parser.add_argument("--hunt", type=int, metavar="RUNS", help="make so many equal runs of one process instead")
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="after which a hunt begins no further run")
+    parser.add_argument("--load", nargs="?", const=LOAD, action="append", default=[], metavar="COMMAND",
+                        help="run beside a hunt, again and again; by default other work on all GPUs")  # fmt: skip
     arguments, extra = parser.parse_known_args(argv)
+    if arguments.hunt is not None and arguments.hunt < 2:
+        parser.error(f"argument --hunt: must be at least 2 runs, got {arguments.hunt}")
     layouts = {}
     for text in arguments.layouts:
         found = re.fullmatch(r"(\d+)(?:c(\d+))?", text)
@@ -84,7 +133,9 @@ def main(argv: list[str] | None = None) -> int:
         layouts[text] = int(found[1]), int(found[2] or 1)
     arguments.out.mkdir(parents=True)
     proof = Proof(arguments.out, arguments.steps, arguments.kill_at, [*extra, "--checkpoint-every", "3"])
-    probes = {name: arguments.out / f"{name}_probe" for name in layouts}
+    if arguments.hunt is not None:
+        proof.hunt(arguments.hunt, arguments.jobs, arguments.seconds, arguments.load)
+        return 0 if proof.all_hold else 1
     with concurrent.futures.ThreadPoolExecutor(arguments.jobs) as pool:
         runs = {}
 
@@ -98,7 +149,7 @@ def main(argv: list[str] | None = None) -> int:
         for name, layout in layouts.items():
             # What takes longest is started first.
             runs[name, "killed and resumed"] = pool.submit(proof.killed_and_resumed, f"{name}_killed", *layout)
-            runs[name, "first"] = pool.submit(proof.train, f"{name}_first", *layout, "--probe", str(probes[name]))
+            runs[name, "first"] = pool.submit(proof.train, f"{name}_first", *layout)
             runs[name, "again"] = pool.submit(proof.train, f"{name}_again", *layout)
         first_layout = arguments.layouts[0]
         controls = [
@@ -110,7 +161,7 @@ def main(argv: list[str] | None = None) -> int:
             for what in ("again", "killed and resumed"):
                 proof.same(f"{name}, {what}", first, finished(runs[name, what]))
             if name != first_layout:
-                found = compare(probes[first_layout], probes[name])
+                found = compare(finished(runs[first_layout, "first"]) / "probe", first / "probe")
                 whole = found.first is None and not found.not_compared
                 detail = f"{found.compared} receipts of attention to equal inputs"
                 proof.say(f"{name} and {first_layout}", whole, detail + ("" if whole else f": {found.first}"))

@@ -34,9 +34,16 @@ def runs(tmp_path_factory):
     logs = run_ranks("train_worker.py", 2, folder, "two", must_succeed=False)
     (folder / "killed.log").write_text("\n".join(logs))
     shutil.copytree(folder / "killed", folder / "as_it_was_killed")
+    shutil.copytree(folder / "two_again", folder / "half")
+    run_ranks("train_worker.py", 2, folder, "two_killed_in_checkpoint", must_succeed=False)
+    shutil.copytree(folder / "half", folder / "half_as_it_was_killed")
     run_ranks("train_worker.py", 2, folder, "two_resumed")
     shutil.copytree(folder / "two", folder / "two_moved", ignore=shutil.ignore_patterns("receipts"))
     run_ranks("train_worker.py", 1, folder, "one")
+    shutil.copytree(folder / "one", folder / "branch")
+    run_ranks("train_worker.py", 1, folder, "one_branch", must_succeed=False)
+    shutil.copytree(folder / "branch", folder / "branch_as_it_was_killed")
+    (folder / "branch.log").write_text("\n".join(run_ranks("train_worker.py", 1, folder, "one_branch_resumed")))
     run_ranks("train_worker.py", 4, folder, "four")
     return folder
 
@@ -76,6 +83,41 @@ def test_killed_and_resumed(runs, capsys):
     for name in ("two", "killed"):
         lines = (runs / name / "times" / "rank_00001.jsonl").read_text().splitlines()
         assert [json.loads(line)["step"] for line in lines] == list(range(STEPS))
+
+
+def test_a_kill_after_a_resume_loses_no_line(runs):
+    """Also where the steps up to the kill have not been handed to the disk by a checkpoint."""
+    folder = runs / "branch_as_it_was_killed"
+    before = losses(runs, "one").splitlines()
+    lines = losses(runs, "branch_as_it_was_killed").splitlines()
+    assert lines[:CHECKPOINT_EVERY] == before[:CHECKPOINT_EVERY]
+    assert [int(line.split()[0]) for line in lines] in ([0, 1], [0, 1, 2])
+    times = (folder / "times" / "rank_00000.jsonl").read_text().splitlines()
+    assert [json.loads(line)["step"] for line in times] in ([0, 1], [0, 1, 2])
+    assert json.loads((folder / "config.json").read_text())["attention"] == "noisy"
+
+
+def checkpoints_of(folder):
+    return sorted(path.name for path in (folder / "checkpoints").iterdir())
+
+
+def test_resuming_from_a_step_drops_later_checkpoints(runs):
+    """What goes on after a kill is the new history, not the end of the old one."""
+    assert checkpoints_of(runs / "one") == ["step_00000002", "step_00000004"]
+    assert checkpoints_of(runs / "branch_as_it_was_killed") == ["dropped_step_00000004", "step_00000002"]
+    assert ", from step 2: " in (runs / "branch.log").read_text()
+    assert checkpoints_of(runs / "branch") == [
+        "dropped_step_00000004", "step_00000002", "step_00000004", "step_00000006"
+    ]  # fmt: skip
+    old, new = losses(runs, "one").splitlines(), losses(runs, "branch").splitlines()
+    assert new[:3] == old[:3] and new[3] != old[3] and len(new) == STEPS + 2
+
+
+def test_a_rank_killed_in_a_checkpoint_leaves_no_checkpoint(runs):
+    partial = ["dropped_step_00000004", "partial_step_00000004", "step_00000002"]
+    assert checkpoints_of(runs / "half_as_it_was_killed") == partial
+    assert checkpoints_of(runs / "half") == ["dropped_step_00000004", "step_00000002", "step_00000004"]
+    assert losses(runs, "half") == losses(runs, "two")
 
 
 def test_a_run_moves_to_another_number_of_processes(runs):
@@ -142,7 +184,7 @@ def test_a_gpu_that_is_slowed_now_and_then_is_named(tmp_path):
             ms = 3.0 if rank == 1 and step % 3 == 0 else 1.0
             regions = ("attention forward", "attention backward", "mlp forward", "mlp backward")
             of_steps.append(json.dumps({"step": step, "seconds": 1.0, **{name: [ms, ms] for name in regions}}))
-        (tmp_path / "times" / f"rank_{rank:05d}.jsonl").write_text("\n".join(of_steps))
+        (tmp_path / "times" / f"rank_{rank:05d}.jsonl").write_text("\n".join(of_steps) + "\n")
     slow = report.slow_ranks(report.read(tmp_path, skip=0))
     assert sorted((rank, region) for rank, region, _ in slow) == [(1, "attention"), (1, "mlp")]
     assert all(abs(ratio - 5 / 3) < 1e-9 for *_, ratio in slow)
@@ -187,8 +229,6 @@ def test_proof(runs, tmp_path, monkeypatch, capsys):
 
     def as_before(self, name, processes, context, *options, must_die=False):
         calls.append((name, processes, context, must_die))
-        if "--probe" in options:
-            shutil.copytree(runs / folders[name] / "probe", options[-1])
         return runs / folders[name]
 
     monkeypatch.setattr(train_proof.Proof, "train", as_before)
@@ -256,6 +296,8 @@ def test_wrong_arguments(make, message):
         (["--fault", "flood:0:1"], "--fault must be kill:RANK:STEP or slow:RANK:MILLISECONDS of one of 1 ranks"),
         (["--trace", "0", "1"], "--trace must be steps behind the first, 0"),
         (["--text", "/nowhere"], "--text must be a file"),
+        (["--stale-memory", "-1"], "--stale-memory must be at least 0, and 0 without a GPU, got -1"),
+        (["--resume", "-2"], "--resume must be a step of at least 0, got -2"),
     ],
 )
 def test_wrong_options(tmp_path, capsys, options, message):

@@ -7,6 +7,7 @@ import gc
 import json
 import os
 import pathlib
+import signal
 import sys
 
 import torch
@@ -52,7 +53,7 @@ def replay(folder, name, *options):
 
 def one(folder):
     run(folder, "one", *probe(folder, "one"), "--trace", "1", "2")
-    run(folder, "one_again")
+    run(folder, "one_again", *probe(folder, "one_again"))
     for name in ("noisy", "noisy_again"):
         run(folder, name, "--attention", "noisy", steps=1)
     replay(folder, "noisy", "--attention", "noisy")
@@ -64,26 +65,52 @@ def one(folder):
 def two(folder):
     context = ["--context-parallel", "2"]
     run(folder, "two", *context, *probe(folder, "two"))
-    run(folder, "two_again", *context)
+    run(folder, "two_again", *context, *probe(folder, "two_again"))
     run(folder, "slow", *probe(folder, "slow"), "--fault", "slow:1:100", steps=3, receipts=False)
-    run(folder, "killed", *context, "--fault", f"kill:1:{KILLED_IN}")
+    run(folder, "killed", *context, *probe(folder, "killed"), "--fault", f"kill:1:{KILLED_IN}")
+
+
+def two_killed_in_checkpoint(folder):
+    """A run that goes back to its first checkpoint and loses rank 1 before that has written its part of the next."""
+    save = train.checkpoints.dcp.save
+
+    def fatal(*arguments, **named):
+        if dist.get_rank() == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        save(*arguments, **named)
+
+    train.checkpoints.dcp.save = fatal
+    run(folder, "half", "--context-parallel", "2", "--resume", str(CHECKPOINT_EVERY))
 
 
 def two_resumed(folder):
-    run(folder, "killed", "--context-parallel", "2", "--resume")
+    context = ["--context-parallel", "2", "--resume"]
+    run(folder, "killed", *context, *probe(folder, "killed"))
+    run(folder, "half", *context)
+
+
+def one_branch(folder):
+    """Another history from the first checkpoint on, killed before the next."""
+    options = ["--attention", "noisy", "--resume", str(CHECKPOINT_EVERY), "--fault", f"kill:0:{KILLED_IN}"]
+    run(folder, "branch", *options, steps=STEPS + 2)
+
+
+def one_branch_resumed(folder):
+    run(folder, "branch", "--attention", "noisy", "--resume", steps=STEPS + 2)
 
 
 def four(folder):
     context = ["--context-parallel", "2", "--layout", "contiguous"]
     run(folder, "four", *context, *probe(folder, "four"), steps=1)
-    run(folder, "four_again", *context, steps=1)
+    run(folder, "four_again", *context, *probe(folder, "four_again"), steps=1)
 
 
 def main(rank, ranks, port, folder, part):
     gc.freeze()
     store = dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks)
-    {"one": one, "two": two, "two_resumed": two_resumed, "four": four}[part](folder)
+    parts = [one, one_branch, one_branch_resumed, two, two_killed_in_checkpoint, two_resumed, four]
+    {function.__name__: function for function in parts}[part](folder)
     train.end_group()
 
 

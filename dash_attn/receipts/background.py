@@ -6,7 +6,7 @@ import ctypes
 import dataclasses
 import queue
 import threading
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import torch
 
@@ -18,11 +18,13 @@ _QUEUE = 16
 
 @dataclasses.dataclass(frozen=True)
 class Recorded:
-    """A step whose sums may still be on their way; `sums` has, for each entry, those of its blocks."""
+    """A step whose sums may still be on their way; `sums` has, for each entry, those of its blocks, and `streams` are
+    the CUDA streams that compute them."""
 
     step: int
     entries: Sequence[Entry]
     sums: Sequence[torch.Tensor]
+    streams: Collection[torch.cuda.Stream]
     complete: bool
     forget: int
 
@@ -40,6 +42,9 @@ def _send(recorded: Recorded) -> _Arriving:
     for place, sums in enumerate(recorded.sums):
         of_device.setdefault(sums.device, []).append(place)
     rows = []
+    for stream in recorded.streams:
+        # The sums are put together on the current stream; a tap may have been called within another one.
+        torch.cuda.current_stream(stream.device).wait_stream(stream)
     for device, places in of_device.items():
         row = torch.cat([recorded.sums[place] for place in places])
         event = None

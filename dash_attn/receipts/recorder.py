@@ -123,6 +123,7 @@ class Recorder:
         self._wanted = replays.wanted()
         self._entries: list[Entry] = []
         self._sums: list[torch.Tensor] = []
+        self._streams: set[torch.cuda.Stream] = set()
         # Entries whose sums are still to be computed, with their tensors.
         self._pending: list[tuple[Entry, torch.Tensor]] = []
         self._is_together = False
@@ -195,12 +196,12 @@ class Recorder:
             raise SystemExit(0)
 
     def _finish(self, number: int, complete: bool) -> None:
-        entries, sums = self._entries, self._sums
-        self._entries, self._sums, self._times = [], [], collections.Counter()
+        entries, sums, streams = self._entries, self._sums, self._streams
+        self._entries, self._sums, self._streams, self._times = [], [], set(), collections.Counter()
         self._recent.append(number)
         forget = self._recent.popleft() if len(self._recent) > self._keep else -1
         forget = -1 if forget % self._blocks_every == 0 else forget
-        self._writer.put(Recorded(number, entries, sums, complete, forget))
+        self._writer.put(Recorded(number, entries, sums, streams, complete, forget))
 
     def data(self, data: Any, name: str = "data", *, shard: Shard | None = None) -> None:
         """Records what is trained on, within a step; the arguments are those of `step`."""
@@ -265,6 +266,7 @@ class Recorder:
 
     def _compute(self) -> None:
         pending, self._pending = self._pending, []
+        self._streams.update(torch.cuda.current_stream(part.device) for _, part in pending if part.is_cuda)
         self._sums += sums_of_parts([(part, entry.shard) for entry, part in pending], self._block)
         self._entries += [entry for entry, _ in pending]
 

@@ -1,36 +1,145 @@
-"""Checkpoints by torch.distributed.checkpoint: each rank writes what it holds, and any number of ranks reads it."""
+"""Checkpoints by torch.distributed.checkpoint: each rank writes what it holds, and any number of ranks reads them.
+
+A checkpoint is a folder `step_00000008`. It is written as `partial_step_00000008` and renamed when all of its files are
+on the disk, so that a folder of the first name is whole. `fingerprints.json` in it has the size and the fingerprint of
+every file, which `load_last` verifies before it reads anything else.
+"""
 
 from __future__ import annotations
 
+import json
 import pathlib
+import shutil
+import sys
+from collections.abc import Iterator
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
+from dash_attn.receipts import FINGERPRINT, Shard, fingerprint
 
-def _folder(root: pathlib.Path, step: int) -> pathlib.Path:
-    return root / f"step_{step:08d}"
+from .safe_files import replace_text, sync_folder
+
+FINGERPRINTS = "fingerprints.json"
+_WHOLE, _PARTIAL, _DROPPED = "step_", "partial_step_", "dropped_step_"
+_CHUNK = 1 << 24  # bytes of a file in memory at a time
+
+
+def _folder(root: pathlib.Path, step: int, prefix: str = _WHOLE) -> pathlib.Path:
+    return root / f"{prefix}{step:08d}"
+
+
+def _steps(root: pathlib.Path, prefix: str = _WHOLE) -> list[int]:
+    """The steps of the folders of a prefix, the last one first."""
+    numbers = (path.name.removeprefix(prefix) for path in root.glob(f"{prefix}*"))
+    return sorted(map(int, filter(str.isdigit, numbers)), reverse=True)
+
+
+def _file_fingerprint(path: pathlib.Path) -> dict[str, int]:
+    """The size of a file, and the fingerprint of its bytes as words of 4; zeros behind its end add nothing."""
+    size, at, total = path.stat().st_size, 0, 0
+    with path.open("rb") as file:
+        while data := bytearray(file.read(_CHUNK)):
+            data += bytes(-len(data) % 4)
+            words = torch.frombuffer(data, dtype=torch.int32)
+            total += int(fingerprint(words, shard=Shard.box((-(-size // 4),), (at,), (words.numel(),))))
+            at += words.numel()
+    return {"bytes": size, "fingerprint": total % (1 << 64)}
+
+
+def _own_files(folder: pathlib.Path) -> Iterator[pathlib.Path]:
+    """The files that this rank takes the fingerprints of: together the ranks take all."""
+    files = sorted(path for path in folder.iterdir() if path.name != FINGERPRINTS)
+    yield from files[dist.get_rank() :: dist.get_world_size()]
+
+
+def _of_all_ranks(value: object) -> list:
+    values: list[object] = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
 
 
 def save(root: pathlib.Path, step: int, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """What the step `step` begins with."""
+    """Writes what the step `step` begins with."""
     of_model, of_optimizer = get_state_dict(model, optimizer)
-    dcp.save({"model": of_model, "optimizer": of_optimizer}, checkpoint_id=_folder(root, step))
+    partial = _folder(root, step, _PARTIAL)
+    dcp.save({"model": of_model, "optimizer": of_optimizer}, checkpoint_id=partial)
+    found = _of_all_ranks({path.name: _file_fingerprint(path) for path in _own_files(partial)})
+    if dist.get_rank() == 0:
+        files = {name: known for of_rank in found for name, known in of_rank.items()}
+        replace_text(partial / FINGERPRINTS, json.dumps({"definition": FINGERPRINT, "files": files}, indent=2) + "\n")
+        partial.rename(_folder(root, step))
+        sync_folder(root)
+    dist.barrier()
 
 
-def load(root: pathlib.Path, step: int, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Sets model and optimizer to what `save` has written."""
-    of_model, of_optimizer = get_state_dict(model, optimizer)
-    dcp.load({"model": of_model, "optimizer": of_optimizer}, checkpoint_id=_folder(root, step))
-    set_state_dict(model, optimizer, model_state_dict=of_model, optim_state_dict=of_optimizer)
+def _damage(folder: pathlib.Path) -> str | None:
+    """What is wrong with this rank's share of a checkpoint's files; None where nothing is."""
+    try:
+        known = json.loads((folder / FINGERPRINTS).read_text())
+        if known["definition"] != FINGERPRINT:
+            return f"its fingerprints are {known['definition']}, and this version of dash_attn has {FINGERPRINT}"
+        for name in known["files"]:
+            if not (folder / name).is_file():
+                return f"{name} is missing"
+        for path in _own_files(folder):
+            wanted, found = known["files"].get(path.name), _file_fingerprint(path)
+            if wanted is None:
+                return f"{path.name} is not one of its files"
+            if found["bytes"] != wanted["bytes"]:
+                return f"{path.name} has {found['bytes']} of its {wanted['bytes']} bytes"
+            if found != wanted:
+                return f"{path.name} does not have its fingerprint"
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        return f"{type(error).__name__}: {error}"
+    return None
 
 
-def latest(root: pathlib.Path, at_most: int | None = None) -> int:
-    """The step of the last checkpoint that is whole, the same on all ranks; 0 where there is none."""
-    # Its metadata is written when all ranks have written their parts.
-    steps = [int(path.parent.name.removeprefix("step_")) for path in root.glob("step_*/.metadata")]
-    found = [max((step for step in steps if at_most is None or step <= at_most), default=0)]
-    dist.broadcast_object_list(found, src=0)
-    return found[0]
+def load_last(root: pathlib.Path, at_most: int, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> int:
+    """Sets model and optimizer to the last undamaged checkpoint of a step that is at most `at_most`.
+
+    A damaged checkpoint is named on stderr, and the one before it is taken.
+
+    Returns:
+        the step that the checkpoint begins, the same on all ranks; 0 where there is no checkpoint.
+
+    Raises:
+        ValueError: there are checkpoints, and all of them are damaged.
+    """
+    # One rank looks: on a shared disk the others may see the folder a little later.
+    steps = _of_all_ranks(_steps(root))[0]
+    candidates = [step for step in steps if step <= at_most]
+    for step in candidates:
+        folder = _folder(root, step)
+        damage = next((found for found in _of_all_ranks(_damage(folder)) if found is not None), None)
+        if damage is None:
+            of_model, of_optimizer = get_state_dict(model, optimizer)
+            dcp.load({"model": of_model, "optimizer": of_optimizer}, checkpoint_id=folder)
+            set_state_dict(model, optimizer, model_state_dict=of_model, optim_state_dict=of_optimizer)
+            return step
+        if dist.get_rank() == 0:
+            print(f"warning: the checkpoint {folder} is damaged and not used: {damage}", file=sys.stderr, flush=True)
+    if candidates:
+        raise ValueError(
+            f"--resume must find an undamaged checkpoint in {str(root)!r}, got damage in all of {candidates}; "
+            "--resume 0 begins again"
+        )
+    return 0
+
+
+def drop_after(root: pathlib.Path, start: int) -> None:
+    """Takes the checkpoints of steps after `start` out of the history that a run goes on with, and removes partial
+    ones. They are renamed to `dropped_step_...`, until another one of that step is dropped."""
+    if dist.get_rank() == 0:
+        # The last first: where this is interrupted, the rest is still one history.
+        for step in _steps(root):
+            if step > start:
+                shutil.rmtree(_folder(root, step, _DROPPED), ignore_errors=True)
+                _folder(root, step).rename(_folder(root, step, _DROPPED))
+        for step in _steps(root, _PARTIAL):
+            shutil.rmtree(_folder(root, step, _PARTIAL))
+        if root.exists():
+            sync_folder(root)
+    dist.barrier()

@@ -8,6 +8,7 @@ import time
 
 import torch
 
+_SMALL = 1 << 19  # bytes: torch's allocator keeps tensors of up to 1 MiB apart
 # Of the H200, about; a sleeping kernel counts cycles.
 _CYCLES_PER_MS = 1_700_000
 
@@ -45,3 +46,17 @@ class Fault:
                 torch.cuda._sleep(int(self._number * _CYCLES_PER_MS))
             else:
                 time.sleep(self._number / 1000)
+
+
+def leave_stale_memory(device: torch.device, gib: float) -> None:
+    """Fills memory with NaN and frees it, so that torch's allocator hands it out to whatever is allocated next.
+
+    Raises:
+        ValueError: `gib` is negative, or it is not 0 and the device is a CPU.
+    """
+    if gib < 0 or gib and device.type != "cuda":
+        raise ValueError(f"--stale-memory must be at least 0, and 0 without a GPU, got {gib:g} on {device.type}")
+    # Bytes of ones are NaN in every floating type.
+    sizes = [int(gib * (1 << 30)), *[_SMALL] * 256] if gib else []
+    held = [torch.full((size,), 255, dtype=torch.uint8, device=device) for size in sizes]
+    del held

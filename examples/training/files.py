@@ -1,13 +1,14 @@
 """What a run leaves in its folder: config.json, losses.txt of rank 0, and times/rank_00000.jsonl of every rank.
 
 Losses and times are written when the device has them, so that nothing waits; `flush` waits. A run that goes on from a
-checkpoint writes the steps after it again.
+checkpoint writes the steps after it again. A kill at any moment leaves every line of a step before that checkpoint.
 """
 
 from __future__ import annotations
 
 import collections
 import json
+import os
 import pathlib
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -15,10 +16,31 @@ from typing import Any
 import torch
 
 from .clock import Clock, StepTimes
+from .safe_files import replace_text
 
 CONFIG, LOSSES, TIMES, CHECKPOINTS, TRACES = "config.json", "losses.txt", "times", "checkpoints", "traces"
 # What may be another when a run goes on: where, how and by what it is computed.
 _MAY_CHANGE = {"ranks", "context", "order", "device", "attention", "deterministic", "peak_tflops", "text"}
+
+
+def read_config(folder: pathlib.Path) -> dict[str, Any] | None:
+    """What a run is; None where there is no config.json.
+
+    Raises:
+        ValueError: the file was cut or damaged.
+    """
+    path = folder / CONFIG
+    if not path.exists():
+        return None
+    try:
+        config = json.loads(path.read_text())
+        if not isinstance(config, dict):
+            raise ValueError(f"it holds a {type(config).__name__}")
+    except ValueError as error:
+        raise ValueError(
+            f"{str(path)!r} must be a JSON object that says what the run is, got a damaged file ({error}); restore it"
+        ) from None
+    return config
 
 
 def check_config(folder: pathlib.Path, config: dict[str, Any], *, resume: bool) -> None:
@@ -26,23 +48,51 @@ def check_config(folder: pathlib.Path, config: dict[str, Any], *, resume: bool) 
 
     Raises:
         FileExistsError: there is one, and `resume` is False.
-        ValueError: the one that is there is of another model, data or optimizer.
+        ValueError: the one that is there is of another model, data or optimizer, or its config.json is damaged.
     """
-    path = folder / CONFIG
-    if not path.exists():
-        return
     if not resume:
-        raise FileExistsError(f"--out must be a folder without a run, got {str(folder)!r}; --resume goes on with it")
-    old = json.loads(path.read_text())
+        if any((folder / name).exists() for name in (CONFIG, LOSSES, CHECKPOINTS)):
+            raise FileExistsError(
+                f"--out must be a folder without a run, got {str(folder)!r}; --resume goes on with it"
+            )
+        return
+    old = read_config(folder)
+    if old is None:
+        return
     for name, value in config.items():
         if name not in _MAY_CHANGE and old.get(name) != value:
             raise ValueError(f"the run in --out {str(folder)!r} has {name} {old.get(name)}, got {value}")
 
 
-def _kept(path: pathlib.Path, before: int, step_of: Callable[[str], int]) -> list[str]:
-    """The lines of a file that are of steps before `before`; the last may have been cut short."""
-    lines = path.read_text().splitlines(keepends=True) if path.exists() else []
-    return [line for line in lines if line.endswith("\n") and step_of(line) < before]
+def read_lines(path: pathlib.Path, step_of: Callable[[str], int]) -> list[tuple[int, str]]:
+    """The lines of a file, each with its step; none where there is no file. A last line that was cut short is no line.
+
+    Raises:
+        ValueError: a line has no step.
+    """
+    found = []
+    for number, line in enumerate(path.read_text().splitlines(keepends=True) if path.exists() else []):
+        if line.endswith("\n"):
+            try:
+                found.append((step_of(line), line))
+            except (ValueError, KeyError, TypeError, IndexError):
+                raise ValueError(
+                    f"{str(path)!r} must have lines of steps, got a damaged line {number + 1}: {line[:40]!r}"
+                ) from None
+    return found
+
+
+def step_of_times(line: str) -> int:
+    return json.loads(line)["step"]
+
+
+def step_of_loss(line: str) -> int:
+    return int(line.split()[0])
+
+
+def _keep_before(path: pathlib.Path, step: int, step_of: Callable[[str], int]) -> None:
+    """Takes the lines of `step` and of later steps out of a file, which is whole at every moment."""
+    replace_text(path, "".join(line for of_step, line in read_lines(path, step_of) if of_step < step))
 
 
 class Files:
@@ -66,15 +116,18 @@ class Files:
         (folder / TIMES).mkdir(parents=True, exist_ok=True)
         self._show, self._is_first = show, rank == 0
         self._losses: collections.deque[tuple[int, torch.Tensor]] = collections.deque()
-        times, losses = folder / TIMES / f"rank_{rank:05d}.jsonl", folder / LOSSES
-        lines = _kept(times, start, lambda line: json.loads(line)["step"])
-        self._times_file = times.open("w")
-        self._times_file.writelines(lines)
+        times = folder / TIMES / f"rank_{rank:05d}.jsonl"
+        _keep_before(times, start, step_of_times)
+        # Line by line, so that a kill loses only the line that is being written.
+        self._times_file = times.open("a", buffering=1)
         if self._is_first:
-            (folder / CONFIG).write_text(json.dumps(config, indent=2) + "\n")
-            lines = _kept(losses, start, lambda line: int(line.split()[0]))
-            self._losses_file = losses.open("w")
-            self._losses_file.writelines(lines)
+            replace_text(folder / CONFIG, json.dumps(config, indent=2) + "\n")
+            # Of ranks that the run had before and has no more.
+            for other in (folder / TIMES).glob("rank_*.jsonl"):
+                if int(other.stem.removeprefix("rank_")) >= config["ranks"]:
+                    _keep_before(other, start, step_of_times)
+            _keep_before(folder / LOSSES, start, step_of_loss)
+            self._losses_file = (folder / LOSSES).open("a", buffering=1)
 
     def put_loss(self, step: int, loss: torch.Tensor) -> None:
         """Within the step's marks: what has been copied when they have passed."""
@@ -98,11 +151,11 @@ class Files:
                 self._show(step, value, found)
 
     def flush(self, clock: Clock) -> None:
-        """Waits for the steps that are on their way, and hands all to the disk."""
+        """Waits for the steps that are on their way, and until all lines are on the disk."""
         self.write(clock.finished(wait=True))
-        self._times_file.flush()
-        if self._is_first:
-            self._losses_file.flush()
+        for file in (self._times_file, *([self._losses_file] if self._is_first else [])):
+            file.flush()
+            os.fsync(file.fileno())
 
     def close(self, clock: Clock) -> None:
         self.flush(clock)

@@ -12,7 +12,7 @@ import statistics
 
 from . import flops
 from .clock import PASSES
-from .files import CONFIG, TIMES
+from .files import TIMES, read_config, read_lines, step_of_times
 
 _SLOW = 1.05  # times the median of the ranks
 
@@ -34,13 +34,13 @@ def read(folder: pathlib.Path, skip: int) -> Times:
     """The times of a run, without its first `skip` steps, in which libraries choose and memory grows.
 
     Raises:
-        ValueError: there are none.
+        ValueError: there are none, or a file is damaged.
     """
-    config = json.loads((folder / CONFIG).read_text()) if (folder / CONFIG).exists() else None
+    config = read_config(folder)
     files = sorted((folder / TIMES).glob("rank_*.jsonl"))[: config["ranks"] if config else 0]
     of_ranks = []
     for file in files:
-        steps = [json.loads(line) for line in file.read_text().splitlines()]
+        steps = [json.loads(line) for _, line in read_lines(file, step_of_times)]
         of_ranks.append([step for step in steps if step["step"] >= skip])
     if not of_ranks or not all(of_ranks):
         raise ValueError(f"{folder} must be the --out of a run of more than {skip} steps (--skip), got none")

@@ -41,3 +41,17 @@ def test_nothing_waits(tmp_path):
                 optimizer.zero_grad()
     found = compare(tmp_path / "a", tmp_path / "b")
     assert found.first is None and found.steps == [0, 1, 2] and not found.not_compared
+
+
+def test_a_tap_on_another_stream(tmp_path):
+    """The step ends on a stream that has not waited for the one on which a tensor was recorded."""
+    side, delay = torch.cuda.Stream(), 200_000_000  # cycles, about a tenth of a second
+    for run, late in (("a", True), ("b", False)):
+        with Recorder(tmp_path / run) as recorder:
+            for step in range(3):
+                with recorder.step(step), torch.cuda.stream(side):
+                    if late:
+                        torch.cuda._sleep(delay)
+                    tap(torch.arange(1 << 20, device="cuda") + step, "x")
+    found = compare(tmp_path / "a", tmp_path / "b")
+    assert found.first is None and found.steps == [0, 1, 2]
