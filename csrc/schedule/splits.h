@@ -20,12 +20,11 @@ inline constexpr int kQueriesWorthASplit = 2048;
 // mean, more are enough, because short ones fill up beside it.
 inline constexpr int kEnoughMeanWorkTiles = 64;
 // A few splits go further where work tiles stay this long: they cost little there, and the work tiles end more evenly.
+// Not with one query head each: while one of several heads waits for its turn to add dQ, another one is worked on.
 inline constexpr int kFewSplits = 4;
 inline constexpr int kQueriesWorthAFewSplits = 4096;
-inline constexpr int kManyWorkTiles = 512;
-// With one query head each, work tiles cost more: while one of several heads waits for its turn to add dQ, another one
-// is worked on.
-inline constexpr int kManyWorkTilesOfOneHead = 256;
+inline constexpr int kManyEqualWorkTiles = 128;
+inline constexpr int kManyUnequalWorkTiles = 512;
 
 // Goes through the divisors of the group size as long as the next one pays.
 DASH_HOST_DEVICE constexpr int num_splits(int group_size, TileGrid const& grid) {
@@ -45,8 +44,9 @@ DASH_HOST_DEVICE constexpr int num_splits(int group_size, TileGrid const& grid) 
     if (group_size % next != 0) continue;
     int64_t const work_tiles = int64_t{tiles} * splits;
     bool const are_too_few = work_tiles * twice_mean < 2 * kEnoughMeanWorkTiles * longest;
-    bool const cost_little = next <= kFewSplits && twice_queries >= 2 * kQueriesWorthAFewSplits &&
-                             work_tiles < (heads == 1 ? kManyWorkTilesOfOneHead : kManyWorkTiles);
+    bool const are_equal = twice_mean == 2 * longest;
+    bool const cost_little = next <= kFewSplits && heads > 1 && twice_queries >= 2 * kQueriesWorthAFewSplits &&
+                             work_tiles < (are_equal ? kManyEqualWorkTiles : kManyUnequalWorkTiles);
     if (!are_too_few && !cost_little) break;
     splits = next;
   }
