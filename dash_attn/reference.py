@@ -20,9 +20,10 @@ are multiplied by r at their end.
 
 The backward rounds where the kernel rounds (P and dS to the inputs' dtype before they enter a product, sums in fp32,
 one rounding at the end) and adds tile by tile in the order it is given, or in the fixed point of
-`dash_attn.order_free`, so a change of order shows in the last bits as it does on the GPU. It is not bit-equal to the
-kernel: the order inside one tile's product is the matrix library's.
-float64 inputs are computed in float64 throughout.
+`dash_attn.order_free`, so a change of order shows in the last bits as it does on the GPU. The reference is not
+bit-equal to the kernel, but keeps the same contract (docs/contract.md): products inside a tile are those of
+`dash_attn.fixed_order`, and every other operation treats elements one by one.
+float64 inputs are computed in float64 throughout, with the matrix library's products, which have no fixed order.
 """
 
 import functools
@@ -31,11 +32,14 @@ from typing import NamedTuple
 import torch
 
 from . import _schedule as _compiled
-from . import order_free
+from . import fixed_order, order_free
 from .tile_order import TileOrder, steps
 
 # Query rows that the forward holds scores of at a time.
 FORWARD_ROWS = 128
+# Keys that the forward sums over before it adds the sum to those of the keys before them. Blocks begin at key 0, so that
+# a row's order of sums depends on no other row.
+FORWARD_KEYS = 128
 
 
 class GradientSums(NamedTuple):
@@ -124,14 +128,16 @@ def forward(
         keys = slice(seen[0][0], seen[-1][1])  # neither end moves back from one query to the next
         if keys.start == keys.stop:
             continue
+        keys = slice(keys.start // FORWARD_KEYS * FORWARD_KEYS, keys.stop)
         rows = q_heads[:, :, start:end]
-        products = (rows.flatten(1, 2) @ k_heads[:, 0, keys].mT).unflatten(1, rows.shape[1:3]).mul_(softmax_scale)
+        products = fixed_order.matmul(rows.flatten(1, 2), k_heads[:, 0, keys].mT)
+        products = products.unflatten(1, rows.shape[1:3]).mul_(softmax_scale)
         hidden = _hidden(seen, keys.start, keys.stop, q.device)
         scores = score_type.scores(products, slice(None), start, keys.start).masked_fill_(hidden, -torch.inf)
         largest = scores.amax(dim=-1, keepdim=True)
         largest.masked_fill_(largest == -torch.inf, 0.0)
         p = scores.sub_(largest).exp_()
-        total = p.sum(dim=-1, keepdim=True)
+        total = _over_keys(p.flatten(1, 2), p.new_ones(p.shape[0], p.shape[3], 1)).view_as(largest)
         p = _rounded(p, q.dtype)
         if keep is not None:
             p.masked_fill_(~keep[:, :, start:end, keys], 0.0)
@@ -140,7 +146,7 @@ def forward(
         lse_rows = largest + total.log()
         if sink is not None:
             total = total + (sink - largest).exp()
-            lse_rows = torch.logaddexp(lse_rows, sink)
+            lse_rows = _log_add_exp(lse_rows, sink)
         total = total * (1 - dropout_p)
         out[:, :, start:end] = (weighted.unflatten(1, rows.shape[1:3]) / total).masked_fill_(no_key, 0.0)
         # Of no key and no sink, log(0).
@@ -225,13 +231,13 @@ def backward(
         rows = slice(q_tile * order.tile_q, min((q_tile + 1) * order.tile_q, seqlen_q))
         keys = slice(kv_tile * order.tile_k, min((kv_tile + 1) * order.tile_k, seqlen_k))
         q_rows, dout_rows = q_heads[:, head, rows], dout_heads[:, head, rows]
-        products = (q_rows @ k_heads[:, keys].mT).mul_(softmax_scale)
+        products = fixed_order.matmul(q_rows, k_heads[:, keys].mT).mul_(softmax_scale)
         scores = score_type.scores(products, head, rows.start, keys.start)
         slope_of_cap = score_type.derivative(scores)
         seen = _visible_keys(*mask, whole.first_query + rows.start, whole.first_query + rows.stop)
         hidden = _hidden(seen, whole.first_key + keys.start, whole.first_key + keys.stop, q.device)
         p = scores.masked_fill_(hidden, -torch.inf).sub_(lse[:, head, rows]).exp_()
-        dp = dout_rows @ v_heads[:, keys].mT
+        dp = fixed_order.matmul(dout_rows, v_heads[:, keys].mT)
         dropped = None if keep is None else ~keep[:, head, rows, keys]
         if dropped is not None:
             dp.masked_fill_(dropped, 0.0)
@@ -241,12 +247,13 @@ def backward(
         p, ds = _rounded(p, q.dtype), _rounded(ds, q.dtype)
         if dropped is not None:
             p.masked_fill_(dropped, 0.0)
-        dv_of_split[:, keys] += p.mT @ dout_rows
-        dk_of_split[:, keys] += ds.mT @ q_rows
+        dv_of_split[:, keys] += fixed_order.matmul(p.mT, dout_rows)
+        dk_of_split[:, keys] += fixed_order.matmul(ds.mT, q_rows)
+        partial = fixed_order.matmul(ds, k_heads[:, keys])
         if units is None:
-            dq[:, head, rows] += ds @ k_heads[:, keys]
+            dq[:, head, rows] += partial
         else:
-            units.add(head, rows, ds @ k_heads[:, keys])
+            units.add(head, rows, partial)
         if ends_split and sums is None:
             for total, of_split in ((dk, dk_of_split), (dv, dv_of_split)):
                 total += of_split
@@ -290,7 +297,8 @@ def signed_probabilities(
         return q.new_zeros(batch, heads, seqlen_q, seqlen_k)
     q_heads, k_heads = _by_kv_head(q, kv_heads), _by_kv_head(k, kv_heads)
     score_type = _ScoreType(softcap, _of_rows(alibi_slopes, q_heads, batch), seqlen_k - seqlen_q)
-    scores = score_type.scores((q_heads @ k_heads.mT).mul_(softmax_scale), slice(None), 0, 0)
+    products = fixed_order.matmul(q_heads.flatten(1, 2), k_heads[:, 0].mT).unflatten(1, q_heads.shape[1:3])
+    scores = score_type.scores(products.mul_(softmax_scale), slice(None), 0, 0)
     p = scores.sub_(softmax_lse.reshape(*scores.shape[:3], 1)).exp_().clamp_(min=torch.finfo(q.dtype).tiny)
     p = torch.where(_of_groups(keep, kv_heads), p, -p)
     seen = _visible_keys(seqlen_q, seqlen_k, causal, window, attention_chunk, 0, seqlen_q)
@@ -308,8 +316,7 @@ def sink_gradient(
 ) -> torch.Tensor:
     """Gradient of the sinks, (batch, heads): of each sequence -sum_i e^(s - LSE_i) (D_i - dLSE_i), by a tree.
 
-    The tree adds neighbours, then neighbouring sums, so that a sequence has the same bits wherever it is. Sequences are
-    the caller's to add, in their order.
+    The tree gives a sequence the same bits wherever it is. Sequences are the caller's to add, in their order.
 
     Args:
         dout, out: (batch, seqlen_q, heads, value_head_dim).
@@ -319,11 +326,7 @@ def sink_gradient(
     dout, out = (_by_kv_head(x, x.shape[2]) for x in (dout, out))
     d = _d(dout, out, softmax_lse, dsoftmax_lse).view_as(softmax_lse)
     weight = (sinks[:, None] - softmax_lse).exp()
-    terms = torch.where(softmax_lse.isinf(), 0.0, -weight * d)
-    while terms.shape[-1] > 1:
-        terms = torch.nn.functional.pad(terms, (0, terms.shape[-1] % 2))
-        terms = terms[..., 0::2] + terms[..., 1::2]
-    return terms.sum(dim=-1)
+    return fixed_order.tree_sum(torch.where(softmax_lse.isinf(), 0.0, -weight * d))
 
 
 class _ScoreType(NamedTuple):
@@ -364,7 +367,7 @@ def _of_groups(of_heads, kv_heads):
 
 def _d(dout_heads, out_heads, softmax_lse, dsoftmax_lse):
     """rowsum(dO * O) - dLSE, with a last dimension of 1."""
-    d = (dout_heads * out_heads).sum(dim=-1, keepdim=True)
+    d = fixed_order.tree_sum(dout_heads * out_heads).unsqueeze(-1)
     if dsoftmax_lse is None:
         return d
     return d - torch.where(softmax_lse.isinf(), 0.0, dsoftmax_lse).to(d.dtype).reshape(d.shape)
@@ -374,10 +377,23 @@ def _weighted_values(p, v, hidden):
     """P V, in which a value that is not finite spoils the rows that see its key and no others: 0 times it is not 0."""
     finite = v.isfinite()
     if finite.all():
-        return p @ v
+        return _over_keys(p, v)
     seen = (~hidden).to(p.dtype).repeat(p.shape[1] // hidden.shape[0], 1)
     spoilt = seen @ (~finite).to(p.dtype)
-    return (p @ v.masked_fill(~finite, 0.0)).masked_fill_(spoilt > 0, torch.nan)
+    return _over_keys(p, v.masked_fill(~finite, 0.0)).masked_fill_(spoilt > 0, torch.nan)
+
+
+def _over_keys(p, values):
+    """P times `values`, (batch * kv_heads, keys, columns), block by block of keys in ascending order."""
+    blocks = (slice(first, first + FORWARD_KEYS) for first in range(0, p.shape[2], FORWARD_KEYS))
+    # The 0 that the sum begins with makes -0 of rows whose last term underflows the 0 that a hidden key after them does.
+    return sum(fixed_order.matmul(p[:, :, keys], values[:, keys]) for keys in blocks)
+
+
+def _log_add_exp(a, b):
+    """log(e^a + e^b). torch.logaddexp gives an element other bits at the end of a tensor."""
+    larger, smaller = torch.maximum(a, b), torch.minimum(a, b)
+    return larger + (smaller - larger.masked_fill(larger.isinf(), 0.0)).exp().log1p()
 
 
 def _by_kv_head(tensor, kv_heads):
