@@ -21,9 +21,9 @@ are multiplied by r at their end.
 The backward rounds where the kernel rounds (P and dS to the inputs' dtype before they enter a product, sums in fp32,
 one rounding at the end) and adds tile by tile in the order it is given, or in the fixed point of
 `dash_attn.order_free`, so a change of order shows in the last bits as it does on the GPU. The reference is not
-bit-equal to the kernel, but keeps the same contract (docs/contract.md): products inside a tile are those of
-`dash_attn.fixed_order`, and every other operation treats elements one by one.
-float64 inputs are computed in float64 throughout, with the matrix library's products, which have no fixed order.
+bit-equal to the kernel, because the order inside a tile's product is that of `dash_attn.fixed_order`, but it keeps the
+same contract (docs/contract.md).
+float64 inputs are computed in float64 throughout. Their products are the matrix library's and outside the contract.
 """
 
 import functools
@@ -37,8 +37,7 @@ from .tile_order import TileOrder, steps
 
 # Query rows that the forward holds scores of at a time.
 FORWARD_ROWS = 128
-# Keys that the forward sums over before it adds the sum to those of the keys before them. Blocks begin at key 0, so that
-# a row's order of sums depends on no other row.
+# Keys in a block of the forward's sums. Blocks start at key 0, so that the order of a row's sums depends on no other row.
 FORWARD_KEYS = 128
 
 
@@ -230,7 +229,7 @@ def backward(
     for head, kv_tile, q_tile, ends_split in steps(order, q_heads.shape[1]):
         rows = slice(q_tile * order.tile_q, min((q_tile + 1) * order.tile_q, seqlen_q))
         keys = slice(kv_tile * order.tile_k, min((kv_tile + 1) * order.tile_k, seqlen_k))
-        q_rows, dout_rows = q_heads[:, head, rows], dout_heads[:, head, rows]
+        q_rows, dout_rows = (x[:, head, rows].contiguous() for x in (q_heads, dout_heads))
         products = fixed_order.matmul(q_rows, k_heads[:, keys].mT).mul_(softmax_scale)
         scores = score_type.scores(products, head, rows.start, keys.start)
         slope_of_cap = score_type.derivative(scores)
@@ -316,7 +315,8 @@ def sink_gradient(
 ) -> torch.Tensor:
     """Gradient of the sinks, (batch, heads): of each sequence -sum_i e^(s - LSE_i) (D_i - dLSE_i), by a tree.
 
-    The tree gives a sequence the same bits wherever it is. Sequences are the caller's to add, in their order.
+    The tree adds neighbours, then neighbouring sums, so that a sequence has the same bits wherever it is. Sequences are
+    the caller's to add, in their order.
 
     Args:
         dout, out: (batch, seqlen_q, heads, value_head_dim).
@@ -326,7 +326,11 @@ def sink_gradient(
     dout, out = (_by_kv_head(x, x.shape[2]) for x in (dout, out))
     d = _d(dout, out, softmax_lse, dsoftmax_lse).view_as(softmax_lse)
     weight = (sinks[:, None] - softmax_lse).exp()
-    return fixed_order.tree_sum(torch.where(softmax_lse.isinf(), 0.0, -weight * d))
+    terms = torch.where(softmax_lse.isinf(), 0.0, -weight * d)
+    while terms.shape[-1] > 1:
+        terms = torch.nn.functional.pad(terms, (0, terms.shape[-1] % 2))
+        terms = terms[..., 0::2] + terms[..., 1::2]
+    return terms.sum(dim=-1)
 
 
 class _ScoreType(NamedTuple):
@@ -367,7 +371,7 @@ def _of_groups(of_heads, kv_heads):
 
 def _d(dout_heads, out_heads, softmax_lse, dsoftmax_lse):
     """rowsum(dO * O) - dLSE, with a last dimension of 1."""
-    d = fixed_order.tree_sum(dout_heads * out_heads).unsqueeze(-1)
+    d = (dout_heads * out_heads).sum(dim=-1, keepdim=True)
     if dsoftmax_lse is None:
         return d
     return d - torch.where(softmax_lse.isinf(), 0.0, dsoftmax_lse).to(d.dtype).reshape(d.shape)
@@ -384,14 +388,14 @@ def _weighted_values(p, v, hidden):
 
 
 def _over_keys(p, values):
-    """P times `values`, (batch * kv_heads, keys, columns), block by block of keys in ascending order."""
+    """P times `values`, (batch * kv_heads, keys, columns), as a sum over blocks of keys in ascending order."""
     blocks = (slice(first, first + FORWARD_KEYS) for first in range(0, p.shape[2], FORWARD_KEYS))
-    # The 0 that the sum begins with makes -0 of rows whose last term underflows the 0 that a hidden key after them does.
+    # The sum starts with 0, which turns -0 into 0. Hidden keys behind those that a row sees would do the same.
     return sum(fixed_order.matmul(p[:, :, keys], values[:, keys]) for keys in blocks)
 
 
 def _log_add_exp(a, b):
-    """log(e^a + e^b). torch.logaddexp gives an element other bits at the end of a tensor."""
+    """log(e^a + e^b); the bits of torch.logaddexp depend on where an element lies in its tensor."""
     larger, smaller = torch.maximum(a, b), torch.minimum(a, b)
     return larger + (smaller - larger.masked_fill(larger.isinf(), 0.0)).exp().log1p()
 
