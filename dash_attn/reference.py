@@ -37,7 +37,7 @@ from .tile_order import TileOrder, steps
 
 # Query rows that the forward holds scores of at a time.
 FORWARD_ROWS = 128
-# Keys in a block of the forward's sums. Blocks start at key 0, so that the order of a row's sums depends on no other row.
+# Keys in a block of the forward's sums. Blocks start at key 0, so that a row's order of sums depends on no other row.
 FORWARD_KEYS = 128
 
 
