@@ -20,9 +20,10 @@ are multiplied by r at their end.
 
 The backward rounds where the kernel rounds (P and dS to the inputs' dtype before they enter a product, sums in fp32,
 one rounding at the end) and adds tile by tile in the order it is given, or in the fixed point of
-`dash_attn.order_free`, so a change of order shows in the last bits as it does on the GPU. It is not bit-equal to the
-kernel: the order inside one tile's product is the matrix library's.
-float64 inputs are computed in float64 throughout.
+`dash_attn.order_free`, so a change of order shows in the last bits as it does on the GPU. The reference is not
+bit-equal to the kernel, because the order inside a tile's product is that of `dash_attn.fixed_order`, but it keeps the
+same contract (docs/contract.md).
+float64 inputs are computed in float64 throughout. Their products are the matrix library's and outside the contract.
 """
 
 import functools
@@ -31,11 +32,13 @@ from typing import NamedTuple
 import torch
 
 from . import _schedule as _compiled
-from . import order_free
+from . import fixed_order, order_free
 from .tile_order import TileOrder, steps
 
 # Query rows that the forward holds scores of at a time.
 FORWARD_ROWS = 128
+# Keys in a block of the forward's sums. Blocks start at key 0, so that a row's order of sums depends on no other row.
+FORWARD_KEYS = 128
 
 
 class GradientSums(NamedTuple):
@@ -124,14 +127,16 @@ def forward(
         keys = slice(seen[0][0], seen[-1][1])  # neither end moves back from one query to the next
         if keys.start == keys.stop:
             continue
+        keys = slice(keys.start // FORWARD_KEYS * FORWARD_KEYS, keys.stop)
         rows = q_heads[:, :, start:end]
-        products = (rows.flatten(1, 2) @ k_heads[:, 0, keys].mT).unflatten(1, rows.shape[1:3]).mul_(softmax_scale)
+        products = fixed_order.matmul(rows.flatten(1, 2), k_heads[:, 0, keys].mT)
+        products = products.unflatten(1, rows.shape[1:3]).mul_(softmax_scale)
         hidden = _hidden(seen, keys.start, keys.stop, q.device)
         scores = score_type.scores(products, slice(None), start, keys.start).masked_fill_(hidden, -torch.inf)
         largest = scores.amax(dim=-1, keepdim=True)
         largest.masked_fill_(largest == -torch.inf, 0.0)
         p = scores.sub_(largest).exp_()
-        total = p.sum(dim=-1, keepdim=True)
+        total = _over_keys(p.flatten(1, 2), p.new_ones(p.shape[0], p.shape[3], 1)).view_as(largest)
         p = _rounded(p, q.dtype)
         if keep is not None:
             p.masked_fill_(~keep[:, :, start:end, keys], 0.0)
@@ -140,7 +145,7 @@ def forward(
         lse_rows = largest + total.log()
         if sink is not None:
             total = total + (sink - largest).exp()
-            lse_rows = torch.logaddexp(lse_rows, sink)
+            lse_rows = _log_add_exp(lse_rows, sink)
         total = total * (1 - dropout_p)
         out[:, :, start:end] = (weighted.unflatten(1, rows.shape[1:3]) / total).masked_fill_(no_key, 0.0)
         # Of no key and no sink, log(0).
@@ -224,14 +229,14 @@ def backward(
     for head, kv_tile, q_tile, ends_split in steps(order, q_heads.shape[1]):
         rows = slice(q_tile * order.tile_q, min((q_tile + 1) * order.tile_q, seqlen_q))
         keys = slice(kv_tile * order.tile_k, min((kv_tile + 1) * order.tile_k, seqlen_k))
-        q_rows, dout_rows = q_heads[:, head, rows], dout_heads[:, head, rows]
-        products = (q_rows @ k_heads[:, keys].mT).mul_(softmax_scale)
+        q_rows, dout_rows = (x[:, head, rows].contiguous() for x in (q_heads, dout_heads))
+        products = fixed_order.matmul(q_rows, k_heads[:, keys].mT).mul_(softmax_scale)
         scores = score_type.scores(products, head, rows.start, keys.start)
         slope_of_cap = score_type.derivative(scores)
         seen = _visible_keys(*mask, whole.first_query + rows.start, whole.first_query + rows.stop)
         hidden = _hidden(seen, whole.first_key + keys.start, whole.first_key + keys.stop, q.device)
         p = scores.masked_fill_(hidden, -torch.inf).sub_(lse[:, head, rows]).exp_()
-        dp = dout_rows @ v_heads[:, keys].mT
+        dp = fixed_order.matmul(dout_rows, v_heads[:, keys].mT)
         dropped = None if keep is None else ~keep[:, head, rows, keys]
         if dropped is not None:
             dp.masked_fill_(dropped, 0.0)
@@ -241,12 +246,13 @@ def backward(
         p, ds = _rounded(p, q.dtype), _rounded(ds, q.dtype)
         if dropped is not None:
             p.masked_fill_(dropped, 0.0)
-        dv_of_split[:, keys] += p.mT @ dout_rows
-        dk_of_split[:, keys] += ds.mT @ q_rows
+        dv_of_split[:, keys] += fixed_order.matmul(p.mT, dout_rows)
+        dk_of_split[:, keys] += fixed_order.matmul(ds.mT, q_rows)
+        partial = fixed_order.matmul(ds, k_heads[:, keys])
         if units is None:
-            dq[:, head, rows] += ds @ k_heads[:, keys]
+            dq[:, head, rows] += partial
         else:
-            units.add(head, rows, ds @ k_heads[:, keys])
+            units.add(head, rows, partial)
         if ends_split and sums is None:
             for total, of_split in ((dk, dk_of_split), (dv, dv_of_split)):
                 total += of_split
@@ -290,7 +296,8 @@ def signed_probabilities(
         return q.new_zeros(batch, heads, seqlen_q, seqlen_k)
     q_heads, k_heads = _by_kv_head(q, kv_heads), _by_kv_head(k, kv_heads)
     score_type = _ScoreType(softcap, _of_rows(alibi_slopes, q_heads, batch), seqlen_k - seqlen_q)
-    scores = score_type.scores((q_heads @ k_heads.mT).mul_(softmax_scale), slice(None), 0, 0)
+    products = fixed_order.matmul(q_heads.flatten(1, 2), k_heads[:, 0].mT).unflatten(1, q_heads.shape[1:3])
+    scores = score_type.scores(products.mul_(softmax_scale), slice(None), 0, 0)
     p = scores.sub_(softmax_lse.reshape(*scores.shape[:3], 1)).exp_().clamp_(min=torch.finfo(q.dtype).tiny)
     p = torch.where(_of_groups(keep, kv_heads), p, -p)
     seen = _visible_keys(seqlen_q, seqlen_k, causal, window, attention_chunk, 0, seqlen_q)
@@ -374,10 +381,23 @@ def _weighted_values(p, v, hidden):
     """P V, in which a value that is not finite spoils the rows that see its key and no others: 0 times it is not 0."""
     finite = v.isfinite()
     if finite.all():
-        return p @ v
+        return _over_keys(p, v)
     seen = (~hidden).to(p.dtype).repeat(p.shape[1] // hidden.shape[0], 1)
     spoilt = seen @ (~finite).to(p.dtype)
-    return (p @ v.masked_fill(~finite, 0.0)).masked_fill_(spoilt > 0, torch.nan)
+    return _over_keys(p, v.masked_fill(~finite, 0.0)).masked_fill_(spoilt > 0, torch.nan)
+
+
+def _over_keys(p, values):
+    """P times `values`, (batch * kv_heads, keys, columns), as a sum over blocks of keys in ascending order."""
+    blocks = (slice(first, first + FORWARD_KEYS) for first in range(0, p.shape[2], FORWARD_KEYS))
+    # The sum starts with 0, which turns -0 into 0. Hidden keys behind those that a row sees would do the same.
+    return sum(fixed_order.matmul(p[:, :, keys], values[:, keys]) for keys in blocks)
+
+
+def _log_add_exp(a, b):
+    """log(e^a + e^b); the bits of torch.logaddexp depend on where an element lies in its tensor."""
+    larger, smaller = torch.maximum(a, b), torch.minimum(a, b)
+    return larger + (smaller - larger.masked_fill(larger.isinf(), 0.0)).exp().log1p()
 
 
 def _by_kv_head(tensor, kv_heads):

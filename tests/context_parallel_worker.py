@@ -278,12 +278,7 @@ def on_one_process(case: Case, device: str = "cpu") -> dict[str, torch.Tensor]:
     attention = functools.partial(
         flash_attn_varlen_func if case.offsets else flash_attn_func, **pack_arguments(case, device)
     )
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # as many as the ranks have: CPUs' libraries divide products by them
-    try:
-        return {name: x.cpu() for name, x in results(case, inputs(case, device), attention).items()}
-    finally:
-        torch.set_num_threads(threads)
+    return {name: x.cpu() for name, x in results(case, inputs(case, device), attention).items()}
 
 
 def of_rank(case: Case, name: str, x: torch.Tensor, rank: int, ranks: int) -> torch.Tensor:

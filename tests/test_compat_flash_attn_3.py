@@ -127,6 +127,19 @@ def test_combine(marker, dtype):
     torch.testing.assert_close(merged_lse.double(), expected_lse.transpose(1, 2), rtol=1e-6, atol=1e-6)
 
 
+@pytest.mark.parametrize("parts, batch, seqlen, heads", [(3, 2, 37, 3), (8, 3, 50, 5), (5, 1, 20, 1)])
+def test_rows_combined_alone_have_the_same_bits(parts, batch, seqlen, heads):
+    generator = torch.Generator().manual_seed(parts)
+    out = torch.randn(parts, batch, seqlen, heads, 16, generator=generator)
+    lse = torch.randn(parts, batch, seqlen, heads, generator=generator)
+    together = flash_attn_3.flash_attn_combine(out, lse)
+    for b in range(batch):
+        for row in range(seqlen):
+            one = (slice(None), slice(b, b + 1), slice(row, row + 1))
+            alone = flash_attn_3.flash_attn_combine(out[one].clone(), lse[one].clone())
+            assert all(torch.equal(x, y[one[1:]]) for x, y in zip(alone, together))
+
+
 def test_combine_of_nothing():
     out, lse = flash_attn_3.flash_attn_combine(torch.zeros(3, 1, 2, 1, 8), torch.full((3, 1, 2, 1), -torch.inf))
     assert not out.any() and (lse == -torch.inf).all()

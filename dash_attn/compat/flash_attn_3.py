@@ -11,6 +11,7 @@ is not supported raises NotImplementedError: a second query-value product, fp8, 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -250,11 +251,18 @@ def flash_attn_combine(
         expected = f"{tuple(out_partial.shape[1:])} of {dtype}"
         raise ValueError(f"out must have shape and dtype {expected}, got {tuple(out.shape)} of {out.dtype}")
     parts = minus_infinity_without_keys(lse_partial)
-    softmax_lse = torch.logsumexp(parts, dim=0)
+    largest = functools.reduce(torch.maximum, parts, parts.new_full(parts.shape[1:], -torch.inf))
+    largest = largest.masked_fill(largest.isinf(), 0.0)
+    softmax_lse = largest + _sum_of_parts((parts - largest).exp()).log()
     weights = torch.where(parts == -torch.inf, 0.0, (parts - softmax_lse).exp()).unsqueeze(-1)
     # Of a part that has no weight not even a NaN is taken.
-    merged = torch.where(weights == 0, 0.0, weights * out_partial).sum(dim=0).to(dtype)
+    merged = _sum_of_parts(torch.where(weights == 0, 0.0, weights * out_partial)).to(dtype)
     return merged if out is None else out.copy_(merged), softmax_lse
+
+
+def _sum_of_parts(parts: Tensor) -> Tensor:
+    """The sum over the first dimension in ascending order. PyTorch's order depends on where a row lies."""
+    return functools.reduce(torch.add, parts, parts.new_zeros(parts.shape[1:]))
 
 
 def get_scheduler_metadata(
