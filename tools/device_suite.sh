@@ -8,6 +8,7 @@
 # setuptools, ninja or pybind11 where they are missing or too old. PYTHON is the Python whose torch is used (python3).
 #   CARRIED   1: no install, but the checkout with the dash_attn/_C*.so that it holds; quicker while iterating
 #   INSTALL_TIMEOUT  seconds, 180
+#   WORK      a folder to keep the installation in; a later call with the same folder uses that installation
 # Parts, off unless set:
 #   GOLDEN    1 to compute the golden bits anew, before the tests: golden_bits.json    GOLDEN_TIMEOUT    seconds, 60
 #   TESTS     1 for tests/gpu, or arguments for pytest ("tests -k margin")            TESTS_TIMEOUT     seconds, 300
@@ -31,8 +32,12 @@ OUT=$(cd "$OUT" && pwd)
 PYTHON=${PYTHON:-python3}
 [ -z "${BASELINE:-}" ] || BASELINE=$(realpath "$BASELINE")
 export OUT BASELINE=${BASELINE:-}
-work=$(mktemp -d)
-trap 'rm -rf "$work"' EXIT
+if [ -n "${WORK:-}" ]; then
+  mkdir -p "$WORK" && work=$(cd "$WORK" && pwd)
+else
+  work=$(mktemp -d)
+  trap 'rm -rf "$work"' EXIT
+fi
 unset PYTHONPATH
 export PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1 DASH_ATTN_REQUIRE_GPU=1
 export PIP_NO_INDEX=1 PIP_NO_DEPS=1 PIP_FIND_LINKS=$PWD/.wheels PIP_DISABLE_PIP_VERSION_CHECK=1
@@ -141,15 +146,20 @@ export -f make_venv install in_place show_package run_tests run_sanitizers
 print('Python', sys.version.split()[0], 'torch', torch.__version__, 'CUDA', torch.version.cuda)"
 } 2>&1 | tee "$OUT/suite.txt"
 
-mkdir "$work/source"
 limit=${INSTALL_TIMEOUT:-180}
-part environment 120 suite.txt bash -c 'make_venv "$1"' - "$work/venv" &&
-  if [ "${CARRIED:-}" = 1 ]; then
-    export PYTHONPATH=$PWD
-    part carried "$limit" suite.txt bash -c 'in_place "$1"' - "$work/venv"
-  else
-    part install "$limit" suite.txt bash -c 'install "$1" "$2"' - "$work/venv" "$work/source" && cd "$work/source"
-  fi &&
+if [ -e "$work/installed" ]; then
+  cd "$work/source"
+else
+  mkdir "$work/source"
+  part environment 120 suite.txt bash -c 'make_venv "$1"' - "$work/venv" &&
+    if [ "${CARRIED:-}" = 1 ]; then
+      export PYTHONPATH=$PWD
+      part carried "$limit" suite.txt bash -c 'in_place "$1"' - "$work/venv"
+    else
+      part install "$limit" suite.txt bash -c 'install "$1" "$2"' - "$work/venv" "$work/source" &&
+        touch "$work/installed" && cd "$work/source"
+    fi
+fi &&
   part import 60 suite.txt bash -c 'show_package "$1"' - "$work/venv" ||
   {
     grep -aE 'error|Error|FAILED' "$OUT/suite.txt" | cut -c1-300 | tail -n 20
