@@ -53,7 +53,7 @@ class Receipt:
                     folder = pathlib.Path(opened.enter_context(tempfile.TemporaryDirectory()))
                     for name in (path.name, f"{path.name}-journal", f"{path.name}-wal"):
                         if name == path.name or path.with_name(name).exists():
-                            shutil.copy(path.with_name(name), folder / name)
+                            shutil.copyfile(path.with_name(name), folder / name)  # not its permissions
                     self._open(folder / path.name, opened, "rw")
                 self._read()
             self._opened = opened.pop_all()
