@@ -298,7 +298,7 @@ def test_example(tmp_path):
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     command = [sys.executable, ROOT / "examples" / "receipts.py", "--folder", str(tmp_path / "receipts")]
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
-    assert done.returncode == 1, done.stderr
+    assert done.returncode == 0, done.stderr
     assert "they part in step 3\n  first: activation_gradient q\n" in done.stdout
     assert "likely cause: backward" in done.stdout
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import json
 import sys
 import time
+from collections.abc import Iterator
 
 from . import elements, picture
 from .comparison import Comparison, Difference, compare
@@ -54,22 +56,24 @@ def _where(first: Difference) -> list[str]:
     return lines
 
 
-def _progress(what: str) -> Progress | None:
+@contextlib.contextmanager
+def _progress(what: str) -> Iterator[Progress | None]:
     """Says on a terminal how far it is, a few times a second."""
     if not sys.stderr.isatty():
-        return None
+        yield None
+        return
     shown = time.monotonic()
 
     def show(done: int, of: int) -> None:
         nonlocal shown
-        now = time.monotonic()
-        if done == of:
-            print("\r\x1b[K", end="", file=sys.stderr, flush=True)
-        elif now - shown > 0.2:
+        if (now := time.monotonic()) - shown > 0.2:
             shown = now
             print(f"\r{what}: {done} of {of} steps", end="", file=sys.stderr, flush=True)
 
-    return show
+    try:
+        yield show
+    finally:
+        print("\r\x1b[K", end="", file=sys.stderr, flush=True)
 
 
 def _text(found: Comparison) -> list[str]:
@@ -107,13 +111,15 @@ def main(argv: list[str] | None = None) -> int:
             differing, lines = elements.compare(arguments.a, arguments.b)
             _print(lines)
             return 1 if differing else 0
-        found = compare(arguments.a, arguments.b, progress=_progress("comparing"))
+        with _progress("comparing") as progress:
+            found = compare(arguments.a, arguments.b, progress=progress)
         if arguments.json:
             print(json.dumps(dataclasses.asdict(found), indent=2), flush=True)
         else:
             _print(_text(found))
         if arguments.png is not None:
-            picture.draw(arguments.a, arguments.b, arguments.png, progress=_progress("drawing"))
+            with _progress("drawing") as progress:
+                picture.draw(arguments.a, arguments.b, arguments.png, progress=progress)
             print(f"wrote {printable(arguments.png)}", file=sys.stderr)
     except (ValueError, ImportError, OSError) as error:
         print(f"error: {printable(str(error))}", file=sys.stderr)

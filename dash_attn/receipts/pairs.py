@@ -1,4 +1,4 @@
-"""Two runs, step by step: which tensors can be compared, and which differ. Steps that are equal cost next to nothing."""
+"""Two runs, step by step: which tensors can be compared, and which differ. Equal steps cost next to nothing."""
 
 from __future__ import annotations
 

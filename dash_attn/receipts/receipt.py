@@ -17,6 +17,7 @@ from .store import FORMAT, Entry, checked, is_locked, read_entries, unpack
 _WAIT = 30.0
 """Seconds to wait for a lock."""
 _MODULUS = 1 << 64
+_WRONG_CONTENT = ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError
 
 Row = tuple[int, bytes]
 """The number of a step's sequence of tensors, and their sums, int64."""
@@ -73,9 +74,9 @@ class Receipt:
             yield
         except _UnreadableError:
             raise
-        except (sqlite3.Error, ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError) as e:
-            reason = str(e) or type(e).__name__
-            if isinstance(e, sqlite3.Error) and is_locked(e):
+        except (sqlite3.Error, *_WRONG_CONTENT) as error:
+            reason = str(error) or type(error).__name__
+            if isinstance(error, sqlite3.Error) and is_locked(error):
                 reason = f"another process keeps it locked, for {_WAIT:g} seconds and more"
             raise _UnreadableError(f"{self.path} cannot be read as a receipt: {reason}") from None
 
