@@ -11,9 +11,11 @@ import sys
 import pytest
 import torch
 
-from dash_attn.receipts import Recorder, compare, pairs, replays
+from dash_attn.receipts import Recorder, Shard, compare, pairs, replays
 from dash_attn.receipts.__main__ import main
+from dash_attn.receipts.fingerprints import block_span
 from dash_attn.receipts.runs import Run
+from dash_attn.receipts.store import Entry, Writer, rank_file
 from dash_attn.receipts.text import printable
 
 NAMES = [
@@ -195,3 +197,33 @@ def test_random_steps_against_a_slow_comparison(tmp_path):
             assert found.differing == slow and set(found.keys) == of_a.keys() & of_b.keys()
             some += len(slow)
     assert some > 10
+
+
+def test_random_ranks_against_a_slow_comparison(tmp_path):
+    """The same for three ranks, of which each has copies, parts, and tensors of its own."""
+    rng, whole = random.Random(5), Shard.whole((12,))
+    for name in "ab":
+        for rank in range(3):
+            part = Shard.along((12,), 0, (4 * rank, 4 * rank + 4))
+            layout = [("copy", whole, False), ("part", part, False), ("own", whole, True), ("other", whole, False)]
+            entries = [
+                Entry(name_of, "weights", 0, "float32", shard, own, *block_span(shard, torch.float32, 8))
+                for name_of, shard, own in layout
+            ]
+            meta = {"rank": str(rank), "world_size": "3", "block": "8", "folder": "/", "command": "train"}
+            writer = Writer(rank_file(tmp_path / name, rank), meta)
+            for step in range(150):
+                of_step = entries[: 3 if step % 7 == 0 else 4]
+                sums = [int(rng.random() < 0.02) for _ in of_step]
+                writer.write(step, of_step, sums, b"", complete=True, forget=-1)
+            writer.close()
+    equal, some = 0, set()
+    with pairs_of_runs(tmp_path) as (a, b):
+        for found in pairs.compare_steps(a, b):
+            of_a, of_b = a.tensors(found.rows[0]), b.tensors(found.rows[1])
+            slow = {key: what for key in of_a if (what := pairs.what_differs(of_a[key], of_b[key]))}
+            assert found.differing == slow.keys() and set(found.keys) == of_a.keys()
+            some |= {(key.name, what.partition(":")[0]) for key, what in slow.items()}
+            equal += not slow
+    assert equal > 10 and {name for name, _ in some} == {"copy", "part", "own", "other"}
+    assert ("copy", "its copies in run a") in some and ("copy", "its copies in run b") in some
