@@ -219,8 +219,9 @@ def test_random_ranks_against_a_slow_comparison(tmp_path):
             writer.close()
     equal, some = 0, set()
     with pairs_of_runs(tmp_path) as (a, b):
-        for found in pairs.compare_steps(a, b):
-            of_a, of_b = a.tensors(found.rows[0]), b.tensors(found.rows[1])
+        for found in [*pairs.compare_steps(a, b), *pairs.compare_steps(a, a)]:
+            of_a = a.tensors(found.rows[0])
+            of_b = of_a if found.rows[0] == found.rows[1] else b.tensors(found.rows[1])
             slow = {key: what for key in of_a if (what := pairs.what_differs(of_a[key], of_b[key]))}
             assert found.differing == slow.keys() and set(found.keys) == of_a.keys()
             some |= {(key.name, what.partition(":")[0]) for key, what in slow.items()}

@@ -111,10 +111,8 @@ class _Plan:
         if self._of_ranks is None:
             one, other = (run.tensors(of_run) for run, of_run in zip(self._runs, rows))
             return {key for key in self.keys if what_differs(one[key], other[key]) is not None}
+        # Copies that differ in run b alone differ from those of run a, too.
         found = self._copies_that_differ(rows[0])
-        if rows[0] == rows[1]:
-            return found
-        found |= self._copies_that_differ(rows[1])
         for keys, (_, one_sums), (_, other_sums) in zip(self._of_ranks, *rows):
             if one_sums != other_sums:
                 found.update(k for k, x, y in zip(keys, unpack("q", one_sums), unpack("q", other_sums)) if x != y)
