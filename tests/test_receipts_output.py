@@ -3,6 +3,7 @@
 import io
 import json
 import os
+import pathlib
 import random
 import re
 import subprocess
@@ -68,6 +69,13 @@ def test_random_names(tmp_path, capsys):
     names = list({"".join(rng.choices(characters, k=rng.randrange(1, 12))) for _ in range(150)})
     assert main(["compare", *pair_of(tmp_path, names), "--png", str(tmp_path / "where.png")]) == 1
     check_text("".join(capsys.readouterr()))
+
+
+def test_a_terminal_without_the_characters(tmp_path):
+    command = [sys.executable, "-m", "dash_attn.receipts", "compare", *pair_of(tmp_path, ["x", "größe"])]
+    environment = os.environ | {"PYTHONIOENCODING": "ascii", "PYTHONPATH": str(pathlib.Path(__file__).parents[1])}
+    done = subprocess.run(command, env=environment, capture_output=True)
+    assert (done.returncode, done.stderr) == (1, b"") and b"first: activation gr\\xf6\\xdfe\n" in done.stdout
 
 
 def test_names_in_errors_and_elements(tmp_path, capsys, monkeypatch):

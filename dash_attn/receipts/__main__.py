@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
+import io
 import json
 import sys
 import time
@@ -130,4 +131,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        # A name that the terminal has no characters for is no error.
+        sys.stdout.reconfigure(errors="backslashreplace")
     sys.exit(main())
