@@ -5,7 +5,7 @@
 Each training is a process of its own and writes its receipts to a folder, `a` and `b`. In the second one a bit of the
 queries' gradient flips in step 3. Then `python -m dash_attn.receipts compare` finds the step, the tensor, the block and
 the likely cause, and prints the commands that replay the step; the replays show the element and the bit. Nothing here
-needs a GPU, and with one nothing changes.
+needs a GPU, and with one nothing changes. The exit status is 0 where the flipped bit is found.
 """
 
 import argparse
@@ -16,7 +16,7 @@ import sys
 import torch
 
 from dash_attn import flash_attn_func
-from dash_attn.receipts import Recorder, tap
+from dash_attn.receipts import Recorder, compare, tap
 
 STEPS, FLIPPED_STEP, FLIPPED_ELEMENT = 6, 3, 1000
 BATCH, SEQLEN, HEADS, HEAD_DIM = 2, 64, 2, 32
@@ -78,8 +78,10 @@ def main():
     for run in ("a", "b"):
         command = [sys.executable, __file__, "--folder", arguments.folder, "--bit", str(arguments.bit), "--run", run]
         subprocess.run(command, check=True)
-    compare = [sys.executable, "-m", "dash_attn.receipts", "compare", str(folder / "a"), str(folder / "b")]
-    return subprocess.run(compare).returncode
+    folders = [str(folder / run) for run in ("a", "b")]
+    subprocess.run([sys.executable, "-m", "dash_attn.receipts", "compare", *folders])
+    first = compare(*folders).first
+    return 0 if first is not None and (first.step, first.key.name) == (FLIPPED_STEP, "q") else 1
 
 
 if __name__ == "__main__":

@@ -118,6 +118,48 @@ def test_every_single_bit_counts(dtype):
         flat[place] ^= 1 << bit
 
 
+# What added to words of a group changes neither their sum nor that of their products with LANE_KEYS, with as few words
+# as there can be, by the bytes of a word; and one of all eight words.
+UNSEEN = {
+    1: [-6, -103, 0, -29, 84, 0, 0, 54],
+    2: [0, -3447, -4919, 4128, 0, 0, 0, 4238],
+    4: [0, -31808689, 22701775, 0, 0, 0, 0, 9106914],
+    "all": [19, -8, -18, -10, -20, 11, 19, 7],
+}
+
+
+@pytest.mark.parametrize("change", UNSEEN)
+def test_what_is_never_seen(change):
+    """docs/receipts.md says so: the same change is unseen in every group, and half of it is seen."""
+    added, generator = torch.tensor(UNSEEN[change]), torch.Generator().manual_seed(0)
+    least = int(added.abs().max())
+    for dtype in (torch.uint8, torch.int16, torch.int32):
+        most = (1 << 8 * dtype.itemsize) - 1 - least
+        if most <= least:
+            continue
+        words = torch.randint(least, most, (40, 8), generator=generator)
+        before = fingerprint(words.to(dtype))
+        for group in range(40):
+            whole, half = words.clone(), words.clone()
+            whole[group] += added
+            half[group, :4] += added[:4]
+            assert fingerprint(whole.to(dtype)) == before != fingerprint(half.to(dtype))
+
+
+def test_fewer_words_are_seen():
+    """No change of 2 words of 4 bytes, of 3 of 2 bytes or of 4 of 1 byte keeps both sums: all are tried."""
+    assert len({key % 2**32 for key in LANE_KEYS}) == 8  # of two words it would be (x, -x)
+    for a, b, c in itertools.combinations(LANE_KEYS, 3):
+        least = max(abs(a - b), abs(b - c), abs(c - a)) // math.gcd(a - b, b - c)  # all others are multiples of it
+        assert least >= 1 << 16
+    values = torch.arange(-255, 256)
+    for a, b, c, d in itertools.combinations(LANE_KEYS, 4):
+        needed = -(values[:, None] * (a - d) + values * (b - d))
+        third = needed // (c - d)
+        found = (third * (c - d) == needed) & (third.abs() < 256)
+        assert found.sum() == 1 and found[255, 255]  # no change
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.int64], ids=str)
 def test_places_count(dtype):
     """Elements, rows and groups of 8 that trade places; sums of elements cannot tell these apart."""

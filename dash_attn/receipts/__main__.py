@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
+import io
 import json
 import sys
+import time
+from collections.abc import Iterator
 
 from . import elements, picture
 from .comparison import Comparison, Difference, compare
+from .pairs import Progress
+from .text import printable
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -51,7 +57,27 @@ def _where(first: Difference) -> list[str]:
     return lines
 
 
-def _text(found: Comparison) -> str:
+@contextlib.contextmanager
+def _progress(what: str) -> Iterator[Progress | None]:
+    """Says on a terminal how far it is, a few times a second."""
+    if not sys.stderr.isatty():
+        yield None
+        return
+    shown = time.monotonic()
+
+    def show(done: int, of: int) -> None:
+        nonlocal shown
+        if (now := time.monotonic()) - shown > 0.2:
+            shown = now
+            print(f"\r{what}: {done} of {of} steps", end="", file=sys.stderr, flush=True)
+
+    try:
+        yield show
+    finally:
+        print("\r\x1b[K", end="", file=sys.stderr, flush=True)
+
+
+def _text(found: Comparison) -> list[str]:
     span = f"{found.steps[0]}" if len(found.steps) == 1 else f"{found.steps[0]} to {found.steps[-1]}"
     lines = [f"compared {found.compared} records of {len(found.steps)} steps ({span})"]
     lines += [f"  not compared: {what}: {why}" for why, what in found.not_compared.items()]
@@ -59,7 +85,7 @@ def _text(found: Comparison) -> str:
     first = found.first
     if first is None:
         same = "the same: no record differs"
-        return "\n".join([*lines, "no record that was compared differs" if found.not_compared else same])
+        return [*lines, "no record that was compared differs" if found.not_compared else same]
     lines += [f"they part in step {first.step}", f"  first: {first.key}", f"  what differs: {first.what}"]
     lines += [f"  {line}" for line in _where(first)]
     if first.ranks:
@@ -71,23 +97,33 @@ def _text(found: Comparison) -> str:
     lines += ["  to replay it in run a and in run b:", *(f"    {command}" for command in first.replay)]
     lines.append("  a replay that differs from its own run points to hardware or to a race; if both repeat,")
     lines.append("  `python -m dash_attn.receipts elements` on the replays' folders names the elements")
-    return "\n".join(lines)
+    return lines
+
+
+def _print(lines: list[str]) -> None:
+    # Names come from the trainer, and a receipt may come from anybody.
+    print("\n".join(map(printable, lines)), flush=True)
 
 
 def main(argv: list[str] | None = None) -> int:
     arguments = _parser().parse_args(argv)
     try:
         if arguments.command == "elements":
-            differing, text = elements.compare(arguments.a, arguments.b)
-            print(text)
+            differing, lines = elements.compare(arguments.a, arguments.b)
+            _print(lines)
             return 1 if differing else 0
-        found = compare(arguments.a, arguments.b)
-        print(json.dumps(dataclasses.asdict(found), indent=2) if arguments.json else _text(found), flush=True)
+        with _progress("comparing") as progress:
+            found = compare(arguments.a, arguments.b, progress=progress)
+        if arguments.json:
+            print(json.dumps(dataclasses.asdict(found), indent=2), flush=True)
+        else:
+            _print(_text(found))
         if arguments.png is not None:
-            picture.draw(arguments.a, arguments.b, arguments.png)
-            print(f"wrote {arguments.png}", file=sys.stderr)
+            with _progress("drawing") as progress:
+                picture.draw(arguments.a, arguments.b, arguments.png, progress=progress)
+            print(f"wrote {printable(arguments.png)}", file=sys.stderr)
     except (ValueError, ImportError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
+        print(f"error: {printable(str(error))}", file=sys.stderr)
         return 2
     if found.first is not None:
         return 1
@@ -95,4 +131,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        # A name that the terminal has no characters for is no error.
+        sys.stdout.reconfigure(errors="backslashreplace")
     sys.exit(main())

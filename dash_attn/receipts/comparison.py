@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
+from collections.abc import Iterator
 
 from . import replays
-from .runs import Key, Run, Whole, merge_orders
+from .pairs import Compared, Progress, common_steps, compare_steps, what_differs
+from .runs import Key, Run, Whole
 from .words import words_per_element
 
-_CAUSES = {
-    "data": "data", "weights": "weights", "activation": "forward", "activation_gradient": "backward",
-    "local_gradient": "backward", "state": "optimizer", "updated_weights": "optimizer",
-}  # fmt: skip
 _NOT_FACTS = ("rank", "host", "folder", "command", "replay", "block", "format", "fingerprint")
 
 
@@ -24,7 +23,7 @@ class Difference:
         step: the number of the step.
         key: the tensor; `kind`, `name`, `time`, and its `rank` if it belongs to one.
         what: what differs, in words.
-        cause: data, weights, forward, backward, collective, optimizer, or two of them.
+        cause: data, weights, buffers, forward, backward, collective, optimizer, or some of them.
         reason: why this cause, in a sentence.
         after: the record before it, which agrees.
         blocks: numbers of the blocks that differ; None where they were not kept.
@@ -71,116 +70,55 @@ class Comparison:
     facts: dict[str, tuple[str | None, str | None]]
 
 
-def what_differs(one: Whole, other: Whole) -> str | None:
-    """What differs between a tensor in two runs, or between its copies in one; None where nothing does."""
-    if one.shape != other.shape:
-        return f"the shape: {list(one.shape)} and {list(other.shape)}"
-    if one.dtype != other.dtype:
-        return f"the dtype: {one.dtype} and {other.dtype}"
-    for name, whole in (("a", one), ("b", other)):
-        if whole.copies_differ:
-            groups = " and ".join(f"ranks {list(ranks)}" for ranks in whole.copies_differ)
-            return f"its copies in run {name}: {groups} have other bits"
-    return None if one.sum == other.sum else "the bits"
-
-
-def same_layout(a: dict[Key, Whole], b: dict[Key, Whole], world_sizes: tuple[int, int]) -> bool:
-    """Whether, as far as their records tell, ranks hold the same parts in both runs."""
-    if world_sizes[0] != world_sizes[1]:
-        return False
-    for key in a.keys() & b.keys():
-        if key.rank is None and a[key].shape == b[key].shape:
-            places = [{(part.rank, part.entry.shard) for part in run[key].parts} for run in (a, b)]
-            if places[0] != places[1]:
-                return False
-    return True
-
-
-def comparable(
-    a: dict[Key, Whole], b: dict[Key, Whole], world_sizes: tuple[int, int]
-) -> tuple[list[Key], dict[str, int]]:
-    """The tensors of a step that can be compared, in their order of execution, and why others cannot."""
-    left_out: dict[str, int] = {}
-    keys = []
-    alike = same_layout(a, b, world_sizes)
-    for key in merge_orders(list(a), list(b)):
-        why = None
-        if key.rank is not None and not alike:
-            why = "belongs to a rank alone, and the layouts differ (give it a Shard)"
-        elif key not in a or key not in b:
-            why = f"only in run {'a' if key in a else 'b'}"
-        else:
-            for name, whole in (("a", a[key]), ("b", b[key])):
-                if whole.problem is not None:
-                    why = f"run {name}: {whole.problem}"
-        if why is None:
-            keys.append(key)
-        else:
-            left_out[why] = left_out.get(why, 0) + 1
-    return keys, left_out
-
-
-def compare(a: str | os.PathLike[str], b: str | os.PathLike[str]) -> Comparison:
+def compare(
+    a: str | os.PathLike[str], b: str | os.PathLike[str], *, progress: Progress | None = None
+) -> Comparison:
     """Compares the receipts of two runs, which may be cut over other numbers of ranks.
 
     Args:
         a, b: folders that Recorders have written.
+        progress: called after each step with the number of steps that are done, and of all.
 
     Raises:
-        ValueError: a folder has no receipts, or not of all ranks; the runs have blocks of other sizes; they have no
-            step, or no tensor, that can be compared.
+        ValueError: a folder has no receipts, or not of all ranks; a file cannot be read; the runs have blocks of other
+            sizes; they have no step, or no tensor, that can be compared.
+        OSError: a file cannot be read.
     """
-    runs = Run(a), Run(b)
-    try:
-        return _compare(*runs)
-    finally:
-        for run in runs:
-            run.close()
+    with open_runs(a, b) as runs:
+        return _compare(*runs, progress)
 
 
-def open_runs(a: str | os.PathLike[str], b: str | os.PathLike[str]) -> tuple[Run, Run, list[int]]:
-    """Both runs and the steps that both have; the errors are those of `compare`."""
-    one, other = Run(a), Run(b)
-    _check(one, other)
-    return one, other, common_steps(one, other)
+@contextlib.contextmanager
+def open_runs(a: str | os.PathLike[str], b: str | os.PathLike[str]) -> Iterator[tuple[Run, Run]]:
+    """Both runs; the errors are those of `compare`."""
+    with contextlib.closing(Run(a)) as one, contextlib.closing(Run(b)) as other:
+        if one.block != other.block:
+            raise ValueError(f"both runs must have blocks of one size, got {one.block} and {other.block} words")
+        if not common_steps(one, other):
+            raise ValueError(
+                f"the runs must have a recorded step in common, got {one.steps[:5]}... and {other.steps[:5]}..."
+            )
+        yield one, other
 
 
-def _check(a: Run, b: Run) -> None:
-    if a.block != b.block:
-        raise ValueError(f"both runs must have blocks of one size, got {a.block} and {b.block} words")
-    if not common_steps(a, b):
-        raise ValueError(f"the runs must have a recorded step in common, got {a.steps[:5]}... and {b.steps[:5]}...")
-
-
-def common_steps(a: Run, b: Run) -> list[int]:
-    """Steps that all ranks of both runs have."""
-    return sorted(set(a.steps) & set(b.steps))
-
-
-def _compare(a: Run, b: Run) -> Comparison:
-    _check(a, b)
+def _compare(a: Run, b: Run, progress: Progress | None) -> Comparison:
     facts = {
         name.removeprefix("fact "): (a.meta.get(name), b.meta.get(name))
         for name in sorted(a.meta.keys() | b.meta.keys())
         if name not in _NOT_FACTS and a.meta.get(name) != b.meta.get(name)
     }
-    sizes = a.world_size, b.world_size
     not_compared = _steps_not_compared(a, b)
     counts: dict[str, int] = {}
     steps, compared, before = [], 0, None
-    for step in common_steps(a, b):
-        of_a, of_b = a.step(step), b.step(step)
-        keys, left_out = comparable(of_a, of_b, sizes)
-        for why, count in left_out.items():
+    for found in compare_steps(a, b, progress):
+        for why, count in found.left_out.items():
             counts[why] = counts.get(why, 0) + count
             not_compared[why] = f"{counts[why]} records"
-        steps.append(step)
-        compared += len(keys)
-        different = {key: what for key in keys if (what := what_differs(of_a[key], of_b[key])) is not None}
-        if different:
-            first = _difference((a, b), (of_a, of_b), step, keys, different, before)
-            return Comparison(steps, compared, first, not_compared, facts)
-        before = step
+        steps.append(found.step)
+        compared += len(found.keys)
+        if found.differing:
+            return Comparison(steps, compared, _difference((a, b), found, before), not_compared, facts)
+        before = found.step
     if not compared:
         raise ValueError(f"the runs must have a tensor in common that can be compared, got none: {not_compared}")
     return Comparison(steps, compared, None, not_compared, facts)
@@ -207,22 +145,18 @@ def _spans(steps: list[int]) -> str:
     return ", ".join(" to ".join(map(str, span)) for span in spans[:8]) + (", ..." if len(spans) > 8 else "")
 
 
-def _difference(
-    runs: tuple[Run, Run],
-    tensors: tuple[dict[Key, Whole], dict[Key, Whole]],
-    step: int,
-    keys: list[Key],
-    different: dict[Key, str],
-    before: int | None,
-) -> Difference:
-    key = next(key for key in keys if key in different)
+def _difference(runs: tuple[Run, Run], found: Compared, before: int | None) -> Difference:
+    step, keys = found.step, found.keys
+    key = next(key for key in keys if key in found.differing)
     place = keys.index(key)
+    tensors = runs[0].tensors(found.rows[0]), runs[1].tensors(found.rows[1])
     whole, block = tensors[0][key], runs[0].block
-    cause, reason = _cause(key, keys, different, tensors, runs, before)
+    what = what_differs(whole, tensors[1][key]) or "the bits"
+    cause, reason = _cause(key, keys, tensors, runs, before)
     counts: dict[str, tuple[int, int]] = {}
     for other in keys:
         differ, of = counts.get(other.kind, (0, 0))
-        counts[other.kind] = differ + (other in different), of + 1
+        counts[other.kind] = differ + (other in found.differing), of + 1
     per = words_per_element(_dtype(whole.dtype))
     words = per
     for length in whole.shape:
@@ -234,7 +168,7 @@ def _difference(
     commands = [replays.command(run.meta, want, str(run.path.resolve()) + f"_replay_{step}") for run in runs]
     ranks = _ranks_that_differ(runs, step, key, (whole, tensors[1][key]))
     return Difference(
-        step, key, different[key], cause, reason, keys[place - 1] if place else None, blocks, -(-words // block),
+        step, key, what, cause, reason, keys[place - 1] if place else None, blocks, -(-words // block),
         elements, whole.shape, ranks, counts, (commands[0], commands[1]),
     )  # fmt: skip
 
@@ -255,7 +189,7 @@ def _blocks_that_differ(runs: tuple[Run, Run], step: int, key: Key, a: Whole, b:
             if usual not in of_ranks or odd not in of_ranks:
                 return None
             return [n for n, value in of_ranks[odd].items() if of_ranks[usual].get(n) != value]
-    one, other = (run.blocks(step, key) for run in runs)
+    one, other = (run.blocks(step).get(key) for run in runs)
     if one is None or other is None:
         return None
     return sorted(n for n in one.keys() | other.keys() if one.get(n, 0) != other.get(n, 0))
@@ -280,28 +214,30 @@ def _ranks_that_differ(runs: tuple[Run, Run], step: int, key: Key, wholes: tuple
 def _cause(
     key: Key,
     keys: list[Key],
-    different: dict[Key, str],
     tensors: tuple[dict[Key, Whole], dict[Key, Whole]],
     runs: tuple[Run, Run],
     before: int | None,
 ) -> tuple[str, str]:
     kinds = {other.kind for other in keys}
-    if key.kind == "weights":
+    if key.kind in ("weights", "buffers"):
         if before is None:
-            return "weights", "the first step that both have recorded begins with other weights: another start"
-        return "weights", (
-            f"step {before} agrees to its end, and this one begins with other weights: they were changed outside of "
-            "the optimizer's step, or in memory"
+            return key.kind, f"the first step that both have recorded begins with other {key.kind}: another start"
+        by = "the optimizer's step" if key.kind == "weights" else "a step"
+        return key.kind, (
+            f"step {before} agrees to its end, and this one begins with other {key.kind}: they were changed outside of "
+            f"{by}, or in memory"
         )
     if key.kind == "gradient":
         return _cause_of_gradient(key, keys, tensors, runs)
-    if key.kind == "activation":
+    if key.kind in ("activation", "updated_buffers"):
         missing = [kind for kind in ("data", "weights") if kind not in kinds]
         if missing:
             return (
                 f"{' or '.join(missing)} or forward",
                 f"what came before agrees; {' and '.join(missing)} not compared",
             )
+        if key.kind == "updated_buffers":
+            return "forward", "all that is recorded before the end of the step agrees; or they were changed in memory"
         return "forward", "the data and the weights of this step agree"
     if key.kind in ("activation_gradient", "local_gradient"):
         if "activation" not in kinds:
@@ -311,7 +247,7 @@ def _cause(
         if "gradient" not in kinds:
             return "backward or optimizer", "no gradients were compared"
         return "optimizer", "the gradients agree, as the optimizer got them"
-    return _CAUSES[key.kind], "it is the first record of the step"
+    return "data", "it is the first record of the step"
 
 
 def _cause_of_gradient(

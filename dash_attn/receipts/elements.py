@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import os
 import pathlib
+import zipfile
 from typing import Any
 
 import torch
 
 _SHOWN = 10
-
+_FIELDS = {
+    "step", "kind", "name", "time", "block", "rank", "local", "shape", "dtype", "words_per_element", "indices", "words",
+}  # fmt: skip
 
 Place = tuple[int, int]
 """The rank to which the tensor belongs, -1 where ranks have parts or copies of it, and the number of a word."""
@@ -22,13 +25,27 @@ def _read(path: str | os.PathLike[str]) -> tuple[dict[str, Any], dict[Place, int
         raise ValueError(f"a folder that a replay has written (block_00000.pt, ...) is needed, got {path}")
     words: dict[Place, int] = {}
     copies: dict[Place, int] = {}
-    contents = [torch.load(file, weights_only=True) for file in files]
+    contents = [_content(file) for file in files]
     for content in contents:
         rank = content["rank"] if content["local"] else -1
         for index, word in zip(content["indices"].tolist(), content["words"].tolist()):
             if words.setdefault((rank, index), word) != word:
                 copies[rank, index] = word
     return contents[0], words, copies
+
+
+def _content(file: pathlib.Path) -> dict[str, Any]:
+    try:
+        # torch.load does not look at the checksums.
+        with zipfile.ZipFile(file) as archive:
+            if (damaged := archive.testzip()) is not None:
+                raise ValueError(f"{damaged} does not have its checksum")
+        content = torch.load(file, weights_only=True)
+        if missing := _FIELDS - content.keys():
+            raise ValueError(f"it lacks {', '.join(sorted(missing))}")
+        return content
+    except Exception as error:  # zipfile, pickle and torch raise many kinds
+        raise ValueError(f"{file} cannot be read as the block of a replay: {error}") from None
 
 
 def _value(word: int, dtype: torch.dtype) -> str:
@@ -40,14 +57,14 @@ def _value(word: int, dtype: torch.dtype) -> str:
     return f" ({torch.tensor([signed], dtype=integer).view(dtype).item()!r})"
 
 
-def compare(a: str | os.PathLike[str], b: str | os.PathLike[str]) -> tuple[int, str]:
-    """How many words of the block differ, and a text that lists them.
+def compare(a: str | os.PathLike[str], b: str | os.PathLike[str]) -> tuple[int, list[str]]:
+    """How many words of the block differ, and lines that list them.
 
     Args:
         a, b: folders that replays have written, of the same block.
 
     Raises:
-        ValueError: a folder holds no block, or they hold different ones.
+        ValueError: a folder holds no block, or they hold different ones; a file cannot be read.
     """
     (one, words_a, copies_a), (other, words_b, copies_b) = _read(a), _read(b)
     for field in ("step", "kind", "name", "time", "block", "shape", "dtype"):
@@ -65,7 +82,7 @@ def compare(a: str | os.PathLike[str], b: str | os.PathLike[str]) -> tuple[int, 
             lines.append(f"{len(copies)} words differ between the copies of ranks of {name}")
             lines += _listed(between_copies, one)
             total += len(copies)
-    return total, "\n".join(lines)
+    return total, lines
 
 
 def _listed(differing: dict[Place, tuple[int, int]], content: dict[str, Any]) -> list[str]:

@@ -4,20 +4,32 @@ from __future__ import annotations
 
 import os
 
-from .comparison import comparable, open_runs, what_differs
+from .comparison import open_runs
+from .pairs import Progress, common_steps, compare_steps
 from .runs import Key, Run, merge_orders
+from .text import printable
 
 _MAX_LABELS = 60
+_LABEL = 100
+# More would be fewer than one pixel each, which could hide a step.
+_MAX_COLUMNS = 800
 _BINS = 64
 _SAME, _DIFFERS, _ABSENT = 0.0, 1.0, float("nan")
 
 
-def draw(a: str | os.PathLike[str], b: str | os.PathLike[str], path: str | os.PathLike[str]) -> None:
+def draw(
+    a: str | os.PathLike[str],
+    b: str | os.PathLike[str],
+    path: str | os.PathLike[str],
+    *,
+    progress: Progress | None = None,
+) -> None:
     """Draws which tensors differ in which steps, and where in the tensors those of the first such step differ.
 
     Args:
         a, b: folders that Recorders have written.
         path: file to write; its suffix must be ``.png``.
+        progress: called after each step with the number of steps that are done, and of all.
 
     Raises:
         ValueError: ``path`` is no PNG, or the runs cannot be compared.
@@ -31,14 +43,11 @@ def draw(a: str | os.PathLike[str], b: str | os.PathLike[str], path: str | os.Pa
         from matplotlib.figure import Figure
     except ImportError as error:
         raise ImportError(f"drawing receipts needs matplotlib: pip install matplotlib ({error})") from error
-    one, other, steps = open_runs(a, b)
-    try:
-        order, differs, first = _scan(one, other, steps)
+    with open_runs(a, b) as (one, other):
+        steps = common_steps(one, other)
+        order, columns, first = _scan(one, other, steps, progress)
         blocks = _blocks(one, other, first, order)
-    finally:
-        one.close()
-        other.close()
-    table = [[differs[step].get(key, _ABSENT) for step in steps] for key in order]
+    table = [[column.get(key, _ABSENT) for column in columns] for key in order]
     figure = Figure(figsize=(14, min(40.0, 2.0 + 0.16 * len(order))), dpi=110, layout="constrained")
     FigureCanvasAgg(figure)
     left, right = figure.subplots(1, 2, sharey=True, width_ratios=(2, 1))
@@ -46,9 +55,9 @@ def draw(a: str | os.PathLike[str], b: str | os.PathLike[str], path: str | os.Pa
     left.imshow(table, aspect="auto", cmap=colours, vmin=0, vmax=1, interpolation="nearest")
     right.imshow(blocks, aspect="auto", cmap=colours, vmin=0, vmax=1, interpolation="nearest")
     shown = range(0, len(order), -(-len(order) // _MAX_LABELS))
-    left.set_yticks(list(shown), [str(order[place]) for place in shown], fontsize=6)
-    columns = range(0, len(steps), -(-len(steps) // 12))
-    left.set_xticks(list(columns), [str(steps[place]) for place in columns])
+    left.set_yticks(list(shown), [_label(order[place]) for place in shown], fontsize=6)
+    ticks = range(0, len(columns), -(-len(columns) // 12))
+    left.set_xticks(list(ticks), [str(steps[-(-place * len(steps) // len(columns))]) for place in ticks])
     left.set_xlabel("step")
     left.set_title("tensors in their order of execution: red differs, white was not compared", loc="left", fontsize=9)
     right.set_xticks([0, _BINS - 1], ["first", "last"])
@@ -58,28 +67,42 @@ def draw(a: str | os.PathLike[str], b: str | os.PathLike[str], path: str | os.Pa
     figure.savefig(path)
 
 
-def _scan(a: Run, b: Run, steps: list[int]) -> tuple[list[Key], dict[int, dict[Key, float]], int | None]:
-    """The tensors, which differ in each step, and the first step in which one does."""
+def _label(key: Key) -> str:
+    """A tensor's name as plain text, in which matplotlib finds no formula."""
+    text = printable(str(key))
+    if len(text) > _LABEL:
+        text = f"{text[: _LABEL // 2]}...{text[-_LABEL // 2 :]}"
+    return text.replace("$", r"\$")
+
+
+def _scan(
+    a: Run, b: Run, steps: list[int], progress: Progress | None
+) -> tuple[list[Key], list[dict[Key, float]], int | None]:
+    """The tensors, which of them differ in each column's steps, and the first step in which one does."""
     order: list[Key] = []
-    differs: dict[int, dict[Key, float]] = {}
-    first = None
-    for step in steps:
-        of_a, of_b = a.step(step), b.step(step)
-        keys, _ = comparable(of_a, of_b, (a.world_size, b.world_size))
-        order = merge_orders(order, keys)
-        differs[step] = {key: _DIFFERS if what_differs(of_a[key], of_b[key]) else _SAME for key in keys}
-        if first is None and _DIFFERS in differs[step].values():
-            first = step
+    count = min(len(steps), _MAX_COLUMNS)
+    columns: list[dict[Key, float]] = [{} for _ in range(count)]
+    first, known = None, None
+    for place, found in enumerate(compare_steps(a, b, progress)):
+        column = columns[place * count // len(steps)]
+        if found.keys is not known:
+            order, known = merge_orders(order, found.keys), found.keys
+        if len(column) < len(order):
+            column.update({key: _SAME for key in found.keys if key not in column})
+        column.update(dict.fromkeys(found.differing, _DIFFERS))
+        if first is None and found.differing:
+            first = found.step
     if not order:
         raise ValueError("the runs must have a tensor in common that can be compared, got none")
-    return order, differs, first
+    return order, columns, first
 
 
 def _blocks(a: Run, b: Run, step: int | None, order: list[Key]) -> list[list[float]]:
     """For each tensor, from its first block to its last, whether they differ in a step."""
     rows = []
+    of_a, of_b = ({}, {}) if step is None else (a.blocks(step), b.blocks(step))
     for key in order:
-        one, other = (None, None) if step is None else (a.blocks(step, key), b.blocks(step, key))
+        one, other = of_a.get(key), of_b.get(key)
         row = [_ABSENT] * _BINS
         if one and other:
             count = 1 + max(*one, *other)

@@ -23,11 +23,16 @@ from .watch import Watch, tensors_in
 
 DATA, WEIGHTS, ACTIVATION, ACTIVATION_GRADIENT = "data", "weights", "activation", "activation_gradient"
 LOCAL_GRADIENT, GRADIENT, STATE, UPDATED_WEIGHTS = "local_gradient", "gradient", "state", "updated_weights"
-KINDS = (DATA, WEIGHTS, ACTIVATION, ACTIVATION_GRADIENT, LOCAL_GRADIENT, GRADIENT, STATE, UPDATED_WEIGHTS)
-"""What can be recorded: `weights` before a step and `updated_weights` after it, `local_gradient` before the reduction
-over ranks and `gradient` as the optimizer gets it, `state` of the optimizer after its step."""
+BUFFERS, UPDATED_BUFFERS = "buffers", "updated_buffers"
+KINDS = (
+    DATA, WEIGHTS, BUFFERS, ACTIVATION, ACTIVATION_GRADIENT, LOCAL_GRADIENT, GRADIENT, STATE, UPDATED_WEIGHTS,
+    UPDATED_BUFFERS,
+)  # fmt: skip
+"""What can be recorded: `weights` and `buffers` before a step, `updated_weights` after the optimizer's and
+`updated_buffers` after the whole step, `local_gradient` before the reduction over ranks and `gradient` as the optimizer
+gets it, `state` of the optimizer after its step."""
 # A plain tensor of these kinds is another one on each rank, as far as nobody says what part of a whole it is.
-_LOCAL_KINDS = {DATA, ACTIVATION, ACTIVATION_GRADIENT, LOCAL_GRADIENT}
+_LOCAL_KINDS = {DATA, BUFFERS, ACTIVATION, ACTIVATION_GRADIENT, LOCAL_GRADIENT, UPDATED_BUFFERS}
 
 ShardOf = Callable[[str, torch.Tensor], "Shard | None"]
 
@@ -69,7 +74,7 @@ class Recorder:
 
     Args:
         path: the folder; DASH_ATTN_RECEIPTS_PATH in the environment stands in its place.
-        model: its parameters are recorded, and their gradients. Wrap and shard it before (DDP, FSDP2).
+        model: its parameters are recorded, their gradients, and its buffers. Wrap and shard it before (DDP, FSDP2).
         optimizer: its state is recorded, and gradients as it gets them.
         every: record the steps whose numbers it divides.
         blocks_every: keep the sums of blocks of the steps whose numbers it divides; of other steps there remain the
@@ -79,15 +84,17 @@ class Recorder:
         kinds: which of KINDS to record.
         taps: names of modules whose outputs are tapped, as in `model.named_modules()`; `*` stands for any one part
             between dots: "layers.*", "layers.*.attention".
-        shard_of: called with the name and the tensor of each parameter and of its gradient and state that is no
-            DTensor, says which part of a whole it is; None: all of it.
+        shard_of: called with the name and the tensor of each parameter, of its gradient and state, and of each buffer
+            that is no DTensor, says which part of a whole it is. None: all of it; a buffer belongs to its rank.
         replay: a shell command that runs step `{step}` again, from a checkpoint; None: the command of this process.
         facts: whatever else identifies the run, such as its seed and parallel layout. `compare` shows differences.
         resume: go on with receipts that are there.
 
     Raises:
         FileExistsError: there are receipts of this rank, and `resume` is False.
-        ValueError: an argument is not what is said here.
+        ValueError: an argument is not what is said here; the receipts there are damaged, or of another run, or another
+            recorder writes them.
+        OSError: SQLite cannot write into the folder.
     """
 
     def __init__(
@@ -186,6 +193,7 @@ class Recorder:
                 self.data(data, shard=shard)
             self._watch.before_step()
             yield
+            self._watch.after_step()
             complete = True
         finally:
             _active, self._step = before, None
@@ -271,7 +279,7 @@ class Recorder:
         self._entries += [entry for entry, _ in pending]
 
     def record_parameter(self, tensor: torch.Tensor, name: str, kind: str, parameter: str | None = None) -> None:
-        """Records a parameter or what has its shape; `parameter` is the name that `shard_of` is asked with."""
+        """Records a parameter, what has its shape, or a buffer; `shard_of` is asked with the name `parameter`."""
         shard = None
         if self._shard_of is not None and type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.dim():
             shard = self._shard_of(parameter or name, tensor)

@@ -70,7 +70,9 @@ def command(meta: Mapping[str, str], want: Wanted, path: str) -> str:
     run = meta["command"]
     if template := meta.get("replay"):
         run = template.replace("{step}", str(want.step))
-    return f"cd {shlex.quote(meta['folder'])} && {PATH}={shlex.quote(path)} {DUMP}={shlex.quote(text)} {run}"
+    # Exported for all of `a && b`, and in a subshell, so that what is run there later is no replay.
+    exports = f"export {PATH}={shlex.quote(path)} {DUMP}={shlex.quote(text)}"
+    return f"(cd {shlex.quote(meta['folder'])} || exit; {exports}; {run})"
 
 
 def dump(

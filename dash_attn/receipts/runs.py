@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
 import pathlib
 from collections.abc import Sequence
 
+from .receipt import Receipt, Row
 from .shards import Shard, why_not_whole
-from .store import Entry, Receipt
+from .store import Entry, rank_file, unpack
 
 _MODULUS = 1 << 64
 
@@ -57,7 +59,8 @@ class Run:
         path: the folder that a Recorder has written.
 
     Raises:
-        ValueError: there are no receipts, or not of every rank, or not of one run.
+        ValueError: there are no receipts, or not of every rank once, or not of one run; a file cannot be read.
+        OSError: a file cannot be read.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
@@ -65,16 +68,24 @@ class Run:
         files = sorted(self.path.glob("rank_*.sqlite"))
         if not files:
             raise ValueError(f"a folder with receipts (rank_00000.sqlite, ...) is needed, got {self.path}")
-        self.receipts = [Receipt(file) for file in files]
+        with contextlib.ExitStack() as opened:
+            self.receipts = [opened.enter_context(contextlib.closing(Receipt(file))) for file in files]
+            self._check()
+            self._opened = opened.pop_all()
+        first = self.receipts[0]
+        self.world_size, self.block, self.meta = first.world_size, first.block, first.meta
+        self._complete: dict[tuple[Shard, ...], str | None] = {}
+
+    def _check(self) -> None:
         first = self.receipts[0]
         for receipt in self.receipts:
             if (receipt.world_size, receipt.block) != (first.world_size, first.block):
                 raise ValueError(f"{receipt.path} and {first.path} are not of one run: other world sizes or blocks")
+            if receipt.path != rank_file(self.path, receipt.rank) or receipt.rank >= first.world_size:
+                raise ValueError(f"{receipt.path} is the receipt of rank {receipt.rank} of {first.world_size}")
         missing = sorted(set(range(first.world_size)) - {receipt.rank for receipt in self.receipts})
         if missing:
             raise ValueError(f"{self.path} has no receipts of ranks {missing} of {first.world_size}")
-        self.world_size, self.block, self.meta = first.world_size, first.block, first.meta
-        self._complete: dict[tuple[Shard, ...], str | None] = {}
 
     @property
     def steps(self) -> list[int]:
@@ -90,18 +101,25 @@ class Run:
         found = set().union(*(receipt.steps for receipt in self.receipts)) - set(self.steps)
         return sorted(found.union(*(receipt.unfinished for receipt in self.receipts)))
 
-    def step(self, step: int) -> dict[Key, Whole]:
+    def rows(self, step: int) -> list[Row]:
+        """What each rank has recorded of a step, unread."""
+        return [receipt.row(step) for receipt in self.receipts]
+
+    def keys(self, rows: Sequence[Row]) -> list[list[Key]]:
+        """The tensors of each rank's row."""
+        return [
+            [key_of(entry, receipt.rank) for entry in receipt.entries(sequence)]
+            for receipt, (sequence, _) in zip(self.receipts, rows)
+        ]
+
+    def tensors(self, rows: Sequence[Row]) -> dict[Key, Whole]:
         """The tensors of a step in their order of execution; those of other ranks stand behind what came before them
         there."""
         order: list[Key] = []
         parts: dict[Key, list[Part]] = {}
-        for receipt in self.receipts:
-            recorded = receipt.step(step)
-            if recorded is None:
-                continue
-            keys = [_key(entry, receipt.rank) for entry in recorded.entries]
+        for receipt, keys, (sequence, sums) in zip(self.receipts, self.keys(rows), rows):
             order = merge_orders(order, keys)
-            for key, entry, number in zip(keys, recorded.entries, recorded.sums):
+            for key, entry, number in zip(keys, receipt.entries(sequence), unpack("q", sums)):
                 parts.setdefault(key, []).append(Part(receipt.rank, entry, number % _MODULUS))
         return {key: self._whole(parts[key]) for key in order}
 
@@ -134,38 +152,40 @@ class Run:
             total += copies[0].sum
         return Whole(shape, dtype, tuple(parts), total % _MODULUS, None, tuple(differ))
 
-    def blocks(self, step: int, key: Key) -> dict[int, int] | None:
-        """The sums of a tensor's blocks by number, modulo 2^64; None where they were not kept by every rank."""
-        total: dict[int, int] = {}
-        seen: set[Shard] = set()
+    def blocks(self, step: int) -> dict[Key, dict[int, int]]:
+        """The sums of the blocks of each tensor by number, modulo 2^64; empty where not every rank has kept them."""
+        total: dict[Key, dict[int, int]] = {}
+        seen: set[tuple[Key, Shard]] = set()
         for receipt in self.receipts:
             kept = receipt.blocks(step)
             if kept is None:
-                return None
+                return {}
             for entry, sums in kept.items():
-                if _key(entry, receipt.rank) != key or entry.shard in seen:
+                key = key_of(entry, receipt.rank)
+                if (key, entry.shard) in seen:
                     continue
-                seen.add(entry.shard)
+                seen.add((key, entry.shard))
+                of_key = total.setdefault(key, {})
                 for number, value in enumerate(sums, entry.first_block):
-                    total[number] = (total.get(number, 0) + value) % _MODULUS
-        return total or None
+                    of_key[number] = (of_key.get(number, 0) + value) % _MODULUS
+        return total
 
     def blocks_of_ranks(self, step: int, key: Key) -> dict[int, dict[int, int]]:
         """The sums of the blocks of what each rank has of a tensor, where they were kept."""
         found: dict[int, dict[int, int]] = {}
         for receipt in self.receipts:
             for entry, sums in (receipt.blocks(step) or {}).items():
-                if _key(entry, receipt.rank) == key:
+                if key_of(entry, receipt.rank) == key:
                     found[receipt.rank] = {n: value % _MODULUS for n, value in enumerate(sums, entry.first_block)}
         return found
 
     def close(self) -> None:
         """Closes the files."""
-        for receipt in self.receipts:
-            receipt.close()
+        self._opened.close()
 
 
-def _key(entry: Entry, rank: int) -> Key:
+def key_of(entry: Entry, rank: int) -> Key:
+    """The tensor that an entry of a rank is a part or a copy of."""
     return Key(entry.kind, entry.name, entry.time, rank if entry.local else None)
 
 

@@ -1,4 +1,4 @@
-"""A receipt as a file: SQLite, one a rank, written as the run goes.
+"""A receipt as a file: SQLite, one a rank, written as the run goes. receipt.py reads it.
 
     meta(key, value)              what the run is: rank, world size, block, versions, the command
     tensor(id, ...)               what is recorded: name, kind, which time in a step, whole shape, dtype, part, scope
@@ -6,7 +6,12 @@
     step(step, ...)               the sum of each tensor of its sequence, int64
     blocks(step, sums)            the sums of all their blocks, one tensor after the other; kept for some steps only
 
-Numbers in BLOBs are little-endian. Fingerprints are in the file as int64, of which the unsigned number is meant.
+Numbers in BLOBs are little-endian. Fingerprints are in the file as int64, of which the unsigned number is meant. The
+last column of every table is a checksum of the row (`row_crc`), so that a reader can tell damage from a difference.
+
+While a run goes on, the file has a write-ahead log beside it (`-wal` and `-shm`): a reader never blocks the writer, and
+a process that is killed leaves whole steps. `Writer.close` folds the log into the file. An empty file `.lock`, on which
+the writer holds a lock of SQLite's, keeps a second writer out.
 """
 
 from __future__ import annotations
@@ -19,22 +24,21 @@ import pathlib
 import sqlite3
 import sys
 import time
+import zlib
 from collections.abc import Iterable, Sequence
 
 from .fingerprints import FINGERPRINT
 from .shards import Shard
 
-FORMAT = "1"
-_SCHEMA = """
-CREATE TABLE meta(key TEXT PRIMARY KEY, value TEXT);
-CREATE TABLE tensor(
-    id INTEGER PRIMARY KEY, name TEXT, kind TEXT, time INTEGER, shape TEXT, dtype TEXT, ranges TEXT, local INTEGER,
-    first_block INTEGER, blocks INTEGER
-);
-CREATE TABLE sequence(id INTEGER PRIMARY KEY, tensors BLOB UNIQUE);
-CREATE TABLE step(step INTEGER PRIMARY KEY, finished REAL, complete INTEGER, sequence INTEGER, sums BLOB);
-CREATE TABLE blocks(step INTEGER PRIMARY KEY, sums BLOB);
-"""
+FORMAT = "2"
+TABLES = {
+    "meta": "key TEXT PRIMARY KEY, value TEXT",
+    "tensor": "id INTEGER PRIMARY KEY, name TEXT, kind TEXT, time INTEGER, shape TEXT, dtype TEXT, ranges TEXT, "
+    "local INTEGER, first_block INTEGER, blocks INTEGER",
+    "sequence": "id INTEGER PRIMARY KEY, tensors BLOB UNIQUE",
+    "step": "step INTEGER PRIMARY KEY, finished REAL, complete INTEGER, sequence INTEGER, sums BLOB",
+    "blocks": "step INTEGER PRIMARY KEY, sums BLOB",
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,14 +58,6 @@ class Entry:
     local: bool
     first_block: int
     blocks: int
-
-
-@dataclasses.dataclass(frozen=True)
-class Step:
-    """What a rank has recorded of a step: entries in their order of execution, and an int64 sum for each."""
-
-    entries: tuple[Entry, ...]
-    sums: Sequence[int]
 
 
 def rank_file(folder: pathlib.Path, rank: int) -> pathlib.Path:
@@ -87,6 +83,32 @@ def unpack(code: str, blob: bytes) -> array.array[int]:
     return _little_endian(numbers)
 
 
+def row_crc(table: str, row: Iterable[object]) -> int:
+    """The checksum of a row of a table, whose values are as SQLite returns them."""
+    crc = zlib.crc32(table.encode())
+    for value in row:
+        content = value if isinstance(value, bytes) else repr(value).encode()
+        crc = zlib.crc32(content, zlib.crc32(b"%d " % len(content), crc))
+    return crc
+
+
+def checked(table: str, row: tuple) -> tuple:
+    """A row without its checksum.
+
+    Raises:
+        ValueError: the checksum is that of another row.
+    """
+    *values, crc = row
+    if crc != row_crc(table, values):
+        raise ValueError(f"a row of its table {table} does not have its checksum")
+    return tuple(values)
+
+
+def is_locked(error: sqlite3.Error) -> bool:
+    """Whether the error says that another connection has a lock (Python 3.10 has no error codes)."""
+    return "locked" in str(error)
+
+
 class Writer:
     """Appends the steps of one rank. It is used by one thread at a time.
 
@@ -97,37 +119,59 @@ class Writer:
 
     Raises:
         FileExistsError: the file exists, and `resume` is False.
-        ValueError: the file is of another format, fingerprint, block or world size.
+        ValueError: the file is of another format, fingerprint, block, rank or world size, it is damaged, or another
+            writer has it open.
+        OSError: SQLite cannot write there.
     """
 
     def __init__(self, path: pathlib.Path, meta: dict[str, str], *, resume: bool = False) -> None:
-        exists = path.exists()
-        if exists and not resume:
-            raise FileExistsError(
-                f"path must be a folder without receipts of rank {meta['rank']}, got {path.parent}; "
-                "resume=True goes on with them"
-            )
         path.parent.mkdir(parents=True, exist_ok=True)
-        # The recorder's thread writes, and another one closes.
-        self._database = sqlite3.connect(path, check_same_thread=False, isolation_level=None)
+        with contextlib.ExitStack() as opened:
+            opened.enter_context(contextlib.closing(_lock(path)))
+            exists = path.exists()
+            if exists and not resume:
+                raise FileExistsError(
+                    f"path must be a folder without receipts of rank {meta['rank']}, got {path.parent}; "
+                    "resume=True goes on with them"
+                )
+            try:
+                # The recorder's thread writes, and another one closes.
+                self._database = sqlite3.connect(path, check_same_thread=False, isolation_level=None)
+                opened.enter_context(contextlib.closing(self._database))
+                self._begin(path, {"format": FORMAT, "fingerprint": FINGERPRINT, **meta})
+            except sqlite3.OperationalError as error:
+                raise OSError(f"path must be a folder in which SQLite can write, got {path.parent}: {error}") from None
+            except sqlite3.DatabaseError as error:
+                raise ValueError(f"path must hold receipts to go on with, got {path}, which is none: {error}") from None
+            self._opened = opened.pop_all()
+        self._seen = not exists
+
+    def _begin(self, path: pathlib.Path, meta: dict[str, str]) -> None:
+        (mode,) = self._database.execute("PRAGMA journal_mode = WAL").fetchone()
+        if mode != "wal":
+            raise OSError(f"path must be on a file system that can share memory, got {path.parent}: SQLite needs it")
         # A process that dies loses nothing that was committed; a machine that loses power may.
         self._database.execute("PRAGMA synchronous = OFF")
-        meta = {"format": FORMAT, "fingerprint": FINGERPRINT, **meta}
-        if exists:
-            self._check_same_run(path, meta)
-        else:
-            with self._transaction():
-                for statement in filter(str.strip, _SCHEMA.split(";")):
-                    self._database.execute(statement)
         with self._transaction():
-            self._database.executemany("INSERT OR REPLACE INTO meta VALUES (?, ?)", meta.items())
-        self._ids = {entry: number for number, entry in _entries(self._database).items()}
-        self._sequences = {bytes(blob): i for i, blob in self._database.execute("SELECT id, tensors FROM sequence")}
-        self._seen = not exists
+            # A process that was killed at once has left a file without tables.
+            if self._database.execute("SELECT count(*) FROM sqlite_master").fetchone() != (0,):
+                self._check_same_run(path, meta)
+            else:
+                for table, columns in TABLES.items():
+                    self._database.execute(f"CREATE TABLE {table}({columns}, crc INTEGER)")
+            for row in meta.items():
+                self._insert("meta", row)
+        try:
+            self._ids = {entry: number for number, entry in read_entries(self._database).items()}
+            sequences = [checked("sequence", row) for row in self._database.execute("SELECT * FROM sequence")]
+        except ValueError as error:
+            raise ValueError(f"path must hold receipts to go on with, got {path}, which is damaged: {error}") from None
+        self._sequences = {blob: number for number, blob in sequences}
 
     @contextlib.contextmanager
     def _transaction(self):
-        self._database.execute("BEGIN")
+        # At once for writing, so that it waits for a lock here and not in the middle.
+        self._database.execute("BEGIN IMMEDIATE")
         try:
             yield
         except BaseException:
@@ -135,11 +179,14 @@ class Writer:
             raise
         self._database.execute("COMMIT")
 
+    def _insert(self, table: str, row: Sequence[object]) -> None:
+        marks = ", ".join("?" * (len(row) + 1))
+        self._database.execute(f"INSERT OR REPLACE INTO {table} VALUES ({marks})", (*row, row_crc(table, row)))
+
     def _check_same_run(self, path: pathlib.Path, meta: dict[str, str]) -> None:
         old = dict(self._database.execute("SELECT key, value FROM meta"))
-        for key in ("format", "fingerprint", "block", "world_size"):
+        for key in ("format", "fingerprint", "block", "rank", "world_size"):
             if old.get(key) != meta[key]:
-                self._database.close()
                 raise ValueError(
                     f"path must hold receipts of {key} {meta[key]} to go on with, got {path} of {old.get(key)}"
                 )
@@ -147,11 +194,11 @@ class Writer:
     def _id(self, entry: Entry) -> int:
         if entry not in self._ids:
             number = self._ids[entry] = len(self._ids)
-            shard = entry.shard
-            self._database.execute(
-                "INSERT INTO tensor VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
-                (number, entry.name, entry.kind, entry.time, json.dumps(shard.shape), entry.dtype,
-                 json.dumps(shard.ranges), entry.local, entry.first_block, entry.blocks),
+            shape, ranges = json.dumps(entry.shard.shape), json.dumps(entry.shard.ranges)
+            self._insert(
+                "tensor",
+                (number, entry.name, entry.kind, entry.time, shape, entry.dtype, ranges, int(entry.local),
+                 entry.first_block, entry.blocks),
             )  # fmt: skip
         return self._ids[entry]
 
@@ -175,78 +222,47 @@ class Writer:
             order = pack("i", [self._id(entry) for entry in entries])
             if order not in self._sequences:
                 self._sequences[order] = len(self._sequences)
-                self._database.execute("INSERT INTO sequence VALUES (?, ?)", (self._sequences[order], order))
-            row = (step, time.time(), complete, self._sequences[order], pack("q", sums))
-            self._database.execute("INSERT OR REPLACE INTO step VALUES (?, ?, ?, ?, ?)", row)
-            self._database.execute("INSERT OR REPLACE INTO blocks VALUES (?, ?)", (step, blocks))
+                self._insert("sequence", (self._sequences[order], order))
+            self._insert("step", (step, time.time(), int(complete), self._sequences[order], pack("q", sums)))
+            self._insert("blocks", (step, blocks))
             self._database.execute("DELETE FROM blocks WHERE step = ?", (forget,))
 
     def close(self) -> None:
-        self._database.close()
+        with self._opened:
+            try:
+                # From here on the receipt is one file, which can be copied, and read where nothing can be written.
+                self._database.execute("PRAGMA busy_timeout = 0")
+                self._database.execute("PRAGMA journal_mode = DELETE")
+            except sqlite3.OperationalError as error:
+                # A reader has it open, and may go on reading: the log stays, and is read with the file.
+                if not is_locked(error):
+                    raise
 
 
-def _entries(database: sqlite3.Connection) -> dict[int, Entry]:
-    found = {}
-    for number, name, kind, count, shape, dtype, ranges, local, first, blocks in database.execute(
-        "SELECT id, name, kind, time, shape, dtype, ranges, local, first_block, blocks FROM tensor"
-    ):
-        shard = Shard(tuple(json.loads(shape)), tuple(tuple(map(tuple, of_dim)) for of_dim in json.loads(ranges)))
-        found[number] = Entry(name, kind, count, dtype, shard, bool(local), first, blocks)
-    return found
+def _lock(path: pathlib.Path) -> sqlite3.Connection:
+    """A lock that ends with this process, whatever ends it, and that processes it forks do not inherit."""
+    try:
+        lock = sqlite3.connect(path.with_suffix(".lock"), timeout=0, check_same_thread=False, isolation_level=None)
+        lock.execute("BEGIN EXCLUSIVE")
+    except sqlite3.OperationalError as error:
+        if is_locked(error):
+            raise ValueError(
+                f"path must be a folder whose receipts nobody else writes, got {path.parent}: another recorder has "
+                f"{path.name} open"
+            ) from None
+        raise OSError(f"path must be a folder in which SQLite can write, got {path.parent}: {error}") from None
+    return lock
 
 
-class Receipt:
-    """The receipt of one rank, to read.
+def read_entries(database: sqlite3.Connection) -> dict[int, Entry]:
+    """The tensors of a receipt by their ids.
 
     Raises:
-        ValueError: the file is no receipt that this version can read.
+        ValueError: a row is damaged.
     """
-
-    def __init__(self, path: pathlib.Path) -> None:
-        self.path = path
-        # Only to read, and beside a process that may be writing.
-        self._database = sqlite3.connect(f"{path.resolve().as_uri()}?mode=ro", uri=True, timeout=30)
-        try:
-            self.meta: dict[str, str] = dict(self._database.execute("SELECT key, value FROM meta"))
-            self.steps = [row[0] for row in self._database.execute("SELECT step FROM step ORDER BY step")]
-            self.unfinished = {row[0] for row in self._database.execute("SELECT step FROM step WHERE NOT complete")}
-        except sqlite3.DatabaseError as error:
-            raise ValueError(f"{path} is no receipt: {error}") from None
-        for key, wanted in (("format", FORMAT), ("fingerprint", FINGERPRINT)):
-            if self.meta.get(key) != wanted:
-                raise ValueError(f"{path} has {key} {self.meta.get(key)}, this version of dash_attn reads {wanted}")
-        self.rank = int(self.meta["rank"])
-        self.world_size = int(self.meta["world_size"])
-        self.block = int(self.meta["block"])
-        self._entries: dict[int, Entry] = {}
-        self._sequences: dict[int, tuple[Entry, ...]] = {}
-
-    def _sequence(self, number: int) -> tuple[Entry, ...]:
-        if number not in self._sequences:
-            (blob,) = self._database.execute("SELECT tensors FROM sequence WHERE id = ?", (number,)).fetchone()
-            ids = unpack("i", blob)
-            if any(i not in self._entries for i in ids):
-                self._entries = _entries(self._database)
-            self._sequences[number] = tuple(self._entries[i] for i in ids)
-        return self._sequences[number]
-
-    def step(self, step: int) -> Step | None:
-        """What was recorded of a step; None where nothing was."""
-        row = self._database.execute("SELECT sequence, sums FROM step WHERE step = ?", (step,)).fetchone()
-        return None if row is None else Step(self._sequence(row[0]), unpack("q", row[1]))
-
-    def blocks(self, step: int) -> dict[Entry, Sequence[int]] | None:
-        """The sums of the blocks of each tensor of a step; None where they were not kept."""
-        row = self._database.execute("SELECT sums FROM blocks WHERE step = ?", (step,)).fetchone()
-        recorded = self.step(step)
-        if row is None or recorded is None:
-            return None
-        sums, at = unpack("q", row[0]), 0
-        found: dict[Entry, Sequence[int]] = {}
-        for entry in recorded.entries:
-            found[entry] = sums[at : at + entry.blocks]
-            at += entry.blocks
-        return found
-
-    def close(self) -> None:
-        self._database.close()
+    found = {}
+    for row in database.execute("SELECT * FROM tensor"):
+        number, name, kind, time, shape, dtype, ranges, local, first, blocks = checked("tensor", row)
+        shard = Shard(tuple(json.loads(shape)), tuple(tuple(map(tuple, of_dim)) for of_dim in json.loads(ranges)))
+        found[number] = Entry(name, kind, time, dtype, shard, bool(local), first, blocks)
+    return found

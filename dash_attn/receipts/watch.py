@@ -1,4 +1,4 @@
-"""The hooks by which a recorder sees a model's parameters, modules and gradients and an optimizer's state."""
+"""The hooks by which a recorder sees a model's parameters, buffers, modules and gradients and an optimizer's state."""
 
 from __future__ import annotations
 
@@ -149,6 +149,16 @@ class Watch:
         with self._recorder.together():
             for name, parameter in self._parameters():
                 self._recorder.record_parameter(parameter, name, "weights")
+            self._record_buffers("buffers")
+
+    def after_step(self) -> None:
+        with self._recorder.together():
+            self._record_buffers("updated_buffers")
+
+    def _record_buffers(self, kind: str) -> None:
+        if self._model is not None:
+            for name, buffer in self._model.named_buffers():
+                self._recorder.record_parameter(buffer, _clean(name), kind)
 
     def _before_optimizer(self, *_: Any) -> None:
         if not self._recorder.is_recording:

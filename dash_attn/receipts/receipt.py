@@ -1,0 +1,162 @@
+"""A receipt, to read: beside the process that writes it, after that was killed, and where nothing can be written."""
+
+from __future__ import annotations
+
+import contextlib
+import pathlib
+import shutil
+import sqlite3
+import tempfile
+from collections.abc import Iterator, Sequence
+
+import torch
+
+from .fingerprints import FINGERPRINT, block_span
+from .store import FORMAT, Entry, checked, is_locked, read_entries, unpack
+
+_WAIT = 30.0
+"""Seconds to wait for a lock."""
+_MODULUS = 1 << 64
+_WRONG_CONTENT = ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError
+
+Row = tuple[int, bytes]
+"""The number of a step's sequence of tensors, and their sums, int64."""
+NO_ROW: Row = (-1, b"")
+
+
+class _UnreadableError(ValueError):
+    """It already names the file."""
+
+
+class Receipt:
+    """The receipt of one rank, to read. Nothing is ever written beside it.
+
+    Every method raises what the constructor does.
+
+    Raises:
+        ValueError: the file is no receipt that this version can read, it is damaged, or it is locked.
+        OSError: the file cannot be read.
+    """
+
+    def __init__(self, path: pathlib.Path) -> None:
+        self.path = path
+        self._entries: dict[int, Entry] = {}
+        self._sequences: dict[int, tuple[Entry, ...]] = {-1: ()}
+        self._kept: tuple[int, dict[Entry, Sequence[int]] | None] | None = None
+        with contextlib.ExitStack() as opened:
+            with self._reading():
+                try:
+                    self._open(path, opened, "ro")
+                except sqlite3.OperationalError as error:
+                    if is_locked(error):
+                        raise
+                    # A killed process has left a journal or a log which SQLite must first write somewhere.
+                    folder = pathlib.Path(opened.enter_context(tempfile.TemporaryDirectory()))
+                    for name in (path.name, f"{path.name}-journal", f"{path.name}-wal"):
+                        if name == path.name or path.with_name(name).exists():
+                            shutil.copyfile(path.with_name(name), folder / name)  # not its permissions
+                    self._open(folder / path.name, opened, "rw")
+                self._read()
+            self._opened = opened.pop_all()
+
+    def _open(self, path: pathlib.Path, opened: contextlib.ExitStack, mode: str) -> None:
+        uri = f"{path.resolve().as_uri()}?mode={mode}"
+        self._database = opened.enter_context(contextlib.closing(sqlite3.connect(uri, uri=True, timeout=_WAIT)))
+        # Rows have checksums; this finds rows that are missing.
+        (found,) = self._database.execute("PRAGMA quick_check(1)").fetchone()
+        if found != "ok":
+            raise ValueError(found)
+
+    @contextlib.contextmanager
+    def _reading(self) -> Iterator[None]:
+        """Around all that reads the file: whatever is wrong with it becomes one error that names it."""
+        try:
+            yield
+        except _UnreadableError:
+            raise
+        except (sqlite3.Error, *_WRONG_CONTENT) as error:
+            reason = str(error) or type(error).__name__
+            if isinstance(error, sqlite3.Error) and is_locked(error):
+                reason = f"another process keeps it locked, for {_WAIT:g} seconds and more"
+            raise _UnreadableError(f"{self.path} cannot be read as a receipt: {reason}") from None
+
+    def _read(self) -> None:
+        rows = list(self._database.execute("SELECT * FROM meta"))
+        found = {row[0]: row[1] for row in rows}
+        for key, wanted in (("format", FORMAT), ("fingerprint", FINGERPRINT)):
+            if found.get(key) != wanted:
+                raise ValueError(f"it has {key} {found.get(key)}, this version of dash_attn reads {wanted}")
+        self.meta: dict[str, str] = dict(checked("meta", row) for row in rows)
+        if missing := {"folder", "command"} - self.meta.keys():
+            raise ValueError(f"it does not say its {' and its '.join(sorted(missing))}")
+        self.rank = int(self.meta["rank"])
+        self.world_size = int(self.meta["world_size"])
+        self.block = int(self.meta["block"])
+        self.steps: list[int] = []
+        self.unfinished: set[int] = set()
+        for row in self._database.execute("SELECT * FROM step ORDER BY step"):
+            step, _, complete, _, _ = checked("step", row)
+            self.steps.append(step)
+            if not complete:
+                self.unfinished.add(step)
+
+    def row(self, step: int) -> Row:
+        """What was recorded of a step; NO_ROW where nothing was."""
+        with self._reading():
+            found = self._database.execute("SELECT * FROM step WHERE step = ?", (step,)).fetchone()
+            if found is None:
+                return NO_ROW
+            *_, sequence, sums = checked("step", found)
+            if len(sums) != 8 * len(self.entries(sequence)):
+                raise ValueError(f"step {step} does not have one sum a tensor")
+            return sequence, sums
+
+    def entries(self, sequence: int) -> tuple[Entry, ...]:
+        """The tensors of a sequence, in their order of execution."""
+        if sequence not in self._sequences:
+            with self._reading():
+                found = self._database.execute("SELECT * FROM sequence WHERE id = ?", (sequence,)).fetchone()
+                if found is None:
+                    raise ValueError(f"it has no sequence {sequence}")
+                ids = unpack("i", checked("sequence", found)[1])
+                if any(i not in self._entries for i in ids):
+                    self._entries = read_entries(self._database)
+                    for entry in self._entries.values():
+                        self._check(entry)
+                self._sequences[sequence] = tuple(self._entries[i] for i in ids)
+        return self._sequences[sequence]
+
+    def _check(self, entry: Entry) -> None:
+        dtype = getattr(torch, entry.dtype)
+        if not isinstance(dtype, torch.dtype) or not isinstance(entry.name, str) or not isinstance(entry.kind, str):
+            raise ValueError(f"it has a tensor that is none: {entry}")
+        if block_span(entry.shard, dtype, self.block) != (entry.first_block, entry.blocks):
+            raise ValueError(f"{entry.kind} {entry.name} has other blocks than its shape")
+
+    def blocks(self, step: int) -> dict[Entry, Sequence[int]] | None:
+        """The sums of the blocks of each tensor of a step; None where they were not kept."""
+        if self._kept is None or self._kept[0] != step:
+            with self._reading():
+                self._kept = step, self._blocks(step)
+        return self._kept[1]
+
+    def _blocks(self, step: int) -> dict[Entry, Sequence[int]] | None:
+        # In one statement: a process that writes may replace a step between two.
+        both = self._database.execute("SELECT * FROM step JOIN blocks USING (step) WHERE step = ?", (step,)).fetchone()
+        if both is None:
+            return None
+        *_, sequence, of_tensors = checked("step", both[:6])
+        _, of_blocks = checked("blocks", (step, *both[6:]))
+        sums, at = unpack("q", of_blocks), 0
+        found: dict[Entry, Sequence[int]] = {}
+        for entry, whole in zip(self.entries(sequence), unpack("q", of_tensors), strict=True):
+            found[entry] = sums[at : at + entry.blocks]
+            at += entry.blocks
+            if (sum(found[entry]) - whole) % _MODULUS:
+                raise ValueError(f"the blocks of {entry.kind} {entry.name} in step {step} do not add up to its sum")
+        if at != len(sums):
+            raise ValueError(f"step {step} has {len(sums)} sums of blocks, its tensors have {at}")
+        return found
+
+    def close(self) -> None:
+        self._opened.close()
