@@ -1,7 +1,7 @@
 """The names flash_attn, flash_attn_2_cuda, flash_attn_interface and flash_attn_3, as dash_attn, for one process.
 
 `activate` puts a finder on sys.meta_path that knows the modules and, for importlib.metadata, distributions flash-attn
-and flash-attn-3 with versions such as 2.8.3+dash.0.1.0. Nothing is written to disk. Every module has the attribute
+and flash-attn-3 with versions such as 2.8.0+dash.0.1.0. Nothing is written to disk. Every module has the attribute
 `__dash_attn__`, dash_attn's version, and a line on stderr says once per process that dash_attn stands in.
 
 This file is run at Python's start where DASH_ATTN_AS_FLASH_ATTN is set, before any package is imported, so it needs
@@ -29,8 +29,9 @@ __all__ = ["ENVIRONMENT", "activate", "active", "from_environment", "start_file"
 ENVIRONMENT = "DASH_ATTN_AS_FLASH_ATTN"
 START_FILE = "dash_attn_as_flash_attn.pth"
 # By distribution: the release whose interface it has, and its top-level modules. A release's modules come together.
+# 2.8.0 has the interface of 2.8.3. Frameworks compare whole versions, and 2.8.1+dash is above TransformerEngine's 2.8.1.
 _DISTRIBUTIONS = {
-    "flash-attn": ("2.8.3", ("flash_attn", "flash_attn_2_cuda")),
+    "flash-attn": ("2.8.0", ("flash_attn", "flash_attn_2_cuda")),
     "flash-attn-3": ("3.0.0", ("flash_attn_interface", "flash_attn_3")),
 }
 # Alias: the module whose public names it has, and whether it has the private ones that frameworks call as well.
