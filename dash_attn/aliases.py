@@ -19,7 +19,7 @@ import re
 import site
 import sys
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import cast
@@ -117,9 +117,14 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         self._said = False
 
     def find_spec(self, fullname: str, path: object = None, target: ModuleType | None = None) -> ModuleSpec | None:
-        if fullname not in _MODULES or not self._serves(_distribution_of(fullname)):
+        root = fullname.partition(".")[0]
+        if root not in _roots() or not self._serves(_distribution_of(root)):
             return None
-        # A package has no folders: what is not among these modules is not found.
+        if fullname not in _MODULES:
+            # Frameworks probe for more modules than these, and must learn that they are not there.
+            if _is_import():
+                raise ModuleNotFoundError(_not_covered(fullname), name=fullname)
+            return None
         return ModuleSpec(fullname, self, origin="dash_attn", is_package=fullname in _PACKAGES)
 
     def create_module(self, spec: ModuleSpec) -> None:
@@ -210,7 +215,7 @@ def _start_folders() -> list[str]:
     return [*site.getsitepackages(), *([site.getusersitepackages()] if site.ENABLE_USER_SITE else [])]
 
 
-def _roots() -> Iterable[str]:
+def _roots() -> list[str]:
     return [root for _, roots in _DISTRIBUTIONS.values() for root in roots]
 
 
@@ -238,6 +243,18 @@ def _version() -> str:
 
 def _version_of(distribution: str) -> str:
     return f"{_DISTRIBUTIONS[distribution][0]}+dash.{_version()}"
+
+
+def _is_import() -> bool:
+    """Whether the caller, a finder, is asked by an import statement rather than by importlib.util.find_spec."""
+    frame = sys._getframe(2)  # importlib's function that goes through sys.meta_path
+    return frame.f_back is not None and frame.f_back.f_code.co_name == "_find_and_load_unlocked"
+
+
+def _not_covered(module: str) -> str:
+    root = module.partition(".")[0]
+    covered = ", ".join(name for name in _MODULES if name.partition(".")[0] == root)
+    return f"No module named {module!r}: {root} is dash_attn {_version()} in this process, which covers only {covered}"
 
 
 def _how_to_force() -> str:
