@@ -7,17 +7,22 @@ value that other libraries accept and this one does not yet NotImplementedError.
 
 from __future__ import annotations
 
+import difflib
 import numbers
 import operator
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, TypeGuard
 
 import torch
 
+from .schedule import POLICIES
+
+SCHEDULES = ("auto", *POLICIES)
 QV, FP8 = "a second query-value product is not supported", "fp8 is not supported"
 PAGED = "paged keys and values are not supported here; flash_attn_with_kvcache takes them"
 DROPOUT = "no dropout through this function; dash_attn.flash_attn_func takes it"
 _MAX_INT = 2**31 - 1
+_MAX_SMS = 144  # of a whole GH100, from which every Hopper GPU is cut
 
 
 def check_tensors(named: Mapping[str, object]) -> None:
@@ -93,18 +98,39 @@ def check_hints(num_splits: object, pack_gqa: object) -> None:
 
 
 def as_window(window_size: object) -> tuple[int, int]:
-    """(left, right) as the ops take it: a side that is None is -1."""
+    """(left, right) as the ops take it, of any sequence of two: a side that is None is -1."""
     if type(window_size) is tuple and len(window_size) == 2:
         left, right = window_size
         # The usual case, on the path of every call of a model with windows.
         if type(left) is int and type(right) is int and -1 <= left <= _MAX_INT and -1 <= right <= _MAX_INT:
             return window_size
-    sides = tuple(window_size) if isinstance(window_size, (tuple, list)) else ()
-    if len(sides) != 2 or not all(side is None or _is_integer(side) for side in sides):
+    sides = _elements(window_size)
+    if sides is None or len(sides) != 2 or not all(side is None or _is_integer(side) for side in sides):
         error = ValueError if sides and len(sides) != 2 else TypeError
-        raise error(f"window_size must be (left, right), each an int or None, got {describe(window_size)}")
+        raise error(
+            "window_size must be (left, right), each an int or None, got "
+            f"{describe(window_size if sides is None else sides)}"
+        )
     left, right = (-1 if side is None else max(-1, min(side, _MAX_INT)) for side in sides)
     return left, right
+
+
+def _elements(sequence: object) -> list[Any] | tuple[Any, ...] | None:
+    """The elements of a list, a tuple or another sequence, an array or a tensor; None of anything else.
+
+    Elements that are arrays or tensors themselves become numbers. A tensor on a GPU is read, and so waited for.
+    """
+    if isinstance(sequence, Sequence) and not isinstance(sequence, (str, bytes)):
+        plain = [side if side is None or _is_integer(side) else _as_plain(side) for side in sequence]
+        return plain if isinstance(sequence, list) else tuple(plain)
+    plain = _as_plain(sequence)
+    return plain if isinstance(plain, list) and getattr(sequence, "ndim", None) == 1 else None
+
+
+def _as_plain(value: Any) -> Any:
+    """Python's own numbers in the place of an array or a tensor that has values. numpy is no dependency."""
+    has_values = hasattr(value, "tolist") and not getattr(value, "is_meta", False)
+    return value.tolist() if has_values else value
 
 
 def as_attention_chunk(attention_chunk: object) -> int:
@@ -162,18 +188,26 @@ def as_scores(softcap: object, alibi_slopes: object, learnable_sink: object, s_a
     tensors = {"alibi_slopes": alibi_slopes, "learnable_sink": learnable_sink, "s_aux": s_aux}
     check_tensors({name: x for name, x in tensors.items() if x is not None})
     sinks = s_aux if learnable_sink is None else learnable_sink
-    softcap = 0.0 if softcap is None else as_number("softcap", softcap)
-    return {"softcap": softcap, "alibi_slopes": alibi_slopes, "sinks": sinks}
+    return {"softcap": as_softcap(softcap), "alibi_slopes": alibi_slopes, "sinks": sinks}
+
+
+def as_softcap(softcap: object):
+    """0.0 without one: None, and as in FlashAttention-2 whatever is not above 0."""
+    number = 0.0 if softcap is None else as_number("softcap", softcap)
+    return 0.0 if number <= 0 else number
 
 
 def as_sm_margin(sm_margin: object):
-    """An int, or a torch.SymInt as it is; the ops know how many SMs there are."""
+    """An int, or a torch.SymInt as it is; the ops know how many SMs the GPU has."""
     if isinstance(sm_margin, torch.SymInt):
         return sm_margin
     if not _is_integer(sm_margin):
         raise TypeError(f"sm_margin must be an int, got {describe(sm_margin)}")
-    if not 0 <= sm_margin <= _MAX_INT:
-        raise ValueError(f"sm_margin must be at least 0 and less than the SMs of the GPU, got {describe(sm_margin)}")
+    if not 0 <= sm_margin < _MAX_SMS:
+        raise ValueError(
+            f"sm_margin must be at least 0 and less than the SMs of the GPU (at most {_MAX_SMS} on Hopper), got "
+            f"{describe(sm_margin)}"
+        )
     return operator.index(sm_margin)
 
 
@@ -186,10 +220,14 @@ def as_num_heads_q(num_heads_q: object):
     return operator.index(num_heads_q)
 
 
-def check_schedule_type(schedule: object) -> None:
-    """The ops know the names."""
+def check_schedule(schedule: object) -> None:
+    """That it is the name of one; the ops know which of them a call may have."""
     if not isinstance(schedule, str):
         raise ValueError(f"schedule must be 'auto' or the name of a policy, got {describe(schedule)}")
+    if schedule not in SCHEDULES:
+        similar = difflib.get_close_matches(schedule, SCHEDULES, n=1, cutoff=0.75)
+        hint = f"; did you mean {similar[0]!r}?" if similar else ""
+        raise ValueError(f"schedule must be one of {', '.join(map(repr, SCHEDULES))}, got {describe(schedule)}{hint}")
 
 
 def _require(holds: bool, name: str, allowed: str, why: str, value: object) -> None:

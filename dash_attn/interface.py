@@ -82,7 +82,8 @@ def flash_attn_func(
             no key has output 0, gradients 0 and log-sum-exp +inf, or the sink, where there is one above -inf.
         window_size: (left, right): query i sees the keys from p - left to p + right, p = i + seqlen_k - seqlen_q being
             its own. A negative number or None is unbounded; causal sets right to 0, and (-1, 0) is the causal mask.
-        softcap: t > 0 makes scores S_ij = t tanh(c q_i . k_j / t), before the mask. 0.0 or None: as they are.
+            Any sequence of two integers, also an array or a tensor; the call waits to read one that is on a GPU.
+        softcap: t > 0 makes scores S_ij = t tanh(c q_i . k_j / t), before the mask. At most 0, or None: as they are.
         alibi_slopes: fp32 (heads,) or (batch, heads), on q's device: m makes the scores of its head
             S_ij = c q_i . k_j - m |p - j|, with p as in window_size. They get no gradient, and must not require one.
             Not together with softcap. Default: none.
@@ -99,8 +100,9 @@ def flash_attn_func(
         qv, q_descale, k_descale, v_descale: FlashAttention-3's; None only.
         num_splits, pack_gqa: FlashAttention-3's advice on how to work, an int and None or a bool; accepted, and changes
             nothing. A row's keys are never split.
-        sm_margin: SMs that our kernels leave to others; at least 0 and less than the GPU has. Changes no bits. torch's
-            own kernels, which pad, copy or negate where a call needs it, take the SMs they like.
+        sm_margin: SMs that our kernels leave to others; at least 0 and less than the GPU has, on any device less than
+            144, which no Hopper GPU exceeds. Changes no bits. torch's own kernels, which pad, copy or negate where a
+            call needs it, take the SMs they like.
         schedule: how the backward sums: a name of `dash_attn.schedule.POLICIES` or "auto", which is "descending" at
             every shape. Each has its own last bits. All but one add the parts of dq in fp32, in an order of their own,
             and a part waits for those before it; "order_free" rounds the parts to multiples of a unit that the inputs
@@ -451,8 +453,8 @@ def _attention(
         softmax_scale = checks.as_number("softmax_scale", softmax_scale)
     if type(sm_margin) is not int or sm_margin:
         sm_margin = checks.as_sm_margin(sm_margin)
-    if type(schedule) is not str:
-        checks.check_schedule_type(schedule)
+    if type(schedule) is not str or schedule not in checks.SCHEDULES:
+        checks.check_schedule(schedule)
     extra: tuple[object, ...] = ()
     # Of arrays and tensors the type alone is looked at here: they say neither yes nor no.
     is_usual = type(window_size) is tuple and type(attention_chunk) is int

@@ -108,7 +108,7 @@ BAD = [
     (NEW | {"softcap": 1.0, "alibi_slopes": t(4, dtype=torch.float32)}, NotImplementedError,
      "softcap and alibi_slopes must not be given together (no kernel has both), got softcap=1 and alibi_slopes of "
      "shape (4,)"),
-    (NEW | {"softcap": -1.0}, ValueError, "softcap must be a finite number of at least 0 or None, got -1"),
+    (NEW | {"softcap": math.nan}, ValueError, "softcap must be a finite number of at least 0 or None, got nan"),
     (NEW | {"softmax_scale": math.inf}, ValueError, "softmax_scale must be a finite number or None, got inf"),
     (NEW | {"alibi_slopes": t(3, dtype=torch.float32)}, ValueError,
      "alibi_slopes must have shape (heads,) = (4,) or (batch, heads) = (2, 4), got (3,)"),
@@ -183,7 +183,8 @@ def test_caches_side_by_side_are_apart():
     ({"cu_seqlens_q": int32(0, 2, 6)[None], "q": t(6, 4, 32)}, ValueError,
      "cu_seqlens_q must have shape (batch + 1,), got (1, 3)"),
     (NEW | {"attention_chunk": -1}, ValueError, "attention_chunk must be at least 0, got -1"),
-    (NEW | {"sm_margin": -1}, ValueError, "sm_margin must be at least 0 and less than the SMs of the GPU, got -1"),
+    (NEW | {"sm_margin": -1}, ValueError, "sm_margin must be at least 0 and less than the SMs of the GPU (at most 144 "
+     "on Hopper), got -1"),
     (NEW | {"cu_seqlens_q": int32(0, 5, 2), "q": t(6, 4, 32)}, ValueError,
      "cu_seqlens_q must hold offsets from 0 to the 6 rows that never decrease, got [0, 5, 2]"),
     (NEW | {"cu_seqlens_q": int32(0, 5, 6).long(), "q": t(6, 4, 32)}, TypeError,

@@ -79,7 +79,10 @@ CAP_RANGE = "softcap * log2(e) and softmax_scale / softcap must be finite in fp3
 SLOPES = "alibi_slopes must have shape (heads,) = (4,) or (batch, heads) = (2, 4), got "
 SINK = "learnable_sink (s_aux) must be "
 WINDOW = "window_size must be (left, right), each an int or None, got "
-MARGIN = "sm_margin must be at least 0 and less than the SMs of the GPU, got "
+MARGIN = "sm_margin must be at least 0 and less than the SMs of the GPU (at most 144 on Hopper), got "
+
+
+NAMES = f"schedule must be one of {', '.join(map(repr, ('auto', *schedule.POLICIES)))}, got "
 
 
 def schedules(causal):
@@ -103,15 +106,18 @@ ARGUMENTS = [
     ({"window_size": None}, TypeError, WINDOW + "None (NoneType)"),
     ({"window_size": (-1, -1, -1)}, ValueError, WINDOW + "(-1, -1, -1)"),
     ({"window_size": (5,)}, ValueError, WINDOW + "(5,)"),
-    ({"window_size": np.array([4, 0])}, TypeError, WINDOW + "numpy.ndarray of shape (2,)"),
-    ({"window_size": torch.tensor([-1, -1])}, TypeError, WINDOW + "a tensor of shape (2,)"),
+    ({"window_size": "12"}, TypeError, WINDOW + "'12'"),
+    ({"window_size": np.array([4.0, 0.0])}, TypeError, WINDOW + "[4.0, 0.0]"),
+    ({"window_size": torch.tensor([True, True])}, TypeError, WINDOW + "[True, True]"),
+    ({"window_size": torch.tensor([1, 2, 3])}, ValueError, WINDOW + "[1, 2, 3]"),
+    ({"window_size": torch.tensor([[4, 0]])}, TypeError, WINDOW + "a tensor of shape (1, 2)"),
+    ({"window_size": torch.tensor([4, 0], device="meta")}, TypeError, WINDOW + "a tensor of shape (2,)"),
     ({"window_size": (-1, 0.5)}, TypeError, WINDOW + "(-1, 0.5)"),
     ({"window_size": (True, 5)}, TypeError, WINDOW + "(True, 5)"),
-    ({"window_size": [torch.ones(()), 5]}, TypeError, WINDOW + "a list of 2, the first of them a tensor of shape ()"),
+    ({"window_size": [torch.ones(()), 5]}, TypeError, WINDOW + "[1.0, 5]"),
     ({"softcap": "30"}, TypeError, "softcap must be a finite number or None, got '30'"),
     ({"softcap": True}, TypeError, "softcap must be a finite number or None, got True"),
     ({"softcap": torch.ones(())}, TypeError, "softcap must be a finite number or None, got a tensor of shape ()"),
-    ({"softcap": -1.0}, ValueError, SOFTCAP + "-1"),
     ({"softcap": math.nan}, ValueError, SOFTCAP + "nan"),
     ({"softcap": math.inf}, ValueError, SOFTCAP + "inf"),
     ({"softcap": 1e-42, "softmax_scale": 0.25}, ValueError, CAP_RANGE + "softcap=1e-42 and softmax_scale=0.25"),
@@ -173,16 +179,19 @@ ARGUMENTS = [
     ({"softmax_scale": 10**400}, ValueError,
      "softmax_scale * log2(e) must be finite in fp32, got softmax_scale=an integer of 1329 bits"),
     ({"sm_margin": -1}, ValueError, MARGIN + "-1"),
-    ({"sm_margin": 2**31}, ValueError, MARGIN + "2147483648"),
+    ({"sm_margin": 144}, ValueError, MARGIN + "144"),
+    ({"sm_margin": 10**6}, ValueError, MARGIN + "1000000"),
     ({"sm_margin": 2**70}, ValueError, MARGIN + "1180591620717411303424"),
     ({"sm_margin": 1.5}, TypeError, "sm_margin must be an int, got 1.5"),
     ({"sm_margin": True}, TypeError, "sm_margin must be an int, got True"),
     ({"sm_margin": None}, TypeError, "sm_margin must be an int, got None (NoneType)"),
-    ({"schedule": "fastest"}, ValueError, schedules(False) + "'fastest'"),
+    ({"schedule": "fastest"}, ValueError, NAMES + "'fastest'"),
+    ({"schedule": "decending"}, ValueError, NAMES + "'decending'; did you mean 'descending'?"),
+    ({"schedule": "Shift"}, ValueError, NAMES + "'Shift'; did you mean 'shift'?"),
     ({"schedule": None}, ValueError, "schedule must be 'auto' or the name of a policy, got None (NoneType)"),
     ({"schedule": "symmetric_shift"}, ValueError, schedules(False) + "'symmetric_shift'"),
     ({"schedule": "shift", "causal": True}, ValueError, schedules(True) + "'shift'"),
-    ({"schedule": "atomic"}, ValueError, schedules(False) + "'atomic'"),
+    ({"schedule": "atomic"}, ValueError, NAMES + "'atomic'"),
     ({"schedule": "shift", "window_size": (5, 5)}, ValueError, WINDOW_SCHEDULES + "'shift'"),
     ({"schedule": "symmetric_shift", "causal": True, "attention_chunk": 8}, ValueError,
      WINDOW_SCHEDULES + "'symmetric_shift'"),
@@ -192,7 +201,8 @@ KVPACKED = [
     ({"kv": t(2, 7, 2, 16)}, ValueError,
      "kv must have shape (batch, seqlen, 2, kv_heads, head_dim), got 4 dimensions: (2, 7, 2, 16)"),
     ({"kv": t(2, 7, 3, 2, 16)}, ValueError,
-     "kv must have shape (batch, seqlen, 2, kv_heads, head_dim), got (2, 7, 3, 2, 16)"),
+     "kv must have shape (batch, seqlen, 2, kv_heads, head_dim), with 2 for keys and values, got 3 in its place: "
+     "(2, 7, 3, 2, 16)"),
     ({"kv": t(2, 7, 2, 3, 16)}, ValueError, "kv must have a number of heads that divides the 4 heads of q, got 3"),
     ({"kv": t(1, 7, 2, 2, 16)}, ValueError, "kv must have the batch size of q, 2, got 1"),
     ({"kv": t(2, 7, 2, 2, 8)}, ValueError, "kv must have the head_dim of q, 16, got 8"),
@@ -209,9 +219,10 @@ QKVPACKED = [
     ({"qkv": t(2, 7, 12, 16)}, ValueError,
      "qkv must have shape (batch, seqlen, 3, heads, head_dim), got 4 dimensions: (2, 7, 12, 16)"),
     ({"qkv": t(2, 7, 2, 4, 16)}, ValueError,
-     "qkv must have shape (batch, seqlen, 3, heads, head_dim) with at least one head, got (2, 7, 2, 4, 16)"),
+     "qkv must have shape (batch, seqlen, 3, heads, head_dim), with 3 for queries, keys and values, got 2 in its place: "
+     "(2, 7, 2, 4, 16)"),
     ({"qkv": t(2, 7, 3, 0, 16)}, ValueError,
-     "qkv must have shape (batch, seqlen, 3, heads, head_dim) with at least one head, got (2, 7, 3, 0, 16)"),
+     "qkv must have at least one head, got (2, 7, 3, 0, 16)"),
     ({"qkv": t(2, 7, 3, 4, 257)}, ValueError, "qkv must have a head_dim from 1 to 256, got 257"),
     ({"qkv": t(2, 7, 3, 4, 16, dtype=torch.float64)}, TypeError,
      "qkv must be torch.bfloat16 or torch.float16, got torch.float64"),
@@ -288,7 +299,8 @@ PACKS = [
 PACKS_KVPACKED = [
     ({"kv": t(12, 2, 16)}, ValueError,
      "kv must have shape (total, 2, kv_heads, head_dim), got 3 dimensions: (12, 2, 16)"),
-    ({"kv": t(12, 3, 2, 16)}, ValueError, "kv must have shape (total, 2, kv_heads, head_dim), got (12, 3, 2, 16)"),
+    ({"kv": t(12, 3, 2, 16)}, ValueError, "kv must have shape (total, 2, kv_heads, head_dim), with 2 for keys and values, got 3 in its place: "
+     "(12, 3, 2, 16)"),
     ({"cu_seqlens_k": i32(0, 12)}, ValueError, "cu_seqlens_k must have shape (batch + 1,) = (3,), got (2,)"),
 ]  # fmt: skip
 
@@ -296,7 +308,8 @@ PACKS_QKVPACKED = [
     ({"qkv": t(2, 7, 3, 4, 16)}, ValueError,
      "qkv must have shape (total, 3, heads, head_dim), got 5 dimensions: (2, 7, 3, 4, 16)"),
     ({"qkv": t(9, 2, 4, 16)}, ValueError,
-     "qkv must have shape (total, 3, heads, head_dim) with at least one head, got (9, 2, 4, 16)"),
+     "qkv must have shape (total, 3, heads, head_dim), with 3 for queries, keys and values, got 2 in its place: "
+     "(9, 2, 4, 16)"),
     ({"num_heads_q": 4}, ValueError,
      "qkv must have shape (total, num_heads_q + 2 * kv_heads, head_dim), got 4 dimensions: (9, 3, 4, 16)"),
     ({"qkv": t(9, 8, 16), "num_heads_q": 5}, ValueError, SPLIT.format(8, 5)),
