@@ -29,7 +29,7 @@ __all__ = ["ENVIRONMENT", "activate", "active", "from_environment", "start_file"
 ENVIRONMENT = "DASH_ATTN_AS_FLASH_ATTN"
 START_FILE = "dash_attn_as_flash_attn.pth"
 # By distribution: the release whose interface it has, and its top-level modules. A release's modules come together.
-# 2.8.0 has the interface of 2.8.3. Frameworks compare whole versions, and 2.8.1+dash is above TransformerEngine's 2.8.1.
+# 2.8.0 has the interface of 2.8.3. TransformerEngine compares whole versions, and 2.8.1+dash is above its bound 2.8.1.
 _DISTRIBUTIONS = {
     "flash-attn": ("2.8.0", ("flash_attn", "flash_attn_2_cuda")),
     "flash-attn-3": ("3.0.0", ("flash_attn_interface", "flash_attn_3")),
