@@ -33,12 +33,14 @@ def checked(
         has_mask: whether each query has a position of its own.
     """
     k_name, v_name, _ = cache.names
-    tensors = {
-        "q": q, k_name: cache.k, v_name: cache.v, "k": new.k, "v": new.v, "rotary_cos": new.rotary_cos,
-        "rotary_sin": new.rotary_sin, "rotary_seqlens": new.rotary_seqlens, "cache_batch_idx": cache.batch_idx,
-        "cache_leftpad": cache.leftpad, cache.table_name: cache.table, "cu_seqlens_q": cu_seqlens_q,
-        "cu_seqlens_k_new": new.cu_seqlens, "seqused_q": seqused_q, "alibi_slopes": scores["alibi_slopes"],
-        "learnable_sink (s_aux)": scores["sinks"],
+    tensors: dict[str, Tensor | None] = {"q": q, k_name: cache.k, v_name: cache.v}
+    # A caller that calls its cache k and v has no new keys.
+    tensors |= {name: x for name, x in (("k", new.k), ("v", new.v)) if x is not None}
+    tensors |= {
+        "rotary_cos": new.rotary_cos, "rotary_sin": new.rotary_sin, "rotary_seqlens": new.rotary_seqlens,
+        "cache_batch_idx": cache.batch_idx, "cache_leftpad": cache.leftpad, cache.table_name: cache.table,
+        "cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k_new": new.cu_seqlens, "seqused_q": seqused_q,
+        "alibi_slopes": scores["alibi_slopes"], "learnable_sink (s_aux)": scores["sinks"],
     }  # fmt: skip
     needed = ("q", k_name, v_name)
     checks.check_tensors({name: x for name, x in tensors.items() if x is not None or name in needed})
@@ -72,6 +74,12 @@ def _with_own_table(cache: Cache) -> Cache:
     if cache.table is None or cache.batch_idx is None:
         return cache
     return cache._replace(table=cache.table.index_select(0, cache.batch_idx), batch_idx=None)
+
+
+def check_offsets_of_pages(q: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor) -> None:
+    _check_index("cu_seqlens_k", cu_seqlens_k, "(batch + 1,)", tuple(cu_seqlens_q.shape))
+    if cu_seqlens_k.device != q.device:
+        raise ValueError(f"cu_seqlens_k must be on the device of q, {q.device}, got {cu_seqlens_k.device}")
 
 
 def _check_queries(q: Tensor, cu_seqlens_q: Tensor | None) -> int:

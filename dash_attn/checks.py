@@ -19,7 +19,6 @@ from .schedule import POLICIES
 
 SCHEDULES = ("auto", *POLICIES)
 QV, FP8 = "a second query-value product is not supported", "fp8 is not supported"
-PAGED = "paged keys and values are not supported here; flash_attn_with_kvcache takes them"
 DROPOUT = "no dropout through this function; dash_attn.flash_attn_func takes it"
 _MAX_INT = 2**31 - 1
 _MAX_SMS = 144  # of a whole GH100, from which every Hopper GPU is cut
@@ -71,17 +70,16 @@ def _share_memory(x: torch.Tensor, other: torch.Tensor) -> bool:
     return starts[0] < starts[1] + other.nbytes and starts[1] < starts[0] + x.nbytes
 
 
-def reject_unsupported(qv, q_descale, k_descale, v_descale, num_splits, pack_gqa, block_table) -> None:
+def reject_unsupported(qv, q_descale, k_descale, v_descale, num_splits, pack_gqa) -> None:
     """Raise NotImplementedError for the first argument that asks for what is not there."""
     reject_given(QV, qv=qv)
     reject_given(FP8, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale)
     check_hints(num_splits, pack_gqa)
-    reject_given(PAGED, block_table=block_table)
 
 
-def reject_dropout(dropout_p: object) -> None:
+def reject_dropout(dropout_p: object, why: str = DROPOUT) -> None:
     """Of the functions that have no other argument in its place in any FlashAttention."""
-    _require(_is_zero(dropout_p), "dropout_p", "0.0", DROPOUT, dropout_p)
+    _require(_is_zero(dropout_p), "dropout_p", "0.0", why, dropout_p)
 
 
 def reject_given(why: str, **named: object) -> None:

@@ -18,13 +18,13 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from . import checks, ops  # noqa: F401  ops registers torch.ops.dash_attn
+from . import checks, kvcache, ops  # noqa: F401  ops registers torch.ops.dash_attn
 from .dropout import DropoutBits
 from .dropout import calls as dropout_calls
 
 # In the order of _attention's `scores`, `dropout` and `unsupported`, and the same objects as the functions' defaults:
 # those of one module are.
-_SELDOM_DEFAULTS = (0.0, None, None, None, 0.0, None, None, None, None, None, 1, None, None)
+_SELDOM_DEFAULTS = (0.0, None, None, None, 0.0, None, None, None, None, None, 1, None)
 _ANY_WINDOW = (-1, -1)
 _NO_WINDOW = (-1, -1, 0)  # left, right, attention_chunk
 
@@ -272,7 +272,10 @@ def flash_attn_varlen_func(
             of the longest sequence; they change nothing. With dropout_p above 0 and no dropout_bits they must be ints
             and no less than the longest: random bits are made for so many rows. A sequence beyond them is a ValueError
             on the CPU, and on a GPU an error on the device, as an index out of bounds is.
-        block_table: None only; `flash_attn_with_kvcache` takes paged keys and values.
+        block_table: int32 (batch, max_blocks) on q's device: k and v are pages, (num_blocks, block_size, kv_heads,
+            head_dim or value_head_dim), and a sequence has its keys in the blocks of its row, in order. cu_seqlens_k
+            then gives only their numbers, and seqused_k, where it is given, takes the place of it. Pages are gathered
+            into a copy. Not with dropout, nor where a gradient is required (NotImplementedError). Default: none.
         seqused_q, seqused_k: int32 (batch,) like cu_seqlens: how many rows of a sequence there are, at most those up
             to the next offset. Default: all.
 
@@ -286,11 +289,20 @@ def flash_attn_varlen_func(
         "cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k, "seqused_q": seqused_q, "seqused_k": seqused_k
     }  # fmt: skip
     max_seqlens = {"max_seqlen_q": max_seqlen_q, "max_seqlen_k": max_seqlen_k}
+    if block_table is not None:
+        checks.reject_unsupported(qv, q_descale, k_descale, v_descale, num_splits, pack_gqa)
+        return kvcache.varlen_attention(
+            q, k, v, block_table, pack, max_seqlens, dropout_p=dropout_p, dropout_bits=dropout_bits,
+            deterministic=deterministic, return_attn_probs=return_attn_probs, schedule=schedule,
+            softmax_scale=softmax_scale, causal=causal, window_size=window_size, softcap=softcap,
+            alibi_slopes=alibi_slopes, learnable_sink=learnable_sink, s_aux=s_aux, attention_chunk=attention_chunk,
+            sm_margin=sm_margin,
+        )  # fmt: skip
     return _attention(
         torch.ops.dash_attn.attention.default, {"q": q, "k": k, "v": v}, (),
         dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs,
         learnable_sink, s_aux, qv, q_descale, k_descale, v_descale, attention_chunk, num_splits, pack_gqa, sm_margin,
-        schedule, dropout_bits, pack, max_seqlens, block_table,
+        schedule, dropout_bits, pack, max_seqlens,
     )  # fmt: skip
 
 
@@ -418,7 +430,6 @@ def _attention(
     dropout_bits: DropoutBits | None,
     pack: dict[str, Tensor | None] | None = None,
     max_seqlens: dict[str, int | Tensor] | None = None,
-    block_table: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, Tensor, Tensor]:
     """Calls `op`, which checks the tensors, on arguments of the types that it takes.
 
@@ -426,7 +437,7 @@ def _attention(
     """
     scores = (softcap, alibi_slopes, learnable_sink, s_aux)
     dropout = (dropout_p, dropout_bits)
-    unsupported = (qv, q_descale, k_descale, v_descale, num_splits, pack_gqa, block_table)
+    unsupported = (qv, q_descale, k_descale, v_descale, num_splits, pack_gqa)
     of_scores: dict[str, object] = {}
     of_dropout: dict[str, object] = {}
     is_seldom = any(map(operator.is_not, (*scores, *dropout, *unsupported), _SELDOM_DEFAULTS))

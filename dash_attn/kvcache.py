@@ -201,6 +201,69 @@ def attend(
     return out.unflatten(0, (batch, seqlen_q)), softmax_lse.unflatten(1, (batch, seqlen_q)).transpose(0, 1).contiguous()
 
 
+def varlen_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    block_table: Tensor,
+    pack: dict[str, Any],
+    max_seqlens: dict[str, int | Tensor],
+    *,
+    dropout_p: float,
+    dropout_bits: object,
+    deterministic: bool,
+    return_attn_probs: bool,
+    schedule: str,
+    **arguments: Any,
+) -> Tensor | tuple[Tensor, Tensor, Tensor]:
+    """`flash_attn_varlen_func` with a block_table. pack: cu_seqlens and seqused, by their names."""
+    no_dropout = "no dropout with block_table"
+    checks.reject_dropout(dropout_p, no_dropout)
+    checks.reject_given(no_dropout, dropout_bits=dropout_bits)
+    for name, value in max_seqlens.items():
+        checks.check_max_seqlen(name, value)
+    checks.as_flag("deterministic", False if deterministic is None else deterministic)
+    checks.check_schedule(schedule)
+    return_attn_probs = checks.as_flag("return_attn_probs", return_attn_probs)
+    out, softmax_lse = attend_pages(q, k, v, block_table, **pack, **arguments)
+    return (out, softmax_lse, out.new_empty(0)) if return_attn_probs else out
+
+
+def attend_pages(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    block_table: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    seqused_q: Tensor | None,
+    seqused_k: Tensor | None,
+    **arguments: Any,
+) -> tuple[Tensor, Tensor]:
+    """`attend` for `flash_attn_varlen_func`: cu_seqlens_k says how many keys a sequence has, unless seqused_k does.
+
+    Raises:
+        NotImplementedError: a gradient is required.
+    """
+    checks.check_tensors(
+        {"q": q, "cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k, "block_table": block_table}
+    )
+    differentiable = {"q": q, "k": k, "v": v} | {name: arguments.get(name) for name in ("learnable_sink", "s_aux")}
+    for name, x in differentiable.items():
+        if torch.is_grad_enabled() and isinstance(x, Tensor) and x.requires_grad:
+            raise NotImplementedError(
+                "block_table must be None where a gradient is required (paged keys and values have no backward; "
+                f"torch.no_grad() asks for none), got {checks.describe(block_table)} and {name} that requires one"
+            )
+    cache_checks.check_offsets_of_pages(q, cu_seqlens_q, cu_seqlens_k)
+    by_offsets = seqused_k is None
+    names = "k", "v", "the differences of cu_seqlens_k" if by_offsets else "seqused_k"
+    cache = Cache(
+        k, v, cu_seqlens_k.diff() if by_offsets else seqused_k, table=block_table, table_name="block_table", names=names
+    )  # fmt: skip
+    return attend(q, cache, NewKeys(), cu_seqlens_q=cu_seqlens_q, seqused_q=seqused_q, **arguments)
+
+
 def _check_op(
     q: Tensor,
     cache: Cache,

@@ -249,6 +249,8 @@ def good_pack():
 HINT = "max_seqlen_{} must be an int of at least 0 or an integer tensor of shape (), got {}"
 ROWS = "cu_seqlens_{} must hold offsets from 0 to the {} rows that never decrease, got {}"
 
+PAGES = {"k": t(3, 4, 2, 16), "v": t(3, 4, 2, 16), "block_table": i32(0, 1, 2, 0).view(2, 2)}
+
 # Changes to good_pack(), the error and its whole message.
 PACKS = [
     ({"q": [1.0]}, TypeError, "q must be a torch.Tensor, got [1.0]"),
@@ -283,9 +285,32 @@ PACKS = [
     ({"max_seqlen_q": True}, TypeError, HINT.format("q", "True")),
     ({"max_seqlen_q": i32(5)}, TypeError, HINT.format("q", "a tensor of shape (1,)")),
     ({"max_seqlen_k": torch.ones(())}, TypeError, HINT.format("k", "a tensor of shape ()")),
-    ({"block_table": i32(1)[None]}, NotImplementedError,
-     "block_table must be None (paged keys and values are not supported here; flash_attn_with_kvcache takes them), got "
-     "a tensor of shape (1, 1)"),
+    ({"block_table": [[0], [1]]}, TypeError, "block_table must be a torch.Tensor, got [[0], [1]]"),
+    ({"block_table": i32(0, 1)[:, None]}, ValueError,
+     "k must have shape (num_blocks, block_size, kv_heads, head_dim) with block_table, got (12, 2, 16)"),
+    (PAGES | {"block_table": i32(0, 1)}, ValueError, "block_table must have shape (batch, max_blocks), got (2,)"),
+    (PAGES | {"block_table": i32(0, 1, 2)[None]}, ValueError,
+     "block_table must have shape (batch, max_blocks) = (2, 3), got (1, 3)"),
+    (PAGES | {"block_table": i32(0, 1, 2, 3).view(2, 2)}, ValueError,
+     "block_table must be from 0 to 2 (room in the cache, sizes of tables), got [2, 3]"),
+    (PAGES | {"cu_seqlens_k": i32(0, 9, 12)}, ValueError,
+     "the differences of cu_seqlens_k must be from 0 to 8 (room in the cache, sizes of tables), got [9, 3]"),
+    (PAGES | {"cu_seqlens_k": i32(0, 4, 2)}, ValueError,
+     "the differences of cu_seqlens_k must be from 0 to 8 (room in the cache, sizes of tables), got [4, -2]"),
+    (PAGES | {"cu_seqlens_k": i32(0, 4)}, ValueError, "cu_seqlens_k must have shape (batch + 1,) = (3,), got (2,)"),
+    (PAGES | {"seqused_k": i32(3, 9)}, ValueError,
+     "seqused_k must be from 0 to 8 (room in the cache, sizes of tables), got [3, 9]"),
+    (PAGES | {"v": t(3, 5, 2, 16)}, ValueError,
+     "v must have the shape of k but for the head_dim, (3, 4, 2, 16), got (3, 5, 2, 16)"),
+    (PAGES | {"dropout_p": 0.1}, NotImplementedError, "dropout_p must be 0.0 (no dropout with block_table), got 0.1"),
+    (PAGES | {"schedule": "decending"}, ValueError, NAMES + "'decending'; did you mean 'descending'?"),
+    (PAGES | {"max_seqlen_k": 5.0}, TypeError, HINT.format("k", "5.0")),
+    (PAGES | {"k": t(3, 4, 2, 16).requires_grad_()}, NotImplementedError,
+     "block_table must be None where a gradient is required (paged keys and values have no backward; torch.no_grad() "
+     "asks for none), got a tensor of shape (2, 2) and k that requires one"),
+    (PAGES | {"s_aux": t(4).requires_grad_()}, NotImplementedError,
+     "block_table must be None where a gradient is required (paged keys and values have no backward; torch.no_grad() "
+     "asks for none), got a tensor of shape (2, 2) and s_aux that requires one"),
     # Of the CPU alone: elsewhere values are not read.
     ({"cu_seqlens_q": i32(0, 5, 4)}, ValueError, ROWS.format("q", 9, [0, 5, 4])),
     ({"cu_seqlens_q": i32(0, 4, 10)}, ValueError, ROWS.format("q", 9, [0, 4, 10])),
