@@ -35,4 +35,4 @@ wheel:
 	$(VENV)/bin/python tools/build_wheel.py
 
 clean:
-	rm -rf $(VENV) build dist site demo_output dash_attn/*.so dash_attn/without_kernels.txt
+	rm -rf $(VENV) build dist dash_attn.egg-info site demo_output dash_attn/*.so dash_attn/without_kernels.txt

@@ -122,6 +122,26 @@ def test_groups_of_requirements():
         prepare.requirements(["tests"])
 
 
+def test_the_environment_of_the_checkout_has_the_package(monkeypatch, tmp_path):
+    """Installed in editable mode and without its requirements, and found from another folder; a failure ends make."""
+    commands, statuses = [], [0, 0]
+
+    def record(command, cwd=None):
+        commands.append((command, cwd))
+        return subprocess.CompletedProcess(command, statuses[len(commands) - 1])
+
+    monkeypatch.setattr(prepare.subprocess, "run", record)
+    prepare.install_checkout(tmp_path / "python")
+    (install, _), (found, folder) = commands
+    assert install[:4] == [str(tmp_path / "python"), "-m", "pip", "--disable-pip-version-check"]
+    assert {"--no-build-isolation", "--no-deps"} < set(install) and install[-2:] == ["--editable", str(ROOT)]
+    assert found[1:] == ["-c", "import dash_attn"] and not (pathlib.Path(folder) / "dash_attn").exists()
+    for number in (0, 1):
+        commands, statuses = [], [int(place == number) for place in range(2)]
+        with pytest.raises(SystemExit, match="^1$"):
+            prepare.install_checkout(tmp_path / "python")
+
+
 def test_a_wheel_for_other_machines_asks_for_its_torch(tmp_path):
     """What tools/build_wheel.py makes of the metadata; auditwheel's part is tried by CI."""
     pytest.importorskip("wheel")
