@@ -57,8 +57,7 @@ def checked(
             _check_index(name, x, "(batch,)", (batch,))
     _check_new(q, cache, new, batch)
     _check_seqlens(cache, new, batch)
-    # Lengths are read on the CPU alone, and not from what a compiler traces.
-    if q.device.type == "cpu" and not torch.compiler.is_compiling():
+    if checks.reads_values(q.device):
         _check_queries_of_sequences(q, cu_seqlens_q, seqused_q)
         _check_batch_idx(cache, new)
         cache = _with_own_table(cache)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import difflib
 import numbers
 import operator
+import os
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeGuard
 
@@ -20,6 +21,8 @@ from .schedule import POLICIES
 SCHEDULES = ("auto", *POLICIES)
 QV, FP8 = "a second query-value product is not supported", "fp8 is not supported"
 DROPOUT = "no dropout through this function; dash_attn.flash_attn_func takes it"
+# Whether lengths and indices on a GPU are read and checked before a launch, which waits for the GPU.
+CHECKS_VALUES = os.environ.get("DASH_ATTN_CHECK") == "1"
 _MAX_INT = 2**31 - 1
 _MAX_SMS = 144  # of a whole GH100, from which every Hopper GPU is cut
 
@@ -33,9 +36,18 @@ def check_tensors(named: Mapping[str, object]) -> None:
             raise TypeError(f"{name} must be a dense tensor (torch.strided), got {layout}")
 
 
+def reads_values(device: torch.device) -> bool:
+    """Whether the values of tensors on `device` are read on the host: on a CPU, with DASH_ATTN_CHECK=1 on a GPU too.
+
+    Those of what a compiler traces are not.
+    """
+    reads = device.type == "cpu" or (CHECKS_VALUES and device.type == "cuda")
+    return reads and not torch.compiler.is_compiling()
+
+
 def check_values(holds: torch.Tensor, message: str) -> None:
-    """ValueError where `holds` is false, on a CPU. On a GPU it is an error on the device, so that nothing waits."""
-    if holds.is_cpu and not torch.compiler.is_compiling():
+    """ValueError where `holds` is false, if values are read. Else it is an error on the device, and nothing waits."""
+    if reads_values(holds.device):
         if not holds:
             raise ValueError(message)
     else:

@@ -18,7 +18,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from . import checks, kvcache, ops  # noqa: F401  ops registers torch.ops.dash_attn
+from . import checks, kvcache, ops, packs  # noqa: F401  ops registers torch.ops.dash_attn
 from .dropout import DropoutBits
 from .dropout import calls as dropout_calls
 
@@ -473,6 +473,8 @@ def _attention(
         extra = (*checks.as_window(window_size), checks.as_attention_chunk(attention_chunk))
     if pack is not None:
         extra = (*(extra or _NO_WINDOW), *pack.values())
+        if checks.CHECKS_VALUES:
+            packs.check_lengths(named, pack)
     num_heads_q = split[0] if split else None
     if probability:  # last, as it may draw random numbers
         left, right, chunk = extra[:3] or _NO_WINDOW
