@@ -261,13 +261,20 @@ def test_names_that_workers_would_lack_are_said(started_python, tmp_path):
     assert START_FILE not in facts and f"by {VARIABLE}" in facts
 
 
+@pytest.mark.parametrize("arguments, why", [
+    ([], "a script or -m module is needed, got no arguments"), (["-m"], "a script or -m module is needed, got -m"),
+    (["--unknown", "x.py"], "a script or -m module is needed, got --unknown x.py"),
+    (["missing.py"], "the script must be a file, got missing.py"),
+])  # fmt: skip
+def test_run_says_how_to_use_it(arguments, why, capsys):
+    with pytest.raises(SystemExit) as error:
+        run.main(arguments)
+    usage, reason = capsys.readouterr().err.splitlines()
+    assert error.value.code == 2 and reason == f"dash_attn.run: {why}"
+    assert usage == "usage: python -m dash_attn.run [--force] {script.py | -m module} [arguments ...]"
+
+
 def test_run_refuses(installed):
-    for arguments in ([], ["-m"], ["--unknown", "x.py"]):
-        with pytest.raises(SystemExit) as error:
-            run.main(arguments)
-        assert str(error.value).endswith(f"a script or -m module is needed, got {arguments}")
-    with pytest.raises(SystemExit, match="the script must be a file, got missing.py"):
-        run.main(["missing.py"])
     refused = subprocess.run(
         [sys.executable, "-m", "dash_attn.run", __file__], capture_output=True, text=True,
         env={**os.environ, "PYTHONPATH": os.pathsep.join((str(installed), str(PACKAGE.parent)))},
