@@ -32,6 +32,7 @@ docs:
 # A source distribution and a wheel for other machines, in dist/.
 wheel:
 	$(PREPARE) wheel
+	rm -f dist/dash_attn-*
 	$(VENV)/bin/python tools/build_wheel.py
 
 clean:

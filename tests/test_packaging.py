@@ -166,6 +166,35 @@ def test_a_wheel_for_other_machines_asks_for_its_torch(tmp_path):
     assert "\nRequires-Dist: torch==2.13.*\n" in metadata and "\nVersion: 0.1.0+cu12.torch2.13\n" in metadata
 
 
+def test_a_wheel_leaves_the_other_files_of_its_folder(monkeypatch, tmp_path):
+    """Those of the same name are replaced."""
+
+    def made(*command, **_):
+        words = [str(word) for word in command]
+        if "--wheel-dir" in words:
+            folder = pathlib.Path(words[words.index("--wheel-dir") + 1])
+            folder.mkdir(exist_ok=True)
+            (folder / "dash_attn-1.whl").write_text("new")
+        elif "-c" in words:
+            (pathlib.Path(words[-1]) / "dash_attn-1.tar.gz").write_text("new")
+
+    dest = tmp_path / "mine"
+    (dest / "folder").mkdir(parents=True)
+    for name in ("notes.txt", "dash_attn-0.whl", "dash_attn-1.whl"):
+        (dest / name).write_text("old")
+    monkeypatch.setattr(build_wheel, "ROOT", tmp_path / "checkout")
+    monkeypatch.setattr(build_wheel, "run", made)
+    monkeypatch.setattr(build_wheel, "bind_to_torch", lambda wheel, folder, torch: wheel)
+    monkeypatch.setenv("PATH", os.environ["PATH"])
+    monkeypatch.setattr(sys, "argv", ["build_wheel.py", "--dest", str(dest)])
+    assert build_wheel.main() == 0
+    found = {path.name: path.is_dir() or path.read_text() for path in dest.iterdir()}
+    assert found == {
+        "notes.txt": "old", "folder": True, "dash_attn-0.whl": "old", "dash_attn-1.whl": "new",
+        "dash_attn-1.tar.gz": "new",
+    }  # fmt: skip
+
+
 @pytest.mark.parametrize("answers, status", [(True, 1), (False, 2)])
 def test_ci_fails_without_the_frameworks_that_the_index_has(monkeypatch, capsys, answers, status):
     """Those of the group and of its companion, in the versions that are asked for."""
