@@ -68,8 +68,8 @@ def install(python: Path, wanted: list[str], *options: str) -> None:
 def install_checkout(python: Path) -> None:
     """Installs the package in editable mode, so that programs in any folder find it."""
     # -v shows the compilation, which takes long.
-    pip = [str(python), "-m", "pip", "--disable-pip-version-check", "install", "-v", "--no-build-isolation", "--no-deps"]
-    if status := subprocess.run([*pip, "--editable", str(ROOT)]).returncode:
+    pip = [str(python), "-m", "pip", "--disable-pip-version-check", "install", "-v"]
+    if status := subprocess.run([*pip, "--no-build-isolation", "--no-deps", "--editable", str(ROOT)]).returncode:
         raise SystemExit(status)
     with tempfile.TemporaryDirectory() as elsewhere:
         if status := subprocess.run([str(python), "-c", "import dash_attn"], cwd=elsewhere).returncode:

@@ -71,8 +71,8 @@ for n in ("ops.triton", "layers.rotary", "losses", "modules.mha", "cute"):
         module = f"flash_attn.{n.partition('.')[0]}"
         covered = "flash_attn, flash_attn.flash_attn_interface, flash_attn.bert_padding"
         assert error.name == module and str(error) == (
-            f"No module named {module!r}: flash_attn is dash_attn {dash_attn.__version__} in this process, which covers "
-            f"only {covered}"
+            f"No module named {module!r}: flash_attn is dash_attn {dash_attn.__version__} in this process, which "
+            f"covers only {covered}"
         )
     else:
         raise AssertionError(n)

@@ -219,8 +219,8 @@ QKVPACKED = [
     ({"qkv": t(2, 7, 12, 16)}, ValueError,
      "qkv must have shape (batch, seqlen, 3, heads, head_dim), got 4 dimensions: (2, 7, 12, 16)"),
     ({"qkv": t(2, 7, 2, 4, 16)}, ValueError,
-     "qkv must have shape (batch, seqlen, 3, heads, head_dim), with 3 for queries, keys and values, got 2 in its place: "
-     "(2, 7, 2, 4, 16)"),
+     "qkv must have shape (batch, seqlen, 3, heads, head_dim), with 3 for queries, keys and values, got 2 in its "
+     "place: (2, 7, 2, 4, 16)"),
     ({"qkv": t(2, 7, 3, 0, 16)}, ValueError,
      "qkv must have at least one head, got (2, 7, 3, 0, 16)"),
     ({"qkv": t(2, 7, 3, 4, 257)}, ValueError, "qkv must have a head_dim from 1 to 256, got 257"),
@@ -324,8 +324,8 @@ PACKS = [
 PACKS_KVPACKED = [
     ({"kv": t(12, 2, 16)}, ValueError,
      "kv must have shape (total, 2, kv_heads, head_dim), got 3 dimensions: (12, 2, 16)"),
-    ({"kv": t(12, 3, 2, 16)}, ValueError, "kv must have shape (total, 2, kv_heads, head_dim), with 2 for keys and values, got 3 in its place: "
-     "(12, 3, 2, 16)"),
+    ({"kv": t(12, 3, 2, 16)}, ValueError,
+     "kv must have shape (total, 2, kv_heads, head_dim), with 2 for keys and values, got 3 in its place: (12, 3, 2, 16)"),
     ({"cu_seqlens_k": i32(0, 12)}, ValueError, "cu_seqlens_k must have shape (batch + 1,) = (3,), got (2,)"),
 ]  # fmt: skip
 

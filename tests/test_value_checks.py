@@ -59,7 +59,7 @@ def test_public_functions(function, side, offsets, as_on_a_gpu, monkeypatch):
 
 def test_lengths_in_use():
     q, offsets = t(9, 2, 8), int32(*GOOD)
-    with pytest.raises(ValueError, match=r"^seqused_k must hold numbers from 0 to the lengths in cu_seqlens_k, \[4, 5\]"):
+    with pytest.raises(ValueError, match=r"^seqused_k must hold numbers from 0 to the lengths in cu_seqlens_k, "):
         next(iter(VARLEN_FUNCTIONS))(q, q, q, offsets, offsets, 5, 5, seqused_k=int32(4, 6))
 
 
