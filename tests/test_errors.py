@@ -325,7 +325,8 @@ PACKS_KVPACKED = [
     ({"kv": t(12, 2, 16)}, ValueError,
      "kv must have shape (total, 2, kv_heads, head_dim), got 3 dimensions: (12, 2, 16)"),
     ({"kv": t(12, 3, 2, 16)}, ValueError,
-     "kv must have shape (total, 2, kv_heads, head_dim), with 2 for keys and values, got 3 in its place: (12, 3, 2, 16)"),
+     "kv must have shape (total, 2, kv_heads, head_dim), with 2 for keys and values, got 3 in its place: "
+     "(12, 3, 2, 16)"),
     ({"cu_seqlens_k": i32(0, 12)}, ValueError, "cu_seqlens_k must have shape (batch + 1,) = (3,), got (2,)"),
 ]  # fmt: skip
 
