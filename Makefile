@@ -32,7 +32,8 @@ docs:
 # A source distribution and a wheel for other machines, in dist/.
 wheel:
 	$(PREPARE) wheel
+	rm -f dist/dash_attn-*
 	$(VENV)/bin/python tools/build_wheel.py
 
 clean:
-	rm -rf $(VENV) build dist site demo_output dash_attn/*.so dash_attn/without_kernels.txt
+	rm -rf $(VENV) build dist dash_attn.egg-info site demo_output dash_attn/*.so dash_attn/without_kernels.txt

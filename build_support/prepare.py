@@ -2,7 +2,8 @@
 
 Makes the virtual environment VENV, with the packages of the current Python visible inside where it has torch; installs
 what is missing of what pyproject.toml asks for, for the build and in the dependency groups named (TORCH for torch, such
-as 'torch==2.13.0'); builds the extensions in place, unless told not to. A group has a companion GROUP-no-deps where
+as 'torch==2.13.0'); installs the package from this checkout, in editable mode, unless told not to. That builds the
+extensions in place; a second build compiles only what has changed. A group has a companion GROUP-no-deps where
 some of it is to be installed without its own requirements. No package replaces the torch that is there.
 What cannot be had is said and left out: setup.py ends the build where it needs it.
 """
@@ -64,6 +65,17 @@ def install(python: Path, wanted: list[str], *options: str) -> None:
             print(f"prepare: going on without {requirement}", flush=True)
 
 
+def install_checkout(python: Path) -> None:
+    """Installs the package in editable mode, so that programs in any folder find it."""
+    # -v shows the compilation, which takes long.
+    pip = [str(python), "-m", "pip", "--disable-pip-version-check", "install", "-v"]
+    if status := subprocess.run([*pip, "--no-build-isolation", "--no-deps", "--editable", str(ROOT)]).returncode:
+        raise SystemExit(status)
+    with tempfile.TemporaryDirectory() as elsewhere:
+        if status := subprocess.run([str(python), "-c", "import dash_attn"], cwd=elsewhere).returncode:
+            raise SystemExit(status)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("venv", type=Path)
@@ -84,7 +96,7 @@ def main() -> None:
         install(python, wanted, "--constraint", constraint.name)
         install(python, alone, "--no-deps")
     if not arguments.no_build:
-        raise SystemExit(subprocess.run([str(python), "setup.py", "build_ext", "--inplace"], cwd=ROOT).returncode)
+        install_checkout(python)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """The names flash_attn, flash_attn_2_cuda, flash_attn_interface and flash_attn_3, as dash_attn, for one process.
 
 `activate` puts a finder on sys.meta_path that knows the modules and, for importlib.metadata, distributions flash-attn
-and flash-attn-3 with versions such as 2.8.3+dash.0.1.0. Nothing is written to disk. Every module has the attribute
+and flash-attn-3 with versions such as 2.8.0+dash.0.1.0. Nothing is written to disk. Every module has the attribute
 `__dash_attn__`, dash_attn's version, and a line on stderr says once per process that dash_attn stands in.
 
 This file is run at Python's start where DASH_ATTN_AS_FLASH_ATTN is set, before any package is imported, so it needs
@@ -19,7 +19,7 @@ import re
 import site
 import sys
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import cast
@@ -29,8 +29,9 @@ __all__ = ["ENVIRONMENT", "activate", "active", "from_environment", "start_file"
 ENVIRONMENT = "DASH_ATTN_AS_FLASH_ATTN"
 START_FILE = "dash_attn_as_flash_attn.pth"
 # By distribution: the release whose interface it has, and its top-level modules. A release's modules come together.
+# 2.8.0 has the interface of 2.8.3. TransformerEngine compares whole versions, and 2.8.1+dash is above its bound 2.8.1.
 _DISTRIBUTIONS = {
-    "flash-attn": ("2.8.3", ("flash_attn", "flash_attn_2_cuda")),
+    "flash-attn": ("2.8.0", ("flash_attn", "flash_attn_2_cuda")),
     "flash-attn-3": ("3.0.0", ("flash_attn_interface", "flash_attn_3")),
 }
 # Alias: the module whose public names it has, and whether it has the private ones that frameworks call as well.
@@ -116,9 +117,14 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         self._said = False
 
     def find_spec(self, fullname: str, path: object = None, target: ModuleType | None = None) -> ModuleSpec | None:
-        if fullname not in _MODULES or not self._serves(_distribution_of(fullname)):
+        root = fullname.partition(".")[0]
+        if root not in _roots() or not self._serves(_distribution_of(root)):
             return None
-        # A package has no folders: what is not among these modules is not found.
+        if fullname not in _MODULES:
+            # Frameworks probe for more modules than these, and must learn that they are not there.
+            if _is_import():
+                raise ModuleNotFoundError(_not_covered(fullname), name=fullname)
+            return None
         return ModuleSpec(fullname, self, origin="dash_attn", is_package=fullname in _PACKAGES)
 
     def create_module(self, spec: ModuleSpec) -> None:
@@ -209,7 +215,7 @@ def _start_folders() -> list[str]:
     return [*site.getsitepackages(), *([site.getusersitepackages()] if site.ENABLE_USER_SITE else [])]
 
 
-def _roots() -> Iterable[str]:
+def _roots() -> list[str]:
     return [root for _, roots in _DISTRIBUTIONS.values() for root in roots]
 
 
@@ -237,6 +243,18 @@ def _version() -> str:
 
 def _version_of(distribution: str) -> str:
     return f"{_DISTRIBUTIONS[distribution][0]}+dash.{_version()}"
+
+
+def _is_import() -> bool:
+    """Whether the caller, a finder, is asked by an import statement rather than by importlib.util.find_spec."""
+    frame = sys._getframe(2)  # importlib's function that goes through sys.meta_path
+    return frame.f_back is not None and frame.f_back.f_code.co_name == "_find_and_load_unlocked"
+
+
+def _not_covered(module: str) -> str:
+    root = module.partition(".")[0]
+    covered = ", ".join(name for name in _MODULES if name.partition(".")[0] == root)
+    return f"No module named {module!r}: {root} is dash_attn {_version()} in this process, which covers only {covered}"
 
 
 def _how_to_force() -> str:

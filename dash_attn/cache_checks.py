@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 _ROTARY_MULTIPLE = 16
 
 
-def check(
+def checked(
     q: Tensor,
     cache: Cache,
     new: NewKeys,
@@ -25,16 +25,24 @@ def check(
     scores: dict[str, Any],
     *,
     has_mask: bool,
-) -> int:
-    """The batch size. scores: keywords of the op, of which the devices are checked. has_mask: whether each query has a
-    position of its own."""
-    tensors = {
-        "q": q, "k_cache": cache.k, "v_cache": cache.v, "k": new.k, "v": new.v, "rotary_cos": new.rotary_cos,
-        "rotary_sin": new.rotary_sin, "rotary_seqlens": new.rotary_seqlens, "cache_batch_idx": cache.batch_idx,
-        "cache_leftpad": cache.leftpad, cache.table_name: cache.table, "cu_seqlens_q": cu_seqlens_q,
-        "seqused_q": seqused_q, "alibi_slopes": scores["alibi_slopes"], "learnable_sink (s_aux)": scores["sinks"],
+) -> tuple[int, Cache]:
+    """The batch size, and the cache with a row of the block table for each of the batch.
+
+    Args:
+        scores: keywords of the op, of which the devices are checked.
+        has_mask: whether each query has a position of its own.
+    """
+    k_name, v_name, _ = cache.names
+    tensors: dict[str, Tensor | None] = {"q": q, k_name: cache.k, v_name: cache.v}
+    # A caller that calls its cache k and v has no new keys.
+    tensors |= {name: x for name, x in (("k", new.k), ("v", new.v)) if x is not None}
+    tensors |= {
+        "rotary_cos": new.rotary_cos, "rotary_sin": new.rotary_sin, "rotary_seqlens": new.rotary_seqlens,
+        "cache_batch_idx": cache.batch_idx, "cache_leftpad": cache.leftpad, cache.table_name: cache.table,
+        "cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k_new": new.cu_seqlens, "seqused_q": seqused_q,
+        "alibi_slopes": scores["alibi_slopes"], "learnable_sink (s_aux)": scores["sinks"],
     }  # fmt: skip
-    needed = ("q", "k_cache", "v_cache")
+    needed = ("q", k_name, v_name)
     checks.check_tensors({name: x for name, x in tensors.items() if x is not None or name in needed})
     for name, x in tensors.items():
         if x is not None and x.device != q.device:
@@ -49,13 +57,28 @@ def check(
             _check_index(name, x, "(batch,)", (batch,))
     _check_new(q, cache, new, batch)
     _check_seqlens(cache, new, batch)
-    # Lengths are read on the CPU alone, and not from what a compiler traces.
-    if q.device.type == "cpu" and not torch.compiler.is_compiling():
+    if checks.reads_values(q.device):
         _check_queries_of_sequences(q, cu_seqlens_q, seqused_q)
+        _check_batch_idx(cache, new)
+        cache = _with_own_table(cache)
         _check_values(q, cache, new, cu_seqlens_q, batch, has_mask=has_mask)
-    else:
-        _check_values_on_device(cache, new)
-    return batch
+        return batch, cache
+    _check_indices_on_device(cache, new)
+    cache = _with_own_table(cache)
+    _check_table_on_device(cache, new)
+    return batch, cache
+
+
+def _with_own_table(cache: Cache) -> Cache:
+    if cache.table is None or cache.batch_idx is None:
+        return cache
+    return cache._replace(table=cache.table.index_select(0, cache.batch_idx), batch_idx=None)
+
+
+def check_offsets_of_pages(q: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor) -> None:
+    _check_index("cu_seqlens_k", cu_seqlens_k, "(batch + 1,)", tuple(cu_seqlens_q.shape))
+    if cu_seqlens_k.device != q.device:
+        raise ValueError(f"cu_seqlens_k must be on the device of q, {q.device}, got {cu_seqlens_k.device}")
 
 
 def _check_queries(q: Tensor, cu_seqlens_q: Tensor | None) -> int:
@@ -72,34 +95,36 @@ def _check_queries(q: Tensor, cu_seqlens_q: Tensor | None) -> int:
 
 def _check_cache(q: Tensor, cache: Cache, batch: int) -> None:
     k, v, table, name = cache.k, cache.v, cache.table, cache.table_name
+    k_name, v_name, _ = cache.names
     shape = f"(num_blocks, block_size, kv_heads, head_dim) with {name}" if table is not None else (
         "(cache_batch, capacity, kv_heads, head_dim)"
     )  # fmt: skip
     if k.dim() != 4:
-        raise ValueError(f"k_cache must have shape {shape}, got {tuple(k.shape)}")
+        raise ValueError(f"{k_name} must have shape {shape}, got {tuple(k.shape)}")
     if v.dim() != 4 or v.shape[:3] != k.shape[:3]:
         raise ValueError(
-            f"v_cache must have the shape of k_cache but for the head_dim, {tuple(k.shape)}, got {tuple(v.shape)}"
+            f"{v_name} must have the shape of {k_name} but for the head_dim, {tuple(k.shape)}, got {tuple(v.shape)}"
         )
-    for tensor_name, x in (("k_cache", k), ("v_cache", v)):
+    for tensor_name, x in ((k_name, k), (v_name, v)):
         _check_dtype(tensor_name, x, q)
     if k.shape[3] != q.shape[-1]:
-        raise ValueError(f"k_cache must have the head_dim of q, {q.shape[-1]}, got {k.shape[3]}")
+        raise ValueError(f"{k_name} must have the head_dim of q, {q.shape[-1]}, got {k.shape[3]}")
     if k.shape[2] < 1 or q.shape[-2] % k.shape[2] != 0:
         raise ValueError(
-            f"k_cache must have a number of heads that divides the {q.shape[-2]} heads of q, got {k.shape[2]}"
+            f"{k_name} must have a number of heads that divides the {q.shape[-2]} heads of q, got {k.shape[2]}"
         )
     if table is None:
         if cache.batch_idx is None and k.shape[0] < batch:
-            raise ValueError(f"k_cache must have a sequence for each of the batch, {batch}, got {k.shape[0]}")
+            raise ValueError(f"{k_name} must have a sequence for each of the batch, {batch}, got {k.shape[0]}")
         return
-    if cache.batch_idx is not None:
-        raise ValueError(f"cache_batch_idx must be None with {name}, which says where keys are")
     if table.dim() != 2:
         raise ValueError(f"{name} must have shape (batch, max_blocks), got {tuple(table.shape)}")
     if k.shape[1] < 1:
-        raise ValueError(f"k_cache must have shape {shape} and a block_size of at least 1, got {tuple(k.shape)}")
-    _check_index(name, table, "(batch, max_blocks)", (batch, table.shape[1]))
+        raise ValueError(f"{k_name} must have shape {shape} and a block_size of at least 1, got {tuple(k.shape)}")
+    if cache.batch_idx is not None:
+        _check_index(name, table, "(cache_batch, max_blocks)", tuple(table.shape))
+    else:
+        _check_index(name, table, "(batch, max_blocks)", (batch, table.shape[1]))
 
 
 def _check_new(q: Tensor, cache: Cache, new: NewKeys, batch: int) -> None:
@@ -107,18 +132,22 @@ def _check_new(q: Tensor, cache: Cache, new: NewKeys, batch: int) -> None:
         raise ValueError("k and v must both be given or both be None, got one of them")
     if (new.rotary_cos is None) != (new.rotary_sin is None):
         raise ValueError("rotary_cos and rotary_sin must both be given or both be None, got one of them")
-    if new.rotary_seqlens is not None and new.rotary_cos is None:
-        raise ValueError("rotary_seqlens must be None without rotary_cos")
     if new.k is None or new.v is None:
+        if new.cu_seqlens is not None:
+            raise ValueError("cu_seqlens_k_new must be None without k, got a tensor")
         if new.rotary_cos is not None:
             raise ValueError("rotary_cos must be None without k: keys in the cache have been rotated")
         return
     if cache.seqlens is None:
         raise ValueError("cache_seqlens must be given with k, got None: it says where new keys go")
+    if new.cu_seqlens is not None:
+        _check_index("cu_seqlens_k_new", new.cu_seqlens, "(batch + 1,)", (batch + 1,))
+    rows = ("batch", "seqlen_new") if new.cu_seqlens is None else ("total_k_new",)
+    sizes = (batch, new.k.shape[1] if new.k.dim() > 1 else 0) if new.cu_seqlens is None else new.k.shape[:1]
     for name, x, like_name, like in (("k", new.k, "k_cache", cache.k), ("v", new.v, "v_cache", cache.v)):
-        expected = (batch, new.k.shape[1] if new.k.dim() > 1 else 0, *like.shape[2:])
+        expected = (*sizes, *like.shape[2:])
         if x.shape != expected:
-            what = f"(batch, seqlen_new, kv_heads, head_dim) with the heads of {like_name}"
+            what = f"({', '.join(rows)}, kv_heads, head_dim) with the heads of {like_name}"
             raise ValueError(f"{name} must have shape {what}, {expected}, got {tuple(x.shape)}")
         _check_dtype(name, x, q)
     checks.check_written({"k_cache": cache.k, "v_cache": cache.v}, {})
@@ -143,15 +172,17 @@ def _check_rotary(q: Tensor, cos: Tensor, sin: Tensor) -> None:
 
 
 def _check_seqlens(cache: Cache, new: NewKeys, batch: int) -> None:
+    name = cache.names[2]
     if isinstance(cache.seqlens, Tensor):
-        checks.check_tensors({"cache_seqlens": cache.seqlens})
-        _check_index("cache_seqlens", cache.seqlens, "(batch,)", (batch,))
+        checks.check_tensors({name: cache.seqlens})
+        _check_index(name, cache.seqlens, "(batch,)", (batch,))
         if cache.seqlens.device != cache.k.device:
-            raise ValueError(f"cache_seqlens must be on the device of q, {cache.k.device}, got {cache.seqlens.device}")
+            raise ValueError(f"{name} must be on the device of q, {cache.k.device}, got {cache.seqlens.device}")
     elif cache.seqlens is not None:
-        checks.check_int("cache_seqlens", cache.seqlens, "an int, an int32 tensor of shape (batch,) or None")
+        checks.check_int(name, cache.seqlens, "an int, an int32 tensor of shape (batch,) or None")
         if not torch.compiler.is_compiling():
-            _check_range("cache_seqlens", [cache.seqlens], cache.capacity() - _num_new(new))
+            num_new = new.k.shape[1] if new.k is not None and new.cu_seqlens is None else 0
+            _check_range(name, [cache.seqlens], cache.capacity() - num_new)
 
 
 def _check_queries_of_sequences(q: Tensor, cu_seqlens_q: Tensor | None, seqused_q: Tensor | None) -> None:
@@ -166,56 +197,83 @@ def _check_values(
     q: Tensor, cache: Cache, new: NewKeys, cu_seqlens_q: Tensor | None, batch: int, *, has_mask: bool
 ) -> None:
     """What is an error on the device, and not seen here, on a GPU."""
+    name = cache.names[2]
+    counts = _counts(new, batch)
+    takes_none = [-count if cache.table is not None and new.k is not None else None for count in counts]
     if not isinstance(cache.seqlens, Tensor):
         seqlens = [cache.capacity() if cache.seqlens is None else cache.seqlens] * batch
     else:
         seqlens = cache.seqlens.tolist()
-        takes_none = -_num_new(new) if cache.table is not None and new.k is not None else None
-        placed = [length for length in seqlens if length != takes_none]
-        _check_range("cache_seqlens", placed, cache.capacity() - _num_new(new))
-    ends = [length + _num_new(new) for length in seqlens]
+    placed = [i for i, length in enumerate(seqlens) if length != takes_none[i]]
+    for group in [placed] if new.cu_seqlens is None else [[i] for i in placed]:
+        _check_range(name, [seqlens[i] for i in group], cache.capacity() - (counts[group[0]] if group else 0))
+    ends = [length + count for length, count in zip(seqlens, counts)]
     if cache.leftpad is not None and any(not 0 <= pad <= end for pad, end in zip(cache.leftpad.tolist(), ends)):
         raise ValueError(f"cache_leftpad must be from 0 to the cached keys, {ends}, got {cache.leftpad.tolist()}")
-    if cache.batch_idx is not None:
-        indices = cache.batch_idx.tolist()
-        _check_range("cache_batch_idx", indices, cache.k.shape[0] - 1)
-        if new.k is not None and len(set(indices)) < len(indices):
-            raise ValueError(f"cache_batch_idx must have distinct values with k, got {indices}")
     if cache.table is not None:
         written: list[int] = []
-        for blocks, end in zip(cache.table.tolist(), ends):
+        for blocks, count, end in zip(cache.table.tolist(), counts, ends):
             blocks = blocks[: -(-end // cache.k.shape[1])]
             _check_range(cache.table_name, blocks, cache.k.shape[0] - 1)
-            written += blocks[(end - _num_new(new)) // cache.k.shape[1] :] if _num_new(new) and end else []
+            written += blocks[(end - count) // cache.k.shape[1] :] if count and end else []
         if len(set(written)) < len(written):
             raise ValueError(f"{cache.table_name} must have distinct blocks where k is written, got {written}")
     if new.rotary_cos is not None:
-        starts, name = [max(length, 0) for length in seqlens], "cache_seqlens"
+        starts = [max(length, 0) for length in seqlens]
         if new.rotary_seqlens is not None:
             starts, name = new.rotary_seqlens.tolist(), "rotary_seqlens"
         queries = [q.shape[1]] * batch if cu_seqlens_q is None else cu_seqlens_q.diff().tolist()
-        for start, count in zip(starts, queries):
-            turned = max(_num_new(new), count if has_mask else 1)
+        for start, new_keys, count in zip(starts, counts, queries):
+            turned = max(new_keys, count if has_mask else 1)
             _check_range(name, [start], new.rotary_cos.shape[0] - turned)
 
 
-def _check_values_on_device(cache: Cache, new: NewKeys) -> None:
+def _counts(new: NewKeys, batch: int) -> list[int]:
+    """New keys of each sequence, on a CPU."""
+    if new.k is None:
+        return [0] * batch
+    if new.cu_seqlens is None:
+        return [new.k.shape[1]] * batch
+    return [rows.stop - rows.start for rows in rows_of_sequences("k_new", new.cu_seqlens, None, new.k.shape[0])]
+
+
+def _check_batch_idx(cache: Cache, new: NewKeys) -> None:
+    if cache.batch_idx is None:
+        return
+    indices = cache.batch_idx.tolist()
+    _check_range("cache_batch_idx", indices, (cache.k if cache.table is None else cache.table).shape[0] - 1)
+    if new.k is not None and len(set(indices)) < len(indices):
+        raise ValueError(f"cache_batch_idx must have distinct values with k, got {indices}")
+
+
+def _check_indices_on_device(cache: Cache, new: NewKeys) -> None:
     """Negative indices, which would wrap round; the others that are out of range are errors of torch and of the op."""
-    indices = [("cache_batch_idx", cache.batch_idx), ("rotary_seqlens", new.rotary_seqlens)]
-    if cache.table is not None:
-        ends = cache.capacity() if cache.seqlens is None else cache.seqlens + _num_new(new)
-        starts = torch.arange(cache.table.shape[1], device=cache.table.device) * cache.k.shape[1]
-        has_keys = starts < (ends[:, None] if isinstance(ends, Tensor) else ends)
-        indices.append((cache.table_name, torch.where(has_keys, cache.table, 0)))
-    for name, x in indices:
-        if x is not None:
-            checks.check_values(
-                (x >= 0).all(), f"{name} must be at least 0 wherever it is looked at, got a negative value"
-            )
+    if cache.batch_idx is not None:
+        _check_not_negative("cache_batch_idx", cache.batch_idx)
+    if new.rotary_seqlens is not None and new.rotary_cos is not None:
+        _check_not_negative("rotary_seqlens", new.rotary_seqlens)
+    if new.cu_seqlens is not None and new.k is not None:
+        bounds = torch.stack((new.cu_seqlens[0], new.k.shape[0] - new.cu_seqlens[-1]))
+        checks.check_values(
+            (torch.cat((bounds, new.cu_seqlens.diff())) >= 0).all(),
+            "cu_seqlens_k_new must hold offsets from 0 to the rows of k that never decrease",
+        )
 
 
-def _num_new(new: NewKeys) -> int:
-    return 0 if new.k is None else new.k.shape[1]
+def _check_table_on_device(cache: Cache, new: NewKeys) -> None:
+    if cache.table is None:
+        return
+    num_new: int | Tensor = 0
+    if new.k is not None:
+        num_new = new.k.shape[1] if new.cu_seqlens is None else new.cu_seqlens.diff()
+    ends = cache.capacity() if cache.seqlens is None else cache.seqlens + num_new
+    starts = torch.arange(cache.table.shape[1], device=cache.table.device) * cache.k.shape[1]
+    has_keys = starts < (ends[:, None] if isinstance(ends, Tensor) else ends)
+    _check_not_negative(cache.table_name, torch.where(has_keys, cache.table, 0))
+
+
+def _check_not_negative(name: str, x: Tensor) -> None:
+    checks.check_values((x >= 0).all(), f"{name} must be at least 0 wherever it is looked at, got a negative value")
 
 
 def _check_range(name: str, values: list[int], largest: int) -> None:

@@ -7,17 +7,24 @@ value that other libraries accept and this one does not yet NotImplementedError.
 
 from __future__ import annotations
 
+import difflib
 import numbers
 import operator
-from collections.abc import Mapping
+import os
+from collections.abc import Mapping, Sequence
 from typing import Any, TypeGuard
 
 import torch
 
+from .schedule import POLICIES
+
+SCHEDULES = ("auto", *POLICIES)
 QV, FP8 = "a second query-value product is not supported", "fp8 is not supported"
-PAGED = "paged keys and values are not supported here; flash_attn_with_kvcache takes them"
 DROPOUT = "no dropout through this function; dash_attn.flash_attn_func takes it"
+# Whether lengths and indices on a GPU are read and checked before a launch, which waits for the GPU.
+CHECKS_VALUES = os.environ.get("DASH_ATTN_CHECK") == "1"
 _MAX_INT = 2**31 - 1
+_MAX_SMS = 144  # of a whole GH100, from which every Hopper GPU is cut
 
 
 def check_tensors(named: Mapping[str, object]) -> None:
@@ -29,9 +36,18 @@ def check_tensors(named: Mapping[str, object]) -> None:
             raise TypeError(f"{name} must be a dense tensor (torch.strided), got {layout}")
 
 
+def reads_values(device: torch.device) -> bool:
+    """Whether the values of tensors on `device` are read on the host: on a CPU, with DASH_ATTN_CHECK=1 on a GPU too.
+
+    Those of what a compiler traces are not.
+    """
+    reads = device.type == "cpu" or (CHECKS_VALUES and device.type == "cuda")
+    return reads and not torch.compiler.is_compiling()
+
+
 def check_values(holds: torch.Tensor, message: str) -> None:
-    """ValueError where `holds` is false, on a CPU. On a GPU it is an error on the device, so that nothing waits."""
-    if holds.is_cpu and not torch.compiler.is_compiling():
+    """ValueError where `holds` is false, if values are read. Else it is an error on the device, and nothing waits."""
+    if reads_values(holds.device):
         if not holds:
             raise ValueError(message)
     else:
@@ -66,17 +82,16 @@ def _share_memory(x: torch.Tensor, other: torch.Tensor) -> bool:
     return starts[0] < starts[1] + other.nbytes and starts[1] < starts[0] + x.nbytes
 
 
-def reject_unsupported(qv, q_descale, k_descale, v_descale, num_splits, pack_gqa, block_table) -> None:
+def reject_unsupported(qv, q_descale, k_descale, v_descale, num_splits, pack_gqa) -> None:
     """Raise NotImplementedError for the first argument that asks for what is not there."""
     reject_given(QV, qv=qv)
     reject_given(FP8, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale)
     check_hints(num_splits, pack_gqa)
-    reject_given(PAGED, block_table=block_table)
 
 
-def reject_dropout(dropout_p: object) -> None:
+def reject_dropout(dropout_p: object, why: str = DROPOUT) -> None:
     """Of the functions that have no other argument in its place in any FlashAttention."""
-    _require(_is_zero(dropout_p), "dropout_p", "0.0", DROPOUT, dropout_p)
+    _require(_is_zero(dropout_p), "dropout_p", "0.0", why, dropout_p)
 
 
 def reject_given(why: str, **named: object) -> None:
@@ -93,18 +108,39 @@ def check_hints(num_splits: object, pack_gqa: object) -> None:
 
 
 def as_window(window_size: object) -> tuple[int, int]:
-    """(left, right) as the ops take it: a side that is None is -1."""
+    """(left, right) as the ops take it, of any sequence of two: a side that is None is -1."""
     if type(window_size) is tuple and len(window_size) == 2:
         left, right = window_size
         # The usual case, on the path of every call of a model with windows.
         if type(left) is int and type(right) is int and -1 <= left <= _MAX_INT and -1 <= right <= _MAX_INT:
             return window_size
-    sides = tuple(window_size) if isinstance(window_size, (tuple, list)) else ()
-    if len(sides) != 2 or not all(side is None or _is_integer(side) for side in sides):
+    sides = _elements(window_size)
+    if sides is None or len(sides) != 2 or not all(side is None or _is_integer(side) for side in sides):
         error = ValueError if sides and len(sides) != 2 else TypeError
-        raise error(f"window_size must be (left, right), each an int or None, got {describe(window_size)}")
+        raise error(
+            "window_size must be (left, right), each an int or None, got "
+            f"{describe(window_size if sides is None else sides)}"
+        )
     left, right = (-1 if side is None else max(-1, min(side, _MAX_INT)) for side in sides)
     return left, right
+
+
+def _elements(sequence: object) -> list[Any] | tuple[Any, ...] | None:
+    """The elements of a list, a tuple or another sequence, an array or a tensor; None of anything else.
+
+    Elements that are arrays or tensors themselves become numbers. A tensor on a GPU is read, and so waited for.
+    """
+    if isinstance(sequence, Sequence) and not isinstance(sequence, (str, bytes)):
+        plain = [side if side is None or _is_integer(side) else _as_plain(side) for side in sequence]
+        return plain if isinstance(sequence, list) else tuple(plain)
+    plain = _as_plain(sequence)
+    return plain if isinstance(plain, list) and getattr(sequence, "ndim", None) == 1 else None
+
+
+def _as_plain(value: Any) -> Any:
+    """Python's own numbers in the place of an array or a tensor that has values. numpy is no dependency."""
+    has_values = hasattr(value, "tolist") and not getattr(value, "is_meta", False)
+    return value.tolist() if has_values else value
 
 
 def as_attention_chunk(attention_chunk: object) -> int:
@@ -162,18 +198,26 @@ def as_scores(softcap: object, alibi_slopes: object, learnable_sink: object, s_a
     tensors = {"alibi_slopes": alibi_slopes, "learnable_sink": learnable_sink, "s_aux": s_aux}
     check_tensors({name: x for name, x in tensors.items() if x is not None})
     sinks = s_aux if learnable_sink is None else learnable_sink
-    softcap = 0.0 if softcap is None else as_number("softcap", softcap)
-    return {"softcap": softcap, "alibi_slopes": alibi_slopes, "sinks": sinks}
+    return {"softcap": as_softcap(softcap), "alibi_slopes": alibi_slopes, "sinks": sinks}
+
+
+def as_softcap(softcap: object):
+    """0.0 without one: None, and as in FlashAttention-2 whatever is not above 0."""
+    number = 0.0 if softcap is None else as_number("softcap", softcap)
+    return 0.0 if number <= 0 else number
 
 
 def as_sm_margin(sm_margin: object):
-    """An int, or a torch.SymInt as it is; the ops know how many SMs there are."""
+    """An int, or a torch.SymInt as it is; the ops know how many SMs the GPU has."""
     if isinstance(sm_margin, torch.SymInt):
         return sm_margin
     if not _is_integer(sm_margin):
         raise TypeError(f"sm_margin must be an int, got {describe(sm_margin)}")
-    if not 0 <= sm_margin <= _MAX_INT:
-        raise ValueError(f"sm_margin must be at least 0 and less than the SMs of the GPU, got {describe(sm_margin)}")
+    if not 0 <= sm_margin < _MAX_SMS:
+        raise ValueError(
+            f"sm_margin must be at least 0 and less than the SMs of the GPU (at most {_MAX_SMS} on Hopper), got "
+            f"{describe(sm_margin)}"
+        )
     return operator.index(sm_margin)
 
 
@@ -186,10 +230,14 @@ def as_num_heads_q(num_heads_q: object):
     return operator.index(num_heads_q)
 
 
-def check_schedule_type(schedule: object) -> None:
-    """The ops know the names."""
+def check_schedule(schedule: object) -> None:
+    """That it is the name of one; the ops know which of them a call may have."""
     if not isinstance(schedule, str):
         raise ValueError(f"schedule must be 'auto' or the name of a policy, got {describe(schedule)}")
+    if schedule not in SCHEDULES:
+        similar = difflib.get_close_matches(schedule, SCHEDULES, n=1, cutoff=0.75)
+        hint = f"; did you mean {similar[0]!r}?" if similar else ""
+        raise ValueError(f"schedule must be one of {', '.join(map(repr, SCHEDULES))}, got {describe(schedule)}{hint}")
 
 
 def _require(holds: bool, name: str, allowed: str, why: str, value: object) -> None:

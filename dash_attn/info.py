@@ -83,7 +83,9 @@ def _driver() -> str | None:
 def _kernels() -> dict[str, Any]:
     path = build_record.kernels_file()
     if path is None:
-        return {"built": False, "problem": "none in this installation", "list": []}
+        noted = ops.why_left_out()
+        because = f"because {noted} when dash_attn was built" if noted else "and the build left no note of why"
+        return {"built": False, "problem": f"none, {because} (docs/install.md)", "list": []}
     try:
         record = build_record.read(path)
     except ValueError as error:

@@ -18,13 +18,13 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from . import checks, ops  # noqa: F401  ops registers torch.ops.dash_attn
+from . import checks, kvcache, ops, packs  # noqa: F401  ops registers torch.ops.dash_attn
 from .dropout import DropoutBits
 from .dropout import calls as dropout_calls
 
 # In the order of _attention's `scores`, `dropout` and `unsupported`, and the same objects as the functions' defaults:
 # those of one module are.
-_SELDOM_DEFAULTS = (0.0, None, None, None, 0.0, None, None, None, None, None, 1, None, None)
+_SELDOM_DEFAULTS = (0.0, None, None, None, 0.0, None, None, None, None, None, 1, None)
 _ANY_WINDOW = (-1, -1)
 _NO_WINDOW = (-1, -1, 0)  # left, right, attention_chunk
 
@@ -82,7 +82,8 @@ def flash_attn_func(
             no key has output 0, gradients 0 and log-sum-exp +inf, or the sink, where there is one above -inf.
         window_size: (left, right): query i sees the keys from p - left to p + right, p = i + seqlen_k - seqlen_q being
             its own. A negative number or None is unbounded; causal sets right to 0, and (-1, 0) is the causal mask.
-        softcap: t > 0 makes scores S_ij = t tanh(c q_i . k_j / t), before the mask. 0.0 or None: as they are.
+            Any sequence of two integers, also an array or a tensor; the call waits to read one that is on a GPU.
+        softcap: t > 0 makes scores S_ij = t tanh(c q_i . k_j / t), before the mask. At most 0, or None: as they are.
         alibi_slopes: fp32 (heads,) or (batch, heads), on q's device: m makes the scores of its head
             S_ij = c q_i . k_j - m |p - j|, with p as in window_size. They get no gradient, and must not require one.
             Not together with softcap. Default: none.
@@ -99,8 +100,9 @@ def flash_attn_func(
         qv, q_descale, k_descale, v_descale: FlashAttention-3's; None only.
         num_splits, pack_gqa: FlashAttention-3's advice on how to work, an int and None or a bool; accepted, and changes
             nothing. A row's keys are never split.
-        sm_margin: SMs that our kernels leave to others; at least 0 and less than the GPU has. Changes no bits. torch's
-            own kernels, which pad, copy or negate where a call needs it, take the SMs they like.
+        sm_margin: SMs that our kernels leave to others; at least 0 and less than the GPU has, on any device less than
+            144, which no Hopper GPU exceeds. Changes no bits. torch's own kernels, which pad, copy or negate where a
+            call needs it, take the SMs they like.
         schedule: how the backward sums: a name of `dash_attn.schedule.POLICIES` or "auto", which is "descending" at
             every shape. Each has its own last bits. All but one add the parts of dq in fp32, in an order of their own,
             and a part waits for those before it; "order_free" rounds the parts to multiples of a unit that the inputs
@@ -270,7 +272,10 @@ def flash_attn_varlen_func(
             of the longest sequence; they change nothing. With dropout_p above 0 and no dropout_bits they must be ints
             and no less than the longest: random bits are made for so many rows. A sequence beyond them is a ValueError
             on the CPU, and on a GPU an error on the device, as an index out of bounds is.
-        block_table: None only; `flash_attn_with_kvcache` takes paged keys and values.
+        block_table: int32 (batch, max_blocks) on q's device: k and v are pages, (num_blocks, block_size, kv_heads,
+            head_dim or value_head_dim), and a sequence has its keys in the blocks of its row, in order. cu_seqlens_k
+            then gives only their numbers, and seqused_k, where it is given, takes the place of it. Pages are gathered
+            into a copy. Not with dropout, nor where a gradient is required (NotImplementedError). Default: none.
         seqused_q, seqused_k: int32 (batch,) like cu_seqlens: how many rows of a sequence there are, at most those up
             to the next offset. Default: all.
 
@@ -284,11 +289,20 @@ def flash_attn_varlen_func(
         "cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k, "seqused_q": seqused_q, "seqused_k": seqused_k
     }  # fmt: skip
     max_seqlens = {"max_seqlen_q": max_seqlen_q, "max_seqlen_k": max_seqlen_k}
+    if block_table is not None:
+        checks.reject_unsupported(qv, q_descale, k_descale, v_descale, num_splits, pack_gqa)
+        return kvcache.varlen_attention(
+            q, k, v, block_table, pack, max_seqlens, dropout_p=dropout_p, dropout_bits=dropout_bits,
+            deterministic=deterministic, return_attn_probs=return_attn_probs, schedule=schedule,
+            softmax_scale=softmax_scale, causal=causal, window_size=window_size, softcap=softcap,
+            alibi_slopes=alibi_slopes, learnable_sink=learnable_sink, s_aux=s_aux, attention_chunk=attention_chunk,
+            sm_margin=sm_margin,
+        )  # fmt: skip
     return _attention(
         torch.ops.dash_attn.attention.default, {"q": q, "k": k, "v": v}, (),
         dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs,
         learnable_sink, s_aux, qv, q_descale, k_descale, v_descale, attention_chunk, num_splits, pack_gqa, sm_margin,
-        schedule, dropout_bits, pack, max_seqlens, block_table,
+        schedule, dropout_bits, pack, max_seqlens,
     )  # fmt: skip
 
 
@@ -416,7 +430,6 @@ def _attention(
     dropout_bits: DropoutBits | None,
     pack: dict[str, Tensor | None] | None = None,
     max_seqlens: dict[str, int | Tensor] | None = None,
-    block_table: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, Tensor, Tensor]:
     """Calls `op`, which checks the tensors, on arguments of the types that it takes.
 
@@ -424,7 +437,7 @@ def _attention(
     """
     scores = (softcap, alibi_slopes, learnable_sink, s_aux)
     dropout = (dropout_p, dropout_bits)
-    unsupported = (qv, q_descale, k_descale, v_descale, num_splits, pack_gqa, block_table)
+    unsupported = (qv, q_descale, k_descale, v_descale, num_splits, pack_gqa)
     of_scores: dict[str, object] = {}
     of_dropout: dict[str, object] = {}
     is_seldom = any(map(operator.is_not, (*scores, *dropout, *unsupported), _SELDOM_DEFAULTS))
@@ -451,8 +464,8 @@ def _attention(
         softmax_scale = checks.as_number("softmax_scale", softmax_scale)
     if type(sm_margin) is not int or sm_margin:
         sm_margin = checks.as_sm_margin(sm_margin)
-    if type(schedule) is not str:
-        checks.check_schedule_type(schedule)
+    if type(schedule) is not str or schedule not in checks.SCHEDULES:
+        checks.check_schedule(schedule)
     extra: tuple[object, ...] = ()
     # Of arrays and tensors the type alone is looked at here: they say neither yes nor no.
     is_usual = type(window_size) is tuple and type(attention_chunk) is int
@@ -460,6 +473,8 @@ def _attention(
         extra = (*checks.as_window(window_size), checks.as_attention_chunk(attention_chunk))
     if pack is not None:
         extra = (*(extra or _NO_WINDOW), *pack.values())
+        if checks.CHECKS_VALUES:
+            packs.check_lengths(named, pack)
     num_heads_q = split[0] if split else None
     if probability:  # last, as it may draw random numbers
         left, right, chunk = extra[:3] or _NO_WINDOW

@@ -68,13 +68,14 @@ def flash_attn_with_kvcache(
             Default: all of the capacity. With k and block_table it may be minus seqlen_new, of a sequence that has no
             keys and takes none, as where a batch is filled up; its block_table may hold -1. Values out of range raise
             ValueError on the CPU, and are an error on the device on a GPU, as an index out of bounds is.
-        cache_batch_idx: int32 (batch,) on q's device: the sequence of the cache that each of the batch has. They must
-            be distinct with k. Not with block_table. Default: 0, 1, 2, ...
+        cache_batch_idx: int32 (batch,) on q's device: the sequence of the cache, or the row of block_table, that each
+            of the batch has. They must be distinct with k. Default: 0, 1, 2, ...
         cache_leftpad: int32 (batch,) on q's device: places at the start of a sequence of the cache that hold no keys.
             cache_seqlens counts them. Default: none.
-        block_table: int32 (batch, max_blocks) on q's device: the blocks that hold the keys of each sequence, in order.
-            Entries past the last key are not looked at. Blocks that new keys are written to must be distinct: others
-            raise ValueError on the CPU, and on a GPU nobody looks, and which keys such a block has is not known.
+        block_table: int32 (batch, max_blocks) on q's device, with cache_batch_idx (cache_batch, max_blocks): the blocks
+            that hold the keys of each sequence, in order. Entries past the last key are not looked at. Blocks that new
+            keys are written to must be distinct: others raise ValueError on the CPU, and on a GPU nobody looks, and
+            which keys such a block has is not known.
         softmax_scale, causal, window_size, softcap, alibi_slopes, learnable_sink, s_aux: as in `flash_attn_func`.
         rotary_interleaved: whether dimensions 0 and 1, 2 and 3, ... are rotated together; otherwise d and
             d + rotary_dim / 2.
@@ -111,6 +112,8 @@ class Cache(NamedTuple):
     leftpad: Tensor | None = None
     table: Tensor | None = None
     table_name: str = "block_table"
+    names: tuple[str, str, str] = ("k_cache", "v_cache", "cache_seqlens")
+    """What the caller calls k, v and seqlens."""
 
     def capacity(self) -> int:
         return self.k.shape[1] * (1 if self.table is None else self.table.shape[1])
@@ -126,6 +129,8 @@ class NewKeys(NamedTuple):
     rotary_interleaved: bool = True
     rotary_seqlens: Tensor | None = None
     """Positions of the first new keys for the rotation; default: their places."""
+    cu_seqlens: Tensor | None = None
+    """int32 (batch + 1,): where the new keys of each sequence are in k and v, (total_k_new, kv_heads, head_dim)."""
 
 
 @torch.no_grad()
@@ -157,25 +162,28 @@ def attend(
         "attention_chunk": checks.as_attention_chunk(attention_chunk), **scores,
     }  # fmt: skip
     has_mask = causal or window != (-1, -1) or arguments["attention_chunk"] > 0
-    batch = cache_checks.check(q, cache, new, cu_seqlens_q, seqused_q, scores, has_mask=has_mask)
+    batch, cache = cache_checks.checked(q, cache, new, cu_seqlens_q, seqused_q, scores, has_mask=has_mask)
     seqlens = _seqlens(cache, batch, q.device)
     if new.k is not None and new.v is not None:
         _check_op(q, cache, seqlens, cu_seqlens_q, seqused_q, arguments)
-        new_k = new.k
+        rows = _rows_of_batch(new.k, new.cu_seqlens, batch)
+        new_k, new_v = (x if new.cu_seqlens is not None else x.flatten(0, 1) for x in (new.k, new.v))
         if new.rotary_cos is not None and new.rotary_sin is not None:
-            start = seqlens if new.rotary_seqlens is None else new.rotary_seqlens
+            start = (seqlens if new.rotary_seqlens is None else new.rotary_seqlens).long()
             turn = functools.partial(
                 rotary.rotate, cos=new.rotary_cos, sin=new.rotary_sin,
                 interleaved=checks.as_flag("rotary_interleaved", new.rotary_interleaved),
             )  # fmt: skip
-            new_k = turn(new_k, start.long()[:, None] + torch.arange(new_k.shape[1], device=q.device))
-            q = turn(q, _positions(q, cu_seqlens_q, start.long(), has_mask=has_mask))
-        _append(cache, new_k, new.v, seqlens)
+            new_k = turn(new_k, rows.places(start))
+            of_queries = _rows_of_batch(q, cu_seqlens_q, batch)
+            positions = of_queries.places(start, step=int(has_mask))
+            q = turn(q, positions if cu_seqlens_q is not None else positions.view(q.shape[:2]))
+        _append(cache, new_k, new_v, seqlens, rows)
         is_allowed = seqlens >= 0
         if cache.table is not None:
-            is_allowed |= seqlens == -new.k.shape[1]
+            is_allowed |= seqlens == -rows.counts
         # Any other negative number stays one, and is the op's error.
-        seqlens = torch.where(is_allowed, seqlens + new.k.shape[1], seqlens)
+        seqlens = torch.where(is_allowed, seqlens + rows.counts, seqlens)
     k, v, cu_seqlens_k = _rows(*_contents(cache, seqlens), batch)
     if cache.leftpad is not None:
         cu_seqlens_k = torch.cat((cu_seqlens_k[:-1] + cache.leftpad, cu_seqlens_k[-1:]))
@@ -191,6 +199,69 @@ def attend(
     if rows is q:
         return out, softmax_lse
     return out.unflatten(0, (batch, seqlen_q)), softmax_lse.unflatten(1, (batch, seqlen_q)).transpose(0, 1).contiguous()
+
+
+def varlen_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    block_table: Tensor,
+    pack: dict[str, Any],
+    max_seqlens: dict[str, int | Tensor],
+    *,
+    dropout_p: float,
+    dropout_bits: object,
+    deterministic: bool,
+    return_attn_probs: bool,
+    schedule: str,
+    **arguments: Any,
+) -> Tensor | tuple[Tensor, Tensor, Tensor]:
+    """`flash_attn_varlen_func` with a block_table. pack: cu_seqlens and seqused, by their names."""
+    no_dropout = "no dropout with block_table"
+    checks.reject_dropout(dropout_p, no_dropout)
+    checks.reject_given(no_dropout, dropout_bits=dropout_bits)
+    for name, value in max_seqlens.items():
+        checks.check_max_seqlen(name, value)
+    checks.as_flag("deterministic", False if deterministic is None else deterministic)
+    checks.check_schedule(schedule)
+    return_attn_probs = checks.as_flag("return_attn_probs", return_attn_probs)
+    out, softmax_lse = attend_pages(q, k, v, block_table, **pack, **arguments)
+    return (out, softmax_lse, out.new_empty(0)) if return_attn_probs else out
+
+
+def attend_pages(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    block_table: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    seqused_q: Tensor | None,
+    seqused_k: Tensor | None,
+    **arguments: Any,
+) -> tuple[Tensor, Tensor]:
+    """`attend` for `flash_attn_varlen_func`: cu_seqlens_k says how many keys a sequence has, unless seqused_k does.
+
+    Raises:
+        NotImplementedError: a gradient is required.
+    """
+    checks.check_tensors(
+        {"q": q, "cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k, "block_table": block_table}
+    )
+    differentiable = {"q": q, "k": k, "v": v} | {name: arguments.get(name) for name in ("learnable_sink", "s_aux")}
+    for name, x in differentiable.items():
+        if torch.is_grad_enabled() and isinstance(x, Tensor) and x.requires_grad:
+            raise NotImplementedError(
+                "block_table must be None where a gradient is required (paged keys and values have no backward; "
+                f"torch.no_grad() asks for none), got {checks.describe(block_table)} and {name} that requires one"
+            )
+    cache_checks.check_offsets_of_pages(q, cu_seqlens_q, cu_seqlens_k)
+    by_offsets = seqused_k is None
+    names = "k", "v", "the differences of cu_seqlens_k" if by_offsets else "seqused_k"
+    cache = Cache(
+        k, v, cu_seqlens_k.diff() if by_offsets else seqused_k, table=block_table, table_name="block_table", names=names
+    )  # fmt: skip
+    return attend(q, cache, NewKeys(), cu_seqlens_q=cu_seqlens_q, seqused_q=seqused_q, **arguments)
 
 
 def _check_op(
@@ -227,44 +298,67 @@ def _seqlens(cache: Cache, batch: int, device: torch.device) -> Tensor:
     return torch.full((batch,), length, dtype=torch.int32, device=device)
 
 
-def _positions(q: Tensor, cu_seqlens_q: Tensor | None, start: Tensor, *, has_mask: bool) -> Tensor:
-    """Of queries for the rotation: their own where there is a mask, else that of the first."""
-    if cu_seqlens_q is None:
-        return start[:, None] + torch.arange(q.shape[1], device=q.device) * has_mask
-    sequence = sequence_of_rows(cu_seqlens_q, q.shape[0])
-    own = torch.arange(q.shape[0], device=q.device) - cu_seqlens_q[sequence]
-    # Rows of no sequence are turned as the first of the last one, and not looked at.
-    has_own = (sequence < start.shape[0]) & has_mask
-    return start[sequence.clamp(max=start.shape[0] - 1)] + own * has_own
+class _RowsOfBatch(NamedTuple):
+    """Rows of queries or of new keys, of a dense batch or a pack, as the sequences of the batch have them."""
+
+    sequence: Tensor
+    """int64 (rows,): the sequence that a row is in, one of the batch also for rows of no sequence."""
+    offset: Tensor
+    """int64 (rows,): its place among the rows of its sequence."""
+    is_of_one: Tensor | None
+    """bool (rows,): whether it is in a sequence; None where all are."""
+    counts: Tensor
+    """int32 (batch,): rows of each sequence."""
+
+    def places(self, starts: Tensor, step: int = 1) -> Tensor:
+        """starts of its sequence + step * offset for every row; of rows of no sequence 0. starts: int64 (batch,)."""
+        places = starts[self.sequence] + step * self.offset
+        return places if self.is_of_one is None else torch.where(self.is_of_one, places, 0)
 
 
-def _append(cache: Cache, k: Tensor, v: Tensor, seqlens: Tensor) -> None:
+def _rows_of_batch(x: Tensor, cu_seqlens: Tensor | None, batch: int) -> _RowsOfBatch:
+    if cu_seqlens is None:
+        seqlen = x.shape[1]
+        sequence = torch.arange(batch, device=x.device)[:, None].expand(batch, seqlen).flatten()
+        offset = torch.arange(seqlen, device=x.device).expand(batch, seqlen).flatten()
+        return _RowsOfBatch(sequence, offset, None, torch.full((batch,), seqlen, dtype=torch.int32, device=x.device))
+    total = x.shape[0]
+    sequence = sequence_of_rows(cu_seqlens, total)
+    offset = torch.arange(total, device=x.device) - cu_seqlens[sequence]
+    is_of_one = (sequence < batch) & (offset >= 0)
+    return _RowsOfBatch(sequence.clamp(max=max(batch - 1, 0)), offset, is_of_one, cu_seqlens.diff())
+
+
+def _append(cache: Cache, k: Tensor, v: Tensor, seqlens: Tensor, rows: _RowsOfBatch) -> None:
+    """Writes rows of new keys and values, (rows, kv_heads, head_dim), behind those that are in the cache.
+
+    Rows that go nowhere, of no sequence or of one that takes none, write what another row writes, which changes
+    nothing; if none goes anywhere, what is there already.
+    """
+    if k.shape[0] == 0 or seqlens.shape[0] == 0:
+        return
+    places = rows.places(seqlens.long())
+    sequence = rows.sequence
+    if cache.table is None and rows.is_of_one is None:
+        own = sequence if cache.batch_idx is None else cache.batch_idx.long()[sequence]
+        cache.k.index_put_((own, places), k)
+        cache.v.index_put_((own, places), v)
+        return
+    goes = seqlens[sequence] >= 0
+    if rows.is_of_one is not None:
+        goes &= rows.is_of_one
+    writer = torch.where(goes, torch.arange(k.shape[0], device=k.device), goes.int().argmax())
+    goes, sequence, places = goes[writer], sequence[writer], places[writer]
+    index: tuple[Tensor, Tensor]
     if cache.table is not None:
-        _append_to_blocks(cache, cache.table, k, v, seqlens)
-        return
-    places = seqlens.long()[:, None] + torch.arange(k.shape[1], device=seqlens.device)
-    if cache.batch_idx is not None:
-        sequences = cache.batch_idx.long()
+        block_size = cache.k.shape[1]
+        blocks, places = torch.where(goes, places, 0) // block_size, torch.where(goes, places % block_size, 0)
+        index = torch.where(goes, cache.table[sequence, blocks], 0).long(), places
     else:
-        sequences = torch.arange(places.shape[0], device=places.device)
-    index = sequences[:, None], places
-    cache.k.index_put_(index, k)
-    cache.v.index_put_(index, v)
-
-
-def _append_to_blocks(cache: Cache, table: Tensor, k: Tensor, v: Tensor, seqlens: Tensor) -> None:
-    """Sequences that take no keys write what the longest one writes, which changes nothing; if none takes any, what is
-    there already."""
-    if seqlens.shape[0] == 0:
-        return
-    own = torch.arange(seqlens.shape[0], device=seqlens.device)
-    writer = torch.where(seqlens < 0, seqlens.argmax(), own)
-    start = seqlens[writer].long()[:, None]
-    places = start.clamp(min=0) + torch.arange(k.shape[1], device=seqlens.device)
-    block_size = cache.k.shape[1]
-    index = table[writer].long().gather(1, places // block_size), places % block_size
-    for blocks, rows in ((cache.k, k), (cache.v, v)):
-        blocks.index_put_(index, torch.where(start[..., None, None] < 0, blocks[index], rows[writer]))
+        own = sequence if cache.batch_idx is None else cache.batch_idx.long()[sequence]
+        index = torch.where(goes, own, 0), torch.where(goes, places, 0)
+    for written, x in ((cache.k, k), (cache.v, v)):
+        written.index_put_(index, torch.where(goes[:, None, None], x[writer], written[index]))
 
 
 def _contents(cache: Cache, seqlens: Tensor) -> tuple[Tensor, Tensor]:

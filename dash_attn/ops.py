@@ -160,12 +160,17 @@ def _raiser(reason):
     return without_kernels
 
 
+def why_left_out() -> str:
+    """What the build noted where it left the kernels out; empty where it noted nothing."""
+    note = _FOLDER / _WITHOUT_KERNELS
+    return note.read_text().strip() if note.is_file() else ""
+
+
 def _load_kernels() -> str | None:
     """None, or why CUDA tensors have no kernels; a warning says so where torch has CUDA and nobody asked for it."""
     if not torch.version.cuda:
         return "this torch is built without CUDA"
-    note = _FOLDER / _WITHOUT_KERNELS
-    left_out = note.read_text().strip() if note.is_file() else ""
+    left_out = why_left_out()
     because = f", because {left_out} when it was built" if left_out else ""
     absent = (
         f"dash_attn was installed without its CUDA kernels{because}: CUDA tensors will raise, CPU tensors use the "

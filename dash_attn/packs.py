@@ -1,11 +1,14 @@
-"""The sequences of a pack one by one, for CPU tensors: there lengths may be read, and so are checked."""
+"""The sequences of a pack one by one, where lengths may be read, and so are checked: of CPU tensors, and for checks."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
+
+from . import checks
 
 
 class Sequence(NamedTuple):
@@ -70,6 +73,23 @@ def sequence_of_rows(cu_seqlens: Tensor, total: int) -> Tensor:
     """
     rows = torch.arange(total, dtype=cu_seqlens.dtype, device=cu_seqlens.device)
     return torch.searchsorted(cu_seqlens[1:].contiguous(), rows, right=True)
+
+
+def check_lengths(named: Mapping[str, Tensor], pack: Mapping[str, Tensor | None]) -> None:
+    """ValueError for lengths that are none of a pack, if values are read. Shapes and dtypes are the op's to check.
+
+    Args:
+        named: q, k and others; q and kv; or qkv.
+        pack: cu_seqlens and seqused of q and of k, or of both, by the names of the arguments.
+    """
+    rows = list(named.values())
+    for side, x in (("q", rows[0]), ("k", rows[min(1, len(rows) - 1)])):
+        cu_seqlens, used = (pack.get(f"{name}_{side}", pack.get(name)) for name in ("cu_seqlens", "seqused"))
+        if cu_seqlens is None or not checks.reads_values(cu_seqlens.device):
+            continue
+        is_list = cu_seqlens.dim() == 1 and cu_seqlens.shape[0] > 0 and cu_seqlens.dtype == torch.int32
+        if is_list and (used is None or (used.shape == (cu_seqlens.shape[0] - 1,) and used.dtype == torch.int32)):
+            rows_of_sequences(side, cu_seqlens, used, x.shape[0])
 
 
 def rows_of_sequences(side: str, cu_seqlens: Tensor, seqused: Tensor | None, total: int) -> list[slice]:

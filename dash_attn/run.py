@@ -15,6 +15,7 @@ from __future__ import annotations
 import os
 import runpy
 import sys
+from typing import NoReturn
 
 from . import aliases
 
@@ -25,7 +26,7 @@ def main(arguments: list[str]) -> None:
     """Runs the program that `arguments`, those of the command line, name.
 
     Raises:
-        SystemExit: they name none that exists, or a flash_attn is installed and --force is not given.
+        SystemExit: they name none that exists (status 2), or a flash_attn is installed and --force is not given (1).
     """
     force = arguments[:1] == ["--force"]
     arguments = arguments[1:] if force else arguments
@@ -36,9 +37,9 @@ def main(arguments: list[str]) -> None:
     is_module = arguments[:1] == ["-m"]
     program = arguments[1:] if is_module else arguments
     if not program or program[0].startswith("-"):
-        raise SystemExit(f"{_USAGE}\na script or -m module is needed, got {arguments}")
+        _refuse(f"a script or -m module is needed, got {' '.join(arguments) or 'no arguments'}")
     if not is_module and not os.path.exists(program[0]):
-        raise SystemExit(f"dash_attn.run: the script must be a file, got {program[0]}")
+        _refuse(f"the script must be a file, got {program[0]}")
     try:
         aliases.activate(force=force)
     except RuntimeError as error:
@@ -54,6 +55,11 @@ def main(arguments: list[str]) -> None:
     if not getattr(sys.flags, "safe_path", False):
         sys.path[0] = os.path.dirname(os.path.abspath(program[0]))
     runpy.run_path(program[0], run_name="__main__")
+
+
+def _refuse(why: str) -> NoReturn:
+    print(f"{_USAGE}\ndash_attn.run: {why}", file=sys.stderr)
+    raise SystemExit(2)
 
 
 if __name__ == "__main__":

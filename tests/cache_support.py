@@ -14,7 +14,10 @@ class Filled:
     arguments: dict[str, object]
 
 
-FORMS = ("plain", "strided", "heads_first", "larger", "indexed", "left_padded", "paged", "paged_left_padded")
+FORMS = (
+    "plain", "strided", "heads_first", "larger", "indexed", "left_padded", "paged", "paged_left_padded",
+    "paged_indexed",
+)  # fmt: skip
 
 
 def fill(form, keys, values, capacity, *, block_size=16, poison=torch.nan):
@@ -30,7 +33,7 @@ def fill(form, keys, values, capacity, *, block_size=16, poison=torch.nan):
     if form.endswith("left_padded"):
         arguments["cache_leftpad"] = int32(pads)
     rows = list(range(batch))
-    if form == "indexed":
+    if form.endswith("indexed"):
         rows = [2 * (batch - 1 - b) for b in range(batch)]
         arguments["cache_batch_idx"] = int32(rows)
     caches = []
@@ -44,7 +47,9 @@ def fill(form, keys, values, capacity, *, block_size=16, poison=torch.nan):
                 for i, row in enumerate(sequence, pad):
                     cache[own[i // block_size], i % block_size] = row
             caches.append(cache)
-        arguments["block_table"] = int32(table)
+        # Rows that no sequence has name no block.
+        arguments["block_table"] = int32([[-1] * blocks] * (max(rows, default=-1) + 1))
+        arguments["block_table"][rows] = int32(table)
         return Filled(*caches, arguments | {"cache_seqlens": int32([n + p for n, p in zip(lengths, pads)])})
     for contents in (keys, values):
         heads, head_dim = contents[0].shape[1:]

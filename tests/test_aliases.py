@@ -68,10 +68,16 @@ for n in ("ops.triton", "layers.rotary", "losses", "modules.mha", "cute"):
     try:
         __import__(f"flash_attn.{n}")
     except ModuleNotFoundError as error:
-        assert error.name.startswith("flash_attn.")
+        module = f"flash_attn.{n.partition('.')[0]}"
+        covered = "flash_attn, flash_attn.flash_attn_interface, flash_attn.bert_padding"
+        assert error.name == module and str(error) == (
+            f"No module named {module!r}: flash_attn is dash_attn {dash_attn.__version__} in this process, which "
+            f"covers only {covered}"
+        )
     else:
         raise AssertionError(n)
-assert importlib.util.find_spec("flash_attn.cute") is None and importlib.util.find_spec("flash_attn_3._C") is None
+# Whoever only looks for a module is told that it is not there.
+assert not any(map(importlib.util.find_spec, ("flash_attn.ops", "flash_attn.cute", "flash_attn_3._C")))
 packages = metadata.packages_distributions()
 print(json.dumps({
     "versions": [flash_attn.__version__, flash_attn_3.__version__],
@@ -84,7 +90,7 @@ print(json.dumps({
 
 def test_names_versions_and_distributions():
     stdout, stderr = python("-W", "error", "-c", NAMES)
-    versions = [f"{release}+dash.{dash_attn.__version__}" for release in ("2.8.3", "3.0.0")]
+    versions = [f"{release}+dash.{dash_attn.__version__}" for release in ("2.8.0", "3.0.0")]
     assert json.loads(stdout) == {
         "versions": versions,
         "metadata": versions,
@@ -123,7 +129,7 @@ import flash_attn, importlib.metadata as metadata
 print(flash_attn.__version__, metadata.version("flash-attn"), hasattr(flash_attn, "marker"))
 """
     stdout, _ = python("-c", code, paths=[installed])
-    assert stdout.split() == [f"2.8.3+dash.{dash_attn.__version__}"] * 2 + ["False"]
+    assert stdout.split() == [f"2.8.0+dash.{dash_attn.__version__}"] * 2 + ["False"]
 
 
 def test_activating_again_after_force_changes_nothing(installed):
@@ -178,7 +184,7 @@ def test_environment_leaves_an_installed_flash_attn(started_python, installed):
     assert stdout.split() == [dash_attn.__version__, "theirs"]
     code = "import flash_attn; print(flash_attn.__version__)"
     stdout, _ = python("-c", code, executable=started_python, paths=[installed], **{VARIABLE: "force"})
-    assert stdout.split() == [f"2.8.3+dash.{dash_attn.__version__}"]
+    assert stdout.split() == [f"2.8.0+dash.{dash_attn.__version__}"]
 
 
 WORKERS = """
@@ -203,7 +209,7 @@ def test_processes_that_a_program_starts(started_python, tmp_path):
     arguments = ("-m", "dash_attn.run", tmp_path / "program.py", "--flag", "3")
     stdout, stderr = python(*arguments, executable=started_python)
     assert not any(START_FILE in line for line in stderr)
-    assert stdout.strip() == f"{[f'2.8.3+dash.{dash_attn.__version__}'] * 2} ['--flag', '3']"
+    assert stdout.strip() == f"{[f'2.8.0+dash.{dash_attn.__version__}'] * 2} ['--flag', '3']"
 
 
 PROGRAM = """
@@ -218,7 +224,7 @@ def test_run(force, installed):
     folder.mkdir()
     (folder / "program.py").write_text(PROGRAM.replace("{VARIABLE!r}", repr(VARIABLE)))
     (folder / "beside.py").write_text("")
-    version, value = f"2.8.3+dash.{dash_attn.__version__}", "force" if force else "1"
+    version, value = f"2.8.0+dash.{dash_attn.__version__}", "force" if force else "1"
     options, paths = (["--force"], [installed]) if force else ([], [])
     found = json.loads(python("-m", "dash_attn.run", *options, folder / "program.py", "a", "-m", paths=paths)[0])
     program = str(folder / "program.py")
@@ -232,7 +238,7 @@ def test_run_keeps_an_inherited_force(installed):
     (installed / "program.py").write_text(code)
     arguments = ("-m", "dash_attn.run", installed / "program.py")
     stdout, _ = python(*arguments, paths=[installed], **{VARIABLE: "force"})
-    assert stdout.split() == [f"2.8.3+dash.{dash_attn.__version__}", "force"]
+    assert stdout.split() == [f"2.8.0+dash.{dash_attn.__version__}", "force"]
 
 
 def test_names_that_workers_would_lack_are_said(started_python, tmp_path):
@@ -255,13 +261,20 @@ def test_names_that_workers_would_lack_are_said(started_python, tmp_path):
     assert START_FILE not in facts and f"by {VARIABLE}" in facts
 
 
+@pytest.mark.parametrize("arguments, why", [
+    ([], "a script or -m module is needed, got no arguments"), (["-m"], "a script or -m module is needed, got -m"),
+    (["--unknown", "x.py"], "a script or -m module is needed, got --unknown x.py"),
+    (["missing.py"], "the script must be a file, got missing.py"),
+])  # fmt: skip
+def test_run_says_how_to_use_it(arguments, why, capsys):
+    with pytest.raises(SystemExit) as error:
+        run.main(arguments)
+    usage, reason = capsys.readouterr().err.splitlines()
+    assert error.value.code == 2 and reason == f"dash_attn.run: {why}"
+    assert usage == "usage: python -m dash_attn.run [--force] {script.py | -m module} [arguments ...]"
+
+
 def test_run_refuses(installed):
-    for arguments in ([], ["-m"], ["--unknown", "x.py"]):
-        with pytest.raises(SystemExit) as error:
-            run.main(arguments)
-        assert str(error.value).endswith(f"a script or -m module is needed, got {arguments}")
-    with pytest.raises(SystemExit, match="the script must be a file, got missing.py"):
-        run.main(["missing.py"])
     refused = subprocess.run(
         [sys.executable, "-m", "dash_attn.run", __file__], capture_output=True, text=True,
         env={**os.environ, "PYTHONPATH": os.pathsep.join((str(installed), str(PACKAGE.parent)))},

@@ -20,6 +20,7 @@ def int32(*values):
 NEW = {"k": t(2, 3, 2, 32), "v": t(2, 3, 2, 16), "cache_seqlens": int32(4, 5)}
 ROTARY = {"rotary_cos": t(20, 8), "rotary_sin": t(20, 8)}
 TABLE = {"k_cache": t(5, 4, 2, 32), "v_cache": t(5, 4, 2, 16), "block_table": int32(0, 1, 2, 3).view(2, 2)}
+PACKED_NEW = NEW | {"k": t(4, 2, 32), "v": t(4, 2, 16), "cu_seqlens_k_new": int32(0, 4, 4)}
 K_CACHE = "k_cache must have shape (cache_batch, capacity, kv_heads, head_dim), got "
 RANGE = " must be from 0 to {} (room in the cache, sizes of tables), got {}"
 COLUMNS = (
@@ -71,8 +72,11 @@ BAD = [
     (TABLE | {"block_table": int32(1, 2)[None]}, ValueError,
      "block_table must have shape (batch, max_blocks) = (2, 2), got (1, 2)"),
     (TABLE | {"block_table": int32(0, 1, 2, 5).view(2, 2)}, ValueError, "block_table" + RANGE.format(4, [2, 5])),
-    (TABLE | {"cache_batch_idx": int32(0, 1)}, ValueError,
-     "cache_batch_idx must be None with block_table, which says where keys are"),
+    (TABLE | {"cache_batch_idx": int32(0, 2)}, ValueError, "cache_batch_idx" + RANGE.format(1, [0, 2])),
+    (NEW | TABLE | {"cache_batch_idx": int32(1, 1)}, ValueError,
+     "cache_batch_idx must have distinct values with k, got [1, 1]"),
+    (TABLE | {"cache_batch_idx": int32(0, 1), "block_table": t(2, 2)}, TypeError,
+     "block_table must be torch.int32, got torch.bfloat16"),
     ({"k": NEW["k"]}, ValueError, "k and v must both be given or both be None, got one of them"),
     (NEW | {"cache_seqlens": None}, ValueError,
      "cache_seqlens must be given with k, got None: it says where new keys go"),
@@ -108,7 +112,7 @@ BAD = [
     (NEW | {"softcap": 1.0, "alibi_slopes": t(4, dtype=torch.float32)}, NotImplementedError,
      "softcap and alibi_slopes must not be given together (no kernel has both), got softcap=1 and alibi_slopes of "
      "shape (4,)"),
-    (NEW | {"softcap": -1.0}, ValueError, "softcap must be a finite number of at least 0 or None, got -1"),
+    (NEW | {"softcap": math.nan}, ValueError, "softcap must be a finite number of at least 0 or None, got nan"),
     (NEW | {"softmax_scale": math.inf}, ValueError, "softmax_scale must be a finite number or None, got inf"),
     (NEW | {"alibi_slopes": t(3, dtype=torch.float32)}, ValueError,
      "alibi_slopes must have shape (heads,) = (4,) or (batch, heads) = (2, 4), got (3,)"),
@@ -174,7 +178,21 @@ def test_caches_side_by_side_are_apart():
 
 @pytest.mark.parametrize("change, error, message", [
     ({"page_table": int32(0, 9).view(2, 1)}, ValueError, "page_table" + RANGE.format(1, 9)),
-    ({"rotary_seqlens": int32(0, 1)}, ValueError, "rotary_seqlens must be None without rotary_cos"),
+    ({"rotary_seqlens": int32(0, 1).long()}, TypeError, "rotary_seqlens must be torch.int32, got torch.int64"),
+    ({"cu_seqlens_k_new": int32(0, 1, 2)}, ValueError, "cu_seqlens_k_new must be None without k, got a tensor"),
+    (NEW | {"cu_seqlens_k_new": int32(0, 1, 2)}, ValueError,
+     "k must have shape (total_k_new, kv_heads, head_dim) with the heads of k_cache, (2, 2, 32), got (2, 3, 2, 32)"),
+    (PACKED_NEW | {"v": t(5, 2, 16)}, ValueError,
+     "v must have shape (total_k_new, kv_heads, head_dim) with the heads of v_cache, (4, 2, 16), got (5, 2, 16)"),
+    (PACKED_NEW | {"cu_seqlens_k_new": int32(0, 4)}, ValueError,
+     "cu_seqlens_k_new must have shape (batch + 1,) = (3,), got (2,)"),
+    (PACKED_NEW | {"cu_seqlens_k_new": int32(0, 4, 4).long()}, TypeError,
+     "cu_seqlens_k_new must be torch.int32, got torch.int64"),
+    (PACKED_NEW | {"cu_seqlens_k_new": int32(0, 4, 3)}, ValueError,
+     "cu_seqlens_k_new must hold offsets from 0 to the 4 rows that never decrease, got [0, 4, 3]"),
+    (PACKED_NEW | {"cache_seqlens": int32(5, 5)}, ValueError, "cache_seqlens" + RANGE.format(4, 5)),
+    (PACKED_NEW | {"cache_seqlens": 8}, ValueError, "cache_seqlens" + RANGE.format(4, 8)),
+    (PACKED_NEW | ROTARY | {"rotary_seqlens": int32(17, 18)}, ValueError, "rotary_seqlens" + RANGE.format(16, 17)),
     (NEW | ROTARY | {"rotary_seqlens": int32(0, 18)}, ValueError, "rotary_seqlens" + RANGE.format(17, 18)),
     (NEW | ROTARY | {"cu_seqlens_q": int32(0, 14, 30), "q": t(30, 4, 32), "causal": True}, ValueError,
      "cache_seqlens" + RANGE.format(4, 5)),
@@ -183,7 +201,8 @@ def test_caches_side_by_side_are_apart():
     ({"cu_seqlens_q": int32(0, 2, 6)[None], "q": t(6, 4, 32)}, ValueError,
      "cu_seqlens_q must have shape (batch + 1,), got (1, 3)"),
     (NEW | {"attention_chunk": -1}, ValueError, "attention_chunk must be at least 0, got -1"),
-    (NEW | {"sm_margin": -1}, ValueError, "sm_margin must be at least 0 and less than the SMs of the GPU, got -1"),
+    (NEW | {"sm_margin": -1}, ValueError, "sm_margin must be at least 0 and less than the SMs of the GPU (at most 144 "
+     "on Hopper), got -1"),
     (NEW | {"cu_seqlens_q": int32(0, 5, 2), "q": t(6, 4, 32)}, ValueError,
      "cu_seqlens_q must hold offsets from 0 to the 6 rows that never decrease, got [0, 5, 2]"),
     (NEW | {"cu_seqlens_q": int32(0, 5, 6).long(), "q": t(6, 4, 32)}, TypeError,

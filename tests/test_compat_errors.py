@@ -62,11 +62,6 @@ def kvcache_3(**change):
 NO_DROPOUT = "dropout_p must be 0.0 (no dropout through this function; dash_attn.flash_attn_func takes it), got 0.1"
 NO_FP8 = "{} must be None (fp8 is not supported), got a tensor of shape (2, 2)"
 NO_QV = "qv must be None (a second query-value product is not supported), got a tensor of shape (2, 5, 4, 32)"
-NO_PAGES = (
-    "block_table must be None (paged keys and values are not supported here; flash_attn_with_kvcache takes them), got "
-    "a tensor of shape (2, 1)"
-)
-UNEQUAL = "cu_seqlens_k_new must be None (new keys of unequal lengths are not supported), got a tensor of shape (3,)"
 USED = {"seqused_k": torch.tensor([7, 3], dtype=torch.int32)}
 SEQUED = {"sequed_k": USED["seqused_k"]}
 HALVES = t(3, 7, 2, 32)
@@ -76,8 +71,6 @@ REFUSED = [
     (backward_2, {"dropout_p": 0.1}, NotImplementedError, NO_DROPOUT),
     (func_3, {"dropout_p": 0.1}, NotImplementedError, NO_DROPOUT),
     (varlen_func_3, {"dropout_p": 0.1}, NotImplementedError, NO_DROPOUT),
-    (varlen_2, {"block_table": t(2, 1)}, NotImplementedError, NO_PAGES),
-    (varlen_func_3, {"block_table": t(2, 1)}, NotImplementedError, NO_PAGES),
     (varlen_2, {"leftpad_k": t(4)}, NotImplementedError,
      "leftpad_k must be None (padding on the left is not supported), got a tensor of shape (4,)"),
     (func_3, {"qv": t(2, 5, 4, 32)}, NotImplementedError, NO_QV),
@@ -86,8 +79,6 @@ REFUSED = [
     (forward_3, {"q_descale": t(2, 2)}, NotImplementedError, NO_FP8.format("q_descale")),
     (kvcache_3, {"k_descale": t(2, 2)}, NotImplementedError, NO_FP8.format("k_descale")),
     (func_3, {"v_descale": t(2, 2)}, NotImplementedError, NO_FP8.format("v_descale")),
-    (kvcache_3, {"cu_seqlens_k_new": t(3)}, NotImplementedError, UNEQUAL),
-    (forward_3, {"cu_seqlens_k_new": t(3)}, NotImplementedError, UNEQUAL),
     (forward_3, {"page_table": t(2, 1), "cu_seqlens_k": t(3)}, ValueError,
      "cu_seqlens_k must be None with a cache (page_table, kv_batch_idx, leftpad_k or k_new)"),
     (forward_3, {"out_": t(2, 5, 4, 16)}, ValueError,

@@ -79,7 +79,10 @@ CAP_RANGE = "softcap * log2(e) and softmax_scale / softcap must be finite in fp3
 SLOPES = "alibi_slopes must have shape (heads,) = (4,) or (batch, heads) = (2, 4), got "
 SINK = "learnable_sink (s_aux) must be "
 WINDOW = "window_size must be (left, right), each an int or None, got "
-MARGIN = "sm_margin must be at least 0 and less than the SMs of the GPU, got "
+MARGIN = "sm_margin must be at least 0 and less than the SMs of the GPU (at most 144 on Hopper), got "
+
+
+NAMES = f"schedule must be one of {', '.join(map(repr, ('auto', *schedule.POLICIES)))}, got "
 
 
 def schedules(causal):
@@ -103,15 +106,18 @@ ARGUMENTS = [
     ({"window_size": None}, TypeError, WINDOW + "None (NoneType)"),
     ({"window_size": (-1, -1, -1)}, ValueError, WINDOW + "(-1, -1, -1)"),
     ({"window_size": (5,)}, ValueError, WINDOW + "(5,)"),
-    ({"window_size": np.array([4, 0])}, TypeError, WINDOW + "numpy.ndarray of shape (2,)"),
-    ({"window_size": torch.tensor([-1, -1])}, TypeError, WINDOW + "a tensor of shape (2,)"),
+    ({"window_size": "12"}, TypeError, WINDOW + "'12'"),
+    ({"window_size": np.array([4.0, 0.0])}, TypeError, WINDOW + "[4.0, 0.0]"),
+    ({"window_size": torch.tensor([True, True])}, TypeError, WINDOW + "[True, True]"),
+    ({"window_size": torch.tensor([1, 2, 3])}, ValueError, WINDOW + "[1, 2, 3]"),
+    ({"window_size": torch.tensor([[4, 0]])}, TypeError, WINDOW + "a tensor of shape (1, 2)"),
+    ({"window_size": torch.tensor([4, 0], device="meta")}, TypeError, WINDOW + "a tensor of shape (2,)"),
     ({"window_size": (-1, 0.5)}, TypeError, WINDOW + "(-1, 0.5)"),
     ({"window_size": (True, 5)}, TypeError, WINDOW + "(True, 5)"),
-    ({"window_size": [torch.ones(()), 5]}, TypeError, WINDOW + "a list of 2, the first of them a tensor of shape ()"),
+    ({"window_size": [torch.ones(()), 5]}, TypeError, WINDOW + "[1.0, 5]"),
     ({"softcap": "30"}, TypeError, "softcap must be a finite number or None, got '30'"),
     ({"softcap": True}, TypeError, "softcap must be a finite number or None, got True"),
     ({"softcap": torch.ones(())}, TypeError, "softcap must be a finite number or None, got a tensor of shape ()"),
-    ({"softcap": -1.0}, ValueError, SOFTCAP + "-1"),
     ({"softcap": math.nan}, ValueError, SOFTCAP + "nan"),
     ({"softcap": math.inf}, ValueError, SOFTCAP + "inf"),
     ({"softcap": 1e-42, "softmax_scale": 0.25}, ValueError, CAP_RANGE + "softcap=1e-42 and softmax_scale=0.25"),
@@ -173,16 +179,19 @@ ARGUMENTS = [
     ({"softmax_scale": 10**400}, ValueError,
      "softmax_scale * log2(e) must be finite in fp32, got softmax_scale=an integer of 1329 bits"),
     ({"sm_margin": -1}, ValueError, MARGIN + "-1"),
-    ({"sm_margin": 2**31}, ValueError, MARGIN + "2147483648"),
+    ({"sm_margin": 144}, ValueError, MARGIN + "144"),
+    ({"sm_margin": 10**6}, ValueError, MARGIN + "1000000"),
     ({"sm_margin": 2**70}, ValueError, MARGIN + "1180591620717411303424"),
     ({"sm_margin": 1.5}, TypeError, "sm_margin must be an int, got 1.5"),
     ({"sm_margin": True}, TypeError, "sm_margin must be an int, got True"),
     ({"sm_margin": None}, TypeError, "sm_margin must be an int, got None (NoneType)"),
-    ({"schedule": "fastest"}, ValueError, schedules(False) + "'fastest'"),
+    ({"schedule": "fastest"}, ValueError, NAMES + "'fastest'"),
+    ({"schedule": "decending"}, ValueError, NAMES + "'decending'; did you mean 'descending'?"),
+    ({"schedule": "Shift"}, ValueError, NAMES + "'Shift'; did you mean 'shift'?"),
     ({"schedule": None}, ValueError, "schedule must be 'auto' or the name of a policy, got None (NoneType)"),
     ({"schedule": "symmetric_shift"}, ValueError, schedules(False) + "'symmetric_shift'"),
     ({"schedule": "shift", "causal": True}, ValueError, schedules(True) + "'shift'"),
-    ({"schedule": "atomic"}, ValueError, schedules(False) + "'atomic'"),
+    ({"schedule": "atomic"}, ValueError, NAMES + "'atomic'"),
     ({"schedule": "shift", "window_size": (5, 5)}, ValueError, WINDOW_SCHEDULES + "'shift'"),
     ({"schedule": "symmetric_shift", "causal": True, "attention_chunk": 8}, ValueError,
      WINDOW_SCHEDULES + "'symmetric_shift'"),
@@ -192,7 +201,8 @@ KVPACKED = [
     ({"kv": t(2, 7, 2, 16)}, ValueError,
      "kv must have shape (batch, seqlen, 2, kv_heads, head_dim), got 4 dimensions: (2, 7, 2, 16)"),
     ({"kv": t(2, 7, 3, 2, 16)}, ValueError,
-     "kv must have shape (batch, seqlen, 2, kv_heads, head_dim), got (2, 7, 3, 2, 16)"),
+     "kv must have shape (batch, seqlen, 2, kv_heads, head_dim), with 2 for keys and values, got 3 in its place: "
+     "(2, 7, 3, 2, 16)"),
     ({"kv": t(2, 7, 2, 3, 16)}, ValueError, "kv must have a number of heads that divides the 4 heads of q, got 3"),
     ({"kv": t(1, 7, 2, 2, 16)}, ValueError, "kv must have the batch size of q, 2, got 1"),
     ({"kv": t(2, 7, 2, 2, 8)}, ValueError, "kv must have the head_dim of q, 16, got 8"),
@@ -209,9 +219,10 @@ QKVPACKED = [
     ({"qkv": t(2, 7, 12, 16)}, ValueError,
      "qkv must have shape (batch, seqlen, 3, heads, head_dim), got 4 dimensions: (2, 7, 12, 16)"),
     ({"qkv": t(2, 7, 2, 4, 16)}, ValueError,
-     "qkv must have shape (batch, seqlen, 3, heads, head_dim) with at least one head, got (2, 7, 2, 4, 16)"),
+     "qkv must have shape (batch, seqlen, 3, heads, head_dim), with 3 for queries, keys and values, got 2 in its "
+     "place: (2, 7, 2, 4, 16)"),
     ({"qkv": t(2, 7, 3, 0, 16)}, ValueError,
-     "qkv must have shape (batch, seqlen, 3, heads, head_dim) with at least one head, got (2, 7, 3, 0, 16)"),
+     "qkv must have at least one head, got (2, 7, 3, 0, 16)"),
     ({"qkv": t(2, 7, 3, 4, 257)}, ValueError, "qkv must have a head_dim from 1 to 256, got 257"),
     ({"qkv": t(2, 7, 3, 4, 16, dtype=torch.float64)}, TypeError,
      "qkv must be torch.bfloat16 or torch.float16, got torch.float64"),
@@ -237,6 +248,8 @@ def good_pack():
 
 HINT = "max_seqlen_{} must be an int of at least 0 or an integer tensor of shape (), got {}"
 ROWS = "cu_seqlens_{} must hold offsets from 0 to the {} rows that never decrease, got {}"
+
+PAGES = {"k": t(3, 4, 2, 16), "v": t(3, 4, 2, 16), "block_table": i32(0, 1, 2, 0).view(2, 2)}
 
 # Changes to good_pack(), the error and its whole message.
 PACKS = [
@@ -272,9 +285,32 @@ PACKS = [
     ({"max_seqlen_q": True}, TypeError, HINT.format("q", "True")),
     ({"max_seqlen_q": i32(5)}, TypeError, HINT.format("q", "a tensor of shape (1,)")),
     ({"max_seqlen_k": torch.ones(())}, TypeError, HINT.format("k", "a tensor of shape ()")),
-    ({"block_table": i32(1)[None]}, NotImplementedError,
-     "block_table must be None (paged keys and values are not supported here; flash_attn_with_kvcache takes them), got "
-     "a tensor of shape (1, 1)"),
+    ({"block_table": [[0], [1]]}, TypeError, "block_table must be a torch.Tensor, got [[0], [1]]"),
+    ({"block_table": i32(0, 1)[:, None]}, ValueError,
+     "k must have shape (num_blocks, block_size, kv_heads, head_dim) with block_table, got (12, 2, 16)"),
+    (PAGES | {"block_table": i32(0, 1)}, ValueError, "block_table must have shape (batch, max_blocks), got (2,)"),
+    (PAGES | {"block_table": i32(0, 1, 2)[None]}, ValueError,
+     "block_table must have shape (batch, max_blocks) = (2, 3), got (1, 3)"),
+    (PAGES | {"block_table": i32(0, 1, 2, 3).view(2, 2)}, ValueError,
+     "block_table must be from 0 to 2 (room in the cache, sizes of tables), got [2, 3]"),
+    (PAGES | {"cu_seqlens_k": i32(0, 9, 12)}, ValueError,
+     "the differences of cu_seqlens_k must be from 0 to 8 (room in the cache, sizes of tables), got [9, 3]"),
+    (PAGES | {"cu_seqlens_k": i32(0, 4, 2)}, ValueError,
+     "the differences of cu_seqlens_k must be from 0 to 8 (room in the cache, sizes of tables), got [4, -2]"),
+    (PAGES | {"cu_seqlens_k": i32(0, 4)}, ValueError, "cu_seqlens_k must have shape (batch + 1,) = (3,), got (2,)"),
+    (PAGES | {"seqused_k": i32(3, 9)}, ValueError,
+     "seqused_k must be from 0 to 8 (room in the cache, sizes of tables), got [3, 9]"),
+    (PAGES | {"v": t(3, 5, 2, 16)}, ValueError,
+     "v must have the shape of k but for the head_dim, (3, 4, 2, 16), got (3, 5, 2, 16)"),
+    (PAGES | {"dropout_p": 0.1}, NotImplementedError, "dropout_p must be 0.0 (no dropout with block_table), got 0.1"),
+    (PAGES | {"schedule": "decending"}, ValueError, NAMES + "'decending'; did you mean 'descending'?"),
+    (PAGES | {"max_seqlen_k": 5.0}, TypeError, HINT.format("k", "5.0")),
+    (PAGES | {"k": t(3, 4, 2, 16).requires_grad_()}, NotImplementedError,
+     "block_table must be None where a gradient is required (paged keys and values have no backward; torch.no_grad() "
+     "asks for none), got a tensor of shape (2, 2) and k that requires one"),
+    (PAGES | {"s_aux": t(4).requires_grad_()}, NotImplementedError,
+     "block_table must be None where a gradient is required (paged keys and values have no backward; torch.no_grad() "
+     "asks for none), got a tensor of shape (2, 2) and s_aux that requires one"),
     # Of the CPU alone: elsewhere values are not read.
     ({"cu_seqlens_q": i32(0, 5, 4)}, ValueError, ROWS.format("q", 9, [0, 5, 4])),
     ({"cu_seqlens_q": i32(0, 4, 10)}, ValueError, ROWS.format("q", 9, [0, 4, 10])),
@@ -288,7 +324,9 @@ PACKS = [
 PACKS_KVPACKED = [
     ({"kv": t(12, 2, 16)}, ValueError,
      "kv must have shape (total, 2, kv_heads, head_dim), got 3 dimensions: (12, 2, 16)"),
-    ({"kv": t(12, 3, 2, 16)}, ValueError, "kv must have shape (total, 2, kv_heads, head_dim), got (12, 3, 2, 16)"),
+    ({"kv": t(12, 3, 2, 16)}, ValueError,
+     "kv must have shape (total, 2, kv_heads, head_dim), with 2 for keys and values, got 3 in its place: "
+     "(12, 3, 2, 16)"),
     ({"cu_seqlens_k": i32(0, 12)}, ValueError, "cu_seqlens_k must have shape (batch + 1,) = (3,), got (2,)"),
 ]  # fmt: skip
 
@@ -296,7 +334,8 @@ PACKS_QKVPACKED = [
     ({"qkv": t(2, 7, 3, 4, 16)}, ValueError,
      "qkv must have shape (total, 3, heads, head_dim), got 5 dimensions: (2, 7, 3, 4, 16)"),
     ({"qkv": t(9, 2, 4, 16)}, ValueError,
-     "qkv must have shape (total, 3, heads, head_dim) with at least one head, got (9, 2, 4, 16)"),
+     "qkv must have shape (total, 3, heads, head_dim), with 3 for queries, keys and values, got 2 in its place: "
+     "(9, 2, 4, 16)"),
     ({"num_heads_q": 4}, ValueError,
      "qkv must have shape (total, num_heads_q + 2 * kv_heads, head_dim), got 4 dimensions: (9, 3, 4, 16)"),
     ({"qkv": t(9, 8, 16), "num_heads_q": 5}, ValueError, SPLIT.format(8, 5)),

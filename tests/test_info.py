@@ -94,6 +94,17 @@ def test_info_says_what_was_built_and_what_is_not_here(package):
     assert "self-check of the CPU reference: passed" in found.stdout
 
 
+@pytest.mark.parametrize("note, because", [
+    ("nvcc was not found (PATH)", "because nvcc was not found (PATH) when dash_attn was built"),
+    (None, "and the build left no note of why"),
+])  # fmt: skip
+def test_info_says_why_there_are_no_kernels(package, note, because):
+    if note is not None:
+        (package / "without_kernels.txt").write_text(f"{note}\n")
+    found = run(package.parent, "-W", "ignore", "-m", "dash_attn.info")
+    assert f"kernels: none, {because} (docs/install.md)" in found.stdout.splitlines(), found.stdout + found.stderr
+
+
 def test_info_fails_with_its_self_check(monkeypatch, capsys):
     monkeypatch.setattr(info.dash_attn, "flash_attn_func", lambda q, k, v, causal: (q + k + v) * 0.5)
     assert info.main([]) == 1

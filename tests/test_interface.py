@@ -66,8 +66,9 @@ def test_defaults_may_be_given(function):
 @pytest.mark.parametrize("function", FUNCTIONS, ids=lambda f: f.__name__)
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("change", [
-    {"dropout_p": None}, {"dropout_p": np.float32(0)}, {"softcap": None}, {"softcap": 0}, {"attention_chunk": None},
-    {"num_splits": 0}, {"num_splits": np.int64(1)}, {"num_splits": 4}, {"num_splits": -1},
+    {"dropout_p": None}, {"dropout_p": np.float32(0)}, {"softcap": None}, {"softcap": 0}, {"softcap": -1.0},
+    {"softcap": -np.inf}, {"attention_chunk": None}, {"num_splits": 0}, {"num_splits": np.int64(1)}, {"num_splits": 4},
+    {"num_splits": -1},
     {"pack_gqa": False}, {"pack_gqa": True}, {"pack_gqa": np.True_},
     {"deterministic": None}, {"deterministic": 1}, {"deterministic": np.True_}, {"return_attn_probs": np.False_},
     {"window_size": (None, None)}, {"window_size": (-1, None)}, {"window_size": [-9, -2]},
@@ -140,7 +141,7 @@ def test_defaults_are_not_looked_at(function, monkeypatch):
         raise AssertionError("checked what was left at its default")
 
     seldom = "reject_unsupported", "as_window", "as_attention_chunk", "as_flag", "as_sm_margin", "check_max_seqlen"
-    for name in (*seldom, "as_scores", "as_number"):
+    for name in (*seldom, "as_scores", "as_number", "check_schedule"):
         monkeypatch.setattr(dash_attn.checks, name, unexpected)
     if function in FUNCTIONS:
         arguments = inputs_of(function)

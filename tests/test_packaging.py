@@ -122,6 +122,26 @@ def test_groups_of_requirements():
         prepare.requirements(["tests"])
 
 
+def test_the_environment_of_the_checkout_has_the_package(monkeypatch, tmp_path):
+    """Installed in editable mode and without its requirements, and found from another folder; a failure ends make."""
+    commands, statuses = [], [0, 0]
+
+    def record(command, cwd=None):
+        commands.append((command, cwd))
+        return subprocess.CompletedProcess(command, statuses[len(commands) - 1])
+
+    monkeypatch.setattr(prepare.subprocess, "run", record)
+    prepare.install_checkout(tmp_path / "python")
+    (install, _), (found, folder) = commands
+    assert install[:4] == [str(tmp_path / "python"), "-m", "pip", "--disable-pip-version-check"]
+    assert {"--no-build-isolation", "--no-deps"} < set(install) and install[-2:] == ["--editable", str(ROOT)]
+    assert found[1:] == ["-c", "import dash_attn"] and not (pathlib.Path(folder) / "dash_attn").exists()
+    for number in (0, 1):
+        commands, statuses = [], [int(place == number) for place in range(2)]
+        with pytest.raises(SystemExit, match="^1$"):
+            prepare.install_checkout(tmp_path / "python")
+
+
 def test_a_wheel_for_other_machines_asks_for_its_torch(tmp_path):
     """What tools/build_wheel.py makes of the metadata; auditwheel's part is tried by CI."""
     pytest.importorskip("wheel")
@@ -144,6 +164,35 @@ def test_a_wheel_for_other_machines_asks_for_its_torch(tmp_path):
     with zipfile.ZipFile(bound) as archive:
         metadata = archive.read("dash_attn-0.1.0+cu12.torch2.13.dist-info/METADATA").decode()
     assert "\nRequires-Dist: torch==2.13.*\n" in metadata and "\nVersion: 0.1.0+cu12.torch2.13\n" in metadata
+
+
+def test_a_wheel_leaves_the_other_files_of_its_folder(monkeypatch, tmp_path):
+    """Those of the same name are replaced."""
+
+    def made(*command, **_):
+        words = [str(word) for word in command]
+        if "--wheel-dir" in words:
+            folder = pathlib.Path(words[words.index("--wheel-dir") + 1])
+            folder.mkdir(exist_ok=True)
+            (folder / "dash_attn-1.whl").write_text("new")
+        elif "-c" in words:
+            (pathlib.Path(words[-1]) / "dash_attn-1.tar.gz").write_text("new")
+
+    dest = tmp_path / "mine"
+    (dest / "folder").mkdir(parents=True)
+    for name in ("notes.txt", "dash_attn-0.whl", "dash_attn-1.whl"):
+        (dest / name).write_text("old")
+    monkeypatch.setattr(build_wheel, "ROOT", tmp_path / "checkout")
+    monkeypatch.setattr(build_wheel, "run", made)
+    monkeypatch.setattr(build_wheel, "bind_to_torch", lambda wheel, folder, torch: wheel)
+    monkeypatch.setenv("PATH", os.environ["PATH"])
+    monkeypatch.setattr(sys, "argv", ["build_wheel.py", "--dest", str(dest)])
+    assert build_wheel.main() == 0
+    found = {path.name: path.is_dir() or path.read_text() for path in dest.iterdir()}
+    assert found == {
+        "notes.txt": "old", "folder": True, "dash_attn-0.whl": "old", "dash_attn-1.whl": "new",
+        "dash_attn-1.tar.gz": "new",
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize("answers, status", [(True, 1), (False, 2)])

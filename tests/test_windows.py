@@ -82,7 +82,8 @@ def test_the_numbers_reach_the_kernels(function, causal):
     inputs = inputs_of(function)
     for given, chunk, numbers in (
         ((3, 2), 0, (3, 2, 0)), ([np.int64(5), None], 4, (5, -1, 4)), ((100, 100), None, (100, 100, 0)),
-        ((2**70, -3), np.int32(7), (2**31 - 1, -1, 7)),
+        ((2**70, -3), np.int32(7), (2**31 - 1, -1, 7)), (torch.tensor([3, 2]), 0, (3, 2, 0)),
+        (np.array([5, -1]), 4, (5, -1, 4)), (range(3, 5), 0, (3, 4, 0)), ((torch.tensor(6), None), 0, (6, -1, 0)),
     ):  # fmt: skip
         with kernel_calls() as calls:
             out = function(*inputs, causal=causal, window_size=given, attention_chunk=chunk, schedule="spt")

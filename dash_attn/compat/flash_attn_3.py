@@ -6,7 +6,7 @@ FlashAttention-2's is +inf; the backward takes either. Behind FlashAttention-3's
 that frameworks look for by name, and `schedule`.
 
 `num_splits`, `pack_gqa` and `scheduler_metadata` are advice on how to work, which is accepted and changes nothing. What
-is not supported raises NotImplementedError: a second query-value product, fp8, new keys of unequal lengths.
+is not supported raises NotImplementedError: a second query-value product (`qv`) and fp8.
 """
 
 from __future__ import annotations
@@ -195,24 +195,27 @@ def flash_attn_with_kvcache(
         cu_seqlens_q: int32 (batch + 1,) on q's device: the queries are a pack, (total_q, heads, head_dim), and the
             log-sum-exp is (heads, total_q).
         max_seqlen_q: not looked at.
+        cu_seqlens_k_new: int32 (batch + 1,) on q's device, only with k: the new keys and values are a pack,
+            (total_k_new, kv_heads, head_dim or value_head_dim).
         rotary_seqlens: int32 (batch,) on q's device: positions of the first new keys for the rotation. Default: their
-            places in the cache.
+            places in the cache. Not looked at without rotary_cos.
         attention_chunk: as in `flash_attn_func`; for the rotation of queries it is a mask, as a window_size is.
-        cu_seqlens_k_new, qv, q_descale, k_descale, v_descale: None only.
+        qv, q_descale, k_descale, v_descale: None only.
 
     Returns:
         out; with return_softmax_lse (out, softmax_lse, empty, empty): there are no results of splits.
     """
     if max_seqlen_q is not None:
         checks.check_max_seqlen("max_seqlen_q", max_seqlen_q)
-    _reject(qv, q_descale, k_descale, v_descale, cu_seqlens_k_new)
+    _reject(qv, q_descale, k_descale, v_descale)
     _check_advice(scheduler_metadata, num_splits, pack_gqa)
     return_softmax_lse = checks.as_flag("return_softmax_lse", return_softmax_lse)
     out, softmax_lse = kvcache.attend(
         q, kvcache.Cache(k_cache, v_cache, cache_seqlens, cache_batch_idx, cache_leftpad, page_table, "page_table"),
-        kvcache.NewKeys(k, v, rotary_cos, rotary_sin, rotary_interleaved, rotary_seqlens), cu_seqlens_q=cu_seqlens_q,
-        softmax_scale=softmax_scale, causal=causal, window_size=window_size, attention_chunk=attention_chunk,
-        softcap=softcap, learnable_sink=learnable_sink, s_aux=s_aux, sm_margin=sm_margin,
+        kvcache.NewKeys(k, v, rotary_cos, rotary_sin, rotary_interleaved, rotary_seqlens, cu_seqlens_k_new),
+        cu_seqlens_q=cu_seqlens_q, softmax_scale=softmax_scale, causal=causal, window_size=window_size,
+        attention_chunk=attention_chunk, softcap=softcap, learnable_sink=learnable_sink, s_aux=s_aux,
+        sm_margin=sm_margin,
     )  # fmt: skip
     if not return_softmax_lse:
         return out
@@ -337,16 +340,17 @@ def _flash_attn_forward(
             each may stand alone, then what it does not say of is a dense batch.
         window_size_left, window_size_right: as `window_size`.
         out_: where the output goes. Default: a new tensor.
-        k_new, v_new, page_table, kv_batch_idx, leftpad_k, rotary_cos, rotary_sin, seqlens_rotary: as k, v, page_table,
-            cache_batch_idx, cache_leftpad, rotary_cos, rotary_sin and rotary_seqlens in `flash_attn_with_kvcache`,
-            where k and v are the cache and seqused_k is `cache_seqlens`. With any of them there is no gradient.
-        cu_seqlens_k_new, qv, q_descale, k_descale, v_descale: None only.
+        k_new, v_new, cu_seqlens_k_new, page_table, kv_batch_idx, leftpad_k, rotary_cos, rotary_sin, seqlens_rotary: as
+            k, v, cu_seqlens_k_new, page_table, cache_batch_idx, cache_leftpad, rotary_cos, rotary_sin and
+            rotary_seqlens in `flash_attn_with_kvcache`, where k and v are the cache and seqused_k is `cache_seqlens`.
+            With any of them there is no gradient.
+        qv, q_descale, k_descale, v_descale: None only.
 
     Returns:
         out, softmax_lse (heads, total_q) of a pack and (batch, heads, seqlen_q) else, and two empty tensors: there are
         no results of splits. out has a gradient.
     """
-    _reject(qv, q_descale, k_descale, v_descale, cu_seqlens_k_new)
+    _reject(qv, q_descale, k_descale, v_descale)
     _check_advice(scheduler_metadata, num_splits, pack_gqa)
     calls.check_max_seqlens(max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k)
     if out_ is not None:
@@ -359,8 +363,10 @@ def _flash_attn_forward(
         "softmax_scale": softmax_scale, "causal": causal, "window_size": (window_size_left, window_size_right),
         "attention_chunk": attention_chunk, "softcap": softcap, "sm_margin": sm_margin,
     }  # fmt: skip
-    new = kvcache.NewKeys(k_new, v_new, rotary_cos, rotary_sin, rotary_interleaved, seqlens_rotary)
-    of_cache = (*new[:4], seqlens_rotary, page_table, kv_batch_idx, leftpad_k)
+    new = kvcache.NewKeys(
+        k_new, v_new, rotary_cos, rotary_sin, rotary_interleaved, seqlens_rotary, cu_seqlens_k_new
+    )  # fmt: skip
+    of_cache = (*new[:4], cu_seqlens_k_new, page_table, kv_batch_idx, leftpad_k)
     if any(x is not None for x in of_cache):
         if cu_seqlens_k is not None:
             raise ValueError("cu_seqlens_k must be None with a cache (page_table, kv_batch_idx, leftpad_k or k_new)")
@@ -451,10 +457,9 @@ def _no_splits(q: Tensor) -> tuple[Tensor, Tensor]:
     return q.new_empty(0, dtype=torch.float32), q.new_empty(0, dtype=torch.float32)
 
 
-def _reject(qv, q_descale, k_descale, v_descale, cu_seqlens_k_new) -> None:
+def _reject(qv, q_descale, k_descale, v_descale) -> None:
     checks.reject_given(checks.QV, qv=qv)
     checks.reject_given(checks.FP8, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale)
-    checks.reject_given("new keys of unequal lengths are not supported", cu_seqlens_k_new=cu_seqlens_k_new)
 
 
 def _check_advice(scheduler_metadata: Tensor | None, num_splits: int, pack_gqa: bool | None) -> None:

@@ -127,7 +127,8 @@ def checked_options(
     if left < 0 and (right == 0 or causal):
         causal, right = True, -1
     mask = parts.MaskOfWhole(causal, (left, right), checks.as_attention_chunk(arguments["attention_chunk"]))
-    left_out = {"softcap": not arguments["softcap"], **{name: x is None for name, x in of_heads.items()}}
+    left_out = {"softcap": checks.as_softcap(arguments["softcap"]) == 0}
+    left_out |= {name: x is None for name, x in of_heads.items()}
     for name, is_left_out in left_out.items():
         if not is_left_out:
             value = arguments.get(name, of_heads.get(name))

@@ -11,6 +11,7 @@ import importlib.metadata
 import importlib.util
 import inspect
 import json
+import operator
 import pathlib
 
 import pytest
@@ -35,11 +36,29 @@ def test_call_fits(call):
     assert not any(p.kind in (p.VAR_KEYWORD, p.VAR_POSITIONAL) for p in signature.parameters.values())
 
 
-def test_versions_that_it_accepts():
-    """backends.py:106-118 and 151, utils.py:124-126 and 164; on Hopper its FlashAttention-3 goes before 2."""
+# backends.py and utils.py of its releases: the bounds of flash-attn's version, on Hopper and since Blackwell.
+BOUNDS = {
+    "2.6 to 2.9": ">=2.1.1,>=2.7.3,<=2.8.1",
+    "2.10 to 2.18.0": ">=2.1.1,>=2.7.3,<=2.8.3",
+    "2.20.2": ">=2.1.1,>=2.7.3,<2.8.4",
+}
+
+
+@pytest.mark.parametrize("bounds", BOUNDS.values(), ids=BOUNDS)
+def test_versions_that_it_accepts(bounds):
+    """As a requirement and as TransformerEngine compares: whole versions, of which a local one is above the release."""
+    specifiers = pytest.importorskip("packaging.specifiers", reason="packaging is not installed")
+    as_version = pytest.importorskip("packaging.version").Version
+    version = as_version(aliases._version_of("flash-attn"))
+    compared = {">=": operator.ge, "<=": operator.le, "<": operator.lt}
+    for bound in specifiers.SpecifierSet(bounds):
+        assert version in bound and compared[bound.operator](version, as_version(bound.version)), bound
+
+
+def test_version_of_flash_attention_3():
+    """On Hopper TransformerEngine's FlashAttention-3 goes before 2."""
     version = pytest.importorskip("packaging.version", reason="packaging is not installed").Version
-    second, third = (version(aliases._version_of(name)) for name in ("flash-attn", "flash-attn-3"))
-    assert version("2.1.1") <= second < version("2.8.4") and second >= version("2.7.0")
+    third = version(aliases._version_of("flash-attn-3"))
     # Between 3.0.0b and 3.0.0 it would take us for a beta.
     assert version(third.public) == version("3.0.0")
     for name in ("flash_attn_func", "flash_attn_varlen_func", "flash_attn_with_kvcache"):
