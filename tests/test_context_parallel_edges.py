@@ -26,6 +26,7 @@ NAMES = (
     "a layout",
     "a flag",
     "checks of one process",
+    "one value in other words",
     "no gradients",
     "groups end when they are destroyed",
 )
