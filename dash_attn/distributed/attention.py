@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import __version__, checks, interface
+from .. import __version__, checks, dtensors, interface
 from ..packs import rows_of_sequences
 from ..receipts import fingerprint
 from . import gathered
@@ -242,6 +242,9 @@ def _record(
     if pack and len(ranks.shape) > 1:
         raise NotImplementedError(f"mesh must have one dimension for a pack, got {len(ranks.shape)} of {ranks.shape}")
     checks.check_tensors(of_rows | given)
+    for key, x in (of_rows | given).items():
+        if dtensors.is_dtensor(x):
+            raise TypeError(f"{key} must be a plain tensor, got a DTensor: give its to_local(), this rank's part")
     check_layout(arguments["layout"])
     for key in ("max_seqlen_q", "max_seqlen_k"):  # which may differ between ranks
         if key in pack:
