@@ -108,8 +108,8 @@ def on_local_parts(
         check("learnable_sink", sinks, _Axes(_ABSENT, 0))
         if _BATCH in sharded and sinks.requires_grad and torch.is_grad_enabled():
             raise NotImplementedError(
-                f"learnable_sink must require no gradient where {first} is sharded by its batch: ranks would have parts "
-                "of a sum whose order is that of the batch"
+                f"learnable_sink must require no gradient where {first} is sharded by its batch: the gradient is a sum "
+                "over the batch, which would depend on the ranks"
             )
     for name, offsets in (pack or {}).items():
         if is_dtensor(offsets):

@@ -57,7 +57,8 @@ def main():
     parser.add_argument("--seqlen", type=int, default=65536 if device == "cuda" else 256)
     seqlen = parser.parse_args().seqlen
     if not {"RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys():
-        parser.exit(2, "start this example by torchrun: torchrun --nproc-per-node 2 examples/context_parallel.py\n")
+        command = "torchrun --nproc-per-node 2 examples/context_parallel.py"
+        parser.exit(2, f"start this example with torchrun: {command}\n")
     if device == "cuda":
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     else:

@@ -41,7 +41,8 @@ def main():
     parser.add_argument("--head-dim", type=int, default=128 if device == "cuda" else 32, help="columns of q, k and v")
     arguments = parser.parse_args()
     if not {"RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys():
-        parser.exit(2, "start this example by torchrun: torchrun --nproc-per-node 2 examples/context_parallel_ulysses.py\n")
+        command = "torchrun --nproc-per-node 2 examples/context_parallel_ulysses.py"
+        parser.exit(2, f"start this example with torchrun: {command}\n")
     if device == "cuda":
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     # gloo beside NCCL: what the hosts tell each other before a call waits for no GPU.

@@ -106,7 +106,7 @@ def what_holds(mesh):
 
     by_rows, good = [WHOLE, BATCH], [WHOLE, heads]
     held |= {
-        "rows": refused(given(*[[WHOLE, Shard(1)]] * 3), ValueError, "q must have placements of Replicate() or Shard(0"),
+        "rows": refused(given(*[[WHOLE, Shard(1)]] * 3), ValueError, "q must have placements of Replicate() or"),
         "partial": refused(given(*[[Partial(), WHOLE]] * 3), ValueError, "q must have placements of Replicate() or"),
         "rows of a pack": refused(
             given(*[by_rows] * 3, tensors=rows, function=dash_attn.flash_attn_varlen_func, **PACK),

@@ -73,4 +73,4 @@ def test_an_example_without_torchrun(name):
     environment |= {"PYTHONPATH": str(pathlib.Path(dash_attn.__file__).parents[1])}
     done = subprocess.run([sys.executable, ROOT / "examples" / name], env=environment, capture_output=True, text=True)
     assert done.returncode == 2
-    assert done.stderr == f"start this example by torchrun: torchrun --nproc-per-node 2 examples/{name}\n"
+    assert done.stderr == f"start this example with torchrun: torchrun --nproc-per-node 2 examples/{name}\n"

@@ -1,4 +1,4 @@
-"""Calls that block and that nothing can interrupt, made in a thread of their own so that the caller keeps a deadline."""
+"""Calls that block and that nothing can interrupt, made in a thread so that the caller keeps a deadline."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ Result = TypeVar("Result")
 
 
 class Background(Generic[Result]):
-    """A call that begins at once. A thread whose call never returns ends with the process, which does not wait for it."""
+    """A call that begins at once. The end of the process does not wait for a call that never returns."""
 
     def __init__(self, call: Callable[[], Result]):
         self._call = call
