@@ -18,7 +18,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from . import checks, kvcache, ops, packs  # noqa: F401  ops registers torch.ops.dash_attn
+from . import checks, dtensors, kvcache, ops, packs  # noqa: F401  ops registers torch.ops.dash_attn
 from .dropout import DropoutBits
 from .dropout import calls as dropout_calls
 
@@ -476,6 +476,8 @@ def _attention(
         if checks.CHECKS_VALUES:
             packs.check_lengths(named, pack)
     num_heads_q = split[0] if split else None
+    if dtensors.are_among(named.values()):
+        op = dtensors.on_local_parts(op, named, pack, num_heads_q, of_scores, probability)
     if probability:  # last, as it may draw random numbers
         left, right, chunk = extra[:3] or _NO_WINDOW
         of_dropout = dropout_calls.keywords(

@@ -56,6 +56,9 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seqlen", type=int, default=65536 if device == "cuda" else 256)
     seqlen = parser.parse_args().seqlen
+    if not {"RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys():
+        command = "torchrun --nproc-per-node 2 examples/context_parallel.py"
+        parser.exit(2, f"start this example with torchrun: {command}\n")
     if device == "cuda":
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     else:

@@ -40,6 +40,9 @@ def main():
     parser.add_argument("--kv-heads", type=int, default=8 if device == "cuda" else 4, help="at least one a process")
     parser.add_argument("--head-dim", type=int, default=128 if device == "cuda" else 32, help="columns of q, k and v")
     arguments = parser.parse_args()
+    if not {"RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys():
+        command = "torchrun --nproc-per-node 2 examples/context_parallel_ulysses.py"
+        parser.exit(2, f"start this example with torchrun: {command}\n")
     if device == "cuda":
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     # gloo beside NCCL: what the hosts tell each other before a call waits for no GPU.

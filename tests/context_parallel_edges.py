@@ -5,10 +5,12 @@
 Prints one line of JSON: what held, by name.
 """
 
+import functools
 import json
 import sys
 import weakref
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from rank_processes import join
@@ -16,6 +18,17 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from dash_attn import flash_attn_func, flash_attn_varlen_func
 from dash_attn.distributed import context_parallel_attention, context_parallel_varlen_attention, shard
+
+
+# What one rank and the others say of the same call.
+WORDS = (
+    {"causal": True, "window_size": (5, -1), "softmax_scale": 0.25, "softcap": 2.0, "sm_margin": 0},
+    {
+        "causal": 1, "window_size": [np.int64(5), None], "softmax_scale": np.float64(0.25), "softcap": 2,
+        "sm_margin": np.int64(0), "return_attn_probs": np.bool_(False), "schedule": np.str_("auto"),
+        "attention_chunk": None, "check_values": 0, "layout": np.str_("contiguous"),
+    },
+)  # fmt: skip
 
 
 def whole_inputs():
@@ -110,11 +123,14 @@ def what_holds(rank, ranks):
     parts = [shard(x, rank, ranks, dim=1).requires_grad_() for x in whole_inputs()[:3]]
     call = context_parallel_attention
 
-    def twice():
-        out = call(*parts)
-        (dq,) = torch.autograd.grad(out.float().square().sum(), parts[0], create_graph=True)
-        dq.sum().backward()
+    def twice(kv_heads, power):
+        q, k, v = parts[0], *(x[:, :, :kv_heads] for x in parts[1:])
+        loss = call(q, k, v).float().pow(power).sum()
+        (dq,) = torch.autograd.grad(loss, q, create_graph=True)
+        torch.autograd.grad(dq.float().square().sum() + loss, q)
 
+    # A loss of power 1 has a gradient of the output that does not depend on the parameters.
+    seconds = [functools.partial(twice, kv_heads, power) for kv_heads in (4, 1) for power in (1, 2)]
     two = DeviceMesh("cpu", [[0, 1, 2]], mesh_dim_names=("gather", "ulysses"))
     three = DeviceMesh("cpu", [[[0, 1, 2]]])
     held = {
@@ -122,7 +138,7 @@ def what_holds(rank, ranks):
         "a gradient of the log-sum-exp on one rank": a_gradient_of_the_log_sum_exp_on_one_rank(rank, ranks),
         "only some gradients": only_some_gradients(rank, ranks),
         "a rank that is given nothing": a_rank_that_is_given_nothing(rank, ranks),
-        "no second differentiation": refused(twice, RuntimeError, "differentiate twice"),
+        "no second differentiation": all([refused(x, RuntimeError, "differentiated at most once") for x in seconds]),
         "a mesh of one row": same([call(*parts, two)], [call(*parts)]),
         "three dimensions": refused(lambda: call(*parts, three), NotImplementedError, "one dimension, or two for rows"),
         "a part of a mesh": same([call(*parts, two["ulysses"])], [call(*parts)]),
@@ -130,6 +146,7 @@ def what_holds(rank, ranks):
         "a layout": refused(lambda: call(*parts, layout="x"), ValueError, "layout must be one of"),
         "a flag": refused(lambda: call(*parts, check_values=2), TypeError, "check_values must be a bool"),
         "checks of one process": refused(lambda: call(*parts, schedule="x"), ValueError, "schedule must be one of"),
+        "one value in other words": same([call(*parts, **WORDS[rank > 0])], [call(*parts, **WORDS[0])]),
         "no gradients": not call(*(x.detach() for x in parts)).requires_grad,
     }
     return held, [weakref.ref(group) for group in (dist.group.WORLD, two.get_group("ulysses"))]

@@ -56,6 +56,7 @@ CASES = {
     "odd length": Case(rows=(261, 261)),
     "odd length, zigzag": Case(rows=(1283, 1283), layout="zigzag", batch=1, heads=4),
     "short": Case(rows=(5, 5), layout="zigzag"),
+    "one row of one head": Case(heads=4, rows=(129, 129), batch=1),  # on 4 ranks
     "more keys": Case(rows=(100, 333)),
     "more queries, zigzag": Case(rows=(333, 100), layout="zigzag"),
     "multi-head": Case(heads=5, kv_heads=5, dtype=torch.float16),

@@ -23,11 +23,12 @@ def run_ranks(
     must_succeed: bool = True,
     limit_s: float = LIMIT_S,
     environment: dict[str, str] | None = None,
+    frozen: int | None = None,
 ) -> list[str]:
     """Starts `script RANK RANKS PORT FOLDER *arguments` for every rank, and returns what each has printed.
 
     The store of the group lives here, so that any of the ranks may die. With `must_succeed` the others are ended some
-    time after one that has failed. Multicast over NVLink is off.
+    time after one that has failed. A rank that is to be `frozen` is not waited for. Multicast over NVLink is off.
     """
     here, package = pathlib.Path(__file__).parent, pathlib.Path(dash_attn.__file__).parents[1]
     environment = os.environ | (environment or {})
@@ -42,7 +43,7 @@ def run_ranks(
             command = [sys.executable, here / script, str(rank), str(ranks), str(store.port), folder, *arguments]
             with log.open("w") as file:
                 workers.append(subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT, env=environment))
-        _wait(workers, must_succeed, limit_s)
+        _wait([worker for rank, worker in enumerate(workers) if rank != frozen], must_succeed, limit_s)
     finally:
         for worker in workers:
             worker.kill()

@@ -26,6 +26,7 @@ NAMES = (
     "a layout",
     "a flag",
     "checks of one process",
+    "one value in other words",
     "no gradients",
     "groups end when they are destroyed",
 )
@@ -64,3 +65,12 @@ def test_the_example_by_torchrun():
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.count("out yes, softmax_lse yes, dq yes, dk yes, dv yes") == 2
+
+
+@pytest.mark.parametrize("name", ["context_parallel.py", "context_parallel_ulysses.py"])
+def test_an_example_without_torchrun(name):
+    environment = {key: x for key, x in os.environ.items() if key not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
+    environment |= {"PYTHONPATH": str(pathlib.Path(dash_attn.__file__).parents[1])}
+    done = subprocess.run([sys.executable, ROOT / "examples" / name], env=environment, capture_output=True, text=True)
+    assert done.returncode == 2
+    assert done.stderr == f"start this example with torchrun: torchrun --nproc-per-node 2 examples/{name}\n"

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import __version__, checks, interface
+from .. import __version__, checks, dtensors, interface
 from ..packs import rows_of_sequences
 from ..receipts import fingerprint
 from . import gathered
@@ -242,6 +242,9 @@ def _record(
     if pack and len(ranks.shape) > 1:
         raise NotImplementedError(f"mesh must have one dimension for a pack, got {len(ranks.shape)} of {ranks.shape}")
     checks.check_tensors(of_rows | given)
+    for key, x in (of_rows | given).items():
+        if dtensors.is_dtensor(x):
+            raise TypeError(f"{key} must be a plain tensor, got a DTensor: give its to_local(), this rank's part")
     check_layout(arguments["layout"])
     for key in ("max_seqlen_q", "max_seqlen_k"):  # which may differ between ranks
         if key in pack:
@@ -251,8 +254,7 @@ def _record(
         if x.dim() != rows_dim + 3:
             form = "(rows, heads, head_dim)" if pack else "(batch, rows, heads, head_dim)"
             raise ValueError(f"{key} must have shape {form}, got {tuple(x.shape)}")
-    arguments["check_values"] = checks.as_flag("check_values", arguments["check_values"])
-    arguments["return_attn_probs"] = checks.as_flag("return_attn_probs", arguments["return_attn_probs"])
+    arguments |= _canonical(**arguments)
     record: dict[str, Any] = {"dash_attn": __version__, "mesh": list(ranks.shape)}
     for key, x in of_rows.items():
         shape = ["rows" if dim == rows_dim else size for dim, size in enumerate(x.shape)]
@@ -267,6 +269,30 @@ def _record(
         record["values"] = not_finite(of_rows)
         record |= {f"the bytes of {key}": int(fingerprint(x.detach())) for key, x in given.items()}
     return record
+
+
+def _canonical(
+    layout, softmax_scale, causal, window_size, softcap, return_attn_probs, attention_chunk, sm_margin, schedule,
+    check_values,
+) -> dict[str, Any]:  # fmt: skip
+    """The arguments as `flash_attn_func` takes them: True for 1, (5, 5) for [5, 5], a float for one of numpy's.
+
+    Raises:
+        TypeError, ValueError: those of `flash_attn_func`, as far as no GPU and no shape is needed to know.
+    """
+    checks.check_schedule_type(schedule)
+    return {
+        "layout": str(layout),
+        "softmax_scale": None if softmax_scale is None else checks.as_number("softmax_scale", softmax_scale),
+        "causal": checks.as_flag("causal", causal),
+        "window_size": tuple(map(int, checks.as_window(window_size))),
+        "softcap": 0.0 if softcap is None else checks.as_number("softcap", softcap),
+        "return_attn_probs": checks.as_flag("return_attn_probs", return_attn_probs),
+        "attention_chunk": int(checks.as_attention_chunk(attention_chunk)),
+        "sm_margin": checks.as_sm_margin(sm_margin),
+        "schedule": str(schedule),
+        "check_values": checks.as_flag("check_values", check_values),
+    }
 
 
 def _needs_gradient(x: Tensor) -> str:

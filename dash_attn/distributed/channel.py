@@ -8,15 +8,18 @@ from __future__ import annotations
 
 import datetime
 import json
-import threading
 import time
 import weakref
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
+
+from .background import Background
+
+Made = TypeVar("Made")
 
 _RECORD_BYTES = 4096
 _LONGEST_TEXT = 1500
@@ -52,6 +55,8 @@ class Channel:
         self._host = weakref.ref(group if _has_gloo(group) else _gloo_group(self._ranks_of_job, self.timeout))
         store = distributed_c10d._get_default_store()
         self._store = dist.PrefixStore(f"dash_attn/{group.group_name}", store)
+        # Kept from call to call: while the store does not answer, one thread waits for it and not one for each call.
+        self._look: Background[bool] | None = None
         self._calls = 0
         self._broken: RankError | None = None
 
@@ -106,10 +111,13 @@ class Channel:
                 now = time.monotonic()
                 if now - began > self.timeout - self._margin:
                     self._raise_lost(what, began, f"no answer for {now - began:.0f} s")
-                if now - looked > _LOOK_S:
-                    looked = now
-                    if self._has("lost"):
+                if self._look is not None and self._look.is_completed():
+                    look, self._look = self._look, None
+                    if look.wait():
                         self._raise_lost(what, began, "another rank waits for it in vain")
+                if self._look is None and now - looked > _LOOK_S:
+                    looked = now
+                    self._look = Background(lambda: self._has("lost"))
                 time.sleep(pause)
                 pause = min(pause + 2e-5, _LONGEST_PAUSE_S)
             work.wait()
@@ -124,10 +132,15 @@ class Channel:
         return min(10.0, 0.3 * self.timeout)
 
     def _raise_lost(self, what: str, began: float, cause: str, connection_lost: bool = False) -> None:
-        """Finds out with all ranks that are alive which are not."""
+        """Finds out with all ranks that are alive which are not.
+
+        A store whose host is frozen or has lost its power answers nothing, and no timeout of torch's ends the wait.
+        """
+        now = time.monotonic()
+        deadline = max(began + self.timeout, now + _GRACE_S) + _GRACE_S
         try:
-            lost = self._find_lost(began)
-        except RuntimeError as error:
+            lost = Background(lambda: self._find_lost(began)).wait(deadline - now)
+        except (RuntimeError, TimeoutError) as error:
             self._broken = RankError(
                 f"{what} cannot be done: {cause}; which rank is missing cannot be found out, because the job's store "
                 f"does not answer ({str(error).splitlines()[0]}). It lives in rank 0 of the job, unless torchrun has it"
@@ -206,31 +219,6 @@ class PartOfChannel(Channel):
         self._whole.wait(start, what)
 
 
-class Message:
-    """On its way between two ranks' CPU tensors. gloo tells its end only who waits for it: a thread does, so that the
-    caller can look about meanwhile."""
-
-    def __init__(self, work: dist.Work | None):
-        self._work = work
-        self._error: BaseException | None = None
-        self._thread = threading.Thread(target=self._run, daemon=True)
-        self._thread.start()
-
-    def _run(self) -> None:
-        try:
-            if self._work is not None:
-                self._work.wait()
-        except BaseException as error:  # the waiting caller's to raise
-            self._error = error
-
-    def is_completed(self) -> bool:
-        return not self._thread.is_alive()
-
-    def wait(self) -> None:
-        if self._error is not None:
-            raise self._error
-
-
 def _plain(value: Any) -> str:
     return value if isinstance(value, str) else json.dumps(value)
 
@@ -243,7 +231,30 @@ def _gloo_group(ranks: list[int], timeout_s: float) -> dist.ProcessGroup:
     """Of these ranks of the job, for tensors on the CPU."""
     if ranks != sorted(ranks):
         raise ValueError(f"mesh must be of ranks that ascend, got {ranks}")
-    made = dist.new_group(ranks, datetime.timedelta(seconds=timeout_s), "gloo", use_local_synchronization=True)
+    timeout = datetime.timedelta(seconds=timeout_s)
+    return made_together(
+        f"a group of gloo of the ranks {ranks} of the job",
+        timeout_s,
+        lambda: dist.new_group(ranks, timeout, "gloo", use_local_synchronization=True),
+    )
+
+
+def made_together(what: str, timeout_s: float, make: Callable[[], Made | None]) -> Made:
+    """What `make` returns, which ranks call together and for which they meet in the job's store.
+
+    Args:
+        what: is made, for the message.
+
+    Raises:
+        RankError: a rank does not come within the timeout, or the store does not answer.
+    """
+    try:
+        made = Background(make).wait(timeout_s + _GRACE_S)
+    except (RuntimeError, TimeoutError) as error:
+        raise RankError(
+            f"{what} cannot be made: one of them died or stalls, or the job's store does not answer "
+            f"({str(error).splitlines()[0]})"
+        ) from None
     assert made is not None
     return made
 

@@ -17,7 +17,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
 from .. import checks, interface
@@ -27,6 +26,7 @@ from .agreement import agreed_gradients
 from .assignment import LAYOUT, Assignment, Pair, assign, cut_for_all
 from .carry import Carrier, Chunks
 from .channel import Channel
+from .derivative import first_order
 from .layout import Rows, chunks, chunks_of_rank, num_chunks, places_of
 from .movement import Move, exchange
 from .plan import Plan, chunks_of_tiles, make_plan
@@ -115,20 +115,19 @@ def checked_options(
     Args:
         split: as in `attention`.
         of_rows: q, k and v, of which only the columns are looked at.
-        arguments, of_heads: of `context_parallel_attention`, checked as those of one process.
+        arguments, of_heads: of `context_parallel_attention`, as `flash_attn_func` takes them.
         where: when a call comes here, for messages.
 
     Raises:
         NotImplementedError, ValueError: what this form does not have; the message names the argument.
     """
     q, k, v = of_rows.values()
-    causal, schedule, scale = bool(arguments["causal"]), arguments["schedule"], arguments["softmax_scale"]
-    left, right = checks.as_window(arguments["window_size"])
+    causal, schedule, scale = arguments["causal"], arguments["schedule"], arguments["softmax_scale"]
+    left, right = arguments["window_size"]
     if left < 0 and (right == 0 or causal):
         causal, right = True, -1
-    mask = parts.MaskOfWhole(causal, (left, right), checks.as_attention_chunk(arguments["attention_chunk"]))
-    left_out = {"softcap": checks.as_softcap(arguments["softcap"]) == 0}
-    left_out |= {name: x is None for name, x in of_heads.items()}
+    mask = parts.MaskOfWhole(causal, (left, right), arguments["attention_chunk"])
+    left_out = {"softcap": not arguments["softcap"], **{name: x is None for name, x in of_heads.items()}}
     for name, is_left_out in left_out.items():
         if not is_left_out:
             value = arguments.get(name, of_heads.get(name))
@@ -143,7 +142,7 @@ def checked_options(
     # As a plan would, but on no lengths.
     shape = {"head_dim": q.shape[-1], "value_head_dim": v.shape[-1], **mask._asdict()}
     _make_plan(1, 1, 1, schedule=schedule, **shape)
-    return Options(q.shape[-1] ** -0.5 if scale is None else float(scale), mask, schedule, arguments["sm_margin"])
+    return Options(q.shape[-1] ** -0.5 if scale is None else scale, mask, schedule, arguments["sm_margin"])
 
 
 def _is_cut_at_tiles(split: Split, tiles: tuple[int, int]) -> bool:
@@ -247,7 +246,7 @@ class _Attention(torch.autograd.Function):
         return out, lse
 
     @staticmethod
-    @once_differentiable
+    @first_order
     def backward(ctx, dout, dlse):
         cut, options = ctx.cut, ctx.options
         q, k, v, out, lse = ctx.saved_tensors

@@ -11,7 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .channel import Channel, Message, channel_of
+from .background import Background
+from .channel import Channel, channel_of, made_together
 
 # As wide as a GPU loads and stores at once. Elements of 2 bytes, one by one, do not fill its memory's bandwidth.
 _WORD = torch.complex128
@@ -67,7 +68,7 @@ def _start(channel: Channel, what: str, received: list[Tensor], sent: list[Tenso
     if channel.size == 1:
         return lambda: None
     if sent[0].device.type != "cpu":
-        into, pieces = [x.view(-1) for x in received], [x.view(-1) for x in sent]
+        into, pieces = [_flat(x) for x in received], [_flat(x) for x in sent]
         return dist.all_to_all(into, pieces, group=channel.group, async_op=True).wait
     # gloo takes one tensor.
     source = torch.cat([_bytes(x) for x in sent])
@@ -106,15 +107,18 @@ def message_group(channel: Channel, what: str, device: torch.device) -> dist.Pro
     options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
     options._timeout = timeout
     options.config.max_ctas = _MOST_CTAS
-    made_now = dist.new_group(
-        dist.get_process_group_ranks(group),
-        timeout=timeout,
-        backend="nccl",
-        pg_options=options,
-        use_local_synchronization=True,
-    )
-    # The first operation of a group is one of all its ranks.
-    dist.broadcast(torch.zeros(1, dtype=torch.uint8, device=device), min(dist.get_process_group_ranks(group)), made_now)
+    ranks, stream = dist.get_process_group_ranks(group), torch.cuda.current_stream(device)
+
+    def make() -> dist.ProcessGroup | None:
+        with torch.cuda.stream(stream):  # and on its device: a new thread has neither
+            made = dist.new_group(
+                ranks, timeout=timeout, backend="nccl", pg_options=options, use_local_synchronization=True
+            )
+            # The first operation of a group is one of all its ranks.
+            dist.broadcast(torch.zeros(1, dtype=torch.uint8, device=device), min(ranks), made)
+        return made
+
+    made_now = made_together(f"a group of NCCL of the ranks {ranks} of the job", channel.timeout, make)
     _message_groups[group] = weakref.ref(made_now)
     return made_now
 
@@ -154,13 +158,19 @@ def _begin(
     (work,) = dist.batch_isend_irecv([dist.P2POp(operation, _bytes(x), peer, group, tag)])
     if x.device.type != "cpu":
         return work.wait
-    message = Message(work)
+    # gloo tells the end of a message only to the thread that waits for it.
+    message = Background(work.wait)
     return lambda: channel.wait(lambda: message, what)
 
 
 def _bytes(x: Tensor) -> Tensor:
     """A contiguous tensor's, in one dimension."""
-    return x.view(-1).view(torch.uint8)
+    return _flat(x).view(torch.uint8)
+
+
+def _flat(x: Tensor) -> Tensor:
+    """A contiguous tensor in one dimension, of stride 1. A view of one element may keep any stride."""
+    return x.as_strided((x.numel(),), (1,))
 
 
 def _contiguous(x: Tensor) -> Tensor:

@@ -12,10 +12,10 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from .agreement import agreed_gradients
 from .channel import Channel
+from .derivative import first_order
 from .layout import Rows, places_of
 from .movement import Move, exchange
 
@@ -57,7 +57,7 @@ class MoveRows(torch.autograd.Function):
         return tuple(results)
 
     @staticmethod
-    @once_differentiable
+    @first_order
     def backward(ctx, *gradients):
         what, routes = f"the backward of {ctx.what}", [route.back() for route in ctx.routes]
         if all(x is None for x in gradients):  # on all ranks, who have agreed on the output's
@@ -82,7 +82,7 @@ class MoveResultsBack(torch.autograd.Function):
         return out, lse
 
     @staticmethod
-    @once_differentiable
+    @first_order
     def backward(ctx, dout, dlse):
         what = f"the backward of {ctx.what}"
         gradients = [dout, dlse]

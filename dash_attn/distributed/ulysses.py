@@ -11,10 +11,10 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from .agreement import agreed_gradients
 from .channel import Channel
+from .derivative import first_order
 from .layout import Rows, places_of, rows_of_rank
 from .movement import Move, exchange
 
@@ -110,7 +110,7 @@ class RowsToHeads(torch.autograd.Function):
         return (*results, None if sinks is None else sinks[slice(*heads)].clone())
 
     @staticmethod
-    @once_differentiable
+    @first_order
     def backward(ctx, dq, dk, dv, dsinks):
         split = ctx.split
         if dq is None and dk is None and dv is None:  # on all ranks, who have agreed on the output's
@@ -139,7 +139,7 @@ class HeadsToRows(torch.autograd.Function):
         return *of_rows, *([None] if lse is None else [])
 
     @staticmethod
-    @once_differentiable
+    @first_order
     def backward(ctx, dout, dlse):
         split = ctx.split
         what = f"the backward of {split.name}"
