@@ -149,7 +149,7 @@ def _check_seqlens(cache: Cache, new: NewKeys, batch: int) -> None:
         if cache.seqlens.device != cache.k.device:
             raise ValueError(f"cache_seqlens must be on the device of q, {cache.k.device}, got {cache.seqlens.device}")
     elif cache.seqlens is not None:
-        checks.check_int("cache_seqlens", cache.seqlens, "an int, an int32 tensor of shape (batch,) or None")
+        checks.as_int("cache_seqlens", cache.seqlens, "an int, an int32 tensor of shape (batch,) or None")
         if not torch.compiler.is_compiling():
             _check_range("cache_seqlens", [cache.seqlens], cache.capacity() - _num_new(new))
 

@@ -7,7 +7,8 @@ On CUDA tensors the kernels need a Hopper GPU. CPU tensors are computed by `dash
 checks. Gradients are a function of the inputs and of `schedule` alone, of each sequence by itself: in a pack, sequences
 of many lengths one behind the other without padding, a sequence has the bits that it has alone, whatever else is there.
 On CUDA tensors lengths are read on the device only: no call waits for it, and a captured graph may be replayed with
-other lengths. The one exception is return_attn_probs with dropout of a pack.
+other lengths. Two calls with dropout of a pack are the exception: one with return_attn_probs, and one whose max_seqlen
+is a tensor.
 """
 
 from __future__ import annotations
@@ -126,7 +127,7 @@ def flash_attn_func(
         NotImplementedError: an argument asks for what is not supported, or softcap and alibi_slopes are both given.
         TypeError, ValueError: an argument has a wrong type, dtype, shape or value; the message names it.
         RuntimeError: CUDA tensors without the compiled kernels or without a Hopper GPU; a second differentiation; in
-            the capture of a graph, return_attn_probs with dropout of a pack.
+            the capture of a graph, with dropout of a pack, return_attn_probs or a max_seqlen that is a tensor.
     """
     return _attention(
         torch.ops.dash_attn.attention.default, {"q": q, "k": k, "v": v}, (),
@@ -267,9 +268,10 @@ def flash_attn_varlen_func(
             They start at 0 or more, never decrease and end at total or less. Others are a ValueError on the CPU, and on
             a GPU an error on the device, as an index out of bounds is.
         max_seqlen_q, max_seqlen_k: an int, or an integer tensor of shape (), which is not read. FlashAttention's hints
-            of the longest sequence; they change nothing. With dropout_p above 0 and no dropout_bits they must be ints
-            and no less than the longest: random bits are made for so many rows. A sequence beyond them is a ValueError
-            on the CPU, and on a GPU an error on the device, as an index out of bounds is.
+            of the longest sequence; they change nothing. With dropout_p above 0 and no dropout_bits they must be no
+            less than the longest, because random bits are made for so many rows. A tensor is then read: the call waits
+            for its GPU. A sequence beyond them is a ValueError on the CPU, and on a GPU an error on the device, as an
+            index out of bounds is.
         block_table: None only; `flash_attn_with_kvcache` takes paged keys and values.
         seqused_q, seqused_k: int32 (batch,) like cu_seqlens: how many rows of a sequence there are, at most those up
             to the next offset. Default: all.
@@ -439,7 +441,7 @@ def _attention(
     if pack is not None and max_seqlens is not None:
         checks.check_tensors({name: x for name, x in pack.items() if x is not None or name.startswith("cu_seqlens")})
         for name, value in max_seqlens.items():
-            if type(value) is not int or value < 0:
+            if type(value) is not int or torch.compiler.is_compiling() or value < 0:
                 checks.check_max_seqlen(name, value)
     if type(causal) is not bool:
         causal = checks.as_flag("causal", causal)
