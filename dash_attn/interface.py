@@ -19,7 +19,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from . import checks, ops  # noqa: F401  ops registers torch.ops.dash_attn
+from . import checks, ops, transforms  # noqa: F401  ops registers torch.ops.dash_attn
 from .dropout import DropoutBits
 from .dropout import calls as dropout_calls
 
@@ -470,7 +470,8 @@ def _attention(
             max_seqlens=max_seqlens, return_attn_probs=return_attn_probs,
         )  # fmt: skip
     settings = (softmax_scale, causal, schedule, sm_margin, *extra)
-    out, softmax_lse = op(*named.values(), *split, *settings, **of_scores, **of_dropout)
+    call = transforms.transformed(op) if transforms.is_active() else op
+    out, softmax_lse = call(*named.values(), *split, *settings, **of_scores, **of_dropout)
     if not return_attn_probs:
         return out
     if not of_dropout:
