@@ -22,6 +22,7 @@ from torch import Tensor
 from . import checks, ops, transforms  # noqa: F401  ops registers torch.ops.dash_attn
 from .dropout import DropoutBits
 from .dropout import calls as dropout_calls
+from .schedule import Schedule
 
 # In the order of _attention's `scores`, `dropout` and `unsupported`, and the same objects as the functions' defaults:
 # those of one module are.
@@ -53,7 +54,7 @@ def flash_attn_func(
     num_splits: int = 1,
     pack_gqa: bool | None = None,
     sm_margin: int = 0,
-    schedule: str = "auto",
+    schedule: Schedule = "auto",
     dropout_bits: DropoutBits | None = None,
 ) -> Tensor | tuple[Tensor, Tensor, Tensor]:
     """Attention O = softmax(c Q K^T) V, exact, with deterministic gradients.
@@ -159,7 +160,7 @@ def flash_attn_kvpacked_func(
     num_splits: int = 1,
     pack_gqa: bool | None = None,
     sm_margin: int = 0,
-    schedule: str = "auto",
+    schedule: Schedule = "auto",
     dropout_bits: DropoutBits | None = None,
 ) -> Tensor | tuple[Tensor, Tensor, Tensor]:
     """`flash_attn_func` for keys and values in one tensor; the gradient is written into one tensor too.
@@ -200,7 +201,7 @@ def flash_attn_qkvpacked_func(
     pack_gqa: bool | None = None,
     num_heads_q: int | None = None,
     sm_margin: int = 0,
-    schedule: str = "auto",
+    schedule: Schedule = "auto",
     dropout_bits: DropoutBits | None = None,
 ) -> Tensor | tuple[Tensor, Tensor, Tensor]:
     """`flash_attn_func` for queries, keys and values in one tensor; the gradient is written into one tensor too.
@@ -250,7 +251,7 @@ def flash_attn_varlen_func(
     num_splits: int = 1,
     pack_gqa: bool | None = None,
     sm_margin: int = 0,
-    schedule: str = "auto",
+    schedule: Schedule = "auto",
     dropout_bits: DropoutBits | None = None,
 ) -> Tensor | tuple[Tensor, Tensor, Tensor]:
     """`flash_attn_func` of each sequence of a pack.
@@ -322,7 +323,7 @@ def flash_attn_varlen_kvpacked_func(
     num_splits: int = 1,
     pack_gqa: bool | None = None,
     sm_margin: int = 0,
-    schedule: str = "auto",
+    schedule: Schedule = "auto",
     dropout_bits: DropoutBits | None = None,
 ) -> Tensor | tuple[Tensor, Tensor, Tensor]:
     """`flash_attn_varlen_func` for keys and values in one tensor; the gradient is written into one tensor too.
@@ -370,7 +371,7 @@ def flash_attn_varlen_qkvpacked_func(
     pack_gqa: bool | None = None,
     num_heads_q: int | None = None,
     sm_margin: int = 0,
-    schedule: str = "auto",
+    schedule: Schedule = "auto",
     dropout_bits: DropoutBits | None = None,
 ) -> Tensor | tuple[Tensor, Tensor, Tensor]:
     """`flash_attn_varlen_func` for queries, keys and values in one tensor; the gradient is written into one tensor too.
