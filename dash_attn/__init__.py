@@ -9,10 +9,9 @@ from .interface import (
     flash_attn_varlen_qkvpacked_func,
 )
 from .kvcache import flash_attn_with_kvcache
-from .schedule import Schedule
+from .schedule import Schedule as Schedule
 
 __all__ = [
-    "Schedule",
     "flash_attn_func",
     "flash_attn_kvpacked_func",
     "flash_attn_qkvpacked_func",

@@ -9,6 +9,15 @@ from typing_extensions import Unpack
 from .dropout import DropoutBits
 from .schedule import Schedule as Schedule
 
+__all__ = [
+    "flash_attn_func",
+    "flash_attn_kvpacked_func",
+    "flash_attn_qkvpacked_func",
+    "flash_attn_varlen_func",
+    "flash_attn_varlen_kvpacked_func",
+    "flash_attn_varlen_qkvpacked_func",
+    "flash_attn_with_kvcache",
+]
 __version__: str
 
 _Window: TypeAlias = Sequence[int | None]
