@@ -70,7 +70,6 @@ def flash_attn_func(
     softcap: float = 0.0, alibi_slopes: Tensor | None = None, deterministic: bool = False,
     return_attn_probs: bool = False, **keywords: Unpack[_Keywords],
 ) -> Tensor | _WithLse: ...  # fmt: skip
-
 @overload
 def flash_attn_kvpacked_func(
     q: Tensor, kv: Tensor,
@@ -92,7 +91,6 @@ def flash_attn_kvpacked_func(
     softcap: float = 0.0, alibi_slopes: Tensor | None = None, deterministic: bool = False,
     return_attn_probs: bool = False, **keywords: Unpack[_Keywords],
 ) -> Tensor | _WithLse: ...  # fmt: skip
-
 @overload
 def flash_attn_qkvpacked_func(
     qkv: Tensor,
@@ -114,7 +112,6 @@ def flash_attn_qkvpacked_func(
     softcap: float = 0.0, alibi_slopes: Tensor | None = None, deterministic: bool = False,
     return_attn_probs: bool = False, **keywords: Unpack[_OfQkv],
 ) -> Tensor | _WithLse: ...  # fmt: skip
-
 @overload
 def flash_attn_varlen_func(
     q: Tensor, k: Tensor, v: Tensor,
@@ -139,7 +136,6 @@ def flash_attn_varlen_func(
     softcap: float = 0.0, alibi_slopes: Tensor | None = None, deterministic: bool = False,
     return_attn_probs: bool = False, block_table: Tensor | None = None, **keywords: Unpack[_OfPack],
 ) -> Tensor | _WithLse: ...  # fmt: skip
-
 @overload
 def flash_attn_varlen_kvpacked_func(
     q: Tensor, kv: Tensor,
@@ -164,7 +160,6 @@ def flash_attn_varlen_kvpacked_func(
     softcap: float = 0.0, alibi_slopes: Tensor | None = None, deterministic: bool = False,
     return_attn_probs: bool = False, **keywords: Unpack[_OfPack],
 ) -> Tensor | _WithLse: ...  # fmt: skip
-
 @overload
 def flash_attn_varlen_qkvpacked_func(
     qkv: Tensor, cu_seqlens: Tensor, max_seqlen: int | Tensor,
@@ -186,7 +181,6 @@ def flash_attn_varlen_qkvpacked_func(
     softcap: float = 0.0, alibi_slopes: Tensor | None = None, deterministic: bool = False,
     return_attn_probs: bool = False, **keywords: Unpack[_OfQkvPack],
 ) -> Tensor | _WithLse: ...  # fmt: skip
-
 @overload
 def flash_attn_with_kvcache(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, k: Tensor | None = None, v: Tensor | None = None,

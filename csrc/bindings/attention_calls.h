@@ -124,13 +124,12 @@ inline variable_list gradients_of_batch(const OutputGradients& outputs, at::Tens
   const auto& [causal, window_left, window_right, attention_chunk] = options.mask;
   const auto& [cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k] = options.pack;
   const DropoutArguments dropout = options.dropout.of_backward();
-  auto [dq, dk, dv, dsinks] =
-      DASH_OP("dash_attn::_gradients", decltype(gradients_of))
-          .call(outputs.dout, q, k, v, outputs.out, outputs.softmax_lse, outputs.dsoftmax_lse, cu_seqlens_q,
-                cu_seqlens_k, seqused_q, seqused_k, options.softmax_scale, causal, window_left, window_right,
-                attention_chunk, options.schedule, options.sm_margin, sinks, options.alibi_slopes, wants_sinks,
-                options.softcap, dropout.bits, dropout.rng_state, dropout.p, dropout.max_seqlen_q,
-                dropout.max_seqlen_k);
+  auto [dq, dk, dv, dsinks] = DASH_OP("dash_attn::_gradients", decltype(gradients_of))
+                                  .call(outputs.dout, q, k, v, outputs.out, outputs.softmax_lse, outputs.dsoftmax_lse,
+                                        cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, options.softmax_scale, causal,
+                                        window_left, window_right, attention_chunk, options.schedule, options.sm_margin,
+                                        sinks, options.alibi_slopes, wants_sinks, options.softcap, dropout.bits,
+                                        dropout.rng_state, dropout.p, dropout.max_seqlen_q, dropout.max_seqlen_k);
   variable_list gradients;
   if (packed.size() == 3) {
     gradients = {dq, dk, dv};

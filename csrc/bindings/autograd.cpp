@@ -270,12 +270,13 @@ TORCH_LIBRARY(dash_attn, library) {
       "str schedule, SymInt sm_margin, Tensor? sinks=None, Tensor? alibi_slopes=None, Tensor? dsoftmax_lse=None, "
       "Tensor(a9!)? dsinks=None, float softcap=0.0, " DASH_OPTIONAL_DROPOUT DASH_OPTIONAL_LENGTHS ") -> ()",
       {at::Tag::pt2_compliant_tag});
-  library.def("_gradients(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor softmax_lse, "
-              "Tensor? dsoftmax_lse, " DASH_PACK "float softmax_scale, " DASH_MASK
-              "str schedule, SymInt sm_margin, Tensor? sinks, Tensor? alibi_slopes, bool wants_sinks, float softcap, "
-              "Tensor? dropout_bits, Tensor? rng_state, float dropout_p, SymInt? max_seqlen_q, SymInt? max_seqlen_k) "
-              "-> (Tensor dq, Tensor dk, Tensor dv, Tensor dsinks)",
-              {at::Tag::pt2_compliant_tag});
+  library.def(
+      "_gradients(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor softmax_lse, "
+      "Tensor? dsoftmax_lse, " DASH_PACK "float softmax_scale, " DASH_MASK
+      "str schedule, SymInt sm_margin, Tensor? sinks, Tensor? alibi_slopes, bool wants_sinks, float softcap, "
+      "Tensor? dropout_bits, Tensor? rng_state, float dropout_p, SymInt? max_seqlen_q, SymInt? max_seqlen_k) "
+      "-> (Tensor dq, Tensor dk, Tensor dv, Tensor dsinks)",
+      {at::Tag::pt2_compliant_tag});
   library.def("name_forward(bool as_flash_attn) -> ()", &dash_attn::name_forward);
   library.def("attention(Tensor q, Tensor k, Tensor v, " DASH_OPTIONS DASH_OPTIONAL_PACK
                   DASH_OPTIONAL_SCORES DASH_OPTIONAL_LENGTHS ") -> " DASH_OUTPUTS);
