@@ -165,3 +165,14 @@ def test_second_derivatives_and_slopes_raise():
         torch.func.jvp(lambda q: flash_attn_func(q, k, v), (q,), (q,))
     with pytest.raises(NotImplementedError, match="^alibi_slopes must not require a gradient"):
         torch.func.grad(lambda slopes: loss_of(flash_attn_func, alibi_slopes=slopes)(q, k, v))(torch.ones(2))
+
+
+def test_the_ops_follow_torchs_rules():
+    q, k, v = (x[0] for x in batches(flash_attn_func, head_dim=16))
+    numbers = (None, None, None, None, 0.25, True, -1, -1, 0)
+    forward = torch.ops.flash_attn._dash_attn_forward
+    torch.library.opcheck(forward.default, (q, k, v, *numbers))
+    out, lse = forward(q, k, v, *numbers)
+    assert_same_bits((out, lse), torch.ops.dash_attn.forward(q, k, v, *numbers))
+    arguments = (*numbers, "auto", 0, torch.zeros(2), None, True, 0.0, None, None, 0.0, None, None)
+    torch.library.opcheck(torch.ops.dash_attn._gradients.default, (q, q, k, v, out, lse, None, *arguments))
