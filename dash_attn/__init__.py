@@ -9,6 +9,7 @@ from .interface import (
     flash_attn_varlen_qkvpacked_func,
 )
 from .kvcache import flash_attn_with_kvcache
+from .schedule import Schedule as Schedule
 
 __all__ = [
     "flash_attn_func",

@@ -137,6 +137,8 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         vars(module).update(__dash_attn__=_version(), __version__=version, __doc__=doc)
         if source is not None:
             vars(module).update(_names_of(importlib.import_module(f"dash_attn.compat.{source}"), private))
+            # Policies of selective activation checkpointing find the forward by "flash_attn" in its op's name.
+            importlib.import_module("torch").ops.dash_attn.name_forward(True)
         if name == "flash_attn.flash_attn_interface":
             vars(module).update(flash_attn_gpu=importlib.import_module("flash_attn_2_cuda"))
         if not self._said:

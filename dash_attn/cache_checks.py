@@ -179,7 +179,7 @@ def _check_seqlens(cache: Cache, new: NewKeys, batch: int) -> None:
         if cache.seqlens.device != cache.k.device:
             raise ValueError(f"{name} must be on the device of q, {cache.k.device}, got {cache.seqlens.device}")
     elif cache.seqlens is not None:
-        checks.check_int(name, cache.seqlens, "an int, an int32 tensor of shape (batch,) or None")
+        checks.as_int(name, cache.seqlens, "an int, an int32 tensor of shape (batch,) or None")
         if not torch.compiler.is_compiling():
             num_new = new.k.shape[1] if new.k is not None and new.cu_seqlens is None else 0
             _check_range(name, [cache.seqlens], cache.capacity() - num_new)

@@ -102,7 +102,7 @@ def reject_given(why: str, **named: object) -> None:
 
 def check_hints(num_splits: object, pack_gqa: object) -> None:
     """FlashAttention-3's advice on how to work, of which only the type is looked at."""
-    check_int("num_splits", num_splits, "an int (it changes nothing)")
+    as_int("num_splits", num_splits, "an int (it changes nothing)")
     if pack_gqa is not None and _as_flag(pack_gqa) is None:
         raise TypeError(f"pack_gqa must be None or a bool (it changes nothing), got {describe(pack_gqa)}")
 
@@ -156,6 +156,9 @@ def as_attention_chunk(attention_chunk: object) -> int:
 
 def check_max_seqlen(name: str, value: object) -> None:
     """A hint, of which only the type is looked at: a tensor would have to be read back from its device."""
+    # A compiler would guard on the number, and cannot where it is read from a tensor.
+    if type(value) is int and (torch.compiler.is_compiling() or value >= 0):
+        return
     if isinstance(value, torch.Tensor):
         is_integer = not (value.is_floating_point() or value.is_complex() or value.dtype == torch.bool)
         good = is_integer and value.dim() == 0
@@ -166,9 +169,12 @@ def check_max_seqlen(name: str, value: object) -> None:
         raise error(f"{name} must be an int of at least 0 or an integer tensor of shape (), got {describe(value)}")
 
 
-def check_int(name: str, value: object, allowed: str) -> None:
+def as_int(name: str, value: object, allowed: str) -> int:
+    """An int, or a torch.SymInt as it is."""
     if not _is_integer(value):
         raise TypeError(f"{name} must be {allowed}, got {describe(value)}")
+    # Of a compiler's symbol operator.index would make a constant.
+    return value if type(value) is int or isinstance(value, torch.SymInt) else operator.index(value)
 
 
 def as_flag(name: str, value: object) -> bool:
@@ -183,7 +189,7 @@ def as_number(name: str, number: object):
     if isinstance(number, torch.SymFloat):
         return number
     # A tensor would have to be read back from its device.
-    if isinstance(number, bool) or not isinstance(number, numbers.Real):
+    if not is_number(number):
         raise TypeError(f"{name} must be a finite number or None, got {describe(number)}")
     try:
         return float(number)
@@ -211,23 +217,18 @@ def as_sm_margin(sm_margin: object):
     """An int, or a torch.SymInt as it is; the ops know how many SMs the GPU has."""
     if isinstance(sm_margin, torch.SymInt):
         return sm_margin
-    if not _is_integer(sm_margin):
-        raise TypeError(f"sm_margin must be an int, got {describe(sm_margin)}")
-    if not 0 <= sm_margin < _MAX_SMS:
+    number = as_int("sm_margin", sm_margin, "an int")
+    if not 0 <= number < _MAX_SMS:
         raise ValueError(
             f"sm_margin must be at least 0 and less than the SMs of the GPU (at most {_MAX_SMS} on Hopper), got "
             f"{describe(sm_margin)}"
         )
-    return operator.index(sm_margin)
+    return number
 
 
 def as_num_heads_q(num_heads_q: object):
     """An int, a torch.SymInt or None."""
-    if num_heads_q is None or isinstance(num_heads_q, torch.SymInt):
-        return num_heads_q
-    if not _is_integer(num_heads_q):
-        raise TypeError(f"num_heads_q must be an int or None, got {describe(num_heads_q)}")
-    return operator.index(num_heads_q)
+    return None if num_heads_q is None else as_int("num_heads_q", num_heads_q, "an int or None")
 
 
 def check_schedule(schedule: object) -> None:
@@ -243,6 +244,10 @@ def check_schedule(schedule: object) -> None:
 def _require(holds: bool, name: str, allowed: str, why: str, value: object) -> None:
     if not holds:
         raise NotImplementedError(f"{name} must be {allowed} ({why}), got {describe(value)}")
+
+
+def is_number(value: object) -> TypeGuard[float]:
+    return isinstance(value, (numbers.Real, torch.SymFloat, torch.SymInt)) and not isinstance(value, bool)
 
 
 def _is_integer(value: object) -> TypeGuard[int]:

@@ -7,7 +7,8 @@ On CUDA tensors the kernels need a Hopper GPU. CPU tensors are computed by `dash
 checks. Gradients are a function of the inputs and of `schedule` alone, of each sequence by itself: in a pack, sequences
 of many lengths one behind the other without padding, a sequence has the bits that it has alone, whatever else is there.
 On CUDA tensors lengths are read on the device only: no call waits for it, and a captured graph may be replayed with
-other lengths. The one exception is return_attn_probs with dropout of a pack.
+other lengths. Two calls with dropout of a pack are the exception: one with return_attn_probs, and one whose max_seqlen
+is a tensor.
 """
 
 from __future__ import annotations
@@ -18,9 +19,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from . import checks, dtensors, kvcache, ops, packs  # noqa: F401  ops registers torch.ops.dash_attn
+from . import checks, dtensors, kvcache, ops, packs, transforms  # noqa: F401  ops registers torch.ops.dash_attn
 from .dropout import DropoutBits
 from .dropout import calls as dropout_calls
+from .schedule import Schedule
 
 # In the order of _attention's `scores`, `dropout` and `unsupported`, and the same objects as the functions' defaults:
 # those of one module are.
@@ -52,7 +54,7 @@ def flash_attn_func(
     num_splits: int = 1,
     pack_gqa: bool | None = None,
     sm_margin: int = 0,
-    schedule: str = "auto",
+    schedule: Schedule = "auto",
     dropout_bits: DropoutBits | None = None,
 ) -> Tensor | tuple[Tensor, Tensor, Tensor]:
     """Attention O = softmax(c Q K^T) V, exact, with deterministic gradients.
@@ -128,7 +130,7 @@ def flash_attn_func(
         NotImplementedError: an argument asks for what is not supported, or softcap and alibi_slopes are both given.
         TypeError, ValueError: an argument has a wrong type, dtype, shape or value; the message names it.
         RuntimeError: CUDA tensors without the compiled kernels or without a Hopper GPU; a second differentiation; in
-            the capture of a graph, return_attn_probs with dropout of a pack.
+            the capture of a graph, with dropout of a pack, return_attn_probs or a max_seqlen that is a tensor.
     """
     return _attention(
         torch.ops.dash_attn.attention.default, {"q": q, "k": k, "v": v}, (),
@@ -160,7 +162,7 @@ def flash_attn_kvpacked_func(
     num_splits: int = 1,
     pack_gqa: bool | None = None,
     sm_margin: int = 0,
-    schedule: str = "auto",
+    schedule: Schedule = "auto",
     dropout_bits: DropoutBits | None = None,
 ) -> Tensor | tuple[Tensor, Tensor, Tensor]:
     """`flash_attn_func` for keys and values in one tensor; the gradient is written into one tensor too.
@@ -201,7 +203,7 @@ def flash_attn_qkvpacked_func(
     pack_gqa: bool | None = None,
     num_heads_q: int | None = None,
     sm_margin: int = 0,
-    schedule: str = "auto",
+    schedule: Schedule = "auto",
     dropout_bits: DropoutBits | None = None,
 ) -> Tensor | tuple[Tensor, Tensor, Tensor]:
     """`flash_attn_func` for queries, keys and values in one tensor; the gradient is written into one tensor too.
@@ -251,7 +253,7 @@ def flash_attn_varlen_func(
     num_splits: int = 1,
     pack_gqa: bool | None = None,
     sm_margin: int = 0,
-    schedule: str = "auto",
+    schedule: Schedule = "auto",
     dropout_bits: DropoutBits | None = None,
 ) -> Tensor | tuple[Tensor, Tensor, Tensor]:
     """`flash_attn_func` of each sequence of a pack.
@@ -269,9 +271,10 @@ def flash_attn_varlen_func(
             They start at 0 or more, never decrease and end at total or less. Others are a ValueError on the CPU, and on
             a GPU an error on the device, as an index out of bounds is.
         max_seqlen_q, max_seqlen_k: an int, or an integer tensor of shape (), which is not read. FlashAttention's hints
-            of the longest sequence; they change nothing. With dropout_p above 0 and no dropout_bits they must be ints
-            and no less than the longest: random bits are made for so many rows. A sequence beyond them is a ValueError
-            on the CPU, and on a GPU an error on the device, as an index out of bounds is.
+            of the longest sequence; they change nothing. With dropout_p above 0 and no dropout_bits they must be no
+            less than the longest, because random bits are made for so many rows. A tensor is then read: the call waits
+            for its GPU. A sequence beyond them is a ValueError on the CPU, and on a GPU an error on the device, as an
+            index out of bounds is.
         block_table: int32 (batch, max_blocks) on q's device: k and v are pages, (num_blocks, block_size, kv_heads,
             head_dim or value_head_dim), and a sequence has its keys in the blocks of its row, in order. cu_seqlens_k
             then gives only their numbers, and seqused_k, where it is given, takes the place of it. Pages are gathered
@@ -334,7 +337,7 @@ def flash_attn_varlen_kvpacked_func(
     num_splits: int = 1,
     pack_gqa: bool | None = None,
     sm_margin: int = 0,
-    schedule: str = "auto",
+    schedule: Schedule = "auto",
     dropout_bits: DropoutBits | None = None,
 ) -> Tensor | tuple[Tensor, Tensor, Tensor]:
     """`flash_attn_varlen_func` for keys and values in one tensor; the gradient is written into one tensor too.
@@ -382,7 +385,7 @@ def flash_attn_varlen_qkvpacked_func(
     pack_gqa: bool | None = None,
     num_heads_q: int | None = None,
     sm_margin: int = 0,
-    schedule: str = "auto",
+    schedule: Schedule = "auto",
     dropout_bits: DropoutBits | None = None,
 ) -> Tensor | tuple[Tensor, Tensor, Tensor]:
     """`flash_attn_varlen_func` for queries, keys and values in one tensor; the gradient is written into one tensor too.
@@ -452,7 +455,7 @@ def _attention(
     if pack is not None and max_seqlens is not None:
         checks.check_tensors({name: x for name, x in pack.items() if x is not None or name.startswith("cu_seqlens")})
         for name, value in max_seqlens.items():
-            if type(value) is not int or value < 0:
+            if type(value) is not int or torch.compiler.is_compiling() or value < 0:
                 checks.check_max_seqlen(name, value)
     if type(causal) is not bool:
         causal = checks.as_flag("causal", causal)
@@ -485,7 +488,8 @@ def _attention(
             max_seqlens=max_seqlens, return_attn_probs=return_attn_probs,
         )  # fmt: skip
     settings = (softmax_scale, causal, schedule, sm_margin, *extra)
-    out, softmax_lse = op(*named.values(), *split, *settings, **of_scores, **of_dropout)
+    call = transforms.transformed(op) if transforms.is_active() else op
+    out, softmax_lse = call(*named.values(), *split, *settings, **of_scores, **of_dropout)
     if not return_attn_probs:
         return out
     if not of_dropout:
@@ -493,8 +497,5 @@ def _attention(
     left, right, chunk = extra[:3] or _NO_WINDOW
     mask = {"causal": causal, "window": (left, right), "attention_chunk": chunk}
     changed = {"softmax_scale": softmax_scale, "softcap": of_scores["softcap"], "alibi_slopes": alibi_slopes}
-    return (
-        out,
-        softmax_lse,
-        dropout_calls.signed_probabilities(named, num_heads_q, softmax_lse, pack, of_dropout, changed, **mask),
-    )
+    signed = dropout_calls.signed_probabilities(named, num_heads_q, softmax_lse, pack, of_dropout, changed, **mask)
+    return out, softmax_lse, signed

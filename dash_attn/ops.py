@@ -52,6 +52,10 @@ what `dash_attn.interface` is given: of q, k, v and sinks, which may be of any f
 of them are C++ (csrc/bindings/autograd.cpp) and run `dash_attn_C::forward` and `dash_attn_C::backward`, the kernels,
 which take what TMA can address and a positive scale. Their CUDA implementation is in `_C`; the CPU's is the reference,
 below.
+
+Two more ops are for torch alone. `flash_attn::_dash_attn_forward` is `forward` by another name, which the
+differentiable ops call after `name_forward(True)`. `_gradients` is `backward` with results, for gradients that a vmap
+batches.
 """
 
 import pathlib

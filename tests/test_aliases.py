@@ -338,3 +338,44 @@ def test_functions_of_the_extension_module():
     assert_same_bits([dx.unflatten(0, (2, -1)) for dx in again[:3]], gradients)
     with pytest.raises(NotImplementedError, match=r"gen must be None \(no dropout through this function; "):
         flash_attn_2_cuda.fwd(q, k, v, None, None, *tail, False, torch.Generator())
+
+
+SELECTIVE = """
+import dash_attn.as_flash_attn
+import json, torch
+from flash_attn import flash_attn_func, flash_attn_varlen_func
+from flash_attn.flash_attn_interface import _flash_attn_forward
+from kernel_counts import kernels_in
+from torch.utils import checkpoint
+
+def policy(context, op, *args, **kwargs):
+    saved = {rule}
+    names.add(op.name())
+    return checkpoint.CheckpointPolicy.MUST_SAVE if saved else checkpoint.CheckpointPolicy.PREFER_RECOMPUTE
+
+names = set()
+x = torch.randn(1, 9, 2, 16).bfloat16().requires_grad_()
+offsets = torch.tensor([0, 4, 9], dtype=torch.int32)
+
+def layers():
+    for of_layer in (
+        lambda x: flash_attn_func(x, x, x, causal=True),
+        lambda x: flash_attn_varlen_func(x[0], x[0], x[0], offsets, offsets, 9, 9),
+    ):
+        context = lambda: checkpoint.create_selective_checkpoint_contexts(policy)
+        checkpoint.checkpoint(of_layer, x, use_reentrant=False, context_fn=context).sum().backward()
+
+calls = kernels_in(layers)[1]
+compiled = torch.compile(lambda x: flash_attn_func(x, x, x), backend="aot_eager", fullgraph=True)
+assert torch.equal(compiled(x), flash_attn_func(x, x, x))
+print(json.dumps([calls, sorted(name for name in names if "attn" in name)]))
+"""
+
+
+@pytest.mark.parametrize("rule, runs", [
+    ("'flash_attn' in op.name()", 2), ("op.namespace == 'flash_attn'", 2), ("'flash_attn' in str(op)", 2), ("False", 4),
+])  # fmt: skip
+def test_selective_checkpointing_finds_the_forward(rule, runs):
+    """As the policies of axolotl and prime-rl look for FlashAttention's op, whose forward then runs once."""
+    stdout, _ = python("-c", SELECTIVE.replace("{rule}", rule), paths=[pathlib.Path(__file__).parent])
+    assert json.loads(stdout) == [[runs, 2], ["flash_attn::_dash_attn_forward"]]

@@ -214,8 +214,12 @@ SHORT = "{} must be at least the length of the longest sequence with dropout, {}
 @pytest.mark.parametrize("change, message", [
     ({"max_seqlen_q": 39}, SHORT.format("max_seqlen_q", 40, 39)),
     ({"max_seqlen_k": 0}, SHORT.format("max_seqlen_k", 65, 0)),
-    ({"max_seqlen_k": torch.tensor(65)},
-     "max_seqlen_k must be an int with dropout_p above 0, got a tensor of shape ()"),
+    ({"max_seqlen_q": torch.tensor(39)}, SHORT.format("max_seqlen_q", 40, 39)),
+    ({"max_seqlen_q": torch.tensor(-1)}, NEEDED.format("max_seqlen_q", -1)),
+    ({"max_seqlen_q": torch.tensor(40.0)},
+     "max_seqlen_q must be an int of at least 0 or an integer tensor of shape (), got a tensor of shape ()"),
+    ({"max_seqlen_k": torch.tensor([65])},
+     "max_seqlen_k must be an int of at least 0 or an integer tensor of shape (), got a tensor of shape (1,)"),
     ({"cu_seqlens_q": offsets_of((33, 0, 7, 41))},
      "cu_seqlens_q must hold offsets from 0 to the 80 rows that never decrease, got [0, 33, 33, 40, 81]"),
 ])  # fmt: skip
@@ -227,6 +231,49 @@ def test_lengths_that_are_too_short_raise(change, message):
     assert str(raised.value).startswith(message)
     if isinstance(raised.value, TypeError):  # before a state is drawn
         assert torch.equal(torch.get_rng_state(), before)
+
+
+FUNCTIONS_OF_LENGTHS = {
+    flash_attn_varlen_func: (lambda q, k, v: (q, k, v), ("max_seqlen_q", "max_seqlen_k")),
+    flash_attn_varlen_kvpacked_func: (lambda q, k, v: (q, torch.stack((k, v), 1)), ("max_seqlen_q", "max_seqlen_k")),
+    flash_attn_varlen_qkvpacked_func: (lambda q, k, v: (torch.stack((q, k, v), 1),), ("max_seqlen",)),
+}
+
+
+@pytest.mark.parametrize("function", FUNCTIONS_OF_LENGTHS, ids=lambda function: function.__name__)
+def test_lengths_in_tensors_are_read(function, monkeypatch):
+    """As transformers gives them for packs by position_ids: one tensor for both sides, which is read once."""
+    *inputs, dout = (x.detach() for x in tensors((80, 80), kv_heads=HEADS))
+    pack, names = FUNCTIONS_OF_LENGTHS[function]
+    offsets = [CU_SEQLENS["cu_seqlens_q"]] * len(names)
+    reads = []
+    item = torch.Tensor.item
+    monkeypatch.setattr(torch.Tensor, "item", lambda x: reads.append(x) or item(x))
+
+    def call(length, packed):
+        torch.manual_seed(3)
+        return function(*packed, *offsets, **dict.fromkeys(names, length), **P)
+
+    packed = [x.requires_grad_() for x in pack(*inputs)]
+    expected = results(lambda *x: call(40, x), packed, dout)
+    longest = torch.tensor(40, dtype=torch.int32)
+    assert_same(results(lambda *x: call(longest, x), packed, dout), expected)
+    assert [x is longest for x in reads] == [True]
+    given = {"dropout_bits": dropout_bits(DropoutState.of(1), p=0.25, batch=4, heads=HEADS, seqlen_q=40, seqlen_k=40)}
+    function(*packed, *offsets, **dict.fromkeys(names, longest), **P, **given)  # which needs no lengths
+    assert len(reads) == 1
+    on_meta = [x.to("meta") for x in packed]
+    out = function(*on_meta, *(x.to("meta") for x in offsets), **dict.fromkeys(names, longest.to("meta")), **P)
+    assert out.is_meta and out.shape == expected[0].shape
+
+
+def test_lengths_in_tensors_are_not_read_in_the_capture_of_a_graph(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    with FakeTensorMode():
+        q = torch.empty(80, HEADS, 64, dtype=BF16, device="cuda")
+        offsets, longest = (torch.zeros(shape, dtype=torch.int32, device="cuda") for shape in ((5,), ()))
+        with pytest.raises(RuntimeError, match="^max_seqlen_q must be an int in the capture of a CUDA graph with"):
+            flash_attn_varlen_func(q, q, q, offsets, offsets, longest, longest, **P)
 
 
 def test_the_backward_refuses_them_too_and_writes_nothing():

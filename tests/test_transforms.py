@@ -1,8 +1,18 @@
 """What torch does with a function: compile, export, trace, checkpoint, autocast, inference mode, meta tensors."""
 
+import pathlib
+
 import pytest
 import torch
-from interface_support import FUNCTIONS, assert_same_bits, inputs_of, out_and_gradients, qkv_tensors, randn
+from interface_support import (
+    FUNCTIONS,
+    assert_same_bits,
+    inputs_of,
+    kernel_calls,
+    out_and_gradients,
+    qkv_tensors,
+    randn,
+)
 from pack_support import Pack, int32
 
 from dash_attn import (
@@ -112,6 +122,22 @@ def test_selective_checkpoint_sees_the_forward():
     )  # fmt: skip
     torch.autograd.grad(out, inputs, dout)
     assert torch.ops.dash_attn.forward.default in seen
+
+
+def test_selective_checkpoint_of_the_docs():
+    """The policy of docs/usage.md: the forward runs once."""
+    usage = pathlib.Path(__file__).parents[1] / "docs" / "usage.md"
+    if not usage.is_file():
+        pytest.skip("docs/ is not beside the tests")
+    section = usage.read_text().partition("## Activation checkpointing")[2]
+    snippet = section.partition("```python\n")[2].partition("```")[0]
+    q, k, v, dout = qkv_tensors(20, 30)
+    given = {"layer": lambda x: flash_attn_func(x, k, v, causal=True), "x": q}
+    with kernel_calls() as calls:
+        exec(snippet, given)
+        actual = given["out"], *torch.autograd.grad(given["out"], (q, k, v), dout)
+    assert [name for name, _ in calls] == ["forward", "backward"]
+    assert_same_bits(actual, out_and_gradients(flash_attn_func, (q, k, v), dout, causal=True))
 
 
 def test_forward_mode_differentiation_raises():

@@ -12,106 +12,13 @@
 #include <utility>
 #include <vector>
 
-#include "operators.h"
+#include "attention_calls.h"
 
 namespace dash_attn {
 namespace {
 
 using torch::autograd::AutogradContext;
 using torch::autograd::variable_list;
-
-using ForwardOp = Outputs(const Tensor&, const Tensor&, const Tensor&, OptionalTensor, OptionalTensor, OptionalTensor,
-                          OptionalTensor, double, bool, int64_t, int64_t, int64_t, SymInt, OptionalTensor,
-                          OptionalTensor, double, OptionalTensor, OptionalTensor, double, std::optional<SymInt>,
-                          std::optional<SymInt>);
-using BackwardOp = void(const Tensor&, const Tensor&, const Tensor&, const Tensor&, const Tensor&, const Tensor&,
-                        Tensor, Tensor, Tensor, OptionalTensor, OptionalTensor, OptionalTensor, OptionalTensor, double,
-                        bool, int64_t, int64_t, int64_t, std::string_view, SymInt, OptionalTensor, OptionalTensor,
-                        OptionalTensor, std::optional<Tensor>, double, OptionalTensor, OptionalTensor, double,
-                        std::optional<SymInt>, std::optional<SymInt>);
-
-// What a call is told besides the tensors that have gradients.
-struct Options {
-  std::optional<SymInt> num_heads_q;
-  double softmax_scale;
-  MaskArguments mask;
-  std::string schedule;
-  SymInt sm_margin;
-  PackTensors pack;
-  std::optional<Tensor> alibi_slopes;
-  double softcap;
-  bool has_sinks;  // the last of the tensors that have gradients
-  DropoutArguments dropout;
-};
-
-struct Operands {
-  Tensor q, k, v;
-};
-
-// Views of q, k and v in what the caller gave: three tensors, q and kv, or qkv.
-Operands unpack(at::TensorList packed, const std::optional<SymInt>& num_heads_q) {
-  if (packed.size() == 3) { return {packed[0], packed[1], packed[2]}; }
-  if (packed.size() == 2) { return {packed[0], packed[1].select(-3, 0), packed[1].select(-3, 1)}; }
-  const Tensor& qkv = packed[0];
-  if (!num_heads_q) { return {qkv.select(-3, 0), qkv.select(-3, 1), qkv.select(-3, 2)}; }
-  const SymInt& heads = *num_heads_q;
-  const SymInt total = qkv.sym_size(-2), kv_heads = (total - heads) / 2;
-  return {qkv.slice_symint(-2, 0, heads), qkv.slice_symint(-2, heads, heads + kv_heads),
-          qkv.slice_symint(-2, heads + kv_heads, total)};
-}
-
-// Of the tensors that have gradients: q, k and v in what the caller gave, and behind them the sinks.
-at::TensorList packed_of(at::TensorList inputs, const Options& options) {
-  return inputs.slice(0, inputs.size() - (options.has_sinks ? 1 : 0));
-}
-
-std::optional<Tensor> sinks_of(at::TensorList inputs, const Options& options) {
-  return options.has_sinks ? std::optional<Tensor>(inputs.back()) : std::nullopt;
-}
-
-Outputs call_forward(at::TensorList inputs, const Options& options) {
-  const Operands operands = unpack(packed_of(inputs, options), options.num_heads_q);
-  const auto& [causal, window_left, window_right, attention_chunk] = options.mask;
-  const auto& [cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k] = options.pack;
-  const DropoutArguments dropout = options.dropout.of_forward();
-  return DASH_OP("dash_attn::forward", ForwardOp)
-      .call(operands.q, operands.k, operands.v, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, options.softmax_scale,
-            causal, window_left, window_right, attention_chunk, options.sm_margin, sinks_of(inputs, options),
-            options.alibi_slopes, options.softcap, dropout.bits, dropout.rng_state, dropout.p, dropout.max_seqlen_q,
-            dropout.max_seqlen_k);
-}
-
-// What the outputs were and how the loss changes with them.
-struct OutputGradients {
-  Tensor dout, out, softmax_lse;
-  std::optional<Tensor> dsoftmax_lse;
-};
-
-// Gradients of `inputs`, that of the sinks where it is wanted: of q, k and v each in one tensor, written through the
-// views that they are read through.
-variable_list call_backward(const OutputGradients& outputs, at::TensorList inputs, const Options& options,
-                            bool wants_sinks) {
-  at::AutoDispatchBelowADInplaceOrView guard;
-  const at::TensorList packed = packed_of(inputs, options);
-  variable_list gradients;
-  gradients.reserve(inputs.size());
-  for (const Tensor& tensor : packed) { gradients.push_back(at::empty_like(tensor)); }
-  const Operands operands = unpack(packed, options.num_heads_q);
-  const Operands targets = unpack(gradients, options.num_heads_q);
-  const auto& [causal, window_left, window_right, attention_chunk] = options.mask;
-  const auto& [cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k] = options.pack;
-  const std::optional<Tensor> sinks = sinks_of(inputs, options);
-  const DropoutArguments dropout = options.dropout.of_backward();
-  std::optional<Tensor> dsinks;
-  if (wants_sinks) { dsinks = gradients.emplace_back(at::empty_like(*sinks)); }
-  DASH_OP("dash_attn::backward", BackwardOp)
-      .call(outputs.dout, operands.q, operands.k, operands.v, outputs.out, outputs.softmax_lse, targets.q, targets.k,
-            targets.v, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, options.softmax_scale, causal, window_left,
-            window_right, attention_chunk, options.schedule, options.sm_margin, sinks, options.alibi_slopes,
-            outputs.dsoftmax_lse, dsinks, options.softcap, dropout.bits, dropout.rng_state, dropout.p,
-            dropout.max_seqlen_q, dropout.max_seqlen_k);
-  return gradients;
-}
 
 // Tensors without gradients among those that are saved, where an undefined one stands for none.
 constexpr size_t kConstants = 7;
@@ -335,6 +242,8 @@ Outputs attention_qkvpacked(const Tensor& qkv, std::optional<SymInt> num_heads_q
 
 #define DASH_PACK "Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, Tensor? seqused_q, Tensor? seqused_k, "
 #define DASH_MASK "bool causal, int window_left, int window_right, int attention_chunk, "
+// FlashAttention-2's names of the sides.
+#define DASH_FLASH_MASK "bool causal, int window_size_left, int window_size_right, int attention_chunk, "
 #define DASH_SCORES "Tensor? sinks, Tensor? alibi_slopes, "
 // What stands last is seldom asked for: left out, it costs a call nothing.
 #define DASH_OPTIONAL_DROPOUT "Tensor? dropout_bits=None, Tensor? rng_state=None, float dropout_p=0.0"
@@ -361,6 +270,14 @@ TORCH_LIBRARY(dash_attn, library) {
       "str schedule, SymInt sm_margin, Tensor? sinks=None, Tensor? alibi_slopes=None, Tensor? dsoftmax_lse=None, "
       "Tensor(a9!)? dsinks=None, float softcap=0.0, " DASH_OPTIONAL_DROPOUT DASH_OPTIONAL_LENGTHS ") -> ()",
       {at::Tag::pt2_compliant_tag});
+  library.def(
+      "_gradients(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor softmax_lse, "
+      "Tensor? dsoftmax_lse, " DASH_PACK "float softmax_scale, " DASH_MASK
+      "str schedule, SymInt sm_margin, Tensor? sinks, Tensor? alibi_slopes, bool wants_sinks, float softcap, "
+      "Tensor? dropout_bits, Tensor? rng_state, float dropout_p, SymInt? max_seqlen_q, SymInt? max_seqlen_k) "
+      "-> (Tensor dq, Tensor dk, Tensor dv, Tensor dsinks)",
+      {at::Tag::pt2_compliant_tag});
+  library.def("name_forward(bool as_flash_attn) -> ()", &dash_attn::name_forward);
   library.def("attention(Tensor q, Tensor k, Tensor v, " DASH_OPTIONS DASH_OPTIONAL_PACK
                   DASH_OPTIONAL_SCORES DASH_OPTIONAL_LENGTHS ") -> " DASH_OUTPUTS);
   library.def("attention_kvpacked(Tensor q, Tensor kv, " DASH_OPTIONS DASH_OPTIONAL_PACK
@@ -368,6 +285,18 @@ TORCH_LIBRARY(dash_attn, library) {
   library.def("attention_qkvpacked(Tensor qkv, SymInt? num_heads_q, " DASH_OPTIONS
               "Tensor? cu_seqlens=None, Tensor? seqused=None, " DASH_OPTIONAL_SCORES
               ", SymInt? max_seqlen=None) -> " DASH_OUTPUTS);
+}
+
+// dash_attn::forward by another name: see name_forward in attention_calls.h.
+TORCH_LIBRARY_FRAGMENT(flash_attn, library) {
+  library.def("_dash_attn_forward(Tensor q, Tensor k, Tensor v, " DASH_PACK "float softmax_scale, " DASH_FLASH_MASK
+              "SymInt sm_margin=0, " DASH_OPTIONAL_SCORES DASH_OPTIONAL_LENGTHS ") -> " DASH_OUTPUTS,
+              {at::Tag::pt2_compliant_tag});
+  for (const auto key : {c10::DispatchKey::CPU, c10::DispatchKey::CUDA}) {
+    library.impl("_dash_attn_forward", key, &dash_attn::forward);
+  }
+  library.impl("_dash_attn_forward", c10::DispatchKey::Meta, &dash_attn::forward_meta);
+  library.impl("_dash_attn_forward", c10::DispatchKey::Autograd, torch::autograd::autogradNotImplementedFallback());
 }
 
 TORCH_LIBRARY_IMPL(dash_attn, CPU, library) {
@@ -389,6 +318,10 @@ TORCH_LIBRARY_IMPL(dash_attn, Meta, library) {
 TORCH_LIBRARY_IMPL(dash_attn, Autograd, library) {
   library.impl("forward", torch::autograd::autogradNotImplementedFallback());
   library.impl("backward", torch::autograd::autogradNotImplementedFallback());
+}
+
+TORCH_LIBRARY_IMPL(dash_attn, CompositeExplicitAutograd, library) {
+  library.impl("_gradients", &dash_attn::gradients_of);
 }
 
 TORCH_LIBRARY_IMPL(dash_attn, CompositeImplicitAutograd, library) {

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from .. import checks, interface, kvcache
+from ..schedule import Schedule
 from . import calls
 from .calls import Lengths, as_pack, minus_infinity_without_keys
 
@@ -54,7 +55,7 @@ def flash_attn_func(
     dropout_p: float = 0.0,
     learnable_sink: Tensor | None = None,
     s_aux: Tensor | None = None,
-    schedule: str = "auto",
+    schedule: Schedule = "auto",
 ) -> Tensor | tuple[Tensor, Tensor]:
     """`dash_attn.flash_attn_func` with FlashAttention-3's order of arguments.
 
@@ -100,7 +101,7 @@ def flash_attn_varlen_func(
     block_table: Tensor | None = None,
     learnable_sink: Tensor | None = None,
     s_aux: Tensor | None = None,
-    schedule: str = "auto",
+    schedule: Schedule = "auto",
 ) -> Tensor | tuple[Tensor, Tensor]:
     """`dash_attn.flash_attn_varlen_func` with FlashAttention-3's order of arguments.
 
@@ -136,7 +137,7 @@ def flash_attn_qkvpacked_func(
     dropout_p: float = 0.0,
     learnable_sink: Tensor | None = None,
     s_aux: Tensor | None = None,
-    schedule: str = "auto",
+    schedule: Schedule = "auto",
 ) -> Tensor | tuple[Tensor, Tensor]:
     """`dash_attn.flash_attn_qkvpacked_func` with FlashAttention-3's order of arguments.
 

@@ -13,6 +13,7 @@ from torch import Tensor
 from .. import __version__, checks, dtensors, interface
 from ..packs import rows_of_sequences
 from ..receipts import fingerprint
+from ..schedule import Schedule
 from . import gathered
 from .agreement import not_finite, require_finite
 from .assignment import Pair
@@ -45,7 +46,7 @@ def context_parallel_attention(
     learnable_sink: Tensor | None = None,
     attention_chunk: int = 0,
     sm_margin: int = 0,
-    schedule: str = "auto",
+    schedule: Schedule = "auto",
     check_values: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor, Tensor]:
     """`flash_attn_func`, but for dropout, of sequences whose rows are spread over the ranks of a group.
@@ -117,7 +118,7 @@ def context_parallel_varlen_attention(
     learnable_sink: Tensor | None = None,
     attention_chunk: int = 0,
     sm_margin: int = 0,
-    schedule: str = "auto",
+    schedule: Schedule = "auto",
     check_values: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor, Tensor]:
     """`flash_attn_varlen_func`, but for dropout, of a pack whose rows are spread over the ranks of a group.

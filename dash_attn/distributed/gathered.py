@@ -40,7 +40,7 @@ _make_plan = functools.lru_cache(maxsize=64)(make_plan)
 class Options(NamedTuple):
     softmax_scale: float
     mask: parts.MaskOfWhole
-    schedule: str
+    schedule: _policies.Schedule
     sm_margin: int
 
 

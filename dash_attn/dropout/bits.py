@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import operator
 from typing import Any
 
 import torch
@@ -210,7 +209,7 @@ def checked_request(
     first_key = _block_start("first_key", first_key, seqlen_k)
     if mapping not in MAPPINGS:
         raise ValueError(f"mapping must be one of {', '.join(map(repr, MAPPINGS))}, got {mapping!r}")
-    checks.check_int("rounds", rounds, "an int")
+    checks.as_int("rounds", rounds, "an int")
     if rounds not in ROUNDS:
         raise ValueError(f"rounds must be one of {', '.join(map(str, ROUNDS))}, got {rounds!r}")
     if mapping == "flash_attention_2" and rounds != 7:
@@ -306,7 +305,7 @@ def as_probability(name: str, p: object) -> float:
     Raises:
         TypeError, ValueError: it is not.
     """
-    if isinstance(p, (bool, torch.Tensor)) or not hasattr(p, "__float__") or getattr(p, "shape", None):
+    if not checks.is_number(p):
         raise TypeError(f"{name} must be a number from 0 to below 1, got {checks.describe(p)}")
     try:
         value = float(p)
@@ -319,9 +318,7 @@ def as_probability(name: str, p: object) -> float:
 
 
 def _count(name: str, value: object, least: int, most: int) -> int:
-    if isinstance(value, bool) or not hasattr(value, "__index__"):
-        raise TypeError(f"{name} must be an int, got {checks.describe(value)}")
-    number = operator.index(value)
+    number = checks.as_int(name, value, "an int")
     if not least <= number <= most:
         raise ValueError(f"{name} must be from {least} to {most}, got {number}")
     return number

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Mapping
 from typing import Any
 
@@ -64,9 +63,9 @@ def keywords(
         return_attn_probs: whether `signed_probabilities` are to be made of the call.
 
     Raises:
-        TypeError: a length of max_seqlens is needed and a tensor.
         ValueError: the bits were made for another mask, or under a mask for other lengths.
-        RuntimeError: signed_probabilities of a pack are wanted of a call that is captured in a CUDA graph.
+        RuntimeError: a call that is captured in a CUDA graph would have to read lengths: signed_probabilities of a
+            pack are wanted, or a length of max_seqlens is needed and a tensor.
     """
     if p == 0:
         return {}
@@ -88,14 +87,31 @@ def keywords(
         rows, columns = (layout.BLOCK_ROWS * blocks for blocks in dropout_bits.bits.shape[2:4])
         of_side = {"max_seqlen_q": rows, "max_seqlen_k": columns, "max_seqlen": max(rows, columns)}
         max_seqlens = {name: of_side[name] for name in max_seqlens or {}}
-    for name, length in (max_seqlens or {}).items():
-        # Nobody reads a tensor: that would wait for the GPU.
-        if isinstance(length, Tensor):
-            raise TypeError(f"{name} must be an int with dropout_p above 0, got {checks.describe(length)}")
-        is_as_the_op_takes_it = type(length) is int or isinstance(length, torch.SymInt)
-        given[name] = length if is_as_the_op_takes_it else operator.index(length)
+    if max_seqlens:
+        given |= _lengths(max_seqlens, most=max(x.shape[0] for x in named.values()))
     state = DropoutState.draw(any_tensor.device) if dropout_bits is None else dropout_bits.state
     return {**given, "rng_state": state.rng_state}
+
+
+def _lengths(max_seqlens: Mapping[str, int | Tensor], most: int) -> dict[str, object]:
+    """Ints, as the ops take them. A tensor is read, once where both sides have it; of a meta tensor it is `most`."""
+    lengths: dict[str, object] = {}
+    read: list[tuple[Tensor, object]] = []
+    for name, length in max_seqlens.items():
+        if isinstance(length, Tensor):
+            number = next((number for tensor, number in read if tensor is length), None)
+            if number is None:
+                if length.is_cuda and torch.cuda.is_current_stream_capturing():
+                    raise RuntimeError(
+                        f"{name} must be an int in the capture of a CUDA graph with dropout_p above 0, which reads it, "
+                        f"got {checks.describe(length)}"
+                    )
+                number = most if length.is_meta else length.item()
+                read.append((length, number))
+            lengths[name] = number
+        else:
+            lengths[name] = checks.as_int(name, length, "an int")
+    return lengths
 
 
 def _check_mask_of_bits(

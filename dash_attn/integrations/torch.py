@@ -53,7 +53,7 @@ def activate(
     forward: str = NAME,
     device_types: Sequence[str] = ("cuda",),
     fallback: str = "former",
-    schedule: str = "auto",
+    schedule: _schedule.Schedule = "auto",
 ) -> None:
     """Makes dash_attn the kernel of PyTorch's FlashAttention ops, until `restore`.
 
@@ -120,7 +120,7 @@ def register(
     forward: str = NAME,
     device_types: Sequence[str] = ("cuda",),
     fallback: str = "former",
-    schedule: str = "auto",
+    schedule: _schedule.Schedule = "auto",
 ) -> None:
     """Names dash_attn for torch.nn.attention.activate_flash_attention_impl, without activating it.
 

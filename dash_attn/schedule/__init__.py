@@ -11,7 +11,7 @@ nothing else.
 from __future__ import annotations
 
 import functools
-from typing import Any
+from typing import Any, Literal, TypeAlias
 
 try:
     from .. import _schedule
@@ -41,6 +41,7 @@ __all__ = [
     "POLICIES",
     "YARDSTICKS",
     "Problem",
+    "Schedule",
     "Simulation",
     "Task",
     "add_order",
@@ -60,6 +61,9 @@ __all__ = [
     "walk",
     "work_tile",
 ]
+
+Schedule: TypeAlias = Literal["auto", "ascending", "descending", "shift", "symmetric_shift", "spt", "order_free"]
+"""What `schedule` of the public functions may be."""
 
 POLICIES: tuple[str, ...] = _schedule.POLICIES
 """Names of the policies that users can choose, all deterministic."""

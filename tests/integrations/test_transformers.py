@@ -203,6 +203,31 @@ def test_compiled(name):
     assert all(torch.equal(others["_orig_mod." + key], gradients[key]) for key in gradients)
 
 
+def test_compiled_with_symbolic_numbers():
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    ids, d_logits = support.random_ids(2, 23), support.cotangent((2, 23))
+    model = make_model("llama", NAME)
+    logits, gradients = logits_and_gradients(model, ids, d_logits)
+    compiled = torch.compile(model, backend="eager", dynamic=True)
+    again, others = logits_and_gradients(compiled, ids, d_logits)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+    assert torch.equal(again, logits)
+    assert all(torch.equal(others["_orig_mod." + key], gradients[key]) for key in gradients)
+
+
+def test_packs_by_position_ids_train_with_dropout():
+    """transformers passes the longest length of such a pack in a tensor."""
+
+    def train(**changes):
+        return support.train(make_model("llama", NAME, **changes), (20, 3, 14), steps=2)
+
+    (losses, gradients), (again, others) = (train(attention_dropout=0.1) for _ in range(2))
+    assert all(map(torch.equal, again, losses))
+    assert all(torch.equal(others[key], gradients[key]) for key in gradients)
+    assert not torch.equal(train()[0][0], losses[0])
+
+
 @torch.no_grad()
 def test_encoder():
     """ModernBERT: no causal mask, windows to both sides in some layers, padding."""

@@ -1,0 +1,108 @@
+"""Calls under the transforms of torch.func, torch.vmap among them.
+
+torch's transforms know neither an op's derivative in C++ nor what another dimension means to an op. Where a transform
+is active, the public functions call `transformed(op)`: autograd functions in Python that run the op on plain tensors,
+so that outputs and gradients have the op's bits. For a dimension of vmap they call the op in a loop, and their backward
+runs the forward again.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+Op = Callable[..., tuple[Tensor, Tensor]]
+
+is_active = torch._C._are_functorch_transforms_active
+
+
+def transformed(op: Op) -> Op:
+    """`op`, which is `dash_attn::attention` or its like, for torch.vmap and the transforms of reverse mode.
+
+    It raises NotImplementedError for a transform of forward mode, and RuntimeError for a second differentiation.
+    """
+    return functools.partial(_call, op)
+
+
+@torch.compiler.disable(reason="dash_attn does not compile under a transform of torch.func; integrations.torch does")
+def _call(op: Op, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+    leaves, spec = pytree.tree_flatten((args, kwargs))
+    places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
+    constants = [None if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+
+    def of_tensors(*tensors: Tensor) -> tuple[Tensor, Tensor]:
+        filled = list(constants)
+        for place, tensor in zip(places, tensors):
+            filled[place] = tensor
+        args, kwargs = pytree.tree_unflatten(filled, spec)
+        return op(*args, **kwargs)
+
+    return _Forward.apply(of_tensors, *(leaves[place] for place in places))
+
+
+class _Forward(torch.autograd.Function):
+    @staticmethod
+    def forward(call: Op, *tensors: Tensor) -> tuple[Tensor, Tensor]:
+        with torch.no_grad():
+            return call(*tensors)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple, output: tuple[Tensor, Tensor]) -> None:
+        ctx.call, *tensors = inputs
+        ctx.save_for_backward(*tensors)
+        ctx.set_materialize_grads(False)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+        _, *wanted = ctx.needs_input_grad
+        return None, *_Backward.apply(functools.partial(_gradients, ctx.call, wanted), *gradients, *ctx.saved_tensors)
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple, *args: Any) -> tuple[tuple, tuple]:
+        return _in_a_loop(_Forward.apply, info, in_dims, *args)
+
+
+class _Backward(torch.autograd.Function):
+    @staticmethod
+    def forward(call: Callable[..., tuple[Tensor | None, ...]], *tensors: Tensor | None) -> tuple[Tensor | None, ...]:
+        return call(*tensors)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple, output: tuple[Tensor | None, ...]) -> None:
+        pass
+
+    @staticmethod
+    def backward(ctx: Any, *_: Tensor | None) -> tuple[None, ...]:
+        raise RuntimeError("attention must be differentiated at most once, got a second differentiation of dash_attn")
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple, *args: Any) -> tuple[tuple, tuple]:
+        return _in_a_loop(_Backward.apply, info, in_dims, *args)
+
+
+def _gradients(
+    call: Op, wanted: list[bool], dout: Tensor | None, dlse: Tensor | None, *tensors: Tensor
+) -> tuple[Tensor | None, ...]:
+    """Of the `tensors` that `call` takes, None where it is not `wanted`."""
+    inputs = [x.detach().requires_grad_(is_wanted) for x, is_wanted in zip(tensors, wanted)]
+    with torch.enable_grad():
+        outputs = call(*inputs)
+    given = [(x, dx) for x, dx in zip(outputs, (dout, dlse)) if dx is not None]
+    leaves = [x for x in inputs if x.requires_grad]
+    gradients = iter(torch.autograd.grad([x for x, _ in given], leaves, [dx for _, dx in given]))
+    return tuple(next(gradients) if x.requires_grad else None for x in inputs)
+
+
+def _in_a_loop(call: Callable[..., tuple], info: Any, in_dims: tuple, *args: Any) -> tuple[tuple, tuple]:
+    """A rule of vmap: the results of one call for each place, stacked, and the dimension that is stacked."""
+    results = [
+        call(*(arg if dim is None else arg.select(dim, i) for arg, dim in zip(args, in_dims)))
+        for i in range(info.batch_size)
+    ]
+    stacked = tuple(None if parts[0] is None else torch.stack(parts) for parts in zip(*results))
+    return stacked, tuple(None if x is None else 0 for x in stacked)
