@@ -450,8 +450,7 @@ def _attention(
     checks.check_tensors(named)
     probability = 0.0
     if is_seldom:
-        is_pack = pack is not None
-        probability = dropout_calls.checked_probability(*dropout, softmax_scale=softmax_scale, is_pack=is_pack)
+        probability = dropout_calls.checked_probability(*dropout, softmax_scale=softmax_scale, is_pack=pack is not None)
     if pack is not None and max_seqlens is not None:
         checks.check_tensors({name: x for name, x in pack.items() if x is not None or name.startswith("cu_seqlens")})
         for name, value in max_seqlens.items():
