@@ -10,7 +10,7 @@ from context_parallel_worker import BEYOND_KV_HEADS, CASES, MESH_CASES, on_one_p
 from rank_processes import run_ranks
 
 from dash_attn import flash_attn_func
-from dash_attn.distributed import gathered, rows_of_rank, shard
+from dash_attn.distributed import attention, gathered, rows_of_rank, shard
 
 RANKS = (2, 3, 4)
 
@@ -119,10 +119,9 @@ def test_what_rows_of_rank_refuses(arguments, message):
 
 def test_a_softcap_of_at_most_zero_is_none_where_keys_are_gathered():
     x = torch.zeros(1, 8, 2, 64, dtype=torch.bfloat16)
-    arguments = {"causal": True, "schedule": "auto", "softmax_scale": None, "window_size": (-1, -1), "sm_margin": 0}
 
     def options(softcap):
-        given = {**arguments, "attention_chunk": 0, "softcap": softcap}
+        given = attention._canonical("contiguous", None, True, (-1, -1), softcap, False, 0, 0, "auto", False)
         return gathered.checked_options(None, {"q": x, "k": x, "v": x}, given, {"learnable_sink": None}, "here")
 
     assert options(None) == options(0.0) == options(-1.0)

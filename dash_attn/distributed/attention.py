@@ -281,13 +281,13 @@ def _canonical(
     Raises:
         TypeError, ValueError: those of `flash_attn_func`, as far as no GPU and no shape is needed to know.
     """
-    checks.check_schedule_type(schedule)
+    checks.check_schedule(schedule)
     return {
         "layout": str(layout),
         "softmax_scale": None if softmax_scale is None else checks.as_number("softmax_scale", softmax_scale),
         "causal": checks.as_flag("causal", causal),
         "window_size": tuple(map(int, checks.as_window(window_size))),
-        "softcap": 0.0 if softcap is None else checks.as_number("softcap", softcap),
+        "softcap": checks.as_softcap(softcap),
         "return_attn_probs": checks.as_flag("return_attn_probs", return_attn_probs),
         "attention_chunk": int(checks.as_attention_chunk(attention_chunk)),
         "sm_margin": checks.as_sm_margin(sm_margin),
