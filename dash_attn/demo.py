@@ -16,7 +16,6 @@ import pathlib
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
@@ -26,9 +25,6 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 import dash_attn
 from dash_attn import schedule
 from dash_attn.info import why_no_kernels_run
-
-# Without return_attn_probs it returns the output alone.
-flash_attn_func: Callable[..., torch.Tensor] = dash_attn.flash_attn_func  # type: ignore[assignment]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,7 +56,7 @@ class TransformerLayer(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         q, k, v = self.qkv(self.norm_attention(x)).unflatten(-1, (3, self.heads, -1)).unbind(2)
-        x = x + self.proj(flash_attn_func(q, k, v, causal=True).flatten(2))
+        x = x + self.proj(dash_attn.flash_attn_func(q, k, v, causal=True).flatten(2))
         return x + self.down(F.gelu(self.up(self.norm_mlp(x))))
 
 
@@ -124,7 +120,7 @@ def show_repeats(size: Size, device: str) -> bool:
     names = schedule.fitting(causal=True)
     equal = True
     for name in names:
-        attention = functools.partial(flash_attn_func, causal=True, schedule=name)
+        attention = functools.partial(dash_attn.flash_attn_func, causal=True, schedule=name)
         count = differing_runs(attention, inputs, size.repeats)
         print(f"dash_attn, schedule {name}: {count} of {size.repeats} runs differ from the first", flush=True)
         equal &= count == 0
@@ -148,9 +144,9 @@ def show_orders(size: Size, device: str) -> None:
     gradients: dict[str, tuple[torch.Tensor, ...]] = {}
     names = schedule.fitting(causal=True)
     for name in names:
-        leaves = [t.detach().requires_grad_() for t in qkv]
-        out = flash_attn_func(*leaves, causal=True, schedule=name)
-        gradients[name] = torch.autograd.grad(out, leaves, dout)
+        q, k, v = (t.detach().requires_grad_() for t in qkv)
+        out = dash_attn.flash_attn_func(q, k, v, causal=True, schedule=name)
+        gradients[name] = torch.autograd.grad(out, (q, k, v), dout)
         first = gradients[names[0]]
         differing = [int(torch.ne(a, b).sum()) for a, b in zip(gradients[name], first)]
         counts = ", ".join(f"{gradient} {count}" for gradient, count in zip(("dQ", "dK", "dV"), differing))

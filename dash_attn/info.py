@@ -20,7 +20,6 @@ import re
 import sys
 import time
 import warnings
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -195,13 +194,11 @@ def _check_case(device: str, dtype: torch.dtype, head_dims: tuple[int, int], cau
     exact = [tensor.double().requires_grad_() for tensor in tensors[:3]]
     truth = _attention(*exact, causal=causal)
     truths = [truth.detach(), *torch.autograd.grad(truth, exact, tensors[3].double())]
-    # Without return_attn_probs it returns the output alone.
-    flash_attn: Callable[..., torch.Tensor] = dash_attn.flash_attn_func  # type: ignore[assignment]
     runs = []
     for _ in range(2):
-        leaves = [tensor.to(device).requires_grad_() for tensor in tensors[:3]]
-        out = flash_attn(*leaves, causal=causal)
-        runs.append([out.detach(), *torch.autograd.grad(out, leaves, tensors[3].to(device))])
+        q, k, v = (tensor.to(device).requires_grad_() for tensor in tensors[:3])
+        out = dash_attn.flash_attn_func(q, k, v, causal=causal)
+        runs.append([out.detach(), *torch.autograd.grad(out, (q, k, v), tensors[3].to(device))])
     of = f"{str(dtype).removeprefix('torch.')}, head dims {head_dims}, {'causal' if causal else 'full'} mask"
     for name, first, second, expected in zip(("the output", "dq", "dk", "dv"), *runs, truths, strict=True):
         if not torch.equal(first.view(torch.int16), second.view(torch.int16)):

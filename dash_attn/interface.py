@@ -14,7 +14,7 @@ is a tensor.
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -408,7 +408,7 @@ def flash_attn_varlen_qkvpacked_func(
 
 
 def _attention(
-    op: torch._ops.OpOverload,
+    op: Callable[..., tuple[Tensor, Tensor]],
     named: dict[str, Tensor],
     split: tuple[int | None, ...],
     dropout_p: float,

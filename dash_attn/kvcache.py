@@ -188,15 +188,15 @@ def attend(
     if cache.leftpad is not None:
         cu_seqlens_k = torch.cat((cu_seqlens_k[:-1] + cache.leftpad, cu_seqlens_k[-1:]))
         seqlens = seqlens - cache.leftpad
-    rows, seqlen_q = q, q.shape[1]
+    packed_q, seqlen_q = q, q.shape[1]
     if cu_seqlens_q is None:
-        rows = q.flatten(0, 1)
+        packed_q = q.flatten(0, 1)
         cu_seqlens_q = torch.arange(batch + 1, dtype=torch.int32, device=q.device) * seqlen_q
     out, softmax_lse = torch.ops.dash_attn.attention.default(
-        rows, k, v, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, seqused_q=seqused_q, seqused_k=seqlens,
+        packed_q, k, v, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, seqused_q=seqused_q, seqused_k=seqlens,
         **arguments,
     )  # fmt: skip
-    if rows is q:
+    if packed_q is q:
         return out, softmax_lse
     return out.unflatten(0, (batch, seqlen_q)), softmax_lse.unflatten(1, (batch, seqlen_q)).transpose(0, 1).contiguous()
 

@@ -19,7 +19,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from dash_attn import flash_attn_func, flash_attn_varlen_func
 from dash_attn.distributed import context_parallel_attention, context_parallel_varlen_attention, shard
 
-
 # What one rank and the others say of the same call.
 WORDS = (
     {"causal": True, "window_size": (5, -1), "softmax_scale": 0.25, "softcap": 2.0, "sm_margin": 0},

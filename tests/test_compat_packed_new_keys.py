@@ -177,7 +177,5 @@ def test_positions_without_a_rotation_change_nothing(function):
         lengths, hint = {"seqused_k": cache.arguments["cache_seqlens"]}, {"seqlens_rotary": int32(1, 2, 3, 4)}
     else:
         lengths, hint = cache.arguments, {"rotary_seqlens": int32(1, 2, 3, 4)}
-    out, expected = (
-        function(q, cache.k_cache, cache.v_cache, causal=True, **lengths, **extra) for extra in (hint, {})
-    )
+    out, expected = (function(q, cache.k_cache, cache.v_cache, causal=True, **lengths, **extra) for extra in (hint, {}))
     assert torch.equal(out[0] if isinstance(out, tuple) else out, expected[0] if isinstance(out, tuple) else expected)

@@ -45,14 +45,14 @@ def test_differing_runs_counts_what_differs_from_the_first(odd, differing):
 
 @pytest.mark.parametrize("odd, said", [((), "0 of 4 runs differ"), ((2, 3), "2 of 4 runs differ")])
 def test_repeats_are_reported(odd, said, monkeypatch, capsys):
-    monkeypatch.setattr(demo, "flash_attn_func", Attention(odd))
+    monkeypatch.setattr(demo.dash_attn, "flash_attn_func", Attention(odd))
     assert demo.show_repeats(SIZE, "cpu") == (not odd)
     assert said in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("odd, said", [((), "the bits of all gradients agree"), ((1,), "THE BITS DIFFER")])
 def test_a_layer_that_differs_is_reported(odd, said, monkeypatch, capsys):
-    monkeypatch.setattr(demo, "flash_attn_func", Attention(odd))
+    monkeypatch.setattr(demo.dash_attn, "flash_attn_func", Attention(odd))
     assert demo.show_layer(SIZE, "cpu") == (not odd)
     assert said in capsys.readouterr().out
 

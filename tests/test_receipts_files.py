@@ -73,7 +73,7 @@ def status_of_compare(a, b, capsys):
 def test_killed_at_any_time(tmp_path, capsys):
     """What a killed process leaves is whole steps; they can be read where they are, and gone on with."""
     write_steps(tmp_path / "whole", range(300))
-    rng, status, sizes = random.Random(0), None, set()
+    rng, sizes = random.Random(0), set()
     for turn in range(20):
         folder = tmp_path / f"killed_{turn}"
         child = in_child(lambda: write_steps(folder, range(100_000)))

@@ -107,7 +107,7 @@ def test_replay_commands_in_a_shell(tmp_path, run, status):
     script.chmod(0o755)
     folder = tmp_path / "a folder 'of' mine"
     folder.mkdir()
-    want = replays.Wanted(3, "gradient", "it's \"x\"", 0, 1)
+    want = replays.Wanted(3, "gradient", 'it\'s "x"', 0, 1)
     text = replays.command({"folder": str(folder), "command": "", "replay": run}, want, "/the path")
     environment = {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
     shell = [text, "echo $? ${DASH_ATTN_RECEIPTS_PATH-unset} $PWD"]

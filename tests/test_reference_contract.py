@@ -235,9 +235,7 @@ def test_rows_do_not_depend_on_those_after_them(seed):
     call = Call.random(seed, decoding=True)
     if seed % 3 == 0:
         call.settings["schedule"] = "auto"
-        call.states = DropoutState.draw(
-            batch=call.q.shape[0], generator=torch.Generator().manual_seed(seed)
-        ).rng_state
+        call.states = DropoutState.draw(batch=call.q.shape[0], generator=torch.Generator().manual_seed(seed)).rng_state
     out, lse = call.forward()
     choose, seqlen = random.Random(seed), call.q.shape[1]
     for end in {1, *(choose.randint(1, seqlen) for _ in range(4))}:

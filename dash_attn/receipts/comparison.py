@@ -70,9 +70,7 @@ class Comparison:
     facts: dict[str, tuple[str | None, str | None]]
 
 
-def compare(
-    a: str | os.PathLike[str], b: str | os.PathLike[str], *, progress: Progress | None = None
-) -> Comparison:
+def compare(a: str | os.PathLike[str], b: str | os.PathLike[str], *, progress: Progress | None = None) -> Comparison:
     """Compares the receipts of two runs, which may be cut over other numbers of ranks.
 
     Args:

@@ -65,7 +65,7 @@ __all__ = [
 Schedule: TypeAlias = Literal["auto", "ascending", "descending", "shift", "symmetric_shift", "spt", "order_free"]
 """What `schedule` of the public functions may be."""
 
-POLICIES: tuple[str, ...] = _schedule.POLICIES
+POLICIES: tuple[Schedule, ...] = _schedule.POLICIES  # type: ignore[assignment]
 """Names of the policies that users can choose, all deterministic."""
 
 YARDSTICKS: tuple[str, ...] = _schedule.YARDSTICKS
@@ -80,7 +80,7 @@ def fitting(
     window: tuple[int, int] = (-1, -1),
     attention_chunk: int = 0,
     changed_scores: bool = False,
-) -> tuple[str, ...]:
+) -> tuple[Schedule, ...]:
     """Those of ``POLICIES`` that have a kernel for such calls, which are described as to ``resolve``."""
     call: dict[str, Any] = {"causal": causal, "head_dim": head_dim, "value_head_dim": value_head_dim, "window": window}
     call |= {"attention_chunk": attention_chunk, "changed_scores": changed_scores}
