@@ -8,7 +8,7 @@
 # setuptools, ninja or pybind11 where they are missing or too old. PYTHON is the Python whose torch is used (python3).
 #   CARRIED   1: no install, but the checkout with the dash_attn/_C*.so that it holds; quicker while iterating
 #   INSTALL_TIMEOUT  seconds, 180
-#   WORK      a folder to keep the installation in; a later call with the same folder uses that installation
+#   WORK      a folder to keep the installation in; a later call with the same folder and sources uses it again
 # Parts, off unless set:
 #   GOLDEN    1 to compute the golden bits anew, before the tests: golden_bits.json    GOLDEN_TIMEOUT    seconds, 60
 #   TESTS     1 for tests/gpu, or arguments for pytest ("tests -k margin")            TESTS_TIMEOUT     seconds, 300
@@ -147,17 +147,19 @@ print('Python', sys.version.split()[0], 'torch', torch.__version__, 'CUDA', torc
 } 2>&1 | tee "$OUT/suite.txt"
 
 limit=${INSTALL_TIMEOUT:-180}
-if [ -e "$work/installed" ]; then
+sources=$(find csrc dash_attn build_support tests examples setup.py pyproject.toml -type f ! -name '*.so' ! -name '*.pyc' \
+  -exec sha256sum {} + | sort | sha256sum)
+if [ "$(cat "$work/installed" 2>/dev/null)" = "$sources" ]; then
   cd "$work/source"
 else
-  mkdir "$work/source"
+  rm -rf "$work/source" && mkdir "$work/source"
   part environment 120 suite.txt bash -c 'make_venv "$1"' - "$work/venv" &&
     if [ "${CARRIED:-}" = 1 ]; then
       export PYTHONPATH=$PWD
       part carried "$limit" suite.txt bash -c 'in_place "$1"' - "$work/venv"
     else
       part install "$limit" suite.txt bash -c 'install "$1" "$2"' - "$work/venv" "$work/source" &&
-        touch "$work/installed" && cd "$work/source"
+        echo "$sources" >"$work/installed" && cd "$work/source"
     fi
 fi &&
   part import 60 suite.txt bash -c 'show_package "$1"' - "$work/venv" ||

@@ -68,7 +68,7 @@ __global__ void self_check_kernel(const __grid_constant__ Params params) {
   }
 }
 
-// A stream may be captured by anyone meanwhile: nothing here is part of it.
+// Nothing here becomes part of a capture that is under way on another stream.
 class OutsideCaptures {
  public:
   OutsideCaptures() {
@@ -134,7 +134,7 @@ void require_self_check() {
   if (found == problem_of_device.end()) { found = problem_of_device.emplace(device, self_check::run()).first; }
   if (!found->second.empty()) {
     throw std::runtime_error("dash_attn: this GPU or its driver does not do what the kernels rely on: " +
-                             found->second + "; the gradients would not be right, so nothing was launched");
+                             found->second + "; results would be wrong, so nothing was launched");
   }
   passed = device;
 }
