@@ -147,8 +147,8 @@ print('Python', sys.version.split()[0], 'torch', torch.__version__, 'CUDA', torc
 } 2>&1 | tee "$OUT/suite.txt"
 
 limit=${INSTALL_TIMEOUT:-180}
-sources=$(find csrc dash_attn build_support tests examples setup.py pyproject.toml -type f ! -name '*.so' ! -name '*.pyc' \
-  -exec sha256sum {} + | sort | sha256sum)
+sources=$(find csrc dash_attn build_support tests examples setup.py pyproject.toml -type f \
+  ! -name '*.so' ! -name '*.pyc' -exec sha256sum {} + | sort | sha256sum)
 if [ "$(cat "$work/installed" 2>/dev/null)" = "$sources" ]; then
   cd "$work/source"
 else
