@@ -1,4 +1,4 @@
-"""A store that freezes or dies ends no call that does not need it, and hangs no rank: neither in a call nor at its exit."""
+"""A store that freezes or dies ends no call that does not need it, and hangs no rank, in a call or at its exit."""
 
 import json
 import pathlib
