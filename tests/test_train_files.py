@@ -9,6 +9,7 @@ import sys
 import pytest
 import torch
 import torch.distributed as dist
+from rank_processes import run_ranks
 
 sys.path.insert(0, str(pathlib.Path(__file__).parents[1] / "examples"))
 
@@ -120,6 +121,11 @@ def test_the_checkpoint_before_a_damaged_one_is_taken(saved, capsys, name, harm,
     step, found = resumed(root)
     assert step == 4 and same(found, numbers(*kept[4]))
     assert re.search(f"step_00000006 is damaged and not used: {message}", capsys.readouterr().err)
+
+
+def test_ranks_may_see_files_late(tmp_path):
+    run_ranks("train_worker.py", 2, tmp_path, "two_late_listing")
+    assert names_of(tmp_path / "step_00000002") == [".metadata", "__0_0.distcp", "__1_0.distcp", "fingerprints.json"]
 
 
 def test_without_an_undamaged_checkpoint_nothing_is_loaded(saved):
