@@ -302,6 +302,16 @@ def test_rows_that_are_wrong(runs, tmp_path, capsys, statement, message):
         assert status == 2 and f"{wrong / FILE} cannot be read as a receipt: " in err and message in err
 
 
+def test_a_tensor_of_no_dtype(runs, tmp_path, capsys):
+    """Its row has a checksum of its own, as if it had been wrong before it was written."""
+    with contextlib.closing(sqlite3.connect(runs / "clean" / FILE)) as database:
+        row = list(database.execute("SELECT * FROM tensor WHERE id = 0").fetchone()[:-1])
+    row[5] = "nn"
+    change = ("UPDATE tensor SET dtype = 'nn', crc = ? WHERE id = 0", (row_crc("tensor", row),))
+    status, err = status_of_compare(runs / "clean", edited(runs / "clean", tmp_path / "run", change), capsys)
+    assert status == 2 and f"run/{FILE} cannot be read as a receipt: it has an invalid tensor entry: Entry(" in err
+
+
 def test_tables_of_blocks_are_read_where_runs_differ(runs, tmp_path, capsys):
     for name, statement, message in (
         ("zeros", "UPDATE blocks SET sums = zeroblob(length(sums))", "table blocks does not have its checksum"),

@@ -134,7 +134,8 @@ def test_without_an_undamaged_checkpoint_nothing_is_loaded(saved):
         cut(folder / "__0_0.distcp")
     trained = model_and_optimizer(99)
     before = [x.clone() for x in numbers(*trained)]
-    with pytest.raises(ValueError, match=r"--resume must find an undamaged checkpoint .* all of \[4, 2\]; --resume 0"):
+    message = r"--resume found no undamaged checkpoint in '.*': steps \[4, 2\] are all damaged; use --resume 0 to start"
+    with pytest.raises(ValueError, match=message):
         checkpoints.load_last(root, 5, *trained)
     assert same(numbers(*trained), before)
     assert resumed(root, 0)[0] == 0

@@ -127,8 +127,8 @@ def load_last(root: pathlib.Path, at_most: int, model: torch.nn.Module, optimize
             print(f"warning: the checkpoint {folder} is damaged and not used: {damage}", file=sys.stderr, flush=True)
     if candidates:
         raise ValueError(
-            f"--resume must find an undamaged checkpoint in {str(root)!r}, got damage in all of {candidates}; "
-            "--resume 0 begins again"
+            f"--resume found no undamaged checkpoint in {str(root)!r}: steps {candidates} are all damaged; "
+            "use --resume 0 to start over"
         )
     return 0
 
