@@ -100,6 +100,8 @@ def _gradients(
 
 def _in_a_loop(call: Callable[..., tuple], info: Any, in_dims: tuple, *args: Any) -> tuple[tuple, tuple]:
     """A rule of vmap: the results of one call for each place, stacked, and the dimension that is stacked."""
+    if info.batch_size == 0:
+        raise ValueError("torch.vmap must add a dimension of at least 1 to the arguments of dash_attn, got 0")
     results = [
         call(*(arg if dim is None else arg.select(dim, i) for arg, dim in zip(args, in_dims)))
         for i in range(info.batch_size)

@@ -14,7 +14,7 @@ With --jobs several runs share the GPUs, so that each is also load for the other
 
 is a hunt for a run that does not repeat: 200 equal runs of one process, 12 at a time, in turn on all GPUs, with all
 threads and --probe, beside other GPU work. Each run that differs from those before is named with the first tensor that
-does; the exit status is 1 where there is one.
+does. A run that fails is named with its log, and the hunt goes on. The exit status is 1 where a run differs or fails.
 """
 
 import argparse
@@ -69,8 +69,9 @@ class Proof:
     def hunt(self, runs: int, jobs: int, seconds: float, loads: list[str]) -> None:
         """Makes equal runs of one process, and says which differ."""
         gpus = hunt.visible_gpus()
+        failed: list[int] = []
 
-        def start(number: int) -> pathlib.Path:
+        def start(number: int) -> pathlib.Path | None:
             environment = hunt.all_threads()
             # No checkpoint: nobody goes on with these runs.
             options = ["--checkpoint-every", str(self.steps + 1)]
@@ -78,16 +79,23 @@ class Proof:
                 environment["CUDA_VISIBLE_DEVICES"] = gpus[number % len(gpus)]
                 # Every other run on a GPU: what reads memory that it has not written makes these differ from the rest.
                 options += ["--stale-memory", str(STALE_GIB * (number // len(gpus) % 2))]
-            return self.train(f"run_{number:05d}", 1, 1, *options, environment=environment)
+            try:
+                return self.train(f"run_{number:05d}", 1, 1, *options, environment=environment)
+            except SystemExit as error:
+                self.say("hunt", False, str(error))
+                failed.append(number)
+                return None
 
         with hunt.beside(loads, self.out) as failed_loads:
             groups = hunt.hunt(start, runs, jobs=jobs, seconds=seconds, say=functools.partial(self.say, "hunt", False))
         for text in failed_loads[:1]:
             self.say("load", False, text)
         sizes = {group[0].name: len(group) for group in groups}
-        made = f"{sum(sizes.values())} runs of {self.steps} steps, {jobs} at a time, on {len(gpus) or 'no'} GPUs"
+        counts = [f"{size} as {name}" for name, size in sizes.items()] + [f"{len(failed)} failed"] * bool(failed)
+        runs = sum(sizes.values()) + len(failed)
+        made = f"{runs} runs of {self.steps} steps, {jobs} at a time, on {len(gpus) or 'no'} GPUs"
         same = len(sizes) == 1 and max(sizes.values()) > 1
-        self.say(made, same, ", ".join(f"{size} as {name}" for name, size in sizes.items()))
+        self.say(made, same and not failed, ", ".join(counts))
 
     def say(self, name: str, holds: bool, detail: str) -> None:
         self.all_hold &= holds

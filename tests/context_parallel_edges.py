@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from rank_processes import join
 from torch.distributed.device_mesh import DeviceMesh
+from torch.utils.checkpoint import checkpoint
 
 from dash_attn import flash_attn_func, flash_attn_varlen_func
 from dash_attn.distributed import context_parallel_attention, context_parallel_varlen_attention, shard
@@ -128,6 +129,12 @@ def what_holds(rank, ranks):
         (dq,) = torch.autograd.grad(loss, q, create_graph=True)
         torch.autograd.grad(dq.float().square().sum() + loss, q)
 
+    def with_graph(attention, kv_heads):
+        out = attention(parts[0], *(x[:, :, :kv_heads] for x in parts[1:]))
+        return torch.autograd.grad(out.float().square().sum(), parts[0], create_graph=True)
+
+    checkpointed = functools.partial(checkpoint, call, use_reentrant=False)
+
     # A loss of power 1 has a gradient of the output that does not depend on the parameters.
     seconds = [functools.partial(twice, kv_heads, power) for kv_heads in (4, 1) for power in (1, 2)]
     two = DeviceMesh("cpu", [[0, 1, 2]], mesh_dim_names=("gather", "ulysses"))
@@ -138,6 +145,7 @@ def what_holds(rank, ranks):
         "only some gradients": only_some_gradients(rank, ranks),
         "a rank that is given nothing": a_rank_that_is_given_nothing(rank, ranks),
         "no second differentiation": all([refused(x, RuntimeError, "differentiated at most once") for x in seconds]),
+        "a checkpoint": all(same(with_graph(checkpointed, n), with_graph(call, n)) for n in (4, 1)),
         "a mesh of one row": same([call(*parts, two)], [call(*parts)]),
         "three dimensions": refused(lambda: call(*parts, three), NotImplementedError, "one dimension, or two for rows"),
         "a part of a mesh": same([call(*parts, two["ulysses"])], [call(*parts)]),

@@ -1,4 +1,4 @@
-"""One rank of a group whose store freezes after the forward: see test_context_parallel_store.py.
+"""One rank of a group whose store freezes or dies after the forward: see test_context_parallel_store.py.
 
     python context_parallel_store.py RANK WORLD_SIZE PORT FOLDER FAULT [STORE_PORT STORE_PROCESS]
 
@@ -37,9 +37,9 @@ def call(fault: str, rank: int, ranks: int, process: int) -> None:
     out = context_parallel_attention(q, k, v, causal=True)
     dist.barrier()
     if rank == 0:
-        os.kill(process, signal.SIGSTOP)
+        os.kill(process, signal.SIGKILL if "killed" in fault else signal.SIGSTOP)
     time.sleep(0.5)
-    if rank == 1 and fault == "a slow rank":
+    if rank == 1 and fault.startswith("a slow rank"):
         time.sleep(1.5)
     if rank == 1 and fault == "a rank that stalls":
         time.sleep(2 * TIMEOUT_S)

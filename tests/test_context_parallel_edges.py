@@ -19,6 +19,7 @@ NAMES = (
     "only some gradients",
     "a rank that is given nothing",
     "no second differentiation",
+    "a checkpoint",
     "a mesh of one row",
     "three dimensions",
     "a part of a mesh",

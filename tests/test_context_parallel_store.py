@@ -1,4 +1,4 @@
-"""A store that freezes ends no call that does not need it, and hangs no rank: neither in a call nor at its exit."""
+"""A store that freezes or dies ends no call that does not need it, and hangs no rank, in a call or at its exit."""
 
 import json
 import pathlib
@@ -45,8 +45,10 @@ def test_a_frozen_rank_that_has_the_store(tmp_path):
         assert seconds < TIMEOUT_S + 3
 
 
-def test_calls_that_need_no_store_go_on_without_it(tmp_path, store_process):
-    assert [error for error, *_ in outcomes(tmp_path, "a slow rank", *store_process)] == ["none"] * RANKS
+@pytest.mark.parametrize("fault", ["a slow rank", "a slow rank and a killed store"])
+def test_calls_that_need_no_store_go_on_without_it(tmp_path, store_process, fault):
+    found = outcomes(tmp_path, fault, *store_process)
+    assert [error for error, *_ in found] == ["none"] * RANKS, found
 
 
 def test_a_rank_that_stalls_while_the_store_is_frozen(tmp_path, store_process):

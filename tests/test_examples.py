@@ -2,6 +2,7 @@
 
 import os
 import pathlib
+import re
 import subprocess
 import sys
 
@@ -41,3 +42,9 @@ def test_example_starts(name, elsewhere):
     if missing and "dash_attn" not in missing and "training" not in missing:
         pytest.skip(f"a framework is not installed: {missing.strip()}")
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_the_folder_of_the_trainer_lists_its_modules():
+    *modules, listing = sorted((EXAMPLES / "training").glob("*.py"), key=lambda path: path.name == "__init__.py")
+    words = set(re.findall(r"\w+", listing.read_text()))
+    assert modules and not {path.stem for path in modules} - words

@@ -73,6 +73,13 @@ def test_vmap_of_vmap():
     assert torch.equal(actual, torch.stack([torch.stack(row) for row in expected]))
 
 
+@pytest.mark.parametrize("function", [flash_attn_func, torch.func.grad(loss_of(flash_attn_func))])
+def test_vmap_over_nothing(function):
+    inputs = [x[:0] for x in batches(flash_attn_func)]
+    with pytest.raises(ValueError, match="torch.vmap must add a dimension of at least 1 to .* dash_attn, got 0"):
+        torch.vmap(function)(*inputs)
+
+
 def test_packs_and_their_offsets():
     q, k, v = (x[:, 0] for x in batches(flash_attn_func))
     offsets = int32([[0, 4, 9], [1, 2, 8], [0, 9, 9]])

@@ -9,13 +9,14 @@ import shutil
 import signal
 import sqlite3
 import tempfile
+import threading
 import time
 
 import pytest
 import torch
 from receipts_support import STEPS, Plant, train
 
-from dash_attn.receipts import Recorder, Shard, compare, receipt
+from dash_attn.receipts import Recorder, Shard, compare, receipt, store
 from dash_attn.receipts.__main__ import main
 from dash_attn.receipts.runs import Run
 from dash_attn.receipts.store import Entry, Writer, pack, rank_file, row_crc
@@ -184,7 +185,7 @@ def test_a_reader_does_not_stop_the_writer(tmp_path):
 
 
 def test_a_locked_file_is_called_locked(runs, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(receipt, "_WAIT", 0.1)
+    monkeypatch.setattr(receipt, "LOCK_WAIT_S", 0.1)
     shutil.copytree(runs / "clean", tmp_path / "run")
     with contextlib.closing(sqlite3.connect(tmp_path / "run" / FILE, isolation_level=None)) as database:
         database.execute("BEGIN EXCLUSIVE")
@@ -192,9 +193,36 @@ def test_a_locked_file_is_called_locked(runs, tmp_path, capsys, monkeypatch):
         assert status == 2 and "rank_00000.sqlite" in err and "another process keeps it locked, for 0.1 seconds" in err
 
 
+def test_resuming_waits_for_readers(runs, tmp_path, monkeypatch):
+    """A reader has a lock on a closed receipt, for as long as it reads."""
+    shutil.copytree(runs / "clean", tmp_path / "run")
+    with contextlib.closing(
+        sqlite3.connect(tmp_path / "run" / FILE, check_same_thread=False, isolation_level=None)
+    ) as database:
+        database.execute("BEGIN")
+        database.execute("SELECT * FROM step").fetchall()
+        monkeypatch.setattr(store, "LOCK_WAIT_S", 0.1)
+        message = f"no other process keeps locked, got .*{FILE}, locked for 0.1 seconds and more: close what reads it"
+        with pytest.raises(ValueError, match=message):
+            Recorder(tmp_path / "run", block=8, resume=True)
+        monkeypatch.undo()
+        timer = threading.Timer(6, database.execute, ["COMMIT"])  # later than SQLite's default of 5 s
+        timer.start()
+        Recorder(tmp_path / "run", block=8, resume=True).close()
+        timer.join()
+
+
+def test_a_lock_file_with_content(tmp_path):
+    (tmp_path / "rank_00000.lock").write_bytes(b"no database" * 1000)
+    with pytest.raises(ValueError, match="whose .lock files are empty, got .*rank_00000.lock: file is not a database"):
+        Recorder(tmp_path, block=8)
+
+
 def test_a_second_writer_is_refused(tmp_path):
     """In this process, in another, and not once the first is gone; a child of the first does not keep it out."""
-    message = "path must be a folder whose receipts nobody else writes, got .*: another recorder has rank_00000.sqlite"
+    message = (
+        "path must be a folder that no other recorder is writing to, got .*: another recorder has rank_00000.sqlite"
+    )
     recorder = Recorder(tmp_path, block=8)
     with pytest.raises(ValueError, match=message):
         Recorder(tmp_path, block=8, resume=True)
@@ -272,6 +300,16 @@ def test_rows_that_are_wrong(runs, tmp_path, capsys, statement, message):
     for pair in ((runs / "clean", wrong), (wrong, runs / "clean")):
         status, err = status_of_compare(*pair, capsys)
         assert status == 2 and f"{wrong / FILE} cannot be read as a receipt: " in err and message in err
+
+
+def test_a_tensor_of_no_dtype(runs, tmp_path, capsys):
+    """Its row has a checksum of its own, as if it had been wrong before it was written."""
+    with contextlib.closing(sqlite3.connect(runs / "clean" / FILE)) as database:
+        row = list(database.execute("SELECT * FROM tensor WHERE id = 0").fetchone()[:-1])
+    row[5] = "nn"
+    change = ("UPDATE tensor SET dtype = 'nn', crc = ? WHERE id = 0", (row_crc("tensor", row),))
+    status, err = status_of_compare(runs / "clean", edited(runs / "clean", tmp_path / "run", change), capsys)
+    assert status == 2 and f"run/{FILE} cannot be read as a receipt: it has an invalid tensor entry: Entry(" in err
 
 
 def test_tables_of_blocks_are_read_where_runs_differ(runs, tmp_path, capsys):
@@ -358,7 +396,7 @@ def test_resuming_what_is_damaged(runs, tmp_path):
         with pytest.raises(ValueError, match=message):
             Recorder(wrong, block=8, resume=True)
     (wrong / FILE).write_bytes(b"no database" * 1000)
-    with pytest.raises(ValueError, match="to go on with, got .*, which is none: file is not a database"):
+    with pytest.raises(ValueError, match="to go on with, got .*, which is not a receipt: file is not a database"):
         Recorder(wrong, block=8, resume=True)
     (tmp_path / "file").touch()
     with pytest.raises(OSError, match="file"):

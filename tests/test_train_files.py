@@ -9,6 +9,7 @@ import sys
 import pytest
 import torch
 import torch.distributed as dist
+from rank_processes import run_ranks
 
 sys.path.insert(0, str(pathlib.Path(__file__).parents[1] / "examples"))
 
@@ -122,13 +123,19 @@ def test_the_checkpoint_before_a_damaged_one_is_taken(saved, capsys, name, harm,
     assert re.search(f"step_00000006 is damaged and not used: {message}", capsys.readouterr().err)
 
 
+def test_ranks_may_see_files_late(tmp_path):
+    run_ranks("train_worker.py", 2, tmp_path, "two_late_listing")
+    assert names_of(tmp_path / "step_00000002") == [".metadata", "__0_0.distcp", "__1_0.distcp", "fingerprints.json"]
+
+
 def test_without_an_undamaged_checkpoint_nothing_is_loaded(saved):
     root, _ = saved
     for folder in root.iterdir():
         cut(folder / "__0_0.distcp")
     trained = model_and_optimizer(99)
     before = [x.clone() for x in numbers(*trained)]
-    with pytest.raises(ValueError, match=r"--resume must find an undamaged checkpoint .* all of \[4, 2\]; --resume 0"):
+    message = r"--resume found no undamaged checkpoint in '.*': steps \[4, 2\] are all damaged; use --resume 0 to start"
+    with pytest.raises(ValueError, match=message):
         checkpoints.load_last(root, 5, *trained)
     assert same(numbers(*trained), before)
     assert resumed(root, 0)[0] == 0

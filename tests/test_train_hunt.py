@@ -2,6 +2,7 @@
 
 import os
 import pathlib
+import subprocess
 import sys
 import time
 
@@ -185,3 +186,21 @@ def test_what_a_hunt_says_of_runs_that_repeat(tmp_path, capsys, monkeypatch):
     with pytest.raises(SystemExit):
         train_proof.main(["--out", str(tmp_path / "c"), "--hunt", "1"])
     assert "argument --hunt: must be at least 2 runs, got 1" in capsys.readouterr().err
+
+
+def test_a_hunt_goes_on_after_a_run_that_fails(tmp_path, capsys, monkeypatch):
+    def trainer(command, **_):
+        folder = pathlib.Path(command[command.index("--out") + 1])
+        if folder.name == "run_00001":
+            return subprocess.CompletedProcess(command, 1)
+        run_of(folder, 1)
+        return subprocess.CompletedProcess(command, 0)
+
+    monkeypatch.setattr(subprocess, "run", trainer)
+    monkeypatch.setattr(hunt, "visible_gpus", list)
+    out = tmp_path / "out"
+    assert train_proof.main(["--out", str(out), "--hunt", "4"]) == 1
+    assert capsys.readouterr().out.splitlines() == [
+        f"NO  hunt: error: run_00001 failed, see {out / 'run_00001.log'}",
+        "NO  4 runs of 8 steps, 1 at a time, on no GPUs: 3 as run_00000, 1 failed",
+    ]

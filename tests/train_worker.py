@@ -1,4 +1,4 @@
-"""One rank of a group that runs examples/train.py in several ways: see test_train_example.py.
+"""One rank of a group that runs examples/train.py in several ways: see test_train_example.py and test_train_files.py.
 
 python train_worker.py RANK RANKS PORT FOLDER PART
 """
@@ -9,6 +9,7 @@ import os
 import pathlib
 import signal
 import sys
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -105,11 +106,24 @@ def four(folder):
     run(folder, "four_again", *context, *probe(folder, "four_again"), steps=1)
 
 
+def two_late_listing(folder):
+    """A checkpoint of which rank 1 does not see the first file at once."""
+    model = torch.nn.Sequential(torch.nn.Linear(37, 11), torch.nn.Linear(11, 5))
+    optimizer = torch.optim.AdamW(model.parameters())
+
+    def late(path, *_):
+        return [path / name for name in sorted(os.listdir(path))[dist.get_rank() :]]
+
+    with mock.patch.multiple(pathlib.Path, glob=late, iterdir=late):
+        train.checkpoints.save(folder, 2, model, optimizer)
+    assert train.checkpoints.load_last(folder, 2, model, optimizer) == 2
+
+
 def main(rank, ranks, port, folder, part):
     gc.freeze()
     store = dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks)
-    parts = [one, one_branch, one_branch_resumed, two, two_killed_in_checkpoint, two_resumed, four]
+    parts = [one, one_branch, one_branch_resumed, two, two_killed_in_checkpoint, two_resumed, two_late_listing, four]
     {function.__name__: function for function in parts}[part](folder)
     train.end_group()
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import datetime
 import json
+import math
 import time
 import weakref
 from collections.abc import Callable, Mapping
@@ -113,7 +114,12 @@ class Channel:
                     self._raise_lost(what, began, f"no answer for {now - began:.0f} s")
                 if self._look is not None and self._look.is_completed():
                     look, self._look = self._look, None
-                    if look.wait():
+                    try:
+                        is_lost = look.wait()
+                    except RuntimeError:
+                        # The store is gone, which harms no rank: the collective or its deadline ends the wait.
+                        is_lost, looked = False, math.inf
+                    if is_lost:
                         self._raise_lost(what, began, "another rank waits for it in vain")
                 if self._look is None and now - looked > _LOOK_S:
                     looked = now
@@ -124,14 +130,14 @@ class Channel:
         except RankError:
             raise
         except RuntimeError as error:
-            self._raise_lost(what, began, str(error).split(". ")[0], connection_lost=True)
+            self._raise_lost(what, began, str(error).split(". ")[0])
 
     @property
     def _margin(self) -> float:
         """How long before the group's timeout ranks begin to look for who is missing."""
         return min(10.0, 0.3 * self.timeout)
 
-    def _raise_lost(self, what: str, began: float, cause: str, connection_lost: bool = False) -> None:
+    def _raise_lost(self, what: str, began: float, cause: str) -> None:
         """Finds out with all ranks that are alive which are not.
 
         A store whose host is frozen or has lost its power answers nothing, and no timeout of torch's ends the wait.

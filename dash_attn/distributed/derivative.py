@@ -12,15 +12,20 @@ import torch
 def first_order(backward: Callable[..., tuple[Any, ...]]) -> Callable[..., tuple[Any, ...]]:
     """A backward whose results raise RuntimeError where they are differentiated.
 
+    Args:
+        backward: gets the context, its saved tensors and the gradients. It must not unpack `ctx.saved_tensors` again,
+            which torch's non-reentrant checkpoint forbids.
+
     torch's `once_differentiable` does not do: its results do not lead back to the tensors that they depend on, so that
     `torch.autograd.grad` with respect to these takes the results as constant.
     """
 
     @functools.wraps(backward)
     def wrapper(ctx: Any, *gradients: torch.Tensor | None) -> tuple[Any, ...]:
+        saved = ctx.saved_tensors
         with torch.no_grad():
-            results = backward(ctx, *gradients)
-        return _Final.apply(results, *gradients, *ctx.saved_tensors) if torch.is_grad_enabled() else results
+            results = backward(ctx, saved, *gradients)
+        return _Final.apply(results, *gradients, *saved) if torch.is_grad_enabled() else results
 
     return wrapper
 

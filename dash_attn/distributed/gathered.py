@@ -247,9 +247,9 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     @first_order
-    def backward(ctx, dout, dlse):
+    def backward(ctx, saved, dout, dlse):
         cut, options = ctx.cut, ctx.options
-        q, k, v, out, lse = ctx.saved_tensors
+        q, k, v, out, lse = saved
         what = f"the backward of {cut.name}"
         like = [(x.shape, x.dtype, x.device) for x in (out, lse)]
         if not cut.gradients_agreed:

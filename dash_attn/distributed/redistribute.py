@@ -58,7 +58,7 @@ class MoveRows(torch.autograd.Function):
 
     @staticmethod
     @first_order
-    def backward(ctx, *gradients):
+    def backward(ctx, _, *gradients):
         what, routes = f"the backward of {ctx.what}", [route.back() for route in ctx.routes]
         if all(x is None for x in gradients):  # on all ranks, who have agreed on the output's
             return (None,) * (3 + len(gradients))
@@ -83,7 +83,7 @@ class MoveResultsBack(torch.autograd.Function):
 
     @staticmethod
     @first_order
-    def backward(ctx, dout, dlse):
+    def backward(ctx, _, dout, dlse):
         what = f"the backward of {ctx.what}"
         gradients = [dout, dlse]
         if not ctx.agreed:

@@ -111,7 +111,7 @@ class RowsToHeads(torch.autograd.Function):
 
     @staticmethod
     @first_order
-    def backward(ctx, dq, dk, dv, dsinks):
+    def backward(ctx, _, dq, dk, dv, dsinks):
         split = ctx.split
         if dq is None and dk is None and dv is None:  # on all ranks, who have agreed on the output's
             return (None,) * 5
@@ -140,7 +140,7 @@ class HeadsToRows(torch.autograd.Function):
 
     @staticmethod
     @first_order
-    def backward(ctx, dout, dlse):
+    def backward(ctx, _, dout, dlse):
         split = ctx.split
         what = f"the backward of {split.name}"
         agreed = agreed_gradients(split.channel, what, dout, dlse, ctx.like, split.check_values)

@@ -12,10 +12,8 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from .fingerprints import FINGERPRINT, block_span
-from .store import FORMAT, Entry, checked, is_locked, read_entries, unpack
+from .store import FORMAT, LOCK_WAIT_S, Entry, checked, is_locked, read_entries, unpack
 
-_WAIT = 30.0
-"""Seconds to wait for a lock."""
 _MODULUS = 1 << 64
 _WRONG_CONTENT = ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError
 
@@ -61,7 +59,7 @@ class Receipt:
 
     def _open(self, path: pathlib.Path, opened: contextlib.ExitStack, mode: str) -> None:
         uri = f"{path.resolve().as_uri()}?mode={mode}"
-        self._database = opened.enter_context(contextlib.closing(sqlite3.connect(uri, uri=True, timeout=_WAIT)))
+        self._database = opened.enter_context(contextlib.closing(sqlite3.connect(uri, uri=True, timeout=LOCK_WAIT_S)))
         # Rows have checksums; this finds rows that are missing.
         (found,) = self._database.execute("PRAGMA quick_check(1)").fetchone()
         if found != "ok":
@@ -77,7 +75,7 @@ class Receipt:
         except (sqlite3.Error, *_WRONG_CONTENT) as error:
             reason = str(error) or type(error).__name__
             if isinstance(error, sqlite3.Error) and is_locked(error):
-                reason = f"another process keeps it locked, for {_WAIT:g} seconds and more"
+                reason = f"another process keeps it locked, for {LOCK_WAIT_S:g} seconds and more"
             raise _UnreadableError(f"{self.path} cannot be read as a receipt: {reason}") from None
 
     def _read(self) -> None:
@@ -129,7 +127,7 @@ class Receipt:
     def _check(self, entry: Entry) -> None:
         dtype = getattr(torch, entry.dtype)
         if not isinstance(dtype, torch.dtype) or not isinstance(entry.name, str) or not isinstance(entry.kind, str):
-            raise ValueError(f"it has a tensor that is none: {entry}")
+            raise ValueError(f"it has an invalid tensor entry: {entry}")
         if block_span(entry.shard, dtype, self.block) != (entry.first_block, entry.blocks):
             raise ValueError(f"{entry.kind} {entry.name} has other blocks than its shape")
 

@@ -31,6 +31,7 @@ from .fingerprints import FINGERPRINT
 from .shards import Shard
 
 FORMAT = "2"
+LOCK_WAIT_S = 30.0  # for a lock that another connection has on a receipt
 TABLES = {
     "meta": "key TEXT PRIMARY KEY, value TEXT",
     "tensor": "id INTEGER PRIMARY KEY, name TEXT, kind TEXT, time INTEGER, shape TEXT, dtype TEXT, ranges TEXT, "
@@ -119,8 +120,8 @@ class Writer:
 
     Raises:
         FileExistsError: the file exists, and `resume` is False.
-        ValueError: the file is of another format, fingerprint, block, rank or world size, it is damaged, or another
-            writer has it open.
+        ValueError: the file is of another format, fingerprint, block, rank or world size, it is damaged or locked,
+            another writer has it open, or its .lock file has content.
         OSError: SQLite cannot write there.
     """
 
@@ -136,13 +137,23 @@ class Writer:
                 )
             try:
                 # The recorder's thread writes, and another one closes.
-                self._database = sqlite3.connect(path, check_same_thread=False, isolation_level=None)
+                self._database = sqlite3.connect(
+                    path, timeout=LOCK_WAIT_S, check_same_thread=False, isolation_level=None
+                )
                 opened.enter_context(contextlib.closing(self._database))
                 self._begin(path, {"format": FORMAT, "fingerprint": FINGERPRINT, **meta})
             except sqlite3.OperationalError as error:
+                if is_locked(error):
+                    # A closed receipt gets its log back, and SQLite needs the file to itself for that.
+                    raise ValueError(
+                        f"path must hold receipts that no other process keeps locked, got {path}, locked for "
+                        f"{LOCK_WAIT_S:g} seconds and more: close what reads it"
+                    ) from None
                 raise OSError(f"path must be a folder in which SQLite can write, got {path.parent}: {error}") from None
             except sqlite3.DatabaseError as error:
-                raise ValueError(f"path must hold receipts to go on with, got {path}, which is none: {error}") from None
+                raise ValueError(
+                    f"path must hold receipts to go on with, got {path}, which is not a receipt: {error}"
+                ) from None
             self._opened = opened.pop_all()
         self._seen = not exists
 
@@ -241,16 +252,19 @@ class Writer:
 
 def _lock(path: pathlib.Path) -> sqlite3.Connection:
     """A lock that ends with this process, whatever ends it, and that processes it forks do not inherit."""
+    file = path.with_suffix(".lock")
     try:
-        lock = sqlite3.connect(path.with_suffix(".lock"), timeout=0, check_same_thread=False, isolation_level=None)
+        lock = sqlite3.connect(file, timeout=0, check_same_thread=False, isolation_level=None)
         lock.execute("BEGIN EXCLUSIVE")
     except sqlite3.OperationalError as error:
         if is_locked(error):
             raise ValueError(
-                f"path must be a folder whose receipts nobody else writes, got {path.parent}: another recorder has "
-                f"{path.name} open"
+                f"path must be a folder that no other recorder is writing to, got {path.parent}: another recorder "
+                f"has {path.name} open"
             ) from None
         raise OSError(f"path must be a folder in which SQLite can write, got {path.parent}: {error}") from None
+    except sqlite3.DatabaseError as error:
+        raise ValueError(f"path must be a folder whose .lock files are empty, got {file}: {error}") from None
     return lock
 
 

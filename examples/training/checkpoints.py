@@ -11,7 +11,6 @@ import json
 import pathlib
 import shutil
 import sys
-from collections.abc import Iterator
 
 import torch
 import torch.distributed as dist
@@ -49,16 +48,19 @@ def _file_fingerprint(path: pathlib.Path) -> dict[str, int]:
     return {"bytes": size, "fingerprint": total % (1 << 64)}
 
 
-def _own_files(folder: pathlib.Path) -> Iterator[pathlib.Path]:
-    """The files that this rank takes the fingerprints of: together the ranks take all."""
-    files = sorted(path for path in folder.iterdir() if path.name != FINGERPRINTS)
-    yield from files[dist.get_rank() :: dist.get_world_size()]
-
-
 def _of_all_ranks(value: object) -> list:
     values: list[object] = [None] * dist.get_world_size()
     dist.all_gather_object(values, value)
     return values
+
+
+def _own_files(folder: pathlib.Path) -> list[pathlib.Path]:
+    """The files that this rank takes the fingerprints of: together the ranks take all that rank 0 finds.
+
+    Every rank must call this. On a shared disk the others may see a file a little later.
+    """
+    names = _of_all_ranks(sorted(path.name for path in folder.glob("*") if path.name != FINGERPRINTS))[0]
+    return [folder / name for name in names[dist.get_rank() :: dist.get_world_size()]]
 
 
 def save(root: pathlib.Path, step: int, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -75,7 +77,7 @@ def save(root: pathlib.Path, step: int, model: torch.nn.Module, optimizer: torch
     dist.barrier()
 
 
-def _damage(folder: pathlib.Path) -> str | None:
+def _damage(folder: pathlib.Path, own_files: list[pathlib.Path]) -> str | None:
     """What is wrong with this rank's share of a checkpoint's files; None where nothing is."""
     try:
         known = json.loads((folder / FINGERPRINTS).read_text())
@@ -84,7 +86,7 @@ def _damage(folder: pathlib.Path) -> str | None:
         for name in known["files"]:
             if not (folder / name).is_file():
                 return f"{name} is missing"
-        for path in _own_files(folder):
+        for path in own_files:
             wanted, found = known["files"].get(path.name), _file_fingerprint(path)
             if wanted is None:
                 return f"{path.name} is not one of its files"
@@ -113,7 +115,9 @@ def load_last(root: pathlib.Path, at_most: int, model: torch.nn.Module, optimize
     candidates = [step for step in steps if step <= at_most]
     for step in candidates:
         folder = _folder(root, step)
-        damage = next((found for found in _of_all_ranks(_damage(folder)) if found is not None), None)
+        damage = next(
+            (found for found in _of_all_ranks(_damage(folder, _own_files(folder))) if found is not None), None
+        )
         if damage is None:
             of_model, of_optimizer = get_state_dict(model, optimizer)
             dcp.load({"model": of_model, "optimizer": of_optimizer}, checkpoint_id=folder)
@@ -123,8 +127,8 @@ def load_last(root: pathlib.Path, at_most: int, model: torch.nn.Module, optimize
             print(f"warning: the checkpoint {folder} is damaged and not used: {damage}", file=sys.stderr, flush=True)
     if candidates:
         raise ValueError(
-            f"--resume must find an undamaged checkpoint in {str(root)!r}, got damage in all of {candidates}; "
-            "--resume 0 begins again"
+            f"--resume found no undamaged checkpoint in {str(root)!r}: steps {candidates} are all damaged; "
+            "use --resume 0 to start over"
         )
     return 0
 

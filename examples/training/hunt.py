@@ -93,13 +93,13 @@ def differ(one: pathlib.Path, other: pathlib.Path) -> Comparison | None:
 
 
 def hunt(
-    start: Callable[[int], pathlib.Path], runs: int, *, jobs: int, seconds: float, say: Callable[[str], None]
+    start: Callable[[int], pathlib.Path | None], runs: int, *, jobs: int, seconds: float, say: Callable[[str], None]
 ) -> list[list[pathlib.Path]]:
     """Makes runs and returns groups of those whose losses and receipts are the same, the largest first. The folders of
     all but the first of a group are removed.
 
     Args:
-        start: makes the run of a number and returns its folder.
+        start: makes the run of a number and returns its folder, or None for a run that failed and is in no group.
         runs, jobs: how many, and how many at a time.
         seconds: after which no further run is begun.
         say: is told of each run that begins another group, at once.
