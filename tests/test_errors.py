@@ -311,6 +311,9 @@ PACKS = [
     (PAGES | {"s_aux": t(4).requires_grad_()}, NotImplementedError,
      "block_table must be None where a gradient is required (paged keys and values have no backward; torch.no_grad() "
      "asks for none), got a tensor of shape (2, 2) and s_aux that requires one"),
+    (PAGES | {"alibi_slopes": t(4, dtype=torch.float32).requires_grad_()}, NotImplementedError,
+     "block_table must be None where a gradient is required (paged keys and values have no backward; torch.no_grad() "
+     "asks for none), got a tensor of shape (2, 2) and alibi_slopes that requires one"),
     # Of the CPU alone: elsewhere values are not read.
     ({"cu_seqlens_q": i32(0, 5, 4)}, ValueError, ROWS.format("q", 9, [0, 5, 4])),
     ({"cu_seqlens_q": i32(0, 4, 10)}, ValueError, ROWS.format("q", 9, [0, 4, 10])),
