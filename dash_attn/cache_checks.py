@@ -57,7 +57,7 @@ def checked(
             _check_index(name, x, "(batch,)", (batch,))
     _check_new(q, cache, new, batch)
     _check_seqlens(cache, new, batch)
-    if checks.reads_values(q.device):
+    if all(checks.reads_values(x) for x in (*tensors.values(), cache.seqlens) if isinstance(x, Tensor)):
         _check_queries_of_sequences(q, cu_seqlens_q, seqused_q)
         _check_batch_idx(cache, new)
         cache = _with_own_table(cache)

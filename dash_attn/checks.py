@@ -15,6 +15,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, TypeGuard
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 
 from .schedule import POLICIES
 
@@ -36,18 +37,20 @@ def check_tensors(named: Mapping[str, object]) -> None:
             raise TypeError(f"{name} must be a dense tensor (torch.strided), got {layout}")
 
 
-def reads_values(device: torch.device) -> bool:
-    """Whether the values of tensors on `device` are read on the host: on a CPU, with DASH_ATTN_CHECK=1 on a GPU too.
+def reads_values(x: torch.Tensor) -> bool:
+    """Whether the values of `x` are read on the host: on a CPU, with DASH_ATTN_CHECK=1 on a GPU too.
 
-    Those of what a compiler traces are not.
+    Tensors that a compiler traces, fake tensors and those that torch.func wraps have no values to read.
     """
-    reads = device.type == "cpu" or (CHECKS_VALUES and device.type == "cuda")
-    return reads and not torch.compiler.is_compiling()
+    reads = x.device.type == "cpu" or (CHECKS_VALUES and x.device.type == "cuda")
+    if not reads or torch.compiler.is_compiling():
+        return False
+    return not isinstance(x, FakeTensor) and not torch._C._functorch.is_functorch_wrapped_tensor(x)
 
 
 def check_values(holds: torch.Tensor, message: str) -> None:
     """ValueError where `holds` is false, if values are read. Else it is an error on the device, and nothing waits."""
-    if reads_values(holds.device):
+    if reads_values(holds):
         if not holds:
             raise ValueError(message)
     else:

@@ -85,9 +85,9 @@ def check_lengths(named: Mapping[str, Tensor], pack: Mapping[str, Tensor | None]
     rows = list(named.values())
     for side, x in (("q", rows[0]), ("k", rows[min(1, len(rows) - 1)])):
         cu_seqlens, used = (pack.get(f"{name}_{side}", pack.get(name)) for name in ("cu_seqlens", "seqused"))
-        if cu_seqlens is None or not checks.reads_values(cu_seqlens.device):
+        if cu_seqlens is None or not all(checks.reads_values(x) for x in (cu_seqlens, used) if x is not None):
             continue
-        is_list = cu_seqlens.dim() == 1 and cu_seqlens.shape[0] > 0 and cu_seqlens.dtype == torch.int32
+        is_list = x.dim() > 0 and cu_seqlens.dim() == 1 and cu_seqlens.shape[0] > 0 and cu_seqlens.dtype == torch.int32
         if is_list and (used is None or (used.shape == (cu_seqlens.shape[0] - 1,) and used.dtype == torch.int32)):
             rows_of_sequences(side, cu_seqlens, used, x.shape[0])
 
