@@ -483,7 +483,7 @@ def _attention(
     if probability:  # last, as it may draw random numbers
         left, right, chunk = extra[:3] or _NO_WINDOW
         of_dropout = dropout_calls.keywords(
-            probability, dropout_bits, named, num_heads_q, mask=(causal, left, right, chunk), is_pack=pack is not None,
+            probability, dropout_bits, named, num_heads_q, mask=(causal, left, right, chunk), pack=pack,
             max_seqlens=max_seqlens, return_attn_probs=return_attn_probs,
         )  # fmt: skip
     settings = (softmax_scale, causal, schedule, sm_margin, *extra)

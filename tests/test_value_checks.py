@@ -64,6 +64,22 @@ def test_lengths_in_use():
         next(iter(VARLEN_FUNCTIONS))(q, q, q, offsets, offsets, 5, 5, seqused_k=int32(4, 6))
 
 
+@pytest.mark.parametrize("function", VARLEN_FUNCTIONS, ids=lambda f: f.__name__)
+def test_longest_sequences_with_dropout(function, as_on_a_gpu):
+    given = {"q": t(9, 2, 8), "k": t(9, 2, 8), "v": t(9, 2, 8), "kv": t(9, 2, 2, 8), "qkv": t(9, 3, 2, 8)}
+    given |= {name: int32(*GOOD) for name in ("cu_seqlens_q", "cu_seqlens_k", "cu_seqlens")}
+    given |= {name: 5 for name in ("max_seqlen_q", "max_seqlen_k", "max_seqlen")}
+    arguments = {name: given[name] for name in VARLEN_FUNCTIONS[function][0]}
+    state = torch.get_rng_state()
+    for name in [name for name in arguments if name.startswith("max")]:
+        message = f"^{name} must be at least the length of the longest sequence with dropout, 5, got 4$"
+        with pytest.raises(ValueError, match=message):
+            function(**arguments | {name: 4}, dropout_p=0.5)
+    assert torch.equal(torch.get_rng_state(), state)  # nothing is drawn
+    with pytest.raises(as_on_a_gpu):
+        function(**arguments, dropout_p=0.5)
+
+
 @pytest.mark.parametrize("module, function", [
     (flash_attn_2, "_flash_attn_varlen_forward"), (flash_attn_2, "_flash_attn_varlen_backward"),
     (flash_attn_3, "_flash_attn_forward"), (flash_attn_3, "_flash_attn_backward"),
