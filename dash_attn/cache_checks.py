@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from . import checks
+from . import checks, dtensors
 from .packs import rows_of_sequences
 
 if TYPE_CHECKING:
@@ -44,6 +44,7 @@ def checked(
     }  # fmt: skip
     needed = ("q", k_name, v_name)
     checks.check_tensors({name: x for name, x in tensors.items() if x is not None or name in needed})
+    dtensors.reject(tensors | {cache.names[2]: cache.seqlens})
     for name, x in tensors.items():
         if x is not None and x.device != q.device:
             raise ValueError(f"{name} must be on the device of q, {q.device}, got {x.device}")
@@ -76,6 +77,7 @@ def _with_own_table(cache: Cache) -> Cache:
 
 
 def check_offsets_of_pages(q: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor) -> None:
+    dtensors.reject({"cu_seqlens_k": cu_seqlens_k})
     _check_index("cu_seqlens_k", cu_seqlens_k, "(batch + 1,)", tuple(cu_seqlens_q.shape))
     if cu_seqlens_k.device != q.device:
         raise ValueError(f"cu_seqlens_k must be on the device of q, {q.device}, got {cu_seqlens_k.device}")

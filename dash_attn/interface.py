@@ -478,7 +478,7 @@ def _attention(
         if checks.CHECKS_VALUES:
             packs.check_lengths(named, pack)
     num_heads_q = split[0] if split else None
-    if dtensors.are_among(named.values()):
+    if dtensors.are_among(named.values(), of_scores.values(), pack.values() if pack else ()):
         op = dtensors.on_local_parts(op, named, pack, num_heads_q, of_scores, probability)
     if probability:  # last, as it may draw random numbers
         left, right, chunk = extra[:3] or _NO_WINDOW

@@ -355,7 +355,7 @@ def _flash_attn_forward(
     _check_advice(scheduler_metadata, num_splits, pack_gqa)
     calls.check_max_seqlens(max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k)
     if out_ is not None:
-        checks.check_tensors({"q": q, "v": v, "out_": out_})
+        calls.check_plain_tensors({"q": q, "v": v, "out_": out_})
         shape = (*q.shape[:-1], *v.shape[-1:])
         if out_.shape != shape or out_.dtype != q.dtype:
             expected = f"{shape} of {q.dtype}"
