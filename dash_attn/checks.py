@@ -8,6 +8,7 @@ value that other libraries accept and this one does not yet NotImplementedError.
 from __future__ import annotations
 
 import difflib
+import math
 import numbers
 import operator
 import os
@@ -211,9 +212,13 @@ def as_scores(softcap: object, alibi_slopes: object, learnable_sink: object, s_a
 
 
 def as_softcap(softcap: object):
-    """0.0 without one: None, and as in FlashAttention-2 whatever is not above 0."""
+    """A finite number above 0, or 0.0 without a cap: for None, and for 0 or less as in FlashAttention-2."""
     number = 0.0 if softcap is None else as_number("softcap", softcap)
-    return 0.0 if number <= 0 else number
+    if number <= 0:
+        return 0.0
+    if not number < math.inf:
+        raise ValueError(f"softcap must be a finite number or None (0 or less disables it), got {number}")
+    return number
 
 
 def as_sm_margin(sm_margin: object):

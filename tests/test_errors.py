@@ -74,7 +74,7 @@ TENSORS = [
 ]  # fmt: skip
 
 DROPOUT = "dropout_p must be from 0 to below 1 in fp32, got "
-SOFTCAP = "softcap must be a finite number of at least 0 or None, got "
+SOFTCAP = "softcap must be a finite number or None (0 or less disables it), got "
 CAP_RANGE = "softcap * log2(e) and softmax_scale / softcap must be finite in fp32, got "
 SLOPES = "alibi_slopes must have shape (heads,) = (4,) or (batch, heads) = (2, 4), got "
 SINK = "learnable_sink (s_aux) must be "
