@@ -105,14 +105,14 @@ def reject_given(why: str, **named: object) -> None:
 
 
 def check_hints(num_splits: object, pack_gqa: object) -> None:
-    """FlashAttention-3's advice on how to work, of which only the type is looked at."""
+    """Checks the types of FlashAttention-3's tuning hints, which are otherwise ignored."""
     as_int("num_splits", num_splits, "an int (it changes nothing)")
     if pack_gqa is not None and _as_flag(pack_gqa) is None:
         raise TypeError(f"pack_gqa must be None or a bool (it changes nothing), got {describe(pack_gqa)}")
 
 
 def as_window(window_size: object) -> tuple[int, int]:
-    """(left, right) as the ops take it, of any sequence of two: a side that is None is -1."""
+    """(left, right) as the ops expect, from any sequence of two; None becomes -1."""
     if type(window_size) is tuple and len(window_size) == 2:
         left, right = window_size
         # The usual case, on the path of every call of a model with windows.
