@@ -1,4 +1,4 @@
-"""What the self-check of a device says of its kernel's findings; tests/gpu/test_self_check_on_gpu.py runs the kernel."""
+"""What the self-check of a device says of its kernel's results; tests/gpu/test_self_check_on_gpu.py runs the kernel."""
 
 import os
 import pathlib
