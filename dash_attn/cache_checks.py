@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from . import checks
+from . import checks, dtensors
 from .packs import rows_of_sequences
 
 if TYPE_CHECKING:
@@ -44,6 +44,7 @@ def checked(
     }  # fmt: skip
     needed = ("q", k_name, v_name)
     checks.check_tensors({name: x for name, x in tensors.items() if x is not None or name in needed})
+    dtensors.reject(tensors | {cache.names[2]: cache.seqlens})
     for name, x in tensors.items():
         if x is not None and x.device != q.device:
             raise ValueError(f"{name} must be on the device of q, {q.device}, got {x.device}")
@@ -57,7 +58,7 @@ def checked(
             _check_index(name, x, "(batch,)", (batch,))
     _check_new(q, cache, new, batch)
     _check_seqlens(cache, new, batch)
-    if checks.reads_values(q.device):
+    if all(checks.reads_values(x) for x in (*tensors.values(), cache.seqlens) if isinstance(x, Tensor)):
         _check_queries_of_sequences(q, cu_seqlens_q, seqused_q)
         _check_batch_idx(cache, new)
         cache = _with_own_table(cache)
@@ -76,6 +77,7 @@ def _with_own_table(cache: Cache) -> Cache:
 
 
 def check_offsets_of_pages(q: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor) -> None:
+    dtensors.reject({"cu_seqlens_k": cu_seqlens_k})
     _check_index("cu_seqlens_k", cu_seqlens_k, "(batch + 1,)", tuple(cu_seqlens_q.shape))
     if cu_seqlens_k.device != q.device:
         raise ValueError(f"cu_seqlens_k must be on the device of q, {q.device}, got {cu_seqlens_k.device}")

@@ -8,6 +8,7 @@ value that other libraries accept and this one does not yet NotImplementedError.
 from __future__ import annotations
 
 import difflib
+import math
 import numbers
 import operator
 import os
@@ -15,6 +16,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, TypeGuard
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 
 from .schedule import POLICIES
 
@@ -36,18 +38,20 @@ def check_tensors(named: Mapping[str, object]) -> None:
             raise TypeError(f"{name} must be a dense tensor (torch.strided), got {layout}")
 
 
-def reads_values(device: torch.device) -> bool:
-    """Whether the values of tensors on `device` are read on the host: on a CPU, with DASH_ATTN_CHECK=1 on a GPU too.
+def reads_values(x: torch.Tensor) -> bool:
+    """Whether the values of `x` are read on the host: on a CPU, with DASH_ATTN_CHECK=1 on a GPU too.
 
-    Those of what a compiler traces are not.
+    Tensors that a compiler traces, fake tensors and those that torch.func wraps have no values to read.
     """
-    reads = device.type == "cpu" or (CHECKS_VALUES and device.type == "cuda")
-    return reads and not torch.compiler.is_compiling()
+    reads = x.device.type == "cpu" or (CHECKS_VALUES and x.device.type == "cuda")
+    if not reads or torch.compiler.is_compiling():
+        return False
+    return not isinstance(x, FakeTensor) and not torch._C._functorch.is_functorch_wrapped_tensor(x)
 
 
 def check_values(holds: torch.Tensor, message: str) -> None:
     """ValueError where `holds` is false, if values are read. Else it is an error on the device, and nothing waits."""
-    if reads_values(holds.device):
+    if reads_values(holds):
         if not holds:
             raise ValueError(message)
     else:
@@ -101,14 +105,14 @@ def reject_given(why: str, **named: object) -> None:
 
 
 def check_hints(num_splits: object, pack_gqa: object) -> None:
-    """FlashAttention-3's advice on how to work, of which only the type is looked at."""
+    """Checks the types of FlashAttention-3's tuning hints, which are otherwise ignored."""
     as_int("num_splits", num_splits, "an int (it changes nothing)")
     if pack_gqa is not None and _as_flag(pack_gqa) is None:
         raise TypeError(f"pack_gqa must be None or a bool (it changes nothing), got {describe(pack_gqa)}")
 
 
 def as_window(window_size: object) -> tuple[int, int]:
-    """(left, right) as the ops take it, of any sequence of two: a side that is None is -1."""
+    """(left, right) as the ops expect, from any sequence of two; None becomes -1."""
     if type(window_size) is tuple and len(window_size) == 2:
         left, right = window_size
         # The usual case, on the path of every call of a model with windows.
@@ -208,9 +212,13 @@ def as_scores(softcap: object, alibi_slopes: object, learnable_sink: object, s_a
 
 
 def as_softcap(softcap: object):
-    """0.0 without one: None, and as in FlashAttention-2 whatever is not above 0."""
+    """A finite number above 0, or 0.0 without a cap: for None, and for 0 or less as in FlashAttention-2."""
     number = 0.0 if softcap is None else as_number("softcap", softcap)
-    return 0.0 if number <= 0 else number
+    if number <= 0:
+        return 0.0
+    if not number < math.inf:
+        raise ValueError(f"softcap must be a finite number or None (0 or less disables it), got {number}")
+    return number
 
 
 def as_sm_margin(sm_margin: object):

@@ -34,17 +34,24 @@ _OF_A_PACK = {name: _Axes(_ABSENT, axes.heads - 1) for name, axes in _OF_A_BATCH
 _OF_A_PACK["softmax_lse"] = _Axes(_ABSENT, 0)
 
 
-def are_among(tensors: Iterable[Tensor]) -> bool:
+def are_among(*groups: Iterable[object]) -> bool:
     """Whether one of the tensors is a DTensor. On the path of every call."""
-    for x in tensors:
-        if type(x) is not Tensor and is_dtensor(x):
-            return True
+    for group in groups:
+        for x in group:
+            if type(x) is not Tensor and x is not None and is_dtensor(x):
+                return True
     return False
 
 
 def is_dtensor(x: object) -> bool:
     module = sys.modules.get("torch.distributed.tensor")  # before it is imported, nobody has a DTensor
     return module is not None and isinstance(x, module.DTensor)
+
+
+def reject(named: Mapping[str, object]) -> None:
+    for name, x in named.items():
+        if is_dtensor(x):
+            raise TypeError(f"{name} must be a plain tensor, got a DTensor: give its to_local(), this rank's part")
 
 
 def on_local_parts(

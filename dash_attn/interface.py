@@ -1,7 +1,7 @@
 """Drop-in replacements for FlashAttention's functions whose gradients have the same bits every run.
 
 Names, order and defaults of the arguments are FlashAttention-2's; FlashAttention-3's further arguments follow as
-keywords. An argument that asks for what is not there yet raises NotImplementedError: none is ignored.
+keywords. An argument that asks for what is not there yet raises NotImplementedError; tuning hints are ignored.
 
 On CUDA tensors the kernels need a Hopper GPU. CPU tensors are computed by `dash_attn.reference`, slowly, with the same
 checks. Gradients are a function of the inputs and of `schedule` alone, of each sequence by itself: in a pack, sequences
@@ -100,8 +100,8 @@ def flash_attn_func(
         attention_chunk: FlashAttention-3's: of the keys that the mask leaves, query i sees those of its own chunk, keys
             j with j // attention_chunk = p // attention_chunk. 0 or None: all.
         qv, q_descale, k_descale, v_descale: FlashAttention-3's; None only.
-        num_splits, pack_gqa: FlashAttention-3's advice on how to work, an int and None or a bool; accepted, and changes
-            nothing. A row's keys are never split.
+        num_splits, pack_gqa: FlashAttention-3's tuning hints, an int and None or a bool; accepted and ignored. A row's
+            keys are never split.
         sm_margin: SMs that our kernels leave to others; at least 0 and less than the GPU has, on any device less than
             144, which no Hopper GPU exceeds. Changes no bits. torch's own kernels, which pad, copy or negate where a
             call needs it, take the SMs they like.
@@ -276,9 +276,9 @@ def flash_attn_varlen_func(
             for its GPU. A sequence beyond them is a ValueError on the CPU, and on a GPU an error on the device, as an
             index out of bounds is.
         block_table: int32 (batch, max_blocks) on q's device: k and v are pages, (num_blocks, block_size, kv_heads,
-            head_dim or value_head_dim), and a sequence has its keys in the blocks of its row, in order. cu_seqlens_k
-            then gives only their numbers, and seqused_k, where it is given, takes the place of it. Pages are gathered
-            into a copy. Not with dropout, nor where a gradient is required (NotImplementedError). Default: none.
+            head_dim or value_head_dim), and a sequence has its keys in the blocks of its row, in order. `cu_seqlens_k`
+            then only gives the number of keys of each sequence; `seqused_k` overrides it. Pages are gathered into a
+            copy in every call. Dropout, or a gradient that is required, raises NotImplementedError. Default: none.
         seqused_q, seqused_k: int32 (batch,) like cu_seqlens: how many rows of a sequence there are, at most those up
             to the next offset. Default: all.
 
@@ -478,12 +478,12 @@ def _attention(
         if checks.CHECKS_VALUES:
             packs.check_lengths(named, pack)
     num_heads_q = split[0] if split else None
-    if dtensors.are_among(named.values()):
+    if dtensors.are_among(named.values(), of_scores.values(), pack.values() if pack else ()):
         op = dtensors.on_local_parts(op, named, pack, num_heads_q, of_scores, probability)
     if probability:  # last, as it may draw random numbers
         left, right, chunk = extra[:3] or _NO_WINDOW
         of_dropout = dropout_calls.keywords(
-            probability, dropout_bits, named, num_heads_q, mask=(causal, left, right, chunk), is_pack=pack is not None,
+            probability, dropout_bits, named, num_heads_q, mask=(causal, left, right, chunk), pack=pack,
             max_seqlens=max_seqlens, return_attn_probs=return_attn_probs,
         )  # fmt: skip
     settings = (softmax_scale, causal, schedule, sm_margin, *extra)

@@ -248,8 +248,8 @@ def attend_pages(
     checks.check_tensors(
         {"q": q, "cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k, "block_table": block_table}
     )
-    differentiable = {"q": q, "k": k, "v": v} | {name: arguments.get(name) for name in ("learnable_sink", "s_aux")}
-    for name, x in differentiable.items():
+    of_scores = {name: arguments.get(name) for name in ("learnable_sink", "s_aux", "alibi_slopes")}
+    for name, x in {"q": q, "k": k, "v": v, **of_scores}.items():
         if torch.is_grad_enabled() and isinstance(x, Tensor) and x.requires_grad:
             raise NotImplementedError(
                 "block_table must be None where a gradient is required (paged keys and values have no backward; "

@@ -75,21 +75,34 @@ def sequence_of_rows(cu_seqlens: Tensor, total: int) -> Tensor:
     return torch.searchsorted(cu_seqlens[1:].contiguous(), rows, right=True)
 
 
-def check_lengths(named: Mapping[str, Tensor], pack: Mapping[str, Tensor | None]) -> None:
-    """ValueError for lengths that are none of a pack, if values are read. Shapes and dtypes are the op's to check.
+def check_lengths(
+    named: Mapping[str, Tensor], pack: Mapping[str, Tensor | None], max_seqlens: Mapping[str, int] | None = None
+) -> None:
+    """Raises ValueError for invalid offsets or lengths, where values are read. The op checks shapes and dtypes.
 
     Args:
         named: q, k and others; q and kv; or qkv.
         pack: cu_seqlens and seqused of q and of k, or of both, by the names of the arguments.
+        max_seqlens: with dropout, the lengths that random bits are generated for, by the names of the arguments.
     """
     rows = list(named.values())
     for side, x in (("q", rows[0]), ("k", rows[min(1, len(rows) - 1)])):
         cu_seqlens, used = (pack.get(f"{name}_{side}", pack.get(name)) for name in ("cu_seqlens", "seqused"))
-        if cu_seqlens is None or not checks.reads_values(cu_seqlens.device):
+        if cu_seqlens is None or not all(checks.reads_values(y) for y in (cu_seqlens, used) if y is not None):
             continue
         is_list = cu_seqlens.dim() == 1 and cu_seqlens.shape[0] > 0 and cu_seqlens.dtype == torch.int32
-        if is_list and (used is None or (used.shape == (cu_seqlens.shape[0] - 1,) and used.dtype == torch.int32)):
-            rows_of_sequences(side, cu_seqlens, used, x.shape[0])
+        if used is not None:
+            is_list = is_list and used.shape == (cu_seqlens.shape[0] - 1,) and used.dtype == torch.int32
+        if not is_list or x.dim() == 0:
+            continue
+        parts = rows_of_sequences(side, cu_seqlens, used, x.shape[0])
+        longest = max((part.stop - part.start for part in parts), default=0)
+        for name in (f"max_seqlen_{side}", "max_seqlen"):
+            if max_seqlens and name in max_seqlens and max_seqlens[name] < longest:
+                raise ValueError(
+                    f"{name} must be at least the length of the longest sequence with dropout, {longest}, "
+                    f"got {max_seqlens[name]}"
+                )
 
 
 def rows_of_sequences(side: str, cu_seqlens: Tensor, seqused: Tensor | None, total: int) -> list[slice]:

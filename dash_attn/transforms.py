@@ -16,6 +16,8 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from . import dtensors
+
 Op = Callable[..., tuple[Tensor, Tensor]]
 
 is_active = torch._C._are_functorch_transforms_active
@@ -24,7 +26,8 @@ is_active = torch._C._are_functorch_transforms_active
 def transformed(op: Op) -> Op:
     """`op`, which is `dash_attn::attention` or its like, for torch.vmap and the transforms of reverse mode.
 
-    It raises NotImplementedError for a transform of forward mode, and RuntimeError for a second differentiation.
+    It raises NotImplementedError for DTensors and for a transform of forward mode, and RuntimeError for a second
+    differentiation.
     """
     return functools.partial(_call, op)
 
@@ -36,6 +39,8 @@ def _call(op: Op, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
     constants = [None if isinstance(leaf, Tensor) else leaf for leaf in leaves]
 
     def of_tensors(*tensors: Tensor) -> tuple[Tensor, Tensor]:
+        if dtensors.are_among(tensors):
+            raise NotImplementedError("DTensors are not supported under torch.func transforms")
         filled = list(constants)
         for place, tensor in zip(places, tensors):
             filled[place] = tensor

@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 import dash_attn
+from dash_attn.compat import flash_attn_3
 from dash_attn.distributed import context_parallel_attention
 
 WHOLE, BATCH = Replicate(), Shard(0)
@@ -132,7 +133,47 @@ def what_holds(mesh):
             given(good, good, good, function=context_parallel_attention), TypeError, "q must be a plain tensor"
         ),
     }  # fmt: skip
-    return held
+    return held | elsewhere(mesh, q, k, rows)
+
+
+def elsewhere(mesh, q, k, rows):
+    """DTensors where only plain tensors are allowed: the errors that name the argument."""
+
+    def spread(x):
+        return DTensor.from_local(x, mesh, [WHOLE, WHOLE], run_check=False)
+
+    def plain(name):
+        return TypeError, f"{name} must be a plain tensor, got a DTensor"
+
+    slopes, offsets, lengths = torch.ones(8), spread(OFFSETS), torch.full((3,), 5, dtype=torch.int32)
+    pages = rows[1].view(3, 100, 4, 16)
+    paged = PACK | {"block_table": torch.arange(3, dtype=torch.int32)[:, None]}
+    varlen, cache = dash_attn.flash_attn_varlen_func, dash_attn.flash_attn_with_kvcache
+    forward, backward = flash_attn_3._flash_attn_forward, flash_attn_3._flash_attn_backward
+    lse = torch.zeros(3, 8, 192)
+    loss = torch.func.grad(lambda q, k: dash_attn.flash_attn_func(q, k, k).sum())
+    return {
+        "plain tensors beside slopes": refused(
+            lambda: dash_attn.flash_attn_func(q, k, k, alibi_slopes=spread(slopes)), TypeError, "q must be a DTensor"
+        ),
+        "plain tensors beside offsets": refused(
+            lambda: varlen(*rows, **PACK | {"cu_seqlens_k": offsets}), TypeError, "q must be a DTensor"
+        ),
+        "torch.func": refused(
+            lambda: loss(spread(q), spread(k)), NotImplementedError, "DTensors are not supported under torch.func"
+        ),
+        "a cache": refused(lambda: cache(q, spread(k), k), *plain("k_cache")),
+        "lengths of a cache": refused(lambda: cache(q, k, k, cache_seqlens=spread(lengths)), *plain("cache_seqlens")),
+        "pages": refused(lambda: varlen(rows[0], spread(pages), pages, **paged), *plain("k")),
+        "offsets of pages": refused(
+            lambda: varlen(rows[0], pages, pages, **paged | {"cu_seqlens_k": offsets}), *plain("cu_seqlens_k")
+        ),
+        "private functions": refused(lambda: forward(q, k, spread(k)), *plain("v"))
+        and refused(lambda: forward(q, k, k, seqused_k=spread(lengths)), *plain("seqused_k")),
+        "a private backward": refused(lambda: backward(q, q, k, k, spread(q), lse), *plain("out"))
+        and refused(lambda: backward(spread(q), q, k, k, q, lse, sequed_k=lengths), *plain("dout")),
+        "a private output": refused(lambda: forward(q, k, k, out_=spread(q)), *plain("out_")),
+    }
 
 
 def main():

@@ -112,7 +112,8 @@ BAD = [
     (NEW | {"softcap": 1.0, "alibi_slopes": t(4, dtype=torch.float32)}, NotImplementedError,
      "softcap and alibi_slopes must not be given together (no kernel has both), got softcap=1 and alibi_slopes of "
      "shape (4,)"),
-    (NEW | {"softcap": math.nan}, ValueError, "softcap must be a finite number of at least 0 or None, got nan"),
+    (NEW | {"softcap": math.nan}, ValueError,
+     "softcap must be a finite number or None (0 or less disables it), got nan"),
     (NEW | {"softmax_scale": math.inf}, ValueError, "softmax_scale must be a finite number or None, got inf"),
     (NEW | {"alibi_slopes": t(3, dtype=torch.float32)}, ValueError,
      "alibi_slopes must have shape (heads,) = (4,) or (batch, heads) = (2, 4), got (3,)"),

@@ -32,6 +32,16 @@ NAMES = (
     "few heads",
     "a gradient of sinks",
     "context parallelism",
+    "plain tensors beside slopes",
+    "plain tensors beside offsets",
+    "torch.func",
+    "a cache",
+    "lengths of a cache",
+    "pages",
+    "offsets of pages",
+    "private functions",
+    "a private backward",
+    "a private output",
 )
 
 

@@ -74,7 +74,7 @@ TENSORS = [
 ]  # fmt: skip
 
 DROPOUT = "dropout_p must be from 0 to below 1 in fp32, got "
-SOFTCAP = "softcap must be a finite number of at least 0 or None, got "
+SOFTCAP = "softcap must be a finite number or None (0 or less disables it), got "
 CAP_RANGE = "softcap * log2(e) and softmax_scale / softcap must be finite in fp32, got "
 SLOPES = "alibi_slopes must have shape (heads,) = (4,) or (batch, heads) = (2, 4), got "
 SINK = "learnable_sink (s_aux) must be "
@@ -311,6 +311,9 @@ PACKS = [
     (PAGES | {"s_aux": t(4).requires_grad_()}, NotImplementedError,
      "block_table must be None where a gradient is required (paged keys and values have no backward; torch.no_grad() "
      "asks for none), got a tensor of shape (2, 2) and s_aux that requires one"),
+    (PAGES | {"alibi_slopes": t(4, dtype=torch.float32).requires_grad_()}, NotImplementedError,
+     "block_table must be None where a gradient is required (paged keys and values have no backward; torch.no_grad() "
+     "asks for none), got a tensor of shape (2, 2) and alibi_slopes that requires one"),
     # Of the CPU alone: elsewhere values are not read.
     ({"cu_seqlens_q": i32(0, 5, 4)}, ValueError, ROWS.format("q", 9, [0, 5, 4])),
     ({"cu_seqlens_q": i32(0, 4, 10)}, ValueError, ROWS.format("q", 9, [0, 4, 10])),

@@ -6,7 +6,7 @@ from interface_support import FUNCTIONS, assert_same_bits, randn
 from pack_support import int32
 
 from dash_attn import flash_attn_func, flash_attn_qkvpacked_func, flash_attn_varlen_func
-from dash_attn.compat import flash_attn_2
+from dash_attn.compat import flash_attn_2, flash_attn_3
 
 COUNT = 3
 # torch says so of every op without a rule of its own, whose loop is what is wanted.
@@ -154,6 +154,19 @@ def test_batched_gradients_of_a_pack():
     douts = cotangent((COUNT, *out.shape))
     expected = stacked(torch.autograd.grad(out, inputs, d, retain_graph=True) for d in douts)
     assert_same_bits(torch.autograd.grad(out, inputs, douts, is_grads_batched=True), expected)
+
+
+@pytest.mark.parametrize("used", [None, [3, 5]])
+def test_private_forward_of_flash_attention_3(used):
+    q = randn(2, 5, 2, 8)
+    arguments = {"seqused_k": None if used is None else int32(used), "causal": True}
+
+    def loss(q):
+        out, lse, *_ = flash_attn_3._flash_attn_forward(q, q, q, **arguments)
+        return out.float().sum() + lse.nan_to_num(neginf=0.0).sum()
+
+    leaf = q.clone().requires_grad_()
+    assert_same_bits([torch.func.grad(loss)(q)], torch.autograd.grad(loss(leaf), leaf))
 
 
 def test_the_names_of_flash_attn():

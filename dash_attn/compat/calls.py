@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .. import checks
+from .. import checks, dtensors, transforms
 from ..packs import check_lengths, sequence_of_rows
 
 ROWS_OF_A_TILE = 128
@@ -58,7 +58,7 @@ def as_pack(q: Tensor, k: Tensor, v: Tensor, lengths: Lengths) -> Pack:
 
     Shapes that rows no longer have are checked here, all others by the op.
     """
-    checks.check_tensors({"q": q, "k": k, "v": v} | _given(lengths._asdict()))
+    check_plain_tensors({"q": q, "k": k, "v": v} | _given(lengths._asdict()))
     cu_seqlens_q, cu_seqlens_k, *used = lengths
     if all(x is None for x in lengths) or (cu_seqlens_q is not None and cu_seqlens_k is not None):
         return Pack(lengths, None, None)
@@ -96,7 +96,7 @@ def check_around_pack(
     read: out and its gradient. gradients: dq, dk and dv.
     """
     written = _given(gradients)
-    checks.check_tensors(read | {"softmax_lse": softmax_lse} | written)
+    check_plain_tensors(read | {"softmax_lse": softmax_lse} | written)
     out_shape = torch.Size((*q.shape[:-1], *v.shape[-1:]))
     for name, x in read.items():
         _check_like(name, x, "the shape of q with the head_dim of v", out_shape, "q", q)
@@ -130,6 +130,11 @@ def minus_infinity_without_keys(softmax_lse: Tensor) -> Tensor:
     return softmax_lse.nan_to_num(nan=torch.nan, posinf=-torch.inf, neginf=-torch.inf)
 
 
+def check_plain_tensors(named: dict[str, Tensor]) -> None:
+    checks.check_tensors(named)
+    dtensors.reject(named)
+
+
 def check_max_seqlens(**max_seqlens: int | Tensor | None) -> None:
     for name, value in max_seqlens.items():
         if value is not None:
@@ -151,10 +156,11 @@ def forward(
     sm_margin: int = 0,
 ) -> tuple[Tensor, Tensor]:
     """Output and log-sum-exp, -inf where a query sees no key."""
-    checks.check_tensors({"q": q, "k": k, "v": v} | _given(lengths._asdict()))
+    check_plain_tensors({"q": q, "k": k, "v": v} | _given({**lengths._asdict(), "alibi_slopes": alibi_slopes}))
     if checks.CHECKS_VALUES:
         check_lengths({"q": q, "k": k}, lengths._asdict())
-    out, softmax_lse = torch.ops.dash_attn.attention.default(
+    op = torch.ops.dash_attn.attention.default
+    out, softmax_lse = (transforms.transformed(op) if transforms.is_active() else op)(
         q, k, v, _number("softmax_scale", softmax_scale), checks.as_flag("causal", causal), "auto",
         checks.as_sm_margin(sm_margin), *checks.as_window(window_size), checks.as_attention_chunk(attention_chunk),
         *lengths, **checks.as_scores(softcap, alibi_slopes, None, None),
@@ -183,7 +189,8 @@ def backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Writes dq, dk and dv, of which one that is None is allocated, and returns them and `row_sums`."""
     tensors = {"dout": dout, "q": q, "k": k, "v": v, "out": out, "softmax_lse": softmax_lse}
-    checks.check_tensors(tensors | _given({"dq": dq, "dk": dk, "dv": dv}) | _given(lengths._asdict()))
+    optional = {"dq": dq, "dk": dk, "dv": dv, **lengths._asdict(), "alibi_slopes": alibi_slopes}
+    check_plain_tensors(tensors | _given(optional))
     if checks.CHECKS_VALUES:
         check_lengths({"q": q, "k": k}, lengths._asdict())
     dq, dk, dv = (torch.empty_like(x) if dx is None else dx for x, dx in ((q, dq), (k, dk), (v, dv)))

@@ -5,8 +5,8 @@ The functions compute by `dash_attn`'s, whose arguments and errors they have; gr
 FlashAttention-2's is +inf; the backward takes either. Behind FlashAttention-3's arguments stand, as keywords, those
 that frameworks look for by name, and `schedule`.
 
-`num_splits`, `pack_gqa` and `scheduler_metadata` are advice on how to work, which is accepted and changes nothing. What
-is not supported raises NotImplementedError: a second query-value product (`qv`) and fp8.
+`num_splits`, `pack_gqa` and `scheduler_metadata` are accepted and ignored. Unsupported arguments raise
+NotImplementedError: a second query-value product (`qv`) and fp8.
 """
 
 from __future__ import annotations
@@ -355,7 +355,7 @@ def _flash_attn_forward(
     _check_advice(scheduler_metadata, num_splits, pack_gqa)
     calls.check_max_seqlens(max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k)
     if out_ is not None:
-        checks.check_tensors({"q": q, "v": v, "out_": out_})
+        calls.check_plain_tensors({"q": q, "v": v, "out_": out_})
         shape = (*q.shape[:-1], *v.shape[-1:])
         if out_.shape != shape or out_.dtype != q.dtype:
             expected = f"{shape} of {q.dtype}"

@@ -243,9 +243,7 @@ def _record(
     if pack and len(ranks.shape) > 1:
         raise NotImplementedError(f"mesh must have one dimension for a pack, got {len(ranks.shape)} of {ranks.shape}")
     checks.check_tensors(of_rows | given)
-    for key, x in (of_rows | given).items():
-        if dtensors.is_dtensor(x):
-            raise TypeError(f"{key} must be a plain tensor, got a DTensor: give its to_local(), this rank's part")
+    dtensors.reject(of_rows | given)
     check_layout(arguments["layout"])
     for key in ("max_seqlen_q", "max_seqlen_k"):  # which may differ between ranks
         if key in pack:

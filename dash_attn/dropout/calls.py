@@ -46,7 +46,7 @@ def keywords(
     num_heads_q: int | None,
     *,
     mask: tuple[bool, Any, Any, Any],
-    is_pack: bool,
+    pack: Mapping[str, Tensor | None] | None,
     max_seqlens: Mapping[str, int | Tensor] | None,
     return_attn_probs: bool,
 ) -> dict[str, object]:
@@ -58,18 +58,20 @@ def keywords(
         dropout_bits: as in `flash_attn_func`.
         named, num_heads_q: as in `signed_probabilities`.
         mask: causal, the window's sides and attention_chunk.
-        is_pack: whether named are rows of a pack.
+        pack: None, or the offsets and lengths of a pack.
         max_seqlens: of a pack, the most rows that one of its sequences has, by the names of the arguments.
         return_attn_probs: whether `signed_probabilities` are to be made of the call.
 
     Raises:
-        ValueError: the bits were made for another mask, or under a mask for other lengths.
+        ValueError: the bits were made for another mask, or under a mask for other lengths; with DASH_ATTN_CHECK=1, a
+            sequence is longer than max_seqlens.
         RuntimeError: a call that is captured in a CUDA graph would have to read lengths: signed_probabilities of a
             pack are wanted, or a length of max_seqlens is needed and a tensor.
     """
     if p == 0:
         return {}
     any_tensor = next(iter(named.values()))
+    is_pack = pack is not None
     if return_attn_probs and is_pack and any_tensor.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         raise RuntimeError(
             "return_attn_probs must be False in the capture of a CUDA graph with dropout of a pack, whose lengths it "
@@ -87,16 +89,19 @@ def keywords(
         rows, columns = (layout.BLOCK_ROWS * blocks for blocks in dropout_bits.bits.shape[2:4])
         of_side = {"max_seqlen_q": rows, "max_seqlen_k": columns, "max_seqlen": max(rows, columns)}
         max_seqlens = {name: of_side[name] for name in max_seqlens or {}}
-    if max_seqlens:
-        given |= _lengths(max_seqlens, most=max(x.shape[0] for x in named.values()))
+    if pack is not None and max_seqlens:
+        lengths = _lengths(max_seqlens, most=max(x.shape[0] for x in named.values()))
+        if checks.CHECKS_VALUES:
+            packs.check_lengths(named, pack, lengths)
+        given |= lengths
     state = DropoutState.draw(any_tensor.device) if dropout_bits is None else dropout_bits.state
     return {**given, "rng_state": state.rng_state}
 
 
-def _lengths(max_seqlens: Mapping[str, int | Tensor], most: int) -> dict[str, object]:
+def _lengths(max_seqlens: Mapping[str, int | Tensor], most: int) -> dict[str, Any]:
     """Ints, as the ops take them. A tensor is read, once where both sides have it; of a meta tensor it is `most`."""
-    lengths: dict[str, object] = {}
-    read: list[tuple[Tensor, object]] = []
+    lengths: dict[str, Any] = {}
+    read: list[tuple[Tensor, Any]] = []
     for name, length in max_seqlens.items():
         if isinstance(length, Tensor):
             number = next((number for tensor, number in read if tensor is length), None)
