@@ -67,8 +67,6 @@ def recorded(folder, plant=None, stages=True, steps=1):
         (lambda m: m.layers[0].before_attention.register_forward_hook(other_output), "layers.0.before_attention.out"),
         (lambda m: m.layers[0].attention.q.register_forward_pre_hook(other_weight), "layers.0.attention.q.weight"),
         (lambda m: m.layers[0].attention.q.register_forward_hook(other_output), "layers.0.attention.q.out"),
-        (lambda m: flip(m.cos), "layers.0.attention.cos"),
-        (lambda m: flip(m.sin), "layers.0.attention.sin"),
         (lambda m: m.layers[1].mlp.up.register_forward_hook(other_output), "layers.1.mlp.up.out"),
         (lambda m: m.norm.register_forward_hook(other_output), "norm.out"),
     ],
@@ -76,6 +74,13 @@ def recorded(folder, plant=None, stages=True, steps=1):
 def test_the_stage_that_differs_is_named(tmp_path, plant, name):
     first = compare(recorded(tmp_path / "a"), recorded(tmp_path / "b", plant)).first
     assert (first.step, first.key.kind, first.key.name, first.cause) == (0, "activation", name, "forward")
+
+
+@pytest.mark.parametrize("name", ["cos", "sin"])
+def test_a_buffer_that_differs_is_named_before_the_stages_that_read_it(tmp_path, name):
+    one, other = recorded(tmp_path / "a"), recorded(tmp_path / "b", lambda model: flip(getattr(model, name)))
+    first = compare(one, other).first
+    assert (first.step, first.key.kind, first.key.name, first.cause) == (0, "buffers", name, "buffers")
 
 
 def test_without_probe_there_is_no_stage_and_no_hook(tmp_path):
