@@ -25,19 +25,19 @@ TABLE = {
     (1, 512, 512, 128): (1, 1),  # one query head a KV head: nothing to split
     (8, 512, 512, 128): (2, 1),  # 8 KV tiles of 8 heads' 512 queries; the causal mask halves them
     (8, 1024, 1024, 128): (4, 2),
-    (8, 2048, 2048, 128): (4, 4),
+    (8, 2048, 2048, 128): (8, 4),
     (8, 4096, 4096, 128): (4, 4),
     (8, 8192, 8192, 128): (2, 4),
     (8, 16384, 16384, 128): (1, 4),
-    (8, 32768, 32768, 128): (1, 2),
+    (8, 32768, 32768, 128): (1, 4),
     (8, 4096, 4096, 64): (4, 4),
     (8, 8192, 8192, 64): (2, 4),
     (4, 2048, 2048, 128): (4, 2),
-    (4, 4096, 4096, 128): (2, 4),
+    (4, 4096, 4096, 128): (4, 4),
     (4, 8192, 8192, 128): (2, 2),
     (4, 16384, 16384, 128): (1, 2),  # four splits would have one query head each
-    (8, 131072, 131072, 128): (1, 1),  # 1,024 KV tiles are many
-    (2, 8192, 8192, 128): (1, 2),
+    (8, 131072, 131072, 128): (1, 4),  # 1,024 KV tiles are many, but of unequal length
+    (2, 8192, 8192, 128): (2, 2),
     (7, 4096, 4096, 128): (7, 7),
     (7, 16384, 16384, 128): (1, 1),
     (7, 16000, 1000, 128): (7, 1),  # 7 parts or none
@@ -86,8 +86,9 @@ def test_rule(group_size, seqlen_q, seqlen_k, tile_q, tile_k, mask):
     def pays(before, after):
         heads = group_size // after
         queries, work_tiles = mean * heads * tile_q, tiles * before
-        are_too_few = queries >= 2048 and work_tiles * mean < 64 * longest
-        cost_little = after <= 4 and heads > 1 and queries >= 4096 and work_tiles < (128 if mean == longest else 512)
+        are_too_few = queries >= 2048 and work_tiles * mean < (96 if mean == longest else 64) * longest
+        are_many = mean == longest and work_tiles >= 128
+        cost_little = after <= 4 and heads > 1 and queries >= 4096 and not are_many
         return are_too_few or cost_little
 
     divisors = [d for d in range(1, group_size + 1) if group_size % d == 0]

@@ -11,20 +11,21 @@ namespace dash_attn {
 
 // Where the sums of dK and dV are cut shows in their bits. So the rule looks at one sequence and at the group size, and
 // at nothing else: not at the other heads, the batch, or the SMs that a device has or a caller leaves. Its thresholds
-// are those that served 1 to 8 KV heads best over three generated families of shapes (docs/engineering_log.md).
+// are those that served 1 to 8 KV heads best over generated families of shapes (docs/engineering_log.md).
 
 // Queries that a mean work tile visits, those of all its query heads counted: adding its dK and dV up must stay small
 // beside that.
 inline constexpr int kQueriesWorthASplit = 2048;
-// Two KV heads of as many work tiles of mean length fill a Hopper GPU. Where the longest work tile is longer than the
-// mean, more are enough, because short ones fill up beside it.
-inline constexpr int kEnoughMeanWorkTiles = 64;
-// A few splits go further where work tiles stay this long: they cost little there, and the work tiles end more evenly.
-// Not with one query head each: while one of several heads waits for its turn to add dQ, another one is worked on.
+// Work tiles of mean length for which two KV heads fill a Hopper GPU. Where some are longer than the mean, fewer are
+// enough, because short ones fill up beside them.
+inline constexpr int kEnoughEqualWorkTiles = 96;
+inline constexpr int kEnoughUnequalWorkTiles = 64;
+// A few splits go further where work tiles stay this long: they cost little there, work tiles of unequal length end more
+// evenly, and ranks that share a sequence have more sums to take turns at. Not with one query head each: while one of
+// several heads waits for its turn to add dQ, another one is worked on.
 inline constexpr int kFewSplits = 4;
 inline constexpr int kQueriesWorthAFewSplits = 4096;
 inline constexpr int kManyEqualWorkTiles = 128;
-inline constexpr int kManyUnequalWorkTiles = 512;
 
 // Goes through the divisors of the group size as long as the next one pays.
 DASH_HOST_DEVICE constexpr int num_splits(int group_size, TileGrid const& grid) {
@@ -36,17 +37,17 @@ DASH_HOST_DEVICE constexpr int num_splits(int group_size, TileGrid const& grid) 
   bool const is_window = grid.mask.kind == MaskKind::kWindow;
   int64_t const twice_mean = is_window ? int64_t{2} * middle : int64_t{first} + last;
   int64_t const longest = is_window ? middle : max_int(first, last);
+  bool const are_equal = twice_mean == 2 * longest;
+  int const enough = are_equal ? kEnoughEqualWorkTiles : kEnoughUnequalWorkTiles;
   int splits = 1;
   for (int next = 2; next <= group_size; ++next) {
     int const heads = group_size / next;
     int64_t const twice_queries = twice_mean * heads * grid.tiling.query;
     if (twice_queries < 2 * kQueriesWorthASplit) break;
     if (group_size % next != 0) continue;
-    int64_t const work_tiles = int64_t{tiles} * splits;
-    bool const are_too_few = work_tiles * twice_mean < 2 * kEnoughMeanWorkTiles * longest;
-    bool const are_equal = twice_mean == 2 * longest;
+    bool const are_too_few = int64_t{tiles} * splits * twice_mean < 2 * enough * longest;
     bool const cost_little = next <= kFewSplits && heads > 1 && twice_queries >= 2 * kQueriesWorthAFewSplits &&
-                             work_tiles < (are_equal ? kManyEqualWorkTiles : kManyUnequalWorkTiles);
+                             !(are_equal && int64_t{tiles} * splits >= kManyEqualWorkTiles);
     if (!are_too_few && !cost_little) break;
     splits = next;
   }

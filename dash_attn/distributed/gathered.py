@@ -89,7 +89,7 @@ def attention(
     # As one process pads them: a product over other columns may have other bits.
     q, k, v = (functional.pad(x, (0, -x.shape[-1] % _COLUMNS)) if x.shape[-1] % _COLUMNS else x for x in (q, k, v))
     tiles, ranks = _policies.tile_shape(q.shape[-1], v.shape[-1]), split.channel.size
-    if sequences is None and _is_cut_at_tiles(split, tiles):
+    if sequences is None and _is_cut_at_tiles(split, tiles) and _is_even(split, options.mask):
         cut = _cut(
             split, split.rows_q, split.rows_k, tiles, layout=split.layout, gradients_agreed=split.gradients_agreed
         )
@@ -150,6 +150,12 @@ def _is_cut_at_tiles(split: Split, tiles: tuple[int, int]) -> bool:
     count = num_chunks(split.channel.size, split.layout)
     lengths = split.rows_q, split.rows_k
     return all(chunks(rows, count) == chunks_of_tiles(rows, count, tile) for rows, tile in zip(lengths, tiles))
+
+
+def _is_even(split: Split, mask: parts.MaskOfWhole) -> bool:
+    """Whether all ranks have about as much to do with the rows that they have."""
+    sees_all_before = (mask.causal or mask.window[1] >= 0) and mask.window[0] < 0 and not mask.attention_chunk
+    return split.layout == LAYOUT or not sees_all_before
 
 
 def _cut(split: Split, rows_q: int, rows_k: int, tiles: tuple[int, int], *, layout: str, gradients_agreed: bool) -> Cut:
