@@ -23,11 +23,12 @@ def test_heads_alone_divide_evenly_where_links_cost_nothing():
 @pytest.mark.parametrize("gather", [2, 4, 16, 32])
 @pytest.mark.parametrize("kv_heads", [1, 4])
 def test_the_pipe_fills_once(layout, causal, gather, kv_heads):
-    """docs/distributed.md's formula, from the plan: 1 + (1 - 1/c) / (2 H), twice that for contiguous chunks."""
+    """docs/distributed.md's formula, from the plan: 1 + (1 - 1/c) / (2 H S), twice that for contiguous chunks."""
     shape = Shape(65536, 4 * kv_heads, kv_heads, 128, causal, layout)
     costs = dataclasses.replace(FREE, gpus_of_node=1)
     p = predict(shape, gather, costs)
-    fill = (1 - 1 / gather) / kv_heads / (2 if layout == "zigzag" else 1)
+    splits = 2 if causal else 1  # of four query heads
+    fill = (1 - 1 / gather) / (kv_heads * splits) / (2 if layout == "zigzag" else 1)
     assert (p.ulysses, p.gather, p.played) == (1, gather, True)
     assert 1 / (1 - p.idle_share) == pytest.approx(1 + fill, rel=1e-3)
 

@@ -100,25 +100,27 @@ def test_space_is_the_outer_streams_and_comes_back_oldest_first(outer):
     turns, made_on = turns_of_a_gpu()
     with turns:
         with turns.turn():
-            spaces = [turns.take(3, torch.float32) for _ in range(2)]
+            spaces = [turns.take(3, torch.float32) for _ in range(3)]
             done = turns.begun()
             of_turn = Streams.current[-1]
             for space in spaces:
                 turns.give_back(space.x, done)
         with turns.turn():
             assert turns.take(3, torch.bfloat16).x.dtype == torch.bfloat16
-            again = turns.take(3, torch.float32)
+            again, new = (turns.take(3, torch.float32) for _ in range(2))
             again.wait()
-            assert again.x is spaces[0].x
+            new.wait()
+            assert again.x is spaces[0].x and all(new.x is not space.x for space in spaces)
             (event,) = Streams.current[-1].waited_for[1:]
             assert event.stream is of_turn
-    assert made_on == [outer] * 3
+    assert made_on == [outer] * 5
     # What was given back and not taken again is waited for by the outer stream too.
     assert event in outer.waited_for
 
 
 def test_a_cpu_has_nothing_to_wait_for():
     with Turns(torch.empty(0)) as turns, turns.turn():
-        space = turns.take(5, torch.float32)
-        turns.give_back(space.x, turns.begun())
-        assert turns.take(5, torch.float32).x is space.x
+        spaces = [turns.take(5, torch.float32) for _ in range(3)]
+        for space in spaces:
+            turns.give_back(space.x, turns.begun())
+        assert turns.take(5, torch.float32).x is spaces[0].x

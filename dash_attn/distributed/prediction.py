@@ -7,13 +7,15 @@ after the other, and messages that wait for no other. dash_attn.distributed.simu
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from .. import schedule as _schedule
 from .layout import check_layout
 from .plan import Message, Task, make_plan
 
 MOST_RANKS_PLAYED = 32
 """Ranks that gather of which the plan is played; of more the formula is taken that the played ones follow."""
+_ROWS_PLAYED = 16_384  # of a chunk: the schedule does not see how long one is, and the splits are those of long sequences
 
 
 @dataclass(frozen=True)
@@ -101,8 +103,11 @@ def predict(shape: Shape, gpus: int, costs: Costs | None = None) -> Prediction:
     # GPUs of one node gather over its links, others over the network.
     link = (costs.node_gbs if gpus <= costs.gpus_of_node else costs.network_gbs) * 1e6  # bytes a millisecond
     gather_ms = 4 * shape.seqlen * kv_heads * shape.head_dim * (1 - 1 / gather) / link
-    if shape.causal and shape.layout == "contiguous":
-        forward_ms *= 2 - 1 / gather  # the last rank's share
+    move_ms = 0.0
+    if shape.causal and shape.layout == "contiguous" and gather > 1:
+        # The ranks' shares would be uneven, so rows go to zigzag chunks first, and results come back.
+        shape = replace(shape, layout="zigzag")
+        move_ms = 4 * (heads + kv_heads) * shape.head_dim * shape.seqlen / gather * (1 - 1 / gather) / link
     # KV head by KV head, the next gathered while one is worked on: the first one is waited for.
     forward_ms = max(forward_ms, gather_ms) + gather_ms / kv_heads
     played = gather <= MOST_RANKS_PLAYED
@@ -114,8 +119,8 @@ def predict(shape: Shape, gpus: int, costs: Costs | None = None) -> Prediction:
         gpus=gpus,
         ulysses=ulysses,
         gather=gather,
-        forward_ms=all_to_all_ms + forward_ms,
-        backward_ms=all_to_all_ms + max(scheduled_ms, network_ms) + gather_ms / kv_heads,
+        forward_ms=all_to_all_ms + move_ms + forward_ms,
+        backward_ms=all_to_all_ms + move_ms + max(scheduled_ms, network_ms) + gather_ms / kv_heads,
         ideal_ms=1e3 * flops * shape.heads / gpus * (1 / costs.forward_tflops + 2.5 / costs.backward_tflops) / 1e12,
         idle_share=1 - 1 / factor,
         network_bound=network_ms > scheduled_ms,
@@ -149,17 +154,16 @@ def _formula(shape: Shape, gather: int, heads: int, kv_heads: int, costs: Costs,
     """Time of the schedule over its work spread evenly, as the played plans have it, within a tenth.
 
     All chains of sums start on one rank, so the ranks begin one after the other, and the last begins when the first
-    KV head is half done, or done where chunks are contiguous. Contiguous chunks under the causal mask are of unequal
-    work, which is more than that. To it come the messages of one chain and the launches of one rank.
+    split of the first KV head is half done, or done where chunks are contiguous. To it come the messages of one chain
+    and the launches of one rank.
     """
-    begin = (1 - 1 / gather) / kv_heads
-    if shape.layout == "zigzag":
-        factor = 1 + begin / 2
-    else:
-        factor = 2 - 1 / gather if shape.causal else 1 + begin
     chunks = _chunks(shape, gather)
-    launches = kv_heads * (chunks // gather) * (chunks / 2 if shape.causal and shape.layout == "zigzag" else chunks)
-    waits_ms = chunks * _message_ms(shape, gather, costs, link) + launches * costs.task_us / 1e3
+    rows = _ROWS_PLAYED * chunks
+    group = {"heads": heads // kv_heads, "kv_heads": 1, "head_dim": shape.head_dim}
+    sums = kv_heads * _schedule.problem("descending", rows, rows, causal=shape.causal, **group).splits
+    factor = 1 + (1 - 1 / gather) / sums / (2 if shape.layout == "zigzag" else 1)
+    launches = sums * (chunks // gather) * (chunks / 2 if shape.causal and shape.layout == "zigzag" else chunks)
+    waits_ms = chunks * _message_ms(shape, gather, costs, link) / sums + launches * costs.task_us / 1e3
     pairs = shape.seqlen**2 / (2 if shape.causal else 1)
     work_ms = 1e3 * 10 * pairs * shape.head_dim * heads / gather / (costs.backward_tflops * 1e12)
     return factor + waits_ms / work_ms
@@ -171,8 +175,7 @@ def _played(shape: Shape, gather: int, heads: int, kv_heads: int, costs: Costs, 
     if gather == 1:
         return 1.0
     count = _chunks(shape, gather)
-    # The schedule does not see how long a chunk is, but splits do: a long sequence has none.
-    rows = 16_384
+    rows = _ROWS_PLAYED
     plan = make_plan(
         rows * count, rows * count, gather, layout=shape.layout, heads=heads, kv_heads=kv_heads,
         head_dim=shape.head_dim, causal=shape.causal, schedule="descending",

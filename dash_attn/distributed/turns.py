@@ -75,8 +75,11 @@ class Turns:
         return lambda: torch.cuda.current_stream().wait_event(event)
 
     def take(self, size: int, dtype: torch.dtype) -> Held:
-        """Space of one dimension. Its memory is the outer stream's, so that it may be freed behind the context."""
-        if free := self._free[size, dtype]:
+        """Space of one dimension. Its memory is the outer stream's, so that it may be freed behind the context.
+
+        The last few that were given back stay out of use: whoever took one would wait for the message that it holds.
+        """
+        if len(free := self._free[size, dtype]) > _STREAMS:
             return free.popleft()
         if not self._is_cuda:
             return Held(self._like.new_empty(size, dtype=dtype), _nothing)
