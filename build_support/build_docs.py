@@ -21,8 +21,10 @@ MENU: dict[str, list[str]] = {
     "Frameworks": ["docs/integrations/*.md"],
     "How it works": ["docs/design.md", "docs/forward.md", "docs/schedules.md", "docs/order_free.md", "docs/model.md"],
     "Measurements": ["benchmarks/README.md"],
-    "Project": ["CHANGELOG.md", "CONTRIBUTING.md", "docs/engineering_log.md", "third_party/README.md"],
+    "Project": ["CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md", "third_party/README.md"],
 }
+# A page for contributors, which other pages link to.
+NOT_IN_MENU = {ROOT / "docs" / "design_decisions.md"}
 _LINK = re.compile(r"\]\(([^)#\s]+)")
 
 
@@ -38,7 +40,8 @@ def menu() -> tuple[list[dict[str, object]], list[Path]]:
     taken: list[Path] = []
 
     def pages(patterns: list[str]) -> list[str]:
-        found = [path for pattern in patterns for path in sorted(ROOT.glob(pattern)) if path not in taken]
+        left_out = {*taken, *NOT_IN_MENU}
+        found = [path for pattern in patterns for path in sorted(ROOT.glob(pattern)) if path not in left_out]
         taken.extend(found)
         return [str(path.relative_to(ROOT)) for path in found]
 
