@@ -63,7 +63,8 @@ def main() -> None:
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s: %(message)s")
     nav, pages = menu()
     shutil.rmtree(STAGED, ignore_errors=True)
-    for path in dict.fromkeys([*pages, *(target for page in pages for target in links(page))]):
+    staged = [*pages, *NOT_IN_MENU]
+    for path in dict.fromkeys([*staged, *(target for page in staged for target in links(page))]):
         target = STAGED / path.relative_to(ROOT)
         target.parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(path, target)
