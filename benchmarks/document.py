@@ -191,11 +191,13 @@ def training_ratios(path: pathlib.Path = TRAINING) -> dict[int, tuple[float, str
 def of_training() -> str:
     meta, ratios = json.loads(TRAINING.read_text()), training_ratios()
     (baseline,) = {name for _, name in ratios.values()}
+    fa3_is_absent = all(result["peers"]["flash_attn_3"].startswith("not here") for result in meta["results"])
+    absent = " FlashAttention-3 was not installed there;" if fa3_is_absent else ""
     return prose(
         f"""- **Training.** A step with dash_attn in which everything is deterministic runs at
         {listed([f"{ratio:.2f}" for ratio, _ in ratios.values()])} times the speed of the same step with {baseline}
         attention in which nothing is, at {listed([f"{tokens:,}" for tokens in ratios])} tokens a sequence (one
-        {meta["device"].split()[1]}, {meta["shape"]["layers"]} layers, {meta["tokens"]:,} tokens a step;
+        {meta["device"].split()[1]}, {meta["shape"]["layers"]} layers, {meta["tokens"]:,} tokens a step;{absent}
         [measurement](docs/training.md#what-it-costs)).""",
         indent="  ",
     )

@@ -161,8 +161,7 @@ def test_the_claim_against_other_runs(result):
     assert re.search(claim, " ".join(DETAILS.split()))
 
 
-def test_the_first_figures(result):
-    """Of the kernels."""
+def test_the_figures_of_the_kernels(result):
     text, rows = " ".join(README.split()), result["rows"]
     backward, forward = ours(rows, "backward"), ours(rows, "forward")
     by_mode = {mode: theirs(rows, "backward", mode) for mode in (True, False)}
@@ -197,6 +196,8 @@ def test_the_figure_of_a_training_step():
     assert f"runs at {two[0]}, {two[1]} and {two[2]} times the speed of the same step with cuDNN attention" in text
     assert f"is, at {lengths[0]}, {lengths[1]} and {lengths[2]} tokens a sequence (one H200, 24 layers, 32,768" in text
     assert (costs["device"], costs["shape"]["layers"], costs["tokens"]) == ("NVIDIA H200", 24, 32768)
+    assert all("not here" in found["peers"]["flash_attn_3"] for found in costs["results"])
+    assert "FlashAttention-3 was not installed there" in text
     training = (ROOT / "docs" / "training.md").read_text()
     assert document.TRAINING.name in training
     table = re.findall(r"^\| ([\d,]+) \| dash_attn \| deterministic \| [\d,]+ \| ([\d.]+) \|", training, re.M)
