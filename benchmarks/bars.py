@@ -28,7 +28,7 @@ LEAST_OF_SOFTCAP = 0.85  # of our causal passes at 128 without one
 MOST_WITH_BITS = {(128, "forward"): 1.06, (128, "backward"): 1.06, (64, "forward"): 1.12, (64, "backward"): 1.10}
 # Of both passes with the generation of the bits.
 MOST_OF_DROPOUT = 1.15  # time, of that without
-LEAST_TO_TORCH = 1.25  # throughput, of the fastest peer with dropout
+LEAST_TO_TORCH = 1.25  # throughput, of the fastest baseline with dropout
 
 
 class Claim(NamedTuple):
@@ -159,7 +159,7 @@ def of_dropout(run: Run) -> list[Claim]:
     return found
 
 
-FASTEST = "the fastest peer with dropout"
+FASTEST = "the fastest baseline with dropout"
 CLAIMS = {"head-dims": of_head_dims, "scores": of_scores, "dropout": of_dropout}
 
 

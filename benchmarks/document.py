@@ -5,9 +5,10 @@
         --windows-bar ${R}_windows-bar.json --head-dims ${R}_head-dims.json --scores ${R}_scores.json \
         --dropout ${R}_dropout.json
 
-README.md quotes the result beside the peers of its own run, benchmarks/README.md also beside those of
-benchmarks/results/peers_h200.json; the options are results of the grids of these names, and their peers are their own.
-The picture, of the result alone, goes beside it, with the suffix .png.
+README.md quotes two figures, of the costs of a training step and of this result beside the peers of its own run, and
+shows the picture. benchmarks/README.md has the same result beside the peers of benchmarks/results/peers_h200.json too,
+and what the options' results say: each option takes the result of the grid of its name, whose peers are its own.
+benchmarks/by_shape.md has those grids by shape. The picture, of the result alone, goes beside it, with the suffix .png.
 """
 
 import argparse
@@ -22,9 +23,18 @@ from benchmarks.shapes import Shape
 
 ROOT = pathlib.Path(__file__).parents[1]
 PEERS = ROOT / "benchmarks" / "results" / "peers_h200.json"
+TRAINING = ROOT / "benchmarks" / "results" / "h200_2026-11-23_76127b1_training_costs.json"
 MODULE = "benchmarks.document"
+PICTURE = f"{MODULE}: the picture"
 TARGET = 0.98  # of the yardstick's throughput
 THIS_RUN = "this run"
+# By the names that examples/train_costs.py gives them.
+ATTENTIONS = {
+    "sdpa_cudnn": "cuDNN",
+    "sdpa_flash": "FlashAttention-2",
+    "flash_attn_2": "FlashAttention-2",
+    "flash_attn_3": "FlashAttention-3",
+}
 
 
 class Grid(NamedTuple):
@@ -108,7 +118,7 @@ def summary(rows: list[Comparison]) -> str:
         means = [compare.mean(group, deterministic) for deterministic in (True, False)]
         cells = [str(head_dim), mask, str(len(group)), f"{min(ours):.0f} to {max(ours):.0f}"]
         lines.append([*cells, *(f"{mean.ratio:.2f}" if mean else "-" for mean in means)])
-    return table(["head_dim", "mask", "shapes", "TFLOP/s", "best deterministic peer", "best other peer"], lines)
+    return table(["head_dim", "mask", "shapes", "TFLOP/s", "best deterministic baseline", "best other baseline"], lines)
 
 
 def run_told(quoted: Quoted, name: str) -> str:
@@ -144,38 +154,57 @@ def own_grid_line(quoted: Quoted, name: str) -> str:
                     the least {mean.least:.2f}"""
                 )
     return prose(
-        f"""{OWN_GRIDS[name].what} (`--grid {name}`), both sides in one run of {run_told(quoted, name)}: geometric mean
-        of our throughput over the peer's, the least ratio, the number of shapes: {"; ".join(said)}."""
+        f"""{OWN_GRIDS[name].what} (`--grid {name}`), both sides in one run of {run_told(quoted, name)}. Geometric mean
+        of our throughput over the baseline's, the least ratio, and the number of shapes: {"; ".join(said)}."""
     )
 
 
-def own_grid_table(quoted: Quoted, name: str, *, with_bar: bool) -> str:
-    """Of a grid with bars: every ratio, or those that have one, and what it is to be."""
-    run = bars.Run(quoted.own[name], name)
-    claims = bars.CLAIMS[name](run)
+def own_grid_table(quoted: Quoted, name: str) -> str:
+    """Of a grid with bars: every ratio, and what it is to be."""
+    claims = bars.CLAIMS[name](bars.Run(quoted.own[name], name))
     if not claims:
         raise SystemExit(f"error: --{name} must be a result of that grid with peers, got {quoted.own[name]}")
-    which = (
-        "where the project asks something of it, and what"
-        if with_bar
-        else "and what the project asks of it, if it does"
-    )
     said = prose(
-        f"""{OWN_GRIDS[name].what} (`--grid {name}`), both sides in one run of {run_told(quoted, name)}: our throughput
-        over another in geometric mean and at the least, {which}."""
+        f"""{OWN_GRIDS[name].what} (`--grid {name}`), both sides in one run of {run_told(quoted, name)}. Speedup
+        (geometric mean, minimum), and the target where there is one."""
     )
-    cells = [claim.cells() for claim in claims if claim.bar is not None or not with_bar]
-    return f"{said}\n\n{table(bars.HEADS, cells)}"
+    return f"{said}\n\n{table(bars.HEADS, [claim.cells() for claim in claims])}"
 
 
-def own_grid(quoted: Quoted, name: str, *, with_bar: bool = False) -> str:
-    if name in bars.CLAIMS:
-        return own_grid_table(quoted, name, with_bar=with_bar)
-    return own_grid_line(quoted, name)
+def own_grid(quoted: Quoted, name: str) -> str:
+    return own_grid_table(quoted, name) if name in bars.CLAIMS else own_grid_line(quoted, name)
 
 
-def readme(quoted: Quoted) -> str:
-    """Beside the peers of this run alone."""
+def training_ratios(path: pathlib.Path = TRAINING) -> dict[int, tuple[float, str]]:
+    """By the tokens of a sequence, the speed of a training step with dash_attn of which everything is deterministic,
+    over that of a step with the baseline of which nothing is; and the baseline's name."""
+    found = {}
+    for result in json.loads(path.read_text())["results"]:
+        plain = [row for row in result["rows"] if not row["receipts"]]
+        rows = {(row["attention"] == "dash_attn", row["deterministic"]): row for row in plain}
+        ours, baseline = rows[True, True], rows[False, False]
+        ratio = ours["tokens_per_second"] / baseline["tokens_per_second"]
+        found[result["seqlen"]] = ratio, ATTENTIONS[baseline["attention"]]
+    return found
+
+
+def of_training() -> str:
+    meta, ratios = json.loads(TRAINING.read_text()), training_ratios()
+    (baseline,) = {name for _, name in ratios.values()}
+    fa3_is_absent = all(result["peers"]["flash_attn_3"].startswith("not here") for result in meta["results"])
+    absent = " FlashAttention-3 was not installed there;" if fa3_is_absent else ""
+    return prose(
+        f"""- **Training.** A step with dash_attn in which everything is deterministic runs at
+        {listed([f"{ratio:.2f}" for ratio, _ in ratios.values()])} times the speed of the same step with {baseline}
+        attention in which nothing is, at {listed([f"{tokens:,}" for tokens in ratios])} tokens a sequence (one
+        {meta["device"].split()[1]}, {meta["shape"]["layers"]} layers, {meta["tokens"]:,} tokens a step;{absent}
+        [measurement](docs/training.md#what-it-costs)).""",
+        indent="  ",
+    )
+
+
+def of_kernels(quoted: Quoted) -> str:
+    """Beside the peers of this run, and beside FlashAttention-4, which was measured apart."""
     backward, forward = (quoted.in_one_run(pass_).get(THIS_RUN, []) for pass_ in ("backward", "forward"))
     here = compare.measured_peers(backward)
     names = {mode: [compare.NAMES[peer.impl] for peer in here if peer.deterministic == mode] for mode in (True, False)}
@@ -183,24 +212,30 @@ def readme(quoted: Quoted) -> str:
         raise SystemExit(
             f"error: {quoted.path} has not both passes beside peers of its run, deterministic and other ones"
         )
-    picture = quoted.path.with_suffix(".png").relative_to(ROOT)
-    ordered, other = (compare.mean(backward, mode) for mode in (True, False))
-    of_forward = compare.mean(forward, True)
-    parts = [
-        f"![Backward throughput on an H200]({picture})",
-        summary(backward),
-        prose(
-            f"""The backward of `schedule="auto"`, bf16, and the geometric mean of its throughput over that of the best
-            deterministic peer ({listed(names[True])}) and over that of the best other one ({listed(names[False])}), in
-            one run of commit {quoted.meta["commit"][:12]} on one {quoted.meta["gpu"].split()[1]}: at the least
-            {ordered.least:.2f} and {other.least:.2f}. The forward has {of_forward.ratio:.2f} times the throughput of
-            the best peer's, at the least {of_forward.least:.2f}. {order_free(quoted)}
-            [benchmarks/README.md](benchmarks/README.md) has every shape, more peers, which other runs measured, and how
-            to measure again."""
-        ),
-    ]
-    parts += [own_grid(quoted, name, with_bar=True) for name in quoted.own]
-    return "\n" + "\n\n".join(parts) + "\n\n"
+    ordered, other, of_forward = *(compare.mean(backward, mode) for mode in (True, False)), compare.mean(forward, True)
+    apart = [compare.mean(quoted.against_peers("backward"), mode, "fa4") for mode in (True, False)]
+    return prose(
+        f"""- **Kernels.** The backward has {ordered.ratio:.2f} times the throughput of {listed(names[True])} in
+        deterministic mode, and {other.ratio:.2f} times that of the fastest of {listed(names[False])} without
+        determinism. The forward has {of_forward.ratio:.2f} times that of the fastest of them. These are geometric means
+        over {ordered.shapes} shapes in bf16, from one run on one {quoted.meta["gpu"].split()[1]}; the minima are
+        {ordered.least:.2f}, {other.least:.2f} and {of_forward.least:.2f}. Over FlashAttention-4's two modes, measured
+        in separate runs at {apart[0].shapes} shapes, the backward has {apart[0].ratio:.2f} and {apart[1].ratio:.2f}
+        ([every figure](benchmarks/README.md)).""",
+        indent="  ",
+    )
+
+
+def readme(quoted: Quoted) -> str:
+    return f"\n{of_training()}\n{of_kernels(quoted)}\n\n"
+
+
+def picture(quoted: Quoted) -> str:
+    path = quoted.path.with_suffix(".png").relative_to(ROOT)
+    shown = f"![Throughput of the backward]({path})"
+    said = f"""Throughput of the backward in TFLOP/s by sequence length, on one {quoted.meta["gpu"].split()[1]}, commit
+        {quoted.meta["commit"][:12]}: dash_attn beside the baselines of the same run."""
+    return f"\n{shown}\n\n{prose(said)}\n\n"
 
 
 def of_schedules(quoted: Quoted, schedule: str, other: str) -> dict[Shape, float]:
@@ -238,7 +273,7 @@ def grid(rows: list[Comparison]) -> str:
             cells += [f"{peer.tflops:.0f} ({peer.name})", f"{row.ratio(peer):.2f}"] if peer else ["-", "-"]
         lines.append([*cells, note])
     heads = ["head_dim", "heads", "mask", "seqlen" if series else "batch x seqlen", "dash_attn"]
-    heads += ["of dense"] * with_dense + ["best deterministic peer", "ratio", "best other peer", "ratio"]
+    heads += ["of dense"] * with_dense + ["best deterministic baseline", "ratio", "best other baseline", "ratio"]
     modes = {True: "deterministic", False: "not deterministic"}
     shown = []
     for letter, peers in missing.items():
@@ -249,7 +284,7 @@ def grid(rows: list[Comparison]) -> str:
         ]
         shown.append(prose(f"- {letter}: {'; '.join(said)}", indent="  "))
     found = table([*heads, "missing"], lines)
-    legend = "Missing are the peers that were not measured at the shape:\n\n" + "\n".join(shown)
+    legend = "Missing are the baselines that were not measured at the shape:\n\n" + "\n".join(shown)
     return f"{found}\n\n{legend}" if shown else found
 
 
@@ -301,6 +336,7 @@ def yardstick(quoted: Quoted) -> str:
 
 def details(quoted: Quoted) -> str:
     backward, both = quoted.against_peers("backward"), quoted.against_peers("both")
+    here = quoted.in_one_run("backward")[THIS_RUN]
     with_fa3 = compare.mean([row for row in backward if row.best(True, "fa3")], True)
     means = [compare.mean(both, deterministic) for deterministic in (True, False)]
     meta, name = quoted.meta, quoted.path.name
@@ -312,52 +348,52 @@ def details(quoted: Quoted) -> str:
     parts = [
         prose(
             f"""[`{name}`](results/{name}): commit {meta["commit"]}, {meta["gpu"]}, driver {meta["driver"]}, CUDA
-            {meta["cuda"]}, torch {meta["torch"]}. The backward in TFLOP/s, bf16, `schedule="auto"`, beside the peers of
-            the same run:"""
+            {meta["cuda"]}, torch {meta["torch"]}. Throughput of the backward of `schedule="auto"`, bf16, and its
+            geometric mean over that of the best baseline of the same run:"""
         ),
-        grid(quoted.in_one_run("backward")[THIS_RUN]),
-        "The same beside peers of other runs:",
+        summary(here),
+        *([shown] if (shown := order_free(quoted)) else []),
+        "Every shape, in TFLOP/s, beside the best baselines of the same run:",
+        grid(here),
+        "The same beside baselines of other runs:",
         grid(backward),
         "By the groups of head_dim and mask:",
         counts(backward),
-        "The peers:",
+        "The baselines:",
         "\n".join(impls),
         prose(f"Left out is {quoted.peers_meta['left_out']}."),
         prose(
-            f"""Geometric means of our throughput over the peer's, with the number of shapes. In the first column the
-            two sides are of separate runs; in the others the peer was measured in one run with ours:
+            f"""Geometric means of our throughput over the baseline's, with the number of shapes. In the first column
+            the two sides are of separate runs; in the others the baseline was measured in one run with ours:
             {"; ".join(f"{run} is {what}" for run, what in quoted.runs_told().items())}."""
         ),
         to_each_peer(quoted, "backward"),
         to_each_peer(quoted, "forward"),
         prose(
             f"""Over the {with_fa3.shapes} shapes with a figure of deterministic FlashAttention-3, the ratio to the best
-            deterministic peer is {with_fa3.ratio:.2f}, in separate runs."""
+            deterministic baseline is {with_fa3.ratio:.2f}, in separate runs."""
         ),
         prose(
-            f"""Forward and backward together, ours {how}, a peer's backward after the quickest forward of any peer,
-            separate runs: {means[0].ratio:.2f} times the best deterministic peer ({means[0].shapes} shapes),
+            f"""Forward and backward together, ours {how}, a baseline's backward after the fastest forward of any,
+            separate runs: {means[0].ratio:.2f} times the best deterministic baseline ({means[0].shapes} shapes),
             {means[1].ratio:.2f} times the best other ({means[1].shapes})."""
         ),
         yardstick(quoted),
     ]
-    for name in quoted.own:
-        parts.append(own_grid(quoted, name))
-        if name in bars.CLAIMS:  # by shape in a page of their own
-            continue
-        for pass_ in ("backward", "forward"):
-            parts += [f"The {pass_} of {OWN_GRIDS[name].shapes}:", grid(quoted.of_own_grid(name, pass_))]
+    parts += [own_grid(quoted, name) for name in quoted.own]
     return "\n" + "\n\n".join(filter(None, parts)) + "\n\n"
 
 
 def by_shape(quoted: Quoted) -> str:
-    """The grids with bars."""
+    """The grids of their own."""
     parts = []
-    for name in filter(bars.CLAIMS.__contains__, quoted.own):
-        run = bars.Run(quoted.own[name], name)
+    for name, path in quoted.own.items():
         for pass_ in ("backward", "forward"):
-            of_pass = table(*bars.ratios_by_shape(run, pass_))
-            parts += [f"The {pass_} of {OWN_GRIDS[name].shapes}, commit {run.commit[:12]}:", of_pass]
+            if name in bars.CLAIMS:
+                of_pass = table(*bars.ratios_by_shape(bars.Run(path, name), pass_))
+            else:
+                of_pass = grid(quoted.of_own_grid(name, pass_))
+            parts += [f"The {pass_} of {OWN_GRIDS[name].shapes}, {run_told(quoted, name)}:", of_pass]
     return "\n" + "\n\n".join(parts) + "\n\n"
 
 
@@ -373,6 +409,7 @@ def main(argv: list[str] | None = None) -> None:
     blocks = {ROOT / "README.md": readme, here / "README.md": details, here / "by_shape.md": by_shape}
     # All of it is worked out before anything is written.
     written = {path: with_block(path.read_text(), MODULE, block(quoted)) for path, block in blocks.items()}
+    written[ROOT / "README.md"] = with_block(written[ROOT / "README.md"], PICTURE, picture(quoted))
     plot.draw(json.loads(quoted.path.read_text()), quoted.path.with_suffix(".png"), "backward")
     for path, text in written.items():
         path.write_text(text)

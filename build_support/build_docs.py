@@ -21,8 +21,10 @@ MENU: dict[str, list[str]] = {
     "Frameworks": ["docs/integrations/*.md"],
     "How it works": ["docs/design.md", "docs/forward.md", "docs/schedules.md", "docs/order_free.md", "docs/model.md"],
     "Measurements": ["benchmarks/README.md"],
-    "Project": ["CHANGELOG.md", "CONTRIBUTING.md", "docs/engineering_log.md", "third_party/README.md"],
+    "Project": ["CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md", "third_party/README.md"],
 }
+# A page for contributors, which other pages link to.
+NOT_IN_MENU = {ROOT / "docs" / "design_decisions.md"}
 _LINK = re.compile(r"\]\(([^)#\s]+)")
 
 
@@ -38,7 +40,8 @@ def menu() -> tuple[list[dict[str, object]], list[Path]]:
     taken: list[Path] = []
 
     def pages(patterns: list[str]) -> list[str]:
-        found = [path for pattern in patterns for path in sorted(ROOT.glob(pattern)) if path not in taken]
+        left_out = {*taken, *NOT_IN_MENU}
+        found = [path for pattern in patterns for path in sorted(ROOT.glob(pattern)) if path not in left_out]
         taken.extend(found)
         return [str(path.relative_to(ROOT)) for path in found]
 
@@ -60,7 +63,8 @@ def main() -> None:
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s: %(message)s")
     nav, pages = menu()
     shutil.rmtree(STAGED, ignore_errors=True)
-    for path in dict.fromkeys([*pages, *(target for page in pages for target in links(page))]):
+    staged = [*pages, *NOT_IN_MENU]
+    for path in dict.fromkeys([*staged, *(target for page in staged for target in links(page))]):
         target = STAGED / path.relative_to(ROOT)
         target.parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(path, target)

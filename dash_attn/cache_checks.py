@@ -105,7 +105,7 @@ def _check_cache(q: Tensor, cache: Cache, batch: int) -> None:
         raise ValueError(f"{k_name} must have shape {shape}, got {tuple(k.shape)}")
     if v.dim() != 4 or v.shape[:3] != k.shape[:3]:
         raise ValueError(
-            f"{v_name} must have the shape of {k_name} but for the head_dim, {tuple(k.shape)}, got {tuple(v.shape)}"
+            f"{v_name} must have the shape of {k_name} except for the head_dim, {tuple(k.shape)}, got {tuple(v.shape)}"
         )
     for tensor_name, x in ((k_name, k), (v_name, v)):
         _check_dtype(tensor_name, x, q)
@@ -138,7 +138,7 @@ def _check_new(q: Tensor, cache: Cache, new: NewKeys, batch: int) -> None:
         if new.cu_seqlens is not None:
             raise ValueError("cu_seqlens_k_new must be None without k, got a tensor")
         if new.rotary_cos is not None:
-            raise ValueError("rotary_cos must be None without k: keys in the cache have been rotated")
+            raise ValueError("rotary_cos must be None without k: keys in the cache are already rotated")
         return
     if cache.seqlens is None:
         raise ValueError("cache_seqlens must be given with k, got None: it says where new keys go")
@@ -275,7 +275,7 @@ def _check_table_on_device(cache: Cache, new: NewKeys) -> None:
 
 
 def _check_not_negative(name: str, x: Tensor) -> None:
-    checks.check_values((x >= 0).all(), f"{name} must be at least 0 wherever it is looked at, got a negative value")
+    checks.check_values((x >= 0).all(), f"{name} must be at least 0 wherever it is used, got a negative value")
 
 
 def _check_range(name: str, values: list[int], largest: int) -> None:

@@ -22,7 +22,7 @@ from .schedule import POLICIES
 
 SCHEDULES = ("auto", *POLICIES)
 QV, FP8 = "a second query-value product is not supported", "fp8 is not supported"
-DROPOUT = "no dropout through this function; dash_attn.flash_attn_func takes it"
+DROPOUT = "this function has no dropout; dash_attn.flash_attn_func has it"
 # Whether lengths and indices on a GPU are read and checked before a launch, which waits for the GPU.
 CHECKS_VALUES = os.environ.get("DASH_ATTN_CHECK") == "1"
 _MAX_INT = 2**31 - 1
@@ -106,9 +106,9 @@ def reject_given(why: str, **named: object) -> None:
 
 def check_hints(num_splits: object, pack_gqa: object) -> None:
     """Checks the types of FlashAttention-3's tuning hints, which are otherwise ignored."""
-    as_int("num_splits", num_splits, "an int (it changes nothing)")
+    as_int("num_splits", num_splits, "an int (it is ignored)")
     if pack_gqa is not None and _as_flag(pack_gqa) is None:
-        raise TypeError(f"pack_gqa must be None or a bool (it changes nothing), got {describe(pack_gqa)}")
+        raise TypeError(f"pack_gqa must be None or a bool (it is ignored), got {describe(pack_gqa)}")
 
 
 def as_window(window_size: object) -> tuple[int, int]:

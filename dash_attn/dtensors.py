@@ -77,7 +77,7 @@ def on_local_parts(
 
     if dropout_p:
         raise NotImplementedError(
-            f"dropout_p must be 0 with DTensors (each rank would drop what the whole does elsewhere), got {dropout_p}"
+            f"dropout_p must be 0 with DTensors (each rank would drop other elements than one process), got {dropout_p}"
         )
     all_axes = _OF_A_BATCH if pack is None else _OF_A_PACK
     if num_heads_q is not None:
@@ -115,7 +115,7 @@ def on_local_parts(
         check("learnable_sink", sinks, _Axes(_ABSENT, 0))
         if _BATCH in sharded and sinks.requires_grad and torch.is_grad_enabled():
             raise NotImplementedError(
-                f"learnable_sink must require no gradient where {first} is sharded by its batch: the gradient is a sum "
+                f"learnable_sink must not require a gradient if {first} is sharded by its batch: the gradient is a sum "
                 "over the batch, which would depend on the ranks"
             )
     for name, offsets in (pack or {}).items():

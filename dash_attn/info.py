@@ -41,18 +41,18 @@ _POLICIES_OF = {
 
 
 @dataclasses.dataclass(frozen=True)
-class _Door:
-    """A way from a framework to dash_attn: a module of dash_attn, and what has to be installed for it."""
+class _Integration:
+    """A module of dash_attn for a framework, and what has to be installed for it."""
 
     module: str
     distribution: str
     imported: str
 
 
-DOORS = (
-    _Door("dash_attn.integrations.torch", "torch", "torch"),
-    _Door("dash_attn.integrations.transformers", "transformers", "transformers"),
-    _Door("dash_attn.integrations.megatron", "megatron-core", "megatron.core"),
+INTEGRATIONS = (
+    _Integration("dash_attn.integrations.torch", "torch", "torch"),
+    _Integration("dash_attn.integrations.transformers", "transformers", "transformers"),
+    _Integration("dash_attn.integrations.megatron", "megatron-core", "megatron.core"),
 )
 # Modules that dash_attn can stand in for, and their distributions.
 ALIASES = {"flash_attn": "flash-attn", "flash_attn_interface": "flash-attn-3", "flash_attn_3": "flash-attn-3"}
@@ -130,35 +130,43 @@ def why_no_kernels_run() -> str | None:
     return None
 
 
-def _is_active(door: _Door) -> bool:
+def _is_active(integration: _Integration) -> bool:
     """Whether the framework calls dash_attn now, as far as this process and its environment tell."""
-    if door.distribution == "transformers":
+    if integration.distribution == "transformers":
         return "dash-attn/flash=" in os.environ.get("LOCAL_KERNELS", "")
-    is_active = getattr(sys.modules.get(door.module), "is_active", None)
+    is_active = getattr(sys.modules.get(integration.module), "is_active", None)
     return bool(is_active and is_active())
 
 
-def _why_closed(door: _Door) -> str | None:
-    """None, or why the door cannot be used: what its import, or the door itself, has against what is installed."""
-    if not _find(door.imported):
+def _why_unavailable(integration: _Integration) -> str | None:
+    """None, or why the integration cannot be used with what is installed, as its import or the module itself says."""
+    if not _find(integration.imported):
         return "not installed"
     try:
         # Frameworks warn of what they lack, and stdout is the report's.
         with warnings.catch_warnings(), contextlib.redirect_stdout(sys.stderr):
             warnings.simplefilter("ignore")
-            module = importlib.import_module(door.module)
-            return module.why_closed() if hasattr(module, "why_closed") else None
+            module = importlib.import_module(integration.module)
+            return module.why_unavailable() if hasattr(module, "why_unavailable") else None
     except Exception as error:  # frameworks fail to import in ways of their own
         return str(error).partition("\n")[0] or type(error).__name__
 
 
-def _doors() -> list[dict[str, Any]]:
+def _integrations() -> list[dict[str, Any]]:
     found = []
-    for door in DOORS:
-        installed = _find(door.imported)
-        version = _version(door.distribution) if installed else None
-        found.append({"module": door.module, "framework": door.distribution, "version": version,
-                      "installed": installed, "why_closed": _why_closed(door), "active": _is_active(door)})  # fmt: skip
+    for integration in INTEGRATIONS:
+        installed = _find(integration.imported)
+        version = _version(integration.distribution) if installed else None
+        found.append(
+            {
+                "module": integration.module,
+                "framework": integration.distribution,
+                "version": version,
+                "installed": installed,
+                "why_unavailable": _why_unavailable(integration),
+                "active": _is_active(integration),
+            }
+        )
     return found
 
 
@@ -252,7 +260,7 @@ def report() -> dict[str, Any]:
         "gpus": gpus,
         "kernels_run_here": why_not is None,
         "why_not": why_not,
-        "doors": _doors(),
+        "integrations": _integrations(),
         "aliases": _aliases(),
         "why_not_in_other_processes": aliases.why_no_start_file(),
         "self_check": self_check("cpu" if why_not else "cuda", kernels),
@@ -279,11 +287,17 @@ def _text(facts: dict[str, Any]) -> str:
     for gpu in facts["gpus"]:
         lines.append(f"GPU: {gpu['name']}, compute capability {gpu['capability']}")
     lines.append(f"kernels run here: {'yes' if facts['kernels_run_here'] else 'no: ' + facts['why_not']}")
-    lines.append("doors:")
-    for door in facts["doors"]:
-        framework = f"{door['framework']} {door['version'] or ''}".strip()
-        state = "active" if door["active"] else f"closed: {door['why_closed']}" if door["why_closed"] else "open"
-        lines.append(f"  {door['module']:<36}{framework}: {state}")
+    lines.append("integrations:")
+    for integration in facts["integrations"]:
+        framework = f"{integration['framework']} {integration['version'] or ''}".strip()
+        state = (
+            "active"
+            if integration["active"]
+            else f"unavailable: {integration['why_unavailable']}"
+            if integration["why_unavailable"]
+            else "available"
+        )
+        lines.append(f"  {integration['module']:<36}{framework}: {state}")
     for alias in facts["aliases"]:
         version = f" {alias['version']}" if alias["version"] else ""
         lines.append(f"  {'the name ' + alias['module']:<36}{(alias['owner'] or 'nobody') + version}")

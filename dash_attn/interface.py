@@ -1,14 +1,15 @@
-"""Drop-in replacements for FlashAttention's functions whose gradients have the same bits every run.
+"""Drop-in replacements for FlashAttention's functions whose gradients have the same bits in every run.
 
-Names, order and defaults of the arguments are FlashAttention-2's; FlashAttention-3's further arguments follow as
-keywords. An argument that asks for what is not there yet raises NotImplementedError; tuning hints are ignored.
+Names, order and defaults of the arguments are FlashAttention-2's, with FlashAttention-3's extra arguments as keywords.
+Unsupported arguments raise NotImplementedError, and tuning hints are ignored.
 
-On CUDA tensors the kernels need a Hopper GPU. CPU tensors are computed by `dash_attn.reference`, slowly, with the same
-checks. Gradients are a function of the inputs and of `schedule` alone, of each sequence by itself: in a pack, sequences
-of many lengths one behind the other without padding, a sequence has the bits that it has alone, whatever else is there.
-On CUDA tensors lengths are read on the device only: no call waits for it, and a captured graph may be replayed with
-other lengths. Two calls with dropout of a pack are the exception: one with return_attn_probs, and one whose max_seqlen
-is a tensor.
+CUDA tensors need a Hopper GPU. CPU tensors use `dash_attn.reference`, which is slow and has the same checks. Gradients
+depend only on the inputs of their sequence and on `schedule`: a sequence has the same bits alone, in a batch and in a
+variable-length batch (sequences of different lengths one after the other, without padding).
+
+Lengths on a GPU are read only on the device: no call waits for it, and a captured graph can be replayed with other
+lengths. There are two exceptions, both with dropout in a variable-length batch: return_attn_probs, and a max_seqlen
+that is a tensor.
 """
 
 from __future__ import annotations
@@ -24,8 +25,7 @@ from .dropout import DropoutBits
 from .dropout import calls as dropout_calls
 from .schedule import Schedule
 
-# In the order of _attention's `scores`, `dropout` and `unsupported`, and the same objects as the functions' defaults:
-# those of one module are.
+# In the order of _attention's `scores`, `dropout` and `unsupported`; the same objects as the functions' defaults.
 _SELDOM_DEFAULTS = (0.0, None, None, None, 0.0, None, None, None, None, None, 1, None)
 _ANY_WINDOW = (-1, -1)
 _NO_WINDOW = (-1, -1, 0)  # left, right, attention_chunk
@@ -57,80 +57,80 @@ def flash_attn_func(
     schedule: Schedule = "auto",
     dropout_bits: DropoutBits | None = None,
 ) -> Tensor | tuple[Tensor, Tensor, Tensor]:
-    """Attention O = softmax(c Q K^T) V, exact, with deterministic gradients.
+    """Exact attention O = softmax(c Q K^T) V with deterministic gradients.
 
-    For query i and key j of a head the score is S_ij = c q_i . k_j, or what softcap and alibi_slopes make of it; then
+    The score of query i and key j of a head is S_ij = c q_i . k_j, unless softcap or alibi_slopes change it. Over the
+    keys j that query i sees, with the head's sink s (without a sink there is no e^s),
 
         LSE_i = log(e^s + sum_j e^(S_ij))    O_i = sum_j e^(S_ij - LSE_i) v_j
 
-    over the keys j that query i sees, s being the head's sink; without one there is no e^s. The gradients are
-    FlashAttention-2's (arXiv 2307.08691), their sums taken in the order of `schedule` (DASH, arXiv 2601.21824).
+    The gradients are FlashAttention-2's (arXiv 2307.08691), summed in the order of `schedule` (DASH, arXiv 2601.21824).
 
     Args:
-        q: (batch, seqlen_q, heads, head_dim), bf16 or fp16, head_dim from 1 to 256. Any strides: what the kernels
-            cannot address (a last dimension that is not contiguous, a base or a stride that is not a multiple of 16
-            bytes) is copied, and a head_dim that is not a multiple of 8 is padded with zeros. On a CUDA, CPU or meta
-            device.
-        k: (batch, seqlen_k, kv_heads, head_dim), like q; kv_heads divides heads, and query head h uses KV head
+        q: (batch, seqlen_q, heads, head_dim), bf16 or fp16, head_dim from 1 to 256, on a CUDA, CPU or meta device. Any
+            strides. Tensors that the kernels cannot address are copied: those whose last dimension is not contiguous,
+            or whose base or strides are not multiples of 16 bytes. A head_dim that is not a multiple of 8 is padded.
+        k: (batch, seqlen_k, kv_heads, head_dim), like q. kv_heads divides heads, and query head h uses KV head
             h // (heads // kv_heads).
-        v: (batch, seqlen_k, kv_heads, value_head_dim), like q; value_head_dim is from 1 to 256 and may differ from
+        v: (batch, seqlen_k, kv_heads, value_head_dim), like q. value_head_dim is from 1 to 256 and may differ from
             head_dim.
-        dropout_p: probability of dropping an element of the softmax, from 0 to below 1 in fp32; None is 0. What is
-            kept is divided by 1 - dropout_p; the log-sum-exp is the one without dropout. Without dropout_bits the mask
-            is made of a state that torch's generator of q's device draws (`dash_attn.dropout`).
+        dropout_p: probability of dropping an element of the softmax, at least 0 and below 1 in fp32; None means 0. Kept
+            elements are divided by 1 - dropout_p. The log-sum-exp is the one without dropout. Without dropout_bits the
+            mask follows from a state drawn by torch's generator of q's device (`dash_attn.dropout`).
         softmax_scale: c, any number whose product with log2(e) is finite in fp32. Default: 1 / sqrt(head_dim). Under
-            torch.compile each value is a graph of its own.
-        causal: mask aligned at the bottom right: query i sees the keys j <= i + seqlen_k - seqlen_q. A query that sees
-            no key has output 0, gradients 0 and log-sum-exp +inf, or the sink, where there is one above -inf.
-        window_size: (left, right): query i sees the keys from p - left to p + right, p = i + seqlen_k - seqlen_q being
-            its own. A negative number or None is unbounded; causal sets right to 0, and (-1, 0) is the causal mask.
-            Any sequence of two integers, also an array or a tensor; the call waits to read one that is on a GPU.
-        softcap: t > 0 makes scores S_ij = t tanh(c q_i . k_j / t), before the mask. At most 0, or None: as they are.
-        alibi_slopes: fp32 (heads,) or (batch, heads), on q's device: m makes the scores of its head
-            S_ij = c q_i . k_j - m |p - j|, with p as in window_size. They get no gradient, and must not require one.
-            Not together with softcap. Default: none.
-        deterministic: accepted for compatibility; gradients are deterministic for either value.
-        return_attn_probs: also return the log-sum-exp, which has a gradient, and, where FlashAttention-2 returns the
-            dropped-out probabilities, these with dropout and else an empty tensor.
+            torch.compile each value compiles its own graph.
+        causal: aligns the mask at the bottom right: query i sees the keys j <= i + seqlen_k - seqlen_q. A query that
+            sees no key has output 0, gradients 0 and log-sum-exp +inf, or the sink if there is one above -inf.
+        window_size: (left, right): query i sees the keys from p - left to p + right, where p = i + seqlen_k - seqlen_q
+            is its position. A negative number or None means no limit. causal sets right to 0, and (-1, 0) is the causal
+            mask. Any sequence of two integers, including an array or a tensor; reading one on a GPU waits for it.
+        softcap: t > 0 makes the scores S_ij = t tanh(c q_i . k_j / t), before the mask. None or 0 or less: none.
+        alibi_slopes: fp32 (heads,) or (batch, heads), on q's device. Slope m makes the scores of its head
+            S_ij = c q_i . k_j - m |p - j|, with p as in window_size. Slopes get no gradient and must not require one.
+            They cannot be combined with softcap. Default: none.
+        deterministic: accepted for compatibility. Gradients are deterministic for either value.
+        return_attn_probs: also return the log-sum-exp, which has a gradient, and a third tensor: the dropped-out
+            probabilities with dropout, as in FlashAttention-2, and an empty tensor without.
         learnable_sink, s_aux: two names of one argument: (heads,), any floating-point dtype, on q's device. The sink s
-            of each head, the score of a key that every query sees and that has no value; it is neither scaled nor
-            capped nor masked, and -inf is none. Its gradient has its dtype, and is summed in an order that the
-            sequences alone fix: over the queries of each, then over the sequences. Softmax with 1 added to its
-            denominator ("off by one") is a sink of 0. Default: none.
-        attention_chunk: FlashAttention-3's: of the keys that the mask leaves, query i sees those of its own chunk, keys
-            j with j // attention_chunk = p // attention_chunk. 0 or None: all.
-        qv, q_descale, k_descale, v_descale: FlashAttention-3's; None only.
-        num_splits, pack_gqa: FlashAttention-3's tuning hints, an int and None or a bool; accepted and ignored. A row's
+            of a head is the score of a key without a value that every query sees. It is neither scaled, capped nor
+            masked. A sink of 0 adds 1 to the denominator of the softmax ("off by one"), and -inf adds nothing. The
+            gradient has the sink's dtype. It is summed over the queries of each sequence and then over the sequences,
+            in an order that only the sequences determine. Default: none.
+        attention_chunk: FlashAttention-3's. Of the keys that the mask leaves, query i sees those of its own chunk, with
+            j // attention_chunk = p // attention_chunk. 0 or None: all.
+        qv, q_descale, k_descale, v_descale: FlashAttention-3's; must be None.
+        num_splits, pack_gqa: FlashAttention-3's tuning hints, an int, and None or a bool; accepted and ignored. A row's
             keys are never split.
-        sm_margin: SMs that our kernels leave to others; at least 0 and less than the GPU has, on any device less than
-            144, which no Hopper GPU exceeds. Changes no bits. torch's own kernels, which pad, copy or negate where a
-            call needs it, take the SMs they like.
-        schedule: how the backward sums: a name of `dash_attn.schedule.POLICIES` or "auto", which is "descending" at
-            every shape. Each has its own last bits. All but one add the parts of dq in fp32, in an order of their own,
-            and a part waits for those before it; "order_free" rounds the parts to multiples of a unit that the inputs
-            fix and adds integers, which need no order. That moves a row of dq that attends about evenly to runs of 16
-            or more keys by at most 1e-4 of its norm; other rows may move by more of theirs. Heads whose inputs leave
-            no room for it are added in order after all. docs/order_free.md says what is promised. "auto" is an ordered
-            sum: its errors are the smaller ones for any inputs.
+        sm_margin: number of SMs that our kernels leave to others, at least 0 and less than the GPU has; on any device
+            less than 144, which no Hopper GPU exceeds. It changes no bits. torch's own kernels, which pad, copy or
+            negate if a call needs it, ignore it.
+        schedule: the order of sums in the backward: "auto" (the same as "descending" at every shape) or a name in
+            `dash_attn.schedule.POLICIES`. Each has its own last bits. All but one add the parts of dq in fp32 in an
+            order of their own, and a part waits for those before it. "order_free" rounds the parts to multiples of a
+            unit that follows from the inputs, and adds integers, which need no order. That moves a row of dq which
+            attends about evenly to runs of 16 or more keys by at most 1e-4 of its norm; other rows may move by more.
+            Heads whose inputs leave no room for this are added in order. "auto" has the smaller errors for any inputs.
+            docs/order_free.md has the guarantees.
         dropout_bits: what to drop, from `dash_attn.dropout.dropout_bits` for dropout_p, this batch, these query heads
-            and these lengths (of a pack, those of its longest sequence, or longer). They are kept for the backward,
-            unless they were made with keep_bits=False; then, and without them, it makes them of a state. Default: none.
+            and these lengths (in a variable-length batch at least those of the longest sequence). The backward keeps
+            them, unless they were made with keep_bits=False. Then, and without dropout_bits, it makes them again from
+            the state. Default: none.
 
-    Flags may be Python's or numpy's bools, 0 or 1.
+    Flags may be Python or numpy bools, 0 or 1.
 
     Returns:
-        out: (batch, seqlen_q, heads, value_head_dim), like q; with return_attn_probs (out, softmax_lse, empty),
-        softmax_lse fp32 (batch, heads, seqlen_q), natural logarithm, empty (0,), like q. Where the log-sum-exp is
-        infinite, its gradient is not looked at. With dropout, in the place of empty: (batch, heads, seqlen_q, seqlen_k)
-        like q, both lengths rounded up to multiples of 128, the probabilities before dropout with the sign - where an
-        element was dropped, and 0 where a query does not see a key. Of a pack the lengths are those of its longest
-        sequence: on a GPU the call waits to read them and cannot be captured in a graph, and on a meta device (0,).
+        out: (batch, seqlen_q, heads, value_head_dim), like q. With return_attn_probs (out, softmax_lse, empty):
+        softmax_lse is fp32 (batch, heads, seqlen_q), natural logarithm, and its gradient is ignored where it is
+        infinite; empty is (0,), like q. With dropout the third tensor is (batch, heads, seqlen_q, seqlen_k), like q,
+        both lengths rounded up to multiples of 128: the probabilities before dropout, negative where an element was
+        dropped, and 0 where a query does not see a key. In a variable-length batch the lengths are those of the longest
+        sequence: on a GPU the call waits to read them and cannot be captured in a graph; on a meta device it is (0,).
 
     Raises:
-        NotImplementedError: an argument asks for what is not supported, or softcap and alibi_slopes are both given.
+        NotImplementedError: an argument is not supported, or softcap and alibi_slopes are both given.
         TypeError, ValueError: an argument has a wrong type, dtype, shape or value; the message names it.
-        RuntimeError: CUDA tensors without the compiled kernels or without a Hopper GPU; a second differentiation; in
-            the capture of a graph, with dropout of a pack, return_attn_probs or a max_seqlen that is a tensor.
+        RuntimeError: CUDA tensors without the compiled kernels or without a Hopper GPU; a second differentiation; in a
+            graph capture, dropout in a variable-length batch with return_attn_probs or a max_seqlen that is a tensor.
     """
     return _attention(
         torch.ops.dash_attn.attention.default, {"q": q, "k": k, "v": v}, (),
@@ -165,13 +165,13 @@ def flash_attn_kvpacked_func(
     schedule: Schedule = "auto",
     dropout_bits: DropoutBits | None = None,
 ) -> Tensor | tuple[Tensor, Tensor, Tensor]:
-    """`flash_attn_func` for keys and values in one tensor; the gradient is written into one tensor too.
+    """`flash_attn_func` for keys and values in one tensor, which get one gradient.
 
     Args:
         q: (batch, seqlen_q, heads, head_dim), bf16 or fp16.
         kv: (batch, seqlen_k, 2, kv_heads, head_dim), like q.
 
-    The other arguments, the result and the errors are those of `flash_attn_func`, and so are the bits.
+    The other arguments, the result, the errors and the bits are those of `flash_attn_func`.
     """
     return _attention(
         torch.ops.dash_attn.attention_kvpacked.default, {"q": q, "kv": kv}, (),
@@ -206,14 +206,14 @@ def flash_attn_qkvpacked_func(
     schedule: Schedule = "auto",
     dropout_bits: DropoutBits | None = None,
 ) -> Tensor | tuple[Tensor, Tensor, Tensor]:
-    """`flash_attn_func` for queries, keys and values in one tensor; the gradient is written into one tensor too.
+    """`flash_attn_func` for queries, keys and values in one tensor, which get one gradient.
 
     Args:
         qkv: (batch, seqlen, 3, heads, head_dim), bf16 or fp16; with `num_heads_q`
             (batch, seqlen, num_heads_q + 2 * kv_heads, head_dim): query heads, then key heads, then value heads.
         num_heads_q: number of query heads of a four-dimensional qkv; a multiple of kv_heads.
 
-    The other arguments, the result and the errors are those of `flash_attn_func`, and so are the bits.
+    The other arguments, the result, the errors and the bits are those of `flash_attn_func`.
     """
     return _attention(
         torch.ops.dash_attn.attention_qkvpacked.default, {"qkv": qkv}, (checks.as_num_heads_q(num_heads_q),),
@@ -256,11 +256,11 @@ def flash_attn_varlen_func(
     schedule: Schedule = "auto",
     dropout_bits: DropoutBits | None = None,
 ) -> Tensor | tuple[Tensor, Tensor, Tensor]:
-    """`flash_attn_func` of each sequence of a pack.
+    """`flash_attn_func` of each sequence of a variable-length batch.
 
     Sequence b has the queries in rows cu_seqlens_q[b], ..., cu_seqlens_q[b + 1] - 1 of q, and its keys and values in
-    rows of k and v in the same way; every mask is that of its own lengths. Sequences may be empty. Rows of no sequence,
-    past the last offset or between the end of `seqused` and the next offset, may hold anything: they reach no sequence,
+    rows of k and v in the same way. Masks are those of its own lengths. Sequences may be empty. Rows of no sequence,
+    past the last offset or between the end of `seqused` and the next offset, may hold anything. They reach no sequence,
     and have output 0, log-sum-exp +inf and gradients 0, with sinks too.
 
     Args:
@@ -268,25 +268,24 @@ def flash_attn_varlen_func(
         k: (total_k, kv_heads, head_dim), like q.
         v: (total_k, kv_heads, value_head_dim), like q.
         cu_seqlens_q, cu_seqlens_k: int32 (batch + 1,), contiguous, on q's device: where each sequence begins and ends.
-            They start at 0 or more, never decrease and end at total or less. Others are a ValueError on the CPU, and on
-            a GPU an error on the device, as an index out of bounds is.
+            They start at 0 or more, never decrease, and end at total or less. Other values raise ValueError on a CPU,
+            and are a device-side error on a GPU, like an index out of bounds.
         max_seqlen_q, max_seqlen_k: an int, or an integer tensor of shape (), which is not read. FlashAttention's hints
-            of the longest sequence; they change nothing. With dropout_p above 0 and no dropout_bits they must be no
-            less than the longest, because random bits are made for so many rows. A tensor is then read: the call waits
-            for its GPU. A sequence beyond them is a ValueError on the CPU, and on a GPU an error on the device, as an
-            index out of bounds is.
+            for the longest sequence; they change nothing. With dropout_p above 0 and no dropout_bits they must be at
+            least the longest length, because random bits are made for so many rows. A tensor is then read, and the call
+            waits for its GPU. A longer sequence raises ValueError on a CPU, and is a device-side error on a GPU.
         block_table: int32 (batch, max_blocks) on q's device: k and v are pages, (num_blocks, block_size, kv_heads,
             head_dim or value_head_dim), and a sequence has its keys in the blocks of its row, in order. `cu_seqlens_k`
-            then only gives the number of keys of each sequence; `seqused_k` overrides it. Pages are gathered into a
+            then only gives the number of keys of each sequence, and `seqused_k` overrides it. Pages are gathered into a
             copy in every call. Dropout, or a gradient that is required, raises NotImplementedError. Default: none.
-        seqused_q, seqused_k: int32 (batch,) like cu_seqlens: how many rows of a sequence there are, at most those up
-            to the next offset. Default: all.
+        seqused_q, seqused_k: int32 (batch,) like cu_seqlens: number of rows of each sequence, at most those up to the
+            next offset. Default: all.
 
     The other arguments and the errors are those of `flash_attn_func`.
 
     Returns:
-        out: (total_q, heads, value_head_dim), like q; with return_attn_probs (out, softmax_lse, empty) as from
-        `flash_attn_func`, softmax_lse fp32 (heads, total_q).
+        out: (total_q, heads, value_head_dim), like q. With return_attn_probs (out, softmax_lse, empty) as in
+        `flash_attn_func`, with softmax_lse fp32 (heads, total_q).
     """
     pack = {
         "cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k, "seqused_q": seqused_q, "seqused_k": seqused_k
@@ -340,13 +339,13 @@ def flash_attn_varlen_kvpacked_func(
     schedule: Schedule = "auto",
     dropout_bits: DropoutBits | None = None,
 ) -> Tensor | tuple[Tensor, Tensor, Tensor]:
-    """`flash_attn_varlen_func` for keys and values in one tensor; the gradient is written into one tensor too.
+    """`flash_attn_varlen_func` for keys and values in one tensor, which get one gradient.
 
     Args:
         q: (total_q, heads, head_dim), bf16 or fp16.
         kv: (total_k, 2, kv_heads, head_dim), like q.
 
-    The other arguments, the result and the errors are those of `flash_attn_varlen_func`, and so are the bits.
+    The other arguments, the result, the errors and the bits are those of `flash_attn_varlen_func`.
     """
     pack = {
         "cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k, "seqused_q": seqused_q, "seqused_k": seqused_k
@@ -388,15 +387,15 @@ def flash_attn_varlen_qkvpacked_func(
     schedule: Schedule = "auto",
     dropout_bits: DropoutBits | None = None,
 ) -> Tensor | tuple[Tensor, Tensor, Tensor]:
-    """`flash_attn_varlen_func` for queries, keys and values in one tensor; the gradient is written into one tensor too.
+    """`flash_attn_varlen_func` for queries, keys and values in one tensor, which get one gradient.
 
     Args:
         qkv: (total, 3, heads, head_dim), bf16 or fp16; with `num_heads_q`
             (total, num_heads_q + 2 * kv_heads, head_dim): query heads, then key heads, then value heads.
-        cu_seqlens, max_seqlen, seqused: of the queries and of the keys alike.
+        cu_seqlens, max_seqlen, seqused: those of both the queries and the keys.
         num_heads_q: number of query heads of a three-dimensional qkv; a multiple of kv_heads.
 
-    The other arguments, the result and the errors are those of `flash_attn_varlen_func`, and so are the bits.
+    The other arguments, the result, the errors and the bits are those of `flash_attn_varlen_func`.
     """
     pack, max_seqlens = {"cu_seqlens": cu_seqlens, "seqused": seqused}, {"max_seqlen": max_seqlen}
     return _attention(
@@ -434,9 +433,9 @@ def _attention(
     pack: dict[str, Tensor | None] | None = None,
     max_seqlens: dict[str, int | Tensor] | None = None,
 ) -> Tensor | tuple[Tensor, Tensor, Tensor]:
-    """Calls `op`, which checks the tensors, on arguments of the types that it takes.
+    """Calls `op`, which checks the tensors, with arguments of the types that it takes.
 
-    This is on the path of every call: what is at its default, or of the right type already, is not looked at again.
+    Every call takes this path: arguments at their defaults, or of the right type already, are not looked at again.
     """
     scores = (softcap, alibi_slopes, learnable_sink, s_aux)
     dropout = (dropout_p, dropout_bits)
@@ -469,7 +468,7 @@ def _attention(
     if type(schedule) is not str or schedule not in checks.SCHEDULES:
         checks.check_schedule(schedule)
     extra: tuple[object, ...] = ()
-    # Of arrays and tensors the type alone is looked at here: they say neither yes nor no.
+    # Only the type of arrays and tensors is looked at here, because they have no truth value.
     is_usual = type(window_size) is tuple and type(attention_chunk) is int
     if not is_usual or window_size != _ANY_WINDOW or attention_chunk:
         extra = (*checks.as_window(window_size), checks.as_attention_chunk(attention_chunk))

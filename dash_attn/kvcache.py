@@ -1,8 +1,9 @@
 """Attention over a cache of keys and values: a forward without gradients, which may append to the cache first.
 
-The cache is made a pack for the forward that training has. A row of the output has the bits that it has there, in any
-batch, at any place in the cache and with any pages: they depend on the query and on the keys and values it sees. No
-lengths, tables or indices are read on the host, so that calls can be captured in a CUDA graph and replayed with others.
+The cache becomes a variable-length batch for the forward that training uses. A row of the output has the same bits as
+there, in any batch, at any place in the cache and with any pages: its bits depend only on the query and on the keys and
+values that it sees. The host reads no lengths, tables or indices, so calls can be captured in a CUDA graph and replayed
+with other values.
 """
 
 from __future__ import annotations
@@ -42,49 +43,49 @@ def flash_attn_with_kvcache(
     learnable_sink: Tensor | None = None,
     s_aux: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Attention of queries that stand at the end of cached keys, with the arguments of FlashAttention-2.
+    """Attention of queries at the end of cached keys, with the arguments of FlashAttention-2 and without a gradient.
 
-    Where k and v are given they are first written into the cache, in place, behind the keys that are there. Masks and
-    windows are those of `flash_attn_func` with the number of cached keys, new ones included, for seqlen_k: the last
-    query stands at the last key. There is no gradient.
+    If k and v are given, they are first written into the cache, in place, after the keys that are there. Masks and
+    windows are those of `flash_attn_func`, with the number of cached keys, including new ones, as seqlen_k: the last
+    query stands at the last key.
 
-    Nothing is split over SMs by keys: a row is computed by one of them, however long the cache is. Blocks of a
-    `block_table`, and rows of a `cache_batch_idx`, are gathered into one tensor in every call.
+    Keys are never split over SMs: one SM computes a row, however long the cache is. The blocks of a `block_table` and
+    the rows of a `cache_batch_idx` are gathered into one tensor in every call.
 
     Args:
         q: (batch, seqlen_q, heads, head_dim), bf16 or fp16, as in `flash_attn_func`.
         k_cache: (cache_batch, capacity, kv_heads, head_dim), or with block_table
-            (num_blocks, block_size, kv_heads, head_dim), any block_size of at least 1. Of any strides; where the
-            sequences of a cache are not a multiple of its rows apart it is copied. With k each element has a place in
-            memory of its own: no stride is 0, as those of an expanded tensor are, and v_cache lies elsewhere.
-        v_cache: like k_cache, with value_head_dim for head_dim.
-        k, v: (batch, seqlen_new, kv_heads, head_dim or value_head_dim), new keys and values, both or neither. They go
-            to the places cache_seqlens, cache_seqlens + 1, ... of their sequences.
+            (num_blocks, block_size, kv_heads, head_dim), any block_size of at least 1. Any strides; the cache is copied
+            if the distance between its sequences is not a multiple of its rows. With k every element must have a memory
+            location of its own: no stride is 0, as in an expanded tensor, and v_cache does not overlap k_cache.
+        v_cache: like k_cache, with value_head_dim instead of head_dim.
+        k, v: (batch, seqlen_new, kv_heads, head_dim or value_head_dim), new keys and values, both or neither. They are
+            written at the places cache_seqlens, cache_seqlens + 1, ... of their sequences.
         rotary_cos, rotary_sin: (positions, rotary_dim / 2), both or neither, floating point; only with k. New keys and
-            queries are rotated in fp32 and rounded: the key at place p by row p; query i by row cache_seqlens + i, or
-            where there is neither causal nor a window_size by row cache_seqlens. rotary_dim is a multiple of 16 up to
+            queries are rotated in fp32 and rounded: the key at place p by row p, and query i by row cache_seqlens + i,
+            or by row cache_seqlens if there is neither causal nor a window_size. rotary_dim is a multiple of 16 up to
             head_dim.
-        cache_seqlens: an int, or int32 (batch,) on q's device: keys in the cache before this call. Needed with k.
-            Default: all of the capacity. With k and block_table it may be minus seqlen_new, of a sequence that has no
-            keys and takes none, as where a batch is filled up; its block_table may hold -1. Values out of range raise
-            ValueError on the CPU, and are an error on the device on a GPU, as an index out of bounds is.
-        cache_batch_idx: int32 (batch,) on q's device: the sequence of the cache, or the row of block_table, that each
-            of the batch has. They must be distinct with k. Default: 0, 1, 2, ...
-        cache_leftpad: int32 (batch,) on q's device: places at the start of a sequence of the cache that hold no keys.
-            cache_seqlens counts them. Default: none.
+        cache_seqlens: an int, or int32 (batch,) on q's device: number of keys in the cache before this call. Required
+            with k. Default: the whole capacity. With k and block_table it may be minus seqlen_new for a sequence that
+            has no keys and takes none, as when a batch is filled up; its block_table may hold -1. Values out of range
+            raise ValueError on a CPU, and are a device-side error on a GPU, like an index out of bounds.
+        cache_batch_idx: int32 (batch,) on q's device: the sequence of the cache, or the row of block_table, for each
+            sequence of the batch. They must be distinct with k. Default: 0, 1, 2, ...
+        cache_leftpad: int32 (batch,) on q's device: number of places at the start of each sequence of the cache that
+            hold no keys. cache_seqlens counts them. Default: none.
         block_table: int32 (batch, max_blocks) on q's device, with cache_batch_idx (cache_batch, max_blocks): the blocks
-            that hold the keys of each sequence, in order. Entries past the last key are not looked at. Blocks that new
-            keys are written to must be distinct: others raise ValueError on the CPU, and on a GPU nobody looks, and
-            which keys such a block has is not known.
+            that hold the keys of each sequence, in order. Entries past the last key are ignored. Blocks that new keys
+            are written to must be distinct. Others raise ValueError on a CPU; on a GPU this is not checked, and the
+            contents of such a block are undefined.
         softmax_scale, causal, window_size, softcap, alibi_slopes, learnable_sink, s_aux: as in `flash_attn_func`.
         rotary_interleaved: whether dimensions 0 and 1, 2 and 3, ... are rotated together; otherwise d and
             d + rotary_dim / 2.
-        num_splits: accepted; changes nothing.
+        num_splits: accepted and ignored.
         return_softmax_lse: also return the log-sum-exp.
 
     Returns:
-        out: (batch, seqlen_q, heads, value_head_dim), like q; with return_softmax_lse (out, softmax_lse), softmax_lse
-        fp32 (batch, heads, seqlen_q), natural logarithm, +inf for a query that sees no key.
+        out: (batch, seqlen_q, heads, value_head_dim), like q. With return_softmax_lse (out, softmax_lse), with
+        softmax_lse fp32 (batch, heads, seqlen_q), natural logarithm, +inf for a query that sees no key.
 
     Raises:
         NotImplementedError: softcap and alibi_slopes are both given.
@@ -253,7 +254,7 @@ def attend_pages(
         if torch.is_grad_enabled() and isinstance(x, Tensor) and x.requires_grad:
             raise NotImplementedError(
                 "block_table must be None where a gradient is required (paged keys and values have no backward; "
-                f"torch.no_grad() asks for none), got {checks.describe(block_table)} and {name} that requires one"
+                f"torch.no_grad() turns gradients off), got {checks.describe(block_table)} and {name} that requires one"
             )
     cache_checks.check_offsets_of_pages(q, cu_seqlens_q, cu_seqlens_k)
     by_offsets = seqused_k is None

@@ -127,7 +127,7 @@ def what_holds(mesh):
                 *[[BATCH, WHOLE]] * 3,
                 learnable_sink=DTensor.from_local(sinks, mesh, [WHOLE, WHOLE], run_check=False).requires_grad_(),
             ),
-            NotImplementedError, "learnable_sink must require no gradient",
+            NotImplementedError, "learnable_sink must not require a gradient",
         ),
         "context parallelism": refused(
             given(good, good, good, function=context_parallel_attention), TypeError, "q must be a plain tensor"

@@ -336,7 +336,7 @@ def test_functions_of_the_extension_module():
         None, found[3],
     )  # fmt: skip
     assert_same_bits([dx.unflatten(0, (2, -1)) for dx in again[:3]], gradients)
-    with pytest.raises(NotImplementedError, match=r"gen must be None \(no dropout through this function; "):
+    with pytest.raises(NotImplementedError, match=r"gen must be None \(this function has no dropout; "):
         flash_attn_2_cuda.fwd(q, k, v, None, None, *tail, False, torch.Generator())
 
 

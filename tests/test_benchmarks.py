@@ -192,7 +192,7 @@ def test_a_picture_of_small_loads_has_a_place_for_each(tmp_path):
 def test_documents_quote_a_run_of_small_loads(tmp_path):
     result = document.ROOT / "benchmarks" / "results" / "h200_2026-11-21_257470c.json"
     plain = document.Quoted(result)
-    assert "small loads:" not in document.details(plain) and "Small loads" not in document.readme(plain)
+    assert "Small loads" not in document.details(plain) and "small loads" not in document.by_shape(plain)
     rows = []
     for i, shape in enumerate(GRIDS["loads"]()):
         for impl, policy, deterministic in (("dash_attn", "auto", True), ("fa3", None, False)):
@@ -203,12 +203,12 @@ def test_documents_quote_a_run_of_small_loads(tmp_path):
     path = tmp_path / "loads.json"
     path.write_text(json.dumps({"meta": {"commit": "abcdef" * 7, "gpu": "NVIDIA H200"}, "rows": rows}))
     quoted = document.Quoted(result, loads=path)
-    said = " ".join(document.readme(quoted).split())
+    said = " ".join(document.details(quoted).split())
     assert "the backward 0.97 times that of FlashAttention-3, at the least 0.50 (26)" in said
     assert "the forward 1.00 times that of FlashAttention-3, at the least 1.00 (26)" in said
-    details = document.details(quoted)
-    assert details.count("| 64 | 8/1 | causal | 2 x 4096 | **400** |") == 1
-    assert details.count("| 64 | 12 | full | 64 x 197 | **500** |") == 1
+    by_shape = document.by_shape(quoted)
+    assert by_shape.count("| 64 | 8/1 | causal | 2 x 4096 | **400** |") == 1
+    assert by_shape.count("| 64 | 12 | full | 64 x 197 | **500** |") == 1
 
 
 def test_commit_may_come_from_the_environment(monkeypatch):

@@ -34,7 +34,7 @@ BAD = [
     (TABLE | {"k_cache": t(4, 2, 32)}, ValueError,
      "k_cache must have shape (num_blocks, block_size, kv_heads, head_dim) with block_table, got (4, 2, 32)"),
     ({"v_cache": t(2, 9, 2, 16)}, ValueError,
-     "v_cache must have the shape of k_cache but for the head_dim, (2, 8, 2, 32), got (2, 9, 2, 16)"),
+     "v_cache must have the shape of k_cache except for the head_dim, (2, 8, 2, 32), got (2, 9, 2, 16)"),
     ({"v_cache": t(2, 8, 2, 16, dtype=torch.float16)}, TypeError,
      "v_cache must have the dtype of q, torch.bfloat16, got torch.float16"),
     ({"k_cache": t(2, 8, 2, 64)}, ValueError, "k_cache must have the head_dim of q, 32, got 64"),
@@ -90,7 +90,7 @@ BAD = [
      "(2, 2, 2, 16)"),
     (NEW | {"k": t(2, 3, 2, 32, dtype=torch.float16)}, TypeError,
      "k must have the dtype of q, torch.bfloat16, got torch.float16"),
-    (ROTARY, ValueError, "rotary_cos must be None without k: keys in the cache have been rotated"),
+    (ROTARY, ValueError, "rotary_cos must be None without k: keys in the cache are already rotated"),
     (NEW | {"rotary_cos": t(20, 8)}, ValueError,
      "rotary_cos and rotary_sin must both be given or both be None, got one of them"),
     (NEW | ROTARY | {"rotary_sin": t(19, 8)}, ValueError,
@@ -107,7 +107,7 @@ BAD = [
     (TABLE | {"k_cache": t(5, 0, 2, 32), "v_cache": t(5, 0, 2, 16), "cache_seqlens": 0}, ValueError,
      "k_cache must have shape (num_blocks, block_size, kv_heads, head_dim) with block_table and a block_size of at "
      "least 1, got (5, 0, 2, 32)"),
-    ({"num_splits": 1.5}, TypeError, "num_splits must be an int (it changes nothing), got 1.5"),
+    ({"num_splits": 1.5}, TypeError, "num_splits must be an int (it is ignored), got 1.5"),
     ({"causal": 2}, TypeError, "causal must be a bool, got 2"),
     (NEW | {"softcap": 1.0, "alibi_slopes": t(4, dtype=torch.float32)}, NotImplementedError,
      "softcap and alibi_slopes must not be given together (no kernel has both), got softcap=1 and alibi_slopes of "

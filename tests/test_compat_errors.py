@@ -59,7 +59,7 @@ def kvcache_3(**change):
     return flash_attn_3.flash_attn_with_kvcache(**{"q": Q, "k_cache": K, "v_cache": V} | change)
 
 
-NO_DROPOUT = "dropout_p must be 0.0 (no dropout through this function; dash_attn.flash_attn_func takes it), got 0.1"
+NO_DROPOUT = "dropout_p must be 0.0 (this function has no dropout; dash_attn.flash_attn_func has it), got 0.1"
 NO_FP8 = "{} must be None (fp8 is not supported), got a tensor of shape (2, 2)"
 NO_QV = "qv must be None (a second query-value product is not supported), got a tensor of shape (2, 5, 4, 32)"
 USED = {"seqused_k": torch.tensor([7, 3], dtype=torch.int32)}
@@ -85,7 +85,7 @@ REFUSED = [
      "out_ must have shape and dtype (2, 5, 4, 32) of torch.bfloat16, got (2, 5, 4, 16) of torch.bfloat16"),
     (forward_3, {"seqused_k": t(2, dtype=torch.int32), "q": t(5, 4, 32)}, ValueError,
      "q must have shape (batch, seqlen, heads, head_dim) without cu_seqlens_q, got (5, 4, 32)"),
-    (forward_3, {"num_splits": 1.5}, TypeError, "num_splits must be an int (it changes nothing), got 1.5"),
+    (forward_3, {"num_splits": 1.5}, TypeError, "num_splits must be an int (it is ignored), got 1.5"),
     (forward_3, {"scheduler_metadata": 3}, TypeError, "scheduler_metadata must be a torch.Tensor, got 3"),
     (forward_3, {"max_seqlen_q": -1}, ValueError,
      "max_seqlen_q must be an int of at least 0 or an integer tensor of shape (), got -1"),
@@ -107,7 +107,7 @@ REFUSED = [
     (forward_3, USED | {"v": t(7, 2, 32)}, ValueError,
      "v must have shape (batch, seqlen, heads, head_dim) without cu_seqlens_k, got (7, 2, 32)"),
     (forward_3, USED | {"v": t(1, 14, 2, 32)}, ValueError,
-     "v must have the shape of k but for the head_dim, (2, 7, 2, 32), got (1, 14, 2, 32)"),
+     "v must have the shape of k except for the head_dim, (2, 7, 2, 32), got (1, 14, 2, 32)"),
     (forward_3, USED | {"q": t(3, 5, 4, 32)}, ValueError, "k must have the batch size of q, got (2, 7, 2, 32)"),
     (forward_3, {"q": t(9, 4, 32), "cu_seqlens_q": t(4, dtype=torch.int32)}, ValueError,
      "k must have the batch size of cu_seqlens_q of shape (4,), got (2, 7, 2, 32)"),

@@ -270,7 +270,7 @@ def test_probabilities_of_a_pack_are_refused_in_a_capture(monkeypatch):
     of = {"dropout_p": 0.2, "return_attn_probs": True}
     with FakeTensorMode():
         q, offsets = torch.empty(80, 4, 64, dtype=BF16, device="cuda"), torch.empty(3, dtype=torch.int32, device="cuda")
-        message = "^return_attn_probs must be False in the capture of a CUDA graph with dropout of a pack, whose "
+        message = "^return_attn_probs must be False during CUDA graph capture with dropout in a "
         with pytest.raises(RuntimeError, match=message):
             flash_attn_varlen_func(q, q, q, offsets, offsets, 40, 40, **of)
         flash_attn_varlen_func(q, q, q, offsets, offsets, 40, 40, dropout_p=0.2)
@@ -329,8 +329,8 @@ def bits_of(**change):
     ({"dropout_bits": torch.zeros(1)}, TypeError,
      "dropout_bits must be a dash_attn.dropout.DropoutBits or None, got Tensor"),
     ({"dropout_p": 0.0, "dropout_bits": bits_of()}, ValueError,
-     "dropout_bits must be of dropout_p=0.0, got bits of p=0.1"),
-    ({"dropout_bits": bits_of(p=0.2)}, ValueError, "dropout_bits must be of dropout_p=0.1, got bits of p=0.2"),
+     "dropout_bits must be made for dropout_p=0.0, got bits for p=0.1"),
+    ({"dropout_bits": bits_of(p=0.2)}, ValueError, "dropout_bits must be made for dropout_p=0.1, got bits for p=0.2"),
     ({"dropout_bits": bits_of(batch=3)}, ValueError, SHAPE + ", got (3, 4, 2, 2, 128)"),
     ({"dropout_bits": bits_of(heads=2)}, ValueError, SHAPE + ", got (2, 2, 2, 2, 128)"),
     ({"dropout_bits": bits_of(seqlen_q=80)}, ValueError, SHAPE + ", got (2, 4, 3, 2, 128)"),
@@ -354,7 +354,7 @@ def test_bits_of_a_pack_must_have_its_longest_sequence():
 
 
 OP_P = "dropout_p must be above 0 and below 1 in fp32 where dropout_bits or rng_state is given, got "
-ONE = "dropout_bits and rng_state must be given one and not both where dropout_p is above 0, got "
+ONE = "dropout_bits and rng_state: exactly one must be given with dropout_p above 0, got "
 STATE = torch.zeros(2, dtype=torch.int64)
 
 

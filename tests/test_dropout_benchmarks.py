@@ -182,10 +182,10 @@ def test_bits_that_are_there_are_no_peer(tmp_path):
 def test_documents_quote_dropout(tmp_path):
     result = document.ROOT / "benchmarks" / "results" / "h200_2026-11-21_257470c.json"
     quoted = document.Quoted(result, dropout=result_of(tmp_path / "a.json", ours=0.8, bits=0.95))
-    lines = document.readme(quoted).splitlines()
+    lines = document.details(quoted).splitlines()
     of = "| dropout 0.1, 128, bits there | backward | our own without | 4 | 0.95 | 0.95 (full, 8x2048) | 0.94 |"
     assert of in lines
-    assert "| dropout 0.1 | both | the fastest peer with dropout | 8 | 1.60 | 1.60 (full, 8x2048) | 1.25 |" in lines
+    assert "| dropout 0.1 | both | the fastest baseline with dropout | 8 | 1.60 | 1.60 (full, 8x2048) | 1.25 |" in lines
     by_shape = document.by_shape(quoted).splitlines()
     assert "| 128 | 16 | causal, dropout 0.1 | 8 x 2048 | **400** | 0.80 | 1.60 | 3.20 |" in by_shape
 

@@ -220,8 +220,8 @@ def test_bits_for_a_mask_that_hides_less(of_bits, of_call):
 
 NO_MASK = {"causal": False, "window_size": (-1, -1), "attention_chunk": 0}
 OF_MASK = (
-    "dropout_bits must be made for no narrower a mask than that of the call, causal=False, window_size=(-1, 7), "
-    "attention_chunk={}, got bits of causal={}, window_size={}, attention_chunk={}"
+    "dropout_bits must be made for a mask no narrower than the call's, causal=False, window_size=(-1, 7), "
+    "attention_chunk={}, got bits for causal={}, window_size={}, attention_chunk={}"
 )
 
 
@@ -232,7 +232,7 @@ OF_MASK = (
     ({"attention_chunk": 6}, OF_MASK.format(12, False, (-1, -1), 6)),
     ({"attention_chunk": 32}, OF_MASK.format(12, False, (-1, -1), 32)),
     ({"window_size": (-1, 7), "seqlen_k": 39},
-     "dropout_bits that were made for a mask must be of the call's 40 queries and 40 keys, got bits of 40 and 39"),
+     "dropout_bits made for a mask must have the call's 40 queries and 40 keys, got bits for 40 and 39"),
 ], ids=str)  # fmt: skip
 def test_bits_for_another_mask_raise(bits, message):
     *inputs, dout = tensors(2, 40)
@@ -243,14 +243,14 @@ def test_bits_for_another_mask_raise(bits, message):
 
 def test_bits_of_chunks_are_for_no_call_without():
     *inputs, dout = tensors(2, 40)
-    with pytest.raises(ValueError, match="^dropout_bits must be made for no narrower a mask than that of the call, "):
+    with pytest.raises(ValueError, match="^dropout_bits must be made for a mask no narrower than the call's, "):
         attention(inputs, dout, bits_like(attention_chunk=8))
 
 
 def test_bits_for_a_mask_are_of_no_pack():
     *inputs, _ = tensors(80)
     offsets = torch.tensor([0, 40, 80], dtype=torch.int32)
-    message = r"^dropout_bits must be made without a mask for a pack, got bits of causal=True, window_size=\(-1, -1\), "
+    message = r"^dropout_bits must be made without a mask for a variable-length batch, got bits for causal=True, window"
     with pytest.raises(ValueError, match=message):
         flash_attn_varlen_func(
             *inputs, offsets, offsets, 40, 40, dropout_p=0.2, dropout_bits=bits_like(causal=True), causal=True

@@ -170,7 +170,7 @@ def test_opcheck(own):
     torch.library.opcheck(torch.ops.dash_attn.backward.default, arguments, dropout)
 
 
-NEEDED = "{} must be an int of at least 0 where rng_state is given for a pack, got {}"
+NEEDED = "{} must be an int of at least 0 with rng_state in a variable-length batch, got {}"
 
 
 @pytest.mark.parametrize("device", ["cpu", "meta", "cuda"])
@@ -272,7 +272,7 @@ def test_lengths_in_tensors_are_not_read_in_the_capture_of_a_graph(monkeypatch):
     with FakeTensorMode():
         q = torch.empty(80, HEADS, 64, dtype=BF16, device="cuda")
         offsets, longest = (torch.zeros(shape, dtype=torch.int32, device="cuda") for shape in ((5,), ()))
-        with pytest.raises(RuntimeError, match="^max_seqlen_q must be an int in the capture of a CUDA graph with"):
+        with pytest.raises(RuntimeError, match="^max_seqlen_q must be an int during CUDA graph capture with"):
             flash_attn_varlen_func(q, q, q, offsets, offsets, longest, longest, **P)
 
 
@@ -338,9 +338,7 @@ def test_no_pack_of_cuda_tensors_drops_beside_changed_scores(scores):
         x = torch.empty(9, 4, 64, dtype=BF16, device="cuda")
         offsets = torch.zeros(3, dtype=torch.int32, device="cuda")
         given = {"softcap": 5.0} if scores == "softcap" else {scores: torch.empty(4, device="cuda")}
-        message = (
-            r"^dropout_p must be 0.0 with softcap or alibi_slopes on a GPU \(no kernel drops beside them\), got 0.25$"
-        )
+        message = r"^dropout_p must be 0.0 with softcap or alibi_slopes on a GPU \(no kernel combines them\), got 0.25$"
         with pytest.raises(NotImplementedError, match=message):
             flash_attn_varlen_func(x, x, x, offsets, offsets, 5, 5, **P, **given)
         out = flash_attn_varlen_func(x, x, x, offsets, offsets, 5, 5, **P)

@@ -93,7 +93,7 @@ def test_few_tiles_are_even_too():
     (1, 1000000, True, 192),
 ])  # fmt: skip
 def test_where_tiles_are_few_they_have_fewer_rows(heads, seqlen, causal, rows):
-    """The first three are what was fastest of 64, 128 and 192 rows on an H200 (docs/engineering_log.md, section 35)."""
+    """The first three are what was fastest of 64, 128 and 192 rows on an H200 (docs/design_decisions.md)."""
     shape = dict(batch=1, heads=heads, kv_heads=heads, head_dim=128, causal=causal, sms=SMS)
     assert ForwardTiles(seqlen_q=seqlen, seqlen_k=seqlen, **shape).tile_positions == rows
 

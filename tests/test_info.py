@@ -73,7 +73,7 @@ def test_info_of_this_installation():
     assert facts["self_check"]["passed"] and facts["self_check"]["cases"] >= 1
     assert facts["kernels"]["built"] == bool(list(PACKAGE.glob("_C*.so")))
     assert facts["kernels_run_here"] == (facts["self_check"]["device"] == "cuda") == (facts["why_not"] is None)
-    assert facts["doors"][0]["version"] == torch.__version__ and not facts["doors"][0]["active"]
+    assert facts["integrations"][0]["version"] == torch.__version__ and not facts["integrations"][0]["active"]
 
 
 def test_info_says_what_was_built_and_what_is_not_here(package):
@@ -125,13 +125,13 @@ def test_why_no_kernels_run(monkeypatch, not_loaded, capability, why):
     assert info.why_no_kernels_run() == why
 
 
-def test_every_door_is_listed():
+def test_every_integration_is_listed():
     folder = PACKAGE / "integrations"
     modules = {f"dash_attn.integrations.{path.stem}" for path in folder.glob("[a-z]*.py")}
-    assert modules <= {door.module for door in info.DOORS}
+    assert modules <= {integration.module for integration in info.INTEGRATIONS}
 
 
-def test_info_says_why_a_door_is_closed(package):
+def test_info_says_why_an_integration_is_unavailable(package):
     """Of frameworks whose versions do not fit."""
     for name, text in {
         "transformers/__init__.py": "__version__ = '5.0.0'\n",
@@ -145,10 +145,10 @@ def test_info_says_why_a_door_is_closed(package):
     found = run(package.parent, "-W", "ignore", "-m", "dash_attn.info")
     assert found.returncode == 0, found.stdout + found.stderr
     lines = {line.split()[0]: line.partition(": ")[2] for line in found.stdout.splitlines() if line.startswith("  ")}
-    assert lines["dash_attn.integrations.torch"] == "open"
-    transformers = "closed: dash-attn/flash needs transformers 5.16 or newer, got 5.0.0"
+    assert lines["dash_attn.integrations.torch"] == "available"
+    transformers = "unavailable: dash-attn/flash needs transformers 5.16 or newer, got 5.0.0"
     assert lines["dash_attn.integrations.transformers"] == transformers
-    assert lines["dash_attn.integrations.megatron"].startswith("closed: cannot import name 'parallel_state' from")
+    assert lines["dash_attn.integrations.megatron"].startswith("unavailable: cannot import name 'parallel_state' from")
 
 
 @pytest.mark.parametrize("note", [None, "nvcc was not found (CUDA_HOME, PATH, /usr/local/cuda)"])

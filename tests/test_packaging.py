@@ -22,7 +22,7 @@ from dash_attn import _schedule
 
 ROOT = pathlib.Path(__file__).parents[1]
 # The files of the repository that only its own workflow reads.
-NOT_SHIPPED = {".gitignore", ".clang-format", ".ci/run"}
+NOT_SHIPPED = {".github/ISSUE_TEMPLATE/bug.md", ".gitignore", ".clang-format", ".ci/run"}
 BUILD_SDIST = "import setuptools.build_meta as backend, sys; backend.build_sdist(sys.argv[1])"
 DESCRIBE = """
 import dash_attn, dash_attn.schedule, importlib.metadata, json

@@ -81,9 +81,9 @@ def test_the_table_of_all_shapes(where, result):
     peers_rows = result["rows"] if where == "the same run" else PEERS["rows"]
     mine, missing = ours(result["rows"], "backward"), {}
     peers = {mode: theirs(peers_rows, "backward", mode) for mode in (True, False)}
-    same, others = block(DETAILS).split("The same beside peers of other runs:")
+    same, others = block(DETAILS).split("The same beside baselines of other runs:")
     table = same if where == "the same run" else others.split("By the groups")[0]
-    legend = table.partition("Missing are the peers")[2]
+    legend = table.partition("Missing are the baselines")[2]
     for letter, text in re.findall(r"^- ([a-z]): (.*(?:\n  .*)*)", legend, re.M):
         missing[letter] = " ".join(text.split())
     rows = [line for line in table.splitlines() if re.match(r"\| (64|128) \| \d", line)]
@@ -124,13 +124,18 @@ def groups_of(mine):
 def test_the_summary(result):
     mine = ours(result["rows"], "backward")
     groups = {**groups_of(mine), ("all", ""): mine}
-    rows = re.findall(r"^\| (64|128|all) \| (full|causal|) *\| (.*) \|$", README, re.M)
+    rows = re.findall(r"^\| (64|128|all) \| (full|causal|) *\| (.*) \|$", block(DETAILS).split("Every shape")[0], re.M)
     assert len(rows) == len(groups) == 5
     for head_dim, mask, rest in rows:
         group = groups[head_dim, mask]
         cells = [str(len(group)), f"{min(group.values()):.0f} to {max(group.values()):.0f}"]
         cells += [mean(group, theirs(result["rows"], "backward", mode))[0] for mode in (True, False)]
         assert [cell.strip() for cell in rest.split("|")] == cells, (head_dim, mask)
+    other = ours(result["rows"], "backward", "order_free")
+    ratios = [other[shape] / tflops for shape, tflops in mine.items()]
+    middle = statistics.geometric_mean(ratios)
+    said = f'has {middle:.2f} times the throughput of `"auto"`, at the least {min(ratios):.2f}.'
+    assert said in " ".join(DETAILS.split())
 
 
 def test_how_many_shapes_each_peer_was_measured_at(result):
@@ -152,26 +157,51 @@ def test_the_claim_against_other_runs(result):
     fa3 = theirs(PEERS["rows"], "backward", True, "fa3")
     with_fa3 = {shape: tflops for shape, tflops in mine.items() if shape in fa3}
     ratio, shapes = mean(with_fa3, deterministic)
-    claim = rf"Over the {shapes} shapes with a figure of deterministic FlashAttention-3, .* peer is {ratio}, in sep"
+    claim = rf"Over the {shapes} shapes with a figure of deterministic FlashAttention-3, .* baseline is {ratio}, in sep"
     assert re.search(claim, " ".join(DETAILS.split()))
 
 
-def test_the_claims_of_this_run(result):
+def test_the_figures_of_the_kernels(result):
     text, rows = " ".join(README.split()), result["rows"]
-    forward, peers = ours(rows, "forward"), theirs(rows, "forward")
-    ratio, least = mean(forward, peers)[0], min(ratios_of(forward, peers))
-    assert f"The forward has {ratio} times the throughput of the best peer's, at the least {least:.2f}." in text
-    backward = ours(rows, "backward")
+    backward, forward = ours(rows, "backward"), ours(rows, "forward")
     by_mode = {mode: theirs(rows, "backward", mode) for mode in (True, False)}
-    said = [re.search(rf"best {which} \((.*?)\)", text)[1] for which in ("deterministic peer", "other one")]
+    pairs = [*((backward, peers) for peers in by_mode.values()), (forward, theirs(rows, "forward"))]
+    said = re.search(r"(\S+) times the throughput of (.*?) in d.*? (\S+) times that of the \w+ of (.*?) without", text)
     names = [{NAMES[impl] for found in peers.values() for impl, _ in found} for peers in by_mode.values()]
-    assert [set(re.split(", | and ", found)) for found in said] == names
-    leasts = " and ".join(f"{min(ratios_of(backward, peers)):.2f}" for peers in by_mode.values())
-    assert f"in one run of commit {result['meta']['commit'][:12]} on one H200: at the least {leasts}." in text
-    other = ours(rows, "backward", "order_free")
-    ratios = [other[shape] / tflops for shape, tflops in backward.items()]
-    middle = statistics.geometric_mean(ratios)
-    assert f'has {middle:.2f} times the throughput of `"auto"`, at the least {min(ratios):.2f}.' in text
+    assert [set(re.split(", | and ", shown)) for shown in said.group(2, 4)] == names
+    in_forward = re.search(r"The forward has (\S+) times that of the fastest of them\.", text)[1]
+    assert [*said.group(1, 3), in_forward] == [mean(*pair)[0] for pair in pairs]
+    leasts = [f"{min(ratios_of(*pair)):.2f}" for pair in pairs]
+    assert f"over {len(backward)} shapes in bf16, from one run on one H200; the minima are" in text
+    assert f"the minima are {leasts[0]}, {leasts[1]} and {leasts[2]}." in text
+    apart = [mean(backward, theirs(PEERS["rows"], "backward", mode, "fa4")) for mode in (True, False)]
+    assert apart[0][1] == apart[1][1]
+    assert f"in separate runs at {apart[0][1]} shapes, the backward has {apart[0][0]} and {apart[1][0]} (" in text
+
+
+def test_the_figure_of_a_training_step():
+    """The page that it links to has the same ratios in its table."""
+    costs = json.loads(document.TRAINING.read_text())
+    lengths, ratios = [], []
+    for found in costs["results"]:
+        speed = collections.defaultdict(dict)
+        for row in found["rows"]:
+            if not row["receipts"]:
+                speed[row["attention"]][row["deterministic"]] = row["tokens_per_second"]
+        assert speed.keys() == {"dash_attn", "sdpa_cudnn"}
+        lengths.append(f"{found['seqlen']:,}")
+        ratios.append(speed["dash_attn"][True] / speed["sdpa_cudnn"][False])
+    two, three = ([f"{ratio:.{digits}f}" for ratio in ratios] for digits in (2, 3))
+    text = " ".join(README.split())
+    assert f"runs at {two[0]}, {two[1]} and {two[2]} times the speed of the same step with cuDNN attention" in text
+    assert f"is, at {lengths[0]}, {lengths[1]} and {lengths[2]} tokens a sequence (one H200, 24 layers, 32,768" in text
+    assert (costs["device"], costs["shape"]["layers"], costs["tokens"]) == ("NVIDIA H200", 24, 32768)
+    assert all("not here" in found["peers"]["flash_attn_3"] for found in costs["results"])
+    assert "FlashAttention-3 was not installed there" in text
+    training = (ROOT / "docs" / "training.md").read_text()
+    assert document.TRAINING.name in training
+    table = re.findall(r"^\| ([\d,]+) \| dash_attn \| deterministic \| [\d,]+ \| ([\d.]+) \|", training, re.M)
+    assert table == list(zip(lengths, three))
 
 
 def schedules_and_quickest(rows):
@@ -182,7 +212,7 @@ def schedules_and_quickest(rows):
 
 
 def test_the_quickest_schedule_of_small_loads():
-    rows, text = json.loads(OWN["loads"].read_text())["rows"], " ".join(README.split())
+    rows, text = json.loads(OWN["loads"].read_text())["rows"], " ".join(DETAILS.split())
     schedules, quickest = schedules_and_quickest(rows)
     ratios = ratios_of(quickest, theirs(rows, "backward", False, "fa3"))
     named = re.search(r"the backward of the quickest of ([^.]*?) at each shape", text)[1]
@@ -192,11 +222,11 @@ def test_the_quickest_schedule_of_small_loads():
 
 
 def test_what_is_said_of_small_loads():
-    """By hand, below the block."""
-    rows, text = json.loads(OWN["loads"].read_text())["rows"], " ".join(README.split())
+    """By hand, above the block."""
+    rows, text = json.loads(OWN["loads"].read_text())["rows"], " ".join(DETAILS.split())
     mine, other = ours(rows, "backward"), theirs(rows, "backward", False, "fa3")
     below = [f"{ratio:.2f}" for ratio in sorted(ratios_of(mine, other)) if ratio < 0.92]
-    assert f"it is at {mean(mine, other)[0]} in the mean, where the goal is 1.00" in text
+    assert f"it is at {mean(mine, other)[0]} in the mean, where the target is 1.00" in text
     assert f"and at {below[0]} to {below[-1]} at five shapes, where it is 0.92" in text and len(below) == 5
     quickest = ratios_of(schedules_and_quickest(rows)[1], other)
     assert "The quickest of the three schedules at each shape meets both" in text
@@ -246,7 +276,7 @@ def test_both_passes_and_the_yardstick(result):
     if not mine:  # not measured together
         backward, forward = (ours(result["rows"], pass_) for pass_ in ("backward", "forward"))
         mine = {shape: 3.5 / (1 / forward[shape] + 2.5 / backward[shape]) for shape in backward}
-    said = {True: "{} times the best deterministic peer ({} shapes)", False: "{} times the best other ({})."}
+    said = {True: "{} times the best deterministic baseline ({} shapes)", False: "{} times the best other ({})."}
     for mode, words in said.items():
         pairs = {
             shape: [(impl, 3.5 / (1 / forwards[shape][0][1] + 2.5 / tflops)) for impl, tflops in found]
@@ -276,9 +306,9 @@ def test_versions_of_the_peers_are_named(result):
         assert re.search(rf"[:;] {re.escape(run)} is {re.escape(what)}[.;]", text), run
 
 
-def block(text):
+def block(text, module="benchmarks.document"):
     """What stands between the marks."""
-    (found,) = re.findall(r"<!-- written by benchmarks.document -->\n(.*?)<!-- end -->", text, re.S)
+    (found,) = re.findall(rf"<!-- written by {module} -->\n(.*?)<!-- end -->", text, re.S)
     return found
 
 
@@ -301,12 +331,15 @@ def test_the_blocks_are_what_the_program_writes(tmp_path, monkeypatch):
     readmes = [tmp_path / path.relative_to(ROOT) for path in PAGES]
     for path in readmes:
         path.write_text(f"before\n{mark}<!-- end -->\nafter\n")
+    with readmes[0].open("a") as file:
+        file.write(f"<!-- written by {document.PICTURE} -->\n<!-- end -->\nafter\n")
     arguments = [str(result), *itertools.chain(*((f"--{name}", str(path)) for name, path in OWN.items()))]
     document.main(arguments)
     once = [path.read_text() for path in readmes]
     assert all(text.startswith(f"before\n{mark}") and text.endswith("<!-- end -->\nafter\n") for text in once)
     assert [block(text) for text in once] == [block(README), block(DETAILS), block(BY_SHAPE)]
-    assert "loads" in OWN and all(f"(`--grid {name}`), both sides" in text for name in OWN for text in once[:2])
+    assert block(once[0], document.PICTURE) == block(README, document.PICTURE)
+    assert "loads" in OWN and all(f"(`--grid {name}`), both sides" in once[1] for name in OWN)
     assert f"](benchmarks/results/{RESULT.stem}.png)" in once[0] and (results / f"{RESULT.stem}.png").exists()
     assert drawn == [(json.loads(RESULT.read_text()), "backward")]  # beside the peers of its own run
     document.main(arguments)
@@ -335,8 +368,8 @@ def test_a_result_without_peers_is_not_quoted(kept, tmp_path, monkeypatch, resul
 def test_the_claims_of_the_other_grids(grid, pass_):
     """Beside every peer of the run, and beside our own dense call: geometric mean, the least, how many."""
     meta, rows = (json.loads(OWN[grid].read_text())[name] for name in ("meta", "rows"))
-    text = " ".join(README.split()).split(f"(`--grid {grid}`), ")[1].split("(`--grid")[0]
-    assert text.startswith(f"both sides in one run of commit {meta['commit'][:12]} on one {meta['gpu'].split()[1]}:")
+    text = " ".join(block(DETAILS).split()).split(f"(`--grid {grid}`), ")[1].split("(`--grid")[0]
+    assert text.startswith(f"both sides in one run of commit {meta['commit'][:12]} on one {meta['gpu'].split()[1]}.")
     mine, others = ours(rows, pass_), collections.defaultdict(dict)
     assert len(mine) == len(GRIDS[grid]())  # no two differ in the batch alone
     for row in rows:

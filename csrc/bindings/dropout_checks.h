@@ -65,7 +65,7 @@ inline void check_rng_state(const Tensor& state, const Tensor& q, const PackTens
 inline void check_max_seqlen(const char* name, const std::optional<SymInt>& most) {
   const std::optional<int64_t> known = most ? most->maybe_as_int() : std::nullopt;
   TORCH_CHECK_VALUE(most && (!known || *known >= 0), name,
-                    " must be an int of at least 0 where rng_state is given for a pack, got ",
+                    " must be an int of at least 0 with rng_state in a variable-length batch, got ",
                     most ? size_text(*most) : "None");
 }
 
@@ -88,10 +88,10 @@ inline void check_dropout(const DropoutArguments& given, const ScoreArguments& s
                     number_text(given.p));
   TORCH_CHECK_NOT_IMPLEMENTED(
       !q.is_cuda() || (!scores.alibi_slopes && scores.softcap == 0),
-      "dropout_p must be 0.0 with softcap or alibi_slopes on a GPU (no kernel drops beside them), got ",
+      "dropout_p must be 0.0 with softcap or alibi_slopes on a GPU (no kernel combines them), got ",
       number_text(given.p));
   TORCH_CHECK_VALUE(given.bits.has_value() != given.rng_state.has_value(),
-                    "dropout_bits and rng_state must be given one and not both where dropout_p is above 0, got ",
+                    "dropout_bits and rng_state: exactly one must be given with dropout_p above 0, got ",
                     given.bits ? "both" : "neither");
   if (given.bits) {
     check_dropout_bits(*given.bits, q, k, pack);

@@ -187,7 +187,7 @@ inline void check_qkv(const Tensor& q, const Tensor& k, const Tensor& v, const P
   check_kv_shape("k", k, q, is_pack);
   check_head_dim("v", v);
   TORCH_CHECK_VALUE(v.sym_sizes().slice(0, v.dim() - 1) == k.sym_sizes().slice(0, k.dim() - 1),
-                    "v must have the shape of k but for the head_dim, ", shape_text(k), ", got ", shape_text(v));
+                    "v must have the shape of k except for the head_dim, ", shape_text(k), ", got ", shape_text(v));
   check_pack(pack, q);
 }
 

@@ -1,5 +1,5 @@
 // Whether the main kernel of the backward makes dQ of its sums (backward/finish_dq.h), or a kernel behind it does
-// (backward/convert.h). For speed alone, and measured (docs/engineering_log.md): the bits are the same. A sum that is
+// (backward/convert.h). For speed alone, and measured (docs/design_decisions.md): the bits are the same. A sum that is
 // finished at once is read from L2 and never written back; but the KV tile that adds last waits for the others, where
 // else it would go on.
 #pragma once

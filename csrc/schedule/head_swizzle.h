@@ -1,5 +1,5 @@
 // How many (sequence, KV head, split)s have their work tiles interleaved, and how many of the last ones. For speed
-// alone: it changes who runs when, never an order of sums. Measured (docs/engineering_log.md). What limits it is L2,
+// alone: it changes who runs when, never an order of sums. Measured (docs/design_decisions.md). What limits it is L2,
 // which should hold the Q, dO and fp32 dQ of the heads that are live together: what it does not hold costs power, and
 // with it clock.
 #pragma once

@@ -11,7 +11,7 @@ namespace dash_attn {
 
 // Where the sums of dK and dV are cut shows in their bits. So the rule looks at one sequence and at the group size, and
 // at nothing else: not at the other heads, the batch, or the SMs that a device has or a caller leaves. Its thresholds
-// are those that served 1 to 8 KV heads best over generated families of shapes (docs/engineering_log.md).
+// are those that served 1 to 8 KV heads best over three generated families of shapes (docs/design_decisions.md).
 
 // Queries that a mean work tile visits, those of all its query heads counted: adding its dK and dV up must stay small
 // beside that.

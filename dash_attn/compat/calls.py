@@ -75,7 +75,7 @@ def as_pack(q: Tensor, k: Tensor, v: Tensor, lengths: Lengths) -> Pack:
         sides.append(((batch, seqlen), torch.arange(batch + 1, dtype=torch.int32, device=x.device) * seqlen))
     (queries, starts_q), (keys, starts_k) = sides
     if keys and v.shape[:3] != k.shape[:3]:
-        raise ValueError(f"v must have the shape of k but for the head_dim, {tuple(k.shape)}, got {tuple(v.shape)}")
+        raise ValueError(f"v must have the shape of k except for the head_dim, {tuple(k.shape)}, got {tuple(v.shape)}")
     if keys and starts_q.shape != starts_k.shape:
         of_queries = "q" if queries else f"cu_seqlens_q of shape {tuple(starts_q.shape)}"
         raise ValueError(f"k must have the batch size of {of_queries}, got {tuple(k.shape)}")

@@ -49,49 +49,50 @@ def context_parallel_attention(
     schedule: Schedule = "auto",
     check_values: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor, Tensor]:
-    """`flash_attn_func`, but for dropout, of sequences whose rows are spread over the ranks of a group.
+    """`flash_attn_func` without dropout, for sequences whose rows are spread over the ranks of a group.
 
-    Output, log-sum-exp and gradients have the bits that one process gets for the whole, whatever the number of ranks
-    and the layout: no collective adds, and a head's bits do not depend on the other heads of its call. Each rank gets
+    Output, log-sum-exp and gradients have the bits that one process gets for the whole, for any number of ranks and
+    either layout: no collective adds, and a head's bits do not depend on the other heads of its call. Each rank gets
     all rows of some KV heads and of their query heads, computes, and gives the rows back (DeepSpeed-Ulysses, arXiv
-    2309.14509). Every rank of the group must make the same calls in the same order, also of the backward.
+    2309.14509). Every rank of the group must make the same calls in the same order, in the backward too.
 
-    With more ranks than KV heads keys and values are gathered, queries stay, and dK and dV are carried from rank to
-    rank in the order of one process. That takes a schedule that adds in an order and runs no clusters, and neither
-    softcap, slopes nor sinks, nor an attention_chunk without causal. Where ranks have chunks that end within a tile of
-    the kernels, rows go first to the rank that needs them, and results go back.
+    With more ranks than KV heads, keys and values are gathered, queries stay, and dK and dV are carried from rank to
+    rank in the order of one process. This needs a schedule that adds in an order and runs no clusters, and excludes
+    softcap, slopes, sinks, and an attention_chunk without causal. If the ranks' chunks end within a tile of the
+    kernels, rows first move to the rank that needs them, and results move back.
 
-    A mesh of two dimensions has both: over the last one heads are spread, over the first one keys are gathered, with
-    the limits of that. The rows that the ranks along the last dimension have together are one chunk, or two in zigzag,
-    of a sequence cut for the ranks along the first.
+    A mesh of two dimensions combines both: heads are spread over the last dimension and keys are gathered over the
+    first, with the limits of gathered keys. The rows of the ranks along the last dimension together are one chunk, or
+    two in zigzag, of a sequence cut for the ranks along the first.
 
     Args:
         q: (batch, this rank's rows of seqlen_q, heads, head_dim), bf16 or fp16: the rows of `rows_of_rank`, as `shard`
             cuts them. The device is the group's: CPU tensors for gloo, CUDA tensors for NCCL.
         k: (batch, this rank's rows of seqlen_k, kv_heads, head_dim), like q. The ranks need not divide the KV heads.
         v: (batch, this rank's rows of seqlen_k, kv_heads, value_head_dim), like q.
-        mesh: a process group, or a mesh of one dimension or of two, whose ranks ascend; None is all ranks. Rank (b, a)
-            of (B, A) is rank b A + a of all, for rows and in messages; A is at most the number of KV heads. A mesh
-            with B or A of 1 is the group of its ranks.
+        mesh: a process group, or a mesh of one or two dimensions whose ranks ascend; None means all ranks. Rank (b, a)
+            of (B, A) has the number b A + a for rows and in messages. A is at most the number of KV heads. A mesh with
+            B or A of 1 is the group of its ranks.
         layout: which rows a rank has, one of `LAYOUTS`.
-        softmax_scale, causal, window_size, softcap, attention_chunk, sm_margin, schedule: as in `flash_attn_func`, of
+        softmax_scale, causal, window_size, softcap, attention_chunk, sm_margin, schedule: as in `flash_attn_func`, for
             the whole sequence, and the same on every rank.
         alibi_slopes, learnable_sink: as in `flash_attn_func`: of all heads, the same values on every rank. Every rank
-            gets the whole gradient of the sinks, which must not be added up over the group.
+            gets the whole gradient of the sinks; do not add it up over the group.
         return_attn_probs: as in `flash_attn_func`.
-        check_values: also look at what only the device knows: that q, k, v and the gradients of the results are finite
+        check_values: also check what only the device knows: that q, k, v and the gradients of the results are finite,
             and that slopes and sinks have the same bytes on every rank. Waits for the GPU; changes no bits.
 
     Returns:
-        out: (batch, this rank's rows of seqlen_q, heads, value_head_dim), like q; with return_attn_probs
-        (out, softmax_lse, empty), softmax_lse fp32 (batch, heads, this rank's rows of seqlen_q).
+        out: (batch, this rank's rows of seqlen_q, heads, value_head_dim), like q. With return_attn_probs
+        (out, softmax_lse, empty), with softmax_lse fp32 (batch, heads, this rank's rows of seqlen_q).
 
     Raises:
-        NotImplementedError: softcap, slopes, sinks, "order_free" or an attention_chunk without causal with more ranks
-            than KV heads or a mesh of two dimensions, a mesh of more, or what `flash_attn_func` has not.
+        NotImplementedError: an argument that `flash_attn_func` does not support; a mesh of more than two dimensions;
+            with more ranks than KV heads or a mesh of two dimensions, softcap, slopes, sinks, "order_free" or an
+            attention_chunk without causal.
         TypeError, ValueError: an argument is wrong; the message names it.
-        RankError: another rank is the cause: it has other shapes, dtypes or arguments, its arguments are wrong, it died
-            or does not come within the timeout of the group. It is raised on every rank, there and in the backward.
+        RankError: another rank is the cause: it has other shapes, dtypes or arguments, its arguments are wrong, or it
+            died or does not arrive within the timeout of the group. Every rank raises it, in the backward too.
     """
     return _attention("context_parallel_attention", locals())
 
@@ -121,26 +122,26 @@ def context_parallel_varlen_attention(
     schedule: Schedule = "auto",
     check_values: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor, Tensor]:
-    """`flash_attn_varlen_func`, but for dropout, of a pack whose rows are spread over the ranks of a group.
+    """`flash_attn_varlen_func` without dropout, for a batch whose rows are spread over the ranks of a group.
 
-    The pack is cut as a whole, as if it were one sequence: a sequence of it may lie on several ranks, or on one. The
-    mesh has one dimension. With more ranks than KV heads, short sequences go to one rank each and long ones are cut
-    for all; for that the offsets are read, and the GPU waited for.
+    The batch is cut as if it were one sequence: one of its sequences may lie on several ranks or on one. The mesh has
+    one dimension. With more ranks than KV heads, short sequences go to one rank each and long ones are cut for all. The
+    host reads the offsets for this, and so waits for the GPU.
 
     Args:
         q: (this rank's rows of total_q, heads, head_dim), bf16 or fp16.
         k: (this rank's rows of total_k, kv_heads, head_dim), like q.
         v: (this rank's rows of total_k, kv_heads, value_head_dim), like q.
-        cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_q, seqused_k: as in `flash_attn_varlen_func`, of
-            the whole pack, the same values on every rank; `check_values` looks at their bytes too.
+        cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_q, seqused_k: as in `flash_attn_varlen_func`,
+            for the whole batch, the same values on every rank; `check_values` compares their bytes too.
 
-    The other arguments are those of `context_parallel_attention`, and so are the errors. With more ranks than KV heads
-    there are more: ValueError where offsets or numbers of rows in use are none of the pack, on the ranks that have
-    such, and RankError where ranks have other ones.
+    The other arguments and the errors are those of `context_parallel_attention`. With more ranks than KV heads there
+    are two more errors: ValueError on ranks whose offsets or numbers of rows in use are invalid, and RankError if ranks
+    have different ones.
 
     Returns:
-        out: (this rank's rows of total_q, heads, value_head_dim), like q; with return_attn_probs
-        (out, softmax_lse, empty), softmax_lse fp32 (heads, this rank's rows of total_q).
+        out: (this rank's rows of total_q, heads, value_head_dim), like q. With return_attn_probs
+        (out, softmax_lse, empty), with softmax_lse fp32 (heads, this rank's rows of total_q).
     """
     return _attention("context_parallel_varlen_attention", locals())
 

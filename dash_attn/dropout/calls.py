@@ -35,7 +35,7 @@ def checked_probability(dropout_p: object, dropout_bits: object, *, softmax_scal
         kind = type(dropout_bits).__name__
         raise TypeError(f"dropout_bits must be a dash_attn.dropout.DropoutBits or None, got {kind}")
     if dropout_bits is not None and dropout_bits.p != p:
-        raise ValueError(f"dropout_bits must be of dropout_p={p}, got bits of p={dropout_bits.p}")
+        raise ValueError(f"dropout_bits must be made for dropout_p={p}, got bits for p={dropout_bits.p}")
     return p
 
 
@@ -74,8 +74,8 @@ def keywords(
     is_pack = pack is not None
     if return_attn_probs and is_pack and any_tensor.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         raise RuntimeError(
-            "return_attn_probs must be False in the capture of a CUDA graph with dropout of a pack, whose lengths it "
-            "would read, got True"
+            "return_attn_probs must be False during CUDA graph capture with dropout in a variable-length batch, "
+            "because the call reads the lengths, got True"
         )
     given: dict[str, object] = {"dropout_p": p}
     if dropout_bits is not None:
@@ -108,8 +108,8 @@ def _lengths(max_seqlens: Mapping[str, int | Tensor], most: int) -> dict[str, An
             if number is None:
                 if length.is_cuda and torch.cuda.is_current_stream_capturing():
                     raise RuntimeError(
-                        f"{name} must be an int in the capture of a CUDA graph with dropout_p above 0, which reads it, "
-                        f"got {checks.describe(length)}"
+                        f"{name} must be an int during CUDA graph capture with dropout_p above 0, because the call "
+                        f"reads it, got {checks.describe(length)}"
                     )
                 number = most if length.is_meta else length.item()
                 read.append((length, number))
@@ -140,16 +140,18 @@ def _check_mask_of_bits(
     is_within = all(of_bits == -1 or 0 <= of_call <= of_bits for of_bits, of_call in zip(own_sides, sides))
     if not is_within or (own_chunk and (not chunk or own_chunk % chunk)):
         raise ValueError(
-            f"dropout_bits must be made for no narrower a mask than that of the call, {described(mask)}, got bits of "
+            f"dropout_bits must be made for a mask no narrower than the call's, {described(mask)}, got bits for "
             f"{described(own)}"
         )
     if is_pack:
-        raise ValueError(f"dropout_bits must be made without a mask for a pack, got bits of {described(own)}")
+        raise ValueError(
+            f"dropout_bits must be made without a mask for a variable-length batch, got bits for {described(own)}"
+        )
     lengths = tuple(x.shape[1] for x in _queries_and_keys(named, num_heads_q))
     if lengths != (bits.seqlen_q, bits.seqlen_k):
         raise ValueError(
-            f"dropout_bits that were made for a mask must be of the call's {lengths[0]} queries and {lengths[1]} keys, "
-            f"got bits of {bits.seqlen_q} and {bits.seqlen_k}"
+            f"dropout_bits made for a mask must have the call's {lengths[0]} queries and {lengths[1]} keys, "
+            f"got bits for {bits.seqlen_q} and {bits.seqlen_k}"
         )
 
 

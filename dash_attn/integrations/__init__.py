@@ -1,1 +1,1 @@
-"""Doors into frameworks, a module each, which imports its framework only when it is imported or called itself."""
+"""Integrations into frameworks. Each module imports its framework only when it is imported or called itself."""

@@ -34,7 +34,7 @@ Spec = TypeVar("Spec")
 _REPLACED = ("DotProductAttention", "TEDotProductAttention")
 _CAUSAL = (AttnMaskType.causal, AttnMaskType.padding_causal, AttnMaskType.causal_bottom_right)
 _PADDED = (AttnMaskType.padding, AttnMaskType.padding_causal)
-_ONE_RANK = "{} (this door does not take context parallelism; dash_attn.distributed has it)"
+_ONE_RANK = "{} (this integration does not support context parallelism; dash_attn.distributed has it)"
 # Settings under which another attention would have to be computed, or more than the output returned.
 _OFF = ("fp8_dot_product_attention", "fp8_multi_head_attention", "qk_clip", "log_max_attention_logit")
 

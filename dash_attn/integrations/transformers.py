@@ -76,7 +76,7 @@ def uninstall() -> None:
         setattr(PreTrainedModel, _CHECK, original)
 
 
-def why_closed() -> str | None:
+def why_unavailable() -> str | None:
     """None, or why `install` would raise ImportError: what is missing, or which version does not fit."""
     try:
         _checked_model_class()

@@ -70,30 +70,31 @@ class Recorder:
                     loss.backward()
                     optimizer.step()
 
-    Nothing waits for the GPU: sums are copied while it works on, and a thread writes them.
+    Recording does not wait for the GPU: sums are copied while the GPU works on, and a thread writes them.
 
     Args:
-        path: the folder; DASH_ATTN_RECEIPTS_PATH in the environment stands in its place.
-        model: its parameters are recorded, their gradients, and its buffers. Wrap and shard it before (DDP, FSDP2).
+        path: the folder. The environment variable DASH_ATTN_RECEIPTS_PATH overrides it.
+        model: its parameters, their gradients and its buffers are recorded. Wrap and shard it first (DDP, FSDP2).
         optimizer: its state is recorded, and gradients as it gets them.
-        every: record the steps whose numbers it divides.
-        blocks_every: keep the sums of blocks of the steps whose numbers it divides; of other steps there remain the
+        every: record only steps whose numbers are multiples of this.
+        blocks_every: keep the sums of blocks for steps whose numbers are multiples of this. Other steps keep the
             fingerprints of tensors.
-        keep_blocks: keep the sums of blocks of so many last recorded steps as well.
-        block: words of 4 bytes (elements, where these are smaller) in a block, a power of two from 8 to 2^24.
+        keep_blocks: also keep the sums of blocks for this number of last recorded steps.
+        block: words of 4 bytes (or elements, if these are smaller) in a block, a power of two from 8 to 2^24.
         kinds: which of KINDS to record.
-        taps: names of modules whose outputs are tapped, as in `model.named_modules()`; `*` stands for any one part
+        taps: names of modules whose outputs are tapped, as in `model.named_modules()`. `*` stands for any one part
             between dots: "layers.*", "layers.*.attention".
-        shard_of: called with the name and the tensor of each parameter, of its gradient and state, and of each buffer
-            that is no DTensor, says which part of a whole it is. None: all of it; a buffer belongs to its rank.
-        replay: a shell command that runs step `{step}` again, from a checkpoint; None: the command of this process.
+        shard_of: a function that gets the name and the tensor of each parameter, of its gradient and state, and of each
+            buffer that is not a DTensor, and returns which part of a whole it is. None: all of it; a buffer belongs to
+            its rank.
+        replay: a shell command that runs step `{step}` again from a checkpoint. None: the command of this process.
         facts: whatever else identifies the run, such as its seed and parallel layout. `compare` shows differences.
-        resume: go on with receipts that are there.
+        resume: continue existing receipts.
 
     Raises:
-        FileExistsError: there are receipts of this rank, and `resume` is False.
-        ValueError: an argument is not what is said here; the receipts there are damaged, or of another run, or another
-            recorder writes them.
+        FileExistsError: receipts of this rank exist, and `resume` is False.
+        ValueError: an argument is invalid; or the existing receipts are damaged, belong to another run, or are being
+            written by another recorder.
         OSError: SQLite cannot write into the folder.
     """
 

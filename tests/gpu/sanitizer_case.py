@@ -56,7 +56,7 @@ PACK_ROWS_Q = Rows(300, (2, 72, 72, 210, 211, 220, 290), tuple(q for q, _ in PAC
 PACK_ROWS_K = Rows(470, (0, 65, 70, 200, 200, 240, 440), tuple(k for _, k in PACK))
 # racecheck follows the arrival of every thread at a barrier, and not that of a lane for its warp. So it takes for races
 # what such arrivals alone put in order: one work tile of a CTA after the other, and a sum of dQ that comes to where
-# consumers have staged partials, as with `shift` however few the work tiles are (docs/engineering_log.md, section 50).
+# consumers have staged partials, as with `shift` however few the work tiles are (docs/design_decisions.md).
 NOT_FOR_RACECHECK = ("sums", "shift")  # a kind of case, and a policy
 # Far above the rounding of bf16, far below a wrong tile.
 TOLERANCE = 0.02

@@ -188,7 +188,7 @@ def test_probabilities_are_refused_in_a_capture(device):
     torch.cuda.synchronize()
     with torch.cuda.graph(torch.cuda.CUDAGraph()):
         zeros = torch.zeros_like(q)  # a graph of nothing is warned of
-        with pytest.raises(RuntimeError, match="^return_attn_probs must be False in the capture of a CUDA graph with"):
+        with pytest.raises(RuntimeError, match="^return_attn_probs must be False during CUDA graph capture with"):
             dash_attn.flash_attn_varlen_func(q, k, v, *offsets, dropout_p=0.1, return_attn_probs=True)
     assert zeros.shape == q.shape
 
@@ -204,7 +204,7 @@ def test_longest_lengths_in_a_tensor_are_read_but_in_the_capture_of_a_graph(devi
     torch.cuda.synchronize()
     with torch.cuda.graph(torch.cuda.CUDAGraph()):
         zeros = torch.zeros_like(call.leaves[0])  # a graph of nothing is warned of
-        with pytest.raises(RuntimeError, match="^max_seqlen_q must be an int in the capture of a CUDA graph with"):
+        with pytest.raises(RuntimeError, match="^max_seqlen_q must be an int during CUDA graph capture with"):
             in_tensor.forward()
     assert zeros.shape == call.leaves[0].shape
 
@@ -217,7 +217,7 @@ def test_longest_lengths_that_are_no_ints_raise_before_anything_runs(device):
     state = DropoutState.of(1, 2, device).rng_state
     numbers = (call.cu_seqlens, call.cu_seqlens, None, None, 0.125, True, -1, -1, 0)
     dropout = dict(rng_state=state, dropout_p=0.1)
-    message = "^max_seqlen_{} must be an int of at least 0 where rng_state is given for a pack, got {}"
+    message = "^max_seqlen_{} must be an int of at least 0 with rng_state in a variable-length batch, got {}"
     cases = [
         ("q", {}, "None"), ("q", dict(max_seqlen_k=70), "None"), ("k", dict(max_seqlen_q=70), "None"),
         ("k", dict(max_seqlen_q=70, max_seqlen_k=-1), "-1"),

@@ -224,7 +224,7 @@ def test_tensor_parallel_ranks_train_as_one(tmp_path):
     ("settings", "message"),
     [
         ({"attention_dropout": 0.1}, r"attention_dropout to be 0.0 \(--attention-dropout 0\), got 0.1"),
-        ({"context_parallel_size": 2}, r"context_parallel_size to be 1 \(this door does not .*, got 2"),
+        ({"context_parallel_size": 2}, r"context_parallel_size to be 1 \(this integration does not .*, got 2"),
         ({"fp8_dot_product_attention": True}, "fp8_dot_product_attention to be False, got True"),
         ({"qk_clip": True}, "qk_clip to be False, got True"),
         ({"log_max_attention_logit": True}, "log_max_attention_logit to be False, got True"),
@@ -258,7 +258,7 @@ def test_calls_that_are_refused():
     offsets = torch.tensor([0, 24], dtype=torch.int32)
     ranks = PackedSeqParams("thd", offsets, offsets)
     ranks.cp_group = types.SimpleNamespace(size=lambda: 2)
-    with pytest.raises(NotImplementedError, match=r"cp_group to be of one rank \(this door does not .*, got 2$"):
+    with pytest.raises(NotImplementedError, match=r"cp_group to be of one rank \(this integration does not .*, got 2$"):
         core()(*pack, packed_seq_params=ranks)
     with pytest.raises(NotImplementedError, match="attn_mask_type to be no_mask, padding or causal_bottom_right in a"):
         core(attention_type="cross")(*pack, packed_seq_params=PackedSeqParams("thd", offsets, offsets))
