@@ -12,8 +12,11 @@ demo: export DASH_ATTN_SKIP_CUDA ?= $(if $(wildcard /dev/nvidiactl),0,1)
 demo: build
 	$(VENV)/bin/python -m dash_attn.demo
 
+# Files of tests side by side, those with the most tests first. A GPU has one process, for some tests need it alone.
+test: export OMP_NUM_THREADS ?= 1
+test: PROCESSES = $(if $(wildcard /dev/nvidiactl),,-n logical --maxprocesses 8 --dist loadfile)
 test: build
-	$(VENV)/bin/python -m pytest -ra
+	$(VENV)/bin/python -m pytest -ra $$($(VENV)/bin/python -c "import xdist" && echo $(PROCESSES))
 
 build:
 	$(PREPARE) test test-frameworks

@@ -14,13 +14,16 @@ SCHEDULES = ("descending", "order_free")
 
 
 @pytest.fixture(scope="module")
-def programs(tmp_path_factory):
+def stages(tmp_path_factory):
+    """The kernels beside the main one, which are those of every row."""
+    return emulation.SharedObject("stages.cpp", tmp_path_factory.mktemp("stages"))
+
+
+@pytest.fixture(scope="module")
+def programs(stages, tmp_path_factory):
     folder = tmp_path_factory.mktemp("backward")
-    (folder / "stages").mkdir()
-    stages = emulation.build(
-        emulation.source(folder / "stages"), ["stages.cpp"], "64", folder / "stages.o"
-    )  # of every row
-    return emulation.build_rows(folder, ["backward.cpp", stages])
+    csrc = emulation.source(folder)
+    return emulation.build_rows(csrc, ["backward.cpp", stages.of(csrc)], folder)
 
 
 # dQ is made of its sums by who adds last, however small a call is; so the bits must be those of `programs`.
@@ -30,23 +33,22 @@ FINISHING_ROWS = ("64", "128")
 
 
 @pytest.fixture(scope="module")
-def finishing_programs(tmp_path_factory):
+def finishing_programs(stages, tmp_path_factory):
     folder = tmp_path_factory.mktemp("finishing")
     divided = ("schedule/finishing.h", DIVIDED, DIVIDED + "    return true;\n")
     csrc = emulation.source(folder, ALWAYS_FINISHES, divided)
-    return {
-        row: emulation.build(csrc, ["backward.cpp", "stages.cpp"], row, folder / f"program_{row}")
-        for row in FINISHING_ROWS
-    }
+    return emulation.build_rows(csrc, ["backward.cpp", stages.of(csrc)], folder, FINISHING_ROWS)
 
 
-def changed_program(folder, row, *changes):
-    return emulation.build(emulation.source(folder, *changes), ["backward.cpp", "stages.cpp"], row, folder / "program")
+def changed_program(stages, folder, row, call, *changes):
+    """With changes of the source, for calls of the kind of `call`."""
+    csrc = emulation.source(folder, *changes)
+    return emulation.build(csrc, ["backward.cpp", stages.of(csrc)], row, folder / "program", only=call)
 
 
-def check_is_found(folder, row, machines, call, *changes):
+def check_is_found(stages, folder, row, machines, call, *changes):
     """A fault: a wrong gradient, other bits on another machine, or no end."""
-    program = changed_program(folder, row, *changes)
+    program = changed_program(stages, folder, row, call, *changes)
     with pytest.raises((AssertionError, subprocess.TimeoutExpired)):
         emulation.check(program, machines, **call)
 
@@ -56,9 +58,12 @@ MIXED = ("backward/whole_tiles.h", "have_begun(params, kv_tiles) ?",
          "have_begun(params, kv_tiles) && first_number / kv_tiles % 2 == 0 ?")  # fmt: skip
 
 
+SHIFT = dict(schedule="shift")
+
+
 @pytest.fixture(scope="module")
-def mixed_program(tmp_path_factory):
-    return changed_program(tmp_path_factory.mktemp("mixed"), "64", MIXED)
+def mixed_program(stages, tmp_path_factory):
+    return changed_program(stages, tmp_path_factory.mktemp("mixed"), "64", SHIFT, MIXED)
 
 
 def check(program, **call):
@@ -110,14 +115,11 @@ def test_finished_by_who_adds_last(programs, finishing_programs, row, schedule, 
 
 
 @pytest.fixture(scope="module")
-def converting_programs(tmp_path_factory):
+def converting_programs(stages, tmp_path_factory):
     """dQ of divided KV tiles is never made by who adds last."""
     folder = tmp_path_factory.mktemp("converting")
     csrc = emulation.source(folder, ("schedule/finishing.h", DIVIDED, DIVIDED + "    return false;\n"))
-    return {
-        row: emulation.build(csrc, ["backward.cpp", "stages.cpp"], row, folder / f"program_{row}")
-        for row in FINISHING_ROWS
-    }
+    return emulation.build_rows(csrc, ["backward.cpp", stages.of(csrc)], folder, FINISHING_ROWS, only=SHIFT)
 
 
 @pytest.mark.parametrize("row", FINISHING_ROWS)
@@ -302,22 +304,22 @@ FINISHING_FAULTS = [
 
 
 @pytest.mark.parametrize("row, file, right, wrong, call", FINISHING_FAULTS, ids=range(len(FINISHING_FAULTS)))
-def test_faults_of_finishing_are_found(finishing_programs, tmp_path, row, file, right, wrong, call):
+def test_faults_of_finishing_are_found(finishing_programs, stages, tmp_path, row, file, right, wrong, call):
     machines = tuple((4, seed) for seed in range(6))
     emulation.check(finishing_programs[row], machines[:2], **call)
-    check_is_found(tmp_path, row, machines, call, ALWAYS_FINISHES, (file, right, wrong))
+    check_is_found(stages, tmp_path, row, machines, call, ALWAYS_FINISHES, (file, right, wrong))
 
 
 @pytest.mark.parametrize("row, file, right, wrong, call", FAULTS, ids=range(len(FAULTS)))
-def test_faults_are_found(programs, tmp_path, row, file, right, wrong, call):
+def test_faults_are_found(programs, stages, tmp_path, row, file, right, wrong, call):
     """By a wrong gradient, or other bits on another machine; the source as it is has neither."""
     machines = tuple((4, seed) for seed in range(6))
     emulation.check(programs[row], machines[:2], **call)
-    check_is_found(tmp_path, row, machines, call, (file, right, wrong))
+    check_is_found(stages, tmp_path, row, machines, call, (file, right, wrong))
 
 
-def test_a_counter_that_is_moved_past_a_part_of_another_head_is_found(mixed_program, tmp_path):
+def test_a_counter_that_is_moved_past_a_part_of_another_head_is_found(mixed_program, stages, tmp_path):
     machines = tuple((sms, seed) for sms in (4, 5) for seed in range(6))
     call = dict(TOGETHER[0], schedule="shift")
     emulation.check(mixed_program, machines, **call)
-    check_is_found(tmp_path, "64", machines, call, MIXED, COUNTER_TOO_FAR)
+    check_is_found(stages, tmp_path, "64", machines, call, MIXED, COUNTER_TOO_FAR)

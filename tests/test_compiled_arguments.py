@@ -1,9 +1,12 @@
 """Numbers that torch.compile makes symbols of: float arguments, lengths, and length hints that come from tensors."""
 
+import itertools
+
 import pytest
 import torch
 from interface_support import assert_same_bits, randn
 from pack_support import int32
+from products import pairwise, spread
 
 import dash_attn
 from dash_attn.compat import flash_attn_2, flash_attn_3
@@ -50,9 +53,14 @@ def assert_one_graph(function, *arguments, backend="eager", **options):
         assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
 
 
-@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
-@pytest.mark.parametrize("numbers", NUMBERS, ids=str)
-@pytest.mark.parametrize("name", CALLS)
+# Every number of the two functions that the others end in; of those, two that take each number somewhere.
+SYMBOLIC = [
+    *itertools.product(("flash_attn_func", "flash_attn_varlen_func"), NUMBERS),
+    *spread(((name,) for name in CALLS for _ in range(2) if "packed" in name), NUMBERS),
+]
+
+
+@pytest.mark.parametrize("name, numbers, backend", spread(SYMBOLIC, ["eager", "aot_eager"]), ids=str)
 def test_symbolic_numbers_are_one_graph(name, numbers, backend):
     """With dynamic=True the defaults are symbols too."""
     of, call = getattr(dash_attn, name), CALLS[name]
@@ -107,10 +115,9 @@ def test_a_wrong_probability_raises_when_compiled_too():
         compiled(X, 1.5)
 
 
-@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
-@pytest.mark.parametrize("dropout_p", [0.0, 0.25])
-@pytest.mark.parametrize("as_tensor", [False, True])
-@pytest.mark.parametrize("name", PACKED)
+@pytest.mark.parametrize(
+    "name, as_tensor, dropout_p, backend", pairwise(PACKED, [False, True], [0.0, 0.25], ["eager", "aot_eager"]), ids=str
+)
 def test_hints_read_from_tensors_in_a_graph(name, as_tensor, dropout_p, backend):
     def layer(x, offsets):
         longest = offsets.diff().max()

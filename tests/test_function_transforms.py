@@ -132,7 +132,7 @@ def test_vjp_of_several_gradients():
 @pytest.mark.parametrize("function, arguments", [
     *((function, {}) for function in FUNCTIONS),
     (flash_attn_qkvpacked_func, {"num_heads_q": 2}), (flash_attn_func, {"dropout_p": 0.25}),
-], ids=str)  # fmt: skip
+], ids=lambda x: x.__name__ if callable(x) else str(x))  # fmt: skip
 def test_batched_gradients(function, arguments):
     inputs = [x[0].requires_grad_() for x in batches(function)]
     if "num_heads_q" in arguments:

@@ -273,8 +273,9 @@ def check_room(pack, arguments):
         key_chunks=(rows[1], CHUNK_ROWS, 1),
     )  # fmt: skip
     assert set(pack.totals) == set(pack.most) == set(COUNTS)
+    call = {name: value for name, value in arguments.items() if name != "lengths"}
     for name, (total, size, each) in sizes.items():
-        assert 0 <= pack.totals[name] <= pack.most[name] <= (total // size + batch) * each, name
+        assert 0 <= pack.totals[name] <= pack.most[name] <= (total // size + batch) * each, f"{name}, {call}"
 
 
 @settings(max_examples=400, deadline=None)
@@ -299,14 +300,16 @@ ADVERSARIAL = {
 }
 
 
-@pytest.mark.parametrize("head_dim", [64, 96, 128, 192, 256])
-@pytest.mark.parametrize("group", range(1, 17))
+ADVERSARIAL_DIMS, ADVERSARIAL_GROUPS = (64, 96, 128, 192, 256), range(1, 17)
+
+
 @pytest.mark.parametrize("lengths", ADVERSARIAL.values(), ids=ADVERSARIAL)
-def test_there_is_room_for_adversarial_lengths(lengths, group, head_dim):
-    for schedule, mask in itertools.product(POLICIES, [FULL, CAUSAL, window(100, 50), window(-1, -1, 70)]):
-        if _schedule.fits(schedule, **mask):
-            arguments = dict(schedule=schedule, lengths=lengths, head_dim=head_dim, **heads_of(1, group), **mask)
-            check_room(BackwardPack(**arguments), {**arguments, "rows_outside": (0, 0)})
+def test_there_is_room_for_adversarial_lengths(lengths):
+    masks = [FULL, CAUSAL, window(100, 50), window(-1, -1, 70)]
+    kinds = [(schedule, mask) for schedule in POLICIES for mask in masks if _schedule.fits(schedule, **mask)]
+    for (schedule, mask), group, head_dim in itertools.product(kinds, ADVERSARIAL_GROUPS, ADVERSARIAL_DIMS):
+        arguments = dict(schedule=schedule, lengths=lengths, head_dim=head_dim, **heads_of(1, group), **mask)
+        check_room(BackwardPack(**arguments), {**arguments, "rows_outside": (0, 0)})
 
 
 def test_room_is_a_function_of_the_number_of_rows_alone():
@@ -357,8 +360,9 @@ def check_forward_room(arguments):
     pack = ForwardPack(**arguments)
     total = sum(q for q, _ in arguments["lengths"]) + arguments["rows_outside"][0]
     rows = pack.tile_positions * (arguments["heads"] // pack.head_groups)
-    assert rows % 64 == 0 and rows <= _schedule.forward_tile_shape(**dims_of(arguments))[0]
-    assert pack.totals["units"] <= pack.most["units"] <= total // pack.tile_positions + len(arguments["lengths"])
+    call = {name: value for name, value in arguments.items() if name != "lengths"}
+    assert rows % 64 == 0 and rows <= _schedule.forward_tile_shape(**dims_of(arguments))[0], call
+    assert pack.totals["units"] <= pack.most["units"] <= total // pack.tile_positions + len(arguments["lengths"]), call
 
 
 @settings(max_examples=300, deadline=None)
@@ -367,11 +371,10 @@ def test_there_is_room_for_the_forward(arguments, rows_outside):
     check_forward_room({**arguments, "rows_outside": rows_outside})
 
 
-@pytest.mark.parametrize("head_dim", [64, 96, 128, 192, 256])
-@pytest.mark.parametrize("group", range(1, 17))
 @pytest.mark.parametrize("lengths", ADVERSARIAL.values(), ids=ADVERSARIAL)
-def test_there_is_room_for_the_forward_of_adversarial_lengths(lengths, group, head_dim):
-    for mask in (FULL, CAUSAL, window(100, 50)):
+def test_there_is_room_for_the_forward_of_adversarial_lengths(lengths):
+    masks = (FULL, CAUSAL, window(100, 50))
+    for mask, group, head_dim in itertools.product(masks, ADVERSARIAL_GROUPS, ADVERSARIAL_DIMS):
         arguments = dict(lengths=lengths, head_dim=head_dim, **heads_of(1, group), **mask, rows_outside=(0, 0))
         check_forward_room({**arguments, "sms": 132})
 

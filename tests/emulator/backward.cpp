@@ -46,7 +46,7 @@ class BackwardCall : emulator::Call<Element> {
     }
     if constexpr (Dims::kDims.qk == 256) { serve(Causal{}, Softcap{}); }
     if constexpr (Dims::kDims.qk == 96 || Dims::kDims.qk == 256) { serve(Windowed{}, Dropout{}); }
-    if (!found_) { emulator::fail("no kernel serves this"); }
+    if (!found_) { emulator::fail_without_kernel(); }
     if (infinite_row() >= 0) { check_infinite_row(); }
     if (this->number("tiny_head", -1) >= 0 && !any_needs_order()) { emulator::fail("no head needs the order"); }
     compare("dq", expected_dq_, dq_, a_.head_dims.qk);
@@ -87,22 +87,29 @@ class BackwardCall : emulator::Call<Element> {
   template <typename Mask, typename Score>
   void serve(Mask, Score) {
     if (a_.mask.kind != Mask::kKind || score_kind(a_) != Score::Score::kKind) { return; }
-    using Dtype = emulator::DtypeOf<Element>;
+    if constexpr (emulator::is_built<Mask, Score>()) { serve_policies<Mask, Score>(); }
+  }
+
+  template <typename Mask, typename Score>
+  void serve_policies() {
     constexpr HeadDims kDims = EMULATED_DIMS::kDims;
     constexpr CallKind kCall{Mask::kKind, kDims, Score::Score::kKind != ScoreKind::kPlain};
-    constexpr bool kHasShift = has_kernel(Policy::kShift, kCall);
     if (static_cast<Policy>(a_.schedule) == Policy::kShift) {
-      if constexpr (kHasShift && kDims.qk <= 128) {
-        launch_backward<BackwardVariant<Dtype, EMULATED_DIMS, Mask, Score, Shift>>(a_, nullptr);
-      } else {
-        return;
-      }
+      if constexpr (has_kernel(Policy::kShift, kCall) && kDims.qk <= 128) { launch<Mask, Score, Shift>(); }
     } else if (static_cast<Policy>(a_.schedule) == Policy::kOrderFree) {
-      launch_backward<BackwardVariant<Dtype, EMULATED_DIMS, Mask, Score, OrderFree>>(a_, nullptr);
+      launch<Mask, Score, OrderFree>();
     } else {
-      launch_backward<BackwardVariant<Dtype, EMULATED_DIMS, Mask, Score, Ordered>>(a_, nullptr);
+      launch<Mask, Score, Ordered>();
     }
-    found_ = true;
+  }
+
+  template <typename Mask, typename Score, typename ThePolicy>
+  void launch() {
+    if constexpr (emulator::is_built<ThePolicy>()) {
+      using Dtype = emulator::DtypeOf<Element>;
+      launch_backward<BackwardVariant<Dtype, EMULATED_DIMS, Mask, Score, ThePolicy>>(a_, nullptr);
+      found_ = true;
+    }
   }
 
   static void like(std::vector<Element>& data, TensorView& view, const std::vector<Element>& other,

@@ -62,20 +62,46 @@ inline Options read_options(int count, char** arguments) {
   return options;
 }
 
+template <typename Element>
+using DtypeOf = std::conditional_t<std::is_same_v<Element, cutlass::bfloat16_t>, BFloat16, Float16>;
+
+// EMULATED_ONLY names the dtype, mask, score and policy of the only kernel that is built, such as BFloat16, Causal,
+// Plain, Ordered: other calls fail.
+template <typename... Built>
+struct Only {
+  template <typename Kind>
+  static constexpr bool has = (std::is_same_v<Kind, Built> || ...);
+};
+template <typename... Kinds>
+constexpr bool is_built() {
+#ifdef EMULATED_ONLY
+  return (Only<EMULATED_ONLY>::has<Kinds> && ...);
+#else
+  return true;
+#endif
+}
+[[noreturn]] inline void fail_without_kernel() { fail("no kernel serves this"); }
+
+template <template <typename> typename TheCall, typename Element>
+void run_of(const Options& options) {
+  if constexpr (is_built<DtypeOf<Element>>()) {
+    TheCall<Element>(options).run();
+  } else {
+    fail_without_kernel();
+  }
+}
+
 // What the program `TheCall` does, for the options' dtype.
 template <template <typename> typename TheCall>
 void run(int count, char** arguments) {
   const Options options = read_options(count, arguments);
   const auto dtype = options.find("dtype");
   if (dtype != options.end() && dtype->second == "fp16") {
-    TheCall<cutlass::half_t>(options).run();
+    run_of<TheCall, cutlass::half_t>(options);
   } else {
-    TheCall<cutlass::bfloat16_t>(options).run();
+    run_of<TheCall, cutlass::bfloat16_t>(options);
   }
 }
-
-template <typename Element>
-using DtypeOf = std::conditional_t<std::is_same_v<Element, cutlass::bfloat16_t>, BFloat16, Float16>;
 
 // Memory as the workspace wants it.
 class Workspace {

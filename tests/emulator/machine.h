@@ -3,8 +3,6 @@
 // sources (include/, overlay/) is made of this.
 #pragma once
 
-#include <ucontext.h>
-
 #include <cstdint>
 #include <cstdio>
 #include <cstdlib>
@@ -39,6 +37,14 @@ struct Readable {
 };
 inline Readable readable;
 
+// Goes on where `to` was left, and leaves in `from` where to go on here: what the ABI of x86-64 keeps over a call, and the
+// stack. swapcontext also sets the mask of signals, by a system call.
+[[gnu::naked, gnu::noipa]] inline void switch_stacks(void** from, void* to) {
+  asm("push %rbp\n push %rbx\n push %r12\n push %r13\n push %r14\n push %r15\n"
+      "mov %rsp, (%rdi)\n mov %rsi, %rsp\n"
+      "pop %r15\n pop %r14\n pop %r13\n pop %r12\n pop %rbx\n pop %rbp\n ret");
+}
+
 // An mbarrier (PTX ISA 9.7.13.15). State is kept beside shared memory, by address.
 struct Barrier {
   int count = 0, pending = 0, bytes = 0, phase = 0;
@@ -66,6 +72,12 @@ struct Warp {
 
 class Machine {
  public:
+  // Of products that are added up: where they go, and what they are until then.
+  struct Sums {
+    std::vector<float*> registers;
+    std::vector<float> values;
+  };
+
   struct Product {
     std::function<void()> run;     // adds to the sums
     std::function<void()> finish;  // hands them over, if none before it has
@@ -77,15 +89,15 @@ class Machine {
   };
 
   struct Thread {
-    ucontext_t context;
     std::unique_ptr<char[]> stack;
+    void* place;  // on it, where to go on
     std::function<bool()> ready;  // what it waits for
     const char* waits_for = "";
     std::source_location where;  // the kernel waits
     bool ended = false;
     std::vector<std::vector<Product>> groups;  // of products that were committed
     std::vector<Product> open;                 // and not yet
-    std::unordered_map<const float*, std::shared_ptr<std::vector<float>>> sums;  // of those, by accumulator
+    std::unordered_map<const float*, std::shared_ptr<Sums>> sums;  // of those, by the first register
     std::vector<BulkOperation> open_bulk;
     std::vector<std::vector<BulkOperation>> bulk_groups;  // committed, and not known to have been performed
     std::vector<std::function<void()>> writes;            // to shared memory, which TMA does not see before a fence
@@ -115,7 +127,7 @@ class Machine {
     self.waits_for = what;
     self.where = where;
     self.ready = ready;
-    swapcontext(&self.context, &scheduler_);
+    switch_stacks(&self.place, scheduler_);
   }
 
   void meet(Meeting& meeting, int threads, const char* what) {
@@ -212,13 +224,19 @@ class Machine {
     for (int i = 0; i < threads; ++i) {
       auto thread = std::make_unique<Thread>();
       thread->stack = take_stack();
-      getcontext(&thread->context);
-      thread->context.uc_stack = {thread->stack.get(), 0, kStackBytes};
-      thread->context.uc_link = &scheduler_;
-      makecontext(&thread->context, &Machine::begin, 0);
+      thread->place = prepare_stack(thread->stack.get());
       block->threads.push_back(std::move(thread));
     }
     return block;
+  }
+
+  // So that whoever switches to the place returned begins.
+  static void* prepare_stack(char* stack) {
+    constexpr int kKept = 6;  // registers
+    // `ret` takes `begin`, and leaves the stack as a call does: 8 bytes off a multiple of 16.
+    auto* const place = reinterpret_cast<void**>(stack + kStackBytes) - 2 - kKept;
+    place[kKept] = reinterpret_cast<void*>(&Machine::begin);
+    return place;
   }
 
   std::unique_ptr<char[]> take_stack() {
@@ -230,7 +248,9 @@ class Machine {
 
   static void begin() {
     running_->body_();
-    running_->self().ended = true;
+    Thread& self = running_->self();
+    self.ended = true;
+    switch_stacks(&self.place, running_->scheduler_);  // for good
   }
 
   // Until one of the CTAs has ended.
@@ -283,7 +303,7 @@ class Machine {
       Thread& thread = self();
       if (thread.ended || (thread.ready && !thread.ready())) { continue; }
       thread.ready = nullptr;
-      swapcontext(&scheduler_, &thread.context);
+      switch_stacks(&scheduler_, thread.place);
       moved = true;
     }
     return moved;
@@ -327,7 +347,7 @@ class Machine {
   static inline Machine* running_ = nullptr;
   std::mt19937 random_;
   bool is_lazy_;
-  ucontext_t scheduler_;
+  void* scheduler_ = nullptr;  // where it goes on
   std::function<void()> body_;
   std::vector<std::unique_ptr<Block>> blocks_;  // that are running
   Block* block_ = nullptr;                      // whose thread's turn it is

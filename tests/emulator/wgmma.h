@@ -6,7 +6,6 @@
 #include <algorithm>
 #include <array>
 #include <cmath>
-#include <tuple>
 #include <utility>
 
 #include "machine.h"
@@ -18,19 +17,25 @@ template <typename Element, int kRows, bool kIsMnMajor>
 struct SharedOperand {
   uint64_t descriptor;
 
-  // Element (i, k), i along M or N, is at 16 i + k.
+  // Element (i, k), i along M or N, is at kRows k + i.
   const std::vector<float>& read() const {
-    return machine->read_once(descriptor * 2 + kIsMnMajor, [&] {
-      std::vector<float> elements;
-      for (int i = 0; i < kRows; ++i) {
-        for (int k = 0; k < 16; ++k) { elements.push_back(element(i, k)); }
+    constexpr int kUnusedBits = 53;  // of twice a descriptor, from there on
+    return machine->read_once((descriptor * 2 + kIsMnMajor) ^ uint64_t{kRows} << kUnusedBits, [&] {
+      std::vector<float> elements(kRows * 16);
+      // Eight at a time, which lie side by side.
+      constexpr int kStride = kIsMnMajor ? 1 : kRows;
+      for (int chunk = 0; chunk < kRows * 2; ++chunk) {
+        const int i = kIsMnMajor ? chunk / 16 * 8 : chunk / 2, k = kIsMnMajor ? chunk % 16 : chunk % 2 * 8;
+        Element eight[8];
+        std::memcpy(eight, shared_at(address_of(i, k), sizeof(eight)), sizeof(eight));
+        for (int j = 0; j < 8; ++j) { elements[kRows * k + i + j * kStride] = float(eight[j]); }
       }
       return elements;
     });
   }
 
  private:
-  float element(int i, int k) const {
+  uint32_t address_of(int i, int k) const {
     const uint32_t start = (descriptor & 0x3fff) << 4, leading = (descriptor >> 16 & 0x3fff) << 4,
                    stride = (descriptor >> 32 & 0x3fff) << 4;
     const int mode = int(descriptor >> 62);
@@ -38,10 +43,7 @@ struct SharedOperand {
     const int row_bytes = mode == 1 ? 128 : 64, columns = row_bytes / 2;
     uint32_t address = kIsMnMajor ? start + i / columns * leading + k / 8 * stride + k % 8 * row_bytes + i % columns * 2
                                   : start + i / 8 * stride + i % 8 * row_bytes + k * 2;
-    address ^= (address >> 7 & (mode == 1 ? 7 : 3)) << 4;
-    Element element;
-    std::memcpy(&element, shared_at(address, 2), 2);
-    return float(element);
+    return address ^ (address >> 7 & (mode == 1 ? 7 : 3)) << 4;
   }
 };
 
@@ -50,56 +52,78 @@ struct Fragment {
   static int column(int thread, int r) { return r / 4 * 8 + thread % 4 * 2 + r % 2; }
 };
 
+// Where the sums of a thread are, which a product is to be added to, or to replace.
 template <int kRegisters>
 struct Accumulator {
   float* registers[kRegisters];
+  bool adds;
+
+  // Of fma's last arguments: the sums, and whether to add.
+  template <typename... Rest>
+  explicit Accumulator(Rest&... rest) {
+    static_assert(sizeof...(Rest) == kRegisters + 1);
+    const void* const all[] = {&rest...};
+    for (int r = 0; r < kRegisters; ++r) {
+      registers[r] = static_cast<float*>(const_cast<void*>(all[r]));
+    }
+    adds = *static_cast<const int*>(all[kRegisters]) != 0;
+  }
 };
 
 // Rows of A of 16 elements, as a thread has them.
 using RowsOfThread = float[2][16];
 
+// Of four sums one after the other: two neighbouring columns of one row, then of the other.
+using Four = float __attribute__((vector_size(16)));
+
 // `read_rows(thread, rows)`.
-template <int kRegisters, typename ReadRows, typename B>
-void issue(const Accumulator<kRegisters>& acc, bool accumulate, ReadRows read_rows, B b,
-           std::function<void()> check = [] {}) {
+template <int kRegisters, typename ReadRows, typename B, typename Check>
+void issue(const Accumulator<kRegisters>& acc, ReadRows read_rows, B b, Check check) {
   Machine::Thread& self = machine->self();
   const int thread = int(machine->current);
   auto& sums = self.sums[acc.registers[0]];
   if (!sums) {
-    sums = std::make_shared<std::vector<float>>(kRegisters);
-    for (int r = 0; r < kRegisters; ++r) {
-      (*sums)[r] = *acc.registers[r];
-      *acc.registers[r] = NAN;
+    sums = std::make_shared<Machine::Sums>();
+    sums->registers.assign(acc.registers, acc.registers + kRegisters);
+    for (float* sum : sums->registers) {
+      sums->values.push_back(*sum);
+      *sum = NAN;
     }
   }
-  Machine::Product product;
-  product.run = [=, sums = sums] {
+  const auto run = [=, adds = acc.adds, values = sums->values.data()] {
     check();
     RowsOfThread rows;
     read_rows(thread, rows);
-    const float* columns = b.read().data();
-    for (int r = 0; r < kRegisters; ++r) {
-      const float *row = rows[r / 2 % 2], *column = columns + 16 * Fragment::column(thread, r);
-      float sum = accumulate ? (*sums)[r] : 0.f;
-      for (int k = 0; k < 16; ++k) { sum += row[k] * column[k]; }
-      (*sums)[r] = sum;
+    Four of_row[16];
+    for (int k = 0; k < 16; ++k) { of_row[k] = Four{rows[0][k], rows[0][k], rows[1][k], rows[1][k]}; }
+    const float* columns = b.read().data() + Fragment::column(thread, 0);
+    for (int r = 0; r < kRegisters; r += sizeof(Four) / sizeof(float), columns += 8) {
+      Four sum = {};
+      if (adds) { std::memcpy(&sum, values + r, sizeof(sum)); }
+      for (int k = 0; k < 16; ++k) {
+        const float first = columns[2 * kRegisters * k], second = columns[2 * kRegisters * k + 1];
+        sum += of_row[k] * Four{first, second, first, second};
+      }
+      std::memcpy(values + r, &sum, sizeof(sum));
     }
   };
-  product.finish = [=, sums = sums, &self] {
+  Machine::Product product;
+  product.finish = [check, sums = sums, &self] {
     // Of products on the same sums, which are in one group, the first hands them over, when all have run.
-    const auto found = self.sums.find(acc.registers[0]);
+    const auto found = self.sums.find(sums->registers[0]);
     const bool is_handed_over = found == self.sums.end() || found->second != sums;
     check();
     if (is_handed_over) { return; }
     self.sums.erase(found);
     for (int r = 0; r < kRegisters; ++r) {
-      if (!std::isnan(*acc.registers[r])) { fail("a sum was written while its product ran"); }
-      *acc.registers[r] = (*sums)[r];
+      if (!std::isnan(*sums->registers[r])) { fail("a sum was written while its product ran"); }
+      *sums->registers[r] = sums->values[r];
     }
   };
-  if (!machine->is_lazy()) {
-    product.run();
-    product.run = [] {};
+  if (machine->is_lazy()) {
+    product.run = run;
+  } else {
+    run();
   }
   self.open.push_back(std::move(product));
 }
@@ -108,19 +132,13 @@ template <typename Element, int kN, bool kIsMnMajorA, bool kIsMnMajorB>
 struct SharedProduct {
   template <typename... Rest>
   static void fma(uint64_t a, uint64_t b, Rest&&... rest) {
-    run(a, b, std::make_index_sequence<kN / 2>{}, std::forward<Rest>(rest)...);
-  }
-  template <size_t... kI, typename... Rest>
-  static void run(uint64_t a, uint64_t b, std::index_sequence<kI...>, Rest&&... rest) {
-    const auto all = std::forward_as_tuple(rest...);
     const auto read_rows = [operand = SharedOperand<Element, 64, kIsMnMajorA>{a}](int thread, RowsOfThread& rows) {
       const float* elements = operand.read().data();
       for (int half = 0; half < 2; ++half) {
-        std::copy_n(elements + 16 * Fragment::row(thread, 2 * half), 16, rows[half]);
+        for (int k = 0; k < 16; ++k) { rows[half][k] = elements[64 * k + Fragment::row(thread, 2 * half)]; }
       }
     };
-    emulator::issue<kN / 2>({{&std::get<kI>(all)...}}, bool(int(std::get<kN / 2>(all))), read_rows,
-                            SharedOperand<Element, kN, kIsMnMajorB>{b});
+    issue(Accumulator<kN / 2>(rest...), read_rows, SharedOperand<Element, kN, kIsMnMajorB>{b}, [] {});
   }
 };
 
@@ -129,10 +147,7 @@ struct RegisterProduct {
   template <typename... Rest>
   static void fma(const uint32_t& a0, const uint32_t& a1, const uint32_t& a2, const uint32_t& a3, uint64_t b,
                   Rest&&... rest) {
-    run({&a0, &a1, &a2, &a3}, b, std::make_index_sequence<kN / 2>{}, std::forward<Rest>(rest)...);
-  }
-  template <size_t... kI, typename... Rest>
-  static void run(std::array<const uint32_t*, 4> a, uint64_t b, std::index_sequence<kI...>, Rest&&... rest) {
+    const std::array<const uint32_t*, 4> a{&a0, &a1, &a2, &a3};
     struct Own {
       uint32_t words[4];
     } own;
@@ -156,9 +171,7 @@ struct RegisterProduct {
         if (*a[i] != own.words[i]) { fail("a register changed while a product read it"); }
       }
     };
-    const auto all = std::forward_as_tuple(rest...);
-    emulator::issue<kN / 2>({{&std::get<kI>(all)...}}, bool(int(std::get<kN / 2>(all))), read_rows,
-                            SharedOperand<Element, kN, kIsMnMajorB>{b}, unchanged);
+    issue(Accumulator<kN / 2>(rest...), read_rows, SharedOperand<Element, kN, kIsMnMajorB>{b}, unchanged);
   }
 };
 
@@ -175,7 +188,9 @@ void wait_products() {
   unsigned turns = machine->is_lazy() ? machine->random() % kLongestTime : 0;
   machine->wait("products", [turns]() mutable { return turns-- == 0; });
   while (self.groups.size() > kPending) {
-    for (auto& product : self.groups.front()) { product.run(); }
+    for (auto& product : self.groups.front()) {
+      if (product.run) { product.run(); }  // not when it was issued
+    }
     for (auto& product : self.groups.front()) { product.finish(); }
     self.groups.erase(self.groups.begin());
   }

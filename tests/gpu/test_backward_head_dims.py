@@ -11,7 +11,19 @@ import torch
 from bit_checks import check_sm_margins, check_under_load
 from gpu_support import Problem
 from pack_checks import Pool, assert_as_alone, random_pack, varlen_attention
-from test_forward_head_dims import DIMS, DTYPES, LENGTHS, MASK, MASKS, PADDED, problem_of
+from products import pairwise
+from test_forward_head_dims import (
+    DIMS,
+    DTYPES,
+    EVERY_KERNEL,
+    LENGTHS,
+    MASK,
+    MASKS,
+    OF_PADDED,
+    ROWS,
+    problem_of,
+    with_scores,
+)
 
 CALLS, CALLS_IN_FLIGHT = 40, 8
 PACKS = 6
@@ -22,16 +34,13 @@ def assert_right(problems: Iterable[Problem], device: str) -> None:
     assert not lines, "\n".join(lines)
 
 
-@MASK
-@pytest.mark.parametrize("dtype", DTYPES)
-@DIMS
+@EVERY_KERNEL
 def test_all_lengths_and_policies(head_dims, dtype, mask, device):
     shapes = [(2, *lengths, *heads) for lengths, heads in itertools.product(LENGTHS, ((4, 4), (6, 2), (8, 1)))]
     assert_right((problem_of(head_dims, shape, DTYPES[dtype], **MASKS[mask]) for shape in shapes), device)
 
 
-@MASK
-@pytest.mark.parametrize("head_dims", PADDED, ids=str)
+@OF_PADDED
 def test_padded_head_dims(head_dims, mask, device):
     lengths = (1, 5), (20, 5), (130, 200), (300, 130)
     assert_right((problem_of(head_dims, (2, *x, 4, 2), **MASKS[mask]) for x in lengths), device)
@@ -45,21 +54,19 @@ def test_query_heads_over_several_work_tiles(head_dims, mask, device):
 
 
 @pytest.mark.parametrize(
-    "scores",
-    [dict(softcap=2.0), dict(alibi="heads"), dict(alibi="sequences", lse_gradient=True), dict(sinks=True)],
+    "head_dims, mask, scores",
+    with_scores(dict(softcap=2.0), dict(alibi="heads"), dict(alibi="sequences", lse_gradient=True), dict(sinks=True)),
     ids=str,
 )
-@MASK
-@DIMS
 def test_scores_and_sinks(head_dims, mask, scores, device):
     lengths = (130, 200), (300, 130), (515, 515)
     assert_right((problem_of(head_dims, (2, *x, 8, 2), **MASKS[mask], **scores) for x in lengths), device)
 
 
 # Of many work tiles a CTA: short ones, without queries even, and longer.
-@pytest.mark.parametrize("lengths", [(70, 300), (700, 700), (1500, 1500)], ids=str)
-@MASK
-@DIMS
+@pytest.mark.parametrize(
+    "head_dims, mask, lengths", pairwise(ROWS, MASKS, [(70, 300), (700, 700), (1500, 1500)]), ids=str
+)
 def test_same_bits_under_load(head_dims, mask, lengths, perturbation, device, num_sms):
     problem = problem_of(head_dims, (4, *lengths, 16, 4), **MASKS[mask])
     inputs = support.random_inputs(problem, device)

@@ -1,10 +1,13 @@
 """The bit contract: gradients are a function of the inputs alone."""
 
+import itertools
+
 import gpu_support as support
 import pytest
 import torch
 from bit_checks import check_heads, check_neighbours, check_sm_margins, check_under_load, expected_gradients
 from gpu_support import Problem
+from products import pairwise, spread
 
 CALLS = 200
 CALLS_IN_FLIGHT = 8
@@ -43,22 +46,26 @@ def test_stream(problem, perturbation, device):
         support.assert_same_bits(gradients, expected, f"{problem} {policy}, on a side stream")
 
 
-@pytest.mark.parametrize("lengths", [(515, 515), (300, 700), (700, 300)], ids=str)
-@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
-@pytest.mark.parametrize("head_dim", [64, 128, 72])
+@pytest.mark.parametrize(
+    "lengths, head_dim, causal", pairwise([(515, 515), (300, 700), (700, 300)], (64, 128, 72), (False, True)), ids=str
+)
 def test_neighbours_in_the_batch(head_dim, causal, lengths, device):
     """The bits of a sequence, alone, and at every place of a batch of four whose other sequences differ."""
     check_neighbours(Problem(1, *lengths, 8, 2, head_dim, causal), 4, range(4), device)
 
 
 # Few and many KV tiles, lengths at which query heads are split over work tiles, unequal lengths.
-@pytest.mark.parametrize("lengths", [(515, 515), (2049, 2049), (1300, 2500)], ids=str)
-@pytest.mark.parametrize("heads, kv_heads", [(6, 6), (64, 2), (32, 1)], ids=["MHA", "GQA", "MQA"])
-@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
-@pytest.mark.parametrize("head_dim", [64, 96, 128])
-def test_a_head_does_not_see_the_other_heads(head_dim, causal, heads, kv_heads, lengths, device):
+@pytest.mark.parametrize(
+    "lengths, heads, causal, head_dim",
+    spread(
+        itertools.product([(515, 515), (2049, 2049), (1300, 2500)], [(6, 6), (64, 2), (32, 1)], [False, True]),
+        (64, 96, 128),
+    ),
+    ids=str,
+)
+def test_a_head_does_not_see_the_other_heads(lengths, heads, causal, head_dim, device):
     """So that splitting a model's heads over GPUs changes no bits."""
-    check_heads(Problem(1, *lengths, heads, kv_heads, head_dim, causal), device)
+    check_heads(Problem(1, *lengths, *heads, head_dim, causal), device)
 
 
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])

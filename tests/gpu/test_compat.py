@@ -3,6 +3,7 @@
 import pytest
 import torch
 from cache_support import FORMS, fill
+from products import pairwise
 
 from dash_attn import flash_attn_func, flash_attn_varlen_func, flash_attn_with_kvcache
 from dash_attn.compat import flash_attn_2, flash_attn_3
@@ -15,7 +16,6 @@ MASKS = {
 }
 masks = pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS)
 HEAD_DIMS = [(64, 64), (96, 96), (128, 128), (192, 128), (192, 192), (256, 256)]
-head_dims = pytest.mark.parametrize("head_dim, value_dim", HEAD_DIMS)
 REPEATS = 10
 
 
@@ -119,11 +119,11 @@ def sequences(head_dim=128, value_dim=128, kv_heads=2, lengths=LENGTHS):
     return keys, [randn(n, kv_heads, value_dim, seed=20 + b) for b, n in enumerate(lengths)]
 
 
-@pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("seqlen_q", [1, 5, 130])
-@masks
+# Forms are a matter of pages and lengths, masks one of the kernel.
+@pytest.mark.parametrize("form, seqlen_q, mask", pairwise(FORMS, (1, 5, 130), MASKS), ids=str)
 def test_every_form_of_a_cache_has_the_bits_of_a_dense_call(form, seqlen_q, mask):
     """Also beside rows without keys that hold NaN, and with more rows appended."""
+    mask = MASKS[mask]
     keys, values = sequences()
     cache, q = fill(form, keys, values, CAPACITY), randn(4, seqlen_q, 8, 128, seed=1)
     new_k, new_v = randn(4, 3, 2, 128, seed=5), randn(4, 3, 2, 128, seed=6)
@@ -138,12 +138,11 @@ def test_every_form_of_a_cache_has_the_bits_of_a_dense_call(form, seqlen_q, mask
             assert torch.equal(out[b], alone[0][0]) and torch.equal(lse[b], alone[1][0])
 
 
-@head_dims
-@pytest.mark.parametrize("step", [1, 3, 64, 200])
-@pytest.mark.parametrize("mask", [MASKS["causal"], MASKS["causal_window"]], ids=["causal", "causal_window"])
-def test_decoding_has_the_bits_of_one_call(head_dim, value_dim, step, mask):
+@pytest.mark.parametrize("dims, step, mask", pairwise(HEAD_DIMS, (1, 3, 64, 200), ("causal", "causal_window")), ids=str)
+def test_decoding_has_the_bits_of_one_call(dims, step, mask):
     """Prefill and decode: random inputs, any chunks, rows of two sequences at different places of a paged cache."""
-    q, k, v = qkv(333, 333, head_dim, value_dim)
+    mask = MASKS[mask]
+    q, k, v = qkv(333, 333, *dims)
     expected, expected_lse, _ = flash_attn_func(q, k, v, return_attn_probs=True, **mask)
     cache = fill("paged", [k[0, :0], k[1, :0]], [v[0, :0], v[1, :0]], 340, block_size=16)
     del cache.arguments["cache_seqlens"]

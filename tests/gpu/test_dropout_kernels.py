@@ -11,6 +11,7 @@ import pytest
 import torch
 from dropout_checks import DTYPES, HEAD_DIMS, MASKS, policies, problem_of
 from pack_checks import Pool, accuracy_failures, assert_as_alone, lay_out, make_pack, varlen_attention
+from products import spread
 
 import dash_attn
 from dash_attn.dropout import DropoutState
@@ -96,7 +97,7 @@ def test_bits_that_nobody_may_look_at_change_nothing(head_dims, mask, device):
         support.assert_same_bits(found, expected, f"{problem} {policy}")
 
 
-@MASK
+@THREE_MASKS
 @DIMS
 def test_log_sum_exp_is_the_one_without_dropout(head_dims, mask, device):
     for options in ({}, SINKS):
@@ -107,12 +108,15 @@ def test_log_sum_exp_is_the_one_without_dropout(head_dims, mask, device):
         assert mismatch is None, f"{problem}: {mismatch}"
 
 
-@pytest.mark.parametrize("p, factor", [(1e-9, 1), (0.5, 2)])
-@THREE_MASKS
-@DIMS
-def test_all_bits_set_only_scale(head_dims, mask, p, factor, device):
+@pytest.mark.parametrize(
+    "head_dims, mask, scaling",
+    spread(itertools.product(HEAD_DIMS, ("full", "causal", "both")), [(1e-9, 1), (0.5, 2)]),
+    ids=str,
+)
+def test_all_bits_set_only_scale(head_dims, mask, scaling, device):
     """1 / (1 - p) is a power of two, so that scaling by it is exact: as without dropout, times that. In bf16, whose
     range is fp32's."""
+    p, factor = scaling
     problem = problem_of(head_dims, (2, 301, 333, 8, 2), p, **MASKS[mask])
     inputs = support.random_inputs(problem, device)
     scores = dropout_checks.with_bits(inputs, torch.full_like(inputs.scores.dropout.bits, 255))

@@ -12,6 +12,7 @@ import torch
 from bit_checks import check_sm_margins, check_under_load
 from gpu_support import Problem
 from kernel_names import kernels, ours
+from products import spread
 
 # batch, seqlen_q, seqlen_k, heads, kv_heads. The last has query heads in splits.
 SHAPES = {
@@ -55,10 +56,12 @@ def assert_as_alone(problem, inputs, policy):
         support.assert_same_bits(own, expected, f"{problem} {policy}, sequence {number}")
 
 
-@pytest.mark.parametrize("policy", ["auto", "order_free"])
-@pytest.mark.parametrize("head_dim", [64, 128])
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("shape", SHAPES)
+# Who does is decided by the shape, the mask and the head_dim; each policy in half of the cases.
+@pytest.mark.parametrize(
+    "shape, kind, head_dim, policy",
+    spread(itertools.product(SHAPES, KINDS, (64, 128)), ("auto", "order_free")),
+    ids=str,
+)
 def test_who_makes_dq(shape, kind, head_dim, policy, device):
     """Or the other tests would compare one way with itself."""
     problem = Problem(*SHAPES[shape], head_dim, **KINDS[kind])
@@ -94,9 +97,16 @@ def test_bits_of_divided_tiles_whatever_sms_are_left(device, num_sms):
     assert ours(of_few, "convert_kernel")
 
 
-@pytest.mark.parametrize("head_dim", [40, 64, 120, 128])
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("shape", SHAPES)
+# Each shape under each mask by the kernels of both rows of the table, once of whole rows and once of padded ones.
+@pytest.mark.parametrize(
+    "shape, kind, head_dim",
+    [
+        (shape, kind, head_dim)
+        for number, (shape, kind) in enumerate(itertools.product(SHAPES, KINDS))
+        for head_dim in ((64, 120), (40, 128))[number % 2]
+    ],
+    ids=str,
+)
 def test_as_alone(shape, kind, head_dim, device):
     problem = Problem(*SHAPES[shape], head_dim, **KINDS[kind])
     inputs = support.random_inputs(problem, device)

@@ -9,6 +9,7 @@ import pytest
 import torch
 from gpu_load import Perturbation
 from gpu_support import GuardedTensor, Problem
+from products import pairwise
 
 import dash_attn
 from dash_attn._schedule import forward_tile_shape
@@ -33,13 +34,14 @@ def output_lines(problem: Problem, outputs: dict[str, torch.Tensor], bar: gradie
 
 
 # Groups of heads that are packed into a tile where queries are few, some that cannot be, and more rows than one tile.
-@pytest.mark.parametrize("heads, kv_heads", [(8, 1), (16, 2), (64, 1), (128, 1), (6, 1), (12, 4), (4, 4)], ids=str)
-@pytest.mark.parametrize("dtype", DTYPES)
-@MASKS
-def test_packed_heads(causal, dtype, heads, kv_heads, device):
+PACKED_HEADS = [(8, 1), (16, 2), (64, 1), (128, 1), (6, 1), (12, 4), (4, 4)]
+
+
+@pytest.mark.parametrize("of_all, dtype, causal", pairwise(PACKED_HEADS, DTYPES, (False, True)), ids=str)
+def test_packed_heads(of_all, dtype, causal, device):
     lengths = ((1, 1), (1, 700), (3, 257), (17, 16), (40, 300), (129, 129), (200, 90))
     for head_dim, (seqlen_q, seqlen_k) in itertools.product((64, 128, 72), lengths):
-        problem = Problem(3, seqlen_q, seqlen_k, heads, kv_heads, head_dim, causal, DTYPES[dtype])
+        problem = Problem(3, seqlen_q, seqlen_k, *of_all, head_dim, causal, DTYPES[dtype])
         inputs = support.random_inputs(problem, device)
         outputs = {"out": inputs.out, "softmax_lse": inputs.softmax_lse}
         lines = output_lines(problem, outputs, gradient_check.Bar(problem, inputs))
@@ -88,15 +90,18 @@ def test_sm_margin_changes_no_bits(causal, head_dim, device, num_sms):
         support.assert_same_bits({"out": out, "softmax_lse": lse}, expected, f"{problem}, {sm_margin=}")
 
 
-@pytest.mark.parametrize("lengths", [(1, 300), (5, 5), (64, 200), (515, 515), (700, 300), (2049, 2049)], ids=str)
-@pytest.mark.parametrize("heads, kv_heads", [(4, 4), (8, 1)], ids=str)
-@MASKS
-def test_contract_on_bits(causal, heads, kv_heads, lengths, device):
+CONTRACT_LENGTHS = [(1, 300), (5, 5), (64, 200), (515, 515), (700, 300), (2049, 2049)]
+
+
+@pytest.mark.parametrize(
+    "lengths, of_all, causal", pairwise(CONTRACT_LENGTHS, [(4, 4), (8, 1)], (False, True)), ids=str
+)
+def test_contract_on_bits(lengths, of_all, causal, device):
     """Output, log-sum-exp and gradients of a sequence: alone, in a batch of 8 at every place, beside two sets of
     others."""
     for head_dim in (64, 96, 128):
-        alone = Problem(1, *lengths, heads, kv_heads, head_dim, causal)
-        batch = Problem(8, *lengths, heads, kv_heads, head_dim, causal)
+        alone = Problem(1, *lengths, *of_all, head_dim, causal)
+        batch = Problem(8, *lengths, *of_all, head_dim, causal)
         inputs = support.random_inputs(alone, device, seed=1)
         expected = {"out": inputs.out, "softmax_lse": inputs.softmax_lse, **support.backward(inputs, alone, "auto")}
         support.assert_finite({name: expected[name] for name in ("out", *support.GRADIENTS)}, str(alone))
@@ -143,23 +148,22 @@ def test_values_that_are_not_finite_stay_in_their_rows(causal, device):
 
 # seqlen_q, seqlen_k, heads, kv_heads: two CTAs write the same rows (csrc/forward) where the first query tile is short,
 # at many lengths, and a head's rows lie in other tiles where its group is packed.
+SHARED_ROWS = [
+    (1000, 1000, 2, 2),
+    (129, 193, 2, 2),
+    (300, 300, 4, 2),
+    (20, 600, 8, 1),
+    (700, 450, 2, 1),
+    # The tile that a row sees first has more keys for others.
+    (148, 276, 2, 2),
+    (515, 643, 2, 2),
+    (700, 900, 2, 2),
+]
+
+
 @pytest.mark.parametrize(
-    "shape",
-    [
-        (1000, 1000, 2, 2),
-        (129, 193, 2, 2),
-        (300, 300, 4, 2),
-        (20, 600, 8, 1),
-        (700, 450, 2, 1),
-        # The tile that a row sees first has more keys for others.
-        (148, 276, 2, 2),
-        (515, 643, 2, 2),
-        (700, 900, 2, 2),
-    ],
-    ids=str,
+    "shape, value, head_dim", pairwise(SHARED_ROWS, (math.nan, math.inf, -math.inf), (64, 96, 128)), ids=str
 )
-@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf], ids=str)
-@pytest.mark.parametrize("head_dim", (64, 96, 128))
 def test_rows_are_not_spoilt_by_values_in_kv_tiles_they_do_not_see(head_dim, value, shape, device):
     """Rows that see a value that is not finite are not finite. Those that see no key of its KV tile have the bits that
     they have without it, in every call: two CTAs that write the same rows must not race."""

@@ -10,6 +10,7 @@ import pytest
 import torch
 from gpu_load import Perturbation
 from gpu_support import GuardedTensor, Problem
+from products import pairwise, spread
 
 from dash_attn._schedule import forward_tile_shape
 
@@ -29,6 +30,16 @@ MASKS = {
     "chunk": dict(causal=True, attention_chunk=100),
 }
 MASK = pytest.mark.parametrize("mask", MASKS)
+# Every kernel, of which windows have one; the other windows with either dtype in turn.
+KERNELS = ("full", "causal", "window")
+EVERY_KERNEL = pytest.mark.parametrize(
+    "head_dims, mask, dtype",
+    [
+        *itertools.product(ROWS, KERNELS, DTYPES),
+        *spread(itertools.product(ROWS, [mask for mask in MASKS if mask not in KERNELS]), DTYPES),
+    ],
+    ids=str,
+)
 REPEATS = 50
 
 
@@ -48,25 +59,36 @@ def assert_accurate(problem: Problem, device: str) -> None:
     assert not lines, f"{problem}:\n" + "\n".join(lines)
 
 
-@MASK
-@pytest.mark.parametrize("dtype", DTYPES)
-@DIMS
+@EVERY_KERNEL
 def test_accuracy(head_dims, dtype, mask, device):
     for (seqlen_q, seqlen_k), heads in itertools.product(LENGTHS, ((4, 4), (6, 2), (8, 1))):
         shape = (2, seqlen_q, seqlen_k, *heads)
         assert_accurate(problem_of(head_dims, shape, DTYPES[dtype], **MASKS[mask]), device)
 
 
-@MASK
-@pytest.mark.parametrize("head_dims", PADDED, ids=str)
+# Half of the masks for each pair, the other half for the next one.
+OF_PADDED = pytest.mark.parametrize(
+    "head_dims, mask",
+    [(dims, mask) for i, dims in enumerate(PADDED) for j, mask in enumerate(MASKS) if (i + j) % 2 == 0],
+    ids=str,
+)
+
+
+@OF_PADDED
 def test_accuracy_of_padded_head_dims(head_dims, mask, device):
     for lengths in ((1, 5), (130, 200), (300, 130)):
         assert_accurate(problem_of(head_dims, (2, *lengths, 4, 2), **MASKS[mask]), device)
 
 
-@pytest.mark.parametrize("scores", [dict(softcap=2.0), dict(alibi="heads"), dict(alibi="sequences"), {}], ids=str)
-@MASK
-@DIMS
+def with_scores(*scores: dict) -> list[tuple]:
+    """Head dims, mask, scores. The mask that has a kernel of its own beside a softcap, at 256, is among them."""
+    cases, own = pairwise(ROWS, MASKS, scores), ((256, 256), "causal", dict(softcap=2.0))
+    return cases if own in cases else [own, *cases]
+
+
+@pytest.mark.parametrize(
+    "head_dims, mask, scores", with_scores(dict(softcap=2.0), dict(alibi="heads"), dict(alibi="sequences"), {}), ids=str
+)
 def test_accuracy_of_scores_and_sinks(head_dims, mask, scores, device):
     for lengths, sinks in itertools.product(((130, 200), (300, 130), (515, 515)), (False, True)):
         assert_accurate(problem_of(head_dims, (2, *lengths, 8, 2), **MASKS[mask], **scores, sinks=sinks), device)
@@ -89,9 +111,9 @@ def test_writes_its_outputs_and_nothing_else(head_dims, mask, device):
 
 
 # Of many tiles a CTA, so that those of one follow those of another: short ones, of one KV tile or none, and longer.
-@pytest.mark.parametrize("lengths", [(300, 70), (300, 150), (700, 700), (2049, 2049)], ids=str)
-@MASK
-@DIMS
+@pytest.mark.parametrize(
+    "head_dims, mask, lengths", pairwise(ROWS, MASKS, [(300, 70), (300, 150), (700, 700), (2049, 2049)]), ids=str
+)
 def test_calls_under_load(head_dims, mask, lengths, device):
     problem = problem_of(head_dims, (4, *lengths, 32, 8), **MASKS[mask])
     inputs = support.random_inputs(problem, device)

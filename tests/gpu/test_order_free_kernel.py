@@ -52,8 +52,18 @@ def dq_of(inputs, problem):
     return [support.backward(inputs, problem, policy)["dq"] for policy in ("order_free", "descending")]
 
 
-@KIND
-@pytest.mark.parametrize("change", distributions.ROOMY + distributions.CRAMPED, ids=lambda f: f.__name__)
+# A third of the kinds for each: what is hard for fixed point is in the numbers, and every kind has many of these.
+CHANGED_KINDS = [
+    (change, *kind)
+    for i, change in enumerate(distributions.ROOMY + distributions.CRAMPED)
+    for j, kind in enumerate(KINDS)
+    if (i + j) % 3 == 0
+]
+
+
+@pytest.mark.parametrize(
+    "change, head_dims, dtype, causal", CHANGED_KINDS, ids=lambda x: x.__name__ if callable(x) else str(x)
+)
 def test_no_less_accurate_than_the_ordered_sum(change, head_dims, dtype, causal, device):
     problem = problem_of(head_dims, 1, 1100, 1100, 4, 2, causal=causal, dtype=dtype)
     q, k, v, dout = changed(problem, change, device)

@@ -1,9 +1,12 @@
 """The kernels that carry sums: a backward in parts has the bits of one call, in any order of them
 that keeps the order of each sum."""
 
+import itertools
+
 import pytest
 import torch
 from part_checks import check_parts
+from products import spread
 
 from dash_attn import schedule
 
@@ -16,6 +19,7 @@ WINDOWS = [
     dict(causal=False, window=(3, 2)),
     dict(causal=True, attention_chunk=450),
 ]
+POLICIES = ("descending", "ascending", "spt")
 CAUSAL = pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
 
 
@@ -27,9 +31,9 @@ def check(head_dims, chunks, **options):
     check_parts(**{**shape, **options}, value_head_dim=head_dims[1], device="cuda", size=size)
 
 
-@pytest.mark.parametrize("policy", ["descending", "ascending", "spt"])
-@CAUSAL
-@HEAD_DIMS
+@pytest.mark.parametrize(
+    "head_dims, causal, policy", spread(itertools.product(SIZES, (False, True)), POLICIES), ids=str
+)
 def test_parts_have_the_bits_of_the_whole(head_dims, causal, policy):
     check(head_dims, 4, causal=causal, policy=policy)
 
@@ -59,9 +63,8 @@ def test_split_heads(head_dims, causal):
     check(head_dims, 3, causal=causal, batch=1, heads=16, kv_heads=1, rows_q=rows, rows_k=rows, splits=splits)
 
 
-@pytest.mark.parametrize("policy", ["descending", "ascending", "spt"])
-@pytest.mark.parametrize("mask", WINDOWS, ids=str)
-@HEAD_DIMS
+# The policies have one kernel, which is given their ranks.
+@pytest.mark.parametrize("head_dims, mask, policy", spread(itertools.product(SIZES, WINDOWS), POLICIES), ids=str)
 def test_windows(head_dims, mask, policy):
     """Of chunks of a window some query tiles have no key, and some keys no query; their sums go on past others'."""
     check(head_dims, 4, **mask, policy=policy, orders=1)

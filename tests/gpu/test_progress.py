@@ -8,6 +8,7 @@ import pytest
 import sm_holder
 import torch
 from gpu_support import Inputs, Problem
+from products import pairwise
 
 HOLD_LIMIT_S = 0.5
 # A backward on the SMs that are left may take this much longer than their number explains, plus launches.
@@ -81,9 +82,9 @@ class TimedBackward:
         )
 
 
-@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
-@pytest.mark.parametrize("head_dim", [64, 128])
-@pytest.mark.parametrize("held", [1, 66, 116, 128, 129, 130, 131])
+@pytest.mark.parametrize(
+    "held, head_dim, causal", pairwise([1, 66, 116, 128, 129, 130, 131], [64, 128], [False, True]), ids=str
+)
 def test_every_policy_while_sms_are_held(held, head_dim, causal, holder, device, num_sms):
     if held >= num_sms:
         pytest.skip(f"the GPU has {num_sms} SMs")

@@ -13,6 +13,7 @@ import pytest
 import torch
 from gpu_support import GRADIENTS, Problem
 from pack_checks import MASKS, Pack, Pool, assert_as_alone, lay_out, make_pack, varlen_attention
+from products import pairwise
 from test_progress import FREE_SMS_FOR_A_CLUSTER, HOLD_LIMIT_S
 
 import dash_attn
@@ -152,9 +153,7 @@ def test_workspace_is_linear_in_the_tokens(mask, head_dim, device):
             assert used <= allowed, f"{pack} {policy}: {used} bytes, {allowed:.0f} allowed"
 
 
-@pytest.mark.parametrize("held", (1, 66, 130, 131))
-@HEAD_DIMS
-@FEW
+@pytest.mark.parametrize("mask, head_dim, held", pairwise(FEW_MASKS, (64, 96, 128), (1, 66, 130, 131)), ids=str)
 def test_progress_while_sms_are_held(mask, head_dim, held, holder, device, num_sms):
     """Both passes end while another kernel holds SMs, with the same bits. Clusters need two SMs side by side, and may
     wait for the holder where few are left."""
@@ -202,9 +201,9 @@ def cu_seqlens_of(mask: torch.Tensor) -> torch.Tensor:
     return torch.nn.functional.pad(mask.sum(dim=1).cumsum(0), (1, 0)).to(torch.int32)
 
 
-@HEAD_DIMS
-@pytest.mark.parametrize("lengths", ((200, 200), (130, 300), (300, 130)), ids=str)
-@FEW
+@pytest.mark.parametrize(
+    "mask, lengths, head_dim", pairwise(FEW_MASKS, ((200, 200), (130, 300), (300, 130)), (64, 96, 128)), ids=str
+)
 def test_random_padding(mask, lengths, head_dim, device):
     """The caller unpads and pads again, and autograd goes through both: what each sequence has is what its tokens have
     alone, and padding has zeros."""

@@ -23,6 +23,7 @@ from pack_checks import (
     random_pack,
     varlen_attention,
 )
+from products import pairwise, spread
 
 PACKS = 200  # of each kind of mask, so of each policy at least
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -75,10 +76,9 @@ ACCURACY_LENGTHS = (
 )  # fmt: skip
 
 
-@pytest.mark.parametrize("heads", ((4, 4), (6, 2)), ids=str)
-@pytest.mark.parametrize("dtype", DTYPES)
-@HEAD_DIMS
-@KINDS
+@pytest.mark.parametrize(
+    "kind, head_dim, dtype, heads", spread(itertools.product(MASKS, (64, 96, 128), DTYPES), ((4, 4), (6, 2))), ids=str
+)
 def test_accuracy(kind, head_dim, dtype, heads, device):
     for mask in some_masks(kind, head_dim // 64):
         pool = Pool(problem_of(*heads, head_dim, dtype, **mask), device)
@@ -87,8 +87,15 @@ def test_accuracy(kind, head_dim, dtype, heads, device):
         assert not lines, f"{pack}:\n" + "\n".join(lines)
 
 
-@HEAD_DIMS
-@pytest.mark.parametrize("mask", (MASKS["full"][0], MASKS["causal"][0], *MASKS["window"]), ids=str)
+# Every kernel; windows have one, and each of them one head dim.
+@pytest.mark.parametrize(
+    "mask, head_dim",
+    [
+        *itertools.product((MASKS["full"][0], MASKS["causal"][0]), (64, 96, 128)),
+        *spread(((mask,) for mask in MASKS["window"]), (64, 96, 128)),
+    ],
+    ids=str,
+)
 def test_accuracy_of_a_long_sequence_among_short_ones(mask, head_dim, device):
     pool = Pool(problem_of(2, 1, head_dim, **mask), device)
     pack = pack_of_lengths(pool, ((64, 64), (4096, 4096), (129, 1), (1000, 4096)))
@@ -106,9 +113,7 @@ EMPTY = {
 }
 
 
-@pytest.mark.parametrize("rows", ("no rows outside", "rows outside"))
-@pytest.mark.parametrize("empty", EMPTY)
-@KINDS
+@pytest.mark.parametrize("kind, empty, rows", pairwise(MASKS, EMPTY, ("no rows outside", "rows outside")))
 def test_rows_that_see_nothing(kind, empty, rows, device):
     outside = 0 if rows == "no rows outside" else 150
     for head_dim, mask in itertools.product((64, 96, 128), some_masks(kind, 0)):

@@ -21,7 +21,14 @@ struct half_t {
 
   half_t() = default;
   explicit half_t(float x) : value(_Float16(x)) {}
-  explicit operator float() const { return float(value); }
+  // By hand: compilers call a slow function.
+  explicit operator float() const {
+    const uint32_t bits = std::bit_cast<uint16_t>(value), magnitude = (bits & 0x7fff) << 13;
+    const bool is_number = (bits & 0x7c00) != 0x7c00;
+    const float scaled = std::bit_cast<float>(magnitude) * 0x1p112f;  // exponents of fp16 are less by 15, not 127
+    const uint32_t word = is_number ? std::bit_cast<uint32_t>(scaled) : 0x7f800000 | magnitude;
+    return std::bit_cast<float>((bits & 0x8000) << 16 | word);
+  }
 };
 
 }  // namespace cutlass
