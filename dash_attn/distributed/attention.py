@@ -5,10 +5,11 @@ from __future__ import annotations
 import functools
 import hashlib
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Literal, TypeAlias, TypedDict, overload
 
 import torch
 from torch import Tensor
+from typing_extensions import Unpack
 
 from .. import __version__, checks, dtensors, interface
 from ..packs import rows_of_sequences
@@ -29,7 +30,45 @@ _TENSORS = (
     ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k", "seqused_q", "seqused_k"),
 )
 
+_WithLse: TypeAlias = tuple[Tensor, Tensor, Tensor]
 
+
+class _Keywords(TypedDict, total=False):
+    """The keywords but for the flag, for the overloads."""
+
+    layout: str
+    softmax_scale: float | None
+    causal: bool
+    window_size: Sequence[int | None]
+    softcap: float
+    alibi_slopes: Tensor | None
+    learnable_sink: Tensor | None
+    attention_chunk: int
+    sm_margin: int
+    schedule: Schedule
+    check_values: bool
+
+
+class _OfPack(_Keywords, total=False):
+    seqused_q: Tensor | None
+    seqused_k: Tensor | None
+
+
+@overload
+def context_parallel_attention(
+    q: Tensor, k: Tensor, v: Tensor, mesh: Mesh | None = None, *,
+    return_attn_probs: Literal[False] = False, **keywords: Unpack[_Keywords],
+) -> Tensor: ...  # fmt: skip
+@overload
+def context_parallel_attention(
+    q: Tensor, k: Tensor, v: Tensor, mesh: Mesh | None = None, *,
+    return_attn_probs: Literal[True], **keywords: Unpack[_Keywords],
+) -> _WithLse: ...  # fmt: skip
+@overload
+def context_parallel_attention(
+    q: Tensor, k: Tensor, v: Tensor, mesh: Mesh | None = None, *,
+    return_attn_probs: bool, **keywords: Unpack[_Keywords],
+) -> Tensor | _WithLse: ...  # fmt: skip
 def context_parallel_attention(
     q: Tensor,
     k: Tensor,
@@ -48,7 +87,7 @@ def context_parallel_attention(
     sm_margin: int = 0,
     schedule: Schedule = "auto",
     check_values: bool = False,
-) -> Tensor | tuple[Tensor, Tensor, Tensor]:
+) -> Tensor | _WithLse:
     """`flash_attn_func`, but for dropout, of sequences whose rows are spread over the ranks of a group.
 
     Output, log-sum-exp and gradients have the bits that one process gets for the whole, whatever the number of ranks
@@ -96,6 +135,24 @@ def context_parallel_attention(
     return _attention("context_parallel_attention", locals())
 
 
+@overload
+def context_parallel_varlen_attention(
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_q: int | Tensor,
+    max_seqlen_k: int | Tensor, mesh: Mesh | None = None, *,
+    return_attn_probs: Literal[False] = False, **keywords: Unpack[_OfPack],
+) -> Tensor: ...  # fmt: skip
+@overload
+def context_parallel_varlen_attention(
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_q: int | Tensor,
+    max_seqlen_k: int | Tensor, mesh: Mesh | None = None, *,
+    return_attn_probs: Literal[True], **keywords: Unpack[_OfPack],
+) -> _WithLse: ...  # fmt: skip
+@overload
+def context_parallel_varlen_attention(
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_q: int | Tensor,
+    max_seqlen_k: int | Tensor, mesh: Mesh | None = None, *,
+    return_attn_probs: bool, **keywords: Unpack[_OfPack],
+) -> Tensor | _WithLse: ...  # fmt: skip
 def context_parallel_varlen_attention(
     q: Tensor,
     k: Tensor,
@@ -120,7 +177,7 @@ def context_parallel_varlen_attention(
     sm_margin: int = 0,
     schedule: Schedule = "auto",
     check_values: bool = False,
-) -> Tensor | tuple[Tensor, Tensor, Tensor]:
+) -> Tensor | _WithLse:
     """`flash_attn_varlen_func`, but for dropout, of a pack whose rows are spread over the ranks of a group.
 
     The pack is cut as a whole, as if it were one sequence: a sequence of it may lie on several ranks, or on one. The
