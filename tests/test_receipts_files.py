@@ -391,6 +391,9 @@ def test_resuming_what_is_damaged(runs, tmp_path):
         ("tensor", "UPDATE tensor SET name = 'x' WHERE id = 1", "which is damaged: a row of its table tensor does not"),
         ("rank", "UPDATE meta SET value = 1 WHERE key = 'rank'", "receipts of rank 0 to go on with, got .* of 1"),
         ("format", "UPDATE meta SET value = 1 WHERE key = 'format'", "receipts of format 2 to go on with, got .* of 1"),
+        ("no_meta", "DROP TABLE meta", f"got .*no_meta/{FILE}, whose tables are not those of format 2"),
+        ("no_blocks", "DROP TABLE blocks", f"got .*no_blocks/{FILE}, whose tables are not those of format 2"),
+        ("no_crc", "ALTER TABLE step DROP COLUMN crc", f"got .*no_crc/{FILE}, whose tables are not those of format 2"),
     ):
         wrong = edited(runs / "clean", tmp_path / name, statement)
         with pytest.raises(ValueError, match=message):
