@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._C._functorch import TransformType, get_interpreter_stack
 from torch.utils import _pytree as pytree
 
 from . import dtensors
@@ -26,14 +27,19 @@ is_active = torch._C._are_functorch_transforms_active
 def transformed(op: Op) -> Op:
     """`op`, which is `dash_attn::attention` or its like, for torch.vmap and the transforms of reverse mode.
 
-    It raises NotImplementedError for DTensors and for a transform of forward mode, and RuntimeError for a second
-    differentiation.
+    It raises NotImplementedError for DTensors, functionalize and a transform of forward mode, and RuntimeError for a
+    second differentiation.
     """
     return functools.partial(_call, op)
 
 
 @torch.compiler.disable(reason="dash_attn does not compile under a transform of torch.func; integrations.torch does")
 def _call(op: Op, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+    if any(level.key() == TransformType.Functionalize for level in get_interpreter_stack() or ()):
+        raise NotImplementedError(
+            "attention must not be called under torch.func.functionalize, for which torch has no rule: use "
+            "torch.compile, which removes mutations itself"
+        )
     leaves, spec = pytree.tree_flatten((args, kwargs))
     places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
     constants = [None if isinstance(leaf, Tensor) else leaf for leaf in leaves]
@@ -61,6 +67,13 @@ class _Forward(torch.autograd.Function):
         ctx.call, *tensors = inputs
         ctx.save_for_backward(*tensors)
         ctx.set_materialize_grads(False)
+
+    @staticmethod
+    def jvp(ctx: Any, *_: Tensor | None) -> tuple[Tensor, ...]:
+        raise NotImplementedError(
+            "attention has no derivative in forward mode (jvp, jacfwd, hessian, dual tensors): use torch.func.grad, "
+            "vjp or jacrev"
+        )
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
