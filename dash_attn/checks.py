@@ -66,15 +66,16 @@ def check_written(written: Mapping[str, torch.Tensor], read: Mapping[str, torch.
     # A compiler's tensors are nowhere, and their strides may be symbols.
     compiling = torch.compiler.is_compiling()
     for name, x in written.items():
-        if any(stride == 0 and size > 1 for stride, size in zip(x.stride(), x.shape)) or (
-            not compiling and _overlaps_itself(x)
-        ):
+        expanded = any(stride == 0 and size > 1 for stride, size in zip(x.stride(), x.shape))
+        if expanded or (not compiling and _overlaps_itself(x)):
             raise ValueError(f"{name} must have one memory location per element, got strides {x.stride()}")
     if compiling:
         return
+    tensors = {**read, **written}
+    storages = {name: x.untyped_storage()._cdata for name, x in tensors.items()}
     for name, x in written.items():
-        for other_name, other in {**read, **written}.items():
-            if other_name != name and _share_memory(x, other):
+        for other_name, other in tensors.items():
+            if other_name != name and storages[name] == storages[other_name] and _share_memory(x, other):
                 raise ValueError(f"{name} must not share memory with {other_name}")
 
 
@@ -90,8 +91,8 @@ def _overlaps_itself(x: torch.Tensor) -> bool:
 
 
 def _share_memory(x: torch.Tensor, other: torch.Tensor) -> bool:
-    storages = [tensor.untyped_storage()._cdata for tensor in (x, other)]
-    if storages[0] != storages[1] or x.numel() == 0 or other.numel() == 0:
+    """Of tensors in one storage."""
+    if x.numel() == 0 or other.numel() == 0:
         return False
     starts = [tensor.storage_offset() * tensor.element_size() for tensor in (x, other)]
     for tensor, start, other_start in ((x, starts[0], starts[1]), (other, starts[1], starts[0])):

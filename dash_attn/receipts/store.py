@@ -19,6 +19,7 @@ from __future__ import annotations
 import array
 import contextlib
 import dataclasses
+import functools
 import json
 import pathlib
 import sqlite3
@@ -148,6 +149,8 @@ class Writer:
                     path, timeout=LOCK_WAIT_S, check_same_thread=False, isolation_level=None
                 )
                 opened.enter_context(contextlib.closing(self._database))
+                # Text that is not UTF-8 then fails by the checksum of its row.
+                self._database.text_factory = functools.partial(str, encoding="utf-8", errors="replace")
                 self._begin(path, {"format": FORMAT, "fingerprint": FINGERPRINT, **meta})
             self._opened = opened.pop_all()
         self._seen = not exists
@@ -167,6 +170,10 @@ class Writer:
                         f"{FORMAT}"
                     )
                 self._check_same_run(path, meta)
+                (found,) = self._database.execute("PRAGMA quick_check(1)").fetchone()
+                if found != "ok":
+                    what = found.splitlines()[-1]
+                    raise ValueError(f"path must hold receipts to go on with, got {path}, which is damaged: {what}")
             else:
                 for statement in _SCHEMA.values():
                     self._database.execute(statement)
