@@ -9,12 +9,13 @@ runs the forward again.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch._C._functorch import TransformType, get_interpreter_stack
+from torch.autograd import forward_ad
 from torch.utils import _pytree as pytree
 
 from . import dtensors
@@ -31,6 +32,26 @@ def transformed(op: Op) -> Op:
     second differentiation.
     """
     return functools.partial(_call, op)
+
+
+def reject(what: str, tensors: Iterable[Tensor | None], *, but_vmap: bool = False) -> None:
+    """Raises NotImplementedError under a transform, for what torch.autograd alone can differentiate.
+
+    Args:
+        what: the name of the function that is called.
+        tensors: its tensors.
+        but_vmap: take calls under torch.vmap.
+    """
+    levels = get_interpreter_stack() if is_active() else ()
+    is_transformed = any(not (but_vmap and level.key() == TransformType.Vmap) for level in levels or ())
+    if is_transformed or (forward_ad._current_level >= 0 and any(map(_has_tangent, tensors))):
+        raise NotImplementedError(
+            f"{what} must not be called under transforms of torch.func or on dual tensors: use torch.autograd.grad"
+        )
+
+
+def _has_tangent(x: Tensor | None) -> bool:
+    return x is not None and forward_ad.unpack_dual(x).tangent is not None
 
 
 @torch.compiler.disable(reason="dash_attn does not compile under a transform of torch.func; integrations.torch does")

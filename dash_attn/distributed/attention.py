@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from typing_extensions import Unpack
 
-from .. import __version__, checks, dtensors, interface
+from .. import __version__, checks, dtensors, interface, transforms
 from ..packs import rows_of_sequences
 from ..receipts import fingerprint
 from ..schedule import Schedule
@@ -301,6 +301,7 @@ def _record(
         raise NotImplementedError(f"mesh must have one dimension for a pack, got {len(ranks.shape)} of {ranks.shape}")
     checks.check_tensors(of_rows | given)
     dtensors.reject(of_rows | given)
+    transforms.reject(name, (of_rows | given).values())
     check_layout(arguments["layout"])
     for key in ("max_seqlen_q", "max_seqlen_k"):  # which may differ between ranks
         if key in pack:
@@ -402,9 +403,12 @@ def _check_whole_call(
         shape[rows_dim] = split.rows_q if key == "q" else split.rows_k
         tensors.append(_without_data(x, shape))
     shared = {key: None if x is None else _without_data(x, x.shape) for key, x in of_heads.items()}
+    if (slopes := of_heads["alibi_slopes"]) is not None and slopes.requires_grad:
+        shared["alibi_slopes"] = _without_data(slopes, slopes.shape).requires_grad_()  # which is an error
     pack = {k: _without_data(x, x.shape) for k, x in call.keywords.items() if is_pack and isinstance(x, Tensor)}
     call(*tensors, **shared, **pack)
 
 
 def _without_data(x: Tensor, shape: Sequence[int]) -> Tensor:
-    return torch.empty(shape, dtype=x.dtype, device="meta", requires_grad=x.requires_grad)
+    """Without a gradient, so that nothing is saved for a backward: hooks of the caller's would get it."""
+    return torch.empty(shape, dtype=x.dtype, device="meta")
