@@ -139,6 +139,14 @@ def what_holds(rank, ranks):
         with torch.autograd.graph.save_on_cpu():
             return call(*tensors)
 
+    def of_lazy_negatives(kv_heads):
+        """Inputs and gradients whose sign is a bit beside their bytes, as an imaginary part of a conjugate is."""
+        found = []
+        for negative in (torch._neg_view, torch.neg):
+            out = call(*(negative(x) for x in (parts[0], *(x[:, :, :kv_heads] for x in parts[1:]))))
+            found.append([out, *torch.autograd.grad(out, parts, negative(out.detach()))])
+        return same(*found)
+
     def forward_mode():
         with forward_ad.dual_level():
             call(forward_ad.make_dual(parts[0].detach(), parts[0].detach()), *parts[1:])
@@ -162,6 +170,7 @@ def what_holds(rank, ranks):
         "no second differentiation": all([refused(x, RuntimeError, "differentiated at most once") for x in seconds]),
         "a checkpoint": all(same(with_graph(checkpointed, n), with_graph(call, n)) for n in (4, 1)),
         "saved tensors elsewhere": all(same(with_graph(with_saved_on_cpu, n), with_graph(call, n)) for n in (4, 1)),
+        "lazy negatives": all([of_lazy_negatives(n) for n in (4, 1)]),
         "transforms": all([refused(x, NotImplementedError, "must not be called under") for x in transformed]),
         "slopes with a gradient": refused(
             lambda: call(*parts, alibi_slopes=torch.ones(4, requires_grad=True)), NotImplementedError, "alibi_slopes"

@@ -21,6 +21,7 @@ NAMES = (
     "no second differentiation",
     "a checkpoint",
     "saved tensors elsewhere",
+    "lazy negatives",
     "transforms",
     "slopes with a gradient",
     "a mesh of one row",

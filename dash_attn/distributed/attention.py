@@ -219,6 +219,7 @@ def _attention(name: str, given: dict[str, Any]) -> Any:
     for key in record:
         if key not in ("rows", "values"):
             channel.require_same(key, [other[key] for other in records])
+    of_rows = {key: x.resolve_neg() for key, x in of_rows.items()}  # ranks send bytes
     split = _split(name, ranks, records, of_rows, arguments)
     call = _call(arguments, pack)
     _check_whole_call(split, of_rows, of_heads, call, bool(pack))
