@@ -126,14 +126,15 @@ def mask_arguments(shape: Shape) -> tuple[bool, int, int]:
 @contextlib.contextmanager
 def deterministic_algorithms(enabled: bool) -> Iterator[None]:
     """torch's switch, without its filling of fresh memory, which would be timed too."""
-    before = torch.are_deterministic_algorithms_enabled(), torch.utils.deterministic.fill_uninitialized_memory
+    before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    filling = torch.utils.deterministic.fill_uninitialized_memory
     torch.use_deterministic_algorithms(enabled)
     torch.utils.deterministic.fill_uninitialized_memory = False
     try:
         yield
     finally:
-        torch.use_deterministic_algorithms(before[0])
-        torch.utils.deterministic.fill_uninitialized_memory = before[1]
+        torch.use_deterministic_algorithms(before[0], warn_only=before[1])
+        torch.utils.deterministic.fill_uninitialized_memory = filling
 
 
 def _in_turn(forward: Callable[[], Results], backward: Callable[[], Results]) -> Calls:

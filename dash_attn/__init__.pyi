@@ -1,4 +1,8 @@
-"""The types of the public functions. What a function returns depends on a flag, which the overloads tell apart."""
+"""The types of the public functions. What a function returns depends on a flag, which the overloads tell apart.
+
+Overloads share keywords through a TypedDict. Python's types have no way to share parameters that callers may also pass
+by position, so each overload repeats those.
+"""
 
 from collections.abc import Sequence
 from typing import Literal, TypeAlias, TypedDict, overload
@@ -23,11 +27,13 @@ __version__: str
 _Window: TypeAlias = Sequence[int | None]
 _WithLse: TypeAlias = tuple[Tensor, Tensor, Tensor]
 
-class _Keywords(TypedDict, total=False):
-    """Keywords of every function that has gradients."""
-
+class _Sinks(TypedDict, total=False):
     learnable_sink: Tensor | None
     s_aux: Tensor | None
+
+class _Keywords(_Sinks, total=False):
+    """Keywords of every function that has gradients."""
+
     qv: Tensor | None
     q_descale: Tensor | None
     k_descale: Tensor | None
@@ -188,8 +194,7 @@ def flash_attn_with_kvcache(
     cache_batch_idx: Tensor | None = None, cache_leftpad: Tensor | None = None, block_table: Tensor | None = None,
     softmax_scale: float | None = None, causal: bool = False, window_size: _Window = (-1, -1), softcap: float = 0.0,
     rotary_interleaved: bool = True, alibi_slopes: Tensor | None = None, num_splits: int = 0,
-    return_softmax_lse: Literal[False] = False, *, learnable_sink: Tensor | None = None,
-    s_aux: Tensor | None = None,
+    return_softmax_lse: Literal[False] = False, **keywords: Unpack[_Sinks],
 ) -> Tensor: ...  # fmt: skip
 @overload
 def flash_attn_with_kvcache(
@@ -198,8 +203,7 @@ def flash_attn_with_kvcache(
     cache_batch_idx: Tensor | None = None, cache_leftpad: Tensor | None = None, block_table: Tensor | None = None,
     softmax_scale: float | None = None, causal: bool = False, window_size: _Window = (-1, -1), softcap: float = 0.0,
     rotary_interleaved: bool = True, alibi_slopes: Tensor | None = None, num_splits: int = 0,
-    *, return_softmax_lse: Literal[True], learnable_sink: Tensor | None = None,
-    s_aux: Tensor | None = None,
+    *, return_softmax_lse: Literal[True], **keywords: Unpack[_Sinks],
 ) -> tuple[Tensor, Tensor]: ...  # fmt: skip
 @overload
 def flash_attn_with_kvcache(
@@ -208,6 +212,5 @@ def flash_attn_with_kvcache(
     cache_batch_idx: Tensor | None = None, cache_leftpad: Tensor | None = None, block_table: Tensor | None = None,
     softmax_scale: float | None = None, causal: bool = False, window_size: _Window = (-1, -1), softcap: float = 0.0,
     rotary_interleaved: bool = True, alibi_slopes: Tensor | None = None, num_splits: int = 0,
-    return_softmax_lse: bool = False, *, learnable_sink: Tensor | None = None,
-    s_aux: Tensor | None = None,
+    return_softmax_lse: bool = False, **keywords: Unpack[_Sinks],
 ) -> Tensor | tuple[Tensor, Tensor]: ...  # fmt: skip

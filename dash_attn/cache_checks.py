@@ -152,7 +152,7 @@ def _check_new(q: Tensor, cache: Cache, new: NewKeys, batch: int) -> None:
             what = f"({', '.join(rows)}, kv_heads, head_dim) with the heads of {like_name}"
             raise ValueError(f"{name} must have shape {what}, {expected}, got {tuple(x.shape)}")
         _check_dtype(name, x, q)
-    checks.check_written({"k_cache": cache.k, "v_cache": cache.v}, {})
+    checks.check_written({"k_cache": cache.k, "v_cache": cache.v}, {"q": q, "k": new.k, "v": new.v})
     if new.rotary_cos is not None and new.rotary_sin is not None:
         _check_rotary(q, new.rotary_cos, new.rotary_sin)
 

@@ -61,29 +61,46 @@ def check_values(holds: torch.Tensor, message: str) -> None:
 def check_written(written: Mapping[str, torch.Tensor], read: Mapping[str, torch.Tensor]) -> None:
     """Each element of what is written has a place in memory of its own, which nothing else that is written or read has.
 
-    Tensors that share memory are found if they are dense, as in the ops, and of others those that start at one place.
+    Tensors that share memory are found where one starts inside another that is dense, or both start at one place.
     """
+    # A compiler's tensors are nowhere, and their strides may be symbols.
+    compiling = torch.compiler.is_compiling()
     for name, x in written.items():
-        if any(stride == 0 and size > 1 for stride, size in zip(x.stride(), x.shape)):
+        expanded = any(stride == 0 and size > 1 for stride, size in zip(x.stride(), x.shape))
+        if expanded or (not compiling and _overlaps_itself(x)):
             raise ValueError(f"{name} must have one memory location per element, got strides {x.stride()}")
-    # A compiler's tensors are nowhere.
-    if torch.compiler.is_compiling():
+    if compiling:
         return
+    tensors = {**read, **written}
+    storages = {name: x.untyped_storage()._cdata for name, x in tensors.items()}
     for name, x in written.items():
-        for other_name, other in {**read, **written}.items():
-            if other_name != name and _share_memory(x, other):
+        for other_name, other in tensors.items():
+            if other_name != name and storages[name] == storages[other_name] and _share_memory(x, other):
                 raise ValueError(f"{name} must not share memory with {other_name}")
 
 
+def _overlaps_itself(x: torch.Tensor) -> bool:
+    """Whether a step along a dimension stays within what the dimensions of smaller strides reach."""
+    reach = 1
+    for stride, size in sorted(zip(x.stride(), x.shape)):
+        if size > 1:
+            if stride < reach:
+                return True
+            reach += (size - 1) * stride
+    return False
+
+
 def _share_memory(x: torch.Tensor, other: torch.Tensor) -> bool:
-    storages = [tensor.untyped_storage()._cdata for tensor in (x, other)]
-    if storages[0] != storages[1] or x.numel() == 0 or other.numel() == 0:
+    """Of tensors in one storage."""
+    if x.numel() == 0 or other.numel() == 0:
         return False
     starts = [tensor.storage_offset() * tensor.element_size() for tensor in (x, other)]
-    spans = [1 + sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride())) for tensor in (x, other)]
-    if starts[0] == starts[1] or spans != [x.numel(), other.numel()]:
-        return starts[0] == starts[1]
-    return starts[0] < starts[1] + other.nbytes and starts[1] < starts[0] + x.nbytes
+    for tensor, start, other_start in ((x, starts[0], starts[1]), (other, starts[1], starts[0])):
+        span = 1 + sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride()))
+        # Of a tensor with gaps the first place alone is certainly its own.
+        if start <= other_start < start + (tensor.nbytes if span == tensor.numel() else 1):
+            return True
+    return False
 
 
 def reject_unsupported(qv, q_descale, k_descale, v_descale, num_splits, pack_gqa) -> None:

@@ -365,8 +365,10 @@ def _append(cache: Cache, k: Tensor, v: Tensor, seqlens: Tensor, rows: _RowsOfBa
 def _contents(cache: Cache, seqlens: Tensor) -> tuple[Tensor, Tensor]:
     """Keys and values of the batch, (batch or more, capacity, kv_heads, head_dim)."""
     if cache.table is not None:
-        starts = torch.arange(cache.table.shape[1], device=seqlens.device) * cache.k.shape[1]
-        blocks = torch.where(starts < seqlens[:, None], cache.table, 0).long()
+        # Block 0 stands for the blocks that hold no keys; a cache without blocks has none to stand for them.
+        table = cache.table if cache.k.shape[0] else cache.table[:, :0]
+        starts = torch.arange(table.shape[1], device=seqlens.device) * cache.k.shape[1]
+        blocks = torch.where(starts < seqlens[:, None], table, 0).long()
         return cache.k[blocks].flatten(1, 2), cache.v[blocks].flatten(1, 2)
     if cache.batch_idx is not None:
         return cache.k.index_select(0, cache.batch_idx), cache.v.index_select(0, cache.batch_idx)
@@ -391,6 +393,6 @@ def _rows(k: Tensor, v: Tensor, batch: int) -> tuple[Tensor, Tensor, Tensor]:
 def _pitch(cache: Tensor) -> int | None:
     """How many rows a sequence of the cache is from the one before it; None where that is no whole number."""
     sequence, row = cache.stride()[:2]
-    if cache.shape[0] <= 1:
+    if cache.shape[0] <= 1 or cache.shape[1] == 0:
         return cache.shape[1]
     return sequence // row if row > 0 and sequence % row == 0 and sequence // row >= cache.shape[1] else None

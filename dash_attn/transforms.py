@@ -9,11 +9,13 @@ runs the forward again.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch._C._functorch import TransformType, get_interpreter_stack
+from torch.autograd import forward_ad
 from torch.utils import _pytree as pytree
 
 from . import dtensors
@@ -26,14 +28,39 @@ is_active = torch._C._are_functorch_transforms_active
 def transformed(op: Op) -> Op:
     """`op`, which is `dash_attn::attention` or its like, for torch.vmap and the transforms of reverse mode.
 
-    It raises NotImplementedError for DTensors and for a transform of forward mode, and RuntimeError for a second
-    differentiation.
+    It raises NotImplementedError for DTensors, functionalize and a transform of forward mode, and RuntimeError for a
+    second differentiation.
     """
     return functools.partial(_call, op)
 
 
+def reject(what: str, tensors: Iterable[Tensor | None], *, but_vmap: bool = False) -> None:
+    """Raises NotImplementedError under a transform, for what torch.autograd alone can differentiate.
+
+    Args:
+        what: the name of the function that is called.
+        tensors: its tensors.
+        but_vmap: take calls under torch.vmap.
+    """
+    levels = get_interpreter_stack() if is_active() else ()
+    is_transformed = any(not (but_vmap and level.key() == TransformType.Vmap) for level in levels or ())
+    if is_transformed or (forward_ad._current_level >= 0 and any(map(_has_tangent, tensors))):
+        raise NotImplementedError(
+            f"{what} must not be called under transforms of torch.func or on dual tensors: use torch.autograd.grad"
+        )
+
+
+def _has_tangent(x: Tensor | None) -> bool:
+    return x is not None and forward_ad.unpack_dual(x).tangent is not None
+
+
 @torch.compiler.disable(reason="dash_attn does not compile under a transform of torch.func; integrations.torch does")
 def _call(op: Op, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+    if any(level.key() == TransformType.Functionalize for level in get_interpreter_stack() or ()):
+        raise NotImplementedError(
+            "attention must not be called under torch.func.functionalize, for which torch has no rule: use "
+            "torch.compile, which removes mutations itself"
+        )
     leaves, spec = pytree.tree_flatten((args, kwargs))
     places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
     constants = [None if isinstance(leaf, Tensor) else leaf for leaf in leaves]
@@ -61,6 +88,13 @@ class _Forward(torch.autograd.Function):
         ctx.call, *tensors = inputs
         ctx.save_for_backward(*tensors)
         ctx.set_materialize_grads(False)
+
+    @staticmethod
+    def jvp(ctx: Any, *_: Tensor | None) -> tuple[Tensor, ...]:
+        raise NotImplementedError(
+            "attention has no derivative in forward mode (jvp, jacfwd, hessian, dual tensors): use torch.func.grad, "
+            "vjp or jacrev"
+        )
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:

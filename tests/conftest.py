@@ -3,6 +3,9 @@
 import importlib.util
 import pathlib
 
+import pytest
+from global_settings import settings_put_back
+
 TESTS = pathlib.Path(__file__).parent
 
 
@@ -23,3 +26,10 @@ def pytest_report_header(config):
     if LEFT_OUT:
         lines.append(f"LEFT OUT, for hypothesis is not installed: {', '.join(LEFT_OUT)}")
     return lines
+
+
+@pytest.fixture(autouse=True)
+def _settings_put_back():
+    """A test that leaves a global setting behind fails, instead of the tests after it."""
+    with settings_put_back():
+        yield

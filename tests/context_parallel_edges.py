@@ -14,6 +14,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from rank_processes import join
+from torch.autograd import forward_ad
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.checkpoint import checkpoint
 
@@ -133,6 +134,28 @@ def what_holds(rank, ranks):
         out = attention(parts[0], *(x[:, :, :kv_heads] for x in parts[1:]))
         return torch.autograd.grad(out.float().square().sum(), parts[0], create_graph=True)
 
+    def with_saved_on_cpu(*tensors):
+        """Every tensor that is saved for the backward is copied to another place meanwhile."""
+        with torch.autograd.graph.save_on_cpu():
+            return call(*tensors)
+
+    def of_lazy_negatives(kv_heads):
+        """Inputs and gradients whose sign is a bit beside their bytes, as an imaginary part of a conjugate is."""
+        found = []
+        for negative in (torch._neg_view, torch.neg):
+            out = call(*(negative(x) for x in (parts[0], *(x[:, :, :kv_heads] for x in parts[1:]))))
+            found.append([out, *torch.autograd.grad(out, parts, negative(out.detach()))])
+        return same(*found)
+
+    def forward_mode():
+        with forward_ad.dual_level():
+            call(forward_ad.make_dual(parts[0].detach(), parts[0].detach()), *parts[1:])
+
+    transformed = [
+        lambda: torch.func.grad(lambda x: call(x, *parts[1:]).float().sum())(parts[0]),
+        lambda: torch.vmap(lambda x: call(x, *parts[1:]))(parts[0][None]),
+        forward_mode,
+    ]
     checkpointed = functools.partial(checkpoint, call, use_reentrant=False)
 
     # A loss of power 1 has a gradient of the output that does not depend on the parameters.
@@ -146,6 +169,12 @@ def what_holds(rank, ranks):
         "a rank that is given nothing": a_rank_that_is_given_nothing(rank, ranks),
         "no second differentiation": all([refused(x, RuntimeError, "differentiated at most once") for x in seconds]),
         "a checkpoint": all(same(with_graph(checkpointed, n), with_graph(call, n)) for n in (4, 1)),
+        "saved tensors elsewhere": all(same(with_graph(with_saved_on_cpu, n), with_graph(call, n)) for n in (4, 1)),
+        "lazy negatives": all([of_lazy_negatives(n) for n in (4, 1)]),
+        "transforms": all([refused(x, NotImplementedError, "must not be called under") for x in transformed]),
+        "slopes with a gradient": refused(
+            lambda: call(*parts, alibi_slopes=torch.ones(4, requires_grad=True)), NotImplementedError, "alibi_slopes"
+        ),
         "a mesh of one row": same([call(*parts, two)], [call(*parts)]),
         "three dimensions": refused(lambda: call(*parts, three), NotImplementedError, "one dimension, or two for rows"),
         "a part of a mesh": same([call(*parts, two["ulysses"])], [call(*parts)]),

@@ -156,6 +156,9 @@ BOTH = t(2, 8, 2, 48)
      "k_cache must have one memory location per element, got strides (0, 64, 32, 1)"),
     (DENSE["k_cache"], ONE[..., :1].expand(2, 8, 2, 16),
      "v_cache must have one memory location per element, got strides (0, 64, 32, 0)"),
+    # Sequences whose ends are the beginnings of the next ones.
+    (t(12, 2, 32).as_strided((2, 8, 2, 32), (256, 64, 32, 1)), DENSE["v_cache"],
+     "k_cache must have one memory location per element, got strides (256, 64, 32, 1)"),
     (DENSE["k_cache"], DENSE["k_cache"], "k_cache must not share memory with v_cache"),
     (DENSE["k_cache"], DENSE["k_cache"][..., :16], "k_cache must not share memory with v_cache"),
 ])  # fmt: skip
@@ -168,6 +171,16 @@ def test_what_is_written_has_memory_of_its_own(k_cache, v_cache, message, paged)
     assert str(raised.value) == message
     assert not k_cache.any() and not v_cache.any()
     flash_attn_with_kvcache(**arguments, **paged)
+
+
+@pytest.mark.parametrize("name, rows", [("k", slice(0, 3)), ("v", slice(4, 7)), ("q", slice(2, 4))])
+def test_what_is_read_is_apart_from_the_cache(name, rows):
+    """Otherwise a row would be read before or after it is written, as the threads of a kernel happen to run."""
+    cache, new = t(2, 8, 2, 32), t(2, 3, 2, 32)
+    arguments = {"q": new, "k_cache": cache, "v_cache": cache.clone(), **NEW, "v": new, name: cache[:, rows]}
+    with pytest.raises(ValueError, match=f"^k_cache must not share memory with {name}$"):
+        flash_attn_with_kvcache(**arguments)
+    flash_attn_with_kvcache(**arguments | {name: arguments[name].clone()})
 
 
 def test_caches_side_by_side_are_apart():

@@ -435,3 +435,19 @@ def test_visible_keys_are_those_of_the_cached_ones():
 
 def test_it_is_exported():
     assert dash_attn.flash_attn_with_kvcache is flash_attn_with_kvcache
+
+
+@pytest.mark.parametrize("batch, capacity", [(0, 3), (1, 0), (3, 0)])
+def test_a_cache_without_rows(batch, capacity):
+    q, cache = queries(batch=batch), randn(batch, capacity, KV_HEADS, HEAD_DIM)
+    expected = flash_attn_func(q, cache, cache, return_attn_probs=True)[:2]
+    for x, y in zip(flash_attn_with_kvcache(q, cache, cache, return_softmax_lse=True), expected, strict=True):
+        assert torch.equal(x, y)
+
+
+@pytest.mark.parametrize("columns", [0, 2])
+def test_a_cache_without_blocks(columns):
+    cache, table = randn(0, 16, KV_HEADS, HEAD_DIM), int32(*[0] * 3 * columns).view(3, columns)
+    for length in (0, int32(0, 0, 0)):
+        out = flash_attn_with_kvcache(queries(batch=3), cache, cache, cache_seqlens=length, block_table=table)
+        assert out.shape == (3, SEQLEN_Q, HEADS, HEAD_DIM) and not out.any()

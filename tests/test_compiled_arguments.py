@@ -154,3 +154,18 @@ def test_a_hint_makes_no_graph_of_its_own():
     with torch.compiler.set_stance("fail_on_recompile"):
         for hint in (14, 10**6, -1):
             assert torch.equal(compiled(x, hint), expected)
+
+
+def test_a_number_of_sequences_that_only_the_device_knows():
+    def of_sequences(x, begins):
+        offsets = begins.nonzero().view(-1).int()
+        return dash_attn.flash_attn_varlen_func(x, x, x, offsets, offsets, 9, 9, causal=True)
+
+    x, begins = randn(18, 2, 20).detach(), torch.zeros(19, dtype=torch.bool)
+    with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
+        compiled = torch.compile(of_sequences, fullgraph=True, backend="aot_eager")
+        for places in ([0, 5, 18], [0, 18], [0, 1, 9, 12, 18]):
+            begins.zero_()[places] = True
+            assert_same_bits(compiled(x, begins), of_sequences(x, begins))
+        with pytest.raises(RuntimeError, match=">= 1"):
+            compiled(x, begins.zero_())

@@ -68,6 +68,22 @@ def test_second_derivatives():
     assert all(map(torch.equal, *found))
 
 
+def test_only_autograd_differentiates_it():
+    """Nothing else must count the output as constant."""
+    (x, weight), _ = operands(5, bias=False)
+
+    def call(x):
+        return linear_with_dropout_bits(x, weight, **OF_BITS)[0].float().sum()
+
+    def of_dual_tensors(x):
+        with torch.autograd.forward_ad.dual_level(), torch.no_grad():
+            call(torch.autograd.forward_ad.make_dual(x, x))
+
+    for function in (torch.func.grad(call), lambda x: torch.func.jvp(call, (x,), (x,)), of_dual_tensors):
+        with pytest.raises(NotImplementedError, match="^linear_with_dropout_bits must not be called under transforms"):
+            function(x.detach())
+
+
 def test_operands_of_any_strides():
     inputs = [x.detach().round() for x in operands(7, 6)[0]]  # sums of whole numbers are exact in any order
     x = torch.stack([inputs[0]] * 2, dim=-1)[..., 0]

@@ -181,8 +181,12 @@ def test_second_derivatives_and_slopes_raise():
     twice = torch.func.grad(lambda q: torch.func.grad(loss)(q, k, v).float().sum())
     with pytest.raises(RuntimeError, match="^attention must be differentiated at most once, got a second"):
         twice(q)
-    with pytest.raises(NotImplementedError, match="forward mode AD"):
-        torch.func.jvp(lambda q: flash_attn_func(q, k, v), (q,), (q,))
+    for forward_mode in (torch.func.jvp, lambda f, x, _: torch.func.linearize(f, *x)):
+        with pytest.raises(NotImplementedError, match="^attention has no derivative in forward mode"):
+            forward_mode(lambda q: flash_attn_func(q, k, v), (q,), (q,))
+    for function in (loss, torch.func.grad(loss), torch.vmap(loss)):
+        with pytest.raises(NotImplementedError, match="^attention must not be called under torch.func.functionalize"):
+            torch.func.functionalize(function)(q[None], k[None], v[None])
     with pytest.raises(NotImplementedError, match="^alibi_slopes must not require a gradient"):
         torch.func.grad(lambda slopes: loss_of(flash_attn_func, alibi_slopes=slopes)(q, k, v))(torch.ones(2))
 

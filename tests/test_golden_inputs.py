@@ -1,6 +1,7 @@
 """The inputs, the cases and the comparison behind the golden bits, without a GPU."""
 
 import dataclasses
+import itertools
 import json
 import pathlib
 import sys
@@ -51,6 +52,12 @@ def test_the_inputs_of_a_pack():
     assert len(found) == 2 + 3 * len(schedule.fitting(**case.mask))
 
 
+def splits_of(case):
+    heads = dict(heads=case.heads, kv_heads=case.kv_heads)
+    lengths = (case.seqlen_q, case.seqlen_k)
+    return schedule.problem("descending", *lengths, causal=case.causal, head_dim=case.head_dim, **heads).splits
+
+
 def test_the_cases_are_legal_and_cover_what_they_should():
     everything = golden_bits.cases()
     assert len(set(map(str, everything))) == len(everything)
@@ -71,12 +78,11 @@ def test_the_cases_are_legal_and_cover_what_they_should():
     assert {case.head_dim for case in cases} == {64, 128, 96, 40}
     assert any(case.seqlen_q < case.seqlen_k for case in cases) and any(case.seqlen_q > case.seqlen_k for case in cases)
     for head_dim in (64, 128):
-        splits = set()
-        for c in cases:
-            if c.head_dim == head_dim:
-                shape = dict(causal=c.causal, head_dim=head_dim, heads=c.heads, kv_heads=c.kv_heads)
-                splits.add(schedule.problem("descending", c.seqlen_q, c.seqlen_k, **shape).splits)
+        splits = {splits_of(case) for case in cases if case.head_dim == head_dim}
         assert 1 in splits and max(splits) > 1
+    long = [case for case in cases if case.seqlen_k >= 8192]
+    assert {(case.head_dim, case.causal) for case in long} == set(itertools.product((64, 128), (False, True)))
+    assert {case.kv_heads > 1 for case in long} == {False, True} and all(splits_of(case) > 1 for case in long)
 
 
 def test_one_bit_of_one_tensor_is_seen():

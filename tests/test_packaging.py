@@ -195,7 +195,7 @@ def test_a_wheel_leaves_the_other_files_of_its_folder(monkeypatch, tmp_path):
     }  # fmt: skip
 
 
-@pytest.mark.parametrize("answers, status", [(True, 1), (False, 2)])
+@pytest.mark.parametrize("answers, status", [(True, 1), (False, os.EX_TEMPFAIL)])
 def test_ci_fails_without_the_frameworks_that_the_index_has(monkeypatch, capsys, answers, status):
     """Those of the group and of its companion, in the versions that are asked for."""
     wanted, alone = (prepare.requirements([check_frameworks.GROUP])[i] for i in range(2))
@@ -208,3 +208,22 @@ def test_ci_fails_without_the_frameworks_that_the_index_has(monkeypatch, capsys,
     said = capsys.readouterr().out
     assert f"litgpt=={pinned} (not installed)" in said and "(5.0.0 is installed)" in said
     assert "tools/check_frameworks.py" in (ROOT / ".ci" / "run").read_text()
+
+
+@pytest.mark.parametrize("status", [0, 1, 2, os.EX_TEMPFAIL])
+def test_ci_says_what_it_has_skipped(tmp_path, status):
+    """Only the status of an index that does not answer is a skip: 2 is also that of a script that is not there."""
+    (tmp_path / ".ci").mkdir()
+    shutil.copy(ROOT / ".ci" / "run", tmp_path / ".ci")
+    programs = {"make": "exit 0", ".venv/bin/python": f"case $1 in *wheel*) exit {status};; esac"}
+    for name, text in programs.items():
+        program = tmp_path / name
+        program.parent.mkdir(parents=True, exist_ok=True)
+        program.write_text(f"#!/bin/sh\n{text}\n")
+        program.chmod(0o755)
+    path = f"{tmp_path}:{os.environ['PATH']}"
+    done = subprocess.run([tmp_path / ".ci" / "run"], env={"PATH": path}, capture_output=True, text=True)
+    skip = status == os.EX_TEMPFAIL
+    assert done.returncode == (0 if skip else status)
+    last = "SKIPPED: .venv/bin/python tools/try_wheel.py dist/dash_attn-*.whl (the package index did not answer)\n"
+    assert done.stdout == (last if skip else "")

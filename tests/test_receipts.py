@@ -1,6 +1,8 @@
 """Receipts of one process: planted bits are found, whatever they are planted in; files, replays and the command."""
 
 import contextlib
+import copy
+import io
 import json
 import os
 import pathlib
@@ -237,6 +239,30 @@ def test_parts_against_the_whole(tmp_path):
         compare(tmp_path / "whole", tmp_path / "part")
 
 
+def unpickled(model):
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+@pytest.mark.parametrize("make_copy", [copy.deepcopy, unpickled])
+def test_copies_of_a_model_are_not_recorded(tmp_path, make_copy):
+    """As of weights that are averaged, or of a teacher."""
+
+    def run(folder, copies):
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(torch.nn.Linear(4, 4))
+        with Recorder(folder, model=model, taps="0") as recorder, recorder.step(0):
+            model(torch.ones(2, 4)).sum().backward()
+            if copies:
+                make_copy(model)(torch.zeros(2, 4)).sum().backward()
+        return folder
+
+    found = compare(run(tmp_path / "a", False), run(tmp_path / "b", True))
+    assert found.compared == 4 and found.first is None and not found.not_compared
+
+
 def test_taps_outside_of_steps_and_gradients_of_views(tmp_path):
     x = torch.ones(3, requires_grad=True)
     assert tap(x, "x") is x
@@ -367,10 +393,25 @@ def test_bad_steps(tmp_path):
         with pytest.raises(TypeError, match="activation 'sparse' cannot be recorded: tensor must be dense"):
             with recorder.step(5):
                 tap(torch.ones(3).to_sparse(), "sparse")
+        for number in (-1, 2**63):
+            with pytest.raises(ValueError, match=rf"number must be .*, got {number}"), recorder.step(number):
+                pass
+        with pytest.raises(RuntimeError, match="must begin after the one before has ended, got 8 within 7"):
+            with recorder.step(7), recorder.step(8):
+                pass
+        for number, (name, error, message) in enumerate([
+            (3, TypeError, "name must be a str, got 3"),
+            ("\ud800", ValueError, r"name must be text that UTF-8 can encode, got '\\ud800'"),
+        ]):  # fmt: skip
+            with pytest.raises(error, match=message), recorder.step(10 + number):
+                tap(torch.ones(3), name)
+        with pytest.raises(TypeError, match="activation 'x' cannot be recorded: tensor must not be one of many"):
+            with recorder.step(12):
+                torch.vmap(lambda x: tap(x, "x"))(torch.ones(2, 3))
         with pytest.raises(ValueError, match="kind must be one of data, .*, got 'loss'"):
             recorder.record(torch.ones(3), "x", "loss")
     with pytest.raises(RuntimeError, match="the recorder is closed"):
-        with recorder.step(6):
+        with recorder.step(13):
             pass
     with pytest.raises(ValueError, match="model must be given beside an optimizer"):
         Recorder(tmp_path / "other", optimizer=make()[1])

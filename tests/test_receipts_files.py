@@ -389,12 +389,25 @@ def test_random_damage_of_a_log(tmp_path, capsys):
 def test_resuming_what_is_damaged(runs, tmp_path):
     for name, statement, message in (
         ("tensor", "UPDATE tensor SET name = 'x' WHERE id = 1", "which is damaged: a row of its table tensor does not"),
+        ("no_text", "UPDATE tensor SET name = CAST(x'ff' AS TEXT)", "which is damaged: a row of its table tensor does"),
         ("rank", "UPDATE meta SET value = 1 WHERE key = 'rank'", "receipts of rank 0 to go on with, got .* of 1"),
         ("format", "UPDATE meta SET value = 1 WHERE key = 'format'", "receipts of format 2 to go on with, got .* of 1"),
+        ("no_meta", "DROP TABLE meta", f"got .*no_meta/{FILE}, whose tables are not those of format 2"),
+        ("no_blocks", "DROP TABLE blocks", f"got .*no_blocks/{FILE}, whose tables are not those of format 2"),
+        ("no_crc", "ALTER TABLE step DROP COLUMN crc", f"got .*no_crc/{FILE}, whose tables are not those of format 2"),
     ):
         wrong = edited(runs / "clean", tmp_path / name, statement)
         with pytest.raises(ValueError, match=message):
             Recorder(wrong, block=8, resume=True)
+    wrong = edited(runs / "clean", tmp_path / "no_page")
+    with contextlib.closing(sqlite3.connect(wrong / FILE)) as database:
+        (page,) = database.execute("SELECT rootpage FROM sqlite_master WHERE name = 'step'").fetchone()
+        (size,) = database.execute("PRAGMA page_size").fetchone()
+    with (wrong / FILE).open("r+b") as file:
+        file.seek((page - 1) * size)
+        file.write(bytes(size))
+    with pytest.raises(ValueError, match=f"got .*no_page/{FILE}, which is damaged: Page {page}"):
+        Recorder(wrong, block=8, resume=True)
     (wrong / FILE).write_bytes(b"no database" * 1000)
     with pytest.raises(ValueError, match="to go on with, got .*, which is not a receipt: file is not a database"):
         Recorder(wrong, block=8, resume=True)

@@ -1,6 +1,7 @@
 """examples/train.py on gloo processes: a run repeats byte by byte, killed and resumed too; attention has the same bits
 on every layout; what does not repeat, and who is slow, is found."""
 
+import gc
 import gzip
 import json
 import pathlib
@@ -9,6 +10,7 @@ import sys
 
 import pytest
 import torch
+from global_settings import VARIABLE, global_settings, settings_put_back
 from rank_processes import run_ranks
 
 from dash_attn.receipts import compare
@@ -20,7 +22,7 @@ import train  # noqa: E402
 import train_proof  # noqa: E402
 import train_report  # noqa: E402
 from train_worker import CHECKPOINT_EVERY, KILLED_IN, STEPS, TINY  # noqa: E402
-from training import flops, report  # noqa: E402
+from training import flops, ordered, report  # noqa: E402
 from training.clock import Clock  # noqa: E402
 from training.files import check_config  # noqa: E402
 from training.layout import Layout  # noqa: E402
@@ -300,16 +302,38 @@ def test_wrong_arguments(make, message):
         (["--resume", "-2"], "--resume must be a step of at least 0, got -2"),
     ],
 )
-def test_wrong_options(tmp_path, capsys, options, message):
+def test_wrong_options(tmp_path, capsys, monkeypatch, options, message):
     import torch.distributed as dist
 
+    monkeypatch.setenv(VARIABLE, ":4096:8")  # main sets the variable for its process
     try:
         assert train.main(["--out", str(tmp_path), *TINY, *options]) == 2
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()
-        torch.use_deterministic_algorithms(False)
+        gc.unfreeze()
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("deterministic", [True, False])
+def test_the_settings_of_a_step_end_with_the_step(deterministic):
+    with settings_put_back():
+        torch.use_deterministic_algorithms(True, warn_only=True)
+        with settings_put_back(), pytest.raises(KeyError), ordered.deterministic_torch(deterministic):
+            inside = global_settings()
+            raise KeyError
+        torch.use_deterministic_algorithms(False)
+    assert [inside[name] for name in ("use_deterministic_algorithms", "cudnn.deterministic")] == [deterministic] * 2
+    assert not any(inside[name] for name in ("warn_only", "fill_uninitialized_memory", "cudnn.benchmark"))
+    assert inside["bf16_reduced_precision"] != deterministic
+
+
+def test_a_setting_that_is_left_behind_is_found():
+    try:
+        with pytest.raises(AssertionError, match="left behind: {'cudnn.benchmark': "), settings_put_back():
+            torch.backends.cudnn.benchmark = not torch.backends.cudnn.benchmark
+    finally:
+        torch.backends.cudnn.benchmark = not torch.backends.cudnn.benchmark
 
 
 def test_a_folder_with_another_run(runs):

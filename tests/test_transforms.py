@@ -22,6 +22,7 @@ from dash_attn import (
     flash_attn_varlen_func,
     flash_attn_varlen_kvpacked_func,
     flash_attn_varlen_qkvpacked_func,
+    flash_attn_with_kvcache,
 )
 
 
@@ -140,13 +141,18 @@ def test_selective_checkpoint_of_the_docs():
     assert_same_bits(actual, out_and_gradients(flash_attn_func, (q, k, v), dout, causal=True))
 
 
-def test_forward_mode_differentiation_raises():
-    """It has no formula, and must not count the output as constant."""
+@pytest.mark.parametrize("with_gradients", [True, False])
+@pytest.mark.parametrize("place", ["q", "k", "v", "alibi_slopes", "learnable_sink"])
+@pytest.mark.parametrize("function", [flash_attn_func, flash_attn_with_kvcache], ids=lambda f: f.__name__)
+def test_forward_mode_differentiation_raises(function, place, with_gradients):
+    """It has no formula, and must not count the output as constant, not under torch.no_grad() either."""
     q, k, v, _ = (x.detach() for x in qkv_tensors(5, 5))
-    with torch.autograd.forward_ad.dual_level():
-        dual = torch.autograd.forward_ad.make_dual(q, torch.ones_like(q))
-        with pytest.raises((RuntimeError, NotImplementedError), match="jvp|forward AD|forward-mode"):
-            flash_attn_func(dual, k, v)
+    inputs = {"q": q, "k": k, "v": v} | ({} if place in "qkv" else {place: torch.ones(q.shape[2])})
+    with torch.autograd.forward_ad.dual_level(), torch.set_grad_enabled(with_gradients):
+        inputs[place] = torch.autograd.forward_ad.make_dual(inputs[place], torch.ones_like(inputs[place]))
+        q, k, v = (inputs.pop(name) for name in "qkv")
+        with pytest.raises(NotImplementedError, match="^attention has no derivative in forward mode"):
+            function(q, k, v, **inputs)
 
 
 def test_make_fx_sees_both_passes():

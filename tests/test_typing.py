@@ -11,6 +11,8 @@ import pytest
 
 import dash_attn
 from dash_attn import schedule
+from dash_attn.compat import flash_attn_3
+from dash_attn.distributed import attention
 
 PACKAGE = pathlib.Path(dash_attn.__file__).parent
 README = PACKAGE.parent / "README.md"
@@ -18,10 +20,12 @@ CALLS = """
 import torch
 import dash_attn
 from dash_attn import flash_attn_func, flash_attn_varlen_func, flash_attn_with_kvcache
-from dash_attn.compat import flash_attn_2
+from dash_attn.compat import flash_attn_2, flash_attn_3
+from dash_attn.distributed import context_parallel_attention, context_parallel_varlen_attention
 
 x = torch.zeros(1, 9, 2, 8)
 offsets = torch.zeros(2)
+flag = bool(x.sum())
 chosen: dash_attn.Schedule = "shift"
 reveal_type(flash_attn_func(x, x, x, schedule=chosen))
 reveal_type(flash_attn_func(x, x, x, 0.0, None, True, return_attn_probs=False, learnable_sink=x))
@@ -30,12 +34,27 @@ reveal_type(flash_attn_varlen_func(x, x, x, offsets, offsets, 9, 9, seqused_k=of
 reveal_type(flash_attn_with_kvcache(x, x, x, cache_seqlens=3))
 reveal_type(flash_attn_with_kvcache(x, x, x, return_softmax_lse=True))
 reveal_type(flash_attn_2.flash_attn_func(x, x, x))
-reveal_type(flash_attn_func(x, x, x, return_attn_probs=bool(x.sum())))
+reveal_type(flash_attn_func(x, x, x, return_attn_probs=flag))
+reveal_type(flash_attn_2.flash_attn_with_kvcache(x, x, x, return_softmax_lse=True))
+reveal_type(flash_attn_3.flash_attn_func(x, x, x, None, True, schedule=chosen))
+reveal_type(flash_attn_3.flash_attn_func(x, x, x, return_attn_probs=True, s_aux=x))
+reveal_type(flash_attn_3.flash_attn_varlen_func(x, x, x, offsets, offsets, 9, 9, return_attn_probs=flag))
+reveal_type(flash_attn_3.flash_attn_qkvpacked_func(x))
+reveal_type(flash_attn_3.flash_attn_with_kvcache(x, x, x, return_softmax_lse=True))
+reveal_type(context_parallel_attention(x, x, x, causal=True))
+reveal_type(context_parallel_attention(x, x, x, return_attn_probs=True, check_values=True))
+reveal_type(context_parallel_varlen_attention(x, x, x, offsets, offsets, 9, 9, seqused_q=x, return_attn_probs=flag))
 """
 _TENSOR = "torch._tensor.Tensor"
+
+
+def _tuple(count: int) -> str:
+    return f"tuple[{', '.join([_TENSOR] * count)}]"
+
+
 REVEALED = [
-    _TENSOR, _TENSOR, f"tuple[{_TENSOR}, {_TENSOR}, {_TENSOR}]", _TENSOR, _TENSOR, f"tuple[{_TENSOR}, {_TENSOR}]",
-    _TENSOR, f"{_TENSOR} | tuple[{_TENSOR}, {_TENSOR}, {_TENSOR}]",
+    _TENSOR, _TENSOR, _tuple(3), _TENSOR, _TENSOR, _tuple(2), _TENSOR, f"{_TENSOR} | {_tuple(3)}", _tuple(2),
+    _TENSOR, _tuple(2), f"{_TENSOR} | {_tuple(2)}", _TENSOR, _tuple(4), _TENSOR, _tuple(3), f"{_TENSOR} | {_tuple(3)}",
 ]  # fmt: skip
 
 
@@ -81,37 +100,57 @@ def test_the_names_of_schedules():
 
 
 STUB = ast.parse((PACKAGE / "__init__.pyi").read_text())
+FLASH_ATTN_3 = ast.parse(pathlib.Path(flash_attn_3.__file__).read_text())
+DISTRIBUTED = ast.parse(pathlib.Path(attention.__file__).read_text())
+OVERLOADED = [
+    *((STUB, getattr(dash_attn, name)) for name in dash_attn.__all__ if name.startswith("flash_attn")),
+    *(
+        (FLASH_ATTN_3, getattr(flash_attn_3, f"flash_attn_{name}"))
+        for name in ("func", "varlen_func", "qkvpacked_func", "with_kvcache")
+    ),
+    (DISTRIBUTED, attention.context_parallel_attention),
+    (DISTRIBUTED, attention.context_parallel_varlen_attention),
+]
 
 
-def keywords_of(name):
-    """The fields of one of the stub's TypedDicts, with those of its bases."""
-    (of_name,) = (node for node in STUB.body if isinstance(node, ast.ClassDef) and node.name == name)
-    bases = [keywords_of(base.id) for base in of_name.bases if base.id != "TypedDict"]
-    own = {field.target.id: ast.unparse(field.annotation) for field in of_name.body if isinstance(field, ast.AnnAssign)}
+def written(annotation):
+    return ast.unparse(annotation).replace("Sequence[int | None]", "_Window")
+
+
+def keywords_of(tree, name):
+    """The fields of one of the TypedDicts in a file, with those of its bases."""
+    (of_name,) = (node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == name)
+    bases = [keywords_of(tree, base.id) for base in of_name.bases if base.id != "TypedDict"]
+    own = {field.target.id: written(field.annotation) for field in of_name.body if isinstance(field, ast.AnnAssign)}
     return {name: annotation for fields in (*bases, own) for name, annotation in fields.items()}
 
 
-def arguments_of(node):
-    """[name, annotation, default] of the arguments in their place and by name of a function in the stub."""
+def arguments_of(tree, node):
+    """{name: (annotation, default)} of the arguments in their place and by name of an overload in a file."""
     positional, given = node.args.args, node.args.defaults
     defaults = [None] * (len(positional) - len(given)) + [ast.unparse(default) for default in given]
-    found = {x.arg: (ast.unparse(x.annotation), default) for x, default in zip(positional, defaults)}
+    found = {x.arg: (written(x.annotation), default) for x, default in zip(positional, defaults)}
     by_name = {
-        x.arg: (ast.unparse(x.annotation), default and ast.unparse(default))
+        x.arg: (written(x.annotation), default and ast.unparse(default))
         for x, default in zip(node.args.kwonlyargs, node.args.kw_defaults)
     }
     if node.args.kwarg is not None:
-        by_name |= {name: (of, None) for name, of in keywords_of(node.args.kwarg.annotation.slice.id).items()}
+        by_name |= {name: (of, None) for name, of in keywords_of(tree, node.args.kwarg.annotation.slice.id).items()}
     return found, by_name
 
 
-@pytest.mark.parametrize("name", [name for name in dash_attn.__all__ if name.startswith("flash_attn")])
-def test_the_stub_has_the_functions_signatures(name):
-    overloads = [node for node in STUB.body if isinstance(node, ast.FunctionDef) and node.name == name]
-    plain, flagged, either = (arguments_of(node) for node in overloads)
-    signature = inspect.signature(getattr(dash_attn, name)).parameters.values()
+@pytest.mark.parametrize(
+    "tree, function", OVERLOADED, ids=[f"{function.__module__}.{function.__name__}" for _, function in OVERLOADED]
+)
+def test_overloads_have_the_functions_signature(tree, function):
+    nodes = [node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name == function.__name__]
+    overloads = [node for node in nodes if [ast.unparse(x) for x in node.decorator_list] == ["overload"]]
+    plain, flagged, either = (arguments_of(tree, node) for node in overloads)
+    returned = [ast.unparse(node.returns) for node in overloads]
+    assert returned[0] == "Tensor" and returned[2] == f"Tensor | {returned[1]}"
+    signature = inspect.signature(function).parameters.values()
     in_place = [x for x in signature if x.kind is x.POSITIONAL_OR_KEYWORD]
-    flag = "return_softmax_lse" if name == "flash_attn_with_kvcache" else "return_attn_probs"
+    flag = "return_softmax_lse" if function.__name__ == "flash_attn_with_kvcache" else "return_attn_probs"
     annotations = {x.name: x.annotation.replace("Sequence[int | None]", "_Window") for x in signature}
     defaults = {x.name: None if x.default is x.empty else repr(x.default) for x in signature}
     assert either[0] == {x.name: (annotations[x.name], defaults[x.name]) for x in in_place}

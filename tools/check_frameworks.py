@@ -4,12 +4,13 @@
     .venv/bin/python tools/check_frameworks.py
 
 `make test` goes on without what it cannot install, for machines without an index. Exit status: 1 where something is
-missing, or of another version than the group's, although the index answers; 2 where it does not answer.
+missing, or of another version than the group's, although the index answers; 75 where it does not answer.
 """
 
 from __future__ import annotations
 
 import importlib.metadata
+import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -54,7 +55,7 @@ def main() -> int:
         return 0
     answers = index_answers()
     print(f"{'FAILED' if answers else 'NOT TRIED, for the index does not answer'}: without {', '.join(missing)}")
-    return 1 if answers else 2
+    return 1 if answers else os.EX_TEMPFAIL
 
 
 if __name__ == "__main__":

@@ -5,7 +5,7 @@
 
 The oldest is what pyproject.toml states. pip downloads the wheels (500 MB each) for this Python; their headers stay in
 build/torch-headers/VERSION. Compiles with setup.py's flags and -fsyntax-only; needs the CUDA toolkit's headers and
-CUTLASS. Exit status: 1 where a source does not compile, 2 where headers cannot be had.
+CUTLASS. Exit status: 1 where a source does not compile or there is no CUDA toolkit, 75 where the index has no headers.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def main() -> int:
     cuda_home = toolchain.find_cuda_home()
     if cuda_home is None:
         print("no CUDA toolkit is here, whose headers the bindings include")
-        return 2
+        return 1
     failed = False
     try:
         for version in versions or [toolchain.OLDEST_TORCH, newest_version()]:
@@ -87,7 +87,7 @@ def main() -> int:
                 print(f"torch {version}: {source.name} {'compiles' if good else 'DOES NOT COMPILE'}", flush=True)
     except NotToBeHad as error:
         print(f"NOT CHECKED: {error}")
-        return 2
+        return os.EX_TEMPFAIL
     return 1 if failed else 0
 
 

@@ -3,7 +3,7 @@
 
 In a fresh virtual environment, from another folder, with no compiler on PATH: pip installs the wheel and what it asks
 for, the file that gives processes flash_attn's names is in site-packages, `python -m dash_attn.info` runs, and so does
-a part of the tests, against the installed package. Exit status: 1 where something fails, 2 where pip cannot get what
+a part of the tests, against the installed package. Exit status: 1 where something fails, 75 where pip cannot get what
 the wheel asks for, so that nothing was tried.
 """
 
@@ -51,7 +51,7 @@ def main() -> int:
         wanted = [f"{wheel}[plot]", f"torch=={torch.__version__.partition('+')[0]}", "numpy", "pytest", "hypothesis"]
         if subprocess.run([*pip, *wanted], env=environment, cwd=folder).returncode != 0:
             print("NOT TRIED: pip could not install the wheel with what it asks for")
-            return 2
+            return os.EX_TEMPFAIL
         if subprocess.run([python, "-c", START_FILE], env=environment, cwd=folder).returncode != 0:
             return 1
         if subprocess.run([python, "-m", "dash_attn.info"], env=environment, cwd=folder).returncode != 0:

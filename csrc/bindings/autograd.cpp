@@ -135,6 +135,13 @@ struct Attention : torch::autograd::Function<Attention> {
   }
 };
 
+// Also without gradients: torch.no_grad() does not end forward mode.
+void check_no_tangent(const Tensor& tensor) {
+  TORCH_CHECK_NOT_IMPLEMENTED(!tensor._fw_grad(/*level=*/0).defined(),
+                              "attention has no derivative in forward mode (jvp, jacfwd, hessian, dual tensors): use "
+                              "torch.func.grad, vjp or jacrev");
+}
+
 // Attention of what the caller gave, once that is known to be right.
 Outputs attention(variable_list packed, PackTensors pack, std::optional<SymInt> num_heads_q,
                   std::optional<double> softmax_scale, MaskArguments mask, std::string_view schedule, SymInt sm_margin,
@@ -174,12 +181,11 @@ Outputs attention(variable_list packed, PackTensors pack, std::optional<SymInt> 
   // autograd turns the gradient back into the sinks' dtype.
   if (scores.sinks) { packed.push_back(scores.sinks->to(at::kFloat)); }
   bool differentiable = false;
-  if (at::GradMode::is_enabled()) {
-    for (const Tensor& tensor : packed) {
-      // A tangent has no derivative either: Attention says so.
-      differentiable = differentiable || tensor.requires_grad() || tensor._fw_grad(/*level=*/0).defined();
-    }
+  for (const Tensor& tensor : packed) {
+    check_no_tangent(tensor);
+    differentiable = differentiable || (at::GradMode::is_enabled() && tensor.requires_grad());
   }
+  if (scores.alibi_slopes) { check_no_tangent(*scores.alibi_slopes); }
   Tensor out, softmax_lse;
   if (differentiable) {
     variable_list outputs = Attention::apply(at::TensorList(packed), options);

@@ -166,8 +166,9 @@ inline bool checked_is_pack(const PackTensors& pack, const PackNames& names = kP
 inline void check_pack(const PackTensors& pack, const Tensor& q, const PackNames& names = kPackNames) {
   const auto& first = pack.cu_seqlens_q;
   if (!first) { return; }
-  TORCH_CHECK_VALUE(first->dim() == 1 && first->sym_size(0) >= 1, names.cu_seqlens_q,
-                    " must have shape (batch + 1,), got ", shape_text(*first));
+  // Where only the device knows how many sequences there are, a compiled graph checks the number when it runs.
+  TORCH_CHECK_VALUE(first->dim() == 1 && first->sym_size(0).sym_ge(1).expect_true(__FILE__, __LINE__),
+                    names.cu_seqlens_q, " must have shape (batch + 1,), got ", shape_text(*first));
   const SymInt offsets = first->sym_size(0), batch = offsets - 1;
   check_pack_tensor(names.cu_seqlens_q, first, "(batch + 1,)", offsets, q);
   check_pack_tensor(names.cu_seqlens_k, pack.cu_seqlens_k, "(batch + 1,)", offsets, q);

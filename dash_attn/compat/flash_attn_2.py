@@ -27,8 +27,9 @@ from .. import (
     flash_attn_varlen_func,
     flash_attn_varlen_kvpacked_func,
     flash_attn_varlen_qkvpacked_func,
+    flash_attn_with_kvcache,
 )
-from ..kvcache import attend_pages, flash_attn_with_kvcache
+from ..kvcache import attend_pages
 from . import calls
 from .calls import Lengths
 

@@ -13,15 +13,18 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from typing import Any
+from typing import Literal, TypeAlias, TypedDict, overload
 
 import torch
 from torch import Tensor
+from typing_extensions import Unpack
 
 from .. import checks, interface, kvcache
 from ..schedule import Schedule
-from . import calls
-from .calls import Lengths, as_pack, minus_infinity_without_keys
+from .calls import minus_infinity_without_keys
+from .flash_attn_3_private import _flash_attn_backward as _flash_attn_backward
+from .flash_attn_3_private import _flash_attn_forward as _flash_attn_forward
+from .flash_attn_3_private import check_advice, no_splits, reject
 
 __all__ = [
     "flash_attn_combine",
@@ -32,7 +35,54 @@ __all__ = [
     "get_scheduler_metadata",
 ]
 
+_Window: TypeAlias = Sequence[int | None]
+_WithLse: TypeAlias = tuple[Tensor, Tensor]
+_WithLseOfCache: TypeAlias = tuple[Tensor, Tensor, Tensor, Tensor]
 
+
+class _Sinks(TypedDict, total=False):
+    learnable_sink: Tensor | None
+    s_aux: Tensor | None
+
+
+class _Keywords(_Sinks, total=False):
+    """The keywords behind FlashAttention-3's arguments, for the overloads."""
+
+    dropout_p: float
+    schedule: Schedule
+
+
+class _OfPack(_Keywords, total=False):
+    block_table: Tensor | None
+
+
+@overload
+def flash_attn_func(
+    q: Tensor, k: Tensor, v: Tensor,
+    softmax_scale: float | None = None, causal: bool = False, qv: Tensor | None = None,
+    q_descale: Tensor | None = None, k_descale: Tensor | None = None, v_descale: Tensor | None = None,
+    window_size: _Window = (-1, -1), attention_chunk: int = 0, softcap: float = 0.0, num_splits: int = 1,
+    pack_gqa: bool | None = None, deterministic: bool = False, sm_margin: int = 0,
+    return_attn_probs: Literal[False] = False, **keywords: Unpack[_Keywords],
+) -> Tensor: ...  # fmt: skip
+@overload
+def flash_attn_func(
+    q: Tensor, k: Tensor, v: Tensor,
+    softmax_scale: float | None = None, causal: bool = False, qv: Tensor | None = None,
+    q_descale: Tensor | None = None, k_descale: Tensor | None = None, v_descale: Tensor | None = None,
+    window_size: _Window = (-1, -1), attention_chunk: int = 0, softcap: float = 0.0, num_splits: int = 1,
+    pack_gqa: bool | None = None, deterministic: bool = False, sm_margin: int = 0,
+    *, return_attn_probs: Literal[True], **keywords: Unpack[_Keywords],
+) -> _WithLse: ...  # fmt: skip
+@overload
+def flash_attn_func(
+    q: Tensor, k: Tensor, v: Tensor,
+    softmax_scale: float | None = None, causal: bool = False, qv: Tensor | None = None,
+    q_descale: Tensor | None = None, k_descale: Tensor | None = None, v_descale: Tensor | None = None,
+    window_size: _Window = (-1, -1), attention_chunk: int = 0, softcap: float = 0.0, num_splits: int = 1,
+    pack_gqa: bool | None = None, deterministic: bool = False, sm_margin: int = 0,
+    return_attn_probs: bool = False, **keywords: Unpack[_Keywords],
+) -> Tensor | _WithLse: ...  # fmt: skip
 def flash_attn_func(
     q: Tensor,
     k: Tensor,
@@ -43,7 +93,7 @@ def flash_attn_func(
     q_descale: Tensor | None = None,
     k_descale: Tensor | None = None,
     v_descale: Tensor | None = None,
-    window_size: Sequence[int | None] = (-1, -1),
+    window_size: _Window = (-1, -1),
     attention_chunk: int = 0,
     softcap: float = 0.0,
     num_splits: int = 1,
@@ -56,7 +106,7 @@ def flash_attn_func(
     learnable_sink: Tensor | None = None,
     s_aux: Tensor | None = None,
     schedule: Schedule = "auto",
-) -> Tensor | tuple[Tensor, Tensor]:
+) -> Tensor | _WithLse:
     """`dash_attn.flash_attn_func` with FlashAttention-3's order of arguments.
 
     Returns:
@@ -72,6 +122,39 @@ def flash_attn_func(
     return _two(result)
 
 
+@overload
+def flash_attn_varlen_func(
+    q: Tensor, k: Tensor, v: Tensor,
+    cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_q: int | Tensor, max_seqlen_k: int | Tensor,
+    seqused_q: Tensor | None = None, seqused_k: Tensor | None = None,
+    softmax_scale: float | None = None, causal: bool = False, qv: Tensor | None = None,
+    q_descale: Tensor | None = None, k_descale: Tensor | None = None, v_descale: Tensor | None = None,
+    window_size: _Window = (-1, -1), attention_chunk: int = 0, softcap: float = 0.0, num_splits: int = 1,
+    pack_gqa: bool | None = None, deterministic: bool = False, sm_margin: int = 0,
+    return_attn_probs: Literal[False] = False, **keywords: Unpack[_OfPack],
+) -> Tensor: ...  # fmt: skip
+@overload
+def flash_attn_varlen_func(
+    q: Tensor, k: Tensor, v: Tensor,
+    cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_q: int | Tensor, max_seqlen_k: int | Tensor,
+    seqused_q: Tensor | None = None, seqused_k: Tensor | None = None,
+    softmax_scale: float | None = None, causal: bool = False, qv: Tensor | None = None,
+    q_descale: Tensor | None = None, k_descale: Tensor | None = None, v_descale: Tensor | None = None,
+    window_size: _Window = (-1, -1), attention_chunk: int = 0, softcap: float = 0.0, num_splits: int = 1,
+    pack_gqa: bool | None = None, deterministic: bool = False, sm_margin: int = 0,
+    *, return_attn_probs: Literal[True], **keywords: Unpack[_OfPack],
+) -> _WithLse: ...  # fmt: skip
+@overload
+def flash_attn_varlen_func(
+    q: Tensor, k: Tensor, v: Tensor,
+    cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_q: int | Tensor, max_seqlen_k: int | Tensor,
+    seqused_q: Tensor | None = None, seqused_k: Tensor | None = None,
+    softmax_scale: float | None = None, causal: bool = False, qv: Tensor | None = None,
+    q_descale: Tensor | None = None, k_descale: Tensor | None = None, v_descale: Tensor | None = None,
+    window_size: _Window = (-1, -1), attention_chunk: int = 0, softcap: float = 0.0, num_splits: int = 1,
+    pack_gqa: bool | None = None, deterministic: bool = False, sm_margin: int = 0,
+    return_attn_probs: bool = False, **keywords: Unpack[_OfPack],
+) -> Tensor | _WithLse: ...  # fmt: skip
 def flash_attn_varlen_func(
     q: Tensor,
     k: Tensor,
@@ -88,7 +171,7 @@ def flash_attn_varlen_func(
     q_descale: Tensor | None = None,
     k_descale: Tensor | None = None,
     v_descale: Tensor | None = None,
-    window_size: Sequence[int | None] = (-1, -1),
+    window_size: _Window = (-1, -1),
     attention_chunk: int = 0,
     softcap: float = 0.0,
     num_splits: int = 1,
@@ -102,7 +185,7 @@ def flash_attn_varlen_func(
     learnable_sink: Tensor | None = None,
     s_aux: Tensor | None = None,
     schedule: Schedule = "auto",
-) -> Tensor | tuple[Tensor, Tensor]:
+) -> Tensor | _WithLse:
     """`dash_attn.flash_attn_varlen_func` with FlashAttention-3's order of arguments.
 
     Returns:
@@ -119,6 +202,30 @@ def flash_attn_varlen_func(
     return _two(result)
 
 
+@overload
+def flash_attn_qkvpacked_func(
+    qkv: Tensor, softmax_scale: float | None = None, causal: bool = False,
+    q_descale: Tensor | None = None, k_descale: Tensor | None = None, v_descale: Tensor | None = None,
+    window_size: _Window = (-1, -1), attention_chunk: int = 0, softcap: float = 0.0, deterministic: bool = False,
+    num_heads_q: int | None = None, sm_margin: int = 0,
+    return_attn_probs: Literal[False] = False, **keywords: Unpack[_Keywords],
+) -> Tensor: ...  # fmt: skip
+@overload
+def flash_attn_qkvpacked_func(
+    qkv: Tensor, softmax_scale: float | None = None, causal: bool = False,
+    q_descale: Tensor | None = None, k_descale: Tensor | None = None, v_descale: Tensor | None = None,
+    window_size: _Window = (-1, -1), attention_chunk: int = 0, softcap: float = 0.0, deterministic: bool = False,
+    num_heads_q: int | None = None, sm_margin: int = 0,
+    *, return_attn_probs: Literal[True], **keywords: Unpack[_Keywords],
+) -> _WithLse: ...  # fmt: skip
+@overload
+def flash_attn_qkvpacked_func(
+    qkv: Tensor, softmax_scale: float | None = None, causal: bool = False,
+    q_descale: Tensor | None = None, k_descale: Tensor | None = None, v_descale: Tensor | None = None,
+    window_size: _Window = (-1, -1), attention_chunk: int = 0, softcap: float = 0.0, deterministic: bool = False,
+    num_heads_q: int | None = None, sm_margin: int = 0,
+    return_attn_probs: bool = False, **keywords: Unpack[_Keywords],
+) -> Tensor | _WithLse: ...  # fmt: skip
 def flash_attn_qkvpacked_func(
     qkv: Tensor,
     softmax_scale: float | None = None,
@@ -126,7 +233,7 @@ def flash_attn_qkvpacked_func(
     q_descale: Tensor | None = None,
     k_descale: Tensor | None = None,
     v_descale: Tensor | None = None,
-    window_size: Sequence[int | None] = (-1, -1),
+    window_size: _Window = (-1, -1),
     attention_chunk: int = 0,
     softcap: float = 0.0,
     deterministic: bool = False,
@@ -138,7 +245,7 @@ def flash_attn_qkvpacked_func(
     learnable_sink: Tensor | None = None,
     s_aux: Tensor | None = None,
     schedule: Schedule = "auto",
-) -> Tensor | tuple[Tensor, Tensor]:
+) -> Tensor | _WithLse:
     """`dash_attn.flash_attn_qkvpacked_func` with FlashAttention-3's order of arguments.
 
     Returns:
@@ -154,6 +261,48 @@ def flash_attn_qkvpacked_func(
     return _two(result)
 
 
+@overload
+def flash_attn_with_kvcache(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, k: Tensor | None = None, v: Tensor | None = None,
+    qv: Tensor | None = None, rotary_cos: Tensor | None = None, rotary_sin: Tensor | None = None,
+    cache_seqlens: int | Tensor | None = None, cache_batch_idx: Tensor | None = None,
+    cache_leftpad: Tensor | None = None, page_table: Tensor | None = None, cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k_new: Tensor | None = None, max_seqlen_q: int | Tensor | None = None,
+    rotary_seqlens: Tensor | None = None, q_descale: Tensor | None = None,
+    k_descale: Tensor | None = None, v_descale: Tensor | None = None,
+    softmax_scale: float | None = None, causal: bool = False, window_size: _Window = (-1, -1),
+    attention_chunk: int = 0, softcap: float = 0.0, rotary_interleaved: bool = True,
+    scheduler_metadata: Tensor | None = None, num_splits: int = 0, pack_gqa: bool | None = None, sm_margin: int = 0,
+    return_softmax_lse: Literal[False] = False, **keywords: Unpack[_Sinks],
+) -> Tensor: ...  # fmt: skip
+@overload
+def flash_attn_with_kvcache(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, k: Tensor | None = None, v: Tensor | None = None,
+    qv: Tensor | None = None, rotary_cos: Tensor | None = None, rotary_sin: Tensor | None = None,
+    cache_seqlens: int | Tensor | None = None, cache_batch_idx: Tensor | None = None,
+    cache_leftpad: Tensor | None = None, page_table: Tensor | None = None, cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k_new: Tensor | None = None, max_seqlen_q: int | Tensor | None = None,
+    rotary_seqlens: Tensor | None = None, q_descale: Tensor | None = None,
+    k_descale: Tensor | None = None, v_descale: Tensor | None = None,
+    softmax_scale: float | None = None, causal: bool = False, window_size: _Window = (-1, -1),
+    attention_chunk: int = 0, softcap: float = 0.0, rotary_interleaved: bool = True,
+    scheduler_metadata: Tensor | None = None, num_splits: int = 0, pack_gqa: bool | None = None, sm_margin: int = 0,
+    *, return_softmax_lse: Literal[True], **keywords: Unpack[_Sinks],
+) -> _WithLseOfCache: ...  # fmt: skip
+@overload
+def flash_attn_with_kvcache(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, k: Tensor | None = None, v: Tensor | None = None,
+    qv: Tensor | None = None, rotary_cos: Tensor | None = None, rotary_sin: Tensor | None = None,
+    cache_seqlens: int | Tensor | None = None, cache_batch_idx: Tensor | None = None,
+    cache_leftpad: Tensor | None = None, page_table: Tensor | None = None, cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k_new: Tensor | None = None, max_seqlen_q: int | Tensor | None = None,
+    rotary_seqlens: Tensor | None = None, q_descale: Tensor | None = None,
+    k_descale: Tensor | None = None, v_descale: Tensor | None = None,
+    softmax_scale: float | None = None, causal: bool = False, window_size: _Window = (-1, -1),
+    attention_chunk: int = 0, softcap: float = 0.0, rotary_interleaved: bool = True,
+    scheduler_metadata: Tensor | None = None, num_splits: int = 0, pack_gqa: bool | None = None, sm_margin: int = 0,
+    return_softmax_lse: bool = False, **keywords: Unpack[_Sinks],
+) -> Tensor | _WithLseOfCache: ...  # fmt: skip
 def flash_attn_with_kvcache(
     q: Tensor,
     k_cache: Tensor,
@@ -176,7 +325,7 @@ def flash_attn_with_kvcache(
     v_descale: Tensor | None = None,
     softmax_scale: float | None = None,
     causal: bool = False,
-    window_size: Sequence[int | None] = (-1, -1),
+    window_size: _Window = (-1, -1),
     attention_chunk: int = 0,
     softcap: float = 0.0,
     rotary_interleaved: bool = True,
@@ -188,7 +337,7 @@ def flash_attn_with_kvcache(
     *,
     learnable_sink: Tensor | None = None,
     s_aux: Tensor | None = None,
-) -> Tensor | tuple[Tensor, Tensor, Tensor, Tensor]:
+) -> Tensor | _WithLseOfCache:
     """`dash_attn.flash_attn_with_kvcache` with FlashAttention-3's order of arguments.
 
     Args:
@@ -208,8 +357,8 @@ def flash_attn_with_kvcache(
     """
     if max_seqlen_q is not None:
         checks.check_max_seqlen("max_seqlen_q", max_seqlen_q)
-    _reject(qv, q_descale, k_descale, v_descale)
-    _check_advice(scheduler_metadata, num_splits, pack_gqa)
+    reject(qv, q_descale, k_descale, v_descale)
+    check_advice(scheduler_metadata, num_splits, pack_gqa)
     return_softmax_lse = checks.as_flag("return_softmax_lse", return_softmax_lse)
     out, softmax_lse = kvcache.attend(
         q, kvcache.Cache(k_cache, v_cache, cache_seqlens, cache_batch_idx, cache_leftpad, page_table, "page_table"),
@@ -220,7 +369,7 @@ def flash_attn_with_kvcache(
     )  # fmt: skip
     if not return_softmax_lse:
         return out
-    return out, minus_infinity_without_keys(softmax_lse), *_no_splits(q)
+    return out, minus_infinity_without_keys(softmax_lse), *no_splits(q)
 
 
 def flash_attn_combine(
@@ -285,7 +434,7 @@ def get_scheduler_metadata(
     page_size: int | None = None,
     max_seqlen_k_new: int = 0,
     causal: bool = False,
-    window_size: Sequence[int | None] = (-1, -1),
+    window_size: _Window = (-1, -1),
     attention_chunk: int = 0,
     has_softcap: bool = False,
     num_splits: int = 0,
@@ -297,173 +446,6 @@ def get_scheduler_metadata(
     return torch.empty(0, dtype=torch.int32, device=cache_seqlens.device)
 
 
-def _flash_attn_forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    k_new: Tensor | None = None,
-    v_new: Tensor | None = None,
-    qv: Tensor | None = None,
-    out_: Tensor | None = None,
-    cu_seqlens_q: Tensor | None = None,
-    cu_seqlens_k: Tensor | None = None,
-    cu_seqlens_k_new: Tensor | None = None,
-    seqused_q: Tensor | None = None,
-    seqused_k: Tensor | None = None,
-    max_seqlen_q: int | Tensor | None = None,
-    max_seqlen_k: int | Tensor | None = None,
-    page_table: Tensor | None = None,
-    kv_batch_idx: Tensor | None = None,
-    leftpad_k: Tensor | None = None,
-    rotary_cos: Tensor | None = None,
-    rotary_sin: Tensor | None = None,
-    seqlens_rotary: Tensor | None = None,
-    q_descale: Tensor | None = None,
-    k_descale: Tensor | None = None,
-    v_descale: Tensor | None = None,
-    softmax_scale: float | None = None,
-    causal: bool = False,
-    window_size_left: int = -1,
-    window_size_right: int = -1,
-    attention_chunk: int = 0,
-    softcap: float = 0.0,
-    rotary_interleaved: bool = True,
-    scheduler_metadata: Tensor | None = None,
-    num_splits: int = 1,
-    pack_gqa: bool | None = None,
-    sm_margin: int = 0,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Attention of a dense batch or a pack, or over a cache where there is something of one.
-
-    Args:
-        q, k, v, softmax_scale, causal, softcap, attention_chunk, sm_margin: as in `flash_attn_func`.
-        cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, max_seqlen_q, max_seqlen_k: as in `flash_attn_varlen_func`;
-            each may stand alone, then what it does not say of is a dense batch.
-        window_size_left, window_size_right: as `window_size`.
-        out_: where the output goes. Default: a new tensor.
-        k_new, v_new, cu_seqlens_k_new, page_table, kv_batch_idx, leftpad_k, rotary_cos, rotary_sin, seqlens_rotary: as
-            k, v, cu_seqlens_k_new, page_table, cache_batch_idx, cache_leftpad, rotary_cos, rotary_sin and
-            rotary_seqlens in `flash_attn_with_kvcache`, where k and v are the cache and seqused_k is `cache_seqlens`.
-            With any of them there is no gradient.
-        qv, q_descale, k_descale, v_descale: None only.
-
-    Returns:
-        out, softmax_lse (heads, total_q) of a pack and (batch, heads, seqlen_q) else, and two empty tensors: there are
-        no results of splits. out has a gradient.
-    """
-    _reject(qv, q_descale, k_descale, v_descale)
-    _check_advice(scheduler_metadata, num_splits, pack_gqa)
-    calls.check_max_seqlens(max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k)
-    if out_ is not None:
-        calls.check_plain_tensors({"q": q, "v": v, "out_": out_})
-        shape = (*q.shape[:-1], *v.shape[-1:])
-        if out_.shape != shape or out_.dtype != q.dtype:
-            expected = f"{shape} of {q.dtype}"
-            raise ValueError(f"out_ must have shape and dtype {expected}, got {tuple(out_.shape)} of {out_.dtype}")
-    arguments: dict[str, Any] = {
-        "softmax_scale": softmax_scale, "causal": causal, "window_size": (window_size_left, window_size_right),
-        "attention_chunk": attention_chunk, "softcap": softcap, "sm_margin": sm_margin,
-    }  # fmt: skip
-    new = kvcache.NewKeys(
-        k_new, v_new, rotary_cos, rotary_sin, rotary_interleaved, seqlens_rotary, cu_seqlens_k_new
-    )  # fmt: skip
-    of_cache = (*new[:4], cu_seqlens_k_new, page_table, kv_batch_idx, leftpad_k)
-    if any(x is not None for x in of_cache):
-        if cu_seqlens_k is not None:
-            raise ValueError("cu_seqlens_k must be None with a cache (page_table, kv_batch_idx, leftpad_k or k_new)")
-        cache = kvcache.Cache(k, v, seqused_k, kv_batch_idx, leftpad_k, page_table, "page_table")
-        out, softmax_lse = kvcache.attend(q, cache, new, cu_seqlens_q=cu_seqlens_q, seqused_q=seqused_q, **arguments)
-        softmax_lse = minus_infinity_without_keys(softmax_lse)
-    else:
-        pack = as_pack(q, k, v, Lengths(cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k))
-        out, softmax_lse = calls.forward(
-            pack.of_queries(q), pack.of_keys(k), pack.of_keys(v), pack.lengths, **arguments
-        )
-        out, softmax_lse = pack.as_queries(out), pack.as_lse(softmax_lse)
-    if out_ is not None:
-        out = out_.copy_(out)
-    return out, softmax_lse, *_no_splits(q)
-
-
-def _flash_attn_backward(
-    dout: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    softmax_lse: Tensor,
-    cu_seqlens_q: Tensor | None = None,
-    cu_seqlens_k: Tensor | None = None,
-    sequed_q: Tensor | None = None,
-    sequed_k: Tensor | None = None,
-    max_seqlen_q: int | Tensor | None = None,
-    max_seqlen_k: int | Tensor | None = None,
-    dq: Tensor | None = None,
-    dk: Tensor | None = None,
-    dv: Tensor | None = None,
-    softmax_scale: float | None = None,
-    is_causal: bool = False,
-    window_size_left: int = -1,
-    window_size_right: int = -1,
-    softcap: float = 0.0,
-    deterministic: bool = False,
-    sm_margin: int = 0,
-) -> Tensor:
-    """Writes the gradients of one forward into dq, dk and dv: of `_flash_attn_forward` without a cache, here or there.
-
-    Args:
-        dout, out: (batch, seqlen_q, heads, value_head_dim) or (total_q, heads, value_head_dim), like q.
-        softmax_lse: as the forward returns it, natural logarithm; -inf or +inf for a query that sees no key.
-        dq, dk, dv: like q, k and v, of any strides, sharing no memory with each other nor with what is read. One that
-            is None is computed and dropped.
-        sequed_q, sequed_k: `seqused_q` and `seqused_k` of the forward.
-        is_causal: `causal` of the forward.
-        deterministic: accepted for compatibility; gradients are deterministic for either value.
-
-    The other arguments are those of the forward. Head dims must be multiples of 8.
-
-    Returns:
-        softmax_d, fp32, D = rowsum(dout * out) in the layout of `_flash_attn_backward` and of
-        `_flash_attn_varlen_backward` in flash_attn_2. FlashAttention-3 pads it by the tile sizes of its kernels.
-    """
-    if deterministic is not None:
-        checks.as_flag("deterministic", deterministic)
-    calls.check_max_seqlens(max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k)
-    arguments: dict[str, Any] = {
-        "softmax_scale": softmax_scale, "causal": is_causal, "window_size": (window_size_left, window_size_right),
-        "softcap": softcap, "sm_margin": sm_margin,
-    }  # fmt: skip
-    pack = as_pack(q, k, v, Lengths(cu_seqlens_q, cu_seqlens_k, sequed_q, sequed_k))
-    if pack.is_as_given:
-        return calls.backward(dout, q, k, v, out, softmax_lse, dq, dk, dv, pack.lengths, **arguments)[-1]
-    gradients = {"dq": dq, "dk": dk, "dv": dv}
-    calls.check_around_pack(pack, q, k, v, {"dout": dout, "out": out}, softmax_lse, gradients)
-    dq_rows, dk_rows, dv_rows, softmax_d = calls.backward(
-        pack.of_queries(dout), pack.of_queries(q), pack.of_keys(k), pack.of_keys(v), pack.of_queries(out),
-        pack.of_lse(softmax_lse), None, None, None, pack.lengths, **arguments,
-    )  # fmt: skip
-    for given, gradient in ((dq, pack.as_queries(dq_rows)), (dk, pack.as_keys(dk_rows)), (dv, pack.as_keys(dv_rows))):
-        if given is not None:
-            given.copy_(gradient)
-    return softmax_d
-
-
-def _two(result: Tensor | tuple[Tensor, Tensor, Tensor]) -> Tensor | tuple[Tensor, Tensor]:
+def _two(result: Tensor | tuple[Tensor, Tensor, Tensor]) -> Tensor | _WithLse:
     """FlashAttention-3's result of what is FlashAttention-2's."""
     return result if isinstance(result, Tensor) else (result[0], minus_infinity_without_keys(result[1]))
-
-
-def _no_splits(q: Tensor) -> tuple[Tensor, Tensor]:
-    """In the place of the outputs and log-sum-exps of splits."""
-    return q.new_empty(0, dtype=torch.float32), q.new_empty(0, dtype=torch.float32)
-
-
-def _reject(qv, q_descale, k_descale, v_descale) -> None:
-    checks.reject_given(checks.QV, qv=qv)
-    checks.reject_given(checks.FP8, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale)
-
-
-def _check_advice(scheduler_metadata: Tensor | None, num_splits: int, pack_gqa: bool | None) -> None:
-    checks.check_hints(num_splits, pack_gqa)
-    if scheduler_metadata is not None:
-        checks.check_tensors({"scheduler_metadata": scheduler_metadata})

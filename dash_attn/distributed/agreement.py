@@ -47,5 +47,5 @@ def agreed_gradients(
         if x is None and any(record[name] for record in records):
             shape, dtype, device = like[number]
             x = torch.zeros(shape, dtype=dtype, device=device)
-        agreed.append(x)
+        agreed.append(None if x is None else x.resolve_neg())  # ranks send bytes
     return agreed

@@ -5,12 +5,13 @@ from __future__ import annotations
 import functools
 import hashlib
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Literal, TypeAlias, TypedDict, overload
 
 import torch
 from torch import Tensor
+from typing_extensions import Unpack
 
-from .. import __version__, checks, dtensors, interface
+from .. import __version__, checks, dtensors, interface, transforms
 from ..packs import rows_of_sequences
 from ..receipts import fingerprint
 from ..schedule import Schedule
@@ -29,7 +30,45 @@ _TENSORS = (
     ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k", "seqused_q", "seqused_k"),
 )
 
+_WithLse: TypeAlias = tuple[Tensor, Tensor, Tensor]
 
+
+class _Keywords(TypedDict, total=False):
+    """The keywords but for the flag, for the overloads."""
+
+    layout: str
+    softmax_scale: float | None
+    causal: bool
+    window_size: Sequence[int | None]
+    softcap: float
+    alibi_slopes: Tensor | None
+    learnable_sink: Tensor | None
+    attention_chunk: int
+    sm_margin: int
+    schedule: Schedule
+    check_values: bool
+
+
+class _OfPack(_Keywords, total=False):
+    seqused_q: Tensor | None
+    seqused_k: Tensor | None
+
+
+@overload
+def context_parallel_attention(
+    q: Tensor, k: Tensor, v: Tensor, mesh: Mesh | None = None, *,
+    return_attn_probs: Literal[False] = False, **keywords: Unpack[_Keywords],
+) -> Tensor: ...  # fmt: skip
+@overload
+def context_parallel_attention(
+    q: Tensor, k: Tensor, v: Tensor, mesh: Mesh | None = None, *,
+    return_attn_probs: Literal[True], **keywords: Unpack[_Keywords],
+) -> _WithLse: ...  # fmt: skip
+@overload
+def context_parallel_attention(
+    q: Tensor, k: Tensor, v: Tensor, mesh: Mesh | None = None, *,
+    return_attn_probs: bool, **keywords: Unpack[_Keywords],
+) -> Tensor | _WithLse: ...  # fmt: skip
 def context_parallel_attention(
     q: Tensor,
     k: Tensor,
@@ -48,7 +87,7 @@ def context_parallel_attention(
     sm_margin: int = 0,
     schedule: Schedule = "auto",
     check_values: bool = False,
-) -> Tensor | tuple[Tensor, Tensor, Tensor]:
+) -> Tensor | _WithLse:
     """`flash_attn_func` without dropout, for sequences whose rows are spread over the ranks of a group.
 
     Output, log-sum-exp and gradients have the bits that one process gets for the whole, for any number of ranks and
@@ -97,6 +136,24 @@ def context_parallel_attention(
     return _attention("context_parallel_attention", locals())
 
 
+@overload
+def context_parallel_varlen_attention(
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_q: int | Tensor,
+    max_seqlen_k: int | Tensor, mesh: Mesh | None = None, *,
+    return_attn_probs: Literal[False] = False, **keywords: Unpack[_OfPack],
+) -> Tensor: ...  # fmt: skip
+@overload
+def context_parallel_varlen_attention(
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_q: int | Tensor,
+    max_seqlen_k: int | Tensor, mesh: Mesh | None = None, *,
+    return_attn_probs: Literal[True], **keywords: Unpack[_OfPack],
+) -> _WithLse: ...  # fmt: skip
+@overload
+def context_parallel_varlen_attention(
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_q: int | Tensor,
+    max_seqlen_k: int | Tensor, mesh: Mesh | None = None, *,
+    return_attn_probs: bool, **keywords: Unpack[_OfPack],
+) -> Tensor | _WithLse: ...  # fmt: skip
 def context_parallel_varlen_attention(
     q: Tensor,
     k: Tensor,
@@ -121,7 +178,7 @@ def context_parallel_varlen_attention(
     sm_margin: int = 0,
     schedule: Schedule = "auto",
     check_values: bool = False,
-) -> Tensor | tuple[Tensor, Tensor, Tensor]:
+) -> Tensor | _WithLse:
     """`flash_attn_varlen_func` without dropout, for a batch whose rows are spread over the ranks of a group.
 
     The batch is cut as if it were one sequence: one of its sequences may lie on several ranks or on one. The mesh has
@@ -163,6 +220,7 @@ def _attention(name: str, given: dict[str, Any]) -> Any:
     for key in record:
         if key not in ("rows", "values"):
             channel.require_same(key, [other[key] for other in records])
+    of_rows = {key: x.resolve_neg() for key, x in of_rows.items()}  # ranks send bytes
     split = _split(name, ranks, records, of_rows, arguments)
     call = _call(arguments, pack)
     _check_whole_call(split, of_rows, of_heads, call, bool(pack))
@@ -245,6 +303,7 @@ def _record(
         raise NotImplementedError(f"mesh must have one dimension for a pack, got {len(ranks.shape)} of {ranks.shape}")
     checks.check_tensors(of_rows | given)
     dtensors.reject(of_rows | given)
+    transforms.reject(name, (of_rows | given).values())
     check_layout(arguments["layout"])
     for key in ("max_seqlen_q", "max_seqlen_k"):  # which may differ between ranks
         if key in pack:
@@ -346,9 +405,12 @@ def _check_whole_call(
         shape[rows_dim] = split.rows_q if key == "q" else split.rows_k
         tensors.append(_without_data(x, shape))
     shared = {key: None if x is None else _without_data(x, x.shape) for key, x in of_heads.items()}
+    if (slopes := of_heads["alibi_slopes"]) is not None and slopes.requires_grad:
+        shared["alibi_slopes"] = _without_data(slopes, slopes.shape).requires_grad_()  # which is an error
     pack = {k: _without_data(x, x.shape) for k, x in call.keywords.items() if is_pack and isinstance(x, Tensor)}
     call(*tensors, **shared, **pack)
 
 
 def _without_data(x: Tensor, shape: Sequence[int]) -> Tensor:
-    return torch.empty(shape, dtype=x.dtype, device="meta", requires_grad=x.requires_grad)
+    """Without a gradient, so that nothing is saved for a backward: hooks of the caller's would get it."""
+    return torch.empty(shape, dtype=x.dtype, device="meta")

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from .. import checks
+from .. import checks, transforms
 from . import layout
 from .bits import DropoutBits, DropoutState, checked_request
 
@@ -69,7 +69,8 @@ def linear_with_dropout_bits(
         y, (..., columns) like x, and the bits, which have no gradient.
 
     Raises:
-        NotImplementedError: the state is neither on the CPU nor on a CUDA device.
+        NotImplementedError: the state is neither on the CPU nor on a CUDA device, or a transform of torch.func other
+            than vmap is active.
         TypeError, ValueError: an argument is of a wrong type, shape or device or out of its range.
     """
     request = checked_request(
@@ -79,6 +80,7 @@ def linear_with_dropout_bits(
     )  # fmt: skip
     named = {"x": x, "weight": weight} | ({} if bias is None else {"bias": bias})
     checks.check_tensors(named)
+    transforms.reject("linear_with_dropout_bits", named.values(), but_vmap=True)
     for name, tensor in {**named, "state": state.rng_state}.items():
         if tensor.device != x.device:
             raise ValueError(f"{name} must be on the device of x, {x.device}, got {tensor.device}")

@@ -68,6 +68,8 @@ def _check_tensor(tensor: torch.Tensor) -> None:
         what = "a nested tensor" if tensor.is_nested else "a meta tensor" if tensor.is_meta else tensor.layout
         what = "a quantized tensor" if tensor.is_quantized else what
         raise TypeError(f"tensor must be dense and hold its values, got {what}")
+    if torch._C._functorch.is_batchedtensor(tensor):
+        raise TypeError("tensor must not be one of many that torch.vmap runs at once, got one: take the batch outside")
 
 
 # A recorder asks for the same few hundred again and again, and the host must not be slow to launch.

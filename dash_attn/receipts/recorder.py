@@ -170,19 +170,23 @@ class Recorder:
         """Around everything that is done for one step, from its data to its optimizer.
 
         Args:
-            number: of the step; larger than that of the step before.
+            number: of the step, from 0 to 2^63 - 1; larger than that of the step before.
             data: what the step is trained on: a tensor, or tensors in dicts, lists and tuples.
             shard: which part of a whole each tensor of `data` is; None: it belongs to this rank.
 
         Raises:
-            ValueError: `number` is not larger than the last, or `data` holds no tensor.
-            RuntimeError: the recorder is closed, or an earlier step could not be written.
+            ValueError: `number` is none or not larger than the last, or `data` holds no tensor.
+            RuntimeError: the recorder is closed, another step has not ended, or an earlier one could not be written.
         """
         global _active
         if self._closed:
             raise RuntimeError("the recorder is closed: make another, with resume=True")
         if not isinstance(number, int) or self._last is not None and number <= self._last:
             raise ValueError(f"number must be an int larger than that of the last step, {self._last}, got {number!r}")
+        if not 0 <= number < 1 << 63:
+            raise ValueError(f"number must be from 0 to 2^63 - 1, got {number}")
+        if self._step is not None:
+            raise RuntimeError(f"a step must begin after the one before has ended, got {number} within {self._step}")
         self._last = number
         if number % self._every:
             yield
@@ -232,7 +236,7 @@ class Recorder:
 
         Args:
             tensor: a DTensor or a dense tensor.
-            name: by which it is found in both runs.
+            name: text by which it is found in both runs.
             kind: one of KINDS.
             shard: which part of a whole it is; None: a DTensor's own, or all of it.
             local: whether it belongs to this rank alone, so that other ranks' of this name are neither copies nor
@@ -245,6 +249,8 @@ class Recorder:
             raise ValueError(f"kind must be one of {', '.join(KINDS)}, got {kind!r}")
         if self._step is None or kind not in self._kinds:
             return
+        if not isinstance(name, str):
+            raise TypeError(f"name must be a str, got {name!r}")
         if is_partial(tensor):
             tensor, local = tensor.to_local(), True  # type: ignore[attr-defined]
         try:
@@ -323,6 +329,10 @@ def _tap(recorder: Recorder, tensor: torch.Tensor, name: str, shard: Shard | Non
 
 @functools.lru_cache(maxsize=1 << 16)
 def _entry(name: str, kind: str, time: int, dtype: torch.dtype, shard: Shard, local: bool, block: int) -> Entry:
+    try:
+        name.encode()
+    except UnicodeEncodeError:
+        raise ValueError(f"name must be text that UTF-8 can encode, got {name!r}") from None
     first, blocks = block_span(shard, dtype, block)
     return Entry(name, kind, time, str(dtype).removeprefix("torch."), shard, local, first, blocks)
 

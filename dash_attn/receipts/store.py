@@ -19,20 +19,21 @@ from __future__ import annotations
 import array
 import contextlib
 import dataclasses
+import functools
 import json
 import pathlib
 import sqlite3
 import sys
 import time
 import zlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from .fingerprints import FINGERPRINT
 from .shards import Shard
 
 FORMAT = "2"
 LOCK_WAIT_S = 30.0  # for a lock that another connection has on a receipt
-TABLES = {
+_COLUMNS = {
     "meta": "key TEXT PRIMARY KEY, value TEXT",
     "tensor": "id INTEGER PRIMARY KEY, name TEXT, kind TEXT, time INTEGER, shape TEXT, dtype TEXT, ranges TEXT, "
     "local INTEGER, first_block INTEGER, blocks INTEGER",
@@ -40,6 +41,7 @@ TABLES = {
     "step": "step INTEGER PRIMARY KEY, finished REAL, complete INTEGER, sequence INTEGER, sums BLOB",
     "blocks": "step INTEGER PRIMARY KEY, sums BLOB",
 }
+_SCHEMA = {table: f"CREATE TABLE {table}({columns}, crc INTEGER)" for table, columns in _COLUMNS.items()}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -135,25 +137,21 @@ class Writer:
                     f"path must be a folder without receipts of rank {meta['rank']}, got {path.parent}; "
                     "resume=True goes on with them"
                 )
-            try:
+            # A closed receipt gets its log back, and SQLite needs the file to itself for that.
+            locked = (
+                f"path must hold receipts that no other process keeps locked, got {path}, locked for {LOCK_WAIT_S:g} "
+                "seconds and more: close what reads it"
+            )
+            damaged = f"path must hold receipts to go on with, got {path}, which is not a receipt"
+            with _explained(path, locked=locked, damaged=damaged):
                 # The recorder's thread writes, and another one closes.
                 self._database = sqlite3.connect(
                     path, timeout=LOCK_WAIT_S, check_same_thread=False, isolation_level=None
                 )
                 opened.enter_context(contextlib.closing(self._database))
+                # Text that is not UTF-8 then fails by the checksum of its row.
+                self._database.text_factory = functools.partial(str, encoding="utf-8", errors="replace")
                 self._begin(path, {"format": FORMAT, "fingerprint": FINGERPRINT, **meta})
-            except sqlite3.OperationalError as error:
-                if is_locked(error):
-                    # A closed receipt gets its log back, and SQLite needs the file to itself for that.
-                    raise ValueError(
-                        f"path must hold receipts that no other process keeps locked, got {path}, locked for "
-                        f"{LOCK_WAIT_S:g} seconds and more: close what reads it"
-                    ) from None
-                raise OSError(f"path must be a folder in which SQLite can write, got {path.parent}: {error}") from None
-            except sqlite3.DatabaseError as error:
-                raise ValueError(
-                    f"path must hold receipts to go on with, got {path}, which is not a receipt: {error}"
-                ) from None
             self._opened = opened.pop_all()
         self._seen = not exists
 
@@ -165,11 +163,20 @@ class Writer:
         self._database.execute("PRAGMA synchronous = OFF")
         with self._transaction():
             # A process that was killed at once has left a file without tables.
-            if self._database.execute("SELECT count(*) FROM sqlite_master").fetchone() != (0,):
+            if tables := dict(self._database.execute("SELECT name, sql FROM sqlite_master WHERE type = 'table'")):
+                if tables != _SCHEMA:
+                    raise ValueError(
+                        f"path must hold receipts to go on with, got {path}, whose tables are not those of format "
+                        f"{FORMAT}"
+                    )
                 self._check_same_run(path, meta)
+                (found,) = self._database.execute("PRAGMA quick_check(1)").fetchone()
+                if found != "ok":
+                    what = found.splitlines()[-1]
+                    raise ValueError(f"path must hold receipts to go on with, got {path}, which is damaged: {what}")
             else:
-                for table, columns in TABLES.items():
-                    self._database.execute(f"CREATE TABLE {table}({columns}, crc INTEGER)")
+                for statement in _SCHEMA.values():
+                    self._database.execute(statement)
             for row in meta.items():
                 self._insert("meta", row)
         try:
@@ -250,21 +257,29 @@ class Writer:
                     raise
 
 
+@contextlib.contextmanager
+def _explained(path: pathlib.Path, *, locked: str, damaged: str) -> Iterator[None]:
+    """Turns SQLite's errors in the block into errors about the argument `path`."""
+    try:
+        yield
+    except sqlite3.OperationalError as error:
+        if is_locked(error):
+            raise ValueError(locked) from None
+        raise OSError(f"path must be a folder in which SQLite can write, got {path.parent}: {error}") from None
+    except sqlite3.DatabaseError as error:
+        raise ValueError(f"{damaged}: {error}") from None
+
+
 def _lock(path: pathlib.Path) -> sqlite3.Connection:
     """A lock that ends with this process, whatever ends it, and that processes it forks do not inherit."""
     file = path.with_suffix(".lock")
-    try:
+    locked = (
+        f"path must be a folder that no other recorder is writing to, got {path.parent}: another recorder has "
+        f"{path.name} open"
+    )
+    with _explained(path, locked=locked, damaged=f"path must be a folder whose .lock files are empty, got {file}"):
         lock = sqlite3.connect(file, timeout=0, check_same_thread=False, isolation_level=None)
         lock.execute("BEGIN EXCLUSIVE")
-    except sqlite3.OperationalError as error:
-        if is_locked(error):
-            raise ValueError(
-                f"path must be a folder that no other recorder is writing to, got {path.parent}: another recorder "
-                f"has {path.name} open"
-            ) from None
-        raise OSError(f"path must be a folder in which SQLite can write, got {path.parent}: {error}") from None
-    except sqlite3.DatabaseError as error:
-        raise ValueError(f"path must be a folder whose .lock files are empty, got {file}: {error}") from None
     return lock
 
 

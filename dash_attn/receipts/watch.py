@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
@@ -59,6 +59,23 @@ def _matches(name: str, pattern: str) -> bool:
     return len(parts) == len(patterns) and all(map(fnmatch.fnmatchcase, parts, patterns))
 
 
+def _nothing(*_: Any) -> None:
+    pass
+
+
+class _Hook:
+    """A hook of one module. Copies and pickles of the module have a hook that does nothing."""
+
+    def __init__(self, call: Callable[..., None]) -> None:
+        self._call = call
+
+    def __call__(self, *arguments: Any) -> None:
+        self._call(*arguments)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _Hook, (_nothing,)
+
+
 class Watch:
     """Hooks on a model and an optimizer, which hand tensors to a recorder.
 
@@ -96,9 +113,9 @@ class Watch:
         try:
             for name, module in modules:
                 # FSDP2 puts the whole parameters into the modules when these are about to run.
-                self._handles.append(module.register_forward_pre_hook(self._hook_parameters(name)))
+                self._handles.append(module.register_forward_pre_hook(_Hook(self._hook_parameters(name))))
             for name, module in tapped:
-                self._handles.append(module.register_forward_hook(self._tap_outputs(name or "model")))
+                self._handles.append(module.register_forward_hook(_Hook(self._tap_outputs(name or "model"))))
             if optimizer is not None:
                 self._handles.append(optimizer.register_step_pre_hook(self._before_optimizer))
                 self._handles.append(optimizer.register_step_post_hook(self._after_optimizer))

@@ -6,7 +6,9 @@ rank adds what it has got in the order of the ranks.
 
 from __future__ import annotations
 
+import contextlib
 import os
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -22,14 +24,27 @@ def prepare(deterministic: bool) -> None:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 
-def set_deterministic(deterministic: bool) -> None:
-    """torch's switches for all that is not attention: scatters, embeddings, matrix products, cuDNN."""
-    torch.use_deterministic_algorithms(deterministic)
-    # Nothing here reads fresh memory before it is written, and to fill it takes time.
-    torch.utils.deterministic.fill_uninitialized_memory = False
-    torch.backends.cudnn.deterministic = deterministic
-    torch.backends.cudnn.benchmark = False
-    torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = not deterministic
+@contextlib.contextmanager
+def deterministic_torch(deterministic: bool) -> Iterator[None]:
+    """Sets torch's switches for everything but attention: scatters, embeddings, matrix products, cuDNN."""
+    before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    switches = [
+        # No step reads fresh memory before writing to it, and filling that memory takes time.
+        (torch.utils.deterministic, "fill_uninitialized_memory", False),
+        (torch.backends.cudnn, "deterministic", deterministic),
+        (torch.backends.cudnn, "benchmark", False),
+        (torch.backends.cuda.matmul, "allow_bf16_reduced_precision_reduction", not deterministic),
+    ]
+    values = [getattr(owner, name) for owner, name, _ in switches]
+    try:
+        torch.use_deterministic_algorithms(deterministic)
+        for owner, name, value in switches:
+            setattr(owner, name, value)
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before[0], warn_only=before[1])
+        for (owner, name, _), value in zip(switches, values, strict=True):
+            setattr(owner, name, value)
 
 
 class ReduceScatter:

@@ -73,7 +73,6 @@ class Trainer:
     def set_deterministic(self, deterministic: bool) -> None:
         """From the next step on: whether all that is not attention is deterministic."""
         self.deterministic = self._reduce_scatter.ordered = deterministic
-        ordered.set_deterministic(deterministic)
 
     def set_attention(self, name: str) -> None:
         """From the next step on."""
@@ -84,12 +83,13 @@ class Trainer:
     def step(self, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         """Trains on this rank's part of a batch, int64 (sequences, rows), and returns the loss of the whole batch, fp32
         on the device; nothing waits for the GPU."""
-        loss = tap(self.model(tokens, targets) / self.layout.tokens, "loss")
-        loss.backward()
-        if self.deterministic:
-            ordered.clip_gradients(self.parameters, CLIP)
-        else:
-            torch.nn.utils.clip_grad_norm_(self.parameters, CLIP)
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-        return ordered.all_ranks_sum(loss)
+        with ordered.deterministic_torch(self.deterministic):
+            loss = tap(self.model(tokens, targets) / self.layout.tokens, "loss")
+            loss.backward()
+            if self.deterministic:
+                ordered.clip_gradients(self.parameters, CLIP)
+            else:
+                torch.nn.utils.clip_grad_norm_(self.parameters, CLIP)
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+            return ordered.all_ranks_sum(loss)

@@ -81,6 +81,9 @@ class Case:
 # heads that are split over work tiles; more KV tiles than a work tile's neighbours.
 SHAPES = ((2, 515, 515, 4, 4), (2, 300, 700, 4, 2), (2, 700, 300, 8, 1), (1, 2049, 2049, 32, 1), (1, 4100, 4100, 3, 3))
 PADDED = SHAPES[:2]
+# Grouped heads in sequences so long that the rule of splits cuts the query heads of a KV head further.
+LONG = (1, 8192, 8192, 8, 1)
+LONG_GROUPS = (1, 8192, 8192, 32, 4)
 WINDOWS = ((127, 0), (64, 64))
 WINDOWED = (1, 1100, 1300, 4, 2)
 # A sequence of no queries, one of one tile, one of many, fewer and more queries than keys, one of no keys.
@@ -91,6 +94,8 @@ def cases() -> list[Case]:
     shapes = [(head_dim, shape) for head_dim in (64, 128) for shape in SHAPES]
     shapes += [(head_dim, shape) for head_dim in (96, 40) for shape in PADDED]
     found = [Case(dtype, d, causal, *shape) for dtype in DTYPES for d, shape in shapes for causal in (False, True)]
+    found += [Case("bf16", head_dim, causal, *LONG) for head_dim in (64, 128) for causal in (False, True)]
+    found.append(Case("bf16", 128, True, *LONG_GROUPS))
     for head_dim in (64, 128):
         found += [Case("bf16", head_dim, False, *WINDOWED, window=window) for window in WINDOWS]
         found += [Case.of_pack("bf16", head_dim, causal, PACK, 4, 2) for causal in (False, True)]
