@@ -20,9 +20,9 @@ inline constexpr int kQueriesWorthASplit = 2048;
 // enough, because short ones fill up beside them.
 inline constexpr int kEnoughEqualWorkTiles = 96;
 inline constexpr int kEnoughUnequalWorkTiles = 64;
-// A few splits go further where work tiles stay this long: they cost little there, work tiles of unequal length end more
-// evenly, and ranks that share a sequence have more sums to take turns at. Not with one query head each: while one of
-// several heads waits for its turn to add dQ, another one is worked on.
+// A few splits go further where work tiles stay this long: they cost little there, work tiles of unequal length end
+// more evenly, and ranks that share a sequence have more sums to take turns at. Not with one query head each: while one
+// of several heads waits for its turn to add dQ, another one is worked on.
 inline constexpr int kFewSplits = 4;
 inline constexpr int kQueriesWorthAFewSplits = 4096;
 inline constexpr int kManyEqualWorkTiles = 128;

@@ -15,7 +15,7 @@ from .plan import Message, Task, make_plan
 
 MOST_RANKS_PLAYED = 32
 """Ranks that gather of which the plan is played; of more the formula is taken that the played ones follow."""
-_ROWS_PLAYED = 16_384  # of a chunk: the schedule does not see how long one is, and the splits are those of long sequences
+_ROWS_PLAYED = 16_384  # of a chunk: the schedule does not see how long one is, and splits are those of long sequences
 
 
 @dataclass(frozen=True)
@@ -159,8 +159,10 @@ def _formula(shape: Shape, gather: int, heads: int, kv_heads: int, costs: Costs,
     """
     chunks = _chunks(shape, gather)
     rows = _ROWS_PLAYED * chunks
-    group = {"heads": heads // kv_heads, "kv_heads": 1, "head_dim": shape.head_dim}
-    sums = kv_heads * _schedule.problem("descending", rows, rows, causal=shape.causal, **group).splits
+    splits = _schedule.problem(
+        "descending", rows, rows, causal=shape.causal, head_dim=shape.head_dim, heads=heads // kv_heads, kv_heads=1
+    ).splits
+    sums = kv_heads * splits
     factor = 1 + (1 - 1 / gather) / sums / (2 if shape.layout == "zigzag" else 1)
     launches = sums * (chunks // gather) * (chunks / 2 if shape.causal and shape.layout == "zigzag" else chunks)
     waits_ms = chunks * _message_ms(shape, gather, costs, link) / sums + launches * costs.task_us / 1e3
