@@ -131,23 +131,6 @@ def test_forward_adds_to_nothing_but_the_counter_of_tiles(binary):
         assert {i for i in kernel.mnemonics() if i.startswith("ATOMG")} == {"ATOMG.E.ADD.STRONG.GPU"}, name
 
 
-def test_the_linear_layer_makes_bits_beside_products(binary):
-    """One kernel for each dtype, mapping and number of rounds: loads that go to both CTAs of a cluster, the largest
-    products, stores by TMA, and the one counter of the units of bits."""
-    found = {name: kernel for name, kernel in binary.items() if "linear_kernel" in name}
-    assert collections.Counter(re.search("|".join(ELEMENTS), name).group(0) for name in found) == dict.fromkeys(
-        ELEMENTS, 3
-    )
-    for name, kernel in found.items():
-        assert {"UTMALDG.5D", "UTMALDG.5D.MULTICAST", "UTMASTG.5D"} <= kernel.mnemonics(), name
-        assert {"HGMMA", "USETMAXREG"} <= kernel.opcodes(), name
-        products = {i for i in kernel.mnemonics() if i.startswith("HGMMA")}
-        assert products == {"HGMMA.64x256x16.F32" + ".BF16" * ("bfloat16" in name)}, name
-        # Philox multiplies 32 bits by 32; a kernel without a generator does not.
-        assert any(i.startswith("IMAD.WIDE.U32") for i in kernel.mnemonics()), name
-        assert {i for i in kernel.mnemonics() if i.startswith(("ATOM", "RED"))} == {"ATOMG.E.ADD.STRONG.GPU"}, name
-
-
 def test_the_fingerprint_kernel_reads_vectors(binary):
     """One kernel for all tensors: whole groups by loads of 16 bytes, of single bytes 8, and sums by atomics alone."""
     (kernel,) = (kernel for name, kernel in binary.items() if "fingerprint_kernel" in name)

@@ -255,10 +255,6 @@ Outputs attention_qkvpacked(const Tensor& qkv, std::optional<SymInt> num_heads_q
 #define DASH_OPTIONAL_PACK \
   "Tensor? cu_seqlens_q=None, Tensor? cu_seqlens_k=None, Tensor? seqused_q=None, Tensor? seqused_k=None, "
 #define DASH_OUTPUTS "(Tensor out, Tensor softmax_lse)"
-// Which bits of dropout: csrc/dropout/mask.h.
-#define DASH_BITS                                                                                             \
-  "Tensor rng_state, float p, int seqlen_q, int seqlen_k, int first_head, int total_heads, int first_query, " \
-  "int first_key, bool of_flash_attention_2, int rounds, " DASH_MASK "int sm_margin"
 
 TORCH_LIBRARY(dash_attn, library) {
   library.def("forward(Tensor q, Tensor k, Tensor v, " DASH_PACK "float softmax_scale, " DASH_MASK
@@ -345,8 +341,8 @@ TORCH_LIBRARY(dash_attn_C, library) {
       "Tensor? dsoftmax_lse, int first_with_dq, int tiles_with_dq, bool keys_continue, float softmax_scale, "
       DASH_MASK
       "int first_own_key, int keys_before, int schedule, int sm_margin) -> ()");
-  library.def("dropout_bits(Tensor(a!) bits, " DASH_BITS ") -> ()");
   library.def(
-      "linear_with_dropout_bits(Tensor(a!) out, Tensor(b!) bits, Tensor x, Tensor weight, Tensor? bias, " DASH_BITS
-      ") -> ()");
+      "dropout_bits(Tensor(a!) bits, Tensor rng_state, float p, int seqlen_q, int seqlen_k, int first_head, "
+      "int total_heads, int first_query, int first_key, bool of_flash_attention_2, int rounds, " DASH_MASK
+      "int sm_margin) -> ()");
 }

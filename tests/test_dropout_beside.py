@@ -1,6 +1,5 @@
-"""A linear layer that makes bits of dropout, bits made beside other work, and bits that the backward makes again."""
+"""Bits of dropout that are made beside other work, bits for a mask, and bits that the backward makes again."""
 
-import itertools
 from dataclasses import replace
 
 import pytest
@@ -9,8 +8,8 @@ from float64_reference import visible_keys
 from test_dropout import results, saved_for_backward, tensors
 from torch.nn import functional
 
-from dash_attn import _schedule, flash_attn_func, flash_attn_varlen_func
-from dash_attn.dropout import DropoutState, dropout_bits, dropout_bits_beside, linear_with_dropout_bits
+from dash_attn import flash_attn_func, flash_attn_varlen_func
+from dash_attn.dropout import DropoutState, dropout_bits, dropout_bits_beside
 
 BF16 = torch.bfloat16
 SIZES = {"batch": 2, "heads": 4, "seqlen_q": 40, "seqlen_k": 40}
@@ -18,62 +17,8 @@ STATE = DropoutState.of(3, 5)
 OF_BITS = {"state": STATE, "p": 0.2, **SIZES}
 
 
-def operands(*rows, depth=24, columns=16, dtype=BF16, bias=True, seed=0):
-    """x, weight, bias and the gradient of y."""
-    generator = torch.Generator().manual_seed(seed)
-    shapes = (*rows, depth), (columns, depth), (columns,), (*rows, columns)
-    x, weight, b, dy = (torch.randn(shape, generator=generator).to(dtype) for shape in shapes)
-    return [y.requires_grad_() for y in (x, weight, b)[: 2 + bias]], dy
-
-
 def bits_like(**arguments):
     return dropout_bits(STATE, **{"p": 0.2, **SIZES, **arguments})
-
-
-@pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize("dtype", [BF16, torch.float16])
-@pytest.mark.parametrize("rows", [(5,), (2, 40), (2, 3, 4), (), (0,)], ids=str)
-def test_output_and_gradients_are_those_of_torchs_linear(rows, dtype, bias):
-    inputs, dy = operands(*rows, dtype=dtype, bias=bias)
-    y, bits = linear_with_dropout_bits(*inputs, **OF_BITS)
-    expected = functional.linear(*inputs)
-    assert y.shape == expected.shape and y.dtype == dtype and torch.equal(y, expected)
-    of_ours, of_torch = (torch.autograd.grad(out, inputs, dy) for out in (y, expected))
-    assert all(map(torch.equal, of_ours, of_torch))
-    assert torch.equal(bits.bits, bits_like().bits) and not bits.bits.requires_grad
-
-
-def test_gradients_that_nobody_wants_are_not_made():
-    for wanted in itertools.product((False, True), repeat=3):
-        inputs, dy = operands(5)
-        for x, wants in zip(inputs, wanted):
-            x.requires_grad_(wants)
-        saved = []
-        with torch.autograd.graph.saved_tensors_hooks(lambda x: saved.append(x) or x, lambda x: x):
-            y, _ = linear_with_dropout_bits(*inputs, **OF_BITS)
-        assert y.requires_grad == any(wanted)
-        assert len(saved) == wanted[0] + wanted[1], wanted
-        if any(wanted):
-            y.backward(dy)
-        assert [x.grad is not None for x in inputs] == list(wanted)
-
-
-def test_second_derivatives():
-    inputs, dy = operands(5)
-    dy.requires_grad_()
-    found = []
-    for layer in (lambda *x: linear_with_dropout_bits(*x, **OF_BITS)[0], functional.linear):
-        dx, dweight, _ = torch.autograd.grad(layer(*inputs), inputs, dy, create_graph=True)
-        found.append(torch.autograd.grad(dx.sum() + (dweight * dweight).sum(), [inputs[0], inputs[1], dy]))
-    assert all(map(torch.equal, *found))
-
-
-def test_operands_of_any_strides():
-    inputs = [x.detach().round() for x in operands(7, 6)[0]]  # sums of whole numbers are exact in any order
-    x = torch.stack([inputs[0]] * 2, dim=-1)[..., 0]
-    weight, bias = (torch.stack([y] * 3, dim=-1)[..., 1] for y in inputs[1:])
-    y, _ = linear_with_dropout_bits(x.transpose(0, 1), weight, bias, **OF_BITS)
-    assert torch.equal(y, functional.linear(inputs[0].transpose(0, 1), *inputs[1:]))
 
 
 @pytest.mark.parametrize("arguments", [
@@ -81,59 +26,11 @@ def test_operands_of_any_strides():
     {"first_query": 32, "first_key": 64}, {"p": 0.0}, {"seqlen_q": 0}, {"batch": 0},
 ], ids=str)  # fmt: skip
 def test_bits_are_those_of_dropout_bits(arguments):
-    inputs, _ = operands(5)
-    keep = {"keep_bits": True}
-    _, bits = linear_with_dropout_bits(*inputs, **{**OF_BITS, **arguments, **keep})
-    with dropout_bits_beside(**{**OF_BITS, **arguments, **keep}) as beside:
+    with dropout_bits_beside(**{**OF_BITS, **arguments, "keep_bits": True}) as beside:
         pass
-    expected = bits_like(**arguments)
-    for found in (bits, beside.bits):
-        assert torch.equal(found.bits, expected.bits)
-        assert {**vars(found), "bits": None} == {**vars(expected), "bits": None}
-
-
-def test_autocast():
-    inputs, _ = operands(5, dtype=torch.float32)
-    with torch.autocast("cpu", BF16):
-        y, _ = linear_with_dropout_bits(*inputs, **OF_BITS)
-        assert y.dtype == BF16 and torch.equal(y, functional.linear(*inputs))
-    y.sum().backward()
-    assert all(x.grad.dtype == torch.float32 for x in inputs)
-
-
-NUMBERS = (STATE.rng_state, 0.2, 2, 4, 40, 40, 0, 4, 0, 0, "bit_sliced", 7, False, -1, -1, 0, 0)
-
-
-@pytest.mark.parametrize("bias", [False, True])
-def test_the_op_follows_torchs_rules(bias):
-    inputs, _ = operands(5, bias=bias)
-    arguments = (*inputs, *([] if bias else [None]), *NUMBERS)
-    torch.library.opcheck(torch.ops.dash_attn.linear_with_dropout_bits.default, arguments)
-
-
-def test_compiled_layers():
-    inputs, dy = operands(5)
-
-    def layer(x, weight, bias, rng_state):
-        return torch.ops.dash_attn.linear_with_dropout_bits(x, weight, bias, rng_state, *NUMBERS[1:])
-
-    compiled = torch.compile(layer, backend="aot_eager", fullgraph=True)
-    y, bits = compiled(*inputs, STATE.rng_state)
-    assert torch.equal(y, functional.linear(*inputs)) and torch.equal(bits, bits_like().bits)
-    expected = torch.autograd.grad(functional.linear(*inputs), inputs, dy)
-    assert all(map(torch.equal, torch.autograd.grad(y, inputs, dy), expected))
-
-
-def test_a_compiled_model():
-    """The public functions, as one graph."""
-    x, weight = torch.randn(2, 40, 24).to(BF16), torch.randn(3 * 4 * 16, 24).to(BF16)
-
-    def model(x):
-        qkv, bits = linear_with_dropout_bits(x, weight, **OF_BITS, keep_bits=False)
-        q, k, v = qkv.unflatten(-1, (3, 4, 16)).unbind(2)
-        return flash_attn_func(q, k, v, dropout_p=0.2, dropout_bits=bits)
-
-    assert torch.equal(torch.compile(model, backend="aot_eager", fullgraph=True)(x), model(x))
+    found, expected = beside.bits, bits_like(**arguments)
+    assert torch.equal(found.bits, expected.bits)
+    assert {**vars(found), "bits": None} == {**vars(expected), "bits": None}
 
 
 def attention(inputs, dout, bits, **arguments):
@@ -145,11 +42,10 @@ def test_the_backward_makes_bits_again(own_states):
     *inputs, dout = tensors(2, 40)
     state = DropoutState(torch.arange(4).view(2, 2)) if own_states else STATE
     arguments = {**OF_BITS, "state": state}
-    _, bits = linear_with_dropout_bits(*operands(5)[0], **arguments)
     with dropout_bits_beside(**arguments) as beside:
         pass
     expected = attention(inputs, dout, dropout_bits(**arguments))
-    for found in (bits, beside.bits, dropout_bits(**arguments, keep_bits=False)):
+    for found in (beside.bits, dropout_bits(**arguments, keep_bits=False)):
         assert all(map(torch.equal, attention(inputs, dout, found), expected))
         assert {x.dtype for x in saved_for_backward(dropout_bits=found)} == {BF16, torch.float32, torch.int64}
 
@@ -159,10 +55,9 @@ def test_a_state_that_is_refilled_after_the_bits_were_made():
     expected = attention(inputs, dout, dropout_bits(**OF_BITS))
     state = DropoutState(STATE.rng_state.clone())
     arguments = {**OF_BITS, "state": state, "keep_bits": False}
-    _, bits = linear_with_dropout_bits(*operands(5)[0], **arguments)
     with dropout_bits_beside(**arguments) as beside:
         pass
-    found = bits, beside.bits, dropout_bits(**arguments)
+    found = beside.bits, dropout_bits(**arguments)
     state.rng_state.fill_(7)
     assert all(torch.equal(x, y) for one in found for x, y in zip(attention(inputs, dout, one), expected))
 
@@ -187,8 +82,9 @@ def test_the_backward_of_a_pack_makes_bits_again():
 def test_bits_for_a_mask(mask):
     *inputs, dout = tensors(2, 40)
     expected = attention(inputs, dout, bits_like(), **mask)
-    _, bits = linear_with_dropout_bits(*operands(5)[0], **OF_BITS, **mask)
-    for found in (bits, bits_like(**mask)):
+    with dropout_bits_beside(**OF_BITS, **mask) as beside:
+        pass
+    for found in (beside.bits, bits_like(**mask)):
         assert all(map(torch.equal, attention(inputs, dout, found, **mask), expected))
 
 
@@ -273,31 +169,7 @@ def test_bits_beside_are_there_when_the_block_has_ended():
         _ = failed.bits
 
 
-def t(*shape, dtype=BF16, device="cpu"):
-    return torch.zeros(shape, dtype=dtype, device=device)
-
-
-X = "x must be (..., depth), the depth a multiple of 8 above 0, got "
-WEIGHT = "weight must be (columns, 24), the columns a multiple of 8 above 0, got "
-
-
 @pytest.mark.parametrize("change, error, message", [
-    ({"x": 1}, TypeError, "x must be a torch.Tensor, got 1"),
-    ({"x": t(5, 24, dtype=torch.float32)}, TypeError, "x must be torch.bfloat16 or torch.float16, got torch.float32"),
-    ({"weight": t(16, 24, dtype=torch.float16)}, TypeError,
-     "weight must be torch.bfloat16 as x is, got torch.float16"),
-    ({"bias": t(16, dtype=torch.float32)}, TypeError, "bias must be torch.bfloat16 as x is, got torch.float32"),
-    ({"x": t(5, 20)}, ValueError, X + "(5, 20)"),
-    ({"x": t(5, 0)}, ValueError, X + "(5, 0)"),
-    ({"x": t()}, ValueError, X + "()"),
-    ({"weight": t(16, 32)}, ValueError, WEIGHT + "(16, 32)"),
-    ({"weight": t(12, 24)}, ValueError, WEIGHT + "(12, 24)"),
-    ({"weight": t(0, 24)}, ValueError, WEIGHT + "(0, 24)"),
-    ({"weight": t(24)}, ValueError, WEIGHT + "(24,)"),
-    ({"bias": t(8)}, ValueError, "bias must be (16,), got (8,)"),
-    ({"bias": t(1, 16)}, ValueError, "bias must be (16,), got (1, 16)"),
-    ({"weight": t(16, 24, device="meta")}, ValueError, "weight must be on the device of x, cpu, got meta"),
-    ({"x": t(5, 24, device="meta")}, ValueError, "weight must be on the device of x, meta, got cpu"),
     ({"state": 3}, TypeError, "state must be a DropoutState, got int"),
     ({"p": 1.0}, ValueError, "p must be from 0 to below 1 in fp32, got 1.0"),
     ({"heads": 0}, ValueError, "heads must be from 1 to 65536, got 0"),
@@ -316,26 +188,6 @@ WEIGHT = "weight must be (columns, 24), the columns a multiple of 8 above 0, got
      "keep_bits must be True with first_key=32 (the backward makes bits again of first_key=0 alone), got False"),
 ], ids=str)  # fmt: skip
 def test_errors(change, error, message):
-    given = {"x": t(5, 24), "weight": t(16, 24), "bias": t(16), **OF_BITS, **change}
     with pytest.raises(error) as raised:
-        linear_with_dropout_bits(**given)
+        dropout_bits_beside(**{**OF_BITS, **change})
     assert str(raised.value) == message
-
-
-@pytest.mark.parametrize("cluster", [1, 2])
-@pytest.mark.parametrize("rows, columns", [(1, 8), (129, 512), (1000, 264), (2049, 2304), (16384, 6144)])
-def test_every_tile_has_one_place(rows, columns, cluster):
-    places = _schedule.linear_tiles(rows, columns, cluster=cluster)
-    found = sum(places, [])
-    row_tiles, column_tiles = -(-rows // 128), -(-columns // 256)
-    wanted = set(itertools.product(range(row_tiles), range(column_tiles)))
-    assert len(set(found)) == len(found) and wanted <= set(found)
-    # What a cluster does beyond is less than a tile for each of its columns.
-    assert len(found) - len(wanted) == (-row_tiles % cluster) * column_tiles
-    for tiles in places:
-        assert len({column for _, column in tiles}) == 1
-        assert [row for row, _ in tiles] == list(range(tiles[0][0], tiles[0][0] + cluster))
-    # Those of a time lie close together.
-    if len(places) >= 64 * 4:
-        block = sum(places[:64], [])
-        assert len({row for row, _ in block}) == 8 * cluster and len({column for _, column in block}) == 8
