@@ -231,6 +231,15 @@ def test_environment_limits_what_is_built(monkeypatch, tmp_path, listed, environ
         assert dispatched.count(f"DASH_{pass_}_VARIANT(") == count
 
 
+def test_yardsticks_are_built_where_they_are_asked_for(monkeypatch, listed):
+    sets = {v.values[-1] for v in variants.select_variants(listed) if v.pass_ == "BACKWARD"}
+    assert "Ordered" in sets and "OrderedAndYardsticks" not in sets
+    for name in ("ascending", "atomic"):
+        monkeypatch.setenv("DASH_ATTN_POLICIES", f"{name},shift")
+        selected = variants.select_variants(listed)
+        assert {v.values[-1] for v in selected if v.pass_ == "BACKWARD"} == {"OrderedAndYardsticks", "Shift"}
+
+
 def test_units_hold_what_shares_a_dtype_and_head_dims(tmp_path, listed):
     variants.generate(listed, tmp_path)
     written = variants.generate([v for v in listed if v.values[1:3] == ("64", "Full")], tmp_path)
@@ -250,7 +259,7 @@ def test_units_hold_what_shares_a_dtype_and_head_dims(tmp_path, listed):
         ("DASH_ATTN_HEAD_DIMS", "96", "DASH_ATTN_HEAD_DIMS is '96': 96 unknown, allowed are 64, 128, 192x128"),
         ("DASH_ATTN_DTYPES", "fp8", "is 'fp8': fp8 unknown, allowed are bf16, fp16, bfloat16, float16"),
         ("DASH_ATTN_MASKS", "full,window", "is 'full,window': window unknown, allowed are full, causal"),
-        ("DASH_ATTN_POLICIES", "zigzag", "zigzag unknown, allowed are ascending, descending, spt, atomic, ordered,"),
+        ("DASH_ATTN_POLICIES", "zigzag", "zigzag unknown, allowed are descending, spt, ascending, atomic, ordered,"),
     ],
 )
 def test_wrong_selection_is_refused(monkeypatch, listed, name, value, message):

@@ -48,12 +48,12 @@ decltype(auto) with_policy(std::string const& name, Problem const& problem, F&& 
 }
 
 inline void bind_policies(py::module_& m) {
-  py::tuple names(kNumDeterministicPolicies), yardsticks(kNumPolicies - kNumDeterministicPolicies);
+  py::tuple names(kNumUserPolicies), yardsticks(kNumPolicies - kNumUserPolicies);
   for (int i = 0; i < kNumPolicies; ++i) {
-    if (i < kNumDeterministicPolicies) {
+    if (i < kNumUserPolicies) {
       names[i] = py::str(kPolicyNames[i]);
     } else {
-      yardsticks[i - kNumDeterministicPolicies] = py::str(kPolicyNames[i]);
+      yardsticks[i - kNumUserPolicies] = py::str(kPolicyNames[i]);
     }
   }
   m.attr("POLICIES") = names;

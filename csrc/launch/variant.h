@@ -49,14 +49,15 @@ struct Dropout {
   using Score = DropoutScore;
 };
 
-// Policies that share a kernel.
-using Ordered = PolicySet<Policy::kDescending, Policy::kSpt, Policy::kAtomic, Policy::kAscending>;
+// Policies that share a kernel. Where DASH_ATTN_POLICIES names a yardstick, OrderedAndYardsticks replaces Ordered.
+using Ordered = PolicySet<Policy::kDescending, Policy::kSpt>;
+using OrderedAndYardsticks = PolicySet<Policy::kDescending, Policy::kAtomic, Policy::kAscending, Policy::kSpt>;
 using Shift = PolicySet<Policy::kShift>;
 using SymmetricShift = PolicySet<Policy::kSymmetricShift>;
 using OrderFree = PolicySet<Policy::kOrderFree>;
 
 // Those in which a call may be a chunk of keys by a chunk of queries, whose sums other chunks have begun or go on with.
-struct Carried : PolicySet<Policy::kDescending, Policy::kSpt, Policy::kAscending> {
+struct Carried : PolicySet<Policy::kDescending, Policy::kSpt> {
   static constexpr bool kCarries = true;
 };
 

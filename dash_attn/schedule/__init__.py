@@ -62,14 +62,15 @@ __all__ = [
     "work_tile",
 ]
 
-Schedule: TypeAlias = Literal["auto", "ascending", "descending", "shift", "symmetric_shift", "spt", "order_free"]
+Schedule: TypeAlias = Literal["auto", "descending", "spt", "shift", "symmetric_shift", "order_free"]
 """What `schedule` of the public functions may be."""
 
 POLICIES: tuple[Schedule, ...] = _schedule.POLICIES  # type: ignore[assignment]
 """Names of the policies that users can choose, all deterministic."""
 
 YARDSTICKS: tuple[str, ...] = _schedule.YARDSTICKS
-"""Names of policies for benchmarks only, which are not deterministic: plain fp32 atomic adds."""
+"""Names of policies for the model and the benchmarks alone: ``ascending``, and ``atomic``, which adds in fp32 in any
+order and is not deterministic. Kernels have them in builds whose DASH_ATTN_POLICIES names one."""
 
 
 def fitting(
@@ -158,7 +159,7 @@ def problem(
     """The problem as the kernel sees it when it runs the policy ``schedule``.
 
     Args:
-        schedule: one of ``POLICIES`` or ``"auto"``.
+        schedule: one of ``POLICIES`` or ``YARDSTICKS``, or ``"auto"``.
         seqlen_q, seqlen_k: numbers of queries and keys, from 1.
         causal: whether the mask is causal (bottom-right aligned).
         window, attention_chunk: as ``window_size`` and ``attention_chunk`` of ``flash_attn_func``.
@@ -181,7 +182,8 @@ def problem(
         raise ValueError(f"heads must be a positive multiple of kv_heads={kv_heads}, got {heads}")
     mask: dict[str, Any] = {"causal": causal, "window": window, "attention_chunk": attention_chunk}
     head_dims: dict[str, Any] = {"head_dim": head_dim, "value_head_dim": value_head_dim}
-    schedule = resolve(schedule, **head_dims, **mask)
+    if schedule not in YARDSTICKS:
+        schedule = resolve(schedule, **head_dims, **mask)
     if tile_q is None or tile_k is None:
         default_q, default_k = tile_shape(**head_dims)
         tile_q = default_q if tile_q is None else tile_q
