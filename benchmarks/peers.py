@@ -188,8 +188,8 @@ class DashAttn:
         causal, *window = mask_arguments(shape)
         mask = dict(causal=causal, window=tuple(window), attention_chunk=shape.chunk)
         head_dims = dict(zip(("head_dim", "value_head_dim"), shape.head_dims))
-        changed = shape.scores not in (None, "sinks") or shape.dropout_p > 0
-        fitting = schedule.fitting(**mask, **head_dims, changed_scores=changed)
+        changed, dropout = shape.scores not in (None, "sinks"), shape.dropout_p > 0
+        fitting = schedule.fitting(**mask, **head_dims, changed_scores=changed, dropout=dropout)
         usable = ("auto", *fitting)
         known = (*usable, *schedule.YARDSTICKS)
         known = usable if shape.dropout_p else known

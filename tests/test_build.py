@@ -73,7 +73,8 @@ def test_list_of_variants_is_complete():
         for mask, score in kernels:
             forward.add((dtype, dims, mask, score))
             call = dict(causal=mask == "Causal", window=(0, 0) if mask == "Windowed" else (-1, -1))
-            policies = schedule.fitting(**call, **head_dims, changed_scores=score != "Plain")
+            scores = dict(changed_scores=score in ("Softcap", "Alibi"), dropout=score == "Dropout")
+            policies = schedule.fitting(**call, **head_dims, **scores)
             backward |= {(dtype, dims, mask, score, SETS.get(name, "Ordered")) for name in policies}
             if score == "Plain":  # those whose sums go from one part of a backward to the next
                 backward.add((dtype, dims, mask, score, "Carried"))

@@ -140,7 +140,7 @@ Outputs attention(variable_list packed, PackTensors pack, std::optional<SymInt> 
                   std::optional<double> softmax_scale, MaskArguments mask, std::string_view schedule, SymInt sm_margin,
                   const ScoreArguments& scores, const DropoutArguments& dropout) {
   check_mask(mask);
-  check_schedule(schedule, mask, scores, padded_row(packed.front(), packed.back()));
+  resolve_schedule(schedule, mask, scores, padded_row(packed.front(), packed.back()));
   const SymInt head_dim = packed[0].sym_size(-1);
   Options options{std::move(num_heads_q),
                   softmax_scale ? *softmax_scale : std::pow(head_dim.guard_int(__FILE__, __LINE__), -0.5),

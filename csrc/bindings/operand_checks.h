@@ -81,8 +81,6 @@ struct ScoreArguments {
   bool dropped = false;  // the probabilities that follow from them: dropout_checks.h
 
   bool exist() const { return sinks || alibi_slopes || softcap != 0; }
-
-  bool have_own_kernels() const { return alibi_slopes || softcap != 0 || dropped; }
 };
 
 // What the caller calls them.
@@ -313,15 +311,10 @@ inline HeadDims padded_row(const Tensor& q, const Tensor& v) {
 // The policy that a schedule's name means for this problem.
 inline Policy resolve_schedule(std::string_view schedule, const MaskArguments& mask, const ScoreArguments& scores,
                                HeadDims padded) {
-  const CallKind call{mask.kind(), padded, scores.have_own_kernels()};
+  const CallKind call{mask.kind(), padded, scores.alibi_slopes || scores.softcap != 0, scores.dropped};
   const std::optional<Policy> policy = chosen_policy(schedule, call);
   TORCH_CHECK_VALUE(policy.has_value(), refused_schedule(schedule, call));
   return *policy;
-}
-
-inline void check_schedule(std::string_view schedule, const MaskArguments& mask, const ScoreArguments& scores,
-                           HeadDims padded) {
-  resolve_schedule(schedule, mask, scores, padded);
 }
 
 inline void check_head_dim_multiple(const char* name, const Tensor& tensor) {
@@ -429,7 +422,7 @@ inline void check_backward(const Tensor& dout, const Tensor& q, const Tensor& k,
   check_writable("dv", dv);
   check_softmax_lse("softmax_lse", softmax_lse, q, pack.exists());
   check_score_gradients(score_gradients, scores, q, pack.exists());
-  check_schedule(schedule, mask, scores, padded_row(q, v));
+  resolve_schedule(schedule, mask, scores, padded_row(q, v));
 }
 
 // No two elements of what is written may share a place: along the dimensions, from the smallest stride on, each step

@@ -81,10 +81,11 @@ def fitting(
     window: tuple[int, int] = (-1, -1),
     attention_chunk: int = 0,
     changed_scores: bool = False,
+    dropout: bool = False,
 ) -> tuple[Schedule, ...]:
     """Those of ``POLICIES`` that have a kernel for such calls, which are described as to ``resolve``."""
     call: dict[str, Any] = {"causal": causal, "head_dim": head_dim, "value_head_dim": value_head_dim, "window": window}
-    call |= {"attention_chunk": attention_chunk, "changed_scores": changed_scores}
+    call |= {"attention_chunk": attention_chunk, "changed_scores": changed_scores, "dropout": dropout}
     return tuple(policy for policy in POLICIES if _schedule.has_kernel(policy, **call))
 
 
@@ -109,6 +110,7 @@ def resolve(
     window: tuple[int, int] = (-1, -1),
     attention_chunk: int = 0,
     changed_scores: bool = False,
+    dropout: bool = False,
 ) -> str:
     """The policy that ``schedule=name`` means, for sequences of any length.
 
@@ -116,7 +118,8 @@ def resolve(
         name: one of ``POLICIES`` or ``"auto"``.
         causal, window, attention_chunk: the mask, as in ``problem``.
         head_dim, value_head_dim: columns of q and k, and of v, from 1 to 256; default of the second: the first.
-        changed_scores: whether a softcap or ALiBi slopes change the scores, or dropout the probabilities.
+        changed_scores: whether a softcap or ALiBi slopes change the scores.
+        dropout: whether elements of the softmax are dropped.
 
     Returns:
         One of ``POLICIES``.
@@ -125,7 +128,8 @@ def resolve(
         ValueError: ``name`` is unknown, no kernel has the policy for such calls, or a number is out of range.
     """
     call: dict[str, Any] = {"causal": causal, "head_dim": head_dim, "value_head_dim": value_head_dim, "window": window}
-    return _schedule.resolve(name, **call, attention_chunk=attention_chunk, changed_scores=changed_scores)
+    call |= {"attention_chunk": attention_chunk, "changed_scores": changed_scores, "dropout": dropout}
+    return _schedule.resolve(name, **call)
 
 
 def tile_shape(head_dim: int, value_head_dim: int | None = None) -> tuple[int, int]:

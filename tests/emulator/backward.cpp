@@ -89,16 +89,20 @@ class BackwardCall : emulator::Call<Element> {
     if (a_.mask.kind != Mask::kKind || score_kind(a_) != Score::Score::kKind) { return; }
     using Dtype = emulator::DtypeOf<Element>;
     constexpr HeadDims kDims = EMULATED_DIMS::kDims;
-    constexpr CallKind kCall{Mask::kKind, kDims, Score::Score::kKind != ScoreKind::kPlain};
-    constexpr bool kHasShift = has_kernel(Policy::kShift, kCall);
+    constexpr bool kDrops = Score::Score::kKind == ScoreKind::kDropout;
+    constexpr CallKind kCall{Mask::kKind, kDims, Score::Score::kKind != ScoreKind::kPlain && !kDrops, kDrops};
     if (static_cast<Policy>(a_.schedule) == Policy::kShift) {
-      if constexpr (kHasShift && kDims.qk <= 128) {
+      if constexpr (has_kernel(Policy::kShift, kCall)) {
         launch_backward<BackwardVariant<Dtype, EMULATED_DIMS, Mask, Score, Shift>>(a_, nullptr);
       } else {
         return;
       }
     } else if (static_cast<Policy>(a_.schedule) == Policy::kOrderFree) {
-      launch_backward<BackwardVariant<Dtype, EMULATED_DIMS, Mask, Score, OrderFree>>(a_, nullptr);
+      if constexpr (has_kernel(Policy::kOrderFree, kCall)) {
+        launch_backward<BackwardVariant<Dtype, EMULATED_DIMS, Mask, Score, OrderFree>>(a_, nullptr);
+      } else {
+        return;
+      }
     } else {
       launch_backward<BackwardVariant<Dtype, EMULATED_DIMS, Mask, Score, Ordered>>(a_, nullptr);
     }
