@@ -110,9 +110,8 @@ def flash_attn_func(
             and a part waits for those before it; "order_free" rounds the parts to multiples of a unit that the inputs
             fix and adds integers, which need no order. That moves a row of dq that attends about evenly to runs of 16
             or more keys by at most 1e-4 of its norm; other rows may move by more of theirs. Heads whose inputs leave
-            no room for it are added in order after all. docs/order_free.md says what is promised. "order_free" supports
-            plain scores and dropout up to head dim 128. "auto" is an ordered sum: its errors are the smaller ones for
-            any inputs.
+            no room for it are added in order after all (docs/order_free.md). "order_free" supports plain scores and
+            dropout up to head dim 128. "auto" is an ordered sum: its errors are the smaller ones for any inputs.
         dropout_bits: what to drop, from `dash_attn.dropout.dropout_bits` for dropout_p, this batch, these query heads
             and these lengths (of a pack, those of its longest sequence, or longer). They are kept for the backward,
             unless they were made with keep_bits=False; then, and without them, it makes them of a state. Default: none.

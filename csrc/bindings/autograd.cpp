@@ -154,9 +154,11 @@ Outputs attention(variable_list packed, PackTensors pack, std::optional<SymInt> 
                   dropout};
   if (dropout.exist()) {
     const Operands operands = unpack(packed, options.num_heads_q);
-    // Both passes take one of the two.
+    // Each pass takes one of the two.
     check_dropout(dropout.of_forward(), scores, operands.q, operands.k, options.pack);
-    check_dropout(dropout.of_backward(), scores, operands.q, operands.k, options.pack);
+    if (dropout.bits && dropout.rng_state) {
+      check_dropout(dropout.of_backward(), scores, operands.q, operands.k, options.pack);
+    }
   }
   if (scores.exist()) {
     check_scores(scores, "learnable_sink (s_aux)", unpack(packed, options.num_heads_q).q, options.pack,

@@ -406,11 +406,12 @@ inline void check_score_gradients(const ScoreGradients& gradients, const ScoreAr
                     "dsinks must be contiguous, got strides ", tuple_text(gradients.dsinks->sym_strides()));
 }
 
-inline void check_backward(const Tensor& dout, const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& out,
-                           const Tensor& softmax_lse, const Tensor& dq, const Tensor& dk, const Tensor& dv,
-                           const PackTensors& pack, const ScoreArguments& scores, const ScoreGradients& score_gradients,
-                           double softmax_scale, const MaskArguments& mask, std::string_view schedule,
-                           const SymInt& sm_margin) {
+// Returns the policy that the schedule's name means.
+inline Policy check_backward(const Tensor& dout, const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& out,
+                             const Tensor& softmax_lse, const Tensor& dq, const Tensor& dk, const Tensor& dv,
+                             const PackTensors& pack, const ScoreArguments& scores,
+                             const ScoreGradients& score_gradients, double softmax_scale, const MaskArguments& mask,
+                             std::string_view schedule, const SymInt& sm_margin) {
   check_operands(q, k, v, pack, scores, softmax_scale, mask, sm_margin);
   check_out("dout", dout, q, v);
   check_out("out", out, q, v);
@@ -422,7 +423,7 @@ inline void check_backward(const Tensor& dout, const Tensor& q, const Tensor& k,
   check_writable("dv", dv);
   check_softmax_lse("softmax_lse", softmax_lse, q, pack.exists());
   check_score_gradients(score_gradients, scores, q, pack.exists());
-  resolve_schedule(schedule, mask, scores, padded_row(q, v));
+  return resolve_schedule(schedule, mask, scores, padded_row(q, v));
 }
 
 // No two elements of what is written may share a place: along the dimensions, from the smallest stride on, each step
