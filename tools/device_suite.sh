@@ -117,7 +117,7 @@ run_tests() {
 
 # run_sanitizers PYTHON TOOLS JOBS: side by side, since most of what each does is on the CPU, by one thread.
 run_sanitizers() {
-  local tool job other left_out pids=() status=0
+  local tool job left_out pids=() status=0
   export OMP_NUM_THREADS=1
   for tool in $2; do
     left_out=
@@ -128,11 +128,9 @@ run_sanitizers() {
         --share "$job/$3" $left_out ${SANITIZE_ARGS:-} >"$OUT/${tool}_$job.txt" 2>&1 &
       pids+=($!)
     done
-    for other in linear parts; do
-      compute-sanitizer --tool "$tool" --error-exitcode 9 --print-limit 20 "$1" "tests/gpu/sanitizer_$other.py" \
-        >"$OUT/${tool}_$other.txt" 2>&1 &
-      pids+=($!)
-    done
+    compute-sanitizer --tool "$tool" --error-exitcode 9 --print-limit 20 "$1" tests/gpu/sanitizer_parts.py \
+      >"$OUT/${tool}_parts.txt" 2>&1 &
+    pids+=($!)
   done
   for job in "${pids[@]}"; do wait "$job" || status=1; done
   return $status

@@ -49,8 +49,6 @@ struct OtherPartials {
   uint16_t have_marks : 1;  // on rows that are not finite; may be of other tiles
 };
 
-struct Nothing {};
-
 template <typename Variant, bool kIsWide = Variant::kWide>
 struct alignas(1024) SharedStorage {
   using Element = typename Variant::Element;

@@ -44,24 +44,15 @@ struct GeneratorParams {
   constexpr int64_t units() const { return rows() << unit_shift; }
 };
 
-// Lines first ... end - 1 of a row of blocks, a word of each. So many at a time as chains of instructions that do not
-// wait for each other: for warps that have few others beside them.
-template <int kAtATime, typename WordOf>
+// Lines first ... end - 1 of a row of blocks, a word of each.
+template <typename WordOf>
 __device__ __forceinline__ void store_lines(uint32_t* words, int first, int end, WordOf&& word_of) {
 #pragma unroll 1
-  for (int block = first; block < end; block += kAtATime) {
-    uint32_t made[kAtATime];
-#pragma unroll
-    for (int i = 0; i < kAtATime; ++i) { made[i] = word_of(uint32_t(block + i)); }
-#pragma unroll
-    for (int i = 0; i < kAtATime; ++i) {
-      if (block + i < end) { words[int64_t(block + i) * kBlockWords] = made[i]; }
-    }
-  }
+  for (int block = first; block < end; ++block) { words[int64_t(block) * kBlockWords] = word_of(uint32_t(block)); }
 }
 
 // The lines of a unit, `word` of each. Divisions are by what the host has prepared: others would take as long as lines.
-template <Mapping kMapping, int kRounds, int kAtATime>
+template <Mapping kMapping, int kRounds>
 __device__ __forceinline__ void make_lines(const GeneratorParams& params, uint32_t unit, int word) {
   int of_sequence, sequence, head, from_last;
   params.of_query_blocks(of_sequence, from_last, int(unit >> params.unit_shift));
@@ -87,11 +78,11 @@ __device__ __forceinline__ void make_lines(const GeneratorParams& params, uint32
   const uint32_t of_head = uint32_t(params.first_head + head), I = uint32_t(params.first_query_block + query_block);
   const uint32_t first_J = uint32_t(params.first_key_block);
   if constexpr (kMapping == Mapping::kFlashAttention2) {
-    store_lines<1>(words, first, end,
-                   [&](uint32_t J) { return flash_attention_2_word<kRounds>(source, of_head, I, first_J + J, word); });
+    store_lines(words, first, end,
+                [&](uint32_t J) { return flash_attention_2_word<kRounds>(source, of_head, I, first_J + J, word); });
   } else {
     const auto with_calls = [&](auto calls) {
-      store_lines<kAtATime>(words, first, end, [&](uint32_t J) {
+      store_lines(words, first, end, [&](uint32_t J) {
         return bit_sliced_word_of_calls<kRounds, calls()>(source, of_head, I, first_J + J, word);
       });
     };
