@@ -64,9 +64,9 @@ void launch_linear(const LinearArguments& a, cudaStream_t stream) {
 template <Mapping kMapping, int kRounds>
 void launch_for_element(const LinearArguments& a, cudaStream_t stream) {
   if (a.dtype == Dtype::kBFloat16) {
-    launch_linear<linear::Variant<cutlass::bfloat16_t, kMapping, kRounds>>(a, stream);
+    launch_linear<linear::Variant<bf16, kMapping, kRounds>>(a, stream);
   } else {
-    launch_linear<linear::Variant<cutlass::half_t, kMapping, kRounds>>(a, stream);
+    launch_linear<linear::Variant<fp16, kMapping, kRounds>>(a, stream);
   }
 }
 

@@ -2,10 +2,10 @@
 #pragma once
 
 #include <cuda.h>
-#include <cutlass/arch/barrier.h>
 
 #include <cstdint>
 
+#include "../device/barrier.h"
 #include "../device/gemm.h"
 #include "../device/ring.h"
 #include "../device/sm90.h"
@@ -62,8 +62,6 @@ struct Params {
 template <typename Variant>
 struct alignas(1024) SharedStorage {
   using Element = typename Variant::Element;
-  using Barrier = cutlass::arch::ClusterBarrier;
-  using TransactionBarrier = cutlass::arch::ClusterTransactionBarrier;
 
   Element x[Variant::kStages][kTileRows * kTileDepth];
   Element weight[Variant::kStages][kTileColumns * kTileDepth];
@@ -79,7 +77,7 @@ __device__ __forceinline__ void initialise_barriers(SharedStorage<Variant>& shar
     shared.full[i].init(1);  // the thread that announces the bytes
     shared.empty[i].init(Variant::kConsumerWarps * cluster);
   }
-  cutlass::arch::fence_barrier_init();
+  fence_barrier_init();
 }
 
 }  // namespace dash_attn::linear

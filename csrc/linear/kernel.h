@@ -9,8 +9,6 @@
 // order: y does not depend on the SMs, nor on who makes which bits.
 #pragma once
 
-#include <cute/arch/cluster_sm90.hpp>
-
 #include "../device/warp_roles.h"
 #include "config.h"
 #include "load.h"
@@ -39,11 +37,11 @@ __global__ void __launch_bounds__(Variant::kThreads, 1)
     linear_kernel(const __grid_constant__ Params<typename Variant::Element> params) {
   auto& shared = shared_storage<SharedStorage<Variant>>();
   if (threadIdx.x == 0) { initialise_barriers(shared, params.tiles.cluster); }
-  cute::cluster_sync();  // no CTA writes to another, or arrives there, before
+  ptx::sync_cluster();  // no CTA writes to another, or arrives there, before
 
   const auto produce = [&](int warp) {
     if (warp == 0) {
-      if (cute::elect_one_sync()) { Loader<Variant>(shared, params).run(); }
+      if (ptx::elect_one()) { Loader<Variant>(shared, params).run(); }
       __syncwarp();
     }
     make_bits<Variant>(params);
@@ -55,7 +53,7 @@ __global__ void __launch_bounds__(Variant::kThreads, 1)
   };
   specialise_warps<Variant>(produce, consume);
   __syncwarp();
-  cute::cluster_sync();  // nor after it has ended
+  ptx::sync_cluster();  // nor after it has ended
 }
 
 }  // namespace dash_attn::linear

@@ -1,9 +1,6 @@
 // The loader: one thread that brings in x and W by TMA. The CTAs of a cluster each bring a part of W's tile to all.
 #pragma once
 
-#include <cute/arch/cluster_sm90.hpp>
-#include <cute/arch/copy_sm90_tma.hpp>
-
 #include "config.h"
 
 namespace dash_attn::linear {
@@ -15,7 +12,7 @@ class Loader {
   using Shared = SharedStorage<Variant>;
 
   __device__ Loader(Shared& shared, const Params<Element>& params)
-      : shared_(shared), params_(params), rank_(int(cute::block_rank_in_cluster())) {}
+      : shared_(shared), params_(params), rank_(ptx::cta_rank()) {}
 
   __device__ void run() {
     const TileList& tiles = params_.tiles;
@@ -33,16 +30,14 @@ class Loader {
     shared_.empty[slot].wait(ring_.empty_parity());
     auto& full = shared_.full[slot];
     full.arrive_and_expect_tx(Variant::kStageBytes);
-    auto* const barrier = reinterpret_cast<uint64_t*>(&full);
-    constexpr auto kHint = static_cast<uint64_t>(cute::TMA::CacheHintSm90::EVICT_NORMAL);
     const int depth = step * kTileDepth;
-    cute::SM90_TMA_LOAD_5D::copy(&params_.x, barrier, kHint, shared_.x[slot], depth, 0, tile.row * kTileRows, 0, 0);
+    ptx::load_box(shared_.x[slot], params_.x, {depth, 0, tile.row * kTileRows, 0, 0}, &full, kNoHint);
     const int cluster = params_.tiles.cluster;
     for (int piece = rank_; piece < Variant::kWeightPieces; piece += cluster) {
       const int first = piece * Variant::kPieceRows;
-      cute::SM90_TMA_LOAD_MULTICAST_5D::copy(&params_.weight, barrier, uint16_t((1 << cluster) - 1), kHint,
-                                             shared_.weight[slot] + first * kTileDepth, depth, 0,
-                                             tile.column * kTileColumns + first, 0, 0);
+      ptx::load_box_to_ctas(shared_.weight[slot] + first * kTileDepth, params_.weight,
+                            {depth, 0, tile.column * kTileColumns + first, 0, 0}, &full, kNoHint,
+                            uint16_t((1 << cluster) - 1));
     }
     ring_ = ring_.next();
   }

@@ -3,9 +3,6 @@
 // writes its 16 rows by TMA, while the loader fills the ring for the next tile.
 #pragma once
 
-#include <cute/arch/cluster_sm90.hpp>
-#include <cute/arch/copy_sm90_tma.hpp>
-
 #include "../device/fragment.h"
 #include "../device/warp_roles.h"
 #include "config.h"
@@ -27,7 +24,7 @@ class Consumer {
 
   __device__ void run() {
     const TileList& tiles = params_.tiles;
-    const int rank = int(cute::block_rank_in_cluster()), clusters = int(gridDim.x) / tiles.cluster;
+    const int rank = ptx::cta_rank(), clusters = int(gridDim.x) / tiles.cluster;
     for (int place = int(blockIdx.x) / tiles.cluster; place < tiles.places(); place += clusters) {
       Sums sums;
       const TileOfOutput tile = tiles.tile(place, rank);
@@ -57,7 +54,7 @@ class Consumer {
   // One arrival a warp in each CTA of the cluster: others write to this CTA's stages, and this one to theirs.
   __device__ __forceinline__ void release(RingIndex<Variant::kStages> stage) const {
     const int lane = thread_ % 32;
-    shared_.empty[stage.slot()].arrive(uint32_t(lane), lane < params_.tiles.cluster);
+    if (lane < params_.tiles.cluster) { shared_.empty[stage.slot()].arrive(uint32_t(lane)); }
   }
 
   __device__ __forceinline__ void add_products(Sums& sums, BiasPairs& bias, int column_tile) {
@@ -118,7 +115,7 @@ class Consumer {
       if (lane == 0) {
         // TMA leaves out rows and columns past the end; of a block that is all past it nothing would be left.
         if (first_row < params_.rows && column < params_.columns) {
-          cute::SM90_TMA_STORE_5D::copy(&params_.out, staged, column, 0, first_row, 0, 0);
+          ptx::store_box(params_.out, {column, 0, first_row, 0, 0}, staged);
         }
         ptx::bulk_commit();
       }

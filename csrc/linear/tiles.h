@@ -1,4 +1,4 @@
-// Which tiles of y = x W^T a group of CTAs works on, and in which order. Plain C++: no CUDA, CuTe or torch.
+// Which tiles of y = x W^T a group of CTAs works on, and in which order. Plain C++: no CUDA or torch.
 #pragma once
 
 #include "../host_device.h"

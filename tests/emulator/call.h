@@ -17,13 +17,12 @@
 #include <string>
 #include <vector>
 
-#include <cute/arch/copy_sm90_tma.hpp>
-
 #include "launch/forward_work.h"
 #include "launch/scores.h"
 #include "launch/tensor_map.cu"
 #include "launch/variant.h"
 #include "model/pack_plan.h"
+#include "tensor_of_map.h"
 
 inline cudaError_t cudaGetDriverEntryPointByVersion(const char*, void** function, unsigned, int,
                                                     cudaDriverEntryPointQueryResult* found) {
@@ -68,14 +67,14 @@ void run(int count, char** arguments) {
   const Options options = read_options(count, arguments);
   const auto dtype = options.find("dtype");
   if (dtype != options.end() && dtype->second == "fp16") {
-    TheCall<cutlass::half_t>(options).run();
+    TheCall<fp16>(options).run();
   } else {
-    TheCall<cutlass::bfloat16_t>(options).run();
+    TheCall<bf16>(options).run();
   }
 }
 
 template <typename Element>
-using DtypeOf = std::conditional_t<std::is_same_v<Element, cutlass::bfloat16_t>, BFloat16, Float16>;
+using DtypeOf = std::conditional_t<std::is_same_v<Element, bf16>, BFloat16, Float16>;
 
 // Memory as the workspace wants it.
 class Workspace {
@@ -131,7 +130,7 @@ class Call {
     a.heads = int(number("heads", 1));
     a.kv_heads = int(number("kv_heads", a.heads));
     a.head_dims = {int(number("head_dim", dims.qk)), int(number("value_head_dim", dims.v))};
-    a.dtype = std::is_same_v<Element, cutlass::bfloat16_t> ? Dtype::kBFloat16 : Dtype::kFloat16;
+    a.dtype = std::is_same_v<Element, bf16> ? Dtype::kBFloat16 : Dtype::kFloat16;
     if (pack.empty()) {
       a.batch = int(number("batch", 1));
       a.seqlen_q = int(number("seqlen_q", 100));
