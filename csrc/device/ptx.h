@@ -109,9 +109,10 @@ __device__ __forceinline__ void bulk_prefetch(const void* global, int bytes) {
 
 // "cp.async.bulk": copies `bytes`, a multiple of 16 like the addresses, to shared memory. `barrier` counts them.
 __device__ __forceinline__ void bulk_load(void* shared, const void* global, int bytes, const void* barrier) {
+  const uint32_t counter = shared_address(barrier);
   asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
                :
-               : "r"(shared_address(shared)), "l"(global), "r"(bytes), "r"(shared_address(barrier))
+               : "r"(shared_address(shared)), "l"(global), "r"(bytes), "r"(counter)
                : "memory");
 }
 
