@@ -70,10 +70,9 @@ class Adder {
 #pragma unroll
     for (int consumer = 0; consumer < Variant::kConsumers; ++consumer) {
       const int row = Variant::kSplitDqByHeadDim ? 0 : consumer * Variant::kDqQueries;
-      ptx::store_box(params_.dq,
+      ptx::store_box(params_.dq, rows_in_dq_buffer<Variant>(staged, consumer),
                      {consumer * Variant::kDqColumnStep, step.head(),
-                      rows.first + step.query_tile * Variant::kQuery + row, rows.outer, rows.wrap},
-                     rows_in_dq_buffer<Variant>(staged, consumer));
+                      rows.first + step.query_tile * Variant::kQuery + row, rows.outer, rows.wrap});
     }
     ptx::bulk_commit();
     // The sum has been read, and need not leave L2.

@@ -14,8 +14,8 @@ __device__ __forceinline__ void load_tile(const CUtensorMap& map, TransactionBar
                                           const RowOrigin& origin, int first_row, int head, uint64_t cache_hint) {
 #pragma unroll
   for (int column = 0; column < kColumns; column += Swizzle::kColumns) {
-    const ptx::BoxOrigin box = {column, head, origin.first + first_row, origin.outer, origin.wrap};
-    ptx::load_box(tile + column * kRows, map, box, &full, cache_hint);
+    ptx::load_box(tile + column * kRows, map, {column, head, origin.first + first_row, origin.outer, origin.wrap},
+                  &full, cache_hint);
   }
 }
 
@@ -25,7 +25,7 @@ __device__ __forceinline__ void store_tile(const CUtensorMap& map, const Element
                                            int first_row, int head) {
 #pragma unroll
   for (int column = 0; column < kColumns; column += Swizzle::kColumns) {
-    ptx::store_box(map, {column, head, origin.first + first_row, origin.outer, origin.wrap}, tile + column * kRows);
+    ptx::store_box(map, tile + column * kRows, {column, head, origin.first + first_row, origin.outer, origin.wrap});
   }
 }
 

@@ -51,10 +51,9 @@ class Storer {
                                   : shared_.q[q_.slot()] + consumer_ * kWarpgroupRows * Swizzle::kColumns;
 #pragma unroll
       for (int column = 0; column < Variant::kValueDim; column += Swizzle::kColumns) {
-        ptx::store_box(params_.out,
+        ptx::store_box(params_.out, staged + column * Variant::kOutputRows,
                        {column, tile.head_group << params_.scheduler.group_shift, tile.rows.first + position,
-                        tile.rows.outer, tile.rows.wrap},
-                       staged + column * Variant::kOutputRows);
+                        tile.rows.outer, tile.rows.wrap});
       }
     }
     ptx::bulk_commit();

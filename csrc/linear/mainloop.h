@@ -115,7 +115,7 @@ class Consumer {
       if (lane == 0) {
         // TMA leaves out rows and columns past the end; of a block that is all past it nothing would be left.
         if (first_row < params_.rows && column < params_.columns) {
-          ptx::store_box(params_.out, {column, 0, first_row, 0, 0}, staged);
+          ptx::store_box(params_.out, staged, {column, 0, first_row, 0, 0});
         }
         ptx::bulk_commit();
       }

@@ -119,7 +119,7 @@ inline void load_box(void* shared, const CUtensorMap& map, BoxOrigin c, const vo
   });
 }
 // Reads when it is waited for.
-inline void store_box(const CUtensorMap& map, BoxOrigin c, const void* shared) {
+inline void store_box(const CUtensorMap& map, const void* shared, BoxOrigin c) {
   const auto copy = [=, tensor = map.tensor, address = shared_address(shared)] {
     tensor->for_box(address, {c.x0, c.x1, c.x2, c.x3, c.x4}, [](uint32_t place, char* element) {
       if (element) { std::memcpy(element, emulator::shared_at(place, 2), 2); }
