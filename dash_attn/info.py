@@ -97,7 +97,6 @@ def _kernels() -> dict[str, Any]:
         "file": str(path),
         "architecture": record.architecture,
         "nvcc": record.nvcc,
-        "cutlass": record.cutlass,
         "head_dims": list(dict.fromkeys(kernel.head_dims for kernel in record.kernels)),
         "dtypes": list(dict.fromkeys(kernel.dtype.lower() for kernel in record.kernels)),
         "masks": list(dict.fromkeys(kernel.mask.lower() for kernel in record.kernels)),
@@ -278,10 +277,8 @@ def _text(facts: dict[str, Any]) -> str:
         f"Python {facts['python']}, torch {facts['torch']['version']} with {cuda}, {driver}",
     ]
     if kernels["problem"] is None:
-        lines.append(
-            f"kernels: {len(kernels['list'])} for {kernels['architecture']} (Hopper), by nvcc {kernels['nvcc']} with "
-            f"CUTLASS {kernels['cutlass']}"
-        )
+        count, architecture = len(kernels["list"]), kernels["architecture"]
+        lines.append(f"kernels: {count} for {architecture} (Hopper), by nvcc {kernels['nvcc']}")
         for axis in ("head_dims", "dtypes", "masks", "scores", "schedules"):
             lines.append(f"  {axis.replace('_', ' ') + ':':<11}{', '.join(kernels[axis])}")
     else:

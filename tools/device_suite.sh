@@ -4,8 +4,8 @@
 #
 #   TESTS=1 SANITIZE=1 BENCH=full OUT=/tmp/results tools/device_suite.sh
 #
-# Needs no network. Wheels of what the machine's Python lacks lie in .wheels/, where they are found: nvidia-cutlass, and
-# setuptools, ninja or pybind11 where they are missing or too old. PYTHON is the Python whose torch is used (python3).
+# Needs no network. Wheels of what the machine's Python lacks lie in .wheels/, where they are found: setuptools, ninja
+# or pybind11 where they are missing or too old. PYTHON is the Python whose torch is used (python3).
 #   CARRIED   1: no install, but the checkout with the dash_attn/_C*.so that it holds; quicker while iterating
 #   INSTALL_TIMEOUT  seconds, 180
 #   WORK      a folder to keep the installation in; a later call with the same folder and sources uses it again

@@ -2,14 +2,13 @@
 // makes a line does not change its bits.
 #pragma once
 
-#include <cutlass/fast_math.h>
-
 #include <cstdint>
 #include <type_traits>
 
 #include "../config/tile_shapes.h"
 #include "../dropout/mask.h"
 #include "../schedule/mask.h"
+#include "divisor.h"
 
 namespace dash_attn::dropout {
 
@@ -38,7 +37,7 @@ struct GeneratorParams {
   // A unit is what a warp makes at a time: 1 / 2^unit_shift of those lines of a block of queries that are made. See
   // deal.h.
   int unit_shift;
-  cutlass::FastDivmod of_query_blocks, of_heads;
+  Divisor of_query_blocks, of_heads;
 
   constexpr int64_t rows() const { return int64_t{batch} * heads * query_blocks; }
   constexpr int64_t units() const { return rows() << unit_shift; }
@@ -54,9 +53,9 @@ __device__ __forceinline__ void store_lines(uint32_t* words, int first, int end,
 // The lines of a unit, `word` of each. Divisions are by what the host has prepared: others would take as long as lines.
 template <Mapping kMapping, int kRounds>
 __device__ __forceinline__ void make_lines(const GeneratorParams& params, uint32_t unit, int word) {
-  int of_sequence, sequence, head, from_last;
-  params.of_query_blocks(of_sequence, from_last, int(unit >> params.unit_shift));
-  params.of_heads(sequence, head, of_sequence);
+  const int row = int(unit >> params.unit_shift), of_sequence = params.of_query_blocks.quotient(row);
+  const int sequence = params.of_heads.quotient(of_sequence), head = of_sequence - sequence * params.heads;
+  const int from_last = row - of_sequence * params.query_blocks;
   const int query_block = params.query_blocks - 1 - from_last;  // the longest first, under a causal mask
   const int first_query = query_block * kBlockRows;
   const int first_near = max_int(0, first_query - kReach);

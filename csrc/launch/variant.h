@@ -12,12 +12,12 @@
 namespace dash_attn {
 
 struct BFloat16 {
-  using Element = cutlass::bfloat16_t;
+  using Element = bf16;
   static constexpr Dtype kDtype = Dtype::kBFloat16;
 };
 
 struct Float16 {
-  using Element = cutlass::half_t;
+  using Element = fp16;
   static constexpr Dtype kDtype = Dtype::kFloat16;
 };
 

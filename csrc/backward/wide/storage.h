@@ -8,8 +8,6 @@ namespace dash_attn::backward {
 template <typename Variant>
 struct alignas(1024) SharedStorage<Variant, true> {
   using Element = typename Variant::Element;
-  using Barrier = cutlass::arch::ClusterBarrier;
-  using TransactionBarrier = cutlass::arch::ClusterTransactionBarrier;
 
   Element k[Variant::kKey * Variant::kQkDim];     // after a work tile its dK is staged here
   Element v[Variant::kKey * Variant::kValueDim];  // and here its dV
