@@ -21,7 +21,7 @@ ROOT = pathlib.Path(__file__).parents[1]
 BINARY = pathlib.Path(dash_attn.__file__).parent / "_C.abi3.so"
 VARIANTS = variants.read_variants(ROOT / "csrc" / "launch" / "variants.def")
 SETS = {"shift": "Shift", "symmetric_shift": "SymmetricShift", "order_free": "OrderFree"}  # of policies, but Ordered
-ELEMENTS = {"bfloat16_t": "BFloat16", "half_t": "Float16"}
+ELEMENTS = {"bf16": "BFloat16", "fp16": "Float16"}
 
 LIST = """\
 // A comment with DASH_FORWARD_VARIANT(dtype, head_dim, mask) in it.
@@ -124,6 +124,12 @@ def test_backward_adds_numbers_in_fp32_and_order_free_integers_too(binary):
     assert collections.Counter(added) == {types: count for types, count in expected.items() if count}
 
 
+def test_kernels_have_the_word_in_their_names_that_nvcc_looks_for(binary):
+    """See csrc/device/elements.h."""
+    for pass_ in ("forward", "backward"):
+        assert all("cutlass" in name for name, _, _ in main_kernels(binary, pass_))
+
+
 def test_forward_adds_to_nothing_but_the_counter_of_tiles(binary):
     """Each output has one writer, and the counter is an integer."""
     for name, _, kernel in main_kernels(binary, "forward"):
@@ -142,7 +148,7 @@ def test_the_linear_layer_makes_bits_beside_products(binary):
         assert {"UTMALDG.5D", "UTMALDG.5D.MULTICAST", "UTMASTG.5D"} <= kernel.mnemonics(), name
         assert {"HGMMA", "USETMAXREG"} <= kernel.opcodes(), name
         products = {i for i in kernel.mnemonics() if i.startswith("HGMMA")}
-        assert products == {"HGMMA.64x256x16.F32" + ".BF16" * ("bfloat16" in name)}, name
+        assert products == {"HGMMA.64x256x16.F32" + ".BF16" * ("bf16" in name)}, name
         # Philox multiplies 32 bits by 32; a kernel without a generator does not.
         assert any(i.startswith("IMAD.WIDE.U32") for i in kernel.mnemonics()), name
         assert {i for i in kernel.mnemonics() if i.startswith(("ATOM", "RED"))} == {"ATOMG.E.ADD.STRONG.GPU"}, name
