@@ -21,7 +21,7 @@ ROOT = pathlib.Path(__file__).parents[1]
 BINARY = pathlib.Path(dash_attn.__file__).parent / "_C.abi3.so"
 VARIANTS = variants.read_variants(ROOT / "csrc" / "launch" / "variants.def")
 SETS = {"shift": "Shift", "symmetric_shift": "SymmetricShift", "order_free": "OrderFree"}  # of policies, but Ordered
-ELEMENTS = {"bfloat16_t": "BFloat16", "half_t": "Float16"}
+ELEMENTS = {"bf16": "BFloat16", "fp16": "Float16"}
 
 LIST = """\
 // A comment with DASH_FORWARD_VARIANT(dtype, head_dim, mask) in it.
@@ -123,6 +123,12 @@ def test_backward_adds_numbers_in_fp32_and_order_free_integers_too(binary):
     order_free = [v for v in variants.select_variants(VARIANTS) if v.values[-1] == "OrderFree"]
     expected = {frozenset({"F32"}): len(added) - len(order_free), frozenset({"F32", "S32"}): len(order_free)}
     assert collections.Counter(added) == {types: count for types, count in expected.items() if count}
+
+
+def test_kernels_have_the_word_in_their_names_that_nvcc_looks_for(binary):
+    """See csrc/device/elements.h."""
+    for pass_ in ("forward", "backward"):
+        assert all("cutlass" in name for name, _, _ in main_kernels(binary, pass_))
 
 
 def test_forward_adds_to_nothing_but_the_counter_of_tiles(binary):
