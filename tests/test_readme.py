@@ -174,36 +174,17 @@ def test_the_claims_of_this_run(result):
     assert f'has {middle:.2f} times the throughput of `"auto"`, at the least {min(ratios):.2f}.' in text
 
 
-def schedules_and_quickest(rows):
-    """Of our backward: the schedules' names, and by shape the best figure of any."""
-    schedules = sorted({row["schedule"] for row in rows if row["impl"] == "dash_attn" and row["pass"] == "backward"})
-    measured = [ours(rows, "backward", schedule) for schedule in schedules]
-    return schedules, {shape: max(of.get(shape, 0) for of in measured) for of in measured for shape in of}
-
-
-def test_the_quickest_schedule_of_small_loads():
-    rows, text = json.loads(OWN["loads"].read_text())["rows"], " ".join(README.split())
-    schedules, quickest = schedules_and_quickest(rows)
-    ratios = ratios_of(quickest, theirs(rows, "backward", False, "fa3"))
-    named = re.search(r"the backward of the quickest of ([^.]*?) at each shape", text)[1]
-    assert re.findall(r"`(\w+)`", named) == schedules and len(ratios) == len(GRIDS["loads"]())
-    middle = statistics.geometric_mean(ratios)
-    assert f"{named} at each shape {middle:.2f} times that of FlashAttention-3, at the least {min(ratios):.2f}" in text
-
-
-def test_what_is_said_of_small_loads():
-    """By hand, below the block."""
-    rows, text = json.loads(OWN["loads"].read_text())["rows"], " ".join(README.split())
+def test_what_is_said_of_few_heads():
+    """By hand, below the block, as long as no run of the sharded shapes is quoted."""
+    text = " ".join(README.split())
+    if "sharded" in OWN:
+        assert "of which there is no run yet" not in text
+        return
+    rows = json.loads(RESULT.with_name("h200_2026-11-27_5742ba2_loads.json").read_text())["rows"]
     mine, other = ours(rows, "backward"), theirs(rows, "backward", False, "fa3")
-    below = [f"{ratio:.2f}" for ratio in sorted(ratios_of(mine, other)) if ratio < 0.92]
-    assert f"it is at {mean(mine, other)[0]} in the mean, where the goal is 1.00" in text
-    assert f"and at {below[0]} to {below[-1]} at five shapes, where it is 0.92" in text and len(below) == 5
-    quickest = ratios_of(schedules_and_quickest(rows)[1], other)
-    assert "The quickest of the three schedules at each shape meets both" in text
-    assert min(quickest) >= 0.92 and statistics.geometric_mean(quickest) >= 1
-    # None of their figures has turns that differ so much that it needs a word.
-    backward = [row["repeats_ms"] for row in rows if row["pass"] == "backward"]
-    assert all(max(turns) < 1.2 * min(turns) for turns in backward)
+    middle, shapes = mean(mine, other)
+    claim = f"at {middle} times FlashAttention-3's other mode in geometric mean over {shapes} shapes"
+    assert f"{claim}, and at the least at {min(ratios_of(mine, other)):.2f}." in text
 
 
 def test_no_run_has_two_names(result):
@@ -306,7 +287,7 @@ def test_the_blocks_are_what_the_program_writes(tmp_path, monkeypatch):
     once = [path.read_text() for path in readmes]
     assert all(text.startswith(f"before\n{mark}") and text.endswith("<!-- end -->\nafter\n") for text in once)
     assert [block(text) for text in once] == [block(README), block(DETAILS), block(BY_SHAPE)]
-    assert "loads" in OWN and all(f"(`--grid {name}`), both sides" in text for name in OWN for text in once[:2])
+    assert "scores" in OWN and all(f"(`--grid {name}`), both sides" in text for name in OWN for text in once[:2])
     assert f"](benchmarks/results/{RESULT.stem}.png)" in once[0] and (results / f"{RESULT.stem}.png").exists()
     assert drawn == [(json.loads(RESULT.read_text()), "backward")]  # beside the peers of its own run
     document.main(arguments)
@@ -443,7 +424,7 @@ def test_the_comparisons_that_are_named(capsys, tmp_path, result):
     tflops = {("dash_attn", "auto"): 500.0, ("dash_attn", "atomic"): 900.0}
     tflops |= {("fa3", "auto"): 400.0, ("fa3", None): 450.0}
     files = {"result.json": str(RESULT)}
-    for grid in ("loads", "packed", "windows"):
+    for grid in ("sharded", "packed", "windows"):
         rows = []
         for (impl, policy), pass_ in itertools.product(tflops, ("backward", "forward")):
             head = {"impl": impl, "pass": pass_, "schedule": policy, "deterministic": policy == "auto"}
