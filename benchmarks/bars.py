@@ -42,7 +42,7 @@ LEAST_TFLOPS = {
 
 class Claim(NamedTuple):
     """A ratio at every shape where both sides were measured, or the TFLOP/s of one shape. `least_bar` is what the least
-    ratio has to be where that is not `bar`."""
+    ratio has to be where that is not `bar`. `names_all`: whether its shape is told by everything that it is."""
 
     of: str
     pass_: str
@@ -50,11 +50,11 @@ class Claim(NamedTuple):
     mean: Mean
     bar: float | None
     least_bar: float | None = None
-    names_heads: bool = False
+    names_all: bool = False
 
     def cells(self) -> list[str]:
         worst = self.mean.worst
-        where = ", ".join([*[worst.heads_name] * self.names_heads, worst.mask_name, worst.sequences_name])
+        where = str(worst) if self.names_all else f"{worst.mask_name}, {worst.sequences_name}"
         bars = _shown(self.bar) if self.bar else "-"
         if self.least_bar:
             bars += f", least {_shown(self.least_bar)}"

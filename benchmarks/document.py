@@ -155,6 +155,10 @@ def own_grid(quoted: Quoted, name: str, *, with_bar: bool = False) -> str:
     return own_grid_line(quoted, name)
 
 
+def sharded_picture(quoted: Quoted) -> pathlib.Path:
+    return quoted.path.with_name(f"{quoted.path.stem}_sharded.png")
+
+
 def readme(quoted: Quoted) -> str:
     """Beside the peers of this run alone."""
     backward, forward = (quoted.in_one_run(pass_).get(THIS_RUN, []) for pass_ in ("backward", "forward"))
@@ -180,9 +184,9 @@ def readme(quoted: Quoted) -> str:
             to measure again."""
         ),
     ]
-    for name, path in quoted.own.items():
+    for name in quoted.own:
         if name == "sharded":
-            picture = path.resolve().with_suffix(".png").relative_to(ROOT)
+            picture = sharded_picture(quoted).relative_to(ROOT)
             parts.append(f"![Throughput over the best peers, shape by shape]({picture})")
         parts.append(own_grid(quoted, name, with_bar=True))
     return "\n" + "\n\n".join(parts) + "\n\n"
@@ -360,7 +364,7 @@ def main(argv: list[str] | None = None) -> None:
     written = {path: with_block(path.read_text(), MODULE, block(quoted)) for path, block in blocks.items()}
     plot.draw(json.loads(quoted.path.read_text()), quoted.path.with_suffix(".png"), "backward")
     if path := quoted.own.get("sharded"):
-        plot.draw_ratios(json.loads(path.read_text()), path.with_suffix(".png"))
+        plot.draw_ratios(json.loads(path.read_text()), sharded_picture(quoted))
     for path, text in written.items():
         path.write_text(text)
 

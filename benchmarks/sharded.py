@@ -8,7 +8,7 @@ from benchmarks.shapes import Shape
 
 MINUTES = {"sharded": 8.0, "sharded_held_out": 2.5}  # that a run of these grids takes
 WORST = 10
-HEADS = ("backward over the best non-deterministic", "over the best deterministic", "forward over the best")
+HEADS = ("backward over the best non-deterministic", "backward over the best deterministic", "forward over the best")
 
 
 def ratios(rows: list[dict]) -> tuple[dict[Shape, float], dict[Shape, float], dict[Shape, float]]:

@@ -264,11 +264,10 @@ def test_the_bars_of_the_family(result):
         ("128 causal", "backward", "TFLOP/s", 600.0, None, "met"),
     ]  # fmt: skip
     first = with_bar["all", "backward", "the best non-deterministic peer"]
-    heads = WORST.heads_name
-    assert first.cells()[-2:] == [f"0.60 ({heads}, {WORST.mask_name}, {WORST.sequences_name})", "1.00, least 0.90"]
+    assert first.cells()[-2:] == [f"0.60 ({WORST})", "1.00, least 0.90"]
     (eight, thirty_two) = [c for c in claims if c.against == "TFLOP/s"]
     assert eight.bar == 570 and eight.mean.worst.heads_name == "8/1" and eight.verdict() == "met"
-    assert thirty_two.cells()[4:] == ["600", "600 (32/4, causal, 1x32768)", "600"]
+    assert thirty_two.cells()[4:] == ["600", "600 (bf16 d128 h32/4 causal 1x32768)", "600"]
     assert len(claims) == 3 * 5 + 2
     below = bars.Claim("", "", "", bars.Mean(0.99, 2, 0.95, WORST), 1.0, 0.9)
     assert below.verdict() == "missed"
@@ -288,9 +287,9 @@ def test_documents_quote_the_family_and_its_picture(result, tmp_path, monkeypatc
     quoted = document.Quoted(main, sharded=result)
     said, without = document.readme(quoted), document.readme(document.Quoted(main))
     assert "--grid sharded" not in without and said.startswith(without)
-    assert "![Throughput over the best peers, shape by shape](result.png)" in said
+    assert "![Throughput over the best peers, shape by shape](main_sharded.png)" in said
     lines = said.splitlines()
-    assert "| all | forward | the best peer | 240 | 1.10 | 1.10 (1, full, 1x2048) | 1.05, least 0.95 |" in lines
+    assert "| all | forward | the best peer | 240 | 1.10 | 1.10 (bf16 d64 h1 full 1x2048) | 1.05, least 0.95 |" in lines
     assert not any(line.startswith("| 64 full | forward") for line in lines), "what has no bar is not in README.md"
     assert any(
         line.startswith("| 64 full | forward | the best peer | 60 ") for line in document.details(quoted).splitlines()
