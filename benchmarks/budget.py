@@ -15,7 +15,7 @@ TURNS = 4
 TFLOPS = 400.0
 FLUSH_S = 1e-4  # of the L2 cache before each call, and the call's launch
 PAUSE_S = 2e-3  # of each sequence of calls: the host's head start and the wait for its end
-SHAPE_S = 0.1  # of each shape: its tensors, what the variants prepare, files
+SHAPE_S = 0.25  # of each shape: its tensors, what the variants prepare, files
 REFERENCE_TFLOPS = 20.0  # of the float32 reference, its element-wise work included
 # Shorter ones say nothing, longer ones add nothing; in seconds.
 LEAST_BLOCK_S, MOST_BLOCK_S = 1e-3, 0.5

@@ -228,11 +228,12 @@ def head_dims_grid() -> list[Shape]:
 
 
 def _sharded(kv_heads: Iterable[int], groups: Iterable[int], sequences: Iterable[tuple[int, int]]) -> list[Shape]:
-    """All combinations, with both head dims, under the full and the causal mask; `sequences` are (batch, seqlen)."""
+    """All combinations, with both head dims, under the full and the causal mask; `sequences` are (batch, seqlen). Head
+    dims and masks take turns, so that what drifts during a run serves all alike."""
     return [
         Shape("bf16", head_dim, kv * group, kv, mask, seqlen, batch)
-        for head_dim, mask, kv, group, (batch, seqlen) in itertools.product(
-            (64, 128), ("full", "causal"), kv_heads, groups, sequences
+        for kv, group, (batch, seqlen), head_dim, mask in itertools.product(
+            kv_heads, groups, sequences, (64, 128), ("full", "causal")
         )
     ]
 

@@ -12,7 +12,7 @@ from benchmarks import bars, budget, document, files, peers, plot, run, sharded,
 from benchmarks.shapes import GRIDS, Shape, flops
 
 FAMILY, HELD_OUT = GRIDS["sharded"](), GRIDS["sharded_held_out"]()
-CALLS = {"backward": 7, "forward": 4}
+CALLS = {"backward": 8, "forward": 4}  # of the documented command
 
 
 def of(shape):
@@ -34,9 +34,9 @@ def test_the_held_out_family_is_fixed_and_shares_no_number():
     assert (kv_heads, groups) == ({1, 3, 5}, {2, 5, 16})
     assert sequences == {(1, 3072), (1, 12288), (1, 24576), (3, 6144), (2, 10240)}
     assert not sequences & {of(s)[2] for s in FAMILY} and not groups & {of(s)[1] for s in FAMILY}
-    assert min(collections.Counter((s.head_dim, s.mask) for s in HELD_OUT).values()) >= 12
+    assert min(collections.Counter((s.head_dim, s.mask) for s in HELD_OUT).values()) >= 10
     named = "\n".join(map(str, HELD_OUT))
-    assert hashlib.sha256(named.encode()).hexdigest()[:16] == "fb28967dd1a9e538", "another sample is another family"
+    assert hashlib.sha256(named.encode()).hexdigest()[:16] == "43ff43a83a0dc9a3", "another sample is another family"
 
 
 def expected_seconds(shapes, block_s, turns=budget.TURNS):
@@ -44,7 +44,7 @@ def expected_seconds(shapes, block_s, turns=budget.TURNS):
 
 
 def test_a_run_with_all_peers_fits_its_minutes():
-    """`auto`, `order_free` and both modes of three peers; with the shortest block there is time to spare."""
+    """With the shortest block there is time to spare."""
     for grid, shapes in (("sharded", FAMILY), ("sharded_held_out", HELD_OUT)):
         seconds = 60 * sharded.MINUTES[grid]
         block_s = budget.block_s([budget.Load(s, CALLS) for s in shapes], seconds, budget.TURNS)
@@ -219,7 +219,7 @@ def rows_of(shapes, tflops):
     return found
 
 
-WORST = FAMILY[17]
+WORST = next(s for s in FAMILY if (s.head_dim, s.mask, s.heads, s.seqlen) == (64, "full", 8, 32768))
 FIGURES = {
     ("dash_attn", "backward", True): lambda shape: 300.0 if shape == WORST else 600.0,
     ("fa3", "backward", False): 500.0,
