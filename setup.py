@@ -70,7 +70,7 @@ def autograd_extension() -> Extension:
 
 
 def ops_extension() -> Extension:
-    """The CUDA ops; what depends on nvcc and CUTLASS is added by `add_kernels` when something is built."""
+    """The CUDA ops; what depends on nvcc is added by `add_kernels` when something is built."""
     return cpp_extension.CppExtension(
         "dash_attn._C",
         files("launch/*.cu", "bindings/*_ops.cpp"),
@@ -88,15 +88,14 @@ def ops_extension() -> Extension:
 def add_kernels(extension: Extension, cuda_home: Path) -> None:
     nvcc = toolchain.nvcc_release(cuda_home)
     toolchain.check_cuda(nvcc, torch.version.cuda)
-    cutlass = toolchain.find_cutlass()
     selected = variants.select_variants(variants.read_variants(Path("csrc/launch/variants.def")))
     generated = BUILD / "generated"
     extension.sources += [str(unit.relative_to(ROOT)) for unit in variants.generate(selected, generated)]
     extension.depends.append(str(generated / "built_variants.def"))
-    extension.include_dirs += [str(generated), str(cutlass), str(cuda_home / "include")]
+    extension.include_dirs += [str(generated), str(cuda_home / "include")]
     stub = toolchain.torch_cuda_library_dir(TORCH / "lib", BUILD / "stub", os.environ.get("CXX", "c++"))
     extension.library_dirs += [str(stub), str(cuda_home / "lib64")]
-    print(f"dash_attn: CUDA {nvcc} in {cuda_home}, CUTLASS {toolchain.CUTLASS}, {len(selected)} kernels", flush=True)
+    print(f"dash_attn: CUDA {nvcc} in {cuda_home}, {len(selected)} kernels", flush=True)
 
     cpp_extension.CUDA_HOME = str(cuda_home)
     # A torch without CUDA would not let ninja learn the headers of a CUDA source.

@@ -4,7 +4,8 @@
 
 Four parts: latencies (`latency.cu`); probes, small problems that each show one cost (below); the kernels around the
 main one; and every ordered policy at every shape of a grid, twice, for how far two measurements of one thing
-differ. `benchmarks.model` fits and `benchmarks.report` compares; they need no GPU. Takes about a minute on an H200.
+differ. `benchmarks.model` fits and `benchmarks.report` compares; they need no GPU. Takes about a minute on an H200. The
+probes need a build with the yardstick `ascending`: DASH_ATTN_POLICIES=ascending,shift,symmetric_shift.
 """
 
 import argparse
@@ -98,12 +99,16 @@ def prepare(probe: Probe):
 
     q, dout = normal(probe.seqlen_q, probe.heads), normal(probe.seqlen_q, probe.heads)
     k, v = normal(probe.seqlen_k, probe.kv_heads), normal(probe.seqlen_k, probe.kv_heads)
-    arguments = (None, None, None, None, probe.head_dim**-0.5, probe.causal, -1, -1, 0)
-    out, softmax_lse = torch.ops.dash_attn.forward(q, k, v, *arguments, 0)
+    pack = dict.fromkeys(("cu_seqlens_q", "cu_seqlens_k", "seqused_q", "seqused_k"))
+    arguments = dict(pack, softmax_scale=probe.head_dim**-0.5, causal=probe.causal, window_left=-1, window_right=-1,
+                     attention_chunk=0)  # fmt: skip
+    out, softmax_lse = torch.ops.dash_attn.forward(q, k, v, **arguments)
     gradients = tuple(torch.empty_like(t) for t in (q, k, v))
     margin = torch.cuda.get_device_properties(0).multi_processor_count - probe.sms
-    return lambda: torch.ops.dash_attn.backward(
-        dout, q, k, v, out, softmax_lse, *gradients, *arguments, probe.schedule, margin
+    scores = dict(sinks=None, alibi_slopes=None, dsoftmax_lse=None, dsinks=None, softcap=0.0)
+    number = schedule.policy_number(probe.schedule)  # the op that checks its arguments takes policies for users only
+    return lambda: torch.ops.dash_attn_C.backward(
+        dout, q, k, v, out, softmax_lse, *gradients, **arguments, **scores, schedule=number, sm_margin=margin
     )
 
 
@@ -175,7 +180,7 @@ def measure_policies(library, timer, shape: Shape, policies, min_time_s: float) 
 
 
 def measure_grid(library, timer, grid: str, max_seqlen: int, min_time_s: float) -> list[dict]:
-    ordered = [policy for policy in schedule.POLICIES if _schedule.is_ordered(policy)]
+    ordered = [policy for policy in (*schedule.POLICIES, *schedule.YARDSTICKS) if _schedule.is_ordered(policy)]
     shapes = [shape for shape in DENSE_GRIDS[grid]() if shape.seqlen <= max_seqlen]
     return [row for shape in shapes for row in measure_policies(library, timer, shape, ordered, min_time_s)]
 
@@ -191,6 +196,7 @@ def main(argv: list[str] | None = None) -> int:
         print("error: a GPU is what this program measures", file=sys.stderr)
         return 2
     device = torch.device("cuda")
+    run.check_schedules(["ascending"])
     sms = torch.cuda.get_device_properties(device).multi_processor_count
     result = {"meta": {**run.metadata(device), "sms": sms}}
     started = time.monotonic()

@@ -6,7 +6,7 @@ of its own, of random values, so that nothing depends on what ran before; togeth
 """
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -164,28 +164,15 @@ def beside(gemm: Call, generator: Call, side: "torch.cuda.Stream | None") -> Cal
     return call
 
 
-def generating_linear(gemm: Gemm, generator: Generator, device: torch.device) -> Call | None:
-    """The GEMM by our kernel that makes the bits inside, where the package has it."""
-    function: Callable | None = getattr(dropout, "linear_with_dropout_bits", None)
-    if function is None or device.type != "cuda" or gemm.batch > 1:
-        return None
-    x = torch.empty((gemm.rows, gemm.depth), dtype=torch.bfloat16, device=device).normal_()
-    weight = torch.empty((gemm.columns, gemm.depth), dtype=torch.bfloat16, device=device).normal_(std=gemm.depth**-0.5)
-    options = dict(state=generator.state, p=generator.p, causal=generator.causal, **generator.sizes)
-    return lambda: function(x, weight, None, **options)
-
-
 @dataclasses.dataclass(frozen=True)
 class Pass:
-    """The calls of a block's forward or backward. `generating` is the GEMM beside which the generator runs, by our
-    kernel that makes the bits inside."""
+    """The calls of a block's forward or backward."""
 
     name: str
     gemms: dict[str, Call]
     attention: Call
     generator: Call
     side: "torch.cuda.Stream | None"
-    generating: Call | None = None
 
     @property
     def calls(self) -> int:
@@ -203,6 +190,3 @@ class Pass:
 
     def overlapped(self) -> Call:
         return self._whole(beside(self.gemms[BESIDE[self.name]], self.generator, self.side))
-
-    def inside(self) -> Call | None:
-        return None if self.generating is None else self._whole(self.generating)

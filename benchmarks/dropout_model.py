@@ -93,7 +93,6 @@ class Bench:
     sizes: Sizes
     p: float
     min_time_s: float
-    inside: bool = True  # whether our GEMM that makes the bits inside runs, where the package has it
     failures: list[str] = dataclasses.field(default_factory=list)
 
     def ms(self, calls: dict[Hashable, timing.Call | None], turns: int = timing.TURNS) -> dict[Hashable, float]:
@@ -158,8 +157,8 @@ def attention(bench: Bench) -> Iterator[dict]:
 
 
 def pairs(bench: Bench) -> Iterator[dict]:
-    """A GEMM and a generator alone and at once: cuBLAS's on two streams, where `gemm_end_ms` and `generator_end_ms` say
-    when each was done, and our own that makes the bits inside, where the package has it."""
+    """A GEMM and a generator alone and on two streams, where `gemm_end_ms` and `generator_end_ms` say when each was
+    done."""
     side, seqlen = bench.stream(), bench.sizes.pair_seqlen
     for gemm, all_heads in bench.sizes.pairs:
         for heads in all_heads:
@@ -168,21 +167,10 @@ def pairs(bench: Bench) -> Iterator[dict]:
             calls = {"gemm": product, "generator": generator.call()}
             ends = Ends(calls, bench.device)
             both = blocks.beside(ends.noted("gemm"), ends.noted("generator"), side)
-            own, inside = own_gemms(gemm, generator, bench)
-            ms = bench.ms({**calls, "both": ends.begun(both), "own": own, "inside": inside})
+            ms = bench.ms({**calls, "both": ends.begun(both)})
             shape = {**dataclasses.asdict(gemm), "elements": heads * seqlen**2}
-            for where, alone, at_once in (("streams", "gemm", "both"), ("inside", "own", "inside")):
-                if {alone, "generator", at_once} <= ms.keys():
-                    timings = {"gemm_ms": ms[alone], "generator_ms": ms["generator"], "both_ms": ms[at_once]}
-                    yield {"where": where, **shape, **timings, **(ends.medians_ms() if where == "streams" else {})}
-
-
-def own_gemms(gemm: blocks.Gemm, generator: blocks.Generator, bench: Bench) -> tuple[timing.Call | None, ...]:
-    """The GEMM by our kernel, with next to no bits to make and with the generator's; None where it does not run."""
-    if not bench.inside:
-        return None, None
-    alone = blocks.Generator(1, 1, 32, bench.p, bench.device)
-    return tuple(blocks.generating_linear(gemm, made, bench.device) for made in (alone, generator))
+            if {"gemm", "generator", "both"} <= ms.keys():
+                yield {"where": "streams", **shape, **{f"{name}_ms": ms[name] for name in ms}, **ends.medians_ms()}
 
 
 class Ends:
@@ -252,10 +240,9 @@ def rows_of(block: Block, seqlen: int, pass_: str, bench: Bench) -> dict:
     prepared = blocks.attention_calls(shape, generator, device, bench.failures)
     attention = {name: of[pass_] for name, of in prepared.items()}
     each = {name: blocks.gemm_calls(gemm, device)[pass_] for name, gemm in of_gemms.items()}
-    own, generating = own_gemms(of_gemms["qkv"], generator, bench) if pass_ == "forward" else (None, None)
     with_bits = attention.get("bits")
-    whole = blocks.Pass(pass_, each, with_bits or (lambda: None), generator.call(), bench.stream(), generating)
-    wholes = {"sequential": whole.sequential(), "overlapped": whole.overlapped(), "inside": whole.inside()}
+    whole = blocks.Pass(pass_, each, with_bits or (lambda: None), generator.call(), bench.stream())
+    wholes = {"sequential": whole.sequential(), "overlapped": whole.overlapped()}
     flops = sum(gemm.flops for gemm in of_gemms.values()) * (2 if pass_ == "backward" else 1)
     ms = bench.ms(
         {
@@ -263,7 +250,6 @@ def rows_of(block: Block, seqlen: int, pass_: str, bench: Bench) -> dict:
             **{("attention", name): call for name, call in attention.items()},
             **{("generator", rounds): generator.call(rounds) for rounds in ROUNDS},
             **(wholes if with_bits else {}),
-            "own_gemm": own,
         },
         turns=1 if flops / 600e12 > LONG_BLOCK_S else timing.TURNS,
     )
@@ -275,7 +261,7 @@ def rows_of(block: Block, seqlen: int, pass_: str, bench: Bench) -> dict:
     }  # fmt: skip
     names = {"plain": "attention_ms", "bits": "attention_bits_ms", "fa2": "fa2_ms", "fa2_dropout": "fa2_dropout_ms"}
     row |= {shown: ms[key] for name, shown in names.items() if (key := ("attention", name)) in ms}
-    return row | {f"{name}_ms": ms[name] for name in ("sequential", "overlapped", "inside", "own_gemm") if name in ms}
+    return row | {f"{name}_ms": ms[name] for name in ("sequential", "overlapped") if name in ms}
 
 
 def jobs(sizes: Sizes) -> list[tuple[str, int, str]]:
@@ -384,7 +370,6 @@ def parser() -> argparse.ArgumentParser:
     result.add_argument("--seqlens", nargs="+", type=int, help="of the blocks (default 2048 8192 32768)")
     result.add_argument("--seconds", type=float, default=90.0, help="begin no part after so long (default 90)")
     result.add_argument("--min-time", type=float, default=0.04, help="seconds for each call (default 0.04)")
-    result.add_argument("--no-inside", action="store_true", help="leave out our GEMM that makes the bits inside")
     result.add_argument("--tiny", action="store_true", help="sizes that mean nothing, to try the program")
     result.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     return result
@@ -402,7 +387,7 @@ def main(argv: list[str] | None = None) -> int:
     base = TINY if arguments.tiny else Sizes(blocks=BLOCKS)
     chosen = {name: base.blocks[name] for name in arguments.blocks}
     sizes = dataclasses.replace(base, blocks=chosen, seqlens=tuple(arguments.seqlens or base.seqlens))
-    bench = Bench(device, sizes, arguments.p, arguments.min_time, not arguments.no_inside)
+    bench = Bench(device, sizes, arguments.p, arguments.min_time)
     meta = {**run.metadata(device), "p": arguments.p, "before": run.state(device)}
     if device.type == "cuda":
         meta["sms"] = torch.cuda.get_device_properties(device).multi_processor_count

@@ -175,8 +175,8 @@ def of_dropout(shape: Shape, x: Tensors) -> dict[str, object]:
 
 
 class DashAttn:
-    """This package: "auto" and every policy that users can choose, all deterministic; and, where they are asked for by
-    name, the yardsticks, which are not. With dropout each pass makes the bits of a state, and "both" draws one."""
+    """This package: "auto" and every policy that users can choose, all deterministic; and the yardsticks where they are
+    asked for by name. With dropout each pass makes the bits of a state, and "both" draws one."""
 
     name = OURS
 
@@ -192,13 +192,13 @@ class DashAttn:
         causal, *window = mask_arguments(shape)
         mask = dict(causal=causal, window=tuple(window), attention_chunk=shape.chunk)
         head_dims = dict(zip(("head_dim", "value_head_dim"), shape.head_dims))
-        changed = shape.scores not in (None, "sinks") or shape.dropout_p > 0
-        fitting = schedule.fitting(**mask, **head_dims, changed_scores=changed)
+        changed, dropout = shape.scores not in (None, "sinks"), shape.dropout_p > 0
+        fitting = schedule.fitting(**mask, **head_dims, changed_scores=changed, dropout=dropout)
         usable = ("auto", *fitting)
         known = (*usable, *schedule.YARDSTICKS)
         known = usable if shape.dropout_p else known
         chosen = usable if self._schedules is None else [s for s in self._schedules if s in known]
-        return [Variant(self.name, policy, policy not in schedule.YARDSTICKS) for policy in chosen]
+        return [Variant(self.name, policy, policy != "atomic") for policy in chosen]
 
     def prepare(self, variant: Variant, shape: Shape, x: Tensors) -> Calls:
         import dash_attn
@@ -222,9 +222,9 @@ class DashAttn:
             return ops.forward(x.q, x.k, x.v, **arguments)[0]
 
         def backward() -> Results:
-            if variant.deterministic:
+            if variant.schedule not in schedule.YARDSTICKS:
                 ops.backward(*saved, *gradients, **arguments, **of_scores, schedule=variant.schedule)
-            else:  # the op takes deterministic policies only
+            else:  # the op takes policies for users only
                 number = schedule.policy_number(variant.schedule)
                 torch.ops.dash_attn_C.backward(*saved, *gradients, **arguments, **of_scores, schedule=number)
             return gradients
@@ -236,7 +236,7 @@ class DashAttn:
             return torch.autograd.grad(out, wanted, x.dout)[:3]
 
         calls = _in_turn(forward, backward)
-        if not variant.deterministic:
+        if variant.schedule in schedule.YARDSTICKS:
             return calls
         draws = shape.dropout_p and self.name != BITS
         return {**calls, "both": OwnMask(through_autograd) if draws else through_autograd}

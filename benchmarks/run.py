@@ -213,7 +213,8 @@ def parser() -> argparse.ArgumentParser:
     result.add_argument(
         "--schedules",
         nargs="+",
-        help="policies of ours to measure, also 'atomic', which is not deterministic; default: all for users",
+        help="policies of ours to measure, where they are built also the yardsticks 'ascending' and 'atomic', which is "
+        "not deterministic; default: all for users",
     )
     result.add_argument("--peers", nargs="*", choices=peers.PEERS, default=list(peers.PEERS))
     result.add_argument("--json", type=pathlib.Path, help="write the result here, after every shape")
@@ -242,12 +243,21 @@ def parser() -> argparse.ArgumentParser:
 
 
 def check_schedules(names: list[str] | None) -> None:
-    from dash_attn import schedule
+    """Ends the program where a schedule is unknown, or is a yardstick that the kernels in this installation lack."""
+    from dash_attn import build_record, schedule
 
     known = ["auto", *schedule.POLICIES, *schedule.YARDSTICKS]
     unknown = sorted(set(names or []) - set(known))
     if unknown:
         raise SystemExit(f"error: --schedules must be of {', '.join(known)}; got {', '.join(unknown)}")
+    yardsticks = sorted(set(names or []) & set(schedule.YARDSTICKS))
+    path = build_record.kernels_file() if yardsticks else None
+    kernels = build_record.read(path).kernels if path else ()
+    if yardsticks and not any(kernel.policies == "OrderedAndYardsticks" for kernel in kernels):
+        raise SystemExit(
+            f"error: --schedules must be built, and this build lacks {', '.join(yardsticks)}: build the kernels again "
+            "with them and the other schedules to measure in DASH_ATTN_POLICIES (docs/install.md)"
+        )
 
 
 def chosen_shapes(arguments: argparse.Namespace) -> list[Shape]:

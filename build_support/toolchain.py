@@ -31,7 +31,6 @@ def release(version: str) -> tuple[int, ...]:
 
 
 OLDEST_TORCH = required_version("torch")
-CUTLASS = required_version("nvidia-cutlass")
 
 # The stable ABI of the oldest torch, so that one binary serves it and every later one.
 _TARGET = "0x{:02x}{:02x}000000000000".format(*release(OLDEST_TORCH))
@@ -42,11 +41,7 @@ OPS_NVCC = [
     *STABLE_ABI,
     "-gencode=arch=compute_90a,code=sm_90a",
     "--expt-relaxed-constexpr",
-    "-DCUTE_SM90_EXTENDED_MMA_SHAPES_ENABLED",
     "-Xcompiler=-fvisibility=hidden",
-    # torch's build flags take the operators of 16-bit types away from CUDA sources, and CUTLASS uses them.
-    *(f"-U__CUDA_NO_{name}__" for name in ("HALF_OPERATORS", "HALF_CONVERSIONS", "HALF2_OPERATORS")),
-    "-U__CUDA_NO_BFLOAT16_CONVERSIONS__",
 ]
 # The newest torch's own C++ API needs C++20.
 AUTOGRAD_CXX = ["-O2", "-std=c++20", "-g0", "-Wall", "-fvisibility=hidden"]
@@ -115,26 +110,6 @@ def nvcc_release(cuda_home: Path) -> str:
     if match is None:
         raise SystemExit(f"{cuda_home}/bin/nvcc --version states no release:\n{text}")
     return match.group(1)
-
-
-def find_cutlass() -> Path:
-    """The folder of the CUTLASS headers: in CUTLASS_HOME where that is set, else in the package `nvidia-cutlass`."""
-    how_to_get = f"'pip install nvidia-cutlass=={CUTLASS}', or set CUTLASS_HOME to a checkout of CUTLASS {CUTLASS}"
-    home = os.environ.get("CUTLASS_HOME")
-    package = importlib.util.find_spec("cutlass_library")
-    if home:
-        include, origin = Path(home) / "include", f"CUTLASS_HOME={home}"
-    elif package is not None and package.origin is not None:
-        include, origin = Path(package.origin).parent / "source" / "include", "the installed nvidia-cutlass"
-    else:
-        raise SystemExit(f"the CUTLASS headers were not found: {how_to_get}")
-    header = include / "cutlass" / "version.h"
-    if not header.is_file() or not (include / "cute" / "tensor.hpp").is_file():
-        raise SystemExit(f"{origin} has no CUTLASS headers in {include}: {how_to_get}")
-    version = ".".join(re.findall(r"#define\s+CUTLASS_(?:MAJOR|MINOR|PATCH)\s+(\d+)", header.read_text()))
-    if version != CUTLASS:
-        raise SystemExit(f"{origin} has CUTLASS {version}, expected {CUTLASS}: {how_to_get}")
-    return include.resolve()
 
 
 def torch_cuda_library_dir(torch_lib: Path, work: Path, compiler: str) -> Path:

@@ -17,11 +17,13 @@ AXES = ("DASH_ATTN_DTYPES", "DASH_ATTN_HEAD_DIMS", "DASH_ATTN_MASKS", "DASH_ATTN
 # Lines that agree in these arguments, dtype and head dims, share a translation unit: more than half of the time of a
 # unit with one kernel goes into reading headers.
 _UNIT_AXES = 2
+# Policies for benchmarks, which the kernels of Ordered serve too where DASH_ATTN_POLICIES names one of them.
+_YARDSTICKS = ("ascending", "atomic")
 # Other names for a value: short ones of dtypes, and policies that one kernel serves together.
 _ALIASES = {
     "bf16": "bfloat16",
     "fp16": "float16",
-    **dict.fromkeys(("ascending", "descending", "spt", "atomic"), "ordered"),
+    **dict.fromkeys(("descending", "spt", *_YARDSTICKS), "ordered"),
 }
 
 
@@ -50,10 +52,15 @@ def read_variants(path: Path) -> list[Variant]:
     return [Variant(pass_, tuple(value.strip() for value in values.split(","))) for pass_, values in rows]
 
 
+def _named(axis: int) -> list[str]:
+    """What an axis' variable lists."""
+    return [item.lower() for item in re.split(r"[,;\s]+", os.environ.get(AXES[axis], "")) if item]
+
+
 def _selected_values(axis: int, variants: list[Variant]) -> set[str]:
     """The values of an axis, in snake_case, that its variable asks for: all of them where it is not set."""
     listed = dict.fromkeys(snake_case(variant.values[axis]) for variant in variants if axis < len(variant.values))
-    names = [item.lower() for item in re.split(r"[,;\s]+", os.environ.get(AXES[axis], "")) if item]
+    names = _named(axis)
     chosen = {name if name in listed else _ALIASES.get(name, name) for name in names}
     if unknown := [name for name in names if not {name, _ALIASES.get(name)} & set(listed)]:
         allowed = [*(name for name, value in _ALIASES.items() if value in listed and name not in listed), *listed]
@@ -68,6 +75,9 @@ def select_variants(variants: list[Variant]) -> list[Variant]:
     selected = [v for v in variants if all(snake_case(value) in names for value, names in zip(v.values, chosen))]
     if not selected:
         raise SystemExit("the DASH_ATTN_* variables select no kernel; set DASH_ATTN_SKIP_CUDA=1 to build none")
+    if set(_YARDSTICKS) & set(_named(len(AXES) - 1)):
+        with_yardsticks = {"Ordered": "OrderedAndYardsticks"}
+        selected = [Variant(v.pass_, tuple(with_yardsticks.get(value, value) for value in v.values)) for v in selected]
     return selected
 
 
@@ -90,7 +100,7 @@ def generate(variants: list[Variant], directory: Path) -> list[Path]:
     paths = []
     for unit, members in units.items():
         pass_ = members[0].pass_
-        text = f'#include "launch/instantiate_{pass_.lower()}.h"\n\n'
+        text = f'#include "launch/launch_{pass_.lower()}.h"\n#include "launch/variant.h"\n\n'
         text += "".join(v.line(f"INSTANTIATE_{pass_}") for v in members)
         paths.append(directory / f"{unit}.cu")
         _write_if_changed(paths[-1], text)

@@ -5,3 +5,10 @@
 #else
 #define DASH_HOST_DEVICE
 #endif
+
+namespace dash_attn {
+
+// In place of a member that a variant of a kernel does not have.
+struct Nothing {};
+
+}  // namespace dash_attn

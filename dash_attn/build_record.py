@@ -28,7 +28,6 @@ class BuildRecord:
 
     architecture: str
     nvcc: str
-    cutlass: str
     kernels: tuple[Kernel, ...]
 
 
@@ -49,9 +48,9 @@ def read(path: pathlib.Path) -> BuildRecord:
         if begin < 0 or end < 0:
             raise ValueError(f"{path} holds no record of its build: install dash_attn again")
         lines = content[begin + len(_BEGIN) : end].decode().splitlines()
-    facts = dict(line.split(" ", 1) for line in lines[:3])
+    facts = dict(line.split(" ", 1) for line in lines[:2])
     kernels = []
-    for line in lines[3:]:
+    for line in lines[2:]:
         pass_, dtype, head_dims, mask, score, *policies = line.split()
         kernels.append(Kernel(pass_, dtype, head_dims, mask, score, policies[0] if policies else None))
-    return BuildRecord(facts["architecture"], facts["nvcc"], facts["cutlass"], tuple(kernels))
+    return BuildRecord(facts["architecture"], facts["nvcc"], tuple(kernels))

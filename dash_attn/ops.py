@@ -196,7 +196,7 @@ def _load() -> str | None:
     torch.library.impl("dash_attn_C::forward", "CPU", _forward_cpu)
     torch.library.impl("dash_attn_C::backward", "CPU", _backward_cpu)
     reason = _load_kernels()
-    for op in ("forward", "backward", "dropout_bits", "linear_with_dropout_bits", "fingerprint_blocks"):
+    for op in ("forward", "backward", "dropout_bits", "fingerprint_blocks"):
         name = f"dash_attn_C::{op}"
         # Kernels that were built before an op was there must not leave it to what serves any device.
         if not torch._C._dispatch_has_kernel_for_dispatch_key(name, "CUDA"):

@@ -95,8 +95,8 @@ BEYOND_KV_HEADS = {
     "keys gathered, spt": Case(
         heads=3, kv_heads=1, rows=(641, 641), options=(("schedule", "spt"), ("causal", True)), layout="zigzag"
     ),
-    "keys gathered, ascending": Case(
-        heads=2, kv_heads=1, rows=(521, 521), options=(("schedule", "ascending"), ("softmax_scale", -0.1))
+    "keys gathered, negative scale": Case(
+        heads=2, kv_heads=1, rows=(521, 521), options=(("schedule", "spt"), ("softmax_scale", -0.1))
     ),
     "keys gathered, odd head dims": Case(heads=2, kv_heads=1, rows=(641, 641), head_dim=15, value_head_dim=13),
     "keys gathered, gradient of the log-sum-exp": Case(heads=2, kv_heads=1, rows=(641, 641), lse_gradient=True),

@@ -12,7 +12,7 @@ import torch
 
 from benchmarks import check, compare, document, peers, plot, run, timing
 from benchmarks.shapes import GRIDS, Shape, flops
-from dash_attn import schedule
+from dash_attn import build_record, schedule
 
 SHAPE = Shape("bf16", 128, 16, 16, "full", 8192, 2)
 TINY = Shape("bf16", 64, 2, 1, "causal", 96, 1)
@@ -95,7 +95,7 @@ def result_file(tmp_path_factory):
     folder = tmp_path_factory.mktemp("benchmark")
     path = folder / "result.json"
     arguments = ["--device", "cpu", "--grid", "full", "--max-seqlen", "512", "--tokens", "64", "--min-time", "0"]
-    arguments += ["--schedules", "ascending", "shift", "--pass", "backward", "forward"]
+    arguments += ["--schedules", "spt", "shift", "--pass", "backward", "forward"]
     assert run.main([*arguments, "--json", str(path), "--png", str(folder / "result.png")]) == 0
     return path
 
@@ -230,6 +230,20 @@ def test_the_gpus_state_is_asked_for_by_name(monkeypatch):
 def test_an_unknown_schedule_is_refused():
     with pytest.raises(SystemExit, match="error: --schedules must be of auto, .*; got zigzag"):
         run.main(["--device", "cpu", "--schedules", "zigzag"])
+
+
+@pytest.mark.parametrize("policies", [None, "Ordered", "OrderedAndYardsticks"])
+def test_a_yardstick_that_is_not_built_is_refused(monkeypatch, policies):
+    path = None if policies is None else pathlib.Path("_C.abi3.so")
+    monkeypatch.setattr(build_record, "kernels_file", lambda: path)
+    kernel = types.SimpleNamespace(policies=policies)
+    monkeypatch.setattr(build_record, "read", lambda _: types.SimpleNamespace(kernels=(kernel,)))
+    run.check_schedules(["auto", "spt"])
+    if policies == "OrderedAndYardsticks":
+        run.check_schedules(["auto", "atomic"])
+    else:
+        with pytest.raises(SystemExit, match="--schedules must be built, and this build lacks ascending, atomic: "):
+            run.check_schedules(["auto", "atomic", "ascending"])
 
 
 def test_bad_arguments_end_in_one_line(monkeypatch, tmp_path):

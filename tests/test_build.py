@@ -73,7 +73,8 @@ def test_list_of_variants_is_complete():
         for mask, score in kernels:
             forward.add((dtype, dims, mask, score))
             call = dict(causal=mask == "Causal", window=(0, 0) if mask == "Windowed" else (-1, -1))
-            policies = schedule.fitting(**call, **head_dims, changed_scores=score != "Plain")
+            scores = dict(changed_scores=score in ("Softcap", "Alibi"), dropout=score == "Dropout")
+            policies = schedule.fitting(**call, **head_dims, **scores)
             backward |= {(dtype, dims, mask, score, SETS.get(name, "Ordered")) for name in policies}
             if score == "Plain":  # those whose sums go from one part of a backward to the next
                 backward.add((dtype, dims, mask, score, "Carried"))
@@ -129,23 +130,6 @@ def test_forward_adds_to_nothing_but_the_counter_of_tiles(binary):
     for name, _, kernel in main_kernels(binary, "forward"):
         assert not kernel.opcodes() & {"ATOM", "RED", "REDG", "REDUX", "UBLKRED", "UTMAREDG"}, name
         assert {i for i in kernel.mnemonics() if i.startswith("ATOMG")} == {"ATOMG.E.ADD.STRONG.GPU"}, name
-
-
-def test_the_linear_layer_makes_bits_beside_products(binary):
-    """One kernel for each dtype, mapping and number of rounds: loads that go to both CTAs of a cluster, the largest
-    products, stores by TMA, and the one counter of the units of bits."""
-    found = {name: kernel for name, kernel in binary.items() if "linear_kernel" in name}
-    assert collections.Counter(re.search("|".join(ELEMENTS), name).group(0) for name in found) == dict.fromkeys(
-        ELEMENTS, 3
-    )
-    for name, kernel in found.items():
-        assert {"UTMALDG.5D", "UTMALDG.5D.MULTICAST", "UTMASTG.5D"} <= kernel.mnemonics(), name
-        assert {"HGMMA", "USETMAXREG"} <= kernel.opcodes(), name
-        products = {i for i in kernel.mnemonics() if i.startswith("HGMMA")}
-        assert products == {"HGMMA.64x256x16.F32" + ".BF16" * ("bfloat16" in name)}, name
-        # Philox multiplies 32 bits by 32; a kernel without a generator does not.
-        assert any(i.startswith("IMAD.WIDE.U32") for i in kernel.mnemonics()), name
-        assert {i for i in kernel.mnemonics() if i.startswith(("ATOM", "RED"))} == {"ATOMG.E.ADD.STRONG.GPU"}, name
 
 
 def test_the_fingerprint_kernel_reads_vectors(binary):
@@ -248,6 +232,15 @@ def test_environment_limits_what_is_built(monkeypatch, tmp_path, listed, environ
         assert dispatched.count(f"DASH_{pass_}_VARIANT(") == count
 
 
+def test_yardsticks_are_built_where_they_are_asked_for(monkeypatch, listed):
+    sets = {v.values[-1] for v in variants.select_variants(listed) if v.pass_ == "BACKWARD"}
+    assert "Ordered" in sets and "OrderedAndYardsticks" not in sets
+    for name in ("ascending", "atomic"):
+        monkeypatch.setenv("DASH_ATTN_POLICIES", f"{name},shift")
+        selected = variants.select_variants(listed)
+        assert {v.values[-1] for v in selected if v.pass_ == "BACKWARD"} == {"OrderedAndYardsticks", "Shift"}
+
+
 def test_units_hold_what_shares_a_dtype_and_head_dims(tmp_path, listed):
     variants.generate(listed, tmp_path)
     written = variants.generate([v for v in listed if v.values[1:3] == ("64", "Full")], tmp_path)
@@ -255,7 +248,7 @@ def test_units_hold_what_shares_a_dtype_and_head_dims(tmp_path, listed):
     assert [path.stem for path in written] == [f"{pass_}_{name}" for pass_ in ("forward", "backward") for name in names]
     assert sorted(tmp_path.glob("*.cu")) == sorted(written), "units of an earlier selection stay behind"
     assert written[2].read_text() == (
-        '#include "launch/instantiate_backward.h"\n\n'
+        '#include "launch/launch_backward.h"\n#include "launch/variant.h"\n\n'
         "DASH_INSTANTIATE_BACKWARD(BFloat16, 64, Full, Plain, Ordered)\n"
         "DASH_INSTANTIATE_BACKWARD(BFloat16, 64, Full, Plain, Shift)\n"
     )
@@ -267,7 +260,7 @@ def test_units_hold_what_shares_a_dtype_and_head_dims(tmp_path, listed):
         ("DASH_ATTN_HEAD_DIMS", "96", "DASH_ATTN_HEAD_DIMS is '96': 96 unknown, allowed are 64, 128, 192x128"),
         ("DASH_ATTN_DTYPES", "fp8", "is 'fp8': fp8 unknown, allowed are bf16, fp16, bfloat16, float16"),
         ("DASH_ATTN_MASKS", "full,window", "is 'full,window': window unknown, allowed are full, causal"),
-        ("DASH_ATTN_POLICIES", "zigzag", "zigzag unknown, allowed are ascending, descending, spt, atomic, ordered,"),
+        ("DASH_ATTN_POLICIES", "zigzag", "zigzag unknown, allowed are descending, spt, ascending, atomic, ordered,"),
     ],
 )
 def test_wrong_selection_is_refused(monkeypatch, listed, name, value, message):
@@ -281,25 +274,6 @@ def test_selection_of_nothing_is_refused(monkeypatch, listed):
     monkeypatch.setenv("DASH_ATTN_MASKS", "causal")
     with pytest.raises(SystemExit, match="select no kernel"):
         variants.select_variants(listed)
-
-
-def cutlass_headers(folder: pathlib.Path, patch: int) -> None:
-    for name in ("cutlass/version.h", "cute/tensor.hpp"):
-        (folder / "include" / name).parent.mkdir(parents=True, exist_ok=True)
-    (folder / "include" / "cute" / "tensor.hpp").touch()
-    version = f"#define CUTLASS_MAJOR 4\n#define CUTLASS_MINOR 2\n#define CUTLASS_PATCH {patch}\n"
-    (folder / "include" / "cutlass" / "version.h").write_text(version)
-
-
-def test_wrong_cutlass_is_refused(monkeypatch, tmp_path):
-    monkeypatch.setenv("CUTLASS_HOME", str(tmp_path))
-    with pytest.raises(SystemExit, match="has no CUTLASS headers .*pip install nvidia-cutlass=="):
-        toolchain.find_cutlass()
-    cutlass_headers(tmp_path, patch=0)
-    assert toolchain.find_cutlass() == (tmp_path / "include").resolve()
-    cutlass_headers(tmp_path, patch=1)
-    with pytest.raises(SystemExit, match=f"has CUTLASS 4.2.1, expected {toolchain.CUTLASS}"):
-        toolchain.find_cutlass()
 
 
 def run_setup(*arguments: str, **environment: str) -> subprocess.CompletedProcess:

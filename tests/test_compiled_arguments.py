@@ -10,7 +10,6 @@ from products import pairwise, spread
 
 import dash_attn
 from dash_attn.compat import flash_attn_2, flash_attn_3
-from dash_attn.dropout import DropoutState, linear_with_dropout_bits
 
 LENGTHS = (5, 13)
 OFFSETS = int32([0, 5, 18])
@@ -77,17 +76,6 @@ def test_symbolic_numbers_of_other_functions_are_one_graph(numbers):
                                                    None, False)[0],
     ):  # fmt: skip
         assert_one_graph(function, X, dynamic=True)
-
-
-def test_symbolic_numbers_of_dropout_bits_are_one_graph():
-    weight = randn(3 * 2 * 32, 64).detach()
-
-    def layer(x, weight, p):
-        sizes = dict(batch=x.shape[0], heads=2, seqlen_q=x.shape[1], seqlen_k=x.shape[1])
-        y, bits = linear_with_dropout_bits(x.flatten(2), weight, state=DropoutState.draw(x.device), p=p, **sizes)
-        return dash_attn.flash_attn_qkvpacked_func(y.unflatten(-1, (3, 2, 32)), p, dropout_bits=bits, causal=True)
-
-    assert_one_graph(layer, X, weight, 0.25, dynamic=True)
 
 
 @pytest.mark.parametrize("dynamic", [None, True])

@@ -8,7 +8,7 @@ import types
 import pytest
 import torch
 
-from benchmarks import bars, check, compare, document, generator, linear_bits, peers, run
+from benchmarks import bars, check, compare, document, generator, peers, run
 from benchmarks.compare import BITS, OURS
 from benchmarks.shapes import GRIDS, Shape, flops
 
@@ -208,33 +208,3 @@ def test_the_generator_alone(tmp_path, capsys, monkeypatch):
     assert "bit_sliced" in capsys.readouterr().out
     with pytest.raises(SystemExit, match="error: --max-seqlen 1 leaves no shape of the grid dropout"):
         generator.main(["--device", "cpu", "--max-seqlen", "1"])
-
-
-def test_linear_layers_with_bits(tmp_path, capsys, monkeypatch):
-    assert [(x.rows, x.columns, x.depth) for x in linear_bits.LAYERS] == [
-        (16384, 6144, 4096), (16384, 10240, 8192), (16384, 12288, 4096)
-    ]  # fmt: skip
-    small_layer = linear_bits.Layer("small", 24, 16, 2, seqlen=70)
-    assert small_layer.of_rows(64).rows == 64
-    monkeypatch.setattr(linear_bits, "LAYERS", (small_layer,))
-    path = tmp_path / "linear_bits.json"
-    assert linear_bits.main(["--device", "cpu", "--min-time", "0", "--json", str(path)]) == 0
-    rows = json.loads(path.read_text())["rows"]
-    assert [row["p"] for row in rows] == list(linear_bits.PROBABILITIES)
-    for row in rows:
-        assert len(row["ms"]) == len(row["repeats_ms"]) == 6 and set(row["tflops"]) == {"torch", "ours"}
-    assert "| small, 140 x 16 x 24 | 0.125 |" in capsys.readouterr().out
-    # Of what is wrong there is no figure.
-    ours = linear_bits.linear_with_dropout_bits
-
-    def wrong(x, weight, *, state, **sizes):
-        y, bits = ours(x, weight, state=state, **sizes)
-        bits.bits[..., -1, 0, 5] ^= 1
-        return 1.01 * y, bits
-
-    monkeypatch.setattr(linear_bits, "linear_with_dropout_bits", wrong)
-    assert linear_bits.main(["--device", "cpu", "--min-time", "0", "--json", str(path)]) == 1
-    printed = capsys.readouterr().out
-    assert "failed: small: y of 'ours' differs from torch's" in printed
-    assert "failed: small: bits of 'ours, with bits' differ from the generator's" in printed
-    assert json.loads(path.read_text())["rows"] == []

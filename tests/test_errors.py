@@ -90,9 +90,7 @@ def schedules(causal):
     return f"schedule must be one of {names} under the {'causal' if causal else 'full'} mask, got "
 
 
-WINDOW_SCHEDULES = (
-    "schedule must be one of 'auto', 'ascending', 'descending', 'spt', 'order_free' under the window mask, got "
-)
+WINDOW_SCHEDULES = "schedule must be one of 'auto', 'descending', 'spt', 'order_free' under the window mask, got "
 
 # Arguments that all functions share.
 ARGUMENTS = [

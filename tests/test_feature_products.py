@@ -31,8 +31,10 @@ def products(draw_one):
         heads=kv_heads * group, kv_heads=kv_heads, head_dim=head_dim, value_head_dim=value_head_dim,
         dtype=draw_one(st.sampled_from([torch.bfloat16, torch.float16])), seed=draw_one(st.integers(0, 99)),
     )  # fmt: skip
-    kind = draw_one(st.sampled_from(SCORES)) | {"sinks": draw_one(st.sampled_from([None, torch.float32]))}
-    return pack, mask, kind, draw_one(st.booleans()), draw_one(st.sampled_from(["auto", "spt", "order_free"]))
+    scores = draw_one(st.sampled_from(SCORES))
+    others = ("spt",) if scores or max(head_dim, value_head_dim) > 128 else ("spt", "order_free")
+    kind = scores | {"sinks": draw_one(st.sampled_from([None, torch.float32]))}
+    return pack, mask, kind, draw_one(st.booleans()), draw_one(st.sampled_from(["auto", *others]))
 
 
 @settings(max_examples=40, deadline=None, derandomize=True)

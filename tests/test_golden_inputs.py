@@ -140,6 +140,6 @@ def test_a_library_by_its_path_has_its_own_policies(causal):
     raw = golden_bits.Raw(FakeLibrary(), list(golden_bits.POLICIES))
     assert raw.takes(case) and not raw.takes(dataclasses.replace(case, window=(5, 0)))
     own = {"spt_descending", "symmetric_shift"} if causal else {"shift"}
-    assert set(raw.fitting(case)) == {"ascending", "descending", "spt", "order_free"} | own
+    assert set(raw.fitting(case)) == {"descending", "spt", "order_free"} | own
     found = golden_bits.digests(case, raw, "cpu")
     assert found["spt dk"] == golden_bits.digest(golden_bits.inputs(case, "cpu")[1])

@@ -60,13 +60,13 @@ def test_problems_of_few_rows_are_judged_together(monkeypatch):
     errors = gradient_check.Bar.errors
 
     def policies(problem):
-        return ["ascending"]
+        return ["descending"]
 
     assert gradient_check.check_together(problems, "cpu", policies) == []
 
     def wrong(bar, outputs, policy, of=(1,)):
         found = errors(bar, outputs, policy)
-        if policy == "ascending" and bar.exact.out.shape[1] in of:
+        if policy == "descending" and bar.exact.out.shape[1] in of:
             error, limit, norm, excess = found["dk"]
             found["dk"] = (1.2 * limit, limit, norm, excess)
         return found
@@ -75,16 +75,16 @@ def test_problems_of_few_rows_are_judged_together(monkeypatch):
     assert gradient_check.check_together(problems, "cpu", policies) == [], "one that is by chance"
     monkeypatch.setattr(gradient_check.Bar, "errors", lambda *x: wrong(*x, of=(1, 20)))
     (line,) = gradient_check.check_together(problems, "cpu", policies)
-    assert line.startswith("ascending: dk is off by ")
+    assert line.startswith("descending: dk is off by ")
     monkeypatch.setattr(gradient_check.Bar, "errors", lambda *x: wrong(*x, of=(70,)))
     (line,) = gradient_check.check_together(problems, "cpu", policies)
-    assert line.startswith("Problem(") and "seqlen_q=70" in line and "ascending: dk is off by " in line
+    assert line.startswith("Problem(") and "seqlen_q=70" in line and "descending: dk is off by " in line
 
 
 @pytest.mark.parametrize("softmax_scale", [0.3, 1.0, 0.0, -0.2])
 def test_the_reference_implementation_meets_the_bar_at_other_scales(softmax_scale):
     problem = Problem(2, 100, 140, 4, 2, 64, True, softmax_scale=softmax_scale)
-    assert gradient_check.check(problem, "cpu", ["ascending"]) == []
+    assert gradient_check.check(problem, "cpu", ["descending"]) == []
 
 
 def problems_of(lengths, causal):
@@ -172,7 +172,7 @@ def test_the_bar_leaves_room_for_sums_in_fp32(lengths, causal):
 
 @pytest.mark.parametrize("name", ["out", "dq", "dk", "dv"])
 def test_the_bar_refuses_a_small_error(inputs, bar, name):
-    outputs = {"out": inputs.out, **support.backward(inputs, PROBLEM, "ascending")}
+    outputs = {"out": inputs.out, **support.backward(inputs, PROBLEM, "descending")}
     assert bar.failures(outputs) == []
     exact = getattr(bar.exact, name)
     worse = dict(outputs, **{name: (exact * 1.003).to(PROBLEM.dtype)})
@@ -181,7 +181,7 @@ def test_the_bar_refuses_a_small_error(inputs, bar, name):
 
 
 def test_the_bar_refuses_one_wrong_row_and_an_unwritten_element(inputs, bar):
-    gradients = support.backward(inputs, PROBLEM, "ascending")
+    gradients = support.backward(inputs, PROBLEM, "descending")
     gradients["dk"][1, 199, 1] = 0  # seen by one query: hardly anything in the norm of dk
     gradients["dv"][0, 7, 0, 0] = float("nan")
     row, element, norm = bar.failures(gradients)
@@ -193,7 +193,7 @@ def test_a_zero_gradient_has_a_small_absolute_bound():
     problem = Problem(2, 64, 1, 4, 4, 64, False)
     inputs = support.random_inputs(problem, "cpu")
     bar = gradient_check.Bar(problem, inputs)
-    gradients = support.backward(inputs, problem, "ascending")
+    gradients = support.backward(inputs, problem, "descending")
     assert bar.failures(gradients) == []
     errors = bar.errors(gradients)
     assert errors["dq"][2] == 0 and 0 < errors["dq"][1] < 1e-3 * inputs.dout.double().norm()

@@ -128,9 +128,10 @@ def test_a_sequence_of_a_pack_has_the_bits_that_it_has_alone(head_dim, value_hea
     lengths=st.tuples(st.integers(1, 140), st.integers(1, 140)),
     group=st.sampled_from([1, 2, 4]),
     causal=st.booleans(),
-    policy=st.sampled_from(["auto", "order_free"]),
+    order_free=st.booleans(),
 )
-def test_any_pair_in_fp16(dims, lengths, group, causal, policy):
+def test_any_pair_in_fp16(dims, lengths, group, causal, order_free):
+    policy = "order_free" if order_free and max(dims) <= 128 else "auto"
     inputs = tensors(*dims, *lengths, heads=4, kv_heads=4 // group, dtype=torch.float16)
     q, k, v, dout = inputs
     results = out_and_gradients(lambda *x: flash_attn_func(*x, causal=causal, schedule=policy), (q, k, v), dout)

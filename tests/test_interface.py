@@ -238,11 +238,11 @@ def test_same_bits_every_time(schedule, causal):
 
 def test_schedule_reaches_the_sums():
     *inputs, dout = qkv_tensors(700, 700, heads=1, kv_heads=1, head_dim=128, batch=1, dtype=torch.float16)
-    ascending, spt = (
-        out_and_gradients(flash_attn_func, inputs, dout, schedule=schedule) for schedule in ("ascending", "spt")
+    descending, spt = (
+        out_and_gradients(flash_attn_func, inputs, dout, schedule=schedule) for schedule in ("descending", "spt")
     )
-    assert not torch.equal(ascending[1], spt[1])
-    assert_same_bits((ascending[0], *ascending[2:]), (spt[0], *spt[2:]))
+    assert_same_bits(descending[:1], spt[:1])
+    assert not any(map(torch.equal, descending[1:], spt[1:]))
 
 
 @pytest.mark.parametrize("causal", [False, True])

@@ -188,7 +188,7 @@ def test_noise_and_pairs():
         ("order_free", True, 8192, 128, 2, 2),
         ("order_free", False, 1024, 128, 4, 16),
         ("order_free", False, 32768, 128, 1, 1),
-        ("order_free", True, 4096, 256, 4, 0),
+        ("atomic", True, 4096, 256, 4, 0),
         ("symmetric_shift", True, 1024, 64, 64, 0),
         ("spt", True, 512, 64, 1, 0),
         ("ascending", True, 512, 64, 1, 0),

@@ -179,7 +179,7 @@ def backward(tensors, order, causal=True, scale=0.125):
 def test_no_order_shows_in_dq(causal, dtype):
     tensors = make(distributions.heavy_tailed_rows_of_dout, 300, 32, dtype, batch=2, heads=4, kv_heads=2)
     results = []
-    for schedule in ("ascending", "spt", "symmetric_shift" if causal else "shift"):
+    for schedule in ("descending", "spt", "symmetric_shift" if causal else "shift"):
         tiles = tile_order(schedule, 300, 300, head_dim=32, causal=causal, tile_q=16, tile_k=32)
         results.append(backward(tensors, tiles._replace(order_free=True), causal)[0])
         assert not torch.equal(backward(tensors, tiles, causal)[0], results[0])
@@ -330,17 +330,9 @@ def test_a_row_whose_units_are_too_coarse_needs_the_order():
     assert _schedule.row_needs_order(exponent=100, dout_norm=math.nan, **row)
 
 
-# Above 128 columns 32,768 keys are about as many as there is room for, or more.
-LENGTHS_AND_HEAD_DIMS = [
-    (seqlen, head_dim)
-    for seqlen in (64, 1000, 4096, 16384, 32768)
-    for head_dim in (64, 96, 128, 192, 256)
-    if seqlen <= 16384 or head_dim <= 128
-]
-
-
 @BOTH
-@pytest.mark.parametrize("seqlen, head_dim", LENGTHS_AND_HEAD_DIMS)
+@pytest.mark.parametrize("head_dim", [64, 96, 128])
+@pytest.mark.parametrize("seqlen", [64, 1000, 4096, 16384, 32768])
 def test_normal_inputs_stay_in_fixed_point(seqlen, head_dim, dtype):
     generator = torch.Generator().manual_seed(seqlen + head_dim)
     k, v = (torch.randn(1, seqlen, head_dim, generator=generator).to(dtype).float() for _ in range(2))

@@ -111,4 +111,4 @@ def test_every_policy_of_a_mask_is_tried():
             problem = Problem(1, 1, 1, 1, 1, 64, **mask)
             assert problem.mask_kind == kind
             own = {"full": {"shift"}, "causal": {"symmetric_shift"}, "window": set()}[kind]
-            assert set(support.policies(problem)) == {"ascending", "descending", "spt", "order_free"} | own
+            assert set(support.policies(problem)) == {"descending", "spt", "order_free"} | own

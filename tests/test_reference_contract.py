@@ -61,7 +61,7 @@ class Call:
             states = DropoutState.draw(batch=batch, generator=generator).rng_state
         call = {"causal": mask["causal"], "window": mask["window_size"], "head_dim": head_dim}
         call |= {"value_head_dim": value_head_dim, "attention_chunk": mask.get("attention_chunk", 0)}
-        call["changed_scores"] = kind != "plain" or states is not None
+        call |= {"changed_scores": kind != "plain", "dropout": states is not None}
         return cls(
             drawn(batch, seqlen_q, heads, head_dim, dtype=dtype),
             drawn(batch, seqlen_k, kv_heads, head_dim, dtype=dtype),

@@ -4,8 +4,8 @@
     python tools/check_torch_headers.py [VERSION ...]
 
 The oldest is what pyproject.toml states. pip downloads the wheels (500 MB each) for this Python; their headers stay in
-build/torch-headers/VERSION. Compiles with setup.py's flags and -fsyntax-only; needs the CUDA toolkit's headers and
-CUTLASS. Exit status: 1 where a source does not compile or there is no CUDA toolkit, 75 where the index has no headers.
+build/torch-headers/VERSION. Compiles with setup.py's flags and -fsyntax-only; needs the CUDA toolkit's headers.
+Exit status: 1 where a source does not compile or there is no CUDA toolkit, 75 where the index has no headers.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def headers(version: str) -> Path:
 
 
 def compiles(source: Path, include: Path, cuda_home: Path) -> bool:
-    folders = [include, include / "torch" / "csrc" / "api" / "include", cuda_home / "include", toolchain.find_cutlass()]
+    folders = [include, include / "torch" / "csrc" / "api" / "include", cuda_home / "include"]
     system = [f"-isystem{folder}" for folder in [*folders, sysconfig.get_path("include")]]
     flags = [*toolchain.BINDINGS[source.name], f"-I{ROOT / 'csrc'}", *system, "-fsyntax-only"]
     return subprocess.run([os.environ.get("CXX", "c++"), *flags, str(source)]).returncode == 0

@@ -4,8 +4,8 @@
 #
 #   TESTS=1 SANITIZE=1 BENCH=full OUT=/tmp/results tools/device_suite.sh
 #
-# Needs no network. Wheels of what the machine's Python lacks lie in .wheels/, where they are found: nvidia-cutlass, and
-# setuptools, ninja or pybind11 where they are missing or too old. PYTHON is the Python whose torch is used (python3).
+# Needs no network. Wheels of what the machine's Python lacks lie in .wheels/, where they are found: setuptools, ninja
+# or pybind11 where they are missing or too old. PYTHON is the Python whose torch is used (python3).
 #   CARRIED   1: no install, but the checkout with the dash_attn/_C*.so that it holds; quicker while iterating
 #   INSTALL_TIMEOUT  seconds, 180
 #   WORK      a folder to keep the installation in; a later call with the same folder and sources uses it again
@@ -117,7 +117,7 @@ run_tests() {
 
 # run_sanitizers PYTHON TOOLS JOBS: side by side, since most of what each does is on the CPU, by one thread.
 run_sanitizers() {
-  local tool job other left_out pids=() status=0
+  local tool job left_out pids=() status=0
   export OMP_NUM_THREADS=1
   for tool in $2; do
     left_out=
@@ -128,11 +128,9 @@ run_sanitizers() {
         --share "$job/$3" $left_out ${SANITIZE_ARGS:-} >"$OUT/${tool}_$job.txt" 2>&1 &
       pids+=($!)
     done
-    for other in linear parts; do
-      compute-sanitizer --tool "$tool" --error-exitcode 9 --print-limit 20 "$1" "tests/gpu/sanitizer_$other.py" \
-        >"$OUT/${tool}_$other.txt" 2>&1 &
-      pids+=($!)
-    done
+    compute-sanitizer --tool "$tool" --error-exitcode 9 --print-limit 20 "$1" tests/gpu/sanitizer_parts.py \
+      >"$OUT/${tool}_parts.txt" 2>&1 &
+    pids+=($!)
   done
   for job in "${pids[@]}"; do wait "$job" || status=1; done
   return $status

@@ -2,8 +2,6 @@
 // that is made of it for a mask, a score and a set of policies (Variant).
 #pragma once
 
-#include <cutlass/numeric_types.h>
-
 #include <cstdint>
 
 #include "../config/pipeline.h"

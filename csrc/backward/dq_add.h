@@ -10,8 +10,6 @@
 // rank (finish_dq.h), which is brought the sum instead of adding to it, or the conversion.
 #pragma once
 
-#include <cute/arch/copy_sm90_tma.hpp>
-
 #include "../schedule/sequences.h"
 #include "finish_dq.h"
 #include "params.h"
@@ -61,7 +59,7 @@ class Adder {
         shared_.ds_full[buffer.slot()].wait(buffer.parity());
       }
       wait_for_turn(params_.workspace.dq_semaphores + step.dq_tile, step.rank, true);
-      cute::SM90_BULK_COPY_G2S::copy(sum, reinterpret_cast<uint64_t*>(&sum_full), staged, kBytes);
+      ptx::bulk_load(staged, sum, kBytes, &sum_full);
       if constexpr (Variant::kOrderFree) {
         shared_.others[buffer.slot()] = {uint16_t(step.rank), __ldcg(params_.workspace.any_marks) != 0};
       }
@@ -72,9 +70,9 @@ class Adder {
 #pragma unroll
     for (int consumer = 0; consumer < Variant::kConsumers; ++consumer) {
       const int row = Variant::kSplitDqByHeadDim ? 0 : consumer * Variant::kDqQueries;
-      cute::SM90_TMA_STORE_5D::copy(&params_.dq, rows_in_dq_buffer<Variant>(staged, consumer),
-                                    consumer * Variant::kDqColumnStep, step.head(),
-                                    rows.first + step.query_tile * Variant::kQuery + row, rows.outer, rows.wrap);
+      ptx::store_box(params_.dq, rows_in_dq_buffer<Variant>(staged, consumer),
+                     {consumer * Variant::kDqColumnStep, step.head(),
+                      rows.first + step.query_tile * Variant::kQuery + row, rows.outer, rows.wrap});
     }
     ptx::bulk_commit();
     // The sum has been read, and need not leave L2.

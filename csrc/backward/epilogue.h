@@ -85,7 +85,7 @@ class Epilogue {
                 "dV fits where a consumer stages dQ");
 
   static __device__ __forceinline__ void sync_consumers() {
-    cutlass::arch::NamedBarrier::sync(Variant::kConsumers * kWarpgroupThreads, 0u);
+    sync_numbered(0, Variant::kConsumers * kWarpgroupThreads);
   }
 };
 

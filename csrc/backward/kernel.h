@@ -6,8 +6,6 @@
 // CTAs are persistent and take their work from a counter (work_ring.h); none waits for a CTA that may not be running.
 #pragma once
 
-#include <cute/arch/cluster_sm90.hpp>
-
 #include "../device/warp_roles.h"
 #include "dq_add.h"
 #include "load.h"
@@ -25,7 +23,7 @@ __global__ void __launch_bounds__(Variant::kThreads, 1) backward_kernel(const __
   if (threadIdx.x == 0) { initialise_barriers(shared); }
   // The other CTAs of the cluster arrive on this one's barriers.
   if constexpr (Variant::kClusterSize > 1) {
-    cute::cluster_sync();
+    ptx::sync_cluster();
   } else {
     __syncthreads();
   }
@@ -35,7 +33,7 @@ __global__ void __launch_bounds__(Variant::kThreads, 1) backward_kernel(const __
   const auto produce = [&](int warp) {
     if (warp == kLoaderWarp) {
       Loader<Variant>(shared, params).run();
-    } else if (cute::elect_one_sync()) {
+    } else if (ptx::elect_one()) {
       if (warp == kPlannerWarp) {
         Planner<Variant>(shared, params).run();
       } else {
@@ -57,7 +55,7 @@ __global__ void __launch_bounds__(Variant::kThreads, 1) backward_kernel(const __
   // A CTA's shared memory must outlive the last arrival of its neighbours. The barrier takes whole warps.
   if constexpr (Variant::kClusterSize > 1) {
     __syncwarp();
-    cute::cluster_sync();
+    ptx::sync_cluster();
   }
 }
 

@@ -10,8 +10,6 @@
 // Q, and write it in base 2 in the consumers' order. All else is done by one of them.
 #pragma once
 
-#include <cute/arch/copy_sm90_tma.hpp>
-
 #include "../device/fragment.h"
 #include "../device/tma.h"
 #include "params.h"
@@ -28,7 +26,7 @@ class Loader {
  public:
   using Element = typename Variant::Element;
   using Shared = SharedStorage<Variant>;
-  using Barrier = typename Shared::TransactionBarrier;
+  using Barrier = TransactionBarrier;
 
   __device__ Loader(Shared& shared, const KernelParams& params) : shared_(shared), params_(params) {}
 
@@ -67,7 +65,7 @@ class Loader {
   };
 
   // Always the same lane. Called by the whole warp.
-  static __device__ __forceinline__ bool is_leader() { return cute::elect_one_sync(); }
+  static __device__ __forceinline__ bool is_leader() { return ptx::elect_one(); }
 
   // There is one K and one V a work tile.
   __device__ __forceinline__ RingIndex<1> tile() const { return {ring_.count}; }
@@ -220,7 +218,7 @@ class Loader {
 
   template <typename T>
   static __device__ __forceinline__ void copy_rows(const T* rows, Barrier& full, T* tile, int bytes) {
-    cute::SM90_BULK_COPY_G2S::copy(rows, reinterpret_cast<uint64_t*>(&full), tile, bytes);
+    ptx::bulk_load(tile, rows, bytes, &full);
   }
 
   Shared& shared_;

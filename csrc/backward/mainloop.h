@@ -16,8 +16,6 @@
 // P, dQ, dP (32), one rounded for P and dS (16).
 #pragma once
 
-#include <cutlass/arch/barrier.h>
-
 #include <type_traits>
 
 #include "../device/fragment.h"

@@ -81,7 +81,7 @@ __device__ __forceinline__ void score_gradient(RegisterSlice (&p)[kSize / 8], co
 #pragma unroll
   for (int slice = 0; slice < kSize / 8; ++slice) {
     const SliceStatistics row = slice_of(delta, thread, slice);
-    if constexpr (Score::kDrops && std::is_same_v<Element, cutlass::bfloat16_t>) {
+    if constexpr (Score::kDrops && std::is_same_v<Element, bf16>) {
       // Pairs are chosen when they are rounded, half as many as elements.
       const uint32_t dropped[2] = {negated_pair(pack<Element>(row.of[0][0], row.of[0][1])),
                                    negated_pair(pack<Element>(row.of[1][0], row.of[1][1]))};

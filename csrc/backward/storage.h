@@ -1,10 +1,9 @@
 // The main kernel's shared memory: buffers, and the barriers that say when each is full or empty.
 #pragma once
 
-#include <cutlass/arch/barrier.h>
-
 #include <type_traits>
 
+#include "../device/barrier.h"
 #include "../device/ring.h"
 #include "../schedule/work_tile.h"
 #include "config.h"
@@ -49,13 +48,9 @@ struct OtherPartials {
   uint16_t have_marks : 1;  // on rows that are not finite; may be of other tiles
 };
 
-struct Nothing {};
-
 template <typename Variant, bool kIsWide = Variant::kWide>
 struct alignas(1024) SharedStorage {
   using Element = typename Variant::Element;
-  using Barrier = cutlass::arch::ClusterBarrier;
-  using TransactionBarrier = cutlass::arch::ClusterTransactionBarrier;
   static constexpr int kStages = Variant::kStages;
 
   // K of a work tile, and V until the consumers have it in registers: they change places from work tile to work tile,
@@ -164,7 +159,7 @@ __device__ __forceinline__ void initialise_barriers(SharedStorage<Variant>& shar
       shared.number_empty[i].init(Count::kLoadersOfCluster);
     }
   }
-  cutlass::arch::fence_barrier_init();
+  fence_barrier_init();
 }
 
 }  // namespace dash_attn::backward

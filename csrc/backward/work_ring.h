@@ -7,8 +7,6 @@
 // never waits. Why it may wait for higher ones where it has a whole KV tile instead of a part: whole_tiles.h.
 #pragma once
 
-#include <cute/arch/cluster_sm90.hpp>
-
 #include "../device/ptx.h"
 #include "params.h"
 #include "storage.h"
@@ -21,7 +19,7 @@ using WorkRing = RingIndex<Variant::kWorkSlots>;
 
 template <typename Variant>
 __device__ __forceinline__ int cluster_cta_rank() {
-  return Variant::kClusterSize == 1 ? 0 : int(cute::block_rank_in_cluster());
+  return Variant::kClusterSize == 1 ? 0 : ptx::cta_rank();
 }
 
 // Called by one thread of every CTA of the cluster.

@@ -147,7 +147,7 @@ Outputs attention(variable_list packed, PackTensors pack, std::optional<SymInt> 
                   std::optional<double> softmax_scale, MaskArguments mask, std::string_view schedule, SymInt sm_margin,
                   const ScoreArguments& scores, const DropoutArguments& dropout) {
   check_mask(mask);
-  check_schedule(schedule, mask, scores, padded_row(packed.front(), packed.back()));
+  resolve_schedule(schedule, mask, scores, padded_row(packed.front(), packed.back()));
   const SymInt head_dim = packed[0].sym_size(-1);
   Options options{std::move(num_heads_q),
                   softmax_scale ? *softmax_scale : std::pow(head_dim.guard_int(__FILE__, __LINE__), -0.5),
@@ -161,9 +161,11 @@ Outputs attention(variable_list packed, PackTensors pack, std::optional<SymInt> 
                   dropout};
   if (dropout.exist()) {
     const Operands operands = unpack(packed, options.num_heads_q);
-    // Both passes take one of the two.
+    // Each pass takes one of the two.
     check_dropout(dropout.of_forward(), scores, operands.q, operands.k, options.pack);
-    check_dropout(dropout.of_backward(), scores, operands.q, operands.k, options.pack);
+    if (dropout.bits && dropout.rng_state) {
+      check_dropout(dropout.of_backward(), scores, operands.q, operands.k, options.pack);
+    }
   }
   if (scores.exist()) {
     check_scores(scores, "learnable_sink (s_aux)", unpack(packed, options.num_heads_q).q, options.pack,
@@ -261,10 +263,6 @@ Outputs attention_qkvpacked(const Tensor& qkv, std::optional<SymInt> num_heads_q
 #define DASH_OPTIONAL_PACK \
   "Tensor? cu_seqlens_q=None, Tensor? cu_seqlens_k=None, Tensor? seqused_q=None, Tensor? seqused_k=None, "
 #define DASH_OUTPUTS "(Tensor out, Tensor softmax_lse)"
-// Which bits of dropout: csrc/dropout/mask.h.
-#define DASH_BITS                                                                                             \
-  "Tensor rng_state, float p, int seqlen_q, int seqlen_k, int first_head, int total_heads, int first_query, " \
-  "int first_key, bool of_flash_attention_2, int rounds, " DASH_MASK "int sm_margin"
 
 TORCH_LIBRARY(dash_attn, library) {
   library.def("forward(Tensor q, Tensor k, Tensor v, " DASH_PACK "float softmax_scale, " DASH_MASK
@@ -351,8 +349,8 @@ TORCH_LIBRARY(dash_attn_C, library) {
       "Tensor? dsoftmax_lse, int first_with_dq, int tiles_with_dq, bool keys_continue, float softmax_scale, "
       DASH_MASK
       "int first_own_key, int keys_before, int schedule, int sm_margin) -> ()");
-  library.def("dropout_bits(Tensor(a!) bits, " DASH_BITS ") -> ()");
   library.def(
-      "linear_with_dropout_bits(Tensor(a!) out, Tensor(b!) bits, Tensor x, Tensor weight, Tensor? bias, " DASH_BITS
-      ") -> ()");
+      "dropout_bits(Tensor(a!) bits, Tensor rng_state, float p, int seqlen_q, int seqlen_k, int first_head, "
+      "int total_heads, int first_query, int first_key, bool of_flash_attention_2, int rounds, " DASH_MASK
+      "int sm_margin) -> ()");
 }

@@ -12,7 +12,6 @@
 
 #include "../dropout/fragment.h"
 #include "../dropout/mask.h"
-#include "../linear/tiles.h"
 #include "tile_bindings.h"
 
 namespace dash_attn::dropout {
@@ -184,24 +183,6 @@ inline void bind_dropout(py::module_& m) {
       py::arg("bits"), py::kw_only(), py::arg("queries_are_rows"), py::arg("columns"), py::arg("key_blocks"),
       py::arg("first_row"), py::arg("first_column"), py::arg("thread"),
       "Which registers of a 64 x columns accumulator a thread keeps: csrc/dropout/fragment.h.");
-  m.def(
-      "linear_tiles",
-      [](int64_t rows, int64_t columns, int64_t cluster) {
-        linear::TileList const list{ceil_div(in_range("rows", rows, 1, 1 << 20), linear::kTileRows),
-                                    ceil_div(in_range("columns", columns, 1, 1 << 20), linear::kTileColumns),
-                                    in_range("cluster", cluster, 1, 17)};
-        std::vector<std::vector<std::tuple<int, int>>> places(static_cast<size_t>(list.places()));
-        for (int place = 0; place < list.places(); ++place) {
-          for (int rank = 0; rank < list.cluster; ++rank) {
-            linear::TileOfOutput const tile = list.tile(place, rank);
-            places[static_cast<size_t>(place)].emplace_back(tile.row, tile.column);
-          }
-        }
-        return places;
-      },
-      py::arg("rows"), py::arg("columns"), py::kw_only(), py::arg("cluster"),
-      "The tiles of a linear layer's output, (row, column) in tiles of 128 x 256, of each CTA of a cluster, a list for "
-      "each place: csrc/linear/tiles.h.");
   m.def("dropout_threshold", &checked_threshold, py::arg("p"), "How many of 256 random bytes keep an element.");
   m.def(
       "dropout_bits",

@@ -81,8 +81,6 @@ struct ScoreArguments {
   bool dropped = false;  // the probabilities that follow from them: dropout_checks.h
 
   bool exist() const { return sinks || alibi_slopes || softcap != 0; }
-
-  bool have_own_kernels() const { return alibi_slopes || softcap != 0 || dropped; }
 };
 
 // What the caller calls them.
@@ -314,15 +312,10 @@ inline HeadDims padded_row(const Tensor& q, const Tensor& v) {
 // The policy that a schedule's name means for this problem.
 inline Policy resolve_schedule(std::string_view schedule, const MaskArguments& mask, const ScoreArguments& scores,
                                HeadDims padded) {
-  const CallKind call{mask.kind(), padded, scores.have_own_kernels()};
+  const CallKind call{mask.kind(), padded, scores.alibi_slopes || scores.softcap != 0, scores.dropped};
   const std::optional<Policy> policy = chosen_policy(schedule, call);
   TORCH_CHECK_VALUE(policy.has_value(), refused_schedule(schedule, call));
   return *policy;
-}
-
-inline void check_schedule(std::string_view schedule, const MaskArguments& mask, const ScoreArguments& scores,
-                           HeadDims padded) {
-  resolve_schedule(schedule, mask, scores, padded);
 }
 
 inline void check_head_dim_multiple(const char* name, const Tensor& tensor) {
@@ -414,11 +407,12 @@ inline void check_score_gradients(const ScoreGradients& gradients, const ScoreAr
                     "dsinks must be contiguous, got strides ", tuple_text(gradients.dsinks->sym_strides()));
 }
 
-inline void check_backward(const Tensor& dout, const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& out,
-                           const Tensor& softmax_lse, const Tensor& dq, const Tensor& dk, const Tensor& dv,
-                           const PackTensors& pack, const ScoreArguments& scores, const ScoreGradients& score_gradients,
-                           double softmax_scale, const MaskArguments& mask, std::string_view schedule,
-                           const SymInt& sm_margin) {
+// Returns the policy that the schedule's name means.
+inline Policy check_backward(const Tensor& dout, const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& out,
+                             const Tensor& softmax_lse, const Tensor& dq, const Tensor& dk, const Tensor& dv,
+                             const PackTensors& pack, const ScoreArguments& scores,
+                             const ScoreGradients& score_gradients, double softmax_scale, const MaskArguments& mask,
+                             std::string_view schedule, const SymInt& sm_margin) {
   check_operands(q, k, v, pack, scores, softmax_scale, mask, sm_margin);
   check_out("dout", dout, q, v);
   check_out("out", out, q, v);
@@ -430,7 +424,7 @@ inline void check_backward(const Tensor& dout, const Tensor& q, const Tensor& k,
   check_writable("dv", dv);
   check_softmax_lse("softmax_lse", softmax_lse, q, pack.exists());
   check_score_gradients(score_gradients, scores, q, pack.exists());
-  check_schedule(schedule, mask, scores, padded_row(q, v));
+  return resolve_schedule(schedule, mask, scores, padded_row(q, v));
 }
 
 // No two elements of what is written may share a place: along the dimensions, from the smallest stride on, each step

@@ -223,8 +223,9 @@ inline void backward(const Tensor& dout, const Tensor& q, const Tensor& k, const
                      std::optional<SymInt> max_seqlen_q, std::optional<SymInt> max_seqlen_k) {
   const PackTensors pack{cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k};
   const MaskArguments mask{causal, window_left, window_right, attention_chunk};
-  check_backward(dout, q, k, v, out, softmax_lse, dq, dk, dv, pack, {sinks, alibi_slopes, softcap, dropout_p != 0},
-                 {dsoftmax_lse, dsinks}, softmax_scale, mask, schedule, sm_margin);
+  const Policy policy = check_backward(dout, q, k, v, out, softmax_lse, dq, dk, dv, pack,
+                                       {sinks, alibi_slopes, softcap, dropout_p != 0}, {dsoftmax_lse, dsinks},
+                                       softmax_scale, mask, schedule, sm_margin);
   check_dropout({dropout_bits, rng_state, dropout_p, max_seqlen_q, max_seqlen_k}, {sinks, alibi_slopes, softcap}, q, k,
                 pack);
   const Tensor gradients[] = {dq, dk, dv};
@@ -272,8 +273,6 @@ inline void backward(const Tensor& dout, const Tensor& q, const Tensor& k, const
              std::nullopt, std::nullopt, /*dropout_p=*/0, std::nullopt, std::nullopt);
     return;
   }
-  const Policy policy =
-      resolve_schedule(schedule, mask, {sinks, alibi_slopes, softcap, dropout_p != 0}, padded_row(q, v));
   const PositiveScale scaled(q, softmax_scale);
   const Tensor targets[] = {target_of(dq), target_of(dk), target_of(dv)};
   const DropoutArguments dropout =

@@ -48,12 +48,12 @@ decltype(auto) with_policy(std::string const& name, Problem const& problem, F&& 
 }
 
 inline void bind_policies(py::module_& m) {
-  py::tuple names(kNumDeterministicPolicies), yardsticks(kNumPolicies - kNumDeterministicPolicies);
+  py::tuple names(kNumUserPolicies), yardsticks(kNumPolicies - kNumUserPolicies);
   for (int i = 0; i < kNumPolicies; ++i) {
-    if (i < kNumDeterministicPolicies) {
+    if (i < kNumUserPolicies) {
       names[i] = py::str(kPolicyNames[i]);
     } else {
-      yardsticks[i - kNumDeterministicPolicies] = py::str(kPolicyNames[i]);
+      yardsticks[i - kNumUserPolicies] = py::str(kPolicyNames[i]);
     }
   }
   m.attr("POLICIES") = names;
@@ -68,32 +68,34 @@ inline void bind_policies(py::module_& m) {
       py::arg("attention_chunk") = 0, "Whether the policy is defined for this mask.");
 
   auto const call = [](bool causal, int64_t head_dim, std::optional<int64_t> value_head_dim, WindowSize window,
-                       int64_t attention_chunk, bool changed_scores) {
+                       int64_t attention_chunk, bool changed_scores, bool dropout) {
     MaskKind const mask = checked_rule(causal, window, attention_chunk).kind;
-    return CallKind{mask, padded_row(head_dim, value_head_dim), changed_scores};
+    return CallKind{mask, padded_row(head_dim, value_head_dim), changed_scores, dropout};
   };
   m.def(
       "has_kernel",
       [=](std::string const& schedule, bool causal, int64_t head_dim, std::optional<int64_t> value_head_dim,
-          WindowSize window, int64_t attention_chunk, bool changed_scores) {
+          WindowSize window, int64_t attention_chunk, bool changed_scores, bool dropout) {
         return has_kernel(parse_policy(schedule),
-                          call(causal, head_dim, value_head_dim, window, attention_chunk, changed_scores));
+                          call(causal, head_dim, value_head_dim, window, attention_chunk, changed_scores, dropout));
       },
       py::arg("schedule"), py::kw_only(), py::arg("causal"), py::arg("head_dim"),
       py::arg("value_head_dim") = py::none(), py::arg("window") = kAnyWindow, py::arg("attention_chunk") = 0,
-      py::arg("changed_scores") = false, "Whether the policy has a kernel for such calls.");
+      py::arg("changed_scores") = false, py::arg("dropout") = false,
+      "Whether the policy has a kernel for such calls.");
   m.def(
       "resolve",
       [=](std::string const& schedule, bool causal, int64_t head_dim, std::optional<int64_t> value_head_dim,
-          WindowSize window, int64_t attention_chunk, bool changed_scores) {
-        CallKind const kind = call(causal, head_dim, value_head_dim, window, attention_chunk, changed_scores);
+          WindowSize window, int64_t attention_chunk, bool changed_scores, bool dropout) {
+        CallKind const kind = call(causal, head_dim, value_head_dim, window, attention_chunk, changed_scores, dropout);
         std::optional<Policy> const policy = chosen_policy(schedule, kind);
         if (!policy) throw py::value_error(refused_schedule(schedule, kind));
         return kPolicyNames[static_cast<int>(*policy)];
       },
       py::arg("schedule"), py::kw_only(), py::arg("causal"), py::arg("head_dim"),
       py::arg("value_head_dim") = py::none(), py::arg("window") = kAnyWindow, py::arg("attention_chunk") = 0,
-      py::arg("changed_scores") = false, "The policy that a schedule means for such calls.");
+      py::arg("changed_scores") = false, py::arg("dropout") = false,
+      "The policy that a schedule means for such calls.");
 
   m.def(
       "is_ordered",

@@ -1,5 +1,5 @@
 // The fixed-point scale of order-free accumulation: a power of two for each row of dQ, and the heads that have too
-// little room for it. Derived in docs/order_free.md. Plain C++: no CUDA, CuTe or torch.
+// little room for it. Derived in docs/order_free.md. Plain C++: no CUDA or torch.
 //
 // Determinism contract: a row's scale is a function of its dO and D, of its KV head's statistics and of the number of
 // keys; the rule for a head, of those of the rows of its KV head's group, of their LSE, the lengths and the mask.

@@ -1,5 +1,5 @@
 // How much the backward's main kernel has under way at a time: read by the kernel, and by the model that plays it.
-// Plain C++: no CUDA, CuTe or torch.
+// Plain C++: no CUDA or torch.
 #pragma once
 
 namespace dash_attn::backward {

@@ -1,5 +1,5 @@
 // The one table of tile sizes: read by the kernels, the workspace, the schedule module and Python.
-// Plain C++: no CUDA, CuTe or torch.
+// Plain C++: no CUDA or torch.
 #pragma once
 
 #include "../host_device.h"

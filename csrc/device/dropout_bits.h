@@ -1,13 +1,12 @@
 // The bits of dropout in the registers of a kernel's consumers, and what they do to its fragments.
 #pragma once
 
-#include <cutlass/numeric_types.h>
-
 #include <cstdint>
 #include <type_traits>
 
 #include "../dropout/fragment.h"
 #include "../schedule/mask.h"
+#include "elements.h"
 #include "gemm.h"
 #include "ptx.h"
 
@@ -148,7 +147,7 @@ class FragmentBits {
 #pragma unroll
       for (int pair = 0; pair < 4; ++pair) {
         uint32_t& probabilities = p[slice][pair];
-        if constexpr (Layout::kQueriesAreRows && std::is_same_v<Element, cutlass::bfloat16_t>) {
+        if constexpr (Layout::kQueriesAreRows && std::is_same_v<Element, bf16>) {
           probabilities = ptx::multiply_add_relu_bf16(dropped_of_pair(slice, pair), kMinus2To127, probabilities);
         } else {
           probabilities &= spread_of_pair(slice, pair);

@@ -4,7 +4,9 @@
 
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
-#include <cutlass/numeric_types.h>
+
+#include <cstdint>
+#include <type_traits>
 
 #include "gemm.h"
 #include "ptx.h"
@@ -28,7 +30,7 @@ __host__ __device__ constexpr int slice_statistics(int thread, int slice) { retu
 
 template <typename Element>
 __device__ __forceinline__ uint32_t pack(float low, float high) {
-  if constexpr (std::is_same_v<Element, cutlass::bfloat16_t>) {
+  if constexpr (std::is_same_v<Element, bf16>) {
     const __nv_bfloat162 pair = __floats2bfloat162_rn(low, high);
     return reinterpret_cast<const uint32_t&>(pair);
   } else {
@@ -39,7 +41,7 @@ __device__ __forceinline__ uint32_t pack(float low, float high) {
 
 template <typename Element>
 __device__ __forceinline__ float2 unpack(uint32_t pair) {
-  if constexpr (std::is_same_v<Element, cutlass::bfloat16_t>) {
+  if constexpr (std::is_same_v<Element, bf16>) {
     return {__uint_as_float(pair << 16), __uint_as_float(pair & 0xffff0000)};
   } else {
     return __half22float2(reinterpret_cast<const __half2&>(pair));
@@ -49,8 +51,7 @@ __device__ __forceinline__ float2 unpack(uint32_t pair) {
 // The larger magnitude of each half, with either sign; of a NaN and a number, the number.
 template <typename Element>
 __device__ __forceinline__ uint32_t larger_of_pairs(uint32_t a, uint32_t b) {
-  return std::is_same_v<Element, cutlass::bfloat16_t> ? ptx::larger_magnitude_bf16(a, b)
-                                                      : ptx::larger_magnitude_f16(a, b);
+  return std::is_same_v<Element, bf16> ? ptx::larger_magnitude_bf16(a, b) : ptx::larger_magnitude_f16(a, b);
 }
 
 __device__ __forceinline__ uint32_t negated_pair(uint32_t pair) { return pair ^ 0x80008000; }
@@ -65,7 +66,7 @@ __device__ __forceinline__ uint32_t multiply_bf16_pairs(uint32_t a, uint32_t b) 
 // fp16 the unrounded factor may be out of range where the product is not.
 template <typename Element>
 __device__ __forceinline__ uint32_t multiply_pair(uint32_t pair, float low, float high) {
-  if constexpr (std::is_same_v<Element, cutlass::bfloat16_t>) {
+  if constexpr (std::is_same_v<Element, bf16>) {
     return multiply_bf16_pairs(pair, pack<Element>(low, high));
   } else {
     const float2 wide = __half22float2(reinterpret_cast<const __half2&>(pair));
@@ -91,7 +92,7 @@ __device__ __forceinline__ uint32_t transposed_address(const void* blocks, int w
   const int block = one_block ? 0 : warp / kWarpsPerBlock, warp_of_block = one_block ? warp : warp % kWarpsPerBlock;
   const int row = (lane / 16) * 8 + lane % 8;
   const int place = Swizzle::place(lane % 8, 2 * warp_of_block + (lane / 8) % 2);
-  return cute::cast_smem_ptr_to_uint(blocks) + (block * kRows + row) * Swizzle::kRowBytes + place * 16;
+  return ptx::shared_address(blocks) + (block * kRows + row) * Swizzle::kRowBytes + place * 16;
 }
 
 template <typename Swizzle, int kRows, int kSlices>
@@ -108,7 +109,7 @@ __device__ __forceinline__ uint32_t slice_address(const void* tile, int first_ro
   const int row = first_row + warp * 16 + lane % 16;
   const int column_chunk = 2 * k + lane / 16;
   const int block = column_chunk / Swizzle::kChunks;
-  return cute::cast_smem_ptr_to_uint(tile) + row * Swizzle::kRowBytes + block * kRows * Swizzle::kRowBytes +
+  return ptx::shared_address(tile) + row * Swizzle::kRowBytes + block * kRows * Swizzle::kRowBytes +
          Swizzle::place(row, column_chunk % Swizzle::kChunks) * 16;
 }
 

@@ -4,13 +4,10 @@
 // wgmma reads such a tile either way round; the operand types below say along which side the sum of products runs.
 #pragma once
 
-#include <cutlass/numeric_types.h>
-
 #include <cstdint>
-#include <cute/arch/mma_sm90.hpp>
-#include <cute/arch/mma_sm90_gmma.hpp>
-#include <cute/arch/util.hpp>
-#include <utility>
+
+#include "ptx.h"
+#include "wgmma.h"
 
 namespace dash_attn {
 
@@ -49,7 +46,7 @@ template <typename Swizzle>
 class TileDescriptors {
  public:
   explicit __device__ __forceinline__ TileDescriptors(const void* shared)
-      : shared_(cute::cast_smem_ptr_to_uint(shared)),
+      : shared_(ptx::shared_address(shared)),
         first_(((shared_ & 0x3ffff) >> 4) | (uint64_t(Swizzle::kAtomBytes >> 4) << 32) |
                (Swizzle::kDescriptorMode << 62)) {
     forget();  // or the compiler, which knows the upper half, adds in two halves
@@ -57,7 +54,7 @@ class TileDescriptors {
   // Has descriptors added up afresh, instead of carried in registers from earlier on.
   __device__ __forceinline__ void forget() { asm volatile("" : "+l"(first_)); }
   __device__ __forceinline__ uint64_t operator()(const void* tile) const {
-    return first_ + ((cute::cast_smem_ptr_to_uint(tile) - shared_) >> 4);
+    return first_ + ((ptx::shared_address(tile) - shared_) >> 4);
   }
 
  private:
@@ -73,7 +70,7 @@ __device__ __forceinline__ uint64_t advance(uint64_t descriptor, uint32_t units)
 // K-major operand: the sum runs along the tile's columns, the operand's M or N is its rows, from `row` on.
 template <typename Swizzle, int kRows>
 struct KMajor {
-  static constexpr cute::SM90::GMMA::Major kMajor = cute::SM90::GMMA::Major::K;
+  static constexpr bool kIsTransposed = false;
   uint64_t first;
 
   explicit __device__ __forceinline__ KMajor(uint64_t tile, int row = 0)
@@ -89,7 +86,7 @@ struct KMajor {
 // MN-major operand: the sum runs along the tile's rows, the operand's M or N is its columns, from block `block` on.
 template <typename Swizzle, int kRows>
 struct MnMajor {
-  static constexpr cute::SM90::GMMA::Major kMajor = cute::SM90::GMMA::Major::MN;
+  static constexpr bool kIsTransposed = true;
   static constexpr int kBlockBytes = kRows * Swizzle::kRowBytes;
   uint64_t first;
 
@@ -103,34 +100,6 @@ struct MnMajor {
 
 // One 16-deep slice of an A operand held in registers, as pairs of 16-bit values.
 using RegisterSlice = uint32_t[4];
-
-template <typename Element, int kN, cute::SM90::GMMA::Major kMajorA, cute::SM90::GMMA::Major kMajorB>
-using SharedProduct =
-    decltype(cute::SM90::GMMA::ss_op_selector<
-             Element, Element, float, cute::Shape<cute::Int<kWarpgroupRows>, cute::Int<kN>, cute::Int<kProductDepth>>,
-             kMajorA, kMajorB>());
-
-template <typename Element, int kN, cute::SM90::GMMA::Major kMajorB>
-using RegisterProduct =
-    decltype(cute::SM90::GMMA::rs_op_selector<
-             Element, Element, float, cute::Shape<cute::Int<kWarpgroupRows>, cute::Int<kN>, cute::Int<kProductDepth>>,
-             cute::SM90::GMMA::Major::K, kMajorB>());
-
-namespace detail {
-
-template <typename Product, size_t... kI>
-__device__ __forceinline__ void issue(uint64_t a, uint64_t b, float* acc, bool accumulate, std::index_sequence<kI...>) {
-  Product::fma(a, b, acc[kI]..., accumulate ? cute::SM90::GMMA::ScaleOut::One : cute::SM90::GMMA::ScaleOut::Zero);
-}
-
-template <typename Product, size_t... kI>
-__device__ __forceinline__ void issue(const RegisterSlice& a, uint64_t b, float* acc, bool accumulate,
-                                      std::index_sequence<kI...>) {
-  Product::fma(a[0], a[1], a[2], a[3], b, acc[kI]...,
-               accumulate ? cute::SM90::GMMA::ScaleOut::One : cute::SM90::GMMA::ScaleOut::Zero);
-}
-
-}  // namespace detail
 
 template <int kSize>
 __device__ __forceinline__ void clear(float (&accumulator)[kSize]) {
@@ -163,29 +132,25 @@ __device__ __forceinline__ void pin(uint32_t (&operand)[kSlices][4]) {
 // `wait_products` that completes it, `pin` what the product wrote or read in registers.
 template <typename Element, int kDepth, int kFirstSlice = 0, typename A, typename B, int kAcc>
 __device__ __forceinline__ void multiply(float (&acc)[kAcc], A a, B b) {
-  using Product = SharedProduct<Element, 2 * kAcc, A::kMajor, B::kMajor>;
+  using Product = wgmma::SharedProduct<Element, kAcc, A::kIsTransposed, B::kIsTransposed>;
   if constexpr (kFirstSlice > 0) { pin(acc); }
-  cute::warpgroup_arrive();
+  wgmma::fence();
 #pragma unroll
-  for (int k = kFirstSlice; k < kDepth / kProductDepth; ++k) {
-    detail::issue<Product>(a.step(k), b.step(k), acc, k != 0, std::make_index_sequence<kAcc>{});
-  }
-  cute::warpgroup_commit_batch();
+  for (int k = kFirstSlice; k < kDepth / kProductDepth; ++k) { Product::issue(acc, a.step(k), b.step(k), k != 0); }
+  wgmma::commit();
 }
 
 // The same with A in registers, which must not change until the product has completed: `pin` them after the wait.
 template <typename Element, typename B, int kSlices, int kAcc>
 __device__ __forceinline__ void multiply(float (&acc)[kAcc], RegisterSlice (&a)[kSlices], B b,
                                          bool accumulate = false) {
-  using Product = RegisterProduct<Element, 2 * kAcc, B::kMajor>;
+  using Product = wgmma::RegisterProduct<Element, kAcc, B::kIsTransposed>;
   pin(a);
   pin(acc);
-  cute::warpgroup_arrive();
+  wgmma::fence();
 #pragma unroll
-  for (int k = 0; k < kSlices; ++k) {
-    detail::issue<Product>(a[k], b.step(k), acc, accumulate || k != 0, std::make_index_sequence<kAcc>{});
-  }
-  cute::warpgroup_commit_batch();
+  for (int k = 0; k < kSlices; ++k) { Product::issue(acc, a[k], b.step(k), accumulate || k != 0); }
+  wgmma::commit();
 }
 
 // acc += A B.
@@ -196,20 +161,18 @@ __device__ __forceinline__ void multiply_add(float (&acc)[kAcc], RegisterSlice (
 
 template <typename Element, int kDepth, typename A, typename B, int kAcc>
 __device__ __forceinline__ void multiply_add(float (&acc)[kAcc], A a, B b) {
-  using Product = SharedProduct<Element, 2 * kAcc, A::kMajor, B::kMajor>;
+  using Product = wgmma::SharedProduct<Element, kAcc, A::kIsTransposed, B::kIsTransposed>;
   pin(acc);
-  cute::warpgroup_arrive();
+  wgmma::fence();
 #pragma unroll
-  for (int k = 0; k < kDepth / kProductDepth; ++k) {
-    detail::issue<Product>(a.step(k), b.step(k), acc, true, std::make_index_sequence<kAcc>{});
-  }
-  cute::warpgroup_commit_batch();
+  for (int k = 0; k < kDepth / kProductDepth; ++k) { Product::issue(acc, a.step(k), b.step(k), true); }
+  wgmma::commit();
 }
 
 // Returns when at most `kPending` of the groups committed last are still running.
 template <int kPending>
 __device__ __forceinline__ void wait_products() {
-  cute::warpgroup_wait<kPending>();
+  wgmma::wait<kPending>();
 }
 
 }  // namespace dash_attn

@@ -1,10 +1,16 @@
-// Instructions that CUTLASS has no wrapper for, one function each, with the section of the PTX ISA they come from.
+// Instructions that CUDA has no function for, one function each, by their names and sections in the PTX ISA.
 #pragma once
 
+#include <cuda.h>
+
 #include <cstdint>
-#include <cute/arch/util.hpp>
 
 namespace dash_attn::ptx {
+
+// An address of shared memory as instructions take it.
+__device__ __forceinline__ uint32_t shared_address(const void* shared) {
+  return uint32_t(__cvta_generic_to_shared(shared));
+}
 
 // 9.7.3 "ex2": 2^x, 2 ulp, one MUFU.
 __device__ __forceinline__ float exp2_approx(float x) {
@@ -70,7 +76,7 @@ __device__ __forceinline__ float tanh_approx(float x) {
 __device__ __forceinline__ void bulk_add_f32(float* global, const float* shared, int bytes) {
   asm volatile("cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;"
                :
-               : "l"(__cvta_generic_to_global(global)), "r"(cute::cast_smem_ptr_to_uint(shared)), "r"(bytes)
+               : "l"(__cvta_generic_to_global(global)), "r"(shared_address(shared)), "r"(bytes)
                : "memory");
 }
 
@@ -78,7 +84,7 @@ __device__ __forceinline__ void bulk_add_f32(float* global, const float* shared,
 __device__ __forceinline__ void bulk_add_s32(float* global, const float* shared, int bytes) {
   asm volatile("cp.reduce.async.bulk.global.shared::cta.bulk_group.add.s32 [%0], [%1], %2;"
                :
-               : "l"(__cvta_generic_to_global(global)), "r"(cute::cast_smem_ptr_to_uint(shared)), "r"(bytes)
+               : "l"(__cvta_generic_to_global(global)), "r"(shared_address(shared)), "r"(bytes)
                : "memory");
 }
 
@@ -86,7 +92,7 @@ __device__ __forceinline__ void bulk_add_s32(float* global, const float* shared,
 __device__ __forceinline__ void bulk_store(float* global, const float* shared, int bytes) {
   asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;"
                :
-               : "l"(__cvta_generic_to_global(global)), "r"(cute::cast_smem_ptr_to_uint(shared)), "r"(bytes)
+               : "l"(__cvta_generic_to_global(global)), "r"(shared_address(shared)), "r"(bytes)
                : "memory");
 }
 
@@ -99,6 +105,54 @@ __device__ __forceinline__ void discard_l2(void* global) {
 // 9.7.9.25 "cp.async.bulk.prefetch": brings `bytes`, a multiple of 16 like the address, to L2. Nobody waits for it.
 __device__ __forceinline__ void bulk_prefetch(const void* global, int bytes) {
   asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(__cvta_generic_to_global(global)), "r"(bytes));
+}
+
+// "cp.async.bulk": copies `bytes`, a multiple of 16 like the addresses, to shared memory. `barrier` counts them.
+__device__ __forceinline__ void bulk_load(void* shared, const void* global, int bytes, const void* barrier) {
+  const uint32_t counter = shared_address(barrier);
+  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
+               :
+               : "r"(shared_address(shared)), "l"(global), "r"(bytes), "r"(counter)
+               : "memory");
+}
+
+// "cp.async.bulk.tensor": copies the box of a tensor that begins at element `c` to shared memory, with a hint for L2.
+// `barrier` counts the bytes. The map's address is passed as a number: as a pointer it would change the machine code.
+struct BoxOrigin {
+  int x0, x1, x2, x3, x4;
+};
+__device__ __forceinline__ void load_box(void* shared, const CUtensorMap& map, BoxOrigin c, const void* barrier,
+                                         uint64_t cache_hint) {
+  const uint32_t counter = shared_address(barrier);
+  asm volatile(
+      "cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint "
+      "[%0], [%1, {%2, %3, %4, %5, %6}], [%7], %8;"
+      :
+      : "r"(shared_address(shared)), "l"(reinterpret_cast<uint64_t>(&map)), "r"(c.x0), "r"(c.x1), "r"(c.x2), "r"(c.x3),
+        "r"(c.x4), "r"(counter), "l"(cache_hint)
+      : "memory");
+}
+
+// The same to the same place in each CTA of the cluster that has its bit in `ctas`, where its own barrier counts.
+__device__ __forceinline__ void load_box_to_ctas(void* shared, const CUtensorMap& map, BoxOrigin c, const void* barrier,
+                                                 uint64_t cache_hint, uint16_t ctas) {
+  const uint32_t counter = shared_address(barrier);
+  asm volatile(
+      "cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster.L2::cache_hint "
+      "[%0], [%1, {%2, %3, %4, %5, %6}], [%7], %8, %9;"
+      :
+      : "r"(shared_address(shared)), "l"(reinterpret_cast<uint64_t>(&map)), "r"(c.x0), "r"(c.x1), "r"(c.x2), "r"(c.x3),
+        "r"(c.x4), "r"(counter), "h"(ctas), "l"(cache_hint)
+      : "memory");
+}
+
+// The other way, as a bulk operation of the calling thread.
+__device__ __forceinline__ void store_box(const CUtensorMap& map, const void* shared, BoxOrigin c) {
+  asm volatile("cp.async.bulk.tensor.5d.global.shared::cta.bulk_group [%1, {%2, %3, %4, %5, %6}], [%0];"
+               :
+               : "r"(shared_address(shared)), "l"(reinterpret_cast<uint64_t>(&map)), "r"(c.x0), "r"(c.x1), "r"(c.x2),
+                 "r"(c.x3), "r"(c.x4)
+               : "memory");
 }
 
 __device__ __forceinline__ void bulk_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
@@ -161,12 +215,39 @@ __device__ __forceinline__ void launch_dependents() { asm volatile("griddepcontr
 // Waits until the kernels before this one have ended and what they wrote is visible.
 __device__ __forceinline__ void wait_for_previous_kernel() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
 
+// "elect.sync": true for one lane of the warp, all of which come here.
+__device__ __forceinline__ bool elect_one() {
+  uint32_t elected;
+  asm volatile("{ .reg .pred is; elect.sync _|is, %1; selp.u32 %0, 1, 0, is; }" : "=r"(elected) : "r"(0xffffffff));
+  return elected != 0;
+}
+
+// "setmaxnreg": the registers of each of the warpgroup's threads from now on, fewer or more than before.
+template <int kRegisters>
+__device__ __forceinline__ void give_registers() {
+  asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kRegisters));
+}
+template <int kRegisters>
+__device__ __forceinline__ void take_registers() {
+  asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kRegisters));
+}
+
+// "barrier.cluster": until all threads of the cluster have come, and what they wrote is visible.
+__device__ __forceinline__ void sync_cluster() {
+  asm volatile("barrier.cluster.arrive.aligned; barrier.cluster.wait.aligned;" ::);
+}
+
+// This CTA's number in its cluster.
+__device__ __forceinline__ int cta_rank() {
+  int rank;
+  asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+  return rank;
+}
+
 // 9.7.8.24 "mapa": the address of this CTA's shared variable in CTA `cta_rank` of the cluster.
 __device__ __forceinline__ uint32_t map_shared(const void* shared, uint32_t cta_rank) {
   uint32_t mapped;
-  asm volatile("mapa.shared::cluster.u32 %0, %1, %2;"
-               : "=r"(mapped)
-               : "r"(cute::cast_smem_ptr_to_uint(shared)), "r"(cta_rank));
+  asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(mapped) : "r"(shared_address(shared)), "r"(cta_rank));
   return mapped;
 }
 

@@ -2,7 +2,6 @@
 #pragma once
 
 #include <cstdint>
-#include <cute/arch/copy_sm90_desc.hpp>
 
 namespace dash_attn {
 
@@ -15,8 +14,8 @@ constexpr int kRegistersPerSm = 64 * 1024;
 // that: asking for more waits for ever.
 constexpr int launch_registers(int threads) { return kRegistersPerSm / threads / 8 * 8 * threads; }
 
-// Hints for TMA loads: of tiles that other CTAs will read too, and of those that are read once in all.
-constexpr auto kKeepInL2 = static_cast<uint64_t>(cute::TMA::CacheHintSm90::EVICT_LAST);
-constexpr auto kReadOnce = static_cast<uint64_t>(cute::TMA::CacheHintSm90::EVICT_FIRST);
+// Hints for TMA loads, of tiles that other CTAs will read too, of those that are read once in all, and of others. The
+// first two are what PTX's createpolicy makes of evict_last and evict_first.
+constexpr uint64_t kKeepInL2 = 0x14F0000000000000, kReadOnce = 0x12F0000000000000, kNoHint = 0x1000000000000000;
 
 }  // namespace dash_attn

@@ -1,11 +1,7 @@
 // What warps and warpgroups of both passes do together.
 #pragma once
 
-#include <cutlass/arch/barrier.h>
-#include <cutlass/arch/reg_reconfig.h>
-
-#include <cute/arch/cluster_sm90.hpp>
-
+#include "barrier.h"
 #include "ptx.h"
 #include "sm90.h"
 
@@ -30,33 +26,31 @@ __device__ __forceinline__ Storage& shared_storage() {
 template <typename Variant, typename Produce, typename Consume>
 __device__ __forceinline__ void specialise_warps(Produce&& produce, Consume&& consume) {
   if (warpgroup_index() == 0) {
-    cutlass::arch::warpgroup_reg_dealloc<Variant::kProducerRegisters>();
+    ptx::give_registers<Variant::kProducerRegisters>();
     produce(warp_index());
   } else {
-    cutlass::arch::warpgroup_reg_alloc<Variant::kConsumerRegisters>();
+    ptx::take_registers<Variant::kConsumerRegisters>();
     consume();
   }
 }
 
 // Of the threads of one warpgroup.
-__device__ __forceinline__ void sync_warpgroup(int barrier) {
-  cutlass::arch::NamedBarrier::sync(kWarpgroupThreads, uint32_t(barrier));
-}
+__device__ __forceinline__ void sync_warpgroup(int barrier) { sync_numbered(barrier, kWarpgroupThreads); }
 
 // One arrival a warp, for what is done by the time its elected lane comes here: products, waits.
-__device__ __forceinline__ void arrive_once(const cutlass::arch::ClusterBarrier& barrier) {
-  if (cute::elect_one_sync()) { barrier.arrive(); }
+__device__ __forceinline__ void arrive_once(const Barrier& barrier) {
+  if (ptx::elect_one()) { barrier.arrive(); }
 }
 
 // One arrival a warp: all its threads have finished with what the barrier guards.
-__device__ __forceinline__ void arrive_together(const cutlass::arch::ClusterBarrier& barrier) {
+__device__ __forceinline__ void arrive_together(const Barrier& barrier) {
   __syncwarp();
   arrive_once(barrier);
 }
 
 // What the threads of the warp have stored may be read by products and bulk operations. The fence takes hundreds of
 // clocks, so a product should be running.
-__device__ __forceinline__ void fence_and_arrive(const cutlass::arch::ClusterBarrier& barrier) {
+__device__ __forceinline__ void fence_and_arrive(const Barrier& barrier) {
   ptx::fence_async_shared();
   arrive_together(barrier);
 }

@@ -1,5 +1,5 @@
 // Which bits of dropout a thread of a warpgroup needs for its elements of a 64 x N wgmma accumulator
-// (device/fragment.h), and how they lie in its registers. Plain C++: no CUDA, CuTe or torch, so that tests walk every
+// (device/fragment.h), and how they lie in its registers. Plain C++: no CUDA or torch, so that tests walk every
 // thread without a GPU.
 #pragma once
 

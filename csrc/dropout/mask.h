@@ -1,5 +1,5 @@
 // Which elements of P dropout keeps: a bit for each query and key, where it lies in memory, and how it is made. Plain
-// C++, for the generator on the GPU and on the host alike: no CUDA, CuTe or torch.
+// C++, for the generator on the GPU and on the host alike: no CUDA or torch.
 //
 // Contract: a bit is a function of the state (seed, offset), the sequence's number, the query head, the query, the key,
 // the probability, the mapping and the rounds. Queries and keys count from the start of their sequence. Nothing here

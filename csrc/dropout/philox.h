@@ -1,5 +1,5 @@
 // Philox4x32: a counter-based generator, so that any number of its sequence is had without those before it (Salmon,
-// Moraes, Dror, Shaw, "Parallel random numbers: as easy as 1, 2, 3", SC 2011). Plain C++: no CUDA, CuTe or torch.
+// Moraes, Dror, Shaw, "Parallel random numbers: as easy as 1, 2, 3", SC 2011). Plain C++: no CUDA or torch.
 #pragma once
 
 #include <cstdint>

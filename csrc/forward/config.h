@@ -2,12 +2,10 @@
 // buffer is full or empty.
 #pragma once
 
-#include <cutlass/arch/barrier.h>
-#include <cutlass/numeric_types.h>
-
 #include <cstdint>
 
 #include "../config/tile_shapes.h"
+#include "../device/barrier.h"
 #include "../device/gemm.h"
 #include "../device/ring.h"
 #include "../device/score.h"
@@ -99,8 +97,6 @@ struct AnnouncedTile {
 template <typename Variant>
 struct alignas(1024) SharedStorage {
   using Element = typename Variant::Element;
-  using Barrier = cutlass::arch::ClusterBarrier;
-  using TransactionBarrier = cutlass::arch::ClusterTransactionBarrier;
 
   Element q[Variant::kQueryStages][Variant::kQuery * Variant::kQkDim];
   Element k[Variant::kStages][Variant::kKey * Variant::kQkDim];
@@ -156,7 +152,7 @@ __device__ __forceinline__ void initialise_barriers(SharedStorage<Variant>& shar
     shared.k_empty[i].init(Count::kConsumerWarps);
     shared.v_empty[i].init(Count::kConsumerWarps);
   }
-  cutlass::arch::fence_barrier_init();
+  fence_barrier_init();
 }
 
 }  // namespace dash_attn::forward

@@ -23,7 +23,7 @@ __global__ void __launch_bounds__(Variant::kThreads, 1) forward_kernel(const __g
 
   const auto produce = [&](int warp) {
     static_assert(Variant::kConsumers < kWarpgroupWarps);
-    if (!cute::elect_one_sync()) { return; }
+    if (!ptx::elect_one()) { return; }
     if (warp == 0) {
       Loader<Variant>(shared, params).run();
     } else if (warp <= Variant::kConsumers) {

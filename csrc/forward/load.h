@@ -5,8 +5,6 @@
 //   (the order in which they are used: S runs one step ahead of P V)
 #pragma once
 
-#include <cute/arch/copy_sm90_tma.hpp>
-
 #include "../device/tma.h"
 #include "config.h"
 #include "params.h"
@@ -20,7 +18,7 @@ class Loader {
  public:
   using Element = typename Variant::Element;
   using Shared = SharedStorage<Variant>;
-  using Barrier = typename Shared::TransactionBarrier;
+  using Barrier = TransactionBarrier;
 
   __device__ Loader(Shared& shared, const KernelParams& params) : shared_(shared), params_(params) {}
 
@@ -109,11 +107,10 @@ class Loader {
       const int position = WarpgroupRows<Variant>::first_row(params_, tile.end, warpgroup);
 #pragma unroll
       for (int column = 0; column < Variant::kQkDim; column += Swizzle::kColumns) {
-        cute::SM90_TMA_LOAD_5D::copy(&params_.q, reinterpret_cast<uint64_t*>(&full), kReadOnce,
-                                     rows + column * Variant::kQuery + warpgroup * kWarpgroupRows * Swizzle::kColumns,
-                                     column,
-                                     tile.head_group << params_.scheduler.group_shift, tile.rows.first + position,
-                                     tile.rows.outer, tile.rows.wrap);
+        ptx::load_box(rows + column * Variant::kQuery + warpgroup * kWarpgroupRows * Swizzle::kColumns, params_.q,
+                      {column, tile.head_group << params_.scheduler.group_shift, tile.rows.first + position,
+                       tile.rows.outer, tile.rows.wrap},
+                      &full, kReadOnce);
       }
     }
   }

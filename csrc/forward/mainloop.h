@@ -18,8 +18,6 @@
 // warpgroups do not wait for each other: each computes while products of the others run.
 #pragma once
 
-#include <cutlass/arch/barrier.h>
-
 #include "../device/fragment.h"
 #include "../device/warp_roles.h"
 #include "config.h"

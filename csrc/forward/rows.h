@@ -34,13 +34,11 @@ __device__ __forceinline__ int wait_for_tile(SharedStorage<Variant>& shared, Rin
 struct RowSlopes {
   float of[2];
 };
-struct NoSlopes {};
 
-// With dropout, and without.
+// With dropout.
 struct RowBits {
   const uint8_t* first;  // of the thread, at the sequence's first key
 };
-struct NoRowBits {};
 
 // Where a short tile reaches into the next, both write the same bits to the same place: a row's bits depend on the KV
 // tiles that it sees, not on those that are walked for other rows (softmax.h).
@@ -51,8 +49,8 @@ struct WarpgroupRows {
   Range kv;            // KV tiles that some of them see, walked from the last to the first
   int passed_before;   // KV tiles that are loaded before those, for other rows of the tile
   int passed_after;    // and after those
-  std::conditional_t<Variant::Score::kHasSlope, RowSlopes, NoSlopes> slopes;
-  std::conditional_t<Variant::kKeepsRowOfBits, RowBits, NoRowBits> bits;
+  std::conditional_t<Variant::Score::kHasSlope, RowSlopes, Nothing> slopes;
+  std::conditional_t<Variant::kKeepsRowOfBits, RowBits, Nothing> bits;
 
   WarpgroupRows() = default;
 

@@ -2,8 +2,6 @@
 // and lets the loader have that place when TMA has read it.
 #pragma once
 
-#include <cute/arch/copy_sm90_tma.hpp>
-
 #include "../device/ptx.h"
 #include "config.h"
 #include "params.h"
@@ -53,9 +51,9 @@ class Storer {
                                   : shared_.q[q_.slot()] + consumer_ * kWarpgroupRows * Swizzle::kColumns;
 #pragma unroll
       for (int column = 0; column < Variant::kValueDim; column += Swizzle::kColumns) {
-        cute::SM90_TMA_STORE_5D::copy(&params_.out, staged + column * Variant::kOutputRows, column,
-                                      tile.head_group << params_.scheduler.group_shift, tile.rows.first + position,
-                                      tile.rows.outer, tile.rows.wrap);
+        ptx::store_box(params_.out, staged + column * Variant::kOutputRows,
+                       {column, tile.head_group << params_.scheduler.group_shift, tile.rows.first + position,
+                        tile.rows.outer, tile.rows.wrap});
       }
     }
     ptx::bulk_commit();

@@ -2,14 +2,13 @@
 // makes a line does not change its bits.
 #pragma once
 
-#include <cutlass/fast_math.h>
-
 #include <cstdint>
 #include <type_traits>
 
 #include "../config/tile_shapes.h"
 #include "../dropout/mask.h"
 #include "../schedule/mask.h"
+#include "divisor.h"
 
 namespace dash_attn::dropout {
 
@@ -38,34 +37,25 @@ struct GeneratorParams {
   // A unit is what a warp makes at a time: 1 / 2^unit_shift of those lines of a block of queries that are made. See
   // deal.h.
   int unit_shift;
-  cutlass::FastDivmod of_query_blocks, of_heads;
+  Divisor of_query_blocks, of_heads;
 
   constexpr int64_t rows() const { return int64_t{batch} * heads * query_blocks; }
   constexpr int64_t units() const { return rows() << unit_shift; }
 };
 
-// Lines first ... end - 1 of a row of blocks, a word of each. So many at a time as chains of instructions that do not
-// wait for each other: for warps that have few others beside them.
-template <int kAtATime, typename WordOf>
+// Lines first ... end - 1 of a row of blocks, a word of each.
+template <typename WordOf>
 __device__ __forceinline__ void store_lines(uint32_t* words, int first, int end, WordOf&& word_of) {
 #pragma unroll 1
-  for (int block = first; block < end; block += kAtATime) {
-    uint32_t made[kAtATime];
-#pragma unroll
-    for (int i = 0; i < kAtATime; ++i) { made[i] = word_of(uint32_t(block + i)); }
-#pragma unroll
-    for (int i = 0; i < kAtATime; ++i) {
-      if (block + i < end) { words[int64_t(block + i) * kBlockWords] = made[i]; }
-    }
-  }
+  for (int block = first; block < end; ++block) { words[int64_t(block) * kBlockWords] = word_of(uint32_t(block)); }
 }
 
 // The lines of a unit, `word` of each. Divisions are by what the host has prepared: others would take as long as lines.
-template <Mapping kMapping, int kRounds, int kAtATime>
+template <Mapping kMapping, int kRounds>
 __device__ __forceinline__ void make_lines(const GeneratorParams& params, uint32_t unit, int word) {
-  int of_sequence, sequence, head, from_last;
-  params.of_query_blocks(of_sequence, from_last, int(unit >> params.unit_shift));
-  params.of_heads(sequence, head, of_sequence);
+  const int row = int(unit >> params.unit_shift), of_sequence = params.of_query_blocks.quotient(row);
+  const int sequence = params.of_heads.quotient(of_sequence), head = of_sequence - sequence * params.heads;
+  const int from_last = row - of_sequence * params.query_blocks;
   const int query_block = params.query_blocks - 1 - from_last;  // the longest first, under a causal mask
   const int first_query = query_block * kBlockRows;
   const int first_near = max_int(0, first_query - kReach);
@@ -87,11 +77,11 @@ __device__ __forceinline__ void make_lines(const GeneratorParams& params, uint32
   const uint32_t of_head = uint32_t(params.first_head + head), I = uint32_t(params.first_query_block + query_block);
   const uint32_t first_J = uint32_t(params.first_key_block);
   if constexpr (kMapping == Mapping::kFlashAttention2) {
-    store_lines<1>(words, first, end,
-                   [&](uint32_t J) { return flash_attention_2_word<kRounds>(source, of_head, I, first_J + J, word); });
+    store_lines(words, first, end,
+                [&](uint32_t J) { return flash_attention_2_word<kRounds>(source, of_head, I, first_J + J, word); });
   } else {
     const auto with_calls = [&](auto calls) {
-      store_lines<kAtATime>(words, first, end, [&](uint32_t J) {
+      store_lines(words, first, end, [&](uint32_t J) {
         return bit_sliced_word_of_calls<kRounds, calls()>(source, of_head, I, first_J + J, word);
       });
     };

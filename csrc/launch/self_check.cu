@@ -38,14 +38,14 @@ __device__ Facts device_facts;
 struct alignas(1024) Storage {
   uint16_t tile[kTileRows * kColumns];
   alignas(16) float addends[kSums];
-  cutlass::arch::ClusterTransactionBarrier full;
+  TransactionBarrier full;
 };
 
 __global__ void self_check_kernel(const __grid_constant__ Params params) {
   auto& [tile, addends, full] = shared_storage<Storage>();
   const RowOrigin origin = RowOrigin::of(true, kEnd, kLength);
   full.init(1);
-  cutlass::arch::fence_barrier_init();
+  fence_barrier_init();
   for (int i = 0; i < kSums; ++i) { addends[i] = __uint_as_float(params.addends[i]); }
   ptx::fence_async_shared();
   ptx::bulk_add_f32(reinterpret_cast<float*>(memory.sums), addends, sizeof(addends));

@@ -1,3 +1,5 @@
+#include <type_traits>
+
 #include "../backward/convert.h"
 #include "../backward/order_free/statistics.h"
 #include "../backward/preprocess.h"
@@ -19,6 +21,15 @@ bool is_order_free(const BackwardArguments& a) {
   return accumulation(static_cast<Policy>(a.schedule)) == Accumulation::kOrderFree;
 }
 
+// Calls `f` with whether the call's sums are order-free, as a type. No kernel of wide heads has such sums.
+template <typename Geometry, typename F>
+auto with_order_free(const BackwardArguments& a, F&& f) {
+  if constexpr (!Geometry::kWide) {
+    if (is_order_free(a)) { return f(std::true_type{}); }
+  }
+  return f(std::false_type{});
+}
+
 LaunchShape grid_of(const AttentionArguments& a, int blocks, int threads, int shared_bytes) {
   return within_margin(blocks, threads, shared_bytes, a.num_sms, a.sm_margin);
 }
@@ -33,15 +44,17 @@ void launch_statistics(const BackwardArguments& a, const BackwardWorkspace& work
   with_geometry(a, [&](auto geometry) {
     using Geometry = decltype(geometry);
     using Element = typename Geometry::Element;
-    backward::StatisticsParams<Element> params;
-    params.k = strided_view<const Element>(a.k);
-    params.v = strided_view<const Element>(a.v);
-    params.workspace = workspace.arrays;
-    params.call = sequences_of(a, workspace);
-    params.head_dims = a.head_dims;
-    params.num_blocks = int(workspace.most.key_chunks * a.kv_heads);
-    launch("the statistics of order-free accumulation", backward::statistics_kernel<Geometry>, params,
-           grid_of(a, params.num_blocks, backward::kStatisticsThreads, 0), stream);
+    if constexpr (!Geometry::kWide) {
+      backward::StatisticsParams<Element> params;
+      params.k = strided_view<const Element>(a.k);
+      params.v = strided_view<const Element>(a.v);
+      params.workspace = workspace.arrays;
+      params.call = sequences_of(a, workspace);
+      params.head_dims = a.head_dims;
+      params.num_blocks = int(workspace.most.key_chunks * a.kv_heads);
+      launch("the statistics of order-free accumulation", backward::statistics_kernel<Geometry>, params,
+             grid_of(a, params.num_blocks, backward::kStatisticsThreads, 0), stream);
+    }
   });
 }
 
@@ -67,8 +80,8 @@ void launch_preprocess(const BackwardArguments& a, const BackwardWorkspace& work
     params.lse_batch_stride = int64_t(a.heads) * a.seqlen_q;
     params.lse_head_stride = a.seqlen_q;
     params.kept = 1 - a.dropout.p;
-    const auto kernel =
-        is_order_free(a) ? backward::preprocess_kernel<Geometry, true> : backward::preprocess_kernel<Geometry, false>;
+    const auto kernel = with_order_free<Geometry>(
+        a, [](auto order_free) { return &backward::preprocess_kernel<Geometry, order_free()>; });
     launch("the backward's preprocess kernel", kernel, params,
            grid_of(a, params.num_blocks, backward::kPreprocessThreads, 0), stream,
            {starts_before_previous_ends(is_order_free(a) && a.sm_margin == 0)});
@@ -86,8 +99,8 @@ void launch_convert(const BackwardArguments& a, const BackwardWorkspace& workspa
     params.head_dim = a.head_dims.qk;
     params.dq_scale = a.softmax_scale * make_bits_view(a).scale;
     params.continues = a.carried.dq_continues;
-    const auto kernel =
-        is_order_free(a) ? backward::convert_kernel<Geometry, true> : backward::convert_kernel<Geometry, false>;
+    const auto kernel = with_order_free<Geometry>(
+        a, [](auto order_free) { return &backward::convert_kernel<Geometry, order_free()>; });
     launch("the conversion of dQ", kernel, params, grid_of(a, params.num_blocks, backward::kConvertThreads, 0), stream,
            {starts_before_previous_ends(a.sm_margin == 0)});
   });

@@ -12,12 +12,12 @@
 namespace dash_attn {
 
 struct BFloat16 {
-  using Element = cutlass::bfloat16_t;
+  using Element = bf16;
   static constexpr Dtype kDtype = Dtype::kBFloat16;
 };
 
 struct Float16 {
-  using Element = cutlass::half_t;
+  using Element = fp16;
   static constexpr Dtype kDtype = Dtype::kFloat16;
 };
 
@@ -49,14 +49,15 @@ struct Dropout {
   using Score = DropoutScore;
 };
 
-// Policies that share a kernel.
-using Ordered = PolicySet<Policy::kDescending, Policy::kSpt, Policy::kAtomic, Policy::kAscending>;
+// Policies that share a kernel. Where DASH_ATTN_POLICIES names a yardstick, OrderedAndYardsticks replaces Ordered.
+using Ordered = PolicySet<Policy::kDescending, Policy::kSpt>;
+using OrderedAndYardsticks = PolicySet<Policy::kDescending, Policy::kAtomic, Policy::kAscending, Policy::kSpt>;
 using Shift = PolicySet<Policy::kShift>;
 using SymmetricShift = PolicySet<Policy::kSymmetricShift>;
 using OrderFree = PolicySet<Policy::kOrderFree>;
 
 // Those in which a call may be a chunk of keys by a chunk of queries, whose sums other chunks have begun or go on with.
-struct Carried : PolicySet<Policy::kDescending, Policy::kSpt, Policy::kAscending> {
+struct Carried : PolicySet<Policy::kDescending, Policy::kSpt> {
   static constexpr bool kCarries = true;
 };
 
@@ -87,6 +88,16 @@ void launch_forward(const ForwardArguments& arguments, cudaStream_t stream);
 
 template <typename Variant>
 void launch_backward(const BackwardArguments& arguments, cudaStream_t stream);
+
+// The translation units that setup.py writes, one variant a line. Each includes launch_forward.h or launch_backward.h.
+#define DASH_INSTANTIATE_FORWARD(dtype, head_dims, mask, score)                                                    \
+  template void dash_attn::launch_forward<                                                                         \
+      dash_attn::ForwardVariant<dash_attn::dtype, dash_attn::Dims##head_dims, dash_attn::mask, dash_attn::score>>( \
+      const dash_attn::ForwardArguments&, cudaStream_t);
+#define DASH_INSTANTIATE_BACKWARD(dtype, head_dims, mask, score, policies)                                    \
+  template void dash_attn::launch_backward<dash_attn::BackwardVariant<                                        \
+      dash_attn::dtype, dash_attn::Dims##head_dims, dash_attn::mask, dash_attn::score, dash_attn::policies>>( \
+      const dash_attn::BackwardArguments&, cudaStream_t);
 
 inline std::string head_dims_text(HeadDims dims) {
   return "(" + std::to_string(dims.qk) + ", " + std::to_string(dims.v) + ")";

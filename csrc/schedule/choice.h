@@ -13,7 +13,7 @@ namespace dash_attn {
 // One that users can choose and that has a kernel for the call; none otherwise.
 inline std::optional<Policy> chosen_policy(std::string_view schedule, CallKind call) {
   if (schedule == "auto") return automatic_policy(call.mask_of_policies(), call.padded);
-  for (int i = 0; i < kNumDeterministicPolicies; ++i) {
+  for (int i = 0; i < kNumUserPolicies; ++i) {
     Policy const policy = static_cast<Policy>(i);
     if (schedule == kPolicyNames[i] && has_kernel(policy, call)) return policy;
   }
@@ -22,12 +22,16 @@ inline std::optional<Policy> chosen_policy(std::string_view schedule, CallKind c
 
 // Why the schedule is none of those.
 inline std::string refused_schedule(std::string_view schedule, CallKind call) {
+  if (schedule == kPolicyNames[static_cast<int>(Policy::kOrderFree)]) {
+    return std::string("schedule='order_free' supports plain scores and dropout up to head dim 128; got ") +
+           (call.changed_scores ? "softcap or alibi_slopes" : "a head dim above 128");
+  }
   std::string text = "schedule must be one of 'auto'";
-  for (int i = 0; i < kNumDeterministicPolicies; ++i) {
+  for (int i = 0; i < kNumUserPolicies; ++i) {
     if (has_kernel(static_cast<Policy>(i), call)) text += std::string(", '") + kPolicyNames[i] + "'";
   }
-  text += call.changed_scores     ? " with softcap, alibi_slopes or dropout"
-          : call.has_wide_heads() ? " at head dims above 128"
+  text += call.changed_scores || call.drops ? " with softcap, alibi_slopes or dropout"
+          : call.has_wide_heads()           ? " at head dims above 128"
                                   : std::string(" under the ") + kMaskNames[static_cast<int>(call.mask)] + " mask";
   return text.append(", got '").append(schedule).append("'");
 }

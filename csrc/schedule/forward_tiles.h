@@ -1,5 +1,5 @@
 // Which query tile of the forward is worked on when and by whom. All of it is for speed alone: whoever computes a row
-// walks its keys in an order that tiles and CTAs have no part in. Plain C++: no CUDA, CuTe or torch.
+// walks its keys in an order that tiles and CTAs have no part in. Plain C++: no CUDA or torch.
 #pragma once
 
 #include <cstdint>

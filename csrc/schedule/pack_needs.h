@@ -1,6 +1,6 @@
 // What a pass makes of the sequences of a pack: the work and the share of the workspace of each, which packing/plan.h
 // adds up on the device, and the most that these can come to, for the host does not know the lengths. Plain C++: no
-// CUDA, CuTe or torch, so that tests hold one against the other without a GPU.
+// CUDA or torch, so that tests hold one against the other without a GPU.
 #pragma once
 
 #include <cstdint>

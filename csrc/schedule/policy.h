@@ -10,12 +10,14 @@
 
 namespace dash_attn {
 
-enum class Policy : int { kAscending, kDescending, kSpt, kShift, kSymmetricShift, kOrderFree, kAtomic };
+enum class Policy : int { kDescending, kSpt, kShift, kSymmetricShift, kOrderFree, kAscending, kAtomic };
 
 inline constexpr int kNumPolicies = 7;
-inline constexpr int kNumDeterministicPolicies = 6;  // the first ones; users can choose no other
-inline constexpr const char* kPolicyNames[kNumPolicies] = {"ascending",       "descending", "spt",   "shift",
-                                                           "symmetric_shift", "order_free", "atomic"};
+// The first ones are for users. The others are yardsticks: the model plays them, and benchmarks measure them in builds
+// that DASH_ATTN_POLICIES asks for.
+inline constexpr int kNumUserPolicies = 5;
+inline constexpr const char* kPolicyNames[kNumPolicies] = {"descending", "spt",       "shift", "symmetric_shift",
+                                                           "order_free", "ascending", "atomic"};
 
 // How the partials of dQ become a sum.
 enum class Accumulation {
@@ -44,17 +46,19 @@ DASH_HOST_DEVICE constexpr bool divides(Policy policy) { return policy == Policy
 struct CallKind {
   MaskKind mask;
   HeadDims padded;      // of padded_head_dims
-  bool changed_scores;  // by a softcap or by slopes, or probabilities by dropout
+  bool changed_scores;  // by a softcap or by slopes
+  bool drops;
 
   DASH_HOST_DEVICE constexpr bool has_wide_heads() const { return padded.qk > 128 || padded.v > 128; }
 
-  // The mask whose policies have kernels: for wide heads and changed scores only those of windows have.
+  // The mask whose policies have kernels: for wide heads, changed scores and dropout only those of windows have.
   DASH_HOST_DEVICE constexpr MaskKind mask_of_policies() const {
-    return changed_scores || has_wide_heads() ? MaskKind::kWindow : mask;
+    return changed_scores || drops || has_wide_heads() ? MaskKind::kWindow : mask;
   }
 };
 
 DASH_HOST_DEVICE constexpr bool has_kernel(Policy policy, CallKind call) {
+  if (policy == Policy::kOrderFree && (call.changed_scores || call.has_wide_heads())) return false;
   return fits(policy, call.mask_of_policies());
 }
 

@@ -1,5 +1,5 @@
 // The sequences of a call, and where the rows of each lie. No order of sums depends on the second part. Plain C++: no
-// CUDA, CuTe or torch.
+// CUDA or torch.
 //
 // In a dense batch all sequences have the same lengths. In a pack the rows of one sequence follow those of another in
 // one tensor, and lengths are known on the device alone: before a pass, packing/plan.h writes a PackedSequence for

@@ -6,14 +6,12 @@
 
 A bit is a function of the state, the sequence, the query head, the query, the key, p, the mapping and the rounds, and
 of nothing else (csrc/dropout/mask.h, docs/dropout.md). `flash_attn_func(..., dropout_p=p)` draws a state and makes the
-bits itself, or takes `dropout_bits`. Bits can be made sooner, beside other work: `linear_with_dropout_bits` is a linear
-layer that makes them with warps that it leaves idle, `dropout_bits_beside` makes them on a stream beside any kernels.
+bits itself, or takes `dropout_bits`. `dropout_bits_beside` makes bits sooner, on a stream beside any other kernels.
 `python -m dash_attn.dropout.model` says what dropout should cost.
 """
 
 from .beside import BitsBeside, dropout_bits_beside
 from .bits import MAPPINGS, ROUNDS, DropoutBits, DropoutState, dropout_bits, keep_probability
-from .linear import linear_with_dropout_bits
 
 __all__ = [
     "MAPPINGS",
@@ -24,5 +22,4 @@ __all__ = [
     "dropout_bits",
     "dropout_bits_beside",
     "keep_probability",
-    "linear_with_dropout_bits",
 ]

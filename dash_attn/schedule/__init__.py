@@ -62,14 +62,15 @@ __all__ = [
     "work_tile",
 ]
 
-Schedule: TypeAlias = Literal["auto", "ascending", "descending", "shift", "symmetric_shift", "spt", "order_free"]
+Schedule: TypeAlias = Literal["auto", "descending", "spt", "shift", "symmetric_shift", "order_free"]
 """What `schedule` of the public functions may be."""
 
 POLICIES: tuple[Schedule, ...] = _schedule.POLICIES  # type: ignore[assignment]
 """Names of the policies that users can choose, all deterministic."""
 
 YARDSTICKS: tuple[str, ...] = _schedule.YARDSTICKS
-"""Names of policies for benchmarks only, which are not deterministic: plain fp32 atomic adds."""
+"""Names of policies for the model and the benchmarks alone: ``ascending``, and ``atomic``, which adds in fp32 in any
+order and is not deterministic. Kernels have them in builds whose DASH_ATTN_POLICIES names one."""
 
 
 def fitting(
@@ -80,10 +81,11 @@ def fitting(
     window: tuple[int, int] = (-1, -1),
     attention_chunk: int = 0,
     changed_scores: bool = False,
+    dropout: bool = False,
 ) -> tuple[Schedule, ...]:
     """Those of ``POLICIES`` that have a kernel for such calls, which are described as to ``resolve``."""
     call: dict[str, Any] = {"causal": causal, "head_dim": head_dim, "value_head_dim": value_head_dim, "window": window}
-    call |= {"attention_chunk": attention_chunk, "changed_scores": changed_scores}
+    call |= {"attention_chunk": attention_chunk, "changed_scores": changed_scores, "dropout": dropout}
     return tuple(policy for policy in POLICIES if _schedule.has_kernel(policy, **call))
 
 
@@ -108,6 +110,7 @@ def resolve(
     window: tuple[int, int] = (-1, -1),
     attention_chunk: int = 0,
     changed_scores: bool = False,
+    dropout: bool = False,
 ) -> str:
     """The policy that ``schedule=name`` means, for sequences of any length.
 
@@ -115,7 +118,8 @@ def resolve(
         name: one of ``POLICIES`` or ``"auto"``.
         causal, window, attention_chunk: the mask, as in ``problem``.
         head_dim, value_head_dim: columns of q and k, and of v, from 1 to 256; default of the second: the first.
-        changed_scores: whether a softcap or ALiBi slopes change the scores, or dropout the probabilities.
+        changed_scores: whether a softcap or ALiBi slopes change the scores.
+        dropout: whether elements of the softmax are dropped.
 
     Returns:
         One of ``POLICIES``.
@@ -124,7 +128,8 @@ def resolve(
         ValueError: ``name`` is unknown, no kernel has the policy for such calls, or a number is out of range.
     """
     call: dict[str, Any] = {"causal": causal, "head_dim": head_dim, "value_head_dim": value_head_dim, "window": window}
-    return _schedule.resolve(name, **call, attention_chunk=attention_chunk, changed_scores=changed_scores)
+    call |= {"attention_chunk": attention_chunk, "changed_scores": changed_scores, "dropout": dropout}
+    return _schedule.resolve(name, **call)
 
 
 def tile_shape(head_dim: int, value_head_dim: int | None = None) -> tuple[int, int]:
@@ -158,7 +163,7 @@ def problem(
     """The problem as the kernel sees it when it runs the policy ``schedule``.
 
     Args:
-        schedule: one of ``POLICIES`` or ``"auto"``.
+        schedule: one of ``POLICIES`` or ``YARDSTICKS``, or ``"auto"``.
         seqlen_q, seqlen_k: numbers of queries and keys, from 1.
         causal: whether the mask is causal (bottom-right aligned).
         window, attention_chunk: as ``window_size`` and ``attention_chunk`` of ``flash_attn_func``.
@@ -181,7 +186,8 @@ def problem(
         raise ValueError(f"heads must be a positive multiple of kv_heads={kv_heads}, got {heads}")
     mask: dict[str, Any] = {"causal": causal, "window": window, "attention_chunk": attention_chunk}
     head_dims: dict[str, Any] = {"head_dim": head_dim, "value_head_dim": value_head_dim}
-    schedule = resolve(schedule, **head_dims, **mask)
+    if schedule not in YARDSTICKS:
+        schedule = resolve(schedule, **head_dims, **mask)
     if tile_q is None or tile_k is None:
         default_q, default_k = tile_shape(**head_dims)
         tile_q = default_q if tile_q is None else tile_q

@@ -93,11 +93,12 @@ class BackwardCall : emulator::Call<Element> {
   template <typename Mask, typename Score>
   void serve_policies() {
     constexpr HeadDims kDims = EMULATED_DIMS::kDims;
-    constexpr CallKind kCall{Mask::kKind, kDims, Score::Score::kKind != ScoreKind::kPlain};
+    constexpr bool kDrops = Score::Score::kKind == ScoreKind::kDropout;
+    constexpr CallKind kCall{Mask::kKind, kDims, Score::Score::kKind != ScoreKind::kPlain && !kDrops, kDrops};
     if (static_cast<Policy>(a_.schedule) == Policy::kShift) {
-      if constexpr (has_kernel(Policy::kShift, kCall) && kDims.qk <= 128) { launch<Mask, Score, Shift>(); }
+      if constexpr (has_kernel(Policy::kShift, kCall)) { launch<Mask, Score, Shift>(); }
     } else if (static_cast<Policy>(a_.schedule) == Policy::kOrderFree) {
-      launch<Mask, Score, OrderFree>();
+      if constexpr (has_kernel(Policy::kOrderFree, kCall)) { launch<Mask, Score, OrderFree>(); }
     } else {
       launch<Mask, Score, Ordered>();
     }

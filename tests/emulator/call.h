@@ -17,13 +17,12 @@
 #include <string>
 #include <vector>
 
-#include <cute/arch/copy_sm90_tma.hpp>
-
 #include "launch/forward_work.h"
 #include "launch/scores.h"
 #include "launch/tensor_map.cu"
 #include "launch/variant.h"
 #include "model/pack_plan.h"
+#include "tensor_of_map.h"
 
 inline cudaError_t cudaGetDriverEntryPointByVersion(const char*, void** function, unsigned, int,
                                                     cudaDriverEntryPointQueryResult* found) {
@@ -63,7 +62,7 @@ inline Options read_options(int count, char** arguments) {
 }
 
 template <typename Element>
-using DtypeOf = std::conditional_t<std::is_same_v<Element, cutlass::bfloat16_t>, BFloat16, Float16>;
+using DtypeOf = std::conditional_t<std::is_same_v<Element, bf16>, BFloat16, Float16>;
 
 // EMULATED_ONLY names the dtype, mask, score and policy of the only kernel that is built, such as BFloat16, Causal,
 // Plain, Ordered: other calls fail.
@@ -97,9 +96,9 @@ void run(int count, char** arguments) {
   const Options options = read_options(count, arguments);
   const auto dtype = options.find("dtype");
   if (dtype != options.end() && dtype->second == "fp16") {
-    run_of<TheCall, cutlass::half_t>(options);
+    run_of<TheCall, fp16>(options);
   } else {
-    run_of<TheCall, cutlass::bfloat16_t>(options);
+    run_of<TheCall, bf16>(options);
   }
 }
 
@@ -157,7 +156,7 @@ class Call {
     a.heads = int(number("heads", 1));
     a.kv_heads = int(number("kv_heads", a.heads));
     a.head_dims = {int(number("head_dim", dims.qk)), int(number("value_head_dim", dims.v))};
-    a.dtype = std::is_same_v<Element, cutlass::bfloat16_t> ? Dtype::kBFloat16 : Dtype::kFloat16;
+    a.dtype = std::is_same_v<Element, bf16> ? Dtype::kBFloat16 : Dtype::kFloat16;
     if (pack.empty()) {
       a.batch = int(number("batch", 1));
       a.seqlen_q = int(number("seqlen_q", 100));

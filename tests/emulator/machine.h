@@ -72,12 +72,6 @@ struct Warp {
 
 class Machine {
  public:
-  // Of products that are added up: where they go, and what they are until then.
-  struct Sums {
-    std::vector<float*> registers;
-    std::vector<float> values;
-  };
-
   struct Product {
     std::function<void()> run;     // adds to the sums
     std::function<void()> finish;  // hands them over, if none before it has
@@ -97,7 +91,7 @@ class Machine {
     bool ended = false;
     std::vector<std::vector<Product>> groups;  // of products that were committed
     std::vector<Product> open;                 // and not yet
-    std::unordered_map<const float*, std::shared_ptr<Sums>> sums;  // of those, by the first register
+    std::unordered_map<const float*, std::shared_ptr<std::vector<float>>> sums;  // of those, by accumulator
     std::vector<BulkOperation> open_bulk;
     std::vector<std::vector<BulkOperation>> bulk_groups;  // committed, and not known to have been performed
     std::vector<std::function<void()>> writes;            // to shared memory, which TMA does not see before a fence

@@ -28,7 +28,7 @@ from benchmarks.library import POLICIES, Library
 FILE = pathlib.Path(__file__).with_suffix(".json")
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 DIGITS = 16  # hexadecimal, of the SHA-256
-NOT_DETERMINISTIC = ("atomic",)
+YARDSTICKS = ("ascending", "atomic")
 # Each policy's mask, where it is defined for one only.
 ONLY = {"shift": False, "symmetric_shift": True, "spt_descending": True}
 
@@ -179,7 +179,7 @@ class Package:
 
 
 class Raw:
-    """The raw ops of a compiled library, every deterministic policy that it has."""
+    """The raw ops of a compiled library, every policy for users that it has."""
 
     def __init__(self, library: Library, policies: list[str]):
         self._library, self._policies = library, policies
@@ -188,7 +188,7 @@ class Raw:
         return case.is_plain
 
     def fitting(self, case: Case) -> list[str]:
-        known = [policy for policy in self._policies if policy not in NOT_DETERMINISTIC]
+        known = [policy for policy in self._policies if policy not in YARDSTICKS]
         return [policy for policy in known if ONLY.get(policy, case.causal) == case.causal]
 
     def forward(self, q, k, v, softmax_scale, case: Case):

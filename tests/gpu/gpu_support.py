@@ -108,8 +108,8 @@ class Inputs:
 
 def policies(problem: Problem) -> list[str]:
     """Every policy that has a kernel for the problem."""
-    changed_scores = bool(problem.softcap or problem.alibi or problem.dropout_p)
-    return list(schedule.fitting(**problem.mask, **problem.head_dims, changed_scores=changed_scores))
+    scores = dict(changed_scores=bool(problem.softcap or problem.alibi), dropout=problem.dropout_p > 0)
+    return list(schedule.fitting(**problem.mask, **problem.head_dims, **scores))
 
 
 def schedules(causal: bool) -> list[str]:

@@ -13,36 +13,19 @@ from gpu_support import Problem
 from dash_attn import schedule
 
 MASKS = pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
-NARROW, WIDE = ((64, 64), (96, 96), (128, 128)), ((192, 128), (192, 192), (256, 256))
-HEAD_DIMS = pytest.mark.parametrize("head_dims", NARROW + WIDE, ids=str)
-# Every product of these for narrow heads; for wide ones, whose kernels differ in the tiles alone, each value once.
-KINDS = [
-    *itertools.product(NARROW, (torch.bfloat16, torch.float16), (False, True)),
-    ((192, 128), torch.float16, True),
-    ((192, 192), torch.bfloat16, False),
-    ((256, 256), torch.bfloat16, True),
-    ((256, 256), torch.float16, False),
-]
-KIND = pytest.mark.parametrize("head_dims, dtype, causal", KINDS, ids=str)
-SCORES = {
-    "softcap": dict(softcap=20.0),
-    "slopes": dict(alibi="heads"),
-    "sinks, log-sum-exp": dict(alibi="sequences", sinks=True, lse_gradient=True),
-}
-
-
-def problem_of(head_dims, *shape, **options):
-    """`shape`: as Problem's fields before the head_dim."""
-    return Problem(*shape, head_dims[0], value_head_dim=head_dims[1], **options)
+HEAD_DIM = pytest.mark.parametrize("head_dim", [64, 96, 128])
+KINDS = [*itertools.product((64, 96, 128), (torch.bfloat16, torch.float16), (False, True))]
+KIND = pytest.mark.parametrize("head_dim, dtype, causal", KINDS, ids=str)
 
 
 def changed(problem, change, device, seed=0):
     """q, k, v, dout drawn as normal, changed in fp32, rounded; within the range of fp16."""
     generator = torch.Generator().manual_seed(seed)
     of_queries, of_keys = (problem.seqlen_q, problem.heads), (problem.seqlen_k, problem.kv_heads)
-    qk, of_values = problem.head_dims.values()
-    shapes = (*of_queries, qk), (*of_keys, qk), (*of_keys, of_values), (*of_queries, of_values)
-    tensors = [torch.randn(problem.batch, *shape, generator=generator) for shape in shapes]
+    tensors = [
+        torch.randn(problem.batch, *shape, problem.head_dim, generator=generator)
+        for shape in (of_queries, of_keys, of_keys, of_queries)
+    ]
     change(*tensors, generator)
     return [x.clamp(-6e4, 6e4).to(problem.dtype).to(device) for x in tensors]
 
@@ -62,10 +45,10 @@ CHANGED_KINDS = [
 
 
 @pytest.mark.parametrize(
-    "change, head_dims, dtype, causal", CHANGED_KINDS, ids=lambda x: x.__name__ if callable(x) else str(x)
+    "change, head_dim, dtype, causal", CHANGED_KINDS, ids=lambda x: x.__name__ if callable(x) else str(x)
 )
-def test_no_less_accurate_than_the_ordered_sum(change, head_dims, dtype, causal, device):
-    problem = problem_of(head_dims, 1, 1100, 1100, 4, 2, causal=causal, dtype=dtype)
+def test_no_less_accurate_than_the_ordered_sum(change, head_dim, dtype, causal, device):
+    problem = Problem(1, 1100, 1100, 4, 2, head_dim, causal=causal, dtype=dtype)
     q, k, v, dout = changed(problem, change, device)
     inputs = support.with_forward(problem, q, k, v, dout)
     exact = attention_float64(q, k, v, dout, softmax_scale=problem.scale, causal=causal)
@@ -90,10 +73,9 @@ def test_no_less_accurate_than_the_ordered_sum(change, head_dims, dtype, causal,
 
 
 @MASKS
-@pytest.mark.parametrize("scores", SCORES)
-@HEAD_DIMS
-def test_no_less_accurate_with_scores(head_dims, scores, causal, device):
-    problem = problem_of(head_dims, 2, 700, 900, 4, 2, causal=causal, **SCORES[scores])
+@HEAD_DIM
+def test_no_less_accurate_with_sinks_and_a_gradient_of_the_log_sum_exp(head_dim, causal, device):
+    problem = Problem(2, 700, 900, 4, 2, head_dim, causal=causal, sinks=True, lse_gradient=True)
     inputs = support.random_inputs(problem, device)
     exact = attention_float64(
         inputs.q, inputs.k, inputs.v, inputs.dout, softmax_scale=problem.scale, causal=causal, scores=inputs.scores
@@ -113,24 +95,22 @@ def cancelling(problem, device, spread):
     q, k = (size * torch.randn(shape, generator=generator).to(problem.dtype).float() for shape in rows)
     change = 1 + (torch.randint(0, 32, k.shape, generator=generator) == 0) / 2**7
     q, k = torch.cat((q, q), dim=-1), torch.cat((k, -k * change), dim=-1)
-    v = torch.randn(*k.shape[:-1], problem.head_dims["value_head_dim"], generator=generator)
+    v = torch.randn(k.shape, generator=generator)
     dout = torch.eye(problem.seqlen_q)[None, :, None].expand(problem.batch, -1, problem.heads, -1)
     return [x.to(device, problem.dtype).contiguous() for x in (q, k, v, dout)]
 
 
 @MASKS
-@pytest.mark.parametrize("scores", [None, "softcap", "slopes"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
-@HEAD_DIMS
-def test_products_have_the_same_bits_in_both_passes(head_dims, dtype, scores, causal, device):
+@HEAD_DIM
+def test_products_have_the_same_bits_in_both_passes(head_dim, dtype, causal, device):
     """What the proof that no sum overflows builds on: probabilities of a row sum to 1 however few digits of its scores
     are right. dV of one-hot dO is the probabilities."""
     for spread in (20.0, 300.0):
-        options = SCORES[scores] if scores else {}
-        problem = problem_of(head_dims, 3, head_dims[1], 1000, 4, 4, causal=causal, dtype=dtype, **options)
+        problem = Problem(3, head_dim, 1000, 4, 4, head_dim, causal=causal, dtype=dtype)
         q, k, v, dout = cancelling(problem, device, spread)
-        inputs = support.with_forward(problem, q, k, v, dout, support.random_scores(problem, device))
-        if spread > 100 and not scores and not causal:
+        inputs = support.with_forward(problem, q, k, v, dout)
+        if spread > 100 and not causal:
             rows, keys = (x.double().transpose(1, 2) for x in (q, k))
             wrong = (inputs.softmax_lse - (rows @ keys.mT * problem.scale).logsumexp(dim=-1)).abs().max().item()
             assert wrong > 2**-4, f"{wrong}: or the test would say nothing"
@@ -143,9 +123,9 @@ def test_products_have_the_same_bits_in_both_passes(head_dims, dtype, scores, ca
 
 
 @MASKS
-@HEAD_DIMS
-def test_only_the_heads_that_need_the_order_have_it(head_dims, causal, device, num_sms):
-    problem = problem_of(head_dims, 2, 700, 700, 8, 4, causal=causal)
+@HEAD_DIM
+def test_only_the_heads_that_need_the_order_have_it(head_dim, causal, device, num_sms):
+    problem = Problem(2, 700, 700, 8, 4, head_dim, causal=causal)
     q, k, v, dout = changed(problem, distributions.normal, device)
     bad = changed(problem, distributions.huge_value_row, device, seed=1)
     v[1, :, 2] = bad[2][1, :, 2]
@@ -163,9 +143,9 @@ def test_only_the_heads_that_need_the_order_have_it(head_dims, causal, device, n
 
 @MASKS
 @pytest.mark.parametrize("change", [distributions.huge_value_row, distributions.heavy_tailed_rows_of_dout])
-@pytest.mark.parametrize("head_dims", [(128, 128), *WIDE], ids=str)
-def test_neighbours_with_outliers_change_no_bit(head_dims, change, causal, device):
-    alone, batch = (problem_of(head_dims, sequences, 515, 515, 4, 2, causal=causal) for sequences in (1, 3))
+@HEAD_DIM
+def test_neighbours_with_outliers_change_no_bit(head_dim, change, causal, device):
+    alone, batch = (Problem(sequences, 515, 515, 4, 2, head_dim, causal=causal) for sequences in (1, 3))
     inputs = support.random_inputs(alone, device)
     expected = support.backward(inputs, alone, "order_free")
     tensors = changed(batch, change, device)
@@ -178,8 +158,8 @@ def test_neighbours_with_outliers_change_no_bit(head_dims, change, causal, devic
 
 @KIND
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
-def test_nan_where_the_ordered_sum_has_it(value, head_dims, dtype, causal, device):
-    problem = problem_of(head_dims, 2, 700, 900, 4, 2, causal=causal, dtype=dtype)
+def test_nan_where_the_ordered_sum_has_it(value, head_dim, dtype, causal, device):
+    problem = Problem(2, 700, 900, 4, 2, head_dim, causal=causal, dtype=dtype)
     for place in range(4):
         tensors = list(support.random_qkv_dout(problem, device))
         tensors[place][1, 450, 1, 3] = value
@@ -192,9 +172,9 @@ def test_nan_where_the_ordered_sum_has_it(value, head_dims, dtype, causal, devic
         assert bool(ordered["dq"].isfinite().any()) and not bool(ordered["dq"].isfinite().all())
 
 
-@HEAD_DIMS
-def test_a_log_sum_exp_that_is_nan_reaches_its_row(head_dims, device):
-    problem = problem_of(head_dims, 1, 300, 300, 2, 1, causal=True)
+@HEAD_DIM
+def test_a_log_sum_exp_that_is_nan_reaches_its_row(head_dim, device):
+    problem = Problem(1, 300, 300, 2, 1, head_dim, causal=True)
     inputs = support.random_inputs(problem, device)
     inputs.softmax_lse[0, 1, 200] = float("nan")
     dq = support.backward(inputs, problem, "order_free")["dq"]
@@ -205,10 +185,10 @@ def test_a_log_sum_exp_that_is_nan_reaches_its_row(head_dims, device):
 
 @MASKS
 @pytest.mark.parametrize("scale", [1e-30, 1e-12, 1e12, 1e30])
-@pytest.mark.parametrize("head_dims", [(64, 64), *WIDE], ids=str)
-def test_gradients_of_any_size(head_dims, scale, causal, device):
+@HEAD_DIM
+def test_gradients_of_any_size(head_dim, scale, causal, device):
     """Where the exponents end the ordered sum takes over, or what is lost is below the normal numbers."""
-    problem = problem_of(head_dims, 1, 300, 300, 2, 1, causal=causal)
+    problem = Problem(1, 300, 300, 2, 1, head_dim, causal=causal)
     q, k, v, dout = support.random_qkv_dout(problem, device)
     inputs = support.with_forward(problem, q, k, v, dout * scale)
     free, ordered = (x.double() for x in dq_of(inputs, problem))
@@ -216,13 +196,13 @@ def test_gradients_of_any_size(head_dims, scale, causal, device):
 
 
 @MASKS
-@HEAD_DIMS
+@HEAD_DIM
 @pytest.mark.parametrize("scale", [1.0, 1e-1, 1e-2, 1e-3, 1e-4, 1e-5, 1e-6])
-def test_documents_of_different_size(scale, head_dims, causal, device):
+def test_documents_of_different_size(scale, head_dim, causal, device):
     def change(*args):
         distributions.document_of_small_values(*args, scale=scale)
 
-    problem = problem_of(head_dims, 1, 4096, 4096, 2, 1, causal=causal)
+    problem = Problem(1, 4096, 4096, 2, 1, head_dim, causal=causal)
     free, ordered = dq_of(support.with_forward(problem, *changed(problem, change, device)), problem)
     for document in (slice(0, 2048), slice(2048, 4096)):
         x, y = free[:, document].double(), ordered[:, document].double()
@@ -232,14 +212,13 @@ def test_documents_of_different_size(scale, head_dims, causal, device):
         assert support.first_mismatch("dq", free, ordered) is not None, "fixed point"
 
 
-# For wide heads 32,768 keys are about as many as there is room for, or more (docs/order_free.md).
 @pytest.mark.parametrize(
-    "seqlen, head_dims, dtype, causal",
-    [(n, *kind) for n in (512, 4096, 16384, 32768) for kind in KINDS if n <= 16384 or kind[0] in NARROW],
+    "seqlen, head_dim, dtype, causal",
+    [(n, *kind) for n in (512, 4096, 16384, 32768) for kind in KINDS],
     ids=str,
 )
-def test_normal_inputs_stay_in_fixed_point(seqlen, head_dims, dtype, causal, device):
-    problem = problem_of(head_dims, 1, seqlen, seqlen, 8, 2, causal=causal, dtype=dtype)
+def test_normal_inputs_stay_in_fixed_point(seqlen, head_dim, dtype, causal, device):
+    problem = Problem(1, seqlen, seqlen, 8, 2, head_dim, causal=causal, dtype=dtype)
     free, ordered = dq_of(support.random_inputs(problem, device), problem)
     for head in range(problem.heads):
         assert support.first_mismatch("dq", free[:, :, head], ordered[:, :, head]) is not None, head
@@ -255,7 +234,7 @@ def two_keys(head_dim, k, v, dout, others=0.0):
     return [x.bfloat16() for x in tensors]
 
 
-@pytest.mark.parametrize("head_dim", [64, 96, 128, 192, 256])
+@HEAD_DIM
 @pytest.mark.parametrize("mantissa", [1.0, 1.25, 1.5, 1.75])
 def test_subnormal_gradients_do_not_overflow(mantissa, head_dim, device):
     """Rounding to bf16 would double dS here, in every key alike, where the hardware kept numbers that small."""
@@ -265,7 +244,7 @@ def test_subnormal_gradients_do_not_overflow(mantissa, head_dim, device):
     torch.testing.assert_close(free, ordered, rtol=1e-2, atol=0)
 
 
-@pytest.mark.parametrize("head_dim", [64, 96, 128, 192, 256])
+@HEAD_DIM
 def test_one_column_that_overflows(head_dim, device):
     problem = Problem(1, 2, 2, 1, 1, head_dim, False)
     tensors = two_keys(head_dim, k=2.0**66, v=2.0**30, dout=2.0**33, others=1.0)
@@ -276,10 +255,10 @@ def test_one_column_that_overflows(head_dim, device):
 
 @MASKS
 @pytest.mark.parametrize("sizes", [(1.0, 1e-6, 3e37), (1e-23, 1e-24, 1e37)], ids=["huge_dout", "products_underflow"])
-@pytest.mark.parametrize("head_dims", [(128, 128), *WIDE], ids=str)
-def test_what_statistics_cannot_hold_is_summed_in_order(head_dims, sizes, causal, device):
+@HEAD_DIM
+def test_what_statistics_cannot_hold_is_summed_in_order(head_dim, sizes, causal, device):
     """|dO| beyond fp32's square root of its largest number, and |V||K| below its smallest one."""
-    problem = problem_of(head_dims, 1, 300, 300, 2, 1, causal=causal)
+    problem = Problem(1, 300, 300, 2, 1, head_dim, causal=causal)
     q, k, v, dout = support.random_qkv_dout(problem, device)
     tensors = (q, *(x * size for x, size in zip((k, v, dout), sizes)))
     free, ordered = dq_of(support.with_forward(problem, *tensors), problem)
@@ -288,9 +267,9 @@ def test_what_statistics_cannot_hold_is_summed_in_order(head_dims, sizes, causal
 
 
 @MASKS
-@pytest.mark.parametrize("head_dims", [(128, 128), *WIDE], ids=str)
-def test_rows_that_see_no_key_and_rows_without_gradient(head_dims, causal, device):
-    problem = problem_of(head_dims, 2, 700, 300, 4, 2, causal=causal)
+@HEAD_DIM
+def test_rows_that_see_no_key_and_rows_without_gradient(head_dim, causal, device):
+    problem = Problem(2, 700, 300, 4, 2, head_dim, causal=causal)
     q, k, v, dout = support.random_qkv_dout(problem, device)
     dout[:, 600:] = 0
     dq = support.backward(support.with_forward(problem, q, k, v, dout), problem, "order_free")["dq"]
@@ -298,20 +277,33 @@ def test_rows_that_see_no_key_and_rows_without_gradient(head_dims, causal, devic
     assert not dq[:, :unseen].any() and not dq[:, 600:].any() and dq[:, unseen:600].any()
 
 
-@HEAD_DIMS
-def test_workspace_is_dq_and_two_percent(head_dims, device):
+@HEAD_DIM
+def test_workspace_is_dq_and_two_percent(head_dim, device):
     """Of the rows of whole query tiles."""
     for seqlen in (512, 4096, 16384):
-        problem = problem_of(head_dims, 16384 // seqlen, seqlen, seqlen, 4, 4, causal=True)
+        problem = Problem(16384 // seqlen, seqlen, seqlen, 4, 4, head_dim, causal=True)
         used = support.workspace_bytes(problem, "order_free", device)
-        tile_q, _ = schedule.tile_shape(*head_dims)
+        tile_q, _ = schedule.tile_shape(head_dim)
         rows = math.ceil(seqlen / tile_q) * tile_q
-        elements = problem.batch * rows * problem.heads * head_dims[0]
+        elements = problem.batch * rows * problem.heads * head_dim
         assert used <= 1.02 * 4 * elements + (1 << 16), used / (4 * elements)
 
 
-def test_the_yardstick_cannot_be_chosen(device):
+@pytest.mark.parametrize("policy", schedule.YARDSTICKS)
+def test_yardsticks_cannot_be_chosen(policy, device):
     problem = Problem(1, 64, 64, 1, 1, 64, True)
     inputs = support.random_inputs(problem, device)
     with pytest.raises(ValueError, match="schedule must be one of"):
-        support.backward(inputs, problem, "atomic")
+        support.backward(inputs, problem, policy)
+
+
+@pytest.mark.parametrize("options", [
+    dict(head_dim=192), dict(head_dim=256), dict(head_dim=64, softcap=20.0), dict(head_dim=64, alibi="heads"),
+], ids=str)  # fmt: skip
+def test_wide_heads_and_changed_scores_raise_before_a_launch(options, device):
+    problem = Problem(1, 64, 64, 1, 1, causal=True, **options)
+    inputs = support.random_inputs(problem, device)
+    gradients = support.nan_gradients(inputs)
+    with pytest.raises(ValueError, match="^schedule='order_free' supports plain scores and dropout up to head dim 128"):
+        support.backward_into(gradients, inputs, problem, "order_free")
+    assert all(bool(x.isnan().all()) for x in gradients.values())

@@ -1,8 +1,6 @@
 """The bit contract at head dims above 128 and of unequal pairs, beside test_backward_head_dims.py: neighbours in a
 batch, heads alone, query heads split over work tiles."""
 
-import dataclasses
-
 import gpu_support as support
 import pytest
 from bit_checks import check_heads, check_neighbours, check_sm_margins, check_under_load
@@ -64,15 +62,3 @@ def test_splits_under_load(case, perturbation, device, num_sms):
 @SPLIT
 def test_splits_in_a_batch(case, device):
     check_neighbours(split_problem(case), 4, (0, 3), device)
-
-
-@DIMS
-def test_order_free_has_the_same_dk_and_dv(head_dims, device):
-    """It goes through the query tiles as descending does, and differs in dQ alone."""
-    for mask in MASKS.values():
-        problem = dataclasses.replace(problem_of(head_dims, (2, 700, 700, 8, 1), causal=False), **mask)
-        inputs = support.random_inputs(problem, device)
-        ordered, order_free = (support.backward(inputs, problem, policy) for policy in ("descending", "order_free"))
-        for name in ("dk", "dv"):
-            mismatch = support.first_mismatch(name, order_free[name], ordered[name])
-            assert mismatch is None, f"{problem}: {mismatch}"

@@ -113,12 +113,12 @@ def test_restore_without_activate(other):
 def test_activating_twice():
     """The later choices hold, and one restore ends both."""
     door.activate(device_types=CPU, fallback="error")
-    door.activate(device_types=CPU, fallback="former", schedule="ascending")
+    door.activate(device_types=CPU, fallback="former", schedule="spt")
     inputs, dout = inputs_and_gradient()
     with kernel_calls() as calls:
         actual = out_and_gradients(sdpa, inputs, dout)
-    assert calls[-1][1]["schedule"] == policy_number("ascending")
-    assert_same_bits(actual, out_and_gradients(flash_attn_func, inputs, dout, schedule="ascending"))
+    assert calls[-1][1]["schedule"] == policy_number("spt")
+    assert_same_bits(actual, out_and_gradients(flash_attn_func, inputs, dout, schedule="spt"))
     with pytest.warns(UserWarning, match="dtype"):
         sdpa(*(x.float() for x in inputs))
     door.restore()
@@ -184,11 +184,11 @@ def test_a_name_that_a_framework_activates(other):
     registry.activate_flash_attention_impl("other")
     assert door.is_active() and runs_dash_attn() and other.active == 0
     assert registry.current_flash_attention_impl() == "other"
-    door.register("other", device_types=CPU, schedule="ascending")
+    door.register("other", device_types=CPU, schedule="spt")
     registry.activate_flash_attention_impl("other")
     with kernel_calls() as calls:
         out_and_gradients(sdpa, *inputs_and_gradient())
-    assert calls[-1][1]["schedule"] == policy_number("ascending")
+    assert calls[-1][1]["schedule"] == policy_number("spt")
     door.restore()
     assert registry.current_flash_attention_impl() is None
     registry.activate_flash_attention_impl("other")

@@ -34,7 +34,7 @@ __device__ __forceinline__ RowScale row_scale(HeadDims head_dims, const Mask& ma
   const TileGrid grid{{Geometry::kQuery, Geometry::kKey, 1}, mask};
   const int seqlen_k = mask.sequence.seqlen_k;
   const double bound = fixed_point::row_bound(row.dout_norm, row.delta, keys.max_product, keys.max_element, seqlen_k,
-                                              std::is_same_v<typename Geometry::Element, cutlass::half_t>);
+                                              std::is_same_v<typename Geometry::Element, fp16>);
   const int exponent = fixed_point::row_exponent(bound);
   const bool is_coarse =
       fixed_point::row_needs_order(exponent, row.dout_norm, keys.min_step_product, head_dims,

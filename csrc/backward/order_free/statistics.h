@@ -244,15 +244,15 @@ __device__ __forceinline__ bool find_chunk(const SequencesOfCall& call, int inde
 
 // A thread's part of the rows of K and V that a warp measures at once: of a window, or of one of two neighbouring ones,
 // each half of the warp's. They are two neighbouring rows at a time.
-template <typename Element, int kQkDim>
+template <typename Element, int kHeadDim>
 struct KeyWindows {
-  static constexpr int kThreadsPerRow = kMeasuringThreads<kQkDim>;  // of V too
-  static constexpr int kRowsAtOnce = 2 * 32 / kThreadsPerRow;
-  static constexpr int kWindows = kRowsAtOnce > fixed_point::kWindow ? kRowsAtOnce / fixed_point::kWindow : 1;
-  static constexpr int kRows = kWindows * fixed_point::kWindow, kPasses = kRows / kRowsAtOnce;
+  static constexpr int kThreadsPerRow = kMeasuringThreads<kHeadDim>;  // of V too
+  static constexpr int kRows = 2 * 32 / kThreadsPerRow;
+  static constexpr int kWindows = kRows / fixed_point::kWindow;
+  static_assert(kWindows * fixed_point::kWindow == kRows);
   static constexpr int kLanesOfWindow = 32 / kWindows;
   using Part = RowPart<Element, kThreadsPerRow>;
-  Part k[kPasses][2], v[kPasses][2];
+  Part k[2], v[2];
 
   static __device__ __forceinline__ int first_of_thread(int first_row) {
     return first_row + threadIdx.x % 32 / kThreadsPerRow * 2;
@@ -264,54 +264,37 @@ struct KeyWindows {
     const Element *key = keys.row(first) + Part::first_column(), *value = values.row(first) + Part::first_column();
     const typename Part::Limits of_keys(keys, end - first), of_values(values, end - first);
 #pragma unroll
-    for (int pass = 0; pass < kPasses; ++pass) {
-#pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        const int row = pass * kRowsAtOnce + i;
-        k[pass][i].load(key + i * keys.stride, row, of_keys);
-        v[pass][i].load(value + i * values.stride, row, of_values);
-      }
-      key += kRowsAtOnce * keys.stride;
-      value += kRowsAtOnce * values.stride;
+    for (int i = 0; i < 2; ++i) {
+      k[i].load(key + i * keys.stride, i, of_keys);
+      v[i].load(value + i * values.stride, i, of_values);
     }
   }
 };
 
 // Puts the windows from `first_row` on into `mine`. Called by whole warps.
-template <typename Element, int kQkDim>
+template <typename Element, int kHeadDim>
 __device__ __forceinline__ void measure_windows(const HeadRows<Element>& keys, const HeadRows<Element>& values,
                                                 int first_row, int end, KeyStatistics& mine) {
-  using Rows = KeyWindows<Element, kQkDim>;
-  constexpr int kThreadsPerRow = Rows::kThreadsPerRow, kRowsAtOnce = Rows::kRowsAtOnce, kPasses = Rows::kPasses;
-  constexpr int kRows = 2 * kPasses;  // of a thread, of K and of V
+  using Rows = KeyWindows<Element, kHeadDim>;
+  constexpr int kThreadsPerRow = Rows::kThreadsPerRow;
   Rows windows;
   windows.load(keys, values, first_row, end);
   const int thread = threadIdx.x % kThreadsPerRow, first_of_thread = Rows::first_of_thread(first_row);
-  float squares[kRows], largest[kRows], value_steps[kPasses];  // squares: of V
-  float steps[2] = {};                                         // of the thread's window: of K, then of V
-#pragma unroll
-  for (int pass = 0; pass < kPasses; ++pass) {
-    const float key_step = step_of_keys(windows.k[pass]);
-    const PairOfValues v = measure_values(windows.v[pass]);
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      squares[2 * pass + i] = v.squares[i];
-      largest[2 * pass + i] = largest_of(windows.k[pass][i]);
-    }
-    const bool are_two = first_of_thread + pass * kRowsAtOnce + 1 < end;
-    steps[0] += are_two ? key_step : 0.f;
-    value_steps[pass] = are_two ? v.step : 0.f;
-  }
+  PairOfValues v = measure_values(windows.v);
+  float largest[2] = {largest_of(windows.k[0]), largest_of(windows.k[1])};
+  const bool are_two = first_of_thread + 1 < end;
+  float of_pair[1] = {are_two ? v.step : 0.f};
   // A thread has one key: the squares of its row of V and the largest element of its row of K.
-  const float of_value = sum_across_row<kThreadsPerRow>(squares);
+  const float of_value = sum_across_row<kThreadsPerRow>(v.squares);
   const float of_key = across_row<kThreadsPerRow>(largest, [](float a, float b) { return fmaxf(a, b); });
-  const int row = first_of_thread + thread % kRows / 2 * kRowsAtOnce + thread % 2;
+  const int row = first_of_thread + thread % 2;
   mine.max_element = larger(mine.max_element, of_key);
   if (row < end) {
     mine.max_product = larger(mine.max_product, norm_bound(of_value, values.row(row), values.columns) * of_key);
   }
-  const float value_step = ptx::sqrt_approx(sum_across_row<kThreadsPerRow>(value_steps));
-  steps[1] = thread < kPasses ? value_step : 0.f;  // of each pair once
+  const float value_step = ptx::sqrt_approx(sum_across_row<kThreadsPerRow>(of_pair));
+  // Of the thread's window: of K, then of V, of each pair once.
+  float steps[2] = {are_two ? step_of_keys(windows.k) : 0.f, thread == 0 ? value_step : 0.f};
   const int window_row = first_row + threadIdx.x % 32 / Rows::kLanesOfWindow * fixed_point::kWindow;
   const int pairs = min_int(end - window_row, fixed_point::kWindow) / 2;
   const float mean = __fdividef(sum_across_row<Rows::kLanesOfWindow>(steps), pairs);
@@ -319,17 +302,16 @@ __device__ __forceinline__ void measure_windows(const HeadRows<Element>& keys, c
   if (pairs > 0) { mine.min_step_product = fminf(mine.min_step_product, product); }
 }
 
-template <typename Element, int kQkDim, int kValueDim>
+template <typename Element, int kHeadDim>
 __device__ __forceinline__ KeyStatistics key_statistics(const StatisticsParams<Element>& params, const Chunk& chunk) {
-  static_assert(kQkDim >= kValueDim);
-  constexpr int kRowsOfWarp = KeyWindows<Element, kQkDim>::kRows;
+  constexpr int kRowsOfWarp = KeyWindows<Element, kHeadDim>::kRows;
   const HeadRows<Element> keys(params.k, chunk.batch, chunk.kv_head, params.head_dims.qk);
   const HeadRows<Element> values(params.v, chunk.batch, chunk.kv_head, params.head_dims.v);
   KeyStatistics mine = of_no_rows();
 #pragma unroll 1
   for (int row = chunk.first + int(threadIdx.x) / 32 * kRowsOfWarp; row < chunk.end;
        row += kStatisticsThreads / 32 * kRowsOfWarp) {
-    measure_windows<Element, kQkDim>(keys, values, row, chunk.end, mine);
+    measure_windows<Element, kHeadDim>(keys, values, row, chunk.end, mine);
   }
   return mine;
 }
@@ -348,7 +330,7 @@ __device__ __forceinline__ void measure_chunk(const StatisticsParams<typename Ge
   Chunk chunk;
   if (!find_chunk(params.call, index, chunk)) { return; }
 
-  KeyStatistics all = combine_warp(key_statistics<Element, Geometry::kQkDim, Geometry::kValueDim>(params, chunk));
+  KeyStatistics all = combine_warp(key_statistics<Element, Geometry::kHeadDim>(params, chunk));
   if (threadIdx.x % 32 == 0) { of_warp[threadIdx.x / 32] = all; }
   __syncthreads();
   if (threadIdx.x >= 32) { return; }
@@ -359,11 +341,10 @@ __device__ __forceinline__ void measure_chunk(const StatisticsParams<typename Ge
 }
 
 // As many as have registers for the rows that they measure at once: while some wait for theirs, others compute.
-template <int kQkDim>
-constexpr int kStatisticsBlocksOfSm = kMeasuringThreads<kQkDim> <= 8 ? 3 : 2;
+constexpr int kStatisticsBlocksOfSm = 3;
 
 template <typename Geometry>
-__global__ void __launch_bounds__(kStatisticsThreads, kStatisticsBlocksOfSm<Geometry::kQkDim>)
+__global__ void __launch_bounds__(kStatisticsThreads, kStatisticsBlocksOfSm)
     statistics_kernel(const StatisticsParams<typename Geometry::Element> params) {
   ptx::launch_dependents();  // the preprocess kernel waits for what it reads
   if (blockIdx.x == 0 && threadIdx.x == 0) { *params.workspace.any_needs_order = *params.workspace.any_marks = 0; }

@@ -18,7 +18,6 @@
 
 #include "../../device/warp_roles.h"
 #include "../dq_layout.h"
-#include "../order_free/rounding.h"
 #include "../work_ring.h"
 #include "epilogue.h"
 #include "score_tile.h"
@@ -39,6 +38,7 @@ class Consumer {
 
  protected:
   static_assert(Variant::kClusterSize == 1, "a work tile that a cluster sits out");
+  static_assert(!Variant::kOrderFree, "partials of dQ are staged in fp32");
   using Swizzle = typename Variant::Swizzle;
   using QueryRows = KMajor<Swizzle, Variant::kQuery>;      // Q or dO as A of S, dP
   using KeyRows = KMajor<Swizzle, Variant::kKey>;          // K or V as B of S, dP; P^T or dS^T as B of dV^T, dK^T
@@ -401,29 +401,11 @@ class KeyConsumer : Consumer<Variant> {
     float4* const buffers[] = {reinterpret_cast<float4*>(shared_.dq[slot.slot()]),
                                reinterpret_cast<float4*>(shared_.dq[slot.next().slot()])};
     static_assert(Variant::kDqPiecesOfBlock == 2);
-    const auto store = [&](int quad, float x, float y, float z, float w) {
-      buffers[quad / kQuads][Layout::quad_index(quad % kQuads, thread_)] = make_float4(x, y, z, w);
-    };
-    if (stage_dq_as_integers(dq, store)) { return; }
 #pragma unroll
     for (int quad = 0; quad < Layout::kQuads; ++quad) {
       const float* const x = dq + 4 * quad;
-      store(quad, x[0], x[1], x[2], x[3]);
+      buffers[quad / kQuads][Layout::quad_index(quad % kQuads, thread_)] = make_float4(x[0], x[1], x[2], x[3]);
     }
-  }
-
-  // Order-free, unless the head needs the order.
-  template <typename Store>
-  __device__ __forceinline__ bool stage_dq_as_integers(const float (&dq)[Layout::kRegisters], const Store& store) {
-    if constexpr (Variant::kOrderFree) {
-      const uint32_t slot = RingIndex<Variant::kScaleSlots>{step_}.slot();
-      const int tile = shared_.scale_tile[slot];
-      if (tile == kNoScale) { return false; }
-      const Marks marks{params_.workspace.scales + int64_t(tile) * Variant::kQuery, params_.workspace.any_marks};
-      round_rows(dq, shared_.scales[slot], marks, thread_, store);
-      return true;
-    }
-    return false;
   }
 
   // What has been staged may be added.

@@ -8,8 +8,6 @@ namespace dash_attn::backward {
 template <typename Variant>
 struct alignas(1024) SharedStorage<Variant, true> {
   using Element = typename Variant::Element;
-  using Barrier = cutlass::arch::ClusterBarrier;
-  using TransactionBarrier = cutlass::arch::ClusterTransactionBarrier;
 
   Element k[Variant::kKey * Variant::kQkDim];     // after a work tile its dK is staged here
   Element v[Variant::kKey * Variant::kValueDim];  // and here its dV
@@ -23,9 +21,6 @@ struct alignas(1024) SharedStorage<Variant, true> {
   float delta[Variant::kDoutStages][Variant::kQuery];                       // D = rowsum(dO * O)
   StepTile step[Variant::kStages];
   float slope[Variant::Score::kHasSlope ? Variant::kStages : 1];  // ALiBi's, of the step's head
-  // Order-free only: as in the other kernels.
-  alignas(16) uint8_t scales[Variant::kScaleSlots][Variant::kScaleBytes ? Variant::kQuery : 16];
-  int scale_tile[Variant::kScaleSlots];
   PlannedStep plan[Variant::kPlanSlots];
   WorkTile work[Variant::kWorkSlots];
   int work_number[Variant::kWorkSlots];  // in clusters, as the first CTA sends it

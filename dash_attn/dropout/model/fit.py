@@ -156,17 +156,16 @@ def fitted(result: Result, name: str) -> Fitted:
         told = row["how"] + (f", {row['us']}, taken for 0" if row["us"] < 0 else "")
         changes[f"{row['of']}_us"] = Figure(max(0.0, row["us"]), f"{source}: {told}")
     fork = 1e-6 * changes.get("fork_us", settings.fork_us).value
-    for where, prefix, overhead in (("streams", "", fork), ("inside", "inside_", 0.0)):
-        pairs = [
-            (1e-3 * row["gemm_ms"], 1e-3 * row["generator_ms"], 1e-3 * row["both_ms"])
-            for row in result.get("pairs", ())
-            if row["where"] == where
-        ]
-        if pairs:
-            a, b = interference(pairs, overhead)
-            told = f"{source}: {len(pairs)} pairs {'on two streams' if where == 'streams' else 'in one kernel of ours'}"
-            changes[f"{prefix}gemm_slowdown"] = Figure(round(a, 3), told)
-            changes[f"{prefix}generator_slowdown"] = Figure(round(b, 3), told)
+    # An older result also has pairs of another kind than two streams.
+    pairs = [
+        (1e-3 * row["gemm_ms"], 1e-3 * row["generator_ms"], 1e-3 * row["both_ms"])
+        for row in result.get("pairs", ())
+        if row["where"] == "streams"
+    ]
+    if pairs:
+        a, b = interference(pairs, fork)
+        told = f"{source}: {len(pairs)} pairs on two streams"
+        changes |= {"gemm_slowdown": Figure(round(a, 3), told), "generator_slowdown": Figure(round(b, 3), told)}
     settings = dataclasses.replace(settings, **changes)
     for rows, backward in ((_of_pass(result, "forward"), False), (_of_pass(result, "backward"), True)):
         settings = dataclasses.replace(settings, **_of_attention(rows, machine, settings, source, backward))

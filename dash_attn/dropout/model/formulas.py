@@ -161,8 +161,6 @@ class Settings:
     """Binary digits of the random numbers; 4 where p is a multiple of 1/16."""
     gemm_slowdown: Figure = Figure(0.05, f"{UNMEASURED}: a")
     generator_slowdown: Figure = Figure(0.33, f"{UNMEASURED}: b")
-    inside_gemm_slowdown: Figure = Figure(0.05, f"{UNMEASURED}: a where a GEMM of ours makes the bits itself")
-    inside_generator_slowdown: Figure = Figure(0.33, f"{UNMEASURED}: b where a GEMM of ours makes the bits itself")
     hidden_in_attention: Figure = Figure(0.15, f"{UNMEASURED}: f; what the two ratios of arXiv 2410.07531 v2 amount to")
     hidden_in_backward: Figure = Figure(0.15, f"{UNMEASURED}: f of the backward; as the forward's")
     exposed_use: Figure = Figure(1.0, f"{UNMEASURED}: the share of using stored bits that nothing hides; 1 is a bound")
@@ -269,14 +267,6 @@ def combined(parts: Parts, settings: Settings) -> Times:
         sequential=plain + parts.use + parts.generator + 1e-6 * settings.call_us.value,
         overlapped=plain + parts.use + both - parts.beside,
     )
-
-
-def generated_inside(parts: Parts, own_gemm: float, settings: Settings) -> float:
-    """Seconds of the block whose GEMM of `beside` is one of ours that makes the bits itself, and takes `own_gemm`
-    without."""
-    plain = parts.gemms + parts.attention + 1e-6 * settings.call_us.value * (parts.calls - 1)
-    a, b = settings.inside_gemm_slowdown.value, settings.inside_generator_slowdown.value
-    return plain - parts.beside + parts.use + together(own_gemm, parts.generator, a, b)
 
 
 def generator_time(elements: float, machine: Machine, settings: Settings) -> float:

@@ -21,7 +21,6 @@ from .formulas import (
     Settings,
     Times,
     combined,
-    generated_inside,
     generator_time,
     inside_time,
     times,
@@ -97,10 +96,6 @@ def judged(row: Result, fitted: Fitted) -> Iterator[Judged]:
     if whole := combinations(row, fitted):
         predicted["sequential"] = 1e3 * whole.sequential, row.get("sequential_ms")
         predicted["overlapped"] = 1e3 * whole.overlapped, row.get("overlapped_ms")
-        if row.get("own_gemm_ms"):
-            parts = parts_of(row, fitted, fitted.settings)
-            inside = generated_inside(parts, 1e-3 * row["own_gemm_ms"], fitted.settings)
-            predicted["generated inside our GEMM"] = 1e3 * inside, row.get("inside_ms")
     if row.get("fa2_ms"):
         fused = row["fa2_ms"] + 1e3 * inside_time(*arguments, backward=backward)
         predicted["fused attention, theirs"] = fused, row.get("fa2_dropout_ms")
@@ -153,8 +148,8 @@ def table(found: Sequence[Judged]) -> str:
 
 
 def gains(result: Result, fitted: Fitted) -> list[dict[str, Any]]:
-    """What each way gains, as ratios: `sequential` over `overlapped`, and over the GEMM that generates `inside` where
-    it was measured; attention with dropout over attention without, ours with bits and the peer's."""
+    """What each way gains, as ratios: `sequential` over `overlapped`; attention with dropout over attention without,
+    ours with bits and the peer's."""
     found = []
     for row in result.get("rows", ()):
         gain = {name: row[name] for name in ("seqlen", "pass")}
@@ -164,8 +159,6 @@ def gains(result: Result, fitted: Fitted) -> list[dict[str, Any]]:
             gain["measured"] = sequential / overlapped
         if whole := combinations(row, fitted):
             gain["predicted"] = whole.sequential / whole.overlapped
-        if sequential and row.get("inside_ms"):
-            gain["inside"] = sequential / row["inside_ms"]
         for name, dropped, plain in (
             ("bits", "attention_bits_ms", "attention_ms"),
             ("theirs", "fa2_dropout_ms", "fa2_ms"),
@@ -197,7 +190,6 @@ def gains_table(found: Sequence[Mapping[str, Any]]) -> str:
         "share": "generator / GEMM beside it",
         "measured": "sequential / overlapped, measured",
         "predicted": "predicted",
-        "inside": "sequential / generated inside our GEMM",
         "bits": "our attention: with bits / without",
         "theirs": "FlashAttention-2 in torch: with dropout / without",
     }

@@ -1,14 +1,14 @@
 #pragma once
-#include <cutlass/numeric_types.h>
+#include "device/elements.h"
 
 struct float2 {
   float x, y;
 };
 struct __nv_bfloat162 {
-  cutlass::bfloat16_t x, y;
+  dash_attn::bf16 x, y;
 };
 inline __nv_bfloat162 __floats2bfloat162_rn(float x, float y) {
-  return {cutlass::bfloat16_t(x), cutlass::bfloat16_t(y)};
+  return {dash_attn::bf16(x), dash_attn::bf16(y)};
 }
 inline float2 make_float2(float x, float y) { return {x, y}; }
 inline float2 __bfloat1622float2(__nv_bfloat162 pair) { return {float(pair.x), float(pair.y)}; }

@@ -1,11 +1,15 @@
 // csrc/device/ptx.h on the host: what the kernels use of it.
 #pragma once
 
-#include <cute/arch/util.hpp>
 #include <memory>
 #include <utility>
 
+#include "machine.h"
+#include "tensor_of_map.h"
+
 namespace dash_attn::ptx {
+
+inline uint32_t shared_address(const void* pointer) { return emulator::shared_address(pointer); }
 
 inline float exp2_approx(float x) { return std::exp2(x); }
 inline float log2_approx(float x) { return std::log2(x); }
@@ -89,6 +93,41 @@ inline void bulk_store(float* global, const float* shared, int bytes) {
   bulk_to_global(global, shared, bytes, [](uint32_t, uint32_t b) { return b; });
 }
 
+// Loads come at any time from now on.
+inline void bulk_load(void* shared, const void* global, int bytes, const void* barrier) {
+  if (bytes % 16 != 0 || reinterpret_cast<uintptr_t>(global) % 16 != 0) { emulator::fail("a bulk copy off 16 bytes"); }
+  emulator::machine->later([=] {
+    std::memcpy(shared, global, bytes);
+    emulator::Barrier& b = emulator::machine->barrier(barrier);
+    b.bytes -= bytes;
+    b.settle();
+  });
+}
+
+struct BoxOrigin {
+  int x0, x1, x2, x3, x4;
+};
+inline void load_box(void* shared, const CUtensorMap& map, BoxOrigin c, const void* barrier, uint64_t) {
+  emulator::machine->later([=, tensor = map.tensor, address = shared_address(shared)] {
+    tensor->for_box(address, {c.x0, c.x1, c.x2, c.x3, c.x4}, [](uint32_t place, const char* element) {
+      char* const to = emulator::shared_at(place, 2);
+      element ? (void)std::memcpy(to, element, 2) : (void)std::memset(to, 0, 2);
+    });
+    emulator::Barrier& b = emulator::machine->barrier(barrier);
+    b.bytes -= tensor->box_bytes();
+    b.settle();
+  });
+}
+// Reads when it is waited for.
+inline void store_box(const CUtensorMap& map, const void* shared, BoxOrigin c) {
+  const auto copy = [=, tensor = map.tensor, address = shared_address(shared)] {
+    tensor->for_box(address, {c.x0, c.x1, c.x2, c.x3, c.x4}, [](uint32_t place, char* element) {
+      if (element) { std::memcpy(element, emulator::shared_at(place, 2), 2); }
+    });
+  };
+  emulator::machine->self().open_bulk.push_back({copy, {}});
+}
+
 inline void bulk_commit() {
   auto& self = emulator::machine->self();
   self.bulk_groups.push_back(std::move(self.open_bulk));
@@ -129,7 +168,19 @@ inline void store_relaxed(int* address, int value) { store_release(address, valu
 inline void add_release(int* address, int value) { store_release(address, *address + value); }
 inline void launch_dependents() {}
 inline void wait_for_previous_kernel() {}
-uint32_t map_shared(const void* shared, uint32_t cta_rank);  // of clusters, which there are none of
+inline bool elect_one() {
+  emulator::machine->exchange("elect", 0);
+  return emulator::machine->current % emulator::kWarpLanes == 0;
+}
+template <int>
+void give_registers() {}
+template <int>
+void take_registers() {}
+
+// Of clusters, which there are none of.
+void sync_cluster();
+int cta_rank();
+uint32_t map_shared(const void* shared, uint32_t cta_rank);
 void store_async(uint32_t remote_address, int value, uint32_t remote_barrier);
 
 inline void fence_async_shared() {
@@ -157,9 +208,8 @@ inline void store_matrix_transposed(uint32_t row, const uint32_t (&m)[4]) {
   for (int i = 0; i < 4; ++i) {
     for (int half = 0; half < 2; ++half) {
       const auto address = uint32_t(given[8 * i + 2 * (lane % 4) + half][0]) + 2 * (lane / 4);
-      emulator::machine->self().writes.push_back([address, value = uint16_t(m[i] >> 16 * half)] {
-        std::memcpy(emulator::shared_at(address, 2), &value, 2);
-      });
+      emulator::machine->self().writes.push_back(
+          [address, value = uint16_t(m[i] >> 16 * half)] { std::memcpy(emulator::shared_at(address, 2), &value, 2); });
     }
   }
 }

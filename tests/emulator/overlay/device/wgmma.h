@@ -1,6 +1,6 @@
-// wgmma's m64nNk16 with 16-bit inputs and fp32 sums (PTX ISA 9.7.15): operands by their descriptors, fragments as the
-// ISA lays them out. A product runs when it is issued or when it is waited for, as the machine's seed says; until then
-// its sums are NaN, and an A operand in registers must not change.
+// csrc/device/wgmma.h on the host: operands by their descriptors, fragments as the PTX ISA lays them out (9.7.15). A
+// product runs when it is issued or when it is waited for, as the machine's seed says; until then its sums are NaN, and
+// an A operand in registers must not change.
 #pragma once
 
 #include <algorithm>
@@ -8,26 +8,29 @@
 #include <cmath>
 #include <utility>
 
+#include "elements.h"
 #include "machine.h"
 
-namespace emulator {
+namespace dash_attn::wgmma {
+
+using emulator::machine;
 
 // An operand in shared memory.
-template <typename Element, int kRows, bool kIsMnMajor>
+template <typename Element, int kRows, bool kIsTransposed>
 struct SharedOperand {
   uint64_t descriptor;
 
   // Element (i, k), i along M or N, is at kRows k + i.
   const std::vector<float>& read() const {
     constexpr int kUnusedBits = 53;  // of twice a descriptor, from there on
-    return machine->read_once((descriptor * 2 + kIsMnMajor) ^ uint64_t{kRows} << kUnusedBits, [&] {
+    return machine->read_once((descriptor * 2 + kIsTransposed) ^ uint64_t{kRows} << kUnusedBits, [&] {
       std::vector<float> elements(kRows * 16);
       // Eight at a time, which lie side by side.
-      constexpr int kStride = kIsMnMajor ? 1 : kRows;
+      constexpr int kStride = kIsTransposed ? 1 : kRows;
       for (int chunk = 0; chunk < kRows * 2; ++chunk) {
-        const int i = kIsMnMajor ? chunk / 16 * 8 : chunk / 2, k = kIsMnMajor ? chunk % 16 : chunk % 2 * 8;
+        const int i = kIsTransposed ? chunk / 16 * 8 : chunk / 2, k = kIsTransposed ? chunk % 16 : chunk % 2 * 8;
         Element eight[8];
-        std::memcpy(eight, shared_at(address_of(i, k), sizeof(eight)), sizeof(eight));
+        std::memcpy(eight, emulator::shared_at(address_of(i, k), sizeof(eight)), sizeof(eight));
         for (int j = 0; j < 8; ++j) { elements[kRows * k + i + j * kStride] = float(eight[j]); }
       }
       return elements;
@@ -39,10 +42,11 @@ struct SharedOperand {
     const uint32_t start = (descriptor & 0x3fff) << 4, leading = (descriptor >> 16 & 0x3fff) << 4,
                    stride = (descriptor >> 32 & 0x3fff) << 4;
     const int mode = int(descriptor >> 62);
-    if (mode != 1 && mode != 2) { fail("a descriptor with a swizzle that is not of 128 or 64 bytes"); }
+    if (mode != 1 && mode != 2) { emulator::fail("a descriptor with a swizzle that is not of 128 or 64 bytes"); }
     const int row_bytes = mode == 1 ? 128 : 64, columns = row_bytes / 2;
-    uint32_t address = kIsMnMajor ? start + i / columns * leading + k / 8 * stride + k % 8 * row_bytes + i % columns * 2
-                                  : start + i / 8 * stride + i % 8 * row_bytes + k * 2;
+    const uint32_t address = kIsTransposed
+                                 ? start + i / columns * leading + k / 8 * stride + k % 8 * row_bytes + i % columns * 2
+                                 : start + i / 8 * stride + i % 8 * row_bytes + k * 2;
     return address ^ (address >> 7 & (mode == 1 ? 7 : 3)) << 4;
   }
 };
@@ -50,24 +54,6 @@ struct SharedOperand {
 struct Fragment {
   static int row(int thread, int r) { return thread % 128 / 32 * 16 + thread % 32 / 4 + r / 2 % 2 * 8; }
   static int column(int thread, int r) { return r / 4 * 8 + thread % 4 * 2 + r % 2; }
-};
-
-// Where the sums of a thread are, which a product is to be added to, or to replace.
-template <int kRegisters>
-struct Accumulator {
-  float* registers[kRegisters];
-  bool adds;
-
-  // Of fma's last arguments: the sums, and whether to add.
-  template <typename... Rest>
-  explicit Accumulator(Rest&... rest) {
-    static_assert(sizeof...(Rest) == kRegisters + 1);
-    const void* const all[] = {&rest...};
-    for (int r = 0; r < kRegisters; ++r) {
-      registers[r] = static_cast<float*>(const_cast<void*>(all[r]));
-    }
-    adds = *static_cast<const int*>(all[kRegisters]) != 0;
-  }
 };
 
 // Rows of A of 16 elements, as a thread has them.
@@ -78,19 +64,16 @@ using Four = float __attribute__((vector_size(16)));
 
 // `read_rows(thread, rows)`.
 template <int kRegisters, typename ReadRows, typename B, typename Check>
-void issue(const Accumulator<kRegisters>& acc, ReadRows read_rows, B b, Check check) {
-  Machine::Thread& self = machine->self();
+void issue_product(float (&d)[kRegisters], bool adds, ReadRows read_rows, B b, Check check) {
+  emulator::Machine::Thread& self = machine->self();
+  float* const acc = d;
   const int thread = int(machine->current);
-  auto& sums = self.sums[acc.registers[0]];
+  auto& sums = self.sums[acc];
   if (!sums) {
-    sums = std::make_shared<Machine::Sums>();
-    sums->registers.assign(acc.registers, acc.registers + kRegisters);
-    for (float* sum : sums->registers) {
-      sums->values.push_back(*sum);
-      *sum = NAN;
-    }
+    sums = std::make_shared<std::vector<float>>(acc, acc + kRegisters);
+    std::fill_n(acc, kRegisters, NAN);
   }
-  const auto run = [=, adds = acc.adds, values = sums->values.data()] {
+  const auto run = [=, values = sums->data()] {
     check();
     RowsOfThread rows;
     read_rows(thread, rows);
@@ -107,17 +90,17 @@ void issue(const Accumulator<kRegisters>& acc, ReadRows read_rows, B b, Check ch
       std::memcpy(values + r, &sum, sizeof(sum));
     }
   };
-  Machine::Product product;
-  product.finish = [check, sums = sums, &self] {
+  emulator::Machine::Product product;
+  product.finish = [=, sums = sums, &self] {
     // Of products on the same sums, which are in one group, the first hands them over, when all have run.
-    const auto found = self.sums.find(sums->registers[0]);
+    const auto found = self.sums.find(acc);
     const bool is_handed_over = found == self.sums.end() || found->second != sums;
     check();
     if (is_handed_over) { return; }
     self.sums.erase(found);
     for (int r = 0; r < kRegisters; ++r) {
-      if (!std::isnan(*sums->registers[r])) { fail("a sum was written while its product ran"); }
-      *sums->registers[r] = sums->values[r];
+      if (!std::isnan(acc[r])) { emulator::fail("a sum was written while its product ran"); }
+      acc[r] = (*sums)[r];
     }
   };
   if (machine->is_lazy()) {
@@ -128,32 +111,28 @@ void issue(const Accumulator<kRegisters>& acc, ReadRows read_rows, B b, Check ch
   self.open.push_back(std::move(product));
 }
 
-template <typename Element, int kN, bool kIsMnMajorA, bool kIsMnMajorB>
+template <typename Element, int kSums, bool kTransposesA, bool kTransposesB>
 struct SharedProduct {
-  template <typename... Rest>
-  static void fma(uint64_t a, uint64_t b, Rest&&... rest) {
-    const auto read_rows = [operand = SharedOperand<Element, 64, kIsMnMajorA>{a}](int thread, RowsOfThread& rows) {
+  static void issue(float (&d)[kSums], uint64_t a, uint64_t b, bool adds) {
+    const auto read_rows = [operand = SharedOperand<Element, 64, kTransposesA>{a}](int thread, RowsOfThread& rows) {
       const float* elements = operand.read().data();
       for (int half = 0; half < 2; ++half) {
         for (int k = 0; k < 16; ++k) { rows[half][k] = elements[64 * k + Fragment::row(thread, 2 * half)]; }
       }
     };
-    issue(Accumulator<kN / 2>(rest...), read_rows, SharedOperand<Element, kN, kIsMnMajorB>{b}, [] {});
+    issue_product(d, adds, read_rows, SharedOperand<Element, 2 * kSums, kTransposesB>{b}, [] {});
   }
 };
 
-template <typename Element, int kN, bool kIsMnMajorB>
+template <typename Element, int kSums, bool kTransposesB>
 struct RegisterProduct {
-  template <typename... Rest>
-  static void fma(const uint32_t& a0, const uint32_t& a1, const uint32_t& a2, const uint32_t& a3, uint64_t b,
-                  Rest&&... rest) {
-    const std::array<const uint32_t*, 4> a{&a0, &a1, &a2, &a3};
+  static void issue(float (&d)[kSums], const uint32_t (&a)[4], uint64_t b, bool adds) {
     struct Own {
       uint32_t words[4];
     } own;
-    for (int i = 0; i < 4; ++i) { own.words[i] = *a[i]; }
+    std::copy_n(a, 4, own.words);
     const auto given = machine->exchange("wgmma", own);
-    const int first_lane = int(machine->current % kWarpLanes / 4 * 4);  // of the four that have its rows
+    const int first_lane = int(machine->current % emulator::kWarpLanes / 4 * 4);  // of the four that have its rows
     std::array<Own, 4> lanes;
     for (int i = 0; i < 4; ++i) { std::memcpy(&lanes[i], given[first_lane + i], sizeof(Own)); }
     const auto read_rows = [lanes](int, RowsOfThread& rows) {
@@ -166,26 +145,26 @@ struct RegisterProduct {
         rows[half][k] = float(value);
       }
     };
-    const auto unchanged = [a, own] {
-      for (int i = 0; i < 4; ++i) {
-        if (*a[i] != own.words[i]) { fail("a register changed while a product read it"); }
-      }
+    const auto unchanged = [a = &a[0], own] {
+      if (!std::equal(a, a + 4, own.words)) { emulator::fail("a register changed while a product read it"); }
     };
-    issue(Accumulator<kN / 2>(rest...), read_rows, SharedOperand<Element, kN, kIsMnMajorB>{b}, unchanged);
+    issue_product(d, adds, read_rows, SharedOperand<Element, 2 * kSums, kTransposesB>{b}, unchanged);
   }
 };
 
-inline void commit_products() {
-  Machine::Thread& self = machine->self();
+inline void fence() {}
+
+inline void commit() {
+  emulator::Machine::Thread& self = machine->self();
   self.groups.push_back(std::move(self.open));
   self.open.clear();
 }
 
 template <int kPending>
-void wait_products() {
-  Machine::Thread& self = machine->self();
+void wait() {
+  emulator::Machine::Thread& self = machine->self();
   // They may take long: others go on meanwhile.
-  unsigned turns = machine->is_lazy() ? machine->random() % kLongestTime : 0;
+  unsigned turns = machine->is_lazy() ? machine->random() % emulator::kLongestTime : 0;
   machine->wait("products", [turns]() mutable { return turns-- == 0; });
   while (self.groups.size() > kPending) {
     for (auto& product : self.groups.front()) {
@@ -196,4 +175,4 @@ void wait_products() {
   }
 }
 
-}  // namespace emulator
+}  // namespace dash_attn::wgmma

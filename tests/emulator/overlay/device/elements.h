@@ -1,14 +1,16 @@
+// csrc/device/elements.h on the host, where elements are also numbers.
 #pragma once
+
 #include <bit>
 #include <cstdint>
 
-namespace cutlass {
+namespace dash_attn {
 
-struct bfloat16_t {
+struct bf16 {
   uint16_t bits;
 
-  bfloat16_t() = default;
-  explicit bfloat16_t(float x) {
+  bf16() = default;
+  explicit bf16(float x) {
     const uint32_t word = std::bit_cast<uint32_t>(x);
     const bool is_nan = (word & 0x7fffffff) > 0x7f800000;
     bits = uint16_t(is_nan ? 0x7fff : (word + 0x7fff + (word >> 16 & 1)) >> 16);
@@ -16,11 +18,11 @@ struct bfloat16_t {
   explicit operator float() const { return std::bit_cast<float>(uint32_t(bits) << 16); }
 };
 
-struct half_t {
+struct fp16 {
   _Float16 value;
 
-  half_t() = default;
-  explicit half_t(float x) : value(_Float16(x)) {}
+  fp16() = default;
+  explicit fp16(float x) : value(_Float16(x)) {}
   // By hand: compilers call a slow function.
   explicit operator float() const {
     const uint32_t bits = std::bit_cast<uint16_t>(value), magnitude = (bits & 0x7fff) << 13;
@@ -31,4 +33,4 @@ struct half_t {
   }
 };
 
-}  // namespace cutlass
+}  // namespace dash_attn

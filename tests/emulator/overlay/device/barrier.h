@@ -1,14 +1,16 @@
+// csrc/device/barrier.h on the host. The machine keeps the barriers' state.
 #pragma once
+
 #include "machine.h"
 
-namespace cutlass::arch {
+namespace dash_attn {
 
-class ClusterBarrier {
+class Barrier {
  public:
-  void init(int count) const {
+  void init(int arrivals) const {
     emulator::Barrier& b = emulator::machine->barrier(this);
     b = {};
-    b.count = b.pending = count;
+    b.count = b.pending = arrivals;
   }
   void wait(uint32_t parity, std::source_location where = std::source_location::current()) const {
     emulator::machine->wait_parity(this, int(parity), where);
@@ -23,20 +25,18 @@ class ClusterBarrier {
   uint64_t place_;
 };
 
-class ClusterTransactionBarrier : public ClusterBarrier {
+class TransactionBarrier : public Barrier {
  public:
-  void arrive_and_expect_tx(uint32_t bytes) const {
-    emulator::machine->barrier(this).bytes += int(bytes);
+  void arrive_and_expect_tx(int bytes) const {
+    emulator::machine->barrier(this).bytes += bytes;
     arrive();
-  }
-};
-
-struct NamedBarrier {
-  static void sync(int threads, uint32_t id) {
-    emulator::machine->meet(emulator::machine->named(int(id)), threads, "a named barrier");
   }
 };
 
 inline void fence_barrier_init() {}
 
-}  // namespace cutlass::arch
+inline void sync_numbered(int barrier, int threads) {
+  emulator::machine->meet(emulator::machine->named(barrier), threads, "a named barrier");
+}
+
+}  // namespace dash_attn
