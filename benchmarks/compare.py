@@ -1,7 +1,7 @@
 """Our throughput over the peers', shape by shape, with geometric means.
 
     python -m benchmarks.compare ours.json --peers peers.json
-    python -m benchmarks.compare result.json --pass backward forward --grid loads
+    python -m benchmarks.compare result.json --pass backward forward --grid sharded
 
 Ours is one schedule, "auto" unless another is named; what is not deterministic is never counted as ours. Without
 --peers, the peers are those of the same file, measured in the same run. The last lines of a pass give, for each peer,

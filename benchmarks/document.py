@@ -1,14 +1,15 @@
 """Writes what README.md, benchmarks/README.md and benchmarks/by_shape.md quote of a result, and draws its picture.
 
     R=benchmarks/results/RESULT
-    python -m benchmarks.document $R.json --loads ${R}_loads.json --packed-bar ${R}_packed-bar.json \
+    python -m benchmarks.document $R.json --sharded ${R}_sharded.json --packed-bar ${R}_packed-bar.json \
         --windows-bar ${R}_windows-bar.json --head-dims ${R}_head-dims.json --scores ${R}_scores.json \
         --dropout ${R}_dropout.json
 
 README.md quotes two figures, of the costs of a training step and of this result beside the peers of its own run, and
 shows the picture. benchmarks/README.md has the same result beside the peers of benchmarks/results/peers_h200.json too,
 and what the options' results say: each option takes the result of the grid of its name, whose peers are its own.
-benchmarks/by_shape.md has those grids by shape. The picture, of the result alone, goes beside it, with the suffix .png.
+benchmarks/by_shape.md has those grids by shape. The picture, of the result alone, goes beside it, with the suffix .png;
+the picture of the sharded shapes, which benchmarks/README.md shows, has the suffix _sharded.png.
 """
 
 import argparse
@@ -38,16 +39,15 @@ ATTENTIONS = {
 
 
 class Grid(NamedTuple):
-    """A grid that is quoted from a result of its own: what it is, and what its shapes are called. Whether one chooses a
-    schedule there, so that the quickest is quoted too."""
+    """A grid that is quoted from a result of its own: what it is, and what its shapes are called."""
 
     what: str
     shapes: str
-    has_choice: bool = False
 
 
 OWN_GRIDS = {
-    "loads": Grid("Small loads, few heads or short sequences", "the small loads", has_choice=True),
+    "sharded": Grid("What one GPU of a tensor-parallel group sees", "the sharded shapes"),
+    "sharded_held_out": Grid("Shapes of that kind that nothing was tuned on", "the held-out sharded shapes"),
     "packed-bar": Grid("Packed sequences of unequal and equal lengths", "the packs"),
     "windows-bar": Grid("Sliding windows", "the windows"),
     "head-dims": Grid("Head dims beside 128, of queries and keys and of values", "the head dims"),
@@ -84,14 +84,6 @@ class Quoted:
     def of_own_grid(self, name: str, pass_: str) -> list[Comparison]:
         figures = compare.read(self.own[name], pass_)
         return compare.of_grid(compare.compare(figures, figures), name)
-
-    def quickest_of_own_grid(self, name: str) -> tuple[list[str], list[Comparison]]:
-        """The names of our schedules, and the backward of whichever is the quickest at each shape."""
-        figures = compare.read(self.own[name], "backward")
-        schedules = sorted({f.schedule for found in figures.values() for f in found if f.impl == compare.OURS})
-        found = [c for schedule in schedules for c in compare.compare(figures, figures, schedule)]
-        quickest = {c.shape: c for c in sorted(found, key=lambda c: c.ours.tflops)}
-        return schedules, compare.of_grid(list(quickest.values()), name)
 
 
 def listed(names: list[str]) -> str:
@@ -143,16 +135,6 @@ def own_grid_line(quoted: Quoted, name: str) -> str:
             said.append(
                 f"the {pass_} {mean.ratio:.2f} times that of {shown}, at the least {mean.least:.2f} ({mean.shapes})"
             )
-    if OWN_GRIDS[name].has_choice:
-        schedules, quickest = quoted.quickest_of_own_grid(name)
-        shown = listed([f"`{schedule}`" for schedule in schedules])
-        for peer in compare.measured_peers(quickest):
-            if not peer.deterministic:
-                mean = compare.mean(quickest, False, peer.impl)
-                said.append(
-                    f"""the backward of the quickest of {shown} at each shape {mean.ratio:.2f} times that of {peer}, at
-                    the least {mean.least:.2f}"""
-                )
     return prose(
         f"""{OWN_GRIDS[name].what} (`--grid {name}`), both sides in one run of {run_told(quoted, name)}. Geometric mean
         of our throughput over the baseline's, the least ratio, and the number of shapes: {"; ".join(said)}."""
@@ -172,7 +154,14 @@ def own_grid_table(quoted: Quoted, name: str) -> str:
 
 
 def own_grid(quoted: Quoted, name: str) -> str:
-    return own_grid_table(quoted, name) if name in bars.CLAIMS else own_grid_line(quoted, name)
+    said = own_grid_table(quoted, name) if name in bars.CLAIMS else own_grid_line(quoted, name)
+    if name == "sharded":
+        said += f"\n\n![Throughput over the best baselines, shape by shape](results/{sharded_picture(quoted).name})"
+    return said
+
+
+def sharded_picture(quoted: Quoted) -> pathlib.Path:
+    return quoted.path.with_name(f"{quoted.path.stem}_sharded.png")
 
 
 def training_ratios(path: pathlib.Path = TRAINING) -> dict[int, tuple[float, str]]:
@@ -411,6 +400,8 @@ def main(argv: list[str] | None = None) -> None:
     written = {path: with_block(path.read_text(), MODULE, block(quoted)) for path, block in blocks.items()}
     written[ROOT / "README.md"] = with_block(written[ROOT / "README.md"], PICTURE, picture(quoted))
     plot.draw(json.loads(quoted.path.read_text()), quoted.path.with_suffix(".png"), "backward")
+    if path := quoted.own.get("sharded"):
+        plot.draw_ratios(json.loads(path.read_text()), sharded_picture(quoted))
     for path, text in written.items():
         path.write_text(text)
 

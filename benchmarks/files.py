@@ -18,6 +18,35 @@ def dumps(result: dict) -> str:
     return "{\n" + ",\n".join(blocks) + "\n}\n"
 
 
+# What the parts of one run have in common.
+SAME_IN_PARTS = ("gpu", "driver", "cuda", "torch", "commit", "impls")
+
+
+def merged(results: dict[str, dict]) -> dict:
+    """One result of those of all parts of a grid, by their names.
+
+    Raises:
+        ValueError: a result is no part, parts are missing or double, or they were measured with different software or
+            on different kinds of GPU.
+    """
+    metas = {name: result["meta"] for name, result in results.items()}
+    first, one = next(iter(metas.items()))
+    for name, meta in metas.items():
+        if "part" not in meta:
+            raise ValueError(f"{name} is not a part of a run")
+        for key in SAME_IN_PARTS:
+            if meta.get(key) != one.get(key):
+                raise ValueError(f"{name} has {key} {meta.get(key)!r}, {first} has {one.get(key)!r}")
+    found = sorted(meta["part"] for meta in metas.values())
+    parts = one["part"].split("/")[1]
+    if found != sorted(f"{i}/{parts}" for i in range(1, int(parts) + 1)):
+        raise ValueError(f"they must be parts 1 to {parts} of {parts}, got {', '.join(found)}")
+    each = {meta["part"]: {key: meta[key] for key in meta if key not in SAME_IN_PARTS} for meta in metas.values()}
+    common = {key: one[key] for key in SAME_IN_PARTS if key in one}
+    rows = [row for result in results.values() for row in result["rows"]]
+    return {"meta": {**common, "date": min(meta["date"] for meta in metas.values()), "parts": each}, "rows": rows}
+
+
 def prose(text: str, indent: str = "") -> str:
     """One paragraph, or one item of a list, wrapped as the documents are."""
     options = dict(subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)

@@ -29,6 +29,9 @@ KERNEL = {
 }
 # Clocks, about, for which who decides about divided KV tiles looks for CTAs (csrc/backward/whole_tiles.h).
 PATIENCE = 10_000
+# Clocks for which a work tile adds its dK and dV to the sum of the splits before it, beside what every work tile costs.
+# Fitted to forced splits at head_dim 128 (`benchmarks.splits`): no probe has splits.
+SPLIT_CLOCKS = 4_000
 # Policies whose adds wait for no one.
 UNORDERED = tuple(p for p in (*schedule.POLICIES, *schedule.YARDSTICKS) if not _schedule.is_ordered(p))
 ELEMENT_BYTES, SUM_BYTES = 2, 4
@@ -118,6 +121,7 @@ def play(machine: Machine, policy: str, shape, sms: int | None = None):
         signal_time=machine.signal,
         poll_time=machine.poll,
         work_time=machine.work[head_dim],
+        split_time=SPLIT_CLOCKS,
         load_time=machine.load,
         memory_work_time=4 * tiles.tile_k * row_bytes / machine.memory,
         memory_tile_time=tiles.tile_q * (2 * row_bytes + SUM_BYTES * head_dim) / machine.memory,

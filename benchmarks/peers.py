@@ -9,6 +9,8 @@ as the rows of all sequences, so that what is timed can be checked. Importing th
 import contextlib
 import dataclasses
 import importlib
+import importlib.metadata
+import importlib.util
 import itertools
 import math
 from collections.abc import Callable, Iterator
@@ -16,7 +18,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from benchmarks.compare import BITS, DENSE, OURS
+from benchmarks import cudnn_graph
+from benchmarks.compare import BITS, DENSE, NAMES, OURS
 from benchmarks.shapes import SOFTCAPS, Shape
 
 if TYPE_CHECKING:
@@ -274,6 +277,9 @@ class TorchFlashAttention2:
 
     name = "fa2"
 
+    def version(self) -> str:
+        return f"FlashAttention-2 as torch {torch.__version__} runs it"
+
     def unavailable(self, device: torch.device) -> str | None:
         return None if device.type == "cuda" else "needs a CUDA device"
 
@@ -302,10 +308,12 @@ class TorchFlashAttention2:
 
 
 class TorchCudnn:
-    """cuDNN's attention as torch runs it, of dense batches without windows; torch has no way to ask for its
-    deterministic algorithm."""
+    """cuDNN's attention as torch runs it, of dense batches without windows."""
 
     name = "cudnn"
+
+    def version(self) -> str:
+        return f"cuDNN {torch.backends.cudnn.version()} as torch {torch.__version__} runs it"
 
     def unavailable(self, device: torch.device) -> str | None:
         if device.type != "cuda":
@@ -335,11 +343,39 @@ class TorchCudnn:
         return with_own_masks(_in_turn(lambda: forward()[0].transpose(1, 2), backward), shape)
 
 
+class CudnnDeterministic(TorchCudnn):
+    """cuDNN's deterministic backward, which torch cannot ask for. The forward before it is torch's."""
+
+    def version(self) -> str:
+        frontend = installed("nvidia-cudnn-frontend")
+        return f"{super().version()}; deterministic: through nvidia-cudnn-frontend {frontend}"
+
+    def unavailable(self, device: torch.device) -> str | None:
+        if reason := super().unavailable(device):
+            return reason
+        return None if importlib.util.find_spec("cudnn") else "the package nvidia-cudnn-frontend is not installed"
+
+    def variants(self, shape: Shape) -> list[Variant]:
+        return [] if shape.dropout_p else [Variant(self.name, None, True) for _ in super().variants(shape)]
+
+    def prepare(self, variant: Variant, shape: Shape, x: Tensors) -> Calls:
+        scale = softmax_scale(shape)
+        q, k, v, dout = (t.transpose(1, 2) for t in (x.q, x.k, x.v, x.dout))
+        out, softmax_lse, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention(
+            q, k, v, None, True, 0.0, shape.causal, False, scale=scale
+        )
+        backward = cudnn_graph.deterministic_backward(q, k, v, out, dout, softmax_lse, scale, shape.causal)
+        return {"backward": lambda: tuple(gradient.transpose(1, 2) for gradient in backward())}
+
+
 class TorchMemoryEfficient:
     """The memory-efficient attention of torch, of dense batches of ungrouped heads with dropout: without, others are
     known to be quicker."""
 
     name = "memory-efficient"
+
+    def version(self) -> str:
+        return f"torch {torch.__version__}"
 
     def unavailable(self, device: torch.device) -> str | None:
         return None if device.type == "cuda" else "needs a CUDA device"
@@ -367,13 +403,25 @@ class TorchMemoryEfficient:
         return with_own_masks(_in_turn(lambda: forward()[0].transpose(1, 2), backward), shape)
 
 
+def installed(distribution: str) -> str:
+    """The version of an installed distribution. A package that is only on the path has none."""
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return "of unknown version"
+
+
 class _FlashAttnPackage:
     """A FlashAttention package through its public function and autograd."""
 
     name: str
     module: str
+    distribution: str
     unbounded: int | None  # how it writes a side of a window that hides nothing
     scores: tuple[str, ...]  # of benchmarks.shapes.SCORES, what it has an argument for
+
+    def version(self) -> str:
+        return f"{NAMES[self.name]} {installed(self.distribution)}"
 
     def unavailable(self, device: torch.device) -> str | None:
         if device.type != "cuda":
@@ -413,6 +461,7 @@ class _FlashAttnPackage:
 class FlashAttention3(_FlashAttnPackage):
     name = "fa3"
     module = "flash_attn_interface"
+    distribution = "flash_attn_3"
     unbounded = -1
     scores = tuple(SOFTCAPS)
 
@@ -420,11 +469,16 @@ class FlashAttention3(_FlashAttnPackage):
 class FlashAttention4(_FlashAttnPackage):
     name = "fa4"
     module = "flash_attn.cute"
+    distribution = "flash-attn-4"
     unbounded = None
     scores = (*SOFTCAPS, "sinks")
 
 
 PEERS = {
-    peer.name: peer
-    for peer in (TorchFlashAttention2, TorchCudnn, TorchMemoryEfficient, FlashAttention3, FlashAttention4)
+    "fa2": TorchFlashAttention2,
+    "cudnn": TorchCudnn,
+    "cudnn-deterministic": CudnnDeterministic,
+    "memory-efficient": TorchMemoryEfficient,
+    "fa3": FlashAttention3,
+    "fa4": FlashAttention4,
 }

@@ -11,15 +11,15 @@ import math
 import pathlib
 from collections.abc import Collection
 
-from benchmarks import compare
+from benchmarks import compare, sharded
 from benchmarks.compare import OURS
 from benchmarks.shapes import Shape
 
 
 def are_series(shapes: Collection[Shape]) -> bool:
     """Whether most shapes differ from others in the length of the sequences alone, and no two lengths are the same: a
-    line over the length then shows them. What differs in everything, as small loads, packs, windows and scores do, has
-    no such line."""
+    line over the length then shows them. What differs in everything, as sharded shapes, packs, windows and scores do,
+    has no such line."""
     if any(shape.pack or shape.mask == "window" or shape.scores for shape in shapes):
         return False
     lengths = collections.defaultdict(list)
@@ -128,6 +128,40 @@ def draw(result: dict, path: pathlib.Path, pass_: str | None = None) -> None:
     figure.tight_layout(rect=(0, 0.05 + 0.03 / rows, 1, 1))
     lines = [line for line in names if line in shown]
     figure.legend([shown[line] for line in lines], map(label, lines), loc="lower center", ncols=5, fontsize=9)
+    figure.savefig(path, dpi=110)
+    plt.close(figure)
+
+
+def draw_ratios(result: dict, path: pathlib.Path) -> None:
+    """Of a run of many shapes: ours over the best peers, a panel for each head dim and mask, a line for each ratio,
+    which goes through the shapes from the worst to the best."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    found = sharded.ratios(result["rows"])
+    groups = sorted({compare.group_of(shape) for of in found for shape in of})
+    if not groups:
+        raise ValueError("the result has no shape with ours and a peer")
+    columns = min(2, len(groups))
+    rows = -(-len(groups) // columns)
+    figure, axes = plt.subplots(rows, columns, figsize=(5.5 * columns, 3.5 * rows + 1), squeeze=False, sharey=True)
+    for axis, group in zip(axes.flat, groups):
+        for of, name in zip(found, sharded.HEADS):
+            ordered = sorted(ratio for shape, ratio in of.items() if compare.group_of(shape) == group)
+            axis.plot(range(1, len(ordered) + 1), ordered, label=name)
+        axis.axhline(1.0, color="black", linewidth=0.8)
+        axis.set_title(group, fontsize=10)
+        axis.set_xlabel("shapes, each line from the worst to the best")
+        axis.set_ylabel("throughput over the baseline's")
+        axis.grid(alpha=0.3)
+    for axis in list(axes.flat)[len(groups) :]:
+        axis.axis("off")
+    meta = result["meta"]
+    figure.suptitle(f"{meta['gpu']}, dash_attn {meta['commit'][:12]}")
+    figure.tight_layout(rect=(0, 0.06, 1, 1))
+    figure.legend(*axes.flat[0].get_legend_handles_labels(), loc="lower center", ncols=3, fontsize=9)
     figure.savefig(path, dpi=110)
     plt.close(figure)
 

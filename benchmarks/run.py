@@ -2,25 +2,31 @@
 
     python -m benchmarks.run --grid full --json result.json --png result.png
     python -m benchmarks.run --grid full --peers --pass backward forward --baseline older/_C.abi3.so --json result.json
+    python -m benchmarks.run --grid sharded --pass backward forward --schedules auto order_free --json sharded.json
+    python -m benchmarks.run --merge part1.json part2.json --json sharded.json
 
 Results are compared with a float32 reference before they are timed; what is wrong is left out, and said.
 """
 
 import argparse
 import datetime
+import itertools
+import json
 import os
 import pathlib
 import subprocess
 import sys
 import time
+from typing import NamedTuple
 
 import torch
 
 from benchmarks import baseline as baseline_library
-from benchmarks import check, compare, files, host, library, peers, plot, timing
+from benchmarks import budget, check, compare, files, host, library, peers, plot, sharded, timing
 from benchmarks.shapes import GRIDS, PASSES, SHAPE_FIELDS, Shape, flops
 
 ROW_FIELDS = ("impl", "pass", "schedule", "deterministic", *SHAPE_FIELDS, "ms", "repeats_ms", "tflops")
+MIN_TIME_S = 0.15  # for each variant
 COMMIT_VARIABLE = "DASH_ATTN_COMMIT"
 # What the result of a run depends on; results that a run writes make no tree dirty.
 MEASURED = ("csrc", "dash_attn", "build_support", "setup.py", "pyproject.toml", "benchmarks/*.py")
@@ -79,8 +85,10 @@ def measure(
     device: torch.device,
     min_time_s: float,
     turns: int = timing.TURNS,
+    short: bool = False,
 ) -> tuple[list[dict], list[str]]:
-    """Rows of one shape, and a line for each variant that failed or whose results are wrong."""
+    """Rows of one shape, and a line for each variant that failed or whose results are wrong. `short`: in short
+    blocks."""
     tensors = peers.random_tensors(shape, device)
     reference = check.Reference(shape, tensors)
     calls, failures = {}, []
@@ -100,7 +108,8 @@ def measure(
         if wrong := _wrong(call, reference):
             failures.append(f"{variant} {pass_}: {wrong}")
             del calls[variant, pass_]
-    timings, errors = timing.measure(beside_each_other(calls), device=device, min_time_s=min_time_s, turns=turns)
+    effort = dict(min_time_s=min_time_s, turns=turns, short=short)
+    timings, errors = timing.measure(beside_each_other(calls), device=device, **effort)
     failures += [f"{variant} {pass_}: {_first_line(error)}" for (variant, pass_), error in errors.items()]
     rows = []
     for (variant, pass_), taken in timings.items():
@@ -172,6 +181,31 @@ def table(rows: list[dict]) -> str:
     return "\n\n".join(blocks)
 
 
+class Part(NamedTuple):
+    """One of several parts of a grid, counted from 1."""
+
+    number: int
+    parts: int
+
+    @classmethod
+    def parse(cls, text: str) -> "Part":
+        number, _, parts = text.partition("/")
+        if not (number.isdecimal() and parts.isdecimal() and 1 <= int(number) <= int(parts)):
+            raise argparse.ArgumentTypeError(f"must be I/N with 1 <= I <= N, got {text!r}")
+        return cls(int(number), int(parts))
+
+    def of(self, shapes: list[Shape]) -> list[Shape]:
+        """Every N-th of the shapes by their operations, dealt there and back so that the parts take about as long; in
+        their own order."""
+        ranked = sorted(shapes, key=lambda shape: -flops(shape, "backward"))
+        there_and_back = [*range(1, self.parts + 1), *range(self.parts, 0, -1)]
+        chosen = {shape for shape, part in zip(ranked, itertools.cycle(there_and_back)) if part == self.number}
+        return [shape for shape in shapes if shape in chosen]
+
+    def __str__(self) -> str:
+        return f"{self.number}/{self.parts}"
+
+
 def parser() -> argparse.ArgumentParser:
     result = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     result.add_argument("--grid", choices=GRIDS, default="quick")
@@ -185,11 +219,18 @@ def parser() -> argparse.ArgumentParser:
     result.add_argument("--peers", nargs="*", choices=peers.PEERS, default=list(peers.PEERS))
     result.add_argument("--json", type=pathlib.Path, help="write the result here, after every shape")
     result.add_argument("--png", type=pathlib.Path, help="draw the result here")
-    result.add_argument("--min-time", type=float, default=0.15, help="seconds for each variant (default 0.15)")
+    time_of = result.add_mutually_exclusive_group()
+    time_of.add_argument("--min-time", type=float, help=f"seconds for each variant (default {MIN_TIME_S})")
+    defaults = ", ".join(f"{minutes:g} of {grid}" for grid, minutes in sharded.MINUTES.items())
+    time_of.add_argument("--minutes", type=float, help=f"for all shapes, in short blocks (default {defaults})")
+    result.add_argument("--part", type=Part.parse, help="I/N: measure one of N parts of the grid, which take as long")
+    result.add_argument("--merge", type=pathlib.Path, nargs="+", help="join the results of parts; measures nothing")
     result.add_argument("--max-seqlen", type=int, help="leave longer sequences out")
     result.add_argument("--tokens", type=int, help="of every shape, by its number of sequences: for a short trial")
     result.add_argument("--host", action="store_true", help="measure what a small call costs the host")
-    result.add_argument("--turns", type=int, default=timing.TURNS, help="blocks of each variant (default 2)")
+    result.add_argument(
+        "--turns", type=int, help=f"blocks of each variant (default {timing.TURNS}, or {budget.TURNS} short ones)"
+    )
     result.add_argument("--baseline", type=pathlib.Path, help="an older _C*.so to measure beside ours, in turns")
     result.add_argument(
         "--baseline-schedules", nargs="+", help="policies of it; default: those of ours, 'descending' for 'auto'"
@@ -223,7 +264,16 @@ def chosen_shapes(arguments: argparse.Namespace) -> list[Shape]:
     shapes = [s for s in GRIDS[arguments.grid]() if not arguments.max_seqlen or s.seqlen <= arguments.max_seqlen]
     if arguments.tokens:
         shapes = [shape.of_tokens(arguments.tokens) for shape in shapes]
-    return shapes
+    return arguments.part.of(shapes) if arguments.part else shapes
+
+
+def loads(shapes: list[Shape], implementations: list, passes: list[str]) -> list[budget.Load]:
+    """How many calls each shape has: a forward serves all variants of an implementation."""
+    found = []
+    for shape in shapes:
+        variants = [len(implementation.variants(shape)) for implementation in implementations]
+        found.append(budget.Load(shape, {p: sum(min(n, 1) if p == "forward" else n for n in variants) for p in passes}))
+    return found
 
 
 def baseline_of(arguments: argparse.Namespace) -> baseline_library.Baseline:
@@ -275,9 +325,60 @@ def against_plain(rows: list[dict]) -> str:
     return "\n".join(lines) if len(lines) > 1 else ""
 
 
+def minutes_of(arguments: argparse.Namespace) -> float | None:
+    """That all shapes may take in short blocks; None where each variant has its own time."""
+    by_grid = None if arguments.min_time is not None else sharded.MINUTES.get(arguments.grid)
+    minutes = by_grid if arguments.minutes is None else arguments.minutes
+    if minutes is None:
+        return None
+    if arguments.baseline:
+        raise SystemExit("error: --baseline needs --min-time, because its process has no short blocks")
+    if minutes <= 0:
+        raise SystemExit(f"error: --minutes must be above 0, got {minutes}")
+    return minutes
+
+
+def parts_and_versions(arguments: argparse.Namespace, implementations: list) -> dict:
+    """What `meta` says of the part of the grid, if it is one, and of the peers."""
+    found = {"part": str(arguments.part)} if arguments.part else {}
+    versions = {peer.name: peer.version() for peer in implementations if peer.name in compare.NAMES}
+    return {**found, "impls": versions} if versions else found
+
+
+def _what_left_none(arguments: argparse.Namespace) -> str:
+    return f"--part {arguments.part}" if arguments.part else f"--max-seqlen {arguments.max_seqlen}"
+
+
+def show(result: dict, arguments: argparse.Namespace) -> None:
+    """Prints and draws what the arguments ask for of a result."""
+    rows = result["rows"]
+    parts = [table(rows), against_plain(rows)]
+    if arguments.baseline:
+        parts.append(against_baseline(rows))
+    if arguments.merge or arguments.grid in sharded.MINUTES:
+        parts.append(sharded.summary(rows))
+    print("\n" + "\n\n".join(filter(None, parts)), flush=True)
+    if arguments.png:
+        plot.draw(result, arguments.png)
+
+
+def merge(arguments: argparse.Namespace) -> int:
+    try:
+        result = files.merged({str(path): json.loads(path.read_text()) for path in arguments.merge})
+    except (OSError, ValueError) as error:
+        raise SystemExit(f"error: --merge must be results of the parts of one run: {error}") from None
+    if arguments.json:
+        arguments.json.write_text(files.dumps(result))
+    show(result, arguments)
+    return 0
+
+
 def main(argv: list[str] | None = None) -> int:
     arguments = parser().parse_args(argv)
     check_schedules(arguments.schedules)
+    if arguments.merge:
+        return merge(arguments)
+    minutes = minutes_of(arguments)
     device = torch.device(arguments.device)
     if device.type == "cuda" and not torch.cuda.is_available():
         raise SystemExit(f"error: --device must be one that is here, got {arguments.device}: no CUDA device")
@@ -297,16 +398,23 @@ def main(argv: list[str] | None = None) -> int:
             implementations.append(peer)
     shapes = chosen_shapes(arguments)
     if not shapes:
-        raise SystemExit(f"error: --max-seqlen {arguments.max_seqlen} leaves no shape of the grid {arguments.grid}")
+        raise SystemExit(f"error: {_what_left_none(arguments)} leaves no shape of the grid {arguments.grid}")
     if arguments.baseline:
         implementations.append(baseline_of(arguments))
 
-    result = {"meta": {**metadata(device), "before": state(device)}, "rows": []}
+    result = {"meta": {**metadata(device), **parts_and_versions(arguments, implementations), "before": state(device)}}
+    result["rows"] = []
+    turns = arguments.turns or (budget.TURNS if minutes else timing.TURNS)
+    effort = dict(min_time_s=arguments.min_time or MIN_TIME_S, turns=turns, short=minutes is not None)
+    ahead = loads(shapes, implementations, arguments.passes) if minutes else []
     started = time.monotonic()
     failed = 0
     several = len(arguments.passes) > 1
     for number, shape in enumerate(shapes, 1):
-        rows, failures = measure(shape, implementations, arguments.passes, device, arguments.min_time, arguments.turns)
+        if minutes:
+            block_s = budget.block_s(ahead[number - 1 :], started + 60 * minutes - time.monotonic(), turns)
+            effort["min_time_s"] = turns * block_s
+        rows, failures = measure(shape, implementations, arguments.passes, device, **effort)
         result["rows"] += rows
         figures = ", ".join(f"{short(column(r))} {r['tflops']:.0f}" + f" ({r['pass']})" * several for r in rows)
         print(f"[{number}/{len(shapes)} {time.monotonic() - started:4.0f} s] {shape}: {figures}", flush=True)
@@ -316,14 +424,9 @@ def main(argv: list[str] | None = None) -> int:
         result["meta"]["after"] = state(device)
         if arguments.json:
             arguments.json.write_text(files.dumps(result))
-    print("\n" + table(result["rows"]), flush=True)
-    if of_scores := against_plain(result["rows"]):
-        print("\n" + of_scores, flush=True)
     if arguments.baseline:
         implementations[-1].close()
-        print("\n" + against_baseline(result["rows"]), flush=True)
-    if arguments.png:
-        plot.draw(result, arguments.png)
+    show(result, arguments)
     return 1 if failed else 0
 
 

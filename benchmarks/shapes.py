@@ -4,6 +4,7 @@ import collections
 import dataclasses
 import functools
 import itertools
+import random
 from collections.abc import Iterable
 
 from benchmarks.packs import PACKS
@@ -226,24 +227,30 @@ def head_dims_grid() -> list[Shape]:
     ]
 
 
-# (query heads, KV heads, batch, seqlen). What is not measured for every head_dim and mask stands for itself in two.
-COMMON = ((8, 8, 1, 2048), (8, 2, 1, 4096), (64, 8, 1, 4096), (8, 1, 2, 4096))
-LOADS = {
-    (64, "full"): (*COMMON, (16, 8, 2, 1024), (4, 4, 1, 16384), (12, 12, 64, 197)),
-    (64, "causal"): (*COMMON, (8, 4, 1, 8192), (2, 1, 1, 32768), (12, 12, 8, 1024)),
-    (128, "full"): (*COMMON, (8, 4, 1, 8192), (2, 1, 1, 32768)),
-    (128, "causal"): (*COMMON, (16, 8, 2, 1024), (4, 4, 1, 16384)),
-}
-
-
-def loads_grid() -> list[Shape]:
-    """Small loads: what one GPU has to do under tensor parallelism, 1 to 8 KV heads of 1 to 8 query heads each and one
-    or two sequences of 1k to 32k, and batches of short sequences."""
+def _sharded(kv_heads: Iterable[int], groups: Iterable[int], sequences: Iterable[tuple[int, int]]) -> list[Shape]:
+    """All combinations, with both head dims, under the full and the causal mask; `sequences` are (batch, seqlen). Head
+    dims and masks take turns, so that what drifts during a run serves all alike."""
     return [
-        Shape("bf16", head_dim, heads, kv_heads, mask, seqlen, batch)
-        for (head_dim, mask), loads in LOADS.items()
-        for heads, kv_heads, batch, seqlen in loads
+        Shape("bf16", head_dim, kv * group, kv, mask, seqlen, batch)
+        for kv, group, (batch, seqlen), head_dim, mask in itertools.product(
+            kv_heads, groups, sequences, (64, 128), ("full", "causal")
+        )
     ]
+
+
+def sharded_grid() -> list[Shape]:
+    """What one GPU of a tensor-parallel group sees: 1 to 8 KV heads with 1, 4 or 8 query heads each."""
+    return _sharded((1, 2, 4, 8), (1, 4, 8), ((1, 2048), (1, 8192), (1, 32768), (2, 4096), (4, 8192)))
+
+
+# What the sample of the held-out family is drawn with. Another seed is another family: no rule may be tuned on either.
+HELD_OUT_SEED, HELD_OUT_SHAPES = 20261127, 60
+
+
+def sharded_held_out_grid() -> list[Shape]:
+    """A fixed sample of shapes of the same kind with other numbers, to check rules that were tuned on `sharded`."""
+    every = _sharded((1, 3, 5), (2, 5, 16), ((1, 3072), (1, 12288), (1, 24576), (3, 6144), (2, 10240)))
+    return random.Random(HELD_OUT_SEED).sample(every, HELD_OUT_SHAPES)
 
 
 # The heads (query heads, KV heads) that packs are measured with, by head_dim.
@@ -323,9 +330,11 @@ def dropout_grid() -> list[Shape]:
     ]
 
 
-DENSE_GRIDS = {"full": full_grid, "quick": quick_grid, "bar": bar_grid, "loads": loads_grid}
+DENSE_GRIDS = {"full": full_grid, "quick": quick_grid, "bar": bar_grid}
 GRIDS = {
     **DENSE_GRIDS,
+    "sharded": sharded_grid,
+    "sharded_held_out": sharded_held_out_grid,
     "head-dims": head_dims_grid,
     "packed": packed_grid,
     "packed-bar": packed_bar_grid,

@@ -6,6 +6,9 @@ measured alone, in TURNS blocks, so that what drifts over minutes serves all ali
 what ran before, or did not: 6% more after a pause, 6% less after a GEMM. So each block begins with a longer warm-up,
 and the order is drawn and each turn is the other way round: nobody is always first.
 
+A run of many shapes has no time for that: `short` blocks have a warm-up as long as what counts, a few milliseconds.
+What ran before then moves a figure by a few percent, and more turns have to even it out.
+
 On a machine without a GPU the same interface measures by the host's clock, to try the programs; such figures mean
 nothing.
 """
@@ -78,8 +81,8 @@ class HostTimer:
         return times
 
 
-def rounds_in(seconds: float, call_s: float) -> int:
-    return int(min(MAX_ROUNDS, max(MIN_ROUNDS, seconds / call_s)))
+def rounds_in(seconds: float, call_s: float, least: int = MIN_ROUNDS) -> int:
+    return int(min(MAX_ROUNDS, max(least, seconds / call_s)))
 
 
 def warm_up(timer, call: Call) -> float:
@@ -95,6 +98,15 @@ def block_ms(timer, call: Call, min_time_s: float, mark: Call = lambda: None) ->
     """Times of one block, of about `min_time_s`, after a warm-up."""
     call_s = warm_up(timer, call)
     return timer.times_ms(call, rounds_in(min_time_s, call_s), mark)
+
+
+def short_block_ms(timer, call: Call, min_time_s: float) -> list[float]:
+    """Times of one short block of a call that has run before. The warm-up is no longer than the block, and of a long
+    call either is a single one."""
+    call_s = 1e-3 * timer.times_ms(call, 1)[0]
+    if call_s < min_time_s:
+        timer.times_ms(call, rounds_in(min_time_s - call_s, call_s, least=1))
+    return timer.times_ms(call, rounds_in(min_time_s, call_s, least=1))
 
 
 class Elsewhere(Protocol):
@@ -117,19 +129,23 @@ def measure(
     device: torch.device,
     min_time_s: float = 0.15,
     turns: int = TURNS,
+    short: bool = False,
 ) -> tuple[dict[Hashable, Timing], dict[Hashable, Exception]]:
     """Median milliseconds of each call.
 
     Args:
         calls: what to time; one with a method `block_ms` is timed by it.
         device: where the calls run.
-        min_time_s: time to spend on each call, in seconds, in `turns` blocks of MIN_ROUNDS to MAX_ROUNDS rounds.
+        min_time_s: time to spend on each call, in seconds, in `turns` blocks of MIN_ROUNDS to MAX_ROUNDS rounds, short
+            ones of 1 to MAX_ROUNDS.
         turns: how often each call has its turn, a block.
+        short: whether blocks are short ones, of calls that have run before and run here.
 
     Returns:
         The times, and the error of each call that raised and was left out.
     """
     timer = CudaTimer(device) if device.type == "cuda" else HostTimer()
+    block_of = short_block_ms if short else block_ms
     errors, blocks = {}, {name: [] for name in calls}
     order = random.sample(list(calls), len(calls))
     for _ in range(turns):
@@ -142,7 +158,7 @@ def measure(
                 if hasattr(call, "block_ms"):
                     blocks[name].append(call.block_ms(min_time_s / turns))
                 else:
-                    blocks[name].append(block_ms(timer, call, min_time_s / turns))
+                    blocks[name].append(block_of(timer, call, min_time_s / turns))
             except Exception as error:  # a peer may raise anything for a shape that it does not take
                 errors[name] = error
     timings = {

@@ -53,25 +53,6 @@ def test_head_dims_grid_compares_head_dims_at_the_same_shapes():
     assert flops(shapes[96][0], "backward") == 0.75 * flops(shapes[128][0], "backward")
 
 
-def test_loads_grid():
-    shapes = GRIDS["loads"]()
-    assert len(shapes) == len(set(shapes)) == 26 and not set(shapes) & set(GRIDS["full"]())
-    named = [(128, "causal", 64, 8, 1, 4096), (128, "causal", 8, 2, 1, 4096), (128, "full", 8, 8, 1, 2048)]
-    named += [(64, "causal", 8, 1, 2, 4096), (64, "full", 12, 12, 64, 197), (64, "causal", 12, 12, 8, 1024)]
-    found = {(s.head_dim, s.mask, s.heads, s.kv_heads, s.batch, s.seqlen) for s in shapes}
-    assert set(named) <= found
-    small = [s for s in shapes if s.kv_heads <= 8]
-    assert len(shapes) - len(small) == 2, "the batches of short sequences"
-    for values, of in (
-        ({1, 2, 4, 8}, lambda s: s.kv_heads),
-        ({1, 2, 4, 8}, lambda s: s.heads // s.kv_heads),
-        ({1, 2}, lambda s: s.batch),
-        ({1024, 2048, 4096, 8192, 16384, 32768}, lambda s: s.seqlen),
-        ({(d, mask) for d in (64, 128) for mask in ("full", "causal")}, lambda s: (s.head_dim, s.mask)),
-    ):
-        assert {of(s) for s in small} == values
-
-
 def test_every_policy_that_fits_the_mask_is_measured():
     for shape in (SHAPE, TINY):
         variants = [v.schedule for v in peers.DashAttn().variants(shape)]
@@ -163,7 +144,7 @@ def test_png_is_drawn(result_file, tmp_path):
         plot.draw(json.loads(result_file.read_text()), tmp_path / "both.png", "both")
 
 
-def test_a_picture_of_small_loads_has_a_place_for_each(tmp_path):
+def test_a_picture_of_shapes_that_are_no_series_has_a_place_for_each(tmp_path):
     def panels_of(grid):
         heads = {"impl": "dash_attn", "schedule": "auto", "deterministic": True, "pass": "backward"}
         rows = [{**heads, **vars(shape), "tflops": 1.0 + i} for i, shape in enumerate(grid)]
@@ -172,43 +153,44 @@ def test_a_picture_of_small_loads_has_a_place_for_each(tmp_path):
 
     _, by_length = panels_of(GRIDS["full"]())
     assert len(by_length) == 6 and plot.are_series(GRIDS["full"]())
-    loads = [Shape("bf16", 64, 8, 1, "full", 1024, batch) for batch in (1, 2)] + GRIDS["loads"]()
-    assert not plot.are_series(loads)
-    result, shape_by_shape = panels_of(loads)
+    shapes = [Shape("bf16", 64, 8, 1, "full", 1024, batch) for batch in (1, 2)] + GRIDS["sharded"]()
+    shapes.append(Shape("bf16", 64, 12, 12, "full", 197, 64))
+    assert not plot.are_series(shapes)
+    result, shape_by_shape = panels_of(shapes)
     assert len(shape_by_shape) == 4
     shown = [shape for lines in shape_by_shape.values() for points in lines.values() for shape in points]
-    assert sorted(map(str, shown)) == sorted(map(str, loads))
+    assert sorted(map(str, shown)) == sorted(map(str, shapes))
     for lines in shape_by_shape.values():
         for points in lines.values():
             places = [plot.place_of(shape, False) for shape in points]
             assert len(set(places)) == len(places)
             lengths = [shape.seqlen for shape in points]
             assert lengths == sorted(lengths)
-    assert "12\n64x197" in [plot.place_of(shape, False) for shape in loads]
-    plot.draw(result, tmp_path / "loads.png", "backward")
-    assert (tmp_path / "loads.png").stat().st_size > 1000
+    assert "12\n64x197" in [plot.place_of(shape, False) for shape in shapes]
+    plot.draw(result, tmp_path / "shapes.png", "backward")
+    assert (tmp_path / "shapes.png").stat().st_size > 1000
 
 
-def test_documents_quote_a_run_of_small_loads(tmp_path):
+def test_documents_quote_a_run_of_windows(tmp_path):
     result = document.ROOT / "benchmarks" / "results" / "h200_2026-11-21_257470c.json"
     plain = document.Quoted(result)
-    assert "Small loads" not in document.details(plain) and "small loads" not in document.by_shape(plain)
+    assert "Sliding windows" not in document.details(plain) and "the windows" not in document.by_shape(plain)
     rows = []
-    for i, shape in enumerate(GRIDS["loads"]()):
+    for i, shape in enumerate(GRIDS["windows-bar"]()):
         for impl, policy, deterministic in (("dash_attn", "auto", True), ("fa3", None, False)):
-            head = {"impl": impl, "schedule": policy, "deterministic": deterministic, **vars(shape), "ms": 1.0}
+            head = {"impl": impl, "schedule": policy, "deterministic": deterministic, **shape.row(), "ms": 1.0}
             rows.append({**head, "pass": "backward", "tflops": 200.0 if i == 0 and policy else 400.0})
             forward = {"schedule": None, "deterministic": True, "pass": "forward"}
             rows.append({**head, **forward, "tflops": 500.0})
-    path = tmp_path / "loads.json"
+    path = tmp_path / "windows.json"
     path.write_text(json.dumps({"meta": {"commit": "abcdef" * 7, "gpu": "NVIDIA H200"}, "rows": rows}))
-    quoted = document.Quoted(result, loads=path)
+    quoted = document.Quoted(result, **{"windows-bar": path})
     said = " ".join(document.details(quoted).split())
-    assert "the backward 0.97 times that of FlashAttention-3, at the least 0.50 (26)" in said
-    assert "the forward 1.00 times that of FlashAttention-3, at the least 1.00 (26)" in said
+    assert "the backward 0.87 times that of FlashAttention-3, at the least 0.50 (5)" in said
+    assert "the forward 1.00 times that of FlashAttention-3, at the least 1.00 (5)" in said
     by_shape = document.by_shape(quoted)
-    assert by_shape.count("| 64 | 8/1 | causal | 2 x 4096 | **400** |") == 1
-    assert by_shape.count("| 64 | 12 | full | 64 x 197 | **500** |") == 1
+    assert by_shape.count("| 64 | 64/8 | window (127, 0) | 2 x 8192 | **400** |") == 1
+    assert by_shape.count("| 128 | 32/8 | window (4095, 0) | 1 x 16384 | **500** |") == 1
 
 
 def test_commit_may_come_from_the_environment(monkeypatch):
@@ -406,10 +388,10 @@ def test_a_file_of_both_sides_is_one_run(tmp_path, capsys):
 
 def test_a_grid_has_its_mean_and_its_least_ratio_in_each_pass(tmp_path, capsys):
     """Of one run: the backward over a peer's mode that is not deterministic, the forward, and no other grid's shape."""
-    loads = GRIDS["loads"]()
+    family = GRIDS["sharded"]()
     other = GRIDS["full"]()[0]
     rows = []
-    for shape, ours in ((loads[0], 800.0), (loads[1], 200.0), (other, 1.0)):
+    for shape, ours in ((family[0], 800.0), (family[1], 200.0), (other, 1.0)):
         figures = {"dash_attn": ("auto", True, ours), "fa3": (None, False, 400.0)}
         for impl, (policy, deterministic, tflops) in figures.items():
             head = {"impl": impl, "pass": "backward", "schedule": policy, "deterministic": deterministic}
@@ -418,12 +400,12 @@ def test_a_grid_has_its_mean_and_its_least_ratio_in_each_pass(tmp_path, capsys):
             rows.append({**head, **vars(shape), "ms": 1.0, "tflops": 300.0 if impl == "fa3" else 2 * tflops})
     path = tmp_path / "result.json"
     path.write_text(json.dumps({"rows": rows}))
-    compare.main([str(path), "--pass", "backward", "forward", "--grid", "loads"])
+    compare.main([str(path), "--pass", "backward", "forward", "--grid", "sharded"])
     backward, forward = capsys.readouterr().out.split("\n\nforward: ")
     assert str(other) not in backward + forward
     (line,) = [line for line in backward.splitlines() if line.startswith("  FlashAttention-3 ")]
-    assert line.split("FlashAttention-3")[1].split() == f"1.000 (2) of 2, 0.500 at {loads[1]}".split()
-    assert f" of 2, 1.333 at {loads[1]}" in forward
+    assert line.split("FlashAttention-3")[1].split() == f"1.000 (2) of 2, 0.500 at {family[1]}".split()
+    assert f" of 2, 1.333 at {family[1]}" in forward
     with pytest.raises(SystemExit, match="error: no shape of the grid bar has both"):
         compare.main([str(path), "--pass", "both", "--grid", "bar"])
 

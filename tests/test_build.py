@@ -76,7 +76,8 @@ def test_list_of_variants_is_complete():
             scores = dict(changed_scores=score in ("Softcap", "Alibi"), dropout=score == "Dropout")
             policies = schedule.fitting(**call, **head_dims, **scores)
             backward |= {(dtype, dims, mask, score, SETS.get(name, "Ordered")) for name in policies}
-            if score == "Plain":  # those whose sums go from one part of a backward to the next
+            # Those whose sums go from one part of a backward to the next take every mask as a window.
+            if (mask, score) == ("Windowed", "Plain"):
                 backward.add((dtype, dims, mask, score, "Carried"))
     listed = {pass_: [v.values for v in VARIANTS if v.pass_ == pass_] for pass_ in ("FORWARD", "BACKWARD")}
     assert (set(listed["FORWARD"]), set(listed["BACKWARD"])) == (forward, backward)

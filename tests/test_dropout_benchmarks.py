@@ -70,7 +70,7 @@ def test_a_call_that_draws_its_mask_is_marked():
 def test_who_takes_dropout():
     dense = Shape("bf16", 64, 4, 4, "causal", 70, 2, dropout_p=0.1)
     taken = {name: len(peer().variants(dense)) for name, peer in peers.PEERS.items()}
-    assert taken == {"fa2": 2, "cudnn": 1, "memory-efficient": 1, "fa3": 0, "fa4": 0}
+    assert taken == {"fa2": 2, "cudnn": 1, "cudnn-deterministic": 0, "memory-efficient": 1, "fa3": 0, "fa4": 0}
     assert not peers.TorchMemoryEfficient().variants(dense.undropped)
     assert not peers.TorchMemoryEfficient().variants(small()), "grouped heads"
     assert not peers.DashAttnBits().variants(dense.undropped)

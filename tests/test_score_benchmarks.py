@@ -182,7 +182,7 @@ def test_documents_quote_what_scores_cost(tmp_path):
 
 
 def test_a_result_of_another_grid_is_refused(tmp_path):
-    path = result_of("loads", tmp_path / "result.json", lambda *_: 400.0)
+    path = result_of("sharded", tmp_path / "result.json", lambda *_: 400.0)
     with pytest.raises(SystemExit, match="--head-dims must be a result of that grid with peers, got .*result.json"):
         document.details(quoting(head_dims=path))
 

@@ -116,6 +116,7 @@ struct CarriedSums {
   Range dq_continues;  // the query tiles, of each head, that have a sum to add to
   bool keys_continue;  // whether dK and dV have
   bool keys_end;       // whether dK and dV are complete, and are rounded and stored
+  bool heads_together;  // order.h; the kernel has every mask as a window
 };
 
 struct KernelParams {

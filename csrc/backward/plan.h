@@ -48,8 +48,8 @@ class Planner {
         is_last = next.head == work.query_heads;
       } else {
         const int steps_of_head = grid().query_tiles_of(work.kv_tile).count;
-        next = next_step<kPolicy>(Variant::kMask, at, work.query_heads, steps_of_head);
-        is_last = is_end<kPolicy>(Variant::kMask, next, work.query_heads, steps_of_head);
+        next = next_step(are_heads_together<kPolicy>(), at, work.query_heads, steps_of_head);
+        is_last = is_end(are_heads_together<kPolicy>(), next, work.query_heads, steps_of_head);
       }
       shared_.plan_empty[plan_.slot()].wait(plan_.empty_parity());
       PlannedStep& planned = shared_.plan[plan_.slot()];
@@ -75,6 +75,11 @@ class Planner {
       shared_.plan_full[plan_.slot()].arrive();
       plan_ = plan_.next();
     }
+  }
+
+  template <Policy kPolicy>
+  __device__ __forceinline__ bool are_heads_together() const {
+    return Variant::kCarries ? params_.carried.heads_together : heads_together<kPolicy>(Variant::kMask);
   }
 
   // Whether the work tile's partials are added in fp32, in the order of their ranks.

@@ -165,7 +165,7 @@ Walk walk(std::string const& schedule, Problem const& problem, int64_t kv_tile) 
       if constexpr (Order<policy()>::kDivided) {
         at = next_divided_step<policy()>(problem.grid, kv, Visits::kAll, at, heads);
       } else {
-        at = next_step<policy()>(problem.grid.mask.kind, at, heads, steps);
+        at = next_step(heads_together<policy()>(problem.grid.mask.kind), at, heads, steps);
       }
     }
     return result;

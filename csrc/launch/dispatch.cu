@@ -74,8 +74,10 @@ void run_backward(const BackwardArguments& arguments, cudaStream_t stream) {
   require_self_check();
   const BackwardArguments a = for_kernel(arguments);
   const auto policy = static_cast<Policy>(a.schedule);
+  BackwardArguments of_kernel = a;
+  if (a.carries()) { of_kernel.mask.kind = MaskKind::kWindow; }
 #define DASH_BACKWARD_VARIANT(dtype, head_dims, mask, score, policies)                                 \
-  if (serves<dtype, Dims##head_dims, mask, score>(a) && policies::contains(policy) &&                  \
+  if (serves<dtype, Dims##head_dims, mask, score>(of_kernel) && policies::contains(policy) &&          \
       policies::kCarries == a.carries()) {                                                             \
     return launch_backward<BackwardVariant<dtype, Dims##head_dims, mask, score, policies>>(a, stream); \
   }

@@ -18,6 +18,12 @@
 
 namespace dash_attn {
 
+// Kernels that carry sums have every mask as a window: they are few, and their calls are long.
+template <typename Variant>
+Window window_of_kernel(const BackwardArguments& a) {
+  return Variant::kCarries ? a.mask.as_window() : a.mask.window;
+}
+
 template <typename Variant>
 TileScheduler make_backward_scheduler(const BackwardArguments& a) {
   TileScheduler s{};
@@ -25,7 +31,7 @@ TileScheduler make_backward_scheduler(const BackwardArguments& a) {
   s.kv_heads = a.kv_heads;
   s.group_size = a.group_size();
   if (a.is_pack()) { return s; }  // the rest is in the plan, for each sequence
-  const TileGrid grid = Variant::grid(a.sequence(), a.mask.window);
+  const TileGrid grid = Variant::grid(a.sequence(), window_of_kernel<Variant>(a));
   s.sequence = a.sequence();
   s.batch = a.batch;
   s.splits = splits_of_call(a, grid);
@@ -43,7 +49,7 @@ int64_t num_groups(const BackwardArguments& a, const TileScheduler& scheduler, c
   if (a.is_pack()) { return most.units * a.kv_heads; }
   int64_t groups = 0;
   Variant::Policies::with(scheduler.policy, [&](auto policy) {
-    groups = scheduler.num_groups<decltype(policy)::value>(Variant::grid(scheduler.sequence, a.mask.window));
+    groups = scheduler.num_groups<decltype(policy)::value>(Variant::grid(scheduler.sequence, window_of_kernel<Variant>(a)));
   });
   return groups;
 }
@@ -99,7 +105,7 @@ void launch_main(const BackwardArguments& a, const TileScheduler& scheduler, con
   params.softmax_lse = a.softmax_lse;
   params.lse_batch_stride = int64_t(a.heads) * a.seqlen_q;
   params.lse_head_stride = a.seqlen_q;
-  params.window = a.mask.window;
+  params.window = window_of_kernel<Variant>(a);
   params.scheduler = scheduler;
   params.pack = workspace.pack.view();
   params.workspace = workspace.arrays;
@@ -108,6 +114,9 @@ void launch_main(const BackwardArguments& a, const TileScheduler& scheduler, con
   params.scale_of_sums = a.softmax_scale * params.dropout.scale;
   params.score = make_score_params(a);
   params.carried = {a.carried.total, a.carried.dq_continues, a.carried.keys_continue, a.carried.keys_end};
+  Variant::Policies::with(scheduler.policy, [&](auto policy) {
+    params.carried.heads_together = heads_together<decltype(policy)::value>(a.mask.kind);
+  });
 
   const int clusters = min_int(params.num_groups, a.num_sms / Variant::kClusterSize);
   cudaLaunchAttribute cluster{};

@@ -304,7 +304,7 @@ class Simulator {
       cta.at = next_divided_step<P>(problem_.grid, cta.work.kv_tile, cta.work.visits, cta.at, cta.work.query_heads);
     } else {
       int const visits = problem_.grid.query_tiles_of(cta.work.kv_tile).count;
-      cta.at = dash_attn::next_step<P>(problem_.grid.mask.kind, cta.at, cta.work.query_heads, visits);
+      cta.at = dash_attn::next_step(heads_together<P>(problem_.grid.mask.kind), cta.at, cta.work.query_heads, visits);
     }
     if (--cta.steps_left) {
       begin_products(i, time);

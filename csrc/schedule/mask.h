@@ -42,7 +42,13 @@ struct Window {
 // What a call asks for.
 struct MaskRule {
   MaskKind kind;
-  Window window;  // of kWindow alone
+  Window window;  // of kWindow alone, but for where a chunk of a sequence lies
+
+  // Without a bound, or with one alone, it is a window too.
+  DASH_HOST_DEVICE constexpr Window as_window() const {
+    if (kind == MaskKind::kWindow) return window;
+    return {kUnbounded, kind == MaskKind::kCausal ? 0 : kUnbounded, 0, window.own_key_shift, window.keys_before};
+  }
 };
 
 // FlashAttention's arguments: a negative side is unbounded, `causal` is right = 0, no chunk is 0.

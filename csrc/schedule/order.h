@@ -56,9 +56,8 @@ DASH_HOST_DEVICE constexpr bool heads_together(MaskKind mask) {
   return Order<P>::kHeadsTogether && mask != MaskKind::kWindow;
 }
 
-template <Policy P>
-DASH_HOST_DEVICE constexpr WorkStep next_step(MaskKind mask, WorkStep at, int heads, int steps_of_head) {
-  if (heads_together<P>(mask)) return at.head + 1 < heads ? WorkStep{at.step, at.head + 1} : WorkStep{at.step + 1, 0};
+DASH_HOST_DEVICE constexpr WorkStep next_step(bool heads_together, WorkStep at, int heads, int steps_of_head) {
+  if (heads_together) return at.head + 1 < heads ? WorkStep{at.step, at.head + 1} : WorkStep{at.step + 1, 0};
   return at.step + 1 < steps_of_head ? WorkStep{at.step + 1, at.head} : WorkStep{0, at.head + 1};
 }
 
@@ -75,9 +74,8 @@ DASH_HOST_DEVICE constexpr WorkStep next_divided_step(TileGrid const& grid, int 
 }
 
 // Whether `at` is past the last step.
-template <Policy P>
-DASH_HOST_DEVICE constexpr bool is_end(MaskKind mask, WorkStep at, int heads, int steps_of_head) {
-  return heads_together<P>(mask) ? at.step == steps_of_head : at.head == heads;
+DASH_HOST_DEVICE constexpr bool is_end(bool heads_together, WorkStep at, int heads, int steps_of_head) {
+  return heads_together ? at.step == steps_of_head : at.head == heads;
 }
 
 // Of a sequence whose KV tiles are divided, each way, so that a product of both has 32 bits: the loader has no

@@ -107,8 +107,6 @@ def add(
     dout, q, k, v, out, softmax_lse, dsoftmax_lse = operands
     if q.is_cuda:
         mask = (rule.mask.causal, *rule.mask.window, rule.mask.attention_chunk)
-        if _sees_every_key(rule.mask, chunk, q.shape[1], k.shape[1]):
-            mask = (False, -1, -1, 0)  # whose kernels are the quickest, and have the same bits
         own_key = chunk.first_query + chunk.seqlen_k - chunk.seqlen_q - chunk.first_key
         with_dq = range(0)
         if dq_continues:
@@ -147,18 +145,6 @@ def add(
         # The reference's sums over splits start at 0, and so have no -0.
         dk.copy_(((views.dk + 0.0) * rule.softmax_scale)[:, :, None])
         dv.copy_((views.dv + 0.0)[:, :, None])
-
-
-@functools.lru_cache(maxsize=4096)
-def _sees_every_key(mask: MaskOfWhole, chunk: Chunk, rows_q: int, rows_k: int) -> bool:
-    """Whether every query of the chunk sees every key of it. Neither end of what one sees moves back from one query to
-    the next, so the first and the last say so for all."""
-    last = chunk.first_query + rows_q - 1
-    seen = {"seqlen_q": chunk.seqlen_q, "seqlen_k": chunk.seqlen_k, **mask._asdict()}
-    of_first, of_last = (
-        _schedule.visible_keys(**seen, first_query=query, end_query=query + 1)[0] for query in (chunk.first_query, last)
-    )
-    return of_last[0] <= chunk.first_key and of_first[1] >= chunk.first_key + rows_k
 
 
 @functools.lru_cache(maxsize=4096)

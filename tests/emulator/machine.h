@@ -37,8 +37,8 @@ struct Readable {
 };
 inline Readable readable;
 
-// Goes on where `to` was left, and leaves in `from` where to go on here: what the ABI of x86-64 keeps over a call, and the
-// stack. swapcontext also sets the mask of signals, by a system call.
+// Goes on where `to` was left, and leaves in `from` where to go on here: on the stack, with the registers that a call
+// keeps by the ABI of x86-64. swapcontext does the same and sets the mask of signals, by two system calls.
 [[gnu::naked, gnu::noipa]] inline void switch_stacks(void** from, void* to) {
   asm("push %rbp\n push %rbx\n push %r12\n push %r13\n push %r14\n push %r15\n"
       "mov %rsp, (%rdi)\n mov %rsi, %rsp\n"

@@ -1,0 +1,53 @@
+"""What a run of many shapes comes to: `auto` over the best peers of the same run, by head dim and mask."""
+
+import collections
+
+from benchmarks import compare
+from benchmarks.compare import Comparison, Mean
+from benchmarks.shapes import Shape
+
+MINUTES = {"sharded": 8.5, "sharded_held_out": 2.5}  # that a run of these grids takes
+WORST = 10
+HEADS = ("backward over the best non-deterministic", "backward over the best deterministic", "forward over the best")
+
+
+def ratios(rows: list[dict]) -> tuple[dict[Shape, float], dict[Shape, float], dict[Shape, float]]:
+    """By shape: the backward over the best non-deterministic peer, and over the best deterministic one, and the forward
+    over the best peer; where both sides were measured."""
+
+    def compared(pass_: str) -> list[Comparison]:
+        figures = compare.figures(rows, pass_)
+        return compare.compare(figures, figures)
+
+    def over(found: list[Comparison], deterministic: bool) -> dict[Shape, float]:
+        return {c.shape: c.ratio(peer) for c in found if (peer := c.best(deterministic))}
+
+    backward, forward = compared("backward"), compared("forward")
+    return over(backward, False), over(backward, True), over(forward, True)
+
+
+def _cell(mean: Mean | None) -> str:
+    return f"{mean.ratio:.3f}, least {mean.least:.2f} ({mean.shapes})" if mean else "-"
+
+
+def summary(rows: list[dict]) -> str:
+    """Geometric means, least ratios and numbers of shapes, and the worst shapes; "" where nothing was compared."""
+    found = ratios(rows)
+    shapes = list(dict.fromkeys(shape for of in found for shape in of))
+    if not shapes:
+        return ""
+    groups: dict[str, list[Shape]] = collections.defaultdict(list)
+    for shape in shapes:
+        groups[compare.group_of(shape)].append(shape)
+    widths = [max(27, len(head)) for head in HEADS]
+    lines = ["auto over the best baseline of the run: geometric mean, least (shapes)"]
+    lines.append(f"{'':<12}  " + "  ".join(f"{head:>{w}}" for head, w in zip(HEADS, widths)))
+    for name, group in [*groups.items(), ("all", shapes)]:
+        means = [compare.mean_of({shape: of[shape] for shape in group if shape in of}) for of in found]
+        lines.append(f"{name:<12}  " + "  ".join(f"{_cell(mean):>{w}}" for mean, w in zip(means, widths)))
+    lines.append(f"the {WORST} worst shapes, by the first of the three ratios that were measured there")
+    first = {shape: next(of[shape] for of in found if shape in of) for shape in shapes}
+    for shape in sorted(shapes, key=lambda shape: first[shape])[:WORST]:
+        cells = (f"{of[shape]:.2f}" if shape in of else "-" for of in found)
+        lines.append(f"  {shape!s:<36} " + "  ".join(f"{cell:>5}" for cell in cells))
+    return "\n".join(lines)
