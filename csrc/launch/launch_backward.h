@@ -49,7 +49,8 @@ int64_t num_groups(const BackwardArguments& a, const TileScheduler& scheduler, c
   if (a.is_pack()) { return most.units * a.kv_heads; }
   int64_t groups = 0;
   Variant::Policies::with(scheduler.policy, [&](auto policy) {
-    groups = scheduler.num_groups<decltype(policy)::value>(Variant::grid(scheduler.sequence, window_of_kernel<Variant>(a)));
+    const auto grid = Variant::grid(scheduler.sequence, window_of_kernel<Variant>(a));
+    groups = scheduler.num_groups<decltype(policy)::value>(grid);
   });
   return groups;
 }
