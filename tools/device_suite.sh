@@ -103,8 +103,8 @@ run_tests() {
     local first=$((${3%%/*} + 0)) visible
     visible=$(for ((i = 0; i < gpus; ++i)); do echo $(((first + i) % gpus)); done | paste -sd,)
     # shellcheck disable=SC2086
-    CUDA_VISIBLE_DEVICES=$visible DASH_ATTN_TEST_SHARE=$3 "$1" -m pytest -v -p no:cacheprovider --tb=short --durations=10 \
-      -o faulthandler_timeout=150 $PYTEST_LIMITS $2 >"$OUT/tests_$4.txt" 2>&1
+    CUDA_VISIBLE_DEVICES=$visible DASH_ATTN_TEST_SHARE=$3 "$1" -m pytest -v -p no:cacheprovider --tb=short \
+      --durations=10 -o faulthandler_timeout=150 $PYTEST_LIMITS $2 >"$OUT/tests_$4.txt" 2>&1
   }
   if [ "$2" -eq 1 ]; then
     run_share "$1" "$3" "" 0
