@@ -10,7 +10,7 @@ from test_forward_head_dims import DIMS, MASK, MASKS, problem_of
 CALLS, CALLS_IN_FLIGHT = 40, 4
 # (head_dims, causal, seqlen_q, seqlen_k, heads, kv_heads): splits.
 SPLITS = {
-    ((192, 128), False, 1024, 1024, 32, 1): 8,
+    ((192, 128), False, 1024, 1024, 32, 1): 16,
     ((192, 128), True, 2048, 2048, 8, 1): 4,
     ((192, 192), True, 1300, 2500, 24, 1): 6,
     ((256, 256), False, 2048, 2048, 8, 1): 4,
