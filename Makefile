@@ -16,7 +16,7 @@ demo: build
 test: export OMP_NUM_THREADS ?= 1
 test: PROCESSES = $(if $(wildcard /dev/nvidiactl),,-n logical --maxprocesses 8 --dist loadfile)
 test: build
-	$(VENV)/bin/python -m pytest -ra $$($(VENV)/bin/python -c "import xdist" && echo $(PROCESSES))
+	$(VENV)/bin/python -m pytest -ra $$($(VENV)/bin/python -c "import xdist" && printf '%s' '$(PROCESSES)')
 
 build:
 	$(PREPARE) test test-frameworks
