@@ -51,6 +51,8 @@ def read(path: pathlib.Path) -> BuildRecord:
     facts = dict(line.split(" ", 1) for line in lines[:2])
     kernels = []
     for line in lines[2:]:
+        if not line.startswith(("forward ", "backward ")):
+            raise ValueError(f"{path} was built from older sources: install dash_attn again")
         pass_, dtype, head_dims, mask, score, *policies = line.split()
         kernels.append(Kernel(pass_, dtype, head_dims, mask, score, policies[0] if policies else None))
     return BuildRecord(facts["architecture"], facts["nvcc"], tuple(kernels))

@@ -2,11 +2,13 @@
 
 import random
 import time
+import types
 
 import pytest
 
+from dash_attn.distributed import gathered
 from dash_attn.distributed.assignment import Pair, assign, cut_for_all, work_of
-from dash_attn.distributed.layout import Rows
+from dash_attn.distributed.layout import Rows, rows_of_rank
 from dash_attn.distributed.parts import MaskOfWhole
 
 FULL, CAUSAL = MaskOfWhole(False, (-1, -1), 0), MaskOfWhole(True, (-1, -1), 0)
@@ -111,3 +113,17 @@ def test_work_is_about_what_is_seen(mask):
 
     for lengths in ((900, 900), (300, 900), (640, 1280)):
         assert seen(*lengths) / 1.1 <= work_of(mask, *lengths) <= 1.1 * seen(*lengths)
+
+
+@pytest.mark.parametrize("layout, mask, is_even", [
+    ("contiguous", CAUSAL, False), ("zigzag", CAUSAL, True), ("contiguous", FULL, True), ("contiguous", WINDOW, True),
+    ("contiguous", MaskOfWhole(True, (8191, 0), 0), False), ("contiguous", MaskOfWhole(False, (-1, 8192), 0), True),
+    ("contiguous", CHUNKS, True),
+], ids=str)  # fmt: skip
+@pytest.mark.parametrize("rows", [8192, 0])
+def test_rows_move_where_the_mask_makes_their_work_uneven(layout, mask, is_even, rows):
+    def runs(rank, of_keys):
+        return rows_of_rank(rows, rank, 4, layout)
+
+    split = types.SimpleNamespace(rows_q=rows, rows_k=rows, channel=types.SimpleNamespace(size=4), runs=runs)
+    assert gathered._is_even(split, mask, TILES) == (is_even or not rows)

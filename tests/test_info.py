@@ -58,6 +58,13 @@ def test_a_binary_without_a_record_is_refused(tmp_path):
         build_record.read(path)
 
 
+def test_a_binary_of_older_sources_is_refused(tmp_path):
+    path = tmp_path / "_C.abi3.so"
+    path.write_bytes(RECORD.replace(b"forward ", b"cutlass 4.2.0\nforward ", 1))
+    with pytest.raises(ValueError, match=re.escape(f"{path} was built from older sources")):
+        build_record.read(path)
+
+
 def test_every_set_of_policies_is_known():
     """A build record names the sets of csrc/launch/variants.def."""
     lines = (pathlib.Path(__file__).parents[1] / "csrc/launch/variants.def").read_text()

@@ -97,13 +97,14 @@ print('dash_attn', dash_attn.__version__, folder, *sorted(path.name for path in 
 # run_tests PYTHON JOBS TESTS
 run_tests() {
   local job gpus pids=() status=0
-  gpus=$(nvidia-smi -L | wc -l)
+  IFS=, read -ra gpus <<<"${CUDA_VISIBLE_DEVICES:-$(nvidia-smi --query-gpu=index --format=csv,noheader | paste -sd,)}"
   run_share() {
     # Each share sees all GPUs, and begins with another one.
-    local first=$((${3%%/*} + 0)) visible
-    visible=$(for ((i = 0; i < gpus; ++i)); do echo $(((first + i) % gpus)); done | paste -sd,)
+    local share=${3%%/*} first visible
+    first=$((${share:-0} % ${#gpus[@]}))
+    visible=$(IFS=, && echo "${gpus[*]:first},${gpus[*]:0:first}")
     # shellcheck disable=SC2086
-    CUDA_VISIBLE_DEVICES=$visible DASH_ATTN_TEST_SHARE=$3 "$1" -m pytest -v -p no:cacheprovider --tb=short \
+    CUDA_VISIBLE_DEVICES=${visible%,} DASH_ATTN_TEST_SHARE=$3 "$1" -m pytest -v -p no:cacheprovider --tb=short \
       --durations=10 -o faulthandler_timeout=150 $PYTEST_LIMITS $2 >"$OUT/tests_$4.txt" 2>&1
   }
   if [ "$2" -eq 1 ]; then

@@ -133,19 +133,6 @@ __device__ __forceinline__ void load_box(void* shared, const CUtensorMap& map, B
       : "memory");
 }
 
-// The same to the same place in each CTA of the cluster that has its bit in `ctas`, where its own barrier counts.
-__device__ __forceinline__ void load_box_to_ctas(void* shared, const CUtensorMap& map, BoxOrigin c, const void* barrier,
-                                                 uint64_t cache_hint, uint16_t ctas) {
-  const uint32_t counter = shared_address(barrier);
-  asm volatile(
-      "cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster.L2::cache_hint "
-      "[%0], [%1, {%2, %3, %4, %5, %6}], [%7], %8, %9;"
-      :
-      : "r"(shared_address(shared)), "l"(reinterpret_cast<uint64_t>(&map)), "r"(c.x0), "r"(c.x1), "r"(c.x2), "r"(c.x3),
-        "r"(c.x4), "r"(counter), "h"(ctas), "l"(cache_hint)
-      : "memory");
-}
-
 // The other way, as a bulk operation of the calling thread.
 __device__ __forceinline__ void store_box(const CUtensorMap& map, const void* shared, BoxOrigin c) {
   asm volatile("cp.async.bulk.tensor.5d.global.shared::cta.bulk_group [%1, {%2, %3, %4, %5, %6}], [%0];"
@@ -234,7 +221,7 @@ __device__ __forceinline__ void take_registers() {
 
 // "barrier.cluster": until all threads of the cluster have come, and what they wrote is visible.
 __device__ __forceinline__ void sync_cluster() {
-  asm volatile("barrier.cluster.arrive.aligned; barrier.cluster.wait.aligned;" ::);
+  asm volatile("barrier.cluster.arrive.aligned; barrier.cluster.wait.aligned;" ::: "memory");
 }
 
 // This CTA's number in its cluster.

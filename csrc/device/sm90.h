@@ -14,8 +14,8 @@ constexpr int kRegistersPerSm = 64 * 1024;
 // that: asking for more waits for ever.
 constexpr int launch_registers(int threads) { return kRegistersPerSm / threads / 8 * 8 * threads; }
 
-// Hints for TMA loads, of tiles that other CTAs will read too, of those that are read once in all, and of others. The
-// first two are what PTX's createpolicy makes of evict_last and evict_first.
-constexpr uint64_t kKeepInL2 = 0x14F0000000000000, kReadOnce = 0x12F0000000000000, kNoHint = 0x1000000000000000;
+// Hints for TMA loads, of tiles that other CTAs will read too and of those that are read once in all: what PTX's
+// createpolicy makes of evict_last and evict_first.
+constexpr uint64_t kKeepInL2 = 0x14F0000000000000, kReadOnce = 0x12F0000000000000;
 
 }  // namespace dash_attn

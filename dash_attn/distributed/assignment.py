@@ -19,7 +19,8 @@ from .redistribute import RowsOfRanks
 
 LAYOUT = "zigzag"
 """Of the sequences that are cut: rows are moved anyway."""
-_ENOUGH = 1.1  # of the mean: what a rank may have to do before another sequence is cut
+ENOUGH = 1.1
+"""Of the mean: what a rank may have to do before another sequence is cut."""
 _SAMPLES = 32  # queries of a run at which the keys that they see are counted
 
 
@@ -59,7 +60,7 @@ def assign(sequences: tuple[Pair, ...], ranks: int, mask: MaskOfWhole, tiles: tu
     # With 0, 1, 2, ... of the longest cut.
     for count in range(len(by_work) + 1):
         found.append(_spread(by_work[count:], work, of_cuts))
-        if found[-1][1] <= _ENOUGH * mean or count == len(by_work) or not _can_be_cut(by_work[count], ranks, tiles):
+        if found[-1][1] <= ENOUGH * mean or count == len(by_work) or not _can_be_cut(by_work[count], ranks, tiles):
             break
         for rank, more in enumerate(work_of_cut(mask, by_work[count], ranks, tiles)):
             of_cuts[rank] += more

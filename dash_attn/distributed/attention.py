@@ -98,7 +98,8 @@ def context_parallel_attention(
     With more ranks than KV heads, keys and values are gathered, queries stay, and dK and dV are carried from rank to
     rank in the order of one process. This needs a schedule that adds in an order and runs no clusters, and excludes
     softcap, slopes, sinks, and an attention_chunk without causal. If the ranks' chunks end within a tile of the
-    kernels, rows first move to the rank that needs them, and results move back.
+    kernels, or the mask gives the ranks uneven work, rows first move to the rank that needs them, and results move
+    back.
 
     A mesh of two dimensions combines both: heads are spread over the last dimension and keys are gathered over the
     first, with the limits of gathered keys. The rows of the ranks along the last dimension together are one chunk, or

@@ -4,8 +4,8 @@ So every row of the output, of the log-sum-exp and of dQ is made on one rank, as
 sums over the queries of all ranks, and are carried from rank to rank in the order of one process: `plan` says when,
 `carry` does it.
 
-Ranks have chunks of whole tiles. Where the caller's are others, and in a pack, whose sequences end anywhere, rows go
-first to the rank that is to have them (`assignment`), and results go back.
+Ranks have chunks of whole tiles, with about as much work each. Where the caller's are others, and in a pack, whose
+sequences end anywhere, rows go first to the rank that is to have them (`assignment`), and results go back.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from .. import checks, interface
 from .. import schedule as _policies
 from . import parts
 from .agreement import agreed_gradients
-from .assignment import LAYOUT, Assignment, Pair, assign, cut_for_all
+from .assignment import ENOUGH, LAYOUT, Assignment, Pair, assign, cut_for_all, work_of, work_of_cut
 from .carry import Carrier, Chunks
 from .channel import Channel
 from .derivative import first_order
@@ -89,7 +89,7 @@ def attention(
     # As one process pads them: a product over other columns may have other bits.
     q, k, v = (functional.pad(x, (0, -x.shape[-1] % _COLUMNS)) if x.shape[-1] % _COLUMNS else x for x in (q, k, v))
     tiles, ranks = _policies.tile_shape(q.shape[-1], v.shape[-1]), split.channel.size
-    if sequences is None and _is_cut_at_tiles(split, tiles) and _is_even(split, options.mask):
+    if sequences is None and _is_cut_at_tiles(split, tiles) and _is_even(split, options.mask, tiles):
         cut = _cut(
             split, split.rows_q, split.rows_k, tiles, layout=split.layout, gradients_agreed=split.gradients_agreed
         )
@@ -152,10 +152,11 @@ def _is_cut_at_tiles(split: Split, tiles: tuple[int, int]) -> bool:
     return all(chunks(rows, count) == chunks_of_tiles(rows, count, tile) for rows, tile in zip(lengths, tiles))
 
 
-def _is_even(split: Split, mask: parts.MaskOfWhole) -> bool:
-    """Whether all ranks have about as much to do with the rows that they have."""
-    sees_all_before = (mask.causal or mask.window[1] >= 0) and mask.window[0] < 0 and not mask.attention_chunk
-    return split.layout == LAYOUT or not sees_all_before
+def _is_even(split: Split, mask: parts.MaskOfWhole, tiles: tuple[int, int]) -> bool:
+    """Whether no rank has much more to do with the rows that it has than the busiest would have with zigzag chunks."""
+    lengths, ranks = (split.rows_q, split.rows_k), split.channel.size
+    own = [sum(work_of(mask, *lengths, run) for run in split.runs(rank, of_keys=False)) for rank in range(ranks)]
+    return max(own) <= ENOUGH * max(work_of_cut(mask, Pair(*(Rows(0, rows) for rows in lengths)), ranks, tiles))
 
 
 def _cut(split: Split, rows_q: int, rows_k: int, tiles: tuple[int, int], *, layout: str, gradients_agreed: bool) -> Cut:
