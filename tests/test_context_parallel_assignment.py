@@ -120,10 +120,10 @@ def test_work_is_about_what_is_seen(mask):
     ("contiguous", MaskOfWhole(True, (8191, 0), 0), False), ("contiguous", MaskOfWhole(False, (-1, 8192), 0), True),
     ("contiguous", CHUNKS, True),
 ], ids=str)  # fmt: skip
-@pytest.mark.parametrize("rows", [8192, 0])
-def test_rows_move_where_the_mask_makes_their_work_uneven(layout, mask, is_even, rows):
+@pytest.mark.parametrize("keys", [8192, 0])
+def test_rows_move_where_the_mask_makes_their_work_uneven(layout, mask, is_even, keys):
     def runs(rank, of_keys):
-        return rows_of_rank(rows, rank, 4, layout)
+        return rows_of_rank(8192, rank, 4, layout)
 
-    split = types.SimpleNamespace(rows_q=rows, rows_k=rows, channel=types.SimpleNamespace(size=4), runs=runs)
-    assert gathered._is_even(split, mask, TILES) == (is_even or not rows)
+    split = types.SimpleNamespace(rows_q=8192, rows_k=keys, channel=types.SimpleNamespace(size=4), runs=runs)
+    assert gathered._is_even(split, mask, TILES) == (is_even or not keys)

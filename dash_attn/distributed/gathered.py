@@ -155,6 +155,8 @@ def _is_cut_at_tiles(split: Split, tiles: tuple[int, int]) -> bool:
 def _is_even(split: Split, mask: parts.MaskOfWhole, tiles: tuple[int, int]) -> bool:
     """Whether no rank has much more to do with the rows that it has than the busiest would have with zigzag chunks."""
     lengths, ranks = (split.rows_q, split.rows_k), split.channel.size
+    if 0 in lengths:
+        return True
     own = [sum(work_of(mask, *lengths, run) for run in split.runs(rank, of_keys=False)) for rank in range(ranks)]
     return max(own) <= ENOUGH * max(work_of_cut(mask, Pair(*(Rows(0, rows) for rows in lengths)), ranks, tiles))
 
