@@ -55,7 +55,9 @@ class TransactionBarrier : public Barrier {
 };
 
 // "fence.mbarrier_init": other CTAs of the cluster and the async proxy see barriers as they were initialised.
-__device__ __forceinline__ void fence_barrier_init() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
+__device__ __forceinline__ void fence_barrier_init() {
+  asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+}
 
 // "bar.sync": until `threads` threads have come, whole warps. Barrier 0 of the hardware is __syncthreads'.
 __device__ __forceinline__ void sync_numbered(int barrier, int threads) {
