@@ -19,6 +19,9 @@ MASKS = {
     "chunks and a window": dict(causal=False, window=(20, 10), attention_chunk=16),
 }
 TILE_Q, TILE_K = 4, 8
+FAR = 1 << 28  # more keys than there are: a bound that bounds nothing, of a mask that is a window all the same
+# What the kernels that carry sums, which have every mask as a window, make of those that are none: Window::as_window.
+AS_WINDOWS = {"full": (dict(causal=False), (FAR, FAR)), "causal": (dict(causal=True), (FAR, 0))}
 
 
 def chunks(rows, size):
@@ -31,6 +34,16 @@ def of_chunk(rows_q, rows_k, queries, keys, mask):
         len(queries), len(keys), tile_q=TILE_Q, tile_k=TILE_K, **mask,
         first_own_key=queries.start + rows_k - rows_q - keys.start, keys_before=keys.start,
     )  # fmt: skip
+
+
+def tiles_of(problem):
+    """Whether each (query tile, KV tile) that is visited needs masking."""
+    visited = {kv: problem.query_tiles_of(kv) for kv in range(problem.num_kv_tiles)}
+    return {
+        (q, kv): problem.needs_masking(q, kv)
+        for kv, (start, count) in visited.items()
+        for q in range(start, start + count)
+    }
 
 
 @pytest.mark.parametrize("policy", ["descending", "spt"])
@@ -63,6 +76,19 @@ def test_what_is_masked_in_a_chunk_is_what_is_masked_in_the_whole(lengths, mask)
                 continue
             of_whole = whole.needs_masking(q + queries.start // TILE_Q, kv + keys.start // TILE_K)
             assert part.needs_masking(q, kv) == of_whole
+
+
+@pytest.mark.parametrize("mask", AS_WINDOWS)
+@pytest.mark.parametrize("lengths", [(96, 96), (90, 101), (41, 120), (120, 41)], ids=str)
+def test_a_chunk_has_the_same_tiles_as_a_window(lengths, mask):
+    own, window = AS_WINDOWS[mask]
+    for queries, keys in itertools.product(chunks(lengths[0], 24), chunks(lengths[1], 32)):
+        part = of_chunk(*lengths, queries, keys, own)
+        as_window = of_chunk(*lengths, queries, keys, dict(causal=False, window=window))
+        assert (part.mask, as_window.mask) == (mask, "window")
+        assert tiles_of(part) == tiles_of(as_window)
+        ranks = [[problem.kv_tiles_of(q) for q, _ in tiles_of(part)] for problem in (part, as_window)]
+        assert ranks[0] == ranks[1]
 
 
 @pytest.mark.parametrize("argument", [{"first_own_key": 1 << 29}, {"keys_before": -1}], ids=str)

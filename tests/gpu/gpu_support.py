@@ -3,13 +3,14 @@
 Works on any device, so that tests/test_gpu_checks.py can try the checks themselves without a GPU.
 """
 
+import contextlib
 import dataclasses
 import gc
 import itertools
 import math
 import pathlib
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import torch
 
@@ -332,6 +333,21 @@ def requested_bytes(call: Callable[[], object]) -> int:
     torch.cuda.reset_peak_memory_stats()
     call()
     return torch.cuda.memory_stats()["requested_bytes.all.peak"] - before
+
+
+@contextlib.contextmanager
+def host_must_not_wait(what: str) -> Iterator[None]:
+    """Around calls that must not wait for the GPU, which is busy with earlier work meanwhile."""
+    torch.cuda.synchronize()
+    start = torch.cuda.Event()
+    torch.cuda._sleep(400_000_000)  # clocks: about 0.2 s
+    start.record()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert not start.query(), f"{what}: the call returned only when earlier work had ended"
 
 
 def int_view(tensor: torch.Tensor) -> torch.Tensor:
