@@ -1,4 +1,4 @@
-"""How long the blocks of a run may be that has to end in time, worked out from the operations of its shapes.
+"""The length of a run's blocks, worked out from the operations of its shapes so that the run ends in time.
 
 A run of hundreds of shapes measures in short blocks (`timing.short_block_ms`), all equally long. Before each shape the
 length is worked out anew, from the time that is left and the shapes that are, so that what took longer than expected,
@@ -29,7 +29,7 @@ class Load:
     calls: dict[str, int]
 
     def seconds(self, block_s: float, turns: int) -> float:
-        """That the shape should take with blocks of `block_s` seconds."""
+        """The seconds that the shape should take with blocks of `block_s` seconds."""
         group = self.shape.heads // self.shape.kv_heads
         one_head = dataclasses.replace(self.shape, heads=group, kv_heads=1, batch=1)
         total = SHAPE_S + flops(one_head, "both") / (1e12 * REFERENCE_TFLOPS)

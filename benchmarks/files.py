@@ -23,7 +23,7 @@ SAME_IN_PARTS = ("gpu", "driver", "cuda", "torch", "commit", "impls")
 
 
 def merged(results: dict[str, dict]) -> dict:
-    """One result of those of all parts of a grid, by their names.
+    """One result, joined from those of all parts of a grid, which are given by their names.
 
     Raises:
         ValueError: a result is no part, parts are missing or double, or they were measured with different software or

@@ -223,7 +223,9 @@ def parser() -> argparse.ArgumentParser:
     time_of.add_argument("--min-time", type=float, help=f"seconds for each variant (default {MIN_TIME_S})")
     defaults = ", ".join(f"{minutes:g} of {grid}" for grid, minutes in sharded.MINUTES.items())
     time_of.add_argument("--minutes", type=float, help=f"for all shapes, in short blocks (default {defaults})")
-    result.add_argument("--part", type=Part.parse, help="I/N: measure one of N parts of the grid, which take as long")
+    result.add_argument(
+        "--part", type=Part.parse, help="I/N: measure one of N parts of the grid, which take about equally long"
+    )
     result.add_argument("--merge", type=pathlib.Path, nargs="+", help="join the results of parts; measures nothing")
     result.add_argument("--max-seqlen", type=int, help="leave longer sequences out")
     result.add_argument("--tokens", type=int, help="of every shape, by its number of sequences: for a short trial")

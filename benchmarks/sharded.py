@@ -1,4 +1,4 @@
-"""What a run of many shapes comes to: `auto` over the best peers of the same run, by head dim and mask."""
+"""The summary of a run of many shapes: `auto` over the best peers of the same run, by head dim and mask."""
 
 import collections
 

@@ -1,4 +1,4 @@
-"""How well the model predicts measured backwards whose query heads were split in a forced number of parts.
+"""How well the model predicts measured backwards with a forced number of splits of the query heads.
 
     python -m benchmarks.splits benchmarks/results/h200_2026-11-27_cb2c966_splits.json
 

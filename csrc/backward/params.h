@@ -116,7 +116,7 @@ struct CarriedSums {
   Range dq_continues;  // the query tiles, of each head, that have a sum to add to
   bool keys_continue;  // whether dK and dV have
   bool keys_end;       // whether dK and dV are complete, and are rounded and stored
-  bool heads_together;  // order.h; the kernel has every mask as a window
+  bool heads_together;  // of the call's own mask (order.h), which the kernel treats as a window
 };
 
 struct KernelParams {

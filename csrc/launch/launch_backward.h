@@ -18,7 +18,8 @@
 
 namespace dash_attn {
 
-// Kernels that carry sums have every mask as a window: they are few, and their calls are long.
+// The kernels that carry sums treat every mask as a window: one kernel then serves all, and their calls are so long
+// that the planner's extra arithmetic does not show.
 template <typename Variant>
 Window window_of_kernel(const BackwardArguments& a) {
   return Variant::kCarries ? a.mask.as_window() : a.mask.window;

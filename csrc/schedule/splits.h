@@ -16,8 +16,8 @@ namespace dash_attn {
 // Queries that a mean work tile visits, those of all its query heads counted: adding its dK and dV up must stay small
 // beside that.
 inline constexpr int kQueriesWorthASplit = 2048;
-// Work tiles of mean length for which two KV heads fill a Hopper GPU. Where some are longer than the mean, fewer are
-// enough, because short ones fill up beside them.
+// With so many work tiles of mean length each, two KV heads fill a Hopper GPU. Where some are longer than the mean,
+// fewer are enough, because short ones fill the gaps beside them.
 inline constexpr int kEnoughEqualWorkTiles = 96;
 inline constexpr int kEnoughUnequalWorkTiles = 64;
 // A few splits go further where work tiles stay this long: they cost little there, work tiles of unequal length end

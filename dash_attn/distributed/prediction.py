@@ -154,8 +154,8 @@ def _formula(shape: Shape, gather: int, heads: int, kv_heads: int, costs: Costs,
     """Time of the schedule over its work spread evenly, as the played plans have it, within a tenth.
 
     All chains of sums start on one rank, so the ranks begin one after the other, and the last begins when the first
-    split of the first KV head is half done, or done where chunks are contiguous. To it come the messages of one chain
-    and the launches of one rank.
+    split of the first KV head is half done, or done where chunks are contiguous. The messages of one chain and
+    the launches of one rank add to that.
     """
     chunks = _chunks(shape, gather)
     rows = _ROWS_PLAYED * chunks

@@ -77,7 +77,7 @@ class Turns:
     def take(self, size: int, dtype: torch.dtype) -> Held:
         """Space of one dimension. Its memory is the outer stream's, so that it may be freed behind the context.
 
-        The last few that were given back stay out of use: whoever took one would wait for the message that it holds.
+        The spaces that were given back last are not handed out: a task that took one would wait for the message in it.
         """
         if len(free := self._free[size, dtype]) > _STREAMS:
             return free.popleft()
