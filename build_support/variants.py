@@ -100,7 +100,7 @@ def generate(variants: list[Variant], directory: Path) -> list[Path]:
     paths = []
     for unit, members in units.items():
         pass_ = members[0].pass_
-        text = f'#include "launch/launch_{pass_.lower()}.h"\n#include "launch/variant.h"\n\n'
+        text = f'#include "launch/compiled_{pass_.lower()}.h"\n\n'
         text += "".join(v.line(f"INSTANTIATE_{pass_}") for v in members)
         paths.append(directory / f"{unit}.cu")
         _write_if_changed(paths[-1], text)

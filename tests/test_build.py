@@ -255,7 +255,7 @@ def test_units_hold_what_shares_a_dtype_and_head_dims(tmp_path, listed):
     assert [path.stem for path in written] == [f"{pass_}_{name}" for pass_ in ("forward", "backward") for name in names]
     assert sorted(tmp_path.glob("*.cu")) == sorted(written), "units of an earlier selection stay behind"
     assert written[2].read_text() == (
-        '#include "launch/launch_backward.h"\n#include "launch/variant.h"\n\n'
+        '#include "launch/compiled_backward.h"\n\n'
         "DASH_INSTANTIATE_BACKWARD(BFloat16, 64, Full, Plain, Ordered)\n"
         "DASH_INSTANTIATE_BACKWARD(BFloat16, 64, Full, Plain, Shift)\n"
     )

@@ -217,6 +217,30 @@ void read_dropout(OptionalTensor bits, OptionalTensor rng_state, double p, const
   arguments.dropout = {bits->data_ptr(), query_blocks, key_blocks, checked_probability(p)};
 }
 
+Policy policy_of(int64_t schedule) {
+  STD_TORCH_CHECK(schedule >= 0 && schedule < kNumPolicies, "schedule is ", schedule,
+                  ", expected the number of a policy");
+  return static_cast<Policy>(schedule);
+}
+
+// A call's workspace. It is freed when the op returns, while the kernels may still run: torch's allocator hands memory
+// out again in stream order.
+class Workspace {
+ public:
+  explicit Workspace(int32_t device) : device_(device) {}
+
+  AllocateWorkspace allocate() {
+    return [this](int64_t bytes) {
+      memory_ = empty_bytes(bytes, device_);
+      return memory_->data_ptr();
+    };
+  }
+
+ private:
+  int32_t device_;
+  std::optional<Tensor> memory_;
+};
+
 // Attention; autograd.cpp gives the schema and dash_attn/ops.py the arguments. Writes out and softmax_lse.
 void forward(const Tensor& q, const Tensor& k, const Tensor& v, Tensor out, Tensor softmax_lse,
              OptionalTensor cu_seqlens_q, OptionalTensor cu_seqlens_k, OptionalTensor seqused_q,
@@ -231,12 +255,8 @@ void forward(const Tensor& q, const Tensor& k, const Tensor& v, Tensor out, Tens
   read_dropout(dropout_bits, rng_state, dropout_p, inputs, arguments);
   arguments.out = view_of(out, "out", inputs.out, inputs.dtype, inputs.device);
   const torch::stable::accelerator::DeviceGuard guard(inputs.device);
-  std::optional<Tensor> workspace;
-  if (const size_t bytes = forward_workspace_bytes(arguments)) {
-    workspace = empty_bytes(static_cast<int64_t>(bytes), inputs.device);
-    arguments.workspace = workspace->data_ptr();
-  }
-  run_forward(arguments, current_stream(inputs.device));
+  Workspace workspace(inputs.device);
+  run_forward(arguments, workspace.allocate(), current_stream(inputs.device));
 }
 
 // Gradients of attention. Writes dq, dk and dv.
@@ -264,15 +284,11 @@ void backward(const Tensor& dout, const Tensor& q, const Tensor& k, const Tensor
   arguments.dsinks = of_heads(dsinks, "dsinks", query.heads, device);
   STD_TORCH_CHECK(!dsinks || int64_t{arguments.batch} * arguments.heads <= std::numeric_limits<int>::max(),
                   "batch * heads is too large for dsinks: ", arguments.batch, " * ", arguments.heads);
-  STD_TORCH_CHECK(schedule >= 0 && schedule <= std::numeric_limits<int>::max(), "schedule is ", schedule,
-                  ", expected the number of a policy");
-  arguments.schedule = static_cast<int>(schedule);
+  arguments.policy = policy_of(schedule);
 
   const torch::stable::accelerator::DeviceGuard guard(device);
-  // Freed on return while the kernels may still run: torch's allocator hands it out again in stream order.
-  const Tensor workspace = empty_bytes(static_cast<int64_t>(backward_workspace_bytes(arguments)), device);
-  arguments.workspace = workspace.data_ptr();
-  run_backward(arguments, current_stream(device));
+  Workspace workspace(device);
+  run_backward(arguments, workspace.allocate(), current_stream(device));
 }
 
 // Contiguous fp32 sums of so many elements at least; the kernels move 16 bytes of them at a time.
@@ -313,15 +329,13 @@ void backward_of_chunks(const Tensor& dout, const Tensor& q, const Tensor& k, co
   arguments.mask.window.own_key_shift = static_cast<int>(first_own_key) - (arguments.seqlen_k - arguments.seqlen_q);
   arguments.mask.window.keys_before = static_cast<int>(keys_before);
   STD_TORCH_CHECK(!total || total->data_ptr() != key_sums.data_ptr(), "total must not be key_sums");
-  STD_TORCH_CHECK(schedule >= 0 && schedule < kNumPolicies, "schedule is ", schedule,
-                  ", expected the number of a policy");
   arguments.out = view_of(out, "out", output, dtype, device);
   arguments.dout = view_of(dout, "dout", output, dtype, device);
   if (dq) arguments.dq = view_of(*dq, "dq", query, dtype, device);
   if (dk) arguments.dk = view_of(*dk, "dk", key, dtype, device);
   if (dv) arguments.dv = view_of(*dv, "dv", value, dtype, device);
   if (dsoftmax_lse) arguments.dsoftmax_lse = checked_lse(*dsoftmax_lse, "dsoftmax_lse", query, device);
-  arguments.schedule = static_cast<int>(schedule);
+  arguments.policy = policy_of(schedule);
   const int64_t key_floats = carried_key_floats(arguments);
   arguments.carried = {carried_sums(dq_sums, "dq_sums", carried_dq_floats(arguments), device),
                        carried_sums(key_sums, "key_sums", key_floats, device),
@@ -332,9 +346,8 @@ void backward_of_chunks(const Tensor& dout, const Tensor& q, const Tensor& k, co
                        dk.has_value()};
 
   const torch::stable::accelerator::DeviceGuard guard(device);
-  const Tensor workspace = empty_bytes(static_cast<int64_t>(backward_workspace_bytes(arguments)), device);
-  arguments.workspace = workspace.data_ptr();
-  run_backward(arguments, current_stream(device));
+  Workspace workspace(device);
+  run_backward(arguments, workspace.allocate(), current_stream(device));
 }
 
 }  // namespace

@@ -3,11 +3,12 @@
 
 #include <cuda_runtime_api.h>
 
-#include <cstddef>
 #include <cstdint>
+#include <functional>
 
 #include "../config/tile_shapes.h"
 #include "../schedule/mask.h"
+#include "../schedule/policy.h"
 #include "tensor.h"
 
 namespace dash_attn {
@@ -30,7 +31,6 @@ struct DropoutTensor {
 struct AttentionArguments {
   TensorView q, k, v, out;
   float* softmax_lse;  // (batch, heads, seqlen_q), of a pack (heads, total_q); the backward only reads it
-  void* workspace;     // of forward_workspace_bytes or backward_workspace_bytes
   Dtype dtype;
   int batch, heads, kv_heads;
   HeadDims head_dims;
@@ -73,7 +73,7 @@ struct BackwardArguments : AttentionArguments {
   TensorView dout, dq, dk, dv;
   const float* dsoftmax_lse;  // like softmax_lse, or null: the gradient of the log-sum-exp
   float* dsinks;              // (heads), or null where it is not wanted
-  int schedule;               // number of a policy
+  Policy policy;
   CarriedTensors carried;
 
   bool carries() const { return carried.dq != nullptr; }
@@ -83,10 +83,12 @@ struct BackwardArguments : AttentionArguments {
 int64_t carried_dq_floats(const AttentionArguments& arguments);
 int64_t carried_key_floats(const AttentionArguments& arguments);
 
-size_t forward_workspace_bytes(const ForwardArguments& arguments);
-void run_forward(const ForwardArguments& arguments, cudaStream_t stream);
+// Returns memory of so many bytes on the current device, aligned to 128 bytes and free for use by the call's stream.
+using AllocateWorkspace = std::function<void*(int64_t bytes)>;
 
-size_t backward_workspace_bytes(const BackwardArguments& arguments);
-void run_backward(const BackwardArguments& arguments, cudaStream_t stream);
+// Plan a call, which raises every error, then allocate its workspace and launch its kernels. A forward without a
+// workspace does not call `allocate`.
+void run_forward(const ForwardArguments& call, const AllocateWorkspace& allocate, cudaStream_t stream);
+void run_backward(const BackwardArguments& call, const AllocateWorkspace& allocate, cudaStream_t stream);
 
 }  // namespace dash_attn

@@ -17,15 +17,11 @@ backward::StridedView<Element> strided_view(const TensorView& tensor) {
   return {static_cast<Element*>(tensor.data), tensor.stride_batch, tensor.stride_seqlen, tensor.stride_head};
 }
 
-bool is_order_free(const BackwardArguments& a) {
-  return accumulation(static_cast<Policy>(a.schedule)) == Accumulation::kOrderFree;
-}
-
 // Calls `f` with whether the call's sums are order-free, as a type. No kernel of wide heads has such sums.
 template <typename Geometry, typename F>
-auto with_order_free(const BackwardArguments& a, F&& f) {
+auto with_order_free(const BackwardPlan& plan, F&& f) {
   if constexpr (!Geometry::kWide) {
-    if (is_order_free(a)) { return f(std::true_type{}); }
+    if (plan.is_order_free()) { return f(std::true_type{}); }
   }
   return f(std::false_type{});
 }
@@ -34,13 +30,15 @@ LaunchShape grid_of(const AttentionArguments& a, int blocks, int threads, int sh
   return within_margin(blocks, threads, shared_bytes, a.num_sms, a.sm_margin);
 }
 
-backward::SequencesOfCall sequences_of(const BackwardArguments& a, const BackwardWorkspace& workspace) {
-  return {a.sequence(), a.mask, a.batch, a.heads, a.kv_heads, workspace.pack.view()};
+backward::SequencesOfCall sequences_of(const BackwardPlan& plan) {
+  const BackwardArguments& a = plan.call;
+  return {a.sequence(), a.mask, a.batch, a.heads, a.kv_heads, plan.params.pack};
 }
 
 }  // namespace
 
-void launch_statistics(const BackwardArguments& a, const BackwardWorkspace& workspace, cudaStream_t stream) {
+void launch_statistics(const BackwardPlan& plan, cudaStream_t stream) {
+  const BackwardArguments& a = plan.call;
   with_geometry(a, [&](auto geometry) {
     using Geometry = decltype(geometry);
     using Element = typename Geometry::Element;
@@ -48,65 +46,67 @@ void launch_statistics(const BackwardArguments& a, const BackwardWorkspace& work
       backward::StatisticsParams<Element> params;
       params.k = strided_view<const Element>(a.k);
       params.v = strided_view<const Element>(a.v);
-      params.workspace = workspace.arrays;
-      params.call = sequences_of(a, workspace);
+      params.workspace = plan.params.workspace;
+      params.call = sequences_of(plan);
       params.head_dims = a.head_dims;
-      params.num_blocks = int(workspace.most.key_chunks * a.kv_heads);
+      params.num_blocks = int(plan.capacity.key_chunks * a.kv_heads);
       launch("the statistics of order-free accumulation", backward::statistics_kernel<Geometry>, params,
              grid_of(a, params.num_blocks, backward::kStatisticsThreads, 0), stream);
     }
   });
 }
 
-void launch_preprocess(const BackwardArguments& a, const BackwardWorkspace& workspace, bool finishes_dq,
-                       cudaStream_t stream) {
+void launch_preprocess(const BackwardPlan& plan, cudaStream_t stream) {
+  const BackwardArguments& a = plan.call;
   with_geometry(a, [&](auto geometry) {
     using Geometry = decltype(geometry);
     using Element = typename Geometry::Element;
-    const int tiles = int(workspace.most.query_tiles * a.heads);
+    const int tiles = int(plan.capacity.query_tiles * a.heads);
     backward::PreprocessParams<Element> params;
     params.out = strided_view<const Element>(a.out);
     params.dout = strided_view<const Element>(a.dout);
-    params.dq = finishes_dq ? strided_view<Element>(a.dq) : backward::StridedView<Element>{};
-    params.workspace = workspace.arrays;
-    params.call = sequences_of(a, workspace);
+    params.dq = plan.finishes_dq() ? strided_view<Element>(a.dq) : backward::StridedView<Element>{};
+    params.workspace = plan.params.workspace;
+    params.call = sequences_of(plan);
     params.head_dims = a.head_dims;
     params.num_blocks = tiles * backward::PreprocessTile<Geometry>::kBlocks;
     params.num_dq_semaphores = tiles * Geometry::kDqParts;
-    params.num_split_semaphores = int(workspace.split_semaphores);
-    params.num_work_counters = int(workspace.work_counters);
+    params.num_split_semaphores = plan.num_split_semaphores;
+    params.num_work_counters = plan.num_work_counters;
     params.softmax_lse = a.softmax_lse;
     params.dsoftmax_lse = a.dsoftmax_lse;
     params.lse_batch_stride = int64_t(a.heads) * a.seqlen_q;
     params.lse_head_stride = a.seqlen_q;
     params.kept = 1 - a.dropout.p;
     const auto kernel = with_order_free<Geometry>(
-        a, [](auto order_free) { return &backward::preprocess_kernel<Geometry, order_free()>; });
+        plan, [](auto order_free) { return &backward::preprocess_kernel<Geometry, order_free()>; });
     launch("the backward's preprocess kernel", kernel, params,
            grid_of(a, params.num_blocks, backward::kPreprocessThreads, 0), stream,
-           {starts_before_previous_ends(is_order_free(a) && a.sm_margin == 0)});
+           {starts_before_previous_ends(plan.is_order_free() && a.sm_margin == 0)});
   });
 }
 
-void launch_convert(const BackwardArguments& a, const BackwardWorkspace& workspace, cudaStream_t stream) {
+void launch_convert(const BackwardPlan& plan, cudaStream_t stream) {
+  const BackwardArguments& a = plan.call;
   with_geometry(a, [&](auto geometry) {
     using Geometry = decltype(geometry);
     backward::ConvertParams<typename Geometry::Element> params;
     params.dq = strided_view<typename Geometry::Element>(a.dq);
-    params.workspace = workspace.arrays;
-    params.call = sequences_of(a, workspace);
-    params.num_blocks = int(workspace.most.query_tiles * a.heads);
+    params.workspace = plan.params.workspace;
+    params.call = sequences_of(plan);
+    params.num_blocks = int(plan.capacity.query_tiles * a.heads);
     params.head_dim = a.head_dims.qk;
     params.dq_scale = a.softmax_scale * make_bits_view(a).scale;
     params.continues = a.carried.dq_continues;
     const auto kernel = with_order_free<Geometry>(
-        a, [](auto order_free) { return &backward::convert_kernel<Geometry, order_free()>; });
+        plan, [](auto order_free) { return &backward::convert_kernel<Geometry, order_free()>; });
     launch("the conversion of dQ", kernel, params, grid_of(a, params.num_blocks, backward::kConvertThreads, 0), stream,
            {starts_before_previous_ends(a.sm_margin == 0)});
   });
 }
 
-void launch_sinks(const BackwardArguments& a, const BackwardWorkspace& workspace, cudaStream_t stream) {
+void launch_sinks(const BackwardPlan& plan, cudaStream_t stream) {
+  const BackwardArguments& a = plan.call;
   with_geometry(a, [&](auto geometry) {
     using Geometry = decltype(geometry);
     backward::SinkParams params;
@@ -114,8 +114,8 @@ void launch_sinks(const BackwardArguments& a, const BackwardWorkspace& workspace
     params.softmax_lse = a.softmax_lse;
     params.lse_batch_stride = int64_t(a.heads) * a.seqlen_q;
     params.lse_head_stride = a.seqlen_q;
-    params.workspace = workspace.arrays;
-    params.call = sequences_of(a, workspace);
+    params.workspace = plan.params.workspace;
+    params.call = sequences_of(plan);
     params.dsinks = a.dsinks;
     params.scale = make_bits_view(a).scale;
     launch("the sums of the sinks' gradient", backward::sink_rows_kernel<Geometry::kQuery>, params,

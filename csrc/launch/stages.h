@@ -1,21 +1,20 @@
-// The kernels beside the main ones, which depend on dtype and head dim at most, and on neither mask nor policy.
+// The kernels of the backward beside the main one, which depend on dtype and head dims at most, and on neither mask nor
+// policy.
 #pragma once
 
-#include "arguments.h"
-#include "forward_work.h"
-#include "workspace.h"
+#include "backward_plan.h"
 
 namespace dash_attn {
 
-// Of a pack: who works on what, and what is promised of rows outside its sequences.
-void launch_forward_plan(const ForwardArguments& a, const ForwardWorkspace& workspace, cudaStream_t stream);
-void launch_backward_plan(const BackwardArguments& a, const BackwardWorkspace& workspace, cudaStream_t stream);
+// Plans the work of a pack (packing/plan.h) and clears the gradients of rows that belong to no sequence.
+void launch_pack_plan(const BackwardPlan& plan, cudaStream_t stream);
 
-void launch_statistics(const BackwardArguments& a, const BackwardWorkspace& workspace, cudaStream_t stream);
-// `finishes_dq`: the main kernel does, and leaves out rows that see no key.
-void launch_preprocess(const BackwardArguments& a, const BackwardWorkspace& workspace, bool finishes_dq,
-                       cudaStream_t stream);
-void launch_sinks(const BackwardArguments& a, const BackwardWorkspace& workspace, cudaStream_t stream);
-void launch_convert(const BackwardArguments& a, const BackwardWorkspace& workspace, cudaStream_t stream);
+// Before order-free sums: the statistics of keys that units are made of.
+void launch_statistics(const BackwardPlan& plan, cudaStream_t stream);
+// Clears dQ of rows that see no key, where the main kernel finishes dQ.
+void launch_preprocess(const BackwardPlan& plan, cudaStream_t stream);
+// Rounds and stores dQ, where the main kernel does not.
+void launch_convert(const BackwardPlan& plan, cudaStream_t stream);
+void launch_sinks(const BackwardPlan& plan, cudaStream_t stream);
 
 }  // namespace dash_attn

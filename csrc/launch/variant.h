@@ -8,6 +8,7 @@
 #include "../device/score.h"
 #include "../forward/config.h"
 #include "arguments.h"
+#include "kernels.h"
 
 namespace dash_attn {
 
@@ -84,20 +85,19 @@ using BackwardVariant =
                       typename ScoreName::Score, Policies>;
 
 template <typename Variant>
-void launch_forward(const ForwardArguments& arguments, cudaStream_t stream);
+const ForwardKernel& compiled_forward();
 
 template <typename Variant>
-void launch_backward(const BackwardArguments& arguments, cudaStream_t stream);
+const BackwardKernel& compiled_backward();
 
-// The translation units that setup.py writes, one variant a line. Each includes launch_forward.h or launch_backward.h.
-#define DASH_INSTANTIATE_FORWARD(dtype, head_dims, mask, score)                                                    \
-  template void dash_attn::launch_forward<                                                                         \
-      dash_attn::ForwardVariant<dash_attn::dtype, dash_attn::Dims##head_dims, dash_attn::mask, dash_attn::score>>( \
-      const dash_attn::ForwardArguments&, cudaStream_t);
-#define DASH_INSTANTIATE_BACKWARD(dtype, head_dims, mask, score, policies)                                    \
-  template void dash_attn::launch_backward<dash_attn::BackwardVariant<                                        \
-      dash_attn::dtype, dash_attn::Dims##head_dims, dash_attn::mask, dash_attn::score, dash_attn::policies>>( \
-      const dash_attn::BackwardArguments&, cudaStream_t);
+// The translation units that setup.py writes, one variant a line. Each includes compiled_forward.h or
+// compiled_backward.h.
+#define DASH_INSTANTIATE_FORWARD(dtype, head_dims, mask, score)             \
+  template const dash_attn::ForwardKernel& dash_attn::compiled_forward<     \
+      dash_attn::ForwardVariant<dash_attn::dtype, dash_attn::Dims##head_dims, dash_attn::mask, dash_attn::score>>();
+#define DASH_INSTANTIATE_BACKWARD(dtype, head_dims, mask, score, policies)                           \
+  template const dash_attn::BackwardKernel& dash_attn::compiled_backward<dash_attn::BackwardVariant< \
+      dash_attn::dtype, dash_attn::Dims##head_dims, dash_attn::mask, dash_attn::score, dash_attn::policies>>();
 
 inline std::string head_dims_text(HeadDims dims) {
   return "(" + std::to_string(dims.qk) + ", " + std::to_string(dims.v) + ")";

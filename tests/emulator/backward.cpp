@@ -4,7 +4,8 @@
 // or what is wrong. Linked with stages.cpp. With infinite_row=R lone_column=C, of fp16 and order-free sums, dS of query
 // R is infinite and K zero but for column C: dQ of that row is to be NaN in every column, that of the others right.
 #include "call.h"
-#include "launch/launch_backward.h"
+#include "launch/backward_plan.cu"
+#include "launch/compiled_backward.h"
 
 using namespace dash_attn;
 
@@ -29,24 +30,12 @@ class BackwardCall : emulator::Call<Element> {
     like(dv_, a_.dv, this->v_, a_.v);
     const std::string schedule = this->text("schedule", "descending");
     for (int i = 0; i < kNumPolicies; ++i) {
-      if (schedule == kPolicyNames[i]) { a_.schedule = i; }
+      if (schedule == kPolicyNames[i]) { a_.policy = static_cast<Policy>(i); }
     }
     emulator::Machine machine(this->number("seed", 0));
     emulator::machine = &machine;
-    a_.mask = served_mask(score_kind(a_), a_.padded_head_dims(), a_.mask);
     differentiate();
-    emulator::Workspace workspace;
-    a_.workspace = workspace.take(plan_workspace(nullptr, a_).bytes);
-    serve(Full{}, Plain{});
-    serve(Causal{}, Plain{});
-    serve(Windowed{}, Plain{});
-    if constexpr (Dims::kDims.qk == 64 || Dims::kDims.qk == 256) {
-      serve(Windowed{}, Softcap{});
-      serve(Windowed{}, Alibi{});
-    }
-    if constexpr (Dims::kDims.qk == 256) { serve(Causal{}, Softcap{}); }
-    if constexpr (Dims::kDims.qk == 96 || Dims::kDims.qk == 256) { serve(Windowed{}, Dropout{}); }
-    if (!found_) { emulator::fail_without_kernel(); }
+    run_backward(a_, [&](int64_t bytes) { return workspace_ = workspace_memory_.take(bytes); }, nullptr);
     if (infinite_row() >= 0) { check_infinite_row(); }
     if (this->number("tiny_head", -1) >= 0 && !any_needs_order()) { emulator::fail("no head needs the order"); }
     compare("dq", expected_dq_, dq_, a_.head_dims.qk);
@@ -59,9 +48,36 @@ class BackwardCall : emulator::Call<Element> {
     }
   }
 
+  // The kernel that serves a call, of those for Element.
+  static const BackwardKernel& kernel_of(const BackwardArguments& a, const MaskRule& mask) {
+    const BackwardKernel* found = nullptr;
+    const auto serve = [&]<typename Mask, typename Score>(Mask, Score) {
+      if (mask.kind != Mask::kKind || score_kind(a) != Score::Score::kKind) { return; }
+      found = a.policy == Policy::kShift       ? kernel_of_policies<Mask, Score, Shift>()
+              : a.policy == Policy::kOrderFree ? kernel_of_policies<Mask, Score, OrderFree>()
+                                               : kernel_of_policies<Mask, Score, Ordered>();
+    };
+    constexpr int kDim = EMULATED_DIMS::kDims.qk;
+    serve(Full{}, Plain{});
+    serve(Causal{}, Plain{});
+    serve(Windowed{}, Plain{});
+    if constexpr (kDim == 64 || kDim == 256) {
+      serve(Windowed{}, Softcap{});
+      serve(Windowed{}, Alibi{});
+    }
+    if constexpr (kDim == 256) { serve(Causal{}, Softcap{}); }
+    if constexpr (kDim == 96 || kDim == 256) { serve(Windowed{}, Dropout{}); }
+    if (!found) { emulator::fail_without_kernel(); }
+    return *found;
+  }
+
  private:
   int infinite_row() const { return int(this->number("infinite_row", -1)); }
-  bool any_needs_order() { return *plan_workspace(a_.workspace, a_).arrays.any_needs_order; }
+  bool any_needs_order() const {
+    BackwardPlan plan = plan_backward(a_);
+    place_workspace(plan, workspace_);
+    return *plan.params.workspace.any_needs_order;
+  }
 
   void make_infinite(int lone_column) {
     for (size_t i = 0; i < this->k_.size(); ++i) {
@@ -84,33 +100,16 @@ class BackwardCall : emulator::Call<Element> {
     }
   }
 
-  template <typename Mask, typename Score>
-  void serve(Mask, Score) {
-    if (a_.mask.kind != Mask::kKind || score_kind(a_) != Score::Score::kKind) { return; }
-    if constexpr (emulator::is_built<Mask, Score>()) { serve_policies<Mask, Score>(); }
-  }
-
-  template <typename Mask, typename Score>
-  void serve_policies() {
-    constexpr HeadDims kDims = EMULATED_DIMS::kDims;
+  template <typename Mask, typename Score, typename Policies>
+  static const BackwardKernel* kernel_of_policies() {
+    using Dtype = emulator::DtypeOf<Element>;
     constexpr bool kDrops = Score::Score::kKind == ScoreKind::kDropout;
-    constexpr CallKind kCall{Mask::kKind, kDims, Score::Score::kKind != ScoreKind::kPlain && !kDrops, kDrops};
-    if (static_cast<Policy>(a_.schedule) == Policy::kShift) {
-      if constexpr (has_kernel(Policy::kShift, kCall)) { launch<Mask, Score, Shift>(); }
-    } else if (static_cast<Policy>(a_.schedule) == Policy::kOrderFree) {
-      if constexpr (has_kernel(Policy::kOrderFree, kCall)) { launch<Mask, Score, OrderFree>(); }
-    } else {
-      launch<Mask, Score, Ordered>();
+    constexpr CallKind kCall{Mask::kKind, EMULATED_DIMS::kDims, Score::Score::kKind != ScoreKind::kPlain && !kDrops,
+                             kDrops};
+    if constexpr (has_kernel(Policies::kAny, kCall) && emulator::is_built<Dtype, Mask, Score, Policies>()) {
+      return &compiled_backward<BackwardVariant<Dtype, EMULATED_DIMS, Mask, Score, Policies>>();
     }
-  }
-
-  template <typename Mask, typename Score, typename ThePolicy>
-  void launch() {
-    if constexpr (emulator::is_built<ThePolicy>()) {
-      using Dtype = emulator::DtypeOf<Element>;
-      launch_backward<BackwardVariant<Dtype, EMULATED_DIMS, Mask, Score, ThePolicy>>(a_, nullptr);
-      found_ = true;
-    }
+    return nullptr;
   }
 
   static void like(std::vector<Element>& data, TensorView& view, const std::vector<Element>& other,
@@ -190,15 +189,22 @@ class BackwardCall : emulator::Call<Element> {
   std::vector<Element> dout_, dq_, dk_, dv_;
   Sums expected_dq_, expected_dk_, expected_dv_;
   double largest_ds_ = 0;  // of infinite_row, without the scale
-  bool found_ = false;
+  emulator::Workspace workspace_memory_;
+  void* workspace_ = nullptr;
 };
 
 }  // namespace
 
 namespace dash_attn {
 
-void launch_backward_plan(const BackwardArguments& a, const BackwardWorkspace& workspace, cudaStream_t) {
-  emulator::plan_pack_of(a, make_backward_pack_rule(a), workspace.pack);
+void require_self_check() {}
+
+const BackwardKernel& backward_kernel_of(const BackwardArguments& a, const MaskRule& mask) {
+  return a.dtype == Dtype::kBFloat16 ? BackwardCall<bf16>::kernel_of(a, mask) : BackwardCall<fp16>::kernel_of(a, mask);
+}
+
+void launch_pack_plan(const BackwardPlan& plan, cudaStream_t) {
+  emulator::plan_pack_of(plan.call, plan.pack_rule, plan.pack);
 }
 
 }  // namespace dash_attn

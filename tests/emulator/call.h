@@ -17,10 +17,9 @@
 #include <string>
 #include <vector>
 
-#include "launch/forward_work.h"
-#include "launch/scores.h"
 #include "launch/tensor_map.cu"
 #include "launch/variant.h"
+#include "launch/workspace.h"
 #include "model/pack_plan.h"
 #include "tensor_of_map.h"
 

@@ -2,7 +2,8 @@
 // runs one call (call.h) and holds output and LSE against sums in double. Only rows that see a key of their KV tiles
 // may show values that are NaN. Prints a digest of their bits, or what is wrong.
 #include "call.h"
-#include "launch/launch_forward.h"
+#include "launch/compiled_forward.h"
+#include "launch/forward_plan.cu"
 
 using namespace dash_attn;
 
@@ -19,15 +20,18 @@ class ForwardCall : emulator::Call<Element> {
     this->prepare(a_, Dims::kDims);
     emulator::Machine machine(this->number("seed", 0));
     emulator::machine = &machine;
-    a_.mask = served_mask(score_kind(a_), a_.padded_head_dims(), a_.mask);
     emulator::Workspace workspace;
-    a_.workspace = workspace.take(plan_workspace(nullptr, a_, make_forward_scheduler(a_)).bytes);
-    bool found = false;
+    run_forward(a_, [&](int64_t bytes) { return workspace.take(bytes); }, nullptr);
+    check();
+  }
+
+  // The kernel that serves a call, of those for Element.
+  static const ForwardKernel& kernel_of(const ForwardArguments& a, const MaskRule& mask) {
+    const ForwardKernel* found = nullptr;
     const auto serve = [&]<typename Mask, typename Score>(Mask, Score) {
-      if (a_.mask.kind != Mask::kKind || score_kind(a_) != Score::Score::kKind) { return; }
-      if constexpr (emulator::is_built<Mask, Score>()) {
-        launch_forward<ForwardVariant<emulator::DtypeOf<Element>, Dims, Mask, Score>>(a_, nullptr);
-        found = true;
+      if (mask.kind != Mask::kKind || score_kind(a) != Score::Score::kKind) { return; }
+      if constexpr (emulator::is_built<emulator::DtypeOf<Element>, Mask, Score>()) {
+        found = &compiled_forward<ForwardVariant<emulator::DtypeOf<Element>, EMULATED_DIMS, Mask, Score>>();
       }
     };
     serve(Full{}, Plain{});
@@ -36,14 +40,14 @@ class ForwardCall : emulator::Call<Element> {
     serve(Windowed{}, Softcap{});
     serve(Windowed{}, Alibi{});
     serve(Windowed{}, Dropout{});
-    constexpr int kDim = Dims::kDims.qk;
+    constexpr int kDim = EMULATED_DIMS::kDims.qk;
     if constexpr (kDim == 64 || kDim == 128) {
       serve(Full{}, Dropout{});
       serve(Causal{}, Dropout{});
     }
     if constexpr (kDim == 96 || kDim == 128 || kDim == 256) { serve(Causal{}, Softcap{}); }
     if (!found) { emulator::fail_without_kernel(); }
-    check();
+    return *found;
   }
 
  private:
@@ -101,9 +105,15 @@ class ForwardCall : emulator::Call<Element> {
 
 namespace dash_attn {
 
-void launch_forward_plan(const ForwardArguments& a, const ForwardWorkspace& workspace, cudaStream_t) {
-  emulator::plan_pack_of(a, make_forward_pack_rule(a), workspace.pack);
-  *workspace.tiles_taken = 0;
+void require_self_check() {}
+
+const ForwardKernel& forward_kernel_of(const ForwardArguments& a, const MaskRule& mask) {
+  return a.dtype == Dtype::kBFloat16 ? ForwardCall<bf16>::kernel_of(a, mask) : ForwardCall<fp16>::kernel_of(a, mask);
+}
+
+void launch_pack_plan(const ForwardPlan& plan, cudaStream_t) {
+  emulator::plan_pack_of(plan.call, plan.pack_rule, plan.pack);
+  *plan.params.tiles_taken = 0;
 }
 
 }  // namespace dash_attn

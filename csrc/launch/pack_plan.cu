@@ -1,6 +1,7 @@
 #include "../dropout/mask.h"
 #include "../packing/plan.h"
 #include "../schedule/pack_needs.h"
+#include "forward_plan.h"
 #include "launch.h"
 #include "stages.h"
 
@@ -41,20 +42,22 @@ void launch_plan(const Rule& rule, const AttentionArguments& a, const PackArrays
 
 }  // namespace
 
-void launch_forward_plan(const ForwardArguments& a, const ForwardWorkspace& workspace, cudaStream_t stream) {
+void launch_pack_plan(const ForwardPlan& plan, cudaStream_t stream) {
+  const ForwardArguments& a = plan.call;
   packing::ClearedRows rows{};
   rows.tensors[0] = cleared(a.out, a, false, a.head_dims.v);
   rows.softmax_lse = a.softmax_lse;
   rows.heads = a.heads;
-  launch_plan(make_forward_pack_rule(a), a, workspace.pack, workspace.tiles_taken, rows, stream);
+  launch_plan(plan.pack_rule, a, plan.pack, plan.params.tiles_taken, rows, stream);
 }
 
-void launch_backward_plan(const BackwardArguments& a, const BackwardWorkspace& workspace, cudaStream_t stream) {
+void launch_pack_plan(const BackwardPlan& plan, cudaStream_t stream) {
+  const BackwardArguments& a = plan.call;
   packing::ClearedRows rows{};
   rows.tensors[0] = cleared(a.dq, a, false, a.head_dims.qk);
   rows.tensors[1] = cleared(a.dk, a, true, a.head_dims.qk);
   rows.tensors[2] = cleared(a.dv, a, true, a.head_dims.v);
-  launch_plan(make_backward_pack_rule(a), a, workspace.pack, nullptr, rows, stream);
+  launch_plan(plan.pack_rule, a, plan.pack, nullptr, rows, stream);
 }
 
 }  // namespace dash_attn

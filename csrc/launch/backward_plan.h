@@ -1,0 +1,42 @@
+// Everything that the host decides about one call of the backward, before it launches anything. The stages of the call
+// (stages.h) take the plan and decide nothing.
+#pragma once
+
+#include <cstdint>
+
+#include "../backward/params.h"
+#include "../schedule/pack_needs.h"
+#include "../schedule/policy.h"
+#include "../schedule/tile_grid.h"
+#include "arguments.h"
+#include "kernels.h"
+#include "workspace.h"
+
+namespace dash_attn {
+
+struct BackwardPlan {
+  BackwardArguments call;  // with the mask that the kernels beside the main one see (scores.h)
+  const BackwardKernel* kernel;
+  TileGrid grid;                  // of a dense batch, as the main kernel sees it
+  BackwardPackRule pack_rule;     // of a pack
+  PackCapacity capacity;          // of a pack, whose lengths the host does not know, no less than any lengths take
+  int64_t num_groups;             // of KV tiles: the numbers that the work counter hands out; likewise
+  backward::KernelParams params;  // complete but for what lies in the workspace
+  int ctas;
+
+  PackArrays pack;  // in the workspace
+  int num_split_semaphores;  // of splits and of first parts
+  int num_work_counters;     // next_work and what lies behind it
+
+  bool is_order_free() const { return accumulation(call.policy) == Accumulation::kOrderFree; }
+  bool finishes_dq() const { return params.finishes_dq; }
+};
+
+// Throws std::runtime_error where this build or the kernels cannot serve the call.
+BackwardPlan plan_backward(const BackwardArguments& call);
+
+// Cuts the workspace that starts at `base` into the plan's arrays and returns its size. With a null `base` only the
+// size means anything.
+int64_t place_workspace(BackwardPlan& plan, void* base);
+
+}  // namespace dash_attn

@@ -1,0 +1,104 @@
+#include "forward_plan.h"
+
+#include <algorithm>
+#include <stdexcept>
+#include <string>
+
+#include "../schedule/forward_tiles.h"
+#include "check.h"
+#include "scores.h"
+#include "self_check.h"
+#include "tensor_map.h"
+
+namespace dash_attn {
+namespace {
+
+int checked_num_tiles(const ForwardArguments& a, int64_t tiles) {
+  if (tiles > INT32_MAX / 2) {
+    throw std::runtime_error("dash_attn: batch * heads * seqlen is too large: " + std::to_string(a.batch) + " * " +
+                             std::to_string(a.heads) + " * " + std::to_string(a.seqlen_q) + " makes " +
+                             std::to_string(tiles) + " tiles");
+  }
+  return int(tiles);
+}
+
+forward::QueryTileScheduler make_scheduler(const ForwardArguments& a, const ForwardPackRule& pack_rule) {
+  static_assert(forward::kMostPackedHeads == kWarpgroupRows && forward::kWarpgroupRowsOfTile == kWarpgroupRows);
+  if (a.is_pack()) {
+    forward::QueryTileScheduler s = pack_rule.scheduler;
+    // No fewer than there are: the host does not know the lengths.
+    s.num_tiles = checked_num_tiles(a, pack_rule.most(pack_rows(a)).units * s.head_groups);
+    return s;
+  }
+  const Mask mask = mask_of(a.mask, a.sequence());
+  forward::QueryTileScheduler s =
+      forward::make_scheduler({mask, a.batch, a.heads, a.kv_heads, a.head_dims, a.num_sms, a.drops()});
+  s.num_tiles = checked_num_tiles(a, num_tiles(s));
+  return s;
+}
+
+void make_tensor_maps(const ForwardArguments& a, const ForwardKernel& kernel, forward::KernelParams& params) {
+  const int group_shift = params.scheduler.group_shift;
+  const auto query_map = [&](const TensorView& t, int head_dim) {
+    return make_tensor_map(t, a.dtype, a.query_rows(), a.heads, head_dim,
+                           {kernel.swizzle_columns, 1 << group_shift, kWarpgroupRows >> group_shift});
+  };
+  const auto key_map = [&](const TensorView& t, int head_dim) {
+    return make_tensor_map(t, a.dtype, a.key_rows(), a.kv_heads, head_dim,
+                           {kernel.swizzle_columns, 1, kernel.key_rows});
+  };
+  params.q = query_map(a.q, a.head_dims.qk);
+  params.out = query_map(a.out, a.head_dims.v);
+  params.k = key_map(a.k, a.head_dims.qk);
+  params.v = key_map(a.v, a.head_dims.v);
+}
+
+}  // namespace
+
+ForwardPlan plan_forward(const ForwardArguments& call) {
+  ForwardPlan plan{};
+  ForwardArguments& a = plan.call = call;
+  a.mask = kernel_mask(call);
+  plan.kernel = &forward_kernel_of(call, a.mask);
+  if (a.is_pack()) {
+    plan.pack_rule = forward_pack_rule(a.mask, pack_rows(a), a.heads, a.kv_heads, a.head_dims, a.num_sms, a.drops());
+  }
+  forward::KernelParams& params = plan.params;
+  params.scheduler = make_scheduler(a, plan.pack_rule);
+  make_tensor_maps(a, *plan.kernel, params);
+  params.softmax_lse = a.softmax_lse;
+  params.lse_head_stride = a.seqlen_q;
+  params.window = a.mask.window;
+  params.score = make_score_params(a);
+  params.sinks = a.sinks;
+  params.dropout = make_bits_view(a);
+  plan.ctas = std::min(params.scheduler.num_tiles, a.num_sms);
+  return plan;
+}
+
+int64_t place_workspace(ForwardPlan& plan, void* base) {
+  const forward::QueryTileScheduler& scheduler = plan.params.scheduler;
+  WorkspaceAllocator allocator(base);
+  if (scheduler.takes_tiles) { allocator.take(plan.params.tiles_taken, 1); }
+  if (plan.call.is_pack()) {
+    PackCapacity capacity{};
+    capacity.units = scheduler.num_tiles / scheduler.head_groups;
+    plan.pack = take_pack_arrays(allocator, plan.call.batch, capacity);
+    plan.params.pack = plan.pack.view();
+  }
+  return allocator.bytes;
+}
+
+void run_forward(const ForwardArguments& call, const AllocateWorkspace& allocate, cudaStream_t stream) {
+  if (call.is_pack()) { require_self_check(); }
+  ForwardPlan plan = plan_forward(call);
+  if (const int64_t bytes = place_workspace(plan, nullptr)) { place_workspace(plan, allocate(bytes)); }
+  if (call.is_pack()) {
+    launch_pack_plan(plan, stream);
+  } else if (plan.params.tiles_taken) {
+    check_cuda(cudaMemsetAsync(plan.params.tiles_taken, 0, sizeof(int), stream), "clearing the count of tiles");
+  }
+  plan.kernel->launch(plan.params, plan.ctas, stream);
+}
+
+}  // namespace dash_attn
