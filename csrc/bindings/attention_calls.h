@@ -17,15 +17,8 @@ namespace dash_attn {
 
 using torch::autograd::variable_list;
 
-using ForwardOp = Outputs(const Tensor&, const Tensor&, const Tensor&, OptionalTensor, OptionalTensor, OptionalTensor,
-                          OptionalTensor, double, bool, int64_t, int64_t, int64_t, SymInt, OptionalTensor,
-                          OptionalTensor, double, OptionalTensor, OptionalTensor, double, std::optional<SymInt>,
-                          std::optional<SymInt>);
-using BackwardOp = void(const Tensor&, const Tensor&, const Tensor&, const Tensor&, const Tensor&, const Tensor&,
-                        Tensor, Tensor, Tensor, OptionalTensor, OptionalTensor, OptionalTensor, OptionalTensor, double,
-                        bool, int64_t, int64_t, int64_t, std::string_view, SymInt, OptionalTensor, OptionalTensor,
-                        OptionalTensor, std::optional<Tensor>, double, OptionalTensor, OptionalTensor, double,
-                        std::optional<SymInt>, std::optional<SymInt>);
+using ForwardOp = FlatSignature<decltype(forward)>;
+using BackwardOp = FlatSignature<decltype(backward)>;
 
 // What a call is told besides the tensors that have gradients.
 struct Options {
@@ -62,8 +55,8 @@ inline at::TensorList packed_of(at::TensorList inputs, const Options& options) {
   return inputs.slice(0, inputs.size() - (options.has_sinks ? 1 : 0));
 }
 
-inline std::optional<Tensor> sinks_of(at::TensorList inputs, const Options& options) {
-  return options.has_sinks ? std::optional<Tensor>(inputs.back()) : std::nullopt;
+inline ScoreTensors score_tensors_of(at::TensorList inputs, const Options& options) {
+  return {options.has_sinks ? std::optional<Tensor>(inputs.back()) : std::nullopt, options.alibi_slopes};
 }
 
 // Whether the forward is called as flash_attn::_dash_attn_forward, which dash_attn.aliases asks for: policies of
@@ -74,15 +67,10 @@ inline void name_forward(bool as_flash_attn) { forward_is_flash_attns = as_flash
 
 inline Outputs call_forward(at::TensorList inputs, const Options& options) {
   const Operands operands = unpack(packed_of(inputs, options), options.num_heads_q);
-  const auto& [causal, window_left, window_right, attention_chunk] = options.mask;
-  const auto& [cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k] = options.pack;
-  const DropoutArguments dropout = options.dropout.of_forward();
   const auto& op = forward_is_flash_attns ? DASH_OP("flash_attn::_dash_attn_forward", ForwardOp)
                                           : DASH_OP("dash_attn::forward", ForwardOp);
-  return op.call(operands.q, operands.k, operands.v, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k,
-                 options.softmax_scale, causal, window_left, window_right, attention_chunk, options.sm_margin,
-                 sinks_of(inputs, options), options.alibi_slopes, options.softcap, dropout.bits, dropout.rng_state,
-                 dropout.p, dropout.max_seqlen_q, dropout.max_seqlen_k);
+  return call_flat(op, operands.q, operands.k, operands.v, options.pack, options.softmax_scale, options.mask,
+                   options.sm_margin, score_tensors_of(inputs, options), options.softcap, options.dropout.of_forward());
 }
 
 // What the outputs were and how the loss changes with them.
@@ -94,19 +82,15 @@ struct OutputGradients {
 // dash_attn::backward with results: dq, dk, dv and dsinks, which is (0,) where it is not wanted.
 inline std::tuple<Tensor, Tensor, Tensor, Tensor> gradients_of(
     const Tensor& dout, const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& out, const Tensor& softmax_lse,
-    OptionalTensor dsoftmax_lse, OptionalTensor cu_seqlens_q, OptionalTensor cu_seqlens_k, OptionalTensor seqused_q,
-    OptionalTensor seqused_k, double softmax_scale, bool causal, int64_t window_left, int64_t window_right,
-    int64_t attention_chunk, std::string_view schedule, SymInt sm_margin, OptionalTensor sinks,
-    OptionalTensor alibi_slopes, bool wants_sinks, double softcap, OptionalTensor dropout_bits,
-    OptionalTensor rng_state, double dropout_p, std::optional<SymInt> max_seqlen_q,
-    std::optional<SymInt> max_seqlen_k) {
-  Tensor dq = at::empty_like(q), dk = at::empty_like(k), dv = at::empty_like(v);
+    OptionalTensor dsoftmax_lse, const PackTensors& pack, double softmax_scale, const MaskArguments& mask,
+    std::string_view schedule, SymInt sm_margin, const ScoreTensors& scores, bool wants_sinks, double softcap,
+    const DropoutArguments& dropout) {
+  const Tensor dq = at::empty_like(q), dk = at::empty_like(k), dv = at::empty_like(v);
   std::optional<Tensor> dsinks;
-  if (wants_sinks) { dsinks = at::empty_like(*sinks); }
-  DASH_OP("dash_attn::backward", BackwardOp)
-      .call(dout, q, k, v, out, softmax_lse, dq, dk, dv, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k,
-            softmax_scale, causal, window_left, window_right, attention_chunk, schedule, sm_margin, sinks, alibi_slopes,
-            dsoftmax_lse, dsinks, softcap, dropout_bits, rng_state, dropout_p, max_seqlen_q, max_seqlen_k);
+  if (wants_sinks) { dsinks = at::empty_like(*scores.sinks); }
+  call_flat(DASH_OP("dash_attn::backward", BackwardOp), BackwardTensors{dout, q, k, v, out, softmax_lse, dq, dk, dv},
+            pack, softmax_scale, mask, schedule, sm_margin, scores, ScoreGradients{dsoftmax_lse, dsinks}, softcap,
+            dropout);
   return {dq, dk, dv, dsinks ? *dsinks : at::empty({0}, softmax_lse.options())};
 }
 
@@ -118,18 +102,15 @@ inline bool is_batched(const Tensor& tensor) {
 
 // What call_backward gives where gradients of the outputs are batched. torch's vmaps call an op in a loop if the op
 // returns its results, and refuse one that writes them into arguments, as dash_attn::backward does.
-inline variable_list gradients_of_batch(const OutputGradients& outputs, at::TensorList packed, OptionalTensor sinks,
-                                        const Options& options, bool wants_sinks) {
+inline variable_list gradients_of_batch(const OutputGradients& outputs, at::TensorList inputs, const Options& options,
+                                        bool wants_sinks) {
+  const at::TensorList packed = packed_of(inputs, options);
   const auto& [q, k, v] = unpack(packed, options.num_heads_q);
-  const auto& [causal, window_left, window_right, attention_chunk] = options.mask;
-  const auto& [cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k] = options.pack;
-  const DropoutArguments dropout = options.dropout.of_backward();
-  auto [dq, dk, dv, dsinks] = DASH_OP("dash_attn::_gradients", decltype(gradients_of))
-                                  .call(outputs.dout, q, k, v, outputs.out, outputs.softmax_lse, outputs.dsoftmax_lse,
-                                        cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, options.softmax_scale, causal,
-                                        window_left, window_right, attention_chunk, options.schedule, options.sm_margin,
-                                        sinks, options.alibi_slopes, wants_sinks, options.softcap, dropout.bits,
-                                        dropout.rng_state, dropout.p, dropout.max_seqlen_q, dropout.max_seqlen_k);
+  auto [dq, dk, dv, dsinks] =
+      call_flat(DASH_OP("dash_attn::_gradients", FlatSignature<decltype(gradients_of)>), outputs.dout, q, k, v,
+                outputs.out, outputs.softmax_lse, outputs.dsoftmax_lse, options.pack, options.softmax_scale,
+                options.mask, options.schedule, options.sm_margin, score_tensors_of(inputs, options), wants_sinks,
+                options.softcap, options.dropout.of_backward());
   variable_list gradients;
   if (packed.size() == 3) {
     gradients = {dq, dk, dv};
@@ -147,27 +128,22 @@ inline variable_list gradients_of_batch(const OutputGradients& outputs, at::Tens
 inline variable_list call_backward(const OutputGradients& outputs, at::TensorList inputs, const Options& options,
                                    bool wants_sinks) {
   at::AutoDispatchBelowADInplaceOrView guard;
-  const at::TensorList packed = packed_of(inputs, options);
   if (is_batched(outputs.dout) || is_batched(outputs.dsoftmax_lse.value_or(Tensor()))) {
-    return gradients_of_batch(outputs, packed, sinks_of(inputs, options), options, wants_sinks);
+    return gradients_of_batch(outputs, inputs, options, wants_sinks);
   }
+  const at::TensorList packed = packed_of(inputs, options);
   variable_list gradients;
   gradients.reserve(inputs.size());
   for (const Tensor& tensor : packed) { gradients.push_back(at::empty_like(tensor)); }
-  const Operands operands = unpack(packed, options.num_heads_q);
-  const Operands targets = unpack(gradients, options.num_heads_q);
-  const auto& [causal, window_left, window_right, attention_chunk] = options.mask;
-  const auto& [cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k] = options.pack;
-  const std::optional<Tensor> sinks = sinks_of(inputs, options);
-  const DropoutArguments dropout = options.dropout.of_backward();
+  const auto& [q, k, v] = unpack(packed, options.num_heads_q);
+  const auto& [dq, dk, dv] = unpack(gradients, options.num_heads_q);
+  const ScoreTensors scores = score_tensors_of(inputs, options);
   std::optional<Tensor> dsinks;
-  if (wants_sinks) { dsinks = gradients.emplace_back(at::empty_like(*sinks)); }
-  DASH_OP("dash_attn::backward", BackwardOp)
-      .call(outputs.dout, operands.q, operands.k, operands.v, outputs.out, outputs.softmax_lse, targets.q, targets.k,
-            targets.v, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, options.softmax_scale, causal, window_left,
-            window_right, attention_chunk, options.schedule, options.sm_margin, sinks, options.alibi_slopes,
-            outputs.dsoftmax_lse, dsinks, options.softcap, dropout.bits, dropout.rng_state, dropout.p,
-            dropout.max_seqlen_q, dropout.max_seqlen_k);
+  if (wants_sinks) { dsinks = gradients.emplace_back(at::empty_like(*scores.sinks)); }
+  call_flat(DASH_OP("dash_attn::backward", BackwardOp),
+            BackwardTensors{outputs.dout, q, k, v, outputs.out, outputs.softmax_lse, dq, dk, dv}, options.pack,
+            options.softmax_scale, options.mask, options.schedule, options.sm_margin, scores,
+            ScoreGradients{outputs.dsoftmax_lse, dsinks}, options.softcap, options.dropout.of_backward());
   return gradients;
 }
 

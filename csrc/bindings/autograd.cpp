@@ -26,7 +26,7 @@ constexpr size_t kConstants = 7;
 void save_constants(const Options& options, variable_list& saved) {
   const PackTensors& pack = options.pack;
   const DropoutArguments dropout = options.dropout.of_backward();
-  if (!pack.exists() && !options.alibi_slopes && !dropout.exist()) { return; }
+  if (!pack.exists() && !options.alibi_slopes && !dropout.exists()) { return; }
   for (const auto* tensor : {&options.alibi_slopes, &pack.cu_seqlens_q, &pack.cu_seqlens_k, &pack.seqused_q,
                              &pack.seqused_k, &dropout.bits, &dropout.rng_state}) {
     saved.push_back(tensor->value_or(Tensor()));
@@ -74,14 +74,13 @@ struct Attention : torch::autograd::Function<Attention> {
     data["causal"] = options.mask.causal;
     data["schedule"] = options.schedule;
     data["sm_margin"] = options.sm_margin;
-    const auto& [causal, window_left, window_right, attention_chunk] = options.mask;
-    if (window_left >= 0 || window_right >= 0 || attention_chunk > 0) {
-      data[kWindow] = std::vector<int64_t>{window_left, window_right, attention_chunk};
+    if (const WindowArguments& window = options.mask.window; window.exists()) {
+      data[kWindow] = std::vector<int64_t>{window.left, window.right, window.attention_chunk};
     }
     if (options.has_sinks) { data[kHasSinks] = true; }
     if (options.softcap != 0) { data[kSoftcap] = options.softcap; }
     const DropoutArguments& dropout = options.dropout;
-    if (dropout.exist()) { data[kDropout] = dropout.p; }
+    if (dropout.exists()) { data[kDropout] = dropout.p; }
     if (dropout.rng_state && options.pack.exists()) {
       data[kMostQueries] = *dropout.max_seqlen_q;
       data[kMostKeys] = *dropout.max_seqlen_k;
@@ -96,10 +95,10 @@ struct Attention : torch::autograd::Function<Attention> {
     const size_t constants = has(kHasConstants) ? kConstants : 0, count = saved.size() - 2 - constants;
     const Tensor &dout = gradients_of_outputs[0], &dlse = gradients_of_outputs[1];
     if (!dout.defined() && !dlse.defined()) { return variable_list(count + kOptions); }
-    MaskArguments mask{data["causal"].toBool(), -1, -1, 0};
+    MaskArguments mask{data["causal"].toBool(), {}};
     if (has(kWindow)) {
       const std::vector<int64_t> numbers = data[kWindow].toIntVector();
-      mask = {mask.causal, numbers[0], numbers[1], numbers[2]};
+      mask.window = {numbers[0], numbers[1], numbers[2]};
     }
     const auto constant = [&](size_t i) {
       const Tensor tensor = constants ? saved[count + 2 + i] : Tensor();
@@ -118,8 +117,9 @@ struct Attention : torch::autograd::Function<Attention> {
                           constant(0),
                           has(kSoftcap) ? data[kSoftcap].toDouble() : 0.0,
                           has(kHasSinks),
-                          {constant(5), constant(6), has(kDropout) ? data[kDropout].toDouble() : 0.0,
-                           most(kMostQueries), most(kMostKeys)}};
+                          {{constant(5), constant(6), has(kDropout) ? data[kDropout].toDouble() : 0.0},
+                           most(kMostQueries),
+                           most(kMostKeys)}};
     const at::TensorList inputs(saved.data(), count);
     const Tensor& out = saved[count];
     const OutputGradients outputs{dout.defined() ? dout : at::zeros_like(out), out, saved[count + 1],
@@ -147,7 +147,7 @@ Outputs attention(variable_list packed, PackTensors pack, std::optional<SymInt> 
                   std::optional<double> softmax_scale, MaskArguments mask, std::string_view schedule, SymInt sm_margin,
                   const ScoreArguments& scores, const DropoutArguments& dropout) {
   check_mask(mask);
-  resolve_schedule(schedule, mask, scores, padded_row(packed.front(), packed.back()));
+  resolve_schedule(schedule, mask, scores, dropout.p != 0, padded_row(packed.front(), packed.back()));
   const SymInt head_dim = packed[0].sym_size(-1);
   Options options{std::move(num_heads_q),
                   softmax_scale ? *softmax_scale : std::pow(head_dim.guard_int(__FILE__, __LINE__), -0.5),
@@ -159,7 +159,7 @@ Outputs attention(variable_list packed, PackTensors pack, std::optional<SymInt> 
                   scores.softcap,
                   scores.sinks.has_value(),
                   dropout};
-  if (dropout.exist()) {
+  if (dropout.exists()) {
     const Operands operands = unpack(packed, options.num_heads_q);
     // Each pass takes one of the two.
     check_dropout(dropout.of_forward(), scores, operands.q, operands.k, options.pack);
@@ -202,47 +202,29 @@ Outputs attention(variable_list packed, PackTensors pack, std::optional<SymInt> 
 }
 
 Outputs attention_qkv(const Tensor& q, const Tensor& k, const Tensor& v, std::optional<double> softmax_scale,
-                      bool causal, std::string_view schedule, SymInt sm_margin, int64_t window_left,
-                      int64_t window_right, int64_t attention_chunk, OptionalTensor cu_seqlens_q,
-                      OptionalTensor cu_seqlens_k, OptionalTensor seqused_q, OptionalTensor seqused_k,
-                      OptionalTensor sinks, OptionalTensor alibi_slopes, double softcap, OptionalTensor dropout_bits,
-                      OptionalTensor rng_state, double dropout_p, std::optional<SymInt> max_seqlen_q,
-                      std::optional<SymInt> max_seqlen_k) {
-  PackTensors pack{cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k};
+                      bool causal, std::string_view schedule, SymInt sm_margin, const WindowArguments& window,
+                      const PackTensors& pack, const ScoreArguments& scores, const DropoutArguments& dropout) {
   check_qkv(q, k, v, pack);
-  return attention({q, k, v}, std::move(pack), std::nullopt, softmax_scale,
-                   {causal, window_left, window_right, attention_chunk}, schedule, std::move(sm_margin),
-                   {sinks, alibi_slopes, softcap, dropout_p != 0},
-                   {dropout_bits, rng_state, dropout_p, max_seqlen_q, max_seqlen_k});
+  return attention({q, k, v}, pack, std::nullopt, softmax_scale, {causal, window}, schedule, std::move(sm_margin),
+                   scores, dropout);
 }
 
 Outputs attention_kvpacked(const Tensor& q, const Tensor& kv, std::optional<double> softmax_scale, bool causal,
-                           std::string_view schedule, SymInt sm_margin, int64_t window_left, int64_t window_right,
-                           int64_t attention_chunk, OptionalTensor cu_seqlens_q, OptionalTensor cu_seqlens_k,
-                           OptionalTensor seqused_q, OptionalTensor seqused_k, OptionalTensor sinks,
-                           OptionalTensor alibi_slopes, double softcap, OptionalTensor dropout_bits,
-                           OptionalTensor rng_state, double dropout_p, std::optional<SymInt> max_seqlen_q,
-                           std::optional<SymInt> max_seqlen_k) {
-  PackTensors pack{cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k};
+                           std::string_view schedule, SymInt sm_margin, const WindowArguments& window,
+                           const PackTensors& pack, const ScoreArguments& scores, const DropoutArguments& dropout) {
   check_kvpacked(q, kv, pack);
-  return attention({q, kv}, std::move(pack), std::nullopt, softmax_scale,
-                   {causal, window_left, window_right, attention_chunk}, schedule, std::move(sm_margin),
-                   {sinks, alibi_slopes, softcap, dropout_p != 0},
-                   {dropout_bits, rng_state, dropout_p, max_seqlen_q, max_seqlen_k});
+  return attention({q, kv}, pack, std::nullopt, softmax_scale, {causal, window}, schedule, std::move(sm_margin), scores,
+                   dropout);
 }
 
 Outputs attention_qkvpacked(const Tensor& qkv, std::optional<SymInt> num_heads_q, std::optional<double> softmax_scale,
-                            bool causal, std::string_view schedule, SymInt sm_margin, int64_t window_left,
-                            int64_t window_right, int64_t attention_chunk, OptionalTensor cu_seqlens,
-                            OptionalTensor seqused, OptionalTensor sinks, OptionalTensor alibi_slopes, double softcap,
-                            OptionalTensor dropout_bits, OptionalTensor rng_state, double dropout_p,
-                            std::optional<SymInt> max_seqlen) {
-  PackTensors pack{cu_seqlens, cu_seqlens, seqused, seqused};
+                            bool causal, std::string_view schedule, SymInt sm_margin, const WindowArguments& window,
+                            OptionalTensor cu_seqlens, OptionalTensor seqused, const ScoreArguments& scores,
+                            const KernelDropout& dropout, std::optional<SymInt> max_seqlen) {
+  const PackTensors pack{cu_seqlens, cu_seqlens, seqused, seqused};
   check_qkvpacked(qkv, num_heads_q, pack);
-  return attention({qkv}, std::move(pack), std::move(num_heads_q), softmax_scale,
-                   {causal, window_left, window_right, attention_chunk}, schedule, std::move(sm_margin),
-                   {sinks, alibi_slopes, softcap, dropout_p != 0},
-                   {dropout_bits, rng_state, dropout_p, max_seqlen, max_seqlen});
+  return attention({qkv}, pack, std::move(num_heads_q), softmax_scale, {causal, window}, schedule,
+                   std::move(sm_margin), scores, {dropout, max_seqlen, max_seqlen});
 }
 
 }  // namespace
@@ -297,25 +279,25 @@ TORCH_LIBRARY_FRAGMENT(flash_attn, library) {
               "SymInt sm_margin=0, " DASH_OPTIONAL_SCORES DASH_OPTIONAL_LENGTHS ") -> " DASH_OUTPUTS,
               {at::Tag::pt2_compliant_tag});
   for (const auto key : {c10::DispatchKey::CPU, c10::DispatchKey::CUDA}) {
-    library.impl("_dash_attn_forward", key, &dash_attn::forward);
+    library.impl("_dash_attn_forward", key, dash_attn::flat<&dash_attn::forward>);
   }
-  library.impl("_dash_attn_forward", c10::DispatchKey::Meta, &dash_attn::forward_meta);
+  library.impl("_dash_attn_forward", c10::DispatchKey::Meta, dash_attn::flat<&dash_attn::forward_meta>);
   library.impl("_dash_attn_forward", c10::DispatchKey::Autograd, torch::autograd::autogradNotImplementedFallback());
 }
 
 TORCH_LIBRARY_IMPL(dash_attn, CPU, library) {
-  library.impl("forward", &dash_attn::forward);
-  library.impl("backward", &dash_attn::backward);
+  library.impl("forward", dash_attn::flat<&dash_attn::forward>);
+  library.impl("backward", dash_attn::flat<&dash_attn::backward>);
 }
 
 TORCH_LIBRARY_IMPL(dash_attn, CUDA, library) {
-  library.impl("forward", &dash_attn::forward);
-  library.impl("backward", &dash_attn::backward);
+  library.impl("forward", dash_attn::flat<&dash_attn::forward>);
+  library.impl("backward", dash_attn::flat<&dash_attn::backward>);
 }
 
 TORCH_LIBRARY_IMPL(dash_attn, Meta, library) {
-  library.impl("forward", &dash_attn::forward_meta);
-  library.impl("backward", &dash_attn::backward_meta);
+  library.impl("forward", dash_attn::flat<&dash_attn::forward_meta>);
+  library.impl("backward", dash_attn::flat<&dash_attn::backward_meta>);
 }
 
 // Differentiating through these two raises: what has a derivative is what follows.
@@ -325,13 +307,13 @@ TORCH_LIBRARY_IMPL(dash_attn, Autograd, library) {
 }
 
 TORCH_LIBRARY_IMPL(dash_attn, CompositeExplicitAutograd, library) {
-  library.impl("_gradients", &dash_attn::gradients_of);
+  library.impl("_gradients", dash_attn::flat<&dash_attn::gradients_of>);
 }
 
 TORCH_LIBRARY_IMPL(dash_attn, CompositeImplicitAutograd, library) {
-  library.impl("attention", &dash_attn::attention_qkv);
-  library.impl("attention_kvpacked", &dash_attn::attention_kvpacked);
-  library.impl("attention_qkvpacked", &dash_attn::attention_qkvpacked);
+  library.impl("attention", dash_attn::flat<&dash_attn::attention_qkv>);
+  library.impl("attention_kvpacked", dash_attn::flat<&dash_attn::attention_kvpacked>);
+  library.impl("attention_qkvpacked", dash_attn::flat<&dash_attn::attention_qkvpacked>);
 }
 
 // The kernels. They write what they are given and check only what would harm: `dash_attn` calls them rightly.

@@ -4,26 +4,33 @@
 #include <ATen/ATen.h>
 
 #include <optional>
+#include <tuple>
 
 #include "dropout/mask.h"
 #include "operand_checks.h"
 
 namespace dash_attn {
 
-// The bits that say what is kept (csrc/dropout/mask.h), or the state that they are made of; neither where p is 0. Of an
-// op with a derivative both may be given: then the bits are those of the state, which the backward makes again. A pack
-// with a state has the most rows that a sequence may have.
-struct DropoutArguments {
-  std::optional<Tensor> bits, rng_state;
-  double p = 0;
+using KernelDropout = DropoutOf<Tensor>;
+
+// An op with a derivative may be given both: then the bits are those of the state, which the backward makes again. A
+// pack with a state has the most rows that a sequence may have.
+struct DropoutArguments : KernelDropout {
   std::optional<SymInt> max_seqlen_q, max_seqlen_k;
 
-  DropoutArguments of_forward() const { return {bits, bits ? std::nullopt : rng_state, p, max_seqlen_q, max_seqlen_k}; }
+  DropoutArguments of_forward() const {
+    DropoutArguments result = *this;
+    if (bits) { result.rng_state = std::nullopt; }
+    return result;
+  }
   DropoutArguments of_backward() const {
-    return {rng_state ? std::nullopt : bits, rng_state, p, max_seqlen_q, max_seqlen_k};
+    DropoutArguments result = *this;
+    if (rng_state) { result.bits = std::nullopt; }
+    return result;
   }
 
-  bool exist() const { return p != 0 || bits || rng_state; }
+  static constexpr auto kMembers = std::tuple_cat(
+      KernelDropout::kMembers, std::make_tuple(&DropoutArguments::max_seqlen_q, &DropoutArguments::max_seqlen_k));
 };
 
 inline void check_dropout_bits(const Tensor& bits, const Tensor& q, const Tensor& k, const PackTensors& pack) {
@@ -82,7 +89,7 @@ inline void check_longest(const char* name, const SymInt& most, const Tensor& cu
 
 inline void check_dropout(const DropoutArguments& given, const ScoreArguments& scores, const Tensor& q, const Tensor& k,
                           const PackTensors& pack) {
-  if (!given.exist()) { return; }
+  if (!given.exists()) { return; }
   TORCH_CHECK_VALUE(given.p > 0 && static_cast<float>(given.p) < 1,
                     "dropout_p must be above 0 and below 1 in fp32 where dropout_bits or rng_state is given, got ",
                     number_text(given.p));

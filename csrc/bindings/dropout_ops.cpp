@@ -7,7 +7,9 @@
 
 #include <cstdint>
 
+#include "bindings/flat_arguments.h"
 #include "bindings/op_checks.h"
+#include "bindings/op_records.h"
 #include "dropout/mask.h"
 #include "launch/dropout.h"
 
@@ -18,8 +20,7 @@ namespace {
 // under the mask.
 void dropout_bits(Tensor bits, const Tensor& rng_state, double p, int64_t seqlen_q, int64_t seqlen_k,
                   int64_t first_head, int64_t total_heads, int64_t first_query, int64_t first_key,
-                  bool of_flash_attention_2, int64_t rounds, bool causal, int64_t window_left, int64_t window_right,
-                  int64_t attention_chunk, int64_t sm_margin) {
+                  bool of_flash_attention_2, int64_t rounds, const MaskArguments& mask, int64_t sm_margin) {
   STD_TORCH_CHECK(bits.is_cuda() && bits.dim() == 5, "bits must be a CUDA tensor of 5 dimensions");
   const int32_t device = bits.get_device_index();
   GeneratorArguments arguments{};
@@ -54,7 +55,7 @@ void dropout_bits(Tensor bits, const Tensor& rng_state, double p, int64_t seqlen
   arguments.p = checked_probability(p);
   arguments.of_flash_attention_2 = of_flash_attention_2;
   arguments.rounds = static_cast<int>(rounds);
-  arguments.mask = mask_rule(causal, window_left, window_right, attention_chunk);
+  arguments.mask = mask.rule();
   arguments.num_sms = usable_sms(device, sm_margin, "rng_state");
   arguments.sm_margin = static_cast<int>(sm_margin);
   const torch::stable::accelerator::DeviceGuard guard(device);
@@ -65,5 +66,5 @@ void dropout_bits(Tensor bits, const Tensor& rng_state, double p, int64_t seqlen
 }  // namespace dash_attn
 
 STABLE_TORCH_LIBRARY_IMPL(dash_attn_C, CUDA, library) {
-  library.impl("dropout_bits", TORCH_BOX(&dash_attn::dropout_bits));
+  library.impl("dropout_bits", TORCH_BOX(dash_attn::flat<&dash_attn::dropout_bits>));
 }

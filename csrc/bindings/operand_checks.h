@@ -17,9 +17,12 @@
 #include <optional>
 #include <string>
 #include <string_view>
+#include <tuple>
 #include <utility>
 
 #include "config/tile_shapes.h"
+#include "flat_arguments.h"
+#include "op_records.h"
 #include "schedule/choice.h"
 
 namespace dash_attn {
@@ -58,29 +61,23 @@ inline std::string number_text(double value) {
   return std::string(text.data(), std::to_chars(text.data(), text.data() + text.size(), value).ptr);
 }
 
-// Which keys a query sees, as FlashAttention's arguments say it (csrc/schedule/mask.h).
-struct MaskArguments {
-  bool causal;
-  int64_t window_left, window_right, attention_chunk;
+// As ops take them.
+template <>
+inline constexpr bool kPassedByValue<SymInt> = true;
+template <>
+inline constexpr bool kPassedByValue<std::optional<SymInt>> = true;
 
-  MaskKind kind() const { return mask_rule(causal, window_left, window_right, attention_chunk).kind; }
-};
+using PackTensors = PackTensorsOf<Tensor>;
+using ScoreTensors = ScoreTensorsOf<Tensor>;  // sinks: of the functions any float dtype, of the ops fp32
 
-// Where the sequences of a pack are in its rows. A dense batch has none of these.
-struct PackTensors {
-  std::optional<Tensor> cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k;
-
-  bool exists() const { return cu_seqlens_q.has_value(); }
-};
-
-// What a call changes scores by, and the logits that its sums have beside them. `sinks`: of the functions any float
-// dtype, of the ops fp32.
-struct ScoreArguments {
-  std::optional<Tensor> sinks, alibi_slopes;
+// What a call changes scores by, and the logits that its sums have beside them.
+struct ScoreArguments : ScoreTensors {
   double softcap = 0;
-  bool dropped = false;  // the probabilities that follow from them: dropout_checks.h
 
   bool exist() const { return sinks || alibi_slopes || softcap != 0; }
+
+  static constexpr auto kMembers =
+      std::make_tuple(&ScoreArguments::sinks, &ScoreArguments::alibi_slopes, &ScoreArguments::softcap);
 };
 
 // What the caller calls them.
@@ -298,8 +295,8 @@ inline void check_sm_margin(const SymInt& sm_margin) {
 }
 
 inline void check_mask(const MaskArguments& mask) {
-  TORCH_CHECK_VALUE(mask.attention_chunk >= 0, "attention_chunk must be at least 0, got ",
-                    size_text(mask.attention_chunk));
+  TORCH_CHECK_VALUE(mask.window.attention_chunk >= 0, "attention_chunk must be at least 0, got ",
+                    size_text(mask.window.attention_chunk));
 }
 
 // The row of the tile table that serves tensors of these head dims; none while one of them is not known.
@@ -311,8 +308,8 @@ inline HeadDims padded_row(const Tensor& q, const Tensor& v) {
 
 // The policy that a schedule's name means for this problem.
 inline Policy resolve_schedule(std::string_view schedule, const MaskArguments& mask, const ScoreArguments& scores,
-                               HeadDims padded) {
-  const CallKind call{mask.kind(), padded, scores.alibi_slopes || scores.softcap != 0, scores.dropped};
+                               bool drops, HeadDims padded) {
+  const CallKind call{mask.rule().kind, padded, scores.alibi_slopes || scores.softcap != 0, drops};
   const std::optional<Policy> policy = chosen_policy(schedule, call);
   TORCH_CHECK_VALUE(policy.has_value(), refused_schedule(schedule, call));
   return *policy;
@@ -394,6 +391,8 @@ inline void check_softmax_lse(const char* name, const Tensor& softmax_lse, const
 // What a backward is given of sinks and of the log-sum-exp's gradient, and writes.
 struct ScoreGradients {
   std::optional<Tensor> dsoftmax_lse, dsinks;
+
+  static constexpr auto kMembers = std::make_tuple(&ScoreGradients::dsoftmax_lse, &ScoreGradients::dsinks);
 };
 
 inline void check_score_gradients(const ScoreGradients& gradients, const ScoreArguments& scores, const Tensor& q,
@@ -407,24 +406,31 @@ inline void check_score_gradients(const ScoreGradients& gradients, const ScoreAr
                     "dsinks must be contiguous, got strides ", tuple_text(gradients.dsinks->sym_strides()));
 }
 
-// Returns the policy that the schedule's name means.
-inline Policy check_backward(const Tensor& dout, const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& out,
-                             const Tensor& softmax_lse, const Tensor& dq, const Tensor& dk, const Tensor& dv,
-                             const PackTensors& pack, const ScoreArguments& scores,
-                             const ScoreGradients& score_gradients, double softmax_scale, const MaskArguments& mask,
-                             std::string_view schedule, const SymInt& sm_margin) {
-  check_operands(q, k, v, pack, scores, softmax_scale, mask, sm_margin);
-  check_out("dout", dout, q, v);
-  check_out("out", out, q, v);
-  check_like("dq", dq, "q", q);
-  check_like("dk", dk, "k", k);
-  check_like("dv", dv, "v", v);
-  check_writable("dq", dq);
-  check_writable("dk", dk);
-  check_writable("dv", dv);
-  check_softmax_lse("softmax_lse", softmax_lse, q, pack.exists());
-  check_score_gradients(score_gradients, scores, q, pack.exists());
-  return resolve_schedule(schedule, mask, scores, padded_row(q, v));
+// What a backward reads and writes.
+struct BackwardTensors {
+  Tensor dout, q, k, v, out, softmax_lse;
+  Tensor dq, dk, dv;  // written
+
+  static constexpr auto kMembers =
+      std::make_tuple(&BackwardTensors::dout, &BackwardTensors::q, &BackwardTensors::k, &BackwardTensors::v,
+                      &BackwardTensors::out, &BackwardTensors::softmax_lse, &BackwardTensors::dq, &BackwardTensors::dk,
+                      &BackwardTensors::dv);
+};
+
+inline void check_backward(const BackwardTensors& x, const PackTensors& pack, const ScoreArguments& scores,
+                           const ScoreGradients& score_gradients, double softmax_scale, const MaskArguments& mask,
+                           const SymInt& sm_margin) {
+  check_operands(x.q, x.k, x.v, pack, scores, softmax_scale, mask, sm_margin);
+  check_out("dout", x.dout, x.q, x.v);
+  check_out("out", x.out, x.q, x.v);
+  check_like("dq", x.dq, "q", x.q);
+  check_like("dk", x.dk, "k", x.k);
+  check_like("dv", x.dv, "v", x.v);
+  check_writable("dq", x.dq);
+  check_writable("dk", x.dk);
+  check_writable("dv", x.dv);
+  check_softmax_lse("softmax_lse", x.softmax_lse, x.q, pack.exists());
+  check_score_gradients(score_gradients, scores, x.q, pack.exists());
 }
 
 // No two elements of what is written may share a place: along the dimensions, from the smallest stride on, each step

@@ -26,14 +26,17 @@ namespace dash_attn {
   }())
 
 using OptionalTensor = const std::optional<Tensor>&;
-using ForwardKernel = void(const Tensor&, const Tensor&, const Tensor&, Tensor, Tensor, OptionalTensor, OptionalTensor,
-                           OptionalTensor, OptionalTensor, OptionalTensor, OptionalTensor, double, double, bool,
-                           int64_t, int64_t, int64_t, int64_t, OptionalTensor, OptionalTensor, double);
-using BackwardKernel = void(const Tensor&, const Tensor&, const Tensor&, const Tensor&, const Tensor&, const Tensor&,
-                            Tensor, Tensor, Tensor, OptionalTensor, OptionalTensor, OptionalTensor, OptionalTensor,
-                            OptionalTensor, OptionalTensor, OptionalTensor, std::optional<Tensor>, double, double, bool,
-                            int64_t, int64_t, int64_t, int64_t, int64_t, OptionalTensor, OptionalTensor, double);
 using Outputs = std::tuple<Tensor, Tensor>;
+
+// The kernels' ops.
+using ForwardKernel = FlatSignature<void(const Tensor&, const Tensor&, const Tensor&, Tensor, Tensor,
+                                         const PackTensors&, const ScoreTensors&, double, double, const MaskArguments&,
+                                         int64_t, const KernelDropout&)>;
+using BackwardKernel = FlatSignature<void(const BackwardTensors&, const PackTensors&, const ScoreTensors&,
+                                          const ScoreGradients&, double, double, const MaskArguments&, int64_t, int64_t,
+                                          const KernelDropout&)>;
+using BitsKernel = FlatSignature<void(Tensor, const Tensor&, double, int64_t, int64_t, int64_t, int64_t, int64_t,
+                                      int64_t, bool, int64_t, const MaskArguments&, int64_t)>;
 
 inline bool has_queries(const Tensor& q, const PackTensors& pack) {
   return q.numel() != 0 && !(pack.exists() && pack.cu_seqlens_q->numel() == 1);
@@ -113,17 +116,18 @@ inline std::optional<Tensor> contiguous(OptionalTensor tensor) {
   return tensor ? std::optional<Tensor>(tensor->contiguous()) : std::nullopt;
 }
 
+inline ScoreTensors for_kernels(const ScoreTensors& scores) {
+  return {contiguous(scores.sinks), with_adjacent_heads(scores.alibi_slopes)};
+}
+
 // A tensor that the kernels can write and that becomes the gradient in the end.
 inline Tensor target_of(const Tensor& gradient) {
   return is_addressable(gradient) ? gradient : at::empty(gradient.sizes(), gradient.options());
 }
 
-using BitsKernel = void(Tensor, const Tensor&, double, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, bool,
-                        int64_t, bool, int64_t, int64_t, int64_t, int64_t);
-
 // Dropout as the kernels are told of it. On a GPU they take bits, which are made of a state in both passes alike: so no
 // layer keeps any.
-inline DropoutArguments for_kernels(const DropoutArguments& given, const Tensor& q, const Tensor& k,
+inline KernelDropout for_kernels(const DropoutArguments& given, const Tensor& q, const Tensor& k,
                                     const PackTensors& pack, const MaskArguments& mask, const SymInt& sm_margin) {
   if (given.bits && reinterpret_cast<std::uintptr_t>(given.bits->const_data_ptr()) % dropout::kBitsAlignment != 0) {
     return {given.bits->clone(), std::nullopt, given.p};
@@ -148,31 +152,22 @@ inline DropoutArguments for_kernels(const DropoutArguments& given, const Tensor&
   const Tensor bits =
       at::empty({batch, heads, blocks(seqlen_q), blocks(seqlen_k), dropout::kBlockBytes}, q.options().dtype(at::kByte));
   // Which of them a mask leaves out depends on the lengths of each sequence.
-  const auto& [causal, window_left, window_right, attention_chunk] = is_pack ? MaskArguments{false, -1, -1, 0} : mask;
-  DASH_OP("dash_attn_C::dropout_bits", BitsKernel)
-      .call(bits, state, given.p, seqlen_q, seqlen_k, /*first_head=*/0, heads, /*first_query=*/0, /*first_key=*/0,
-            /*of_flash_attention_2=*/false, dropout::kDefaultRounds, causal, window_left, window_right, attention_chunk,
-            sm_margin.expect_int());
+  const MaskArguments of_bits = is_pack ? MaskArguments{} : mask;
+  call_flat(DASH_OP("dash_attn_C::dropout_bits", BitsKernel), bits, state, given.p, seqlen_q, seqlen_k,
+            /*first_head=*/int64_t{0}, heads, /*first_query=*/int64_t{0}, /*first_key=*/int64_t{0},
+            /*of_flash_attention_2=*/false, int64_t{dropout::kDefaultRounds}, of_bits, sm_margin.expect_int());
   return {bits, std::nullopt, given.p};
 }
 
-inline Outputs forward(const Tensor& q, const Tensor& k, const Tensor& v, OptionalTensor cu_seqlens_q,
-                       OptionalTensor cu_seqlens_k, OptionalTensor seqused_q, OptionalTensor seqused_k,
-                       double softmax_scale, bool causal, int64_t window_left, int64_t window_right,
-                       int64_t attention_chunk, SymInt sm_margin, OptionalTensor sinks, OptionalTensor alibi_slopes,
-                       double softcap, OptionalTensor dropout_bits, OptionalTensor rng_state, double dropout_p,
-                       std::optional<SymInt> max_seqlen_q, std::optional<SymInt> max_seqlen_k) {
-  const PackTensors pack{cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k};
-  check_operands(q, k, v, pack, {sinks, alibi_slopes, softcap, dropout_p != 0}, softmax_scale,
-                 {causal, window_left, window_right, attention_chunk}, sm_margin);
-  check_dropout({dropout_bits, rng_state, dropout_p, max_seqlen_q, max_seqlen_k}, {sinks, alibi_slopes, softcap}, q, k,
-                pack);
-  if (sinks && k.numel() == 0 && has_queries(q, pack)) {
+inline Outputs forward(const Tensor& q, const Tensor& k, const Tensor& v, const PackTensors& pack,
+                       double softmax_scale, const MaskArguments& mask, SymInt sm_margin, const ScoreArguments& scores,
+                       const DropoutArguments& dropout) {
+  check_operands(q, k, v, pack, scores, softmax_scale, mask, sm_margin);
+  check_dropout(dropout, scores, q, k, pack);
+  if (scores.sinks && k.numel() == 0 && has_queries(q, pack)) {
     const WithoutKeys call(q, k, v, pack);
     auto [out, softmax_lse] =
-        forward(call.rows(q), call.k, call.v, call.pack.cu_seqlens_q, call.pack.cu_seqlens_k, seqused_q, seqused_k,
-                softmax_scale, causal, window_left, window_right, attention_chunk, sm_margin, sinks, alibi_slopes,
-                softcap, std::nullopt, std::nullopt, /*dropout_p=*/0, std::nullopt, std::nullopt);
+        forward(call.rows(q), call.k, call.v, call.pack, softmax_scale, mask, sm_margin, scores, /*dropout=*/{});
     if (!call.is_dense) { return {out, softmax_lse}; }
     return {out.unflatten(0, {q.size(0), q.size(1)}),
             softmax_lse.unflatten(1, {q.size(0), q.size(1)}).transpose(0, 1).contiguous()};
@@ -186,122 +181,105 @@ inline Outputs forward(const Tensor& q, const Tensor& k, const Tensor& v, Option
     return {out, softmax_lse};
   }
   const PositiveScale scaled(q, softmax_scale);
-  const DropoutArguments dropout = for_kernels({dropout_bits, rng_state, dropout_p, max_seqlen_q, max_seqlen_k}, q, k,
-                                               pack, {causal, window_left, window_right, attention_chunk}, sm_margin);
-  DASH_OP("dash_attn_C::forward", ForwardKernel)
-      .call(addressable(scaled.q), addressable(k), addressable(v), out, softmax_lse, cu_seqlens_q, cu_seqlens_k,
-            seqused_q, seqused_k, contiguous(sinks), with_adjacent_heads(alibi_slopes), scaled.softmax_scale, softcap,
-            causal, window_left, window_right, attention_chunk, sm_margin.expect_int(), dropout.bits, dropout.rng_state,
-            dropout.p);
+  call_flat(DASH_OP("dash_attn_C::forward", ForwardKernel), addressable(scaled.q), addressable(k), addressable(v), out,
+            softmax_lse, pack, for_kernels(scores), scaled.softmax_scale, scores.softcap, mask, sm_margin.expect_int(),
+            for_kernels(dropout, q, k, pack, mask, sm_margin));
   return {out, softmax_lse};
 }
 
-inline Outputs forward_meta(const Tensor& q, const Tensor& k, const Tensor& v, OptionalTensor cu_seqlens_q,
-                            OptionalTensor cu_seqlens_k, OptionalTensor seqused_q, OptionalTensor seqused_k,
-                            double softmax_scale, bool causal, int64_t window_left, int64_t window_right,
-                            int64_t attention_chunk, SymInt sm_margin, OptionalTensor sinks,
-                            OptionalTensor alibi_slopes, double softcap, OptionalTensor dropout_bits,
-                            OptionalTensor rng_state, double dropout_p, std::optional<SymInt> max_seqlen_q,
-                            std::optional<SymInt> max_seqlen_k) {
-  const PackTensors pack{cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k};
-  check_operands(q, k, v, pack, {sinks, alibi_slopes, softcap, dropout_p != 0}, softmax_scale,
-                 {causal, window_left, window_right, attention_chunk}, sm_margin);
-  check_dropout({dropout_bits, rng_state, dropout_p, max_seqlen_q, max_seqlen_k}, {sinks, alibi_slopes, softcap}, q, k,
-                pack);
+inline Outputs forward_meta(const Tensor& q, const Tensor& k, const Tensor& v, const PackTensors& pack,
+                            double softmax_scale, const MaskArguments& mask, SymInt sm_margin,
+                            const ScoreArguments& scores, const DropoutArguments& dropout) {
+  check_operands(q, k, v, pack, scores, softmax_scale, mask, sm_margin);
+  check_dropout(dropout, scores, q, k, pack);
   const auto sizes = lse_sizes(q.sym_sizes());
   return {at::empty_symint(out_sizes(q.sym_sizes(), v.sym_sizes()), q.options()),
           at::empty_symint(without_batch(sizes, pack.exists()), q.options().dtype(at::kFloat))};
 }
 
-inline void backward(const Tensor& dout, const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& out,
-                     const Tensor& softmax_lse, Tensor dq, Tensor dk, Tensor dv, OptionalTensor cu_seqlens_q,
-                     OptionalTensor cu_seqlens_k, OptionalTensor seqused_q, OptionalTensor seqused_k,
-                     double softmax_scale, bool causal, int64_t window_left, int64_t window_right,
-                     int64_t attention_chunk, std::string_view schedule, SymInt sm_margin, OptionalTensor sinks,
-                     OptionalTensor alibi_slopes, OptionalTensor dsoftmax_lse, std::optional<Tensor> dsinks,
-                     double softcap, OptionalTensor dropout_bits, OptionalTensor rng_state, double dropout_p,
-                     std::optional<SymInt> max_seqlen_q, std::optional<SymInt> max_seqlen_k) {
-  const PackTensors pack{cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k};
-  const MaskArguments mask{causal, window_left, window_right, attention_chunk};
-  const Policy policy = check_backward(dout, q, k, v, out, softmax_lse, dq, dk, dv, pack,
-                                       {sinks, alibi_slopes, softcap, dropout_p != 0}, {dsoftmax_lse, dsinks},
-                                       softmax_scale, mask, schedule, sm_margin);
-  check_dropout({dropout_bits, rng_state, dropout_p, max_seqlen_q, max_seqlen_k}, {sinks, alibi_slopes, softcap}, q, k,
-                pack);
-  const Tensor gradients[] = {dq, dk, dv};
-  constexpr const char* kGradientNames[] = {"dq", "dk", "dv"};
-  for (int i = 0; i < 3; ++i) {
-    check_apart_from_itself(kGradientNames[i], gradients[i]);
-    check_apart(kGradientNames[i], gradients[i], "q", q);
-    check_apart(kGradientNames[i], gradients[i], "k", k);
-    check_apart(kGradientNames[i], gradients[i], "v", v);
-    check_apart(kGradientNames[i], gradients[i], "out", out);
-    check_apart(kGradientNames[i], gradients[i], "dout", dout);
-    check_apart(kGradientNames[i], gradients[i], "softmax_lse", softmax_lse);
-    for (int j = 0; j < i; ++j) { check_apart(kGradientNames[i], gradients[i], kGradientNames[j], gradients[j]); }
-    if (sinks) { check_apart(kGradientNames[i], gradients[i], "sinks", *sinks); }
-    if (alibi_slopes) { check_apart(kGradientNames[i], gradients[i], "alibi_slopes", *alibi_slopes); }
-    if (dsoftmax_lse) { check_apart(kGradientNames[i], gradients[i], "dsoftmax_lse", *dsoftmax_lse); }
-    if (dropout_bits) { check_apart(kGradientNames[i], gradients[i], "dropout_bits", *dropout_bits); }
-    if (dsinks) { check_apart("dsinks", *dsinks, kGradientNames[i], gradients[i]); }
+// What a backward writes has memory of its own.
+inline void check_apart_from_others(const BackwardTensors& x, const ScoreTensors& scores,
+                                    const ScoreGradients& score_gradients, const DropoutArguments& dropout) {
+  const auto& [dsoftmax_lse, dsinks] = score_gradients;
+  const std::pair<const char*, const Tensor&> gradients[] = {{"dq", x.dq}, {"dk", x.dk}, {"dv", x.dv}};
+  for (const auto& [name, gradient] : gradients) {
+    check_apart_from_itself(name, gradient);
+    check_apart(name, gradient, "q", x.q);
+    check_apart(name, gradient, "k", x.k);
+    check_apart(name, gradient, "v", x.v);
+    check_apart(name, gradient, "out", x.out);
+    check_apart(name, gradient, "dout", x.dout);
+    check_apart(name, gradient, "softmax_lse", x.softmax_lse);
+    for (const auto& [other_name, other] : gradients) {
+      if (&other == &gradient) { break; }
+      check_apart(name, gradient, other_name, other);
+    }
+    if (scores.sinks) { check_apart(name, gradient, "sinks", *scores.sinks); }
+    if (scores.alibi_slopes) { check_apart(name, gradient, "alibi_slopes", *scores.alibi_slopes); }
+    if (dsoftmax_lse) { check_apart(name, gradient, "dsoftmax_lse", *dsoftmax_lse); }
+    if (dropout.bits) { check_apart(name, gradient, "dropout_bits", *dropout.bits); }
+    if (dsinks) { check_apart("dsinks", *dsinks, name, gradient); }
   }
   if (dsinks) {
-    check_apart("dsinks", *dsinks, "sinks", *sinks);
-    check_apart("dsinks", *dsinks, "softmax_lse", softmax_lse);
+    check_apart("dsinks", *dsinks, "sinks", *scores.sinks);
+    check_apart("dsinks", *dsinks, "softmax_lse", x.softmax_lse);
     if (dsoftmax_lse) { check_apart("dsinks", *dsinks, "dsoftmax_lse", *dsoftmax_lse); }
   }
+}
+
+inline void backward(const BackwardTensors& x, const PackTensors& pack, double softmax_scale, const MaskArguments& mask,
+                     std::string_view schedule, SymInt sm_margin, const ScoreTensors& score_tensors,
+                     const ScoreGradients& score_gradients, double softcap, const DropoutArguments& dropout) {
+  const ScoreArguments scores{score_tensors, softcap};
+  check_backward(x, pack, scores, score_gradients, softmax_scale, mask, sm_margin);
+  const Policy policy = resolve_schedule(schedule, mask, scores, dropout.p != 0, padded_row(x.q, x.v));
+  check_dropout(dropout, scores, x.q, x.k, pack);
+  check_apart_from_others(x, scores, score_gradients, dropout);
+  const auto& [dsoftmax_lse, dsinks] = score_gradients;
+  const Tensor gradients[] = {x.dq, x.dk, x.dv};
   // Where one of them is saved for somebody's derivative, that it is overwritten is noticed.
   for (const Tensor& gradient : gradients) {
     if (!gradient.is_inference()) { gradient.unsafeGetTensorImpl()->bump_version(); }
   }
   if (dsinks && !dsinks->is_inference()) { dsinks->unsafeGetTensorImpl()->bump_version(); }
-  if (is_empty(q, k, pack)) {
+  if (is_empty(x.q, x.k, pack)) {
     for (const Tensor& gradient : gradients) { gradient.zero_(); }
     if (!dsinks) { return; }
-    if (!has_queries(q, pack)) {
+    if (!has_queries(x.q, pack)) {
       dsinks->zero_();
       return;
     }
-    const WithoutKeys call(q, k, v, pack);
-    const Tensor rows = call.rows(q);
+    const WithoutKeys call(x.q, x.k, x.v, pack);
+    const Tensor rows = call.rows(x.q);
     const std::optional<Tensor> dlse =
         dsoftmax_lse ? std::optional<Tensor>(call.lse_rows(*dsoftmax_lse)) : std::nullopt;
-    backward(call.rows(dout), rows, call.k, call.v, call.rows(out), call.lse_rows(softmax_lse),
-             at::empty_like(rows, at::MemoryFormat::Contiguous), at::empty_like(call.k), at::empty_like(call.v),
-             call.pack.cu_seqlens_q, call.pack.cu_seqlens_k, seqused_q, seqused_k, softmax_scale, causal, window_left,
-             window_right, attention_chunk, schedule, sm_margin, sinks, alibi_slopes, dlse, dsinks, softcap,
-             std::nullopt, std::nullopt, /*dropout_p=*/0, std::nullopt, std::nullopt);
+    backward({call.rows(x.dout), rows, call.k, call.v, call.rows(x.out), call.lse_rows(x.softmax_lse),
+              at::empty_like(rows, at::MemoryFormat::Contiguous), at::empty_like(call.k), at::empty_like(call.v)},
+             call.pack, softmax_scale, mask, schedule, sm_margin, scores, {dlse, dsinks}, softcap, /*dropout=*/{});
     return;
   }
-  const PositiveScale scaled(q, softmax_scale);
-  const Tensor targets[] = {target_of(dq), target_of(dk), target_of(dv)};
-  const DropoutArguments dropout =
-      for_kernels({dropout_bits, rng_state, dropout_p, max_seqlen_q, max_seqlen_k}, q, k, pack, mask, sm_margin);
-  DASH_OP("dash_attn_C::backward", BackwardKernel)
-      .call(addressable(dout), addressable(scaled.q), addressable(k), addressable(v), addressable(out),
-            softmax_lse.contiguous(), targets[0], targets[1], targets[2], cu_seqlens_q, cu_seqlens_k, seqused_q,
-            seqused_k, contiguous(sinks), with_adjacent_heads(alibi_slopes), contiguous(dsoftmax_lse), dsinks,
-            scaled.softmax_scale, softcap, causal, window_left, window_right, attention_chunk,
-            static_cast<int64_t>(policy), sm_margin.expect_int(), dropout.bits, dropout.rng_state, dropout.p);
+  const PositiveScale scaled(x.q, softmax_scale);
+  const Tensor targets[] = {target_of(x.dq), target_of(x.dk), target_of(x.dv)};
+  const BackwardTensors of_kernels{addressable(x.dout), addressable(scaled.q), addressable(x.k), addressable(x.v),
+                                   addressable(x.out), x.softmax_lse.contiguous(), targets[0], targets[1], targets[2]};
+  call_flat(DASH_OP("dash_attn_C::backward", BackwardKernel), of_kernels, pack, for_kernels(scores),
+            ScoreGradients{contiguous(dsoftmax_lse), dsinks}, scaled.softmax_scale, softcap, mask,
+            static_cast<int64_t>(policy), sm_margin.expect_int(),
+            for_kernels(dropout, x.q, x.k, pack, mask, sm_margin));
   if (scaled.sign != 1) { targets[0].mul_(scaled.sign); }
   for (int i = 0; i < 3; ++i) {
     if (!targets[i].is_same(gradients[i])) { gradients[i].copy_(targets[i]); }
   }
 }
 
-inline void backward_meta(const Tensor& dout, const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& out,
-                          const Tensor& softmax_lse, Tensor dq, Tensor dk, Tensor dv, OptionalTensor cu_seqlens_q,
-                          OptionalTensor cu_seqlens_k, OptionalTensor seqused_q, OptionalTensor seqused_k,
-                          double softmax_scale, bool causal, int64_t window_left, int64_t window_right,
-                          int64_t attention_chunk, std::string_view schedule, SymInt sm_margin, OptionalTensor sinks,
-                          OptionalTensor alibi_slopes, OptionalTensor dsoftmax_lse, std::optional<Tensor> dsinks,
-                          double softcap, OptionalTensor dropout_bits, OptionalTensor rng_state, double dropout_p,
-                          std::optional<SymInt> max_seqlen_q, std::optional<SymInt> max_seqlen_k) {
-  check_backward(dout, q, k, v, out, softmax_lse, dq, dk, dv, {cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k},
-                 {sinks, alibi_slopes, softcap, dropout_p != 0}, {dsoftmax_lse, dsinks}, softmax_scale,
-                 {causal, window_left, window_right, attention_chunk}, schedule, sm_margin);
-  check_dropout({dropout_bits, rng_state, dropout_p, max_seqlen_q, max_seqlen_k}, {sinks, alibi_slopes, softcap}, q, k,
-                {cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k});
+inline void backward_meta(const BackwardTensors& x, const PackTensors& pack, double softmax_scale,
+                          const MaskArguments& mask, std::string_view schedule, SymInt sm_margin,
+                          const ScoreTensors& score_tensors, const ScoreGradients& score_gradients, double softcap,
+                          const DropoutArguments& dropout) {
+  const ScoreArguments scores{score_tensors, softcap};
+  check_backward(x, pack, scores, score_gradients, softmax_scale, mask, sm_margin);
+  resolve_schedule(schedule, mask, scores, dropout.p != 0, padded_row(x.q, x.v));
+  check_dropout(dropout, scores, x.q, x.k, pack);
 }
 
 }  // namespace dash_attn

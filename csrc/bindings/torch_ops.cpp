@@ -12,8 +12,11 @@
 #include <cstdint>
 #include <limits>
 #include <optional>
+#include <tuple>
 
+#include "bindings/flat_arguments.h"
 #include "bindings/op_checks.h"
+#include "bindings/op_records.h"
 #include "config/tile_shapes.h"
 #include "dropout/mask.h"
 #include "launch/arguments.h"
@@ -84,10 +87,17 @@ const int* integers(OptionalTensor tensor, const char* name, int64_t size, int32
   return static_cast<const int*>(tensor->data_ptr());
 }
 
-// What changes scores, and the logits beside them.
-struct Scores {
-  OptionalTensor sinks, alibi_slopes;
-  double softcap;
+using PackTensors = PackTensorsOf<Tensor>;
+using ScoreTensors = ScoreTensorsOf<Tensor>;
+using Dropout = DropoutOf<Tensor>;
+
+// What both backward ops read.
+struct BackwardInputs {
+  Tensor dout, q, k, v, out, softmax_lse;
+
+  static constexpr auto kMembers =
+      std::make_tuple(&BackwardInputs::dout, &BackwardInputs::q, &BackwardInputs::k, &BackwardInputs::v,
+                      &BackwardInputs::out, &BackwardInputs::softmax_lse);
 };
 
 // (heads,) in fp32, null where there is none.
@@ -100,8 +110,8 @@ float* of_heads(OptionalTensor tensor, const char* name, int64_t heads, int32_t 
   return static_cast<float*>(tensor->data_ptr());
 }
 
-void read_scores(const Scores& scores, int32_t device, AttentionArguments& arguments) {
-  const auto& [sinks, slopes, softcap] = scores;
+void read_scores(const ScoreTensors& scores, double softcap, int32_t device, AttentionArguments& arguments) {
+  const auto& [sinks, slopes] = scores;
   arguments.sinks = of_heads(sinks, "sinks", arguments.heads, device);
   arguments.softcap = static_cast<float>(softcap);
   STD_TORCH_CHECK(arguments.softcap >= 0, "softcap is ", softcap, ", expected 0 or a positive number");
@@ -119,13 +129,6 @@ void read_scores(const Scores& scores, int32_t device, AttentionArguments& argum
   STD_TORCH_CHECK(arguments.alibi_batch_stride * arguments.batch <= std::numeric_limits<int>::max(),
                   "alibi_slopes has stride ", arguments.alibi_batch_stride, " in dimension 0, which is too large");
 }
-
-// What says which keys a query sees: where sequences are, and the mask of each.
-struct Visibility {
-  OptionalTensor cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k;
-  bool causal;
-  int64_t window_left, window_right, attention_chunk;
-};
 
 // What both passes take.
 struct Inputs {
@@ -149,14 +152,13 @@ float* checked_lse(const Tensor& softmax_lse, const char* name, const Shape& que
 
 // Checks q, k, v, softmax_lse, a pack and what changes scores, and fills in the arguments that follow from them.
 Inputs read_inputs(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& softmax_lse,
-                   const Visibility& visibility, const Scores& scores, double softmax_scale, int64_t sm_margin,
-                   AttentionArguments& arguments) {
+                   const PackTensors& pack, const ScoreTensors& scores, double softcap, double softmax_scale,
+                   const MaskArguments& mask, int64_t sm_margin, AttentionArguments& arguments) {
   STD_TORCH_CHECK(q.is_cuda(), "q must be a CUDA tensor");
   const int32_t device = q.get_device_index();
   const ScalarType dtype = q.scalar_type();
   STD_TORCH_CHECK(dtype == ScalarType::BFloat16 || dtype == ScalarType::Half, "q must be bfloat16 or float16");
-  const auto& [cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, causal, window_left, window_right, attention_chunk] =
-      visibility;
+  const auto& [cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k] = pack;
   const bool is_pack = cu_seqlens_q.has_value();
   const int64_t rank = is_pack ? 3 : 4;
   STD_TORCH_CHECK(q.dim() == rank && k.dim() == rank && v.dim() == rank, "q, k and v must have ", rank,
@@ -188,18 +190,18 @@ Inputs read_inputs(const Tensor& q, const Tensor& k, const Tensor& v, const Tens
   arguments.v = view_of(v, "v", value, dtype, device);
 
   arguments.softmax_lse = checked_lse(softmax_lse, "softmax_lse", query, device);
-  read_scores(scores, device, arguments);
+  read_scores(scores, softcap, device, arguments);
   arguments.dtype = dtype == ScalarType::BFloat16 ? Dtype::kBFloat16 : Dtype::kFloat16;
   arguments.softmax_scale = static_cast<float>(softmax_scale);
   STD_TORCH_CHECK(arguments.softmax_scale > 0, "softmax_scale is ", softmax_scale, ", expected a positive number");
-  arguments.mask = mask_rule(causal, window_left, window_right, attention_chunk);
+  arguments.mask = mask.rule();
   arguments.num_sms = usable_sms(device, sm_margin, "q");
   arguments.sm_margin = static_cast<int>(sm_margin);
   return {device, dtype, query, key, value, out};
 }
 
-void read_dropout(OptionalTensor bits, OptionalTensor rng_state, double p, const Inputs& inputs,
-                  AttentionArguments& arguments) {
+void read_dropout(const Dropout& dropout, const Inputs& inputs, AttentionArguments& arguments) {
+  const auto& [bits, rng_state, p] = dropout;
   STD_TORCH_CHECK(!rng_state, "the kernels take bits, and no rng_state");
   STD_TORCH_CHECK(bits.has_value() == (p != 0), "dropout_bits must be given where dropout_p is above 0");
   if (!bits) return;
@@ -215,12 +217,6 @@ void read_dropout(OptionalTensor bits, OptionalTensor rng_state, double p, const
                   "dropout_bits must have a block for every 32 queries and keys, got ", query_blocks, " and ",
                   key_blocks);
   arguments.dropout = {bits->data_ptr(), query_blocks, key_blocks, checked_probability(p)};
-}
-
-Policy policy_of(int64_t schedule) {
-  STD_TORCH_CHECK(schedule >= 0 && schedule < kNumPolicies, "schedule is ", schedule,
-                  ", expected the number of a policy");
-  return static_cast<Policy>(schedule);
 }
 
 // A call's workspace. It is freed when the op returns, while the kernels may still run: torch's allocator hands memory
@@ -242,49 +238,52 @@ class Workspace {
 };
 
 // Attention; autograd.cpp gives the schema and dash_attn/ops.py the arguments. Writes out and softmax_lse.
-void forward(const Tensor& q, const Tensor& k, const Tensor& v, Tensor out, Tensor softmax_lse,
-             OptionalTensor cu_seqlens_q, OptionalTensor cu_seqlens_k, OptionalTensor seqused_q,
-             OptionalTensor seqused_k, OptionalTensor sinks, OptionalTensor alibi_slopes, double softmax_scale,
-             double softcap, bool causal, int64_t window_left, int64_t window_right, int64_t attention_chunk,
-             int64_t sm_margin, OptionalTensor dropout_bits, OptionalTensor rng_state, double dropout_p) {
+void forward(const Tensor& q, const Tensor& k, const Tensor& v, Tensor out, Tensor softmax_lse, const PackTensors& pack,
+             const ScoreTensors& scores, double softmax_scale, double softcap, const MaskArguments& mask,
+             int64_t sm_margin, const Dropout& dropout) {
   ForwardArguments arguments{};
-  const Visibility visibility{cu_seqlens_q, cu_seqlens_k, seqused_q,    seqused_k,
-                              causal,       window_left,  window_right, attention_chunk};
-  const Inputs inputs = read_inputs(q, k, v, softmax_lse, visibility, {sinks, alibi_slopes, softcap}, softmax_scale,
-                                    sm_margin, arguments);
-  read_dropout(dropout_bits, rng_state, dropout_p, inputs, arguments);
+  const Inputs inputs =
+      read_inputs(q, k, v, softmax_lse, pack, scores, softcap, softmax_scale, mask, sm_margin, arguments);
+  read_dropout(dropout, inputs, arguments);
   arguments.out = view_of(out, "out", inputs.out, inputs.dtype, inputs.device);
   const torch::stable::accelerator::DeviceGuard guard(inputs.device);
   Workspace workspace(inputs.device);
   run_forward(arguments, workspace.allocate(), current_stream(inputs.device));
 }
 
+// Reads what both backward ops have, and fills in the arguments that follow from it.
+Inputs read_backward(const BackwardInputs& x, const PackTensors& pack, const ScoreTensors& scores, double softcap,
+                     double softmax_scale, const MaskArguments& mask, OptionalTensor dsoftmax_lse, int64_t schedule,
+                     int64_t sm_margin, BackwardArguments& arguments) {
+  const Inputs inputs =
+      read_inputs(x.q, x.k, x.v, x.softmax_lse, pack, scores, softcap, softmax_scale, mask, sm_margin, arguments);
+  arguments.out = view_of(x.out, "out", inputs.out, inputs.dtype, inputs.device);
+  arguments.dout = view_of(x.dout, "dout", inputs.out, inputs.dtype, inputs.device);
+  if (dsoftmax_lse) {
+    arguments.dsoftmax_lse = checked_lse(*dsoftmax_lse, "dsoftmax_lse", inputs.query, inputs.device);
+  }
+  STD_TORCH_CHECK(schedule >= 0 && schedule < kNumPolicies, "schedule is ", schedule,
+                  ", expected the number of a policy");
+  arguments.policy = static_cast<Policy>(schedule);
+  return inputs;
+}
+
 // Gradients of attention. Writes dq, dk and dv.
-void backward(const Tensor& dout, const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& out,
-              const Tensor& softmax_lse, Tensor dq, Tensor dk, Tensor dv, OptionalTensor cu_seqlens_q,
-              OptionalTensor cu_seqlens_k, OptionalTensor seqused_q, OptionalTensor seqused_k, OptionalTensor sinks,
-              OptionalTensor alibi_slopes, OptionalTensor dsoftmax_lse, std::optional<Tensor> dsinks,
-              double softmax_scale, double softcap, bool causal, int64_t window_left, int64_t window_right,
-              int64_t attention_chunk, int64_t schedule, int64_t sm_margin, OptionalTensor dropout_bits,
-              OptionalTensor rng_state, double dropout_p) {
+void backward(const BackwardInputs& x, Tensor dq, Tensor dk, Tensor dv, const PackTensors& pack,
+              const ScoreTensors& scores, OptionalTensor dsoftmax_lse, OptionalTensor dsinks, double softmax_scale,
+              double softcap, const MaskArguments& mask, int64_t schedule, int64_t sm_margin, const Dropout& dropout) {
   BackwardArguments arguments{};
-  const Visibility visibility{cu_seqlens_q, cu_seqlens_k, seqused_q,    seqused_k,
-                              causal,       window_left,  window_right, attention_chunk};
-  const Inputs inputs = read_inputs(q, k, v, softmax_lse, visibility, {sinks, alibi_slopes, softcap}, softmax_scale,
-                                    sm_margin, arguments);
-  read_dropout(dropout_bits, rng_state, dropout_p, inputs, arguments);
+  const Inputs inputs = read_backward(x, pack, scores, softcap, softmax_scale, mask, dsoftmax_lse, schedule, sm_margin,
+                                      arguments);
+  read_dropout(dropout, inputs, arguments);
   const auto& [device, dtype, query, key, value, output] = inputs;
-  arguments.out = view_of(out, "out", output, dtype, device);
-  arguments.dout = view_of(dout, "dout", output, dtype, device);
   arguments.dq = view_of(dq, "dq", query, dtype, device);
   arguments.dk = view_of(dk, "dk", key, dtype, device);
   arguments.dv = view_of(dv, "dv", value, dtype, device);
-  if (dsoftmax_lse) arguments.dsoftmax_lse = checked_lse(*dsoftmax_lse, "dsoftmax_lse", query, device);
-  STD_TORCH_CHECK(!dsinks || sinks, "dsinks needs sinks");
+  STD_TORCH_CHECK(!dsinks || scores.sinks, "dsinks needs sinks");
   arguments.dsinks = of_heads(dsinks, "dsinks", query.heads, device);
   STD_TORCH_CHECK(!dsinks || int64_t{arguments.batch} * arguments.heads <= std::numeric_limits<int>::max(),
                   "batch * heads is too large for dsinks: ", arguments.batch, " * ", arguments.heads);
-  arguments.policy = policy_of(schedule);
 
   const torch::stable::accelerator::DeviceGuard guard(device);
   Workspace workspace(device);
@@ -306,16 +305,14 @@ float* carried_sums(const Tensor& tensor, const char* name, int64_t least, int32
 // key_sums. The mask is the sequence's, of which `keys_before` keys come before the chunk's; the first query is aligned
 // with key `first_own_key` of the chunk, which may be one before or behind it. dq_sums has sums of `tiles_with_dq`
 // query tiles from `first_with_dq` on. dq, or dk and dv, are written where they are given: the sums are then complete.
-void backward_of_chunks(const Tensor& dout, const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& out,
-                        const Tensor& softmax_lse, Tensor dq_sums, Tensor key_sums, OptionalTensor total,
-                        std::optional<Tensor> dq, std::optional<Tensor> dk, std::optional<Tensor> dv,
-                        OptionalTensor dsoftmax_lse, int64_t first_with_dq, int64_t tiles_with_dq, bool keys_continue,
-                        double softmax_scale, bool causal, int64_t window_left, int64_t window_right,
-                        int64_t attention_chunk, int64_t first_own_key, int64_t keys_before, int64_t schedule,
+void backward_of_chunks(const BackwardInputs& x, Tensor dq_sums, Tensor key_sums, OptionalTensor total,
+                        OptionalTensor dq, OptionalTensor dk, OptionalTensor dv, OptionalTensor dsoftmax_lse,
+                        int64_t first_with_dq, int64_t tiles_with_dq, bool keys_continue, double softmax_scale,
+                        const MaskArguments& mask, int64_t first_own_key, int64_t keys_before, int64_t schedule,
                         int64_t sm_margin) {
   BackwardArguments arguments{};
-  const Visibility visibility{{}, {}, {}, {}, causal, window_left, window_right, attention_chunk};
-  const Inputs inputs = read_inputs(q, k, v, softmax_lse, visibility, {{}, {}, 0}, softmax_scale, sm_margin, arguments);
+  const Inputs inputs = read_backward(x, /*pack=*/{}, /*scores=*/{}, /*softcap=*/0, softmax_scale, mask, dsoftmax_lse,
+                                      schedule, sm_margin, arguments);
   const auto& [device, dtype, query, key, value, output] = inputs;
   STD_TORCH_CHECK(dk.has_value() == dv.has_value(), "dk and dv must be given both or neither");
   STD_TORCH_CHECK(first_own_key >= -kMostRowsAway && first_own_key <= kMostRowsAway && keys_before >= 0 &&
@@ -329,13 +326,9 @@ void backward_of_chunks(const Tensor& dout, const Tensor& q, const Tensor& k, co
   arguments.mask.window.own_key_shift = static_cast<int>(first_own_key) - (arguments.seqlen_k - arguments.seqlen_q);
   arguments.mask.window.keys_before = static_cast<int>(keys_before);
   STD_TORCH_CHECK(!total || total->data_ptr() != key_sums.data_ptr(), "total must not be key_sums");
-  arguments.out = view_of(out, "out", output, dtype, device);
-  arguments.dout = view_of(dout, "dout", output, dtype, device);
   if (dq) arguments.dq = view_of(*dq, "dq", query, dtype, device);
   if (dk) arguments.dk = view_of(*dk, "dk", key, dtype, device);
   if (dv) arguments.dv = view_of(*dv, "dv", value, dtype, device);
-  if (dsoftmax_lse) arguments.dsoftmax_lse = checked_lse(*dsoftmax_lse, "dsoftmax_lse", query, device);
-  arguments.policy = policy_of(schedule);
   const int64_t key_floats = carried_key_floats(arguments);
   arguments.carried = {carried_sums(dq_sums, "dq_sums", carried_dq_floats(arguments), device),
                        carried_sums(key_sums, "key_sums", key_floats, device),
@@ -354,7 +347,7 @@ void backward_of_chunks(const Tensor& dout, const Tensor& q, const Tensor& k, co
 }  // namespace dash_attn
 
 STABLE_TORCH_LIBRARY_IMPL(dash_attn_C, CUDA, library) {
-  library.impl("forward", TORCH_BOX(&dash_attn::forward));
-  library.impl("backward", TORCH_BOX(&dash_attn::backward));
-  library.impl("backward_of_chunks", TORCH_BOX(&dash_attn::backward_of_chunks));
+  library.impl("forward", TORCH_BOX(dash_attn::flat<&dash_attn::forward>));
+  library.impl("backward", TORCH_BOX(dash_attn::flat<&dash_attn::backward>));
+  library.impl("backward_of_chunks", TORCH_BOX(dash_attn::flat<&dash_attn::backward_of_chunks>));
 }
