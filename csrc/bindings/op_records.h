@@ -1,5 +1,5 @@
-// Arguments of ops that belong together (flat_arguments.h), for both of torch's C++ APIs: `Tensor` is at::Tensor or that
-// of the stable ABI. No other code on the way from the ops to the kernels names them one by one.
+// Arguments of ops that belong together (flat_arguments.h), for both of torch's C++ APIs: `Tensor` is at::Tensor or the
+// stable ABI's. No other code on the way from the ops to the kernels names them one by one.
 #pragma once
 
 #include <cstdint>

@@ -31,8 +31,8 @@ bool serves(const AttentionArguments& a, const MaskRule& mask) {
 }  // namespace
 
 const ForwardKernel& forward_kernel_of(const ForwardArguments& a, const MaskRule& mask) {
-#define DASH_FORWARD_VARIANT(dtype, head_dims, mask_name, score)                             \
-  if (serves<dtype, Dims##head_dims, mask_name, score>(a, mask)) {                           \
+#define DASH_FORWARD_VARIANT(dtype, head_dims, mask_name, score)                         \
+  if (serves<dtype, Dims##head_dims, mask_name, score>(a, mask)) {                       \
     return compiled_forward<ForwardVariant<dtype, Dims##head_dims, mask_name, score>>(); \
   }
 #include "built_variants.def"
@@ -41,9 +41,9 @@ const ForwardKernel& forward_kernel_of(const ForwardArguments& a, const MaskRule
 }
 
 const BackwardKernel& backward_kernel_of(const BackwardArguments& a, const MaskRule& mask) {
-#define DASH_BACKWARD_VARIANT(dtype, head_dims, mask_name, score, policies)                                      \
-  if (policies::contains(a.policy) && policies::kCarries == a.carries() &&                                       \
-      serves<dtype, Dims##head_dims, mask_name, score>(a, mask)) {                                               \
+#define DASH_BACKWARD_VARIANT(dtype, head_dims, mask_name, score, policies)                          \
+  if (policies::contains(a.policy) && policies::kCarries == a.carries() &&                           \
+      serves<dtype, Dims##head_dims, mask_name, score>(a, mask)) {                                   \
     return compiled_backward<BackwardVariant<dtype, Dims##head_dims, mask_name, score, policies>>(); \
   }
 #include "built_variants.def"

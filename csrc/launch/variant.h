@@ -92,8 +92,8 @@ const BackwardKernel& compiled_backward();
 
 // The translation units that setup.py writes, one variant a line. Each includes compiled_forward.h or
 // compiled_backward.h.
-#define DASH_INSTANTIATE_FORWARD(dtype, head_dims, mask, score)             \
-  template const dash_attn::ForwardKernel& dash_attn::compiled_forward<     \
+#define DASH_INSTANTIATE_FORWARD(dtype, head_dims, mask, score)         \
+  template const dash_attn::ForwardKernel& dash_attn::compiled_forward< \
       dash_attn::ForwardVariant<dash_attn::dtype, dash_attn::Dims##head_dims, dash_attn::mask, dash_attn::score>>();
 #define DASH_INSTANTIATE_BACKWARD(dtype, head_dims, mask, score, policies)                           \
   template const dash_attn::BackwardKernel& dash_attn::compiled_backward<dash_attn::BackwardVariant< \
