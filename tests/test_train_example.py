@@ -140,7 +140,7 @@ def test_attention_that_is_not_deterministic_parts(runs, capsys):
     assert losses(runs, "noisy") == losses(runs, "noisy_again")  # of the first step, before any gradient
     assert receipts(["compare", str(runs / "noisy/receipts"), str(runs / "noisy_again/receipts")]) == 1
     out = capsys.readouterr().out
-    assert "they part in step 0\n  first: activation_gradient layers.1.attention.q\n" in out
+    assert "the runs first differ in step 0\n  first: activation_gradient layers.1.attention.q\n" in out
     assert "likely cause: backward" in out
     # Nor is it dash_attn's, of which only this gradient's last bits are other ones.
     first = compare(runs / "one" / "receipts", runs / "noisy" / "receipts").first
