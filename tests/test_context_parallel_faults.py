@@ -89,5 +89,5 @@ def test_a_rank_that_stalls(tmp_path):
 
 
 def test_without_a_group():
-    with pytest.raises(RuntimeError, match="torch.distributed must be initialised"):
+    with pytest.raises(RuntimeError, match="torch.distributed must be initialized"):
         context_parallel_attention(*(torch.randn(1, 8, 2, 16).bfloat16() for _ in range(3)))
