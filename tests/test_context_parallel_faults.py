@@ -35,9 +35,12 @@ AGREED = {
     ),
     "offsets past the rows, few heads": (
         "ValueError",
-        "cu_seqlens_q must hold offsets from 0 to the 384 rows that never decrease, got [0, ",
+        "cu_seqlens_q must hold non-decreasing offsets from 0 to 384, the number of rows, got [0, ",
     ),
-    "order, few heads": ("NotImplementedError", "schedule must be a policy that adds in a fixed order with more ranks than"),
+    "order, few heads": (
+        "NotImplementedError",
+        "schedule must be a policy that adds in a fixed order with more ranks than",
+    ),
     "value of slopes": ("RankError", "the bytes of alibi_slopes must be the same on every rank: rank 1 got"),
 }
 

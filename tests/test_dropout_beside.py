@@ -160,7 +160,10 @@ def test_bits_beside_are_there_when_the_block_has_ended():
         with pytest.raises(RuntimeError, match=message):
             _ = beside.bits
     assert torch.equal(beside.bits.bits, bits_like().bits) and not beside.bits.keep_bits
-    with pytest.raises(RuntimeError, match="^a dropout_bits_beside can be entered only once, got a second time$"), beside:
+    with (
+        pytest.raises(RuntimeError, match="^a dropout_bits_beside can be entered only once, got a second time$"),
+        beside,
+    ):
         pass
     failed = dropout_bits_beside(**OF_BITS)
     with pytest.raises(KeyError), failed:

@@ -190,7 +190,11 @@ def test_a_locked_file_is_called_locked(runs, tmp_path, capsys, monkeypatch):
     with contextlib.closing(sqlite3.connect(tmp_path / "run" / FILE, isolation_level=None)) as database:
         database.execute("BEGIN EXCLUSIVE")
         status, err = status_of_compare(runs / "clean", tmp_path / "run", capsys)
-        assert status == 2 and "rank_00000.sqlite" in err and "another process has kept the file locked for more than 0.1 seconds" in err
+        assert (
+            status == 2
+            and "rank_00000.sqlite" in err
+            and "another process has kept the file locked for more than 0.1 seconds" in err
+        )
 
 
 def test_resuming_waits_for_readers(runs, tmp_path, monkeypatch):
@@ -220,9 +224,7 @@ def test_a_lock_file_with_content(tmp_path):
 
 def test_a_second_writer_is_refused(tmp_path):
     """In this process, in another, and not once the first is gone; a child of the first does not keep it out."""
-    message = (
-        "path must be a folder that no other recorder writes to, got .*: another recorder has rank_00000.sqlite"
-    )
+    message = "path must be a folder that no other recorder writes to, got .*: another recorder has rank_00000.sqlite"
     recorder = Recorder(tmp_path, block=8)
     with pytest.raises(ValueError, match=message):
         Recorder(tmp_path, block=8, resume=True)
@@ -409,7 +411,9 @@ def test_resuming_what_is_damaged(runs, tmp_path):
     with pytest.raises(ValueError, match=f"got .*no_page/{FILE}, damaged: Page {page}"):
         Recorder(wrong, block=8, resume=True)
     (wrong / FILE).write_bytes(b"no database" * 1000)
-    with pytest.raises(ValueError, match="that can be continued, got .*, which is not a receipt: file is not a database"):
+    with pytest.raises(
+        ValueError, match="that can be continued, got .*, which is not a receipt: file is not a database"
+    ):
         Recorder(wrong, block=8, resume=True)
     (tmp_path / "file").touch()
     with pytest.raises(OSError, match="file"):
