@@ -141,8 +141,7 @@ def sums_of_parts(parts: Sequence[tuple[torch.Tensor, Shard]], block: int) -> li
     """Computes `block_sums` of many local tensors, each with the part of the whole that it is, as from `part_of`.
 
     On a GPU, one launch covers up to 56 pieces, however small the tensors are. A tensor that is not contiguous is
-    copied
-    and launched separately, so that at most one copy exists at a time.
+    copied and launched separately, so that at most one copy exists at a time.
     """
     found: dict[int, torch.Tensor] = {}
     together: dict[torch.device, list[int]] = {}
