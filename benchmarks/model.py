@@ -32,8 +32,6 @@ PATIENCE = 10_000
 # The clocks in which a work tile adds its dK and dV to the sum of earlier splits, in addition to a work tile's cost.
 # Fitted to forced splits at head_dim 128 (`benchmarks.splits`), because no probe has splits.
 SPLIT_CLOCKS = 4_000
-# Policies whose adds never wait.
-UNORDERED = tuple(p for p in (*schedule.POLICIES, *schedule.YARDSTICKS) if not _schedule.is_ordered(p))
 ELEMENT_BYTES, SUM_BYTES = 2, 4
 TENSOR_FLOPS = 4096  # per clock and SM
 MIB = 1 << 20

@@ -196,8 +196,3 @@ def fingerprint(tensor: torch.Tensor, *, shard: Shard | None = None) -> torch.Te
         ValueError: `shard` does not fit the tensor.
     """
     return block_sums(tensor, shard=shard).sum()
-
-
-def to_unsigned(sums: Sequence[int]) -> list[int]:
-    """Converts sums from int64 to numbers from 0 to 2^64 - 1."""
-    return [number % (1 << 64) for number in sums]
