@@ -41,8 +41,11 @@ class Places(NamedTuple):
     """A rank's rows in its own order, by the rank that they go to or come from. Both ends of a pair take the rows in
     the order of the whole."""
 
-    sent: list[Tensor]
-    received: list[Tensor]
+    sent: list[slice | Tensor]
+    received: list[slice | Tensor]
+    """Rows that follow each other are a slice, others a tensor of indices."""
+    are_all: bool
+    """Whether every row of the target is received."""
 
 
 class MoveRows(torch.autograd.Function):
@@ -101,29 +104,49 @@ def _moved(
     fill: Iterable[float] = itertools.repeat(0.0),
 ) -> list[Tensor]:
     """Moves tensors along routes. Rows without a source are filled with `fill`."""
-    results, moves, landings = [], [], []
+    results, moves, scattered = [], [], []
     for route, x, value in zip(routes, tensors, fill):
-        sent, received = _places(route, channel.rank, x.device)
-        rows = sum(map(len, route.target[channel.rank]))
-        results.append(x.new_full((x.shape[0], rows, *x.shape[2:]), value))
-        landing = [x.new_empty(x.shape[0], len(places), *x.shape[2:]) for places in received]
-        moves.append(Move([x.index_select(1, places) for places in sent], landing))
-        landings.append((landing, received))
+        sent, received, are_all = _places(route, channel.rank, x.device)
+        shape = (x.shape[0], sum(map(len, route.target[channel.rank])), *x.shape[2:])
+        result = x.new_empty(shape) if are_all else x.new_full(shape, value)
+        # Slices are sent from where they lie, and received where they belong.
+        landing = []
+        for places in received:
+            if isinstance(places, slice):
+                landing.append(result[:, places])
+            else:
+                landing.append(x.new_empty(x.shape[0], len(places), *x.shape[2:]))
+                scattered.append((result, places, landing[-1]))
+        moves.append(Move([_taken(x, places) for places in sent], landing))
+        results.append(result)
     exchange(channel, what, moves)
-    for result, (landing, received) in zip(results, landings):
-        for x, places in zip(landing, received):
-            result.index_copy_(1, places, x)
+    for result, places, rows in scattered:
+        result.index_copy_(1, places, rows)
     return results
+
+
+def _taken(x: Tensor, places: slice | Tensor) -> Tensor:
+    return x[:, places] if isinstance(places, slice) else x.index_select(1, places)
 
 
 @functools.lru_cache(maxsize=4)  # a call uses a route for queries and a route for keys, in both directions
 def _places(route: Route, rank: int, device: torch.device) -> Places:
-    """Returns the places on the device. The first call for a route waits for the device."""
+    """Returns a rank's places. Indices are on the device, for which the first call for a route waits."""
     (from_rank, from_place), (to_rank, to_place) = (_owners(route.total, side) for side in (route.source, route.target))
     ranks = len(route.source)
     sent = _by_rank(from_place, to_rank, from_rank == rank, ranks)
     received = _by_rank(to_place, from_rank, to_rank == rank, ranks)
-    return Places([x.to(device) for x in sent], [x.to(device) for x in received])
+    are_all = sum(map(len, received)) == sum(map(len, route.target[rank]))
+    return Places([_run_of(x, device) for x in sent], [_run_of(x, device) for x in received], are_all)
+
+
+def _run_of(places: Tensor, device: torch.device) -> slice | Tensor:
+    """The slice that has these places, or else their tensor on the device."""
+    if len(places) == 0:
+        return slice(0, 0)
+    if (places.diff() == 1).all():
+        return slice(int(places[0]), int(places[-1]) + 1)
+    return places.to(device)
 
 
 def _owners(total: int, of_ranks: RowsOfRanks) -> tuple[Tensor, Tensor]:
