@@ -22,7 +22,7 @@ template <int kRegisters>
 __device__ __forceinline__ void begin_carried_sum(const KernelParams& params, int64_t first_float, int consumer,
                                                   float (&gradient)[kRegisters]) {
   if (!params.carried.keys_continue) { return; }
-  carried_sum<kRegisters>(params.workspace.split_sums, first_float, consumer).take(gradient);
+  carried_sum<kRegisters>(params.workspace.split_sums, first_float, consumer).load(gradient);
 }
 
 // Whether `gradient` is complete; if not, it is left to the next call.
@@ -31,7 +31,7 @@ __device__ __forceinline__ bool end_carried_sum(const KernelParams& params, int6
                                                 float (&gradient)[kRegisters]) {
   if (params.carried.total) { carried_sum<kRegisters>(params.carried.total, first_float, consumer).add_to(gradient); }
   if (params.carried.keys_end) { return true; }
-  carried_sum<kRegisters>(params.workspace.split_sums, first_float, consumer).keep(gradient);
+  carried_sum<kRegisters>(params.workspace.split_sums, first_float, consumer).store(gradient);
   // In wide kernels one thread says for all that the work tile's K or V is done with.
   sync_warpgroup(1 + consumer);
   return false;

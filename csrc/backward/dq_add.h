@@ -34,7 +34,7 @@ class Adder {
       if constexpr (Variant::kMayFinishDq) {
         if (step.dq_tile != kNoMoreTiles && step.is(PlannedStep::kFinishesDq)) {
           release_step(shared_, plan);
-          finish(step);
+          finish_dq(step);
           continue;
         }
       }
@@ -46,7 +46,7 @@ class Adder {
 
  private:
   // The last rank: brings the sum to where the consumers will make dQ of it, and stores that.
-  __device__ __forceinline__ void finish(const PlannedStep& step) {
+  __device__ __forceinline__ void finish_dq(const PlannedStep& step) {
     constexpr int kFloats = Variant::kDqTileFloats, kBytes = kFloats * sizeof(float);
     static_assert(Variant::kDqParts == 1 && Variant::kDqPiecesOfPart == 1);
     const RingIndex<Variant::kDqSlots> buffer{part_};

@@ -31,7 +31,7 @@ __device__ __forceinline__ void finish_dq(float* buffer, const float (&dq)[kRegi
       packed[quad / 2][quad % 2 * 2 + row] =
           pack<Element>(total(x[0], before.x) * scale, total(x[1], before.y) * scale);
     }
-    forget_memory();  // one row at a time, which takes fewer registers
+    compiler_fence();  // one row at a time, which takes fewer registers
   }
   sync_warpgroup(1 + consumer);  // dQ takes the place of other threads' sums
   Element* const rows = rows_in_dq_buffer<Variant>(buffer, consumer);
@@ -40,8 +40,8 @@ __device__ __forceinline__ void finish_dq(float* buffer, const float (&dq)[kRegi
 
 // The same in fp32.
 template <typename Variant, int kRegisters>
-__device__ __forceinline__ void finish_fp32(float* buffer, const float (&dq)[kRegisters], bool has_sum, float scale,
-                                            int consumer, int thread) {
+__device__ __forceinline__ void finish_dq_in_fp32(float* buffer, const float (&dq)[kRegisters], bool has_sum,
+                                                  float scale, int consumer, int thread) {
   finish_dq<Variant>(buffer, dq, has_sum, scale, consumer, thread, [has_sum](int) {
     return [has_sum](float x, float before) { return has_sum ? before + x : x; };  // or -0 would become 0
   });
@@ -49,9 +49,9 @@ __device__ __forceinline__ void finish_fp32(float* buffer, const float (&dq)[kRe
 
 // And in units; `scales` and `marks` are of the fragment's rows, the second null where there are none.
 template <typename Variant, int kRegisters>
-__device__ __forceinline__ void finish_in_units(float* buffer, const float (&dq)[kRegisters], bool has_sum, float scale,
-                                                int consumer, int thread, const uint8_t* scales, const uint8_t* marks,
-                                                int partials) {
+__device__ __forceinline__ void finish_dq_in_units(float* buffer, const float (&dq)[kRegisters], bool has_sum,
+                                                   float scale, int consumer, int thread, const uint8_t* scales,
+                                                   const uint8_t* marks, int partials) {
   finish_dq<Variant>(buffer, dq, has_sum, scale, consumer, thread, [&](int row) {
     const int query = fragment_row(thread, 2 * row);
     return total_in_units(dq[2 * row], scales[query], marks ? marks + query : nullptr, partials);

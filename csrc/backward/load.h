@@ -92,7 +92,7 @@ class Loader {
     }
     bool v_pending = true;
     for (bool last = false; !last; plan_ = plan_.next()) {
-      forget_memory();
+      compiler_fence();
       const PlannedStep& step = wait_for_step(shared_, plan_);
       if constexpr (Variant::kWide) {
         load_q(step, work);

@@ -138,9 +138,7 @@ class Consumer {
     if constexpr (Variant::kClusterSize > 1) {
       if (!work().valid()) { return; }
     }
-    if (is_complete(r)) {
-      Epilogue<Variant>::store(shared_, params_, work(), step_, consumer_, r.dk, r.dv);
-    }
+    if (is_complete(r)) { Epilogue<Variant>::store(shared_, params_, work(), step_, consumer_, r.dk, r.dv); }
     if (last_sum != DqSum::kNotLast) { stage_and_arrive(r.dq(), step_.previous(), last_sum); }
   }
 
@@ -210,7 +208,7 @@ class Consumer {
     find_bits(r, step_);
     release_staging();
     wait_products<0>();
-    pin(r.scores);
+    fence_operand(r.scores);
     make_p(r.scores, step_);
     round_p(r);
     wait_for_dout(step_);
@@ -221,9 +219,9 @@ class Consumer {
     }
     issue_dp(r, step_);
     wait_products<0>();
-    pin(r.dv);
-    pin(r.scores);
-    pin(r.kept());
+    fence_operand(r.dv);
+    fence_operand(r.scores);
+    fence_operand(r.kept());
     if constexpr (Variant::kHoldsV) { arrive_together(shared_.v_empty); }
     Epilogue<Variant>::meet_released();
   }
@@ -238,12 +236,12 @@ class Consumer {
     fence_and_arrive(shared_.ds_full[step.slot()]);
     issue_dk(r, step);
     wait_products<1>();  // S
-    pin(r.scores);
+    fence_operand(r.scores);
     make_p(r.scores, next);
     wait_for_dout(next);
     wait_products<0>();  // dK
-    pin(r.dk);
-    pin(r.rounded);
+    fence_operand(r.dk);
+    fence_operand(r.rounded);
     shared_.q_empty[step.slot()].arrive();
     round_p(r);
 
@@ -252,16 +250,16 @@ class Consumer {
     if constexpr (kDpFirst) { issue_dp(r, next); }
     wait_for_staging(step);
     wait_products<kDpFirst ? 2 : 1>();  // dQ
-    pin(r.dq());
+    fence_operand(r.dq());
     stage_dq(r.dq(), step, sum_of(step));
     if constexpr (!kDpFirst) { issue_dp(r, next); }
     fence_and_arrive(shared_.dq_full[step.slot()]);
 
     step_ = step_.next();
     wait_products<0>();  // dV and dP
-    pin(r.dv);
-    pin(r.scores);
-    pin(r.kept());
+    fence_operand(r.dv);
+    fence_operand(r.scores);
+    fence_operand(r.kept());
   }
 
   // Where the partial makes dQ of a sum, that comes behind dK and dV, which need not wait for it: returns sum_of.
@@ -272,9 +270,9 @@ class Consumer {
     issue_dq(r, step_);
     wait_for_staging(step_);
     wait_products<0>();
-    pin(r.dk);
-    pin(r.dq());
-    pin(r.rounded);
+    fence_operand(r.dk);
+    fence_operand(r.dq());
+    fence_operand(r.rounded);
     shared_.q_empty[step_.slot()].arrive();
     const DqSum sum = sum_of(step_);
     if (sum == DqSum::kNotLast) { stage_and_arrive(r.dq(), step_, sum); }
@@ -292,8 +290,8 @@ class Consumer {
   template <typename AnyStep>
   __device__ __forceinline__ void issue_s(Registers& r, AnyStep step) {
     shared_.q_full[step.slot()].wait(step.parity());
-    multiply<Element, Variant::kHeadDim>(r.scores, KeyRows(descriptor_of_(key_tile()), consumer_ * kWarpgroupRows),
-                                         QueryRows(descriptor_of_(shared_.q[step.slot()])));
+    wgmma_async<Element, Variant::kHeadDim>(r.scores, KeyRows(descriptor_of_(key_tile()), consumer_ * kWarpgroupRows),
+                                            QueryRows(descriptor_of_(shared_.q[step.slot()])));
   }
 
   template <typename AnyStep>
@@ -303,22 +301,22 @@ class Consumer {
 
   template <typename AnyStep>
   __device__ __forceinline__ void issue_dv(Registers& r, AnyStep step) {
-    multiply_add<Element>(r.dv, r.kept(), QuerySum(descriptor_of_(shared_.dout[step.slot()])));
+    wgmma_async_add<Element>(r.dv, r.kept(), QuerySum(descriptor_of_(shared_.dout[step.slot()])));
   }
 
   template <typename AnyStep>
   __device__ __forceinline__ void issue_dp(Registers& r, AnyStep step) {
     const QueryRows dout(descriptor_of_(shared_.dout[step.slot()]));
-    if constexpr (kHeldSlicesOfV > 0) { multiply<Element>(r.scores, r.v, dout); }
+    if constexpr (kHeldSlicesOfV > 0) { wgmma_async<Element>(r.scores, r.v, dout); }
     if constexpr (!Variant::kHoldsV) {
       const KeyRows v(descriptor_of_(value_tile()), consumer_ * kWarpgroupRows);
-      multiply<Element, Variant::kHeadDim, kHeldSlicesOfV>(r.scores, v, dout);
+      wgmma_async<Element, Variant::kHeadDim, kHeldSlicesOfV>(r.scores, v, dout);
     }
   }
 
   template <typename AnyStep>
   __device__ __forceinline__ void issue_dk(Registers& r, AnyStep step) {
-    multiply_add<Element>(r.dk, r.rounded, QuerySum(descriptor_of_(shared_.q[step.slot()])));
+    wgmma_async_add<Element>(r.dk, r.rounded, QuerySum(descriptor_of_(shared_.q[step.slot()])));
   }
 
   // Of the query tile.
@@ -334,9 +332,9 @@ class Consumer {
     const KeySum k(descriptor_of_(key_tile()), consumer_ * (Variant::kDqColumnStep / Swizzle::kColumns));
     const QueryRows ds(descriptor_of_(shared_.ds[step.slot()]), first_query_of_dq());
     if constexpr (Variant::kTransposesDq) {
-      multiply<Element, Variant::kKey>(r.dq(), k, ds);
+      wgmma_async<Element, Variant::kKey>(r.dq(), k, ds);
     } else {
-      multiply<Element, Variant::kKey>(r.dq(), ds, k);
+      wgmma_async<Element, Variant::kKey>(r.dq(), ds, k);
     }
   }
 
@@ -366,13 +364,13 @@ class Consumer {
 
   __device__ __forceinline__ void round_p(Registers& r) const {
     pack_slices<Element>(r.rounded, r.scores);
-    pin(r.rounded);
+    fence_operand(r.rounded);
     if constexpr (Score::kDrops) {
 #pragma unroll
       for (int i = 0; i < kScoreRegisters / 2; ++i) { r.own_kept[i / 4][i % 4] = r.rounded[i / 4][i % 4]; }
       r.bits.template drop<Element>(r.own_kept);
-      r.bits.forget();  // what has been made of them is made again for dP
-      pin(r.own_kept);
+      r.bits.opaque();  // what has been made of them is made again for dP
+      fence_operand(r.own_kept);
     }
   }
 
@@ -394,7 +392,7 @@ class Consumer {
   template <typename AnyStep>
   __device__ __forceinline__ void make_ds(Registers& r, AnyStep step) {
     // Lets ptxas mix the stores with the sums, which pays where there are many.
-    if constexpr (kScoreRegisters > 32) { forget(thread_); }
+    if constexpr (kScoreRegisters > 32) { opaque(thread_); }
     score_gradient<Element, Score>(r.rounded, r.scores, shared_.delta[step.slot()], shared_.lse[step.slot()],
                                    params_.score, r.bits, thread_);
     shared_.dout_empty[step.slot()].arrive();
@@ -421,30 +419,30 @@ class Consumer {
   }
 
   template <typename AnyStep>
-  __device__ __forceinline__ void finish(const DqPartial& dq, AnyStep step, DqSum sum) {
+  __device__ __forceinline__ void finish_dq(const DqPartial& dq, AnyStep step, DqSum sum) {
     float* const buffer = shared_.dq[step.slot()];
     const float scale = params_.scale_of_sums;
     const bool has_sum = sum != DqSum::kAlone;
-    forget(thread_);
+    opaque(thread_);
     if (has_sum) { shared_.sum_full[step.slot()].wait(sum == DqSum::kOddSum); }
     if constexpr (Variant::kOrderFree) {
       const int slot = scale_slot(step), tile = shared_.scale_tile[slot];
       if (tile != kNoScale) {
         const OtherPartials others = has_sum ? shared_.others[step.slot()] : OtherPartials{0, 0};
-        finish_in_units<Variant>(buffer, dq, has_sum, scale, consumer_, thread_,
-                                 shared_.scales[slot] + first_query_of_dq(),
-                                 others.have_marks ? marks_of(tile) : nullptr, others.count + 1);
+        finish_dq_in_units<Variant>(buffer, dq, has_sum, scale, consumer_, thread_,
+                                    shared_.scales[slot] + first_query_of_dq(),
+                                    others.have_marks ? marks_of(tile) : nullptr, others.count + 1);
         return;
       }
     }
-    finish_fp32<Variant>(buffer, dq, has_sum, scale, consumer_, thread_);
+    finish_dq_in_fp32<Variant>(buffer, dq, has_sum, scale, consumer_, thread_);
   }
 
   template <typename AnyStep>
   __device__ __forceinline__ void stage_dq(const DqPartial& dq, AnyStep step, DqSum sum) {
     if constexpr (Variant::kMayFinishDq) {
       if (sum != DqSum::kNotLast) {
-        finish(dq, step, sum);
+        finish_dq(dq, step, sum);
         return;
       }
     }
@@ -470,7 +468,7 @@ class Consumer {
   __device__ __forceinline__ bool stage_dq_as_integers(const DqPartial& dq, AnyStep step, const Store& store) {
     if constexpr (Variant::kOrderFree) {
       const int slot = scale_slot(step);
-      forget(thread_);
+      opaque(thread_);
       const int tile = shared_.scale_tile[slot];
       if (tile == kNoScale) { return false; }
       const uint8_t* const scales = shared_.scales[slot] + first_query_of_dq();

@@ -21,7 +21,7 @@ class Planner {
       const WorkTile& work = shared_.work[ring_.slot()];
       Variant::Policies::with(params_.scheduler.policy,
                               [&](auto policy) { plan_work_tile<decltype(policy)::value>(work); });
-      forget(ring_.count);
+      opaque(ring_.count);
       shared_.work_empty[ring_.slot()].arrive();
     }
     for (int adder = 0; adder < kAdderWarps; ++adder) { plan_end(); }
@@ -35,7 +35,7 @@ class Planner {
     const bool ordered = is_ordered<kPolicy>(work);
     // There is no register for it: made anew for each use.
     const auto grid = [&] {
-      forget_memory();
+      compiler_fence();
       return Variant::grid(work.sequence, params_.window);
     };
     bool is_last = work.steps == 0;

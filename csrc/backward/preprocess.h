@@ -49,15 +49,15 @@ __device__ __forceinline__ float with_gradient_of_lse(const PreprocessParams<Ele
 
 // Whether a warp's threads finish rows, one each.
 template <typename Geometry>
-__device__ __forceinline__ bool finishes_rows() {
+__device__ __forceinline__ bool writes_rows() {
   return threadIdx.x / 32 * 32 < PreprocessTile<Geometry>::kRows;
 }
 
 // Order-free: D and the unit of each of a block's rows, whose dO * O and dO * dO sum to `products` and `squares`.
 template <typename Geometry>
-__device__ __forceinline__ void finish_rows(const PreprocessParams<typename Geometry::Element>& params, int tile,
-                                            const TileOwner& owner, int first_of_tile, const KeyStatistics& keys,
-                                            const float* products, const float* squares) {
+__device__ __forceinline__ void write_rows(const PreprocessParams<typename Geometry::Element>& params, int tile,
+                                           const TileOwner& owner, int first_of_tile, const KeyStatistics& keys,
+                                           const float* products, const float* squares) {
   using Element = typename Geometry::Element;
   constexpr int kRows = PreprocessTile<Geometry>::kRows, kTileRows = Geometry::kQuery;
   if (threadIdx.x >= kRows) { return; }
@@ -122,7 +122,7 @@ __device__ __forceinline__ void preprocess_block(const PreprocessParams<typename
 
   KeyStatistics keys;
   if constexpr (kOrderFree) {
-    if (finishes_rows<Geometry>()) {  // while the rows are on their way
+    if (writes_rows<Geometry>()) {      // while the rows are on their way
       ptx::wait_for_previous_kernel();  // the statistics
       keys = combine_warp(chunk_key_statistics(params.workspace, first_chunk(params.call, owner), owner.lengths));
     }
@@ -147,12 +147,12 @@ __device__ __forceinline__ void preprocess_block(const PreprocessParams<typename
   }
   if constexpr (kOrderFree) {
     __syncthreads();
-    finish_rows<Geometry>(params, tile, owner, first_of_tile, keys, products, squares);
+    write_rows<Geometry>(params, tile, owner, first_of_tile, keys, products, squares);
     __syncthreads();  // the next block's sums come to the same place
   }
 }
 
-// Order-free as many as have 64 registers a thread; the compiler would take more, for finish_rows. 0: its choice.
+// Order-free as many as have 64 registers a thread; the compiler would take more, for write_rows. 0: its choice.
 template <bool kOrderFree>
 constexpr int kPreprocessBlocksOfSm = kOrderFree ? 4 : 0;
 

@@ -99,7 +99,7 @@ __device__ __forceinline__ void score_gradient(RegisterSlice (&p)[kSize / 8], co
       float low = bits.keep(number, dp[number]) - row.of[i / 2][0];
       float high = bits.keep(number + 1, dp[number + 1]) - row.of[i / 2][1];
       if constexpr (Score::kHasDerivative) {
-        if (i == 0) { forget_memory(); }  // what later slices read is not read yet: registers
+        if (i == 0) { compiler_fence(); }  // what later slices read is not read yet: registers
         const SliceStatistics row_lse = slice_of(lse, thread, slice);
         const float2 probability = unpack<Element>(p[slice][i]);
         low *= Score::derivative(probability.x, row_lse.of[i / 2][0], params);

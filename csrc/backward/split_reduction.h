@@ -37,22 +37,22 @@ class SplitSum {
   }
 
   __device__ __forceinline__ void pass_on(const Gradient& gradient, int split) const {
-    keep(gradient);
-    say(split + 1);
+    store(gradient);
+    signal(split + 1);
   }
 
   // Of a divided KV tile, whose sum is left here by the first part of each split and taken up by the second: one split
   // after the other, in one place.
-  __device__ __forceinline__ void leave(const Gradient& gradient, int split) const {
+  __device__ __forceinline__ void publish(const Gradient& gradient, int split) const {
     wait_for(2 * split);
-    keep(gradient);
-    say(2 * split + 1);
+    store(gradient);
+    signal(2 * split + 1);
   }
 
-  __device__ __forceinline__ void take_up(Gradient& gradient, int split) const {
+  __device__ __forceinline__ void consume(Gradient& gradient, int split) const {
     wait_for(2 * split + 1);
-    take(gradient);
-    say(2 * split + 2);
+    load(gradient);
+    signal(2 * split + 2);
   }
 
   __device__ __forceinline__ void add_to(Gradient& gradient) const {
@@ -67,7 +67,7 @@ class SplitSum {
     }
   }
 
-  __device__ __forceinline__ void take(Gradient& gradient) const {
+  __device__ __forceinline__ void load(Gradient& gradient) const {
 #pragma unroll
     for (int quad = 0; quad < kQuads; ++quad) {
       const float4 sum = __ldcg(sums_ + quad * kWarpgroupThreads);
@@ -79,7 +79,7 @@ class SplitSum {
     }
   }
 
-  __device__ __forceinline__ void keep(const Gradient& gradient) const {
+  __device__ __forceinline__ void store(const Gradient& gradient) const {
 #pragma unroll
     for (int quad = 0; quad < kQuads; ++quad) {
       const float* const own = gradient + 4 * quad;
@@ -96,7 +96,7 @@ class SplitSum {
   }
 
   // When all threads have come here.
-  __device__ __forceinline__ void say(int value) const {
+  __device__ __forceinline__ void signal(int value) const {
     sync_warpgroup(1 + consumer_);
     if (is_first_thread_) { ptx::store_release(semaphore_, value); }
   }
@@ -134,13 +134,13 @@ template <typename Variant, int kRegisters>
 __device__ __forceinline__ bool reduce_splits(const KernelParams& params, const WorkTile& work, float (&dk)[kRegisters],
                                               float (&dv)[kRegisters]) {
   const bool is_last = work.split + 1 == work.splits;
-  with_sums<Variant, kRegisters>(
-      params.workspace.split_sums, params.workspace.split_semaphores, work, [&](auto dv_sum, auto dk_sum) {
-        if (work.split > 0) { dv_sum.add_to(dv, work.split); }
-        if (!is_last) { dv_sum.pass_on(dv, work.split); }
-        if (work.split > 0) { dk_sum.add_to(dk, work.split); }
-        if (!is_last) { dk_sum.pass_on(dk, work.split); }
-      });
+  with_sums<Variant, kRegisters>(params.workspace.split_sums, params.workspace.split_semaphores, work,
+                                 [&](auto dv_sum, auto dk_sum) {
+                                   if (work.split > 0) { dv_sum.add_to(dv, work.split); }
+                                   if (!is_last) { dv_sum.pass_on(dv, work.split); }
+                                   if (work.split > 0) { dk_sum.add_to(dk, work.split); }
+                                   if (!is_last) { dk_sum.pass_on(dk, work.split); }
+                                 });
   return is_last;
 }
 
@@ -151,9 +151,9 @@ __device__ __forceinline__ void hand_over_first_part(const KernelParams& params,
                                                      float (&dk)[kRegisters], float (&dv)[kRegisters]) {
   const auto hand_over = [&](auto sum, auto& gradient) {
     if constexpr (kPart == Visits::kFirst) {
-      sum.leave(gradient, work.split);
+      sum.publish(gradient, work.split);
     } else {
-      sum.take_up(gradient, work.split);
+      sum.consume(gradient, work.split);
     }
   };
   with_sums<Variant, kRegisters>(params.workspace.first_part_sums, params.workspace.first_part_semaphores, work,

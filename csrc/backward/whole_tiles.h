@@ -24,13 +24,13 @@ __device__ __forceinline__ void count_running_cta(const KernelParams& params) {
 }
 
 // CTAs begin one after the other, within a few microseconds: whoever decides looks so many times before it gives up.
-constexpr int kLooksForCtas = 16;
+constexpr int kPollsForCtas = 16;
 
 // Whether at least so many CTAs have begun. They go on until all numbers are taken.
 __device__ __forceinline__ bool have_begun(const KernelParams& params, int ctas) {
   if (int(gridDim.x) < ctas) { return false; }
-  for (int look = 0; look < kLooksForCtas; ++look) {
-    if (ptx::look(params.workspace.running_ctas) >= ctas) { return true; }
+  for (int poll = 0; poll < kPollsForCtas; ++poll) {
+    if (ptx::poll(params.workspace.running_ctas) >= ctas) { return true; }
   }
   return false;
 }

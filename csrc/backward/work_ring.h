@@ -75,7 +75,7 @@ __device__ __forceinline__ bool write_work(SharedStorage<Variant>& shared, WorkT
     const WorkPlace place = scheduler.place<decltype(policy)::value>(grid, number, cluster_cta_rank<Variant>());
     static_cast<WorkPlace&>(work) = place;
   });
-  forget_memory();
+  compiler_fence();
   if constexpr (Variant::kDivided) {
     number = work.steps;
     scheduler = scheduler_of_work(work, params);
@@ -93,19 +93,19 @@ __device__ __forceinline__ bool write_work(SharedStorage<Variant>& shared, WorkT
       work.visits = Visits::kAll;
       shared.others_until = next;
     }
-    forget_memory();
+    compiler_fence();
     scheduler = scheduler_of_work(work, params);
   }
   const TileGrid grid = Variant::grid(scheduler.sequence, params.window);
   scheduler.fill_in(work, grid);
-  forget_memory();
+  compiler_fence();
   work.steps = scheduler.template steps_of<Variant::Policies::kAny>(work, Variant::grid(work.sequence, params.window));
-  forget_memory();
+  compiler_fence();
   if (pack.is_pack()) { scheduler.move_into_pack(work, pack.sequences[work.packed]); }
   return true;
 }
 
-__device__ __forceinline__ int num_numbers(const KernelParams& params) {
+__device__ __forceinline__ int num_work_items(const KernelParams& params) {
   return params.pack.is_pack() ? params.pack.totals->units * params.scheduler.kv_heads : params.num_groups;
 }
 
@@ -118,12 +118,12 @@ __device__ __forceinline__ void publish_work(SharedStorage<Variant>& shared, con
   shared.work_empty[ring.slot()].wait(ring.empty_parity());
   WorkTile& work = shared.work[ring.slot()];
   if constexpr (Variant::kDivided) {
-    while (number < num_numbers(params) && !write_work(shared, work, params, number)) {
+    while (number < num_work_items(params) && !write_work(shared, work, params, number)) {
       number = take_number(shared, params, ring);
     }
-    if (number >= num_numbers(params)) { work.kv_tile = kNoMoreWork; }
+    if (number >= num_work_items(params)) { work.kv_tile = kNoMoreWork; }
   } else {
-    const int numbers = num_numbers(params);
+    const int numbers = num_work_items(params);
     if (number < numbers) { write_work(shared, work, params, number); }
     if (number >= numbers) { work.kv_tile = kNoMoreWork; }
   }

@@ -97,7 +97,7 @@ class FragmentBits {
     return bits;
   }
   __device__ __forceinline__ FragmentBits(Read bits, int first_column) {
-    for (uint32_t& block : bits.blocks) { dash_attn::forget(block); }  // so that nothing of this is done earlier
+    for (uint32_t& block : bits.blocks) { dash_attn::opaque(block); }  // so that nothing of this is done earlier
     Layout::arrange_row(word_, bits.blocks, first_column);
   }
 
@@ -121,8 +121,8 @@ class FragmentBits {
   }
 
   // So that no register is spent on what has been made of the bits.
-  __device__ __forceinline__ void forget() {
-    for (uint32_t& word : word_) { dash_attn::forget(word); }
+  __device__ __forceinline__ void opaque() {
+    for (uint32_t& word : word_) { dash_attn::opaque(word); }
   }
 
   // Register i of the fragment, or zero where it is dropped.

@@ -49,10 +49,10 @@ class TileDescriptors {
       : shared_(ptx::shared_address(shared)),
         first_(((shared_ & 0x3ffff) >> 4) | (uint64_t(Swizzle::kAtomBytes >> 4) << 32) |
                (Swizzle::kDescriptorMode << 62)) {
-    forget();  // or the compiler, which knows the upper half, adds in two halves
+    opaque();  // or the compiler, which knows the upper half, adds in two halves
   }
   // Has descriptors added up afresh, instead of carried in registers from earlier on.
-  __device__ __forceinline__ void forget() { asm volatile("" : "+l"(first_)); }
+  __device__ __forceinline__ void opaque() { asm volatile("" : "+l"(first_)); }
   __device__ __forceinline__ uint64_t operator()(const void* tile) const {
     return first_ + ((ptx::shared_address(tile) - shared_) >> 4);
   }
@@ -110,43 +110,44 @@ __device__ __forceinline__ void clear(float (&accumulator)[kSize]) {
 // Keeps the compiler from moving uses of registers across the start or the end of the product that reads or writes
 // them.
 template <int kSize>
-__device__ __forceinline__ void pin(float (&accumulator)[kSize]) {
+__device__ __forceinline__ void fence_operand(float (&accumulator)[kSize]) {
 #pragma unroll
   for (int i = 0; i < kSize; ++i) { asm volatile("" : "+f"(accumulator[i])::"memory"); }
 }
 
 // Says that what the registers hold is of no more use: a product that overwrites them counts as one that reads them.
 template <int kSize>
-__device__ __forceinline__ void forget_contents(float (&accumulator)[kSize]) {
+__device__ __forceinline__ void discard_contents(float (&accumulator)[kSize]) {
 #pragma unroll
   for (int i = 0; i < kSize; ++i) { asm volatile("" : "=f"(accumulator[i])); }
 }
 
 template <int kSlices>
-__device__ __forceinline__ void pin(uint32_t (&operand)[kSlices][4]) {
+__device__ __forceinline__ void fence_operand(uint32_t (&operand)[kSlices][4]) {
 #pragma unroll
   for (int i = 0; i < 4 * kSlices; ++i) { asm volatile("" : "+r"(operand[i / 4][i % 4])::"memory"); }
 }
 
 // acc = A B, 64 x kN over kDepth; slices before kFirstSlice have been issued. Issues and commits one group. After the
-// `wait_products` that completes it, `pin` what the product wrote or read in registers.
+// `wait_products` that completes it, `fence_operand` what the product wrote or read in registers.
 template <typename Element, int kDepth, int kFirstSlice = 0, typename A, typename B, int kAcc>
-__device__ __forceinline__ void multiply(float (&acc)[kAcc], A a, B b) {
+__device__ __forceinline__ void wgmma_async(float (&acc)[kAcc], A a, B b) {
   using Product = wgmma::SharedProduct<Element, kAcc, A::kIsTransposed, B::kIsTransposed>;
-  if constexpr (kFirstSlice > 0) { pin(acc); }
+  if constexpr (kFirstSlice > 0) { fence_operand(acc); }
   wgmma::fence();
 #pragma unroll
   for (int k = kFirstSlice; k < kDepth / kProductDepth; ++k) { Product::issue(acc, a.step(k), b.step(k), k != 0); }
   wgmma::commit();
 }
 
-// The same with A in registers, which must not change until the product has completed: `pin` them after the wait.
+// The same with A in registers, which must not change until the product has completed: `fence_operand` them after the
+// wait.
 template <typename Element, typename B, int kSlices, int kAcc>
-__device__ __forceinline__ void multiply(float (&acc)[kAcc], RegisterSlice (&a)[kSlices], B b,
-                                         bool accumulate = false) {
+__device__ __forceinline__ void wgmma_async(float (&acc)[kAcc], RegisterSlice (&a)[kSlices], B b,
+                                            bool accumulate = false) {
   using Product = wgmma::RegisterProduct<Element, kAcc, B::kIsTransposed>;
-  pin(a);
-  pin(acc);
+  fence_operand(a);
+  fence_operand(acc);
   wgmma::fence();
 #pragma unroll
   for (int k = 0; k < kSlices; ++k) { Product::issue(acc, a[k], b.step(k), accumulate || k != 0); }
@@ -155,14 +156,14 @@ __device__ __forceinline__ void multiply(float (&acc)[kAcc], RegisterSlice (&a)[
 
 // acc += A B.
 template <typename Element, typename B, int kSlices, int kAcc>
-__device__ __forceinline__ void multiply_add(float (&acc)[kAcc], RegisterSlice (&a)[kSlices], B b) {
-  multiply<Element>(acc, a, b, true);
+__device__ __forceinline__ void wgmma_async_add(float (&acc)[kAcc], RegisterSlice (&a)[kSlices], B b) {
+  wgmma_async<Element>(acc, a, b, true);
 }
 
 template <typename Element, int kDepth, typename A, typename B, int kAcc>
-__device__ __forceinline__ void multiply_add(float (&acc)[kAcc], A a, B b) {
+__device__ __forceinline__ void wgmma_async_add(float (&acc)[kAcc], A a, B b) {
   using Product = wgmma::SharedProduct<Element, kAcc, A::kIsTransposed, B::kIsTransposed>;
-  pin(acc);
+  fence_operand(acc);
   wgmma::fence();
 #pragma unroll
   for (int k = 0; k < kDepth / kProductDepth; ++k) { Product::issue(acc, a.step(k), b.step(k), true); }

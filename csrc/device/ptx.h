@@ -181,7 +181,7 @@ __device__ __forceinline__ int load_acquire(const int* address) {
 }
 
 // The same, once and again, by who does not wait for another value.
-__device__ __forceinline__ int look(const int* address) { return load_acquire(address); }
+__device__ __forceinline__ int poll(const int* address) { return load_acquire(address); }
 
 __device__ __forceinline__ void store_release(int* address, int value) {
   asm volatile("st.release.gpu.global.s32 [%0], %1;" : : "l"(address), "r"(value) : "memory");
@@ -288,10 +288,10 @@ __device__ __forceinline__ int read_thread_index() {
 }
 
 // Has what follows from the value computed afresh, instead of carried in registers from earlier on.
-__device__ __forceinline__ void forget(int& value) { asm volatile("" : "+r"(value)); }
-__device__ __forceinline__ void forget(uint32_t& value) { asm volatile("" : "+r"(value)); }
+__device__ __forceinline__ void opaque(int& value) { asm volatile("" : "+r"(value)); }
+__device__ __forceinline__ void opaque(uint32_t& value) { asm volatile("" : "+r"(value)); }
 
 // Has memory read again, instead of carried in registers from earlier on.
-__device__ __forceinline__ void forget_memory() { asm volatile("" ::: "memory"); }
+__device__ __forceinline__ void compiler_fence() { asm volatile("" ::: "memory"); }
 
 }  // namespace dash_attn

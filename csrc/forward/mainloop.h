@@ -69,7 +69,7 @@ class Consumer {
       if (Variant::kCrosses && rows.kv.count > 0 && next.kv.count > 0 && may_cross(rows, next)) {
         cross(out, p, softmax, rows, next);
       } else {
-        if (pending) { finish(out, p, softmax, rows, q_.previous()); }
+        if (pending) { end_rows(out, p, softmax, rows, q_.previous()); }
         if (end == kNoMoreTiles) { break; }
         softmax = OnlineSoftmax(params_.score);
         clear(out);
@@ -84,7 +84,7 @@ class Consumer {
       // Where tiles do not cross, the last product does not wait for the next one.
       pending = Variant::kCrosses && !passes_many(rows.passed_after);
       if (!pending) {
-        finish(out, p, softmax, rows, q_);
+        end_rows(out, p, softmax, rows, q_);
         if (rows.kv.count == 0) { release_q(); }
         rows.kv.count = 0;
       }
@@ -139,7 +139,7 @@ class Consumer {
     issue_s(s);
     const BitsRead bits = bits_of_last(rows);
     wait_products<0>();
-    finish_s(s);
+    release_k(s);
     if (rows.kv.count == 1) { release_q(); }
     make_scores(s, rows, rows.kv.end() - 1);
     exponentiate_first(s, softmax, rows);
@@ -174,7 +174,7 @@ class Consumer {
     issue_out(out, p);
     const BitsRead bits = bits_of(rows, kv_tile);
     wait_products<1>();  // S
-    finish_s(s);
+    release_k(s);
     if (kv_tile == rows.kv.first) { release_q(); }
     make_scores(s, rows, kv_tile);
     if constexpr (kTile == Tile::kMasked) { apply_mask(s, rows, kv_tile); }
@@ -183,9 +183,9 @@ class Consumer {
     const bool corrects = softmax.follow(s, correction);
     softmax.subtract_reference(s);  // beside P V too, which exponents need not wait for
     if constexpr (!Variant::kRoundsBesideExponentials) { softmax.exponentiate(s, corrects, correction); }
-    pin(s);
+    fence_operand(s);
     if constexpr (!Variant::kRoundsBesideExponentials) { wait_for_next_v(); }
-    finish_out(out, p);
+    complete_out(out, p);
     if (corrects) { correct_rows(out, correction); }
     if constexpr (Variant::kRoundsBesideExponentials) { softmax.exponentiate(s, corrects, correction); }
     round_p(p, s, bits, kv_tile);
@@ -200,13 +200,13 @@ class Consumer {
     issue_s(s);
     issue_out(out, p);
     wait_products<1>();  // S
-    finish_s(s);
+    release_k(s);
     make_scores(s, next, next.kv.end() - 1);
     OnlineSoftmax next_softmax(params_.score);
     exponentiate_first(s, next_softmax, next);
-    pin(s);
+    fence_operand(s);
     wait_for_next_v();
-    finish_out(out, p);
+    complete_out(out, p);
     const BitsRead bits = bits_of_last(next);  // the output is stored meanwhile
     pass_values(rows.passed_after + next.passed_before);
     store(out, softmax, rows, q_.previous());
@@ -218,11 +218,11 @@ class Consumer {
   }
 
   // The last product of rows that do not cross to others, and their output; none of both where they see no key.
-  __device__ __forceinline__ void finish(Output& out, PackedScores& p, OnlineSoftmax& softmax, const Rows& rows,
-                                         QuerySlot slot_of_rows) {
+  __device__ __forceinline__ void end_rows(Output& out, PackedScores& p, OnlineSoftmax& softmax, const Rows& rows,
+                                           QuerySlot slot_of_rows) {
     if (rows.kv.count > 0) {
       issue_out(out, p);
-      finish_out(out, p);
+      complete_out(out, p);
       if (passes_many(rows.passed_after)) {
         pass_tiles(rows.passed_after);
       } else {
@@ -270,24 +270,25 @@ class Consumer {
   __device__ __forceinline__ void wait_for_k() const { shared_.k_full[k_.slot()].wait(k_.parity()); }
 
   __device__ __forceinline__ void issue_s(Scores& s) {
-    multiply<Element, Variant::kQkDim>(s, QueryRows(descriptor_of_(shared_.q[q_.slot()]), consumer_ * kWarpgroupRows),
-                                       KeyRows(descriptor_of_(shared_.k[k_.slot()])));
+    wgmma_async<Element, Variant::kQkDim>(s,
+                                          QueryRows(descriptor_of_(shared_.q[q_.slot()]), consumer_ * kWarpgroupRows),
+                                          KeyRows(descriptor_of_(shared_.k[k_.slot()])));
   }
 
   __device__ __forceinline__ void issue_out(Output& out, PackedScores& p) {
-    multiply_add<Element>(out, p, KeySum(descriptor_of_(shared_.v[v_.slot()])));
+    wgmma_async_add<Element>(out, p, KeySum(descriptor_of_(shared_.v[v_.slot()])));
   }
 
-  __device__ __forceinline__ void finish_s(Scores& s) {
-    pin(s);
+  __device__ __forceinline__ void release_k(Scores& s) {
+    fence_operand(s);
     arrive_once(shared_.k_empty[k_.slot()]);
     k_ = k_.next();
   }
 
-  __device__ __forceinline__ void finish_out(Output& out, PackedScores& p) {
+  __device__ __forceinline__ void complete_out(Output& out, PackedScores& p) {
     wait_products<0>();
-    pin(out);
-    pin(p);
+    fence_operand(out);
+    fence_operand(p);
     arrive_once(shared_.v_empty[v_.slot()]);
     v_ = v_.next();
   }
@@ -411,11 +412,11 @@ class Consumer {
     };
     const auto head = [&](int row) { return Rows::head(params_, tile.head_group, thread, row); };
     static_assert(kRowsPerThread == 2);
-    softmax.finish(params_.sinks, {head(0), head(1)}, inverse_sum, lse);
+    softmax.normalize(params_.sinks, {head(0), head(1)}, inverse_sum, lse);
     if constexpr (Score::kDrops) {
       for (float& x : inverse_sum) { x *= params_.dropout.scale; }
     }
-    multiply_rows(out, inverse_sum);
+    scale_rows(out, inverse_sum);
 #pragma unroll
     for (int row = 0; row < kRowsPerThread; ++row) {
       const int position = rows.position(params_, thread, row);
@@ -456,7 +457,7 @@ class Consumer {
   // thread_: what follows from it is computed anew, not kept in registers for all tiles.
   __device__ __forceinline__ int thread_anew() const {
     int thread = thread_;
-    forget(thread);
+    opaque(thread);
     return thread;
   }
 

@@ -90,8 +90,8 @@ class OnlineSoftmax {
 
   // After the last tile: what the output must be multiplied with, and the log-sum-exp. A sink, of the row's head, is a
   // logit that has no value; -inf changes no bit. Null for none.
-  __device__ __forceinline__ void finish(const float* sinks, const int (&heads)[kRowsPerThread],
-                                         RowStatistic& inverse_sum, RowStatistic& lse) {
+  __device__ __forceinline__ void normalize(const float* sinks, const int (&heads)[kRowsPerThread],
+                                            RowStatistic& inverse_sum, RowStatistic& lse) {
 #pragma unroll
     for (int row = 0; row < kRowsPerThread; ++row) {
       const float sum = across_row(sum_[row], [](float a, float b) { return a + b; });
@@ -197,7 +197,7 @@ __device__ __forceinline__ void correct_rows(float (&acc)[kSize], const RowStati
 }
 
 template <int kSize>
-__device__ __forceinline__ void multiply_rows(float (&acc)[kSize], const RowStatistic& factor) {
+__device__ __forceinline__ void scale_rows(float (&acc)[kSize], const RowStatistic& factor) {
 #pragma unroll
   for (int i = 0; i < kSize; ++i) { acc[i] *= factor[row_of(i)]; }
 }

@@ -35,7 +35,7 @@ struct GeneratorParams {
   Mask mask;  // lines beyond the reach of a pair that is seen are not made; of the call's own rows
 
   // A unit is what a warp makes at a time: 1 / 2^unit_shift of those lines of a block of queries that are made. See
-  // deal.h.
+  // partition.h.
   int unit_shift;
   Divisor of_query_blocks, of_heads;
 

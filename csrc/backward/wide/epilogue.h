@@ -28,16 +28,16 @@ struct Gradient {
 #pragma unroll
     for (Block& b : block) { dash_attn::clear(b); }
   }
-  __device__ __forceinline__ void multiply(float factor) {
+  __device__ __forceinline__ void scale(float factor) {
 #pragma unroll
     for (Block& b : block) {
 #pragma unroll
       for (float& x : b) { x *= factor; }
     }
   }
-  __device__ __forceinline__ void pin() {
+  __device__ __forceinline__ void fence_operand() {
 #pragma unroll
-    for (Block& b : block) { dash_attn::pin(b); }
+    for (Block& b : block) { dash_attn::fence_operand(b); }
   }
 };
 

@@ -81,10 +81,10 @@ class Consumer {
   }
 
   // So that no address is carried through a step: there is no register for it.
-  __device__ __forceinline__ void forget_addresses() {
-    forget(thread_);
-    forget(step_);
-    descriptor_of_.forget();
+  __device__ __forceinline__ void recompute_addresses() {
+    opaque(thread_);
+    opaque(step_);
+    descriptor_of_.opaque();
   }
 
   Shared& shared_;
@@ -138,26 +138,26 @@ class ValueConsumer : Consumer<Variant> {
       issue_s(s);
       Bits bits = this->find_bits();
       wait_products<0>();
-      pin(s);
+      fence_operand(s);
       RoundedScores p;
       make_p(s, p, bits);
       for (int steps_left = steps - 1; steps_left > 0; --steps_left) {
-        this->forget_addresses();
+        this->recompute_addresses();
         write_kept(p);
         issue_dv(dv);
         ++step_;
         issue_s(s);
         bits = this->find_bits();
         wait_products<0>();
-        dv.pin();
-        pin(s);
+        dv.fence_operand();
+        fence_operand(s);
         release_dv_operands(step_ - 1);
         make_p(s, p, bits);
       }
       write_kept(p);
       issue_dv(dv);
       wait_products<0>();
-      dv.pin();
+      dv.fence_operand();
       release_dv_operands(step_);
       ++step_;
     }
@@ -166,9 +166,9 @@ class ValueConsumer : Consumer<Variant> {
 
   __device__ __forceinline__ void issue_s(Scores& s) {
     this->wait_for_q();
-    forget_contents(s);
-    multiply<Element, Variant::kQkDim>(s, QueryRows(descriptor_of_(shared_.q[this->query_stage().slot()])),
-                                       KeyRows(descriptor_of_(shared_.k)));
+    discard_contents(s);
+    wgmma_async<Element, Variant::kQkDim>(s, QueryRows(descriptor_of_(shared_.q[this->query_stage().slot()])),
+                                          KeyRows(descriptor_of_(shared_.k)));
   }
 
   // P of the step is written by all warps.
@@ -181,9 +181,9 @@ class ValueConsumer : Consumer<Variant> {
     this->wait_for_dout();
 #pragma unroll
     for (int b = 0; b < Dv::kBlocks; ++b) {
-      multiply_add<Element, Variant::kQuery>(dv.block[b],
-                                             QueryColumns(descriptor_of_(shared_.dout[this->dout_stage().slot()]), b),
-                                             KeyRows(descriptor_of_(shared_.p)));
+      wgmma_async_add<Element, Variant::kQuery>(
+          dv.block[b], QueryColumns(descriptor_of_(shared_.dout[this->dout_stage().slot()]), b),
+          KeyRows(descriptor_of_(shared_.p)));
     }
   }
 
@@ -239,7 +239,7 @@ class ValueConsumer : Consumer<Variant> {
     shared_.p_empty.wait(Once{step_}.empty_parity());
     if (Variant::kCarries ? end_part<Variant>(params_, work, dv, false)
                           : work.splits == 1 || reduce_splits<Variant>(params_, work, dv, false)) {
-      if constexpr (Score::kDrops) { dv.multiply(params_.dropout.scale); }
+      if constexpr (Score::kDrops) { dv.scale(params_.dropout.scale); }
       store_gradient<Variant>(params_.dv, shared_.v, params_, work, dv, kNamedBarrier);
     }
     if (thread_ == 0) { shared_.v_empty.arrive(); }
@@ -299,7 +299,7 @@ class KeyConsumer : Consumer<Variant> {
       shared_.v_full.wait(this->tile().parity());
       issue_dp(r);
       wait_products<0>();
-      pin(r.dp);
+      fence_operand(r.dp);
       make_ds(r);
       for (int steps_left = steps - 1; steps_left > 0; --steps_left) {
         multiply_ds<true>(r);
@@ -314,14 +314,14 @@ class KeyConsumer : Consumer<Variant> {
   __device__ __forceinline__ void issue_dp(Registers& r) {
     this->wait_for_dout();
     r.bits = this->find_bits();
-    forget_contents(r.dp);
-    multiply<Element, Variant::kValueDim>(r.dp, QueryRows(descriptor_of_(shared_.dout[this->dout_stage().slot()])),
-                                          KeyRows(descriptor_of_(shared_.v)));
+    discard_contents(r.dp);
+    wgmma_async<Element, Variant::kValueDim>(r.dp, QueryRows(descriptor_of_(shared_.dout[this->dout_stage().slot()])),
+                                             KeyRows(descriptor_of_(shared_.v)));
   }
 
   // dP and P become dS, rounded, in shared memory.
   __device__ __forceinline__ void make_ds(Registers& r) {
-    this->forget_addresses();
+    this->recompute_addresses();
     const uint32_t slot = this->dout_stage().slot();
     this->wait_for_p();
     const uint32_t p = transposed_address<Swizzle, Variant::kKey>(shared_.p, thread_ / 32, thread_ % 32);
@@ -346,7 +346,7 @@ class KeyConsumer : Consumer<Variant> {
   // dQ and dK of the step, and dP of the next.
   template <bool kHasNext>
   __device__ __forceinline__ void multiply_ds(Registers& r) {
-    this->forget_addresses();
+    this->recompute_addresses();
     issue_dq(r, 0);
     this->wait_for_q();
     issue_dk(r, 0);
@@ -355,8 +355,8 @@ class KeyConsumer : Consumer<Variant> {
       const Slot first{step_ * Variant::kDqPieces + b * Variant::kDqPiecesOfBlock};
       wait_for_staging(first);
       wait_products<1>();  // dQ of the block
-      pin(r.dq);
-      this->forget_addresses();
+      fence_operand(r.dq);
+      this->recompute_addresses();
       stage_dq(r.dq, first);
       if (b + 1 < Dk::kBlocks) {
         issue_dq(r, b + 1);
@@ -368,9 +368,9 @@ class KeyConsumer : Consumer<Variant> {
       announce(first);
     }
     wait_products<0>();
-    r.dk.pin();
+    r.dk.fence_operand();
     if constexpr (kHasNext) {
-      pin(r.dp);
+      fence_operand(r.dp);
     } else {
       ++step_;
     }
@@ -378,15 +378,15 @@ class KeyConsumer : Consumer<Variant> {
   }
 
   __device__ __forceinline__ void issue_dq(Registers& r, int block) {
-    forget_contents(r.dq);
-    multiply<Element, Variant::kKey>(r.dq, KeyColumns(descriptor_of_(shared_.ds)),
-                                     KeyColumns(descriptor_of_(shared_.k), block));
+    discard_contents(r.dq);
+    wgmma_async<Element, Variant::kKey>(r.dq, KeyColumns(descriptor_of_(shared_.ds)),
+                                        KeyColumns(descriptor_of_(shared_.k), block));
   }
 
   __device__ __forceinline__ void issue_dk(Registers& r, int block) {
-    multiply_add<Element, Variant::kQuery>(r.dk.block[block],
-                                           QueryColumns(descriptor_of_(shared_.q[this->query_stage().slot()]), block),
-                                           KeyRows(descriptor_of_(shared_.ds)));
+    wgmma_async_add<Element, Variant::kQuery>(
+        r.dk.block[block], QueryColumns(descriptor_of_(shared_.q[this->query_stage().slot()]), block),
+        KeyRows(descriptor_of_(shared_.ds)));
   }
 
   __device__ __forceinline__ void wait_for_staging(Slot slot) const {
@@ -424,7 +424,7 @@ class KeyConsumer : Consumer<Variant> {
     sync_warpgroup(kNamedBarrier);
     if (Variant::kCarries ? end_part<Variant>(params_, work, dk, true)
                           : work.splits == 1 || reduce_splits<Variant>(params_, work, dk, true)) {
-      dk.multiply(params_.scale_of_sums);
+      dk.scale(params_.scale_of_sums);
       store_gradient<Variant>(params_.dk, shared_.k, params_, work, dk, kNamedBarrier);
     }
     if (thread_ == 0) { shared_.k_empty.arrive(); }
