@@ -1,5 +1,5 @@
-// Everything that is sized in the backward: what follows from dtype and head dims alone (Geometry), and the main kernel
-// that is made of it for a mask, a score and a set of policies (Variant).
+// All sizes of the backward: those that follow from dtype and head dims alone (Geometry), and those of the main kernel
+// for a mask, a score and a set of policies (Variant).
 #pragma once
 
 #include <cstdint>
@@ -15,19 +15,19 @@
 
 namespace dash_attn::backward {
 
-// Warpgroup 0 feeds the others: kLoaderWarp takes work and loads, one thread of kPlannerWarp tells the others in which
-// order (apart, because the loader has only kProducerRegisters registers), one thread of each of the rest adds the
-// dQ of every other step, or, of wide heads, half of the columns of every step.
+// Warpgroup 0 feeds the others. kLoaderWarp takes work and loads it. One thread of kPlannerWarp announces the order of
+// steps; it is a warp of its own because the loader has only kProducerRegisters registers. One thread of each remaining
+// warp adds dQ of every other step or, if heads are wide, half of the columns of every step.
 enum WarpRole : int { kLoaderWarp = 0, kPlannerWarp = 1, kFirstAdderWarp = 2 };
 static_assert(kFirstAdderWarp + kAdderWarps == kWarpgroupWarps);
 
-// Who owns the sums dK and dV: each consumer those of 64 keys, or, where these do not fit its registers, one consumer
-// all of dV and the other all of dK (wide/).
+// Who owns the sums dK and dV. Each consumer owns those of 64 keys or, if those do not fit its registers, one consumer
+// owns all of dV and the other all of dK (wide/).
 DASH_HOST_DEVICE constexpr bool is_wide(int qk_dim) { return qk_dim > 128; }
 
-// A partial of dQ is added in so many parts, by columns. Each part has a semaphore and, where there are two, an adder.
-// In a wide kernel dQ is a product for each 64 columns, spread over the step: so the next partial need not wait for the
-// last of them.
+// A partial of dQ is added in this many parts, by columns. Each part has a semaphore and, if there are two, an adder. A
+// wide kernel computes dQ as one product for each 64 columns, spread over the step, so that the next partial need not
+// wait for the last of them.
 DASH_HOST_DEVICE constexpr int dq_parts(int qk_dim) { return is_wide(qk_dim) ? 2 : 1; }
 
 template <typename Element_, int kQkDim_, int kValueDim_, bool kIsWide = is_wide(kQkDim_)>
@@ -56,9 +56,10 @@ struct Geometry {
   static_assert(kWarpgroupThreads * (kProducerRegisters + kConsumers * kConsumerRegisters) <=
                 launch_registers(kThreads));
 
-  // dQ = dS K is cut in two for the consumers: along queries where 64 columns are all of head_dim, else along head_dim.
-  // The second consumer's 64 columns are then the last ones; the columns that both compute are shared. A product's 64
-  // rows are queries, or, where a consumer's queries are not as many, columns: dQ^T = K^T dS^T.
+  // dQ = dS K is cut in two for the consumers: along queries if the head dim is 64, else along columns. The second
+  // consumer's 64 columns are then the last ones, and both consumers compute the columns in the middle. A product's 64
+  // rows are queries, or columns if a consumer has fewer queries: dQ^T = K^T dS^T. A wide kernel computes one product
+  // for each 64 columns.
   static constexpr bool kSplitDqByHeadDim = kHeadDim > kWarpgroupRows;
   static constexpr int kDqColumnStep = kSplitDqByHeadDim ? kHeadDim - kWarpgroupRows : 0;
   static_assert(kHeadDim <= kConsumers * kWarpgroupRows && kDqColumnStep % Swizzle::kColumns == 0);
@@ -132,14 +133,15 @@ struct Variant : Geometry {
   static constexpr bool kCarries = Policies::kCarries;
   static constexpr bool kDivided = Order<Policies::kAny>::kDivided;
 
-  // Whether it has what it takes to make dQ of its sums (finish_dq.h), where that pays (schedule/finishing.h):
-  // registers, which beside other scores and in clusters it lacks.
+  // Whether the kernel can finish dQ (finish_dq.h) where that pays (schedule/finishing.h). It takes registers, which
+  // are missing with other scores and in clusters.
   static constexpr bool kMayFinishDq =
       Geometry::kCanFinishDq && !kCarries && Score::kKind == ScoreKind::kPlain && kClusterSize == 1;
 
-  // Consumers hold columns of their rows of V in registers as an A operand: what bounds the kernel is shared memory's
-  // bandwidth, and a product of 64 x 64 with both operands there takes all of it. There is no room for K as well, nor
-  // for V where S alone takes 64 registers and the score some more; beside the P that dropout leaves for some of it.
+  // The columns of their rows of V that consumers hold in registers as an A operand. The kernel is bound by the
+  // bandwidth of shared memory, and a product of 64 x 64 with both operands there takes all of it. There are no
+  // registers for K as well, nor for V if S alone takes 64 registers and the score some more. Dropout keeps a second P,
+  // which leaves room for some columns.
   static constexpr int held_columns_of_v() {
     constexpr int kAll = Geometry::kQkDim;
     if (!Score::kDrops) { return Score::kKind == ScoreKind::kPlain || Geometry::kQuery <= 80 ? kAll : 0; }
@@ -147,10 +149,10 @@ struct Variant : Geometry {
     return kAll == 96 ? 96 : kOrderFree ? 64 : 96;
   }
   static constexpr int kHeldColumnsOfV = held_columns_of_v();
-  static constexpr bool kHoldsV = kHeldColumnsOfV == Geometry::kQkDim;  // and needs its place no more
+  static constexpr bool kHoldsV = kHeldColumnsOfV == Geometry::kQkDim;  // and its buffer is free then
 
-  static constexpr int kWorkSlots = 2;  // work tiles known at a time: this one, and the next while its K is on its way
-  static constexpr int kPlanSlots = 8;  // steps known ahead: the loader is up to four ahead of the adder
+  static constexpr int kWorkSlots = 2;  // work tiles known at a time: this one, and the next one while its K is loaded
+  static constexpr int kPlanSlots = 8;  // steps planned ahead: the loader is up to four steps ahead of the adder
 
   using Element = typename Geometry::Element;
   static constexpr int kQueryTileBytes = Geometry::kQuery * Geometry::kQkDim * sizeof(Element);
@@ -159,8 +161,8 @@ struct Variant : Geometry {
   static constexpr int kValueTileBytes = Geometry::kKey * Geometry::kValueDim * sizeof(Element);
   static constexpr int kRowStatBytes = Geometry::kQuery * sizeof(float);
 
-  // What a partial is staged with outlives the stage of dO: the next but one, step j + 2, may be on its way while a
-  // consumer stages step j. Step j + 3 waits for dO of j + 1 to be done with, which it is after step j has been staged.
+  // The data with which a partial is staged outlives the stage of dO: dO of step j + 2 may be loaded while a consumer
+  // stages step j. Step j + 3 waits until dO of step j + 1 is released, which happens after step j has been staged.
   static constexpr int kScaleSlots = 3;
   static constexpr int kScaleBytes = kOrderFree ? Geometry::kQuery * sizeof(uint8_t) : 0;
 

@@ -1,7 +1,8 @@
-// The order of dQ's accumulator: each consumer's wgmma fragment as its threads hold it, four registers at a time.
+// The order of elements in dQ's accumulator: each consumer's wgmma fragment as its threads hold it, four registers at a
+// time.
 //
-// The accumulator is private to the kernels, so it needs no rows and columns of its own: written like this, staging a
-// tile takes 16-byte stores without bank conflicts and one bulk operation adds it. convert.h puts it in order.
+// The accumulator is private to the kernels, so it need not have rows and columns. In this order a tile is staged by
+// 16-byte stores without bank conflicts and added by one bulk operation. convert.h restores rows and columns.
 #pragma once
 
 #include "../device/fragment.h"
@@ -13,13 +14,14 @@ template <typename Geometry, bool kIsWide = Geometry::kWide>
 struct DqLayout {
   static constexpr int kFragments = Geometry::kConsumers;
   static constexpr bool kTransposed = Geometry::kTransposesDq;
-  // Of each consumer thread: a fragment of 64 queries and 64 columns, or of 64 columns and kDqQueries queries.
+  // The registers of each consumer thread: of a fragment of 64 queries by 64 columns, or of 64 columns by kDqQueries
+  // queries.
   static constexpr int kRegisters = Geometry::kDqQueries / 2;
   static constexpr int kQuads = kRegisters / 4;
 
-  // Threads of a consumer whose fragments go into the sum: all, or, of the transpose, which has 16 columns a warp and
-  // columns in common with the other consumer's, those of half the columns, the first consumer's first ones and the
-  // second's last ones.
+  // The threads of a consumer whose fragments enter the sum. In general these are all. The transpose has 16 columns a
+  // warp and both consumers compute the columns in the middle, so that half of the columns count: the first ones of the
+  // first consumer and the last ones of the second.
   static constexpr int kThreads = kTransposed ? Geometry::kHeadDim : kWarpgroupThreads;
   static __host__ __device__ constexpr int first_thread(int consumer) {
     return consumer * (kWarpgroupThreads - kThreads);
@@ -28,7 +30,7 @@ struct DqLayout {
     return kThreads == kWarpgroupThreads || unsigned(thread - first_thread(consumer)) < kThreads;
   }
 
-  // Index, in units of float4, of registers 4 * quad ... 4 * quad + 3.
+  // The index, in units of float4, of registers 4 * quad ... 4 * quad + 3.
   static __host__ __device__ constexpr int quad_index(int consumer, int quad, int thread) {
     return (consumer * kQuads + quad) * kThreads + thread - first_thread(consumer);
   }
@@ -75,7 +77,7 @@ struct DqLayout<Geometry, true> {
   }
 };
 
-// Where a consumer's part of a buffer of dQ begins, for 16-bit rows that TMA stores.
+// Where a consumer's part of a buffer of dQ begins, as 16-bit rows that TMA stores.
 template <typename Variant>
 __device__ __forceinline__ typename Variant::Element* rows_in_dq_buffer(float* buffer, int consumer) {
   constexpr int kPart = Variant::kDqTileFloats / Variant::kConsumers;

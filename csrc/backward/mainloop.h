@@ -1,19 +1,19 @@
-// The consumers: each warpgroup owns 64 keys and computes, for every query tile,
+// The consumers. Each warpgroup owns 64 keys and computes, for every query tile,
 //
 //   S^T = score(K Q^T)     P^T = exp2(scale S^T - LSE)     dP^T = V dO^T     dS^T = P^T * (dP^T - D)
 //   dV += P^T dO    dK += dS^T Q                    dQ = dS K         (over the keys of both consumers)
 //
-// With dropout, what is dropped of dP is 0, and of the P that dV takes; P itself is kept beside that for dS.
+// Dropout zeroes elements of dP, and of the copy of P that dV takes. P itself is kept beside that copy for dS.
 //
-// Products run in the order in which they are issued, while the thread computes. From step j to step j + 1 (a bar is a
+// Products run in the order in which they are issued, while the threads compute. From step j to step j + 1 (a bar is a
 // wait for products):
 //
 //   tensor cores:  S(j+1) | dK(j)  | dQ(j) | dV(j+1)          dP(j+1) |
 //   threads:              | P(j+1) |       | dQ(j) -> adder           | dS(j+1) -> shared memory
 //
-// dQ(j) waits for the other consumer's dS(j); S(j+1) and dK(j) come before it to give that time. A thread holds dK and
-// dV (128 registers at head_dim 128), its rows of V (32), and two fragments that serve in turn: one in fp32 for S and
-// P, dQ, dP (32), one rounded for P and dS (16).
+// dQ(j) waits for the other consumer's dS(j), which has time until S(j+1) and dK(j) have run. A thread holds dK and dV
+// (128 registers at head_dim 128), its rows of V (32), and two fragments that are reused in turn: one in fp32 for S and
+// P, dQ, dP (32), and a rounded one for P and dS (16).
 #pragma once
 
 #include <type_traits>
@@ -76,7 +76,7 @@ class Consumer {
   using Gradient = typename Epilogue<Variant>::Gradient;
   using DqPartial = float[Layout::kRegisters];
   using Bits = dropout::BitsOf<Score::kDrops, dropout::FragmentRows::kKeys, Variant::kQuery>;
-  // Whether a thread keeps where its keys' bits of dropout are.
+  // Whether a thread keeps the place of its keys' bits of dropout.
   static constexpr bool kKeepsKeysOfBits = Score::kDrops && Variant::kQuery % dropout::kBlockRows == 0;
   using KeysOfBits = typename dropout::FragmentBits<dropout::FragmentRows::kKeys, Variant::kQuery>::Keys;
 
@@ -89,7 +89,7 @@ class Consumer {
     Bits bits;
     std::conditional_t<kKeepsKeysOfBits, KeysOfBits, Nothing> keys_of_bits;
     std::conditional_t<Score::kDrops, RoundedScores, Nothing> own_kept;
-    // P as dV takes it.
+    // P as dV takes it, after dropout.
     __device__ __forceinline__ RoundedScores& kept() {
       if constexpr (Score::kDrops) {
         return own_kept;
@@ -99,8 +99,8 @@ class Consumer {
     }
     RegisterSlice v[max_int(1, kHeldSlicesOfV)];
 
-    // Where dQ's partial is as large as S it takes the same registers: S has become P, and dP is not issued yet. ptxas
-    // does not find that by itself; taking half of them confuses it.
+    // If dQ's partial is as large as S it uses the same registers: S has become P, and dP has not been issued. ptxas
+    // does not find that by itself, and sharing half of them confuses it.
     static constexpr bool kShareDq = Layout::kRegisters == kScoreRegisters;
     float own_dq[kShareDq ? 1 : Layout::kRegisters];
     __device__ __forceinline__ DqPartial& dq() {
@@ -112,7 +112,7 @@ class Consumer {
     }
   };
 
-  // Rounding a partial to integers takes time that dP fills where there are registers for both.
+  // Rounding a partial to integers takes time, which dP fills if there are registers for both.
   static constexpr bool kDpFirst = Variant::kOrderFree && !Registers::kShareDq && !Score::kDrops;
 
   __device__ __forceinline__ void process(int steps) {
@@ -142,7 +142,8 @@ class Consumer {
     if (last_sum != DqSum::kNotLast) { stage_and_arrive(r.dq(), step_.previous(), last_sum); }
   }
 
-  // Whether dK and dV are, once the splits before are added; if not, they are left to who goes on with them.
+  // Returns whether dK and dV are complete once the sums of the previous splits are added. If not, they are left to
+  // whoever continues them.
   __device__ __forceinline__ bool is_complete(Registers& r) const {
     if constexpr (Variant::kCarries) { return end_part(r); }
     if constexpr (Variant::kDivided) {
@@ -154,7 +155,7 @@ class Consumer {
     return work().splits == 1 || reduce_splits<Variant>(params_, work(), r.dk, r.dv);
   }
 
-  // The same of a call that carries sums, which are left to the next call.
+  // The same for a call that carries sums, which leaves them to the next call.
   __device__ __forceinline__ bool end_part(Registers& r) const {
     const bool dv_ends = end_carried_sum(params_, first_float(false), consumer_, r.dv);
     return end_carried_sum(params_, first_float(true), consumer_, r.dk) && dv_ends;
@@ -164,13 +165,12 @@ class Consumer {
     return first_float_of_sum<Variant, Epilogue<Variant>::kRegisters>(work(), consumer_, is_dk);
   }
 
-  // The loop is cut where no product is running, between dP and dS: ptxas then follows every product to its wait and
-  // has no reason to serialise them.
-  // Returns what end_last_step does.
+  // The loop is cut between dP and dS, where no product is running, so that ptxas can trace every product to its wait
+  // and has no reason to serialise them. Returns what end_last_step returns.
   __device__ __forceinline__ DqSum walk(Registers& r, int steps) {
     begin_first_step(r);
     for (int steps_left = steps - 1; steps_left > 0; --steps_left) {
-      // So that all addresses of a step are constants.
+      // Makes all addresses of a step constants.
       if (step_.slot() == 0) {
         end_step_begin_next<0>(r);
       } else {
@@ -180,7 +180,7 @@ class Consumer {
     return end_last_step(r);
   }
 
-  // A work tile without steps: nothing has been loaded.
+  // A work tile without steps, for which nothing has been loaded.
   __device__ __forceinline__ void pass_over() {
     release_staging();
     shared_.k_full.wait(tile().parity());
@@ -188,12 +188,12 @@ class Consumer {
     arrive_together(shared_.v_empty);
   }
 
-  // Of the consumer's rows of S^T.
+  // The first key of the consumer's rows of S^T.
   __device__ __forceinline__ int first_key() const {
     return work().kv_tile * Variant::kKey + consumer_ * kWarpgroupRows;
   }
 
-  // There is one K and one V a work tile.
+  // Each work tile has one K and one V.
   __device__ __forceinline__ RingIndex<1> tile() const { return {ring_.count}; }
   __device__ __forceinline__ const Element* key_tile() const { return shared_.kv[ring_.count % 2]; }
   __device__ __forceinline__ const Element* value_tile() const { return shared_.kv[1 - ring_.count % 2]; }
@@ -262,7 +262,8 @@ class Consumer {
     fence_operand(r.kept());
   }
 
-  // Where the partial makes dQ of a sum, that comes behind dK and dV, which need not wait for it: returns sum_of.
+  // Returns sum_of the last step. If that partial finishes dQ, it is staged after dK and dV, which need not wait for
+  // the sum.
   __device__ __forceinline__ DqSum end_last_step(Registers& r) {
     make_ds(r, step_);
     fence_and_arrive(shared_.ds_full[step_.slot()]);
@@ -319,12 +320,12 @@ class Consumer {
     wgmma_async_add<Element>(r.dk, r.rounded, QuerySum(descriptor_of_(shared_.q[step.slot()])));
   }
 
-  // Of the query tile.
+  // The first row of the query tile that the consumer computes of dQ.
   __device__ __forceinline__ int first_query_of_dq() const {
     return Variant::kSplitDqByHeadDim ? 0 : consumer_ * Variant::kDqQueries;
   }
 
-  // A consumer that has arrived on ds_full has completed dQ of the step before, so two buffers of dS need no `empty`
+  // A consumer that has arrived on ds_full has completed dQ of the previous step, so two buffers of dS need no `empty`
   // barrier.
   template <typename AnyStep>
   __device__ __forceinline__ void issue_dq(Registers& r, AnyStep step) {
@@ -338,7 +339,7 @@ class Consumer {
     }
   }
 
-  // S becomes P.
+  // Turns S into P.
   template <typename AnyStep>
   __device__ __forceinline__ void make_p(Scores& s, AnyStep step) const {
     const StepTile tile = shared_.step[step.slot()];
@@ -369,12 +370,12 @@ class Consumer {
 #pragma unroll
       for (int i = 0; i < kScoreRegisters / 2; ++i) { r.own_kept[i / 4][i % 4] = r.rounded[i / 4][i % 4]; }
       r.bits.template drop<Element>(r.own_kept);
-      r.bits.opaque();  // what has been made of them is made again for dP
+      r.bits.opaque();  // dP derives what it needs from them again
       fence_operand(r.own_kept);
     }
   }
 
-  // Long before they are used: they come from global memory.
+  // Called long before the bits are used, because they come from global memory.
   template <typename AnyStep>
   __device__ __forceinline__ void find_bits(Registers& r, AnyStep step) const {
     if constexpr (Score::kDrops) {
@@ -388,10 +389,10 @@ class Consumer {
     }
   }
 
-  // dP and P become dS, rounded, in registers for dK and in shared memory for dQ.
+  // Turns dP and P into dS, rounded, in registers for dK and in shared memory for dQ.
   template <typename AnyStep>
   __device__ __forceinline__ void make_ds(Registers& r, AnyStep step) {
-    // Lets ptxas mix the stores with the sums, which pays where there are many.
+    // Lets ptxas interleave the stores with the arithmetic, which pays if there are many.
     if constexpr (kScoreRegisters > 32) { opaque(thread_); }
     score_gradient<Element, Score>(r.rounded, r.scores, shared_.delta[step.slot()], shared_.lse[step.slot()],
                                    params_.score, r.bits, thread_);
@@ -458,12 +459,12 @@ class Consumer {
     }
   }
 
-  // Of the queries of dQ of a query tile.
+  // The marks of the consumer's rows of dQ.
   __device__ __forceinline__ uint8_t* marks_of(int tile) const {
     return params_.workspace.scales + int64_t(tile) * Variant::kQuery + first_query_of_dq();
   }
 
-  // Order-free, unless the head needs the order.
+  // Stages a partial in units, if sums are order-free and the head does not need the order.
   template <typename AnyStep, typename Store>
   __device__ __forceinline__ bool stage_dq_as_integers(const DqPartial& dq, AnyStep step, const Store& store) {
     if constexpr (Variant::kOrderFree) {

@@ -1,4 +1,4 @@
-// The part of a step that is no product of matrices: a thread's elements of S^T become P^T, and dP^T becomes dS^T.
+// The elementwise part of a step: a thread's elements of S^T become P^T, and dP^T becomes dS^T.
 #pragma once
 
 #include <type_traits>
@@ -49,7 +49,7 @@ struct KeyBias {
   }
 };
 
-// Of the queries (columns) of a thread's registers 8 * slice ... 8 * slice + 7.
+// The statistics of the queries (columns) of a thread's registers 8 * slice ... 8 * slice + 7.
 struct SliceStatistics {
   float of[2][2];
 };
@@ -73,7 +73,7 @@ __device__ __forceinline__ void probabilities(float (&s)[kSize], const float* ls
   }
 }
 
-// dS = P * (dP - D) * the score's derivative, rounded, in the place of P. dP of what `bits` drops is 0.
+// dS = P * (dP - D) * the score's derivative, rounded, overwrites P. Dropped elements of dP are 0.
 template <typename Element, typename Score, typename Bits, int kSize>
 __device__ __forceinline__ void score_gradient(RegisterSlice (&p)[kSize / 8], const float (&dp)[kSize],
                                                const float* delta, const float* lse, const ScoreParams& params,
@@ -82,7 +82,7 @@ __device__ __forceinline__ void score_gradient(RegisterSlice (&p)[kSize / 8], co
   for (int slice = 0; slice < kSize / 8; ++slice) {
     const SliceStatistics row = slice_of(delta, thread, slice);
     if constexpr (Score::kDrops && std::is_same_v<Element, bf16>) {
-      // Pairs are chosen when they are rounded, half as many as elements.
+      // Pairs are selected after rounding, which are half as many as elements.
       const uint32_t dropped[2] = {negated_pair(pack<Element>(row.of[0][0], row.of[0][1])),
                                    negated_pair(pack<Element>(row.of[1][0], row.of[1][1]))};
 #pragma unroll
@@ -99,7 +99,7 @@ __device__ __forceinline__ void score_gradient(RegisterSlice (&p)[kSize / 8], co
       float low = bits.keep(number, dp[number]) - row.of[i / 2][0];
       float high = bits.keep(number + 1, dp[number + 1]) - row.of[i / 2][1];
       if constexpr (Score::kHasDerivative) {
-        if (i == 0) { compiler_fence(); }  // what later slices read is not read yet: registers
+        if (i == 0) { compiler_fence(); }  // keeps later slices from being read early, which would take registers
         const SliceStatistics row_lse = slice_of(lse, thread, slice);
         const float2 probability = unpack<Element>(p[slice][i]);
         low *= Score::derivative(probability.x, row_lse.of[i / 2][0], params);

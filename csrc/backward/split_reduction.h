@@ -1,13 +1,13 @@
-// Where the query heads of a KV head are split over work tiles, their dK and dV are added up in the order of the
-// splits: each consumer hands its fp32 sums to the same consumer of the next split's work tile, through the workspace.
+// If the query heads of a KV head are split over work tiles, their dK and dV are added in the order of the splits. Each
+// consumer passes its fp32 sums through the workspace to the same consumer of the next split's work tile:
 //
 //   all threads store the sum -> barrier of the warpgroup -> one thread: st.release semaphore = split + 1
 //   -> one thread of the next split: ld.acquire semaphore -> barrier of the warpgroup -> all threads load the sum
 //
-// The work tile that is waited for was taken earlier (schedule/order.h): it is being worked on, or has ended.
+// The work tile that is waited for was taken earlier (schedule/order.h), so it is running or has ended.
 //
-// In the same way the first part of a divided KV tile hands its sums to the second, where two work tiles have them: in
-// a place of their own, which serves one split after the other, all of which are in parts then (whole_tiles.h).
+// The first part of a divided KV tile passes its sums to the second in the same way, if two CTAs work on them. These
+// sums have a place of their own, which serves one split after the other; then all splits are in parts (whole_tiles.h).
 #pragma once
 
 #include "../device/ptx.h"
@@ -17,8 +17,8 @@
 
 namespace dash_attn::backward {
 
-// The sum of one consumer's rows of dK or of dV. It is private to the kernel, so that it holds what each thread holds,
-// four registers at a time, thread after thread.
+// The sum of one consumer's rows of dK or of dV. It is private to the kernel and stored as each thread holds it, four
+// registers at a time, thread after thread.
 template <int kRegisters>
 class SplitSum {
  public:
@@ -26,11 +26,11 @@ class SplitSum {
 
   using Gradient = float[kRegisters];
 
-  // `semaphore` and `sums` are those of this sum.
+  // `semaphore` and `sums` belong to this sum.
   __device__ __forceinline__ SplitSum(int* semaphore, float4* sums, int consumer, int thread)
       : semaphore_(semaphore), sums_(sums + thread), consumer_(consumer), is_first_thread_(thread == 0) {}
 
-  // When the splits before are in it.
+  // Waits until the previous splits are in the sum, and adds it.
   __device__ __forceinline__ void add_to(Gradient& gradient, int split) const {
     wait_for(split);
     add_to(gradient);
@@ -41,8 +41,8 @@ class SplitSum {
     signal(split + 1);
   }
 
-  // Of a divided KV tile, whose sum is left here by the first part of each split and taken up by the second: one split
-  // after the other, in one place.
+  // For a divided KV tile, whose first part publishes the sum of each split and whose second part consumes it, one
+  // split after the other in one place.
   __device__ __forceinline__ void publish(const Gradient& gradient, int split) const {
     wait_for(2 * split);
     store(gradient);
@@ -95,26 +95,26 @@ class SplitSum {
     sync_warpgroup(1 + consumer_);
   }
 
-  // When all threads have come here.
+  // Signals once all threads have come here.
   __device__ __forceinline__ void signal(int value) const {
     sync_warpgroup(1 + consumer_);
     if (is_first_thread_) { ptx::store_release(semaphore_, value); }
   }
 
-  int* semaphore_;  // how many splits are in the sum; of one that is left and taken up, how often it has been
+  int* semaphore_;  // how many splits are in the sum, or how often it was published or consumed
   float4* sums_;
   int consumer_;
   bool is_first_thread_;
 };
 
-// Where the sum of a consumer's rows of dV begins in split_sums; that of dK comes behind it.
+// The first float in split_sums of the sum of a consumer's rows of dV. That of dK follows it.
 template <typename Variant, int kRegisters>
 __device__ __forceinline__ int64_t first_float_of_sum(const WorkTile& work, int consumer, bool is_dk) {
   return (2 * (int64_t(work.split_tile) * Variant::kConsumers + consumer) + is_dk) * kRegisters * kWarpgroupThreads;
 }
 
-// Calls f with a consumer's sums of dV and of dK at `sums`, whose threads count themselves afresh: what is shared with
-// the mainloop changes its code there, to the worse.
+// Calls f with a consumer's sums of dV and of dK at `sums`. Threads read their index again: a value shared with the
+// mainloop would change the mainloop's code for the worse.
 template <typename Variant, int kRegisters, typename F>
 __device__ __forceinline__ void with_sums(float* sums, int* semaphores, const WorkTile& work, F&& f) {
   const int index = read_thread_index();
@@ -128,8 +128,8 @@ __device__ __forceinline__ void with_sums(float* sums, int* semaphores, const Wo
   f(sum(first), sum(first + 1));
 }
 
-// Adds the sums of the splits before. The last split keeps the result (true), the others pass it on, dV while dK is
-// still on its way. Called by whole consumers, like what follows.
+// Adds the sums of the previous splits. The last split keeps the result and returns true; the others pass it on, dV
+// while dK is still being loaded. Like the function below, it is called by whole consumers.
 template <typename Variant, int kRegisters>
 __device__ __forceinline__ bool reduce_splits(const KernelParams& params, const WorkTile& work, float (&dk)[kRegisters],
                                               float (&dv)[kRegisters]) {
@@ -144,8 +144,8 @@ __device__ __forceinline__ bool reduce_splits(const KernelParams& params, const 
   return is_last;
 }
 
-// What the first part of a divided KV tile has come to is left for the second part, which takes it up and goes on with
-// it as if they were one. kPart: which of them this is.
+// Passes the sums of a divided KV tile from its first part to its second, which continues them as if the two were one.
+// kPart says which of them this is.
 template <typename Variant, Visits kPart, int kRegisters>
 __device__ __forceinline__ void hand_over_first_part(const KernelParams& params, const WorkTile& work,
                                                      float (&dk)[kRegisters], float (&dv)[kRegisters]) {

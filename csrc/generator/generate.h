@@ -1,4 +1,4 @@
-// The kernel that makes the bits of dropout and does nothing else.
+// The kernel that generates the bits of dropout.
 #pragma once
 
 #include "lines.h"

@@ -1,19 +1,19 @@
-// The consumers where no warpgroup has registers for the dK and dV of 64 keys: one owns all of dV and the other all of
-// dK. For every query tile,
+// The consumers if no warpgroup has registers for the dK and dV of 64 keys: one owns all of dV and the other all of dK.
+// For every query tile,
 //
 //   value consumer:  S = score(Q K^T)     P = exp2(scale S - LSE)     dV^T += dO^T P
 //   key consumer:    dP = dO V^T     dS = P * (dP - D)     dQ = dS K     dK^T += Q^T dS
 //
-// Queries are the rows of S and dP. P and dS go through shared memory, transposed: there the products read them, and
-// the key consumer takes P from there; with dropout, what is kept of P then takes its place. The key consumer computes
-// dQ 64 columns at a time, beside as many of dK (a bar is a wait for products):
+// Queries are the rows of S and dP. P and dS pass through shared memory, transposed. There the products read them, and
+// the key consumer reads P; with dropout the kept part of P then replaces P. The key consumer computes dQ 64 columns at
+// a time, alternating with as many columns of dK (a bar is a wait for products):
 //
 //   value consumer   tensor cores:  dV(j)  S(j+1) |
 //                    threads:                     | P(j+1) -> shared memory
 //   key consumer     tensor cores:  dQ(j)0 | dK(j)0  dQ(j)1 | dK(j)1 ... dP(j+1) |
 //                    threads:              | dQ(j)0 -> adder | dQ(j)1 -> adder ...  | dS(j+1) -> shared memory
 //
-// The value consumer is ahead by up to a step. What one consumer's threads do, the other's products run beside.
+// The value consumer is up to one step ahead. While one consumer's threads compute, the other's products run.
 #pragma once
 
 #include "../../device/warp_roles.h"
@@ -53,13 +53,14 @@ class Consumer {
   using DoutStage = RingIndex<Variant::kDoutStages>;
   using Once = RingIndex<1>;
 
-  // There is one K and one V a work tile.
+  // Each work tile has one K and one V.
   __device__ __forceinline__ Once tile() const { return {ring_.count}; }
   __device__ __forceinline__ const WorkTile& work() const { return shared_.work[ring_.slot()]; }
   __device__ __forceinline__ QueryStage query_stage() const { return {step_}; }
   __device__ __forceinline__ DoutStage dout_stage() const { return {step_}; }
 
-  // In work tiles without steps too: a parity tells a pass from the next one, and not from the next but one.
+  // Called for work tiles without steps too: a parity distinguishes a pass from the next one, but not from the one
+  // after that.
   __device__ __forceinline__ void wait_for_keys() const { shared_.k_full.wait(tile().parity()); }
   __device__ __forceinline__ void wait_for_q() const {
     shared_.q_full[query_stage().slot()].wait(query_stage().parity());
@@ -69,7 +70,7 @@ class Consumer {
   }
   __device__ __forceinline__ void wait_for_p() const { shared_.p_full.wait(Once{step_}.parity()); }
 
-  // Of the step; long before they are used: they come from global memory.
+  // The bits of the step. Called long before they are used, because they come from global memory.
   __device__ __forceinline__ Bits find_bits() const {
     if constexpr (Score::kDrops) {
       const uint32_t slot = query_stage().slot();
@@ -80,7 +81,7 @@ class Consumer {
     }
   }
 
-  // So that no address is carried through a step: there is no register for it.
+  // Has all addresses computed again: there are no registers to keep them throughout a step.
   __device__ __forceinline__ void recompute_addresses() {
     opaque(thread_);
     opaque(step_);
@@ -171,7 +172,7 @@ class ValueConsumer : Consumer<Variant> {
                                           KeyRows(descriptor_of_(shared_.k)));
   }
 
-  // P of the step is written by all warps.
+  // Starts dV, once all warps have written P of the step.
   __device__ __forceinline__ void issue_dv(Dv& dv) {
     if constexpr (Score::kDrops) {
       shared_.kept_full.wait(Once{step_}.parity());
@@ -192,7 +193,7 @@ class ValueConsumer : Consumer<Variant> {
     arrive_once(shared_.p_empty);
   }
 
-  // S becomes P, rounded, in shared memory; `p` is what dropout leaves of it.
+  // Turns S into P, rounded, in shared memory. `p` keeps what dropout leaves of it.
   __device__ __forceinline__ void make_p(Scores& s, RoundedScores& p, const Bits& bits) {
     const uint32_t slot = this->query_stage().slot();
     const StepTile tile = shared_.step[slot];
@@ -211,7 +212,7 @@ class ValueConsumer : Consumer<Variant> {
     if constexpr (Score::kDrops) { bits.template drop<Element>(p); }
   }
 
-  // What dropout keeps of P to its place, once the other consumer has taken P from there.
+  // Replaces P by what dropout keeps of it, once the other consumer has read P.
   __device__ __forceinline__ void write_kept(const RoundedScores& kept) {
     if constexpr (Score::kDrops) {
       shared_.p_read.wait(Once{step_}.parity());
@@ -232,7 +233,7 @@ class ValueConsumer : Consumer<Variant> {
     }
   }
 
-  // dV takes the place of V: the key consumer has come to P of the last step, and so is done with dP.
+  // Stores dV, which is staged in place of V. The key consumer has read P of the last step, so dP no longer needs V.
   __device__ __forceinline__ void finish(Dv& dv) {
     const WorkTile& work = this->work();
     shared_.v_full.wait(this->tile().parity());
@@ -295,7 +296,7 @@ class KeyConsumer : Consumer<Variant> {
     const int steps = this->work().steps;
     this->wait_for_keys();
     if (steps > 0) {
-      // Not in work tiles without steps, for whose V nobody waits for this consumer. The loader brings V before K.
+      // Skipped in work tiles without steps, for whose V nobody waits for this consumer. The loader loads V before K.
       shared_.v_full.wait(this->tile().parity());
       issue_dp(r);
       wait_products<0>();
@@ -310,7 +311,7 @@ class KeyConsumer : Consumer<Variant> {
     finish(r.dk);
   }
 
-  // dO comes behind Q, and with Q what tells the step's bits.
+  // dO arrives after Q, and with Q arrives what identifies the step's bits.
   __device__ __forceinline__ void issue_dp(Registers& r) {
     this->wait_for_dout();
     r.bits = this->find_bits();
@@ -319,7 +320,7 @@ class KeyConsumer : Consumer<Variant> {
                                              KeyRows(descriptor_of_(shared_.v)));
   }
 
-  // dP and P become dS, rounded, in shared memory.
+  // Turns dP and P into dS, rounded, in shared memory.
   __device__ __forceinline__ void make_ds(Registers& r) {
     this->recompute_addresses();
     const uint32_t slot = this->dout_stage().slot();
@@ -343,7 +344,7 @@ class KeyConsumer : Consumer<Variant> {
     sync_warpgroup(kNamedBarrier);
   }
 
-  // dQ and dK of the step, and dP of the next.
+  // Computes dQ and dK of the step, and dP of the next one.
   template <bool kHasNext>
   __device__ __forceinline__ void multiply_ds(Registers& r) {
     this->recompute_addresses();
@@ -408,7 +409,7 @@ class KeyConsumer : Consumer<Variant> {
     }
   }
 
-  // What has been staged may be added.
+  // Lets the adders add what has been staged.
   __device__ __forceinline__ void announce(Slot slot) const {
     ptx::fence_async_shared();
     __syncwarp();
@@ -418,7 +419,8 @@ class KeyConsumer : Consumer<Variant> {
     }
   }
 
-  // dK takes the place of K: S of all steps has become P, which this consumer has read, and its own dQ is done.
+  // Stores dK, which is staged in place of K. S of all steps has become P, which this consumer has read, and its own dQ
+  // is complete.
   __device__ __forceinline__ void finish(Dk& dk) {
     const WorkTile& work = this->work();
     sync_warpgroup(kNamedBarrier);

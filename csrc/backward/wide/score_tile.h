@@ -1,16 +1,16 @@
-// As ../score_tile.h, with queries as rows of the fragments: S becomes P, and dP becomes dS.
+// Like ../score_tile.h, for fragments whose rows are queries: S becomes P, and dP becomes dS.
 #pragma once
 
 #include "../score_tile.h"
 
 namespace dash_attn::backward::wide {
 
-// A value of each of a thread's two rows: register i is of row i / 2 % 2.
+// A value for each of a thread's two rows.
 struct RowPair {
   float of[2];
 };
 
-// Of LSE and D, which lie in the order of statistic_position.
+// The LSE or D of the thread's rows, which are stored in the order of statistic_position.
 __device__ __forceinline__ RowPair statistics_of(const float* rows, int thread) {
   const int row = fragment_row(thread, 0);
   return {{rows[statistic_position(row)], rows[statistic_position(row + 8)]}};
@@ -34,15 +34,14 @@ __device__ __forceinline__ void apply_mask(float (&s)[kSize], const Mask& mask, 
   }
 }
 
-// P = exp2(scale score - LSE); LSE is in base 2.
+// P = exp2(scale score - LSE); `lse` is in base 2.
 template <int kSize>
 __device__ __forceinline__ void probabilities(float (&s)[kSize], const RowPair& lse, float scale_log2) {
 #pragma unroll
   for (int i = 0; i < kSize; ++i) { s[i] = ptx::exp2_approx(fmaf(s[i], scale_log2, -lse.of[i / 2 % 2])); }
 }
 
-// dS = P * (dP - D) * the score's derivative, of one slice: rounded once, in the place of P. dP of what `bits` drops is
-// 0.
+// One slice of dS = P * (dP - D) * the score's derivative, rounded once, overwrites P. Dropped elements of dP are 0.
 template <typename Element, typename Score, typename Bits, int kSize>
 __device__ __forceinline__ void score_gradient(RegisterSlice& p, const float (&dp)[kSize], int slice,
                                                const RowPair& delta, const RowPair& lse, const ScoreParams& params,
