@@ -1,8 +1,9 @@
-// What schedule="auto" means: part of the bit contract, because another policy is another order of sums.
+// What schedule="auto" means. This is part of the bit contract, because another policy is another order of sums.
 //
-// It may look at what a KV head knows of itself. Not at how many heads or sequences a call has, nor at the GPU: a head
-// keeps its bits when a call is split over GPUs by heads. Nor at lengths, which in a pack the device alone knows. A
-// change here changes the bits of every user who does not name a policy, and so belongs in CHANGELOG.md.
+// It may depend on what a KV head knows of itself: not on the number of heads or sequences of a call, nor on the GPU,
+// because a head keeps its bits when a call is split over GPUs by heads; nor on lengths, which for a pack only the
+// device knows. A change here changes the bits of every user who does not name a policy, and so must be noted in
+// CHANGELOG.md.
 #pragma once
 
 #include "../config/tile_shapes.h"
