@@ -5,5 +5,5 @@
     flash_attn_3    flash_attn_interface of FlashAttention-3
     bert_padding    flash_attn.bert_padding
 
-Import them by these names, or have them under the peers' names: see docs/integrations/functions.md.
+Import them by these names, or have them under FlashAttention's names: see docs/api/compat.md.
 """
