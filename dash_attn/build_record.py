@@ -1,4 +1,4 @@
-"""What the compiled kernels in this installation are, read from the file itself (csrc/launch/build_record.cu)."""
+"""Describes the compiled kernels of this installation, read from the library file (csrc/launch/build_record.cu)."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _BEGIN, _END = b"dash_attn build record\n", b"end\n\0"
 
 @dataclasses.dataclass(frozen=True)
 class Kernel:
-    """A line of csrc/launch/variants.def, in its words: BFloat16, 192x128, Causal, Plain."""
+    """A line of csrc/launch/variants.def, in its terms: BFloat16, 192x128, Causal, Plain."""
 
     pass_: str
     dtype: str
@@ -24,7 +24,7 @@ class Kernel:
 
 @dataclasses.dataclass(frozen=True)
 class BuildRecord:
-    """What `_C` was compiled for and with, and every kernel that can be called."""
+    """What `_C` was compiled for and with, and all of its kernels."""
 
     architecture: str
     nvcc: str
@@ -32,21 +32,21 @@ class BuildRecord:
 
 
 def kernels_file(folder: pathlib.Path = FOLDER) -> pathlib.Path | None:
-    """The library of the kernels; None where the package was built without."""
+    """Returns the library of the kernels; None if the package was built without kernels."""
     return next(iter(sorted(folder.glob("_C*.so"))), None)
 
 
 def read(path: pathlib.Path) -> BuildRecord:
-    """The record in a compiled library, which is not loaded.
+    """Reads the record from a compiled library without loading the library.
 
     Raises:
-        ValueError: the file holds none.
+        ValueError: the file contains no record.
     """
     with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
         begin = content.find(_BEGIN)
         end = content.find(_END, begin)
         if begin < 0 or end < 0:
-            raise ValueError(f"{path} holds no record of its build: install dash_attn again")
+            raise ValueError(f"{path} contains no record of its build: install dash_attn again")
         lines = content[begin + len(_BEGIN) : end].decode().splitlines()
     facts = dict(line.split(" ", 1) for line in lines[:2])
     kernels = []

@@ -1,7 +1,7 @@
-"""Shows what dash_attn does on this machine: `python -m dash_attn.demo`, which `make demo` runs.
+"""Demonstrates dash_attn on this machine: `python -m dash_attn.demo`, which `make demo` runs.
 
-A transformer layer is differentiated twice and the bits of its gradients compared; then the schedules are compared in
-the model and drawn. On a Hopper GPU the kernels run, beside PyTorch's own attention; elsewhere the reference does.
+The demo differentiates a transformer layer twice and compares the bits of its gradients. It then compares the schedules
+in the model and draws them. On a Hopper GPU it runs the kernels and PyTorch's own attention, elsewhere the reference.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Size:
     seqlen: int
     heads: int
     head_dim: int
-    repeats: int  # backward passes whose bits are compared
+    repeats: int  # number of backward passes to compare
 
     def __str__(self) -> str:
         return f"batch {self.batch}, seqlen {self.seqlen}, {self.heads} heads of {self.head_dim}, bf16, causal"
@@ -61,7 +61,7 @@ class TransformerLayer(nn.Module):
 
 
 def digest(tensors) -> str:
-    """First 16 hexadecimal digits of the SHA-256 of the tensors' bytes."""
+    """Returns the first 16 hexadecimal digits of the SHA-256 of the tensors' bytes."""
     sha = hashlib.sha256()
     for tensor in tensors:
         tensor = tensor.detach().cpu().contiguous()
@@ -91,7 +91,7 @@ def show_layer(size: Size, device: str) -> bool:
         took = time.perf_counter() - start
         print(f"run {run}: {len(gradients)} gradients, SHA-256 {digests[-1]}  ({took:.2f} s)", flush=True)
     equal = digests[0] == digests[1]
-    print("the bits of all gradients agree" if equal else "THE BITS DIFFER")
+    print("all gradients have the same bits" if equal else "THE BITS DIFFER")
     return equal
 
 
@@ -102,7 +102,7 @@ def attention_inputs(size: Size, device: str) -> tuple[torch.Tensor, ...]:
 
 
 def differing_runs(attention, inputs, repeats: int) -> int:
-    """In how many of `repeats` further backward passes some gradient's bits differ from the first's."""
+    """Counts the backward passes, out of `repeats`, in which the bits of a gradient differ from the first pass."""
     *qkv, dout = inputs
     leaves = [t.detach().requires_grad_() for t in qkv]
     out = attention(*leaves)
@@ -125,7 +125,7 @@ def show_repeats(size: Size, device: str) -> bool:
         print(f"dash_attn, schedule {name}: {count} of {size.repeats} runs differ from the first", flush=True)
         equal &= count == 0
     if device != "cuda":
-        print("PyTorch's own attention adds dQ with atomics on a GPU only, so there is nothing to compare with here")
+        print("PyTorch's own attention adds dQ with atomics only on a GPU, so there is no comparison here")
         return equal
 
     def torch_attention(q, k, v):
@@ -139,7 +139,7 @@ def show_repeats(size: Size, device: str) -> bool:
 
 
 def show_orders(size: Size, device: str) -> None:
-    heading("Why the order matters: the same backward with its sums in other orders")
+    heading("Why the order matters: the same backward with other orders of its sums")
     *qkv, dout = attention_inputs(size, device)
     gradients: dict[str, tuple[torch.Tensor, ...]] = {}
     names = schedule.fitting(causal=True)
@@ -151,7 +151,7 @@ def show_orders(size: Size, device: str) -> None:
         differing = [int(torch.ne(a, b).sum()) for a, b in zip(gradients[name], first)]
         counts = ", ".join(f"{gradient} {count}" for gradient, count in zip(("dQ", "dK", "dV"), differing))
         print(f"{name:16} elements that differ from {names[0]}: {counts}  (of {first[0].numel()} each)", flush=True)
-    print("a sum in another order rounds differently, so each schedule fixes the order, and with it the bits")
+    print("sums in another order round differently, so each schedule fixes the order, and with it the bits")
 
 
 def run_module(module: str, *arguments: str) -> None:
@@ -160,7 +160,7 @@ def run_module(module: str, *arguments: str) -> None:
 
 
 def show_schedules(output: pathlib.Path) -> None:
-    heading("The schedules in the model, at the shape of a training step")
+    heading("The schedules in the model, for the shape of a training step")
     run_module("dash_attn.schedule", "--seqlen-q", "8192")
     heading("Their Gantt charts, at a shape small enough to see")
     if importlib.util.find_spec("matplotlib") is None:
@@ -175,14 +175,16 @@ def show_schedules(output: pathlib.Path) -> None:
 def show_benchmark() -> None:
     heading("A short benchmark")
     if importlib.util.find_spec("benchmarks") is None:
-        print("run from the checkout to measure: benchmarks/ is not installed")
+        print("benchmarks/ is not installed: run the demo from a checkout to measure")
         return
     run_module("benchmarks.run", "--grid", "bar", "--peers", "fa2", "cudnn")
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m dash_attn.demo", description=__doc__.splitlines()[0])
-    parser.add_argument("--output", type=pathlib.Path, default=pathlib.Path("demo_output"), help="folder of the charts")
+    parser.add_argument(
+        "--output", type=pathlib.Path, default=pathlib.Path("demo_output"), help="folder for the charts"
+    )
     arguments = parser.parse_args()
     reason = why_no_kernels_run()
     if reason is None:

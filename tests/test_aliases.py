@@ -119,8 +119,8 @@ except RuntimeError as error:
     stdout, _ = python("-c", code, paths=[installed])
     place = installed / "flash_attn" / "__init__.py"
     refused, late = stdout.splitlines()
-    assert refused.startswith(f"dash_attn cannot become flash_attn, which is installed in {place}, unless it is forced")
-    assert late == "dash_attn cannot become flash_attn, which is imported already: activate it before that"
+    assert refused.startswith(f"dash_attn replaces flash_attn, which is installed in {place}, only if forced")
+    assert late == "dash_attn cannot replace flash_attn, which is already imported: activate dash_attn first"
 
     code = """
 import dash_attn.aliases as aliases
@@ -158,7 +158,7 @@ def test_start_of_python(started_python):
     stdout, stderr = start(f"{FINDERS}, 'torch' in sys.modules", **{VARIABLE: "1"})
     assert "_Finder" in stdout and stdout.endswith(" False\n") and not stderr
     assert start(FINDERS, **{VARIABLE: "yes"}) == (
-        "[]\n", [f"{VARIABLE} must be 0, 1 or force, got 'yes': it is ignored"],
+        "[]\n", [f"{VARIABLE} must be 0, 1 or force, got 'yes': the value is ignored"],
     )  # fmt: skip
 
 
@@ -177,7 +177,7 @@ def test_environment_leaves_an_installed_flash_attn(started_python, installed):
     stdout, stderr = python("-c", code, executable=started_python, paths=[installed], **{VARIABLE: "1"})
     assert stdout.split() == ["2.7.4", "2.7.4"]
     (line,) = stderr
-    assert line.startswith("dash_attn does not become flash_attn, which is installed in") and "=force" in line
+    assert line.startswith("dash_attn replaces flash_attn, which is installed in") and "=force" in line
     # The other release's names are not there, so they are given.
     code = "import flash_attn_interface, flash_attn; print(flash_attn_interface.__dash_attn__, flash_attn.marker)"
     stdout, _ = python("-c", code, executable=started_python, paths=[installed], **{VARIABLE: "1"})
@@ -253,7 +253,7 @@ def test_names_that_workers_would_lack_are_said(started_python, tmp_path):
         started.write_text(kept)
     (line,) = stderr
     assert line.startswith(
-        f"dash_attn.run: processes that the program starts lack the names, for {START_FILE} is not in"
+        f"dash_attn.run: child processes of the program do not get the names: {START_FILE} is not in"
     )
     assert str(started.parent) in line
     assert f"no: {START_FILE} is not in {started.parent}" in facts
@@ -262,8 +262,8 @@ def test_names_that_workers_would_lack_are_said(started_python, tmp_path):
 
 
 @pytest.mark.parametrize("arguments, why", [
-    ([], "a script or -m module is needed, got no arguments"), (["-m"], "a script or -m module is needed, got -m"),
-    (["--unknown", "x.py"], "a script or -m module is needed, got --unknown x.py"),
+    ([], "expected a script or -m module, got no arguments"), (["-m"], "expected a script or -m module, got -m"),
+    (["--unknown", "x.py"], "expected a script or -m module, got --unknown x.py"),
     (["missing.py"], "the script must be a file, got missing.py"),
 ])  # fmt: skip
 def test_run_says_how_to_use_it(arguments, why, capsys):
@@ -280,7 +280,7 @@ def test_run_refuses(installed):
         env={**os.environ, "PYTHONPATH": os.pathsep.join((str(installed), str(PACKAGE.parent)))},
     )  # fmt: skip
     assert refused.returncode == 1
-    assert refused.stderr.startswith("dash_attn.run: dash_attn cannot become flash_attn, which is installed")
+    assert refused.stderr.startswith("dash_attn.run: dash_attn replaces flash_attn, which is installed")
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -305,7 +305,7 @@ def test_under_torchrun(tmp_path):
 def test_frameworks_that_were_imported_before_are_named():
     code = "import sys, types; sys.modules['xformers'] = types.ModuleType('xformers'); import dash_attn.as_flash_attn"
     _, stderr = python("-c", code)
-    assert any("xformers may have looked for flash_attn already: activate dash_attn before" in line for line in stderr)
+    assert any("xformers may already have looked for flash_attn: activate dash_attn first" in line for line in stderr)
 
 
 def test_functions_of_the_extension_module():

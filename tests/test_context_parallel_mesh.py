@@ -31,8 +31,8 @@ NAMES = (
 )
 AGREED = {
     "dtype, mesh": "torch.float16",
-    "argument, mesh": "causal must be the same on every rank: rank 1 got False, rank 0 True",
-    "shape of the mesh, mesh": "mesh must be the same on every rank: rank 1 got [4], rank 0 [2, 2]",
+    "argument, mesh": "causal must be the same on every rank: rank 1 got False, rank 0 got True",
+    "shape of the mesh, mesh": "mesh must be the same on every rank: rank 1 got [4], rank 0 got [2, 2]",
     "value, mesh": "k of rank 1 must be finite",
     "value of a gradient, mesh": "dout of rank 1 must be finite",
 }

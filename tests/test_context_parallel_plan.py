@@ -167,7 +167,7 @@ def test_the_plan_is_a_function_of_its_arguments():
         (
             (4096, 4096, 2),
             {"schedule": "shift"},
-            "schedule must be a policy whose visits go in one direction, of whole KV tiles, .*, got 'shift'",
+            "schedule must be a policy with visits in one direction, whole KV tiles .*, got 'shift'",
         ),
     ],
 )

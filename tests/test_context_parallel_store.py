@@ -59,5 +59,5 @@ def test_a_rank_that_stalls_while_the_store_is_frozen(tmp_path, store_process):
 
 def test_a_group_that_needs_the_store(tmp_path, store_process):
     for error, text, seconds in outcomes(tmp_path, "a new group", *store_process):
-        assert error == "RankError" and "a group of gloo of the ranks [0, 1, 2] of the job cannot be made" in text
+        assert error == "RankError" and "a gloo group of the ranks [0, 1, 2] of the job cannot be created" in text
         assert seconds < TIMEOUT_S + 3

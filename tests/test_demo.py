@@ -50,7 +50,7 @@ def test_repeats_are_reported(odd, said, monkeypatch, capsys):
     assert said in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("odd, said", [((), "the bits of all gradients agree"), ((1,), "THE BITS DIFFER")])
+@pytest.mark.parametrize("odd, said", [((), "all gradients have the same bits"), ((1,), "THE BITS DIFFER")])
 def test_a_layer_that_differs_is_reported(odd, said, monkeypatch, capsys):
     monkeypatch.setattr(demo.dash_attn, "flash_attn_func", Attention(odd))
     assert demo.show_layer(SIZE, "cpu") == (not odd)

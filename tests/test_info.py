@@ -54,7 +54,7 @@ def test_a_binary_without_a_record_is_refused(tmp_path):
     assert build_record.kernels_file(tmp_path) is None
     path = tmp_path / "_C.abi3.so"
     path.write_bytes(RECORD[:100])
-    with pytest.raises(ValueError, match=re.escape(f"{path} holds no record of its build")):
+    with pytest.raises(ValueError, match=re.escape(f"{path} contains no record of its build")):
         build_record.read(path)
 
 
@@ -103,7 +103,7 @@ def test_info_says_what_was_built_and_what_is_not_here(package):
 
 @pytest.mark.parametrize("note, because", [
     ("nvcc was not found (PATH)", "because nvcc was not found (PATH) when dash_attn was built"),
-    (None, "and the build left no note of why"),
+    (None, "and the build left no note of the reason"),
 ])  # fmt: skip
 def test_info_says_why_there_are_no_kernels(package, note, because):
     if note is not None:
@@ -120,7 +120,7 @@ def test_info_fails_with_its_self_check(monkeypatch, capsys):
 
 @pytest.mark.parametrize("not_loaded, capability, why", [
     (None, (9, 0), None),
-    (None, (10, 0), "they need a GPU of compute capability 9.0 (Hopper), here is a GPU (10.0)"),
+    (None, (10, 0), "they need a GPU of compute capability 9.0 (Hopper), but this one is a GPU (10.0)"),
     (None, None, "torch sees no CUDA device"),
     ("_C.abi3.so cannot be loaded", (9, 0), "_C.abi3.so cannot be loaded"),
 ], ids=str)  # fmt: skip

@@ -20,7 +20,7 @@ from dash_attn.receipts.store import Entry, Writer, rank_file
 from dash_attn.receipts.text import printable
 
 NAMES = [
-    "\x1b]0;title\x07\x1b[2J", "a\nthe same: no record differs", "a\rthe same", "\x9b31m", "\u202edlrow", "\u2028",
+    "\x1b]0;title\x07\x1b[2J", "a\nthe runs agree: no record differs", "a\rthe same", "\x9b31m", "\u202edlrow", "\u2028",
     "$x^{$", "$", r"\$a$", r"$\frac$", "\\", "größe", "张量", "a\0b", "%s{}", "_" * 3000, "",
 ]  # fmt: skip
 
@@ -43,7 +43,7 @@ def pair_of(folder, names, **options):
 
 def check_text(text):
     assert all(c.isprintable() or c == "\n" for c in text), text
-    assert "the same: no record differs" not in text.splitlines()
+    assert "the runs agree: no record differs" not in text.splitlines()
 
 
 @pytest.mark.parametrize("place", range(len(NAMES)))

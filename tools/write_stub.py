@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Writes dash_attn/_schedule.pyi, the types of the compiled schedule module, from the module's own signatures.
 
-python tools/write_stub.py    # after a change of csrc/bindings/schedule_module.cpp, once it is built
+python tools/write_stub.py    # after csrc/bindings/schedule_module.cpp has changed and has been built
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _HEADER = '"""Written by tools/write_stub.py from the signatures of the compiled
 
 
 def signature(docstring: str) -> str:
-    """'(schedule: str, problem: Problem) -> int' of a docstring of pybind11, without its wider types of arguments."""
+    """Returns '(schedule: str, problem: Problem) -> int' from a docstring of pybind11, with plain argument types."""
     line = docstring.splitlines()[0]
     line = line[line.index("(") :]
     for wide, plain in (("Int", "int"), ("Float", "float")):
@@ -48,7 +48,7 @@ def of_class(name: str, cls: type) -> str:
 
 
 def stub(module: ModuleType) -> str:
-    """The text of the stub."""
+    """Returns the text of the stub."""
     constants, classes, functions = [], [], []
     for name, value in sorted(vars(module).items()):
         if name.startswith("__"):

@@ -1,6 +1,6 @@
-"""Rows that go from the ranks that have them to those that are to work on them, and results that go back.
+"""Moves rows from the ranks that hold them to the ranks that work on them, and moves results back.
 
-Nothing is added: every row is copied, and its gradient takes the way back.
+Nothing is added: every row is copied, and its gradient is copied back.
 """
 
 from __future__ import annotations
@@ -20,33 +20,34 @@ from .layout import Rows, places_of
 from .movement import Move, exchange
 
 RowsOfRanks = tuple[tuple[Rows, ...], ...]
-"""For each rank the runs of rows that it has, in its order."""
+"""For each rank, its runs of rows in the rank's own order."""
 
 
 class Route(NamedTuple):
-    """From where to where rows go."""
+    """Where rows come from and where they go."""
 
     total: int
-    """Rows in all."""
+    """The total number of rows."""
     source: RowsOfRanks
-    """Every row that is in `target` is in it, once."""
+    """The source: contains every row of `target` once."""
     target: RowsOfRanks
-    """No row twice."""
+    """The target: contains no row twice."""
 
     def back(self) -> Route:
         return Route(self.total, self.target, self.source)
 
 
 class Places(NamedTuple):
-    """A rank's rows in its own order, by the rank that they go to or come from; both ends take them in that of the
-    whole."""
+    """A rank's rows in its own order, by the rank that they go to or come from. Both ends of a pair take the rows in
+    the
+    order of the whole."""
 
     sent: list[Tensor]
     received: list[Tensor]
 
 
 class MoveRows(torch.autograd.Function):
-    """Tensors (batch, this rank's rows in the source of their route, ...) to its target's."""
+    """Moves tensors (batch, this rank's rows in the source of their route, ...) to the target of their route."""
 
     @staticmethod
     def forward(ctx, channel: Channel, what: str, routes: Sequence[Route], *tensors: Tensor):
@@ -60,7 +61,7 @@ class MoveRows(torch.autograd.Function):
     @first_order
     def backward(ctx, _, *gradients):
         what, routes = f"the backward of {ctx.what}", [route.back() for route in ctx.routes]
-        if all(x is None for x in gradients):  # on all ranks, who have agreed on the output's
+        if all(x is None for x in gradients):  # on every rank, because the ranks have agreed on the output's gradient
             return (None,) * (3 + len(gradients))
         given = [
             torch.zeros(shape, dtype=dtype, device=device) if x is None else x
@@ -70,8 +71,8 @@ class MoveRows(torch.autograd.Function):
 
 
 class MoveResultsBack(torch.autograd.Function):
-    """The output and the log-sum-exp, (batch, rows, heads, ...), along one route. Rows that do not come from anywhere
-    have 0 and +inf."""
+    """Moves the output and the log-sum-exp, (batch, rows, heads, ...), along one route. Rows without a source have an
+    output of 0 and a log-sum-exp of +inf."""
 
     @staticmethod
     def forward(ctx, channel: Channel, what: str, route: Route, check_values: bool, agreed: bool, out, lse):
@@ -100,7 +101,7 @@ def _moved(
     tensors: Sequence[Tensor],
     fill: Iterable[float] = itertools.repeat(0.0),
 ) -> list[Tensor]:
-    """`fill`: what rows have that do not come from anywhere."""
+    """Moves tensors along routes. Rows without a source are filled with `fill`."""
     results, moves, landings = [], [], []
     for route, x, value in zip(routes, tensors, fill):
         sent, received = _places(route, channel.rank, x.device)
@@ -116,9 +117,9 @@ def _moved(
     return results
 
 
-@functools.lru_cache(maxsize=4)  # a call has a route for queries and one for keys, there and back
+@functools.lru_cache(maxsize=4)  # a call uses a route for queries and a route for keys, in both directions
 def _places(route: Route, rank: int, device: torch.device) -> Places:
-    """On the device; the first time it is waited for."""
+    """Returns the places on the device. The first call for a route waits for the device."""
     (from_rank, from_place), (to_rank, to_place) = (_owners(route.total, side) for side in (route.source, route.target))
     ranks = len(route.source)
     sent = _by_rank(from_place, to_rank, from_rank == rank, ranks)
@@ -127,7 +128,7 @@ def _places(route: Route, rank: int, device: torch.device) -> Places:
 
 
 def _owners(total: int, of_ranks: RowsOfRanks) -> tuple[Tensor, Tensor]:
-    """Of every row the rank that has it, or -1, and its place there."""
+    """Returns the rank that holds each row, or -1, and the row's place on that rank."""
     owner, place = torch.full((total,), -1), torch.zeros(total, dtype=torch.int64)
     for rank, runs in enumerate(of_ranks):
         for run, own in zip(runs, places_of(runs)):
@@ -137,7 +138,7 @@ def _owners(total: int, of_ranks: RowsOfRanks) -> tuple[Tensor, Tensor]:
 
 
 def _by_rank(place: Tensor, other: Tensor, is_here: Tensor, ranks: int) -> list[Tensor]:
-    """The places of the rows that are here and at one other rank, for each of those in the order of the whole."""
+    """For each rank, returns the places of the rows that are here and on that rank, in the order of the whole."""
     rows = (is_here & (other >= 0)).nonzero().squeeze(1)
     of_rows = other[rows]
     by_rank = place[rows[of_rows.argsort(stable=True)]]
