@@ -457,7 +457,7 @@ def test_the_table_of_schedules():
 
 def test_the_comparisons_that_are_named(capsys, tmp_path, result):
     """They run, and print the geometric mean to the best deterministic peer, for each run that both files have."""
-    lines = re.findall(r"^    python -m benchmarks\.compare (.*)$", DETAILS, re.M)
+    lines = re.findall(r"^python -m benchmarks\.compare (.*)$", DETAILS, re.M)
     tflops = {("dash_attn", "auto"): 500.0, ("dash_attn", "atomic"): 900.0}
     tflops |= {("fa3", "auto"): 400.0, ("fa3", None): 450.0}
     files = {"result.json": str(RESULT)}
