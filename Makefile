@@ -27,11 +27,12 @@ lint:
 	$(VENV)/bin/ruff format --check
 	$(VENV)/bin/mypy
 
-# The documentation as a site in site/; `python -m http.server -d site` shows it.
+# The documentation as a site in site/.
 docs: export NO_MKDOCS_2_WARNING = 1
 docs:
 	$(PREPARE) docs --no-build --no-torch
 	$(VENV)/bin/mkdocs build --strict --quiet
+	@echo "site/ is built: $(VENV)/bin/python -m http.server -d site"
 
 # A source distribution and a wheel for other machines, in dist/.
 wheel:
