@@ -117,9 +117,21 @@ def test_recording(page, tmp_path, monkeypatch):
 
 
 def test_distributed(one_process):
-    names = {"rank": 0, "world_size": 1, "nodes": 1, **qkv(1, 64, 2, 32)}
-    found = run_blocks("docs/distributed.md", names, [('"cuda"', '"cpu"'), ("(nodes, 8)", "(nodes, 1)")])
-    assert found["out"].shape == (1, 64, 2, 32)
+    from dash_attn.distributed import context_parallel_attention
+
+    _, of_mesh = blocks("docs/distributed.md", "python")
+    names = {"torch": torch, "nodes": 1, "context_parallel_attention": context_parallel_attention, **qkv(1, 64, 2, 32)}
+    exec(of_mesh.replace('"cuda"', '"cpu"').replace("(nodes, 8)", "(nodes, 1)"), names)
+    assert names["out"].shape == (1, 64, 2, 32)
+
+
+def test_distributed_program(shell, tmp_path):
+    page = "docs/distributed.md"
+    (tmp_path / "context_parallel.py").write_text(blocks(page, "python")[0])
+    done = shell(
+        blocks(page, "bash")[0].replace("torchrun", "torchrun --rdzv-backend c10d --rdzv-endpoint localhost:0")
+    )
+    assert done.returncode == 0 and {"0 True", "1 True"} <= set(done.stdout.splitlines()), done.stdout + done.stderr
 
 
 def test_foreign_forward(monkeypatch):
