@@ -43,12 +43,10 @@ def flash_attn_with_kvcache(
     learnable_sink: Tensor | None = None,
     s_aux: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Computes attention of queries at the end of cached keys, with the arguments of FlashAttention-2, without
-    gradients.
+    """Computes attention of queries at the end of cached keys, with FlashAttention-2's arguments, without gradients.
 
     If k and v are given, they are first written into the cache, in place, after the existing keys. Masks and windows
-    are
-    those of `flash_attn_func`, where seqlen_k is the number of cached keys, including new ones: the last query is
+    are those of `flash_attn_func`, where seqlen_k is the number of cached keys, including new ones: the last query is
     aligned with the last key.
 
     Keys are never split over SMs: one SM computes a row, however long the cache is. Every call gathers the blocks of a
@@ -164,8 +162,7 @@ def attend(
     sm_margin: int = 0,
 ) -> tuple[Tensor, Tensor]:
     """Computes `flash_attn_with_kvcache`. With cu_seqlens_q the queries are a variable-length batch, and the
-    log-sum-exp
-    is (heads, total_q)."""
+    log-sum-exp is (heads, total_q)."""
     causal = checks.as_flag("causal", causal)
     window = checks.as_window(window_size)
     scores = checks.as_scores(softcap, alibi_slopes, learnable_sink, s_aux)

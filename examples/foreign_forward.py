@@ -1,8 +1,7 @@
 """Deterministic gradients for the output of another forward: `python examples/foreign_forward.py`.
 
 The forward here is plain PyTorch and represents FlashAttention-3's. dash_attn computes the backward, with its kernels
-on
-a Hopper GPU and with its reference elsewhere.
+on a Hopper GPU and with its reference elsewhere.
 """
 
 import torch

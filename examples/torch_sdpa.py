@@ -4,8 +4,7 @@
 
 The model calls torch.nn.functional.scaled_dot_product_attention. The single line that mentions dash_attn is `activate`.
 The kernels run on a Hopper GPU, and the slow reference elsewhere. Each training runs twice, and the example compares
-the
-bits of the losses and of the weights.
+the bits of the losses and of the weights.
 """
 
 import argparse

@@ -6,8 +6,7 @@
 
 Each process uses one GPU over NCCL, or the CPU with dash_attn's reference over gloo if there is no GPU. Losses, times
 and checkpoints go to --out, and the fingerprints of everything that a step computes go to --receipts. --resume
-continues
-from the last undamaged checkpoint, on any number of processes. docs/training.md explains what the runs show.
+continues from the last undamaged checkpoint, on any number of processes. docs/training.md explains what the runs show.
 """
 
 from __future__ import annotations

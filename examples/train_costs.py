@@ -4,8 +4,7 @@
 
 Attention is dash_attn's or that of the fastest of --peers, all non-deterministic. The rest of the step is deterministic
 or not, and one variant records receipts of every step. On a CPU the sizes are tiny, and the results do not carry over
-to
-a GPU.
+to a GPU.
 """
 
 import argparse

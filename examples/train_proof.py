@@ -6,9 +6,8 @@ several layouts of processes.
 `4c2` means four processes in pairs that share a sequence. For each layout there is a run, a repeat, and a run that is
 killed in a step and continues from its checkpoint. Their losses and receipts must be the same, byte by byte. Attention
 to equal inputs must have equal bits on all layouts (receipts of --probe). As a control, the first layout runs twice
-with
-a non-deterministic attention: these runs must differ, and the receipts show where. The exit status is 0 if all of this
-holds.
+with a non-deterministic attention: these runs must differ, and the receipts show where. The exit status is 0 if all of
+this holds.
 
 With --jobs several runs share the GPUs, so that each run is also load for the others.
 

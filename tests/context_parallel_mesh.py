@@ -99,11 +99,11 @@ def what_holds(rank):
         "no gradients": same_bytes(call(*parts, mesh), of_rank(flash_attn_func(q, k, v), rank)),
         "more ranks than KV heads": refused(ValueError, "mesh must have at most as many ranks in its last dimension as "
                                             "k has heads, 1, got (2, 2)", call, *(x[:, :, :1] for x in parts), mesh),
-        "chunks that do not join": refused(ValueError, "q must have a number of rows whose 4 chunks join into 2 with a mesh of "
-                                           "(2, 2) in the contiguous layout, such as a multiple of 256, got 514",
+        "chunks that do not join": refused(ValueError, "q must have a number of rows whose 4 chunks join into 2 with "
+                                           "a mesh of (2, 2) in the contiguous layout, such as a multiple of 256, ",
                                            call, *even, mesh),
-        "unequal chunks that do not join": refused(ValueError, "such as a multiple of 256, got 129", call, *uneven, mesh),
-        "chunks of k that do not join": refused(ValueError, "k must have a number of rows whose 4 chunks", call, parts[0],
+        "unequal chunks that do not join": refused(ValueError, "a multiple of 256, got 129", call, *uneven, mesh),
+        "chunks of k that do not join": refused(ValueError, "k must have a number of rows", call, parts[0],
                                                 *even[1:], mesh),
         "chunks within tiles": same_bytes(call(*few, mesh), of_rank(flash_attn_func(*few_of_all), rank)),
         "softcap": refused(NotImplementedError, f"softcap must be left out {here}", call, *parts, mesh, softcap=0.5),

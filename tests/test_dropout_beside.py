@@ -186,9 +186,11 @@ def test_bits_beside_are_there_when_the_block_has_ended():
      "keep_bits must be True with mapping='flash_attention_2', because the backward generates bits only with "
      "mapping='bit_sliced', got False"),
     ({"total_heads": 8}, ValueError,
-     "keep_bits must be True with total_heads=8, because the backward generates bits only with total_heads=4, got False"),
+     "keep_bits must be True with total_heads=8, because the backward generates bits only with total_heads=4, "
+     "got False"),
     ({"first_key": 32}, ValueError,
-     "keep_bits must be True with first_key=32, because the backward generates bits only with first_key=0, got False"),
+     "keep_bits must be True with first_key=32, because the backward generates bits only with first_key=0, "
+     "got False"),
 ], ids=str)  # fmt: skip
 def test_errors(change, error, message):
     with pytest.raises(error) as raised:

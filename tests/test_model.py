@@ -155,7 +155,7 @@ def test_report_into_a_document(tmp_path, capsys):
     assert "By times, 135 pairs of policies" in printed and 'The policy of "auto" takes' in printed
     assert document.read_text() == f"before\n{mark}{printed}<!-- end -->\nafter\n"
     document.write_text("no mark")
-    with pytest.raises(ValueError, match="must hold the line '<!-- written by benchmarks.report -->' once, got 0"):
+    with pytest.raises(ValueError, match="must contain the line '<!-- written by benchmarks.report -->' once, got 0"):
         report.main([str(model.MACHINE), str(model.CALIBRATION), "--document", str(document)])
 
 

@@ -70,7 +70,7 @@ def test_a_planted_bit(clean, tmp_path, thing, bit):
 def test_a_bit_in_the_first_step_means_another_start(clean, tmp_path):
     train(tmp_path / "run", Plant("weights", step=0))
     first = compare(clean, tmp_path / "run").first
-    assert (first.step, first.cause) == (0, "weights") and "another start" in first.reason
+    assert (first.step, first.cause) == (0, "weights") and "already differ at the start" in first.reason
     train(tmp_path / "later", Plant("weights", step=2))
     assert "step 1 agrees to its end" in compare(clean, tmp_path / "later").first.reason
 

@@ -87,7 +87,7 @@ def test_killed_at_any_time(tmp_path, capsys):
         try:
             steps = len(steps_of(folder))
         except ValueError as error:  # so early that there is no table
-            assert "no such table: meta" in str(error) or "it has format None" in str(error)
+            assert "no such table: meta" in str(error) or "its format is None" in str(error)
         else:
             sizes.add(steps)
             assert not steps or status_of_compare(tmp_path / "whole", folder, capsys)[0] == 3
@@ -206,7 +206,7 @@ def test_resuming_waits_for_readers(runs, tmp_path, monkeypatch):
         database.execute("BEGIN")
         database.execute("SELECT * FROM step").fetchall()
         monkeypatch.setattr(store, "LOCK_WAIT_S", 0.1)
-        message = f"no other process has locked, got .*{FILE}, which has been locked for more than 0.1 seconds: close the process"
+        message = f"no other process has locked, got .*{FILE}, which has been locked for more than 0.1 seconds: close"
         with pytest.raises(ValueError, match=message):
             Recorder(tmp_path / "run", block=8, resume=True)
         monkeypatch.undo()
@@ -288,7 +288,7 @@ def test_blocks_that_contradict_their_sum(runs, tmp_path, capsys):
         ("DELETE FROM sequence", "sequence 0 is missing"),
         ("DELETE FROM tensor WHERE id = 3", "3"),
         ("DELETE FROM meta WHERE key = 'folder'", "its table meta lacks folder"),
-        ("DELETE FROM meta", "it has format None"),
+        ("DELETE FROM meta", "its format is None"),
         ("DROP TABLE meta", "no such table: meta"),
         ("DROP TABLE step", "no such table: step"),
         ("DROP TABLE sequence", "no such table: sequence"),

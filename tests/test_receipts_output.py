@@ -20,7 +20,8 @@ from dash_attn.receipts.store import Entry, Writer, rank_file
 from dash_attn.receipts.text import printable
 
 NAMES = [
-    "\x1b]0;title\x07\x1b[2J", "a\nthe runs agree: no record differs", "a\rthe same", "\x9b31m", "\u202edlrow", "\u2028",
+    "\x1b]0;title\x07\x1b[2J", "a\nthe runs agree: no record differs", "a\rthe same", "\x9b31m", "\u202edlrow",
+    "\u2028",
     "$x^{$", "$", r"\$a$", r"$\frac$", "\\", "größe", "张量", "a\0b", "%s{}", "_" * 3000, "",
 ]  # fmt: skip
 

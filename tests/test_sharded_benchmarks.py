@@ -139,9 +139,9 @@ def test_the_parts_are_merged_into_the_whole_family(parts, tmp_path, capsys):
 
 def test_parts_that_do_not_belong_together(parts, tmp_path):
     one, two = (json.loads(path.read_text()) for path in parts)
-    with pytest.raises(ValueError, match="they must be parts 1 to 2 of 2, got 1/2$"):
+    with pytest.raises(ValueError, match="the parts must be 1 to 2 of 2, got 1/2$"):
         files.merged({"a": one})
-    with pytest.raises(ValueError, match="they must be parts 1 to 2 of 2, got 1/2, 1/2"):
+    with pytest.raises(ValueError, match="the parts must be 1 to 2 of 2, got 1/2, 1/2"):
         files.merged({"a": one, "b": one})
     for key in files.SAME_IN_PARTS:
         other = {**two, "meta": {**two["meta"], key: "other"}}
@@ -150,7 +150,9 @@ def test_parts_that_do_not_belong_together(parts, tmp_path):
     whole = {**two, "meta": {k: v for k, v in two["meta"].items() if k != "part"}}
     with pytest.raises(ValueError, match="b is not a part of a run"):
         files.merged({"a": one, "b": whole})
-    with pytest.raises(SystemExit, match="error: --merge must be results of the parts of one run: .*parts 1 to 2 of 2"):
+    with pytest.raises(
+        SystemExit, match="error: --merge must be results of the parts of one run: .* must be 1 to 2 of 2"
+    ):
         run.main(["--merge", str(parts[0]), "--json", str(tmp_path / "merged.json")])
     assert not list(tmp_path.iterdir())
 
@@ -299,5 +301,5 @@ def test_documents_quote_the_family_and_its_picture(result, tmp_path, monkeypatc
 def test_the_picture_has_a_panel_for_each_head_dim_and_mask(result, tmp_path):
     plot.draw_ratios(json.loads(result.read_text()), tmp_path / "ratios.png")
     assert (tmp_path / "ratios.png").read_bytes().startswith(b"\x89PNG")
-    with pytest.raises(ValueError, match="no shape with ours and a peer"):
+    with pytest.raises(ValueError, match="must have a shape with ours and a baseline"):
         plot.draw_ratios({"rows": []}, tmp_path / "none.png")

@@ -3,10 +3,9 @@
 
 pip builds the wheel from this checkout, so files that a build in place has compiled are not compiled again. The wheel
 then changes in two ways. Its metadata requires the torch with which it was built, because `_autograd` fits no other,
-and
-its version names that torch (0.1.0+cu13.torch2.13). auditwheel gives the wheel the tag of the oldest Linux on which it
-runs, which follows from the symbols of glibc and libstdc++ that it needs; it does not bundle the libraries of torch and
-CUDA. Both files go to dist/. The tool needs the dependency group `wheel`.
+and its version names that torch (0.1.0+cu13.torch2.13). auditwheel gives the wheel the tag of the oldest Linux on which
+it runs, which follows from the symbols of glibc and libstdc++ that it needs; it does not bundle the libraries of torch
+and CUDA. Both files go to dist/. The tool needs the dependency group `wheel`.
 """
 
 from __future__ import annotations

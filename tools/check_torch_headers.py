@@ -5,8 +5,7 @@
 
 pyproject.toml states the oldest version. pip downloads the wheels (500 MB each) for this Python; their headers stay in
 build/torch-headers/VERSION. The tool compiles with setup.py's flags and -fsyntax-only, and needs the headers of the
-CUDA
-toolkit. Exit status: 1 if a source does not compile or there is no CUDA toolkit, 75 if the index has no headers.
+CUDA toolkit. Exit status: 1 if a source does not compile or there is no CUDA toolkit, 75 if the index has no headers.
 """
 
 from __future__ import annotations

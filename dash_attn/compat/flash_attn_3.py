@@ -350,7 +350,10 @@ def flash_attn_with_kvcache(
         rotary_seqlens: int32 (batch,) on q's device: positions of the first new keys for the rotary embedding. Default:
             their positions in the cache. Ignored without rotary_cos.
         attention_chunk: as in `flash_attn_func`. The rotary embedding of queries treats it as a mask, like window_size.
-        qv, q_descale, k_descale, v_descale: must be None.
+        qv: must be None.
+        q_descale: must be None.
+        k_descale: must be None.
+        v_descale: must be None.
 
     Returns:
         out; with return_softmax_lse (out, softmax_lse, empty, empty), because there are no results of splits.

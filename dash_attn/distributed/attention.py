@@ -99,9 +99,8 @@ def context_parallel_attention(
     With more ranks than KV heads, keys and values are gathered, queries stay, and dK and dV are carried from rank to
     rank in the order of one process. This form needs a schedule that adds in a fixed order and uses no clusters, and
     excludes softcap, slopes, sinks, and an attention_chunk without causal. If the ranks' chunks end within a tile of
-    the
-    kernels, or if the mask gives the ranks uneven work, rows first move to the rank that needs them, and results move
-    back.
+    the kernels, or if the mask gives the ranks uneven work, rows first move to the rank that needs them, and results
+    move back.
 
     A mesh of two dimensions combines both forms: heads are spread over the last dimension, and keys are gathered over
     the first, with the limits of gathered keys. Together, the ranks along the last dimension hold the rows of one rank
@@ -193,9 +192,8 @@ def context_parallel_varlen_attention(
     """Computes `flash_attn_varlen_func` without dropout for a batch whose rows are spread over the ranks of a group.
 
     The batch is cut as if it were one sequence, so one of its sequences may lie on one rank or on several. The mesh
-    must
-    have one dimension. With more ranks than KV heads, short sequences go to one rank each and long ones are cut for all
-    ranks. For this the host reads the offsets, and so waits for the GPU.
+    must have one dimension. With more ranks than KV heads, short sequences go to one rank each and long ones are cut
+    for all ranks. For this the host reads the offsets, and so waits for the GPU.
 
     Args:
         q: (this rank's rows of total_q, heads, head_dim), bf16 or fp16.

@@ -39,8 +39,7 @@ class Route(NamedTuple):
 
 class Places(NamedTuple):
     """A rank's rows in its own order, by the rank that they go to or come from. Both ends of a pair take the rows in
-    the
-    order of the whole."""
+    the order of the whole."""
 
     sent: list[Tensor]
     received: list[Tensor]

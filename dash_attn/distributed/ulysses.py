@@ -128,8 +128,7 @@ class RowsToHeads(torch.autograd.Function):
 
 class HeadsToRows(torch.autograd.Function):
     """Moves the output, and the log-sum-exp unless it is None, of this rank's heads to this rank's rows. The
-    log-sum-exp
-    has its heads last."""
+    log-sum-exp has its heads last."""
 
     @staticmethod
     def forward(ctx, split, out, lse):

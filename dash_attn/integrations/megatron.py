@@ -70,7 +70,8 @@ class DashAttention(MegatronModule):
         attention_type: "self" or "cross".
         attention_dropout: None for the config's.
         softmax_scale: None for 1 / sqrt(head_dim).
-        k_channels, v_channels: the head dims of multi-latent attention, which the tensors show.
+        k_channels: the head dim of keys in multi-latent attention; ignored, because the tensors show it.
+        v_channels: the head dim of values in multi-latent attention; ignored, because the tensors show it.
         cp_comm_type: ignored, because only context parallelism uses it.
         num_splits: must be None or 1.
         pg_collection: None for Megatron's global groups.
@@ -127,7 +128,8 @@ class DashAttention(MegatronModule):
         Args:
             query: (seqlen_q, batch, heads, head_dim), bf16 or fp16; (total_q, heads, head_dim) in a variable-length
                 batch.
-            key, value: like query with seqlen_k or total_k, and with kv_heads, which must divide heads.
+            key: like query with seqlen_k or total_k, and with kv_heads, which must divide heads.
+            value: like key, with value_head_dim instead of head_dim.
             attention_mask: None, or bool, True where a query does not see a key. With the types padding and
                 padding_causal: (batch, 1, 1, seqlen), with the padding at the end of each sequence. With causal and
                 causal_bottom_right: exactly the causal mask, (1 or batch, 1, seqlen_q, seqlen_k), as Megatron passes

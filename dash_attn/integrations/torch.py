@@ -4,8 +4,7 @@
     dash_attn.integrations.torch.activate()
 
 PyTorch's `scaled_dot_product_attention`, `varlen_attn`, attention of jagged nested tensors, and context parallelism
-call
-a few ops of the aten namespace. A registered implementation may replace the FlashAttention-2 kernels of these ops
+call a few ops of the aten namespace. A registered implementation may replace the FlashAttention-2 kernels of these ops
 (torch.nn.attention.register_flash_attention_impl, torch 2.11 or newer). This module registers dash_attn as one. Models
 that call the functions above then have gradients with the same bits in every run, in eager mode and compiled, without
 any changes. docs/integrations/torch.md lists what is covered.

@@ -6,8 +6,7 @@
 
 transformers loads attention through the `kernels` package. `install` tells this package that "dash-attn/flash" is a
 folder of dash_attn, so nothing is downloaded. transformers then treats the name like every flash attention: with
-padding
-masks, packed sequences, windows, soft caps and sinks. docs/integrations/transformers.md lists what is covered.
+padding masks, packed sequences, windows, soft caps and sinks. docs/integrations/transformers.md lists what is covered.
 """
 
 from __future__ import annotations

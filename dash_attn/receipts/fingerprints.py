@@ -141,8 +141,7 @@ def sums_of_parts(parts: Sequence[tuple[torch.Tensor, Shard]], block: int) -> li
     """Computes `block_sums` of many local tensors, each with the part of the whole that it is, as from `part_of`.
 
     On a GPU, one launch covers up to 56 pieces, however small the tensors are. A tensor that is not contiguous is
-    copied
-    and launched separately, so that at most one copy exists at a time.
+    copied and launched separately, so that at most one copy exists at a time.
     """
     found: dict[int, torch.Tensor] = {}
     together: dict[torch.device, list[int]] = {}
@@ -197,8 +196,3 @@ def fingerprint(tensor: torch.Tensor, *, shard: Shard | None = None) -> torch.Te
         ValueError: `shard` does not fit the tensor.
     """
     return block_sums(tensor, shard=shard).sum()
-
-
-def to_unsigned(sums: Sequence[int]) -> list[int]:
-    """Converts sums from int64 to numbers from 0 to 2^64 - 1."""
-    return [number % (1 << 64) for number in sums]

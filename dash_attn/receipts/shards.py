@@ -119,15 +119,6 @@ class Shard:
             last = last * length + max(stop for _, stop in filled) - 1
         return first, last
 
-    def start_if_contiguous(self) -> int | None:
-        """Returns where the part begins if its elements are contiguous in the row-major order of the whole."""
-        if self.numel == 0:
-            return 0
-        if any(len([r for r in of_dim if r[0] < r[1]]) > 1 for of_dim in self.ranges):
-            return None
-        first, last = self.first_and_last()
-        return first if last - first + 1 == self.numel else None
-
     def meets(self, other: Shard) -> bool:
         """Whether two parts of tensors of one shape have an element in common."""
         return all(

@@ -94,7 +94,6 @@ class Watch:
             raise ValueError(f"taps must be empty without a model, got {taps}")
         self._recorder = recorder
         self._model = None if model is None else _unwrapped(model)
-        self._optimizer = optimizer
         self._handles: list[Any] = []
         # Holding the parameters keeps their ids from being reused.
         self._hooked: dict[int, torch.nn.Parameter] = {}

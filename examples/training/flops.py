@@ -2,9 +2,8 @@
 
 The convention counts the operations of the model's own products once: those of a forward, and twice as many for its
 backward. Recomputation (scores, in the backward of attention), norms, softmax, the embedding lookup and the optimizer
-do
-not count. Under the causal mask half of the scores count. MFU, the utilization, is their share of the peak, the dense
-bf16 rate in the vendor's data sheet: 989 TFLOP/s for the H100 and H200 SXM.
+do not count. Under the causal mask half of the scores count. MFU, the utilization, is their share of the peak, the
+dense bf16 rate in the vendor's data sheet: 989 TFLOP/s for the H100 and H200 SXM.
 """
 
 from __future__ import annotations

@@ -116,7 +116,10 @@ def test_the_variant_with_kernels_is_one_of_cuda(monkeypatch):
 @pytest.mark.parametrize(
     "before, message",
     [
-        ("sys.implementation.cache_tag = 'cpython-399'", "compiled for cpython-3.*, but this Python is cpython-399: build"),
+        (
+            "sys.implementation.cache_tag = 'cpython-399'",
+            "compiled for cpython-3.*, but this Python is cpython-399: build",
+        ),
         ("torch.__version__ = '2.99.0'", "is for torch 2.*, but this is torch 2.99.0"),
         ("sys.path.insert(0, sys.argv[2]); import dash_attn", "a process can hold only one dash_attn"),
     ],
