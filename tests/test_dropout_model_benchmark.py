@@ -119,7 +119,7 @@ def test_what_has_no_time_left_is_said(tmp_path, capsys):
     path = tmp_path / "result.json"
     assert run(path, "--seconds", "-1", "--blocks", "Llama-3 8B", "--seqlens", "64") == 0
     printed = capsys.readouterr().out
-    assert "Left out: the generator over sizes; " in printed and "Llama-3 8B, 64, backward" in printed
+    assert "Not measured: the generator over sizes; " in printed and "Llama-3 8B, 64, backward" in printed
 
 
 def test_a_part_has_a_limit(monkeypatch, capsys):
