@@ -299,7 +299,7 @@ def _text(facts: dict[str, Any]) -> str:
         lines.append(f"  {integration['module']:<36}{framework}: {state}")
     for alias in facts["aliases"]:
         version = f" {alias['version']}" if alias["version"] else ""
-        lines.append(f"  {'the name ' + alias['module']:<36}{(alias['owner'] or 'nobody') + version}")
+        lines.append(f"  {'the name ' + alias['module']:<36}{(alias['owner'] or 'not installed') + version}")
     why = facts["why_not_in_other_processes"]
     lines.append(f"  {'the names in other processes':<36}{f'no: {why}' if why else f'by {aliases.ENVIRONMENT}'}")
     by = "the kernels" if check["device"] == "cuda" else "the CPU reference"

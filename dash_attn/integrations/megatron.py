@@ -270,7 +270,7 @@ def _require_causal(mask: Tensor, seqlen_q: int, seqlen_k: int, batch: int) -> N
 
 def _require(holds: bool, name: str, allowed: str, value: object) -> None:
     if not holds:
-        raise NotImplementedError(f"{name} must be {allowed} with dash_attn, got {value}")
+        raise NotImplementedError(f"{name} must be {allowed}, got {value}: dash_attn supports no other value")
 
 
 def _replace(node: Any, replaced: list[str]) -> Any:

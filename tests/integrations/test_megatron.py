@@ -261,10 +261,13 @@ def test_calls_that_are_refused():
     ranks = PackedSeqParams("thd", offsets, offsets)
     ranks.cp_group = types.SimpleNamespace(size=lambda: 2)
     with pytest.raises(
-        NotImplementedError, match=r"cp_group must be of one rank \(use dash_attn.distributed .* got 2$"
+        NotImplementedError,
+        match=r"cp_group must be of one rank \(use dash_attn.distributed .* got 2: dash_attn supports",
     ):
         core()(*pack, packed_seq_params=ranks)
-    with pytest.raises(NotImplementedError, match="attn_mask_type to be no_mask, padding or causal_bottom_right in a"):
+    with pytest.raises(
+        NotImplementedError, match="attn_mask_type must be no_mask, padding or causal_bottom_right in a"
+    ):
         core(attention_type="cross")(*pack, packed_seq_params=PackedSeqParams("thd", offsets, offsets))
 
 
@@ -280,7 +283,7 @@ def test_masks_under_a_causal_type():
     documents[1, :, 10:, :10] = True
     with pytest.raises(ValueError, match="must be the causal mask .* got another mask: drop --reset-attention-mask"):
         core()(*inputs, documents)
-    shapes = r"must be None or \(1, 1, 24, 24\) or \(3, 1, 24, 24\), got \(3, 1, 1, 24\)"
+    shapes = r"must be None or \(1, 1, 24, 24\) or \(3, 1, 24, 24\) with a causal attn_mask_type, got \(3, 1, 1, 24\)"
     with pytest.raises(ValueError, match=shapes):
         core()(*inputs, padding_mask((24, 5, 3), 24))
 
