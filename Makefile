@@ -27,10 +27,12 @@ lint:
 	$(VENV)/bin/ruff format --check
 	$(VENV)/bin/mypy
 
-# The pages of docs/ and what they link to, as a site in site/.
+# The documentation as a site in site/.
+docs: export NO_MKDOCS_2_WARNING = 1
 docs:
-	$(PREPARE) docs --no-build
-	$(VENV)/bin/python build_support/build_docs.py
+	$(PREPARE) docs --no-build --no-torch
+	$(VENV)/bin/mkdocs build --strict --quiet
+	@echo "site/ is built: $(VENV)/bin/python -m http.server -d site"
 
 # A source distribution and a wheel for other machines, in dist/.
 wheel:

@@ -141,7 +141,7 @@ def test_the_summary(result):
 def test_how_many_shapes_each_peer_was_measured_at(result):
     groups = groups_of(ours(result["rows"], "backward"))
     heads, _, *lines = DETAILS.split("| backward, shapes measured |")[1].split("\n\n")[0].splitlines()
-    assert [c.strip() for c in heads.strip("|").split("|")] == [f"{d} {m}, of {len(g)}" for (d, m), g in groups.items()]
+    assert [c.strip() for c in heads.strip("|").split("|")] == [f"{d} {m} ({len(g)})" for (d, m), g in groups.items()]
     expected = {}
     for impl, mode in {(row["impl"], row["deterministic"]) for row in PEERS["rows"] if row["pass"] == "backward"}:
         measured = theirs(PEERS["rows"], "backward", mode, impl)
@@ -457,7 +457,7 @@ def test_the_table_of_schedules():
 
 def test_the_comparisons_that_are_named(capsys, tmp_path, result):
     """They run, and print the geometric mean to the best deterministic peer, for each run that both files have."""
-    lines = re.findall(r"^    python -m benchmarks\.compare (.*)$", DETAILS, re.M)
+    lines = re.findall(r"^python -m benchmarks\.compare (.*)$", DETAILS, re.M)
     tflops = {("dash_attn", "auto"): 500.0, ("dash_attn", "atomic"): 900.0}
     tflops |= {("fa3", "auto"): 400.0, ("fa3", None): 450.0}
     files = {"result.json": str(RESULT)}

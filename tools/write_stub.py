@@ -26,6 +26,12 @@ def signature(docstring: str) -> str:
     return re.sub(r"\((self|arg0): \w+", "(self", line)
 
 
+def body(docstring: str, indent: str = "    ") -> str:
+    """What a definition has after its colon: its text, which the reference of the site shows, or "..."."""
+    text = docstring.partition("\n\n")[2].strip() if "(" in docstring.partition("\n")[0] else docstring
+    return f'\n{indent}"""{text}"""\n' if text else " ...\n"
+
+
 def of_class(name: str, cls: type) -> str:
     lines = []
     for member, value in sorted(vars(cls).items()):
@@ -36,8 +42,9 @@ def of_class(name: str, cls: type) -> str:
                 lines.append(f"    @{member}.setter\n    def {member}(self, value: {returns}) -> None: ...\n")
         elif callable(value) and value.__doc__ and (member == "__init__" or not member.startswith("_")):
             if value.__doc__.startswith(f"{member}("):
-                lines.append(f"    def {member}{signature(value.__doc__)}: ...\n")
-    return f"class {name}:\n" + ("".join(lines) or "    ...\n")
+                lines.append(f"    def {member}{signature(value.__doc__)}:{body(value.__doc__, ' ' * 8)}")
+    text = f'    """{cls.__doc__}"""\n' if cls.__doc__ else ""
+    return f"class {name}:\n" + (text + "".join(lines) or "    ...\n")
 
 
 def stub(module: ModuleType) -> str:
@@ -49,7 +56,7 @@ def stub(module: ModuleType) -> str:
         if isinstance(value, type):
             classes.append(of_class(name, value))
         elif callable(value):
-            functions.append(f"def {name}{signature(value.__doc__ or '')}: ...\n")
+            functions.append(f"def {name}{signature(value.__doc__ or '')}:{body(value.__doc__ or '')}")
         else:
             constants.append(f"{name}: {'tuple[str, ...]' if isinstance(value, tuple) else type(value).__name__}\n")
     parts = ["from collections.abc import Sequence\n\n" + "".join(constants), *classes, "".join(functions)]

@@ -6,5 +6,5 @@
     flash_attn_3    flash_attn_interface of FlashAttention-3
     bert_padding    flash_attn.bert_padding
 
-Import the modules by these names, or under the names of the libraries they replace: see docs/integrations/functions.md.
+Import the modules by these names, or under the names of the libraries they replace: see docs/api/compat.md.
 """

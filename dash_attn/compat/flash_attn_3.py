@@ -444,7 +444,10 @@ def get_scheduler_metadata(
     pack_gqa: bool | None = None,
     sm_margin: int = 0,
 ) -> Tensor:
-    """Returns an empty int32 tensor, because dash_attn ignores `scheduler_metadata`."""
+    """Returns an empty int32 tensor, because dash_attn ignores `scheduler_metadata`.
+
+    The arguments of `flash_attn_with_kvcache` that it takes are ignored; cache_seqlens chooses the device.
+    """
     checks.check_tensors({"cache_seqlens": cache_seqlens})
     return torch.empty(0, dtype=torch.int32, device=cache_seqlens.device)
 

@@ -18,6 +18,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+__all__ = ["install", "uninstall", "why_unavailable"]
+
 NAME = "dash-attn/flash"
 _FOLDER = Path(__file__).parent / "transformers_kernel"
 _ENVIRONMENT = "LOCAL_KERNELS"  # "name=folder:name=folder", which kernels reads at each load

@@ -88,7 +88,7 @@ class Recorder:
         block: words of 4 bytes (or elements, if these are smaller) per block, a power of two from 8 to 2^24.
         kinds: the kinds to record, a subset of KINDS.
         taps: names of modules whose outputs are tapped, as in `model.named_modules()`. `*` stands for any one part
-            between dots: "layers.*", "layers.*.attention".
+            between dots: `layers.*`, `layers.*.attention`.
         shard_of: a function that receives the name and the tensor of each parameter, gradient, optimizer state and
             buffer that is not a DTensor, and returns the part of the whole that the tensor is. None: a parameter is
             the whole, and a buffer belongs to its rank.

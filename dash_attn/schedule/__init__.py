@@ -92,6 +92,9 @@ def fitting(
 def policy_number(name: str) -> int:
     """Returns the integer that the compiled ops take for a policy or a yardstick.
 
+    Args:
+        name: one of ``POLICIES`` or ``YARDSTICKS``.
+
     Raises:
         ValueError: no policy has this name.
     """
