@@ -18,6 +18,7 @@ ROOT = Path(__file__).resolve().parent
 os.chdir(ROOT)
 sys.path.insert(0, str(ROOT / "build_support"))
 
+import identity  # noqa: E402
 import toolchain  # noqa: E402
 import variants  # noqa: E402
 
@@ -128,7 +129,9 @@ class BuildExtension(cpp_extension.BuildExtension):
         self.parallel = len(self.extensions)
 
     def build_extensions(self):
+        origin = identity.write(ROOT, BUILD / "generated", torch.__version__)
         for extension in self.extensions:
+            extension.sources.append(str(origin.relative_to(ROOT)))
             if extension.name == "dash_attn._C":
                 add_kernels(extension, self.cuda_home)
         super().build_extensions()

@@ -63,7 +63,7 @@ import warnings
 
 import torch
 
-from . import packs, reference
+from . import build_record, packs, reference
 from . import schedule as _schedule
 from .dropout import layout
 from .tile_order import tile_order
@@ -86,6 +86,9 @@ def why_not_loaded(stem: str, absent: str, folder: pathlib.Path = _FOLDER) -> st
     if len(found) > 1:
         names = ", ".join(path.name for path in found)
         return f"dash_attn must have one {stem}*.so in {folder}, got {names}: remove the stale ones"
+    # Libraries of different sources may number schedules and arguments differently.
+    if problem := build_record.why_not_one_build(found[0], *sorted(folder.glob("_schedule*.so"))):
+        return f"{found[0]} cannot be loaded: {problem}"
     try:
         torch.ops.load_library(found[0])
     except OSError as error:
