@@ -1,7 +1,7 @@
 """The names flash_attn, flash_attn_2_cuda, flash_attn_interface and flash_attn_3, as dash_attn, for one process.
 
 `activate` puts a finder on sys.meta_path that knows the modules and, for importlib.metadata, distributions flash-attn
-and flash-attn-3 with versions such as 2.8.0+dash.0.1.0. Nothing is written to disk. Every module has the attribute
+and flash-attn-3 with versions such as 2.8.0+dash.0.2.0. Nothing is written to disk. Every module has the attribute
 `__dash_attn__`, dash_attn's version, and a line on stderr says once per process that dash_attn stands in.
 
 This file is run at Python's start where DASH_ATTN_AS_FLASH_ATTN is set, before any package is imported, so it needs

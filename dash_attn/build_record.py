@@ -87,6 +87,12 @@ def identity(path: pathlib.Path) -> Identity | None:
     return None if lines is None else Identity(**dict(line.split(" ", 1) for line in lines))
 
 
+def library_sources(folder: pathlib.Path = FOLDER) -> str:
+    """The hash of csrc/ that the libraries state: one, or several where they do not belong together."""
+    identities = [identity(path) for path in libraries(folder)]
+    return ", ".join(sorted({found.sources if found else "unknown" for found in identities}))
+
+
 def why_not_one_build(*paths: pathlib.Path) -> str | None:
     """None, or the problem that the libraries were built from different sources."""
     identities = [identity(path) for path in paths]

@@ -3,7 +3,7 @@
 
 The wheel is built from this checkout by pip, so what a build in place has compiled is not compiled again. Then two
 things are made true of it. Its metadata asks for the torch that it was built with, since `_autograd` fits no other, and
-its version says so (0.1.0+cu13.torch2.13). And auditwheel gives it the tag of the oldest Linux that it runs on, which
+its version says so (0.2.0+cu13.torch2.13). And auditwheel gives it the tag of the oldest Linux that it runs on, which
 follows from the symbols of glibc and libstdc++ that it needs; the libraries of torch and CUDA stay torch's.
 Both files go to dist/. Needs the dependency group `wheel`.
 """

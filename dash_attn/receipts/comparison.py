@@ -13,6 +13,8 @@ from .runs import Key, Run, Whole
 from .words import words_per_element
 
 _NOT_FACTS = ("rank", "host", "folder", "command", "replay", "block", "format", "fingerprint")
+# What decides the bits of a call, as recorded since dash_attn 0.2.0.
+CODE = ("bits version", "library sources", "Python sources")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,7 +62,8 @@ class Comparison:
         first: the first difference; None where all that was compared is the same. The runs are the same where
             `not_compared` is empty too.
         not_compared: what was not, in words (how many records, or which steps), by the reason.
-        facts: what the runs say of themselves and differs, by its name.
+        facts: what the runs say of themselves and differs, by its name; None where a run does not say it. Among them
+            are those of `CODE`, by which code of different bits is told.
     """
 
     steps: list[int]
