@@ -84,9 +84,7 @@ def _text(found: Comparison) -> list[str]:
     if code := [f"{name} {facts[name]}" for name in CODE if name in facts]:
         lines.append(f"the runs used different code of dash_attn: {'; '.join(code)}")
         if "bits version" in facts:
-            lines.append(
-                "  a new bits version changes results on purpose: docs/contract.md lists what changed"
-            )
+            lines.append("  a new bits version changes results on purpose: docs/contract.md lists what changed")
     lines.append(f"compared {found.compared} records of {len(found.steps)} steps ({span})")
     lines += [f"  not compared: {what}: {why}" for why, what in found.not_compared.items()]
     lines += [f"  the runs differ in {name}: {two}" for name, two in facts.items() if name not in CODE]
