@@ -25,8 +25,9 @@ def git(folder: pathlib.Path, *words: str) -> str:
 
 
 @pytest.fixture
-def sources(tmp_path) -> pathlib.Path:
+def sources(monkeypatch, tmp_path) -> pathlib.Path:
     """Sources as the build reads them, without a history."""
+    monkeypatch.delenv("DASH_ATTN_COMMIT", raising=False)
     root = tmp_path / "outer" / "dash_attn_source"
     (root / "csrc" / "launch").mkdir(parents=True)
     (root / "csrc" / "launch" / "a.h").write_text("int a;\n")
@@ -52,7 +53,7 @@ def test_a_library_states_its_origin(sources, tmp_path):
     assert found == build_record.Identity("1.2.3", "unknown", expected, "2.13.0+cpu")
 
 
-def test_the_commit_is_that_of_the_checkout(sources):
+def test_the_commit_is_that_of_the_checkout(monkeypatch, sources):
     """A changed file is told; a repository around the sources is not theirs."""
     git(sources.parent, "init", "-q")
     git(sources.parent, "add", ".")
@@ -66,6 +67,8 @@ def test_the_commit_is_that_of_the_checkout(sources):
     assert identity.commit(sources) == commit[:12]
     (sources / "csrc" / "launch" / "a.h").write_text("int b;\n")
     assert identity.commit(sources) == f"{commit[:12]}-dirty"
+    monkeypatch.setenv("DASH_ATTN_COMMIT", "0123abcd")
+    assert identity.commit(sources) == "0123abcd"
 
 
 def test_the_hash_sees_every_name_and_every_byte(sources):

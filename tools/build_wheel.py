@@ -58,10 +58,10 @@ def requirement(torches: Sequence[str]) -> str:
     return f"torch=={major}.{first}.*" if first == last else f"torch>={major}.{first},<{major}.{last + 1}"
 
 
-def bind(wheel: Path, folder: Path, torches: Sequence[str], bindings: Sequence[Path] = ()) -> Path:
+def bind(wheel: Path, folder: Path, torches: Sequence[str], libraries: Sequence[Path] = ()) -> Path:
     """The wheel with the requirement of the torch that it fits, and a version that names what it is for.
 
-    `bindings` replace its own `_autograd` and `_schedule`; it then has the tags of the Pythons that have a `_schedule`.
+    `libraries` replace its own `_autograd` and `_schedule`; it then has a tag for each Python that has a `_schedule`.
     """
     run(sys.executable, "-m", "wheel", "unpack", wheel, "--dest", folder)
     tree = only(folder, "dash_attn-*")
@@ -77,12 +77,12 @@ def bind(wheel: Path, folder: Path, torches: Sequence[str], bindings: Sequence[P
     if len(torches) == 1:
         local += f".torch{'.'.join(map(str, toolchain.release(torches[0])))}"
     metadata.write_text(text.replace(f"\nVersion: {version}\n", f"\nVersion: {local}\n", 1))
-    if bindings:
+    if libraries:
         for own in [*tree.glob("dash_attn/_autograd*.so"), *tree.glob("dash_attn/_schedule*.so")]:
             own.unlink()
-        for path in bindings:
+        for path in libraries:
             shutil.copy(path, tree / "dash_attn")
-        pythons = re.findall(r"_schedule\.cpython-(\d+)-", " ".join(path.name for path in bindings))
+        pythons = re.findall(r"_schedule\.cpython-(\d+)-", " ".join(path.name for path in libraries))
         platform = re.search(r"^Tag: \S+-(\S+)$", (info / "WHEEL").read_text(), re.MULTILINE).group(1)
         kept = re.sub(r"^Tag: .*\n", "", (info / "WHEEL").read_text(), flags=re.M).rstrip()
         tags = "".join(f"\nTag: cp{python}-none-{platform}" for python in pythons)
