@@ -1,7 +1,7 @@
 """Makes flash_attn, flash_attn_2_cuda, flash_attn_interface and flash_attn_3 names of dash_attn in one process.
 
 `activate` puts a finder on sys.meta_path that finds these modules and, for importlib.metadata, the distributions
-flash-attn and flash-attn-3 with versions such as 2.8.0+dash.0.1.0. Nothing is written to disk. Every module has the
+flash-attn and flash-attn-3 with versions such as 2.8.0+dash.0.2.0. Nothing is written to disk. Every module has the
 attribute `__dash_attn__`, dash_attn's version. A line on stderr announces once per process that dash_attn replaces the
 library.
 

@@ -80,6 +80,29 @@ def _driver() -> str | None:
     return match.group(1) if match else None
 
 
+def _build() -> dict[str, Any]:
+    """Where the libraries come from, and what does not fit together."""
+    libraries = build_record.libraries()
+    identities = {path.name: build_record.identity(path) for path in libraries}
+    problems = [problem] if (problem := build_record.why_not_one_build(*libraries)) else []
+    # In a checkout, which a build in place serves.
+    csrc = build_record.FOLDER.parent / "csrc"
+    sources = build_record.source_hash(csrc) if csrc.is_dir() else None
+    for name, found in identities.items():
+        if found is None:
+            problems.append(f"{name} does not state what it was built from: install dash_attn again")
+            continue
+        if found.version != dash_attn.__version__:
+            problems.append(f"{name} is of dash_attn {found.version}: install dash_attn again")
+        if sources is not None and found.sources != sources:
+            problems.append(f"{name} was built from other sources than those in {csrc}: install dash_attn again")
+    return {
+        "python_sources": build_record.python_sources(),
+        "libraries": {name: dataclasses.asdict(found) if found else None for name, found in identities.items()},
+        "problems": problems,
+    }
+
+
 def _kernels() -> dict[str, Any]:
     path = build_record.kernels_file()
     if path is None:
@@ -253,7 +276,12 @@ def report() -> dict[str, Any]:
     kernels = _kernels()
     why_not = why_no_kernels_run()
     return {
-        "dash_attn": {"version": dash_attn.__version__, "folder": str(pathlib.Path(dash_attn.__file__).parent)},
+        "dash_attn": {
+            "version": dash_attn.__version__,
+            "bits_version": dash_attn.__bits_version__,
+            "folder": str(pathlib.Path(dash_attn.__file__).parent),
+        },
+        "build": _build(),
         "python": platform.python_version(),
         "torch": {"version": torch.__version__, "cuda": torch.version.cuda},
         "driver": _driver(),
@@ -274,8 +302,13 @@ def _text(facts: dict[str, Any]) -> str:
     driver = f"NVIDIA driver {facts['driver']}" if facts["driver"] else "no NVIDIA driver"
     lines = [
         f"dash_attn {facts['dash_attn']['version']} in {facts['dash_attn']['folder']}",
+        f"bits version {facts['dash_attn']['bits_version']}, Python sources {facts['build']['python_sources']}",
         f"Python {facts['python']}, torch {facts['torch']['version']} with {cuda}, {driver}",
     ]
+    for name, found in facts["build"]["libraries"].items():
+        origin = "sources {sources}, commit {commit}, torch {torch}".format(**found) if found else "origin unknown"
+        lines.append(f"{name}: {origin}")
+    lines += [f"PROBLEM: {problem}" for problem in facts["build"]["problems"]]
     if kernels["problem"] is None:
         count, architecture = len(kernels["list"]), kernels["architecture"]
         lines.append(f"kernels: {count} for {architecture} (Hopper), by nvcc {kernels['nvcc']}")

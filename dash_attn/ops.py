@@ -63,7 +63,7 @@ import warnings
 
 import torch
 
-from . import packs, reference
+from . import build_record, packs, reference
 from . import schedule as _schedule
 from .dropout import layout
 from .tile_order import tile_order
@@ -80,12 +80,15 @@ _ASKED_FOR = "DASH_ATTN_SKIP_CUDA=1"
 
 def why_not_loaded(stem: str, absent: str, folder: pathlib.Path = _FOLDER) -> str | None:
     """Loads the package's compiled library `stem`. None, or why it cannot be: `absent` if it is not there."""
-    found = sorted(folder.glob(f"{stem}*.so"))
+    found = sorted(folder.glob(f"{stem}.*so"))
     if not found:
         return f"{absent} (no {stem}*.so in {folder})"
     if len(found) > 1:
         names = ", ".join(path.name for path in found)
         return f"dash_attn must have one {stem}*.so in {folder}, got {names}: remove the stale ones"
+    # Libraries of different sources may number schedules and arguments differently.
+    if problem := build_record.why_not_one_build(found[0], *sorted(folder.glob("_schedule*.so"))):
+        return f"{found[0]} cannot be loaded: {problem}"
     try:
         torch.ops.load_library(found[0])
     except OSError as error:
@@ -188,9 +191,24 @@ def _load_kernels() -> str | None:
     return reason
 
 
+def _autograd_of_torch(folder: pathlib.Path = _FOLDER) -> tuple[str, str]:
+    """The stem of the library for this torch, and what to say if it is not there. A wheel has one for each torch."""
+    served = [path.stem.removeprefix("_autograd_torch") for path in folder.glob("_autograd_torch*.so")]
+    if not served:
+        return (
+            "_autograd",
+            "dash_attn was installed without its ops: `pip install --no-build-isolation .` from its root",
+        )
+    release = ".".join(torch.__version__.split(".")[:2])
+    serves = ", ".join(sorted(served, key=lambda version: [int(part) for part in version.split(".")]))
+    return (
+        f"_autograd_torch{release}",
+        f"this wheel of dash_attn is for torch {serves}, and this is {torch.__version__}",
+    )
+
+
 def _load() -> str | None:
-    absent = "dash_attn was installed without its ops: `pip install --no-build-isolation .` from its root"
-    reason = why_not_loaded("_autograd", absent)
+    reason = why_not_loaded(*_autograd_of_torch())
     if reason is not None:
         raise ImportError(reason)
     torch.library.impl("dash_attn_C::forward", "CPU", _forward_cpu)

@@ -321,6 +321,20 @@ def test_kernels_of_older_nvcc_are_said_to_be_slower(capsys):
         toolchain.check_cuda("12.4", None)
 
 
+def test_the_runtime_of_a_toolkit(tmp_path):
+    """That of the installer, and that of PyPI's packages, which have no libcudart.so."""
+    with pytest.raises(SystemExit, match=re.escape(f"must have libcudart.so in lib64 or lib, got {tmp_path}")):
+        toolchain.cudart(tmp_path)
+    for folder, file, expected in (
+        ("lib", "libcudart.so.13", ":libcudart.so.13"),
+        ("lib64", "libcudart.so", "cudart"),
+    ):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / file).touch()
+        (tmp_path / folder / "libcudart_static.a").touch()
+        assert toolchain.cudart(tmp_path) == (tmp_path / folder, expected)
+
+
 def test_nvcc_must_be_of_the_cuda_of_torch():
     toolchain.check_cuda("13.0", "13.1")
     toolchain.check_cuda("13.0", None)

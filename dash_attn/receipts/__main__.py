@@ -12,7 +12,7 @@ import time
 from collections.abc import Iterator
 
 from . import elements, picture
-from .comparison import Comparison, Difference, compare
+from .comparison import CODE, Comparison, Difference, compare
 from .pairs import Progress
 from .text import printable
 
@@ -79,9 +79,15 @@ def _progress(what: str) -> Iterator[Progress | None]:
 
 def _text(found: Comparison) -> list[str]:
     span = f"{found.steps[0]}" if len(found.steps) == 1 else f"{found.steps[0]} to {found.steps[-1]}"
-    lines = [f"compared {found.compared} records of {len(found.steps)} steps ({span})"]
+    facts = {name: " and ".join(value or "not recorded" for value in two) for name, two in found.facts.items()}
+    lines = []
+    if code := [f"{name} {facts[name]}" for name in CODE if name in facts]:
+        lines.append(f"the runs used different code of dash_attn: {'; '.join(code)}")
+        if "bits version" in facts:
+            lines.append("  a new bits version changes results on purpose: docs/contract.md lists what changed")
+    lines.append(f"compared {found.compared} records of {len(found.steps)} steps ({span})")
     lines += [f"  not compared: {what}: {why}" for why, what in found.not_compared.items()]
-    lines += [f"  the runs differ in {name}: {one} and {other}" for name, (one, other) in found.facts.items()]
+    lines += [f"  the runs differ in {name}: {two}" for name, two in facts.items() if name not in CODE]
     first = found.first
     if first is None:
         same = "the runs agree: no record differs"

@@ -13,6 +13,8 @@ from .runs import Key, Run, Whole
 from .words import words_per_element
 
 _NOT_FACTS = ("rank", "host", "folder", "command", "replay", "block", "format", "fingerprint")
+# What decides the bits of a call, as recorded since dash_attn 0.2.0.
+CODE = ("bits version", "library sources", "Python sources")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,7 +62,8 @@ class Comparison:
         first: the first difference; None if everything that was compared agrees. The runs agree if `not_compared` is
             empty as well.
         not_compared: for each reason, the number of records or the steps that were not compared, as text.
-        facts: for each fact in which the runs differ, its values in run a and in run b.
+        facts: for each fact in which the runs differ, its values in run a and in run b; None if a run does not state
+            the fact. The facts in `CODE` show whether the runs used code with different bits.
     """
 
     steps: list[int]

@@ -155,13 +155,15 @@ class Recorder:
         self._writer = BackgroundWriter(writer)
 
     def _meta(self, replay: str | None, facts: Mapping[str, object] | None) -> dict[str, str]:
-        from dash_attn import __version__
+        from dash_attn import __bits_version__, __version__, build_record
 
         device = torch.cuda.get_device_name() if torch.cuda.is_available() else platform.machine()
         meta = {
             "rank": str(self._rank), "world_size": str(self._world_size), "block": str(self._block),
             "every": str(self._every), "dash_attn": __version__, "torch": torch.__version__,
-            "cuda": str(torch.version.cuda), "device": device, "host": platform.node(),
+            "bits version": str(__bits_version__), "library sources": build_record.library_sources(),
+            "Python sources": build_record.python_sources(), "cuda": str(torch.version.cuda), "device": device,
+            "host": platform.node(),
             "folder": str(pathlib.Path.cwd()), "command": replays.launch_command(), "replay": replay or "",
         }  # fmt: skip
         return meta | {f"fact {name}": json.dumps(value, default=str) for name, value in (facts or {}).items()}
