@@ -160,8 +160,8 @@ def test_a_process_that_dies_leaves_what_it_wrote(tmp_path):
         "        optimizer.step()\n"
     )
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    done = subprocess.run([sys.executable, "-c", program, str(tmp_path / "run")], env=environment)
-    assert done.returncode == -signal.SIGKILL
+    command = [sys.executable, "-c", program, str(tmp_path / "run")]
+    assert subprocess.run(command, env=environment, timeout=300).returncode == -signal.SIGKILL
     assert len(receipts_of(tmp_path / "run", 1)) > 7 and not receipts_of(tmp_path / "run", 2)
 
 
