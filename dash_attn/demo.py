@@ -111,8 +111,8 @@ class Transformer(nn.Module):
 
     def forward(self, tokens: Tensor, flip: bool) -> Tensor:
         x = self.embedding(tokens)
-        for layer in self.layers:
-            x = layer(x, flip and layer.name in FLIPPED_TENSOR)
+        for number, layer in enumerate(self.layers):
+            x = layer(x, flip and f"layers.{number}.q" == FLIPPED_TENSOR)
         return self.head(x)
 
 

@@ -3,7 +3,7 @@
 
     .venv/bin/python tools/check_frameworks.py
 
-`make test` goes on without what it cannot install, for machines without an index. Exit status: 1 where something is
+`make test-all` goes on without what it cannot install, for machines without an index. Exit status: 1 where something is
 missing, or of another version than the group's, although the index answers; 75 where it does not answer.
 """
 
