@@ -102,6 +102,7 @@ def test_names_versions_and_distributions():
     assert stderr == [f"flash_attn is dash_attn {version} in this process, under the version {versions[0]}"]
 
 
+@pytest.mark.slow
 def test_an_installed_flash_attn_wins_unless_forced(installed):
     code = """
 import dash_attn.aliases as aliases
@@ -132,6 +133,7 @@ print(flash_attn.__version__, metadata.version("flash-attn"), hasattr(flash_attn
     assert stdout.split() == [f"2.8.0+dash.{dash_attn.__version__}"] * 2 + ["False"]
 
 
+@pytest.mark.slow
 def test_activating_again_after_force_changes_nothing(installed):
     again = "aliases.activate(); import flash_attn; print(flash_attn.__dash_attn__)"
     stdout, _ = python("-c", f"import dash_attn.aliases as aliases; aliases.activate(force=True); {again}",
@@ -139,6 +141,7 @@ def test_activating_again_after_force_changes_nothing(installed):
     assert stdout.split() == [dash_attn.__version__]
 
 
+@pytest.mark.slow
 def test_the_interface_is_an_attribute_of_the_package():
     code = "import dash_attn.as_flash_attn, flash_attn; print(flash_attn.flash_attn_interface.__name__)"
     stdout, stderr = python("-c", code)

@@ -70,6 +70,7 @@ def test_sdist_holds_every_file_of_the_project(sdist):
     assert generated == {"PKG-INFO", "setup.cfg"}
 
 
+@pytest.mark.slow
 def test_package_from_the_sdist_works_without_nvcc(sdist, tmp_path):
     environment = {**os.environ, "DASH_ATTN_SKIP_CUDA": "1"}
     pip = [sys.executable, "-m", "pip", "install", "-v", "--no-deps", "--no-build-isolation", "--no-index"]

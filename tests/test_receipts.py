@@ -320,6 +320,7 @@ def test_the_command_of_torchrun(tmp_path, monkeypatch):
     assert first.replay[0].endswith("}'; torchrun --nnodes 2 --nproc-per-node 4 train.py --name 'two words')")
 
 
+@pytest.mark.slow
 def test_example(tmp_path):
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     command = [sys.executable, ROOT / "examples" / "receipts.py", "--folder", str(tmp_path / "receipts")]

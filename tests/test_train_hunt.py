@@ -165,6 +165,7 @@ def test_losses_alone_may_differ(tmp_path):
     assert found is not None and found.first is None
 
 
+@pytest.mark.slow
 def test_hunt(tmp_path, capsys, monkeypatch):
     """Real runs, beside a load, which do not repeat."""
     monkeypatch.setenv("PYTHONPATH", str(pathlib.Path(dash_attn.__file__).parents[1]))
