@@ -286,17 +286,20 @@ def test_run_refuses(installed):
     assert refused.stderr.startswith("dash_attn.run: dash_attn cannot become flash_attn, which is installed")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", WAYS)
 def test_program_that_computes(way, started_python):
     check_program(way, "cpu", started_python)
 
 
+@pytest.mark.slow
 def test_example():
     example = pathlib.Path(__file__).parents[1] / "examples" / "flash_attn_names.py"
     stdout, _ = python("-m", "dash_attn.run", example)
     assert stdout.splitlines()[-1] == "the gradients of three runs have the same bits"
 
 
+@pytest.mark.slow
 def test_under_torchrun(tmp_path):
     program = "import os, flash_attn; print(os.environ['RANK'], flash_attn.__dash_attn__, flush=True)"
     (tmp_path / "program.py").write_text(program)
