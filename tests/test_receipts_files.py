@@ -150,8 +150,12 @@ def test_a_folder_in_which_nothing_can_be_written(runs, tmp_path, what):
         for file in folder.iterdir():
             file.chmod(0o444)
         folder.chmod(0o555)
+        scratch = pathlib.Path(outer, "scratch")  # TMPDIR may be one that others cannot write to
+        scratch.mkdir()
+        scratch.chmod(0o777)
 
         def read():
+            tempfile.tempdir = str(scratch)
             if os.geteuid() == 0:
                 os.setgid(65534)
                 os.setuid(65534)
