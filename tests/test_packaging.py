@@ -116,7 +116,7 @@ def test_groups_of_requirements():
     assert len(pinned) == 3 and all("==" in name for name in pinned)
     assert "ring-flash-attn" in "".join(alone), "its requirements would take other packages along"
     assert not [name for name in wanted + alone if re.match(r"torch([=<>].*)?$", name)], "no group replaces torch"
-    with pytest.raises(SystemExit, match="no dependency group tests, it has test, test-frameworks,"):
+    with pytest.raises(SystemExit, match="no dependency group tests, it has demo, test, test-frameworks,"):
         prepare.requirements(["tests"])
 
 
