@@ -175,6 +175,7 @@ def test_start_of_python_without_the_package(tmp_path):
     assert (done.returncode, done.stdout, done.stderr) == (0, "[]\n", "")
 
 
+@pytest.mark.slow
 def test_environment_leaves_an_installed_flash_attn(started_python, installed):
     code = "import importlib.metadata as m, flash_attn; print(flash_attn.__version__, m.version('flash-attn'))"
     stdout, stderr = python("-c", code, executable=started_python, paths=[installed], **{VARIABLE: "1"})

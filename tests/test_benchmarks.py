@@ -100,6 +100,7 @@ def result_file(tmp_path_factory):
     return path
 
 
+@pytest.mark.slow
 def test_json_schema(result_file):
     result = json.loads(result_file.read_text())
     assert list(result) == ["meta", "rows"]

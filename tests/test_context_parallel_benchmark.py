@@ -37,6 +37,7 @@ def test_rows_and_table(tmp_path, capfd):
     assert "zigzag: at least 0.88 of the ideal" in text and "contiguous: not slower than torch" in text
 
 
+@pytest.mark.slow
 def test_more_ranks_than_kv_heads(tmp_path, capfd):
     path = tmp_path / "result.json"
     options = ["--device", "cpu", "--seqlens", "512", "--rounds", "1", "--block", "0.01", "--json", str(path)]
