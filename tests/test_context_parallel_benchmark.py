@@ -11,6 +11,7 @@ from benchmarks.context_parallel_peers import TORCH_KERNELS
 PEERS = [*(f"torch context parallel, {kernels}" for kernels in TORCH_KERNELS), "ring-flash-attn zigzag"]
 
 
+@pytest.mark.slow
 def test_rows_and_table(tmp_path, capfd):
     path = tmp_path / "result.json"
     leave_out = PEERS[1:2]  # a trial on CPUs has one kernel for both

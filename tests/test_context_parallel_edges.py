@@ -47,6 +47,7 @@ def held(tmp_path_factory):
     return run
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 def test_it_holds_on_every_rank(held, name):
     assert held()[0].keys() == set(NAMES)
