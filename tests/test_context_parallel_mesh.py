@@ -48,7 +48,6 @@ def held(tmp_path_factory):
     return run
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 def test_it_holds_on_every_rank_of_a_part_of_the_job(held, name):
     outside, *of_mesh = held()
