@@ -134,8 +134,16 @@ class BuildExtension(cpp_extension.BuildExtension):
             if extension.name == "dash_attn._C":
                 add_kernels(extension, self.cuda_home)
         super().build_extensions()
+        self.note_absence(Path(self.get_ext_fullpath("dash_attn._C")).parent)
+
+    def copy_extensions_to_source(self):
+        """For an editable install."""
+        super().copy_extensions_to_source()
+        self.note_absence(ROOT / "dash_attn")
+
+    def note_absence(self, package: Path) -> None:
         # The package says so when it is imported; pip shows nothing of what is printed here.
-        note = Path(self.get_ext_fullpath("dash_attn._C")).parent / "without_kernels.txt"
+        note = package / "without_kernels.txt"
         if self.without_kernels is not None:
             note.write_text(f"{self.without_kernels}\n")
         else:

@@ -102,6 +102,7 @@ def test_names_versions_and_distributions():
     assert stderr == [f"flash_attn is dash_attn {version} in this process, under the version {versions[0]}"]
 
 
+@pytest.mark.slow
 def test_an_installed_flash_attn_wins_unless_forced(installed):
     code = """
 import dash_attn.aliases as aliases
@@ -132,6 +133,7 @@ print(flash_attn.__version__, metadata.version("flash-attn"), hasattr(flash_attn
     assert stdout.split() == [f"2.8.0+dash.{dash_attn.__version__}"] * 2 + ["False"]
 
 
+@pytest.mark.slow
 def test_activating_again_after_force_changes_nothing(installed):
     again = "aliases.activate(); import flash_attn; print(flash_attn.__dash_attn__)"
     stdout, _ = python("-c", f"import dash_attn.aliases as aliases; aliases.activate(force=True); {again}",
@@ -139,6 +141,7 @@ def test_activating_again_after_force_changes_nothing(installed):
     assert stdout.split() == [dash_attn.__version__]
 
 
+@pytest.mark.slow
 def test_the_interface_is_an_attribute_of_the_package():
     code = "import dash_attn.as_flash_attn, flash_attn; print(flash_attn.flash_attn_interface.__name__)"
     stdout, stderr = python("-c", code)
@@ -172,6 +175,7 @@ def test_start_of_python_without_the_package(tmp_path):
     assert (done.returncode, done.stdout, done.stderr) == (0, "[]\n", "")
 
 
+@pytest.mark.slow
 def test_environment_leaves_an_installed_flash_attn(started_python, installed):
     code = "import importlib.metadata as m, flash_attn; print(flash_attn.__version__, m.version('flash-attn'))"
     stdout, stderr = python("-c", code, executable=started_python, paths=[installed], **{VARIABLE: "1"})
@@ -283,17 +287,20 @@ def test_run_refuses(installed):
     assert refused.stderr.startswith("dash_attn.run: dash_attn replaces flash_attn, which is installed")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", WAYS)
 def test_program_that_computes(way, started_python):
     check_program(way, "cpu", started_python)
 
 
+@pytest.mark.slow
 def test_example():
     example = pathlib.Path(__file__).parents[1] / "examples" / "flash_attn_names.py"
     stdout, _ = python("-m", "dash_attn.run", example)
     assert stdout.splitlines()[-1] == "the gradients of three runs have the same bits"
 
 
+@pytest.mark.slow
 def test_under_torchrun(tmp_path):
     program = "import os, flash_attn; print(os.environ['RANK'], flash_attn.__dash_attn__, flush=True)"
     (tmp_path / "program.py").write_text(program)

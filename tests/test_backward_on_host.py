@@ -8,6 +8,9 @@ import numpy as np
 import pytest
 from emulation import ROWS
 
+# test_kernels_on_host.py has one kernel of each pass.
+pytestmark = pytest.mark.slow
+
 # One SM, on which nobody may wait for what comes later, and several.
 MACHINES = ((1, 0), (3, 1), (4, 2))
 SCHEDULES = ("descending", "order_free")

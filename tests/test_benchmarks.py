@@ -100,6 +100,7 @@ def result_file(tmp_path_factory):
     return path
 
 
+@pytest.mark.slow
 def test_json_schema(result_file):
     result = json.loads(result_file.read_text())
     assert list(result) == ["meta", "rows"]
@@ -256,6 +257,7 @@ def test_bad_arguments_end_in_one_line(monkeypatch, tmp_path):
         run.main(["--device", "cpu", "--max-seqlen", "1"])
 
 
+@pytest.mark.slow
 def test_a_failure_of_ours_fails_the_run(monkeypatch, capsys):
     def broken(self, variant, shape, tensors):
         raise RuntimeError("no kernel")

@@ -15,7 +15,7 @@ import toolchain
 import variants
 
 import dash_attn
-from dash_attn import schedule
+from dash_attn import ops, schedule
 
 ROOT = pathlib.Path(__file__).parents[1]
 BINARY = pathlib.Path(dash_attn.__file__).parent / "_C.abi3.so"
@@ -42,11 +42,11 @@ DASH_BACKWARD_VARIANT(Float16, 192x128, Full, Plain, OrderFree)
 @pytest.fixture(scope="module")
 def binary() -> dict[str, check_kernels.Kernel]:
     """{symbol: kernel} of the compiled ops."""
+    if os.environ.get("DASH_ATTN_SKIP_CUDA") == "1":
+        pytest.skip("DASH_ATTN_SKIP_CUDA=1: a binary that is there may be an older build's")
     if not BINARY.is_file():
         if toolchain.find_cuda_home() is None:
             pytest.skip("nvcc is not on this machine, so there are no kernels to look at")
-        if os.environ.get("DASH_ATTN_SKIP_CUDA") == "1":
-            pytest.skip("DASH_ATTN_SKIP_CUDA=1")
         pytest.fail("nvcc is here, but dash_attn/_C.abi3.so was not built: python setup.py build_ext --inplace")
     return check_kernels.read_kernels(BINARY)
 
@@ -281,6 +281,13 @@ def test_selection_of_nothing_is_refused(monkeypatch, listed):
     monkeypatch.setenv("DASH_ATTN_MASKS", "causal")
     with pytest.raises(SystemExit, match="select no kernel"):
         variants.select_variants(listed)
+
+
+def test_an_installation_notes_that_kernels_are_not_wanted():
+    """Also an editable one: without the note, an import warns where torch has CUDA."""
+    if os.environ.get("DASH_ATTN_SKIP_CUDA") != "1":
+        pytest.skip("DASH_ATTN_SKIP_CUDA is not 1: kernels are wanted")
+    assert ops.why_left_out() == "DASH_ATTN_SKIP_CUDA=1 was set"
 
 
 def run_setup(*arguments: str, **environment: str) -> subprocess.CompletedProcess:

@@ -67,6 +67,7 @@ def test_a_disagreement_is_no_end(of_agreement):
     assert [of_rank["nothing"][0] for of_rank in of_agreement] == ["none"] * RANKS
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "fault", ["dies", "dies between", "dies before the backward", "dies in the backward, few heads"]
 )
@@ -80,6 +81,7 @@ def test_a_rank_that_dies(tmp_path, fault):
         assert seconds < TIMEOUT_S
 
 
+@pytest.mark.slow
 def test_a_rank_that_stalls(tmp_path):
     of_ranks = outcomes(tmp_path, RANKS, "stalls")
     for rank in {0, 2}:

@@ -61,6 +61,7 @@ def of_agreement(tmp_path_factory):
     return outcomes(tmp_path_factory.mktemp("agreement"), RANKS, *AGREED, "nothing, mesh")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fault", AGREED)
 def test_ranks_that_disagree(of_agreement, fault):
     for of_rank in of_agreement:
@@ -68,10 +69,12 @@ def test_ranks_that_disagree(of_agreement, fault):
         assert error == "RankError" and AGREED[fault] in text and ranks == [WRONG_RANK], text
 
 
+@pytest.mark.slow
 def test_a_disagreement_is_no_end(of_agreement):
     assert [of_rank["nothing, mesh"][0] for of_rank in of_agreement] == ["none"] * RANKS
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fault", ["dies between, mesh", "dies in the backward, few heads, mesh"])
 def test_a_rank_that_dies_while_data_moves_in_its_groups(tmp_path, fault):
     """Those of no group of its own learn of it too, and all have its number in the mesh."""

@@ -176,6 +176,7 @@ def test_what_a_plan_refuses(arguments, options, message):
         make_plan(*arguments, **options)
 
 
+@pytest.mark.slow
 def test_long_sequences_are_cut_at_fewer_places():
     plan = make_plan(2**20 + 1, 2**21 + 201, 2, layout="zigzag", causal=True)
     play(plan)

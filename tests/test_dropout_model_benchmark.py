@@ -132,7 +132,7 @@ def test_a_part_has_a_limit(monkeypatch, capsys):
     def slow():
         yield from timing.measure({"a": sleep, "b": sleep}, device=CPU)
 
-    monkeypatch.setattr(dropout_model, "PART_SECONDS", 0.05)
+    monkeypatch.setattr(dropout_model, "PART_SECONDS", 0.4)  # enough to begin the first call
     bench = dropout_model.Bench(CPU, dropout_model.TINY, 0.1, 0.0)
     recording = dropout_model.Recording(None, {}, bench, 10.0)
     recording.part("rows", "something slow", slow)

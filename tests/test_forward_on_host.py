@@ -5,6 +5,9 @@ import numpy as np
 import pytest
 from emulation import ROWS
 
+# test_kernels_on_host.py has one kernel of each pass.
+pytestmark = pytest.mark.slow
+
 # SMs, which decide how many rows a tile has and who computes it. Products are late where the seed is odd.
 MACHINES = ((1, 1), (3, 0), (132, 3))
 

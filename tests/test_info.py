@@ -80,9 +80,12 @@ def test_info_of_this_installation():
     assert facts["self_check"]["passed"] and facts["self_check"]["cases"] >= 1
     assert facts["kernels"]["built"] == bool(list(PACKAGE.glob("_C*.so")))
     assert facts["kernels_run_here"] == (facts["self_check"]["device"] == "cuda") == (facts["why_not"] is None)
-    assert facts["integrations"][0]["version"] == torch.__version__ and not facts["integrations"][0]["active"]
+    # A CUDA build of torch leaves +cu130 out of the version that pip knows.
+    assert facts["integrations"][0]["version"].partition("+")[0] == torch.__version__.partition("+")[0]
+    assert not facts["integrations"][0]["active"]
 
 
+@pytest.mark.slow
 def test_info_says_what_was_built_and_what_is_not_here(package):
     (package / "_C.abi3.so").write_bytes(RECORD)
     found = run(package.parent, "-m", "dash_attn.info", CUDA_VISIBLE_DEVICES="")
@@ -101,6 +104,7 @@ def test_info_says_what_was_built_and_what_is_not_here(package):
     assert "self-check of the CPU reference: passed" in found.stdout
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("note, because", [
     ("nvcc was not found (PATH)", "because nvcc was not found (PATH) when dash_attn was built"),
     (None, "and the build left no note of the reason"),
@@ -158,6 +162,7 @@ def test_info_says_why_an_integration_is_unavailable(package):
     assert lines["dash_attn.integrations.megatron"].startswith("unavailable: cannot import name 'parallel_state' from")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("note", [None, "nvcc was not found (CUDA_HOME, PATH, /usr/local/cuda)"])
 def test_a_package_without_kernels_says_so_once(package, note):
     if note is not None:

@@ -70,6 +70,7 @@ def test_sdist_holds_every_file_of_the_project(sdist):
     assert generated == {"PKG-INFO", "setup.cfg"}
 
 
+@pytest.mark.slow
 def test_package_from_the_sdist_works_without_nvcc(sdist, tmp_path):
     environment = {**os.environ, "DASH_ATTN_SKIP_CUDA": "1"}
     pip = [sys.executable, "-m", "pip", "install", "-v", "--no-deps", "--no-build-isolation", "--no-index"]
@@ -115,7 +116,7 @@ def test_groups_of_requirements():
     assert len(pinned) == 3 and all("==" in name for name in pinned)
     assert "ring-flash-attn" in "".join(alone), "its requirements would take other packages along"
     assert not [name for name in wanted + alone if re.match(r"torch([=<>].*)?$", name)], "no group replaces torch"
-    with pytest.raises(SystemExit, match="no dependency group tests, it has test, test-frameworks,"):
+    with pytest.raises(SystemExit, match="no dependency group tests, it has demo, test, test-frameworks,"):
         prepare.requirements(["tests"])
 
 

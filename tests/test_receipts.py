@@ -160,8 +160,8 @@ def test_a_process_that_dies_leaves_what_it_wrote(tmp_path):
         "        optimizer.step()\n"
     )
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    done = subprocess.run([sys.executable, "-c", program, str(tmp_path / "run")], env=environment)
-    assert done.returncode == -signal.SIGKILL
+    command = [sys.executable, "-c", program, str(tmp_path / "run")]
+    assert subprocess.run(command, env=environment, timeout=300).returncode == -signal.SIGKILL
     assert len(receipts_of(tmp_path / "run", 1)) > 7 and not receipts_of(tmp_path / "run", 2)
 
 
@@ -320,6 +320,7 @@ def test_the_command_of_torchrun(tmp_path, monkeypatch):
     assert first.replay[0].endswith("}'; torchrun --nnodes 2 --nproc-per-node 4 train.py --name 'two words')")
 
 
+@pytest.mark.slow
 def test_example(tmp_path):
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     command = [sys.executable, ROOT / "examples" / "receipts.py", "--folder", str(tmp_path / "receipts")]

@@ -74,13 +74,16 @@ def status_of_compare(a, b, capsys):
 def test_killed_at_any_time(tmp_path, capsys):
     """What a killed process leaves is whole steps; they can be read where they are, and gone on with."""
     write_steps(tmp_path / "whole", range(300))
-    rng, sizes = random.Random(0), set()
-    for turn in range(20):
+    rng, sizes, turn = random.Random(0), set(), 0
+    # Later and later, until enough runs have got far enough, however slow the machine is.
+    while turn < 20 or len(sizes) <= 10 or max(sizes) <= 5:
+        turn += 1
+        assert turn < 200, f"runs that were killed have {sorted(sizes)} steps"
         folder = tmp_path / f"killed_{turn}"
         child = in_child(lambda: write_steps(folder, range(100_000)))
         while not rank_file(folder, 0).exists():
             time.sleep(0.001)
-        time.sleep(rng.uniform(0, 0.1))
+        time.sleep(rng.uniform(0, 0.01 * turn))
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
         files = sorted(file.name for file in folder.iterdir())
@@ -94,7 +97,6 @@ def test_killed_at_any_time(tmp_path, capsys):
             assert sorted(file.name for file in folder.iterdir()) == files
         write_steps(folder, range(300), resume=True)
         assert status_of_compare(tmp_path / "whole", folder, capsys) == (0, "")
-    assert len(sizes) > 10 and max(sizes) > 5
 
 
 def with_hot_journal(source, folder):
@@ -148,8 +150,12 @@ def test_a_folder_in_which_nothing_can_be_written(runs, tmp_path, what):
         for file in folder.iterdir():
             file.chmod(0o444)
         folder.chmod(0o555)
+        scratch = pathlib.Path(outer, "scratch")  # TMPDIR may be one that others cannot write to
+        scratch.mkdir()
+        scratch.chmod(0o777)
 
         def read():
+            tempfile.tempdir = str(scratch)
             if os.geteuid() == 0:
                 os.setgid(65534)
                 os.setuid(65534)
@@ -177,7 +183,7 @@ def test_a_reader_does_not_stop_the_writer(tmp_path):
         with recorder.step(step, data=torch.ones(3)):
             pass
     recorder.close()
-    assert time.monotonic() - began < 4
+    assert time.monotonic() - began < store.LOCK_WAIT_S, "the writer has waited for the reader's lock"
     assert database.execute("SELECT count(*) FROM step").fetchone() == (1,)
     assert len(steps_of(tmp_path / "run")) == 50
     database.close()

@@ -132,6 +132,7 @@ class OnCuda(torch.Tensor):
     device = torch.device("cuda")
 
 
+@pytest.mark.slow
 def test_devices_and_the_variable(monkeypatch):
     found = {}
     with FakeTensorMode():

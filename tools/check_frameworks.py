@@ -3,9 +3,9 @@
 
     .venv/bin/python tools/check_frameworks.py
 
-`make test` continues without the packages that it cannot install, for machines without a package index. Exit status: 1
-if a package is missing or has another version than the group's although the index answers; 75 if the index does not
-answer.
+`make test-all` continues without the packages that it cannot install, for machines without a package index. Exit
+status: 1 if a package is missing or has another version than the group's although the index answers; 75 if the index
+does not answer.
 """
 
 from __future__ import annotations

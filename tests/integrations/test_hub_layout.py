@@ -37,6 +37,8 @@ torch.save([out, q.grad, k.grad, v.grad], sys.argv[1])
 
 @pytest.fixture(scope="module")
 def layout(tmp_path_factory) -> pathlib.Path:
+    if not list(hub_layout.PACKAGE.glob("_C*.so")):
+        pytest.skip("the kernels, which are a part of the layout, are not built")
     # Far from the checkout, which must not be read.
     out = tmp_path_factory.mktemp("hub")
     subprocess.run([sys.executable, "tools/hub_layout.py", str(out), "--built"], cwd=hub_layout.ROOT, check=True)

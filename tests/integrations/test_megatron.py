@@ -208,6 +208,7 @@ def _train_on_rank(rank, ranks, folder):
         torch.save((found, sinks.global_shape, sinks.global_offset), folder / f"rank{rank}.pt")
 
 
+@pytest.mark.slow
 def test_tensor_parallel_ranks_train_as_one(tmp_path):
     ranks = 2
     torch.multiprocessing.spawn(_train_on_rank, (ranks, tmp_path), ranks)
@@ -326,6 +327,7 @@ def test_specs():
         with_dash_attention(layer)
 
 
+@pytest.mark.slow
 def test_example():
     example = pathlib.Path(__file__).parents[2] / "examples" / "megatron_gpt.py"
     paths = os.pathsep.join((str(pathlib.Path(dash_attn.__file__).parents[1]), os.environ.get("PYTHONPATH", "")))

@@ -38,6 +38,7 @@ def test_processes(results, case, processes):
     support.check(results(processes), case, SEQLEN)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "launcher, script, arguments, words",
     [

@@ -125,6 +125,13 @@ def test_activating_twice():
     assert not runs_dash_attn()
 
 
+@pytest.fixture
+def _kernels_not_needed(monkeypatch):
+    """For tests that look at what is registered for CUDA tensors, and call none of it."""
+    monkeypatch.setattr(ops, "why_no_kernels", None)
+
+
+@pytest.mark.usefixtures("_kernels_not_needed")
 @pytest.mark.parametrize("enabled", [True, False])
 def test_cudnn_stands_aside(enabled):
     before = torch.backends.cuda.cudnn_sdp_enabled()
@@ -143,6 +150,7 @@ def test_cudnn_stands_aside(enabled):
         torch.backends.cuda.enable_cudnn_sdp(before)
 
 
+@pytest.mark.usefixtures("_kernels_not_needed")
 def test_the_ops_of_a_gpu_are_ours():
     """On the machine that has none: which kernel the dispatcher holds for CUDA tensors."""
     names = ["_scaled_dot_product_flash_attention", "_flash_attention_forward"]
