@@ -100,7 +100,7 @@ def check_lengths(
         for name in (f"max_seqlen_{side}", "max_seqlen"):
             if max_seqlens and name in max_seqlens and max_seqlens[name] < longest:
                 raise ValueError(
-                    f"{name} must be at least the length of the longest sequence, {longest}, with dropout, "
+                    f"{name} must be at least the length of the longest sequence with dropout, {longest}, "
                     f"got {max_seqlens[name]}"
                 )
 

@@ -208,7 +208,7 @@ def test_ops_on_cuda_tensors_take_a_state_for_a_pack():
         assert out.shape == (9, 4, 64) and out.device.type == "cuda"
 
 
-SHORT = "{} must be at least the length of the longest sequence, {}, with dropout, got {}"
+SHORT = "{} must be at least the length of the longest sequence with dropout, {}, got {}"
 
 
 @pytest.mark.parametrize("change, message", [

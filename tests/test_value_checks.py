@@ -72,7 +72,7 @@ def test_longest_sequences_with_dropout(function, as_on_a_gpu):
     arguments = {name: given[name] for name in VARLEN_FUNCTIONS[function][0]}
     state = torch.get_rng_state()
     for name in [name for name in arguments if name.startswith("max")]:
-        message = f"^{name} must be at least the length of the longest sequence, 5, with dropout, got 4$"
+        message = f"^{name} must be at least the length of the longest sequence with dropout, 5, got 4$"
         with pytest.raises(ValueError, match=message):
             function(**arguments | {name: 4}, dropout_p=0.5)
     assert torch.equal(torch.get_rng_state(), state)  # nothing is drawn
