@@ -1,4 +1,4 @@
-"""The fixed-point scales of order-free accumulation, as in csrc/config/fixed_point.h and the kernels.
+"""The fixed-point scales of order-free accumulation, as in csrc/contract/fixed_point.h and the kernels.
 
 dQ of a row is a sum of partials, one per KV tile. Each partial is rounded to a multiple of 2^-e, where e follows from a
 bound of the row that the inputs determine. The integers are then added, and their sum is the same in any order. See
@@ -47,7 +47,7 @@ def _mean_of_windows(pairs: torch.Tensor) -> torch.Tensor:
 
 
 def min_step_product(k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-    """Returns the smallest difference between neighboring rows: `min_step_product` of csrc/config/fixed_point.h.
+    """Returns the smallest difference between neighboring rows: `min_step_product` of csrc/contract/fixed_point.h.
 
     Args:
         k: (batch * kv_heads, seqlen_k, head_dim).

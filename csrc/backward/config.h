@@ -4,14 +4,14 @@
 
 #include <cstdint>
 
-#include "../config/pipeline.h"
-#include "../config/tile_shapes.h"
+#include "../placement/pipeline.h"
+#include "../contract/tile_shapes.h"
 #include "../device/gemm.h"
 #include "../device/score.h"
 #include "../device/sm90.h"
-#include "../schedule/order.h"
-#include "../schedule/policy.h"
-#include "../schedule/tile_grid.h"
+#include "../contract/order.h"
+#include "../contract/policy.h"
+#include "../contract/tile_grid.h"
 
 namespace dash_attn::backward {
 
@@ -97,7 +97,7 @@ struct Variant : Geometry {
   static constexpr bool kCarries = Policies::kCarries;
   static constexpr bool kDivided = Order<Policies::kAny>::kDivided;
 
-  // Whether the kernel can finish dQ (finish_dq.h) where that pays (schedule/finishing.h). It takes registers, which
+  // Whether the kernel can finish dQ (finish_dq.h) where that pays (placement/finishing.h). It takes registers, which
   // are missing with other scores and in clusters.
   static constexpr bool kMayFinishDq =
       Geometry::kCanFinishDq && !kCarries && Score::kKind == ScoreKind::kPlain && kClusterSize == 1;

@@ -7,8 +7,8 @@
 // each column: matrices of 8 x 8 are transposed first, and then two lanes exchange, for 8 bytes each.
 #pragma once
 
-#include "../config/fixed_point.h"
-#include "../schedule/tile_grid.h"
+#include "../contract/fixed_point.h"
+#include "../contract/tile_grid.h"
 #include "dq_layout.h"
 #include "order_free/rounding.h"
 #include "order_free/scale.h"

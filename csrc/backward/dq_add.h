@@ -10,7 +10,7 @@
 // rank (finish_dq.h), which loads the sum instead of adding to it, or the conversion.
 #pragma once
 
-#include "../schedule/sequences.h"
+#include "../placement/sequences.h"
 #include "finish_dq.h"
 #include "params.h"
 #include "plan.h"

@@ -6,10 +6,10 @@
 #include <cmath>
 #include <cstdint>
 
-#include "../config/fixed_point.h"
+#include "../contract/fixed_point.h"
 #include "../device/dropout_bits.h"
 #include "../device/score.h"
-#include "../schedule/work_tile.h"
+#include "../placement/work_tile.h"
 
 namespace dash_attn::backward {
 
@@ -49,7 +49,7 @@ struct Workspace {
   float* sink_sums;  // (sequence, head), in the caller's order: gradients of sinks, if wanted
 
   // Only for order-free accumulation.
-  uint8_t* scales;                // the fixed-point scale of each row (config/fixed_point.h)
+  uint8_t* scales;                // the fixed-point scale of each row (contract/fixed_point.h)
   int* needs_order;               // (sequence, KV head), in the caller's order: whether dQ is summed in order after all
   int* any_needs_order;           // whether any head needs the order
   int* any_marks;                 // whether any row of the call is marked as not finite

@@ -6,7 +6,7 @@
 #include "../device/fragment.h"
 #include "../device/ptx.h"
 #include "../device/score.h"
-#include "../schedule/mask.h"
+#include "../contract/mask.h"
 
 namespace dash_attn::backward {
 

@@ -4,7 +4,7 @@
 //   all threads store the sum -> barrier of the warpgroup -> one thread: st.release semaphore = split + 1
 //   -> one thread of the next split: ld.acquire semaphore -> barrier of the warpgroup -> all threads load the sum
 //
-// The work tile that is waited for was taken earlier (schedule/order.h), so it is running or has ended.
+// The work tile that is waited for was taken earlier (contract/order.h), so it is running or has ended.
 //
 // The first part of a divided KV tile passes its sums to the second in the same way, if two CTAs work on them. These
 // sums have a place of their own, which serves one split after the other; then all splits are in parts (whole_tiles.h).

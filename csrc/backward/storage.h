@@ -5,7 +5,7 @@
 
 #include "../device/barrier.h"
 #include "../device/ring.h"
-#include "../schedule/work_tile.h"
+#include "../placement/work_tile.h"
 #include "config.h"
 
 namespace dash_attn::backward {

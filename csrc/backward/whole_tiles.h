@@ -1,4 +1,4 @@
-// Divided KV tiles (schedule/order.h) of which one CTA works on both parts, with dK and dV in its registers where the
+// Divided KV tiles (contract/order.h) of which one CTA works on both parts, with dK and dV in its registers where the
 // second part would otherwise consume the first part's sums. The bits are the same.
 //
 // Undivided, the KV tiles of a head wait for each other in a circle, so each must have a CTA. Whoever takes the first

@@ -3,7 +3,7 @@
 // through a ring in shared memory.
 //
 // Waiting is safe because numbers are taken in order: a CTA that has number n waits only for lower numbers
-// (schedule/order.h), which belong to CTAs that are running or have finished, so the lowest unfinished one never waits.
+// (contract/order.h), which belong to CTAs that are running or have finished, so the lowest unfinished one never waits.
 // whole_tiles.h explains why a CTA may wait for higher numbers if it works on a whole KV tile instead of a part.
 #pragma once
 

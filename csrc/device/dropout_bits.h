@@ -5,7 +5,7 @@
 #include <type_traits>
 
 #include "../dropout/fragment.h"
-#include "../schedule/mask.h"
+#include "../contract/mask.h"
 #include "elements.h"
 #include "gemm.h"
 #include "ptx.h"

@@ -1,7 +1,7 @@
 // Loads and stores of tiles by TMA, in the blocks of a swizzle (gemm.h).
 #pragma once
 
-#include "../schedule/sequences.h"
+#include "../placement/sequences.h"
 #include "barrier.h"
 #include "gemm.h"
 #include "ptx.h"

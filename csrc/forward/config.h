@@ -4,15 +4,15 @@
 
 #include <cstdint>
 
-#include "../config/tile_shapes.h"
+#include "../contract/tile_shapes.h"
 #include "../device/barrier.h"
 #include "../device/gemm.h"
 #include "../device/ring.h"
 #include "../device/score.h"
 #include "../device/sm90.h"
 #include "../dropout/mask.h"
-#include "../schedule/forward_tiles.h"
-#include "../schedule/tile_grid.h"
+#include "../placement/forward_tiles.h"
+#include "../contract/tile_grid.h"
 
 namespace dash_attn::forward {
 

@@ -3,7 +3,7 @@
 //   warpgroup 0   warp 0: loader (load.h)   one warp for each consumer: storer (store.h)
 //   the others    consumers (mainloop.h, softmax.h)
 //
-// CTAs are persistent and never wait for another CTA. schedule/forward_tiles.h assigns query tiles to them.
+// CTAs are persistent and never wait for another CTA. placement/forward_tiles.h assigns query tiles to them.
 #pragma once
 
 #include "../device/warp_roles.h"

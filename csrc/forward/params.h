@@ -5,7 +5,7 @@
 
 #include "../device/dropout_bits.h"
 #include "../device/score.h"
-#include "../schedule/forward_tiles.h"
+#include "../placement/forward_tiles.h"
 
 namespace dash_attn::forward {
 

@@ -4,7 +4,7 @@
 #include <cstdint>
 
 #include "../dropout/mask.h"
-#include "../schedule/mask.h"
+#include "../contract/mask.h"
 
 namespace dash_attn::dropout {
 

@@ -6,9 +6,9 @@
 #include <cstdint>
 #include <functional>
 
-#include "../config/tile_shapes.h"
-#include "../schedule/mask.h"
-#include "../schedule/policy.h"
+#include "../contract/tile_shapes.h"
+#include "../contract/mask.h"
+#include "../contract/policy.h"
 #include "tensor.h"
 
 namespace dash_attn {

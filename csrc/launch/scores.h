@@ -3,7 +3,7 @@
 
 #include <cmath>
 
-#include "../config/tile_shapes.h"
+#include "../contract/tile_shapes.h"
 #include "../device/dropout_bits.h"
 #include "../device/score.h"
 #include "arguments.h"

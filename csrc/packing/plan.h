@@ -4,15 +4,15 @@
 //
 // None of this decides a bit: a sequence's place in the list decides only when it is worked on.
 //
-// A Rule says what a pass needs for a sequence: schedule/pack_needs.h.
+// A Rule says what a pass needs for a sequence: placement/pack_needs.h.
 #pragma once
 
 #include <cstdint>
 #include <cstdio>
 #include <cub/block/block_scan.cuh>
 
-#include "../schedule/pack_needs.h"
-#include "../schedule/sequences.h"
+#include "../placement/pack_needs.h"
+#include "../placement/sequences.h"
 
 namespace dash_attn::packing {
 

@@ -2,7 +2,7 @@
 // of such partials (docs/order_free.md).
 #pragma once
 
-#include "../../config/fixed_point.h"
+#include "../../contract/fixed_point.h"
 #include "../../device/fragment.h"
 
 namespace dash_attn::backward {

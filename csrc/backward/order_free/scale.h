@@ -4,9 +4,9 @@
 
 #include <type_traits>
 
-#include "../../config/fixed_point.h"
-#include "../../config/tile_shapes.h"
-#include "../../schedule/tile_grid.h"
+#include "../../contract/fixed_point.h"
+#include "../../contract/tile_shapes.h"
+#include "../../contract/tile_grid.h"
 #include "../params.h"
 
 namespace dash_attn::backward {

@@ -1,11 +1,11 @@
 // Runs before an order-free backward: norms, largest elements and differences of the rows of K and V of each head, from
-// which config/fixed_point.h derives fixed-point scales (docs/order_free.md).
+// which contract/fixed_point.h derives fixed-point scales (docs/order_free.md).
 //
 // A block takes a chunk of rows of one head and writes a few numbers. Whoever needs a head's statistics combines its
 // chunks in a fixed order. So they are the same for every number of blocks and all neighbours, without atomics.
 #pragma once
 
-#include "../../config/fixed_point.h"
+#include "../../contract/fixed_point.h"
 #include "../../device/fragment.h"
 #include "../params.h"
 #include "../rows.h"

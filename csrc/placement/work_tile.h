@@ -6,10 +6,10 @@
 #include <type_traits>
 
 #include "../host_device.h"
-#include "order.h"
-#include "policy.h"
+#include "../contract/order.h"
+#include "../contract/policy.h"
 #include "sequences.h"
-#include "tile_grid.h"
+#include "../contract/tile_grid.h"
 
 namespace dash_attn {
 

@@ -4,11 +4,11 @@
 
 #include <cstdint>
 
-#include "../config/tile_shapes.h"
+#include "../contract/tile_shapes.h"
 #include "../host_device.h"
-#include "mask.h"
+#include "../contract/mask.h"
 #include "sequences.h"
-#include "tile_grid.h"
+#include "../contract/tile_grid.h"
 
 namespace dash_attn::forward {
 

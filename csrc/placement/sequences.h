@@ -10,7 +10,7 @@
 #include <type_traits>
 
 #include "../host_device.h"
-#include "mask.h"
+#include "../contract/mask.h"
 
 namespace dash_attn {
 

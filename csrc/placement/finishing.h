@@ -6,10 +6,10 @@
 
 #include <cstdint>
 
-#include "../config/tile_shapes.h"
+#include "../contract/tile_shapes.h"
 #include "../host_device.h"
-#include "policy.h"
-#include "tile_grid.h"
+#include "../contract/policy.h"
+#include "../contract/tile_grid.h"
 
 namespace dash_attn {
 

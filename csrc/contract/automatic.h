@@ -6,7 +6,7 @@
 // CHANGELOG.md.
 #pragma once
 
-#include "../config/tile_shapes.h"
+#include "tile_shapes.h"
 #include "policy.h"
 
 namespace dash_attn {

@@ -4,7 +4,7 @@
 
 #include <type_traits>
 
-#include "../config/tile_shapes.h"
+#include "tile_shapes.h"
 #include "../host_device.h"
 #include "mask.h"
 

@@ -6,16 +6,16 @@
 #include <cstdint>
 #include <initializer_list>
 
-#include "../config/fixed_point.h"
-#include "../config/tile_shapes.h"
+#include "../contract/fixed_point.h"
+#include "../contract/tile_shapes.h"
 #include "../host_device.h"
 #include "forward_tiles.h"
 #include "head_swizzle.h"
-#include "mask.h"
-#include "policy.h"
+#include "../contract/mask.h"
+#include "../contract/policy.h"
 #include "sequences.h"
-#include "splits.h"
-#include "tile_grid.h"
+#include "../contract/splits.h"
+#include "../contract/tile_grid.h"
 #include "work_tile.h"
 
 namespace dash_attn {
