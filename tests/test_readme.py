@@ -141,7 +141,7 @@ def test_the_summary(result):
 def test_how_many_shapes_each_peer_was_measured_at(result):
     groups = groups_of(ours(result["rows"], "backward"))
     heads, _, *lines = DETAILS.split("| backward, shapes measured |")[1].split("\n\n")[0].splitlines()
-    assert [c.strip() for c in heads.strip("|").split("|")] == [f"{d} {m}, of {len(g)}" for (d, m), g in groups.items()]
+    assert [c.strip() for c in heads.strip("|").split("|")] == [f"{d} {m} ({len(g)})" for (d, m), g in groups.items()]
     expected = {}
     for impl, mode in {(row["impl"], row["deterministic"]) for row in PEERS["rows"] if row["pass"] == "backward"}:
         measured = theirs(PEERS["rows"], "backward", mode, impl)
