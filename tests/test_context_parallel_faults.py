@@ -21,7 +21,7 @@ AGREED = {
     "value": ("RankError", "k of rank 1 must be finite"),
     "value of sinks": ("RankError", "the bytes of learnable_sink must be the same on every rank: rank 1 got"),
     "value of a gradient": ("RankError", "dout of rank 1 must be finite"),
-    "other call": ("RankError", "rank 1 got context_parallel_attention, rank 0 the backward of context_parallel"),
+    "other call": ("RankError", "rank 1 got context_parallel_attention, rank 0 got the backward of context_parallel"),
     "everywhere": ("ValueError", "softmax_scale must be a finite number"),
     "slopes, few heads": ("NotImplementedError", "alibi_slopes must be left out with more ranks than KV heads, got"),
     "chunks, few heads": (

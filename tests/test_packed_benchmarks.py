@@ -395,7 +395,7 @@ def test_our_dense_call_is_no_peer(packed_file, capsys):
     assert lines["the best deterministic"][3:5] == ["3.000", "(8)"]
     assert lines["the best other"][3:5] == ["0.750", "(8)"]
     equal = Shape.of_pack("8x2048", 128, 32, 8, "causal")
-    assert lines[DENSE][2:] == f"0.938 (4) of 8, 0.938 at {equal}".split()
+    assert lines[DENSE][2:] == f"0.938 (4) of 8, minimum 0.938 at {equal}".split()
     assert any(line.strip().startswith(DENSE) and "1.000 (4)" in line for line in forward.splitlines())
     # Each of ours after its own forward: 3.5 / (1 / 500 + 2.5 / 300) over 3.5 / (1 / 500 + 2.5 / 320).
     assert any(line.strip().startswith(DENSE) and "0.950 (4)" in line for line in both.splitlines())
@@ -429,7 +429,7 @@ def test_documents_quote_packs_and_windows(packed_file, tmp_path):
     assert "(`--grid windows-bar`), both sides in one run of commit 123456123456 on one H100." in said
     assert "the backward 1.20 times that of FlashAttention-3, minimum 1.20 (5)" in said
     by_shape = document.by_shape(quoted)
-    head = "| head_dim | heads | mask | batch x seqlen | dash_attn | of dense | best deterministic baseline | ratio |"
+    head = "| head_dim | heads | mask | batch x seqlen | dash_attn | over dense | best deterministic baseline | ratio |"
     assert by_shape.count(head) == 2, "packs, backward and forward"
     assert "| 128 | 32/8 | causal | pack 8x2048 | **300** | 0.94 | 100 (FlashAttention-3) | 3.00 | 400" in by_shape
     assert "| 64 | 32 | full | pack lognormal | **300** | - | 100 (FlashAttention-3) | 3.00 | 400" in by_shape
