@@ -260,7 +260,7 @@ FAULTS = [
     ("128", "backward/mainloop.h", "    shared_.ds_full[step.slot()].wait(step.parity());\n", "",
      dict(seqlen_q=200, seqlen_k=128)),
     # dS that is written while dK of the step before reads it.
-    ("256", "backward/wide/mainloop.h", "    sync_warpgroup(kNamedBarrier);  // dK of the step before", "    //",
+    ("256", "backward/wide/mainloop.h", "    sync_warpgroup(kKeyBarrier);  // dK of the step before", "    //",
      dict(seqlen_q=300, seqlen_k=80)),
     # A pack that does not know how many heads take turns.
     ("64", "schedule/pack_needs.h", "sequence.swizzle_with_turns = need.swizzle_with_turns;", "",

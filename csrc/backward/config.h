@@ -30,97 +30,61 @@ DASH_HOST_DEVICE constexpr bool is_wide(int qk_dim) { return qk_dim > 128; }
 // wait for the last of them.
 DASH_HOST_DEVICE constexpr int dq_parts(int qk_dim) { return is_wide(qk_dim) ? 2 : 1; }
 
-template <typename Element_, int kQkDim_, int kValueDim_, bool kIsWide = is_wide(kQkDim_)>
+template <typename Element_, int kQkDim_, int kValueDim_>
 struct Geometry {
   using Element = Element_;
-  static constexpr bool kWide = false;
+  static constexpr bool kWide = is_wide(kQkDim_);
   static constexpr TileShape kTile = backward_tile_shape({kQkDim_, kValueDim_});
   static constexpr int kQuery = kTile.query;
   static constexpr int kKey = kTile.key;
   static constexpr int kQkDim = kTile.head_dims.qk;
   static constexpr int kValueDim = kTile.head_dims.v;
-  static constexpr int kHeadDim = kQkDim;
-  static_assert(kQkDim == kValueDim, "a consumer's dK and dV are fragments of one type");
-  using Swizzle = SwizzleOf<kHeadDim>;  // of all tiles
-  static_assert(kHeadDim % Swizzle::kColumns == 0 && kQuery % kProductDepth == 0);
+  static constexpr int kHeadDim = kQkDim;  // of V too, unless the kernel is wide
+  static_assert(kWide || kQkDim == kValueDim, "a consumer's dK and dV are fragments of one type");
+  using Swizzle = SwizzleOf<kWide ? kWarpgroupRows : kHeadDim>;  // of all tiles
+  static_assert(kQkDim % Swizzle::kColumns == 0 && kValueDim % Swizzle::kColumns == 0);
+  static_assert(kQuery % kProductDepth == 0 && kKey % kProductDepth == 0);
 
-  // Each consumer warpgroup owns 64 keys: its rows of S^T, dP^T, dV and dK.
-  static constexpr int kConsumers = kKey / kWarpgroupRows;
+  // Each consumer owns 64 keys: its rows of S^T, dP^T, dV and dK. Of a wide kernel one owns dV and the other dK.
+  static constexpr int kConsumers = 2;
+  static_assert(kWide ? kQuery == kWarpgroupRows : kKey == kConsumers * kWarpgroupRows);
   static constexpr int kConsumerWarps = kConsumers * kWarpgroupWarps;
   static constexpr int kThreads = (kConsumers + 1) * kWarpgroupThreads;
-  // The planner's divisions by a number of queries that is no power of two take registers, which the consumers have to
-  // spare there.
-  static constexpr int kProducerRegisters = (kQuery & (kQuery - 1)) == 0 ? 24 : 40;
-  static constexpr int kConsumerRegisters = kProducerRegisters == 24 ? 240 : 232;
-  static_assert(kConsumers == 2);
-  static_assert(kWarpgroupThreads * (kProducerRegisters + kConsumers * kConsumerRegisters) <=
-                launch_registers(kThreads));
+  // The planner divides by the rows of tiles. Divisions by other numbers than powers of two take more registers.
+  static constexpr int kProducerRegisters = is_power_of_two(kQuery) && is_power_of_two(kKey) ? 24 : 40;
+  static constexpr int kConsumerRegisters = consumer_registers(kConsumers, kProducerRegisters);
 
   // dQ = dS K is cut in two for the consumers: along queries if the head dim is 64, else along columns. The second
   // consumer's 64 columns are then the last ones, and both consumers compute the columns in the middle. A product's 64
   // rows are queries, or columns if a consumer has fewer queries: dQ^T = K^T dS^T. A wide kernel computes one product
   // for each 64 columns.
   static constexpr bool kSplitDqByHeadDim = kHeadDim > kWarpgroupRows;
-  static constexpr int kDqColumnStep = kSplitDqByHeadDim ? kHeadDim - kWarpgroupRows : 0;
-  static_assert(kHeadDim <= kConsumers * kWarpgroupRows && kDqColumnStep % Swizzle::kColumns == 0);
+  static constexpr int kDqColumnStep = kWide ? kWarpgroupRows : kSplitDqByHeadDim ? kHeadDim - kWarpgroupRows : 0;
+  static_assert(kWide || (kHeadDim <= kConsumers * kWarpgroupRows && kDqColumnStep % Swizzle::kColumns == 0));
   static constexpr int kDqQueries = kSplitDqByHeadDim ? kQuery : kQuery / kConsumers;
   static constexpr bool kTransposesDq = kDqQueries != kWarpgroupRows;
   static_assert(kTransposesDq || kDqColumnStep % kWarpgroupRows == 0);
-  static constexpr bool kCanFinishDq = !kTransposesDq;  // finish_dq.h
+  static constexpr bool kCanFinishDq = !kWide && !kTransposesDq;  // finish_dq.h
 
   static constexpr int kStages = kPipelineStages;
-  static constexpr int kDoutStages = kStages;
+  static constexpr int kDoutStages = kQkDim > 192 ? 1 : kStages;
 
-  // dQ of a step is staged and added in one piece.
-  static constexpr int kDqTileFloats = kQuery * kHeadDim;
-  static constexpr int kDqParts = dq_parts(kHeadDim);
-  static constexpr int kDqPiecesOfPart = 1;
-  static constexpr int kDqSlots = kStages;
-
-  static constexpr int kStoredRows = kWarpgroupRows;  // of dK and dV, by one operation
-
-  // Whether a consumer's half of a slot of dS holds its rows of both dV and dK: see epilogue.h.
-  static constexpr bool kStageInDs = kQuery >= 2 * kHeadDim;
-  static_assert(kStages * kQuery >= kHeadDim, "dK is staged in the buffers of dS");
-};
-
-template <typename Element_, int kQkDim_, int kValueDim_>
-struct Geometry<Element_, kQkDim_, kValueDim_, true> {
-  using Element = Element_;
-  static constexpr bool kWide = true;
-  static constexpr TileShape kTile = backward_tile_shape({kQkDim_, kValueDim_});
-  static constexpr int kQuery = kTile.query;
-  static constexpr int kKey = kTile.key;
-  static constexpr int kQkDim = kTile.head_dims.qk;
-  static constexpr int kValueDim = kTile.head_dims.v;
-  using Swizzle = SwizzleOf<kWarpgroupRows>;  // of all tiles
-  static_assert(kQuery == kWarpgroupRows && kKey % kProductDepth == 0);
-  static_assert(kQkDim % Swizzle::kColumns == 0 && kValueDim % Swizzle::kColumns == 0);
-
-  static constexpr int kConsumers = 2;
-  static constexpr int kConsumerWarps = kConsumers * kWarpgroupWarps;
-  static constexpr int kThreads = (kConsumers + 1) * kWarpgroupThreads;
-  // The planner divides by a number of keys that is no power of two.
-  static constexpr int kProducerRegisters = 40;
-  static constexpr int kConsumerRegisters = 232;
-  static_assert(kWarpgroupThreads * (kProducerRegisters + kConsumers * kConsumerRegisters) <=
-                launch_registers(kThreads));
-
-  // dQ is a product for each 64 columns, and staged in pieces of 32: there is not room for two of 64.
+  // dQ of a step is staged and added in one piece. In a wide kernel two pieces of 64 columns do not fit, so that pieces
+  // have 32 columns.
   static constexpr int kDqTileFloats = kQuery * kQkDim;
-  static constexpr int kDqPieceColumns = 32;
+  static constexpr int kDqPieceColumns = kWide ? 32 : kQkDim;
   static constexpr int kDqPieces = kQkDim / kDqPieceColumns;
   static constexpr int kDqParts = dq_parts(kQkDim);
   static constexpr int kDqPiecesOfPart = kDqPieces / kDqParts;
-  static_assert(kDqPieces % kDqParts == 0 && kDqParts == kAdderWarps);
+  static_assert(kDqPieces % kDqParts == 0 && (!kWide || kDqParts == kAdderWarps));
   static constexpr int kDqPiecesOfBlock = kWarpgroupRows / kDqPieceColumns;
-  static constexpr int kDqSlots = kQkDim > 192 ? 3 : 4;
-  static constexpr bool kCanFinishDq = false;
+  static constexpr int kDqSlots = !kWide ? kStages : kQkDim > 192 ? 3 : 4;
 
-  static constexpr int kStages = kPipelineStages;
-  static constexpr int kDoutStages = kQkDim > 192 ? 1 : 2;
+  static constexpr int kStoredRows = kWide ? kKey : kWarpgroupRows;  // of dK and dV, by one operation
 
-  static constexpr int kStoredRows = kKey;
+  // Whether a consumer's half of a slot of dS holds its rows of both dV and dK: see epilogue.h.
+  static constexpr bool kStageInDs = kQuery >= 2 * kHeadDim;
+  static_assert(kWide || kStages * kQuery >= kHeadDim, "dK is staged in the buffers of dS");
 };
 
 template <typename Geometry, MaskKind kMask_, typename Score_, typename Policies_>

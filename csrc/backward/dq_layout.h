@@ -10,9 +10,11 @@
 
 namespace dash_attn::backward {
 
-template <typename Geometry, bool kIsWide = Geometry::kWide>
+// A wide kernel has one consumer that computes dQ, in fragments of 64 x 64, one block of columns after the other. The
+// number of the block then takes the place of the consumer's.
+template <typename Geometry>
 struct DqLayout {
-  static constexpr int kFragments = Geometry::kConsumers;
+  static constexpr int kFragments = Geometry::kWide ? Geometry::kQkDim / kWarpgroupRows : Geometry::kConsumers;
   static constexpr bool kTransposed = Geometry::kTransposesDq;
   // The registers of each consumer thread: of a fragment of 64 queries by 64 columns, or of 64 columns by kDqQueries
   // queries.
@@ -39,7 +41,7 @@ struct DqLayout {
     int query, column;
   };
 
-  // Row and column of dQ that element `i` of quad `index` belongs to: the inverse of quad_index.
+  // The row and column of dQ of element `i` of quad `index`: the inverse of quad_index.
   static __host__ __device__ constexpr Element element(int index, int i) {
     const int quad = index / kThreads % kQuads;
     const int consumer = index / kThreads / kQuads;
@@ -48,32 +50,6 @@ struct DqLayout {
     const int query = kTransposed ? across : along, column = kTransposed ? along : across;
     return Geometry::kSplitDqByHeadDim ? Element{query, consumer * Geometry::kDqColumnStep + column}
                                        : Element{consumer * Geometry::kDqQueries + query, column};
-  }
-};
-
-// Of one consumer, a 64 x 64 fragment of dQ for each block of 64 columns, one behind the other.
-template <typename Geometry>
-struct DqLayout<Geometry, true> {
-  static constexpr int kFragments = Geometry::kQkDim / kWarpgroupRows;
-  static constexpr bool kTransposed = false;
-  static constexpr int kRegisters = kWarpgroupRows / 2;  // of a block
-  static constexpr int kQuads = kRegisters / 4;
-  static constexpr int kThreads = kWarpgroupThreads;
-
-  // In units of float4, within the block.
-  static __host__ __device__ constexpr int quad_index(int quad, int thread) {
-    return quad * kWarpgroupThreads + thread;
-  }
-
-  struct Element {
-    int query, column;
-  };
-
-  // Row and column of dQ that element `i` of quad `index` belongs to: the inverse of quad_index, over all blocks.
-  static __host__ __device__ constexpr Element element(int index, int i) {
-    const int thread = index % kWarpgroupThreads, quad = index / kWarpgroupThreads % kQuads;
-    const int block = index / kWarpgroupThreads / kQuads;
-    return {fragment_row(thread, i), block * kWarpgroupRows + fragment_column(thread, 4 * quad + i)};
   }
 };
 

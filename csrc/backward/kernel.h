@@ -45,9 +45,9 @@ __global__ void __launch_bounds__(Variant::kThreads, 1) backward_kernel(const __
     if constexpr (!Variant::kWide) {
       Consumer<Variant>(shared, params).run();
     } else if (warpgroup_index() == 1) {
-      wide::ValueConsumer<Variant>(shared, params).run();
+      wide::Consumer<Variant>(shared, params).template run<true>();
     } else {
-      wide::KeyConsumer<Variant>(shared, params).run();
+      wide::Consumer<Variant>(shared, params).template run<false>();
     }
   };
   specialise_warps<Variant>(produce, consume);

@@ -44,7 +44,7 @@ enum class DqSum : uint8_t { kNotLast, kAlone, kEvenSum, kOddSum };
 
 // The other partials of an order-free sum.
 struct OtherPartials {
-  uint16_t count : 15;  // suffices for a sum of integers: kMaxKeys in tiles of 80 keys or more
+  uint16_t count : 15;      // suffices for a sum of integers: kMaxKeys in tiles of 80 keys or more
   uint16_t have_marks : 1;  // whether rows are marked as not finite, maybe of other tiles
 };
 
@@ -99,20 +99,25 @@ struct alignas(1024) SharedStorage {
 };
 
 // The number of arrivals that complete each barrier.
-template <typename Variant, bool kIsWide = Variant::kWide>
+template <typename Variant>
 struct Arrivals {
+  static constexpr bool kWide = Variant::kWide;
   static constexpr int kTransaction = 1;   // the thread that announces the bytes
   static constexpr int kLoaderLanes = 32;  // each has written some of LSE; one announces bytes too
-  static constexpr int kConsumerWarps = Variant::kConsumerWarps;   // one lane a warp
+  static constexpr int kConsumerWarps = Variant::kConsumerWarps;  // one lane a warp
+  static constexpr int kWarpsOfOneConsumer = kWarpgroupWarps;
   // Every thread, because threads have read LSE and D, which are overwritten next. One arrival a warp after __syncwarp
   // would suffice and is no faster, but racecheck follows only this.
   static constexpr int kConsumerThreads = Variant::kConsumers * kWarpgroupThreads;
-  static constexpr int kDoneWithV = kConsumerWarps;
-  static constexpr int kDoneWithK = kConsumerWarps;
-  static constexpr int kStagers = kConsumerWarps;
+  static constexpr int kThreadsOfOneConsumer = kWarpgroupThreads;
+  // In a wide kernel, one thread of the consumer that owns dV (for V) or dK (for K).
+  static constexpr int kDoneWithV = kWide ? 1 : kConsumerWarps, kDoneWithK = kDoneWithV;
+  static constexpr int kDoneWithP =
+      kWarpsOfOneConsumer + kThreadsOfOneConsumer;  // the owner's warps, the reader's threads
+  static constexpr int kStagers = kWide ? kWarpsOfOneConsumer : kConsumerWarps;
   static constexpr int kAdder = 1;
   static constexpr int kPlanner = 1;
-  static constexpr int kPlanReaders = kLoaderLanes + kAdder;  // one of the adders
+  static constexpr int kPlanReaders = kLoaderLanes + Variant::kDqParts;  // an adder for each part of dQ
   static constexpr int kLoader = 1;
   static constexpr int kWorkReaders = kConsumerWarps + kPlanner;
   static constexpr int kLoadersOfCluster = Variant::kClusterSize;
@@ -140,11 +145,11 @@ __device__ __forceinline__ void initialise_barriers(SharedStorage<Variant>& shar
     for (auto& full : shared.sum_full) { full.init(Count::kTransaction); }
   }
   if constexpr (Variant::kWide) {
-    shared.p_full.init(Count::kConsumerWarpsOfOne);
+    shared.p_full.init(Count::kWarpsOfOneConsumer);
     shared.p_empty.init(Count::kDoneWithP);
     if constexpr (Variant::Score::kDrops) {
-      shared.p_read.init(Count::kConsumerThreadsOfOne);
-      shared.kept_full.init(Count::kConsumerWarpsOfOne);
+      shared.p_read.init(Count::kThreadsOfOneConsumer);
+      shared.kept_full.init(Count::kWarpsOfOneConsumer);
     }
     for (auto& seen : shared.dq_seen) { seen.init(Count::kAdder); }
   }

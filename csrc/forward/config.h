@@ -36,9 +36,7 @@ struct Variant {
   static constexpr int kThreads = (kConsumers + 1) * kWarpgroupThreads;
   static_assert(kConsumers == 2 || kConsumers == 3);
   static constexpr int kProducerRegisters = kConsumers == 2 ? 40 : 32;
-  static constexpr int kConsumerRegisters = kConsumers == 2 ? 232 : 160;
-  static_assert(kWarpgroupThreads * (kProducerRegisters + kConsumers * kConsumerRegisters) <=
-                launch_registers(kThreads));
+  static constexpr int kConsumerRegisters = consumer_registers(kConsumers, kProducerRegisters);
 
   static constexpr int kQueryTileBytes = kQuery * kQkDim * sizeof(Element);
   static constexpr int kKeyTileBytes = kKey * kQkDim * sizeof(Element);

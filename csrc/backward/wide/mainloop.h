@@ -25,7 +25,6 @@
 
 namespace dash_attn::backward::wide {
 
-// What both consumers have.
 template <typename Variant>
 class Consumer {
  public:
@@ -36,7 +35,20 @@ class Consumer {
   __device__ Consumer(Shared& shared, const KernelParams& params)
       : shared_(shared), params_(params), descriptor_of_(&shared), thread_(threadIdx.x % kWarpgroupThreads) {}
 
- protected:
+  // kOwnsDv says which of the two consumers this is.
+  template <bool kOwnsDv>
+  __device__ void run() {
+    for (; wait_for_work_together(shared_, ring_); ring_ = ring_.next()) {
+      if constexpr (kOwnsDv) {
+        sum_values();
+      } else {
+        sum_keys();
+      }
+      arrive_together(shared_.work_empty[ring_.slot()]);
+    }
+  }
+
+ private:
   static_assert(Variant::kClusterSize == 1, "a work tile that a cluster sits out");
   static_assert(!Variant::kOrderFree, "partials of dQ are staged in fp32");
   using Swizzle = typename Variant::Swizzle;
@@ -52,6 +64,11 @@ class Consumer {
   using QueryStage = RingIndex<Variant::kStages>;
   using DoutStage = RingIndex<Variant::kDoutStages>;
   using Once = RingIndex<1>;
+  using Dv = Gradient<Variant, Variant::kValueDim>;
+  using Dk = Gradient<Variant, Variant::kQkDim>;
+  using Layout = DqLayout<Variant>;
+  using DqSlot = RingIndex<Variant::kDqSlots>;
+  static constexpr int kValueBarrier = 1, kKeyBarrier = 2;  // numbered, of a consumer's threads
 
   // Each work tile has one K and one V.
   __device__ __forceinline__ Once tile() const { return {ring_.count}; }
@@ -88,67 +105,28 @@ class Consumer {
     descriptor_of_.opaque();
   }
 
-  Shared& shared_;
-  const KernelParams& params_;
-  TileDescriptors<Swizzle> descriptor_of_;
-  int thread_;
-  WorkRing<Variant> ring_;
-  uint32_t step_ = 0;  // over all work tiles
-};
+  // The consumer that owns dV.
 
-template <typename Variant>
-class ValueConsumer : Consumer<Variant> {
- public:
-  using Base = Consumer<Variant>;
-  using Base::Base;
-
-  __device__ void run() {
-    for (; wait_for_work_together(shared_, ring_); ring_ = ring_.next()) {
-      process();
-      arrive_together(shared_.work_empty[ring_.slot()]);
-    }
-  }
-
- private:
-  using Base::descriptor_of_;
-  using Base::params_;
-  using Base::ring_;
-  using Base::shared_;
-  using Base::step_;
-  using Base::thread_;
-  using typename Base::Bits;
-  using typename Base::Element;
-  using typename Base::KeyRows;
-  using typename Base::Once;
-  using typename Base::QueryColumns;
-  using typename Base::QueryRows;
-  using typename Base::RoundedScores;
-  using typename Base::Score;
-  using typename Base::Scores;
-  using typename Base::Swizzle;
-  using Dv = Gradient<Variant, Variant::kValueDim>;
-  static constexpr int kNamedBarrier = 1;
-
-  __device__ __forceinline__ void process() {
+  __device__ __forceinline__ void sum_values() {
     Dv dv;
     Scores s;
-    begin_sum<Variant>(params_, this->work(), dv, false);
-    const int steps = this->work().steps;
-    this->wait_for_keys();
+    begin_sum<Variant>(params_, work(), dv, false);
+    const int steps = work().steps;
+    wait_for_keys();
     if (steps > 0) {
       issue_s(s);
-      Bits bits = this->find_bits();
+      Bits bits = find_bits();
       wait_products<0>();
       fence_operand(s);
       RoundedScores p;
       make_p(s, p, bits);
       for (int steps_left = steps - 1; steps_left > 0; --steps_left) {
-        this->recompute_addresses();
+        recompute_addresses();
         write_kept(p);
         issue_dv(dv);
         ++step_;
         issue_s(s);
-        bits = this->find_bits();
+        bits = find_bits();
         wait_products<0>();
         dv.fence_operand();
         fence_operand(s);
@@ -162,13 +140,13 @@ class ValueConsumer : Consumer<Variant> {
       release_dv_operands(step_);
       ++step_;
     }
-    finish(dv);
+    store_dv(dv);
   }
 
   __device__ __forceinline__ void issue_s(Scores& s) {
-    this->wait_for_q();
+    wait_for_q();
     discard_contents(s);
-    wgmma_async<Element, Variant::kQkDim>(s, QueryRows(descriptor_of_(shared_.q[this->query_stage().slot()])),
+    wgmma_async<Element, Variant::kQkDim>(s, QueryRows(descriptor_of_(shared_.q[query_stage().slot()])),
                                           KeyRows(descriptor_of_(shared_.k)));
   }
 
@@ -177,30 +155,30 @@ class ValueConsumer : Consumer<Variant> {
     if constexpr (Score::kDrops) {
       shared_.kept_full.wait(Once{step_}.parity());
     } else {
-      this->wait_for_p();
+      wait_for_p();
     }
-    this->wait_for_dout();
+    wait_for_dout();
 #pragma unroll
     for (int b = 0; b < Dv::kBlocks; ++b) {
-      wgmma_async_add<Element, Variant::kQuery>(
-          dv.block[b], QueryColumns(descriptor_of_(shared_.dout[this->dout_stage().slot()]), b),
-          KeyRows(descriptor_of_(shared_.p)));
+      wgmma_async_add<Element, Variant::kQuery>(dv.block[b],
+                                                QueryColumns(descriptor_of_(shared_.dout[dout_stage().slot()]), b),
+                                                KeyRows(descriptor_of_(shared_.p)));
     }
   }
 
   __device__ __forceinline__ void release_dv_operands(uint32_t step) const {
-    shared_.dout_empty[typename Base::DoutStage{step}.slot()].arrive();
+    shared_.dout_empty[DoutStage{step}.slot()].arrive();
     arrive_once(shared_.p_empty);
   }
 
   // Turns S into P, rounded, in shared memory. `p` keeps what dropout leaves of it.
   __device__ __forceinline__ void make_p(Scores& s, RoundedScores& p, const Bits& bits) {
-    const uint32_t slot = this->query_stage().slot();
+    const uint32_t slot = query_stage().slot();
     const StepTile tile = shared_.step[slot];
-    const int first_query = tile.query_tile * Variant::kQuery, first_key = this->work().kv_tile * Variant::kKey;
+    const int first_query = tile.query_tile * Variant::kQuery, first_key = work().kv_tile * Variant::kKey;
     transform(s, first_query, first_key, slot);
     if (tile.needs_masking) {
-      const Mask mask = Variant::grid(this->work().sequence, params_.window).mask;
+      const Mask mask = Variant::grid(work().sequence, params_.window).mask;
       apply_mask(s, mask, first_query, first_key, thread_);
     }
     probabilities(s, statistics_of(shared_.lse[slot], thread_), params_.score.scale_log2);
@@ -224,7 +202,7 @@ class ValueConsumer : Consumer<Variant> {
   // Products become scores.
   __device__ __forceinline__ void transform(Scores& s, int first_query, int first_key, uint32_t slot) const {
     if constexpr (Score::kHasSlope) {
-      const Sequence& sequence = this->work().sequence;
+      const Sequence& sequence = work().sequence;
       const int own_key = first_query + fragment_row(thread_, 0) + sequence.seqlen_k - sequence.seqlen_q;
       const int distance = first_key + fragment_column(thread_, 0) - own_key;
       Score::transform(s, KeyBias{shared_.slope[slot], float(distance)});
@@ -234,70 +212,35 @@ class ValueConsumer : Consumer<Variant> {
   }
 
   // Stores dV, which is staged in place of V. The key consumer has read P of the last step, so dP no longer needs V.
-  __device__ __forceinline__ void finish(Dv& dv) {
+  __device__ __forceinline__ void store_dv(Dv& dv) {
     const WorkTile& work = this->work();
-    shared_.v_full.wait(this->tile().parity());
+    shared_.v_full.wait(tile().parity());
     shared_.p_empty.wait(Once{step_}.empty_parity());
     if (Variant::kCarries ? end_part<Variant>(params_, work, dv, false)
                           : work.splits == 1 || reduce_splits<Variant>(params_, work, dv, false)) {
       if constexpr (Score::kDrops) { dv.scale(params_.dropout.scale); }
-      store_gradient<Variant>(params_.dv, shared_.v, params_, work, dv, kNamedBarrier);
+      store_gradient<Variant>(params_.dv, shared_.v, params_, work, dv, kValueBarrier);
     }
     if (thread_ == 0) { shared_.v_empty.arrive(); }
   }
-};
 
-template <typename Variant>
-class KeyConsumer : Consumer<Variant> {
- public:
-  using Base = Consumer<Variant>;
-  using Base::Base;
+  // The consumer that owns dK.
 
-  __device__ void run() {
-    for (; wait_for_work_together(shared_, ring_); ring_ = ring_.next()) {
-      process();
-      arrive_together(shared_.work_empty[ring_.slot()]);
-    }
-  }
-
- private:
-  using Base::descriptor_of_;
-  using Base::params_;
-  using Base::ring_;
-  using Base::shared_;
-  using Base::step_;
-  using Base::thread_;
-  using typename Base::Bits;
-  using typename Base::Element;
-  using typename Base::KeyColumns;
-  using typename Base::KeyRows;
-  using typename Base::Once;
-  using typename Base::QueryColumns;
-  using typename Base::QueryRows;
-  using typename Base::RoundedScores;
-  using typename Base::Score;
-  using typename Base::Scores;
-  using typename Base::Swizzle;
-  using Dk = Gradient<Variant, Variant::kQkDim>;
-  using Layout = DqLayout<Variant>;
-  using Slot = RingIndex<Variant::kDqSlots>;
-  static constexpr int kNamedBarrier = 2;
-
-  struct Registers {
+  struct KeyRegisters {
     Dk dk;
     Scores dp;
     Bits bits;
     float dq[Layout::kRegisters];  // of 64 columns
   };
 
-  __device__ __forceinline__ void process() {
-    Registers r;
-    begin_sum<Variant>(params_, this->work(), r.dk, true);
-    const int steps = this->work().steps;
-    this->wait_for_keys();
+  __device__ __forceinline__ void sum_keys() {
+    KeyRegisters r;
+    begin_sum<Variant>(params_, work(), r.dk, true);
+    const int steps = work().steps;
+    wait_for_keys();
     if (steps > 0) {
       // Skipped in work tiles without steps, for whose V nobody waits for this consumer. The loader loads V before K.
-      shared_.v_full.wait(this->tile().parity());
+      shared_.v_full.wait(tile().parity());
       issue_dp(r);
       wait_products<0>();
       fence_operand(r.dp);
@@ -308,27 +251,27 @@ class KeyConsumer : Consumer<Variant> {
       }
       multiply_ds<false>(r);
     }
-    finish(r.dk);
+    store_dk(r.dk);
   }
 
   // dO arrives after Q, and with Q arrives what identifies the step's bits.
-  __device__ __forceinline__ void issue_dp(Registers& r) {
-    this->wait_for_dout();
-    r.bits = this->find_bits();
+  __device__ __forceinline__ void issue_dp(KeyRegisters& r) {
+    wait_for_dout();
+    r.bits = find_bits();
     discard_contents(r.dp);
-    wgmma_async<Element, Variant::kValueDim>(r.dp, QueryRows(descriptor_of_(shared_.dout[this->dout_stage().slot()])),
+    wgmma_async<Element, Variant::kValueDim>(r.dp, QueryRows(descriptor_of_(shared_.dout[dout_stage().slot()])),
                                              KeyRows(descriptor_of_(shared_.v)));
   }
 
   // Turns dP and P into dS, rounded, in shared memory.
-  __device__ __forceinline__ void make_ds(Registers& r) {
-    this->recompute_addresses();
-    const uint32_t slot = this->dout_stage().slot();
-    this->wait_for_p();
+  __device__ __forceinline__ void make_ds(KeyRegisters& r) {
+    recompute_addresses();
+    const uint32_t slot = dout_stage().slot();
+    wait_for_p();
     const uint32_t p = transposed_address<Swizzle, Variant::kKey>(shared_.p, thread_ / 32, thread_ % 32);
     const RowPair delta = statistics_of(shared_.delta[slot], thread_);
     RowPair lse{};
-    if constexpr (Score::kHasDerivative) { lse = statistics_of(shared_.lse[this->query_stage().slot()], thread_); }
+    if constexpr (Score::kHasDerivative) { lse = statistics_of(shared_.lse[query_stage().slot()], thread_); }
     RoundedScores ds;
 #pragma unroll
     for (int k = 0; k < Variant::kKey / kProductDepth; ++k) {
@@ -338,26 +281,26 @@ class KeyConsumer : Consumer<Variant> {
     if constexpr (Score::kDrops) { shared_.p_read.arrive(); }
     shared_.p_empty.arrive();
     shared_.dout_empty[slot].arrive();
-    sync_warpgroup(kNamedBarrier);  // dK of the step before has completed for all warps
+    sync_warpgroup(kKeyBarrier);  // dK of the step before has completed for all warps
     store_transposed<Swizzle, Variant::kKey>(shared_.ds, ds, thread_ / 32, thread_ % 32);
     ptx::fence_async_shared();
-    sync_warpgroup(kNamedBarrier);
+    sync_warpgroup(kKeyBarrier);
   }
 
   // Computes dQ and dK of the step, and dP of the next one.
   template <bool kHasNext>
-  __device__ __forceinline__ void multiply_ds(Registers& r) {
-    this->recompute_addresses();
+  __device__ __forceinline__ void multiply_ds(KeyRegisters& r) {
+    recompute_addresses();
     issue_dq(r, 0);
-    this->wait_for_q();
+    wait_for_q();
     issue_dk(r, 0);
 #pragma unroll
     for (int b = 0; b < Dk::kBlocks; ++b) {
-      const Slot first{step_ * Variant::kDqPieces + b * Variant::kDqPiecesOfBlock};
+      const DqSlot first{step_ * Variant::kDqPieces + b * Variant::kDqPiecesOfBlock};
       wait_for_staging(first);
       wait_products<1>();  // dQ of the block
       fence_operand(r.dq);
-      this->recompute_addresses();
+      recompute_addresses();
       stage_dq(r.dq, first);
       if (b + 1 < Dk::kBlocks) {
         issue_dq(r, b + 1);
@@ -375,29 +318,29 @@ class KeyConsumer : Consumer<Variant> {
     } else {
       ++step_;
     }
-    shared_.q_empty[typename Base::QueryStage{step_ - 1}.slot()].arrive();
+    shared_.q_empty[QueryStage{step_ - 1}.slot()].arrive();
   }
 
-  __device__ __forceinline__ void issue_dq(Registers& r, int block) {
+  __device__ __forceinline__ void issue_dq(KeyRegisters& r, int block) {
     discard_contents(r.dq);
     wgmma_async<Element, Variant::kKey>(r.dq, KeyColumns(descriptor_of_(shared_.ds)),
                                         KeyColumns(descriptor_of_(shared_.k), block));
   }
 
-  __device__ __forceinline__ void issue_dk(Registers& r, int block) {
-    wgmma_async_add<Element, Variant::kQuery>(
-        r.dk.block[block], QueryColumns(descriptor_of_(shared_.q[this->query_stage().slot()]), block),
-        KeyRows(descriptor_of_(shared_.ds)));
+  __device__ __forceinline__ void issue_dk(KeyRegisters& r, int block) {
+    wgmma_async_add<Element, Variant::kQuery>(r.dk.block[block],
+                                              QueryColumns(descriptor_of_(shared_.q[query_stage().slot()]), block),
+                                              KeyRows(descriptor_of_(shared_.ds)));
   }
 
-  __device__ __forceinline__ void wait_for_staging(Slot slot) const {
+  __device__ __forceinline__ void wait_for_staging(DqSlot slot) const {
 #pragma unroll
     for (int piece = 0; piece < Variant::kDqPiecesOfBlock; ++piece, slot = slot.next()) {
       shared_.dq_empty[slot.slot()].wait(slot.empty_parity());
     }
   }
 
-  __device__ __forceinline__ void stage_dq(const float (&dq)[Layout::kRegisters], Slot slot) {
+  __device__ __forceinline__ void stage_dq(const float (&dq)[Layout::kRegisters], DqSlot slot) {
     constexpr int kQuads = Layout::kQuads / Variant::kDqPiecesOfBlock;
     float4* const buffers[] = {reinterpret_cast<float4*>(shared_.dq[slot.slot()]),
                                reinterpret_cast<float4*>(shared_.dq[slot.next().slot()])};
@@ -405,12 +348,12 @@ class KeyConsumer : Consumer<Variant> {
 #pragma unroll
     for (int quad = 0; quad < Layout::kQuads; ++quad) {
       const float* const x = dq + 4 * quad;
-      buffers[quad / kQuads][Layout::quad_index(quad % kQuads, thread_)] = make_float4(x[0], x[1], x[2], x[3]);
+      buffers[quad / kQuads][Layout::quad_index(0, quad % kQuads, thread_)] = make_float4(x[0], x[1], x[2], x[3]);
     }
   }
 
   // Lets the adders add what has been staged.
-  __device__ __forceinline__ void announce(Slot slot) const {
+  __device__ __forceinline__ void announce(DqSlot slot) const {
     ptx::fence_async_shared();
     __syncwarp();
 #pragma unroll
@@ -421,16 +364,23 @@ class KeyConsumer : Consumer<Variant> {
 
   // Stores dK, which is staged in place of K. S of all steps has become P, which this consumer has read, and its own dQ
   // is complete.
-  __device__ __forceinline__ void finish(Dk& dk) {
+  __device__ __forceinline__ void store_dk(Dk& dk) {
     const WorkTile& work = this->work();
-    sync_warpgroup(kNamedBarrier);
+    sync_warpgroup(kKeyBarrier);
     if (Variant::kCarries ? end_part<Variant>(params_, work, dk, true)
                           : work.splits == 1 || reduce_splits<Variant>(params_, work, dk, true)) {
       dk.scale(params_.scale_of_sums);
-      store_gradient<Variant>(params_.dk, shared_.k, params_, work, dk, kNamedBarrier);
+      store_gradient<Variant>(params_.dk, shared_.k, params_, work, dk, kKeyBarrier);
     }
     if (thread_ == 0) { shared_.k_empty.arrive(); }
   }
+
+  Shared& shared_;
+  const KernelParams& params_;
+  TileDescriptors<Swizzle> descriptor_of_;
+  int thread_;
+  WorkRing<Variant> ring_;
+  uint32_t step_ = 0;  // over all work tiles
 };
 
 }  // namespace dash_attn::backward::wide

@@ -44,24 +44,4 @@ struct alignas(1024) SharedStorage<Variant, true> {
   int head[Variant::kStages];  // the head of the step
 };
 
-template <typename Variant>
-struct Arrivals<Variant, true> {
-  static constexpr int kTransaction = 1;
-  static constexpr int kLoaderLanes = 32;
-  static constexpr int kConsumerWarps = Variant::kConsumerWarps;
-  static constexpr int kConsumerThreads = Variant::kConsumers * kWarpgroupThreads;
-  static constexpr int kConsumerWarpsOfOne = kWarpgroupWarps;
-  static constexpr int kConsumerThreadsOfOne = kWarpgroupThreads;
-  static constexpr int kDoneWithP = kWarpgroupWarps + kWarpgroupThreads;  // the owner's warps, the reader's threads
-  static constexpr int kDoneWithK = 1;  // one thread of the owner of dK, of that of dV
-  static constexpr int kDoneWithV = 1;
-  static constexpr int kStagers = kWarpgroupWarps;
-  static constexpr int kAdder = 1;
-  static constexpr int kPlanner = 1;
-  static constexpr int kPlanReaders = kLoaderLanes + kAdderWarps;
-  static constexpr int kLoader = 1;
-  static constexpr int kWorkReaders = kConsumerWarps + kPlanner;
-  static constexpr int kLoadersOfCluster = Variant::kClusterSize;
-};
-
 }  // namespace dash_attn::backward
