@@ -27,7 +27,7 @@ __device__ __forceinline__ void apply_mask(float (&s)[kSize], const Mask& mask, 
     const int first = keys.first - column, end = keys.end() - column;
 #pragma unroll
     for (int i = 0; i < kSize; ++i) {
-      if ((i / 2) % 2 != row) { continue; }
+      if (row_of(i) != row) { continue; }
       if (fragment_column(0, i) >= end) { s[i] = -INFINITY; }
       if (!starts_at_first_key(mask.kind) && fragment_column(0, i) < first) { s[i] = -INFINITY; }
     }
@@ -51,8 +51,8 @@ __device__ __forceinline__ void score_gradient(RegisterSlice& p, const float (&d
     const int row = i % 2;
     const float2 probability = unpack<Element>(p[i]);
     const int number = 8 * slice + 2 * i;
-    float low = bits.keep(number, dp[number]) - delta.of[row];
-    float high = bits.keep(number + 1, dp[number + 1]) - delta.of[row];
+    float low = Score::keep(bits, number, dp[number]) - delta.of[row];
+    float high = Score::keep(bits, number + 1, dp[number + 1]) - delta.of[row];
     if constexpr (Score::kHasDerivative) {
       low *= Score::derivative(probability.x, lse.of[row], params);
       high *= Score::derivative(probability.y, lse.of[row], params);
