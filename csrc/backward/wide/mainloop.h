@@ -140,7 +140,7 @@ class Consumer {
       release_dv_operands(step_);
       ++step_;
     }
-    store(dv);
+    store_dv(dv);
   }
 
   __device__ __forceinline__ void issue_s(Scores& s) {
@@ -207,7 +207,7 @@ class Consumer {
   }
 
   // Stores dV, which is staged in place of V. The key consumer has read P of the last step, so dP no longer needs V.
-  __device__ __forceinline__ void store(Dv& dv) {
+  __device__ __forceinline__ void store_dv(Dv& dv) {
     const WorkTile& work = this->work();
     shared_.v_full.wait(tile().parity());
     shared_.p_empty.wait(Once{step_}.empty_parity());
@@ -246,7 +246,7 @@ class Consumer {
       }
       multiply_ds<false>(r);
     }
-    store(r.dk);
+    store_dk(r.dk);
   }
 
   // dO arrives after Q, and with Q arrives what identifies the step's bits.
@@ -359,7 +359,7 @@ class Consumer {
 
   // Stores dK, which is staged in place of K. S of all steps has become P, which this consumer has read, and its own dQ
   // is complete.
-  __device__ __forceinline__ void store(Dk& dk) {
+  __device__ __forceinline__ void store_dk(Dk& dk) {
     const WorkTile& work = this->work();
     sync_warpgroup(kKeyBarrier);
     if (Variant::kCarries ? end_part<Variant>(params_, work, dk, true)
