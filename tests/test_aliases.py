@@ -208,6 +208,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.slow
 def test_processes_that_a_program_starts(started_python, tmp_path):
     (tmp_path / "program.py").write_text(WORKERS)
     arguments = ("-m", "dash_attn.run", tmp_path / "program.py", "--flag", "3")
@@ -222,6 +223,7 @@ print(json.dumps([__name__, sys.argv, sys.path[0], beside.__file__, flash_attn._
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("force", (False, True))
 def test_run(force, installed):
     folder = installed / "programs"
@@ -245,6 +247,7 @@ def test_run_keeps_an_inherited_force(installed):
     assert stdout.split() == [f"2.8.0+dash.{dash_attn.__version__}", "force"]
 
 
+@pytest.mark.slow
 def test_names_that_workers_would_lack_are_said(started_python, tmp_path):
     (tmp_path / "program.py").write_text("")
     (started,) = started_python.parents[1].glob(f"lib/python*/site-packages/{START_FILE}")
@@ -379,6 +382,7 @@ print(json.dumps([calls, sorted(name for name in names if "attn" in name)]))
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rule, runs", [
     ("'flash_attn' in op.name()", 2), ("op.namespace == 'flash_attn'", 2), ("'flash_attn' in str(op)", 2), ("False", 4),
 ])  # fmt: skip

@@ -90,6 +90,7 @@ def problems(draw_one):
     )  # fmt: skip
 
 
+@pytest.mark.slow
 @settings(max_examples=120, deadline=None, derandomize=True)
 @given(problems())
 def test_accuracy_of_products_of_features(problem):
