@@ -9,6 +9,6 @@
 namespace dash_attn {
 
 // Takes the place of a member that a variant of a kernel does not have.
-struct Nothing {};
+struct Empty {};
 
 }  // namespace dash_attn

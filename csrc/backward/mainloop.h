@@ -87,8 +87,8 @@ class Consumer {
     Scores scores;          // S and P; dP
     RoundedScores rounded;  // P; dS
     Bits bits;
-    std::conditional_t<kKeepsKeysOfBits, KeysOfBits, Nothing> keys_of_bits;
-    std::conditional_t<Score::kDrops, RoundedScores, Nothing> own_kept;
+    std::conditional_t<kKeepsKeysOfBits, KeysOfBits, Empty> keys_of_bits;
+    std::conditional_t<Score::kDrops, RoundedScores, Empty> own_kept;
     // P as dV takes it, after dropout.
     __device__ __forceinline__ RoundedScores& kept() {
       if constexpr (Score::kDrops) {
@@ -343,7 +343,7 @@ class Consumer {
   template <typename AnyStep>
   __device__ __forceinline__ void make_p(Scores& s, AnyStep step) const {
     const StepTile tile = shared_.step[step.slot()];
-    make_scores(s, tile.query_tile, step.slot());
+    Score::apply(s, [&] { return bias_of(tile.query_tile, step.slot()); }, params_.score);
     if (tile.needs_masking) {
       const Mask mask = Variant::grid(work().sequence, params_.window).mask;
       apply_mask(s, mask, tile.query_tile * Variant::kQuery, first_key(), thread_);
@@ -351,16 +351,11 @@ class Consumer {
     probabilities(s, shared_.lse[step.slot()], params_.score.scale_log2, thread_);
   }
 
-  // Products become scores.
-  __device__ __forceinline__ void make_scores(Scores& s, int query_tile, int slot) const {
-    if constexpr (Score::kHasSlope) {
-      const Sequence& sequence = work().sequence;
-      const int first_own_key = query_tile * Variant::kQuery + sequence.seqlen_k - sequence.seqlen_q;
-      const int distance = first_own_key + fragment_column(thread_, 0) - first_key() - fragment_row(thread_, 0);
-      Score::transform(s, KeyBias{shared_.slope[slot], float(distance)});
-    } else if constexpr (Score::kKind == ScoreKind::kSoftcap) {
-      Score::transform(s, params_.score);
-    }
+  __device__ __forceinline__ StepBias bias_of(int query_tile, int slot) const {
+    const Sequence& sequence = work().sequence;
+    const int first_own_key = query_tile * Variant::kQuery + sequence.seqlen_k - sequence.seqlen_q;
+    const int distance = first_own_key + fragment_column(thread_, 0) - first_key() - fragment_row(thread_, 0);
+    return {shared_.slope[slot], float(distance)};
   }
 
   __device__ __forceinline__ void round_p(Registers& r) const {

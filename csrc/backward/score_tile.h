@@ -21,11 +21,11 @@ __device__ __forceinline__ void apply_mask(float (&s)[kSize], const Mask& mask, 
     const int column = first_query + fragment_column(thread, 0);
 #pragma unroll
     for (int i = 0; i < kSize; ++i) {
-      if ((i / 2) % 2 == row && fragment_column(0, i) < first - column) { s[i] = -INFINITY; }
+      if (row_of(i) == row && fragment_column(0, i) < first - column) { s[i] = -INFINITY; }
     }
   }
   if (starts_at_first_key(mask.kind)) { return; }
-  // Few tiles are cut at both ends.
+  // Under a window few tiles are cut on both sides.
   constexpr int kQueries = 2 * kSize;
   if (first_query + kQueries <= mask.queries_of(first_key).end()) { return; }
 #pragma unroll
@@ -34,13 +34,13 @@ __device__ __forceinline__ void apply_mask(float (&s)[kSize], const Mask& mask, 
     const int column = first_query + fragment_column(thread, 0);
 #pragma unroll
     for (int i = 0; i < kSize; ++i) {
-      if ((i / 2) % 2 == row && fragment_column(0, i) >= end - column) { s[i] = -INFINITY; }
+      if (row_of(i) == row && fragment_column(0, i) >= end - column) { s[i] = -INFINITY; }
     }
   }
 }
 
-// ALiBi's, of a fragment of S^T.
-struct KeyBias {
+// ALiBi's bias of a fragment in one step, whose products all have the same head.
+struct StepBias {
   float slope_of_step, first_distance;
 
   __device__ __forceinline__ float slope(int) const { return slope_of_step; }
@@ -96,8 +96,8 @@ __device__ __forceinline__ void score_gradient(RegisterSlice (&p)[kSize / 8], co
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       const int number = 8 * slice + 2 * i;
-      float low = bits.keep(number, dp[number]) - row.of[i / 2][0];
-      float high = bits.keep(number + 1, dp[number + 1]) - row.of[i / 2][1];
+      float low = Score::keep(bits, number, dp[number]) - row.of[i / 2][0];
+      float high = Score::keep(bits, number + 1, dp[number + 1]) - row.of[i / 2][1];
       if constexpr (Score::kHasDerivative) {
         if (i == 0) { compiler_fence(); }  // keeps later slices from being read early, which would take registers
         const SliceStatistics row_lse = slice_of(lse, thread, slice);

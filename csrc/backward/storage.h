@@ -66,7 +66,7 @@ struct alignas(1024) SharedStorage {
   StepTile step[kStages];
   float slope[Variant::Score::kHasSlope ? kStages : 1];  // the ALiBi slope of the step's head
   int head[Variant::Score::kDrops ? kStages : 1];        // the head of the step, for its bits of dropout
-  std::conditional_t<Variant::kMayFinishDq && Variant::kOrderFree, OtherPartials, Nothing> others[kStages];
+  std::conditional_t<Variant::kMayFinishDq && Variant::kOrderFree, OtherPartials, Empty> others[kStages];
   // For order-free sums: the scales of the tile's rows, whose units the partial is rounded to, and the tile's number,
   // or kNoScale.
   alignas(16) uint8_t scales[Variant::kScaleSlots][Variant::kScaleBytes ? Variant::kQuery : 16];
@@ -91,7 +91,7 @@ struct alignas(1024) SharedStorage {
   Barrier ds_full[kStages];  // both consumers have written dS and no longer need the other buffer
   Barrier dq_full[kStages], dq_empty[kStages];
   // The sum of which a step makes dQ has been loaded.
-  std::conditional_t<Variant::kMayFinishDq, TransactionBarrier, Nothing> sum_full[kStages];
+  std::conditional_t<Variant::kMayFinishDq, TransactionBarrier, Empty> sum_full[kStages];
   Barrier plan_full[Variant::kPlanSlots], plan_empty[Variant::kPlanSlots];
   Barrier work_full[Variant::kWorkSlots], work_empty[Variant::kWorkSlots];
   TransactionBarrier number_full[kNumberSlots];

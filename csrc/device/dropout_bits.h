@@ -188,13 +188,7 @@ class FragmentBits {
   uint32_t word_[Layout::kWords];
 };
 
-// Without dropout every element is kept.
-struct NoBits {
-  struct Read {};
-  __device__ __forceinline__ float keep(int, float x) const { return x; }
-};
-
 template <bool kDrops, FragmentRows kRows, int kColumns>
-using BitsOf = std::conditional_t<kDrops, FragmentBits<kRows, kColumns>, NoBits>;
+using BitsOf = std::conditional_t<kDrops, FragmentBits<kRows, kColumns>, Empty>;
 
 }  // namespace dash_attn::dropout

@@ -20,6 +20,10 @@ __host__ __device__ constexpr int fragment_row(int thread, int r) {
 }
 __host__ __device__ constexpr int fragment_column(int thread, int r) { return (r / 4) * 8 + (thread & 3) * 2 + r % 2; }
 
+// A thread holds elements of two rows; register i belongs to row row_of(i) of them.
+constexpr int kRowsPerThread = 2;
+__host__ __device__ constexpr int row_of(int i) { return (i / 2) % 2; }
+
 // LSE and D are stored in the order in which threads with those rows as fragment columns read them: row r at
 // statistic_position(r). The 16 bytes from slice_statistics on hold what registers 8 * slice ... 8 * slice + 7 need.
 __host__ __device__ constexpr int statistic_position(int r) {

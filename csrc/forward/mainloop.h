@@ -28,16 +28,6 @@
 
 namespace dash_attn::forward {
 
-// ALiBi's, of a fragment of S.
-struct QueryBias {
-  RowStatistic slopes, first_distances;
-
-  __device__ __forceinline__ float slope(int i) const { return slopes[row_of(i)]; }
-  __device__ __forceinline__ float distance(int i) const {
-    return first_distances[row_of(i)] + float(fragment_column(0, i));
-  }
-};
-
 template <typename Variant>
 class Consumer {
  public:
@@ -112,8 +102,8 @@ class Consumer {
   using Scores = float[kScoreRegisters];
   using PackedScores = uint32_t[kScoreRegisters / 8][4];
   using Output = float[kOutputRegisters];
-  using Bits = dropout::BitsOf<Score::kDrops, dropout::FragmentRows::kQueries, Variant::kKey>;
-  using BitsRead = typename Bits::Read;
+  using Bits = dropout::FragmentBits<dropout::FragmentRows::kQueries, Variant::kKey>;
+  using BitsRead = std::conditional_t<Score::kDrops, typename Bits::Read, Empty>;
   using Rows = WarpgroupRows<Variant>;
   using QuerySlot = RingIndex<Variant::kQueryStages>;
 
@@ -348,20 +338,38 @@ class Consumer {
     if constexpr (Variant::kOutputInValues) { shared_.q_empty[q_.slot()].arrive(); }
   }
 
-  // Products of the rows with the keys of a KV tile become scores.
-  __device__ __forceinline__ void make_scores(Scores& s, const Rows& rows, int kv_tile) const {
-    if constexpr (Score::kHasSlope) {
-      QueryBias bias;
+  // ALiBi's bias of the rows' products with the keys of a KV tile.
+  struct Bias {
+    RowStatistic slopes, first_distances;
+
+    __device__ __forceinline__ float slope(int i) const { return slopes[row_of(i)]; }
+    __device__ __forceinline__ float distance(int i) const {
+      return first_distances[row_of(i)] + float(fragment_column(0, i));
+    }
+  };
+
+  // Only called, and only compiled, for scores with slopes.
+  struct BiasOf {
+    const Consumer& consumer;
+    const Rows& rows;
+    int kv_tile;
+
+    __device__ __forceinline__ Bias operator()() const {
+      Bias bias;
 #pragma unroll
       for (int row = 0; row < kRowsPerThread; ++row) {
-        const int own_key = rows.position(params_, thread_, row) + rows.sequence.seqlen_k - rows.sequence.seqlen_q;
+        const int position = rows.position(consumer.params_, consumer.thread_, row);
+        const int own_key = position + rows.sequence.seqlen_k - rows.sequence.seqlen_q;
         bias.slopes[row] = rows.slopes.of[row];
-        bias.first_distances[row] = float(kv_tile * Variant::kKey + fragment_column(thread_, 0) - own_key);
+        bias.first_distances[row] = float(kv_tile * Variant::kKey + fragment_column(consumer.thread_, 0) - own_key);
       }
-      Score::transform(s, bias);
-    } else if constexpr (Score::kKind == ScoreKind::kSoftcap) {
-      Score::transform(s, params_.score);
+      return bias;
     }
+  };
+
+  // Turns the rows' products with the keys of a KV tile into scores.
+  __device__ __forceinline__ void make_scores(Scores& s, const Rows& rows, int kv_tile) const {
+    Score::apply(s, BiasOf{*this, rows, kv_tile}, params_.score);
   }
 
   // Leaves the limits of the softmax to the caller: `cross` has no registers for them until the output has been stored.
@@ -378,7 +386,7 @@ class Consumer {
   __device__ __forceinline__ void apply_mask(Scores& s, const Rows& rows, int kv_tile) const {
     const Mask mask = rows.mask(params_);
     const int first_key = kv_tile * Variant::kKey, column = first_key + fragment_column(thread_, 0);
-    // Few tiles are cut at both ends.
+    // Under a window few tiles are cut on both sides.
     const bool is_window = !starts_at_first_key(mask.kind);
     if (!is_window || first_key + Variant::kKey > mask.keys_of(rows.first_position).end()) {
 #pragma unroll

@@ -49,8 +49,8 @@ struct WarpgroupRows {
   Range kv;            // the KV tiles that some row sees, walked from the last to the first
   int passed_before;   // KV tiles loaded before those for other rows of the query tile
   int passed_after;    // KV tiles loaded after them
-  std::conditional_t<Variant::Score::kHasSlope, RowSlopes, Nothing> slopes;
-  std::conditional_t<Variant::kKeepsRowOfBits, RowBits, Nothing> bits;
+  std::conditional_t<Variant::Score::kHasSlope, RowSlopes, Empty> slopes;
+  std::conditional_t<Variant::kKeepsRowOfBits, RowBits, Empty> bits;
 
   WarpgroupRows() = default;
 

@@ -10,11 +10,6 @@
 
 namespace dash_attn::forward {
 
-constexpr int kRowsPerThread = 2;
-
-// Which of the thread's two rows register i of an accumulator belongs to.
-__device__ constexpr int row_of(int i) { return (i / 2) % 2; }
-
 using RowStatistic = float[kRowsPerThread];
 
 // Combines the values of the four threads that share a row.

@@ -176,7 +176,7 @@ class Consumer {
     const uint32_t slot = query_stage().slot();
     const StepTile tile = shared_.step[slot];
     const int first_query = tile.query_tile * Variant::kQuery, first_key = work().kv_tile * Variant::kKey;
-    transform(s, first_query, first_key, slot);
+    Score::apply(s, [&] { return bias_of(first_query, first_key, slot); }, params_.score);
     if (tile.needs_masking) {
       const Mask mask = Variant::grid(work().sequence, params_.window).mask;
       apply_mask(s, mask, first_query, first_key, thread_);
@@ -190,24 +190,19 @@ class Consumer {
     if constexpr (Score::kDrops) { bits.template drop<Element>(p); }
   }
 
+  __device__ __forceinline__ StepBias bias_of(int first_query, int first_key, uint32_t slot) const {
+    const Sequence& sequence = work().sequence;
+    const int own_key = first_query + fragment_row(thread_, 0) + sequence.seqlen_k - sequence.seqlen_q;
+    const int distance = first_key + fragment_column(thread_, 0) - own_key;
+    return {shared_.slope[slot], float(distance)};
+  }
+
   // Replaces P by what dropout keeps of it, once the other consumer has read P.
   __device__ __forceinline__ void write_kept(const RoundedScores& kept) {
     if constexpr (Score::kDrops) {
       shared_.p_read.wait(Once{step_}.parity());
       store_transposed<Swizzle, Variant::kKey>(shared_.p, kept, thread_ / 32, thread_ % 32);
       fence_and_arrive(shared_.kept_full);
-    }
-  }
-
-  // Products become scores.
-  __device__ __forceinline__ void transform(Scores& s, int first_query, int first_key, uint32_t slot) const {
-    if constexpr (Score::kHasSlope) {
-      const Sequence& sequence = work().sequence;
-      const int own_key = first_query + fragment_row(thread_, 0) + sequence.seqlen_k - sequence.seqlen_q;
-      const int distance = first_key + fragment_column(thread_, 0) - own_key;
-      Score::transform(s, KeyBias{shared_.slope[slot], float(distance)});
-    } else if constexpr (Score::kKind == ScoreKind::kSoftcap) {
-      Score::transform(s, params_.score);
     }
   }
 
