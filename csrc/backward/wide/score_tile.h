@@ -16,21 +16,33 @@ __device__ __forceinline__ RowPair statistics_of(const float* rows, int thread) 
   return {{rows[statistic_position(row)], rows[statistic_position(row + 8)]}};
 }
 
+// Masks a row of a fragment of scores: columns from `end` on, or before `first`, become -inf. Both bounds are relative
+// to the column of the thread's register 0.
+template <int kSize>
+__device__ __forceinline__ void hide_from(float (&scores)[kSize], int row, int end) {
+#pragma unroll
+  for (int i = 0; i < kSize; ++i) {
+    if (row_of(i) == row && fragment_column(0, i) >= end) { scores[i] = -INFINITY; }
+  }
+}
+template <int kSize>
+__device__ __forceinline__ void hide_before(float (&scores)[kSize], int row, int first) {
+#pragma unroll
+  for (int i = 0; i < kSize; ++i) {
+    if (row_of(i) == row && fragment_column(0, i) < first) { scores[i] = -INFINITY; }
+  }
+}
+
 // Hides what the mask hides of the keys from `first_key` on.
 template <int kSize>
 __device__ __forceinline__ void apply_mask(float (&s)[kSize], const Mask& mask, int first_query, int first_key,
                                            int thread) {
+  const int column = first_key + fragment_column(thread, 0);
 #pragma unroll
-  for (int row = 0; row < 2; ++row) {
+  for (int row = 0; row < kRowsPerThread; ++row) {
     const Range keys = mask.keys_of(first_query + fragment_row(thread, 2 * row));
-    const int column = first_key + fragment_column(thread, 0);
-    const int first = keys.first - column, end = keys.end() - column;
-#pragma unroll
-    for (int i = 0; i < kSize; ++i) {
-      if (row_of(i) != row) { continue; }
-      if (fragment_column(0, i) >= end) { s[i] = -INFINITY; }
-      if (!starts_at_first_key(mask.kind) && fragment_column(0, i) < first) { s[i] = -INFINITY; }
-    }
+    hide_from(s, row, keys.end() - column);
+    if (!starts_at_first_key(mask.kind)) { hide_before(s, row, keys.first - column); }
   }
 }
 
