@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._C._functorch import TransformType, get_interpreter_stack
+from torch._compile import _disable_dynamo
 from torch.autograd import forward_ad
 from torch.utils import _pytree as pytree
 
@@ -54,7 +55,9 @@ def _has_tangent(x: Tensor | None) -> bool:
     return x is not None and forward_ad.unpack_dual(x).tangent is not None
 
 
-@torch.compiler.disable(reason="dash_attn does not compile under a transform of torch.func; integrations.torch does")
+# torch.compile does not trace it. Unlike torch.compiler.disable, this imports torch._dynamo, which takes a second, only
+# when the function is called.
+@_disable_dynamo
 def _call(op: Op, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
     if any(level.key() == TransformType.Functionalize for level in get_interpreter_stack() or ()):
         raise NotImplementedError(

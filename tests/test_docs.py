@@ -125,6 +125,7 @@ def test_distributed(one_process):
     assert names["out"].shape == (1, 64, 2, 32)
 
 
+@pytest.mark.slow
 def test_distributed_program(shell, tmp_path):
     page = "docs/distributed.md"
     (tmp_path / "context_parallel.py").write_text(blocks(page, "python")[0])
@@ -264,6 +265,7 @@ def shell(tmp_path):
     return run
 
 
+@pytest.mark.slow
 def test_debugging_a_divergence(shell, tmp_path):
     page = f"{RECIPES}debugging_a_divergence.md"
     record, compare, elements = blocks(page, "bash")
@@ -280,6 +282,7 @@ def test_debugging_a_divergence(shell, tmp_path):
     assert differing in done.stdout, done.stdout + done.stderr
 
 
+@pytest.mark.slow
 def test_batch_script(shell, tmp_path):
     """On one node, killed by nothing, requeued once: it continues."""
     (script,) = (code for code in blocks(f"{RECIPES}slurm_and_containers.md", "bash") if "#SBATCH" in code)
