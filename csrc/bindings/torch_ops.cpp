@@ -17,10 +17,10 @@
 #include "bindings/flat_arguments.h"
 #include "bindings/op_checks.h"
 #include "bindings/op_records.h"
+#include "contract/policy.h"
 #include "contract/tile_shapes.h"
 #include "dropout/mask.h"
 #include "launch/arguments.h"
-#include "contract/policy.h"
 
 namespace dash_attn {
 namespace {

@@ -6,9 +6,9 @@
 #include <cstdint>
 #include <functional>
 
-#include "../contract/tile_shapes.h"
 #include "../contract/mask.h"
 #include "../contract/policy.h"
+#include "../contract/tile_shapes.h"
 #include "tensor.h"
 
 namespace dash_attn {

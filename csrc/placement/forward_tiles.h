@@ -4,11 +4,11 @@
 
 #include <cstdint>
 
+#include "../contract/mask.h"
+#include "../contract/tile_grid.h"
 #include "../contract/tile_shapes.h"
 #include "../host_device.h"
-#include "../contract/mask.h"
 #include "sequences.h"
-#include "../contract/tile_grid.h"
 
 namespace dash_attn::forward {
 

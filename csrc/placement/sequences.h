@@ -9,8 +9,8 @@
 #include <cstdint>
 #include <type_traits>
 
-#include "../host_device.h"
 #include "../contract/mask.h"
+#include "../host_device.h"
 
 namespace dash_attn {
 
