@@ -76,6 +76,8 @@ struct PackView {
   }
 };
 
+// docs/design.md states these sizes.
+static_assert(sizeof(PackedSequence) == 52 && sizeof(PackTotals) == 16);
 static_assert(std::is_trivially_copyable_v<PackedSequence> && std::is_trivially_copyable_v<PackView>);
 
 }  // namespace dash_attn
