@@ -33,10 +33,10 @@ using ForwardKernelOp = FlatSignature<void(const Tensor&, const Tensor&, const T
                                            const PackTensors&, const ScoreTensors&, double, double,
                                            const MaskArguments&, int64_t, const KernelDropout&)>;
 using BackwardKernelOp = FlatSignature<void(const BackwardTensors&, const PackTensors&, const ScoreTensors&,
-                                          const ScoreGradients&, double, double, const MaskArguments&, int64_t, int64_t,
-                                          const KernelDropout&)>;
+                                            const ScoreGradients&, double, double, const MaskArguments&, int64_t,
+                                            int64_t, const KernelDropout&)>;
 using BitsKernelOp = FlatSignature<void(Tensor, const Tensor&, double, int64_t, int64_t, int64_t, int64_t, int64_t,
-                                      int64_t, bool, int64_t, const MaskArguments&, int64_t)>;
+                                        int64_t, bool, int64_t, const MaskArguments&, int64_t)>;
 
 inline bool has_queries(const Tensor& q, const PackTensors& pack) {
   return q.numel() != 0 && !(pack.exists() && pack.cu_seqlens_q->numel() == 1);
