@@ -182,8 +182,8 @@ inline Outputs forward(const Tensor& q, const Tensor& k, const Tensor& v, const 
   }
   const PositiveScale scaled(q, softmax_scale);
   call_flat(DASH_OP("dash_attn_C::forward", ForwardKernelOp), addressable(scaled.q), addressable(k), addressable(v),
-            out, softmax_lse, pack, for_kernels(scores), scaled.softmax_scale, scores.softcap, mask, sm_margin.expect_int(),
-            for_kernels(dropout, q, k, pack, mask, sm_margin));
+            out, softmax_lse, pack, for_kernels(scores), scaled.softmax_scale, scores.softcap, mask,
+            sm_margin.expect_int(), for_kernels(dropout, q, k, pack, mask, sm_margin));
   return {out, softmax_lse};
 }
 
