@@ -55,12 +55,6 @@ DASH_HOST_DEVICE constexpr int num_splits(int group_size, TileGrid const& grid) 
   return splits;
 }
 
-// The query heads, of all heads, that a split of a KV head has.
-DASH_HOST_DEVICE constexpr Range heads_of_split(int kv_head, int split, int group_size, int splits) {
-  int const heads = group_size / splits;
-  return {kv_head * group_size + split * heads, heads};
-}
-
 // The fewest queries of a sequence whose query heads may be split.
 constexpr int fewest_queries_of_splits(int group_size, Tiling const& tiling) {
   int const half = group_size / 2;

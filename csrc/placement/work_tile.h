@@ -7,7 +7,6 @@
 
 #include "../contract/order.h"
 #include "../contract/policy.h"
-#include "../contract/splits.h"
 #include "../contract/tile_grid.h"
 #include "../host_device.h"
 #include "sequences.h"
@@ -168,9 +167,8 @@ struct TileScheduler {
   DASH_HOST_DEVICE constexpr void fill_in(WorkTile& work, TileGrid const& grid) const {
     work.sequence = sequence;
     work.splits = splits;
-    Range const heads = heads_of_split(work.kv_head, work.split, group_size, splits);
-    work.query_heads = heads.count;
-    work.first_query_head = heads.first;
+    work.query_heads = group_size / splits;
+    work.first_query_head = work.kv_head * group_size + work.split * work.query_heads;
     work.first_dq_tile = (work.batch * kv_heads * group_size + work.first_query_head) * grid.query_tiles();
     work.split_tile = (work.batch * kv_heads + work.kv_head) * grid.kv_tiles() + work.kv_tile;
     work.q_outer = work.k_outer = work.batch;
