@@ -45,6 +45,7 @@ class _Keywords(_Sinks, total=False):
     sm_margin: int
     schedule: Schedule
     dropout_bits: DropoutBits | None
+    startend_row_indices: Tensor | None
 
 class _OfQkv(_Keywords, total=False):
     num_heads_q: int | None

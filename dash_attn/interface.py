@@ -14,21 +14,15 @@ that is a tensor.
 
 from __future__ import annotations
 
-import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from . import checks, dtensors, kvcache, ops, packs, transforms  # noqa: F401  ops registers torch.ops.dash_attn
+from . import checks, kvcache, ops  # noqa: F401  ops registers torch.ops.dash_attn
+from .calls import attention
 from .dropout import DropoutBits
-from .dropout import calls as dropout_calls
 from .schedule import Schedule
-
-# In the order of _attention's `scores`, `dropout` and `unsupported`; the same objects as the functions' defaults.
-_SELDOM_DEFAULTS = (0.0, None, None, None, 0.0, None, None, None, None, None, 1, None)
-_ANY_WINDOW = (-1, -1)
-_NO_WINDOW = (-1, -1, 0)  # left, right, attention_chunk
 
 
 def flash_attn_func(
@@ -56,6 +50,7 @@ def flash_attn_func(
     sm_margin: int = 0,
     schedule: Schedule = "auto",
     dropout_bits: DropoutBits | None = None,
+    startend_row_indices: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, Tensor, Tensor]:
     """Exact attention O = softmax(c Q K^T) V with deterministic gradients.
 
@@ -115,6 +110,12 @@ def flash_attn_func(
             and these lengths (in a variable-length batch at least those of the longest sequence). The backward keeps
             them, unless they were made with keep_bits=False. Then, and without dropout_bits, it makes them again from
             the state. Default: none.
+        startend_row_indices: int32 (batch, 1 or kv_heads, seqlen_k, n), on q's device: FlashMask's masks by key
+            columns, which `dash_attn.masks` makes. Each key has n bounds of intervals of query rows that do not see the
+            key, in addition to what the arguments above hide. With causal, n is 1 (rows >= s0) or 2 (s0 <= row < s1).
+            Without causal, n is 2 (rows >= s0, and rows < s1) or 4 (s0 <= row < s1, and s2 <= row < s3). The tensor
+            gets no gradient. It cannot be combined with dropout, softcap, alibi_slopes, DTensors or a schedule other
+            than "auto" and "descending". Default: none.
 
     Flags may be Python or numpy bools, 0 or 1.
 
@@ -132,11 +133,11 @@ def flash_attn_func(
         RuntimeError: CUDA tensors without the compiled kernels or without a Hopper GPU; a second differentiation; in a
             graph capture, dropout in a variable-length batch with return_attn_probs or a max_seqlen that is a tensor.
     """
-    return _attention(
+    return attention(
         torch.ops.dash_attn.attention.default, {"q": q, "k": k, "v": v}, (),
         dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs,
         learnable_sink, s_aux, qv, q_descale, k_descale, v_descale, attention_chunk, num_splits, pack_gqa, sm_margin,
-        schedule, dropout_bits,
+        schedule, dropout_bits, startend_row_indices,
     )  # fmt: skip
 
 
@@ -164,6 +165,7 @@ def flash_attn_kvpacked_func(
     sm_margin: int = 0,
     schedule: Schedule = "auto",
     dropout_bits: DropoutBits | None = None,
+    startend_row_indices: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, Tensor, Tensor]:
     """`flash_attn_func` for keys and values in one tensor, which get one gradient.
 
@@ -173,11 +175,11 @@ def flash_attn_kvpacked_func(
 
     The other arguments, the result, the errors and the bits are those of `flash_attn_func`.
     """
-    return _attention(
+    return attention(
         torch.ops.dash_attn.attention_kvpacked.default, {"q": q, "kv": kv}, (),
         dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs,
         learnable_sink, s_aux, qv, q_descale, k_descale, v_descale, attention_chunk, num_splits, pack_gqa, sm_margin,
-        schedule, dropout_bits,
+        schedule, dropout_bits, startend_row_indices,
     )  # fmt: skip
 
 
@@ -205,6 +207,7 @@ def flash_attn_qkvpacked_func(
     sm_margin: int = 0,
     schedule: Schedule = "auto",
     dropout_bits: DropoutBits | None = None,
+    startend_row_indices: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, Tensor, Tensor]:
     """`flash_attn_func` for queries, keys and values in one tensor, which get one gradient.
 
@@ -215,11 +218,11 @@ def flash_attn_qkvpacked_func(
 
     The other arguments, the result, the errors and the bits are those of `flash_attn_func`.
     """
-    return _attention(
+    return attention(
         torch.ops.dash_attn.attention_qkvpacked.default, {"qkv": qkv}, (checks.as_num_heads_q(num_heads_q),),
         dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs,
         learnable_sink, s_aux, qv, q_descale, k_descale, v_descale, attention_chunk, num_splits, pack_gqa, sm_margin,
-        schedule, dropout_bits,
+        schedule, dropout_bits, startend_row_indices,
     )  # fmt: skip
 
 
@@ -255,6 +258,7 @@ def flash_attn_varlen_func(
     sm_margin: int = 0,
     schedule: Schedule = "auto",
     dropout_bits: DropoutBits | None = None,
+    startend_row_indices: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, Tensor, Tensor]:
     """`flash_attn_func` of each sequence of a variable-length batch.
 
@@ -280,6 +284,8 @@ def flash_attn_varlen_func(
             copy in every call. Dropout, or a gradient that is required, raises NotImplementedError. Default: none.
         seqused_q, seqused_k: int32 (batch,) like cu_seqlens: number of rows of each sequence, at most those up to the
             next offset. Default: all.
+        startend_row_indices: int32 (1 or kv_heads, total_k, n), as in `flash_attn_func`. Query rows count from the
+            first query of the key's sequence. Not with block_table.
 
     The other arguments and the errors are those of `flash_attn_func`.
 
@@ -293,6 +299,7 @@ def flash_attn_varlen_func(
     max_seqlens = {"max_seqlen_q": max_seqlen_q, "max_seqlen_k": max_seqlen_k}
     if block_table is not None:
         checks.reject_unsupported(qv, q_descale, k_descale, v_descale, num_splits, pack_gqa)
+        checks.reject_given("block_table is given", startend_row_indices=startend_row_indices)
         return kvcache.varlen_attention(
             q, k, v, block_table, pack, max_seqlens, dropout_p=dropout_p, dropout_bits=dropout_bits,
             deterministic=deterministic, return_attn_probs=return_attn_probs, schedule=schedule,
@@ -300,11 +307,11 @@ def flash_attn_varlen_func(
             alibi_slopes=alibi_slopes, learnable_sink=learnable_sink, s_aux=s_aux, attention_chunk=attention_chunk,
             sm_margin=sm_margin,
         )  # fmt: skip
-    return _attention(
+    return attention(
         torch.ops.dash_attn.attention.default, {"q": q, "k": k, "v": v}, (),
         dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs,
         learnable_sink, s_aux, qv, q_descale, k_descale, v_descale, attention_chunk, num_splits, pack_gqa, sm_margin,
-        schedule, dropout_bits, pack, max_seqlens,
+        schedule, dropout_bits, startend_row_indices, pack, max_seqlens,
     )  # fmt: skip
 
 
@@ -338,6 +345,7 @@ def flash_attn_varlen_kvpacked_func(
     sm_margin: int = 0,
     schedule: Schedule = "auto",
     dropout_bits: DropoutBits | None = None,
+    startend_row_indices: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, Tensor, Tensor]:
     """`flash_attn_varlen_func` for keys and values in one tensor, which get one gradient.
 
@@ -351,11 +359,11 @@ def flash_attn_varlen_kvpacked_func(
         "cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k, "seqused_q": seqused_q, "seqused_k": seqused_k
     }  # fmt: skip
     max_seqlens = {"max_seqlen_q": max_seqlen_q, "max_seqlen_k": max_seqlen_k}
-    return _attention(
+    return attention(
         torch.ops.dash_attn.attention_kvpacked.default, {"q": q, "kv": kv}, (),
         dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs,
         learnable_sink, s_aux, qv, q_descale, k_descale, v_descale, attention_chunk, num_splits, pack_gqa, sm_margin,
-        schedule, dropout_bits, pack, max_seqlens,
+        schedule, dropout_bits, startend_row_indices, pack, max_seqlens,
     )  # fmt: skip
 
 
@@ -386,6 +394,7 @@ def flash_attn_varlen_qkvpacked_func(
     sm_margin: int = 0,
     schedule: Schedule = "auto",
     dropout_bits: DropoutBits | None = None,
+    startend_row_indices: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, Tensor, Tensor]:
     """`flash_attn_varlen_func` for queries, keys and values in one tensor, which get one gradient.
 
@@ -398,102 +407,9 @@ def flash_attn_varlen_qkvpacked_func(
     The other arguments, the result, the errors and the bits are those of `flash_attn_varlen_func`.
     """
     pack, max_seqlens = {"cu_seqlens": cu_seqlens, "seqused": seqused}, {"max_seqlen": max_seqlen}
-    return _attention(
+    return attention(
         torch.ops.dash_attn.attention_qkvpacked.default, {"qkv": qkv}, (checks.as_num_heads_q(num_heads_q),),
         dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs,
         learnable_sink, s_aux, qv, q_descale, k_descale, v_descale, attention_chunk, num_splits, pack_gqa, sm_margin,
-        schedule, dropout_bits, pack, max_seqlens,
+        schedule, dropout_bits, startend_row_indices, pack, max_seqlens,
     )  # fmt: skip
-
-
-def _attention(
-    op: Callable[..., tuple[Tensor, Tensor]],
-    named: dict[str, Tensor],
-    split: tuple[int | None, ...],
-    dropout_p: float,
-    softmax_scale: float | None,
-    causal: bool,
-    window_size: Sequence[int | None],
-    softcap: float,
-    alibi_slopes: Tensor | None,
-    deterministic: bool,
-    return_attn_probs: bool,
-    learnable_sink: Tensor | None,
-    s_aux: Tensor | None,
-    qv: Tensor | None,
-    q_descale: Tensor | None,
-    k_descale: Tensor | None,
-    v_descale: Tensor | None,
-    attention_chunk: int,
-    num_splits: int,
-    pack_gqa: bool | None,
-    sm_margin: int,
-    schedule: str,
-    dropout_bits: DropoutBits | None,
-    pack: dict[str, Tensor | None] | None = None,
-    max_seqlens: dict[str, int | Tensor] | None = None,
-) -> Tensor | tuple[Tensor, Tensor, Tensor]:
-    """Calls `op`, which checks the tensors, with arguments of the types that it takes.
-
-    Every call takes this path: arguments at their defaults, or of the right type already, are not looked at again.
-    """
-    scores = (softcap, alibi_slopes, learnable_sink, s_aux)
-    dropout = (dropout_p, dropout_bits)
-    unsupported = (qv, q_descale, k_descale, v_descale, num_splits, pack_gqa)
-    of_scores: dict[str, object] = {}
-    of_dropout: dict[str, object] = {}
-    is_seldom = any(map(operator.is_not, (*scores, *dropout, *unsupported), _SELDOM_DEFAULTS))
-    if is_seldom:
-        checks.reject_unsupported(*unsupported)
-        of_scores = checks.as_scores(*scores)
-    checks.check_tensors(named)
-    probability = 0.0
-    if is_seldom:
-        probability = dropout_calls.checked_probability(*dropout, softmax_scale=softmax_scale, is_pack=pack is not None)
-    if pack is not None and max_seqlens is not None:
-        checks.check_tensors({name: x for name, x in pack.items() if x is not None or name.startswith("cu_seqlens")})
-        for name, value in max_seqlens.items():
-            if type(value) is not int or torch.compiler.is_compiling() or value < 0:
-                checks.check_max_seqlen(name, value)
-    if type(causal) is not bool:
-        causal = checks.as_flag("causal", causal)
-    if deterministic is not False and deterministic is not None:
-        checks.as_flag("deterministic", deterministic)
-    if type(return_attn_probs) is not bool:
-        return_attn_probs = checks.as_flag("return_attn_probs", return_attn_probs)
-    if softmax_scale is not None and type(softmax_scale) is not float:
-        softmax_scale = checks.as_number("softmax_scale", softmax_scale)
-    if type(sm_margin) is not int or sm_margin:
-        sm_margin = checks.as_sm_margin(sm_margin)
-    if type(schedule) is not str or schedule not in checks.SCHEDULES:
-        checks.check_schedule(schedule)
-    extra: tuple[object, ...] = ()
-    # Only the type of arrays and tensors is looked at here, because they have no truth value.
-    is_usual = type(window_size) is tuple and type(attention_chunk) is int
-    if not is_usual or window_size != _ANY_WINDOW or attention_chunk:
-        extra = (*checks.as_window(window_size), checks.as_attention_chunk(attention_chunk))
-    if pack is not None:
-        extra = (*(extra or _NO_WINDOW), *pack.values())
-        if checks.CHECKS_VALUES:
-            packs.check_lengths(named, pack)
-    num_heads_q = split[0] if split else None
-    if dtensors.are_among(named.values(), of_scores.values(), pack.values() if pack else ()):
-        op = dtensors.on_local_parts(op, named, pack, num_heads_q, of_scores, probability)
-    if probability:  # last, as it may draw random numbers
-        left, right, chunk = extra[:3] or _NO_WINDOW
-        of_dropout = dropout_calls.keywords(
-            probability, dropout_bits, named, num_heads_q, mask=(causal, left, right, chunk), pack=pack,
-            max_seqlens=max_seqlens, return_attn_probs=return_attn_probs,
-        )  # fmt: skip
-    settings = (softmax_scale, causal, schedule, sm_margin, *extra)
-    call = transforms.transformed(op) if transforms.is_active() else op
-    out, softmax_lse = call(*named.values(), *split, *settings, **of_scores, **of_dropout)
-    if not return_attn_probs:
-        return out
-    if not of_dropout:
-        return out, softmax_lse, out.new_empty(0)
-    left, right, chunk = extra[:3] or _NO_WINDOW
-    mask = {"causal": causal, "window": (left, right), "attention_chunk": chunk}
-    changed = {"softmax_scale": softmax_scale, "softcap": of_scores["softcap"], "alibi_slopes": alibi_slopes}
-    signed = dropout_calls.signed_probabilities(named, num_heads_q, softmax_lse, pack, of_dropout, changed, **mask)
-    return out, softmax_lse, signed

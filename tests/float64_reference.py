@@ -108,8 +108,9 @@ class Scores(NamedTuple):
 PLAIN = Scores()
 
 
-def visible_keys(seqlen_q, seqlen_k, causal, device=None, *, window=(-1, -1), attention_chunk=0):
-    """(seqlen_q, seqlen_k) mask, pair by pair. The last query's own key is the last one."""
+def visible_keys(seqlen_q, seqlen_k, causal, device=None, *, window=(-1, -1), attention_chunk=0, hidden=None):
+    """(seqlen_q, seqlen_k) mask, pair by pair. The last query's own key is the last one. `hidden`: pairs that are
+    hidden too."""
     own = torch.arange(seqlen_q, device=device)[:, None] + seqlen_k - seqlen_q
     key = torch.arange(seqlen_k, device=device)[None, :]
     left, right = window
@@ -122,7 +123,7 @@ def visible_keys(seqlen_q, seqlen_k, causal, device=None, *, window=(-1, -1), at
         mask &= key <= own + right
     if attention_chunk > 0:
         mask &= key.div(attention_chunk, rounding_mode="floor") == own.div(attention_chunk, rounding_mode="floor")
-    return mask
+    return mask if hidden is None else mask & ~hidden
 
 
 class Head(NamedTuple):
@@ -157,7 +158,7 @@ class Head(NamedTuple):
 def attention_float64(q, k, v, dout=None, *, softmax_scale=None, causal=False, scores=PLAIN, **window):
     """Attention in float64; gradients too when `dout` is given. Any device; holds the scores of one head at a time.
 
-    `window`: the keywords window and attention_chunk.
+    `window`: the keywords window, attention_chunk and hidden.
     """
     batch, seqlen_q, heads, head_dim = q.shape
     seqlen_k, kv_heads = k.shape[1], k.shape[2]

@@ -32,6 +32,7 @@ struct Options {
   double softcap;
   bool has_sinks;  // the last of the tensors that have gradients
   DropoutArguments dropout;
+  std::optional<Tensor> columns;  // startend_row_indices
 };
 
 struct Operands {
@@ -70,7 +71,8 @@ inline Outputs call_forward(at::TensorList inputs, const Options& options) {
   const auto& op = forward_is_flash_attns ? DASH_OP("flash_attn::_dash_attn_forward", ForwardOp)
                                           : DASH_OP("dash_attn::forward", ForwardOp);
   return call_flat(op, operands.q, operands.k, operands.v, options.pack, options.softmax_scale, options.mask,
-                   options.sm_margin, score_tensors_of(inputs, options), options.softcap, options.dropout.of_forward());
+                   options.sm_margin, score_tensors_of(inputs, options), options.softcap, options.dropout.of_forward(),
+                   options.columns);
 }
 
 // What the outputs were and how the loss changes with them.
@@ -84,13 +86,13 @@ inline std::tuple<Tensor, Tensor, Tensor, Tensor> gradients_of(
     const Tensor& dout, const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& out, const Tensor& softmax_lse,
     OptionalTensor dsoftmax_lse, const PackTensors& pack, double softmax_scale, const MaskArguments& mask,
     std::string_view schedule, SymInt sm_margin, const ScoreTensors& scores, bool wants_sinks, double softcap,
-    const DropoutArguments& dropout) {
+    const DropoutArguments& dropout, OptionalTensor columns) {
   const Tensor dq = at::empty_like(q), dk = at::empty_like(k), dv = at::empty_like(v);
   std::optional<Tensor> dsinks;
   if (wants_sinks) { dsinks = at::empty_like(*scores.sinks); }
   call_flat(DASH_OP("dash_attn::backward", BackwardOp), BackwardTensors{dout, q, k, v, out, softmax_lse, dq, dk, dv},
             pack, softmax_scale, mask, schedule, sm_margin, scores, ScoreGradients{dsoftmax_lse, dsinks}, softcap,
-            dropout);
+            dropout, columns);
   return {dq, dk, dv, dsinks ? *dsinks : at::empty({0}, softmax_lse.options())};
 }
 
@@ -110,7 +112,7 @@ inline variable_list gradients_of_batch(const OutputGradients& outputs, at::Tens
       call_flat(DASH_OP("dash_attn::_gradients", FlatSignature<decltype(gradients_of)>), outputs.dout, q, k, v,
                 outputs.out, outputs.softmax_lse, outputs.dsoftmax_lse, options.pack, options.softmax_scale,
                 options.mask, options.schedule, options.sm_margin, score_tensors_of(inputs, options), wants_sinks,
-                options.softcap, options.dropout.of_backward());
+                options.softcap, options.dropout.of_backward(), options.columns);
   variable_list gradients;
   if (packed.size() == 3) {
     gradients = {dq, dk, dv};
@@ -143,7 +145,8 @@ inline variable_list call_backward(const OutputGradients& outputs, at::TensorLis
   call_flat(DASH_OP("dash_attn::backward", BackwardOp),
             BackwardTensors{outputs.dout, q, k, v, outputs.out, outputs.softmax_lse, dq, dk, dv}, options.pack,
             options.softmax_scale, options.mask, options.schedule, options.sm_margin, scores,
-            ScoreGradients{outputs.dsoftmax_lse, dsinks}, options.softcap, options.dropout.of_backward());
+            ScoreGradients{outputs.dsoftmax_lse, dsinks}, options.softcap, options.dropout.of_backward(),
+            options.columns);
   return gradients;
 }
 

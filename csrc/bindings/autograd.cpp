@@ -21,14 +21,14 @@ using torch::autograd::AutogradContext;
 using torch::autograd::variable_list;
 
 // Tensors without gradients among those that are saved, where an undefined one stands for none.
-constexpr size_t kConstants = 7;
+constexpr size_t kConstants = 8;
 
 void save_constants(const Options& options, variable_list& saved) {
   const PackTensors& pack = options.pack;
   const DropoutArguments dropout = options.dropout.of_backward();
-  if (!pack.exists() && !options.alibi_slopes && !dropout.exists()) { return; }
+  if (!pack.exists() && !options.alibi_slopes && !dropout.exists() && !options.columns) { return; }
   for (const auto* tensor : {&options.alibi_slopes, &pack.cu_seqlens_q, &pack.cu_seqlens_k, &pack.seqused_q,
-                             &pack.seqused_k, &dropout.bits, &dropout.rng_state}) {
+                             &pack.seqused_k, &dropout.bits, &dropout.rng_state, &options.columns}) {
     saved.push_back(tensor->value_or(Tensor()));
   }
 }
@@ -114,7 +114,8 @@ struct Attention : torch::autograd::Function<Attention> {
                           has(kHasSinks),
                           {{constant(5), constant(6), has(kDropout) ? data[kDropout].toDouble() : 0.0},
                            most(kMostQueries),
-                           most(kMostKeys)}};
+                           most(kMostKeys)},
+                          constant(7)};
     const at::TensorList inputs(saved.data(), count);
     const Tensor& out = saved[count];
     const OutputGradients outputs{dout.defined() ? dout : at::zeros_like(out), out, saved[count + 1],
@@ -140,8 +141,9 @@ void check_no_tangent(const Tensor& tensor) {
 // Attention of what the caller gave, once that is known to be right.
 Outputs attention(variable_list packed, PackTensors pack, std::optional<SymInt> num_heads_q,
                   std::optional<double> softmax_scale, MaskArguments mask, std::string_view schedule, SymInt sm_margin,
-                  const ScoreArguments& scores, const DropoutArguments& dropout) {
+                  const ScoreArguments& scores, const DropoutArguments& dropout, OptionalTensor columns) {
   check_mask(mask);
+  check_schedule_of_columns(columns, schedule);
   resolve_schedule(schedule, mask, scores, dropout.p != 0, padded_row(packed.front(), packed.back()));
   const SymInt head_dim = packed[0].sym_size(-1);
   Options options{std::move(num_heads_q),
@@ -153,7 +155,8 @@ Outputs attention(variable_list packed, PackTensors pack, std::optional<SymInt> 
                   scores.alibi_slopes,
                   scores.softcap,
                   scores.sinks.has_value(),
-                  dropout};
+                  dropout,
+                  columns};
   if (dropout.exists()) {
     const Operands operands = unpack(packed, options.num_heads_q);
     // Each pass takes one of the two.
@@ -198,28 +201,30 @@ Outputs attention(variable_list packed, PackTensors pack, std::optional<SymInt> 
 
 Outputs attention_qkv(const Tensor& q, const Tensor& k, const Tensor& v, std::optional<double> softmax_scale,
                       bool causal, std::string_view schedule, SymInt sm_margin, const WindowArguments& window,
-                      const PackTensors& pack, const ScoreArguments& scores, const DropoutArguments& dropout) {
+                      const PackTensors& pack, const ScoreArguments& scores, const DropoutArguments& dropout,
+                      OptionalTensor columns) {
   check_qkv(q, k, v, pack);
   return attention({q, k, v}, pack, std::nullopt, softmax_scale, {causal, window}, schedule, std::move(sm_margin),
-                   scores, dropout);
+                   scores, dropout, columns);
 }
 
 Outputs attention_kvpacked(const Tensor& q, const Tensor& kv, std::optional<double> softmax_scale, bool causal,
                            std::string_view schedule, SymInt sm_margin, const WindowArguments& window,
-                           const PackTensors& pack, const ScoreArguments& scores, const DropoutArguments& dropout) {
+                           const PackTensors& pack, const ScoreArguments& scores, const DropoutArguments& dropout,
+                           OptionalTensor columns) {
   check_kvpacked(q, kv, pack);
   return attention({q, kv}, pack, std::nullopt, softmax_scale, {causal, window}, schedule, std::move(sm_margin), scores,
-                   dropout);
+                   dropout, columns);
 }
 
 Outputs attention_qkvpacked(const Tensor& qkv, std::optional<SymInt> num_heads_q, std::optional<double> softmax_scale,
                             bool causal, std::string_view schedule, SymInt sm_margin, const WindowArguments& window,
                             OptionalTensor cu_seqlens, OptionalTensor seqused, const ScoreArguments& scores,
-                            const KernelDropout& dropout, std::optional<SymInt> max_seqlen) {
+                            const KernelDropout& dropout, std::optional<SymInt> max_seqlen, OptionalTensor columns) {
   const PackTensors pack{cu_seqlens, cu_seqlens, seqused, seqused};
   check_qkvpacked(qkv, num_heads_q, pack);
   return attention({qkv}, pack, std::move(num_heads_q), softmax_scale, {causal, window}, schedule,
-                   std::move(sm_margin), scores, {dropout, max_seqlen, max_seqlen});
+                   std::move(sm_margin), scores, {dropout, max_seqlen, max_seqlen}, columns);
 }
 
 }  // namespace
@@ -233,7 +238,8 @@ Outputs attention_qkvpacked(const Tensor& qkv, std::optional<SymInt> num_heads_q
 // What stands last is seldom asked for: left out, it costs a call nothing.
 #define DASH_OPTIONAL_DROPOUT "Tensor? dropout_bits=None, Tensor? rng_state=None, float dropout_p=0.0"
 #define DASH_OPTIONAL_SCORES "Tensor? sinks=None, Tensor? alibi_slopes=None, float softcap=0.0, " DASH_OPTIONAL_DROPOUT
-#define DASH_OPTIONAL_LENGTHS ", SymInt? max_seqlen_q=None, SymInt? max_seqlen_k=None"
+#define DASH_OPTIONAL_COLUMNS ", Tensor? startend_row_indices=None"
+#define DASH_OPTIONAL_LAST ", SymInt? max_seqlen_q=None, SymInt? max_seqlen_k=None" DASH_OPTIONAL_COLUMNS
 #define DASH_OPTIONS                                                                                             \
   "float? softmax_scale, bool causal, str schedule, SymInt sm_margin, int window_left=-1, int window_right=-1, " \
   "int attention_chunk=0, "
@@ -243,35 +249,35 @@ Outputs attention_qkvpacked(const Tensor& qkv, std::optional<SymInt> num_heads_q
 
 TORCH_LIBRARY(dash_attn, library) {
   library.def("forward(Tensor q, Tensor k, Tensor v, " DASH_PACK "float softmax_scale, " DASH_MASK
-              "SymInt sm_margin=0, " DASH_OPTIONAL_SCORES DASH_OPTIONAL_LENGTHS ") -> " DASH_OUTPUTS,
+              "SymInt sm_margin=0, " DASH_OPTIONAL_SCORES DASH_OPTIONAL_LAST ") -> " DASH_OUTPUTS,
               {at::Tag::pt2_compliant_tag});
   library.def(
       "backward(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor softmax_lse, Tensor(a6!) dq, "
       "Tensor(a7!) dk, Tensor(a8!) dv, " DASH_PACK "float softmax_scale, " DASH_MASK
       "str schedule, SymInt sm_margin, Tensor? sinks=None, Tensor? alibi_slopes=None, Tensor? dsoftmax_lse=None, "
-      "Tensor(a9!)? dsinks=None, float softcap=0.0, " DASH_OPTIONAL_DROPOUT DASH_OPTIONAL_LENGTHS ") -> ()",
+      "Tensor(a9!)? dsinks=None, float softcap=0.0, " DASH_OPTIONAL_DROPOUT DASH_OPTIONAL_LAST ") -> ()",
       {at::Tag::pt2_compliant_tag});
   library.def(
       "_gradients(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor softmax_lse, "
       "Tensor? dsoftmax_lse, " DASH_PACK "float softmax_scale, " DASH_MASK
       "str schedule, SymInt sm_margin, Tensor? sinks, Tensor? alibi_slopes, bool wants_sinks, float softcap, "
-      "Tensor? dropout_bits, Tensor? rng_state, float dropout_p, SymInt? max_seqlen_q, SymInt? max_seqlen_k) "
-      "-> (Tensor dq, Tensor dk, Tensor dv, Tensor dsinks)",
+      "Tensor? dropout_bits, Tensor? rng_state, float dropout_p, SymInt? max_seqlen_q, SymInt? max_seqlen_k, "
+      "Tensor? startend_row_indices) -> (Tensor dq, Tensor dk, Tensor dv, Tensor dsinks)",
       {at::Tag::pt2_compliant_tag});
   library.def("name_forward(bool as_flash_attn) -> ()", &dash_attn::name_forward);
   library.def("attention(Tensor q, Tensor k, Tensor v, " DASH_OPTIONS DASH_OPTIONAL_PACK
-                  DASH_OPTIONAL_SCORES DASH_OPTIONAL_LENGTHS ") -> " DASH_OUTPUTS);
+                  DASH_OPTIONAL_SCORES DASH_OPTIONAL_LAST ") -> " DASH_OUTPUTS);
   library.def("attention_kvpacked(Tensor q, Tensor kv, " DASH_OPTIONS DASH_OPTIONAL_PACK
-                  DASH_OPTIONAL_SCORES DASH_OPTIONAL_LENGTHS ") -> " DASH_OUTPUTS);
+                  DASH_OPTIONAL_SCORES DASH_OPTIONAL_LAST ") -> " DASH_OUTPUTS);
   library.def("attention_qkvpacked(Tensor qkv, SymInt? num_heads_q, " DASH_OPTIONS
               "Tensor? cu_seqlens=None, Tensor? seqused=None, " DASH_OPTIONAL_SCORES
-              ", SymInt? max_seqlen=None) -> " DASH_OUTPUTS);
+              ", SymInt? max_seqlen=None" DASH_OPTIONAL_COLUMNS ") -> " DASH_OUTPUTS);
 }
 
 // dash_attn::forward by another name: see name_forward in attention_calls.h.
 TORCH_LIBRARY_FRAGMENT(flash_attn, library) {
   library.def("_dash_attn_forward(Tensor q, Tensor k, Tensor v, " DASH_PACK "float softmax_scale, " DASH_FLASH_MASK
-              "SymInt sm_margin=0, " DASH_OPTIONAL_SCORES DASH_OPTIONAL_LENGTHS ") -> " DASH_OUTPUTS,
+              "SymInt sm_margin=0, " DASH_OPTIONAL_SCORES DASH_OPTIONAL_LAST ") -> " DASH_OUTPUTS,
               {at::Tag::pt2_compliant_tag});
   for (const auto key : {c10::DispatchKey::CPU, c10::DispatchKey::CUDA}) {
     library.impl("_dash_attn_forward", key, dash_attn::flat<&dash_attn::forward>);
@@ -314,12 +320,13 @@ TORCH_LIBRARY_IMPL(dash_attn, CompositeImplicitAutograd, library) {
 // The kernels. They write what they are given and check only what would harm: `dash_attn` calls them rightly.
 TORCH_LIBRARY(dash_attn_C, library) {
   library.def("forward(Tensor q, Tensor k, Tensor v, Tensor(a!) out, Tensor(b!) softmax_lse, " DASH_PACK DASH_SCORES
-              "float softmax_scale, float softcap, " DASH_MASK "int sm_margin, " DASH_OPTIONAL_DROPOUT ") -> ()");
+              "float softmax_scale, float softcap, " DASH_MASK "int sm_margin, " DASH_OPTIONAL_DROPOUT
+              DASH_OPTIONAL_COLUMNS ") -> ()");
   library.def(
       "backward(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor softmax_lse, Tensor(a!) dq, "
       "Tensor(b!) dk, Tensor(c!) dv, " DASH_PACK DASH_SCORES
       "Tensor? dsoftmax_lse, Tensor(d!)? dsinks, float softmax_scale, float softcap, " DASH_MASK
-      "int schedule, int sm_margin, " DASH_OPTIONAL_DROPOUT ") -> ()");
+      "int schedule, int sm_margin, " DASH_OPTIONAL_DROPOUT DASH_OPTIONAL_COLUMNS ") -> ()");
   library.def(
       "backward_of_chunks(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor softmax_lse, "
       "Tensor(a!) dq_sums, Tensor(b!) key_sums, Tensor? total, Tensor(c!)? dq, Tensor(d!)? dk, Tensor(e!)? dv, "

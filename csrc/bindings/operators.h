@@ -13,6 +13,7 @@
 #include <string_view>
 #include <tuple>
 
+#include "column_checks.h"
 #include "dropout_checks.h"
 #include "operand_checks.h"
 
@@ -31,10 +32,10 @@ using Outputs = std::tuple<Tensor, Tensor>;
 // The kernels' ops.
 using ForwardKernelOp = FlatSignature<void(const Tensor&, const Tensor&, const Tensor&, Tensor, Tensor,
                                            const PackTensors&, const ScoreTensors&, double, double,
-                                           const MaskArguments&, int64_t, const KernelDropout&)>;
+                                           const MaskArguments&, int64_t, const KernelDropout&, OptionalTensor)>;
 using BackwardKernelOp = FlatSignature<void(const BackwardTensors&, const PackTensors&, const ScoreTensors&,
                                             const ScoreGradients&, double, double, const MaskArguments&, int64_t,
-                                            int64_t, const KernelDropout&)>;
+                                            int64_t, const KernelDropout&, OptionalTensor)>;
 using BitsKernelOp = FlatSignature<void(Tensor, const Tensor&, double, int64_t, int64_t, int64_t, int64_t, int64_t,
                                         int64_t, bool, int64_t, const MaskArguments&, int64_t)>;
 
@@ -161,13 +162,15 @@ inline KernelDropout for_kernels(const DropoutArguments& given, const Tensor& q,
 
 inline Outputs forward(const Tensor& q, const Tensor& k, const Tensor& v, const PackTensors& pack,
                        double softmax_scale, const MaskArguments& mask, SymInt sm_margin, const ScoreArguments& scores,
-                       const DropoutArguments& dropout) {
+                       const DropoutArguments& dropout, OptionalTensor columns) {
   check_operands(q, k, v, pack, scores, softmax_scale, mask, sm_margin);
   check_dropout(dropout, scores, q, k, pack);
+  check_columns(columns, q, k, pack, mask, scores, dropout.p);
   if (scores.sinks && k.numel() == 0 && has_queries(q, pack)) {
     const WithoutKeys call(q, k, v, pack);
     auto [out, softmax_lse] =
-        forward(call.rows(q), call.k, call.v, call.pack, softmax_scale, mask, sm_margin, scores, /*dropout=*/{});
+        forward(call.rows(q), call.k, call.v, call.pack, softmax_scale, mask, sm_margin, scores, /*dropout=*/{},
+                /*columns=*/std::nullopt);
     if (!call.is_dense) { return {out, softmax_lse}; }
     return {out.unflatten(0, {q.size(0), q.size(1)}),
             softmax_lse.unflatten(1, {q.size(0), q.size(1)}).transpose(0, 1).contiguous()};
@@ -183,15 +186,16 @@ inline Outputs forward(const Tensor& q, const Tensor& k, const Tensor& v, const 
   const PositiveScale scaled(q, softmax_scale);
   call_flat(DASH_OP("dash_attn_C::forward", ForwardKernelOp), addressable(scaled.q), addressable(k), addressable(v),
             out, softmax_lse, pack, for_kernels(scores), scaled.softmax_scale, scores.softcap, mask,
-            sm_margin.expect_int(), for_kernels(dropout, q, k, pack, mask, sm_margin));
+            sm_margin.expect_int(), for_kernels(dropout, q, k, pack, mask, sm_margin), columns_for_kernels(columns));
   return {out, softmax_lse};
 }
 
 inline Outputs forward_meta(const Tensor& q, const Tensor& k, const Tensor& v, const PackTensors& pack,
                             double softmax_scale, const MaskArguments& mask, SymInt sm_margin,
-                            const ScoreArguments& scores, const DropoutArguments& dropout) {
+                            const ScoreArguments& scores, const DropoutArguments& dropout, OptionalTensor columns) {
   check_operands(q, k, v, pack, scores, softmax_scale, mask, sm_margin);
   check_dropout(dropout, scores, q, k, pack);
+  check_columns(columns, q, k, pack, mask, scores, dropout.p);
   const auto sizes = lse_sizes(q.sym_sizes());
   return {at::empty_symint(out_sizes(q.sym_sizes(), v.sym_sizes()), q.options()),
           at::empty_symint(without_batch(sizes, pack.exists()), q.options().dtype(at::kFloat))};
@@ -199,7 +203,8 @@ inline Outputs forward_meta(const Tensor& q, const Tensor& k, const Tensor& v, c
 
 // What a backward writes has memory of its own.
 inline void check_apart_from_others(const BackwardTensors& x, const ScoreTensors& scores,
-                                    const ScoreGradients& score_gradients, const DropoutArguments& dropout) {
+                                    const ScoreGradients& score_gradients, const DropoutArguments& dropout,
+                                    OptionalTensor columns) {
   const auto& [dsoftmax_lse, dsinks] = score_gradients;
   const std::pair<const char*, const Tensor&> gradients[] = {{"dq", x.dq}, {"dk", x.dk}, {"dv", x.dv}};
   for (const auto& [name, gradient] : gradients) {
@@ -218,6 +223,7 @@ inline void check_apart_from_others(const BackwardTensors& x, const ScoreTensors
     if (scores.alibi_slopes) { check_apart(name, gradient, "alibi_slopes", *scores.alibi_slopes); }
     if (dsoftmax_lse) { check_apart(name, gradient, "dsoftmax_lse", *dsoftmax_lse); }
     if (dropout.bits) { check_apart(name, gradient, "dropout_bits", *dropout.bits); }
+    if (columns) { check_apart(name, gradient, "startend_row_indices", *columns); }
     if (dsinks) { check_apart("dsinks", *dsinks, name, gradient); }
   }
   if (dsinks) {
@@ -229,12 +235,15 @@ inline void check_apart_from_others(const BackwardTensors& x, const ScoreTensors
 
 inline void backward(const BackwardTensors& x, const PackTensors& pack, double softmax_scale, const MaskArguments& mask,
                      std::string_view schedule, SymInt sm_margin, const ScoreTensors& score_tensors,
-                     const ScoreGradients& score_gradients, double softcap, const DropoutArguments& dropout) {
+                     const ScoreGradients& score_gradients, double softcap, const DropoutArguments& dropout,
+                     OptionalTensor columns) {
   const ScoreArguments scores{score_tensors, softcap};
   check_backward(x, pack, scores, score_gradients, softmax_scale, mask, sm_margin);
+  check_schedule_of_columns(columns, schedule);
   const Policy policy = resolve_schedule(schedule, mask, scores, dropout.p != 0, padded_row(x.q, x.v));
   check_dropout(dropout, scores, x.q, x.k, pack);
-  check_apart_from_others(x, scores, score_gradients, dropout);
+  check_columns(columns, x.q, x.k, pack, mask, scores, dropout.p);
+  check_apart_from_others(x, scores, score_gradients, dropout, columns);
   const auto& [dsoftmax_lse, dsinks] = score_gradients;
   const Tensor gradients[] = {x.dq, x.dk, x.dv};
   // Where one of them is saved for somebody's derivative, that it is overwritten is noticed.
@@ -255,7 +264,8 @@ inline void backward(const BackwardTensors& x, const PackTensors& pack, double s
         dsoftmax_lse ? std::optional<Tensor>(call.lse_rows(*dsoftmax_lse)) : std::nullopt;
     backward({call.rows(x.dout), rows, call.k, call.v, call.rows(x.out), call.lse_rows(x.softmax_lse),
               at::empty_like(rows, at::MemoryFormat::Contiguous), at::empty_like(call.k), at::empty_like(call.v)},
-             call.pack, softmax_scale, mask, schedule, sm_margin, scores, {dlse, dsinks}, softcap, /*dropout=*/{});
+             call.pack, softmax_scale, mask, schedule, sm_margin, scores, {dlse, dsinks}, softcap, /*dropout=*/{},
+             /*columns=*/std::nullopt);
     return;
   }
   const PositiveScale scaled(x.q, softmax_scale);
@@ -265,7 +275,7 @@ inline void backward(const BackwardTensors& x, const PackTensors& pack, double s
   call_flat(DASH_OP("dash_attn_C::backward", BackwardKernelOp), of_kernels, pack, for_kernels(scores),
             ScoreGradients{contiguous(dsoftmax_lse), dsinks}, scaled.softmax_scale, softcap, mask,
             static_cast<int64_t>(policy), sm_margin.expect_int(),
-            for_kernels(dropout, x.q, x.k, pack, mask, sm_margin));
+            for_kernels(dropout, x.q, x.k, pack, mask, sm_margin), columns_for_kernels(columns));
   if (scaled.sign != 1) { targets[0].mul_(scaled.sign); }
   for (int i = 0; i < 3; ++i) {
     if (!targets[i].is_same(gradients[i])) { gradients[i].copy_(targets[i]); }
@@ -275,11 +285,13 @@ inline void backward(const BackwardTensors& x, const PackTensors& pack, double s
 inline void backward_meta(const BackwardTensors& x, const PackTensors& pack, double softmax_scale,
                           const MaskArguments& mask, std::string_view schedule, SymInt sm_margin,
                           const ScoreTensors& score_tensors, const ScoreGradients& score_gradients, double softcap,
-                          const DropoutArguments& dropout) {
+                          const DropoutArguments& dropout, OptionalTensor columns) {
   const ScoreArguments scores{score_tensors, softcap};
   check_backward(x, pack, scores, score_gradients, softmax_scale, mask, sm_margin);
+  check_schedule_of_columns(columns, schedule);
   resolve_schedule(schedule, mask, scores, dropout.p != 0, padded_row(x.q, x.v));
   check_dropout(dropout, scores, x.q, x.k, pack);
+  check_columns(columns, x.q, x.k, pack, mask, scores, dropout.p);
 }
 
 }  // namespace dash_attn

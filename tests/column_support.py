@@ -1,0 +1,89 @@
+"""Masks by key columns: drawn at random, written out pair by pair without code of dash_attn, judged head by head."""
+
+import torch
+from float64_reference import attention_float64, error_limits, visible_keys
+
+from dash_attn import flash_attn_func
+
+FORMS = [(True, 1), (True, 2), (False, 2), (False, 4)]  # causal, bounds of a key
+NAMES = ("out", "softmax_lse", "dq", "dk", "dv")
+
+
+def draw_columns(batch, heads, seqlen_q, seqlen_k, causal, bounds, *, seed=0):
+    """Bounds of runs of keys, some of them beyond the rows, some of intervals that are empty."""
+    generator = torch.Generator().manual_seed(seed)
+    drawn = torch.randint(-9, seqlen_q + 10, (batch, heads, seqlen_k, bounds), generator=generator, dtype=torch.int32)
+    # Neighbours often hide the same rows: whole tiles are hidden then.
+    run = torch.randint(0, seqlen_k, (batch, heads, max(1, seqlen_k // 20)), generator=generator)
+    firsts = torch.zeros(batch, heads, seqlen_k, dtype=torch.int64).scatter_(2, run, run).cummax(dim=2).values
+    columns = drawn.gather(2, firsts[..., None].expand_as(drawn))
+    return columns if (causal, bounds) != (False, 2) else columns.sort(dim=-1, descending=True).values
+
+
+def hidden_pairs(columns, seqlen_q, causal):
+    """(keys, bounds) -> bool (seqlen_q, keys)."""
+    hidden = torch.zeros(seqlen_q, columns.shape[0], dtype=torch.bool)
+    for key, bounds in enumerate(columns.tolist()):
+        if causal:
+            intervals = [(bounds[0], seqlen_q if len(bounds) == 1 else bounds[1])]
+        elif len(bounds) == 2:
+            intervals = [(bounds[0], seqlen_q), (0, bounds[1])]
+        else:
+            intervals = [bounds[:2], bounds[2:]]
+        for start, end in intervals:
+            hidden[max(0, start) : max(0, start, end), key] = True
+    return hidden
+
+
+def results(q, k, v, dout, columns, *, function=flash_attn_func, dlse=None, **arguments):
+    """By NAMES, and dsinks with a learnable_sink."""
+    sinks = arguments.pop("learnable_sink", None)
+    leaves = [x.detach().clone().requires_grad_() for x in (q, k, v, *(() if sinks is None else (sinks,)))]
+    if sinks is not None:
+        arguments["learnable_sink"] = leaves[3]
+    out, lse, _ = function(*leaves[:3], startend_row_indices=columns, return_attn_probs=True, **arguments)
+    outputs, cotangents = ([out], [dout]) if dlse is None else ([out, lse], [dout, dlse])
+    gradients = torch.autograd.grad(outputs, leaves, cotangents)
+    return dict(zip((*NAMES, "dsinks"), (out.detach(), lse.detach(), *gradients)))
+
+
+def failures(found, q, k, v, dout, columns, *, rounded_factors=False, causal, **window):
+    """What is further from float64 than the bar allows, a line each. Without sinks."""
+    lines = []
+    group = q.shape[2] // k.shape[2]
+    for b in range(q.shape[0]):
+        for g in range(k.shape[2]):
+            hidden = hidden_pairs(columns[b, g % columns.shape[1]].cpu(), q.shape[1], causal).to(q.device)
+            visible = visible_keys(q.shape[1], k.shape[1], causal, q.device, hidden=hidden, **window)
+            heads = slice(g * group, (g + 1) * group)
+            of_queries = {"q": q, "dout": dout, "out": found["out"], "dq": found["dq"]}
+            of_keys = {"k": k, "v": v, "dk": found["dk"], "dv": found["dv"]}
+            own = {name: x[b : b + 1, :, heads] for name, x in of_queries.items()}
+            own |= {name: x[b : b + 1, :, g : g + 1] for name, x in of_keys.items()}
+            own["softmax_lse"] = found["softmax_lse"][b : b + 1, heads]
+            lines += [f"sequence {b}, KV head {g}: {line}" for line in _failures(own, visible, rounded_factors)]
+    return lines
+
+
+def _failures(found, visible, rounded_factors):
+    """Of one KV head, from inputs and results by name. Queries that see no key must be exact, and are then left out."""
+    q, k, v, dout = (found[name] for name in ("q", "k", "v", "dout"))
+    sees = visible.any(dim=1)
+    lines = [f"{name} of a query without keys" for name in ("out", "dq") if found[name][:, ~sees].any()]
+    if not (found["softmax_lse"][..., ~sees] == torch.inf).all():
+        lines.append("softmax_lse of a query without keys")
+    lines += [f"{name} of a key without queries" for name in ("dk", "dv") if found[name][:, ~visible.any(dim=0)].any()]
+    if not sees.any():
+        return lines
+    q, dout, out, mask = q[:, sees], dout[:, sees], found["out"][:, sees], {"hidden": ~visible[sees]}
+    with torch.no_grad():
+        truth = attention_float64(q, k, v, dout, **mask)
+    for name, limit in error_limits(truth, q, k, v, dout, out, rounded_factors=rounded_factors, **mask).items():
+        actual = found[name][:, sees] if name in ("out", "dq") else found[name]
+        error = (actual.double() - getattr(truth, name)).norm()
+        if not error <= limit:
+            lines.append(f"{name}: off by {error:.3e} in norm, allowed {limit:.3e}")
+    lse = found["softmax_lse"][..., sees].double()
+    if not ((lse - truth.softmax_lse).abs() <= 1e-5 * (1 + truth.softmax_lse.abs())).all():
+        lines.append("softmax_lse is off")
+    return lines
