@@ -219,6 +219,35 @@ void read_dropout(const Dropout& dropout, const Inputs& inputs, AttentionArgumen
   arguments.dropout = {bits->data_ptr(), query_blocks, key_blocks, checked_probability(p)};
 }
 
+// The mask by key columns, whose last two dimensions must be contiguous; a key's bounds are read by one access.
+void read_columns(OptionalTensor columns, const MaskArguments& mask, const Inputs& inputs,
+                  AttentionArguments& arguments) {
+  if (!columns) return;
+  check_device(*columns, "startend_row_indices", inputs.device);
+  STD_TORCH_CHECK(columns->scalar_type() == ScalarType::Int, "startend_row_indices must be int32");
+  const bool is_pack = arguments.is_pack();
+  const int64_t rank = is_pack ? 3 : 4;
+  STD_TORCH_CHECK(columns->dim() == rank, "startend_row_indices must have ", rank, " dimensions, got ", columns->dim());
+  const int64_t heads = columns->size(rank - 3), keys = columns->size(rank - 2), bounds = columns->size(rank - 1);
+  STD_TORCH_CHECK((is_pack || columns->size(0) == arguments.batch) && (heads == 1 || heads == arguments.kv_heads) &&
+                      keys == inputs.key.seqlen,
+                  "startend_row_indices must be (batch, 1 or ", arguments.kv_heads, ", ", inputs.key.seqlen,
+                  ", bounds), without the batch of a pack");
+  STD_TORCH_CHECK(bounds == 2 || bounds == (mask.causal ? 1 : 4), "startend_row_indices has ", bounds,
+                  " bounds of a key, expected ", mask.causal ? "1 or 2" : "2 or 4");
+  STD_TORCH_CHECK((bounds == 1 || columns->stride(rank - 1) == 1) && (keys == 1 || columns->stride(rank - 2) == bounds),
+                  "startend_row_indices must have contiguous last dimensions");
+  const int64_t batch_stride = is_pack || arguments.batch == 1 ? 0 : columns->stride(0);
+  const int64_t head_stride = heads == 1 ? 0 : columns->stride(rank - 3);
+  const int* data = static_cast<const int*>(columns->data_ptr());
+  STD_TORCH_CHECK(reinterpret_cast<std::uintptr_t>(data) % (bounds * sizeof(int)) == 0 && batch_stride % bounds == 0 &&
+                      head_stride % bounds == 0,
+                  "startend_row_indices must have the bounds of every key at a multiple of their size");
+  STD_TORCH_CHECK(!arguments.drops() && arguments.softcap == 0 && !arguments.alibi_slopes,
+                  "no kernel has startend_row_indices beside dropout, a softcap or slopes");
+  arguments.columns = {data, static_cast<int>(bounds), mask.causal, batch_stride, head_stride};
+}
+
 // A call's workspace. It is freed when the op returns, while the kernels may still run: torch's allocator hands memory
 // out again in stream order.
 class Workspace {
@@ -240,11 +269,12 @@ class Workspace {
 // Attention; autograd.cpp gives the schema and dash_attn/ops.py the arguments. Writes out and softmax_lse.
 void forward(const Tensor& q, const Tensor& k, const Tensor& v, Tensor out, Tensor softmax_lse, const PackTensors& pack,
              const ScoreTensors& scores, double softmax_scale, double softcap, const MaskArguments& mask,
-             int64_t sm_margin, const Dropout& dropout) {
+             int64_t sm_margin, const Dropout& dropout, OptionalTensor columns) {
   ForwardArguments arguments{};
   const Inputs inputs =
       read_inputs(q, k, v, softmax_lse, pack, scores, softcap, softmax_scale, mask, sm_margin, arguments);
   read_dropout(dropout, inputs, arguments);
+  read_columns(columns, mask, inputs, arguments);
   arguments.out = view_of(out, "out", inputs.out, inputs.dtype, inputs.device);
   const torch::stable::accelerator::DeviceGuard guard(inputs.device);
   Workspace workspace(inputs.device);
@@ -271,11 +301,13 @@ Inputs read_backward(const BackwardInputs& x, const PackTensors& pack, const Sco
 // Gradients of attention. Writes dq, dk and dv.
 void backward(const BackwardInputs& x, Tensor dq, Tensor dk, Tensor dv, const PackTensors& pack,
               const ScoreTensors& scores, OptionalTensor dsoftmax_lse, OptionalTensor dsinks, double softmax_scale,
-              double softcap, const MaskArguments& mask, int64_t schedule, int64_t sm_margin, const Dropout& dropout) {
+              double softcap, const MaskArguments& mask, int64_t schedule, int64_t sm_margin, const Dropout& dropout,
+              OptionalTensor columns) {
   BackwardArguments arguments{};
   const Inputs inputs = read_backward(x, pack, scores, softcap, softmax_scale, mask, dsoftmax_lse, schedule, sm_margin,
                                       arguments);
   read_dropout(dropout, inputs, arguments);
+  read_columns(columns, mask, inputs, arguments);
   const auto& [device, dtype, query, key, value, output] = inputs;
   arguments.dq = view_of(dq, "dq", query, dtype, device);
   arguments.dk = view_of(dk, "dk", key, dtype, device);
