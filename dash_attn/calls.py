@@ -12,8 +12,7 @@ from . import checks, dtensors, packs, transforms
 from .dropout import DropoutBits
 from .dropout import calls as dropout_calls
 
-# In the order of `scores`, `dropout` and `unsupported` below; the same objects as the public functions' defaults.
-_SELDOM_DEFAULTS = (0.0, None, None, None, 0.0, None, None, None, None, None, 1, None)
+_NONE = (None,) * 9  # the defaults of `others` below
 _ANY_WINDOW = (-1, -1)
 _NO_WINDOW = (-1, -1, 0)  # left, right, attention_chunk
 
@@ -55,7 +54,10 @@ def attention(
     unsupported = (qv, q_descale, k_descale, v_descale, num_splits, pack_gqa)
     of_scores: dict[str, object] = {}
     of_dropout: dict[str, object] = {}
-    is_seldom = any(map(operator.is_not, (*scores, *dropout, *unsupported), _SELDOM_DEFAULTS))
+    others = (alibi_slopes, learnable_sink, s_aux, dropout_bits, qv, q_descale, k_descale, v_descale, pack_gqa)
+    has_defaults = type(softcap) is type(dropout_p) is float and softcap == dropout_p == 0.0
+    has_defaults = has_defaults and type(num_splits) is int and num_splits == 1
+    is_seldom = not has_defaults or any(map(operator.is_not, others, _NONE))
     if is_seldom:
         checks.reject_unsupported(*unsupported)
         of_scores = checks.as_scores(*scores)

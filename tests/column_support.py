@@ -1,7 +1,7 @@
 """Masks by key columns: drawn at random, written out pair by pair without code of dash_attn, judged head by head."""
 
 import torch
-from float64_reference import attention_float64, error_limits, visible_keys
+from float64_reference import Scores, attention_float64, error_limits, visible_keys
 
 from dash_attn import flash_attn_func
 
@@ -47,38 +47,63 @@ def results(q, k, v, dout, columns, *, function=flash_attn_func, dlse=None, **ar
     return dict(zip((*NAMES, "dsinks"), (out.detach(), lse.detach(), *gradients)))
 
 
-def failures(found, q, k, v, dout, columns, *, rounded_factors=False, causal, **window):
-    """What is further from float64 than the bar allows, a line each. Without sinks."""
+def hides_nothing(batch, seqlen_k, causal, bounds, device="cpu"):
+    """Empty intervals, of which some lie within the rows."""
+    of_form = {(True, 1): [2**31 - 1], (True, 2): [7, 7], (False, 2): [2**31 - 1, -5], (False, 4): [9, 3, 0, -(2**31)]}
+    numbers = torch.tensor(of_form[causal, bounds], dtype=torch.int32, device=device)
+    return numbers.expand(batch, 1, seqlen_k, bounds)
+
+
+def part_of(found, b, g, group):
+    """Of the results, those of a KV head of a sequence and of its query heads, as a batch of one."""
+    heads, batch = slice(g * group, (g + 1) * group), slice(b, b + 1)
+    part = {name: found[name][batch, :, heads] for name in ("out", "dq")}
+    part |= {name: found[name][batch, :, g : g + 1] for name in ("dk", "dv")}
+    part["softmax_lse"] = found["softmax_lse"][batch, heads]
+    if "dsinks" in found:
+        part["dsinks"] = found["dsinks"][heads]
+    return {name: part[name] for name in found}
+
+
+def inputs_of_head(q, k, v, dout, b, g):
+    """The inputs of a KV head of a sequence and of its query heads."""
+    group = q.shape[2] // k.shape[2]
+    heads, batch = slice(g * group, (g + 1) * group), slice(b, b + 1)
+    return q[batch, :, heads], k[batch, :, g : g + 1], v[batch, :, g : g + 1], dout[batch, :, heads]
+
+
+def failures(found, q, k, v, dout, columns, *, rounded_factors=False, sinks=None, causal, **window):
+    """What is further from float64 than the bar allows, a line each. `sinks`: of a batch of one alone."""
     lines = []
     group = q.shape[2] // k.shape[2]
     for b in range(q.shape[0]):
         for g in range(k.shape[2]):
             hidden = hidden_pairs(columns[b, g % columns.shape[1]].cpu(), q.shape[1], causal).to(q.device)
             visible = visible_keys(q.shape[1], k.shape[1], causal, q.device, hidden=hidden, **window)
-            heads = slice(g * group, (g + 1) * group)
-            of_queries = {"q": q, "dout": dout, "out": found["out"], "dq": found["dq"]}
-            of_keys = {"k": k, "v": v, "dk": found["dk"], "dv": found["dv"]}
-            own = {name: x[b : b + 1, :, heads] for name, x in of_queries.items()}
-            own |= {name: x[b : b + 1, :, g : g + 1] for name, x in of_keys.items()}
-            own["softmax_lse"] = found["softmax_lse"][b : b + 1, heads]
-            lines += [f"sequence {b}, KV head {g}: {line}" for line in _failures(own, visible, rounded_factors)]
+            scores = Scores(sinks=None if sinks is None else sinks[g * group : (g + 1) * group])
+            own, part = inputs_of_head(q, k, v, dout, b, g), part_of(found, b, g, group)
+            own_lines = _failures(part, *own, visible, scores, rounded_factors)
+            lines += [f"sequence {b}, KV head {g}: {line}" for line in own_lines]
     return lines
 
 
-def _failures(found, visible, rounded_factors):
-    """Of one KV head, from inputs and results by name. Queries that see no key must be exact, and are then left out."""
-    q, k, v, dout = (found[name] for name in ("q", "k", "v", "dout"))
+def _failures(found, q, k, v, dout, visible, scores, rounded_factors):
+    """Of one KV head. Queries that see no key must be exact, and are then left out."""
     sees = visible.any(dim=1)
     lines = [f"{name} of a query without keys" for name in ("out", "dq") if found[name][:, ~sees].any()]
-    if not (found["softmax_lse"][..., ~sees] == torch.inf).all():
+    lse_without_keys = torch.full((1, 1, 1), torch.inf, device=q.device)
+    if scores.sinks is not None:
+        lse_without_keys = scores.sinks[None, :, None]
+    if not (found["softmax_lse"][..., ~sees] == lse_without_keys).all():
         lines.append("softmax_lse of a query without keys")
     lines += [f"{name} of a key without queries" for name in ("dk", "dv") if found[name][:, ~visible.any(dim=0)].any()]
     if not sees.any():
         return lines
     q, dout, out, mask = q[:, sees], dout[:, sees], found["out"][:, sees], {"hidden": ~visible[sees]}
     with torch.no_grad():
-        truth = attention_float64(q, k, v, dout, **mask)
-    for name, limit in error_limits(truth, q, k, v, dout, out, rounded_factors=rounded_factors, **mask).items():
+        truth = attention_float64(q, k, v, dout, scores=scores, **mask)
+    limits = error_limits(truth, q, k, v, dout, out, rounded_factors=rounded_factors, scores=scores, **mask)
+    for name, limit in limits.items():
         actual = found[name][:, sees] if name in ("out", "dq") else found[name]
         error = (actual.double() - getattr(truth, name)).norm()
         if not error <= limit:

@@ -4,11 +4,21 @@ import itertools
 
 import pytest
 import torch
-from column_support import FORMS, NAMES, draw_columns, failures, hidden_pairs, results
+from column_support import (
+    FORMS,
+    NAMES,
+    draw_columns,
+    failures,
+    hidden_pairs,
+    hides_nothing,
+    inputs_of_head,
+    part_of,
+    results,
+)
 from float64_reference import Scores, attention_float64
 from interface_support import FUNCTIONS, assert_same_bits, inputs_of, kernel_calls, qkv_tensors
 from mask_support import CAUSAL, FULL, name_of, public, window
-from pack_support import Pack, int32
+from pack_support import Pack
 
 from dash_attn import (
     flash_attn_func,
@@ -80,6 +90,9 @@ def test_accuracy(causal, bounds, shape):
         given = public({"causal": causal, **arguments})
         found = results(q, k, v, dout, columns, **given)
         assert failures(found, q, k, v, dout, columns, causal=causal, **arguments) == []
+    sinks, own = torch.tensor([0.5, -1.0, 2.0, 0.0]), [x[:1] for x in (q, k, v, dout)]
+    found = results(*own, columns[:1], learnable_sink=sinks, causal=causal)
+    assert failures(found, *own, columns[:1], sinks=sinks, causal=causal) == []
 
 
 def test_the_rule_pair_by_pair():
@@ -88,12 +101,6 @@ def test_the_rule_pair_by_pair():
         found = masks.hidden_rows(columns, 4, 29, causal=causal)
         for b, h in itertools.product(range(2), range(3)):
             assert torch.equal(found[b, h], hidden_pairs(columns[b, h], 30, causal)[4:29])
-
-
-def hides_nothing(batch, seqlen_k, causal, bounds):
-    """Empty intervals, of which some lie within the rows."""
-    of_form = {(True, 1): [2**31 - 1], (True, 2): [7, 7], (False, 2): [2**31 - 1, -5], (False, 4): [9, 3, 0, -(2**31)]}
-    return int32(of_form[causal, bounds]).expand(batch, 1, seqlen_k, bounds)
 
 
 @pytest.mark.parametrize("mask", [FULL, CAUSAL, window(70, 20), window(-1, -1, 96, causal=True)], ids=name_of)
@@ -115,14 +122,9 @@ def test_bits_depend_on_the_sequence_and_the_kv_head_alone(causal, bounds):
     first = results(q, k, v, dout, columns, causal=causal)
     assert_same_bits(results(q, k, v, dout, columns, causal=causal).values(), first.values())
     for b, g in itertools.product(range(2), range(2)):
-        batch, heads, kv_head = slice(b, b + 1), slice(2 * g, 2 * g + 2), slice(g, g + 1)
-        own = (q[batch, :, heads], k[batch, :, kv_head], v[batch, :, kv_head], dout[batch, :, heads])
-        alone = results(*own, columns[batch, kv_head], causal=causal)
-        for name in NAMES:
-            part = first[name][batch, heads] if name == "softmax_lse" else (
-                first[name][batch, :, heads if name in ("out", "dq") else kv_head]
-            )  # fmt: skip
-            assert torch.equal(alone[name], part), name
+        own = inputs_of_head(q, k, v, dout, b, g)
+        alone = results(*own, columns[b : b + 1, g : g + 1], causal=causal)
+        assert_same_bits(alone.values(), part_of(first, b, g, 2).values())
 
 
 @FORM
@@ -288,7 +290,6 @@ SHAPE = f"{NAME} must have shape (batch, 1 or kv_heads, seqlen_k, n) = (2, 1 or 
 BOUNDS = f"{NAME} must have a last dimension of "
 GIVEN = f"{NAME} is given"
 ERRORS = [
-    ({NAME: [0]}, TypeError, f"{NAME} must be a torch.Tensor, got [0]"),
     ({NAME: columns_of(2, 1, 30, 2, dtype=torch.int64)}, TypeError, f"{NAME} must be torch.int32, got torch.int64"),
     ({NAME: columns_of(2, 1, 30, 2, device="meta")}, ValueError, f"{NAME} must be on the device of q, cpu, got meta"),
     ({NAME: columns_of(2, 30, 2)}, ValueError, SHAPE + "(2, 30, 2)"),

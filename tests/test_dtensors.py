@@ -29,6 +29,7 @@ NAMES = (
     "a plain first tensor",
     "plain sinks",
     "dropout",
+    "a mask by key columns",
     "few heads",
     "a gradient of sinks",
     "context parallelism",

@@ -150,6 +150,7 @@ ARGUMENTS = [
      "k_descale must be None (fp8 is not supported), got a tensor of shape (2, 2)"),
     ({"v_descale": t(2, 2)}, NotImplementedError,
      "v_descale must be None (fp8 is not supported), got a tensor of shape (2, 2)"),
+    ({"startend_row_indices": [0]}, TypeError, "startend_row_indices must be a torch.Tensor, got [0]"),
     ({"attention_chunk": -1}, ValueError, "attention_chunk must be at least 0, got -1"),
     ({"attention_chunk": 64.0}, TypeError, "attention_chunk must be an int or None, got 64.0"),
     ({"attention_chunk": torch.tensor([4, 0])}, TypeError,
