@@ -6,7 +6,8 @@
 
 transformers loads attention through the `kernels` package. `install` tells this package that "dash-attn/flash" is a
 folder of dash_attn, so nothing is downloaded. transformers then treats the name like every flash attention: with
-padding masks, packed sequences, windows, soft caps and sinks. docs/integrations/transformers.md lists what is covered.
+padding masks, packed sequences, windows, soft caps and sinks. Unlike other flash attentions, dash_attn also takes masks
+of all pairs of tokens. docs/integrations/transformers.md lists what is covered.
 """
 
 from __future__ import annotations
@@ -17,6 +18,8 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+from . import transformers_masks
 
 __all__ = ["install", "uninstall", "why_unavailable"]
 
@@ -126,7 +129,8 @@ def _checked_model_class() -> type:
 
 
 def _with_models_that_list(check: Callable[..., str]) -> Callable[..., str]:
-    """Wraps `check` for models that list their implementations, which replace others by the first of the list."""
+    """Wraps `check` for models that list their implementations, which replace others by the first of the list, and for
+    masks of all pairs of tokens."""
 
     @functools.wraps(check)
     def checked(self: Any, attn_implementation: str | None, *args: Any, **kwargs: Any) -> str:
@@ -139,7 +143,10 @@ def _with_models_that_list(check: Callable[..., str]) -> Callable[..., str]:
                 if _PEER_WITH_SINKS not in listed:
                     raise ValueError(f"attn_implementation must be one of {listed} for {kind}, got {NAME}")
                 self._compatible_flash_implementations = [*listed, NAME]
-        return check(self, attn_implementation, *args, **kwargs)
+        chosen = check(self, attn_implementation, *args, **kwargs)
+        if chosen == NAME and _entry() in _entries():
+            transformers_masks.register(NAME)
+        return chosen
 
     checked.__dash_attn__ = check  # type: ignore[attr-defined]
     return checked
