@@ -25,6 +25,16 @@ from . import checks
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
 
+__all__ = [
+    "ColumnMask",
+    "document_mask",
+    "from_block_mask",
+    "from_dense_mask",
+    "hidden_rows",
+    "prefix_lm_mask",
+    "prefix_tree_mask",
+]
+
 # Pairs of a query and a key that a conversion looks at together.
 _PAIRS = 2**24
 

@@ -31,7 +31,7 @@ PAGES = [str(path.relative_to(ROOT)) for path in site_pages.pages()]
 PUBLIC = (
     "dash_attn", "dash_attn.compat.bert_padding", "dash_attn.compat.flash_attn_2", "dash_attn.compat.flash_attn_3",
     "dash_attn.distributed", "dash_attn.dropout", "dash_attn.integrations.megatron", "dash_attn.integrations.torch",
-    "dash_attn.integrations.transformers", "dash_attn.receipts", "dash_attn.schedule",
+    "dash_attn.integrations.transformers", "dash_attn.masks", "dash_attn.receipts", "dash_attn.schedule",
 )  # fmt: skip
 
 
@@ -103,6 +103,13 @@ def test_dropout():
     names |= {"state": DropoutState.of(0), "x": torch.randn(4, 4), "weight": torch.randn(4, 4)}
     sizes = "batch=2, heads=16, seqlen_q=4096, seqlen_k=4096", "batch=1, heads=2, seqlen_q=64, seqlen_k=64"
     assert run_blocks("docs/dropout.md", names, [sizes])["out"].shape == (1, 64, 2, 32)
+
+
+def test_masks():
+    names = qkv(1, 8, 1, 16) | {"packed": torch.randn(1, 1800, 1, 16).bfloat16()}
+    names["q_1000"] = torch.randn(1, 1000, 1, 16).bfloat16()
+    found = run_blocks("docs/masks.md", names, [('device="cuda"', 'device="cpu"')])
+    assert found["mask"].shape == (1, 1, 1000, 2) and not found["causal"] and found["out"].shape == (1, 1000, 1, 16)
 
 
 @pytest.mark.parametrize("page", ["docs/receipts.md", f"{RECIPES}debugging_a_divergence.md"])
