@@ -90,9 +90,14 @@ def test_accuracy(causal, bounds, shape):
         given = public({"causal": causal, **arguments})
         found = results(q, k, v, dout, columns, **given)
         assert failures(found, q, k, v, dout, columns, causal=causal, **arguments) == []
-    sinks, own = torch.tensor([0.5, -1.0, 2.0, 0.0]), [x[:1] for x in (q, k, v, dout)]
-    found = results(*own, columns[:1], learnable_sink=sinks, causal=causal)
-    assert failures(found, *own, columns[:1], sinks=sinks, causal=causal) == []
+
+
+@FORM
+def test_accuracy_with_sinks(causal, bounds):
+    inputs = [x.detach() for x in qkv_tensors(200, 260, head_dim=64, batch=1)]
+    sinks, columns = torch.tensor([0.5, -1.0, 2.0, 0.0]), draw_columns(1, 2, 200, 260, causal, bounds)
+    found = results(*inputs, columns, learnable_sink=sinks, causal=causal)
+    assert failures(found, *inputs, columns, sinks=sinks, causal=causal) == []
 
 
 def test_the_rule_pair_by_pair():
