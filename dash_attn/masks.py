@@ -36,7 +36,7 @@ __all__ = [
 ]
 
 # Pairs of a query and a key that a conversion looks at together.
-_PAIRS = 2**24
+_PAIRS = 2**22
 
 
 class ColumnMask(NamedTuple):
@@ -110,7 +110,8 @@ def prefix_tree_mask(
     Args:
         parents: integers, (nodes,) or (batch, nodes): the parent of each node, an earlier node of the same sequence, or
             -1 for a root. A sequence may have several roots, whose trees do not see each other.
-        lengths: integers like parents, on the same device: the number of tokens of each node, at least 0.
+        lengths: integers like parents, on the same device: the number of tokens of each node, at least 0. Roots of
+            length 0 fill up sequences with fewer nodes.
         seqlen: the number of tokens of a sequence, padding included. Tokens behind the last node see nothing, and no
             token sees them. Default: that of the longest sequence. On a GPU it is read, which waits.
 
