@@ -4,6 +4,7 @@ import itertools
 
 import pytest
 import torch
+import torch._dynamo.testing
 from column_support import (
     FORMS,
     NAMES,
@@ -261,6 +262,20 @@ def test_compiles_to_one_graph(causal, bounds):
         found, expected = (f(q, k, v, **arguments) for f in (compiled, flash_attn_func))
         assert torch.equal(found, expected)
         assert_same_bits(*(torch.autograd.grad(x, (q, k, v), dout) for x in (found, expected)))
+
+
+def test_a_compiled_graph_makes_its_mask_and_serves_other_lengths():
+    torch._dynamo.reset()
+    counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+
+    def layer(q, k, v, ids):
+        return flash_attn_func(q, k, v, causal=True, startend_row_indices=masks.document_mask(ids))
+
+    compiled = torch.compile(layer, backend=counter, fullgraph=True)
+    for seqlen in (20, 31, 47):
+        inputs = (*qkv_tensors(seqlen, seqlen, batch=1)[:3], torch.arange(seqlen)[None] // 7)
+        assert torch.equal(compiled(*inputs), layer(*inputs))
+    assert counter.frame_count == 2
 
 
 def test_vmap_over_masks():
