@@ -19,7 +19,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from . import transformers_masks
+from . import _transformers_masks
 
 __all__ = ["install", "uninstall", "why_unavailable"]
 
@@ -145,7 +145,7 @@ def _with_models_that_list(check: Callable[..., str]) -> Callable[..., str]:
                 self._compatible_flash_implementations = [*listed, NAME]
         chosen = check(self, attn_implementation, *args, **kwargs)
         if chosen == NAME and _entry() in _entries():
-            transformers_masks.register(NAME)
+            _transformers_masks.register(NAME)
         return chosen
 
     checked.__dash_attn__ = check  # type: ignore[attr-defined]

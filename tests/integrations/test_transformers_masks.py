@@ -14,7 +14,7 @@ from test_transformers import check, installed  # noqa: F401  a fixture
 from transformers import modeling_flash_attention_utils
 from transformers_support import LAYERS, logits_and_gradients, make_model
 
-from dash_attn.integrations import transformers_masks
+from dash_attn.integrations import _transformers_masks
 from dash_attn.integrations.transformers import NAME
 
 SEQLEN = 23
@@ -62,8 +62,8 @@ def test_masks_of_all_pairs(name, which, dtype):
 def test_a_mask_is_converted_once_for_all_layers(monkeypatch):
     converted = []
     monkeypatch.setattr(
-        transformers_masks.masks, "from_dense_mask",
-        lambda visible, convert=transformers_masks.masks.from_dense_mask: converted.append(1) or convert(visible),
+        _transformers_masks.masks, "from_dense_mask",
+        lambda visible, convert=_transformers_masks.masks.from_dense_mask: converted.append(1) or convert(visible),
     )  # fmt: skip
     model, ids, mask = make_model("llama", NAME), support.random_ids(2, SEQLEN), as_given(MASKS["tree"], torch.bool)
     first = model(ids, attention_mask=mask).logits
