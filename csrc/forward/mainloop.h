@@ -20,6 +20,7 @@
 #pragma once
 
 #include "../device/fragment.h"
+#include "../device/hidden_keys.h"
 #include "../device/warp_roles.h"
 #include "config.h"
 #include "params.h"
@@ -54,7 +55,8 @@ class Consumer {
       const int end = next_tile();
       Rows next{};
       if (end != kNoMoreTiles) {
-        next = Rows(params_, sequence_of_tile(), end, consumer_);
+        const Sequence sequence = sequence_of_tile();
+        next = Rows(params_, sequence, end, consumer_, loaded_tiles(sequence, end));
         if constexpr (Score::kHasSlope) { set_slopes(next); }
         if constexpr (Variant::kKeepsRowOfBits) { next.bits.first = find_row_of_bits(next); }
       }
@@ -115,6 +117,25 @@ class Consumer {
     return {__shfl_sync(0xffffffff, sequence.seqlen_q, 0), __shfl_sync(0xffffffff, sequence.seqlen_k, 0)};
   }
 
+  // The KV tiles that are loaded for the query tile. Under a mask by columns they are numbered, the first one 0.
+  __device__ __forceinline__ Range loaded_tiles(const Sequence& sequence, int end) const {
+    if constexpr (Variant::kHasColumns) {
+      return {0, __shfl_sync(0xffffffff, shared_.columns.of_tile[q_.count % Variant::kTileSlots].kv_tiles, 0)};
+    } else {
+      return kv_tiles_of_query_tile<Variant>(params_, sequence, end);
+    }
+  }
+
+  // The KV tile whose K has arrived: number `number` of those that are loaded. To be read before K is released.
+  __device__ __forceinline__ LoadedTile loaded_tile(int number) const {
+    if constexpr (Variant::kHasColumns) {
+      const LoadedTile& tile = shared_.columns.of_stage[k_.slot()];
+      return {__shfl_sync(0xffffffff, tile.kv_tile, 0), __shfl_sync(0xffffffff, tile.is_masked, 0)};
+    } else {
+      return {number, 0};
+    }
+  }
+
   // Between two of the following functions no product is in flight, so that ptxas can trace each product to its wait.
 
   // Computes the first scores of `rows`.
@@ -129,11 +150,12 @@ class Consumer {
     wait_for_k();
     issue_s(s);
     const BitsRead bits = bits_of_last(rows);
+    const LoadedTile tile = loaded_tile(rows.kv.end() - 1);
     wait_products<0>();
     release_k(s);
     if (rows.kv.count == 1) { release_q(); }
     make_scores(s, rows, rows.kv.end() - 1);
-    exponentiate_first(s, softmax, rows);
+    exponentiate_first(s, softmax, rows, tile);
     softmax.set_limits();
     if (!passes_together) { pass_values(rows.passed_before); }
     shared_.v_full[v_.slot()].wait(v_.parity());
@@ -143,6 +165,17 @@ class Consumer {
   // Walks all KV tiles but the first in this order, which is the last of the sequence.
   __device__ __forceinline__ void walk(Output& out, PackedScores& p, OnlineSoftmax& softmax, const Rows& rows) {
     int kv_tile = rows.kv.end() - 1;
+    if constexpr (Variant::kHasColumns) {
+      while (kv_tile > 0) {
+        wait_for_k();
+        if (loaded_tile(kv_tile - 1).is_masked) {
+          step<Tile::kMasked>(out, p, softmax, rows, --kv_tile);
+        } else {
+          step<Tile::kUnmasked>(out, p, softmax, rows, --kv_tile);
+        }
+      }
+      return;
+    }
     const Range whole = rows.kv_seen_whole(params_);
     const int first_masked_after = max_int(rows.kv.first, whole.end());
     if constexpr (Variant::kMask != MaskKind::kFull) {
@@ -164,11 +197,12 @@ class Consumer {
     issue_s(s);
     issue_out(out, p);
     const BitsRead bits = bits_of(rows, kv_tile);
+    const LoadedTile tile = loaded_tile(kv_tile);
     wait_products<1>();  // S
     release_k(s);
     if (kv_tile == rows.kv.first) { release_q(); }
     make_scores(s, rows, kv_tile);
-    if constexpr (kTile == Tile::kMasked) { apply_mask(s, rows, kv_tile); }
+    if constexpr (kTile == Tile::kMasked) { apply_mask(s, rows, tile.kv_tile); }
     // A wait ends a basic block. Within one, ptxas moves exponentials and roundings freely.
     if constexpr (Variant::kRoundsBesideExponentials) { wait_for_next_v(); }
     const bool corrects = softmax.follow(s, correction);
@@ -190,11 +224,12 @@ class Consumer {
     wait_for_k();
     issue_s(s);
     issue_out(out, p);
+    const LoadedTile tile = loaded_tile(next.kv.end() - 1);
     wait_products<1>();  // S
     release_k(s);
     make_scores(s, next, next.kv.end() - 1);
     OnlineSoftmax next_softmax(params_.score);
-    exponentiate_first(s, next_softmax, next);
+    exponentiate_first(s, next_softmax, next, tile);
     fence_operand(s);
     wait_for_next_v();
     complete_out(out, p);
@@ -228,10 +263,10 @@ class Consumer {
   // for their V, and may use all buffers but that one (docs/forward.md, "No wait can hang"). Without a window no more
   // tiles are passed over than the rows of the other warpgroups have keys.
   static __device__ __forceinline__ constexpr bool passes_many(int tiles) {
-    return Variant::kMask == MaskKind::kWindow && tiles >= Variant::kStages;
+    return !starts_at_first_key(Variant::kMask) && tiles >= Variant::kStages;
   }
   static __device__ __forceinline__ constexpr bool may_cross(const Rows& rows, const Rows& next) {
-    return Variant::kMask != MaskKind::kWindow || rows.passed_after + next.passed_before <= Variant::kStages;
+    return starts_at_first_key(Variant::kMask) || rows.passed_after + next.passed_before <= Variant::kStages;
   }
   static_assert(ceil_div(Variant::kQuery - kWarpgroupRows, Variant::kKey) <= Variant::kStages);
 
@@ -373,14 +408,19 @@ class Consumer {
   }
 
   // Leaves the limits of the softmax to the caller: `cross` has no registers for them until the output has been stored.
-  __device__ __forceinline__ void exponentiate_first(Scores& s, OnlineSoftmax& softmax, const Rows& rows) const {
-    const int kv_tile = rows.kv.end() - 1;
-    const Range whole = rows.kv_seen_whole(params_);
-    const bool hides_first = !starts_at_first_key(Variant::kMask) && kv_tile < whole.first;
-    if (kv_tile >= whole.end() || hides_first) { apply_mask(s, rows, kv_tile); }  // not in `whole`
+  __device__ __forceinline__ void exponentiate_first(Scores& s, OnlineSoftmax& softmax, const Rows& rows,
+                                                     const LoadedTile& tile) const {
+    if (hides_part_of_first(rows, tile)) { apply_mask(s, rows, tile.kv_tile); }
     softmax.start(s);
     softmax.subtract_reference(s);
     softmax.exponentiate(s);
+  }
+
+  __device__ __forceinline__ bool hides_part_of_first(const Rows& rows, const LoadedTile& tile) const {
+    if constexpr (Variant::kHasColumns) { return tile.is_masked; }
+    const Range whole = rows.kv_seen_whole(params_);
+    const bool hides_first = !starts_at_first_key(Variant::kMask) && tile.kv_tile < whole.first;
+    return tile.kv_tile >= whole.end() || hides_first;  // not in `whole`
   }
 
   __device__ __forceinline__ void apply_mask(Scores& s, const Rows& rows, int kv_tile) const {
@@ -408,6 +448,11 @@ class Consumer {
         }
       }
     }
+    if constexpr (Variant::kHasColumns) {
+      // The query tile of the rows whose scores are computed is the one that was announced last.
+      const HiddenQueries* const keys = shared_.columns.of_tile[q_.count % Variant::kTileSlots].keys;
+      hide_keys(s, {rows.position(params_, thread_, 0), rows.position(params_, thread_, 1)}, keys + column);
+    }
   }
 
   // Hands the rows to the storer and writes the log-sum-exp. `out` is the sum of P V.
@@ -417,6 +462,7 @@ class Consumer {
     const int thread = thread_anew();
     RowStatistic inverse_sum, lse;
     const auto sees_no_key = [&](int row) {
+      if constexpr (Variant::kHasColumns) { return softmax.has_seen_nothing(row); }
       return rows.mask(params_).keys_of(rows.position(params_, thread, row)).count == 0;
     };
     const auto head = [&](int row) { return Rows::head(params_, tile.head_group, thread, row); };
