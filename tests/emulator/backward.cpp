@@ -54,8 +54,7 @@ class BackwardCall : emulator::Call<Element> {
     const BackwardKernel* found = nullptr;
     const auto serve = [&]<typename Mask, typename Score>(Mask, Score) {
       if (mask.kind != Mask::kKind || score_kind(a) != Score::Score::kKind) { return; }
-      found = Mask::kKind == MaskKind::kColumns ? kernel_of_policies<Mask, Score, Ordered>()
-              : a.policy == Policy::kShift      ? kernel_of_policies<Mask, Score, Shift>()
+      found = a.policy == Policy::kShift       ? kernel_of_policies<Mask, Score, Shift>()
               : a.policy == Policy::kOrderFree ? kernel_of_policies<Mask, Score, OrderFree>()
                                                : kernel_of_policies<Mask, Score, Ordered>();
     };
