@@ -88,16 +88,14 @@ class Planner {
   __device__ __forceinline__ void plan_live_visits(const WorkTile& work) {
     static_assert(Variant::Policies::kAny == Policy::kDescending);
     const LiveVisits& visits = column_tile_of<Variant>(params_, work).visits;
-    const auto last_query_tile = [&] {
-      return visits.last_before(Variant::grid(work.sequence, params_.window).query_tiles_of(work.kv_tile).end());
-    };
-    int left = work.steps, head = 0, query_tile = left > 0 ? last_query_tile() : 0, left_of_head = visits.count;
+    int left = work.steps, head = 0, query_tile = left > 0 ? visits.last : 0;
     for (bool is_first = true; left > 0; is_first = false) {
       --left;
       shared_.plan_empty[plan_.slot()].wait(plan_.empty_parity());
       PlannedStep& planned = shared_.plan[plan_.slot()];
       planned.query_tile = query_tile;
       planned.dq_tile = work.first_dq_tile + head * ceil_div(work.sequence.seqlen_q, Variant::kQuery) + query_tile;
+      compiler_fence();
       const LiveVisit visit = live_visit<Variant>(params_, work, query_tile);
       planned.rank = visit.rank;
       int packed = ((work.first_query_head + head) << PlannedStep::kHeadShift) + PlannedStep::kIsOrdered +
@@ -108,16 +106,15 @@ class Planner {
       planned.packed = packed;
       shared_.plan_full[plan_.slot()].arrive();
       plan_ = plan_.next();
+      compiler_fence();
       if (params_.carried.heads_together) {
-        if (++head < work.query_heads) { continue; }
-        head = 0;
-        query_tile = visits.last_before(query_tile);
-      } else if (--left_of_head > 0) {
-        query_tile = visits.last_before(query_tile);
-      } else if (left > 0) {
-        ++head;
-        left_of_head = visits.count;
-        query_tile = last_query_tile();
+        const bool is_last_head = head + 1 == work.query_heads;
+        head = is_last_head ? 0 : head + 1;
+        if (is_last_head) { query_tile = visits.last_before(query_tile); }
+      } else {
+        const bool ends_head = query_tile == visits.first;
+        head += ends_head;
+        query_tile = ends_head ? visits.last : visits.last_before(query_tile);
       }
     }
   }

@@ -107,6 +107,7 @@ __device__ __forceinline__ bool write_work(SharedStorage<Variant>& shared, WorkT
   compiler_fence();
   if (pack.is_pack()) { scheduler.move_into_pack(work, pack.sequences[work.packed]); }
   if constexpr (Variant::kHasColumns) {
+    compiler_fence();
     work.steps = column_tile_of<Variant>(params, work).visits.count * work.query_heads;
   }
   return true;

@@ -80,7 +80,7 @@ struct HiddenByTile {
 // ascending order and do not overlap; empty ones come last.
 struct LiveVisits {
   Range skipped[kHiddenIntervals];
-  int count;
+  int count, first, last;  // query tiles; if there are none, only `count` means anything
 
   DASH_HOST_DEVICE constexpr bool skips(int query_tile) const {
     return skipped[0].contains(query_tile) || skipped[1].contains(query_tile);
@@ -103,13 +103,18 @@ DASH_HOST_DEVICE constexpr LiveVisits live_visits(TileGrid const& grid, int kv, 
     int const end = all.end >= grid.mask.sequence.seqlen_q ? grid.query_tiles() : all.end / grid.tiling.query;
     skipped[i] = Range::between(max_int(first, visited.first), min_int(end, visited.end()));
   }
+  // In ascending order.
   bool const swaps = skipped[1].count > 0 && (skipped[0].count == 0 || skipped[1].first < skipped[0].first);
-  Range const low = swaps ? skipped[1] : skipped[0], high = swaps ? skipped[0] : skipped[1];
-  if (high.count > 0 && high.first <= low.end()) {  // they overlap or touch
-    Range const both = Range::between(low.first, max_int(low.end(), high.end()));
-    return {{both, {0, 0}}, visited.count - both.count};
+  Range low = swaps ? skipped[1] : skipped[0], high = swaps ? skipped[0] : skipped[1];
+  if (high.count > 0 && high.first < low.end()) {  // they overlap
+    low = Range::between(low.first, max_int(low.end(), high.end()));
+    high = {0, 0};
   }
-  return {{low, high}, visited.count - low.count - high.count};
+  LiveVisits visits{{low, high}, visited.count - low.count - high.count, visited.first, 0};
+  if (low.contains(visits.first)) visits.first = low.end();
+  if (high.contains(visits.first)) visits.first = high.end();
+  visits.last = visits.last_before(visited.end());
+  return visits;
 }
 
 // A KV tile under the mask, as the plan of a pass knows it.

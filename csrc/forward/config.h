@@ -67,6 +67,9 @@ struct Variant {
   static constexpr int kStages = (kBytesForTiles - kQueryStages * kQueryTileBytes) / (kKeyTileBytes + kValueTileBytes);
   static_assert(kStages >= (kOutputInValues ? kConsumers : 2));
 
+  // The tiles of K whose numbers are kept, under a mask by columns.
+  static constexpr int kLoadedTiles = 2 * kStages;
+
   // Whether the last P V of a query tile overlaps the first S of the next one, which takes two buffers of Q. Three
   // consumers have no registers for that beside a softcap.
   static constexpr bool kCrosses = kQueryStages > 1 && !(kConsumers == 3 && Score::kKind == ScoreKind::kSoftcap);
@@ -110,7 +113,7 @@ struct ColumnsOfTile {
 template <typename Variant>
 struct LoadedColumns {
   ColumnsOfTile of_tile[Variant::kTileSlots];
-  LoadedTile of_stage[Variant::kStages];  // of K
+  LoadedTile loaded[Variant::kLoadedTiles];  // by the use of K's buffers
 };
 
 template <typename Variant>

@@ -130,7 +130,7 @@ class Loader {
 
   __device__ __forceinline__ void load_live_k(const LoadedTile& loaded, int kv_head, const RowOrigin& rows) {
     shared_.k_empty[k_.slot()].wait(k_.empty_parity());
-    shared_.columns.of_stage[k_.slot()] = loaded;  // consumers read this when K has arrived
+    shared_.columns.loaded[RingIndex<Variant::kLoadedTiles>{k_.count}.slot()] = loaded;  // read when K has arrived
     load_k(loaded.kv_tile, kv_head, rows);
   }
 

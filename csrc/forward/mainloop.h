@@ -126,14 +126,11 @@ class Consumer {
     }
   }
 
-  // The KV tile whose K has arrived: number `number` of those that are loaded. To be read before K is released.
-  __device__ __forceinline__ LoadedTile loaded_tile(int number) const {
-    if constexpr (Variant::kHasColumns) {
-      const LoadedTile& tile = shared_.columns.of_stage[k_.slot()];
-      return {__shfl_sync(0xffffffff, tile.kv_tile, 0), __shfl_sync(0xffffffff, tile.is_masked, 0)};
-    } else {
-      return {number, 0};
-    }
+  // What the loader says of a tile of K that has arrived, also after its release: another tile is written there only
+  // once the next use of the buffer has been released as well.
+  __device__ __forceinline__ LoadedTile loaded_tile(RingIndex<Variant::kStages> place) const {
+    const LoadedTile& tile = shared_.columns.loaded[RingIndex<Variant::kLoadedTiles>{place.count}.slot()];
+    return {__shfl_sync(0xffffffff, tile.kv_tile, 0), __shfl_sync(0xffffffff, tile.is_masked, 0)};
   }
 
   // Between two of the following functions no product is in flight, so that ptxas can trace each product to its wait.
@@ -150,12 +147,11 @@ class Consumer {
     wait_for_k();
     issue_s(s);
     const BitsRead bits = bits_of_last(rows);
-    const LoadedTile tile = loaded_tile(rows.kv.end() - 1);
     wait_products<0>();
     release_k(s);
     if (rows.kv.count == 1) { release_q(); }
     make_scores(s, rows, rows.kv.end() - 1);
-    exponentiate_first(s, softmax, rows, tile);
+    exponentiate_first(s, softmax, rows);
     softmax.set_limits();
     if (!passes_together) { pass_values(rows.passed_before); }
     shared_.v_full[v_.slot()].wait(v_.parity());
@@ -168,7 +164,7 @@ class Consumer {
     if constexpr (Variant::kHasColumns) {
       while (kv_tile > 0) {
         wait_for_k();
-        if (loaded_tile(kv_tile - 1).is_masked) {
+        if (loaded_tile(k_).is_masked) {
           step<Tile::kMasked>(out, p, softmax, rows, --kv_tile);
         } else {
           step<Tile::kUnmasked>(out, p, softmax, rows, --kv_tile);
@@ -197,12 +193,11 @@ class Consumer {
     issue_s(s);
     issue_out(out, p);
     const BitsRead bits = bits_of(rows, kv_tile);
-    const LoadedTile tile = loaded_tile(kv_tile);
     wait_products<1>();  // S
     release_k(s);
     if (kv_tile == rows.kv.first) { release_q(); }
     make_scores(s, rows, kv_tile);
-    if constexpr (kTile == Tile::kMasked) { apply_mask(s, rows, tile.kv_tile); }
+    if constexpr (kTile == Tile::kMasked) { apply_mask(s, rows, kv_tile); }
     // A wait ends a basic block. Within one, ptxas moves exponentials and roundings freely.
     if constexpr (Variant::kRoundsBesideExponentials) { wait_for_next_v(); }
     const bool corrects = softmax.follow(s, correction);
@@ -224,12 +219,11 @@ class Consumer {
     wait_for_k();
     issue_s(s);
     issue_out(out, p);
-    const LoadedTile tile = loaded_tile(next.kv.end() - 1);
     wait_products<1>();  // S
     release_k(s);
     make_scores(s, next, next.kv.end() - 1);
     OnlineSoftmax next_softmax(params_.score);
-    exponentiate_first(s, next_softmax, next, tile);
+    exponentiate_first(s, next_softmax, next);
     fence_operand(s);
     wait_for_next_v();
     complete_out(out, p);
@@ -408,22 +402,24 @@ class Consumer {
   }
 
   // Leaves the limits of the softmax to the caller: `cross` has no registers for them until the output has been stored.
-  __device__ __forceinline__ void exponentiate_first(Scores& s, OnlineSoftmax& softmax, const Rows& rows,
-                                                     const LoadedTile& tile) const {
-    if (hides_part_of_first(rows, tile)) { apply_mask(s, rows, tile.kv_tile); }
+  __device__ __forceinline__ void exponentiate_first(Scores& s, OnlineSoftmax& softmax, const Rows& rows) const {
+    const int kv_tile = rows.kv.end() - 1;
+    if (hides_part_of_first(rows, kv_tile)) { apply_mask(s, rows, kv_tile); }
     softmax.start(s);
     softmax.subtract_reference(s);
     softmax.exponentiate(s);
   }
 
-  __device__ __forceinline__ bool hides_part_of_first(const Rows& rows, const LoadedTile& tile) const {
-    if constexpr (Variant::kHasColumns) { return tile.is_masked; }
+  __device__ __forceinline__ bool hides_part_of_first(const Rows& rows, int kv_tile) const {
+    if constexpr (Variant::kHasColumns) { return loaded_tile(k_.previous()).is_masked; }
     const Range whole = rows.kv_seen_whole(params_);
-    const bool hides_first = !starts_at_first_key(Variant::kMask) && tile.kv_tile < whole.first;
-    return tile.kv_tile >= whole.end() || hides_first;  // not in `whole`
+    const bool hides_first = !starts_at_first_key(Variant::kMask) && kv_tile < whole.first;
+    return kv_tile >= whole.end() || hides_first;  // not in `whole`
   }
 
+  // Masks the tile whose K was released last.
   __device__ __forceinline__ void apply_mask(Scores& s, const Rows& rows, int kv_tile) const {
+    if constexpr (Variant::kHasColumns) { kv_tile = loaded_tile(k_.previous()).kv_tile; }
     const Mask mask = rows.mask(params_);
     const int first_key = kv_tile * Variant::kKey, column = first_key + fragment_column(thread_, 0);
     // Under a window few tiles are cut on both sides.
@@ -449,9 +445,9 @@ class Consumer {
       }
     }
     if constexpr (Variant::kHasColumns) {
-      // The query tile of the rows whose scores are computed is the one that was announced last.
-      const HiddenQueries* const keys = shared_.columns.of_tile[q_.count % Variant::kTileSlots].keys;
-      hide_keys(s, {rows.position(params_, thread_, 0), rows.position(params_, thread_, 1)}, keys + column);
+      // Tiles are of one head (fixes_rows_of_tiles).
+      hide_keys<Variant::kKey>(s, rows.first_position,
+                               shared_.columns.of_tile[q_.count % Variant::kTileSlots].keys + first_key, thread_anew());
     }
   }
 

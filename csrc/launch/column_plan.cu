@@ -17,7 +17,7 @@ int64_t all_rows(const AttentionArguments& a, int seqlen) { return a.is_pack() ?
 ColumnSizes checked_column_sizes(const AttentionArguments& a, const Tiling& tiling) {
   const ColumnSizes sizes =
       column_sizes(a.batch, all_rows(a, a.seqlen_q), all_rows(a, a.seqlen_k), a.seqlen_k, tiling);
-  if (mask_heads(a) * (sizes.key_rows + sizes.query_numbers) > INT32_MAX) {
+  if (mask_heads(a) * (sizes.key_rows + sizes.query_numbers * sizes.words_of_tile) > INT32_MAX) {
     throw std::runtime_error("dash_attn: startend_row_indices is too large: " + std::to_string(a.batch) + " * " +
                              std::to_string(mask_heads(a)) + " * " + std::to_string(a.seqlen_k) + " keys");
   }

@@ -59,7 +59,7 @@ struct LiveTiles {
   int count, last_word;  // the last word with a live tile; -1 if there is none
 };
 
-// Arrays by mask head: one for each KV head, or one for all.
+// Arrays by mask head: one for each KV head, or one for all. Indices have 32 bits, which save registers.
 struct ColumnsView {
   const HiddenQueries* hidden;  // of each key, by its row among all rows
   const ColumnTile* kv_tiles;   // by TileNumbers
@@ -69,7 +69,7 @@ struct ColumnsView {
   bool heads_share;
 
   DASH_HOST_DEVICE constexpr bool exist() const { return hidden != nullptr; }
-  DASH_HOST_DEVICE constexpr int64_t head(int kv_head) const { return heads_share ? 0 : kv_head; }
+  DASH_HOST_DEVICE constexpr int head(int kv_head) const { return heads_share ? 0 : kv_head; }
   DASH_HOST_DEVICE constexpr const HiddenQueries* keys(int kv_head, int first_row) const {
     return hidden + head(kv_head) * key_rows + first_row;
   }

@@ -183,9 +183,7 @@ class Consumer {
       const Mask mask = Variant::grid(work().sequence, params_.window).mask;
       apply_mask(s, mask, first_query, first_key, thread_);
       if constexpr (Variant::kHasColumns) {
-        const int query = first_query + fragment_row(thread_, 0);
-        hide_keys(s, {query, query + fragment_row(0, 2)},
-                  hidden_keys_of(params_, work(), first_key + fragment_column(thread_, 0)));
+        hide_keys<Variant::kKey>(s, first_query, hidden_keys_of(params_, work(), first_key), thread_);
       }
     }
     probabilities(s, statistics_of(shared_.lse[slot], thread_), params_.score.scale_log2);
