@@ -27,10 +27,9 @@ def test_tiles_agree_with_elements(tmp_path):
 @pytest.mark.parametrize(
     "right, wrong, message",
     [
-        ("ceil_div(min_int(all.first, grid.mask.sequence.seqlen_q), grid.tiling.query)",
-         "min_int(all.first, grid.mask.sequence.seqlen_q) / grid.tiling.query", "a tile with visible elements is skipped"),
+        ("ceil_div(min_int(all.first, ", "ceil_div(min_int(all.first - 1, ", "a tile with visible elements is skipped"),
         ("high.first < low.end()", "false", "the count of visits"),
-        ("if (skipped[0].contains(last)) last = skipped[0].first - 1;", "", "the order of visits"),
+        ("if (skipped[0].contains(last)) last = skipped[0].first - 1;", "", "the last visit"),
         ("some[0].overlaps(queries) || ", "", "a tile is not masked"),
     ],
 )  # fmt: skip

@@ -26,9 +26,7 @@ SOURCES = {"forward": ["forward.cpp"], "backward": ["backward.cpp", "stages.cpp"
 @pytest.fixture(scope="module", params=SOURCES)
 def programs(request, tmp_path_factory):
     folder = tmp_path_factory.mktemp(request.param)
-    return emulation.build_rows(
-        emulation.source(folder), SOURCES[request.param], folder, only=dict(columns="random")
-    )
+    return emulation.build_rows(emulation.source(folder), SOURCES[request.param], folder, only=dict(columns="random"))
 
 
 @pytest.mark.parametrize("row, call", CALLS, ids=str)
@@ -49,18 +47,25 @@ def test_a_mask_that_hides_nothing_has_the_bits_of_the_call_without_it(tmp_path,
     assert found[0] == found[1]
 
 
+# The last query tile sees the first KV tiles and the last ones, and none of those between, which fill a word.
+LONG = dict(columns="prefix", document=300, mask="causal", seqlen_q=8500)
+
+
+def test_words_without_live_tiles_are_passed_over(programs):
+    emulation.check(programs["64"], ((3, 0),), **LONG)
+
+
 @pytest.mark.parametrize(
     "file, right, wrong",
     [
         ("backward/columns.h", "word.live & (own - 1)", "word.live & own"),  # no rank is 0
-        ("columns/plan.h", "if (live != 0) { tiles.last_word = word; }", "tiles.last_word = word;"),
-        ("backward/plan.h", "left_of_head = visits.count;\n        query", "query"),
+        ("columns/plan.h", "is_live = !tile.visits.skips(query_tile)", "is_live = true"),  # ranks that never come
+        ("contract/columns.h", "visited.count - low.count - high.count", "visited.count - low.count"),
     ],
 )
 def test_faults_are_found(tmp_path, file, right, wrong):
-    call = dict(columns="documents", document=70, mask="causal", seqlen_q=4400, heads=2, kv_heads=1, chunk=70)
-    call |= dict(seqlen_q=300) if file != "columns/plan.h" else {}
-    sources = SOURCES["backward" if file.startswith("backward") else "forward"]
-    program = emulation.build(emulation.source(tmp_path, (file, right, wrong)), sources, "64", tmp_path / "run", call)
+    call = dict(columns="documents", document=70, seqlen_q=800, heads=2, kv_heads=1)
+    csrc = emulation.source(tmp_path, (file, right, wrong))
+    program = emulation.build(csrc, SOURCES["backward"], "64", tmp_path / "run", call)
     with pytest.raises(AssertionError):
         emulation.check(program, ((1, 0),), **call)

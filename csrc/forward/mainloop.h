@@ -25,6 +25,7 @@
 #include "config.h"
 #include "params.h"
 #include "rows.h"
+#include "score_tile.h"
 #include "softmax.h"
 
 namespace dash_attn::forward {
@@ -367,38 +368,9 @@ class Consumer {
     if constexpr (Variant::kOutputInValues) { shared_.q_empty[q_.slot()].arrive(); }
   }
 
-  // ALiBi's bias of the rows' products with the keys of a KV tile.
-  struct Bias {
-    RowStatistic slopes, first_distances;
-
-    __device__ __forceinline__ float slope(int i) const { return slopes[row_of(i)]; }
-    __device__ __forceinline__ float distance(int i) const {
-      return first_distances[row_of(i)] + float(fragment_column(0, i));
-    }
-  };
-
-  // Only called, and only compiled, for scores with slopes.
-  struct BiasOf {
-    const Consumer& consumer;
-    const Rows& rows;
-    int kv_tile;
-
-    __device__ __forceinline__ Bias operator()() const {
-      Bias bias;
-#pragma unroll
-      for (int row = 0; row < kRowsPerThread; ++row) {
-        const int position = rows.position(consumer.params_, consumer.thread_, row);
-        const int own_key = position + rows.sequence.seqlen_k - rows.sequence.seqlen_q;
-        bias.slopes[row] = rows.slopes.of[row];
-        bias.first_distances[row] = float(kv_tile * Variant::kKey + fragment_column(consumer.thread_, 0) - own_key);
-      }
-      return bias;
-    }
-  };
-
   // Turns the rows' products with the keys of a KV tile into scores.
   __device__ __forceinline__ void make_scores(Scores& s, const Rows& rows, int kv_tile) const {
-    Score::apply(s, BiasOf{*this, rows, kv_tile}, params_.score);
+    Score::apply(s, BiasOf<Variant>{params_, rows, kv_tile, thread_}, params_.score);
   }
 
   // Leaves the limits of the softmax to the caller: `cross` has no registers for them until the output has been stored.
@@ -420,34 +392,11 @@ class Consumer {
   // Masks the tile whose K was released last.
   __device__ __forceinline__ void apply_mask(Scores& s, const Rows& rows, int kv_tile) const {
     if constexpr (Variant::kHasColumns) { kv_tile = loaded_tile(k_.previous()).kv_tile; }
-    const Mask mask = rows.mask(params_);
-    const int first_key = kv_tile * Variant::kKey, column = first_key + fragment_column(thread_, 0);
-    // Under a window few tiles are cut on both sides.
-    const bool is_window = !starts_at_first_key(mask.kind);
-    if (!is_window || first_key + Variant::kKey > mask.keys_of(rows.first_position).end()) {
-#pragma unroll
-      for (int row = 0; row < kRowsPerThread; ++row) {
-        const int end = mask.keys_of(rows.position(params_, thread_, row)).end();
-#pragma unroll
-        for (int i = 0; i < kScoreRegisters; ++i) {
-          if (row_of(i) == row && fragment_column(0, i) >= end - column) { s[i] = -INFINITY; }
-        }
-      }
-    }
-    if (is_window && first_key < mask.keys_of(rows.last_position(params_)).first) {
-#pragma unroll
-      for (int row = 0; row < kRowsPerThread; ++row) {
-        const int first = mask.keys_of(rows.position(params_, thread_, row)).first;
-#pragma unroll
-        for (int i = 0; i < kScoreRegisters; ++i) {
-          if (row_of(i) == row && fragment_column(0, i) < first - column) { s[i] = -INFINITY; }
-        }
-      }
-    }
+    hide_tile(s, rows, params_, kv_tile, thread_);
     if constexpr (Variant::kHasColumns) {
       // Tiles are of one head (fixes_rows_of_tiles).
-      hide_keys<Variant::kKey>(s, rows.first_position,
-                               shared_.columns.of_tile[q_.count % Variant::kTileSlots].keys + first_key, thread_anew());
+      const HiddenQueries* const keys = shared_.columns.of_tile[q_.count % Variant::kTileSlots].keys;
+      hide_keys<Variant::kKey>(s, rows.first_position, keys + kv_tile * Variant::kKey, thread_anew());
     }
   }
 

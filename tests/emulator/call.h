@@ -6,7 +6,8 @@
 //   nan_value=, nan_values=: values that are NaN; climb=, climb_keys=, climb_from=: products that are less by `climb`
 //   with every `climb_keys` keys, from `climb_from` on, and the opposite in every other `climb_rows` rows;
 //   climb_alone=1: and nothing else
-//   columns=random|documents|nothing per_key=1|2|4 mask_heads= document=: a mask by columns, with documents of so many rows
+//   columns=random|documents|prefix|nothing per_key=1|2|4 mask_heads= document=: a mask by columns, with documents of so
+//   many rows, of which a prefix is seen by all others
 //
 // `seed` is the machine's; inputs do not depend on it.
 #pragma once
@@ -275,8 +276,9 @@ class Call {
               const int of_nothing = per_key == 1 || (per_key == 2 && !columns.causal && is_first) ? q : 0;
               // Random ones that differ from tile to tile much, and little within one.
               const int of_tile = key / 70, near = (of_tile * 7919 + 131 * h + 977 * i) % max_int(1, 2 * q) - q / 4;
-              bounds_.push_back(kind == "nothing"     ? of_nothing
-                                : kind == "documents" ? of_document
+              const bool is_seen_by_all = kind == "nothing" || (kind == "prefix" && key < document);
+              bounds_.push_back(is_seen_by_all        ? of_nothing
+                                : kind != "random"    ? of_document
                                                       : near + below(20) + (is_first ? 0 : below(q / 2)));
             }
           }
