@@ -41,9 +41,6 @@ struct alignas(16) HiddenQueries {
 };
 
 // FlashMask's startend_row_indices of a key: `per_key` numbers of queries, which the flag `causal` gives their meaning.
-DASH_HOST_DEVICE constexpr bool is_column_form(bool causal, int per_key) {
-  return per_key == 2 || per_key == (causal ? 1 : 4);
-}
 DASH_HOST_DEVICE constexpr HiddenQueries hidden_queries(const int* bounds, int per_key, bool causal, int seqlen_q) {
   const auto interval = [=](int first, int end) {
     return QueryInterval::between(max_int(0, first), min_int(end, seqlen_q));
