@@ -3,6 +3,7 @@
 #pragma once
 
 #include <cstdint>
+#include <type_traits>
 
 #include "../contract/tile_grid.h"
 #include "../contract/tile_shapes.h"
@@ -12,6 +13,7 @@
 #include "../device/score.h"
 #include "../device/sm90.h"
 #include "../dropout/mask.h"
+#include "../placement/columns.h"
 #include "../placement/forward_tiles.h"
 
 namespace dash_attn::forward {
@@ -21,6 +23,7 @@ struct Variant {
   using Element = Element_;
   using Score = Score_;
   static constexpr MaskKind kMask = kMask_;
+  static constexpr bool kHasColumns = kMask == MaskKind::kColumns;
   static constexpr TileShape kTile = forward_tile_shape({kQkDim_, kValueDim_});
   static constexpr int kQuery = kTile.query;
   static constexpr int kKey = kTile.key;
@@ -64,6 +67,9 @@ struct Variant {
   static constexpr int kStages = (kBytesForTiles - kQueryStages * kQueryTileBytes) / (kKeyTileBytes + kValueTileBytes);
   static_assert(kStages >= (kOutputInValues ? kConsumers : 2));
 
+  // The tiles of K whose numbers are kept, under a mask by columns.
+  static constexpr int kLoadedTiles = 2 * kStages;
+
   // Whether the last P V of a query tile overlaps the first S of the next one, which takes two buffers of Q. Three
   // consumers have no registers for that beside a softcap.
   static constexpr bool kCrosses = kQueryStages > 1 && !(kConsumers == 3 && Score::kKind == ScoreKind::kSoftcap);
@@ -83,6 +89,11 @@ struct Variant {
 
 constexpr int kNoMoreTiles = -1;
 
+// A KV tile, and whether elements of it must be masked one by one.
+struct LoadedTile {
+  int kv_tile, is_masked;
+};
+
 // A query tile as the loader announces it to the other warps.
 struct AnnouncedTile {
   int end;  // the position at which the next tile begins, or kNoMoreTiles
@@ -91,6 +102,18 @@ struct AnnouncedTile {
   RowOrigin rows;
   int64_t first_lse;  // index of the LSE of head 0's query 0
   int number;         // of the sequence in the batch
+};
+
+// What the loader says of an announced query tile under a mask by columns.
+struct ColumnsOfTile {
+  int kv_tiles;               // that are loaded for it
+  const HiddenQueries* keys;  // of its sequence, from the first one on
+};
+
+template <typename Variant>
+struct LoadedColumns {
+  ColumnsOfTile of_tile[Variant::kTileSlots];
+  LoadedTile loaded[Variant::kLoadedTiles];  // by the use of K's buffers
 };
 
 template <typename Variant>
@@ -113,6 +136,8 @@ struct alignas(1024) SharedStorage {
   // stored.
   int output_slot[Variant::kConsumers];
   Barrier out_left[Variant::kConsumers];
+
+  std::conditional_t<Variant::kHasColumns, LoadedColumns<Variant>, Empty> columns;
 
   // The query tile whose Q is in that buffer.
   __device__ __forceinline__ AnnouncedTile& tile(RingIndex<Variant::kQueryStages> place) {

@@ -7,6 +7,7 @@
 
 #include "../device/tma.h"
 #include "config.h"
+#include "live_walk.h"
 #include "params.h"
 #include "rows.h"
 
@@ -75,6 +76,7 @@ class Loader {
   // Returns the CTA's next place in the list. The place is taken late, so that CTAs that are early get the next tiles,
   // but before the wait for the last buffer of V, which takes longer than the atomic.
   __device__ __forceinline__ int load(const Tile& tile, int next_round) {
+    if constexpr (Variant::kHasColumns) { return load_live_tiles(tile, next_round); }
     const Range kv_tiles = kv_tiles_of_query_tile<Variant>(params_, tile.sequence, tile.end);
     const int kv_head = params_.scheduler.kv_head(tile.head_group);
     // Q is loaded even without keys, because its barrier announces the tile. If there is one buffer of Q, a buffer of K
@@ -97,8 +99,46 @@ class Loader {
     return next;
   }
 
+  // The same under a mask by columns, in the same order.
+  __device__ __forceinline__ int load_live_tiles(const Tile& tile, int next_round) {
+    const int kv_head = params_.scheduler.kv_head(tile.head_group);
+    LiveWalk walk(params_, tile, kv_head);
+    announced_ = {walk.left(), params_.columns.keys(kv_head, first_key_row(tile))};
+    const bool k_first = Variant::kQueryStages == 1 && walk.left() > 0;
+    if (!k_first) { load_q(tile); }
+    if (walk.left() == 0) { return take_place(next_round); }
+    LoadedTile loaded = walk.next();
+    load_live_k(loaded, kv_head, tile.key_rows);
+    if (k_first) { load_q(tile); }
+#pragma unroll 1
+    while (walk.left() > 0) {
+      const LoadedTile next = walk.next();
+      load_live_k(next, kv_head, tile.key_rows);
+      load_v(loaded.kv_tile, kv_head, tile.key_rows);
+      loaded = next;
+    }
+    const int next_place = take_place(next_round);
+    load_v(loaded.kv_tile, kv_head, tile.key_rows);
+    return next_place;
+  }
+
+  // The row of a sequence's first key among all rows of keys.
+  __device__ __forceinline__ int first_key_row(const Tile& tile) const {
+    const int seqlen_k = tile.sequence.seqlen_k;
+    return params_.pack.is_pack() ? tile.key_rows.outer - seqlen_k : tile.number * seqlen_k;
+  }
+
+  __device__ __forceinline__ void load_live_k(const LoadedTile& loaded, int kv_head, const RowOrigin& rows) {
+    shared_.k_empty[k_.slot()].wait(k_.empty_parity());
+    shared_.columns.loaded[RingIndex<Variant::kLoadedTiles>{k_.count}.slot()] = loaded;  // read when K has arrived
+    load_k(loaded.kv_tile, kv_head, rows);
+  }
+
   __device__ __forceinline__ void load_q(const AnnouncedTile& tile) {
     Barrier& full = announce(tile);
+    if constexpr (Variant::kHasColumns) {
+      shared_.columns.of_tile[q_.count % Variant::kTileSlots] = announced_;
+    }
     Element* rows = shared_.q[q_.slot()];
     q_ = q_.next();
     const int warpgroups = warpgroups_with_rows(params_, tile.end);
@@ -152,6 +192,7 @@ class Loader {
   const KernelParams& params_;
   RingIndex<Variant::kQueryStages> q_;
   Ring k_, v_;
+  std::conditional_t<Variant::kHasColumns, ColumnsOfTile, Empty> announced_;  // with the next query tile
 };
 
 }  // namespace dash_attn::forward

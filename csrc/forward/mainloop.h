@@ -20,10 +20,12 @@
 #pragma once
 
 #include "../device/fragment.h"
+#include "../device/hidden_keys.h"
 #include "../device/warp_roles.h"
 #include "config.h"
 #include "params.h"
 #include "rows.h"
+#include "score_tile.h"
 #include "softmax.h"
 
 namespace dash_attn::forward {
@@ -54,7 +56,8 @@ class Consumer {
       const int end = next_tile();
       Rows next{};
       if (end != kNoMoreTiles) {
-        next = Rows(params_, sequence_of_tile(), end, consumer_);
+        const Sequence sequence = sequence_of_tile();
+        next = Rows(params_, sequence, end, consumer_, loaded_tiles(sequence, end));
         if constexpr (Score::kHasSlope) { set_slopes(next); }
         if constexpr (Variant::kKeepsRowOfBits) { next.bits.first = find_row_of_bits(next); }
       }
@@ -115,6 +118,22 @@ class Consumer {
     return {__shfl_sync(0xffffffff, sequence.seqlen_q, 0), __shfl_sync(0xffffffff, sequence.seqlen_k, 0)};
   }
 
+  // The KV tiles that are loaded for the query tile. Under a mask by columns they are numbered, the first one 0.
+  __device__ __forceinline__ Range loaded_tiles(const Sequence& sequence, int end) const {
+    if constexpr (Variant::kHasColumns) {
+      return {0, __shfl_sync(0xffffffff, shared_.columns.of_tile[q_.count % Variant::kTileSlots].kv_tiles, 0)};
+    } else {
+      return kv_tiles_of_query_tile<Variant>(params_, sequence, end);
+    }
+  }
+
+  // What the loader says of a tile of K that has arrived, also after its release: another tile is written there only
+  // once the next use of the buffer has been released as well.
+  __device__ __forceinline__ LoadedTile loaded_tile(RingIndex<Variant::kStages> place) const {
+    const LoadedTile& tile = shared_.columns.loaded[RingIndex<Variant::kLoadedTiles>{place.count}.slot()];
+    return {__shfl_sync(0xffffffff, tile.kv_tile, 0), __shfl_sync(0xffffffff, tile.is_masked, 0)};
+  }
+
   // Between two of the following functions no product is in flight, so that ptxas can trace each product to its wait.
 
   // Computes the first scores of `rows`.
@@ -143,6 +162,17 @@ class Consumer {
   // Walks all KV tiles but the first in this order, which is the last of the sequence.
   __device__ __forceinline__ void walk(Output& out, PackedScores& p, OnlineSoftmax& softmax, const Rows& rows) {
     int kv_tile = rows.kv.end() - 1;
+    if constexpr (Variant::kHasColumns) {
+      while (kv_tile > 0) {
+        wait_for_k();
+        if (loaded_tile(k_).is_masked) {
+          step<Tile::kMasked>(out, p, softmax, rows, --kv_tile);
+        } else {
+          step<Tile::kUnmasked>(out, p, softmax, rows, --kv_tile);
+        }
+      }
+      return;
+    }
     const Range whole = rows.kv_seen_whole(params_);
     const int first_masked_after = max_int(rows.kv.first, whole.end());
     if constexpr (Variant::kMask != MaskKind::kFull) {
@@ -228,10 +258,10 @@ class Consumer {
   // for their V, and may use all buffers but that one (docs/forward.md, "No wait can hang"). Without a window no more
   // tiles are passed over than the rows of the other warpgroups have keys.
   static __device__ __forceinline__ constexpr bool passes_many(int tiles) {
-    return Variant::kMask == MaskKind::kWindow && tiles >= Variant::kStages;
+    return !starts_at_first_key(Variant::kMask) && tiles >= Variant::kStages;
   }
   static __device__ __forceinline__ constexpr bool may_cross(const Rows& rows, const Rows& next) {
-    return Variant::kMask != MaskKind::kWindow || rows.passed_after + next.passed_before <= Variant::kStages;
+    return starts_at_first_key(Variant::kMask) || rows.passed_after + next.passed_before <= Variant::kStages;
   }
   static_assert(ceil_div(Variant::kQuery - kWarpgroupRows, Variant::kKey) <= Variant::kStages);
 
@@ -338,75 +368,35 @@ class Consumer {
     if constexpr (Variant::kOutputInValues) { shared_.q_empty[q_.slot()].arrive(); }
   }
 
-  // ALiBi's bias of the rows' products with the keys of a KV tile.
-  struct Bias {
-    RowStatistic slopes, first_distances;
-
-    __device__ __forceinline__ float slope(int i) const { return slopes[row_of(i)]; }
-    __device__ __forceinline__ float distance(int i) const {
-      return first_distances[row_of(i)] + float(fragment_column(0, i));
-    }
-  };
-
-  // Only called, and only compiled, for scores with slopes.
-  struct BiasOf {
-    const Consumer& consumer;
-    const Rows& rows;
-    int kv_tile;
-
-    __device__ __forceinline__ Bias operator()() const {
-      Bias bias;
-#pragma unroll
-      for (int row = 0; row < kRowsPerThread; ++row) {
-        const int position = rows.position(consumer.params_, consumer.thread_, row);
-        const int own_key = position + rows.sequence.seqlen_k - rows.sequence.seqlen_q;
-        bias.slopes[row] = rows.slopes.of[row];
-        bias.first_distances[row] = float(kv_tile * Variant::kKey + fragment_column(consumer.thread_, 0) - own_key);
-      }
-      return bias;
-    }
-  };
-
   // Turns the rows' products with the keys of a KV tile into scores.
   __device__ __forceinline__ void make_scores(Scores& s, const Rows& rows, int kv_tile) const {
-    Score::apply(s, BiasOf{*this, rows, kv_tile}, params_.score);
+    Score::apply(s, BiasOf<Variant>{params_, rows, kv_tile, thread_}, params_.score);
   }
 
   // Leaves the limits of the softmax to the caller: `cross` has no registers for them until the output has been stored.
   __device__ __forceinline__ void exponentiate_first(Scores& s, OnlineSoftmax& softmax, const Rows& rows) const {
     const int kv_tile = rows.kv.end() - 1;
-    const Range whole = rows.kv_seen_whole(params_);
-    const bool hides_first = !starts_at_first_key(Variant::kMask) && kv_tile < whole.first;
-    if (kv_tile >= whole.end() || hides_first) { apply_mask(s, rows, kv_tile); }  // not in `whole`
+    if (hides_part_of_first(rows, kv_tile)) { apply_mask(s, rows, kv_tile); }
     softmax.start(s);
     softmax.subtract_reference(s);
     softmax.exponentiate(s);
   }
 
+  __device__ __forceinline__ bool hides_part_of_first(const Rows& rows, int kv_tile) const {
+    if constexpr (Variant::kHasColumns) { return loaded_tile(k_.previous()).is_masked; }
+    const Range whole = rows.kv_seen_whole(params_);
+    const bool hides_first = !starts_at_first_key(Variant::kMask) && kv_tile < whole.first;
+    return kv_tile >= whole.end() || hides_first;  // not in `whole`
+  }
+
+  // Masks the tile whose K was released last.
   __device__ __forceinline__ void apply_mask(Scores& s, const Rows& rows, int kv_tile) const {
-    const Mask mask = rows.mask(params_);
-    const int first_key = kv_tile * Variant::kKey, column = first_key + fragment_column(thread_, 0);
-    // Under a window few tiles are cut on both sides.
-    const bool is_window = !starts_at_first_key(mask.kind);
-    if (!is_window || first_key + Variant::kKey > mask.keys_of(rows.first_position).end()) {
-#pragma unroll
-      for (int row = 0; row < kRowsPerThread; ++row) {
-        const int end = mask.keys_of(rows.position(params_, thread_, row)).end();
-#pragma unroll
-        for (int i = 0; i < kScoreRegisters; ++i) {
-          if (row_of(i) == row && fragment_column(0, i) >= end - column) { s[i] = -INFINITY; }
-        }
-      }
-    }
-    if (is_window && first_key < mask.keys_of(rows.last_position(params_)).first) {
-#pragma unroll
-      for (int row = 0; row < kRowsPerThread; ++row) {
-        const int first = mask.keys_of(rows.position(params_, thread_, row)).first;
-#pragma unroll
-        for (int i = 0; i < kScoreRegisters; ++i) {
-          if (row_of(i) == row && fragment_column(0, i) < first - column) { s[i] = -INFINITY; }
-        }
-      }
+    if constexpr (Variant::kHasColumns) { kv_tile = loaded_tile(k_.previous()).kv_tile; }
+    hide_tile(s, rows, params_, kv_tile, thread_);
+    if constexpr (Variant::kHasColumns) {
+      // Tiles are of one head (fixes_rows_of_tiles).
+      const HiddenQueries* const keys = shared_.columns.of_tile[q_.count % Variant::kTileSlots].keys;
+      hide_keys<Variant::kKey>(s, rows.first_position, keys + kv_tile * Variant::kKey, thread_anew());
     }
   }
 
@@ -417,6 +407,7 @@ class Consumer {
     const int thread = thread_anew();
     RowStatistic inverse_sum, lse;
     const auto sees_no_key = [&](int row) {
+      if constexpr (Variant::kHasColumns) { return softmax.has_seen_nothing(row); }
       return rows.mask(params_).keys_of(rows.position(params_, thread, row)).count == 0;
     };
     const auto head = [&](int row) { return Rows::head(params_, tile.head_group, thread, row); };

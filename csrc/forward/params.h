@@ -5,6 +5,7 @@
 
 #include "../device/dropout_bits.h"
 #include "../device/score.h"
+#include "../placement/columns.h"
 #include "../placement/forward_tiles.h"
 
 namespace dash_attn::forward {
@@ -21,6 +22,7 @@ struct KernelParams {
   ScoreParams score;
   const float* sinks;  // (heads): an extra logit for each row; null if there are none
   dropout::BitsView dropout;
+  ColumnsView columns;  // for kColumns
 };
 
 }  // namespace dash_attn::forward

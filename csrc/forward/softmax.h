@@ -83,6 +83,9 @@ class OnlineSoftmax {
     exponentiate(s, false, {});
   }
 
+  // Whether the row's scores were all -inf, so that none has counted.
+  __device__ __forceinline__ bool has_seen_nothing(int row) const { return reference(row) == -INFINITY; }
+
   // After the last tile: the factor that normalises the output, and the log-sum-exp. A sink, one for each head, is a
   // logit without a value; a sink of -inf changes no bit. `sinks` may be null.
   __device__ __forceinline__ void normalize(const float* sinks, const int (&heads)[kRowsPerThread],

@@ -28,6 +28,16 @@ struct DropoutTensor {
   float p;
 };
 
+// A mask by columns (csrc/contract/columns.h): FlashMask's startend_row_indices; null if there is none. The numbers of a
+// key, and the keys, are adjacent; strides are in elements.
+struct ColumnMask {
+  const int* bounds = nullptr;  // (batch, heads of the mask, seqlen_k, per_key); of a pack without the batch
+  int per_key = 0;              // 1, 2 or 4
+  bool causal = false;          // FlashMask's flag, which gives the numbers their meaning
+  int64_t batch_stride = 0;     // 0 for a pack
+  int64_t head_stride = 0;      // 0 if all KV heads share the mask
+};
+
 struct AttentionArguments {
   TensorView q, k, v, out;
   float* softmax_lse;  // (batch, heads, seqlen_q), of a pack (heads, total_q); the backward only reads it
@@ -44,10 +54,12 @@ struct AttentionArguments {
   const float* sinks;          // (heads): logits of keys without a value
   DropoutTensor dropout;
   MaskRule mask;
+  ColumnMask columns;  // hides further keys
   int num_sms;    // SMs the kernels may use
   int sm_margin;  // SMs of the device beside those
 
   bool drops() const { return dropout.bits != nullptr; }
+  bool has_columns() const { return columns.bounds != nullptr; }
   bool is_pack() const { return pack.cu_seqlens_q != nullptr; }
   HeadDims padded_head_dims() const { return dash_attn::padded_head_dims(head_dims.qk, head_dims.v); }
   Sequence sequence() const { return {seqlen_q, seqlen_k}; }  // of a dense batch

@@ -6,6 +6,7 @@
 
 #include "../placement/forward_tiles.h"
 #include "check.h"
+#include "column_plan.h"
 #include "pack_plan.h"
 #include "scores.h"
 #include "self_check.h"
@@ -85,6 +86,10 @@ int64_t place_workspace(ForwardPlan& plan, void* base) {
     plan.pack = take_pack_arrays(allocator, plan.call.batch, plan.capacity);
     plan.params.pack = plan.pack.view();
   }
+  if (plan.call.has_columns()) {
+    plan.columns = take_column_arrays(allocator, plan.call, plan.tiling());
+    plan.params.columns = plan.columns.view();
+  }
   return allocator.bytes;
 }
 
@@ -97,6 +102,7 @@ void run_forward(const ForwardArguments& call, const AllocateWorkspace& allocate
   } else if (plan.params.tiles_taken) {
     check_cuda(cudaMemsetAsync(plan.params.tiles_taken, 0, sizeof(int), stream), "clearing the count of tiles");
   }
+  if (call.has_columns()) { launch_column_plan(call, plan.call.mask, plan.tiling(), plan.columns, stream); }
   plan.kernel->launch(plan.params, plan.ctas, stream);
 }
 

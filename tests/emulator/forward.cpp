@@ -2,6 +2,7 @@
 // runs one call (call.h) and holds output and LSE against sums in double. Only rows that see a key of their KV tiles
 // may show values that are NaN. Prints a digest of their bits, or what is wrong.
 #include "call.h"
+#include "launch/column_plan.cu"
 #include "launch/compiled_forward.h"
 #include "launch/forward_plan.cu"
 
@@ -37,6 +38,7 @@ class ForwardCall : emulator::Call<Element> {
     serve(Full{}, Plain{});
     serve(Causal{}, Plain{});
     serve(Windowed{}, Plain{});
+    serve(Columns{}, Plain{});
     serve(Windowed{}, Softcap{});
     serve(Windowed{}, Alibi{});
     serve(Windowed{}, Dropout{});

@@ -1,0 +1,45 @@
+// The KV tiles of a query tile under a mask by columns, from the last to the first.
+#pragma once
+
+#include "config.h"
+#include "params.h"
+
+namespace dash_attn::forward {
+
+class LiveWalk {
+ public:
+  __device__ __forceinline__ LiveWalk(const KernelParams& params, const AnnouncedTile& tile, int kv_head) {
+    const int tile_positions = params.scheduler.tile_positions;
+    const int first_row = params.pack.is_pack() ? tile.rows.outer - tile.sequence.seqlen_q
+                                                : tile.number * tile.sequence.seqlen_q;
+    // Tiles begin at the first query (fixes_rows_of_tiles).
+    const int query_tile = tile.end / tile_positions - 1;
+    const int number = TileNumbers{tile_positions}.first(tile.number, first_row) + query_tile;
+    const LiveTiles live = params.columns.live_tiles(kv_head, number);
+    words_ = params.columns.words_of(kv_head, number);
+    left_ = live.count;
+    at_ = live.last_word;
+    if (left_ > 0) { word_ = words_[at_]; }
+  }
+
+  __device__ __forceinline__ int left() const { return left_; }
+
+  // Called while tiles are left.
+  __device__ __forceinline__ LoadedTile next() {
+    if (word_.live == 0) {
+      at_ = word_.previous;
+      word_ = words_[at_];
+    }
+    const int bit = LiveWord::kTiles - 1 - __clz(word_.live);
+    word_.live ^= 1u << bit;
+    --left_;
+    return {at_ * LiveWord::kTiles + bit, int(word_.masked >> bit & 1)};
+  }
+
+ private:
+  const LiveWord* words_;
+  LiveWord word_;
+  int at_, left_;
+};
+
+}  // namespace dash_attn::forward

@@ -1,0 +1,71 @@
+"""Masks by columns on the host (emulation.py): the kernels' own source, and that of the plan before them."""
+
+import emulation
+import pytest
+from emulation import ROWS
+
+pytestmark = pytest.mark.slow
+
+MACHINES = ((1, 1), (3, 0), (132, 2))
+# FlashMask's flag, the numbers of a key, and the rest of the mask.
+FORMS = [
+    dict(mask="causal", per_key=1), dict(mask="causal", per_key=2), dict(mask="full", per_key=2),
+    dict(mask="full", per_key=4), dict(mask="window", per_key=4, left=150, right=40),
+]  # fmt: skip
+KINDS = ("random", "documents")
+SHAPES = [
+    dict(seqlen_q=300, seqlen_k=300), dict(seqlen_q=200, seqlen_k=517, batch=2, heads=2, mask_heads=2),
+    dict(pack="130:130,1:40,0:7,333:333,64:64", heads=2, kv_heads=1, sinks=1),
+]  # fmt: skip
+# All kernels by one call, and all calls by one kernel.
+CALLS = [(row, FORMS[0] | dict(columns="random") | SHAPES[1]) for row in ROWS]
+CALLS += [("128", form | dict(columns=kind) | shape) for form in FORMS for kind in KINDS for shape in SHAPES]
+SOURCES = {"forward": ["forward.cpp"], "backward": ["backward.cpp", "stages.cpp"]}
+
+
+@pytest.fixture(scope="module", params=SOURCES)
+def programs(request, tmp_path_factory):
+    folder = tmp_path_factory.mktemp(request.param)
+    return emulation.build_rows(emulation.source(folder), SOURCES[request.param], folder, only=dict(columns="random"))
+
+
+@pytest.mark.parametrize("row, call", CALLS, ids=str)
+def test_masks_by_columns(programs, row, call):
+    emulation.check(programs[row], MACHINES, **call)
+
+
+@pytest.mark.parametrize("sources", SOURCES.values(), ids=SOURCES)
+@pytest.mark.parametrize("mask", ["full", "causal"])
+def test_a_mask_that_hides_nothing_has_the_bits_of_the_call_without_it(tmp_path, sources, mask):
+    call = dict(mask=mask, seqlen_q=400, heads=4, kv_heads=2, batch=2)
+    found = []
+    for columns in ({}, dict(columns="nothing")):
+        folder = tmp_path / str(len(found))
+        folder.mkdir()
+        program = emulation.build(emulation.source(folder), sources, "128", folder / "program", only=call | columns)
+        found.append(emulation.check(program, ((3, 0),), **call, **columns))
+    assert found[0] == found[1]
+
+
+# The last query tile sees the first KV tiles and the last ones, and none of those between, which fill a word.
+LONG = dict(columns="prefix", document=300, mask="causal", seqlen_q=8500)
+
+
+def test_words_without_live_tiles_are_passed_over(programs):
+    emulation.check(programs["64"], ((3, 0),), **LONG)
+
+
+@pytest.mark.parametrize(
+    "file, right, wrong",
+    [
+        ("backward/columns.h", "word.live & (own - 1)", "word.live & own"),  # no rank is 0
+        ("columns/plan.h", "is_live = !tile.visits.skips(query_tile)", "is_live = true"),  # ranks that never come
+        ("contract/columns.h", "visited.count - low.count - high.count", "visited.count - low.count"),
+    ],
+)
+def test_faults_are_found(tmp_path, file, right, wrong):
+    call = dict(columns="documents", document=70, seqlen_q=800, heads=2, kv_heads=1)
+    csrc = emulation.source(tmp_path, (file, right, wrong))
+    program = emulation.build(csrc, SOURCES["backward"], "64", tmp_path / "run", call)
+    with pytest.raises(AssertionError):
+        emulation.check(program, ((1, 0),), **call)
