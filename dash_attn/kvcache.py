@@ -185,18 +185,27 @@ def attend(
             is_allowed |= seqlens == -rows.counts
         # Any other negative number stays one, and is the op's error.
         seqlens = torch.where(is_allowed, seqlens + rows.counts, seqlens)
-    k, v, cu_seqlens_k = _rows(*_contents(cache, seqlens), batch)
-    if cache.leftpad is not None:
-        cu_seqlens_k = torch.cat((cu_seqlens_k[:-1] + cache.leftpad, cu_seqlens_k[-1:]))
-        seqlens = seqlens - cache.leftpad
     packed_q, seqlen_q = q, q.shape[1]
     if cu_seqlens_q is None:
         packed_q = q.flatten(0, 1)
         cu_seqlens_q = torch.arange(batch + 1, dtype=torch.int32, device=q.device) * seqlen_q
-    out, softmax_lse = torch.ops.dash_attn.attention.default(
-        packed_q, k, v, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, seqused_q=seqused_q, seqused_k=seqlens,
-        **arguments,
-    )  # fmt: skip
+    of_queries = {"cu_seqlens_q": cu_seqlens_q, "seqused_q": seqused_q}
+    pages = _pages(cache, batch)
+    if pages is not None:
+        del arguments["schedule"]
+        arguments["softmax_scale"] = q.shape[-1] ** -0.5 if scale is None else scale
+        arguments["sinks"] = None if scores["sinks"] is None else scores["sinks"].float()
+        out, softmax_lse = torch.ops.dash_attn.forward_of_pages.default(
+            packed_q, **pages._asdict(), seqused_k=seqlens, **of_queries, **arguments
+        )
+    else:
+        k, v, cu_seqlens_k = _rows(*_contents(cache, seqlens), batch)
+        if cache.leftpad is not None:
+            cu_seqlens_k = torch.cat((cu_seqlens_k[:-1] + cache.leftpad, cu_seqlens_k[-1:]))
+            seqlens = seqlens - cache.leftpad
+        out, softmax_lse = torch.ops.dash_attn.attention.default(
+            packed_q, k, v, cu_seqlens_k=cu_seqlens_k, seqused_k=seqlens, **of_queries, **arguments
+        )
     if packed_q is q:
         return out, softmax_lse
     return out.unflatten(0, (batch, seqlen_q)), softmax_lse.unflatten(1, (batch, seqlen_q)).transpose(0, 1).contiguous()
@@ -360,6 +369,44 @@ def _append(cache: Cache, k: Tensor, v: Tensor, seqlens: Tensor, rows: _RowsOfBa
         index = torch.where(goes, own, 0), torch.where(goes, places, 0)
     for written, x in ((cache.k, k), (cache.v, v)):
         written.index_put_(index, torch.where(goes[:, None, None], x[writer], written[index]))
+
+
+_BOX_ROWS = 16
+"""Rows of a page that the kernels read at a time (PageTable in csrc/schedule/sequences.h)."""
+
+
+class _Pages(NamedTuple):
+    """Arguments of `dash_attn::forward_of_pages`."""
+
+    k: Tensor
+    v: Tensor
+    block_table: Tensor
+    page_rows: int
+    page_distance: int
+
+
+def _pages(cache: Cache, batch: int) -> _Pages | None:
+    """The cache as the kernels read it where it lies, or None where a copy or nothing at all has to be made of it.
+
+    Sequences that `cache_batch_idx` picks from a plain cache are pages too, one of each sequence.
+    """
+    k, v, table = cache.k, cache.v, cache.table
+    if cache.leftpad is not None or k.numel() == 0 or v.numel() == 0 or batch == 0:
+        return None
+    if table is None and cache.batch_idx is None:
+        return None  # the sequences follow each other
+    if k.shape[-1] % 8 or v.shape[-1] % 8:
+        return None  # the op pads head dims in a copy
+    if table is None:
+        table = cache.batch_idx[:, None]
+    elif table.shape[1] == 0 or (k.shape[1] % _BOX_ROWS and table.shape[1] > 1):
+        return None
+    distance = _pitch(k)
+    if torch.compiler.is_compiling() or distance is None or distance != _pitch(v):
+        return None
+    rows = (k.shape[0] - 1) * distance + k.shape[1]
+    flat = (x.as_strided((rows, *x.shape[2:]), x.stride()[1:]) for x in (k, v))
+    return _Pages(*flat, table, k.shape[1], distance)
 
 
 def _contents(cache: Cache, seqlens: Tensor) -> tuple[Tensor, Tensor]:

@@ -21,6 +21,7 @@ struct KernelParams {
   ScoreParams score;
   const float* sinks;  // (heads): logits beside the scores of each row; null where there are none
   dropout::BitsView dropout;
+  PageTable pages;  // of kernels for windows alone
 };
 
 }  // namespace dash_attn::forward

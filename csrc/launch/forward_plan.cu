@@ -22,12 +22,21 @@ int checked_num_tiles(const ForwardArguments& a, int64_t tiles) {
   return int(tiles);
 }
 
+// Keys in pages: as many as their sequences have room for.
+PackRows rows_of_sequences(const ForwardArguments& a) {
+  PackRows rows = pack_rows(a);
+  if (a.pages.exists()) {
+    rows.total_k = int(std::min<int64_t>(int64_t{a.pages.capacity()} * a.batch, kUnbounded));
+  }
+  return rows;
+}
+
 forward::QueryTileScheduler make_scheduler(const ForwardArguments& a, const ForwardPackRule& pack_rule) {
   static_assert(forward::kMostPackedHeads == kWarpgroupRows && forward::kWarpgroupRowsOfTile == kWarpgroupRows);
   if (a.is_pack()) {
     forward::QueryTileScheduler s = pack_rule.scheduler;
     // No fewer than there are: the host does not know the lengths.
-    s.num_tiles = checked_num_tiles(a, pack_rule.most(pack_rows(a)).units * s.head_groups);
+    s.num_tiles = checked_num_tiles(a, pack_rule.most(rows_of_sequences(a)).units * s.head_groups);
     return s;
   }
   const Mask mask = mask_of(a.mask, a.sequence());
@@ -45,7 +54,7 @@ void make_tensor_maps(const ForwardArguments& a, const ForwardKernel& kernel, fo
   };
   const auto key_map = [&](const TensorView& t, int head_dim) {
     return make_tensor_map(t, a.dtype, a.key_rows(), a.kv_heads, head_dim,
-                           {kernel.swizzle_columns, 1, kernel.key_rows});
+                           {kernel.swizzle_columns, 1, a.pages.exists() ? PageTable::kBoxRows : kernel.key_rows});
   };
   params.q = query_map(a.q, a.head_dims.qk);
   params.out = query_map(a.out, a.head_dims.v);
@@ -58,10 +67,10 @@ void make_tensor_maps(const ForwardArguments& a, const ForwardKernel& kernel, fo
 ForwardPlan plan_forward(const ForwardArguments& call) {
   ForwardPlan plan{};
   ForwardArguments& a = plan.call = call;
-  a.mask = kernel_mask(call);
+  a.mask = kernel_mask(call, call.pages.exists());
   plan.kernel = &forward_kernel_of(call, a.mask);
   if (a.is_pack()) {
-    plan.pack_rule = forward_pack_rule(a.mask, pack_rows(a), a.heads, a.kv_heads, a.head_dims, a.num_sms, a.drops());
+    plan.pack_rule = forward_pack_rule(a.mask, rows_of_sequences(a), a.heads, a.kv_heads, a.head_dims, a.num_sms, a.drops());
   }
   forward::KernelParams& params = plan.params;
   params.scheduler = make_scheduler(a, plan.pack_rule);
@@ -72,6 +81,7 @@ ForwardPlan plan_forward(const ForwardArguments& call) {
   params.score = make_score_params(a);
   params.sinks = a.sinks;
   params.dropout = make_bits_view(a);
+  params.pages = a.pages;
   plan.ctas = std::min(params.scheduler.num_tiles, a.num_sms);
   return plan;
 }

@@ -26,10 +26,11 @@ inline MaskRule served_mask(ScoreKind score, HeadDims padded, const MaskRule& ma
   return {MaskKind::kWindow, {kUnbounded, is_causal ? 0 : kUnbounded, 0}};
 }
 
-// The call's mask as its kernel sees it. A kernel that carries sums serves every mask as a window: such calls are so
-// long that the planner's extra arithmetic does not show.
-inline MaskRule kernel_mask(const AttentionArguments& a, bool carries = false) {
-  if (carries) { return {MaskKind::kWindow, a.mask.as_window()}; }
+// The call's mask as its kernel sees it. Kernels that carry sums and kernels that read pages serve every mask as a
+// window: calls that carry sums are so long that the planner's extra arithmetic does not show, and calls with pages wait
+// for memory.
+inline MaskRule kernel_mask(const AttentionArguments& a, bool as_window) {
+  if (as_window) { return {MaskKind::kWindow, a.mask.as_window()}; }
   return served_mask(score_kind(a), a.padded_head_dims(), a.mask);
 }
 
