@@ -49,8 +49,9 @@ def flash_attn_with_kvcache(
     windows are those of `flash_attn_func`, with the number of cached keys, including new ones, as seqlen_k: the last
     query stands at the last key.
 
-    Keys are never split over SMs: one SM computes a row, however long the cache is. The blocks of a `block_table` and
-    the rows of a `cache_batch_idx` are gathered into one tensor in every call.
+    Keys are never split over SMs: one SM computes a row, however long the cache is. The kernels read the blocks of a
+    `block_table` and the sequences that a `cache_batch_idx` picks where they lie, without a copy. A copy is made if
+    block_size is not a multiple of 16, with cache_leftpad, and if a head_dim is not a multiple of 8.
 
     Args:
         q: (batch, seqlen_q, heads, head_dim), bf16 or fp16, as in `flash_attn_func`.
