@@ -5,18 +5,27 @@ VENV ?= .venv
 TORCH ?= torch==2.13.0
 PREPARE = $(PYTHON) build_support/prepare.py $(VENV) $(TORCH)
 
-.PHONY: demo test build lint docs wheel clean
+# Without a GPU, `make demo` and `make test` leave out the kernels, which take long to compile; DASH_ATTN_SKIP_CUDA=0
+# compiles them. `make test-all` and `make build` compile them wherever nvcc is.
+demo test: export DASH_ATTN_SKIP_CUDA ?= $(if $(wildcard /dev/nvidiactl),0,1)
 
-# Without an NVIDIA GPU the demo needs no kernels, which take long to compile; DASH_ATTN_SKIP_CUDA=0 builds them.
-demo: export DASH_ATTN_SKIP_CUDA ?= $(if $(wildcard /dev/nvidiactl),0,1)
-demo: build
+# Test files run side by side. A GPU has one process, since some tests need the GPU alone.
+test test-all: export OMP_NUM_THREADS ?= 1
+PROCESSES = $(if $(wildcard /dev/nvidiactl),,-n logical --maxprocesses 8 --dist loadfile)
+PYTEST = $(VENV)/bin/python -m pytest -ra $$($(VENV)/bin/python -c "import xdist" && printf '%s' '$(PROCESSES)')
+
+.PHONY: demo test test-all build lint docs wheel clean
+
+demo:
+	$(PREPARE) demo
 	$(VENV)/bin/python -m dash_attn.demo
 
-# Files of tests side by side, those with the most tests first. A GPU has one process, for some tests need it alone.
-test: export OMP_NUM_THREADS ?= 1
-test: PROCESSES = $(if $(wildcard /dev/nvidiactl),,-n logical --maxprocesses 8 --dist loadfile)
+# Every part in at most five minutes on two cores; tests that take long or are one of many of a kind are marked slow.
 test: build
-	$(VENV)/bin/python -m pytest -ra $$($(VENV)/bin/python -c "import xdist" && printf '%s' '$(PROCESSES)')
+	$(PYTEST) -m "not slow"
+
+test-all: build
+	$(PYTEST)
 
 build:
 	$(PREPARE) test test-frameworks
@@ -27,10 +36,12 @@ lint:
 	$(VENV)/bin/ruff format --check
 	$(VENV)/bin/mypy
 
-# The pages of docs/ and what they link to, as a site in site/.
+# The documentation as a site in site/.
+docs: export NO_MKDOCS_2_WARNING = 1
 docs:
-	$(PREPARE) docs --no-build
-	$(VENV)/bin/python build_support/build_docs.py
+	$(PREPARE) docs --no-build --no-torch
+	$(VENV)/bin/mkdocs build --strict --quiet
+	@echo "site/ is built: $(VENV)/bin/python -m http.server -d site"
 
 # A source distribution and a wheel for other machines, in dist/.
 wheel:

@@ -18,6 +18,7 @@ ROOT = Path(__file__).resolve().parent
 os.chdir(ROOT)
 sys.path.insert(0, str(ROOT / "build_support"))
 
+import identity  # noqa: E402
 import toolchain  # noqa: E402
 import variants  # noqa: E402
 
@@ -75,9 +76,6 @@ def ops_extension() -> Extension:
         "dash_attn._C",
         files("launch/*.cu", "bindings/*_ops.cpp"),
         include_dirs=[CSRC],
-        # libcudart is shared, not static: torch has loaded the library of this soname before ours, so the device
-        # guard, the stream and the kernels meet one runtime.
-        libraries=["cudart"],
         extra_link_args=["-Wl,--no-as-needed", "-ltorch_cuda", "-Wl,--as-needed"],
         extra_compile_args={"cxx": toolchain.OPS_CXX, "nvcc": toolchain.OPS_NVCC},
         depends=files("**/*.h"),
@@ -94,7 +92,9 @@ def add_kernels(extension: Extension, cuda_home: Path) -> None:
     extension.depends.append(str(generated / "built_variants.def"))
     extension.include_dirs += [str(generated), str(cuda_home / "include")]
     stub = toolchain.torch_cuda_library_dir(TORCH / "lib", BUILD / "stub", os.environ.get("CXX", "c++"))
-    extension.library_dirs += [str(stub), str(cuda_home / "lib64")]
+    folder, runtime = toolchain.cudart(cuda_home)
+    extension.library_dirs += [str(stub), str(folder)]
+    extension.libraries.append(runtime)
     print(f"dash_attn: CUDA {nvcc} in {cuda_home}, {len(selected)} kernels", flush=True)
 
     cpp_extension.CUDA_HOME = str(cuda_home)
@@ -128,12 +128,22 @@ class BuildExtension(cpp_extension.BuildExtension):
         self.parallel = len(self.extensions)
 
     def build_extensions(self):
+        origin = identity.write(ROOT, BUILD / "generated", torch.__version__)
         for extension in self.extensions:
+            extension.sources.append(str(origin.relative_to(ROOT)))
             if extension.name == "dash_attn._C":
                 add_kernels(extension, self.cuda_home)
         super().build_extensions()
+        self.note_absence(Path(self.get_ext_fullpath("dash_attn._C")).parent)
+
+    def copy_extensions_to_source(self):
+        """For an editable install."""
+        super().copy_extensions_to_source()
+        self.note_absence(ROOT / "dash_attn")
+
+    def note_absence(self, package: Path) -> None:
         # The package says so when it is imported; pip shows nothing of what is printed here.
-        note = Path(self.get_ext_fullpath("dash_attn._C")).parent / "without_kernels.txt"
+        note = package / "without_kernels.txt"
         if self.without_kernels is not None:
             note.write_text(f"{self.without_kernels}\n")
         else:

@@ -1,1 +1,1 @@
-"""Throughput of the backward and forward, beside the peers that are installed. `python -m benchmarks.run --help`."""
+"""Throughput of the backward and forward, compared with the installed baselines. `python -m benchmarks.run --help`."""

@@ -1,7 +1,7 @@
-"""What grids with bars say of one run: our throughput over a peer's, or over our own at another shape, and what the
-project asks it to be at the least.
+"""Compares the results of grids that have targets with these targets: our throughput over a baseline's, or over our own
+at another shape.
 
-    python -m benchmarks.bars result.json --grid sharded     # each claim, and whether its bar is met
+    python -m benchmarks.bars result.json --grid sharded     # each claim, and whether its target is met
 """
 
 import argparse
@@ -15,25 +15,25 @@ from benchmarks.shapes import GRIDS, Shape
 
 PASSES = ("backward", "forward")
 FA3, FA3_DETERMINISTIC = Peer("fa3", False), Peer("fa3", True)
-# By (head dims, pass) the least ratios to a peer. A forward has one mode, which results call deterministic.
+# The minimum ratios to a baseline by (head dims, pass). A forward has one mode, which results call deterministic.
 BARS = {
     ((192, 128), "backward"): {FA3_DETERMINISTIC: 1.15, FA3: 1.0},
     ((192, 192), "backward"): {FA3_DETERMINISTIC: 1.15, FA3: 1.0},
     ((256, 256), "backward"): {FA3: 1.0},
     **{((head_dim, v), "forward"): {FA3_DETERMINISTIC: 1.0} for head_dim, v in ((192, 128), (192, 192), (256, 256))},
 }
-LEAST_OF_96 = 0.9  # of our backward at 128
-LEAST_OF_SOFTCAP = 0.85  # of our causal passes at 128 without one
-# By (head_dim, pass), the most time that attention with bits that are there may take, of the time without dropout.
+LEAST_OF_96 = 0.9  # of our backward's throughput at head dim 128
+LEAST_OF_SOFTCAP = 0.85  # of the throughput of our causal passes at head dim 128 without a softcap
+# By (head_dim, pass): the most time that attention with existing dropout bits may take, over the time without dropout.
 MOST_WITH_BITS = {(128, "forward"): 1.06, (128, "backward"): 1.06, (64, "forward"): 1.12, (64, "backward"): 1.10}
-# Of both passes with the generation of the bits.
-MOST_OF_DROPOUT = 1.15  # time, of that without
-LEAST_TO_TORCH = 1.25  # throughput, of the fastest baseline with dropout
+# For both passes, including the generation of the bits.
+MOST_OF_DROPOUT = 1.15  # of the time without dropout
+LEAST_TO_TORCH = 1.25  # of the throughput of the fastest baseline with dropout
 
-# Of the sharded grids, by the pass and whether the best peer is a deterministic one: over it in geometric mean and at
-# every shape. A forward has one mode.
+# For the sharded grids, by pass and whether the best baseline is deterministic: the minimum geometric mean, and the
+# minimum at every shape. A forward has one mode.
 OVER_BEST = {("backward", False): (1.0, 0.90), ("backward", True): (1.15, 1.0), ("forward", True): (1.05, 0.95)}
-# And TFLOP/s of the backward of single shapes of head dim 128 under the causal mask.
+# The minimum TFLOP/s of the backward for single shapes of head dim 128 with the causal mask.
 LEAST_TFLOPS = {
     Shape("bf16", 128, 8, 1, "causal", 8192, 1): 570.0,
     Shape("bf16", 128, 32, 4, "causal", 32768, 1): 600.0,
@@ -41,8 +41,11 @@ LEAST_TFLOPS = {
 
 
 class Claim(NamedTuple):
-    """A ratio at every shape where both sides were measured, or the TFLOP/s of one shape. `least_bar` is what the least
-    ratio has to be where that is not `bar`. `names_all`: whether its shape is told by everything that it is."""
+    """A ratio at every shape where both sides were measured, or the TFLOP/s of one shape.
+
+    `least_bar` is the target of the minimum ratio if it differs from `bar`. `names_all` says whether to name the shape
+    with all of its properties.
+    """
 
     of: str
     pass_: str
@@ -57,24 +60,24 @@ class Claim(NamedTuple):
         where = str(worst) if self.names_all else f"{worst.mask_name}, {worst.sequences_name}"
         bars = _shown(self.bar) if self.bar else "-"
         if self.least_bar:
-            bars += f", least {_shown(self.least_bar)}"
+            bars += f", minimum {_shown(self.least_bar)}"
         shown = [self.of, self.pass_, self.against, str(self.mean.shapes), _shown(self.mean.ratio)]
         return [*shown, f"{_shown(self.mean.least)} ({where})", bars]
 
     def verdict(self) -> str:
         if self.bar is None:
-            return "no bar"
+            return "no target"
         if self.mean.ratio < self.bar:
             return "missed"
         return "met" if self.mean.least >= (self.least_bar or self.bar) else "met in the mean, not at every shape"
 
 
 def _shown(x: float) -> str:
-    """A ratio, or TFLOP/s."""
+    """Formats a ratio, or TFLOP/s."""
     return f"{x:.2f}" if x < 100 else f"{x:.0f}"
 
 
-HEADS = ["of", "pass", "over", "shapes", "geometric mean", "least", "bar"]
+HEADS = ["case", "pass", "baseline", "shapes", "geometric mean", "minimum", "target"]
 
 
 class Run:
@@ -95,25 +98,25 @@ class Run:
         return found
 
     def to_ours(self, pass_: str, other: dict[Shape, Shape], impl: str = OURS) -> dict[Shape, float]:
-        """Our throughput at a shape, in the way `impl`, over our plain one at its other shape, where both were
+        """Returns our throughput at a shape, for `impl`, over our plain throughput at its other shape, where both were
         measured."""
         first, ours = self.ours(pass_, impl), self.ours(pass_)
         return {a: first[a] / ours[b] for a, b in other.items() if a in first and b in ours}
 
     def to_fastest(self, pass_: str, shapes: list[Shape]) -> dict[Shape, float]:
-        """Our throughput over that of the fastest peer in any mode."""
+        """Returns our throughput over that of the fastest baseline in any mode."""
         figures = {shape: self.figures[pass_][shape] for shape in shapes if shape in self.ours(pass_)}
         rows = [row for row in compare.compare(figures, figures) if row.peers]
         return {row.shape: row.ratio(max(row.peers, key=lambda peer: peer.tflops)) for row in rows}
 
     def to_best(self, pass_: str, shapes: list[Shape], deterministic: bool) -> dict[Shape, float]:
-        """Our throughput over that of the best peer in this mode."""
+        """Returns our throughput over that of the best baseline in this mode."""
         figures = {shape: self.figures[pass_][shape] for shape in shapes if shape in self.ours(pass_)}
         rows = compare.compare(figures, figures)
         return {row.shape: row.ratio(best) for row in rows if (best := row.best(deterministic))}
 
     def to_peers(self, pass_: str, shapes: list[Shape]) -> dict[Peer, dict[Shape, float]]:
-        """Deterministic peers first."""
+        """Returns our throughput over each baseline's, deterministic baselines first."""
         figures = {shape: self.figures[pass_][shape] for shape in shapes if shape in self.ours(pass_)}
         rows = compare.compare(figures, figures)
         return {
@@ -132,7 +135,7 @@ def _name(peer: Peer, pass_: str) -> str:
 
 
 def of_head_dims(run: Run) -> list[Claim]:
-    """96 over our own 128, and every pair of head dims over each peer."""
+    """Compares head dim 96 with our own 128, and every pair of head dims with each baseline."""
     grid = GRIDS["head-dims"]()
     found = []
     for dims in dict.fromkeys(shape.head_dims for shape in grid):
@@ -142,14 +145,14 @@ def of_head_dims(run: Run) -> list[Claim]:
             if dims == (96, 96):
                 other = {shape: compared_with(shape) for shape in shapes}
                 bar = LEAST_OF_96 if pass_ == "backward" else None
-                found += _claim(of, pass_, "our own at 128", run.to_ours(pass_, other), bar)
+                found += _claim(of, pass_, "dash_attn at 128", run.to_ours(pass_, other), bar)
             for peer, ratios in run.to_peers(pass_, shapes).items():
                 found += _claim(of, pass_, _name(peer, pass_), ratios, BARS.get((dims, pass_), {}).get(peer))
     return found
 
 
 def of_scores(run: Run) -> list[Claim]:
-    """Each kind of scores over our own without it, by head dim and mask, and over each peer."""
+    """Compares each kind of scores with our own throughput without it, by head dim and mask, and with each baseline."""
     grid = [shape for shape in GRIDS["scores"]() if shape.scores]
     found = []
     for key in dict.fromkeys((shape.scores, shape.head_dim, shape.mask) for shape in grid):
@@ -159,26 +162,27 @@ def of_scores(run: Run) -> list[Claim]:
         has_bar = scores.startswith("softcap") and (head_dim, mask) == (128, "causal")
         for pass_ in PASSES:
             without = run.to_ours(pass_, {shape: compared_with(shape) for shape in shapes})
-            found += _claim(of, pass_, "our own without", without, LEAST_OF_SOFTCAP if has_bar else None)
+            found += _claim(of, pass_, "dash_attn without it", without, LEAST_OF_SOFTCAP if has_bar else None)
             for peer, ratios in run.to_peers(pass_, shapes).items():
                 found += _claim(of, pass_, _name(peer, pass_), ratios)
     return found
 
 
 def of_dropout(run: Run) -> list[Claim]:
-    """Each probability at each head dim, with bits that are there and with their generation, over our own without
-    dropout; and over torch's attention with dropout."""
+    """Compares each probability at each head dim, with existing bits and with their generation, with our own throughput
+    without dropout, and with torch's attention with dropout."""
     grid = [shape for shape in GRIDS["dropout"]() if shape.dropout_p]
     found = []
     for key in dict.fromkeys((shape.dropout_p, shape.head_dim) for shape in grid):
         shapes = [shape for shape in grid if (shape.dropout_p, shape.head_dim) == key]
         p, head_dim = key
+        plain = "dash_attn without dropout"
         of, other = f"dropout {p}, {head_dim}", {shape: shape.undropped for shape in shapes}
         for pass_ in PASSES:
             bar = 1 / MOST_WITH_BITS[head_dim, pass_]
-            found += _claim(f"{of}, bits there", pass_, "our own without", run.to_ours(pass_, other, BITS), bar)
-            found += _claim(of, pass_, "our own without", run.to_ours(pass_, other))
-        found += _claim(of, "both", "our own without", run.to_ours("both", other), 1 / MOST_OF_DROPOUT)
+            found += _claim(f"{of}, existing bits", pass_, plain, run.to_ours(pass_, other, BITS), bar)
+            found += _claim(of, pass_, plain, run.to_ours(pass_, other))
+        found += _claim(of, "both", plain, run.to_ours("both", other), 1 / MOST_OF_DROPOUT)
     for p in dict.fromkeys(shape.dropout_p for shape in grid):
         shapes = [shape for shape in grid if shape.dropout_p == p]
         found += _claim(f"dropout {p}", "both", FASTEST, run.to_fastest("both", shapes), LEAST_TO_TORCH)
@@ -188,8 +192,8 @@ def of_dropout(run: Run) -> list[Claim]:
 
 
 def of_sharded(run: Run) -> list[Claim]:
-    """Over the best peer of each mode, by head dim and mask and over all shapes, which have the bars; and the shapes
-    that have one of their own."""
+    """Compares with the best baseline of each mode, by head dim and mask and over all shapes, which have the targets;
+    and the shapes that have their own targets."""
     groups: dict[str, list[Shape]] = {}
     for shape in run.grid:
         groups.setdefault(f"{shape.head_dim} {shape.mask}", []).append(shape)
@@ -220,7 +224,7 @@ CLAIMS = {
 
 
 def compared_with(shape: Shape) -> Shape | None:
-    """The shape of ours that the project compares it with."""
+    """Returns the shape of ours with which a shape is compared."""
     if shape.scores:
         return shape.plain
     if shape.dropout_p:
@@ -229,8 +233,8 @@ def compared_with(shape: Shape) -> Shape | None:
 
 
 def ratios_by_shape(run: Run, pass_: str) -> tuple[list[str], list[list[str]]]:
-    """Heads and rows of a table: our throughput at every shape, over our own at the shape that it is compared with, and
-    over each peer's."""
+    """Returns the heads and rows of a table: our throughput at every shape, over our own at the shape with which it is
+    compared, and over each baseline's."""
     ours = run.ours(pass_)
     peers = run.to_peers(pass_, list(ours))
     own = run.to_ours(pass_, {shape: other for shape in ours if (other := compared_with(shape))})
@@ -241,12 +245,12 @@ def ratios_by_shape(run: Run, pass_: str) -> tuple[list[str], list[list[str]]]:
         cells = [shape.head_dims_name, shape.heads_name, mask, f"{shape.batch} x {shape.seqlen}", f"**{tflops:.0f}**"]
         columns = [own, *peers.values()]
         rows.append([*cells, *(f"{ratios[shape]:.2f}" if shape in ratios else "-" for ratios in columns)])
-    heads = ["head_dim", "heads", "mask", "batch x seqlen", "dash_attn", "over our own"]
+    heads = ["head_dim", "heads", "mask", "batch x seqlen", "dash_attn", "over dash_attn"]
     return [*heads, *(f"over {_name(peer, pass_)}" for peer in peers)], rows
 
 
 def report(claims: list[Claim]) -> str:
-    """A line each: what it is, the ratio, the least one, the bar and whether it is met."""
+    """Formats a line per claim: the case, the ratio, the minimum, the target and whether the target is met."""
     rows = [[*HEADS, "verdict"], *([*claim.cells(), claim.verdict()] for claim in claims)]
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     return "\n".join("  ".join(f"{cell:<{w}}" for cell, w in zip(row, widths)).rstrip() for row in rows)
@@ -259,7 +263,7 @@ def main(argv: list[str] | None = None) -> None:
     arguments = parser.parse_args(argv)
     claims = CLAIMS[arguments.grid](Run(arguments.result, arguments.grid))
     if not claims:
-        raise SystemExit(f"error: {arguments.result} has no figures of the grid {arguments.grid} to compare")
+        raise SystemExit(f"error: {arguments.result} must have figures of the grid {arguments.grid}, got none")
     print(report(claims))
 
 

@@ -1,13 +1,13 @@
-"""An older compiled library measured beside this one: `python -m benchmarks.run --baseline PATH`.
+"""Measures an older compiled library next to this one: `python -m benchmarks.run --baseline PATH`.
 
-The library runs in a process of its own, this module's, which loads nothing else of the package: neither ops nor
-kernels of the two can meet. The processes take turns: while one is timed the other waits, and its GPU context has
-nothing to do. A line of JSON asks, a line answers.
+The library runs in a separate process, whose main module this is and which loads nothing else of the package, so the
+ops and kernels of both versions cannot meet. The processes alternate: while one is timed, the other waits with an idle
+GPU context. They exchange one line of JSON per request and per answer.
 
-The GPU does the same work on both sides. The host does not: the library's raw ops, `dash_attn_C::forward` and
-`backward`, write outputs that exist already, while ours are the public ops, which check their arguments and allocate
-the forward's outputs. The host runs ahead of the GPU at these sizes, so that this hides; a shorter call would count
-against ours.
+The GPU does the same work on both sides, but the host does not: the library's raw ops, `dash_attn_C::forward` and
+`backward`, write into existing outputs, while ours are the public ops, which check their arguments and allocate the
+forward's outputs. The host runs ahead of the GPU at these sizes, which hides the difference. It would count against us
+in shorter calls.
 """
 
 import argparse
@@ -29,7 +29,7 @@ PASSES = ("forward", "backward")
 
 
 def calls_of(library: Library, schedule: str, shape: Shape, x: Tensors) -> Calls:
-    """The raw ops of a library, as `peers` has them for the others."""
+    """Returns the raw ops of a library as calls, as `peers` does for the other implementations."""
     causal, *window_size = peers.mask_arguments(shape)
     scale = peers.softmax_scale(shape)
     variable = dict(window_size=tuple(window_size), attention_chunk=shape.chunk, cu_seqlens=x.cu_seqlens)
@@ -51,7 +51,7 @@ def calls_of(library: Library, schedule: str, shape: Shape, x: Tensors) -> Calls
 
 
 class Remote:
-    """A pass of the library in the other process; `timing.measure` calls `block_ms`."""
+    """A pass of the library in the other process, whose `block_ms` is called by `timing.measure`."""
 
     def __init__(self, ask, pass_: str, schedule: str):
         self._ask, self._request = ask, {"pass": pass_, "schedule": schedule}
@@ -61,11 +61,11 @@ class Remote:
 
 
 class Baseline:
-    """An implementation for `benchmarks.run`.
+    """An older library as an implementation for `benchmarks.run`.
 
     Args:
-        command: starts the process that answers.
-        schedules: policies of the library to measure, where they fit a shape's mask.
+        command: the command that starts the answering process.
+        schedules: policies of the library to measure, if they fit a shape's mask.
     """
 
     name = NAME
@@ -83,7 +83,7 @@ class Baseline:
         return [Variant(self.name, schedule, True) for schedule in fitting]
 
     def prepare(self, variant: Variant, shape: Shape, x: Tensors) -> dict[str, Remote]:
-        """The same random tensors are made there: `x` is not sent."""
+        """Asks the process to make the same random tensors; `x` is not sent."""
         self._ask({"shape": shape.row(), "schedule": variant.schedule})
         return {pass_: Remote(self._ask, pass_, variant.schedule) for pass_ in PASSES}
 
@@ -92,7 +92,7 @@ class Baseline:
         self._process.stdin.flush()
         line = self._process.stdout.readline()
         if not line:
-            raise RuntimeError(f"the process of the baseline ended, exit status {self._process.wait()}")
+            raise RuntimeError(f"the process of the older library ended with exit status {self._process.wait()}")
         answer = json.loads(line)
         if "error" in answer:
             raise RuntimeError(answer["error"])
@@ -119,9 +119,9 @@ class Worker:
         self._calls: dict[str, Calls] = {}
 
     def prepare(self, shape: Shape, schedule: str) -> None:
-        """Raises RuntimeError where the library's results are wrong."""
+        """Prepares the calls of a shape. Raises a RuntimeError if the library's results are wrong."""
         if shape != self._shape:
-            self._calls = {}  # frees the tensors of the shape before
+            self._calls = {}  # frees the tensors of the previous shape
             self._shape, self._tensors = shape, peers.random_tensors(shape, self._device)
             self._reference = check.Reference(shape, self._tensors)
         calls = calls_of(self._library, schedule, shape, self._tensors)
@@ -140,7 +140,7 @@ class Worker:
         for line in requests:
             try:
                 answer = {"result": self.answer(json.loads(line))}
-            except Exception as error:  # whatever the library raises goes to the one who asked
+            except Exception as error:  # errors of the library are reported to the other process
                 answer = {"error": f"{type(error).__name__}: {error}"}
             answers.write(json.dumps(answer) + "\n")
             answers.flush()
@@ -149,7 +149,7 @@ class Worker:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("library", type=pathlib.Path)
-    parser.add_argument("--policies", nargs="+", default=list(POLICIES), help="names by the library's numbers")
+    parser.add_argument("--policies", nargs="+", default=list(POLICIES), help="policy names in the library's numbering")
     arguments = parser.parse_args()
     Worker(Library(arguments.library, arguments.policies), torch.device("cuda")).serve(sys.stdin, sys.stdout)
 

@@ -1,11 +1,12 @@
-"""Measures on this GPU what the model of the machine is made of, and the grid that it has to predict.
+"""Measures the constants of the machine model on this GPU, and the grid that the model has to predict.
 
     python -m benchmarks.calibrate --json calibration.json
 
-Four parts: latencies (`latency.cu`); probes, small problems that each show one cost (below); the kernels around the
-main one; and every ordered policy at every shape of a grid, twice, for how far two measurements of one thing
-differ. `benchmarks.model` fits and `benchmarks.report` compares; they need no GPU. Takes about a minute on an H200. The
-probes need a build with the yardstick `ascending`: DASH_ATTN_POLICIES=ascending,shift,symmetric_shift.
+There are four parts: latencies (`latency.cu`); probes, small problems that each show one cost (below); the kernels
+around the main one; and every ordered policy at every shape of a grid, twice, to show how far two measurements of one
+thing differ. `benchmarks.model` fits the model and `benchmarks.report` compares it, both without a GPU. The program
+takes about a minute on an H200. The probes need a build with the policy `ascending`:
+DASH_ATTN_POLICIES=ascending,shift,symmetric_shift.
 """
 
 import argparse
@@ -30,7 +31,7 @@ HEAD_DIMS = (64, 128)
 
 @dataclasses.dataclass(frozen=True)
 class Probe:
-    """One backward. `sms` is the number of SMs it may use."""
+    """One backward. `sms` is the number of SMs that it may use."""
 
     shows: str
     head_dim: int
@@ -49,7 +50,7 @@ class Probe:
 
 
 def probes(sms: int, tile_shapes: dict[int, tuple[int, int]]) -> list[Probe]:
-    """The problems that show one cost each; `benchmarks.model` fits them together."""
+    """Returns the problems that show one cost each, which `benchmarks.model` fits together."""
     found = []
     for head_dim, (tile_q, tile_k) in tile_shapes.items():
 
@@ -59,25 +60,25 @@ def probes(sms: int, tile_shapes: dict[int, tuple[int, int]]) -> list[Probe]:
             )
 
         rows = tile_k // tile_q
-        # A work tile: few steps, several work tiles an SM.
+        # A work tile: few steps, and several work tiles per SM.
         for work_tiles in (1, 4, 12):
             add("work tile", 2, 1, batch=sms * work_tiles)
-        # A step with adds, whose ranks have come.
+        # A step with adds, whose predecessors have finished.
         for steps in (8, 32):
             add("step", steps, 4, batch=sms)
-        # The code of each kernel: in many steps on a full GPU; under the causal mask alone, where no order is better.
+        # The code of each kernel: many steps on a full GPU; only with the causal mask, where no order is better.
         for name in ("ascending", "descending", "spt", "shift"):
             add("code", 24 * rows, 24, batch=sms // 4, schedule=name)
         for name in ("descending", "spt", "symmetric_shift"):
             add("code", 16 * rows, 16, mask="causal", schedule=name, on=2 if name == "symmetric_shift" else 1)
-        # One SM alone: no queue anywhere.
+        # A single SM, without any queue.
         for steps in (16, 64):
             add("alone", steps, 4, on=1)
-        # An ordered chain: one query tile, each KV tile waits for the one before.
+        # An ordered chain: one query tile, where each KV tile waits for the previous one.
         for keys in (32, 96):
             add("hop", 1, keys)
             add("hop", 1, keys, on=8)
-        # The causal kernel, filled and in short supply of SMs.
+        # The causal kernel, on a full GPU and with few SMs.
         for tiles, batch in ((4, sms), (4, 4 * sms), (16, sms // 2)):
             for name in ("descending", "spt", "symmetric_shift"):
                 add("causal", tiles * rows, tiles, batch=batch, mask="causal", schedule=name)
@@ -88,7 +89,7 @@ def probes(sms: int, tile_shapes: dict[int, tuple[int, int]]) -> list[Probe]:
 
 
 def prepare(probe: Probe):
-    """A function that runs the probe's backward."""
+    """Returns a function that runs the probe's backward."""
     import dash_attn  # noqa: F401  registers the ops
 
     generator = torch.Generator("cuda").manual_seed(0)
@@ -106,15 +107,15 @@ def prepare(probe: Probe):
     gradients = tuple(torch.empty_like(t) for t in (q, k, v))
     margin = torch.cuda.get_device_properties(0).multi_processor_count - probe.sms
     scores = dict(sinks=None, alibi_slopes=None, dsoftmax_lse=None, dsinks=None, softcap=0.0)
-    number = schedule.policy_number(probe.schedule)  # the op that checks its arguments takes policies for users only
+    number = schedule.policy_number(probe.schedule)  # the checked op accepts only the users' policies
     return lambda: torch.ops.dash_attn_C.backward(
         dout, q, k, v, out, softmax_lse, *gradients, **arguments, **scores, schedule=number, sm_margin=margin
     )
 
 
 def kernel_times(library, timer: timing.CudaTimer, call, repeats: int = 12) -> dict[str, float]:
-    """Median microseconds of the call and of each kernel of the backward by its name, with a cold L2 and warmed up, and
-    the SM clock meanwhile in MHz."""
+    """Returns the median microseconds of the call and of each of the backward's kernels by name, warm and with a cold
+    L2, and the SM clock in MHz."""
     from torch.profiler import ProfilerActivity, profile
 
     ticks = latency.Ticks(library, 2 * repeats)
@@ -129,7 +130,7 @@ def kernel_times(library, timer: timing.CudaTimer, call, repeats: int = 12) -> d
                 spans[kernel].append((event.time_range.start, event.time_range.end))
     spans = {name: sorted(found)[-repeats:] for name, found in spans.items()}
     times = {name: [end - start for start, end in found] for name, found in spans.items()}
-    # The main kernel is launched early, and waits for the end of the one before it.
+    # The main kernel is launched early, and waits for the end of the previous one.
     times["backward"] = [end - before for (_, end), (_, before) in zip(spans["backward"], spans["preprocess"])]
     medians = {name: round(statistics.median(found), 2) for name, found in times.items()}
     clock = round(statistics.median(ticks.mhz() or [0.0]))
@@ -137,7 +138,7 @@ def kernel_times(library, timer: timing.CudaTimer, call, repeats: int = 12) -> d
 
 
 def measure(library, timer: timing.CudaTimer, call, min_time_s: float) -> dict:
-    """Median microseconds of a block of calls, and the SM clock meanwhile in MHz."""
+    """Returns the median microseconds of a block of calls, and the SM clock in MHz."""
     ticks = latency.Ticks(library, 2 * timing.MAX_ROUNDS)
     marks = itertools.count()
     times = timing.block_ms(timer, call, min_time_s, mark=lambda: ticks.mark(next(marks)))
@@ -154,7 +155,7 @@ def measure_probes(library, timer, sms: int) -> list[dict]:
 
 
 def measure_kernels(library, timer) -> list[dict]:
-    """The kernels around the main one, over a range of sizes."""
+    """Measures the kernels around the main one, over a range of sizes."""
     rows = []
     for head_dim, heads in ((64, 32), (128, 16)):
         for tokens in (512, 2048, 8192, 16384, 32768):
@@ -167,7 +168,7 @@ def measure_kernels(library, timer) -> list[dict]:
 
 
 def measure_policies(library, timer, shape: Shape, policies, min_time_s: float) -> list[dict]:
-    """Every policy at one shape, twice."""
+    """Measures every policy at one shape, twice."""
     ours = peers.DashAttn(policies)
     tensors = peers.random_tensors(shape, torch.device("cuda"))
     calls = {v.schedule: ours.prepare(v, shape, tensors)["backward"] for v in ours.variants(shape)}
@@ -187,13 +188,13 @@ def measure_grid(library, timer, grid: str, max_seqlen: int, min_time_s: float) 
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", type=pathlib.Path, required=True, help="write the measurements here")
+    parser.add_argument("--json", type=pathlib.Path, required=True, help="file for the measurements")
     parser.add_argument("--grid", choices=DENSE_GRIDS, default="full", help="shapes to predict (default full)")
-    parser.add_argument("--max-seqlen", type=int, default=32768, help="leave longer sequences of the grid out")
-    parser.add_argument("--min-time", type=float, default=0.06, help="seconds for each measurement of a variant")
+    parser.add_argument("--max-seqlen", type=int, default=32768, help="leave out longer sequences of the grid")
+    parser.add_argument("--min-time", type=float, default=0.06, help="seconds per measurement of a variant")
     arguments = parser.parse_args(argv)
     if not torch.cuda.is_available():
-        print("error: a GPU is what this program measures", file=sys.stderr)
+        print("error: this program measures a GPU, and found none", file=sys.stderr)
         return 2
     device = torch.device("cuda")
     run.check_schedules(["ascending"])

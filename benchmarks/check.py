@@ -1,7 +1,7 @@
-"""Whether what is about to be timed is right: a figure of wrong results says nothing.
+"""Checks the results of a call before the call is timed.
 
-One KV head of one sequence, or of three in a pack, with its query heads, against float32 sums of the same 16-bit
-inputs, at any length.
+One KV head of one sequence (of three sequences in a variable-length batch) with its query heads is compared with
+float32 sums of the same 16-bit inputs, at any length.
 """
 
 import itertools
@@ -11,16 +11,16 @@ import torch
 from benchmarks.peers import Results, Tensors, softmax_scale
 from benchmarks.shapes import Shape
 
-# Above the rounding of bf16 and of 16-bit P and dS, about 3e-3 of the norm, and far below a wrong tile.
+# Above the rounding of bf16 and of 16-bit P and dS, about 3e-3 of the norm, and far below the error of a wrong tile.
 LIMIT = 0.01
-# Of results with a mask that nobody else knows: how far they are from those without dropout, over sqrt(p / (1 - p)),
-# which is near 1 for values and gradients that are drawn apart; under the causal mask a few first rows decide it.
+# For results with an unknown dropout mask: their distance from those without dropout, over sqrt(p / (1 - p)). It is
+# near 1 for independent values and gradients; under the causal mask the first few rows dominate it.
 OWN_MASK_LIMITS = 0.5, 2.0
-QUERIES_AT_ONCE = 2048  # rows of the score matrix that exist at a time
+QUERIES_AT_ONCE = 2048  # rows of the score matrix per pass
 
 
 def _hidden(shape: Shape, queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
-    """Which keys each query does not see."""
+    """Returns the mask of the keys that each query does not see."""
     queries = queries[:, None]
     before, behind = shape.sides
     hidden = torch.zeros((len(queries), len(keys)), dtype=torch.bool, device=keys.device)
@@ -34,11 +34,11 @@ def _hidden(shape: Shape, queries: torch.Tensor, keys: torch.Tensor) -> torch.Te
 
 
 class _Sequence:
-    """Results of the last KV head of one sequence.
+    """The expected results of the last KV head of one sequence.
 
     Args:
-        number: of the sequence.
-        rows: where it lies in a pack.
+        number: the number of the sequence.
+        rows: the rows of the sequence in a variable-length batch.
     """
 
     def __init__(self, shape: Shape, x: Tensors, number: int, rows: slice):
@@ -78,7 +78,7 @@ class _Sequence:
         self._exact = {"out": out, "dq": dq, "dk": dk, "dv": dv}
 
     def _kept(self, shape: Shape, x: Tensors, length: int) -> torch.Tensor | None:
-        """bool (query heads, queries, keys); None without dropout."""
+        """Returns the elements that dropout keeps, bool (query heads, queries, keys); None without dropout."""
         if not shape.dropout_p:
             return None
         from dash_attn.dropout import layout
@@ -109,8 +109,8 @@ class _Sequence:
 
 
 class Reference:
-    """Results of the last KV head: of the last sequence of a dense batch; of a pack's first and last sequence, empty
-    ones aside, and of its longest."""
+    """The expected results of the last KV head: for the last sequence of a dense batch, or for the first, the last and
+    the longest sequence of a variable-length batch, without empty ones."""
 
     def __init__(self, shape: Shape, x: Tensors):
         lengths = shape.lengths
@@ -124,9 +124,9 @@ class Reference:
         self._own_mask_limits = OWN_MASK_LIMITS[0] * noise, OWN_MASK_LIMITS[1] * noise
 
     def wrong(self, results: Results, own_mask: bool = False) -> str | None:
-        """What is wrong with the results of a forward (out) or of a backward (dq, dk, dv); None where nothing is.
+        """Returns what is wrong with the results of a forward (out) or a backward (dq, dk, dv); None if nothing is.
 
-        `own_mask`: of a call that draws its mask, so that only how far dropout takes results can be told.
+        `own_mask`: the call draws its own mask, so only the size of dropout's effect can be checked.
         """
         if isinstance(results, torch.Tensor):
             named = {"out": results}

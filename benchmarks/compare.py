@@ -1,13 +1,12 @@
-"""Our throughput over the peers', shape by shape, with geometric means.
+"""Our throughput over the baselines', shape by shape, with geometric means.
 
     python -m benchmarks.compare ours.json --peers peers.json
     python -m benchmarks.compare result.json --pass backward forward --grid sharded
 
-Ours is one schedule, "auto" unless another is named; what is not deterministic is never counted as ours. Without
---peers, the peers are those of the same file, measured in the same run. The last lines of a pass give, for each peer,
-the geometric mean of the ratios and the least of them, with --grid over the shapes of that grid alone. Where a file has
-no figures of "both", they are worked out: ours from our two passes, a peer's from its backward and the quickest forward
-of any.
+Ours is one schedule, "auto" by default, and never a non-deterministic one. Without --peers, the baselines are those of
+the same file, measured in the same run. The last lines of a pass give the geometric mean and the minimum of the ratios
+for each baseline, with --grid over the shapes of that grid only. If a file has no figures of "both", they are computed:
+ours from our two passes, and a baseline's from its backward and the fastest forward of any baseline.
 """
 
 import argparse
@@ -21,8 +20,8 @@ from typing import NamedTuple
 from benchmarks.shapes import GRIDS, PASSES, Shape
 
 OURS = "dash_attn"
-DENSE = "dash_attn dense"  # our dense call on a pack of equal lengths: a yardstick, no peer
-BITS = "dash_attn bits"  # our call with dropout whose bits are there already: likewise
+DENSE = "dash_attn dense"  # our dense call on a variable-length batch of equal lengths, for comparison
+BITS = "dash_attn bits"  # our call with dropout and existing bits, for comparison
 OUR_OWN = (OURS, DENSE, BITS)
 NAMES = {
     "fa2": "FlashAttention-2",
@@ -48,7 +47,7 @@ Figures = dict[Shape, list[Figure]]
 
 
 class Peer(NamedTuple):
-    """One peer in one of its two modes, whatever its schedule."""
+    """One baseline in one of its two modes, whatever its schedule."""
 
     impl: str
     deterministic: bool
@@ -71,7 +70,7 @@ class Comparison(NamedTuple):
 
 
 class Mean(NamedTuple):
-    """A geometric mean of ratios, over how many shapes, and the least of them with its shape."""
+    """A geometric mean of ratios over a number of shapes, and the minimum with its shape."""
 
     ratio: float
     shapes: int
@@ -83,7 +82,7 @@ class Mean(NamedTuple):
 
 
 def figures(rows: list[dict], pass_: str) -> Figures:
-    """The figures of one pass among the rows of a result."""
+    """Returns the figures of one pass among the rows of a result."""
     found: dict[str, Figures] = {p: collections.defaultdict(list) for p in PASSES}
     for row in rows:
         figure = Figure(row["impl"], row["schedule"], row["deterministic"], row["tflops"])
@@ -99,8 +98,8 @@ def read(path: pathlib.Path, pass_: str) -> Figures:
 
 
 def read_runs(path: pathlib.Path, pass_: str) -> dict[str, Figures]:
-    """By the run's name, the figures of runs that measured us and peers together (`same_run`), where the file has
-    them."""
+    """Returns the figures of runs that measured us and baselines together (`same_run`), by the run's name, if the file
+    has them."""
     runs = collections.defaultdict(list)
     for row in json.loads(path.read_text()).get("same_run", []):
         runs[row["run"]].append(row)
@@ -108,8 +107,8 @@ def read_runs(path: pathlib.Path, pass_: str) -> dict[str, Figures]:
 
 
 def pairs(forwards: list[Figure], backwards: list[Figure]) -> list[Figure]:
-    """Forward plus backward, under the backward's name: each of ours after its own forward, each other one after the
-    quickest forward of any peer. A backward takes 2.5 times a forward's operations."""
+    """Returns forward plus backward under the backward's name: each of ours after its own forward, and each baseline
+    after the fastest forward of any. A backward takes 2.5 times a forward's operations."""
 
     def side(figure: Figure) -> str | None:
         return figure.impl if figure.impl in OUR_OWN else None
@@ -127,10 +126,10 @@ def _best(found: list[Figure]) -> Figure | None:
 
 
 def compare(ours: Figures, peers: Figures, schedule: str = "auto") -> list[Comparison]:
-    """For each shape at which this schedule of ours was measured, and some peer or our dense call on the same pack: our
+    """Returns, for each shape at which this schedule of ours and a baseline (or our dense call) were measured, our
     figure and the others'.
 
-    A forward has no schedule, and its figure stands for all of them.
+    A forward has no schedule, and its figure is used for all of them.
     """
     found = []
     for shape, of_shape in ours.items():
@@ -147,17 +146,17 @@ def geometric_mean(ratios: list[float]) -> float:
 
 
 def mean(comparisons: list[Comparison], deterministic: bool, impl: str | None = None) -> Mean | None:
-    """Over the shapes where some peer, or the one named, was measured; None where it nowhere was."""
+    """Returns the mean over the shapes where a baseline, or the one named, was measured; None if there is none."""
     return mean_of({c.shape: c.ratio(peer) for c in comparisons if (peer := c.best(deterministic, impl))})
 
 
 def dense_mean(comparisons: list[Comparison]) -> Mean | None:
-    """Packs of equal lengths over our own dense call on the same sequences; None where there are none."""
+    """Returns variable-length batches of equal lengths over our dense call on the same sequences, or None."""
     return mean_of({c.shape: c.ratio(c.dense) for c in comparisons if c.dense})
 
 
 def mean_of(ratios: dict[Shape, float]) -> Mean | None:
-    """None where there are none."""
+    """Returns the mean of ratios, or None without ratios."""
     if not ratios:
         return None
     worst = min(ratios, key=ratios.get)
@@ -165,14 +164,14 @@ def mean_of(ratios: dict[Shape, float]) -> Mean | None:
 
 
 def measured_peers(comparisons: list[Comparison]) -> list[Peer]:
-    """Deterministic ones first, by name."""
+    """Returns the measured baselines, deterministic ones first, by name."""
     found = {Peer(figure.impl, figure.deterministic) for c in comparisons for figure in c.peers}
     return sorted(found, key=lambda peer: (not peer.deterministic, str(peer)))
 
 
 def footnotes(comparisons: list[Comparison]) -> tuple[dict[Shape, str], dict[str, list[Peer]]]:
-    """Which peers of the comparison were not measured at a shape: its letter, "" where none is missing, and the peers
-    that each letter stands for."""
+    """Returns a letter per shape for the baselines that were not measured there ("" if none is missing), and the
+    baselines that each letter stands for."""
     peers, letters, shapes = measured_peers(comparisons), {}, {}
     for comparison in comparisons:
         missing = tuple(p for p in peers if comparison.best(p.deterministic, p.impl) is None)
@@ -187,7 +186,7 @@ def group_of(shape: Shape) -> str:
 
 
 def report(comparisons: list[Comparison]) -> str:
-    """Every shape with the best peers, what was not measured, and the means: by group, and to each peer."""
+    """Formats every shape with the best baselines, the missing ones, and the means: by group, and to each baseline."""
     notes, missing = footnotes(comparisons)
     heads = f"{'ours':>17} {'best deterministic':>24} {'ratio':>6} {'best other':>24} {'ratio':>6}"
     width = max([36, *(len(str(c.shape)) for c in comparisons)])
@@ -202,31 +201,36 @@ def report(comparisons: list[Comparison]) -> str:
         note = notes[comparison.shape]
         lines.append(" ".join([*cells, f"[{note}]" if note else ""]).rstrip())
     lines += [f"[{letter}] not measured here: {'; '.join(map(str, peers))}" for letter, peers in missing.items()]
-    lines += ["", "geometric mean of the ratios (shapes): to the best deterministic peer, to the best other peer"]
+    lines += [
+        "",
+        "geometric mean of the ratios (shapes): to the best deterministic baseline, to the best other baseline",
+    ]
     groups = collections.defaultdict(list)
     for comparison in comparisons:
         groups[group_of(comparison.shape)].append(comparison)
     for name, group in [*sorted(groups.items()), ("all", comparisons)]:
         lines.append(f"  {name:<36} " + " ".join(f"{str(mean(group, d) or '-'):>12}" for d in (True, False)))
-    lines += ["", "to each peer, over the shapes where it was measured; the least ratio"]
+    lines += ["", "geometric mean and minimum of the ratios to each baseline, over the shapes where it was measured"]
     means = {str(peer): mean(comparisons, peer.deterministic, peer.impl) for peer in measured_peers(comparisons)}
     for deterministic, name in ((True, "the best deterministic"), (False, "the best other")):
         means[name] = mean(comparisons, deterministic)
     means[DENSE] = dense_mean(comparisons)
     for name, found in means.items():
         if found:
-            lines.append(f"  {name:<36} {found!s:>12} of {len(comparisons)}, {found.least:.3f} at {found.worst}")
+            lines.append(
+                f"  {name:<36} {found!s:>12} of {len(comparisons)}, minimum {found.least:.3f} at {found.worst}"
+            )
     return "\n".join(lines)
 
 
 def of_grid(comparisons: list[Comparison], grid: str | None) -> list[Comparison]:
-    """Those at the shapes of a grid; of any, without one."""
+    """Returns the comparisons at the shapes of a grid, or all without a grid."""
     shapes = set(GRIDS[grid]()) if grid else None
     return [c for c in comparisons if shapes is None or c.shape in shapes]
 
 
 def show(arguments: argparse.Namespace, pass_: str) -> None:
-    """Prints what the files say of one pass."""
+    """Prints the results of one pass."""
     ours = read(arguments.ours, pass_)
     peers_path = arguments.peers or arguments.ours
     peers = read(peers_path, pass_) if arguments.peers else ours
@@ -235,24 +239,24 @@ def show(arguments: argparse.Namespace, pass_: str) -> None:
         where = f" of the grid {arguments.grid}" if arguments.grid else ""
         raise SystemExit(
             f"error: no shape{where} has both a {pass_} of {OURS} with --schedule {arguments.schedule} in "
-            f"{arguments.ours} and one of a peer in {peers_path}"
+            f"{arguments.ours} and one of a baseline in {peers_path}"
         )
-    same = "peers of the same run" if not arguments.peers else f"peers of {arguments.peers}: another run than ours"
+    same = "baselines of the same run" if not arguments.peers else f"baselines of {arguments.peers}, a different run"
     print(f"{pass_}: {same}\n{report(comparisons)}")
     for run, of_run in read_runs(peers_path, pass_).items():
         together = of_grid(compare(of_run, of_run, arguments.schedule), arguments.grid)
         if together:
             commit = json.loads(peers_path.read_text())["meta"]["same_run"][run]
-            print(f"\n{pass_}: in one run with the peers, {run} ({commit})\n{report(together)}")
+            print(f"\n{pass_}: measured together with the baselines, {run} ({commit})\n{report(together)}")
 
 
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("ours", type=pathlib.Path)
-    parser.add_argument("--peers", type=pathlib.Path, help="a result with the peers' figures; default: the same one")
+    parser.add_argument("--peers", type=pathlib.Path, help="result file with the baselines; default: the same file")
     parser.add_argument("--pass", dest="passes", nargs="+", choices=PASSES, default=["backward"])
-    parser.add_argument("--schedule", default="auto", help="of ours (default auto)")
-    parser.add_argument("--grid", choices=GRIDS, help="leave other shapes than this grid's out")
+    parser.add_argument("--schedule", default="auto", help="our schedule (default auto)")
+    parser.add_argument("--grid", choices=GRIDS, help="leave out shapes that are not in this grid")
     arguments = parser.parse_args(argv)
     for number, pass_ in enumerate(arguments.passes):
         if number:

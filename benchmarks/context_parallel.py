@@ -1,15 +1,15 @@
-"""Attention over the GPUs of one host: its share of the ideal, beside torch's and ring-flash-attn's.
+"""Attention over the GPUs of one host: its share of the ideal, compared with torch's and ring-flash-attn's.
 
     python -m benchmarks.context_parallel --json context_parallel.json
 
-A call is the forward and the backward through autograd. The ideal is the time of one GPU for the whole, in the same
-run, divided by the number of GPUs. Every implementation is first held against one GPU's results (ours must have their
-bits), then all have their turns in rounds. A time is the largest of all ranks', from a point that all GPUs have reached
-together; a figure is the median over all rounds. The hosts get a head start, as in benchmarks.timing: what is measured
-are the GPUs.
+A call is the forward and the backward through autograd. The ideal is the time of one GPU for the whole in the same run,
+divided by the number of GPUs. The results of every implementation are first compared with those of one GPU (ours must
+have the same bits), and then the implementations alternate in rounds. A time is the largest over all ranks, from a
+point that all GPUs have reached together, and a figure is the median over all rounds. The hosts get a head start as in
+benchmarks.timing, so that the GPUs are measured and not the hosts.
 
-One command starts a process for each GPU. A peer that fails is named and left out; one that ends the processes, or does
-not come back, is left out in a second start. With `--device cpu` the program can be tried; such figures mean nothing.
+The command starts a process per GPU. A baseline that fails is reported and left out. If a baseline kills the processes
+or hangs, they start a second time without it. `--device cpu` tries out the program; such figures are meaningless.
 """
 
 from __future__ import annotations
@@ -40,16 +40,16 @@ from dash_attn.distributed.channel import channel_of
 
 HEADS, KV_HEADS, HEAD_DIM = 32, 8, 128  # KV heads unless others are asked for
 SHARE_OF_IDEAL = 0.88
-"""What the project asks for."""
+"""The required share of the ideal."""
 NEAR = 0.03
-"""Of results in bf16 whose order of sums is another: the norm of the difference over the norm."""
+"""The largest error of bf16 results with another order of sums: the norm of the difference over the norm."""
 ONE, OURS, MOVEMENTS = "one GPU", "dash_attn", "the movements"
-# Multicast over NVLink stays off: nothing here gains by it, and not every host has it.
+# NVLink multicast stays off: it gains nothing here, and not every host supports it.
 NCCL_SETTINGS = {"NCCL_NVLS_ENABLE": "0"}
 TIMEOUT_S = 60
 STARTS = 4
-OURS_IS_WRONG = 3  # the exit status of a rank that has done all it should
-# Clocks that GPUs idle before a call for their hosts to run ahead: about 4 ms, more than an agreement of ranks takes.
+OURS_IS_WRONG = 3  # the exit status of a rank that finished with a wrong result of ours
+# Clocks for which GPUs idle before a call so that their hosts run ahead: about 4 ms, longer than the ranks' agreement.
 HEAD_START_CLOCKS = 8_000_000
 WARM_UP_S = 0.1
 
@@ -57,19 +57,19 @@ WARM_UP_S = 0.1
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
-    parser.add_argument("--ranks", type=int, default=None, help="default: 4 where there are as many GPUs, else 2")
+    parser.add_argument("--ranks", type=int, default=None, help="default: 4 if there are as many GPUs, else 2")
     parser.add_argument("--seqlens", type=int, nargs="+", default=[65_536, 131_072], metavar="N")
-    parser.add_argument("--kv-heads", type=int, default=KV_HEADS, metavar="N", help="fewer than ranks: keys gathered")
-    parser.add_argument("--rounds", type=int, default=4, help="turns of each implementation")
-    parser.add_argument("--block", type=float, default=0.6, help="seconds of a turn, 1 to 10 calls")
-    parser.add_argument("--limit", type=float, default=400, help="seconds that all may take")
-    parser.add_argument("--leave-out", nargs="*", default=[], metavar="NAME", help="rows of the table")
+    parser.add_argument("--kv-heads", type=int, default=KV_HEADS, metavar="N", help="fewer than ranks gather keys")
+    parser.add_argument("--rounds", type=int, default=4, help="turns per implementation")
+    parser.add_argument("--block", type=float, default=0.6, help="seconds per turn, with 1 to 10 calls")
+    parser.add_argument("--limit", type=float, default=400, help="seconds for the whole program")
+    parser.add_argument("--leave-out", nargs="*", default=[], metavar="NAME", help="rows of the table to leave out")
     parser.add_argument("--json", type=pathlib.Path, default=None, help="file for the results")
     parser.add_argument("--stage", type=pathlib.Path, default=None, help=argparse.SUPPRESS)
     return parser
 
 
-# The process that starts the others.
+# The parent process.
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -81,7 +81,7 @@ def main(argv: list[str] | None = None) -> int:
     gpus = torch.cuda.device_count()
     ranks = arguments.ranks or (4 if gpus >= 4 else 2)
     if arguments.device == "cuda" and gpus < ranks:
-        parser.error(f"--ranks must be at most the number of GPUs, {gpus}, got {ranks}; --device cpu is a trial")
+        parser.error(f"--ranks must be at most the number of GPUs, {gpus}, got {ranks} (--device cpu is for tests)")
     kv_heads = arguments.kv_heads
     if kv_heads < 1 or HEADS % kv_heads:
         parser.error(f"--kv-heads must divide the {HEADS} heads, got {kv_heads}")
@@ -94,7 +94,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _start(arguments: argparse.Namespace, argv: list[str], ranks: int) -> int:
-    """Starts the ranks, again where an implementation has ended them, and returns the exit status."""
+    """Starts the ranks, again without an implementation that has ended them, and returns the exit status."""
     deadline = time.monotonic() + arguments.limit
     left_out = list(arguments.leave_out)
     with tempfile.TemporaryDirectory() as folder:
@@ -115,7 +115,7 @@ def _start(arguments: argparse.Namespace, argv: list[str], ranks: int) -> int:
 
 
 def _run_ranks(options: list[str], ranks: int, deadline: float) -> tuple[bool, str]:
-    """Whether all of ours is right, and why they ended too early, "" where they did not."""
+    """Returns whether all results of ours are right, and why the ranks ended early ("" if they did not)."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -131,7 +131,7 @@ def _run_ranks(options: list[str], ranks: int, deadline: float) -> tuple[bool, s
         while True:
             codes = [process.poll() for process in processes]
             if any(code not in (None, 0, OURS_IS_WRONG) for code in codes):
-                return False, f"exit statuses {codes}, None is one that still ran"
+                return False, f"exit statuses {codes} (None: still running)"
             if None not in codes:
                 return not any(codes), ""
             if time.monotonic() > deadline:
@@ -165,17 +165,17 @@ def _of_rank(arguments: argparse.Namespace) -> int:
 
 
 def _measure(arguments: argparse.Namespace, ranks: Ranks) -> bool:
-    """Measures every length, prints and writes what there is so far; whether something of ours is wrong."""
+    """Measures every length, and prints and writes the results so far. Returns whether a result of ours is wrong."""
     meta = {**run.metadata(ranks.device), "ranks": ranks.size, "before": run.state(ranks.device)}
     if ranks.device.type == "cuda":
         meta |= {"nccl": ".".join(map(str, torch.cuda.nccl.version())), **NCCL_SETTINGS}
     result: dict[str, Any] = {"meta": meta, "rows": [], "movements": [], "left_out": []}
     for name in arguments.leave_out:
-        result["left_out"].append({"impl": name, "why": "asked for, or it ended the processes"})
+        result["left_out"].append({"impl": name, "why": "left out on request, or because it ended the processes"})
     failed = False
     if ranks.rank == 0:
         known = ", ".join(f"{key} {value}" for key, value in meta.items() if isinstance(value, str))
-        print(known if ranks.device.type == "cuda" else "a trial on CPUs, whose figures mean nothing", flush=True)
+        print(known if ranks.device.type == "cuda" else "a test on CPUs, whose figures are meaningless", flush=True)
     for seqlen in arguments.seqlens:
         began = time.monotonic()
         rows, movements, left_out = _of_length(arguments, ranks, seqlen)
@@ -237,7 +237,7 @@ def _of_length(arguments: argparse.Namespace, ranks: Ranks, seqlen: int) -> tupl
 
 
 def _stage(arguments: argparse.Namespace, ranks: Ranks, name: str) -> None:
-    """For the process that started this one: what goes on, should it end."""
+    """Tells the parent process what is running, in case it ends the processes."""
     if arguments.stage is not None and ranks.rank == 0:
         arguments.stage.write_text(name)
 
@@ -254,7 +254,7 @@ def _whole_tensors(ranks: Ranks, seqlen: int, kv_heads: int) -> Whole:
 
 
 def _reference(one: Implementation, ranks: Ranks, whole: Whole) -> Whole:
-    """What one GPU has; all ranks get rank 0's."""
+    """Returns the results of one GPU, which rank 0 sends to all ranks."""
     with one.block(whole) as call:
         results = call() if ranks.rank == 0 else tuple(torch.empty_like(whole[x]) for x in ("dout", "q", "k", "v"))
     found = dict(zip(RESULTS, (x.contiguous() for x in results)))
@@ -266,17 +266,18 @@ def _reference(one: Implementation, ranks: Ranks, whole: Whole) -> Whole:
 def _fastest_right_one(
     ways: Sequence[Callable[[], Implementation]], ranks: Ranks, whole: Whole, reference: Whole
 ) -> tuple[tuple[Implementation, float, dict] | None, list[str]]:
-    """The fastest, its milliseconds, and its errors; and why others were left out. Ranks come to the same choice."""
+    """Returns the fastest implementation, its milliseconds and its errors, and why others were left out. All ranks come
+    to the same result."""
     best, whys = None, []
     for way in ways:
         implementation, errors, why = None, {}, ""
         try:
             implementation = way()
             if best is not None and not getattr(implementation, "grouped", True):
-                continue  # repeated KV heads are more work, for what does not take them grouped
+                continue  # repeated KV heads are more work, only for kernels without grouped heads
             with implementation.block(whole) as call:
                 errors = _errors(implementation.pairs(call(), reference))
-        except Exception as error:  # a peer may raise anything
+        except Exception as error:  # a baseline may raise anything
             why = f"{type(error).__name__}: {error}".strip().splitlines()[0][:300]
         everyones = ranks.gathered((why, errors))
         for rank, (of_rank, _) in enumerate(everyones):
@@ -286,7 +287,7 @@ def _fastest_right_one(
             assert implementation is not None
             errors = _together([found for _, found in everyones])
             if not all(error["relative"] <= NEAR for error in errors.values()):
-                why = f"not near one GPU: {errors}"
+                why = f"too far from the results of one GPU: {errors}"
         if why:
             note = f"{implementation.note}: " if implementation is not None else ""
             whys.append(f"{note}{why}")
@@ -298,11 +299,11 @@ def _fastest_right_one(
 
 
 def _errors(pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> dict[str, tuple[bool, float, float]]:
-    """Of each result: whether its bits are the expected, and squares of the difference and of what is expected."""
+    """Returns for each result whether its bits are as expected, and the squares of the difference and of the norm."""
     found = {}
     for name, (actual, expected) in zip(RESULTS, pairs, strict=True):
         if actual.shape != expected.shape:
-            raise ValueError(f"{name} has shape {tuple(actual.shape)}, not {tuple(expected.shape)}")
+            raise ValueError(f"{name} must have shape {tuple(expected.shape)}, got {tuple(actual.shape)}")
         same = torch.equal(actual.view(torch.int16), expected.view(torch.int16))
         exact = expected.float()
         difference = (actual.float() - exact).square().sum(dtype=torch.float64)
@@ -321,7 +322,7 @@ def _together(of_ranks: list[dict[str, tuple[bool, float, float]]]) -> dict[str,
 def _time_of(
     implementation: Implementation, ranks: Ranks, whole: Whole, calls: int, about_ms: float | None = None
 ) -> list[float]:
-    """Milliseconds of some calls, after others that warm up: the largest of all ranks'."""
+    """Returns the milliseconds of some calls after a warm-up, the largest of all ranks."""
     warm_up = 1 if about_ms is None else max(1, round(1e3 * WARM_UP_S / about_ms))
     times: list[float] = []
     if implementation.alone and ranks.rank != 0:
@@ -333,7 +334,7 @@ def _time_of(
 
 
 def _times_ms(call: Callable[[], object], ranks: Ranks, calls: int, together: bool = True) -> list[float]:
-    """Of each call, on this rank, from a point that all GPUs have reached together."""
+    """Returns the milliseconds of each call on this rank, from a point that all GPUs have reached together."""
     times = []
     one = torch.ones(1, dtype=torch.int32, device=ranks.device)
     for _ in range(calls):
@@ -358,7 +359,7 @@ def _times_ms(call: Callable[[], object], ranks: Ranks, calls: int, together: bo
 
 
 def _movements(ranks: Ranks, whole: Whole) -> list[dict]:
-    """The all-to-alls alone: as a call has them, and NCCL's with as many bytes and no copies around it."""
+    """Measures only the all-to-alls: as in a call, and NCCL's with as many bytes and without the copies around it."""
     group = ranks.mesh.get_group()
     size, seqlen, kv_heads = ranks.size, whole["q"].shape[1], whole["k"].shape[2]
     if size == 1:
@@ -390,7 +391,7 @@ def _movement(ranks: Ranks, name: str, move: Callable[[], object], of_rank: int)
 
 
 def table(rows: list[dict], movements: list[dict], left_out: list[dict], ranks: int) -> str:
-    """The results of one length, with what the project asks for."""
+    """Formats the results of one length, with the targets."""
     times = {row["impl"]: row["ms"] for row in rows}
     first = rows[0]
     lines = [
@@ -404,14 +405,14 @@ def table(rows: list[dict], movements: list[dict], left_out: list[dict], ranks: 
         over = "".join(f"{row['ms'] / x if x else float('nan'):>{width}.2f}" for x, width in zip(ours, (10, 9)))
         error = f"{max(x['relative'] for x in row['errors'].values()):.1e}"
         if row["impl"].startswith(OURS):
-            error = "bits of one GPU" if _same_bits(row) else f"WRONG, other bits than one GPU: {row['errors']}"
+            error = "bits of one GPU" if _same_bits(row) else f"WRONG, bits differ from one GPU: {row['errors']}"
         spread = f"{min(row['rounds_ms']):.2f} to {max(row['rounds_ms']):.2f}"
         lines.append(f"  {row['impl']:<44}{row['ms']:>9.2f}{row['of_ideal']:>10.3f}{over}  {spread}; {error}")
         lines.append(f"      {row['note']}")
-    lines.append("  /contig., /zigzag: time over that of dash_attn in this layout; 1 or more is not faster than ours")
+    lines.append("  /contig., /zigzag: time over that of dash_attn in this layout; above 1 is slower than dash_attn")
     lines += [f"  left out {row['impl']}: {row['why']}" for row in left_out]
     for row in movements:
-        lines.append(f"  {row['movement']:<50}{row['ms']:>9.3f} ms{row['gbs']:>8.0f} GB/s leave each GPU")
+        lines.append(f"  {row['movement']:<50}{row['ms']:>9.3f} ms{row['gbs']:>8.0f} GB/s out of each GPU")
     for layout in ("contiguous", "zigzag"):
         taken = sum(row["ms"] for row in movements if row["movement"].startswith(f"{layout}: "))
         if (whole := times.get(f"dash_attn {layout}")) and taken:

@@ -1,7 +1,7 @@
-"""What benchmarks.context_parallel measures: ours, torch's context parallelism, ring-flash-attn's zigzag.
+"""The implementations in benchmarks.context_parallel: ours, torch's context parallelism, ring-flash-attn's zigzag.
 
-An implementation is prepared with whole tensors, of which it keeps this rank's part, and gives a call of the forward
-and the backward through autograd. Importing this module imports no peer.
+An implementation is prepared with whole tensors, of which it keeps this rank's part, and returns a call of the forward
+and the backward through autograd. Importing this module imports no baseline.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from torch.distributed.device_mesh import DeviceMesh
 import dash_attn
 from dash_attn.distributed import context_parallel_attention, shard
 
-# Output and gradients of this rank; tensors are (batch, rows, heads, head_dim) unless an implementation says otherwise.
+# Output and gradients of this rank; tensors are (batch, rows, heads, head_dim) unless an implementation differs.
 Results = tuple[Tensor, ...]
 Call = Callable[[], Results]
 Whole = dict[str, Tensor]
@@ -35,17 +35,17 @@ TORCH_KERNELS = ("FlashAttention-2", "cuDNN", "FlashAttention-3")
 
 @dataclass(frozen=True)
 class Ranks:
-    """The processes, one for each GPU."""
+    """The processes, one per GPU."""
 
     rank: int
     size: int
     device: torch.device
     mesh: DeviceMesh
     hosts: dist.ProcessGroup
-    """Of gloo: what is said there waits for no GPU and uses none."""
+    """A gloo group, which neither uses a GPU nor waits for one."""
 
     def gathered(self, value: Any) -> list[Any]:
-        """Every rank's value."""
+        """Returns every rank's value."""
         found: list[Any] = [None] * self.size
         dist.all_gather_object(found, value, group=self.hosts)
         return found
@@ -60,13 +60,13 @@ def forward_and_backward(attention: Callable[..., Tensor], leaves: list[Tensor],
 
 
 class Implementation:
-    """Each rank computes `attention` of its part of every tensor."""
+    """An implementation in which each rank computes `attention` of its part of every tensor."""
 
     name: str
     note: str = ""
-    """Which kernels, and how they are used."""
+    """The kernels, and how they are used."""
     alone = False
-    """Rank 0 computes, the others wait."""
+    """Whether rank 0 computes while the others wait."""
 
     def __init__(self, ranks: Ranks):
         self.ranks = ranks
@@ -75,18 +75,18 @@ class Implementation:
         raise NotImplementedError
 
     def part(self, x: Tensor) -> Tensor:
-        """This rank's part of a whole tensor."""
+        """Returns this rank's part of a whole tensor."""
         raise NotImplementedError
 
     @contextlib.contextmanager
     def block(self, whole: Whole) -> Iterator[Call]:
-        """What to call, while this implementation has its turn."""
+        """Yields the call while this implementation has its turn."""
         q, k, v, dout = (self.part(whole[name]) for name in ("q", "k", "v", "dout"))
         leaves = [x.requires_grad_() for x in (q, k, v)]
         yield lambda: forward_and_backward(self.attention, leaves, dout)
 
     def pairs(self, results: Results, reference: Whole) -> list[tuple[Tensor, Tensor]]:
-        """Each result with what one GPU has for it; within the block."""
+        """Pairs each result with that of one GPU; within the block."""
         return [(x, self.part(reference[name])) for name, x in zip(RESULTS, results)]
 
 
@@ -116,7 +116,7 @@ class Ours(Implementation):
 
 
 class TensorParallel(OneGpu):
-    """Each rank has its heads of every tensor; nothing is sent."""
+    """Each rank has its heads of every tensor, and nothing is sent."""
 
     name = "dash_attn by heads"
     note = "flash_attn_func of this rank's heads (tensor parallelism)"
@@ -128,7 +128,7 @@ class TensorParallel(OneGpu):
 
 
 class RingZigzag(Implementation):
-    """ring-flash-attn's zigzag on the fastest kernels at hand that need not be deterministic."""
+    """ring-flash-attn's zigzag with the fastest available kernels, which may be non-deterministic."""
 
     name = "ring-flash-attn zigzag"
 
@@ -145,15 +145,15 @@ class RingZigzag(Implementation):
 
 
 class TorchContextParallel(Implementation):
-    """torch's, with its balancing of load; its tensors are (batch, heads, rows, head_dim).
+    """torch's context parallelism with its load balancing; its tensors are (batch, heads, rows, head_dim).
 
     Args:
         ranks: the processes.
-        kernels: one of TORCH_KERNELS; FlashAttention-3 is registered in the place of torch's FlashAttention-2, by
-            torch's own door for it, while it has its turn.
-        rotation: how keys and values get round, "allgather" or "alltoall".
-        grouped: whether torch is given as many KV heads as there are; else each is repeated for its query heads,
-            which is in the time.
+        kernels: one of TORCH_KERNELS. FlashAttention-3 replaces torch's FlashAttention-2 through torch's own
+            registration while it has its turn.
+        rotation: how keys and values are exchanged, "allgather" or "alltoall".
+        grouped: whether torch receives grouped KV heads; otherwise each is repeated for its query heads, within the
+            measured time.
     """
 
     def __init__(self, ranks: Ranks, kernels: str, rotation: str, grouped: bool):
@@ -184,7 +184,7 @@ class TorchContextParallel(Implementation):
         backend = SDPBackend.CUDNN_ATTENTION if self.kernels == "cuDNN" else SDPBackend.FLASH_ATTENTION
         parallel.set_rotate_method(self.rotation)
         parallel._cp_options.enable_load_balance = True
-        # Its buffers are cut in place, and are whole again behind it.
+        # The buffers are cut in place, and are whole again after the block.
         buffers = [whole[name].transpose(1, 2).contiguous() for name in ("q", "k", "v", "dout")]
         with self._registered(), context_parallel(self.ranks.mesh, buffers=buffers, buffer_seq_dims=[2] * 4):
             leaves = [x.detach().requires_grad_() for x in buffers[:3]]
@@ -222,7 +222,7 @@ ROWS = (
 
 
 def candidates(ranks: Ranks, kv_heads: int) -> dict[str, list[Callable[[], Implementation]]]:
-    """For each row that there is the ways to get it, in the order of trial; the fastest that works is measured."""
+    """Returns for each row the ways to compute it, in the order of trial. The fastest that works is measured."""
     ours = [lambda: Ours(ranks, "contiguous"), lambda: Ours(ranks, "zigzag"), lambda: TensorParallel(ranks)]
     of_torch = [
         [
@@ -239,7 +239,7 @@ def candidates(ranks: Ranks, kv_heads: int) -> dict[str, list[Callable[[], Imple
 
 
 def torch_attention_on_cpu() -> None:
-    """A trial on CPUs has our reference in place of the kernels that torch has on GPUs."""
+    """Uses our reference instead of torch's GPU kernels, for tests on CPUs."""
     import dash_attn.integrations.torch as door
 
     # torch's context parallelism replaces a function by its name.
@@ -251,7 +251,7 @@ def torch_attention_on_cpu() -> None:
 
 
 def import_ring(name: str, kernels: types.ModuleType) -> Any:
-    """A module of ring_flash_attn on these kernels; not its __init__, which wants parts of transformers."""
+    """Imports a module of ring_flash_attn on these kernels, without its __init__, which needs parts of transformers."""
     if "ring_flash_attn" not in sys.modules:
         specification = importlib.util.find_spec("ring_flash_attn")
         if specification is None:
@@ -266,14 +266,14 @@ def import_ring(name: str, kernels: types.ModuleType) -> Any:
 
 
 def ring_kernels(device: torch.device) -> tuple[types.ModuleType, str]:
-    """What stands in for flash_attn, which ring-flash-attn imports its two private functions from; and what it is."""
+    """Returns a replacement of flash_attn, from which ring-flash-attn imports two private functions, and its name."""
     if device.type == "cpu":
         from dash_attn.compat import flash_attn_2
 
         return flash_attn_2, "a trial on CPUs, with our reference as kernels"
     try:
         return flash_attention_3(), "FlashAttention-3 through a shim of flash_attn's private functions"
-    except Exception as error:  # a broken library raises anything
+    except Exception as error:  # a broken library may raise anything
         why = f"{type(error).__name__}: {error}".splitlines()[0]
         return flash_attention_2(), f"torch's FlashAttention-2 through a shim (FlashAttention-3: {why})"
 
@@ -281,7 +281,7 @@ def ring_kernels(device: torch.device) -> tuple[types.ModuleType, str]:
 def flash_attention_3() -> types.ModuleType:
     peer = importlib.import_module("flash_attn_interface")
 
-    # Names and order are those that ring-flash-attn passes; what it never uses here must have its neutral value.
+    # The names and the order that ring-flash-attn uses. Arguments that it never uses must have their neutral values.
     def _flash_attn_forward(
         q, k, v, dropout_p, softmax_scale, causal,
         window_size_left=-1, window_size_right=-1, softcap=0.0, alibi_slopes=None, return_softmax=False,
@@ -322,7 +322,7 @@ def flash_attention_2() -> types.ModuleType:
         window_size_left=-1, window_size_right=-1, softcap=0.0, alibi_slopes=None, deterministic=False, rng_state=None,
     ):  # fmt: skip
         _require_plain(dropout_p, window_size_left, window_size_right, softcap, alibi_slopes)
-        if not unused:  # the state of dropout, of which there is none
+        if not unused:  # the state of dropout, which is off
             unused.extend(aten._flash_attention_forward(
                 *(x[:, :128] for x in (q, k, v)), None, None, 128, 128, 0.0, causal, False)[2:4])  # fmt: skip
         gradients = aten._flash_attention_backward(
@@ -343,4 +343,4 @@ def _module(*functions: Callable[..., Any]) -> types.ModuleType:
 
 def _require_plain(dropout_p, left, right, softcap, alibi_slopes) -> None:
     if dropout_p or (left, right) != (-1, -1) or softcap or alibi_slopes is not None:
-        raise NotImplementedError("the shim takes the causal and the full mask only, without changed scores")
+        raise NotImplementedError("the shim supports only the causal and the full mask, without changed scores")

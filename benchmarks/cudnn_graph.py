@@ -15,14 +15,14 @@ def deterministic_backward(
     scale: float,
     causal: bool,
 ) -> Callable[[], tuple[torch.Tensor, ...]]:
-    """A function that writes and returns (dq, dk, dv), each time with the same bits.
+    """Returns a function that writes and returns (dq, dk, dv), with the same bits every time.
 
     Args:
-        q, k, v, out, dout: of one 16-bit type, (batch, heads, seqlen, head_dim) with any strides.
-        softmax_lse: fp32, of batch * heads * seqlen elements, as the forward of torch's cuDNN attention returns it.
+        q, k, v, out, dout: 16-bit tensors of one dtype, (batch, heads, seqlen, head_dim), with any strides.
+        softmax_lse: fp32 with batch * heads * seqlen elements, from the forward of torch's cuDNN attention.
 
     Raises:
-        Exception: whatever cuDNN raises for a shape that it has no such kernel for.
+        Exception: any error of cuDNN, for a shape without such a kernel.
     """
     import cudnn
 

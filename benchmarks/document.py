@@ -1,14 +1,14 @@
-"""Writes what README.md, benchmarks/README.md and benchmarks/by_shape.md quote of a result, and draws its picture.
+"""Writes the generated parts of README.md, benchmarks/README.md and benchmarks/by_shape.md, and draws the pictures.
 
     R=benchmarks/results/RESULT
     python -m benchmarks.document $R.json --sharded ${R}_sharded.json --packed-bar ${R}_packed-bar.json \
         --windows-bar ${R}_windows-bar.json --head-dims ${R}_head-dims.json --scores ${R}_scores.json \
         --dropout ${R}_dropout.json
 
-README.md quotes two figures, of the costs of a training step and of this result beside the peers of its own run, and
-shows the picture. benchmarks/README.md has the same result beside the peers of benchmarks/results/peers_h200.json too,
-and what the options' results say: each option takes the result of the grid of its name, whose peers are its own.
-benchmarks/by_shape.md has those grids by shape. The picture, of the result alone, goes beside it, with the suffix .png;
+README.md quotes two figures, the cost of a training step and this result compared with the baselines of its own run,
+and shows the picture. benchmarks/README.md also compares the result with benchmarks/results/peers_h200.json, and quotes
+the results of the options: each option takes the result of the grid of its name, which has its own baselines.
+benchmarks/by_shape.md lists those grids by shape. The picture of the result lies next to it with the suffix .png, and
 the picture of the sharded shapes, which benchmarks/README.md shows, has the suffix _sharded.png.
 """
 
@@ -27,9 +27,9 @@ PEERS = ROOT / "benchmarks" / "results" / "peers_h200.json"
 TRAINING = ROOT / "benchmarks" / "results" / "h200_2026-11-23_76127b1_training_costs.json"
 MODULE = "benchmarks.document"
 PICTURE = f"{MODULE}: the picture"
-TARGET = 0.98  # of the yardstick's throughput
+TARGET = 0.98  # of the throughput with atomics
 THIS_RUN = "this run"
-# By the names that examples/train_costs.py gives them.
+# By the names in examples/train_costs.py.
 ATTENTIONS = {
     "sdpa_cudnn": "cuDNN",
     "sdpa_flash": "FlashAttention-2",
@@ -39,25 +39,25 @@ ATTENTIONS = {
 
 
 class Grid(NamedTuple):
-    """A grid that is quoted from a result of its own: what it is, and what its shapes are called."""
+    """A grid that is quoted from its own result: its description, and the name of its shapes."""
 
     what: str
     shapes: str
 
 
 OWN_GRIDS = {
-    "sharded": Grid("What one GPU of a tensor-parallel group sees", "the sharded shapes"),
-    "sharded_held_out": Grid("Shapes of that kind that nothing was tuned on", "the held-out sharded shapes"),
-    "packed-bar": Grid("Packed sequences of unequal and equal lengths", "the packs"),
+    "sharded": Grid("Shapes that one GPU of a tensor-parallel group sees", "the sharded shapes"),
+    "sharded_held_out": Grid("Shapes of that kind that were not used for tuning", "the held-out sharded shapes"),
+    "packed-bar": Grid("Variable-length batches of unequal and equal lengths", "the variable-length batches"),
     "windows-bar": Grid("Sliding windows", "the windows"),
-    "head-dims": Grid("Head dims beside 128, of queries and keys and of values", "the head dims"),
-    "scores": Grid("Softcaps, ALiBi and sinks", "the scores"),
-    "dropout": Grid("Dropout", "the dropout"),
+    "head-dims": Grid("Head dims other than 128, of queries and keys and of values", "the head dims"),
+    "scores": Grid("Softcaps, ALiBi and sinks", "the shapes with changed scores"),
+    "dropout": Grid("Dropout", "the shapes with dropout"),
 }
 
 
 class Quoted:
-    """A result beside the peers, and the results of grids of OWN_GRIDS by their names."""
+    """A result compared with the baselines, and the results of the grids in OWN_GRIDS by name."""
 
     def __init__(self, result: pathlib.Path, peers: pathlib.Path = PEERS, **own: pathlib.Path | None):
         self.path, self.peers_path = result, peers
@@ -69,13 +69,13 @@ class Quoted:
         return compare.compare(compare.read(self.path, pass_), compare.read(self.peers_path, pass_))
 
     def in_one_run(self, pass_: str) -> dict[str, list[Comparison]]:
-        """By the run's name, the comparisons with the peers that were measured in it; this result is a run as well."""
+        """Returns the comparisons with the baselines that each run measured, by the run's name, including this one."""
         runs = {THIS_RUN: compare.read(self.path, pass_), **compare.read_runs(self.peers_path, pass_)}
         compared = {name: compare.compare(figures, figures) for name, figures in runs.items()}
         return {name: found for name, found in compared.items() if found}
 
     def runs_told(self) -> dict[str, str]:
-        """What there is to say of each run in which both sides were measured."""
+        """Returns a description of each run in which both sides were measured."""
         told = {THIS_RUN: f"dash_attn {self.meta['commit'][:7]}", **self.peers_meta["same_run"]}
         if versions := self.meta.get("impls"):
             told[THIS_RUN] += f" beside {' and '.join(versions.values())}"
@@ -96,7 +96,7 @@ def table(heads: list[str], rows: list[list[str]]) -> str:
 
 
 def groups_of(rows: list[Comparison]) -> dict[tuple[int, str], list[Comparison]]:
-    """By head_dim and mask."""
+    """Groups rows by head_dim and mask."""
     groups: dict[tuple[int, str], list[Comparison]] = {}
     for row in rows:
         groups.setdefault((row.shape.head_dim, row.shape.mask), []).append(row)
@@ -114,14 +114,14 @@ def summary(rows: list[Comparison]) -> str:
 
 
 def run_told(quoted: Quoted, name: str) -> str:
-    """Commit and GPU of a result of a grid of its own."""
+    """Returns the commit and the GPU of the result of a grid."""
     meta = json.loads(quoted.own[name].read_text())["meta"]
     return f"commit {meta['commit'][:12]} on one {meta['gpu'].split()[1]}"
 
 
 def own_grid_line(quoted: Quoted, name: str) -> str:
-    """Ours over each peer, in geometric mean and at the least, of the run with the grid; and packs over our own dense
-    call."""
+    """Quotes our throughput over each baseline's, in geometric mean and minimum, from the grid's run; and
+    variable-length batches over our dense call."""
     said = []
     for pass_ in ("backward", "forward"):
         rows = quoted.of_own_grid(name, pass_)
@@ -130,19 +130,17 @@ def own_grid_line(quoted: Quoted, name: str) -> str:
             shown = str(peer) if pass_ == "backward" else compare.NAMES[peer.impl]
             means[shown] = compare.mean(rows, peer.deterministic, peer.impl)
         if dense := compare.dense_mean(rows):
-            means["our own dense call on packs of equal lengths"] = dense
+            means["our dense call on variable-length batches of equal lengths"] = dense
         for shown, mean in means.items():
-            said.append(
-                f"the {pass_} {mean.ratio:.2f} times that of {shown}, at the least {mean.least:.2f} ({mean.shapes})"
-            )
+            said.append(f"the {pass_} {mean.ratio:.2f} times that of {shown}, minimum {mean.least:.2f} ({mean.shapes})")
     return prose(
         f"""{OWN_GRIDS[name].what} (`--grid {name}`), both sides in one run of {run_told(quoted, name)}. Geometric mean
-        of our throughput over the baseline's, the least ratio, and the number of shapes: {"; ".join(said)}."""
+        of our throughput over the baseline's, the minimum, and the number of shapes: {"; ".join(said)}."""
     )
 
 
 def own_grid_table(quoted: Quoted, name: str) -> str:
-    """Of a grid with bars: every ratio, and what it is to be."""
+    """Quotes a grid with targets: every ratio, and its target."""
     claims = bars.CLAIMS[name](bars.Run(quoted.own[name], name))
     if not claims:
         raise SystemExit(f"error: --{name} must be a result of that grid with peers, got {quoted.own[name]}")
@@ -165,8 +163,8 @@ def sharded_picture(quoted: Quoted) -> pathlib.Path:
 
 
 def training_ratios(path: pathlib.Path = TRAINING) -> dict[int, tuple[float, str]]:
-    """By the tokens of a sequence, the speed of a training step with dash_attn of which everything is deterministic,
-    over that of a step with the baseline of which nothing is; and the baseline's name."""
+    """Returns, by the tokens per sequence, the speed of a fully deterministic training step with dash_attn over that of
+    a non-deterministic step with the baseline, and the baseline's name."""
     found = {}
     for result in json.loads(path.read_text())["results"]:
         plain = [row for row in result["rows"] if not row["receipts"]]
@@ -193,13 +191,13 @@ def of_training() -> str:
 
 
 def of_kernels(quoted: Quoted) -> str:
-    """Beside the peers of this run, and beside FlashAttention-4, which was measured apart."""
+    """Compares with the baselines of this run, and with FlashAttention-4, which was measured separately."""
     backward, forward = (quoted.in_one_run(pass_).get(THIS_RUN, []) for pass_ in ("backward", "forward"))
     here = compare.measured_peers(backward)
     names = {mode: [compare.NAMES[peer.impl] for peer in here if peer.deterministic == mode] for mode in (True, False)}
     if not (names[True] and names[False] and forward):
         raise SystemExit(
-            f"error: {quoted.path} has not both passes beside peers of its run, deterministic and other ones"
+            f"error: {quoted.path} must have both passes with baselines of its run, deterministic and others"
         )
     ordered, other, of_forward = *(compare.mean(backward, mode) for mode in (True, False)), compare.mean(forward, True)
     apart = [compare.mean(quoted.against_peers("backward"), mode, "fa4") for mode in (True, False)]
@@ -228,7 +226,7 @@ def picture(quoted: Quoted) -> str:
 
 
 def of_schedules(quoted: Quoted, schedule: str, other: str) -> dict[Shape, float]:
-    """The backward's throughput of one schedule over another's, at the shapes where both were measured."""
+    """Returns the backward's throughput with one schedule over another, at the shapes where both were measured."""
     ratios = {}
     for shape, figures in compare.read(quoted.path, "backward").items():
         by_schedule = {f.schedule: f.tflops for f in figures if f.impl == compare.OURS}
@@ -239,13 +237,13 @@ def of_schedules(quoted: Quoted, schedule: str, other: str) -> dict[Shape, float
 
 def order_free(quoted: Quoted) -> str:
     mean = compare.mean_of(of_schedules(quoted, "order_free", "auto"))
-    said = '`schedule="order_free"` has {:.2f} times the throughput of `"auto"`, at the least {:.2f}.'
+    said = '`schedule="order_free"` has {:.2f} times the throughput of `"auto"` (minimum {:.2f}).'
     return said.format(mean.ratio, mean.least) if mean else ""
 
 
 def grid(rows: list[Comparison]) -> str:
-    """Every shape, the best peers, and which were not measured there; where packs are among them, our throughput over
-    that of our own dense call."""
+    """Lists every shape with the best baselines, and those that were not measured there. For variable-length batches,
+    also our throughput over our dense call."""
     notes, missing = compare.footnotes(rows)
     series = plot.are_series([row.shape for row in rows])
     with_dense = any(row.dense for row in rows)
@@ -262,8 +260,8 @@ def grid(rows: list[Comparison]) -> str:
             cells += [f"{peer.tflops:.0f} ({peer.name})", f"{row.ratio(peer):.2f}"] if peer else ["-", "-"]
         lines.append([*cells, note])
     heads = ["head_dim", "heads", "mask", "seqlen" if series else "batch x seqlen", "dash_attn"]
-    heads += ["of dense"] * with_dense + ["best deterministic baseline", "ratio", "best other baseline", "ratio"]
-    modes = {True: "deterministic", False: "not deterministic"}
+    heads += ["over dense"] * with_dense + ["best deterministic baseline", "ratio", "best other baseline", "ratio"]
+    modes = {True: "deterministic", False: "non-deterministic"}
     shown = []
     for letter, peers in missing.items():
         said = [
@@ -273,18 +271,18 @@ def grid(rows: list[Comparison]) -> str:
         ]
         shown.append(prose(f"- {letter}: {'; '.join(said)}", indent="  "))
     found = table([*heads, "missing"], lines)
-    legend = "Missing are the baselines that were not measured at the shape:\n\n" + "\n".join(shown)
+    legend = "These baselines were not measured at the shape:\n\n" + "\n".join(shown)
     return f"{found}\n\n{legend}" if shown else found
 
 
 def counts(rows: list[Comparison]) -> str:
-    """At how many shapes of each group each peer was measured."""
+    """Counts the shapes of each group at which each baseline was measured."""
     groups = groups_of(rows)
     lines = []
     for peer in compare.measured_peers(rows):
         found = [sum(c.best(peer.deterministic, peer.impl) is not None for c in group) for group in groups.values()]
         lines.append([str(peer), *map(str, found)])
-    heads = [f"{head_dim} {mask}, of {len(group)}" for (head_dim, mask), group in groups.items()]
+    heads = [f"{head_dim} {mask} ({len(group)})" for (head_dim, mask), group in groups.items()]
     return table(["backward, shapes measured", *heads], lines)
 
 
@@ -293,7 +291,7 @@ def shown_mean(mean: compare.Mean | None) -> str:
 
 
 def to_each_peer(quoted: Quoted, pass_: str) -> str:
-    """The mean to each peer, of separate runs and of those with both sides."""
+    """Tabulates the mean ratio to each baseline, in separate runs and in runs with both sides."""
     apart, together = quoted.against_peers(pass_), quoted.in_one_run(pass_)
     lines = []
     for peer in compare.measured_peers(apart):
@@ -310,16 +308,16 @@ def to_each_peer(quoted: Quoted, pass_: str) -> str:
 
 
 def yardstick(quoted: Quoted) -> str:
-    """Ours over the same kernel with plain fp32 atomics, where the result has them."""
+    """Compares with the same kernel with plain fp32 atomics, if the result has it."""
     ratios = of_schedules(quoted, "auto", "atomic")
     if not ratios:
         return ""
     below = [f"{shape} ({ratio:.3f})" for shape, ratio in ratios.items() if ratio < TARGET]
     return prose(
-        f"""Against the same kernel with plain fp32 atomics, which are not deterministic (`--schedules atomic`):
+        f"""Compared with the same kernel with plain fp32 atomics, which is non-deterministic (`--schedules atomic`):
         {compare.geometric_mean(list(ratios.values())):.3f} in geometric mean, {min(ratios.values()):.3f} to
         {max(ratios.values()):.3f}. """
-        + (f"Below the goal of {TARGET}: {', '.join(below)}." if below else f"None is below the goal of {TARGET}.")
+        + (f"Below the target of {TARGET}: {', '.join(below)}." if below else f"None is below the target of {TARGET}.")
     )
 
 
@@ -330,42 +328,42 @@ def details(quoted: Quoted) -> str:
     means = [compare.mean(both, deterministic) for deterministic in (True, False)]
     meta, name = quoted.meta, quoted.path.name
     through_autograd = any(row["pass"] == "both" for row in json.loads(quoted.path.read_text())["rows"])
-    how = "through autograd" if through_autograd else "worked out from both passes"
+    how = "through autograd" if through_autograd else "computed from both passes"
     impls = [
         prose(f"- {compare.NAMES[impl]}: {what}.", indent="  ") for impl, what in quoted.peers_meta["impls"].items()
     ]
     parts = [
         prose(
             f"""[`{name}`](results/{name}): commit {meta["commit"]}, {meta["gpu"]}, driver {meta["driver"]}, CUDA
-            {meta["cuda"]}, torch {meta["torch"]}. Throughput of the backward of `schedule="auto"`, bf16, and its
-            geometric mean over that of the best baseline of the same run:"""
+            {meta["cuda"]}, torch {meta["torch"]}. Throughput of the backward with `schedule="auto"` in bf16, and the
+            geometric mean of its ratio to the best baseline of the same run:"""
         ),
         summary(here),
         *([shown] if (shown := order_free(quoted)) else []),
-        "Every shape, in TFLOP/s, beside the best baselines of the same run:",
+        "Every shape, in TFLOP/s, compared with the best baselines of the same run:",
         grid(here),
-        "The same beside baselines of other runs:",
+        "The same, compared with baselines of other runs:",
         grid(backward),
-        "By the groups of head_dim and mask:",
+        "The number of shapes at which each baseline was measured, by head_dim and mask:",
         counts(backward),
         "The baselines:",
         "\n".join(impls),
-        prose(f"Left out is {quoted.peers_meta['left_out']}."),
+        prose(f"Not included: {quoted.peers_meta['left_out']}."),
         prose(
-            f"""Geometric means of our throughput over the baseline's, with the number of shapes. In the first column
-            the two sides are of separate runs; in the others the baseline was measured in one run with ours:
+            f"""Geometric means of our throughput over the baseline's, with the number of shapes. The first column
+            compares separate runs. In the other columns the baseline was measured in one run with ours:
             {"; ".join(f"{run} is {what}" for run, what in quoted.runs_told().items())}."""
         ),
         to_each_peer(quoted, "backward"),
         to_each_peer(quoted, "forward"),
         prose(
             f"""Over the {with_fa3.shapes} shapes with a figure of deterministic FlashAttention-3, the ratio to the best
-            deterministic baseline is {with_fa3.ratio:.2f}, in separate runs."""
+            deterministic baseline in separate runs is {with_fa3.ratio:.2f}."""
         ),
         prose(
-            f"""Forward and backward together, ours {how}, a baseline's backward after the fastest forward of any,
-            separate runs: {means[0].ratio:.2f} times the best deterministic baseline ({means[0].shapes} shapes),
-            {means[1].ratio:.2f} times the best other ({means[1].shapes})."""
+            f"""Forward and backward together (ours {how}, a baseline's backward after the fastest forward of any) have,
+            in separate runs, {means[0].ratio:.2f} times the throughput of the best deterministic baseline
+            ({means[0].shapes} shapes) and {means[1].ratio:.2f} times that of the best other ({means[1].shapes})."""
         ),
         yardstick(quoted),
     ]
@@ -374,7 +372,7 @@ def details(quoted: Quoted) -> str:
 
 
 def by_shape(quoted: Quoted) -> str:
-    """The grids of their own."""
+    """Lists the grids that have their own results."""
     parts = []
     for name, path in quoted.own.items():
         for pass_ in ("backward", "forward"):
@@ -390,13 +388,13 @@ def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("result", type=pathlib.Path)
     for name in OWN_GRIDS:
-        parser.add_argument(f"--{name}", type=pathlib.Path, help=f"quote this result of --grid {name} too")
+        parser.add_argument(f"--{name}", type=pathlib.Path, help=f"also quote this result of --grid {name}")
     arguments = parser.parse_args(argv)
     own = {name: getattr(arguments, name.replace("-", "_")) for name in OWN_GRIDS}
     quoted = Quoted(arguments.result.resolve(), **own)
     here = ROOT / "benchmarks"
     blocks = {ROOT / "README.md": readme, here / "README.md": details, here / "by_shape.md": by_shape}
-    # All of it is worked out before anything is written.
+    # Everything is computed before anything is written.
     written = {path: with_block(path.read_text(), MODULE, block(quoted)) for path, block in blocks.items()}
     written[ROOT / "README.md"] = with_block(written[ROOT / "README.md"], PICTURE, picture(quoted))
     plot.draw(json.loads(quoted.path.read_text()), quoted.path.with_suffix(".png"), "backward")

@@ -1,8 +1,9 @@
-"""A transformer block as calls, for `benchmarks.dropout_model`: its GEMMs, the generator of dropout's bits, attention,
+"""A transformer block as calls, for `benchmarks.dropout_model`: its GEMMs, the generator of dropout bits, attention,
 and all of them one after the other or overlapped.
 
-A block is its matrix products and its attention: no norms, activations, rotations or residuals. Each call has tensors
-of its own, of random values, so that nothing depends on what ran before; together they are larger than any cache.
+A block consists of its matrix products and its attention, without norms, activations, rotary embeddings or residuals.
+Each call has its own tensors of random values, so that nothing depends on earlier calls. Together they exceed any
+cache.
 """
 
 import dataclasses
@@ -20,8 +21,8 @@ from dash_attn.dropout.model import Block
 from dash_attn.dropout.model.judge import BESIDE
 
 HEAD_DIM = 128
-EXPERTS_OF_EACH = 4  # experts that there are for each that a token goes through: Mixtral has 8 for 2
-# In the order in which they run in a forward; attention comes after the first.
+EXPERTS_OF_EACH = 4  # experts per expert that a token uses: Mixtral has 8 for 2
+# In the order of the forward; attention comes after the first.
 GEMMS = ("qkv", "out", "up", "down")
 
 
@@ -40,7 +41,7 @@ class Gemm:
 
 
 def gemms_of(block: Block, tokens: int) -> dict[str, Gemm]:
-    """The block's GEMMs by name. Those into a gated feed-forward network are one; experts get the same tokens each."""
+    """Returns the block's GEMMs by name. Gated feed-forward inputs are one GEMM; all experts get the same tokens."""
     of_experts, rows = 1, tokens
     if block.experts > 1:
         of_experts = EXPERTS_OF_EACH * block.experts
@@ -55,8 +56,8 @@ def gemms_of(block: Block, tokens: int) -> dict[str, Gemm]:
 
 
 def gemm_calls(gemm: Gemm, device: torch.device, dtype: torch.dtype = torch.bfloat16) -> dict[str, Call]:
-    """By torch's matmul, which on a GPU is cuBLAS: "forward" is the product, "backward" the two of its gradients, of x
-    and of the weight."""
+    """Returns calls of torch's matmul, which is cuBLAS on a GPU: "forward" is the product, and "backward" computes the
+    gradients of x and of the weight."""
 
     def normal(rows: int, columns: int, scale: float = 1.0) -> torch.Tensor:
         made = torch.empty((gemm.batch, rows, columns), dtype=dtype, device=device).normal_(std=scale)
@@ -74,15 +75,15 @@ def gemm_calls(gemm: Gemm, device: torch.device, dtype: torch.dtype = torch.bflo
 
 
 class Made(NamedTuple):
-    """What the calls of `benchmarks.peers` look at of a DropoutBits."""
+    """The part of DropoutBits that the calls of `benchmarks.peers` use."""
 
     bits: torch.Tensor
     state: dropout.DropoutState
 
 
 class Generator:
-    """Makes bits into a tensor of its own, under the causal mask those that attention needs. On a CPU, where there is
-    no such op, all of them."""
+    """Generates bits into its own tensor: those that attention needs with the causal mask. On a CPU, which has no such
+    op, it generates all bits."""
 
     def __init__(self, batch: int, heads: int, seqlen: int, p: float, device: torch.device, causal: bool = True):
         self.sizes = dict(batch=batch, heads=heads, seqlen_q=seqlen, seqlen_k=seqlen)
@@ -102,19 +103,19 @@ class Generator:
         return lambda: torch.ops.dash_attn_C.dropout_bits(self._bits, self.state.rng_state, *numbers, *mask, 0)
 
     def made(self) -> Made:
-        """The bits, once `call` has run."""
+        """Returns the bits after `call` has run."""
         return Made(self._bits, self.state)
 
 
 def attention_calls(
     shape: Shape, generator: Generator, device: torch.device, failures: list[str]
 ) -> dict[str, dict[str, Call]]:
-    """By what it is, the calls of each pass: "plain" is ours without dropout, "bits" ours with bits that are there; and
-    on a GPU "fa2" and "fa2_dropout", torch's FlashAttention-2, which makes its random numbers inside.
+    """Returns the calls of each pass: "plain" is ours without dropout, "bits" is ours with existing bits, and on a GPU
+    "fa2" and "fa2_dropout" are torch's FlashAttention-2, which generates its random numbers inside.
 
     Args:
-        shape: with its dropout_p.
-        failures: gets a line for each that raises, which is missing then.
+        shape: the shape, with its dropout_p.
+        failures: receives a line for each call that raises, which is then missing.
     """
     plain = peers.random_tensors(shape.undropped, device)
     generator.call()()
@@ -132,7 +133,7 @@ def attention_calls(
             variant = next(v for v in reversed(implementation.variants(of)))
             prepared = implementation.prepare(variant, of, x)
             calls[name] = {pass_: prepared[pass_] for pass_ in ("forward", "backward")}
-        except Exception as error:  # whatever a peer raises for a shape that it does not take
+        except Exception as error:  # a baseline may raise anything for an unsupported shape
             failures.append(f"attention {name}, {of}: {type(error).__name__}: {str(error)[:200]}")
     return calls
 
@@ -146,8 +147,8 @@ def in_turn(calls: Sequence[Call]) -> Call:
 
 
 def beside(gemm: Call, generator: Call, side: "torch.cuda.Stream | None") -> Call:
-    """Both at once: the generator on a stream of its own, queued after the GEMM, so that it gets what that leaves. What
-    follows waits for both. On a CPU one after the other."""
+    """Runs both at once: the generator on its own stream, queued after the GEMM, so that it gets the SMs that are free.
+    Later work waits for both. On a CPU they run one after the other."""
 
     def call() -> None:
         if side is None:
@@ -176,7 +177,7 @@ class Pass:
 
     @property
     def calls(self) -> int:
-        """GEMMs and attention."""
+        """The number of GEMMs, plus attention."""
         return len(self.gemms) * (2 if self.name == "backward" else 1) + 1
 
     def _whole(self, before: Call) -> Call:

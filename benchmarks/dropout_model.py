@@ -1,16 +1,16 @@
-"""Measures what the model of dropout's cost is made of, and the blocks that it has to predict.
+"""Measures the constants of the model of dropout's cost, and the transformer blocks that the model has to predict.
 
     python -m benchmarks.dropout_model --json dropout_model.json --png dropout_model.png
 
-First microbenchmarks, which alone the model's constants are fitted to: rates of instructions
-(`instruction_rates.cu`), the generator and GEMMs over sizes, attention of 16 heads, GEMM and generator on two streams,
-what a further call and a second stream take. Then blocks, forwards before backwards: each GEMM alone, attention
-without dropout and with bits that are there, the generator, all one after the other, and with the generator beside a
-GEMM; and torch's FlashAttention-2, which makes its random numbers inside, with and without dropout.
+Microbenchmarks come first, and only they fit the model's constants: instruction rates (`instruction_rates.cu`), the
+generator and GEMMs over sizes, attention of 16 heads, a GEMM and the generator on two streams, and the cost of one more
+call and of a second stream. Blocks follow, forwards before backwards: each GEMM alone, attention without dropout and
+with existing bits, the generator, all of them in sequence, and with the generator next to a GEMM; and torch's
+FlashAttention-2, which generates its random numbers inside, with and without dropout.
 
-After every part the file is written. What has no time left within `--seconds` is left out, which the file says. The
-last lines are those of `python -m dash_attn.dropout.model --measured FILE`. On a machine without a GPU, with `--tiny`,
-everything runs at sizes that mean nothing.
+The file is written after every part. Parts for which `--seconds` leaves no time are skipped, and the file lists them.
+The last lines are those of `python -m dash_attn.dropout.model --measured FILE`. On a machine without a GPU, `--tiny`
+runs everything at meaningless sizes.
 """
 
 import argparse
@@ -37,14 +37,14 @@ from dash_attn.dropout.model import BLOCKS, Block
 SOURCE = pathlib.Path(__file__).with_name("instruction_rates.cu")
 INSTRUCTIONS = ("lop3", "imad.wide", "lop3 and imad.wide", "rounds of philox")  # in the order of the source
 REPEATS = 256
-PART_SECONDS = 30.0  # that a part may take at most
+PART_SECONDS = 30.0  # the time limit of a part
 LONG_BLOCK_S = 0.03  # a block that takes longer is measured in one turn
 ROUNDS = (7, 10)
 
 
 @dataclasses.dataclass(frozen=True)
 class Sizes:
-    """What is measured. Micro shapes are none of the blocks'."""
+    """The sizes that are measured. The micro shapes differ from the blocks' shapes."""
 
     blocks: dict[str, Block]
     seqlens: tuple[int, ...] = (2048, 8192, 32768)
@@ -54,18 +54,18 @@ class Sizes:
         blocks.Gemm(16384, depth, columns)
         for depth, columns in ((3072, 3072), (5120, 5120), (3072, 12288), (10240, 5120), (5120, 20480))
     )
-    attention: tuple[int, ...] = (1024, 4096, 16384)  # lengths, of 16,384 tokens and 16 heads
-    pairs: tuple[tuple[blocks.Gemm, tuple[int, ...]], ...] = (  # a GEMM, and heads of the generators beside it
+    attention: tuple[int, ...] = (1024, 4096, 16384)  # lengths, for 16,384 tokens and 16 heads
+    pairs: tuple[tuple[blocks.Gemm, tuple[int, ...]], ...] = (  # a GEMM, and heads of the concurrent generators
         (blocks.Gemm(16384, 5120, 5120), (4, 16, 64, 160)),
         (blocks.Gemm(4096, 5120, 5120), (4, 16, 48)),
     )
     pair_seqlen: int = 16384
-    small: int = 1024  # rows, depth and columns of GEMMs that show what a call takes
+    small: int = 1024  # rows, depth and columns of GEMMs that show the cost of a call
     heads: int = 16
 
 
 def tiny(block: Block) -> Block:
-    """A block for a trial without a GPU."""
+    """Returns a small block for tests without a GPU."""
     heads = 2 if block.heads == block.kv_heads else 4
     kv_heads = heads if block.heads == block.kv_heads else 2
     return dataclasses.replace(block, width=64, heads=heads, kv_heads=kv_heads, hidden=96)
@@ -87,7 +87,7 @@ TINY = Sizes(
 
 @dataclasses.dataclass
 class Bench:
-    """Where and how to measure, and what did not work."""
+    """Where and how to measure, and what failed."""
 
     device: torch.device
     sizes: Sizes
@@ -96,7 +96,7 @@ class Bench:
     failures: list[str] = dataclasses.field(default_factory=list)
 
     def ms(self, calls: dict[Hashable, timing.Call | None], turns: int = timing.TURNS) -> dict[Hashable, float]:
-        """Milliseconds of each call, in turns; one that raises is a failure, and missing."""
+        """Returns the milliseconds of each call, measured in turns. A call that raises is missing and is a failure."""
         chosen = {name: call for name, call in calls.items() if call is not None}
         timings, errors = timing.measure(chosen, device=self.device, min_time_s=self.min_time_s, turns=turns)
         self.failures += [f"{name}: {type(error).__name__}: {str(error)[:200]}" for name, error in errors.items()]
@@ -157,8 +157,8 @@ def attention(bench: Bench) -> Iterator[dict]:
 
 
 def pairs(bench: Bench) -> Iterator[dict]:
-    """A GEMM and a generator alone and on two streams, where `gemm_end_ms` and `generator_end_ms` say when each was
-    done."""
+    """Measures a GEMM and a generator alone and on two streams; `gemm_end_ms` and `generator_end_ms` are the times at
+    which each of them ended."""
     side, seqlen = bench.stream(), bench.sizes.pair_seqlen
     for gemm, all_heads in bench.sizes.pairs:
         for heads in all_heads:
@@ -174,7 +174,7 @@ def pairs(bench: Bench) -> Iterator[dict]:
 
 
 class Ends:
-    """When each of several calls within another is done, from its begin; on a GPU alone."""
+    """The times at which several calls within another one end, from its begin; only on a GPU."""
 
     def __init__(self, calls: dict[str, timing.Call], device: torch.device):
         self._calls, self._is_cuda = calls, device.type == "cuda"
@@ -211,7 +211,7 @@ class Ends:
 
 
 def overheads(bench: Bench) -> Iterator[dict]:
-    """Microseconds. A row is a constant of the model by its name, `of`."""
+    """Yields constants of the model in microseconds, under their names (`of`)."""
     size, count = bench.sizes.small, 8
     gemm = blocks.Gemm(size, size, size)
     calls = [blocks.gemm_calls(gemm, bench.device)["forward"] for _ in range(count)]
@@ -231,7 +231,7 @@ def overheads(bench: Bench) -> Iterator[dict]:
 
 
 def rows_of(block: Block, seqlen: int, pass_: str, bench: Bench) -> dict:
-    """A block's forward or backward."""
+    """Measures a block's forward or backward."""
     tokens = max(bench.sizes.tokens // seqlen, 1) * seqlen
     batch, device = tokens // seqlen, bench.device
     of_gemms = blocks.gemms_of(block, tokens)
@@ -265,7 +265,7 @@ def rows_of(block: Block, seqlen: int, pass_: str, bench: Bench) -> dict:
 
 
 def jobs(sizes: Sizes) -> list[tuple[str, int, str]]:
-    """(block, length, pass), in the order in which they are measured: what is quick first, backwards last."""
+    """Returns (block, length, pass) in the order of measurement: fast ones first, backwards last."""
     shapes = itertools.product(("forward", "backward"), sizes.blocks, sizes.seqlens)
 
     def weight(job: tuple[str, str, int]) -> tuple:
@@ -277,12 +277,12 @@ def jobs(sizes: Sizes) -> list[tuple[str, int, str]]:
 
 
 class Late(BaseException):
-    """A part took too long. No Exception, so that no call of it is blamed and the next one begun."""
+    """A part exceeded its time. Not an Exception, so that the handlers of single calls do not catch it."""
 
 
 @contextlib.contextmanager
 def limited(seconds: float) -> Iterator[None]:
-    """Raises Late in a body that takes longer, as soon as Python is asked."""
+    """Raises Late in a body that takes longer, as soon as Python can."""
 
     def late(*_: object) -> None:
         raise Late(f"took longer than {seconds:.0f} s")
@@ -297,7 +297,7 @@ def limited(seconds: float) -> Iterator[None]:
 
 
 class Recording:
-    """The result, written after every part; a part that fails hides no other."""
+    """The result, which is written after every part. A failing part does not hide the others."""
 
     def __init__(self, path: pathlib.Path | None, meta: dict, bench: Bench, seconds: float):
         self.result: dict = {"meta": {**meta, "left_out": [], "failures": bench.failures}}
@@ -315,7 +315,7 @@ class Recording:
             with limited(PART_SECONDS):
                 for row in measure():
                     rows.append(row)
-        except (Exception, Late) as error:  # whatever a GPU or a peer raises
+        except (Exception, Late) as error:  # anything that a GPU or a baseline raises
             self._bench.failures.append(f"{told}: {type(error).__name__}: {str(error).strip()[:300]}")
             print(f"    failed: {self._bench.failures[-1]}", flush=True)
         if self._bench.device.type == "cuda":
@@ -354,7 +354,7 @@ def measure_all(recording: Recording, bench: Bench, folder: pathlib.Path) -> Non
             if shape not in done:
                 done[shape] = rows_of(block, seqlen, pass_, bench)
                 yield done[shape]
-            else:  # two models may have blocks of one shape
+            else:  # two models may share a block
                 yield {**done[shape], "block": name, "measured_as": done[shape]["block"]}
 
         recording.part("rows", f"{name}, {seqlen}, {pass_}", row_of)
@@ -362,15 +362,15 @@ def measure_all(recording: Recording, bench: Bench, folder: pathlib.Path) -> Non
 
 def parser() -> argparse.ArgumentParser:
     result = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    result.add_argument("--json", type=pathlib.Path, help="write the result here, after every part")
-    result.add_argument("--png", help="draw predicted over measured here; needs matplotlib")
+    result.add_argument("--json", type=pathlib.Path, help="file for the result, written after every part")
+    result.add_argument("--png", help="draw predicted over measured times; needs matplotlib")
     result.add_argument("--p", type=float, default=0.125, help="the probability of dropping (default 1/8)")
     result.add_argument("--blocks", nargs="+", choices=list(BLOCKS), default=list(BLOCKS), metavar="NAME",
-                        help=f"default all: {', '.join(BLOCKS)}")  # fmt: skip
-    result.add_argument("--seqlens", nargs="+", type=int, help="of the blocks (default 2048 8192 32768)")
-    result.add_argument("--seconds", type=float, default=90.0, help="begin no part after so long (default 90)")
-    result.add_argument("--min-time", type=float, default=0.04, help="seconds for each call (default 0.04)")
-    result.add_argument("--tiny", action="store_true", help="sizes that mean nothing, to try the program")
+                        help=f"default: all of {', '.join(BLOCKS)}")  # fmt: skip
+    result.add_argument("--seqlens", nargs="+", type=int, help="lengths of the blocks (default 2048 8192 32768)")
+    result.add_argument("--seconds", type=float, default=90.0, help="start no part after this time (default 90)")
+    result.add_argument("--min-time", type=float, default=0.04, help="seconds per call (default 0.04)")
+    result.add_argument("--tiny", action="store_true", help="use meaningless sizes, to test the program")
     result.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     return result
 
@@ -379,7 +379,7 @@ def main(argv: list[str] | None = None) -> int:
     arguments = parser().parse_args(argv)
     device = torch.device(arguments.device)
     if device.type == "cuda" and not torch.cuda.is_available():
-        raise SystemExit(f"error: --device must be one that is here, got {arguments.device}: no CUDA device")
+        raise SystemExit(f"error: --device must be available, got {arguments.device} without a CUDA device")
     if device.type != "cuda" and not arguments.tiny:
         raise SystemExit(f"error: --tiny must be given without a GPU, got --device {arguments.device}")
     if not 0 < arguments.p < 1:
@@ -400,7 +400,7 @@ def main(argv: list[str] | None = None) -> int:
         if arguments.png:
             found = model.every(recording.result, fitted)
             model.draw_judged(arguments.png, found, model.title(recording.result))
-    except Exception as error:  # parts that failed may leave too little; what was measured is in the file
+    except Exception as error:  # failed parts may leave too little data; the measurements are in the file
         bench.failures.append(f"the report: {type(error).__name__}: {error}")
     for line in bench.failures:
         print(f"failed: {line}", flush=True)

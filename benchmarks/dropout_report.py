@@ -1,6 +1,6 @@
-"""Writes what docs/dropout.md quotes of a result of `benchmarks.dropout_model`, and draws its picture.
+"""Writes the part of docs/dropout.md that quotes a result of `benchmarks.dropout_model`, and draws its picture.
 
-python -m benchmarks.dropout_report                   of the result that the package brings along
+python -m benchmarks.dropout_report                   the result that the package contains
 python -m benchmarks.dropout_report result.json
 """
 
@@ -17,12 +17,12 @@ MODULE = "benchmarks.dropout_report"
 
 
 def paragraphs(text: str) -> str:
-    """Tables as they are, the rest wrapped as the documents are."""
+    """Keeps tables, and wraps everything else like the documents."""
     return "\n\n".join(part if part.startswith("|") else prose(part) for part in text.split("\n\n"))
 
 
 def block(path: pathlib.Path) -> str:
-    """What the document says of the result."""
+    """Returns the text about the result."""
     result = model.read(path)
     picture = f"![Predicted over measured times, dropout]({PICTURE})"
     return f"\n{picture}\n\n{paragraphs(model.report(result, model.fitted(result, path.name)))}\n\n"

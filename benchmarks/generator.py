@@ -1,9 +1,9 @@
-"""Measures the generator of dropout's bits alone.
+"""Measures the generator of dropout bits alone.
 
     python -m benchmarks.generator --json generator.json
 
-A row has the milliseconds of a call, the elements (bits) that it makes in a second and the bytes that it writes; those
-that it leaves out under a causal mask are in neither.
+A row has the milliseconds of a call, the elements (bits) that it generates per second and the bytes that it writes.
+Elements that it skips under a causal mask count in neither.
 """
 
 import argparse
@@ -19,18 +19,18 @@ MAPPINGS = (("bit_sliced", 7), ("bit_sliced", 10), ("flash_attention_2", 7))
 
 
 def shapes() -> list[Shape]:
-    """Of the grid `dropout`, at head_dim 128: the generator knows no head dim."""
+    """Returns the shapes of the grid `dropout` with head_dim 128; the generator does not depend on the head dim."""
     return [shape for shape in GRIDS["dropout"]() if shape.head_dim == 128 and shape.dropout_p]
 
 
 def blocks_of(shape: Shape) -> int:
-    """That the generator makes, of 32 queries and 32 keys: under a causal mask those within reach of a tile."""
+    """Returns the number of blocks that are generated, of 32 queries and 32 keys: those within a tile of the mask."""
     return shape.batch * shape.heads * generated_blocks(shape.seqlen, shape.causal)
 
 
 def call_of(shape: Shape, mapping: str, rounds: int, device: torch.device) -> timing.Call:
-    """Makes the bits into a tensor that exists, as both passes of attention do; on a CPU there is no such op, and a
-    tensor is made."""
+    """Generates the bits into an existing tensor, as both passes of attention do. A CPU has no such op, and allocates
+    the tensor."""
     from dash_attn.dropout import DropoutState, dropout_bits, layout
 
     state = DropoutState.of(1, 2, device)
@@ -67,10 +67,10 @@ def table(rows: list[dict]) -> str:
 
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", type=pathlib.Path, help="write the result here")
-    parser.add_argument("--min-time", type=float, default=0.15, help="seconds for each call (default 0.15)")
-    parser.add_argument("--max-seqlen", type=int, default=1 << 30, help="leave longer sequences out")
-    parser.add_argument("--tokens", type=int, help="of every shape, by its number of sequences: for a short trial")
+    parser.add_argument("--json", type=pathlib.Path, help="file for the result")
+    parser.add_argument("--min-time", type=float, default=0.15, help="seconds per call (default 0.15)")
+    parser.add_argument("--max-seqlen", type=int, default=1 << 30, help="leave out longer sequences")
+    parser.add_argument("--tokens", type=int, help="tokens per shape, by its number of sequences; for short tests")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     arguments = parser.parse_args(argv)
     device = torch.device(arguments.device)

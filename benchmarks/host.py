@@ -1,8 +1,8 @@
-"""What a call costs the host: microseconds until it returns, while the GPU works on its own.
+"""Measures the host's cost of a call: microseconds until the call returns, while the GPU works asynchronously.
 
-The shape is so small that the GPU is never what is waited for. Calls follow each other without synchronisation, in
-blocks that are short enough for the queue of launches never to fill; implementations take turns block by block, so that
-what drifts serves all alike; the figure is the median of the blocks. Both passes go through autograd.
+The shape is so small that nothing ever waits for the GPU. Calls follow each other without synchronization, in blocks
+that are too short to fill the launch queue. Implementations alternate block by block, so that drift affects all of them
+alike, and the figure is the median of the blocks. Both passes go through autograd.
 """
 
 import contextlib
@@ -21,7 +21,7 @@ SHAPE = Shape("bf16", head_dim=64, heads=4, kv_heads=4, mask="full", seqlen=128,
 PASSES = ("forward", "both")
 CALLS, BLOCKS, WARM_UP_BLOCKS = 50, 60, 3
 OURS, TORCH = "dash_attn", "torch_sdpa"
-# Times of torch's that ours may take.
+# The largest allowed ratio of our time to torch's.
 BARS = {"forward": 1.5, "both": 1.3}
 
 Attention = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
@@ -49,7 +49,7 @@ IMPLEMENTATIONS = {OURS: _ours, TORCH: _torch_sdpa, "fa3": _flash_attn_3}
 
 
 def _calls(name: str, attention: Attention, device: torch.device) -> dict[str, Callable[[], object]]:
-    # torch's function wants heads before positions; the layout in memory is the same.
+    # torch's function takes heads before positions; the memory layout is the same.
     sizes = (SHAPE.batch, SHAPE.seqlen, SHAPE.heads, SHAPE.head_dim)
     tensors = [torch.randn(sizes, device=device, dtype=torch.bfloat16) for _ in range(4)]
     q, k, v, dout = (t.transpose(1, 2) for t in tensors) if name == TORCH else tensors
@@ -66,7 +66,7 @@ def _calls(name: str, attention: Attention, device: torch.device) -> dict[str, C
 
 @contextlib.contextmanager
 def _undisturbed() -> Iterator[None]:
-    """Without Python's garbage collector, and with flash attention as torch's only backend."""
+    """Turns off Python's garbage collector, and uses flash attention as torch's only backend."""
     gc.collect()
     gc.disable()
     try:
@@ -86,7 +86,7 @@ def _block_us(call: Callable[[], object], count: int, device: torch.device) -> f
 
 
 def measure(device: torch.device, calls: int = CALLS, blocks: int = BLOCKS) -> list[dict]:
-    """A row for each pass of each implementation that can be imported and run here, with its `host_us`."""
+    """Returns a row per pass and implementation that can be imported and run here, with its `host_us`."""
     found = {}
     with _undisturbed():
         for name, load in IMPLEMENTATIONS.items():
@@ -94,7 +94,7 @@ def measure(device: torch.device, calls: int = CALLS, blocks: int = BLOCKS) -> l
                 prepared = _calls(name, load(), device)
                 for call in prepared.values():
                     call()
-            except Exception as error:  # an absent package, a broken binary, a peer that wants a GPU
+            except Exception as error:  # a missing package, a broken binary, or a baseline that needs a GPU
                 if name == OURS:
                     raise
                 print(f"left out {name}: {type(error).__name__}: {error}", flush=True)
@@ -114,7 +114,7 @@ def measure(device: torch.device, calls: int = CALLS, blocks: int = BLOCKS) -> l
 
 
 def table(rows: list[dict]) -> str:
-    """Microseconds a call, a line an implementation, and ours over torch's beside what it may be."""
+    """Formats microseconds per call, a line per implementation, and our ratio to torch with its limit."""
     figures = {(row["impl"], row["pass"]): row["host_us"] for row in rows}
     names = list(dict.fromkeys(row["impl"] for row in rows))
     lines = [f"host time of a call, us ({SHAPE})", f"{'':<12}{'forward':>10}{'forward + backward':>20}"]

@@ -10,17 +10,17 @@ import subprocess
 import torch
 
 SOURCE = pathlib.Path(__file__).with_suffix(".cu")
-TILE_BYTES = 32768  # the partial of dQ of one tile, at both head dims
+TILE_BYTES = 32768  # of the dQ partial of one tile, at both head dims
 WORDS, HOPS, ADDS = 256, 2048, 400
-ADDED_TILES = 512  # 16 MiB: what the interleaved heads keep in L2
+ADDED_TILES = 512  # 16 MiB, which the interleaved heads keep in L2
 
 
 def build(folder: pathlib.Path, source: pathlib.Path = SOURCE) -> ctypes.CDLL:
-    """A library of a source beside this one, compiled here."""
+    """Compiles a source next to this file into a library."""
     homes = [os.environ.get("CUDA_HOME"), "/usr/local/cuda"]
     nvcc = next((found for h in homes if h and (found := shutil.which("nvcc", path=f"{h}/bin"))), shutil.which("nvcc"))
     if nvcc is None:
-        raise RuntimeError(f"nvcc must be on PATH or in CUDA_HOME: {source.name} is compiled where it measures")
+        raise RuntimeError(f"nvcc must be on PATH or in CUDA_HOME, to compile {source.name} for the measurement")
     library = folder / f"lib{source.stem}.so"
     command = [nvcc, "-O2", "-shared", "-Xcompiler", "-fPIC", "-arch=sm_90", str(source), "-o", str(library)]
     subprocess.run(command, check=True)
@@ -28,7 +28,7 @@ def build(folder: pathlib.Path, source: pathlib.Path = SOURCE) -> ctypes.CDLL:
 
 
 def split_in_two(values: list[float]) -> float:
-    """The threshold that cuts sorted values where the two sides differ most from each other and least within."""
+    """Returns the threshold that splits sorted values so that the two sides differ most and vary least."""
     values = sorted(values)
     total, count, best, threshold, left = sum(values), len(values), -1.0, values[0], 0.0
     for i in range(1, count):
@@ -40,7 +40,7 @@ def split_in_two(values: list[float]) -> float:
 
 
 def measure(library: ctypes.CDLL, sms: int) -> dict:
-    """Nanoseconds and clocks; each kernel runs once to load and once to be read."""
+    """Returns nanoseconds and clocks. Each kernel runs once to be loaded, and once for the result."""
     stream = torch.cuda.current_stream().cuda_stream
     stride = library.word_stride()
     words = torch.zeros(HOPS * stride, dtype=torch.int32, device="cuda")
@@ -96,7 +96,7 @@ def measure(library: ctypes.CDLL, sms: int) -> dict:
 
 
 class Ticks:
-    """Marks on a stream, from which the SM clock between two of them follows."""
+    """Time stamps on a stream, which give the SM clock between two of them."""
 
     def __init__(self, library: ctypes.CDLL, count: int):
         self._library, self._marks = library, torch.zeros((count, 3), dtype=torch.int64, device="cuda")
@@ -106,7 +106,7 @@ class Ticks:
         self._library.tick(ctypes.c_void_p(self._marks.data_ptr() + 24 * index), stream)
 
     def mhz(self) -> list[float]:
-        """Between marks 2 i and 2 i + 1, where they ran on one SM."""
+        """Returns the clock between marks 2 i and 2 i + 1, if they ran on one SM."""
         marks = self._marks.tolist()
         pairs = zip(marks[::2], marks[1::2])
         return [1e3 * (b[0] - a[0]) / (b[1] - a[1]) for a, b in pairs if a[2] == b[2] and b[1] > a[1]]

@@ -1,33 +1,33 @@
-"""A compiled library of this package by its path alone, of this version or of another."""
+"""Loads a compiled library of this package, of this or another version, by its path."""
 
 import pathlib
 
 import torch
 
-# The policies of commit 85058e2, by number; a library numbers its own, and is asked by name.
+# The policies of commit 85058e2 by number. Every library has its own numbering, and is asked by name.
 POLICIES = ("ascending", "descending", "spt", "shift", "symmetric_shift", "order_free", "spt_descending", "atomic")
 
 
 class Library:
-    """The raw ops of `_C*.so`: preconditions are the caller's, outputs exist already, every SM is used.
+    """The raw ops of `_C*.so`: the caller ensures the preconditions, outputs must exist, and every SM is used.
 
-    One process can load one library: the ops have one name. An older one takes dense batches without windows only.
-    Scores are products of queries and keys alone.
+    A process can load only one library, because the ops have fixed names. An older library supports only dense batches
+    without windows, and unchanged scores.
 
     Args:
-        path: of `_C*.so`.
-        policies: names by the library's numbers.
+        path: the path of `_C*.so`.
+        policies: policy names in the library's numbering.
     """
 
     def __init__(self, path: pathlib.Path, policies: list[str] | tuple[str, ...] = POLICIES):
-        # The ops may be declared in a library of their own beside it.
+        # The ops may be declared in a separate library in the same folder.
         for declarations in sorted(path.parent.glob("_autograd*.so")):
             torch.ops.load_library(declarations)
         torch.ops.load_library(path)
         self._policies = list(policies)
 
     def forward(self, q, k, v, out, softmax_lse, softmax_scale: float, causal: bool, **variable) -> None:
-        """`variable`: window_size, attention_chunk and cu_seqlens, of queries and keys alike."""
+        """`variable`: window_size, attention_chunk and cu_seqlens, for queries and keys alike."""
         arguments = self._arguments("forward", softmax_scale, causal, **variable)
         torch.ops.dash_attn_C.forward(q, k, v, out, softmax_lse, *arguments, 0)
 
@@ -46,5 +46,5 @@ class Library:
             pack = (cu_seqlens, cu_seqlens, None, None)
             return (*pack, *unused, softmax_scale, *softcap, causal, *window_size, attention_chunk)
         if cu_seqlens is not None or tuple(window_size) != (-1, -1) or attention_chunk:
-            raise ValueError("this library takes dense batches without windows only")
+            raise ValueError("this library supports only dense batches without windows")
         return softmax_scale, causal

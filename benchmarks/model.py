@@ -1,11 +1,11 @@
-"""The model of the machine: what each policy should take, from costs that `benchmarks.calibrate` measured.
+"""The model of the machine: the time of each policy, from costs that `benchmarks.calibrate` measured.
 
     python -m benchmarks.model calibration.json --machine machine.json     fits the costs; about a minute, no GPU
-    python -m benchmarks.report machine.json calibration.json ...          prediction beside measurement
+    python -m benchmarks.report machine.json calibration.json ...          compares prediction and measurement
 
-The main kernel is played tile by tile (`csrc/model/simulator.h`) in SM clocks. What runs around it takes a time by
-bytes, and the clock falls with the shares of time that the tensor cores and memory are busy, because power is limited.
-docs/model.md explains each cost.
+The main kernel is simulated tile by tile (`csrc/model/simulator.h`) in SM clocks. The kernels around it take a time by
+bytes, and the clock falls with the shares of time in which the tensor cores and memory are busy, because power is
+limited. docs/model.md explains each cost.
 """
 
 import argparse
@@ -21,45 +21,43 @@ from dash_attn import _schedule, schedule
 
 RESULTS = pathlib.Path(__file__).parent / "results"
 MACHINE, CALIBRATION = RESULTS / "machine_h200.json", RESULTS / "calibration_h200.json"
-# Of the kernel that is compiled: staging buffers of dQ, warps that add, steps that are loaded ahead.
+# Properties of the compiled kernel: staging buffers of dQ, warps that add, steps that are loaded ahead.
 KERNEL = {
     "staging": _schedule.BACKWARD_STAGES,
     "adders": _schedule.BACKWARD_ADDERS,
     "loads_ahead": _schedule.BACKWARD_STAGES,
 }
-# Clocks, about, for which who decides about divided KV tiles looks for CTAs (csrc/backward/whole_tiles.h).
+# The approximate clocks for which a CTA looks for helpers before it divides a KV tile (csrc/backward/whole_tiles.h).
 PATIENCE = 10_000
-# Clocks for which a work tile adds its dK and dV to the sum of the splits before it, beside what every work tile costs.
-# Fitted to forced splits at head_dim 128 (`benchmarks.splits`): no probe has splits.
+# The clocks in which a work tile adds its dK and dV to the sum of earlier splits, in addition to a work tile's cost.
+# Fitted to forced splits at head_dim 128 (`benchmarks.splits`), because no probe has splits.
 SPLIT_CLOCKS = 4_000
-# Policies whose adds wait for no one.
-UNORDERED = tuple(p for p in (*schedule.POLICIES, *schedule.YARDSTICKS) if not _schedule.is_ordered(p))
 ELEMENT_BYTES, SUM_BYTES = 2, 4
-TENSOR_FLOPS = 4096  # a clock, of an SM
+TENSOR_FLOPS = 4096  # per clock and SM
 MIB = 1 << 20
 
 
 @dataclasses.dataclass(frozen=True)
 class Machine:
-    """Times in SM clocks, except where the name says otherwise; costs by head_dim are dictionaries."""
+    """The costs. Times are in SM clocks unless the name says otherwise; costs by head_dim are dictionaries."""
 
     sms: int
     start: float  # of the kernel, before its first work tile's loads
-    launch: float  # between the first CTA's start and the last one's
-    step: dict[int, float]  # products of a tile
-    mask: dict[int, float]  # what they take longer where the diagonal crosses the tile
+    launch: float  # from the first CTA's start to the last one's
+    step: dict[int, float]  # the products of a tile
+    mask: dict[int, float]  # additional time of the products if the diagonal crosses the tile
     work: dict[int, float]  # from a work tile's last products to the next one's first
-    code: dict[str, float]  # by `code_key`: each kernel is compiled apart, and takes its own share more or less
-    spread: float  # products vary by this share, either way
+    code: dict[str, float]  # by `code_key`: the relative time of each separately compiled kernel
+    spread: float  # relative variation of products, in both directions
     add: float  # of a dQ tile into L2
-    signal: float  # from the end of an add until the next CTA knows
-    poll: float  # of a semaphore that stands at the rank already
-    load: float  # until a short work tile's loads have gone out
-    memory: float  # bytes a clock
-    miss: float  # what products take longer whose query tile comes from memory
-    cache_mib: float  # what passes through memory before a tile must be read again
+    signal: float  # from the end of an add until the next CTA sees it
+    poll: float  # of a semaphore that already has the rank
+    load: float  # until a short work tile's loads have been issued
+    memory: float  # bytes per clock
+    miss: float  # additional time of products whose query tile comes from memory
+    cache_mib: float  # traffic after which a tile must be read from memory again
     around_us: dict[int, list[list[float]]]  # [elements of Q, microseconds] of the other kernels and the launches
-    # The clock is idle_mhz less these, times the shares of time that the tensor cores and device memory are busy.
+    # The clock is idle_mhz minus these, times the shares of time that the tensor cores and device memory are busy.
     idle_mhz: float
     mhz_per_tensor_share: float
     mhz_per_memory_share: float
@@ -90,21 +88,21 @@ def dumps(machine: Machine) -> str:
 
 
 def lengths(shape) -> tuple[int, int]:
-    """(queries, keys) of a benchmark's shape or a probe."""
+    """Returns (queries, keys) of a benchmark's shape or a probe."""
     return getattr(shape, "seqlen_q", None) or shape.seqlen, getattr(shape, "seqlen_k", None) or shape.seqlen
 
 
 def tiles_of(policy: str, shape) -> schedule.Problem:
-    """The problem of a benchmark's shape, of a probe, or of a row of a calibration."""
+    """Returns the problem of a benchmark's shape, of a probe, or of a row of a calibration."""
     seqlen_q, seqlen_k = lengths(shape)
     counts = dict(batch=shape.batch, heads=shape.heads, kv_heads=shape.kv_heads, head_swizzle=None)
-    # A row of a calibration says into how many parts its kernel split the query heads; the rule may change after it.
+    # A row of a calibration has the number of splits of its kernel, because the rule may change afterwards.
     counts["splits"] = getattr(shape, "splits", None)
     return schedule.problem(policy, seqlen_q, seqlen_k, causal=shape.causal, head_dim=shape.head_dim, **counts)
 
 
 def play(machine: Machine, policy: str, shape, sms: int | None = None):
-    """The main kernel, in SM clocks."""
+    """Simulates the main kernel, in SM clocks."""
     tiles = tiles_of(policy, shape)
     sms = sms or machine.sms
     head_dim = max(64, shape.head_dim)
@@ -145,7 +143,7 @@ def elements(shape) -> int:
 
 
 def around_us(machine: Machine, shape) -> float:
-    """Microseconds of what runs around the main kernel: interpolated by size, beyond the ends in proportion."""
+    """Returns the microseconds around the main kernel: interpolated by size, and proportional beyond the ends."""
     points = machine.around_us[max(64, shape.head_dim)]
     size = elements(shape)
     (x0, y0), (x1, y1) = points[0], points[-1]
@@ -159,12 +157,12 @@ def around_us(machine: Machine, shape) -> float:
 
 
 def tensor_clocks(shape, tiles: schedule.Problem) -> float:
-    """Clocks that an SM's tensor cores take for one tile, at the least."""
+    """Returns the minimum clocks of an SM's tensor cores for one tile."""
     return 10 * tiles.tile_q * tiles.tile_k * max(64, shape.head_dim) / TENSOR_FLOPS
 
 
 def predict(machine: Machine, policy: str, shape) -> Prediction:
-    """What a whole backward call should take."""
+    """Predicts the time of a whole backward call."""
     main = play(machine, policy, shape)
     around = around_us(machine, shape)
     tensor = main.num_tasks * tensor_clocks(shape, tiles_of(policy, shape)) / machine.sms
@@ -176,7 +174,7 @@ def predict(machine: Machine, policy: str, shape) -> Prediction:
 
 
 def minimise(function, start: list[float], evaluations: int) -> list[float]:
-    """Nelder and Mead's simplex over the logarithms of positive numbers."""
+    """Minimizes with Nelder and Mead's simplex over the logarithms of positive numbers."""
 
     def at(point):
         return function([math.exp(x) for x in point])
@@ -213,7 +211,7 @@ def minimise(function, start: list[float], evaluations: int) -> list[float]:
 
 
 class Row:
-    """A row of a calibration as a shape with attributes."""
+    """A row of a calibration, with the attributes of a shape."""
 
     def __init__(self, row: dict):
         self.__dict__.update(row)
@@ -224,7 +222,8 @@ class Row:
 
 
 def is_chaotic(policy: str, causal: bool) -> bool:
-    """Ascending work tiles under the causal mask wait for ones taken ahead and not begun: see docs/model.md."""
+    """Whether work tiles wait for ones that were taken earlier but have not begun (ascending and causal):
+    docs/model.md."""
     return causal and policy == "ascending"
 
 
@@ -236,13 +235,13 @@ def fit_around(calibration: dict) -> dict[int, list[list[float]]]:
 
 
 def memory_bandwidth(calibration: dict) -> float:
-    """Bytes a clock of what streams: the kernel before the main one, which reads O and dO."""
+    """Returns the bytes per clock of streaming: of the kernel before the main one, which reads O and dO."""
     row = max(map(Row, calibration["kernels"]), key=elements)
     return 2 * ELEMENT_BYTES * elements(row) / (row.preprocess * row.mhz)
 
 
 def fit_clock(calibration: dict, machine: Machine) -> Machine:
-    """The clock over the shares of time that tensor cores and memory are busy, from what the grid ran at."""
+    """Fits the clock over the busy shares of tensor cores and memory, from the clocks of the grid."""
     shares, rates = [], []
     for row in map(Row, calibration["grid"]):
         if is_chaotic(row.schedule, row.causal):
@@ -264,11 +263,11 @@ def fit_clock(calibration: dict, machine: Machine) -> Machine:
 
 
 def fit(calibration: dict, evaluations: int = 1000) -> Machine:
-    """Costs from the probes; the grid is used for the clock alone."""
+    """Fits the costs to the probes. The grid is used only for the clock."""
     latency = calibration["latency"]
     sms = calibration["meta"]["sms"]
     probes = [row for row in map(Row, calibration["probes"]) if not is_chaotic(row.schedule, row.causal)]
-    # The chain's clock is that of its poll; it runs at the highest.
+    # The chain is measured with a poll, at the highest clock.
     ghz = max(row.mhz for row in probes) / 1e3
     hop = latency["hop_ns"]
     machine = Machine(
@@ -316,7 +315,7 @@ def fit(calibration: dict, evaluations: int = 1000) -> Machine:
 
 
 def fit_code(calibration: dict, machine: Machine) -> dict[str, float]:
-    """By how much each kernel's products differ from the mean of those for the same head_dim and mask."""
+    """Returns how much each kernel's products differ from the mean for the same head_dim and mask."""
     ratios: dict[str, dict[str, float]] = {}
     for row in map(Row, calibration["probes"]):
         if row.shows == "code":
@@ -329,8 +328,8 @@ def fit_code(calibration: dict, machine: Machine) -> dict[str, float]:
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("calibration", type=pathlib.Path)
-    parser.add_argument("--machine", type=pathlib.Path, required=True, help="write the fitted machine here")
-    parser.add_argument("--evaluations", type=int, default=1000, help="of the error, while fitting")
+    parser.add_argument("--machine", type=pathlib.Path, required=True, help="file for the fitted machine")
+    parser.add_argument("--evaluations", type=int, default=1000, help="evaluations of the error during the fit")
     arguments = parser.parse_args(argv)
     machine = fit(json.loads(arguments.calibration.read_text()), arguments.evaluations)
     arguments.machine.write_text(dumps(machine))

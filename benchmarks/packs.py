@@ -1,12 +1,12 @@
-"""The packs of sequences that are measured, by name: the length of each sequence, queries and keys the same.
+"""The variable-length batches that are measured, by name: the length of each sequence, for queries and keys alike.
 
-A pack keeps its name and its lengths for good: the rows of results say the name alone.
+A batch never changes its name or its lengths, because results contain only the name.
 """
 
 # fmt: off
 PACKS: dict[str, tuple[int, ...]] = {
     "8x2048": (2048,) * 8,
-    # Documents as they come, the median near 640.
+    # Documents of natural lengths, with a median near 640.
     "lognormal": (
         999, 536, 1864, 1503, 388, 1839, 234, 440, 300, 223, 2009, 734, 205, 2029, 1989, 3032, 240, 556, 189,
         1301, 157, 1587, 371, 581, 577, 534, 437, 674, 1492, 1218, 895, 696, 226, 1638, 654, 632, 553, 374, 648,

@@ -1,9 +1,10 @@
-"""The implementations that are measured: one class each, ours among them.
+"""The implementations that are measured, one class each, including ours.
 
-A class gives the variants it has for a shape, none where it does not take it, and for each variant what to call:
-`prepare` returns one function for each pass, on tensors that exist already; "both" goes through autograd for ours, and
-calls the two passes of a peer one after the other. A forward returns out, the others (dq, dk, dv), as a dense batch or
-as the rows of all sequences, so that what is timed can be checked. Importing this module imports no peer.
+A class returns the variants that it has for a shape (none if it does not support the shape), and for each variant the
+functions to call: `prepare` returns one function per pass, on existing tensors. "both" goes through autograd for ours,
+and calls the two passes of a baseline one after the other. A forward returns out, and the others return (dq, dk, dv),
+as a dense batch or as the rows of all sequences, so that the results can be checked. Importing this module imports no
+baseline.
 """
 
 import contextlib
@@ -40,9 +41,11 @@ class Variant:
 
 @dataclasses.dataclass
 class Tensors:
-    """Of a dense batch (batch, seqlen, heads, head_dim); of a pack (total, heads, head_dim), with `cu_seqlens`, int32
-    (sequences + 1,), and the length of the longest sequence. Slopes and sinks are fp32 (heads,). `dropout` is what
-    ours are told to drop; peers draw masks of their own."""
+    """The inputs: of a dense batch (batch, seqlen, heads, head_dim), or of a variable-length batch (total, heads,
+    head_dim) with `cu_seqlens`, int32 (sequences + 1,), and the length of the longest sequence.
+
+    Slopes and sinks are fp32 (heads,). `dropout` holds the bits for ours; baselines draw their own masks.
+    """
 
     q: torch.Tensor
     k: torch.Tensor
@@ -56,7 +59,7 @@ class Tensors:
 
     @property
     def lengths(self) -> dict:
-        """What a pack's function takes after q, k and v: offsets and longest lengths; of a dense batch nothing."""
+        """Returns the arguments of a variable-length function after q, k and v; nothing for a dense batch."""
         names = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
         found = (self.cu_seqlens, self.cu_seqlens, self.max_seqlen, self.max_seqlen)
         return {} if self.cu_seqlens is None else dict(zip(names, found))
@@ -68,7 +71,7 @@ Calls = dict[str, Callable[[], Results]]
 
 @dataclasses.dataclass(frozen=True)
 class OwnMask:
-    """A call with dropout that draws its mask itself, so that nobody else knows it."""
+    """A call with dropout that draws its own mask, which nobody else knows."""
 
     call: Callable[[], Results]
 
@@ -81,7 +84,7 @@ def with_own_masks(calls: Calls, shape: Shape) -> Calls:
 
 
 def random_tensors(shape: Shape, device: torch.device) -> Tensors:
-    """Normal values: the rate of tensor cores depends on the data, and zeros flatter it."""
+    """Returns normal values, because the speed of tensor cores depends on the data, and zeros are too fast."""
     generator = torch.Generator(device).manual_seed(0)
 
     def normal(heads: int, head_dim: int) -> torch.Tensor:
@@ -97,7 +100,7 @@ def random_tensors(shape: Shape, device: torch.device) -> Tensors:
         found.alibi_slopes = torch.exp2(-8.0 * torch.arange(1, shape.heads + 1, device=device) / shape.heads)
     if shape.scores == "sinks":
         found.sinks = torch.randn(shape.heads, generator=generator, device=device)
-    if shape.dropout_p:  # no baseline has it, whose process must not import the package
+    if shape.dropout_p:  # never for an older library, whose process must not import the package
         from dash_attn.dropout import DropoutState, dropout_bits
 
         sizes = dict(batch=shape.batch, heads=shape.heads, seqlen_q=shape.seqlen, seqlen_k=shape.seqlen)
@@ -106,14 +109,14 @@ def random_tensors(shape: Shape, device: torch.device) -> Tensors:
 
 
 def packed(x: Tensors, lengths: tuple[int, ...]) -> Tensors:
-    """The same rows as a pack of sequences of these lengths."""
+    """Returns the same rows as a variable-length batch with these lengths."""
     rows = (t if t.dim() == 3 else t.flatten(0, 1) for t in (x.q, x.k, x.v, x.dout))
     offsets = torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32, device=x.q.device)
     return Tensors(*rows, offsets, max(lengths), x.alibi_slopes, x.sinks, x.dropout)
 
 
 def without_chunks(shape: Shape, x: Tensors) -> Tensors:
-    """For a peer whose backward has no chunks: as a pack of the chunks, in which attention is the same."""
+    """Turns chunks into sequences of a variable-length batch, for a baseline whose backward has no chunks."""
     return packed(x, shape.pieces) if shape.chunk else x
 
 
@@ -122,13 +125,13 @@ def softmax_scale(shape: Shape) -> float:
 
 
 def mask_arguments(shape: Shape) -> tuple[bool, int, int]:
-    """causal and the window's sides, as every FlashAttention takes them; chunks aside."""
+    """Returns causal and the sides of the window, as every FlashAttention takes them, without chunks."""
     return (True, -1, -1) if shape.sides == (-1, 0) else (False, *shape.sides)
 
 
 @contextlib.contextmanager
 def deterministic_algorithms(enabled: bool) -> Iterator[None]:
-    """torch's switch, without its filling of fresh memory, which would be timed too."""
+    """Sets torch's switch without filling fresh memory, which would be timed too."""
     before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     filling = torch.utils.deterministic.fill_uninitialized_memory
     torch.use_deterministic_algorithms(enabled)
@@ -149,7 +152,7 @@ def _in_turn(forward: Callable[[], Results], backward: Callable[[], Results]) ->
 
 
 def op_arguments(shape: Shape, x: Tensors) -> dict[str, object]:
-    """What all our ops are told beside their tensors: the lengths, the scale, the mask, what scores are made of."""
+    """Returns the arguments of all our ops besides their tensors: lengths, scale, mask and changes of the scores."""
     causal, left, right = mask_arguments(shape)
     return dict(
         cu_seqlens_q=x.cu_seqlens,
@@ -175,8 +178,8 @@ def of_dropout(shape: Shape, x: Tensors) -> dict[str, object]:
 
 
 class DashAttn:
-    """This package: "auto" and every policy that users can choose, all deterministic; and the yardsticks where they are
-    asked for by name. With dropout each pass makes the bits of a state, and "both" draws one."""
+    """This package: "auto" and every policy that users can choose, all deterministic, and other policies if requested
+    by name. With dropout each pass generates the bits of a state, and "both" draws the state."""
 
     name = OURS
 
@@ -224,7 +227,7 @@ class DashAttn:
         def backward() -> Results:
             if variant.schedule not in schedule.YARDSTICKS:
                 ops.backward(*saved, *gradients, **arguments, **of_scores, schedule=variant.schedule)
-            else:  # the op takes policies for users only
+            else:  # the op accepts only the users' policies
                 number = schedule.policy_number(variant.schedule)
                 torch.ops.dash_attn_C.backward(*saved, *gradients, **arguments, **of_scores, schedule=number)
             return gradients
@@ -246,7 +249,7 @@ class DashAttn:
 
 
 class DashAttnDense(DashAttn):
-    """This package's dense call on the sequences of a pack that are equally long: what packing them costs."""
+    """This package's dense call on the equally long sequences of a batch, which shows the cost of variable lengths."""
 
     name = DENSE
 
@@ -260,7 +263,7 @@ class DashAttnDense(DashAttn):
 
 
 class DashAttnBits(DashAttn):
-    """This package with dropout whose bits are there already: what the kernels pay for them."""
+    """This package with dropout and existing bits, which shows what the kernels pay for them."""
 
     name = BITS
 
@@ -273,7 +276,7 @@ class DashAttnBits(DashAttn):
 
 
 class TorchFlashAttention2:
-    """FlashAttention-2 as torch's scaled_dot_product_attention runs it: of products of queries and keys alone."""
+    """FlashAttention-2 in torch's scaled_dot_product_attention, with unchanged scores."""
 
     name = "fa2"
 
@@ -308,7 +311,7 @@ class TorchFlashAttention2:
 
 
 class TorchCudnn:
-    """cuDNN's attention as torch runs it, of dense batches without windows."""
+    """cuDNN's attention in torch, for dense batches without windows."""
 
     name = "cudnn"
 
@@ -344,7 +347,7 @@ class TorchCudnn:
 
 
 class CudnnDeterministic(TorchCudnn):
-    """cuDNN's deterministic backward, which torch cannot ask for. The forward before it is torch's."""
+    """cuDNN's deterministic backward, which torch does not offer. The forward before it is torch's."""
 
     def version(self) -> str:
         frontend = installed("nvidia-cudnn-frontend")
@@ -369,8 +372,8 @@ class CudnnDeterministic(TorchCudnn):
 
 
 class TorchMemoryEfficient:
-    """The memory-efficient attention of torch, of dense batches of ungrouped heads with dropout: without, others are
-    known to be quicker."""
+    """The memory-efficient attention of torch, for dense batches with dropout and without grouped heads. Without
+    dropout, others are known to be faster."""
 
     name = "memory-efficient"
 
@@ -404,7 +407,7 @@ class TorchMemoryEfficient:
 
 
 def installed(distribution: str) -> str:
-    """The version of an installed distribution. A package that is only on the path has none."""
+    """Returns the version of an installed distribution. A package that is only on the path has none."""
     try:
         return importlib.metadata.version(distribution)
     except importlib.metadata.PackageNotFoundError:
@@ -412,13 +415,13 @@ def installed(distribution: str) -> str:
 
 
 class _FlashAttnPackage:
-    """A FlashAttention package through its public function and autograd."""
+    """A FlashAttention package, through its public function and autograd."""
 
     name: str
     module: str
     distribution: str
-    unbounded: int | None  # how it writes a side of a window that hides nothing
-    scores: tuple[str, ...]  # of benchmarks.shapes.SCORES, what it has an argument for
+    unbounded: int | None  # the value for an unbounded side of a window
+    scores: tuple[str, ...]  # the names in benchmarks.shapes.SCORES that it has arguments for
 
     def version(self) -> str:
         return f"{NAMES[self.name]} {installed(self.distribution)}"

@@ -17,9 +17,9 @@ from benchmarks.shapes import Shape
 
 
 def are_series(shapes: Collection[Shape]) -> bool:
-    """Whether most shapes differ from others in the length of the sequences alone, and no two lengths are the same: a
-    line over the length then shows them. What differs in everything, as sharded shapes, packs, windows and scores do,
-    has no such line."""
+    """Whether most shapes differ from others only in the sequence length, without equal lengths, so that a line over
+    the length shows them. Shapes that differ in several properties, such as sharded shapes, variable-length batches,
+    windows and scores, have no such line."""
     if any(shape.pack or shape.mask == "window" or shape.scores for shape in shapes):
         return False
     lengths = collections.defaultdict(list)
@@ -34,7 +34,7 @@ def panel_of(shape: Shape, series: bool) -> str:
 
 
 def place_of(shape: Shape, series: bool) -> str:
-    """Of a shape on the axis of its panel."""
+    """Returns the label of a shape on the axis of its panel."""
     length = f"{shape.seqlen // 1024}k" if shape.seqlen % 1024 == 0 else str(shape.seqlen)
     if series:
         return length
@@ -49,7 +49,7 @@ def size_of(shape: Shape) -> tuple[int, ...]:
 
 
 def panels(result: dict, pass_: str) -> dict[str, dict[tuple, dict[Shape, float]]]:
-    """Title to (impl, schedule, deterministic) to TFLOP/s of each shape, shortest sequences first."""
+    """Maps titles to (impl, schedule, deterministic) to TFLOP/s of each shape, shortest sequences first."""
     rows = [row for row in result["rows"] if row["pass"] == pass_]
     series = are_series({Shape.of_row(row) for row in rows})
     found = collections.defaultdict(lambda: collections.defaultdict(dict))
@@ -64,23 +64,23 @@ def panels(result: dict, pass_: str) -> dict[str, dict[tuple, dict[Shape, float]
 
 
 def with_peers(result: dict, peers: dict) -> dict:
-    """The result with the peers of another one instead of its own."""
+    """Returns the result with the baselines of another result instead of its own."""
     shapes = {Shape.of_row(row) for row in result["rows"]}
     found = [row for row in peers["rows"] if row["impl"] != OURS and Shape.of_row(row) in shapes]
-    meta = {**result["meta"], "peers": "; peers measured in other runs"}
+    meta = {**result["meta"], "peers": "; baselines measured in other runs"}
     return {"meta": meta, "rows": [row for row in result["rows"] if row["impl"] == OURS] + found}
 
 
 def label(line: tuple[str, str | None, bool]) -> str:
     impl, schedule, deterministic = line
-    words = (compare.NAMES.get(impl, impl), schedule, None if deterministic else "(not deterministic)")
+    words = (compare.NAMES.get(impl, impl), schedule, None if deterministic else "(non-deterministic)")
     return " ".join(filter(None, words))
 
 
 def draw(result: dict, path: pathlib.Path, pass_: str | None = None) -> None:
-    """TFLOP/s against seqlen, a panel for each head dim, number of heads and mask, or shape by shape, a panel for each
-    head dim and mask: ours and the deterministic peers in solid lines, the others dashed. A line breaks where its peer
-    was not measured."""
+    """Draws TFLOP/s over seqlen with a panel per head dim, number of heads and mask, or shape by shape with a panel per
+    head dim and mask. Our lines and those of deterministic baselines are solid, the others dashed. A line breaks where
+    its baseline was not measured."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -89,7 +89,7 @@ def draw(result: dict, path: pathlib.Path, pass_: str | None = None) -> None:
     pass_ = pass_ or next((p for p in ("backward", "both", "forward") if panels(result, p)), "backward")
     drawn = panels(result, pass_)
     if not drawn:
-        raise ValueError(f"the result has no rows of pass {pass_!r}")
+        raise ValueError(f"the result must have rows of pass {pass_!r}, got none")
     series = are_series({shape for lines in drawn.values() for points in lines.values() for shape in points})
     columns = min(3 if series else 2, len(drawn))
     rows = -(-len(drawn) // columns)
@@ -133,8 +133,8 @@ def draw(result: dict, path: pathlib.Path, pass_: str | None = None) -> None:
 
 
 def draw_ratios(result: dict, path: pathlib.Path) -> None:
-    """Of a run of many shapes: ours over the best peers, a panel for each head dim and mask, a line for each ratio,
-    which goes through the shapes from the worst to the best."""
+    """Draws our throughput over the best baselines for a run of many shapes, with a panel per head dim and mask. Each
+    line is a ratio, sorted from the worst shape to the best."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -143,7 +143,7 @@ def draw_ratios(result: dict, path: pathlib.Path) -> None:
     found = sharded.ratios(result["rows"])
     groups = sorted({compare.group_of(shape) for of in found for shape in of})
     if not groups:
-        raise ValueError("the result has no shape with ours and a peer")
+        raise ValueError("the result must have a shape with ours and a baseline, got none")
     columns = min(2, len(groups))
     rows = -(-len(groups) // columns)
     figure, axes = plt.subplots(rows, columns, figsize=(5.5 * columns, 3.5 * rows + 1), squeeze=False, sharey=True)
@@ -174,9 +174,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("json", type=pathlib.Path)
     parser.add_argument("png", type=pathlib.Path)
-    parser.add_argument("--pass", dest="pass_", help="default: the backward, where there are rows of it")
-    parser.add_argument("--peers", type=pathlib.Path, help="draw the peers of this result instead")
-    parser.add_argument("--deterministic", action="store_true", help="leave out what is not deterministic")
+    parser.add_argument("--pass", dest="pass_", help="default: the backward if there are rows of it")
+    parser.add_argument("--peers", type=pathlib.Path, help="draw the baselines of this result instead")
+    parser.add_argument("--deterministic", action="store_true", help="leave out non-deterministic baselines")
     arguments = parser.parse_args()
     try:
         result = json.loads(arguments.json.read_text())

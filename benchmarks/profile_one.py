@@ -1,4 +1,4 @@
-"""One backward for a profiler, after one that loads the kernels.
+"""Runs one backward for a profiler, after one that loads the kernels.
 
 ncu --profile-from-start off python -m benchmarks.profile_one --head-dim 128 --mask causal --seqlen 8192
 ncu --profile-from-start off python -m benchmarks.profile_one --mask window --window 1023 0 --pack lognormal
@@ -19,9 +19,9 @@ def main() -> None:
     parser.add_argument("--heads", type=int, default=16)
     parser.add_argument("--kv-heads", type=int)
     parser.add_argument("--mask", choices=("full", "causal", "window"), default="full")
-    parser.add_argument("--window", type=int, nargs=2, default=(-1, -1), help="of --mask window: left and right")
-    parser.add_argument("--chunk", type=int, default=0, help="of --mask window: keys in a chunk")
-    parser.add_argument("--pack", choices=PACKS, help="instead of --seqlen and --batch")
+    parser.add_argument("--window", type=int, nargs=2, default=(-1, -1), help="left and right side, for --mask window")
+    parser.add_argument("--chunk", type=int, default=0, help="keys per chunk, for --mask window")
+    parser.add_argument("--pack", choices=PACKS, help="a variable-length batch, instead of --seqlen and --batch")
     parser.add_argument("--seqlen", type=int, default=8192)
     parser.add_argument("--batch", type=int, default=2)
     parser.add_argument("--dtype", choices=peers.DTYPES, default="bf16")

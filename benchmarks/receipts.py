@@ -1,11 +1,11 @@
-"""What receipts cost: fingerprints in bytes a second, and the share of a training step, predicted and measured.
+"""The cost of receipts: fingerprints in bytes per second, and the share of a training step, predicted and measured.
 
     python -m benchmarks.receipts --json receipts.json
 
-The first table has the op alone, on one large tensor and on the many of a model; the second a training step of a small
-transformer with and without a `Recorder` at default settings, in blocks that take turns. A step's time is the wall
-clock's, from one synchronisation to the next, so that the host's work is in it. On a machine without a GPU the programs
-can be tried with `--device cpu`; such figures mean nothing.
+The first table shows the op alone, on one large tensor and on the many tensors of a model. The second table shows a
+training step of a small transformer with and without a `Recorder` with default settings, in alternating blocks. The
+time of a step is wall-clock time between synchronizations, so it includes the host's work. `--device cpu` tests the
+program on a machine without a GPU; such figures are meaningless.
 """
 
 import argparse
@@ -24,27 +24,27 @@ from benchmarks.files import dumps
 from dash_attn.receipts import DEFAULT_BLOCK, Recorder, Shard
 from dash_attn.receipts.fingerprints import sums_of_parts
 
-# An H200: bytes a second of its memory, of which reads get some nine tenths, SMs, and clocks a second under load.
+# An H200: memory bandwidth in bytes per second (reads get about nine tenths), SMs, and clocks per second under load.
 MEMORY, READ_SHARE, SMS, CLOCK = 4.8e12, 0.9, 132, 1.7e9
-# Lanes that an SM issues, and multiplies, a clock.
+# Lanes that an SM issues, and multiplies, per clock.
 ISSUED, MULTIPLIED = 128, 64
 LAUNCH_US, PIECES_OF_LAUNCH = 2.0, 56
 
 
 @dataclasses.dataclass(frozen=True)
 class Group:
-    """Instructions for 8 words, in the loop of the compiled kernel (CUDA 13.0); a product of 64 bits counts as two."""
+    """Instructions for 8 words in the loop of the compiled kernel (CUDA 13.0); a 64-bit product counts as two."""
 
     instructions: float
     products: float
 
 
-# By the bytes of a word.
+# By the bytes per word.
 GROUPS = {1: Group(63, 38), 2: Group(60, 38), 4: Group(61, 39)}
 
 
 def predicted_rates(word_bytes: int) -> dict[str, float]:
-    """Bytes a second that memory, issue and multiplication would each allow; the least of them is predicted."""
+    """Returns the bytes per second that memory, issue and multiplication each allow; the minimum is the prediction."""
     group, size = GROUPS[word_bytes], 8 * word_bytes
     return {
         "memory": MEMORY * READ_SHARE,
@@ -54,7 +54,7 @@ def predicted_rates(word_bytes: int) -> dict[str, float]:
 
 
 def predicted_ms(tensors: list[torch.Tensor]) -> float:
-    """Of one call for all of these."""
+    """Returns the predicted milliseconds of one call for all tensors."""
     seconds = sum(
         tensor.numel() * tensor.dtype.itemsize / min(predicted_rates(min(4, tensor.dtype.itemsize)).values())
         for tensor in tensors
@@ -63,7 +63,7 @@ def predicted_ms(tensors: list[torch.Tensor]) -> float:
 
 
 def measure_op(device: torch.device, elements: int) -> list[dict]:
-    """A row for each set of tensors: so many elements in one tensor, or in many as a model has them."""
+    """Returns a row per set of tensors: all elements in one tensor, or in many as in a model."""
     sets: dict[str, list[torch.Tensor]] = {}
     for dtype in (torch.bfloat16, torch.float32, torch.uint8):
         bits = torch.randint(256, (elements * dtype.itemsize,), device=device, dtype=torch.uint8)
@@ -110,7 +110,7 @@ class Block(torch.nn.Module):
 
 @dataclasses.dataclass(frozen=True)
 class Training:
-    """A step's shape; the defaults are a model of 1.1 billion parameters and 64k tokens in microbatches."""
+    """The shape of a step; the defaults are a model of 1.1 billion parameters and 64k tokens in microbatches."""
 
     layers: int = 22
     width: int = 2048
@@ -139,7 +139,7 @@ class Trainer:
         self.optimizer.step()
 
     def recorded(self) -> list[torch.Tensor]:
-        """What a recorder reads in a step at default settings: weights twice, gradients and state once."""
+        """Returns what a recorder reads in a step with default settings: weights twice, gradients and state once."""
         weights = list(self.model.parameters())
         state = [value for one in self.optimizer.state.values() for value in one.values()]
         return weights + [weight.grad for weight in weights if weight.grad is not None] + state + weights
@@ -149,7 +149,7 @@ class Trainer:
             torch.cuda.synchronize(self.device)
 
     def seconds(self, recorder: Recorder | None, first: int, steps: int) -> float:
-        """Of a step, on average."""
+        """Returns the mean seconds per step."""
         self.synchronize()
         start = time.perf_counter()
         for number in range(first, first + steps):
@@ -164,9 +164,9 @@ class Trainer:
 
 
 def measure_step(device: torch.device, training: Training, turns: int, steps: int) -> dict:
-    """A step with and without receipts, in blocks of some steps that take turns, after one of each that is not counted.
+    """Measures a step with and without receipts, in alternating blocks of steps, after a warm-up of each.
 
-    The hooks are there in both: what they cost outside of a recorded step is in neither's favour.
+    The hooks are installed in both cases, so their cost outside of recorded steps does not affect the comparison.
     """
     trainer = Trainer(training, device)
     plain, with_receipts = [], []
@@ -195,7 +195,7 @@ def measure_step(device: torch.device, training: Training, turns: int, steps: in
 
 
 def table(op: list[dict], step: dict) -> str:
-    """Both results as text, predicted beside measured."""
+    """Formats both results as text, predicted next to measured."""
     lines = [f"{'fingerprints of':<46}{'MB':>9}{'ms':>9}{'predicted':>11}{'GB/s':>8}{'predicted':>11}"]
     for row in op:
         rates = (1e-6 * row["bytes"] / row[key] for key in ("ms", "predicted_ms"))
@@ -210,7 +210,7 @@ def table(op: list[dict], step: dict) -> str:
         f"a step of {1e-6 * step['parameters']:.0f} million parameters and {tokens} tokens: {step['step_ms']:.1f} ms, "
         f"with receipts {step['with_receipts_ms']:.1f} ms",
         f"share of receipts: {100 * step['share']:.2f}% (blocks {spread}), predicted "
-        f"{100 * step['predicted_share']:.2f}% ({step['predicted_ms']:.2f} ms), at most 0.50% is wanted",
+        f"{100 * step['predicted_share']:.2f}% ({step['predicted_ms']:.2f} ms); the target is at most 0.50%",
     ]
     return "\n".join(lines)
 
@@ -218,9 +218,9 @@ def table(op: list[dict], step: dict) -> str:
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", type=torch.device, default=torch.device("cuda"))
-    parser.add_argument("--elements", type=int, default=1 << 29, help="of the large tensor")
+    parser.add_argument("--elements", type=int, default=1 << 29, help="elements of the large tensor")
     parser.add_argument("--turns", type=int, default=5)
-    parser.add_argument("--steps", type=int, default=4, help="in a block")
+    parser.add_argument("--steps", type=int, default=4, help="steps per block")
     for field in dataclasses.fields(Training):
         parser.add_argument(f"--{field.name.replace('_', '-')}", type=int, default=field.default)
     parser.add_argument("--json", type=pathlib.Path, help="file for the results")

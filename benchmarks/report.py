@@ -1,4 +1,4 @@
-"""Prediction beside measurement: errors, agreement of the ranking, a table and a plot.
+"""Compares predictions with measurements: errors, agreement of the ranking, a table and a plot.
 
 python -m benchmarks.report machine.json calibration.json --png docs/model.png --document docs/model.md
 """
@@ -17,12 +17,12 @@ from benchmarks.files import prose, with_block
 from benchmarks.shapes import Shape, flops
 from dash_attn import schedule
 
-TIE = 0.01  # differences below it are never significant
+TIE = 0.01  # smaller differences are never significant
 
 
 @dataclasses.dataclass(frozen=True)
 class Compared:
-    """One policy at one shape. `repeats` are the two measurements in microseconds, `clocks` those of the main
+    """One policy at one shape. `repeats` are the two measurements in microseconds, and `clocks` those of the main
     kernel."""
 
     shape: Shape
@@ -37,12 +37,12 @@ class Compared:
 
     @property
     def times(self) -> tuple[float, float]:
-        """Microseconds of the whole call, measured and predicted."""
+        """Returns the microseconds of the whole call, measured and predicted."""
         return self.us, self.predicted.us
 
     @property
     def main_clocks(self) -> tuple[float, float]:
-        """SM clocks of the main kernel, measured and predicted."""
+        """Returns the SM clocks of the main kernel, measured and predicted."""
         return self.clocks, self.predicted.clocks
 
     @property
@@ -74,8 +74,8 @@ def by_shape(rows: list[Compared]) -> dict[Shape, list[Compared]]:
 
 
 def noise(rows: list[Compared]) -> float:
-    """Relative difference that two policies of one shape must exceed to differ: twice what two measurements of one
-    policy differ by, at the median over the shape's policies, and at least TIE."""
+    """Returns the relative difference beyond which two policies of a shape differ: twice the difference between the
+    measurements of one policy, at the median over the shape's policies, and at least TIE."""
     spreads = [abs(row.repeats[0] - row.repeats[1]) / row.us for row in rows]
     return max(TIE, 2 * statistics.median(spreads))
 
@@ -84,8 +84,8 @@ TIMES, CLOCKS = operator.attrgetter("times"), operator.attrgetter("main_clocks")
 
 
 def pairs(rows: list[Compared], of=TIMES) -> list[tuple[Compared, Compared, str]]:
-    """Every two policies of a shape, the faster first: 'tie' within noise, 'agree', or 'differ' where the model has the
-    slower one faster."""
+    """Returns every two policies of a shape, the faster first: 'tie' within noise, 'agree', or 'differ' if the model
+    ranks them the other way round."""
     found = []
     limit = noise(rows)
     for first, second in itertools.combinations(sorted(rows, key=of), 2):
@@ -98,13 +98,13 @@ def pairs(rows: list[Compared], of=TIMES) -> list[tuple[Compared, Compared, str]
 
 
 def is_automatic(row: Compared) -> bool:
-    """Whether the policy is the one of schedule="auto" at this shape."""
+    """Whether the policy is that of schedule="auto" at this shape."""
     shape = row.shape
     return row.policy == schedule.resolve("auto", causal=shape.causal, head_dim=shape.head_dim)
 
 
 def best(rows: list[Compared]) -> tuple[Compared, Compared]:
-    """The fastest policy as measured, and the one the model would choose."""
+    """Returns the fastest policy as measured, and the policy that the model would choose."""
     return min(rows, key=lambda row: row.us), min(rows, key=lambda row: row.predicted.us)
 
 
@@ -155,7 +155,7 @@ def ranking(rows: list[Compared]) -> str:
 
 
 def table(rows: list[Compared]) -> str:
-    """Microseconds, measured and predicted."""
+    """Tabulates microseconds, measured and predicted."""
     policies = list(dict.fromkeys(row.policy for row in rows))
     lines = ["| shape | " + " | ".join(policies) + " |", "|---" * (len(policies) + 1) + "|"]
     for shape, group in by_shape(rows).items():
@@ -215,7 +215,7 @@ def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("machine", type=pathlib.Path)
     parser.add_argument("calibration", type=pathlib.Path)
-    parser.add_argument("--png", type=pathlib.Path, help="draw prediction and measurement here")
+    parser.add_argument("--png", type=pathlib.Path, help="draw prediction and measurement into this file")
     parser.add_argument("--document", type=pathlib.Path, help="replace summary, ranking and table in this file")
     arguments = parser.parse_args(argv)
     rows = compare(model.read(arguments.machine), json.loads(arguments.calibration.read_text()))

@@ -1,11 +1,11 @@
-"""Measures our backward and forward beside the peers that are installed, and prints a table.
+"""Measures our backward and forward next to the installed baselines, and prints a table.
 
     python -m benchmarks.run --grid full --json result.json --png result.png
     python -m benchmarks.run --grid full --peers --pass backward forward --baseline older/_C.abi3.so --json result.json
     python -m benchmarks.run --grid sharded --pass backward forward --schedules auto order_free --json sharded.json
     python -m benchmarks.run --merge part1.json part2.json --json sharded.json
 
-Results are compared with a float32 reference before they are timed; what is wrong is left out, and said.
+Results are compared with a float32 reference before they are timed. Wrong results are reported and left out.
 """
 
 import argparse
@@ -26,16 +26,16 @@ from benchmarks import budget, check, compare, files, host, library, peers, plot
 from benchmarks.shapes import GRIDS, PASSES, SHAPE_FIELDS, Shape, flops
 
 ROW_FIELDS = ("impl", "pass", "schedule", "deterministic", *SHAPE_FIELDS, "ms", "repeats_ms", "tflops")
-MIN_TIME_S = 0.15  # for each variant
+MIN_TIME_S = 0.15  # per variant
 COMMIT_VARIABLE = "DASH_ATTN_COMMIT"
-# What the result of a run depends on; results that a run writes make no tree dirty.
+# The files that affect the result of a run. Results that a run writes do not make the tree dirty.
 MEASURED = ("csrc", "dash_attn", "build_support", "setup.py", "pyproject.toml", "benchmarks/*.py")
 STATE = {"sm_mhz": "clocks.sm", "memory_mhz": "clocks.mem", "watts": "power.draw", "celsius": "temperature.gpu"}
 
 
 def commit() -> str:
-    """The commit measured: of the working tree, with "-dirty" where files that matter differ from it, or of the
-    environment, as it is given, where the tree came without its history."""
+    """Returns the measured commit: of the working tree, with "-dirty" if relevant files differ from it, or from the
+    environment if the tree has no history."""
     if given := os.environ.get(COMMIT_VARIABLE):
         return given
     git = ["git", "-C", str(pathlib.Path(__file__).parents[1])]
@@ -49,7 +49,7 @@ def commit() -> str:
 
 
 def nvidia_smi(device: torch.device, fields: list[str]) -> list[str] | None:
-    """The values of `nvidia-smi --query-gpu` for the device, without units; None where it cannot be asked."""
+    """Returns the values of `nvidia-smi --query-gpu` for the device, without units; None if nvidia-smi fails."""
     gpu = str(torch.cuda.get_device_properties(device).uuid)
     query = ["nvidia-smi", f"--id=GPU-{gpu.removeprefix('GPU-')}", f"--query-gpu={','.join(fields)}"]
     try:
@@ -60,7 +60,7 @@ def nvidia_smi(device: torch.device, fields: list[str]) -> list[str] | None:
 
 
 def state(device: torch.device) -> dict[str, str] | None:
-    """Clocks in MHz, power in watts and temperature in degrees Celsius, now."""
+    """Returns the current clocks in MHz, power in watts and temperature in degrees Celsius."""
     values = nvidia_smi(device, list(STATE.values())) if device.type == "cuda" else None
     return dict(zip(STATE, values)) if values else None
 
@@ -87,7 +87,7 @@ def measure(
     turns: int = timing.TURNS,
     short: bool = False,
 ) -> tuple[list[dict], list[str]]:
-    """Rows of one shape, and a line for each variant that failed or whose results are wrong. `short`: in short
+    """Returns the rows of one shape, and a line per variant that failed or has wrong results. `short`: in short
     blocks."""
     tensors = peers.random_tensors(shape, device)
     reference = check.Reference(shape, tensors)
@@ -96,11 +96,11 @@ def measure(
         for variant in implementation.variants(shape):
             try:
                 prepared = implementation.prepare(variant, shape, tensors)
-            except Exception as error:  # whatever a peer raises for a shape that it does not take
+            except Exception as error:  # a baseline may raise anything for an unsupported shape
                 failures.append(f"{variant}: {_first_line(error)}")
                 continue
             for pass_ in passes:
-                # A forward has no schedule and is deterministic anyway: one row serves all variants.
+                # A forward has no schedule and is always deterministic: one row serves all variants.
                 shown = peers.Variant(variant.impl, None, True) if pass_ == "forward" else variant
                 if pass_ in prepared and (shown, pass_) not in calls:
                     calls[shown, pass_] = prepared[pass_]
@@ -121,18 +121,18 @@ def measure(
 
 
 def _wrong(call, reference: check.Reference) -> str | None:
-    """What is wrong with the results of a call that runs here; one in another process is checked there."""
+    """Returns what is wrong with the results of a call; calls in another process are checked there."""
     if hasattr(call, "block_ms"):
         return None
     try:
         return reference.wrong(call(), own_mask=isinstance(call, peers.OwnMask))
-    except Exception as error:  # whatever a peer raises for a shape that it does not take
+    except Exception as error:  # a baseline may raise anything for an unsupported shape
         return _first_line(error)
 
 
 def beside_each_other(calls: dict) -> dict:
-    """The same calls, those of the baseline and of our dense call after ours of the same pass and schedule: what drifts
-    serves all alike."""
+    """Reorders calls: those of the older library and of our dense call follow ours of the same pass and schedule, so
+    that drift affects all alike."""
     followers = (baseline_library.NAME, compare.DENSE, compare.BITS)
     first = {(pass_, variant.schedule): i for i, (variant, pass_) in enumerate(calls) if variant.impl == compare.OURS}
 
@@ -152,13 +152,13 @@ def column(row: dict) -> str:
 
 
 def short(name: str) -> str:
-    """Our schedules go by their own names."""
+    """Abbreviates our schedules to their own names."""
     ours = f"{peers.DashAttn.name} "
     return name.removeprefix(ours) if name != f"{ours}det" else name
 
 
 def table(rows: list[dict]) -> str:
-    """TFLOP/s, a line a shape and a column a variant; one block for each pass."""
+    """Formats TFLOP/s, a line per shape and a column per variant, in one block per pass."""
     blocks = []
     for pass_ in PASSES:
         chosen = [row for row in rows if row["pass"] == pass_]
@@ -195,8 +195,8 @@ class Part(NamedTuple):
         return cls(int(number), int(parts))
 
     def of(self, shapes: list[Shape]) -> list[Shape]:
-        """Every N-th of the shapes by their operations, dealt there and back so that the parts take about as long; in
-        their own order."""
+        """Returns every N-th of the shapes by their operations, dealt back and forth so that the parts take about the
+        same time; in their original order."""
         ranked = sorted(shapes, key=lambda shape: -flops(shape, "backward"))
         there_and_back = [*range(1, self.parts + 1), *range(self.parts, 0, -1)]
         chosen = {shape for shape, part in zip(ranked, itertools.cycle(there_and_back)) if part == self.number}
@@ -213,52 +213,52 @@ def parser() -> argparse.ArgumentParser:
     result.add_argument(
         "--schedules",
         nargs="+",
-        help="policies of ours to measure, where they are built also the yardsticks 'ascending' and 'atomic', which is "
-        "not deterministic; default: all for users",
+        help="our policies to measure, including 'ascending' and the non-deterministic 'atomic' if they are built; "
+        "default: all policies for users",
     )
     result.add_argument("--peers", nargs="*", choices=peers.PEERS, default=list(peers.PEERS))
-    result.add_argument("--json", type=pathlib.Path, help="write the result here, after every shape")
-    result.add_argument("--png", type=pathlib.Path, help="draw the result here")
+    result.add_argument("--json", type=pathlib.Path, help="file for the result, written after every shape")
+    result.add_argument("--png", type=pathlib.Path, help="draw the result into this file")
     time_of = result.add_mutually_exclusive_group()
-    time_of.add_argument("--min-time", type=float, help=f"seconds for each variant (default {MIN_TIME_S})")
+    time_of.add_argument("--min-time", type=float, help=f"seconds per variant (default {MIN_TIME_S})")
     defaults = ", ".join(f"{minutes:g} of {grid}" for grid, minutes in sharded.MINUTES.items())
-    time_of.add_argument("--minutes", type=float, help=f"for all shapes, in short blocks (default {defaults})")
+    time_of.add_argument("--minutes", type=float, help=f"minutes for all shapes, in short blocks (default {defaults})")
     result.add_argument(
-        "--part", type=Part.parse, help="I/N: measure one of N parts of the grid, which take about equally long"
+        "--part", type=Part.parse, help="I/N: measure one of N parts of the grid, which take about the same time"
     )
-    result.add_argument("--merge", type=pathlib.Path, nargs="+", help="join the results of parts; measures nothing")
-    result.add_argument("--max-seqlen", type=int, help="leave longer sequences out")
-    result.add_argument("--tokens", type=int, help="of every shape, by its number of sequences: for a short trial")
-    result.add_argument("--host", action="store_true", help="measure what a small call costs the host")
+    result.add_argument("--merge", type=pathlib.Path, nargs="+", help="join the results of parts without measuring")
+    result.add_argument("--max-seqlen", type=int, help="leave out longer sequences")
+    result.add_argument("--tokens", type=int, help="tokens per shape, by its number of sequences; for short tests")
+    result.add_argument("--host", action="store_true", help="measure the host's cost of a small call")
     result.add_argument(
-        "--turns", type=int, help=f"blocks of each variant (default {timing.TURNS}, or {budget.TURNS} short ones)"
+        "--turns", type=int, help=f"blocks per variant (default {timing.TURNS}, or {budget.TURNS} short ones)"
     )
-    result.add_argument("--baseline", type=pathlib.Path, help="an older _C*.so to measure beside ours, in turns")
+    result.add_argument("--baseline", type=pathlib.Path, help="an older _C*.so to measure in turns with ours")
     result.add_argument(
-        "--baseline-schedules", nargs="+", help="policies of it; default: those of ours, 'descending' for 'auto'"
+        "--baseline-schedules", nargs="+", help="its policies; default: the same as ours, 'descending' for 'auto'"
     )
     result.add_argument(
-        "--baseline-policies", nargs="+", default=list(library.POLICIES), help="names by the library's numbers"
+        "--baseline-policies", nargs="+", default=list(library.POLICIES), help="policy names in its numbering"
     )
     result.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     return result
 
 
 def check_schedules(names: list[str] | None) -> None:
-    """Ends the program where a schedule is unknown, or is a yardstick that the kernels in this installation lack."""
+    """Exits if a schedule is unknown, or if the kernels of this installation do not include it."""
     from dash_attn import build_record, schedule
 
     known = ["auto", *schedule.POLICIES, *schedule.YARDSTICKS]
     unknown = sorted(set(names or []) - set(known))
     if unknown:
-        raise SystemExit(f"error: --schedules must be of {', '.join(known)}; got {', '.join(unknown)}")
+        raise SystemExit(f"error: --schedules must be among {', '.join(known)}, got {', '.join(unknown)}")
     yardsticks = sorted(set(names or []) & set(schedule.YARDSTICKS))
     path = build_record.kernels_file() if yardsticks else None
     kernels = build_record.read(path).kernels if path else ()
     if yardsticks and not any(kernel.policies == "OrderedAndYardsticks" for kernel in kernels):
         raise SystemExit(
-            f"error: --schedules must be built, and this build lacks {', '.join(yardsticks)}: build the kernels again "
-            "with them and the other schedules to measure in DASH_ATTN_POLICIES (docs/install.md)"
+            f"error: --schedules must be built, but this build lacks {', '.join(yardsticks)}: rebuild the kernels with "
+            "these and the other schedules to measure in DASH_ATTN_POLICIES (docs/install.md)"
         )
 
 
@@ -270,7 +270,7 @@ def chosen_shapes(arguments: argparse.Namespace) -> list[Shape]:
 
 
 def loads(shapes: list[Shape], implementations: list, passes: list[str]) -> list[budget.Load]:
-    """How many calls each shape has: a forward serves all variants of an implementation."""
+    """Returns the number of calls of each shape: a forward serves all variants of an implementation."""
     found = []
     for shape in shapes:
         variants = [len(implementation.variants(shape)) for implementation in implementations]
@@ -286,13 +286,13 @@ def baseline_of(arguments: argparse.Namespace) -> baseline_library.Baseline:
     named = arguments.baseline_schedules or arguments.schedules or schedule.POLICIES
     schedules = list(dict.fromkeys("descending" if name == "auto" else name for name in named))
     if unknown := set(schedules) - set(arguments.baseline_policies):
-        raise SystemExit(f"error: --baseline-policies has no {', '.join(sorted(unknown))}")
+        raise SystemExit(f"error: --baseline-policies must include {', '.join(sorted(unknown))}")
     return baseline_library.Baseline.of_library(arguments.baseline, schedules, arguments.baseline_policies)
 
 
 def against_baseline(rows: list[dict]) -> str:
-    """For each pass and schedule of ours: time over the baseline's, in geometric mean and at worst. The baseline's
-    schedule is the same one; of a schedule that it does not have ("auto"), the fastest that it has at the shape."""
+    """Formats our time over the older library's, in geometric mean and at worst, by pass and schedule of ours. It is
+    compared with the same schedule, or with the library's fastest at the shape if it lacks the schedule ("auto")."""
     theirs: dict[tuple, dict[str | None, float]] = {}
     for row in rows:
         if row["impl"] == baseline_library.NAME:
@@ -303,7 +303,7 @@ def against_baseline(rows: list[dict]) -> str:
         if row["impl"] == compare.OURS and of_shape:
             before = of_shape.get(row["schedule"], min(of_shape.values()))
             ratios.setdefault((row["pass"], row["schedule"]), {})[Shape.of_row(row)] = row["ms"] / before
-    lines = ["time over the baseline's"]
+    lines = ["time over the older library's"]
     for (pass_, schedule), found in ratios.items():
         worst = max(found, key=found.get)
         lines.append(
@@ -314,13 +314,13 @@ def against_baseline(rows: list[dict]) -> str:
 
 
 def against_plain(rows: list[dict]) -> str:
-    """For each pass and kind of scores of ours under "auto", or of the only schedule measured: throughput over that of
-    the same shape without them."""
+    """Formats our throughput over that of the same shape without scores, by pass and kind of scores, under "auto" or
+    the only schedule measured."""
     ours = [row for row in rows if row["impl"] == compare.OURS]
     schedules = {row["schedule"] for row in ours}
     ms = {(row["pass"], Shape.of_row(row)): row["ms"] for row in ours
           if row["schedule"] in (None, "auto") or len(schedules - {None}) == 1}  # fmt: skip
-    lines = ["throughput over that without scores"]
+    lines = ["throughput over that without changed scores"]
     for (pass_, shape), taken in ms.items():
         if shape.scores and (pass_, shape.plain) in ms:
             lines.append(f"  {pass_} {shape}: {ms[pass_, shape.plain] / taken:.3f}")
@@ -328,7 +328,7 @@ def against_plain(rows: list[dict]) -> str:
 
 
 def minutes_of(arguments: argparse.Namespace) -> float | None:
-    """That all shapes may take in short blocks; None where each variant has its own time."""
+    """Returns the minutes for all shapes in short blocks; None if each variant has its own time."""
     by_grid = None if arguments.min_time is not None else sharded.MINUTES.get(arguments.grid)
     minutes = by_grid if arguments.minutes is None else arguments.minutes
     if minutes is None:
@@ -341,7 +341,7 @@ def minutes_of(arguments: argparse.Namespace) -> float | None:
 
 
 def parts_and_versions(arguments: argparse.Namespace, implementations: list) -> dict:
-    """What `meta` says of the part of the grid, if it is one, and of the peers."""
+    """Returns the entries of `meta` for the part of the grid, if it is one, and for the baselines."""
     found = {"part": str(arguments.part)} if arguments.part else {}
     versions = {peer.name: peer.version() for peer in implementations if peer.name in compare.NAMES}
     return {**found, "impls": versions} if versions else found
@@ -352,7 +352,7 @@ def _what_left_none(arguments: argparse.Namespace) -> str:
 
 
 def show(result: dict, arguments: argparse.Namespace) -> None:
-    """Prints and draws what the arguments ask for of a result."""
+    """Prints and draws a result as the arguments request."""
     rows = result["rows"]
     parts = [table(rows), against_plain(rows)]
     if arguments.baseline:
@@ -383,7 +383,7 @@ def main(argv: list[str] | None = None) -> int:
     minutes = minutes_of(arguments)
     device = torch.device(arguments.device)
     if device.type == "cuda" and not torch.cuda.is_available():
-        raise SystemExit(f"error: --device must be one that is here, got {arguments.device}: no CUDA device")
+        raise SystemExit(f"error: --device must be available, got {arguments.device} without a CUDA device")
     if arguments.host:
         result = {"meta": {**metadata(device), "before": state(device)}, "rows": host.measure(device)}
         if arguments.json:

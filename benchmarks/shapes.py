@@ -1,4 +1,4 @@
-"""The shapes that are measured, and how many operations each takes."""
+"""The shapes that are measured, and the number of their operations."""
 
 import collections
 import dataclasses
@@ -11,27 +11,28 @@ from benchmarks.packs import PACKS
 
 PASSES = ("backward", "forward", "both")
 TOKENS, HIDDEN = 16384, 2048
-UNBOUNDED = -1  # of a side of a window
-# What scores are made of, by name: a name keeps its meaning for good, because the rows of results say it alone. Slopes
-# are 2^(-8 (h + 1) / heads) of head h; sinks are drawn.
+UNBOUNDED = -1  # an unbounded side of a window
+# Changes of the scores, by name. A name never changes its meaning, because results contain only the name. Head h has
+# the slope 2^(-8 (h + 1) / heads); sinks are random.
 SOFTCAPS = {"softcap 50": 50.0}
 SCORES = (*SOFTCAPS, "alibi", "sinks")
 
 
 @dataclasses.dataclass(frozen=True)
 class Shape:
-    """Self-attention, of a dense batch of equal lengths or of a pack of sequences.
+    """Self-attention of a dense batch of equal lengths, or of a variable-length batch.
 
     Attributes:
         dtype: "bf16" or "fp16".
         mask: "full", "causal" or "window".
-        seqlen: of the longest sequence.
-        batch: how many sequences.
-        pack: the name in PACKS of the pack whose first `batch` sequences these are; None for a dense batch.
-        window: of the mask "window": how many keys (before, behind) its own a query sees, -1 for every one.
-        chunk: of the mask "window": of how many keys a chunk is, outside of which a query sees none; 0 for no chunks.
-        scores: a name of SCORES; None for products of queries and keys alone.
-        value_head_dim: of values and outputs, where it is not head_dim.
+        seqlen: the length of the longest sequence.
+        batch: the number of sequences.
+        pack: the name in PACKS of the variable-length batch whose first `batch` sequences these are; None for a dense
+            batch.
+        window: for the mask "window": how many keys (before, after) its own a query sees, -1 for all.
+        chunk: for the mask "window": the keys per chunk, outside of which a query sees none; 0 for no chunks.
+        scores: a name of SCORES; None for unchanged scores.
+        value_head_dim: the head dim of values and outputs, if it is not head_dim.
         dropout_p: the probability with which an element of the softmax is dropped.
     """
 
@@ -51,25 +52,25 @@ class Shape:
 
     @classmethod
     def of_pack(cls, pack: str, head_dim: int, heads: int, kv_heads: int, mask: str, **options) -> "Shape":
-        """Of the whole pack, in bf16."""
+        """Returns the shape of a whole variable-length batch, in bf16."""
         lengths = PACKS[pack]
         return cls("bf16", head_dim, heads, kv_heads, mask, max(lengths), len(lengths), pack, **options)
 
     @classmethod
     def of_row(cls, row: dict) -> "Shape":
-        """The shape of a result's row."""
+        """Returns the shape of a result's row."""
         found = {field: row[field] for field in SHAPE_FIELDS} | {f: row[f] for f in LATER_FIELDS if f in row}
         if "window" in found:
             found["window"] = tuple(found["window"])  # JSON has lists
         return cls(**found)
 
     def row(self) -> dict:
-        """What a result's row says of the shape: of the later fields those that are not at their default."""
+        """Returns the entries of a result's row for the shape, without later fields that have their defaults."""
         later = [field for field, default in LATER_FIELDS.items() if getattr(self, field) != default]
         return {field: getattr(self, field) for field in (*SHAPE_FIELDS, *later)}
 
     def of_tokens(self, tokens: int) -> "Shape":
-        """As many of these sequences as have so many tokens together, and at least one."""
+        """Returns as many of these sequences as have this many tokens together, and at least one."""
         if self.pack is None:
             return dataclasses.replace(self, batch=max(1, tokens // self.seqlen))
         lengths = self.lengths
@@ -82,44 +83,44 @@ class Shape:
 
     @property
     def lengths(self) -> tuple[int, ...]:
-        """Of every sequence, in their order."""
+        """The length of every sequence, in order."""
         return PACKS[self.pack][: self.batch] if self.pack else (self.seqlen,) * self.batch
 
     @property
     def pieces(self) -> tuple[int, ...]:
-        """Lengths of the sequences after each is cut at the ends of its chunks: self-attention in them is the same."""
+        """The lengths of the sequences after each is cut into its chunks, within which self-attention is the same."""
         if not self.chunk:
             return self.lengths
         return tuple(min(self.chunk, n - first) for n in self.lengths for first in range(0, n, self.chunk))
 
     @property
     def dense(self) -> "Shape | None":
-        """The dense batch of the same sequences, of a pack of equal lengths."""
+        """The dense batch of the same sequences, for a variable-length batch of equal lengths."""
         equal = self.pack is not None and len(set(self.lengths)) == 1
         return dataclasses.replace(self, pack=None) if equal else None
 
     @property
     def plain(self) -> "Shape":
-        """The same without `scores`."""
+        """The same shape without `scores`."""
         return dataclasses.replace(self, scores=None)
 
     @property
     def undropped(self) -> "Shape":
-        """The same without dropout."""
+        """The same shape without dropout."""
         return dataclasses.replace(self, dropout_p=0.0)
 
     def at_head_dim(self, head_dim: int) -> "Shape":
-        """The same at another head_dim, which values have too."""
+        """Returns the same shape with another head_dim, also for values."""
         return dataclasses.replace(self, head_dim=head_dim, value_head_dim=None)
 
     @property
     def softcap(self) -> float:
-        """0 for none."""
+        """The soft cap; 0 for none."""
         return SOFTCAPS.get(self.scores, 0.0)
 
     @property
     def sides(self) -> tuple[int, int]:
-        """How many keys before and behind its own a query sees, chunks aside."""
+        """How many keys before and after its own a query sees, without chunks."""
         return {"full": (UNBOUNDED, UNBOUNDED), "causal": (UNBOUNDED, 0)}.get(self.mask, self.window)
 
     @property
@@ -133,7 +134,7 @@ class Shape:
 
     @property
     def head_dims(self) -> tuple[int, int]:
-        """Of queries and keys, and of values."""
+        """The head dims of queries and keys, and of values."""
         return self.head_dim, self.value_head_dim or self.head_dim
 
     @property
@@ -171,15 +172,18 @@ def _visible(sides: tuple[int, int], chunk: int, length: int) -> int:
 
 
 def visible(shape: Shape) -> int:
-    """Pairs of a query and a key that it sees, of one query head, in all sequences."""
+    """Counts the pairs of a query and a visible key of one query head, in all sequences."""
     counts = collections.Counter(shape.lengths)
     return sum(count * _visible(shape.sides, shape.chunk, length) for length, count in counts.items())
 
 
 def flops(shape: Shape, pass_: str) -> float:
-    """Floating-point operations: two products of 2 * head_dim for each pair of a query and a key in the forward, and
-    five in the backward; one and two of them have the head dim of values. In packs and windows the pairs are those that
-    are visible; in a dense batch they are, by the common convention, seqlen^2, and half of them for the causal mask."""
+    """Returns the floating-point operations: 2 * head_dim per product and pair of a query and a key.
+
+    The forward has two products and the backward five, of which one and two have the head dim of values. In
+    variable-length batches and windows the visible pairs count. In a dense batch, by the common convention, seqlen^2
+    pairs count, and half of them for the causal mask.
+    """
     if shape.pack or shape.mask == "window":
         pairs = visible(shape)
     else:
@@ -196,8 +200,8 @@ def _shape(head_dim: int, mask: str, seqlen: int, heads: int | None = None, kv_h
 
 
 def full_grid() -> list[Shape]:
-    """Hidden size 2048 and 16,384 tokens at each length; one length beyond 16,384; grouped heads with hidden size 4096
-    and half the tokens."""
+    """Returns hidden size 2048 and 16,384 tokens at each length, one longer length, and grouped heads with hidden size
+    4096 and half the tokens."""
     shapes = []
     for mask in ("full", "causal"):
         for head_dim in (64, 128):
@@ -212,12 +216,12 @@ def quick_grid() -> list[Shape]:
 
 
 def bar_grid() -> list[Shape]:
-    """The shapes that the project's speed targets are stated for."""
+    """Returns the shapes of the project's speed targets."""
     return [_shape(128, "full", 8192), _shape(128, "causal", 8192), _shape(64, "full", 8192)]
 
 
 def head_dims_grid() -> list[Shape]:
-    """Head dims beside 128, of the same tokens and lengths."""
+    """Returns head dims other than 128, with the same tokens and lengths."""
     dims = ((96, None, 16), (128, None, 16), (192, 128, 16), (192, None, 8), (256, None, 8))
     return [
         Shape("bf16", head_dim, heads, heads, mask, seqlen, TOKENS // seqlen, value_head_dim=value_head_dim)
@@ -228,8 +232,8 @@ def head_dims_grid() -> list[Shape]:
 
 
 def _sharded(kv_heads: Iterable[int], groups: Iterable[int], sequences: Iterable[tuple[int, int]]) -> list[Shape]:
-    """All combinations, with both head dims, under the full and the causal mask; `sequences` are (batch, seqlen). Head
-    dims and masks take turns, so that what drifts during a run serves all alike."""
+    """Returns all combinations, with both head dims, under the full and the causal mask; `sequences` are (batch,
+    seqlen). Head dims and masks alternate, so that drift during a run affects all alike."""
     return [
         Shape("bf16", head_dim, kv * group, kv, mask, seqlen, batch)
         for kv, group, (batch, seqlen), head_dim, mask in itertools.product(
@@ -239,21 +243,21 @@ def _sharded(kv_heads: Iterable[int], groups: Iterable[int], sequences: Iterable
 
 
 def sharded_grid() -> list[Shape]:
-    """What one GPU of a tensor-parallel group sees: 1 to 8 KV heads with 1, 4 or 8 query heads each."""
+    """Returns what one GPU of a tensor-parallel group sees: 1 to 8 KV heads with 1, 4 or 8 query heads each."""
     return _sharded((1, 2, 4, 8), (1, 4, 8), ((1, 2048), (1, 8192), (1, 32768), (2, 4096), (4, 8192)))
 
 
-# What the sample of the held-out family is drawn with. Another seed is another family: no rule may be tuned on either.
+# The seed of the held-out sample. Another seed gives another sample; no rule may be tuned on either.
 HELD_OUT_SEED, HELD_OUT_SHAPES = 20261127, 60
 
 
 def sharded_held_out_grid() -> list[Shape]:
-    """A fixed sample of shapes of the same kind with other numbers, to check rules that were tuned on `sharded`."""
+    """Returns a fixed sample of similar shapes with other numbers, to check rules that were tuned on `sharded`."""
     every = _sharded((1, 3, 5), (2, 5, 16), ((1, 3072), (1, 12288), (1, 24576), (3, 6144), (2, 10240)))
     return random.Random(HELD_OUT_SEED).sample(every, HELD_OUT_SHAPES)
 
 
-# The heads (query heads, KV heads) that packs are measured with, by head_dim.
+# The heads (query heads, KV heads) for variable-length batches, by head_dim.
 PACK_HEADS = {128: (32, 8), 64: (32, 32)}
 
 
@@ -262,12 +266,12 @@ def _packs(names: Iterable[str], mask: str) -> list[Shape]:
 
 
 def packed_bar_grid() -> list[Shape]:
-    """The packs that the project's speed targets are stated for."""
+    """Returns the variable-length batches of the project's speed targets."""
     return _packs(("8x2048", "lognormal", "one long", "sft mix"), "causal") + _packs(["lognormal"], "full")
 
 
 def packed_grid() -> list[Shape]:
-    """Packs of sequences: every one of PACKS under the causal mask with both head dims, and some under the full one."""
+    """Returns variable-length batches: all of PACKS under the causal mask with both head dims, and some unmasked."""
     bar = packed_bar_grid()
     every = bar + _packs(PACKS, "causal") + _packs(("8x2048", "8192x34"), "full")
     return list(dict.fromkeys(every))
@@ -278,7 +282,7 @@ def _window(head_dim: int, heads: int, kv_heads: int, batch: int, seqlen: int, *
 
 
 def windows_bar_grid() -> list[Shape]:
-    """The windows that the project's speed targets are stated for."""
+    """Returns the windows of the project's speed targets."""
     return [
         _window(128, 32, 8, 1, 16384, 4095, 0),
         _window(128, 32, 8, 1, 32768, 4095, 0),
@@ -289,8 +293,8 @@ def windows_bar_grid() -> list[Shape]:
 
 
 def windows_grid() -> list[Shape]:
-    """Sliding windows: those of models that train with them at 2k to 32k, one to both sides, chunks, and windows in
-    packs."""
+    """Returns sliding windows: those of models that train with them at 2k to 32k, one to both sides, chunks, and
+    windows in variable-length batches."""
     return [
         *windows_bar_grid(),
         _window(128, 32, 8, 2, 8192, 4095, 0),
@@ -304,7 +308,7 @@ def windows_grid() -> list[Shape]:
 
 
 def scores_grid() -> list[Shape]:
-    """What a score or a sink costs: each shape with it after the same shape without."""
+    """Returns shapes that show the cost of a score or a sink: each shape with it follows the same shape without."""
     dense = [_shape(128, mask, seqlen) for mask in ("causal", "full") for seqlen in (4096, 16384)]
     of_models = [_window(128, 32, 16, 2, 8192, 4095, 0), Shape("bf16", 64, 64, 8, "causal", 8192, 2)]
     window = _window(64, 64, 8, 2, 8192, 127, 0)
@@ -316,11 +320,11 @@ def scores_grid() -> list[Shape]:
     return [dataclasses.replace(shape, scores=scores) for shape, names in named for scores in (None, *names)]
 
 
-DROPOUT = (1 / 8, 0.1)  # of which the first takes half of the random numbers
+DROPOUT = (1 / 8, 0.1)  # the first needs half of the random numbers
 
 
 def dropout_grid() -> list[Shape]:
-    """What dropout costs: each shape without it, and then with it."""
+    """Returns shapes that show the cost of dropout: each shape without dropout, and then with dropout."""
     return [
         dataclasses.replace(_shape(head_dim, mask, seqlen), dropout_p=p)
         for mask in ("full", "causal")

@@ -1,4 +1,4 @@
-"""The summary of a run of many shapes: `auto` over the best peers of the same run, by head dim and mask."""
+"""The summary of a run of many shapes: `auto` over the best baselines of the same run, by head dim and mask."""
 
 import collections
 
@@ -6,14 +6,14 @@ from benchmarks import compare
 from benchmarks.compare import Comparison, Mean
 from benchmarks.shapes import Shape
 
-MINUTES = {"sharded": 8.5, "sharded_held_out": 2.5}  # that a run of these grids takes
+MINUTES = {"sharded": 8.5, "sharded_held_out": 2.5}  # for a run of these grids
 WORST = 10
 HEADS = ("backward over the best non-deterministic", "backward over the best deterministic", "forward over the best")
 
 
 def ratios(rows: list[dict]) -> tuple[dict[Shape, float], dict[Shape, float], dict[Shape, float]]:
-    """By shape: the backward over the best non-deterministic peer, and over the best deterministic one, and the forward
-    over the best peer; where both sides were measured."""
+    """Returns, by shape, the ratios of the backward to the best non-deterministic and the best deterministic baseline,
+    and of the forward to the best baseline, where both sides were measured."""
 
     def compared(pass_: str) -> list[Comparison]:
         figures = compare.figures(rows, pass_)
@@ -27,11 +27,11 @@ def ratios(rows: list[dict]) -> tuple[dict[Shape, float], dict[Shape, float], di
 
 
 def _cell(mean: Mean | None) -> str:
-    return f"{mean.ratio:.3f}, least {mean.least:.2f} ({mean.shapes})" if mean else "-"
+    return f"{mean.ratio:.3f}, minimum {mean.least:.2f} ({mean.shapes})" if mean else "-"
 
 
 def summary(rows: list[dict]) -> str:
-    """Geometric means, least ratios and numbers of shapes, and the worst shapes; "" where nothing was compared."""
+    """Formats geometric means, minima, numbers of shapes and the worst shapes; "" if nothing was compared."""
     found = ratios(rows)
     shapes = list(dict.fromkeys(shape for of in found for shape in of))
     if not shapes:
@@ -40,12 +40,12 @@ def summary(rows: list[dict]) -> str:
     for shape in shapes:
         groups[compare.group_of(shape)].append(shape)
     widths = [max(27, len(head)) for head in HEADS]
-    lines = ["auto over the best baseline of the run: geometric mean, least (shapes)"]
+    lines = ["auto over the best baseline of the run: geometric mean, minimum (shapes)"]
     lines.append(f"{'':<12}  " + "  ".join(f"{head:>{w}}" for head, w in zip(HEADS, widths)))
     for name, group in [*groups.items(), ("all", shapes)]:
         means = [compare.mean_of({shape: of[shape] for shape in group if shape in of}) for of in found]
         lines.append(f"{name:<12}  " + "  ".join(f"{_cell(mean):>{w}}" for mean, w in zip(means, widths)))
-    lines.append(f"the {WORST} worst shapes, by the first of the three ratios that were measured there")
+    lines.append(f"the {WORST} worst shapes, by the first of the three ratios that was measured")
     first = {shape: next(of[shape] for of in found if shape in of) for shape in shapes}
     for shape in sorted(shapes, key=lambda shape: first[shape])[:WORST]:
         cells = (f"{of[shape]:.2f}" if shape in of else "-" for of in found)

@@ -1,10 +1,10 @@
-"""How well the model predicts measured backwards with a forced number of splits of the query heads.
+"""Shows how well the model predicts measured backwards with a forced number of splits of the query heads.
 
     python -m benchmarks.splits benchmarks/results/h200_2026-11-27_cb2c966_splits.json
 
-Prints the geometric mean of predicted over measured time, how far the ratios spread, and at how many of the measured
-cases the prediction is within 5%: over all of them, by KV heads, by length and by splits. Takes about a minute; --most
-leaves the larger problems out.
+The program prints the geometric mean of predicted over measured time, the spread of the ratios, and the share of cases
+that are predicted within 5%: over all cases, by KV heads, by length and by splits. It takes about a minute; --most
+leaves out larger problems.
 """
 
 import argparse
@@ -21,7 +21,7 @@ from benchmarks.shapes import Shape, flops
 
 POLICY = "descending"
 CLOSE = 0.05
-COLUMNS = {"cases": 5, "mean": 8, "spread": 8, "least": 6, "most": 6, "within 5%": 9}  # and how wide they are
+COLUMNS = {"cases": 5, "mean": 8, "spread": 8, "least": 6, "most": 6, "within 5%": 9}  # with their widths
 
 
 class Case(NamedTuple):
@@ -38,7 +38,7 @@ class Case(NamedTuple):
 
 
 def cases(machine: model.Machine, result: dict, head_dim: int, most_flops: float = math.inf) -> list[Case]:
-    """Dense full and causal shapes of `head_dim` up to `most_flops`, under POLICY, with every measured number of
+    """Returns dense full and causal shapes of `head_dim` up to `most_flops` under POLICY, with every measured number of
     splits."""
     found = []
     for row in result["rows"]:
@@ -82,7 +82,7 @@ def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("result", type=pathlib.Path)
     parser.add_argument("--head-dim", type=int, choices=(64, 128), default=128)
-    parser.add_argument("--most", type=float, default=math.inf, help="TFLOP of a backward; larger ones are left out")
+    parser.add_argument("--most", type=float, default=math.inf, help="leave out backwards with more TFLOP")
     arguments = parser.parse_args(argv)
     result = json.loads(arguments.result.read_text())
     found = cases(model.read(model.MACHINE), result, arguments.head_dim, 1e12 * arguments.most)

@@ -1,16 +1,16 @@
-"""The one way this project measures time: CUDA events, a cold L2, each variant in blocks of its own, the median.
+"""The project's way to measure time: CUDA events, a cold L2, each variant in separate blocks, the median.
 
-Power limits the clock of a Hopper GPU, and what a call draws is its own affair: measured in turns with others, call by
-call, a hungry variant would borrow from a frugal one, and an idle one would cool the chip for all. So a variant is
-measured alone, in TURNS blocks, so that what drifts over minutes serves all alike. For 0.1 s its clock is still that of
-what ran before, or did not: 6% more after a pause, 6% less after a GEMM. So each block begins with a longer warm-up,
-and the order is drawn and each turn is the other way round: nobody is always first.
+Power limits the clock of a Hopper GPU, and calls draw different amounts of power. If calls alternated, a power-hungry
+variant would profit from a frugal one, and an idle one would cool the chip for all. A variant is therefore measured
+alone, in TURNS blocks, which spread over minutes so that drift affects all alike. For 0.1 s the clock still reflects
+what ran before: 6% higher after a pause, 6% lower after a GEMM. Each block therefore begins with a longer warm-up, and
+the order is random and reversed in each turn, so that no variant is always first.
 
-A run of many shapes has no time for that: `short` blocks have a warm-up as long as what counts, a few milliseconds.
-What ran before then moves a figure by a few percent, and more turns have to even it out.
+A run of many shapes has no time for that: `short` blocks have a warm-up as long as the measurement, a few milliseconds.
+The previous work then affects a figure by a few percent, which more turns have to average out.
 
-On a machine without a GPU the same interface measures by the host's clock, to try the programs; such figures mean
-nothing.
+On a machine without a GPU, the same interface measures with the host's clock, to test the programs; such figures are
+meaningless.
 """
 
 import dataclasses
@@ -24,14 +24,15 @@ import torch
 
 Call = Callable[[], object]
 
-MIN_ROUNDS, MAX_ROUNDS = 3, 200  # of a block
+MIN_ROUNDS, MAX_ROUNDS = 3, 200  # per block
 TURNS = 2
 TRIAL_CALLS = 2
 WARM_UP_S = 0.12
-# Clocks the GPU idles before each sequence of calls, for the host to run ahead of it: about 1 ms.
+# Clocks for which the GPU idles before each sequence of calls so that the host runs ahead: about 1 ms.
 HEAD_START_CLOCKS = 2_000_000
-# The host gets another head start where it is no longer this many calls ahead. A call that is shorter than what the
-# host takes to launch it would be given the host's time: a peer that goes through autograd needs more of it than we do.
+# The host gets another head start when it is fewer than this many calls ahead. Otherwise a call that is shorter than
+# its launch would be charged with the host's time, which is longer for a baseline that goes through autograd than for
+# us.
 CALLS_AHEAD = 4
 
 
@@ -46,10 +47,10 @@ class CudaTimer:
         self._flush.zero_()
 
     def times_ms(self, call: Call, rounds: int, mark: Call = lambda: None) -> list[float]:
-        """Milliseconds of each of `rounds` calls with a cold L2; `mark` is called before and after each, outside its
-        time."""
+        """Returns the milliseconds of each of `rounds` calls with a cold L2. `mark` is called before and after each
+        call, outside of its time."""
         events = []
-        head_start = 0  # the call before which the GPU idled last
+        head_start = 0  # the last call before which the GPU idled
         for number in range(rounds):
             caught_up = number >= head_start + CALLS_AHEAD and events[number - CALLS_AHEAD][0].query()
             if number == 0 or caught_up:
@@ -86,23 +87,23 @@ def rounds_in(seconds: float, call_s: float, least: int = MIN_ROUNDS) -> int:
 
 
 def warm_up(timer, call: Call) -> float:
-    """Brings the GPU to what the call makes of it; returns about how many seconds a call takes."""
+    """Brings the GPU to the call's steady state. Returns the approximate seconds per call."""
     call_s = 1e-3 * min(timer.times_ms(call, TRIAL_CALLS))
-    end = time.perf_counter() + timer.warm_up_s  # from here on: a first call may load or plan for longer than that
+    end = time.perf_counter() + timer.warm_up_s  # only from here: the first call may load or plan for longer
     while time.perf_counter() < end:
         timer.times_ms(call, rounds_in(end - time.perf_counter(), call_s))
     return call_s
 
 
 def block_ms(timer, call: Call, min_time_s: float, mark: Call = lambda: None) -> list[float]:
-    """Times of one block, of about `min_time_s`, after a warm-up."""
+    """Returns the times of one block of about `min_time_s`, after a warm-up."""
     call_s = warm_up(timer, call)
     return timer.times_ms(call, rounds_in(min_time_s, call_s), mark)
 
 
 def short_block_ms(timer, call: Call, min_time_s: float) -> list[float]:
-    """Times of one short block of a call that has run before. The warm-up is no longer than the block, and of a long
-    call either is a single one."""
+    """Returns the times of one short block of a call that has run before. The warm-up is at most as long as the block,
+    and a single call each for a long call."""
     call_s = 1e-3 * timer.times_ms(call, 1)[0]
     if call_s < min_time_s:
         timer.times_ms(call, rounds_in(min_time_s - call_s, call_s, least=1))
@@ -110,17 +111,17 @@ def short_block_ms(timer, call: Call, min_time_s: float) -> list[float]:
 
 
 class Elsewhere(Protocol):
-    """A call that is timed where it runs: in another process."""
+    """A call that is timed in another process."""
 
     def block_ms(self, min_time_s: float) -> list[float]:
-        """What the function `block_ms` returns there."""
+        """Returns the result of the function `block_ms` in that process."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Timing:
     ms: float
     repeats_ms: tuple[float, ...]
-    """The median of each block: how well the figure repeats within the run."""
+    """The median of each block, which shows how well the figure repeats within the run."""
 
 
 def measure(
@@ -131,15 +132,15 @@ def measure(
     turns: int = TURNS,
     short: bool = False,
 ) -> tuple[dict[Hashable, Timing], dict[Hashable, Exception]]:
-    """Median milliseconds of each call.
+    """Measures the median milliseconds of each call.
 
     Args:
-        calls: what to time; one with a method `block_ms` is timed by it.
-        device: where the calls run.
-        min_time_s: time to spend on each call, in seconds, in `turns` blocks of MIN_ROUNDS to MAX_ROUNDS rounds, short
-            ones of 1 to MAX_ROUNDS.
-        turns: how often each call has its turn, a block.
-        short: whether blocks are short ones, of calls that have run before and run here.
+        calls: the calls to time; a call with a method `block_ms` times itself.
+        device: the device of the calls.
+        min_time_s: seconds per call, in `turns` blocks of MIN_ROUNDS to MAX_ROUNDS rounds; short blocks have 1 to
+            MAX_ROUNDS rounds.
+        turns: the number of blocks of each call.
+        short: whether to use short blocks, for calls that have run before and run in this process.
 
     Returns:
         The times, and the error of each call that raised and was left out.
@@ -159,7 +160,7 @@ def measure(
                     blocks[name].append(call.block_ms(min_time_s / turns))
                 else:
                     blocks[name].append(block_of(timer, call, min_time_s / turns))
-            except Exception as error:  # a peer may raise anything for a shape that it does not take
+            except Exception as error:  # a baseline may raise anything for an unsupported shape
                 errors[name] = error
     timings = {
         name: Timing(statistics.median(sum(found, [])), tuple(map(statistics.median, found)))

@@ -1,4 +1,4 @@
-"""Makes this checkout runnable: python3 build_support/prepare.py VENV TORCH [GROUP ...] [--no-build], as `make` does.
+"""Makes this checkout runnable: python3 build_support/prepare.py VENV TORCH [GROUP ...] [OPTIONS], as `make` does.
 
 Makes the virtual environment VENV, with the packages of the current Python visible inside where it has torch; installs
 what is missing of what pyproject.toml asks for, for the build and in the dependency groups named (TORCH for torch, such
@@ -82,11 +82,12 @@ def main() -> None:
     parser.add_argument("torch")
     parser.add_argument("groups", nargs="*", metavar="GROUP")
     parser.add_argument("--no-build", action="store_true")
+    parser.add_argument("--no-torch", action="store_true", help="do not install torch where it is missing")
     arguments = parser.parse_args()
     wanted, alone = requirements(arguments.groups)
     python = make_venv(arguments.venv.resolve())
     found = subprocess.run([str(python), "-c", FIND_TORCH], capture_output=True, text=True)
-    if found.returncode != 0:
+    if found.returncode != 0 and not arguments.no_torch:
         install(python, [arguments.torch])
         found = subprocess.run([str(python), "-c", FIND_TORCH], capture_output=True, text=True)
     with tempfile.NamedTemporaryFile("w", suffix=".txt") as constraint:

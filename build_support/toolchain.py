@@ -112,20 +112,38 @@ def nvcc_release(cuda_home: Path) -> str:
     return match.group(1)
 
 
+def cudart(cuda_home: Path) -> tuple[Path, str]:
+    """The folder of the shared libcudart and what to link with; a toolkit from PyPI has it under its soname alone.
+
+    It is shared, not static: torch has loaded the library of this soname before ours, so the device guard, the stream
+    and the kernels meet one runtime.
+    """
+    for folder in (cuda_home / "lib64", cuda_home / "lib"):
+        if (folder / "libcudart.so").is_file():
+            return folder, "cudart"
+        if found := sorted(folder.glob("libcudart.so.[0-9]*")):
+            return folder, f":{found[0].name}"
+    raise SystemExit(f"CUDA_HOME must have libcudart.so in lib64 or lib, got {cuda_home} (docs/install.md)")
+
+
+def stub_library(name: str, folder: Path, compiler: str) -> Path:
+    """An empty library to link with, which is never loaded: one of that name takes its place."""
+    stub = folder / name
+    if not stub.is_file():
+        folder.mkdir(parents=True, exist_ok=True)
+        flags = ["-shared", "-x", "c", os.devnull, f"-Wl,-soname,{name}", "-o", str(stub)]
+        subprocess.run([compiler, *flags], check=True)
+    return stub
+
+
 def torch_cuda_library_dir(torch_lib: Path, work: Path, compiler: str) -> Path:
     """Directory with a libtorch_cuda.so to link with.
 
-    A CPU torch has none. _C must name it as needed all the same, because a CUDA torch defines the current stream
-    there, so an empty library of that name takes its place at link time; it is never loaded.
+    A CPU torch has none. _C must name it as needed all the same, because a CUDA torch defines the current stream there.
     """
     if (torch_lib / "libtorch_cuda.so").is_file():
         return torch_lib
-    stub = work / "libtorch_cuda.so"
-    if not stub.is_file():
-        work.mkdir(parents=True, exist_ok=True)
-        flags = ["-shared", "-x", "c", os.devnull, "-Wl,-soname,libtorch_cuda.so", "-o", str(stub)]
-        subprocess.run([compiler, *flags], check=True)
-    return work
+    return stub_library("libtorch_cuda.so", work, compiler).parent
 
 
 def default_jobs() -> int:

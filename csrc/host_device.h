@@ -8,7 +8,7 @@
 
 namespace dash_attn {
 
-// In place of a member that a variant of a kernel does not have.
-struct Nothing {};
+// Takes the place of a member that a variant of a kernel does not have.
+struct Empty {};
 
 }  // namespace dash_attn

@@ -20,4 +20,6 @@ __all__ = [
     "flash_attn_varlen_qkvpacked_func",
     "flash_attn_with_kvcache",
 ]
-__version__ = "0.1.0"
+__version__ = "0.2.0"
+# Raised where a bit of an output or a gradient changes: docs/contract.md.
+__bits_version__ = 2

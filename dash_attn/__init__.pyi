@@ -23,6 +23,7 @@ __all__ = [
     "flash_attn_with_kvcache",
 ]
 __version__: str
+__bits_version__: int
 
 _Window: TypeAlias = Sequence[int | None]
 _WithLse: TypeAlias = tuple[Tensor, Tensor, Tensor]

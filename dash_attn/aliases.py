@@ -1,11 +1,12 @@
-"""The names flash_attn, flash_attn_2_cuda, flash_attn_interface and flash_attn_3, as dash_attn, for one process.
+"""Makes flash_attn, flash_attn_2_cuda, flash_attn_interface and flash_attn_3 names of dash_attn in one process.
 
-`activate` puts a finder on sys.meta_path that knows the modules and, for importlib.metadata, distributions flash-attn
-and flash-attn-3 with versions such as 2.8.0+dash.0.1.0. Nothing is written to disk. Every module has the attribute
-`__dash_attn__`, dash_attn's version, and a line on stderr says once per process that dash_attn stands in.
+`activate` puts a finder on sys.meta_path that finds these modules and, for importlib.metadata, the distributions
+flash-attn and flash-attn-3 with versions such as 2.8.0+dash.0.2.0. Nothing is written to disk. Every module has the
+attribute `__dash_attn__`, dash_attn's version. A line on stderr announces once per process that dash_attn replaces the
+library.
 
-This file is run at Python's start where DASH_ATTN_AS_FLASH_ATTN is set, before any package is imported, so it needs
-the standard library alone; what it finds is imported when it is asked for.
+Python runs this file at startup if DASH_ATTN_AS_FLASH_ATTN is set, before any package is imported. The file therefore
+uses only the standard library, and modules are imported when they are requested.
 """
 
 from __future__ import annotations
@@ -28,13 +29,13 @@ __all__ = ["ENVIRONMENT", "activate", "active", "from_environment", "start_file"
 
 ENVIRONMENT = "DASH_ATTN_AS_FLASH_ATTN"
 START_FILE = "dash_attn_as_flash_attn.pth"
-# By distribution: the release whose interface it has, and its top-level modules. A release's modules come together.
+# For each distribution: the release whose interface it has, and its top-level modules, which are provided together.
 # 2.8.0 has the interface of 2.8.3. TransformerEngine compares whole versions, and 2.8.1+dash is above its bound 2.8.1.
 _DISTRIBUTIONS = {
     "flash-attn": ("2.8.0", ("flash_attn", "flash_attn_2_cuda")),
     "flash-attn-3": ("3.0.0", ("flash_attn_interface", "flash_attn_3")),
 }
-# Alias: the module whose public names it has, and whether it has the private ones that frameworks call as well.
+# Alias: the module whose public names it has, and whether it also has the private names that frameworks call.
 _MODULES = {
     "flash_attn": ("flash_attn_2", False),
     "flash_attn.flash_attn_interface": ("flash_attn_2", True),
@@ -46,19 +47,19 @@ _MODULES = {
 }
 _PACKAGES = ("flash_attn", "flash_attn_3")
 _PRIVATE = ("_flash_attn_", "_wrapped_flash_attn_")
-_TAKEN_ALONG = ("rearrange",)  # einops', which code takes from flash_attn.bert_padding
-# They look for flash_attn while they are imported, or remember what they found.
+_TAKEN_ALONG = ("rearrange",)  # of einops, which some code imports from flash_attn.bert_padding
+# These frameworks look for flash_attn during their import, or remember the result.
 _LOOK_AT_IMPORT = ("diffusers", "transformer_engine", "transformers", "xformers")
 
 
 def activate(*, force: bool = False) -> None:
     """Makes flash_attn, flash_attn_2_cuda, flash_attn_interface and flash_attn_3 names of dash_attn in this process.
 
-    Call it before flash_attn and the frameworks that look for it are imported. Calling it again changes nothing, but
-    that `force` is added.
+    Call this function before flash_attn and the frameworks that look for it are imported. Calling it again has no
+    effect, except that `force` can be added.
 
     Args:
-        force: also where one of these modules is installed, which is then hidden.
+        force: replace these modules even if they are installed; the installed ones are then hidden.
 
     Raises:
         RuntimeError: one of the modules is installed and `force` is False, or has been imported already.
@@ -66,50 +67,52 @@ def activate(*, force: bool = False) -> None:
     for name in _roots():
         module = sys.modules.get(name)
         if module is not None and not hasattr(module, "__dash_attn__"):
-            raise RuntimeError(f"dash_attn cannot become {name}, which is imported already: activate it before that")
+            raise RuntimeError(f"dash_attn cannot replace {name}, which is already imported: activate dash_attn first")
     for distribution in _DISTRIBUTIONS:
         found = _installed(distribution)
         if found and not force and not _is_forced():
-            raise RuntimeError(f"dash_attn cannot become {found}, unless it is forced ({_how_to_force()})")
+            raise RuntimeError(f"dash_attn replaces {found}, only if forced ({_how_to_force()})")
     imported = [name for name in _LOOK_AT_IMPORT if name in sys.modules]
     if imported and not active():
         names = ", ".join(imported)
-        warnings.warn(f"{names} may have looked for flash_attn already: activate dash_attn before", stacklevel=2)
+        warnings.warn(f"{names} may already have looked for flash_attn: activate dash_attn first", stacklevel=2)
     _put(force)
 
 
 def active() -> bool:
-    """Whether the names are dash_attn's, but for those that are installed where it was not forced."""
+    """Whether the names are dash_attn's (except those that are installed and not forced)."""
     return _finder() is not None
 
 
 def start_file() -> pathlib.Path | None:
-    """The file that looks at DASH_ATTN_AS_FLASH_ATTN when Python starts, which a wheel installs; None without it."""
+    """Returns the file that reads DASH_ATTN_AS_FLASH_ATTN when Python starts, which a wheel installs; None without
+    it."""
     found = (pathlib.Path(folder, START_FILE) for folder in _start_folders())
     return next((path for path in found if path.is_file()), None)
 
 
 def why_no_start_file() -> str | None:
-    """None, or why processes that this one starts do not get the names from the environment, and what to do."""
+    """Returns why child processes do not get the names from the environment, and what to do about it; None if they
+    do."""
     if start_file() is not None:
         return None
-    return f"{START_FILE} is not in {' nor in '.join(_start_folders())}: copy it there from dash_attn's build_support/"
+    return f"{START_FILE} is not in {' or '.join(_start_folders())}: copy it there from dash_attn's build_support/"
 
 
 def from_environment() -> None:
-    """What Python's start does: `activate` if DASH_ATTN_AS_FLASH_ATTN is 1 or force. An installed flash_attn is left
-    where it is unless forced; nothing raises."""
+    """Calls `activate` when Python starts, if DASH_ATTN_AS_FLASH_ATTN is 1 or force. Never raises an error, and leaves
+    an installed flash_attn in place unless forced."""
     value = os.environ.get(ENVIRONMENT, "")
     if value in ("1", "force"):
         _put(value == "force")
     elif value not in ("", "0"):
-        _say(f"{ENVIRONMENT} must be 0, 1 or force, got {value!r}: it is ignored")
+        _say(f"{ENVIRONMENT} must be 0, 1 or force, got {value!r}: the value is ignored")
 
 
 class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Finder of modules and of distributions; also their loader."""
+    """Finds the modules and distributions, and loads the modules."""
 
-    finds_dash_attn_as_flash_attn = True  # of any copy of this file
+    finds_dash_attn_as_flash_attn = True  # marks the finder of any copy of this file
 
     def __init__(self, force: bool) -> None:
         self.force = force
@@ -121,7 +124,7 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         if root not in _roots() or not self._serves(_distribution_of(root)):
             return None
         if fullname not in _MODULES:
-            # Frameworks probe for more modules than these, and must learn that they are not there.
+            # Frameworks probe for other modules too, and must learn that these do not exist.
             if _is_import():
                 raise ModuleNotFoundError(_not_covered(fullname), name=fullname)
             return None
@@ -137,7 +140,7 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         vars(module).update(__dash_attn__=_version(), __version__=version, __doc__=doc)
         if source is not None:
             vars(module).update(_names_of(importlib.import_module(f"dash_attn.compat.{source}"), private))
-            # Policies of selective activation checkpointing find the forward by "flash_attn" in its op's name.
+            # Policies of selective activation checkpointing recognize the forward by "flash_attn" in its op's name.
             importlib.import_module("torch").ops.dash_attn.name_forward(True)
         if name == "flash_attn.flash_attn_interface":
             vars(module).update(flash_attn_gpu=importlib.import_module("flash_attn_2_cuda"))
@@ -145,14 +148,14 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
             self._said = True
             _say(f"{name} is dash_attn {_version()} in this process, under the version {version}")
         if name == "flash_attn":
-            # The real package has it as an attribute too; the import sets it.
+            # An attribute of the real package too, which importing the submodule sets.
             importlib.import_module("flash_attn.flash_attn_interface")
 
     def find_distributions(
         self, context: importlib.metadata.DistributionFinder.Context | None = None
     ) -> Iterator[importlib.metadata.Distribution]:
         asked = {} if context is None else vars(context)
-        # Whoever looks into certain folders, as pip does, looks for what is installed there.
+        # A search in specific folders, such as pip's, looks for installed distributions.
         if "path" in asked:
             return
         name = asked.get("name")
@@ -165,7 +168,7 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         found = None if self.force else _installed(distribution)
         if found and distribution not in self._left:
             self._left.add(distribution)
-            _say(f"dash_attn does not become {found}, unless it is forced ({_how_to_force()})")
+            _say(f"dash_attn replaces {found}, only if forced ({_how_to_force()})")
         return not found
 
 
@@ -193,7 +196,7 @@ def _names_of(source: ModuleType, private: bool) -> dict[str, object]:
 def _put(force: bool) -> None:
     finder = _finder()
     if finder is None:
-        # First, so that a forced name hides an installed one. Without force it steps back by itself.
+        # First, so that a forced name hides an installed one. An unforced finder defers to installed modules.
         sys.meta_path.insert(0, _Finder(force))
     else:
         finder.force |= force
@@ -213,7 +216,7 @@ def _is_ours(finder: object) -> bool:
 
 
 def _start_folders() -> list[str]:
-    """Where Python looks for files that it reads at its start."""
+    """Returns the folders in which Python looks for files that it runs at startup."""
     return [*site.getsitepackages(), *([site.getusersitepackages()] if site.ENABLE_USER_SITE else [])]
 
 
@@ -227,7 +230,7 @@ def _distribution_of(module: str) -> str:
 
 
 def _installed(distribution: str) -> str | None:
-    """One of the modules of a distribution that somebody else's finder finds, and where; None if there is none."""
+    """Describes an installed module of a distribution, which another finder finds; None if there is none."""
     for root in _DISTRIBUTIONS[distribution][1]:
         for finder in sys.meta_path:
             spec = None if _is_ours(finder) or not hasattr(finder, "find_spec") else finder.find_spec(root, None)
@@ -238,7 +241,7 @@ def _installed(distribution: str) -> str | None:
 
 
 def _version() -> str:
-    """dash_attn's, read from its file: importing it would import torch."""
+    """Returns dash_attn's version from its file, because importing the package would import torch."""
     text = pathlib.Path(__file__).with_name("__init__.py").read_text()
     return re.findall(r'^__version__ = "(.+)"$', text, re.MULTILINE)[0]
 
@@ -248,8 +251,8 @@ def _version_of(distribution: str) -> str:
 
 
 def _is_import() -> bool:
-    """Whether the caller, a finder, is asked by an import statement rather than by importlib.util.find_spec."""
-    frame = sys._getframe(2)  # importlib's function that goes through sys.meta_path
+    """Whether an import statement called the calling finder, rather than importlib.util.find_spec."""
+    frame = sys._getframe(2)  # the importlib function that iterates over sys.meta_path
     return frame.f_back is not None and frame.f_back.f_code.co_name == "_find_and_load_unlocked"
 
 

@@ -1,4 +1,4 @@
-"""Checks of a cache of keys and values and of what goes into it: see `dash_attn.kvcache`, whose arguments these are."""
+"""Checks the arguments of `dash_attn.kvcache`: the cache of keys and values, and what is written into it."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ def checked(
     *,
     has_mask: bool,
 ) -> tuple[int, Cache]:
-    """The batch size, and the cache with a row of the block table for each of the batch.
+    """Returns the batch size, and the cache with one row of the block table per sequence of the batch.
 
     Args:
-        scores: keywords of the op, of which the devices are checked.
-        has_mask: whether each query has a position of its own.
+        scores: keyword arguments of the op, whose devices are checked.
+        has_mask: whether each query has its own position.
     """
     k_name, v_name, _ = cache.names
     tensors: dict[str, Tensor | None] = {"q": q, k_name: cache.k, v_name: cache.v}
-    # A caller that calls its cache k and v has no new keys.
+    # A caller that names its cache k and v has no new keys.
     tensors |= {name: x for name, x in (("k", new.k), ("v", new.v)) if x is not None}
     tensors |= {
         "rotary_cos": new.rotary_cos, "rotary_sin": new.rotary_sin, "rotary_seqlens": new.rotary_seqlens,
@@ -117,7 +117,7 @@ def _check_cache(q: Tensor, cache: Cache, batch: int) -> None:
         )
     if table is None:
         if cache.batch_idx is None and k.shape[0] < batch:
-            raise ValueError(f"{k_name} must have a sequence for each of the batch, {batch}, got {k.shape[0]}")
+            raise ValueError(f"{k_name} must have one sequence per sequence of the batch, {batch}, got {k.shape[0]}")
         return
     if table.dim() != 2:
         raise ValueError(f"{name} must have shape (batch, max_blocks), got {tuple(table.shape)}")
@@ -141,7 +141,7 @@ def _check_new(q: Tensor, cache: Cache, new: NewKeys, batch: int) -> None:
             raise ValueError("rotary_cos must be None without k: keys in the cache are already rotated")
         return
     if cache.seqlens is None:
-        raise ValueError("cache_seqlens must be given with k, got None: it says where new keys go")
+        raise ValueError("cache_seqlens must be given with k, to place the new keys, got None")
     if new.cu_seqlens is not None:
         _check_index("cu_seqlens_k_new", new.cu_seqlens, "(batch + 1,)", (batch + 1,))
     rows = ("batch", "seqlen_new") if new.cu_seqlens is None else ("total_k_new",)
@@ -164,12 +164,12 @@ def _check_rotary(q: Tensor, cos: Tensor, sin: Tensor) -> None:
                 f"{name} must have shape (positions, rotary_dim / 2), the same as rotary_cos, got {tuple(x.shape)}"
             )
         if not x.is_floating_point():
-            raise TypeError(f"{name} must be of a floating-point dtype, got {x.dtype}")
+            raise TypeError(f"{name} must have a floating-point dtype, got {x.dtype}")
     rotary_dim = 2 * cos.shape[1]
     if rotary_dim % _ROTARY_MULTIPLE != 0 or not 0 < rotary_dim <= q.shape[-1]:
         raise ValueError(
-            f"rotary_cos must have half of a rotary_dim that is a multiple of {_ROTARY_MULTIPLE} up to the head_dim, "
-            f"{q.shape[-1]}, for columns, got {cos.shape[1]}"
+            f"rotary_cos must have rotary_dim / 2 columns, where rotary_dim is a multiple of {_ROTARY_MULTIPLE} up to "
+            f"the head_dim, {q.shape[-1]}, got {cos.shape[1]}"
         )
 
 
@@ -198,7 +198,7 @@ def _check_queries_of_sequences(q: Tensor, cu_seqlens_q: Tensor | None, seqused_
 def _check_values(
     q: Tensor, cache: Cache, new: NewKeys, cu_seqlens_q: Tensor | None, batch: int, *, has_mask: bool
 ) -> None:
-    """What is an error on the device, and not seen here, on a GPU."""
+    """Checks values on a CPU. On a GPU, wrong values are errors on the device."""
     name = cache.names[2]
     counts = _counts(new, batch)
     takes_none = [-count if cache.table is not None and new.k is not None else None for count in counts]
@@ -231,7 +231,7 @@ def _check_values(
 
 
 def _counts(new: NewKeys, batch: int) -> list[int]:
-    """New keys of each sequence, on a CPU."""
+    """Returns the number of new keys of each sequence, on a CPU."""
     if new.k is None:
         return [0] * batch
     if new.cu_seqlens is None:
@@ -249,7 +249,7 @@ def _check_batch_idx(cache: Cache, new: NewKeys) -> None:
 
 
 def _check_indices_on_device(cache: Cache, new: NewKeys) -> None:
-    """Negative indices, which would wrap round; the others that are out of range are errors of torch and of the op."""
+    """Rejects negative indices, which would wrap around. torch and the op report all other indices out of range."""
     if cache.batch_idx is not None:
         _check_not_negative("cache_batch_idx", cache.batch_idx)
     if new.rotary_seqlens is not None and new.rotary_cos is not None:
@@ -258,7 +258,7 @@ def _check_indices_on_device(cache: Cache, new: NewKeys) -> None:
         bounds = torch.stack((new.cu_seqlens[0], new.k.shape[0] - new.cu_seqlens[-1]))
         checks.check_values(
             (torch.cat((bounds, new.cu_seqlens.diff())) >= 0).all(),
-            "cu_seqlens_k_new must hold offsets from 0 to the rows of k that never decrease",
+            "cu_seqlens_k_new must hold non-decreasing offsets from 0 to the rows of k",
         )
 
 

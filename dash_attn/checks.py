@@ -1,8 +1,8 @@
-"""Checks of what the ops cannot say well: arguments that are no tensors, and values that other libraries accept.
+"""Checks that the ops cannot make well: of arguments that are not tensors, and of values that other libraries accept.
 
 Shapes, dtypes and devices are checked by the ops (csrc/bindings/operand_checks.h). Every message names the argument,
-what it must be and what it was. The wrong kind of thing raises TypeError, a wrong value or shape ValueError, and a
-value that other libraries accept and this one does not yet NotImplementedError.
+what it must be and what it was. A wrong type raises TypeError, a wrong value or shape raises ValueError, and a value
+that other libraries accept but dash_attn does not support raises NotImplementedError.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from .schedule import POLICIES
 SCHEDULES = ("auto", *POLICIES)
 QV, FP8 = "a second query-value product is not supported", "fp8 is not supported"
 DROPOUT = "this function has no dropout; dash_attn.flash_attn_func has it"
-# Whether lengths and indices on a GPU are read and checked before a launch, which waits for the GPU.
+# Whether lengths and indices on a GPU are read and checked before a launch. The check waits for the GPU.
 CHECKS_VALUES = os.environ.get("DASH_ATTN_CHECK") == "1"
 _MAX_INT = 2**31 - 1
-_MAX_SMS = 144  # of a whole GH100, from which every Hopper GPU is cut
+_MAX_SMS = 144  # SMs of a full GH100, from which every Hopper GPU is made
 
 
 def check_tensors(named: Mapping[str, object]) -> None:
@@ -39,9 +39,9 @@ def check_tensors(named: Mapping[str, object]) -> None:
 
 
 def reads_values(x: torch.Tensor) -> bool:
-    """Whether the values of `x` are read on the host: on a CPU, with DASH_ATTN_CHECK=1 on a GPU too.
+    """Returns whether the values of `x` are read on the host: always on a CPU, and on a GPU with DASH_ATTN_CHECK=1.
 
-    Tensors that a compiler traces, fake tensors and those that torch.func wraps have no values to read.
+    Fake tensors, and tensors that a compiler traces or torch.func wraps, have no values to read.
     """
     reads = x.device.type == "cpu" or (CHECKS_VALUES and x.device.type == "cuda")
     if not reads or torch.compiler.is_compiling():
@@ -50,7 +50,7 @@ def reads_values(x: torch.Tensor) -> bool:
 
 
 def check_values(holds: torch.Tensor, message: str) -> None:
-    """ValueError where `holds` is false, if values are read. Else it is an error on the device, and nothing waits."""
+    """Raises ValueError if `holds` is false and values are read; otherwise asserts on the device, without waiting."""
     if reads_values(holds):
         if not holds:
             raise ValueError(message)
@@ -59,11 +59,11 @@ def check_values(holds: torch.Tensor, message: str) -> None:
 
 
 def check_written(written: Mapping[str, torch.Tensor], read: Mapping[str, torch.Tensor]) -> None:
-    """Each element of what is written has a place in memory of its own, which nothing else that is written or read has.
+    """Checks that every written element has its own memory location, which no other tensor of the call uses.
 
-    Tensors that share memory are found where one starts inside another that is dense, or both start at one place.
+    The check detects shared memory if one tensor starts inside another that is dense, or if both start at one address.
     """
-    # A compiler's tensors are nowhere, and their strides may be symbols.
+    # Tensors of a compiler have no address, and their strides may be symbols.
     compiling = torch.compiler.is_compiling()
     for name, x in written.items():
         expanded = any(stride == 0 and size > 1 for stride, size in zip(x.stride(), x.shape))
@@ -80,7 +80,7 @@ def check_written(written: Mapping[str, torch.Tensor], read: Mapping[str, torch.
 
 
 def _overlaps_itself(x: torch.Tensor) -> bool:
-    """Whether a step along a dimension stays within what the dimensions of smaller strides reach."""
+    """Returns whether a step along a dimension stays within the reach of the dimensions with smaller strides."""
     reach = 1
     for stride, size in sorted(zip(x.stride(), x.shape)):
         if size > 1:
@@ -91,32 +91,32 @@ def _overlaps_itself(x: torch.Tensor) -> bool:
 
 
 def _share_memory(x: torch.Tensor, other: torch.Tensor) -> bool:
-    """Of tensors in one storage."""
+    """Returns whether two tensors of one storage overlap."""
     if x.numel() == 0 or other.numel() == 0:
         return False
     starts = [tensor.storage_offset() * tensor.element_size() for tensor in (x, other)]
     for tensor, start, other_start in ((x, starts[0], starts[1]), (other, starts[1], starts[0])):
         span = 1 + sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride()))
-        # Of a tensor with gaps the first place alone is certainly its own.
+        # A tensor with gaps certainly uses only its first element.
         if start <= other_start < start + (tensor.nbytes if span == tensor.numel() else 1):
             return True
     return False
 
 
 def reject_unsupported(qv, q_descale, k_descale, v_descale, num_splits, pack_gqa) -> None:
-    """Raise NotImplementedError for the first argument that asks for what is not there."""
+    """Raises NotImplementedError for the first argument that requests an unsupported feature."""
     reject_given(QV, qv=qv)
     reject_given(FP8, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale)
     check_hints(num_splits, pack_gqa)
 
 
 def reject_dropout(dropout_p: object, why: str = DROPOUT) -> None:
-    """Of the functions that have no other argument in its place in any FlashAttention."""
+    """Raises NotImplementedError unless dropout_p is 0, for functions without dropout."""
     _require(_is_zero(dropout_p), "dropout_p", "0.0", why, dropout_p)
 
 
 def reject_given(why: str, **named: object) -> None:
-    """Raise NotImplementedError for the first that is not None."""
+    """Raises NotImplementedError for the first argument that is not None."""
     for name, value in named.items():
         _require(value is None, name, "None", why, value)
 
@@ -129,10 +129,10 @@ def check_hints(num_splits: object, pack_gqa: object) -> None:
 
 
 def as_window(window_size: object) -> tuple[int, int]:
-    """(left, right) as the ops expect, from any sequence of two; None becomes -1."""
+    """Returns (left, right) as the ops expect it, from any sequence of two elements; None becomes -1."""
     if type(window_size) is tuple and len(window_size) == 2:
         left, right = window_size
-        # The usual case, on the path of every call of a model with windows.
+        # The usual case: every call of a model with windows takes this path.
         if type(left) is int and type(right) is int and -1 <= left <= _MAX_INT and -1 <= right <= _MAX_INT:
             return window_size
     sides = _elements(window_size)
@@ -147,9 +147,9 @@ def as_window(window_size: object) -> tuple[int, int]:
 
 
 def _elements(sequence: object) -> list[Any] | tuple[Any, ...] | None:
-    """The elements of a list, a tuple or another sequence, an array or a tensor; None of anything else.
+    """Returns the elements of a list, a tuple, another sequence, an array or a tensor; None for any other object.
 
-    Elements that are arrays or tensors themselves become numbers. A tensor on a GPU is read, and so waited for.
+    Elements that are arrays or tensors become numbers. Reading a tensor on a GPU waits for the GPU.
     """
     if isinstance(sequence, Sequence) and not isinstance(sequence, (str, bytes)):
         plain = [side if side is None or _is_integer(side) else _as_plain(side) for side in sequence]
@@ -159,13 +159,13 @@ def _elements(sequence: object) -> list[Any] | tuple[Any, ...] | None:
 
 
 def _as_plain(value: Any) -> Any:
-    """Python's own numbers in the place of an array or a tensor that has values. numpy is no dependency."""
+    """Converts an array or a tensor that has values to Python numbers. numpy is not a dependency."""
     has_values = hasattr(value, "tolist") and not getattr(value, "is_meta", False)
     return value.tolist() if has_values else value
 
 
 def as_attention_chunk(attention_chunk: object) -> int:
-    """None is 0: no chunks."""
+    """Returns an int of at least 0. None becomes 0, which means no chunks."""
     if attention_chunk is None or (type(attention_chunk) is int and attention_chunk == 0):
         return 0
     if not _is_integer(attention_chunk):
@@ -176,8 +176,8 @@ def as_attention_chunk(attention_chunk: object) -> int:
 
 
 def check_max_seqlen(name: str, value: object) -> None:
-    """A hint, of which only the type is looked at: a tensor would have to be read back from its device."""
-    # A compiler would guard on the number, and cannot where it is read from a tensor.
+    """Checks the type of a hint. Its value is not checked: a tensor would have to be read back from its device."""
+    # A compiler would guard on the number, which is impossible if the number comes from a tensor.
     if type(value) is int and (torch.compiler.is_compiling() or value >= 0):
         return
     if isinstance(value, torch.Tensor):
@@ -191,10 +191,10 @@ def check_max_seqlen(name: str, value: object) -> None:
 
 
 def as_int(name: str, value: object, allowed: str) -> int:
-    """An int, or a torch.SymInt as it is."""
+    """Returns an int, or a torch.SymInt unchanged."""
     if not _is_integer(value):
         raise TypeError(f"{name} must be {allowed}, got {describe(value)}")
-    # Of a compiler's symbol operator.index would make a constant.
+    # operator.index would turn a symbol of a compiler into a constant.
     return value if type(value) is int or isinstance(value, torch.SymInt) else operator.index(value)
 
 
@@ -206,7 +206,7 @@ def as_flag(name: str, value: object) -> bool:
 
 
 def as_number(name: str, number: object):
-    """A float, or a torch.SymFloat as it is; the ops know which are allowed."""
+    """Returns a float, or a torch.SymFloat unchanged. The ops check the value."""
     if isinstance(number, torch.SymFloat):
         return number
     # A tensor would have to be read back from its device.
@@ -219,7 +219,7 @@ def as_number(name: str, number: object):
 
 
 def as_scores(softcap: object, alibi_slopes: object, learnable_sink: object, s_aux: object) -> dict[str, object]:
-    """The keywords of the ops."""
+    """Returns the ops' keyword arguments for scores."""
     if learnable_sink is not None and s_aux is not None:
         raise ValueError("learnable_sink and s_aux are two names of one argument, got both: one must be None")
     tensors = {"alibi_slopes": alibi_slopes, "learnable_sink": learnable_sink, "s_aux": s_aux}
@@ -229,7 +229,7 @@ def as_scores(softcap: object, alibi_slopes: object, learnable_sink: object, s_a
 
 
 def as_softcap(softcap: object):
-    """A finite number above 0, or 0.0 without a cap: for None, and for 0 or less as in FlashAttention-2."""
+    """Returns a finite number above 0, or 0.0 for no cap: for None and, as in FlashAttention-2, for 0 or less."""
     number = 0.0 if softcap is None else as_number("softcap", softcap)
     if number <= 0:
         return 0.0
@@ -239,7 +239,7 @@ def as_softcap(softcap: object):
 
 
 def as_sm_margin(sm_margin: object):
-    """An int, or a torch.SymInt as it is; the ops know how many SMs the GPU has."""
+    """Returns an int, or a torch.SymInt unchanged. The ops check it against the SMs of the GPU."""
     if isinstance(sm_margin, torch.SymInt):
         return sm_margin
     number = as_int("sm_margin", sm_margin, "an int")
@@ -252,12 +252,12 @@ def as_sm_margin(sm_margin: object):
 
 
 def as_num_heads_q(num_heads_q: object):
-    """An int, a torch.SymInt or None."""
+    """Returns an int, a torch.SymInt or None."""
     return None if num_heads_q is None else as_int("num_heads_q", num_heads_q, "an int or None")
 
 
 def check_schedule(schedule: object) -> None:
-    """That it is the name of one; the ops know which of them a call may have."""
+    """Checks that `schedule` names a schedule. The ops check whether the call supports it."""
     if not isinstance(schedule, str):
         raise ValueError(f"schedule must be 'auto' or the name of a policy, got {describe(schedule)}")
     if schedule not in SCHEDULES:
@@ -284,16 +284,16 @@ def _is_zero(value: object) -> bool:
 
 
 def _as_flag(value: object) -> bool | None:
-    """The bool that a bool, a numpy bool, 0 or 1 stands for; None for anything else."""
+    """Returns the bool that a bool, a numpy bool, 0 or 1 stands for; None for any other object."""
     if isinstance(value, numbers.Integral):
         return bool(value) if value in (0, 1) else None
-    # Not an Integral. numpy is no dependency.
+    # numpy's bool is not an Integral, and numpy is not a dependency.
     is_numpys = type(value).__module__ == "numpy" and type(value).__name__ in ("bool", "bool_")
     return bool(value) if is_numpys else None
 
 
 def describe(value: Any) -> str:
-    """What a value is, in a few words: of arrays and tensors the shape, not the elements."""
+    """Describes a value in a few words: an array or a tensor by its shape, not its elements."""
     kind = type(value).__name__
     if isinstance(value, torch.Tensor):
         return f"a tensor of shape {tuple(value.shape)}"

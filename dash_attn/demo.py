@@ -1,205 +1,226 @@
-"""Shows what dash_attn does on this machine: `python -m dash_attn.demo`, which `make demo` runs.
+"""Shows what deterministic attention is for: `python -m dash_attn.demo`, which `make demo` runs.
 
-A transformer layer is differentiated twice and the bits of its gradients compared; then the schedules are compared in
-the model and drawn. On a Hopper GPU the kernels run, beside PyTorch's own attention; elsewhere the reference does.
+A small transformer is trained twice with dash_attn, and twice without. On a Hopper GPU the latter two runs use
+PyTorch's flash attention, whose gradients depend on the order in which its sums arrive. Elsewhere PyTorch's attention
+repeats as well, so the demo flips one bit of one gradient in the second run instead, as faulty hardware would. Receipts
+then tell where two runs part. The demo draws the losses and the receipts of the runs that part.
 """
 
 from __future__ import annotations
 
 import argparse
-import ctypes
 import dataclasses
-import functools
-import hashlib
-import importlib.util
 import pathlib
-import subprocess
 import sys
+import tempfile
 import time
+from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import dash_attn
-from dash_attn import schedule
+from dash_attn import receipts
 from dash_attn.info import why_no_kernels_run
+from dash_attn.receipts.picture import draw
+
+Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
+VOCABULARY = 256
+FLIPPED_STEP, FLIPPED_ELEMENT, FLIPPED_BIT = 5, 1000, 12
+FLIPPED_TENSOR = "layers.0.q"
 
 
 @dataclasses.dataclass(frozen=True)
 class Size:
+    """Of the model and of its training."""
+
     batch: int
     seqlen: int
     heads: int
     head_dim: int
-    repeats: int  # backward passes whose bits are compared
+    layers: int
+    steps: int
 
     def __str__(self) -> str:
-        return f"batch {self.batch}, seqlen {self.seqlen}, {self.heads} heads of {self.head_dim}, bf16, causal"
+        return (
+            f"{self.layers} layers of {self.heads} heads of {self.head_dim}, batch {self.batch}, seqlen {self.seqlen}, "
+            f"{self.steps} steps in bf16"
+        )
 
 
-CPU = Size(batch=1, seqlen=1024, heads=4, head_dim=64, repeats=3)
-GPU = Size(batch=2, seqlen=4096, heads=16, head_dim=128, repeats=50)
+CPU = Size(batch=2, seqlen=96, heads=4, head_dim=32, layers=2, steps=30)
+GPU = Size(batch=2, seqlen=4096, heads=16, head_dim=128, layers=2, steps=30)
+
+
+@dataclasses.dataclass(frozen=True)
+class Pair:
+    """Two runs that should be the same: how they differ from other pairs, their losses (steps,), and their receipts."""
+
+    name: str
+    losses: tuple[Tensor, Tensor]
+    folders: tuple[pathlib.Path, pathlib.Path]
+
+
+def attention_of_dash_attn(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return dash_attn.flash_attn_func(q, k, v, causal=True)
+
+
+def attention_of_torch(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2)
+
+
+def flipped(tensor: Tensor) -> Tensor:
+    """A copy in which one bit of one element is another."""
+    tensor = tensor.clone(memory_format=torch.contiguous_format)
+    tensor.view(-1).view(torch.int16)[FLIPPED_ELEMENT] ^= 1 << FLIPPED_BIT
+    return tensor
 
 
 class TransformerLayer(nn.Module):
-    """A pre-norm transformer layer whose attention is dash_attn's; x is (batch, seqlen, heads * head_dim)."""
+    """A pre-norm transformer layer; x is (batch, seqlen, heads * head_dim)."""
 
-    def __init__(self, heads: int, head_dim: int):
+    def __init__(self, name: str, size: Size, attention: Attention) -> None:
         super().__init__()
-        width = heads * head_dim
-        self.heads = heads
+        width = size.heads * size.head_dim
+        self.name, self.heads, self.attention = name, size.heads, attention
         self.norm_attention, self.norm_mlp = nn.LayerNorm(width), nn.LayerNorm(width)
         self.qkv, self.proj = nn.Linear(width, 3 * width), nn.Linear(width, width)
         self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: Tensor, flip: bool) -> Tensor:
         q, k, v = self.qkv(self.norm_attention(x)).unflatten(-1, (3, self.heads, -1)).unbind(2)
-        x = x + self.proj(dash_attn.flash_attn_func(q, k, v, causal=True).flatten(2))
+        if flip:
+            q.register_hook(flipped)
+        q = receipts.tap(q, f"{self.name}.q")
+        out = receipts.tap(self.attention(q, k, v), f"{self.name}.attention")
+        x = x + self.proj(out.flatten(2))
         return x + self.down(F.gelu(self.up(self.norm_mlp(x))))
 
 
-def digest(tensors) -> str:
-    """First 16 hexadecimal digits of the SHA-256 of the tensors' bytes."""
-    sha = hashlib.sha256()
-    for tensor in tensors:
-        tensor = tensor.detach().cpu().contiguous()
-        sha.update(ctypes.string_at(tensor.data_ptr(), tensor.nbytes))
-    return sha.hexdigest()[:16]
+class Transformer(nn.Module):
+    def __init__(self, size: Size, attention: Attention) -> None:
+        super().__init__()
+        width = size.heads * size.head_dim
+        self.embedding, self.head = nn.Embedding(VOCABULARY, width), nn.Linear(width, VOCABULARY)
+        self.layers = nn.ModuleList(TransformerLayer(f"layers.{i}", size, attention) for i in range(size.layers))
+
+    def forward(self, tokens: Tensor, flip: bool) -> Tensor:
+        x = self.embedding(tokens)
+        for number, layer in enumerate(self.layers):
+            x = layer(x, flip and f"layers.{number}.q" == FLIPPED_TENSOR)
+        return self.head(x)
 
 
-def heading(text: str) -> None:
-    print(f"\n== {text}", flush=True)
-
-
-def train_step(layer: TransformerLayer, x: torch.Tensor) -> list[torch.Tensor]:
-    x = x.detach().requires_grad_()
-    return list(torch.autograd.grad(layer(x).square().mean(), [x, *layer.parameters()]))
-
-
-def show_layer(size: Size, device: str) -> bool:
-    heading(f"A transformer layer, forward and backward, twice ({size})")
+def train(folder: pathlib.Path, size: Size, device: str, attention: Attention, flip: bool = False) -> Tensor:
+    """Trains from fixed seeds, writes receipts to the folder, and returns the loss of every step, fp32 (steps,)."""
     torch.manual_seed(0)
-    layer = TransformerLayer(size.heads, size.head_dim).to(device, torch.bfloat16)
-    x = torch.randn(size.batch, size.seqlen, size.heads * size.head_dim, device=device, dtype=torch.bfloat16)
-    digests = []
-    for run in (1, 2):
-        start = time.perf_counter()
-        gradients = train_step(layer, x)
-        digests.append(digest(gradients))
-        took = time.perf_counter() - start
-        print(f"run {run}: {len(gradients)} gradients, SHA-256 {digests[-1]}  ({took:.2f} s)", flush=True)
-    equal = digests[0] == digests[1]
-    print("the bits of all gradients agree" if equal else "THE BITS DIFFER")
-    return equal
+    model = Transformer(size, attention).to(device, torch.bfloat16)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    losses = []
+    options: dict[str, Any] = {"model": model, "kinds": ("data", "activation", "activation_gradient", "gradient")}
+    options |= {"optimizer": optimizer, "taps": ("embedding", "layers.*", "head"), "blocks_every": 1, "block": 64}
+    with receipts.Recorder(folder, **options) as recorder:
+        for step in range(size.steps):
+            generator = torch.Generator().manual_seed(step)
+            # Sorted tokens, so that there is something to learn.
+            tokens = torch.randint(VOCABULARY, (size.batch, size.seqlen + 1), generator=generator).sort(1).values
+            tokens = tokens.to(device)
+            with recorder.step(step, data=tokens):
+                logits = model(tokens[:, :-1], flip and step == FLIPPED_STEP)
+                loss = F.cross_entropy(logits.flatten(0, 1).float(), tokens[:, 1:].flatten())
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            losses.append(loss.detach())
+    return torch.stack(losses).cpu()
 
 
-def attention_inputs(size: Size, device: str) -> tuple[torch.Tensor, ...]:
-    torch.manual_seed(1)
-    shape = (size.batch, size.seqlen, size.heads, size.head_dim)
-    return tuple(torch.randn(shape, device=device, dtype=torch.bfloat16) for _ in range(4))
+def train_pair(
+    name: str, folder: pathlib.Path, size: Size, device: str, attention: Attention, flip: bool = False
+) -> Pair:
+    """Two runs, in the second of which a bit flips if `flip` is set."""
+    start = time.perf_counter()
+    folders = folder / "first", folder / "second"
+    print(f"\n== Trained twice: {name}", flush=True)
+    losses = train(folders[0], size, device, attention), train(folders[1], size, device, attention, flip)
+    print(f"time:     {time.perf_counter() - start:.1f} s", flush=True)
+    return Pair(name, losses, folders)
 
 
-def differing_runs(attention, inputs, repeats: int) -> int:
-    """In how many of `repeats` further backward passes some gradient's bits differ from the first's."""
-    *qkv, dout = inputs
-    leaves = [t.detach().requires_grad_() for t in qkv]
-    out = attention(*leaves)
-    first = torch.autograd.grad(out, leaves, dout, retain_graph=True)
-    differing = 0
-    for _ in range(repeats):
-        again = torch.autograd.grad(out, leaves, dout, retain_graph=True)
-        differing += not all(torch.equal(a.view(torch.int16), b.view(torch.int16)) for a, b in zip(first, again))
-    return differing
+def report(pair: Pair) -> receipts.Difference | None:
+    """Prints where the losses and the receipts of a pair part, and returns the latter."""
+    one, other = pair.losses
+    parts = torch.nonzero(one != other).flatten().tolist()
+    print(f"losses:   {f'differ from step {parts[0]} on' if parts else f'the same bits in all {len(one)} steps'}")
+    found = receipts.compare(*pair.folders)
+    first = found.first
+    if first is None:
+        print(f"receipts: the same bits in all {found.compared} tensors of {len(found.steps)} steps")
+        return None
+    print(f"receipts: step {first.step}, {first.key}: {first.what}")
+    print(f"          {first.reason}")
+    return first
 
 
-def show_repeats(size: Size, device: str) -> bool:
-    heading(f"The backward of attention alone, {size.repeats} more times ({size})")
-    inputs = attention_inputs(size, device)
-    names = schedule.fitting(causal=True)
-    equal = True
-    for name in names:
-        attention = functools.partial(dash_attn.flash_attn_func, causal=True, schedule=name)
-        count = differing_runs(attention, inputs, size.repeats)
-        print(f"dash_attn, schedule {name}: {count} of {size.repeats} runs differ from the first", flush=True)
-        equal &= count == 0
-    if device != "cuda":
-        print("PyTorch's own attention adds dQ with atomics on a GPU only, so there is nothing to compare with here")
-        return equal
+def draw_losses(pairs: list[Pair], path: pathlib.Path) -> None:
+    """How far apart the losses of each pair are, by step."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
 
-    def torch_attention(q, k, v):
-        q, k, v = (t.transpose(1, 2) for t in (q, k, v))
-        with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
-            return F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2)
-
-    count = differing_runs(torch_attention, inputs, size.repeats)
-    print(f"PyTorch's flash attention: {count} of {size.repeats} runs differ from the first")
-    return equal
-
-
-def show_orders(size: Size, device: str) -> None:
-    heading("Why the order matters: the same backward with its sums in other orders")
-    *qkv, dout = attention_inputs(size, device)
-    gradients: dict[str, tuple[torch.Tensor, ...]] = {}
-    names = schedule.fitting(causal=True)
-    for name in names:
-        q, k, v = (t.detach().requires_grad_() for t in qkv)
-        out = dash_attn.flash_attn_func(q, k, v, causal=True, schedule=name)
-        gradients[name] = torch.autograd.grad(out, (q, k, v), dout)
-        first = gradients[names[0]]
-        differing = [int(torch.ne(a, b).sum()) for a, b in zip(gradients[name], first)]
-        counts = ", ".join(f"{gradient} {count}" for gradient, count in zip(("dQ", "dK", "dV"), differing))
-        print(f"{name:16} elements that differ from {names[0]}: {counts}  (of {first[0].numel()} each)", flush=True)
-    print("a sum in another order rounds differently, so each schedule fixes the order, and with it the bits")
-
-
-def run_module(module: str, *arguments: str) -> None:
-    print(f"$ python -m {module} {' '.join(arguments)}", flush=True)
-    subprocess.run([sys.executable, "-m", module, *arguments], check=True)
-
-
-def show_schedules(output: pathlib.Path) -> None:
-    heading("The schedules in the model, at the shape of a training step")
-    run_module("dash_attn.schedule", "--seqlen-q", "8192")
-    heading("Their Gantt charts, at a shape small enough to see")
-    if importlib.util.find_spec("matplotlib") is None:
-        print("matplotlib is not installed, so there are no charts: pip install matplotlib")
-        return
-    output.mkdir(parents=True, exist_ok=True)
-    small = ["--seqlen-q", "1024", "--batch", "1", "--heads", "2", "--sms", "8"]
-    for mask in ("full", "causal"):
-        run_module("dash_attn.schedule", *small, "--mask", mask, "--png", str(output / f"schedules_{mask}.png"))
-
-
-def show_benchmark() -> None:
-    heading("A short benchmark")
-    if importlib.util.find_spec("benchmarks") is None:
-        print("run from the checkout to measure: benchmarks/ is not installed")
-        return
-    run_module("benchmarks.run", "--grid", "bar", "--peers", "fa2", "cudnn")
+    figure = Figure(figsize=(9, 5), dpi=110, layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.subplots()
+    for pair, colour in zip(pairs, ("#2a7f3a", "#b3202a")):
+        apart = (pair.losses[0] - pair.losses[1]).abs()
+        always = ": exactly 0 in every step" if not apart.any() else f": up to {apart.max():.2g}"
+        axes.plot(range(len(apart)), apart.tolist(), color=colour, marker="o", markersize=3, label=pair.name + always)
+    axes.set_yscale("symlog", linthresh=1e-6)
+    axes.set_ylim(bottom=-2e-7)
+    axes.set_xlabel("training step")
+    axes.set_ylabel("difference between the losses of the two runs")
+    repeating = [pair.name for pair in pairs if torch.equal(*pair.losses)]
+    message = f"only the runs with {' and '.join(repeating)} agree" if repeating else "no two runs agree"
+    if len(repeating) == len(pairs):
+        message = "all pairs of runs agree"
+    axes.set_title(f"The same model, seed and data, trained twice: {message}", loc="left")
+    axes.legend(loc="center right")
+    figure.savefig(path)
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m dash_attn.demo", description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(prog="python -m dash_attn.demo", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--output", type=pathlib.Path, default=pathlib.Path("demo_output"), help="folder of the charts")
-    arguments = parser.parse_args()
+    arguments = parser.parse_args(sys.argv[1:])
     reason = why_no_kernels_run()
     if reason is None:
         size, device = GPU, "cuda"
         print(f"On {torch.cuda.get_device_name()}, with dash_attn's kernels.")
+        without, attention = "PyTorch's flash attention", attention_of_torch
     else:
         size, device = CPU, "cpu"
         print(f"On the CPU, with dash_attn's reference ({reason}).")
-    print(f"torch {torch.__version__}")
-    equal = show_layer(size, device)
-    equal &= show_repeats(size, device)
-    show_orders(size, device)
-    show_schedules(arguments.output)
-    if reason is None:
-        show_benchmark()
-    print(f"\nAll bits agree: {'yes' if equal else 'NO'}.")
-    return 0 if equal else 1
+        without, attention = "one flipped bit", attention_of_dash_attn
+    print(f"torch {torch.__version__}; {size}")
+    with tempfile.TemporaryDirectory() as name:
+        folder = pathlib.Path(name)
+        ours = train_pair("dash_attn", folder / "with", size, device, attention_of_dash_attn)
+        repeats = report(ours) is None and torch.equal(*ours.losses)
+        theirs = train_pair(without, folder / "without", size, device, attention, flip=device == "cpu")
+        first = report(theirs)
+        arguments.output.mkdir(parents=True, exist_ok=True)
+        draw_losses([ours, theirs], arguments.output / "losses.png")
+        draw(*theirs.folders, arguments.output / "receipts.png")
+    print(f"\nThe pictures are {arguments.output / 'losses.png'} and {arguments.output / 'receipts.png'}.")
+    found = first is not None and (first.step, first.key.name) == (FLIPPED_STEP, FLIPPED_TENSOR)
+    print(f"The runs with dash_attn agree in every bit: {'yes' if repeats else 'NO'}.")
+    if device == "cpu":
+        print(f"Receipts found the flipped bit: {'yes' if found else 'NO'}.")
+    return 0 if repeats and (found or device != "cpu") else 1
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
-"""Calls on DTensors, whose heads or whose batch are sharded over the ranks of a mesh.
+"""Calls on DTensors whose heads or batch are sharded over the ranks of a mesh.
 
-Every rank calls the op on its own part, and nothing moves: the bits of a head and of a sequence do not depend on the
-others in a call.
+Every rank calls the op on its own part, and no data moves, because the bits of a head and of a sequence do not depend
+on the others in a call.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from . import checks
 
 
 class _Axes(NamedTuple):
-    """The dimensions of a tensor that may be sharded; _ABSENT where it has none."""
+    """The dimensions of a tensor that may be sharded; _ABSENT if the tensor does not have one of them."""
 
     batch: int
     heads: int
@@ -35,7 +35,7 @@ _OF_A_PACK["softmax_lse"] = _Axes(_ABSENT, 0)
 
 
 def are_among(*groups: Iterable[object]) -> bool:
-    """Whether one of the tensors is a DTensor. On the path of every call."""
+    """Whether one of the objects is a DTensor. Every call runs this check."""
     for group in groups:
         for x in group:
             if type(x) is not Tensor and x is not None and is_dtensor(x):
@@ -44,14 +44,14 @@ def are_among(*groups: Iterable[object]) -> bool:
 
 
 def is_dtensor(x: object) -> bool:
-    module = sys.modules.get("torch.distributed.tensor")  # before it is imported, nobody has a DTensor
+    module = sys.modules.get("torch.distributed.tensor")  # no DTensor can exist before this module is imported
     return module is not None and isinstance(x, module.DTensor)
 
 
 def reject(named: Mapping[str, object]) -> None:
     for name, x in named.items():
         if is_dtensor(x):
-            raise TypeError(f"{name} must be a plain tensor, got a DTensor: give its to_local(), this rank's part")
+            raise TypeError(f"{name} must be a plain tensor, got a DTensor: pass this rank's part, its to_local()")
 
 
 def on_local_parts(
@@ -62,16 +62,18 @@ def on_local_parts(
     scores: Mapping[str, Any],
     dropout_p: float,
 ) -> Callable[..., tuple[Tensor, Tensor]]:
-    """`op` for DTensors: it works on this rank's part, and its results have the placements of what it is given.
+    """Wraps `op` for DTensors: runs it on this rank's part, and gives its results the placements of the first tensor.
 
     Args:
-        named: q, k and v, or what has them packed.
-        pack: offsets and lengths of a pack; None in a dense batch.
-        num_heads_q: of qkv with all heads in one dimension, which are not sharded.
-        scores: sinks and alibi_slopes, where they are given.
+        named: q, k and v, or the packed tensors that contain them.
+        pack: the offsets and lengths of a variable-length batch; None for a dense batch.
+        num_heads_q: the number of query heads in a qkv with all heads in one dimension, which cannot be sharded.
+        scores: sinks and alibi_slopes, if given.
 
     Raises:
-        NotImplementedError, TypeError, ValueError: a placement that would need data of other ranks, or change bits.
+        NotImplementedError: the call has dropout.
+        TypeError: some tensors of the call are DTensors and some are not.
+        ValueError: a placement would need data of other ranks, or change bits.
     """
     from torch.distributed.tensor import DTensor, Replicate, Shard
 
@@ -141,7 +143,7 @@ def on_local_parts(
 
 
 def _sharded_axis(name: str, x: Any, axes: _Axes, mesh_dim: int) -> int | None:
-    """Which axis is sharded over a dimension of the mesh; None where x is replicated."""
+    """Returns the axis that is sharded over a dimension of the mesh; None if x is replicated."""
     from torch.distributed.tensor import Shard
 
     placement = x.placements[mesh_dim]
@@ -155,7 +157,7 @@ def _sharded_axis(name: str, x: Any, axes: _Axes, mesh_dim: int) -> int | None:
 
 def _require_dtensor(name: str, x: Tensor) -> None:
     if not is_dtensor(x):
-        raise TypeError(f"{name} must be a DTensor, as other tensors of the call are, got {checks.describe(x)}")
+        raise TypeError(f"{name} must be a DTensor like the other tensors of the call, got {checks.describe(x)}")
 
 
 def _local(x: Any) -> Any:

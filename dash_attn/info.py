@@ -1,7 +1,7 @@
-"""What this installation is and what it can do here: ``python -m dash_attn.info``, with ``--json`` for programs.
+"""Reports what is installed and what works on this machine: ``python -m dash_attn.info``, with ``--json`` for programs.
 
-It ends with a check of about a second: a small forward and backward against plain PyTorch, by the kernels where they
-run and by the CPU reference elsewhere. The exit status is 0 when the check passes and 1 when it fails.
+The report ends with a self-check of about a second: a small forward and backward is compared with plain PyTorch, with
+the kernels if they run here and with the CPU reference otherwise. The exit status is 0 if the check passes, else 1.
 """
 
 from __future__ import annotations
@@ -27,23 +27,23 @@ import torch
 import dash_attn
 from dash_attn import aliases, build_record, ops, schedule
 
-# Relative error (Frobenius norm) beyond which a 16-bit result is wrong; roundings alone are below 0.01.
+# The largest relative error (Frobenius norm) of a correct 16-bit result. Rounding alone stays below 0.01.
 _MAX_ERROR = 0.02
 _TORCH_DTYPES = {"BFloat16": torch.bfloat16, "Float16": torch.float16}
-# A set of policies that share a kernel, by the name that csrc/launch/variants.def has for it.
+# The policies of each set that shares a kernel, by the name of the set in csrc/launch/variants.def.
 _POLICIES_OF = {
     "Ordered": ("descending", "spt"),
     "OrderedAndYardsticks": ("descending", "spt"),  # and policies for benchmarks
     "Shift": ("shift",),
     "SymmetricShift": ("symmetric_shift",),
     "OrderFree": ("order_free",),
-    "Carried": (),  # kernels of parts of a backward, which no schedule of a call has
+    "Carried": (),  # kernels for parts of a backward, which no schedule of a call selects
 }
 
 
 @dataclasses.dataclass(frozen=True)
 class _Integration:
-    """A module of dash_attn for a framework, and what has to be installed for it."""
+    """A module of dash_attn for a framework, and the distributions that it needs."""
 
     module: str
     distribution: str
@@ -55,7 +55,7 @@ INTEGRATIONS = (
     _Integration("dash_attn.integrations.transformers", "transformers", "transformers"),
     _Integration("dash_attn.integrations.megatron", "megatron-core", "megatron.core"),
 )
-# Modules that dash_attn can stand in for, and their distributions.
+# The modules that dash_attn can replace, and their distributions.
 ALIASES = {"flash_attn": "flash-attn", "flash_attn_interface": "flash-attn-3", "flash_attn_3": "flash-attn-3"}
 
 
@@ -74,17 +74,40 @@ def _version(distribution: str) -> str | None:
 
 
 def _driver() -> str | None:
-    """The version of the NVIDIA driver, such as '580.95.05'."""
+    """Returns the version of the NVIDIA driver, such as '580.95.05'."""
     path = pathlib.Path("/proc/driver/nvidia/version")
     match = re.search(r"Kernel Module.*?\s(\d+\.\d+(?:\.\d+)?)\s", path.read_text()) if path.is_file() else None
     return match.group(1) if match else None
+
+
+def _build() -> dict[str, Any]:
+    """Where the libraries come from, and what does not fit together."""
+    libraries = build_record.libraries()
+    identities = {path.name: build_record.identity(path) for path in libraries}
+    problems = [problem] if (problem := build_record.why_not_one_build(*libraries)) else []
+    # In a checkout, which a build in place serves.
+    csrc = build_record.FOLDER.parent / "csrc"
+    sources = build_record.source_hash(csrc) if csrc.is_dir() else None
+    for name, found in identities.items():
+        if found is None:
+            problems.append(f"{name} does not state what it was built from: install dash_attn again")
+            continue
+        if found.version != dash_attn.__version__:
+            problems.append(f"{name} is of dash_attn {found.version}: install dash_attn again")
+        if sources is not None and found.sources != sources:
+            problems.append(f"{name} was built from other sources than those in {csrc}: install dash_attn again")
+    return {
+        "python_sources": build_record.python_sources(),
+        "libraries": {name: dataclasses.asdict(found) if found else None for name, found in identities.items()},
+        "problems": problems,
+    }
 
 
 def _kernels() -> dict[str, Any]:
     path = build_record.kernels_file()
     if path is None:
         noted = ops.why_left_out()
-        because = f"because {noted} when dash_attn was built" if noted else "and the build left no note of why"
+        because = f"because {noted} when dash_attn was built" if noted else "and the build left no note of the reason"
         return {"built": False, "problem": f"none, {because} (docs/install.md)", "list": []}
     try:
         record = build_record.read(path)
@@ -118,7 +141,7 @@ def _gpus() -> list[dict[str, Any]]:
 
 
 def why_no_kernels_run() -> str | None:
-    """Why the kernels cannot run on torch's current CUDA device; None where they can."""
+    """Returns why the kernels cannot run on torch's current CUDA device; None if they can."""
     if ops.why_no_kernels is not None:
         return ops.why_no_kernels
     if not torch.cuda.is_available():
@@ -126,12 +149,12 @@ def why_no_kernels_run() -> str | None:
     capability = torch.cuda.get_device_capability()
     if capability != ops.HOPPER:
         here = f"{torch.cuda.get_device_name()} ({'.'.join(map(str, capability))})"
-        return f"they need a GPU of compute capability 9.0 (Hopper), here is {here}"
+        return f"they need a GPU of compute capability 9.0 (Hopper), but this one is {here}"
     return None
 
 
 def _is_active(integration: _Integration) -> bool:
-    """Whether the framework calls dash_attn now, as far as this process and its environment tell."""
+    """Whether the framework uses dash_attn, as far as this process and its environment show."""
     if integration.distribution == "transformers":
         return "dash-attn/flash=" in os.environ.get("LOCAL_KERNELS", "")
     is_active = getattr(sys.modules.get(integration.module), "is_active", None)
@@ -139,16 +162,16 @@ def _is_active(integration: _Integration) -> bool:
 
 
 def _why_unavailable(integration: _Integration) -> str | None:
-    """None, or why the integration cannot be used with what is installed, as its import or the module itself says."""
+    """Returns why the integration cannot be used with the installed packages; None if it can."""
     if not _find(integration.imported):
         return "not installed"
     try:
-        # Frameworks warn of what they lack, and stdout is the report's.
+        # Frameworks warn about missing parts, and stdout must hold only the report.
         with warnings.catch_warnings(), contextlib.redirect_stdout(sys.stderr):
             warnings.simplefilter("ignore")
             module = importlib.import_module(integration.module)
             return module.why_unavailable() if hasattr(module, "why_unavailable") else None
-    except Exception as error:  # frameworks fail to import in ways of their own
+    except Exception as error:  # frameworks fail to import with all kinds of errors
         return str(error).partition("\n")[0] or type(error).__name__
 
 
@@ -171,7 +194,7 @@ def _integrations() -> list[dict[str, Any]]:
 
 
 def _aliases() -> list[dict[str, Any]]:
-    """Who answers to the names of the other libraries."""
+    """Lists which package provides each name of the other libraries."""
     found = []
     for module, distribution in ALIASES.items():
         loaded = sys.modules.get(module)
@@ -183,7 +206,7 @@ def _aliases() -> list[dict[str, Any]]:
 
 
 def _attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: bool) -> torch.Tensor:
-    """The formula in plain PyTorch, in the dtype of its arguments, which are (1, seqlen, heads, head_dim)."""
+    """Computes attention in plain PyTorch, in the dtype of its arguments, which are (1, seqlen, heads, head_dim)."""
     scores = torch.einsum("bqhd,bkhd->bhqk", q, k) * q.shape[-1] ** -0.5
     if causal:
         scores = scores.masked_fill(torch.ones_like(scores, dtype=torch.bool).triu(1), -torch.inf)
@@ -195,7 +218,7 @@ def _error(result: torch.Tensor, truth: torch.Tensor) -> float:
 
 
 def _check_case(device: str, dtype: torch.dtype, head_dims: tuple[int, int], causal: bool) -> str | None:
-    """What is wrong with attention of these head dims, of q and k and of v; None where nothing is."""
+    """Returns what is wrong with attention for head dims of q and k and of v; None if nothing is."""
     generator = torch.Generator().manual_seed(0)
     columns = (head_dims[0], head_dims[0], head_dims[1], head_dims[1])
     tensors = [torch.randn(1, 200, 2, d, generator=generator, dtype=torch.float32).to(dtype) for d in columns]
@@ -210,14 +233,14 @@ def _check_case(device: str, dtype: torch.dtype, head_dims: tuple[int, int], cau
     of = f"{str(dtype).removeprefix('torch.')}, head dims {head_dims}, {'causal' if causal else 'full'} mask"
     for name, first, second, expected in zip(("the output", "dq", "dk", "dv"), *runs, truths, strict=True):
         if not torch.equal(first.view(torch.int16), second.view(torch.int16)):
-            return f"{name} has other bits in the second run ({of})"
+            return f"{name} has different bits in the second run ({of})"
         if not (error := _error(first, expected)) <= _MAX_ERROR:
             return f"{name} differs from plain PyTorch by {error:.2g} of its norm, limit {_MAX_ERROR} ({of})"
     return None
 
 
 def _cases(kernels: dict[str, Any]) -> list[tuple[torch.dtype, tuple[int, int], bool]]:
-    """A call for every dtype and head dims that have kernels of `schedule="auto"` under the full or the causal mask."""
+    """Returns a call for each dtype and head dims with kernels of `schedule="auto"` for the full or causal mask."""
     masks: dict[tuple[str, str], bool] = {}
     for kernel in kernels["list"]:
         serves_auto = "descending" in _POLICIES_OF.get(kernel["policies"], ())
@@ -232,7 +255,7 @@ def _cases(kernels: dict[str, Any]) -> list[tuple[torch.dtype, tuple[int, int], 
 
 
 def self_check(device: str, kernels: dict[str, Any]) -> dict[str, Any]:
-    """A small forward and backward, twice: right against plain PyTorch in float64, and with the same bits."""
+    """Runs a small forward and backward twice: compares it with plain PyTorch in float64, and the bits of both runs."""
     start = time.perf_counter()
     cases = _cases(kernels) if device == "cuda" else []
     cases = cases or [(torch.bfloat16, (64, 64), True)]
@@ -240,7 +263,7 @@ def self_check(device: str, kernels: dict[str, Any]) -> dict[str, Any]:
     for case in cases:
         try:
             problem = _check_case(device, *case)
-        except Exception as error:  # whatever is wrong here is what the check is for
+        except Exception as error:  # the check reports any error
             problem = f"{type(error).__name__}: {error}"
         errors += [problem] if problem else []
     return {"device": device, "cases": len(cases), "passed": not errors, "errors": errors,
@@ -248,12 +271,17 @@ def self_check(device: str, kernels: dict[str, Any]) -> dict[str, Any]:
 
 
 def report() -> dict[str, Any]:
-    """Everything that is printed, as what JSON can hold."""
+    """Returns everything that is printed, as values that JSON can represent."""
     gpus = _gpus()
     kernels = _kernels()
     why_not = why_no_kernels_run()
     return {
-        "dash_attn": {"version": dash_attn.__version__, "folder": str(pathlib.Path(dash_attn.__file__).parent)},
+        "dash_attn": {
+            "version": dash_attn.__version__,
+            "bits_version": dash_attn.__bits_version__,
+            "folder": str(pathlib.Path(dash_attn.__file__).parent),
+        },
+        "build": _build(),
         "python": platform.python_version(),
         "torch": {"version": torch.__version__, "cuda": torch.version.cuda},
         "driver": _driver(),
@@ -274,8 +302,13 @@ def _text(facts: dict[str, Any]) -> str:
     driver = f"NVIDIA driver {facts['driver']}" if facts["driver"] else "no NVIDIA driver"
     lines = [
         f"dash_attn {facts['dash_attn']['version']} in {facts['dash_attn']['folder']}",
+        f"bits version {facts['dash_attn']['bits_version']}, Python sources {facts['build']['python_sources']}",
         f"Python {facts['python']}, torch {facts['torch']['version']} with {cuda}, {driver}",
     ]
+    for name, found in facts["build"]["libraries"].items():
+        origin = "sources {sources}, commit {commit}, torch {torch}".format(**found) if found else "origin unknown"
+        lines.append(f"{name}: {origin}")
+    lines += [f"PROBLEM: {problem}" for problem in facts["build"]["problems"]]
     if kernels["problem"] is None:
         count, architecture = len(kernels["list"]), kernels["architecture"]
         lines.append(f"kernels: {count} for {architecture} (Hopper), by nvcc {kernels['nvcc']}")
@@ -299,7 +332,7 @@ def _text(facts: dict[str, Any]) -> str:
         lines.append(f"  {integration['module']:<36}{framework}: {state}")
     for alias in facts["aliases"]:
         version = f" {alias['version']}" if alias["version"] else ""
-        lines.append(f"  {'the name ' + alias['module']:<36}{(alias['owner'] or 'nobody') + version}")
+        lines.append(f"  {'the name ' + alias['module']:<36}{(alias['owner'] or 'not installed') + version}")
     why = facts["why_not_in_other_processes"]
     lines.append(f"  {'the names in other processes':<36}{f'no: {why}' if why else f'by {aliases.ENVIRONMENT}'}")
     by = "the kernels" if check["device"] == "cuda" else "the CPU reference"
@@ -311,7 +344,7 @@ def _text(facts: dict[str, Any]) -> str:
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m dash_attn.info", description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--json", action="store_true", help="print all facts as JSON, each kernel among them")
+    parser.add_argument("--json", action="store_true", help="print all facts as JSON, including every kernel")
     arguments = parser.parse_args(argv)
     facts = report()
     print(json.dumps(facts, indent=2) if arguments.json else _text(facts))

@@ -1,9 +1,9 @@
-"""Attention over a cache of keys and values: a forward without gradients, which may append to the cache first.
+"""Attention over a cache of keys and values: a forward without gradients, which may first append to the cache.
 
-The cache becomes a variable-length batch for the forward that training uses. A row of the output has the same bits as
-there, in any batch, at any place in the cache and with any pages: its bits depend only on the query and on the keys and
-values that it sees. The host reads no lengths, tables or indices, so calls can be captured in a CUDA graph and replayed
-with other values.
+The cache becomes a variable-length batch for the forward that training uses. A row of the output therefore has the same
+bits in any batch, at any place in the cache and with any pages: its bits depend only on the query and on the keys and
+values that the query sees. The host reads no lengths, tables or indices, so a CUDA graph can capture calls and replay
+them with other values.
 """
 
 from __future__ import annotations
@@ -43,44 +43,52 @@ def flash_attn_with_kvcache(
     learnable_sink: Tensor | None = None,
     s_aux: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Attention of queries at the end of cached keys, with the arguments of FlashAttention-2 and without a gradient.
+    """Computes attention of queries at the end of cached keys, with FlashAttention-2's arguments, without gradients.
 
-    If k and v are given, they are first written into the cache, in place, after the keys that are there. Masks and
-    windows are those of `flash_attn_func`, with the number of cached keys, including new ones, as seqlen_k: the last
-    query stands at the last key.
+    If k and v are given, they are first written into the cache, in place, after the existing keys. Masks and windows
+    are those of `flash_attn_func`, where seqlen_k is the number of cached keys, including new ones: the last query is
+    aligned with the last key.
 
     Keys are never split over SMs: one SM computes a row, however long the cache is. The kernels read the blocks of a
-    `block_table` and the sequences that a `cache_batch_idx` picks where they lie, without a copy. A copy is made if
-    block_size is not a multiple of 16, with cache_leftpad, and if a head_dim is not a multiple of 8.
+    `block_table`, and the sequences that a `cache_batch_idx` picks, where they lie. The call copies them instead if
+    block_size is not a multiple of 16, with cache_leftpad, or if a head_dim is not a multiple of 8.
 
     Args:
         q: (batch, seqlen_q, heads, head_dim), bf16 or fp16, as in `flash_attn_func`.
         k_cache: (cache_batch, capacity, kv_heads, head_dim), or with block_table
-            (num_blocks, block_size, kv_heads, head_dim), any block_size of at least 1. Any strides; the cache is copied
-            if the distance between its sequences is not a multiple of its rows. With k every element must have a memory
-            location of its own: no stride is 0, as in an expanded tensor, and v_cache does not overlap k_cache.
+            (num_blocks, block_size, kv_heads, head_dim) with a block_size of at least 1. Any strides; the cache is
+            copied if the distance between its sequences is not a multiple of its rows. With k, every element must have
+            its own memory location: no stride may be 0, as in an expanded tensor, and v_cache must not overlap k_cache.
         v_cache: like k_cache, with value_head_dim instead of head_dim.
-        k, v: (batch, seqlen_new, kv_heads, head_dim or value_head_dim), new keys and values, both or neither. They are
-            written at the places cache_seqlens, cache_seqlens + 1, ... of their sequences.
-        rotary_cos, rotary_sin: (positions, rotary_dim / 2), both or neither, floating point; only with k. New keys and
-            queries are rotated in fp32 and rounded: the key at place p by row p, and query i by row cache_seqlens + i,
-            or by row cache_seqlens if there is neither causal nor a window_size. rotary_dim is a multiple of 16 up to
-            head_dim.
-        cache_seqlens: an int, or int32 (batch,) on q's device: number of keys in the cache before this call. Required
-            with k. Default: the whole capacity. With k and block_table it may be minus seqlen_new for a sequence that
-            has no keys and takes none, as when a batch is filled up; its block_table may hold -1. Values out of range
-            raise ValueError on a CPU, and are a device-side error on a GPU, like an index out of bounds.
-        cache_batch_idx: int32 (batch,) on q's device: the sequence of the cache, or the row of block_table, for each
-            sequence of the batch. They must be distinct with k. Default: 0, 1, 2, ...
-        cache_leftpad: int32 (batch,) on q's device: number of places at the start of each sequence of the cache that
-            hold no keys. cache_seqlens counts them. Default: none.
-        block_table: int32 (batch, max_blocks) on q's device, with cache_batch_idx (cache_batch, max_blocks): the blocks
-            that hold the keys of each sequence, in order. Entries past the last key are ignored. Blocks that new keys
-            are written to must be distinct. Others raise ValueError on a CPU; on a GPU this is not checked, and the
-            contents of such a block are undefined.
-        softmax_scale, causal, window_size, softcap, alibi_slopes, learnable_sink, s_aux: as in `flash_attn_func`.
+        k: (batch, seqlen_new, kv_heads, head_dim), new keys, only together with v. They are written to the places
+            cache_seqlens, cache_seqlens + 1, ... of their sequences.
+        v: (batch, seqlen_new, kv_heads, value_head_dim), new values, only together with k.
+        rotary_cos: (positions, rotary_dim / 2), floating point, only with k and rotary_sin. New keys and queries are
+            rotated in fp32 and rounded: the key at place p by row p, and query i by row cache_seqlens + i, or by row
+            cache_seqlens if there is neither causal nor a window_size. rotary_dim is a multiple of 16 up to head_dim.
+        rotary_sin: like rotary_cos.
+        cache_seqlens: an int, or int32 (batch,) on q's device: the number of keys in the cache before this call.
+            Required with k. Default: the whole capacity. With k and block_table the value may be minus seqlen_new for a
+            sequence that has no keys and receives none, such as padding of the batch; its block_table may hold -1.
+            Values out of range raise a ValueError on a CPU and a device-side error on a GPU, like an index out of
+            bounds.
         rotary_interleaved: whether dimensions 0 and 1, 2 and 3, ... are rotated together; otherwise d and
             d + rotary_dim / 2.
+        cache_batch_idx: int32 (batch,) on q's device: the sequence of the cache, or the row of block_table, for each
+            sequence of the batch. The values must be distinct with k. Default: 0, 1, 2, ...
+        cache_leftpad: int32 (batch,) on q's device: the number of places at the start of each sequence of the cache
+            that hold no keys. cache_seqlens includes them. Default: none.
+        block_table: int32 (batch, max_blocks) on q's device, with cache_batch_idx (cache_batch, max_blocks): the blocks
+            that hold the keys of each sequence, in order. Entries past the last key are ignored. The blocks to which
+            new keys are written must be distinct. Otherwise a CPU raises a ValueError; a GPU does not check this, and
+            leaves undefined contents in such a block.
+        softmax_scale: as in `flash_attn_func`.
+        causal: as in `flash_attn_func`.
+        window_size: as in `flash_attn_func`.
+        softcap: as in `flash_attn_func`.
+        alibi_slopes: as in `flash_attn_func`.
+        learnable_sink: as in `flash_attn_func`.
+        s_aux: as in `flash_attn_func`.
         num_splits: accepted and ignored.
         return_softmax_lse: also return the log-sum-exp.
 
@@ -90,8 +98,9 @@ def flash_attn_with_kvcache(
 
     Raises:
         NotImplementedError: softcap and alibi_slopes are both given.
-        TypeError, ValueError: an argument has a wrong type, dtype, shape or value; the message names it.
-        RuntimeError: CUDA tensors without the compiled kernels or without a Hopper GPU.
+        TypeError: an argument has the wrong type or dtype; the message names the argument.
+        ValueError: an argument has the wrong shape or value; the message names the argument.
+        RuntimeError: the tensors are on a CUDA device, but the compiled kernels or a Hopper GPU are missing.
     """
     checks.check_hints(num_splits, None)
     return_softmax_lse = checks.as_flag("return_softmax_lse", return_softmax_lse)
@@ -105,7 +114,7 @@ def flash_attn_with_kvcache(
 
 
 class Cache(NamedTuple):
-    """Arguments of the functions, as in `flash_attn_with_kvcache`."""
+    """A KV cache: arguments as in `flash_attn_with_kvcache`."""
 
     k: Tensor
     v: Tensor
@@ -115,14 +124,14 @@ class Cache(NamedTuple):
     table: Tensor | None = None
     table_name: str = "block_table"
     names: tuple[str, str, str] = ("k_cache", "v_cache", "cache_seqlens")
-    """What the caller calls k, v and seqlens."""
+    """The caller's names of k, v and seqlens."""
 
     def capacity(self) -> int:
         return self.k.shape[1] * (1 if self.table is None else self.table.shape[1])
 
 
 class NewKeys(NamedTuple):
-    """Arguments of the functions, as in `flash_attn_with_kvcache`."""
+    """The keys and values to append: arguments as in `flash_attn_with_kvcache`."""
 
     k: Tensor | None = None
     v: Tensor | None = None
@@ -130,9 +139,9 @@ class NewKeys(NamedTuple):
     rotary_sin: Tensor | None = None
     rotary_interleaved: bool = True
     rotary_seqlens: Tensor | None = None
-    """Positions of the first new keys for the rotation; default: their places."""
+    """Positions of the first new keys for the rotary embedding; default: their places in the cache."""
     cu_seqlens: Tensor | None = None
-    """int32 (batch + 1,): where the new keys of each sequence are in k and v, (total_k_new, kv_heads, head_dim)."""
+    """int32 (batch + 1,): the offsets of each sequence's new keys in k and v, (total_k_new, kv_heads, head_dim)."""
 
 
 @torch.no_grad()
@@ -153,7 +162,8 @@ def attend(
     s_aux: Tensor | None = None,
     sm_margin: int = 0,
 ) -> tuple[Tensor, Tensor]:
-    """`flash_attn_with_kvcache`; with cu_seqlens_q the queries are a pack, and the log-sum-exp is (heads, total_q)."""
+    """Computes `flash_attn_with_kvcache`. With cu_seqlens_q the queries are a variable-length batch, and the
+    log-sum-exp is (heads, total_q)."""
     causal = checks.as_flag("causal", causal)
     window = checks.as_window(window_size)
     scores = checks.as_scores(softcap, alibi_slopes, learnable_sink, s_aux)
@@ -184,7 +194,7 @@ def attend(
         is_allowed = seqlens >= 0
         if cache.table is not None:
             is_allowed |= seqlens == -rows.counts
-        # Any other negative number stays one, and is the op's error.
+        # Other negative numbers stay negative, and the op reports them.
         seqlens = torch.where(is_allowed, seqlens + rows.counts, seqlens)
     packed_q, seqlen_q = q, q.shape[1]
     if cu_seqlens_q is None:
@@ -227,7 +237,7 @@ def varlen_attention(
     schedule: str,
     **arguments: Any,
 ) -> Tensor | tuple[Tensor, Tensor, Tensor]:
-    """`flash_attn_varlen_func` with a block_table. pack: cu_seqlens and seqused, by their names."""
+    """Computes `flash_attn_varlen_func` with a block_table. pack: cu_seqlens and seqused, by their names."""
     no_dropout = "no dropout with block_table"
     checks.reject_dropout(dropout_p, no_dropout)
     checks.reject_given(no_dropout, dropout_bits=dropout_bits)
@@ -251,7 +261,8 @@ def attend_pages(
     seqused_k: Tensor | None,
     **arguments: Any,
 ) -> tuple[Tensor, Tensor]:
-    """`attend` for `flash_attn_varlen_func`: cu_seqlens_k says how many keys a sequence has, unless seqused_k does.
+    """Computes `attend` for `flash_attn_varlen_func`. cu_seqlens_k gives the lengths of sequences unless seqused_k
+    does.
 
     Raises:
         NotImplementedError: a gradient is required.
@@ -263,7 +274,7 @@ def attend_pages(
     for name, x in {"q": q, "k": k, "v": v, **of_scores}.items():
         if torch.is_grad_enabled() and isinstance(x, Tensor) and x.requires_grad:
             raise NotImplementedError(
-                "block_table must be None where a gradient is required (paged keys and values have no backward; "
+                "block_table must be None if a gradient is required (paged keys and values have no backward; "
                 f"torch.no_grad() turns gradients off), got {checks.describe(block_table)} and {name} that requires one"
             )
     cache_checks.check_offsets_of_pages(q, cu_seqlens_q, cu_seqlens_k)
@@ -283,8 +294,8 @@ def _check_op(
     seqused_q: Tensor | None,
     arguments: dict[str, Any],
 ) -> None:
-    """The op's own checks, by a call on tensors without values, so that nothing is written where they fail."""
-    # What is traced is not run where a later op fails.
+    """Runs the op's own checks on tensors without values, so that nothing is written if they fail."""
+    # While tracing, an error of a later op stops the graph before anything is written.
     if torch.compiler.is_compiling():
         return
     rows = _without_values(q)
@@ -310,19 +321,21 @@ def _seqlens(cache: Cache, batch: int, device: torch.device) -> Tensor:
 
 
 class _RowsOfBatch(NamedTuple):
-    """Rows of queries or of new keys, of a dense batch or a pack, as the sequences of the batch have them."""
+    """The rows of queries or of new keys, of a dense or variable-length batch, as the sequences of the batch use
+    them."""
 
     sequence: Tensor
-    """int64 (rows,): the sequence that a row is in, one of the batch also for rows of no sequence."""
+    """int64 (rows,): the sequence of each row; a valid one even for rows outside of all sequences."""
     offset: Tensor
-    """int64 (rows,): its place among the rows of its sequence."""
+    """int64 (rows,): the position of each row within its sequence."""
     is_of_one: Tensor | None
-    """bool (rows,): whether it is in a sequence; None where all are."""
+    """bool (rows,): whether the row belongs to a sequence; None if all rows do."""
     counts: Tensor
-    """int32 (batch,): rows of each sequence."""
+    """int32 (batch,): the number of rows of each sequence."""
 
     def places(self, starts: Tensor, step: int = 1) -> Tensor:
-        """starts of its sequence + step * offset for every row; of rows of no sequence 0. starts: int64 (batch,)."""
+        """Returns the sequence's start + step * offset for every row, 0 outside of sequences. starts: int64
+        (batch,)."""
         places = starts[self.sequence] + step * self.offset
         return places if self.is_of_one is None else torch.where(self.is_of_one, places, 0)
 
@@ -341,10 +354,10 @@ def _rows_of_batch(x: Tensor, cu_seqlens: Tensor | None, batch: int) -> _RowsOfB
 
 
 def _append(cache: Cache, k: Tensor, v: Tensor, seqlens: Tensor, rows: _RowsOfBatch) -> None:
-    """Writes rows of new keys and values, (rows, kv_heads, head_dim), behind those that are in the cache.
+    """Writes rows of new keys and values, (rows, kv_heads, head_dim), after the keys that the cache already holds.
 
-    Rows that go nowhere, of no sequence or of one that takes none, write what another row writes, which changes
-    nothing; if none goes anywhere, what is there already.
+    Rows of no sequence, or of a sequence that receives none, repeat the write of another row, which changes nothing. If
+    no row has a destination, they rewrite the existing content.
     """
     if k.shape[0] == 0 or seqlens.shape[0] == 0:
         return
@@ -373,7 +386,7 @@ def _append(cache: Cache, k: Tensor, v: Tensor, seqlens: Tensor, rows: _RowsOfBa
 
 
 _BOX_ROWS = 16
-"""Rows of a page that the kernels read at a time (PageTable in csrc/schedule/sequences.h)."""
+"""Rows of a page that the kernels read at a time (PageTable in csrc/placement/sequences.h)."""
 
 
 class _Pages(NamedTuple):
@@ -411,9 +424,9 @@ def _pages(cache: Cache, batch: int) -> _Pages | None:
 
 
 def _contents(cache: Cache, seqlens: Tensor) -> tuple[Tensor, Tensor]:
-    """Keys and values of the batch, (batch or more, capacity, kv_heads, head_dim)."""
+    """Returns the keys and values of the batch, (batch or more, capacity, kv_heads, head_dim)."""
     if cache.table is not None:
-        # Block 0 stands for the blocks that hold no keys; a cache without blocks has none to stand for them.
+        # Block 0 replaces the blocks that hold no keys; a cache without blocks has no replacement.
         table = cache.table if cache.k.shape[0] else cache.table[:, :0]
         starts = torch.arange(table.shape[1], device=seqlens.device) * cache.k.shape[1]
         blocks = torch.where(starts < seqlens[:, None], table, 0).long()
@@ -424,9 +437,10 @@ def _contents(cache: Cache, seqlens: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _rows(k: Tensor, v: Tensor, batch: int) -> tuple[Tensor, Tensor, Tensor]:
-    """(total, kv_heads, head_dim) of both, views where strides allow it, and where sequences begin."""
+    """Returns the rows of both, (total, kv_heads, head_dim), as views if strides allow it, and the sequences'
+    starts."""
     pitch = _pitch(k)
-    # Strides of what a compiler traces may not be those that there will be.
+    # A compiler may trace with strides that differ from those at run time.
     if torch.compiler.is_compiling() or pitch is None or pitch != _pitch(v):
         pitch = k.shape[1]
         rows = [x.flatten(0, 1) for x in (k, v)]
@@ -439,7 +453,7 @@ def _rows(k: Tensor, v: Tensor, batch: int) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _pitch(cache: Tensor) -> int | None:
-    """How many rows a sequence of the cache is from the one before it; None where that is no whole number."""
+    """Returns the distance between sequences of the cache in rows; None if it is not a whole number of rows."""
     sequence, row = cache.stride()[:2]
     if cache.shape[0] <= 1 or cache.shape[1] == 0:
         return cache.shape[1]

@@ -1,59 +1,60 @@
-"""The torch.library ops: `dash_attn::forward` and `dash_attn::backward`, and those with a derivative that models call.
+"""The ops of torch.library: `dash_attn::forward`, `dash_attn::backward`, and the differentiable ops that models call.
 
     forward(q, k, v, *pack, softmax_scale, *mask, sm_margin=0, sinks=None, alibi_slopes=None, softcap=0.0, *dropout)
         -> (out, softmax_lse)
     backward(dout, q, k, v, out, softmax_lse, dq!, dk!, dv!, *pack, softmax_scale, *mask, schedule, sm_margin,
              sinks=None, alibi_slopes=None, dsoftmax_lse=None, dsinks!=None, softcap=0.0, *dropout) -> ()
 
-    pack: cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, all None in a dense batch
-    mask: causal, window_left, window_right, attention_chunk; -1 is no window on that side, chunk 0 no chunks
+    pack: cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k; all None in a dense batch
+    mask: causal, window_left, window_right, attention_chunk; -1 means no bound on that side, chunk 0 no chunks
     dropout: dropout_bits=None, rng_state=None, dropout_p=0.0, max_seqlen_q=None, max_seqlen_k=None
 
-In a dense batch q and dq are (batch, seqlen_q, heads, head_dim), k and dk (batch, seqlen_k, kv_heads, head_dim), v and
-dv (batch, seqlen_k, kv_heads, value_head_dim), out and dout (batch, seqlen_q, heads, value_head_dim), all bf16 or all
-fp16, of any strides, each head dim a multiple of 8 up to 256. softmax_lse is fp32 (batch, heads, seqlen_q), natural
-logarithm, +inf (-inf is taken too) for a query that sees no key; such a query has output 0 and gradients 0, as every
-sum over no key or no query is 0. "order_free" builds on softmax_lse that is the forward's, or merged from several. out
-is contiguous. dq, dk and dv share no memory with each other nor with what is read. `schedule` is a policy of
-`dash_attn.schedule` or "auto", `sm_margin` the number of SMs to leave to other kernels.
+Tensors. In a dense batch, q and dq are (batch, seqlen_q, heads, head_dim), k and dk (batch, seqlen_k, kv_heads,
+head_dim), v and dv (batch, seqlen_k, kv_heads, value_head_dim), and out and dout (batch, seqlen_q, heads,
+value_head_dim). All are bf16 or all are fp16, with any strides; head dims are multiples of 8 up to 256. out is
+contiguous. dq, dk and dv share no memory with each other or with a tensor that is read. softmax_lse is fp32 (batch,
+heads, seqlen_q), natural logarithm. A query that sees no key has output 0, gradients 0 and log-sum-exp +inf (the
+backward also accepts -inf). "order_free" requires the softmax_lse of the forward, or one merged from several forwards.
+`schedule` is a policy of `dash_attn.schedule` or "auto", and `sm_margin` is the number of SMs left to other kernels.
 
-In a pack total_q stands for (batch, seqlen_q) and total_k for (batch, seqlen_k), softmax_lse is (heads, total_q),
-cu_seqlens_* are int32 (batch + 1,), seqused_* None or int32 (batch,), contiguous and on q's device. Sequence b starts
-at row cu_seqlens[b] and has seqused[b] rows, or those up to cu_seqlens[b + 1]. Rows of no sequence have output 0,
-log-sum-exp +inf and gradients 0, and are not looked at.
+Variable-length batches. total_q replaces (batch, seqlen_q), and total_k replaces (batch, seqlen_k); softmax_lse is
+(heads, total_q). cu_seqlens_* are int32 (batch + 1,); seqused_* are None or int32 (batch,). All are contiguous and on
+q's device. Sequence b starts at row cu_seqlens[b] and has seqused[b] rows, or else all rows up to cu_seqlens[b + 1].
+Rows outside of all sequences are not read; they have output 0, log-sum-exp +inf and gradients 0.
 
-softcap is at least 0, where 0 is none. alibi_slopes are fp32 (heads,) or (batch, heads), and not beside a softcap.
-sinks are fp32 (heads,), the log-sum-exp counts them, and is the sink above -inf of a query that sees no key.
-dsoftmax_lse, the gradient of the log-sum-exp, is like it, and not looked at where that is infinite. dsinks, fp32
-(heads,) and contiguous, is written where it is given; it is summed over the queries of each sequence by a tree that its
-length fixes, and then over the sequences in their order. `dash_attn.reference` has the formulas.
+Scores. softcap is at least 0, and 0 means no cap. alibi_slopes are fp32 (heads,) or (batch, heads), and exclude a
+softcap. sinks are fp32 (heads,). The log-sum-exp includes them: a query that sees no key has the sink as its
+log-sum-exp if the sink is above -inf. dsoftmax_lse, the gradient of the log-sum-exp, has its shape and is ignored where
+the log-sum-exp is infinite. dsinks, fp32 (heads,) and contiguous, is written if it is given. Its sum over the queries
+of a sequence is a tree that only the sequence's length determines; the sequences are then added in their order.
+`dash_attn.reference` has the formulas.
 
-With dropout_p above 0, the probability of dropping an element, there are dropout_bits, those of
-`dash_attn.dropout.dropout_bits` for the call's query heads and lengths (of a pack, for those of its longest sequence),
-or rng_state, int64 (2,) or (batch, 2), of which they are made: the default mapping and rounds, sequence b having the
-number b under one state and 0 under its own. Both passes are given the same. A pack with rng_state takes max_seqlen_q
-and max_seqlen_k, ints and no less than any of its sequences has, which are looked at in no other call: on a GPU each
-pass makes bits of so many rows and keeps none, batch * heads * max_seqlen_q * max_seqlen_k / 8 bytes, and a sequence
-beyond them is an error on the device, which stops before bits are read. On a GPU neither a softcap nor slopes go with
-dropout.
+Dropout. dropout_p is the probability of dropping an element. If it is above 0, the caller gives either dropout_bits or
+rng_state, and gives the same to both passes. dropout_bits come from `dash_attn.dropout.dropout_bits` for the query
+heads and lengths of the call (in a variable-length batch, for the longest sequence). rng_state is int64 (2,) or (batch,
+2); the ops make the bits from it with the default mapping and rounds, where sequence b has the number b under one
+state, and 0 under a state of its own. On a GPU each pass makes the bits and keeps none: batch * heads * seqlen_q *
+seqlen_k / 8 bytes. A variable-length batch with rng_state also needs max_seqlen_q and max_seqlen_k, ints that no
+sequence exceeds, and has bits for so many rows; a longer sequence is a device-side error, raised before bits are read.
+No other call uses them. On a GPU dropout excludes softcap and alibi_slopes.
 
-A row's output depends on its query, the keys and values it sees and their number; gradients on the schedule besides;
-and neither on `sm_margin`, the device's SMs or the other sequences of the batch or pack, to the last bit. Where K or V
-is not finite, a row may be NaN for a key of a KV tile that it, or under a window a row near it, sees other keys of
-(docs/forward.md).
+Bits. A row of the output depends only on its query, on the keys and values that the query sees, and on their number.
+Gradients also depend on the schedule. Neither depends on `sm_margin`, on the SMs of the device, or on the other
+sequences of the batch. If K or V is not finite, a row may be NaN because of a key that it does not see, in a KV tile of
+which the row, or under a window a neighbouring row, sees other keys (docs/forward.md).
 
     attention(q, k, v, softmax_scale, causal, schedule, sm_margin, window_left=-1, window_right=-1, attention_chunk=0,
               cu_seqlens_q=None, cu_seqlens_k=None, seqused_q=None, seqused_k=None, sinks=None, alibi_slopes=None,
               softcap=0.0, *dropout) -> (out, softmax_lse)
     attention_kvpacked(q, kv, softmax_scale, ...)    attention_qkvpacked(qkv, num_heads_q, softmax_scale, ...)
 
-(the last of which has cu_seqlens, seqused and max_seqlen for both sides) are the two as one differentiable function of
-what `dash_attn.interface` is given: of q, k, v and sinks, which may be of any float dtype there, to both outputs. All
-of them are C++ (csrc/bindings/autograd.cpp) and run `dash_attn_C::forward` and `dash_attn_C::backward`, the kernels,
-which take what TMA can address and a positive scale. Their CUDA implementation is in `_C`; the CPU's is the reference,
-below.
+These combine both passes in one differentiable function of q, k, v and sinks, which takes the arguments of
+`dash_attn.interface`; sinks may have any float dtype. attention_qkvpacked has one cu_seqlens, seqused and max_seqlen
+for both sides. All of these ops are C++ (csrc/bindings/autograd.cpp). They call the kernels, `dash_attn_C::forward` and
+`dash_attn_C::backward`, which take a positive scale and tensors that TMA can address. `_C` implements the kernels for
+CUDA; for the CPU this module implements them with the reference.
 
-Two more ops are for torch alone. `flash_attn::_dash_attn_forward` is `forward` by another name, which the
+Two more ops exist for torch alone. `flash_attn::_dash_attn_forward` is another name of `forward`, which the
 differentiable ops call after `name_forward(True)`. `_gradients` is `backward` with results, for gradients that a vmap
 batches.
 """
@@ -63,7 +64,7 @@ import warnings
 
 import torch
 
-from . import packs, reference
+from . import build_record, packs, reference
 from . import schedule as _schedule
 from .dropout import layout
 from .tile_order import tile_order
@@ -72,20 +73,23 @@ HOPPER = (9, 0)
 """The compute capability of the GPUs that the kernels run on."""
 
 _FOLDER = pathlib.Path(__file__).parent
-# Written by setup.py where it leaves the kernels out: why.
+# setup.py writes the reason into this file if it leaves out the kernels.
 _WITHOUT_KERNELS = "without_kernels.txt"
 _BUILD_AGAIN = "install dash_attn again: `pip install --no-build-isolation .` in its source"
 _ASKED_FOR = "DASH_ATTN_SKIP_CUDA=1"
 
 
 def why_not_loaded(stem: str, absent: str, folder: pathlib.Path = _FOLDER) -> str | None:
-    """Loads the package's compiled library `stem`. None, or why it cannot be: `absent` if it is not there."""
-    found = sorted(folder.glob(f"{stem}*.so"))
+    """Loads the compiled library `stem`. Returns None, or why that is impossible: `absent` if there is no such file."""
+    found = sorted(folder.glob(f"{stem}.*so"))
     if not found:
         return f"{absent} (no {stem}*.so in {folder})"
     if len(found) > 1:
         names = ", ".join(path.name for path in found)
         return f"dash_attn must have one {stem}*.so in {folder}, got {names}: remove the stale ones"
+    # Libraries of different sources may number schedules and arguments differently.
+    if problem := build_record.why_not_one_build(found[0], *sorted(folder.glob("_schedule*.so"))):
+        return f"{found[0]} cannot be loaded: {problem}"
     try:
         torch.ops.load_library(found[0])
     except OSError as error:
@@ -180,13 +184,13 @@ def _raiser(reason):
 
 
 def why_left_out() -> str:
-    """What the build noted where it left the kernels out; empty where it noted nothing."""
+    """Returns why the build left out the kernels; empty if the build noted nothing."""
     note = _FOLDER / _WITHOUT_KERNELS
     return note.read_text().strip() if note.is_file() else ""
 
 
 def _load_kernels() -> str | None:
-    """None, or why CUDA tensors have no kernels; a warning says so where torch has CUDA and nobody asked for it."""
+    """Returns None, or why CUDA tensors have no kernels. Warns if torch has CUDA and the user did not ask for this."""
     if not torch.version.cuda:
         return "this torch is built without CUDA"
     left_out = why_left_out()
@@ -203,9 +207,24 @@ def _load_kernels() -> str | None:
     return reason
 
 
+def _autograd_of_torch(folder: pathlib.Path = _FOLDER) -> tuple[str, str]:
+    """Returns the stem of the library for this torch and the error if it is absent. A wheel has one for each torch."""
+    served = [path.stem.removeprefix("_autograd_torch") for path in folder.glob("_autograd_torch*.so")]
+    if not served:
+        return (
+            "_autograd",
+            "dash_attn was installed without its ops: `pip install --no-build-isolation .` from its root",
+        )
+    release = ".".join(torch.__version__.split(".")[:2])
+    serves = ", ".join(sorted(served, key=lambda version: [int(part) for part in version.split(".")]))
+    return (
+        f"_autograd_torch{release}",
+        f"this wheel of dash_attn is for torch {serves}, and this is {torch.__version__}",
+    )
+
+
 def _load() -> str | None:
-    absent = "dash_attn was installed without its ops: `pip install --no-build-isolation .` from its root"
-    reason = why_not_loaded("_autograd", absent)
+    reason = why_not_loaded(*_autograd_of_torch())
     if reason is not None:
         raise ImportError(reason)
     torch.library.impl("dash_attn_C::forward", "CPU", _forward_cpu)
@@ -214,11 +233,11 @@ def _load() -> str | None:
     reason = _load_kernels()
     for op in ("forward", "forward_of_pages", "backward", "dropout_bits", "fingerprint_blocks"):
         name = f"dash_attn_C::{op}"
-        # Kernels that were built before an op was there must not leave it to what serves any device.
+        # If the kernels are older than an op, the op must raise instead of using an implementation for any device.
         if not torch._C._dispatch_has_kernel_for_dispatch_key(name, "CUDA"):
             torch.library.impl(name, "CUDA", _raiser(reason or f"{name} is not in {_FOLDER}'s _C: {_BUILD_AGAIN}"))
     return reason
 
 
 why_no_kernels = _load()
-"""Why CUDA tensors raise in this process; None where the kernels are loaded."""
+"""Why CUDA tensors raise in this process; None if the kernels are loaded."""

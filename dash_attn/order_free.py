@@ -1,7 +1,8 @@
-"""The fixed-point scales of order-free accumulation, as csrc/config/fixed_point.h and the kernels have it.
+"""The fixed-point scales of order-free accumulation, as in csrc/contract/fixed_point.h and the kernels.
 
-dQ of a row is a sum of partials, one for each KV tile. Each is rounded to a multiple of 2^-e, with e from a bound of
-the row that the inputs give, and the integers are added: in any order, the sum is the same. See docs/order_free.md.
+dQ of a row is a sum of partials, one per KV tile. Each partial is rounded to a multiple of 2^-e, where e follows from a
+bound of the row that the inputs determine. The integers are then added, and their sum is the same in any order. See
+docs/order_free.md.
 """
 
 from typing import NamedTuple
@@ -20,7 +21,7 @@ NORM_SLACK = 1 + 2.0**-10
 
 
 class Scales(NamedTuple):
-    """Of the rows of dQ, (batch * kv_heads, group, seqlen_q, head_dim)."""
+    """The scales of the rows of dQ, (batch * kv_heads, group, seqlen_q, head_dim)."""
 
     exponents: torch.Tensor
     """(batch * kv_heads, group, seqlen_q): e, int64."""
@@ -29,7 +30,7 @@ class Scales(NamedTuple):
 
 
 def _norms(x: torch.Tensor) -> torch.Tensor:
-    """Upper bounds as fp32 has them: of the largest elements alone, and up to inf, where squares leave its range."""
+    """Computes upper bounds in fp32: from the largest elements alone, and up to inf, if squares exceed its range."""
     squares = x.double().square().sum(dim=-1)
     in_range = (squares >= 2.0**-100) & (squares <= 2.0**120)
     norms = torch.where(in_range, squares.sqrt(), x.double().abs().amax(dim=-1) * x.shape[-1] ** 0.5)
@@ -37,7 +38,7 @@ def _norms(x: torch.Tensor) -> torch.Tensor:
 
 
 def _mean_of_windows(pairs: torch.Tensor) -> torch.Tensor:
-    """(heads, seqlen // 2) -> (heads, windows): means over each window's pairs, of which the last may have fewer."""
+    """(heads, seqlen // 2) -> (heads, windows): means over each window's pairs; the last window may have fewer."""
     full = pairs.shape[1] // (WINDOW // 2) * (WINDOW // 2)
     means = [pairs[:, :full].unflatten(1, (-1, WINDOW // 2)).mean(dim=2)]
     if full < pairs.shape[1]:
@@ -46,14 +47,14 @@ def _mean_of_windows(pairs: torch.Tensor) -> torch.Tensor:
 
 
 def min_step_product(k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-    """How much neighbouring rows differ where they do so least: `min_step_product` of csrc/config/fixed_point.h.
+    """Returns the smallest difference between neighboring rows: `min_step_product` of csrc/contract/fixed_point.h.
 
     Args:
         k: (batch * kv_heads, seqlen_k, head_dim).
         v: (batch * kv_heads, seqlen_k, value_head_dim).
 
     Returns:
-        (batch * kv_heads), float64; inf where there is only one key.
+        float64 (batch * kv_heads); inf if there is only one key.
     """
     end = k.shape[1] // 2 * 2
     if end == 0:
@@ -74,16 +75,17 @@ def row_scales(
     tile_k: int,
     dtype: torch.dtype,
 ) -> Scales:
-    """The scale of each row, and the heads that cannot use theirs.
+    """Returns the scale of each row, and the heads that cannot use their scales.
 
     Args:
-        k: (batch * kv_heads, seqlen_k, head_dim); v: with value_head_dim for head_dim.
+        k: (batch * kv_heads, seqlen_k, head_dim).
+        v: (batch * kv_heads, seqlen_k, value_head_dim).
         dout: (batch * kv_heads, group, seqlen_q, value_head_dim).
         d: (batch * kv_heads, group, seqlen_q, 1), rowsum(dout * out).
-        lse: like d, natural logarithm; infinite where a query sees no key.
+        lse: like d, natural logarithm; infinite if a query sees no key.
         seen: (seqlen_q, 2), where the keys that each query sees begin and end.
-        tile_k: keys in a KV tile: those of a partial.
-        dtype: of the inputs; the bound allows for its subnormal numbers.
+        tile_k: keys per KV tile, and so per partial.
+        dtype: the dtype of the inputs; the bound allows for its subnormal numbers.
     """
     seqlen_k, head_dim = k.shape[1:]
     max_element = k.double().abs().amax(dim=(1, 2))
@@ -100,7 +102,7 @@ def row_scales(
     has_scale = bound.isfinite() & (exponents >= MIN_EXPONENT)
     exponents.clamp_(MIN_EXPONENT, MAX_EXPONENT)
 
-    # Per element of dQ: what rounding leaves, and what dout and the differences between neighbouring rows let expect.
+    # Per element of dQ: the rounding error, and the magnitude that dout and differences of neighboring rows suggest.
     first, end = seen.unbind(1)
     keys = end - first
     tiles = torch.where(keys > 0, (end + tile_k - 1) // tile_k - first // tile_k, 0)

@@ -1,4 +1,4 @@
-"""The sequences of a pack one by one, where lengths may be read, and so are checked: of CPU tensors, and for checks."""
+"""The sequences of a variable-length batch one by one, for CPU tensors and for checks, where lengths may be read."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from . import checks
 
 
 class Sequence(NamedTuple):
-    """Views of what was given."""
+    """Views of one sequence's tensors."""
 
     of_queries: list[Tensor]
     of_keys: list[Tensor]
     of_lse: list[Tensor | None]
     alibi_slopes: Tensor | None
     number: int | None = None
-    """In the pack; None of a dense batch."""
+    """The number of the sequence in the variable-length batch; None for a dense batch."""
 
     @property
     def has_keys(self) -> bool:
@@ -36,17 +36,17 @@ def sequences(
     of_lse: list[Tensor | None],
     alibi_slopes: Tensor | None,
 ) -> list[Sequence]:
-    """Each sequence that has queries, as a dense batch of one: views. Without cu_seqlens the batch as it is.
+    """Returns each sequence that has queries, as views of a dense batch of one; without cu_seqlens, the whole batch.
 
     Args:
         cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k: as in `dash_attn.ops`.
         of_queries: tensors (total_q, heads, head_dim).
         of_keys: tensors (total_k, kv_heads, head_dim).
-        of_lse: tensors (heads, total_q), or None for none.
+        of_lse: tensors (heads, total_q), or None.
         alibi_slopes: None, (heads,) or (batch, heads).
 
     Raises:
-        ValueError: a sequence begins before the one before it ends, or outside of the rows.
+        ValueError: a sequence begins before the previous one ends, or lies outside of the rows.
     """
     if cu_seqlens_q is None:
         return [Sequence(of_queries, of_keys, of_lse, alibi_slopes)]
@@ -67,9 +67,9 @@ def sequences(
 
 
 def sequence_of_rows(cu_seqlens: Tensor, total: int) -> Tensor:
-    """The number of the sequence that each of `total` rows is in, int64, without reading the offsets on the host.
+    """Returns the number of the sequence that contains each of `total` rows, int64, without reading the offsets.
 
-    Of rows past the last offset it is the batch size.
+    Rows past the last offset get the batch size.
     """
     rows = torch.arange(total, dtype=cu_seqlens.dtype, device=cu_seqlens.device)
     return torch.searchsorted(cu_seqlens[1:].contiguous(), rows, right=True)
@@ -78,12 +78,12 @@ def sequence_of_rows(cu_seqlens: Tensor, total: int) -> Tensor:
 def check_lengths(
     named: Mapping[str, Tensor], pack: Mapping[str, Tensor | None], max_seqlens: Mapping[str, int] | None = None
 ) -> None:
-    """Raises ValueError for invalid offsets or lengths, where values are read. The op checks shapes and dtypes.
+    """Raises a ValueError for invalid offsets or lengths. Reads their values; the op checks shapes and dtypes.
 
     Args:
         named: q, k and others; q and kv; or qkv.
         pack: cu_seqlens and seqused of q and of k, or of both, by the names of the arguments.
-        max_seqlens: with dropout, the lengths that random bits are generated for, by the names of the arguments.
+        max_seqlens: with dropout, the lengths for which random bits are generated, by the names of the arguments.
     """
     rows = list(named.values())
     for side, x in (("q", rows[0]), ("k", rows[min(1, len(rows) - 1)])):
@@ -106,12 +106,13 @@ def check_lengths(
 
 
 def rows_of_sequences(side: str, cu_seqlens: Tensor, seqused: Tensor | None, total: int) -> list[slice]:
-    """The rows of each sequence of `side`, "q" or "k"; ValueError where they are none of the `total`."""
+    """Returns the rows of each sequence of `side`, "q" or "k". Raises a ValueError if they exceed the `total` rows."""
     offsets = cu_seqlens.tolist()
     lengths = [end - start for start, end in zip(offsets, offsets[1:])]
     if offsets[0] < 0 or offsets[-1] > total or min(lengths, default=0) < 0:
         raise ValueError(
-            f"cu_seqlens_{side} must hold offsets from 0 to the {total} rows that never decrease, got {_few(offsets)}"
+            f"cu_seqlens_{side} must hold non-decreasing offsets from 0 to {total}, the number of rows, got "
+            f"{_few(offsets)}"
         )
     used = lengths if seqused is None else seqused.tolist()
     if any(not 0 <= count <= length for count, length in zip(used, lengths)):

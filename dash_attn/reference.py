@@ -1,29 +1,30 @@
 """Attention and its gradients tile by tile in plain PyTorch, in the kernel's order, on any device.
 
-This is what runs for CPU tensors, and what the tests compare orders with. Per (batch, query head), c = softmax_scale
-(FlashAttention-2, arXiv 2307.08691, algorithms 1 and 2):
+CPU tensors are computed by this reference, and the tests compare orders with it. Per (batch, query head), with
+c = softmax_scale (FlashAttention-2, arXiv 2307.08691, algorithms 1 and 2):
 
     S = c Q K^T      P = exp(S - LSE)      O = P V      dP = dO V^T      D = rowsum(dO * O)      dS = P * (dP - D)
     dV = P^T dO      dK = c dS^T Q         dQ = c dS K
 
-A soft cap t makes S = t tanh(c Q K^T / t), and dS has the factor 1 - (S / t)^2. ALiBi's slope m makes
-S_ij = c q_i . k_j - m |i + seqlen_k - seqlen_q - j|. A sink s adds e^s to the sum whose logarithm LSE is; its gradient
-is ds = -sum_i e^(s - LSE_i) D_i. A gradient dLSE of the log-sum-exp makes D = rowsum(dO * O) - dLSE.
+With a soft cap t, S = t tanh(c Q K^T / t), and dS has the factor 1 - (S / t)^2. With ALiBi's slope m,
+S_ij = c q_i . k_j - m |i + seqlen_k - seqlen_q - j|. A sink s adds e^s to the sum whose logarithm is LSE; its gradient
+is ds = -sum_i e^(s - LSE_i) D_i. With a gradient dLSE of the log-sum-exp, D = rowsum(dO * O) - dLSE.
 
-Dropout of probability p with the mask Z, 1 where an element is kept, is FlashAttention-2's: LSE is the one without it,
-and with r = 1 / (1 - p)
+Dropout of probability p with the mask Z (1 where an element is kept) is FlashAttention-2's: LSE is the one without
+dropout, and with r = 1 / (1 - p)
 
     O = r (P * Z) V      dV = r (P * Z)^T dO      dS = P * (r Z * dP - D)
 
-D is rowsum(dO * O) of the O so dropped. r stays out of the tiles: they have dS / r = P * (Z * dP - D / r), and the sums
-are multiplied by r at their end.
+D is rowsum(dO * O) of this O. The tiles do not contain r: they hold dS / r = P * (Z * dP - D / r), and the finished
+sums are multiplied by r.
 
 The backward rounds where the kernel rounds (P and dS to the inputs' dtype before they enter a product, sums in fp32,
-one rounding at the end) and adds tile by tile in the order it is given, or in the fixed point of
-`dash_attn.order_free`, so a change of order shows in the last bits as it does on the GPU. The reference is not
-bit-equal to the kernel, because the order inside a tile's product is that of `dash_attn.fixed_order`, but it keeps the
-same contract (docs/contract.md).
-float64 inputs are computed in float64 throughout. Their products are the matrix library's and outside the contract.
+one rounding at the end). It adds tile by tile in the order it is given, or in the fixed point of
+`dash_attn.order_free`, so a change of order affects the last bits as it does on the GPU. The reference is not bit-equal
+to the kernel, because the order within a tile's product is that of `dash_attn.fixed_order`, but it keeps the same
+contract (docs/contract.md).
+
+float64 inputs are computed in float64 throughout. The matrix library computes their products, outside of the contract.
 """
 
 import functools
@@ -35,14 +36,14 @@ from . import _schedule as _compiled
 from . import fixed_order, order_free
 from .tile_order import TileOrder, steps
 
-# Query rows that the forward holds scores of at a time.
+# The number of query rows whose scores the forward holds at a time.
 FORWARD_ROWS = 128
-# Keys in a block of the forward's sums. Blocks start at key 0, so that a row's order of sums depends on no other row.
+# Keys per block of the forward's sums. Blocks start at key 0, so that a row's order of sums depends on no other row.
 FORWARD_KEYS = 128
 
 
 class GradientSums(NamedTuple):
-    """The sums of a backward on their way, without the softmax scale; fp32, or float64 for float64 inputs."""
+    """The unfinished sums of a backward, without the softmax scale; fp32, or float64 for float64 inputs."""
 
     dq: torch.Tensor
     """(batch * kv_heads, heads // kv_heads, seqlen_q, head_dim)"""
@@ -53,17 +54,17 @@ class GradientSums(NamedTuple):
 
 
 class Chunk(NamedTuple):
-    """Some queries and some keys of a sequence."""
+    """Some of the queries and keys of a sequence."""
 
     seqlen_q: int
     seqlen_k: int
-    """Of the whole sequence."""
+    """The lengths of the whole sequence."""
     first_query: int
     first_key: int
 
 
 def _without_autocast(function):
-    """Autocast would turn the fp32 products into 16-bit ones."""
+    """Disables autocast, which would turn the fp32 products into 16-bit ones."""
 
     @functools.wraps(function)
     def wrapped(tensor, *args, **kwargs):
@@ -89,7 +90,7 @@ def forward(
     keep: torch.Tensor | None = None,
     dropout_p: float = 0.0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Output and log-sum-exp: LSE = log(e^sink + rowsum(exp(S))), O = exp(S - LSE) V.
+    """Computes the output and the log-sum-exp: LSE = log(e^sink + rowsum(exp(S))), O = exp(S - LSE) V.
 
     Args:
         q: (batch, seqlen_q, heads, head_dim), floating point.
@@ -100,16 +101,16 @@ def forward(
         window: (left, right): with p = i + seqlen_k - seqlen_q, query i sees the keys p - left ... p + right; a
             negative side is unbounded.
         attention_chunk: query i sees the keys j with j // attention_chunk = p // attention_chunk; 0: all.
-        softcap: t, 0 for none.
+        softcap: t; 0 for no soft cap.
         alibi_slopes: (heads,) or (batch, heads).
-        sinks: (heads,); -inf is none.
-        keep: bool (batch, heads, seqlen_q, seqlen_k): what dropout keeps of P, after its rounding. None is all.
-        dropout_p: p, from 0 to below 1: what is kept is divided by 1 - p.
+        sinks: (heads,); -inf is no sink.
+        keep: bool (batch, heads, seqlen_q, seqlen_k): the elements of P that dropout keeps, after rounding. None: all.
+        dropout_p: p, from 0 to below 1: kept elements are divided by 1 - p.
 
     Returns:
-        out: (batch, seqlen_q, heads, value_head_dim), like q. Zero where a query sees no key.
-        softmax_lse: (batch, heads, seqlen_q), fp32 (float64 for float64 inputs), natural logarithm. Where a query sees
-            no key its sink, or without one +inf, as in FlashAttention-2.
+        out: (batch, seqlen_q, heads, value_head_dim), like q. Zero if a query sees no key.
+        softmax_lse: (batch, heads, seqlen_q), fp32 (float64 for float64 inputs), natural logarithm. If a query sees no
+            key, its sink, or +inf without a sink, as in FlashAttention-2.
     """
     batch, seqlen_q, heads, _ = q.shape
     seqlen_k, kv_heads = k.shape[1], k.shape[2]
@@ -124,7 +125,7 @@ def forward(
     for start in range(0, seqlen_q if seqlen_k else 0, FORWARD_ROWS):
         end = min(start + FORWARD_ROWS, seqlen_q)
         seen = _visible_keys(seqlen_q, seqlen_k, causal, window, attention_chunk, start, end)
-        keys = slice(seen[0][0], seen[-1][1])  # neither end moves back from one query to the next
+        keys = slice(seen[0][0], seen[-1][1])  # neither end decreases from one query to the next
         if keys.start == keys.stop:
             continue
         keys = slice(keys.start // FORWARD_KEYS * FORWARD_KEYS, keys.stop)
@@ -148,7 +149,7 @@ def forward(
             lse_rows = _log_add_exp(lse_rows, sink)
         total = total * (1 - dropout_p)
         out[:, :, start:end] = (weighted.unflatten(1, rows.shape[1:3]) / total).masked_fill_(no_key, 0.0)
-        # Of no key and no sink, log(0).
+        # log(0), for a query with neither a key nor a sink.
         lse[:, :, start:end] = lse_rows.masked_fill_(lse_rows == -torch.inf, torch.inf).squeeze(-1)
     return _by_head(out, batch).to(q.dtype), lse.reshape(batch, heads, seqlen_q)
 
@@ -175,27 +176,28 @@ def backward(
     sums: GradientSums | None = None,
     chunk: Chunk | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Gradients of sum(dout * out) + sum(dsoftmax_lse * softmax_lse); those of sinks are from `sink_gradient`.
+    """Computes the gradients of sum(dout * out) + sum(dsoftmax_lse * softmax_lse), except those of the sinks.
 
-    Each KV tile sums its dK and dV over its visits and the query heads of a split, `order.heads_together` or one after
-    the other, and these sums over the splits; dQ of a query tile sums its KV tiles in the order of `order.adds`.
+    Each KV tile sums its dK and dV over its visits and over the query heads of a split (together or one after the
+    other, by `order.heads_together`), and then over the splits. A query tile sums dQ over its KV tiles in the order of
+    `order.adds`. `sink_gradient` computes the gradients of the sinks.
 
     Args:
         dout, out: (batch, seqlen_q, heads, value_head_dim), like q.
         q: (batch, seqlen_q, heads, head_dim), floating point.
         k: (batch, seqlen_k, kv_heads, head_dim); kv_heads divides heads.
         v: (batch, seqlen_k, kv_heads, value_head_dim).
-        softmax_lse: (batch, heads, seqlen_q), natural logarithm, sinks counted; +inf or -inf where a query sees no key
+        softmax_lse: (batch, heads, seqlen_q), natural logarithm, including sinks; +inf or -inf if a query sees no key
             and has no sink.
         softmax_scale: c, any finite number.
         causal, window, attention_chunk: the mask, as in `forward`.
         softcap, alibi_slopes: as in `forward`.
-        dsoftmax_lse: like softmax_lse, not looked at where that is infinite; None is 0.
-        keep, dropout_p: as in `forward`; out is of the same.
-        order: from `tile_order.tile_order`, for these lengths and this mask.
-        sums: what is added to, of an order with one split that is not order-free; they are neither scaled nor rounded.
-        chunk: where the queries and keys are in the sequence that has the mask, if they are not all of it; without
-            slopes, and with `sums`.
+        dsoftmax_lse: like softmax_lse, ignored where softmax_lse is infinite; None is 0.
+        keep, dropout_p: as in `forward`, the same as for out.
+        order: the result of `tile_order.tile_order` for these lengths and this mask.
+        sums: the sums to add to, with an order that has one split and is not order-free; neither scaled nor rounded.
+        chunk: the position of the queries and keys in the sequence that has the mask, if they are only a part of it;
+            with `sums`, and without slopes.
 
     Returns:
         dq, dk, dv: like q, k, v; or `sums`.
@@ -210,7 +212,7 @@ def backward(
     d = _d(dout_heads, out_heads, softmax_lse, dsoftmax_lse) * (1 - dropout_p)
     keep = _of_groups(keep, kv_heads)
     score_type = _ScoreType(softcap, _of_rows(alibi_slopes, q_heads, batch), seqlen_k - seqlen_q)
-    # exp(S - inf) is 0 for the rows that see no key, whichever sign marks them.
+    # exp(S - inf) is 0 for the rows that see no key. Either sign may mark such rows.
     lse = softmax_lse.masked_fill(softmax_lse == -torch.inf, torch.inf).to(d.dtype).reshape(d.shape)
 
     whole = chunk or Chunk(seqlen_q, seqlen_k, 0, 0)
@@ -282,9 +284,9 @@ def signed_probabilities(
     alibi_slopes: torch.Tensor | None = None,
     keep: torch.Tensor,
 ) -> torch.Tensor:
-    """P, (batch, heads, seqlen_q, seqlen_k) like q, whose sign says what dropout did: below 0 is dropped.
+    """Computes P, (batch, heads, seqlen_q, seqlen_k) like q, with a negative sign for the elements that dropout drops.
 
-    No magnitude that a query sees is 0, so that every sign can be told; what it does not see is 0.
+    Visible elements have a nonzero magnitude, so that every sign is defined. Hidden elements are 0.
 
     Args:
         q, k, softmax_scale, causal, window, attention_chunk, softcap, alibi_slopes, keep: as in `forward`.
@@ -313,10 +315,10 @@ def sink_gradient(
     sinks: torch.Tensor,
     dsoftmax_lse: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Gradient of the sinks, (batch, heads): of each sequence -sum_i e^(s - LSE_i) (D_i - dLSE_i), by a tree.
+    """Computes the gradient of the sinks, (batch, heads): -sum_i e^(s - LSE_i) (D_i - dLSE_i) per sequence, by a tree.
 
-    The tree adds neighbours, then neighbouring sums, so that a sequence has the same bits wherever it is. Sequences are
-    the caller's to add, in their order.
+    The tree adds neighbors, then neighboring sums, so that the bits of a sequence do not depend on its position. The
+    caller adds the sequences in their order.
 
     Args:
         dout, out: (batch, seqlen_q, heads, value_head_dim).
@@ -334,7 +336,7 @@ def sink_gradient(
 
 
 class _ScoreType(NamedTuple):
-    """What scores are made of products c Q K^T."""
+    """How scores are computed from products c Q K^T."""
 
     softcap: float
     slopes: torch.Tensor | None
@@ -352,7 +354,7 @@ class _ScoreType(NamedTuple):
         return products.sub_(self.slopes[:, head] * (own[:, None] - keys).abs())
 
     def derivative(self, scores):
-        """Of scores with respect to products; None where it is 1."""
+        """Returns the derivative of scores with respect to products; None if it is 1."""
         return 1 - (scores / self.softcap).square() if self.softcap else None
 
 
@@ -370,7 +372,7 @@ def _of_groups(of_heads, kv_heads):
 
 
 def _d(dout_heads, out_heads, softmax_lse, dsoftmax_lse):
-    """rowsum(dO * O) - dLSE, with a last dimension of 1."""
+    """Returns rowsum(dO * O) - dLSE, with a last dimension of 1."""
     d = (dout_heads * out_heads).sum(dim=-1, keepdim=True)
     if dsoftmax_lse is None:
         return d
@@ -378,7 +380,7 @@ def _d(dout_heads, out_heads, softmax_lse, dsoftmax_lse):
 
 
 def _weighted_values(p, v, hidden):
-    """P V, in which a value that is not finite spoils the rows that see its key and no others: 0 times it is not 0."""
+    """Returns P V. A non-finite value affects only the rows that see its key, although 0 times the value is not 0."""
     finite = v.isfinite()
     if finite.all():
         return _over_keys(p, v)
@@ -388,14 +390,14 @@ def _weighted_values(p, v, hidden):
 
 
 def _over_keys(p, values):
-    """P times `values`, (batch * kv_heads, keys, columns), as a sum over blocks of keys in ascending order."""
+    """Returns P times `values`, (batch * kv_heads, keys, columns), summed over blocks of keys in ascending order."""
     blocks = (slice(first, first + FORWARD_KEYS) for first in range(0, p.shape[2], FORWARD_KEYS))
-    # The sum starts with 0, which turns -0 into 0. Hidden keys behind those that a row sees would do the same.
+    # The sum starts at 0, which turns -0 into 0, as hidden keys after the visible ones would.
     return sum(fixed_order.matmul(p[:, :, keys], values[:, keys]) for keys in blocks)
 
 
 def _log_add_exp(a, b):
-    """log(e^a + e^b); the bits of torch.logaddexp depend on where an element lies in its tensor."""
+    """Returns log(e^a + e^b). The bits of torch.logaddexp depend on the position of an element in its tensor."""
     larger, smaller = torch.maximum(a, b), torch.minimum(a, b)
     return larger + (smaller - larger.masked_fill(larger.isinf(), 0.0)).exp().log1p()
 
@@ -407,7 +409,7 @@ def _by_kv_head(tensor, kv_heads):
 
 
 def _by_head(tensor, batch):
-    """The inverse of `_by_kv_head`, but for the dtype."""
+    """Inverts `_by_kv_head`, except for the dtype."""
     tensor = tensor.unflatten(0, (batch, -1)).flatten(1, 2).transpose(1, 2)
     return tensor.clone(memory_format=torch.contiguous_format)
 
@@ -418,14 +420,14 @@ def _rounded(tensor, dtype):
 
 @functools.lru_cache(maxsize=1024)
 def _visible_keys(seqlen_q, seqlen_k, causal, window, attention_chunk, first_query, end_query):
-    """(first, end) of the keys that each query of a tile sees, from the mask that the kernels are compiled with."""
+    """Returns the (first, end) of the keys that each query of a tile sees, from the mask that the kernels compile."""
     mask = {"causal": causal, "window": window, "attention_chunk": attention_chunk}
     lengths = {"seqlen_q": seqlen_q, "seqlen_k": seqlen_k}
     return tuple(_compiled.visible_keys(**mask, **lengths, first_query=first_query, end_query=end_query))
 
 
 def _hidden(seen, first_key, end_key, device):
-    """Mask of the keys of a tile that each of its queries does not see."""
+    """Returns the mask of the tile's keys that each of its queries does not see."""
     first, end = torch.tensor(seen, device=device).unsqueeze(-1).unbind(1)
     keys = torch.arange(first_key, end_key, device=device)
     return (keys < first) | (keys >= end)

@@ -1,4 +1,4 @@
-"""Rotary position embeddings, as FlashAttention applies them to the keys that go into a cache."""
+"""Rotary position embeddings, as FlashAttention applies them to the keys that are appended to a cache."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from torch import Tensor
 
 
 def rotate(x: Tensor, positions: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
-    """Turns pairs of x's first rotary_dim columns by the angles of its positions; in fp32, rounded once.
+    """Rotates pairs of x's first rotary_dim columns by the angles of their positions, in fp32 and rounded once.
 
     Args:
         x: (*rows, heads, head_dim).
-        positions: (*rows), int64: rows of cos and sin.
+        positions: int64 (*rows): rows of cos and sin.
         cos, sin: (number of positions, rotary_dim / 2).
         interleaved: pairs are columns 0 and 1, 2 and 3, ...; otherwise d and d + rotary_dim / 2.
     """

@@ -1,4 +1,4 @@
-"""The order in which the backward works on tiles, as lists that a test may permute: what fixes a reference's bits."""
+"""The order in which the backward processes tiles, which determines a reference's bits, as lists that tests permute."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ from . import schedule as _schedule
 
 
 class TileOrder(NamedTuple):
-    """Tiles, and the two orders that fix the bits of a backward; the same for every head of every sequence."""
+    """Tiles, and the two orders that determine the bits of a backward; the same for every head of every sequence."""
 
     tile_q: int
-    """Queries in a query tile; the last one may be shorter."""
+    """Queries per query tile; the last tile may be shorter."""
     tile_k: int
-    """Keys in a KV tile; the last one may be shorter."""
+    """Keys per KV tile; the last tile may be shorter."""
     visits: list[list[int]]
-    """For each KV tile, the query tiles it visits, in order: the order of the sums dK and dV."""
+    """For each KV tile, the query tiles that it visits, in order: the order of the sums dK and dV."""
     adds: list[list[int]]
     """For each query tile, the KV tiles that contribute to it, in order: the order of the sum dQ."""
     heads_together: bool = False
-    """Whether the query heads of a split all take a step before any takes the next: the order of dK and dV."""
+    """Whether all query heads of a split take a step before any takes the next one: the order of dK and dV."""
     splits: int = 1
-    """Parts that the query heads of a KV head are cut into; their sums of dK and dV are added up in ascending order."""
+    """The parts into which the query heads of a KV head are divided, whose dK and dV are added in ascending order."""
     order_free: bool = False
-    """Whether dQ is summed in the fixed point of `dash_attn.order_free`, where no order shows; never in float64."""
+    """Whether dQ is summed in the fixed point of `dash_attn.order_free`, independent of order; never in float64."""
 
 
 @functools.lru_cache(maxsize=64)
@@ -43,16 +43,16 @@ def tile_order(
     tile_q: int | None = None,
     tile_k: int | None = None,
 ) -> TileOrder:
-    """The order in which the kernel works under a policy, the same in every head.
+    """Returns the order in which the kernel works under a policy, which is the same for every head.
 
     Args:
         schedule: a name of `dash_attn.schedule.POLICIES`, or "auto".
-        seqlen_q, seqlen_k: numbers of queries and keys, from 1.
-        head_dim, value_head_dim: columns of q and k, and of v (default: the same), which select the tile sizes, where
-            they are not given.
+        seqlen_q, seqlen_k: the numbers of queries and keys, at least 1.
+        head_dim, value_head_dim: columns of q and k, and of v (default: the same), which select the tile size unless it
+            is given.
         causal, window, attention_chunk: the mask, as in `forward`.
-        group_size: query heads that share a KV head; the splits look at it.
-        tile_q, tile_k: queries and keys in a tile; default: the kernel's.
+        group_size: the number of query heads that share a KV head, which affects the splits.
+        tile_q, tile_k: queries and keys per tile; default: the kernel's.
 
     Raises:
         ValueError: an argument is out of range, or the policy is not defined for this mask.
@@ -83,14 +83,14 @@ def tile_order(
 
 
 def order_of_chunk(whole: TileOrder, query_tiles: range, kv_tiles: range) -> TileOrder:
-    """Of an order the part that is some query tiles by some KV tiles, which are numbered from 0 there."""
+    """Returns the part of an order that contains some query tiles and KV tiles, renumbered from 0."""
     visits = [[q - query_tiles.start for q in whole.visits[kv] if q in query_tiles] for kv in kv_tiles]
     adds = [[kv - kv_tiles.start for kv in whole.adds[q] if kv in kv_tiles] for q in query_tiles]
     return whole._replace(visits=visits, adds=adds)
 
 
 def steps(order: TileOrder, group_size: int) -> Iterator[tuple[int, int, int, bool]]:
-    """(query head of the group, KV tile, query tile, whether it ends its split) of every product, in order."""
+    """Yields (query head of the group, KV tile, query tile, whether the product ends its split), in order."""
     tiles = list(_interleave(order))
     queries = group_size // order.splits
     for split in range(order.splits):
@@ -104,7 +104,7 @@ def steps(order: TileOrder, group_size: int) -> Iterator[tuple[int, int, int, bo
 
 
 def _interleave(order: TileOrder) -> Iterator[tuple[int, int]]:
-    """(KV tile, query tile) pairs in a sequence that keeps both orders, as a GPU with room for every KV tile would."""
+    """Yields (KV tile, query tile) in a sequence that keeps both orders, like a GPU with room for every KV tile."""
     step = [0] * len(order.visits)
     semaphore = [0] * len(order.adds)
     runnable = list(reversed(range(len(order.visits))))
@@ -124,4 +124,4 @@ def _interleave(order: TileOrder) -> Iterator[tuple[int, int]]:
     if any(done < len(visits) for done, visits in zip(step, order.visits)) or any(
         done < len(adds) for done, adds in zip(semaphore, order.adds)
     ):
-        raise ValueError("order must have visits and adds of the same tiles that never wait for each other in a cycle")
+        raise ValueError("order must have visits and adds of the same tiles that do not wait for each other in a cycle")

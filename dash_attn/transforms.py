@@ -1,9 +1,9 @@
-"""Calls under the transforms of torch.func, torch.vmap among them.
+"""Calls under the transforms of torch.func, including torch.vmap.
 
-torch's transforms know neither an op's derivative in C++ nor what another dimension means to an op. Where a transform
-is active, the public functions call `transformed(op)`: autograd functions in Python that run the op on plain tensors,
-so that outputs and gradients have the op's bits. For a dimension of vmap they call the op in a loop, and their backward
-runs the forward again.
+torch's transforms support neither the C++ derivative of an op nor its batching. If a transform is active, the public
+functions call `transformed(op)`: autograd functions in Python that run the op on plain tensors, so that outputs and
+gradients have the op's bits. For a dimension of vmap they call the op in a loop, and their backward runs the forward
+again.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._C._functorch import TransformType, get_interpreter_stack
+from torch._compile import _disable_dynamo
 from torch.autograd import forward_ad
 from torch.utils import _pytree as pytree
 
@@ -26,21 +27,21 @@ is_active = torch._C._are_functorch_transforms_active
 
 
 def transformed(op: Op) -> Op:
-    """`op`, which is `dash_attn::attention` or its like, for torch.vmap and the transforms of reverse mode.
+    """Wraps `op`, which is `dash_attn::attention` or similar, for torch.vmap and the transforms of reverse mode.
 
-    It raises NotImplementedError for DTensors, functionalize and a transform of forward mode, and RuntimeError for a
-    second differentiation.
+    The wrapper raises NotImplementedError for DTensors, functionalize and transforms of forward mode, and RuntimeError
+    for a second differentiation.
     """
     return functools.partial(_call, op)
 
 
 def reject(what: str, tensors: Iterable[Tensor | None], *, but_vmap: bool = False) -> None:
-    """Raises NotImplementedError under a transform, for what torch.autograd alone can differentiate.
+    """Raises NotImplementedError under a transform, for functions that only torch.autograd can differentiate.
 
     Args:
-        what: the name of the function that is called.
-        tensors: its tensors.
-        but_vmap: take calls under torch.vmap.
+        what: the name of the called function.
+        tensors: the tensors of the call.
+        but_vmap: accept calls under torch.vmap.
     """
     levels = get_interpreter_stack() if is_active() else ()
     is_transformed = any(not (but_vmap and level.key() == TransformType.Vmap) for level in levels or ())
@@ -54,7 +55,9 @@ def _has_tangent(x: Tensor | None) -> bool:
     return x is not None and forward_ad.unpack_dual(x).tangent is not None
 
 
-@torch.compiler.disable(reason="dash_attn does not compile under a transform of torch.func; integrations.torch does")
+# torch.compile does not trace it. Unlike torch.compiler.disable, this imports torch._dynamo, which takes a second, only
+# when the function is called.
+@_disable_dynamo
 def _call(op: Op, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
     if any(level.key() == TransformType.Functionalize for level in get_interpreter_stack() or ()):
         raise NotImplementedError(
@@ -127,7 +130,7 @@ class _Backward(torch.autograd.Function):
 def _gradients(
     call: Op, wanted: list[bool], dout: Tensor | None, dlse: Tensor | None, *tensors: Tensor
 ) -> tuple[Tensor | None, ...]:
-    """Of the `tensors` that `call` takes, None where it is not `wanted`."""
+    """Returns the gradients of the `tensors` that `call` takes, None where a gradient is not `wanted`."""
     inputs = [x.detach().requires_grad_(is_wanted) for x, is_wanted in zip(tensors, wanted)]
     with torch.enable_grad():
         outputs = call(*inputs)
@@ -138,7 +141,8 @@ def _gradients(
 
 
 def _in_a_loop(call: Callable[..., tuple], info: Any, in_dims: tuple, *args: Any) -> tuple[tuple, tuple]:
-    """A rule of vmap: the results of one call for each place, stacked, and the dimension that is stacked."""
+    """Implements a rule of vmap: calls once per index and stacks the results. Returns them and the stacked
+    dimension."""
     if info.batch_size == 0:
         raise ValueError("torch.vmap must add a dimension of at least 1 to the arguments of dash_attn, got 0")
     results = [

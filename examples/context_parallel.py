@@ -1,11 +1,11 @@
-"""Attention of one long sequence over several processes, by PyTorch's context parallelism, with dash_attn in each.
+"""Attention of one long sequence over several processes, with PyTorch's context parallelism and dash_attn.
 
     torchrun --nproc-per-node 2 examples/context_parallel.py
 
-On GPUs each process takes one, else they compute on the CPU with dash_attn's reference. PyTorch shards the sequence,
-sends keys and values round, and adds up the parts of the gradients in the order of its steps: where the parts are
-deterministic, so is the whole. The first process prints whether two runs have the same bits, and how far they are from
-attention on one device.
+Each process uses one GPU, or the CPU with dash_attn's reference if there is no GPU. PyTorch shards the sequence,
+exchanges keys and values, and adds up the parts of the gradients in the order of its steps. Deterministic parts
+therefore give a deterministic whole. The first process prints whether two runs have the same bits, and how far they are
+from attention on one device.
 """
 
 import argparse
@@ -26,20 +26,20 @@ SEQUENCE = 2  # the dimension of the sequence in (batch, heads, seqlen, head_dim
 
 
 def scaled_dot_product_attention(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None):
-    """PyTorch's, as it is on a GPU. On a CPU it ends in another op, which context parallelism does not know."""
+    """Calls the op that PyTorch uses on a GPU. PyTorch uses another op on a CPU, without context parallelism."""
     forward = torch.ops.aten._scaled_dot_product_flash_attention
     return forward(query, key, value, dropout_p, is_causal, scale=scale)[0]
 
 
 def attention(q, k, v, dout):
-    """out, dq, dk and dv of the whole sequence, or of this process's part of it."""
+    """Returns out, dq, dk and dv of the whole sequence, or of this process's part of it."""
     inputs = [x.detach().requires_grad_() for x in (q, k, v)]
     out = F.scaled_dot_product_attention(*inputs, is_causal=True)
     return out.detach(), *torch.autograd.grad(out, inputs, dout)
 
 
 def attention_of_all(mesh, tensors):
-    """The same, each process computing a part and holding the whole in the end."""
+    """Returns the same tensors, where each process computes a part and gathers the whole."""
     shards = [x.clone() for x in tensors]
     with context_parallel(mesh, buffers=shards, buffer_seq_dims=[SEQUENCE] * len(shards)):
         parts = attention(*shards)
@@ -74,10 +74,10 @@ def main():
         print("same bits in both runs:", digest(first) == digest(second), digest(first))
         for name, found, alone in zip(("out", "dq", "dk", "dv"), first, attention(*tensors)):
             error = (found.double() - alone.double()).norm() / alone.double().norm()
-            print(f"{name}: {error:.1e} of its norm away from one device's")
+            print(f"{name}: relative difference of {error:.1e} from one device")
     dist.barrier()
     dist.destroy_process_group()
-    # Torch keeps the mesh, and so gloo's threads, until the process ends, which they can abort as it takes things down.
+    # Torch keeps the mesh, and so gloo's threads, until the process ends. These threads can abort the teardown.
     sys.stdout.flush()
     os._exit(0)
 

@@ -1,10 +1,10 @@
-"""Attention of one long sequence over several processes, with the bits of one.
+"""Attention of one long sequence over several processes, with the bits of one process.
 
     torchrun --nproc-per-node 2 examples/context_parallel_ulysses.py
 
-On GPUs each process takes one, over NCCL; elsewhere they compute on the CPU with dash_attn's reference, over gloo.
-Every process has a part of the sequence's rows, in both layouts in turn. Each also computes the whole sequence alone,
-and compares its part of the output, the log-sum-exp and the gradients with that, byte by byte.
+Each process uses one GPU over NCCL, or the CPU with dash_attn's reference over gloo if there is no GPU. Every process
+holds a part of the sequence's rows, in both layouts in turn. Each process also computes the whole sequence alone, and
+compares the bytes of its part of the output, the log-sum-exp and the gradients.
 """
 
 import argparse
@@ -22,7 +22,7 @@ NAMES = ("out", "softmax_lse", "dq", "dk", "dv")
 
 
 def results(attention, q, k, v, dout):
-    """Output, log-sum-exp and gradients of `attention(q, k, v)`."""
+    """Returns the output, the log-sum-exp and the gradients of `attention(q, k, v)`."""
     leaves = [x.clone().requires_grad_() for x in (q, k, v)]
     out, softmax_lse, _ = attention(*leaves, causal=True, return_attn_probs=True)
     return [out.detach(), softmax_lse.detach(), *torch.autograd.grad(out, leaves, dout)]
@@ -37,7 +37,7 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seqlen", type=int, default=65_536 if device == "cuda" else 600, help="tokens")
     parser.add_argument("--heads", type=int, default=32 if device == "cuda" else 8, help="query heads")
-    parser.add_argument("--kv-heads", type=int, default=8 if device == "cuda" else 4, help="at least one a process")
+    parser.add_argument("--kv-heads", type=int, default=8 if device == "cuda" else 4, help="at least one per process")
     parser.add_argument("--head-dim", type=int, default=128 if device == "cuda" else 32, help="columns of q, k and v")
     arguments = parser.parse_args()
     if not {"RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys():
@@ -45,7 +45,7 @@ def main():
         parser.exit(2, f"start this example with torchrun: {command}\n")
     if device == "cuda":
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    # gloo beside NCCL: what the hosts tell each other before a call waits for no GPU.
+    # gloo in addition to NCCL: the hosts exchange records before a call without waiting for a GPU.
     backend = "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo"
     dist.init_process_group(backend, timeout=datetime.timedelta(minutes=5))
     rank, ranks = dist.get_rank(), dist.get_world_size()
@@ -70,7 +70,7 @@ def main():
         dist.all_reduce(same, dist.ReduceOp.MIN)
         if rank == 0:
             answers = ", ".join(f"{name} {'yes' if x else 'NO'}" for name, x in zip(NAMES, same.tolist()))
-            print(f"the bytes of one process in the {layout} layout: {answers}", flush=True)
+            print(f"same bytes as one process, {layout} layout: {answers}", flush=True)
         assert same.all()
     dist.destroy_process_group()
 

@@ -1,6 +1,6 @@
-"""A program that knows flash_attn alone: `python -m dash_attn.run examples/flash_attn_names.py`.
+"""A program that imports only flash_attn: `python -m dash_attn.run examples/flash_attn_names.py`.
 
-On a Hopper GPU the kernels of dash_attn run, elsewhere its reference does.
+The attention runs dash_attn's kernels on a Hopper GPU, and its reference elsewhere.
 """
 
 import importlib.metadata

@@ -1,7 +1,7 @@
-"""Deterministic gradients of an output that another forward made: `python examples/foreign_forward.py`.
+"""Deterministic gradients for the output of another forward: `python examples/foreign_forward.py`.
 
-The forward here is plain PyTorch and stands for FlashAttention-3's. On a Hopper GPU our kernels compute the backward,
-elsewhere the reference does.
+The forward here is plain PyTorch and represents FlashAttention-3's. dash_attn computes the backward, with its kernels
+on a Hopper GPU and with its reference elsewhere.
 """
 
 import torch
@@ -12,7 +12,7 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def foreign_forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The output, (batch, seqlen, heads, head_dim), and the log-sum-exp, fp32 (batch, heads, seqlen)."""
+    """Returns the output, (batch, seqlen, heads, head_dim), and the log-sum-exp, fp32 (batch, heads, seqlen)."""
     scores = torch.einsum("bqhd,bkhd->bhqk", q.float(), k.float()) * q.shape[-1] ** -0.5
     scores = scores.masked_fill(torch.ones_like(scores, dtype=torch.bool).triu(1), -torch.inf)
     return torch.einsum("bhqk,bkhd->bqhd", scores.softmax(-1), v.float()).to(q.dtype), scores.logsumexp(-1)

@@ -1,6 +1,6 @@
 """Trains a small Megatron-core GPT twice and compares the bits: `python examples/megatron_gpt.py`.
 
-Needs megatron-core. One process; on a Hopper GPU the kernels run, elsewhere the reference does.
+The example needs megatron-core and runs in one process, with the kernels on a Hopper GPU and the reference elsewhere.
 """
 
 import torch
@@ -21,7 +21,7 @@ def build() -> GPTModel:
         num_layers=2, hidden_size=256, num_attention_heads=4, num_query_groups=2, attention_dropout=0.0,
         hidden_dropout=0.0, params_dtype=torch.bfloat16, bf16=True, use_cpu_initialization=True,
     )  # fmt: skip
-    spec = with_dash_attention(get_gpt_layer_local_spec())  # the one line
+    spec = with_dash_attention(get_gpt_layer_local_spec())  # the only line that mentions dash_attn
     return GPTModel(config, spec, VOCABULARY, SEQLEN).to(DEVICE, torch.bfloat16)
 
 

@@ -1,11 +1,11 @@
-"""Two trainings of a small transformer layer, in one of which a bit flips, and where their receipts say they part.
+"""Trains a small transformer layer twice, flips one bit in the second run, and finds the flip with receipts.
 
     python examples/receipts.py [--folder receipts] [--bit 12]
 
-Each training is a process of its own and writes its receipts to a folder, `a` and `b`. In the second one a bit of the
-queries' gradient flips in step 3. Then `python -m dash_attn.receipts compare` finds the step, the tensor, the block and
-the likely cause, and prints the commands that replay the step; the replays show the element and the bit. Nothing here
-needs a GPU, and with one nothing changes. The exit status is 0 where the flipped bit is found.
+Each run is a separate process and writes its receipts to a folder, `a` or `b`. In the second run a bit of the queries'
+gradient flips in step 3. Then `python -m dash_attn.receipts compare` finds the step, the tensor, the block and the
+likely cause, and prints the commands that replay the step; the replays show the element and the bit. No GPU is needed,
+and a GPU finds the same. The exit status is 0 if the flipped bit is found.
 """
 
 import argparse
@@ -43,7 +43,7 @@ class Layer(torch.nn.Module):
 
 
 def flipped(tensor, bit):
-    """A copy in which a bit of one element is another."""
+    """Returns a copy in which one bit of one element is flipped."""
     tensor = tensor.clone()
     tensor.view(-1).view(torch.int16)[FLIPPED_ELEMENT] ^= 1 << bit
     return tensor
@@ -67,9 +67,9 @@ def train(folder, bit):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--folder", default="receipts", help="where the receipts go; it must not have any")
-    parser.add_argument("--bit", type=int, default=12, help="which bit flips in the second training, 0 to 15")
-    parser.add_argument("--run", choices=["a", "b"], help="only one of the trainings")
+    parser.add_argument("--folder", default="receipts", help="folder for the receipts; must not hold any yet")
+    parser.add_argument("--bit", type=int, default=12, help="the bit that flips in the second run, 0 to 15")
+    parser.add_argument("--run", choices=["a", "b"], help="run only one of the trainings")
     arguments = parser.parse_args()
     folder = pathlib.Path(arguments.folder)
     if arguments.run is not None:

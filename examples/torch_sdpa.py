@@ -1,10 +1,10 @@
-"""A small transformer in plain PyTorch, trained twice: without and with dash_attn behind its attention.
+"""Trains a small transformer in plain PyTorch twice, without and with dash_attn as the kernel of its attention.
 
     python examples/torch_sdpa.py
 
-The model calls torch.nn.functional.scaled_dot_product_attention and knows nothing of dash_attn; `activate` is the one
-line. On a Hopper GPU the kernels compute, elsewhere the reference, slowly. Each training is run twice, and the bits of
-the losses and of the weights are compared.
+The model calls torch.nn.functional.scaled_dot_product_attention. The single line that mentions dash_attn is `activate`.
+The kernels run on a Hopper GPU, and the slow reference elsewhere. Each training runs twice, and the example compares
+the bits of the losses and of the weights.
 """
 
 import argparse
@@ -36,7 +36,7 @@ class Block(nn.Module):
 
 
 def train(device, steps, batch, seqlen, width, layers):
-    """The losses, and a digest of the weights that are left."""
+    """Returns the losses, and a digest of the final weights."""
     torch.manual_seed(0)
     blocks = [Block(width) for _ in range(layers)]
     model = nn.Sequential(nn.Embedding(VOCABULARY, width), *blocks, nn.Linear(width, VOCABULARY))
@@ -69,7 +69,7 @@ def main():
         runs = [train(device, arguments.steps, **size) for _ in range(2)]
         losses, weights = runs[0]
         print(f"{name}: loss {losses[0]:.4f} to {losses[-1]:.4f}, weights {weights}, ", end="")
-        print("the same bits twice" if runs[0] == runs[1] else "OTHER BITS in the second run")
+        print("the same bits in both runs" if runs[0] == runs[1] else "DIFFERENT BITS in the second run")
     dash_torch.restore()
 
 

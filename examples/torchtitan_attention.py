@@ -1,7 +1,7 @@
-"""torchtitan's VarlenAttention with dash_attn behind it: `python examples/torchtitan_attention.py`.
+"""Runs torchtitan's VarlenAttention with dash_attn as its kernel: `python examples/torchtitan_attention.py`.
 
-Needs torchtitan 0.3. On a Hopper GPU torchtitan activates "FA3" by itself; elsewhere the example does, for the
-reference.
+The example needs torchtitan 0.3. On a Hopper GPU torchtitan activates "FA3" by itself; elsewhere the example activates
+the name, for the reference.
 """
 
 import torch
@@ -14,7 +14,7 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def main() -> None:
-    dash_torch.register("FA3", device_types=[DEVICE])  # the one line, before the model is built
+    dash_torch.register("FA3", device_types=[DEVICE])  # the only line about dash_attn, before the model is built
     attention = VarlenAttention(VarlenAttention.Config())
     if current_flash_attention_impl() != "FA3":
         activate_flash_attention_impl("FA3")

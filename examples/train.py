@@ -1,12 +1,12 @@
-"""Trains a small Llama whose run repeats bit by bit: on the text of Python's own sources, by FSDP2, over 1 to N GPUs.
+"""Trains a small Llama so that the run repeats bit by bit, on the sources of Python's standard library, with FSDP2.
 
     python examples/train.py --out run                                       one process
     torchrun --nproc-per-node 4 examples/train.py --out run --receipts run/receipts
     torchrun --nproc-per-node 4 examples/train.py --out run --context-parallel 2 --resume
 
-On GPUs each process takes one, over NCCL; elsewhere they compute on CPUs with dash_attn's reference, over gloo. Losses,
-times and checkpoints go to --out, the fingerprints of all that a step computes to --receipts. --resume goes on from the
-last undamaged checkpoint, on as many processes as there are. docs/training.md tells what this shows, and how.
+Each process uses one GPU over NCCL, or the CPU with dash_attn's reference over gloo if there is no GPU. Losses, times
+and checkpoints go to --out, and the fingerprints of everything that a step computes go to --receipts. --resume
+continues from the last undamaged checkpoint, on any number of processes. docs/training.md explains what the runs show.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from training.trainer import Trainer
 from dash_attn.distributed import LAYOUTS
 from dash_attn.receipts import Recorder, replays
 
-# Steps between collections of garbage, which all ranks make at once: one that stops at another time stops all.
+# Steps between garbage collections, which all ranks run at once: a rank that pauses at another time delays all.
 COLLECT_EVERY = 50
 
 
@@ -43,35 +43,35 @@ def parsed(argv: list[str] | None = None) -> argparse.Namespace:
     gpu = torch.cuda.is_available()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
-    add("--out", type=pathlib.Path, required=True, help="folder of losses, times, checkpoints and traces")
-    add("--steps", type=int, default=100 if gpu else 10, help="at which the run ends")
-    add("--batch", type=int, default=4, help="sequences of all processes together")
-    add("--seqlen", type=int, default=8192 if gpu else 64, help="tokens of a sequence")
+    add("--out", type=pathlib.Path, required=True, help="folder for losses, times, checkpoints and traces")
+    add("--steps", type=int, default=100 if gpu else 10, help="the step at which the run ends")
+    add("--batch", type=int, default=4, help="sequences per batch, over all processes")
+    add("--seqlen", type=int, default=8192 if gpu else 64, help="tokens per sequence")
     add("--layers", type=int, default=24 if gpu else 2)
     add("--width", type=int, default=1024 if gpu else 64)
     add("--heads", type=int, default=8 if gpu else 4, help="query heads")
-    add("--kv-heads", type=int, default=4, help="heads of keys and values")
+    add("--kv-heads", type=int, default=4, help="KV heads")
     add("--hidden", type=int, default=2816 if gpu else 128, help="columns of the MLP")
     add("--learning-rate", type=float, default=3e-4 if gpu else 3e-3)
-    add("--seed", type=int, default=0, help="of the weights and of the order of the data")
-    add("--text", help="a file, or a folder of *.py; by default the standard library of this Python")
-    add("--attention", choices=ATTENTION, default="dash_attn", help="all but dash_attn are not deterministic")
-    add("--deterministic", action=argparse.BooleanOptionalAction, default=True, help="all that is not attention")
+    add("--seed", type=int, default=0, help="seed of the weights and of the order of the data")
+    add("--text", help="a file, or a folder of *.py files; default: this Python's standard library")
+    add("--attention", choices=ATTENTION, default="dash_attn", help="all but dash_attn are non-deterministic")
+    add("--deterministic", action=argparse.BooleanOptionalAction, default=True, help="everything except attention")
     add("--context-parallel", type=int, default=1, metavar="N", help="processes that share a sequence")
-    add("--layout", choices=LAYOUTS, default="zigzag", help="of the rows of a sequence that is shared")
+    add("--layout", choices=LAYOUTS, default="zigzag", help="layout of the rows of a shared sequence")
     add("--checkpoint-every", type=int, default=50 if gpu else 5, metavar="STEPS")
     add("--resume", nargs="?", const=sys.maxsize, type=int, metavar="STEP",
-        help="go on from the last checkpoint, or the last up to STEP; later ones are set aside")  # fmt: skip
+        help="continue from the last checkpoint, or from the last up to STEP; later ones are set aside")  # fmt: skip
     add("--receipts", type=pathlib.Path, metavar="FOLDER", help="record fingerprints of all steps")
     add("--receipts-every", type=int, default=1, metavar="STEPS")
     add("--probe", type=pathlib.Path, metavar="FOLDER",
-        help="record attention to inputs that no layout changes, and in --receipts each layer's stages")  # fmt: skip
-    add("--trace", type=int, nargs=2, metavar=("FIRST", "LAST"), help="steps that torch.profiler traces, for Perfetto")
-    add("--fault", metavar="FAULT", help="plant one: kill:RANK:STEP or slow:RANK:MILLISECONDS")
+        help="record attention to inputs equal in all layouts, and in --receipts each layer's stages")  # fmt: skip
+    add("--trace", type=int, nargs=2, metavar=("FIRST", "LAST"), help="steps to trace by torch.profiler, for Perfetto")
+    add("--fault", metavar="FAULT", help="inject a fault: kill:RANK:STEP or slow:RANK:MILLISECONDS")
     add("--stale-memory", type=float, default=0, metavar="GIB",
-        help="leave NaN in so much free GPU memory: finds what reads memory that it has not written")  # fmt: skip
-    add("--timeout", type=float, default=300, metavar="SECONDS", help="after which a rank that does not come is lost")
-    add("--peak-tflops", type=float, default=flops.PEAK_TFLOPS if gpu else None, help="of which MFU is a share")
+        help="fill this much free GPU memory with NaN, to find reads of uninitialized memory")  # fmt: skip
+    add("--timeout", type=float, default=300, metavar="SECONDS", help="seconds after which a missing rank is lost")
+    add("--peak-tflops", type=float, default=flops.PEAK_TFLOPS if gpu else None, help="peak TFLOP/s, for MFU")
     return parser.parse_args(argv)
 
 
@@ -83,10 +83,10 @@ def device_of_process() -> torch.device:
 
 
 def begin_group(device: torch.device, timeout_s: float) -> None:
-    """gloo beside NCCL: what the hosts tell each other waits for no GPU."""
+    """Starts gloo in addition to NCCL, so that the hosts can exchange records without waiting for a GPU."""
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     timeout = datetime.timedelta(seconds=timeout_s)
-    # What has been imported stays: no collection of garbage looks at it again.
+    # Imported modules stay, so garbage collections need not look at them again.
     gc.freeze()
     if "RANK" in os.environ:
         dist.init_process_group(backend, timeout=timeout)
@@ -95,29 +95,29 @@ def begin_group(device: torch.device, timeout_s: float) -> None:
 
 
 def end_group() -> None:
-    """What still refers to the group must be gone before it is: gloo's threads would run on into the end of Python."""
+    """Drops all references to the group before it is destroyed; otherwise gloo's threads would outlive Python."""
     gc.collect()
     dist.destroy_process_group()
 
 
 def require_same(name: str, value: object) -> None:
-    """Raises ValueError on all ranks where they do not have the same value."""
+    """Raises a ValueError on all ranks if they do not have the same value."""
     values: list[object] = [None] * dist.get_world_size()
     dist.all_gather_object(values, value)
     others = [rank for rank, other in enumerate(values) if other != values[0]]
     if others:
         raise ValueError(
-            f"{name} must be the same on all ranks: rank 0 has {values[0]}, {others[0]} {values[others[0]]}"
+            f"{name} must be the same on all ranks: rank 0 has {values[0]}, {others[0]} has {values[others[0]]}"
         )
 
 
 def profiler(out: pathlib.Path, span: list[int] | None, start: int, rank: int) -> torch.profiler.profile | None:
-    """One trace a rank, which ui.perfetto.dev shows and Holistic Trace Analysis reads."""
+    """Returns a profiler that writes one trace per rank, for ui.perfetto.dev and Holistic Trace Analysis."""
     if span is None:
         return None
     first, last = (step - start for step in span)
     if not 1 <= first <= last:
-        raise ValueError(f"--trace must be steps behind the first, {start}, in ascending order, got {span}")
+        raise ValueError(f"--trace must be steps after the first, {start}, in ascending order, got {span}")
     (out / files.TRACES).mkdir(parents=True, exist_ok=True)
     path = out / files.TRACES / f"rank_{rank:05d}.json.gz"
     return torch.profiler.profile(
@@ -127,7 +127,7 @@ def profiler(out: pathlib.Path, span: list[int] | None, start: int, rank: int) -
 
 
 def shower(config: dict) -> Callable[[int, float, StepTimes], None]:
-    """Prints a line for each step."""
+    """Returns a function that prints a line per step."""
     total = sum(flops.of_a_step(config)) / 1e12
     tokens = config["sequences"] * config["seqlen"]
 
@@ -143,7 +143,7 @@ def shower(config: dict) -> Callable[[int, float, StepTimes], None]:
 
 
 def run(arguments: argparse.Namespace, device: torch.device) -> None:
-    """Trains, in a group that is there."""
+    """Trains, in a group that exists."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
     text = Text(arguments.text)
     require_same("the text", text.sha256)
@@ -156,7 +156,7 @@ def run(arguments: argparse.Namespace, device: torch.device) -> None:
         "deterministic": arguments.deterministic, "peak_tflops": arguments.peak_tflops,
         "device": torch.cuda.get_device_name() if device.type == "cuda" else "cpu",
     }  # fmt: skip
-    # A replay of a step writes receipts of its own, and nothing into the folder of the run that it repeats.
+    # A replay of a step writes its own receipts, and nothing into the folder of the original run.
     wanted = replays.wanted()
     resume = arguments.resume is not None
     if resume and arguments.resume < 0:
@@ -194,7 +194,7 @@ def run(arguments: argparse.Namespace, device: torch.device) -> None:
             )  # fmt: skip
         written = None
         if wanted is None:
-            # Nothing of the run's folder is changed before all arguments have been found right.
+            # Nothing in the run's folder changes before all arguments have been checked.
             checkpoints.drop_after(folder, start)
             written = files.Files(arguments.out, rank, start, config, shower(config))
             stack.callback(written.close, clock)

@@ -1,9 +1,10 @@
-"""The cost of determinism in training, in one run: tokens a second, medians of steps in segments that take turns.
+"""Measures the cost of determinism in training: tokens per second, as medians of steps in alternating segments.
 
     torchrun --nproc-per-node 1 examples/train_costs.py --out costs.json
 
-Attention is dash_attn's, or the fastest of --peers, none of which is deterministic; the rest of the step is
-deterministic or not; and receipts of every step beside. On a CPU the sizes are toys, and say nothing of a GPU.
+Attention is dash_attn's or that of the fastest of --peers, all non-deterministic. The rest of the step is deterministic
+or not, and one variant records receipts of every step. On a CPU the sizes are tiny, and the results do not carry over
+to a GPU.
 """
 
 import argparse
@@ -33,16 +34,16 @@ def parsed(argv: list[str] | None) -> argparse.Namespace:
     gpu = torch.cuda.is_available()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
-    add("--out", type=pathlib.Path, required=True, help="where the results go, as JSON")
-    add("--seqlens", type=int, nargs="+", default=[2048, 8192, 32768] if gpu else [32, 64], help="tokens a sequence")
-    add("--tokens", type=int, default=32_768 if gpu else 128, help="of a batch, of all processes together")
+    add("--out", type=pathlib.Path, required=True, help="JSON file for the results")
+    add("--seqlens", type=int, nargs="+", default=[2048, 8192, 32768] if gpu else [32, 64], help="tokens per sequence")
+    add("--tokens", type=int, default=32_768 if gpu else 128, help="tokens per batch, over all processes")
     add("--layers", type=int, default=24 if gpu else 2)
     add("--width", type=int, default=1024 if gpu else 64)
     add("--heads", type=int, default=8 if gpu else 4)
     add("--kv-heads", type=int, default=4)
     add("--hidden", type=int, default=2816 if gpu else 128)
-    add("--rounds", type=int, default=4 if gpu else 2, help="in each of which every variant has a segment")
-    add("--steps", type=int, default=4 if gpu else 2, help="of a segment")
+    add("--rounds", type=int, default=4 if gpu else 2, help="rounds, in each of which every variant has a segment")
+    add("--steps", type=int, default=4 if gpu else 2, help="steps per segment")
     add("--peers", nargs="*", default=["flash_attn_3", "sdpa_cudnn", "sdpa_flash", "flash_attn_2"] if gpu else ["sdpa"])
     return parser.parse_args(argv)
 
@@ -51,7 +52,7 @@ def run(arguments: argparse.Namespace, device: torch.device) -> None:
     text = Text()
     results: list[dict] = []
     shape = Shape(arguments.layers, arguments.width, arguments.heads, arguments.kv_heads, arguments.hidden)
-    name = torch.cuda.get_device_name() if device.type == "cuda" else "a CPU, toy sizes: no statement about a GPU"
+    name = torch.cuda.get_device_name() if device.type == "cuda" else "a CPU, tiny sizes: not comparable to a GPU"
     ranks = dist.get_world_size()
     for seqlen in arguments.seqlens:
         if arguments.tokens % (seqlen * ranks):
@@ -65,7 +66,7 @@ def run(arguments: argparse.Namespace, device: torch.device) -> None:
         "tokens": arguments.tokens, "text": text.description, "results": results,
     }  # fmt: skip
     say = functools.partial(print, flush=True) if dist.get_rank() == 0 else lambda *_: None
-    say(f"{ranks} of {name}, {arguments.tokens} tokens a step")
+    say(f"{ranks} of {name}, {arguments.tokens} tokens per step")
     for seqlen in arguments.seqlens:
         layout = Layout(dist.get_rank(), ranks, 1, arguments.tokens // seqlen, seqlen)
         peer, said = costs.fastest(arguments.peers, shape, layout, device)

@@ -1,20 +1,22 @@
-"""Runs examples/train.py again and again, and says whether it repeats: in fresh processes, killed and resumed, on
+"""Runs examples/train.py repeatedly and checks that the run repeats: in new processes, killed and resumed, and on
 several layouts of processes.
 
     python examples/train_proof.py --out proof --layouts 1 2 2c2 4 4c2 --jobs 4
 
-`4c2` is four processes of which two share a sequence. For each layout: a run, the same again, and one that is killed in
-a step and goes on from its checkpoint. Losses and receipts must be the same, byte by byte. Attention to equal inputs
-must have equal bits on all layouts (receipts of --probe). As a control the first layout is run twice with an attention
-that is not deterministic: it must part, and the receipts say where. The exit status is 0 where all this holds.
+`4c2` means four processes in pairs that share a sequence. For each layout there is a run, a repeat, and a run that is
+killed in a step and continues from its checkpoint. Their losses and receipts must be the same, byte by byte. Attention
+to equal inputs must have equal bits on all layouts (receipts of --probe). As a control, the first layout runs twice
+with a non-deterministic attention: these runs must differ, and the receipts show where. The exit status is 0 if all of
+this holds.
 
-With --jobs several runs share the GPUs, so that each is also load for the others.
+With --jobs several runs share the GPUs, so that each run is also load for the others.
 
     python examples/train_proof.py --out hunt --hunt 200 --jobs 12 --load
 
-is a hunt for a run that does not repeat: 200 equal runs of one process, 12 at a time, in turn on all GPUs, with all
-threads and --probe, beside other GPU work. Each run that differs from those before is named with the first tensor that
-does. A run that fails is named with its log, and the hunt goes on. The exit status is 1 where a run differs or fails.
+hunts for a run that does not repeat: 200 equal runs of one process, 12 at a time, distributed over all GPUs, with all
+threads and --probe, while other GPU work runs. Each run that differs from the earlier ones is reported with the first
+tensor that differs. A failing run is reported with its log, and the hunt continues. The exit status is 1 if a run
+differs or fails.
 """
 
 import argparse
@@ -49,7 +51,7 @@ class Proof:
         must_die: bool = False,
         environment: dict[str, str] | None = None,
     ) -> pathlib.Path:
-        """Runs the trainer in processes of its own; what it says goes to NAME.log."""
+        """Runs the trainer in new processes, whose output goes to NAME.log."""
         folder = self.out / name
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
         command += [str(TRAIN), "--out", str(folder), "--receipts", str(folder / "receipts")]
@@ -67,17 +69,18 @@ class Proof:
         return self.train(name, processes, context, "--resume")
 
     def hunt(self, runs: int, jobs: int, seconds: float, loads: list[str]) -> None:
-        """Makes equal runs of one process, and says which differ."""
+        """Makes equal runs of one process, and reports those that differ."""
         gpus = hunt.visible_gpus()
         failed: list[int] = []
 
         def start(number: int) -> pathlib.Path | None:
             environment = hunt.all_threads()
-            # No checkpoint: nobody goes on with these runs.
+            # No checkpoints, because no run continues these runs.
             options = ["--checkpoint-every", str(self.steps + 1)]
             if gpus:
                 environment["CUDA_VISIBLE_DEVICES"] = gpus[number % len(gpus)]
-                # Every other run on a GPU: what reads memory that it has not written makes these differ from the rest.
+                # In every other run on a GPU, so that reads of uninitialized memory make these runs differ from the
+                # rest.
                 options += ["--stale-memory", str(STALE_GIB * (number // len(gpus) % 2))]
             try:
                 return self.train(f"run_{number:05d}", 1, 1, *options, environment=environment)
@@ -106,7 +109,7 @@ class Proof:
         found = compare(one / "receipts", other / "receipts")
         detail = f"{found.compared} receipts of {len(found.steps)} steps"
         if found.first is not None:
-            detail += f", parting in step {found.first.step} at {found.first.key}, likely cause {found.first.cause}"
+            detail += f", first difference in step {found.first.step} at {found.first.key}, likely {found.first.cause}"
         if found.not_compared:
             detail += f", not compared: {found.not_compared}"
         whole = found.first is None and not found.not_compared and len(found.steps) == self.steps
@@ -119,17 +122,17 @@ class Proof:
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=pathlib.Path, required=True, help="folder of all runs; it must not be there")
+    parser.add_argument("--out", type=pathlib.Path, required=True, help="folder for all runs; must not exist yet")
     parser.add_argument("--layouts", nargs="+", default=["1", "2", "2c2", "4", "4c2"], metavar="N[cM]")
     parser.add_argument("--steps", type=int, default=8)
-    parser.add_argument("--kill-at", type=int, default=5, metavar="STEP", help="behind a checkpoint, every 3 steps")
-    parser.add_argument("--jobs", type=int, default=1, choices=range(1, 65), metavar="N", help="runs at a time")
+    parser.add_argument("--kill-at", type=int, default=5, metavar="STEP", help="checkpoints are written every 3 steps")
+    parser.add_argument("--jobs", type=int, default=1, choices=range(1, 65), metavar="N", help="concurrent runs")
     parser.add_argument("--control", default="sdpa_flash" if torch.cuda.is_available() else "noisy",
-                        help="an attention that is not deterministic")  # fmt: skip
-    parser.add_argument("--hunt", type=int, metavar="RUNS", help="make so many equal runs of one process instead")
-    parser.add_argument("--seconds", type=float, default=float("inf"), help="after which a hunt begins no further run")
+                        help="a non-deterministic attention")  # fmt: skip
+    parser.add_argument("--hunt", type=int, metavar="RUNS", help="instead make this many equal runs of one process")
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="time after which a hunt starts no new run")
     parser.add_argument("--load", nargs="?", const=LOAD, action="append", default=[], metavar="COMMAND",
-                        help="run beside a hunt, again and again; by default other work on all GPUs")  # fmt: skip
+                        help="commands that run in a loop during a hunt; default: other work on all GPUs")  # fmt: skip
     arguments, extra = parser.parse_known_args(argv)
     if arguments.hunt is not None and arguments.hunt < 2:
         parser.error(f"argument --hunt: must be at least 2 runs, got {arguments.hunt}")
@@ -155,7 +158,7 @@ def main(argv: list[str] | None = None) -> int:
                 raise
 
         for name, layout in layouts.items():
-            # What takes longest is started first.
+            # The longest jobs start first.
             runs[name, "killed and resumed"] = pool.submit(proof.killed_and_resumed, f"{name}_killed", *layout)
             runs[name, "first"] = pool.submit(proof.train, f"{name}_first", *layout)
             runs[name, "again"] = pool.submit(proof.train, f"{name}_again", *layout)
@@ -176,7 +179,7 @@ def main(argv: list[str] | None = None) -> int:
         parting = compare(*(finished(control) / "receipts" for control in controls)).first
     where = "" if parting is None else f"step {parting.step}, {parting.key}, likely cause {parting.cause}"
     parts = parting is not None and parting.key.name.split(".")[2:3] == ["attention"]
-    proof.say(f"{arguments.control} parts", parts, where)
+    proof.say(f"{arguments.control} does not repeat", parts, where)
     return 0 if proof.all_hold else 1
 
 

@@ -1,7 +1,7 @@
-"""Trains a small Llama twice with dash_attn and compares the bytes: python examples/train_transformers.py
+"""Trains a small Llama of transformers twice and compares the bytes: `python examples/train_transformers.py`.
 
-Random weights and data, so nothing is downloaded. With the kernels on a Hopper GPU, elsewhere with the reference. Needs
-dash_attn, transformers and the version of kernels that transformers asks for.
+Weights and data are random, so nothing is downloaded. The kernels run on a Hopper GPU, and the reference elsewhere. The
+example needs dash_attn, transformers and the version of kernels that transformers requires.
 """
 
 import argparse
@@ -14,7 +14,7 @@ from dash_attn.integrations.transformers import install
 
 
 def train(steps: int, device: str) -> tuple[list[float], list[torch.Tensor]]:
-    """Losses and final weights; the data are packs of two sequences, which position_ids tell apart."""
+    """Returns losses and final weights. Each row packs two sequences, which position_ids separate."""
     torch.manual_seed(0)
     length, width = (1024, 512) if device == "cuda" else (48, 64)
     config = LlamaConfig(
@@ -40,7 +40,7 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=5)
     steps = parser.parse_args().steps
     device = "cuda" if why_no_kernels_run() is None else "cpu"
-    # The other kernels of the model, which are torch's.
+    # The other kernels of the model are torch's.
     torch.use_deterministic_algorithms(True, warn_only=True)
     (losses, weights), (again, others) = train(steps, device), train(steps, device)
     print(f"on {device}, losses:", *(f"{loss:.6f}" for loss in losses))

@@ -5,6 +5,7 @@ import pathlib
 
 import pytest
 from global_settings import settings_put_back
+from products import few_cases
 
 TESTS = pathlib.Path(__file__).parent
 
@@ -26,6 +27,16 @@ def pytest_report_header(config):
     if LEFT_OUT:
         lines.append(f"LEFT OUT, for hypothesis is not installed: {', '.join(LEFT_OUT)}")
     return lines
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items):
+    """Marks slow what `few_cases` leaves out."""
+    names = [item.nodeid for item in items if not item.get_closest_marker("slow")]
+    few = few_cases(names)
+    for item in items:
+        if item.nodeid not in few:
+            item.add_marker("slow")
 
 
 @pytest.fixture(autouse=True)

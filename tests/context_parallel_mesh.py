@@ -99,21 +99,21 @@ def what_holds(rank):
         "no gradients": same_bytes(call(*parts, mesh), of_rank(flash_attn_func(q, k, v), rank)),
         "more ranks than KV heads": refused(ValueError, "mesh must have at most as many ranks in its last dimension as "
                                             "k has heads, 1, got (2, 2)", call, *(x[:, :, :1] for x in parts), mesh),
-        "chunks that do not join": refused(ValueError, "q must have rows whose 4 chunks join into 2 with a mesh of "
-                                           "(2, 2) in the contiguous layout, as multiples of 256 do, got 514",
+        "chunks that do not join": refused(ValueError, "q must have a number of rows whose 4 chunks join into 2 with "
+                                           "a mesh of (2, 2) in the contiguous layout, such as a multiple of 256, ",
                                            call, *even, mesh),
-        "unequal chunks that do not join": refused(ValueError, "as multiples of 256 do, got 129", call, *uneven, mesh),
-        "chunks of k that do not join": refused(ValueError, "k must have rows whose 4 chunks", call, parts[0],
+        "unequal chunks that do not join": refused(ValueError, "a multiple of 256, got 129", call, *uneven, mesh),
+        "chunks of k that do not join": refused(ValueError, "k must have a number of rows", call, parts[0],
                                                 *even[1:], mesh),
         "chunks within tiles": same_bytes(call(*few, mesh), of_rank(flash_attn_func(*few_of_all), rank)),
         "softcap": refused(NotImplementedError, f"softcap must be left out {here}", call, *parts, mesh, softcap=0.5),
         "sinks": refused(NotImplementedError, f"learnable_sink must be left out {here}", call, *parts, mesh,
                          learnable_sink=torch.zeros(HEADS)),
-        "a pack": refused(NotImplementedError, "mesh must have one dimension for a pack, got 2",
+        "a pack": refused(NotImplementedError, "mesh must have one dimension for a variable-length batch, got 2",
                           context_parallel_varlen_attention, *pack, mesh),
-        "ranks that do not ascend": refused(ValueError, "mesh must be of ranks that ascend, got [1, 3, 2, 4]",
+        "ranks that do not ascend": refused(ValueError, "mesh must have ascending ranks, got [1, 3, 2, 4]",
                                             call, *parts, across),
-        "ranks of one dimension that do not ascend": refused(ValueError, "ranks that ascend, got [2, 1, 3, 4]",
+        "ranks of one dimension that do not ascend": refused(ValueError, "ascending ranks, got [2, 1, 3, 4]",
                                                              call, *parts, turned),
         "after errors": same_bytes(call(*parts, mesh), of_rank(flash_attn_func(q, k, v), rank)),
     }  # fmt: skip

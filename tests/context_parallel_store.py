@@ -3,7 +3,7 @@
     python context_parallel_store.py RANK WORLD_SIZE PORT FOLDER FAULT [STORE_PORT STORE_PROCESS]
 
 The store lives in rank 0, which freezes with it, unless it has a process of its own, as it has under torchrun. Prints
-one line of JSON: the name of the error, its message, and the seconds that the call took.
+one line of JSON: the name of the error, its message, and the seconds that the backward took.
 """
 
 import datetime
@@ -32,7 +32,8 @@ def job_store(rank: int, port: int, store_port: str | None = None) -> dist.TCPSt
     return dist.TCPStore("127.0.0.1", int(meeting.get("store")), is_master=False)
 
 
-def call(fault: str, rank: int, ranks: int, process: int) -> None:
+def forward(fault: str, rank: int, process: int) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
+    """Its output and inputs, once the fault is there."""
     q, k, v = (torch.randn(2, 64, 6, 16).bfloat16().requires_grad_() for _ in range(3))
     out = context_parallel_attention(q, k, v, causal=True)
     dist.barrier()
@@ -43,18 +44,19 @@ def call(fault: str, rank: int, ranks: int, process: int) -> None:
         time.sleep(1.5)
     if rank == 1 and fault == "a rank that stalls":
         time.sleep(2 * TIMEOUT_S)
-    if fault == "a new group":
-        channel._gloo_group(list(range(ranks)), TIMEOUT_S)
-    torch.autograd.grad(out, (q, k, v), torch.ones_like(out))
+    return out, (q, k, v)
 
 
 def main(rank: int, ranks: int, port: int, fault: str, *of_store: str) -> None:
     timeout = datetime.timedelta(seconds=TIMEOUT_S)
     store = job_store(rank, port, *of_store[:1])
     dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks, timeout=timeout)
+    out, inputs = forward(fault, rank, int(of_store[1]) if of_store else os.getpid())
     began = time.monotonic()
     try:
-        call(fault, rank, ranks, int(of_store[1]) if of_store else os.getpid())
+        if fault == "a new group":
+            channel._gloo_group(list(range(ranks)), TIMEOUT_S)
+        torch.autograd.grad(out, inputs, torch.ones_like(out))
         outcome = ["none", ""]
     except Exception as error:
         outcome = [type(error).__name__, str(error)]

@@ -2,7 +2,10 @@
 
 import collections
 import itertools
+import random
 from collections.abc import Collection, Iterable
+
+CASES = 5  # of a test that `make test` runs
 
 
 def pairwise(*parameters: Collection) -> list[tuple]:
@@ -31,6 +34,15 @@ def spread(cases: Iterable[tuple], *others: Collection) -> list[tuple]:
         uses.update([*_pairs(extended), *_parts(extended)])
         found.append(extended)
     return found
+
+
+def few_cases(names: Iterable[str]) -> set[str]:
+    """Of tests with their parameters, such as file.py::test[1-x], at most CASES of each: the same ones every time."""
+    of_test = collections.defaultdict(list)
+    for name in names:
+        of_test[name.partition("[")[0]].append(name)
+    chosen = (random.Random(test).sample(cases, min(CASES, len(cases))) for test, cases in of_test.items())
+    return set(itertools.chain(*chosen))
 
 
 def _parts(case: tuple) -> list[tuple]:

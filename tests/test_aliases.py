@@ -102,6 +102,7 @@ def test_names_versions_and_distributions():
     assert stderr == [f"flash_attn is dash_attn {version} in this process, under the version {versions[0]}"]
 
 
+@pytest.mark.slow
 def test_an_installed_flash_attn_wins_unless_forced(installed):
     code = """
 import dash_attn.aliases as aliases
@@ -119,8 +120,8 @@ except RuntimeError as error:
     stdout, _ = python("-c", code, paths=[installed])
     place = installed / "flash_attn" / "__init__.py"
     refused, late = stdout.splitlines()
-    assert refused.startswith(f"dash_attn cannot become flash_attn, which is installed in {place}, unless it is forced")
-    assert late == "dash_attn cannot become flash_attn, which is imported already: activate it before that"
+    assert refused.startswith(f"dash_attn replaces flash_attn, which is installed in {place}, only if forced")
+    assert late == "dash_attn cannot replace flash_attn, which is already imported: activate dash_attn first"
 
     code = """
 import dash_attn.aliases as aliases
@@ -132,6 +133,7 @@ print(flash_attn.__version__, metadata.version("flash-attn"), hasattr(flash_attn
     assert stdout.split() == [f"2.8.0+dash.{dash_attn.__version__}"] * 2 + ["False"]
 
 
+@pytest.mark.slow
 def test_activating_again_after_force_changes_nothing(installed):
     again = "aliases.activate(); import flash_attn; print(flash_attn.__dash_attn__)"
     stdout, _ = python("-c", f"import dash_attn.aliases as aliases; aliases.activate(force=True); {again}",
@@ -139,6 +141,7 @@ def test_activating_again_after_force_changes_nothing(installed):
     assert stdout.split() == [dash_attn.__version__]
 
 
+@pytest.mark.slow
 def test_the_interface_is_an_attribute_of_the_package():
     code = "import dash_attn.as_flash_attn, flash_attn; print(flash_attn.flash_attn_interface.__name__)"
     stdout, stderr = python("-c", code)
@@ -158,7 +161,7 @@ def test_start_of_python(started_python):
     stdout, stderr = start(f"{FINDERS}, 'torch' in sys.modules", **{VARIABLE: "1"})
     assert "_Finder" in stdout and stdout.endswith(" False\n") and not stderr
     assert start(FINDERS, **{VARIABLE: "yes"}) == (
-        "[]\n", [f"{VARIABLE} must be 0, 1 or force, got 'yes': it is ignored"],
+        "[]\n", [f"{VARIABLE} must be 0, 1 or force, got 'yes': the value is ignored"],
     )  # fmt: skip
 
 
@@ -172,12 +175,13 @@ def test_start_of_python_without_the_package(tmp_path):
     assert (done.returncode, done.stdout, done.stderr) == (0, "[]\n", "")
 
 
+@pytest.mark.slow
 def test_environment_leaves_an_installed_flash_attn(started_python, installed):
     code = "import importlib.metadata as m, flash_attn; print(flash_attn.__version__, m.version('flash-attn'))"
     stdout, stderr = python("-c", code, executable=started_python, paths=[installed], **{VARIABLE: "1"})
     assert stdout.split() == ["2.7.4", "2.7.4"]
     (line,) = stderr
-    assert line.startswith("dash_attn does not become flash_attn, which is installed in") and "=force" in line
+    assert line.startswith("dash_attn replaces flash_attn, which is installed in") and "=force" in line
     # The other release's names are not there, so they are given.
     code = "import flash_attn_interface, flash_attn; print(flash_attn_interface.__dash_attn__, flash_attn.marker)"
     stdout, _ = python("-c", code, executable=started_python, paths=[installed], **{VARIABLE: "1"})
@@ -204,6 +208,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.slow
 def test_processes_that_a_program_starts(started_python, tmp_path):
     (tmp_path / "program.py").write_text(WORKERS)
     arguments = ("-m", "dash_attn.run", tmp_path / "program.py", "--flag", "3")
@@ -218,6 +223,7 @@ print(json.dumps([__name__, sys.argv, sys.path[0], beside.__file__, flash_attn._
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("force", (False, True))
 def test_run(force, installed):
     folder = installed / "programs"
@@ -241,6 +247,7 @@ def test_run_keeps_an_inherited_force(installed):
     assert stdout.split() == [f"2.8.0+dash.{dash_attn.__version__}", "force"]
 
 
+@pytest.mark.slow
 def test_names_that_workers_would_lack_are_said(started_python, tmp_path):
     (tmp_path / "program.py").write_text("")
     (started,) = started_python.parents[1].glob(f"lib/python*/site-packages/{START_FILE}")
@@ -253,7 +260,7 @@ def test_names_that_workers_would_lack_are_said(started_python, tmp_path):
         started.write_text(kept)
     (line,) = stderr
     assert line.startswith(
-        f"dash_attn.run: processes that the program starts lack the names, for {START_FILE} is not in"
+        f"dash_attn.run: child processes of the program do not get the names: {START_FILE} is not in"
     )
     assert str(started.parent) in line
     assert f"no: {START_FILE} is not in {started.parent}" in facts
@@ -262,8 +269,8 @@ def test_names_that_workers_would_lack_are_said(started_python, tmp_path):
 
 
 @pytest.mark.parametrize("arguments, why", [
-    ([], "a script or -m module is needed, got no arguments"), (["-m"], "a script or -m module is needed, got -m"),
-    (["--unknown", "x.py"], "a script or -m module is needed, got --unknown x.py"),
+    ([], "expected a script or -m module, got no arguments"), (["-m"], "expected a script or -m module, got -m"),
+    (["--unknown", "x.py"], "expected a script or -m module, got --unknown x.py"),
     (["missing.py"], "the script must be a file, got missing.py"),
 ])  # fmt: skip
 def test_run_says_how_to_use_it(arguments, why, capsys):
@@ -280,20 +287,23 @@ def test_run_refuses(installed):
         env={**os.environ, "PYTHONPATH": os.pathsep.join((str(installed), str(PACKAGE.parent)))},
     )  # fmt: skip
     assert refused.returncode == 1
-    assert refused.stderr.startswith("dash_attn.run: dash_attn cannot become flash_attn, which is installed")
+    assert refused.stderr.startswith("dash_attn.run: dash_attn replaces flash_attn, which is installed")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", WAYS)
 def test_program_that_computes(way, started_python):
     check_program(way, "cpu", started_python)
 
 
+@pytest.mark.slow
 def test_example():
     example = pathlib.Path(__file__).parents[1] / "examples" / "flash_attn_names.py"
     stdout, _ = python("-m", "dash_attn.run", example)
     assert stdout.splitlines()[-1] == "the gradients of three runs have the same bits"
 
 
+@pytest.mark.slow
 def test_under_torchrun(tmp_path):
     program = "import os, flash_attn; print(os.environ['RANK'], flash_attn.__dash_attn__, flush=True)"
     (tmp_path / "program.py").write_text(program)
@@ -305,7 +315,7 @@ def test_under_torchrun(tmp_path):
 def test_frameworks_that_were_imported_before_are_named():
     code = "import sys, types; sys.modules['xformers'] = types.ModuleType('xformers'); import dash_attn.as_flash_attn"
     _, stderr = python("-c", code)
-    assert any("xformers may have looked for flash_attn already: activate dash_attn before" in line for line in stderr)
+    assert any("xformers may already have looked for flash_attn: activate dash_attn first" in line for line in stderr)
 
 
 def test_functions_of_the_extension_module():
@@ -372,6 +382,7 @@ print(json.dumps([calls, sorted(name for name in names if "attn" in name)]))
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rule, runs", [
     ("'flash_attn' in op.name()", 2), ("op.namespace == 'flash_attn'", 2), ("'flash_attn' in str(op)", 2), ("False", 4),
 ])  # fmt: skip

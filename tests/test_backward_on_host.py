@@ -8,6 +8,9 @@ import numpy as np
 import pytest
 from emulation import ROWS
 
+# test_kernels_on_host.py has one kernel of each pass.
+pytestmark = pytest.mark.slow
+
 # One SM, on which nobody may wait for what comes later, and several.
 MACHINES = ((1, 0), (3, 1), (4, 2))
 SCHEDULES = ("descending", "order_free")
@@ -29,7 +32,7 @@ def programs(stages, tmp_path_factory):
 
 
 # dQ is made of its sums by who adds last, however small a call is; so the bits must be those of `programs`.
-ALWAYS_FINISHES = ("schedule/finishing.h", "kFewestWorkTiles = 1024", "kFewestWorkTiles = 0")
+ALWAYS_FINISHES = ("placement/finishing.h", "kFewestWorkTiles = 1024", "kFewestWorkTiles = 0")
 DIVIDED = "  if (divides(policy)) {\n"
 FINISHING_ROWS = ("64", "128")
 
@@ -37,7 +40,7 @@ FINISHING_ROWS = ("64", "128")
 @pytest.fixture(scope="module")
 def finishing_programs(stages, tmp_path_factory):
     folder = tmp_path_factory.mktemp("finishing")
-    divided = ("schedule/finishing.h", DIVIDED, DIVIDED + "    return true;\n")
+    divided = ("placement/finishing.h", DIVIDED, DIVIDED + "    return true;\n")
     csrc = emulation.source(folder, ALWAYS_FINISHES, divided)
     return emulation.build_rows(csrc, ["backward.cpp", stages.of(csrc)], folder, FINISHING_ROWS)
 
@@ -118,7 +121,7 @@ def test_finished_by_who_adds_last(programs, finishing_programs, row, schedule, 
 def converting_programs(stages, tmp_path_factory):
     """dQ of divided KV tiles is never made by who adds last."""
     folder = tmp_path_factory.mktemp("converting")
-    csrc = emulation.source(folder, ("schedule/finishing.h", DIVIDED, DIVIDED + "    return false;\n"))
+    csrc = emulation.source(folder, ("placement/finishing.h", DIVIDED, DIVIDED + "    return false;\n"))
     return emulation.build_rows(csrc, ["backward.cpp", stages.of(csrc)], folder, FINISHING_ROWS, only=SHIFT)
 
 
@@ -260,10 +263,10 @@ FAULTS = [
     ("128", "backward/mainloop.h", "    shared_.ds_full[step.slot()].wait(step.parity());\n", "",
      dict(seqlen_q=200, seqlen_k=128)),
     # dS that is written while dK of the step before reads it.
-    ("256", "backward/wide/mainloop.h", "    sync_warpgroup(kNamedBarrier);  // dK of the step before", "    //",
+    ("256", "backward/wide/mainloop.h", "    sync_warpgroup(kKeyBarrier);  // dK of the step before", "    //",
      dict(seqlen_q=300, seqlen_k=80)),
     # A pack that does not know how many heads take turns.
-    ("64", "schedule/pack_needs.h", "sequence.swizzle_with_turns = need.swizzle_with_turns;", "",
+    ("64", "placement/pack_needs.h", "sequence.swizzle_with_turns = need.swizzle_with_turns;", "",
      dict(pack="64:64,130:250", heads=2, tiny_head=1, schedule="order_free")),
     # A work tile that writes where the gradients of the one before have not left.
     ("128", "backward/epilogue.h", "    if (thread == 0) { ptx::bulk_wait_read(); }\n", "",

@@ -71,7 +71,7 @@ def test_both_sides_are_measured_and_what_is_wrong_is_left_out(worker):
 
 def test_a_process_that_ends_is_said(worker):
     process = worker(["descending"], "raise SystemExit(3)")
-    with pytest.raises((RuntimeError, BrokenPipeError), match="ended, exit status 3|Broken pipe"):
+    with pytest.raises((RuntimeError, BrokenPipeError), match="ended with exit status 3|Broken pipe"):
         process.prepare(peers.Variant("baseline", "descending", True), TINY, None)
 
 
@@ -119,7 +119,7 @@ def test_an_older_library_takes_dense_batches_without_windows(monkeypatch):
         for shape, mask in ((window, (False, 8, 0, 32)), (pack, (True, -1, -1, 0))):
             x = peers.random_tensors(shape, torch.device("cpu"))
             if not mask_of:
-                with pytest.raises(ValueError, match="takes dense batches without windows only"):
+                with pytest.raises(ValueError, match="supports only dense batches without windows"):
                     baseline.calls_of(library, "spt", shape, x)
                 continue
             baseline.calls_of(library, "spt", shape, x)["backward"]()

@@ -15,7 +15,7 @@ import toolchain
 import variants
 
 import dash_attn
-from dash_attn import schedule
+from dash_attn import ops, schedule
 
 ROOT = pathlib.Path(__file__).parents[1]
 BINARY = pathlib.Path(dash_attn.__file__).parent / "_C.abi3.so"
@@ -42,11 +42,11 @@ DASH_BACKWARD_VARIANT(Float16, 192x128, Full, Plain, OrderFree)
 @pytest.fixture(scope="module")
 def binary() -> dict[str, check_kernels.Kernel]:
     """{symbol: kernel} of the compiled ops."""
+    if os.environ.get("DASH_ATTN_SKIP_CUDA") == "1":
+        pytest.skip("DASH_ATTN_SKIP_CUDA=1: a binary that is there may be an older build's")
     if not BINARY.is_file():
         if toolchain.find_cuda_home() is None:
             pytest.skip("nvcc is not on this machine, so there are no kernels to look at")
-        if os.environ.get("DASH_ATTN_SKIP_CUDA") == "1":
-            pytest.skip("DASH_ATTN_SKIP_CUDA=1")
         pytest.fail("nvcc is here, but dash_attn/_C.abi3.so was not built: python setup.py build_ext --inplace")
     return check_kernels.read_kernels(BINARY)
 
@@ -62,7 +62,7 @@ def main_kernels(binary, pass_: str) -> list[tuple[str, str, check_kernels.Kerne
 
 def test_list_of_variants_is_complete():
     """Both passes for every dtype, head dims and mask, of a changed score for the masks that served_mask of
-    csrc/launch/scores.h leaves; the backward with every set of the policies that csrc/schedule/policy.h names."""
+    csrc/launch/scores.h leaves; the backward with every set of the policies that csrc/contract/policy.h names."""
     capped_causal, dropped = ("96", "128", "256"), ("64", "128")
     forward, backward = set(), set()
     for dtype, dims in itertools.product(("BFloat16", "Float16"), ("64", "96", "128", "192x128", "192", "256")):
@@ -283,6 +283,13 @@ def test_selection_of_nothing_is_refused(monkeypatch, listed):
         variants.select_variants(listed)
 
 
+def test_an_installation_notes_that_kernels_are_not_wanted():
+    """Also an editable one: without the note, an import warns where torch has CUDA."""
+    if os.environ.get("DASH_ATTN_SKIP_CUDA") != "1":
+        pytest.skip("DASH_ATTN_SKIP_CUDA is not 1: kernels are wanted")
+    assert ops.why_left_out() == "DASH_ATTN_SKIP_CUDA=1 was set"
+
+
 def run_setup(*arguments: str, **environment: str) -> subprocess.CompletedProcess:
     command = [sys.executable, str(ROOT / "setup.py"), *arguments]
     return subprocess.run(command, env={**os.environ, **environment}, capture_output=True, text=True)
@@ -319,6 +326,20 @@ def test_kernels_of_older_nvcc_are_said_to_be_slower(capsys):
     assert "some kernels that CUDA 12.9 compiles are slower than those of 13.0" in capsys.readouterr().out
     with pytest.raises(SystemExit, match="nvcc is of CUDA 12.4; the kernels need 12.5 or newer"):
         toolchain.check_cuda("12.4", None)
+
+
+def test_the_runtime_of_a_toolkit(tmp_path):
+    """That of the installer, and that of PyPI's packages, which have no libcudart.so."""
+    with pytest.raises(SystemExit, match=re.escape(f"must have libcudart.so in lib64 or lib, got {tmp_path}")):
+        toolchain.cudart(tmp_path)
+    for folder, file, expected in (
+        ("lib", "libcudart.so.13", ":libcudart.so.13"),
+        ("lib64", "libcudart.so", "cudart"),
+    ):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / file).touch()
+        (tmp_path / folder / "libcudart_static.a").touch()
+        assert toolchain.cudart(tmp_path) == (tmp_path / folder, expected)
 
 
 def test_nvcc_must_be_of_the_cuda_of_torch():

@@ -98,9 +98,9 @@ def test_a_batch_of_nothing():
 
 HIDDEN = torch.zeros(2, 8, 1)
 ONES = torch.ones(2, 8, dtype=torch.int64)
-SHAPE = "{} must be (batch, seqlen) as hidden_states is, of shape {}, got {}"
-LENGTHS = "attention_mask_in_length must hold lengths whose sum in a row is at most seqlen, 8, got others"
-INDICES = "indices must be from 0 to below the 16 rows of the result, got others"
+SHAPE = "{} must be (batch, seqlen) like hidden_states, of shape {}, got {}"
+LENGTHS = "attention_mask_in_length must hold lengths with a sum of at most seqlen=8 per row, got others"
+INDICES = "indices must be from 0 to 15, the last row of the result, got others"
 
 
 @pytest.mark.parametrize("function, arguments, error, message", [
@@ -110,10 +110,10 @@ INDICES = "indices must be from 0 to below the 16 rows of the result, got others
     (unpad_input, (HIDDEN, None), TypeError, "attention_mask must be a torch.Tensor, got None (NoneType)"),
     (unpad_input, (HIDDEN, ONES.float()), TypeError,
      "attention_mask must be of bool or an integer dtype, got torch.float32"),
-    (unpad_input, (HIDDEN, 2 * ONES), ValueError, "attention_mask must hold 0 and 1 alone, got other values"),
-    (unpad_input, (HIDDEN, -ONES), ValueError, "attention_mask must hold 0 and 1 alone, got other values"),
+    (unpad_input, (HIDDEN, 2 * ONES), ValueError, "attention_mask must hold only 0 and 1, got other values"),
+    (unpad_input, (HIDDEN, -ONES), ValueError, "attention_mask must hold only 0 and 1, got other values"),
     (unpad_input, (HIDDEN, ONES, ONES), ValueError,
-     "attention_mask + unused_mask must hold 0 and 1 alone, got other values"),
+     "attention_mask + unused_mask must hold only 0 and 1, got other values"),
     (unpad_input_for_concatenated_sequences, (HIDDEN, torch.tensor([[9, 3, 0, 0, 0, 0, 0, 0], [2] + [0] * 7])),
      ValueError, LENGTHS),
     (unpad_input_for_concatenated_sequences, (HIDDEN, torch.tensor([[4, -3, 0, 0, 0, 0, 0, 0], [2] + [0] * 7])),
@@ -125,7 +125,7 @@ INDICES = "indices must be from 0 to below the 16 rows of the result, got others
     (pad_input, (HIDDEN[0], ONES[0].cumsum(0) + 8, 2, 8), ValueError, INDICES),
     (pad_input, (HIDDEN[0], ONES[0].cumsum(0) - 2, 2, 8), ValueError, INDICES),
     (pad_input, (HIDDEN[0], ONES[0, :7], 2, 8), ValueError,
-     "indices must have an entry for each row of the values, of shape (8, 1), got (7,)"),
+     "indices must have one entry per row of the values, of shape (8, 1), got (7,)"),
     (pad_input, (HIDDEN[0], ONES[0].int(), 2, 8), TypeError, "indices must be torch.int64, got torch.int32"),
 ])  # fmt: skip
 def test_errors(function, arguments, error, message):

@@ -24,7 +24,7 @@ PACKED_NEW = NEW | {"k": t(4, 2, 32), "v": t(4, 2, 16), "cu_seqlens_k_new": int3
 K_CACHE = "k_cache must have shape (cache_batch, capacity, kv_heads, head_dim), got "
 RANGE = " must be from 0 to {} (room in the cache, sizes of tables), got {}"
 COLUMNS = (
-    "rotary_cos must have half of a rotary_dim that is a multiple of 16 up to the head_dim, 32, for columns, got {}"
+    "rotary_cos must have rotary_dim / 2 columns, where rotary_dim is a multiple of 16 up to the head_dim, 32, got {}"
 )
 BAD = [
     ({"q": [1.0]}, TypeError, "q must be a torch.Tensor, got [1.0]"),
@@ -41,7 +41,7 @@ BAD = [
     ({"k_cache": t(2, 8, 3, 32), "v_cache": t(2, 8, 3, 16)}, ValueError,
      "k_cache must have a number of heads that divides the 4 heads of q, got 3"),
     ({"k_cache": t(1, 8, 2, 32), "v_cache": t(1, 8, 2, 16)}, ValueError,
-     "k_cache must have a sequence for each of the batch, 2, got 1"),
+     "k_cache must have one sequence per sequence of the batch, 2, got 1"),
     ({"v_cache": t(2, 8, 2, 16, device="meta")}, ValueError, "v_cache must be on the device of q, cpu, got meta"),
     ({"cache_seqlens": 9}, ValueError, "cache_seqlens" + RANGE.format(8, 9)),
     ({"cache_seqlens": -1}, ValueError, "cache_seqlens" + RANGE.format(8, -1)),
@@ -79,7 +79,7 @@ BAD = [
      "block_table must be torch.int32, got torch.bfloat16"),
     ({"k": NEW["k"]}, ValueError, "k and v must both be given or both be None, got one of them"),
     (NEW | {"cache_seqlens": None}, ValueError,
-     "cache_seqlens must be given with k, got None: it says where new keys go"),
+     "cache_seqlens must be given with k, to place the new keys, got None"),
     (NEW | {"cache_seqlens": int32(4, 6)}, ValueError, "cache_seqlens" + RANGE.format(5, [4, 6])),
     (NEW | {"cache_seqlens": 6}, ValueError, "cache_seqlens" + RANGE.format(5, 6)),
     (NEW | {"k": t(2, 3, 4, 32)}, ValueError,
@@ -98,7 +98,7 @@ BAD = [
     (NEW | {"rotary_cos": t(20, 7), "rotary_sin": t(20, 7)}, ValueError, COLUMNS.format(7)),
     (NEW | {"rotary_cos": t(20, 24), "rotary_sin": t(20, 24)}, ValueError, COLUMNS.format(24)),
     (NEW | {"rotary_cos": t(20, 8, dtype=torch.int32), "rotary_sin": t(20, 8)}, TypeError,
-     "rotary_cos must be of a floating-point dtype, got torch.int32"),
+     "rotary_cos must have a floating-point dtype, got torch.int32"),
     (NEW | {"rotary_cos": t(7, 8), "rotary_sin": t(7, 8)}, ValueError, "cache_seqlens" + RANGE.format(4, 5)),
     (NEW | TABLE | {"block_table": int32(0, 1, 2, 1).view(2, 2)}, ValueError,
      "block_table must have distinct blocks where k is written, got [1, 1]"),
@@ -203,7 +203,7 @@ def test_caches_side_by_side_are_apart():
     (PACKED_NEW | {"cu_seqlens_k_new": int32(0, 4, 4).long()}, TypeError,
      "cu_seqlens_k_new must be torch.int32, got torch.int64"),
     (PACKED_NEW | {"cu_seqlens_k_new": int32(0, 4, 3)}, ValueError,
-     "cu_seqlens_k_new must hold offsets from 0 to the 4 rows that never decrease, got [0, 4, 3]"),
+     "cu_seqlens_k_new must hold non-decreasing offsets from 0 to 4, the number of rows, got [0, 4, 3]"),
     (PACKED_NEW | {"cache_seqlens": int32(5, 5)}, ValueError, "cache_seqlens" + RANGE.format(4, 5)),
     (PACKED_NEW | {"cache_seqlens": 8}, ValueError, "cache_seqlens" + RANGE.format(4, 8)),
     (PACKED_NEW | ROTARY | {"rotary_seqlens": int32(17, 18)}, ValueError, "rotary_seqlens" + RANGE.format(16, 17)),
@@ -218,7 +218,7 @@ def test_caches_side_by_side_are_apart():
     (NEW | {"sm_margin": -1}, ValueError, "sm_margin must be at least 0 and less than the SMs of the GPU (at most 144 "
      "on Hopper), got -1"),
     (NEW | {"cu_seqlens_q": int32(0, 5, 2), "q": t(6, 4, 32)}, ValueError,
-     "cu_seqlens_q must hold offsets from 0 to the 6 rows that never decrease, got [0, 5, 2]"),
+     "cu_seqlens_q must hold non-decreasing offsets from 0 to 6, the number of rows, got [0, 5, 2]"),
     (NEW | {"cu_seqlens_q": int32(0, 5, 6).long(), "q": t(6, 4, 32)}, TypeError,
      "cu_seqlens_q must be torch.int32, got torch.int64"),
 ])  # fmt: skip

@@ -111,6 +111,7 @@ def test_the_function_that_is_put_in_place_of_flash_attention_3s():
     assert all(error <= limit for error, limit in zip(errors(runs[0], exact), bar))
 
 
+@pytest.mark.slow
 def test_example():
     example = pathlib.Path(__file__).parents[1] / "examples" / "foreign_forward.py"
     paths = os.pathsep.join((str(pathlib.Path(dash_attn.__file__).parents[1]), os.environ.get("PYTHONPATH", "")))

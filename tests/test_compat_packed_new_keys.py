@@ -147,7 +147,7 @@ def test_offsets_out_of_range_are_an_error_on_the_device(offsets):
     cache, before = filled("plain"), filled("plain")
     k, v, _ = new_keys()
     compiled = torch.compile(flash_attn_3.flash_attn_with_kvcache, backend="aot_eager", fullgraph=True)
-    with pytest.raises(RuntimeError, match="cu_seqlens_k_new must hold offsets"):
+    with pytest.raises(RuntimeError, match="cu_seqlens_k_new must hold non-decreasing offsets"):
         appended(compiled, cache, k, v, int32(*offsets))
     torch.compiler.reset()
     assert_same_caches(cache, before)

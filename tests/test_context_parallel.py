@@ -31,19 +31,24 @@ def of_all_ranks(tmp_path_factory):
     return run
 
 
-@pytest.mark.parametrize("ranks", RANKS)
-@pytest.mark.parametrize("name", CASES)
+def cases(names):
+    """Processes work on all cases at once, whichever is looked at; so every number of them but one takes long."""
+    return [pytest.param(*case, marks=[pytest.mark.slow] * (case[1] != RANKS[0])) for case in names]
+
+
+@pytest.mark.parametrize("name, ranks", cases((name, ranks) for ranks in RANKS for name in CASES))
 def test_every_byte_is_that_of_one_process(of_all_ranks, name, ranks):
     check_bytes([results[name] for results in of_all_ranks(ranks)], CASES[name], expected(name))
 
 
 @pytest.mark.parametrize(
-    "name, ranks", [(name, n) for name, case in BEYOND_KV_HEADS.items() for n in RANKS if n > case.kv_heads]
+    "name, ranks", cases((name, n) for name, case in BEYOND_KV_HEADS.items() for n in RANKS if n > case.kv_heads)
 )
 def test_more_ranks_than_kv_heads(of_all_ranks, name, ranks):
     check_bytes([results[name] for results in of_all_ranks(ranks)], BEYOND_KV_HEADS[name], expected(name))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MESH_CASES)
 def test_meshes_of_two_dimensions(of_all_ranks, name):
     case = MESH_CASES[name]

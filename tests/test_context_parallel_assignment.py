@@ -76,9 +76,9 @@ def test_cutting_is_left_where_it_does_not_help():
 
 
 def test_many_sequences_are_assigned_in_no_time():
-    began = time.monotonic()
+    began = time.process_time()  # which other processes do not lengthen
     assign(pack([700 + number for number in range(2000)]), 512, CAUSAL, TILES)
-    assert time.monotonic() - began < 5
+    assert time.process_time() - began < 5
 
 
 def test_short_sequences_are_not_cut():

@@ -11,6 +11,7 @@ from benchmarks.context_parallel_peers import TORCH_KERNELS
 PEERS = [*(f"torch context parallel, {kernels}" for kernels in TORCH_KERNELS), "ring-flash-attn zigzag"]
 
 
+@pytest.mark.slow
 def test_rows_and_table(tmp_path, capfd):
     path = tmp_path / "result.json"
     leave_out = PEERS[1:2]  # a trial on CPUs has one kernel for both
@@ -37,6 +38,7 @@ def test_rows_and_table(tmp_path, capfd):
     assert "zigzag: at least 0.88 of the ideal" in text and "contiguous: not slower than torch" in text
 
 
+@pytest.mark.slow
 def test_more_ranks_than_kv_heads(tmp_path, capfd):
     path = tmp_path / "result.json"
     options = ["--device", "cpu", "--seqlens", "512", "--rounds", "1", "--block", "0.01", "--json", str(path)]

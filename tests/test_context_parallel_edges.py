@@ -47,12 +47,14 @@ def held(tmp_path_factory):
     return run
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 def test_it_holds_on_every_rank(held, name):
     assert held()[0].keys() == set(NAMES)
     assert [of_rank[name] for of_rank in held()] == [True] * 3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_calls_that_are_repeated(tmp_path, ranks):
     """What tests/gpu does under load: context parallelism in both layouts, and parts of the heads."""
@@ -62,6 +64,7 @@ def test_calls_that_are_repeated(tmp_path, ranks):
         assert all(set(of_call.values()) == {0} for of_call in counts.values()), counts
 
 
+@pytest.mark.slow
 def test_the_example_by_torchrun():
     package = pathlib.Path(dash_attn.__file__).parents[1]
     environment = os.environ | {"PYTHONPATH": str(package), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
@@ -72,6 +75,7 @@ def test_the_example_by_torchrun():
     assert done.stdout.count("out yes, softmax_lse yes, dq yes, dk yes, dv yes") == 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["context_parallel.py", "context_parallel_ulysses.py"])
 def test_an_example_without_torchrun(name):
     environment = {key: x for key, x in os.environ.items() if key not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}

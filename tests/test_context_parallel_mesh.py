@@ -31,8 +31,8 @@ NAMES = (
 )
 AGREED = {
     "dtype, mesh": "torch.float16",
-    "argument, mesh": "causal must be the same on every rank: rank 1 got False, rank 0 True",
-    "shape of the mesh, mesh": "mesh must be the same on every rank: rank 1 got [4], rank 0 [2, 2]",
+    "argument, mesh": "causal must be the same on every rank: rank 1 got False, rank 0 got True",
+    "shape of the mesh, mesh": "mesh must be the same on every rank: rank 1 got [4], rank 0 got [2, 2]",
     "value, mesh": "k of rank 1 must be finite",
     "value of a gradient, mesh": "dout of rank 1 must be finite",
 }
@@ -61,6 +61,7 @@ def of_agreement(tmp_path_factory):
     return outcomes(tmp_path_factory.mktemp("agreement"), RANKS, *AGREED, "nothing, mesh")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fault", AGREED)
 def test_ranks_that_disagree(of_agreement, fault):
     for of_rank in of_agreement:
@@ -68,10 +69,12 @@ def test_ranks_that_disagree(of_agreement, fault):
         assert error == "RankError" and AGREED[fault] in text and ranks == [WRONG_RANK], text
 
 
+@pytest.mark.slow
 def test_a_disagreement_is_no_end(of_agreement):
     assert [of_rank["nothing, mesh"][0] for of_rank in of_agreement] == ["none"] * RANKS
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fault", ["dies between, mesh", "dies in the backward, few heads, mesh"])
 def test_a_rank_that_dies_while_data_moves_in_its_groups(tmp_path, fault):
     """Those of no group of its own learn of it too, and all have its number in the mesh."""

@@ -167,7 +167,7 @@ def test_the_plan_is_a_function_of_its_arguments():
         (
             (4096, 4096, 2),
             {"schedule": "shift"},
-            "schedule must be a policy whose visits go in one direction, of whole KV tiles, .*, got 'shift'",
+            "schedule must be a policy with visits in one direction, whole KV tiles .*, got 'shift'",
         ),
     ],
 )
@@ -176,6 +176,7 @@ def test_what_a_plan_refuses(arguments, options, message):
         make_plan(*arguments, **options)
 
 
+@pytest.mark.slow
 def test_long_sequences_are_cut_at_fewer_places():
     plan = make_plan(2**20 + 1, 2**21 + 201, 2, layout="zigzag", causal=True)
     play(plan)

@@ -91,6 +91,7 @@ def test_what_the_command_refuses(capsys, arguments, message):
     assert message in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_the_command_draws(tmp_path):
     pytest.importorskip("matplotlib")
     path = tmp_path / "prediction.png"

@@ -45,19 +45,22 @@ def test_a_frozen_rank_that_has_the_store(tmp_path):
         assert seconds < TIMEOUT_S + 3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fault", ["a slow rank", "a slow rank and a killed store"])
 def test_calls_that_need_no_store_go_on_without_it(tmp_path, store_process, fault):
     found = outcomes(tmp_path, fault, *store_process)
     assert [error for error, *_ in found] == ["none"] * RANKS, found
 
 
+@pytest.mark.slow
 def test_a_rank_that_stalls_while_the_store_is_frozen(tmp_path, store_process):
     for rank, (error, text, seconds) in enumerate(outcomes(tmp_path, "a rank that stalls", *store_process)):
         assert error == "RankError" and (rank == 1 or "the job's store does not answer" in text), text
         assert rank == 1 or seconds < TIMEOUT_S + 3
 
 
+@pytest.mark.slow
 def test_a_group_that_needs_the_store(tmp_path, store_process):
     for error, text, seconds in outcomes(tmp_path, "a new group", *store_process):
-        assert error == "RankError" and "a group of gloo of the ranks [0, 1, 2] of the job cannot be made" in text
+        assert error == "RankError" and "a gloo group of the ranks [0, 1, 2] of the job cannot be created" in text
         assert seconds < TIMEOUT_S + 3

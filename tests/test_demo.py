@@ -1,84 +1,76 @@
-"""The demo says of bits that differ that they differ."""
+"""The demo tells runs that differ from runs that do not, on small models."""
 
 import pytest
 import torch
 
-from dash_attn import demo, ops
+from dash_attn import demo
 
-SIZE = demo.Size(batch=1, seqlen=24, heads=2, head_dim=8, repeats=4)
-
-
-class Attention:
-    """Stands for an attention; of its backward passes, those whose numbers are in `odd` have another last bit."""
-
-    def __init__(self, odd):
-        attention = self
-        self.odd, self.calls = odd, 0
-
-        class Function(torch.autograd.Function):
-            @staticmethod
-            def forward(ctx, q, k, v):
-                return q + k + v
-
-            @staticmethod
-            def backward(ctx, dout):
-                dv = dout.clone()
-                if attention.calls in attention.odd:
-                    dv.view(torch.int16)[0, -1, -1, -1] ^= 1
-                attention.calls += 1
-                return dout, dout, dv
-
-        self.function = Function
-
-    def __call__(self, q, k, v, causal=True, schedule="auto"):
-        return self.function.apply(q, k, v)
+SIZE = demo.Size(batch=1, seqlen=40, heads=2, head_dim=16, layers=2, steps=8)
 
 
-def inputs():
-    return demo.attention_inputs(SIZE, "cpu")
+def pair(folder, flip=False, attention=demo.attention_of_dash_attn):
+    return demo.train_pair("dash_attn", folder, SIZE, "cpu", attention, flip)
 
 
-@pytest.mark.parametrize("odd, differing", [((), 0), ((3,), 1), ((1, 2, 4), 3), ((0,), 4)])
-def test_differing_runs_counts_what_differs_from_the_first(odd, differing):
-    assert demo.differing_runs(Attention(odd), inputs(), SIZE.repeats) == differing
+@pytest.mark.parametrize("attention", [demo.attention_of_dash_attn, demo.attention_of_torch])
+def test_runs_that_repeat(attention, tmp_path, capsys):
+    """On a CPU also with PyTorch's attention."""
+    assert demo.report(pair(tmp_path, attention=attention)) is None
+    said = capsys.readouterr().out
+    assert "losses:   the same bits in all 8 steps" in said and "receipts: the same bits in all " in said
 
 
-@pytest.mark.parametrize("odd, said", [((), "0 of 4 runs differ"), ((2, 3), "2 of 4 runs differ")])
-def test_repeats_are_reported(odd, said, monkeypatch, capsys):
-    monkeypatch.setattr(demo.dash_attn, "flash_attn_func", Attention(odd))
-    assert demo.show_repeats(SIZE, "cpu") == (not odd)
-    assert said in capsys.readouterr().out
+def test_a_flipped_bit_is_found(tmp_path, capsys):
+    flipped = pair(tmp_path, flip=True)
+    first = demo.report(flipped)
+    step = demo.FLIPPED_STEP
+    assert (first.step, first.key.name, first.cause) == (step, demo.FLIPPED_TENSOR, "backward")
+    equal = torch.eq(*flipped.losses)
+    assert equal[: step + 1].all() and not equal[step + 1 :].any()
+    assert f"losses:   differ from step {step + 1} on\nreceipts: step {step}, activation_gradient" in (
+        capsys.readouterr().out
+    )
 
 
-@pytest.mark.parametrize("odd, said", [((), "the bits of all gradients agree"), ((1,), "THE BITS DIFFER")])
-def test_a_layer_that_differs_is_reported(odd, said, monkeypatch, capsys):
-    monkeypatch.setattr(demo.dash_attn, "flash_attn_func", Attention(odd))
-    assert demo.show_layer(SIZE, "cpu") == (not odd)
-    assert said in capsys.readouterr().out
+def test_both_attentions_are_causal_attention():
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(2, 12, 2, 16, dtype=torch.bfloat16) for _ in range(3))
+    ours, theirs = demo.attention_of_dash_attn(q, k, v), demo.attention_of_torch(q, k, v)
+    torch.testing.assert_close(ours, theirs, atol=0.02, rtol=0.02)
 
 
-@pytest.mark.parametrize("layer, repeats, status", [(True, True, 0), (False, True, 1), (True, False, 1)])
-def test_exit_status(layer, repeats, status, monkeypatch, capsys):
-    # As after a change of torch: the GPU is there, and the kernels are files that cannot be loaded.
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device=None: "NVIDIA H200")
-    monkeypatch.setattr(ops, "why_no_kernels", "_C.abi3.so cannot be loaded")
-    monkeypatch.setattr(demo, "show_layer", lambda size, device: layer)
-    monkeypatch.setattr(demo, "show_repeats", lambda size, device: repeats)
-    for name in ("show_orders", "show_schedules"):
-        monkeypatch.setattr(demo, name, lambda *arguments: None)
-    monkeypatch.setattr(demo.sys, "argv", ["demo"])
+@pytest.mark.parametrize(
+    "ours, theirs, message",
+    [
+        (0.0, 1e-3, "only the runs with dash_attn agree"),
+        (0.0, 0.0, "all pairs of runs agree"),
+        (1e-3, 1e-3, "no two runs agree"),
+    ],
+)
+def test_the_picture_says_which_runs_agree(ours, theirs, message, tmp_path, monkeypatch):
+    from matplotlib.axes import Axes
+
+    titles = []
+    monkeypatch.setattr(Axes, "set_title", lambda axes, title, **_: titles.append(title))
+    losses = torch.linspace(5, 4, 6)
+    pairs = [demo.Pair(name, (losses, losses + by), ()) for name, by in (("dash_attn", ours), ("others", theirs))]
+    demo.draw_losses(pairs, tmp_path / "losses.png")
+    assert (tmp_path / "losses.png").read_bytes().startswith(b"\x89PNG")
+    assert titles == [f"The same model, seed and data, trained twice: {message}"]
+
+
+@pytest.mark.parametrize("what, status", [("", 0), ("runs of dash_attn differ", 1), ("the bit is not flipped", 1)])
+def test_exit_status(what, status, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(demo, "why_no_kernels_run", lambda: "_C.abi3.so cannot be loaded")
+    monkeypatch.setattr(demo, "CPU", SIZE)
+    train_pair, flips = demo.train_pair, {"runs of dash_attn differ": (True, True), "the bit is not flipped": (0, 0)}
+    wanted = iter(flips.get(what, (False, True)))
+    monkeypatch.setattr(demo, "train_pair", lambda *arguments, flip=False: train_pair(*arguments, next(wanted)))
+    monkeypatch.setattr(demo.sys, "argv", ["demo", "--output", str(tmp_path)])
     assert demo.main() == status
     printed = capsys.readouterr().out
     assert "On the CPU, with dash_attn's reference (_C.abi3.so cannot be loaded)." in printed
-    assert ("All bits agree: yes" if status == 0 else "All bits agree: NO") in printed
-
-
-def test_digest_is_of_every_byte():
-    tensors = [torch.arange(6, dtype=torch.bfloat16).view(2, 3), torch.zeros(3)]
-    first = demo.digest(tensors)
-    assert first == demo.digest([t.clone() for t in tensors])
-    assert first == demo.digest([tensors[0].mT.contiguous().mT, tensors[1]]), "whatever the strides"
-    tensors[1].view(torch.int32)[2] ^= 1
-    assert demo.digest(tensors) != first
+    assert ("agree in every bit: NO" in printed) == ("differ" in what)
+    assert ("flipped bit: NO" in printed) == ("not flipped" in what)
+    if what != "the bit is not flipped":
+        assert {path.name for path in tmp_path.iterdir()} == {"losses.png", "receipts.png"}

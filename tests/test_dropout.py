@@ -327,7 +327,7 @@ def bits_of(**change):
     ({"dropout_p": math.nan}, ValueError, P + "nan"),
     ({"dropout_p": "0.1"}, TypeError, "dropout_p must be a number from 0 to below 1, got '0.1'"),
     ({"dropout_p": torch.tensor(0.1)}, TypeError,
-     "dropout_p must be a number from 0 to below 1 (FlashAttention-3 has softmax_scale in this place: pass it by "
+     "dropout_p must be a number from 0 to below 1 (FlashAttention-3 has softmax_scale in this position: pass it by "
      "name), got a tensor of shape () and softmax_scale=None (NoneType)"),
     ({"dropout_bits": torch.zeros(1)}, TypeError,
      "dropout_bits must be a dash_attn.dropout.DropoutBits or None, got Tensor"),

@@ -154,13 +154,16 @@ def test_bits_for_a_mask_are_of_no_pack():
 
 
 def test_bits_beside_are_there_when_the_block_has_ended():
-    message = "^bits must be asked for when the block of dropout_bits_beside has ended, got none yet$"
+    message = "^bits are available only after the block of dropout_bits_beside has ended, got none yet$"
     beside = dropout_bits_beside(**OF_BITS)
     with beside:
         with pytest.raises(RuntimeError, match=message):
             _ = beside.bits
     assert torch.equal(beside.bits.bits, bits_like().bits) and not beside.bits.keep_bits
-    with pytest.raises(RuntimeError, match="^a dropout_bits_beside must be entered once, got a second time$"), beside:
+    with (
+        pytest.raises(RuntimeError, match="^a dropout_bits_beside can be entered only once, got a second time$"),
+        beside,
+    ):
         pass
     failed = dropout_bits_beside(**OF_BITS)
     with pytest.raises(KeyError), failed:
@@ -178,14 +181,16 @@ def test_bits_beside_are_there_when_the_block_has_ended():
      "sm_margin must be at least 0 and less than the SMs of the GPU (at most 144 on Hopper), got -1"),
     ({"keep_bits": None}, TypeError, "keep_bits must be a bool, got None (NoneType)"),
     ({"rounds": 10}, ValueError,
-     "keep_bits must be True with rounds=10 (the backward makes bits again of rounds=7 alone), got False"),
+     "keep_bits must be True with rounds=10, because the backward generates bits only with rounds=7, got False"),
     ({"mapping": "flash_attention_2"}, ValueError,
-     "keep_bits must be True with mapping='flash_attention_2' (the backward makes bits again of mapping='bit_sliced' "
-     "alone), got False"),
+     "keep_bits must be True with mapping='flash_attention_2', because the backward generates bits only with "
+     "mapping='bit_sliced', got False"),
     ({"total_heads": 8}, ValueError,
-     "keep_bits must be True with total_heads=8 (the backward makes bits again of total_heads=4 alone), got False"),
+     "keep_bits must be True with total_heads=8, because the backward generates bits only with total_heads=4, "
+     "got False"),
     ({"first_key": 32}, ValueError,
-     "keep_bits must be True with first_key=32 (the backward makes bits again of first_key=0 alone), got False"),
+     "keep_bits must be True with first_key=32, because the backward generates bits only with first_key=0, "
+     "got False"),
 ], ids=str)  # fmt: skip
 def test_errors(change, error, message):
     with pytest.raises(error) as raised:

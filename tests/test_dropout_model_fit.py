@@ -103,7 +103,7 @@ def test_lines():
     start, slope = model.line([(0.0, 1.0), (1.0, 2.0), (1000.0, 1031.0)])
     assert start == pytest.approx(1, abs=0.05) and slope == pytest.approx(1.03, abs=0.01)
     for points in ([(1.0, 2.0), (1.0, 3.0)], [(1.0, 0.0), (2.0, 1.0)]):
-        with pytest.raises(ValueError, match="points must have two different x at least and every y above 0"):
+        with pytest.raises(ValueError, match="points must have at least two different x and every y above 0"):
             model.line(points)
 
 
@@ -201,7 +201,7 @@ def test_a_call_takes_no_time_below_zero():
     result = made_up()
     result["overheads"][0]["us"] = -2.19
     call = model.fitted(result, "x").settings.call_us
-    assert (call.value, call.source) == (0.0, "measured: x: so, -2.19, taken for 0")
+    assert (call.value, call.source) == (0.0, "measured: x: so, -2.19, set to 0")
 
 
 def test_what_does_not_is_named():
@@ -259,8 +259,8 @@ def test_the_command_takes_the_result_that_the_package_brings(tmp_path, capsys, 
 
 @pytest.mark.parametrize("text, message", [
     ("{", "measured must be a JSON file of benchmarks.dropout_model, got "),
-    ("[]", "which has no meta with p"),
-    ('{"meta": {"gpu": null}}', "which has no meta with p"),
+    ("[]", "whose meta has no p"),
+    ('{"meta": {"gpu": null}}', "whose meta has no p"),
 ])  # fmt: skip
 def test_files_that_are_no_results(tmp_path, text, message):
     path = tmp_path / "other.json"

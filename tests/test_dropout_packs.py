@@ -221,7 +221,7 @@ SHORT = "{} must be at least the length of the longest sequence with dropout, {}
     ({"max_seqlen_k": torch.tensor([65])},
      "max_seqlen_k must be an int of at least 0 or an integer tensor of shape (), got a tensor of shape (1,)"),
     ({"cu_seqlens_q": offsets_of((33, 0, 7, 41))},
-     "cu_seqlens_q must hold offsets from 0 to the 80 rows that never decrease, got [0, 33, 33, 40, 81]"),
+     "cu_seqlens_q must hold non-decreasing offsets from 0 to 80, the number of rows, got [0, 33, 33, 40, 81]"),
 ])  # fmt: skip
 def test_lengths_that_are_too_short_raise(change, message):
     *inputs, _ = tensors()

@@ -4,6 +4,7 @@ import pytest
 import torch
 from dropout_float64 import gradients
 from float64_reference import NEAR, PLAIN, Scores
+from products import pairwise
 
 from dash_attn import reference
 from dash_attn.dropout import MAPPINGS, DropoutState, dropout_bits
@@ -46,13 +47,19 @@ def small_order(schedule, q, k, **mask):
     return tile_order(schedule, q.shape[1], k.shape[1], **tiles, **mask)
 
 
-@pytest.mark.parametrize("mapping", MAPPINGS)
-@pytest.mark.parametrize("p", [0.1, 0.125, 0.9])
-@pytest.mark.parametrize("heads, kv_heads", [(2, 2), (4, 2), (3, 1)])
-@pytest.mark.parametrize("seqlen_q, seqlen_k", [(1, 1), (17, 33), (33, 17), (40, 40), (7, 65)])
-@pytest.mark.parametrize("mask", WINDOWS)
-def test_formulas_in_float64(mask, seqlen_q, seqlen_k, heads, kv_heads, p, mapping):
-    inputs = q, k, *_ = tensors(seqlen_q, seqlen_k, heads=heads, kv_heads=kv_heads)
+# What is dropped depends on an element's place alone, and not on why the element is visible.
+CASES = pairwise(
+    WINDOWS,
+    [(1, 1), (17, 33), (33, 17), (40, 40), (7, 65)],
+    [(2, 2), (4, 2), (3, 1)],
+    [0.1, 0.125, 0.9],
+    list(MAPPINGS),
+)
+
+
+@pytest.mark.parametrize("mask, lengths, heads, p, mapping", CASES, ids=str)
+def test_formulas_in_float64(mask, lengths, heads, p, mapping):
+    inputs = q, k, *_ = tensors(*lengths, heads=heads[0], kv_heads=heads[1])
     keep = mask_of(q, k, p, mapping=mapping)
     actual = run(*inputs, keep, p, order=small_order("descending", q, k, **mask), **mask)
     for a, e in zip(actual, gradients(*inputs, keep, p, softmax_scale=0.25, **mask), strict=True):

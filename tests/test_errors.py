@@ -245,7 +245,7 @@ def good_pack():
 
 
 HINT = "max_seqlen_{} must be an int of at least 0 or an integer tensor of shape (), got {}"
-ROWS = "cu_seqlens_{} must hold offsets from 0 to the {} rows that never decrease, got {}"
+ROWS = "cu_seqlens_{} must hold non-decreasing offsets from 0 to {}, the number of rows, got {}"
 
 PAGES = {"k": t(3, 4, 2, 16), "v": t(3, 4, 2, 16), "block_table": i32(0, 1, 2, 0).view(2, 2)}
 
@@ -304,13 +304,13 @@ PACKS = [
     (PAGES | {"schedule": "decending"}, ValueError, NAMES + "'decending'; did you mean 'descending'?"),
     (PAGES | {"max_seqlen_k": 5.0}, TypeError, HINT.format("k", "5.0")),
     (PAGES | {"k": t(3, 4, 2, 16).requires_grad_()}, NotImplementedError,
-     "block_table must be None where a gradient is required (paged keys and values have no backward; torch.no_grad() "
+     "block_table must be None if a gradient is required (paged keys and values have no backward; torch.no_grad() "
      "turns gradients off), got a tensor of shape (2, 2) and k that requires one"),
     (PAGES | {"s_aux": t(4).requires_grad_()}, NotImplementedError,
-     "block_table must be None where a gradient is required (paged keys and values have no backward; torch.no_grad() "
+     "block_table must be None if a gradient is required (paged keys and values have no backward; torch.no_grad() "
      "turns gradients off), got a tensor of shape (2, 2) and s_aux that requires one"),
     (PAGES | {"alibi_slopes": t(4, dtype=torch.float32).requires_grad_()}, NotImplementedError,
-     "block_table must be None where a gradient is required (paged keys and values have no backward; torch.no_grad() "
+     "block_table must be None if a gradient is required (paged keys and values have no backward; torch.no_grad() "
      "turns gradients off), got a tensor of shape (2, 2) and alibi_slopes that requires one"),
     # Of the CPU alone: elsewhere values are not read.
     ({"cu_seqlens_q": i32(0, 5, 4)}, ValueError, ROWS.format("q", 9, [0, 5, 4])),
@@ -426,9 +426,9 @@ def test_every_argument_is_checked():
 
 
 def test_the_order_of_flash_attention_3_is_noticed():
-    with pytest.raises(TypeError, match="FlashAttention-3 has softmax_scale in this place"):
+    with pytest.raises(TypeError, match="FlashAttention-3 has softmax_scale in this position"):
         flash_attn_func(*good().values(), 0.25, True)
-    with pytest.raises(TypeError, match="FlashAttention-3 has seqused_q in this place"):
+    with pytest.raises(TypeError, match="FlashAttention-3 has seqused_q in this position"):
         flash_attn_varlen_func(*good_pack().values(), i32(4, 5), i32(4, 8))
 
 

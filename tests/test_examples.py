@@ -32,6 +32,7 @@ def elsewhere(tmp_path_factory) -> pathlib.Path:
     return folder
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", sorted(path.name for path in EXAMPLES.glob("*.py")))
 def test_example_starts(name, elsewhere):
     if name == "flash_attn_names.py":  # which imports flash_attn

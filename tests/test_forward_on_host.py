@@ -5,6 +5,9 @@ import numpy as np
 import pytest
 from emulation import ROWS
 
+# test_kernels_on_host.py has one kernel of each pass.
+pytestmark = pytest.mark.slow
+
 # SMs, which decide how many rows a tile has and who computes it. Products are late where the seed is odd.
 MACHINES = ((1, 1), (3, 0), (132, 3))
 
@@ -201,9 +204,9 @@ FAULTS = [
     ("128", "forward/mainloop.h", "tiles >= Variant::kStages", "tiles > Variant::kStages", NOBODY,
      dict(mask="window", seqlen_q=656, seqlen_k=640, chunk=240, heads=4, sms=1)),
     # A K that is released before its product has completed.
-    ("64", "forward/mainloop.h", "    wait_products<1>();  // S\n    finish_s(s);\n    if (",
-     "    arrive_once(shared_.k_empty[k_.slot()]);\n    wait_products<1>();\n    pin(s), k_ = k_.next();\n    if (",
-     WRONG, dict(seqlen_q=1000)),
+    ("64", "forward/mainloop.h", "    wait_products<1>();  // S\n    release_k(s);\n    if (",
+     "    arrive_once(shared_.k_empty[k_.slot()]);\n    wait_products<1>();\n"
+     "    fence_operand(s), k_ = k_.next();\n    if (", WRONG, dict(seqlen_q=1000)),
     # A place of Q that is never given back: the report names the barrier.
     ("64", "forward/store.h", "        shared_.q_empty[q_.slot()].arrive();", "",
      "shared_.q_empty[q_.slot()].wait(q_.empty_parity())", dict(seqlen_q=900, sms=1)),
@@ -245,8 +248,8 @@ FAULTS = [
     ("128", "forward/mainloop.h", "read(params_.dropout, row_of_bits(rows), (", "read_whole(row_of_bits(rows), (",
      "a load of what is not there", dict(seqlen_q=250, dropout=0.25)),
     # P that changes while its product reads it.
-    ("192", "forward/mainloop.h", "    finish_out(out, p);\n    if (corrects)",
-     "    round_p(p, s, bits, kv_tile);\n    finish_out(out, p);\n    if (corrects)",
+    ("192", "forward/mainloop.h", "    complete_out(out, p);\n    if (corrects)",
+     "    round_p(p, s, bits, kv_tile);\n    complete_out(out, p);\n    if (corrects)",
      "a register changed", dict(seqlen_q=300)),
 ]  # fmt: skip
 

@@ -1,4 +1,4 @@
-"""The list in which the forward works on its query tiles (csrc/schedule/forward_tiles.h): every tile once, whoever
+"""The list in which the forward works on its query tiles (csrc/placement/forward_tiles.h): every tile once, whoever
 takes it; every query in a tile; causal work even."""
 
 import collections

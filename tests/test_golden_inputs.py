@@ -1,9 +1,11 @@
 """The inputs, the cases and the comparison behind the golden bits, without a GPU."""
 
 import dataclasses
+import hashlib
 import itertools
 import json
 import pathlib
+import re
 import sys
 
 import pytest
@@ -13,7 +15,29 @@ sys.path.insert(0, str(pathlib.Path(__file__).parent / "gpu"))
 
 import golden_bits
 
+import dash_attn
 from dash_attn import schedule
+
+ROOT = pathlib.Path(__file__).parents[1]
+# The SHA-256 of golden_bits.json by bits version. The line of a released version changes only with added cases.
+GOLDEN = {2: "dc347d323f099033"}
+
+
+def test_golden_bits_belong_to_the_bits_version():
+    digest = hashlib.sha256(golden_bits.FILE.read_bytes()).hexdigest()[:16]
+    assert GOLDEN[dash_attn.__bits_version__] == digest, (
+        f"golden_bits.json is {digest} now. If bits have changed since the last release, raise __bits_version__ by "
+        "one, list the change in docs/contract.md and CHANGELOG.md, and write the digest into GOLDEN"
+    )
+
+
+def test_every_bits_version_is_listed():
+    """In docs/contract.md, the newest first, with its release; CHANGELOG.md names it there."""
+    rows = re.findall(r"^\| (\d+) \| (\S+) \|", (ROOT / "docs" / "contract.md").read_text(), re.MULTILINE)
+    assert [int(number) for number, _ in rows] == list(range(dash_attn.__bits_version__, 0, -1))
+    releases = re.split(r"^## ", (ROOT / "CHANGELOG.md").read_text(), flags=re.MULTILINE)
+    (section,) = (text for text in releases if text.startswith(rows[0][1]))
+    assert f"Bits version {rows[0][0]}" in section and "### Bits" in section
 
 
 def test_the_generator_gives_known_values():

@@ -54,7 +54,7 @@ def test_a_binary_without_a_record_is_refused(tmp_path):
     assert build_record.kernels_file(tmp_path) is None
     path = tmp_path / "_C.abi3.so"
     path.write_bytes(RECORD[:100])
-    with pytest.raises(ValueError, match=re.escape(f"{path} holds no record of its build")):
+    with pytest.raises(ValueError, match=re.escape(f"{path} contains no record of its build")):
         build_record.read(path)
 
 
@@ -80,9 +80,12 @@ def test_info_of_this_installation():
     assert facts["self_check"]["passed"] and facts["self_check"]["cases"] >= 1
     assert facts["kernels"]["built"] == bool(list(PACKAGE.glob("_C*.so")))
     assert facts["kernels_run_here"] == (facts["self_check"]["device"] == "cuda") == (facts["why_not"] is None)
-    assert facts["integrations"][0]["version"] == torch.__version__ and not facts["integrations"][0]["active"]
+    # A CUDA build of torch leaves +cu130 out of the version that pip knows.
+    assert facts["integrations"][0]["version"].partition("+")[0] == torch.__version__.partition("+")[0]
+    assert not facts["integrations"][0]["active"]
 
 
+@pytest.mark.slow
 def test_info_says_what_was_built_and_what_is_not_here(package):
     (package / "_C.abi3.so").write_bytes(RECORD)
     found = run(package.parent, "-m", "dash_attn.info", CUDA_VISIBLE_DEVICES="")
@@ -101,9 +104,10 @@ def test_info_says_what_was_built_and_what_is_not_here(package):
     assert "self-check of the CPU reference: passed" in found.stdout
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("note, because", [
     ("nvcc was not found (PATH)", "because nvcc was not found (PATH) when dash_attn was built"),
-    (None, "and the build left no note of why"),
+    (None, "and the build left no note of the reason"),
 ])  # fmt: skip
 def test_info_says_why_there_are_no_kernels(package, note, because):
     if note is not None:
@@ -120,7 +124,7 @@ def test_info_fails_with_its_self_check(monkeypatch, capsys):
 
 @pytest.mark.parametrize("not_loaded, capability, why", [
     (None, (9, 0), None),
-    (None, (10, 0), "they need a GPU of compute capability 9.0 (Hopper), here is a GPU (10.0)"),
+    (None, (10, 0), "they need a GPU of compute capability 9.0 (Hopper), but this one is a GPU (10.0)"),
     (None, None, "torch sees no CUDA device"),
     ("_C.abi3.so cannot be loaded", (9, 0), "_C.abi3.so cannot be loaded"),
 ], ids=str)  # fmt: skip
@@ -158,6 +162,7 @@ def test_info_says_why_an_integration_is_unavailable(package):
     assert lines["dash_attn.integrations.megatron"].startswith("unavailable: cannot import name 'parallel_state' from")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("note", [None, "nvcc was not found (CUDA_HOME, PATH, /usr/local/cuda)"])
 def test_a_package_without_kernels_says_so_once(package, note):
     if note is not None:

@@ -1,6 +1,7 @@
 """flash_attn_func and its packed forms on CPU tensors: arguments, gradients, packing, layouts and autograd."""
 
 import inspect
+import itertools
 import typing
 
 import numpy as np
@@ -19,6 +20,7 @@ from interface_support import (
     qkv_tensors,
     randn,
 )
+from products import pairwise, spread
 
 import dash_attn
 from dash_attn import (
@@ -63,9 +65,7 @@ def test_defaults_may_be_given(function):
     assert torch.equal(positional, expected)
 
 
-@pytest.mark.parametrize("function", FUNCTIONS, ids=lambda f: f.__name__)
-@pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("change", [
+CHANGES = [
     {"dropout_p": None}, {"dropout_p": np.float32(0)}, {"softcap": None}, {"softcap": 0}, {"softcap": -1.0},
     {"softcap": -np.inf}, {"attention_chunk": None}, {"num_splits": 0}, {"num_splits": np.int64(1)}, {"num_splits": 4},
     {"num_splits": -1},
@@ -74,8 +74,15 @@ def test_defaults_may_be_given(function):
     {"window_size": (None, None)}, {"window_size": (-1, None)}, {"window_size": [-9, -2]},
     {"window_size": (2**30, 2**70)}, {"window_size": (np.int64(-1), np.int64(-1))}, {"attention_chunk": 2**70},
     {"sm_margin": np.int64(3)}, {"softmax_scale": 8**-0.5}, {"softmax_scale": np.float64(8**-0.5)},
-], ids=str)  # fmt: skip
-def test_arguments_that_change_nothing_are_accepted(function, causal, change):
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "change, function, causal",
+    spread(itertools.product(CHANGES, FUNCTIONS), [False, True]),
+    ids=lambda x: x.__name__ if callable(x) else str(x),
+)
+def test_arguments_that_change_nothing_are_accepted(change, function, causal):
     inputs = inputs_of(function)
     actual = function(*inputs, causal=causal, **change)
     assert torch.equal(actual, function(*inputs, causal=causal))
@@ -175,13 +182,19 @@ def assert_accurate(actual, inputs, dout, **formula):
         assert error <= limit, f"{name}: off by {error:.3e} in norm, allowed {limit:.3e}"
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("head_dim", [8, 64, 100, 128])
-@pytest.mark.parametrize("heads, kv_heads", [(3, 3), (4, 2), (4, 1)])
-@pytest.mark.parametrize("seqlen_q, seqlen_k", [(130, 130), (65, 200), (1, 127)])
-def test_accuracy(seqlen_q, seqlen_k, heads, kv_heads, head_dim, causal, dtype):
-    *inputs, dout = qkv_tensors(seqlen_q, seqlen_k, heads, kv_heads, head_dim, batch=1, dtype=dtype)
+@pytest.mark.parametrize(
+    "lengths, heads, head_dim, causal, dtype",
+    pairwise(
+        [(130, 130), (65, 200), (1, 127)],
+        [(3, 3), (4, 2), (4, 1)],
+        [8, 64, 100, 128],
+        [False, True],
+        [torch.bfloat16, torch.float16],
+    ),
+    ids=str,
+)
+def test_accuracy(lengths, heads, head_dim, causal, dtype):
+    *inputs, dout = qkv_tensors(*lengths, *heads, head_dim, batch=1, dtype=dtype)
     actual = out_and_gradients(flash_attn_func, inputs, dout, causal=causal)
     assert all(x.dtype == dtype for x in actual)
     assert_accurate(actual, inputs, dout, causal=causal)

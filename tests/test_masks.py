@@ -1,4 +1,4 @@
-"""What csrc/schedule/mask.h and tile_grid.h say of a mask, against all pairs of a query and a key: the masks of no
+"""What csrc/contract/mask.h and tile_grid.h say of a mask, against all pairs of a query and a key: the masks of no
 window, windows of all widths on each side, and chunks."""
 
 import pytest

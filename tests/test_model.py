@@ -96,6 +96,7 @@ def synthetic_calibration(machine):
     return {"meta": {"sms": machine.sms}, "latency": latency, "probes": rows, "kernels": kernels, "grid": grid}
 
 
+@pytest.mark.slow
 def test_fit_finds_the_costs_of_a_made_up_machine(machine):
     code = {"128 full shift": 1.03, "128 full spt": 0.99}
     made_up = dataclasses.replace(machine, step={64: 4400.0, 128: 4300.0}, work={64: 6000.0, 128: 6000.0}, code=code)
@@ -146,6 +147,7 @@ def test_ranking(compared):
         assert choice.us / fastest.us - 1 < 0.06
 
 
+@pytest.mark.slow
 def test_report_into_a_document(tmp_path, capsys):
     document = tmp_path / "model.md"
     mark = "<!-- written by benchmarks.report -->\n"
@@ -155,7 +157,7 @@ def test_report_into_a_document(tmp_path, capsys):
     assert "By times, 135 pairs of policies" in printed and 'The policy of "auto" takes' in printed
     assert document.read_text() == f"before\n{mark}{printed}<!-- end -->\nafter\n"
     document.write_text("no mark")
-    with pytest.raises(ValueError, match="must hold the line '<!-- written by benchmarks.report -->' once, got 0"):
+    with pytest.raises(ValueError, match="must contain the line '<!-- written by benchmarks.report -->' once, got 0"):
         report.main([str(model.MACHINE), str(model.CALIBRATION), "--document", str(document)])
 
 

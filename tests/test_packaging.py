@@ -18,7 +18,7 @@ import toolchain
 import write_stub
 
 import dash_attn
-from dash_attn import _schedule
+from dash_attn import _schedule, ops
 
 ROOT = pathlib.Path(__file__).parents[1]
 # The files of the repository that only its own workflow reads.
@@ -70,6 +70,7 @@ def test_sdist_holds_every_file_of_the_project(sdist):
     assert generated == {"PKG-INFO", "setup.cfg"}
 
 
+@pytest.mark.slow
 def test_package_from_the_sdist_works_without_nvcc(sdist, tmp_path):
     environment = {**os.environ, "DASH_ATTN_SKIP_CUDA": "1"}
     pip = [sys.executable, "-m", "pip", "install", "-v", "--no-deps", "--no-build-isolation", "--no-index"]
@@ -115,7 +116,7 @@ def test_groups_of_requirements():
     assert len(pinned) == 3 and all("==" in name for name in pinned)
     assert "ring-flash-attn" in "".join(alone), "its requirements would take other packages along"
     assert not [name for name in wanted + alone if re.match(r"torch([=<>].*)?$", name)], "no group replaces torch"
-    with pytest.raises(SystemExit, match="no dependency group tests, it has test, test-frameworks,"):
+    with pytest.raises(SystemExit, match="no dependency group tests, it has demo, test, test-frameworks,"):
         prepare.requirements(["tests"])
 
 
@@ -139,15 +140,16 @@ def test_the_environment_of_the_checkout_has_the_package(monkeypatch, tmp_path):
             prepare.install_checkout(tmp_path / "python")
 
 
-def test_a_wheel_for_other_machines_asks_for_its_torch(tmp_path):
-    """What tools/build_wheel.py makes of the metadata; auditwheel's part is tried by CI."""
+@pytest.fixture
+def wheel(tmp_path) -> pathlib.Path:
+    """A wheel as pip makes it, with kernels of CUDA 12."""
     pytest.importorskip("wheel")
-    info = tmp_path / "made" / "dash_attn-0.1.0.dist-info"
-    info.mkdir(parents=True)
-    (tmp_path / "made" / "dash_attn").mkdir()
-    (tmp_path / "made" / "dash_attn" / "_C.abi3.so").write_bytes(
-        b"..dash_attn build record\narchitecture sm_90a\nnvcc 12.9.86\n"
-    )
+    info, package = tmp_path / "made" / "dash_attn-0.1.0.dist-info", tmp_path / "made" / "dash_attn"
+    for folder in (info, package, tmp_path / "work"):
+        folder.mkdir(parents=True)
+    record = b"..dash_attn build record\narchitecture sm_90a\nnvcc 12.9.86\n"
+    for name in ("_C.abi3.so", "_autograd.abi3.so", "_schedule.cpython-311-x86_64-linux-gnu.so"):
+        (package / name).write_bytes(record if name.startswith("_C") else b"own")
     metadata = "Metadata-Version: 2.4\nName: dash-attn\nVersion: 0.1.0\nRequires-Dist: torch>=2.11\n"
     (info / "METADATA").write_text(metadata)
     tags = "Wheel-Version: 1.0\nGenerator: x\nRoot-Is-Purelib: false\nTag: cp311-cp311-linux_x86_64\n"
@@ -155,12 +157,51 @@ def test_a_wheel_for_other_machines_asks_for_its_torch(tmp_path):
     (info / "RECORD").touch()
     pack = [sys.executable, "-m", "wheel", "pack", str(tmp_path / "made"), "--dest-dir", str(tmp_path)]
     subprocess.run(pack, check=True)
-    (tmp_path / "work").mkdir()
-    bound = build_wheel.bind_to_torch(next(tmp_path.glob("*.whl")), tmp_path / "work", "2.13.1+cu129")
+    return next(tmp_path.glob("*.whl"))
+
+
+def test_a_wheel_for_other_machines_asks_for_its_torch(wheel, tmp_path):
+    """What tools/build_wheel.py makes of the metadata; auditwheel's part is tried by CI."""
+    bound = build_wheel.bind(wheel, tmp_path / "work", ["2.13.1+cu129"])
     assert bound.name == "dash_attn-0.1.0+cu12.torch2.13-cp311-cp311-linux_x86_64.whl"
     with zipfile.ZipFile(bound) as archive:
         metadata = archive.read("dash_attn-0.1.0+cu12.torch2.13.dist-info/METADATA").decode()
     assert "\nRequires-Dist: torch==2.13.*\n" in metadata and "\nVersion: 0.1.0+cu12.torch2.13\n" in metadata
+
+
+def test_a_wheel_for_every_python_and_torch_has_their_libraries(wheel, tmp_path):
+    names = ["_autograd_torch2.9.so", "_autograd_torch2.10.so"]
+    names += [f"_schedule.cpython-{python}-x86_64-linux-gnu.so" for python in ("310", "311")]
+    for name in names:
+        (tmp_path / name).write_text(name)
+    bindings = [tmp_path / name for name in names]
+    bound = build_wheel.bind(wheel, tmp_path / "work", ["2.10.0", "2.9.1"], bindings)
+    assert bound.name == "dash_attn-0.1.0+cu12-cp310.cp311-none-linux_x86_64.whl"
+    with zipfile.ZipFile(bound) as archive:
+        held = [name.removeprefix("dash_attn/") for name in archive.namelist() if name.startswith("dash_attn/")]
+        assert sorted(held) == sorted(["_C.abi3.so", *names])
+        metadata = archive.read("dash_attn-0.1.0+cu12.dist-info/METADATA").decode()
+    assert "\nRequires-Dist: torch>=2.9,<2.11\n" in metadata and "\nVersion: 0.1.0+cu12\n" in metadata
+    with pytest.raises(SystemExit, match="--torch must name consecutive minor versions, got 2.9.1 2.11.0"):
+        build_wheel.requirement(["2.9.1", "2.11.0"])
+
+
+@pytest.mark.parametrize("version, stem, absent", [
+    ("2.12.1+cu130", "_autograd_torch2.12", None),
+    ("2.15.0a0", "_autograd_torch2.15", "this wheel of dash_attn is for torch 2.9, 2.12, and this is 2.15.0a0"),
+])  # fmt: skip
+def test_the_library_of_this_torch_is_taken(monkeypatch, tmp_path, version, stem, absent):
+    monkeypatch.setattr(ops.torch, "__version__", version)
+    assert ops._autograd_of_torch(tmp_path)[0] == "_autograd"
+    for release in ("2.12", "2.9"):
+        (tmp_path / f"_autograd_torch{release}.so").write_text("no library")
+    found = ops._autograd_of_torch(tmp_path)
+    assert found[0] == stem
+    reason = ops.why_not_loaded(*found, tmp_path)
+    if absent is None:
+        assert reason.startswith(f"{tmp_path / stem}.so cannot be loaded")
+    else:
+        assert reason == f"{absent} (no {stem}*.so in {tmp_path})"
 
 
 def test_a_wheel_leaves_the_other_files_of_its_folder(monkeypatch, tmp_path):
@@ -181,7 +222,7 @@ def test_a_wheel_leaves_the_other_files_of_its_folder(monkeypatch, tmp_path):
         (dest / name).write_text("old")
     monkeypatch.setattr(build_wheel, "ROOT", tmp_path / "checkout")
     monkeypatch.setattr(build_wheel, "run", made)
-    monkeypatch.setattr(build_wheel, "bind_to_torch", lambda wheel, folder, torch: wheel)
+    monkeypatch.setattr(build_wheel, "bind", lambda wheel, folder, torches, compiled: wheel)
     monkeypatch.setenv("PATH", os.environ["PATH"])
     monkeypatch.setattr(sys, "argv", ["build_wheel.py", "--dest", str(dest)])
     assert build_wheel.main() == 0

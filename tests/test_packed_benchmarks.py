@@ -389,13 +389,13 @@ def packed_file(tmp_path):
 
 def test_our_dense_call_is_no_peer(packed_file, capsys):
     compare.main([str(packed_file), "--pass", "backward", "forward", "both", "--grid", "packed"])
-    backward, forward, both = capsys.readouterr().out.split("peers of the same run")[1:]
+    backward, forward, both = capsys.readouterr().out.split("baselines of the same run")[1:]
     assert "not measured here" not in backward
     lines = {line.strip().split("  ")[0]: line.split() for line in backward.splitlines() if " of " in line}
     assert lines["the best deterministic"][3:5] == ["3.000", "(8)"]
     assert lines["the best other"][3:5] == ["0.750", "(8)"]
     equal = Shape.of_pack("8x2048", 128, 32, 8, "causal")
-    assert lines[DENSE][2:] == f"0.938 (4) of 8, 0.938 at {equal}".split()
+    assert lines[DENSE][2:] == f"0.938 (4) of 8, minimum 0.938 at {equal}".split()
     assert any(line.strip().startswith(DENSE) and "1.000 (4)" in line for line in forward.splitlines())
     # Each of ours after its own forward: 3.5 / (1 / 500 + 2.5 / 300) over 3.5 / (1 / 500 + 2.5 / 320).
     assert any(line.strip().startswith(DENSE) and "0.950 (4)" in line for line in both.splitlines())
@@ -423,12 +423,13 @@ def test_documents_quote_packs_and_windows(packed_file, tmp_path):
     quoted = document.Quoted(result, **{"packed-bar": packed_file, "windows-bar": windows})
     said = " ".join(document.details(quoted).split())
     assert "(`--grid packed-bar`), both sides in one run of commit abcdefabcdef on one H200." in said
-    assert "the backward 3.00 times that of FlashAttention-3, deterministic, at the least 3.00 (6)" in said
-    assert "the backward 0.94 times that of our own dense call on packs of equal lengths, at the least 0.94 (2)" in said
+    assert "the backward 3.00 times that of FlashAttention-3, deterministic, minimum 3.00 (6)" in said
+    dense = "our dense call on variable-length batches of equal lengths"
+    assert f"the backward 0.94 times that of {dense}, minimum 0.94 (2)" in said
     assert "(`--grid windows-bar`), both sides in one run of commit 123456123456 on one H100." in said
-    assert "the backward 1.20 times that of FlashAttention-3, at the least 1.20 (5)" in said
+    assert "the backward 1.20 times that of FlashAttention-3, minimum 1.20 (5)" in said
     by_shape = document.by_shape(quoted)
-    head = "| head_dim | heads | mask | batch x seqlen | dash_attn | of dense | best deterministic baseline | ratio |"
+    head = "| head_dim | heads | mask | batch x seqlen | dash_attn | over dense | best deterministic baseline | ratio |"
     assert by_shape.count(head) == 2, "packs, backward and forward"
     assert "| 128 | 32/8 | causal | pack 8x2048 | **300** | 0.94 | 100 (FlashAttention-3) | 3.00 | 400" in by_shape
     assert "| 64 | 32 | full | pack lognormal | **300** | - | 100 (FlashAttention-3) | 3.00 | 400" in by_shape

@@ -1,4 +1,4 @@
-"""The plan of a pack (csrc/schedule/pack_needs.h), decoded as the kernels decode it, for lengths that the host knows:
+"""The plan of a pack (csrc/placement/pack_needs.h), decoded as the kernels decode it, for lengths that the host knows:
 every piece of work once, in each sequence in the order that it has alone, in places of its own that there is room for.
 
 packing/plan.h sorts sequences and adds up what they need on the device: tests/gpu has the kernels' results. Here the

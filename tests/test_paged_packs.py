@@ -63,7 +63,7 @@ def test_a_gradient_is_needed_only_where_it_is_required():
     k, v, block_table = paged(pack)
     q = pack.q.clone().requires_grad_()
     expected = flash_attn_varlen_func(pack.q, pack.k, pack.v, *pack.offsets())
-    with pytest.raises(NotImplementedError, match=r"^block_table must be None where a gradient is required .* and q "):
+    with pytest.raises(NotImplementedError, match=r"^block_table must be None if a gradient is required .* and q "):
         flash_attn_varlen_func(q, k, v, *pack.offsets(), block_table=block_table)
     with torch.no_grad():
         assert torch.equal(flash_attn_varlen_func(q, k, v, *pack.offsets(), block_table=block_table), expected)

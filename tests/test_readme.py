@@ -81,9 +81,9 @@ def test_the_table_of_all_shapes(where, result):
     peers_rows = result["rows"] if where == "the same run" else PEERS["rows"]
     mine, missing = ours(result["rows"], "backward"), {}
     peers = {mode: theirs(peers_rows, "backward", mode) for mode in (True, False)}
-    same, others = block(DETAILS).split("The same beside baselines of other runs:")
-    table = same if where == "the same run" else others.split("By the groups")[0]
-    legend = table.partition("Missing are the baselines")[2]
+    same, others = block(DETAILS).split("The same, compared with baselines of other runs:")
+    table = same if where == "the same run" else others.split("The number of shapes at which")[0]
+    legend = table.partition("These baselines were not measured")[2]
     for letter, text in re.findall(r"^- ([a-z]): (.*(?:\n  .*)*)", legend, re.M):
         missing[letter] = " ".join(text.split())
     rows = [line for line in table.splitlines() if re.match(r"\| (64|128) \| \d", line)]
@@ -93,7 +93,7 @@ def test_the_table_of_all_shapes(where, result):
         head_dim, heads, kv_heads, mask, seqlen, _ = shape
         shown = str(heads) if heads == kv_heads else f"{heads}/{kv_heads}"
         cells = [str(head_dim), shown, mask, str(seqlen), f"**{tflops:.0f}**"]
-        absent = {True: "deterministic: ", False: "not deterministic: "}
+        absent = {True: "deterministic: ", False: "non-deterministic: "}
         notes = []
         for mode in (True, False):
             of_shape = peers[mode].get(shape, [])
@@ -134,14 +134,14 @@ def test_the_summary(result):
     other = ours(result["rows"], "backward", "order_free")
     ratios = [other[shape] / tflops for shape, tflops in mine.items()]
     middle = statistics.geometric_mean(ratios)
-    said = f'has {middle:.2f} times the throughput of `"auto"`, at the least {min(ratios):.2f}.'
+    said = f'has {middle:.2f} times the throughput of `"auto"` (minimum {min(ratios):.2f}).'
     assert said in " ".join(DETAILS.split())
 
 
 def test_how_many_shapes_each_peer_was_measured_at(result):
     groups = groups_of(ours(result["rows"], "backward"))
     heads, _, *lines = DETAILS.split("| backward, shapes measured |")[1].split("\n\n")[0].splitlines()
-    assert [c.strip() for c in heads.strip("|").split("|")] == [f"{d} {m}, of {len(g)}" for (d, m), g in groups.items()]
+    assert [c.strip() for c in heads.strip("|").split("|")] == [f"{d} {m} ({len(g)})" for (d, m), g in groups.items()]
     expected = {}
     for impl, mode in {(row["impl"], row["deterministic"]) for row in PEERS["rows"] if row["pass"] == "backward"}:
         measured = theirs(PEERS["rows"], "backward", mode, impl)
@@ -157,7 +157,7 @@ def test_the_claim_against_other_runs(result):
     fa3 = theirs(PEERS["rows"], "backward", True, "fa3")
     with_fa3 = {shape: tflops for shape, tflops in mine.items() if shape in fa3}
     ratio, shapes = mean(with_fa3, deterministic)
-    claim = rf"Over the {shapes} shapes with a figure of deterministic FlashAttention-3, .* baseline is {ratio}, in sep"
+    claim = rf"Over the {shapes} shapes with a figure of deterministic FlashAttention-3, .* baseline in .* is {ratio}\."
     assert re.search(claim, " ".join(DETAILS.split()))
 
 
@@ -260,8 +260,8 @@ def test_both_passes_and_the_yardstick(result):
     if not mine:  # not measured together
         backward, forward = (ours(result["rows"], pass_) for pass_ in ("backward", "forward"))
         mine = {shape: 3.5 / (1 / forward[shape] + 2.5 / backward[shape]) for shape in backward}
-    said = {True: "{} times the best deterministic baseline ({} shapes)", False: "{} times the best other ({})."}
-    for mode, words in said.items():
+    best = "{} times the throughput of the best deterministic baseline ({} shapes)"
+    for mode, words in {True: best, False: "{} times that of the best other ({})."}.items():
         pairs = {
             shape: [(impl, 3.5 / (1 / forwards[shape][0][1] + 2.5 / tflops)) for impl, tflops in found]
             for shape, found in theirs(PEERS["rows"], "backward", mode).items()
@@ -342,7 +342,7 @@ def test_a_result_without_peers_is_not_quoted(kept, tmp_path, monkeypatch, resul
         page.write_text(empty)
     path = tmp_path / "result.json"
     path.write_text(json.dumps({**result, "rows": [row for row in result["rows"] if row["impl"] in kept]}))
-    with pytest.raises(SystemExit, match="has not both passes beside peers of its run"):
+    with pytest.raises(SystemExit, match="must have both passes with baselines of its run"):
         document.main([str(path)])
     assert not path.with_suffix(".png").exists()
     assert {page.read_text() for page in pages} == {empty}
@@ -364,11 +364,11 @@ def test_the_claims_of_the_other_grids(grid, pass_):
     for (impl, deterministic), peer in others.items():
         ratios = [mine[shape] / tflops for shape, tflops in peer.items()]
         if impl == "dash_attn dense":
-            name = "our own dense call on packs of equal lengths"
+            name = "our dense call on variable-length batches of equal lengths"
         else:
             name = NAMES[impl] + (", deterministic" if deterministic and pass_ == "backward" else "")
         middle = statistics.geometric_mean(ratios)
-        claim = f"the {pass_} {middle:.2f} times that of {name}, at the least {min(ratios):.2f} ({len(ratios)})"
+        claim = f"the {pass_} {middle:.2f} times that of {name}, minimum {min(ratios):.2f} ({len(ratios)})"
         assert claim in text
 
 
@@ -380,7 +380,7 @@ def test_the_ratios_by_shape_of_the_grids_with_bars(grid, pass_):
     what = document.OWN_GRIDS[grid].shapes
     shown = BY_SHAPE.split(f"\nThe {pass_} of {what}, commit")[1].split(":\n\n", 1)[1].split("\n\n")[0].splitlines()
     names, _, *lines = ([cell.strip() for cell in line.strip("|").split("|")] for line in shown)
-    assert names[5] == "over our own" and len(names) > 6
+    assert names[5] == "over dash_attn" and len(names) > 6
     mine = ours(rows, pass_)
     peers = {}
     for impl, name in NAMES.items():
@@ -457,7 +457,7 @@ def test_the_table_of_schedules():
 
 def test_the_comparisons_that_are_named(capsys, tmp_path, result):
     """They run, and print the geometric mean to the best deterministic peer, for each run that both files have."""
-    lines = re.findall(r"^    python -m benchmarks\.compare (.*)$", DETAILS, re.M)
+    lines = re.findall(r"^python -m benchmarks\.compare (.*)$", DETAILS, re.M)
     tflops = {("dash_attn", "auto"): 500.0, ("dash_attn", "atomic"): 900.0}
     tflops |= {("fa3", "auto"): 400.0, ("fa3", None): 450.0}
     files = {"result.json": str(RESULT)}

@@ -67,7 +67,7 @@ def test_flipped_bits(clean, tmp_path, name, when, kind):
         first = found.first
         assert (first.step, first.key.kind, first.key.name) == (2, kind, name)
         assert first.cause == ("buffers" if when == "before" else "forward")
-        assert ("step 1 agrees to its end" if when == "before" else "all that is recorded before") in first.reason
+        assert ("step 1 agrees to its end" if when == "before" else "all earlier records of the step") in first.reason
         assert found.facts == {}
 
 

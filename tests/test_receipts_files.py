@@ -74,27 +74,29 @@ def status_of_compare(a, b, capsys):
 def test_killed_at_any_time(tmp_path, capsys):
     """What a killed process leaves is whole steps; they can be read where they are, and gone on with."""
     write_steps(tmp_path / "whole", range(300))
-    rng, sizes = random.Random(0), set()
-    for turn in range(20):
+    rng, sizes, turn = random.Random(0), set(), 0
+    # Later and later, until enough runs have got far enough, however slow the machine is.
+    while turn < 20 or len(sizes) <= 10 or max(sizes) <= 5:
+        turn += 1
+        assert turn < 200, f"runs that were killed have {sorted(sizes)} steps"
         folder = tmp_path / f"killed_{turn}"
         child = in_child(lambda: write_steps(folder, range(100_000)))
         while not rank_file(folder, 0).exists():
             time.sleep(0.001)
-        time.sleep(rng.uniform(0, 0.1))
+        time.sleep(rng.uniform(0, 0.01 * turn))
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
         files = sorted(file.name for file in folder.iterdir())
         try:
             steps = len(steps_of(folder))
         except ValueError as error:  # so early that there is no table
-            assert "no such table: meta" in str(error) or "it has format None" in str(error)
+            assert "no such table: meta" in str(error) or "its format is None" in str(error)
         else:
             sizes.add(steps)
             assert not steps or status_of_compare(tmp_path / "whole", folder, capsys)[0] == 3
             assert sorted(file.name for file in folder.iterdir()) == files
         write_steps(folder, range(300), resume=True)
         assert status_of_compare(tmp_path / "whole", folder, capsys) == (0, "")
-    assert len(sizes) > 10 and max(sizes) > 5
 
 
 def with_hot_journal(source, folder):
@@ -148,8 +150,12 @@ def test_a_folder_in_which_nothing_can_be_written(runs, tmp_path, what):
         for file in folder.iterdir():
             file.chmod(0o444)
         folder.chmod(0o555)
+        scratch = pathlib.Path(outer, "scratch")  # TMPDIR may be one that others cannot write to
+        scratch.mkdir()
+        scratch.chmod(0o777)
 
         def read():
+            tempfile.tempdir = str(scratch)
             if os.geteuid() == 0:
                 os.setgid(65534)
                 os.setuid(65534)
@@ -177,7 +183,7 @@ def test_a_reader_does_not_stop_the_writer(tmp_path):
         with recorder.step(step, data=torch.ones(3)):
             pass
     recorder.close()
-    assert time.monotonic() - began < 4
+    assert time.monotonic() - began < store.LOCK_WAIT_S, "the writer has waited for the reader's lock"
     assert database.execute("SELECT count(*) FROM step").fetchone() == (1,)
     assert len(steps_of(tmp_path / "run")) == 50
     database.close()
@@ -190,7 +196,11 @@ def test_a_locked_file_is_called_locked(runs, tmp_path, capsys, monkeypatch):
     with contextlib.closing(sqlite3.connect(tmp_path / "run" / FILE, isolation_level=None)) as database:
         database.execute("BEGIN EXCLUSIVE")
         status, err = status_of_compare(runs / "clean", tmp_path / "run", capsys)
-        assert status == 2 and "rank_00000.sqlite" in err and "another process keeps it locked, for 0.1 seconds" in err
+        assert (
+            status == 2
+            and "rank_00000.sqlite" in err
+            and "another process has kept the file locked for more than 0.1 seconds" in err
+        )
 
 
 def test_resuming_waits_for_readers(runs, tmp_path, monkeypatch):
@@ -202,7 +212,7 @@ def test_resuming_waits_for_readers(runs, tmp_path, monkeypatch):
         database.execute("BEGIN")
         database.execute("SELECT * FROM step").fetchall()
         monkeypatch.setattr(store, "LOCK_WAIT_S", 0.1)
-        message = f"no other process keeps locked, got .*{FILE}, locked for 0.1 seconds and more: close what reads it"
+        message = f"no other process has locked, got .*{FILE}, which has been locked for more than 0.1 seconds: close"
         with pytest.raises(ValueError, match=message):
             Recorder(tmp_path / "run", block=8, resume=True)
         monkeypatch.undo()
@@ -220,9 +230,7 @@ def test_a_lock_file_with_content(tmp_path):
 
 def test_a_second_writer_is_refused(tmp_path):
     """In this process, in another, and not once the first is gone; a child of the first does not keep it out."""
-    message = (
-        "path must be a folder that no other recorder is writing to, got .*: another recorder has rank_00000.sqlite"
-    )
+    message = "path must be a folder that no other recorder writes to, got .*: another recorder has rank_00000.sqlite"
     recorder = Recorder(tmp_path, block=8)
     with pytest.raises(ValueError, match=message):
         Recorder(tmp_path, block=8, resume=True)
@@ -274,24 +282,24 @@ def test_blocks_that_contradict_their_sum(runs, tmp_path, capsys):
 @pytest.mark.parametrize(
     "statement, message",
     [
-        ("UPDATE step SET sums = zeroblob(length(sums)) WHERE step = 3", "table step does not have its checksum"),
-        ("UPDATE step SET sums = NULL", "table step does not have its checksum"),
-        ("UPDATE step SET complete = 0", "table step does not have its checksum"),
-        ("UPDATE step SET step = step + 10", "table step does not have its checksum"),
-        ("UPDATE tensor SET name = 'other' WHERE id = 3", "table tensor does not have its checksum"),
-        ("UPDATE tensor SET ranges = '['", "table tensor does not have its checksum"),
-        ("UPDATE sequence SET tensors = zeroblob(length(tensors))", "table sequence does not have its checksum"),
-        ("UPDATE meta SET value = 'x' WHERE key = 'rank'", "table meta does not have its checksum"),
-        ("UPDATE meta SET value = '1' WHERE key = 'format'", "has format 1, this version of dash_attn reads 2"),
-        ("DELETE FROM sequence", "it has no sequence 0"),
+        ("UPDATE step SET sums = zeroblob(length(sums)) WHERE step = 3", "table step does not match its checksum"),
+        ("UPDATE step SET sums = NULL", "table step does not match its checksum"),
+        ("UPDATE step SET complete = 0", "table step does not match its checksum"),
+        ("UPDATE step SET step = step + 10", "table step does not match its checksum"),
+        ("UPDATE tensor SET name = 'other' WHERE id = 3", "table tensor does not match its checksum"),
+        ("UPDATE tensor SET ranges = '['", "table tensor does not match its checksum"),
+        ("UPDATE sequence SET tensors = zeroblob(length(tensors))", "table sequence does not match its checksum"),
+        ("UPDATE meta SET value = 'x' WHERE key = 'rank'", "table meta does not match its checksum"),
+        ("UPDATE meta SET value = '1' WHERE key = 'format'", "its format is 1, but this version of dash_attn reads 2"),
+        ("DELETE FROM sequence", "sequence 0 is missing"),
         ("DELETE FROM tensor WHERE id = 3", "3"),
-        ("DELETE FROM meta WHERE key = 'folder'", "it does not say its folder"),
-        ("DELETE FROM meta", "it has format None"),
+        ("DELETE FROM meta WHERE key = 'folder'", "its table meta lacks folder"),
+        ("DELETE FROM meta", "its format is None"),
         ("DROP TABLE meta", "no such table: meta"),
         ("DROP TABLE step", "no such table: step"),
         ("DROP TABLE sequence", "no such table: sequence"),
         ("DROP TABLE tensor", "no such table: tensor"),
-        ("ALTER TABLE step DROP COLUMN crc", "table step does not have its checksum"),
+        ("ALTER TABLE step DROP COLUMN crc", "table step does not match its checksum"),
     ],
 )
 def test_rows_that_are_wrong(runs, tmp_path, capsys, statement, message):
@@ -309,12 +317,12 @@ def test_a_tensor_of_no_dtype(runs, tmp_path, capsys):
     row[5] = "nn"
     change = ("UPDATE tensor SET dtype = 'nn', crc = ? WHERE id = 0", (row_crc("tensor", row),))
     status, err = status_of_compare(runs / "clean", edited(runs / "clean", tmp_path / "run", change), capsys)
-    assert status == 2 and f"run/{FILE} cannot be read as a receipt: it has an invalid tensor entry: Entry(" in err
+    assert status == 2 and f"run/{FILE} cannot be read as a receipt: a tensor entry is invalid: Entry(" in err
 
 
 def test_tables_of_blocks_are_read_where_runs_differ(runs, tmp_path, capsys):
     for name, statement, message in (
-        ("zeros", "UPDATE blocks SET sums = zeroblob(length(sums))", "table blocks does not have its checksum"),
+        ("zeros", "UPDATE blocks SET sums = zeroblob(length(sums))", "table blocks does not match its checksum"),
         ("none", "DROP TABLE blocks", "no such table: blocks"),
     ):
         wrong = edited(runs / "planted", tmp_path / name, statement)
@@ -388,13 +396,13 @@ def test_random_damage_of_a_log(tmp_path, capsys):
 
 def test_resuming_what_is_damaged(runs, tmp_path):
     for name, statement, message in (
-        ("tensor", "UPDATE tensor SET name = 'x' WHERE id = 1", "which is damaged: a row of its table tensor does not"),
-        ("no_text", "UPDATE tensor SET name = CAST(x'ff' AS TEXT)", "which is damaged: a row of its table tensor does"),
-        ("rank", "UPDATE meta SET value = 1 WHERE key = 'rank'", "receipts of rank 0 to go on with, got .* of 1"),
-        ("format", "UPDATE meta SET value = 1 WHERE key = 'format'", "receipts of format 2 to go on with, got .* of 1"),
-        ("no_meta", "DROP TABLE meta", f"got .*no_meta/{FILE}, whose tables are not those of format 2"),
-        ("no_blocks", "DROP TABLE blocks", f"got .*no_blocks/{FILE}, whose tables are not those of format 2"),
-        ("no_crc", "ALTER TABLE step DROP COLUMN crc", f"got .*no_crc/{FILE}, whose tables are not those of format 2"),
+        ("tensor", "UPDATE tensor SET name = 'x' WHERE id = 1", "damaged: a row of its table tensor does not"),
+        ("no_text", "UPDATE tensor SET name = CAST(x'ff' AS TEXT)", "damaged: a row of its table tensor does"),
+        ("rank", "UPDATE meta SET value = 1 WHERE key = 'rank'", "receipts whose rank is 0, got .* with 1"),
+        ("format", "UPDATE meta SET value = 1 WHERE key = 'format'", "receipts whose format is 2, got .* with 1"),
+        ("no_meta", "DROP TABLE meta", f"got .*no_meta/{FILE}, whose tables are not of format 2"),
+        ("no_blocks", "DROP TABLE blocks", f"got .*no_blocks/{FILE}, whose tables are not of format 2"),
+        ("no_crc", "ALTER TABLE step DROP COLUMN crc", f"got .*no_crc/{FILE}, whose tables are not of format 2"),
     ):
         wrong = edited(runs / "clean", tmp_path / name, statement)
         with pytest.raises(ValueError, match=message):
@@ -406,10 +414,12 @@ def test_resuming_what_is_damaged(runs, tmp_path):
     with (wrong / FILE).open("r+b") as file:
         file.seek((page - 1) * size)
         file.write(bytes(size))
-    with pytest.raises(ValueError, match=f"got .*no_page/{FILE}, which is damaged: Page {page}"):
+    with pytest.raises(ValueError, match=f"got .*no_page/{FILE}, damaged: Page {page}"):
         Recorder(wrong, block=8, resume=True)
     (wrong / FILE).write_bytes(b"no database" * 1000)
-    with pytest.raises(ValueError, match="to go on with, got .*, which is not a receipt: file is not a database"):
+    with pytest.raises(
+        ValueError, match="that can be continued, got .*, which is not a receipt: file is not a database"
+    ):
         Recorder(wrong, block=8, resume=True)
     (tmp_path / "file").touch()
     with pytest.raises(OSError, match="file"):

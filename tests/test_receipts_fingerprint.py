@@ -241,12 +241,12 @@ def test_blocks_of_parts(name):
     [
         (lambda: block_sums(torch.ones(4), block=12), "block must be a power of two from 8 to 16777216 words, got 12"),
         (lambda: block_sums(torch.ones(4), block=4), "block must be a power of two"),
-        (lambda: block_sums(torch.ones(4), shard=Shard.box((8,), (0,), (5,))), "shard must be a part of the tensor's"),
-        (lambda: Shard.box((8,), (4,), (5,)), r"ranges of dimension 0 must lie in 0 to 8, its length, got \(4, 9\)"),
-        (lambda: Shard.along((8,), 0, (0, 3), (2, 4)), r"must not meet, got \(0, 3\) and \(2, 4\)"),
+        (lambda: block_sums(torch.ones(4), shard=Shard.box((8,), (0,), (5,))), "shard must have the tensor's"),
+        (lambda: Shard.box((8,), (4,), (5,)), r"ranges of dimension 0 must lie within 0 to 8, got \(4, 9\)"),
+        (lambda: Shard.along((8,), 0, (0, 3), (2, 4)), r"must not overlap, got \(0, 3\) and \(2, 4\)"),
         (lambda: Shard.along((8,), 1, (0, 3)), r"dim must be a dimension of the shape \(8,\), got 1"),
         (lambda: Shard((8, 2), (((0, 8),),)), "an entry for each dimension"),
-        (lambda: Shard.box((8,), (4, 2), (5,)), "must have one entry a dimension"),
+        (lambda: Shard.box((8,), (4, 2), (5,)), "must have the same length"),
     ],
 )
 def test_bad_values(call, message):

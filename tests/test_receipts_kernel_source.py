@@ -30,6 +30,7 @@ def test_the_kernel_agrees_with_the_cpu(tmp_path):
 OUTSIDE = "an addition of ", "a load of "
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "file, right, wrong, message",
     [

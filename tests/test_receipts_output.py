@@ -1,17 +1,21 @@
 """What comparisons print and draw: names of any kind, commands for a shell, progress, and many records at once."""
 
+import contextlib
 import io
 import json
 import os
 import pathlib
 import random
 import re
+import sqlite3
 import subprocess
 import sys
 
 import pytest
 import torch
 
+import dash_attn
+from dash_attn import build_record
 from dash_attn.receipts import Recorder, Shard, compare, pairs, replays
 from dash_attn.receipts.__main__ import main
 from dash_attn.receipts.fingerprints import block_span
@@ -20,7 +24,8 @@ from dash_attn.receipts.store import Entry, Writer, rank_file
 from dash_attn.receipts.text import printable
 
 NAMES = [
-    "\x1b]0;title\x07\x1b[2J", "a\nthe same: no record differs", "a\rthe same", "\x9b31m", "\u202edlrow", "\u2028",
+    "\x1b]0;title\x07\x1b[2J", "a\nthe runs agree: no record differs", "a\rthe same", "\x9b31m", "\u202edlrow",
+    "\u2028",
     "$x^{$", "$", r"\$a$", r"$\frac$", "\\", "größe", "张量", "a\0b", "%s{}", "_" * 3000, "",
 ]  # fmt: skip
 
@@ -43,7 +48,30 @@ def pair_of(folder, names, **options):
 
 def check_text(text):
     assert all(c.isprintable() or c == "\n" for c in text), text
-    assert "the same: no record differs" not in text.splitlines()
+    assert "the runs agree: no record differs" not in text.splitlines()
+
+
+def test_runs_of_other_code_are_told_first(tmp_path, monkeypatch, capsys):
+    """A receipt without the versions, as older releases wrote it, is compared all the same."""
+    a, b, tensors = str(tmp_path / "a"), str(tmp_path / "b"), {"x": torch.arange(20.0)}
+    record(tmp_path / "a", tensors)
+    assert main(["compare", a, a]) == 0
+    assert "different code" not in capsys.readouterr().out
+    built = Run(a).meta["library sources"]
+    monkeypatch.setattr(dash_attn, "__bits_version__", 1)
+    monkeypatch.setattr(build_record, "library_sources", lambda: "0123456789abcdef")
+    record(tmp_path / "b", tensors)
+    assert main(["compare", a, b]) == 0
+    first, second, *_ = capsys.readouterr().out.splitlines()
+    assert first == (
+        f"the runs used different code of dash_attn: bits version 2 and 1; library sources {built} and 0123456789abcdef"
+    )
+    assert second == "  a new bits version changes results on purpose: docs/contract.md lists what changed"
+    with contextlib.closing(sqlite3.connect(rank_file(tmp_path / "b", 0))) as database, database:
+        database.execute("DELETE FROM meta WHERE key IN ('bits version', 'library sources', 'Python sources')")
+    assert main(["compare", a, b]) == 0
+    first = capsys.readouterr().out.splitlines()[0]
+    assert "bits version 2 and not recorded; " in first and first.endswith(" and not recorded")
 
 
 @pytest.mark.parametrize("place", range(len(NAMES)))
@@ -178,7 +206,7 @@ def test_the_picture_shows_every_step(tmp_path, monkeypatch):
     with pairs_of_runs(tmp_path) as (a, b):
         order, columns, first = picture._scan(a, b, list(range(100)), None)
     rows = [[column[key] for column in columns] for key in order]
-    assert rows == [[0] * 7, [0, 0, 1, 0, 0, 0, 1]] and first == 37
+    assert rows == [[0] * 7, [0, 0, 1, 0, 0, 0, 1]] and first == (37, order[1])
 
 
 def pairs_of_runs(folder):

@@ -99,7 +99,7 @@ def test_layouts_of_a_whole_run(folder):
     assert found.first.cause == "backward or collective"
     assert found.first.differing["weights"] == (0, 7) and found.first.differing["data"] == (0, 1)
     assert "local_gradient" not in found.first.differing
-    assert any("belongs to a rank alone, and the layouts differ" in why for why in found.not_compared)
+    assert any("belongs to one rank, and the layouts of the runs differ" in why for why in found.not_compared)
 
 
 def test_a_rank_that_died_before_the_others(folder, tmp_path):
@@ -110,12 +110,12 @@ def test_a_rank_that_died_before_the_others(folder, tmp_path):
     database.execute("DELETE FROM step WHERE step = ?", (steps[-1],))
     database.commit()
     database.close()
-    of_a, of_b = (f"not recorded to their end in run {name}" for name in "ab")
+    of_a, of_b = (f"not recorded to the end in run {name}" for name in "ab")
     last = f"steps {steps[-1]}"
     assert compare(died, died).not_compared == {of_a: last, of_b: last}
     found = compare(whole, died)
     assert found.first is None and found.steps == steps[:-1]
-    assert found.not_compared == {"recorded in run a only": last, of_b: last}
+    assert found.not_compared == {"recorded only in run a": last, of_b: last}
 
 
 def test_a_missing_rank(folder, tmp_path):

@@ -1,10 +1,12 @@
 """The tile-by-tile reference: right to float64, in the order it is given and in no other."""
 
 import functools
+import itertools
 
 import pytest
 import torch
 from float64_reference import attention_float64, attention_in_dtype, error_limits, relative_error, visible_keys
+from products import spread
 
 from dash_attn import reference
 from dash_attn.schedule import fitting, resolve
@@ -31,12 +33,14 @@ def run(q, k, v, dout, *, causal, order, softmax_scale=0.25):
     return out, lse, *grads
 
 
-@pytest.mark.parametrize("heads, kv_heads", [(2, 2), (4, 2), (3, 1)])
-@pytest.mark.parametrize("seqlen_q, seqlen_k", LENGTHS)
-@pytest.mark.parametrize("schedule, causal", SCHEDULES)
-def test_formulas_in_float64(schedule, causal, seqlen_q, seqlen_k, heads, kv_heads):
-    q, k, v, dout = tensors(seqlen_q, seqlen_k, heads=heads, kv_heads=kv_heads)
-    actual = run(q, k, v, dout, causal=causal, order=small_order(schedule, seqlen_q, seqlen_k, causal))
+# A schedule orders the tiles of one head; which heads share K and V makes no difference to the order.
+@pytest.mark.parametrize(
+    "policy, lengths, heads", spread(itertools.product(SCHEDULES, LENGTHS), [(2, 2), (4, 2), (3, 1)]), ids=str
+)
+def test_formulas_in_float64(policy, lengths, heads):
+    schedule, causal = policy
+    q, k, v, dout = tensors(*lengths, heads=heads[0], kv_heads=heads[1])
+    actual = run(q, k, v, dout, causal=causal, order=small_order(schedule, *lengths, causal))
     expected = attention_float64(q, k, v, dout, softmax_scale=0.25, causal=causal)
     for a, e in zip(actual, expected):
         torch.testing.assert_close(a, e, rtol=1e-12, atol=1e-12)

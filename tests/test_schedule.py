@@ -1,4 +1,4 @@
-"""The orders of csrc/schedule: every live tile once, ranks a permutation, waits that point at earlier groups."""
+"""The orders of csrc/contract: every live tile once, ranks a permutation, waits that point at earlier groups."""
 
 import itertools
 

@@ -180,7 +180,7 @@ def test_chart(tmp_path, capsys):
         (["--seqlen-q", "100000000"], "batch * heads * query tiles * KV tiles must be at most 20000000, got 2 * 16 * "),
         (["--sms", "0"], "sms must be in"),
         (["--seqlen-q", "256", "--png", "chart.svg"], "path must end in .png, got 'chart.svg'"),
-        (["--seqlen-q", "16384", "--mask", "full", "--png", "chart.png"], "recorded tasks each to be drawn"),
+        (["--seqlen-q", "16384", "--mask", "full", "--png", "chart.png"], "recorded tasks each, got"),
     ],
 )
 def test_bad_arguments_end_in_one_line(arguments, message, capsys, tmp_path, monkeypatch):

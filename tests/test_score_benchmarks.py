@@ -109,7 +109,7 @@ def test_the_whole_program(tmp_path, capsys):
         patch.setitem(GRIDS, "scores", lambda: list(dict.fromkeys(shapes)))
         assert run.main([*arguments, "--png", str(tmp_path / "scores.png")]) == 0
     printed = capsys.readouterr().out
-    ratios = printed.split("throughput over that without scores\n")[1]
+    ratios = printed.split("throughput over that without changed scores\n")[1]
     for pass_ in ("backward", "forward"):
         for scores in ("softcap 50", "alibi"):
             (line,) = [x for x in ratios.splitlines() if x.startswith(f"  {pass_} ") and f" {scores}: " in x]
@@ -149,7 +149,7 @@ def test_documents_quote_head_dims_beside_their_bars(tmp_path):
     assert "(`--grid head-dims`), both sides in one run of commit abcdefabcdef on one H200. Speedup" in said
     lines = text.splitlines()
     # Of eight shapes one has 400: (500 / 400) ** (7 / 8) of 400, and 0.8 ** (1 / 8) of 500.
-    assert "| 96 | backward | our own at 128 | 8 | 0.93 | 0.90 (full, 8x2048) | 0.90 |" in lines
+    assert "| 96 | backward | dash_attn at 128 | 8 | 0.93 | 0.90 (full, 8x2048) | 0.90 |" in lines
     of_fa3 = "| FlashAttention-3, deterministic | 8 | 1.22 | 1.00 (causal, 8x2048) | 1.15 |"
     assert f"| (192, 128) | backward {of_fa3}" in lines and f"| 192 | backward {of_fa3}" in lines
     assert "| 256 | backward | FlashAttention-3 | 8 | 0.97 | 0.80 (causal, 8x2048) | 1.00 |" in lines
@@ -172,10 +172,10 @@ def test_documents_quote_what_scores_cost(tmp_path):
     lines = document.details(quoted).splitlines()
     for pass_ in ("backward", "forward"):
         of = f"| softcap 50, 128 causal | {pass_} |"
-        assert f"{of} our own without | 2 | 0.80 | 0.80 (causal, 4x4096) | 0.85 |" in lines
+        assert f"{of} dash_attn without it | 2 | 0.80 | 0.80 (causal, 4x4096) | 0.85 |" in lines
         assert f"{of} FlashAttention-3 | 2 | 2.00 | 2.00 (causal, 4x4096) | - |" in lines
         of = f"| sinks, 64 window | {pass_} |"
-        assert f"{of} our own without | 1 | 1.20 | 1.20 (window (127, 0), 2x8192) | - |" in lines
+        assert f"{of} dash_attn without it | 1 | 1.20 | 1.20 (window (127, 0), 2x8192) | - |" in lines
     by_shape = document.by_shape(quoted).splitlines()
     assert "| 128 | 16 | causal, softcap 50 | 4 x 4096 | **400** | 0.80 | 2.00 | 2.00 |" in by_shape
     assert "| 128 | 16 | causal, alibi | 4 x 4096 | **600** | 1.20 | - |" in by_shape, "forward"

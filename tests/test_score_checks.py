@@ -28,6 +28,7 @@ def problem_of(kind, *shape, **mask):
     return dataclasses.replace(Problem(*shape, causal=True), **mask, **SCORES[kind])
 
 
+@pytest.mark.slow
 @KIND
 def test_sampled_products_meet_the_bar(kind):
     for dtype in (torch.bfloat16, torch.float16):

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from interface_support import FUNCTIONS, assert_same_bits, inputs_of, kernel_calls, qkv_tensors
 from mask_support import CAUSAL, FULL, name_of, public, window
 from pack_support import Pack
+from products import pairwise
 from score_support import NAMES, assert_as_alone, dense, draw, failures, packed, results_of
 
 from dash_attn import flash_attn_func, flash_attn_qkvpacked_func, reference
@@ -31,10 +32,10 @@ KINDS = {
 KIND = pytest.mark.parametrize("kind", KINDS)
 
 
-@pytest.mark.parametrize("mask", MASKS, ids=name_of)
-@pytest.mark.parametrize("lengths", [(1, 1), (17, 33), (33, 17), (40, 40), (65, 7)])
-@KIND
-def test_formulas_in_float64(kind, lengths, mask):
+@pytest.mark.parametrize(
+    "mask, lengths, kind", pairwise(MASKS, [(1, 1), (17, 33), (33, 17), (40, 40), (65, 7)], list(KINDS)), ids=str
+)
+def test_formulas_in_float64(mask, lengths, kind):
     """In small tiles, of which some are dead and some are cut."""
     generator = torch.Generator().manual_seed(0)
     shapes = [(lengths[0], 4), (lengths[1], 2), (lengths[1], 2), (lengths[0], 4)]
@@ -89,6 +90,7 @@ def problems(draw_one):
     )  # fmt: skip
 
 
+@pytest.mark.slow
 @settings(max_examples=120, deadline=None, derandomize=True)
 @given(problems())
 def test_accuracy_of_products_of_features(problem):

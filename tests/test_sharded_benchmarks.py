@@ -139,18 +139,20 @@ def test_the_parts_are_merged_into_the_whole_family(parts, tmp_path, capsys):
 
 def test_parts_that_do_not_belong_together(parts, tmp_path):
     one, two = (json.loads(path.read_text()) for path in parts)
-    with pytest.raises(ValueError, match="they must be parts 1 to 2 of 2, got 1/2$"):
+    with pytest.raises(ValueError, match="the parts must be 1 to 2 of 2, got 1/2$"):
         files.merged({"a": one})
-    with pytest.raises(ValueError, match="they must be parts 1 to 2 of 2, got 1/2, 1/2"):
+    with pytest.raises(ValueError, match="the parts must be 1 to 2 of 2, got 1/2, 1/2"):
         files.merged({"a": one, "b": one})
     for key in files.SAME_IN_PARTS:
         other = {**two, "meta": {**two["meta"], key: "other"}}
-        with pytest.raises(ValueError, match=f"b has {key} 'other', a has "):
+        with pytest.raises(ValueError, match=f"b has {key} 'other', but a has "):
             files.merged({"a": one, "b": other})
     whole = {**two, "meta": {k: v for k, v in two["meta"].items() if k != "part"}}
     with pytest.raises(ValueError, match="b is not a part of a run"):
         files.merged({"a": one, "b": whole})
-    with pytest.raises(SystemExit, match="error: --merge must be results of the parts of one run: .*parts 1 to 2 of 2"):
+    with pytest.raises(
+        SystemExit, match="error: --merge must be results of the parts of one run: .* must be 1 to 2 of 2"
+    ):
         run.main(["--merge", str(parts[0]), "--json", str(tmp_path / "merged.json")])
     assert not list(tmp_path.iterdir())
 
@@ -245,10 +247,10 @@ def test_the_summary_is_over_the_best_peer_of_each_mode(result):
     lines = {line.split("  ")[0]: [cell.strip() for cell in line.split("  ")[1:] if cell] for line in groups}
     assert list(lines) == ["d64 full", "d64 causal", "d128 full", "d128 causal", "all"]
     spoilt = 2 ** (-1 / 60)
-    assert lines["d64 full"] == [f"{1.2 * spoilt:.3f}, least 0.60 (60)", f"{1.5 * spoilt:.3f}, least 0.75 (60)",
-                                 "1.100, least 1.10 (60)"]  # fmt: skip
-    assert lines["d128 causal"][:2] == ["1.200, least 1.20 (60)", "1.500, least 1.50 (60)"]
-    assert lines["all"][0].endswith("least 0.60 (240)")
+    assert lines["d64 full"] == [f"{1.2 * spoilt:.3f}, minimum 0.60 (60)", f"{1.5 * spoilt:.3f}, minimum 0.75 (60)",
+                                 "1.100, minimum 1.10 (60)"]  # fmt: skip
+    assert lines["d128 causal"][:2] == ["1.200, minimum 1.20 (60)", "1.500, minimum 1.50 (60)"]
+    assert lines["all"][0].endswith("minimum 0.60 (240)")
     worst = sharded.summary(json.loads(result.read_text())["rows"]).splitlines()[8:]
     assert len(worst) == 10 and worst[0].split() == [*str(WORST).split(), "0.60", "0.75", "1.10"]
     assert sharded.summary(rows_of(FAMILY[:3], {("dash_attn", "forward", True): 1.0})) == ""
@@ -264,7 +266,7 @@ def test_the_bars_of_the_family(result):
         ("128 causal", "backward", "TFLOP/s", 600.0, None, "met"),
     ]  # fmt: skip
     first = with_bar["all", "backward", "the best non-deterministic baseline"]
-    assert first.cells()[-2:] == [f"0.60 ({WORST})", "1.00, least 0.90"]
+    assert first.cells()[-2:] == [f"0.60 ({WORST})", "1.00, minimum 0.90"]
     (eight, thirty_two) = [c for c in claims if c.against == "TFLOP/s"]
     assert eight.bar == 570 and eight.mean.worst.heads_name == "8/1" and eight.verdict() == "met"
     assert thirty_two.cells()[4:] == ["600", "600 (bf16 d128 h32/4 causal 1x32768)", "600"]
@@ -290,7 +292,7 @@ def test_documents_quote_the_family_and_its_picture(result, tmp_path, monkeypatc
     assert "--grid sharded" not in without and said.startswith(without.rstrip())
     assert "![Throughput over the best baselines, shape by shape](results/main_sharded.png)" in said
     lines = said.splitlines()
-    of_all = "| all | forward | the best baseline | 240 | 1.10 | 1.10 (bf16 d64 h1 full 1x2048) | 1.05, least 0.95 |"
+    of_all = "| all | forward | the best baseline | 240 | 1.10 | 1.10 (bf16 d64 h1 full 1x2048) | 1.05, minimum 0.95 |"
     assert of_all in lines
     assert any(line.startswith("| 64 full | forward | the best baseline | 60 ") for line in lines)
     assert document.by_shape(quoted).count("\n| 128 | 8/1 | causal | 1 x 8192 |") == 2
@@ -299,5 +301,5 @@ def test_documents_quote_the_family_and_its_picture(result, tmp_path, monkeypatc
 def test_the_picture_has_a_panel_for_each_head_dim_and_mask(result, tmp_path):
     plot.draw_ratios(json.loads(result.read_text()), tmp_path / "ratios.png")
     assert (tmp_path / "ratios.png").read_bytes().startswith(b"\x89PNG")
-    with pytest.raises(ValueError, match="no shape with ours and a peer"):
+    with pytest.raises(ValueError, match="must have a shape with ours and a baseline"):
         plot.draw_ratios({"rows": []}, tmp_path / "none.png")

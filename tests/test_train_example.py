@@ -59,6 +59,7 @@ def losses(runs, name):
     return (runs / name / "losses.txt").read_bytes()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name, steps", [("one", STEPS), ("two", STEPS), ("four", 1)])
 def test_the_same_run_twice(runs, name, steps, capsys):
     assert losses(runs, name) == losses(runs, f"{name}_again") and len(losses(runs, name).splitlines()) == steps
@@ -67,6 +68,7 @@ def test_the_same_run_twice(runs, name, steps, capsys):
     assert f"records of {steps} steps" in out and "not compared" not in out
 
 
+@pytest.mark.slow
 def test_the_loss_falls(runs):
     values = [float.fromhex(line.split()[1]) for line in losses(runs, "one").decode().splitlines()]
     assert values[-1] < values[0] < 6  # about log 256 at the beginning
@@ -75,6 +77,7 @@ def test_the_loss_falls(runs):
     assert values == pytest.approx(others, rel=1e-3)
 
 
+@pytest.mark.slow
 def test_killed_and_resumed(runs, capsys):
     before = losses(runs, "as_it_was_killed")
     assert before != losses(runs, "two") and losses(runs, "two").startswith(before)
@@ -87,6 +90,7 @@ def test_killed_and_resumed(runs, capsys):
         assert [json.loads(line)["step"] for line in lines] == list(range(STEPS))
 
 
+@pytest.mark.slow
 def test_a_kill_after_a_resume_loses_no_line(runs):
     """Also where the steps up to the kill have not been handed to the disk by a checkpoint."""
     folder = runs / "branch_as_it_was_killed"
@@ -103,6 +107,7 @@ def checkpoints_of(folder):
     return sorted(path.name for path in (folder / "checkpoints").iterdir())
 
 
+@pytest.mark.slow
 def test_resuming_from_a_step_drops_later_checkpoints(runs):
     """What goes on after a kill is the new history, not the end of the old one."""
     assert checkpoints_of(runs / "one") == ["step_00000002", "step_00000004"]
@@ -115,6 +120,7 @@ def test_resuming_from_a_step_drops_later_checkpoints(runs):
     assert new[:3] == old[:3] and new[3] != old[3] and len(new) == STEPS + 2
 
 
+@pytest.mark.slow
 def test_a_rank_killed_in_a_checkpoint_leaves_no_checkpoint(runs):
     partial = ["dropped_step_00000004", "partial_step_00000004", "step_00000002"]
     assert checkpoints_of(runs / "half_as_it_was_killed") == partial
@@ -122,6 +128,7 @@ def test_a_rank_killed_in_a_checkpoint_leaves_no_checkpoint(runs):
     assert losses(runs, "half") == losses(runs, "two")
 
 
+@pytest.mark.slow
 def test_a_run_moves_to_another_number_of_processes(runs):
     """With the weights that it had: the steps before are kept, and the next one's loss goes on from there."""
     lines = losses(runs, "two_moved").decode().splitlines()
@@ -129,6 +136,7 @@ def test_a_run_moves_to_another_number_of_processes(runs):
     assert float(lines[-1].split()[2]) < float(lines[0].split()[2])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("other", ["slow", "two", "four"])
 def test_attention_has_the_same_bits_on_every_layout(runs, other):
     """Of equal inputs: one process, two with a half of the sequences each, two and four that share sequences."""
@@ -136,17 +144,19 @@ def test_attention_has_the_same_bits_on_every_layout(runs, other):
     assert found.first is None and not found.not_compared and found.compared == 2 * (4 + 4)
 
 
+@pytest.mark.slow
 def test_attention_that_is_not_deterministic_parts(runs, capsys):
     assert losses(runs, "noisy") == losses(runs, "noisy_again")  # of the first step, before any gradient
     assert receipts(["compare", str(runs / "noisy/receipts"), str(runs / "noisy_again/receipts")]) == 1
     out = capsys.readouterr().out
-    assert "they part in step 0\n  first: activation_gradient layers.1.attention.q\n" in out
+    assert "the runs first differ in step 0\n  first: activation_gradient layers.1.attention.q\n" in out
     assert "likely cause: backward" in out
     # Nor is it dash_attn's, of which only this gradient's last bits are other ones.
     first = compare(runs / "one" / "receipts", runs / "noisy" / "receipts").first
     assert (first.key.kind, first.key.name) == ("activation_gradient", "layers.1.attention.q")
 
 
+@pytest.mark.slow
 def test_a_step_is_replayed_beside_its_run(runs):
     assert len(losses(runs, "noisy").splitlines()) == 1 and not (runs / "noisy" / "checkpoints").exists()
     block = torch.load(runs / "replay" / "block_00000.pt")
@@ -155,6 +165,7 @@ def test_a_step_is_replayed_beside_its_run(runs):
     assert first.key.name == "layers.1.attention.q" and "--resume 0" in first.replay[0]
 
 
+@pytest.mark.slow
 def test_receipts_say_what_was_run(runs):
     found = compare(runs / "one" / "receipts", runs / "noisy" / "receipts")
     assert found.facts == {"attention": ('"dash_attn"', '"noisy"')}
@@ -162,6 +173,7 @@ def test_receipts_say_what_was_run(runs):
     assert config["text_sha256"] == Text().sha256 and "lib/python" in config["text"]
 
 
+@pytest.mark.slow
 def test_a_slow_rank_is_named(runs, capsys, tmp_path):
     assert train_report.main([str(runs / "slow"), "--skip", "1"]) == 0
     out = capsys.readouterr().out
@@ -192,19 +204,22 @@ def test_a_gpu_that_is_slowed_now_and_then_is_named(tmp_path):
     assert all(abs(ratio - 5 / 3) < 1e-9 for *_, ratio in slow)
 
 
+@pytest.mark.slow
 def test_waiting_is_not_blamed_on_attention(runs, capsys):
     """Ranks that share a sequence wait for each other inside of attention."""
     train_report.main([str(runs / "two"), "--skip", "0"])
     out = capsys.readouterr().out
-    assert "and the waiting for them" in out and "its attention" not in out
+    assert "and the wait for them" in out and "its attention" not in out
 
 
+@pytest.mark.slow
 def test_trace(runs):
     with gzip.open(runs / "one" / "traces" / "rank_00000.json.gz") as file:
         names = {event.get("name") for event in json.load(file)["traceEvents"]}
     assert {"attention 0", "attention 1", "ProfilerStep#1", "ProfilerStep#2"} <= names
 
 
+@pytest.mark.slow
 def test_table_of_costs(runs):
     found = json.loads((runs / "costs.json").read_text())
     (result,) = found["results"]
@@ -217,6 +232,7 @@ def test_table_of_costs(runs):
     assert result["peers"]["flash_attn_3"].startswith("not here: ") and "toy sizes" in found["device"]
 
 
+@pytest.mark.slow
 def test_proof(runs, tmp_path, monkeypatch, capsys):
     """What it says of runs that repeat, and of one that does not."""
     folders = {
@@ -295,8 +311,8 @@ def test_wrong_arguments(make, message):
     [
         (["--kv-heads", "3"], "--kv-heads must divide --heads 4, got 3"),
         (["--width", "30"], "--width must be an even multiple of --heads 4, got 30"),
-        (["--fault", "flood:0:1"], "--fault must be kill:RANK:STEP or slow:RANK:MILLISECONDS of one of 1 ranks"),
-        (["--trace", "0", "1"], "--trace must be steps behind the first, 0"),
+        (["--fault", "flood:0:1"], "--fault must be kill:RANK:STEP or slow:RANK:MILLISECONDS for one of 1 ranks"),
+        (["--trace", "0", "1"], "--trace must be steps after the first, 0"),
         (["--text", "/nowhere"], "--text must be a file"),
         (["--stale-memory", "-1"], "--stale-memory must be at least 0, and 0 without a GPU, got -1"),
         (["--resume", "-2"], "--resume must be a step of at least 0, got -2"),
@@ -336,9 +352,10 @@ def test_a_setting_that_is_left_behind_is_found():
         torch.backends.cudnn.benchmark = not torch.backends.cudnn.benchmark
 
 
+@pytest.mark.slow
 def test_a_folder_with_another_run(runs):
     config = json.loads((runs / "one" / "config.json").read_text())
-    with pytest.raises(FileExistsError, match="--out must be a folder without a run, .*--resume goes on with it"):
+    with pytest.raises(FileExistsError, match="--out must be a folder without a run, .*--resume continues the run"):
         check_config(runs / "one", config, resume=False)
     check_config(runs / "one", config | {"ranks": 8}, resume=True)
     with pytest.raises(ValueError, match="the run in --out .* has seed 0, got 1"):

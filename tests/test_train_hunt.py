@@ -108,19 +108,19 @@ def test_rotary_angles_do_not_depend_on_threads(rows):
     assert all(x.equal(y) for other in found[1:] for x, y in zip(found[0], other))
 
 
-def wait_for_end_of(pid, seconds=20):
-    """Waits until the process no longer runs. A zombie has ended: its new parent may be slow to collect it."""
-    status = pathlib.Path(f"/proc/{pid}/stat")
+def wait_until(condition, seconds=60):
     limit = time.monotonic() + seconds
-    while True:
-        try:
-            state = status.read_text().rpartition(")")[2].split()[0]
-        except (FileNotFoundError, ProcessLookupError):
-            return
-        if state == "Z":
-            return
-        assert time.monotonic() < limit, f"process {pid} still runs, in state {state}"
+    while not condition():
+        assert time.monotonic() < limit, f"this has not come true in {seconds} seconds"
         time.sleep(0.05)
+
+
+def has_ended(pid):
+    """Whether the process no longer runs. A zombie has ended: its new parent may be slow to collect it."""
+    try:
+        return pathlib.Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return True
 
 
 def test_a_load_is_ended_with_all_that_it_has_started(tmp_path):
@@ -128,9 +128,8 @@ def test_a_load_is_ended_with_all_that_it_has_started(tmp_path):
     pid = tmp_path / "pid"
     command = f"trap 'echo asked; exit' TERM; sleep 1000 & echo $! > {pid}; wait"
     with hunt.beside([command], tmp_path) as failed:
-        while not pid.exists() or not pid.read_text():
-            time.sleep(0.05)
-    wait_for_end_of(int(pid.read_text()))
+        wait_until(lambda: pid.exists() and pid.read_text())
+    wait_until(lambda: has_ended(int(pid.read_text())))
     assert (tmp_path / "load_0.log").read_text() == "asked\n" and not failed
 
 
@@ -166,6 +165,7 @@ def test_losses_alone_may_differ(tmp_path):
     assert found is not None and found.first is None
 
 
+@pytest.mark.slow
 def test_hunt(tmp_path, capsys, monkeypatch):
     """Real runs, beside a load, which do not repeat."""
     monkeypatch.setenv("PYTHONPATH", str(pathlib.Path(dash_attn.__file__).parents[1]))
@@ -182,11 +182,13 @@ def test_hunt(tmp_path, capsys, monkeypatch):
 
 def test_what_a_hunt_says_of_runs_that_repeat(tmp_path, capsys, monkeypatch):
     """A load that fails is not the load that was asked for."""
-    environments, of_options = [], []
+    environments, of_options, tries = [], [], tmp_path / "tries"
+    fails = f"echo begins >> {tries}; exit 3"
 
     def train(self, name, processes, context, *options, environment):
         environments.append(environment)
-        time.sleep(0.5)  # in which a load can fail
+        if self.out.name == "b":  # the load is begun again once its failure has been noted
+            wait_until(lambda: tries.exists() and tries.read_text().count("begins") > 1)
         assert (processes, context, options[:2]) == (1, 1, ("--checkpoint-every", "9"))
         of_options.append((environment["CUDA_VISIBLE_DEVICES"], *options[2:]))
         return run_of(self.out / name, 1)
@@ -199,8 +201,8 @@ def test_what_a_hunt_says_of_runs_that_repeat(tmp_path, capsys, monkeypatch):
     assert capsys.readouterr().out.startswith("yes 3 runs of 8 steps, 2 at a time, on 2 GPUs: 3 as run_0000")
     assert sorted(of_options) == [(gpu, "--stale-memory", gib) for gpu, gib in (("3", "0"), ("3", "4"), ("5", "0"))]
     assert not any("OMP_NUM_THREADS" in x for x in environments)
-    assert train_proof.main(["--out", str(tmp_path / "b"), *options, "--load", "exit 3"]) == 1
-    assert "NO  load: 'exit 3' ended with status 3, see " in capsys.readouterr().out
+    assert train_proof.main(["--out", str(tmp_path / "b"), *options, "--load", fails]) == 1
+    assert f"NO  load: {fails!r} ended with status 3, see " in capsys.readouterr().out
     with pytest.raises(SystemExit):
         train_proof.main(["--out", str(tmp_path / "c"), "--hunt", "1"])
     assert "argument --hunt: must be at least 2 runs, got 1" in capsys.readouterr().err

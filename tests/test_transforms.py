@@ -1,6 +1,8 @@
 """What torch does with a function: compile, export, trace, checkpoint, autocast, inference mode, meta tensors."""
 
 import pathlib
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -15,6 +17,7 @@ from interface_support import (
 )
 from pack_support import Pack, int32
 
+import dash_attn
 from dash_attn import (
     flash_attn_func,
     flash_attn_kvpacked_func,
@@ -277,3 +280,10 @@ def test_compiled_autograd_keeps_windows_and_lengths():
     with torch._dynamo.compiled_autograd._enable(torch.compile(backend="eager")):
         out.backward(pack.dout)
     assert_same_bits((out, *(x.grad for x in inputs)), expected)
+
+
+def test_import_leaves_the_compiler_out():
+    """torch._dynamo takes a second to import, which every process would pay for."""
+    code = "import sys, dash_attn; sys.exit('torch._dynamo' in sys.modules)"
+    folder = pathlib.Path(dash_attn.__file__).parents[1]
+    assert subprocess.run([sys.executable, "-c", code], cwd=folder).returncode == 0

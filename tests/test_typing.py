@@ -76,6 +76,7 @@ def mypy(tmp_path_factory):
     return check
 
 
+@pytest.mark.slow
 def test_mypy_accepts_the_first_example_of_the_readme(mypy):
     if not README.is_file():
         pytest.skip("README.md is not beside the package")
@@ -84,11 +85,13 @@ def test_mypy_accepts_the_first_example_of_the_readme(mypy):
     assert mypy(example) == ([], 0, "")
 
 
+@pytest.mark.slow
 def test_mypy_knows_what_a_call_returns(mypy):
     lines, status, _ = mypy(CALLS)
     assert status == 0 and [line.partition('"')[2].rstrip('"') for line in lines] == REVEALED
 
 
+@pytest.mark.slow
 def test_mypy_refuses_a_schedule_that_there_is_not(mypy):
     program = "import torch, dash_attn\nx = torch.zeros(1)\ndash_attn.flash_attn_func(x, x, x, schedule='fastest')\n"
     lines, status, _ = mypy(program)

@@ -1,11 +1,14 @@
 """window_size and attention_chunk on CPU tensors, from the public functions to the reference's sums."""
 
+import itertools
+
 import numpy as np
 import pytest
 import torch
 from float64_reference import attention_float64, attention_in_dtype, error_limits, relative_error, visible_keys
 from interface_support import FUNCTIONS, MASK, assert_same_bits, inputs_of, kernel_calls, out_and_gradients, qkv_tensors
 from mask_support import WINDOWS, name_of, public, window
+from products import spread
 
 from dash_attn import (
     flash_attn_func,
@@ -47,10 +50,19 @@ def test_float64_reference_agrees_with_autograd(mask):
     torch.testing.assert_close(actual[2:], expected[2:], rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("mask", [*WINDOWS, window(100, 30), window(300, -1, 200)], ids=name_of)
-@pytest.mark.parametrize("head_dim, lengths", [(64, (260, 260)), (128, (130, 300)), (100, (300, 130)), (64, (30, 127))])
-def test_accuracy(lengths, head_dim, mask, dtype):
+SHAPES = [(64, (260, 260)), (128, (130, 300)), (100, (300, 130)), (64, (30, 127))]  # head_dim and lengths
+
+
+# A mask hides the same elements in either dtype.
+@pytest.mark.parametrize(
+    "mask, shape, dtype",
+    spread(
+        itertools.product([*WINDOWS, window(100, 30), window(300, -1, 200)], SHAPES), [torch.bfloat16, torch.float16]
+    ),
+    ids=str,
+)
+def test_accuracy(mask, shape, dtype):
+    head_dim, lengths = shape
     *inputs, dout = qkv_tensors(*lengths, 4, 2, head_dim, batch=1, dtype=dtype)
     actual = out_and_gradients(flash_attn_func, inputs, dout, **public(mask))
     with torch.no_grad():

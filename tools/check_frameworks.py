@@ -1,10 +1,11 @@
 #!/usr/bin/env python3
-"""Says which frameworks of the dependency group test-frameworks this Python lacks: their tests have been skipped.
+"""Lists the frameworks of the dependency group test-frameworks that this Python lacks, whose tests were skipped.
 
     .venv/bin/python tools/check_frameworks.py
 
-`make test` goes on without what it cannot install, for machines without an index. Exit status: 1 where something is
-missing, or of another version than the group's, although the index answers; 75 where it does not answer.
+`make test-all` continues without the packages that it cannot install, for machines without a package index. Exit
+status: 1 if a package is missing or has another version than the group's although the index answers; 75 if the index
+does not answer.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ def installed_version(name: str) -> str | None:
 
 
 def unmet(wanted: list[str], version_of: Callable[[str], str | None]) -> list[str]:
-    """Those of `wanted`, each a name or name==version, that are not installed so, with what is there instead."""
+    """Returns the requirements (name or name==version) that are not met, with the installed version."""
     found = []
     for requirement in wanted:
         name, _, pinned = requirement.partition("==")
@@ -54,7 +55,7 @@ def main() -> int:
     if not missing:
         return 0
     answers = index_answers()
-    print(f"{'FAILED' if answers else 'NOT TRIED, for the index does not answer'}: without {', '.join(missing)}")
+    print(f"{'FAILED' if answers else 'NOT TRIED, because the index does not answer'}: without {', '.join(missing)}")
     return 1 if answers else os.EX_TEMPFAIL
 
 

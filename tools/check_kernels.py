@@ -1,11 +1,11 @@
 #!/usr/bin/env python3
-"""Reads the machine code of compiled kernels and fails where one is slower than its source says.
+"""Checks the machine code of compiled kernels, and fails if the compiler made one slower than its source.
 
     python tools/check_kernels.py dash_attn/_C.abi3.so
 
-Prints the number of kernels and the most registers that one uses. A fault is a stack frame or local memory, which is
-where registers spill, or products (wgmma) that ptxas has put one after the other. Needs cuobjdump and nvdisasm, from
-PATH, the CUDA toolkit or PyPI's nvidia-cuda-cuobjdump and nvidia-cuda-nvdisasm; needs no GPU.
+The tool prints the number of kernels and the largest number of registers. A fault is a stack frame, a use of local
+memory (where registers spill), or products (wgmma) that ptxas serialized. The tool needs cuobjdump and nvdisasm, from
+PATH, the CUDA toolkit or PyPI's nvidia-cuda-cuobjdump and nvidia-cuda-nvdisasm, but no GPU.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _CUDA_BIN = Path(os.environ.get("CUDA_HOME") or "/usr/local/cuda") / "bin"
 
 @dataclasses.dataclass
 class Kernel:
-    """What the binary says of a kernel: its resources, and the instructions with modifiers and operands, in order."""
+    """A kernel in the binary: its resources, and its instructions with modifiers and operands, in order."""
 
     registers: int
     stack_bytes: int
@@ -49,15 +49,15 @@ class Kernel:
         if spills := sorted(self.opcodes() & {"LDL", "STL"}):
             found.append(f"loads from or stores to local memory ({', '.join(spills)})")
         products = [instruction for instruction in self.instructions if instruction.startswith("HGMMA")]
-        # gsb0 ends a group of products. ptxas ends one at every product of a function that it serialises (its
-        # 'wgmma.mma_async instructions are serialized'); a tile's product is several instructions in one group.
+        # gsb0 ends a group of products. ptxas ends a group at every product of a function that it serializes (its
+        # 'wgmma.mma_async instructions are serialized'); otherwise a group has the several instructions of a tile.
         if products and all("gsb0" in instruction for instruction in products):
-            found.append("waits for every product (wgmma): ptxas has serialised them")
+            found.append("waits for every product (wgmma): ptxas has serialized them")
         return found
 
 
 def find_tool(name: str) -> Path:
-    """cuobjdump or nvdisasm. Raises FileNotFoundError, which says what to install."""
+    """Returns the path of cuobjdump or nvdisasm. Raises a FileNotFoundError that says what to install."""
     candidates = [shutil.which(name), _CUDA_BIN / name]
     try:
         files = importlib.metadata.files(f"nvidia-cuda-{name}") or []
@@ -78,7 +78,7 @@ def _dump(binary: Path, option: str) -> list[str]:
 
 
 def read_kernels(binary: Path) -> dict[str, Kernel]:
-    """{symbol: kernel} of the device code in a shared library, object or cubin."""
+    """Returns {symbol: kernel} for the device code in a shared library, object or cubin."""
     kernels: dict[str, Kernel] = {}
     name = None
     for line in _dump(binary, "-res-usage"):
@@ -107,7 +107,7 @@ def main() -> int:
     binary = parser.parse_args().binary
     kernels = read_kernels(binary)
     if not kernels:
-        print(f"{binary} holds no kernels")
+        print(f"{binary} contains no kernels")
         return 1
     faults = {name: found for name, kernel in kernels.items() if (found := kernel.faults())}
     for name, found in faults.items():

@@ -1,11 +1,11 @@
 #!/usr/bin/env python3
-"""Compiles csrc/bindings with the headers of the oldest torch allowed and of the newest on the index.
+"""Compiles csrc/bindings with the headers of the oldest supported torch and of the newest torch on the index.
 
     python tools/check_torch_headers.py [VERSION ...]
 
-The oldest is what pyproject.toml states. pip downloads the wheels (500 MB each) for this Python; their headers stay in
-build/torch-headers/VERSION. Compiles with setup.py's flags and -fsyntax-only; needs the CUDA toolkit's headers.
-Exit status: 1 where a source does not compile or there is no CUDA toolkit, 75 where the index has no headers.
+pyproject.toml states the oldest version. pip downloads the wheels (500 MB each) for this Python; their headers stay in
+build/torch-headers/VERSION. The tool compiles with setup.py's flags and -fsyntax-only, and needs the headers of the
+CUDA toolkit. Exit status: 1 if a source does not compile or there is no CUDA toolkit, 75 if the index has no headers.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ CACHE = ROOT / "build" / "torch-headers"
 
 
 class NotToBeHad(Exception):
-    """The index does not answer, or lacks what was asked for."""
+    """The index does not answer, or does not have the package."""
 
 
 def pip(*arguments: str) -> str:
@@ -41,15 +41,15 @@ def pip(*arguments: str) -> str:
 
 
 def newest_version() -> str:
-    """The newest torch for this Python on the index, such as '2.15.0'."""
+    """Returns the newest torch for this Python on the index, such as '2.15.0'."""
     match = re.search(r"^torch \(([\w.]+)\)", pip("index", "versions", "torch"), re.MULTILINE)
     if match is None:
-        raise NotToBeHad("pip index versions torch: no version")
+        raise NotToBeHad("pip index versions torch printed no version")
     return match.group(1)
 
 
 def headers(version: str) -> Path:
-    """The include folder of a torch, downloaded unless an earlier call did."""
+    """Returns the include folder of a torch, which is downloaded on the first call."""
     include = CACHE / version / "torch" / "include"
     if not include.is_dir():
         CACHE.mkdir(parents=True, exist_ok=True)
@@ -71,11 +71,11 @@ def compiles(source: Path, include: Path, cuda_home: Path) -> bool:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("versions", nargs="*", metavar="VERSION", help="instead of the oldest and the newest")
+    parser.add_argument("versions", nargs="*", metavar="VERSION", help="default: the oldest and the newest")
     versions = parser.parse_args().versions
     cuda_home = toolchain.find_cuda_home()
     if cuda_home is None:
-        print("no CUDA toolkit is here, whose headers the bindings include")
+        print("the bindings include headers of the CUDA toolkit, which was not found")
         return 1
     failed = False
     try:

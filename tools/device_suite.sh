@@ -1,20 +1,20 @@
 #!/usr/bin/env bash
-# On a Hopper machine, what users do: install from a clean copy of the source with pip, then tests, sanitizer,
-# benchmarks and profile of the installed package, from another folder, each part under its own time limit.
+# Does on a Hopper machine what users do: installs a clean copy of the source with pip, and then runs tests, sanitizers,
+# benchmarks and a profile of the installed package from another folder. Each part has its own time limit.
 #
 #   TESTS=1 SANITIZE=1 BENCH=full OUT=/tmp/results tools/device_suite.sh
 #
-# Needs no network. Wheels of what the machine's Python lacks lie in .wheels/, where they are found: setuptools, ninja
-# or pybind11 where they are missing or too old. PYTHON is the Python whose torch is used (python3).
-#   CARRIED   1: no install, but the checkout with the dash_attn/_C*.so that it holds; quicker while iterating
+# The suite needs no network. Put wheels that the machine's Python lacks into .wheels/: setuptools, ninja or pybind11 if
+# they are missing or too old. PYTHON is the Python whose torch is used (python3).
+#   CARRIED   1 to use the checkout and its dash_attn/_C*.so without installing; faster during development
 #   INSTALL_TIMEOUT  seconds, 180
-#   WORK      a folder to keep the installation in; a later call with the same folder and sources uses it again
+#   WORK      a folder that keeps the installation; a later call with the same folder and sources reuses it
 # Parts, off unless set:
-#   GOLDEN    1 to compute the golden bits anew, before the tests: golden_bits.json    GOLDEN_TIMEOUT    seconds, 60
+#   GOLDEN    1 to compute the golden bits again before the tests: golden_bits.json   GOLDEN_TIMEOUT    seconds, 60
 #   TESTS     1 for tests/gpu, or arguments for pytest ("tests -k margin")            TESTS_TIMEOUT     seconds, 300
-#   TESTS_JOBS  processes that share the tests, 1; those that hold SMs come after the others, in one process
+#   TESTS_JOBS  processes that share the tests, 1; tests that occupy SMs run afterwards in one process
 #   SANITIZE  1 for "memcheck racecheck synccheck", or some of them                   SANITIZE_TIMEOUT  seconds, 120
-#   SANITIZE_JOBS  processes that share the calls, for each tool, 1    SANITIZE_ARGS  for tests/gpu/sanitizer_case.py
+#   SANITIZE_JOBS  processes per tool that share the calls, 1          SANITIZE_ARGS  for tests/gpu/sanitizer_case.py
 #   BENCH     quick, full or bar                                                      BENCH_TIMEOUT     seconds, 240
 #   BENCH_ARGS     for benchmarks.run ("--pass backward forward")
 #   BASELINE  an older _C*.so: fingerprints of both binaries, and both in turns       BASELINE_TIMEOUT  seconds, 300
@@ -23,7 +23,7 @@
 #   PROFILE   1, or arguments for benchmarks.profile_one ("--mask causal")            PROFILE_TIMEOUT   seconds, 120
 # Results go to $OUT: suite.txt (machine, install, the table printed last), golden_bits.json, tests.txt, sanitizers.txt,
 # bench.txt, bench.json, bench.png, before.json, after.json (fingerprints), baseline.json, host.json, profile.txt,
-# profile.ncu-rep. The exit status is 0 when every part passed.
+# profile.ncu-rep. The exit status is 0 if every part passed.
 set -u -o pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 OUT=${OUT:-$PWD/device_results}
@@ -47,7 +47,7 @@ if commit=$(git rev-parse HEAD 2>/dev/null); then
 fi
 summary=() status=0
 
-# part NAME SECONDS LOG COMMAND...: runs the command under the limit, keeps its output, notes how it ended.
+# part NAME SECONDS LOG COMMAND...: runs the command under the limit, and records its output and exit status.
 part() {
   local name=$1 limit=$2 log=$OUT/$3 start=$SECONDS rc
   shift 3
@@ -68,22 +68,22 @@ finish() {
   exit $status
 }
 
-# make_venv FOLDER: a virtual environment that shows the packages of PYTHON, with the wheels of .wheels/ installed.
+# make_venv FOLDER: creates a virtual environment with the packages of PYTHON and the wheels of .wheels/.
 make_venv() {
   "$PYTHON" -c "import pathlib, sys; sys.path.insert(0, 'build_support'); import prepare
 prepare.make_venv(pathlib.Path(sys.argv[1]))" "$1" || return
   if compgen -G ".wheels/*.whl" >/dev/null; then "$1/bin/python" -m pip install -q .wheels/*.whl; fi
 }
 
-# install VENV FOLDER: the source distribution of this checkout, installed into the environment with pip; unpacked in
-# FOLDER, but for the package.
+# install VENV FOLDER: installs the source distribution of this checkout into the environment with pip, and unpacks it
+# in FOLDER without the package.
 install() {
   "$1/bin/python" -c "import setuptools.build_meta as backend, sys; backend.build_sdist(sys.argv[1])" "$2" || return
   "$1/bin/python" -m pip install -v --no-build-isolation "$2"/dash_attn-*.tar.gz || return
   tar -xf "$2"/dash_attn-*.tar.gz -C "$2" --strip-components=1 && rm -r "$2/dash_attn"
 }
 
-# in_place VENV: the extensions but for the kernels, for the Python that is here.
+# in_place VENV: builds the extensions except the kernels for this machine's Python.
 in_place() {
   ls dash_attn/_C*.so || { echo "dash_attn/_C*.so is missing: build it, or carry it to this machine"; return 1; }
   DASH_ATTN_SKIP_CUDA=1 "$1/bin/python" setup.py build_ext --inplace
@@ -99,7 +99,7 @@ run_tests() {
   local job gpus pids=() status=0
   IFS=, read -ra gpus <<<"${CUDA_VISIBLE_DEVICES:-$(nvidia-smi --query-gpu=index --format=csv,noheader | paste -sd,)}"
   run_share() {
-    # Each share sees all GPUs, and begins with another one.
+    # Each share sees all GPUs, and starts with a different one.
     local share=${3%%/*} first visible
     first=$((${share:-0} % ${#gpus[@]}))
     visible=$(IFS=, && echo "${gpus[*]:first},${gpus[*]:0:first}")
@@ -120,7 +120,7 @@ run_tests() {
   return $status
 }
 
-# run_sanitizers PYTHON TOOLS JOBS: side by side, since most of what each does is on the CPU, by one thread.
+# run_sanitizers PYTHON TOOLS JOBS: runs the tools concurrently, because each mostly uses one CPU thread.
 run_sanitizers() {
   local tool job left_out pids=() status=0
   export OMP_NUM_THREADS=1
@@ -181,8 +181,8 @@ fi
 
 if [ -n "${TESTS:-}" ]; then
   [ "$TESTS" = 1 ] && TESTS=tests/gpu
-  # A kernel that hangs never returns to Python: end the run there, and say in which test. Beside 14 other processes the
-  # reference on the CPU takes more than a minute at times.
+  # A hanging kernel never returns to Python: the run must end and name the test. With 14 other processes, the CPU
+  # reference sometimes takes more than a minute.
   export PYTEST_LIMITS=
   "$python" -c "import pytest_timeout" 2>/dev/null && PYTEST_LIMITS="--timeout=180 --timeout-method=thread"
   part tests "${TESTS_TIMEOUT:-300}" suite.txt bash -c 'run_tests "$@"' - "$python" "${TESTS_JOBS:-1}" "$TESTS"
@@ -190,7 +190,7 @@ if [ -n "${TESTS:-}" ]; then
   grep -aE '^(FAILED|ERROR)|^E   ' "$OUT/tests.txt" | cut -c1-400 | head -n 40
   grep -aE ' s (call|setup) ' "$OUT/tests.txt" | head -n 12
   grep -aE '^=+ .*(passed|failed|error).* in ' "$OUT/tests.txt" | cut -c1-400
-  # Of runs that were stopped too, which print no such line.
+  # Also for runs that were stopped, which do not print such a line.
   grep -aoE ' (PASSED|FAILED|ERROR|SKIPPED) ' "$OUT/tests.txt" | sort | uniq -c
   grep -aE '::.* (FAILED|ERROR) ' "$OUT/tests.txt" | cut -c1-200 | sort -u | head -n 40
 fi

@@ -1,14 +1,14 @@
 #!/usr/bin/env python3
 """Builds a folder that the `kernels` package loads: python tools/hub_layout.py OUT
 
-OUT/build/VARIANT gets the compiled parts of this checkout, built first where sources have changed, the Python modules
-that the public functions need, the licences and metadata.json. VARIANT names torch's version, CUDA's and the machine,
-as in torch211-cxx11-cu130-x86_64-linux. Several runs, each with another torch, may fill one OUT.
+OUT/build/VARIANT receives the compiled parts of this checkout (built first if sources have changed), the Python modules
+that the public functions need, the licenses and metadata.json. VARIANT names the versions of torch and CUDA and the
+machine, as in torch211-cxx11-cu130-x86_64-linux. Several runs with different versions of torch may fill one OUT.
 
     kernels.get_local_kernel(Path("OUT"))                    the functions, as a module
     LOCAL_KERNELS=dash-attn/flash=OUT                        the same for transformers and kernels.get_kernel
 
-docs/integrations/hub.md says what such a folder fits.
+docs/integrations/hub.md describes the requirements of such a folder.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ import torch
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "dash_attn"
-# What loads the copy of the package; kernels executes it as a module of its own name.
+# Loads the copy of the package. kernels runs this file as a module under a name of its choice.
 LOADER = '''"""dash_attn {version} for `kernels`, built for torch {torch} and {pythons}."""
 
 import sys
@@ -39,15 +39,15 @@ import torch
 _PYTHONS = {pythons_tuple}
 if sys.implementation.cache_tag not in _PYTHONS:
     raise ImportError(
-        f"this build of dash_attn has its schedules compiled for {{', '.join(_PYTHONS)}}, and this is "
-        f"{{sys.implementation.cache_tag}}: build one with this Python (tools/hub_layout.py)"
+        f"this build of dash_attn has schedules compiled for {{', '.join(_PYTHONS)}}, but this Python is "
+        f"{{sys.implementation.cache_tag}}: build the folder with this Python (tools/hub_layout.py)"
     )
 if torch.__version__.split("+")[0].split(".")[:2] != {torch_parts}:
-    raise ImportError(f"this build of dash_attn is for torch {torch}, and this is {{torch.__version__}}")
+    raise ImportError(f"this build of dash_attn is for torch {torch}, but this is torch {{torch.__version__}}")
 if hasattr(torch.ops.dash_attn, "attention"):
     raise ImportError(
-        "a process can hold one dash_attn, since its ops have one name: another is loaded, the installed package or "
-        "another build for kernels"
+        "a process can hold only one dash_attn, because its ops have fixed names: the installed package or another "
+        "build for kernels is already loaded"
     )
 
 from .dash_attn import *  # noqa: E402, F403
@@ -56,7 +56,7 @@ from .dash_attn import __all__  # noqa: E402, F401
 
 
 def relative_imports(module: Path) -> set[Path]:
-    """The modules of the package that a module names in its imports, whatever else it imports from them."""
+    """Returns the modules of the package that a module imports, whatever else it imports from them."""
     found = set()
     for node in ast.walk(ast.parse(module.read_text())):
         if isinstance(node, ast.Import):
@@ -75,7 +75,7 @@ def relative_imports(module: Path) -> set[Path]:
 
 
 def needed_modules() -> list[Path]:
-    """What the package's own import reads."""
+    """Returns the modules that importing the package loads."""
     needed, new = set(), {PACKAGE / "__init__.py"}
     while new:
         needed |= new
@@ -84,7 +84,7 @@ def needed_modules() -> list[Path]:
 
 
 def compiled(with_kernels: bool) -> list[Path]:
-    """The libraries of the checkout. Of `_schedule` there may be one for each Python."""
+    """Returns the libraries of the checkout. There may be one `_schedule` per Python."""
     libraries = sorted(PACKAGE.glob("_schedule.*.so"))
     for stem in ["_autograd", *(["_C"] if with_kernels else [])]:
         found = sorted(PACKAGE.glob(f"{stem}.*so"))
@@ -98,14 +98,14 @@ def compiled(with_kernels: bool) -> list[Path]:
 
 
 def cache_tags(libraries: list[Path]) -> list[str]:
-    """The Pythons, as sys.implementation.cache_tag has them, that `_schedule` is compiled for."""
+    """Returns the Pythons for which `_schedule` is compiled, as in sys.implementation.cache_tag."""
     suffixes = [path.name.split(".")[1] for path in libraries if path.name.startswith("_schedule.")]
     return ["-".join(suffix.split("-")[:2]) for suffix in suffixes]
 
 
 def variant_name() -> str:
-    """In the grammar of kernels. `_autograd` uses torch's C++ API, so that the variant is of one torch, not of the
-    stable ABI."""
+    """Returns the name in the grammar of kernels. `_autograd` uses torch's C++ API, so the variant fits one version of
+    torch, and is not one of the stable ABI."""
     major, minor = torch.__version__.split(".")[:2]
     abi = "cxx11" if torch.compiled_with_cxx11_abi() else "cxx98"
     backend = "cu" + torch.version.cuda.replace(".", "") if torch.version.cuda else "cpu"
@@ -119,7 +119,7 @@ def write_metadata(variant: Path) -> None:
     backend = {"type": "cuda", "archs": ["9.0a"]} if torch.version.cuda else {"type": "cpu"}
     metadata = {
         "name": "dash-attn",
-        # The name of the Python module: another for every content.
+        # The name of the Python module, which differs for every content.
         "id": f"_dash_attn_{backend['type']}_{digest.hexdigest()[:12]}",
         "version": 1,
         "license": "BSD-3-Clause",
@@ -157,7 +157,7 @@ def lay_out(out: Path) -> Path:
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python tools/hub_layout.py", description=__doc__.splitlines()[0])
     parser.add_argument("out", type=Path, help="the folder to fill")
-    parser.add_argument("--built", action="store_true", help="take the libraries of the checkout as they are")
+    parser.add_argument("--built", action="store_true", help="use the libraries of the checkout without building")
     arguments = parser.parse_args()
     if not arguments.built:
         environment = dict(os.environ)

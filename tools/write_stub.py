@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Writes dash_attn/_schedule.pyi, the types of the compiled schedule module, from the module's own signatures.
 
-python tools/write_stub.py    # after a change of csrc/bindings/schedule_module.cpp, once it is built
+python tools/write_stub.py    # after csrc/bindings/schedule_module.cpp has changed and has been built
 """
 
 from __future__ import annotations
@@ -17,13 +17,19 @@ _HEADER = '"""Written by tools/write_stub.py from the signatures of the compiled
 
 
 def signature(docstring: str) -> str:
-    """'(schedule: str, problem: Problem) -> int' of a docstring of pybind11, without its wider types of arguments."""
+    """Returns '(schedule: str, problem: Problem) -> int' from a docstring of pybind11, with plain argument types."""
     line = docstring.splitlines()[0]
     line = line[line.index("(") :]
     for wide, plain in (("Int", "int"), ("Float", "float")):
         line = line.replace(f"typing.Supports{wide} | typing.SupportsIndex", plain)
     line = line.replace("dash_attn._schedule.", "").replace("collections.abc.", "")
     return re.sub(r"\((self|arg0): \w+", "(self", line)
+
+
+def body(docstring: str, indent: str = "    ") -> str:
+    """What a definition has after its colon: its text, which the reference of the site shows, or "..."."""
+    text = docstring.partition("\n\n")[2].strip() if "(" in docstring.partition("\n")[0] else docstring
+    return f'\n{indent}"""{text}"""\n' if text else " ...\n"
 
 
 def of_class(name: str, cls: type) -> str:
@@ -36,12 +42,13 @@ def of_class(name: str, cls: type) -> str:
                 lines.append(f"    @{member}.setter\n    def {member}(self, value: {returns}) -> None: ...\n")
         elif callable(value) and value.__doc__ and (member == "__init__" or not member.startswith("_")):
             if value.__doc__.startswith(f"{member}("):
-                lines.append(f"    def {member}{signature(value.__doc__)}: ...\n")
-    return f"class {name}:\n" + ("".join(lines) or "    ...\n")
+                lines.append(f"    def {member}{signature(value.__doc__)}:{body(value.__doc__, ' ' * 8)}")
+    text = f'    """{cls.__doc__}"""\n' if cls.__doc__ else ""
+    return f"class {name}:\n" + (text + "".join(lines) or "    ...\n")
 
 
 def stub(module: ModuleType) -> str:
-    """The text of the stub."""
+    """Returns the text of the stub."""
     constants, classes, functions = [], [], []
     for name, value in sorted(vars(module).items()):
         if name.startswith("__"):
@@ -49,7 +56,7 @@ def stub(module: ModuleType) -> str:
         if isinstance(value, type):
             classes.append(of_class(name, value))
         elif callable(value):
-            functions.append(f"def {name}{signature(value.__doc__ or '')}: ...\n")
+            functions.append(f"def {name}{signature(value.__doc__ or '')}:{body(value.__doc__ or '')}")
         else:
             constants.append(f"{name}: {'tuple[str, ...]' if isinstance(value, tuple) else type(value).__name__}\n")
     parts = ["from collections.abc import Sequence\n\n" + "".join(constants), *classes, "".join(functions)]

@@ -1,14 +1,14 @@
-// dQ = scale * accumulator, put in order and rounded. An order-free accumulator holds integers in units of each
-// row's scale. Starts while the last CTAs of the main kernel are running, on SMs that have none left: a block waits for
+// dQ = scale * accumulator, reordered and rounded. An order-free accumulator holds integers in units of each row's
+// scale. This kernel starts while the last CTAs of the main kernel run, on SMs that have none left. A block waits for
 // the sum of its own tile.
 //
-// A lane has two columns in each eight of a row, where wgmma put them: neighbours for four lanes, which exchange what
-// they have rounded, so that each stores 16 bytes of a row. Of the transpose, two queries' values in each column: 8 x 8
-// are transposed first, and two lanes exchange, for 8 bytes.
+// In each eight columns of a row a lane has two neighbouring ones, where wgmma has put them. Four lanes exchange what
+// they have rounded, so that each stores 16 bytes of a row. In the transposed layout a lane has two queries' values in
+// each column: matrices of 8 x 8 are transposed first, and then two lanes exchange, for 8 bytes each.
 #pragma once
 
-#include "../config/fixed_point.h"
-#include "../schedule/tile_grid.h"
+#include "../contract/fixed_point.h"
+#include "../contract/tile_grid.h"
 #include "dq_layout.h"
 #include "order_free/rounding.h"
 #include "order_free/scale.h"
@@ -24,26 +24,28 @@ struct ConvertParams {
   StridedView<Element> dq;
   Workspace workspace;
   SequencesOfCall call;
-  int num_blocks;  // of the whole call: a query tile of the workspace each; a grid of fewer takes several
+  int num_blocks;  // of the whole call, one for each query tile of the workspace; a smaller grid loops over them
   int head_dim;
-  float dq_scale;  // of the sum
-  Range continues;  // the query tiles that calls before have added to: CarriedSums
+  float dq_scale;   // factor of the sum
+  Range continues;  // the query tiles that earlier calls have added to: CarriedSums
 };
 
-// What a warp converts at a time: some quads of each of its lanes, which become words, pairs of columns, of two rows.
+// What a warp converts at a time: some quads of each lane, which become words (pairs of columns) of two rows.
 template <typename Geometry>
 struct ConvertTask {
   using Layout = DqLayout<Geometry>;
   static constexpr bool kTransposed = Layout::kTransposed;
-  // Of a fragment whose rows are queries, a quad is a word of either row; of the transpose, both words of a row.
+  // If rows of the fragment are queries, a quad is one word of each of two rows. In the transposed layout it is both
+  // words of one row.
   static constexpr int kQuads = kTransposed ? 2 : 4, kRows = 2, kWords = kQuads;
   static constexpr int kWarpsOfFragment = Layout::kThreads / 32, kGroups = Layout::kQuads / kQuads;
   static constexpr int kTasks = Layout::kFragments * kWarpsOfFragment * kGroups;  // of a tile
   static constexpr int kWarps = kConvertThreads / 32, kTasksOfWarp = (kTasks + kWarps - 1) / kWarps;
   static_assert(kGroups * kQuads == Layout::kQuads);
-  static constexpr int kRowsOfLane = kTransposed ? 2 * kQuads : 2;  // that it has elements of, before the exchange
+  static constexpr int kRowsOfLane =
+      kTransposed ? 2 * kQuads : 2;  // before the exchange
 
-  int first;  // of this lane's quads, in units of float4; the others lie Layout::kThreads further on each
+  int first;  // this lane's first quad, in units of float4; the others follow at distances of Layout::kThreads
 
   explicit __device__ __forceinline__ ConvertTask(int task) {
     const int warp = task % kWarpsOfFragment, group = task / kWarpsOfFragment;  // over all fragments
@@ -51,7 +53,7 @@ struct ConvertTask {
   }
 
   __device__ __forceinline__ int quad(int index) const { return first + index * Layout::kThreads; }
-  // Of row `index` of those: its number in the tile. And which of them element i of a quad is in.
+  // The tile row number of row `index` of those, and which of them element i of a quad is in.
   __device__ __forceinline__ int row_of_lane(int index) const {
     return kTransposed ? Layout::element(quad(index / 2), index % 2).query : Layout::element(first, 2 * index).query;
   }
@@ -59,7 +61,7 @@ struct ConvertTask {
     return kTransposed ? 2 * quad + i % 2 : i / 2;
   }
 
-  // Where the words of row `row` go, once exchanged: a row of the tile and its first column there.
+  // Where the words of row `row` are stored after the exchange: a row of the tile and its first column there.
   __device__ __forceinline__ typename Layout::Element place(int row) const {
     const int lane = threadIdx.x % 32, pair = lane % 4;
     if constexpr (kTransposed) {
@@ -72,14 +74,15 @@ struct ConvertTask {
   }
 };
 
-// An 8 x 8 matrix of 16-bit values, a row four lanes, transposed.
+// Transposes an 8 x 8 matrix of 16-bit values, each row of which four lanes hold.
 __device__ __forceinline__ uint32_t transpose_matrix(uint32_t pair) {
   const int lane = threadIdx.x % 32, source = lane % 4 * 8 + lane / 8;
   const uint32_t low = __shfl_sync(0xffffffff, pair, source), high = __shfl_sync(0xffffffff, pair, source + 4);
   return lane / 4 % 2 == 0 ? (low & 0xffff) | high << 16 : low >> 16 | (high & 0xffff0000);
 }
 
-// Of kWords words of each of as many neighbouring lanes, lane l then has word l of each, in the order of the lanes.
+// Transposes the kWords words of each of kWords neighbouring lanes: lane l then has word l of each lane, in the order
+// of the lanes.
 template <int kWords>
 __device__ __forceinline__ void exchange_words(uint32_t (&words)[kWords]) {
 #pragma unroll
@@ -113,7 +116,8 @@ __device__ __forceinline__ void convert_block(const ConvertParams<typename Geome
   TileOwner owner;
   if (!find_owner<Geometry::kQuery>(params.call, block, owner)) { return; }
 
-  // Nobody has written the accumulator of queries that see no key, here or, of carried sums, in the calls before.
+  // The accumulator is unwritten where the queries see no key, neither in this call nor, with carried sums, in earlier
+  // ones.
   const TileGrid grid{{Geometry::kQuery, Geometry::kKey, 1}, mask_of(params.call.mask, owner.lengths)};
   const int adds = grid.kv_tiles_of(owner.query_tile).count;
   const bool live = adds > 0 || params.continues.contains(owner.query_tile);
@@ -136,7 +140,7 @@ __device__ __forceinline__ void convert_block(const ConvertParams<typename Geome
     const Task task(number);
 #pragma unroll
     for (int quad = 0; quad < kQuads; ++quad) {
-      // By way of L1, which has no older contents: the acquire has come before, and nobody reads a sum until then.
+      // Through L1, which holds no older contents: the acquire came before, and nobody reads a sum earlier.
       sums[i][quad] = loads ? __ldcs(source + task.quad(quad)) : make_float4(0.f, 0.f, 0.f, 0.f);
     }
     if constexpr (kOrderFree) {
@@ -192,7 +196,7 @@ __global__ void __launch_bounds__(kConvertThreads)
   for (int block = blockIdx.x; block < params.num_blocks; block += gridDim.x) {
     convert_block<Geometry, kOrderFree>(params, block);
   }
-  ptx::wait_for_previous_kernel();  // so that the end of this kernel is the end of both
+  ptx::wait_for_previous_kernel();  // so that this kernel ends after the main kernel
 }
 
 }  // namespace dash_attn::backward

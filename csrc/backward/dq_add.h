@@ -1,16 +1,16 @@
-// The adders: each one thread that adds every other part of the dQ partials to global memory, when those of lower rank
-// are in the sum. The only place that waits for them.
+// The adders: one thread each, which adds every other part of the dQ partials to global memory once those of lower rank
+// are in the sum. This is the only place that waits for them.
 //
-// A part of a partial of rank r at a query tile may be added when its semaphore there == r, that is when that of
-// partial r - 1 has been PERFORMED at gpu scope, not merely issued. The chain that makes this so, from CTA to CTA:
+// A part of a partial of rank r at a query tile may be added when its semaphore there is r, which means that the part
+// of partial r - 1 has been PERFORMED at gpu scope, not merely issued. The chain from CTA to CTA is
 //   bulk add -> wait_group 0 (performed, and visible to this thread) -> st.release semaphore = r + 1
 //   -> ld.acquire semaphore -> fence.proxy.async (the next bulk add is an access of the async proxy)
-// Rank 0 stores instead of adding, so the accumulator is never cleared, unless the call goes on with another's sums.
-// Partials that are added in no order wait for rank 0 alone, and are counted, for who makes dQ of the sum: the last
-// rank (finish_dq.h), which is brought the sum instead of adding to it, or the conversion.
+// Rank 0 stores instead of adding, so the accumulator is never cleared, unless the call continues another call's sums.
+// Partials that are added in no order wait for rank 0 alone. They are counted for whoever makes dQ of the sum: the last
+// rank (finish_dq.h), which loads the sum instead of adding to it, or the conversion.
 #pragma once
 
-#include "../schedule/sequences.h"
+#include "../placement/sequences.h"
 #include "finish_dq.h"
 #include "params.h"
 #include "plan.h"
@@ -34,7 +34,7 @@ class Adder {
       if constexpr (Variant::kMayFinishDq) {
         if (step.dq_tile != kNoMoreTiles && step.is(PlannedStep::kFinishesDq)) {
           release_step(shared_, plan);
-          finish(step);
+          finish_dq(step);
           continue;
         }
       }
@@ -45,8 +45,8 @@ class Adder {
   }
 
  private:
-  // The last rank: brings the sum to where the consumers will make dQ of it, and stores that.
-  __device__ __forceinline__ void finish(const PlannedStep& step) {
+  // For the last rank: loads the sum to where the consumers will make dQ of it, and stores that dQ.
+  __device__ __forceinline__ void finish_dq(const PlannedStep& step) {
     constexpr int kFloats = Variant::kDqTileFloats, kBytes = kFloats * sizeof(float);
     static_assert(Variant::kDqParts == 1 && Variant::kDqPiecesOfPart == 1);
     const RingIndex<Variant::kDqSlots> buffer{part_};
@@ -54,7 +54,7 @@ class Adder {
     float* const sum = params_.workspace.dq_accumulator + int64_t(step.dq_tile) * kFloats;
     float* const staged = shared_.dq[buffer.slot()];
     if (step.rank > 0) {
-      // dV of the work tile before leaves from that place, which consumers wait for before their first dS.
+      // dV of the previous work tile is stored from that buffer. Consumers wait for it before their first dS.
       if (!Variant::kStageInDs && step.is(PlannedStep::kIsFirst)) {
         shared_.ds_full[buffer.slot()].wait(buffer.parity());
       }
@@ -75,7 +75,7 @@ class Adder {
                       rows.first + step.query_tile * Variant::kQuery + row, rows.outer, rows.wrap});
     }
     ptx::bulk_commit();
-    // The sum has been read, and need not leave L2.
+    // The sum has been read and need not be written back from L2.
     for (int i = 0; i < (step.rank > 0 ? kBytes : 0); i += ptx::kDiscardedBytes) {
       ptx::discard_l2(reinterpret_cast<char*>(sum) + i);
     }
@@ -83,18 +83,18 @@ class Adder {
     shared_.dq_empty[buffer.slot()].arrive();
   }
 
-  // Where the rows of a query tile lie.
+  // The position of a query tile's rows.
   __device__ __forceinline__ RowOrigin rows_of(int dq_tile) const {
     const bool is_pack = params_.pack.is_pack();
-    TileOwner owner;  // a planned step's tile has one
+    TileOwner owner;  // a planned step's tile always has one
     find_owner<Variant::kQuery>(params_.sequences(), dq_tile, owner);
     const int seqlen = owner.lengths.seqlen_q;
     return RowOrigin::of(is_pack, is_pack ? owner.first_row + seqlen : owner.batch, seqlen);
   }
 
-  // The pieces of a part are staged one after the other, in buffers that both adders use. A piece's buffer is free
-  // when the next one has been added. An adder looks at no buffer before the other has seen all pieces of the part
-  // before: a barrier's parity tells one pass from the next, and not from the next but one.
+  // The pieces of a part are staged one after the other, in buffers that both adders use. A piece's buffer is released
+  // when the next piece has been added. An adder looks at no buffer before the other has seen all pieces of the
+  // previous part: a barrier's parity distinguishes a pass from the next one, but not from the one after that.
   __device__ __forceinline__ void add_part(int64_t part, const PlannedStep& step, bool continues) {
     using Slot = RingIndex<Variant::kDqSlots>;
     constexpr int kPieces = Variant::kDqPiecesOfPart;
@@ -105,8 +105,8 @@ class Adder {
     int* const semaphore = params_.workspace.dq_semaphores + part;
     const int rank = step.rank;
     const bool is_ordered = step.is(PlannedStep::kIsOrdered), stores = rank == 0 && !continues;
-    // A wide partial is staged throughout its step, so its turn is looked for beforehand; a narrow one's only when it
-    // is staged, because a longer look was measured to cost more than it gains.
+    // A wide partial is staged throughout its step, so its turn is awaited beforehand. A narrow one waits only after it
+    // has been staged, because polling longer was measured to cost more than it gains.
     if (Variant::kWide && !stores) { wait_for_turn(semaphore, rank, is_ordered); }
     Slot buffer{part_ * kPieces};
     if constexpr (Variant::kWide) {
@@ -148,13 +148,14 @@ class Adder {
     }
   }
 
-  // Whether rank 0 adds to what the calls before have left.
+  // Whether rank 0 adds to the sum of earlier calls.
   __device__ __forceinline__ bool continues(int query_tile) const {
     if constexpr (Variant::kCarries) { return params_.carried.dq_continues.contains(query_tile); }
     return false;
   }
 
-  // Until all partials of lower rank are in the sum, or, in no order, that of rank 0, which the others are added to.
+  // Waits until all partials of lower rank are in the sum. Without an order it waits for rank 0 alone, to whose partial
+  // the others are added.
   static __device__ __forceinline__ void wait_for_turn(const int* semaphore, int rank, bool is_ordered) {
     for (int added = ptx::load_acquire(semaphore); is_ordered ? added != rank : added == 0;) {
       added = ptx::load_acquire(semaphore);
@@ -162,8 +163,8 @@ class Adder {
     ptx::fence_async_global();
   }
 
-  // Of a partial that is added in no order. CTAs of one head often come to a query tile together: by rank, each then
-  // begins at another share of it.
+  // Adds a partial in no order. CTAs of one head often reach a query tile together, so each begins at another share of
+  // it, by its rank.
   static constexpr int kShares = 16;
   template <int kFloats>
   static __device__ __forceinline__ void add_in_shares(float* sum, const float* partial, int rank) {

@@ -1,7 +1,8 @@
-// The order of dQ's accumulator: each consumer's wgmma fragment as its threads hold it, four registers at a time.
+// The order of elements in dQ's accumulator: each consumer's wgmma fragment as its threads hold it, four registers at a
+// time.
 //
-// The accumulator is private to the kernels, so it needs no rows and columns of its own: written like this, staging a
-// tile takes 16-byte stores without bank conflicts and one bulk operation adds it. convert.h puts it in order.
+// The accumulator is private to the kernels, so it need not have rows and columns. In this order a tile is staged by
+// 16-byte stores without bank conflicts and added by one bulk operation. convert.h restores rows and columns.
 #pragma once
 
 #include "../device/fragment.h"
@@ -9,17 +10,20 @@
 
 namespace dash_attn::backward {
 
-template <typename Geometry, bool kIsWide = Geometry::kWide>
+// A wide kernel has one consumer that computes dQ, in fragments of 64 x 64, one block of columns after the other. The
+// number of the block then takes the place of the consumer's.
+template <typename Geometry>
 struct DqLayout {
-  static constexpr int kFragments = Geometry::kConsumers;
+  static constexpr int kFragments = Geometry::kWide ? Geometry::kQkDim / kWarpgroupRows : Geometry::kConsumers;
   static constexpr bool kTransposed = Geometry::kTransposesDq;
-  // Of each consumer thread: a fragment of 64 queries and 64 columns, or of 64 columns and kDqQueries queries.
+  // The registers of each consumer thread: of a fragment of 64 queries by 64 columns, or of 64 columns by kDqQueries
+  // queries.
   static constexpr int kRegisters = Geometry::kDqQueries / 2;
   static constexpr int kQuads = kRegisters / 4;
 
-  // Threads of a consumer whose fragments go into the sum: all, or, of the transpose, which has 16 columns a warp and
-  // columns in common with the other consumer's, those of half the columns, the first consumer's first ones and the
-  // second's last ones.
+  // The threads of a consumer whose fragments enter the sum. In general these are all. The transpose has 16 columns a
+  // warp and both consumers compute the columns in the middle, so that half of the columns count: the first ones of the
+  // first consumer and the last ones of the second.
   static constexpr int kThreads = kTransposed ? Geometry::kHeadDim : kWarpgroupThreads;
   static __host__ __device__ constexpr int first_thread(int consumer) {
     return consumer * (kWarpgroupThreads - kThreads);
@@ -28,7 +32,7 @@ struct DqLayout {
     return kThreads == kWarpgroupThreads || unsigned(thread - first_thread(consumer)) < kThreads;
   }
 
-  // Index, in units of float4, of registers 4 * quad ... 4 * quad + 3.
+  // The index, in units of float4, of registers 4 * quad ... 4 * quad + 3.
   static __host__ __device__ constexpr int quad_index(int consumer, int quad, int thread) {
     return (consumer * kQuads + quad) * kThreads + thread - first_thread(consumer);
   }
@@ -37,7 +41,7 @@ struct DqLayout {
     int query, column;
   };
 
-  // Row and column of dQ that element `i` of quad `index` belongs to: the inverse of quad_index.
+  // The row and column of dQ of element `i` of quad `index`: the inverse of quad_index.
   static __host__ __device__ constexpr Element element(int index, int i) {
     const int quad = index / kThreads % kQuads;
     const int consumer = index / kThreads / kQuads;
@@ -49,33 +53,7 @@ struct DqLayout {
   }
 };
 
-// Of one consumer, a 64 x 64 fragment of dQ for each block of 64 columns, one behind the other.
-template <typename Geometry>
-struct DqLayout<Geometry, true> {
-  static constexpr int kFragments = Geometry::kQkDim / kWarpgroupRows;
-  static constexpr bool kTransposed = false;
-  static constexpr int kRegisters = kWarpgroupRows / 2;  // of a block
-  static constexpr int kQuads = kRegisters / 4;
-  static constexpr int kThreads = kWarpgroupThreads;
-
-  // In units of float4, within the block.
-  static __host__ __device__ constexpr int quad_index(int quad, int thread) {
-    return quad * kWarpgroupThreads + thread;
-  }
-
-  struct Element {
-    int query, column;
-  };
-
-  // Row and column of dQ that element `i` of quad `index` belongs to: the inverse of quad_index, over all blocks.
-  static __host__ __device__ constexpr Element element(int index, int i) {
-    const int thread = index % kWarpgroupThreads, quad = index / kWarpgroupThreads % kQuads;
-    const int block = index / kWarpgroupThreads / kQuads;
-    return {fragment_row(thread, i), block * kWarpgroupRows + fragment_column(thread, 4 * quad + i)};
-  }
-};
-
-// Where a consumer's part of a buffer of dQ begins, for 16-bit rows that TMA stores.
+// Where a consumer's part of a buffer of dQ begins, as 16-bit rows that TMA stores.
 template <typename Variant>
 __device__ __forceinline__ typename Variant::Element* rows_in_dq_buffer(float* buffer, int consumer) {
   constexpr int kPart = Variant::kDqTileFloats / Variant::kConsumers;

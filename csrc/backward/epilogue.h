@@ -1,14 +1,14 @@
 // The end of a work tile: a consumer's dK and dV are rounded, staged in shared memory and written by TMA.
 //
-// Where a consumer's half of one slot of dS holds both (kStageInDs) they take the slot of the last step. Elsewhere dK
-// takes both slots of dS, one consumer's after the other's, and dV its consumer's half of the place where the next step
-// stages dQ. V of the next work tile may come to the place of K as soon as dQ is done with that.
+// If a consumer's half of one slot of dS holds both (kStageInDs), they are staged in the slot of the last step.
+// Otherwise dK takes both slots of dS, one consumer's after the other's, and dV takes its consumer's half of the buffer
+// in which the next step stages dQ. V of the next work tile may overwrite K as soon as dQ no longer needs that.
 //
-// The first step of the next work tile that writes there comes after `release_staging` of both consumers. With
-// kStageInDs it is the second step, for which a consumer waits for the other's first dS, written after its
-// release_staging. Elsewhere it is the first step, for dS and for dQ, and all consumers meet before it: meet_released.
-// A sum of dQ that is brought to that place waits for the first dS as well (dq_add.h).
-// A work tile without steps stages in the same places after its own meeting, in `store`.
+// The first step of the next work tile that writes to those buffers comes after `release_staging` of both consumers.
+// With kStageInDs that is the second step, for which a consumer waits for the other's first dS, which is written after
+// its release_staging. Otherwise it is the first step, for dS and for dQ, and all consumers meet before it:
+// meet_released. A sum of dQ that is loaded into that buffer waits for the first dS as well (dq_add.h). A work tile
+// without steps stages in the same buffers after a meeting of its own, in `store`.
 #pragma once
 
 #include "../device/fragment.h"
@@ -29,17 +29,17 @@ class Epilogue {
   static constexpr int kRegisters = Variant::kHeadDim / 2;  // of a 64 x kHeadDim fragment
   using Gradient = float[kRegisters];
 
-  // Once a work tile, when dK and dV of the one before have had time to leave.
+  // Called once a work tile, when dK and dV of the previous one have had time to leave.
   static __device__ __forceinline__ void release_staging(int thread) {
     if (thread == 0) { ptx::bulk_wait_read(); }
   }
 
-  // Behind release_staging, before the first dS of a work tile.
+  // Called after release_staging and before the first dS of a work tile.
   static __device__ __forceinline__ void meet_released() {
     if constexpr (!Variant::kStageInDs) { sync_consumers(); }
   }
 
-  // `next` is the step that comes next. Threads count themselves afresh: what is shared with the mainloop takes a
+  // `next` is the next step. Threads read their index again, because a value shared with the mainloop would occupy a
   // register there.
   static __device__ __forceinline__ void store(Shared& shared, const KernelParams& params, const WorkTile& work,
                                                RingIndex<Variant::kStages> next, int consumer, Gradient& dk,
@@ -59,7 +59,7 @@ class Epilogue {
       for (float& x : dv) { x *= params.dropout.scale; }
     }
     pack_slices<Element>(packed, dv);
-    sync_consumers();  // each one's dQ has read dS, and without steps what was staged before has left
+    sync_consumers();  // dQ of both has read dS; without steps, earlier staged tiles have left
     store_rows<Swizzle, kWarpgroupRows>(dv_rows, 0, packed, thread / 32, thread % 32);
 #pragma unroll
     for (int i = 0; i < kRegisters; ++i) { dk[i] *= params.scale_of_sums; }
@@ -80,13 +80,11 @@ class Epilogue {
   using Swizzle = typename Variant::Swizzle;
   static constexpr int kDsBlock = Variant::kQuery * kWarpgroupRows;
   static constexpr int kElements = kWarpgroupRows * Variant::kHeadDim;
-  static constexpr int kDqPart = Variant::kDqTileFloats / Variant::kConsumers;  // that a consumer stages
+  static constexpr int kDqPart = Variant::kDqTileFloats / Variant::kConsumers;  // the part that one consumer stages
   static_assert(Variant::kStageInDs || kElements * sizeof(Element) <= kDqPart * sizeof(float),
                 "dV fits where a consumer stages dQ");
 
-  static __device__ __forceinline__ void sync_consumers() {
-    sync_numbered(0, Variant::kConsumers * kWarpgroupThreads);
-  }
+  static __device__ __forceinline__ void sync_consumers() { sync_numbered(0, Variant::kConsumers * kWarpgroupThreads); }
 };
 
 }  // namespace dash_attn::backward

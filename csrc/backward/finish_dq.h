@@ -1,7 +1,7 @@
-// The last partial of a query tile makes dQ of the sum: the consumers, which have the partial in registers, add to it
-// what the adder (dq_add.h) has brought to where they would stage it, scale and round, and stage dQ there, for the
-// adder to store. So a sum is read where it has just been written, in L2, and by nobody behind the kernel. The
-// additions are those that bulk operations do of the other partials, and so are the bits.
+// Finishing dQ: the last partial of a query tile makes dQ of the sum. The adder (dq_add.h) loads the sum to where the
+// consumers would stage the partial, which they hold in registers. They add the two, scale and round, and stage dQ
+// there, for the adder to store. A sum is thus read from L2, where it has just been written, and no later kernel reads
+// it. These additions are the same as the bulk operations', and so are the bits.
 #pragma once
 
 #include "../device/warp_roles.h"
@@ -11,8 +11,8 @@
 
 namespace dash_attn::backward {
 
-// total_of_row(row) gives, of either row of a thread, a function of (x, before): what the partial x and the sum of
-// lower ranks, zero if it has none, add up to. Called by a whole warpgroup.
+// total_of_row(row) returns, for each row of a thread, a function of (x, before): the total of the partial x and the
+// sum of lower ranks, which is zero if there are none. Called by a whole warpgroup.
 template <typename Variant, typename TotalOfRow, int kRegisters>
 __device__ __forceinline__ void finish_dq(float* buffer, const float (&dq)[kRegisters], bool has_sum, float scale,
                                           int consumer, int thread, const TotalOfRow& total_of_row) {
@@ -31,27 +31,27 @@ __device__ __forceinline__ void finish_dq(float* buffer, const float (&dq)[kRegi
       packed[quad / 2][quad % 2 * 2 + row] =
           pack<Element>(total(x[0], before.x) * scale, total(x[1], before.y) * scale);
     }
-    forget_memory();  // one row at a time, which takes fewer registers
+    compiler_fence();  // one row at a time takes fewer registers
   }
-  sync_warpgroup(1 + consumer);  // dQ takes the place of other threads' sums
+  sync_warpgroup(1 + consumer);  // dQ overwrites the sums of other threads
   Element* const rows = rows_in_dq_buffer<Variant>(buffer, consumer);
   store_rows<typename Variant::Swizzle, kWarpgroupRows>(rows, 0, packed, thread / 32, thread % 32);
 }
 
 // The same in fp32.
 template <typename Variant, int kRegisters>
-__device__ __forceinline__ void finish_fp32(float* buffer, const float (&dq)[kRegisters], bool has_sum, float scale,
-                                            int consumer, int thread) {
+__device__ __forceinline__ void finish_dq_in_fp32(float* buffer, const float (&dq)[kRegisters], bool has_sum,
+                                                  float scale, int consumer, int thread) {
   finish_dq<Variant>(buffer, dq, has_sum, scale, consumer, thread, [has_sum](int) {
-    return [has_sum](float x, float before) { return has_sum ? before + x : x; };  // or -0 would become 0
+    return [has_sum](float x, float before) { return has_sum ? before + x : x; };  // else -0 would become 0
   });
 }
 
-// And in units; `scales` and `marks` are of the fragment's rows, the second null where there are none.
+// The same in units. `scales` and `marks` belong to the fragment's rows; `marks` is null if there are none.
 template <typename Variant, int kRegisters>
-__device__ __forceinline__ void finish_in_units(float* buffer, const float (&dq)[kRegisters], bool has_sum, float scale,
-                                                int consumer, int thread, const uint8_t* scales, const uint8_t* marks,
-                                                int partials) {
+__device__ __forceinline__ void finish_dq_in_units(float* buffer, const float (&dq)[kRegisters], bool has_sum,
+                                                   float scale, int consumer, int thread, const uint8_t* scales,
+                                                   const uint8_t* marks, int partials) {
   finish_dq<Variant>(buffer, dq, has_sum, scale, consumer, thread, [&](int row) {
     const int query = fragment_row(thread, 2 * row);
     return total_in_units(dq[2 * row], scales[query], marks ? marks + query : nullptr, partials);

@@ -1,9 +1,9 @@
-// The backward kernel: sets up barriers and sends each warp to its role.
+// The backward kernel: initialises the barriers and sends each warp to its role.
 //
 //   warpgroup 0   warp 0: loader (load.h)   warp 1: planner (plan.h)   warps 2, 3: adders of dQ (dq_add.h)
-//   warpgroups 1, 2: consumers (mainloop.h, score_tile.h, epilogue.h; where head dims are wide, those of wide/)
+//   warpgroups 1, 2: consumers (mainloop.h, score_tile.h, epilogue.h; with wide heads, those of wide/)
 //
-// CTAs are persistent and take their work from a counter (work_ring.h); none waits for a CTA that may not be running.
+// CTAs are persistent and take their work from a counter (work_ring.h). None waits for a CTA that may not be running.
 #pragma once
 
 #include "../device/warp_roles.h"
@@ -45,9 +45,9 @@ __global__ void __launch_bounds__(Variant::kThreads, 1) backward_kernel(const __
     if constexpr (!Variant::kWide) {
       Consumer<Variant>(shared, params).run();
     } else if (warpgroup_index() == 1) {
-      wide::ValueConsumer<Variant>(shared, params).run();
+      wide::Consumer<Variant>(shared, params).template run<true>();
     } else {
-      wide::KeyConsumer<Variant>(shared, params).run();
+      wide::Consumer<Variant>(shared, params).template run<false>();
     }
   };
   specialise_warps<Variant>(produce, consume);

@@ -1,13 +1,14 @@
-// The loader: a warp that takes work, brings in K, V, Q, dO and D by TMA, and LSE itself.
+// The loader: a warp that takes work, loads K, V, Q, dO and D by TMA, and reads LSE itself.
 //
 //   order of loads in a work tile:   K  dO0  Q0  V   dO1  Q1   dO2  Q2  ...
 //   of a wide one:                   Q0  dO0  V  K   Q1  dO1   Q2  dO2  ...
-//   (Q and dO have two stages each; the place of dO is free half a step before that of Q. K goes where V of the work
-//   tile before was, and so arrives before that one has ended; V where its K was, when that is done with. S needs K and
-//   Q0 only, so it starts while V is on its way)
 //
-// LSE is the caller's: natural, at any address that fp32 may have. All lanes read it, while they wait for the place of
-// Q, and write it in base 2 in the consumers' order. All else is done by one of them.
+// Q and dO have two stages each. A stage of dO is free half a step before that of Q. K is loaded into the buffer of the
+// previous work tile's V, and so arrives before that tile has ended. V is loaded into the buffer of its K, once that is
+// free. S needs only K and Q0, so it starts while V is being loaded.
+//
+// LSE is the caller's: natural logarithms, with the alignment of fp32. All lanes read it while they wait for a stage of
+// Q, and write it in base 2 in the consumers' order. One lane does everything else.
 #pragma once
 
 #include "../device/fragment.h"
@@ -19,8 +20,8 @@
 
 namespace dash_attn::backward {
 
-// Query tiles are read once by each KV tile of a head, K and V once by each work tile: by each split of the query
-// heads, and by each part of a divided KV tile.
+// Each KV tile of a head reads the query tiles once. Each work tile reads its K and V once, be it a split of the query
+// heads or a part of a divided KV tile.
 template <typename Variant>
 class Loader {
  public:
@@ -42,7 +43,7 @@ class Loader {
       __syncwarp();
       const WorkTile& work = shared_.work[ring_.slot()];
       if (work.kv_tile == kNoMoreWork) {
-        // The conversion may start: it waits for adds of work that has all been taken.
+        // The conversion may start. The adds it waits for belong to work that has all been taken.
         ptx::launch_dependents();
         return;
       }
@@ -59,18 +60,19 @@ class Loader {
   using Swizzle = typename Variant::Swizzle;
   static constexpr int kLseOfLane = ceil_div(Variant::kQuery, 32);
 
-  // Of queries lane, lane + 32, ... of a tile.
+  // The LSE of queries lane, lane + 32, ... of a tile.
   struct Lse {
     float of[kLseOfLane];
   };
 
-  // Always the same lane. Called by the whole warp.
+  // Returns true in one lane, always the same. Called by the whole warp.
   static __device__ __forceinline__ bool is_leader() { return ptx::elect_one(); }
 
-  // There is one K and one V a work tile.
+  // Each work tile has one K and one V.
   __device__ __forceinline__ RingIndex<1> tile() const { return {ring_.count}; }
 
-  // A work tile without steps. Its barriers complete once all the same: each work tile counts one pass of them.
+  // A work tile without steps. Its barriers complete once all the same, because each work tile counts as one pass of
+  // them.
   __device__ __forceinline__ void load_nothing() {
     if (!is_leader()) { return; }
     if constexpr (Variant::kWide) {
@@ -85,14 +87,14 @@ class Loader {
     }
   }
 
-  // What the steps need of the work tile and the plan stays in shared memory, to spare registers.
+  // What the steps need of the work tile and the plan stays in shared memory, which saves registers.
   __device__ void load_work_tile(const WorkTile& work) {
     if constexpr (!Variant::kWide) {
       if (is_leader()) { load_keys(work, shared_.kv[ring_.count % 2]); }
     }
     bool v_pending = true;
     for (bool last = false; !last; plan_ = plan_.next()) {
-      forget_memory();
+      compiler_fence();
       const PlannedStep& step = wait_for_step(shared_, plan_);
       if constexpr (Variant::kWide) {
         load_q(step, work);
@@ -142,7 +144,7 @@ class Loader {
     load_tile<Swizzle, Variant::kQuery, kColumns>(map, full, tile, rows, query_tile * Variant::kQuery, head, kKeepInL2);
   }
 
-  // What comes after a wait is ready before it: consumers wait for Q.
+  // Everything stored after a wait is read before it, because consumers wait for Q.
   __device__ __forceinline__ void load_q(const PlannedStep& step, const WorkTile& work) {
     const RingIndex<Variant::kStages> stage{plan_.count};
     const int slot = stage.slot();
@@ -173,7 +175,7 @@ class Loader {
     const int query_tile = step.query_tile, head = step.head();
     shared_.dout_empty[slot].wait(stage.empty_parity());
     if (!is_leader()) { return; }
-    // For S already, which waits for Q; it comes next. Who has done with dO has done with this.
+    // S, which waits for the Q that follows, needs the slope. Whoever has released dO has also read the slope.
     if constexpr (Variant::Score::kHasSlope && !Variant::kWide) {
       shared_.slope[slot] = params_.score.slope(work.batch, head);
     }
@@ -206,7 +208,7 @@ class Loader {
     return lse;
   }
 
-  // In base 2; +inf for rows that see no key and past the end, so that P = 0 there.
+  // Writes LSE in base 2: +inf for rows that see no key and for rows past the end, so that their P is 0.
   static __device__ __forceinline__ void write_lse(const Lse& lse, float* tile) {
 #pragma unroll
     for (int i = 0; i < kLseOfLane; ++i) {

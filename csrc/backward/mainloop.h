@@ -1,19 +1,19 @@
-// The consumers: each warpgroup owns 64 keys and computes, for every query tile,
+// The consumers. Each warpgroup owns 64 keys and computes, for every query tile,
 //
 //   S^T = score(K Q^T)     P^T = exp2(scale S^T - LSE)     dP^T = V dO^T     dS^T = P^T * (dP^T - D)
 //   dV += P^T dO    dK += dS^T Q                    dQ = dS K         (over the keys of both consumers)
 //
-// With dropout, what is dropped of dP is 0, and of the P that dV takes; P itself is kept beside that for dS.
+// Dropout zeroes elements of dP, and of the copy of P that dV takes. P itself is kept beside that copy for dS.
 //
-// Products run in the order in which they are issued, while the thread computes. From step j to step j + 1 (a bar is a
+// Products run in the order in which they are issued, while the threads compute. From step j to step j + 1 (a bar is a
 // wait for products):
 //
 //   tensor cores:  S(j+1) | dK(j)  | dQ(j) | dV(j+1)          dP(j+1) |
 //   threads:              | P(j+1) |       | dQ(j) -> adder           | dS(j+1) -> shared memory
 //
-// dQ(j) waits for the other consumer's dS(j); S(j+1) and dK(j) come before it to give that time. A thread holds dK and
-// dV (128 registers at head_dim 128), its rows of V (32), and two fragments that serve in turn: one in fp32 for S and
-// P, dQ, dP (32), one rounded for P and dS (16).
+// dQ(j) waits for the other consumer's dS(j), which has time until S(j+1) and dK(j) have run. A thread holds dK and dV
+// (128 registers at head_dim 128), its rows of V (32), and two fragments that are reused in turn: one in fp32 for S and
+// P, dQ, dP (32), and a rounded one for P and dS (16).
 #pragma once
 
 #include <type_traits>
@@ -76,7 +76,7 @@ class Consumer {
   using Gradient = typename Epilogue<Variant>::Gradient;
   using DqPartial = float[Layout::kRegisters];
   using Bits = dropout::BitsOf<Score::kDrops, dropout::FragmentRows::kKeys, Variant::kQuery>;
-  // Whether a thread keeps where its keys' bits of dropout are.
+  // Whether a thread keeps the place of its keys' bits of dropout.
   static constexpr bool kKeepsKeysOfBits = Score::kDrops && Variant::kQuery % dropout::kBlockRows == 0;
   using KeysOfBits = typename dropout::FragmentBits<dropout::FragmentRows::kKeys, Variant::kQuery>::Keys;
 
@@ -87,9 +87,9 @@ class Consumer {
     Scores scores;          // S and P; dP
     RoundedScores rounded;  // P; dS
     Bits bits;
-    std::conditional_t<kKeepsKeysOfBits, KeysOfBits, Nothing> keys_of_bits;
-    std::conditional_t<Score::kDrops, RoundedScores, Nothing> own_kept;
-    // P as dV takes it.
+    std::conditional_t<kKeepsKeysOfBits, KeysOfBits, Empty> keys_of_bits;
+    std::conditional_t<Score::kDrops, RoundedScores, Empty> own_kept;
+    // P as dV takes it, after dropout.
     __device__ __forceinline__ RoundedScores& kept() {
       if constexpr (Score::kDrops) {
         return own_kept;
@@ -99,8 +99,8 @@ class Consumer {
     }
     RegisterSlice v[max_int(1, kHeldSlicesOfV)];
 
-    // Where dQ's partial is as large as S it takes the same registers: S has become P, and dP is not issued yet. ptxas
-    // does not find that by itself; taking half of them confuses it.
+    // If dQ's partial is as large as S it uses the same registers: S has become P, and dP has not been issued. ptxas
+    // does not find that by itself, and sharing half of them confuses it.
     static constexpr bool kShareDq = Layout::kRegisters == kScoreRegisters;
     float own_dq[kShareDq ? 1 : Layout::kRegisters];
     __device__ __forceinline__ DqPartial& dq() {
@@ -112,7 +112,7 @@ class Consumer {
     }
   };
 
-  // Rounding a partial to integers takes time that dP fills where there are registers for both.
+  // Rounding a partial to integers takes time, which dP fills if there are registers for both.
   static constexpr bool kDpFirst = Variant::kOrderFree && !Registers::kShareDq && !Score::kDrops;
 
   __device__ __forceinline__ void process(int steps) {
@@ -138,13 +138,12 @@ class Consumer {
     if constexpr (Variant::kClusterSize > 1) {
       if (!work().valid()) { return; }
     }
-    if (is_complete(r)) {
-      Epilogue<Variant>::store(shared_, params_, work(), step_, consumer_, r.dk, r.dv);
-    }
+    if (is_complete(r)) { Epilogue<Variant>::store(shared_, params_, work(), step_, consumer_, r.dk, r.dv); }
     if (last_sum != DqSum::kNotLast) { stage_and_arrive(r.dq(), step_.previous(), last_sum); }
   }
 
-  // Whether dK and dV are, once the splits before are added; if not, they are left to who goes on with them.
+  // Returns whether dK and dV are complete once the sums of the previous splits are added. If not, they are left to
+  // whoever continues them.
   __device__ __forceinline__ bool is_complete(Registers& r) const {
     if constexpr (Variant::kCarries) { return end_part(r); }
     if constexpr (Variant::kDivided) {
@@ -156,7 +155,7 @@ class Consumer {
     return work().splits == 1 || reduce_splits<Variant>(params_, work(), r.dk, r.dv);
   }
 
-  // The same of a call that carries sums, which are left to the next call.
+  // The same for a call that carries sums, which leaves them to the next call.
   __device__ __forceinline__ bool end_part(Registers& r) const {
     const bool dv_ends = end_carried_sum(params_, first_float(false), consumer_, r.dv);
     return end_carried_sum(params_, first_float(true), consumer_, r.dk) && dv_ends;
@@ -166,13 +165,12 @@ class Consumer {
     return first_float_of_sum<Variant, Epilogue<Variant>::kRegisters>(work(), consumer_, is_dk);
   }
 
-  // The loop is cut where no product is running, between dP and dS: ptxas then follows every product to its wait and
-  // has no reason to serialise them.
-  // Returns what end_last_step does.
+  // The loop is cut between dP and dS, where no product is running, so that ptxas can trace every product to its wait
+  // and has no reason to serialise them. Returns what end_last_step returns.
   __device__ __forceinline__ DqSum walk(Registers& r, int steps) {
     begin_first_step(r);
     for (int steps_left = steps - 1; steps_left > 0; --steps_left) {
-      // So that all addresses of a step are constants.
+      // Makes all addresses of a step constants.
       if (step_.slot() == 0) {
         end_step_begin_next<0>(r);
       } else {
@@ -182,7 +180,7 @@ class Consumer {
     return end_last_step(r);
   }
 
-  // A work tile without steps: nothing has been loaded.
+  // A work tile without steps, for which nothing has been loaded.
   __device__ __forceinline__ void pass_over() {
     release_staging();
     shared_.k_full.wait(tile().parity());
@@ -190,12 +188,12 @@ class Consumer {
     arrive_together(shared_.v_empty);
   }
 
-  // Of the consumer's rows of S^T.
+  // The first key of the consumer's rows of S^T.
   __device__ __forceinline__ int first_key() const {
     return work().kv_tile * Variant::kKey + consumer_ * kWarpgroupRows;
   }
 
-  // There is one K and one V a work tile.
+  // Each work tile has one K and one V.
   __device__ __forceinline__ RingIndex<1> tile() const { return {ring_.count}; }
   __device__ __forceinline__ const Element* key_tile() const { return shared_.kv[ring_.count % 2]; }
   __device__ __forceinline__ const Element* value_tile() const { return shared_.kv[1 - ring_.count % 2]; }
@@ -210,7 +208,7 @@ class Consumer {
     find_bits(r, step_);
     release_staging();
     wait_products<0>();
-    pin(r.scores);
+    fence_operand(r.scores);
     make_p(r.scores, step_);
     round_p(r);
     wait_for_dout(step_);
@@ -221,9 +219,9 @@ class Consumer {
     }
     issue_dp(r, step_);
     wait_products<0>();
-    pin(r.dv);
-    pin(r.scores);
-    pin(r.kept());
+    fence_operand(r.dv);
+    fence_operand(r.scores);
+    fence_operand(r.kept());
     if constexpr (Variant::kHoldsV) { arrive_together(shared_.v_empty); }
     Epilogue<Variant>::meet_released();
   }
@@ -238,12 +236,12 @@ class Consumer {
     fence_and_arrive(shared_.ds_full[step.slot()]);
     issue_dk(r, step);
     wait_products<1>();  // S
-    pin(r.scores);
+    fence_operand(r.scores);
     make_p(r.scores, next);
     wait_for_dout(next);
     wait_products<0>();  // dK
-    pin(r.dk);
-    pin(r.rounded);
+    fence_operand(r.dk);
+    fence_operand(r.rounded);
     shared_.q_empty[step.slot()].arrive();
     round_p(r);
 
@@ -252,19 +250,20 @@ class Consumer {
     if constexpr (kDpFirst) { issue_dp(r, next); }
     wait_for_staging(step);
     wait_products<kDpFirst ? 2 : 1>();  // dQ
-    pin(r.dq());
+    fence_operand(r.dq());
     stage_dq(r.dq(), step, sum_of(step));
     if constexpr (!kDpFirst) { issue_dp(r, next); }
     fence_and_arrive(shared_.dq_full[step.slot()]);
 
     step_ = step_.next();
     wait_products<0>();  // dV and dP
-    pin(r.dv);
-    pin(r.scores);
-    pin(r.kept());
+    fence_operand(r.dv);
+    fence_operand(r.scores);
+    fence_operand(r.kept());
   }
 
-  // Where the partial makes dQ of a sum, that comes behind dK and dV, which need not wait for it: returns sum_of.
+  // Returns sum_of the last step. If that partial finishes dQ, it is staged after dK and dV, which need not wait for
+  // the sum.
   __device__ __forceinline__ DqSum end_last_step(Registers& r) {
     make_ds(r, step_);
     fence_and_arrive(shared_.ds_full[step_.slot()]);
@@ -272,9 +271,9 @@ class Consumer {
     issue_dq(r, step_);
     wait_for_staging(step_);
     wait_products<0>();
-    pin(r.dk);
-    pin(r.dq());
-    pin(r.rounded);
+    fence_operand(r.dk);
+    fence_operand(r.dq());
+    fence_operand(r.rounded);
     shared_.q_empty[step_.slot()].arrive();
     const DqSum sum = sum_of(step_);
     if (sum == DqSum::kNotLast) { stage_and_arrive(r.dq(), step_, sum); }
@@ -292,8 +291,8 @@ class Consumer {
   template <typename AnyStep>
   __device__ __forceinline__ void issue_s(Registers& r, AnyStep step) {
     shared_.q_full[step.slot()].wait(step.parity());
-    multiply<Element, Variant::kHeadDim>(r.scores, KeyRows(descriptor_of_(key_tile()), consumer_ * kWarpgroupRows),
-                                         QueryRows(descriptor_of_(shared_.q[step.slot()])));
+    wgmma_async<Element, Variant::kHeadDim>(r.scores, KeyRows(descriptor_of_(key_tile()), consumer_ * kWarpgroupRows),
+                                            QueryRows(descriptor_of_(shared_.q[step.slot()])));
   }
 
   template <typename AnyStep>
@@ -303,30 +302,30 @@ class Consumer {
 
   template <typename AnyStep>
   __device__ __forceinline__ void issue_dv(Registers& r, AnyStep step) {
-    multiply_add<Element>(r.dv, r.kept(), QuerySum(descriptor_of_(shared_.dout[step.slot()])));
+    wgmma_async_add<Element>(r.dv, r.kept(), QuerySum(descriptor_of_(shared_.dout[step.slot()])));
   }
 
   template <typename AnyStep>
   __device__ __forceinline__ void issue_dp(Registers& r, AnyStep step) {
     const QueryRows dout(descriptor_of_(shared_.dout[step.slot()]));
-    if constexpr (kHeldSlicesOfV > 0) { multiply<Element>(r.scores, r.v, dout); }
+    if constexpr (kHeldSlicesOfV > 0) { wgmma_async<Element>(r.scores, r.v, dout); }
     if constexpr (!Variant::kHoldsV) {
       const KeyRows v(descriptor_of_(value_tile()), consumer_ * kWarpgroupRows);
-      multiply<Element, Variant::kHeadDim, kHeldSlicesOfV>(r.scores, v, dout);
+      wgmma_async<Element, Variant::kHeadDim, kHeldSlicesOfV>(r.scores, v, dout);
     }
   }
 
   template <typename AnyStep>
   __device__ __forceinline__ void issue_dk(Registers& r, AnyStep step) {
-    multiply_add<Element>(r.dk, r.rounded, QuerySum(descriptor_of_(shared_.q[step.slot()])));
+    wgmma_async_add<Element>(r.dk, r.rounded, QuerySum(descriptor_of_(shared_.q[step.slot()])));
   }
 
-  // Of the query tile.
+  // The first row of the query tile that the consumer computes of dQ.
   __device__ __forceinline__ int first_query_of_dq() const {
     return Variant::kSplitDqByHeadDim ? 0 : consumer_ * Variant::kDqQueries;
   }
 
-  // A consumer that has arrived on ds_full has completed dQ of the step before, so two buffers of dS need no `empty`
+  // A consumer that has arrived on ds_full has completed dQ of the previous step, so two buffers of dS need no `empty`
   // barrier.
   template <typename AnyStep>
   __device__ __forceinline__ void issue_dq(Registers& r, AnyStep step) {
@@ -334,17 +333,17 @@ class Consumer {
     const KeySum k(descriptor_of_(key_tile()), consumer_ * (Variant::kDqColumnStep / Swizzle::kColumns));
     const QueryRows ds(descriptor_of_(shared_.ds[step.slot()]), first_query_of_dq());
     if constexpr (Variant::kTransposesDq) {
-      multiply<Element, Variant::kKey>(r.dq(), k, ds);
+      wgmma_async<Element, Variant::kKey>(r.dq(), k, ds);
     } else {
-      multiply<Element, Variant::kKey>(r.dq(), ds, k);
+      wgmma_async<Element, Variant::kKey>(r.dq(), ds, k);
     }
   }
 
-  // S becomes P.
+  // Turns S into P.
   template <typename AnyStep>
   __device__ __forceinline__ void make_p(Scores& s, AnyStep step) const {
     const StepTile tile = shared_.step[step.slot()];
-    make_scores(s, tile.query_tile, step.slot());
+    Score::apply(s, [&] { return bias_of(tile.query_tile, step.slot()); }, params_.score);
     if (tile.needs_masking) {
       const Mask mask = Variant::grid(work().sequence, params_.window).mask;
       apply_mask(s, mask, tile.query_tile * Variant::kQuery, first_key(), thread_);
@@ -352,31 +351,26 @@ class Consumer {
     probabilities(s, shared_.lse[step.slot()], params_.score.scale_log2, thread_);
   }
 
-  // Products become scores.
-  __device__ __forceinline__ void make_scores(Scores& s, int query_tile, int slot) const {
-    if constexpr (Score::kHasSlope) {
-      const Sequence& sequence = work().sequence;
-      const int first_own_key = query_tile * Variant::kQuery + sequence.seqlen_k - sequence.seqlen_q;
-      const int distance = first_own_key + fragment_column(thread_, 0) - first_key() - fragment_row(thread_, 0);
-      Score::transform(s, KeyBias{shared_.slope[slot], float(distance)});
-    } else if constexpr (Score::kKind == ScoreKind::kSoftcap) {
-      Score::transform(s, params_.score);
-    }
+  __device__ __forceinline__ StepBias bias_of(int query_tile, int slot) const {
+    const Sequence& sequence = work().sequence;
+    const int first_own_key = query_tile * Variant::kQuery + sequence.seqlen_k - sequence.seqlen_q;
+    const int distance = first_own_key + fragment_column(thread_, 0) - first_key() - fragment_row(thread_, 0);
+    return {shared_.slope[slot], float(distance)};
   }
 
   __device__ __forceinline__ void round_p(Registers& r) const {
     pack_slices<Element>(r.rounded, r.scores);
-    pin(r.rounded);
+    fence_operand(r.rounded);
     if constexpr (Score::kDrops) {
 #pragma unroll
       for (int i = 0; i < kScoreRegisters / 2; ++i) { r.own_kept[i / 4][i % 4] = r.rounded[i / 4][i % 4]; }
       r.bits.template drop<Element>(r.own_kept);
-      r.bits.forget();  // what has been made of them is made again for dP
-      pin(r.own_kept);
+      r.bits.opaque();  // dP derives what it needs from them again
+      fence_operand(r.own_kept);
     }
   }
 
-  // Long before they are used: they come from global memory.
+  // Called long before the bits are used, because they come from global memory.
   template <typename AnyStep>
   __device__ __forceinline__ void find_bits(Registers& r, AnyStep step) const {
     if constexpr (Score::kDrops) {
@@ -390,11 +384,11 @@ class Consumer {
     }
   }
 
-  // dP and P become dS, rounded, in registers for dK and in shared memory for dQ.
+  // Turns dP and P into dS, rounded, in registers for dK and in shared memory for dQ.
   template <typename AnyStep>
   __device__ __forceinline__ void make_ds(Registers& r, AnyStep step) {
-    // Lets ptxas mix the stores with the sums, which pays where there are many.
-    if constexpr (kScoreRegisters > 32) { forget(thread_); }
+    // Lets ptxas interleave the stores with the arithmetic, which pays if there are many.
+    if constexpr (kScoreRegisters > 32) { opaque(thread_); }
     score_gradient<Element, Score>(r.rounded, r.scores, shared_.delta[step.slot()], shared_.lse[step.slot()],
                                    params_.score, r.bits, thread_);
     shared_.dout_empty[step.slot()].arrive();
@@ -421,30 +415,30 @@ class Consumer {
   }
 
   template <typename AnyStep>
-  __device__ __forceinline__ void finish(const DqPartial& dq, AnyStep step, DqSum sum) {
+  __device__ __forceinline__ void finish_dq(const DqPartial& dq, AnyStep step, DqSum sum) {
     float* const buffer = shared_.dq[step.slot()];
     const float scale = params_.scale_of_sums;
     const bool has_sum = sum != DqSum::kAlone;
-    forget(thread_);
+    opaque(thread_);
     if (has_sum) { shared_.sum_full[step.slot()].wait(sum == DqSum::kOddSum); }
     if constexpr (Variant::kOrderFree) {
       const int slot = scale_slot(step), tile = shared_.scale_tile[slot];
       if (tile != kNoScale) {
         const OtherPartials others = has_sum ? shared_.others[step.slot()] : OtherPartials{0, 0};
-        finish_in_units<Variant>(buffer, dq, has_sum, scale, consumer_, thread_,
-                                 shared_.scales[slot] + first_query_of_dq(),
-                                 others.have_marks ? marks_of(tile) : nullptr, others.count + 1);
+        finish_dq_in_units<Variant>(buffer, dq, has_sum, scale, consumer_, thread_,
+                                    shared_.scales[slot] + first_query_of_dq(),
+                                    others.have_marks ? marks_of(tile) : nullptr, others.count + 1);
         return;
       }
     }
-    finish_fp32<Variant>(buffer, dq, has_sum, scale, consumer_, thread_);
+    finish_dq_in_fp32<Variant>(buffer, dq, has_sum, scale, consumer_, thread_);
   }
 
   template <typename AnyStep>
   __device__ __forceinline__ void stage_dq(const DqPartial& dq, AnyStep step, DqSum sum) {
     if constexpr (Variant::kMayFinishDq) {
       if (sum != DqSum::kNotLast) {
-        finish(dq, step, sum);
+        finish_dq(dq, step, sum);
         return;
       }
     }
@@ -460,17 +454,17 @@ class Consumer {
     }
   }
 
-  // Of the queries of dQ of a query tile.
+  // The marks of the consumer's rows of dQ.
   __device__ __forceinline__ uint8_t* marks_of(int tile) const {
     return params_.workspace.scales + int64_t(tile) * Variant::kQuery + first_query_of_dq();
   }
 
-  // Order-free, unless the head needs the order.
+  // Stages a partial in units, if sums are order-free and the head does not need the order.
   template <typename AnyStep, typename Store>
   __device__ __forceinline__ bool stage_dq_as_integers(const DqPartial& dq, AnyStep step, const Store& store) {
     if constexpr (Variant::kOrderFree) {
       const int slot = scale_slot(step);
-      forget(thread_);
+      opaque(thread_);
       const int tile = shared_.scale_tile[slot];
       if (tile == kNoScale) { return false; }
       const uint8_t* const scales = shared_.scales[slot] + first_query_of_dq();

@@ -1,4 +1,4 @@
-// What the launch code hands to the kernels of the backward.
+// The parameters of the backward's kernels.
 #pragma once
 
 #include <cuda.h>
@@ -6,14 +6,14 @@
 #include <cmath>
 #include <cstdint>
 
-#include "../config/fixed_point.h"
+#include "../contract/fixed_point.h"
 #include "../device/dropout_bits.h"
 #include "../device/score.h"
-#include "../schedule/work_tile.h"
+#include "../placement/work_tile.h"
 
 namespace dash_attn::backward {
 
-// A (batch, seqlen, heads, head_dim) tensor; strides in elements, the last dimension contiguous.
+// A (batch, seqlen, heads, head_dim) tensor. Strides are in elements, and the last dimension is contiguous.
 template <typename T>
 struct StridedView {
   T* data;
@@ -27,38 +27,38 @@ struct StridedView {
 using fixed_point::KeyStatistics;
 constexpr KeyStatistics of_no_rows() { return {0.f, 0.f, INFINITY}; }
 
-// Scratch memory, linear in the number of rows. Rows are padded to whole query tiles, indexed (sequence, head, query
-// row); the sequences of a pack are in its plan's order.
+// Scratch memory, whose size is linear in the number of rows. Rows are padded to whole query tiles and indexed
+// (sequence, head, query row). The sequences of a pack are in the order of its plan.
 struct Workspace {
   float*
       dq_accumulator;  // (sequence, head, query tile, tile elements in the order of dq_layout.h); order-free: integers
   float* delta;        // D = rowsum(dO * O), in the order of statistic_position; 0 in padding
   int* dq_semaphores;  // (sequence, head, query tile, part of dQ): how many KV tiles have added to it
-  int* next_work;      // the counter that hands out work
+  int* next_work;      // the counter from which work is taken
 
-  // Where KV tiles are divided only: whole_tiles.h.
-  int* running_ctas;           // how many CTAs have begun
-  int* whole_heads;            // by number of work, of the first one of each (sequence, KV head): WholeHead
-  float* first_part_sums;      // as split_sums: dK and dV of a first part that another CTA goes on with
-  int* first_part_semaphores;  // as split_semaphores: how many have been left there and taken up
+  // Only if KV tiles are divided: whole_tiles.h.
+  int* running_ctas;           // how many CTAs have started
+  int* whole_heads;            // a WholeHead for each (sequence, KV head), at its first work number
+  float* first_part_sums;      // like split_sums: dK and dV of a first part that another CTA continues
+  int* first_part_semaphores;  // like split_semaphores: how often sums have been published and consumed
 
-  // With more than one split of the query heads only.
+  // Only if the query heads are split.
   float* split_sums;      // (sequence, KV head, KV tile, consumer, dV and dK, fragment as split_reduction.h has it)
   int* split_semaphores;  // (sequence, KV head, KV tile, consumer, dV and dK): how many splits are in the sum
 
-  float* sink_sums;  // (sequence, head), in the caller's order: gradients of sinks; where they are wanted
+  float* sink_sums;  // (sequence, head), in the caller's order: gradients of sinks, if wanted
 
-  // Order-free accumulation only.
-  uint8_t* scales;                // fixed point, of each row (config/fixed_point.h)
-  int* needs_order;  // (sequence, KV head), in the caller's order: whether dQ is summed in order all the same
-  int* any_needs_order;           // whether any of them does
+  // Only for order-free accumulation.
+  uint8_t* scales;                // the fixed-point scale of each row (contract/fixed_point.h)
+  int* needs_order;               // (sequence, KV head), in the caller's order: whether dQ is summed in order after all
+  int* any_needs_order;           // whether any head needs the order
   int* any_marks;                 // whether any row of the call is marked as not finite
   KeyStatistics* key_statistics;  // (sequence, KV head, chunk)
 };
 
-// The sequences of a call, as the kernels beside the main one see them.
+// The sequences of a call, as the kernels other than the main one see them.
 struct SequencesOfCall {
-  Sequence sequence;  // of a dense batch: every sequence's
+  Sequence sequence;  // in a dense batch, that of every sequence
   MaskRule mask;
   int batch, heads, kv_heads;
   PackView pack;
@@ -66,20 +66,20 @@ struct SequencesOfCall {
   __host__ __device__ int group_size() const { return heads / kv_heads; }
 };
 
-// Whose query tile a place of the workspace holds.
+// The owner of a query tile in the workspace.
 struct TileOwner {
   Sequence lengths;
   int number;     // of the sequence
-  int batch;      // where its rows lie in a tensor: (batch, first_row + position)
+  int batch;      // its rows in a tensor are (batch, first_row + position)
   int first_row;  // of its queries
   int head;
   int query_tile;         // of the head
-  int key_chunks_before;  // in other sequences, of the statistics of order-free accumulation
+  int key_chunks_before;  // chunks of order-free statistics of other sequences
 
   __device__ int row(int tile_rows) const { return query_tile * tile_rows; }
 };
 
-// False where a pack has no such place: their number is known on the device alone.
+// Returns false if a pack has no such tile, because only the device knows how many there are.
 template <int kTileRows>
 __device__ __forceinline__ bool find_owner(const SequencesOfCall& call, int place, TileOwner& owner) {
   const PackView& pack = call.pack;
@@ -99,31 +99,26 @@ __device__ __forceinline__ bool find_owner(const SequencesOfCall& call, int plac
   const PackedSequence& sequence = pack.sequences[pack.of_query_tile[place / call.heads]];
   const int tiles = ceil_div(sequence.lengths.seqlen_q, kTileRows);
   const int within = place - sequence.first_query_tile * call.heads;
-  owner = {sequence.lengths,
-           sequence.number,
-           0,
-           sequence.end_q - sequence.lengths.seqlen_q,
-           within / tiles,
-           within % tiles,
-           sequence.first_key_chunk};
+  owner = {sequence.lengths, sequence.number,         0, sequence.end_q - sequence.lengths.seqlen_q, within / tiles,
+           within % tiles,   sequence.first_key_chunk};
   return true;
 }
 
-// Of a call that is a chunk of keys by a chunk of queries: where its sums come from and go to. dQ's are the
-// accumulator; those of dK and dV are split_sums, one for each KV tile.
+// For a call of a chunk of keys and a chunk of queries: where its sums come from and go to. The accumulator holds those
+// of dQ, and split_sums those of dK and dV, one for each KV tile.
 struct CarriedSums {
-  const float* total;  // of the splits before, laid out as split_sums; null where there are none
-  Range dq_continues;  // the query tiles, of each head, that have a sum to add to
-  bool keys_continue;  // whether dK and dV have
-  bool keys_end;       // whether dK and dV are complete, and are rounded and stored
-  bool heads_together;  // of the call's own mask (order.h), which the kernel treats as a window
+  const float* total;   // of the previous splits, laid out like split_sums; null if there are none
+  Range dq_continues;   // the query tiles of each head that continue a sum
+  bool keys_continue;   // whether dK and dV continue a sum
+  bool keys_end;        // whether dK and dV are complete, and so are rounded and stored
+  bool heads_together;  // of the call's own mask (order.h); the kernel treats it as a window
 };
 
 struct KernelParams {
   CUtensorMap q, dout;  // boxes of a swizzle block's columns x one query tile
   CUtensorMap k, v;     // boxes of a swizzle block's columns x one KV tile
   CUtensorMap dk, dv;   // boxes of a swizzle block's columns x 64 keys
-  CUtensorMap dq;       // the same x 64 queries, where finishes_dq
+  CUtensorMap dq;       // the same x 64 queries, if finishes_dq
   // (batch, heads, seqlen_q), of a pack (heads, total_q); natural logarithm, +inf or -inf for rows that see no key.
   const float* softmax_lse;
   int64_t lse_batch_stride, lse_head_stride;
@@ -131,11 +126,11 @@ struct KernelParams {
   TileScheduler scheduler;
   PackView pack;
   Workspace workspace;
-  int num_groups;  // of KV tiles: the numbers that are handed out; of a pack, no fewer than those
-  float scale_of_sums;  // dQ and dK are so many times their sums
+  int num_groups;       // of KV tiles: the numbers that CTAs take; for a pack an upper bound
+  float scale_of_sums;  // the factor by which dQ and dK differ from their sums
   ScoreParams score;
   dropout::BitsView dropout;
-  CarriedSums carried;  // of a kernel that carries sums
+  CarriedSums carried;  // for kernels that carry sums
   bool finishes_dq;
 
   // Without the mask, for find_owner.

@@ -1,4 +1,5 @@
-// The planner: one thread that walks each work tile's steps in the policy's order, ahead of the loader and the adders.
+// The planner: one thread that walks the steps of each work tile in the policy's order, ahead of the loader and the
+// adders.
 #pragma once
 
 #include "params.h"
@@ -21,21 +22,21 @@ class Planner {
       const WorkTile& work = shared_.work[ring_.slot()];
       Variant::Policies::with(params_.scheduler.policy,
                               [&](auto policy) { plan_work_tile<decltype(policy)::value>(work); });
-      forget(ring_.count);
+      opaque(ring_.count);
       shared_.work_empty[ring_.slot()].arrive();
     }
     for (int adder = 0; adder < kAdderWarps; ++adder) { plan_end(); }
   }
 
  private:
-  // `work` is in shared memory, and read again where that spares registers.
+  // `work` is in shared memory and is read again where that saves registers.
   template <Policy kPolicy>
   __device__ __forceinline__ void plan_work_tile(const WorkTile& work) {
     using Order = dash_attn::Order<kPolicy>;
     const bool ordered = is_ordered<kPolicy>(work);
-    // There is no register for it: made anew for each use.
+    // Built again for each use, because there are no registers to keep it.
     const auto grid = [&] {
-      forget_memory();
+      compiler_fence();
       return Variant::grid(work.sequence, params_.window);
     };
     bool is_last = work.steps == 0;
@@ -82,7 +83,7 @@ class Planner {
     return Variant::kCarries ? params_.carried.heads_together : heads_together<kPolicy>(Variant::kMask);
   }
 
-  // Whether the work tile's partials are added in fp32, in the order of their ranks.
+  // Whether the work tile's partials are added in fp32 in the order of their ranks.
   template <Policy kPolicy>
   __device__ __forceinline__ bool is_ordered(const WorkTile& work) const {
     if constexpr (accumulation(kPolicy) == Accumulation::kOrderFree) {
@@ -104,11 +105,11 @@ class Planner {
   const KernelParams& params_;
   WorkRing<Variant> ring_;
   RingIndex<Variant::kPlanSlots> plan_;
-  bool any_needs_order_ = false;  // spares a work tile's first step the wait for memory
+  bool any_needs_order_ = false;  // saves a work tile's first step from waiting for memory
 };
 
-// Called by the loader and one adder, or, of wide heads, both, once a step. `plan` counts the steps, and so finds the
-// buffers of the step as well.
+// Called once a step by the loader and one adder or, with wide heads, both. `plan` counts the steps, and so finds the
+// step's buffers as well.
 template <typename Variant>
 __device__ __forceinline__ const PlannedStep& wait_for_step(SharedStorage<Variant>& shared,
                                                             RingIndex<Variant::kPlanSlots> plan) {

@@ -1,5 +1,5 @@
-// Before the main kernel: D = rowsum(dO * O), less the gradient of LSE where there is one, times 1 - p with dropout.
-// All semaphores and the counter of work are set to zero, and order-free each row gets its unit.
+// Runs before the main kernel. D = rowsum(dO * O), minus the gradient of LSE if there is one, times 1 - p with dropout.
+// All semaphores and the work counter are cleared and, for order-free sums, each row gets its unit.
 #pragma once
 
 #include "../device/fragment.h"
@@ -13,18 +13,18 @@ namespace dash_attn::backward {
 template <typename Element>
 struct PreprocessParams {
   StridedView<const Element> out, dout;
-  StridedView<Element> dq;  // rows that see no key are zeroed here; null where dQ is converted
+  StridedView<Element> dq;  // rows that see no key are zeroed here; null if dQ is converted
   Workspace workspace;
   SequencesOfCall call;
   HeadDims head_dims;
-  int num_blocks;  // of the whole call; a grid of fewer takes several each
+  int num_blocks;  // of the whole call; a smaller grid loops over them
   int num_dq_semaphores, num_split_semaphores, num_work_counters;
-  const float *softmax_lse, *dsoftmax_lse;  // the caller's; the second null where LSE has no gradient
+  const float *softmax_lse, *dsoftmax_lse;  // the caller's; the second is null if LSE has no gradient
   int64_t lse_batch_stride, lse_head_stride;
-  float kept;  // 1 - p: 1 / (1 - p) is left out of dS, and multiplies the sums
+  float kept;  // 1 - p; dS leaves out the factor 1 / (1 - p), which multiplies the sums
 };
 
-// Sets `count` integers to zero, with all threads of the grid.
+// Clears `count` integers, with all threads of the grid.
 __device__ __forceinline__ void clear_integers(int* integers, int count) {
   for (int64_t i = int64_t(blockIdx.x) * kPreprocessThreads + threadIdx.x; i < count;
        i += int64_t(gridDim.x) * kPreprocessThreads) {
@@ -32,13 +32,13 @@ __device__ __forceinline__ void clear_integers(int* integers, int count) {
   }
 }
 
-// Where the LSE of a row lies.
+// The index of a row's LSE.
 template <typename Element>
 __device__ __forceinline__ int64_t lse_index(const PreprocessParams<Element>& params, const TileOwner& owner, int row) {
   return owner.batch * params.lse_batch_stride + owner.head * params.lse_head_stride + owner.first_row + row;
 }
 
-// D less the gradient of LSE, which is looked at only where LSE is finite.
+// D minus the gradient of LSE, which is read only where LSE is finite.
 template <typename Element>
 __device__ __forceinline__ float with_gradient_of_lse(const PreprocessParams<Element>& params, const TileOwner& owner,
                                                       int row, float delta) {
@@ -47,17 +47,18 @@ __device__ __forceinline__ float with_gradient_of_lse(const PreprocessParams<Ele
   return isinf(params.softmax_lse[index]) ? delta : delta - params.dsoftmax_lse[index];
 }
 
-// Whether a warp's threads finish rows, one each.
+// Whether the threads of this warp write rows, one each.
 template <typename Geometry>
-__device__ __forceinline__ bool finishes_rows() {
+__device__ __forceinline__ bool writes_rows() {
   return threadIdx.x / 32 * 32 < PreprocessTile<Geometry>::kRows;
 }
 
-// Order-free: D and the unit of each of a block's rows, whose dO * O and dO * dO sum to `products` and `squares`.
+// For order-free sums: writes D and the unit of each row of a block. Its dO * O sums to `products`, and its dO * dO to
+// `squares`.
 template <typename Geometry>
-__device__ __forceinline__ void finish_rows(const PreprocessParams<typename Geometry::Element>& params, int tile,
-                                            const TileOwner& owner, int first_of_tile, const KeyStatistics& keys,
-                                            const float* products, const float* squares) {
+__device__ __forceinline__ void write_rows(const PreprocessParams<typename Geometry::Element>& params, int tile,
+                                           const TileOwner& owner, int first_of_tile, const KeyStatistics& keys,
+                                           const float* products, const float* squares) {
   using Element = typename Geometry::Element;
   constexpr int kRows = PreprocessTile<Geometry>::kRows, kTileRows = Geometry::kQuery;
   if (threadIdx.x >= kRows) { return; }
@@ -78,7 +79,7 @@ __device__ __forceinline__ void finish_rows(const PreprocessParams<typename Geom
   }
 }
 
-// dQ of a block's rows is zero where no KV tile adds to it.
+// Zeroes dQ of a block's rows if no KV tile adds to it.
 template <typename Geometry>
 __device__ __forceinline__ void zero_unseen_rows(const PreprocessParams<typename Geometry::Element>& params,
                                                  const TileOwner& owner, int first_row) {
@@ -122,7 +123,7 @@ __device__ __forceinline__ void preprocess_block(const PreprocessParams<typename
 
   KeyStatistics keys;
   if constexpr (kOrderFree) {
-    if (finishes_rows<Geometry>()) {  // while the rows are on their way
+    if (writes_rows<Geometry>()) {      // while the rows are being loaded
       ptx::wait_for_previous_kernel();  // the statistics
       keys = combine_warp(chunk_key_statistics(params.workspace, first_chunk(params.call, owner), owner.lengths));
     }
@@ -147,12 +148,13 @@ __device__ __forceinline__ void preprocess_block(const PreprocessParams<typename
   }
   if constexpr (kOrderFree) {
     __syncthreads();
-    finish_rows<Geometry>(params, tile, owner, first_of_tile, keys, products, squares);
-    __syncthreads();  // the next block's sums come to the same place
+    write_rows<Geometry>(params, tile, owner, first_of_tile, keys, products, squares);
+    __syncthreads();  // the next block reuses the arrays
   }
 }
 
-// Order-free as many as have 64 registers a thread; the compiler would take more, for finish_rows. 0: its choice.
+// Order-free blocks are limited to 64 registers a thread; the compiler would take more for write_rows. 0 leaves the
+// choice to the compiler.
 template <bool kOrderFree>
 constexpr int kPreprocessBlocksOfSm = kOrderFree ? 4 : 0;
 
@@ -166,7 +168,7 @@ __global__ void __launch_bounds__(kPreprocessThreads, kPreprocessBlocksOfSm<kOrd
   for (int block = blockIdx.x; block < params.num_blocks; block += gridDim.x) {
     preprocess_block<Geometry, kOrderFree>(params, block);
   }
-  if constexpr (kOrderFree) { ptx::wait_for_previous_kernel(); }  // also where no block had a row
+  if constexpr (kOrderFree) { ptx::wait_for_previous_kernel(); }  // even if no block had a row
 }
 
 }  // namespace dash_attn::backward

@@ -1,4 +1,4 @@
-// Rows of Q, K, V, O and dO read by threads: neighbouring threads of a warp share a row, eight columns each at a time.
+// Rows of Q, K, V, O and dO read by threads: neighbouring threads of a warp share a row and take eight columns each.
 #pragma once
 
 #include "../device/fragment.h"
@@ -6,7 +6,7 @@
 
 namespace dash_attn::backward {
 
-// Threads that share a row, a power of two so that they can add up in turns; some may be left without columns.
+// The threads that share a row, a power of two for the reduction by shuffles. Some of them may have no columns.
 template <int kHeadDim>
 constexpr int kRowThreads = kHeadDim <= 64    ? 8
                             : kHeadDim <= 128 ? 16
@@ -14,7 +14,7 @@ constexpr int kRowThreads = kHeadDim <= 64    ? 8
 
 constexpr int kPreprocessThreads = 256;
 
-// How blocks of the preprocess kernel share the rows of a query tile, which whole blocks make up.
+// How blocks of the preprocess kernel share the rows of a query tile. A tile is a whole number of blocks.
 template <typename Geometry>
 struct PreprocessTile {
   static constexpr int kThreadsPerRow = kRowThreads<Geometry::kValueDim>;
@@ -22,18 +22,19 @@ struct PreprocessTile {
   static constexpr int kPassesOfTile = Geometry::kQuery / kRowsAtOnce;
   static constexpr int kPasses = kPassesOfTile % 4 == 0 ? 4 : kPassesOfTile;  // of a block
   static constexpr int kRows = kPasses * kRowsAtOnce;
-  static constexpr int kBlocks = Geometry::kQuery / kRows;  // of a query tile, in its order
-  static_assert(kBlocks * kRows == Geometry::kQuery && kRows <= kPreprocessThreads);  // a thread finishes a row
+  static constexpr int kBlocks = Geometry::kQuery / kRows;                            // of a query tile
+  static_assert(kBlocks * kRows == Geometry::kQuery && kRows <= kPreprocessThreads);  // a thread writes a row
 };
 
-// Row `row` of a head, this thread's eight columns; zeros past the end.
+// This thread's eight columns of row `row` of a head, or zeros past the end.
 template <typename Element>
 __device__ __forceinline__ uint4 load8(const StridedView<const Element>& tensor, int batch, int row, int head,
                                        int column, bool inside) {
   return inside ? *reinterpret_cast<const uint4*>(tensor.row(batch, row, head) + column) : make_uint4(0, 0, 0, 0);
 }
 
-// Eight 16-bit elements in fp32. By words: the compiler takes three instructions for an odd bf16 element of an array.
+// Eight 16-bit elements in fp32, unpacked by words: from an array the compiler takes three instructions for an odd bf16
+// element.
 template <typename Element>
 struct Floats8 {
   float x[8];
@@ -50,7 +51,7 @@ struct Floats8 {
   __device__ __forceinline__ float operator[](int i) const { return x[i]; }
 };
 
-// Eight 16-bit products in fp32.
+// The dot product of eight 16-bit elements, in fp32.
 template <typename Element>
 __device__ __forceinline__ float dot8(uint4 a, uint4 b) {
   const Floats8<Element> x(a), y(b);
@@ -60,7 +61,7 @@ __device__ __forceinline__ float dot8(uint4 a, uint4 b) {
   return sum;
 }
 
-// Over the kThreads threads of a row.
+// Sums over the kThreads threads of a row.
 template <int kThreads>
 __device__ __forceinline__ float sum_of_row(float value) {
 #pragma unroll

@@ -1,4 +1,4 @@
-// The part of a step that is no product of matrices: a thread's elements of S^T become P^T, and dP^T becomes dS^T.
+// The elementwise part of a step: a thread's elements of S^T become P^T, and dP^T becomes dS^T.
 #pragma once
 
 #include <type_traits>
@@ -6,7 +6,7 @@
 #include "../device/fragment.h"
 #include "../device/ptx.h"
 #include "../device/score.h"
-#include "../schedule/mask.h"
+#include "../contract/mask.h"
 
 namespace dash_attn::backward {
 
@@ -21,11 +21,11 @@ __device__ __forceinline__ void apply_mask(float (&s)[kSize], const Mask& mask, 
     const int column = first_query + fragment_column(thread, 0);
 #pragma unroll
     for (int i = 0; i < kSize; ++i) {
-      if ((i / 2) % 2 == row && fragment_column(0, i) < first - column) { s[i] = -INFINITY; }
+      if (row_of(i) == row && fragment_column(0, i) < first - column) { s[i] = -INFINITY; }
     }
   }
   if (starts_at_first_key(mask.kind)) { return; }
-  // Few tiles are cut at both ends.
+  // Under a window few tiles are cut on both sides.
   constexpr int kQueries = 2 * kSize;
   if (first_query + kQueries <= mask.queries_of(first_key).end()) { return; }
 #pragma unroll
@@ -34,13 +34,13 @@ __device__ __forceinline__ void apply_mask(float (&s)[kSize], const Mask& mask, 
     const int column = first_query + fragment_column(thread, 0);
 #pragma unroll
     for (int i = 0; i < kSize; ++i) {
-      if ((i / 2) % 2 == row && fragment_column(0, i) >= end - column) { s[i] = -INFINITY; }
+      if (row_of(i) == row && fragment_column(0, i) >= end - column) { s[i] = -INFINITY; }
     }
   }
 }
 
-// ALiBi's, of a fragment of S^T.
-struct KeyBias {
+// ALiBi's bias of a fragment in one step, whose products all have the same head.
+struct StepBias {
   float slope_of_step, first_distance;
 
   __device__ __forceinline__ float slope(int) const { return slope_of_step; }
@@ -49,7 +49,7 @@ struct KeyBias {
   }
 };
 
-// Of the queries (columns) of a thread's registers 8 * slice ... 8 * slice + 7.
+// The statistics of the queries (columns) of a thread's registers 8 * slice ... 8 * slice + 7.
 struct SliceStatistics {
   float of[2][2];
 };
@@ -73,7 +73,7 @@ __device__ __forceinline__ void probabilities(float (&s)[kSize], const float* ls
   }
 }
 
-// dS = P * (dP - D) * the score's derivative, rounded, in the place of P. dP of what `bits` drops is 0.
+// dS = P * (dP - D) * the score's derivative, rounded, overwrites P. Dropped elements of dP are 0.
 template <typename Element, typename Score, typename Bits, int kSize>
 __device__ __forceinline__ void score_gradient(RegisterSlice (&p)[kSize / 8], const float (&dp)[kSize],
                                                const float* delta, const float* lse, const ScoreParams& params,
@@ -82,7 +82,7 @@ __device__ __forceinline__ void score_gradient(RegisterSlice (&p)[kSize / 8], co
   for (int slice = 0; slice < kSize / 8; ++slice) {
     const SliceStatistics row = slice_of(delta, thread, slice);
     if constexpr (Score::kDrops && std::is_same_v<Element, bf16>) {
-      // Pairs are chosen when they are rounded, half as many as elements.
+      // Pairs are selected after rounding, which are half as many as elements.
       const uint32_t dropped[2] = {negated_pair(pack<Element>(row.of[0][0], row.of[0][1])),
                                    negated_pair(pack<Element>(row.of[1][0], row.of[1][1]))};
 #pragma unroll
@@ -96,10 +96,10 @@ __device__ __forceinline__ void score_gradient(RegisterSlice (&p)[kSize / 8], co
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       const int number = 8 * slice + 2 * i;
-      float low = bits.keep(number, dp[number]) - row.of[i / 2][0];
-      float high = bits.keep(number + 1, dp[number + 1]) - row.of[i / 2][1];
+      float low = Score::keep(bits, number, dp[number]) - row.of[i / 2][0];
+      float high = Score::keep(bits, number + 1, dp[number + 1]) - row.of[i / 2][1];
       if constexpr (Score::kHasDerivative) {
-        if (i == 0) { forget_memory(); }  // what later slices read is not read yet: registers
+        if (i == 0) { compiler_fence(); }  // keeps later slices from being read early, which would take registers
         const SliceStatistics row_lse = slice_of(lse, thread, slice);
         const float2 probability = unpack<Element>(p[slice][i]);
         low *= Score::derivative(probability.x, row_lse.of[i / 2][0], params);

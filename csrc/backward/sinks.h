@@ -1,8 +1,8 @@
-// The gradient of the sinks, ds = -sum of e^(s - LSE) (D - dLSE) over a head's rows: after preprocess.h, whose D has
-// the gradient of LSE in it.
+// The gradient of the sinks, ds = -sum of e^(s - LSE) (D - dLSE) over a head's rows. Runs after preprocess.h, whose D
+// includes the gradient of LSE.
 //
-// Determinism contract: a block takes one head of one sequence and adds its rows in a fixed tree; a second kernel adds
-// the sequences in their order. So the bits do not depend on how they are packed.
+// Determinism contract: a block takes one head of one sequence and adds its rows in a fixed tree, and a second kernel
+// adds the sequences in order. So the bits do not depend on how sequences are packed.
 #pragma once
 
 #include "../device/fragment.h"
@@ -14,15 +14,15 @@ constexpr int kSinkThreads = 256;
 
 struct SinkParams {
   const float* sinks;        // (heads)
-  const float* softmax_lse;  // the caller's, with the sink in it
+  const float* softmax_lse;  // the caller's, which includes the sink
   int64_t lse_batch_stride, lse_head_stride;
   Workspace workspace;
   SequencesOfCall call;
   float* dsinks;  // (heads)
-  float scale;    // 1 / (1 - p): D is without
+  float scale;    // 1 / (1 - p), which D leaves out
 };
 
-// The sum over the block in thread 0. `scratch` may be used again after the next barrier.
+// Returns the sum over the block in thread 0. `scratch` may be reused after the next barrier.
 __device__ __forceinline__ float sum_of_block(float value, float* scratch) {
 #pragma unroll
   for (int offset = 16; offset > 0; offset /= 2) { value += __shfl_xor_sync(0xffffffff, value, offset); }
@@ -34,7 +34,7 @@ __device__ __forceinline__ float sum_of_block(float value, float* scratch) {
   return sum;
 }
 
-// Rows of `block`, which is a place in the call or in the pack's plan, and a head.
+// Sums the rows of `block`: a place in the call or in the pack's plan, and a head.
 template <int kTileRows>
 __device__ __forceinline__ void sum_rows_of_sink(const SinkParams& params, int block, float* scratch) {
   const SequencesOfCall& call = params.call;
@@ -72,7 +72,7 @@ __global__ void __launch_bounds__(kSinkThreads) sink_rows_kernel(const SinkParam
   }
 }
 
-// Over the sequences, one after the other.
+// Sums over the sequences, one after the other.
 static __global__ void __launch_bounds__(kSinkThreads) sink_sequences_kernel(const SinkParams params) {
   __shared__ float sums[kSinkThreads];
   for (int head = blockIdx.x; head < params.call.heads; head += gridDim.x) {

@@ -1,13 +1,13 @@
-// Where the query heads of a KV head are split over work tiles, their dK and dV are added up in the order of the
-// splits: each consumer hands its fp32 sums to the same consumer of the next split's work tile, through the workspace.
+// If the query heads of a KV head are split over work tiles, their dK and dV are added in the order of the splits. Each
+// consumer passes its fp32 sums through the workspace to the same consumer of the next split's work tile:
 //
 //   all threads store the sum -> barrier of the warpgroup -> one thread: st.release semaphore = split + 1
 //   -> one thread of the next split: ld.acquire semaphore -> barrier of the warpgroup -> all threads load the sum
 //
-// The work tile that is waited for was taken earlier (schedule/order.h): it is being worked on, or has ended.
+// The work tile that is waited for was taken earlier (contract/order.h), so it is running or has ended.
 //
-// In the same way the first part of a divided KV tile hands its sums to the second, where two work tiles have them: in
-// a place of their own, which serves one split after the other, all of which are in parts then (whole_tiles.h).
+// The first part of a divided KV tile passes its sums to the second in the same way, if two CTAs work on them. These
+// sums have a place of their own, which serves one split after the other; then all splits are in parts (whole_tiles.h).
 #pragma once
 
 #include "../device/ptx.h"
@@ -17,8 +17,8 @@
 
 namespace dash_attn::backward {
 
-// The sum of one consumer's rows of dK or of dV. It is private to the kernel, so that it holds what each thread holds,
-// four registers at a time, thread after thread.
+// The sum of one consumer's rows of dK or of dV. It is private to the kernel and stored as each thread holds it, four
+// registers at a time, thread after thread.
 template <int kRegisters>
 class SplitSum {
  public:
@@ -26,33 +26,33 @@ class SplitSum {
 
   using Gradient = float[kRegisters];
 
-  // `semaphore` and `sums` are those of this sum.
+  // `semaphore` and `sums` belong to this sum.
   __device__ __forceinline__ SplitSum(int* semaphore, float4* sums, int consumer, int thread)
       : semaphore_(semaphore), sums_(sums + thread), consumer_(consumer), is_first_thread_(thread == 0) {}
 
-  // When the splits before are in it.
+  // Waits until the previous splits are in the sum, and adds it.
   __device__ __forceinline__ void add_to(Gradient& gradient, int split) const {
     wait_for(split);
     add_to(gradient);
   }
 
   __device__ __forceinline__ void pass_on(const Gradient& gradient, int split) const {
-    keep(gradient);
-    say(split + 1);
+    store(gradient);
+    signal(split + 1);
   }
 
-  // Of a divided KV tile, whose sum is left here by the first part of each split and taken up by the second: one split
-  // after the other, in one place.
-  __device__ __forceinline__ void leave(const Gradient& gradient, int split) const {
+  // For a divided KV tile, whose first part publishes the sum of each split and whose second part consumes it, one
+  // split after the other in one place.
+  __device__ __forceinline__ void publish(const Gradient& gradient, int split) const {
     wait_for(2 * split);
-    keep(gradient);
-    say(2 * split + 1);
+    store(gradient);
+    signal(2 * split + 1);
   }
 
-  __device__ __forceinline__ void take_up(Gradient& gradient, int split) const {
+  __device__ __forceinline__ void consume(Gradient& gradient, int split) const {
     wait_for(2 * split + 1);
-    take(gradient);
-    say(2 * split + 2);
+    load(gradient);
+    signal(2 * split + 2);
   }
 
   __device__ __forceinline__ void add_to(Gradient& gradient) const {
@@ -67,7 +67,7 @@ class SplitSum {
     }
   }
 
-  __device__ __forceinline__ void take(Gradient& gradient) const {
+  __device__ __forceinline__ void load(Gradient& gradient) const {
 #pragma unroll
     for (int quad = 0; quad < kQuads; ++quad) {
       const float4 sum = __ldcg(sums_ + quad * kWarpgroupThreads);
@@ -79,7 +79,7 @@ class SplitSum {
     }
   }
 
-  __device__ __forceinline__ void keep(const Gradient& gradient) const {
+  __device__ __forceinline__ void store(const Gradient& gradient) const {
 #pragma unroll
     for (int quad = 0; quad < kQuads; ++quad) {
       const float* const own = gradient + 4 * quad;
@@ -95,26 +95,26 @@ class SplitSum {
     sync_warpgroup(1 + consumer_);
   }
 
-  // When all threads have come here.
-  __device__ __forceinline__ void say(int value) const {
+  // Signals once all threads have come here.
+  __device__ __forceinline__ void signal(int value) const {
     sync_warpgroup(1 + consumer_);
     if (is_first_thread_) { ptx::store_release(semaphore_, value); }
   }
 
-  int* semaphore_;  // how many splits are in the sum; of one that is left and taken up, how often it has been
+  int* semaphore_;  // how many splits are in the sum, or how often it was published or consumed
   float4* sums_;
   int consumer_;
   bool is_first_thread_;
 };
 
-// Where the sum of a consumer's rows of dV begins in split_sums; that of dK comes behind it.
+// The first float in split_sums of the sum of a consumer's rows of dV. That of dK follows it.
 template <typename Variant, int kRegisters>
 __device__ __forceinline__ int64_t first_float_of_sum(const WorkTile& work, int consumer, bool is_dk) {
   return (2 * (int64_t(work.split_tile) * Variant::kConsumers + consumer) + is_dk) * kRegisters * kWarpgroupThreads;
 }
 
-// Calls f with a consumer's sums of dV and of dK at `sums`, whose threads count themselves afresh: what is shared with
-// the mainloop changes its code there, to the worse.
+// Calls f with a consumer's sums of dV and of dK at `sums`. Threads read their index again: a value shared with the
+// mainloop would change the mainloop's code for the worse.
 template <typename Variant, int kRegisters, typename F>
 __device__ __forceinline__ void with_sums(float* sums, int* semaphores, const WorkTile& work, F&& f) {
   const int index = read_thread_index();
@@ -128,32 +128,32 @@ __device__ __forceinline__ void with_sums(float* sums, int* semaphores, const Wo
   f(sum(first), sum(first + 1));
 }
 
-// Adds the sums of the splits before. The last split keeps the result (true), the others pass it on, dV while dK is
-// still on its way. Called by whole consumers, like what follows.
+// Adds the sums of the previous splits. The last split keeps the result and returns true; the others pass it on, dV
+// while dK is still being loaded. Like the function below, it is called by whole consumers.
 template <typename Variant, int kRegisters>
 __device__ __forceinline__ bool reduce_splits(const KernelParams& params, const WorkTile& work, float (&dk)[kRegisters],
                                               float (&dv)[kRegisters]) {
   const bool is_last = work.split + 1 == work.splits;
-  with_sums<Variant, kRegisters>(
-      params.workspace.split_sums, params.workspace.split_semaphores, work, [&](auto dv_sum, auto dk_sum) {
-        if (work.split > 0) { dv_sum.add_to(dv, work.split); }
-        if (!is_last) { dv_sum.pass_on(dv, work.split); }
-        if (work.split > 0) { dk_sum.add_to(dk, work.split); }
-        if (!is_last) { dk_sum.pass_on(dk, work.split); }
-      });
+  with_sums<Variant, kRegisters>(params.workspace.split_sums, params.workspace.split_semaphores, work,
+                                 [&](auto dv_sum, auto dk_sum) {
+                                   if (work.split > 0) { dv_sum.add_to(dv, work.split); }
+                                   if (!is_last) { dv_sum.pass_on(dv, work.split); }
+                                   if (work.split > 0) { dk_sum.add_to(dk, work.split); }
+                                   if (!is_last) { dk_sum.pass_on(dk, work.split); }
+                                 });
   return is_last;
 }
 
-// What the first part of a divided KV tile has come to is left for the second part, which takes it up and goes on with
-// it as if they were one. kPart: which of them this is.
+// Passes the sums of a divided KV tile from its first part to its second, which continues them as if the two were one.
+// kPart says which of them this is.
 template <typename Variant, Visits kPart, int kRegisters>
 __device__ __forceinline__ void hand_over_first_part(const KernelParams& params, const WorkTile& work,
                                                      float (&dk)[kRegisters], float (&dv)[kRegisters]) {
   const auto hand_over = [&](auto sum, auto& gradient) {
     if constexpr (kPart == Visits::kFirst) {
-      sum.leave(gradient, work.split);
+      sum.publish(gradient, work.split);
     } else {
-      sum.take_up(gradient, work.split);
+      sum.consume(gradient, work.split);
     }
   };
   with_sums<Variant, kRegisters>(params.workspace.first_part_sums, params.workspace.first_part_semaphores, work,

@@ -1,10 +1,10 @@
-// Handing out work. The loader of a cluster's first CTA takes the next number from a counter in global memory and sends
-// it to the cluster's other loaders; each loader works out its CTA's work tile and passes it to the other warps through
-// a ring in shared memory.
+// Distributing work. The loader of a cluster's first CTA takes the next number from a counter in global memory and
+// sends it to the cluster's other loaders. Each loader derives its CTA's work tile and passes it to the other warps
+// through a ring in shared memory.
 //
-// Taking numbers in order is what makes waiting safe: a CTA that holds number n waits only for lower ones
-// (schedule/order.h), all of which are held by CTAs that are running or have finished, so the lowest unfinished one
-// never waits. Why it may wait for higher ones where it has a whole KV tile instead of a part: whole_tiles.h.
+// Waiting is safe because numbers are taken in order: a CTA that has number n waits only for lower numbers
+// (contract/order.h), which belong to CTAs that are running or have finished, so the lowest unfinished one never waits.
+// whole_tiles.h explains why a CTA may wait for higher numbers if it works on a whole KV tile instead of a part.
 #pragma once
 
 #include "../device/ptx.h"
@@ -47,14 +47,14 @@ __device__ __forceinline__ int take_number(SharedStorage<Variant>& shared, const
   }
 }
 
-// Made anew, where that spares registers.
+// Built again where that saves registers.
 __device__ __forceinline__ TileScheduler scheduler_of_work(const WorkTile& work, const KernelParams& params) {
   const PackView& pack = params.pack;
   return pack.is_pack() ? params.scheduler.of(pack.sequences[work.packed]) : params.scheduler;
 }
 
-// The work tile that `number` stands for; false where it stands for none. What is worked out goes by way of shared
-// memory, to spare registers.
+// Writes the work tile of `number`; returns false if the number means nothing. Intermediate values pass through shared
+// memory, which saves registers.
 template <typename Variant>
 __device__ __forceinline__ bool write_work(SharedStorage<Variant>& shared, WorkTile& work, const KernelParams& params,
                                            int number) {
@@ -69,13 +69,13 @@ __device__ __forceinline__ bool write_work(SharedStorage<Variant>& shared, WorkT
   if constexpr (Variant::kOrderFree) {
     if (params.finishes_dq || *params.workspace.any_needs_order) { scheduler = scheduler.with_turns(); }
   }
-  if constexpr (Variant::kDivided) { work.steps = number; }  // until it is wanted again
+  if constexpr (Variant::kDivided) { work.steps = number; }  // parked here; the steps are written below
   Variant::Policies::with(scheduler.policy, [&](auto policy) {
     const TileGrid grid = Variant::grid(scheduler.sequence, params.window);
     const WorkPlace place = scheduler.place<decltype(policy)::value>(grid, number, cluster_cta_rank<Variant>());
     static_cast<WorkPlace&>(work) = place;
   });
-  forget_memory();
+  compiler_fence();
   if constexpr (Variant::kDivided) {
     number = work.steps;
     scheduler = scheduler_of_work(work, params);
@@ -84,32 +84,32 @@ __device__ __forceinline__ bool write_work(SharedStorage<Variant>& shared, WorkT
     const int before = pack.is_pack() ? pack.sequences[work.packed].first_unit * scheduler.kv_heads : 0;
     if (grid.kv_tiles() == 1 ||
         is_worked_on_whole(params, before + first_number, number == first_number, grid.kv_tiles())) {
-      const int next = before + number + work.kv_tile + 1;  // behind the last of the head's first, or second, parts
+      const int next = before + number + work.kv_tile + 1;  // after the last of the head's first, or second, parts
       if (work.visits == Visits::kSecond) {
-        // Its number comes after all first parts', so the next one may be taken at once.
+        // The numbers of second parts follow those of all first parts, so the next number may be taken at once.
         move_counter_to(params, next);
         return false;
       }
       work.visits = Visits::kAll;
       shared.others_until = next;
     }
-    forget_memory();
+    compiler_fence();
     scheduler = scheduler_of_work(work, params);
   }
   const TileGrid grid = Variant::grid(scheduler.sequence, params.window);
   scheduler.fill_in(work, grid);
-  forget_memory();
+  compiler_fence();
   work.steps = scheduler.template steps_of<Variant::Policies::kAny>(work, Variant::grid(work.sequence, params.window));
-  forget_memory();
+  compiler_fence();
   if (pack.is_pack()) { scheduler.move_into_pack(work, pack.sequences[work.packed]); }
   return true;
 }
 
-__device__ __forceinline__ int num_numbers(const KernelParams& params) {
+__device__ __forceinline__ int num_work_items(const KernelParams& params) {
   return params.pack.is_pack() ? params.pack.totals->units * params.scheduler.kv_heads : params.num_groups;
 }
 
-// Called by the loader's leader, once a work tile: waits for the slot, and fills it.
+// Called by the loader's leader once a work tile: waits for the slot and fills it.
 template <typename Variant>
 __device__ __forceinline__ void publish_work(SharedStorage<Variant>& shared, const KernelParams& params,
                                              WorkRing<Variant> ring) {
@@ -118,28 +118,28 @@ __device__ __forceinline__ void publish_work(SharedStorage<Variant>& shared, con
   shared.work_empty[ring.slot()].wait(ring.empty_parity());
   WorkTile& work = shared.work[ring.slot()];
   if constexpr (Variant::kDivided) {
-    while (number < num_numbers(params) && !write_work(shared, work, params, number)) {
+    while (number < num_work_items(params) && !write_work(shared, work, params, number)) {
       number = take_number(shared, params, ring);
     }
-    if (number >= num_numbers(params)) { work.kv_tile = kNoMoreWork; }
+    if (number >= num_work_items(params)) { work.kv_tile = kNoMoreWork; }
   } else {
-    const int numbers = num_numbers(params);
+    const int numbers = num_work_items(params);
     if (number < numbers) { write_work(shared, work, params, number); }
     if (number >= numbers) { work.kv_tile = kNoMoreWork; }
   }
   shared.work_full[ring.slot()].arrive();
 }
 
-// For one thread of another warp: the work tile of this pass, or false when there is no more. It stays until the thread
-// arrives on work_empty.
+// For one thread of another warp: waits for this pass's work tile, and returns false when there is none left. The work
+// tile stays until the thread arrives on work_empty.
 template <typename Variant>
 __device__ __forceinline__ bool wait_for_work(SharedStorage<Variant>& shared, WorkRing<Variant> ring) {
   shared.work_full[ring.slot()].wait(ring.parity());
   return shared.work[ring.slot()].kv_tile != kNoMoreWork;
 }
 
-// For a whole warp, which stays together: ptxas otherwise takes what follows for divergent, and keeps addresses and
-// counts in a register of every lane instead of one.
+// For a whole warp, which stays converged: ptxas otherwise takes what follows for divergent and keeps addresses and
+// counts in a register of every lane instead of one uniform register.
 template <typename Variant>
 __device__ __forceinline__ bool wait_for_work_together(SharedStorage<Variant>& shared, WorkRing<Variant> ring) {
   const bool more = wait_for_work(shared, ring);

@@ -9,8 +9,8 @@
 //       static constexpr auto kMembers = std::make_tuple(&Range::first, &Range::count);
 //     };
 //
-// For `void f(const Tensor&, const Range&)`, `flat<&f>` is a function of (const Tensor&, int64_t, int64_t) that calls f,
-// and call_flat(op, tensor, range) calls an op of the signature FlatSignature<void(const Tensor&, const Range&)>.
+// For `void f(const Tensor&, const Range&)`, `flat<&f>` is a function of (const Tensor&, int64_t, int64_t) that calls
+// f, and call_flat(op, tensor, range) calls an op of the signature FlatSignature<void(const Tensor&, const Range&)>.
 #pragma once
 
 #include <cstddef>

@@ -6,11 +6,11 @@
 #include <optional>
 #include <tuple>
 
-#include "schedule/mask.h"
+#include "contract/mask.h"
 
 namespace dash_attn {
 
-// Which keys a query sees, as FlashAttention's arguments say it; mask_rule (csrc/schedule/mask.h) gives them their
+// Which keys a query sees, as FlashAttention's arguments say it; mask_rule (csrc/contract/mask.h) gives them their
 // meaning.
 struct WindowArguments {
   int64_t left = -1, right = -1;  // keys before and after the query's own; negative: no bound
@@ -42,7 +42,7 @@ struct PackTensorsOf {
                                                    &PackTensorsOf::seqused_q, &PackTensorsOf::seqused_k);
 };
 
-// Where the keys of a variable-length batch lie in pages (csrc/schedule/sequences.h), and how many each sequence has.
+// Where the keys of a variable-length batch lie in pages (csrc/placement/sequences.h), and how many each sequence has.
 template <class Tensor>
 struct PagesOf {
   Tensor block_table;  // int32 (batch, max_pages)

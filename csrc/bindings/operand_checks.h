@@ -20,11 +20,11 @@
 #include <tuple>
 #include <utility>
 
-#include "config/tile_shapes.h"
+#include "contract/tile_shapes.h"
 #include "flat_arguments.h"
 #include "op_records.h"
-#include "schedule/choice.h"
-#include "schedule/sequences.h"
+#include "contract/choice.h"
+#include "placement/sequences.h"
 
 namespace dash_attn {
 

@@ -9,8 +9,8 @@
 #include <string>
 #include <utility>
 
-#include "../schedule/choice.h"
-#include "../schedule/order.h"
+#include "../contract/choice.h"
+#include "../contract/order.h"
 #include "tile_bindings.h"
 
 namespace dash_attn {

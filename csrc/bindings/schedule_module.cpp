@@ -11,16 +11,16 @@
 #include <utility>
 #include <vector>
 
-#include "../config/fixed_point.h"
-#include "../config/pipeline.h"
-#include "../config/tile_shapes.h"
+#include "../contract/fixed_point.h"
+#include "../placement/pipeline.h"
+#include "../contract/tile_shapes.h"
 #include "../model/problem.h"
-#include "../schedule/head_swizzle.h"
-#include "../schedule/order.h"
-#include "../schedule/policy.h"
-#include "../schedule/splits.h"
-#include "../schedule/tile_grid.h"
-#include "../schedule/work_tile.h"
+#include "../placement/head_swizzle.h"
+#include "../contract/order.h"
+#include "../contract/policy.h"
+#include "../contract/splits.h"
+#include "../contract/tile_grid.h"
+#include "../placement/work_tile.h"
 #include "dropout_bindings.h"
 #include "pack_bindings.h"
 #include "policy_bindings.h"
@@ -264,7 +264,7 @@ std::string repr(Problem const& p) {
 
 PYBIND11_MODULE(_schedule, m) {
   m.doc() =
-      "The schedules of the kernels (csrc/schedule), their tile table and pipeline (csrc/config) and the masks of "
+      "The schedules of the kernels (csrc/contract, csrc/placement), their tile table and pipeline and the masks of "
       "dropout (csrc/dropout), on the host.";
 
   m.attr("BACKWARD_STAGES") = backward::kPipelineStages;

@@ -12,8 +12,8 @@
 #include <tuple>
 #include <utility>
 
-#include "../schedule/forward_tiles.h"
-#include "../schedule/tile_grid.h"
+#include "../placement/forward_tiles.h"
+#include "../contract/tile_grid.h"
 
 namespace dash_attn {
 

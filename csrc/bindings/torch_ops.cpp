@@ -17,10 +17,10 @@
 #include "bindings/flat_arguments.h"
 #include "bindings/op_checks.h"
 #include "bindings/op_records.h"
-#include "config/tile_shapes.h"
+#include "contract/tile_shapes.h"
 #include "dropout/mask.h"
 #include "launch/arguments.h"
-#include "schedule/policy.h"
+#include "contract/policy.h"
 
 namespace dash_attn {
 namespace {

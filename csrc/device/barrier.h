@@ -1,4 +1,4 @@
-// Barriers that threads wait at: those in shared memory, which also count bytes, and the CTA's numbered ones.
+// Barriers: mbarriers in shared memory, which can also count bytes, and the hardware's numbered barriers of a CTA.
 #pragma once
 
 #include <cstdint>
@@ -7,7 +7,8 @@
 
 namespace dash_attn {
 
-// An mbarrier (PTX ISA 9.7.13.15). A phase ends with as many arrivals as `init` was told, and is known by its parity.
+// An mbarrier (PTX ISA 9.7.13.15). A phase completes after as many arrivals as `init` was given. Waiters identify a
+// phase by its parity.
 class Barrier {
  public:
   __device__ __forceinline__ void init(int arrivals) const {
@@ -15,10 +16,11 @@ class Barrier {
                  : "memory");
   }
 
-  // Until the phase of that parity has ended. The hardware may suspend the thread for so many nanoseconds at a time.
+  // Waits until the phase of that parity has completed. The hardware may suspend the thread for up to kSuspension
+  // nanoseconds at a time.
   //
-  // nvcc copies blocks of code around inline assembly that has a label only where the label is named LAB_WAIT and its
-  // lines end as these do. The kernels were tuned with those copies.
+  // nvcc duplicates blocks of code around inline assembly with a label only if the label is named LAB_WAIT and the
+  // lines end exactly like this. The kernels were tuned with those duplicates.
   __device__ __forceinline__ void wait(uint32_t parity) const {
     constexpr uint32_t kSuspension = 10'000'000;
     asm volatile(
@@ -36,7 +38,7 @@ class Barrier {
     asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(ptx::shared_address(this)) : "memory");
   }
 
-  // At the same barrier of another CTA of the cluster.
+  // Arrives on the same barrier of another CTA of the cluster.
   __device__ __forceinline__ void arrive(uint32_t cta_rank) const {
     asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(ptx::map_shared(this, cta_rank)) : "memory");
   }
@@ -45,7 +47,7 @@ class Barrier {
   uint64_t state_;
 };
 
-// One whose phase ends when the bytes that were announced in it have come, too.
+// A barrier whose phase also waits for the bytes that were announced in it.
 class TransactionBarrier : public Barrier {
  public:
   __device__ __forceinline__ void arrive_and_expect_tx(int bytes) const {
@@ -54,12 +56,12 @@ class TransactionBarrier : public Barrier {
   }
 };
 
-// "fence.mbarrier_init": other CTAs of the cluster and the async proxy see barriers as they were initialised.
+// "fence.mbarrier_init": makes initialised barriers visible to the other CTAs of the cluster and to the async proxy.
 __device__ __forceinline__ void fence_barrier_init() {
   asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 }
 
-// "bar.sync": until `threads` threads have come, whole warps. Barrier 0 of the hardware is __syncthreads'.
+// "bar.sync": waits until `threads` threads, in whole warps, have arrived. __syncthreads uses hardware barrier 0.
 __device__ __forceinline__ void sync_numbered(int barrier, int threads) {
   constexpr int kFirst = 8;
   asm volatile("bar.sync %0, %1;" ::"r"(kFirst + barrier), "r"(threads) : "memory");

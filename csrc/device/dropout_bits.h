@@ -1,30 +1,30 @@
-// The bits of dropout in the registers of a kernel's consumers, and what they do to its fragments.
+// The bits of dropout in the registers of a consumer, and how they are applied to its fragments.
 #pragma once
 
 #include <cstdint>
 #include <type_traits>
 
 #include "../dropout/fragment.h"
-#include "../schedule/mask.h"
+#include "../contract/mask.h"
 #include "elements.h"
 #include "gemm.h"
 #include "ptx.h"
 
 namespace dash_attn::dropout {
 
-// The bits of a call.
+// All bits of a call.
 struct BitsView {
   const uint8_t* lines;  // [sequence][head][block of queries][block of keys][kBlockBytes]
   int heads, query_blocks, key_blocks;
-  int head_lines;  // of a head: far fewer than 2^31, as heads of all sequences are
-  float scale;     // 1 / (1 - p): of what is kept
+  int head_lines;  // of a head; both this and the number of heads stay far below 2^31
+  float scale;     // 1 / (1 - p), the factor of kept elements
 
   __device__ __forceinline__ const uint8_t* of_head(int sequence, int head) const {
     return lines + int64_t(sequence * heads + head) * head_lines * kBlockBytes;
   }
 };
 
-// Brings the bits of a tile to L2, by one thread, long before consumers load them.
+// Prefetches the bits of a tile into L2, by one thread, long before the consumers load them.
 template <int kKeys>
 __device__ __forceinline__ void prefetch(const BitsView& view, const uint8_t* of_head, int first_query, int end_query,
                                          int first_key) {
@@ -38,7 +38,7 @@ __device__ __forceinline__ void prefetch(const BitsView& view, const uint8_t* of
   }
 }
 
-// Of a 64 x kColumns fragment whose rows are queries or keys.
+// The bits of a 64 x kColumns fragment whose rows are queries or keys.
 template <FragmentRows kRows, int kColumns>
 class FragmentBits {
   using Layout = FragmentLayout<kRows, kColumns>;
@@ -47,35 +47,35 @@ class FragmentBits {
  public:
   FragmentBits() = default;
 
-  // `of_head` is the head's first line, the fragment's first row and column are counted in the sequence. Past the last
-  // block the last one is read: what the sequence does not have weighs nothing, kept or dropped.
+  // `of_head` is the head's first line. The fragment's first row and column are counted from the start of the sequence.
+  // Past the last block the last one is read again: elements outside the sequence have no weight, kept or dropped.
   __device__ __forceinline__ FragmentBits(const BitsView& view, const uint8_t* of_head, int first_row, int first_column,
                                           int thread) {
     Layout::gather(word_, first_row, first_column, thread, [&](int row_block, int column_block, int byte) {
       int query_block = Layout::kQueriesAreRows ? row_block : column_block;
       int key_block = Layout::kQueriesAreRows ? column_block : row_block;
       const bool is_past = query_block >= view.query_blocks || key_block >= view.key_blocks;
-      // Fewer instructions than not to read, but ptxas spills it where the fragment's blocks are cut.
+      // Clamping takes fewer instructions than a branch, but ptxas spills registers if the fragment cuts blocks.
       if constexpr (Layout::kWholeBlocks) {
         query_block = min_int(query_block, view.query_blocks - 1);
         key_block = min_int(key_block, view.key_blocks - 1);
       } else if (is_past) {
         return Loaded(0);
       }
-      const int line = query_block * view.key_blocks + key_block;  // a head has far fewer than 2^31
+      const int line = query_block * view.key_blocks + key_block;  // a head has far fewer lines than 2^31
       return load(of_head + byte + int64_t(line) * kBlockBytes);
     });
   }
 
-  // Where queries are rows: the thread's bits in the row of lines of its rows.
+  // For fragments whose rows are queries: where the bits of the thread's rows begin.
   static __device__ __forceinline__ const uint8_t* row_of(const BitsView& view, const uint8_t* of_head, int first_row,
                                                           int thread) {
     const typename Layout::RowPlace place = Layout::row_place(first_row, thread);
     const int block = min_int(place.block, view.query_blocks - 1);
     return of_head + place.byte + int64_t(block) * view.key_blocks * kBlockBytes;
   }
-  // What is read from there on. Bits are made of it where they are used: what is made of a load waits for it, and so do
-  // all products behind it.
+  // The words that are read from there on. They become bits only where the bits are used: an instruction that uses a
+  // load waits for the load, and so would every product that is issued after that instruction.
   struct Read {
     uint32_t blocks[Layout::kBlocks];
   };
@@ -88,7 +88,7 @@ class FragmentBits {
     }
     return bits;
   }
-  // The same of a fragment whose keys all are the sequence's, without bounds: bits are there for whole sequences.
+  // The same without bounds checks, for a fragment whose keys all exist: the bits cover whole sequences.
   static __device__ __forceinline__ Read read_whole(const uint8_t* row, int first_column) {
     Read bits;
     row += int64_t(Layout::first_block(first_column)) * kBlockBytes;
@@ -97,13 +97,13 @@ class FragmentBits {
     return bits;
   }
   __device__ __forceinline__ FragmentBits(Read bits, int first_column) {
-    for (uint32_t& block : bits.blocks) { dash_attn::forget(block); }  // so that nothing of this is done earlier
+    for (uint32_t& block : bits.blocks) { dash_attn::opaque(block); }  // keeps the work below from moving up
     Layout::arrange_row(word_, bits.blocks, first_column);
   }
 
-  // Where keys are rows and columns whole blocks: the thread's bits in the lines of its keys.
+  // For fragments whose rows are keys and whose columns are whole blocks: where the bits of the thread's keys are.
   struct Keys {
-    uint32_t offset;  // from a row of lines on
+    uint32_t offset;  // from the start of a row of lines
     int shift;
   };
   static __device__ __forceinline__ Keys keys_of(const BitsView& view, int first_row, int thread) {
@@ -120,9 +120,9 @@ class FragmentBits {
     });
   }
 
-  // So that no register is spent on what has been made of the bits.
-  __device__ __forceinline__ void forget() {
-    for (uint32_t& word : word_) { dash_attn::forget(word); }
+  // Has everything that was derived from the bits computed again, so that it does not occupy registers.
+  __device__ __forceinline__ void opaque() {
+    for (uint32_t& word : word_) { dash_attn::opaque(word); }
   }
 
   // Register i of the fragment, or zero where it is dropped.
@@ -131,15 +131,15 @@ class FragmentBits {
     return __uint_as_float(__float_as_uint(x) & spread(slice, place, 0x1111 * sign_of_byte(place)));
   }
 
-  // A pair of a rounded fragment, and of `dropped` what is dropped.
+  // A pair of a rounded fragment: `kept` where the element is kept and `dropped` where it is dropped.
   __device__ __forceinline__ uint32_t choose(int slice, int pair, uint32_t kept, uint32_t dropped) const {
     const uint32_t mask = spread_of_pair(slice, pair);
     return (kept & mask) | (dropped & ~mask);
   }
 
-  // Sets what is dropped of rounded probabilities to zero. Where queries are rows, in bf16, by the pipe that ALU
-  // instructions do not take: from what is dropped 2^16 or more is taken, and less than zero becomes zero.
-  // Probabilities are far less than 2^16. Where keys are rows that was measured to cost 1%.
+  // Zeroes the dropped elements of rounded probabilities. If rows are queries, bf16 uses the FMA pipe, which leaves the
+  // ALU pipe free: 2^16 or more is subtracted from a dropped element, and the result is clamped to zero. Probabilities
+  // are far below 2^16. If rows are keys, this was measured to cost 1%.
   template <typename Element>
   __device__ __forceinline__ void drop(RegisterSlice (&p)[Layout::kSlices]) const {
 #pragma unroll
@@ -161,10 +161,10 @@ class FragmentBits {
     return ptx::load_here(reinterpret_cast<const Loaded*>(bits));
   }
 
-  // For permute_bytes: the sign of the byte that has the bit.
+  // A selector for permute_bytes: the sign of the byte that holds the bit.
   static __device__ constexpr int sign_of_byte(int place) { return 8 + place / 8; }
 
-  // The signs of bytes, when the bit has come to the top of its own.
+  // The selected signs, after the bit has been shifted to the top of its byte.
   __device__ __forceinline__ uint32_t spread(int slice, int place, int signs) const {
     return ptx::permute_bytes(word_[Layout::word_of(slice)] << (7 - place % 8), signs);
   }
@@ -176,8 +176,8 @@ class FragmentBits {
 
   static constexpr uint32_t kMinus2To127 = 0xFF00FF00;  // a pair in bf16
 
-  // As a pair in bf16: zero where it is kept, else one of the four upper bits of an exponent: 2^-111 or more. So four
-  // pairs have theirs by one shift.
+  // A pair in bf16: zero if kept, else one of the four upper bits of an exponent, which is 2^-111 or more. One shift
+  // thus serves four pairs.
   __device__ __forceinline__ uint32_t dropped_of_pair(int slice, int pair) const {
     constexpr int kLowestBit = 11;
     const int place = Layout::place_of(slice, pair), bit = kLowestBit + place % 4, shift = bit - place;
@@ -188,13 +188,7 @@ class FragmentBits {
   uint32_t word_[Layout::kWords];
 };
 
-// Without dropout every element is kept.
-struct NoBits {
-  struct Read {};
-  __device__ __forceinline__ float keep(int, float x) const { return x; }
-};
-
 template <bool kDrops, FragmentRows kRows, int kColumns>
-using BitsOf = std::conditional_t<kDrops, FragmentBits<kRows, kColumns>, NoBits>;
+using BitsOf = std::conditional_t<kDrops, FragmentBits<kRows, kColumns>, Empty>;
 
 }  // namespace dash_attn::dropout

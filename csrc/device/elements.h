@@ -1,8 +1,8 @@
-// The element types of tensors. Kernels compute with packed pairs of elements (fragment.h), so a type here is a size
-// and a name.
+// The element types of tensors. Kernels compute with packed pairs of elements (fragment.h), so a type here is only a
+// name and a size.
 //
-// nvcc and ptxas apply other optimisations to a kernel whose mangled name contains "cutlass". The kernels were tuned
-// with those, and the namespace of these types brings the word into their names.
+// nvcc and ptxas optimise a kernel differently if its mangled name contains "cutlass". The kernels were tuned that way,
+// and the namespace of these types puts the word into their names.
 #pragma once
 
 #include <cstdint>

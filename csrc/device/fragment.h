@@ -1,5 +1,5 @@
-// Where a thread of a warpgroup holds the elements of a 64 x N wgmma accumulator, and how such a fragment is packed to
-// 16 bits and written to a swizzled tile (PTX ISA 9.7.15.5.1.1, "accumulator D").
+// Which elements of a 64 x N wgmma accumulator a thread of a warpgroup holds, and how such a fragment is rounded to 16
+// bits and written to a swizzled tile (PTX ISA 9.7.15.5.1.1, "accumulator D").
 #pragma once
 
 #include <cuda_bf16.h>
@@ -13,15 +13,19 @@
 
 namespace dash_attn {
 
-// Register r of thread t holds element (fragment_row(t, r), fragment_column(t, r)). By shifts and masks: the compiler,
-// which may not know that t is not negative, divides with more instructions.
+// Register r of thread t holds element (fragment_row(t, r), fragment_column(t, r)). Shifts and masks take fewer
+// instructions than divisions, because the compiler does not know that t is not negative.
 __host__ __device__ constexpr int fragment_row(int thread, int r) {
   return (thread >> 5) * 16 + ((thread & 31) >> 2) + ((r / 2) % 2) * 8;
 }
 __host__ __device__ constexpr int fragment_column(int thread, int r) { return (r / 4) * 8 + (thread & 3) * 2 + r % 2; }
 
-// LSE and D lie in memory in the order in which threads with those rows as fragment columns want them: row r at
-// statistic_position(r), and what registers 8 * slice ... 8 * slice + 7 need in 16 bytes from slice_statistics on.
+// A thread holds elements of two rows; register i belongs to row row_of(i) of them.
+constexpr int kRowsPerThread = 2;
+__host__ __device__ constexpr int row_of(int i) { return (i / 2) % 2; }
+
+// LSE and D are stored in the order in which threads with those rows as fragment columns read them: row r at
+// statistic_position(r). The 16 bytes from slice_statistics on hold what registers 8 * slice ... 8 * slice + 7 need.
 __host__ __device__ constexpr int statistic_position(int r) {
   const int column = r % 16;
   return r - column + column % 8 / 2 * 4 + column / 8 * 2 + column % 2;
@@ -48,7 +52,7 @@ __device__ __forceinline__ float2 unpack(uint32_t pair) {
   }
 }
 
-// The larger magnitude of each half, with either sign; of a NaN and a number, the number.
+// The larger magnitude of each half, with an arbitrary sign. Of a NaN and a number it is the number.
 template <typename Element>
 __device__ __forceinline__ uint32_t larger_of_pairs(uint32_t a, uint32_t b) {
   return std::is_same_v<Element, bf16> ? ptx::larger_magnitude_bf16(a, b) : ptx::larger_magnitude_f16(a, b);
@@ -62,8 +66,8 @@ __device__ __forceinline__ uint32_t multiply_bf16_pairs(uint32_t a, uint32_t b) 
   return reinterpret_cast<const uint32_t&>(product);
 }
 
-// A pair times (low, high), rounded. In bf16 the factors are rounded first, which saves two instructions of five; in
-// fp16 the unrounded factor may be out of range where the product is not.
+// A pair times (low, high), rounded. In bf16 the factors are rounded first, which saves two of five instructions. In
+// fp16 an unrounded factor may be out of range although the product is not.
 template <typename Element>
 __device__ __forceinline__ uint32_t multiply_pair(uint32_t pair, float low, float high) {
   if constexpr (std::is_same_v<Element, bf16>) {
@@ -74,17 +78,17 @@ __device__ __forceinline__ uint32_t multiply_pair(uint32_t pair, float low, floa
   }
 }
 
-// Rounds an accumulator to 16 bits. Slice k then is columns 16k to 16k+15 as wgmma wants an A operand in registers, and
-// also four 8x8 matrices as stmatrix wants them: (rows 0-7, 8-15 of the warp) x (columns 0-7, 8-15 of the slice).
+// Rounds an accumulator to 16 bits. Slice k holds columns 16k to 16k+15 as wgmma takes an A operand from registers. It
+// is also four 8x8 matrices as stmatrix takes them: (rows 0-7, 8-15 of the warp) x (columns 0-7, 8-15 of the slice).
 template <typename Element, int kAcc>
 __device__ __forceinline__ void pack_slices(uint32_t (&packed)[kAcc / 8][4], const float (&acc)[kAcc]) {
 #pragma unroll
   for (int i = 0; i < kAcc / 2; ++i) { packed[i / 4][i % 4] = pack<Element>(acc[2 * i], acc[2 * i + 1]); }
 }
 
-// The 16 bytes that a thread passes to stmatrix and ldmatrix for slice 0 of the transpose of a 64-row fragment, in 64
-// columns of a tile of kRows rows, whose first block is `blocks`: fragment column c is tile row c. `warp` and `lane`
-// are those of the thread in its warpgroup. The next slice lies 16 rows on.
+// The 16-byte row whose address a thread passes to stmatrix or ldmatrix for slice 0 of the transpose of a 64-row
+// fragment, in 64 columns of a tile of kRows rows, whose first block is `blocks`: fragment column c is tile row c.
+// `warp` and `lane` count within the warpgroup. The next slice is 16 rows further on.
 template <typename Swizzle, int kRows>
 __device__ __forceinline__ uint32_t transposed_address(const void* blocks, int warp, int lane) {
   constexpr int kWarpsPerBlock = Swizzle::kChunks / 2;
@@ -103,7 +107,7 @@ __device__ __forceinline__ void store_transposed(void* blocks, const RegisterSli
   for (int k = 0; k < kSlices; ++k) { ptx::store_matrix_transposed(address + k * 2 * Swizzle::kAtomBytes, packed[k]); }
 }
 
-// The tile row that a thread passes to stmatrix and ldmatrix for slice k of that fragment.
+// The tile row whose address a thread passes to stmatrix or ldmatrix for slice k of that fragment.
 template <typename Swizzle, int kRows>
 __device__ __forceinline__ uint32_t slice_address(const void* tile, int first_row, int k, int warp, int lane) {
   const int row = first_row + warp * 16 + lane % 16;
@@ -113,7 +117,7 @@ __device__ __forceinline__ uint32_t slice_address(const void* tile, int first_ro
          Swizzle::place(row, column_chunk % Swizzle::kChunks) * 16;
 }
 
-// Between a 64-row fragment and rows first_row ... first_row + 63 of a tile of kRows rows.
+// Copies between a 64-row fragment and rows first_row ... first_row + 63 of a tile of kRows rows.
 template <typename Swizzle, int kRows, int kSlices>
 __device__ __forceinline__ void store_rows(void* tile, int first_row, const RegisterSlice (&packed)[kSlices], int warp,
                                            int lane) {

@@ -1,7 +1,7 @@
-// Warpgroup products on tiles of 16-bit elements that TMA wrote with one of its swizzles.
+// Warpgroup products on tiles of 16-bit elements that TMA has written with one of its swizzles.
 //
-// A tile of R rows and C columns lies in shared memory as C / Swizzle::kColumns blocks, each R rows of as many columns.
-// wgmma reads such a tile either way round; the operand types below say along which side the sum of products runs.
+// A tile of R rows and C columns is stored in shared memory as C / Swizzle::kColumns blocks of R rows each. wgmma reads
+// such a tile either way round: the operand types below say along which side the products are summed.
 #pragma once
 
 #include <cstdint>
@@ -14,34 +14,34 @@ namespace dash_attn {
 constexpr int kWarpgroupRows = 64;  // wgmma's M
 constexpr int kProductDepth = 16;   // wgmma's K for 16-bit types
 
-// TMA's swizzle of blocks of 64 columns (128 bytes), or of 32 (64 bytes): the 16-byte chunks of a row change places
-// with the number of the 128-byte line, so that the same chunk of 8 rows, which is what wgmma, ldmatrix and stmatrix
-// take at a time, lies in all banks.
+// TMA's swizzle of blocks of 64 columns (128 bytes) or 32 columns (64 bytes). The 16-byte chunks of a row are permuted
+// by the number of the 128-byte line, so that the same chunk of 8 rows, which wgmma, ldmatrix and stmatrix access
+// together, is spread over all banks.
 template <int kColumns_>
 struct Swizzle {
   static constexpr int kColumns = kColumns_;
   static constexpr int kRowBytes = 2 * kColumns;
-  static constexpr int kAtomBytes = 8 * kRowBytes;  // it repeats every 8 rows
+  static constexpr int kAtomBytes = 8 * kRowBytes;  // the pattern repeats every 8 rows
   static constexpr int kChunks = kRowBytes / 16;    // of a row of a block
   static constexpr int kRowsPerLine = 128 / kRowBytes;
   static_assert(kColumns == 64 || kColumns == 32);
   static constexpr uint64_t kDescriptorMode = kColumns == 64 ? 1 : 2;
 
-  // Where `chunk` of a block's row lies in it.
+  // The position of `chunk` within a row of a block.
   static __device__ __forceinline__ constexpr int place(int row, int chunk) {
     return chunk ^ (row / kRowsPerLine % kChunks);
   }
 };
 
-// The widest blocks that make up `columns`.
+// The swizzle with the widest blocks that divide the columns.
 template <int kTileColumns>
 using SwizzleOf = Swizzle<kTileColumns % 64 == 0 ? 64 : 32>;
 
-// Where tiles lie in shared memory, as wgmma's matrix descriptors (PTX ISA 9.7.15.5.1.2.2): address and strides in
-// units of 16 bytes, in fields of 14 bits at 0, 16 and 32; the swizzle in bits 62-63. Above its 18 bits an address of
-// shared memory holds the CTA's rank in its cluster, which would run into the next field; it is taken off once, from
-// the address all tiles share. To that descriptor everything else is added, mostly constants: one instruction a
-// product.
+// The addresses of tiles in shared memory, as wgmma's matrix descriptors (PTX ISA 9.7.15.5.1.2.2). A descriptor holds
+// the address and two strides in units of 16 bytes, in 14-bit fields at bits 0, 16 and 32, and the swizzle in bits
+// 62-63. Above its 18 bits an address of shared memory holds the CTA's rank in its cluster, which would spill into the
+// next field. It is masked off once, in the base address of all tiles. Everything else is added to that base
+// descriptor, and is mostly constant: one instruction a product.
 template <typename Swizzle>
 class TileDescriptors {
  public:
@@ -49,10 +49,10 @@ class TileDescriptors {
       : shared_(ptx::shared_address(shared)),
         first_(((shared_ & 0x3ffff) >> 4) | (uint64_t(Swizzle::kAtomBytes >> 4) << 32) |
                (Swizzle::kDescriptorMode << 62)) {
-    forget();  // or the compiler, which knows the upper half, adds in two halves
+    opaque();  // otherwise the compiler, which knows the upper half, adds the halves apart
   }
-  // Has descriptors added up afresh, instead of carried in registers from earlier on.
-  __device__ __forceinline__ void forget() { asm volatile("" : "+l"(first_)); }
+  // Has descriptors computed again instead of carried in registers.
+  __device__ __forceinline__ void opaque() { asm volatile("" : "+l"(first_)); }
   __device__ __forceinline__ uint64_t operator()(const void* tile) const {
     return first_ + ((ptx::shared_address(tile) - shared_) >> 4);
   }
@@ -62,12 +62,13 @@ class TileDescriptors {
   uint64_t first_;
 };
 
-// The descriptor of what lies `units` of 16 bytes further on. No field overflows, and so there is no carry.
+// The descriptor `units` of 16 bytes further on. No field overflows, so there is no carry.
 __device__ __forceinline__ uint64_t advance(uint64_t descriptor, uint32_t units) {
   return (descriptor >> 32 << 32) | uint32_t(uint32_t(descriptor) + units);
 }
 
-// K-major operand: the sum runs along the tile's columns, the operand's M or N is its rows, from `row` on.
+// A K-major operand: the products are summed along the tile's columns, and the operand's M or N is the tile's rows,
+// from `row` on.
 template <typename Swizzle, int kRows>
 struct KMajor {
   static constexpr bool kIsTransposed = false;
@@ -83,7 +84,8 @@ struct KMajor {
   }
 };
 
-// MN-major operand: the sum runs along the tile's rows, the operand's M or N is its columns, from block `block` on.
+// An MN-major operand: the products are summed along the tile's rows, and the operand's M or N is the tile's columns,
+// from block `block` on.
 template <typename Swizzle, int kRows>
 struct MnMajor {
   static constexpr bool kIsTransposed = true;
@@ -98,7 +100,7 @@ struct MnMajor {
   }
 };
 
-// One 16-deep slice of an A operand held in registers, as pairs of 16-bit values.
+// One 16-deep slice of an A operand in registers, as pairs of 16-bit values.
 using RegisterSlice = uint32_t[4];
 
 template <int kSize>
@@ -107,69 +109,70 @@ __device__ __forceinline__ void clear(float (&accumulator)[kSize]) {
   for (int i = 0; i < kSize; ++i) { accumulator[i] = 0.f; }
 }
 
-// Keeps the compiler from moving uses of registers across the start or the end of the product that reads or writes
+// Keeps the compiler from moving accesses to registers across the start or the end of an asynchronous product that uses
 // them.
 template <int kSize>
-__device__ __forceinline__ void pin(float (&accumulator)[kSize]) {
+__device__ __forceinline__ void fence_operand(float (&accumulator)[kSize]) {
 #pragma unroll
   for (int i = 0; i < kSize; ++i) { asm volatile("" : "+f"(accumulator[i])::"memory"); }
 }
 
-// Says that what the registers hold is of no more use: a product that overwrites them counts as one that reads them.
+// Declares the contents of registers dead. Without it a product that overwrites them counts as one that reads them.
 template <int kSize>
-__device__ __forceinline__ void forget_contents(float (&accumulator)[kSize]) {
+__device__ __forceinline__ void discard_contents(float (&accumulator)[kSize]) {
 #pragma unroll
   for (int i = 0; i < kSize; ++i) { asm volatile("" : "=f"(accumulator[i])); }
 }
 
 template <int kSlices>
-__device__ __forceinline__ void pin(uint32_t (&operand)[kSlices][4]) {
+__device__ __forceinline__ void fence_operand(uint32_t (&operand)[kSlices][4]) {
 #pragma unroll
   for (int i = 0; i < 4 * kSlices; ++i) { asm volatile("" : "+r"(operand[i / 4][i % 4])::"memory"); }
 }
 
-// acc = A B, 64 x kN over kDepth; slices before kFirstSlice have been issued. Issues and commits one group. After the
-// `wait_products` that completes it, `pin` what the product wrote or read in registers.
+// Starts acc = A B, 64 x kN over kDepth, and commits it as one group. Slices before kFirstSlice have been issued
+// already. After the `wait_products` that completes the group, call `fence_operand` on all registers that the product
+// reads or writes.
 template <typename Element, int kDepth, int kFirstSlice = 0, typename A, typename B, int kAcc>
-__device__ __forceinline__ void multiply(float (&acc)[kAcc], A a, B b) {
+__device__ __forceinline__ void wgmma_async(float (&acc)[kAcc], A a, B b) {
   using Product = wgmma::SharedProduct<Element, kAcc, A::kIsTransposed, B::kIsTransposed>;
-  if constexpr (kFirstSlice > 0) { pin(acc); }
+  if constexpr (kFirstSlice > 0) { fence_operand(acc); }
   wgmma::fence();
 #pragma unroll
   for (int k = kFirstSlice; k < kDepth / kProductDepth; ++k) { Product::issue(acc, a.step(k), b.step(k), k != 0); }
   wgmma::commit();
 }
 
-// The same with A in registers, which must not change until the product has completed: `pin` them after the wait.
+// The same with A in registers, which must not change until the product has completed.
 template <typename Element, typename B, int kSlices, int kAcc>
-__device__ __forceinline__ void multiply(float (&acc)[kAcc], RegisterSlice (&a)[kSlices], B b,
-                                         bool accumulate = false) {
+__device__ __forceinline__ void wgmma_async(float (&acc)[kAcc], RegisterSlice (&a)[kSlices], B b,
+                                            bool accumulate = false) {
   using Product = wgmma::RegisterProduct<Element, kAcc, B::kIsTransposed>;
-  pin(a);
-  pin(acc);
+  fence_operand(a);
+  fence_operand(acc);
   wgmma::fence();
 #pragma unroll
   for (int k = 0; k < kSlices; ++k) { Product::issue(acc, a[k], b.step(k), accumulate || k != 0); }
   wgmma::commit();
 }
 
-// acc += A B.
+// Starts acc += A B.
 template <typename Element, typename B, int kSlices, int kAcc>
-__device__ __forceinline__ void multiply_add(float (&acc)[kAcc], RegisterSlice (&a)[kSlices], B b) {
-  multiply<Element>(acc, a, b, true);
+__device__ __forceinline__ void wgmma_async_add(float (&acc)[kAcc], RegisterSlice (&a)[kSlices], B b) {
+  wgmma_async<Element>(acc, a, b, true);
 }
 
 template <typename Element, int kDepth, typename A, typename B, int kAcc>
-__device__ __forceinline__ void multiply_add(float (&acc)[kAcc], A a, B b) {
+__device__ __forceinline__ void wgmma_async_add(float (&acc)[kAcc], A a, B b) {
   using Product = wgmma::SharedProduct<Element, kAcc, A::kIsTransposed, B::kIsTransposed>;
-  pin(acc);
+  fence_operand(acc);
   wgmma::fence();
 #pragma unroll
   for (int k = 0; k < kDepth / kProductDepth; ++k) { Product::issue(acc, a.step(k), b.step(k), true); }
   wgmma::commit();
 }
 
-// Returns when at most `kPending` of the groups committed last are still running.
+// Returns when at most the last `kPending` groups are still running.
 template <int kPending>
 __device__ __forceinline__ void wait_products() {
   wgmma::wait<kPending>();

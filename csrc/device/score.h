@@ -1,13 +1,13 @@
-// Scores: what becomes of a product q . k before the mask and the softmax, and its derivative; and whether dropout
-// follows. The place to add another, for both passes.
+// A score: what turns a product q . k into a logit, before the mask and the softmax, for both passes.
 //
-// A score type turns products into x in place (transform) and the softmax is taken of ScoreParams::scale_log2 * x, in
-// base 2. It has
-//   kKind
-//   kHasDerivative  whether dS must be multiplied with derivative(): the score is no multiple of the product, and what
-//                   may be added to that
-//   kHasSlope       whether it depends on where query and key are, and on the head
-//   kDrops          whether some probabilities are dropped, by the bits of csrc/dropout
+// A score type derives from UnchangedScore and overrides what differs:
+//   kKind           its ScoreKind
+//   apply           turns the products of a fragment into x in place; the logit is x times ScoreParams::scale_log2, in
+//                   base 2. bias_of() returns what depends on heads and positions: slope(i) and distance(i) of
+//                   register i, where the distance may have either sign
+//   kHasDerivative  whether dS must be multiplied by derivative(), because the logit is not linear in the product
+//   kHasSlope       whether the logit depends on the head and on the distance between query and key
+//   kDrops          whether dropout follows the softmax; keep() then zeroes a dropped element
 #pragma once
 
 #include <cstdint>
@@ -20,57 +20,74 @@ enum class ScoreKind : int { kPlain, kSoftcap, kAlibi, kDropout };
 inline constexpr const char* kScoreNames[] = {"plain", "softcap", "alibi", "dropout"};
 
 struct ScoreParams {
-  float scale_log2;      // log2(e) times what x is multiplied with
-  float product_factor;  // softcap: softmax_scale / softcap. ALiBi: 1 / softmax_scale
-  float inverse_scale_log2;  // 1 / scale_log2: for softcap's derivative, and the forward's limits
-  const float* slopes;  // ALiBi's, (sequence, head)
+  float scale_log2;          // log2(e) times the factor of x
+  float product_factor;      // softcap: softmax_scale / softcap. ALiBi: 1 / softmax_scale
+  float inverse_scale_log2;  // 1 / scale_log2, for the softcap's derivative and the forward's limits
+  const float* slopes;       // ALiBi's, (sequence, head)
   int slopes_stride;
 
-  // In units of x.
+  // The slope of a head, in units of x.
   __device__ __forceinline__ float slope(int sequence, int head) const {
     return slopes[sequence * slopes_stride + head] * product_factor;
   }
 };
 
-// score = softmax_scale * product. Its derivative, softmax_scale, is a factor of whole rows and is applied at the end.
-struct PlainScore {
-  static constexpr ScoreKind kKind = ScoreKind::kPlain;
+// logit = softmax_scale * product. The derivative, softmax_scale, is constant, and scales dQ and dK at the end.
+struct UnchangedScore {
   static constexpr bool kHasDerivative = false, kHasSlope = false, kDrops = false;
+
+  template <typename Bias, int kSize>
+  static __device__ __forceinline__ void apply(float (&)[kSize], const Bias&, const ScoreParams&) {}
+
+  // `x`, which belongs to register i of a fragment, or zero if dropout drops that element.
+  template <typename Bits>
+  static __device__ __forceinline__ float keep(const Bits&, int, float x) {
+    return x;
+  }
 };
 
-// The plain score, with dropout behind the softmax.
-struct DropoutScore {
+struct PlainScore : UnchangedScore {
+  static constexpr ScoreKind kKind = ScoreKind::kPlain;
+};
+
+// The plain score, followed by dropout.
+struct DropoutScore : UnchangedScore {
   static constexpr ScoreKind kKind = ScoreKind::kDropout;
-  static constexpr bool kHasDerivative = false, kHasSlope = false, kDrops = true;
+  static constexpr bool kDrops = true;
+
+  template <typename Bits>
+  static __device__ __forceinline__ float keep(const Bits& bits, int i, float x) {
+    return bits.keep(i, x);
+  }
 };
 
-// score = softcap * tanh(softmax_scale * product / softcap) (Gemma 2, arXiv 2408.00118).
-struct SoftcapScore {
+// logit = softcap * tanh(softmax_scale * product / softcap) (Gemma 2, arXiv 2408.00118).
+struct SoftcapScore : UnchangedScore {
   static constexpr ScoreKind kKind = ScoreKind::kSoftcap;
-  static constexpr bool kHasDerivative = true, kHasSlope = false, kDrops = false;
+  static constexpr bool kHasDerivative = true;
 
-  template <int kSize>
-  static __device__ __forceinline__ void transform(float (&products)[kSize], const ScoreParams& params) {
+  template <typename Bias, int kSize>
+  static __device__ __forceinline__ void apply(float (&products)[kSize], const Bias&, const ScoreParams& params) {
 #pragma unroll
     for (int i = 0; i < kSize; ++i) { products[i] = ptx::tanh_approx(products[i] * params.product_factor); }
   }
 
-  // 1 - tanh^2, from the probability e^score / e^LSE: tanh need not be kept. `lse` is in base 2. Where no probability
-  // is left there is no gradient either.
+  // 1 - tanh^2, computed from the probability e^logit / e^LSE, so that tanh need not be kept. `lse` is in base 2. An
+  // element whose probability is zero has no gradient either.
   static __device__ __forceinline__ float derivative(float probability, float lse, const ScoreParams& params) {
     const float tanh = (ptx::log2_approx(probability) + lse) * params.inverse_scale_log2;
     return fmaxf(fmaf(-tanh, tanh, 1.f), 0.f);
   }
 };
 
-// score = softmax_scale * product - slope * |query's own key - key| (ALiBi, arXiv 2108.12409). Slopes have no gradient.
-struct AlibiScore {
+// logit = softmax_scale * product - slope * |query's own key - key| (ALiBi, arXiv 2108.12409). Slopes have no gradient.
+struct AlibiScore : UnchangedScore {
   static constexpr ScoreKind kKind = ScoreKind::kAlibi;
-  static constexpr bool kHasDerivative = false, kHasSlope = true, kDrops = false;
+  static constexpr bool kHasSlope = true;
 
-  // Of element i of the fragment, bias.slope(i) is its head's and bias.distance(i) the distance, with either sign.
   template <typename Bias, int kSize>
-  static __device__ __forceinline__ void transform(float (&products)[kSize], const Bias& bias) {
+  static __device__ __forceinline__ void apply(float (&products)[kSize], const Bias& bias_of, const ScoreParams&) {
+    const auto bias = bias_of();
 #pragma unroll
     for (int i = 0; i < kSize; ++i) { products[i] = fmaf(-bias.slope(i), fabsf(bias.distance(i)), products[i]); }
   }

@@ -1,14 +1,14 @@
-// Tiles by TMA, in the blocks of a swizzle (gemm.h).
+// Loads and stores of tiles by TMA, in the blocks of a swizzle (gemm.h).
 #pragma once
 
-#include "../schedule/sequences.h"
+#include "../placement/sequences.h"
 #include "barrier.h"
 #include "gemm.h"
 #include "ptx.h"
 
 namespace dash_attn {
 
-// kRows x kColumns of one head of a sequence, from its row `first_row` on; `full` counts the bytes.
+// Loads kRows x kColumns of one head of a sequence, from its row `first_row` on. `full` counts the bytes.
 template <typename Swizzle, int kRows, int kColumns, typename Element>
 __device__ __forceinline__ void load_tile(const CUtensorMap& map, TransactionBarrier& full, Element* tile,
                                           const RowOrigin& origin, int first_row, int head, uint64_t cache_hint) {
@@ -19,7 +19,7 @@ __device__ __forceinline__ void load_tile(const CUtensorMap& map, TransactionBar
   }
 }
 
-// The same to global memory, as a bulk operation of the calling thread: what lies past the sequence's end is left out.
+// The same to global memory, as a bulk operation of the calling thread. Rows past the sequence's end are not written.
 template <typename Swizzle, int kRows, int kColumns, typename Element>
 __device__ __forceinline__ void store_tile(const CUtensorMap& map, const Element* tile, const RowOrigin& origin,
                                            int first_row, int head) {

@@ -1,4 +1,4 @@
-// What warps and warpgroups of both passes do together.
+// What the warps and warpgroups of both passes have in common.
 #pragma once
 
 #include "barrier.h"
@@ -7,7 +7,7 @@
 
 namespace dash_attn {
 
-// The warpgroup's number in the CTA, by a shuffle so that the compiler knows that it is uniform.
+// The warpgroup's number in the CTA. The shuffle tells the compiler that the value is uniform.
 __device__ __forceinline__ int warpgroup_index() {
   return __shfl_sync(0xffffffff, int(threadIdx.x) / kWarpgroupThreads, 0);
 }
@@ -21,8 +21,8 @@ __device__ __forceinline__ Storage& shared_storage() {
   return *reinterpret_cast<Storage*>(shared_memory);
 }
 
-// Warpgroup 0 feeds the others and gives them of its registers: `produce` is called with the number of each of its
-// warps, `consume` by every thread of the others.
+// Warpgroup 0 feeds the others and gives them some of its registers. Each warp of it calls `produce` with its number,
+// and every thread of the others calls `consume`.
 template <typename Variant, typename Produce, typename Consume>
 __device__ __forceinline__ void specialise_warps(Produce&& produce, Consume&& consume) {
   if (warpgroup_index() == 0) {
@@ -34,22 +34,22 @@ __device__ __forceinline__ void specialise_warps(Produce&& produce, Consume&& co
   }
 }
 
-// Of the threads of one warpgroup.
+// Synchronises the threads of one warpgroup.
 __device__ __forceinline__ void sync_warpgroup(int barrier) { sync_numbered(barrier, kWarpgroupThreads); }
 
-// One arrival a warp, for what is done by the time its elected lane comes here: products, waits.
+// One arrival a warp, for work that is complete when the elected lane comes here: products and waits.
 __device__ __forceinline__ void arrive_once(const Barrier& barrier) {
   if (ptx::elect_one()) { barrier.arrive(); }
 }
 
-// One arrival a warp: all its threads have finished with what the barrier guards.
+// One arrival a warp, after all its threads have finished with what the barrier guards.
 __device__ __forceinline__ void arrive_together(const Barrier& barrier) {
   __syncwarp();
   arrive_once(barrier);
 }
 
-// What the threads of the warp have stored may be read by products and bulk operations. The fence takes hundreds of
-// clocks, so a product should be running.
+// Lets products and bulk operations read what the threads of the warp have stored. The fence takes hundreds of clocks,
+// so a product should be running meanwhile.
 __device__ __forceinline__ void fence_and_arrive(const Barrier& barrier) {
   ptx::fence_async_shared();
   arrive_together(barrier);

@@ -1,4 +1,4 @@
-// Products of warpgroups (PTX ISA 9.7.15, "wgmma"): m64nNk16 with 16-bit elements and sums in fp32, for each N that the
+// Warpgroup products (PTX ISA 9.7.15, "wgmma"): m64nNk16 of 16-bit elements with sums in fp32, for each N that the
 // kernels use.
 #pragma once
 
@@ -11,7 +11,7 @@ namespace dash_attn::wgmma {
 // Orders earlier accesses to registers and shared memory before the products that follow.
 __device__ __forceinline__ void fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 
-// Closes the group of products that were issued since the last commit. `wait` counts groups.
+// Closes the group of products issued since the last commit. `wait` counts groups.
 __device__ __forceinline__ void commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
 
 // Returns when at most the last `kPending` groups are still running.
@@ -20,16 +20,16 @@ __device__ __forceinline__ void wait() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kPending) : "memory");
 }
 
-// `issue` starts D = A B, or D += A B where `adds`, of which a thread holds kSums sums: N is 2 kSums. Descriptors stand
-// for A and B, or A comes in registers. An operand in shared memory is transposed where the sum runs along the rows of
-// its tile.
+// `issue` starts D = A B or, if `adds`, D += A B. A thread holds kSums sums, so that N is 2 kSums. A and B are given as
+// descriptors, or A in registers. An operand in shared memory is transposed if the products are summed along the rows
+// of its tile.
 template <typename Element, int kSums, bool kTransposesA, bool kTransposesB>
 struct SharedProduct;
 template <typename Element, int kSums, bool kTransposesB>
 struct RegisterProduct;
 
-// Inline assembly lists every operand: DASH_NAMES_<n> in the text, DASH_SUMS_<n> in the constraints. The sums come
-// first, so the numbers of the other operands begin with the number of sums.
+// Inline assembly must list every operand: DASH_NAMES_<n> in the text and DASH_SUMS_<n> in the constraints. The sums
+// come first, so the numbers of the other operands start at the number of sums.
 #define DASH_EIGHT(i)                                                                                         \
   "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]), "+f"(d[i + 6]), \
       "+f"(d[i + 7])

@@ -1,6 +1,6 @@
 // Which bits of dropout a thread of a warpgroup needs for its elements of a 64 x N wgmma accumulator
-// (device/fragment.h), and how they lie in its registers. Plain C++: no CUDA or torch, so that tests walk every
-// thread without a GPU.
+// (device/fragment.h), and how they are arranged in its registers. Plain C++ without CUDA or torch, so that tests can
+// walk every thread without a GPU.
 #pragma once
 
 #include <cstdint>
@@ -13,50 +13,52 @@ namespace dash_attn::dropout {
 
 enum class FragmentRows { kQueries, kKeys };
 
-// A slice of 16 columns has 8 registers of a thread, in four pairs of neighbours that are rounded to one word. The bits
-// of up to four slices are in a word of 32, of which each half has one of every pair, as the rounded word has.
+// In a slice of 16 columns a thread has 8 registers, as four pairs of neighbours, each of which is rounded to one word.
+// A word of 32 bits holds the bits of up to four slices. Each half of the word holds one bit of every pair, like the
+// rounded word.
 template <FragmentRows kRows, int kColumns>
 struct FragmentLayout {
   static constexpr bool kQueriesAreRows = kRows == FragmentRows::kQueries;
-  // Whether the 32 columns of a load are a block's: fragments begin where one does. Else they may begin in its middle.
+  // Whether the 32 columns of a load are one block, because fragments begin at blocks. Otherwise they may begin in the
+  // middle of one.
   static constexpr bool kWholeBlocks = kColumns % kBlockRows == 0;
   static constexpr int kSlices = kColumns / 16, kSlicesOfLoad = kWholeBlocks ? 2 : 1;
-  // Where queries are rows and a fragment may begin in the middle of a block, a word has three: they are put in order
-  // by fewer instructions.
+  // If queries are rows and a fragment may begin in the middle of a block, a word holds three slices, which takes fewer
+  // instructions to arrange.
   static constexpr int kSlicesOfWord = kQueriesAreRows && !kWholeBlocks ? 3 : 4;
   static constexpr int kWords = (kSlices + kSlicesOfWord - 1) / kSlicesOfWord;
   static constexpr int kPitch = 16;  // between the bits of a pair
   using Loaded = std::conditional_t<kQueriesAreRows, uint16_t, std::conditional_t<kWholeBlocks, uint64_t, uint32_t>>;
 
-  // Of the first bit of a pair, in the word of its slice.
+  // The word of a slice, and the place in it of the first bit of a pair.
   DASH_HOST_DEVICE static constexpr int word_of(int slice) { return slice / kSlicesOfWord; }
   DASH_HOST_DEVICE static constexpr int place_of(int slice, int pair) {
     int const slot = kSlicesOfWord == 4 ? slice % 4 : slice % 3 + slice / 3;
     return 4 * slot + (kQueriesAreRows ? pair : 2 * (pair % 2) + pair / 2);
   }
 
-  // Where queries are rows: the block of a thread's rows, and the byte of each line of that block that it reads.
+  // If queries are rows: the block of a thread's rows, and the byte that the thread reads of each line of that block.
   struct RowPlace {
     int block, byte;
   };
   DASH_HOST_DEVICE static RowPlace row_place(int first_row, int thread) {
     int const row = first_row + (thread >> 5) * 16, lane = thread & 31;
-    // In the units of mask.h the pairs of queries come before those of keys.
+    // In mask.h's words the pairs of queries come before those of keys.
     int const unit = 4 * (lane >> 3) + (lane & 3), row_parity = (lane >> 2) & 1;
     return {row / kBlockRows, 8 * unit + 4 * (row / 16 % 2) + 2 * row_parity};
   }
 
-  // The blocks that the fragment reaches into, of each of which a thread reads a Loaded there.
+  // The blocks that the fragment overlaps. A thread reads a Loaded of each.
   static constexpr int kBlocks = kWholeBlocks ? kSlices / 2 : kSlices / 2 + 1;
   DASH_HOST_DEVICE static int first_block(int first_column) {
-    return static_cast<int>(static_cast<uint32_t>(first_column) / kBlockRows);  // a shift, as it is not negative
+    return static_cast<int>(static_cast<uint32_t>(first_column) / kBlockRows);  // a shift, because unsigned
   }
 
-  // The words of a thread, of what it has read.
+  // Arranges what a thread has read as its words.
   DASH_HOST_DEVICE static void arrange_row(uint32_t (&words)[kWords], uint32_t const (&blocks)[kBlocks],
                                            int first_column) {
-    // The first byte of a block has the first bits of pairs, its low half those of the first slice; the second byte has
-    // the second ones.
+    // The first byte of a block holds the first bits of pairs, with those of the first slice in its low half. The
+    // second byte holds the second bits.
     if constexpr (kWholeBlocks) {
 #ifdef __CUDACC__
 #pragma unroll
@@ -65,7 +67,8 @@ struct FragmentLayout {
         words[i] = bytes_of(blocks[2 * i], 2 * i + 1 < kBlocks ? blocks[2 * i + 1] : 0, 0x5140);
       }
     } else {
-      // A fragment that begins in the middle of a block ends with one. The second word begins a slice before its own.
+      // A fragment that begins in the middle of a block ends at the end of one. The second word begins one slice before
+      // its own.
       static_assert(kBlocks == 3 && kSlices == 5);
       int const shift = first_column / 16 % 2 == 0 ? 0 : 4;
       words[0] = bytes_of(blocks[0], blocks[1], 0x5140) >> shift;
@@ -73,8 +76,8 @@ struct FragmentLayout {
     }
   }
 
-  // Where keys are rows: the block of a thread's keys, the byte from which it reads of each line of that block, and
-  // where its bits are in what it reads.
+  // If keys are rows: the block of a thread's keys, the byte from which the thread reads of each line of that block,
+  // and the position of its bits in what it reads.
   struct KeyPlace {
     int block, byte, shift;
   };
@@ -84,7 +87,8 @@ struct FragmentLayout {
     return {row / kBlockRows, 8 * unit, 8 * row_parity + 4 * (row / 16 % 2)};
   }
 
-  // The words of a thread there. load(block of the columns, bytes from the place's) is a Loaded.
+  // Gathers the words of a thread whose keys are there. load(block of the columns, bytes from the place's byte) returns
+  // a Loaded.
   template <class Load>
   DASH_HOST_DEVICE static void gather_of_keys(uint32_t (&words)[kWords], int shift, int first_column,
                                               Load const& load) {
@@ -102,8 +106,8 @@ struct FragmentLayout {
     }
   }
 
-  // The words of a thread. First row and column are counted in the sequence, in whole 16. load(block of the rows, block
-  // of the columns, byte in the block's line) is a Loaded.
+  // Gathers the words of a thread. The first row and column are counted from the start of the sequence and are
+  // multiples of 16. load(block of the rows, block of the columns, byte in the block's line) returns a Loaded.
   template <class Load>
   DASH_HOST_DEVICE static void gather(uint32_t (&words)[kWords], int first_row, int first_column, int thread,
                                       Load const& load) {
@@ -123,7 +127,7 @@ struct FragmentLayout {
   }
 
  private:
-  // Those of low (0 to 3) and high (4 to 7) that the digits of `selector` name, the lowest first.
+  // The bytes of low (0 to 3) and high (4 to 7) that the hex digits of `selector` name, the lowest digit first.
   DASH_HOST_DEVICE static uint32_t bytes_of(uint32_t low, uint32_t high, uint32_t selector) {
 #ifdef __CUDA_ARCH__
     return __byte_perm(low, high, selector);
@@ -135,7 +139,7 @@ struct FragmentLayout {
 #endif
   }
 
-  // Of a slice, counted from the first column's block. So that with whole blocks it is known to the compiler.
+  // The half block of a slice, counted from the block of the first column. With whole blocks the compiler knows it.
   DASH_HOST_DEVICE static constexpr int half_of(int first_column, int slice) {
     return (kWholeBlocks ? 0 : first_column / 16 % 2) + slice;
   }

@@ -1,17 +1,17 @@
-// Which elements of P dropout keeps: a bit for each query and key, where it lies in memory, and how it is made. Plain
-// C++, for the generator on the GPU and on the host alike: no CUDA or torch.
+// Which elements of P dropout keeps: one bit for each query and key, where it is stored, and how it is generated. Plain
+// C++ without CUDA or torch, for the generators on the GPU and on the host.
 //
 // Contract: a bit is a function of the state (seed, offset), the sequence's number, the query head, the query, the key,
 // the probability, the mapping and the rounds. Queries and keys count from the start of their sequence. Nothing here
-// knows tiles, schedules, the batch or the GPU; only `Mapping::kFlashAttention2` knows the number of heads, as that
-// library's own masks do.
+// knows tiles, schedules, the batch or the GPU. Only `Mapping::kFlashAttention2` knows the number of heads, like that
+// library's own masks.
 //
 // Layout. A block of 32 queries x 32 keys is one line of 128 bytes, and blocks are [sequence][head][queries][keys].
 // With
 //     query = 32 I + 16 a + 8 b + 2 c + d        key = 32 J + 16 A + 8 B + 2 C + D
 // in which c and C have two bits and the others one, the element is bit 16 d + 8 D + 4 A + 2 B + b of the little-endian
-// 32-bit word 2 (4 c + C) + a of block (I, J); 1 is kept. A lane of a wgmma fragment then finds its elements side by
-// side, whether queries are the rows (one 16-bit load for 32 keys, all of whose bits are its own) or keys are (one
+// 32-bit word 2 (4 c + C) + a of block (I, J). A bit of 1 means kept. A lane of a wgmma fragment then finds its
+// elements side by side, whether rows are queries (one 16-bit load for 32 keys, all of whose bits it uses) or keys (one
 // 64-bit load for 32 queries): docs/dropout.md.
 #pragma once
 
@@ -22,38 +22,38 @@
 
 namespace dash_attn::dropout {
 
-inline constexpr int kBlockRows = 32;  // queries, and keys
+inline constexpr int kBlockRows = 32;  // both queries and keys
 inline constexpr int kBlockWords = 32;
 inline constexpr int kBlockBytes = 4 * kBlockWords;
-inline constexpr int kBitsAlignment = 16;  // of the first line, in bytes: what bulk copies take
+inline constexpr int kBitsAlignment = 16;  // of the first line, in bytes, as bulk copies require
 
 DASH_HOST_DEVICE constexpr int num_blocks(int seqlen) { return (seqlen + kBlockRows - 1) / kBlockRows; }
 
 enum class Mapping {
-  kBitSliced,        // ours: 32 elements at a time, one logical operation for each binary digit of the probability
-  kFlashAttention2,  // the bits that FlashAttention-2's kernels make of a seed and an offset
+  kBitSliced,        // dash_attn's own: 32 elements at a time, one step for each binary digit of the probability
+  kFlashAttention2,  // the bits that FlashAttention-2's kernels derive from a seed and an offset
 };
 
 struct State {
   uint64_t seed, offset;
 };
 
-// Elements are kept with probability threshold / 256: the bytes up to floor(255 (1 - p)) are, as in FlashAttention-2,
-// which has 1 - p in fp32. From 1 to 256, for a p below 1 in fp32.
+// Elements are kept with probability threshold / 256. As in FlashAttention-2, whose 1 - p is in fp32, random bytes up
+// to floor(255 (1 - p)) are kept. The threshold is from 1 to 256 if p is below 1 in fp32.
 DASH_HOST_DEVICE constexpr int keep_threshold(float p) {
   return static_cast<int>(255.0 * static_cast<double>(1.0f - p)) + 1;
 }
 
-// What a sequence's masks are made of.
+// The inputs of a sequence's masks.
 struct Source {
   State state;
   uint32_t sequence;
-  uint32_t heads;  // of the whole model, over all its shards; only kFlashAttention2 looks at it
+  uint32_t heads;  // of the whole model, over all its shards; used only by kFlashAttention2
   int threshold;
 };
 
-// Limits of the counter below, which holds both in one word, and has room for 16 planes of a word: finer probabilities
-// would keep the digits that there are.
+// Limits of the counter below, which holds the sequence and the head in one word and has room for 16 planes a word.
+// Finer probabilities would keep the existing digits.
 inline constexpr int kMaxSequences = 1 << 16;
 inline constexpr int kMaxHeads = 1 << 16;
 inline constexpr int kWordCalls = 4;
@@ -63,7 +63,7 @@ struct Place {
   int word, bit;
 };
 
-// Of an element in its block.
+// The place of an element in its block.
 DASH_HOST_DEVICE constexpr Place place_of(int query, int key) {
   auto const digit = [](int row, int place) { return row >> place & 1; };
   auto const pair = [](int row) { return row >> 1 & 3; };
@@ -71,8 +71,8 @@ DASH_HOST_DEVICE constexpr Place place_of(int query, int key) {
           16 * digit(query, 0) + 8 * digit(key, 0) + 4 * digit(key, 4) + 2 * digit(key, 3) + digit(query, 3)};
 }
 
-// How many calls of Philox a word of kBitSliced takes: none where all is kept, and where 16 divides the threshold the
-// last four planes cannot matter.
+// How many calls of Philox a word of kBitSliced takes: none if everything is kept, and one if 16 divides the threshold,
+// because the last four planes then do not matter.
 DASH_HOST_DEVICE constexpr int calls_of_word(int threshold) {
   return threshold == 256 ? 0 : threshold % 16 == 0 ? 1 : 2;
 }
@@ -86,7 +86,7 @@ DASH_HOST_DEVICE constexpr uint32_t bit_sliced_word_of_calls(Source const& sourc
   PhiloxKey const key{{static_cast<uint32_t>(seed), static_cast<uint32_t>(seed >> 32 ^ offset >> 32)}};
   if (kCalls == 0) return ~uint32_t{0};
   uint32_t less = 0;
-  // From the last digit to the first: whether what has been looked at of u is less than the same of the threshold.
+  // From the last digit to the first: whether the digits of u so far are less than those of the threshold.
   for (int call = kCalls - 1; call >= 0; --call) {
     PhiloxCounter const counter{{kBlockCalls * J + static_cast<uint32_t>(kWordCalls * word + call), I,
                                  kMaxHeads * source.sequence + head, static_cast<uint32_t>(offset)}};
@@ -113,8 +113,8 @@ DASH_HOST_DEVICE constexpr uint32_t bit_sliced_word(Source const& source, uint32
   }
 }
 
-// The same word in FlashAttention-2's mapping: each half is one call of Philox, whose 16 bytes are random numbers of
-// its 16 elements. That library has a call for each lane of a warp and 16 queries x 32 keys.
+// The same word in FlashAttention-2's mapping: each half is one call of Philox, whose 16 bytes are the random numbers
+// of its 16 elements. That library calls Philox once for each lane of a warp and each 16 queries x 32 keys.
 template <int kRounds>
 DASH_HOST_DEVICE constexpr uint32_t flash_attention_2_word(Source const& source, uint32_t head, uint32_t I, uint32_t J,
                                                            int word) {
@@ -137,7 +137,7 @@ DASH_HOST_DEVICE constexpr uint32_t flash_attention_2_word(Source const& source,
   return kept;
 }
 
-// Word `word` of block (I, J) of a head: I and J count from the sequence's start, `head` from the model's first.
+// Word `word` of block (I, J) of a head. I and J count from the sequence's start, and `head` from the model's first.
 template <Mapping kMapping, int kRounds>
 DASH_HOST_DEVICE constexpr uint32_t mask_word(Source const& source, uint32_t head, uint32_t I, uint32_t J, int word) {
   if constexpr (kMapping == Mapping::kBitSliced) {
@@ -147,7 +147,7 @@ DASH_HOST_DEVICE constexpr uint32_t mask_word(Source const& source, uint32_t hea
   }
 }
 
-// Whether an element is kept: what every generator's bits must say.
+// Whether an element is kept. The bits of every generator must agree with this.
 template <Mapping kMapping, int kRounds>
 DASH_HOST_DEVICE constexpr bool keeps(Source const& source, uint32_t head, uint32_t query, uint32_t key) {
   auto const [word, bit] = place_of(static_cast<int>(query % kBlockRows), static_cast<int>(key % kBlockRows));

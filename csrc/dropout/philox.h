@@ -1,4 +1,4 @@
-// Philox4x32: a counter-based generator, so that any number of its sequence is had without those before it (Salmon,
+// Philox4x32: a counter-based generator, which computes any number of its sequence without the earlier ones (Salmon,
 // Moraes, Dror, Shaw, "Parallel random numbers: as easy as 1, 2, 3", SC 2011). Plain C++: no CUDA or torch.
 #pragma once
 
@@ -16,7 +16,8 @@ struct PhiloxKey {
   uint32_t word[2];
 };
 
-// Below 7 rounds the bits of neighbouring counters are visibly dependent; 10 is the generator's own default.
+// With fewer than 7 rounds the bits of neighbouring counters are visibly dependent. The generator's authors use 10 by
+// default.
 inline constexpr int kFewestRounds = 7;
 inline constexpr int kDefaultRounds = 7;
 
@@ -25,7 +26,7 @@ struct WideProduct {
 };
 
 #ifdef __CUDA_ARCH__
-// One instruction. Of C++'s 64-bit product nvcc adds up the parts with the upper halves too, which are 0.
+// One instruction. For C++'s 64-bit product nvcc also adds the products of the upper halves, which are 0.
 __device__ __forceinline__ WideProduct multiply_wide_on_device(uint32_t a, uint32_t b) {
   WideProduct product;
   asm("{\n\t.reg .b64 whole;\n\tmul.wide.u32 whole, %2, %3;\n\tmov.b64 {%0, %1}, whole;\n\t}"

@@ -1,18 +1,18 @@
-// Everything that is sized in the forward kernel (Variant), its shared memory, and the barriers that say when each
-// buffer is full or empty.
+// All sizes of the forward kernel (Variant), its shared memory, and the barriers that say when each buffer is full or
+// empty.
 #pragma once
 
 #include <cstdint>
 
-#include "../config/tile_shapes.h"
+#include "../contract/tile_shapes.h"
 #include "../device/barrier.h"
 #include "../device/gemm.h"
 #include "../device/ring.h"
 #include "../device/score.h"
 #include "../device/sm90.h"
 #include "../dropout/mask.h"
-#include "../schedule/forward_tiles.h"
-#include "../schedule/tile_grid.h"
+#include "../placement/forward_tiles.h"
+#include "../contract/tile_grid.h"
 
 namespace dash_attn::forward {
 
@@ -30,51 +30,50 @@ struct Variant {
   static_assert(kQkDim % Swizzle::kColumns == 0 && kValueDim % Swizzle::kColumns == 0);
   static_assert(kKey % kProductDepth == 0 && kQuery % kWarpgroupRows == 0);
 
-  // Warpgroup 0 loads and stores; each of the others owns 64 rows of the query tile, from S to the output.
+  // Warpgroup 0 loads and stores. Each of the others owns 64 rows of the query tile, from S to the output.
   static constexpr int kConsumers = kQuery / kWarpgroupRows;
   static constexpr int kConsumerWarps = kConsumers * kWarpgroupWarps;
   static constexpr int kThreads = (kConsumers + 1) * kWarpgroupThreads;
   static_assert(kConsumers == 2 || kConsumers == 3);
   static constexpr int kProducerRegisters = kConsumers == 2 ? 40 : 32;
-  static constexpr int kConsumerRegisters = kConsumers == 2 ? 232 : 160;
-  static_assert(kWarpgroupThreads * (kProducerRegisters + kConsumers * kConsumerRegisters) <=
-                launch_registers(kThreads));
+  static constexpr int kConsumerRegisters = consumer_registers(kConsumers, kProducerRegisters);
 
   static constexpr int kQueryTileBytes = kQuery * kQkDim * sizeof(Element);
   static constexpr int kKeyTileBytes = kKey * kQkDim * sizeof(Element);
   static constexpr int kValueTileBytes = kKey * kValueDim * sizeof(Element);
   static constexpr int kBytesForTiles = kSharedMemoryLimit - 1024;  // the rest is for barriers
 
-  // Tiles of Q: in use, on their way in, on their way out as output; two where that leaves room for a third tile of K
-  // and V, and fewer where two of those leave no room.
+  // Buffers for tiles of Q: one in use, one being loaded, one being stored as output. There are two or three if that
+  // leaves room for three tiles of K and V, and otherwise as many as fit beside two.
   static constexpr int query_stages_beside(int tiles) {
     return min_int(3, (kBytesForTiles - tiles * (kKeyTileBytes + kValueTileBytes)) / kQueryTileBytes);
   }
   static constexpr int kQueryStages = query_stages_beside(3) >= 2 ? query_stages_beside(3) : query_stages_beside(2);
 
-  // The output of a tile leaves from where its Q was: a warpgroup reads no other rows than its own. With one such place
-  // it leaves from where V was, and the next Q is on its way while the last P V runs.
+  // The output of a tile is staged in place of its Q: a warpgroup reads no rows of Q but its own. With one buffer of Q
+  // the output is staged in place of V instead, and the next Q is loaded while the last P V runs.
   static constexpr bool kOutputInValues = kQueryStages == 1;
   static constexpr int kOutputRows = kOutputInValues ? kWarpgroupRows : kQuery;  // of the tile that it is staged in
   static_assert(kOutputInValues ? kWarpgroupRows <= kKey : kValueDim <= kQkDim);
 
-  // Query tiles that are known at a time: until the output of one has left, another may have been announced.
+  // Query tiles that are announced at a time: the next one may be announced before the output of this one has been
+  // stored.
   static constexpr int kTileSlots = kOutputInValues ? 2 : kQueryStages;
 
-  // Tiles of K, and as many of V.
+  // Buffers for tiles of K, and as many for tiles of V.
   static constexpr int kStages = (kBytesForTiles - kQueryStages * kQueryTileBytes) / (kKeyTileBytes + kValueTileBytes);
   static_assert(kStages >= (kOutputInValues ? kConsumers : 2));
 
-  // Whether the last P V of a query tile runs with the first S of the next, for which Q needs two places. Three
-  // consumers have no registers for that and a softcap.
+  // Whether the last P V of a query tile overlaps the first S of the next one, which takes two buffers of Q. Three
+  // consumers have no registers for that beside a softcap.
   static constexpr bool kCrosses = kQueryStages > 1 && !(kConsumers == 3 && Score::kKind == ScoreKind::kSoftcap);
 
-  // Whether a warpgroup waits for P V before its exponentials, and rounds P beside them. With three of them the others'
-  // products run meanwhile; of two, one computes its exponentials while its own P V runs.
+  // Whether a warpgroup waits for P V before its exponentials, and rounds P among them. With three consumers the
+  // products of the others run meanwhile. With two, a consumer computes its exponentials while its own P V runs.
   static constexpr bool kRoundsBesideExponentials = kConsumers == 3;
 
-  // Whether a thread keeps where its bits of dropout begin: beside 256 columns of output it lacks registers, and of
-  // three consumers beside the outputs' places.
+  // Whether a thread keeps the address of its bits of dropout. There are no registers for it beside 256 columns of
+  // output, nor, with three consumers, beside the places of the outputs.
   static constexpr bool kKeepsRowOfBits = Score::kDrops && kValueDim < 256 && !(kConsumers == 3 && kOutputInValues);
 
   DASH_HOST_DEVICE static constexpr TileGrid grid(Sequence const& sequence, Window const& window) {
@@ -84,14 +83,14 @@ struct Variant {
 
 constexpr int kNoMoreTiles = -1;
 
-// A query tile as the loader tells it to the other warps.
+// A query tile as the loader announces it to the other warps.
 struct AnnouncedTile {
-  int end;  // position where the next tile begins, or kNoMoreTiles
+  int end;  // the position at which the next tile begins, or kNoMoreTiles
   int head_group;
   Sequence sequence;
   RowOrigin rows;
   int64_t first_lse;  // index of the LSE of head 0's query 0
-  int number;         // of the sequence
+  int number;         // of the sequence in the batch
 };
 
 template <typename Variant>
@@ -110,24 +109,25 @@ struct alignas(1024) SharedStorage {
   TransactionBarrier k_full[Variant::kStages], v_full[Variant::kStages];
   Barrier k_empty[Variant::kStages], v_empty[Variant::kStages];
 
-  // With kOutputInValues: the place of V that a warpgroup's output is staged in, and whether it has left.
+  // With kOutputInValues: the buffer of V that a warpgroup's output is staged in, and whether the output has been
+  // stored.
   int output_slot[Variant::kConsumers];
   Barrier out_left[Variant::kConsumers];
 
-  // The query tile whose Q has that place.
+  // The query tile whose Q is in that buffer.
   __device__ __forceinline__ AnnouncedTile& tile(RingIndex<Variant::kQueryStages> place) {
     return tiles[place.count % Variant::kTileSlots];
   }
 };
 
-// Number of arrivals that complete each barrier.
+// The number of arrivals that complete each barrier.
 template <typename Variant>
 struct Arrivals {
   static constexpr int kTransaction = 1;                          // the thread that announces the bytes
   static constexpr int kConsumerWarps = Variant::kConsumerWarps;  // a lane of each warp whose products have completed
   static constexpr int kStagingWarps = kWarpgroupWarps;           // a lane of each warp that has staged its output
-  // For each warpgroup the storer, when its output has left from there, and every thread of it that has read what the
-  // tile is. The storers would do, each of which has waited for a lane of all its warps, but racecheck does not follow
+  // For each warpgroup: the storer, after the output has left the buffer, and every thread that has read the announced
+  // tile. The storers alone would do, since each has waited for a lane of all its warps, but racecheck does not follow
   // that.
   static constexpr int kDoneWithTile = Variant::kConsumers * (kWarpgroupThreads + (Variant::kOutputInValues ? 0 : 1));
   static constexpr int kStorer = 1;

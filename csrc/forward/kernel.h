@@ -1,9 +1,9 @@
-// The forward kernel: sets up barriers and sends each warp to its role.
+// The forward kernel: initialises the barriers and sends each warp to its role.
 //
 //   warpgroup 0   warp 0: loader (load.h)   one warp for each consumer: storer (store.h)
 //   the others    consumers (mainloop.h, softmax.h)
 //
-// CTAs are persistent and wait for no other. Which query tiles each works on, schedule/forward_tiles.h says.
+// CTAs are persistent and never wait for another CTA. placement/forward_tiles.h assigns query tiles to them.
 #pragma once
 
 #include "../device/warp_roles.h"

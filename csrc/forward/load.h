@@ -1,5 +1,5 @@
-// The loader: one thread that brings in Q, K and V by TMA. KV tiles come last one first, so that the masked ones, which
-// are the last, come before the loop.
+// The loader: one thread that loads Q, K and V by TMA. It goes through KV tiles from the last to the first, so that
+// masked tiles, which are the last ones, come before the loop.
 //
 //   order of loads in a tile:   Q  K(n-1)   K(n-2)  V(n-1)   K(n-3)  V(n-2)   ...   K(0)  V(1)   V(0)
 //   (the order in which they are used: S runs one step ahead of P V)
@@ -12,7 +12,7 @@
 
 namespace dash_attn::forward {
 
-// K and V are read once by each query tile of the heads that share them, Q once in all.
+// Each query tile of the heads that share K and V reads them once. Q is read once in all.
 template <typename Variant>
 class Loader {
  public:
@@ -35,7 +35,7 @@ class Loader {
   using Swizzle = typename Variant::Swizzle;
   using Ring = RingIndex<Variant::kStages>;
 
-  // Place in the list of the CTA's tile number `round`.
+  // The place in the list of the CTA's tile number `round`.
   __device__ __forceinline__ int take_place(int round) const {
     return params_.tiles_taken ? int(gridDim.x) + atomicAdd(params_.tiles_taken, 1)
                                : round * int(gridDim.x) + int(blockIdx.x);
@@ -68,19 +68,20 @@ class Loader {
             RowOrigin::of(true, sequence.end_k, lengths.seqlen_k)};
   }
 
-  // Tells the other warps of the tile once the barrier that it returns has completed.
+  // Announces the tile to the other warps. They read it when the barrier that is returned has completed.
   __device__ __forceinline__ Barrier& announce(const AnnouncedTile& tile) {
     shared_.q_empty[q_.slot()].wait(q_.empty_parity());
     shared_.tile(q_) = tile;
     return shared_.q_full[q_.slot()];
   }
 
-  // Returns the CTA's next place in the list. Taken late, so that who comes first gets the next tile; and before the
-  // wait for the last V's place, which is longer than the answer takes.
+  // Returns the CTA's next place in the list. The place is taken late, so that CTAs that are early get the next tiles,
+  // but before the wait for the last buffer of V, which takes longer than the atomic.
   __device__ __forceinline__ int load(const Tile& tile, int next_round) {
     const Range kv_tiles = kv_tiles_of_query_tile<Variant>(params_, tile.sequence, tile.end);
     const int kv_head = params_.scheduler.kv_head(tile.head_group);
-    // Without keys too, for what the other warps are told with it. Where Q has one place, K's is free before it.
+    // Q is loaded even without keys, because its barrier announces the tile. If there is one buffer of Q, a buffer of K
+    // is free earlier.
     const bool k_first = Variant::kQueryStages == 1 && kv_tiles.count > 0;
     if (!k_first) { load_q(tile); }
     if (kv_tiles.count == 0) { return take_place(next_round); }
@@ -134,7 +135,7 @@ class Loader {
 
   __device__ __forceinline__ void load_v(int kv_tile, int kv_head, const Tile& tile) {
     if constexpr (Variant::kOutputInValues) {
-      // Of the query tile before; q_ is one ahead.
+      // The outputs of the previous query tile: q_ is one ahead.
       for (auto& left : shared_.out_left) { left.wait(q_.previous().empty_parity()); }
     }
     shared_.v_empty[v_.slot()].wait(v_.empty_parity());

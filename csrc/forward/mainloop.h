@@ -1,21 +1,22 @@
-// The consumers: each warpgroup owns 64 rows of the query tile and computes, KV tile by KV tile from the last to the
-// first,
+// The consumers. Each warpgroup owns 64 rows of the query tile and computes, from the last KV tile to the first,
 //
 //   S = score(Q K^T)     P = exp2(scale S - reference)     O = correction O + P V
 //
-// With dropout, what is dropped of P is set to zero behind the sum of its row and before the product with V.
+// Dropout zeroes elements of P after the sum over the row and before the product with V.
 //
-// Products run in the order in which they are issued, while the thread computes. For tile j after tile j + 1:
+// Products run in the order in which they are issued, while the threads compute. For tile j after tile j + 1, with two
+// consumers:
 //
 //   tensor cores:   | S(j)  P(j+1) V(j+1)     |                                       | S(j-1)  ...
 //   threads:        | wait  | reference, P(j) | O *= correction(j) if any, round P(j) | wait
 //
-// of two warpgroups; of three, whose products fill the tensor cores anyway,
+// With three, whose products keep the tensor cores busy anyway:
 //
 //   threads:        | wait  | reference, exponents | O *= correction(j) if any, P(j) and its rounding | wait
 //
-// The last P V of a query tile runs with the first S of the next, and the output is written while that S's P waits. The
-// warpgroups do not wait for each other: each computes while products of the others run.
+// The last P V of a query tile overlaps the first S of the next, and the output is stored while the next tile's first P
+// waits for its product. The warpgroups do not synchronise with each other: each computes while products of the others
+// run.
 #pragma once
 
 #include "../device/fragment.h"
@@ -26,16 +27,6 @@
 #include "softmax.h"
 
 namespace dash_attn::forward {
-
-// ALiBi's, of a fragment of S.
-struct QueryBias {
-  RowStatistic slopes, first_distances;
-
-  __device__ __forceinline__ float slope(int i) const { return slopes[row_of(i)]; }
-  __device__ __forceinline__ float distance(int i) const {
-    return first_distances[row_of(i)] + float(fragment_column(0, i));
-  }
-};
 
 template <typename Variant>
 class Consumer {
@@ -55,7 +46,8 @@ class Consumer {
     Output out;
     PackedScores p;
     OnlineSoftmax softmax(params_.score);
-    // Of the tile before: rows that see keys have a P that waits for its product, and all of them are to be stored.
+    // `rows` are those of the previous tile. If `pending`, they have yet to be stored, and if they see keys, their last
+    // P awaits its product with V.
     Rows rows{};
     bool pending = false;
     for (;; q_ = q_.next()) {
@@ -69,7 +61,7 @@ class Consumer {
       if (Variant::kCrosses && rows.kv.count > 0 && next.kv.count > 0 && may_cross(rows, next)) {
         cross(out, p, softmax, rows, next);
       } else {
-        if (pending) { finish(out, p, softmax, rows, q_.previous()); }
+        if (pending) { end_rows(out, p, softmax, rows, q_.previous()); }
         if (end == kNoMoreTiles) { break; }
         softmax = OnlineSoftmax(params_.score);
         clear(out);
@@ -81,10 +73,10 @@ class Consumer {
       }
       rows = next;
       if (rows.kv.count > 0) { walk(out, p, softmax, rows); }
-      // Where tiles do not cross, the last product does not wait for the next one.
+      // If tiles do not cross, the last product does not wait for the next tile.
       pending = Variant::kCrosses && !passes_many(rows.passed_after);
       if (!pending) {
-        finish(out, p, softmax, rows, q_);
+        end_rows(out, p, softmax, rows, q_);
         if (rows.kv.count == 0) { release_q(); }
         rows.kv.count = 0;
       }
@@ -104,18 +96,18 @@ class Consumer {
   static constexpr int kScoreRegisters = Variant::kKey / 2;        // a 64 x kKey fragment
   static constexpr int kOutputRegisters = Variant::kValueDim / 2;  // a 64 x kValueDim fragment
 
-  // Whether a tile hides keys from some rows.
+  // Whether the mask hides keys of a tile from some rows.
   enum class Tile { kUnmasked, kMasked };
 
   using Scores = float[kScoreRegisters];
   using PackedScores = uint32_t[kScoreRegisters / 8][4];
   using Output = float[kOutputRegisters];
-  using Bits = dropout::BitsOf<Score::kDrops, dropout::FragmentRows::kQueries, Variant::kKey>;
-  using BitsRead = typename Bits::Read;
+  using Bits = dropout::FragmentBits<dropout::FragmentRows::kQueries, Variant::kKey>;
+  using BitsRead = std::conditional_t<Score::kDrops, typename Bits::Read, Empty>;
   using Rows = WarpgroupRows<Variant>;
   using QuerySlot = RingIndex<Variant::kQueryStages>;
 
-  // By a shuffle, so that the compiler knows that all that follows from it is uniform.
+  // The shuffle tells the compiler that all that follows from the value is uniform.
   __device__ __forceinline__ int next_tile() { return __shfl_sync(0xffffffff, wait_for_tile(shared_, q_), 0); }
 
   __device__ __forceinline__ Sequence sequence_of_tile() const {
@@ -123,10 +115,9 @@ class Consumer {
     return {__shfl_sync(0xffffffff, sequence.seqlen_q, 0), __shfl_sync(0xffffffff, sequence.seqlen_k, 0)};
   }
 
-  // No product is in flight where one of the following ends and the next begins, so that ptxas can follow each to its
-  // wait.
+  // Between two of the following functions no product is in flight, so that ptxas can trace each product to its wait.
 
-  // The first scores of `rows`.
+  // Computes the first scores of `rows`.
   __device__ __forceinline__ void begin(PackedScores& p, OnlineSoftmax& softmax, const Rows& rows) {
     Scores s;
     const bool passes_together = passes_many(rows.passed_before);
@@ -139,7 +130,7 @@ class Consumer {
     issue_s(s);
     const BitsRead bits = bits_of_last(rows);
     wait_products<0>();
-    finish_s(s);
+    release_k(s);
     if (rows.kv.count == 1) { release_q(); }
     make_scores(s, rows, rows.kv.end() - 1);
     exponentiate_first(s, softmax, rows);
@@ -149,7 +140,7 @@ class Consumer {
     round_p(p, s, bits, rows.kv.end() - 1);
   }
 
-  // All KV tiles but the one that came first, which is the last.
+  // Walks all KV tiles but the first in this order, which is the last of the sequence.
   __device__ __forceinline__ void walk(Output& out, PackedScores& p, OnlineSoftmax& softmax, const Rows& rows) {
     int kv_tile = rows.kv.end() - 1;
     const Range whole = rows.kv_seen_whole(params_);
@@ -174,24 +165,24 @@ class Consumer {
     issue_out(out, p);
     const BitsRead bits = bits_of(rows, kv_tile);
     wait_products<1>();  // S
-    finish_s(s);
+    release_k(s);
     if (kv_tile == rows.kv.first) { release_q(); }
     make_scores(s, rows, kv_tile);
     if constexpr (kTile == Tile::kMasked) { apply_mask(s, rows, kv_tile); }
-    // A wait ends a basic block, within which ptxas moves exponentials and rounding as it likes.
+    // A wait ends a basic block. Within one, ptxas moves exponentials and roundings freely.
     if constexpr (Variant::kRoundsBesideExponentials) { wait_for_next_v(); }
     const bool corrects = softmax.follow(s, correction);
-    softmax.subtract_reference(s);  // beside P V too, which exponents need not wait for
+    softmax.subtract_reference(s);  // this overlaps P V
     if constexpr (!Variant::kRoundsBesideExponentials) { softmax.exponentiate(s, corrects, correction); }
-    pin(s);
+    fence_operand(s);
     if constexpr (!Variant::kRoundsBesideExponentials) { wait_for_next_v(); }
-    finish_out(out, p);
+    complete_out(out, p);
     if (corrects) { correct_rows(out, correction); }
     if constexpr (Variant::kRoundsBesideExponentials) { softmax.exponentiate(s, corrects, correction); }
     round_p(p, s, bits, kv_tile);
   }
 
-  // From `rows` to `next`: the last product of the one, the first scores of the other.
+  // Crosses from `rows` to `next`: the last product of the former and the first scores of the latter.
   __device__ __forceinline__ void cross(Output& out, PackedScores& p, OnlineSoftmax& softmax, const Rows& rows,
                                         const Rows& next) {
     Scores s;
@@ -200,14 +191,14 @@ class Consumer {
     issue_s(s);
     issue_out(out, p);
     wait_products<1>();  // S
-    finish_s(s);
+    release_k(s);
     make_scores(s, next, next.kv.end() - 1);
     OnlineSoftmax next_softmax(params_.score);
     exponentiate_first(s, next_softmax, next);
-    pin(s);
+    fence_operand(s);
     wait_for_next_v();
-    finish_out(out, p);
-    const BitsRead bits = bits_of_last(next);  // the output is stored meanwhile
+    complete_out(out, p);
+    const BitsRead bits = bits_of_last(next);  // they arrive while the output is stored
     pass_values(rows.passed_after + next.passed_before);
     store(out, softmax, rows, q_.previous());
     softmax = next_softmax;
@@ -217,12 +208,12 @@ class Consumer {
     round_p(p, s, bits, next.kv.end() - 1);
   }
 
-  // The last product of rows that do not cross to others, and their output; none of both where they see no key.
-  __device__ __forceinline__ void finish(Output& out, PackedScores& p, OnlineSoftmax& softmax, const Rows& rows,
-                                         QuerySlot slot_of_rows) {
+  // The last product of rows that do not cross, if they see a key, and their output.
+  __device__ __forceinline__ void end_rows(Output& out, PackedScores& p, OnlineSoftmax& softmax, const Rows& rows,
+                                           QuerySlot slot_of_rows) {
     if (rows.kv.count > 0) {
       issue_out(out, p);
-      finish_out(out, p);
+      complete_out(out, p);
       if (passes_many(rows.passed_after)) {
         pass_tiles(rows.passed_after);
       } else {
@@ -232,10 +223,10 @@ class Consumer {
     store(out, softmax, rows, slot_of_rows);
   }
 
-  // While the last V of some rows is in use, K of the tiles passed over behind theirs and before those of the next rows
-  // is released, and the K that is used waited for. The loader brings two tiles of K before it needs a place for their
-  // V, and has all places but that one (docs/forward.md, "No wait can hang"). Without a window no more tiles are passed
-  // over than the rows of the other warpgroups have keys.
+  // While the last V of some rows is in use, K of the tiles passed over after theirs and before the next rows' is
+  // released, and the first K of the next rows is waited for. The loader loads two tiles of K before it needs a buffer
+  // for their V, and may use all buffers but that one (docs/forward.md, "No wait can hang"). Without a window no more
+  // tiles are passed over than the rows of the other warpgroups have keys.
   static __device__ __forceinline__ constexpr bool passes_many(int tiles) {
     return Variant::kMask == MaskKind::kWindow && tiles >= Variant::kStages;
   }
@@ -254,7 +245,7 @@ class Consumer {
   __device__ __forceinline__ void pass_keys(int count) { pass(shared_.k_full, shared_.k_empty, k_, count); }
   __device__ __forceinline__ void pass_values(int count) { pass(shared_.v_full, shared_.v_empty, v_, count); }
 
-  // Having waited for a tile, so that none is released twice in one pass of the ring.
+  // Waits for each tile before releasing it, so that none is released twice in one pass of the ring.
   template <typename Full, typename Empty>
   __device__ __forceinline__ void pass(Full& full, Empty& empty, RingIndex<Variant::kStages>& ring, int count) const {
 #pragma unroll 1
@@ -270,24 +261,25 @@ class Consumer {
   __device__ __forceinline__ void wait_for_k() const { shared_.k_full[k_.slot()].wait(k_.parity()); }
 
   __device__ __forceinline__ void issue_s(Scores& s) {
-    multiply<Element, Variant::kQkDim>(s, QueryRows(descriptor_of_(shared_.q[q_.slot()]), consumer_ * kWarpgroupRows),
-                                       KeyRows(descriptor_of_(shared_.k[k_.slot()])));
+    wgmma_async<Element, Variant::kQkDim>(s,
+                                          QueryRows(descriptor_of_(shared_.q[q_.slot()]), consumer_ * kWarpgroupRows),
+                                          KeyRows(descriptor_of_(shared_.k[k_.slot()])));
   }
 
   __device__ __forceinline__ void issue_out(Output& out, PackedScores& p) {
-    multiply_add<Element>(out, p, KeySum(descriptor_of_(shared_.v[v_.slot()])));
+    wgmma_async_add<Element>(out, p, KeySum(descriptor_of_(shared_.v[v_.slot()])));
   }
 
-  __device__ __forceinline__ void finish_s(Scores& s) {
-    pin(s);
+  __device__ __forceinline__ void release_k(Scores& s) {
+    fence_operand(s);
     arrive_once(shared_.k_empty[k_.slot()]);
     k_ = k_.next();
   }
 
-  __device__ __forceinline__ void finish_out(Output& out, PackedScores& p) {
+  __device__ __forceinline__ void complete_out(Output& out, PackedScores& p) {
     wait_products<0>();
-    pin(out);
-    pin(p);
+    fence_operand(out);
+    fence_operand(p);
     arrive_once(shared_.v_empty[v_.slot()]);
     v_ = v_.next();
   }
@@ -301,7 +293,7 @@ class Consumer {
     }
   }
 
-  // Of the query tile's head: heads are not packed.
+  // The bits of the query tile's head. With dropout heads are not packed.
   __device__ __forceinline__ const uint8_t* bits_of_head() const {
     const AnnouncedTile& tile = shared_.tile(q_);
     return params_.dropout.of_head(tile.number, tile.head_group);
@@ -311,8 +303,8 @@ class Consumer {
     return Bits::row_of(params_.dropout, bits_of_head(), rows.first_position, thread_anew());
   }
 
-  // Long before they are used: they come from global memory. Every KV tile but the last has all its keys, and in a pack
-  // the plan refuses sequences longer than the bits. Of the last one some may not exist.
+  // Called long before the bits are used, because they come from global memory. Every KV tile but the last has all its
+  // keys; the plan of a pack rejects sequences that are longer than the bits. Keys of the last tile may not exist.
   __device__ __forceinline__ BitsRead bits_of(const Rows& rows, int kv_tile) const {
     if constexpr (Score::kDrops) {
       return Bits::read_whole(row_of_bits(rows), kv_tile * Variant::kKey);
@@ -341,28 +333,46 @@ class Consumer {
     if constexpr (Score::kDrops) { Bits(bits, kv_tile * Variant::kKey).template drop<Element>(p); }
   }
 
-  // After the last scores of the tile, where its Q does not make place for the output.
+  // Releases Q after the last scores of the tile, unless the output will be staged in its place.
   __device__ __forceinline__ void release_q() const {
     if constexpr (Variant::kOutputInValues) { shared_.q_empty[q_.slot()].arrive(); }
   }
 
-  // Products of the rows with the keys of a KV tile become scores.
-  __device__ __forceinline__ void make_scores(Scores& s, const Rows& rows, int kv_tile) const {
-    if constexpr (Score::kHasSlope) {
-      QueryBias bias;
+  // ALiBi's bias of the rows' products with the keys of a KV tile.
+  struct Bias {
+    RowStatistic slopes, first_distances;
+
+    __device__ __forceinline__ float slope(int i) const { return slopes[row_of(i)]; }
+    __device__ __forceinline__ float distance(int i) const {
+      return first_distances[row_of(i)] + float(fragment_column(0, i));
+    }
+  };
+
+  // Only called, and only compiled, for scores with slopes.
+  struct BiasOf {
+    const Consumer& consumer;
+    const Rows& rows;
+    int kv_tile;
+
+    __device__ __forceinline__ Bias operator()() const {
+      Bias bias;
 #pragma unroll
       for (int row = 0; row < kRowsPerThread; ++row) {
-        const int own_key = rows.position(params_, thread_, row) + rows.sequence.seqlen_k - rows.sequence.seqlen_q;
+        const int position = rows.position(consumer.params_, consumer.thread_, row);
+        const int own_key = position + rows.sequence.seqlen_k - rows.sequence.seqlen_q;
         bias.slopes[row] = rows.slopes.of[row];
-        bias.first_distances[row] = float(kv_tile * Variant::kKey + fragment_column(thread_, 0) - own_key);
+        bias.first_distances[row] = float(kv_tile * Variant::kKey + fragment_column(consumer.thread_, 0) - own_key);
       }
-      Score::transform(s, bias);
-    } else if constexpr (Score::kKind == ScoreKind::kSoftcap) {
-      Score::transform(s, params_.score);
+      return bias;
     }
+  };
+
+  // Turns the rows' products with the keys of a KV tile into scores.
+  __device__ __forceinline__ void make_scores(Scores& s, const Rows& rows, int kv_tile) const {
+    Score::apply(s, BiasOf{*this, rows, kv_tile}, params_.score);
   }
 
-  // Leaves the limits of the softmax to the caller: `cross` has registers for them only when the output has left.
+  // Leaves the limits of the softmax to the caller: `cross` has no registers for them until the output has been stored.
   __device__ __forceinline__ void exponentiate_first(Scores& s, OnlineSoftmax& softmax, const Rows& rows) const {
     const int kv_tile = rows.kv.end() - 1;
     const Range whole = rows.kv_seen_whole(params_);
@@ -376,7 +386,7 @@ class Consumer {
   __device__ __forceinline__ void apply_mask(Scores& s, const Rows& rows, int kv_tile) const {
     const Mask mask = rows.mask(params_);
     const int first_key = kv_tile * Variant::kKey, column = first_key + fragment_column(thread_, 0);
-    // Few tiles are cut at both ends.
+    // Under a window few tiles are cut on both sides.
     const bool is_window = !starts_at_first_key(mask.kind);
     if (!is_window || first_key + Variant::kKey > mask.keys_of(rows.first_position).end()) {
 #pragma unroll
@@ -400,7 +410,7 @@ class Consumer {
     }
   }
 
-  // Hands the rows to the storer, and the log-sum-exp to memory. `out` is the sum of P V.
+  // Hands the rows to the storer and writes the log-sum-exp. `out` is the sum of P V.
   __device__ __forceinline__ void store(Output& out, OnlineSoftmax& softmax, const Rows& rows,
                                         QuerySlot slot_of_rows) const {
     const AnnouncedTile& tile = shared_.tile(slot_of_rows);
@@ -411,11 +421,11 @@ class Consumer {
     };
     const auto head = [&](int row) { return Rows::head(params_, tile.head_group, thread, row); };
     static_assert(kRowsPerThread == 2);
-    softmax.finish(params_.sinks, {head(0), head(1)}, inverse_sum, lse);
+    softmax.normalize(params_.sinks, {head(0), head(1)}, inverse_sum, lse);
     if constexpr (Score::kDrops) {
       for (float& x : inverse_sum) { x *= params_.dropout.scale; }
     }
-    multiply_rows(out, inverse_sum);
+    scale_rows(out, inverse_sum);
 #pragma unroll
     for (int row = 0; row < kRowsPerThread; ++row) {
       const int position = rows.position(params_, thread, row);
@@ -433,14 +443,15 @@ class Consumer {
     uint32_t packed[kOutputRegisters / 8][4];
     pack_slices<Element>(packed, out);
     if constexpr (Variant::kOutputInValues) {
-      // The places of the next V, one a warpgroup. All have done with what was there, and the loader waits.
+      // The outputs are staged in the next buffers of V, one for each warpgroup. All consumers are done with those, and
+      // the loader waits for the outputs to leave.
       const RingIndex<Variant::kStages> place{v_.count + consumer_};
       shared_.v_empty[place.slot()].wait(place.empty_parity());
       shared_.out_left[consumer_].wait(slot_of_rows.empty_parity());
       if (thread == 0) { shared_.output_slot[consumer_] = place.slot(); }
       stage(shared_.v[place.slot()], 0, packed);
     } else {
-      sync_warpgroup(consumer_);  // all warps' products have read Q
+      sync_warpgroup(consumer_);  // the products of all warps have read Q
       stage(shared_.q[slot_of_rows.slot()], consumer_ * kWarpgroupRows, packed);
     }
     fence_and_arrive(shared_.out_full[slot_of_rows.slot()][consumer_]);
@@ -453,10 +464,10 @@ class Consumer {
     store_rows<Swizzle, Variant::kOutputRows>(tile, first_row, packed, thread / 32, thread % 32);
   }
 
-  // thread_: what follows from it is computed anew, not kept in registers for all tiles.
+  // thread_, hidden from the compiler, which then recomputes what follows from it instead of keeping that in registers.
   __device__ __forceinline__ int thread_anew() const {
     int thread = thread_;
-    forget(thread);
+    opaque(thread);
     return thread;
   }
 

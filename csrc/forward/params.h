@@ -1,11 +1,11 @@
-// What the launch code hands to the forward kernel.
+// The parameters of the forward kernel.
 #pragma once
 
 #include <cuda.h>
 
 #include "../device/dropout_bits.h"
 #include "../device/score.h"
-#include "../schedule/forward_tiles.h"
+#include "../placement/forward_tiles.h"
 
 namespace dash_attn::forward {
 
@@ -17,9 +17,9 @@ struct KernelParams {
   Window window;
   QueryTileScheduler scheduler;
   PackView pack;
-  int* tiles_taken;  // from the list beyond the first of each CTA; null where each has a fixed share
+  int* tiles_taken;  // counts the tiles taken after each CTA's first; null if each CTA has a fixed share
   ScoreParams score;
-  const float* sinks;  // (heads): logits beside the scores of each row; null where there are none
+  const float* sinks;  // (heads): an extra logit for each row; null if there are none
   dropout::BitsView dropout;
   PageTable pages;  // of kernels for windows alone
 };

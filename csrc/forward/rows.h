@@ -1,4 +1,4 @@
-// The 64 rows of a query tile that one warpgroup owns: where they lie, and which keys they see.
+// The 64 rows of a query tile that one warpgroup owns: their position, and which keys they see.
 #pragma once
 
 #include <type_traits>
@@ -9,48 +9,48 @@
 
 namespace dash_attn::forward {
 
-// Warpgroups that have rows of the tile with this end.
+// The number of warpgroups that have rows of the tile that ends at `end`.
 __device__ __forceinline__ int warpgroups_with_rows(const KernelParams& params, int end) {
   return ceil_div(end - params.scheduler.first_position(end), params.scheduler.positions_in(kWarpgroupRows));
 }
 
-// KV tiles that some row of a query tile sees: those that are loaded for it.
+// The KV tiles that some row of a query tile sees. Those are loaded for it.
 template <typename Variant>
 __device__ __forceinline__ Range kv_tiles_of_query_tile(const KernelParams& params, const Sequence& sequence, int end) {
-  // The last warpgroup that has rows computes all its 64, which reach into the next tile where this one is short.
+  // The last warpgroup that has rows computes all 64 rows, and reaches into the next tile if this one is short.
   const int first = params.scheduler.first_position(end);
   const int computed = first + warpgroups_with_rows(params, end) * params.scheduler.positions_in(kWarpgroupRows);
   return Variant::grid(sequence, params.window).kv_tiles_of_queries(first, computed);
 }
 
-// The end of the tile that is announced with a slot of Q, when its Q is there; kNoMoreTiles at the end of the work.
+// Waits for the tile announced with that buffer of Q, and for the Q itself. Returns the tile's end, or kNoMoreTiles.
 template <typename Variant>
 __device__ __forceinline__ int wait_for_tile(SharedStorage<Variant>& shared, RingIndex<Variant::kQueryStages> slot) {
   shared.q_full[slot.slot()].wait(slot.parity());
   return shared.tile(slot).end;
 }
 
-// Of a thread's rows, where scores depend on the head.
+// The slopes of a thread's rows, if scores depend on the head.
 struct RowSlopes {
   float of[2];
 };
 
-// With dropout.
+// Where the thread's bits of dropout begin.
 struct RowBits {
-  const uint8_t* first;  // of the thread, at the sequence's first key
+  const uint8_t* first;  // for the sequence's first key
 };
 
-// Where a short tile reaches into the next, both write the same bits to the same place: a row's bits depend on the KV
-// tiles that it sees, not on those that are walked for other rows (softmax.h).
+// If a short tile reaches into the next one, both write the same bits to the same place: the bits of a row depend on
+// the KV tiles that it sees, and not on those that are walked for other rows (softmax.h).
 template <typename Variant>
 struct WarpgroupRows {
   Sequence sequence;
-  int first_position;  // behind the sequence where the tile has fewer rows
-  Range kv;            // KV tiles that some of them see, walked from the last to the first
-  int passed_before;   // KV tiles that are loaded before those, for other rows of the tile
-  int passed_after;    // and after those
-  std::conditional_t<Variant::Score::kHasSlope, RowSlopes, Nothing> slopes;
-  std::conditional_t<Variant::kKeepsRowOfBits, RowBits, Nothing> bits;
+  int first_position;  // past the sequence's end if the tile has no rows for this warpgroup
+  Range kv;            // the KV tiles that some row sees, walked from the last to the first
+  int passed_before;   // KV tiles loaded before those for other rows of the query tile
+  int passed_after;    // KV tiles loaded after them
+  std::conditional_t<Variant::Score::kHasSlope, RowSlopes, Empty> slopes;
+  std::conditional_t<Variant::kKeepsRowOfBits, RowBits, Empty> bits;
 
   WarpgroupRows() = default;
 
@@ -67,12 +67,12 @@ struct WarpgroupRows {
     passed_after = kv.first - of_tile.first;
   }
 
-  // Position of the first row of a warpgroup of the tile, of which it may be the end.
+  // The position of a warpgroup's first row of the tile. It may be the tile's end.
   static __device__ __forceinline__ int first_row(const KernelParams& params, int end, int consumer) {
     return params.scheduler.first_position(end) + params.scheduler.positions_in(consumer * kWarpgroupRows);
   }
 
-  // KV tiles of which each row sees every key.
+  // The KV tiles of which every row sees every key.
   __device__ __forceinline__ Range kv_seen_whole(const KernelParams& params) const {
     return grid(params).kv_tiles_seen_whole(first_position, end_position(params));
   }
@@ -83,7 +83,7 @@ struct WarpgroupRows {
     return min_int(end_position(params), sequence.seqlen_q) - 1;
   }
 
-  // Of the thread's rows, number `row`: its position in the sequence, and its head.
+  // The position in the sequence and the head of the thread's row `row`.
   __device__ __forceinline__ int position(const KernelParams& params, int thread, int row) const {
     return first_position + (fragment_row(thread, 2 * row) >> params.scheduler.group_shift);
   }

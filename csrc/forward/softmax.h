@@ -1,5 +1,5 @@
-// The softmax of the two rows that a thread holds a part of, tile of keys by tile of keys (the online softmax of
-// FlashAttention-2, arXiv 2307.08691).
+// The softmax of a thread's two rows, one tile of keys at a time (the online softmax of FlashAttention-2, arXiv
+// 2307.08691).
 #pragma once
 
 #include <climits>
@@ -10,21 +10,16 @@
 
 namespace dash_attn::forward {
 
-constexpr int kRowsPerThread = 2;
-
-// Which of the thread's two rows register i of an accumulator belongs to.
-__device__ constexpr int row_of(int i) { return (i / 2) % 2; }
-
 using RowStatistic = float[kRowsPerThread];
 
-// Of the four threads that share a row.
+// Combines the values of the four threads that share a row.
 template <typename Operation>
 __device__ __forceinline__ float across_row(float x, Operation operation) {
   x = operation(x, __shfl_xor_sync(0xffffffff, x, 1));
   return operation(x, __shfl_xor_sync(0xffffffff, x, 2));
 }
 
-// Minus zero: multiplies sums of nothing as zero does, and is no power of two.
+// Minus zero: as a factor it acts like zero, and it is no power of two, so that it marks rows that have summed nothing.
 constexpr float kNothingSummed = -0.f;
 
 class OnlineSoftmax {
@@ -32,19 +27,19 @@ class OnlineSoftmax {
   explicit __device__ __forceinline__ OnlineSoftmax(const ScoreParams& params)
       : scale_log2_(params.scale_log2), inverse_scale_log2_(params.inverse_scale_log2) {}
 
-  // Sets the reference by the first scores. Until `set_limits` every step decides.
+  // Sets the reference from the first scores. Until `set_limits` is called, every step looks for the maximum.
   template <int kSize>
   __device__ __forceinline__ void start(const float (&s)[kSize]) {
     RowStatistic correction;
     move(s, correction);
   }
 
-  // Has the reference follow the scores of a further tile, once before they are exponentiated. `correction` is what
-  // earlier sums must be multiplied with, kNothingSummed where the row saw no key in earlier tiles; false means that it
-  // is 1 for every row of the warp, and may be unset.
+  // Has the reference follow the scores of a further tile, before they are exponentiated. `correction` is the factor
+  // for earlier sums, kNothingSummed if the row saw no key in earlier tiles. Returns false if the factor is 1 for every
+  // row of the warp; `correction` may then be unset.
   //
-  // The reference is the largest score so far, or one up to kSlack below it: P up to 2^kSlack is as exact as P up to 1,
-  // and after the first tiles few rows need a correction. Which do depends on the row alone.
+  // The reference is the largest score so far, or a score up to kSlack below it: P up to 2^kSlack is as exact as P up
+  // to 1, and after the first tiles few rows need a correction. Whether a row needs one depends on that row alone.
   template <int kSize>
   __device__ __forceinline__ bool follow(const float (&s)[kSize], RowStatistic& correction) {
     if (!may_move(s)) { return false; }
@@ -53,7 +48,7 @@ class OnlineSoftmax {
     return corrects;
   }
 
-  // Sets of each row the score from which on it is to be decided about: see may_move.
+  // Sets each row's limit: a score at or above it may move the reference. See may_move.
   __device__ __forceinline__ void set_limits() {
 #pragma unroll
     for (int row = 0; row < kRowsPerThread; ++row) {
@@ -65,15 +60,15 @@ class OnlineSoftmax {
     }
   }
 
-  // Scores become exponents of P, scale score - reference, to base 2.
+  // Turns scores into the exponents of P, scale score - reference, in base 2.
   template <int kSize>
   __device__ __forceinline__ void subtract_reference(float (&s)[kSize]) const {
 #pragma unroll
     for (int i = 0; i < kSize; ++i) { s[i] = fmaf(s[i], scale_log2_, -offset_[row_of(i)]); }
   }
 
-  // Exponents become P, and P is summed. The sum so far is corrected, as `follow` says, while the first P is added to
-  // it, in one rounding.
+  // Turns exponents into P and adds P to the row's sum. The earlier sum is corrected, as `follow` says, in the same
+  // rounding as the first addition.
   template <int kSize>
   __device__ __forceinline__ void exponentiate(float (&s)[kSize], bool corrects, const RowStatistic& correction) {
 #pragma unroll
@@ -88,10 +83,10 @@ class OnlineSoftmax {
     exponentiate(s, false, {});
   }
 
-  // After the last tile: what the output must be multiplied with, and the log-sum-exp. A sink, of the row's head, is a
-  // logit that has no value; -inf changes no bit. Null for none.
-  __device__ __forceinline__ void finish(const float* sinks, const int (&heads)[kRowsPerThread],
-                                         RowStatistic& inverse_sum, RowStatistic& lse) {
+  // After the last tile: the factor that normalises the output, and the log-sum-exp. A sink, one for each head, is a
+  // logit without a value; a sink of -inf changes no bit. `sinks` may be null.
+  __device__ __forceinline__ void normalize(const float* sinks, const int (&heads)[kRowsPerThread],
+                                            RowStatistic& inverse_sum, RowStatistic& lse) {
 #pragma unroll
     for (int row = 0; row < kRowsPerThread; ++row) {
       const float sum = across_row(sum_[row], [](float a, float b) { return a + b; });
@@ -102,10 +97,10 @@ class OnlineSoftmax {
         if (sink == -INFINITY) { continue; }
         const float largest = fmaxf(reference(row), sink_log2);
         const float of_keys = ptx::exp2_approx(reference(row) - largest);
-        const float of_sink = sink_log2 == largest ? 1.f : ptx::exp2_approx(sink_log2 - largest);  // of +inf too
+        const float of_sink = sink_log2 == largest ? 1.f : ptx::exp2_approx(sink_log2 - largest);  // also for +inf
         const float sum_with_sink = fmaf(sum, of_keys, of_sink);
         inverse_sum[row] = __fdividef(of_keys, sum_with_sink);
-        const bool is_sink = of_keys == 0.f && sum == sum;  // a row that is NaN says so
+        const bool is_sink = of_keys == 0.f && sum == sum;  // a NaN row stays NaN
         lse[row] = is_sink ? sink : (largest + __log2f(sum_with_sink)) * float(M_LN2);
       }
     }
@@ -113,11 +108,11 @@ class OnlineSoftmax {
 
  private:
   static constexpr float kSlack = 8.f;
-  static constexpr float kMargin = 0x1p-20f;            // more than the roundings of what is compared
+  static constexpr float kMargin = 0x1p-20f;            // exceeds the rounding errors of the compared values
   static constexpr uint32_t kDecidesAlways = UINT_MAX;  // a limit that every score reaches
   static constexpr uint32_t kNoSign = INT_MAX;          // one that every score without a sign reaches
 
-  // Each row's scores, as integers, into what there is of it.
+  // Folds each row's scores, as integers, into `of_row`.
   template <typename Integer, typename OfThree, int kSize>
   static __device__ __forceinline__ void fold_bits(Integer (&of_row)[kRowsPerThread], const float (&s)[kSize],
                                                    OfThree of_three) {
@@ -128,14 +123,14 @@ class OnlineSoftmax {
     }
   }
 
-  // False only where no reference of the warp's rows moves, as in most tiles. That takes no largest score, so none is
-  // looked for in other threads. Bits are compared as integers, three at a time by one instruction: floats without a
-  // sign keep their order so, and are above all with one. Where a limit has one they are compared as unsigned integers:
-  // floats with a sign are in the other order there, and above all without one.
+  // Returns false only if no reference of the warp's rows moves, as in most tiles. This takes neither a maximum nor an
+  // exchange between threads. Bits are compared as integers, three at a time in one instruction: as signed integers,
+  // floats without a sign keep their order and lie above all floats with one. If a limit has a sign, the comparison is
+  // unsigned: floats with a sign are then in reverse order and lie above all without one.
   template <int kSize>
   __device__ __forceinline__ bool may_move(const float (&s)[kSize]) const {
     bool may = false;
-    if (__builtin_expect(limit_[0] >= kNoSign, false)) {  // and so are all limits of the warp
+    if (__builtin_expect(limit_[0] >= kNoSign, false)) {  // then so are all limits of the warp
       uint32_t smallest[kRowsPerThread] = {UINT_MAX, UINT_MAX};
       fold_bits(smallest, s, ptx::min3);
       may = smallest[0] <= limit_[0] || smallest[1] <= limit_[1];
@@ -155,7 +150,8 @@ class OnlineSoftmax {
     for (int i = 0; i < kSize; ++i) { largest[row_of(i)] = fmaxf(largest[row_of(i)], s[i]); }
 #pragma unroll
     for (int row = 0; row < kRowsPerThread; ++row) {
-      // Rounded, not fused into the difference: a row whose reference stays gets a correction of exactly 1.
+      // Rounded before the subtraction, not fused into it, so that a row whose reference stays gets a correction of
+      // exactly 1.
       largest[row] = __fmul_rn(across_row(largest[row], [](float a, float b) { return fmaxf(a, b); }), scale_log2_);
       const float before = reference(row);
       // True for the first score, and for NaN.
@@ -173,20 +169,20 @@ class OnlineSoftmax {
   }
 
   float scale_log2_, inverse_scale_log2_;
-  // What is subtracted, the reference. Where that is -inf, of a row that has seen no key yet or only scores of -inf, it
-  // is +inf, so that P is 0. Where it is +inf, it is NaN, as the row's result will be.
+  // The reference, which is subtracted. If it is -inf, because the row has seen no key or only scores of -inf, this is
+  // +inf, so that P is 0. If it is +inf, this is NaN, as the row's result will be.
   RowStatistic offset_ = {INFINITY, INFINITY};
-  // Bits of a score from which on it may move. Of all rows of a warp they are those of a float without a sign, or they
-  // are kNoSign or more.
+  // The bits of a score from which on the reference may move. Within a warp either all limits are those of floats
+  // without a sign, or all are at least kNoSign.
   uint32_t limit_[kRowsPerThread] = {kDecidesAlways, kDecidesAlways};
-  RowStatistic sum_ = {0.f, 0.f};  // of the elements that this thread holds
+  RowStatistic sum_ = {0.f, 0.f};  // over the elements that this thread holds
 };
 
-// Of a row that sees no key.
+// The log-sum-exp of a row that sees no key.
 __device__ __forceinline__ float lse_of_sink(float sink) { return sink == -INFINITY ? INFINITY : sink; }
 
-// What a row summed over tiles of which it saw no key is replaced, not multiplied: 0 * V is not 0 where V is not
-// finite, and how many such tiles were walked is no business of the row's.
+// Sums over tiles in which a row saw no key are replaced, not multiplied: 0 * V is not 0 if V is not finite, and the
+// result must not depend on how many such tiles were walked.
 template <int kSize>
 __device__ __forceinline__ void correct_rows(float (&acc)[kSize], const RowStatistic& correction) {
 #pragma unroll
@@ -197,7 +193,7 @@ __device__ __forceinline__ void correct_rows(float (&acc)[kSize], const RowStati
 }
 
 template <int kSize>
-__device__ __forceinline__ void multiply_rows(float (&acc)[kSize], const RowStatistic& factor) {
+__device__ __forceinline__ void scale_rows(float (&acc)[kSize], const RowStatistic& factor) {
 #pragma unroll
   for (int i = 0; i < kSize; ++i) { acc[i] *= factor[row_of(i)]; }
 }

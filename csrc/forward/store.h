@@ -1,5 +1,5 @@
-// The storers: for each consumer warpgroup one thread, which writes out what the warpgroup staged in the place of its Q
-// and lets the loader have that place when TMA has read it.
+// The storers: for each consumer warpgroup one thread, which writes out what the warpgroup has staged in place of its Q
+// and releases that buffer once TMA has read it.
 #pragma once
 
 #include "../device/ptx.h"
@@ -32,8 +32,9 @@ class Storer {
  private:
   using Swizzle = typename Variant::Swizzle;
 
-  // The end of its tile, or kNoMoreTiles. Where the output leaves from the place of a V, the loader does not wait for
-  // it with the next Q, and a storer that waited for Q could miss one: there the consumers tell it of the end too.
+  // Returns the end of the tile, or kNoMoreTiles. If the output is staged in place of V, the loader does not wait for
+  // it before it loads the next Q, and a storer that waited for Q could miss one. The consumers then signal the end of
+  // the work too.
   __device__ __forceinline__ int wait_for_output() const {
     if constexpr (!Variant::kOutputInValues) {
       if (wait_for_tile(shared_, q_) == kNoMoreTiles) { return kNoMoreTiles; }
@@ -42,7 +43,7 @@ class Storer {
     return shared_.tile(q_).end;
   }
 
-  // TMA leaves out rows past the sequence's end.
+  // TMA does not write rows past the sequence's end.
   __device__ __forceinline__ void write(const AnnouncedTile& tile) const {
     const int position = WarpgroupRows<Variant>::first_row(params_, tile.end, consumer_);
     if (position < tile.end) {

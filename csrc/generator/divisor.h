@@ -7,9 +7,9 @@
 
 namespace dash_attn::dropout {
 
-// With 2^shift the first power of two that is no less than the divisor d, the multiplier is 2^(31 + shift) / d, rounded
-// up by less than one: for a dividend below 2^31 that makes the quotient less than 1 / d too large, which is not enough
-// to reach the next integer.
+// 2^shift is the smallest power of two that is at least the divisor d, and the multiplier is 2^(31 + shift) / d,
+// rounded up by less than one. For a dividend below 2^31 the quotient is then less than 1 / d too large, which is not
+// enough to reach the next integer.
 class Divisor {
  public:
   Divisor() = default;
@@ -18,7 +18,7 @@ class Divisor {
     multiplier_ = uint32_t(((uint64_t{1} << (31 + shift_)) + divisor - 1) / divisor);
   }
 
-  // Of a dividend that is not negative.
+  // The dividend must not be negative.
   DASH_HOST_DEVICE constexpr int quotient(int dividend) const {
     return int(uint32_t(uint64_t{2 * uint32_t(dividend)} * multiplier_ >> 32) >> shift_);
   }

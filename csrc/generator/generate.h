@@ -1,8 +1,8 @@
-// The kernel that makes the bits of dropout and does nothing else.
+// The kernel that generates the bits of dropout.
 #pragma once
 
-#include "deal.h"
 #include "lines.h"
+#include "partition.h"
 
 namespace dash_attn::dropout {
 

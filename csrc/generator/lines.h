@@ -1,26 +1,26 @@
-// Lines of the bits of dropout on the GPU: a warp makes those of one block of queries, a lane one word of each. Who
-// makes a line does not change its bits.
+// Generates lines of the bits of dropout on the GPU: a warp generates lines of one block of queries, and each lane one
+// word of each line. The bits do not depend on which warp generates a line.
 #pragma once
 
 #include <cstdint>
 #include <type_traits>
 
-#include "../config/tile_shapes.h"
+#include "../contract/tile_shapes.h"
 #include "../dropout/mask.h"
-#include "../schedule/mask.h"
+#include "../contract/mask.h"
 #include "divisor.h"
 
 namespace dash_attn::dropout {
 
-// The backward looks at all pairs of a tile of which it sees one: for a value of V that is not finite the bits of the
-// others count too. A pair that nobody sees is no further from one that is seen than so many queries, and keys.
+// The backward reads the bits of all pairs of a tile in which it sees one pair: if a value of V is not finite, the
+// other bits count too. A pair that nobody sees is at most this many queries, and keys, away from one that is seen.
 inline constexpr int kReach = 127;
 constexpr bool reaches_no_further(int qk, int v) {
   const TileShape tile = backward_tile_shape({qk, v});
   return tile.query <= kReach + 1 && tile.key <= kReach + 1;
 }
-// The forward needs the lines of pairs that are seen and no others, whatever its tiles are: the P of any other pair is
-// zero, which FragmentBits::drop leaves as it is. test_bits_that_nobody_may_look_at_change_nothing inverts those bits.
+// The forward needs only the lines of pairs that are seen, whatever its tiles are: P of any other pair is zero, which
+// FragmentBits::drop leaves as it is. test_bits_that_nobody_may_look_at_change_nothing inverts those bits.
 static_assert(reaches_no_further(64, 64) && reaches_no_further(96, 96) && reaches_no_further(128, 128) &&
               reaches_no_further(192, 128) && reaches_no_further(192, 192) && reaches_no_further(256, 256));
 
@@ -29,13 +29,13 @@ struct GeneratorParams {
   const uint64_t* state;  // seed and offset, or those of each sequence
   bool state_of_sequence;
   int batch, heads, query_blocks, key_blocks;
-  // Where the call's bits lie among all that there are.
+  // The position of the call's bits among all bits of the model.
   int total_heads, first_head, first_query_block, first_key_block;
   int threshold;
-  Mask mask;  // lines beyond the reach of a pair that is seen are not made; of the call's own rows
+  Mask mask;  // of the call's own rows; lines out of reach of every visible pair are not generated
 
-  // A unit is what a warp makes at a time: 1 / 2^unit_shift of those lines of a block of queries that are made. See
-  // deal.h.
+  // A unit is what a warp generates at a time: 1 / 2^unit_shift of the lines of a block of queries that are generated.
+  // See partition.h.
   int unit_shift;
   Divisor of_query_blocks, of_heads;
 
@@ -43,26 +43,27 @@ struct GeneratorParams {
   constexpr int64_t units() const { return rows() << unit_shift; }
 };
 
-// Lines first ... end - 1 of a row of blocks, a word of each.
+// Stores one word of each of lines first ... end - 1 of a row of blocks.
 template <typename WordOf>
 __device__ __forceinline__ void store_lines(uint32_t* words, int first, int end, WordOf&& word_of) {
 #pragma unroll 1
   for (int block = first; block < end; ++block) { words[int64_t(block) * kBlockWords] = word_of(uint32_t(block)); }
 }
 
-// The lines of a unit, `word` of each. Divisions are by what the host has prepared: others would take as long as lines.
+// Generates word `word` of each line of a unit. The host has prepared the divisors: other divisions would take as long
+// as lines.
 template <Mapping kMapping, int kRounds>
 __device__ __forceinline__ void make_lines(const GeneratorParams& params, uint32_t unit, int word) {
   const int row = int(unit >> params.unit_shift), of_sequence = params.of_query_blocks.quotient(row);
   const int sequence = params.of_heads.quotient(of_sequence), head = of_sequence - sequence * params.heads;
   const int from_last = row - of_sequence * params.query_blocks;
-  const int query_block = params.query_blocks - 1 - from_last;  // the longest first, under a causal mask
+  const int query_block = params.query_blocks - 1 - from_last;  // the longest rows come first under a causal mask
   const int first_query = query_block * kBlockRows;
   const int first_near = max_int(0, first_query - kReach);
   const int last_near = min_int(first_query + kBlockRows + kReach, params.mask.sequence.seqlen_q) - 1;
   const int first_key = max_int(0, params.mask.keys_of(first_near).first - kReach);
   const int end_key = params.mask.keys_of(last_near).end() + kReach;
-  // Dealt evenly, also under a mask: warps that begin together then end together.
+  // Partitioned evenly, also under a mask: warps that start together then end together.
   const int first_of_row = first_key / kBlockRows;
   const int lines = min_int(params.key_blocks, ceil_div(end_key, kBlockRows)) - first_of_row;
   const int part = int(unit) & ((1 << params.unit_shift) - 1);

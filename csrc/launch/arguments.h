@@ -6,10 +6,10 @@
 #include <cstdint>
 #include <functional>
 
-#include "../config/tile_shapes.h"
-#include "../schedule/mask.h"
-#include "../schedule/policy.h"
-#include "../schedule/sequences.h"
+#include "../contract/mask.h"
+#include "../contract/policy.h"
+#include "../contract/tile_shapes.h"
+#include "../placement/sequences.h"
 #include "tensor.h"
 
 namespace dash_attn {

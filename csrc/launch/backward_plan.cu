@@ -5,9 +5,9 @@
 #include <string>
 
 #include "../backward/config.h"
-#include "../schedule/finishing.h"
-#include "../schedule/head_swizzle.h"
-#include "../schedule/splits.h"
+#include "../placement/finishing.h"
+#include "../placement/head_swizzle.h"
+#include "../contract/splits.h"
 #include "scores.h"
 #include "self_check.h"
 #include "stages.h"

@@ -5,9 +5,9 @@
 #include <cstdint>
 
 #include "../backward/params.h"
-#include "../schedule/pack_needs.h"
-#include "../schedule/policy.h"
-#include "../schedule/tile_grid.h"
+#include "../placement/pack_needs.h"
+#include "../contract/policy.h"
+#include "../contract/tile_grid.h"
 #include "arguments.h"
 #include "kernels.h"
 #include "workspace.h"

@@ -5,7 +5,7 @@
 
 #include <cstdint>
 
-#include "../schedule/mask.h"
+#include "../contract/mask.h"
 
 namespace dash_attn {
 

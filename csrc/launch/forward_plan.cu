@@ -4,7 +4,7 @@
 #include <stdexcept>
 #include <string>
 
-#include "../schedule/forward_tiles.h"
+#include "../placement/forward_tiles.h"
 #include "check.h"
 #include "scores.h"
 #include "self_check.h"

@@ -4,7 +4,7 @@
 #include <cstdint>
 
 #include "../forward/params.h"
-#include "../schedule/pack_needs.h"
+#include "../placement/pack_needs.h"
 #include "arguments.h"
 #include "kernels.h"
 #include "workspace.h"

@@ -19,8 +19,8 @@ struct LaunchShape {
   int threads, shared_bytes;
 };
 
-// Programmatic dependent launch, where allowed: see ptx::launch_dependents and ptx::wait_for_previous_kernel. A kernel
-// that starts early takes SMs beside those of the kernel before, which a caller who keeps SMs for others does not
+// Programmatic dependent launch, if allowed: see ptx::launch_dependents and ptx::wait_for_previous_kernel. A kernel
+// that starts early takes SMs beside those of the previous kernel, which a caller who reserves SMs for others does not
 // allow.
 inline cudaLaunchAttribute starts_before_previous_ends(bool allowed) {
   cudaLaunchAttribute attribute{};
@@ -29,18 +29,18 @@ inline cudaLaunchAttribute starts_before_previous_ends(bool allowed) {
   return attribute;
 }
 
-// What no two blocks of an SM can have.
+// The smallest dynamic shared memory that limits occupancy to one block an SM.
 constexpr int kAloneOnSm = kSharedMemoryLimit / 2 + 1024;
 
-// Of a kernel whose blocks take what comes next: where SMs are to be left to others, a block has an SM to itself, and
-// there are no more blocks than SMs to use.
+// The shape of a launch whose blocks loop over the work. If SMs are to be left to others, each block has an SM to
+// itself, and there are no more blocks than usable SMs.
 inline LaunchShape within_margin(int64_t blocks, int threads, int shared_bytes, int num_sms, int sm_margin) {
   if (sm_margin == 0) { return {unsigned(blocks), threads, shared_bytes}; }
   return {unsigned(std::min<int64_t>(blocks, num_sms)), threads, std::max(shared_bytes, kAloneOnSm)};
 }
 
-// A kernel that takes more than the default must say so once on each device, and then the most that any launch of it
-// takes: of those that take less than kAloneOnSm, where they are to be alone, that.
+// A kernel that needs more than the default must request that once on each device, and must then request the most that
+// any of its launches needs: kAloneOnSm, if its blocks need less but may have to be alone on their SM.
 inline void allow_shared_memory(const char* name, const void* kernel, int bytes) {
   constexpr int kDefaultBytes = 48 << 10;
   if (bytes <= kDefaultBytes) { return; }
@@ -54,7 +54,7 @@ inline void allow_shared_memory(const char* name, const void* kernel, int bytes)
   allowed.insert(key);
 }
 
-// `name` stands in errors. A kernel that takes more shared memory than kAloneOnSm takes the same at each launch.
+// `name` appears in errors. A kernel that needs more shared memory than kAloneOnSm must need the same at each launch.
 template <typename Params>
 void launch(const char* name, void (*kernel)(Params), const Params& params, const LaunchShape& shape,
             cudaStream_t stream, std::initializer_list<cudaLaunchAttribute> attributes = {}) {

@@ -1,6 +1,6 @@
 #include "../dropout/mask.h"
 #include "../packing/plan.h"
-#include "../schedule/pack_needs.h"
+#include "../placement/pack_needs.h"
 #include "forward_plan.h"
 #include "launch.h"
 #include "stages.h"

@@ -1,9 +1,9 @@
-// Which score a call asks for, and what its kernels need to know of it.
+// The score that a call asks for, and the parameters of its kernels.
 #pragma once
 
 #include <cmath>
 
-#include "../config/tile_shapes.h"
+#include "../contract/tile_shapes.h"
 #include "../device/dropout_bits.h"
 #include "../device/score.h"
 #include "arguments.h"
@@ -15,9 +15,9 @@ inline ScoreKind score_kind(const AttentionArguments& a) {
   return a.softcap > 0 ? ScoreKind::kSoftcap : a.alibi_slopes ? ScoreKind::kAlibi : ScoreKind::kPlain;
 }
 
-// The mask of the kernel that serves a call. Few masks have kernels of their own for a score other than the plain one:
-// the causal mask for softcaps where head dims are 96, 128 or 256, and every mask for dropout where they are 64 or 128.
-// Elsewhere it is a window, if without bounds.
+// The mask of the kernel that serves a call. Few masks have kernels of their own for scores other than the plain one:
+// the causal mask for softcaps at head dims 96, 128 and 256, and every mask for dropout at 64 and 128. All others are
+// served as a window, possibly without bounds.
 inline MaskRule served_mask(ScoreKind score, HeadDims padded, const MaskRule& mask) {
   const bool is_causal = mask.kind == MaskKind::kCausal;
   const bool has_kernel = (score == ScoreKind::kSoftcap && is_causal && padded.qk != 64 && padded.qk != 192) ||

@@ -3,7 +3,7 @@
 
 #include <cuda.h>
 
-#include "../schedule/sequences.h"
+#include "../placement/sequences.h"
 #include "tensor.h"
 
 namespace dash_attn {

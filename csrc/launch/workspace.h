@@ -3,8 +3,8 @@
 
 #include <cstdint>
 
-#include "../schedule/pack_needs.h"
-#include "../schedule/sequences.h"
+#include "../placement/pack_needs.h"
+#include "../placement/sequences.h"
 #include "arguments.h"
 
 namespace dash_attn {

@@ -6,7 +6,7 @@
 #include <cstddef>
 #include <vector>
 
-#include "../schedule/pack_needs.h"
+#include "../placement/pack_needs.h"
 
 namespace dash_attn {
 

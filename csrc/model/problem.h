@@ -1,9 +1,9 @@
 // A call of the backward as the model sees it: the grid of one sequence's tiles, and the work on all of them.
 #pragma once
 
-#include "../schedule/splits.h"
-#include "../schedule/tile_grid.h"
-#include "../schedule/work_tile.h"
+#include "../contract/splits.h"
+#include "../contract/tile_grid.h"
+#include "../placement/work_tile.h"
 
 namespace dash_attn {
 

@@ -19,8 +19,8 @@
 #include <utility>
 #include <vector>
 
-#include "../schedule/order.h"
-#include "../schedule/policy.h"
+#include "../contract/order.h"
+#include "../contract/policy.h"
 #include "problem.h"
 #include "published_mapping.h"
 #include "simulation.h"

@@ -1,18 +1,18 @@
-// Before a pass over a pack: one CTA reads the lengths, which the host does not know, and writes a PackedSequence for
-// each sequence, longest first, with its share of the work and of the workspace; a table finds the sequence of each
-// unit of work, and of each query tile. The other CTAs write what is promised of rows that belong to no sequence.
+// Runs before a pass over a pack. One CTA reads the lengths, which the host does not know, and writes a PackedSequence
+// for each sequence, longest first, with its share of the work and of the workspace. Tables map each unit of work, and
+// each query tile, to its sequence. The other CTAs write what is promised of rows that belong to no sequence.
 //
-// None of it decides a bit: where a sequence comes in the list says when it is worked on, and nothing else.
+// None of this decides a bit: a sequence's place in the list decides only when it is worked on.
 //
-// A Rule says what a pass makes of a sequence: schedule/pack_needs.h.
+// A Rule says what a pass needs for a sequence: placement/pack_needs.h.
 #pragma once
 
 #include <cstdint>
 #include <cstdio>
 #include <cub/block/block_scan.cuh>
 
-#include "../schedule/pack_needs.h"
-#include "../schedule/sequences.h"
+#include "../placement/pack_needs.h"
+#include "../placement/sequences.h"
 
 namespace dash_attn::packing {
 
@@ -24,7 +24,7 @@ struct Lengths {
   const int* cu_seqlens;  // or null, of keys in pages: seqused alone says how many rows there are
   const int* seqused;     // or null: all rows are used
   int total;
-  int longest;  // that a sequence may be: with dropout there are bits of so many rows
+  int longest;  // the longest that a sequence may be: with dropout there are bits for that many rows
 
   struct Rows {
     int first, length;
@@ -37,8 +37,8 @@ struct Lengths {
     return {first, length};
   }
 
-  // As torch does it where a value on the device is wrong: an error that ends all work of this process on the device.
-  // Numbers in the message would take local memory.
+  // Like torch for a wrong value on the device: an error that ends all work of this process on the device. Numbers in
+  // the message would take local memory.
   __device__ __noinline__ void refuse() const {
     if (of_keys) {
       printf(
@@ -55,18 +55,18 @@ struct Lengths {
   }
 };
 
-// A tensor of 16-byte vectors whose rows outside all sequences become zeros.
+// A tensor of 16-byte vectors, in which rows outside all sequences are zeroed.
 struct ClearedTensor {
-  void* data;                       // or null: there is none
+  void* data;                       // or null if there is no tensor
   int64_t stride_row, stride_head;  // in bytes
-  int heads, vectors;               // a row of a head has so many
+  int heads, vectors;               // vectors: in a row of a head
   bool of_keys;
 };
 
 struct ClearedRows {
   static constexpr int kTensors = 3;
   ClearedTensor tensors[kTensors];
-  float* softmax_lse;  // (heads, total_q), which become +inf; or null
+  float* softmax_lse;  // (heads, total_q), set to +inf; or null
   int heads;
 };
 
@@ -83,7 +83,7 @@ struct PlanParams {
   ClearedRows cleared;
 };
 
-// Sequences are sorted by length in steps of 1/64 of it: into buckets, longest first.
+// Sequences are sorted by length, to a precision of 1/64, into buckets, longest first.
 constexpr int kBuckets = 2048;
 
 __device__ __forceinline__ int bucket_of(int steps) {
@@ -93,7 +93,7 @@ __device__ __forceinline__ int bucket_of(int steps) {
   return kBuckets - 1 - min(bucket, kBuckets - 1);
 }
 
-// Called by whole warps: each lane has `count` entries from `first` on that are to become `value`.
+// Sets `count` entries from `first` on to `value`, for each lane's own arguments. Called by whole warps.
 __device__ __forceinline__ void fill_entries(int* table, int first, int count, int value) {
   constexpr int kFew = 8;
   if (count <= kFew) {
@@ -156,12 +156,12 @@ __device__ __forceinline__ void plan(const PlanParams<Rule>& params) {
     fill_entries(params.of_unit, first.units, own.units, place);
     if (params.of_query_tile) { fill_entries(params.of_query_tile, first.query_tiles, own.query_tiles, place); }
     before = before + all;
-    __syncthreads();  // `scratch` is used again
+    __syncthreads();  // `scratch` is reused
   }
   if (thread == 0) { *params.totals = before; }
 }
 
-// Of rows from the end of one sequence to the beginning of the next, and outside all of them.
+// Calls clear(row) for every row outside all sequences.
 template <typename Clear>
 __device__ __forceinline__ void for_rows_outside(const Lengths& lengths, int batch, Clear&& clear) {
   __shared__ int first_of[kPlanThreads], end_of[kPlanThreads];
@@ -170,7 +170,7 @@ __device__ __forceinline__ void for_rows_outside(const Lengths& lengths, int bat
     __syncthreads();
     if (threadIdx.x == 0) { count = 0; }
     __syncthreads();
-    const int i = base + threadIdx.x;  // what lies before sequence i
+    const int i = base + threadIdx.x;  // the gap before sequence i
     if (i <= batch) {
       int first = 0;
       if (i > 0) {
@@ -186,7 +186,8 @@ __device__ __forceinline__ void for_rows_outside(const Lengths& lengths, int bat
     }
     __syncthreads();
     for (int gap = 0; gap < count; ++gap) {
-      // All CTAs but the one that plans, unless it is alone; each begins elsewhere in the next gap, which may be short.
+      // Rows are distributed over all CTAs but the one that plans, unless it is the only one. Each gap begins with
+      // another CTA, because gaps may be short.
       const int first = first_of[gap], blocks = max_int(1, gridDim.x - 1), own = max_int(0, blockIdx.x - 1);
       for (int row = first + (own + first) % blocks; row < end_of[gap]; row += blocks) { clear(row); }
     }

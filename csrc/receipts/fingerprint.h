@@ -1,5 +1,6 @@
-// The fingerprint of receipts on groups of 8 words, for the kernel and the host alike. The head of
-// dash_attn/receipts/fingerprints.py defines it: a word times its key, summed modulo 2^64. Plain C++: no CUDA or torch.
+// The fingerprint of receipts on groups of 8 words, shared by the kernel and the host. The head of
+// dash_attn/receipts/fingerprints.py defines it: the sum, modulo 2^64, of each word times its key. Plain C++: no CUDA
+// or torch.
 #pragma once
 
 #include <cstdint>
@@ -19,7 +20,7 @@ DASH_HOST_DEVICE constexpr uint32_t lane_key(int lane) {
 
 constexpr uint64_t kGamma = 0x9E3779B97F4A7C15;
 
-// What mix makes its number of: those of groups at a distance differ by a constant.
+// The input of `mix`. Those of groups at a given distance differ by a constant.
 DASH_HOST_DEVICE constexpr uint64_t seed_of(uint64_t group) { return (group + 1) * kGamma; }
 
 DASH_HOST_DEVICE constexpr uint64_t mix(uint64_t seed) {
@@ -29,11 +30,11 @@ DASH_HOST_DEVICE constexpr uint64_t mix(uint64_t seed) {
   return z ^ z >> 31;
 }
 
-// Sums over words of one group, of kBytes each.
+// Sums over the words of one group, which have kBytes each.
 template <int kBytes>
 struct GroupSums {
   static_assert(kBytes == 1 || kBytes == 2 || kBytes == 4);
-  // Eight words of 16 bits have a sum of 19.
+  // The sum of eight 16-bit words has 19 bits.
   using Plain = std::conditional_t<kBytes == 4, uint64_t, uint32_t>;
   Plain plain = 0;     // of the words
   uint64_t keyed = 0;  // of the words times lane_key
@@ -43,14 +44,14 @@ struct GroupSums {
     keyed += uint64_t{word} * lane_key(lane);
   }
 
-  // Of the words times their keys.
+  // The sum of the words times their keys.
   DASH_HOST_DEVICE constexpr uint64_t fingerprint(uint64_t seed) const {
     const uint64_t m = mix(seed);
     return (m & ~uint64_t{1}) * plain + ((m << 32 | m >> 32) | 1) * keyed;
   }
 };
 
-// A group as it lies in memory, in little-endian registers of 32 bits.
+// A group as stored in memory, in little-endian 32-bit registers.
 template <int kBytes>
 struct GroupBits {
   static constexpr int kWordsOfRegister = 4 / kBytes;

@@ -1,4 +1,4 @@
-// What a launch does, on the host: the op for CPU tensors, and a trial of all that the kernel computes of places.
+// A launch on the host: for the op on CPU tensors, and to test everything that the kernel computes about places.
 #pragma once
 
 #include <cstdint>
@@ -25,7 +25,7 @@ struct HostMemory {
 };
 
 inline void run_on_host(const Table& table) {
-  // Several warps, so that each passes over units and pieces as on a GPU.
+  // Several warps, so that each skips units and pieces as on a GPU.
   constexpr int kWarps = 3;
   const int levels = levels_of_sum(table.block_shift);
   for (int warp = 0; warp < kWarps; ++warp) {

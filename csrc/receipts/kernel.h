@@ -1,5 +1,5 @@
-// The kernel: one launch for the parts of many tensors. Sums of integers have no order, so warps add theirs with
-// atomics, and the result is the same for any number of them.
+// The kernel: one launch for the parts of many tensors. Integer sums do not depend on their order, so warps add theirs
+// atomically, and the result is the same for any number of warps.
 #pragma once
 
 #include "parts.h"
@@ -8,7 +8,7 @@ namespace dash_attn::receipts {
 
 constexpr int kKernelThreads = 256;
 constexpr int kKernelWarps = kKernelThreads / kLanes;
-// So many of an SM have loads enough in flight for memory's latency: 32 warps x 32 lanes x 64 bytes.
+// This many blocks on an SM have enough loads in flight to hide memory latency: 32 warps x 32 lanes x 64 bytes.
 constexpr int kKernelBlocksOfSm = 4;
 
 struct DeviceMemory {
@@ -51,7 +51,7 @@ __global__ void __launch_bounds__(kKernelThreads, kKernelBlocksOfSm)
   for_units(table, warp, int64_t(gridDim.x) * kKernelWarps, [&](const Piece& piece, const Unit& unit) {
     unsigned long long sum = lane_sum<DeviceMemory>(piece, unit, lane);
     for (int level = 0; level < levels; ++level) { sum += __shfl_xor_sync(0xffffffff, sum, 1 << level); }
-    // A sum of 0 changes nothing; a lane without words has it, whose block may have no place.
+    // A sum of 0 changes nothing. Lanes without words have that sum, and their block may have no place.
     if ((lane & ((1 << levels) - 1)) == 0 && sum != 0) {
       const int64_t place = place_of_sum(piece, unit, lane, table.block_shift);
       atomicAdd(reinterpret_cast<unsigned long long*>(table.sums) + place, sum);

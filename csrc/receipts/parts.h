@@ -1,10 +1,10 @@
-// Parts of many tensors in one launch: which warp reads which words, where a word stands in its whole tensor, and which
-// sum it belongs to. All of it is plain C++ and runs on the host as well (host.h), but for the exchange of sums within
-// a warp and the instructions that load.
+// Parts of many tensors in one launch: which warp reads which words, the position of a word in its whole tensor, and
+// which sum it belongs to. All of it is plain C++ that also runs on the host (host.h), except for the exchange of sums
+// within a warp and the load instructions.
 //
-// Words are numbered in the whole tensor, and all cuts are made in that numbering: a *strip* is a power of two of words
-// that begins at a multiple of itself and lies in one block, or has one lane a group where blocks are shorter than 32
-// groups. A warp works on one strip of one row of one piece at a time. A group belongs to lane group % 32, whatever
+// Words are numbered in the whole tensor, and all cuts are made in that numbering. A *strip* is a power of two of words
+// that begins at a multiple of itself and lies in one block or, if blocks are shorter than 32 groups, has one group a
+// lane. A warp works on one strip of one row of one piece at a time. A group belongs to lane group % 32, even if only a
 // part of it is there.
 #pragma once
 
@@ -15,25 +15,25 @@
 
 namespace dash_attn::receipts {
 
-constexpr int kLanes = 32;  // of a warp
-// Blocks have 2^3 to 2^24 words, strips 32 to 512 groups: as many as hide what a warp does once a strip.
+constexpr int kLanes = 32;  // in a warp
+// Blocks have 2^3 to 2^24 words, and strips 32 to 512 groups, which suffices to hide what a warp does once a strip.
 constexpr int kLeastBlockShift = 3, kMostBlockShift = 24;
 constexpr int kLeastStripShift = 8, kMostStripShift = 12;
 
-// Rows of words that stand one behind the other, in memory and in the whole tensor.
+// Equally spaced rows of words, in memory and in the whole tensor.
 struct Piece {
   std::uintptr_t address;  // of the first word of the first row
   int64_t rows, columns;   // at least 1
   int64_t pitch;           // words from a row to the next in memory
   int64_t first;           // the number of the first word in the whole tensor
   int64_t stride;          // words from a row to the next in the whole tensor
-  int64_t sums;            // where the sum of the tensor's block 0 would stand among all sums; may be negative
-  int64_t units_end;       // units of the pieces of this launch up to this one
+  int64_t sums;            // the index among all sums of that of the tensor's block 0; may be negative
+  int64_t units_end;       // units of the launch's pieces up to and including this one
   int64_t word_bytes;      // 1, 2 or 4
 };
 
-// What a launch takes. It travels as the kernel's parameter: nothing is copied that would have to be waited for or kept
-// alive, and a captured graph has it in itself.
+// The parameters of a launch. They are passed by value: nothing is copied that would have to be waited for or kept
+// alive, and a captured graph contains them.
 struct Table {
   static constexpr int kPieces = 56;
   Piece pieces[kPieces];
@@ -50,12 +50,12 @@ DASH_HOST_DEVICE constexpr int strip_shift(int block_shift) {
                                          : block_shift;
 }
 
-// Halvings that add up the lanes of a warp whose groups are of one block.
+// The number of halvings that add up the lanes of a warp whose groups belong to one block.
 DASH_HOST_DEVICE constexpr int levels_of_sum(int block_shift) {
   return block_shift < kLeastStripShift ? block_shift - kLeastBlockShift : kLeastStripShift - kLeastBlockShift;
 }
 
-// Strips that a row may meet: so many units of work, of which in some rows the last is nothing.
+// The units of work of a row: the strips that it may overlap. In some rows the last one is empty.
 DASH_HOST_DEVICE constexpr int64_t units_of_row(const Piece& piece, int shift) {
   const int64_t words = int64_t{1} << shift, place = piece.first & (words - 1);
   if (piece.rows == 1 || (piece.stride & (words - 1)) == 0) { return ((place + piece.columns - 1) >> shift) + 1; }
@@ -64,8 +64,8 @@ DASH_HOST_DEVICE constexpr int64_t units_of_row(const Piece& piece, int shift) {
 
 struct Unit {
   int64_t first;           // the number of the strip's first word
-  int low, high;           // the words that are there, counted from it; none where low is not less
-  std::uintptr_t address;  // where the strip's first word would be, be it there or not
+  int low, high;           // the range of words that are there, counted from it; empty unless low < high
+  std::uintptr_t address;  // of the strip's first word, even if that is not there
 };
 
 DASH_HOST_DEVICE constexpr Unit unit_of(const Piece& piece, int64_t number, int shift) {
@@ -95,7 +95,7 @@ DASH_HOST_DEVICE void for_units(const Table& table, int64_t first, int64_t step,
   }
 }
 
-// The words of a group that only partly lies in the unit.
+// The sum of a group that only partly lies in the unit.
 template <class Memory, int kBytes>
 DASH_HOST_DEVICE uint64_t partial_sum(const Unit& unit, int group) {
   GroupSums<kBytes> sums;
@@ -108,8 +108,8 @@ DASH_HOST_DEVICE uint64_t partial_sum(const Unit& unit, int group) {
   return sums.fingerprint(seed_of(static_cast<uint64_t>(unit.first / kGroupWords + group)));
 }
 
-// The lane's whole groups. Several loads are in flight together; groups that are not there are words of 0, which add
-// nothing.
+// The sum of the lane's whole groups. Several loads are in flight together. Groups that are not there count as words of
+// 0, which add nothing.
 template <class Memory, int kBytes, bool kVectors>
 DASH_HOST_DEVICE uint64_t whole_groups_sum(const Unit& unit, int lane) {
   constexpr int kTogether = 4, kGroupBytes = kGroupWords * kBytes;
@@ -140,10 +140,10 @@ DASH_HOST_DEVICE uint64_t whole_groups_sum(const Unit& unit, int lane) {
   return sum;
 }
 
-// What a lane adds to the sum of its block.
+// What a lane contributes to the sum of its block.
 template <class Memory, int kBytes>
 DASH_HOST_DEVICE uint64_t lane_sum(const Unit& unit, int lane) {
-  // Where words do not begin at multiples of what a load takes, they are loaded one by one.
+  // If the address is not aligned to what a load takes, words are loaded one by one.
   constexpr unsigned kAlignment = kBytes == 1 ? 8 : 16;
   uint64_t sum = unit.address % kAlignment == 0 ? whole_groups_sum<Memory, kBytes, true>(unit, lane)
                                                 : whole_groups_sum<Memory, kBytes, false>(unit, lane);
@@ -168,7 +168,7 @@ DASH_HOST_DEVICE uint64_t lane_sum(const Piece& piece, const Unit& unit, int lan
   }
 }
 
-// Where among all sums that of the lane's block is; the place makes sense only where the lane has words.
+// The index among all sums of that of the lane's block. It is meaningful only if the lane has words.
 DASH_HOST_DEVICE constexpr int64_t place_of_sum(const Piece& piece, const Unit& unit, int lane, int block_shift) {
   return piece.sums + ((unit.first + kGroupWords * lane) >> block_shift);
 }

@@ -1,4 +1,4 @@
-// What becomes of a call's list of pieces: launches, or an error that says what is wrong. Host only.
+// Turns a call's list of pieces into launches, or into an error that says what is wrong. Host only.
 #pragma once
 
 #include <cstdint>
@@ -26,14 +26,14 @@ void for_tables(const std::vector<Piece>& pieces, int block_shift, uint64_t* sum
   }
 }
 
-// A tensor of a call: its memory, all of which is words in row-major order.
+// The memory of a tensor of a call, all of which is words in row-major order.
 struct Words {
   std::uintptr_t address;
   int64_t count;
   int bytes;  // of a word
 };
 
-// An element of up to 4 bytes is a word, one of 8 or 16 is 2 or 4 of 4 bytes.
+// An element of up to 4 bytes is one word. An element of 8 or 16 bytes is 2 or 4 words of 4 bytes.
 inline Words words_of(const void* data, int64_t elements, int64_t element_bytes) {
   const int64_t bytes = element_bytes < 4 ? element_bytes : 4;
   return {reinterpret_cast<std::uintptr_t>(data), elements * (element_bytes / bytes), static_cast<int>(bytes)};
@@ -47,10 +47,10 @@ inline int block_shift_of(int64_t block) {
                               std::to_string(1 << kMostBlockShift) + " words, got " + std::to_string(block));
 }
 
-// The numbers of a piece in a call's list: tensor, offset, rows, columns, pitch, first, stride, sums.
+// The number of integers that describe a piece: tensor, offset, rows, columns, pitch, first, stride, sums.
 constexpr int64_t kPieceNumbers = 8;
 
-// Raises for pieces that would read outside of a tensor, add outside of the sums or overflow.
+// Reads pieces. Throws if one would read outside a tensor, add outside the sums, or overflow.
 class PieceReader {
  public:
   PieceReader(const std::vector<Words>& tensors, int64_t block, int64_t sums)
@@ -80,14 +80,14 @@ class PieceReader {
  private:
   Piece piece_of(int64_t number, const int64_t (&numbers)[kPieceNumbers]) const {
     const auto& [tensor, offset, rows, columns, pitch, first, stride, sums] = numbers;
-    // What is allowed is put into words only where it is needed: a call has hundreds of pieces.
+    // The text of what is allowed is built only if it is needed: a call has hundreds of pieces.
     const auto check = [number](bool holds, const char* name, int64_t value, auto&& allowed) {
       if (!holds) {
         throw std::invalid_argument(std::string(name) + " of piece " + std::to_string(number) + " must be " +
                                     std::string(allowed()) + ", got " + std::to_string(value));
       }
     };
-    // Numbers of words below 2^60 keep all that is computed of them in 64 bits.
+    // With word numbers below 2^60, everything computed from them fits in 64 bits.
     constexpr int64_t kEnd = int64_t{1} << 60;
     const auto tensors = static_cast<int64_t>(tensors_.size());
     check(tensor >= 0 && tensor < tensors, "tensor", tensor, [&] { return "in [0, " + std::to_string(tensors) + ")"; });

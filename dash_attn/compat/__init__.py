@@ -1,9 +1,10 @@
-"""The modules of flash_attn and of FlashAttention-3, for code that calls more of them than `dash_attn` has.
+"""The modules of flash_attn and of FlashAttention-3, for code that uses more of them than `dash_attn` itself offers.
 
-    flash_attn_2    flash_attn.flash_attn_interface: the public functions, and the private ones that ring attention,
+    flash_attn_2    flash_attn.flash_attn_interface: the public functions, and the private functions that ring
+    attention,
                     TransformerEngine, DeepSpeed and others call
     flash_attn_3    flash_attn_interface of FlashAttention-3
     bert_padding    flash_attn.bert_padding
 
-Import them by these names, or have them under the peers' names: see docs/integrations/functions.md.
+Import the modules by these names, or under the names of the libraries they replace: see docs/api/compat.md.
 """

@@ -1,4 +1,4 @@
-"""What the private functions of both FlashAttentions have in common: the ops, called with their arguments."""
+"""What the private functions of both FlashAttentions have in common: they call the ops with their arguments."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ ROWS_OF_A_TILE = 128
 
 
 class Lengths(NamedTuple):
-    """Where the sequences of a pack are, as `dash_attn.ops` takes it. A dense batch has none of these."""
+    """The offsets and lengths of a variable-length batch, as in `dash_attn.ops`. A dense batch has none of them."""
 
     cu_seqlens_q: Tensor | None = None
     cu_seqlens_k: Tensor | None = None
@@ -23,11 +23,11 @@ class Lengths(NamedTuple):
 
 
 class Pack(NamedTuple):
-    """A call that FlashAttention-3 takes, as one that the ops take: dense on both sides, or a pack on both."""
+    """A call that FlashAttention-3 accepts, in a form that the ops accept: dense or variable-length on both sides."""
 
     lengths: Lengths
     queries: tuple[int, int] | None
-    """(batch, seqlen_q) where queries are dense and become rows of a pack."""
+    """(batch, seqlen_q) if the queries are dense and become rows of a variable-length batch."""
     keys: tuple[int, int] | None
 
     @property
@@ -54,9 +54,9 @@ class Pack(NamedTuple):
 
 
 def as_pack(q: Tensor, k: Tensor, v: Tensor, lengths: Lengths) -> Pack:
-    """Dense queries or keys of which not all are used, or that stand opposite a pack, become rows of a pack.
+    """Turns a dense side into rows of a variable-length batch if it is partly unused or the other side is such a batch.
 
-    Shapes that rows no longer have are checked here, all others by the op.
+    Shapes that the rows no longer show are checked here; the op checks all others.
     """
     check_plain_tensors({"q": q, "k": k, "v": v} | _given(lengths._asdict()))
     cu_seqlens_q, cu_seqlens_k, *used = lengths
@@ -91,9 +91,11 @@ def check_around_pack(
     softmax_lse: Tensor,
     gradients: dict[str, Tensor | None],
 ) -> None:
-    """Of a backward whose tensors become rows, what the op checks of tensors that it is given as they are.
+    """Checks the tensors of a backward whose dense tensors become rows, as the op checks tensors that it is given.
 
-    read: out and its gradient. gradients: dq, dk and dv.
+    Args:
+        read: out and its gradient.
+        gradients: dq, dk and dv.
     """
     written = _given(gradients)
     check_plain_tensors(read | {"softmax_lse": softmax_lse} | written)
@@ -122,10 +124,10 @@ def _check_like(name: str, x: Tensor, what: str, shape: torch.Size, like_name: s
 
 
 def minus_infinity_without_keys(softmax_lse: Tensor) -> Tensor:
-    """The log-sum-exp as FlashAttention-3 has it: -inf, the logarithm of a sum of nothing, where a query sees no key.
+    """Returns the log-sum-exp of FlashAttention-3: -inf, the logarithm of an empty sum, if a query sees no key.
 
-    FlashAttention-2's functions and ours have +inf there. Merges of results over parts of the keys take +inf for the
-    largest of all sums.
+    FlashAttention-2's functions and ours return +inf there, which a merge of results over parts of the keys would take
+    for the largest sum.
     """
     return softmax_lse.nan_to_num(nan=torch.nan, posinf=-torch.inf, neginf=-torch.inf)
 
@@ -155,7 +157,7 @@ def forward(
     alibi_slopes: Tensor | None = None,
     sm_margin: int = 0,
 ) -> tuple[Tensor, Tensor]:
-    """Output and log-sum-exp, -inf where a query sees no key."""
+    """Returns the output and the log-sum-exp, which is -inf if a query sees no key."""
     check_plain_tensors({"q": q, "k": k, "v": v} | _given({**lengths._asdict(), "alibi_slopes": alibi_slopes}))
     if checks.CHECKS_VALUES:
         check_lengths({"q": q, "k": k}, lengths._asdict())
@@ -187,7 +189,7 @@ def backward(
     alibi_slopes: Tensor | None = None,
     sm_margin: int = 0,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Writes dq, dk and dv, of which one that is None is allocated, and returns them and `row_sums`."""
+    """Writes dq, dk and dv, allocating those that are None, and returns them together with `row_sums`."""
     tensors = {"dout": dout, "q": q, "k": k, "v": v, "out": out, "softmax_lse": softmax_lse}
     optional = {"dq": dq, "dk": dk, "dv": dv, **lengths._asdict(), "alibi_slopes": alibi_slopes}
     check_plain_tensors(tensors | _given(optional))
@@ -205,13 +207,13 @@ def backward(
 
 @torch.no_grad()
 def row_sums(dout: Tensor, out: Tensor, cu_seqlens_q: Tensor | None) -> Tensor:
-    """D = rowsum(dout * out) in fp32, laid out as FlashAttention-2's `softmax_d`, zeros elsewhere.
+    """Computes D = rowsum(dout * out) in fp32, in the layout of FlashAttention-2's `softmax_d`, with zeros elsewhere.
 
-    Of a dense batch (batch, heads, seqlen_q rounded up to a multiple of 128). Of a pack (heads, total_q + 128 batch),
-    row i of sequence b at cu_seqlens_q[b] + 128 b + i. The kernels have a D of their own; this one is a pass over dout
-    and out for the sake of the caller.
+    For a dense batch: (batch, heads, seqlen_q rounded up to a multiple of 128). For a variable-length batch:
+    (heads, total_q + 128 batch), with row i of sequence b at cu_seqlens_q[b] + 128 b + i. The kernels compute their own
+    D; this one takes another pass over dout and out, only for the caller.
     """
-    # A dimensioned fp32 zero makes the product one in fp32 without copies of dout and out in fp32.
+    # Adding to a dimensioned fp32 zero computes the product in fp32 without fp32 copies of dout and out.
     zero = torch.zeros((1,) * dout.dim(), dtype=torch.float32, device=dout.device)
     d = torch.addcmul(zero, dout, out).sum(dim=-1).transpose(-1, -2)
     if cu_seqlens_q is None:

@@ -1,17 +1,17 @@
-"""flash_attn.flash_attn_interface of FlashAttention 2.8: names, order and defaults of the arguments, results.
+"""flash_attn.flash_attn_interface of FlashAttention 2.8: the same names, argument order, defaults and results.
 
-The public functions are those of `dash_attn`. The private ones are called by ring attention and others, part by part of
-the keys. They compute by `dash_attn`'s ops, are traced by torch.compile, and their gradients are deterministic whatever
-`deterministic` is. In two things they are not FlashAttention-2's:
+The public functions are those of `dash_attn`. Ring attention and others call the private functions for one part of the
+keys after the other. These use `dash_attn`'s ops and can be traced by torch.compile. Their gradients are deterministic
+for either value of `deterministic`. They differ from FlashAttention-2's in two respects:
 
-- They are plain functions, and so are the `_wrapped_` names, which there are its ops.
-- The log-sum-exp of a query that sees no key is -inf, the logarithm of a sum of nothing, where FlashAttention-2 has
-  +inf: whoever calls them merges results by their log-sum-exps, and +inf would outweigh every other part. The public
-  functions have +inf, as there. The backwards take either.
+- They are plain functions, and so are the `_wrapped_` names, which are ops in FlashAttention-2.
+- The log-sum-exp of a query that sees no key is -inf, the logarithm of an empty sum, where FlashAttention-2 returns
+  +inf. Callers merge results by their log-sum-exps, and +inf would outweigh every other part. The public functions
+  return +inf, as in FlashAttention-2. The backwards accept either.
 
-Dropout of the private functions and `leftpad_k` raise NotImplementedError, and so does `block_table` where a gradient
-is required. Arguments and errors are otherwise those of `dash_attn.flash_attn_func` and `flash_attn_varlen_func`; head
-dims must be multiples of 8.
+Dropout in the private functions and `leftpad_k` raise NotImplementedError, and so does `block_table` if a gradient is
+required. Other arguments and errors are those of `dash_attn.flash_attn_func` and `flash_attn_varlen_func`; head dims
+must be multiples of 8.
 """
 
 from __future__ import annotations
@@ -57,17 +57,17 @@ def _flash_attn_forward(
     alibi_slopes: Tensor | None,
     return_softmax: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """One dense forward, as FlashAttention-2's op.
+    """Computes one dense forward, like FlashAttention-2's op.
 
     Args:
         q, k, v, softmax_scale, causal, softcap, alibi_slopes: as in `dash_attn.flash_attn_func`.
-        dropout_p: 0.0 or None only.
-        window_size_left, window_size_right: as `window_size` there.
-        return_softmax: accepted; there are no dropped-out probabilities.
+        dropout_p: must be 0.0 or None.
+        window_size_left, window_size_right: the sides of `window_size` in `dash_attn.flash_attn_func`.
+        return_softmax: accepted; no probabilities are returned, because nothing is dropped.
 
     Returns:
         out; softmax_lse fp32 (batch, heads, seqlen_q), natural logarithm, -inf for a query that sees no key; an empty
-        tensor for the probabilities; rng_state int64 (2,), zeros.
+        tensor instead of the probabilities; rng_state int64 (2,), zeros.
     """
     return _forward(
         q, k, v, Lengths(), dropout_p, softmax_scale, causal, (window_size_left, window_size_right), softcap,
@@ -96,13 +96,13 @@ def _flash_attn_varlen_forward(
     seqused_k: Tensor | None = None,
     zero_tensors: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """`_flash_attn_forward` of a pack, with softmax_lse (heads, total_q).
+    """Computes `_flash_attn_forward` for a variable-length batch, with softmax_lse (heads, total_q).
 
     Args:
         cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_k: as in `dash_attn.flash_attn_varlen_func`.
         block_table: as in `dash_attn.flash_attn_varlen_func`.
-        leftpad_k: None only.
-        zero_tensors: accepted; rows of no sequence are 0 in any case.
+        leftpad_k: must be None.
+        zero_tensors: accepted; rows outside of all sequences are always 0.
     """
     checks.reject_given("padding on the left is not supported", leftpad_k=leftpad_k)
     checks.as_flag("zero_tensors", zero_tensors)
@@ -138,12 +138,12 @@ def _flash_attn_backward(
     Args:
         dout, out: (batch, seqlen_q, heads, head_dim), like q.
         q, k, v, softmax_scale, causal, softcap, alibi_slopes: as in the forward.
-        softmax_lse: fp32 (batch, heads, seqlen_q), of any forward; +inf or -inf for a query that sees no key.
-        dq, dk, dv: like q, k and v, of any strides, sharing no memory with each other nor with what is read. One that
-            is None is computed and dropped.
+        softmax_lse: fp32 (batch, heads, seqlen_q), from any forward; +inf or -inf for a query that sees no key.
+        dq, dk, dv: like q, k and v, with any strides, overlapping neither each other nor an input. A gradient that is
+            None is computed and discarded.
         dropout_p, window_size_left, window_size_right: as in the forward.
         deterministic: accepted for compatibility; gradients are deterministic for either value.
-        rng_state: not looked at.
+        rng_state: ignored.
 
     Returns:
         softmax_d, fp32 (batch, heads, seqlen_q rounded up to a multiple of 128): D = rowsum(dout * out), then zeros.
@@ -179,9 +179,10 @@ def _flash_attn_varlen_backward(
     rng_state: Tensor | None = None,
     zero_tensors: bool = False,
 ) -> Tensor:
-    """`_flash_attn_backward` of a pack: softmax_lse is (heads, total_q), softmax_d (heads, total_q + 128 batch).
+    """Computes `_flash_attn_backward` for a variable-length batch.
 
-    Row i of sequence b is at cu_seqlens_q[b] + 128 b + i in softmax_d, as in FlashAttention-2; zeros elsewhere.
+    softmax_lse is (heads, total_q), and softmax_d is (heads, total_q + 128 batch). As in FlashAttention-2, row i of
+    sequence b is at cu_seqlens_q[b] + 128 b + i in softmax_d; other elements are zero.
     """
     return all_of_backward(
         dout, q, k, v, out, softmax_lse, dq, dk, dv, Lengths(cu_seqlens_q, cu_seqlens_k), dropout_p, softmax_scale,
@@ -213,7 +214,7 @@ def all_of_backward(
     dout, q, k, v, out, softmax_lse, dq, dk, dv, lengths, dropout_p, softmax_scale, causal, window_size, softcap,
     alibi_slopes, deterministic, max_seqlen_q=None, max_seqlen_k=None, zero_tensors=False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """dq, dk and dv, allocated where they are None, and softmax_d, with the arguments of the two functions above."""
+    """Returns dq, dk and dv, allocated if they are None, and softmax_d, for the two functions above."""
     checks.as_flag("zero_tensors", zero_tensors)
     calls.check_max_seqlens(max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k)
     checks.reject_dropout(dropout_p)

@@ -1,6 +1,6 @@
-"""flash_attn_2_cuda of FlashAttention 2.8, as far as frameworks call it: the arguments, in order, of its C++ functions.
+"""The functions of flash_attn_2_cuda in FlashAttention 2.8 that frameworks call, with the argument order of C++.
 
-They compute by `flash_attn_2`, whose docstrings say what each argument may be, and return the same tensors in a list.
+The functions call `flash_attn_2`, whose docstrings describe the arguments, and return the same tensors in a list.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def fwd(
     softmax_scale: float, is_causal: bool, window_size_left: int, window_size_right: int, softcap: float,
     return_softmax: bool, gen: torch.Generator | None,
 ) -> list[Tensor]:  # fmt: skip
-    """[out, softmax_lse, empty, rng_state] of `_flash_attn_forward`; out and gen: None only."""
+    """Returns [out, softmax_lse, empty, rng_state] of `_flash_attn_forward`. out and gen must be None."""
     checks.reject_given(_NO_OUT, out=out)
     checks.reject_given(checks.DROPOUT, gen=gen)
     return list(
@@ -39,7 +39,7 @@ def varlen_fwd(
     max_seqlen_q: int, max_seqlen_k: int, p_dropout: float, softmax_scale: float, zero_tensors: bool, is_causal: bool,
     window_size_left: int, window_size_right: int, softcap: float, return_softmax: bool, gen: torch.Generator | None,
 ) -> list[Tensor]:  # fmt: skip
-    """[out, softmax_lse, empty, rng_state] of `_flash_attn_varlen_forward`; out and gen: None only."""
+    """Returns [out, softmax_lse, empty, rng_state] of `_flash_attn_varlen_forward`. out and gen must be None."""
     checks.reject_given(_NO_OUT, out=out)
     checks.reject_given(checks.DROPOUT, gen=gen)
     return list(
@@ -57,7 +57,8 @@ def bwd(
     is_causal: bool, window_size_left: int, window_size_right: int, softcap: float, deterministic: bool,
     gen: torch.Generator | None, rng_state: Tensor | None,
 ) -> list[Tensor]:  # fmt: skip
-    """[dq, dk, dv, softmax_d] of `_flash_attn_backward`; a gradient that is None is allocated. gen: None only."""
+    """Returns [dq, dk, dv, softmax_d] of `_flash_attn_backward`, allocating gradients that are None. gen must be
+    None."""
     checks.reject_given(checks.DROPOUT, gen=gen)
     return list(
         flash_attn_2.all_of_backward(
@@ -74,7 +75,7 @@ def varlen_bwd(
     window_size_left: int, window_size_right: int, softcap: float, deterministic: bool, gen: torch.Generator | None,
     rng_state: Tensor | None,
 ) -> list[Tensor]:  # fmt: skip
-    """`bwd` by `_flash_attn_varlen_backward`."""
+    """Computes `bwd` with `_flash_attn_varlen_backward`."""
     checks.reject_given(checks.DROPOUT, gen=gen)
     return list(
         flash_attn_2.all_of_backward(

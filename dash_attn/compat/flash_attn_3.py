@@ -1,9 +1,9 @@
-"""flash_attn_interface of FlashAttention-3: names, order and defaults of the arguments, results.
+"""flash_attn_interface of FlashAttention-3: the same names, argument order, defaults and results.
 
-The functions compute by `dash_attn`'s, whose arguments and errors they have; gradients are deterministic whatever
-`deterministic` is. The log-sum-exp of a query that sees no key is -inf, as in FlashAttention-3, where `dash_attn`'s and
-FlashAttention-2's is +inf; the backward takes either. Behind FlashAttention-3's arguments stand, as keywords, those
-that frameworks look for by name, and `schedule`.
+The functions call `dash_attn`'s, whose arguments and errors they share. Gradients are deterministic for either value of
+`deterministic`. The log-sum-exp of a query that sees no key is -inf, as in FlashAttention-3, where `dash_attn` and
+FlashAttention-2 return +inf; the backward accepts either. FlashAttention-3's arguments are followed by keyword-only
+arguments that frameworks look for by name, and by `schedule`.
 
 `num_splits`, `pack_gqa` and `scheduler_metadata` are accepted and ignored. Unsupported arguments raise
 NotImplementedError: a second query-value product (`qv`) and fp8.
@@ -46,7 +46,7 @@ class _Sinks(TypedDict, total=False):
 
 
 class _Keywords(_Sinks, total=False):
-    """The keywords behind FlashAttention-3's arguments, for the overloads."""
+    """The keyword-only arguments that follow FlashAttention-3's arguments, for the overloads."""
 
     dropout_p: float
     schedule: Schedule
@@ -107,7 +107,7 @@ def flash_attn_func(
     s_aux: Tensor | None = None,
     schedule: Schedule = "auto",
 ) -> Tensor | _WithLse:
-    """`dash_attn.flash_attn_func` with FlashAttention-3's order of arguments.
+    """Computes `dash_attn.flash_attn_func` with FlashAttention-3's order of arguments.
 
     Returns:
         out; with return_attn_probs (out, softmax_lse).
@@ -186,7 +186,7 @@ def flash_attn_varlen_func(
     s_aux: Tensor | None = None,
     schedule: Schedule = "auto",
 ) -> Tensor | _WithLse:
-    """`dash_attn.flash_attn_varlen_func` with FlashAttention-3's order of arguments.
+    """Computes `dash_attn.flash_attn_varlen_func` with FlashAttention-3's order of arguments.
 
     Returns:
         out; with return_attn_probs (out, softmax_lse).
@@ -246,7 +246,7 @@ def flash_attn_qkvpacked_func(
     s_aux: Tensor | None = None,
     schedule: Schedule = "auto",
 ) -> Tensor | _WithLse:
-    """`dash_attn.flash_attn_qkvpacked_func` with FlashAttention-3's order of arguments.
+    """Computes `dash_attn.flash_attn_qkvpacked_func` with FlashAttention-3's order of arguments.
 
     Returns:
         out; with return_attn_probs (out, softmax_lse).
@@ -338,22 +338,25 @@ def flash_attn_with_kvcache(
     learnable_sink: Tensor | None = None,
     s_aux: Tensor | None = None,
 ) -> Tensor | _WithLseOfCache:
-    """`dash_attn.flash_attn_with_kvcache` with FlashAttention-3's order of arguments.
+    """Computes `dash_attn.flash_attn_with_kvcache` with FlashAttention-3's order of arguments.
 
     Args:
-        page_table: `block_table` there.
-        cu_seqlens_q: int32 (batch + 1,) on q's device: the queries are a pack, (total_q, heads, head_dim), and the
-            log-sum-exp is (heads, total_q).
-        max_seqlen_q: not looked at.
-        cu_seqlens_k_new: int32 (batch + 1,) on q's device, only with k: the new keys and values are a pack,
-            (total_k_new, kv_heads, head_dim or value_head_dim).
-        rotary_seqlens: int32 (batch,) on q's device: positions of the first new keys for the rotation. Default: their
-            places in the cache. Not looked at without rotary_cos.
-        attention_chunk: as in `flash_attn_func`; for the rotation of queries it is a mask, as a window_size is.
-        qv, q_descale, k_descale, v_descale: None only.
+        page_table: `block_table` of `dash_attn.flash_attn_with_kvcache`.
+        cu_seqlens_q: int32 (batch + 1,) on q's device. If given, the queries are a variable-length batch,
+            (total_q, heads, head_dim), and the log-sum-exp is (heads, total_q).
+        max_seqlen_q: ignored.
+        cu_seqlens_k_new: int32 (batch + 1,) on q's device, only with k. If given, the new keys and values are a
+            variable-length batch, (total_k_new, kv_heads, head_dim or value_head_dim).
+        rotary_seqlens: int32 (batch,) on q's device: positions of the first new keys for the rotary embedding. Default:
+            their positions in the cache. Ignored without rotary_cos.
+        attention_chunk: as in `flash_attn_func`. The rotary embedding of queries treats it as a mask, like window_size.
+        qv: must be None.
+        q_descale: must be None.
+        k_descale: must be None.
+        v_descale: must be None.
 
     Returns:
-        out; with return_softmax_lse (out, softmax_lse, empty, empty): there are no results of splits.
+        out; with return_softmax_lse (out, softmax_lse, empty, empty), because there are no results of splits.
     """
     if max_seqlen_q is not None:
         checks.check_max_seqlen("max_seqlen_q", max_seqlen_q)
@@ -379,9 +382,9 @@ def flash_attn_combine(
 
     Args:
         out_partial: fp32 (parts, batch, seqlen_q, heads, head_dim).
-        lse_partial: fp32 (parts, batch, seqlen_q, heads); +inf or -inf where a query sees no key of a part, whose
-            out_partial is not looked at there.
-        out: where the result goes, of out_dtype. Default: a new tensor.
+        lse_partial: fp32 (parts, batch, seqlen_q, heads); +inf or -inf if a query sees no key of a part, whose
+            out_partial is then ignored.
+        out: the tensor for the result, of dtype out_dtype. Default: a new tensor.
         out_dtype: fp32, bf16 or fp16. Default: fp32.
 
     Returns:
@@ -408,13 +411,13 @@ def flash_attn_combine(
     largest = largest.masked_fill(largest.isinf(), 0.0)
     softmax_lse = largest + _sum_of_parts((parts - largest).exp()).log()
     weights = torch.where(parts == -torch.inf, 0.0, (parts - softmax_lse).exp()).unsqueeze(-1)
-    # Of a part that has no weight not even a NaN is taken.
+    # A part without weight contributes nothing, not even a NaN.
     merged = _sum_of_parts(torch.where(weights == 0, 0.0, weights * out_partial)).to(dtype)
     return merged if out is None else out.copy_(merged), softmax_lse
 
 
 def _sum_of_parts(parts: Tensor) -> Tensor:
-    """The sum over the first dimension in ascending order. PyTorch's order depends on where a row lies."""
+    """Sums over the first dimension in ascending order. PyTorch's order depends on the position of a row."""
     return functools.reduce(torch.add, parts, parts.new_zeros(parts.shape[1:]))
 
 
@@ -441,11 +444,14 @@ def get_scheduler_metadata(
     pack_gqa: bool | None = None,
     sm_margin: int = 0,
 ) -> Tensor:
-    """An empty int32 tensor: what `scheduler_metadata` says of the work changes nothing here."""
+    """Returns an empty int32 tensor, because dash_attn ignores `scheduler_metadata`.
+
+    The arguments of `flash_attn_with_kvcache` that it takes are ignored; cache_seqlens chooses the device.
+    """
     checks.check_tensors({"cache_seqlens": cache_seqlens})
     return torch.empty(0, dtype=torch.int32, device=cache_seqlens.device)
 
 
 def _two(result: Tensor | tuple[Tensor, Tensor, Tensor]) -> Tensor | _WithLse:
-    """FlashAttention-3's result of what is FlashAttention-2's."""
+    """Converts a result of FlashAttention-2's form to FlashAttention-3's."""
     return result if isinstance(result, Tensor) else (result[0], minus_infinity_without_keys(result[1]))

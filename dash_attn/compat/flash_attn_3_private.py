@@ -1,4 +1,4 @@
-"""The private functions of FlashAttention-3's flash_attn_interface, which frameworks call part by part of the keys."""
+"""The private functions of FlashAttention-3's flash_attn_interface, which frameworks call for one part of the keys."""
 
 from __future__ import annotations
 
@@ -48,23 +48,23 @@ def _flash_attn_forward(
     pack_gqa: bool | None = None,
     sm_margin: int = 0,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Attention of a dense batch or a pack, or over a cache where there is something of one.
+    """Computes attention of a dense or variable-length batch, or over a KV cache if an argument belongs to one.
 
     Args:
         q, k, v, softmax_scale, causal, softcap, attention_chunk, sm_margin: as in `flash_attn_func`.
-        cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, max_seqlen_q, max_seqlen_k: as in `flash_attn_varlen_func`;
-            each may stand alone, then what it does not say of is a dense batch.
-        window_size_left, window_size_right: as `window_size`.
-        out_: where the output goes. Default: a new tensor.
+        cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, max_seqlen_q, max_seqlen_k: as in `flash_attn_varlen_func`.
+            Each may be given alone; a side without offsets is a dense batch.
+        window_size_left, window_size_right: the sides of `window_size`.
+        out_: the tensor for the output. Default: a new tensor.
         k_new, v_new, cu_seqlens_k_new, page_table, kv_batch_idx, leftpad_k, rotary_cos, rotary_sin, seqlens_rotary: as
             k, v, cu_seqlens_k_new, page_table, cache_batch_idx, cache_leftpad, rotary_cos, rotary_sin and
             rotary_seqlens in `flash_attn_with_kvcache`, where k and v are the cache and seqused_k is `cache_seqlens`.
-            With any of them there is no gradient.
-        qv, q_descale, k_descale, v_descale: None only.
+            With any of these arguments there is no gradient.
+        qv, q_descale, k_descale, v_descale: must be None.
 
     Returns:
-        out, softmax_lse (heads, total_q) of a pack and (batch, heads, seqlen_q) else, and two empty tensors: there are
-        no results of splits. out has a gradient.
+        out; softmax_lse, (heads, total_q) for a variable-length batch and (batch, heads, seqlen_q) otherwise; and two
+        empty tensors, because there are no results of splits. out has a gradient.
     """
     reject(qv, q_descale, k_descale, v_descale)
     check_advice(scheduler_metadata, num_splits, pack_gqa)
@@ -124,13 +124,13 @@ def _flash_attn_backward(
     deterministic: bool = False,
     sm_margin: int = 0,
 ) -> Tensor:
-    """Writes the gradients of one forward into dq, dk and dv: of `_flash_attn_forward` without a cache, here or there.
+    """Writes the gradients of a forward without a KV cache, of this library or FlashAttention-3, into dq, dk and dv.
 
     Args:
         dout, out: (batch, seqlen_q, heads, value_head_dim) or (total_q, heads, value_head_dim), like q.
-        softmax_lse: as the forward returns it, natural logarithm; -inf or +inf for a query that sees no key.
-        dq, dk, dv: like q, k and v, of any strides, sharing no memory with each other nor with what is read. One that
-            is None is computed and dropped.
+        softmax_lse: as returned by the forward, natural logarithm; -inf or +inf for a query that sees no key.
+        dq, dk, dv: like q, k and v, with any strides, overlapping neither each other nor an input. A gradient that is
+            None is computed and discarded.
         sequed_q, sequed_k: `seqused_q` and `seqused_k` of the forward.
         is_causal: `causal` of the forward.
         deterministic: accepted for compatibility; gradients are deterministic for either value.
@@ -138,8 +138,8 @@ def _flash_attn_backward(
     The other arguments are those of the forward. Head dims must be multiples of 8.
 
     Returns:
-        softmax_d, fp32, D = rowsum(dout * out) in the layout of `_flash_attn_backward` and of
-        `_flash_attn_varlen_backward` in flash_attn_2. FlashAttention-3 pads it by the tile sizes of its kernels.
+        softmax_d, fp32, D = rowsum(dout * out) in the layout of `_flash_attn_backward` and
+        `_flash_attn_varlen_backward` in flash_attn_2. FlashAttention-3 pads it to the tile sizes of its kernels.
     """
     if deterministic is not None:
         checks.as_flag("deterministic", deterministic)
@@ -164,7 +164,7 @@ def _flash_attn_backward(
 
 
 def no_splits(q: Tensor) -> tuple[Tensor, Tensor]:
-    """In the place of the outputs and log-sum-exps of splits."""
+    """Returns empty tensors in place of the outputs and log-sum-exps of splits."""
     return q.new_empty(0, dtype=torch.float32), q.new_empty(0, dtype=torch.float32)
 
 

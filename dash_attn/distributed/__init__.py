@@ -1,7 +1,7 @@
-"""Attention over several processes with the bits of one: context parallelism on torch.distributed.
+"""Attention over several processes with the bits of one process: context parallelism on torch.distributed.
 
-docs/distributed.md says what is promised. `plan` is what ranks do where there are more of them than KV heads, `mesh`
-how heads and rows are divided at once, and `simulate` predicts how long it takes.
+docs/distributed.md states the guarantees. `ulysses` spreads heads over the ranks, and `gathered` gathers keys if there
+are more ranks than KV heads, following `plan`. `mesh` combines both, and `simulate` predicts the time of a call.
 """
 
 from .attention import context_parallel_attention, context_parallel_varlen_attention

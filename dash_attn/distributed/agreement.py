@@ -1,4 +1,4 @@
-"""What the ranks must agree on beside shapes and arguments: finite values, and which gradients there are."""
+"""What the ranks must agree on besides shapes and arguments: finite values, and which gradients exist."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Like = tuple[torch.Size, torch.dtype, torch.device]
 
 
 def not_finite(named: Mapping[str, Tensor | None]) -> list[str]:
-    """The names of the tensors that hold a NaN or an infinity. Waits for their device."""
+    """Returns the names of the tensors that hold a NaN or an infinity. Waits for their device."""
     return [name for name, x in named.items() if x is not None and not bool(x.isfinite().all())]
 
 
@@ -28,13 +28,13 @@ def require_finite(channel: Channel, what: str, records: list[dict]) -> None:
 def agreed_gradients(
     channel: Channel, what: str, dout: Tensor | None, dlse: Tensor | None, like: Sequence[Like], check_values: bool
 ) -> list[Tensor | None]:
-    """dout and dlse as every rank computes with them: None where no rank has one, and 0 where only others have.
+    """Returns dout and dlse as every rank must use them: None if no rank has one, and 0 where only other ranks do.
 
-    A gradient of 0 has other bits than none, in one process too.
+    A gradient of 0 gives other bits than no gradient, in one process too.
 
     Args:
-        like: shape, dtype and device of each; of dout alone where there is no log-sum-exp.
-        check_values: whether they must be finite.
+        like: tensors with the shape, dtype and device of dout and dlse; of dout alone if there is no log-sum-exp.
+        check_values: whether the gradients must be finite.
     """
     named = {"dout": dout, "dlse": dlse}
     record: dict[str, Any] = {name: x is not None for name, x in named.items()}

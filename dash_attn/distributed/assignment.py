@@ -1,8 +1,8 @@
-"""Which ranks work on which sequences where every rank can have any rows: a pure function of the lengths.
+"""Which ranks work on which sequences when every rank can receive any rows: a pure function of the lengths.
 
-A sequence is worked on by one rank, as in a pack of its own, or is cut for all of them (`plan`). Of those that are long
-enough for that the longest are cut, as few as give all ranks about as much to do. Nothing of this shows in a bit: a
-sequence has those that it has alone, and a cut one those of one process.
+One rank works on a sequence as on a batch of its own, or all ranks work on it together (`plan`). Among the sequences
+that are long enough, the longest are cut: as few as give all ranks about the same work. The choice does not affect any
+bits, because each sequence has the bits that it has alone, and a cut sequence has those of one process.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from .plan import chunks_of_tiles
 from .redistribute import RowsOfRanks
 
 LAYOUT = "zigzag"
-"""Of the sequences that are cut: rows are moved anyway."""
+"""The layout of cut sequences, whose rows are moved anyway."""
 ENOUGH = 1.1
-"""Of the mean: what a rank may have to do before another sequence is cut."""
-_SAMPLES = 32  # queries of a run at which the keys that they see are counted
+"""How much more work than the mean a rank may have before another sequence is cut."""
+_SAMPLES = 32  # queries of a run for which the visible keys are counted
 
 
 class Pair(NamedTuple):
-    """Rows of the queries and of the keys of a sequence, in the tensors."""
+    """The rows of a sequence in the tensors of queries and keys."""
 
     queries: Rows
     keys: Rows
@@ -35,29 +35,30 @@ class Assignment(NamedTuple):
     cut: tuple[Pair, ...]
     """The sequences that all ranks work on, one after the other."""
     of_ranks: tuple[tuple[Pair, ...], ...]
-    """Those that each rank works on alone."""
+    """The sequences that each rank works on alone."""
     queries: RowsOfRanks
-    """The rows that each rank is to have: those of the sequences of its own, then, of each that is cut, its chunks."""
+    """The rows that each rank needs: its own sequences, and then its chunks of each cut sequence."""
     keys: RowsOfRanks
 
 
 @functools.lru_cache(maxsize=16)
 def assign(sequences: tuple[Pair, ...], ranks: int, mask: MaskOfWhole, tiles: tuple[int, int]) -> Assignment:
-    """
+    """Assigns sequences to ranks.
+
     Args:
-        sequences: in any order, without rows in common.
-        ranks: that share them.
-        mask: of each of them.
-        tiles: queries and keys in a tile of the backward.
+        sequences: the sequences in any order, without common rows.
+        ranks: the number of ranks.
+        mask: the mask of each sequence.
+        tiles: queries and keys per tile of the backward.
     """
-    # Without keys, or without queries, there is nothing to do.
+    # Sequences without keys or without queries need no work.
     sequences = tuple(pair for pair in sequences if len(pair.queries) and len(pair.keys))
     work = {pair: work_of(mask, len(pair.queries), len(pair.keys)) for pair in sequences}
     by_work = sorted(sequences, key=lambda pair: (-work[pair], pair))
     mean = sum(work.values()) / ranks
     of_cuts = [0.0] * ranks
     found = []
-    # With 0, 1, 2, ... of the longest cut.
+    # Try to cut the longest 0, 1, 2, ... sequences.
     for count in range(len(by_work) + 1):
         found.append(_spread(by_work[count:], work, of_cuts))
         if found[-1][1] <= ENOUGH * mean or count == len(by_work) or not _can_be_cut(by_work[count], ranks, tiles):
@@ -69,12 +70,12 @@ def assign(sequences: tuple[Pair, ...], ranks: int, mask: MaskOfWhole, tiles: tu
 
 
 def cut_for_all(pair: Pair, ranks: int, tiles: tuple[int, int]) -> Assignment:
-    """Of one sequence, which all ranks work on."""
+    """Returns the assignment of one sequence that all ranks work on."""
     return _assignment((pair,), ((),) * ranks, tiles)
 
 
 def work_of_cut(mask: MaskOfWhole, pair: Pair, ranks: int, tiles: tuple[int, int]) -> list[float]:
-    """What each rank has to do of a sequence that is cut."""
+    """Returns the work of each rank on a sequence that is cut."""
     lengths = len(pair.queries), len(pair.keys)
     of_ranks = _rows_of_cut(Rows(0, lengths[0]), ranks, tiles[0])
     return [sum(work_of(mask, *lengths, run) for run in runs) for runs in of_ranks]
@@ -82,7 +83,7 @@ def work_of_cut(mask: MaskOfWhole, pair: Pair, ranks: int, tiles: tuple[int, int
 
 @functools.lru_cache(maxsize=8192)
 def work_of(mask: MaskOfWhole, queries: int, keys: int, run: Rows | None = None) -> float:
-    """About how many pairs there are of a query, of a run of them or of all, and a key that it sees."""
+    """Estimates the number of visible (query, key) pairs, for a run of queries or for all."""
     run = run or Rows(0, queries)
     samples = min(len(run), _SAMPLES)
     seen = 0
@@ -97,7 +98,7 @@ def work_of(mask: MaskOfWhole, queries: int, keys: int, run: Rows | None = None)
 
 
 def _can_be_cut(pair: Pair, ranks: int, tiles: tuple[int, int]) -> bool:
-    """Whether every rank gets a part in all of its places."""
+    """Whether every rank gets rows in each of its chunks."""
     return all(len(run) for runs in _rows_of_cut(pair.queries, ranks, tiles[0]) for run in runs)
 
 
@@ -113,7 +114,7 @@ def _assignment(cut: tuple[Pair, ...], of_ranks: tuple[tuple[Pair, ...], ...], t
 
 
 def _rows_of_cut(rows: Rows, ranks: int, tile: int) -> list[list[Rows]]:
-    """Of a sequence that is cut the rows that each rank has, in a tensor in which it begins with rows.start."""
+    """Returns each rank's rows of a cut sequence that begins at row rows.start of the tensor."""
     chunks = [
         Rows(rows.start + chunk.start, rows.start + chunk.stop)
         for chunk in chunks_of_tiles(len(rows), num_chunks(ranks, LAYOUT), tile)
@@ -124,7 +125,7 @@ def _rows_of_cut(rows: Rows, ranks: int, tile: int) -> list[list[Rows]]:
 def _spread(
     by_work: list[Pair], work: dict[Pair, float], loads: list[float]
 ) -> tuple[tuple[tuple[Pair, ...], ...], float]:
-    """The longest first, each to the rank that has least to do, beside `loads`; and what the busiest has."""
+    """Gives the longest sequence first to the least busy rank, on top of `loads`. Returns the largest load as well."""
     heap = [(load, rank) for rank, load in enumerate(loads)]
     heapq.heapify(heap)
     of_ranks: list[list[Pair]] = [[] for _ in loads]

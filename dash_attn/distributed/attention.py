@@ -1,4 +1,4 @@
-"""Attention over ranks that each have a part of the rows, with the bits of one process."""
+"""Attention over ranks that each hold a part of the rows, with the bits of one process."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from .layout import Rows, check_layout, rows_of_rank
 from .mesh import Mesh, Ranks, ranks_of, splits_of_mesh
 from .ulysses import HeadsToRows, RowsToHeads, Split
 
-# Whose rows are spread over the ranks; of all heads; where the sequences of a pack are.
+# Arguments with rows spread over the ranks; arguments of all heads; offsets of a variable-length batch.
 _TENSORS = (
     ("q", "k", "v"),
     ("alibi_slopes", "learnable_sink"),
@@ -34,7 +34,7 @@ _WithLse: TypeAlias = tuple[Tensor, Tensor, Tensor]
 
 
 class _Keywords(TypedDict, total=False):
-    """The keywords but for the flag, for the overloads."""
+    """The keyword arguments other than return_attn_probs, for the overloads."""
 
     layout: str
     softmax_scale: float | None
@@ -88,51 +88,60 @@ def context_parallel_attention(
     schedule: Schedule = "auto",
     check_values: bool = False,
 ) -> Tensor | _WithLse:
-    """`flash_attn_func` without dropout, for sequences whose rows are spread over the ranks of a group.
+    """Computes `flash_attn_func` without dropout for sequences whose rows are spread over the ranks of a group.
 
-    Output, log-sum-exp and gradients have the bits that one process gets for the whole, for any number of ranks and
-    either layout: no collective adds, and a head's bits do not depend on the other heads of its call. Each rank gets
-    all rows of some KV heads and of their query heads, computes, and gives the rows back (DeepSpeed-Ulysses, arXiv
-    2309.14509). Every rank of the group must make the same calls in the same order, in the backward too.
+    Output, log-sum-exp and gradients have the bits that one process computes for the whole sequence, for any number of
+    ranks and either layout: no collective adds, and a head's bits do not depend on the other heads of its call. Each
+    rank receives all rows of some KV heads and of their query heads, computes attention, and returns the rows
+    (DeepSpeed-Ulysses, arXiv 2309.14509). Every rank of the group must make the same calls in the same order, in the
+    backward too.
 
     With more ranks than KV heads, keys and values are gathered, queries stay, and dK and dV are carried from rank to
-    rank in the order of one process. This needs a schedule that adds in an order and runs no clusters, and excludes
-    softcap, slopes, sinks, and an attention_chunk without causal. If the ranks' chunks end within a tile of the
-    kernels, or the mask gives the ranks uneven work, rows first move to the rank that needs them, and results move
-    back.
+    rank in the order of one process. This form needs a schedule that adds in a fixed order and uses no clusters, and
+    excludes softcap, slopes, sinks, and an attention_chunk without causal. If the ranks' chunks end within a tile of
+    the kernels, or if the mask gives the ranks uneven work, rows first move to the rank that needs them, and results
+    move back.
 
-    A mesh of two dimensions combines both: heads are spread over the last dimension and keys are gathered over the
-    first, with the limits of gathered keys. The rows of the ranks along the last dimension together are one chunk, or
-    two in zigzag, of a sequence cut for the ranks along the first.
+    A mesh of two dimensions combines both forms: heads are spread over the last dimension, and keys are gathered over
+    the first, with the limits of gathered keys. Together, the ranks along the last dimension hold the rows of one rank
+    of a sequence that is cut for the ranks along the first dimension: one chunk, or two chunks in zigzag.
 
     Args:
-        q: (batch, this rank's rows of seqlen_q, heads, head_dim), bf16 or fp16: the rows of `rows_of_rank`, as `shard`
-            cuts them. The device is the group's: CPU tensors for gloo, CUDA tensors for NCCL.
-        k: (batch, this rank's rows of seqlen_k, kv_heads, head_dim), like q. The ranks need not divide the KV heads.
-        v: (batch, this rank's rows of seqlen_k, kv_heads, value_head_dim), like q.
-        mesh: a process group, or a mesh of one or two dimensions whose ranks ascend; None means all ranks. Rank (b, a)
-            of (B, A) has the number b A + a for rows and in messages. A is at most the number of KV heads. A mesh with
-            B or A of 1 is the group of its ranks.
-        layout: which rows a rank has, one of `LAYOUTS`.
-        softmax_scale, causal, window_size, softcap, attention_chunk, sm_margin, schedule: as in `flash_attn_func`, for
-            the whole sequence, and the same on every rank.
-        alibi_slopes, learnable_sink: as in `flash_attn_func`: of all heads, the same values on every rank. Every rank
-            gets the whole gradient of the sinks; do not add it up over the group.
+        q: (batch, this rank's rows of seqlen_q, heads, head_dim), bf16 or fp16. The rows are those of `rows_of_rank`,
+            as `shard` cuts them. The device is the group's: CPU tensors for gloo, CUDA tensors for NCCL.
+        k: (batch, this rank's rows of seqlen_k, kv_heads, head_dim), the dtype and device of q. The number of KV heads
+            need not be a multiple of the number of ranks.
+        v: (batch, this rank's rows of seqlen_k, kv_heads, value_head_dim), the dtype and device of q.
+        mesh: a process group, or a DeviceMesh of one or two dimensions whose ranks ascend; None means all ranks. Rank
+            (b, a) of a (B, A) mesh has the number b A + a for rows and in messages. A must not exceed the number of KV
+            heads. A mesh with B or A of 1 acts like the group of its ranks.
+        layout: the rows that each rank holds, one of `LAYOUTS`.
+        softmax_scale: as in `flash_attn_func`, the same on every rank.
+        causal: as in `flash_attn_func`, for the whole sequence, the same on every rank.
+        window_size: as in `flash_attn_func`, for the whole sequence, the same on every rank.
+        softcap: as in `flash_attn_func`, the same on every rank.
+        alibi_slopes: as in `flash_attn_func`, of all heads, with the same values on every rank.
+        learnable_sink: as in `flash_attn_func`, of all heads, with the same values on every rank. Every rank receives
+            the whole gradient of the sinks; do not add the gradients up over the group.
+        attention_chunk: as in `flash_attn_func`, for the whole sequence, the same on every rank.
+        sm_margin: as in `flash_attn_func`, the same on every rank.
+        schedule: as in `flash_attn_func`, for the whole sequence, the same on every rank.
         return_attn_probs: as in `flash_attn_func`.
-        check_values: also check what only the device knows: that q, k, v and the gradients of the results are finite,
-            and that slopes and sinks have the same bytes on every rank. Waits for the GPU; changes no bits.
+        check_values: also check on the device that q, k, v and the gradients of the results are finite, and that
+            slopes and sinks have the same bytes on every rank. The check waits for the GPU and changes no bits.
 
     Returns:
         out: (batch, this rank's rows of seqlen_q, heads, value_head_dim), like q. With return_attn_probs
         (out, softmax_lse, empty), with softmax_lse fp32 (batch, heads, this rank's rows of seqlen_q).
 
     Raises:
-        NotImplementedError: an argument that `flash_attn_func` does not support; a mesh of more than two dimensions;
-            with more ranks than KV heads or a mesh of two dimensions, softcap, slopes, sinks, "order_free" or an
-            attention_chunk without causal.
-        TypeError, ValueError: an argument is wrong; the message names it.
-        RankError: another rank is the cause: it has other shapes, dtypes or arguments, its arguments are wrong, or it
-            died or does not arrive within the timeout of the group. Every rank raises it, in the backward too.
+        NotImplementedError: `flash_attn_func` does not support an argument; the mesh has more than two dimensions; or,
+            with more ranks than KV heads or a mesh of two dimensions, the call has a softcap, slopes, sinks,
+            "order_free", or an attention_chunk without causal.
+        TypeError: an argument has the wrong type; the message names the argument.
+        ValueError: an argument is out of range; the message names the argument.
+        RankError: another rank has different shapes, dtypes or arguments, has a wrong argument, died, or did not arrive
+            within the timeout of the group. Every rank raises the error, in the backward too.
     """
     return _attention("context_parallel_attention", locals())
 
@@ -180,22 +189,26 @@ def context_parallel_varlen_attention(
     schedule: Schedule = "auto",
     check_values: bool = False,
 ) -> Tensor | _WithLse:
-    """`flash_attn_varlen_func` without dropout, for a batch whose rows are spread over the ranks of a group.
+    """Computes `flash_attn_varlen_func` without dropout for a batch whose rows are spread over the ranks of a group.
 
-    The batch is cut as if it were one sequence: one of its sequences may lie on several ranks or on one. The mesh has
-    one dimension. With more ranks than KV heads, short sequences go to one rank each and long ones are cut for all. The
-    host reads the offsets for this, and so waits for the GPU.
+    The batch is cut as if it were one sequence, so one of its sequences may lie on one rank or on several. The mesh
+    must have one dimension. With more ranks than KV heads, short sequences go to one rank each and long ones are cut
+    for all ranks. For this the host reads the offsets, and so waits for the GPU.
 
     Args:
         q: (this rank's rows of total_q, heads, head_dim), bf16 or fp16.
-        k: (this rank's rows of total_k, kv_heads, head_dim), like q.
-        v: (this rank's rows of total_k, kv_heads, value_head_dim), like q.
-        cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_q, seqused_k: as in `flash_attn_varlen_func`,
-            for the whole batch, the same values on every rank; `check_values` compares their bytes too.
+        k: (this rank's rows of total_k, kv_heads, head_dim), the dtype and device of q.
+        v: (this rank's rows of total_k, kv_heads, value_head_dim), the dtype and device of q.
+        cu_seqlens_q: as in `flash_attn_varlen_func`, for the whole batch, with the same values on every rank.
+            `check_values` compares the bytes of the offsets too.
+        cu_seqlens_k: like cu_seqlens_q.
+        max_seqlen_q: as in `flash_attn_varlen_func`, for the whole batch.
+        max_seqlen_k: as in `flash_attn_varlen_func`, for the whole batch.
+        seqused_q: as in `flash_attn_varlen_func`, for the whole batch, with the same values on every rank.
+        seqused_k: like seqused_q.
 
-    The other arguments and the errors are those of `context_parallel_attention`. With more ranks than KV heads there
-    are two more errors: ValueError on ranks whose offsets or numbers of rows in use are invalid, and RankError if ranks
-    have different ones.
+    The other arguments and errors are those of `context_parallel_attention`. With more ranks than KV heads, invalid
+    offsets or numbers of used rows raise a ValueError, and a RankError if they differ between ranks.
 
     Returns:
         out: (this rank's rows of total_q, heads, value_head_dim), like q. With return_attn_probs
@@ -205,7 +218,7 @@ def context_parallel_varlen_attention(
 
 
 def _attention(name: str, given: dict[str, Any]) -> Any:
-    """`given`: the arguments of the public function, whose names and order are those of its signature."""
+    """Runs a public function. `given` holds its arguments, with the names and in the order of its signature."""
     mesh = given.pop("mesh")
     of_rows, of_heads, pack = ({key: given.pop(key) for key in keys if key in given} for keys in _TENSORS)
     arguments = given
@@ -221,7 +234,7 @@ def _attention(name: str, given: dict[str, Any]) -> Any:
     for key in record:
         if key not in ("rows", "values"):
             channel.require_same(key, [other[key] for other in records])
-    of_rows = {key: x.resolve_neg() for key, x in of_rows.items()}  # ranks send bytes
+    of_rows = {key: x.resolve_neg() for key, x in of_rows.items()}  # because ranks send bytes
     split = _split(name, ranks, records, of_rows, arguments)
     call = _call(arguments, pack)
     _check_whole_call(split, of_rows, of_heads, call, bool(pack))
@@ -243,7 +256,7 @@ def _attention(name: str, given: dict[str, Any]) -> Any:
     if pack:
         tensors = [x[0] for x in tensors]
     out, lse, *_ = attend(*tensors, **{key: x for key, x in cut.items() if x is not None})
-    # Heads behind rows, as in out.
+    # Heads after rows, as in out.
     results = [out, lse.transpose(-1, -2) if arguments["return_attn_probs"] else None]
     out, lse = HeadsToRows.apply(split, *(x[None] if pack and x is not None else x for x in results))
     if pack:
@@ -254,7 +267,7 @@ def _attention(name: str, given: dict[str, Any]) -> Any:
 def _with_keys_gathered(
     name: str, split: Split, options: gathered.Options, of_rows: dict[str, Tensor], pack: dict[str, Any]
 ) -> tuple[Tensor, Tensor]:
-    """Output and log-sum-exp of this rank's rows."""
+    """Returns the output and the log-sum-exp of this rank's rows."""
     if not pack:
         return gathered.attention(split, options, None, *of_rows.values())
     sequences = _sequences_of_pack(name, split, pack)
@@ -263,7 +276,8 @@ def _with_keys_gathered(
 
 
 def _sequences_of_pack(name: str, split: Split, pack: dict[str, Any]) -> tuple[Pair, ...]:
-    """The rows of each sequence, which all ranks agree on. Waits for the GPU, whose offsets they are."""
+    """Returns the rows of each sequence after all ranks have agreed on them. Reads the offsets, so waits for the
+    GPU."""
     channel = split.channel
     try:
         of_sides = [
@@ -282,7 +296,7 @@ def _sequences_of_pack(name: str, split: Split, pack: dict[str, Any]) -> tuple[P
 
 
 def _call(arguments: dict[str, Any], pack: dict[str, Any]) -> Any:
-    """The function of one process, with all that does not differ between heads."""
+    """Returns the function of one process, bound to all arguments that are the same for every head."""
     ours = ("layout", "return_attn_probs", "check_values")
     keywords = {key: value for key, value in arguments.items() if key not in ours}
     return functools.partial(
@@ -298,10 +312,12 @@ def _record(
     of_heads: dict[str, Tensor | None],
     pack: dict[str, Any],
 ) -> dict[str, Any]:
-    """What this rank tells the others of its call; all but `rows` and `values` must be the same on every rank."""
+    """Returns this rank's record of the call. Everything but `rows` and `values` must be the same on every rank."""
     given = {key: x for key, x in (of_heads | pack).items() if x is not None and not key.startswith("max_seqlen")}
     if pack and len(ranks.shape) > 1:
-        raise NotImplementedError(f"mesh must have one dimension for a pack, got {len(ranks.shape)} of {ranks.shape}")
+        raise NotImplementedError(
+            f"mesh must have one dimension for a variable-length batch, got {len(ranks.shape)} of {ranks.shape}"
+        )
     checks.check_tensors(of_rows | given)
     dtensors.reject(of_rows | given)
     transforms.reject(name, (of_rows | given).values())
@@ -335,10 +351,11 @@ def _canonical(
     layout, softmax_scale, causal, window_size, softcap, return_attn_probs, attention_chunk, sm_margin, schedule,
     check_values,
 ) -> dict[str, Any]:  # fmt: skip
-    """The arguments as `flash_attn_func` takes them: True for 1, (5, 5) for [5, 5], a float for one of numpy's.
+    """Returns the arguments as `flash_attn_func` takes them: True for 1, (5, 5) for [5, 5], a float for a numpy scalar.
 
     Raises:
-        TypeError, ValueError: those of `flash_attn_func`, as far as no GPU and no shape is needed to know.
+        TypeError: an argument has a type that `flash_attn_func` refuses.
+        ValueError: `flash_attn_func` refuses an argument for a reason that needs neither a GPU nor a shape.
     """
     checks.check_schedule(schedule)
     return {
@@ -366,7 +383,7 @@ def _split(
     of_rows: dict[str, Tensor],
     arguments: dict[str, Any],
 ) -> Split:
-    """What the ranks have together; the same errors on all of them."""
+    """Returns how the ranks divide the call. Raises the same errors on all ranks."""
     channel, layout = ranks.channel, arguments["layout"]
     rows_q, rows_k = (_total_rows(channel, records, side, layout) for side in ("q", "k"))
     heads, kv_heads = of_rows["q"].shape[-2], of_rows["k"].shape[-2]
@@ -388,7 +405,7 @@ def _total_rows(channel: Channel, records: list[dict[str, Any]], side: str, layo
         unusual = [rank for rank, count in enumerate(counts) if count != usual]
         wrong = unusual or [rank for rank in range(channel.size) if counts[rank] != expected[rank]]
         raise RankError(
-            f"{side} must have on every rank the rows that dash_attn.distributed.rows_of_rank names, which are "
+            f"{side} must have the rows that dash_attn.distributed.rows_of_rank gives for every rank, which are "
             f"{expected} of {total} in the {layout} layout, got {counts}: see {channel.name(wrong)}",
             tuple(wrong),
         )
@@ -398,7 +415,7 @@ def _total_rows(channel: Channel, records: list[dict[str, Any]], side: str, layo
 def _check_whole_call(
     split: Split, of_rows: dict[str, Tensor], of_heads: dict[str, Tensor | None], call: Any, is_pack: bool
 ) -> None:
-    """The checks of one process, on tensors without data: all ranks have agreed on them, so all raise or none."""
+    """Runs the checks of one process on tensors without data. The ranks have agreed on these, so all raise or none."""
     rows_dim = 0 if is_pack else 1
     tensors = []
     for key, x in of_rows.items():
@@ -407,11 +424,11 @@ def _check_whole_call(
         tensors.append(_without_data(x, shape))
     shared = {key: None if x is None else _without_data(x, x.shape) for key, x in of_heads.items()}
     if (slopes := of_heads["alibi_slopes"]) is not None and slopes.requires_grad:
-        shared["alibi_slopes"] = _without_data(slopes, slopes.shape).requires_grad_()  # which is an error
+        shared["alibi_slopes"] = _without_data(slopes, slopes.shape).requires_grad_()  # which raises an error
     pack = {k: _without_data(x, x.shape) for k, x in call.keywords.items() if is_pack and isinstance(x, Tensor)}
     call(*tensors, **shared, **pack)
 
 
 def _without_data(x: Tensor, shape: Sequence[int]) -> Tensor:
-    """Without a gradient, so that nothing is saved for a backward: hooks of the caller's would get it."""
+    """Returns a tensor without a gradient, so that nothing is saved for a backward and no caller's hook sees it."""
     return torch.empty(shape, dtype=x.dtype, device="meta")

@@ -1,4 +1,4 @@
-"""Calls that block and that nothing can interrupt, made in a thread so that the caller keeps a deadline."""
+"""Runs blocking calls that cannot be interrupted in a thread, so that the caller can keep a deadline."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ Result = TypeVar("Result")
 
 
 class Background(Generic[Result]):
-    """A call that begins at once. The end of the process does not wait for a call that never returns."""
+    """A call that starts immediately. A call that never returns does not keep the process alive."""
 
     def __init__(self, call: Callable[[], Result]):
         self._call = call
@@ -22,17 +22,17 @@ class Background(Generic[Result]):
     def _run(self) -> None:
         try:
             self._result = self._call()
-        except BaseException as error:  # `wait` raises it
+        except BaseException as error:  # `wait` raises the error
             self._error = error
 
     def is_completed(self) -> bool:
         return not self._thread.is_alive()
 
     def wait(self, timeout_s: float | None = None) -> Result:
-        """What the call returns or raises.
+        """Waits for the call, and returns its result or raises its error.
 
         Raises:
-            TimeoutError: the call has not ended within `timeout_s` seconds.
+            TimeoutError: the call did not end within `timeout_s` seconds.
         """
         self._thread.join(timeout_s)
         if self._thread.is_alive():

@@ -1,8 +1,8 @@
-"""The backward of one rank where keys are gathered: its part of `plan`, run task by task.
+"""The backward of one rank with gathered keys: runs the rank's part of `plan` task by task.
 
-dQ of this rank's queries is summed here. dK and dV of a chunk of keys come from the rank whose queries are visited
-before, and go on to the one whose queries come next, in fp32; the last one rounds them and sends them to their owner.
-On GPUs streams wait and not hosts, and tasks of different sums run side by side.
+dQ of this rank's queries is summed here. dK and dV of a chunk of keys arrive in fp32 from the rank whose queries come
+earlier in the order, and go on to the rank whose queries come next. The last rank rounds them and sends them to their
+owner. On GPUs streams wait instead of hosts, and tasks of different sums overlap.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from .layout import Rows
 from .plan import Message, Plan, Task
 from .turns import Held, Turns
 
-# The group is the caller's, who may have messages of his own on their way: with small tags.
+# The group is the caller's, who may use small tags for messages of their own.
 _FIRST_TAG = 0x0DA5_0000
 
 Chain = tuple[int, int, int]
@@ -28,14 +28,14 @@ Chain = tuple[int, int, int]
 
 
 class Chunks(NamedTuple):
-    """Where chunks are, by their numbers."""
+    """The positions of the chunks, by chunk number."""
 
     own_queries: dict[int, Rows]
-    """This rank's, in its rows."""
+    """This rank's chunks, in its rows."""
     own_keys: dict[int, Rows]
     """Likewise."""
     queries: Sequence[Rows]
-    """Of all queries, in the sequence."""
+    """All chunks of queries, in the sequence."""
     keys: Sequence[Rows]
     """Likewise."""
 
@@ -48,12 +48,12 @@ class Carrier:
     """One rank's part of one backward.
 
     Args:
-        channel: of the group.
-        what: the call, for messages.
-        plan: of these shapes.
-        rule: of the parts.
-        operands: of all heads, this rank's queries and all keys.
-        chunks: where they are.
+        channel: the channel of the group.
+        what: the name of the call, for messages.
+        plan: the plan for these shapes.
+        rule: the rule of all parts.
+        operands: this rank's queries and all keys, of all heads.
+        chunks: the positions of the chunks.
     """
 
     def __init__(
@@ -71,14 +71,14 @@ class Carrier:
         self._message_group = movement.message_group(channel, what, operands.q.device)
         self._turns = Turns(operands.q)
         self._dq_sums: dict[tuple[int, int, int], Held] = {}
-        # Of chains: the sums so far, those of whole splits, and dK and dV rounded, one behind the other.
+        # For each chain: the running sums, the sums of whole splits, and the rounded dK and dV in one tensor.
         self._key_sums: dict[Chain, Held] = {}
         self._totals: dict[Chain, Held] = {}
         self._results: dict[Chain, Held] = {}
         self._messages: dict[tuple[str, int], int] = {}
 
     def run(self, dq: Tensor, dk: Tensor, dv: Tensor) -> None:
-        """Writes the gradients of this rank's rows."""
+        """Computes the gradients of this rank's rows into `dq`, `dk` and `dv`."""
         with self._turns:
             for kind, what in self._plan.actions[self._channel.rank]:
                 if isinstance(what, Task):
@@ -94,7 +94,7 @@ class Carrier:
                 gradient[:, rows, chain[0]] = x[:, :, 0]
 
     def _add(self, task: Task, dq: Tensor) -> None:
-        """A task: adds to dQ of its queries and to dK and dV of its keys, and ends the sums that it is the last of."""
+        """Runs a task: adds to dQ of its queries and to dK and dV of its keys, and finishes the sums that end here."""
         chain, of_dq = _chain_of(task), (task.kv_head, task.first_head, task.query_chunk)
         kv_head, split, chunk = chain
         first = kv_head * self._group + task.first_head
@@ -171,7 +171,7 @@ class Carrier:
         return {"sums": self._key_sums, "total": self._totals, "result": self._results}[message.kind]
 
     def _space(self, kind: str, chain: Chain) -> Held:
-        """For a message of this kind."""
+        """Returns the space for a message of this kind."""
         keys = slice(*self._chunks.keys[chain[2]])
         q, k, v = self._operands.q[:, :0], self._operands.k[:, keys, :1], self._operands.v[:, keys, :1]
         if kind == "result":
@@ -179,7 +179,7 @@ class Carrier:
         return self._turns.take(parts.sums_sizes(q, k, v)[1], torch.float32)
 
     def _rounded(self, result: Tensor, chain: Chain) -> tuple[Tensor, Tensor]:
-        """dK and dV of a chunk of one KV head, (batch, rows, 1, columns) each."""
+        """Returns views of dK and dV of a chunk of one KV head, (batch, rows, 1, columns) each."""
         rows = len(self._chunks.keys[chain[2]])
         k, v = self._operands.k, self._operands.v
         shapes = [(x.shape[0], rows, 1, x.shape[-1]) for x in (k, v)]
@@ -187,7 +187,7 @@ class Carrier:
         return dk.view(shapes[0]), dv.view(shapes[1])
 
     def _number(self, way: str, rank: int) -> int:
-        """Messages between two ranks are numbered: gloo need not keep the order of those with the same tag."""
+        """Numbers the messages between two ranks, because gloo may reorder messages with the same tag."""
         number = self._messages[way, rank] = self._messages.get((way, rank), _FIRST_TAG - 1) + 1
         return number
 

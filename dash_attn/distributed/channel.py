@@ -1,7 +1,7 @@
-"""What the ranks of a group tell each other before data moves, and how a rank that is lost is found and named.
+"""Exchanges records between the ranks of a group before data moves, and identifies ranks that are lost.
 
-Records go from host to host over gloo, so no call waits for a GPU. A rank that does not come is looked for through the
-job's store: each of the others notes there that it is alive, and who is left over is named to all.
+Records go from host to host over gloo, so no call waits for a GPU. If a rank does not arrive, the others search for it
+through the job's store: each of them notes that it is alive, and the ranks without a note are reported to all.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ Made = TypeVar("Made")
 
 _RECORD_BYTES = 4096
 _LONGEST_TEXT = 1500
-_LOOK_S = 0.2  # between looks at the store
-_GRACE_S = 1.0  # for the others to see that one is looked for
+_LOOK_S = 0.2  # seconds between looks at the store
+_GRACE_S = 1.0  # seconds for the other ranks to notice that a rank is missing
 _LONGEST_PAUSE_S = 0.002
 
 
 class RankError(RuntimeError):
-    """One or more ranks of the group are the cause that a call cannot be done on any; the message says why.
+    """One or several ranks prevent a call, so every rank of the group raises this error; the message gives the reason.
 
     Attributes:
-        ranks: their numbers in the group; empty where nobody can say.
+        ranks: the numbers of these ranks in the group; empty if they are unknown.
     """
 
     def __init__(self, message: str, ranks: tuple[int, ...] = ()):
@@ -42,10 +42,10 @@ class RankError(RuntimeError):
 
 
 class Channel:
-    """Of one group on one rank. Every rank must make the same calls in the same order.
+    """The connection of one rank to the others of its group. All ranks must make the same calls in the same order.
 
-    It does not keep its group: one that outlives `destroy_process_group` has gloo's threads run on into the end of the
-    interpreter, where one that lets go of a tensor ends the process.
+    The channel keeps no reference to its group. A group that outlives `destroy_process_group` leaves gloo's threads
+    running until the interpreter ends, where a thread that releases a tensor kills the process.
     """
 
     def __init__(self, group: dist.ProcessGroup):
@@ -56,7 +56,7 @@ class Channel:
         self._host = weakref.ref(group if _has_gloo(group) else _gloo_group(self._ranks_of_job, self.timeout))
         store = distributed_c10d._get_default_store()
         self._store = dist.PrefixStore(f"dash_attn/{group.group_name}", store)
-        # Kept from call to call: while the store does not answer, one thread waits for it and not one for each call.
+        # Kept between calls, so that one thread at most waits for a store that does not answer.
         self._look: Background[bool] | None = None
         self._calls = 0
         self._broken: RankError | None = None
@@ -66,11 +66,11 @@ class Channel:
         return _existing(self._group)
 
     def exchange(self, what: str, record: Mapping[str, Any]) -> list[dict[str, Any]]:
-        """Every rank's record, in the order of the ranks.
+        """Returns every rank's record, in the order of the ranks.
 
         Args:
-            what: the call, for messages.
-            record: what JSON can hold, short.
+            what: the name of the call, for messages.
+            record: a short record of values that JSON can represent.
 
         Raises:
             RankError: a rank died, stalls or makes another call.
@@ -90,16 +90,16 @@ class Channel:
         return records
 
     def fail_together(self, what: str, error: Exception) -> None:
-        """Tells the others in place of a record that this rank's call was wrong; the caller raises."""
+        """Reports an error of this rank's call to the others instead of a record. The caller then raises the error."""
         self.exchange(what, {"error": f"{type(error).__name__}: {error}"[:_LONGEST_TEXT]})
 
     def name(self, ranks: list[int]) -> str:
-        """`rank 2`, with the rank in the job where that is another."""
+        """Returns `rank 2`, with its number in the job if that differs."""
         texts = [f"{r}" if self._ranks_of_job[r] == r else f"{r} (of the job {self._ranks_of_job[r]})" for r in ranks]
         return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(texts)}"
 
     def wait(self, start: Any, what: str) -> None:
-        """Starts a collective of CPU tensors, or takes up a message, and waits for its end.
+        """Starts a collective of CPU tensors or a message, and waits for its end.
 
         Raises:
             RankError: a rank died or stalls.
@@ -117,10 +117,10 @@ class Channel:
                     try:
                         is_lost = look.wait()
                     except RuntimeError:
-                        # The store is gone, which harms no rank: the collective or its deadline ends the wait.
+                        # The store is gone, but the ranks may be fine: the collective or its deadline ends the wait.
                         is_lost, looked = False, math.inf
                     if is_lost:
-                        self._raise_lost(what, began, "another rank waits for it in vain")
+                        self._raise_lost(what, began, "another rank got no answer")
                 if self._look is None and now - looked > _LOOK_S:
                     looked = now
                     self._look = Background(lambda: self._has("lost"))
@@ -134,13 +134,13 @@ class Channel:
 
     @property
     def _margin(self) -> float:
-        """How long before the group's timeout ranks begin to look for who is missing."""
+        """How many seconds before the group's timeout the ranks begin to search for missing ranks."""
         return min(10.0, 0.3 * self.timeout)
 
     def _raise_lost(self, what: str, began: float, cause: str) -> None:
-        """Finds out with all ranks that are alive which are not.
+        """Determines together with all live ranks which ranks are lost, and raises a RankError.
 
-        A store whose host is frozen or has lost its power answers nothing, and no timeout of torch's ends the wait.
+        A store whose host is frozen or has lost its power does not answer, and no timeout of torch's ends that wait.
         """
         now = time.monotonic()
         deadline = max(began + self.timeout, now + _GRACE_S) + _GRACE_S
@@ -148,12 +148,13 @@ class Channel:
             lost = Background(lambda: self._find_lost(began)).wait(deadline - now)
         except (RuntimeError, TimeoutError) as error:
             self._broken = RankError(
-                f"{what} cannot be done: {cause}; which rank is missing cannot be found out, because the job's store "
-                f"does not answer ({str(error).splitlines()[0]}). It lives in rank 0 of the job, unless torchrun has it"
+                f"{what} cannot be done: {cause}; the missing rank cannot be identified, because the job's store does "
+                f"not answer ({str(error).splitlines()[0]}). The store runs in rank 0 of the job, "
+                "unless torchrun runs it"
             )
             raise self._broken from None
         if self.rank in lost:
-            text = f"the other ranks gave up on {self.name([self.rank])}, this one, which came too late"
+            text = f"the other ranks gave up on {self.name([self.rank])} (this rank), which came too late"
         elif lost:
             text = f"{self.name(lost)} died or stalls ({cause})"
         else:
@@ -168,7 +169,7 @@ class Channel:
         while not self._has("verdict"):
             now = time.monotonic()
             missing = [rank for rank in range(self.size) if not self._has(f"alive/{rank}")]
-            # One that died is never alive again: it must be the last that is missing. Of several, some may be busy.
+            # A dead rank never comes back, so a single missing rank must be dead. Of several, some may only be busy.
             if now - asked > _GRACE_S and (len(missing) <= 1 or now - began > self.timeout):
                 self._store.compare_set("verdict", "", json.dumps(missing))
             else:
@@ -187,11 +188,11 @@ class Channel:
         self.require_same("the call", [record["what"] for record in records])
 
     def require_same(self, subject: str, values: list[Any]) -> None:
-        """Raises RankError where the ranks' values differ; those in the minority are named.
+        """Raises a RankError if the ranks' values differ. The message names the ranks in the minority.
 
         Args:
             subject: what the values are, for the message.
-            values: one for each rank.
+            values: one value per rank.
         """
         texts = [json.dumps(value) for value in values]
         usual = max(texts, key=lambda text: (texts.count(text), -texts.index(text)))
@@ -199,7 +200,7 @@ class Channel:
         if others:
             raise RankError(
                 f"{subject} must be the same on every rank: {self.name(others)} got {_plain(values[others[0]])}, "
-                f"{self.name([texts.index(usual)])} {_plain(values[texts.index(usual)])}",
+                f"{self.name([texts.index(usual)])} got {_plain(values[texts.index(usual)])}",
                 tuple(others),
             )
 
@@ -207,8 +208,8 @@ class Channel:
 class PartOfChannel(Channel):
     """Some of a channel's ranks, between which tensors move.
 
-    What is agreed on, who is lost and what ranks are called is the affair of the whole channel: so a rank that waits
-    here learns of one that is lost anywhere.
+    Records, lost ranks and the names of ranks belong to the whole channel. A rank that waits here therefore learns of a
+    rank that is lost anywhere in the group.
     """
 
     def __init__(self, whole: Channel, group: dist.ProcessGroup):
@@ -234,31 +235,33 @@ def _has_gloo(group: dist.ProcessGroup) -> bool:
 
 
 def _gloo_group(ranks: list[int], timeout_s: float) -> dist.ProcessGroup:
-    """Of these ranks of the job, for tensors on the CPU."""
+    """Creates a group of these ranks of the job for CPU tensors."""
     if ranks != sorted(ranks):
-        raise ValueError(f"mesh must be of ranks that ascend, got {ranks}")
+        raise ValueError(f"mesh must have ascending ranks, got {ranks}")
     timeout = datetime.timedelta(seconds=timeout_s)
     return made_together(
-        f"a group of gloo of the ranks {ranks} of the job",
+        f"a gloo group of the ranks {ranks} of the job",
         timeout_s,
         lambda: dist.new_group(ranks, timeout, "gloo", use_local_synchronization=True),
     )
 
 
 def made_together(what: str, timeout_s: float, make: Callable[[], Made | None]) -> Made:
-    """What `make` returns, which ranks call together and for which they meet in the job's store.
+    """Returns the result of `make`, which all ranks call together after they have met in the job's store.
 
     Args:
-        what: is made, for the message.
+        what: what is created, for the message.
+        timeout_s: how many seconds the ranks wait for each other.
+        make: the call that creates the result.
 
     Raises:
-        RankError: a rank does not come within the timeout, or the store does not answer.
+        RankError: a rank does not arrive within the timeout, or the store does not answer.
     """
     try:
         made = Background(make).wait(timeout_s + _GRACE_S)
     except (RuntimeError, TimeoutError) as error:
         raise RankError(
-            f"{what} cannot be made: one of them died or stalls, or the job's store does not answer "
+            f"{what} cannot be created: a rank died or stalls, or the job's store does not answer "
             f"({str(error).splitlines()[0]})"
         ) from None
     assert made is not None
@@ -266,7 +269,7 @@ def made_together(what: str, timeout_s: float, make: Callable[[], Made | None]) 
 
 
 def _timeout_of(group: dist.ProcessGroup) -> float:
-    """In seconds: how long a collective of the group may take."""
+    """Returns how many seconds a collective of the group may take."""
     device = torch.device("cpu" if _has_gloo(group) else "cuda")
     return group._get_backend(device).options._timeout.total_seconds()
 
@@ -282,7 +285,7 @@ _channels: weakref.WeakKeyDictionary[dist.ProcessGroup, Channel] = weakref.WeakK
 
 
 def channel_of(group: dist.ProcessGroup) -> Channel:
-    """The channel of a group; the first call on it must be made by all of its ranks."""
+    """Returns the channel of a group. All of the group's ranks must make the first call on it together."""
     channel = _channels.get(group)
     if channel is None:
         channel = _channels[group] = Channel(group)
@@ -290,16 +293,16 @@ def channel_of(group: dist.ProcessGroup) -> Channel:
 
 
 _GroupsOfRanks = dict[tuple[int, ...], "weakref.ref[dist.ProcessGroup]"]
-# Of each job those that no caller has made; torch keeps them until the job's group is destroyed.
+# For each job, the groups that are not the caller's. torch keeps them until the job's group is destroyed.
 _groups: weakref.WeakKeyDictionary[dist.ProcessGroup, _GroupsOfRanks] = weakref.WeakKeyDictionary()
 
 
 def channel_of_ranks(ranks: list[int], part: dist.ProcessGroup) -> Channel:
-    """The channel of ranks of the job; the first call on them must be made by all.
+    """Returns the channel of some of the job's ranks. All of them must make the first call on it together.
 
     Args:
-        ranks: in ascending order.
-        part: a group of some of them, whose timeout is that of all.
+        ranks: the ranks in ascending order.
+        part: a group of some of the ranks, whose timeout is used for all.
 
     Raises:
         ValueError: the ranks do not ascend.

@@ -1,4 +1,4 @@
-"""Gradients that raise where they are differentiated again, as those of `flash_attn_func` do."""
+"""Gradients that raise an error when they are differentiated again, like those of `flash_attn_func`."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ import torch
 
 
 def first_order(backward: Callable[..., tuple[Any, ...]]) -> Callable[..., tuple[Any, ...]]:
-    """A backward whose results raise RuntimeError where they are differentiated.
+    """Wraps a backward so that differentiating its results raises a RuntimeError.
+
+    torch's `once_differentiable` is not sufficient: its results do not lead back to the tensors that they depend on, so
+    `torch.autograd.grad` with respect to these tensors treats the results as constants.
 
     Args:
-        backward: gets the context, its saved tensors and the gradients. It must not unpack `ctx.saved_tensors` again,
-            which torch's non-reentrant checkpoint forbids.
-
-    torch's `once_differentiable` does not do: its results do not lead back to the tensors that they depend on, so that
-    `torch.autograd.grad` with respect to these takes the results as constant.
+        backward: a function of the context, its saved tensors and the gradients. The function must not unpack
+            `ctx.saved_tensors` again, which torch's non-reentrant checkpoint forbids.
     """
 
     @functools.wraps(backward)
@@ -31,7 +31,7 @@ def first_order(backward: Callable[..., tuple[Any, ...]]) -> Callable[..., tuple
 
 
 class _Final(torch.autograd.Function):
-    """Results, and the tensors that they depend on."""
+    """Passes results through, and links them to the tensors that they depend on."""
 
     @staticmethod
     def forward(ctx: Any, results: tuple[Any, ...], *_: torch.Tensor | None) -> tuple[Any, ...]:

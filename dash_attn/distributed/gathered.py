@@ -1,11 +1,12 @@
-"""Attention over ranks that have the same heads: keys and values are gathered, queries stay where they are.
+"""Attention over ranks with the same heads: keys and values are gathered, and queries stay where they are.
 
-So every row of the output, of the log-sum-exp and of dQ is made on one rank, as one process makes it. dK and dV are
-sums over the queries of all ranks, and are carried from rank to rank in the order of one process: `plan` says when,
-`carry` does it.
+Each row of the output, of the log-sum-exp and of dQ is therefore computed on one rank, as one process computes it. dK
+and dV are sums over the queries of all ranks. They are carried from rank to rank in the order of one process, which
+`plan` determines and `carry` executes.
 
-Ranks have chunks of whole tiles, with about as much work each. Where the caller's are others, and in a pack, whose
-sequences end anywhere, rows go first to the rank that is to have them (`assignment`), and results go back.
+Every rank works on chunks of whole tiles with about the same work. If the caller's chunks differ from these, and for a
+variable-length batch, whose sequences end anywhere, rows first move to the ranks that need them (`assignment`), and
+results move back.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from .plan import Plan, chunks_of_tiles, make_plan
 from .redistribute import MoveResultsBack, MoveRows, Route
 from .ulysses import Split
 
-_COLUMNS = 8  # the op pads head dims to a multiple of them
+_COLUMNS = 8  # the op pads head dims to a multiple of this
 _make_plan = functools.lru_cache(maxsize=64)(make_plan)
 
 
@@ -50,43 +51,43 @@ class Cut:
 
     channel: Channel
     name: str
-    """Of the function, for messages."""
+    """The name of the function, for messages."""
     layout: str
     rows_q: int
     rows_k: int
     tiles: tuple[int, int]
-    """Queries and keys in a tile of the backward."""
+    """Queries and keys per tile of the backward."""
     check_values: bool
     gradients_agreed: bool
-    """Whether the ranks have agreed on the gradients of the results before they come here."""
+    """Whether the ranks have already agreed on the gradients of the results."""
 
     def chunks(self, *, of_keys: bool) -> tuple[Rows, ...]:
         rows = self.rows_k if of_keys else self.rows_q
         return chunks_of_tiles(rows, num_chunks(self.channel.size, self.layout), self.tiles[of_keys])
 
     def runs(self, rank: int, *, of_keys: bool) -> list[Rows]:
-        """A rank's rows, in the sequence."""
+        """Returns a rank's rows, in the sequence."""
         of_all = self.chunks(of_keys=of_keys)
         return [of_all[number] for number in chunks_of_rank(rank, self.channel.size, self.layout)]
 
     def runs_here(self, *, of_keys: bool) -> list[Rows]:
-        """This rank's runs as it has them."""
+        """Returns this rank's runs, in the rank's own rows."""
         return places_of(self.runs(self.channel.rank, of_keys=of_keys))
 
 
 def attention(
     split: Split, options: Options, sequences: tuple[Pair, ...] | None, q: Tensor, k: Tensor, v: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Output and log-sum-exp, (batch, heads, rows), of this rank's rows.
+    """Returns the output and the log-sum-exp of this rank's rows, (batch, heads, rows, ...).
 
     Args:
-        split: whose heads are not divided.
-        options: of `checked_options`.
-        sequences: those of a pack, which is a batch of 1; None of a dense batch.
+        split: the division of the call, with undivided heads.
+        options: the result of `checked_options`.
+        sequences: the sequences of a variable-length batch, which has batch 1; None for a dense batch.
         q, k, v: (batch, this rank's rows, heads, columns).
     """
     value_dim = v.shape[-1]
-    # As one process pads them: a product over other columns may have other bits.
+    # Padded as in one process, because a product over a different number of columns may have different bits.
     q, k, v = (functional.pad(x, (0, -x.shape[-1] % _COLUMNS)) if x.shape[-1] % _COLUMNS else x for x in (q, k, v))
     tiles, ranks = _policies.tile_shape(q.shape[-1], v.shape[-1]), split.channel.size
     if sequences is None and _is_cut_at_tiles(split, tiles) and _is_even(split, options.mask, tiles):
@@ -110,16 +111,17 @@ def checked_options(
     of_heads: dict[str, Tensor | None],
     where: str,
 ) -> Options:
-    """The options of `attention`.
+    """Checks the arguments of a call with gathered keys, and returns the options of `attention`.
 
     Args:
         split: as in `attention`.
-        of_rows: q, k and v, of which only the columns are looked at.
-        arguments, of_heads: of `context_parallel_attention`, as `flash_attn_func` takes them.
-        where: when a call comes here, for messages.
+        of_rows: q, k and v, of which only the numbers of columns matter.
+        arguments, of_heads: the arguments of `context_parallel_attention`, as `flash_attn_func` takes them.
+        where: the condition under which keys are gathered, for messages.
 
     Raises:
-        NotImplementedError, ValueError: what this form does not have; the message names the argument.
+        NotImplementedError: gathered keys do not support an argument; the message names the argument.
+        ValueError: the schedule is not supported.
     """
     q, k, v = of_rows.values()
     causal, schedule, scale = arguments["causal"], arguments["schedule"], arguments["softmax_scale"]
@@ -134,26 +136,26 @@ def checked_options(
             given = checks.describe(value) if isinstance(value, Tensor) else repr(value)
             raise NotImplementedError(f"{name} must be left out {where}, got {given}")
     if schedule == "order_free":
-        raise NotImplementedError(f"schedule must be a policy that adds in an order {where}, got 'order_free'")
+        raise NotImplementedError(f"schedule must be a policy that adds in a fixed order {where}, got 'order_free'")
     if mask.attention_chunk and not causal and right != 0:
         raise NotImplementedError(
             f"attention_chunk must be left out {where}, unless causal is True, got {mask.attention_chunk}"
         )
-    # As a plan would, but on no lengths.
+    # Raises the errors of a plan, without lengths.
     shape = {"head_dim": q.shape[-1], "value_head_dim": v.shape[-1], **mask._asdict()}
     _make_plan(1, 1, 1, schedule=schedule, **shape)
     return Options(q.shape[-1] ** -0.5 if scale is None else scale, mask, schedule, arguments["sm_margin"])
 
 
 def _is_cut_at_tiles(split: Split, tiles: tuple[int, int]) -> bool:
-    """Whether the ranks' rows are those that they have to have."""
+    """Whether the ranks' rows already are those of the plan."""
     count = num_chunks(split.channel.size, split.layout)
     lengths = split.rows_q, split.rows_k
     return all(chunks(rows, count) == chunks_of_tiles(rows, count, tile) for rows, tile in zip(lengths, tiles))
 
 
 def _is_even(split: Split, mask: parts.MaskOfWhole, tiles: tuple[int, int]) -> bool:
-    """Whether no rank has much more to do with the rows that it has than the busiest would have with zigzag chunks."""
+    """Whether no rank has much more work with its own rows than the busiest rank would have with zigzag chunks."""
     lengths, ranks = (split.rows_q, split.rows_k), split.channel.size
     if 0 in lengths:
         return True
@@ -174,7 +176,7 @@ def _attention_elsewhere(
     k: Tensor,
     v: Tensor,
 ) -> tuple[Tensor, Tensor]:
-    """`attention` of the rows that an assignment gives each rank."""
+    """Computes `attention` on the rows that an assignment gives each rank."""
     channel, name = split.channel, split.name
     of_ranks = range(channel.size)
     here_q, here_k = (tuple(tuple(split.runs(rank, of_keys=side)) for rank in of_ranks) for side in (False, True))
@@ -189,7 +191,7 @@ def _attention_elsewhere(
         [sum(len(pair[side]) for pair in own), *(sum(map(len, cut.runs_here(of_keys=bool(side)))) for cut in cuts)]
         for side in (0, 1)
     ]
-    # What is split here is put together again in the backward, and nothing is added.
+    # The backward concatenates the gradients of these splits, and adds nothing.
     pieces = zip(q.split(lengths[0], 1), k.split(lengths[1], 1), v.split(lengths[1], 1))
     results = [_own_pack(own, options, *next(pieces))]
     for cut, tensors in zip(cuts, pieces):
@@ -203,7 +205,7 @@ def _attention_elsewhere(
 
 
 def _own_pack(pairs: Sequence[Pair], options: Options, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """Output and log-sum-exp, rows before heads, of sequences that this rank has alone."""
+    """Returns the output and the log-sum-exp, with rows before heads, of the sequences that this rank has alone."""
     if not pairs:
         return q[..., :1].expand(*q.shape[:-1], v.shape[-1]), q[..., 0].float()  # no rows
     lengths = [[len(pair[side]) for pair in pairs] for side in (0, 1)]
@@ -250,7 +252,7 @@ class _Attention(torch.autograd.Function):
                 )[:2]
             )  # fmt: skip
         out, lse = torch.cat([x for x, _ in pieces], dim=1), torch.cat([x for _, x in pieces], dim=2)
-        # Not the keys of the other ranks: the backward gathers them again, and memory stays that of a rank's rows.
+        # Other ranks' keys are not saved: the backward gathers them again, so that memory stays that of a rank's rows.
         ctx.save_for_backward(q, k, v, out, lse)
         return out, lse
 
@@ -283,8 +285,10 @@ class _Attention(torch.autograd.Function):
 
 
 def _keys_of_run(mask: parts.MaskOfWhole, run: Rows, rows_q: int, rows_k: int) -> tuple[int, parts.MaskOfWhole]:
-    """Where the keys end that some queries may see, and the mask of the queries on the keys up to there: their last
-    query is aligned with the last key."""
+    """Returns the end of the keys that a run of queries may see, and the mask of these queries on the keys up to there.
+
+    The last query of the run is aligned with the last of these keys.
+    """
     left, right = mask.window[0], 0 if mask.causal else mask.window[1]
     if left < 0 and right < 0:
         return rows_k, mask
@@ -292,22 +296,22 @@ def _keys_of_run(mask: parts.MaskOfWhole, run: Rows, rows_q: int, rows_k: int) -
     end = rows_k if right < 0 else min(max(0, own_end + right), rows_k)
     if mask.causal and left < 0:
         return end, mask
-    # The window moves with the keys that come behind the last query's own. What is unbounded stays a window's: a call
-    # takes its kernel for what it asks for.
+    # The window shifts by the keys that come after the last query's own. An unbounded side stays the side of a window,
+    # because the kind of mask selects the kernel.
     shift = end - own_end
     left = rows_k if left < 0 else left
     return end, mask._replace(window=(left + shift, right if right < 0 else max(0, right - shift)))
 
 
 def _with_positive_scale(q: Tensor, scale: float) -> tuple[Tensor, float, float]:
-    """q' and c' > 0 with c' q' = c q, and the sign of dq: PositiveScale of csrc/bindings/operators.h."""
+    """Returns q' and c' > 0 with c' q' = c q, and the sign of dq, like PositiveScale in csrc/bindings/operators.h."""
     if abs(scale) < torch.finfo(torch.float32).tiny:
         return torch.zeros_like(q), 1.0, 0.0
     return (-q, -scale, -1.0) if scale < 0 else (q, scale, 1.0)
 
 
 def _gather(cut: Cut, what: str, tensors: Sequence[Tensor]) -> list[Tensor]:
-    """(batch, rows of this rank, ...) to (batch, all rows of k, ...)."""
+    """Gathers tensors of shape (batch, rows of this rank, ...) into (batch, all rows of k, ...)."""
     ranks = range(cut.channel.size)
     runs = [cut.runs(rank, of_keys=True) for rank in ranks]
     wholes, moves = [], []

@@ -1,4 +1,4 @@
-"""Which rows of a sequence each rank has."""
+"""The rows of a sequence that each rank holds."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from typing import NamedTuple
 from torch import Tensor
 
 LAYOUTS = ("contiguous", "zigzag")
-"""`contiguous`: the sequence is cut into one chunk for each rank. `zigzag`: it is cut into two, and rank r has chunk r
-from the front and chunk r from the back, so that all ranks have as much to do under the causal mask."""
+"""`contiguous` cuts the sequence into one chunk per rank. `zigzag` cuts it into two per rank: rank r has chunk r from
+the front and chunk r from the back, so that all ranks have the same work under the causal mask."""
 
-# Chunks that are not all equal end at multiples of this: whole tiles of keys, as the order of sums sees them.
+# Unless all chunks are equal, they end at multiples of this: whole tiles of keys in the order of sums.
 ROWS_OF_A_UNIT = 128
 
 
 class Rows(NamedTuple):
-    """Rows `start` up to `stop` of a sequence."""
+    """The rows of a sequence from `start` up to `stop`, exclusive."""
 
     start: int
     stop: int
@@ -28,9 +28,9 @@ class Rows(NamedTuple):
 
 
 def chunks(seqlen: int, count: int) -> tuple[Rows, ...]:
-    """A sequence cut into `count` chunks.
+    """Cuts a sequence into `count` chunks.
 
-    They are equal where the length divides, and elsewhere `chunks_of_units` of 128 rows.
+    The chunks are equal if `count` divides the length, and `chunks_of_units` of 128 rows otherwise.
     """
     if seqlen % count == 0:
         each = seqlen // count
@@ -40,15 +40,17 @@ def chunks(seqlen: int, count: int) -> tuple[Rows, ...]:
 
 @functools.lru_cache(maxsize=256)
 def chunks_of_units(seqlen: int, count: int, unit: int) -> tuple[Rows, ...]:
-    """A sequence cut into `count` chunks that end at multiples of `unit` rows and differ by at most that, the last one
-    with rows cut short; a short sequence leaves the last chunks empty."""
+    """Cuts a sequence into `count` chunks that end at multiples of `unit` rows and differ by one unit at most.
+
+    The last chunk with rows is cut short. The last chunks of a short sequence are empty.
+    """
     each, longer = divmod(-(-seqlen // unit), count)
     ends = [min(seqlen, unit * (each * number + min(number, longer))) for number in range(count + 1)]
     return tuple(Rows(start, stop) for start, stop in zip(ends, ends[1:]))
 
 
 def chunks_of_rank(rank: int, ranks: int, layout: str) -> tuple[int, ...]:
-    """The numbers of a rank's chunks, in the order in which its rows lie."""
+    """Returns the numbers of a rank's chunks, in the order of the rank's rows."""
     return (rank,) if layout == "contiguous" else (rank, 2 * ranks - 1 - rank)
 
 
@@ -57,7 +59,7 @@ def num_chunks(ranks: int, layout: str) -> int:
 
 
 def places_of(runs: Sequence[Rows]) -> list[Rows]:
-    """Where a rank has its runs, which lie one behind the other."""
+    """Returns the places of runs in a rank's rows, in which the runs follow each other."""
     ends = [0, *itertools.accumulate(map(len, runs))]
     return [Rows(start, stop) for start, stop in zip(ends, ends[1:])]
 
@@ -67,15 +69,19 @@ def rank_of_chunk(chunk: int, ranks: int, layout: str) -> int:
 
 
 def rows_of_rank(seqlen: int, rank: int, ranks: int, layout: str = "contiguous") -> list[Rows]:
-    """The runs of rows of a sequence that a rank has, in the order in which it has them; some may be empty.
+    """Returns the runs of rows that a rank holds of a sequence, in the order in which the rank holds them.
 
     Args:
-        seqlen: rows of the whole sequence or pack, at least 0.
-        rank, ranks: the rank in its group, and how many the group has.
+        seqlen: the number of rows of the whole sequence or variable-length batch, at least 0.
+        rank: the rank within its group.
+        ranks: the number of ranks in the group.
         layout: one of `LAYOUTS`.
 
+    Returns:
+        One run per chunk of the rank. A run may be empty.
+
     Raises:
-        ValueError: an argument is out of range; the message names it.
+        ValueError: an argument is out of range; the message names the argument.
     """
     check_layout(layout)
     if seqlen < 0:
@@ -87,15 +93,21 @@ def rows_of_rank(seqlen: int, rank: int, ranks: int, layout: str = "contiguous")
 
 
 def shard(tensor: Tensor, rank: int, ranks: int, *, dim: int, layout: str = "contiguous") -> Tensor:
-    """The rows of `tensor` that a rank has, a copy.
+    """Copies the rows of `tensor` that a rank holds.
 
     Args:
-        tensor: the same whole tensor on every rank.
-        rank, ranks, layout: as in `rows_of_rank`.
-        dim: the dimension of the sequence: 1 in a dense batch, 0 in a pack, the last of a log-sum-exp.
+        tensor: the whole tensor, the same on every rank.
+        rank: the rank within its group.
+        ranks: the number of ranks in the group.
+        dim: the dimension of the sequence: 1 for a dense batch, 0 for a variable-length batch, the last dimension for a
+            log-sum-exp.
+        layout: one of `LAYOUTS`.
+
+    Returns:
+        A contiguous tensor with this rank's rows in dimension `dim`.
 
     Raises:
-        ValueError: an argument is out of range; the message names it.
+        ValueError: an argument is out of range; the message names the argument.
     """
     runs = rows_of_rank(tensor.shape[dim], rank, ranks, layout)
     pieces = [tensor.narrow(dim, run.start, len(run)) for run in runs]

@@ -1,8 +1,8 @@
-"""The ranks of a call; and how a mesh of two dimensions divides it, over heads and over rows.
+"""The ranks of a call, and how a mesh of two dimensions divides a call over heads and over rows.
 
-Rank (b, a) of B by A ranks is rank b A + a of all, and has the rows of that rank. The A ranks with the same b, a group
-of heads, have together the rows of rank b of B: by all-to-all each gets all of these for some heads (`ulysses`). The B
-ranks with the same a then have all rows of the same heads (`gathered`).
+Rank (b, a) of B by A ranks is rank b A + a of all, and holds the rows of that rank. The A ranks with the same b form a
+head group. Together they hold the rows of rank b of B, and an all-to-all gives each of them all of these rows for some
+heads (`ulysses`). The B ranks with the same a then hold all rows of the same heads (`gathered`).
 """
 
 from __future__ import annotations
@@ -22,23 +22,27 @@ Mesh = DeviceMesh | dist.ProcessGroup
 
 
 class Ranks(NamedTuple):
-    """The ranks of a call, and of a mesh of two dimensions this rank's groups in it."""
+    """The ranks of a call, and this rank's groups in a mesh of two dimensions."""
 
     channel: Channel
-    """Of all of them."""
+    """The channel of all ranks."""
     shape: tuple[int, ...]
     parts: tuple[PartOfChannel, PartOfChannel] | None = None
-    """The ranks with the same heads, over the first dimension, and those of one group of heads, over the last; None
-    where one of the dimensions is 1."""
+    """The ranks with the same heads, along the first dimension, and the ranks of one head group, along the last; None
+    if one of the dimensions is 1."""
 
 
 def ranks_of(mesh: Mesh | None) -> Ranks:
-    """
+    """Returns the ranks of a call.
+
     Raises:
-        NotImplementedError, RuntimeError, TypeError, ValueError: `mesh` is none that a call can have.
+        NotImplementedError: `mesh` has more than two dimensions.
+        RuntimeError: torch.distributed is not initialized.
+        TypeError: `mesh` is neither a mesh nor a process group.
+        ValueError: this rank is not in `mesh`, or its ranks do not ascend.
     """
     if not dist.is_initialized():
-        raise RuntimeError("torch.distributed must be initialised: call torch.distributed.init_process_group first")
+        raise RuntimeError("torch.distributed must be initialized: call torch.distributed.init_process_group first")
     if not isinstance(mesh, DeviceMesh):
         group = dist.group.WORLD if mesh is None else mesh
         if not isinstance(group, dist.ProcessGroup):
@@ -50,10 +54,10 @@ def ranks_of(mesh: Mesh | None) -> Ranks:
             f"mesh must have one dimension, or two for rows and heads, got {mesh.ndim} of {tuple(mesh.shape)}"
         )
     if mesh.get_coordinate() is None:
-        raise ValueError(f"mesh must have the rank that calls, {dist.get_rank()}, got {mesh!r}")
+        raise ValueError(f"mesh must contain the calling rank, {dist.get_rank()}, got {mesh!r}")
     ranks = mesh.mesh.flatten().tolist()
-    if ranks != sorted(ranks):  # torch sorts those of a group
-        raise ValueError(f"mesh must be of ranks that ascend, got {ranks}")
+    if ranks != sorted(ranks):  # torch sorts the ranks of a group
+        raise ValueError(f"mesh must have ascending ranks, got {ranks}")
     shape, groups = tuple(mesh.shape), mesh.get_all_groups()
     if 1 in shape[:-1] or len(shape) == 1:
         return Ranks(channel_of(groups[-1]), shape)
@@ -65,17 +69,17 @@ def ranks_of(mesh: Mesh | None) -> Ranks:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class HeadGroup(Split):
-    """How the ranks of one group of heads divide a call, whose rows are those that they have together."""
+    """How the ranks of a head group divide a call on the rows that they hold together."""
 
     of_all: Split
-    """How all ranks of the mesh do."""
+    """How all ranks of the mesh divide the call."""
     number: int
-    """Of the group, b."""
+    """The number of the head group, b."""
 
     def runs(self, rank: int, *, of_keys: bool) -> list[Rows]:
         rows = self.of_all.rows_k if of_keys else self.of_all.rows_q
         size, groups = self.channel.size, self.of_all.channel.size // self.channel.size
-        # The group's chunks lie one behind the other, and in each of them the ranks' chunks.
+        # The chunks of the group follow each other, and each consists of the ranks' chunks.
         runs, start = [], 0
         of_rank = self.of_all.runs(self.number * size + rank, of_keys=of_keys)
         for whole, run in zip(rows_of_rank(rows, self.number, groups, self.layout), of_rank):
@@ -85,8 +89,9 @@ class HeadGroup(Split):
 
 
 def splits_of_mesh(split: Split, ranks: Ranks) -> tuple[HeadGroup, Split]:
-    """How a call that all ranks divide as `split` says is divided in each of this rank's two groups: over the heads in
-    one, and over the rows in the other, where gradients are agreed on before.
+    """Returns how this rank's two groups divide a call that all ranks divide as `split` says.
+
+    The first result divides the call over heads, and the second over rows, for which gradients are agreed on before.
 
     Raises:
         ValueError: chunks do not join; on all ranks.
@@ -109,13 +114,13 @@ def splits_of_mesh(split: Split, ranks: Ranks) -> tuple[HeadGroup, Split]:
 
 
 def _check_chunks_join(name: str, rows: int, split: Split, ranks: Ranks) -> None:
-    """That the rows which a group of heads has are chunks of the ranks that gather."""
+    """Checks that the rows of a head group are whole chunks of the ranks that gather."""
     groups, size = ranks.shape
     fine, coarse = (chunks(rows, num_chunks(n, split.layout)) for n in (groups * size, groups))
     joined = tuple(Rows(fine[n].start, fine[n + size - 1].stop) for n in range(0, len(fine), size))
     if joined != coarse:
         allowed = math.lcm(len(fine), ROWS_OF_A_UNIT * len(coarse))
         raise ValueError(
-            f"{name} must have rows whose {len(fine)} chunks join into {len(coarse)} with a mesh of {ranks.shape} in "
-            f"the {split.layout} layout, as multiples of {allowed} do, got {rows}"
+            f"{name} must have a number of rows whose {len(fine)} chunks join into {len(coarse)} with a mesh of "
+            f"{ranks.shape} in the {split.layout} layout, such as a multiple of {allowed}, got {rows}"
         )

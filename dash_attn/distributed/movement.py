@@ -1,4 +1,4 @@
-"""Pieces of tensors from rank to rank of a group: nothing but copies, and as few as there can be."""
+"""Moves pieces of tensors between the ranks of a group, with as few copies as possible."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch import Tensor
 from .background import Background
 from .channel import Channel, channel_of, made_together
 
-# As wide as a GPU loads and stores at once. Elements of 2 bytes, one by one, do not fill its memory's bandwidth.
+# The width of the GPU's widest load and store. Single elements of 2 bytes do not reach its memory bandwidth.
 _WORD = torch.complex128
 _MOST_CTAS = 4
 _message_groups: weakref.WeakKeyDictionary[dist.ProcessGroup, weakref.ref[dist.ProcessGroup]] = (
@@ -23,28 +23,28 @@ _message_groups: weakref.WeakKeyDictionary[dist.ProcessGroup, weakref.ref[dist.P
 
 
 class Move(NamedTuple):
-    """One piece for each pair of ranks, in any strides; the two ends of a pair have one shape and dtype."""
+    """One piece for each pair of ranks, with any strides. Both ends of a pair have the same shape and dtype."""
 
     sent: Sequence[Tensor]
-    """To each rank."""
+    """The pieces for each rank."""
     received: Sequence[Tensor]
-    """From each rank; they are written to."""
+    """The pieces from each rank, which are written to."""
 
 
 def exchange(channel: Channel, what: str, moves: Sequence[Move]) -> None:
-    """Makes the moves, of which all ranks have as many.
+    """Makes the moves, of which all ranks have the same number.
 
-    A move is on its way while pieces of the next are made contiguous, and while those of the one before are put in
-    their places. What is contiguous already is sent from where it is, or received to where it belongs.
+    While a move is in flight, the pieces of the next move are made contiguous and the pieces of the previous move are
+    put in their places. Contiguous pieces are sent from and received into their own memory.
 
     Args:
-        channel: of the group.
-        what: the call, for messages.
-        moves: all tensors are on one device, that of the group.
+        channel: the channel of the group.
+        what: the name of the call, for messages.
+        moves: the moves; all tensors are on one device, the group's.
 
     Raises:
-        RankError: a rank died or stalls, where tensors are on the CPU. On a GPU nobody waits here; there the watchdog
-            of the group looks.
+        RankError: a rank died or stalls, for tensors on the CPU. On a GPU nothing waits here, and the watchdog of the
+            group detects the loss.
     """
     me = channel.rank
     under_way = []
@@ -52,7 +52,7 @@ def exchange(channel: Channel, what: str, moves: Sequence[Move]) -> None:
         nothing = sent[me].new_empty(0)
         outgoing = [nothing if rank == me else _contiguous(x) for rank, x in enumerate(sent)]
         landing = [nothing if rank == me else _space_for(x) for rank, x in enumerate(received)]
-        # The tensors stay until what follows on this stream comes after them.
+        # Keeps the tensors alive until the later work on this stream.
         under_way.append((_start(channel, what, landing, outgoing), landing, outgoing))
     for sent, received in moves:
         _copy(received[me], sent[me])
@@ -64,13 +64,13 @@ def exchange(channel: Channel, what: str, moves: Sequence[Move]) -> None:
 
 
 def _start(channel: Channel, what: str, received: list[Tensor], sent: list[Tensor]) -> Callable[[], object]:
-    """An all-to-all of contiguous tensors; the result is called to wait for it."""
+    """Starts an all-to-all of contiguous tensors. Call the result to wait for its end."""
     if channel.size == 1:
         return lambda: None
     if sent[0].device.type != "cpu":
         into, pieces = [_flat(x) for x in received], [_flat(x) for x in sent]
         return dist.all_to_all(into, pieces, group=channel.group, async_op=True).wait
-    # gloo takes one tensor.
+    # gloo takes a single tensor.
     source = torch.cat([_bytes(x) for x in sent])
     sizes = [x.nbytes for x in received], [x.nbytes for x in sent]
     target = source.new_empty(sum(sizes[0]))
@@ -81,17 +81,18 @@ def _start(channel: Channel, what: str, received: list[Tensor], sent: list[Tenso
 
 
 def message_group(channel: Channel, what: str, device: torch.device) -> dist.ProcessGroup:
-    """For `send` and `receive`; the first call must be made by all ranks, whose hosts wait for each other.
+    """Returns the group for `send` and `receive`. All ranks must make the first call together, and wait for each other.
 
-    On GPUs a group of its own, which takes few SMs. A message waits on them for its other end, and a task with as many
-    work tiles as there are SMs takes twice as long where one is missing. torch keeps it until the job's group ends.
+    On GPUs this is a separate NCCL group that uses few SMs. A message occupies these SMs until its other end arrives,
+    and a task with as many work tiles as there are SMs takes twice as long if one SM is missing. torch keeps the group
+    until the job's group is destroyed.
 
     Args:
-        channel: of the ranks.
-        what: the call, for messages.
+        channel: the channel of the ranks.
+        what: the name of the call, for messages.
 
     Raises:
-        RankError: at the first call, a rank died or stalls.
+        RankError: in the first call, if a rank died or stalls.
     """
     group, default = channel.group, dist.group.WORLD
     if device.type == "cpu":
@@ -100,25 +101,25 @@ def message_group(channel: Channel, what: str, device: torch.device) -> dist.Pro
         return known
     assert default is not None
     if default.bound_device_id is not None and channel.size != default.size():
-        return group  # NCCL would split the communicator of the job, whose ranks are not all here
-    channel_of(group).exchange(what, {})  # NCCL would wait in silence for one that is lost
+        return group  # NCCL would split the job's communicator, but not all of the job's ranks are here
+    channel_of(group).exchange(what, {})  # NCCL would wait silently for a lost rank
     timeout = datetime.timedelta(seconds=channel.timeout)
-    # Its stream is then of a pool that `turns` has none of.
+    # The group's stream then comes from a pool that `turns` does not use.
     options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
     options._timeout = timeout
     options.config.max_ctas = _MOST_CTAS
     ranks, stream = dist.get_process_group_ranks(group), torch.cuda.current_stream(device)
 
     def make() -> dist.ProcessGroup | None:
-        with torch.cuda.stream(stream):  # and on its device: a new thread has neither
+        with torch.cuda.stream(stream):  # also selects the device, which a new thread does not inherit
             made = dist.new_group(
                 ranks, timeout=timeout, backend="nccl", pg_options=options, use_local_synchronization=True
             )
-            # The first operation of a group is one of all its ranks.
+            # The first operation of a group must include all of its ranks.
             dist.broadcast(torch.zeros(1, dtype=torch.uint8, device=device), min(ranks), made)
         return made
 
-    made_now = made_together(f"a group of NCCL of the ranks {ranks} of the job", channel.timeout, make)
+    made_now = made_together(f"an NCCL group of the ranks {ranks} of the job", channel.timeout, make)
     _message_groups[group] = weakref.ref(made_now)
     return made_now
 
@@ -126,19 +127,19 @@ def message_group(channel: Channel, what: str, device: torch.device) -> dist.Pro
 def send(
     channel: Channel, group: dist.ProcessGroup, what: str, x: Tensor, receiver: int, tag: int
 ) -> Callable[[], object]:
-    """Begins to send a contiguous tensor to a rank, which begins to `receive` it; the result is called to wait for it.
+    """Starts to send a contiguous tensor to a rank, which must `receive` it. Call the result to wait for the end.
 
-    On a GPU this rank's messages and collectives follow each other, in the order in which they are begun, and only the
-    stream waits. On the CPU they pass each other, unless rank and tag are the same.
+    On a GPU this rank's messages and collectives run in the order in which they are started, and only the stream waits.
+    On the CPU they may overtake each other, unless rank and tag are the same.
 
     Args:
-        channel: of the ranks.
+        channel: the channel of the ranks.
         group: their `message_group`.
-        what: the call, for messages.
-        tag: the receiver's too.
+        what: the name of the call, for messages.
+        tag: the tag, which must be the receiver's too.
 
     Raises:
-        RankError: from the result, as `exchange`.
+        RankError: from the result, as in `exchange`.
     """
     return _begin(channel, group, what, dist.isend, x, receiver, tag)
 
@@ -146,7 +147,7 @@ def send(
 def receive(
     channel: Channel, group: dist.ProcessGroup, what: str, x: Tensor, sender: int, tag: int
 ) -> Callable[[], object]:
-    """The other end of `send`; x is written to."""
+    """Starts the other end of `send`, which writes into x."""
     return _begin(channel, group, what, dist.irecv, x, sender, tag)
 
 
@@ -154,22 +155,22 @@ def _begin(
     channel: Channel, group: dist.ProcessGroup, what: str, operation: Any, x: Tensor, other: int, tag: int
 ) -> Callable[[], object]:
     peer = dist.get_global_rank(channel.group, other)
-    # As a batch of one it has NCCL's communicator of the group, not one of the two ranks that would be made for it.
+    # A batch of one message uses the group's NCCL communicator. A single message would create one for the two ranks.
     (work,) = dist.batch_isend_irecv([dist.P2POp(operation, _bytes(x), peer, group, tag)])
     if x.device.type != "cpu":
         return work.wait
-    # gloo tells the end of a message only to the thread that waits for it.
+    # gloo reports the end of a message only to the thread that waits for it.
     message = Background(work.wait)
     return lambda: channel.wait(lambda: message, what)
 
 
 def _bytes(x: Tensor) -> Tensor:
-    """A contiguous tensor's, in one dimension."""
+    """Returns the bytes of a contiguous tensor, in one dimension."""
     return _flat(x).view(torch.uint8)
 
 
 def _flat(x: Tensor) -> Tensor:
-    """A contiguous tensor in one dimension, of stride 1. A view of one element may keep any stride."""
+    """Returns a contiguous tensor in one dimension with stride 1. (A view of one element may keep any stride.)"""
     return x.as_strided((x.numel(),), (1,))
 
 
@@ -192,7 +193,7 @@ def _copy(into: Tensor, x: Tensor) -> None:
 
 
 def _has_words(x: Tensor) -> bool:
-    """Whether rows of elements that lie side by side are whole words, at addresses that are multiples of them."""
+    """Whether the rows of adjacent elements consist of whole words at aligned addresses."""
     size, own = _WORD.itemsize, x.dtype.itemsize
     if x.dim() < 2 or x.numel() == 0 or x.stride(-1) != 1 or x.data_ptr() % size:
         return False

@@ -1,7 +1,7 @@
-"""The backward of a chunk of keys by a chunk of queries, whose sums other chunks have begun or go on with.
+"""The backward of one chunk of keys by one chunk of queries, with sums that other chunks began or will continue.
 
-On a GPU one launch of the kernels that carry sums (csrc/backward/carried_sums.h); on the CPU the reference. Chunks that
-are taken in an order of one process leave the bits of one process.
+A GPU runs one launch of the kernels that carry sums (csrc/backward/carried_sums.h), and a CPU runs the reference.
+Chunks that run in the order of one process produce the bits of one process.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from ..tile_order import TileOrder, order_of_chunk, tile_order
 
 
 class Operands(NamedTuple):
-    """Queries of some heads by keys of their KV head."""
+    """Queries of some heads, and keys of their KV head."""
 
     dout: Tensor
     """(batch, rows of queries, heads, value_head_dim)"""
@@ -39,7 +39,7 @@ class Operands(NamedTuple):
 
 
 class MaskOfWhole(NamedTuple):
-    """Which keys a query sees, as `flash_attn_func` is told it of the whole sequence."""
+    """Which keys a query sees, in the terms of `flash_attn_func` for the whole sequence."""
 
     causal: bool
     window: tuple[int, int]
@@ -59,9 +59,9 @@ class Rule:
 
 
 class Sums(NamedTuple):
-    """Sums in fp32 that go from part to part, each one contiguous tensor of one dimension.
+    """Sums in fp32 that go from part to part, each a contiguous tensor of one dimension.
 
-    What is in which place is the affair of the kernels or of the reference; how large they are, that of `sums_sizes`.
+    The kernels or the reference define the layout of the sums, and `sums_sizes` gives their sizes.
     """
 
     dq: Tensor
@@ -70,7 +70,7 @@ class Sums(NamedTuple):
 
 
 def sums_sizes(q: Tensor, k: Tensor, v: Tensor) -> tuple[int, int]:
-    """Elements of the two tensors of `Sums`, of operands of these shapes."""
+    """Returns the number of elements of the two tensors of `Sums`, for operands of these shapes."""
     batch, rows_q, heads, head_dim = q.shape
     rows_k, value_head_dim = k.shape[1], v.shape[-1]
     if not q.is_cuda:
@@ -97,12 +97,12 @@ def add(
     """Adds one part to `sums`.
 
     Args:
-        chunk: where the queries and keys are in the sequence. They begin with a tile, and end with one or with the
-            sequence.
-        dq_continues, keys_continue: whether there is anything in the sums; if not, they may hold anything.
-        total: keys' sums of the splits before, which are added at the end of a split.
-        dq: like q, written where this part is the last for its queries.
-        dk, dv: like k and v, written where this part is the last of the last split of its keys.
+        chunk: the position of the queries and keys in the sequence. A chunk begins with a tile, and ends with a tile or
+            with the sequence.
+        dq_continues, keys_continue: whether the sums hold values; if not, their content is ignored.
+        total: the keys' sums of earlier splits, which are added at the end of a split.
+        dq: like q; written if this part is the last for its queries.
+        dk, dv: like k and v; written if this part is the last of the last split of its keys.
     """
     dout, q, k, v, out, softmax_lse, dsoftmax_lse = operands
     if q.is_cuda:
@@ -142,14 +142,14 @@ def add(
     if total is not None:
         sums.keys.add_(total)
     if dk is not None and dv is not None:
-        # The reference's sums over splits start at 0, and so have no -0.
+        # The reference's sums over splits start at 0, so they contain no -0.
         dk.copy_(((views.dk + 0.0) * rule.softmax_scale)[:, :, None])
         dv.copy_((views.dv + 0.0)[:, :, None])
 
 
 @functools.lru_cache(maxsize=4096)
 def _tiles_with_dq(rule: Rule, chunk: Chunk, rows_q: int, rows_k: int, tile: tuple[int, int]) -> range:
-    """The query tiles of the chunk with keys that come before the chunk's in the order of dQ: a run of them."""
+    """Returns the chunk's query tiles whose dQ has earlier keys in its order. These tiles form one range."""
     whole = _policies.problem(
         rule.policy, chunk.seqlen_q, chunk.seqlen_k, **rule.mask._asdict(), tile_q=tile[0], tile_k=tile[1], cta_group=1
     )
@@ -171,7 +171,7 @@ def _adds_last_keys_first(policy: str) -> bool:
 
 @functools.lru_cache(maxsize=256)
 def _order(rule: Rule, chunk: Chunk, rows_q: int, rows_k: int, head_dim: int, value_head_dim: int) -> TileOrder:
-    """The reference's order of a chunk, of heads of which one has no more than one split."""
+    """Returns the reference's order of a chunk, for heads that have one split at most."""
     whole = tile_order(
         rule.policy, chunk.seqlen_q, chunk.seqlen_k, head_dim=head_dim, value_head_dim=value_head_dim,
         **rule.mask._asdict(),

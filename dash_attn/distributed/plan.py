@@ -1,11 +1,12 @@
-"""The plan of context parallelism beyond the number of KV heads: who computes what, and what is sent when.
+"""The plan of context parallelism with more ranks than KV heads: which rank computes what, and when it sends what.
 
-Every rank has all keys and values, gathered, and its own queries. So a row of dQ is summed on one rank. dK and dV of a
-chunk of keys are sums over the queries of all ranks: an accumulator in fp32 goes from rank to rank, in the order in
+Every rank has all keys and values, gathered, and its own queries, so each row of dQ is summed on one rank. dK and dV of
+a chunk of keys are sums over the queries of all ranks. An accumulator in fp32 goes from rank to rank in the order in
 which one process visits the query tiles. Nothing is added out of that order, so the bits are those of one process.
 
-The plan is a pure function of the shape, which every rank computes for itself; `carry` runs it. `dash_attn.schedule`
-has the order of one process; here it is cut at the borders of the chunks.
+The plan is a pure function of the shape, which every rank computes for itself, and `carry` runs it.
+`dash_attn.schedule`
+gives the order of one process, which is cut here at the borders of the chunks.
 """
 
 from __future__ import annotations
@@ -21,38 +22,38 @@ from ..reference import FORWARD_ROWS
 from .layout import Rows, check_layout, chunks_of_units, num_chunks, rank_of_chunk
 
 MOST_UNITS = 8192
-"""Units that a plan may cut the keys or queries into: the order of each is looked up."""
+"""The most units that a plan may cut the keys or queries into. The order of every unit is computed."""
 
 
 class Task(NamedTuple):
-    """A chunk of keys by a chunk of queries, of some query heads of one KV head: a launch of the backward."""
+    """A chunk of keys by a chunk of queries, for some query heads of one KV head: one launch of the backward."""
 
     kv_head: int
     split: int
-    """Of the query heads of the KV head."""
+    """The split of the KV head's query heads."""
     first_head: int
     heads: int
-    """Query heads that go together, counted in the group of the KV head."""
+    """Query heads that are processed together, counted within the group of the KV head."""
     kv_chunk: int
     query_chunk: int
 
 
 class Message(NamedTuple):
-    """What a task of one rank leaves to a task of another, or to the rank that owns a chunk of keys.
+    """What a task of one rank passes on to a task of another rank, or to the rank that owns a chunk of keys.
 
-    `sums` are dK and dV of a chunk as far as they have come, in fp32; `total` is the sum over the splits so far, in
-    fp32; `result` is the end, rounded.
+    `sums` are the running sums of dK and dV of a chunk, in fp32. `total` is the sum over the splits so far, in fp32.
+    `result` is the final, rounded result.
     """
 
     kind: str
     of: Task
-    """The task that comes before it."""
+    """The task that produces the message."""
     sender: int
     receiver: int
 
 
 class Action(NamedTuple):
-    """What a rank does: makes ready to `receive` a message, begins to `send` one, or `run`s a task."""
+    """An action of a rank: prepare to `receive` a message, begin to `send` one, or `run` a task."""
 
     kind: str
     what: Task | Message
@@ -62,24 +63,25 @@ class Action(NamedTuple):
 class Plan:
     """What every rank does, in order.
 
-    Only `run` waits for other ranks: for what its task `needs`. All messages have one order, that of the ends of their
-    tasks in the list schedule, and every rank begins its own in that order. So they may wait for each other as in one
-    queue: of those not yet taken the first has no other before it at either end, and its task needs none of them.
+    Only `run` waits for other ranks: for what its task `needs`. All messages have one order, the order in which their
+    tasks end in the list schedule, and every rank begins its own messages in that order. Messages may therefore wait
+    for each other as in one queue: the first message that has not been received has no other before it at either end,
+    and its task needs none of the later messages.
     """
 
     ranks: int
     layout: str
     policy: str
     actions: list[list[Action]]
-    """For each rank."""
+    """The actions of each rank."""
     needs: dict[Task, list[Message]] = field(repr=False)
-    """For each task that goes on with the sums of another rank."""
+    """For each task that continues the sums of another rank, the messages that it needs."""
     work: dict[Task, float] = field(repr=False)
-    """For each task how much there is to do, in pairs of a query and a key for one head; an estimate at borders."""
+    """The amount of work of each task, in pairs of a query and a key for one head; estimated at borders."""
     chains: dict[tuple[int, int, int], list[Task]] = field(repr=False)
-    """For each (KV head, split, chunk of keys) the tasks in the order in which dK and dV are summed."""
+    """For each (KV head, split, chunk of keys), the tasks in the order in which dK and dV are summed."""
     dq_orders: dict[tuple[int, int, int], list[Task]] = field(repr=False)
-    """For each (KV head, first query head, chunk of queries) the tasks in the order in which dQ is summed."""
+    """For each (KV head, first query head, chunk of queries), the tasks in the order in which dQ is summed."""
 
     def tasks(self, rank: int) -> list[Task]:
         return [action.what for action in self.actions[rank] if isinstance(action.what, Task)]
@@ -104,16 +106,17 @@ def make_plan(
     schedule: str = "auto",
     hop_work: float = 0.0,
 ) -> Plan:
-    """The plan of one sequence's backward.
+    """Makes the plan of one sequence's backward.
 
     Args:
-        seqlen_q, seqlen_k: numbers of queries and keys, from 1; each cut into `chunks_of_tiles`.
-        ranks: that gather; at least 1.
-        layout: one of `dash_attn.distributed.LAYOUTS`, of queries and keys alike: which chunks a rank has.
-        heads, kv_heads: on each rank; heads is a multiple of kv_heads (default: heads).
+        seqlen_q, seqlen_k: the numbers of queries and keys, at least 1; each is cut into `chunks_of_tiles`.
+        ranks: the number of ranks that gather, at least 1.
+        layout: the chunks of each rank, for queries and keys alike; one of `dash_attn.distributed.LAYOUTS`.
+        heads, kv_heads: the heads on each rank; heads is a multiple of kv_heads (default: heads).
         head_dim, value_head_dim, causal, window, attention_chunk, schedule: as in `dash_attn.schedule.problem`. The
             policy must visit query tiles, and add to them, in one direction.
-        hop_work: how long a message takes, in the unit of `Plan.work`. It moves work in time and no order of sums.
+        hop_work: the time of a message, in the unit of `Plan.work`. It affects when tasks run, but not the order of
+            sums.
 
     Raises:
         ValueError: an argument is out of range, or the policy's order cannot be cut into chunks; the message says
@@ -128,8 +131,7 @@ def make_plan(
     kernel = _schedule.problem(policy, seqlen_q, seqlen_k, **shape)
     if kernel.cta_group > 1 or _schedule.divides(policy):
         raise ValueError(
-            "schedule must be a policy whose visits go in one direction, of whole KV tiles, without clusters, "
-            f"got {policy!r}"
+            f"schedule must be a policy with visits in one direction, whole KV tiles and no clusters, got {policy!r}"
         )
     grid = _ChunkGrid.of(policy, kernel, shape, num_chunks(ranks, layout))
     together = _schedule.heads_together(policy, kernel)
@@ -150,9 +152,9 @@ class _ChunkGrid:
     """The order of one head's sums, cut at the borders of the chunks."""
 
     visits: dict[int, list[int]]
-    """For each chunk of keys that has some, its chunks of queries, in order."""
+    """For each chunk of keys that is visible, its chunks of queries, in order."""
     adds: dict[int, list[int]]
-    """For each chunk of queries its chunks of keys, in order."""
+    """For each chunk of queries, its chunks of keys, in order."""
     work: dict[tuple[int, int], float]
 
     @staticmethod
@@ -174,14 +176,17 @@ class _ChunkGrid:
 
 
 def chunks_of_tiles(seqlen: int, count: int, tile: int) -> tuple[Rows, ...]:
-    """The chunks that queries or keys are cut into: of whole tiles of the backward and of what the reference's forward
-    takes at a time, and of so many more of them that there are no more than MOST_UNITS."""
+    """Returns the chunks that queries or keys are cut into.
+
+    Chunks consist of whole tiles of the backward and of the reference's forward, and of enough of these that there are
+    at most MOST_UNITS units.
+    """
     rows = math.lcm(tile, FORWARD_ROWS)
     return chunks_of_units(seqlen, count, rows * max(1, -(-seqlen // (rows * MOST_UNITS))))
 
 
 def _units(seqlen: int, count: int, tile: int) -> tuple[int, list[int]]:
-    """Rows of the largest unit of which all chunks are made, and the chunk of each unit."""
+    """Returns the rows of the largest unit that divides all chunks, and the chunk of each unit."""
     cut = [chunk for chunk in chunks_of_tiles(seqlen, count, tile) if len(chunk)]
     borders = [chunk.stop for chunk in cut[:-1]]
     unit = math.gcd(*borders) if borders else tile * -(-seqlen // tile)
@@ -189,14 +194,14 @@ def _units(seqlen: int, count: int, tile: int) -> tuple[int, list[int]]:
 
 
 def _by_chunk(of_units: list[list[int]], own: list[int], other: list[int], name: str) -> dict[int, list[int]]:
-    """For each chunk the chunks that its units come to, in the order in which all of them do."""
+    """For each chunk, returns the chunks that its units visit, in the order that is common to all units."""
     sequences = []
     for units in of_units:
         of_unit = [other[unit] for unit in units]
         sequences.append([x for x, before in zip(of_unit, [None, *of_unit]) if x != before])
     steps = {(b > a) - (b < a) for sequence in sequences for a, b in zip(sequence, sequence[1:])}
     if len(steps) > 1:
-        raise ValueError(f"schedule must be a policy whose {name} go in one direction, got one whose do not")
+        raise ValueError(f"schedule must be a policy whose {name} go in one direction, got one whose {name} do not")
     found: dict[int, set[int]] = {}
     for chunk, sequence in zip(own, sequences):
         found.setdefault(chunk, set()).update(sequence)
@@ -206,7 +211,7 @@ def _by_chunk(of_units: list[list[int]], own: list[int], other: list[int], name:
 def _orders(
     grid: _ChunkGrid, kv_heads: int, group_size: int, splits: int, together: bool
 ) -> tuple[dict[tuple[int, int, int], list[Task]], dict[tuple[int, int, int], list[Task]]]:
-    """The chains of dK and dV, and the orders of dQ."""
+    """Returns the chains of dK and dV, and the orders of dQ."""
     of_split = group_size // splits
     at_once = of_split if together else 1
     chains, dq_orders = {}, {}
@@ -225,7 +230,7 @@ def _orders(
 def _dependencies(
     chains: dict[tuple[int, int, int], list[Task]], dq_orders: dict[tuple[int, int, int], list[Task]]
 ) -> dict[Task, list[Task]]:
-    """For each task those whose sums it goes on with."""
+    """For each task, returns the tasks whose sums it continues."""
     before: dict[Task, list[Task]] = {task: [] for chain in chains.values() for task in chain}
     for tasks in (*chains.values(), *dq_orders.values()):
         for earlier, later in zip(tasks, tasks[1:]):
@@ -239,10 +244,10 @@ def _dependencies(
 def _list_schedule(
     work: dict[Task, float], before: dict[Task, list[Task]], rank: dict[Task, int], ranks: int, hop: float
 ) -> list[tuple[float, Task]]:
-    """Start and task, in the order of starts: a free rank takes, of what is ready, what has the longest way behind it.
+    """Returns (start, task) in the order of starts: a free rank takes the ready task with the longest way to the end.
 
-    Every task starts after those that it goes on with have ended. So in this order no wait points forward, and ranks
-    that keep it cannot wait for each other in a cycle.
+    Every task starts after the tasks whose sums it continues have ended. In this order no wait points forward, so ranks
+    that keep the order cannot wait for each other in a cycle.
     """
     after: dict[Task, list[Task]] = {task: [] for task in work}
     for task, earlier in before.items():
@@ -251,7 +256,7 @@ def _list_schedule(
     behind = _longest_ways(work, before, after)
     missing = {task: len(earlier) for task, earlier in before.items()}
     ready_at = {task: 0.0 for task in work}
-    # Events in time: a task is ready, or a rank is free.
+    # Events in order of time: a task becomes ready, or a rank becomes free.
     events = [(0.0, 0, task) for task, count in missing.items() if not count]
     heapq.heapify(events)
     ready: list[list[tuple[float, Task]]] = [[] for _ in range(ranks)]
@@ -284,7 +289,7 @@ def _list_schedule(
 def _longest_ways(
     work: dict[Task, float], before: dict[Task, list[Task]], after: dict[Task, list[Task]]
 ) -> dict[Task, float]:
-    """Of each task the work on the longest way from its start to the end."""
+    """Returns the work on the longest way from each task's start to the end."""
     missing = {task: len(later) for task, later in after.items()}
     done = [task for task, count in missing.items() if not count]
     longest: dict[Task, float] = {}
@@ -300,7 +305,7 @@ def _longest_ways(
 def _messages(
     chains: dict[tuple[int, int, int], list[Task]], rank: dict[Task, int], ranks: int, layout: str
 ) -> tuple[dict[Task, list[Message]], dict[Task, list[Message]]]:
-    """The messages that each task leaves, and those that each needs."""
+    """Returns the messages that each task produces, and those that each task needs."""
     leaves: dict[Task, list[Message]] = {}
     needs: dict[Task, list[Message]] = {}
     for (kv_head, split, j), chain in chains.items():
@@ -326,8 +331,10 @@ def _actions(
     ranks: int,
     leaves: dict[Task, list[Message]],
 ) -> list[list[Action]]:
-    """Each rank's tasks, in the order of their starts, with its messages, in the order of the ends of their tasks: sent
-    behind the task, made ready to be received as soon as those before have been begun."""
+    """Returns each rank's tasks in the order of their starts, with its messages in the order of their tasks' ends.
+
+    A message is sent after its task. Its receiver prepares for it as soon as the earlier messages have begun.
+    """
     queues: list[collections.deque[Message]] = [collections.deque() for _ in range(ranks)]
     for _, task in sorted(starts, key=lambda started: started[0] + work[started[1]]):
         for message in leaves.get(task, []):

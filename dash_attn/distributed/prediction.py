@@ -1,7 +1,7 @@
-"""A prediction of the time that attention takes over many GPUs, from the costs of one GPU and of the links.
+"""Predicts the time of attention over many GPUs, from the costs of one GPU and of the links.
 
-Nothing here is a measurement of several GPUs. Beyond the KV heads the plan that the ranks follow is played, one task
-after the other, and messages that wait for no other. dash_attn.distributed.simulate prints and draws it.
+Nothing in this module measures several GPUs. With more ranks than KV heads, the ranks' plan is simulated one task after
+the other, with messages that wait for no other message. dash_attn.distributed.simulate prints and draws the prediction.
 """
 
 from __future__ import annotations
@@ -14,32 +14,35 @@ from .layout import check_layout
 from .plan import Message, Task, make_plan
 
 MOST_RANKS_PLAYED = 32
-"""Ranks that gather of which the plan is played; of more the formula is taken that the played ones follow."""
-_ROWS_PLAYED = 16_384  # of a chunk: the schedule does not see how long one is, and splits are those of long sequences
+"""The largest number of gathering ranks whose plan is simulated. Larger numbers use a formula fitted to the
+simulation."""
+_ROWS_PLAYED = 16_384  # rows of a chunk: the schedule does not depend on them, and splits are those of long sequences
 
 
 @dataclass(frozen=True)
 class Costs:
-    """Of one kind of GPU and its links. Rates are those of useful work, bandwidths of one GPU in one direction."""
+    """The costs of one kind of GPU and its links. Rates count useful work; bandwidths are per GPU and direction."""
 
     forward_tflops: float = 658.0
-    """TFLOP/s. Default: measured on an H200, head_dim 128, causal, 4 heads, 16,384 tokens (benchmarks/README.md)."""
+    """TFLOP/s of the forward. Default: measured on an H200 with head_dim 128, causal, 4 heads and 16,384 tokens
+    (benchmarks/README.md)."""
     backward_tflops: float = 608.0
-    """The same of the backward, at 16 heads."""
+    """TFLOP/s of the backward. Default: measured likewise with 16 heads."""
     node_gbs: float = 360.0
-    """GB/s between GPUs of one node. Default: assumed, 0.8 of NVLink's nominal 450."""
+    """GB/s between GPUs of one node. Default: an assumed 0.8 of NVLink's nominal 450."""
     network_gbs: float = 45.0
-    """GB/s of one GPU between nodes. Default: assumed, 0.9 of a link of 400 Gbit/s."""
+    """GB/s of one GPU between nodes. Default: an assumed 0.9 of a 400 Gbit/s link."""
     hop_us: float = 10.0
-    """Microseconds from the end of a task to the start of the next rank's, beside its bytes. Default: assumed."""
+    """Microseconds from the end of a task to the start of the next rank's, in addition to its bytes. Default:
+    assumed."""
     task_us: float = 10.0
-    """Microseconds that every launch takes beside its work. Default: assumed."""
+    """Microseconds that every launch takes in addition to its work. Default: assumed."""
     gpus_of_node: int = 8
 
 
 @dataclass(frozen=True)
 class Shape:
-    """One layer of one sequence, 16-bit elements."""
+    """One layer of one sequence, with 16-bit elements."""
 
     seqlen: int
     heads: int = 32
@@ -51,23 +54,23 @@ class Shape:
 
 @dataclass(frozen=True)
 class Prediction:
-    """Of one layer's forward and backward. Times are in milliseconds."""
+    """The prediction for one layer's forward and backward. Times are in milliseconds."""
 
     gpus: int
     ulysses: int
-    """Ranks over which heads are spread."""
+    """The number of ranks over which heads are spread."""
     gather: int
-    """Ranks over which rows are spread beside, whose keys are gathered; gpus = ulysses * gather."""
+    """The number of ranks over which rows are spread and keys are gathered; gpus = ulysses * gather."""
     forward_ms: float
     backward_ms: float
     ideal_ms: float
-    """The products of both, spread evenly over all GPUs."""
+    """The time of the matrix products of both passes, spread evenly over all GPUs."""
     idle_share: float
-    """Of the backward's work: how much longer its schedule is than its work spread evenly."""
+    """The share of the backward's schedule by which it exceeds its work spread evenly."""
     network_bound: bool
-    """Whether the sums that are carried take longer than the backward's schedule."""
+    """Whether carrying the sums takes longer than the backward's schedule."""
     played: bool
-    """Whether the plan was played; else a formula stands for it."""
+    """Whether the plan was simulated; otherwise a formula replaces the simulation."""
 
     @property
     def total_ms(self) -> float:
@@ -80,35 +83,36 @@ class Prediction:
 
 
 def predict(shape: Shape, gpus: int, costs: Costs | None = None) -> Prediction:
-    """The prediction for a number of GPUs.
+    """Predicts the time for a number of GPUs.
 
-    Ulysses takes the largest divisor of the GPUs that fits the KV heads and a node; the rest gather keys.
+    The heads are spread over the largest divisor of the GPUs that exceeds neither the KV heads nor a node. The rest of
+    the GPUs gather keys.
 
     Raises:
-        ValueError: an argument is out of range; the message names it.
+        ValueError: an argument is out of range; the message names the argument.
     """
     costs = Costs() if costs is None else costs
     _check(shape, gpus, costs)
     ulysses = max(n for n in range(1, min(gpus, shape.kv_heads, costs.gpus_of_node) + 1) if gpus % n == 0)
     gather = gpus // ulysses
-    kv_heads = -(-shape.kv_heads // ulysses)  # of the rank that has most
+    kv_heads = -(-shape.kv_heads // ulysses)  # of the rank with the most
     heads = kv_heads * (shape.heads // shape.kv_heads)
     pairs = shape.seqlen**2 / (2 if shape.causal else 1)
-    flops = 4 * pairs * shape.head_dim  # of the forward of one head; the backward has 5 products to its 2
+    flops = 4 * pairs * shape.head_dim  # in the forward of one head; the backward has 5 products instead of 2
     forward_ms = 1e3 * flops * heads / gather / (costs.forward_tflops * 1e12)
     backward_ms = 1e3 * 2.5 * flops * heads / gather / (costs.backward_tflops * 1e12)
     each_way = 4 * (shape.heads + shape.kv_heads) * shape.head_dim * shape.seqlen / gpus * (1 - 1 / ulysses)
     all_to_all_ms = each_way / (costs.node_gbs * 1e6)
 
-    # GPUs of one node gather over its links, others over the network.
-    link = (costs.node_gbs if gpus <= costs.gpus_of_node else costs.network_gbs) * 1e6  # bytes a millisecond
+    # GPUs of one node gather over the node's links, others over the network.
+    link = (costs.node_gbs if gpus <= costs.gpus_of_node else costs.network_gbs) * 1e6  # bytes per millisecond
     gather_ms = 4 * shape.seqlen * kv_heads * shape.head_dim * (1 - 1 / gather) / link
     move_ms = 0.0
     if shape.causal and shape.layout == "contiguous" and gather > 1:
-        # The ranks' shares would be uneven, so rows go to zigzag chunks first, and results come back.
+        # The ranks would have uneven work, so rows first move to zigzag chunks, and results move back.
         shape = replace(shape, layout="zigzag")
         move_ms = 4 * (heads + kv_heads) * shape.head_dim * shape.seqlen / gather * (1 - 1 / gather) / link
-    # KV head by KV head, the next gathered while one is worked on: the first one is waited for.
+    # The keys of one KV head are gathered while the previous one is computed; only the first gather is exposed.
     forward_ms = max(forward_ms, gather_ms) + gather_ms / kv_heads
     played = gather <= MOST_RANKS_PLAYED
     factor = (_played if played else _formula)(shape, gather, heads, kv_heads, costs, link)
@@ -146,16 +150,16 @@ def _chunks(shape: Shape, gather: int) -> int:
 
 
 def _message_ms(shape: Shape, gather: int, costs: Costs, link: float) -> float:
-    """From the end of a task to the start of the next rank's: dK and dV of a chunk of keys, in fp32."""
+    """Returns the time from a task's end to the start of the next rank's: dK and dV of a chunk of keys, in fp32."""
     return costs.hop_us / 1e3 + 8 * shape.seqlen / _chunks(shape, gather) * shape.head_dim / link
 
 
 def _formula(shape: Shape, gather: int, heads: int, kv_heads: int, costs: Costs, link: float) -> float:
-    """Time of the schedule over its work spread evenly, as the played plans have it, within a tenth.
+    """Returns the time of the schedule over its work spread evenly, within a tenth of the simulated plans.
 
-    All chains of sums start on one rank, so the ranks begin one after the other, and the last begins when the first
-    split of the first KV head is half done, or done where chunks are contiguous. The messages of one chain and
-    the launches of one rank add to that.
+    All chains of sums start on one rank, so the ranks begin one after the other. The last rank begins when the first
+    split of the first KV head is half done, or done if chunks are contiguous. The messages of one chain and the
+    launches of one rank add to that.
     """
     chunks = _chunks(shape, gather)
     rows = _ROWS_PLAYED * chunks
@@ -173,7 +177,7 @@ def _formula(shape: Shape, gather: int, heads: int, kv_heads: int, costs: Costs,
 
 @functools.lru_cache(maxsize=256)
 def _played(shape: Shape, gather: int, heads: int, kv_heads: int, costs: Costs, link: float) -> float:
-    """The same from the plan, with chunks of equal length."""
+    """Returns the same ratio from a simulation of the plan, with chunks of equal length."""
     if gather == 1:
         return 1.0
     count = _chunks(shape, gather)
@@ -202,7 +206,7 @@ def _played(shape: Shape, gather: int, heads: int, kv_heads: int, costs: Costs, 
                     finished[what] = free[rank] = start + plan.work[what] * per_pair + costs.task_us / 1e3
                 position[rank] += 1
                 went_on = True
-    # A result is not waited for by any work; it counts at the end.
+    # No work waits for a result, so results count only at the end.
     sent = (a.what for actions in plan.actions for a in actions if isinstance(a.what, Message))
     free += [finished[message.of] + message_ms for message in sent]
     return max(free) / (sum(plan.work.values()) * per_pair / gather)

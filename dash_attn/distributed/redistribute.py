@@ -1,6 +1,6 @@
-"""Rows that go from the ranks that have them to those that are to work on them, and results that go back.
+"""Moves rows from the ranks that hold them to the ranks that work on them, and moves results back.
 
-Nothing is added: every row is copied, and its gradient takes the way back.
+Nothing is added: every row is copied, and its gradient is copied back.
 """
 
 from __future__ import annotations
@@ -20,33 +20,36 @@ from .layout import Rows, places_of
 from .movement import Move, exchange
 
 RowsOfRanks = tuple[tuple[Rows, ...], ...]
-"""For each rank the runs of rows that it has, in its order."""
+"""For each rank, its runs of rows in the rank's own order."""
 
 
 class Route(NamedTuple):
-    """From where to where rows go."""
+    """Where rows come from and where they go."""
 
     total: int
-    """Rows in all."""
+    """The total number of rows."""
     source: RowsOfRanks
-    """Every row that is in `target` is in it, once."""
+    """The source: contains every row of `target` once."""
     target: RowsOfRanks
-    """No row twice."""
+    """The target: contains no row twice."""
 
     def back(self) -> Route:
         return Route(self.total, self.target, self.source)
 
 
 class Places(NamedTuple):
-    """A rank's rows in its own order, by the rank that they go to or come from; both ends take them in that of the
-    whole."""
+    """A rank's rows in its own order, by the rank that they go to or come from. Both ends of a pair take the rows in
+    the order of the whole."""
 
-    sent: list[Tensor]
-    received: list[Tensor]
+    sent: list[slice | Tensor]
+    received: list[slice | Tensor]
+    """Rows that follow each other are a slice, others a tensor of indices."""
+    are_all: bool
+    """Whether every row of the target is received."""
 
 
 class MoveRows(torch.autograd.Function):
-    """Tensors (batch, this rank's rows in the source of their route, ...) to its target's."""
+    """Moves tensors (batch, this rank's rows in the source of their route, ...) to the target of their route."""
 
     @staticmethod
     def forward(ctx, channel: Channel, what: str, routes: Sequence[Route], *tensors: Tensor):
@@ -60,7 +63,7 @@ class MoveRows(torch.autograd.Function):
     @first_order
     def backward(ctx, _, *gradients):
         what, routes = f"the backward of {ctx.what}", [route.back() for route in ctx.routes]
-        if all(x is None for x in gradients):  # on all ranks, who have agreed on the output's
+        if all(x is None for x in gradients):  # on every rank, because the ranks have agreed on the output's gradient
             return (None,) * (3 + len(gradients))
         given = [
             torch.zeros(shape, dtype=dtype, device=device) if x is None else x
@@ -70,8 +73,8 @@ class MoveRows(torch.autograd.Function):
 
 
 class MoveResultsBack(torch.autograd.Function):
-    """The output and the log-sum-exp, (batch, rows, heads, ...), along one route. Rows that do not come from anywhere
-    have 0 and +inf."""
+    """Moves the output and the log-sum-exp, (batch, rows, heads, ...), along one route. Rows without a source have an
+    output of 0 and a log-sum-exp of +inf."""
 
     @staticmethod
     def forward(ctx, channel: Channel, what: str, route: Route, check_values: bool, agreed: bool, out, lse):
@@ -100,34 +103,54 @@ def _moved(
     tensors: Sequence[Tensor],
     fill: Iterable[float] = itertools.repeat(0.0),
 ) -> list[Tensor]:
-    """`fill`: what rows have that do not come from anywhere."""
-    results, moves, landings = [], [], []
+    """Moves tensors along routes. Rows without a source are filled with `fill`."""
+    results, moves, scattered = [], [], []
     for route, x, value in zip(routes, tensors, fill):
-        sent, received = _places(route, channel.rank, x.device)
-        rows = sum(map(len, route.target[channel.rank]))
-        results.append(x.new_full((x.shape[0], rows, *x.shape[2:]), value))
-        landing = [x.new_empty(x.shape[0], len(places), *x.shape[2:]) for places in received]
-        moves.append(Move([x.index_select(1, places) for places in sent], landing))
-        landings.append((landing, received))
+        sent, received, are_all = _places(route, channel.rank, x.device)
+        shape = (x.shape[0], sum(map(len, route.target[channel.rank])), *x.shape[2:])
+        result = x.new_empty(shape) if are_all else x.new_full(shape, value)
+        # Slices are sent from where they lie, and received where they belong.
+        landing = []
+        for places in received:
+            if isinstance(places, slice):
+                landing.append(result[:, places])
+            else:
+                landing.append(x.new_empty(x.shape[0], len(places), *x.shape[2:]))
+                scattered.append((result, places, landing[-1]))
+        moves.append(Move([_taken(x, places) for places in sent], landing))
+        results.append(result)
     exchange(channel, what, moves)
-    for result, (landing, received) in zip(results, landings):
-        for x, places in zip(landing, received):
-            result.index_copy_(1, places, x)
+    for result, places, rows in scattered:
+        result.index_copy_(1, places, rows)
     return results
 
 
-@functools.lru_cache(maxsize=4)  # a call has a route for queries and one for keys, there and back
+def _taken(x: Tensor, places: slice | Tensor) -> Tensor:
+    return x[:, places] if isinstance(places, slice) else x.index_select(1, places)
+
+
+@functools.lru_cache(maxsize=4)  # a call uses a route for queries and a route for keys, in both directions
 def _places(route: Route, rank: int, device: torch.device) -> Places:
-    """On the device; the first time it is waited for."""
+    """Returns a rank's places. Indices are on the device, for which the first call for a route waits."""
     (from_rank, from_place), (to_rank, to_place) = (_owners(route.total, side) for side in (route.source, route.target))
     ranks = len(route.source)
     sent = _by_rank(from_place, to_rank, from_rank == rank, ranks)
     received = _by_rank(to_place, from_rank, to_rank == rank, ranks)
-    return Places([x.to(device) for x in sent], [x.to(device) for x in received])
+    are_all = sum(map(len, received)) == sum(map(len, route.target[rank]))
+    return Places([_run_of(x, device) for x in sent], [_run_of(x, device) for x in received], are_all)
+
+
+def _run_of(places: Tensor, device: torch.device) -> slice | Tensor:
+    """The slice that has these places, or else their tensor on the device."""
+    if len(places) == 0:
+        return slice(0, 0)
+    if (places.diff() == 1).all():
+        return slice(int(places[0]), int(places[-1]) + 1)
+    return places.to(device)
 
 
 def _owners(total: int, of_ranks: RowsOfRanks) -> tuple[Tensor, Tensor]:
-    """Of every row the rank that has it, or -1, and its place there."""
+    """Returns the rank that holds each row, or -1, and the row's place on that rank."""
     owner, place = torch.full((total,), -1), torch.zeros(total, dtype=torch.int64)
     for rank, runs in enumerate(of_ranks):
         for run, own in zip(runs, places_of(runs)):
@@ -137,7 +160,7 @@ def _owners(total: int, of_ranks: RowsOfRanks) -> tuple[Tensor, Tensor]:
 
 
 def _by_rank(place: Tensor, other: Tensor, is_here: Tensor, ranks: int) -> list[Tensor]:
-    """The places of the rows that are here and at one other rank, for each of those in the order of the whole."""
+    """For each rank, returns the places of the rows that are here and on that rank, in the order of the whole."""
     rows = (is_here & (other >= 0)).nonzero().squeeze(1)
     of_rows = other[rows]
     by_rank = place[rows[of_rows.argsort(stable=True)]]

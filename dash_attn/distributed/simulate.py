@@ -12,24 +12,24 @@ from .layout import LAYOUTS
 from .prediction import Costs, Prediction, Shape, predict
 
 _HELP = {
-    "forward_tflops": "TFLOP/s of one GPU's forward, measured",
-    "backward_tflops": "TFLOP/s of its backward, measured",
-    "node_gbs": "GB/s of one GPU to those of its node, assumed",
-    "network_gbs": "GB/s of one GPU to other nodes, assumed",
-    "hop_us": "microseconds of a message beside its bytes, assumed",
-    "task_us": "microseconds of a launch beside its work, assumed",
-    "gpus_of_node": "GPUs of a node",
+    "forward_tflops": "TFLOP/s of the forward on one GPU, measured",
+    "backward_tflops": "TFLOP/s of the backward on one GPU, measured",
+    "node_gbs": "GB/s between one GPU and the GPUs of its node, assumed",
+    "network_gbs": "GB/s between one GPU and other nodes, assumed",
+    "hop_us": "microseconds of a message in addition to its bytes, assumed",
+    "task_us": "microseconds of a launch in addition to its work, assumed",
+    "gpus_of_node": "GPUs per node",
 }
 
 GPUS = (2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096)
 
 
 def table(shape: Shape, predictions: Sequence[Prediction]) -> str:
-    """The predictions in lines of text; times in milliseconds a layer."""
+    """Formats the predictions as lines of text, with times in milliseconds per layer."""
     mask = "causal" if shape.causal else "full"
     lines = [
         f"PREDICTION, not a measurement: {shape.seqlen} tokens, {shape.heads}/{shape.kv_heads} heads of "
-        f"{shape.head_dim}, {mask} mask, {shape.layout} layout; milliseconds a layer",
+        f"{shape.head_dim}, {mask} mask, {shape.layout} layout; milliseconds per layer",
         f"  {'GPUs':>5}{'heads x rows':>14}{'forward':>10}{'backward':>10}{'ideal sum':>11}{'of ideal':>10}  idle",
     ]
     for p in predictions:
@@ -40,17 +40,17 @@ def table(shape: Shape, predictions: Sequence[Prediction]) -> str:
             f"  {p.gpus:>5}{division:>14}{p.forward_ms:>10.3f}{p.backward_ms:>10.3f}{p.ideal_ms:>11.3f}"
             f"{p.share_of_ideal:>10.2f}  {p.idle_share:.1%}{note}"
         )
-    lines.append("  of ideal: the products spread evenly over all GPUs, over the predicted sum of both passes")
-    lines.append("  idle: of the backward's schedule; (formula): its plan was not played, being too long")
+    lines.append("  of ideal: time of the products spread evenly over all GPUs / predicted time of both passes")
+    lines.append("  idle: share of the backward's schedule; (formula): the plan was too long to simulate")
     return "\n".join(lines)
 
 
 def draw(shape: Shape, predictions: Sequence[Prediction], path: str | PathLike[str]) -> None:
-    """Draws times and their share of the ideal over the number of GPUs, as a PNG file.
+    """Draws the times and their share of the ideal over the number of GPUs, as a PNG file.
 
     Raises:
         ValueError: `path` does not end in .png.
-        ImportError: matplotlib is missing.
+        ImportError: matplotlib is not installed.
     """
     if not str(path).endswith(".png"):
         raise ValueError(f"path must end in .png, got {str(path)!r}")
@@ -65,7 +65,7 @@ def draw(shape: Shape, predictions: Sequence[Prediction], path: str | PathLike[s
     gpus = [p.gpus for p in predictions]
     times.plot(gpus, [p.total_ms for p in predictions], "o-", label="forward and backward, predicted")
     times.plot(gpus, [p.ideal_ms for p in predictions], "--", color="gray", label="products spread evenly")
-    times.set(xscale="log", yscale="log", xlabel="GPUs", ylabel="milliseconds a layer")
+    times.set(xscale="log", yscale="log", xlabel="GPUs", ylabel="milliseconds per layer")
     times.legend()
     shares.plot(gpus, [p.share_of_ideal for p in predictions], "o-")
     shares.set(xscale="log", xlabel="GPUs", ylabel="share of the ideal", ylim=(0, 1.02))
@@ -82,30 +82,30 @@ def draw(shape: Shape, predictions: Sequence[Prediction], path: str | PathLike[s
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m dash_attn.distributed.simulate",
-        description="Predicts the time of one layer's attention over 2 to 4,096 GPUs: heads spread by all-to-all in a "
-        "node, keys gathered beyond, the gradients of keys carried from rank to rank in one process's order. It is a "
-        "PREDICTION from costs of one GPU and its links, and no measurement of several. Nothing runs on a GPU.",
+        description="Predicts the time of one layer's attention over 2 to 4,096 GPUs. Heads are spread by all-to-all "
+        "within a node, keys are gathered beyond, and the gradients of keys are carried from rank to rank in the order "
+        "of one process. The result is a PREDICTION from the costs of one GPU and its links. Nothing runs on a GPU.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     of_shape = parser.add_argument_group("shape")
-    of_shape.add_argument("--seqlen", type=int, default=131_072, metavar="N", help="tokens of the sequence")
+    of_shape.add_argument("--seqlen", type=int, default=131_072, metavar="N", help="tokens per sequence")
     of_shape.add_argument("--heads", type=int, default=32, metavar="N", help="query heads")
     of_shape.add_argument("--kv-heads", type=int, default=8, metavar="N", help="KV heads")
     of_shape.add_argument("--head-dim", type=int, default=128, metavar="N", help="columns of q, k and v")
     of_shape.add_argument("--mask", choices=["causal", "full"], default="causal", help="mask")
-    of_shape.add_argument("--layout", choices=LAYOUTS, default="zigzag", help="which rows a rank has")
+    of_shape.add_argument("--layout", choices=LAYOUTS, default="zigzag", help="the rows that each rank holds")
     of_shape.add_argument("--gpus", type=int, nargs="+", default=list(GPUS), metavar="N", help="numbers of GPUs")
     of_costs = parser.add_argument_group("costs; rates are measured on one H200, links and hops are assumed")
     for field in dataclasses.fields(Costs):
         kind = int if field.name == "gpus_of_node" else float
         option = f"--{field.name.replace('_', '-')}"
         of_costs.add_argument(option, type=kind, default=field.default, metavar="X", help=_HELP[field.name])
-    parser.add_argument("--png", default=None, metavar="PATH", help="draw it too; needs matplotlib")
+    parser.add_argument("--png", default=None, metavar="PATH", help="also draw the prediction; needs matplotlib")
     return parser
 
 
 def main(argv: list[str] | None = None) -> int:
-    """The exit status: 2 where an argument is out of range."""
+    """Runs the command. Returns the exit status: 2 if an argument is out of range."""
     arguments = _parser().parse_args(argv)
     names = {field.name for field in dataclasses.fields(Costs)}
     costs = Costs(**{name: value for name, value in vars(arguments).items() if name in names})

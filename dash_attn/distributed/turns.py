@@ -1,8 +1,8 @@
-"""Streams of one GPU that take turns, so that the end of one task is filled by the beginning of another.
+"""Streams of one GPU that take turns, so that the beginning of one task fills the GPU at the end of another.
 
-A chunk under the causal mask has long and short work tiles, and a task ends when its longest does. Where the next one
-does not go on with the same sums, its thread blocks take the SMs that are free by then. A CPU has one turn after the
-other.
+A chunk under the causal mask has long and short work tiles, and a task ends only with its longest. If the next task
+does not continue the same sums, its thread blocks run on the SMs that are already free. On a CPU, the turns run one
+after the other.
 """
 
 from __future__ import annotations
@@ -20,25 +20,25 @@ _STREAMS = 2
 
 
 class Held(NamedTuple):
-    """A tensor that others may still use."""
+    """A tensor that other streams may still use."""
 
     x: Tensor
     wait: Callable[[], object]
-    """Called before it is used: of a GPU's, the current stream waits then, not the host."""
+    """Call this before you use the tensor. On a GPU the current stream waits, not the host."""
 
 
 class Turns:
-    """A context, in which all that the current stream will have behind it is done in `turn` and `message`.
+    """A context manager whose `turn` and `message` contain all work that the current stream will later depend on.
 
     Args:
-        like: a tensor of the device.
+        like: a tensor on the device.
     """
 
     def __init__(self, like: Tensor):
         self._like = like
         self._is_cuda = like.is_cuda
         self._streams: collections.deque[torch.cuda.Stream] = collections.deque()
-        # By their sizes and dtypes, those that have been free for longest first.
+        # Free spaces by size and dtype, the longest free first.
         self._free: dict[tuple[int, torch.dtype], collections.deque[Held]] = collections.defaultdict(collections.deque)
         if self._is_cuda:
             self._outer = torch.cuda.current_stream(like.device)
@@ -49,7 +49,7 @@ class Turns:
 
     @contextlib.contextmanager
     def turn(self) -> Iterator[None]:
-        """Around a task: it runs beside those of other turns, and after those of whose tensors it has called `wait`."""
+        """Encloses a task, which runs concurrently with other turns except those whose tensors it has waited for."""
         if not self._is_cuda:
             yield
             return
@@ -59,7 +59,7 @@ class Turns:
 
     @contextlib.contextmanager
     def message(self) -> Iterator[None]:
-        """Around the beginning of a message, which no task's turn is to hold up."""
+        """Encloses the start of a message, which no task's turn may delay."""
         if not self._is_cuda:
             yield
             return
@@ -67,7 +67,7 @@ class Turns:
             yield
 
     def begun(self) -> Callable[[], object]:
-        """What waits for all that has been begun in this turn."""
+        """Returns a function that waits for everything started in this turn."""
         if not self._is_cuda:
             return _nothing
         event = torch.cuda.Event()
@@ -75,9 +75,9 @@ class Turns:
         return lambda: torch.cuda.current_stream().wait_event(event)
 
     def take(self, size: int, dtype: torch.dtype) -> Held:
-        """Space of one dimension. Its memory is the outer stream's, so that it may be freed behind the context.
+        """Returns space of one dimension. Its memory belongs to the outer stream and may be freed after the context.
 
-        The spaces that were given back last are not handed out: a task that took one would wait for the message in it.
+        The spaces that were given back last are not reused: a task that took one would wait for the message in it.
         """
         if len(free := self._free[size, dtype]) > _STREAMS:
             return free.popleft()
@@ -87,18 +87,18 @@ class Turns:
             return Held(self._like.new_empty(size, dtype=dtype), _nothing)
 
     def give_back(self, x: Tensor, wait: Callable[[], object]) -> None:
-        """Space that has been taken, free when `wait` says so."""
+        """Returns space that was taken. The space is free after `wait`."""
         self._free[x.numel(), x.dtype].append(Held(x, wait))
 
     def __enter__(self) -> Turns:
         return self
 
     def __exit__(self, error: type[BaseException] | None, *_: object) -> None:
-        """The outer stream waits for all turns, and, unless there was an error, for what has been given back."""
+        """The outer stream waits for all turns and, unless there was an error, for the spaces that were given back."""
         if error is None:
             for held in (held for free in self._free.values() for held in free):
                 held.wait()
-        # After an error too: the outer stream's memory, which they use, is about to be freed.
+        # Also after an error: the turns use memory of the outer stream, which is about to be freed.
         if self._is_cuda:
             for stream in (self._messages, *self._streams):
                 self._outer.wait_stream(stream)
@@ -106,7 +106,7 @@ class Turns:
 
 @functools.cache
 def _streams_of(device: torch.device) -> list[torch.cuda.Stream]:
-    """Always the same: torch's allocator keeps memory for each stream that had some."""
+    """Returns the same streams every time, because torch's allocator keeps memory for each stream that had some."""
     return [torch.cuda.Stream(device) for _ in range(1 + _STREAMS)]
 
 

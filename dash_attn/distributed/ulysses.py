@@ -1,7 +1,8 @@
-"""From shards of rows to shards of heads and back: the movement of DeepSpeed-Ulysses (arXiv 2309.14509).
+"""From shards of rows to shards of heads and back: the data movement of DeepSpeed-Ulysses (arXiv 2309.14509).
 
-Every rank of a group gets all rows of some heads, works on them as one process would, and gives the rows back. Nothing
-is added on the way, and a head's bits do not depend on the other heads of a call, so all bits are those of one process.
+Every rank of a group receives all rows of some heads, computes attention as one process would, and returns the rows.
+Nothing is added on the way, and a head's bits do not depend on the other heads of a call, so all bits are those of one
+process.
 """
 
 from __future__ import annotations
@@ -21,23 +22,23 @@ from .movement import Move, exchange
 
 @dataclass(frozen=True)
 class Split:
-    """How a call is divided: over rows outside of the attention, over heads inside. Equal on all ranks."""
+    """How a call is divided: over rows outside of attention, over heads inside. Equal on all ranks."""
 
     channel: Channel
     name: str
-    """Of the function, for messages."""
+    """The name of the function, for messages."""
     layout: str
     rows_q: int
     rows_k: int
-    """Of the whole sequence or pack."""
+    """Rows of the whole sequence or variable-length batch."""
     heads: int
     kv_heads: int
     check_values: bool
     gradients_agreed: bool = False
-    """Whether the ranks have agreed on the gradients of the results before they come here."""
+    """Whether the ranks have already agreed on the gradients of the results."""
 
     def heads_of_rank(self, rank: int, *, of_keys: bool) -> Rows:
-        """KV heads are spread evenly, the first ranks having one more; query heads stay with theirs."""
+        """KV heads are spread evenly, with one more on the first ranks. Query heads stay with their KV heads."""
         each, longer = divmod(self.kv_heads, self.channel.size)
         start = each * rank + min(rank, longer)
         stop = start + each + (rank < longer)
@@ -45,15 +46,15 @@ class Split:
         return Rows(start * group, stop * group)
 
     def runs(self, rank: int, *, of_keys: bool) -> list[Rows]:
-        """A rank's rows, in those that the ranks have together."""
+        """Returns a rank's rows, within the rows that the ranks hold together."""
         return rows_of_rank(self.rows_k if of_keys else self.rows_q, rank, self.channel.size, self.layout)
 
     def runs_here(self, *, of_keys: bool) -> list[Rows]:
-        """This rank's runs as it has them."""
+        """Returns this rank's runs, in the rank's own rows."""
         return places_of(self.runs(self.channel.rank, of_keys=of_keys))
 
     def rows_to_heads(self, what: str, tensors: Sequence[Tensor], of_keys: Sequence[bool]) -> list[Tensor]:
-        """(batch, rows of this rank, heads, ...) to (batch, rows, heads of this rank, ...)."""
+        """Moves (batch, rows of this rank, heads, ...) to (batch, rows, heads of this rank, ...)."""
         results, moves = [], []
         for x, side in zip(tensors, of_keys):
             heads = len(self.heads_of_rank(self.channel.rank, of_keys=side))
@@ -74,7 +75,7 @@ class Split:
         return results
 
     def _pairs(self, of_rows: Tensor, of_heads: Tensor, of_keys: bool) -> list[tuple[list[Tensor], list[Tensor]]]:
-        """Of each run this rank's rows by each rank's heads, and each rank's rows by this rank's heads."""
+        """For each run, pairs this rank's rows of each rank's heads with each rank's rows of this rank's heads."""
         ranks = range(self.channel.size)
         heads = [slice(*self.heads_of_rank(rank, of_keys=of_keys)) for rank in ranks]
         runs = [self.runs(rank, of_keys=of_keys) for rank in ranks]
@@ -87,7 +88,7 @@ class Split:
         ]
 
     def gather_heads(self, what: str, of_heads: Tensor) -> Tensor:
-        """(heads of this rank,) to (heads,), on every rank."""
+        """Gathers (heads of this rank,) into (heads,) on every rank."""
         result = of_heads.new_empty(self.heads)
         ranks = range(self.channel.size)
         parts = [result[slice(*self.heads_of_rank(rank, of_keys=False))] for rank in ranks]
@@ -96,13 +97,13 @@ class Split:
 
 
 class RowsToHeads(torch.autograd.Function):
-    """q, k and v of this rank's rows, and the sinks of all heads, to those of this rank's heads."""
+    """Moves q, k and v of this rank's rows, and the sinks of all heads, to those of this rank's heads."""
 
     @staticmethod
     def forward(ctx, split, q, k, v, sinks):
         ctx.set_materialize_grads(False)
         ctx.split, ctx.dtypes = split, [None if x is None else x.dtype for x in (q, k, v, sinks)]
-        # The smaller ones first: they move while q is made ready.
+        # The smaller tensors move first, while q is made contiguous.
         k, v, q = split.rows_to_heads(split.name, [k, v, q], [True, True, False])
         results = q, k, v
         ctx.shapes = [x.shape for x in results]
@@ -113,7 +114,7 @@ class RowsToHeads(torch.autograd.Function):
     @first_order
     def backward(ctx, _, dq, dk, dv, dsinks):
         split = ctx.split
-        if dq is None and dk is None and dv is None:  # on all ranks, who have agreed on the output's
+        if dq is None and dk is None and dv is None:  # on every rank, because the ranks have agreed on the gradients
             return (None,) * 5
         what = f"the backward of {split.name}"
         gradients = [
@@ -121,13 +122,13 @@ class RowsToHeads(torch.autograd.Function):
             for x, shape, dtype in zip((dq, dk, dv), ctx.shapes, ctx.dtypes)
         ]
         gradients = split.heads_to_rows(what, gradients, [False, True, True])
-        # Of each head one rank has the gradient, complete: it is copied to all.
+        # For each head, one rank has the complete gradient, which is copied to all.
         return None, *gradients, None if dsinks is None else split.gather_heads(what, dsinks)
 
 
 class HeadsToRows(torch.autograd.Function):
-    """The output and, unless it is None, the log-sum-exp of this rank's heads to those of its rows; the latter with
-    heads last."""
+    """Moves the output, and the log-sum-exp unless it is None, of this rank's heads to this rank's rows. The
+    log-sum-exp has its heads last."""
 
     @staticmethod
     def forward(ctx, split, out, lse):

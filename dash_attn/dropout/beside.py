@@ -1,4 +1,4 @@
-"""Bits of dropout that are made beside other work of the GPU: `dropout_bits_beside`."""
+"""Generates dropout bits concurrently with other work of the GPU: `dropout_bits_beside`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from .bits import DropoutBits, DropoutState, Request, checked_request
 
 
 class BitsBeside:
-    """Of `dropout_bits_beside`: a context manager, whose bits are there when its block has ended."""
+    """The context manager of `dropout_bits_beside`. Its bits are available after its block."""
 
     def __init__(self, request: Request):
         self._request = request
@@ -21,23 +21,23 @@ class BitsBeside:
 
     @property
     def bits(self) -> DropoutBits:
-        """For `flash_attn_func(..., dropout_bits=...)`.
+        """The bits, for `flash_attn_func(..., dropout_bits=...)`.
 
         Raises:
-            RuntimeError: the block has not ended, or an exception has ended it.
+            RuntimeError: the block has not ended, or it ended with an exception.
         """
         if not self._is_done or self._bits is None:
-            raise RuntimeError("bits must be asked for when the block of dropout_bits_beside has ended, got none yet")
+            raise RuntimeError("bits are available only after the block of dropout_bits_beside has ended, got none yet")
         return self._request.result(self._bits)
 
     def __enter__(self) -> BitsBeside:
         if self._bits is not None:
-            raise RuntimeError("a dropout_bits_beside must be entered once, got a second time")
+            raise RuntimeError("a dropout_bits_beside can be entered only once, got a second time")
         request = self._request
         self._state = request.state.rng_state.contiguous()
         shape = layout.shape_of(request.batch, request.heads, request.seqlen_q, request.seqlen_k)
-        # Both belong to this stream, which waits for the side stream before it goes on: so torch's allocator hands out
-        # their memory again only behind that, and need not be told of the side stream.
+        # Both tensors belong to this stream, which waits for the side stream before it goes on. torch's allocator
+        # therefore reuses their memory only after that, and need not know about the side stream.
         self._bits = torch.empty(shape, dtype=torch.uint8, device=self._state.device)
         if self._state.is_cuda:
             self._stream = torch.cuda.current_stream(self._state.device)
@@ -49,12 +49,12 @@ class BitsBeside:
             return
         if self._state.is_cuda:
             side = _side_stream(self._state.device)
-            # Behind what was queued before the block, and launched behind what the block has queued.
+            # Ordered after the work that was queued before the block, and launched after the block's own work.
             side.wait_event(self._fork)
             try:
                 with torch.cuda.stream(side):
                     self._generate()
-            finally:  # or a graph that is being captured would be lost with it
+            finally:  # otherwise a graph that is being captured would be lost too
                 self._stream.wait_event(side.record_event())
         else:
             self._generate()
@@ -84,29 +84,48 @@ def dropout_bits_beside(
     keep_bits: bool = False,
     sm_margin: int = 0,
 ) -> BitsBeside:
-    """`dropout_bits`, made on a stream of their own beside what a block of code queues on the current one.
+    """Generates `dropout_bits` on a second stream, concurrently with the work that a block queues on the current
+    stream.
 
         with dropout_bits_beside(state, p=0.1, batch=2, heads=16, seqlen_q=4096, seqlen_k=4096, causal=True) as beside:
             qkv = torch.nn.functional.linear(x, weight)
         ...
         out = flash_attn_func(q, k, v, dropout_p=0.1, dropout_bits=beside.bits, causal=True)
 
-    The generator waits for what the current stream had queued before the block, and for nothing of the block. It is
-    launched when the block ends, so that the block's kernels come to the SMs first and the generator takes what they
-    leave; how much they overlap is the GPU's affair. What is queued on the current stream after the block waits for
-    the bits, which are then a tensor as any other. No CUDA call waits on the host, and a graph captures all of it. A
-    block that raises makes no bits. On the CPU the bits are made when the block ends.
+    The generator waits for the work that was queued on the current stream before the block, and for nothing in the
+    block. It is launched when the block ends, so that the block's kernels occupy the SMs first and the generator uses
+    the rest; the GPU decides how much they overlap. Work that is queued on the current stream after the block waits for
+    the bits, which then are an ordinary tensor. No CUDA call blocks the host, and a CUDA graph captures everything. A
+    block that raises generates no bits. On the CPU the bits are generated when the block ends.
 
     Args:
-        state: its tensor must be ready on the current stream before the block, and not be written in it.
-        keep_bits: as in `dropout_bits`, but by default False: attention's backward makes the bits again, and memory
-            does not grow with the layers.
+        state: as in `dropout_bits`. Its tensor must be ready on the current stream before the block, and the block must
+            not write to it.
+        p: as in `dropout_bits`.
+        batch: as in `dropout_bits`.
+        heads: as in `dropout_bits`.
+        seqlen_q: as in `dropout_bits`.
+        seqlen_k: as in `dropout_bits`.
+        mapping: as in `dropout_bits`.
+        rounds: as in `dropout_bits`.
+        first_head: as in `dropout_bits`.
+        total_heads: as in `dropout_bits`.
+        first_query: as in `dropout_bits`.
+        first_key: as in `dropout_bits`.
+        causal: as in `dropout_bits`.
+        window_size: as in `dropout_bits`.
+        attention_chunk: as in `dropout_bits`.
+        keep_bits: as in `dropout_bits`, but False by default: attention's backward generates the bits again, so memory
+            does not grow with the number of layers.
         sm_margin: the number of SMs on which the generator does not run.
-        others: as in `dropout_bits`.
+
+    Returns:
+        A context manager, whose `bits` are available after the block.
 
     Raises:
         NotImplementedError: the state is neither on the CPU nor on a CUDA device.
-        TypeError, ValueError: an argument is of a wrong type or out of its range.
+        TypeError: an argument has the wrong type; the message names the argument.
+        ValueError: an argument is out of range; the message names the argument.
     """
     return BitsBeside(
         checked_request(
@@ -133,5 +152,5 @@ def dropout_bits_beside(
 
 @functools.cache
 def _side_stream(device: torch.device) -> torch.cuda.Stream:
-    """One a device: of two that made bits at a time neither would be done sooner."""
+    """Returns one stream per device: two generators at a time would delay each other."""
     return torch.cuda.Stream(device)

@@ -1,4 +1,4 @@
-"""States, and the bits that are made of them."""
+"""States of the random generator, and the dropout bits generated from them."""
 
 from __future__ import annotations
 
@@ -14,10 +14,11 @@ from .. import checks
 from . import layout
 
 MAPPINGS = ("bit_sliced", "flash_attention_2")
-"""How random numbers become bits. "bit_sliced": ours, 32 elements in a few instructions. "flash_attention_2": the bits
-that FlashAttention-2's kernels make of the same seed and offset, as its sources say."""
+"""How random numbers become bits. "bit_sliced" is our own mapping, which computes 32 elements in a few instructions.
+"flash_attention_2" gives the bits that FlashAttention-2's kernels generate from the same seed and offset, according to
+its source code."""
 ROUNDS = (7, 10)
-"""Rounds of Philox4x32. FlashAttention-2 has 7, the generator's authors propose 10 and call 7 sufficient."""
+"""Rounds of Philox4x32. FlashAttention-2 uses 7. The authors of Philox recommend 10 and call 7 sufficient."""
 
 _MAX_SEQLEN = 2**30 - 1
 _MAX_SEQUENCES = _MAX_HEADS = 2**16
@@ -25,15 +26,16 @@ _MAX_SEQUENCES = _MAX_HEADS = 2**16
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class DropoutState:
-    """Where masks come from: Philox's seed and offset, in a tensor on the device that needs them.
+    """The source of dropout masks: Philox's seed and offset, in a tensor on the device that needs them.
 
     Args:
-        rng_state: int64 (2,), seed and offset, of which every 64 bits are used: sequence b of a call then has the
-            number b. Or (batch, 2), one state for each sequence, each of which has the number 0: so a sequence has the
-            mask in any batch or pack that it has alone.
+        rng_state: int64 (2,): seed and offset, with all 64 bits in use. Sequence b of a call then has the number b. Or
+            int64 (batch, 2): one state per sequence. Every sequence then has the number 0, and so the same mask in any
+            batch.
 
     Raises:
-        TypeError, ValueError: it is no such tensor.
+        TypeError: `rng_state` is not an int64 tensor.
+        ValueError: `rng_state` has another shape.
     """
 
     rng_state: Tensor
@@ -54,15 +56,18 @@ class DropoutState:
         batch: int | None = None,
         generator: torch.Generator | None = None,
     ) -> DropoutState:
-        """A state that torch's generator of the device draws: reproducible under torch.manual_seed.
+        """Draws a state from torch's generator of the device. The draw is reproducible with torch.manual_seed.
 
-        The draw is a random tensor as any other. So activation checkpointing that preserves torch's generators draws
-        the same one again, and each replay of a captured graph draws another.
+        The state is a random tensor like any other. Activation checkpointing that preserves torch's generators
+        therefore draws the same state again, and each replay of a captured CUDA graph draws a new one.
 
         Args:
-            device: where; default: torch's default device.
-            batch: draw one state for each of so many sequences, (batch, 2); default: one for all, (2,).
-            generator: default: the device's own.
+            device: the device of the state; default: torch's default device.
+            batch: draw one state per sequence, (batch, 2); default: one state for all, (2,).
+            generator: the generator; default: the device's own.
+
+        Returns:
+            The state, on `device`.
         """
         shape = (2,) if batch is None else (_count("batch", batch, 0, _MAX_SEQLEN), 2)
         largest = torch.iinfo(torch.int64).max
@@ -70,7 +75,7 @@ class DropoutState:
 
     @classmethod
     def of(cls, seed: int, offset: int = 0, device: torch.device | str | None = None) -> DropoutState:
-        """The state of two numbers of 64 bits, such as those that another library reports."""
+        """Makes a state from two 64-bit numbers, such as those that another library reports."""
         numbers = []
         for name, value in (("seed", seed), ("offset", offset)):
             number = _count(name, value, -(2**63), 2**64 - 1)
@@ -80,10 +85,10 @@ class DropoutState:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class DropoutBits:
-    """Bits of `dropout_bits`, and what they were made of."""
+    """The result of `dropout_bits`, with the arguments that produced it."""
 
     bits: Tensor
-    """uint8 (batch, heads, ceil(seqlen_q / 32), ceil(seqlen_k / 32), 128), as csrc/dropout/mask.h has it."""
+    """uint8 (batch, heads, ceil(seqlen_q / 32), ceil(seqlen_k / 32), 128), in the layout of csrc/dropout/mask.h."""
     state: DropoutState
     p: float
     seqlen_q: int
@@ -98,8 +103,8 @@ class DropoutBits:
     window_size: tuple[int, int] = (-1, -1)
     attention_chunk: int = 0
     keep_bits: bool = True
-    """Whether a call of attention that is given these keeps them for its backward. If not, it keeps the state, and the
-    backward makes them again."""
+    """Whether attention keeps the bits for its backward. If not, attention keeps the state, and its backward generates
+    the bits again."""
 
     @property
     def batch(self) -> int:
@@ -111,22 +116,28 @@ class DropoutBits:
 
     @property
     def is_of_every_pair(self) -> bool:
-        """Whether they were made for a mask under which every query sees every key, and so serve any."""
+        """Whether the bits were generated for every pair of a query and a key, and therefore fit any mask."""
         return not self.causal and self.window_size == (-1, -1) and self.attention_chunk == 0
 
     def mask(self) -> Tensor:
-        """bool (batch, heads, seqlen_q, seqlen_k): True is kept. Anything where the mask that the bits were made for
-        lets no query see the key."""
+        """Unpacks the bits to bool (batch, heads, seqlen_q, seqlen_k), True for kept elements.
+
+        Where the mask for which the bits were generated hides a key from every query, the values are undefined.
+        """
         return layout.unpack(self.bits, self.seqlen_q, self.seqlen_k)
 
 
 def keep_probability(p: float) -> float:
-    """The probability with which an element is kept, a multiple of 1/256: (floor(255 (1 - p)) + 1) / 256.
+    """Returns the probability with which an element is kept, a multiple of 1/256: (floor(255 (1 - p)) + 1) / 256.
 
-    FlashAttention-2's: as there, what is kept is divided by 1 - p, from which this differs by up to 1/256.
+    As in FlashAttention-2, kept elements are divided by 1 - p, which differs from this probability by up to 1/256.
+
+    Args:
+        p: the probability of dropping an element, from 0 to below 1 in fp32.
 
     Raises:
-        TypeError, ValueError: p is no number from 0 to below 1 in fp32.
+        TypeError: p is not a number.
+        ValueError: p is not from 0 to below 1 in fp32.
     """
     return _compiled.dropout_threshold(as_probability("p", p)) / 256
 
@@ -136,7 +147,7 @@ _OF_BITS = tuple(field.name for field in dataclasses.fields(DropoutBits) if fiel
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Request:
-    """A call that makes bits, once its arguments are known to be right: those of `dropout_bits`, by their names."""
+    """The checked arguments of a call of `dropout_bits`, under their names."""
 
     state: DropoutState
     p: float
@@ -158,7 +169,7 @@ class Request:
 
     @property
     def sizes(self) -> dict[str, Any]:
-        """What `layout.generate` is told besides the state."""
+        """The arguments of `layout.generate` other than the state."""
         names = (
             "p", "batch", "heads", "seqlen_q", "seqlen_k", "first_head", "total_heads", "first_query", "first_key",
             "mapping", "rounds", "causal", "attention_chunk", "sm_margin",
@@ -190,10 +201,10 @@ def checked_request(
     keep_bits: bool,
     sm_margin: int,
 ) -> Request:
-    """The arguments of `dropout_bits`, of the types that the ops take.
+    """Checks the arguments of `dropout_bits` and converts them to the types that the ops take.
 
     Raises:
-        NotImplementedError, TypeError, ValueError: as `dropout_bits`.
+        NotImplementedError, TypeError, ValueError: as in `dropout_bits`.
     """
     if not isinstance(state, DropoutState):
         raise TypeError(f"state must be a DropoutState, got {type(state).__name__}")
@@ -213,7 +224,7 @@ def checked_request(
     if rounds not in ROUNDS:
         raise ValueError(f"rounds must be one of {', '.join(map(str, ROUNDS))}, got {rounds!r}")
     if mapping == "flash_attention_2" and rounds != 7:
-        raise ValueError(f"rounds must be 7 with mapping='flash_attention_2', as FlashAttention-2 has, got {rounds}")
+        raise ValueError(f"rounds must be 7 with mapping='flash_attention_2', got {rounds}")
     causal = checks.as_flag("causal", causal)
     window_size = checks.as_window(window_size)
     attention_chunk = checks.as_attention_chunk(attention_chunk)
@@ -225,8 +236,8 @@ def checked_request(
     ):  # fmt: skip
         if not keep_bits and value != of_backward:
             raise ValueError(
-                f"keep_bits must be True with {name}={value!r} (the backward makes bits again of "
-                f"{name}={of_backward!r} alone), got False"
+                f"keep_bits must be True with {name}={value!r}, because the backward generates bits only with "
+                f"{name}={of_backward!r}, got False"
             )
     states = state.rng_state
     if states.dim() == 2 and states.shape[0] != batch:
@@ -234,7 +245,7 @@ def checked_request(
     if states.device.type not in ("cpu", "cuda"):
         raise NotImplementedError(f"state must be on the CPU or a CUDA device, got {states.device}")
     sm_margin = checks.as_sm_margin(sm_margin)
-    if not keep_bits:  # a copy: the backward makes bits of it, and the caller's tensor may be refilled before
+    if not keep_bits:  # copied, because the caller may refill the tensor before the backward reads it
         state = DropoutState(states.clone())
     return Request(
         state, p, batch, heads, seqlen_q, seqlen_k, mapping, rounds, first_head, total_heads, first_query, first_key,
@@ -262,34 +273,46 @@ def dropout_bits(
     keep_bits: bool = True,
     sm_margin: int = 0,
 ) -> DropoutBits:
-    """What dropout keeps, a bit for each query and key of every query head: batch * heads * seqlen_q * seqlen_k / 8 B.
+    """Generates dropout bits, one for each query and key of every query head: batch * heads * seqlen_q * seqlen_k / 8
+    B.
 
-    A bit depends on the state, p, the mapping, the rounds, the sequence's number and the places of its head, query and
-    key in the whole, and on no other argument. Of a pack the lengths are those of the longest sequence, whose rows
-    past their own lengths shorter ones leave unused.
+    A bit depends on the state, p, the mapping, the rounds, the number of the sequence, and the positions of its head,
+    query and key in the whole model, and on no other argument. For a variable-length batch the lengths are those of its
+    longest sequence; shorter sequences leave the rest unused.
 
     Args:
-        state: where the bits come from; of shape (batch, 2) it has `batch` rows. The bits are on its device.
+        state: the source of the bits, which are generated on its device. A state of shape (batch, 2) must have `batch`
+            rows.
         p: the probability of dropping an element, from 0 to below 1 in fp32; see `keep_probability`.
-        batch, heads, seqlen_q, seqlen_k: sequences and query heads, at most 65,536 each, and rows of a sequence, below
-            2^30 each.
-        mapping: one of `MAPPINGS`. "flash_attention_2" depends on total_heads, and takes 7 rounds and nothing else.
+        batch: the number of sequences, from 1 to 65,536.
+        heads: the number of query heads, from 1 to 65,536.
+        seqlen_q: the number of queries per sequence, below 2^30.
+        seqlen_k: the number of keys per sequence, below 2^30.
+        mapping: one of `MAPPINGS`. "flash_attention_2" depends on total_heads, and supports only 7 rounds.
         rounds: one of `ROUNDS`.
-        first_head, total_heads: which query heads of the whole model these are, for one of several shards of them.
-            Default: all of them.
-        first_query, first_key: likewise, of the rows of a sequence; multiples of 32.
-        causal, window_size, attention_chunk: the mask of the attention to come, as `flash_attn_func` takes it. Blocks
-            of bits that no query sees under it are left out, and hold anything: a causal mask saves half. Such bits go
-            with sequences of just these lengths, no pack, and a mask each of whose limits hides as much at least: no
-            side of its window is larger, causal being a right side of 0, and its chunk divides theirs. Default: all.
-        keep_bits: whether attention that is given these keeps them for its backward. If False it keeps the state, 16
-            bytes, and its backward makes the bits again; that takes the default mapping and rounds, all heads, and no
-            first_query nor first_key.
-        sm_margin: on a GPU, the number of SMs to leave to other kernels. Changes no bits.
+        first_head: the number of the first head within the whole model, if these heads are one of several shards.
+        total_heads: the number of query heads of the whole model. Default: first_head + heads.
+        first_query: the position of the first query in the whole sequence, a multiple of 32.
+        first_key: the position of the first key in the whole sequence, a multiple of 32.
+        causal: the mask of the attention that will use the bits, as in `flash_attn_func`. Blocks of bits that the mask
+            hides completely are left out and hold undefined values; a causal mask saves half of the work. Such bits fit
+            only sequences of exactly these lengths, no variable-length batch, and a mask that hides at least as much:
+            no side of its window may be larger (causal counts as a right side of 0), and its chunk must divide this
+            one. Default: all pairs.
+        window_size: see causal.
+        attention_chunk: see causal.
+        keep_bits: whether attention keeps the bits for its backward. If False, attention keeps the state, 16 bytes, and
+            its backward generates the bits again. This needs the default mapping and rounds, all heads, and a
+            first_query and first_key of 0.
+        sm_margin: the number of SMs to leave to other kernels on a GPU. Changes no bits.
+
+    Returns:
+        The bits and the arguments that produced them.
 
     Raises:
         NotImplementedError: the state is neither on the CPU nor on a CUDA device.
-        TypeError, ValueError: an argument is of a wrong type or out of its range.
+        TypeError: an argument has the wrong type; the message names the argument.
+        ValueError: an argument is out of range; the message names the argument.
     """
     request = checked_request(
         state, p=p, batch=batch, heads=heads, seqlen_q=seqlen_q, seqlen_k=seqlen_k, mapping=mapping, rounds=rounds,
@@ -300,10 +323,11 @@ def dropout_bits(
 
 
 def as_probability(name: str, p: object) -> float:
-    """A float from 0 to below 1 in fp32.
+    """Returns p as a float from 0 to below 1 in fp32.
 
     Raises:
-        TypeError, ValueError: it is not.
+        TypeError: p is not a number.
+        ValueError: p is out of range.
     """
     if not checks.is_number(p):
         raise TypeError(f"{name} must be a number from 0 to below 1, got {checks.describe(p)}")
@@ -311,7 +335,7 @@ def as_probability(name: str, p: object) -> float:
         value = float(p)
     except OverflowError:
         value = math.inf
-    # 1 - p is made in fp32, where it must not be 0: from here on p is 1 there.
+    # The kernels compute 1 - p in fp32, where the difference must not be 0.
     if not 0 <= value < 1 - 2.0**-25:
         raise ValueError(f"{name} must be from 0 to below 1 in fp32, got {checks.describe(p)}")
     return value

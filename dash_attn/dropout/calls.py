@@ -1,4 +1,4 @@
-"""Dropout as the public functions are asked for it, and what they give back of it."""
+"""Dropout in the public functions: checks its arguments, and computes the probabilities that they return."""
 
 from __future__ import annotations
 
@@ -12,21 +12,22 @@ from .. import checks, packs, reference
 from . import layout
 from .bits import DropoutBits, DropoutState, as_probability
 
-# To which FlashAttention-2 rounds up the rows and columns of what return_attn_probs gives.
+# FlashAttention-2 rounds the rows and columns that return_attn_probs returns up to a multiple of this.
 _PROBABILITY_MULTIPLE = 128
 
 
 def checked_probability(dropout_p: object, dropout_bits: object, *, softmax_scale: object, is_pack: bool) -> float:
-    """dropout_p as a number, 0 without dropout. Nothing is drawn.
+    """Returns dropout_p as a number, 0 without dropout. Draws no random numbers.
 
     Args:
         dropout_p, dropout_bits: as in `flash_attn_func`.
-        softmax_scale, is_pack: for errors; they tell a call with FlashAttention-3's order of arguments.
+        softmax_scale, is_pack: only for errors, to recognize calls with FlashAttention-3's order of arguments.
 
     Raises:
-        TypeError, ValueError: an argument is of a wrong type or value, or the bits are of another probability.
+        TypeError: an argument has the wrong type.
+        ValueError: dropout_p is out of range, or the bits were generated for another probability.
     """
-    order = f"FlashAttention-3 has {'seqused_q' if is_pack else 'softmax_scale'} in this place: pass it by name"
+    order = f"FlashAttention-3 has {'seqused_q' if is_pack else 'softmax_scale'} in this position: pass it by name"
     if isinstance(dropout_p, Tensor) or (isinstance(softmax_scale, bool) and dropout_p):
         got = f"{checks.describe(dropout_p)} and softmax_scale={checks.describe(softmax_scale)}"
         raise TypeError(f"dropout_p must be a number from 0 to below 1 ({order}), got {got}")
@@ -50,23 +51,24 @@ def keywords(
     max_seqlens: Mapping[str, int | Tensor] | None,
     return_attn_probs: bool,
 ) -> dict[str, object]:
-    """Those of the ops, none where p is 0. A state is drawn where there are no bits. With bits that are not to be kept
-    goes their state, of which the backward makes them again.
+    """Returns the dropout arguments of the ops; none if p is 0. Draws a state if the call has no bits.
+
+    Bits that are not to be kept are accompanied by their state, from which the backward generates them again.
 
     Args:
-        p: from `checked_probability`.
+        p: the result of `checked_probability`.
         dropout_bits: as in `flash_attn_func`.
         named, num_heads_q: as in `signed_probabilities`.
-        mask: causal, the window's sides and attention_chunk.
-        pack: None, or the offsets and lengths of a pack.
-        max_seqlens: of a pack, the most rows that one of its sequences has, by the names of the arguments.
-        return_attn_probs: whether `signed_probabilities` are to be made of the call.
+        mask: causal, the sides of the window, and attention_chunk.
+        pack: the offsets and lengths of a variable-length batch, or None.
+        max_seqlens: the most rows of a sequence of a variable-length batch, by the names of the arguments.
+        return_attn_probs: whether the call returns `signed_probabilities`.
 
     Raises:
-        ValueError: the bits were made for another mask, or under a mask for other lengths; with DASH_ATTN_CHECK=1, a
-            sequence is longer than max_seqlens.
-        RuntimeError: a call that is captured in a CUDA graph would have to read lengths: signed_probabilities of a
-            pack are wanted, or a length of max_seqlens is needed and a tensor.
+        ValueError: the bits were generated for another mask, or for other lengths with a mask; with DASH_ATTN_CHECK=1,
+            also if a sequence is longer than max_seqlens.
+        RuntimeError: during CUDA graph capture, the call would have to read lengths: for the signed probabilities of a
+            variable-length batch, or for a length of max_seqlens that is a tensor.
     """
     if p == 0:
         return {}
@@ -79,13 +81,13 @@ def keywords(
         )
     given: dict[str, object] = {"dropout_p": p}
     if dropout_bits is not None:
-        # Of wrong ranks the op says what is wrong.
+        # The op reports tensors of a wrong rank.
         if not dropout_bits.is_of_every_pair and (is_pack or all(x.dim() >= 4 for x in named.values())):
             _check_mask_of_bits(dropout_bits, named, num_heads_q, mask, is_pack=is_pack)
         given["dropout_bits"] = dropout_bits.bits
         if dropout_bits.keep_bits:
             return given
-        # The forward refuses a sequence that these do not hold.
+        # The forward refuses a sequence that is longer than these lengths.
         rows, columns = (layout.BLOCK_ROWS * blocks for blocks in dropout_bits.bits.shape[2:4])
         of_side = {"max_seqlen_q": rows, "max_seqlen_k": columns, "max_seqlen": max(rows, columns)}
         max_seqlens = {name: of_side[name] for name in max_seqlens or {}}
@@ -99,7 +101,7 @@ def keywords(
 
 
 def _lengths(max_seqlens: Mapping[str, int | Tensor], most: int) -> dict[str, Any]:
-    """Ints, as the ops take them. A tensor is read, once where both sides have it; of a meta tensor it is `most`."""
+    """Returns the lengths as ints. A tensor is read, once if both sides have the same; a meta tensor gives `most`."""
     lengths: dict[str, Any] = {}
     read: list[tuple[Tensor, Any]] = []
     for name, length in max_seqlens.items():
@@ -127,7 +129,7 @@ def _check_mask_of_bits(
     *,
     is_pack: bool,
 ) -> None:
-    """Raises ValueError where the call sees a pair whose bit was left out."""
+    """Raises a ValueError if the call sees a pair whose bit was left out."""
 
     def described(mask: tuple[bool, int, int, int]) -> str:
         causal, left, right, chunk = mask
@@ -164,19 +166,21 @@ def signed_probabilities(
     scores: Mapping[str, Any],
     **mask: Any,
 ) -> Tensor:
-    """What FlashAttention-2 calls S_dmask: (batch, heads, seqlen_q, seqlen_k) like q, lengths rounded up to 128.
+    """Computes what FlashAttention-2 calls S_dmask: (batch, heads, seqlen_q, seqlen_k) like q, lengths rounded up to
+    128.
 
-    P with the sign that says what dropout did, below 0 is dropped; 0 where no key is seen. Of a pack the lengths are
-    those of its longest sequence, for which it waits for the GPU. On a meta device, where they are not known, (0,).
+    The result is P, negative where dropout drops an element, and 0 where a query does not see the key. For a
+    variable-length batch the lengths are those of its longest sequence, which the call reads from the GPU. On a meta
+    device, where these are unknown, the shape is (0,).
 
     Args:
         named: q and k, q and kv, or qkv, as the public functions take them.
-        num_heads_q: of a qkv with all heads in one dimension.
-        softmax_lse: the call's.
-        pack: None, or its tensors.
-        dropout: from `keywords`.
+        num_heads_q: the number of query heads in a qkv with all heads in one dimension.
+        softmax_lse: the log-sum-exp of the call.
+        pack: the offsets and lengths of a variable-length batch, or None.
+        dropout: the result of `keywords`.
         scores: softmax_scale (or None), softcap and alibi_slopes.
-        mask: as `dash_attn.reference.forward` takes it.
+        mask: as in `dash_attn.reference.forward`.
     """
     q, k = (x.detach() for x in _queries_and_keys(named, num_heads_q))
     if q.device.type == "meta":
@@ -186,7 +190,7 @@ def signed_probabilities(
     scale = scores["softmax_scale"]
     scores = {**scores, "softmax_scale": q.shape[-1] ** -0.5 if scale is None else scale}
     slopes = scores.pop("alibi_slopes")
-    # Of a qkv the lengths are those of queries and keys alike.
+    # In a packed qkv, the lengths apply to queries and keys alike.
     of_pack = {} if pack is None else dict(pack)
     cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k = (
         of_pack.get(name + side, of_pack.get(name)) for name in ("cu_seqlens", "seqused") for side in ("_q", "_k")
@@ -197,7 +201,7 @@ def signed_probabilities(
     batch = q.shape[0] if cu_seqlens_q is None else len(cu_seqlens_q) - 1
     heads = q.shape[-2]
     p, bits = dropout["dropout_p"], dropout.get("dropout_bits")
-    if bits is None:  # of all sequences at once, as the kernel that makes them counts from the first
+    if bits is None:  # for all sequences in one call, because the kernel numbers them from the first
         longest_q = max((x.of_queries[0].shape[1] for x in sequences), default=0)
         longest_k = max((x.of_keys[0].shape[1] for x in sequences), default=0)
         bits = layout.of_call(dropout["rng_state"], p, batch, heads, longest_q, longest_k)

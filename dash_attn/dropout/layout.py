@@ -1,4 +1,4 @@
-"""Where a bit lies (csrc/dropout/mask.h), and the bits of sequences made on the host."""
+"""The layout of dropout bits (csrc/dropout/mask.h), and their generation on the host."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 from .. import _schedule as _compiled
 
 BLOCK_ROWS: int = _compiled.DROPOUT_BLOCK_ROWS
-"""Queries, and keys, of a block of bits."""
+"""Queries per block of bits, and keys per block."""
 BLOCK_BYTES: int = _compiled.DROPOUT_BLOCK_BYTES
 
 DEFAULT_MAPPING = "bit_sliced"
@@ -22,16 +22,16 @@ def num_blocks(seqlen: int) -> int:
 
 
 def shape_of(batch: int, heads: int, seqlen_q: int, seqlen_k: int) -> tuple[int, int, int, int, int]:
-    """Of the tensor of bits: [sequence][head][block of queries][block of keys][byte]."""
+    """Returns the shape of the tensor of bits: [sequence][head][block of queries][block of keys][byte]."""
     return batch, heads, num_blocks(seqlen_q), num_blocks(seqlen_k), BLOCK_BYTES
 
 
 def unpack(bits: Tensor, seqlen_q: int, seqlen_k: int) -> Tensor:
-    """bool (batch, heads, seqlen_q, seqlen_k) of bits that have at least these rows; True is kept."""
+    """Unpacks bits of at least these lengths to bool (batch, heads, seqlen_q, seqlen_k), True for kept elements."""
     bits = bits[:, :, : num_blocks(seqlen_q), : num_blocks(seqlen_k)]
     batch, heads, q_blocks, k_blocks, _ = bits.shape
     digits = bits.unsqueeze(-1).bitwise_right_shift(torch.arange(8, dtype=torch.uint8, device=bits.device)) & 1
-    # A byte is of one (c, C, a, d, D), its bits are 4 A + 2 B + b.
+    # A byte has one (c, C, a, d, D), and its bits are numbered 4 A + 2 B + b.
     c, C, a, d, D, A, B, b = range(4, 12)
     digits = digits.reshape(batch, heads, q_blocks, k_blocks, 4, 4, 2, 2, 2, 2, 2, 2)
     rows = digits.permute(0, 1, 2, a, b, c, d, 3, A, B, C, D)
@@ -61,10 +61,10 @@ def generate(
     sm_margin: int = 0,
     out: Tensor | None = None,
 ) -> Tensor:
-    """The bits of `dash_attn.dropout.dropout_bits`, whose arguments these are, on the device of the state.
+    """Generates the bits of `dash_attn.dropout.dropout_bits` on the device of the state, with the same arguments.
 
-    `first_sequence`, on the CPU alone, is the number of the first sequence, where they share one state. On the CPU no
-    bits are left out. `out`, of their shape, is written and returned where it is given.
+    `first_sequence`, on the CPU only, is the number of the first sequence if the sequences share one state. The CPU
+    leaves no bits out. If `out` is given, the bits are written into it, and `out` is returned.
     """
     shares_one = rng_state.dim() == 1
     shape = shape_of(batch, heads, seqlen_q, seqlen_k)
@@ -103,7 +103,7 @@ def generate(
 def of_call(
     rng_state: Tensor, p: float, batch: int, heads: int, seqlen_q: int, seqlen_k: int, *, first_sequence: int = 0
 ) -> Tensor:
-    """The bits that the ops make of a state."""
+    """Returns the bits that the ops generate from a state."""
     return generate(
         rng_state, p=p, batch=batch, heads=heads, seqlen_q=seqlen_q, seqlen_k=seqlen_k, first_head=0, total_heads=heads,
         first_query=0, first_key=0, mapping=DEFAULT_MAPPING, rounds=DEFAULT_ROUNDS, first_sequence=first_sequence,
@@ -111,17 +111,21 @@ def of_call(
 
 
 class Kept(NamedTuple):
-    """What a call drops, as the ops are told: bits, or the state that they are made of; neither is nothing."""
+    """What a call drops, as passed to the ops: bits, or the state from which they are generated; without both,
+    nothing."""
 
     bits: Tensor | None
     rng_state: Tensor | None
     p: float
 
     def of(self, number: int | None, heads: int, batch: int, seqlen_q: int, seqlen_k: int) -> Tensor | None:
-        """bool (batch, heads, seqlen_q, seqlen_k), True is kept, of sequence `number` of a pack, or of a dense batch.
+        """Returns which elements are kept, bool (batch, heads, seqlen_q, seqlen_k), for one sequence or a dense batch.
+
+        Args:
+            number: the number of the sequence in a variable-length batch; None for a dense batch.
 
         Raises:
-            ValueError: the bits of a pack have fewer rows than the sequence.
+            ValueError: the bits of a variable-length batch have fewer rows than the sequence.
         """
         if self.bits is not None:
             bits = self.bits if number is None else self.bits[number : number + 1]

@@ -1,1 +1,1 @@
-"""Integrations into frameworks. Each module imports its framework only when it is imported or called itself."""
+"""Integrations with frameworks. Each module imports its framework only when it is imported or called itself."""

@@ -1,16 +1,16 @@
-"""dash_attn behind PyTorch's own attention.
+"""dash_attn as the implementation of PyTorch's own attention.
 
     import dash_attn.integrations.torch
     dash_attn.integrations.torch.activate()
 
-PyTorch's `scaled_dot_product_attention`, `varlen_attn`, attention of jagged nested tensors and context parallelism end
-in a few ops of the namespace aten, whose FlashAttention-2 kernels a library may replace by a registered implementation
+PyTorch's `scaled_dot_product_attention`, `varlen_attn`, attention of jagged nested tensors, and context parallelism
+call a few ops of the aten namespace. A registered implementation may replace the FlashAttention-2 kernels of these ops
 (torch.nn.attention.register_flash_attention_impl, torch 2.11 or newer). This module registers dash_attn as one. Models
-that call those functions then have gradients with the same bits in every run, in eager mode and compiled, without a
-change of theirs. docs/integrations/torch.md says what is covered and what is not.
+that call the functions above then have gradients with the same bits in every run, in eager mode and compiled, without
+any changes. docs/integrations/torch.md lists what is covered.
 
-The state is the process's: a child made by fork inherits it, one made by spawn calls `activate` itself. Attention may
-be called from any number of threads; activate and restore while none is being computed.
+The state belongs to the process: a child created by fork inherits it, and a spawned child must call `activate` itself.
+Any number of threads may call attention, but none may do so while `activate` or `restore` runs.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _ANY_WINDOW = (-1, -1)
 
 _lock = threading.RLock()
 _installed: _Installed | None = None
-# Of the names that this module has taken, what was registered under them before; None is nothing.
+# For each name that this module has taken: its earlier registration, or None.
 _former_registrations: dict[str, Callable[..., Any] | None] = {}
 _former_active: str | None = None
 
@@ -57,25 +57,27 @@ def activate(
 ) -> None:
     """Makes dash_attn the kernel of PyTorch's FlashAttention ops, until `restore`.
 
-    An implementation that is active, such as "FA3", gives way and comes back with `restore`. Activating again replaces
-    the former call's choices; one `restore` ends both. On "cuda", cuDNN's attention, which PyTorch prefers on Hopper
-    GPUs, is turned off (torch.backends.cuda.enable_cudnn_sdp) until `restore`.
+    An active implementation, such as "FA3", is replaced and comes back with `restore`. A second call replaces the
+    choices of the first; one `restore` ends both. With "cuda", cuDNN's attention, which PyTorch prefers on Hopper GPUs,
+    is turned off (torch.backends.cuda.enable_cudnn_sdp) until `restore`.
 
     Args:
-        forward: who computes the forward. "dash_attn"; "torch", the kernels that PyTorch comes with; or the name of a
-            registered implementation, such as "FA3". With the latter two only the backward is dash_attn's: outputs
+        forward: the implementation of the forward: "dash_attn"; "torch", PyTorch's own kernels; or the name of a
+            registered implementation, such as "FA3". With the latter two, dash_attn computes only the backward: outputs
             keep the bits of that forward, and the gradients are deterministic.
-        device_types: the devices whose tensors are served: "cuda" and "cpu". On a CPU dash_attn's slow reference is
-            the kernel, for tests; PyTorch's functions choose it there for bf16 and fp16.
-        fallback: what becomes of a call that this module does not serve: dropout, ALiBi slopes, paged keys
-            (block_table), a head_dim above 256 or no multiple of 8, other dtypes, GPUs that are not Hopper's. "former":
-            the kernel that it replaces runs, with a warning for the first call of each kind; its gradients have the
-            same bits in every run only under torch.use_deterministic_algorithms(True). "error": NotImplementedError.
-        schedule: how the backward sums, as in `dash_attn.flash_attn_func`.
+        device_types: the devices whose tensors use dash_attn: "cuda" and "cpu". On a CPU, dash_attn's slow reference
+            computes, for tests; PyTorch's functions call it there for bf16 and fp16.
+        fallback: what happens to a call that this module does not support: dropout, ALiBi slopes, paged keys
+            (block_table), a head_dim above 256 or not a multiple of 8, other dtypes, or GPUs other than Hopper.
+            "former": the replaced kernel runs, with a warning for the first call of each kind; its gradients have the
+            same bits in every run only with torch.use_deterministic_algorithms(True). "error": NotImplementedError.
+        schedule: the order of the backward's sums, as in `dash_attn.flash_attn_func`.
 
     Raises:
-        TypeError, ValueError: an argument has a wrong type or value; the message names it.
-        RuntimeError: "cuda" is in `device_types`, torch has CUDA and this installation has no kernels; it says why.
+        TypeError: an argument has the wrong type; the message names the argument.
+        ValueError: an argument has an unsupported value; the message names the argument.
+        RuntimeError: "cuda" is in `device_types` and torch has CUDA, but this installation has no kernels; the message
+            gives the reason.
     """
     global _former_active
     with _lock:
@@ -90,9 +92,9 @@ def activate(
 
 
 def restore() -> None:
-    """Takes back what `activate` and `register` did. Without them it does nothing.
+    """Undoes `activate` and `register`. Without an earlier call, nothing happens.
 
-    The kernels, cuDNN's place, names such as "FA3" and the implementation that was active are as before.
+    The kernels, the preference for cuDNN, names such as "FA3", and the active implementation are restored.
     """
     global _former_active
     with _lock:
@@ -110,7 +112,7 @@ def restore() -> None:
 
 
 def is_active() -> bool:
-    """Whether PyTorch's FlashAttention ops are dash_attn's, through `activate` or by a name given to `register`."""
+    """Whether PyTorch's FlashAttention ops use dash_attn, through `activate` or a name given to `register`."""
     return _installed is not None
 
 
@@ -122,21 +124,23 @@ def register(
     fallback: str = "former",
     schedule: _schedule.Schedule = "auto",
 ) -> None:
-    """Names dash_attn for torch.nn.attention.activate_flash_attention_impl, without activating it.
+    """Registers dash_attn under a name for torch.nn.attention.activate_flash_attention_impl, without activating it.
 
-    For code that activates an implementation by a name of its own: torchtitan activates "FA3" on a Hopper GPU, and
-    gets dash_attn after register("FA3"). `restore` gives the name back.
+    This serves code that activates an implementation by a fixed name: torchtitan activates "FA3" on a Hopper GPU, and
+    gets dash_attn after register("FA3"). `restore` returns the name to its earlier registration.
 
     Args:
-        name: the name, which may be taken.
-        forward, device_types, fallback, schedule: as in `activate`; a `forward` that is `name` itself means what was
-            registered under it before.
+        name: the name. An existing registration is replaced.
+        forward: as in `activate`; `name` itself selects the earlier registration of that name.
+        device_types: as in `activate`.
+        fallback: as in `activate`.
+        schedule: as in `activate`.
 
     Raises:
-        TypeError, ValueError, RuntimeError: as `activate`.
+        TypeError, ValueError, RuntimeError: as in `activate`.
     """
     if not isinstance(name, str) or not name:
-        raise TypeError(f"name must be a string that is not empty, got {name!r}")
+        raise TypeError(f"name must be a non-empty string, got {name!r}")
     with _lock:
         kernel_of_forward = _registered_forward(forward)
         install = functools.partial(
@@ -167,7 +171,7 @@ def _as_device_types(device_types: Sequence[str]) -> tuple[str, ...]:
 
 
 def _registered_forward(forward: object) -> Callable[..., Any] | None:
-    """What activates the implementation that computes the forward; None for dash_attn's and PyTorch's own."""
+    """Returns the function that activates the implementation of the forward; None for dash_attn's and PyTorch's own."""
     if forward in (NAME, "torch"):
         return None
     others = {**_registry._FLASH_ATTENTION_IMPLS, **_former_registrations}
@@ -176,7 +180,7 @@ def _registered_forward(forward: object) -> Callable[..., Any] | None:
 
 
 class _NotServed(Exception):
-    """What a call asks for that this module does not serve: the kind of it, and the words for it."""
+    """A call asks for something that this module does not support: its kind, and its description."""
 
     def __init__(self, kind: str, what: str):
         super().__init__(what)
@@ -184,7 +188,7 @@ class _NotServed(Exception):
 
 
 def _require_served(query: Tensor, value: Tensor, dropout_p: float, **unserved: object) -> None:
-    """Raises _NotServed unless the kernels serve these tensors. `unserved`: arguments that must be None or False."""
+    """Raises _NotServed unless the kernels support these tensors. `unserved`: arguments that must be None or False."""
     if query.dtype not in _DTYPES:
         raise _NotServed("dtype", f"tensors of dtype {query.dtype}")
     if query.is_cuda and _capability(query.device.index) != _ops.HOPPER:
@@ -200,7 +204,7 @@ def _require_served(query: Tensor, value: Tensor, dropout_p: float, **unserved: 
 
 
 def _require_square_if_causal(query: Tensor, key: Tensor, is_causal: bool) -> None:
-    """On a CPU, PyTorch aligns the first query with the first key; our mask aligns the last ones."""
+    """On a CPU, PyTorch aligns the first query with the first key, but dash_attn aligns the last ones."""
     if is_causal and query.size(2) != key.size(2):
         raise _NotServed("is_causal", f"is_causal with {query.size(2)} queries and {key.size(2)} keys")
 
@@ -219,8 +223,8 @@ def _forward(
 
 
 def _in_layout_of(like: Tensor, out: Tensor) -> Tensor:
-    """`out`, with the strides that torch.empty_like(like) has, as the ops' meta functions promise."""
-    # Of its strides, or where values have another head_dim.
+    """Returns `out` with the strides of torch.empty_like(like), which the ops' meta functions promise."""
+    # Strides in the order of `like`, also if values have another head_dim.
     if out.stride() == like.stride() or out.shape != like.shape:
         return out
     strides = torch.empty_like(like, device="meta").stride()
@@ -230,13 +234,13 @@ def _in_layout_of(like: Tensor, out: Tensor) -> Tensor:
 
 
 def _unused_results(query: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """rng_state, unused and debug_attn_mask, which only dropout would use."""
+    """Returns rng_state, unused and debug_attn_mask, which only dropout uses."""
     rng_state = torch.zeros(2, dtype=torch.uint64, device=query.device)
     return rng_state, rng_state.new_empty(()), query.new_empty(0)
 
 
 class _Ops:
-    """The ops of aten by those of dash_attn. Each method has the arguments of its op in all versions of torch."""
+    """The aten ops, computed with dash_attn's ops. Each method has the arguments of its op in all versions of torch."""
 
     def __init__(self, schedule: str):
         self._schedule = schedule
@@ -246,7 +250,7 @@ class _Ops:
         scale: float | None, causal: bool, *, pack: tuple[Tensor | None, ...] = _DENSE,
         window: tuple[int, int] = _ANY_WINDOW,
     ) -> None:  # fmt: skip
-        """Writes `gradients`, those of q, k and v."""
+        """Writes the gradients of q, k and v into `gradients`."""
         softmax_scale = q.size(-1) ** -0.5 if scale is None else scale
         torch.ops.dash_attn.backward.default(
             dout, q, k, v, out, softmax_lse, *gradients, *pack, softmax_scale, causal, *window, 0, self._schedule, 0
@@ -285,7 +289,7 @@ class _Ops:
         _require_served(query, value, dropout_p, attn_mask=attn_mask)
         _require_square_if_causal(query, key, is_causal)
         out, softmax_lse = self._sdpa_results(query, key, value, scale, is_causal)
-        # The layouts that torch's CPU kernel has.
+        # The layouts of torch's CPU kernel.
         softmax_lse = softmax_lse.transpose(1, 2).contiguous().transpose(1, 2)
         return out, softmax_lse
 
@@ -326,7 +330,7 @@ class _Ops:
         self, query, key, value, cum_seq_q, cum_seq_k, dropout_p, is_causal, return_debug_mask, scale, window_left,
         window_right, seqused_k, alibi_slopes, block_table,
     ):  # fmt: skip
-        # num_splits, which no caller hands on, is a hint of how to divide the keys: here they are never divided.
+        # num_splits, which no caller passes on, is a hint to divide the keys. dash_attn never divides them.
         _require_served(
             query, value, dropout_p, return_debug_mask=return_debug_mask, alibi_slopes=alibi_slopes,
             block_table=block_table,
@@ -353,7 +357,7 @@ _BACKWARD_OPS = ("_scaled_dot_product_flash_attention_backward", "_flash_attenti
 _FORWARD_OPS = (
     "_scaled_dot_product_flash_attention", "_flash_attention_forward", "_flash_attention_forward_no_dropout_inplace"
 )  # fmt: skip
-# F.scaled_dot_product_attention on a CPU has ops of its own.
+# F.scaled_dot_product_attention uses separate ops on a CPU.
 _CPU_BACKWARD_OPS = ("_scaled_dot_product_flash_attention_for_cpu_backward",)
 _CPU_FORWARD_OPS = ("_scaled_dot_product_flash_attention_for_cpu",)
 
@@ -362,11 +366,11 @@ def _install(
     kernel_of_forward: Callable[..., Any] | None, has_forward: bool, device_types: tuple[str, ...], fallback: str,
     schedule: str,
 ) -> _Installed:  # fmt: skip
-    """Called by PyTorch, which keeps the result and calls its remove()."""
+    """Installs the ops. PyTorch calls this function, keeps the result, and calls its remove()."""
     undo = contextlib.ExitStack()
     with undo:
         if kernel_of_forward is not None:
-            # First, so that the backward ops are overridden on top of its own.
+            # Installed first, so that the backward ops override its own.
             beneath = kernel_of_forward()
             if beneath is not None:
                 undo.callback(beneath.remove)
@@ -377,7 +381,7 @@ def _install(
             for name in _ops_of(device_type, has_forward):
                 kernel = former_calls.behind(name, _DISPATCH_KEYS[device_type], getattr(ops, name))
                 with warnings.catch_warnings():
-                    # That a kernel is overridden, which was asked for.
+                    # The warning that a kernel is overridden, which is intended here.
                     warnings.filterwarnings("ignore", message="(?s)Warning only once for all operators")
                     library.impl(name, kernel, _DISPATCH_KEYS[device_type], with_keyset=True, allow_override=True)
         if "cuda" in device_types:
@@ -394,7 +398,7 @@ def _ops_of(device_type: str, has_forward: bool) -> list[str]:
 
 
 class _Installed:
-    """What PyTorch holds while dash_attn is active."""
+    """The handle that PyTorch holds while dash_attn is active."""
 
     def __init__(self, undo: contextlib.ExitStack):
         global _installed
@@ -409,11 +413,11 @@ class _Installed:
 
 
 def _move_cudnn_aside() -> Callable[[], None]:
-    """What undoes it."""
+    """Turns cuDNN's attention off, and returns a function that undoes this."""
     varlen: Any = importlib.import_module("torch.nn.attention.varlen")
     was_enabled = torch.backends.cuda.cudnn_sdp_enabled()
     torch.backends.cuda.enable_cudnn_sdp(False)
-    # In torch 2.14 varlen_attn prefers cuDNN without regard to that switch.
+    # In torch 2.14, varlen_attn prefers cuDNN regardless of that switch.
     should_use_cudnn = getattr(varlen, "_should_use_cudnn", None)
     if should_use_cudnn is not None:
         varlen._should_use_cudnn = _never
@@ -432,17 +436,17 @@ def _never(device_index: int) -> bool:
 
 
 class _FormerCalls:
-    """The kernels that were there before, for calls that dash_attn has none for."""
+    """The replaced kernels, for calls that dash_attn does not support."""
 
     def __init__(self, fallback: str):
         self._fallback = fallback
         self._warned: dict[str, object] = {}
 
     def behind(self, op: str, dispatch_key: str, compute: Callable[..., Any]) -> Callable[..., Any]:
-        """`compute` as a kernel for the dispatcher; where it raises _NotServed, the op's former kernel is called."""
+        """Returns `compute` as a kernel for the dispatcher. If `compute` raises _NotServed, the former kernel runs."""
         try:
             former = torch.library.get_kernel(f"aten::{op}", dispatch_key)
-        except RuntimeError:  # there is none
+        except RuntimeError:  # no kernel is registered
             former = None
 
         def kernel(keyset: torch._C.DispatchKeySet, *args: Any, **kwargs: Any) -> Any:
@@ -455,9 +459,9 @@ class _FormerCalls:
             mine = object()
             if self._warned.setdefault(kind, mine) is mine:
                 warnings.warn(
-                    f"{__name__} does not serve {what}: {op} runs the kernel that it replaces, whose gradients need "
-                    "torch.use_deterministic_algorithms(True) to have the same bits in every run; "
-                    "activate(fallback='error') raises instead",
+                    f"{__name__} does not support {what}: {op} runs the kernel that dash_attn replaces, whose "
+                    "gradients have the same bits in every run only with torch.use_deterministic_algorithms(True); "
+                    "activate(fallback='error') raises an error instead",
                     stacklevel=2,
                 )
             return former.call_boxed(keyset, *args, **kwargs)
@@ -465,5 +469,5 @@ class _FormerCalls:
         return kernel
 
     def _refuse(self, op: str, what: str, has_no_former: bool) -> NoReturn:
-        why = "and PyTorch has none here either" if has_no_former else "and fallback is 'error'"
-        raise NotImplementedError(f"{op}: {__name__} does not serve {what}, {why}")
+        why = "and PyTorch has no kernel here either" if has_no_former else "and fallback is 'error'"
+        raise NotImplementedError(f"{op}: {__name__} does not support {what}, {why}")

@@ -4,9 +4,9 @@
 
     model = AutoModelForCausalLM.from_pretrained(..., attn_implementation=install())
 
-`install` tells the `kernels` package, through which transformers loads attention, that "dash-attn/flash" is a folder of
-this package. So nothing is downloaded, and transformers does for this name what it does for every flash attention:
-padding masks, packs, windows, soft caps and sinks. docs/integrations/transformers.md says what is covered.
+transformers loads attention through the `kernels` package. `install` tells this package that "dash-attn/flash" is a
+folder of dash_attn, so nothing is downloaded. transformers then treats the name like every flash attention: with
+padding masks, packed sequences, windows, soft caps and sinks. docs/integrations/transformers.md lists what is covered.
 """
 
 from __future__ import annotations
@@ -18,37 +18,39 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+__all__ = ["install", "uninstall", "why_unavailable"]
+
 NAME = "dash-attn/flash"
 _FOLDER = Path(__file__).parent / "transformers_kernel"
-_ENVIRONMENT = "LOCAL_KERNELS"  # "name=folder:name=folder", read by kernels at each load
+_ENVIRONMENT = "LOCAL_KERNELS"  # "name=folder:name=folder", which kernels reads at each load
 _OLDEST_TRANSFORMERS = "5.16"
-# Models with sinks list the implementations that have them; this is the one whose features are all here.
+# Models with sinks list the implementations that support sinks. dash_attn supports all features of this one.
 _PEER_WITH_SINKS = "flash_attention_4"
 _CHECK = "_check_and_adjust_attn_implementation"
 
 
 def install() -> str:
-    """Make ``attn_implementation="dash-attn/flash"`` known to transformers, without any network.
+    """Makes ``attn_implementation="dash-attn/flash"`` known to transformers, without using the network.
 
-    It adds an entry to the environment variable LOCAL_KERNELS of this process, which processes started from now on
-    inherit, and wraps the method by which a transformers model checks the name, so that models that list their
-    implementations (gpt_oss) take this one. Calling it again changes nothing.
+    The function adds an entry to the environment variable LOCAL_KERNELS of this process, which processes started later
+    inherit. It also wraps the method with which a transformers model checks the name, so that models that list their
+    implementations (gpt_oss) accept this one. Calling the function again changes nothing.
 
     Returns:
         The name, for ``attn_implementation``.
 
     Raises:
-        ImportError: transformers or kernels is missing, or of a version that does not fit.
-        ValueError: LOCAL_KERNELS names another folder for "dash-attn/flash", or this package lies in a folder whose
-            path has a colon, which LOCAL_KERNELS cannot name.
+        ImportError: transformers or kernels is not installed, or its version is not supported.
+        ValueError: LOCAL_KERNELS maps "dash-attn/flash" to another folder, or the path of this package's folder
+            contains a colon, which LOCAL_KERNELS cannot represent.
     """
     model_class = _checked_model_class()
     if ":" in str(_FOLDER):
-        raise ValueError(f"{_ENVIRONMENT} cannot name a folder with a colon in its path, got {_FOLDER}")
+        raise ValueError(f"{_ENVIRONMENT} cannot hold a folder with a colon in its path, got {_FOLDER}")
     entries = _entries()
     others = [entry for entry in entries if entry.partition("=")[0] == NAME and entry != _entry()]
     if others:
-        raise ValueError(f"{_ENVIRONMENT} must name {_FOLDER} for {NAME} or leave it out, got {others[0]}")
+        raise ValueError(f"{_ENVIRONMENT} must map {NAME} to {_FOLDER} or leave it out, got {others[0]}")
     if _entry() not in entries:
         os.environ[_ENVIRONMENT] = ":".join([*entries, _entry()])
     check = getattr(model_class, _CHECK)
@@ -58,9 +60,10 @@ def install() -> str:
 
 
 def uninstall() -> None:
-    """Undo what `install` did; without it, do nothing.
+    """Undoes `install`. Without an earlier `install`, nothing happens.
 
-    A process that has loaded "dash-attn/flash" keeps it, and so do its models: transformers forgets no implementation.
+    A process that has loaded "dash-attn/flash" keeps it, and so do its models, because transformers never forgets an
+    implementation.
     """
     entries = [entry for entry in _entries() if entry != _entry()]
     if entries:
@@ -77,7 +80,7 @@ def uninstall() -> None:
 
 
 def why_unavailable() -> str | None:
-    """None, or why `install` would raise ImportError: what is missing, or which version does not fit."""
+    """Returns why `install` would raise an ImportError (what is missing, or which version is unsupported), or None."""
     try:
         _checked_model_class()
     except ImportError as error:
@@ -94,7 +97,8 @@ def _entries() -> list[str]:
 
 
 def _checked_model_class() -> type:
-    """The base class of transformers' models, once it is known that they can load an implementation of this kind."""
+    """Returns the base class of transformers' models after checking that models can load this kind of
+    implementation."""
     try:
         import transformers
     except ModuleNotFoundError as error:
@@ -113,16 +117,16 @@ def _checked_model_class() -> type:
     oldest, limit = import_utils.KERNELS_MIN_VERSION, import_utils.KERNELS_MAX_VERSION
     if kernels == "none" or not Version(oldest) <= Version(kernels) < Version(limit):
         raise ImportError(
-            f"transformers {version} loads {NAME} through kernels, {oldest} or newer and older than {limit}, "
+            f"transformers {version} loads {NAME} through kernels and needs version {oldest} or newer, below {limit}, "
             f"got {kernels}: pip install 'kernels>={oldest},<{limit}'"
         )
     if not hasattr(transformers.PreTrainedModel, _CHECK):
-        raise ImportError(f"{NAME} does not know transformers {version}: its models have no {_CHECK}")
+        raise ImportError(f"{NAME} does not support transformers {version}: its models have no {_CHECK}")
     return transformers.PreTrainedModel
 
 
 def _with_models_that_list(check: Callable[..., str]) -> Callable[..., str]:
-    """`check`, for models that list the implementations they take; it would replace others by the first of the list."""
+    """Wraps `check` for models that list their implementations, which replace others by the first of the list."""
 
     @functools.wraps(check)
     def checked(self: Any, attn_implementation: str | None, *args: Any, **kwargs: Any) -> str:

@@ -1,5 +1,7 @@
-"""Receipts of training runs: fingerprints by which two runs are compared, and by which the place where they part is
-found. docs/receipts.md explains them; `python -m dash_attn.receipts compare A B` compares."""
+"""Receipts of training runs: fingerprints that compare two runs and locate their first difference.
+
+docs/receipts.md explains receipts. `python -m dash_attn.receipts compare A B` compares the receipts of two runs.
+"""
 
 from .comparison import Comparison, Difference, compare
 from .fingerprints import DEFAULT_BLOCK, FINGERPRINT, block_sums, fingerprint

@@ -1,4 +1,4 @@
-"""A thread that waits for the GPU in the trainer's place, and writes a step when its sums have arrived."""
+"""A thread that waits for the GPU instead of the trainer and writes each step when its sums have arrived."""
 
 from __future__ import annotations
 
@@ -12,14 +12,16 @@ import torch
 
 from .store import Entry, Writer, pack, unpack
 
-# Steps that may wait for the GPU or the disk; the trainer waits when there are more.
+# The number of steps that may wait for the GPU or the disk. The trainer blocks when there are more.
 _QUEUE = 16
 
 
 @dataclasses.dataclass(frozen=True)
 class Recorded:
-    """A step whose sums may still be on their way; `sums` has, for each entry, those of its blocks, and `streams` are
-    the CUDA streams that compute them."""
+    """A step whose sums may still be in flight.
+
+    `sums` holds the block sums of each entry, and `streams` are the CUDA streams that compute them.
+    """
 
     step: int
     entries: Sequence[Entry]
@@ -32,18 +34,18 @@ class Recorded:
 @dataclasses.dataclass(frozen=True)
 class _Arriving:
     recorded: Recorded
-    # For each device, which entries' sums it holds, these in a row on the host, and the event after which they do.
+    # For each device: the indices of its entries, their sums concatenated on the host, and the event of the copy's end.
     rows: list[tuple[list[int], torch.Tensor, torch.cuda.Event | None]]
 
 
 def _send(recorded: Recorded) -> _Arriving:
-    """Starts the copies to the host; nothing waits."""
+    """Starts the copies to the host without waiting for them."""
     of_device: dict[torch.device, list[int]] = {}
     for place, sums in enumerate(recorded.sums):
         of_device.setdefault(sums.device, []).append(place)
     rows = []
     for stream in recorded.streams:
-        # The sums are put together on the current stream; a tap may have been called within another one.
+        # The sums are concatenated on the current stream, but a tap may have been called on another stream.
         torch.cuda.current_stream(stream.device).wait_stream(stream)
     for device, places in of_device.items():
         row = torch.cat([recorded.sums[place] for place in places])
@@ -77,32 +79,32 @@ def _write(writer: Writer, arriving: _Arriving) -> None:
 
 
 def wrap(number: int) -> int:
-    """The int64 that is equal to a number modulo 2^64."""
+    """Returns the int64 that equals a number modulo 2^64."""
     return (number + (1 << 63)) % (1 << 64) - (1 << 63)
 
 
 class BackgroundWriter:
-    """Writes steps in their order in a thread of its own.
+    """Writes steps in order, in a thread of its own.
 
     Raises:
-        RuntimeError: from `put` and `close`, when a step before could not be written; with the reason.
+        RuntimeError: from `put` and `close`, if an earlier step could not be written. The message gives the reason.
     """
 
     def __init__(self, writer: Writer) -> None:
         self._writer = writer
         self._queue: queue.Queue[_Arriving | None] = queue.Queue(_QUEUE)
         self._error: BaseException | None = None
-        # A daemon, so that a trainer that ends by an error does not hang on its receipts.
+        # A daemon thread, so that a trainer that ends with an error does not hang.
         self._thread = threading.Thread(target=self._run, name="dash_attn.receipts", daemon=True)
         self._thread.start()
 
     def _run(self) -> None:
         while (arriving := self._queue.get()) is not None:
-            # After an error the queue is still emptied, so that the trainer does not wait for ever.
+            # The queue is emptied even after an error, so that the trainer does not wait forever.
             if self._error is None:
                 try:
                     _write(self._writer, arriving)
-                except BaseException as error:  # whatever it is, the trainer's thread must hear of it
+                except BaseException as error:  # any error must reach the trainer's thread
                     self._error = error
 
     def _check(self) -> None:
@@ -110,12 +112,12 @@ class BackgroundWriter:
             raise RuntimeError(f"receipts could not be written: {self._error}") from self._error
 
     def put(self, recorded: Recorded) -> None:
-        """Hands over a step; waits only while too many are on their way."""
+        """Queues a step. Blocks only while too many steps are in flight."""
         self._check()
         self._queue.put(_send(recorded))
 
     def close(self) -> None:
-        """Writes what is left and closes the file."""
+        """Writes the remaining steps and closes the file."""
         if self._thread.is_alive():
             self._queue.put(None)
             self._thread.join()

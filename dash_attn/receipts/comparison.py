@@ -1,4 +1,4 @@
-"""Where two runs part: the first step, the first tensor in it, the blocks of that, and what may be the cause."""
+"""Finds the first difference between two runs: its step, its tensor, the blocks that differ, and the likely cause."""
 
 from __future__ import annotations
 
@@ -13,6 +13,8 @@ from .runs import Key, Run, Whole
 from .words import words_per_element
 
 _NOT_FACTS = ("rank", "host", "folder", "command", "replay", "block", "format", "fingerprint")
+# What decides the bits of a call, as recorded since dash_attn 0.2.0.
+CODE = ("bits version", "library sources", "Python sources")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -21,18 +23,18 @@ class Difference:
 
     Attributes:
         step: the number of the step.
-        key: the tensor; `kind`, `name`, `time`, and its `rank` if it belongs to one.
-        what: what differs, in words.
-        cause: data, weights, buffers, forward, backward, collective, optimizer, or some of them.
-        reason: why this cause, in a sentence.
-        after: the record before it, which agrees.
-        blocks: numbers of the blocks that differ; None where they were not kept.
-        block_count: how many blocks the tensor has.
-        elements: the first element of the first block that differs and the one past its last, in row-major order.
-        shape: of the whole tensor.
-        ranks: ranks whose parts or copies differ, as far as the receipts tell.
+        key: the tensor's `kind`, `name`, `time`, and its `rank` if the tensor belongs to one rank.
+        what: a description of what differs.
+        cause: one or several of data, weights, buffers, forward, backward, collective, and optimizer.
+        reason: a sentence that explains the cause.
+        after: the last record before the difference, which agrees.
+        blocks: the numbers of the blocks that differ; None if the runs did not keep the block sums of this step.
+        block_count: the number of blocks of the tensor.
+        elements: the first element of the first differing block and one past its last, in row-major order.
+        shape: the shape of the whole tensor.
+        ranks: the ranks whose parts or copies differ, as far as the receipts show.
         differing: for each kind, how many tensors of this step differ and how many were compared.
-        replay: commands that repeat the step in run a and in run b, and leave the block's elements in files.
+        replay: commands that replay the step in run a and in run b and write the elements of the block to files.
     """
 
     step: int
@@ -52,15 +54,16 @@ class Difference:
 
 @dataclasses.dataclass(frozen=True)
 class Comparison:
-    """What `compare` finds.
+    """The result of `compare`.
 
     Attributes:
-        steps: numbers of the steps that were compared, up to the first that differs.
-        compared: how many tensors were, in all steps.
-        first: the first difference; None where all that was compared is the same. The runs are the same where
-            `not_compared` is empty too.
-        not_compared: what was not, in words (how many records, or which steps), by the reason.
-        facts: what the runs say of themselves and differs, by its name.
+        steps: the numbers of the steps that were compared, up to the first step that differs.
+        compared: the number of tensors that were compared, over all steps.
+        first: the first difference; None if everything that was compared agrees. The runs agree if `not_compared` is
+            empty as well.
+        not_compared: for each reason, the number of records or the steps that were not compared, as text.
+        facts: for each fact in which the runs differ, its values in run a and in run b; None if a run does not state
+            the fact. The facts in `CODE` show whether the runs used code with different bits.
     """
 
     steps: list[int]
@@ -71,15 +74,19 @@ class Comparison:
 
 
 def compare(a: str | os.PathLike[str], b: str | os.PathLike[str], *, progress: Progress | None = None) -> Comparison:
-    """Compares the receipts of two runs, which may be cut over other numbers of ranks.
+    """Compares the receipts of two runs. The runs may have different numbers of ranks.
 
     Args:
-        a, b: folders that Recorders have written.
-        progress: called after each step with the number of steps that are done, and of all.
+        a: the folder that the Recorder of run a wrote.
+        b: the folder that the Recorder of run b wrote.
+        progress: a function that is called after each step with the number of finished steps and the total.
+
+    Returns:
+        The first difference, and everything that could not be compared.
 
     Raises:
-        ValueError: a folder has no receipts, or not of all ranks; a file cannot be read; the runs have blocks of other
-            sizes; they have no step, or no tensor, that can be compared.
+        ValueError: a folder lacks the receipts of some or all ranks, a file is damaged, the runs have different block
+            sizes, or the runs have no step or no comparable tensor in common.
         OSError: a file cannot be read.
     """
     with open_runs(a, b) as runs:
@@ -88,10 +95,10 @@ def compare(a: str | os.PathLike[str], b: str | os.PathLike[str], *, progress: P
 
 @contextlib.contextmanager
 def open_runs(a: str | os.PathLike[str], b: str | os.PathLike[str]) -> Iterator[tuple[Run, Run]]:
-    """Both runs; the errors are those of `compare`."""
+    """Opens both runs. Raises the errors of `compare`."""
     with contextlib.closing(Run(a)) as one, contextlib.closing(Run(b)) as other:
         if one.block != other.block:
-            raise ValueError(f"both runs must have blocks of one size, got {one.block} and {other.block} words")
+            raise ValueError(f"both runs must have the same block size, got {one.block} and {other.block} words")
         if not common_steps(one, other):
             raise ValueError(
                 f"the runs must have a recorded step in common, got {one.steps[:5]}... and {other.steps[:5]}..."
@@ -118,7 +125,7 @@ def _compare(a: Run, b: Run, progress: Progress | None) -> Comparison:
             return Comparison(steps, compared, _difference((a, b), found, before), not_compared, facts)
         before = found.step
     if not compared:
-        raise ValueError(f"the runs must have a tensor in common that can be compared, got none: {not_compared}")
+        raise ValueError(f"the runs must have a comparable tensor in common, got none: {not_compared}")
     return Comparison(steps, compared, None, not_compared, facts)
 
 
@@ -126,14 +133,14 @@ def _steps_not_compared(a: Run, b: Run) -> dict[str, str]:
     found = {}
     for name, run, other in (("a", a, b), ("b", b, a)):
         if alone := sorted(set(run.steps) - set(other.steps)):
-            found[f"recorded in run {name} only"] = f"steps {_spans(alone)}"
+            found[f"recorded only in run {name}"] = f"steps {_spans(alone)}"
         if run.unfinished:
-            found[f"not recorded to their end in run {name}"] = f"steps {_spans(run.unfinished)}"
+            found[f"not recorded to the end in run {name}"] = f"steps {_spans(run.unfinished)}"
     return found
 
 
 def _spans(steps: list[int]) -> str:
-    """As 0, 2 to 5, 9; at most eight of them."""
+    """Formats steps as in "0, 2 to 5, 9", with at most eight spans."""
     spans: list[list[int]] = []
     for step in steps:
         if spans and step == spans[-1][-1] + 1:
@@ -219,11 +226,11 @@ def _cause(
     kinds = {other.kind for other in keys}
     if key.kind in ("weights", "buffers"):
         if before is None:
-            return key.kind, f"the first step that both have recorded begins with other {key.kind}: another start"
+            return key.kind, f"the {key.kind} already differ at the start of the first step that both runs recorded"
         by = "the optimizer's step" if key.kind == "weights" else "a step"
         return key.kind, (
-            f"step {before} agrees to its end, and this one begins with other {key.kind}: they were changed outside of "
-            f"{by}, or in memory"
+            f"step {before} agrees to its end, but the {key.kind} differ at the start of this step: something outside "
+            f"of {by} changed them, or a memory fault did"
         )
     if key.kind == "gradient":
         return _cause_of_gradient(key, keys, tensors, runs)
@@ -232,20 +239,20 @@ def _cause(
         if missing:
             return (
                 f"{' or '.join(missing)} or forward",
-                f"what came before agrees; {' and '.join(missing)} not compared",
+                f"everything before it agrees, but {' and '.join(missing)} could not be compared",
             )
         if key.kind == "updated_buffers":
-            return "forward", "all that is recorded before the end of the step agrees; or they were changed in memory"
+            return "forward", "all earlier records of the step agree; a memory fault is also possible"
         return "forward", "the data and the weights of this step agree"
     if key.kind in ("activation_gradient", "local_gradient"):
         if "activation" not in kinds:
-            return "forward or backward", "the data and weights agree as far as compared; no activations were compared"
-        return "backward", "what is recorded of the forward agrees"
+            return "forward or backward", "the compared data and weights agree, but no activations were compared"
+        return "backward", "the recorded part of the forward agrees"
     if key.kind in ("state", "updated_weights"):
         if "gradient" not in kinds:
             return "backward or optimizer", "no gradients were compared"
-        return "optimizer", "the gradients agree, as the optimizer got them"
-    return "data", "it is the first record of the step"
+        return "optimizer", "the gradients that the optimizer received agree"
+    return "data", "this is the first record of the step"
 
 
 def _cause_of_gradient(
@@ -254,11 +261,11 @@ def _cause_of_gradient(
     local = [other for other in keys if other.kind == "local_gradient" and other.name == key.name]
     if local:
         return "collective", (
-            "the gradients of each rank agree before the reduction, and what the optimizer gets does not: the "
-            "reduction, or what changes gradients after it, such as clipping"
+            "the gradients of each rank agree before the reduction, but those that the optimizer received do not: the "
+            "cause is the reduction, or something that changes gradients after it, such as clipping"
         )
     if runs[0].world_size == runs[1].world_size == 1:
         if not any(other.kind == "activation" for other in keys):
-            return "forward or backward", "the data and weights agree as far as compared; no activations were compared"
-        return "backward", "there is one rank, and what is recorded of the forward agrees"
-    return "backward or collective", "no gradients from before the reduction could be compared"
+            return "forward or backward", "the compared data and weights agree, but no activations were compared"
+        return "backward", "the run has one rank, and the recorded part of the forward agrees"
+    return "backward or collective", "the gradients from before the reduction could not be compared"

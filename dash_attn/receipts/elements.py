@@ -1,4 +1,4 @@
-"""The elements in which a block differs between two replays of a step, with their bits."""
+"""Lists the elements in which a block differs between two replays of a step, with their bits."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ _FIELDS = {
 }  # fmt: skip
 
 Place = tuple[int, int]
-"""The rank to which the tensor belongs, -1 where ranks have parts or copies of it, and the number of a word."""
+"""The rank that owns the tensor (-1 if several ranks hold parts or copies of it), and the number of the word."""
 
 
 def _read(path: str | os.PathLike[str]) -> tuple[dict[str, Any], dict[Place, int], dict[Place, int]]:
-    """What was asked for, the words, and the words of other ranks' copies that are not the same."""
+    """Returns the description of the block, its words, and the words of other ranks' copies that differ from them."""
     files = sorted(pathlib.Path(path).glob("block_*.pt"))
     if not files:
-        raise ValueError(f"a folder that a replay has written (block_00000.pt, ...) is needed, got {path}")
+        raise ValueError(f"the folder must hold the block of a replay (block_00000.pt, ...), got {path}")
     words: dict[Place, int] = {}
     copies: dict[Place, int] = {}
     contents = [_content(file) for file in files]
@@ -36,10 +36,10 @@ def _read(path: str | os.PathLike[str]) -> tuple[dict[str, Any], dict[Place, int
 
 def _content(file: pathlib.Path) -> dict[str, Any]:
     try:
-        # torch.load does not look at the checksums.
+        # torch.load does not verify the checksums.
         with zipfile.ZipFile(file) as archive:
             if (damaged := archive.testzip()) is not None:
-                raise ValueError(f"{damaged} does not have its checksum")
+                raise ValueError(f"{damaged} does not match its checksum")
         content = torch.load(file, weights_only=True)
         if missing := _FIELDS - content.keys():
             raise ValueError(f"it lacks {', '.join(sorted(missing))}")
@@ -58,13 +58,17 @@ def _value(word: int, dtype: torch.dtype) -> str:
 
 
 def compare(a: str | os.PathLike[str], b: str | os.PathLike[str]) -> tuple[int, list[str]]:
-    """How many words of the block differ, and lines that list them.
+    """Compares the words of a block in two replays.
 
     Args:
-        a, b: folders that replays have written, of the same block.
+        a: the folder that the replay of run a wrote.
+        b: the folder that the replay of run b wrote, of the same block.
+
+    Returns:
+        The number of words that differ, and lines of text that list them.
 
     Raises:
-        ValueError: a folder holds no block, or they hold different ones; a file cannot be read.
+        ValueError: a folder holds no block, the folders hold different blocks, or a file cannot be read.
     """
     (one, words_a, copies_a), (other, words_b, copies_b) = _read(a), _read(b)
     for field in ("step", "kind", "name", "time", "block", "shape", "dtype"):

@@ -1,4 +1,4 @@
-"""Two runs, step by step: which tensors can be compared, and which differ. Equal steps cost next to nothing."""
+"""Compares two runs step by step: which tensors are comparable, and which differ. Equal steps cost almost nothing."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from .shards import Shard
 from .store import unpack
 
 Progress = Callable[[int, int], None]
-"""Called with the number of steps that are done, and of all."""
+"""A function that is called with the number of finished steps and the total."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Compared:
-    """A step of two runs.
+    """One step of two runs.
 
     Attributes:
-        step: its number.
-        keys: the tensors that can be compared, in their order of execution; one list for all steps that are alike.
-        left_out: how many tensors cannot be compared, by the reason.
-        differing: those of `keys` that differ.
-        rows: what the ranks of run a and of run b have recorded.
+        step: the number of the step.
+        keys: the comparable tensors in their order of execution. Steps with the same records share one list.
+        left_out: for each reason, the number of tensors that cannot be compared.
+        differing: the tensors of `keys` that differ.
+        rows: the records of the ranks of run a and of run b.
     """
 
     step: int
@@ -35,7 +35,7 @@ class Compared:
 
 
 def what_differs(one: Whole, other: Whole) -> str | None:
-    """What differs between a tensor in two runs, or between its copies in one; None where nothing does."""
+    """Describes how a tensor differs between two runs, or between its copies in one run; None if it does not."""
     if one.shape != other.shape:
         return f"the shape: {list(one.shape)} and {list(other.shape)}"
     if one.dtype != other.dtype:
@@ -43,12 +43,12 @@ def what_differs(one: Whole, other: Whole) -> str | None:
     for name, whole in (("a", one), ("b", other)):
         if whole.copies_differ:
             groups = " and ".join(f"ranks {list(ranks)}" for ranks in whole.copies_differ)
-            return f"its copies in run {name}: {groups} have other bits"
+            return f"its copies in run {name}: {groups} have different bits"
     return None if one.sum == other.sum else "the bits"
 
 
 def same_layout(a: dict[Key, Whole], b: dict[Key, Whole], world_sizes: tuple[int, int]) -> bool:
-    """Whether, as far as their records tell, ranks hold the same parts in both runs."""
+    """Whether the ranks hold the same parts in both runs, as far as their records show."""
     if world_sizes[0] != world_sizes[1]:
         return False
     for key in a.keys() & b.keys():
@@ -62,14 +62,14 @@ def same_layout(a: dict[Key, Whole], b: dict[Key, Whole], world_sizes: tuple[int
 def comparable(
     a: dict[Key, Whole], b: dict[Key, Whole], world_sizes: tuple[int, int]
 ) -> tuple[list[Key], dict[str, int]]:
-    """The tensors of a step that can be compared, in their order of execution, and why others cannot."""
+    """Returns the comparable tensors of a step in their order of execution, and why the others are not comparable."""
     left_out: dict[str, int] = {}
     keys = []
     alike = same_layout(a, b, world_sizes)
     for key in merge_orders(list(a), list(b)):
         why = None
         if key.rank is not None and not alike:
-            why = "belongs to a rank alone, and the layouts differ (give it a Shard)"
+            why = "belongs to one rank, and the layouts of the runs differ (give the tensor a Shard)"
         elif key not in a or key not in b:
             why = f"only in run {'a' if key in a else 'b'}"
         else:
@@ -84,7 +84,7 @@ def comparable(
 
 
 class _Plan:
-    """What follows from which tensors the ranks have recorded, whatever their sums are."""
+    """Everything about a pair of steps that depends on the recorded tensors but not on their sums."""
 
     def __init__(self, a: Run, b: Run, rows: tuple[list[Row], list[Row]]) -> None:
         self._runs = runs = a, b
@@ -95,7 +95,7 @@ class _Plan:
             for run, of_run in zip(runs, rows)
         ]
         self._of_ranks = a.keys(rows[0]) if entries[0] == entries[1] else None
-        # The places of what two ranks have copies of; in both runs, where they have recorded the same tensors.
+        # Where two ranks hold copies, if both runs have recorded the same tensors.
         self._copies: dict[tuple[int, int], tuple[list[int], list[int]]] = {}
         first: dict[tuple[Key, Shard], tuple[int, int]] = {}
         for rank, keys in enumerate(self._of_ranks or ()):
@@ -107,11 +107,11 @@ class _Plan:
                     here.append(place)
 
     def differing(self, rows: tuple[list[Row], list[Row]]) -> set[Key]:
-        """The tensors that differ between two runs' rows, or between the copies of one."""
+        """The tensors that differ between the rows of two runs, or between the copies of one run."""
         if self._of_ranks is None:
             one, other = (run.tensors(of_run) for run, of_run in zip(self._runs, rows))
             return {key for key in self.keys if what_differs(one[key], other[key]) is not None}
-        # Copies that differ in run b alone differ from those of run a, too.
+        # Copies that differ only in run b also differ from the copies of run a.
         found = self._copies_that_differ(rows[0])
         for keys, (_, one_sums), (_, other_sums) in zip(self._of_ranks, *rows):
             if one_sums != other_sums:
@@ -132,12 +132,12 @@ class _Plan:
 
 
 def common_steps(a: Run, b: Run) -> list[int]:
-    """Steps that all ranks of both runs have."""
+    """Returns the steps that all ranks of both runs have recorded."""
     return sorted(set(a.steps) & set(b.steps))
 
 
 def compare_steps(a: Run, b: Run, progress: Progress | None = None) -> Iterator[Compared]:
-    """Compares the steps that both runs have, one after the other."""
+    """Compares the steps that both runs have recorded, one after the other."""
     plans: dict[tuple[tuple[int, ...], ...], _Plan] = {}
     steps = common_steps(a, b)
     for done, step in enumerate(steps, 1):

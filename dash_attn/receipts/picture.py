@@ -1,4 +1,4 @@
-"""A picture of where two runs differ, as a PNG file. Needs matplotlib, imported when it is drawn."""
+"""Draws where two runs differ, as a PNG file. Drawing needs matplotlib, which is imported only then."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from .text import printable
 
 _MAX_LABELS = 60
 _LABEL = 100
-# More would be fewer than one pixel each, which could hide a step.
+# With more columns, each would be narrower than a pixel, which could hide a step.
 _MAX_COLUMNS = 800
 _BINS = 64
 _SAME, _DIFFERS, _ABSENT = 0.0, 1.0, float("nan")
@@ -24,16 +24,17 @@ def draw(
     *,
     progress: Progress | None = None,
 ) -> None:
-    """Draws which tensors differ in which steps, and where in the tensors those of the first such step differ.
+    """Draws which tensors differ in which steps, and which of their blocks differ in the first such step.
 
     Args:
-        a, b: folders that Recorders have written.
-        path: file to write; its suffix must be ``.png``.
-        progress: called after each step with the number of steps that are done, and of all.
+        a: the folder that the Recorder of run a wrote.
+        b: the folder that the Recorder of run b wrote.
+        path: the file to write; its suffix must be ``.png``.
+        progress: a function that is called after each step with the number of finished steps and the total.
 
     Raises:
-        ValueError: ``path`` is no PNG, or the runs cannot be compared.
-        ImportError: matplotlib is missing.
+        ValueError: ``path`` does not end in ``.png``, or the runs cannot be compared.
+        ImportError: matplotlib is not installed.
     """
     if not str(path).endswith(".png"):
         raise ValueError(f"path must end in .png, got {str(path)!r}")
@@ -41,17 +42,20 @@ def draw(
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.colors import ListedColormap
         from matplotlib.figure import Figure
+        from matplotlib.patches import Patch
     except ImportError as error:
         raise ImportError(f"drawing receipts needs matplotlib: pip install matplotlib ({error})") from error
     with open_runs(a, b) as (one, other):
         steps = common_steps(one, other)
         order, columns, first = _scan(one, other, steps, progress)
-        blocks = _blocks(one, other, first, order)
+        blocks = _blocks(one, other, None if first is None else first[0], order)
     table = [[column.get(key, _ABSENT) for column in columns] for key in order]
-    figure = Figure(figsize=(14, min(40.0, 2.0 + 0.16 * len(order))), dpi=110, layout="constrained")
+    figure = Figure(figsize=(14, min(40.0, 2.5 + 0.16 * len(order))), dpi=110, layout="constrained")
     FigureCanvasAgg(figure)
     left, right = figure.subplots(1, 2, sharey=True, width_ratios=(2, 1))
-    colours = ListedColormap(["#d7e8d4", "#b3202a"]).with_extremes(bad="#ffffff")
+    meanings = {"#d7e8d4": "the same bits", "#b3202a": "different bits", "#ffffff": "not compared"}
+    same, differs, absent = meanings
+    colours = ListedColormap([same, differs]).with_extremes(bad=absent)
     left.imshow(table, aspect="auto", cmap=colours, vmin=0, vmax=1, interpolation="nearest")
     right.imshow(blocks, aspect="auto", cmap=colours, vmin=0, vmax=1, interpolation="nearest")
     shown = range(0, len(order), -(-len(order) // _MAX_LABELS))
@@ -59,16 +63,23 @@ def draw(
     ticks = range(0, len(columns), -(-len(columns) // 12))
     left.set_xticks(list(ticks), [str(steps[-(-place * len(steps) // len(columns))]) for place in ticks])
     left.set_xlabel("step")
-    left.set_title("tensors in their order of execution: red differs, white was not compared", loc="left", fontsize=9)
+    left.set_title("Tensors in their order of execution, by step", loc="left", fontsize=9)
     right.set_xticks([0, _BINS - 1], ["first", "last"])
     right.set_xlabel("blocks of the tensor")
-    title = "no step differs" if first is None else f"blocks that differ in step {first}, white where not kept"
+    if first is None:
+        title, message = "Blocks: no step differs", "The runs agree in every tensor that was compared"
+    else:
+        title = f"Blocks of the tensors in step {first[0]}"
+        message = f"The runs first differ in step {first[0]}, at {_label(first[1])}"
     right.set_title(title, loc="left", fontsize=9)
+    figure.suptitle(message, fontsize=12)
+    patches = [Patch(facecolor=colour, edgecolor="#808080", label=text) for colour, text in meanings.items()]
+    figure.legend(handles=patches, loc="outside upper right", ncols=3, fontsize=9)
     figure.savefig(path)
 
 
 def _label(key: Key) -> str:
-    """A tensor's name as plain text, in which matplotlib finds no formula."""
+    """Returns a tensor's name as plain text that matplotlib does not parse as a formula."""
     text = printable(str(key))
     if len(text) > _LABEL:
         text = f"{text[: _LABEL // 2]}...{text[-_LABEL // 2 :]}"
@@ -77,8 +88,9 @@ def _label(key: Key) -> str:
 
 def _scan(
     a: Run, b: Run, steps: list[int], progress: Progress | None
-) -> tuple[list[Key], list[dict[Key, float]], int | None]:
-    """The tensors, which of them differ in each column's steps, and the first step in which one does."""
+) -> tuple[list[Key], list[dict[Key, float]], tuple[int, Key] | None]:
+    """Returns the tensors, their state (same or different) in each column's steps, and the first difference: its step
+    and tensor."""
     order: list[Key] = []
     count = min(len(steps), _MAX_COLUMNS)
     columns: list[dict[Key, float]] = [{} for _ in range(count)]
@@ -91,14 +103,14 @@ def _scan(
             column.update({key: _SAME for key in found.keys if key not in column})
         column.update(dict.fromkeys(found.differing, _DIFFERS))
         if first is None and found.differing:
-            first = found.step
+            first = found.step, next(key for key in found.keys if key in found.differing)
     if not order:
-        raise ValueError("the runs must have a tensor in common that can be compared, got none")
+        raise ValueError("the runs must have a comparable tensor in common, got none")
     return order, columns, first
 
 
 def _blocks(a: Run, b: Run, step: int | None, order: list[Key]) -> list[list[float]]:
-    """For each tensor, from its first block to its last, whether they differ in a step."""
+    """For each tensor, returns which of its blocks, from first to last, differ in a step."""
     rows = []
     of_a, of_b = ({}, {}) if step is None else (a.blocks(step), b.blocks(step))
     for key in order:

@@ -1,4 +1,4 @@
-"""A part of a tensor as rows of words, which is what the op `dash_attn_C::fingerprint_blocks` takes."""
+"""Describes a part of a tensor as rows of words, the form that the op `dash_attn_C::fingerprint_blocks` takes."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from .shards import Range, Shard
 
 
 class Piece(NamedTuple):
-    """Rows of words that stand one behind the other, in the part's memory and in the whole tensor."""
+    """Equally spaced rows of words, in the part's memory and in the whole tensor."""
 
     offset: int
-    """Of the first word, in the part's memory."""
+    """The index of the first word in the part's memory."""
     rows: int
     columns: int
-    """Words of a row."""
+    """Words per row."""
     pitch: int
-    """Words from a row to the next in the part's memory."""
+    """Words from one row to the next in the part's memory."""
     first: int
     """The number of the first word in the whole tensor."""
     stride: int
-    """Words from a row to the next in the whole tensor."""
+    """Words from one row to the next in the whole tensor."""
 
 
 class _Span(NamedTuple):
@@ -33,7 +33,7 @@ class _Span(NamedTuple):
 
 
 def _spans(ranges: tuple[Range, ...]) -> list[_Span]:
-    """Where ranges begin in the part and in the whole, and their lengths; those that follow each other are one."""
+    """Returns where ranges begin in the part and in the whole, and their lengths. Adjacent ranges become one span."""
     spans: list[_Span] = []
     at = 0
     for start, stop in ranges:
@@ -49,14 +49,14 @@ def _spans(ranges: tuple[Range, ...]) -> list[_Span]:
 
 @functools.lru_cache(maxsize=1 << 14)
 def pieces_of(shard: Shard, per: int) -> tuple[Piece, ...]:
-    """The pieces of a contiguous tensor that is this part of a whole; none for a part without elements.
+    """Returns the pieces of a contiguous tensor that is this part of a whole; none for a part without elements.
 
-    A part that is cut in one dimension has a piece for each of its ranges there, one that is cut in two for each pair
-    of ranges; where it is cut in more, each index of the outer dimensions has pieces of its own.
+    A part that is cut in one dimension has one piece per range of that dimension, and a part that is cut in two
+    dimensions has one per pair of ranges. With more cut dimensions, each index of the outer ones has its own pieces.
 
     Args:
-        shard: which part it is.
-        per: words in an element, 1, 2 or 4.
+        shard: the part.
+        per: words per element: 1, 2 or 4.
     """
     if shard.numel == 0:
         return ()
@@ -68,7 +68,7 @@ def pieces_of(shard: Shard, per: int) -> tuple[Piece, ...]:
         words = per * shard.numel
         return (Piece(0, 1, words, words, 0, words),)
 
-    # Of the innermost cut dimension come the columns, of the next one the rows, with the whole dimensions in between.
+    # The innermost cut dimension gives the columns; the next one, with the whole dimensions in between, gives the rows.
     inner, row_dim = cut[-1], cut[-2] if len(cut) > 1 else -1
     word, rows = per, 1
     for length in shape[inner + 1 :]:
@@ -97,9 +97,10 @@ def pieces_of(shard: Shard, per: int) -> tuple[Piece, ...]:
 
 
 def places(piece: Piece, low: int, high: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Of the words `low` to `high` of a piece, row by row: where they are in the part, and their numbers in the whole.
+    """Locates the words `low` to `high` of a piece, counted row by row.
 
-    Both int64 (high - low,).
+    Returns:
+        The words' indices in the part's memory, and their numbers in the whole tensor; both int64 (high - low,).
     """
     number = torch.arange(low, high, device=device)
     row, column = number // piece.columns, number % piece.columns

@@ -1,4 +1,4 @@
-"""A receipt, to read: beside the process that writes it, after that was killed, and where nothing can be written."""
+"""Reads a receipt: while its process writes it, after that process was killed, and from read-only file systems."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ _MODULUS = 1 << 64
 _WRONG_CONTENT = ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError
 
 Row = tuple[int, bytes]
-"""The number of a step's sequence of tensors, and their sums, int64."""
+"""The number of the step's sequence of tensors, and their sums as int64."""
 NO_ROW: Row = (-1, b"")
 
 
 class _UnreadableError(ValueError):
-    """It already names the file."""
+    """An error whose message already names the file."""
 
 
 class Receipt:
-    """The receipt of one rank, to read. Nothing is ever written beside it.
+    """Reads the receipt of one rank. Never writes into the receipt's folder.
 
-    Every method raises what the constructor does.
+    Every method raises the errors of the constructor.
 
     Raises:
-        ValueError: the file is no receipt that this version can read, it is damaged, or it is locked.
+        ValueError: the file is not a receipt that this version can read, or it is damaged or locked.
         OSError: the file cannot be read.
     """
 
@@ -48,11 +48,12 @@ class Receipt:
                 except sqlite3.OperationalError as error:
                     if is_locked(error):
                         raise
-                    # A killed process has left a journal or a log which SQLite must first write somewhere.
+                    # A killed process leaves a journal or log, which SQLite must be able to replay into a writable
+                    # file.
                     folder = pathlib.Path(opened.enter_context(tempfile.TemporaryDirectory()))
                     for name in (path.name, f"{path.name}-journal", f"{path.name}-wal"):
                         if name == path.name or path.with_name(name).exists():
-                            shutil.copyfile(path.with_name(name), folder / name)  # not its permissions
+                            shutil.copyfile(path.with_name(name), folder / name)  # without its permissions
                     self._open(folder / path.name, opened, "rw")
                 self._read()
             self._opened = opened.pop_all()
@@ -60,14 +61,14 @@ class Receipt:
     def _open(self, path: pathlib.Path, opened: contextlib.ExitStack, mode: str) -> None:
         uri = f"{path.resolve().as_uri()}?mode={mode}"
         self._database = opened.enter_context(contextlib.closing(sqlite3.connect(uri, uri=True, timeout=LOCK_WAIT_S)))
-        # Rows have checksums; this finds rows that are missing.
+        # The checksums of rows do not reveal missing rows; this check does.
         (found,) = self._database.execute("PRAGMA quick_check(1)").fetchone()
         if found != "ok":
             raise ValueError(found)
 
     @contextlib.contextmanager
     def _reading(self) -> Iterator[None]:
-        """Around all that reads the file: whatever is wrong with it becomes one error that names it."""
+        """Turns any error about the file's content into one ValueError that names the file."""
         try:
             yield
         except _UnreadableError:
@@ -75,7 +76,7 @@ class Receipt:
         except (sqlite3.Error, *_WRONG_CONTENT) as error:
             reason = str(error) or type(error).__name__
             if isinstance(error, sqlite3.Error) and is_locked(error):
-                reason = f"another process keeps it locked, for {LOCK_WAIT_S:g} seconds and more"
+                reason = f"another process has kept the file locked for more than {LOCK_WAIT_S:g} seconds"
             raise _UnreadableError(f"{self.path} cannot be read as a receipt: {reason}") from None
 
     def _read(self) -> None:
@@ -83,10 +84,10 @@ class Receipt:
         found = {row[0]: row[1] for row in rows}
         for key, wanted in (("format", FORMAT), ("fingerprint", FINGERPRINT)):
             if found.get(key) != wanted:
-                raise ValueError(f"it has {key} {found.get(key)}, this version of dash_attn reads {wanted}")
+                raise ValueError(f"its {key} is {found.get(key)}, but this version of dash_attn reads {wanted}")
         self.meta: dict[str, str] = dict(checked("meta", row) for row in rows)
         if missing := {"folder", "command"} - self.meta.keys():
-            raise ValueError(f"it does not say its {' and its '.join(sorted(missing))}")
+            raise ValueError(f"its table meta lacks {' and '.join(sorted(missing))}")
         self.rank = int(self.meta["rank"])
         self.world_size = int(self.meta["world_size"])
         self.block = int(self.meta["block"])
@@ -99,23 +100,23 @@ class Receipt:
                 self.unfinished.add(step)
 
     def row(self, step: int) -> Row:
-        """What was recorded of a step; NO_ROW where nothing was."""
+        """Returns the records of a step, or NO_ROW if the step has none."""
         with self._reading():
             found = self._database.execute("SELECT * FROM step WHERE step = ?", (step,)).fetchone()
             if found is None:
                 return NO_ROW
             *_, sequence, sums = checked("step", found)
             if len(sums) != 8 * len(self.entries(sequence)):
-                raise ValueError(f"step {step} does not have one sum a tensor")
+                raise ValueError(f"step {step} does not have one sum per tensor")
             return sequence, sums
 
     def entries(self, sequence: int) -> tuple[Entry, ...]:
-        """The tensors of a sequence, in their order of execution."""
+        """Returns the tensors of a sequence in their order of execution."""
         if sequence not in self._sequences:
             with self._reading():
                 found = self._database.execute("SELECT * FROM sequence WHERE id = ?", (sequence,)).fetchone()
                 if found is None:
-                    raise ValueError(f"it has no sequence {sequence}")
+                    raise ValueError(f"sequence {sequence} is missing")
                 ids = unpack("i", checked("sequence", found)[1])
                 if any(i not in self._entries for i in ids):
                     self._entries = read_entries(self._database)
@@ -127,19 +128,19 @@ class Receipt:
     def _check(self, entry: Entry) -> None:
         dtype = getattr(torch, entry.dtype)
         if not isinstance(dtype, torch.dtype) or not isinstance(entry.name, str) or not isinstance(entry.kind, str):
-            raise ValueError(f"it has an invalid tensor entry: {entry}")
+            raise ValueError(f"a tensor entry is invalid: {entry}")
         if block_span(entry.shard, dtype, self.block) != (entry.first_block, entry.blocks):
-            raise ValueError(f"{entry.kind} {entry.name} has other blocks than its shape")
+            raise ValueError(f"the blocks of {entry.kind} {entry.name} do not match its shape")
 
     def blocks(self, step: int) -> dict[Entry, Sequence[int]] | None:
-        """The sums of the blocks of each tensor of a step; None where they were not kept."""
+        """Returns the block sums of each tensor of a step; None if they were not kept."""
         if self._kept is None or self._kept[0] != step:
             with self._reading():
                 self._kept = step, self._blocks(step)
         return self._kept[1]
 
     def _blocks(self, step: int) -> dict[Entry, Sequence[int]] | None:
-        # In one statement: a process that writes may replace a step between two.
+        # One statement reads both rows, because a writing process may replace the step between two statements.
         both = self._database.execute("SELECT * FROM step JOIN blocks USING (step) WHERE step = ?", (step,)).fetchone()
         if both is None:
             return None
@@ -153,7 +154,7 @@ class Receipt:
             if (sum(found[entry]) - whole) % _MODULUS:
                 raise ValueError(f"the blocks of {entry.kind} {entry.name} in step {step} do not add up to its sum")
         if at != len(sums):
-            raise ValueError(f"step {step} has {len(sums)} sums of blocks, its tensors have {at}")
+            raise ValueError(f"step {step} has {len(sums)} block sums, but its tensors have {at} blocks")
         return found
 
     def close(self) -> None:

@@ -28,10 +28,10 @@ KINDS = (
     DATA, WEIGHTS, BUFFERS, ACTIVATION, ACTIVATION_GRADIENT, LOCAL_GRADIENT, GRADIENT, STATE, UPDATED_WEIGHTS,
     UPDATED_BUFFERS,
 )  # fmt: skip
-"""What can be recorded: `weights` and `buffers` before a step, `updated_weights` after the optimizer's and
-`updated_buffers` after the whole step, `local_gradient` before the reduction over ranks and `gradient` as the optimizer
-gets it, `state` of the optimizer after its step."""
-# A plain tensor of these kinds is another one on each rank, as far as nobody says what part of a whole it is.
+"""The kinds of records: `weights` and `buffers` before a step, `updated_weights` after the optimizer's step and
+`updated_buffers` after the whole step, `local_gradient` before the reduction over ranks, `gradient` as the optimizer
+receives it, and the optimizer's `state` after its step."""
+# Without a Shard, a plain tensor of these kinds is assumed to differ between ranks.
 _LOCAL_KINDS = {DATA, BUFFERS, ACTIVATION, ACTIVATION_GRADIENT, LOCAL_GRADIENT, UPDATED_BUFFERS}
 
 ShardOf = Callable[[str, torch.Tensor], "Shard | None"]
@@ -40,18 +40,22 @@ _active: Recorder | None = None
 
 
 def tap(tensor: torch.Tensor, name: str, *, shard: Shard | None = None) -> torch.Tensor:
-    """Records an activation where it is computed, and its gradient when that is; returns the tensor itself.
+    """Records an activation where it is computed, and its gradient when autograd computes it. Returns `tensor` itself.
 
-    Outside of a recorder's step it does nothing. Under torch.compile it breaks the graph.
+    Outside of a recorder's step, `tap` does nothing. Under torch.compile, `tap` breaks the graph.
 
     Args:
-        tensor: what is recorded; a DTensor or a dense tensor.
-        name: by which it is found in both runs. Within a step the same name may come again.
-        shard: which part of a whole the tensor is, for runs that are cut in other ways. Without it a plain tensor
-            belongs to its rank, and only runs on as many ranks can be compared.
+        tensor: the activation, a dense tensor or a DTensor.
+        name: the name that identifies the tensor in both runs. One step may use a name several times.
+        shard: the part of the whole that the tensor is, so that runs with different layouts can be compared. Without a
+            Shard, a plain tensor belongs to its rank and is compared only between runs with the same number of ranks.
+
+    Returns:
+        `tensor`.
 
     Raises:
-        TypeError, ValueError: `tensor` cannot be recorded, or `shard` is not one of its shape.
+        TypeError: `tensor` is not a dense tensor that holds its values.
+        ValueError: `shard` does not fit the tensor.
     """
     if _active is not None:
         _active.tap(tensor, name, shard=shard)
@@ -59,9 +63,9 @@ def tap(tensor: torch.Tensor, name: str, *, shard: Shard | None = None) -> torch
 
 
 class Recorder:
-    """Writes the receipts of this process's rank, `rank_00000.sqlite` and so on, into a folder.
+    """Writes the receipts of this process's rank into a folder, as `rank_00000.sqlite` and so on.
 
-    Use it around each step, and close it at the end (or use it in a `with`):
+    Wrap each step in `step`, and close the recorder at the end (or use it as a context manager):
 
         with Recorder("receipts", model=model, optimizer=optimizer) as recorder:
             for number, batch in enumerate(batches):
@@ -70,30 +74,32 @@ class Recorder:
                     loss.backward()
                     optimizer.step()
 
-    Recording does not wait for the GPU: sums are copied while the GPU works on, and a thread writes them.
+    Recording does not wait for the GPU: the sums are copied asynchronously, and a thread writes them.
 
     Args:
         path: the folder. The environment variable DASH_ATTN_RECEIPTS_PATH overrides it.
-        model: its parameters, their gradients and its buffers are recorded. Wrap and shard it first (DDP, FSDP2).
-        optimizer: its state is recorded, and gradients as it gets them.
-        every: record only steps whose numbers are multiples of this.
-        blocks_every: keep the sums of blocks for steps whose numbers are multiples of this. Other steps keep the
-            fingerprints of tensors.
-        keep_blocks: also keep the sums of blocks for this number of last recorded steps.
-        block: words of 4 bytes (or elements, if these are smaller) in a block, a power of two from 8 to 2^24.
-        kinds: which of KINDS to record.
+        model: the model whose parameters, gradients and buffers are recorded. Wrap and shard the model (DDP, FSDP2)
+            before you create the recorder.
+        optimizer: the optimizer whose state is recorded, and the gradients as the optimizer receives them.
+        every: record only the steps whose numbers are multiples of this.
+        blocks_every: keep the block sums of steps whose numbers are multiples of this. Other steps keep only the
+            fingerprints of whole tensors.
+        keep_blocks: also keep the block sums of this many of the last recorded steps.
+        block: words of 4 bytes (or elements, if these are smaller) per block, a power of two from 8 to 2^24.
+        kinds: the kinds to record, a subset of KINDS.
         taps: names of modules whose outputs are tapped, as in `model.named_modules()`. `*` stands for any one part
-            between dots: "layers.*", "layers.*.attention".
-        shard_of: a function that gets the name and the tensor of each parameter, of its gradient and state, and of each
-            buffer that is not a DTensor, and returns which part of a whole it is. None: all of it; a buffer belongs to
-            its rank.
+            between dots: `layers.*`, `layers.*.attention`.
+        shard_of: a function that receives the name and the tensor of each parameter, gradient, optimizer state and
+            buffer that is not a DTensor, and returns the part of the whole that the tensor is. None: a parameter is
+            the whole, and a buffer belongs to its rank.
         replay: a shell command that runs step `{step}` again from a checkpoint. None: the command of this process.
-        facts: whatever else identifies the run, such as its seed and parallel layout. `compare` shows differences.
+        facts: anything else that identifies the run, such as its seed and parallel layout. `compare` shows the facts
+            that differ.
         resume: continue existing receipts.
 
     Raises:
         FileExistsError: receipts of this rank exist, and `resume` is False.
-        ValueError: an argument is invalid; or the existing receipts are damaged, belong to another run, or are being
+        ValueError: an argument is invalid, or the existing receipts are damaged, belong to another run, or are being
             written by another recorder.
         OSError: SQLite cannot write into the folder.
     """
@@ -123,7 +129,7 @@ class Recorder:
         if unknown := sorted(self._kinds - set(KINDS)):
             raise ValueError(f"kinds must be among {', '.join(KINDS)}, got {unknown}")
         if optimizer is not None and model is None:
-            raise ValueError("model must be given beside an optimizer, got None: it names the parameters")
+            raise ValueError("model must be given together with optimizer, got None")
         self._every, self._blocks_every, self._keep, self._block = every, blocks_every, keep_blocks, block
         self._shard_of = shard_of
         self._rank, self._world_size = _rank_and_world_size()
@@ -132,7 +138,7 @@ class Recorder:
         self._entries: list[Entry] = []
         self._sums: list[torch.Tensor] = []
         self._streams: set[torch.cuda.Stream] = set()
-        # Entries whose sums are still to be computed, with their tensors.
+        # Entries whose sums have not been computed yet, with their tensors.
         self._pending: list[tuple[Entry, torch.Tensor]] = []
         self._is_together = False
         self._times: collections.Counter[tuple[str, str]] = collections.Counter()
@@ -149,44 +155,46 @@ class Recorder:
         self._writer = BackgroundWriter(writer)
 
     def _meta(self, replay: str | None, facts: Mapping[str, object] | None) -> dict[str, str]:
-        from dash_attn import __version__
+        from dash_attn import __bits_version__, __version__, build_record
 
         device = torch.cuda.get_device_name() if torch.cuda.is_available() else platform.machine()
         meta = {
             "rank": str(self._rank), "world_size": str(self._world_size), "block": str(self._block),
             "every": str(self._every), "dash_attn": __version__, "torch": torch.__version__,
-            "cuda": str(torch.version.cuda), "device": device, "host": platform.node(),
+            "bits version": str(__bits_version__), "library sources": build_record.library_sources(),
+            "Python sources": build_record.python_sources(), "cuda": str(torch.version.cuda), "device": device,
+            "host": platform.node(),
             "folder": str(pathlib.Path.cwd()), "command": replays.launch_command(), "replay": replay or "",
         }  # fmt: skip
         return meta | {f"fact {name}": json.dumps(value, default=str) for name, value in (facts or {}).items()}
 
     @property
     def is_recording(self) -> bool:
-        """Whether this is within a step that is recorded."""
+        """Whether a recorded step is in progress."""
         return self._step is not None
 
     @contextlib.contextmanager
     def step(self, number: int, data: Any = None, *, shard: Shard | None = None) -> Iterator[None]:
-        """Around everything that is done for one step, from its data to its optimizer.
+        """Returns a context manager for one step, which must enclose everything from the data to the optimizer.
 
         Args:
-            number: of the step, from 0 to 2^63 - 1; larger than that of the step before.
-            data: what the step is trained on: a tensor, or tensors in dicts, lists and tuples.
-            shard: which part of a whole each tensor of `data` is; None: it belongs to this rank.
+            number: the number of the step, from 0 to 2^63 - 1, larger than the number of the previous step.
+            data: the data of the step: a tensor, or tensors in dicts, lists and tuples.
+            shard: the part of the whole that each tensor of `data` is. None: the data belongs to this rank.
 
         Raises:
-            ValueError: `number` is none or not larger than the last, or `data` holds no tensor.
-            RuntimeError: the recorder is closed, another step has not ended, or an earlier one could not be written.
+            ValueError: `number` is not an int in that range, or `data` holds no tensor.
+            RuntimeError: the recorder is closed, another step is in progress, or an earlier step could not be written.
         """
         global _active
         if self._closed:
-            raise RuntimeError("the recorder is closed: make another, with resume=True")
+            raise RuntimeError("the recorder is closed: create another one with resume=True")
         if not isinstance(number, int) or self._last is not None and number <= self._last:
-            raise ValueError(f"number must be an int larger than that of the last step, {self._last}, got {number!r}")
+            raise ValueError(f"number must be an int larger than the previous step's, {self._last}, got {number!r}")
         if not 0 <= number < 1 << 63:
             raise ValueError(f"number must be from 0 to 2^63 - 1, got {number}")
         if self._step is not None:
-            raise RuntimeError(f"a step must begin after the one before has ended, got {number} within {self._step}")
+            raise RuntimeError(f"step {self._step} must end before another step begins, got step {number}")
         self._last = number
         if number % self._every:
             yield
@@ -205,7 +213,7 @@ class Recorder:
             self._finish(number, complete)
         if self._wanted is not None and number >= self._wanted.step:
             self.close()
-            print(f"replayed step {self._wanted.step}; what was asked for is in {self._path}", flush=True)
+            print(f"replayed step {self._wanted.step}; the words of the block are in {self._path}", flush=True)
             raise SystemExit(0)
 
     def _finish(self, number: int, complete: bool) -> None:
@@ -217,7 +225,7 @@ class Recorder:
         self._writer.put(Recorded(number, entries, sums, streams, complete, forget))
 
     def data(self, data: Any, name: str = "data", *, shard: Shard | None = None) -> None:
-        """Records what is trained on, within a step; the arguments are those of `step`."""
+        """Records the training data within a step. The arguments are those of `step`."""
         found = list(tensors_in(data, name))
         if not found:
             raise ValueError(f"data must hold a tensor, got {type(data).__name__}")
@@ -226,24 +234,26 @@ class Recorder:
                 self.record(tensor, own_name, DATA, shard=shard)
 
     def tap(self, tensor: torch.Tensor, name: str, *, shard: Shard | None = None) -> torch.Tensor:
-        """What the function `tap` does, for this recorder."""
+        """Records an activation and its gradient with this recorder, like the function `tap`."""
         return _tap(self, tensor, name, shard)
 
     def record(
         self, tensor: torch.Tensor, name: str, kind: str, *, shard: Shard | None = None, local: bool | None = None
     ) -> None:
-        """Records a tensor as it is now. Outside of a step, and for a kind that is not recorded, it does nothing.
+        """Records a tensor's current value. Outside of a step and for a kind that is not recorded, nothing happens.
 
         Args:
-            tensor: a DTensor or a dense tensor.
-            name: text by which it is found in both runs.
+            tensor: a dense tensor or a DTensor.
+            name: the name that identifies the tensor in both runs.
             kind: one of KINDS.
-            shard: which part of a whole it is; None: a DTensor's own, or all of it.
-            local: whether it belongs to this rank alone, so that other ranks' of this name are neither copies nor
-                parts; None: true where there are several ranks, no shard, and a kind that differs between them.
+            shard: the part of the whole that the tensor is. None: a DTensor's own part, or the whole.
+            local: whether the tensor belongs to this rank alone, so that tensors of this name on other ranks are
+                neither copies nor parts of it. None: true for kinds that differ between ranks, if there are several
+                ranks and no shard.
 
         Raises:
-            TypeError, ValueError: `tensor` cannot be recorded, `kind` is none, or `shard` is not one of its shape.
+            TypeError: `tensor` is not a dense tensor that holds its values, or `name` is not a str.
+            ValueError: `kind` is not one of KINDS, or `shard` does not fit the tensor.
         """
         if kind not in KINDS:
             raise ValueError(f"kind must be one of {', '.join(KINDS)}, got {kind!r}")
@@ -271,7 +281,7 @@ class Recorder:
 
     @contextlib.contextmanager
     def together(self) -> Iterator[None]:
-        """Around records of tensors that nothing changes meanwhile: all of them are read at its end, at once."""
+        """Computes the sums of all tensors recorded within at the end, in one pass; none may change before that."""
         self._is_together = True
         try:
             yield
@@ -286,7 +296,7 @@ class Recorder:
         self._entries += [entry for entry, _ in pending]
 
     def record_parameter(self, tensor: torch.Tensor, name: str, kind: str, parameter: str | None = None) -> None:
-        """Records a parameter, what has its shape, or a buffer; `shard_of` is asked with the name `parameter`."""
+        """Records a parameter, a tensor of its shape, or a buffer. `shard_of` receives the name `parameter`."""
         shard = None
         if self._shard_of is not None and type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.dim():
             shard = self._shard_of(parameter or name, tensor)
@@ -294,11 +304,11 @@ class Recorder:
 
     @property
     def world_size(self) -> int:
-        """The number of ranks of the run."""
+        """The number of ranks in the run."""
         return self._world_size
 
     def close(self) -> None:
-        """Writes what is on its way, removes the hooks and closes the file.
+        """Writes the remaining steps, removes the hooks and closes the file.
 
         Raises:
             RuntimeError: a step could not be written.

@@ -1,4 +1,4 @@
-"""How a step is repeated: the command that a receipt keeps, and what a repeated run is asked for by its environment."""
+"""Replays of a step: the command that repeats it, and the environment variables that tell the replay what to write."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _CHUNK = 1 << 20
 
 @dataclasses.dataclass(frozen=True)
 class Wanted:
-    """A block of a tensor of a step, whose words a replay leaves in files."""
+    """A block of one of a step's tensors, whose words a replay writes to files."""
 
     step: int
     kind: str
@@ -33,15 +33,15 @@ class Wanted:
 
 
 def path_of(path: str | os.PathLike[str]) -> pathlib.Path:
-    """Where a recorder writes: `path`, or in a replay where the replay's command says."""
+    """Returns the folder that a recorder writes into: `path`, or the folder that the replay's command names."""
     return pathlib.Path(os.environ.get(PATH) or path)
 
 
 def wanted() -> Wanted | None:
-    """What the environment asks for.
+    """Returns the block that the environment asks for; None outside of a replay.
 
     Raises:
-        ValueError: it asks in a way that nothing can be made of.
+        ValueError: the environment variable does not describe a block.
     """
     text = os.environ.get(DUMP)
     if not text:
@@ -49,11 +49,11 @@ def wanted() -> Wanted | None:
     try:
         return Wanted(**json.loads(text))
     except (TypeError, ValueError) as error:
-        raise ValueError(f"{DUMP} must be what `compare` printed, got {text!r} ({error})") from None
+        raise ValueError(f"{DUMP} must have the value that `compare` printed, got {text!r} ({error})") from None
 
 
 def launch_command() -> str:
-    """The command line that started this process, with torchrun where that did."""
+    """Returns the command line that started this process, including torchrun if torchrun started it."""
     arguments = list(sys.orig_argv)
     if "TORCHELASTIC_RUN_ID" in os.environ:
         local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
@@ -65,12 +65,12 @@ def launch_command() -> str:
 
 
 def command(meta: Mapping[str, str], want: Wanted, path: str) -> str:
-    """The command, for a shell, that repeats a run up to a step and leaves a block's words in the folder `path`."""
+    """Returns the shell command that repeats a run up to a step and writes a block's words into the folder `path`."""
     text = json.dumps(dataclasses.asdict(want))
     run = meta["command"]
     if template := meta.get("replay"):
         run = template.replace("{step}", str(want.step))
-    # Exported for all of `a && b`, and in a subshell, so that what is run there later is no replay.
+    # The variables are exported for all of `a && b`, and in a subshell, so that later commands are no replays.
     exports = f"export {PATH}={shlex.quote(path)} {DUMP}={shlex.quote(text)}"
     return f"(cd {shlex.quote(meta['folder'])} || exit; {exports}; {run})"
 
@@ -78,7 +78,7 @@ def command(meta: Mapping[str, str], want: Wanted, path: str) -> str:
 def dump(
     path: pathlib.Path, want: Wanted, tensor: torch.Tensor, shard: Shard | None, *, rank: int, local: bool, block: int
 ) -> None:
-    """Writes the words that this rank holds of the block, beside the receipts of the replay."""
+    """Writes this rank's words of the block into the folder of the replay's receipts."""
     part, shard = part_of(tensor, shard)
     words, per = words_of(part).cpu(), words_per_element(part.dtype)
     indices, values = [], []

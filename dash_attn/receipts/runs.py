@@ -1,4 +1,4 @@
-"""A run as its ranks' receipts tell of it: parts of a tensor added up, copies held against each other."""
+"""Combines the receipts of all ranks of a run: adds up the parts of each tensor and compares its copies."""
 
 from __future__ import annotations
 
@@ -17,8 +17,11 @@ _MODULUS = 1 << 64
 
 @dataclasses.dataclass(frozen=True)
 class Key:
-    """What is compared: a tensor of a step. `time` counts records of one kind and name; `rank` is None for a tensor
-    that ranks have parts or copies of, and else the rank to which it belongs alone."""
+    """The identity of a tensor within a step.
+
+    `time` counts the records of one kind and name. `rank` is the rank that owns the tensor alone, or None if several
+    ranks hold parts or copies of it.
+    """
 
     kind: str
     name: str
@@ -33,7 +36,7 @@ class Key:
 
 @dataclasses.dataclass(frozen=True)
 class Part:
-    """What one rank has of a tensor."""
+    """One rank's part of a tensor."""
 
     rank: int
     entry: Entry
@@ -42,7 +45,7 @@ class Part:
 
 @dataclasses.dataclass(frozen=True)
 class Whole:
-    """A tensor as all ranks have it. `copies_differ` lists ranks by groups that have other bits for the same part."""
+    """A tensor over all ranks. `copies_differ` lists the groups of ranks whose copies of one part differ."""
 
     shape: tuple[int, ...]
     dtype: str
@@ -56,10 +59,10 @@ class Run:
     """The receipts of all ranks of a run.
 
     Args:
-        path: the folder that a Recorder has written.
+        path: the folder that a Recorder wrote.
 
     Raises:
-        ValueError: there are no receipts, or not of every rank once, or not of one run; a file cannot be read.
+        ValueError: the folder does not hold exactly one receipt per rank of one run, or a file is damaged.
         OSError: a file cannot be read.
     """
 
@@ -67,7 +70,7 @@ class Run:
         self.path = pathlib.Path(path)
         files = sorted(self.path.glob("rank_*.sqlite"))
         if not files:
-            raise ValueError(f"a folder with receipts (rank_00000.sqlite, ...) is needed, got {self.path}")
+            raise ValueError(f"the folder must hold receipts (rank_00000.sqlite, ...), got {self.path}")
         with contextlib.ExitStack() as opened:
             self.receipts = [opened.enter_context(contextlib.closing(Receipt(file))) for file in files]
             self._check()
@@ -80,7 +83,7 @@ class Run:
         first = self.receipts[0]
         for receipt in self.receipts:
             if (receipt.world_size, receipt.block) != (first.world_size, first.block):
-                raise ValueError(f"{receipt.path} and {first.path} are not of one run: other world sizes or blocks")
+                raise ValueError(f"{receipt.path} and {first.path} must have the same world size and block size")
             if receipt.path != rank_file(self.path, receipt.rank) or receipt.rank >= first.world_size:
                 raise ValueError(f"{receipt.path} is the receipt of rank {receipt.rank} of {first.world_size}")
         missing = sorted(set(range(first.world_size)) - {receipt.rank for receipt in self.receipts})
@@ -97,24 +100,26 @@ class Run:
 
     @property
     def unfinished(self) -> list[int]:
-        """Steps that some rank has not recorded, or not to their end: it died there, or an error ended the step."""
+        """Steps that some rank has not recorded to their end, because it died or because an error ended the step."""
         found = set().union(*(receipt.steps for receipt in self.receipts)) - set(self.steps)
         return sorted(found.union(*(receipt.unfinished for receipt in self.receipts)))
 
     def rows(self, step: int) -> list[Row]:
-        """What each rank has recorded of a step, unread."""
+        """Returns the records of each rank for a step, still encoded."""
         return [receipt.row(step) for receipt in self.receipts]
 
     def keys(self, rows: Sequence[Row]) -> list[list[Key]]:
-        """The tensors of each rank's row."""
+        """Returns the tensors of each rank's row."""
         return [
             [key_of(entry, receipt.rank) for entry in receipt.entries(sequence)]
             for receipt, (sequence, _) in zip(self.receipts, rows)
         ]
 
     def tensors(self, rows: Sequence[Row]) -> dict[Key, Whole]:
-        """The tensors of a step in their order of execution; those of other ranks stand behind what came before them
-        there."""
+        """Returns the tensors of a step in their order of execution.
+
+        A tensor that only other ranks recorded comes after the tensor that precedes it on those ranks.
+        """
         order: list[Key] = []
         parts: dict[Key, list[Part]] = {}
         for receipt, keys, (sequence, sums) in zip(self.receipts, self.keys(rows), rows):
@@ -153,7 +158,7 @@ class Run:
         return Whole(shape, dtype, tuple(parts), total % _MODULUS, None, tuple(differ))
 
     def blocks(self, step: int) -> dict[Key, dict[int, int]]:
-        """The sums of the blocks of each tensor by number, modulo 2^64; empty where not every rank has kept them."""
+        """Returns each tensor's block sums by block number, modulo 2^64; empty unless every rank has kept them."""
         total: dict[Key, dict[int, int]] = {}
         seen: set[tuple[Key, Shard]] = set()
         for receipt in self.receipts:
@@ -171,7 +176,7 @@ class Run:
         return total
 
     def blocks_of_ranks(self, step: int, key: Key) -> dict[int, dict[int, int]]:
-        """The sums of the blocks of what each rank has of a tensor, where they were kept."""
+        """Returns the block sums of each rank's part of a tensor, for the ranks that have kept them."""
         found: dict[int, dict[int, int]] = {}
         for receipt in self.receipts:
             for entry, sums in (receipt.blocks(step) or {}).items():
@@ -185,12 +190,12 @@ class Run:
 
 
 def key_of(entry: Entry, rank: int) -> Key:
-    """The tensor that an entry of a rank is a part or a copy of."""
+    """Returns the tensor that a rank's entry is a part or a copy of."""
     return Key(entry.kind, entry.name, entry.time, rank if entry.local else None)
 
 
 def merge_orders(order: Sequence[Key], other: Sequence[Key]) -> list[Key]:
-    """`order` with what only `other` has, each behind what stands before it there."""
+    """Inserts the keys that only `other` has into `order`, each after its predecessor in `other`."""
     known = set(order)
     following: dict[Key | None, list[Key]] = {}
     before: Key | None = None

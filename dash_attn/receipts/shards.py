@@ -1,4 +1,4 @@
-"""Which part of a whole tensor a process holds: given plainly, or read from a DTensor."""
+"""Which part of a whole tensor a process holds: given by the caller, or derived from a DTensor."""
 
 from __future__ import annotations
 
@@ -15,15 +15,16 @@ Range = tuple[int, int]
 
 @dataclasses.dataclass(frozen=True)
 class Shard:
-    """A part of a tensor: in each dimension the ranges of indices that it has, one behind the other.
+    """A part of a tensor: for each dimension, the index ranges that the part holds.
 
     Args:
         shape: the shape of the whole tensor.
-        ranges: for each dimension, the ranges (start, stop) of the whole's indices that the part holds, in the order in
-            which it holds them. The part's length in that dimension is the sum of their lengths.
+        ranges: for each dimension, the ranges (start, stop) of the whole's indices that the part holds, in the order of
+            the part's memory. The part's length in that dimension is the sum of their lengths.
 
     Raises:
-        ValueError: a dimension has no list of ranges, or a range does not fit in its dimension or meets another.
+        ValueError: `ranges` does not have one entry per dimension, or a range exceeds its dimension or overlaps
+            another.
     """
 
     shape: tuple[int, ...]
@@ -40,45 +41,53 @@ class Shard:
         for dim, (length, of_dim) in enumerate(zip(self.shape, ranges)):
             for start, stop in of_dim:
                 if not 0 <= start <= stop <= length:
-                    raise ValueError(
-                        f"ranges of dimension {dim} must lie in 0 to {length}, its length, got ({start}, {stop})"
-                    )
+                    raise ValueError(f"ranges of dimension {dim} must lie within 0 to {length}, got ({start}, {stop})")
             ordered = sorted(r for r in of_dim if r[0] < r[1])
             for before, after in zip(ordered, ordered[1:]):
                 if after[0] < before[1]:
-                    raise ValueError(f"ranges of dimension {dim} must not meet, got {before} and {after}")
+                    raise ValueError(f"ranges of dimension {dim} must not overlap, got {before} and {after}")
 
     def __hash__(self) -> int:
         return self._hash
 
     @functools.cached_property
     def _hash(self) -> int:
-        # Kept: a recorder looks the same few hundred up again and again, which must not slow the trainer down.
+        # Cached, because a recorder looks up the same few hundred shards in every step.
         return hash((self.shape, self.ranges))
 
     @classmethod
     def box(cls, shape: Sequence[int], offset: Sequence[int], lengths: Sequence[int]) -> Shard:
-        """The part of the shape `lengths` that begins at the index `offset` of a whole of the shape `shape`.
+        """Returns the part that begins at the index `offset` of a whole of shape `shape` and has the shape `lengths`.
+
+        Args:
+            shape: the shape of the whole tensor.
+            offset: the index of the part's first element in the whole.
+            lengths: the shape of the part.
 
         Raises:
-            ValueError: the three have different numbers of dimensions, or the part does not fit in the whole.
+            ValueError: the arguments have different numbers of dimensions, or the part exceeds the whole.
         """
         if not len(shape) == len(offset) == len(lengths):
             raise ValueError(
-                f"shape, offset and lengths must have one entry a dimension, got {tuple(shape)}, {tuple(offset)} and "
+                f"shape, offset and lengths must have the same length, got {tuple(shape)}, {tuple(offset)} and "
                 f"{tuple(lengths)}"
             )
-        # A part without elements may begin anywhere; DTensor lets it begin past the end.
+        # A part without elements may begin anywhere; a DTensor lets such a part begin past the end.
         if 0 in lengths:
             return cls(tuple(shape), tuple(((0, length),) for length in lengths))
         return cls(tuple(shape), tuple(((start, start + length),) for start, length in zip(offset, lengths)))
 
     @classmethod
     def along(cls, shape: Sequence[int], dim: int, *ranges: Range) -> Shard:
-        """The part that has `ranges` of dimension `dim` and all of the others: the two chunks of a zigzag, for example.
+        """Returns the part that has `ranges` of dimension `dim` and all of the other dimensions.
+
+        Args:
+            shape: the shape of the whole tensor.
+            dim: the dimension that is cut.
+            *ranges: the ranges (start, stop) that the part holds, such as the two chunks of a zigzag layout.
 
         Raises:
-            ValueError: `dim` is no dimension of `shape`, or the ranges do not fit.
+            ValueError: `dim` is not a dimension of `shape`, or the ranges exceed it or overlap.
         """
         if not -len(shape) <= dim < len(shape):
             raise ValueError(f"dim must be a dimension of the shape {tuple(shape)}, got {dim}")
@@ -88,7 +97,7 @@ class Shard:
 
     @classmethod
     def whole(cls, shape: Sequence[int]) -> Shard:
-        """All of a tensor of the shape `shape`."""
+        """Returns the part that is all of a tensor of shape `shape`."""
         return cls(tuple(shape), tuple(((0, length),) for length in shape))
 
     @functools.cached_property
@@ -98,11 +107,11 @@ class Shard:
 
     @functools.cached_property
     def numel(self) -> int:
-        """The elements of the part."""
+        """The number of elements of the part."""
         return math.prod(self.local_shape)
 
     def first_and_last(self) -> tuple[int, int]:
-        """The least and the greatest index, in the whole in row-major order, of the part's elements, which must be."""
+        """Returns the smallest and largest row-major index in the whole of a part that is not empty."""
         first = last = 0
         for length, of_dim in zip(self.shape, self.ranges):
             filled = [r for r in of_dim if r[0] < r[1]]
@@ -110,17 +119,8 @@ class Shard:
             last = last * length + max(stop for _, stop in filled) - 1
         return first, last
 
-    def start_if_contiguous(self) -> int | None:
-        """Where the part begins, when its elements stand one behind the other in the whole in row-major order."""
-        if self.numel == 0:
-            return 0
-        if any(len([r for r in of_dim if r[0] < r[1]]) > 1 for of_dim in self.ranges):
-            return None
-        first, last = self.first_and_last()
-        return first if last - first + 1 == self.numel else None
-
     def meets(self, other: Shard) -> bool:
-        """Whether an element is in both parts, which are of tensors of one shape."""
+        """Whether two parts of tensors of one shape have an element in common."""
         return all(
             any(max(a[0], b[0]) < min(a[1], b[1]) for a in mine for b in theirs)
             for mine, theirs in zip(self.ranges, other.ranges)
@@ -128,12 +128,12 @@ class Shard:
 
 
 def why_not_whole(parts: Sequence[Shard]) -> str | None:
-    """What keeps different parts of one tensor from adding up to it; None where nothing does."""
+    """Explains why the parts of one tensor do not add up to the whole; None if they do."""
     shape = parts[0].shape
     for index, part in enumerate(parts):
         for other in parts[:index]:
             if part.numel and other.numel and part.meets(other):
-                return f"parts of it overlap: {part.ranges} and {other.ranges}"
+                return f"its parts overlap: {part.ranges} and {other.ranges}"
     held = sum(part.numel for part in parts)
     if held != math.prod(shape):
         return f"its parts hold {held} of {math.prod(shape)} elements"
@@ -141,7 +141,7 @@ def why_not_whole(parts: Sequence[Shard]) -> str | None:
 
 
 def is_dtensor(tensor: torch.Tensor) -> bool:
-    """Whether it is a torch.distributed.tensor.DTensor; looks for no such thing where nobody made one."""
+    """Whether `tensor` is a torch.distributed.tensor.DTensor. Imports the class only for subclasses of Tensor."""
     return type(tensor) not in (torch.Tensor, torch.nn.Parameter) and _is_dtensor_type(type(tensor))
 
 
@@ -155,40 +155,40 @@ def _is_dtensor_type(kind: type) -> bool:
 
 
 def is_partial(tensor: torch.Tensor) -> bool:
-    """Whether it is a DTensor whose value is a sum that is still to be taken, so that the whole has no bits yet."""
+    """Whether `tensor` is a DTensor of partial sums, whose whole has no bits before the sum is taken."""
     placements = tensor.placements if is_dtensor(tensor) else ()  # type: ignore[attr-defined]
     return any(placement.is_partial() for placement in placements)
 
 
 def local_part(tensor: torch.Tensor) -> tuple[torch.Tensor, Shard | None]:
-    """What this process holds of a tensor, and which part that is; None for a plain tensor, of which nobody knows.
+    """Returns this process's part of a tensor, and which part it is; None instead of a Shard for a plain tensor.
 
     Raises:
-        ValueError: a DTensor of partial sums.
+        ValueError: `tensor` is a DTensor of partial sums.
     """
     if not is_dtensor(tensor):
         return tensor, None
     placements, mesh = tensor.placements, tensor.device_mesh  # type: ignore[attr-defined]
     if is_partial(tensor):
-        raise ValueError(f"tensor must not be a DTensor of partial sums, which are no bits of it, got {placements}")
-    with torch.no_grad():  # otherwise it is an operation of autograd
+        raise ValueError(f"tensor must not be a DTensor of partial sums, got the placements {placements}")
+    with torch.no_grad():  # autograd would record to_local
         local = tensor.to_local()  # type: ignore[attr-defined]
     shard = _box_of(tensor.shape, mesh, placements)
     if shard.local_shape != tuple(local.shape):
         raise ValueError(
-            f"tensor must be a DTensor whose part is one box of it, {shard.local_shape}, got {placements} with a part "
-            f"of {tuple(local.shape)}; give a Shard and the local tensor instead"
+            f"tensor must be a DTensor whose local part is one box, {shard.local_shape}, got {placements} with a local "
+            f"shape of {tuple(local.shape)}; pass the local tensor and a Shard instead"
         )
     return local, shard
 
 
-# By all that they follow from. A mesh is no part of it: it says not where this process is, and keeps groups alive.
+# The key excludes the mesh, which would keep process groups alive and does not give this process's coordinate.
 _boxes: dict[tuple, Shard] = {}
 _MOST_BOXES = 1 << 12
 
 
 def _box_of(shape: torch.Size, mesh: Any, placements: tuple) -> Shard:
-    """The part that this process has of a DTensor."""
+    """Returns this process's part of a DTensor."""
     key = shape, tuple(mesh.shape), tuple(mesh.get_coordinate() or ()), placements
     if key not in _boxes:
         from torch.distributed.tensor._utils import compute_local_shape_and_global_offset

@@ -1,17 +1,17 @@
-"""A receipt as a file: SQLite, one a rank, written as the run goes. receipt.py reads it.
+"""Stores a receipt as a SQLite file, one per rank, while the run goes on. receipt.py reads the file.
 
-    meta(key, value)              what the run is: rank, world size, block, versions, the command
-    tensor(id, ...)               what is recorded: name, kind, which time in a step, whole shape, dtype, part, scope
-    sequence(id, tensors)         ids of tensors in the order of execution, int32; steps that are alike share one
-    step(step, ...)               the sum of each tensor of its sequence, int64
-    blocks(step, sums)            the sums of all their blocks, one tensor after the other; kept for some steps only
+    meta(key, value)              the run: rank, world size, block, versions, command
+    tensor(id, ...)               a recorded tensor: name, kind, time within the step, whole shape, dtype, part, scope
+    sequence(id, tensors)         ids of tensors in the order of execution, int32; equal steps share a sequence
+    step(step, ...)               the sum of each tensor of the step's sequence, int64
+    blocks(step, sums)            the block sums of these tensors, one tensor after the other; kept for some steps only
 
-Numbers in BLOBs are little-endian. Fingerprints are in the file as int64, of which the unsigned number is meant. The
-last column of every table is a checksum of the row (`row_crc`), so that a reader can tell damage from a difference.
+Numbers in BLOBs are little-endian. Fingerprints, which are unsigned, are stored as the int64 of the same bits. The last
+column of every table is a checksum of the row (`row_crc`), so that a reader can distinguish damage from a difference.
 
-While a run goes on, the file has a write-ahead log beside it (`-wal` and `-shm`): a reader never blocks the writer, and
-a process that is killed leaves whole steps. `Writer.close` folds the log into the file. An empty file `.lock`, on which
-the writer holds a lock of SQLite's, keeps a second writer out.
+While a run goes on, a write-ahead log (`-wal` and `-shm`) lies next to the file. A reader therefore never blocks the
+writer, and a killed process leaves whole steps. `Writer.close` folds the log into the file. The writer holds a SQLite
+lock on an empty file `.lock`, which keeps a second writer out.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from .fingerprints import FINGERPRINT
 from .shards import Shard
 
 FORMAT = "2"
-LOCK_WAIT_S = 30.0  # for a lock that another connection has on a receipt
+LOCK_WAIT_S = 30.0  # how long to wait for another connection's lock on a receipt
 _COLUMNS = {
     "meta": "key TEXT PRIMARY KEY, value TEXT",
     "tensor": "id INTEGER PRIMARY KEY, name TEXT, kind TEXT, time INTEGER, shape TEXT, dtype TEXT, ranges TEXT, "
@@ -49,8 +49,8 @@ class Entry:
     """A tensor that a rank records.
 
     `time` counts the records of one name and kind in a step, from 0. `local` says that the tensor belongs to its rank
-    alone, so that no other rank has a part or a copy of it. `first_block` and `blocks` say which blocks this part has
-    words of.
+    alone, so that no other rank has a part or a copy of it. `first_block` and `blocks` give the blocks that this part
+    has words of.
     """
 
     name: str
@@ -64,7 +64,7 @@ class Entry:
 
 
 def rank_file(folder: pathlib.Path, rank: int) -> pathlib.Path:
-    """Where the receipt of a rank is."""
+    """Returns the path of a rank's receipt."""
     return folder / f"rank_{rank:05d}.sqlite"
 
 
@@ -75,19 +75,19 @@ def _little_endian(numbers: array.array[int]) -> array.array[int]:
 
 
 def pack(code: str, numbers: Iterable[int]) -> bytes:
-    """Numbers as a BLOB; `code` is "q" for int64 and "i" for int32."""
+    """Encodes numbers as a BLOB; `code` is "q" for int64 and "i" for int32."""
     return _little_endian(array.array(code, numbers)).tobytes()
 
 
 def unpack(code: str, blob: bytes) -> array.array[int]:
-    """The numbers of a BLOB."""
+    """Decodes the numbers of a BLOB."""
     numbers: array.array[int] = array.array(code)
     numbers.frombytes(blob)
     return _little_endian(numbers)
 
 
 def row_crc(table: str, row: Iterable[object]) -> int:
-    """The checksum of a row of a table, whose values are as SQLite returns them."""
+    """Computes the checksum of a table's row from the values that SQLite returns."""
     crc = zlib.crc32(table.encode())
     for value in row:
         content = value if isinstance(value, bytes) else repr(value).encode()
@@ -96,35 +96,35 @@ def row_crc(table: str, row: Iterable[object]) -> int:
 
 
 def checked(table: str, row: tuple) -> tuple:
-    """A row without its checksum.
+    """Verifies a row and returns it without its checksum.
 
     Raises:
-        ValueError: the checksum is that of another row.
+        ValueError: the checksum does not match the row.
     """
     *values, crc = row
     if crc != row_crc(table, values):
-        raise ValueError(f"a row of its table {table} does not have its checksum")
+        raise ValueError(f"a row of its table {table} does not match its checksum")
     return tuple(values)
 
 
 def is_locked(error: sqlite3.Error) -> bool:
-    """Whether the error says that another connection has a lock (Python 3.10 has no error codes)."""
+    """Whether the error says that another connection holds a lock (Python 3.10 has no error codes)."""
     return "locked" in str(error)
 
 
 class Writer:
-    """Appends the steps of one rank. It is used by one thread at a time.
+    """Appends the steps of one rank. Only one thread may use the writer at a time.
 
     Args:
         path: the file.
-        meta: what the run is.
-        resume: go on with a file that exists. A step that is written again replaces the old one and all after it.
+        meta: the description of the run.
+        resume: continue an existing file. A step that is written again replaces the old one and all steps after it.
 
     Raises:
         FileExistsError: the file exists, and `resume` is False.
-        ValueError: the file is of another format, fingerprint, block, rank or world size, it is damaged or locked,
-            another writer has it open, or its .lock file has content.
-        OSError: SQLite cannot write there.
+        ValueError: the file has another format, fingerprint, block size, rank or world size; the file is damaged or
+            locked; another writer has it open; or its .lock file is not empty.
+        OSError: SQLite cannot write into the folder.
     """
 
     def __init__(self, path: pathlib.Path, meta: dict[str, str], *, resume: bool = False) -> None:
@@ -135,21 +135,21 @@ class Writer:
             if exists and not resume:
                 raise FileExistsError(
                     f"path must be a folder without receipts of rank {meta['rank']}, got {path.parent}; "
-                    "resume=True goes on with them"
+                    "resume=True continues them"
                 )
-            # A closed receipt gets its log back, and SQLite needs the file to itself for that.
+            # SQLite reopens the log of a closed receipt, for which it needs exclusive access to the file.
             locked = (
-                f"path must hold receipts that no other process keeps locked, got {path}, locked for {LOCK_WAIT_S:g} "
-                "seconds and more: close what reads it"
+                f"path must hold receipts that no other process has locked, got {path}, which has been locked for more "
+                f"than {LOCK_WAIT_S:g} seconds: close the process that reads it"
             )
-            damaged = f"path must hold receipts to go on with, got {path}, which is not a receipt"
+            damaged = f"path must hold receipts that can be continued, got {path}, which is not a receipt"
             with _explained(path, locked=locked, damaged=damaged):
-                # The recorder's thread writes, and another one closes.
+                # One thread writes, and another thread closes the connection.
                 self._database = sqlite3.connect(
                     path, timeout=LOCK_WAIT_S, check_same_thread=False, isolation_level=None
                 )
                 opened.enter_context(contextlib.closing(self._database))
-                # Text that is not UTF-8 then fails by the checksum of its row.
+                # Text that is not valid UTF-8 then fails the checksum of its row.
                 self._database.text_factory = functools.partial(str, encoding="utf-8", errors="replace")
                 self._begin(path, {"format": FORMAT, "fingerprint": FINGERPRINT, **meta})
             self._opened = opened.pop_all()
@@ -158,22 +158,22 @@ class Writer:
     def _begin(self, path: pathlib.Path, meta: dict[str, str]) -> None:
         (mode,) = self._database.execute("PRAGMA journal_mode = WAL").fetchone()
         if mode != "wal":
-            raise OSError(f"path must be on a file system that can share memory, got {path.parent}: SQLite needs it")
-        # A process that dies loses nothing that was committed; a machine that loses power may.
+            raise OSError(f"path must be on a file system that supports shared memory, got {path.parent}")
+        # The death of the process loses nothing that was committed; a power failure may.
         self._database.execute("PRAGMA synchronous = OFF")
         with self._transaction():
-            # A process that was killed at once has left a file without tables.
+            # A process that was killed right after it started leaves a file without tables.
             if tables := dict(self._database.execute("SELECT name, sql FROM sqlite_master WHERE type = 'table'")):
                 if tables != _SCHEMA:
                     raise ValueError(
-                        f"path must hold receipts to go on with, got {path}, whose tables are not those of format "
+                        f"path must hold receipts that can be continued, got {path}, whose tables are not of format "
                         f"{FORMAT}"
                     )
                 self._check_same_run(path, meta)
                 (found,) = self._database.execute("PRAGMA quick_check(1)").fetchone()
                 if found != "ok":
                     what = found.splitlines()[-1]
-                    raise ValueError(f"path must hold receipts to go on with, got {path}, which is damaged: {what}")
+                    raise ValueError(f"path must hold receipts that can be continued, got {path}, damaged: {what}")
             else:
                 for statement in _SCHEMA.values():
                     self._database.execute(statement)
@@ -183,12 +183,12 @@ class Writer:
             self._ids = {entry: number for number, entry in read_entries(self._database).items()}
             sequences = [checked("sequence", row) for row in self._database.execute("SELECT * FROM sequence")]
         except ValueError as error:
-            raise ValueError(f"path must hold receipts to go on with, got {path}, which is damaged: {error}") from None
+            raise ValueError(f"path must hold receipts that can be continued, got {path}, damaged: {error}") from None
         self._sequences = {blob: number for number, blob in sequences}
 
     @contextlib.contextmanager
     def _transaction(self):
-        # At once for writing, so that it waits for a lock here and not in the middle.
+        # IMMEDIATE takes the write lock here, and not in the middle of the transaction.
         self._database.execute("BEGIN IMMEDIATE")
         try:
             yield
@@ -205,9 +205,7 @@ class Writer:
         old = dict(self._database.execute("SELECT key, value FROM meta"))
         for key in ("format", "fingerprint", "block", "rank", "world_size"):
             if old.get(key) != meta[key]:
-                raise ValueError(
-                    f"path must hold receipts of {key} {meta[key]} to go on with, got {path} of {old.get(key)}"
-                )
+                raise ValueError(f"path must hold receipts whose {key} is {meta[key]}, got {path} with {old.get(key)}")
 
     def _id(self, entry: Entry) -> int:
         if entry not in self._ids:
@@ -230,10 +228,10 @@ class Writer:
         complete: bool,
         forget: int,
     ) -> None:
-        """Writes a step: the sums of the entries and of all their blocks. Blocks of the step `forget` are dropped."""
+        """Writes a step: the sums of its entries and of all their blocks. Drops the block sums of the step `forget`."""
         with self._transaction():
             if not self._seen:
-                # What an earlier process did after its last checkpoint is done again.
+                # A resumed run repeats the steps that an earlier process recorded after its last checkpoint.
                 self._database.execute("DELETE FROM step WHERE step >= ?", (step,))
                 self._database.execute("DELETE FROM blocks WHERE step >= ?", (step,))
                 self._seen = True
@@ -248,11 +246,11 @@ class Writer:
     def close(self) -> None:
         with self._opened:
             try:
-                # From here on the receipt is one file, which can be copied, and read where nothing can be written.
+                # The receipt becomes a single file, which can be copied and read from a read-only file system.
                 self._database.execute("PRAGMA busy_timeout = 0")
                 self._database.execute("PRAGMA journal_mode = DELETE")
             except sqlite3.OperationalError as error:
-                # A reader has it open, and may go on reading: the log stays, and is read with the file.
+                # A reader has the file open, so the log stays. It is read together with the file.
                 if not is_locked(error):
                     raise
 
@@ -271,10 +269,10 @@ def _explained(path: pathlib.Path, *, locked: str, damaged: str) -> Iterator[Non
 
 
 def _lock(path: pathlib.Path) -> sqlite3.Connection:
-    """A lock that ends with this process, whatever ends it, and that processes it forks do not inherit."""
+    """Returns a lock that ends with this process in any case and that forked processes do not inherit."""
     file = path.with_suffix(".lock")
     locked = (
-        f"path must be a folder that no other recorder is writing to, got {path.parent}: another recorder has "
+        f"path must be a folder that no other recorder writes to, got {path.parent}: another recorder has "
         f"{path.name} open"
     )
     with _explained(path, locked=locked, damaged=f"path must be a folder whose .lock files are empty, got {file}"):
@@ -284,7 +282,7 @@ def _lock(path: pathlib.Path) -> sqlite3.Connection:
 
 
 def read_entries(database: sqlite3.Connection) -> dict[int, Entry]:
-    """The tensors of a receipt by their ids.
+    """Reads the tensors of a receipt, by their ids.
 
     Raises:
         ValueError: a row is damaged.

@@ -4,5 +4,5 @@ from __future__ import annotations
 
 
 def printable(text: str) -> str:
-    """The text in one line that no terminal obeys: control characters and the like as escapes, such as `\\x1b`."""
+    """Returns the text as one line, with control characters as escapes such as `\\x1b` that no terminal interprets."""
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)

@@ -1,6 +1,7 @@
-"""The op `dash_attn_C::fingerprint_blocks` by torch's integer operations, for devices that have nothing of their own.
+"""The op `dash_attn_C::fingerprint_blocks` in torch's integer operations, for devices without an implementation.
 
-CUDA and the CPU have C++: csrc/bindings/fingerprint_ops.cpp and fingerprint.cpp, which defines the op.
+CUDA and the CPU have implementations in C++: csrc/bindings/fingerprint_ops.cpp, and fingerprint.cpp, which defines the
+op.
 """
 
 from __future__ import annotations
@@ -18,21 +19,21 @@ LANES = 8
 LANE_KEYS = (
     0x12D687A1, 0xA82C4757, 0x94A1B38F, 0x5EE05AEB, 0x64E2D6A5, 0x7A1FB19D, 0xC64D8B1B, 0xD8E2BC73,
 )  # fmt: skip
-"""Odd numbers of 32 bits, of no meaning."""
+"""Odd 32-bit numbers without special meaning."""
 
 _GAMMA, _FIRST, _SECOND = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
-_NUMBERS = 8  # of a piece, with its tensor and its sums
-# Words that are worked on at a time: what is needed beside the tensor is some ten times as many bytes.
+_NUMBERS = 8  # per piece: the index of its tensor, the fields of Piece, and the index of its sums
+# Words per pass. Each word needs about ten times its size in temporary memory.
 _CHUNK = 1 << 20
 
 
 def _signed(number: int) -> int:
-    """The int64 with the same 64 bits."""
+    """Returns the int64 with the same 64 bits."""
     return number - (1 << 64) if number >= 1 << 63 else number
 
 
 def _shift_right(x: torch.Tensor, bits: int) -> torch.Tensor:
-    """Of the 64 bits as an unsigned number."""
+    """Shifts the 64 bits as an unsigned number."""
     return (x >> bits) & ((1 << (64 - bits)) - 1)
 
 
@@ -46,7 +47,7 @@ def _keys(group: torch.Tensor, lane: torch.Tensor) -> torch.Tensor:
 
 @functools.cache
 def _lane_keys(device: torch.device) -> torch.Tensor:
-    # Filled on the device: a copy from the host would wait for it.
+    # Filled on the device, because a copy from the host would synchronize.
     keys = torch.empty(LANES, dtype=torch.int64, device=device)
     for lane, key in enumerate(LANE_KEYS):
         keys[lane].fill_(key)
@@ -54,7 +55,7 @@ def _lane_keys(device: torch.device) -> torch.Tensor:
 
 
 def fingerprint_blocks(tensors: Sequence[torch.Tensor], pieces: Sequence[int], block: int, sums: int) -> torch.Tensor:
-    """What the op computes; csrc/bindings/fingerprint.cpp says what its arguments are."""
+    """Computes the block sums. csrc/bindings/fingerprint.cpp documents the arguments."""
     device = tensors[0].device
     total, lanes = torch.zeros(sums, dtype=torch.int64, device=device), _lane_keys(device)
     for begin in range(0, len(pieces), _NUMBERS):
@@ -69,5 +70,5 @@ def fingerprint_blocks(tensors: Sequence[torch.Tensor], pieces: Sequence[int], b
 
 
 def register() -> None:
-    """Makes it the op's for every device that has no implementation of its own."""
+    """Registers this implementation for every device that has no implementation of its own."""
     torch.library.impl(OP, "CompositeExplicitAutograd", fingerprint_blocks)

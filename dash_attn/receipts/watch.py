@@ -1,4 +1,4 @@
-"""The hooks by which a recorder sees a model's parameters, buffers, modules and gradients and an optimizer's state."""
+"""The hooks through which a recorder observes a model's tensors and an optimizer's state."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ import torch
 
 from .shards import Shard, is_dtensor
 
-# Parts of names that wrappers add, so that a model has the same names with and without them.
+# Parts of names that wrappers add. They are removed, so that wrapping does not change the names.
 _WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.", "_fsdp_wrapped_module.")
 
 
 class Records(Protocol):
-    """What the hooks need of a recorder."""
+    """The interface of a recorder that the hooks use."""
 
     @property
     def is_recording(self) -> bool: ...
@@ -31,7 +31,7 @@ class Records(Protocol):
 
 
 def tensors_in(value: Any, name: str) -> Iterator[tuple[str, torch.Tensor]]:
-    """The tensors in dicts, lists and tuples, with names such as `data.tokens` and `data[0]`."""
+    """Yields the tensors in dicts, lists and tuples, with names such as `data.tokens` and `data[0]`."""
     if isinstance(value, torch.Tensor):
         yield name, value
     elif isinstance(value, Mapping):
@@ -64,7 +64,7 @@ def _nothing(*_: Any) -> None:
 
 
 class _Hook:
-    """A hook of one module. Copies and pickles of the module have a hook that does nothing."""
+    """A hook of one module. In copies and pickles of the module, the hook does nothing."""
 
     def __init__(self, call: Callable[..., None]) -> None:
         self._call = call
@@ -77,10 +77,10 @@ class _Hook:
 
 
 class Watch:
-    """Hooks on a model and an optimizer, which hand tensors to a recorder.
+    """Hooks on a model and an optimizer, which pass tensors to a recorder.
 
     Raises:
-        ValueError: an entry of `taps` names no module, or the optimizer has parameters that the model has not.
+        ValueError: an entry of `taps` matches no module, or the optimizer holds parameters that are not the model's.
     """
 
     def __init__(
@@ -94,11 +94,10 @@ class Watch:
             raise ValueError(f"taps must be empty without a model, got {taps}")
         self._recorder = recorder
         self._model = None if model is None else _unwrapped(model)
-        self._optimizer = optimizer
         self._handles: list[Any] = []
-        # With the parameters themselves, so that no other one can get the id.
+        # Holding the parameters keeps their ids from being reused.
         self._hooked: dict[int, torch.nn.Parameter] = {}
-        # Names of parameters in the order in which this step's gradients came.
+        # The names of the parameters, in the order in which this step's gradients arrived.
         self._order: dict[str, None] = {}
         modules = [] if self._model is None else [(_clean(n), m) for n, m in self._model.named_modules()]
         tapped = [(name, module) for name, module in modules if any(_matches(name, pattern) for pattern in taps)]
@@ -109,10 +108,10 @@ class Watch:
         if optimizer is not None:
             known = {id(parameter) for _, parameter in self._parameters()}
             if any(id(p) not in known for group in optimizer.param_groups for p in group["params"]):
-                raise ValueError("optimizer must hold parameters of the model only, got others")
+                raise ValueError("optimizer must hold only parameters of the model, got others")
         try:
             for name, module in modules:
-                # FSDP2 puts the whole parameters into the modules when these are about to run.
+                # FSDP2 places the whole parameters in a module just before the module runs.
                 self._handles.append(module.register_forward_pre_hook(_Hook(self._hook_parameters(name))))
             for name, module in tapped:
                 self._handles.append(module.register_forward_hook(_Hook(self._tap_outputs(name or "model"))))
@@ -147,7 +146,7 @@ class Watch:
             if not self._recorder.is_recording:
                 return
             self._order[name] = None
-            # FSDP2's sharded parameters get theirs after the reduction.
+            # FSDP2's sharded parameters receive their gradients after the reduction.
             if self._recorder.world_size > 1 and parameter.grad is not None and not is_dtensor(parameter):
                 self._recorder.record(parameter.grad, name, "local_gradient", local=True)
 
@@ -199,7 +198,7 @@ class Watch:
                 self._recorder.record_parameter(parameter, name, "updated_weights")
 
     def remove(self) -> None:
-        """Takes the hooks away."""
+        """Removes the hooks."""
         for handle in self._handles:
             handle.remove()
         self._handles, self._hooked = [], {}

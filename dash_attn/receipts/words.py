@@ -1,4 +1,4 @@
-"""A tensor's words: its bits as unsigned integers of up to 32 bits, in row-major order."""
+"""The words of a tensor: its bits as unsigned integers of up to 32 bits, in row-major order."""
 
 from __future__ import annotations
 
@@ -6,17 +6,17 @@ import torch
 
 
 def words_per_element(dtype: torch.dtype) -> int:
-    """1 for elements of up to 4 bytes, 2 for 8, 4 for 16."""
+    """Returns 1 for elements of up to 4 bytes, 2 for 8 bytes, and 4 for 16 bytes."""
     return max(1, dtype.itemsize // 4)
 
 
 def plain_contiguous(tensor: torch.Tensor) -> torch.Tensor:
-    """The same elements, without a derivative, as they stand in row-major order in memory; a copy where they do not."""
+    """Returns the elements in row-major order, detached from autograd; copies them if they are not contiguous."""
     return tensor.detach().resolve_conj().resolve_neg().contiguous()
 
 
 def bits_of(tensor: torch.Tensor) -> torch.Tensor:
-    """The words of a plain tensor, as integers of 1, 2 or 4 bytes of either sign, one dimension."""
+    """Returns the words of a plain tensor as signed or unsigned integers of 1, 2 or 4 bytes, in one dimension."""
     flat = plain_contiguous(tensor).reshape(-1)
     if flat.is_complex():
         flat = torch.view_as_real(flat).reshape(-1)
@@ -25,10 +25,10 @@ def bits_of(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def unsigned(bits: torch.Tensor) -> torch.Tensor:
-    """What `bits_of` returns as numbers that are not negative, int64."""
+    """Converts the result of `bits_of` to non-negative int64 numbers."""
     return bits.long() & ((1 << (8 * bits.dtype.itemsize)) - 1)
 
 
 def words_of(tensor: torch.Tensor) -> torch.Tensor:
-    """The words of a plain tensor, as int64, one dimension."""
+    """Returns the words of a plain tensor as int64, in one dimension."""
     return unsigned(bits_of(tensor))

@@ -1,11 +1,11 @@
-"""The order in which the backward kernel works and adds, and a model of what each order costs.
+"""The order in which the backward kernel works and adds, and a model of the cost of each order.
 
-Everything here is host code over ``csrc/schedule``, the headers that the kernel itself is compiled from; nothing needs
-a GPU or torch. ``python -m dash_attn.schedule`` compares the policies for a shape. docs/schedules.md defines them.
+Everything here is host code over ``csrc/schedule``, the headers from which the kernel itself is compiled, and needs
+neither a GPU nor torch. ``python -m dash_attn.schedule`` compares the policies for a shape. docs/schedules.md defines
+the policies.
 
-A *problem* is the shape seen as tiles; a *schedule* is the name of a policy; *KV tile* and *query tile* are indices
-within one head. The order depends on the lengths, the head dim, the group size, the mask and the policy, and on
-nothing else.
+A *problem* is the shape as a grid of tiles. A *schedule* is the name of a policy. A *KV tile* and a *query tile* are
+indices within one head. The order depends only on the lengths, the head dim, the group size, the mask and the policy.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ try:
     from .. import _schedule
 except ImportError as error:
     raise ImportError(
-        "dash_attn._schedule, the compiled schedule module, cannot be imported: install the package with "
+        "the compiled schedule module, dash_attn._schedule, cannot be imported: install the package with "
         f"`pip install .` from its root ({error})"
     ) from error
 
@@ -63,14 +63,14 @@ __all__ = [
 ]
 
 Schedule: TypeAlias = Literal["auto", "descending", "spt", "shift", "symmetric_shift", "order_free"]
-"""What `schedule` of the public functions may be."""
+"""The values that the public functions accept as `schedule`."""
 
 POLICIES: tuple[Schedule, ...] = _schedule.POLICIES  # type: ignore[assignment]
-"""Names of the policies that users can choose, all deterministic."""
+"""The names of the policies that users can choose. All of them are deterministic."""
 
 YARDSTICKS: tuple[str, ...] = _schedule.YARDSTICKS
-"""Names of policies for the model and the benchmarks alone: ``ascending``, and ``atomic``, which adds in fp32 in any
-order and is not deterministic. Kernels have them in builds whose DASH_ATTN_POLICIES names one."""
+"""The names of policies for the model and the benchmarks alone: ``ascending``, and ``atomic``, which adds in fp32 in
+any order and is non-deterministic. Only builds whose DASH_ATTN_POLICIES lists them have kernels for them."""
 
 
 def fitting(
@@ -83,17 +83,20 @@ def fitting(
     changed_scores: bool = False,
     dropout: bool = False,
 ) -> tuple[Schedule, ...]:
-    """Those of ``POLICIES`` that have a kernel for such calls, which are described as to ``resolve``."""
+    """Returns the ``POLICIES`` that have a kernel for such calls. The arguments are those of ``resolve``."""
     call: dict[str, Any] = {"causal": causal, "head_dim": head_dim, "value_head_dim": value_head_dim, "window": window}
     call |= {"attention_chunk": attention_chunk, "changed_scores": changed_scores, "dropout": dropout}
     return tuple(policy for policy in POLICIES if _schedule.has_kernel(policy, **call))
 
 
 def policy_number(name: str) -> int:
-    """The integer that the compiled ops take for a policy or a yardstick.
+    """Returns the integer that the compiled ops take for a policy or a yardstick.
+
+    Args:
+        name: one of ``POLICIES`` or ``YARDSTICKS``.
 
     Raises:
-        ValueError: there is none of this name.
+        ValueError: no policy has this name.
     """
     names = (*POLICIES, *YARDSTICKS)
     if name not in names:
@@ -112,12 +115,15 @@ def resolve(
     changed_scores: bool = False,
     dropout: bool = False,
 ) -> str:
-    """The policy that ``schedule=name`` means, for sequences of any length.
+    """Returns the policy that ``schedule=name`` selects, for sequences of any length.
 
     Args:
         name: one of ``POLICIES`` or ``"auto"``.
-        causal, window, attention_chunk: the mask, as in ``problem``.
-        head_dim, value_head_dim: columns of q and k, and of v, from 1 to 256; default of the second: the first.
+        causal: the mask, as in ``problem``.
+        window: the mask, as in ``problem``.
+        attention_chunk: the mask, as in ``problem``.
+        head_dim: columns of q and k, from 1 to 256.
+        value_head_dim: columns of v, from 1 to 256; default: head_dim.
         changed_scores: whether a softcap or ALiBi slopes change the scores.
         dropout: whether elements of the softmax are dropped.
 
@@ -125,7 +131,7 @@ def resolve(
         One of ``POLICIES``.
 
     Raises:
-        ValueError: ``name`` is unknown, no kernel has the policy for such calls, or a number is out of range.
+        ValueError: ``name`` is unknown, the policy has no kernel for such calls, or a number is out of range.
     """
     call: dict[str, Any] = {"causal": causal, "head_dim": head_dim, "value_head_dim": value_head_dim, "window": window}
     call |= {"attention_chunk": attention_chunk, "changed_scores": changed_scores, "dropout": dropout}
@@ -133,10 +139,14 @@ def resolve(
 
 
 def tile_shape(head_dim: int, value_head_dim: int | None = None) -> tuple[int, int]:
-    """(queries, keys) of one tile of the backward kernel, for columns of q and k, and of v (default: the same).
+    """Returns the tile of the backward kernel, (queries, keys).
+
+    Args:
+        head_dim: columns of q and k.
+        value_head_dim: columns of v; default: head_dim.
 
     Raises:
-        ValueError: no kernel takes these head dims.
+        ValueError: no kernel supports these head dims.
     """
     return _schedule.backward_tile_shape(head_dim, value_head_dim)
 
@@ -160,26 +170,32 @@ def problem(
     head_swizzle: int | None = 1,
     splits: int | None = None,
 ) -> Problem:
-    """The problem as the kernel sees it when it runs the policy ``schedule``.
+    """Returns the problem that the kernel works on when it runs the policy ``schedule``.
 
     Args:
         schedule: one of ``POLICIES`` or ``YARDSTICKS``, or ``"auto"``.
-        seqlen_q, seqlen_k: numbers of queries and keys, from 1.
+        seqlen_q: the number of queries, at least 1.
+        seqlen_k: the number of keys, at least 1.
         causal: whether the mask is causal (bottom-right aligned).
-        window, attention_chunk: as ``window_size`` and ``attention_chunk`` of ``flash_attn_func``.
-        head_dim, value_head_dim: select the tile sizes, where they are not given.
-        batch, heads, kv_heads: counts; ``heads`` must be a multiple of ``kv_heads`` (default: ``heads``).
-        tile_q, tile_k: queries and keys in a tile; default: the kernel's for these head dims.
-        cta_group: CTAs that take a group of KV tiles together; default: the kernel's for this policy.
-        head_swizzle: (sequence, KV head, split)s whose work tiles are interleaved; None: as many as the launch takes,
-            and of the last ones as many as it takes there. Of ``"shift"``, ``batch * kv_heads`` or more: first parts of
-            all heads come first; fewer, or None: one head comes after the other, as in a launch with many heads.
-            Changes who runs when, no order of adds.
-        splits: parts that the query heads of a KV head are cut into, each with work tiles of its own; default: the
-            launch's, which follows from the lengths, the mask and the group size.
+        window: ``window_size`` of ``flash_attn_func``.
+        attention_chunk: as in ``flash_attn_func``.
+        head_dim: columns of q and k; selects the tile size unless it is given.
+        value_head_dim: columns of v; default: head_dim.
+        batch: the number of sequences.
+        heads: the number of query heads, a multiple of ``kv_heads``.
+        kv_heads: the number of KV heads; default: ``heads``.
+        tile_q: queries per tile; default: the kernel's for these head dims.
+        tile_k: keys per tile; default: the kernel's for these head dims.
+        cta_group: CTAs that process a group of KV tiles together; default: the kernel's for this policy.
+        head_swizzle: the number of (sequence, KV head, split)s whose work tiles are interleaved; None: the launch's
+            choice. For ``"shift"``: ``batch * kv_heads`` or more run the first parts of all heads first; fewer, or
+            None, run one head after the other, as a launch with many heads does. Affects who runs when, but no order
+            of adds.
+        splits: the number of parts into which the query heads of a KV head are divided, each with its own work tiles;
+            default: the launch's choice, which follows from the lengths, the mask and the group size.
 
     Raises:
-        ValueError: an argument is out of range; the message names it.
+        ValueError: an argument is out of range; the message names the argument.
     """
     kv_heads = heads if kv_heads is None else kv_heads
     if kv_heads < 1 or heads < 1 or heads % kv_heads:

@@ -8,30 +8,30 @@ import sys
 from . import fitting, gantt, problem, resolve, simulate
 from .simulation import ADD_TIME, PRODUCT_TIME, SIGNAL_TIME, Simulation
 
-MAX_TILES = 20_000_000  # of one policy: the simulator plays about four million in a second
+MAX_TILES = 20_000_000  # per policy: the simulator processes about four million tiles per second
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m dash_attn.schedule",
-        description="Plays every policy that is defined for a mask, for one shape of the backward pass, in the DAG "
-        "model: each tile's products, then the add of its dQ partial in the policy's order. Nothing runs on a GPU.",
+        description="Simulates every policy that is defined for a mask, for one shape of the backward, in the DAG "
+        "model: the products of each tile, then the add of its dQ partial in the policy's order. Needs no GPU.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     shape = parser.add_argument_group("shape")
     shape.add_argument("--seqlen-q", type=int, default=8192, metavar="N", help="queries")
-    shape.add_argument("--seqlen-k", type=int, default=None, metavar="N", help="keys; None: as many as queries")
-    shape.add_argument("--head-dim", type=int, default=128, metavar="N", help="selects the kernel's tile sizes")
+    shape.add_argument("--seqlen-k", type=int, default=None, metavar="N", help="keys; default: as many as queries")
+    shape.add_argument("--head-dim", type=int, default=128, metavar="N", help="selects the kernel's tile size")
     shape.add_argument("--batch", type=int, default=2, metavar="N", help="sequences")
     shape.add_argument("--heads", type=int, default=16, metavar="N", help="query heads")
-    shape.add_argument("--kv-heads", type=int, default=None, metavar="N", help="KV heads; None: as many as heads")
+    shape.add_argument("--kv-heads", type=int, default=None, metavar="N", help="KV heads; default: as many as heads")
     shape.add_argument("--mask", choices=["causal", "full", "both"], default="both", help="mask, bottom-right aligned")
-    shape.add_argument("--tile-q", type=int, default=None, metavar="N", help="queries in a tile; None: the kernel's")
-    shape.add_argument("--tile-k", type=int, default=None, metavar="N", help="keys in a tile; None: the kernel's")
-    model = parser.add_argument_group("machine and costs: microseconds on an H200, or any one unit of time")
+    shape.add_argument("--tile-q", type=int, default=None, metavar="N", help="queries per tile; default: the kernel's")
+    shape.add_argument("--tile-k", type=int, default=None, metavar="N", help="keys per tile; default: the kernel's")
+    model = parser.add_argument_group("machine and costs (default: microseconds on an H200; any unit of time)")
     model.add_argument("--sms", type=int, default=132, metavar="N", help="streaming multiprocessors")
-    model.add_argument("--cta-group", type=int, default=None, metavar="C", help="cluster size; None: the kernel's")
-    swizzle = "heads that are interleaved; None: the kernel's, and of shift one head after the other"
+    model.add_argument("--cta-group", type=int, default=None, metavar="C", help="cluster size; default: the kernel's")
+    swizzle = "number of interleaved heads; default: the kernel's, and for shift one head after the other"
     model.add_argument("--head-swizzle", type=int, default=None, metavar="N", help=swizzle)
     model.add_argument("--product-time", type=float, default=PRODUCT_TIME, metavar="T", help="products of one tile")
     model.add_argument("--add-time", type=float, default=ADD_TIME, metavar="T", help="add of one dQ partial")
@@ -40,7 +40,7 @@ def _parser() -> argparse.ArgumentParser:
         "--png",
         default=None,
         metavar="PATH",
-        help=f"draw the Gantt charts of a small shape; needs matplotlib and at most {gantt.MAX_TASKS} tiles a policy",
+        help=f"draw the Gantt charts of a small shape; needs matplotlib and at most {gantt.MAX_TASKS} tiles per policy",
     )
     return parser
 
@@ -51,7 +51,7 @@ def _unit(arguments: argparse.Namespace) -> str:
 
 
 def _check(arguments: argparse.Namespace) -> None:
-    """Raises ValueError for what would be a division by zero, or would run for hours."""
+    """Raises a ValueError for a shape that would divide by zero or run for hours."""
     for name in ("batch", "heads", "kv_heads", "seqlen_q", "seqlen_k", "tile_q", "tile_k"):
         value = getattr(arguments, name)
         if value is not None and value < 1:
@@ -106,7 +106,7 @@ def _table(arguments: argparse.Namespace, results: list[Simulation], *, causal: 
         name = result.schedule + (" (auto)" if result.schedule == automatic else "")
         times = f"{result.makespan:>8.6g}{result.idle_share:>12.1%}{result.critical_path:>15.6g}"
         lines.append(f"  {name:<23}{times}{result.ratio:>10.3f}")
-    lines.append(f"  ideal {results[0].ideal:.6g}: all work spread evenly, or the longest KV tile if that is more")
+    lines.append(f"  ideal {results[0].ideal:.6g}: all work spread evenly, or the longest KV tile if that is longer")
     return "\n".join(lines)
 
 

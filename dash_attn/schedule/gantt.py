@@ -1,4 +1,4 @@
-"""Gantt charts of simulated schedules, as PNG files. Needs matplotlib, imported when a chart is drawn."""
+"""Gantt charts of simulated schedules, as PNG files. Drawing needs matplotlib, which is imported only then."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ _LABELLED_TASKS = 400
 
 
 def draw(simulations: Sequence[Simulation], path: str | PathLike[str], unit: str = "microseconds") -> None:
-    """Draws simulations below each other on one time axis: a row an SM, a colour a head, adds darker, waits blank.
+    """Draws simulations below each other on one time axis: a row per SM, a color per head, adds darker, waits blank.
 
     Args:
         simulations: results of ``simulate(..., record_tasks=True)``, at least one.
-        path: file to write; its suffix must be ``.png``.
-        unit: of the simulations' times, as the axis names it.
+        path: the file to write; its suffix must be ``.png``.
+        unit: the unit of the simulations' times, for the label of the axis.
 
     Raises:
-        ValueError: ``path`` is no PNG, or a simulation has no tasks or more than ``MAX_TASKS``.
-        ImportError: matplotlib is missing.
+        ValueError: ``path`` does not end in ``.png``, or a simulation has no tasks or more than ``MAX_TASKS``.
+        ImportError: matplotlib is not installed.
     """
     if not str(path).endswith(".png"):
         raise ValueError(f"path must end in .png, got {str(path)!r}")
@@ -30,8 +30,8 @@ def draw(simulations: Sequence[Simulation], path: str | PathLike[str], unit: str
     for simulation in simulations:
         if not 0 < len(simulation.tasks) <= MAX_TASKS:
             raise ValueError(
-                f"simulations must have between 1 and {MAX_TASKS} recorded tasks each to be drawn, "
-                f"{simulation.schedule!r} has {len(simulation.tasks)}"
+                f"simulations must have between 1 and {MAX_TASKS} recorded tasks each, got "
+                f"{len(simulation.tasks)} for {simulation.schedule!r}"
             )
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -71,9 +71,9 @@ def draw(simulations: Sequence[Simulation], path: str | PathLike[str], unit: str
             loc="left",
             fontsize=9,
         )
-    # A little more than the longest, so that its last box and the axis's last number stand inside the picture.
+    # A little longer than the longest simulation, so that its last box and the last tick label are not cut off.
     rows[-1].set_xlim(0, 1.02 * max(simulation.makespan for simulation in simulations))
-    rows[-1].set_xlabel(f"{unit} (labels: KV tile, query tile; colours: head; dark: the add to dQ; blank: waiting)")
+    rows[-1].set_xlabel(f"{unit} (labels: KV tile, query tile; colors: head; dark: the add to dQ; blank: waiting)")
     figure.savefig(path)
 
 

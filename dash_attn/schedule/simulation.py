@@ -1,4 +1,4 @@
-"""A schedule played in the DAG model of DASH (arXiv 2601.21824), on any number of SMs."""
+"""Simulates a schedule in the DAG model of DASH (arXiv 2601.21824), on any number of SMs."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from typing import Any
 from .. import _schedule
 from .._schedule import Problem, Task
 
-# Microseconds for one 64 x 128 tile at head_dim 128, measured on an H200: its products at the rate of a large cuBLAS
-# product (10.5 MFLOP at 6 TFLOP/s an SM), an ordered 32 KB add into L2, and one hop from SM to SM.
+# Microseconds for one 64 x 128 tile at head_dim 128, measured on an H200: its products at the speed of a large cuBLAS
+# GEMM (10.5 MFLOP at 6 TFLOP/s per SM), an ordered 32 KB add into L2, and one hop from SM to SM.
 PRODUCT_TIME = 1.75
 ADD_TIME = 0.95
 SIGNAL_TIME = 0.58
@@ -18,22 +18,22 @@ SIGNAL_TIME = 0.58
 
 @dataclass(frozen=True)
 class Simulation:
-    """What the model says of one schedule. Times are in the unit of the costs given."""
+    """The result of a simulation. Times are in the unit of the costs."""
 
     schedule: str
     problem: Problem
     sms: int
     makespan: float
-    """Time until the last add ends."""
+    """The time at which the last add ends."""
     critical_path: float
-    """Time with an SM for every KV tile: no number of SMs does better."""
+    """The makespan with one SM per KV tile, which no number of SMs can improve."""
     ideal: float
-    """No schedule does better: the larger of all work spread evenly over the SMs, and the longest KV tile alone."""
+    """A lower bound for all schedules: the larger of all work spread evenly over the SMs, and the longest KV tile."""
     idle_share: float
-    """Share of the SMs' time in which they neither multiply nor add."""
+    """The share of the SMs' time in which they neither multiply nor add."""
     num_tasks: int
     tasks: list[Task]
-    """Every tile, in the order in which its add ended; empty unless ``record_tasks``."""
+    """All tiles in the order in which their adds ended; empty unless ``record_tasks``."""
 
     @property
     def ratio(self) -> float:
@@ -54,29 +54,34 @@ def simulate(
     record_tasks: bool = False,
     **machine: float,
 ) -> Simulation:
-    """Plays a problem under a policy.
+    """Simulates a problem under a policy.
 
-    A tile's products take ``product_time`` and the add of its dQ partial ``add_time``, one after the other; the tiles
-    of a KV tile follow each other on one SM; an add starts ``signal_time`` after the add of the previous rank ended,
-    or later. That is the DAG model; ``machine`` adds what it leaves out.
+    The products of a tile take ``product_time`` and the add of its dQ partial takes ``add_time``, one after the other.
+    The tiles of a KV tile run in sequence on one SM. An add starts at the earliest ``signal_time`` after the add of the
+    previous rank has ended. This is the DAG model; ``machine`` adds effects that the model leaves out.
 
     Args:
         schedule: one of ``POLICIES``.
-        problem: of ``dash_attn.schedule.problem``, for the same policy.
-        sms: number of SMs, at least ``problem.cta_group``; a cluster occupies ``cta_group`` of them.
-        product_time, add_time, signal_time: costs, in any one unit; by default microseconds on an H200.
-        mapping: ``"counter"``, clusters take work from a counter as the kernel does; ``"independent"``, the same work
-            taken tile by tile by CTAs that nothing keeps resident together; ``"published"``, the paper's static
-            mapping, which needs as many SMs as KV tiles.
-        launch_times: when each cluster becomes resident (each SM, without clusters); all at 0 when empty.
-        record_tasks: whether to keep every tile's times.
-        machine: further costs and features of the kernel by name: those of ``SimulationOptions`` in
-            ``csrc/model/simulator.h``, where each is defined. All are off by default.
+        problem: the result of ``dash_attn.schedule.problem`` for the same policy.
+        sms: the number of SMs, at least ``problem.cta_group``; a cluster occupies ``cta_group`` SMs.
+        product_time: the time of a tile's products, in any unit; default: microseconds on an H200.
+        add_time: the time of an add, in the same unit.
+        signal_time: the time from the end of an add to the start of the next, in the same unit.
+        mapping: ``"counter"``: clusters take work from a counter, as in the kernel; ``"independent"``: CTAs that need
+            not be resident together take the same work tile by tile; ``"published"``: the paper's static mapping,
+            which needs as many SMs as KV tiles.
+        launch_times: the time at which each cluster (without clusters, each SM) becomes resident; default: all at 0.
+        record_tasks: whether to keep the times of every tile.
+        machine: further costs and features of the kernel by name, the fields of ``SimulationOptions`` in
+            ``csrc/model/simulator.h``, which defines them. All are off by default.
+
+    Returns:
+        The times of the simulation.
 
     Raises:
-        TypeError: ``machine`` holds a name that is none.
-        ValueError: an argument is out of range; the message names it.
-        RuntimeError: the schedule makes no progress: a resident CTA waits for one that is never launched.
+        TypeError: ``machine`` contains an unknown name.
+        ValueError: an argument is out of range; the message names the argument.
+        RuntimeError: the schedule makes no progress, because a resident CTA waits for one that is never launched.
     """
     options = _schedule.SimulationOptions()
     times = {"product_time": product_time, "add_time": add_time, "signal_time": signal_time}
@@ -87,7 +92,7 @@ def simulate(
             raise TypeError(f"simulate() got an unexpected keyword argument {name!r}")
         setattr(options, name, value)
     played = _schedule.simulate(schedule, problem, options)
-    # Staged partials are added while products go on.
+    # With staged partials, adds overlap with products.
     step = product_time * (1 - options.spread) if options.staging else product_time + add_time
     visits = max(problem.query_tiles_of(kv_tile)[1] for kv_tile in range(problem.num_kv_tiles))
     longest_tile = visits * problem.heads_per_split * step

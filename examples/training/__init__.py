@@ -1,8 +1,9 @@
-"""The parts of examples/train.py: a small Llama, its data, and what makes its training repeat and be measured.
+"""The parts of examples/train.py: a small Llama, its data, and the code that makes its training repeatable and
+measured.
 
-    text, layout, attention, ordered, clock, faults, load, safe_files   what stands alone
-    model, trainer, checkpoints, probe                                  made of these
-    files, flops, report, costs, hunt                                   what a run leaves behind, and what is made of it
+    text, layout, attention, ordered, clock, faults, load, safe_files   independent modules
+    model, trainer, checkpoints, probe                                  modules that use these
+    files, flops, report, costs, hunt                                   the files of a run, and their evaluation
 
-docs/training.md tells what the runs are for.
+docs/training.md explains the purpose of the runs.
 """

@@ -1,6 +1,6 @@
-"""The attention functions that a run can choose: dash_attn's, and those that it is compared with.
+"""The attention functions that a run can choose: dash_attn's, and the functions that it is compared with.
 
-Each takes q (sequences, rows, heads, head_dim), k and v of fewer heads, and is causal.
+Each function is causal, and takes q (sequences, rows, heads, head_dim), and k and v with fewer heads.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def _dash_attn() -> Attend:
 
 
 class _WithoutDeterminism(torch.autograd.Function):
-    """Ends torch's deterministic mode where a tensor passes in the backward (or begins it again)."""
+    """Turns torch's deterministic mode off (or on again) when the gradient of a tensor passes."""
 
     @staticmethod
     def forward(ctx: Any, mode: bool, *tensors: torch.Tensor) -> Any:
@@ -39,7 +39,7 @@ class _WithoutDeterminism(torch.autograd.Function):
 
 
 def _sdpa(backend: SDPBackend | None) -> Attend:
-    """torch's, in the form that is not deterministic also where the rest of the step is: its switch is one for all."""
+    """Returns torch's attention, non-deterministic even if the rest of the step is not: torch has one global switch."""
 
     def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         mode = torch.are_deterministic_algorithms_enabled()
@@ -101,15 +101,15 @@ ATTENTION: dict[str, Callable[[], Attend]] = {
     "flash_attn_3": _flash_attn_3,
     "noisy": _noisy,
 }
-"""By name. `noisy` is dash_attn's with random last bits in dq, for machines without another that is not deterministic;
-all but `dash_attn` are in a mode that is not."""
+"""The attention functions by name. `noisy` is dash_attn's with random last bits in dq, for machines without another
+non-deterministic attention. All but `dash_attn` run in a non-deterministic mode."""
 
 
 def make_attention(name: str, mesh: Any = None, order: str = "zigzag") -> Attend:
-    """An attention function; `mesh` is that of the ranks that share a sequence, in the layout `order`.
+    """Returns an attention function. `mesh` holds the ranks that share a sequence, in the layout `order`.
 
     Raises:
-        ValueError: the name is none of ATTENTION, or it has no context parallelism.
+        ValueError: the name is not in ATTENTION, or that attention has no context parallelism.
         ImportError: its package is not installed.
     """
     if name not in ATTENTION:

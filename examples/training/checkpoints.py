@@ -1,7 +1,7 @@
-"""Checkpoints by torch.distributed.checkpoint: each rank writes what it holds, and any number of ranks reads them.
+"""Checkpoints with torch.distributed.checkpoint: each rank writes its part, and any number of ranks can read them.
 
 A checkpoint is a folder `step_00000008`. It is written as `partial_step_00000008` and renamed when all of its files are
-on the disk, so that a folder of the first name is whole. `fingerprints.json` in it has the size and the fingerprint of
+on the disk, so a folder with the final name is complete. Its `fingerprints.json` has the size and the fingerprint of
 every file, which `load_last` verifies before it reads anything else.
 """
 
@@ -31,13 +31,13 @@ def _folder(root: pathlib.Path, step: int, prefix: str = _WHOLE) -> pathlib.Path
 
 
 def _steps(root: pathlib.Path, prefix: str = _WHOLE) -> list[int]:
-    """The steps of the folders of a prefix, the last one first."""
+    """Returns the steps of the folders with a prefix, in descending order."""
     numbers = (path.name.removeprefix(prefix) for path in root.glob(f"{prefix}*"))
     return sorted(map(int, filter(str.isdigit, numbers)), reverse=True)
 
 
 def _file_fingerprint(path: pathlib.Path) -> dict[str, int]:
-    """The size of a file, and the fingerprint of its bytes as words of 4; zeros behind its end add nothing."""
+    """Returns the size of a file, and the fingerprint of its bytes as 4-byte words, padded with zeros."""
     size, at, total = path.stat().st_size, 0, 0
     with path.open("rb") as file:
         while data := bytearray(file.read(_CHUNK)):
@@ -55,16 +55,16 @@ def _of_all_ranks(value: object) -> list:
 
 
 def _own_files(folder: pathlib.Path) -> list[pathlib.Path]:
-    """The files that this rank takes the fingerprints of: together the ranks take all that rank 0 finds.
+    """Returns the files that this rank fingerprints. Together, the ranks fingerprint all files that rank 0 finds.
 
-    Every rank must call this. On a shared disk the others may see a file a little later.
+    Every rank must call this function. On a shared disk the other ranks may see a file a little later.
     """
     names = _of_all_ranks(sorted(path.name for path in folder.glob("*") if path.name != FINGERPRINTS))[0]
     return [folder / name for name in names[dist.get_rank() :: dist.get_world_size()]]
 
 
 def save(root: pathlib.Path, step: int, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Writes what the step `step` begins with."""
+    """Writes the state at the beginning of step `step`."""
     of_model, of_optimizer = get_state_dict(model, optimizer)
     partial = _folder(root, step, _PARTIAL)
     dcp.save({"model": of_model, "optimizer": of_optimizer}, checkpoint_id=partial)
@@ -78,11 +78,11 @@ def save(root: pathlib.Path, step: int, model: torch.nn.Module, optimizer: torch
 
 
 def _damage(folder: pathlib.Path, own_files: list[pathlib.Path]) -> str | None:
-    """What is wrong with this rank's share of a checkpoint's files; None where nothing is."""
+    """Returns what is wrong with this rank's share of a checkpoint's files; None if nothing is."""
     try:
         known = json.loads((folder / FINGERPRINTS).read_text())
         if known["definition"] != FINGERPRINT:
-            return f"its fingerprints are {known['definition']}, and this version of dash_attn has {FINGERPRINT}"
+            return f"its fingerprints are {known['definition']}, but this version of dash_attn has {FINGERPRINT}"
         for name in known["files"]:
             if not (folder / name).is_file():
                 return f"{name} is missing"
@@ -93,24 +93,24 @@ def _damage(folder: pathlib.Path, own_files: list[pathlib.Path]) -> str | None:
             if found["bytes"] != wanted["bytes"]:
                 return f"{path.name} has {found['bytes']} of its {wanted['bytes']} bytes"
             if found != wanted:
-                return f"{path.name} does not have its fingerprint"
+                return f"{path.name} does not match its fingerprint"
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         return f"{type(error).__name__}: {error}"
     return None
 
 
 def load_last(root: pathlib.Path, at_most: int, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> int:
-    """Sets model and optimizer to the last undamaged checkpoint of a step that is at most `at_most`.
+    """Sets model and optimizer to the last undamaged checkpoint of a step up to `at_most`.
 
-    A damaged checkpoint is named on stderr, and the one before it is taken.
+    Damaged checkpoints are reported on stderr and skipped.
 
     Returns:
-        the step that the checkpoint begins, the same on all ranks; 0 where there is no checkpoint.
+        The step at which the checkpoint begins, the same on all ranks; 0 without a checkpoint.
 
     Raises:
         ValueError: there are checkpoints, and all of them are damaged.
     """
-    # One rank looks: on a shared disk the others may see the folder a little later.
+    # Only one rank looks, because on a shared disk the others may see the folder a little later.
     steps = _of_all_ranks(_steps(root))[0]
     candidates = [step for step in steps if step <= at_most]
     for step in candidates:
@@ -124,7 +124,7 @@ def load_last(root: pathlib.Path, at_most: int, model: torch.nn.Module, optimize
             set_state_dict(model, optimizer, model_state_dict=of_model, optim_state_dict=of_optimizer)
             return step
         if dist.get_rank() == 0:
-            print(f"warning: the checkpoint {folder} is damaged and not used: {damage}", file=sys.stderr, flush=True)
+            print(f"warning: skipped the damaged checkpoint {folder}: {damage}", file=sys.stderr, flush=True)
     if candidates:
         raise ValueError(
             f"--resume found no undamaged checkpoint in {str(root)!r}: steps {candidates} are all damaged; "
@@ -134,10 +134,12 @@ def load_last(root: pathlib.Path, at_most: int, model: torch.nn.Module, optimize
 
 
 def drop_after(root: pathlib.Path, start: int) -> None:
-    """Takes the checkpoints of steps after `start` out of the history that a run goes on with, and removes partial
-    ones. They are renamed to `dropped_step_...`, until another one of that step is dropped."""
+    """Removes the checkpoints of steps after `start` from the history that a run continues, and all partial ones.
+
+    Removed checkpoints are renamed to `dropped_step_...` and kept until another one of that step is dropped.
+    """
     if dist.get_rank() == 0:
-        # The last first: where this is interrupted, the rest is still one history.
+        # In descending order, so that an interruption leaves one consistent history.
         for step in _steps(root):
             if step > start:
                 shutil.rmtree(_folder(root, step, _DROPPED), ignore_errors=True)

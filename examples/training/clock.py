@@ -1,8 +1,8 @@
-"""How long steps, and attention and MLP in each layer, take: marks that cost no waiting and are read late.
+"""Times of steps, and of attention and MLP in each layer, from marks that cause no waiting.
 
-On a GPU a mark is a CUDA event on the compute stream, and nobody waits for one: a step's marks are read when the last
-of them has passed, while later steps are being computed (MegaScale, arXiv 2402.15627, section 5.1). On a CPU a mark is
-the time.
+On a GPU a mark is a CUDA event on the compute stream. Nothing waits for it: the marks of a step are read when the last
+one has passed, while later steps are being computed (MegaScale, arXiv 2402.15627, section 5.1). On a CPU a mark is the
+current time.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Mark = Any  # torch.cuda.Event, or float seconds
 
 @dataclasses.dataclass(frozen=True)
 class StepTimes:
-    """Of one step on one rank: its seconds, and milliseconds by (region, pass), one for each layer."""
+    """The times of one step on one rank: seconds, and milliseconds by (region, pass) with one value per layer."""
 
     step: int
     seconds: float
@@ -31,7 +31,7 @@ class StepTimes:
 
 
 class _Begin(torch.autograd.Function):
-    """What goes into a region. Its gradient comes out last."""
+    """Marks the begin of a region in the forward, and its end in the backward."""
 
     @staticmethod
     def forward(ctx: Any, clock: Clock, region: str, layer: int, *tensors: torch.Tensor) -> Any:
@@ -47,7 +47,7 @@ class _Begin(torch.autograd.Function):
 
 
 class _End(torch.autograd.Function):
-    """What comes out of a region. Its gradient goes in first."""
+    """Marks the end of a region in the forward, and its begin in the backward."""
 
     @staticmethod
     def forward(ctx: Any, clock: Clock, region: str, layer: int, x: torch.Tensor) -> torch.Tensor:
@@ -63,12 +63,13 @@ class _End(torch.autograd.Function):
 
 
 class Clock:
-    """Of one rank.
+    """The clock of one rank.
 
     Args:
         device: cpu or cuda.
-        layers: how many the model has.
-        inside: called within every region, before it ends, with its name, pass and layer; for planted faults.
+        layers: the number of layers of the model.
+        inside: a function that is called within every region, before its end, with the region's name, pass and layer;
+            for injected faults.
     """
 
     def __init__(
@@ -89,24 +90,24 @@ class Clock:
         return event
 
     def note(self, region: str, of_pass: str, layer: int, end: int) -> None:
-        """A region begins (0) or ends (1)."""
-        self.place = f"the {of_pass} of layer {layer}'s {region}" if not end else f"behind {self.place}"
+        """Marks the begin (0) or end (1) of a region."""
+        self.place = f"the {of_pass} of layer {layer}'s {region}" if not end else f"after {self.place}"
         if end and self._inside is not None:
             self._inside(region, of_pass, layer)
         if self.step_number is not None:
             self._marks[region, of_pass, layer, end] = self.mark()
 
     def begin(self, region: str, layer: int, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """What a region works on, to be used in place of `tensors`."""
+        """Marks the begin of a region. Use the result in place of `tensors`."""
         return _Begin.apply(self, region, layer, *tensors)
 
     def end(self, region: str, layer: int, result: torch.Tensor) -> torch.Tensor:
-        """What a region has made, to be used in place of `result`."""
+        """Marks the end of a region. Use the returned tensor in place of `result`."""
         return _End.apply(self, region, layer, result)
 
     @contextlib.contextmanager
     def step(self, number: int) -> Iterator[None]:
-        """Around a step."""
+        """Encloses a step."""
         self.step_number, self._marks = number, {}
         start = self.mark()
         yield
@@ -114,7 +115,7 @@ class Clock:
         self.step_number = None
 
     def finished(self, *, wait: bool = False) -> Iterator[StepTimes]:
-        """The steps that the device has done since the last call, in their order; with `wait` all of them."""
+        """Yields the steps that the device has finished since the last call, in order; with `wait`, all steps."""
         while self._waiting:
             number, start, stop, marks = self._waiting[0]
             if self._cuda and not stop.query():

@@ -1,5 +1,5 @@
-"""What determinism costs: tokens a second of {dash_attn, the fastest that is not deterministic} x {the rest of the step
-deterministic, not}, and with receipts beside; and the share of a step that is attention."""
+"""The cost of determinism: tokens per second of {dash_attn, the fastest non-deterministic attention} x {the rest of the
+step deterministic, non-deterministic}, and with receipts; and the share of attention in a step."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Variant:
     receipts: bool = False
 
     def __str__(self) -> str:
-        rest = "deterministic" if self.deterministic else "not deterministic"
+        rest = "deterministic" if self.deterministic else "non-deterministic"
         return f"{self.attention}, the rest {rest}" + (", receipts of every step" if self.receipts else "")
 
 
@@ -43,7 +43,7 @@ def variants(peer: str | None) -> list[Variant]:
 
 
 def _attention_seconds(name: str, shape: Shape, layout: Layout, device: torch.device) -> float:
-    """Of one call and its backward on this rank's sequences, the best of a few."""
+    """Returns the seconds of one call and its backward on this rank's sequences, the best of a few."""
     attend, clock = make_attention(name), Clock(device, 0)
     counts = (shape.heads, shape.kv_heads, shape.kv_heads, shape.heads)
     size = (len(layout.own_sequences), layout.seqlen, shape.head_dim)
@@ -56,12 +56,12 @@ def _attention_seconds(name: str, shape: Shape, layout: Layout, device: torch.de
 
 
 def fastest(peers: list[str], shape: Shape, layout: Layout, device: torch.device) -> tuple[str | None, dict[str, str]]:
-    """The one whose attention alone takes the least time, the same on all ranks, and what became of each."""
+    """Returns the fastest attention, the same on all ranks, and a text about each candidate."""
     seconds, said = {}, {}
     for name in peers:
         try:
             seconds[name] = _attention_seconds(name, shape, layout, device)
-            said[name] = f"{1000 * seconds[name]:.3f} ms a layer"
+            said[name] = f"{1000 * seconds[name]:.3f} ms per layer"
         except (ImportError, RuntimeError) as error:
             said[name] = f"not here: {str(error).splitlines()[0]}"
     found = [min(seconds, key=lambda name: seconds[name], default=None)]
@@ -70,7 +70,7 @@ def fastest(peers: list[str], shape: Shape, layout: Layout, device: torch.device
 
 
 class Bench:
-    """A model at one length, and segments of steps of one variant after the other."""
+    """A model at one length, which runs segments of steps of one variant after the other."""
 
     def __init__(
         self, shape: Shape, layout: Layout, device: torch.device, text: Text, folder: pathlib.Path, seed: int = 0
@@ -93,7 +93,7 @@ class Bench:
             yield recorder
 
     def segment(self, variant: Variant, steps: int) -> list[StepTimes]:
-        """The times of `steps` steps of a variant, without the one before them in which memory settles."""
+        """Returns the times of `steps` steps of a variant. One more step runs first, in which memory settles."""
         self._trainer.set_attention(variant.attention)
         self._trainer.set_deterministic(variant.deterministic)
         sizes = {"sequences": self._layout.sequences, "seqlen": self._layout.seqlen}
@@ -114,7 +114,7 @@ def share_of_attention(times: StepTimes) -> float:
 
 
 def measure(bench: Bench, of_variants: list[Variant], *, rounds: int, steps: int) -> Iterator[dict[Variant, list]]:
-    """The times of all steps so far, after each round, in which the variants take turns."""
+    """Yields the times of all steps so far after each round, in which the variants alternate."""
     found: dict[Variant, list[StepTimes]] = {variant: [] for variant in of_variants}
     for _ in range(rounds):
         for variant in of_variants:
@@ -123,7 +123,7 @@ def measure(bench: Bench, of_variants: list[Variant], *, rounds: int, steps: int
 
 
 def medians(found: dict[Variant, list[StepTimes]], tokens: int) -> list[dict]:
-    """A row for each variant: medians of its steps."""
+    """Returns a row per variant, with medians of its steps."""
     rows = []
     for variant, times in found.items():
         rates = sorted(tokens / step.seconds for step in times)
@@ -137,9 +137,9 @@ def medians(found: dict[Variant, list[StepTimes]], tokens: int) -> list[dict]:
 
 
 def markdown(results: list[dict]) -> str:
-    """`results` has the rows of each length; ratios are to the row that has nothing deterministic."""
+    """Formats `results`, which have the rows of each length. Ratios refer to the row with nothing deterministic."""
     lines = [
-        "| tokens a sequence | attention | the rest | tokens/s | quartiles | ratio | share of attention |",
+        "| tokens per sequence | attention | the rest | tokens/s | quartiles | ratio | share of attention |",
         "|---|---|---|---|---|---|---|",
     ]
     for result in results:

@@ -1,4 +1,4 @@
-"""Faults that a run plants into itself, to show that they are found."""
+"""Faults that a run injects into itself, to show that they are detected."""
 
 from __future__ import annotations
 
@@ -8,17 +8,19 @@ import time
 
 import torch
 
-_SMALL = 1 << 19  # bytes: torch's allocator keeps tensors of up to 1 MiB apart
-# Of the H200, about; a sleeping kernel counts cycles.
+_SMALL = 1 << 19  # bytes: torch's allocator keeps tensors of up to 1 MiB separate
+# Approximately the H200's clock rate; a sleeping kernel counts cycles.
 _CYCLES_PER_MS = 1_700_000
 
 
 class Fault:
-    """`kill:RANK:STEP` ends a rank's process in the forward of a step; `slow:RANK:MILLISECONDS` delays every attention
-    and MLP of a rank, forward and backward, by so much (on a GPU by a kernel that sleeps).
+    """A fault to inject: `kill:RANK:STEP` or `slow:RANK:MILLISECONDS`.
+
+    `kill` ends a rank's process in the forward of a step. `slow` delays every attention and MLP of a rank, forward and
+    backward, by so many milliseconds (on a GPU with a kernel that sleeps).
 
     Raises:
-        ValueError: `text` is neither, or the rank is none of `ranks`.
+        ValueError: `text` has another form, or the rank is not one of `ranks`.
     """
 
     def __init__(self, text: str | None, rank: int, ranks: int, device: torch.device) -> None:
@@ -34,7 +36,7 @@ class Fault:
                 raise ValueError
         except ValueError:
             raise ValueError(
-                f"--fault must be kill:RANK:STEP or slow:RANK:MILLISECONDS of one of {ranks} ranks, got {text!r}"
+                f"--fault must be kill:RANK:STEP or slow:RANK:MILLISECONDS for one of {ranks} ranks, got {text!r}"
             ) from None
         self._kind = kind if where == rank else ""
 
@@ -49,14 +51,14 @@ class Fault:
 
 
 def leave_stale_memory(device: torch.device, gib: float) -> None:
-    """Fills memory with NaN and frees it, so that torch's allocator hands it out to whatever is allocated next.
+    """Fills memory with NaN and frees it, so that torch's allocator reuses it for the next allocations.
 
     Raises:
         ValueError: `gib` is negative, or it is not 0 and the device is a CPU.
     """
     if gib < 0 or gib and device.type != "cuda":
         raise ValueError(f"--stale-memory must be at least 0, and 0 without a GPU, got {gib:g} on {device.type}")
-    # Bytes of ones are NaN in every floating type.
+    # Bytes with all bits set are NaN in every floating-point type.
     sizes = [int(gib * (1 << 30)), *[_SMALL] * 256] if gib else []
     held = [torch.full((size,), 255, dtype=torch.uint8, device=device) for size in sizes]
     del held

@@ -1,7 +1,8 @@
-"""What a run leaves in its folder: config.json, losses.txt of rank 0, and times/rank_00000.jsonl of every rank.
+"""The files in a run's folder: config.json, losses.txt of rank 0, and times/rank_00000.jsonl of every rank.
 
-Losses and times are written when the device has them, so that nothing waits; `flush` waits. A run that goes on from a
-checkpoint writes the steps after it again. A kill at any moment leaves every line of a step before that checkpoint.
+Losses and times are written when the device has computed them, so that nothing waits; `flush` waits. A run that
+continues from a checkpoint rewrites the steps after it. A kill at any moment keeps every line of the steps before that
+checkpoint.
 """
 
 from __future__ import annotations
@@ -19,15 +20,15 @@ from .clock import Clock, StepTimes
 from .safe_files import replace_text
 
 CONFIG, LOSSES, TIMES, CHECKPOINTS, TRACES = "config.json", "losses.txt", "times", "checkpoints", "traces"
-# What may be another when a run goes on: where, how and by what it is computed.
+# The settings that may change when a run continues: where, how and with which software it is computed.
 _MAY_CHANGE = {"ranks", "context", "order", "device", "attention", "deterministic", "peak_tflops", "text"}
 
 
 def read_config(folder: pathlib.Path) -> dict[str, Any] | None:
-    """What a run is; None where there is no config.json.
+    """Returns the configuration of a run; None if there is no config.json.
 
     Raises:
-        ValueError: the file was cut or damaged.
+        ValueError: the file is truncated or damaged.
     """
     path = folder / CONFIG
     if not path.exists():
@@ -38,22 +39,22 @@ def read_config(folder: pathlib.Path) -> dict[str, Any] | None:
             raise ValueError(f"it holds a {type(config).__name__}")
     except ValueError as error:
         raise ValueError(
-            f"{str(path)!r} must be a JSON object that says what the run is, got a damaged file ({error}); restore it"
+            f"{str(path)!r} must be a JSON object with the run's settings, got a damaged file ({error}); restore it"
         ) from None
     return config
 
 
 def check_config(folder: pathlib.Path, config: dict[str, Any], *, resume: bool) -> None:
-    """Whether the run of a folder can begin, or go on.
+    """Checks that a run can begin or continue in a folder.
 
     Raises:
-        FileExistsError: there is one, and `resume` is False.
-        ValueError: the one that is there is of another model, data or optimizer, or its config.json is damaged.
+        FileExistsError: the folder holds a run, and `resume` is False.
+        ValueError: the existing run has another model, data or optimizer, or its config.json is damaged.
     """
     if not resume:
         if any((folder / name).exists() for name in (CONFIG, LOSSES, CHECKPOINTS)):
             raise FileExistsError(
-                f"--out must be a folder without a run, got {str(folder)!r}; --resume goes on with it"
+                f"--out must be a folder without a run, got {str(folder)!r}; --resume continues the run"
             )
         return
     old = read_config(folder)
@@ -65,7 +66,7 @@ def check_config(folder: pathlib.Path, config: dict[str, Any], *, resume: bool) 
 
 
 def read_lines(path: pathlib.Path, step_of: Callable[[str], int]) -> list[tuple[int, str]]:
-    """The lines of a file, each with its step; none where there is no file. A last line that was cut short is no line.
+    """Returns the lines of a file, each with its step; none without a file. A truncated last line is ignored.
 
     Raises:
         ValueError: a line has no step.
@@ -91,18 +92,19 @@ def step_of_loss(line: str) -> int:
 
 
 def _keep_before(path: pathlib.Path, step: int, step_of: Callable[[str], int]) -> None:
-    """Takes the lines of `step` and of later steps out of a file, which is whole at every moment."""
+    """Removes the lines of `step` and later steps from a file, which is complete at every moment."""
     replace_text(path, "".join(line for of_step, line in read_lines(path, step_of) if of_step < step))
 
 
 class Files:
-    """Of one rank.
+    """The files of one rank.
 
     Args:
-        folder, rank: where, and whose.
-        start: the step that the run begins with; lines of it and of later ones are done again.
-        config: of the run.
-        show: called with the step, the loss and the times of each step, in order, on rank 0.
+        folder: the folder of the run.
+        rank: the rank.
+        start: the step at which the run begins; lines of this and later steps are written again.
+        config: the configuration of the run.
+        show: a function that is called with the step, the loss and the times of each step, in order, on rank 0.
     """
 
     def __init__(
@@ -118,11 +120,11 @@ class Files:
         self._losses: collections.deque[tuple[int, torch.Tensor]] = collections.deque()
         times = folder / TIMES / f"rank_{rank:05d}.jsonl"
         _keep_before(times, start, step_of_times)
-        # Line by line, so that a kill loses only the line that is being written.
+        # Line-buffered, so that a kill loses only the line that is being written.
         self._times_file = times.open("a", buffering=1)
         if self._is_first:
             replace_text(folder / CONFIG, json.dumps(config, indent=2) + "\n")
-            # Of ranks that the run had before and has no more.
+            # Files of ranks that the run no longer has.
             for other in (folder / TIMES).glob("rank_*.jsonl"):
                 if int(other.stem.removeprefix("rank_")) >= config["ranks"]:
                     _keep_before(other, start, step_of_times)
@@ -130,14 +132,14 @@ class Files:
             self._losses_file = (folder / LOSSES).open("a", buffering=1)
 
     def put_loss(self, step: int, loss: torch.Tensor) -> None:
-        """Within the step's marks: what has been copied when they have passed."""
+        """Copies the loss within the step's marks, so that it has arrived when they have passed."""
         if loss.is_cuda:
             host = torch.empty(loss.shape, dtype=loss.dtype, pin_memory=True)
             loss = host.copy_(loss, non_blocking=True)
         self._losses.append((step, loss))
 
     def write(self, times: Iterable[StepTimes]) -> None:
-        """The steps that are done."""
+        """Writes the steps that are finished."""
         for found in times:
             record = {"step": found.step, "seconds": found.seconds}
             record |= {f"{region} {of_pass}": ms for (region, of_pass), ms in found.milliseconds.items()}
@@ -146,12 +148,12 @@ class Files:
             assert step == found.step
             if self._is_first:
                 value = loss.item()
-                # Every bit of it, and the number for people.
+                # The exact value, and a decimal for readers.
                 self._losses_file.write(f"{step} {value.hex()} {value:.6f}\n")
                 self._show(step, value, found)
 
     def flush(self, clock: Clock) -> None:
-        """Waits for the steps that are on their way, and until all lines are on the disk."""
+        """Waits for the steps in flight, and until all lines are on the disk."""
         self.write(clock.finished(wait=True))
         for file in (self._times_file, *([self._losses_file] if self._is_first else [])):
             file.flush()

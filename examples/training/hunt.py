@@ -1,4 +1,4 @@
-"""A hunt for a run that does not repeat: many equal runs of one process, several at a time, and which of them differ.
+"""A hunt for a run that does not repeat: many equal runs of one process, several at a time, compared with each other.
 
 `examples/train_proof.py --hunt` is its command.
 """
@@ -28,24 +28,24 @@ _THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
 
 
 def all_threads() -> dict[str, str]:
-    """This process's environment without limits on the threads of CPU operations."""
+    """Returns this process's environment without limits on the number of CPU threads."""
     return {name: value for name, value in os.environ.items() if name not in _THREADS}
 
 
 def visible_gpus() -> list[str]:
-    """The GPUs of this process, as CUDA_VISIBLE_DEVICES names them."""
+    """Returns the GPUs of this process, as CUDA_VISIBLE_DEVICES names them."""
     named = os.environ.get("CUDA_VISIBLE_DEVICES", "")
     return (named.split(",") if named else [str(gpu) for gpu in range(64)])[: torch.cuda.device_count()]
 
 
 def _end(process: subprocess.Popen) -> None:
-    """Ends a session, politely at first: torchrun's workers have sessions of their own, which only torchrun can end."""
+    """Ends a session, with SIGTERM first: torchrun's workers have their own sessions, which only torchrun can end."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGTERM)
         end = time.monotonic() + _GRACE_S
         while time.monotonic() < end:
             process.poll()
-            os.killpg(process.pid, 0)  # raises when nobody is left
+            os.killpg(process.pid, 0)  # raises an error when no process is left
             time.sleep(0.1)
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()
@@ -53,9 +53,9 @@ def _end(process: subprocess.Popen) -> None:
 
 @contextlib.contextmanager
 def beside(commands: list[str], folder: pathlib.Path) -> Iterator[list[str]]:
-    """Runs shell commands meanwhile, each again whenever it has ended; what they print goes to FOLDER/load_0.log.
+    """Runs shell commands in a loop during the block. Their output goes to FOLDER/load_0.log and so on.
 
-    Gives a list, to which a text is added whenever a command fails: then there is not the load that was asked for.
+    Yields a list that receives a text whenever a command fails, because the requested load is then missing.
     """
     ended = threading.Event()
     failed: list[str] = []
@@ -63,7 +63,7 @@ def beside(commands: list[str], folder: pathlib.Path) -> Iterator[list[str]]:
     def keep(command: str, log: pathlib.Path) -> None:
         with log.open("w") as file:
             while not ended.is_set():
-                # A session of its own, so that all of its processes can be ended.
+                # A new session, so that all of its processes can be ended.
                 process = subprocess.Popen(
                     command, shell=True, start_new_session=True, stdout=file, stderr=subprocess.STDOUT
                 )
@@ -86,7 +86,7 @@ def beside(commands: list[str], folder: pathlib.Path) -> Iterator[list[str]]:
 
 
 def differ(one: pathlib.Path, other: pathlib.Path) -> Comparison | None:
-    """Compares two runs' receipts; None where these and the losses are the same."""
+    """Compares two runs' receipts; returns None if the receipts and the losses are the same."""
     found = compare(one / RECEIPTS, other / RECEIPTS)
     equal = (one / LOSSES).read_bytes() == (other / LOSSES).read_bytes()
     return None if equal and found.first is None and not found.not_compared else found
@@ -95,14 +95,16 @@ def differ(one: pathlib.Path, other: pathlib.Path) -> Comparison | None:
 def hunt(
     start: Callable[[int], pathlib.Path | None], runs: int, *, jobs: int, seconds: float, say: Callable[[str], None]
 ) -> list[list[pathlib.Path]]:
-    """Makes runs and returns groups of those whose losses and receipts are the same, the largest first. The folders of
-    all but the first of a group are removed.
+    """Makes runs and returns groups of runs with the same losses and receipts, the largest group first.
+
+    Only the folder of the first run of each group is kept.
 
     Args:
-        start: makes the run of a number and returns its folder, or None for a run that failed and is in no group.
-        runs, jobs: how many, and how many at a time.
-        seconds: after which no further run is begun.
-        say: is told of each run that begins another group, at once.
+        start: a function that makes the run of a number and returns its folder, or None for a run that failed.
+        runs: the number of runs.
+        jobs: the number of concurrent runs.
+        seconds: the time after which no further run starts.
+        say: a function that is called immediately with a text about each run that begins another group.
     """
     groups: list[list[pathlib.Path]] = []
     end = time.monotonic() + seconds
@@ -137,7 +139,7 @@ def hunt(
 def _text(one: pathlib.Path, found: Comparison, other: pathlib.Path) -> str:
     first = found.first
     if first is None:
-        return f"{other.name} differs from {one.name} in losses and in no record; not compared: {found.not_compared}"
+        return f"{other.name} differs from {one.name} only in losses; not compared: {found.not_compared}"
     counts = ", ".join(f"{kind} {some} of {of}" for kind, (some, of) in first.differing.items())
     blocks = "?" if first.blocks is None else len(first.blocks)
     return (

@@ -1,4 +1,4 @@
-"""Which sequences of a batch, and which of their rows, a rank has."""
+"""The sequences of a batch, and their rows, that a rank has."""
 
 from __future__ import annotations
 
@@ -16,13 +16,15 @@ class Layout:
     """`ranks` in groups of `context`: the groups divide the sequences of a batch, the ranks of a group their rows.
 
     Args:
-        rank, ranks: of the job.
-        context: ranks that share a sequence; it divides `ranks`.
-        sequences, seqlen: of the whole batch; the groups divide the sequences evenly.
-        order: of the rows, one of `dash_attn.distributed.LAYOUTS`.
+        rank: the rank within the job.
+        ranks: the number of ranks of the job.
+        context: the number of ranks that share a sequence; it divides `ranks`.
+        sequences: the number of sequences of the whole batch, which the groups divide evenly.
+        seqlen: the number of tokens per sequence.
+        order: the layout of the rows, one of `dash_attn.distributed.LAYOUTS`.
 
     Raises:
-        ValueError: something does not divide.
+        ValueError: a number does not divide another.
     """
 
     rank: int
@@ -60,25 +62,25 @@ class Layout:
 
     @property
     def tokens(self) -> int:
-        """Of the whole batch."""
+        """The tokens of the whole batch."""
         return self.sequences * self.seqlen
 
     def cut(self, whole: torch.Tensor) -> torch.Tensor:
-        """This rank's part of a tensor (sequences, seqlen, ...), a copy."""
+        """Copies this rank's part of a tensor (sequences, seqlen, ...)."""
         own = whole[self.own_sequences.start : self.own_sequences.stop]
         return shard(own, self.rank % self.context, self.context, dim=1, layout=self.order)
 
     def cut_to(self, device: torch.device, whole: torch.Tensor) -> torch.Tensor:
-        """The same on a device, of a tensor on the host, which does not wait for what the device is doing."""
+        """Copies this rank's part of a host tensor to a device, without waiting for the device."""
         part = self.cut(whole)
         return part if device.type == "cpu" else part.pin_memory().to(device, non_blocking=True)
 
     def shard(self, *rest: int) -> Shard:
-        """What that part is, of a whole (sequences, seqlen, *rest)."""
+        """Returns which part of a whole (sequences, seqlen, *rest) this rank has."""
         return _shard(self, rest)
 
     def positions(self) -> torch.Tensor:
-        """(rows of this rank,): where in the sequence they stand."""
+        """Returns the positions in the sequence of this rank's rows, (rows of this rank,)."""
         return torch.cat([torch.arange(start, stop) for start, stop in self.own_rows])
 
 

@@ -1,8 +1,8 @@
-"""Other work for the GPUs (or for the CPU), in bursts, until it is ended: a load beside runs that must not see it.
+"""Other work for the GPUs (or the CPU) in bursts, until it is killed: a load that runs must not be affected by.
 
-It allocates, fills and frees memory, copies to the host and multiplies matrices, on two streams of every GPU.
+The load allocates, fills and frees memory, copies to the host and multiplies matrices, on two streams of every GPU.
 
-python examples/training/load.py
+    python examples/training/load.py
 """
 
 import itertools
@@ -13,7 +13,7 @@ import torch
 
 
 def burst(device: torch.device, rows: int) -> None:
-    """Some products of matrices of random sizes, with a copy to the host and back."""
+    """Multiplies matrices of random sizes, and copies to the host and back."""
     x = torch.randn(rows, random.randint(rows // 8, rows), device=device, dtype=torch.bfloat16)
     for _ in range(random.randint(1, 20)):
         y = x @ x.T

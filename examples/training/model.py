@@ -1,4 +1,4 @@
-"""A Llama-style language model in plain torch: RMSNorm, rotary positions, grouped heads, SwiGLU."""
+"""A Llama-style language model in plain torch: RMSNorm, rotary positions, grouped-query attention, SwiGLU."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from .text import VOCABULARY
 
 @dataclasses.dataclass(frozen=True)
 class Shape:
-    """Of a model. `head_dim` is width / heads; the MLP has `hidden` columns."""
+    """The shape of a model. `head_dim` is width / heads; the MLP has `hidden` columns."""
 
     layers: int
     width: int
@@ -47,14 +47,14 @@ class RMSNorm(nn.Module):
 
 
 def rotary_angles(positions: Tensor, head_dim: int) -> tuple[Tensor, Tensor]:
-    """Cosines and sines, fp32 (positions, 1, head_dim / 2)."""
+    """Returns cosines and sines, fp32 (positions, 1, head_dim / 2)."""
     frequencies = 10_000.0 ** -(torch.arange(0, head_dim, 2) / head_dim)
     angles = positions.float()[:, None] * frequencies
     return angles.cos()[:, None], angles.sin()[:, None]
 
 
 def rotated(x: Tensor, angles: tuple[Tensor, Tensor]) -> Tensor:
-    """(sequences, rows, heads, head_dim), the two halves of each head turned by its row's angles."""
+    """Rotates the two halves of each head by the angles of its row; x is (sequences, rows, heads, head_dim)."""
     cos, sin = angles
     one, other = x.float().chunk(2, dim=-1)
     return torch.cat([one * cos - other * sin, other * cos + one * sin], dim=-1).to(x.dtype)
@@ -111,9 +111,9 @@ class Layer(nn.Module):
 
 
 class Llama(nn.Module):
-    """Of this rank's rows; `forward` gives the sum of the loss over its tokens.
+    """The model on this rank's rows. `forward` returns the sum of the loss over this rank's tokens.
 
-    Weights are a function of `seed` alone, whatever the device and the layout are.
+    The weights depend only on `seed`, and not on the device or the layout.
     """
 
     def __init__(self, shape: Shape, attend: Attend, clock: Clock, layout: Layout, seed: int) -> None:

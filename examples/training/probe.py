@@ -1,7 +1,8 @@
-"""What --probe records beside the usual: attention to inputs that are the same for every layout, in receipts that runs
-on any ranks have in common, and each stage of the model's layers, so that receipts name the place where two runs part.
+"""The additional records of --probe: attention to inputs that are equal in every layout, in receipts that runs on any
+ranks have in common, and each stage of the model's layers, so that receipts show where two runs differ first.
 
-A model's activations differ between layouts: a linear layer sees other numbers of rows on other numbers of ranks.
+A model's activations differ between layouts, because a linear layer sees other numbers of rows on other numbers of
+ranks.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ def attend_and_record(
     *,
     resume: bool,
 ) -> None:
-    """Writes receipts of output and gradients; q, k, v and the output's gradient are normal, and follow from `seed`."""
+    """Writes receipts of output and gradients. q, k, v and the output's gradient are normal, and depend on `seed`."""
     counts = {"q": shape.heads, "k": shape.kv_heads, "v": shape.kv_heads, "gradient": shape.heads}
     with Recorder(folder, facts={"seed": seed}, resume=resume) as recorder:
         for batch in range(BATCHES):
@@ -53,11 +54,12 @@ def attend_and_record(
 
 
 def tap_stages(model: nn.Module, layout: Layout) -> None:
-    """Taps, for the recorder whose step it is, what stands between the taps that the model always has.
+    """Taps the stages between the taps that the model always has, for the recorder of the current step.
 
-    Of each norm, linear layer and embedding NAME: `NAME.weight` as it was gathered for this forward, and `NAME.out`,
-    its output and the gradient of that. Of each attention: `NAME.cos` and `NAME.sin`. They are hooks, so a run without
-    --probe pays nothing for them.
+    For each norm, linear layer and embedding NAME: `NAME.weight` as gathered for this forward, and `NAME.out`, its
+    output with its gradient. For each attention: `NAME.cos` and `NAME.sin`. The taps are hooks, so a run without
+    --probe
+    does not pay for them.
     """
     for name, module in model.named_modules():
         if isinstance(module, (RMSNorm, nn.Linear, nn.Embedding)):
@@ -68,7 +70,7 @@ def tap_stages(model: nn.Module, layout: Layout) -> None:
 
 
 def _tap_weight(name: str, module: nn.Module, _: Any) -> None:
-    # Detached: a hook for the gradient would stay on the parameter, which lives on.
+    # Detached, because a hook for the gradient would stay on the parameter.
     weight = module.weight.detach()
     tap(weight, f"{name}.weight", shard=Shard.whole(weight.shape))
 

@@ -1,4 +1,4 @@
-"""What a run's times say: tokens a second, MFU, attention's share and rate, and which rank is slow in which layer.
+"""Summarizes a run's times: tokens per second, MFU, attention's share and rate, and which rank is slow in which layer.
 
 python examples/train_report.py FOLDER [--skip 3] [--png heat_map.png]
 """
@@ -19,22 +19,23 @@ _SLOW = 1.05  # times the median of the ranks
 
 @dataclasses.dataclass(frozen=True)
 class Times:
-    """Medians over the steps, but for the grid's means: a GPU that is slowed now and then has the median of one that is
-    not. `grid[region]` has a row for each rank and a column for each layer: milliseconds of forward and backward."""
+    """Medians over the steps, except for the grid's means, because an intermittently slow GPU has a normal median.
+
+    `grid[region]` has a row per rank and a column per layer: milliseconds of forward and backward."""
 
     config: dict
     steps: int
     seconds: float
     grid: dict[str, list[list[float]]]
     passes: dict[str, float]
-    """Milliseconds of "attention forward" and so on in a step, of all layers, the mean of the ranks."""
+    """Milliseconds per step of "attention forward" and so on, over all layers, the mean of the ranks."""
 
 
 def read(folder: pathlib.Path, skip: int) -> Times:
-    """The times of a run, without its first `skip` steps, in which libraries choose and memory grows.
+    """Reads the times of a run without its first `skip` steps, in which libraries choose kernels and memory grows.
 
     Raises:
-        ValueError: there are none, or a file is damaged.
+        ValueError: there are no times, or a file is damaged.
     """
     config = read_config(folder)
     files = sorted((folder / TIMES).glob("rank_*.jsonl"))[: config["ranks"] if config else 0]
@@ -60,10 +61,10 @@ def read(folder: pathlib.Path, skip: int) -> Times:
 
 
 def slow_ranks(times: Times) -> list[tuple[int, str, float]]:
-    """Ranks that take more than 1.05 times the median rank's time for a region, the slowest first.
+    """Returns the ranks that take more than 1.05 times the median rank's time for a region, the slowest first.
 
-    With context parallelism the time of attention has the waiting for the other ranks in it, and says nothing of whose
-    it is: the MLP's does.
+    With context parallelism the time of attention includes waiting for other ranks, and does not show which rank is
+    slow. The time of the MLP does.
     """
     found = []
     for region, rows in times.grid.items():
@@ -81,22 +82,22 @@ def text(times: Times) -> str:
     tokens = config["sequences"] * config["seqlen"]
     rate = (linear + attention) / times.seconds / config["ranks"] / 1e12
     lines = [
-        f"{config['ranks']} ranks on {config['device']}, {times.steps} steps; medians of steps, of layers means",
-        f"{times.seconds:.4f} s a step, {tokens / times.seconds:,.0f} tokens/s",
-        f"model FLOPs ({flops.CONVENTION}): {(linear + attention) / 1e12:.4g} T a step, of which attention "
+        f"{config['ranks']} ranks on {config['device']}, {times.steps} steps; medians of steps, means of layers",
+        f"{times.seconds:.4f} s per step, {tokens / times.seconds:,.0f} tokens/s",
+        f"model FLOPs ({flops.CONVENTION}): {(linear + attention) / 1e12:.4g} T per step, of which attention "
         f"{attention / (linear + attention):.1%}",
-        f"{rate:.4g} TFLOP/s a rank"
+        f"{rate:.4g} TFLOP/s per rank"
         + (f", MFU {rate / config['peak_tflops']:.1%} of {config['peak_tflops']:g}" if config["peak_tflops"] else ""),
     ]
     own = attention / 3 / config["ranks"]
     for of_pass, products in zip(PASSES, (1.0, 2.5)):
         ms = times.passes[f"attention {of_pass}"]
         lines.append(
-            f"attention {of_pass}: {ms:.3f} ms a step, {ms / 10 / times.seconds:.1f}% of it, "
+            f"attention {of_pass}: {ms:.3f} ms per step, {ms / 10 / times.seconds:.1f}% of it, "
             f"{own * products / ms / 1e9:.4g} TFLOP/s (of {'two' if of_pass == 'forward' else 'five'} products)"
         )
     if config["context"] > 1:
-        lines.append("  with the movement between ranks, and the waiting for them")
+        lines.append("  including the movement between ranks and the wait for them")
     slow = slow_ranks(times)
     lines += [
         f"rank {rank} is slow: its {region} takes {ratio:.2f} times the median rank's" for rank, region, ratio in slow
@@ -105,7 +106,7 @@ def text(times: Times) -> str:
 
 
 def draw(times: Times, path: pathlib.Path) -> None:
-    """The heat map: ranks by layers, the mean of the steps, as a multiple of the layer's median over the ranks."""
+    """Draws the heat map: ranks by layers, the mean of the steps, as a multiple of the layer's median over ranks."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -117,10 +118,10 @@ def draw(times: Times, path: pathlib.Path) -> None:
         usual = [statistics.median_low(column) for column in zip(*rows)]
         relative = [[x / y for x, y in zip(row, usual)] for row in rows]
         image = axis.imshow(relative, aspect="auto", vmin=0.9, vmax=1.3, cmap="inferno", interpolation="nearest")
-        waiting = " (with waiting)" if region == "attention" and times.config["context"] > 1 else ""
+        waiting = " (including waits)" if region == "attention" and times.config["context"] > 1 else ""
         axis.set(title=f"{region}{waiting}", xlabel="layer", ylabel="rank")
         for of_axis, count in ((axis.xaxis, len(usual)), (axis.yaxis, ranks)):
             of_axis.set_ticks(range(0, count, -(-count // 16)))
-    figure.colorbar(image, ax=axes, label="of the median rank")
+    figure.colorbar(image, ax=axes, label="multiple of the median rank")
     figure.savefig(path, dpi=120)
     plt.close(figure)

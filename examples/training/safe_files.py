@@ -1,4 +1,4 @@
-"""Files that a kill or a loss of power leaves either as they were or as they are to be."""
+"""Writes files so that a kill or a power failure leaves either the old or the new content."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def sync_folder(folder: pathlib.Path) -> None:
 
 
 def replace_text(path: pathlib.Path, text: str) -> None:
-    """Gives a file a new content: written beside the file, flushed to the disk, and renamed."""
+    """Replaces a file's content: writes it to another file, flushes that to the disk, and renames it."""
     new = path.with_name(f"{path.name}.new")
     with new.open("w") as file:
         file.write(text)

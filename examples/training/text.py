@@ -1,4 +1,4 @@
-"""Real text that every machine has: the sources of Python's standard library, bytes as tokens."""
+"""Text that every machine has: the sources of Python's standard library, with bytes as tokens."""
 
 import hashlib
 import pathlib
@@ -10,14 +10,14 @@ VOCABULARY = 256
 
 
 class Text:
-    """One text, and batches of it that are functions of the seed and of the step alone.
+    """A text, and batches of it that depend only on the seed and the step.
 
     Args:
-        path: a file, or a folder whose `*.py` are taken in the order of their names; None: the modules of the standard
-            library of this Python that are single files.
+        path: a file, or a folder whose `*.py` files are read in the order of their names; None: the single-file modules
+            of this Python's standard library.
 
     Raises:
-        ValueError: there is no such file, or no `*.py` in the folder.
+        ValueError: there is no such file, or the folder has no `*.py` files.
     """
 
     def __init__(self, path: str | None = None) -> None:
@@ -31,7 +31,7 @@ class Text:
         self._tokens = torch.frombuffer(bytearray(content), dtype=torch.uint8)
 
     def batch(self, step: int, *, seed: int, sequences: int, seqlen: int) -> torch.Tensor:
-        """(sequences, seqlen + 1), int64: the tokens of a step, and the one behind each sequence.
+        """Returns the tokens of a step, int64 (sequences, seqlen + 1): each sequence and the token after it.
 
         Raises:
             ValueError: the text is shorter than a sequence.

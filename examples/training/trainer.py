@@ -1,4 +1,4 @@
-"""One step of training: FSDP2 over all ranks, with sums over ranks in their order or in torch's own."""
+"""One step of training: FSDP2 over all ranks, with sums over ranks in the order of the ranks or in torch's order."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ CLIP = 1.0
 
 
 def context_mesh(layout: Layout, device: torch.device) -> DeviceMesh | None:
-    """Of the ranks that share this rank's sequences; None where that is one alone."""
+    """Returns the mesh of the ranks that share this rank's sequences; None if this rank is alone."""
     if layout.context == 1:
         return None
     mesh = init_device_mesh(device.type, (layout.groups, layout.context), mesh_dim_names=("data", "context"))
@@ -26,14 +26,17 @@ def context_mesh(layout: Layout, device: torch.device) -> DeviceMesh | None:
 
 
 class Trainer:
-    """A model, its optimizer and what they need; weights fp32, sharded over all ranks, computed with in bf16.
+    """A model and its optimizer, with fp32 weights that are sharded over all ranks and used in bf16.
 
     Args:
-        shape, layout, device: of the model, the batch and this rank.
+        shape: the shape of the model.
+        layout: the part of the batch that this rank has.
+        device: the device of this rank.
         attention: one of `attention.ATTENTION`.
-        deterministic: whether all that is not attention is.
-        learning_rate, seed: of the optimizer, and of the weights.
-        clock: which measures it.
+        deterministic: whether everything except attention is deterministic.
+        learning_rate: the learning rate of the optimizer.
+        seed: the seed of the weights.
+        clock: the clock that measures the model.
     """
 
     def __init__(
@@ -56,12 +59,12 @@ class Trainer:
         self.model = Llama(shape, attend, clock, layout, seed).to(device)
         self._reduce_scatter = ordered.ReduceScatter(deterministic)
         mesh = init_device_mesh(device.type, (layout.ranks,))
-        # The angles of the rotary positions stay fp32.
+        # The angles of the rotary positions stay in fp32.
         precision = MixedPrecisionPolicy(torch.bfloat16, torch.float32, cast_forward_inputs=False)
         for module in (*self.model.layers, self.model):
             fully_shard(module, mesh=mesh, mp_policy=precision)
             module.set_custom_reduce_scatter(self._reduce_scatter)
-            # Losses are divided by the tokens of all ranks: their gradients are added, not averaged.
+            # Losses are divided by the tokens of all ranks, so their gradients are added, not averaged.
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
         self.parameters = list(self.model.parameters())
@@ -71,18 +74,21 @@ class Trainer:
         self.set_deterministic(deterministic)
 
     def set_deterministic(self, deterministic: bool) -> None:
-        """From the next step on: whether all that is not attention is deterministic."""
+        """Sets whether everything except attention is deterministic, from the next step on."""
         self.deterministic = self._reduce_scatter.ordered = deterministic
 
     def set_attention(self, name: str) -> None:
-        """From the next step on."""
+        """Sets the attention from the next step on."""
         attend = make_attention(name, self._mesh, self.layout.order)
         for layer in self.model.layers:
             layer.attention.attend = attend
 
     def step(self, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        """Trains on this rank's part of a batch, int64 (sequences, rows), and returns the loss of the whole batch, fp32
-        on the device; nothing waits for the GPU."""
+        """Trains on this rank's part of a batch, int64 (sequences, rows), without waiting for the GPU.
+
+        Returns:
+            The loss of the whole batch, fp32 on the device.
+        """
         with ordered.deterministic_torch(self.deterministic):
             loss = tap(self.model(tokens, targets) / self.layout.tokens, "loss")
             loss.backward()

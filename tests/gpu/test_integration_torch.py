@@ -235,12 +235,12 @@ def test_what_we_have_no_kernel_for(device):
         with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
             before = results(attention, inputs, dout)
         door.activate()
-        with pytest.warns(UserWarning, match="dash_attn.integrations.torch does not serve dropout_p=0.1"):
+        with pytest.warns(UserWarning, match="dash_attn.integrations.torch does not support dropout_p=0.1"):
             support.assert_same_bits(results(attention, inputs, dout), before, "the former kernel")
     finally:
         torch.use_deterministic_algorithms(False)
     door.activate(fallback="error")
-    with pytest.raises(NotImplementedError, match="dash_attn.integrations.torch does not serve dropout_p=0.1"):
+    with pytest.raises(NotImplementedError, match="dash_attn.integrations.torch does not support dropout_p=0.1"):
         attention(*inputs)
 
 

@@ -5,6 +5,7 @@ import math
 
 import distributions
 import gpu_support as support
+import products
 import pytest
 import torch
 from float64_reference import attention_float64
@@ -156,8 +157,9 @@ def test_neighbours_with_outliers_change_no_bit(head_dim, change, causal, device
     support.assert_same_bits({name: x[1:2] for name, x in gradients.items()}, expected, change.__name__)
 
 
-@KIND
-@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+@pytest.mark.parametrize(
+    "head_dim, dtype, causal, value", products.spread(KINDS, [math.nan, math.inf, -math.inf]), ids=str
+)
 def test_nan_where_the_ordered_sum_has_it(value, head_dim, dtype, causal, device):
     problem = Problem(2, 700, 900, 4, 2, head_dim, causal=causal, dtype=dtype)
     for place in range(4):
@@ -183,9 +185,9 @@ def test_a_log_sum_exp_that_is_nan_reaches_its_row(head_dim, device):
     assert bool((dq.isnan() == bad).all())
 
 
-@MASKS
-@pytest.mark.parametrize("scale", [1e-30, 1e-12, 1e12, 1e30])
-@HEAD_DIM
+@pytest.mark.parametrize(
+    "scale, head_dim, causal", products.pairwise([1e-30, 1e-12, 1e12, 1e30], [64, 96, 128], [False, True]), ids=str
+)
 def test_gradients_of_any_size(head_dim, scale, causal, device):
     """Where the exponents end the ordered sum takes over, or what is lost is below the normal numbers."""
     problem = Problem(1, 300, 300, 2, 1, head_dim, causal=causal)
@@ -195,9 +197,11 @@ def test_gradients_of_any_size(head_dim, scale, causal, device):
     assert (free - ordered).norm() <= 1e-3 * ordered.norm() and ordered.norm() > 0
 
 
-@MASKS
-@HEAD_DIM
-@pytest.mark.parametrize("scale", [1.0, 1e-1, 1e-2, 1e-3, 1e-4, 1e-5, 1e-6])
+@pytest.mark.parametrize(
+    "scale, head_dim, causal",
+    products.pairwise([1.0, 1e-1, 1e-2, 1e-3, 1e-4, 1e-5, 1e-6], [64, 96, 128], [False, True]),
+    ids=str,
+)
 def test_documents_of_different_size(scale, head_dim, causal, device):
     def change(*args):
         distributions.document_of_small_values(*args, scale=scale)
@@ -213,8 +217,9 @@ def test_documents_of_different_size(scale, head_dim, causal, device):
 
 
 @pytest.mark.parametrize(
-    "seqlen, head_dim, dtype, causal",
-    [(n, *kind) for n in (512, 4096, 16384, 32768) for kind in KINDS],
+    "head_dim, dtype, causal, seqlen",
+    # Every kernel at the length where it has the most to add up, and at one other.
+    [(*kind, 32768) for kind in KINDS] + products.spread(KINDS, (512, 4096, 16384)),
     ids=str,
 )
 def test_normal_inputs_stay_in_fixed_point(seqlen, head_dim, dtype, causal, device):

@@ -77,6 +77,7 @@ print(json.dumps([_flash_attn_varlen_forward.__module__]))
 """
 
 
+@pytest.mark.slow
 def test_ring_attention_imports_ours():
     if importlib.util.find_spec("ring_flash_attn") is None:
         pytest.skip("ring-flash-attn is not installed")

@@ -208,6 +208,7 @@ def _train_on_rank(rank, ranks, folder):
         torch.save((found, sinks.global_shape, sinks.global_offset), folder / f"rank{rank}.pt")
 
 
+@pytest.mark.slow
 def test_tensor_parallel_ranks_train_as_one(tmp_path):
     ranks = 2
     torch.multiprocessing.spawn(_train_on_rank, (ranks, tmp_path), ranks)
@@ -223,11 +224,11 @@ def test_tensor_parallel_ranks_train_as_one(tmp_path):
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"attention_dropout": 0.1}, r"attention_dropout to be 0.0 \(--attention-dropout 0\), got 0.1"),
-        ({"context_parallel_size": 2}, r"context_parallel_size to be 1 \(this integration does not .*, got 2"),
-        ({"fp8_dot_product_attention": True}, "fp8_dot_product_attention to be False, got True"),
-        ({"qk_clip": True}, "qk_clip to be False, got True"),
-        ({"log_max_attention_logit": True}, "log_max_attention_logit to be False, got True"),
+        ({"attention_dropout": 0.1}, r"attention_dropout must be 0.0 \(--attention-dropout 0\), got 0.1"),
+        ({"context_parallel_size": 2}, r"context_parallel_size must be 1 \(use dash_attn.distributed .* got 2"),
+        ({"fp8_dot_product_attention": True}, "fp8_dot_product_attention must be False, got True"),
+        ({"qk_clip": True}, "qk_clip must be False, got True"),
+        ({"log_max_attention_logit": True}, "log_max_attention_logit must be False, got True"),
     ],
 )
 def test_settings_that_are_refused(settings, message):
@@ -238,29 +239,36 @@ def test_settings_that_are_refused(settings, message):
 def test_calls_that_are_refused():
     (query, key, value), _ = qkv()
     mask = padding_mask((24, 5, 3), 24)
-    with pytest.raises(NotImplementedError, match="attn_mask_type to be another than arbitrary"):
+    with pytest.raises(NotImplementedError, match="attn_mask_type must be a type other than arbitrary"):
         core()(query, key, value, mask, attn_mask_type=AttnMaskType.arbitrary)
-    with pytest.raises(NotImplementedError, match="attention_bias to be None"):
+    with pytest.raises(NotImplementedError, match="attention_bias must be None"):
         core()(query, key, value, attention_bias=torch.zeros(1))
-    with pytest.raises(NotImplementedError, match="num_splits to be None or 1, got 4"):
+    with pytest.raises(NotImplementedError, match="num_splits must be None or 1, got 4"):
         core()(query, key, value, num_splits=4)
-    with pytest.raises(ValueError, match="causal needs as many queries as keys .* got 3 and 24"):
+    with pytest.raises(
+        ValueError, match="query and key must have the same length with attn_mask_type causal .* got 3 and 24"
+    ):
         core()(query[:3], key, value)
     with pytest.raises(ValueError, match=r"attention_mask must be .* \(3, 1, 1, 24\), got \(1, 1, 24, 24\) with 24"):
         core(mask_type=AttnMaskType.padding)(query, key, value, causal_mask(24))
     with pytest.raises(ValueError, match="attention_mask must have its padding at the end"):
         core(mask_type=AttnMaskType.padding)(query, key, value, mask.flip(-1))
-    with pytest.raises(NotImplementedError, match="attention_mask to be None or one tensor, got a tuple"):
+    with pytest.raises(NotImplementedError, match="attention_mask must be None or one tensor, got a tuple"):
         core(mask_type=AttnMaskType.padding)(query, key, value, (mask, mask))
-    with pytest.raises(NotImplementedError, match="packed_seq_params.qkv_format to be 'thd', got sbhd"):
+    with pytest.raises(NotImplementedError, match="packed_seq_params.qkv_format must be 'thd', got sbhd"):
         core()(query, key, value, packed_seq_params=PackedSeqParams("sbhd"))
     pack = [x[:, 0] for x in (query, key, value)]
     offsets = torch.tensor([0, 24], dtype=torch.int32)
     ranks = PackedSeqParams("thd", offsets, offsets)
     ranks.cp_group = types.SimpleNamespace(size=lambda: 2)
-    with pytest.raises(NotImplementedError, match=r"cp_group to be of one rank \(this integration does not .*, got 2$"):
+    with pytest.raises(
+        NotImplementedError,
+        match=r"cp_group must be of one rank \(use dash_attn.distributed .* got 2: dash_attn supports",
+    ):
         core()(*pack, packed_seq_params=ranks)
-    with pytest.raises(NotImplementedError, match="attn_mask_type to be no_mask, padding or causal_bottom_right in a"):
+    with pytest.raises(
+        NotImplementedError, match="attn_mask_type must be no_mask, padding or causal_bottom_right in a"
+    ):
         core(attention_type="cross")(*pack, packed_seq_params=PackedSeqParams("thd", offsets, offsets))
 
 
@@ -274,9 +282,9 @@ def test_masks_under_a_causal_type():
     core(mask_type=AttnMaskType.causal_bottom_right)(*of_last)
     documents = causal_mask(24).expand(3, -1, -1, -1).clone()
     documents[1, :, 10:, :10] = True
-    with pytest.raises(ValueError, match="must be the causal mask .* got another: leave out --reset-attention-mask"):
+    with pytest.raises(ValueError, match="must be the causal mask .* got another mask: drop --reset-attention-mask"):
         core()(*inputs, documents)
-    shapes = r"must be None or \(1, 1, 24, 24\) or \(3, 1, 24, 24\), got \(3, 1, 1, 24\)"
+    shapes = r"must be None or \(1, 1, 24, 24\) or \(3, 1, 24, 24\) with a causal attn_mask_type, got \(3, 1, 1, 24\)"
     with pytest.raises(ValueError, match=shapes):
         core()(*inputs, padding_mask((24, 5, 3), 24))
 
@@ -319,6 +327,7 @@ def test_specs():
         with_dash_attention(layer)
 
 
+@pytest.mark.slow
 def test_example():
     example = pathlib.Path(__file__).parents[2] / "examples" / "megatron_gpt.py"
     paths = os.pathsep.join((str(pathlib.Path(dash_attn.__file__).parents[1]), os.environ.get("PYTHONPATH", "")))

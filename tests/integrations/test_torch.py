@@ -207,6 +207,7 @@ def test_jagged_nested_tensors(monkeypatch):
     assert_same_bits(actual, (out, *gradients))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 def test_compiled(backend):
     """The bits of eager mode, and the kernels are called when the graph runs."""

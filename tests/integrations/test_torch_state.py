@@ -125,6 +125,13 @@ def test_activating_twice():
     assert not runs_dash_attn()
 
 
+@pytest.fixture
+def _kernels_not_needed(monkeypatch):
+    """For tests that look at what is registered for CUDA tensors, and call none of it."""
+    monkeypatch.setattr(ops, "why_no_kernels", None)
+
+
+@pytest.mark.usefixtures("_kernels_not_needed")
 @pytest.mark.parametrize("enabled", [True, False])
 def test_cudnn_stands_aside(enabled):
     before = torch.backends.cuda.cudnn_sdp_enabled()
@@ -143,6 +150,7 @@ def test_cudnn_stands_aside(enabled):
         torch.backends.cuda.enable_cudnn_sdp(before)
 
 
+@pytest.mark.usefixtures("_kernels_not_needed")
 def test_the_ops_of_a_gpu_are_ours():
     """On the machine that has none: which kernel the dispatcher holds for CUDA tensors."""
     names = ["_scaled_dot_product_flash_attention", "_flash_attention_forward"]
@@ -227,7 +235,7 @@ def test_forward_of_another_implementation(other, name):
     assert (out == 7).all() and not any((x == 8).all() for x in gradients)
     # What is left to the kernel that was there is left to its own.
     wide, wide_dout = inputs_and_gradient(torch.float32)
-    with pytest.warns(UserWarning, match="_backward runs the kernel that it replaces"):
+    with pytest.warns(UserWarning, match="_backward runs the kernel that dash_attn replaces"):
         assert all((x == 8).all() for x in out_and_gradients(sdpa, wide, wide_dout)[1:])
     door.restore()
     assert other.active == 0
@@ -281,7 +289,7 @@ def test_an_installation_without_kernels_says_so_at_once(monkeypatch, other):
 
 
 def test_bad_name():
-    with pytest.raises(TypeError, match="name must be a string that is not empty, got ''"):
+    with pytest.raises(TypeError, match="name must be a non-empty string, got ''"):
         door.register("")
 
 
@@ -301,7 +309,9 @@ def test_what_is_not_served(case):
     (inputs, dout), arguments, words = former_cases()[case]
     expected = out_and_gradients(sdpa, inputs, dout, **arguments)
     door.activate(device_types=CPU)
-    with pytest.warns(UserWarning, match=f"torch does not serve {words}: .* the kernel that it replaces") as said:
+    with pytest.warns(
+        UserWarning, match=f"torch does not support {words}: .* the kernel that dash_attn replaces"
+    ) as said:
         actual = out_and_gradients(sdpa, inputs, dout, **arguments)
     assert [warning.filename for warning in said] == [__file__]
     assert_same_bits(actual, expected)
@@ -309,7 +319,7 @@ def test_what_is_not_served(case):
         warnings.simplefilter("error")
         assert_same_bits(out_and_gradients(sdpa, inputs, dout, **arguments), expected)
     door.activate(device_types=CPU, fallback="error")
-    with pytest.raises(NotImplementedError, match=f"torch does not serve {words}, and fallback is 'error'"):
+    with pytest.raises(NotImplementedError, match=f"torch does not support {words}, and fallback is 'error'"):
         sdpa(*inputs, **arguments)
 
 
@@ -330,7 +340,7 @@ def test_what_nobody_has_a_kernel_for(position, value, words):
     else:
         pytest.skip(f"this torch has no {position}")
     door.activate(device_types=CPU)
-    with pytest.raises(NotImplementedError, match=f"{words}, and PyTorch has none here either"):
+    with pytest.raises(NotImplementedError, match=f"{words}, and PyTorch has no kernel here either"):
         aten._flash_attention_forward(*arguments, **named)
 
 

@@ -47,6 +47,7 @@ def test_the_log_sum_exp_of_its_epilogue():
     assert_same_bits(found, expected)
 
 
+@pytest.mark.slow
 def test_example():
     example = pathlib.Path(__file__).parents[2] / "examples" / "torchtitan_attention.py"
     paths = os.pathsep.join((str(pathlib.Path(dash_attn.__file__).parents[1]), os.environ.get("PYTHONPATH", "")))

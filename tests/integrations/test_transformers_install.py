@@ -92,14 +92,14 @@ def test_entries_of_others_stay(others, monkeypatch):
 
 def test_another_folder_of_the_name_raises(monkeypatch):
     monkeypatch.setenv("LOCAL_KERNELS", f"{NAME}=/somewhere")
-    with pytest.raises(ValueError, match=f"^LOCAL_KERNELS must name {FOLDER} for {NAME} or leave it out, got .*where$"):
+    with pytest.raises(ValueError, match=f"^LOCAL_KERNELS must map {NAME} to {FOLDER} or leave it out, got .*where$"):
         install()
     assert os.environ["LOCAL_KERNELS"] == f"{NAME}=/somewhere"
 
 
 def test_a_folder_that_cannot_be_named_raises(monkeypatch):
     monkeypatch.setattr("dash_attn.integrations.transformers._FOLDER", pathlib.Path("/a:b"))
-    with pytest.raises(ValueError, match="^LOCAL_KERNELS cannot name a folder with a colon in its path, got /a:b$"):
+    with pytest.raises(ValueError, match="^LOCAL_KERNELS cannot hold a folder with a colon in its path, got /a:b$"):
         install()
 
 
@@ -118,7 +118,7 @@ def test_other_kernels_raise(installed, monkeypatch):
         return installed
 
     monkeypatch.setattr(importlib.metadata, "version", version)
-    message = f"^transformers .* loads {NAME} through kernels, .* or newer and older than .*, got {installed or 'none'}"
+    message = f"^transformers .* loads {NAME} through kernels and needs version .*, below .*, got {installed or 'none'}"
     with pytest.raises(ImportError, match=message):
         install()
     assert "LOCAL_KERNELS" not in os.environ
@@ -132,7 +132,7 @@ def test_old_transformers_raise(monkeypatch):
 
 def test_unknown_transformers_raise(monkeypatch):
     monkeypatch.delattr(transformers.PreTrainedModel, "_check_and_adjust_attn_implementation")
-    with pytest.raises(ImportError, match=f"^{NAME} does not know transformers "):
+    with pytest.raises(ImportError, match=f"^{NAME} does not support transformers "):
         install()
 
 

@@ -1,28 +1,28 @@
-// Order-free accumulation, a consumer thread's part: its partial of dQ in units of each row's scale, and what a sum of
-// them stands for (docs/order_free.md).
+// Order-free accumulation in a consumer thread: its partial of dQ in units of each row's scale, and the value of a sum
+// of such partials (docs/order_free.md).
 #pragma once
 
-#include "../../config/fixed_point.h"
+#include "../../contract/fixed_point.h"
 #include "../../device/fragment.h"
 
 namespace dash_attn::backward {
 
-// What a stored scale stands for: the float of which it is the exponent.
+// The value of a stored scale, which is the exponent of a float.
 __device__ __forceinline__ float scale_of(uint32_t stored) { return __uint_as_float(stored << 23); }
 
-// The unit of a row, 2^-e; NaN for a row that is not finite.
+// The unit of a row, 2^-e, or NaN if the row is not finite.
 __device__ __forceinline__ float unit_of(uint8_t stored) {
   const int exponent = fixed_point::stored_exponent(stored);
   return stored == fixed_point::kNotFinite ? NAN : __int_as_float((127 - exponent) << 23);
 }
 
-// What a sum of `partials` of them, as they are staged, stands for; without `unit`.
+// The value, without the unit, of a sum of `partials` staged partials.
 __device__ __forceinline__ float sum_of_units(uint32_t bits, int partials) {
-  return float(int(bits - fixed_point::kOffsetBits * uint32_t(partials)));  // every partial has brought that along
+  return float(int(bits - fixed_point::kOffsetBits * uint32_t(partials)));  // every partial contributes kOffsetBits
 }
 
-// Hands each quad of a thread's registers on to store(quad, x, y, z, w), as the bits of in_units; the scale of register
-// i is scale(i).
+// Passes each quad of a thread's registers to store(quad, x, y, z, w), as the bits of in_units. scale(i) is the scale
+// of register i.
 template <int kRegisters, typename Scale, typename Store>
 __device__ __forceinline__ void round_to_units(const float (&dq)[kRegisters], const Scale& scale, const Store& store) {
   const auto rounded = [&](int i) { return __uint_as_float(fixed_point::in_units(dq[i], scale(i))); };
@@ -32,12 +32,13 @@ __device__ __forceinline__ void round_to_units(const float (&dq)[kRegisters], co
   }
 }
 
-// Where rows of dQ that are not finite are marked, in global memory: in place of their scales, and whether any is.
+// Where rows of dQ that are not finite are marked in global memory: in place of their scales, and in a flag that says
+// whether there are any.
 struct Marks {
   uint8_t* of_rows;
   int* any;
 
-  // What is not finite in dS is so in every column of its row: one column of a partial tells.
+  // A value of dS that is not finite affects every column of its row, so one column of a partial suffices.
   __device__ __forceinline__ void mark_unless_finite(float x, int row) const {
     if (fabsf(x) < INFINITY) { return; }
     of_rows[row] = fixed_point::kNotFinite;
@@ -45,7 +46,7 @@ struct Marks {
   }
 };
 
-// A thread's partial of a fragment whose rows are queries. `scales` are those of its queries, in shared memory.
+// Rounds a thread's partial of a fragment whose rows are queries. `scales` are those of its queries, in shared memory.
 template <int kRegisters, typename Store>
 __device__ __forceinline__ void round_rows(const float (&dq)[kRegisters], const uint8_t* scales, const Marks& marks,
                                            int thread, const Store& store) {
@@ -56,7 +57,7 @@ __device__ __forceinline__ void round_rows(const float (&dq)[kRegisters], const 
   round_to_units(dq, [&](int i) { return i / 2 % 2 == 0 ? of_upper : of_lower; }, store);
 }
 
-// Of a row's last partial x and the sum of the others: what all `partials` of them sum to.
+// Maps a row's last partial x and the sum of the others to the total of all `partials` of them.
 struct TotalInUnits {
   float scale, unit;
   int partials;
@@ -66,14 +67,14 @@ struct TotalInUnits {
   }
 };
 
-// `x` is any of the last partial; `mark` is null where the others have marked no row.
+// `x` is any element of the last partial. `mark` is null if the others have marked no row.
 __device__ __forceinline__ TotalInUnits total_in_units(float x, const uint8_t& scale, const uint8_t* mark,
                                                        int partials) {
   const float unit = unit_of(mark ? __ldcg(mark) : scale);
   return {scale_of(scale), fabsf(x) < INFINITY ? unit : NAN, partials};
 }
 
-// The same as round_rows where columns are queries.
+// Like round_rows, for a fragment whose columns are queries.
 template <int kRegisters, typename Store>
 __device__ __forceinline__ void round_columns(const float (&dq)[kRegisters], const uint8_t* scales,
                                               const Marks& marks, int thread, const Store& store) {

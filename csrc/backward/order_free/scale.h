@@ -1,29 +1,29 @@
-// The fixed-point scale of each row of dQ in order-free accumulation, and which heads need the order: what preprocess.h
-// decides (docs/order_free.md).
+// The fixed-point scale of each row of dQ in order-free accumulation, and which heads need the order. preprocess.h
+// calls this (docs/order_free.md).
 #pragma once
 
 #include <type_traits>
 
-#include "../../config/fixed_point.h"
-#include "../../config/tile_shapes.h"
-#include "../../schedule/tile_grid.h"
+#include "../../contract/fixed_point.h"
+#include "../../contract/tile_shapes.h"
+#include "../../contract/tile_grid.h"
 #include "../params.h"
 
 namespace dash_attn::backward {
 
-// Of the KV head that an owner's query head uses.
+// The flag of the KV head that the owner's query head uses.
 __device__ __forceinline__ int& needs_order(const Workspace& workspace, const SequencesOfCall& call,
                                             const TileOwner& owner) {
   return workspace.needs_order[owner.number * call.kv_heads + owner.head / call.group_size()];
 }
 
-// What the scale of a row follows from, beside the statistics of its KV head.
+// The inputs of a row's scale, beside the statistics of its KV head.
 struct RowOfDq {
-  float lse;  // infinite behind the sequence's end
+  float lse;  // infinite past the sequence's end
   float dout_norm, delta;
 };
 
-// The scale of a row of the group that `keys` are of, and whether its head needs the order.
+// The scale of a row, given the statistics of its KV head, and whether its head needs the order.
 struct RowScale {
   uint8_t stored;
   bool needs_order;

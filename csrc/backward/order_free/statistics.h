@@ -1,11 +1,11 @@
-// Before an order-free backward: norms, largest elements and differences of the rows of K and V of each head, from
-// which config/fixed_point.h derives fixed-point scales (docs/order_free.md).
+// Runs before an order-free backward: norms, largest elements and differences of the rows of K and V of each head, from
+// which contract/fixed_point.h derives fixed-point scales (docs/order_free.md).
 //
-// A block takes a chunk of rows of one head and leaves a few numbers; whoever needs a head's statistics puts its chunks
-// together in a fixed order. So they are the same for every number of blocks and every neighbour, without atomic adds.
+// A block takes a chunk of rows of one head and writes a few numbers. Whoever needs a head's statistics combines its
+// chunks in a fixed order. So they are the same for every number of blocks and all neighbours, without atomics.
 #pragma once
 
-#include "../../config/fixed_point.h"
+#include "../../contract/fixed_point.h"
 #include "../../device/fragment.h"
 #include "../params.h"
 #include "../rows.h"
@@ -20,7 +20,7 @@ struct StatisticsParams {
   Workspace workspace;
   SequencesOfCall call;
   HeadDims head_dims;
-  int num_blocks;  // of the whole call, or more; a grid of fewer takes several each
+  int num_blocks;  // of the whole call, or more; a smaller grid loops over them
 };
 
 // Eight columns, or zeros.
@@ -40,23 +40,23 @@ struct HeadRows {
       : first(tensor.row(batch, 0, head)), stride(tensor.stride_seqlen), columns(columns) {}
 
   __device__ __forceinline__ const Element* row(int number) const { return first + number * stride; }
-  // Of `rows` rows from one on, those that have a `column`: all or none.
+  // Of `rows` consecutive rows, the number that have a `column`: all or none.
   __device__ __forceinline__ int rows_with_column(int column, int rows) const { return column < columns ? rows : 0; }
 };
 
-// Threads that share a row: half as many as eight columns each would take. The shuffles that add up over a row cost
-// more than its elements.
+// The threads that share a row: half as many as eight columns each would need, because the shuffles that reduce a row
+// cost more than its elements.
 template <int kHeadDim>
 constexpr int kMeasuringThreads = kRowThreads<kHeadDim> / 2;
 
-// A thread's eight columns of either half of a padded row; zeros where there are none.
+// A thread's eight columns of each half of a padded row, with zeros where there are none.
 template <typename Element, int kThreadsPerRow>
 struct RowPart {
   uint4 halves[2];
 
   static __device__ __forceinline__ int first_column() { return threadIdx.x % kThreadsPerRow * 8; }
 
-  // Of rows that share their columns: how many of them a thread has something of, in either half.
+  // For consecutive rows: how many of them a thread has columns of, in each half.
   struct Limits {
     int rows[2];
 
@@ -65,7 +65,7 @@ struct RowPart {
                of.rows_with_column(first_column() + kThreadsPerRow * 8, count)} {}
   };
 
-  // Row `number` of those, of which `row` is this thread's first column.
+  // Loads row `number` of those. `row` points to this thread's first column of it.
   __device__ __forceinline__ void load(const Element* row, int number, const Limits& limits) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
@@ -74,12 +74,11 @@ struct RowPart {
   }
 };
 
-// What a norm computed in fp32 can be too small by, and what the products of a row can exceed it by: 2^-10 is 60 times
-// it.
+// Compensates the rounding errors of a norm computed in fp32 and of the products of a row: 2^-10 is 60 times their
+// bound.
 constexpr float kNormSlack = 1.f + 1.f / 1024;
 
-// The largest magnitudes of the even and of the odd ones of eight elements. The maximum loses a NaN, which the squares
-// keep.
+// The largest magnitudes of the even and of the odd elements of eight. A maximum loses NaN, but the squares keep it.
 template <typename Element>
 __device__ __forceinline__ uint32_t largest8(uint4 x) {
   return larger_of_pairs<Element>(larger_of_pairs<Element>(x.x, x.y), larger_of_pairs<Element>(x.z, x.w));
@@ -96,7 +95,7 @@ __device__ __forceinline__ float largest_of(const RowPart<Element, kThreads>& pa
       larger_of_pairs<Element>(largest8<Element>(part.halves[0]), largest8<Element>(part.halves[1])));
 }
 
-// Of two neighbouring rows of K: the sum of magnitudes of their difference.
+// The sum of the magnitudes of the difference of two neighbouring rows of K.
 template <typename Element, int kThreads>
 __device__ __forceinline__ float step_of_keys(const RowPart<Element, kThreads> (&rows)[2]) {
   float sum = 0.f;
@@ -109,7 +108,7 @@ __device__ __forceinline__ float step_of_keys(const RowPart<Element, kThreads> (
   return sum;
 }
 
-// Of two neighbouring rows of V: the sums of squares of either, and of their difference.
+// The sums of squares of two neighbouring rows of V and of their difference.
 struct PairOfValues {
   float squares[2], step;
 };
@@ -130,8 +129,8 @@ __device__ __forceinline__ PairOfValues measure_values(const RowPart<Element, kT
   return sums;
 }
 
-// Over the kThreads threads of a row, of kValues values of each at a time: thread t of the row has that of value
-// t % kValues. Called by whole warps.
+// Combines kValues values of each of the kThreads threads of a row: thread t of the row gets the result for value t %
+// kValues. Called by whole warps.
 template <int kThreads, int kValues, typename Operation>
 __device__ __forceinline__ float across_row(float (&values)[kValues], Operation operation) {
   static_assert((kValues & (kValues - 1)) == 0 && kValues <= kThreads);
@@ -156,8 +155,8 @@ __device__ __forceinline__ float sum_across_row(float (&values)[kValues]) {
   return across_row<kThreads>(values, [](float a, float b) { return a + b; });
 }
 
-// Upper bound of the norm of a row from its sum of squares. Where that has left fp32's range, from its largest element,
-// for which the row is read again.
+// An upper bound of the norm of a row, from its sum of squares. If that has left fp32's range, the bound follows from
+// the row's largest element, for which the row is read again.
 template <typename Element>
 __device__ __forceinline__ float norm_bound(float squares, const Element* row, int columns) {
   constexpr float kFewestDigits = 1.f / (1ull << 50) / (1ull << 50);
@@ -176,7 +175,7 @@ __device__ __forceinline__ float norm_bound(float squares, const Element* row, i
   return norm * kNormSlack;
 }
 
-// As integers, magnitudes in their order; NaN is larger than all.
+// The magnitude as an integer. Integers keep the order of magnitudes, and NaN is larger than all.
 __device__ __forceinline__ uint32_t magnitude_bits(float value) { return __float_as_uint(value) & 0x7fffffff; }
 
 __device__ __forceinline__ float larger(float a, float b) {
@@ -187,7 +186,7 @@ __device__ __forceinline__ float largest_of_warp(float value) {
   return __uint_as_float(__reduce_max_sync(0xffffffff, magnitude_bits(value)));
 }
 
-// Which chunk of rows of which KV head a block works on, and where what it finds goes.
+// The chunk of rows of a KV head that a block works on, and where its result is stored.
 struct Chunk {
   int batch, kv_head, first, end;  // rows of the tensor
   int64_t place;
@@ -195,16 +194,16 @@ struct Chunk {
   int sequence;  // in the caller's order
 };
 
-// The statistics of a head's chunks lie one after the other, those of a sequence's heads too: from here on.
+// The place of a head's first chunk. The statistics of its chunks are consecutive, as are those of a sequence's heads.
 __device__ __forceinline__ int64_t first_chunk(const SequencesOfCall& call, const TileOwner& owner) {
   return int64_t(owner.key_chunks_before) * call.kv_heads +
          int64_t(owner.head / call.group_size()) * fixed_point::num_chunks(owner.lengths.seqlen_k);
 }
 
-// The sequence of a pack that chunk number `chunk` of all sequences belongs to.
+// The sequence of a pack that chunk number `chunk` over all sequences belongs to.
 __device__ __forceinline__ const PackedSequence& sequence_of_chunk(const SequencesOfCall& call, int chunk) {
   const PackedSequence* const sequences = call.pack.sequences;
-  int low = 0, high = call.batch;  // the last one whose first chunk is not behind
+  int low = 0, high = call.batch;  // finds the last sequence whose first chunk is at or before `chunk`
   while (high - low > 1) {
     const int middle = (low + high) / 2;
     if (sequences[middle].first_key_chunk <= chunk) {
@@ -216,7 +215,7 @@ __device__ __forceinline__ const PackedSequence& sequence_of_chunk(const Sequenc
   return sequences[low];
 }
 
-// Number `index` of the chunks; false where there are not so many.
+// Finds chunk number `index`; returns false if there are fewer chunks.
 __device__ __forceinline__ bool find_chunk(const SequencesOfCall& call, int index, Chunk& chunk) {
   int seqlen = call.sequence.seqlen_k, before, first_row = 0;
   if (call.pack.is_pack()) {
@@ -242,11 +241,11 @@ __device__ __forceinline__ bool find_chunk(const SequencesOfCall& call, int inde
   return true;
 }
 
-// A thread's part of the rows of K and V that a warp measures at once: of a window, or of one of two neighbouring ones,
-// each half of the warp's. They are two neighbouring rows at a time.
+// A thread's part of the rows of K and V that a warp measures at once: a whole window, or two neighbouring ones, each
+// by half of the warp. A thread handles two neighbouring rows at a time.
 template <typename Element, int kHeadDim>
 struct KeyWindows {
-  static constexpr int kThreadsPerRow = kMeasuringThreads<kHeadDim>;  // of V too
+  static constexpr int kThreadsPerRow = kMeasuringThreads<kHeadDim>;  // also of V
   static constexpr int kRows = 2 * 32 / kThreadsPerRow;
   static constexpr int kWindows = kRows / fixed_point::kWindow;
   static_assert(kWindows * fixed_point::kWindow == kRows);
@@ -271,7 +270,7 @@ struct KeyWindows {
   }
 };
 
-// Puts the windows from `first_row` on into `mine`. Called by whole warps.
+// Adds the windows from `first_row` on to `mine`. Called by whole warps.
 template <typename Element, int kHeadDim>
 __device__ __forceinline__ void measure_windows(const HeadRows<Element>& keys, const HeadRows<Element>& values,
                                                 int first_row, int end, KeyStatistics& mine) {
@@ -284,7 +283,7 @@ __device__ __forceinline__ void measure_windows(const HeadRows<Element>& keys, c
   float largest[2] = {largest_of(windows.k[0]), largest_of(windows.k[1])};
   const bool are_two = first_of_thread + 1 < end;
   float of_pair[1] = {are_two ? v.step : 0.f};
-  // A thread has one key: the squares of its row of V and the largest element of its row of K.
+  // Each thread gets one key: the squares of its row of V and the largest element of its row of K.
   const float of_value = sum_across_row<kThreadsPerRow>(v.squares);
   const float of_key = across_row<kThreadsPerRow>(largest, [](float a, float b) { return fmaxf(a, b); });
   const int row = first_of_thread + thread % 2;
@@ -293,7 +292,7 @@ __device__ __forceinline__ void measure_windows(const HeadRows<Element>& keys, c
     mine.max_product = larger(mine.max_product, norm_bound(of_value, values.row(row), values.columns) * of_key);
   }
   const float value_step = ptx::sqrt_approx(sum_across_row<kThreadsPerRow>(of_pair));
-  // Of the thread's window: of K, then of V, of each pair once.
+  // For the thread's window: the steps of K, then those of V, with each pair counted once.
   float steps[2] = {are_two ? step_of_keys(windows.k) : 0.f, thread == 0 ? value_step : 0.f};
   const int window_row = first_row + threadIdx.x % 32 / Rows::kLanesOfWindow * fixed_point::kWindow;
   const int pairs = min_int(end - window_row, fixed_point::kWindow) / 2;
@@ -316,7 +315,8 @@ __device__ __forceinline__ KeyStatistics key_statistics(const StatisticsParams<E
   return mine;
 }
 
-// What the lanes of a warp have found, for each of them. NaN, beyond infinity in this order, is never the smallest.
+// Combines the statistics of a warp's lanes, for all of them. In this order NaN is larger than infinity and so never
+// the minimum.
 __device__ __forceinline__ KeyStatistics combine_warp(const KeyStatistics& x) {
   return {largest_of_warp(x.max_element), largest_of_warp(x.max_product),
           __uint_as_float(__reduce_min_sync(0xffffffff, magnitude_bits(x.min_step_product)))};
@@ -340,21 +340,21 @@ __device__ __forceinline__ void measure_chunk(const StatisticsParams<typename Ge
   if (chunk.number == 0) { params.workspace.needs_order[chunk.sequence * params.call.kv_heads + chunk.kv_head] = 0; }
 }
 
-// As many as have registers for the rows that they measure at once: while some wait for theirs, others compute.
+// As many as have registers for the rows that they measure at once. While some wait for their rows, others compute.
 constexpr int kStatisticsBlocksOfSm = 3;
 
 template <typename Geometry>
 __global__ void __launch_bounds__(kStatisticsThreads, kStatisticsBlocksOfSm)
     statistics_kernel(const StatisticsParams<typename Geometry::Element> params) {
-  ptx::launch_dependents();  // the preprocess kernel waits for what it reads
+  ptx::launch_dependents();  // the preprocess kernel itself waits for what it reads
   if (blockIdx.x == 0 && threadIdx.x == 0) { *params.workspace.any_needs_order = *params.workspace.any_marks = 0; }
   for (int block = blockIdx.x; block < params.num_blocks; block += gridDim.x) {
-    if (block != int(blockIdx.x)) { __syncthreads(); }  // what the warps left before has been read
+    if (block != int(blockIdx.x)) { __syncthreads(); }  // the shared results of the previous block have been read
     measure_chunk<Geometry>(params, block);
   }
 }
 
-// Of this lane's chunk of a KV head, whose first is `first`; nothing where it has none.
+// The statistics of this lane's chunk of a KV head whose first chunk is `first`, or of no rows if the lane has none.
 __device__ __forceinline__ KeyStatistics chunk_key_statistics(const Workspace& workspace, int64_t first,
                                                               const Sequence& lengths) {
   const int lane = threadIdx.x % 32;

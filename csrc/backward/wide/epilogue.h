@@ -1,8 +1,8 @@
-// The end of a work tile: a consumer adds the sums of the splits before to its gradient, dV or dK, rounds it, stages it
-// in the place of V or K and writes it by TMA.
+// The end of a work tile: a consumer adds the sums of the previous splits to its gradient, dV or dK, rounds it, stages
+// it in place of V or K, and writes it by TMA.
 //
-// Whoever calls has seen to it that nobody reads that place any more. The next tile may come there when TMA has read
-// what is staged; only one thread waits for that.
+// The caller has made sure that nobody reads that V or K any more. The next tile may be loaded there once TMA has read
+// the staged gradient. Only one thread waits for that.
 #pragma once
 
 #include "../../device/fragment.h"
@@ -15,7 +15,7 @@
 
 namespace dash_attn::backward::wide {
 
-// Of which a thread holds 64 columns of all keys, transposed, for each block.
+// A gradient of which a thread holds, for each block of 64 columns, its part of the transpose over all keys.
 template <typename Variant, int kColumns>
 struct Gradient {
   static constexpr int kBlocks = kColumns / kWarpgroupRows;
@@ -28,20 +28,20 @@ struct Gradient {
 #pragma unroll
     for (Block& b : block) { dash_attn::clear(b); }
   }
-  __device__ __forceinline__ void multiply(float factor) {
+  __device__ __forceinline__ void scale(float factor) {
 #pragma unroll
     for (Block& b : block) {
 #pragma unroll
       for (float& x : b) { x *= factor; }
     }
   }
-  __device__ __forceinline__ void pin() {
+  __device__ __forceinline__ void fence_operand() {
 #pragma unroll
-    for (Block& b : block) { dash_attn::pin(b); }
+    for (Block& b : block) { dash_attn::fence_operand(b); }
   }
 };
 
-// The sums of a KV tile in the workspace: dV, then dK.
+// The first float of a KV tile's sum in the workspace. dK follows dV.
 template <typename Variant>
 __device__ __forceinline__ int64_t first_float_of_sum(const WorkTile& work, bool is_dk) {
   constexpr int kTileFloats = Variant::kKey * (Variant::kQkDim + Variant::kValueDim);
@@ -53,7 +53,7 @@ __device__ __forceinline__ auto& registers_of(Gradient<Variant, kColumns>& gradi
   return reinterpret_cast<float (&)[kColumns / kWarpgroupRows * Variant::kKey / 2]>(gradient.block);
 }
 
-// Cleared, or what the call before has left.
+// Clears the gradient, or loads what the previous call has left.
 template <typename Variant, int kColumns>
 __device__ __forceinline__ void begin_sum(const KernelParams& params, const WorkTile& work,
                                           Gradient<Variant, kColumns>& gradient, bool is_dk) {
@@ -79,7 +79,7 @@ __device__ __forceinline__ bool reduce_splits(const KernelParams& params, const 
   return is_last;
 }
 
-// Whether the gradient is complete; if not, it is left to the next call.
+// Returns whether the gradient is complete. If not, it is left to the next call.
 template <typename Variant, int kColumns>
 __device__ __forceinline__ bool end_part(const KernelParams& params, const WorkTile& work,
                                          Gradient<Variant, kColumns>& gradient, bool is_dk) {

@@ -1,19 +1,19 @@
-// The consumers where no warpgroup has registers for the dK and dV of 64 keys: one owns all of dV and the other all of
-// dK. For every query tile,
+// The consumers if no warpgroup has registers for the dK and dV of 64 keys: one owns all of dV and the other all of dK.
+// For every query tile,
 //
 //   value consumer:  S = score(Q K^T)     P = exp2(scale S - LSE)     dV^T += dO^T P
 //   key consumer:    dP = dO V^T     dS = P * (dP - D)     dQ = dS K     dK^T += Q^T dS
 //
-// Queries are the rows of S and dP. P and dS go through shared memory, transposed: there the products read them, and
-// the key consumer takes P from there; with dropout, what is kept of P then takes its place. The key consumer computes
-// dQ 64 columns at a time, beside as many of dK (a bar is a wait for products):
+// Queries are the rows of S and dP. P and dS pass through shared memory, transposed. There the products read them, and
+// the key consumer reads P; with dropout the kept part of P then replaces P. The key consumer computes dQ 64 columns at
+// a time, alternating with as many columns of dK (a bar is a wait for products):
 //
 //   value consumer   tensor cores:  dV(j)  S(j+1) |
 //                    threads:                     | P(j+1) -> shared memory
 //   key consumer     tensor cores:  dQ(j)0 | dK(j)0  dQ(j)1 | dK(j)1 ... dP(j+1) |
 //                    threads:              | dQ(j)0 -> adder | dQ(j)1 -> adder ...  | dS(j+1) -> shared memory
 //
-// The value consumer is ahead by up to a step. What one consumer's threads do, the other's products run beside.
+// The value consumer is up to one step ahead. While one consumer's threads compute, the other's products run.
 #pragma once
 
 #include "../../device/warp_roles.h"
@@ -25,7 +25,6 @@
 
 namespace dash_attn::backward::wide {
 
-// What both consumers have.
 template <typename Variant>
 class Consumer {
  public:
@@ -36,7 +35,20 @@ class Consumer {
   __device__ Consumer(Shared& shared, const KernelParams& params)
       : shared_(shared), params_(params), descriptor_of_(&shared), thread_(threadIdx.x % kWarpgroupThreads) {}
 
- protected:
+  // kOwnsDv says which of the two consumers this is.
+  template <bool kOwnsDv>
+  __device__ void run() {
+    for (; wait_for_work_together(shared_, ring_); ring_ = ring_.next()) {
+      if constexpr (kOwnsDv) {
+        sum_values();
+      } else {
+        sum_keys();
+      }
+      arrive_together(shared_.work_empty[ring_.slot()]);
+    }
+  }
+
+ private:
   static_assert(Variant::kClusterSize == 1, "a work tile that a cluster sits out");
   static_assert(!Variant::kOrderFree, "partials of dQ are staged in fp32");
   using Swizzle = typename Variant::Swizzle;
@@ -52,14 +64,20 @@ class Consumer {
   using QueryStage = RingIndex<Variant::kStages>;
   using DoutStage = RingIndex<Variant::kDoutStages>;
   using Once = RingIndex<1>;
+  using Dv = Gradient<Variant, Variant::kValueDim>;
+  using Dk = Gradient<Variant, Variant::kQkDim>;
+  using Layout = DqLayout<Variant>;
+  using DqSlot = RingIndex<Variant::kDqSlots>;
+  static constexpr int kValueBarrier = 1, kKeyBarrier = 2;  // numbered, of a consumer's threads
 
-  // There is one K and one V a work tile.
+  // Each work tile has one K and one V.
   __device__ __forceinline__ Once tile() const { return {ring_.count}; }
   __device__ __forceinline__ const WorkTile& work() const { return shared_.work[ring_.slot()]; }
   __device__ __forceinline__ QueryStage query_stage() const { return {step_}; }
   __device__ __forceinline__ DoutStage dout_stage() const { return {step_}; }
 
-  // In work tiles without steps too: a parity tells a pass from the next one, and not from the next but one.
+  // Called for work tiles without steps too: a parity distinguishes a pass from the next one, but not from the one
+  // after that.
   __device__ __forceinline__ void wait_for_keys() const { shared_.k_full.wait(tile().parity()); }
   __device__ __forceinline__ void wait_for_q() const {
     shared_.q_full[query_stage().slot()].wait(query_stage().parity());
@@ -69,7 +87,7 @@ class Consumer {
   }
   __device__ __forceinline__ void wait_for_p() const { shared_.p_full.wait(Once{step_}.parity()); }
 
-  // Of the step; long before they are used: they come from global memory.
+  // The bits of the step. Called long before they are used, because they come from global memory.
   __device__ __forceinline__ Bits find_bits() const {
     if constexpr (Score::kDrops) {
       const uint32_t slot = query_stage().slot();
@@ -80,126 +98,87 @@ class Consumer {
     }
   }
 
-  // So that no address is carried through a step: there is no register for it.
-  __device__ __forceinline__ void forget_addresses() {
-    forget(thread_);
-    forget(step_);
-    descriptor_of_.forget();
+  // Has all addresses computed again: there are no registers to keep them throughout a step.
+  __device__ __forceinline__ void recompute_addresses() {
+    opaque(thread_);
+    opaque(step_);
+    descriptor_of_.opaque();
   }
 
-  Shared& shared_;
-  const KernelParams& params_;
-  TileDescriptors<Swizzle> descriptor_of_;
-  int thread_;
-  WorkRing<Variant> ring_;
-  uint32_t step_ = 0;  // over all work tiles
-};
+  // The consumer that owns dV.
 
-template <typename Variant>
-class ValueConsumer : Consumer<Variant> {
- public:
-  using Base = Consumer<Variant>;
-  using Base::Base;
-
-  __device__ void run() {
-    for (; wait_for_work_together(shared_, ring_); ring_ = ring_.next()) {
-      process();
-      arrive_together(shared_.work_empty[ring_.slot()]);
-    }
-  }
-
- private:
-  using Base::descriptor_of_;
-  using Base::params_;
-  using Base::ring_;
-  using Base::shared_;
-  using Base::step_;
-  using Base::thread_;
-  using typename Base::Bits;
-  using typename Base::Element;
-  using typename Base::KeyRows;
-  using typename Base::Once;
-  using typename Base::QueryColumns;
-  using typename Base::QueryRows;
-  using typename Base::RoundedScores;
-  using typename Base::Score;
-  using typename Base::Scores;
-  using typename Base::Swizzle;
-  using Dv = Gradient<Variant, Variant::kValueDim>;
-  static constexpr int kNamedBarrier = 1;
-
-  __device__ __forceinline__ void process() {
+  __device__ __forceinline__ void sum_values() {
     Dv dv;
     Scores s;
-    begin_sum<Variant>(params_, this->work(), dv, false);
-    const int steps = this->work().steps;
-    this->wait_for_keys();
+    begin_sum<Variant>(params_, work(), dv, false);
+    const int steps = work().steps;
+    wait_for_keys();
     if (steps > 0) {
       issue_s(s);
-      Bits bits = this->find_bits();
+      Bits bits = find_bits();
       wait_products<0>();
-      pin(s);
+      fence_operand(s);
       RoundedScores p;
       make_p(s, p, bits);
       for (int steps_left = steps - 1; steps_left > 0; --steps_left) {
-        this->forget_addresses();
+        recompute_addresses();
         write_kept(p);
         issue_dv(dv);
         ++step_;
         issue_s(s);
-        bits = this->find_bits();
+        bits = find_bits();
         wait_products<0>();
-        dv.pin();
-        pin(s);
+        dv.fence_operand();
+        fence_operand(s);
         release_dv_operands(step_ - 1);
         make_p(s, p, bits);
       }
       write_kept(p);
       issue_dv(dv);
       wait_products<0>();
-      dv.pin();
+      dv.fence_operand();
       release_dv_operands(step_);
       ++step_;
     }
-    finish(dv);
+    store_dv(dv);
   }
 
   __device__ __forceinline__ void issue_s(Scores& s) {
-    this->wait_for_q();
-    forget_contents(s);
-    multiply<Element, Variant::kQkDim>(s, QueryRows(descriptor_of_(shared_.q[this->query_stage().slot()])),
-                                       KeyRows(descriptor_of_(shared_.k)));
+    wait_for_q();
+    discard_contents(s);
+    wgmma_async<Element, Variant::kQkDim>(s, QueryRows(descriptor_of_(shared_.q[query_stage().slot()])),
+                                          KeyRows(descriptor_of_(shared_.k)));
   }
 
-  // P of the step is written by all warps.
+  // Starts dV, once all warps have written P of the step.
   __device__ __forceinline__ void issue_dv(Dv& dv) {
     if constexpr (Score::kDrops) {
       shared_.kept_full.wait(Once{step_}.parity());
     } else {
-      this->wait_for_p();
+      wait_for_p();
     }
-    this->wait_for_dout();
+    wait_for_dout();
 #pragma unroll
     for (int b = 0; b < Dv::kBlocks; ++b) {
-      multiply_add<Element, Variant::kQuery>(dv.block[b],
-                                             QueryColumns(descriptor_of_(shared_.dout[this->dout_stage().slot()]), b),
-                                             KeyRows(descriptor_of_(shared_.p)));
+      wgmma_async_add<Element, Variant::kQuery>(dv.block[b],
+                                                QueryColumns(descriptor_of_(shared_.dout[dout_stage().slot()]), b),
+                                                KeyRows(descriptor_of_(shared_.p)));
     }
   }
 
   __device__ __forceinline__ void release_dv_operands(uint32_t step) const {
-    shared_.dout_empty[typename Base::DoutStage{step}.slot()].arrive();
+    shared_.dout_empty[DoutStage{step}.slot()].arrive();
     arrive_once(shared_.p_empty);
   }
 
-  // S becomes P, rounded, in shared memory; `p` is what dropout leaves of it.
+  // Turns S into P, rounded, in shared memory. `p` keeps what dropout leaves of it.
   __device__ __forceinline__ void make_p(Scores& s, RoundedScores& p, const Bits& bits) {
-    const uint32_t slot = this->query_stage().slot();
+    const uint32_t slot = query_stage().slot();
     const StepTile tile = shared_.step[slot];
-    const int first_query = tile.query_tile * Variant::kQuery, first_key = this->work().kv_tile * Variant::kKey;
-    transform(s, first_query, first_key, slot);
+    const int first_query = tile.query_tile * Variant::kQuery, first_key = work().kv_tile * Variant::kKey;
+    Score::apply(s, [&] { return bias_of(first_query, first_key, slot); }, params_.score);
     if (tile.needs_masking) {
-      const Mask mask = Variant::grid(this->work().sequence, params_.window).mask;
+      const Mask mask = Variant::grid(work().sequence, params_.window).mask;
       apply_mask(s, mask, first_query, first_key, thread_);
     }
     probabilities(s, statistics_of(shared_.lse[slot], thread_), params_.score.scale_log2);
@@ -211,7 +190,14 @@ class ValueConsumer : Consumer<Variant> {
     if constexpr (Score::kDrops) { bits.template drop<Element>(p); }
   }
 
-  // What dropout keeps of P to its place, once the other consumer has taken P from there.
+  __device__ __forceinline__ StepBias bias_of(int first_query, int first_key, uint32_t slot) const {
+    const Sequence& sequence = work().sequence;
+    const int own_key = first_query + fragment_row(thread_, 0) + sequence.seqlen_k - sequence.seqlen_q;
+    const int distance = first_key + fragment_column(thread_, 0) - own_key;
+    return {shared_.slope[slot], float(distance)};
+  }
+
+  // Replaces P by what dropout keeps of it, once the other consumer has read P.
   __device__ __forceinline__ void write_kept(const RoundedScores& kept) {
     if constexpr (Score::kDrops) {
       shared_.p_read.wait(Once{step_}.parity());
@@ -220,86 +206,39 @@ class ValueConsumer : Consumer<Variant> {
     }
   }
 
-  // Products become scores.
-  __device__ __forceinline__ void transform(Scores& s, int first_query, int first_key, uint32_t slot) const {
-    if constexpr (Score::kHasSlope) {
-      const Sequence& sequence = this->work().sequence;
-      const int own_key = first_query + fragment_row(thread_, 0) + sequence.seqlen_k - sequence.seqlen_q;
-      const int distance = first_key + fragment_column(thread_, 0) - own_key;
-      Score::transform(s, KeyBias{shared_.slope[slot], float(distance)});
-    } else if constexpr (Score::kKind == ScoreKind::kSoftcap) {
-      Score::transform(s, params_.score);
-    }
-  }
-
-  // dV takes the place of V: the key consumer has come to P of the last step, and so is done with dP.
-  __device__ __forceinline__ void finish(Dv& dv) {
+  // Stores dV, which is staged in place of V. The key consumer has read P of the last step, so dP no longer needs V.
+  __device__ __forceinline__ void store_dv(Dv& dv) {
     const WorkTile& work = this->work();
-    shared_.v_full.wait(this->tile().parity());
+    shared_.v_full.wait(tile().parity());
     shared_.p_empty.wait(Once{step_}.empty_parity());
     if (Variant::kCarries ? end_part<Variant>(params_, work, dv, false)
                           : work.splits == 1 || reduce_splits<Variant>(params_, work, dv, false)) {
-      if constexpr (Score::kDrops) { dv.multiply(params_.dropout.scale); }
-      store_gradient<Variant>(params_.dv, shared_.v, params_, work, dv, kNamedBarrier);
+      if constexpr (Score::kDrops) { dv.scale(params_.dropout.scale); }
+      store_gradient<Variant>(params_.dv, shared_.v, params_, work, dv, kValueBarrier);
     }
     if (thread_ == 0) { shared_.v_empty.arrive(); }
   }
-};
 
-template <typename Variant>
-class KeyConsumer : Consumer<Variant> {
- public:
-  using Base = Consumer<Variant>;
-  using Base::Base;
+  // The consumer that owns dK.
 
-  __device__ void run() {
-    for (; wait_for_work_together(shared_, ring_); ring_ = ring_.next()) {
-      process();
-      arrive_together(shared_.work_empty[ring_.slot()]);
-    }
-  }
-
- private:
-  using Base::descriptor_of_;
-  using Base::params_;
-  using Base::ring_;
-  using Base::shared_;
-  using Base::step_;
-  using Base::thread_;
-  using typename Base::Bits;
-  using typename Base::Element;
-  using typename Base::KeyColumns;
-  using typename Base::KeyRows;
-  using typename Base::Once;
-  using typename Base::QueryColumns;
-  using typename Base::QueryRows;
-  using typename Base::RoundedScores;
-  using typename Base::Score;
-  using typename Base::Scores;
-  using typename Base::Swizzle;
-  using Dk = Gradient<Variant, Variant::kQkDim>;
-  using Layout = DqLayout<Variant>;
-  using Slot = RingIndex<Variant::kDqSlots>;
-  static constexpr int kNamedBarrier = 2;
-
-  struct Registers {
+  struct KeyRegisters {
     Dk dk;
     Scores dp;
     Bits bits;
     float dq[Layout::kRegisters];  // of 64 columns
   };
 
-  __device__ __forceinline__ void process() {
-    Registers r;
-    begin_sum<Variant>(params_, this->work(), r.dk, true);
-    const int steps = this->work().steps;
-    this->wait_for_keys();
+  __device__ __forceinline__ void sum_keys() {
+    KeyRegisters r;
+    begin_sum<Variant>(params_, work(), r.dk, true);
+    const int steps = work().steps;
+    wait_for_keys();
     if (steps > 0) {
-      // Not in work tiles without steps, for whose V nobody waits for this consumer. The loader brings V before K.
-      shared_.v_full.wait(this->tile().parity());
+      // Skipped in work tiles without steps, for whose V nobody waits for this consumer. The loader loads V before K.
+      shared_.v_full.wait(tile().parity());
       issue_dp(r);
       wait_products<0>();
-      pin(r.dp);
+      fence_operand(r.dp);
       make_ds(r);
       for (int steps_left = steps - 1; steps_left > 0; --steps_left) {
         multiply_ds<true>(r);
@@ -307,27 +246,27 @@ class KeyConsumer : Consumer<Variant> {
       }
       multiply_ds<false>(r);
     }
-    finish(r.dk);
+    store_dk(r.dk);
   }
 
-  // dO comes behind Q, and with Q what tells the step's bits.
-  __device__ __forceinline__ void issue_dp(Registers& r) {
-    this->wait_for_dout();
-    r.bits = this->find_bits();
-    forget_contents(r.dp);
-    multiply<Element, Variant::kValueDim>(r.dp, QueryRows(descriptor_of_(shared_.dout[this->dout_stage().slot()])),
-                                          KeyRows(descriptor_of_(shared_.v)));
+  // dO arrives after Q, and with Q arrives what identifies the step's bits.
+  __device__ __forceinline__ void issue_dp(KeyRegisters& r) {
+    wait_for_dout();
+    r.bits = find_bits();
+    discard_contents(r.dp);
+    wgmma_async<Element, Variant::kValueDim>(r.dp, QueryRows(descriptor_of_(shared_.dout[dout_stage().slot()])),
+                                             KeyRows(descriptor_of_(shared_.v)));
   }
 
-  // dP and P become dS, rounded, in shared memory.
-  __device__ __forceinline__ void make_ds(Registers& r) {
-    this->forget_addresses();
-    const uint32_t slot = this->dout_stage().slot();
-    this->wait_for_p();
+  // Turns dP and P into dS, rounded, in shared memory.
+  __device__ __forceinline__ void make_ds(KeyRegisters& r) {
+    recompute_addresses();
+    const uint32_t slot = dout_stage().slot();
+    wait_for_p();
     const uint32_t p = transposed_address<Swizzle, Variant::kKey>(shared_.p, thread_ / 32, thread_ % 32);
     const RowPair delta = statistics_of(shared_.delta[slot], thread_);
     RowPair lse{};
-    if constexpr (Score::kHasDerivative) { lse = statistics_of(shared_.lse[this->query_stage().slot()], thread_); }
+    if constexpr (Score::kHasDerivative) { lse = statistics_of(shared_.lse[query_stage().slot()], thread_); }
     RoundedScores ds;
 #pragma unroll
     for (int k = 0; k < Variant::kKey / kProductDepth; ++k) {
@@ -337,26 +276,26 @@ class KeyConsumer : Consumer<Variant> {
     if constexpr (Score::kDrops) { shared_.p_read.arrive(); }
     shared_.p_empty.arrive();
     shared_.dout_empty[slot].arrive();
-    sync_warpgroup(kNamedBarrier);  // dK of the step before has completed for all warps
+    sync_warpgroup(kKeyBarrier);  // dK of the step before has completed for all warps
     store_transposed<Swizzle, Variant::kKey>(shared_.ds, ds, thread_ / 32, thread_ % 32);
     ptx::fence_async_shared();
-    sync_warpgroup(kNamedBarrier);
+    sync_warpgroup(kKeyBarrier);
   }
 
-  // dQ and dK of the step, and dP of the next.
+  // Computes dQ and dK of the step, and dP of the next one.
   template <bool kHasNext>
-  __device__ __forceinline__ void multiply_ds(Registers& r) {
-    this->forget_addresses();
+  __device__ __forceinline__ void multiply_ds(KeyRegisters& r) {
+    recompute_addresses();
     issue_dq(r, 0);
-    this->wait_for_q();
+    wait_for_q();
     issue_dk(r, 0);
 #pragma unroll
     for (int b = 0; b < Dk::kBlocks; ++b) {
-      const Slot first{step_ * Variant::kDqPieces + b * Variant::kDqPiecesOfBlock};
+      const DqSlot first{step_ * Variant::kDqPieces + b * Variant::kDqPiecesOfBlock};
       wait_for_staging(first);
       wait_products<1>();  // dQ of the block
-      pin(r.dq);
-      this->forget_addresses();
+      fence_operand(r.dq);
+      recompute_addresses();
       stage_dq(r.dq, first);
       if (b + 1 < Dk::kBlocks) {
         issue_dq(r, b + 1);
@@ -368,35 +307,35 @@ class KeyConsumer : Consumer<Variant> {
       announce(first);
     }
     wait_products<0>();
-    r.dk.pin();
+    r.dk.fence_operand();
     if constexpr (kHasNext) {
-      pin(r.dp);
+      fence_operand(r.dp);
     } else {
       ++step_;
     }
-    shared_.q_empty[typename Base::QueryStage{step_ - 1}.slot()].arrive();
+    shared_.q_empty[QueryStage{step_ - 1}.slot()].arrive();
   }
 
-  __device__ __forceinline__ void issue_dq(Registers& r, int block) {
-    forget_contents(r.dq);
-    multiply<Element, Variant::kKey>(r.dq, KeyColumns(descriptor_of_(shared_.ds)),
-                                     KeyColumns(descriptor_of_(shared_.k), block));
+  __device__ __forceinline__ void issue_dq(KeyRegisters& r, int block) {
+    discard_contents(r.dq);
+    wgmma_async<Element, Variant::kKey>(r.dq, KeyColumns(descriptor_of_(shared_.ds)),
+                                        KeyColumns(descriptor_of_(shared_.k), block));
   }
 
-  __device__ __forceinline__ void issue_dk(Registers& r, int block) {
-    multiply_add<Element, Variant::kQuery>(r.dk.block[block],
-                                           QueryColumns(descriptor_of_(shared_.q[this->query_stage().slot()]), block),
-                                           KeyRows(descriptor_of_(shared_.ds)));
+  __device__ __forceinline__ void issue_dk(KeyRegisters& r, int block) {
+    wgmma_async_add<Element, Variant::kQuery>(r.dk.block[block],
+                                              QueryColumns(descriptor_of_(shared_.q[query_stage().slot()]), block),
+                                              KeyRows(descriptor_of_(shared_.ds)));
   }
 
-  __device__ __forceinline__ void wait_for_staging(Slot slot) const {
+  __device__ __forceinline__ void wait_for_staging(DqSlot slot) const {
 #pragma unroll
     for (int piece = 0; piece < Variant::kDqPiecesOfBlock; ++piece, slot = slot.next()) {
       shared_.dq_empty[slot.slot()].wait(slot.empty_parity());
     }
   }
 
-  __device__ __forceinline__ void stage_dq(const float (&dq)[Layout::kRegisters], Slot slot) {
+  __device__ __forceinline__ void stage_dq(const float (&dq)[Layout::kRegisters], DqSlot slot) {
     constexpr int kQuads = Layout::kQuads / Variant::kDqPiecesOfBlock;
     float4* const buffers[] = {reinterpret_cast<float4*>(shared_.dq[slot.slot()]),
                                reinterpret_cast<float4*>(shared_.dq[slot.next().slot()])};
@@ -404,12 +343,12 @@ class KeyConsumer : Consumer<Variant> {
 #pragma unroll
     for (int quad = 0; quad < Layout::kQuads; ++quad) {
       const float* const x = dq + 4 * quad;
-      buffers[quad / kQuads][Layout::quad_index(quad % kQuads, thread_)] = make_float4(x[0], x[1], x[2], x[3]);
+      buffers[quad / kQuads][Layout::quad_index(0, quad % kQuads, thread_)] = make_float4(x[0], x[1], x[2], x[3]);
     }
   }
 
-  // What has been staged may be added.
-  __device__ __forceinline__ void announce(Slot slot) const {
+  // Lets the adders add what has been staged.
+  __device__ __forceinline__ void announce(DqSlot slot) const {
     ptx::fence_async_shared();
     __syncwarp();
 #pragma unroll
@@ -418,17 +357,25 @@ class KeyConsumer : Consumer<Variant> {
     }
   }
 
-  // dK takes the place of K: S of all steps has become P, which this consumer has read, and its own dQ is done.
-  __device__ __forceinline__ void finish(Dk& dk) {
+  // Stores dK, which is staged in place of K. S of all steps has become P, which this consumer has read, and its own dQ
+  // is complete.
+  __device__ __forceinline__ void store_dk(Dk& dk) {
     const WorkTile& work = this->work();
-    sync_warpgroup(kNamedBarrier);
+    sync_warpgroup(kKeyBarrier);
     if (Variant::kCarries ? end_part<Variant>(params_, work, dk, true)
                           : work.splits == 1 || reduce_splits<Variant>(params_, work, dk, true)) {
-      dk.multiply(params_.scale_of_sums);
-      store_gradient<Variant>(params_.dk, shared_.k, params_, work, dk, kNamedBarrier);
+      dk.scale(params_.scale_of_sums);
+      store_gradient<Variant>(params_.dk, shared_.k, params_, work, dk, kKeyBarrier);
     }
     if (thread_ == 0) { shared_.k_empty.arrive(); }
   }
+
+  Shared& shared_;
+  const KernelParams& params_;
+  TileDescriptors<Swizzle> descriptor_of_;
+  int thread_;
+  WorkRing<Variant> ring_;
+  uint32_t step_ = 0;  // over all work tiles
 };
 
 }  // namespace dash_attn::backward::wide

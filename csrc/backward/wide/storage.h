@@ -1,4 +1,4 @@
-// The shared memory of a kernel of which one consumer owns dV and the other dK.
+// The shared memory of a kernel in which one consumer owns dV and the other dK.
 #pragma once
 
 #include "../storage.h"
@@ -9,8 +9,8 @@ template <typename Variant>
 struct alignas(1024) SharedStorage<Variant, true> {
   using Element = typename Variant::Element;
 
-  Element k[Variant::kKey * Variant::kQkDim];     // after a work tile its dK is staged here
-  Element v[Variant::kKey * Variant::kValueDim];  // and here its dV
+  Element k[Variant::kKey * Variant::kQkDim];     // after a work tile dK is staged here
+  Element v[Variant::kKey * Variant::kValueDim];  // and dV here
   Element q[Variant::kStages][Variant::kQuery * Variant::kQkDim];
   Element dout[Variant::kDoutStages][Variant::kQuery * Variant::kValueDim];
   // (key, query), queries contiguous: P^T and dS^T, which the sums over queries read.
@@ -20,47 +20,28 @@ struct alignas(1024) SharedStorage<Variant, true> {
   float lse[Variant::kStages][Variant::kQuery];                             // base 2
   float delta[Variant::kDoutStages][Variant::kQuery];                       // D = rowsum(dO * O)
   StepTile step[Variant::kStages];
-  float slope[Variant::Score::kHasSlope ? Variant::kStages : 1];  // ALiBi's, of the step's head
+  float slope[Variant::Score::kHasSlope ? Variant::kStages : 1];  // the ALiBi slope of the step's head
   PlannedStep plan[Variant::kPlanSlots];
   WorkTile work[Variant::kWorkSlots];
-  int work_number[Variant::kWorkSlots];  // in clusters, as the first CTA sends it
+  int work_number[Variant::kWorkSlots];  // in clusters, the number that the first CTA sends
 
   TransactionBarrier k_full, v_full;
-  Barrier k_empty, v_empty;  // the consumers have done with the tile, and the gradient has left from there
+  Barrier k_empty, v_empty;  // the consumers no longer need the tile, and the gradient has been stored
   TransactionBarrier q_full[Variant::kStages], dout_full[Variant::kDoutStages];
   Barrier q_empty[Variant::kStages], dout_empty[Variant::kDoutStages];
   Barrier p_full;   // P of the step is written
-  Barrier p_empty;  // dV of the step has completed, and P of it is in the other consumer's registers
+  Barrier p_empty;  // dV of the step is complete, and the other consumer has read P
   Barrier dq_full[Variant::kDqSlots], dq_empty[Variant::kDqSlots];
   Barrier dq_seen[kAdderWarps];  // the adder has seen all pieces of its part
   Barrier plan_full[Variant::kPlanSlots], plan_empty[Variant::kPlanSlots];
   Barrier work_full[Variant::kWorkSlots], work_empty[Variant::kWorkSlots];
   TransactionBarrier number_full[Variant::kWorkSlots];
   Barrier number_empty[Variant::kWorkSlots];
-  // With dropout only; last, so that the others have the same addresses without. What is kept of P takes its place
-  // for dV: P is in the other consumer's registers; what is kept is written.
+  // Only with dropout, and last, so that the other members have the same addresses without it. The kept part of P
+  // replaces P for dV: p_read completes when the other consumer has read P, and kept_full when the kept part is
+  // written.
   Barrier p_read, kept_full;
-  int head[Variant::kStages];  // of the step
-};
-
-template <typename Variant>
-struct Arrivals<Variant, true> {
-  static constexpr int kTransaction = 1;
-  static constexpr int kLoaderLanes = 32;
-  static constexpr int kConsumerWarps = Variant::kConsumerWarps;
-  static constexpr int kConsumerThreads = Variant::kConsumers * kWarpgroupThreads;
-  static constexpr int kConsumerWarpsOfOne = kWarpgroupWarps;
-  static constexpr int kConsumerThreadsOfOne = kWarpgroupThreads;
-  static constexpr int kDoneWithP = kWarpgroupWarps + kWarpgroupThreads;  // the owner's warps, the reader's threads
-  static constexpr int kDoneWithK = 1;  // one thread of the owner of dK, of that of dV
-  static constexpr int kDoneWithV = 1;
-  static constexpr int kStagers = kWarpgroupWarps;
-  static constexpr int kAdder = 1;
-  static constexpr int kPlanner = 1;
-  static constexpr int kPlanReaders = kLoaderLanes + kAdderWarps;
-  static constexpr int kLoader = 1;
-  static constexpr int kWorkReaders = kConsumerWarps + kPlanner;
-  static constexpr int kLoadersOfCluster = Variant::kClusterSize;
+  int head[Variant::kStages];  // the head of the step
 };
 
 }  // namespace dash_attn::backward

@@ -1,16 +1,16 @@
-"""What attention's dropout should cost on a GPU, from counts: `python -m dash_attn.dropout.model --help`.
+"""Predicts the cost of attention's dropout on a GPU from counts: `python -m dash_attn.dropout.model --help`.
 
-Three ways to have the random bits of a transformer block's attention, as times of the block:
+A transformer block can get the random bits of its attention in three ways, which take the times
 
-    fused         GEMMs + A + (1 - f) F       the bits are made inside attention, which hides the share f of their time
-    sequential    GEMMs + A + U + R           they are made before, by a kernel of its own, and attention reads them
-    overlapped    GEMMs + A + U + what is left of R beside the GEMM before attention
+    fused         GEMMs + A + (1 - f) F       attention generates the bits itself, and hides the share f of their time
+    sequential    GEMMs + A + U + R           a separate kernel generates the bits first, and attention reads them
+    overlapped    GEMMs + A + U + the rest of R that does not fit next to the GEMM before attention
 
-A is attention without dropout, F the time of the generator inside attention, R that of the one that stands alone and U
-that of using stored bits. While the generator runs beside a GEMM, the GEMM takes 1 + a times and the generator 1 + b
-times as long as alone. docs/dropout.md derives the formulas and says which constants are measured: `constants` has
-them, each with its source. `--measured FILE` takes them from a result of `benchmarks.dropout_model`, and sets what they
-predict beside its rows.
+A is attention without dropout, F is the time of the generator inside attention, R that of the separate generator, and U
+that of using stored bits. While the generator runs concurrently with a GEMM, the GEMM takes 1 + a times and the
+generator 1 + b times as long as alone. docs/dropout.md derives the formulas. `constants` lists the constants with their
+sources, and says which were measured. `--measured FILE` takes them from a result of `benchmarks.dropout_model`, and
+compares the predictions with its rows.
 """
 
 from .command import PACKAGED, main, read, report, title

@@ -26,11 +26,11 @@ from .formulas import (
 )
 
 PACKAGED = pathlib.Path(__file__).with_name("h200.json")
-"""A result of `benchmarks.dropout_model` that the package brings along, if it does."""
+"""The result of `benchmarks.dropout_model` that the package contains, if any."""
 
 
 def table(made: Sequence[Row]) -> str:
-    """In Markdown: milliseconds of the forward, and ratios."""
+    """Formats milliseconds of the forward, and ratios, as a Markdown table."""
     text = [
         "| block | seqlen | GEMMs, ms | attention | generator | fused | sequential | overlapped "
         "| seq. / overlapped | fused / overlapped | both passes: seq. | fused |",
@@ -47,11 +47,11 @@ def table(made: Sequence[Row]) -> str:
 
 
 def read(path: pathlib.Path) -> dict[str, Any]:
-    """A result of `benchmarks.dropout_model`.
+    """Reads a result of `benchmarks.dropout_model`.
 
     Raises:
         OSError: the file cannot be read.
-        ValueError: it is no such result.
+        ValueError: the file is not such a result.
     """
     try:
         result = json.loads(path.read_text())
@@ -59,36 +59,36 @@ def read(path: pathlib.Path) -> dict[str, Any]:
         raise ValueError(f"measured must be a JSON file of benchmarks.dropout_model, got {path}: {error}") from None
     meta = result.get("meta") if isinstance(result, dict) else None
     if not isinstance(meta, dict) or "p" not in meta:
-        raise ValueError(f"measured must be a result of benchmarks.dropout_model, got {path}, which has no meta with p")
+        raise ValueError(f"measured must be a result of benchmarks.dropout_model, got {path}, whose meta has no p")
     return result
 
 
 def title(result: Mapping[str, Any]) -> str:
-    """Of a picture of the result."""
+    """Returns the title of a picture of the result."""
     return f"{result['meta'].get('gpu')}, commit {str(result['meta'].get('commit'))[:12]}: predicted / measured"
 
 
 def report(result: Mapping[str, Any], fitted: fit.Fitted) -> str:
-    """In Markdown: predicted beside measured for every row, what is gained, the constants, what they say of others."""
+    """Formats predictions next to measurements, the gains, the constants, and predictions for other machines."""
     meta = result["meta"]
     found, gains = judge.every(result, fitted), judge.gains(result, fitted)
     parts = [
         f"Measured: {meta.get('gpu')}, CUDA {meta.get('cuda')}, torch {meta.get('torch')}, "
-        f"commit {meta.get('commit')}, p = {meta['p']}, causal. Predicted / measured milliseconds. Of a block each "
-        "GEMM and attention without dropout are given, as they were measured alone:",
+        f"commit {meta.get('commit')}, p = {meta['p']}, causal. The cells are predicted / measured milliseconds. The "
+        "model is given the measured time of each GEMM of a block, and of attention without dropout:",
         judge.table(found),
         judge.verdict(found),
-        "What is gained, as ratios of measured times:",
+        "The gains, as ratios of measured times:",
         judge.gains_table(gains),
         judge.gains_verdict(gains),
         "The constants:",
         constants_table(fitted.machine, fitted.settings),
-        "What they predict elsewhere: not measured. The range is over the blocks, of a forward; other machines have "
-        "their own SMs, clock and peak, and the measured machine's rates for each:",
+        "Predictions for other machines, which were not measured, as a range over the blocks' forwards. Other machines "
+        "have their own SMs, clock and peak, and the measured machine's rates per SM, clock and peak:",
         judge.elsewhere(fitted),
     ]
     if left := meta.get("left_out"):
-        parts.append(f"Left out: {'; '.join(left)}.")
+        parts.append(f"Not measured: {'; '.join(left)}.")
     return "\n\n".join(parts)
 
 
@@ -100,23 +100,23 @@ def constants_table(machine: Machine, settings: Settings) -> str:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m dash_attn.dropout.model",
-        description="Predicts what a transformer block takes with attention's dropout fused, sequential and overlapped "
-        "with the GEMM before attention. Nothing runs on a GPU; constants that were not measured are listed as such.",
+        description="Predicts the time of a transformer block with attention's dropout fused, sequential and overlapped"
+        " with the GEMM before attention. Needs no GPU. Constants that were not measured are marked as such.",
     )
     parser.add_argument(
         "--measured",
         metavar="FILE",
-        help="a result of benchmarks.dropout_model: constants are fitted to its microbenchmarks, and what they predict "
-        "is set beside its blocks (default: the one that the package brings along, if it does)",
+        help="a result of benchmarks.dropout_model: constants are fitted to its microbenchmarks, and predictions are "
+        "compared with its blocks (default: the result that the package contains, if any)",
     )
-    parser.add_argument("--gpu", choices=sorted(MACHINES), help="machine (default the one measured, or h200)")
+    parser.add_argument("--gpu", choices=sorted(MACHINES), help="machine (default: the measured one, or h200)")
     parser.add_argument(
         "--blocks",
         nargs="+",
         choices=list(BLOCKS),
         default=list(BLOCKS),
         metavar="NAME",
-        help=f"shapes (default all: {', '.join(BLOCKS)})",
+        help=f"shapes (default: all of {', '.join(BLOCKS)})",
     )
     parser.add_argument(
         "--seqlens",
@@ -124,25 +124,25 @@ def _parser() -> argparse.ArgumentParser:
         type=int,
         default=list(LENGTHS),
         metavar="N",
-        help=f"lengths of the sequences (default {' '.join(map(str, LENGTHS))})",
+        help=f"sequence lengths (default {' '.join(map(str, LENGTHS))})",
     )
     parser.add_argument(
-        "--tokens", type=int, default=16384, metavar="N", help="of the batch; at least one sequence (default 16384)"
+        "--tokens", type=int, default=16384, metavar="N", help="tokens per batch; at least one sequence (default 16384)"
     )
     parser.add_argument("--mask", choices=["causal", "full"], default="causal", help="mask (default causal)")
-    parser.add_argument("--rounds", type=int, metavar="N", help="of Philox (default 7)")
-    parser.add_argument("--planes", type=int, choices=[4, 8], help="4 where 16 p is whole (default: as measured, or 8)")
+    parser.add_argument("--rounds", type=int, metavar="N", help="rounds of Philox (default 7)")
+    parser.add_argument("--planes", type=int, choices=[4, 8], help="4 if 16 p is whole (default: as measured, or 8)")
     for field in dataclasses.fields(Settings):
         value = getattr(Settings(), field.name)
         if isinstance(value, Figure):
             told = f"{value.source.removeprefix(UNMEASURED + ': ')} (default: as measured, or {value.value:g})"
             parser.add_argument(_option(field.name), type=float, metavar="X", help=told)
     for name in _OF_MACHINE:
-        parser.add_argument(_option(name), type=float, metavar="X", help="of the machine (default its own)")
+        parser.add_argument(_option(name), type=float, metavar="X", help="property of the machine (default: its own)")
     parser.add_argument(
         "--png",
         metavar="PATH",
-        help="draw predicted over measured, or without measurements the ratios; needs matplotlib",
+        help="draw predicted over measured times, or the ratios without measurements; needs matplotlib",
     )
     return parser
 
@@ -157,7 +157,7 @@ _SHARES = ("hidden_in_attention", "hidden_in_backward", "exposed_use", "generato
 
 
 def _check(arguments: argparse.Namespace) -> None:
-    """Raises ValueError where a number is out of its range."""
+    """Raises a ValueError if a number is out of range."""
     for name, value in (*(("seqlens", n) for n in arguments.seqlens), *vars(arguments).items()):
         if name in ("tokens", "rounds", "seqlens") and isinstance(value, int) and value < 1:
             raise ValueError(f"{name} must be at least 1, got {value}")
@@ -171,7 +171,7 @@ def _check(arguments: argparse.Namespace) -> None:
 
 
 def _given(arguments: argparse.Namespace, fitted: fit.Fitted | None) -> tuple[Machine, Settings]:
-    """What was measured, or the defaults, and over it what the command line says."""
+    """Returns the measured or default values, overridden by the command line."""
     if fitted is None:
         machine, settings = MACHINES[arguments.gpu or "h200"], Settings()
     else:
@@ -195,7 +195,7 @@ def _changed(owner: _Owner, arguments: argparse.Namespace) -> _Owner:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Prints the tables and the constants, and draws what is asked for."""
+    """Prints the tables and the constants, and draws the requested picture."""
     given = _parser().parse_args(arguments)
     try:
         _check(given)

@@ -1,6 +1,6 @@
-"""The model's constants from microbenchmarks, which `benchmarks.dropout_model` makes.
+"""Fits the model's constants to the microbenchmarks of `benchmarks.dropout_model`.
 
-Nothing here looks at the rows of blocks that the model is judged by (judge.py). All functions are pure.
+The fit never uses the rows of blocks by which the model is judged (judge.py). All functions are pure.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ Result = Mapping[str, Any]
 
 @dataclasses.dataclass(frozen=True)
 class Fitted:
-    """The machine that was measured, and what else the model needs."""
+    """The measured machine, and the other inputs of the model."""
 
     machine: Machine
     settings: Settings
     efficiencies: Mapping[tuple[int, int], Figure]
-    """Of the generator, by rounds and planes."""
+    """The efficiency of the generator, by rounds and planes."""
 
     def settings_of(self, rounds: int, planes: int) -> Settings:
-        """The settings for a generator; what no generator of these rounds and planes has shown, the others' median
-        says."""
+        """Returns the settings for a generator. Without a measurement for these rounds and planes, the median of the
+        others is used."""
         known = self.efficiencies.get((rounds, planes))
         if known is None and self.efficiencies:
             middle = statistics.median(figure.value for figure in self.efficiencies.values())
@@ -48,7 +48,8 @@ class Fitted:
         return dataclasses.replace(self.settings, rounds=rounds, planes=planes, **changes)
 
     def on(self, name: str) -> Machine:
-        """Another machine of MACHINES: its own SMs, clock and peak, the measured one's rates for each of them."""
+        """Returns another machine of MACHINES: its own SMs, clock and peak, with the measured machine's rates for
+        each."""
         other, source = MACHINES[name], f"{UNMEASURED}: as on the {self.machine.name}"
         peaks = PEAK_TFLOPS[name] / PEAK_TFLOPS.get(self.machine.name, PEAK_TFLOPS["h200"])
         lanes: dict[str, Any] = {
@@ -56,20 +57,20 @@ class Fitted:
             for field in ("imad_wide_lanes", "logic_lanes", "issue_lanes")
         }
         gemms = Figure(
-            float(f"{self.machine.gemm_tflops.value * peaks:.4g}"), f"{UNMEASURED}: the share of the peak is taken"
+            float(f"{self.machine.gemm_tflops.value * peaks:.4g}"), f"{UNMEASURED}: the same share of the peak"
         )
         return dataclasses.replace(other, gemm_tflops=gemms, **lanes)
 
 
 def line(points: Iterable[tuple[float, float]]) -> tuple[float, float]:
-    """(start, slope) of y = start + slope x with the least sum of squares of relative errors.
+    """Returns (start, slope) of y = start + slope x with the least sum of squares of relative errors.
 
     Raises:
-        ValueError: there are not two different x, or a y is not above 0.
+        ValueError: the points have fewer than two different x, or a y that is not above 0.
     """
     points = list(points)
     if len({x for x, _ in points}) < 2 or min(y for _, y in points) <= 0:
-        raise ValueError(f"points must have two different x at least and every y above 0, got {points}")
+        raise ValueError(f"points must have at least two different x and every y above 0, got {points}")
     weights = [1 / y**2 for _, y in points]
     total = sum(weights)
     mean_x = sum(w * x for w, (x, _) in zip(weights, points)) / total
@@ -80,25 +81,25 @@ def line(points: Iterable[tuple[float, float]]) -> tuple[float, float]:
 
 
 def proportion(points: Iterable[tuple[float, float, float]]) -> float:
-    """The s with which s x explains y best, of (x, y, what an error of y is relative to)."""
+    """Returns the s for which s x explains y best, for (x, y, the value to which an error of y is relative)."""
     points = list(points)
     return sum(x * y / w**2 for x, y, w in points) / sum(x * x / w**2 for x, _, w in points)
 
 
 def interference(pairs: Sequence[tuple[float, float, float]], fork: float = 0.0) -> tuple[float, float]:
-    """(a, b) that predict best, by `together`, what a GEMM and a generator take that run at once.
+    """Returns the (a, b) with which `together` best predicts the time of a GEMM and a generator that run at once.
 
     Args:
         pairs: seconds of (the GEMM alone, the generator alone, both at once).
-        fork: seconds that two streams take beside.
+        fork: additional seconds of two streams.
 
     Returns:
-        Shares, to about 0.001. Two that run one behind the other, or take longer still, get the a and b that say nearly
-        that, about 1 each: no a and b predict more.
+        Shares, to about 0.001. A pair that runs one after the other, or takes even longer, gives a and b of about 1,
+        because no a and b predict more.
     """
 
-    # What the longer one is delayed by, as shares of the other's time: x of the generator's where the GEMM is longer, y
-    # of the GEMM's where the generator is. Squares of errors have one valley in x and y, and a curved one in a and b.
+    # The delay of the longer one, as a share of the other's time: x of the generator's if the GEMM is longer, and y of
+    # the GEMM's if the generator is. The squared error has one valley in x and y, and a curved one in a and b.
     def error(x: float, y: float) -> float:
         a, b = _slowdowns(x, y)
         return sum(((together(t, r, a, b) + fork) / both - 1) ** 2 for t, r, both in pairs)
@@ -116,24 +117,24 @@ _SERIAL = 0.999
 
 
 def _slowdowns(x: float, y: float) -> tuple[float, float]:
-    """(a, b) of x = a (1 + b) / (1 + a) and y = b (1 + a) / (1 + b), both below 1."""
+    """Returns (a, b) for x = a (1 + b) / (1 + a) and y = b (1 + a) / (1 + b), both below 1."""
     ratio = (1 - x) / (1 - y)  # (1 + b) / (1 + a)
     return x / ratio, y * ratio
 
 
 def planes_of(p: float) -> int:
-    """Binary digits that the threshold of p has, which are made in calls of 4."""
+    """Returns the number of binary digits of p's threshold, which are generated in calls of 4."""
     from ..bits import keep_probability
 
     return 4 if round(256 * keep_probability(p)) % 16 == 0 else 8
 
 
 def fitted(result: Result, name: str) -> Fitted:
-    """The constants of a result.
+    """Returns the constants of a result.
 
     Args:
-        result: of `benchmarks.dropout_model`. A part that is missing leaves its constants as they are, labelled so.
-        name: of the file, for the sources.
+        result: the result of `benchmarks.dropout_model`. Constants of missing parts keep their defaults and labels.
+        name: the name of the file, for the sources.
     """
     source = f"measured: {name}"
     machine = _machine(result, source)
@@ -152,8 +153,8 @@ def fitted(result: Result, name: str) -> Fitted:
     if starts:
         changes["generator_start_us"] = Figure(statistics.median(starts), f"{source}: over sizes")
     for row in result.get("overheads", ()):
-        # Below 0 is the noise of two times that are subtracted.
-        told = row["how"] + (f", {row['us']}, taken for 0" if row["us"] < 0 else "")
+        # A negative value is the noise of a difference of two times.
+        told = row["how"] + (f", {row['us']}, set to 0" if row["us"] < 0 else "")
         changes[f"{row['of']}_us"] = Figure(max(0.0, row["us"]), f"{source}: {told}")
     fork = 1e-6 * changes.get("fork_us", settings.fork_us).value
     # An older result also has pairs of another kind than two streams.
@@ -175,7 +176,7 @@ def fitted(result: Result, name: str) -> Fitted:
 
 def _machine(result: Result, source: str) -> Machine:
     meta = result["meta"]
-    gpu = (meta.get("gpu") or "CPU, which means nothing").lower()
+    gpu = (meta.get("gpu") or "CPU, meaningless").lower()
     name = next((name for name in MACHINES if name in gpu), gpu)
     known = MACHINES.get(name, MACHINES["h200"])
     changes: dict[str, Any] = {"name": name}
@@ -203,7 +204,7 @@ def _of_pass(result: Result, pass_: str) -> list[Result]:
 def _of_attention(
     rows: Sequence[Result], machine: Machine, settings: Settings, source: str, backward: bool
 ) -> dict[str, Any]:
-    """What stored bits cost, and what making random numbers inside costs a peer."""
+    """Returns the cost of using stored bits, and of generating random numbers inside a baseline."""
     found: dict[str, Any] = {}
     ours = [row for row in rows if row.get("plain_ms") and row.get("bits_ms")]
     if ours:
@@ -214,8 +215,8 @@ def _of_attention(
             (use_time(row["pairs"], machine, one, backward=backward), 1e-3 * (row["bits_ms"] - row["plain_ms"]),
              1e-3 * row["plain_ms"]) for row in ours
         )  # fmt: skip
-        found[field] = Figure(round(instructions, 3), f"{source}: exposed instructions an element, {len(ours)} shapes")
-        found["exposed_use"] = Figure(1.0, f"{source}: the instructions are those exposed")
+        found[field] = Figure(round(instructions, 3), f"{source}: exposed instructions per element, {len(ours)} shapes")
+        found["exposed_use"] = Figure(1.0, f"{source}: the instructions are the exposed ones")
     theirs = [row for row in rows if row.get("fa2_ms") and row.get("fa2_dropout_ms")]
     if theirs:
         field = "hidden_in_backward" if backward else "hidden_in_attention"
@@ -223,7 +224,7 @@ def _of_attention(
             (row["pairs"] / fused_rate(machine, settings), 1e-3 * (row["fa2_dropout_ms"] - row["fa2_ms"]),
              1e-3 * row["fa2_ms"]) for row in theirs
         )  # fmt: skip
-        what = "f of torch's FlashAttention-2; below 0: dearer than counted"
+        what = "f of torch's FlashAttention-2; below 0: slower than counted"
         found[field] = Figure(round(1 - exposed, 3), f"{source}: {what}, {len(theirs)} shapes")
     return found
 

@@ -1,4 +1,5 @@
-"""The formulas of the model: what a transformer block takes by what its parts take, and these by counts and rates."""
+"""The formulas of the model: the time of a transformer block from those of its parts, and these from counts and
+rates."""
 
 from __future__ import annotations
 
@@ -9,14 +10,14 @@ from collections.abc import Iterator, Sequence
 UNMEASURED = "unmeasured"
 DATA_SHEET = "the vendor's data sheet"
 PEAK_TFLOPS = {"h200": 989, "a100": 312, "b200": 2250}
-"""Of dense bf16 products, by the vendor's data sheets."""
+"""The peak for dense bf16 products, in TFLOP/s, from the vendor's data sheets."""
 _FORWARD_SOURCE = "measured: benchmarks/results/h200_2026-11-22_f8a3122_forward.json, 16 heads of 128"
 _BACKWARD_SOURCE = "measured: benchmarks/results/h200_2026-11-21_d9f3fb9.json, 16 heads of 128"
 
 
 @dataclasses.dataclass(frozen=True)
 class Figure:
-    """A constant of the model, in the unit that its name says, and where it is from."""
+    """A constant of the model, in the unit that its name gives, and its source."""
 
     value: float
     source: str
@@ -28,7 +29,8 @@ class Figure:
 
 @dataclasses.dataclass(frozen=True)
 class Rates:
-    """TFLOP/s of attention by length: what was measured at the nearest one that is not longer, or at the shortest."""
+    """TFLOP/s of attention by length: the value of the nearest measured length that is not longer, or of the
+    shortest."""
 
     causal: tuple[int, ...]
     full: tuple[int, ...]
@@ -52,10 +54,10 @@ class Machine:
     name: str
     sms: Figure
     clock_ghz: Figure
-    """While it works on attention or a GEMM."""
+    """The clock during attention or a GEMM."""
     gemm_tflops: Figure
     imad_wide_lanes: Figure
-    """Lanes of IMAD.WIDE, 32-bit products of 64 bits, in a clock and an SM. Philox has two in a round."""
+    """Lanes of IMAD.WIDE, 32-bit products of 64 bits, per clock and SM. Philox has two per round."""
     forward: Rates
     backward: Rates
     logic_lanes: Figure = Figure(64, "the vendor's table of throughputs: 32-bit logical operations")
@@ -63,7 +65,7 @@ class Machine:
 
 
 def _scaled(machine: str, sms: int, clock: float) -> Machine:
-    """A machine of which nothing was measured: the H200's shares of its peak are taken over."""
+    """Returns a machine without measurements, with the H200's shares of its peak."""
     factor, source = PEAK_TFLOPS[machine] / PEAK_TFLOPS["h200"], f"{UNMEASURED}: the H200's share of the peak"
     return Machine(
         machine,
@@ -92,12 +94,12 @@ MACHINES = {
 
 
 BLOCK_ROWS, REACH_BLOCKS = 32, 8
-"""Queries, and keys, of a block of bits; and how many blocks past the diagonal's the generator makes, because a tile of
-the backward may look at them (csrc/generator)."""
+"""Queries, and keys, per block of bits; and the number of blocks past the diagonal that the generator makes, because a
+tile of the backward may read them (csrc/generator)."""
 
 
 def generated_blocks(seqlen: int, causal: bool) -> int:
-    """How many blocks of a head's bits the generator makes: under the causal mask those within reach of a tile."""
+    """Returns the number of blocks that the generator makes per head: under the causal mask those within a tile."""
     of_row = -(-seqlen // BLOCK_ROWS)
     return sum(min(row + 1 + REACH_BLOCKS, of_row) if causal else of_row for row in range(of_row))
 
@@ -111,19 +113,19 @@ class Block:
     heads: int
     kv_heads: int
     hidden: int
-    """Of the feed-forward network; of one expert, where there are some."""
+    """The hidden size of the feed-forward network, or of one expert."""
     matrices: int = 3
-    """Of the feed-forward network: 3 where it is gated."""
+    """The number of matrices in the feed-forward network: 3 if it is gated."""
     experts: int = 1
-    """That a token goes through."""
+    """The number of experts that a token uses."""
     head_dim: int = 128
 
     def projection_flops(self, tokens: int) -> float:
-        """Of the GEMM before attention, to queries, keys and values."""
+        """Returns the operations of the GEMM before attention, which computes queries, keys and values."""
         return 2.0 * tokens * self.width * (self.heads + 2 * self.kv_heads) * self.head_dim
 
     def other_flops(self, tokens: int) -> float:
-        """Of all other GEMMs of the block's forward."""
+        """Returns the operations of all other GEMMs of the block's forward."""
         output = self.width * self.heads * self.head_dim
         return 2.0 * tokens * (output + self.width * self.hidden * self.matrices * self.experts)
 
@@ -131,11 +133,11 @@ class Block:
         return 2.0 * tokens * self.width * self.heads * self.head_dim
 
     def pairs(self, tokens: int, seqlen: int, causal: bool) -> float:
-        """Of a query and a key, over all query heads: the bits that are needed."""
+        """Returns the pairs of a query and a key over all query heads: the bits that are needed."""
         return tokens * seqlen * self.heads * (0.5 if causal else 1.0)
 
     def generated(self, tokens: int, seqlen: int, causal: bool) -> float:
-        """The bits that the generator makes: whole blocks, under the causal mask those within reach of a tile."""
+        """Returns the bits that the generator makes: whole blocks, under the causal mask those within a tile."""
         return tokens / seqlen * self.heads * BLOCK_ROWS**2 * generated_blocks(seqlen, causal)
 
 
@@ -154,29 +156,29 @@ BLOCKS = {
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """What beside the machine and the shape the times depend on."""
+    """The inputs of the model besides the machine and the shape."""
 
     rounds: int = 7
     planes: int = 8
-    """Binary digits of the random numbers; 4 where p is a multiple of 1/16."""
+    """Binary digits of the random numbers; 4 if p is a multiple of 1/16."""
     gemm_slowdown: Figure = Figure(0.05, f"{UNMEASURED}: a")
     generator_slowdown: Figure = Figure(0.33, f"{UNMEASURED}: b")
-    hidden_in_attention: Figure = Figure(0.15, f"{UNMEASURED}: f; what the two ratios of arXiv 2410.07531 v2 amount to")
-    hidden_in_backward: Figure = Figure(0.15, f"{UNMEASURED}: f of the backward; as the forward's")
+    hidden_in_attention: Figure = Figure(0.15, f"{UNMEASURED}: f; follows from the two ratios in arXiv 2410.07531 v2")
+    hidden_in_backward: Figure = Figure(0.15, f"{UNMEASURED}: f of the backward; as in the forward")
     exposed_use: Figure = Figure(1.0, f"{UNMEASURED}: the share of using stored bits that nothing hides; 1 is a bound")
-    generator_efficiency: Figure = Figure(0.9, f"{UNMEASURED}: of the rate that instructions allow")
-    forward_use: Figure = Figure(1.25, f"{UNMEASURED}: instructions an element to use stored bits, counted")
-    backward_use: Figure = Figure(2.75, f"{UNMEASURED}: instructions an element to use stored bits, counted")
-    generator_start_us: Figure = Figure(0.0, f"{UNMEASURED}: what the generator takes for no elements")
-    call_us: Figure = Figure(0.0, f"{UNMEASURED}: what a further call in a sequence takes beside its time alone")
-    fork_us: Figure = Figure(0.0, f"{UNMEASURED}: what it takes to have a second stream and to join it")
+    generator_efficiency: Figure = Figure(0.9, f"{UNMEASURED}: share of the rate that the instructions allow")
+    forward_use: Figure = Figure(1.25, f"{UNMEASURED}: instructions per element to use stored bits, counted")
+    backward_use: Figure = Figure(2.75, f"{UNMEASURED}: instructions per element to use stored bits, counted")
+    generator_start_us: Figure = Figure(0.0, f"{UNMEASURED}: the generator's time for no elements")
+    call_us: Figure = Figure(0.0, f"{UNMEASURED}: additional time of one more call in a sequence")
+    fork_us: Figure = Figure(0.0, f"{UNMEASURED}: the time to fork and join a second stream")
 
 
 def generator_instructions(rounds: int, planes: int) -> tuple[float, float]:
-    """(IMAD.WIDE, all instructions) an element of the bit-sliced generator, counted in csrc/dropout/mask.h.
+    """Returns (IMAD.WIDE, all instructions) per element of the bit-sliced generator, counted in csrc/dropout/mask.h.
 
-    A call of Philox makes 4 planes of 32 elements in `rounds` rounds of 2 products and 2 logical operations; a plane is
-    used by one more; an address, a store and a step of the counter are 3 for each 32 elements.
+    A call of Philox makes 4 planes of 32 elements in `rounds` rounds of 2 products and 2 logical operations. Using a
+    plane takes one more operation; an address, a store and a step of the counter take 3 for each 32 elements.
     """
     calls = planes / 4
     products, logic = 2 * rounds * calls, 2 * rounds * calls + planes
@@ -184,7 +186,7 @@ def generator_instructions(rounds: int, planes: int) -> tuple[float, float]:
 
 
 def generator_rate(machine: Machine, settings: Settings) -> float:
-    """Elements a second of the generator that stands alone, on the whole machine."""
+    """Returns the elements per second of the separate generator, on the whole machine."""
     products, total = generator_instructions(settings.rounds, settings.planes)
     clocks = max(
         products / machine.imad_wide_lanes.value,
@@ -195,7 +197,7 @@ def generator_rate(machine: Machine, settings: Settings) -> float:
 
 
 def fused_rate(machine: Machine, settings: Settings) -> float:
-    """Elements a second of a generator inside attention: a byte an element, compared and applied one by one."""
+    """Returns the elements per second of a generator inside attention: one byte each, compared and applied singly."""
     products = 2 * settings.rounds / 16
     logic = products + 1.5
     clocks = max(
@@ -207,12 +209,12 @@ def fused_rate(machine: Machine, settings: Settings) -> float:
 
 
 def _clocks(machine: Machine) -> float:
-    """Of all SMs, a second."""
+    """Returns the clocks per second of all SMs."""
     return machine.sms.value * machine.clock_ghz.value * 1e9
 
 
 def together(gemm: float, generator: float, a: float, b: float) -> float:
-    """Time of a GEMM and a generator that start at once, of their times alone: the longer is alone at its end."""
+    """Returns the time of a GEMM and a generator that start at once, from their times alone. The longer ends alone."""
     if generator * (1 + b) <= gemm * (1 + a):
         return gemm + generator * (1 + b) * a / (1 + a)
     return gemm * (1 + a) + generator - gemm * (1 + a) / (1 + b)
@@ -220,27 +222,27 @@ def together(gemm: float, generator: float, a: float, b: float) -> float:
 
 @dataclasses.dataclass(frozen=True)
 class Parts:
-    """Of one pass of a block, each alone, in seconds."""
+    """The parts of one pass of a block, in seconds alone."""
 
     gemms: float
-    """All of them."""
+    """All GEMMs."""
     beside: float
-    """Those beside which the generator may run: the one to queries, keys and values in the forward, and in the
-    backward, for which the bits are made again, the two of the output projection."""
+    """The GEMMs next to which the generator may run: that of queries, keys and values in the forward, and those of the
+    output projection in the backward, for which the bits are generated again."""
     attention: float
-    """Without dropout."""
+    """Attention without dropout."""
     use: float
-    """What attention takes longer with bits that are there."""
+    """Additional time of attention with existing bits."""
     generator: float
     inside: float
-    """What attention takes longer that makes its random numbers itself."""
+    """Additional time of attention that generates its random numbers itself."""
     calls: int
-    """GEMMs and attention."""
+    """The number of GEMMs, plus attention."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Times:
-    """Of one block, in seconds."""
+    """The times of one block, in seconds."""
 
     gemms: float
     attention: float
@@ -255,7 +257,7 @@ class Times:
 
 
 def combined(parts: Parts, settings: Settings) -> Times:
-    """What the block takes in the three ways, of what its parts take alone."""
+    """Returns the time of the block in the three ways, from the times of its parts alone."""
     plain = parts.gemms + parts.attention + 1e-6 * settings.call_us.value * (parts.calls - 1)
     a, b = settings.gemm_slowdown.value, settings.generator_slowdown.value
     both = together(parts.beside, parts.generator, a, b) + 1e-6 * settings.fork_us.value
@@ -270,33 +272,33 @@ def combined(parts: Parts, settings: Settings) -> Times:
 
 
 def generator_time(elements: float, machine: Machine, settings: Settings) -> float:
-    """Seconds of the generator alone."""
+    """Returns the seconds of the generator alone."""
     return 1e-6 * settings.generator_start_us.value + elements / generator_rate(machine, settings)
 
 
 def use_time(pairs: float, machine: Machine, settings: Settings, *, backward: bool) -> float:
-    """Seconds that attention takes longer with stored bits."""
+    """Returns the additional seconds of attention with stored bits."""
     instructions = (settings.backward_use if backward else settings.forward_use).value * settings.exposed_use.value
     return instructions * pairs / (machine.issue_lanes.value * _clocks(machine))
 
 
 def inside_time(pairs: float, machine: Machine, settings: Settings, *, backward: bool) -> float:
-    """Seconds that attention takes longer if it makes its random numbers itself."""
+    """Returns the additional seconds of attention that generates its random numbers itself."""
     hidden = settings.hidden_in_backward if backward else settings.hidden_in_attention
     return (1 - hidden.value) * pairs / fused_rate(machine, settings)
 
 
 GEMMS_OF_FORWARD = 4
-"""Calls: to queries, keys and values; the output projection; into the feed-forward network; out of it."""
+"""GEMMs: queries, keys and values; the output projection; into the feed-forward network; out of it."""
 
 
 def times(
     block: Block, seqlen: int, machine: Machine, settings: Settings, *, tokens: int, causal: bool, backward: bool
 ) -> Times:
-    """Of a forward, or of a backward, for which the bits are made again beside the two GEMMs of the output projection.
+    """Returns the times of a forward, or of a backward, which generates the bits again next to the output projection.
 
     Args:
-        tokens: of the batch, a multiple of seqlen.
+        tokens: the tokens per batch, a multiple of seqlen.
     """
     pairs = block.pairs(tokens, seqlen, causal)
     passes = 2 if backward else 1
@@ -316,7 +318,7 @@ def times(
 
 
 def constants(machine: Machine, settings: Settings) -> Iterator[tuple[str, str, str]]:
-    """(name, value, source) of every constant."""
+    """Yields (name, value, source) for every constant."""
     for owner in (machine, settings):
         for field in dataclasses.fields(owner):
             value = getattr(owner, field.name)
@@ -340,7 +342,7 @@ class Row:
 def rows(
     blocks: Sequence[Block], seqlens: Sequence[int], machine: Machine, settings: Settings, *, tokens: int, causal: bool
 ) -> list[Row]:
-    """A row for each block and length: of its forward, and of forward and backward."""
+    """Returns a row for each block and length, with its forward, and its forward and backward."""
     made = []
     for block in blocks:
         for seqlen in seqlens:

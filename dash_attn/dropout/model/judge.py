@@ -1,8 +1,8 @@
-"""Predicted beside measured, for the rows of blocks in a result of `benchmarks.dropout_model`.
+"""Compares predictions with measurements, for the rows of blocks in a result of `benchmarks.dropout_model`.
 
-Of a row the model is given what each GEMM takes alone and what attention takes alone without dropout, of ours and of
-the peer's. The generator, attention with bits, the whole block one call after the other and overlapped, and the peer's
-attention with dropout it predicts with constants from elsewhere (fit.py).
+For each row the model is given the time of each GEMM alone, and of attention alone without dropout, ours and the
+baseline's. With constants from other measurements (fit.py) it predicts the generator, attention with bits, the whole
+block in sequence and overlapped, and the baseline's attention with dropout.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from .formulas import (
 )
 
 WITHIN = 0.10
-"""Of the measured time."""
+"""The tolerated relative error."""
 BESIDE = {"forward": "qkv", "backward": "out"}
-"""The GEMM beside which the generator runs."""
+"""The GEMM next to which the generator runs."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Judged:
-    """One time, in milliseconds. `measured_as` names the block whose measurement it is, where that is another's."""
+    """One time, in milliseconds. `measured_as` names the block with the same measurement, if that is another one."""
 
     block: str
     seqlen: int
@@ -60,7 +60,7 @@ class Judged:
 
 
 def parts_of(row: Result, fitted: Fitted, settings: Settings) -> Parts:
-    """What the row's parts take alone, in seconds: GEMMs and attention as measured, the others predicted."""
+    """Returns the times of the row's parts alone, in seconds: GEMMs and attention as measured, the others predicted."""
     machine, backward = fitted.machine, row["pass"] == "backward"
     return Parts(
         gemms=1e-3 * sum(row["gemm_ms"].values()),
@@ -74,7 +74,7 @@ def parts_of(row: Result, fitted: Fitted, settings: Settings) -> Parts:
 
 
 def combinations(row: Result, fitted: Fitted) -> Times | None:
-    """The row's block in the three ways, predicted; None where what it takes is missing."""
+    """Predicts the row's block in the three ways; None if a measurement that it needs is missing."""
     needed = (*BESIDE.values(), "up", "down")
     if not row.get("attention_ms") or any(name not in row.get("gemm_ms", {}) for name in needed):
         return None
@@ -82,7 +82,7 @@ def combinations(row: Result, fitted: Fitted) -> Times | None:
 
 
 def judged(row: Result, fitted: Fitted) -> Iterator[Judged]:
-    """Every time of the row that was measured and is predicted."""
+    """Yields every time of the row that was both measured and predicted."""
     backward = row["pass"] == "backward"
     planes = fitted.settings.planes
     predicted: dict[str, tuple[float | None, float | None]] = {}
@@ -109,18 +109,19 @@ def every(result: Result, fitted: Fitted) -> list[Judged]:
 
 
 def verdict(found: Sequence[Judged]) -> str:
-    """How many are within WITHIN, and which are not; a measurement that stands for several blocks counts once."""
+    """Counts the predictions within WITHIN, and lists the others. A measurement shared by several blocks counts
+    once."""
     copies = {_shown(one.block, one.measured_as) for one in found if one.measured_as}
     found = [one for one in found if one.measured_as is None]
     if not found:
         return "No time of a block was both measured and predicted."
     missed = [one for one in found if not one.is_within]
     errors = [abs(one.error) for one in found]
-    said = f"{len(found) - len(missed)} of {len(found)} predictions are within {WITHIN:.0%} of what was measured; "
+    said = f"{len(found) - len(missed)} of {len(found)} predictions are within {WITHIN:.0%} of the measurement; "
     said += f"the median error is {statistics.median(errors):.1%}, the largest {max(errors):.1%}."
     columns = dict.fromkeys(one.of for one in found)
     counts = {of: [one.is_within for one in found if one.of == of] for of in columns}
-    said += f" Of each: {', '.join(f'{of} {sum(within)} of {len(within)}' for of, within in counts.items())}."
+    said += f" By time: {', '.join(f'{of} {sum(within)} of {len(within)}' for of, within in counts.items())}."
     if copies:
         said += f" Not counted: {', '.join(sorted(copies))}."
     if missed:
@@ -136,7 +137,8 @@ def _shown(block: str, measured_as: str | None) -> str:
 
 
 def table(found: Sequence[Judged]) -> str:
-    """In Markdown: a row for each block, length and pass; predicted / measured milliseconds and the error."""
+    """Formats a Markdown table with a row per block, length and pass: predicted / measured milliseconds and the
+    error."""
     columns = list(dict.fromkeys(one.of for one in found))
     lines: dict[tuple[str, int, str], dict[str, str]] = {}
     for one in found:
@@ -148,8 +150,8 @@ def table(found: Sequence[Judged]) -> str:
 
 
 def gains(result: Result, fitted: Fitted) -> list[dict[str, Any]]:
-    """What each way gains, as ratios: `sequential` over `overlapped`; attention with dropout over attention without,
-    ours with bits and the peer's."""
+    """Returns the gain of each way, as ratios: `sequential` over `overlapped`, and attention with dropout over
+    attention without, ours with bits and the baseline's."""
     found = []
     for row in result.get("rows", ()):
         gain = {name: row[name] for name in ("seqlen", "pass")}
@@ -172,22 +174,23 @@ def gains(result: Result, fitted: Fitted) -> list[dict[str, Any]]:
 
 
 def gains_verdict(found: Sequence[Mapping[str, Any]]) -> str:
-    """How far the predicted gain of overlapping is from the measured one: GEMMs, which are given, hide nothing here."""
+    """Describes how far the predicted gain of overlapping is from the measured one, to which the given GEMMs add
+    none."""
     both = [gain for gain in found if {"measured", "predicted"} <= gain.keys()]
     if not both:
-        return "Of what overlapping gains nothing was both measured and predicted."
+        return "No gain of overlapping was both measured and predicted."
     worst = max(both, key=lambda gain: abs(gain["predicted"] - gain["measured"]))
     measured = [gain["measured"] for gain in both]
     return (
-        f"Overlapping on two streams gains {min(measured):.3f} to {max(measured):.3f} over one after the other, as "
-        f"measured; the prediction is furthest off for {worst['block']}, {worst['seqlen']}, {worst['pass']}: "
-        f"{worst['predicted']:.3f} for {worst['measured']:.3f}."
+        f"The measured gain of overlapping on two streams over running in sequence is {min(measured):.3f} to "
+        f"{max(measured):.3f}. The prediction is furthest off for {worst['block']}, {worst['seqlen']}, "
+        f"{worst['pass']}: {worst['predicted']:.3f} instead of {worst['measured']:.3f}."
     )
 
 
 def gains_table(found: Sequence[Mapping[str, Any]]) -> str:
     heads = {
-        "share": "generator / GEMM beside it",
+        "share": "generator / concurrent GEMM",
         "measured": "sequential / overlapped, measured",
         "predicted": "predicted",
         "bits": "our attention: with bits / without",
@@ -202,8 +205,8 @@ def gains_table(found: Sequence[Mapping[str, Any]]) -> str:
 
 
 def elsewhere(fitted: Fitted, *, tokens: int = 16384, seqlens: Iterable[int] = LENGTHS) -> str:
-    """What the constants predict for other machines, and for GEMMs twice as fast: over the blocks, the least and the
-    most of a forward's ratios. Nothing of it was measured."""
+    """Formats predictions for other machines, and for GEMMs twice as fast: the minimum and maximum ratios of a forward
+    over the blocks. None of them was measured."""
     machines = {fitted.machine.name: fitted.machine}
     machines |= {name: fitted.on(name) for name in MACHINES if name != fitted.machine.name}
     gemms = fitted.machine.gemm_tflops

@@ -1,4 +1,4 @@
-"""The model's pictures, which need matplotlib."""
+"""The model's pictures. Drawing needs matplotlib."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from .judge import WITHIN, Judged
 
 
 def _canvas(path: str, width: float, height: float) -> Any:
-    """A figure that is drawn without a display.
+    """Returns a figure that is drawn without a display.
 
     Raises:
-        ValueError: the path is no PNG.
-        ImportError: matplotlib is missing.
+        ValueError: the path does not end in .png.
+        ImportError: matplotlib is not installed.
     """
     if not path.endswith(".png"):
         raise ValueError(f"path must end in .png, got {path!r}")
@@ -29,10 +29,11 @@ def _canvas(path: str, width: float, height: float) -> Any:
 
 
 def draw(path: str, made: Sequence[Row]) -> None:
-    """The predicted ratios of both passes over the length, a line for each block.
+    """Draws the predicted ratios of both passes over the length, with a line per block.
 
     Raises:
-        ValueError, ImportError: as `_canvas` has them.
+        ValueError: the path does not end in .png.
+        ImportError: matplotlib is not installed.
     """
     figure = _canvas(path, 11, 4.2)
     axes = figure.subplots(1, 2, sharey=True)
@@ -46,17 +47,16 @@ def draw(path: str, made: Sequence[Row]) -> None:
         axis.minorticks_off()
         axis.grid(alpha=0.3)
     axes[0].legend(fontsize=8)
-    figure.suptitle("Predicted; constants are not all measured")
+    figure.suptitle("Predicted; not all constants were measured")
     figure.savefig(path)
 
 
 def draw_judged(path: str, found: Sequence[Judged], title: str) -> None:
-    """Predicted over measured, a panel for each thing that is predicted, a line for each block and pass, and the band
-    that predictions are to be in.
+    """Draws predicted over measured, with a panel per predicted time, a line per block and pass, and the tolerance.
 
     Raises:
-        ValueError: there is nothing to draw.
-        ValueError, ImportError: as `_canvas` has them.
+        ValueError: there is nothing to draw, or the path does not end in .png.
+        ImportError: matplotlib is not installed.
     """
     if not found:
         raise ValueError("result must have rows of blocks that are both measured and predicted, got none")

@@ -156,7 +156,7 @@ inline void fence_async_global() {}
 inline int load_acquire(const int* address, std::source_location where = std::source_location::current()) {
   return emulator::machine->poll(address, where);
 }
-inline int look(const int* address) {
+inline int poll(const int* address) {
   emulator::machine->wait("another turn", [] { return true; });
   return *address;
 }
@@ -241,8 +241,8 @@ inline void load_matrix_transposed(uint32_t row, uint32_t (&m)[4]) {
 namespace dash_attn {
 
 inline int read_thread_index() { return int(emulator::machine->current); }
-inline void forget(int&) {}
-inline void forget(uint32_t&) {}
-inline void forget_memory() {}
+inline void opaque(int&) {}
+inline void opaque(uint32_t&) {}
+inline void compiler_fence() {}
 
 }  // namespace dash_attn

@@ -2,7 +2,8 @@
 // further on, so that in lockstep no two of them are at the same query tile.
 //
 // A run longer than the group is cut into blocks of m to 2m-1 query tiles and rotated block by block. One rotation over
-// the whole run would finish its first query tiles last, and the next group, which starts there, would wait for it all.
+// the whole run would finish its first query tiles last, and the next group, which starts there, would wait for all of
+// it.
 #pragma once
 
 #include "../host_device.h"
@@ -11,7 +12,7 @@
 namespace dash_attn {
 
 struct RotationBlock {
-  int start;  // first position of the block in the run
+  int start;  // the first position of the block in the run
   int size;
 };
 
@@ -28,23 +29,23 @@ struct Rotation {
     return {in_larger + (position - in_larger) / small * small, small};
   }
 
-  // Position of the run that member `l` visits at `step`, blocks taken from the end of the run to its start.
+  // The position in the run that member `l` visits at `step`. Blocks are taken from the end of the run to its start.
   DASH_HOST_DEVICE constexpr int visit_downwards(int l, int step) const {
     int const from_end = length - 1 - step;
     RotationBlock const b = block(from_end);
     return b.start + rotate(b.size, l, b.start + b.size - 1 - from_end);
   }
 
-  // Place of member `l` among the group's adds at `position`: the members in the order in which lockstep brings them
-  // there, (p - l) mod max(size, m) steps into the block.
+  // The rank of member `l` among the group's adds at `position`: members come in the order in which lockstep brings
+  // them there, (p - l) mod max(size, m) steps into the block.
   DASH_HOST_DEVICE constexpr int rank(int l, int position) const {
     int const p = position - block(position).start;
     int const turn = min_int(p, members - 1) - l;
     return turn < 0 ? turn + members : turn;
   }
 
-  // A block shorter than the group (size < m) is rotated modulo m, its missing positions left out: the members beyond
-  // its end then start with its first position.
+  // A block shorter than the group (size < m) is rotated modulo m without its missing positions: the members past its
+  // end then start at its first position.
   DASH_HOST_DEVICE static constexpr int rotate(int size, int l, int step) {
     if (l >= size) return step;
     int const p = l + step;

@@ -1,20 +1,21 @@
-// Handing out the backward's work: from the number that a cluster takes from a counter to the KV tile that a CTA owns.
+// Distributing the backward's work: maps the number that a cluster takes from a counter to the KV tile that each of its
+// CTAs owns.
 #pragma once
 
 #include <cstdint>
 #include <type_traits>
 
 #include "../host_device.h"
-#include "order.h"
-#include "policy.h"
+#include "../contract/order.h"
+#include "../contract/policy.h"
 #include "sequences.h"
-#include "tile_grid.h"
+#include "../contract/tile_grid.h"
 
 namespace dash_attn {
 
-// Which work tile it is.
+// The identity of a work tile.
 struct WorkPlace {
-  int batch;  // which sequence
+  int batch;  // the sequence
   int kv_head;
   int split : 24;  // of the KV head's query heads
   Visits visits : 8;
@@ -31,24 +32,25 @@ struct WorkPlace {
   }
 };
 
-// What a CTA does between two looks at the counter: one KV tile with all query tiles that see it, of some query heads;
-// or, of a divided KV tile, with a part of them.
+// What a CTA works on between two accesses to the counter: one KV tile with all query tiles that see it, for some query
+// heads; or, for a divided KV tile, a part of them.
 struct WorkTile : WorkPlace {
   Sequence sequence;
   int splits;
   int first_query_head, query_heads;
   int first_dq_tile;     // index, among the query tiles of all heads of all sequences, of the first query head's first
   int split_tile;        // index among the KV tiles of all KV heads of all sequences
-  int steps;             // over the query tiles and the query heads; none is legal
-  int q_outer, k_outer;  // where its rows lie: RowOrigin
+  int steps;             // over the query tiles and the query heads; may be 0
+  int q_outer, k_outer;  // the position of its rows: RowOrigin
   int packed;            // in a pack, the sequence's place in PackView::sequences
 
   DASH_HOST_DEVICE constexpr bool valid() const { return kv_tile >= 0; }
 };
 
-// All work of one call, as a kernel parameter; of a pack, whose sequences have what differs, what they have in common.
+// All work of one call, as a kernel parameter. For a pack, what its sequences have in common; the sequences hold the
+// rest.
 struct TileScheduler {
-  // Every sequence's: a dense batch.
+  // In a dense batch, that of every sequence.
   Sequence sequence;
   Policy policy;
   int splits;  // splits.h
@@ -56,27 +58,28 @@ struct TileScheduler {
   int batch, kv_heads;
   int group_size;  // query heads that share one KV head
 
-  // (sequence, KV head, split)s whose work tiles are interleaved, and how many of the last ones, where sums wait for no
-  // turn. They move work in time and no order of sums depends on them, so they may follow the device (head_swizzle.h).
-  // Where KV tiles are divided, head_swizzle is all heads or none: place_of_part.
+  // Heads, here (sequence, KV head, split)s, are interleaved in batches of head_swizzle; the final last_heads form one
+  // batch, for sums that do not wait for a turn. The two move work in time, and no order of sums depends on them, so
+  // they may follow the device (head_swizzle.h). If KV tiles are divided, head_swizzle is either one head or all heads:
+  // place_of_part.
   int head_swizzle, last_heads;
-  int swizzle_with_turns;  // of order-free sums, where some wait for others after all: with_turns
+  int swizzle_with_turns;  // for order-free sums of which some wait for others after all: with_turns
 
-  // A kernel needs it below 2^31.
+  // Kernels require it to be below 2^31.
   template <Policy P>
   DASH_HOST_DEVICE constexpr int64_t num_groups(TileGrid const& grid) const {
     return static_cast<int64_t>(batch) * kv_heads * splits * Order<P>::groups(grid);
   }
 
-  // Work of CTA `cta_rank` of the cluster that took `number`. Numbers must be taken in increasing order: the groups of
-  // every (sequence, KV head, split) then come in the policy's order, and the splits of a group in ascending order,
-  // which are the orders in which waits point back.
+  // The work of CTA `cta_rank` of the cluster that took `number`. Numbers must be taken in increasing order. The groups
+  // of every (sequence, KV head, split) then come in the policy's order, and the splits of a group in ascending order.
+  // In both orders every wait points back.
   //
-  // All heads' first splits come before any second one: where there are enough heads, a work tile that ends then finds
-  // the sums of the split before ready. These come in lots of head_swizzle, but that the last_heads are one lot. Within
-  // a lot the first group of each comes before the second of any: fewer groups of one run at a time, so fewer wait for
-  // each other's adds, and the longest (or shortest) tiles of all heads come together. Where KV tiles are divided:
-  // place_of_part.
+  // All heads' first splits come before any second one: if there are enough heads, a work tile that ends then finds the
+  // sums of the previous split ready. Heads are interleaved in batches of head_swizzle; the final last_heads form one
+  // batch. Within a batch the first group of each head comes before the second of any: fewer groups of one head run at
+  // a time, so fewer wait for each other's adds, and the longest (or shortest) tiles of all heads come together. For
+  // divided KV tiles see place_of_part.
   template <Policy P>
   DASH_HOST_DEVICE constexpr WorkPlace place(TileGrid const& grid, int number, int cta_rank) const {
     if constexpr (Order<P>::kDivided) {
@@ -84,7 +87,7 @@ struct TileScheduler {
     } else {
       int const groups = Order<P>::groups(grid);
       int const heads = batch * kv_heads;
-      // A constant for ordered sums: this is arithmetic for which symmetric shift has no registers.
+      // A constant for ordered sums, because symmetric shift has no registers for this arithmetic.
       constexpr bool kHasLast = accumulation(P) != Accumulation::kOrdered;
       int const last_start = kHasLast ? max_int(0, heads * splits - last_heads) : heads * splits;
       int const before = number / groups;  // whole (sequence, KV head, split)s
@@ -103,13 +106,13 @@ struct TileScheduler {
     }
   }
 
-  // Where KV tiles are divided, the first parts of a head follow each other, and so do its second parts: these behind
-  // its first ones, or, where a lot is all heads of a split, behind the first ones of all of them.
+  // For divided KV tiles: the first parts of a head follow each other, and so do its second parts. The second parts
+  // follow the head's first parts or, if a batch is all heads of a split, the first parts of all those heads.
   template <Policy P>
   DASH_HOST_DEVICE constexpr WorkPlace place_of_part(TileGrid const& grid, int number, int cta_rank) const {
     int const tiles = grid.kv_tiles();
     int const heads = batch * kv_heads;
-    int const before = number / tiles;  // all first, or all second, parts of a (sequence, KV head, split) count as one
+    int const before = number / tiles;  // a head's first parts count as one, as do its second ones
     int const heads_before = has_lots_of_all_heads() ? before : before / 2;
     int const rounds = heads_before / heads;  // through all heads: one a split, or one a part of it
     int const head = heads_before - rounds * heads;
@@ -121,24 +124,24 @@ struct TileScheduler {
                          Order<P>::kv_tile(grid, group, cta_rank));
   }
 
-  // Where KV tiles are divided. Of one head both orders are the same.
+  // For divided KV tiles. With one head both orders are the same.
   DASH_HOST_DEVICE constexpr bool has_lots_of_all_heads() const { return head_swizzle >= batch * kv_heads; }
 
-  // The smallest number of all splits of a KV head: that of its first part, which those of the others follow.
+  // The smallest number of all splits of a KV head: that of its first part. All its other numbers follow.
   template <Policy P>
   DASH_HOST_DEVICE constexpr int first_number_of_head(TileGrid const& grid, WorkPlace const& place) const {
     static_assert(Order<P>::kDivided);
     return (place.batch * kv_heads + place.kv_head) * grid.kv_tiles() * (has_lots_of_all_heads() ? 1 : 2);
   }
 
-  // Whether a KV tile's dK and dV may pass through memory: from split to split, or from part to part, but for a lone KV
-  // tile, which is worked on whole.
+  // Whether a KV tile's dK and dV may pass through memory, from split to split or from part to part. A single KV tile
+  // is worked on whole.
   DASH_HOST_DEVICE static constexpr bool has_sums_in_memory(Policy policy, TileGrid const& grid, int splits) {
     return splits > 1 || (divides(policy) && grid.kv_tiles() > 1);
   }
 
-  // Where some order-free sums wait for others after all: those of a head that needs the order, which the device finds
-  // out, or all of them, to be finished.
+  // The scheduler for order-free sums of which some wait for others after all: those of a head that needs the order,
+  // which the device finds out, or all sums, if dQ is finished in the main kernel.
   DASH_HOST_DEVICE constexpr TileScheduler with_turns() const {
     TileScheduler scheduler = *this;
     scheduler.head_swizzle = swizzle_with_turns;
@@ -146,21 +149,21 @@ struct TileScheduler {
     return scheduler;
   }
 
-  // Units of work that a pack's sequence takes, of kv_heads numbers each. A number of the pack is of the sequence that
-  // has unit number / kv_heads, and within that sequence's work number - first_unit * kv_heads.
+  // The units of work of a sequence of a pack. A unit is kv_heads numbers. A number of the pack belongs to the sequence
+  // that has unit number / kv_heads, and is number - first_unit * kv_heads within that sequence's work.
   template <Policy P>
   DASH_HOST_DEVICE static constexpr int units(TileGrid const& grid, int splits_of_sequence) {
     return Order<P>::groups(grid) * splits_of_sequence;
   }
 
-  // The part of all this that is about one sequence of a pack.
+  // The scheduler of one sequence of a pack.
   DASH_HOST_DEVICE constexpr TileScheduler of(PackedSequence const& s) const {
     return {s.lengths,  policy,     s.splits,       1,
             kv_heads,   group_size, s.head_swizzle, s.last_heads, s.swizzle_with_turns};
   }
 
-  // What follows from which work tile it is, but for its steps, in a dense batch; of a pack `move_into_pack` does the
-  // rest.
+  // Fills in what follows from the identity of a work tile, except for its steps, in a dense batch. For a pack
+  // `move_into_pack` does the rest.
   DASH_HOST_DEVICE constexpr void fill_in(WorkTile& work, TileGrid const& grid) const {
     work.sequence = sequence;
     work.splits = splits;

@@ -1,14 +1,14 @@
-// Which query tile of the forward is worked on when and by whom. All of it is for speed alone: whoever computes a row
-// walks its keys in an order that tiles and CTAs have no part in. Plain C++: no CUDA or torch.
+// Which query tile of the forward is worked on when, and by whom. This affects speed alone: whoever computes a row
+// walks its keys in an order that does not depend on tiles or CTAs. Plain C++: no CUDA or torch.
 #pragma once
 
 #include <cstdint>
 
-#include "../config/tile_shapes.h"
+#include "../contract/tile_shapes.h"
 #include "../host_device.h"
-#include "mask.h"
+#include "../contract/mask.h"
 #include "sequences.h"
-#include "tile_grid.h"
+#include "../contract/tile_grid.h"
 
 namespace dash_attn::forward {
 
@@ -18,29 +18,29 @@ struct QueryTile {
   int batch;
 };
 
-// Rows of a query tile are (position, head of the group), heads fastest: where sequences are short, the query heads of
-// a KV head are packed into a tile; elsewhere a group is one head. The last tile ends where the queries end and the
-// first is the one that may be short, so that under the causal mask the rows left empty are those with the fewest keys.
-// CTAs work through a list of tiles, head by head, so that the K and V in use stay in L2 and that at any time some CTAs
-// read much and others write much. Where tiles differ in length CTAs take the next when they come to it, and those of
-// the last heads are listed together, the longest first, so that what is left for the end is short.
+// Rows of a query tile are (position, head of the group), heads fastest. If sequences are short, the query heads of a
+// KV head are packed into a tile; otherwise a group is one head. The last tile ends where the queries end, and the
+// first one may be short, so that under the causal mask the rows left empty are those with the fewest keys. CTAs work
+// through a list of tiles, head by head, so that the K and V in use stay in L2 and that at any time some CTAs read much
+// while others write much. If tiles differ in length, CTAs take the next tile when they are ready for it, and the tiles
+// of the last heads are listed together, the longest first, so that little work is left at the end.
 //
-// Under a window a value of V that is not finite may spoil rows beside those that see it (docs/forward.md). So that
-// which rows these are follows from the sequence alone, heads are not packed there, and tiles begin at the first query.
-// So they do with dropout, whose bits come in blocks of a head's rows.
+// Under a window a value of V that is not finite may spoil rows beside those that see it (docs/forward.md). Which rows
+// these are must follow from the sequence alone, so heads are not packed there and tiles begin at the first query. The
+// same holds with dropout, whose bits come in blocks of a head's rows.
 struct QueryTileScheduler {
-  Sequence sequence;   // of a dense batch: every sequence's; of a pack, see `of`
+  Sequence sequence;   // in a dense batch, that of every sequence; for a pack see `of`
   int tile_positions;  // of a query tile
   int query_tiles;     // of a head group
   int batch;
   int group_shift;      // log2 of the heads in a group
   int groups_per_kv;    // head groups that share a KV head
   int head_groups;      // in a sequence
-  bool first_is_short;  // of the query tiles of a head group; else the last
-  bool longest_first;   // of a head's tiles; else the first query's
+  bool first_is_short;  // of a head group's query tiles, the first one may be short; else the last
+  bool longest_first;   // a head's longest tile comes first; else that of its first query
   int last_groups;      // with longest_first: (batch, head group) pairs whose tiles are listed together
   int num_tiles;
-  bool takes_tiles;  // CTAs from a counter, beyond the first of each; else every CTA has a fixed share
+  bool takes_tiles;  // after their first tile, CTAs take tiles from a counter; else every CTA has a fixed share
 
   // The list of one sequence of a pack.
   DASH_HOST_DEVICE constexpr QueryTileScheduler of(PackedSequence const& s) const {
@@ -52,8 +52,8 @@ struct QueryTileScheduler {
     return alone;
   }
 
-  // Taking tiles costs a counter and its clearing. Where tiles are all as long it pays only where they are few and one
-  // of them is short, which a fixed share does not make up for.
+  // Taking tiles costs a counter and its clearing. If all tiles are equally long it pays only if they are few and one
+  // of them is short, which a fixed share does not compensate for.
   constexpr bool taking_pays() const {
     return longest_first || (query_tiles < 32 && sequence.seqlen_q % tile_positions != 0);
   }
@@ -67,9 +67,9 @@ struct QueryTileScheduler {
   }
 
   DASH_HOST_DEVICE constexpr int positions_in(int rows) const { return rows >> group_shift; }
-  // First position of the tile that ends where `end` says.
+  // The first position of the tile that ends at `end`.
   DASH_HOST_DEVICE constexpr int first_position(int end) const { return max_int(0, end - tile_positions); }
-  // Where the next tile begins, or would.
+  // The position at which the next tile begins, or would begin.
   DASH_HOST_DEVICE constexpr int end_position(int index) const {
     return first_is_short ? sequence.seqlen_q - (query_tiles - 1 - index) * tile_positions
                           : (index + 1) * tile_positions;
@@ -83,8 +83,8 @@ struct QueryTileScheduler {
   }
 };
 
-// log2 of the query heads that are packed into a tile of `tile_rows`: all heads of a KV head where that leaves fewer
-// rows empty. TMA gathers them, at most `most`, which takes a power of two.
+// log2 of the query heads that are packed into a tile of `tile_rows`: all heads of a KV head, if that leaves fewer rows
+// empty. TMA gathers at most `most` heads, and their number must be a power of two.
 constexpr int packed_heads_shift(int group_size, int seqlen_q, int tile_rows, int most) {
   if (group_size > most || (group_size & (group_size - 1)) != 0) return 0;
   int64_t const packed = (int64_t{seqlen_q} * group_size + tile_rows - 1) / tile_rows;
@@ -94,8 +94,8 @@ constexpr int packed_heads_shift(int group_size, int seqlen_q, int tile_rows, in
   return shift;
 }
 
-// Head groups whose K and V L2 holds together, one at the least: no more are listed together, and of a pack's sequence
-// so many.
+// The number of head groups, at least one, whose K and V fit in L2 together. No more are listed together; for a
+// sequence of a pack exactly this many are.
 DASH_HOST_DEVICE constexpr int groups_within_l2(int seqlen_k, HeadDims dims, int groups_per_kv, int64_t groups) {
   constexpr int kElementBytes = 2, kBytes = 32 << 20;
   int64_t const kv_bytes_of_head = int64_t{max_int(1, seqlen_k)} * dims.sum() * kElementBytes;
@@ -103,25 +103,25 @@ DASH_HOST_DEVICE constexpr int groups_within_l2(int seqlen_k, HeadDims dims, int
   return static_cast<int>(fit < groups ? fit : groups);
 }
 
-inline constexpr int kMostPackedHeads = 64;  // that TMA gathers in a box of the rows of one warpgroup
+inline constexpr int kMostPackedHeads = 64;  // as many as TMA gathers in a box of the rows of one warpgroup
 
-// A dense batch; of a pack see pack_needs.h.
+// A dense batch. For packs see pack_needs.h.
 struct ForwardProblem {
   Mask mask;
   int batch, heads, kv_heads;
   HeadDims head_dims;
-  int ctas;  // that there may be
+  int ctas;  // at most
   bool drops;
 };
 
 constexpr int64_t num_tiles(QueryTileScheduler const& s) { return int64_t{s.batch} * s.head_groups * s.query_tiles; }
 
-// How long a tile of one, two and three warpgroups' rows takes, in thousandths of the last: measured at head_dim 128.
-// How many KV tiles what a query tile has besides counts for: fits best what was measured.
+// How long a tile of one, two or three warpgroups' rows takes, in thousandths of the last, measured at head_dim 128;
+// and the number of KV tiles that the rest of a query tile's work counts for, which fits the measurements best.
 inline constexpr int kCostOfWarpgroups[] = {527, 755, 1000};
 inline constexpr int kWarpgroupRowsOfTile = 64, kStepsBesideKeys = 2;
 
-// About how long CTAs take for the tiles of `s` under the mask of `p`, in thousandths of a KV tile.
+// Estimates how long CTAs take for the tiles of `s` under the mask of `p`, in thousandths of a KV tile.
 constexpr int64_t estimated_time(ForwardProblem const& p, QueryTileScheduler const& s, int keys_of_tile) {
   TileGrid const grid{{s.tile_positions, keys_of_tile, 1}, p.mask};
   int64_t of_head = 0, longest = 0;
@@ -138,16 +138,17 @@ constexpr int64_t estimated_time(ForwardProblem const& p, QueryTileScheduler con
   }
   int64_t const heads = int64_t{s.batch} * s.head_groups, share = heads * of_head / p.ctas;
   if (s.longest_first) return share > longest ? share : longest;
-  // The shorter ones find room beside the last round of the longest, or CTAs end anywhere within a tile.
+  // Either the shorter tiles fit beside the last round of the longest, or CTAs end anywhere within a tile.
   int64_t const rounds = (heads * longest_tiles + p.ctas - 1) / p.ctas * longest;
   return share <= rounds ? rounds : share + longest / 2;
 }
 
-// Gives `s` tiles of the rows of all three warpgroups, or of fewer where that would leave CTAs idle or some with more
-// work than others. Kernels of two keep both.
+// Gives `s` tiles of the rows of all three warpgroups, or of fewer if that would leave CTAs idle or unevenly loaded.
+// Two-consumer kernels always use both warpgroups.
 constexpr void cut_into_tiles(ForwardProblem const& p, TileShape const& tile, QueryTileScheduler& s) {
   constexpr int kMostWarpgroups = sizeof(kCostOfWarpgroups) / sizeof(int);
-  // Where a CTA has so many a tile more or less matters little; and a head of so many takes the host long to look at.
+  // If each CTA has this many tiles, one more or less matters little; and the host would take long to examine heads
+  // with this many tiles.
   constexpr int kManyTilesOfCta = 16, kManyTilesOfHead = 256;
   auto const cut = [](QueryTileScheduler whole, int rows) {
     whole.tile_positions = whole.positions_in(rows);
@@ -168,10 +169,10 @@ constexpr void cut_into_tiles(ForwardProblem const& p, TileShape const& tile, Qu
   }
 }
 
-// About how many of a CTA's tiles are of those that are listed together: 1, 2 and 3 were measured.
+// About how many of a CTA's tiles belong to those that are listed together. 1, 2 and 3 were measured.
 inline constexpr int kLastTilesOfCta = 2;
 
-// num_tiles(scheduler) must fit.
+// num_tiles(scheduler) must fit in an int.
 constexpr QueryTileScheduler make_scheduler(ForwardProblem const& p) {
   TileShape const tile = forward_tile_shape(padded_head_dims(p.head_dims.qk, p.head_dims.v));
   QueryTileScheduler s{};

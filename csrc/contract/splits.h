@@ -1,5 +1,6 @@
-// Into how many parts the query heads of a KV head are cut. Each part has work tiles of its own, so that there are as
-// many times more of them, as many times shorter; dK and dV then are sums over work tiles, in the order of the splits.
+// The number of parts into which the query heads of a KV head are split. Each part has work tiles of its own, so that
+// work tiles are that many times more and that many times shorter. dK and dV are then sums over work tiles, in the
+// order of the splits.
 #pragma once
 
 #include <cstdint>
@@ -9,28 +10,28 @@
 
 namespace dash_attn {
 
-// Where the sums of dK and dV are cut shows in their bits. So the rule looks at one sequence and at the group size, and
-// at nothing else: not at the other heads, the batch, or the SMs that a device has or a caller leaves. Its thresholds
+// The places where the sums of dK and dV are split show in their bits. So the rule depends only on one sequence and on
+// the group size: not on the other heads, the batch, or the SMs that a device has or a caller reserves. Its thresholds
 // are those that served 1 to 8 KV heads best over three generated families of shapes (docs/design_decisions.md).
 
-// Queries that a mean work tile visits, those of all its query heads counted: adding its dK and dV up must stay small
-// beside that.
+// The least number of queries that a mean work tile must visit, counted over all its query heads: adding its dK and dV
+// must stay cheap in comparison.
 inline constexpr int kQueriesWorthASplit = 2048;
-// With so many work tiles of mean length each, two KV heads fill a Hopper GPU. Where some are longer than the mean,
-// fewer are enough, because short ones fill the gaps beside them.
+// With this many work tiles of mean length each, two KV heads fill a Hopper GPU. If some are longer than the mean,
+// fewer suffice, because short ones fill the gaps beside them.
 inline constexpr int kEnoughEqualWorkTiles = 96;
 inline constexpr int kEnoughUnequalWorkTiles = 64;
-// A few splits go further where work tiles stay this long: they cost little there, work tiles of unequal length end
-// more evenly, and ranks that share a sequence have more sums to take turns at. Not with one query head each: while one
-// of several heads waits for its turn to add dQ, another one is worked on.
+// Up to kFewSplits splits are made even beyond that if work tiles stay long enough: they cost little then, work tiles
+// of unequal length end more evenly, and ranks that share a sequence have more sums to take turns at. This does not
+// apply to splits of one query head: while one of several heads waits for its turn to add dQ, another one is worked on.
 inline constexpr int kFewSplits = 4;
 inline constexpr int kQueriesWorthAFewSplits = 4096;
 inline constexpr int kManyEqualWorkTiles = 128;
 
-// Goes through the divisors of the group size as long as the next one pays.
+// Tries the divisors of the group size in ascending order, as long as the next one pays.
 DASH_HOST_DEVICE constexpr int num_splits(int group_size, TileGrid const& grid) {
-  // Of the query tiles that a KV tile visits. From one end of the keys to the other they become steadily fewer, or stay
-  // as many, but for a window, which is cut short at both ends.
+  // The query tiles that a KV tile visits. From one end of the keys to the other they decrease steadily or stay equal,
+  // except under a window, which is cut short at both ends.
   int const tiles = grid.kv_tiles();
   int const first = grid.query_tiles_of(0).count, last = grid.query_tiles_of(tiles - 1).count;
   int const middle = grid.query_tiles_of(tiles / 2).count;
@@ -54,11 +55,11 @@ DASH_HOST_DEVICE constexpr int num_splits(int group_size, TileGrid const& grid) 
   return splits;
 }
 
-// Query heads of a KV head are split in no sequence of fewer queries.
+// The fewest queries of a sequence whose query heads may be split.
 constexpr int fewest_queries_of_splits(int group_size, Tiling const& tiling) {
   int const half = group_size / 2;
   if (half == 0) return kUnbounded;
-  int const query_tiles = ceil_div(kQueriesWorthASplit, half * tiling.query);  // of the longest work tile
+  int const query_tiles = ceil_div(kQueriesWorthASplit, half * tiling.query);  // for the longest work tile
   return max_int(1, (query_tiles - 1) * tiling.query + 1);
 }
 

@@ -1,5 +1,6 @@
-// Which keys a query sees: decided here for the forward, the backward, the schedules and the simulator, on the host and
-// on the device. A kernel makes its Mask with a constant kind, so that the compiler drops the others.
+// Which keys a query sees. This is decided only here, for the forward, the backward, the schedules and the simulator,
+// on the host and on the device. A kernel builds its Mask with a constant kind, so that the compiler drops the code of
+// the others.
 #pragma once
 
 #include <cstdint>
@@ -12,12 +13,12 @@ DASH_HOST_DEVICE constexpr int ceil_div(int a, int b) { return (a + b - 1) / b; 
 DASH_HOST_DEVICE constexpr int min_int(int a, int b) { return a < b ? a : b; }
 DASH_HOST_DEVICE constexpr int max_int(int a, int b) { return a > b ? a : b; }
 
-// A kernel is compiled for one. Which one a call takes follows from what it asks for and never from its lengths, so
+// Each kernel is compiled for one kind. The kind of a call follows from its arguments and never from its lengths, so
 // that a sequence's bits do not depend on its batch.
 enum class MaskKind : int {
   kFull,    // every key
-  kCausal,  // no key behind the query's own
-  kWindow,  // keys near the query's own, and of its chunk
+  kCausal,  // no key after the query's own
+  kWindow,  // keys near the query's own and in its chunk
 };
 
 inline constexpr int kNumMasks = 3;
@@ -28,30 +29,31 @@ DASH_HOST_DEVICE constexpr bool starts_at_first_key(MaskKind kind) { return kind
 
 inline constexpr int kUnbounded = (1 << 30) - 1;  // more keys than a sequence has: lengths are smaller
 
-// The query's own key is p = query + seqlen_k - seqlen_q: the last query's is the last key. It sees those from p - left
-// to p + right, and of these, where `chunk` is not 0, the ones of its own chunk: keys with the same key / chunk as p.
+// The query's own key is p = query + seqlen_k - seqlen_q: the last query's own key is the last key. A query sees keys p
+// - left to p + right and, if `chunk` is not 0, of these only the keys of its own chunk, whose key / chunk is that of
+// p.
 struct Window {
   int left, right, chunk;
-  // Of a call that is a chunk of a sequence's queries by a chunk of its keys, else 0: how many keys later than usual a
-  // query's own one is, and how many keys of the sequence come before.
+  // For a call of a chunk of a sequence's queries and a chunk of its keys, otherwise 0: by how many keys a query's own
+  // key is shifted, and how many keys of the sequence come before.
   int own_key_shift, keys_before;
 
   DASH_HOST_DEVICE constexpr Window of_whole_sequence() const { return {left, right, chunk, 0, 0}; }
 };
 
-// What a call asks for.
+// The mask that a call asks for.
 struct MaskRule {
   MaskKind kind;
-  Window window;  // of kWindow alone, but for where a chunk of a sequence lies
+  Window window;  // only for kWindow, except for the position of a chunk of a sequence
 
-  // Without a bound, or with one alone, it is a window too.
+  // The same mask as a window, which may lack bounds.
   DASH_HOST_DEVICE constexpr Window as_window() const {
     if (kind == MaskKind::kWindow) return window;
     return {kUnbounded, kind == MaskKind::kCausal ? 0 : kUnbounded, 0, window.own_key_shift, window.keys_before};
   }
 };
 
-// FlashAttention's arguments: a negative side is unbounded, `causal` is right = 0, no chunk is 0.
+// FlashAttention's arguments: a negative side is unbounded, `causal` means right = 0, and a chunk of 0 means no chunk.
 constexpr MaskRule mask_rule(bool causal, int64_t left, int64_t right, int64_t chunk) {
   if (causal) right = 0;
   bool const left_bounded = left >= 0 && left < kUnbounded, right_bounded = right >= 0 && right < kUnbounded;
@@ -65,10 +67,11 @@ constexpr MaskRule mask_rule(bool causal, int64_t left, int64_t right, int64_t c
            chunked ? static_cast<int>(chunk) : 0}};
 }
 
-// Of a chunk of a sequence: its distance from the sequence's other rows. Sums of two and of two lengths are ints.
+// The largest distance of a chunk from the sequence's other rows. A sum of two such distances and two lengths fits in
+// an int.
 inline constexpr int kMostRowsAway = 1 << 28;
 
-// Lengths of one sequence; less than kUnbounded.
+// The lengths of one sequence, below kUnbounded.
 struct Sequence {
   int seqlen_q, seqlen_k;
 };
@@ -82,16 +85,17 @@ struct Range {
   DASH_HOST_DEVICE static constexpr Range between(int first, int end) { return {first, max_int(0, end - first)}; }
 };
 
-// Both ends of what a query sees, and of the queries that see a key, never move back from one to the next: so what a
-// tile sees follows from its first and last row.
+// Both ends of what a query sees, and both ends of the queries that see a key, never move back from one row to the
+// next. So what a tile sees follows from its first and last row.
 //
-// Of a chunk: keys before and behind it are not there, and a query's own key may be one of those.
+// For a chunk of a sequence, keys before and after it do not exist, and a query's own key may be one of those.
 struct Mask {
   MaskKind kind;
   Window window;
   Sequence sequence;
 
-  // Of a query that exists; of one past the end no less than of the last, and no more than there is.
+  // The keys that a query sees. For a query past the end, the end of the range is at least that of the last query, and
+  // at most the number of keys.
   DASH_HOST_DEVICE constexpr Range keys_of(int query) const {
     if (kind == MaskKind::kFull) return {0, sequence.seqlen_k};
     int const own = query + diagonal();
@@ -101,8 +105,8 @@ struct Mask {
     return Range::between(min_int(max_int(0, first), sequence.seqlen_k), min_int(end, sequence.seqlen_k));
   }
 
-  // Of a key that exists. Their own keys are diagonal(), diagonal() + 1, ..., which end with seqlen_k - 1, but for a
-  // chunk's.
+  // The queries that see a key, which must exist. The queries' own keys are diagonal(), diagonal() + 1, ..., and end
+  // with seqlen_k - 1 except for a chunk's.
   DASH_HOST_DEVICE constexpr Range queries_of(int key) const {
     if (kind == MaskKind::kFull) return {0, sequence.seqlen_q};
     if (kind == MaskKind::kCausal) {
@@ -114,24 +118,25 @@ struct Mask {
     return Range::between(existing(max_int(first, diagonal()) - diagonal()), min_int(end, own_end) - diagonal());
   }
 
-  // The key that query 0 is aligned with.
+  // The own key of query 0.
   DASH_HOST_DEVICE constexpr int diagonal() const {
     return sequence.seqlen_k - sequence.seqlen_q + window.own_key_shift;
   }
 
-  // Whether a query of the tile does not see a key of it. Query rows past the end need no mask: their LSE is +inf.
+  // Whether some query of the tile does not see some key of it. Query rows past the end need no mask: their LSE is
+  // +inf.
   DASH_HOST_DEVICE constexpr bool hides_part_of(Range queries, Range keys) const {
     return keys.first < keys_of(queries.end() - 1).first || keys.end() > keys_of(queries.first).end();
   }
 
  private:
-  // A first query, which only a chunk may have behind its last one.
+  // Clamps a first query. Only a chunk's may lie past its last query.
   DASH_HOST_DEVICE constexpr int existing(int first) const {
     return window.own_key_shift == 0 ? first : min_int(first, sequence.seqlen_q);
   }
 
-  // Where the chunk of attention that a key is in begins, and where the next one does. What lies before key 0 of the
-  // sequence counts as one: no key is there to see.
+  // Where the attention chunk of a key begins, and where the next one begins. What lies before key 0 of the sequence
+  // counts as one chunk, which has no keys to see.
   DASH_HOST_DEVICE constexpr int chunk_start(int key) const {
     int const number = key + window.keys_before;
     return window.chunk == 0 || number < 0 ? -kUnbounded : key - number % window.chunk;

@@ -1,16 +1,16 @@
-// The sequences of a call, and where the rows of each lie. No order of sums depends on the second part. Plain C++: no
-// CUDA or torch.
+// The sequences of a call, and the positions of their rows, on which no order of sums depends. Plain C++: no CUDA or
+// torch.
 //
-// In a dense batch all sequences have the same lengths. In a pack the rows of one sequence follow those of another in
-// one tensor, and lengths are known on the device alone: before a pass, packing/plan.h writes a PackedSequence for
-// each, in the order in which they are worked on.
+// In a dense batch all sequences have the same lengths. In a pack the rows of sequences follow one another in one
+// tensor, and only the device knows the lengths: before a pass, packing/plan.h writes a PackedSequence for each
+// sequence, in the order in which they are worked on.
 #pragma once
 
 #include <cstdint>
 #include <type_traits>
 
 #include "../host_device.h"
-#include "mask.h"
+#include "../contract/mask.h"
 
 namespace dash_attn {
 
@@ -19,13 +19,14 @@ namespace dash_attn {
 struct RowOrigin {
   int first, outer, wrap;
 
-  // `outer`: in a dense batch the sequence's number, in a pack where it ends, in rows of the tensor.
+  // `outer` is the sequence's number in a dense batch, and the row at which the sequence ends in a pack.
   DASH_HOST_DEVICE static constexpr RowOrigin of(bool is_pack, int outer, int length) {
     return is_pack ? RowOrigin{kRaggedRows - length, outer, kRaggedRows} : RowOrigin{0, outer, 0};
   }
 
-  // Rows of the one dimension of a pack's map that clips: more than a sequence has. The map's outer dimension goes on
-  // by a row, and its last one back by kRaggedRows rows, so that what is left is row outer - length + r.
+  // The rows of the one dimension of a pack's map that clips: more than a sequence has. The map's outer dimension
+  // advances by a row, and its last one goes back by kRaggedRows rows, so that the coordinates yield row outer - length
+  // + r.
   static constexpr int kRaggedRows = 1 << 30;
 };
 
@@ -61,18 +62,19 @@ struct PageTable {
 struct PackedSequence {
   Sequence lengths;
   int number;        // in the pack
-  int end_q, end_k;  // rows of the pack before its end
-  int last_heads;    // whose work comes together: TileScheduler, and last_groups of QueryTileScheduler
+  int end_q, end_k;  // the rows of the pack at which it ends
+  int last_heads;    // last_heads of TileScheduler, and last_groups of QueryTileScheduler
   int first_unit;    // of the work: packing/plan.h
 
   // The backward's.
   int head_swizzle, swizzle_with_turns;    // head_swizzle.h
   int splits;                              // splits.h
-  int first_query_tile;                    // of dQ, D and LSE in the workspace, in query tiles of all sequences
+  int first_query_tile;                    // its first one among all query tiles of the workspace
   int first_split_tile;                    // of the sums over splits and parts, in KV tiles of sequences that have them
   int first_key_chunk;                     // of the statistics of order-free accumulation
 
-  // Of a number of the pack's work, of which a unit has `numbers_of_unit`: the number within this sequence's.
+  // Maps a number of the pack's work to the number within this sequence's work. A unit of work has `numbers_of_unit`
+  // numbers.
   DASH_HOST_DEVICE constexpr int number_within(int number, int numbers_of_unit) const {
     return number - first_unit * numbers_of_unit;
   }
@@ -87,16 +89,16 @@ DASH_HOST_DEVICE constexpr PackTotals operator+(PackTotals const& a, PackTotals 
           a.key_chunks + b.key_chunks};
 }
 
-// What packing/plan.h has found out about a pack; all null in a dense batch.
+// The results of packing/plan.h for a pack. All pointers are null in a dense batch.
 struct PackView {
   const PackedSequence* sequences;  // longest first
-  const int* of_unit;               // place in `sequences` of a unit of work
-  const int* of_query_tile;         // and of a query tile of the workspace, in the backward
+  const int* of_unit;               // the place in `sequences` of each unit of work
+  const int* of_query_tile;         // and, in the backward, of each query tile of the workspace
   const PackTotals* totals;
 
   DASH_HOST_DEVICE constexpr bool is_pack() const { return sequences != nullptr; }
 
-  // Place in `sequences` of the one that a number of the pack's work belongs to.
+  // The place in `sequences` of the sequence to which a number of the pack's work belongs.
   DASH_HOST_DEVICE constexpr int place_of(int number, int numbers_of_unit) const {
     return of_unit[number / numbers_of_unit];
   }

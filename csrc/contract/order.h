@@ -1,17 +1,17 @@
 // The orders: for each policy, which KV tiles a group takes, in which order a KV tile visits its query tiles, and the
-// rank of each (KV tile, query tile) in the sum of dQ. Decided here and nowhere else.
+// rank of each (KV tile, query tile) in the sum of dQ. They are decided only here.
 //
 // Determinism contract: visit and rank are functions of (seqlen_q, seqlen_k, tile sizes, mask, policy, cta_group)
-// alone. Not of the batch, the heads, the number of SMs or who runs what, when.
+// alone, and not of the batch, the heads, the number of SMs, or which CTA runs what and when.
 //
-// Forward-progress contract: the groups of a head are taken in the order of their numbers, and every tile of lower rank
-// at a query tile belongs to an earlier group, or to the same group and, on the clock of steps that all its CTAs share,
-// to a step that is not later. So a wait for the previous rank can never close a cycle: docs/schedules.md. Of divided
-// KV tiles that are worked on whole, backward/whole_tiles.h says it.
+// Forward-progress contract: the groups of a head are taken in the order of their numbers. Every tile of lower rank at
+// a query tile belongs to an earlier group, or to the same group and, on the clock of steps that all its CTAs share, to
+// a step that is not later. So waits for the previous rank never form a cycle: docs/schedules.md. For divided KV tiles
+// that are worked on whole, backward/whole_tiles.h gives the argument.
 //
 // A work tile also walks the query heads of its split of the KV head, in ascending order: next_step. That is part of
 // both contracts. So is the sum of dK and dV over the splits, for which the end of a work tile waits for the same KV
-// tile's work tile of the split before: taken earlier (work_tile.h). How many splits there are is decided in splits.h.
+// tile's work tile of the previous split, which was taken earlier (work_tile.h). splits.h decides the number of splits.
 #pragma once
 
 #include <cstdint>
@@ -37,20 +37,22 @@ namespace dash_attn {
 template <Policy P>
 struct Order;
 
-// Of a KV tile: all its visits, or, where it is divided, the first ones, of all query heads, or the ones after them.
-// Who works on both parts goes from the one to the other: no sum is made otherwise than by two work tiles.
+// The visits of a KV tile: all of them or, if it is divided, the first ones, of all query heads, or the ones after
+// those. A CTA that works on both parts goes from the one to the other, so that every sum is the same as with two work
+// tiles.
 enum class Visits : int { kAll, kFirst, kSecond };
 inline constexpr const char* kVisitsNames[] = {"all", "first", "second"};
 
-// Where a work tile is: the step of query head `head` of those that it walks.
+// The position of a work tile: a step of query head `head` of those that it walks.
 struct WorkStep {
-  int step, head;  // head: of the split's
+  int step, head;  // head: within the split
 };
 
-// One head after the other makes a KV tile with few steps, as the causal mask leaves some, wait at each head for those
-// with many. All heads together do not, where all KV tiles start at the same query tile. Where they start at their own,
-// it only lengthens the wait for the first. Under a window they do, and have as many steps; there two neighbours come
-// to a query tile one after the other, and all that is read and added in between should stay in L2: of one head only.
+// If heads follow one another, a KV tile with few steps, as under the causal mask, waits at each head for those with
+// many. If all heads take a step together it does not, provided that all KV tiles start at the same query tile. If they
+// start at their own, heads together only lengthen the wait for the first. Under a window KV tiles start at their own
+// query tile and have equally many steps. There two neighbours reach a query tile one after the other, and what is read
+// and added in between should stay in L2, which it does for one head.
 template <Policy P>
 DASH_HOST_DEVICE constexpr bool heads_together(MaskKind mask) {
   return Order<P>::kHeadsTogether && mask != MaskKind::kWindow;
@@ -61,7 +63,7 @@ DASH_HOST_DEVICE constexpr WorkStep next_step(bool heads_together, WorkStep at, 
   return at.step + 1 < steps_of_head ? WorkStep{at.step + 1, at.head} : WorkStep{0, at.head + 1};
 }
 
-// The same where KV tiles are divided: from the last head's first part to the second part of the first head.
+// The same for divided KV tiles: the first head's second part follows the last head's first part.
 template <Policy P>
 DASH_HOST_DEVICE constexpr WorkStep next_divided_step(TileGrid const& grid, int kv, Visits visits, WorkStep at,
                                                       int heads) {
@@ -78,8 +80,8 @@ DASH_HOST_DEVICE constexpr bool is_end(bool heads_together, WorkStep at, int hea
   return heads_together ? at.step == steps_of_head : at.head == heads;
 }
 
-// Of a sequence whose KV tiles are divided, each way, so that a product of both has 32 bits: the loader has no
-// registers for a division of 64.
+// The limit on query tiles and on KV tiles of a sequence whose KV tiles are divided: the product of both then has 32
+// bits, because the loader has no registers for a 64-bit division.
 inline constexpr int kMostTilesOfDivided = (1 << 16) - 1;
 
 struct Undivided {
@@ -101,14 +103,14 @@ struct AscendingGroups : Undivided {
   }
 };
 
-// Partials of dQ added in ascending KV.
+// Partials of dQ are added in ascending order of KV tiles.
 struct AscendingRanks {
   DASH_HOST_DEVICE static constexpr int rank(TileGrid const& grid, int kv, int query_tile) {
     return kv - grid.kv_tiles_of(query_tile).first;
   }
 };
 
-// q upwards from the first live tile.
+// Query tiles upwards from the first live tile.
 template <>
 struct Order<Policy::kAscending> : AscendingGroups, AscendingRanks {
   static constexpr int kCtaGroup = 1;
@@ -119,10 +121,10 @@ struct Order<Policy::kAscending> : AscendingGroups, AscendingRanks {
   }
 };
 
-// q downwards from the last live tile: under the causal mask all KV tiles start at the same one, none waits for the
-// diagonal of a longer one (DASH, arXiv 2601.21824). The paper mirrors every second head onto the SMs; a counter of
-// work tiles does as much by itself, since the SM that had the shortest tile is the first to come for the next head's
-// longest.
+// Query tiles downwards from the last live tile: under the causal mask all KV tiles start at the same one, and none
+// waits for the diagonal of a longer one (DASH, arXiv 2601.21824). The paper mirrors every second head onto the SMs. A
+// counter of work tiles achieves the same, because the SM that had the shortest tile is the first to come for the next
+// head's longest.
 template <>
 struct Order<Policy::kDescending> : AscendingGroups, AscendingRanks {
   static constexpr int kCtaGroup = 1;
@@ -133,15 +135,16 @@ struct Order<Policy::kDescending> : AscendingGroups, AscendingRanks {
   }
 };
 
-// Partials wait for that of rank 0 alone, and heads whose inputs leave order-free accumulation too little room are
-// added by all ranks: descending's, whose tiles of all heads come longest first.
+// Partials wait only for that of rank 0. Heads whose inputs leave order-free accumulation too little room are added by
+// rank, in the order of descending, whose tiles of all heads come longest first.
 template <>
 struct Order<Policy::kOrderFree> : Order<Policy::kDescending> {};
 
 template <>
 struct Order<Policy::kAtomic> : Order<Policy::kDescending> {};
 
-// Shortest first: KV tiles are taken last to first and added in that order, q upwards from the first live tile.
+// Shortest first: KV tiles are taken and added from the last to the first, with query tiles upwards from the first live
+// tile.
 template <>
 struct Order<Policy::kSpt> : Undivided {
   static constexpr int kCtaGroup = 1;
@@ -159,11 +162,11 @@ struct Order<Policy::kSpt> : Undivided {
   }
 };
 
-// Full mask. The paper's shift: a KV tile begins at its own query tile, goes on to the last one and then from the
-// first: with as many of both, q = (kv + step) mod n. The KV tiles that have begun at a query tile or before add there
-// first, the nearest one first; then the others. As one work tile each would wait for the next in a circle. So the
-// visits are divided where they go on from the first query tile: the first parts are taken from the last KV tile to the
-// first, then the second parts, and every wait points back.
+// For the full mask: the paper's shift. A KV tile begins at its own query tile, continues to the last one, and then
+// from the first. With equally many of both, q = (kv + step) mod n. At a query tile the KV tiles that have begun there
+// or before add first, the nearest one first, and then the others. With one work tile each, they would wait for each
+// other in a circle. So the visits are divided where they continue from the first query tile: the first parts are taken
+// from the last KV tile to the first, and then the second parts, so that every wait points back.
 template <>
 struct Order<Policy::kShift> {
   static constexpr int kCtaGroup = 1;
@@ -192,27 +195,29 @@ struct Order<Policy::kShift> {
     return distance < 0 ? distance + grid.kv_tiles() : distance;
   }
 
-  // Where a KV tile begins: spread evenly over the query tiles, the first one at the first.
+  // The query tile at which a KV tile begins. Beginnings are spread evenly over the query tiles, the first one at the
+  // first.
   DASH_HOST_DEVICE static constexpr int first_visited(TileGrid const& grid, int kv) {
     return static_cast<int>(uint32_t(kv) * uint32_t(grid.query_tiles()) / uint32_t(grid.kv_tiles()));
   }
-  // The last KV tile that has begun at a query tile or before: its inverse.
+  // The last KV tile that has begun at a query tile or before it: the inverse of first_visited.
   DASH_HOST_DEVICE static constexpr int last_begun(TileGrid const& grid, int query_tile) {
     uint32_t const end = uint32_t(query_tile + 1) * uint32_t(grid.kv_tiles());
     return static_cast<int>((end - 1) / uint32_t(grid.query_tiles()));
   }
 };
 
-// Causal mask. The first half of the KV tiles, in groups: the rectangle of query tiles that every member sees, rotated,
-// blocks from the end of q downwards; then the triangle before it, upwards. The second half, in groups: q downwards,
-// as in the descending order, the tiles mirrored within the cluster so that the CTA with the longest tile
-// of the first half has the shortest of the second. With cta_group = n/2 and square tiles it is the published schedule.
+// For the causal mask. The groups of the first half of the KV tiles visit the rectangle of query tiles that every
+// member sees, rotated, in blocks from the end downwards, and then the triangle before it, upwards. The groups of the
+// second half visit query tiles downwards, as in the descending order, with tiles mirrored within the cluster so that
+// the CTA with the longest tile of the first half has the shortest of the second. With cta_group = n/2 and square tiles
+// this is the published schedule.
 template <>
 struct Order<Policy::kSymmetricShift> : Undivided {
   static constexpr int kCtaGroup = 2;
   static constexpr bool kHeadsTogether = true;
 
-  // KV tiles of the first half; no group straddles it.
+  // The number of KV tiles in the first half. No group straddles the middle.
   DASH_HOST_DEVICE static constexpr int half(TileGrid const& grid) { return (grid.kv_tiles() + 1) / 2; }
 
   DASH_HOST_DEVICE static constexpr int groups(TileGrid const& grid) {
@@ -250,7 +255,7 @@ struct Order<Policy::kSymmetricShift> : Undivided {
 
   struct FirstHalfGroup {
     int start;            // its first KV tile
-    int rectangle_start;  // first query tile that its last KV tile sees
+    int rectangle_start;  // the first query tile that its last KV tile sees
     Rotation rectangle;
   };
 

@@ -1,10 +1,10 @@
-// The policies: which of them exist, their names, the masks they are defined for, the calls they have kernels for and
-// how each adds dQ.
+// The policies: their names, the masks they are defined for, the calls they have kernels for, and how each accumulates
+// dQ.
 #pragma once
 
 #include <type_traits>
 
-#include "../config/tile_shapes.h"
+#include "tile_shapes.h"
 #include "../host_device.h"
 #include "mask.h"
 
@@ -13,17 +13,17 @@ namespace dash_attn {
 enum class Policy : int { kDescending, kSpt, kShift, kSymmetricShift, kOrderFree, kAscending, kAtomic };
 
 inline constexpr int kNumPolicies = 7;
-// The first ones are for users. The others are yardsticks: the model plays them, and benchmarks measure them in builds
-// that DASH_ATTN_POLICIES asks for.
+// The first kNumUserPolicies are for users. The others are yardsticks: the model plays them, and benchmarks measure
+// them in builds that request them by DASH_ATTN_POLICIES.
 inline constexpr int kNumUserPolicies = 5;
 inline constexpr const char* kPolicyNames[kNumPolicies] = {"descending", "spt",       "shift", "symmetric_shift",
                                                            "order_free", "ascending", "atomic"};
 
-// How the partials of dQ become a sum.
+// How the partials of dQ are summed.
 enum class Accumulation {
   kOrdered,    // in fp32, one after the other, in the order of their ranks
   kOrderFree,  // rounded to units that the inputs fix and added as integers: any order gives the same bits
-  kUnordered,  // in fp32 in any order, with other bits every time: what determinism costs is measured against it
+  kUnordered,  // in fp32 in any order, with different bits each time: the baseline that shows the cost of determinism
 };
 
 DASH_HOST_DEVICE constexpr Accumulation accumulation(Policy policy) {
@@ -32,7 +32,7 @@ DASH_HOST_DEVICE constexpr Accumulation accumulation(Policy policy) {
                                       : Accumulation::kOrdered;
 }
 
-// Shift needs every query tile live for every KV tile; symmetric shift is built round the diagonal.
+// Shift needs every query tile to be live for every KV tile. Symmetric shift is built around the diagonal.
 DASH_HOST_DEVICE constexpr bool fits(Policy policy, MaskKind mask) {
   if (policy == Policy::kShift) return mask == MaskKind::kFull;
   if (policy == Policy::kSymmetricShift) return mask == MaskKind::kCausal;
@@ -42,7 +42,7 @@ DASH_HOST_DEVICE constexpr bool fits(Policy policy, MaskKind mask) {
 // Whether a KV tile's visits are divided among two work tiles (order.h).
 DASH_HOST_DEVICE constexpr bool divides(Policy policy) { return policy == Policy::kShift; }
 
-// What it depends on whether a policy has a kernel for a call.
+// The properties of a call that decide whether a policy has a kernel for it.
 struct CallKind {
   MaskKind mask;
   HeadDims padded;      // of padded_head_dims
@@ -51,7 +51,8 @@ struct CallKind {
 
   DASH_HOST_DEVICE constexpr bool has_wide_heads() const { return padded.qk > 128 || padded.v > 128; }
 
-  // The mask whose policies have kernels: for wide heads, changed scores and dropout only those of windows have.
+  // The mask whose policies have kernels. For wide heads, changed scores and dropout only the policies of windows have
+  // kernels.
   DASH_HOST_DEVICE constexpr MaskKind mask_of_policies() const {
     return changed_scores || drops || has_wide_heads() ? MaskKind::kWindow : mask;
   }
@@ -65,9 +66,9 @@ DASH_HOST_DEVICE constexpr bool has_kernel(Policy policy, CallKind call) {
 template <Policy P>
 using PolicyConstant = std::integral_constant<Policy, P>;
 
-// Policies that one kernel serves, the one it runs being chosen at run time. `with` is the one place where a policy
-// becomes a type: it calls f(PolicyConstant<policy>{}). A policy that is not in the set is taken for the last member,
-// which therefore is a deterministic one.
+// Policies that one kernel serves, which selects one at run time. `with` is the only place where a policy becomes a
+// type: it calls f(PolicyConstant<policy>{}). A policy that is not in the set is taken for the last member, which
+// therefore must be deterministic.
 template <Policy kFirst, Policy... kRest>
 struct PolicySet {
   static constexpr Policy kAny = kFirst;

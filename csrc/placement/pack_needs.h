@@ -1,35 +1,35 @@
-// What a pass makes of the sequences of a pack: the work and the share of the workspace of each, which packing/plan.h
-// adds up on the device, and the most that these can come to, for the host does not know the lengths. Plain C++: no
-// CUDA or torch, so that tests hold one against the other without a GPU.
+// What a pass needs for the sequences of a pack: the work and the share of the workspace of each, which packing/plan.h
+// adds up on the device, and upper bounds of these sums, because the host does not know the lengths. Plain C++ without
+// CUDA or torch, so that tests compare the two without a GPU.
 #pragma once
 
 #include <cstdint>
 #include <initializer_list>
 
-#include "../config/fixed_point.h"
-#include "../config/tile_shapes.h"
+#include "../contract/fixed_point.h"
+#include "../contract/tile_shapes.h"
 #include "../host_device.h"
 #include "forward_tiles.h"
 #include "head_swizzle.h"
-#include "mask.h"
-#include "policy.h"
+#include "../contract/mask.h"
+#include "../contract/policy.h"
 #include "sequences.h"
-#include "splits.h"
-#include "tile_grid.h"
+#include "../contract/splits.h"
+#include "../contract/tile_grid.h"
 #include "work_tile.h"
 
 namespace dash_attn {
 
-// Of one sequence.
+// The needs of one sequence.
 struct PackNeed {
-  int longest;  // about the steps of the longest of its work tiles
+  int longest;  // about the number of steps of its longest work tile
   int last_heads;
-  int head_swizzle, swizzle_with_turns;  // of the backward alone
+  int head_swizzle, swizzle_with_turns;  // only for the backward
   int splits;
   PackTotals share;
 };
 
-// What comes before it in the pack is told later: begin_after.
+// begin_after sets what depends on the sequences before it.
 DASH_HOST_DEVICE constexpr PackedSequence packed_sequence(int number, Sequence const& lengths, int end_q, int end_k,
                                                           PackNeed const& need) {
   PackedSequence sequence{};
@@ -51,18 +51,19 @@ DASH_HOST_DEVICE constexpr void begin_after(PackedSequence& sequence, PackTotals
   sequence.first_key_chunk = before.key_chunks;
 }
 
-// The rows of a pack, of which some may be of no sequence.
+// The rows of a pack, some of which may belong to no sequence.
 struct PackRows {
   int batch;  // sequences
   int total_q, total_k;
 };
 
-// No totals of a pack are larger, whatever its lengths.
+// Upper bounds of the totals of a pack, whatever its lengths.
 struct PackCapacity {
   int64_t units, query_tiles, split_tiles, key_chunks;
 };
 
-// Of parts of `size` rows into which so many sequences can be cut, each for itself: its last part may be short.
+// The most parts of `size` rows into which `sequences` sequences can be cut, each on its own, with a last part that may
+// be short.
 constexpr int64_t most_parts(int64_t rows, int64_t size, int64_t sequences) {
   auto const smaller = [](int64_t a, int64_t b) { return a < b ? a : b; };
   return smaller(rows, rows / size + smaller(rows, sequences));
@@ -78,7 +79,7 @@ struct ForwardPackRule {
     PackNeed need{};
     need.share.units = ceil_div(sequence.seqlen_q, scheduler.tile_positions);
     if (need.share.units > 0) {
-      // The last query sees no fewer keys than any other, but for those that a window hides at its end.
+      // The last query sees at least as many keys as any other, except for those that a window hides at its end.
       TileGrid const grid{{scheduler.tile_positions, tile.key, 1}, mask_of(mask, sequence)};
       int const last = max_int(0, sequence.seqlen_q - scheduler.tile_positions);
       need.longest = 1 + grid.kv_tiles_of_queries(last, sequence.seqlen_q).count;
@@ -95,8 +96,8 @@ struct ForwardPackRule {
   }
 };
 
-// Scheduled as a batch of sequences of the pack's mean length, which the host knows: how rows are laid in tiles may
-// depend on it, for no bit does. Its number of tiles is the device's to find.
+// A pack is scheduled like a batch of sequences of its mean length, which the host knows: the layout of rows in tiles
+// may depend on it, because no bit depends on the layout. The device finds the number of tiles.
 constexpr ForwardPackRule forward_pack_rule(MaskRule const& mask, PackRows const& rows, int heads, int kv_heads,
                                             HeadDims dims, int ctas, bool drops) {
   Sequence const mean{ceil_div(rows.total_q, rows.batch), ceil_div(rows.total_k, rows.batch)};
@@ -106,7 +107,7 @@ constexpr ForwardPackRule forward_pack_rule(MaskRule const& mask, PackRows const
   return {mask, forward_tile_shape(padded_head_dims(dims.qk, dims.v)), scheduler};
 }
 
-// The backward's units of work are groups of KV tiles of all KV heads, for each split.
+// The backward's units of work are groups of KV tiles of all KV heads, one for each split.
 struct BackwardPackRule {
   MaskRule mask;
   Tiling tiling;
@@ -126,7 +127,7 @@ struct BackwardPackRule {
     need.share.split_tiles = TileScheduler::has_sums_in_memory(policy, grid, need.splits) ? grid.kv_tiles() : 0;
     int const heads = group_size / need.splits;
     int const last = grid.kv_tiles() - 1;
-    int longest = 0;  // in the middle of a window, else at an end
+    int longest = 0;  // under a window in the middle, else at an end
     for (int const kv : {0, last / 2, last}) longest = max_int(longest, grid.query_tiles_of(kv).count);
     need.longest = 1 + longest * heads;
     AllPolicies::with(policy,
@@ -141,7 +142,7 @@ struct BackwardPackRule {
 
   constexpr PackCapacity most(PackRows const& rows) const {
     int64_t const could_be_split = rows.total_q / fewest_queries_of_splits(group_size, tiling);
-    // Or have a second KV tile, where these are divided.
+    // Sequences with a second KV tile, if KV tiles are divided.
     int64_t const could_be_in_parts = divides(policy) ? rows.total_k / (tiling.key + 1) : 0;
     int64_t const could_have_sums = could_be_split + could_be_in_parts;
     int64_t const split = could_have_sums < rows.batch ? could_have_sums : rows.batch;

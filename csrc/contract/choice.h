@@ -1,4 +1,4 @@
-// What schedule="..." of a call means, and what is said where it means nothing. Host only.
+// What schedule="..." of a call means, and the error if it means nothing. Host only.
 #pragma once
 
 #include <optional>
@@ -10,7 +10,7 @@
 
 namespace dash_attn {
 
-// One that users can choose and that has a kernel for the call; none otherwise.
+// The policy, if users can choose it and it has a kernel for the call; otherwise none.
 inline std::optional<Policy> chosen_policy(std::string_view schedule, CallKind call) {
   if (schedule == "auto") return automatic_policy(call.mask_of_policies(), call.padded);
   for (int i = 0; i < kNumUserPolicies; ++i) {
@@ -20,7 +20,7 @@ inline std::optional<Policy> chosen_policy(std::string_view schedule, CallKind c
   return std::nullopt;
 }
 
-// Why the schedule is none of those.
+// The error for a schedule for which chosen_policy returns none.
 inline std::string refused_schedule(std::string_view schedule, CallKind call) {
   if (schedule == kPolicyNames[static_cast<int>(Policy::kOrderFree)]) {
     return std::string("schedule='order_free' supports plain scores and dropout up to head dim 128; got ") +
