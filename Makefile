@@ -4,6 +4,7 @@ PYTHON ?= python3
 VENV ?= .venv
 TORCH ?= torch==2.13.0
 PREPARE = $(PYTHON) build_support/prepare.py $(VENV) $(TORCH)
+PREPARE_TESTS = $(PREPARE) test test-frameworks
 
 # Without a GPU, `make demo` and `make test` leave out the kernels, which take long to compile; DASH_ATTN_SKIP_CUDA=0
 # compiles them. `make test-all` and `make build` compile them wherever nvcc is.
@@ -21,14 +22,16 @@ demo:
 	$(VENV)/bin/python -m dash_attn.demo
 
 # Every part in at most five minutes on two cores; tests that take long or are one of many of a kind are marked slow.
-test: build
+test:
+	$(PREPARE_TESTS)
 	$(PYTEST) -m "not slow"
 
-test-all: build
+test-all:
+	$(PREPARE_TESTS)
 	$(PYTEST)
 
 build:
-	$(PREPARE) test test-frameworks
+	$(PREPARE_TESTS)
 
 lint:
 	$(PREPARE) lint --no-build

@@ -97,6 +97,8 @@ def why_not_one_build(*paths: pathlib.Path) -> str | None:
     """None, or the problem that the libraries were built from different sources."""
     identities = [identity(path) for path in paths]
     hashes = [found.sources if found else "unknown" for found in identities]
+    if paths and not any(identities):
+        return f"the libraries in {paths[0].parent} do not state their sources: install dash_attn again"
     if len(set(hashes)) <= 1:
         return None
     built = ", ".join(f"{path.name} from {sources}" for path, sources in zip(paths, hashes))

@@ -61,8 +61,8 @@ def main_kernels(binary, pass_: str) -> list[tuple[str, str, check_kernels.Kerne
 
 
 def test_list_of_variants_is_complete():
-    """Both passes for every dtype, head dims and mask, of a changed score for the masks that served_mask of
-    csrc/launch/scores.h leaves; the backward with every set of the policies that csrc/contract/policy.h names."""
+    """Both passes for every dtype, head dims and mask, of a changed score for the masks of csrc/contract/served_mask.h;
+    the backward with every set of the policies that csrc/contract/policy.h names."""
     capped_causal, dropped = ("96", "128", "256"), ("64", "128")
     forward, backward = set(), set()
     for dtype, dims in itertools.product(("BFloat16", "Float16"), ("64", "96", "128", "192x128", "192", "256")):

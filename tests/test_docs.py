@@ -132,7 +132,8 @@ def test_distributed_program(shell, tmp_path):
     done = shell(
         blocks(page, "bash")[0].replace("torchrun", "torchrun --rdzv-backend c10d --rdzv-endpoint localhost:0")
     )
-    assert done.returncode == 0 and {"0 True", "1 True"} <= set(done.stdout.splitlines()), done.stdout + done.stderr
+    # Two processes write to one pipe, so their lines may mix.
+    assert done.returncode == 0 and done.stdout.count("True") == 2, done.stdout + done.stderr
 
 
 def test_foreign_forward(monkeypatch):

@@ -85,11 +85,24 @@ def test_the_hash_sees_every_name_and_every_byte(sources):
     assert build_record.source_hash(sources / "csrc") == hashes[2]
 
 
+def wrong_tags(folder: pathlib.Path, version: str) -> list[str]:
+    tags = git(folder, "tag", "--points-at", "HEAD").split()
+    return [tag for tag in tags if re.match(r"v\d", tag) and tag != f"v{version}"]
+
+
 def test_a_tagged_commit_has_the_version_of_its_tag():
     if not (ROOT / ".git").exists():
         pytest.skip("these tests are not in a checkout")
-    tags = [tag for tag in git(ROOT, "tag", "--points-at", "HEAD").split() if re.match(r"v\d", tag)]
-    assert tags in ([], [f"v{dash_attn.__version__}"])
+    assert wrong_tags(ROOT, dash_attn.__version__) == []
+
+
+def test_a_wrong_tag_is_found(sources):
+    git(sources, "init", "-q")
+    git(sources, "add", ".")
+    git(sources, "commit", "-q", "-m", "inner")
+    for tag in ("v1.2.3", "v1.2.4", "other"):
+        git(sources, "tag", tag)
+    assert wrong_tags(sources, "1.2.3") == ["v1.2.4"]
 
 
 def test_this_installation_is_of_one_build():
@@ -128,6 +141,9 @@ def test_info_tells_of_libraries_that_do_not_belong_together(folder):
     (folder / "_C.abi3.so").write_bytes(b"older")
     problems = info._build()["problems"]
     assert "_C.abi3.so from unknown" in problems[0]
+    for name in ("_autograd", "_schedule"):
+        (folder / f"{name}.abi3.so").write_bytes(b"older")
+    assert f"the libraries in {folder} do not state their sources: install dash_attn again" in info._build()["problems"]
     assert problems[1:] == ["_C.abi3.so does not state what it was built from: install dash_attn again"]
 
 

@@ -83,7 +83,7 @@ def test_includes_point_downwards(source):
 
 
 @pytest.mark.parametrize("source", [s for s in SOURCES if is_plain(s)], ids=relative)
-def test_schedules_and_model_are_plain_cpp(source):
+def test_plain_layers_are_plain_cpp(source):
     other = [name for quote, name in includes(source) if quote == "<" and not STANDARD_HEADER.match(name)]
     other += [name for quote, name in includes(source) if quote == '"' and not is_plain(resolve(source, name))]
     assert not other, f"{relative(source)} includes {other}: only the C++ standard library may be used here"

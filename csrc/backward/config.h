@@ -4,14 +4,14 @@
 
 #include <cstdint>
 
-#include "../placement/pipeline.h"
+#include "../contract/order.h"
+#include "../contract/policy.h"
+#include "../contract/tile_grid.h"
 #include "../contract/tile_shapes.h"
 #include "../device/gemm.h"
 #include "../device/score.h"
 #include "../device/sm90.h"
-#include "../contract/order.h"
-#include "../contract/policy.h"
-#include "../contract/tile_grid.h"
+#include "../placement/pipeline.h"
 
 namespace dash_attn::backward {
 

@@ -3,10 +3,10 @@
 
 #include <type_traits>
 
+#include "../contract/mask.h"
 #include "../device/fragment.h"
 #include "../device/ptx.h"
 #include "../device/score.h"
-#include "../contract/mask.h"
 
 namespace dash_attn::backward {
 

@@ -74,9 +74,7 @@ struct Attention : torch::autograd::Function<Attention> {
     data["causal"] = options.mask.causal;
     data["schedule"] = options.schedule;
     data["sm_margin"] = options.sm_margin;
-    if (const WindowArguments& window = options.mask.window; window.exists()) {
-      data[kWindow] = std::vector<int64_t>{window.left, window.right, window.attention_chunk};
-    }
+    if (!options.mask.window.is_default()) { data[kWindow] = options.mask.window.numbers(); }
     if (options.has_sinks) { data[kHasSinks] = true; }
     if (options.softcap != 0) { data[kSoftcap] = options.softcap; }
     const DropoutArguments& dropout = options.dropout;
@@ -96,10 +94,7 @@ struct Attention : torch::autograd::Function<Attention> {
     const Tensor &dout = gradients_of_outputs[0], &dlse = gradients_of_outputs[1];
     if (!dout.defined() && !dlse.defined()) { return variable_list(count + kOptions); }
     MaskArguments mask{data["causal"].toBool(), {}};
-    if (has(kWindow)) {
-      const std::vector<int64_t> numbers = data[kWindow].toIntVector();
-      mask.window = {numbers[0], numbers[1], numbers[2]};
-    }
+    if (has(kWindow)) { mask.window = WindowArguments::of(data[kWindow].toIntVector()); }
     const auto constant = [&](size_t i) {
       const Tensor tensor = constants ? saved[count + 2 + i] : Tensor();
       return tensor.defined() ? std::optional<Tensor>(tensor) : std::nullopt;

@@ -1,10 +1,12 @@
 // Arguments of ops that belong together (flat_arguments.h), for both of torch's C++ APIs: `Tensor` is at::Tensor or the
-// stable ABI's. No other code on the way from the ops to the kernels names them one by one.
+// stable ABI's. Between the ops' schemas (autograd.cpp) and the kernels, an argument is named only where it is checked
+// and where it gets its meaning.
 #pragma once
 
 #include <cstdint>
 #include <optional>
 #include <tuple>
+#include <vector>
 
 #include "contract/mask.h"
 
@@ -16,10 +18,23 @@ struct WindowArguments {
   int64_t left = -1, right = -1;  // keys before and after the query's own; negative: no bound
   int64_t attention_chunk = 0;    // 0: no chunks
 
-  bool exists() const { return left >= 0 || right >= 0 || attention_chunk > 0; }
-
   static constexpr auto kMembers =
       std::make_tuple(&WindowArguments::left, &WindowArguments::right, &WindowArguments::attention_chunk);
+
+  bool is_default() const {
+    return std::apply([&](auto... m) { return (... && (this->*m == WindowArguments{}.*m)); }, kMembers);
+  }
+
+  // The members, as autograd saves them for the backward.
+  std::vector<int64_t> numbers() const {
+    return std::apply([&](auto... m) { return std::vector<int64_t>{this->*m...}; }, kMembers);
+  }
+  static WindowArguments of(const std::vector<int64_t>& numbers) {
+    WindowArguments window;
+    auto next = numbers.begin();
+    std::apply([&](auto... m) { (..., (window.*m = *next++)); }, kMembers);
+    return window;
+  }
 };
 
 struct MaskArguments {

@@ -20,10 +20,10 @@
 #include <tuple>
 #include <utility>
 
+#include "contract/choice.h"
 #include "contract/tile_shapes.h"
 #include "flat_arguments.h"
 #include "op_records.h"
-#include "contract/choice.h"
 #include "placement/sequences.h"
 
 namespace dash_attn {

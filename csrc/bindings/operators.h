@@ -29,17 +29,17 @@ using OptionalTensor = const std::optional<Tensor>&;
 using Outputs = std::tuple<Tensor, Tensor>;
 
 // The kernels' ops.
-using ForwardKernel = FlatSignature<void(const Tensor&, const Tensor&, const Tensor&, Tensor, Tensor,
-                                         const PackTensors&, const ScoreTensors&, double, double, const MaskArguments&,
-                                         int64_t, const KernelDropout&)>;
-using PagesKernel = FlatSignature<void(const Tensor&, const Tensor&, const Tensor&, Tensor, Tensor, const Tensor&,
-                                       OptionalTensor, const Pages&, const ScoreTensors&, double, double,
-                                       const MaskArguments&, int64_t)>;
-using BackwardKernel = FlatSignature<void(const BackwardTensors&, const PackTensors&, const ScoreTensors&,
-                                          const ScoreGradients&, double, double, const MaskArguments&, int64_t, int64_t,
-                                          const KernelDropout&)>;
-using BitsKernel = FlatSignature<void(Tensor, const Tensor&, double, int64_t, int64_t, int64_t, int64_t, int64_t,
-                                      int64_t, bool, int64_t, const MaskArguments&, int64_t)>;
+using ForwardKernelOp = FlatSignature<void(const Tensor&, const Tensor&, const Tensor&, Tensor, Tensor,
+                                           const PackTensors&, const ScoreTensors&, double, double,
+                                           const MaskArguments&, int64_t, const KernelDropout&)>;
+using PagesKernelOp = FlatSignature<void(const Tensor&, const Tensor&, const Tensor&, Tensor, Tensor, const Tensor&,
+                                         OptionalTensor, const Pages&, const ScoreTensors&, double, double,
+                                         const MaskArguments&, int64_t)>;
+using BackwardKernelOp = FlatSignature<void(const BackwardTensors&, const PackTensors&, const ScoreTensors&,
+                                            const ScoreGradients&, double, double, const MaskArguments&, int64_t,
+                                            int64_t, const KernelDropout&)>;
+using BitsKernelOp = FlatSignature<void(Tensor, const Tensor&, double, int64_t, int64_t, int64_t, int64_t, int64_t,
+                                        int64_t, bool, int64_t, const MaskArguments&, int64_t)>;
 
 inline bool has_queries(const Tensor& q, const PackTensors& pack) {
   return q.numel() != 0 && !(pack.exists() && pack.cu_seqlens_q->numel() == 1);
@@ -156,7 +156,7 @@ inline KernelDropout for_kernels(const DropoutArguments& given, const Tensor& q,
       at::empty({batch, heads, blocks(seqlen_q), blocks(seqlen_k), dropout::kBlockBytes}, q.options().dtype(at::kByte));
   // Which of them a mask leaves out depends on the lengths of each sequence.
   const MaskArguments of_bits = is_pack ? MaskArguments{} : mask;
-  call_flat(DASH_OP("dash_attn_C::dropout_bits", BitsKernel), bits, state, given.p, seqlen_q, seqlen_k,
+  call_flat(DASH_OP("dash_attn_C::dropout_bits", BitsKernelOp), bits, state, given.p, seqlen_q, seqlen_k,
             /*first_head=*/int64_t{0}, heads, /*first_query=*/int64_t{0}, /*first_key=*/int64_t{0},
             /*of_flash_attention_2=*/false, int64_t{dropout::kDefaultRounds}, of_bits, sm_margin.expect_int());
   return {bits, std::nullopt, given.p};
@@ -184,9 +184,9 @@ inline Outputs forward(const Tensor& q, const Tensor& k, const Tensor& v, const 
     return {out, softmax_lse};
   }
   const PositiveScale scaled(q, softmax_scale);
-  call_flat(DASH_OP("dash_attn_C::forward", ForwardKernel), addressable(scaled.q), addressable(k), addressable(v), out,
-            softmax_lse, pack, for_kernels(scores), scaled.softmax_scale, scores.softcap, mask, sm_margin.expect_int(),
-            for_kernels(dropout, q, k, pack, mask, sm_margin));
+  call_flat(DASH_OP("dash_attn_C::forward", ForwardKernelOp), addressable(scaled.q), addressable(k), addressable(v),
+            out, softmax_lse, pack, for_kernels(scores), scaled.softmax_scale, scores.softcap, mask,
+            sm_margin.expect_int(), for_kernels(dropout, q, k, pack, mask, sm_margin));
   return {out, softmax_lse};
 }
 
@@ -225,7 +225,7 @@ inline Outputs forward_of_pages(const Tensor& q, const Tensor& k, const Tensor& 
   }
   const PositiveScale scaled(q, softmax_scale);
   const Pages of_kernels{pages.block_table.contiguous(), pages.seqused_k, pages.page_rows, pages.page_distance};
-  call_flat(DASH_OP("dash_attn_C::forward_of_pages", PagesKernel), addressable(scaled.q), addressable(k),
+  call_flat(DASH_OP("dash_attn_C::forward_of_pages", PagesKernelOp), addressable(scaled.q), addressable(k),
             addressable(v), out, softmax_lse, cu_seqlens_q, seqused_q, of_kernels, for_kernels(scores),
             scaled.softmax_scale, scores.softcap, mask, sm_margin.expect_int());
   return {out, softmax_lse};
@@ -305,7 +305,7 @@ inline void backward(const BackwardTensors& x, const PackTensors& pack, double s
   const Tensor targets[] = {target_of(x.dq), target_of(x.dk), target_of(x.dv)};
   const BackwardTensors of_kernels{addressable(x.dout), addressable(scaled.q), addressable(x.k), addressable(x.v),
                                    addressable(x.out), x.softmax_lse.contiguous(), targets[0], targets[1], targets[2]};
-  call_flat(DASH_OP("dash_attn_C::backward", BackwardKernel), of_kernels, pack, for_kernels(scores),
+  call_flat(DASH_OP("dash_attn_C::backward", BackwardKernelOp), of_kernels, pack, for_kernels(scores),
             ScoreGradients{contiguous(dsoftmax_lse), dsinks}, scaled.softmax_scale, softcap, mask,
             static_cast<int64_t>(policy), sm_margin.expect_int(),
             for_kernels(dropout, x.q, x.k, pack, mask, sm_margin));

@@ -12,14 +12,14 @@
 #include <vector>
 
 #include "../contract/fixed_point.h"
-#include "../placement/pipeline.h"
-#include "../contract/tile_shapes.h"
-#include "../model/problem.h"
-#include "../placement/head_swizzle.h"
 #include "../contract/order.h"
 #include "../contract/policy.h"
 #include "../contract/splits.h"
 #include "../contract/tile_grid.h"
+#include "../contract/tile_shapes.h"
+#include "../model/problem.h"
+#include "../placement/head_swizzle.h"
+#include "../placement/pipeline.h"
 #include "../placement/work_tile.h"
 #include "dropout_bindings.h"
 #include "pack_bindings.h"

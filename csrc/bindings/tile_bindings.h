@@ -12,8 +12,8 @@
 #include <tuple>
 #include <utility>
 
-#include "../placement/forward_tiles.h"
 #include "../contract/tile_grid.h"
+#include "../placement/forward_tiles.h"
 
 namespace dash_attn {
 

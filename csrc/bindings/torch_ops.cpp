@@ -17,10 +17,10 @@
 #include "bindings/flat_arguments.h"
 #include "bindings/op_checks.h"
 #include "bindings/op_records.h"
+#include "contract/policy.h"
 #include "contract/tile_shapes.h"
 #include "dropout/mask.h"
 #include "launch/arguments.h"
-#include "contract/policy.h"
 
 namespace dash_attn {
 namespace {
@@ -226,7 +226,7 @@ class Workspace {
  public:
   explicit Workspace(int32_t device) : device_(device) {}
 
-  AllocateWorkspace allocate() {
+  AllocateWorkspace allocator() {
     return [this](int64_t bytes) {
       memory_ = empty_bytes(bytes, device_);
       return memory_->data_ptr();
@@ -249,7 +249,7 @@ void forward(const Tensor& q, const Tensor& k, const Tensor& v, Tensor out, Tens
   arguments.out = view_of(out, "out", inputs.out, inputs.dtype, inputs.device);
   const torch::stable::accelerator::DeviceGuard guard(inputs.device);
   Workspace workspace(inputs.device);
-  run_forward(arguments, workspace.allocate(), current_stream(inputs.device));
+  run_forward(arguments, workspace.allocator(), current_stream(inputs.device));
 }
 
 // The forward of a pack whose keys lie in pages. The rows of k and v are those of all pages.
@@ -278,7 +278,7 @@ void forward_of_pages(const Tensor& q, const Tensor& k, const Tensor& v, Tensor 
                      static_cast<int>(pages.page_rows), static_cast<int>(pages.page_distance)};
   const torch::stable::accelerator::DeviceGuard guard(inputs.device);
   Workspace workspace(inputs.device);
-  run_forward(arguments, workspace.allocate(), current_stream(inputs.device));
+  run_forward(arguments, workspace.allocator(), current_stream(inputs.device));
 }
 
 // Reads what both backward ops have, and fills in the arguments that follow from it.
@@ -293,7 +293,7 @@ Inputs read_backward(const BackwardInputs& x, const PackTensors& pack, const Sco
     arguments.dsoftmax_lse = checked_lse(*dsoftmax_lse, "dsoftmax_lse", inputs.query, inputs.device);
   }
   STD_TORCH_CHECK(schedule >= 0 && schedule < kNumPolicies, "schedule is ", schedule,
-                  ", expected the number of a policy");
+                  ", expected a policy's number, 0 to ", kNumPolicies - 1);
   arguments.policy = static_cast<Policy>(schedule);
   return inputs;
 }
@@ -317,7 +317,7 @@ void backward(const BackwardInputs& x, Tensor dq, Tensor dk, Tensor dv, const Pa
 
   const torch::stable::accelerator::DeviceGuard guard(device);
   Workspace workspace(device);
-  run_backward(arguments, workspace.allocate(), current_stream(device));
+  run_backward(arguments, workspace.allocator(), current_stream(device));
 }
 
 // Contiguous fp32 sums of so many elements at least; the kernels move 16 bytes of them at a time.
@@ -370,7 +370,7 @@ void backward_of_chunks(const BackwardInputs& x, Tensor dq_sums, Tensor key_sums
 
   const torch::stable::accelerator::DeviceGuard guard(device);
   Workspace workspace(device);
-  run_backward(arguments, workspace.allocate(), current_stream(device));
+  run_backward(arguments, workspace.allocator(), current_stream(device));
 }
 
 }  // namespace

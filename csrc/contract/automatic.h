@@ -6,8 +6,8 @@
 // CHANGELOG.md.
 #pragma once
 
-#include "tile_shapes.h"
 #include "policy.h"
+#include "tile_shapes.h"
 
 namespace dash_attn {
 

@@ -32,7 +32,7 @@ inline std::string refused_schedule(std::string_view schedule, CallKind call) {
   }
   text += call.changed_scores || call.drops ? " with softcap, alibi_slopes or dropout"
           : call.has_wide_heads()           ? " at head dims above 128"
-                                  : std::string(" under the ") + kMaskNames[static_cast<int>(call.mask)] + " mask";
+                                    : std::string(" under the ") + kMaskNames[static_cast<int>(call.mask)] + " mask";
   return text.append(", got '").append(schedule).append("'");
 }
 

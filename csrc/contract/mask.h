@@ -27,6 +27,13 @@ inline constexpr const char* kMaskNames[kNumMasks] = {"full", "causal", "window"
 // Whether every query that sees a key sees all keys before it.
 DASH_HOST_DEVICE constexpr bool starts_at_first_key(MaskKind kind) { return kind != MaskKind::kWindow; }
 
+// Whether a query tile of the forward has rows of one head alone and tiles begin at the first query. Under a window, a
+// value of V that is not finite may spoil rows beside those that see it, and the bits of dropout come in blocks of a
+// head's rows: which rows share a tile must then follow from the sequence alone.
+DASH_HOST_DEVICE constexpr bool fixes_rows_of_tiles(MaskKind kind, bool drops) {
+  return kind == MaskKind::kWindow || drops;
+}
+
 inline constexpr int kUnbounded = (1 << 30) - 1;  // more keys than a sequence has: lengths are smaller
 
 // The query's own key is p = query + seqlen_k - seqlen_q: the last query's own key is the last key. A query sees keys p

@@ -4,9 +4,9 @@
 
 #include <type_traits>
 
-#include "tile_shapes.h"
 #include "../host_device.h"
 #include "mask.h"
+#include "tile_shapes.h"
 
 namespace dash_attn {
 

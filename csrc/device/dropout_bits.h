@@ -4,8 +4,8 @@
 #include <cstdint>
 #include <type_traits>
 
-#include "../dropout/fragment.h"
 #include "../contract/mask.h"
+#include "../dropout/fragment.h"
 #include "elements.h"
 #include "gemm.h"
 #include "ptx.h"

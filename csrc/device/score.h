@@ -12,12 +12,10 @@
 
 #include <cstdint>
 
+#include "../contract/served_mask.h"
 #include "ptx.h"
 
 namespace dash_attn {
-
-enum class ScoreKind : int { kPlain, kSoftcap, kAlibi, kDropout };
-inline constexpr const char* kScoreNames[] = {"plain", "softcap", "alibi", "dropout"};
 
 struct ScoreParams {
   float scale_log2;          // log2(e) times the factor of x

@@ -4,6 +4,7 @@
 
 #include <cstdint>
 
+#include "../contract/tile_grid.h"
 #include "../contract/tile_shapes.h"
 #include "../device/barrier.h"
 #include "../device/gemm.h"
@@ -12,7 +13,6 @@
 #include "../device/sm90.h"
 #include "../dropout/mask.h"
 #include "../placement/forward_tiles.h"
-#include "../contract/tile_grid.h"
 
 namespace dash_attn::forward {
 

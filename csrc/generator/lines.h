@@ -5,9 +5,9 @@
 #include <cstdint>
 #include <type_traits>
 
+#include "../contract/mask.h"
 #include "../contract/tile_shapes.h"
 #include "../dropout/mask.h"
-#include "../contract/mask.h"
 #include "divisor.h"
 
 namespace dash_attn::dropout {

@@ -3,8 +3,8 @@
 
 #include <cstdint>
 
-#include "../dropout/mask.h"
 #include "../contract/mask.h"
+#include "../dropout/mask.h"
 
 namespace dash_attn::dropout {
 

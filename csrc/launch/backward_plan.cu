@@ -5,9 +5,10 @@
 #include <string>
 
 #include "../backward/config.h"
+#include "../contract/splits.h"
 #include "../placement/finishing.h"
 #include "../placement/head_swizzle.h"
-#include "../contract/splits.h"
+#include "pack_plan.h"
 #include "scores.h"
 #include "self_check.h"
 #include "stages.h"
@@ -75,8 +76,8 @@ void check_launchable(const BackwardPlan& plan) {
   const BackwardArguments& a = plan.call;
   const TileShape tile = tile_of(a);
   const int64_t blocks = plan.capacity.query_tiles * plan.kernel->preprocess_blocks;
-  // Each has at most so many semaphores of sums.
-  const int64_t semaphores = plan.num_groups * (divides(a.policy) ? 8 : 2);
+  // Each KV tile of a group has at most so many semaphores of sums.
+  const int64_t semaphores = plan.num_groups * plan.kernel->cluster_size * (divides(a.policy) ? 8 : 2);
   if (blocks * a.heads > INT32_MAX || plan.capacity.key_chunks * a.kv_heads > INT32_MAX || semaphores > INT32_MAX) {
     throw std::runtime_error("dash_attn: batch * heads * seqlen is too large: " + std::to_string(a.batch) + " * " +
                              std::to_string(a.heads) + " * " + std::to_string(std::max(a.seqlen_q, a.seqlen_k)) +
@@ -139,6 +140,8 @@ BackwardPlan plan_backward(const BackwardArguments& call) {
   plan.num_groups = num_groups(plan);
   check_launchable(plan);
   params.num_groups = int(plan.num_groups);
+  // With a margin, a kernel that starts early would take SMs beside those of the kernel before it.
+  plan.starts_early = a.sm_margin == 0;
   plan.ctas = min_int(params.num_groups, a.num_sms / plan.kernel->cluster_size) * plan.kernel->cluster_size;
 
   params.finishes_dq = plan.kernel->may_finish_dq && pays_to_finish_dq(a, plan.grid);
@@ -215,7 +218,7 @@ void run_backward(const BackwardArguments& call, const AllocateWorkspace& alloca
   if (call.is_pack()) { launch_pack_plan(plan, stream); }
   if (plan.is_order_free()) { launch_statistics(plan, stream); }
   launch_preprocess(plan, stream);
-  plan.kernel->launch(plan.params, plan.ctas, /*starts_early=*/call.sm_margin == 0, stream);
+  plan.kernel->launch(plan.params, plan.ctas, plan.starts_early, stream);
   if (!plan.finishes_dq() && (!call.carries() || call.carried.dq_ends)) { launch_convert(plan, stream); }
   if (call.dsinks) { launch_sinks(plan, stream); }
 }

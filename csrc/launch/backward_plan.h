@@ -5,9 +5,9 @@
 #include <cstdint>
 
 #include "../backward/params.h"
-#include "../placement/pack_needs.h"
 #include "../contract/policy.h"
 #include "../contract/tile_grid.h"
+#include "../placement/pack_needs.h"
 #include "arguments.h"
 #include "kernels.h"
 #include "workspace.h"
@@ -15,14 +15,18 @@
 namespace dash_attn {
 
 struct BackwardPlan {
-  BackwardArguments call;  // with the mask that the kernels beside the main one see (scores.h)
+  // With the mask that the kernels beside the main one see. Unless the call carries sums, the main kernel sees it too.
+  BackwardArguments call;
   const BackwardKernel* kernel;
-  TileGrid grid;                  // of a dense batch, as the main kernel sees it
-  BackwardPackRule pack_rule;     // of a pack
-  PackCapacity capacity;          // of a pack, whose lengths the host does not know, no less than any lengths take
-  int64_t num_groups;             // of KV tiles: the numbers that the work counter hands out; likewise
-  backward::KernelParams params;  // complete but for what lies in the workspace
+  TileGrid grid;               // of a dense batch, as the main kernel sees it
+  BackwardPackRule pack_rule;  // of a pack
+  // What the call needs, and the numbers that the work counter hands out, one for each group of KV tiles. For a pack,
+  // whose lengths the host does not know, both are upper bounds.
+  PackCapacity capacity;
+  int64_t num_groups;
+  backward::KernelParams params;  // complete except for what lies in the workspace
   int ctas;
+  bool starts_early;  // kernels may start before the previous one has ended
 
   PackArrays pack;  // in the workspace
   int num_split_semaphores;  // of splits and of first parts

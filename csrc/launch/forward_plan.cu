@@ -6,6 +6,7 @@
 
 #include "../placement/forward_tiles.h"
 #include "check.h"
+#include "pack_plan.h"
 #include "scores.h"
 #include "self_check.h"
 #include "tensor_map.h"
@@ -31,12 +32,12 @@ PackRows rows_of_sequences(const ForwardArguments& a) {
   return rows;
 }
 
-forward::QueryTileScheduler make_scheduler(const ForwardArguments& a, const ForwardPackRule& pack_rule) {
+forward::QueryTileScheduler make_scheduler(const ForwardPlan& plan) {
+  const ForwardArguments& a = plan.call;
   static_assert(forward::kMostPackedHeads == kWarpgroupRows && forward::kWarpgroupRowsOfTile == kWarpgroupRows);
   if (a.is_pack()) {
-    forward::QueryTileScheduler s = pack_rule.scheduler;
-    // No fewer than there are: the host does not know the lengths.
-    s.num_tiles = checked_num_tiles(a, pack_rule.most(rows_of_sequences(a)).units * s.head_groups);
+    forward::QueryTileScheduler s = plan.pack_rule.scheduler;
+    s.num_tiles = checked_num_tiles(a, plan.capacity.units * s.head_groups);
     return s;
   }
   const Mask mask = mask_of(a.mask, a.sequence());
@@ -70,10 +71,12 @@ ForwardPlan plan_forward(const ForwardArguments& call) {
   a.mask = kernel_mask(call, call.pages.exists());
   plan.kernel = &forward_kernel_of(call, a.mask);
   if (a.is_pack()) {
-    plan.pack_rule = forward_pack_rule(a.mask, rows_of_sequences(a), a.heads, a.kv_heads, a.head_dims, a.num_sms, a.drops());
+    const PackRows rows = rows_of_sequences(a);
+    plan.pack_rule = forward_pack_rule(a.mask, rows, a.heads, a.kv_heads, a.head_dims, a.num_sms, a.drops());
+    plan.capacity = plan.pack_rule.most(rows);
   }
   forward::KernelParams& params = plan.params;
-  params.scheduler = make_scheduler(a, plan.pack_rule);
+  params.scheduler = make_scheduler(plan);
   make_tensor_maps(a, *plan.kernel, params);
   params.softmax_lse = a.softmax_lse;
   params.lse_head_stride = a.seqlen_q;
@@ -87,13 +90,10 @@ ForwardPlan plan_forward(const ForwardArguments& call) {
 }
 
 int64_t place_workspace(ForwardPlan& plan, void* base) {
-  const forward::QueryTileScheduler& scheduler = plan.params.scheduler;
   WorkspaceAllocator allocator(base);
-  if (scheduler.takes_tiles) { allocator.take(plan.params.tiles_taken, 1); }
+  if (plan.params.scheduler.takes_tiles) { allocator.take(plan.params.tiles_taken, 1); }
   if (plan.call.is_pack()) {
-    PackCapacity capacity{};
-    capacity.units = scheduler.num_tiles / scheduler.head_groups;
-    plan.pack = take_pack_arrays(allocator, plan.call.batch, capacity);
+    plan.pack = take_pack_arrays(allocator, plan.call.batch, plan.capacity);
     plan.params.pack = plan.pack.view();
   }
   return allocator.bytes;

@@ -15,7 +15,8 @@ struct ForwardPlan {
   ForwardArguments call;         // with the mask that its kernel serves (scores.h)
   const ForwardKernel* kernel;
   ForwardPackRule pack_rule;     // of a pack
-  forward::KernelParams params;  // complete but for what lies in the workspace
+  PackCapacity capacity;         // of a pack: an upper bound of what its sequences need
+  forward::KernelParams params;  // complete except for what lies in the workspace
   int ctas;
 
   PackArrays pack;  // in the workspace
@@ -27,8 +28,5 @@ ForwardPlan plan_forward(const ForwardArguments& call);
 // Cuts the workspace that starts at `base` into the plan's arrays and returns its size. With a null `base` only the
 // size means anything.
 int64_t place_workspace(ForwardPlan& plan, void* base);
-
-// Launches the kernel that plans the work of a pack (packing/plan.h) and clears what belongs to no sequence.
-void launch_pack_plan(const ForwardPlan& plan, cudaStream_t stream);
 
 }  // namespace dash_attn

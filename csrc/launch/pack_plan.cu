@@ -1,9 +1,9 @@
+#include "pack_plan.h"
+
 #include "../dropout/mask.h"
 #include "../packing/plan.h"
 #include "../placement/pack_needs.h"
-#include "forward_plan.h"
 #include "launch.h"
-#include "stages.h"
 
 namespace dash_attn {
 namespace {

@@ -3,7 +3,7 @@
 
 #include <cmath>
 
-#include "../contract/tile_shapes.h"
+#include "../contract/served_mask.h"
 #include "../device/dropout_bits.h"
 #include "../device/score.h"
 #include "arguments.h"
@@ -13,17 +13,6 @@ namespace dash_attn {
 inline ScoreKind score_kind(const AttentionArguments& a) {
   if (a.drops()) { return ScoreKind::kDropout; }
   return a.softcap > 0 ? ScoreKind::kSoftcap : a.alibi_slopes ? ScoreKind::kAlibi : ScoreKind::kPlain;
-}
-
-// The mask of the kernel that serves a call. Few masks have kernels of their own for scores other than the plain one:
-// the causal mask for softcaps at head dims 96, 128 and 256, and every mask for dropout at 64 and 128. All others are
-// served as a window, possibly without bounds.
-inline MaskRule served_mask(ScoreKind score, HeadDims padded, const MaskRule& mask) {
-  const bool is_causal = mask.kind == MaskKind::kCausal;
-  const bool has_kernel = (score == ScoreKind::kSoftcap && is_causal && padded.qk != 64 && padded.qk != 192) ||
-                          (score == ScoreKind::kDropout && (padded.qk == 64 || padded.qk == 128));
-  if (score == ScoreKind::kPlain || mask.kind == MaskKind::kWindow || has_kernel) { return mask; }
-  return {MaskKind::kWindow, {kUnbounded, is_causal ? 0 : kUnbounded, 0}};
 }
 
 // The call's mask as its kernel sees it. Kernels that carry sums and kernels that read pages serve every mask as a

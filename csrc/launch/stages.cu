@@ -5,7 +5,6 @@
 #include "../backward/preprocess.h"
 #include "../backward/sinks.h"
 #include "launch.h"
-#include "scores.h"
 #include "stages.h"
 #include "variant.h"
 
@@ -75,14 +74,14 @@ void launch_preprocess(const BackwardPlan& plan, cudaStream_t stream) {
     params.num_work_counters = plan.num_work_counters;
     params.softmax_lse = a.softmax_lse;
     params.dsoftmax_lse = a.dsoftmax_lse;
-    params.lse_batch_stride = int64_t(a.heads) * a.seqlen_q;
-    params.lse_head_stride = a.seqlen_q;
+    params.lse_batch_stride = plan.params.lse_batch_stride;
+    params.lse_head_stride = plan.params.lse_head_stride;
     params.kept = 1 - a.dropout.p;
     const auto kernel = with_order_free<Geometry>(
         plan, [](auto order_free) { return &backward::preprocess_kernel<Geometry, order_free()>; });
     launch("the backward's preprocess kernel", kernel, params,
            grid_of(a, params.num_blocks, backward::kPreprocessThreads, 0), stream,
-           {starts_before_previous_ends(plan.is_order_free() && a.sm_margin == 0)});
+           {starts_before_previous_ends(plan.is_order_free() && plan.starts_early)});
   });
 }
 
@@ -96,12 +95,12 @@ void launch_convert(const BackwardPlan& plan, cudaStream_t stream) {
     params.call = sequences_of(plan);
     params.num_blocks = int(plan.capacity.query_tiles * a.heads);
     params.head_dim = a.head_dims.qk;
-    params.dq_scale = a.softmax_scale * make_bits_view(a).scale;
+    params.dq_scale = plan.params.scale_of_sums;
     params.continues = a.carried.dq_continues;
     const auto kernel = with_order_free<Geometry>(
         plan, [](auto order_free) { return &backward::convert_kernel<Geometry, order_free()>; });
     launch("the conversion of dQ", kernel, params, grid_of(a, params.num_blocks, backward::kConvertThreads, 0), stream,
-           {starts_before_previous_ends(a.sm_margin == 0)});
+           {starts_before_previous_ends(plan.starts_early)});
   });
 }
 
@@ -112,12 +111,12 @@ void launch_sinks(const BackwardPlan& plan, cudaStream_t stream) {
     backward::SinkParams params;
     params.sinks = a.sinks;
     params.softmax_lse = a.softmax_lse;
-    params.lse_batch_stride = int64_t(a.heads) * a.seqlen_q;
-    params.lse_head_stride = a.seqlen_q;
+    params.lse_batch_stride = plan.params.lse_batch_stride;
+    params.lse_head_stride = plan.params.lse_head_stride;
     params.workspace = plan.params.workspace;
     params.call = sequences_of(plan);
     params.dsinks = a.dsinks;
-    params.scale = make_bits_view(a).scale;
+    params.scale = plan.params.dropout.scale;
     launch("the sums of the sinks' gradient", backward::sink_rows_kernel<Geometry::kQuery>, params,
            grid_of(a, a.batch * a.heads, backward::kSinkThreads, 0), stream);
     launch("the sinks' gradient", backward::sink_sequences_kernel, params,

@@ -6,9 +6,6 @@
 
 namespace dash_attn {
 
-// Plans the work of a pack (packing/plan.h) and clears the gradients of rows that belong to no sequence.
-void launch_pack_plan(const BackwardPlan& plan, cudaStream_t stream);
-
 // Before order-free sums: the statistics of keys that units are made of.
 void launch_statistics(const BackwardPlan& plan, cudaStream_t stream);
 // Clears dQ of rows that see no key, where the main kernel finishes dQ.

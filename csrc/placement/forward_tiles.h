@@ -4,11 +4,11 @@
 
 #include <cstdint>
 
+#include "../contract/mask.h"
+#include "../contract/tile_grid.h"
 #include "../contract/tile_shapes.h"
 #include "../host_device.h"
-#include "../contract/mask.h"
 #include "sequences.h"
-#include "../contract/tile_grid.h"
 
 namespace dash_attn::forward {
 
@@ -24,10 +24,7 @@ struct QueryTile {
 // through a list of tiles, head by head, so that the K and V in use stay in L2 and that at any time some CTAs read much
 // while others write much. If tiles differ in length, CTAs take the next tile when they are ready for it, and the tiles
 // of the last heads are listed together, the longest first, so that little work is left at the end.
-//
-// Under a window a value of V that is not finite may spoil rows beside those that see it (docs/forward.md). Which rows
-// these are must follow from the sequence alone, so heads are not packed there and tiles begin at the first query. The
-// same holds with dropout, whose bits come in blocks of a head's rows.
+// Where fixes_rows_of_tiles (contract/mask.h) says so, heads are not packed and tiles begin at the first query.
 struct QueryTileScheduler {
   Sequence sequence;   // in a dense batch, that of every sequence; for a pack see `of`
   int tile_positions;  // of a query tile
@@ -179,7 +176,7 @@ constexpr QueryTileScheduler make_scheduler(ForwardProblem const& p) {
   s.sequence = p.mask.sequence;
   s.batch = p.batch;
   int const group_size = p.heads / p.kv_heads;
-  bool const from_first_query = p.mask.kind == MaskKind::kWindow || p.drops;
+  bool const from_first_query = fixes_rows_of_tiles(p.mask.kind, p.drops);
   s.first_is_short = !from_first_query;
   s.group_shift =
       from_first_query ? 0 : packed_heads_shift(group_size, s.sequence.seqlen_q, tile.query, kMostPackedHeads);

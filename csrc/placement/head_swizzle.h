@@ -6,10 +6,10 @@
 
 #include <cstdint>
 
-#include "../contract/tile_shapes.h"
-#include "../host_device.h"
 #include "../contract/policy.h"
 #include "../contract/tile_grid.h"
+#include "../contract/tile_shapes.h"
+#include "../host_device.h"
 
 namespace dash_attn {
 

@@ -7,15 +7,15 @@
 #include <initializer_list>
 
 #include "../contract/fixed_point.h"
+#include "../contract/mask.h"
+#include "../contract/policy.h"
+#include "../contract/splits.h"
+#include "../contract/tile_grid.h"
 #include "../contract/tile_shapes.h"
 #include "../host_device.h"
 #include "forward_tiles.h"
 #include "head_swizzle.h"
-#include "../contract/mask.h"
-#include "../contract/policy.h"
 #include "sequences.h"
-#include "../contract/splits.h"
-#include "../contract/tile_grid.h"
 #include "work_tile.h"
 
 namespace dash_attn {

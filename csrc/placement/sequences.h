@@ -9,8 +9,8 @@
 #include <cstdint>
 #include <type_traits>
 
-#include "../host_device.h"
 #include "../contract/mask.h"
+#include "../host_device.h"
 
 namespace dash_attn {
 
@@ -104,6 +104,8 @@ struct PackView {
   }
 };
 
+// docs/design.md states these sizes.
+static_assert(sizeof(PackedSequence) == 52 && sizeof(PackTotals) == 16);
 static_assert(std::is_trivially_copyable_v<PackedSequence> && std::is_trivially_copyable_v<PackView>);
 
 }  // namespace dash_attn

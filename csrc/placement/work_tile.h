@@ -5,11 +5,11 @@
 #include <cstdint>
 #include <type_traits>
 
-#include "../host_device.h"
 #include "../contract/order.h"
 #include "../contract/policy.h"
-#include "sequences.h"
 #include "../contract/tile_grid.h"
+#include "../host_device.h"
+#include "sequences.h"
 
 namespace dash_attn {
 

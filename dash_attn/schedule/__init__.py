@@ -1,8 +1,8 @@
 """The order in which the backward kernel works and adds, and a model of the cost of each order.
 
-Everything here is host code over ``csrc/schedule``, the headers from which the kernel itself is compiled, and needs
-neither a GPU nor torch. ``python -m dash_attn.schedule`` compares the policies for a shape. docs/schedules.md defines
-the policies.
+Everything here is host code over ``csrc/contract`` and ``csrc/placement``, the headers from which the kernel itself is
+compiled, and needs neither a GPU nor torch. ``python -m dash_attn.schedule`` compares the policies for a shape.
+docs/schedules.md defines the policies.
 
 A *problem* is the shape as a grid of tiles. A *schedule* is the name of a policy. A *KV tile* and a *query tile* are
 indices within one head. The order depends only on the lengths, the head dim, the group size, the mask and the policy.

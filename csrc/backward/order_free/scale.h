@@ -5,8 +5,8 @@
 #include <type_traits>
 
 #include "../../contract/fixed_point.h"
-#include "../../contract/tile_shapes.h"
 #include "../../contract/tile_grid.h"
+#include "../../contract/tile_shapes.h"
 #include "../params.h"
 
 namespace dash_attn::backward {
