@@ -48,7 +48,7 @@ class Identity:
 
 
 def source_hash(folder: pathlib.Path, pattern: str = "*") -> str:
-    """A hash of the names and contents of all files in a folder and below that match a pattern."""
+    """Returns a hash of the names and contents of all files under a folder that match a pattern."""
     total = hashlib.sha256()
     for path in sorted(path for path in folder.rglob(pattern) if path.is_file()):
         content = hashlib.sha256(path.read_bytes()).hexdigest()
@@ -82,22 +82,22 @@ def _text_in(path: pathlib.Path, begin: bytes) -> list[str] | None:
 
 
 def identity(path: pathlib.Path) -> Identity | None:
-    """What a library, which is not loaded, says of its origin; None where it is of a version that recorded nothing."""
+    """Reads what a library states about its origin, without loading it. Returns None if the library states nothing."""
     lines = _text_in(path, _IDENTITY)
     return None if lines is None else Identity(**dict(line.split(" ", 1) for line in lines))
 
 
 def library_sources(folder: pathlib.Path = FOLDER) -> str:
-    """The hash of csrc/ that the libraries state: one, or several where they do not belong together."""
+    """Returns the hash of csrc/ that the libraries state, or several hashes if the libraries do not belong together."""
     identities = [identity(path) for path in libraries(folder)]
     return ", ".join(sorted({found.sources if found else "unknown" for found in identities}))
 
 
 def why_not_one_build(*paths: pathlib.Path) -> str | None:
-    """None, or the problem that the libraries were built from different sources."""
+    """Returns None, or the error that the libraries were not built from the same sources."""
     identities = [identity(path) for path in paths]
     hashes = [found.sources if found else "unknown" for found in identities]
-    if paths and not any(identities):
+    if len(paths) > 1 and not any(identities):
         return f"the libraries in {paths[0].parent} do not state their sources: install dash_attn again"
     if len(set(hashes)) <= 1:
         return None

@@ -1,11 +1,13 @@
 """Receipts of one process: planted bits are found, whatever they are planted in; files, replays and the command."""
 
+import concurrent.futures
 import contextlib
 import copy
 import io
 import json
 import os
 import pathlib
+import re
 import resource
 import shlex
 import signal
@@ -417,3 +419,23 @@ def test_bad_steps(tmp_path):
     with pytest.raises(ValueError, match="model must be given together with optimizer"):
         Recorder(tmp_path / "other", optimizer=make()[1])
     assert receipts.FINGERPRINT == "dash-attn-1"
+
+
+def test_a_step_in_another_thread(tmp_path):
+    """`tap` would record this thread's tensors with the recorder of the other thread."""
+    message = f"step 3 must not begin while the recorder of {tmp_path / 'a'} is in a step in another thread"
+    with Recorder(tmp_path / "a") as one, Recorder(tmp_path / "b") as other:
+
+        def begin():
+            with other.step(3):
+                tap(torch.ones(3), "x")
+
+        with concurrent.futures.ThreadPoolExecutor() as pool:
+            with one.step(0):
+                with pytest.raises(RuntimeError, match=re.escape(message)):
+                    pool.submit(begin).result()
+                with other.step(2):  # a step within a step of the same thread
+                    tap(torch.ones(3), "x")
+                tap(torch.ones(3), "x")
+            pool.submit(begin).result()  # the step that was refused may begin once the other one has ended
+    assert [compare(path, path).compared for path in (tmp_path / "a", tmp_path / "b")] == [1, 2]

@@ -229,7 +229,7 @@ def test_table_of_costs(runs):
         ("dash_attn", True, True),
     ]  # fmt: skip
     assert all(row["tokens_per_second"] > 0 and 0 < row["attention_share"] < 1 for row in result["rows"])
-    assert result["peers"]["flash_attn_3"].startswith("not here: ") and "toy sizes" in found["device"]
+    assert result["peers"]["flash_attn_3"].startswith("not here: ") and "tiny sizes" in found["device"]
 
 
 @pytest.mark.slow

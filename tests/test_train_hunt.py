@@ -3,6 +3,7 @@
 import pathlib
 import subprocess
 import sys
+import threading
 import time
 
 import pytest
@@ -133,8 +134,12 @@ def test_a_load_is_ended_with_all_that_it_has_started(tmp_path):
     assert (tmp_path / "load_0.log").read_text() == "asked\n" and not failed
 
 
+# The runs of a hunt are processes; these tests make them in threads, and a process has one recorder at a time.
+ONE_RECORDER = threading.Lock()
+
+
 def run_of(folder, value):
-    with Recorder(folder / "receipts") as recorder, recorder.step(0):
+    with ONE_RECORDER, Recorder(folder / "receipts") as recorder, recorder.step(0):
         tap(torch.zeros(5), "before")
         tap(torch.full((5,), float(value)), "here")
     (folder / "losses.txt").write_text(f"0 {value}\n")

@@ -16,11 +16,11 @@ struct ForwardKernel {
 };
 
 struct BackwardKernel {
-  int swizzle_columns;  // of every TMA box
-  int stored_rows;      // keys whose dK or dV one TMA operation stores
+  int swizzle_columns;    // of every TMA box
+  int stored_rows;        // keys whose dK or dV one TMA operation stores
   int cluster_size;
-  int preprocess_blocks;  // of the kernel before it, for a query tile of a head
-  bool may_finish_dq;  // whether the kernel can round and store dQ itself (backward/finish_dq.h)
+  int preprocess_blocks;  // blocks of the preprocess kernel for each query tile of a head
+  bool may_finish_dq;     // whether the kernel can round and store dQ itself (backward/finish_dq.h)
   // `starts_early`: the kernel may start before the previous kernel of the stream has ended.
   void (*launch)(const backward::KernelParams& params, int ctas, bool starts_early, cudaStream_t stream);
 };

@@ -43,7 +43,7 @@ class Places(NamedTuple):
 
     sent: list[slice | Tensor]
     received: list[slice | Tensor]
-    """Rows that follow each other are a slice, others a tensor of indices."""
+    """For each rank a slice if its rows are consecutive, and a tensor of indices otherwise."""
     are_all: bool
     """Whether every row of the target is received."""
 
@@ -141,7 +141,7 @@ def _places(route: Route, rank: int, device: torch.device) -> Places:
 
 
 def _run_of(places: Tensor, device: torch.device) -> slice | Tensor:
-    """The slice that has these places, or else their tensor on the device."""
+    """Returns a slice if the places are consecutive, and otherwise their tensor on the device."""
     if len(places) == 0:
         return slice(0, 0)
     if (places.diff() == 1).all():

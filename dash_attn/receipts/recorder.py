@@ -9,6 +9,7 @@ import json
 import os
 import pathlib
 import platform
+import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
@@ -36,7 +37,9 @@ _LOCAL_KINDS = {DATA, BUFFERS, ACTIVATION, ACTIVATION_GRADIENT, LOCAL_GRADIENT, 
 
 ShardOf = Callable[[str, torch.Tensor], "Shard | None"]
 
+# One for the whole process, since autograd runs hooks on threads of its own.
 _active: Recorder | None = None
+_begins = threading.Lock()
 
 
 def tap(tensor: torch.Tensor, name: str, *, shard: Shard | None = None) -> torch.Tensor:
@@ -144,6 +147,7 @@ class Recorder:
         self._times: collections.Counter[tuple[str, str]] = collections.Counter()
         self._recent: collections.deque[int] = collections.deque()
         self._step: int | None = None
+        self._thread = 0
         self._last: int | None = None
         self._closed = False
         self._watch = Watch(self, model, optimizer, tuple((taps,) if isinstance(taps, str) else taps))
@@ -184,7 +188,8 @@ class Recorder:
 
         Raises:
             ValueError: `number` is not an int in that range, or `data` holds no tensor.
-            RuntimeError: the recorder is closed, another step is in progress, or an earlier step could not be written.
+            RuntimeError: the recorder is closed, another step is in progress, a recorder of another thread is in a
+                step, or an earlier step could not be written.
         """
         global _active
         if self._closed:
@@ -195,12 +200,11 @@ class Recorder:
             raise ValueError(f"number must be from 0 to 2^63 - 1, got {number}")
         if self._step is not None:
             raise RuntimeError(f"step {self._step} must end before another step begins, got step {number}")
-        self._last = number
         if number % self._every:
+            self._last = number
             yield
             return
-        self._step, before, complete = number, _active, False
-        _active = self
+        before, complete = self._begin(number), False
         try:
             if data is not None:
                 self.data(data, shard=shard)
@@ -215,6 +219,20 @@ class Recorder:
             self.close()
             print(f"replayed step {self._wanted.step}; the words of the block are in {self._path}", flush=True)
             raise SystemExit(0)
+
+    def _begin(self, number: int) -> Recorder | None:
+        """Makes this recorder the one that `tap` records with. Returns the recorder of the enclosing step."""
+        global _active
+        with _begins:
+            before = _active
+            if before is not None and before._thread != threading.get_ident():
+                raise RuntimeError(
+                    f"step {number} must not begin while the recorder of {before._path} is in a step in another "
+                    "thread: a process has one recorder at a time, because tap records with that recorder"
+                )
+            _active, self._thread = self, threading.get_ident()
+        self._step = self._last = number
+        return before
 
     def _finish(self, number: int, complete: bool) -> None:
         entries, sums, streams = self._entries, self._sums, self._streams
