@@ -168,7 +168,7 @@ def _blocks_apart(cache: Cache) -> int | None:
     reach = 1 + sum((size - 1) * stride for size, stride in zip(k.shape[1:], k.stride()[1:]))
     if k.untyped_storage()._cdata != v.untyped_storage()._cdata or k.stride(0) < reach:
         return None
-    blocks, rest = divmod(v.storage_offset() - k.storage_offset(), k.stride(0))
+    blocks, rest = divmod(int(v.storage_offset() - k.storage_offset()), k.stride(0))
     return None if rest or blocks == 0 else blocks
 
 
