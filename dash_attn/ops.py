@@ -127,6 +127,21 @@ def _forward_cpu(
             target.copy_(result)
 
 
+def _forward_of_pages_cpu(
+    q, k, v, out, softmax_lse, cu_seqlens_q, seqused_q, block_table, seqused_k, page_rows, page_distance, sinks,
+    alibi_slopes, softmax_scale, softcap, causal, window_left, window_right, attention_chunk, sm_margin,
+):  # fmt: skip
+    """Copies the keys of every sequence. Entries of the table past a sequence's keys are not looked at."""
+    place = torch.arange(block_table.shape[1] * page_rows).expand(len(seqused_k), -1)
+    row = block_table.repeat_interleave(page_rows, dim=1) * page_distance + place % page_rows
+    row = row[place < seqused_k[:, None]]
+    cu_seqlens_k = torch.nn.functional.pad(seqused_k.cumsum(0, dtype=torch.int32), (1, 0))
+    _forward_cpu(
+        q, k[row], v[row], out, softmax_lse, cu_seqlens_q, cu_seqlens_k, seqused_q, None, sinks, alibi_slopes,
+        softmax_scale, softcap, causal, window_left, window_right, attention_chunk, sm_margin,
+    )  # fmt: skip
+
+
 def _backward_cpu(
     dout, q, k, v, out, softmax_lse, dq, dk, dv, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, sinks, alibi_slopes,
     dsoftmax_lse, dsinks, softmax_scale, softcap, causal, window_left, window_right, attention_chunk, schedule,
@@ -227,9 +242,10 @@ def _load() -> str | None:
     if reason is not None:
         raise ImportError(reason)
     torch.library.impl("dash_attn_C::forward", "CPU", _forward_cpu)
+    torch.library.impl("dash_attn_C::forward_of_pages", "CPU", _forward_of_pages_cpu)
     torch.library.impl("dash_attn_C::backward", "CPU", _backward_cpu)
     reason = _load_kernels()
-    for op in ("forward", "backward", "dropout_bits", "fingerprint_blocks"):
+    for op in ("forward", "forward_of_pages", "backward", "dropout_bits", "fingerprint_blocks"):
         name = f"dash_attn_C::{op}"
         # If the kernels are older than an op, the op must raise instead of using an implementation for any device.
         if not torch._C._dispatch_has_kernel_for_dispatch_key(name, "CUDA"):

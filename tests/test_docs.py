@@ -31,7 +31,8 @@ PAGES = [str(path.relative_to(ROOT)) for path in site_pages.pages()]
 PUBLIC = (
     "dash_attn", "dash_attn.compat.bert_padding", "dash_attn.compat.flash_attn_2", "dash_attn.compat.flash_attn_3",
     "dash_attn.distributed", "dash_attn.dropout", "dash_attn.integrations.megatron", "dash_attn.integrations.torch",
-    "dash_attn.integrations.transformers", "dash_attn.masks", "dash_attn.receipts", "dash_attn.schedule",
+    "dash_attn.integrations.transformers", "dash_attn.integrations.vllm", "dash_attn.masks", "dash_attn.receipts",
+    "dash_attn.schedule",
 )  # fmt: skip
 
 
@@ -73,6 +74,11 @@ def test_packed_training(determinism_put_back):
     q, k, v, cu_seqlens = (found[name] for name in ("q", "k", "v", "cu_seqlens"))
     assert found["packed"][177:].eq(0).all() and cu_seqlens[-1] == 177
     assert len(found["train"]()) == 3
+
+
+def test_rollout():
+    found = run_blocks(f"{RECIPES}rollout.md")
+    assert found["trained"].requires_grad and found["trained"].shape == (106, 4, 64)
 
 
 def test_usage():

@@ -140,6 +140,16 @@ def test_packs(programs, row, mask):
 
 
 @pytest.mark.parametrize("row", ROWS)
+@pytest.mark.parametrize("mask", [dict(mask="causal"), dict(mask="full"), dict(mask="window", left=70, right=5)], ids=str)
+def test_keys_in_pages_have_the_bits_of_keys_in_one_tensor(programs, row, mask):
+    """Kernels for windows read pages, whatever the mask is. What is outside the keys in a page is NaN."""
+    call = dict(pack="1:250,5:400,3:0,0:7,64:64,1:129,2:17,200:210", heads=4, kv_heads=2, **mask)
+    expected = check(programs[row], **call)
+    for page_rows in (16, 48, 512):  # the last is one page for each sequence
+        assert check(programs[row], page_rows=page_rows, **call) == expected
+
+
+@pytest.mark.parametrize("row", ROWS)
 @pytest.mark.parametrize("score", ["sinks", "softcap", "slopes", "dropout"])
 @pytest.mark.parametrize("mask", [dict(mask="causal"), dict(mask="window", left=90, right=20)], ids=str)
 def test_scores(programs, row, score, mask):

@@ -231,6 +231,7 @@ Outputs attention_qkvpacked(const Tensor& qkv, std::optional<SymInt> num_heads_q
 }  // namespace dash_attn
 
 #define DASH_PACK "Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, Tensor? seqused_q, Tensor? seqused_k, "
+#define DASH_PAGES "Tensor block_table, Tensor seqused_k, int page_rows, int page_distance, "
 #define DASH_MASK "bool causal, int window_left, int window_right, int attention_chunk, "
 // FlashAttention-2's names of the sides.
 #define DASH_FLASH_MASK "bool causal, int window_size_left, int window_size_right, int attention_chunk, "
@@ -264,6 +265,10 @@ TORCH_LIBRARY(dash_attn, library) {
       "Tensor? dropout_bits, Tensor? rng_state, float dropout_p, SymInt? max_seqlen_q, SymInt? max_seqlen_k, "
       "Tensor? startend_row_indices) -> (Tensor dq, Tensor dk, Tensor dv, Tensor dsinks)",
       {at::Tag::pt2_compliant_tag});
+  library.def("forward_of_pages(Tensor q, Tensor k, Tensor v, Tensor cu_seqlens_q, Tensor? seqused_q, " DASH_PAGES
+              "float softmax_scale, " DASH_MASK "SymInt sm_margin, Tensor? sinks, Tensor? alibi_slopes, float softcap) "
+              "-> " DASH_OUTPUTS,
+              {at::Tag::pt2_compliant_tag});
   library.def("name_forward(bool as_flash_attn) -> ()", &dash_attn::name_forward);
   library.def("attention(Tensor q, Tensor k, Tensor v, " DASH_OPTIONS DASH_OPTIONAL_PACK
                   DASH_OPTIONAL_SCORES DASH_OPTIONAL_LAST ") -> " DASH_OUTPUTS);
@@ -287,22 +292,26 @@ TORCH_LIBRARY_FRAGMENT(flash_attn, library) {
 }
 
 TORCH_LIBRARY_IMPL(dash_attn, CPU, library) {
+  library.impl("forward_of_pages", dash_attn::flat<&dash_attn::forward_of_pages>);
   library.impl("forward", dash_attn::flat<&dash_attn::forward>);
   library.impl("backward", dash_attn::flat<&dash_attn::backward>);
 }
 
 TORCH_LIBRARY_IMPL(dash_attn, CUDA, library) {
+  library.impl("forward_of_pages", dash_attn::flat<&dash_attn::forward_of_pages>);
   library.impl("forward", dash_attn::flat<&dash_attn::forward>);
   library.impl("backward", dash_attn::flat<&dash_attn::backward>);
 }
 
 TORCH_LIBRARY_IMPL(dash_attn, Meta, library) {
+  library.impl("forward_of_pages", dash_attn::flat<&dash_attn::forward_of_pages_meta>);
   library.impl("forward", dash_attn::flat<&dash_attn::forward_meta>);
   library.impl("backward", dash_attn::flat<&dash_attn::backward_meta>);
 }
 
-// Differentiating through these two raises: what has a derivative is what follows.
+// Differentiating through these raises: what has a derivative is what follows.
 TORCH_LIBRARY_IMPL(dash_attn, Autograd, library) {
+  library.impl("forward_of_pages", torch::autograd::autogradNotImplementedFallback());
   library.impl("forward", torch::autograd::autogradNotImplementedFallback());
   library.impl("backward", torch::autograd::autogradNotImplementedFallback());
 }
@@ -322,6 +331,9 @@ TORCH_LIBRARY(dash_attn_C, library) {
   library.def("forward(Tensor q, Tensor k, Tensor v, Tensor(a!) out, Tensor(b!) softmax_lse, " DASH_PACK DASH_SCORES
               "float softmax_scale, float softcap, " DASH_MASK "int sm_margin, " DASH_OPTIONAL_DROPOUT
               DASH_OPTIONAL_COLUMNS ") -> ()");
+  library.def("forward_of_pages(Tensor q, Tensor k, Tensor v, Tensor(a!) out, Tensor(b!) softmax_lse, "
+              "Tensor cu_seqlens_q, Tensor? seqused_q, " DASH_PAGES DASH_SCORES
+              "float softmax_scale, float softcap, " DASH_MASK "int sm_margin) -> ()");
   library.def(
       "backward(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor softmax_lse, Tensor(a!) dq, "
       "Tensor(b!) dk, Tensor(c!) dv, " DASH_PACK DASH_SCORES

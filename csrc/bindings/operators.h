@@ -33,6 +33,9 @@ using Outputs = std::tuple<Tensor, Tensor>;
 using ForwardKernelOp = FlatSignature<void(const Tensor&, const Tensor&, const Tensor&, Tensor, Tensor,
                                            const PackTensors&, const ScoreTensors&, double, double,
                                            const MaskArguments&, int64_t, const KernelDropout&, OptionalTensor)>;
+using PagesKernelOp = FlatSignature<void(const Tensor&, const Tensor&, const Tensor&, Tensor, Tensor, const Tensor&,
+                                         OptionalTensor, const Pages&, const ScoreTensors&, double, double,
+                                         const MaskArguments&, int64_t)>;
 using BackwardKernelOp = FlatSignature<void(const BackwardTensors&, const PackTensors&, const ScoreTensors&,
                                             const ScoreGradients&, double, double, const MaskArguments&, int64_t,
                                             int64_t, const KernelDropout&, OptionalTensor)>;
@@ -199,6 +202,46 @@ inline Outputs forward_meta(const Tensor& q, const Tensor& k, const Tensor& v, c
   const auto sizes = lse_sizes(q.sym_sizes());
   return {at::empty_symint(out_sizes(q.sym_sizes(), v.sym_sizes()), q.options()),
           at::empty_symint(without_batch(sizes, pack.exists()), q.options().dtype(at::kFloat))};
+}
+
+// The forward of a variable-length batch whose keys lie in pages: k and v have the rows of all pages.
+inline void check_forward_of_pages(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& cu_seqlens_q,
+                                   OptionalTensor seqused_q, const Pages& pages, double softmax_scale,
+                                   const MaskArguments& mask, const SymInt& sm_margin, const ScoreArguments& scores) {
+  // Offsets that are right for queries stand for those of keys, of which there are none.
+  check_operands(q, k, v, {cu_seqlens_q, cu_seqlens_q, seqused_q, pages.seqused_k}, scores, softmax_scale, mask,
+                 sm_margin);
+  check_pages(pages, q, cu_seqlens_q.sym_size(0) - 1);
+  TORCH_CHECK_VALUE(k.sym_numel() != 0, "k must have at least one row, got ", shape_text(k));
+}
+
+inline Outputs forward_of_pages(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& cu_seqlens_q,
+                                OptionalTensor seqused_q, const Pages& pages, double softmax_scale,
+                                const MaskArguments& mask, SymInt sm_margin, const ScoreArguments& scores) {
+  check_forward_of_pages(q, k, v, cu_seqlens_q, seqused_q, pages, softmax_scale, mask, sm_margin, scores);
+  const Tensor out = at::empty(out_sizes(q.sizes(), v.sizes()), q.options());
+  const auto sizes = lse_sizes(q.sizes());
+  const Tensor softmax_lse = at::empty(without_batch(sizes, /*is_pack=*/true), q.options().dtype(at::kFloat));
+  if (!has_queries(q, {cu_seqlens_q})) {
+    out.zero_();
+    softmax_lse.fill_(std::numeric_limits<double>::infinity());
+    return {out, softmax_lse};
+  }
+  const PositiveScale scaled(q, softmax_scale);
+  const Pages of_kernels{pages.block_table.contiguous(), pages.seqused_k, pages.page_rows, pages.page_distance};
+  call_flat(DASH_OP("dash_attn_C::forward_of_pages", PagesKernelOp), addressable(scaled.q), addressable(k),
+            addressable(v), out, softmax_lse, cu_seqlens_q, seqused_q, of_kernels, for_kernels(scores),
+            scaled.softmax_scale, scores.softcap, mask, sm_margin.expect_int());
+  return {out, softmax_lse};
+}
+
+inline Outputs forward_of_pages_meta(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& cu_seqlens_q,
+                                     OptionalTensor seqused_q, const Pages& pages, double softmax_scale,
+                                     const MaskArguments& mask, SymInt sm_margin, const ScoreArguments& scores) {
+  check_forward_of_pages(q, k, v, cu_seqlens_q, seqused_q, pages, softmax_scale, mask, sm_margin, scores);
+  const auto sizes = lse_sizes(q.sym_sizes());
+  return {at::empty_symint(out_sizes(q.sym_sizes(), v.sym_sizes()), q.options()),
+          at::empty_symint(without_batch(sizes, /*is_pack=*/true), q.options().dtype(at::kFloat))};
 }
 
 // What a backward writes has memory of its own.

@@ -90,6 +90,7 @@ const int* integers(OptionalTensor tensor, const char* name, int64_t size, int32
 using PackTensors = PackTensorsOf<Tensor>;
 using ScoreTensors = ScoreTensorsOf<Tensor>;
 using Dropout = DropoutOf<Tensor>;
+using Pages = PagesOf<Tensor>;
 
 // What both backward ops read.
 struct BackwardInputs {
@@ -281,6 +282,35 @@ void forward(const Tensor& q, const Tensor& k, const Tensor& v, Tensor out, Tens
   run_forward(arguments, workspace.allocator(), current_stream(inputs.device));
 }
 
+// The forward of a pack whose keys lie in pages. The rows of k and v are those of all pages.
+void forward_of_pages(const Tensor& q, const Tensor& k, const Tensor& v, Tensor out, Tensor softmax_lse,
+                      const Tensor& cu_seqlens_q, OptionalTensor seqused_q, const Pages& pages,
+                      const ScoreTensors& scores, double softmax_scale, double softcap, const MaskArguments& mask,
+                      int64_t sm_margin) {
+  ForwardArguments arguments{};
+  // Offsets that are right for queries stand for those of keys, of which there are none.
+  const PackTensors pack{cu_seqlens_q, cu_seqlens_q, seqused_q, pages.seqused_k};
+  const Inputs inputs =
+      read_inputs(q, k, v, softmax_lse, pack, scores, softcap, softmax_scale, mask, sm_margin, arguments);
+  arguments.pack.cu_seqlens_k = nullptr;
+  arguments.out = view_of(out, "out", inputs.out, inputs.dtype, inputs.device);
+  const Tensor& table = pages.block_table;
+  check_device(table, "block_table", inputs.device);
+  STD_TORCH_CHECK(table.scalar_type() == ScalarType::Int && table.dim() == 2 && table.is_contiguous() &&
+                      table.size(0) == arguments.batch && table.size(1) >= 1,
+                  "block_table must be contiguous int32 (", arguments.batch, ", max_pages), with at least one page");
+  STD_TORCH_CHECK(pages.page_rows >= 1 && pages.page_distance >= pages.page_rows &&
+                      (pages.page_rows % PageTable::kBoxRows == 0 || table.size(1) <= 1) &&
+                      table.size(1) * pages.page_rows < kUnbounded && pages.page_distance < kUnbounded,
+                  "no page can have ", pages.page_rows, " rows at a distance of ", pages.page_distance, ", with ",
+                  table.size(1), " pages of a sequence");
+  arguments.pages = {static_cast<const int*>(table.data_ptr()), static_cast<int>(table.size(1)),
+                     static_cast<int>(pages.page_rows), static_cast<int>(pages.page_distance)};
+  const torch::stable::accelerator::DeviceGuard guard(inputs.device);
+  Workspace workspace(inputs.device);
+  run_forward(arguments, workspace.allocator(), current_stream(inputs.device));
+}
+
 // Reads what both backward ops have, and fills in the arguments that follow from it.
 Inputs read_backward(const BackwardInputs& x, const PackTensors& pack, const ScoreTensors& scores, double softcap,
                      double softmax_scale, const MaskArguments& mask, OptionalTensor dsoftmax_lse, int64_t schedule,
@@ -380,6 +410,7 @@ void backward_of_chunks(const BackwardInputs& x, Tensor dq_sums, Tensor key_sums
 
 STABLE_TORCH_LIBRARY_IMPL(dash_attn_C, CUDA, library) {
   library.impl("forward", TORCH_BOX(dash_attn::flat<&dash_attn::forward>));
+  library.impl("forward_of_pages", TORCH_BOX(dash_attn::flat<&dash_attn::forward_of_pages>));
   library.impl("backward", TORCH_BOX(dash_attn::flat<&dash_attn::backward>));
   library.impl("backward_of_chunks", TORCH_BOX(dash_attn::flat<&dash_attn::backward_of_chunks>));
 }

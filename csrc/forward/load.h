@@ -46,6 +46,9 @@ class Loader {
     RowOrigin key_rows;
   };
 
+  // Kernels for windows serve calls with pages.
+  static constexpr bool kMayHavePages = Variant::kMask == MaskKind::kWindow;
+
   __device__ __forceinline__ Tile tile_at(int place) const {
     const PackView& pack = params_.pack;
     const QueryTileScheduler& scheduler = params_.scheduler;
@@ -86,16 +89,16 @@ class Loader {
     if (kv_tiles.count == 0) { return take_place(next_round); }
     int kv_tile = kv_tiles.end() - 1;
     prefetch_bits(tile, kv_tile);
-    load_k(kv_tile, kv_head, tile.key_rows);
+    load_k(kv_tile, kv_head, tile);
     if (k_first) { load_q(tile); }
 #pragma unroll 1
     for (; kv_tile > kv_tiles.first; --kv_tile) {
       prefetch_bits(tile, kv_tile - 1);
-      load_k(kv_tile - 1, kv_head, tile.key_rows);
-      load_v(kv_tile, kv_head, tile.key_rows);
+      load_k(kv_tile - 1, kv_head, tile);
+      load_v(kv_tile, kv_head, tile);
     }
     const int next = take_place(next_round);
-    load_v(kv_tile, kv_head, tile.key_rows);
+    load_v(kv_tile, kv_head, tile);
     return next;
   }
 
@@ -164,28 +167,48 @@ class Loader {
     }
   }
 
-  __device__ __forceinline__ void load_k(int kv_tile, int kv_head, const RowOrigin& rows) {
+  __device__ __forceinline__ void load_k(int kv_tile, int kv_head, const Tile& tile) {
     shared_.k_empty[k_.slot()].wait(k_.empty_parity());
-    load_key_tile<Variant::kQkDim>(params_.k, shared_.k_full[k_.slot()], shared_.k[k_.slot()], kv_tile, kv_head, rows);
+    load_key_tile<Variant::kQkDim>(params_.k, shared_.k_full[k_.slot()], shared_.k[k_.slot()], kv_tile, kv_head, tile);
     k_ = k_.next();
   }
 
-  __device__ __forceinline__ void load_v(int kv_tile, int kv_head, const RowOrigin& rows) {
+  __device__ __forceinline__ void load_v(int kv_tile, int kv_head, const Tile& tile) {
     if constexpr (Variant::kOutputInValues) {
       // The outputs of the previous query tile: q_ is one ahead.
       for (auto& left : shared_.out_left) { left.wait(q_.previous().empty_parity()); }
     }
     shared_.v_empty[v_.slot()].wait(v_.empty_parity());
     load_key_tile<Variant::kValueDim>(params_.v, shared_.v_full[v_.slot()], shared_.v[v_.slot()], kv_tile, kv_head,
-                                      rows);
+                                      tile);
     v_ = v_.next();
   }
 
   template <int kColumns>
-  __device__ __forceinline__ void load_key_tile(const CUtensorMap& map, Barrier& full, Element* tile, int kv_tile,
-                                                int kv_head, const RowOrigin& rows) {
+  __device__ __forceinline__ void load_key_tile(const CUtensorMap& map, Barrier& full, Element* place, int kv_tile,
+                                                int kv_head, const Tile& tile) {
     full.arrive_and_expect_tx(Variant::kKey * kColumns * sizeof(Element));
-    load_tile<Swizzle, Variant::kKey, kColumns>(map, full, tile, rows, kv_tile * Variant::kKey, kv_head, kKeepInL2);
+    if constexpr (kMayHavePages) {
+      if (params_.pages.exists()) { return load_key_pages<kColumns>(map, full, place, kv_tile, kv_head, tile); }
+    }
+    load_tile<Swizzle, Variant::kKey, kColumns>(map, full, place, tile.key_rows, kv_tile * Variant::kKey, kv_head,
+                                                kKeepInL2);
+  }
+
+  template <int kColumns>
+  __device__ __forceinline__ void load_key_pages(const CUtensorMap& map, Barrier& full, Element* place, int kv_tile,
+                                                 int kv_head, const Tile& tile) {
+    constexpr int kBoxRows = PageTable::kBoxRows;
+    static_assert(Variant::kKey % kBoxRows == 0);
+#pragma unroll
+    for (int row = 0; row < Variant::kKey; row += kBoxRows) {
+      const RowOrigin rows = params_.pages.box(tile.number, kv_tile * Variant::kKey + row, tile.sequence.seqlen_k);
+#pragma unroll
+      for (int column = 0; column < kColumns; column += Swizzle::kColumns) {
+        ptx::load_box(place + column * Variant::kKey + row * Swizzle::kColumns, map,
+                      {column, kv_head, rows.first, rows.outer, rows.wrap}, &full, kKeepInL2);
+      }
+    }
   }
 
   Shared& shared_;

@@ -23,6 +23,7 @@ struct KernelParams {
   const float* sinks;  // (heads): an extra logit for each row; null if there are none
   dropout::BitsView dropout;
   ColumnsView columns;  // for kColumns
+  PageTable pages;  // of kernels for windows alone
 };
 
 }  // namespace dash_attn::forward

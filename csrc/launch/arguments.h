@@ -9,6 +9,7 @@
 #include "../contract/mask.h"
 #include "../contract/policy.h"
 #include "../contract/tile_shapes.h"
+#include "../placement/sequences.h"
 #include "tensor.h"
 
 namespace dash_attn {
@@ -16,7 +17,7 @@ namespace dash_attn {
 // The lengths of a pack's sequences, on the device; cu_seqlens are null in a dense batch. Sequence i begins at row
 // cu_seqlens[i] and has seqused[i] rows, or, where that is null, all up to cu_seqlens[i + 1].
 struct PackLengths {
-  const int *cu_seqlens_q, *cu_seqlens_k;  // (batch + 1)
+  const int *cu_seqlens_q, *cu_seqlens_k;  // (batch + 1); the latter null too where keys lie in pages
   const int *seqused_q, *seqused_k;        // (batch), or null
 };
 
@@ -68,7 +69,11 @@ struct AttentionArguments {
   int group_size() const { return heads / kv_heads; }
 };
 
-using ForwardArguments = AttentionArguments;
+struct ForwardArguments : AttentionArguments {
+  // Where keys lie in pages, the rows of k and v are those of all pages, a sequence has seqused_k keys, and there are no
+  // cu_seqlens_k.
+  PageTable pages;
+};
 
 // Of a backward that is a chunk of keys by a chunk of queries: sums in fp32, in the kernels' own order of elements,
 // that go from one such call to the next on the same stream. None where `dq` is null.

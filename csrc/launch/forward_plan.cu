@@ -24,6 +24,15 @@ int checked_num_tiles(const ForwardArguments& a, int64_t tiles) {
   return int(tiles);
 }
 
+// Keys in pages: as many as their sequences have room for.
+PackRows rows_of_sequences(const ForwardArguments& a) {
+  PackRows rows = pack_rows(a);
+  if (a.pages.exists()) {
+    rows.total_k = int(std::min<int64_t>(int64_t{a.pages.capacity()} * a.batch, kUnbounded));
+  }
+  return rows;
+}
+
 forward::QueryTileScheduler make_scheduler(const ForwardPlan& plan) {
   const ForwardArguments& a = plan.call;
   static_assert(forward::kMostPackedHeads == kWarpgroupRows && forward::kWarpgroupRowsOfTile == kWarpgroupRows);
@@ -47,7 +56,7 @@ void make_tensor_maps(const ForwardArguments& a, const ForwardKernel& kernel, fo
   };
   const auto key_map = [&](const TensorView& t, int head_dim) {
     return make_tensor_map(t, a.dtype, a.key_rows(), a.kv_heads, head_dim,
-                           {kernel.swizzle_columns, 1, kernel.key_rows});
+                           {kernel.swizzle_columns, 1, a.pages.exists() ? PageTable::kBoxRows : kernel.key_rows});
   };
   params.q = query_map(a.q, a.head_dims.qk);
   params.out = query_map(a.out, a.head_dims.v);
@@ -60,11 +69,12 @@ void make_tensor_maps(const ForwardArguments& a, const ForwardKernel& kernel, fo
 ForwardPlan plan_forward(const ForwardArguments& call) {
   ForwardPlan plan{};
   ForwardArguments& a = plan.call = call;
-  a.mask = kernel_mask(call, /*carries=*/false);
+  a.mask = kernel_mask(call, call.pages.exists());
   plan.kernel = &forward_kernel_of(call, a.mask);
   if (a.is_pack()) {
-    plan.pack_rule = forward_pack_rule(a.mask, pack_rows(a), a.heads, a.kv_heads, a.head_dims, a.num_sms, a.drops());
-    plan.capacity = plan.pack_rule.most(pack_rows(a));
+    const PackRows rows = rows_of_sequences(a);
+    plan.pack_rule = forward_pack_rule(a.mask, rows, a.heads, a.kv_heads, a.head_dims, a.num_sms, a.drops());
+    plan.capacity = plan.pack_rule.most(rows);
   }
   forward::KernelParams& params = plan.params;
   params.scheduler = make_scheduler(plan);
@@ -75,6 +85,7 @@ ForwardPlan plan_forward(const ForwardArguments& call) {
   params.score = make_score_params(a);
   params.sinks = a.sinks;
   params.dropout = make_bits_view(a);
+  params.pages = a.pages;
   plan.ctas = std::min(params.scheduler.num_tiles, a.num_sms);
   return plan;
 }

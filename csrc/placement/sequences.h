@@ -30,6 +30,34 @@ struct RowOrigin {
   static constexpr int kRaggedRows = 1 << 30;
 };
 
+// Where the keys of a pack's sequences lie when they lie in pages: each page has the rows of `page_rows` keys of one
+// sequence, in their order. Null where the keys of a sequence follow each other.
+struct PageTable {
+  const int* pages;   // (batch, max_pages)
+  int max_pages;      // of a sequence
+  int page_rows;      // a multiple of kBoxRows, unless a sequence has one page
+  int page_distance;  // rows of the tensor from one page to the next
+
+  // Keys that one TMA operation loads: they lie in one page.
+  static constexpr int kBoxRows = 16;
+
+  DASH_HOST_DEVICE constexpr bool exists() const { return pages != nullptr; }
+
+  // Keys that a sequence has room for; fewer than kUnbounded.
+  DASH_HOST_DEVICE constexpr int capacity() const { return max_pages * page_rows; }
+
+  // The origin of a sequence's keys from `key`, a multiple of kBoxRows, on. Keys past the sequence's end read as zeros,
+  // and the pages that these would be in are not looked up.
+  DASH_HOST_DEVICE constexpr RowOrigin box(int sequence, int key, int seqlen_k) const {
+    int const rows_of_box = min_int(seqlen_k - key, kBoxRows);
+    if (rows_of_box <= 0) return RowOrigin::of(true, 0, 0);
+    int const page_of_sequence = key / page_rows;
+    int const page = pages[int64_t{sequence} * max_pages + page_of_sequence];
+    int const row = page * page_distance + key - page_of_sequence * page_rows;
+    return RowOrigin::of(true, row + rows_of_box, rows_of_box);
+  }
+};
+
 // A sequence of a pack: its lengths, and where its rows, its work and its share of the workspace begin.
 struct PackedSequence {
   Sequence lengths;

@@ -13,10 +13,12 @@ of all pairs of tokens. docs/integrations/transformers.md lists what is covered.
 from __future__ import annotations
 
 import functools
+import importlib
 import importlib.metadata
 import os
 from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from . import _transformers_masks
@@ -30,6 +32,9 @@ _OLDEST_TRANSFORMERS = "5.16"
 # Models with sinks list the implementations that support sinks. dash_attn supports all features of this one.
 _PEER_WITH_SINKS = "flash_attention_4"
 _CHECK = "_check_and_adjust_attn_implementation"
+# Continuous batching calls it in this module to find out whether an implementation is FlashAttention 2 or 3, which read
+# paged keys.
+_BATCHING, _ASKED = "transformers.generation.continuous_batching.initialization", "is_flash_attention_requested"
 
 
 def install() -> str:
@@ -37,7 +42,8 @@ def install() -> str:
 
     The function adds an entry to the environment variable LOCAL_KERNELS of this process, which processes started later
     inherit. It also wraps the method with which a transformers model checks the name, so that models that list their
-    implementations (gpt_oss) accept this one. Calling the function again changes nothing.
+    implementations (gpt_oss) accept this one, and the function with which continuous batching asks whether an
+    implementation reads paged keys. Calling the function again changes nothing.
 
     Returns:
         The name, for ``attn_implementation``.
@@ -59,6 +65,10 @@ def install() -> str:
     check = getattr(model_class, _CHECK)
     if not hasattr(check, "__dash_attn__"):
         setattr(model_class, _CHECK, _with_models_that_list(check))
+    batching = _batching_module()
+    asked = getattr(batching, _ASKED, None)
+    if asked is not None and not hasattr(asked, "__dash_attn__"):
+        setattr(batching, _ASKED, _with_paged_keys(asked))
     return NAME
 
 
@@ -77,9 +87,10 @@ def uninstall() -> None:
         from transformers import PreTrainedModel
     except ImportError:
         return
-    original = getattr(getattr(PreTrainedModel, _CHECK, None), "__dash_attn__", None)
-    if original is not None:
-        setattr(PreTrainedModel, _CHECK, original)
+    for owner, name in ((PreTrainedModel, _CHECK), (_batching_module(), _ASKED)):
+        original = getattr(getattr(owner, name, None), "__dash_attn__", None)
+        if original is not None:
+            setattr(owner, name, original)
 
 
 def why_unavailable() -> str | None:
@@ -150,3 +161,25 @@ def _with_models_that_list(check: Callable[..., str]) -> Callable[..., str]:
 
     checked.__dash_attn__ = check  # type: ignore[attr-defined]
     return checked
+
+
+def _batching_module() -> ModuleType | None:
+    """Returns the module of _ASKED; None in versions of transformers that decide elsewhere."""
+    try:
+        return importlib.import_module(_BATCHING)
+    except ModuleNotFoundError:
+        return None
+
+
+def _with_paged_keys(asked: Callable[..., bool]) -> Callable[..., bool]:
+    """Wraps `asked` to answer for every version of FlashAttention that dash_attn is one."""
+
+    @functools.wraps(asked)
+    def answered(
+        config: Any = None, requested_attention_implementation: str | None = None, version: Any = None
+    ) -> bool:
+        name = requested_attention_implementation if config is None else config._attn_implementation
+        return asked(config, requested_attention_implementation, None if name == NAME else version)
+
+    answered.__dash_attn__ = asked  # type: ignore[attr-defined]
+    return answered

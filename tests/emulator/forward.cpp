@@ -1,6 +1,10 @@
 // The forward kernels of csrc/ for one row of the table of tiles, EMULATED_DIMS, on the host: `forward NAME=VALUE...`
 // runs one call (call.h) and holds output and LSE against sums in double. Only rows that see a key of their KV tiles
-// may show values that are NaN. Prints a digest of their bits, or what is wrong.
+// may show values that are NaN. Prints a digest of their bits, or what is wrong. With page_rows=N the keys of a pack lie in
+// pages of N rows.
+#include <algorithm>
+#include <numeric>
+
 #include "call.h"
 #include "launch/column_plan.cu"
 #include "launch/compiled_forward.h"
@@ -19,6 +23,7 @@ class ForwardCall : emulator::Call<Element> {
   void run() {
     using Dims = EMULATED_DIMS;
     this->prepare(a_, Dims::kDims);
+    if (const int rows = int(this->number("page_rows", 0))) { put_into_pages(rows); }
     emulator::Machine machine(this->number("seed", 0));
     emulator::machine = &machine;
     emulator::Workspace workspace;
@@ -53,6 +58,46 @@ class ForwardCall : emulator::Call<Element> {
   }
 
  private:
+  // Puts the keys and values of a pack into pages, in no order and apart from each other. The rest is NaN.
+  void put_into_pages(int page_rows) {
+    const int distance = page_rows + 3;
+    int most = 1, count = 0;
+    for (const Sequence& s : this->lengths_) { most = max_int(most, ceil_div(s.seqlen_k, page_rows)); }
+    for (const Sequence& s : this->lengths_) { count += ceil_div(s.seqlen_k, page_rows); }
+    std::vector<int> free(count);
+    std::iota(free.begin(), free.end(), 0);
+    std::shuffle(free.begin(), free.end(), this->random_);
+    constexpr int kNoPage = 1 << 29;
+    table_.assign(size_t(a_.batch) * most, kNoPage);
+    k_pages_.assign(size_t(count) * distance * a_.k.stride_seqlen, Element(NAN));
+    v_pages_.assign(size_t(count) * distance * a_.v.stride_seqlen, Element(NAN));
+    int first_k = 0;
+    for (int i = 0; i < a_.batch; ++i) {
+      const int keys = this->lengths_[i].seqlen_k;
+      seqused_k_.push_back(keys);
+      for (int key = 0; key < keys; ++key) {
+        int& page = table_[size_t(i) * most + key / page_rows];
+        if (key % page_rows == 0) {
+          page = free.back();
+          free.pop_back();
+        }
+        const size_t row = size_t(page) * distance + key % page_rows;
+        const auto move = [&](std::vector<Element>& pages, const std::vector<Element>& rows, int64_t stride) {
+          std::copy_n(rows.begin() + (first_k + key) * stride, stride, pages.begin() + row * stride);
+        };
+        move(k_pages_, this->k_, a_.k.stride_seqlen);
+        move(v_pages_, this->v_, a_.v.stride_seqlen);
+      }
+      first_k += keys;
+    }
+    a_.k.data = k_pages_.data();
+    a_.v.data = v_pages_.data();
+    a_.seqlen_k = count * distance;
+    a_.pack.cu_seqlens_k = nullptr;
+    a_.pack.seqused_k = seqused_k_.data();
+    a_.pages = {table_.data(), most, page_rows, distance};
+  }
+
   void check() {
     this->for_queries(a_, [&](int sequence, int head, int query, int row_q, int first_k, float lse) {
       check_row(sequence, head, query, row_q, first_k, lse);
@@ -101,6 +146,8 @@ class ForwardCall : emulator::Call<Element> {
   }
 
   ForwardArguments a_{};
+  std::vector<int> table_, seqused_k_;
+  std::vector<Element> k_pages_, v_pages_;
 };
 
 }  // namespace
