@@ -111,17 +111,17 @@ class Loader {
     if (!k_first) { load_q(tile); }
     if (walk.left() == 0) { return take_place(next_round); }
     LoadedTile loaded = walk.next();
-    load_live_k(loaded, kv_head, tile.key_rows);
+    load_live_k(loaded, kv_head, tile);
     if (k_first) { load_q(tile); }
 #pragma unroll 1
     while (walk.left() > 0) {
       const LoadedTile next = walk.next();
-      load_live_k(next, kv_head, tile.key_rows);
-      load_v(loaded.kv_tile, kv_head, tile.key_rows);
+      load_live_k(next, kv_head, tile);
+      load_v(loaded.kv_tile, kv_head, tile);
       loaded = next;
     }
     const int next_place = take_place(next_round);
-    load_v(loaded.kv_tile, kv_head, tile.key_rows);
+    load_v(loaded.kv_tile, kv_head, tile);
     return next_place;
   }
 
@@ -131,10 +131,10 @@ class Loader {
     return params_.pack.is_pack() ? tile.key_rows.outer - seqlen_k : tile.number * seqlen_k;
   }
 
-  __device__ __forceinline__ void load_live_k(const LoadedTile& loaded, int kv_head, const RowOrigin& rows) {
+  __device__ __forceinline__ void load_live_k(const LoadedTile& loaded, int kv_head, const Tile& tile) {
     shared_.k_empty[k_.slot()].wait(k_.empty_parity());
     shared_.columns.loaded[RingIndex<Variant::kLoadedTiles>{k_.count}.slot()] = loaded;  // read when K has arrived
-    load_k(loaded.kv_tile, kv_head, rows);
+    load_k(loaded.kv_tile, kv_head, tile);
   }
 
   __device__ __forceinline__ void load_q(const AnnouncedTile& tile) {
