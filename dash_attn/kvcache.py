@@ -169,7 +169,7 @@ def attend(
     window = checks.as_window(window_size)
     scores = checks.as_scores(softcap, alibi_slopes, learnable_sink, s_aux)
     scale = None if softmax_scale is None else checks.as_number("softmax_scale", softmax_scale)
-    arguments = {
+    arguments: dict[str, Any] = {
         "softmax_scale": scale, "causal": causal, "schedule": "auto", "sm_margin": checks.as_sm_margin(sm_margin),
         "window_left": window[0], "window_right": window[1],
         "attention_chunk": checks.as_attention_chunk(attention_chunk), **scores,
@@ -201,14 +201,15 @@ def attend(
     if cu_seqlens_q is None:
         packed_q = q.flatten(0, 1)
         cu_seqlens_q = torch.arange(batch + 1, dtype=torch.int32, device=q.device) * seqlen_q
-    of_queries = {"cu_seqlens_q": cu_seqlens_q, "seqused_q": seqused_q}
+    arguments |= {"cu_seqlens_q": cu_seqlens_q, "seqused_q": seqused_q}
     pages = _pages(cache, batch)
     if pages is not None:
         del arguments["schedule"]
         arguments["softmax_scale"] = q.shape[-1] ** -0.5 if scale is None else scale
-        arguments["sinks"] = None if scores["sinks"] is None else scores["sinks"].float()
+        if arguments["sinks"] is not None:
+            arguments["sinks"] = arguments["sinks"].float()
         out, softmax_lse = torch.ops.dash_attn.forward_of_pages.default(
-            packed_q, **pages._asdict(), seqused_k=seqlens, **of_queries, **arguments
+            packed_q, **pages._asdict(), seqused_k=seqlens, **arguments
         )
     else:
         k, v, cu_seqlens_k = _rows(*_contents(cache, seqlens), batch)
@@ -216,7 +217,7 @@ def attend(
             cu_seqlens_k = torch.cat((cu_seqlens_k[:-1] + cache.leftpad, cu_seqlens_k[-1:]))
             seqlens = seqlens - cache.leftpad
         out, softmax_lse = torch.ops.dash_attn.attention.default(
-            packed_q, k, v, cu_seqlens_k=cu_seqlens_k, seqused_k=seqlens, **of_queries, **arguments
+            packed_q, k, v, cu_seqlens_k=cu_seqlens_k, seqused_k=seqlens, **arguments
         )
     if packed_q is q:
         return out, softmax_lse
@@ -408,11 +409,11 @@ def _pages(cache: Cache, batch: int) -> _Pages | None:
     k, v, table = cache.k, cache.v, cache.table
     if cache.leftpad is not None or k.numel() == 0 or v.numel() == 0 or batch == 0:
         return None
-    if table is None and cache.batch_idx is None:
-        return None  # the sequences follow each other
     if k.shape[-1] % 8 or v.shape[-1] % 8:
         return None  # the op pads head dims in a copy
     if table is None:
+        if cache.batch_idx is None:
+            return None  # the sequences follow each other
         table = cache.batch_idx[:, None]
     elif table.shape[1] == 0 or (k.shape[1] % _BOX_ROWS and table.shape[1] > 1):
         return None
@@ -420,8 +421,8 @@ def _pages(cache: Cache, batch: int) -> _Pages | None:
     if torch.compiler.is_compiling() or distance is None or distance != _pitch(v):
         return None
     rows = (k.shape[0] - 1) * distance + k.shape[1]
-    flat = (x.as_strided((rows, *x.shape[2:]), x.stride()[1:]) for x in (k, v))
-    return _Pages(*flat, table, k.shape[1], distance)
+    flat_k, flat_v = (x.as_strided((rows, *x.shape[2:]), x.stride()[1:]) for x in (k, v))
+    return _Pages(flat_k, flat_v, table, k.shape[1], distance)
 
 
 def _contents(cache: Cache, seqlens: Tensor) -> tuple[Tensor, Tensor]:

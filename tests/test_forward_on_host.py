@@ -140,7 +140,9 @@ def test_packs(programs, row, mask):
 
 
 @pytest.mark.parametrize("row", ROWS)
-@pytest.mark.parametrize("mask", [dict(mask="causal"), dict(mask="full"), dict(mask="window", left=70, right=5)], ids=str)
+@pytest.mark.parametrize(
+    "mask", [dict(mask="causal"), dict(mask="full"), dict(mask="window", left=70, right=5)], ids=str
+)
 def test_keys_in_pages_have_the_bits_of_keys_in_one_tensor(programs, row, mask):
     """Kernels for windows read pages, whatever the mask is. What is outside the keys in a page is NaN."""
     call = dict(pack="1:250,5:400,3:0,0:7,64:64,1:129,2:17,200:210", heads=4, kv_heads=2, **mask)
