@@ -59,7 +59,7 @@ def flash_attn_with_kvcache(
             (num_blocks, block_size, kv_heads, head_dim) with a block_size of at least 1. Any strides; the cache is
             copied if the distance between its sequences is not a multiple of its rows. With k, every element must have
             its own memory location: no stride may be 0, as in an expanded tensor, and v_cache must not overlap k_cache,
-            except that both may be views of one buffer whose blocks hold either keys or values.
+            except that both may be views of one buffer whose blocks hold either keys or values (checked on a CPU).
         v_cache: like k_cache, with value_head_dim instead of head_dim.
         k: (batch, seqlen_new, kv_heads, head_dim), new keys, only together with v. They are written to the places
             cache_seqlens, cache_seqlens + 1, ... of their sequences.

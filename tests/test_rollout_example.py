@@ -132,6 +132,20 @@ def test_one_row_calls_functions_with_one_shape():
         torch.testing.assert_close(actual, wanted)
 
 
+def test_megatron_products_take_the_place_of_linear_layers(monkeypatch):
+    """In the forward and the backward, with torch's product in place of the kernel, which needs a GPU."""
+    kernels = pytest.importorskip("megatron.core.transformer.custom_layers.batch_invariant_kernels")
+    calls = []
+    monkeypatch.setattr(kernels, "matmul_persistent", lambda a, b: (calls.append((a.shape, b.shape)), a @ b)[1])
+    layer, x = torch.nn.Linear(8, 4, bias=False), torch.randn(3, 5, 8, requires_grad=True)
+    with PRODUCTS["megatron"]():
+        out = layer(x)
+    expected = layer(x)
+    gradients = [torch.autograd.grad(y.square().sum(), (x, layer.weight)) for y in (out, expected)]
+    assert calls == [((15, 8), (8, 4)), ((15, 4), (4, 8)), ((4, 15), (15, 8))]
+    torch.testing.assert_close((out, *gradients[0]), (expected, *gradients[1]))
+
+
 def test_megatron_needs_a_gpu(monkeypatch, capsys):
     monkeypatch.setattr(rollout, "why_no_kernels_run", lambda: "no GPU")
     with pytest.raises(SystemExit):

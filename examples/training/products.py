@@ -67,7 +67,7 @@ def _megatron() -> TorchFunctionMode:
             f"the products megatron need megatron-core and triton (pip install megatron-core triton): {error}"
         ) from error
 
-    def linear(x: Tensor, weight: Tensor) -> Tensor:
+    def linear(x: Tensor, weight: Tensor, bias: None = None) -> Tensor:
         out = _Linear.apply(matmul_persistent, x.reshape(-1, x.shape[-1]), weight)
         return out.view(*x.shape[:-1], out.shape[-1])
 

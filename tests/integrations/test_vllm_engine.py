@@ -1,6 +1,7 @@
 """vLLM's engine with dash_attn as its attention backend, where a vLLM for CPUs is installed."""
 
 import json
+import os
 import pathlib
 import subprocess
 import sys
@@ -10,12 +11,19 @@ import pytest
 pytest.importorskip("vllm")
 
 PROGRAM = pathlib.Path(__file__).parent / "vllm_program.py"
+ROOT = pathlib.Path(__file__).parents[2]
 
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory):
     model = tmp_path_factory.mktemp("model")
-    done = subprocess.run([sys.executable, str(PROGRAM), str(model)], capture_output=True, text=True)
+    path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+    done = subprocess.run(
+        [sys.executable, str(PROGRAM), str(model)],
+        env={**os.environ, "PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     return json.loads(done.stdout.splitlines()[-1])
 
