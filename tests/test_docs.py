@@ -30,7 +30,8 @@ PAGES = [str(path.relative_to(ROOT)) for path in site_pages.pages()]
 # The modules that users import; other modules with an __all__ serve these.
 PUBLIC = (
     "dash_attn", "dash_attn.compat.bert_padding", "dash_attn.compat.flash_attn_2", "dash_attn.compat.flash_attn_3",
-    "dash_attn.integrations.sglang", "dash_attn.integrations.transformers", "dash_attn.integrations.vllm",
+    "dash_attn.distributed", "dash_attn.dropout", "dash_attn.integrations.megatron", "dash_attn.integrations.sglang",
+    "dash_attn.integrations.torch", "dash_attn.integrations.transformers", "dash_attn.integrations.vllm",
     "dash_attn.masks", "dash_attn.receipts", "dash_attn.schedule",
 )  # fmt: skip
 
