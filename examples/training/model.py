@@ -131,9 +131,13 @@ class Llama(nn.Module):
         self.register_buffer("cos", cos, persistent=False)
         self.register_buffer("sin", sin, persistent=False)
 
-    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
+    def hidden(self, tokens: Tensor, angles: tuple[Tensor, Tensor]) -> Tensor:
+        """Returns what the head takes, (sequences, rows, width), for rows at the positions of `rotary_angles`."""
         x = tap(self.embedding(tokens), "embedding", shard=self.layout.shard(self.shape.width))
         for layer in self.layers:
-            x = layer(x, (self.cos, self.sin))
-        logits = self.head(self.norm(x)).float()
+            x = layer(x, angles)
+        return self.norm(x)
+
+    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        logits = self.head(self.hidden(tokens, (self.cos, self.sin))).float()
         return cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum")
