@@ -7,11 +7,13 @@ docs/integrations/sglang.md lists what the backend supports and what was run.
 
 from __future__ import annotations
 
+import importlib
 from typing import Any
 
-__all__ = ["register"]
+__all__ = ["register", "why_unavailable"]
 
 NAME = "dash_attn"
+_BACKEND = "dash_attn.integrations.sglang_backend"
 
 
 def register() -> str:
@@ -38,7 +40,14 @@ def register() -> str:
     return NAME
 
 
-def _create(runner: Any) -> Any:
-    from .sglang_backend import DashAttentionBackend
+def why_unavailable() -> str | None:
+    """Returns why SGLang cannot use the backend (what is missing, or what this version of SGLang lacks), or None."""
+    try:
+        importlib.import_module(_BACKEND)
+    except ImportError as error:
+        return str(error)
+    return None
 
-    return DashAttentionBackend(runner)
+
+def _create(runner: Any) -> Any:
+    return importlib.import_module(_BACKEND).DashAttentionBackend(runner)

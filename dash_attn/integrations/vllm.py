@@ -7,9 +7,12 @@ docs/integrations/vllm.md lists what the backend supports and what was run.
 
 from __future__ import annotations
 
-__all__ = ["register"]
+import importlib
+
+__all__ = ["register", "why_unavailable"]
 
 NAME = "DASH_ATTN"
+_BACKEND = "dash_attn.integrations.vllm_backend"
 
 
 def register() -> str:
@@ -26,5 +29,14 @@ def register() -> str:
     except ImportError as error:
         raise ImportError(f"{NAME} needs vLLM with a registry of attention backends (tried: 0.32): {error}") from error
     if NAME not in AttentionBackendEnum.__members__:
-        register_backend(NAME, "dash_attn.integrations.vllm_backend.DashAttentionBackend")
+        register_backend(NAME, f"{_BACKEND}.DashAttentionBackend")
     return NAME
+
+
+def why_unavailable() -> str | None:
+    """Returns why vLLM cannot use the backend (what is missing, or what this version of vLLM lacks), or None."""
+    try:
+        importlib.import_module(_BACKEND)
+    except ImportError as error:
+        return str(error)
+    return None

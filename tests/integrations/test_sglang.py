@@ -227,6 +227,13 @@ def test_registering_twice_changes_nothing(backend):
     assert isinstance(registry["dash_attn"](make_runner()), backend.DashAttentionBackend)
 
 
+def test_why_unavailable(backend, monkeypatch):
+    assert integration.why_unavailable() is None
+    monkeypatch.delitem(sys.modules, backend.__name__)
+    monkeypatch.setitem(sys.modules, "sglang.srt.runtime_context", None)
+    assert "sglang.srt.runtime_context" in integration.why_unavailable()
+
+
 def test_without_sglang():
     code = "import sys\nfrom dash_attn.integrations.sglang import register\nsys.modules['sglang'] = None\nregister()"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)

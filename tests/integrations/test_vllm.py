@@ -171,6 +171,13 @@ def test_registering_twice_changes_nothing(backend):
     assert members == {"DASH_ATTN": f"{backend.__name__}.DashAttentionBackend"}
 
 
+def test_why_unavailable(backend, monkeypatch):
+    assert integration.why_unavailable() is None
+    monkeypatch.delitem(sys.modules, backend.__name__)
+    monkeypatch.setitem(sys.modules, "vllm.v1.attention.backend", None)
+    assert "vllm.v1.attention.backend" in integration.why_unavailable()
+
+
 def test_without_vllm():
     code = "from dash_attn.integrations.vllm import register\nsys.modules['vllm'] = None\nregister()"
     done = subprocess.run([sys.executable, "-c", f"import sys\n{code}"], capture_output=True, text=True)
