@@ -1,4 +1,4 @@
-// Random masks by columns: what csrc/contract/columns.h says of tiles, against every element. Prints what is wrong.
+// Random masks by key columns: what csrc/contract/columns.h says of tiles, against every element. Prints what is wrong.
 #include <cstdio>
 #include <cstdlib>
 #include <random>

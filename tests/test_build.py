@@ -79,6 +79,8 @@ def test_list_of_variants_is_complete():
             # Those whose sums go from one part of a backward to the next take every mask as a window.
             if (mask, score) == ("Windowed", "Plain"):
                 backward.add((dtype, dims, mask, score, "Carried"))
+        forward.add((dtype, dims, "Columns", "Plain"))
+        backward.add((dtype, dims, "Columns", "Plain", "Ordered"))
     listed = {pass_: [v.values for v in VARIANTS if v.pass_ == pass_] for pass_ in ("FORWARD", "BACKWARD")}
     assert (set(listed["FORWARD"]), set(listed["BACKWARD"])) == (forward, backward)
     assert len(VARIANTS) == len(forward) + len(backward)

@@ -204,18 +204,15 @@ def _parts(gradients, function):
 
 
 def test_layouts_of_the_mask():
-    """Any strides are taken; the kernel gets bounds side by side, keys one after the other, and aligned starts."""
+    """Any strides are taken; the kernel gets bounds side by side, and keys one after the other."""
     q, k, v, dout = (x.detach() for x in qkv_tensors(20, 30))
     columns = draw_columns(2, 2, 20, 30, False, 4)
     expected = results(q, k, v, dout, columns)
-    storage = torch.empty(columns.numel() + 1, dtype=torch.int32)
-    unaligned = storage[1:].view_as(columns).copy_(columns)
-    for given in (columns.mT.contiguous().mT, columns.transpose(0, 2).contiguous().transpose(0, 2), unaligned):
+    for given in (columns.mT.contiguous().mT, columns.transpose(0, 2).contiguous().transpose(0, 2)):
         with kernel_calls() as calls:
             assert_same_bits(results(q, k, v, dout, given).values(), expected.values())
         for _, arguments in calls:
-            x = arguments["startend_row_indices"]
-            assert x.stride()[2:] == (4, 1) and x.data_ptr() % 16 == 0
+            assert arguments["startend_row_indices"].stride()[2:] == (4, 1)
     of_all = columns[:1, :1].expand(2, 2, -1, -1)
     with kernel_calls() as calls:
         found = results(q, k, v, dout, of_all)

@@ -1,4 +1,4 @@
-"""csrc/contract/columns.h, compiled for the host: which tiles are live under a mask by columns."""
+"""csrc/contract/columns.h, compiled for the host: which tiles are live under a mask by key columns."""
 
 import os
 import pathlib

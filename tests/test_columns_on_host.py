@@ -1,4 +1,4 @@
-"""Masks by columns on the host (emulation.py): the kernels' own source, and that of the plan before them."""
+"""Masks by key columns on the host (emulation.py): the kernels' own source, and that of the plan before them."""
 
 import emulation
 import pytest

@@ -1,4 +1,4 @@
-// A work tile under a mask by columns (contract/columns.h, columns/plan.h).
+// A work tile under a mask by key columns (contract/columns.h, columns/plan.h).
 #pragma once
 
 #include "params.h"
@@ -20,13 +20,14 @@ __device__ __forceinline__ const ColumnTile& column_tile_of(const KernelParams& 
 }
 
 // What the plan says of one of the query tiles that the work tile visits.
-struct LiveVisit {
+struct PlannedVisit {
   int rank, kv_tiles;  // of the KV tile in the sum of dQ, and how many add to it
   bool needs_masking;
 };
 
 template <typename Variant>
-__device__ __forceinline__ LiveVisit live_visit(const KernelParams& params, const WorkTile& work, int query_tile) {
+__device__ __forceinline__ PlannedVisit planned_visit(const KernelParams& params, const WorkTile& work,
+                                                      int query_tile) {
   const int first = TileNumbers{Variant::kQuery}.first(work.batch, first_query_row(params, work));
   const int number = first + query_tile, kv_tile = work.kv_tile;
   const LiveWord word = params.columns.words_of(work.kv_head, number)[kv_tile / LiveWord::kTiles];

@@ -125,7 +125,6 @@ struct CarriedSums {
   Range dq_continues;   // the query tiles of each head that continue a sum
   bool keys_continue;   // whether dK and dV continue a sum
   bool keys_end;        // whether dK and dV are complete, and so are rounded and stored
-  bool heads_together;  // of the call's own mask (order.h); the kernel treats it as a window
 };
 
 struct KernelParams {
@@ -146,6 +145,8 @@ struct KernelParams {
   dropout::BitsView dropout;
   CarriedSums carried;  // for kernels that carry sums
   bool finishes_dq;
+  // Of the call's own mask (order.h), which kernels that carry sums or have columns see as a window.
+  bool heads_together;
   ColumnsView columns;  // for kColumns
 
   // Without the mask, for find_owner.

@@ -83,8 +83,8 @@ class Planner {
     }
   }
 
-  // The same under a mask by columns, whose plan says which query tiles are visited: downwards, as in the descending
-  // order.
+  // The same under a mask by key columns, whose plan says which query tiles are visited: downwards, as in the
+  // descending order.
   __device__ __forceinline__ void plan_live_visits(const WorkTile& work) {
     static_assert(Variant::Policies::kAny == Policy::kDescending);
     const LiveVisits& visits = column_tile_of<Variant>(params_, work).visits;
@@ -96,7 +96,7 @@ class Planner {
       planned.query_tile = query_tile;
       planned.dq_tile = work.first_dq_tile + head * ceil_div(work.sequence.seqlen_q, Variant::kQuery) + query_tile;
       compiler_fence();
-      const LiveVisit visit = live_visit<Variant>(params_, work, query_tile);
+      const PlannedVisit visit = planned_visit<Variant>(params_, work, query_tile);
       planned.rank = visit.rank;
       int packed = ((work.first_query_head + head) << PlannedStep::kHeadShift) + PlannedStep::kIsOrdered +
                    (left == 0 ? PlannedStep::kIsLast : 0) + (visit.needs_masking ? PlannedStep::kNeedsMasking : 0);
@@ -107,7 +107,7 @@ class Planner {
       shared_.plan_full[plan_.slot()].arrive();
       plan_ = plan_.next();
       compiler_fence();
-      if (params_.carried.heads_together) {
+      if (params_.heads_together) {
         const bool is_last_head = head + 1 == work.query_heads;
         head = is_last_head ? 0 : head + 1;
         if (is_last_head) { query_tile = visits.last_before(query_tile); }
@@ -134,7 +134,7 @@ class Planner {
 
   template <Policy kPolicy>
   __device__ __forceinline__ bool are_heads_together() const {
-    return Variant::kCarries ? params_.carried.heads_together : heads_together<kPolicy>(Variant::kMask);
+    return Variant::kCarries ? params_.heads_together : heads_together<kPolicy>(Variant::kMask);
   }
 
   // Whether the work tile's partials are added in fp32 in the order of their ranks.

@@ -52,18 +52,12 @@ inline void check_schedule_of_columns(const std::optional<Tensor>& columns, std:
                               "'");
 }
 
-// As the kernels read it: the bounds of a key side by side, the keys one after the other, and each key's bounds at a
-// multiple of their size, so that one access reads them.
+// As the kernels read it: the bounds of a key side by side, and the keys one after the other.
 inline std::optional<Tensor> columns_for_kernels(const std::optional<Tensor>& given) {
   if (!given) { return given; }
-  const Tensor& columns = *given;
-  const int64_t bounds = columns.size(-1), keys = columns.size(-2);
-  bool fits = (bounds == 1 || columns.stride(-1) == 1) && (keys <= 1 || columns.stride(-2) == bounds) &&
-              reinterpret_cast<std::uintptr_t>(columns.const_data_ptr()) % (bounds * sizeof(int32_t)) == 0;
-  for (int64_t dim = 0; dim < columns.dim() - 2; ++dim) {
-    fits = fits && (columns.size(dim) == 1 || columns.stride(dim) % bounds == 0);
-  }
-  return fits ? columns : columns.clone(at::MemoryFormat::Contiguous);
+  const int64_t bounds = given->size(-1);
+  const bool fits = (bounds == 1 || given->stride(-1) == 1) && (given->size(-2) <= 1 || given->stride(-2) == bounds);
+  return fits ? given : given->clone(at::MemoryFormat::Contiguous);
 }
 
 }  // namespace dash_attn

@@ -220,7 +220,7 @@ void read_dropout(const Dropout& dropout, const Inputs& inputs, AttentionArgumen
   arguments.dropout = {bits->data_ptr(), query_blocks, key_blocks, checked_probability(p)};
 }
 
-// The mask by key columns, whose last two dimensions must be contiguous; a key's bounds are read by one access.
+// The mask by key columns, whose last two dimensions must be contiguous.
 void read_columns(OptionalTensor columns, const MaskArguments& mask, const Inputs& inputs,
                   AttentionArguments& arguments) {
   if (!columns) return;
@@ -241,9 +241,6 @@ void read_columns(OptionalTensor columns, const MaskArguments& mask, const Input
   const int64_t batch_stride = is_pack || arguments.batch == 1 ? 0 : columns->stride(0);
   const int64_t head_stride = heads == 1 ? 0 : columns->stride(rank - 3);
   const int* data = static_cast<const int*>(columns->data_ptr());
-  STD_TORCH_CHECK(reinterpret_cast<std::uintptr_t>(data) % (bounds * sizeof(int)) == 0 && batch_stride % bounds == 0 &&
-                      head_stride % bounds == 0,
-                  "startend_row_indices must have the bounds of every key at a multiple of their size");
   STD_TORCH_CHECK(!arguments.drops() && arguments.softcap == 0 && !arguments.alibi_slopes,
                   "no kernel has startend_row_indices beside dropout, a softcap or slopes");
   arguments.columns = {data, static_cast<int>(bounds), mask.causal, batch_stride, head_stride};

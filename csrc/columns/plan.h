@@ -1,16 +1,24 @@
-// Plans a pass under a mask by columns, in two kernels. The first reads the caller's tensor once: it writes the queries
-// that each key hides, and for each KV tile which query tiles it visits. The second writes for each query tile which KV
-// tiles are live. Both only evaluate contract/columns.h, for all sequences and mask heads, on the device.
+// Plans a pass under a mask by key columns, in two kernels. The first reads the caller's tensor once: it writes the
+// queries that each key hides, and for each KV tile which query tiles it visits. The second writes for each query tile
+// which KV tiles are live. Both only evaluate contract/columns.h, for all sequences and mask heads, on the device.
 #pragma once
 
 #include "../contract/columns.h"
+#include "../contract/tile_shapes.h"
 #include "../device/ptx.h"
 #include "../placement/columns.h"
 
 namespace dash_attn::columns {
 
-constexpr int kPlanThreads = 128;  // no fewer than keys in a tile
+constexpr int kPlanThreads = 128;
 constexpr int kPlanWarps = kPlanThreads / 32;
+
+constexpr bool has_a_thread_for_each_key(HeadDims dims) {
+  return backward_tile_shape(dims).key <= kPlanThreads && forward_tile_shape(dims).key <= kPlanThreads;
+}
+static_assert(has_a_thread_for_each_key({64, 64}) && has_a_thread_for_each_key({96, 96}) &&
+              has_a_thread_for_each_key({128, 128}) && has_a_thread_for_each_key({192, 128}) &&
+              has_a_thread_for_each_key({192, 192}) && has_a_thread_for_each_key({256, 256}));
 
 struct PlanParams {
   // startend_row_indices of the caller, in elements. A pack's begin with the first row of all.
@@ -54,6 +62,7 @@ __device__ __forceinline__ HiddenByTile combine_block(HiddenByTile own) {
 
 // A block for each KV tile.
 __global__ void __launch_bounds__(kPlanThreads) plan_keys_kernel(const __grid_constant__ PlanParams params) {
+  ptx::launch_dependents();  // which wait for this kernel's end
   const TileNumbers numbers{params.tiling.key};
   const int count = int(params.arrays.sizes.kv_numbers);
   for (int place = blockIdx.x; place < params.mask_heads * count; place += gridDim.x) {
@@ -61,7 +70,7 @@ __global__ void __launch_bounds__(kPlanThreads) plan_keys_kernel(const __grid_co
     const int sequence = numbers.sequence_of(number, params.k, params.batch);
     const int first_row = params.k.first(sequence), kv_tile = number - numbers.first(sequence, first_row);
     const TileGrid grid = params.grid(sequence);
-    if (kv_tile >= grid.kv_tiles()) { continue; }
+    if (!Range{0, grid.kv_tiles()}.contains(kv_tile)) { continue; }
     const int key = kv_tile * params.tiling.key + int(threadIdx.x);
     HiddenByTile own = HiddenByTile::of_no_keys();
     if (int(threadIdx.x) < params.tiling.key && key < grid.mask.sequence.seqlen_k) {
@@ -86,9 +95,10 @@ __global__ void __launch_bounds__(kPlanThreads) plan_queries_kernel(const __grid
     const int sequence = numbers.sequence_of(number, params.q, params.batch);
     const int query_tile = number - numbers.first(sequence, params.q.first(sequence));
     const TileGrid grid = params.grid(sequence);
-    if (query_tile >= grid.query_tiles()) { continue; }
+    if (!Range{0, grid.query_tiles()}.contains(query_tile)) { continue; }
     const int first_number = TileNumbers{params.tiling.key}.first(sequence, params.k.first(sequence));
-    const ColumnTile* const kv_tiles = params.arrays.kv_tiles + mask_head * params.arrays.sizes.kv_numbers + first_number;
+    const ColumnTile* const kv_tiles =
+        params.arrays.kv_tiles + mask_head * params.arrays.sizes.kv_numbers + first_number;
     LiveWord* const words = params.arrays.words + place * params.arrays.sizes.words_of_tile;
     const Range visited = grid.kv_tiles_of(query_tile);
     LiveTiles tiles{0, -1};

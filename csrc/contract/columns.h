@@ -40,7 +40,7 @@ struct alignas(16) HiddenQueries {
   }
 };
 
-// FlashMask's startend_row_indices of a key: `per_key` numbers of queries, which the flag `causal` gives their meaning.
+// FlashMask's startend_row_indices of a key: `per_key` bounds, to which the flag `causal` gives their meaning.
 DASH_HOST_DEVICE constexpr HiddenQueries hidden_queries(const int* bounds, int per_key, bool causal, int seqlen_q) {
   const auto interval = [=](int first, int end) {
     return QueryInterval::between(max_int(0, first), min_int(end, seqlen_q));
@@ -73,8 +73,8 @@ struct HiddenByTile {
   }
 };
 
-// The visits of a KV tile: of the query tiles that it would visit without the columns, all but two runs. The runs are in
-// ascending order and do not overlap; empty ones come last.
+// The visits of a KV tile: of the query tiles that it would visit without the columns, all but two runs. The runs are
+// in ascending order and do not overlap; empty ones come last.
 struct LiveVisits {
   Range skipped[kHiddenIntervals];
   int count, first, last;  // query tiles; if there are none, only `count` means anything

@@ -48,7 +48,7 @@ struct CallKind {
   HeadDims padded;      // of padded_head_dims
   bool changed_scores;  // by a softcap or by slopes
   bool drops;
-  bool has_columns = false;  // a mask by columns
+  bool has_columns = false;  // a mask by key columns
 
   DASH_HOST_DEVICE constexpr bool has_wide_heads() const { return padded.qk > 128 || padded.v > 128; }
 

@@ -67,7 +67,8 @@ struct Variant {
   static constexpr int kStages = (kBytesForTiles - kQueryStages * kQueryTileBytes) / (kKeyTileBytes + kValueTileBytes);
   static_assert(kStages >= (kOutputInValues ? kConsumers : 2));
 
-  // The tiles of K whose numbers are kept, under a mask by columns.
+  // What the loader says of so many loads of K is kept, under a mask by key columns: consumers read it even after they
+  // have released the buffer.
   static constexpr int kLoadedTiles = 2 * kStages;
 
   // Whether the last P V of a query tile overlaps the first S of the next one, which takes two buffers of Q. Three
@@ -104,7 +105,7 @@ struct AnnouncedTile {
   int number;         // of the sequence in the batch
 };
 
-// What the loader says of an announced query tile under a mask by columns.
+// What the loader says of an announced query tile under a mask by key columns.
 struct ColumnsOfTile {
   int kv_tiles;               // that are loaded for it
   const HiddenQueries* keys;  // of its sequence, from the first one on
@@ -113,7 +114,7 @@ struct ColumnsOfTile {
 template <typename Variant>
 struct LoadedColumns {
   ColumnsOfTile of_tile[Variant::kTileSlots];
-  LoadedTile loaded[Variant::kLoadedTiles];  // by the use of K's buffers
+  LoadedTile loaded[Variant::kLoadedTiles];  // by the number of the load of K
 };
 
 template <typename Variant>

@@ -1,4 +1,4 @@
-// The KV tiles of a query tile under a mask by columns, from the last to the first.
+// The KV tiles of a query tile under a mask by key columns, from the last to the first.
 #pragma once
 
 #include "config.h"

@@ -102,7 +102,7 @@ class Loader {
     return next;
   }
 
-  // The same under a mask by columns, in the same order.
+  // The same under a mask by key columns, in the same order.
   __device__ __forceinline__ int load_live_tiles(const Tile& tile, int next_round) {
     const int kv_head = params_.scheduler.kv_head(tile.head_group);
     LiveWalk walk(params_, tile, kv_head);

@@ -118,7 +118,7 @@ class Consumer {
     return {__shfl_sync(0xffffffff, sequence.seqlen_q, 0), __shfl_sync(0xffffffff, sequence.seqlen_k, 0)};
   }
 
-  // The KV tiles that are loaded for the query tile. Under a mask by columns they are numbered, the first one 0.
+  // The KV tiles that are loaded for the query tile. Under a mask by key columns they are numbered, the first one 0.
   __device__ __forceinline__ Range loaded_tiles(const Sequence& sequence, int end) const {
     if constexpr (Variant::kHasColumns) {
       return {0, __shfl_sync(0xffffffff, shared_.columns.of_tile[q_.count % Variant::kTileSlots].kv_tiles, 0)};
@@ -407,7 +407,7 @@ class Consumer {
     const int thread = thread_anew();
     RowStatistic inverse_sum, lse;
     const auto sees_no_key = [&](int row) {
-      if constexpr (Variant::kHasColumns) { return softmax.has_seen_nothing(row); }
+      if constexpr (Variant::kHasColumns) { return softmax.has_summed_nothing(row); }
       return rows.mask(params_).keys_of(rows.position(params_, thread, row)).count == 0;
     };
     const auto head = [&](int row) { return Rows::head(params_, tile.head_group, thread, row); };

@@ -46,8 +46,8 @@ template <typename Variant>
 struct WarpgroupRows {
   Sequence sequence;
   int first_position;  // past the sequence's end if the tile has no rows for this warpgroup
-  // The KV tiles that some row sees, walked from the last to the first. Under a mask by columns these are numbers among
-  // the tiles that are loaded, and a warpgroup walks them all.
+  // The KV tiles that some row sees, walked from the last to the first. Under a mask by key columns these are numbers
+  // among the tiles that are loaded, and a warpgroup walks them all.
   Range kv;
   int passed_before;   // KV tiles loaded before those for other rows of the query tile
   int passed_after;    // KV tiles loaded after them

@@ -83,8 +83,10 @@ class OnlineSoftmax {
     exponentiate(s, false, {});
   }
 
-  // Whether the row's scores were all -inf, so that none has counted.
-  __device__ __forceinline__ bool has_seen_nothing(int row) const { return reference(row) == -INFINITY; }
+  // Whether the row's sum is 0: all its scores were -inf, and none was NaN. Called by whole warps.
+  __device__ __forceinline__ bool has_summed_nothing(int row) const {
+    return across_row(sum_[row], [](float a, float b) { return a + b; }) == 0.f;
+  }
 
   // After the last tile: the factor that normalises the output, and the log-sum-exp. A sink, one for each head, is a
   // logit without a value; a sink of -inf changes no bit. `sinks` may be null.

@@ -29,12 +29,12 @@ struct DropoutTensor {
   float p;
 };
 
-// A mask by columns (csrc/contract/columns.h): FlashMask's startend_row_indices; null if there is none. The numbers of a
-// key, and the keys, are adjacent; strides are in elements.
+// A mask by key columns (csrc/contract/columns.h): FlashMask's startend_row_indices; null if there is none. The bounds
+// of a key, and the keys, are adjacent. Strides are in elements.
 struct ColumnMask {
   const int* bounds = nullptr;  // (batch, heads of the mask, seqlen_k, per_key); of a pack without the batch
   int per_key = 0;              // 1, 2 or 4
-  bool causal = false;          // FlashMask's flag, which gives the numbers their meaning
+  bool causal = false;          // FlashMask's flag, which gives the bounds their meaning
   int64_t batch_stride = 0;     // 0 for a pack
   int64_t head_stride = 0;      // 0 if all KV heads share the mask
 };
@@ -70,8 +70,8 @@ struct AttentionArguments {
 };
 
 struct ForwardArguments : AttentionArguments {
-  // Where keys lie in pages, the rows of k and v are those of all pages, a sequence has seqused_k keys, and there are no
-  // cu_seqlens_k.
+  // Where keys lie in pages, the rows of k and v are those of all pages, a sequence has seqused_k keys, and there are
+  // no cu_seqlens_k.
   PageTable pages;
 };
 

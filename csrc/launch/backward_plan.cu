@@ -98,6 +98,15 @@ void check_launchable(const BackwardPlan& plan) {
   }
 }
 
+// A kernel for masks by key columns serves one policy of its set.
+void check_columns(const BackwardArguments& a, const Tiling& tiling) {
+  if (!has_kernel(a.policy, {a.mask.kind, a.padded_head_dims(), false, false, /*has_columns=*/true})) {
+    throw std::runtime_error(std::string("dash_attn: no kernel has startend_row_indices under schedule ") +
+                             kPolicyNames[int(a.policy)]);
+  }
+  check_column_sizes(a, tiling);
+}
+
 void make_tensor_maps(const BackwardPlan& plan, backward::KernelParams& params) {
   const BackwardArguments& a = plan.call;
   const TileShape tile = tile_of(a);
@@ -123,8 +132,8 @@ void make_tensor_maps(const BackwardPlan& plan, backward::KernelParams& params) 
 BackwardPlan plan_backward(const BackwardArguments& call) {
   BackwardPlan plan{};
   BackwardArguments& a = plan.call = call;
-  // Kernels that carry sums, and those of a mask by columns, see the rest of the mask as a window; those beside them see
-  // it as it is.
+  // Kernels that carry sums, and those of a mask by key columns, see the rest of the mask as a window. Those beside
+  // them see it as it is.
   const MaskRule mask = plan.kernel_mask = kernel_mask(call, call.carries());
   if (!call.carries() && !call.has_columns()) { a.mask = mask; }
   plan.kernel = &backward_kernel_of(call, mask);
@@ -142,6 +151,7 @@ BackwardPlan plan_backward(const BackwardArguments& call) {
   }
   plan.num_groups = num_groups(plan);
   check_launchable(plan);
+  if (call.has_columns()) { check_columns(a, plan.grid.tiling); }
   params.num_groups = int(plan.num_groups);
   // With a margin, a kernel that starts early would take SMs beside those of the kernel before it.
   plan.starts_early = a.sm_margin == 0;
@@ -158,7 +168,7 @@ BackwardPlan plan_backward(const BackwardArguments& call) {
   params.score = make_score_params(a);
   params.carried = {a.carried.total, a.carried.dq_continues, a.carried.keys_continue, a.carried.keys_end};
   AllPolicies::with(a.policy, [&](auto policy) {
-    params.carried.heads_together = heads_together<decltype(policy)::value>(a.mask.kind);
+    params.heads_together = heads_together<decltype(policy)::value>(a.mask.kind);
   });
   return plan;
 }

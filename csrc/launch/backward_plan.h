@@ -16,7 +16,7 @@ namespace dash_attn {
 
 struct BackwardPlan {
   // With the mask that the kernels beside the main one see, and of which the order of sums is made. Unless the call
-  // carries sums or has a mask by columns, the main kernel sees it too.
+  // carries sums or has a mask by key columns, the main kernel sees it too.
   BackwardArguments call;
   MaskRule kernel_mask;  // of the main kernel
   const BackwardKernel* kernel;

@@ -1,5 +1,6 @@
 #include "column_plan.h"
 
+#include <algorithm>
 #include <stdexcept>
 #include <string>
 
@@ -12,21 +13,25 @@ namespace {
 int mask_heads(const AttentionArguments& a) { return a.columns.head_stride == 0 ? 1 : a.kv_heads; }
 int64_t all_rows(const AttentionArguments& a, int seqlen) { return a.is_pack() ? seqlen : int64_t{a.batch} * seqlen; }
 
+ColumnSizes sizes_of(const AttentionArguments& a, const Tiling& tiling) {
+  return column_sizes(a.batch, all_rows(a, a.seqlen_q), all_rows(a, a.seqlen_k), a.seqlen_k, tiling);
+}
+
 }  // namespace
 
-ColumnSizes checked_column_sizes(const AttentionArguments& a, const Tiling& tiling) {
-  const ColumnSizes sizes =
-      column_sizes(a.batch, all_rows(a, a.seqlen_q), all_rows(a, a.seqlen_k), a.seqlen_k, tiling);
-  if (mask_heads(a) * (sizes.key_rows + sizes.query_numbers * sizes.words_of_tile) > INT32_MAX) {
+void check_column_sizes(const AttentionArguments& a, const Tiling& tiling) {
+  const ColumnSizes sizes = sizes_of(a, tiling);
+  const int64_t rows = std::max(all_rows(a, a.seqlen_q), mask_heads(a) * sizes.key_rows);
+  if (std::max(rows, mask_heads(a) * sizes.query_numbers * sizes.words_of_tile) > INT32_MAX) {
     throw std::runtime_error("dash_attn: startend_row_indices is too large: " + std::to_string(a.batch) + " * " +
-                             std::to_string(mask_heads(a)) + " * " + std::to_string(a.seqlen_k) + " keys");
+                             std::to_string(mask_heads(a)) + " * " + std::to_string(a.seqlen_q) + " * " +
+                             std::to_string(a.seqlen_k) + " makes more than 2^31 rows or tiles");
   }
-  return sizes;
 }
 
 ColumnArrays take_column_arrays(WorkspaceAllocator& allocator, const AttentionArguments& a, const Tiling& tiling) {
   ColumnArrays arrays{};
-  arrays.sizes = checked_column_sizes(a, tiling);
+  arrays.sizes = sizes_of(a, tiling);
   arrays.heads_share = mask_heads(a) == 1;
   const int64_t heads = mask_heads(a), query_tiles = heads * arrays.sizes.query_numbers;
   allocator.take(arrays.hidden, heads * arrays.sizes.key_rows);

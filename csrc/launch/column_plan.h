@@ -1,4 +1,4 @@
-// The plan of a mask by columns (columns/plan.h), on the host.
+// The plan of a mask by key columns (columns/plan.h), on the host.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -11,7 +11,7 @@
 namespace dash_attn {
 
 // Throws std::runtime_error if the plan of a pass with these tiles is too large to be counted in 32 bits.
-ColumnSizes checked_column_sizes(const AttentionArguments& a, const Tiling& tiling);
+void check_column_sizes(const AttentionArguments& a, const Tiling& tiling);
 
 ColumnArrays take_column_arrays(WorkspaceAllocator& allocator, const AttentionArguments& a, const Tiling& tiling);
 

@@ -16,8 +16,8 @@ inline ScoreKind score_kind(const AttentionArguments& a) {
 }
 
 // The call's mask as its kernel sees it. Kernels that carry sums and kernels that read pages serve every mask as a
-// window: calls that carry sums are so long that the planner's extra arithmetic does not show, and calls with pages wait
-// for memory. Under a mask by columns the rest of the mask is a window, too.
+// window: calls that carry sums are so long that the planner's extra arithmetic does not show, and calls with pages
+// wait for memory. Under a mask by key columns the rest of the mask is a window, too.
 inline MaskRule kernel_mask(const AttentionArguments& a, bool as_window) {
   if (as_window) { return {MaskKind::kWindow, a.mask.as_window()}; }
   if (a.has_columns()) { return {MaskKind::kColumns, a.mask.as_window()}; }

@@ -1,4 +1,4 @@
-// The plan of a mask by columns, which columns/plan.h writes before a pass and the pass reads. contract/columns.h
+// The plan of a mask by key columns, which columns/plan.h writes before a pass and the pass reads. contract/columns.h
 // decides what it says. Plain C++: no CUDA or torch.
 #pragma once
 
