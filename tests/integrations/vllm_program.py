@@ -13,7 +13,7 @@ os.environ |= {
 }  # fmt: skip
 
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig
 from vllm import LLM, SamplingParams
 from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
@@ -22,6 +22,7 @@ from dash_attn.integrations.vllm import register
 from dash_attn.integrations.vllm_backend import DashAttentionBackend, DashAttentionImpl
 
 NEW = 12
+WINDOWS = {"llama": None, "mistral": 24}
 calls = []
 
 
@@ -39,13 +40,14 @@ def recorded(forward):
     return call
 
 
-def save_model(folder):
+def save_model(folder, name):
     torch.manual_seed(0)
-    config = LlamaConfig(
+    config = {"llama": LlamaConfig, "mistral": MistralConfig}[name](
         vocab_size=256, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=2,
         num_key_value_heads=1, head_dim=32, initializer_range=0.2, pad_token_id=None,
+        **({} if WINDOWS[name] is None else {"sliding_window": WINDOWS[name]}),
     )  # fmt: skip
-    LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
+    AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(folder)
 
 
 def generate(llm, prompts):
@@ -70,18 +72,22 @@ def prefilled(llm, sequences):
             for x, z in zip(sequences, outputs)]  # fmt: skip
 
 
-def training_has_the_bits(batch, q, k, v, out):
+def training_has_the_bits(window, batch, q, k, v, out):
     """Whether a call that computed whole sequences returned what the function for training returns."""
+    window_size = (-1, -1) if window is None else (window - 1, 0)
     rows, longest = batch.rows, int(batch.seq_lens.max())
     with torch.enable_grad():
         cu_seqlens = batch.query_start_loc.clone()  # vLLM's tensors are those of its inference mode
         q, k, v = (x[:rows].clone().requires_grad_() for x in (q, k, v))
-        expected = flash_attn_varlen_func(q, k, v, cu_seqlens, cu_seqlens, longest, longest, causal=True)
+        expected = flash_attn_varlen_func(
+            q, k, v, cu_seqlens, cu_seqlens, longest, longest, causal=True, window_size=window_size
+        )
     return torch.equal(out[:rows], expected)
 
 
-def main(folder):
-    save_model(folder)
+def main(folder, name, rows):
+    """rows: of a step at most."""
+    save_model(folder, name)
     register()
     register()
     assert AttentionBackendEnum["DASH_ATTN"].get_class() is DashAttentionBackend
@@ -90,7 +96,7 @@ def main(folder):
     DashAttentionImpl.forward = recorded(DashAttentionImpl.forward)
     llm = LLM(
         model=folder, skip_tokenizer_init=True, dtype="bfloat16", enforce_eager=True, block_size=32, max_model_len=256,
-        max_num_seqs=4, max_num_batched_tokens=512, enable_prefix_caching=True, attention_backend="DASH_ATTN",
+        max_num_seqs=4, max_num_batched_tokens=rows, enable_prefix_caching=True, attention_backend="DASH_ATTN",
     )  # fmt: skip
     generator = torch.Generator().manual_seed(0)
     prompts = [torch.randint(2, 256, (n,), generator=generator).tolist() for n in (70, 5, 40)]
@@ -107,10 +113,10 @@ def main(folder):
     found = {
         "together": together, "alone": alone, "pack": pack, "batch sizes": sizes,
         "sequences of a pack": [len(batch.seq_lens) for batch, *_ in whole],
-        "training": [training_has_the_bits(*call) for call in whole],
+        "training": [training_has_the_bits(WINDOWS[name], *call) for call in whole],
     }  # fmt: skip
     print(json.dumps(found))
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(sys.argv[1], sys.argv[2], int(sys.argv[3]))
