@@ -47,6 +47,50 @@ def test_a_mask_that_hides_nothing_has_the_bits_of_the_call_without_it(tmp_path,
     assert found[0] == found[1]
 
 
+@pytest.mark.parametrize("row", ROWS)
+def test_the_row_of_a_nan_query_is_nan(tmp_path, row):
+    """Also where every KV tile of the row has keys that the row does not see."""
+    program = emulation.build(
+        emulation.source(tmp_path), SOURCES["forward"], row, tmp_path / "program", only=dict(columns="documents")
+    )
+    for query in (0, 75, 299):
+        emulation.check(program, ((3, 0),), columns="documents", document=70, mask="causal", seqlen_q=300,
+                        nan_query=query)  # fmt: skip
+
+
+@pytest.mark.parametrize("is_right", [True, False])
+def test_which_rows_a_value_spoils_does_not_depend_on_the_gpu(tmp_path, is_right):
+    """Query tiles have as many rows on a GPU with few heads for many SMs."""
+    rule = "if (p.mask.kind == MaskKind::kColumns) return;"
+    changes = () if is_right else (("placement/forward_tiles.h", rule, ""),)
+    call = dict(columns="documents", document=190, mask="causal", seqlen_q=640, nan_value=150, nan_values=1)
+    program = emulation.build(
+        emulation.source(tmp_path, *changes), SOURCES["forward"], "128", tmp_path / "program", only=call
+    )
+    if is_right:
+        emulation.check(program, MACHINES, **call)
+    else:
+        with pytest.raises(AssertionError):
+            emulation.check(program, MACHINES, **call)
+
+
+@pytest.mark.parametrize("row", ["64", "128"])
+def test_whoever_adds_last_may_finish_dq(tmp_path, row):
+    """Among the query tiles are some that no KV tile adds to."""
+    calls = [
+        dict(columns=kind, mask="causal", seqlen_q=500, seqlen_k=400, heads=2, kv_heads=1, document=90)
+        for kind in KINDS
+    ] + [dict(columns="random", per_key=4, pack="130:130,1:40,200:0,0:7,333:333", heads=2)]
+    found = []
+    for changes in ((), (emulation.ALWAYS_FINISHES,)):
+        folder = tmp_path / str(len(changes))
+        folder.mkdir()
+        csrc = emulation.source(folder, *changes)
+        program = emulation.build(csrc, SOURCES["backward"], row, folder / "program", only=calls[0])
+        found.append([emulation.check(program, ((1, 0), (4, 2)), **call) for call in calls])
+    assert found[0] == found[1]
+
+
 # The last query tile sees the first KV tiles and the last ones, and none of those between, which fill a word.
 LONG = dict(columns="prefix", document=300, mask="causal", seqlen_q=8500)
 

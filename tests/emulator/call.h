@@ -3,11 +3,11 @@
 //   dtype=bf16|fp16 mask=full|causal|window left= right= chunk= batch= seqlen_q= seqlen_k= heads= kv_heads= head_dim=
 //   value_head_dim= pack=Q:K,Q:K,...  sinks=1 softcap= slopes=1 dropout= scale= sms=  seed=
 //   infinite_key=, infinite_keys=, infinite_sign=1: keys of sequence 0 whose scores are all -inf, or +inf;
-//   nan_value=, nan_values=: values that are NaN; climb=, climb_keys=, climb_from=: products that are less by `climb`
-//   with every `climb_keys` keys, from `climb_from` on, and the opposite in every other `climb_rows` rows;
-//   climb_alone=1: and nothing else
-//   columns=random|documents|prefix|nothing per_key=1|2|4 mask_heads= document=: a mask by key columns, with documents of so
-//   many rows, of which a prefix is seen by all others
+//   nan_value=, nan_values=: values that are NaN; nan_query=: a query whose head 0 is NaN;
+//   climb=, climb_keys=, climb_from=: products that are less by `climb` with every `climb_keys` keys, from `climb_from`
+//   on, and the opposite in every other `climb_rows` rows; climb_alone=1: and nothing else
+//   columns=random|documents|prefix|nothing per_key=1|2|4 mask_heads= document=: a mask by key columns, with documents of
+//   so many rows, of which a prefix is seen by all others
 //
 // `seed` is the machine's; inputs do not depend on it.
 #pragma once
@@ -217,6 +217,7 @@ class Call {
     const int value_row = a.kv_heads * a.head_dims.v;
     for (int i = nan * value_row; i < nan_end * value_row; ++i) { v_[i] = Element(NAN); }
     nan_keys_ = {nan, nan_end - nan};
+    if (nan_query() >= 0) { q_[size_t(nan_query()) * a.heads * a.head_dims.qk] = Element(NAN); }
     lse_.assign(size_t(rows_q) * a.heads, NAN);
     a.softmax_lse = lse_.data();
     a.softmax_scale = float(number("scale", 1 / std::sqrt(a.head_dims.qk)));
@@ -250,6 +251,8 @@ class Call {
       emulator::readable = {bits_.data(), bits_.data() + bits_.size()};
     }
   }
+
+  int nan_query() const { return int(number("nan_query", -1)); }
 
   void make_columns(AttentionArguments& a) {
     const std::string kind = text("columns", "");
