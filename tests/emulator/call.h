@@ -6,8 +6,8 @@
 //   nan_value=, nan_values=: values that are NaN; nan_query=: a query whose head 0 is NaN;
 //   climb=, climb_keys=, climb_from=: products that are less by `climb` with every `climb_keys` keys, from `climb_from`
 //   on, and the opposite in every other `climb_rows` rows; climb_alone=1: and nothing else
-//   columns=random|documents|prefix|nothing per_key=1|2|4 mask_heads= document=: a mask by key columns, with documents
-//   of so many rows, of which a prefix is seen by all others
+//   columns=random|documents|prefix|nothing per_key=1|2|4 mask_heads= document=: a mask by key columns; documents
+//   have so many rows, and a prefix is seen by all others
 //
 // `seed` is the machine's; inputs do not depend on it.
 #pragma once
