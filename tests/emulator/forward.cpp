@@ -1,7 +1,7 @@
 // The forward kernels of csrc/ for one row of the table of tiles, EMULATED_DIMS, on the host: `forward NAME=VALUE...`
 // runs one call (call.h) and holds output and LSE against sums in double. Only rows that see a key of their KV tiles
-// may show values that are NaN. Prints a digest of their bits, or what is wrong. With page_rows=N the keys of a pack lie
-// in pages of N rows.
+// may show values that are NaN. Prints a digest of their bits, or what is wrong. With page_rows=N the keys of a pack
+// lie in pages of N rows.
 #include <algorithm>
 #include <numeric>
 
