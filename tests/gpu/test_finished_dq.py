@@ -37,6 +37,8 @@ FEATURES = {
     "fp16": dict(dtype=torch.float16),
 }
 
+PACK_LENGTHS = [(130, 250), (5, 400), (200, 0), (0, 7), (64, 64), (1, 129), (300, 280), (257, 513)] * 16
+
 
 def sequence_of(inputs, number):
     """The inputs of a sequence alone."""
@@ -194,10 +196,19 @@ def test_a_head_that_needs_the_order(head_dim, device):
 def test_packs(kind, head_dim, device):
     """Whose mean lengths and number of work tiles decide; a sequence alone has too few."""
     pool = pack_checks.Pool(Problem(1, 0, 0, 16, 8, head_dim, **KINDS[kind]), device)
-    lengths = [(130, 250), (5, 400), (200, 0), (0, 7), (64, 64), (1, 129), (300, 280), (257, 513)] * 16
-    pack = pack_checks.pack_of_lengths(pool, lengths)
+    pack = pack_checks.pack_of_lengths(pool, PACK_LENGTHS)
     found = {policy: pack_checks.varlen_attention(pack, policy) for policy in ("auto", "spt", "order_free")}
     pack_checks.assert_as_alone(pack, found)
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("causal, bounds", FORMS)
+def test_packs_with_masks_by_key_columns(causal, bounds, head_dim, device):
+    problem = Problem(1, 0, 0, 16, 8, head_dim, causal, column_bounds=bounds, column_heads=True)
+    pack = pack_checks.pack_of_lengths(pack_checks.Pool(problem, device), PACK_LENGTHS)
+    pack_checks.assert_as_alone(pack, {"auto": pack_checks.varlen_attention(pack, "auto")})
+    names = kernels(lambda: pack_checks.varlen_attention(pack, "auto"))
+    assert ours(names, "backward_kernel") and not ours(names, "convert_kernel")
 
 
 @pytest.mark.parametrize("head_dim", [64, 128])
