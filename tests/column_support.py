@@ -15,6 +15,8 @@ def draw_columns(batch, heads, seqlen_q, seqlen_k, causal, bounds, *, seed=0):
     """Bounds of runs of keys, some of them beyond the rows, some of intervals that are empty."""
     generator = torch.Generator().manual_seed(seed)
     drawn = torch.randint(-9, seqlen_q + 10, (batch, heads, seqlen_k, bounds), generator=generator, dtype=torch.int32)
+    if seqlen_k == 0:
+        return drawn
     # Neighbours often hide the same rows: whole tiles are hidden then.
     run = torch.randint(0, seqlen_k, (batch, heads, max(1, seqlen_k // 20)), generator=generator)
     firsts = torch.zeros(batch, heads, seqlen_k, dtype=torch.int64).scatter_(2, run, run).cummax(dim=2).values

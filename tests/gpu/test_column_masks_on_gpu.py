@@ -6,19 +6,23 @@ import random
 
 import column_support as columns_of
 import gpu_support as support
+import pack_checks
 import pytest
 import torch
 from column_support import FORMS, draw_columns, failures, hidden_pairs, hides_nothing, inputs_of_head, part_of, results
 from gpu_support import Problem
+from kernel_names import kernels, ours
 from pack_support import offsets_of
 from torch.nn.attention.flex_attention import create_block_mask
 
 import dash_attn
-from dash_attn import masks
+from dash_attn import masks, schedule
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 FORM = pytest.mark.parametrize("causal, bounds", FORMS)
-HEAD_DIMS = pytest.mark.parametrize("head_dims", ((64, 64), (96, 96), (128, 128), (192, 128), (256, 256)), ids=str)
+HEAD_DIMS = pytest.mark.parametrize(
+    "head_dims", ((64, 64), (96, 96), (128, 128), (192, 128), (192, 192), (256, 256)), ids=str
+)
 LENGTHS = ((65, 300), (129, 129), (515, 515), (300, 700), (700, 300), (1300, 1100))
 WINDOWS = ({}, {"window": (127, 64)}, {"window": (200, -1), "attention_chunk": 300})
 
@@ -121,6 +125,27 @@ def test_every_sequence_of_a_pack_has_the_bits_that_it_has_alone(causal, bounds,
         support.assert_same_bits(found, alone, f"sequence {number} of {lengths}")
 
 
+@pytest.mark.parametrize("column_heads", [False, True], ids=["one mask", "a mask for each KV head"])
+@HEAD_DIMS
+@FORM
+def test_packs_with_gaps_and_used_lengths(causal, bounds, head_dims, column_heads, device):
+    """The rows outside the sequences, and sometimes a whole sequence, are garbage."""
+    common = dict(value_head_dim=head_dims[1], column_bounds=bounds, column_heads=column_heads)
+    pool = pack_checks.Pool(Problem(1, 0, 0, 4, 2, head_dims[0], causal, **common), device)
+    # The pack begins behind row 0, has gaps between its sequences, and ends before the last row.
+    rows = (
+        pack_checks.Rows(2700, (3, 703, 710, 900, 1130, 1160, 2000), (700, 0, 65, 129, 30, 300)),
+        pack_checks.Rows(2500, (5, 705, 750, 900, 1130, 1130, 2000), (700, 40, 129, 65, 0, 515)),
+    )
+    sequences = [pool.get(*own) for own in zip(rows[0].lengths, rows[1].lengths)]
+    packs = [pack_checks.make_pack(sequences, *rows, poisoned=poisoned) for poisoned in (None, 2)]
+    assert all(x is not None for x in (packs[0].seqused_q, packs[0].seqused_k))
+    chance = random.Random(bounds)
+    packs += [pack_checks.random_pack(pool, chance) for _ in range(6)]
+    for pack in packs:
+        pack_checks.assert_as_alone(pack, {"auto": pack_checks.varlen_attention(pack, "auto")})
+
+
 @HEAD_DIMS
 @FORM
 def test_keys_that_a_query_does_not_see_change_no_bit_of_its_row(causal, bounds, head_dims, device):
@@ -149,6 +174,89 @@ def test_what_is_not_finite_stays_in_its_document(head_dims, device):
     for name, x in found.items():
         rows = (1, slice(None), slice(length, None)) if name == "softmax_lse" else (1, slice(length, None))
         assert torch.equal(x[0], clean[name][0]) and torch.equal(x[rows], clean[name][rows]), name
+
+
+def documents_of(length, seqlen, device):
+    return (torch.arange(seqlen, device=device) // length).int()[None]
+
+
+@HEAD_DIMS
+def test_a_nan_query_spoils_its_row_alone(head_dims, device):
+    """Of the outputs that have a row for each query. dK and dV of nearby keys may become NaN."""
+    length, nearby = 1920, 640  # a multiple of the tiles, and more than a query tile, a KV tile and a document
+    *inputs, _ = drawn(head_dims, (2, 3 * length, 3 * length, 4, 2), True, 1, device)
+    ids = documents_of(70, 3 * length, device)
+    ids[:, :length] = -1
+    columns = masks.document_mask(ids).expand(2, -1, -1, -1)
+    clean = results(*inputs, columns, causal=True)
+    for row in (length + 75, 2 * length - 1):
+        dirty = inputs[0].clone()
+        dirty[1, row] = torch.nan
+        found = results(dirty, *inputs[1:], columns, causal=True)
+        for name in ("out", "softmax_lse", "dq"):
+            x, expected = (y[name] if name != "softmax_lse" else y[name].transpose(1, 2) for y in (found, clean))
+            assert x[1, row].isnan().all(), f"{name} of row {row}"
+            x[1, row] = expected[1, row]
+            assert support.first_mismatch(name, x, expected) is None, f"other rows than {row}"
+        for name in ("dk", "dv"):
+            keys = slice(max(length, row - nearby), row + nearby)
+            assert found[name][1, row].isnan().all(), f"{name} of row {row}"
+            found[name][1, keys] = clean[name][1, keys]
+            assert support.first_mismatch(name, found[name], clean[name]) is None, f"keys far from {row}"
+
+
+@HEAD_DIMS
+def test_which_rows_an_infinite_value_spoils_is_up_to_the_sequence(head_dims, device, num_sms):
+    """A GPU with few heads for its SMs could have query tiles of fewer rows."""
+    *inputs, _ = drawn(head_dims, (64, 640, 640, 2, 1), True, 1, device)
+    inputs[2][::3, 150] = torch.inf
+    columns = masks.document_mask(documents_of(190, 640, device))
+    call = functools.partial(results, causal=True)
+    whole = call(*inputs, columns.expand(64, -1, -1, -1))
+    assert not whole["out"][0].isfinite().all() and whole["out"][1].isfinite().all()
+    for b in (0, 1, 63):
+        own, expected = inputs_of_head(*inputs, b, 0), part_of(whole, b, 0, 2)
+        for margin in (0, num_sms - 1):
+            found = call(*own, columns, sm_margin=margin)
+            support.assert_same_bits(found, expected, f"sequence {b} alone, sm_margin={margin}")
+    found = call(*inputs, columns.expand(64, -1, -1, -1), sm_margin=num_sms - 1)
+    support.assert_same_bits(found, whole, "one SM")
+
+
+def shared_prefix(length, nodes, device):
+    """The mask of a prefix and of documents that see it, all of the same length, stored one after the other."""
+    return masks.prefix_tree_mask([-1] + [0] * (nodes - 1), [length] * nodes).to(device)
+
+
+@pytest.mark.alone
+@pytest.mark.parametrize("head_dims", [(64, 64), (128, 128), (256, 256)], ids=str)
+def test_accuracy_of_documents_far_from_their_prefix(head_dims, device):
+    """Between the live KV tiles of a document and those of the prefix are words without any."""
+    columns = shared_prefix(300, 54, device)
+    *inputs, _ = drawn(head_dims, (1, 54 * 300, 54 * 300, 2, 1), True, 1, device)
+    found = results(*inputs, columns, causal=True)
+    lines = failures(found, *inputs, columns, rounded_factors=True, causal=True)
+    assert not lines, "\n".join(lines)
+
+
+@HEAD_DIMS
+def test_documents_of_a_long_sequence_are_a_pack(head_dims, device):
+    """The tiles lie differently, and so the bits differ."""
+    length, count = 300, 54
+    *inputs, _ = drawn(head_dims, (1, count * length, count * length, 4, 2), True, 1, device)
+    columns = masks.document_mask(documents_of(length, count * length, device))
+    found = results(*inputs, columns, causal=True)
+    offsets = torch.tensor(offsets_of([length] * count), dtype=torch.int32, device=device)
+    rows = [x[0].detach().requires_grad_() for x in inputs[:3]]
+    out, lse, _ = dash_attn.flash_attn_varlen_func(
+        *rows, offsets, offsets, length, length, causal=True, return_attn_probs=True
+    )
+    assert ((found["softmax_lse"][0] - lse).abs() <= 1e-5 * (1 + lse.abs())).all()
+    for name, expected in zip(("out", *support.GRADIENTS), (out, *torch.autograd.grad(out, rows, inputs[3][0]))):
+        expected = expected.detach().float()
+        size = expected.norm(dim=-1)
+        off = (found[name][0].float() - expected).norm(dim=-1) - 0.03 * (size + size.mean())
+        assert off.max() <= 0, f"{name}: row and head {divmod(int(off.argmax()), off.shape[1])}"
 
 
 @FORM
@@ -227,7 +335,38 @@ def test_unsupported_combinations_raise_before_a_launch(device):
     *inputs, columns = drawn((128, 128), (1, 300, 300, 4, 2), True, 1, device)
     for change in (
         {"dropout_p": 0.1}, {"softcap": 10.0}, {"alibi_slopes": torch.ones(4, device=device)},
-        *({"schedule": name} for name in ("spt", "symmetric_shift", "order_free")),
+        *({"schedule": name} for name in schedule.POLICIES if name != "descending"),
     ):  # fmt: skip
-        with pytest.raises(NotImplementedError, match="startend_row_indices"):
-            results(*inputs, columns, causal=True, **change)
+
+        def call(change=change):
+            with pytest.raises(NotImplementedError, match="startend_row_indices"):
+                results(*inputs, columns, causal=True, **change)
+
+        assert not ours(kernels(call), ""), change
+
+
+@pytest.mark.parametrize("causal, bounds", [(True, 1), (False, 4)])
+def test_the_kernels_raise_under_other_schedules_before_a_launch(causal, bounds, device):
+    """dash_attn_C is called without the checks of the public functions."""
+    problem = Problem(1, 300, 300, 4, 2, 128, causal, column_bounds=bounds)
+    inputs = support.random_inputs(problem, device)
+    gradients = support.nan_gradients(inputs)
+    arguments = support.of_scores(problem, inputs.scores, inputs.columns)
+
+    def backward(name):
+        number = schedule.policy_number(name)
+        torch.ops.dash_attn_C.backward(
+            *inputs.tensors(), *gradients.values(), **arguments, dsoftmax_lse=None, dsinks=None, schedule=number,
+            sm_margin=0,
+        )  # fmt: skip
+
+    def raising(name):
+        with pytest.raises(RuntimeError, match="no (backward )?kernel .*schedule"):
+            backward(name)
+
+    for name in schedule.POLICIES:
+        if name != "descending":
+            assert not ours(kernels(lambda name=name: raising(name)), ""), name
+    assert all(x.isnan().all() for x in gradients.values())
+    backward("descending")
+    support.assert_finite(gradients, "descending")
