@@ -236,7 +236,7 @@ FAULTS = [
     ("128", "forward/softmax.h", "__float_as_uint(factor) == __float_as_uint(kNothingSummed)", "false", WRONG,
      dict(mask="causal", seqlen_q=300, nan_value=256, nan_values=44)),
     # Keys one too many.
-    ("256", "forward/mainloop.h", "(0, i) >= end - column", "(0, i) > end - column", WRONG,
+    ("256", "forward/score_tile.h", "(0, i) >= end - column", "(0, i) > end - column", WRONG,
      dict(mask="causal", seqlen_q=100)),
     # An output that TMA may not see yet.
     ("64", "device/warp_roles.h", "  ptx::fence_async_shared();\n", "", WRONG, dict(seqlen_q=64)),

@@ -99,12 +99,11 @@ void check_launchable(const BackwardPlan& plan) {
 }
 
 // A kernel for masks by key columns serves one policy of its set.
-void check_columns(const BackwardArguments& a, const Tiling& tiling) {
+void check_policy_of_columns(const BackwardArguments& a) {
   if (!has_kernel(a.policy, {a.mask.kind, a.padded_head_dims(), false, false, /*has_columns=*/true})) {
     throw std::runtime_error(std::string("dash_attn: no kernel has startend_row_indices under schedule ") +
                              kPolicyNames[int(a.policy)]);
   }
-  check_column_sizes(a, tiling);
 }
 
 void make_tensor_maps(const BackwardPlan& plan, backward::KernelParams& params) {
@@ -136,6 +135,7 @@ BackwardPlan plan_backward(const BackwardArguments& call) {
   // them see it as it is.
   const MaskRule mask = plan.kernel_mask = kernel_mask(call, call.carries());
   if (!call.carries() && !call.has_columns()) { a.mask = mask; }
+  if (call.has_columns()) { check_policy_of_columns(a); }
   plan.kernel = &backward_kernel_of(call, mask);
   const TileShape tile = tile_of(a);
   plan.grid = {{tile.query, tile.key, plan.kernel->cluster_size},
@@ -151,7 +151,7 @@ BackwardPlan plan_backward(const BackwardArguments& call) {
   }
   plan.num_groups = num_groups(plan);
   check_launchable(plan);
-  if (call.has_columns()) { check_columns(a, plan.grid.tiling); }
+  if (call.has_columns()) { check_column_sizes(a, plan.grid.tiling); }
   params.num_groups = int(plan.num_groups);
   // With a margin, a kernel that starts early would take SMs beside those of the kernel before it.
   plan.starts_early = a.sm_margin == 0;
