@@ -439,3 +439,17 @@ def test_a_step_in_another_thread(tmp_path):
                 tap(torch.ones(3), "x")
             pool.submit(begin).result()  # the step that was refused may begin once the other one has ended
     assert [compare(path, path).compared for path in (tmp_path / "a", tmp_path / "b")] == [1, 2]
+
+
+@pytest.mark.parametrize("every, every_of_other", [(1, 2), (2, 1)])
+def test_a_step_in_another_thread_of_which_one_is_not_recorded(tmp_path, every, every_of_other):
+    with Recorder(tmp_path / "a", every=every) as one, Recorder(tmp_path / "b", every=every_of_other) as other:
+
+        def begin():
+            with other.step(3):
+                tap(torch.ones(3), "x")
+
+        with concurrent.futures.ThreadPoolExecutor() as pool:
+            with one.step(1), pytest.raises(RuntimeError, match="step 3 must not begin while the recorder of"):
+                pool.submit(begin).result()
+            pool.submit(begin).result()

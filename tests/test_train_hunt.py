@@ -134,7 +134,7 @@ def test_a_load_is_ended_with_all_that_it_has_started(tmp_path):
     assert (tmp_path / "load_0.log").read_text() == "asked\n" and not failed
 
 
-# The runs of a hunt are processes; these tests make them in threads, and a process has one recorder at a time.
+# The runs of a hunt are processes. These tests make them in threads, which must take turns with a recorder.
 ONE_RECORDER = threading.Lock()
 
 

@@ -39,7 +39,9 @@ ShardOf = Callable[[str, torch.Tensor], "Shard | None"]
 
 # One for the whole process, since autograd runs hooks on threads of its own.
 _active: Recorder | None = None
-_begins = threading.Lock()
+# The recorders in a step, recorded or not, with the innermost last. All are of one thread.
+_in_step: list[Recorder] = []
+_in_step_lock = threading.Lock()
 
 
 def tap(tensor: torch.Tensor, name: str, *, shard: Shard | None = None) -> torch.Tensor:
@@ -200,39 +202,44 @@ class Recorder:
             raise ValueError(f"number must be from 0 to 2^63 - 1, got {number}")
         if self._step is not None:
             raise RuntimeError(f"step {self._step} must end before another step begins, got step {number}")
-        if number % self._every:
+        with self._without_other_threads(number):
             self._last = number
-            yield
-            return
-        before, complete = self._begin(number), False
-        try:
-            if data is not None:
-                self.data(data, shard=shard)
-            self._watch.before_step()
-            yield
-            self._watch.after_step()
-            complete = True
-        finally:
-            _active, self._step = before, None
-            self._finish(number, complete)
+            if number % self._every:
+                yield
+                return
+            self._step, before, complete = number, _active, False
+            _active = self
+            try:
+                if data is not None:
+                    self.data(data, shard=shard)
+                self._watch.before_step()
+                yield
+                self._watch.after_step()
+                complete = True
+            finally:
+                _active, self._step = before, None
+                self._finish(number, complete)
         if self._wanted is not None and number >= self._wanted.step:
             self.close()
             print(f"replayed step {self._wanted.step}; the words of the block are in {self._path}", flush=True)
             raise SystemExit(0)
 
-    def _begin(self, number: int) -> Recorder | None:
-        """Makes this recorder the one that `tap` records with. Returns the recorder of the enclosing step."""
-        global _active
-        with _begins:
-            before = _active
-            if before is not None and before._thread != threading.get_ident():
+    @contextlib.contextmanager
+    def _without_other_threads(self, number: int) -> Iterator[None]:
+        """Refuses step `number` while a recorder of another thread is in a step, and keeps such recorders out of it."""
+        with _in_step_lock:
+            if _in_step and _in_step[-1]._thread != threading.get_ident():
                 raise RuntimeError(
-                    f"step {number} must not begin while the recorder of {before._path} is in a step in another "
-                    "thread: a process has one recorder at a time, because tap records with that recorder"
+                    f"step {number} must not begin while the recorder of {_in_step[-1]._path} is in a step in another "
+                    "thread: tap has one recorder for the whole process"
                 )
-            _active, self._thread = self, threading.get_ident()
-        self._step = self._last = number
-        return before
+            self._thread = threading.get_ident()
+            _in_step.append(self)
+        try:
+            yield
+        finally:
+            with _in_step_lock:
+                _in_step.remove(self)
 
     def _finish(self, number: int, complete: bool) -> None:
         entries, sums, streams = self._entries, self._sums, self._streams
