@@ -200,13 +200,29 @@ class Loader {
                                                  int kv_head, const Tile& tile) {
     constexpr int kBoxRows = PageTable::kBoxRows;
     static_assert(Variant::kKey % kBoxRows == 0);
+    const PageTable& table = params_.pages;
+    const int* const page_numbers = table.page_numbers(tile.number);
+    const int first_key = kv_tile * Variant::kKey;
+    PageTable::Place place_of_box = table.place_of(first_key);
+    // Tiles are loaded from the last to the first. The numbers of earlier pages come into L1 meanwhile: at the least,
+    // where pages are smallest, those of the tile after the next one.
+    ptx::prefetch_l1(page_numbers + max_int(0, place_of_box.page - 2 * Variant::kKey / kBoxRows));
+    constexpr int kTogether = 4;  // boxes whose page numbers are read at once
 #pragma unroll
-    for (int row = 0; row < Variant::kKey; row += kBoxRows) {
-      const RowOrigin rows = params_.pages.box(tile.number, kv_tile * Variant::kKey + row, tile.sequence.seqlen_k);
+    for (int first_row = 0; first_row < Variant::kKey; first_row += kTogether * kBoxRows) {
+      constexpr auto boxes_from = [](int row) { return min_int(kTogether, (Variant::kKey - row) / kBoxRows); };
+      RowOrigin boxes[kTogether];
 #pragma unroll
-      for (int column = 0; column < kColumns; column += Swizzle::kColumns) {
-        ptx::load_box(place + column * Variant::kKey + row * Swizzle::kColumns, map,
-                      {column, kv_head, rows.first, rows.outer, rows.wrap}, &full, kKeepInL2);
+      for (int i = 0; i < boxes_from(first_row); ++i, place_of_box = table.next_box(place_of_box)) {
+        boxes[i] = table.box(page_numbers, place_of_box, tile.sequence.seqlen_k - first_key - first_row - i * kBoxRows);
+      }
+#pragma unroll
+      for (int i = 0; i < boxes_from(first_row); ++i) {
+#pragma unroll
+        for (int column = 0; column < kColumns; column += Swizzle::kColumns) {
+          ptx::load_box(place + column * Variant::kKey + (first_row + i * kBoxRows) * Swizzle::kColumns, map,
+                        {column, kv_head, boxes[i].first, boxes[i].outer, boxes[i].wrap}, &full, kKeepInL2);
+        }
       }
     }
   }
