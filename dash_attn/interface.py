@@ -280,8 +280,9 @@ def flash_attn_varlen_func(
             waits for its GPU. A longer sequence raises ValueError on a CPU, and is a device-side error on a GPU.
         block_table: int32 (batch, max_blocks) on q's device: k and v are pages, (num_blocks, block_size, kv_heads,
             head_dim or value_head_dim), and a sequence has its keys in the blocks of its row, in order. `cu_seqlens_k`
-            then only gives the number of keys of each sequence, and `seqused_k` overrides it. Pages are gathered into a
-            copy in every call. Dropout, or a gradient that is required, raises NotImplementedError. Default: none.
+            then only gives the number of keys of each sequence, and `seqused_k` overrides it. Pages are read or
+            copied as in `flash_attn_with_kvcache`. Dropout, or a gradient that is required, raises NotImplementedError.
+            Default: none.
         seqused_q, seqused_k: int32 (batch,) like cu_seqlens: number of rows of each sequence, at most those up to the
             next offset. Default: all.
         startend_row_indices: int32 (1 or kv_heads, total_k, n), as in `flash_attn_func`. Query rows count from the
