@@ -7,7 +7,7 @@ CUDA tensors need a Hopper GPU. CPU tensors use `dash_attn.reference`, which is 
 depend only on the inputs of their sequence and on `schedule`: a sequence has the same bits alone, in a batch and in a
 variable-length batch (sequences of different lengths one after the other, without padding).
 
-Lengths on a GPU are read only on the device: no call waits for it, and a captured graph can be replayed with other
+Lengths on a GPU are read only on the device: no call waits for the GPU, and a captured graph can be replayed with other
 lengths. There are two exceptions, both with dropout in a variable-length batch: return_attn_probs, and a max_seqlen
 that is a tensor.
 """
@@ -74,11 +74,13 @@ def flash_attn_func(
             mask follows from a state drawn by torch's generator of q's device (`dash_attn.dropout`).
         softmax_scale: c, any number whose product with log2(e) is finite in fp32. Default: 1 / sqrt(head_dim). Under
             torch.compile each value compiles its own graph.
-        causal: aligns the mask at the bottom right: query i sees the keys j <= i + seqlen_k - seqlen_q. A query that
-            sees no key has output 0, gradients 0 and log-sum-exp +inf, or the sink if there is one above -inf.
+        causal: use the causal mask, aligned at the bottom right: query i sees the keys j <= i + seqlen_k - seqlen_q. A
+            query that sees no key has output 0, gradients 0 and log-sum-exp +inf, or the sink if there is one above
+            -inf.
         window_size: (left, right): query i sees the keys from p - left to p + right, where p = i + seqlen_k - seqlen_q
             is its position. A negative number or None means no limit. causal sets right to 0, and (-1, 0) is the causal
-            mask. Any sequence of two integers, including an array or a tensor; reading one on a GPU waits for it.
+            mask. Any sequence of two integers, including an array or a tensor; for a tensor on a GPU the call waits
+            for the GPU.
         softcap: t > 0 makes the scores S_ij = t tanh(c q_i . k_j / t), before the mask. None or 0 or less: none.
         alibi_slopes: fp32 (heads,) or (batch, heads), on q's device. Slope m makes the scores of its head
             S_ij = c q_i . k_j - m |p - j|, with p as in window_size. Slopes get no gradient and must not require one.
@@ -273,15 +275,16 @@ def flash_attn_varlen_func(
         v: (total_k, kv_heads, value_head_dim), like q.
         cu_seqlens_q, cu_seqlens_k: int32 (batch + 1,), contiguous, on q's device: where each sequence begins and ends.
             They start at 0 or more, never decrease, and end at total or less. Other values raise ValueError on a CPU,
-            and are a device-side error on a GPU, like an index out of bounds.
+            and cause a device-side error on a GPU, like an index out of bounds.
         max_seqlen_q, max_seqlen_k: an int, or an integer tensor of shape (), which is not read. FlashAttention's hints
             for the longest sequence; they change nothing. With dropout_p above 0 and no dropout_bits they must be at
             least the longest length, because random bits are made for so many rows. A tensor is then read, and the call
-            waits for its GPU. A longer sequence raises ValueError on a CPU, and is a device-side error on a GPU.
+            waits for its GPU. A longer sequence raises ValueError on a CPU, and causes a device-side error on a GPU.
         block_table: int32 (batch, max_blocks) on q's device: k and v are pages, (num_blocks, block_size, kv_heads,
             head_dim or value_head_dim), and a sequence has its keys in the blocks of its row, in order. `cu_seqlens_k`
-            then only gives the number of keys of each sequence, and `seqused_k` overrides it. Pages are gathered into a
-            copy in every call. Dropout, or a gradient that is required, raises NotImplementedError. Default: none.
+            then only gives the number of keys of each sequence, and `seqused_k` overrides it. Pages are read or
+            copied as in `flash_attn_with_kvcache`. Dropout, or a gradient that is required, raises NotImplementedError.
+            Default: none.
         seqused_q, seqused_k: int32 (batch,) like cu_seqlens: number of rows of each sequence, at most those up to the
             next offset. Default: all.
         startend_row_indices: int32 (1 or kv_heads, total_k, n), as in `flash_attn_func`. Query rows count from the

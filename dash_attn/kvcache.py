@@ -50,8 +50,9 @@ def flash_attn_with_kvcache(
     aligned with the last key.
 
     Keys are never split over SMs: one SM computes a row, however long the cache is. The kernels read the blocks of a
-    `block_table`, and the sequences that a `cache_batch_idx` picks, where they lie. The call copies them instead if
-    block_size is not a multiple of 16, with cache_leftpad, or if a head_dim is not a multiple of 8.
+    `block_table`, and the sequences that a `cache_batch_idx` picks, in place. The call copies them instead if
+    block_size is not a multiple of 16, with cache_leftpad, if a head_dim is not a multiple of 8, and under
+    torch.compile.
 
     Args:
         q: (batch, seqlen_q, heads, head_dim), bf16 or fp16, as in `flash_attn_func`.

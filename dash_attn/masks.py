@@ -113,14 +113,15 @@ def prefix_tree_mask(
         lengths: integers like parents, on the same device: the number of tokens of each node, at least 0. Roots of
             length 0 fill up sequences with fewer nodes.
         seqlen: the number of tokens of a sequence, padding included. Tokens behind the last node see nothing, and no
-            token sees them. Default: that of the longest sequence. On a GPU it is read, which waits.
+            token sees them. Default: that of the longest sequence; reading it waits for the GPU.
 
     Returns:
         int32 (batch, 1, seqlen, 1), with a batch of 1 for (nodes,).
 
     Raises:
         TypeError, ValueError: an argument has the wrong type or shape; the parents are not in depth-first order; a
-            length is negative; or the nodes have more than seqlen tokens. Values on a GPU are an error on the device.
+            length is negative; or the nodes have more than seqlen tokens. On a GPU, such values cause a device-side
+            error.
     """
     nodes, sizes = (torch.atleast_2d(torch.as_tensor(x)) for x in (parents, lengths))
     _check_integers("parents", nodes, "(nodes,) or (batch, nodes)", 2)
@@ -154,7 +155,7 @@ def prefix_tree_mask(
 
 
 def from_dense_mask(visible: Tensor) -> ColumnMask:
-    """Converts a mask of all pairs into the same mask by key columns. Waits for the GPU.
+    """Converts a dense mask into the same mask by key columns. The call waits for the GPU.
 
     Args:
         visible: bool (seqlen_q, seqlen_k) or (batch, 1 or kv_heads, seqlen_q, seqlen_k): which keys each query sees.
@@ -180,7 +181,7 @@ def from_dense_mask(visible: Tensor) -> ColumnMask:
 
 
 def from_block_mask(block_mask: BlockMask) -> ColumnMask:
-    """Converts a mask of FlexAttention into the same mask by key columns. Waits for the GPU.
+    """Converts a mask of FlexAttention into the same mask by key columns. The call waits for the GPU.
 
     The conversion is exact. It evaluates the mask_mod for all pairs of a query and a key, for some keys at a time, and
     takes blocks as FlexAttention does: mask_mod decides in partial blocks, and full blocks are visible as a whole.

@@ -1,6 +1,6 @@
 """Four-dimensional attention masks of transformers as masks by key columns (`dash_attn.masks`).
 
-transformers passes a mask of all pairs of tokens to the attention function as it is, and its own function for flash
+transformers passes a 4D attention mask to the attention function without changes, and its own function for flash
 attention takes padding masks only. `register` puts a function in its place that takes both.
 """
 

@@ -6,8 +6,8 @@
 
 transformers loads attention through the `kernels` package. `install` tells this package that "dash-attn/flash" is a
 folder of dash_attn, so nothing is downloaded. transformers then treats the name like every flash attention: with
-padding masks, packed sequences, windows, soft caps and sinks. Unlike other flash attentions, dash_attn also takes masks
-of all pairs of tokens. docs/integrations/transformers.md lists what is covered.
+padding masks, packed sequences, windows, soft caps and sinks. Unlike other flash attentions, dash_attn also takes 4D
+attention masks. docs/integrations/transformers.md lists what is covered.
 """
 
 from __future__ import annotations
@@ -141,7 +141,7 @@ def _checked_model_class() -> type:
 
 def _with_models_that_list(check: Callable[..., str]) -> Callable[..., str]:
     """Wraps `check` for models that list their implementations, which replace others by the first of the list, and for
-    masks of all pairs of tokens."""
+    4D attention masks."""
 
     @functools.wraps(check)
     def checked(self: Any, attn_implementation: str | None, *args: Any, **kwargs: Any) -> str:
