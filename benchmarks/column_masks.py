@@ -154,7 +154,7 @@ def measure(
     for (name, pass_), found in timings.items():
         pairs = Case("", (-1,), (case.seqlen,), hides=False).pairs() if name == "causal" else case.pairs()
         tflops = PASSES[pass_] * pairs * heads * dim / found.ms / 1e9
-        rows.append({**shape, "impl": name, "pass": pass_, "ms": round(found.ms, 5), "tflops": round(tflops, 1)})
+        rows.append({**shape, "impl": name, "pass": pass_, "ms": round(found.ms, 5), "tflops": round(tflops, 4)})
     return rows
 
 
