@@ -38,6 +38,7 @@ struct Variant {
   static constexpr int kConsumerWarps = kConsumers * kWarpgroupWarps;
   static constexpr int kThreads = (kConsumers + 1) * kWarpgroupThreads;
   static_assert(kConsumers == 2 || kConsumers == 3);
+  static_assert(kConsumers <= kMostParts && kWarpgroupRows == kPartRows);
   static constexpr int kProducerRegisters = kConsumers == 2 ? 40 : 32;
   static constexpr int kConsumerRegisters = consumer_registers(kConsumers, kProducerRegisters);
 
@@ -107,7 +108,7 @@ struct AnnouncedTile {
 
 // What the loader says of an announced query tile under a mask by key columns.
 struct ColumnsOfTile {
-  int kv_tiles;               // that are loaded for it
+  LiveTiles loaded;           // for it
   const HiddenQueries* keys;  // of its sequence, from the first one on
 };
 

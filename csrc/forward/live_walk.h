@@ -15,13 +15,14 @@ class LiveWalk {
     // Tiles begin at the first query (fixes_rows_of_tiles).
     const int query_tile = tile.end / tile_positions - 1;
     const int number = TileNumbers{tile_positions}.first(tile.number, first_row) + query_tile;
-    const LiveTiles live = params.columns.live_tiles(kv_head, number);
+    tiles_ = params.columns.live_tiles(kv_head, number);
     words_ = params.columns.words_of(kv_head, number);
-    left_ = live.count;
-    at_ = live.last_word;
+    left_ = tiles_.count;
+    at_ = tiles_.last_word;
     if (left_ > 0) { word_ = words_[at_]; }
   }
 
+  __device__ __forceinline__ const LiveTiles& tiles() const { return tiles_; }
   __device__ __forceinline__ int left() const { return left_; }
 
   // Called while tiles are left.
@@ -37,6 +38,7 @@ class LiveWalk {
   }
 
  private:
+  LiveTiles tiles_;
   const LiveWord* words_;
   LiveWord word_;
   int at_, left_;

@@ -106,7 +106,7 @@ class Loader {
   __device__ __forceinline__ int load_live_tiles(const Tile& tile, int next_round) {
     const int kv_head = params_.scheduler.kv_head(tile.head_group);
     LiveWalk walk(params_, tile, kv_head);
-    announced_ = {walk.left(), params_.columns.keys(kv_head, first_key_row(tile))};
+    announced_ = {walk.tiles(), params_.columns.keys(kv_head, first_key_row(tile))};
     const bool k_first = Variant::kQueryStages == 1 && walk.left() > 0;
     if (!k_first) { load_q(tile); }
     if (walk.left() == 0) { return take_place(next_round); }

@@ -57,7 +57,7 @@ class Consumer {
       Rows next{};
       if (end != kNoMoreTiles) {
         const Sequence sequence = sequence_of_tile();
-        next = Rows(params_, sequence, end, consumer_, loaded_tiles(sequence, end));
+        next = Rows(params_, sequence, end, consumer_, loaded_tiles(sequence, end), live_tiles_of_rows());
         if constexpr (Score::kHasSlope) { set_slopes(next); }
         if constexpr (Variant::kKeepsRowOfBits) { next.bits.first = find_row_of_bits(next); }
       }
@@ -118,12 +118,25 @@ class Consumer {
     return {__shfl_sync(0xffffffff, sequence.seqlen_q, 0), __shfl_sync(0xffffffff, sequence.seqlen_k, 0)};
   }
 
-  // The KV tiles that are loaded for the query tile. Under a mask by key columns they are numbered, the first one 0.
+  // The KV tiles that are loaded for the query tile. Under a mask by key columns these are their ranks.
   __device__ __forceinline__ Range loaded_tiles(const Sequence& sequence, int end) const {
     if constexpr (Variant::kHasColumns) {
-      return {0, __shfl_sync(0xffffffff, shared_.columns.of_tile[q_.count % Variant::kTileSlots].kv_tiles, 0)};
+      return {0, __shfl_sync(0xffffffff, columns_of_tile().loaded.count, 0)};
     } else {
       return kv_tiles_of_query_tile<Variant>(params_, sequence, end);
+    }
+  }
+
+  // Under a mask by key columns.
+  __device__ __forceinline__ const ColumnsOfTile& columns_of_tile() const {
+    return shared_.columns.of_tile[q_.count % Variant::kTileSlots];
+  }
+  __device__ __forceinline__ Range live_tiles_of_rows() const {
+    if constexpr (Variant::kHasColumns) {
+      const Range& live = columns_of_tile().loaded.of_part[consumer_];
+      return {__shfl_sync(0xffffffff, live.first, 0), __shfl_sync(0xffffffff, live.count, 0)};
+    } else {
+      return {};
     }
   }
 
@@ -163,7 +176,7 @@ class Consumer {
   __device__ __forceinline__ void walk(Output& out, PackedScores& p, OnlineSoftmax& softmax, const Rows& rows) {
     int kv_tile = rows.kv.end() - 1;
     if constexpr (Variant::kHasColumns) {
-      while (kv_tile > 0) {
+      while (kv_tile > rows.kv.first) {
         wait_for_k();
         if (loaded_tile(k_).is_masked) {
           step<Tile::kMasked>(out, p, softmax, rows, --kv_tile);
@@ -171,8 +184,15 @@ class Consumer {
           step<Tile::kUnmasked>(out, p, softmax, rows, --kv_tile);
         }
       }
-      return;
+    } else {
+      walk_range(out, p, softmax, rows, kv_tile);
     }
+    if (!passes_many(rows.passed_after)) { pass_keys(rows.passed_after); }
+  }
+
+  // The same without columns.
+  __device__ __forceinline__ void walk_range(Output& out, PackedScores& p, OnlineSoftmax& softmax, const Rows& rows,
+                                             int kv_tile) {
     const Range whole = rows.kv_seen_whole(params_);
     const int first_masked_after = max_int(rows.kv.first, whole.end());
     if constexpr (Variant::kMask != MaskKind::kFull) {
@@ -182,7 +202,6 @@ class Consumer {
     if constexpr (!starts_at_first_key(Variant::kMask)) {
       while (kv_tile > rows.kv.first) { step<Tile::kMasked>(out, p, softmax, rows, --kv_tile); }
     }
-    if (!passes_many(rows.passed_after)) { pass_keys(rows.passed_after); }
   }
 
   template <Tile kTile>
@@ -395,8 +414,8 @@ class Consumer {
     hide_tile(s, rows, params_, kv_tile, thread_);
     if constexpr (Variant::kHasColumns) {
       // Tiles are of one head (fixes_rows_of_tiles).
-      const HiddenQueries* const keys = shared_.columns.of_tile[q_.count % Variant::kTileSlots].keys;
-      hide_keys<Variant::kKey>(s, rows.first_position, keys + kv_tile * Variant::kKey, thread_anew());
+      hide_keys<Variant::kKey>(s, rows.first_position, columns_of_tile().keys + kv_tile * Variant::kKey,
+                               thread_anew());
     }
   }
 

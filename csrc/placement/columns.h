@@ -5,6 +5,7 @@
 #include <cstdint>
 
 #include "../contract/columns.h"
+#include "../contract/tile_grid.h"
 #include "../host_device.h"
 
 namespace dash_attn {
@@ -55,8 +56,20 @@ struct alignas(16) LiveWord {
   static constexpr int kTiles = 32;
 };
 
-struct LiveTiles {
-  int count, last_word;  // the last word with a live tile; -1 if there is none
+// A query tile consists of parts, each of which a warpgroup of the forward owns.
+inline constexpr int kPartRows = 64, kMostParts = 3;
+
+// The queries of a part. It may have none.
+DASH_HOST_DEVICE constexpr QueryInterval queries_of_part(TileGrid const& grid, int query_tile, int part) {
+  int const tile = query_tile * grid.tiling.query, first = tile + part * kPartRows;
+  int const end = min_int(min_int(first + kPartRows, tile + grid.tiling.query), grid.mask.sequence.seqlen_q);
+  return QueryInterval::between(first, end);
+}
+
+// The live KV tiles of a query tile.
+struct alignas(16) LiveTiles {
+  int count, last_word;       // the last word with a live tile; -1 if there is none
+  Range of_part[kMostParts];  // ranks: from the first tile that is live for the part to the last one
 };
 
 // Arrays by mask head: one for each KV head, or one for all. Indices have 32 bits, which save registers.
