@@ -117,6 +117,9 @@ SPOILED = dict(document=64, seqlen_q=500, nan_value=130, nan_values=1)
         ("columns/plan.h", "extend(tiles.of_part[part], own,", "extend(tiles.of_part[part], live,", SPOILED),
         ("columns/plan.h", "((own & -own) - 1)", "(own & -own)", {}),  # the first tile of a part is left out
         ("columns/plan.h", "~0u >> __clz(own)", "~0u >> 1 >> __clz(own)", {}),  # the last tile of a part is left out
+        ("columns/plan.h", "= __ballot_sync(0xffffffff, is_hidden[part])", "= 0", {}),
+        ("columns/plan.h", "tile.hidden.hides_any(queries)", "tile.hidden.hides_all(queries)", {}),
+        ("forward/config.h", "hidden >> consumer & 1", "hidden >> 1 & 1", {}),
         ("forward/rows.h", "Variant::kHasColumns ? live : ", "Variant::kHasColumns ? of_tile : ", SPOILED),
     ],
 )

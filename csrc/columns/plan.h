@@ -111,7 +111,7 @@ __global__ void __launch_bounds__(kPlanThreads) plan_queries_kernel(const __grid
     LiveTiles tiles{0, -1, {}};
     for (int word = visited.first / LiveWord::kTiles; word * LiveWord::kTiles < visited.end(); ++word) {
       const int kv_tile = word * LiveWord::kTiles + lane;
-      bool is_live = false, is_masked = false, is_live_for[kMostParts] = {};
+      bool is_live = false, is_masked = false, is_live_for[kMostParts] = {}, is_hidden[kMostParts] = {};
       if (visited.contains(kv_tile)) {
         const ColumnTile tile = kv_tiles[kv_tile];
         is_live = !tile.visits.skips(query_tile);
@@ -119,16 +119,20 @@ __global__ void __launch_bounds__(kPlanThreads) plan_queries_kernel(const __grid
 #pragma unroll
         for (int part = 0; part < kMostParts; ++part) {
           const QueryInterval queries = queries_of_part(grid, query_tile, part);
-          is_live_for[part] = is_live && !queries.is_empty() && tile.is_live_for(grid, queries, kv_tile);
+          if (!is_live || queries.is_empty()) { continue; }
+          is_live_for[part] = tile.is_live_for(grid, queries, kv_tile);
+          is_hidden[part] = tile.hidden.hides_any(queries);
         }
       }
       const uint32_t live = __ballot_sync(0xffffffff, is_live), masked = __ballot_sync(0xffffffff, is_masked);
-      if (lane == 0) { words[word] = {live, masked, tiles.count, tiles.last_word}; }
+      LiveWord planned{live, masked, tiles.count, tiles.last_word, {}};
 #pragma unroll
       for (int part = 0; part < kMostParts; ++part) {
         const uint32_t own = __ballot_sync(0xffffffff, is_live_for[part]);
         if (own != 0) { extend(tiles.of_part[part], own, live, tiles.count); }
+        planned.hidden[part] = __ballot_sync(0xffffffff, is_hidden[part]);
       }
+      if (lane == 0) { words[word] = planned; }
       tiles.count += __popc(live);
       if (live != 0) { tiles.last_word = word; }
     }

@@ -91,9 +91,11 @@ struct Variant {
 
 constexpr int kNoMoreTiles = -1;
 
-// A KV tile, and whether elements of it must be masked one by one.
+// A KV tile, and for which warpgroups some of its keys are hidden by intervals, by bit.
 struct LoadedTile {
-  int kv_tile, is_masked;
+  int kv_tile, hidden;
+
+  DASH_HOST_DEVICE constexpr bool is_hidden(int consumer) const { return hidden >> consumer & 1; }
 };
 
 // A query tile as the loader announces it to the other warps.

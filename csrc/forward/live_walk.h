@@ -34,7 +34,10 @@ class LiveWalk {
     const int bit = LiveWord::kTiles - 1 - __clz(word_.live);
     word_.live ^= 1u << bit;
     --left_;
-    return {at_ * LiveWord::kTiles + bit, int(word_.masked >> bit & 1)};
+    int hidden = 0;
+#pragma unroll
+    for (int part = 0; part < kMostParts; ++part) { hidden |= int(word_.hidden[part] >> bit & 1) << part; }
+    return {at_ * LiveWord::kTiles + bit, hidden};
   }
 
  private:

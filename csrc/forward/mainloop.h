@@ -99,14 +99,15 @@ class Consumer {
   static constexpr int kScoreRegisters = Variant::kKey / 2;        // a 64 x kKey fragment
   static constexpr int kOutputRegisters = Variant::kValueDim / 2;  // a 64 x kValueDim fragment
 
-  // Whether the mask hides keys of a tile from some rows.
-  enum class Tile { kUnmasked, kMasked };
+  // Whether the mask hides keys of a tile from some rows; and whether columns do, beside the rest of the mask.
+  enum class Tile { kUnmasked, kMasked, kHidden };
 
   using Scores = float[kScoreRegisters];
   using PackedScores = uint32_t[kScoreRegisters / 8][4];
   using Output = float[kOutputRegisters];
   using Bits = dropout::FragmentBits<dropout::FragmentRows::kQueries, Variant::kKey>;
   using BitsRead = std::conditional_t<Score::kDrops, typename Bits::Read, Empty>;
+  using HiddenKeys = HiddenOfWarp<Variant::kKey>;
   using Rows = WarpgroupRows<Variant>;
   using QuerySlot = RingIndex<Variant::kQueryStages>;
 
@@ -144,7 +145,7 @@ class Consumer {
   // once the next use of the buffer has been released as well.
   __device__ __forceinline__ LoadedTile loaded_tile(RingIndex<Variant::kStages> place) const {
     const LoadedTile& tile = shared_.columns.loaded[RingIndex<Variant::kLoadedTiles>{place.count}.slot()];
-    return {__shfl_sync(0xffffffff, tile.kv_tile, 0), __shfl_sync(0xffffffff, tile.is_masked, 0)};
+    return {__shfl_sync(0xffffffff, tile.kv_tile, 0), __shfl_sync(0xffffffff, tile.hidden, 0)};
   }
 
   // Between two of the following functions no product is in flight, so that ptxas can trace each product to its wait.
@@ -176,9 +177,13 @@ class Consumer {
   __device__ __forceinline__ void walk(Output& out, PackedScores& p, OnlineSoftmax& softmax, const Rows& rows) {
     int kv_tile = rows.kv.end() - 1;
     if constexpr (Variant::kHasColumns) {
+      const Range whole = rows.kv_seen_whole(params_);
       while (kv_tile > rows.kv.first) {
         wait_for_k();
-        if (loaded_tile(k_).is_masked) {
+        const LoadedTile loaded = loaded_tile(k_);
+        if (loaded.is_hidden(consumer_)) {
+          step<Tile::kHidden>(out, p, softmax, rows, --kv_tile);
+        } else if (!whole.contains(loaded.kv_tile)) {
           step<Tile::kMasked>(out, p, softmax, rows, --kv_tile);
         } else {
           step<Tile::kUnmasked>(out, p, softmax, rows, --kv_tile);
@@ -213,11 +218,14 @@ class Consumer {
     issue_s(s);
     issue_out(out, p);
     const BitsRead bits = bits_of(rows, kv_tile);
+    [[maybe_unused]] HiddenKeys hidden;
+    if constexpr (kTile == Tile::kHidden) { hidden = hidden_keys_of(loaded_tile(k_).kv_tile, rows); }
     wait_products<1>();  // S
     release_k(s);
     if (kv_tile == rows.kv.first) { release_q(); }
     make_scores(s, rows, kv_tile);
-    if constexpr (kTile == Tile::kMasked) { apply_mask(s, rows, kv_tile); }
+    if constexpr (kTile != Tile::kUnmasked) { apply_mask(s, rows, kv_tile); }
+    if constexpr (kTile == Tile::kHidden) { hide_keys(s, hidden, thread_anew()); }
     // A wait ends a basic block. Within one, ptxas moves exponentials and roundings freely.
     if constexpr (Variant::kRoundsBesideExponentials) { wait_for_next_v(); }
     const bool corrects = softmax.follow(s, correction);
@@ -396,27 +404,32 @@ class Consumer {
   __device__ __forceinline__ void exponentiate_first(Scores& s, OnlineSoftmax& softmax, const Rows& rows) const {
     const int kv_tile = rows.kv.end() - 1;
     if (hides_part_of_first(rows, kv_tile)) { apply_mask(s, rows, kv_tile); }
+    if constexpr (Variant::kHasColumns) {
+      const LoadedTile loaded = loaded_tile(k_.previous());
+      if (loaded.is_hidden(consumer_)) { hide_keys(s, hidden_keys_of(loaded.kv_tile, rows), thread_anew()); }
+    }
     softmax.start(s);
     softmax.subtract_reference(s);
     softmax.exponentiate(s);
   }
 
   __device__ __forceinline__ bool hides_part_of_first(const Rows& rows, int kv_tile) const {
-    if constexpr (Variant::kHasColumns) { return loaded_tile(k_.previous()).is_masked; }
+    if constexpr (Variant::kHasColumns) { kv_tile = loaded_tile(k_.previous()).kv_tile; }
     const Range whole = rows.kv_seen_whole(params_);
     const bool hides_first = !starts_at_first_key(Variant::kMask) && kv_tile < whole.first;
     return kv_tile >= whole.end() || hides_first;  // not in `whole`
   }
 
-  // Masks the tile whose K was released last.
+  // Masks the tile whose K was released last, except for the keys that columns hide.
   __device__ __forceinline__ void apply_mask(Scores& s, const Rows& rows, int kv_tile) const {
     if constexpr (Variant::kHasColumns) { kv_tile = loaded_tile(k_.previous()).kv_tile; }
     hide_tile(s, rows, params_, kv_tile, thread_);
-    if constexpr (Variant::kHasColumns) {
-      // Tiles are of one head (fixes_rows_of_tiles).
-      hide_keys<Variant::kKey>(s, rows.first_position, columns_of_tile().keys + kv_tile * Variant::kKey,
-                               thread_anew());
-    }
+  }
+
+  // Read from global memory: called while a product runs. Query tiles are of one head (fixes_rows_of_tiles).
+  __device__ __forceinline__ HiddenKeys hidden_keys_of(int kv_tile, const Rows& rows) const {
+    return hidden_of_warp<Variant::kKey>(rows.first_position, columns_of_tile().keys + kv_tile * Variant::kKey,
+                                         thread_anew());
   }
 
   // Hands the rows to the storer and writes the log-sum-exp. `out` is the sum of P V.

@@ -47,17 +47,18 @@ struct TileNumbers {
   }
 };
 
+// A query tile consists of parts, each of which a warpgroup of the forward owns.
+inline constexpr int kPartRows = 64, kMostParts = 3;
+
 // 32 KV tiles of a query tile.
 struct alignas(16) LiveWord {
-  uint32_t live, masked;  // by bit; `masked` are the live ones whose elements must be masked one by one
-  int before;             // live tiles in the words before: the rank of the first one here
-  int previous;           // the last word before with a live tile; -1 if there is none
+  uint32_t live, masked;        // by bit; `masked` are the live ones whose elements must be masked one by one
+  int before;                   // live tiles in the words before: the rank of the first one here
+  int previous;                 // the last word before with a live tile; -1 if there is none
+  uint32_t hidden[kMostParts];  // live ones with a key that intervals hide from a query of the part
 
   static constexpr int kTiles = 32;
 };
-
-// A query tile consists of parts, each of which a warpgroup of the forward owns.
-inline constexpr int kPartRows = 64, kMostParts = 3;
 
 // The queries of a part. It may have none.
 DASH_HOST_DEVICE constexpr QueryInterval queries_of_part(TileGrid const& grid, int query_tile, int part) {
