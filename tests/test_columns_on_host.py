@@ -119,7 +119,9 @@ SPOILED = dict(document=64, seqlen_q=500, nan_value=130, nan_values=1)
         ("columns/plan.h", "~0u >> __clz(own)", "~0u >> 1 >> __clz(own)", {}),  # the last tile of a part is left out
         ("columns/plan.h", "= __ballot_sync(0xffffffff, is_hidden[part])", "= 0", {}),
         ("columns/plan.h", "tile.hidden.hides_any(queries)", "tile.hidden.hides_all(queries)", {}),
-        ("forward/config.h", "hidden >> consumer & 1", "hidden >> 1 & 1", {}),
+        ("forward/live_walk.h", "word.hidden[warpgroup]", "word.hidden[1]", {}),
+        ("forward/live_walk.h", "~(~0u >> __clz(to_mask))", "~(~0u >> 1 >> __clz(to_mask))", {}),
+        ("forward/live_walk.h", "seen_whole.end() - first", "seen_whole.end() + 1 - first", {}),
         ("forward/rows.h", "Variant::kHasColumns ? live : ", "Variant::kHasColumns ? of_tile : ", SPOILED),
     ],
 )

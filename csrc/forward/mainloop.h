@@ -23,6 +23,7 @@
 #include "../device/hidden_keys.h"
 #include "../device/warp_roles.h"
 #include "config.h"
+#include "live_walk.h"
 #include "params.h"
 #include "rows.h"
 #include "score_tile.h"
@@ -119,33 +120,23 @@ class Consumer {
     return {__shfl_sync(0xffffffff, sequence.seqlen_q, 0), __shfl_sync(0xffffffff, sequence.seqlen_k, 0)};
   }
 
+
   // The KV tiles that are loaded for the query tile. Under a mask by key columns these are their ranks.
   __device__ __forceinline__ Range loaded_tiles(const Sequence& sequence, int end) const {
-    if constexpr (Variant::kHasColumns) {
-      return {0, __shfl_sync(0xffffffff, columns_of_tile().loaded.count, 0)};
-    } else {
-      return kv_tiles_of_query_tile<Variant>(params_, sequence, end);
-    }
-  }
-
-  // Under a mask by key columns.
-  __device__ __forceinline__ const ColumnsOfTile& columns_of_tile() const {
-    return shared_.columns.of_tile[q_.count % Variant::kTileSlots];
+    if constexpr (Variant::kHasColumns) { return ranks_of(shared_.columns_of(q_).loaded); }
+    return kv_tiles_of_query_tile<Variant>(params_, sequence, end);
   }
   __device__ __forceinline__ Range live_tiles_of_rows() const {
-    if constexpr (Variant::kHasColumns) {
-      const Range& live = columns_of_tile().loaded.of_part[consumer_];
-      return {__shfl_sync(0xffffffff, live.first, 0), __shfl_sync(0xffffffff, live.count, 0)};
-    } else {
-      return {};
-    }
+    if constexpr (Variant::kHasColumns) { return ranks_of(shared_.columns_of(q_).loaded, consumer_); }
+    return {};
   }
 
-  // What the loader says of a tile of K that has arrived, also after its release: another tile is written there only
-  // once the next use of the buffer has been released as well.
-  __device__ __forceinline__ LoadedTile loaded_tile(RingIndex<Variant::kStages> place) const {
-    const LoadedTile& tile = shared_.columns.loaded[RingIndex<Variant::kLoadedTiles>{place.count}.slot()];
-    return {__shfl_sync(0xffffffff, tile.kv_tile, 0), __shfl_sync(0xffffffff, tile.hidden, 0)};
+  // Waits for the first K of the rows or of a word, and reads what is walked from that tile on.
+  __device__ __forceinline__ void wait_for_first_k(const Rows& rows) {
+    wait_for_k();
+    if constexpr (Variant::kHasColumns) {
+      word_ = TilesToWalk(shared_.columns.words[k_.slot()], consumer_, rows.kv_seen_whole(params_));
+    }
   }
 
   // Between two of the following functions no product is in flight, so that ptxas can trace each product to its wait.
@@ -159,7 +150,7 @@ class Consumer {
     } else {
       pass_keys(rows.passed_before);
     }
-    wait_for_k();
+    wait_for_first_k(rows);
     issue_s(s);
     const BitsRead bits = bits_of_last(rows);
     wait_products<0>();
@@ -177,17 +168,17 @@ class Consumer {
   __device__ __forceinline__ void walk(Output& out, PackedScores& p, OnlineSoftmax& softmax, const Rows& rows) {
     int kv_tile = rows.kv.end() - 1;
     if constexpr (Variant::kHasColumns) {
-      const Range whole = rows.kv_seen_whole(params_);
       while (kv_tile > rows.kv.first) {
-        wait_for_k();
-        const LoadedTile loaded = loaded_tile(k_);
-        if (loaded.is_hidden(consumer_)) {
+        if (word_.live == 0) { wait_for_first_k(rows); }
+        const int next_to_mask = max_int(rows.kv.first, kv_tile - word_.leave_unmasked());
+        while (kv_tile > next_to_mask) { step<Tile::kUnmasked>(out, p, softmax, rows, --kv_tile); }
+        if (word_.live == 0 || kv_tile == rows.kv.first) { continue; }
+        if (word_.hides_keys_of_next()) {
           step<Tile::kHidden>(out, p, softmax, rows, --kv_tile);
-        } else if (!whole.contains(loaded.kv_tile)) {
-          step<Tile::kMasked>(out, p, softmax, rows, --kv_tile);
         } else {
-          step<Tile::kUnmasked>(out, p, softmax, rows, --kv_tile);
+          step<Tile::kMasked>(out, p, softmax, rows, --kv_tile);
         }
+        word_.leave_next();
       }
     } else {
       walk_range(out, p, softmax, rows, kv_tile);
@@ -219,7 +210,7 @@ class Consumer {
     issue_out(out, p);
     const BitsRead bits = bits_of(rows, kv_tile);
     [[maybe_unused]] HiddenKeys hidden;
-    if constexpr (kTile == Tile::kHidden) { hidden = hidden_keys_of(loaded_tile(k_).kv_tile, rows); }
+    if constexpr (kTile == Tile::kHidden) { hidden = hidden_keys_of_next(rows); }
     wait_products<1>();  // S
     release_k(s);
     if (kv_tile == rows.kv.first) { release_q(); }
@@ -244,7 +235,7 @@ class Consumer {
                                         const Rows& next) {
     Scores s;
     pass_keys(next.passed_before);
-    wait_for_k();
+    wait_for_first_k(next);
     issue_s(s);
     issue_out(out, p);
     wait_products<1>();  // S
@@ -401,12 +392,12 @@ class Consumer {
   }
 
   // Leaves the limits of the softmax to the caller: `cross` has no registers for them until the output has been stored.
-  __device__ __forceinline__ void exponentiate_first(Scores& s, OnlineSoftmax& softmax, const Rows& rows) const {
+  __device__ __forceinline__ void exponentiate_first(Scores& s, OnlineSoftmax& softmax, const Rows& rows) {
     const int kv_tile = rows.kv.end() - 1;
     if (hides_part_of_first(rows, kv_tile)) { apply_mask(s, rows, kv_tile); }
     if constexpr (Variant::kHasColumns) {
-      const LoadedTile loaded = loaded_tile(k_.previous());
-      if (loaded.is_hidden(consumer_)) { hide_keys(s, hidden_keys_of(loaded.kv_tile, rows), thread_anew()); }
+      if (word_.hides_keys_of_next()) { hide_keys(s, hidden_keys_of_next(rows), thread_anew()); }
+      word_.leave_next();
     }
     softmax.start(s);
     softmax.subtract_reference(s);
@@ -414,22 +405,22 @@ class Consumer {
   }
 
   __device__ __forceinline__ bool hides_part_of_first(const Rows& rows, int kv_tile) const {
-    if constexpr (Variant::kHasColumns) { kv_tile = loaded_tile(k_.previous()).kv_tile; }
+    if constexpr (Variant::kHasColumns) { return word_.masks_next(); }
     const Range whole = rows.kv_seen_whole(params_);
     const bool hides_first = !starts_at_first_key(Variant::kMask) && kv_tile < whole.first;
     return kv_tile >= whole.end() || hides_first;  // not in `whole`
   }
 
-  // Masks the tile whose K was released last, except for the keys that columns hide.
+  // Masks a tile, except for the keys that columns hide. `kv_tile` is its number only without columns.
   __device__ __forceinline__ void apply_mask(Scores& s, const Rows& rows, int kv_tile) const {
-    if constexpr (Variant::kHasColumns) { kv_tile = loaded_tile(k_.previous()).kv_tile; }
+    if constexpr (Variant::kHasColumns) { kv_tile = word_.next_tile(); }
     hide_tile(s, rows, params_, kv_tile, thread_);
   }
 
   // Read from global memory: called while a product runs. Query tiles are of one head (fixes_rows_of_tiles).
-  __device__ __forceinline__ HiddenKeys hidden_keys_of(int kv_tile, const Rows& rows) const {
-    return hidden_of_warp<Variant::kKey>(rows.first_position, columns_of_tile().keys + kv_tile * Variant::kKey,
-                                         thread_anew());
+  __device__ __forceinline__ HiddenKeys hidden_keys_of_next(const Rows& rows) const {
+    const HiddenQueries* const keys = shared_.columns_of(q_).keys + word_.next_tile() * Variant::kKey;
+    return hidden_of_warp<Variant::kKey>(rows.first_position, keys, thread_anew());
   }
 
   // Hands the rows to the storer and writes the log-sum-exp. `out` is the sum of P V.
@@ -501,6 +492,7 @@ class Consumer {
   const int thread_;
   QuerySlot q_;  // of the rows whose scores are computed
   RingIndex<Variant::kStages> k_, v_;
+  std::conditional_t<Variant::kHasColumns, TilesToWalk, Empty> word_;
 };
 
 }  // namespace dash_attn::forward
