@@ -1,10 +1,11 @@
-// Random masks by key columns: what csrc/contract/columns.h says of tiles, against every element. Prints what is wrong.
+// Random masks by key columns: what csrc/contract/columns.h says of tiles and of their parts, against every element.
+// Prints what is wrong.
 #include <cstdio>
 #include <cstdlib>
 #include <random>
 #include <vector>
 
-#include "contract/columns.h"
+#include "placement/columns.h"
 
 using namespace dash_attn;
 
@@ -70,6 +71,29 @@ void check(const TileGrid& grid, const std::vector<std::vector<int>>& bounds, bo
       }
       if (!skips && hides && !tile.needs_masking(grid, q, kv)) { fail("a tile is not masked", grid, q, kv); }
       if (!skips) { live.push_back(q); }
+      for (int part = 0; part < kMostParts; ++part) {
+        const QueryInterval queries = queries_of_part(grid, q, part);
+        if (queries.is_empty()) { continue; }
+        bool part_shows = false, part_hides = false, rest_shows = false, hides_all[kHiddenIntervals] = {true, true};
+        for (int query = queries.first; query < queries.end; ++query) {
+          for (int key = first_key; key < end_key; ++key) {
+            const std::vector<int>& numbers = bounds[key];
+            const HiddenQueries of_key = hidden_queries(numbers.data(), int(numbers.size()), causal, s.seqlen_q);
+            const bool rest = grid.mask.keys_of(query).contains(key);
+            rest_shows |= rest;
+            part_shows |= rest && !of_key.contains(query);
+            part_hides |= of_key.contains(query);
+            for (int i = 0; i < kHiddenIntervals; ++i) { hides_all[i] &= of_key.of[i].contains(query); }
+          }
+        }
+        const bool is_live = tile.is_live_for(grid, queries, kv);
+        if (part_shows && !is_live) { fail("a tile with visible elements is skipped by a part", grid, q, kv); }
+        if (is_live && (!rest_shows || hides_all[0] || hides_all[1])) {
+          fail("a tile without visible elements is walked by a part", grid, q, kv);
+        }
+        if (is_live && skips) { fail("a tile that is not live is live for a part", grid, q, kv); }
+        if (part_hides && !tile.hidden.hides_any(queries)) { fail("a tile is not masked for a part", grid, q, kv); }
+      }
     }
     if (tile.visits.count != int(live.size())) { fail("the count of visits", grid, tile.visits.count, kv); }
     if (live.empty()) { continue; }

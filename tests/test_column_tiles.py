@@ -31,6 +31,10 @@ def test_tiles_agree_with_elements(tmp_path):
         ("high.first < low.end()", "false", "the count of visits"),
         ("if (skipped[0].contains(last)) last = skipped[0].first - 1;", "", "the last visit"),
         ("some[0].overlaps(queries) || ", "", "a tile is not masked"),
+        (" || grid.needs_masking(query_tile, kv)", "", "a tile is not masked"),
+        (".contains(kv) && !hidden.hides_all(queries)", ".contains(kv)", "a tile without visible elements is walked"),
+        ("kv_tiles_of_queries(queries.first, queries.end)", "kv_tiles_of_queries(queries.first, queries.first + 1)",
+         "a tile with visible elements is skipped by a part"),
     ],
 )  # fmt: skip
 def test_faults_are_found(tmp_path, right, wrong, message):

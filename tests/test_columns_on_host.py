@@ -60,10 +60,11 @@ def test_the_row_of_a_nan_query_is_nan(tmp_path, row):
 
 @pytest.mark.parametrize("is_right", [True, False])
 def test_which_rows_a_value_spoils_does_not_depend_on_the_gpu(tmp_path, is_right):
-    """Query tiles have as many rows on a GPU with few heads for many SMs."""
+    """Query tiles have as many rows on a GPU with few heads for many SMs. Queries 320 to 383 see KV tiles before and
+    after the value's, which is loaded for queries before 320."""
     rule = "if (p.mask.kind == MaskKind::kColumns) return;"
     changes = () if is_right else (("placement/forward_tiles.h", rule, ""),)
-    call = dict(columns="documents", document=190, mask="causal", seqlen_q=640, nan_value=150, nan_values=1)
+    call = dict(columns="prefix", document=160, mask="causal", seqlen_q=640, nan_value=170, nan_values=1)
     program = emulation.build(
         emulation.source(tmp_path, *changes), SOURCES["forward"], "128", tmp_path / "program", only=call
     )
@@ -72,6 +73,14 @@ def test_which_rows_a_value_spoils_does_not_depend_on_the_gpu(tmp_path, is_right
     else:
         with pytest.raises(AssertionError):
             emulation.check(program, MACHINES, **call)
+
+
+@pytest.mark.parametrize("row", ROWS)
+def test_a_value_spoils_no_block_of_queries_that_sees_nothing_of_its_kv_tile(tmp_path, row):
+    call = dict(columns="documents", mask="causal", seqlen_q=640, nan_values=1)
+    program = emulation.build(emulation.source(tmp_path), SOURCES["forward"], row, tmp_path / "program", only=call)
+    for document, value in ((64, 70), (64, 130), (90, 10), (190, 150), (190, 191)):
+        emulation.check(program, ((3, 0),), **call, document=document, nan_value=value)
 
 
 @pytest.mark.parametrize("row", ["64", "128"])
@@ -97,6 +106,31 @@ LONG = dict(columns="prefix", document=300, mask="causal", seqlen_q=8500)
 
 def test_words_without_live_tiles_are_passed_over(programs):
     emulation.check(programs["64"], ((3, 0),), **LONG)
+
+
+SPOILED = dict(document=64, seqlen_q=500, nan_value=130, nan_values=1)
+
+
+@pytest.mark.parametrize(
+    "file, right, wrong, kind",
+    [
+        ("columns/plan.h", "extend(tiles.of_part[part], own,", "extend(tiles.of_part[part], live,", SPOILED),
+        ("columns/plan.h", "((own & -own) - 1)", "(own & -own)", {}),  # the first tile of a part is left out
+        ("columns/plan.h", "~0u >> __clz(own)", "~0u >> 1 >> __clz(own)", {}),  # the last tile of a part is left out
+        ("columns/plan.h", "= __ballot_sync(0xffffffff, is_hidden[part])", "= 0", {}),
+        ("columns/plan.h", "tile.hidden.hides_any(queries)", "tile.hidden.hides_all(queries)", {}),
+        ("forward/live_walk.h", "word.hidden[warpgroup]", "word.hidden[1]", {}),
+        ("forward/live_walk.h", "~(~0u >> __clz(to_mask))", "~(~0u >> 1 >> __clz(to_mask))", {}),
+        ("forward/live_walk.h", "seen_whole.end() - first", "seen_whole.end() + 1 - first", {}),
+        ("forward/rows.h", "Variant::kHasColumns ? live : ", "Variant::kHasColumns ? of_tile : ", SPOILED),
+    ],
+)
+def test_faults_of_the_forward_are_found(tmp_path, file, right, wrong, kind):
+    call = dict(columns="documents", mask="causal", document=70, seqlen_q=500, heads=2, kv_heads=1) | kind
+    csrc = emulation.source(tmp_path, (file, right, wrong))
+    program = emulation.build(csrc, SOURCES["forward"], "64", tmp_path / "run", call)
+    with pytest.raises(AssertionError):
+        emulation.check(program, ((1, 0),), **call)
 
 
 @pytest.mark.parametrize(

@@ -84,6 +84,13 @@ __global__ void __launch_bounds__(kPlanThreads) plan_keys_kernel(const __grid_co
   }
 }
 
+// Extends the ranks of a part by those of its tiles in a further word, `own`. Of the query tile's live tiles, the word
+// has `live`, and `before` are in words before.
+__device__ __forceinline__ void extend(Range& ranks, uint32_t own, uint32_t live, int before) {
+  if (ranks.count == 0) { ranks.first = before + __popc(live & ((own & -own) - 1)); }
+  ranks.count = before + __popc(live & (~0u >> __clz(own))) - ranks.first;
+}
+
 // A warp for each query tile.
 __global__ void __launch_bounds__(kPlanThreads) plan_queries_kernel(const __grid_constant__ PlanParams params) {
   ptx::wait_for_previous_kernel();
@@ -101,17 +108,31 @@ __global__ void __launch_bounds__(kPlanThreads) plan_queries_kernel(const __grid
         params.arrays.kv_tiles + mask_head * params.arrays.sizes.kv_numbers + first_number;
     LiveWord* const words = params.arrays.words + place * params.arrays.sizes.words_of_tile;
     const Range visited = grid.kv_tiles_of(query_tile);
-    LiveTiles tiles{0, -1};
+    LiveTiles tiles{0, -1, {}};
     for (int word = visited.first / LiveWord::kTiles; word * LiveWord::kTiles < visited.end(); ++word) {
       const int kv_tile = word * LiveWord::kTiles + lane;
-      bool is_live = false, is_masked = false;
+      bool is_live = false, is_masked = false, is_live_for[kMostParts] = {}, is_hidden[kMostParts] = {};
       if (visited.contains(kv_tile)) {
         const ColumnTile tile = kv_tiles[kv_tile];
         is_live = !tile.visits.skips(query_tile);
         is_masked = is_live && tile.needs_masking(grid, query_tile, kv_tile);
+#pragma unroll
+        for (int part = 0; part < kMostParts; ++part) {
+          const QueryInterval queries = queries_of_part(grid, query_tile, part);
+          if (!is_live || queries.is_empty()) { continue; }
+          is_live_for[part] = tile.is_live_for(grid, queries, kv_tile);
+          is_hidden[part] = tile.hidden.hides_any(queries);
+        }
       }
       const uint32_t live = __ballot_sync(0xffffffff, is_live), masked = __ballot_sync(0xffffffff, is_masked);
-      if (lane == 0) { words[word] = {live, masked, tiles.count, tiles.last_word}; }
+      LiveWord planned{live, masked, tiles.count, tiles.last_word, {}};
+#pragma unroll
+      for (int part = 0; part < kMostParts; ++part) {
+        const uint32_t own = __ballot_sync(0xffffffff, is_live_for[part]);
+        if (own != 0) { extend(tiles.of_part[part], own, live, tiles.count); }
+        planned.hidden[part] = __ballot_sync(0xffffffff, is_hidden[part]);
+      }
+      if (lane == 0) { words[word] = planned; }
       tiles.count += __popc(live);
       if (live != 0) { tiles.last_word = word; }
     }

@@ -21,7 +21,11 @@ struct QueryInterval {
   DASH_HOST_DEVICE static constexpr QueryInterval between(int first, int end) {
     return first < end ? QueryInterval{first, end} : QueryInterval{kUnbounded, 0};
   }
+  DASH_HOST_DEVICE constexpr bool is_empty() const { return first >= end; }
   DASH_HOST_DEVICE constexpr bool contains(int query) const { return first <= query && query < end; }
+  DASH_HOST_DEVICE constexpr bool contains(QueryInterval const& other) const {
+    return first <= other.first && other.end <= end;
+  }
   DASH_HOST_DEVICE constexpr bool overlaps(QueryInterval const& other) const {
     return first < other.end && other.first < end;
   }
@@ -61,6 +65,14 @@ struct HiddenByTile {
   }
   DASH_HOST_DEVICE static constexpr HiddenByTile of_key(HiddenQueries const& key) {
     return {{key.of[0], key.of[1]}, {key.of[0], key.of[1]}};
+  }
+  // Whether an interval of every key contains all of these queries, which exist.
+  DASH_HOST_DEVICE constexpr bool hides_all(QueryInterval const& queries) const {
+    return all[0].contains(queries) || all[1].contains(queries);
+  }
+  // Whether an interval of some key may contain one of the queries.
+  DASH_HOST_DEVICE constexpr bool hides_any(QueryInterval const& queries) const {
+    return some[0].overlaps(queries) || some[1].overlaps(queries);
   }
   // Of the keys of both.
   DASH_HOST_DEVICE constexpr HiddenByTile with(HiddenByTile const& other) const {
@@ -117,19 +129,24 @@ DASH_HOST_DEVICE constexpr LiveVisits live_visits(TileGrid const& grid, int kv, 
 // A KV tile under the mask, as the plan of a pass knows it.
 struct alignas(16) ColumnTile {
   LiveVisits visits;
-  QueryInterval some[kHiddenIntervals];  // of HiddenByTile
+  HiddenByTile hidden;
 
+  // Whether some of the queries first ... end - 1 of a query tile may see a key of the KV tile `kv`, which is live for
+  // the query tile.
+  DASH_HOST_DEVICE constexpr bool is_live_for(TileGrid const& grid, QueryInterval const& queries, int kv) const {
+    return grid.kv_tiles_of_queries(queries.first, queries.end).contains(kv) && !hidden.hides_all(queries);
+  }
   // Whether elements of a live tile must be masked one by one.
   DASH_HOST_DEVICE constexpr bool needs_masking(TileGrid const& grid, int query_tile, int kv) const {
     QueryInterval const queries{query_tile * grid.tiling.query, (query_tile + 1) * grid.tiling.query};
-    return some[0].overlaps(queries) || some[1].overlaps(queries) || grid.needs_masking(query_tile, kv);
+    return hidden.hides_any(queries) || grid.needs_masking(query_tile, kv);
   }
 };
 
 DASH_HOST_DEVICE constexpr ColumnTile column_tile(TileGrid const& grid, int kv, HiddenByTile const& hidden) {
-  return {live_visits(grid, kv, hidden), {hidden.some[0], hidden.some[1]}};
+  return {live_visits(grid, kv, hidden), hidden};
 }
 
-static_assert(std::is_trivially_copyable_v<ColumnTile> && sizeof(HiddenQueries) == 16 && sizeof(ColumnTile) == 48);
+static_assert(std::is_trivially_copyable_v<ColumnTile> && sizeof(HiddenQueries) == 16 && sizeof(ColumnTile) == 64);
 
 }  // namespace dash_attn

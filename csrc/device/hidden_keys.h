@@ -24,25 +24,41 @@ __device__ __forceinline__ uint32_t hidden_bits(const HiddenQueries& hidden, int
   return bits;
 }
 
-// Hides keys from queries in a fragment whose rows are the queries from `first_query` on, and whose columns are kKeys
-// keys, `keys` being the first one. A warp has 16 rows. Its lanes share the keys and tell each other which of the rows
-// see them: that takes fewer registers and instructions than comparing each element.
-template <int kKeys, int kSize>
-__device__ __forceinline__ void hide_keys(float (&s)[kSize], int first_query, const HiddenQueries* keys, int thread) {
-  constexpr int kColumnsOfSlice = 8, kSlicesOfHalf = 4, kHalf = kColumnsOfSlice * kSlicesOfHalf;
-  static_assert(kHalf == 32 && kSize == kKeys / 2);
+// Which keys of a tile of kKeys are hidden from the 16 rows of a warp in a fragment whose rows are queries. The lanes
+// share the keys and tell each other which of the rows see them: that takes fewer registers and instructions than
+// comparing each element.
+template <int kKeys>
+struct HiddenOfWarp {
+  static constexpr int kHalf = 32;
+  uint32_t own[(kKeys + 2 * kHalf - 1) / (2 * kHalf)];  // of the lane's keys, 32 apart, each half of a word is one's
+};
+
+// The fragment's rows are the queries from `first_query` on, and its columns the keys from `keys` on.
+template <int kKeys>
+__device__ __forceinline__ HiddenOfWarp<kKeys> hidden_of_warp(int first_query, const HiddenQueries* keys, int thread) {
+  constexpr int kHalf = HiddenOfWarp<kKeys>::kHalf;
   const int lane = thread % 32, first_of_warp = first_query + fragment_row(thread, 0) - lane / 4;
+  HiddenOfWarp<kKeys> hidden{};
+#pragma unroll
+  for (int first_key = 0; first_key < kKeys; first_key += kHalf) {
+    const int key = first_key + lane;
+    if (key < kKeys) {
+      hidden.own[first_key / (2 * kHalf)] |= hidden_bits(read_hidden(keys + key), first_of_warp)
+                                             << first_key % (2 * kHalf) / 2;
+    }
+  }
+  return hidden;
+}
+
+// Hides the keys in the fragment.
+template <int kKeys, int kSize>
+__device__ __forceinline__ void hide_keys(float (&s)[kSize], const HiddenOfWarp<kKeys>& of_warp, int thread) {
+  constexpr int kColumnsOfSlice = 8, kSlicesOfHalf = 4, kHalf = HiddenOfWarp<kKeys>::kHalf;
+  static_assert(kHalf == kColumnsOfSlice * kSlicesOfHalf && kSize == kKeys / 2);
+  const int lane = thread % 32;
 #pragma unroll
   for (int first_key = 0; first_key < kKeys; first_key += 2 * kHalf) {
-    // The lane's keys, 32 apart, in the two halves of a word.
-    uint32_t own = 0;
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const int key = first_key + half * kHalf + lane;
-      if (first_key + half * kHalf < kKeys && key < kKeys) {
-        own |= hidden_bits(read_hidden(keys + key), first_of_warp) << 16 * half;
-      }
-    }
+    const uint32_t own = of_warp.own[first_key / (2 * kHalf)];
 #pragma unroll
     for (int i = 0; i < 2 * kSlicesOfHalf; ++i) {
       const int column = i / 2 * kColumnsOfSlice + fragment_column(lane, i % 2);

@@ -38,6 +38,7 @@ struct Variant {
   static constexpr int kConsumerWarps = kConsumers * kWarpgroupWarps;
   static constexpr int kThreads = (kConsumers + 1) * kWarpgroupThreads;
   static_assert(kConsumers == 2 || kConsumers == 3);
+  static_assert(kConsumers <= kMostParts && kWarpgroupRows == kPartRows);
   static constexpr int kProducerRegisters = kConsumers == 2 ? 40 : 32;
   static constexpr int kConsumerRegisters = consumer_registers(kConsumers, kProducerRegisters);
 
@@ -67,10 +68,6 @@ struct Variant {
   static constexpr int kStages = (kBytesForTiles - kQueryStages * kQueryTileBytes) / (kKeyTileBytes + kValueTileBytes);
   static_assert(kStages >= (kOutputInValues ? kConsumers : 2));
 
-  // What the loader says of so many loads of K is kept, under a mask by key columns: consumers read it even after they
-  // have released the buffer.
-  static constexpr int kLoadedTiles = 2 * kStages;
-
   // Whether the last P V of a query tile overlaps the first S of the next one, which takes two buffers of Q. Three
   // consumers have no registers for that beside a softcap.
   static constexpr bool kCrosses = kQueryStages > 1 && !(kConsumers == 3 && Score::kKind == ScoreKind::kSoftcap);
@@ -90,9 +87,10 @@ struct Variant {
 
 constexpr int kNoMoreTiles = -1;
 
-// A KV tile, and whether elements of it must be masked one by one.
-struct LoadedTile {
-  int kv_tile, is_masked;
+// The tiles of a word that are loaded from one on, which is the highest bit. Bit 0 is KV tile `first`.
+struct WordOfTiles {
+  int first;
+  uint32_t live, hidden[kMostParts];  // as in LiveWord
 };
 
 // A query tile as the loader announces it to the other warps.
@@ -107,14 +105,14 @@ struct AnnouncedTile {
 
 // What the loader says of an announced query tile under a mask by key columns.
 struct ColumnsOfTile {
-  int kv_tiles;               // that are loaded for it
+  LiveTiles loaded;           // for it
   const HiddenQueries* keys;  // of its sequence, from the first one on
 };
 
 template <typename Variant>
 struct LoadedColumns {
   ColumnsOfTile of_tile[Variant::kTileSlots];
-  LoadedTile loaded[Variant::kLoadedTiles];  // by the number of the load of K
+  WordOfTiles words[Variant::kStages];  // from the tile in that buffer of K on
 };
 
 template <typename Variant>
@@ -143,6 +141,10 @@ struct alignas(1024) SharedStorage {
   // The query tile whose Q is in that buffer.
   __device__ __forceinline__ AnnouncedTile& tile(RingIndex<Variant::kQueryStages> place) {
     return tiles[place.count % Variant::kTileSlots];
+  }
+  // What is announced with it under a mask by key columns.
+  __device__ __forceinline__ ColumnsOfTile& columns_of(RingIndex<Variant::kQueryStages> place) {
+    return columns.of_tile[place.count % Variant::kTileSlots];
   }
 };
 

@@ -106,22 +106,20 @@ class Loader {
   __device__ __forceinline__ int load_live_tiles(const Tile& tile, int next_round) {
     const int kv_head = params_.scheduler.kv_head(tile.head_group);
     LiveWalk walk(params_, tile, kv_head);
-    announced_ = {walk.left(), params_.columns.keys(kv_head, first_key_row(tile))};
+    announced_ = {walk.tiles(), params_.columns.keys(kv_head, first_key_row(tile))};
     const bool k_first = Variant::kQueryStages == 1 && walk.left() > 0;
     if (!k_first) { load_q(tile); }
     if (walk.left() == 0) { return take_place(next_round); }
-    LoadedTile loaded = walk.next();
-    load_live_k(loaded, kv_head, tile);
+    int kv_tile = load_next_k(walk, kv_head, tile);
     if (k_first) { load_q(tile); }
 #pragma unroll 1
     while (walk.left() > 0) {
-      const LoadedTile next = walk.next();
-      load_live_k(next, kv_head, tile);
-      load_v(loaded.kv_tile, kv_head, tile);
-      loaded = next;
+      const int next = load_next_k(walk, kv_head, tile);
+      load_v(kv_tile, kv_head, tile);
+      kv_tile = next;
     }
     const int next_place = take_place(next_round);
-    load_v(loaded.kv_tile, kv_head, tile);
+    load_v(kv_tile, kv_head, tile);
     return next_place;
   }
 
@@ -131,16 +129,19 @@ class Loader {
     return params_.pack.is_pack() ? tile.key_rows.outer - seqlen_k : tile.number * seqlen_k;
   }
 
-  __device__ __forceinline__ void load_live_k(const LoadedTile& loaded, int kv_head, const Tile& tile) {
+  // Returns the number of the KV tile.
+  __device__ __forceinline__ int load_next_k(LiveWalk& walk, int kv_head, const Tile& tile) {
     shared_.k_empty[k_.slot()].wait(k_.empty_parity());
-    shared_.columns.loaded[RingIndex<Variant::kLoadedTiles>{k_.count}.slot()] = loaded;  // read when K has arrived
-    load_k(loaded.kv_tile, kv_head, tile);
+    // Read when K has arrived.
+    const int kv_tile = walk.next([&](const WordOfTiles& word) { shared_.columns.words[k_.slot()] = word; });
+    load_k(kv_tile, kv_head, tile);
+    return kv_tile;
   }
 
   __device__ __forceinline__ void load_q(const AnnouncedTile& tile) {
     Barrier& full = announce(tile);
     if constexpr (Variant::kHasColumns) {
-      shared_.columns.of_tile[q_.count % Variant::kTileSlots] = announced_;
+      shared_.columns_of(q_) = announced_;
     }
     Element* rows = shared_.q[q_.slot()];
     q_ = q_.next();

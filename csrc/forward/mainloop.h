@@ -23,6 +23,7 @@
 #include "../device/hidden_keys.h"
 #include "../device/warp_roles.h"
 #include "config.h"
+#include "live_walk.h"
 #include "params.h"
 #include "rows.h"
 #include "score_tile.h"
@@ -57,7 +58,7 @@ class Consumer {
       Rows next{};
       if (end != kNoMoreTiles) {
         const Sequence sequence = sequence_of_tile();
-        next = Rows(params_, sequence, end, consumer_, loaded_tiles(sequence, end));
+        next = Rows(params_, sequence, end, consumer_, loaded_tiles(sequence, end), live_tiles_of_rows());
         if constexpr (Score::kHasSlope) { set_slopes(next); }
         if constexpr (Variant::kKeepsRowOfBits) { next.bits.first = find_row_of_bits(next); }
       }
@@ -99,14 +100,15 @@ class Consumer {
   static constexpr int kScoreRegisters = Variant::kKey / 2;        // a 64 x kKey fragment
   static constexpr int kOutputRegisters = Variant::kValueDim / 2;  // a 64 x kValueDim fragment
 
-  // Whether the mask hides keys of a tile from some rows.
-  enum class Tile { kUnmasked, kMasked };
+  // Whether the mask hides keys of a tile from some rows; and whether columns do, beside the rest of the mask.
+  enum class Tile { kUnmasked, kMasked, kHidden };
 
   using Scores = float[kScoreRegisters];
   using PackedScores = uint32_t[kScoreRegisters / 8][4];
   using Output = float[kOutputRegisters];
   using Bits = dropout::FragmentBits<dropout::FragmentRows::kQueries, Variant::kKey>;
   using BitsRead = std::conditional_t<Score::kDrops, typename Bits::Read, Empty>;
+  using HiddenKeys = HiddenOfWarp<Variant::kKey>;
   using Rows = WarpgroupRows<Variant>;
   using QuerySlot = RingIndex<Variant::kQueryStages>;
 
@@ -118,20 +120,23 @@ class Consumer {
     return {__shfl_sync(0xffffffff, sequence.seqlen_q, 0), __shfl_sync(0xffffffff, sequence.seqlen_k, 0)};
   }
 
-  // The KV tiles that are loaded for the query tile. Under a mask by key columns they are numbered, the first one 0.
+
+  // The KV tiles that are loaded for the query tile. Under a mask by key columns these are their ranks.
   __device__ __forceinline__ Range loaded_tiles(const Sequence& sequence, int end) const {
-    if constexpr (Variant::kHasColumns) {
-      return {0, __shfl_sync(0xffffffff, shared_.columns.of_tile[q_.count % Variant::kTileSlots].kv_tiles, 0)};
-    } else {
-      return kv_tiles_of_query_tile<Variant>(params_, sequence, end);
-    }
+    if constexpr (Variant::kHasColumns) { return ranks_of(shared_.columns_of(q_).loaded); }
+    return kv_tiles_of_query_tile<Variant>(params_, sequence, end);
+  }
+  __device__ __forceinline__ Range live_tiles_of_rows() const {
+    if constexpr (Variant::kHasColumns) { return ranks_of(shared_.columns_of(q_).loaded, consumer_); }
+    return {};
   }
 
-  // What the loader says of a tile of K that has arrived, also after its release: another tile is written there only
-  // once the next use of the buffer has been released as well.
-  __device__ __forceinline__ LoadedTile loaded_tile(RingIndex<Variant::kStages> place) const {
-    const LoadedTile& tile = shared_.columns.loaded[RingIndex<Variant::kLoadedTiles>{place.count}.slot()];
-    return {__shfl_sync(0xffffffff, tile.kv_tile, 0), __shfl_sync(0xffffffff, tile.is_masked, 0)};
+  // Waits for the first K of the rows or of a word, and reads what is walked from that tile on.
+  __device__ __forceinline__ void wait_for_first_k(const Rows& rows) {
+    wait_for_k();
+    if constexpr (Variant::kHasColumns) {
+      word_ = TilesToWalk(shared_.columns.words[k_.slot()], consumer_, rows.kv_seen_whole(params_));
+    }
   }
 
   // Between two of the following functions no product is in flight, so that ptxas can trace each product to its wait.
@@ -145,7 +150,7 @@ class Consumer {
     } else {
       pass_keys(rows.passed_before);
     }
-    wait_for_k();
+    wait_for_first_k(rows);
     issue_s(s);
     const BitsRead bits = bits_of_last(rows);
     wait_products<0>();
@@ -163,16 +168,27 @@ class Consumer {
   __device__ __forceinline__ void walk(Output& out, PackedScores& p, OnlineSoftmax& softmax, const Rows& rows) {
     int kv_tile = rows.kv.end() - 1;
     if constexpr (Variant::kHasColumns) {
-      while (kv_tile > 0) {
-        wait_for_k();
-        if (loaded_tile(k_).is_masked) {
-          step<Tile::kMasked>(out, p, softmax, rows, --kv_tile);
+      while (kv_tile > rows.kv.first) {
+        if (word_.live == 0) { wait_for_first_k(rows); }
+        const int next_to_mask = max_int(rows.kv.first, kv_tile - word_.leave_unmasked());
+        while (kv_tile > next_to_mask) { step<Tile::kUnmasked>(out, p, softmax, rows, --kv_tile); }
+        if (word_.live == 0 || kv_tile == rows.kv.first) { continue; }
+        if (word_.hides_keys_of_next()) {
+          step<Tile::kHidden>(out, p, softmax, rows, --kv_tile);
         } else {
-          step<Tile::kUnmasked>(out, p, softmax, rows, --kv_tile);
+          step<Tile::kMasked>(out, p, softmax, rows, --kv_tile);
         }
+        word_.leave_next();
       }
-      return;
+    } else {
+      walk_range(out, p, softmax, rows, kv_tile);
     }
+    if (!passes_many(rows.passed_after)) { pass_keys(rows.passed_after); }
+  }
+
+  // The same without columns.
+  __device__ __forceinline__ void walk_range(Output& out, PackedScores& p, OnlineSoftmax& softmax, const Rows& rows,
+                                             int kv_tile) {
     const Range whole = rows.kv_seen_whole(params_);
     const int first_masked_after = max_int(rows.kv.first, whole.end());
     if constexpr (Variant::kMask != MaskKind::kFull) {
@@ -182,7 +198,6 @@ class Consumer {
     if constexpr (!starts_at_first_key(Variant::kMask)) {
       while (kv_tile > rows.kv.first) { step<Tile::kMasked>(out, p, softmax, rows, --kv_tile); }
     }
-    if (!passes_many(rows.passed_after)) { pass_keys(rows.passed_after); }
   }
 
   template <Tile kTile>
@@ -194,11 +209,14 @@ class Consumer {
     issue_s(s);
     issue_out(out, p);
     const BitsRead bits = bits_of(rows, kv_tile);
+    [[maybe_unused]] HiddenKeys hidden;
+    if constexpr (kTile == Tile::kHidden) { hidden = hidden_keys_of_next(rows); }
     wait_products<1>();  // S
     release_k(s);
     if (kv_tile == rows.kv.first) { release_q(); }
     make_scores(s, rows, kv_tile);
-    if constexpr (kTile == Tile::kMasked) { apply_mask(s, rows, kv_tile); }
+    if constexpr (kTile != Tile::kUnmasked) { apply_mask(s, rows, kv_tile); }
+    if constexpr (kTile == Tile::kHidden) { hide_keys(s, hidden, thread_anew()); }
     // A wait ends a basic block. Within one, ptxas moves exponentials and roundings freely.
     if constexpr (Variant::kRoundsBesideExponentials) { wait_for_next_v(); }
     const bool corrects = softmax.follow(s, correction);
@@ -217,7 +235,7 @@ class Consumer {
                                         const Rows& next) {
     Scores s;
     pass_keys(next.passed_before);
-    wait_for_k();
+    wait_for_first_k(next);
     issue_s(s);
     issue_out(out, p);
     wait_products<1>();  // S
@@ -374,30 +392,35 @@ class Consumer {
   }
 
   // Leaves the limits of the softmax to the caller: `cross` has no registers for them until the output has been stored.
-  __device__ __forceinline__ void exponentiate_first(Scores& s, OnlineSoftmax& softmax, const Rows& rows) const {
+  __device__ __forceinline__ void exponentiate_first(Scores& s, OnlineSoftmax& softmax, const Rows& rows) {
     const int kv_tile = rows.kv.end() - 1;
     if (hides_part_of_first(rows, kv_tile)) { apply_mask(s, rows, kv_tile); }
+    if constexpr (Variant::kHasColumns) {
+      if (word_.hides_keys_of_next()) { hide_keys(s, hidden_keys_of_next(rows), thread_anew()); }
+      word_.leave_next();
+    }
     softmax.start(s);
     softmax.subtract_reference(s);
     softmax.exponentiate(s);
   }
 
   __device__ __forceinline__ bool hides_part_of_first(const Rows& rows, int kv_tile) const {
-    if constexpr (Variant::kHasColumns) { return loaded_tile(k_.previous()).is_masked; }
+    if constexpr (Variant::kHasColumns) { return word_.masks_next(); }
     const Range whole = rows.kv_seen_whole(params_);
     const bool hides_first = !starts_at_first_key(Variant::kMask) && kv_tile < whole.first;
     return kv_tile >= whole.end() || hides_first;  // not in `whole`
   }
 
-  // Masks the tile whose K was released last.
+  // Masks a tile, except for the keys that columns hide. `kv_tile` is its number only without columns.
   __device__ __forceinline__ void apply_mask(Scores& s, const Rows& rows, int kv_tile) const {
-    if constexpr (Variant::kHasColumns) { kv_tile = loaded_tile(k_.previous()).kv_tile; }
+    if constexpr (Variant::kHasColumns) { kv_tile = word_.next_tile(); }
     hide_tile(s, rows, params_, kv_tile, thread_);
-    if constexpr (Variant::kHasColumns) {
-      // Tiles are of one head (fixes_rows_of_tiles).
-      const HiddenQueries* const keys = shared_.columns.of_tile[q_.count % Variant::kTileSlots].keys;
-      hide_keys<Variant::kKey>(s, rows.first_position, keys + kv_tile * Variant::kKey, thread_anew());
-    }
+  }
+
+  // Read from global memory: called while a product runs. Query tiles are of one head (fixes_rows_of_tiles).
+  __device__ __forceinline__ HiddenKeys hidden_keys_of_next(const Rows& rows) const {
+    const HiddenQueries* const keys = shared_.columns_of(q_).keys + word_.next_tile() * Variant::kKey;
+    return hidden_of_warp<Variant::kKey>(rows.first_position, keys, thread_anew());
   }
 
   // Hands the rows to the storer and writes the log-sum-exp. `out` is the sum of P V.
@@ -469,6 +492,7 @@ class Consumer {
   const int thread_;
   QuerySlot q_;  // of the rows whose scores are computed
   RingIndex<Variant::kStages> k_, v_;
+  std::conditional_t<Variant::kHasColumns, TilesToWalk, Empty> word_;
 };
 
 }  // namespace dash_attn::forward

@@ -5,6 +5,7 @@
 #include <cstdint>
 
 #include "../contract/columns.h"
+#include "../contract/tile_grid.h"
 #include "../host_device.h"
 
 namespace dash_attn {
@@ -46,17 +47,30 @@ struct TileNumbers {
   }
 };
 
+// A query tile consists of parts, each of which a warpgroup of the forward owns.
+inline constexpr int kPartRows = 64, kMostParts = 3;
+
 // 32 KV tiles of a query tile.
 struct alignas(16) LiveWord {
-  uint32_t live, masked;  // by bit; `masked` are the live ones whose elements must be masked one by one
-  int before;             // live tiles in the words before: the rank of the first one here
-  int previous;           // the last word before with a live tile; -1 if there is none
+  uint32_t live, masked;        // by bit; `masked` are the live ones whose elements must be masked one by one
+  int before;                   // live tiles in the words before: the rank of the first one here
+  int previous;                 // the last word before with a live tile; -1 if there is none
+  uint32_t hidden[kMostParts];  // live ones with a key that intervals hide from a query of the part
 
   static constexpr int kTiles = 32;
 };
 
-struct LiveTiles {
-  int count, last_word;  // the last word with a live tile; -1 if there is none
+// The queries of a part. It may have none.
+DASH_HOST_DEVICE constexpr QueryInterval queries_of_part(TileGrid const& grid, int query_tile, int part) {
+  int const tile = query_tile * grid.tiling.query, first = tile + part * kPartRows;
+  int const end = min_int(min_int(first + kPartRows, tile + grid.tiling.query), grid.mask.sequence.seqlen_q);
+  return QueryInterval::between(first, end);
+}
+
+// The live KV tiles of a query tile.
+struct alignas(16) LiveTiles {
+  int count, last_word;       // the last word with a live tile; -1 if there is none
+  Range of_part[kMostParts];  // ranks: from the first tile that is live for the part to the last one
 };
 
 // Arrays by mask head: one for each KV head, or one for all. Indices have 32 bits, which save registers.

@@ -134,19 +134,37 @@ class ForwardCall : emulator::Call<Element> {
       return;
     }
     wrong("the log-sum-exp", row.lse(a_), lse);
-    constexpr int kTile = forward_tile_shape(EMULATED_DIMS::kDims).key;
-    const Range nan = this->nan_keys_;
-    const bool may_be_nan = nan.count > 0 && row.keys.end() > nan.first / kTile * kTile;
-    if (may_be_nan) { return; }
+    if (may_be_nan(sequence, kv_head, query, row.keys, first_k)) { return; }
     std::vector<double> expected(value_dim);
     for (size_t i = 0; i < row.scores.size(); ++i) {
       const int key = row.keys.first + int(i);
-      if (a_.drops() && !this->kept(a_, sequence, head, query, key)) { continue; }
+      if (row.scores[i] == -INFINITY || (a_.drops() && !this->kept(a_, sequence, head, query, key))) { continue; }
       const double p = std::exp(row.scores[i] - row.largest) / row.sum * (a_.drops() ? 1 / (1 - a_.dropout.p) : 1);
       const Element* v = this->v_.data() + (size_t(first_k + key) * a_.kv_heads + kv_head) * value_dim;
       for (int d = 0; d < value_dim; ++d) { expected[d] += p * float(v[d]); }
     }
     for (int d = 0; d < value_dim; ++d) { wrong("column " + std::to_string(d), expected[d], float(out[d])); }
+  }
+
+  // Whether values that are NaN may spoil a query, which sees some of `keys`. Under a mask by key columns they may if
+  // the first of their KV tiles is between the first and the last that a query of the block of 64 sees.
+  bool may_be_nan(int sequence, int kv_head, int query, const Range& keys, int first_k) const {
+    constexpr int kTile = forward_tile_shape(EMULATED_DIMS::kDims).key;
+    if (this->nan_keys_.count == 0) { return false; }
+    const int nan_tile = this->nan_keys_.first / kTile;
+    if (!a_.has_columns()) { return keys.end() > nan_tile * kTile; }
+    const Sequence& lengths = this->lengths_[sequence];
+    const int first = query / kPartRows * kPartRows, end = min_int(first + kPartRows, lengths.seqlen_q);
+    int first_tile = kUnbounded, last_tile = -1;
+    for (int q = first; q < end; ++q) {
+      const Range seen = mask_of(a_.mask, lengths).keys_of(q);
+      for (int key = seen.first; key < seen.end(); ++key) {
+        if (this->hidden(a_, sequence, kv_head, q, key, first_k)) { continue; }
+        first_tile = min_int(first_tile, key / kTile);
+        last_tile = max_int(last_tile, key / kTile);
+      }
+    }
+    return first_tile <= nan_tile && nan_tile <= last_tile;
   }
 
   ForwardArguments a_{};
