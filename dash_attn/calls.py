@@ -18,7 +18,7 @@ _NO_WINDOW = (-1, -1, 0)  # left, right, attention_chunk
 
 
 def attention(
-    op: Callable[..., tuple[Tensor, Tensor]],
+    op: Callable[..., tuple[Tensor, ...]],
     named: dict[str, Tensor],
     split: tuple[int | None, ...],
     dropout_p: float,
@@ -42,9 +42,10 @@ def attention(
     schedule: str,
     dropout_bits: DropoutBits | None,
     startend_row_indices: Tensor | None,
+    return_max_logits: bool,
     pack: dict[str, Tensor | None] | None = None,
     max_seqlens: dict[str, int | Tensor] | None = None,
-) -> Tensor | tuple[Tensor, Tensor, Tensor]:
+) -> Tensor | tuple[Tensor, ...]:
     """Calls `op`, which checks the tensors, with arguments of the types that it takes.
 
     Every call takes this path: arguments at their defaults, or of the right type already, are not looked at again.
@@ -81,6 +82,10 @@ def attention(
         checks.as_flag("deterministic", deterministic)
     if type(return_attn_probs) is not bool:
         return_attn_probs = checks.as_flag("return_attn_probs", return_attn_probs)
+    if return_max_logits is not False and checks.as_flag("return_max_logits", return_max_logits):
+        op = _with_max_logits(named)
+    else:
+        return_max_logits = False
     if softmax_scale is not None and type(softmax_scale) is not float:
         softmax_scale = checks.as_number("softmax_scale", softmax_scale)
     if type(sm_margin) is not int or sm_margin:
@@ -99,6 +104,7 @@ def attention(
     num_heads_q = split[0] if split else None
     if dtensors.are_among(named.values(), of_scores.values(), pack.values() if pack else (), of_columns.values()):
         checks.reject_given("DTensors are not supported with it", **of_columns)
+        checks.reject_flag("return_max_logits", return_max_logits, "DTensors are not supported with it")
         op = dtensors.on_local_parts(op, named, pack, num_heads_q, of_scores, probability)
     if probability:  # last, as it may draw random numbers
         left, right, chunk = extra[:3] or _NO_WINDOW
@@ -107,14 +113,24 @@ def attention(
             max_seqlens=max_seqlens, return_attn_probs=return_attn_probs,
         )  # fmt: skip
     settings = (softmax_scale, causal, schedule, sm_margin, *extra)
-    call = transforms.transformed(op) if transforms.is_active() else op
-    out, softmax_lse = call(*named.values(), *split, *settings, **of_scores, **of_dropout, **of_columns)
+    if transforms.is_active():
+        checks.reject_flag("return_max_logits", return_max_logits, "transforms of torch.func are not supported with it")
+        op = transforms.transformed(op)
+    out, softmax_lse, *max_logits = op(*named.values(), *split, *settings, **of_scores, **of_dropout, **of_columns)
     if not return_attn_probs:
-        return out
+        return (out, *max_logits) if max_logits else out
     if not of_dropout:
-        return out, softmax_lse, out.new_empty(0)
+        return out, softmax_lse, out.new_empty(0), *max_logits
     left, right, chunk = extra[:3] or _NO_WINDOW
     mask = {"causal": causal, "window": (left, right), "attention_chunk": chunk}
     changed = {"softmax_scale": softmax_scale, "softcap": of_scores["softcap"], "alibi_slopes": alibi_slopes}
     signed = dropout_calls.signed_probabilities(named, num_heads_q, softmax_lse, pack, of_dropout, changed, **mask)
-    return out, softmax_lse, signed
+    return out, softmax_lse, signed, *max_logits
+
+
+def _with_max_logits(named: dict[str, Tensor]) -> Callable[..., tuple[Tensor, ...]]:
+    """Returns the op that also finds the largest logits, for tensors of these names."""
+    ops = torch.ops.dash_attn
+    if "qkv" in named:
+        return ops.attention_qkvpacked_and_max_logits.default
+    return (ops.attention_kvpacked_and_max_logits if "kv" in named else ops.attention_and_max_logits).default

@@ -51,7 +51,8 @@ def flash_attn_func(
     schedule: Schedule = "auto",
     dropout_bits: DropoutBits | None = None,
     startend_row_indices: Tensor | None = None,
-) -> Tensor | tuple[Tensor, Tensor, Tensor]:
+    return_max_logits: bool = False,
+) -> Tensor | tuple[Tensor, ...]:
     """Exact attention O = softmax(c Q K^T) V with deterministic gradients.
 
     The score of query i and key j of a head is S_ij = c q_i . k_j, unless softcap or alibi_slopes change it. Over the
@@ -118,6 +119,9 @@ def flash_attn_func(
             Without causal, n is 2 (rows >= s0, and rows < s1) or 4 (s0 <= row < s1, and s2 <= row < s3). The tensor
             gets no gradient. It cannot be combined with dropout, softcap, alibi_slopes, DTensors or a schedule other
             than "auto" and "descending". Default: none.
+        return_max_logits: also return the largest logit of each head (the maximum that QK-clip of MuonClip needs), as a
+            last element of the result. The forward finds it in the same pass. Not with DTensors or under transforms of
+            torch.func. Default: no.
 
     Flags may be Python or numpy bools, 0 or 1.
 
@@ -128,6 +132,10 @@ def flash_attn_func(
         both lengths rounded up to multiples of 128: the probabilities before dropout, negative where an element was
         dropped, and 0 where a query does not see a key. In a variable-length batch the lengths are those of the longest
         sequence: on a GPU the call waits to read them and cannot be captured in a graph; on a meta device it is (0,).
+        With return_max_logits (out, max_logits), or (out, softmax_lse, empty, max_logits): max_logits is fp32 (batch,
+        heads), the largest S_ij of the head over all queries i of the sequence and the keys j that i sees. Sinks and
+        dropout do not enter. It is -inf if no query sees a key, and NaN if an S_ij is NaN or +inf. It has no gradient,
+        and its bits depend only on the head's inputs in that sequence.
 
     Raises:
         NotImplementedError: an argument is not supported, or softcap and alibi_slopes are both given.
@@ -139,7 +147,7 @@ def flash_attn_func(
         torch.ops.dash_attn.attention.default, {"q": q, "k": k, "v": v}, (),
         dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs,
         learnable_sink, s_aux, qv, q_descale, k_descale, v_descale, attention_chunk, num_splits, pack_gqa, sm_margin,
-        schedule, dropout_bits, startend_row_indices,
+        schedule, dropout_bits, startend_row_indices, return_max_logits,
     )  # fmt: skip
 
 
@@ -168,7 +176,8 @@ def flash_attn_kvpacked_func(
     schedule: Schedule = "auto",
     dropout_bits: DropoutBits | None = None,
     startend_row_indices: Tensor | None = None,
-) -> Tensor | tuple[Tensor, Tensor, Tensor]:
+    return_max_logits: bool = False,
+) -> Tensor | tuple[Tensor, ...]:
     """`flash_attn_func` for keys and values in one tensor, which get one gradient.
 
     Args:
@@ -181,7 +190,7 @@ def flash_attn_kvpacked_func(
         torch.ops.dash_attn.attention_kvpacked.default, {"q": q, "kv": kv}, (),
         dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs,
         learnable_sink, s_aux, qv, q_descale, k_descale, v_descale, attention_chunk, num_splits, pack_gqa, sm_margin,
-        schedule, dropout_bits, startend_row_indices,
+        schedule, dropout_bits, startend_row_indices, return_max_logits,
     )  # fmt: skip
 
 
@@ -210,7 +219,8 @@ def flash_attn_qkvpacked_func(
     schedule: Schedule = "auto",
     dropout_bits: DropoutBits | None = None,
     startend_row_indices: Tensor | None = None,
-) -> Tensor | tuple[Tensor, Tensor, Tensor]:
+    return_max_logits: bool = False,
+) -> Tensor | tuple[Tensor, ...]:
     """`flash_attn_func` for queries, keys and values in one tensor, which get one gradient.
 
     Args:
@@ -224,7 +234,7 @@ def flash_attn_qkvpacked_func(
         torch.ops.dash_attn.attention_qkvpacked.default, {"qkv": qkv}, (checks.as_num_heads_q(num_heads_q),),
         dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs,
         learnable_sink, s_aux, qv, q_descale, k_descale, v_descale, attention_chunk, num_splits, pack_gqa, sm_margin,
-        schedule, dropout_bits, startend_row_indices,
+        schedule, dropout_bits, startend_row_indices, return_max_logits,
     )  # fmt: skip
 
 
@@ -261,7 +271,8 @@ def flash_attn_varlen_func(
     schedule: Schedule = "auto",
     dropout_bits: DropoutBits | None = None,
     startend_row_indices: Tensor | None = None,
-) -> Tensor | tuple[Tensor, Tensor, Tensor]:
+    return_max_logits: bool = False,
+) -> Tensor | tuple[Tensor, ...]:
     """`flash_attn_func` of each sequence of a variable-length batch.
 
     Sequence b has the queries in rows cu_seqlens_q[b], ..., cu_seqlens_q[b + 1] - 1 of q, and its keys and values in
@@ -289,12 +300,14 @@ def flash_attn_varlen_func(
             next offset. Default: all.
         startend_row_indices: int32 (1 or kv_heads, total_k, n), as in `flash_attn_func`. Query rows count from the
             first query of the key's sequence. Not with block_table.
+        return_max_logits: as in `flash_attn_func`. Not with block_table.
 
     The other arguments and the errors are those of `flash_attn_func`.
 
     Returns:
         out: (total_q, heads, value_head_dim), like q. With return_attn_probs (out, softmax_lse, empty) as in
-        `flash_attn_func`, with softmax_lse fp32 (heads, total_q).
+        `flash_attn_func`, with softmax_lse fp32 (heads, total_q). With return_max_logits the last element is fp32
+        (batch, heads): the largest logit of each head of each sequence.
     """
     pack = {
         "cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k, "seqused_q": seqused_q, "seqused_k": seqused_k
@@ -303,6 +316,7 @@ def flash_attn_varlen_func(
     if block_table is not None:
         checks.reject_unsupported(qv, q_descale, k_descale, v_descale, num_splits, pack_gqa)
         checks.reject_given("block_table is given", startend_row_indices=startend_row_indices)
+        checks.reject_flag("return_max_logits", return_max_logits, "block_table is given")
         return kvcache.varlen_attention(
             q, k, v, block_table, pack, max_seqlens, dropout_p=dropout_p, dropout_bits=dropout_bits,
             deterministic=deterministic, return_attn_probs=return_attn_probs, schedule=schedule,
@@ -314,7 +328,7 @@ def flash_attn_varlen_func(
         torch.ops.dash_attn.attention.default, {"q": q, "k": k, "v": v}, (),
         dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs,
         learnable_sink, s_aux, qv, q_descale, k_descale, v_descale, attention_chunk, num_splits, pack_gqa, sm_margin,
-        schedule, dropout_bits, startend_row_indices, pack, max_seqlens,
+        schedule, dropout_bits, startend_row_indices, return_max_logits, pack, max_seqlens,
     )  # fmt: skip
 
 
@@ -349,7 +363,8 @@ def flash_attn_varlen_kvpacked_func(
     schedule: Schedule = "auto",
     dropout_bits: DropoutBits | None = None,
     startend_row_indices: Tensor | None = None,
-) -> Tensor | tuple[Tensor, Tensor, Tensor]:
+    return_max_logits: bool = False,
+) -> Tensor | tuple[Tensor, ...]:
     """`flash_attn_varlen_func` for keys and values in one tensor, which get one gradient.
 
     Args:
@@ -366,7 +381,7 @@ def flash_attn_varlen_kvpacked_func(
         torch.ops.dash_attn.attention_kvpacked.default, {"q": q, "kv": kv}, (),
         dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs,
         learnable_sink, s_aux, qv, q_descale, k_descale, v_descale, attention_chunk, num_splits, pack_gqa, sm_margin,
-        schedule, dropout_bits, startend_row_indices, pack, max_seqlens,
+        schedule, dropout_bits, startend_row_indices, return_max_logits, pack, max_seqlens,
     )  # fmt: skip
 
 
@@ -398,7 +413,8 @@ def flash_attn_varlen_qkvpacked_func(
     schedule: Schedule = "auto",
     dropout_bits: DropoutBits | None = None,
     startend_row_indices: Tensor | None = None,
-) -> Tensor | tuple[Tensor, Tensor, Tensor]:
+    return_max_logits: bool = False,
+) -> Tensor | tuple[Tensor, ...]:
     """`flash_attn_varlen_func` for queries, keys and values in one tensor, which get one gradient.
 
     Args:
@@ -414,5 +430,5 @@ def flash_attn_varlen_qkvpacked_func(
         torch.ops.dash_attn.attention_qkvpacked.default, {"qkv": qkv}, (checks.as_num_heads_q(num_heads_q),),
         dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic, return_attn_probs,
         learnable_sink, s_aux, qv, q_descale, k_descale, v_descale, attention_chunk, num_splits, pack_gqa, sm_margin,
-        schedule, dropout_bits, startend_row_indices, pack, max_seqlens,
+        schedule, dropout_bits, startend_row_indices, return_max_logits, pack, max_seqlens,
     )  # fmt: skip

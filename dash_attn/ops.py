@@ -2,6 +2,7 @@
 
     forward(q, k, v, *pack, softmax_scale, *mask, sm_margin=0, sinks=None, alibi_slopes=None, softcap=0.0, *dropout,
             startend_row_indices=None) -> (out, softmax_lse)
+    forward_and_max_logits(...) -> (out, softmax_lse, max_logits)    with the arguments of forward
     backward(dout, q, k, v, out, softmax_lse, dq!, dk!, dv!, *pack, softmax_scale, *mask, schedule, sm_margin,
              sinks=None, alibi_slopes=None, dsoftmax_lse=None, dsinks!=None, softcap=0.0, *dropout,
              startend_row_indices=None) -> ()
@@ -30,6 +31,9 @@ the log-sum-exp is infinite. dsinks, fp32 (heads,) and contiguous, is written if
 of a sequence is a tree that only the sequence's length determines; the sequences are then added in their order.
 `dash_attn.reference` has the formulas.
 
+Largest logits. max_logits, fp32 (batch, heads), has the largest score of each sequence's query heads, without sinks. It
+is -inf if no query of the sequence sees a key, and NaN if a score is NaN or +inf. It has no gradient.
+
 Masks by key columns. startend_row_indices, int32 (batch, 1 or kv_heads, seqlen_k, n) or (1 or kv_heads, total_k, n)
 with any strides, hides query rows of each key in addition to the mask (`dash_attn.masks` has the rule). Both passes
 take the same tensor. It excludes dropout, a softcap, alibi_slopes, and schedules other than "auto" and "descending".
@@ -52,6 +56,7 @@ which the row, or under a window a neighbouring row, sees other keys (docs/forwa
               cu_seqlens_q=None, cu_seqlens_k=None, seqused_q=None, seqused_k=None, sinks=None, alibi_slopes=None,
               softcap=0.0, *dropout, startend_row_indices=None) -> (out, softmax_lse)
     attention_kvpacked(q, kv, softmax_scale, ...)    attention_qkvpacked(qkv, num_heads_q, softmax_scale, ...)
+    attention_and_max_logits(...)    attention_kvpacked_and_max_logits(...)    attention_qkvpacked_and_max_logits(...)
 
 These combine both passes in one differentiable function of q, k, v and sinks, which takes the arguments of
 `dash_attn.interface`; sinks may have any float dtype. attention_qkvpacked has one cu_seqlens, seqused and max_seqlen
@@ -106,7 +111,7 @@ def why_not_loaded(stem: str, absent: str, folder: pathlib.Path = _FOLDER) -> st
 def _forward_cpu(
     q, k, v, out, softmax_lse, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, sinks, alibi_slopes, softmax_scale,
     softcap, causal, window_left, window_right, attention_chunk, sm_margin, dropout_bits=None, rng_state=None,
-    dropout_p=0.0, startend_row_indices=None,
+    dropout_p=0.0, startend_row_indices=None, max_logits=None,
 ):  # fmt: skip
     mask = {"causal": causal, "window": (window_left, window_right), "attention_chunk": attention_chunk}
     pack = (cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k)
@@ -122,6 +127,8 @@ def _forward_cpu(
         keep = kept.of(number, q.shape[-2], q_rows.shape[0], q_rows.shape[1], k_rows.shape[1])
         dropout = {"keep": keep, "dropout_p": dropout_p}
         beside = {"sinks": sinks, "startend_row_indices": columns[0].transpose(1, 2) if columns else None}
+        if max_logits is not None:
+            beside["max_logits"] = max_logits if number is None else max_logits[number : number + 1]
         results = reference.forward(q_rows, k_rows, v_rows, **beside, **scores, **mask, **dropout)
         for target, result in zip((out_rows, lse), results):
             target.copy_(result)

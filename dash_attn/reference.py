@@ -90,6 +90,7 @@ def forward(
     keep: torch.Tensor | None = None,
     dropout_p: float = 0.0,
     startend_row_indices: torch.Tensor | None = None,
+    max_logits: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Computes the output and the log-sum-exp: LSE = log(e^sink + rowsum(exp(S))), O = exp(S - LSE) V.
 
@@ -109,6 +110,8 @@ def forward(
         dropout_p: p, from 0 to below 1: kept elements are divided by 1 - p.
         startend_row_indices: int32 (batch, 1 or kv_heads, seqlen_k, n): the rows that do not see each key, in addition
             (`dash_attn.masks`). None: all rows see the key.
+        max_logits: (batch, heads), filled with -inf, like softmax_lse. The call raises each element to the largest
+            score of its head that a query sees, or sets the element to NaN if a score is NaN or +inf.
 
     Returns:
         out: (batch, seqlen_q, heads, value_head_dim), like q. Zero if a query sees no key.
@@ -142,6 +145,9 @@ def forward(
         scores = score_type.scores(products, slice(None), start, keys.start)
         scores.masked_fill_(hidden.unsqueeze(-3), -torch.inf)
         largest = scores.amax(dim=-1, keepdim=True)
+        if max_logits is not None:
+            of_heads = largest.amax(dim=(-2, -1)).view_as(max_logits)
+            torch.maximum(max_logits, of_heads.masked_fill(of_heads == torch.inf, torch.nan), out=max_logits)
         largest.masked_fill_(largest == -torch.inf, 0.0)
         p = scores.sub_(largest).exp_()
         total = _over_keys(p.flatten(1, 2), p.new_ones(p.shape[0], p.shape[3], 1)).view_as(largest)

@@ -122,6 +122,10 @@ def what_holds(mesh):
             given(*[good] * 3, startend_row_indices=torch.zeros(3, 1, 192, 2, dtype=torch.int32)),
             NotImplementedError, "startend_row_indices must be None (DTensors are not supported with it)",
         ),
+        "largest logits": refused(
+            given(*[good] * 3, return_max_logits=True),
+            NotImplementedError, "return_max_logits must be False (DTensors are not supported with it), got True",
+        ),
         "few heads": refused(
             lambda: dash_attn.flash_attn_func(*[distribute_tensor(x[:, :, :1], mesh, good) for x in (q, k, v)]),
             ValueError, "q must have a multiple of 2 heads",

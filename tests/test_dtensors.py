@@ -30,6 +30,7 @@ NAMES = (
     "plain sinks",
     "dropout",
     "a mask by key columns",
+    "largest logits",
     "few heads",
     "a gradient of sinks",
     "context parallelism",

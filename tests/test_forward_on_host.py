@@ -52,8 +52,12 @@ DECISIONS = [
 
 
 def check_against_deciding(programs, deciding_program, **call):
-    # One machine says what all machines say: its bits are compared with those that several have.
-    assert check(programs["128"], **call) == emulation.check(deciding_program, MACHINES[:1], **call)
+    # One machine says what all machines say: its bits are compared with those that several have. The largest logits,
+    # whose digest comes last, take more steps that look for the largest score, and change no other bits.
+    outputs = check(programs["128"], **call)
+    with_max_logits = check(programs["128"], max_logits=1, **call)
+    assert with_max_logits == emulation.check(deciding_program, MACHINES[:1], max_logits=1, **call)
+    assert with_max_logits.startswith(outputs) and len(with_max_logits) > len(outputs)
 
 
 @pytest.mark.parametrize("call", DECISIONS, ids=str)
@@ -195,6 +199,28 @@ def test_products_of_features(programs, number):
     check(programs[choose(*ROWS)], **call)
 
 
+# Under a window many rows see no key of their first tile, and heads share tiles where queries are few.
+MAX_LOGITS = [
+    dict(seqlen_q=300, seqlen_k=333, heads=2), dict(mask="causal", seqlen_q=257, seqlen_k=100),
+    dict(mask="causal", batch=2, seqlen_q=20, seqlen_k=300, heads=16, kv_heads=2),
+    dict(mask="window", left=70, right=5, seqlen_q=300, seqlen_k=280, heads=4, kv_heads=2),
+    dict(mask="causal", pack="130:250,5:400,200:0,0:7,64:64,1:129", heads=2, kv_heads=1),
+    dict(pack="1:250,5:400,3:0,200:210", heads=4, kv_heads=2, page_rows=16),
+    dict(mask="window", left=90, right=20, seqlen_q=200, seqlen_k=260, heads=2, softcap=1),
+    dict(mask="window", left=90, right=20, seqlen_q=200, seqlen_k=260, heads=2, slopes=1, sinks=1),
+    dict(mask="causal", seqlen_q=200, seqlen_k=260, heads=2, dropout=0.25),
+    dict(mask="causal", columns="documents", seqlen_q=300),
+    dict(mask="causal", seqlen_q=300, infinite_key=0, infinite_keys=200),
+    dict(mask="causal", seqlen_q=300, infinite_key=240, infinite_keys=1, infinite_sign=1),
+    dict(seqlen_q=300, nan_query=130), dict(seqlen_q=150, seqlen_k=500, dtype="fp16") | BELOW_ZERO,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("row, call", [(row, call) for row in ROWS for call in MAX_LOGITS], ids=str)
+def test_largest_logits(programs, row, call):
+    check(programs[row], max_logits=1, **call)
+
+
 NOBODY, WRONG = "nobody can go on", " is "
 FAULTS = [
     # Reaching ahead where the loader needs the V in use first.
@@ -232,6 +258,11 @@ FAULTS = [
      BOTH_WAYS | dict(seqlen_q=200, seqlen_k=420, dtype="fp16")),
     ("128", "forward/softmax.h", "limit_[0] >= kNoSign || limit_[1] >= kNoSign", "limit_[0] >= kNoSign", WRONG,
      BOTH_WAYS | dict(seqlen_q=200, seqlen_k=420, dtype="fp16")),
+    # Largest logits below zero, which the signed comparison loses, and those of rows that are of no sequence.
+    ("128", "forward/softmax.h", "finds_largest && (largest_[0] < 0 || largest_[1] < 0)", "false", WRONG,
+     BELOW_ZERO | dict(seqlen_q=70, seqlen_k=300, climb_from=-100, climb=0, max_logits=1)),
+    ("128", "forward/mainloop.h", "exists ? softmax.largest(row) : -INFINITY", "softmax.largest(row)", WRONG,
+     BELOW_ZERO | dict(pack="70:300", climb_from=-100, climb=0, max_logits=1)),
     # What a row summed before its first key is multiplied, not replaced.
     ("128", "forward/softmax.h", "__float_as_uint(factor) == __float_as_uint(kNothingSummed)", "false", WRONG,
      dict(mask="causal", seqlen_q=300, nan_value=256, nan_values=44)),

@@ -51,6 +51,7 @@ KERNEL_NUMBERS = NUMBERS.replace("softmax_scale", "softmax_scale, float softcap"
 COLUMNS = "Tensor? startend_row_indices=None"
 LAST = f"SymInt? max_seqlen_q=None, SymInt? max_seqlen_k=None, {COLUMNS}"
 OUTPUTS = "(Tensor out, Tensor softmax_lse)"
+AND_MAX_LOGITS = "(Tensor out, Tensor softmax_lse, Tensor max_logits)"
 READ = "Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor softmax_lse"
 SCHEMAS = [
     f"dash_attn::forward(Tensor q, Tensor k, Tensor v, {PACK}, {NUMBERS}, SymInt sm_margin=0, {OPTIONAL_SCORES}, "
@@ -65,10 +66,17 @@ SCHEMAS = [
     f"dash_attn::attention_qkvpacked(Tensor qkv, SymInt? num_heads_q, {OPTIONS}, Tensor? cu_seqlens=None, "
     f"Tensor? seqused=None, {OPTIONAL_SCORES}, SymInt? max_seqlen=None, {COLUMNS}) -> {OUTPUTS}",
     f"dash_attn_C::forward(Tensor q, Tensor k, Tensor v, Tensor(a!) out, Tensor(b!) softmax_lse, {PACK}, {SCORES}, "
-    f"{KERNEL_NUMBERS}, int sm_margin, {OPTIONAL_DROPOUT}, {COLUMNS}) -> ()",
+    f"{KERNEL_NUMBERS}, int sm_margin, {OPTIONAL_DROPOUT}, {COLUMNS}, Tensor(c!)? max_logits=None) -> ()",
     f"dash_attn_C::backward({READ}, Tensor(a!) dq, Tensor(b!) dk, Tensor(c!) dv, {PACK}, {SCORES}, "
     f"Tensor? dsoftmax_lse, Tensor(d!)? dsinks, {KERNEL_NUMBERS}, int schedule, int sm_margin, {OPTIONAL_DROPOUT}, "
     f"{COLUMNS}) -> ()",
+]
+
+
+SCHEMAS += [
+    schema.replace("(", "_and_max_logits(", 1).replace(OUTPUTS, AND_MAX_LOGITS)
+    for schema in SCHEMAS
+    if schema.endswith(OUTPUTS)
 ]
 
 

@@ -17,7 +17,8 @@ namespace dash_attn {
 
 using torch::autograd::variable_list;
 
-using ForwardOp = FlatSignature<decltype(forward)>;
+using ForwardOp = FlatSignature<decltype(forward<Outputs>)>;
+using ForwardAndMaxLogitsOp = FlatSignature<decltype(forward<OutputsAndMaxLogits>)>;
 using BackwardOp = FlatSignature<decltype(backward)>;
 
 // What a call is told besides the tensors that have gradients.
@@ -33,6 +34,7 @@ struct Options {
   bool has_sinks;  // the last of the tensors that have gradients
   DropoutArguments dropout;
   std::optional<Tensor> columns;  // startend_row_indices
+  bool has_max_logits = false;    // the forward's third result
 };
 
 struct Operands {
@@ -66,13 +68,19 @@ inline std::atomic<bool> forward_is_flash_attns = false;
 
 inline void name_forward(bool as_flash_attn) { forward_is_flash_attns = as_flash_attn; }
 
-inline Outputs call_forward(at::TensorList inputs, const Options& options) {
+// The largest logits are undefined if the options have none.
+inline OutputsAndMaxLogits call_forward(at::TensorList inputs, const Options& options) {
   const Operands operands = unpack(packed_of(inputs, options), options.num_heads_q);
+  const auto call = [&](const auto& op) {
+    return call_flat(op, operands.q, operands.k, operands.v, options.pack, options.softmax_scale, options.mask,
+                     options.sm_margin, score_tensors_of(inputs, options), options.softcap,
+                     options.dropout.of_forward(), options.columns);
+  };
+  if (options.has_max_logits) { return call(DASH_OP("dash_attn::forward_and_max_logits", ForwardAndMaxLogitsOp)); }
   const auto& op = forward_is_flash_attns ? DASH_OP("flash_attn::_dash_attn_forward", ForwardOp)
                                           : DASH_OP("dash_attn::forward", ForwardOp);
-  return call_flat(op, operands.q, operands.k, operands.v, options.pack, options.softmax_scale, options.mask,
-                   options.sm_margin, score_tensors_of(inputs, options), options.softcap, options.dropout.of_forward(),
-                   options.columns);
+  auto [out, softmax_lse] = call(op);
+  return {std::move(out), std::move(softmax_lse), Tensor()};
 }
 
 // What the outputs were and how the loss changes with them.

@@ -7,11 +7,13 @@
 #include <ATen/core/dispatch/Dispatcher.h>
 
 #include <algorithm>
+#include <array>
 #include <cmath>
 #include <limits>
 #include <optional>
 #include <string_view>
 #include <tuple>
+#include <type_traits>
 
 #include "column_checks.h"
 #include "dropout_checks.h"
@@ -28,11 +30,16 @@ namespace dash_attn {
 
 using OptionalTensor = const std::optional<Tensor>&;
 using Outputs = std::tuple<Tensor, Tensor>;
+// With the largest logit of every head of each sequence, fp32 (batch, heads); -inf if the head sees no key.
+using OutputsAndMaxLogits = std::tuple<Tensor, Tensor, Tensor>;
+template <class Result>
+inline constexpr bool kHasMaxLogits = std::is_same_v<Result, OutputsAndMaxLogits>;
 
 // The kernels' ops.
 using ForwardKernelOp = FlatSignature<void(const Tensor&, const Tensor&, const Tensor&, Tensor, Tensor,
                                            const PackTensors&, const ScoreTensors&, double, double,
-                                           const MaskArguments&, int64_t, const KernelDropout&, OptionalTensor)>;
+                                           const MaskArguments&, int64_t, const KernelDropout&, OptionalTensor,
+                                           OptionalTensor)>;
 using PagesKernelOp = FlatSignature<void(const Tensor&, const Tensor&, const Tensor&, Tensor, Tensor, const Tensor&,
                                          OptionalTensor, const Pages&, const ScoreTensors&, double, double,
                                          const MaskArguments&, int64_t)>;
@@ -44,6 +51,10 @@ using BitsKernelOp = FlatSignature<void(Tensor, const Tensor&, double, int64_t, 
 
 inline bool has_queries(const Tensor& q, const PackTensors& pack) {
   return q.numel() != 0 && !(pack.exists() && pack.cu_seqlens_q->numel() == 1);
+}
+
+inline std::array<SymInt, 2> max_logits_sizes(const Tensor& q, const PackTensors& pack) {
+  return {pack.exists() ? pack.cu_seqlens_q->sym_size(0) - 1 : q.sym_size(0), q.sym_size(-2)};
 }
 
 // Whether every sum is over nothing.
@@ -163,20 +174,33 @@ inline KernelDropout for_kernels(const DropoutArguments& given, const Tensor& q,
   return {bits, std::nullopt, given.p};
 }
 
-inline Outputs forward(const Tensor& q, const Tensor& k, const Tensor& v, const PackTensors& pack,
-                       double softmax_scale, const MaskArguments& mask, SymInt sm_margin, const ScoreArguments& scores,
-                       const DropoutArguments& dropout, OptionalTensor columns) {
+template <class Result = Outputs>
+Result forward(const Tensor& q, const Tensor& k, const Tensor& v, const PackTensors& pack, double softmax_scale,
+               const MaskArguments& mask, SymInt sm_margin, const ScoreArguments& scores,
+               const DropoutArguments& dropout, OptionalTensor columns) {
   check_operands(q, k, v, pack, scores, softmax_scale, mask, sm_margin);
   check_dropout(dropout, scores, q, k, pack);
   check_columns(columns, q, k, pack, mask, scores, dropout.p);
+  std::optional<Tensor> max_logits;
+  if constexpr (kHasMaxLogits<Result>) {
+    max_logits = at::full_symint(max_logits_sizes(q, pack), -std::numeric_limits<double>::infinity(),
+                          q.options().dtype(at::kFloat));
+  }
+  const auto result = [&](const Tensor& out, const Tensor& softmax_lse) -> Result {
+    if constexpr (kHasMaxLogits<Result>) {
+      return {out, softmax_lse, *max_logits};
+    } else {
+      return {out, softmax_lse};
+    }
+  };
   if (scores.sinks && k.numel() == 0 && has_queries(q, pack)) {
     const WithoutKeys call(q, k, v, pack);
-    auto [out, softmax_lse] =
+    const auto [out, softmax_lse] =
         forward(call.rows(q), call.k, call.v, call.pack, softmax_scale, mask, sm_margin, scores, /*dropout=*/{},
                 /*columns=*/std::nullopt);
-    if (!call.is_dense) { return {out, softmax_lse}; }
-    return {out.unflatten(0, {q.size(0), q.size(1)}),
-            softmax_lse.unflatten(1, {q.size(0), q.size(1)}).transpose(0, 1).contiguous()};
+    if (!call.is_dense) { return result(out, softmax_lse); }
+    return result(out.unflatten(0, {q.size(0), q.size(1)}),
+                  softmax_lse.unflatten(1, {q.size(0), q.size(1)}).transpose(0, 1).contiguous());
   }
   Tensor out = at::empty(out_sizes(q.sizes(), v.sizes()), q.options());
   const auto sizes = lse_sizes(q.sizes());
@@ -184,24 +208,32 @@ inline Outputs forward(const Tensor& q, const Tensor& k, const Tensor& v, const 
   if (is_empty(q, k, pack)) {
     out.zero_();
     softmax_lse.fill_(std::numeric_limits<double>::infinity());
-    return {out, softmax_lse};
+    return result(out, softmax_lse);
   }
   const PositiveScale scaled(q, softmax_scale);
   call_flat(DASH_OP("dash_attn_C::forward", ForwardKernelOp), addressable(scaled.q), addressable(k), addressable(v),
             out, softmax_lse, pack, for_kernels(scores), scaled.softmax_scale, scores.softcap, mask,
-            sm_margin.expect_int(), for_kernels(dropout, q, k, pack, mask, sm_margin), columns_for_kernels(columns));
-  return {out, softmax_lse};
+            sm_margin.expect_int(), for_kernels(dropout, q, k, pack, mask, sm_margin), columns_for_kernels(columns),
+            max_logits);
+  return result(out, softmax_lse);
 }
 
-inline Outputs forward_meta(const Tensor& q, const Tensor& k, const Tensor& v, const PackTensors& pack,
-                            double softmax_scale, const MaskArguments& mask, SymInt sm_margin,
-                            const ScoreArguments& scores, const DropoutArguments& dropout, OptionalTensor columns) {
+template <class Result = Outputs>
+Result forward_meta(const Tensor& q, const Tensor& k, const Tensor& v, const PackTensors& pack, double softmax_scale,
+                    const MaskArguments& mask, SymInt sm_margin, const ScoreArguments& scores,
+                    const DropoutArguments& dropout, OptionalTensor columns) {
   check_operands(q, k, v, pack, scores, softmax_scale, mask, sm_margin);
   check_dropout(dropout, scores, q, k, pack);
   check_columns(columns, q, k, pack, mask, scores, dropout.p);
   const auto sizes = lse_sizes(q.sym_sizes());
-  return {at::empty_symint(out_sizes(q.sym_sizes(), v.sym_sizes()), q.options()),
-          at::empty_symint(without_batch(sizes, pack.exists()), q.options().dtype(at::kFloat))};
+  const auto of_floats = q.options().dtype(at::kFloat);
+  const Tensor out = at::empty_symint(out_sizes(q.sym_sizes(), v.sym_sizes()), q.options());
+  const Tensor softmax_lse = at::empty_symint(without_batch(sizes, pack.exists()), of_floats);
+  if constexpr (kHasMaxLogits<Result>) {
+    return {out, softmax_lse, at::empty_symint(max_logits_sizes(q, pack), of_floats)};
+  } else {
+    return {out, softmax_lse};
+  }
 }
 
 // The forward of a variable-length batch whose keys lie in pages: k and v have the rows of all pages.

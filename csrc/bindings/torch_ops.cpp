@@ -246,6 +246,16 @@ void read_columns(OptionalTensor columns, const MaskArguments& mask, const Input
   arguments.columns = {data, static_cast<int>(bounds), mask.causal, batch_stride, head_stride};
 }
 
+void read_max_logits(OptionalTensor max_logits, const Inputs& inputs, ForwardArguments& arguments) {
+  if (!max_logits) return;
+  check_device(*max_logits, "max_logits", inputs.device);
+  STD_TORCH_CHECK(max_logits->scalar_type() == ScalarType::Float && max_logits->dim() == 2 &&
+                      max_logits->size(0) == arguments.batch && max_logits->size(1) == arguments.heads &&
+                      max_logits->is_contiguous(),
+                  "max_logits must be contiguous float32 (", arguments.batch, ", ", arguments.heads, ")");
+  arguments.max_logits = static_cast<float*>(max_logits->data_ptr());
+}
+
 // A call's workspace. It is freed when the op returns, while the kernels may still run: torch's allocator hands memory
 // out again in stream order.
 class Workspace {
@@ -264,15 +274,17 @@ class Workspace {
   std::optional<Tensor> memory_;
 };
 
-// Attention; autograd.cpp gives the schema and dash_attn/ops.py the arguments. Writes out and softmax_lse.
+// Attention; autograd.cpp gives the schema and dash_attn/ops.py the arguments. Writes out and softmax_lse, and raises
+// max_logits to the largest logits.
 void forward(const Tensor& q, const Tensor& k, const Tensor& v, Tensor out, Tensor softmax_lse, const PackTensors& pack,
              const ScoreTensors& scores, double softmax_scale, double softcap, const MaskArguments& mask,
-             int64_t sm_margin, const Dropout& dropout, OptionalTensor columns) {
+             int64_t sm_margin, const Dropout& dropout, OptionalTensor columns, OptionalTensor max_logits) {
   ForwardArguments arguments{};
   const Inputs inputs =
       read_inputs(q, k, v, softmax_lse, pack, scores, softcap, softmax_scale, mask, sm_margin, arguments);
   read_dropout(dropout, inputs, arguments);
   read_columns(columns, mask, inputs, arguments);
+  read_max_logits(max_logits, inputs, arguments);
   arguments.out = view_of(out, "out", inputs.out, inputs.dtype, inputs.device);
   const torch::stable::accelerator::DeviceGuard guard(inputs.device);
   Workspace workspace(inputs.device);

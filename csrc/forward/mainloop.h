@@ -158,7 +158,7 @@ class Consumer {
     if (rows.kv.count == 1) { release_q(); }
     make_scores(s, rows, rows.kv.end() - 1);
     exponentiate_first(s, softmax, rows);
-    softmax.set_limits();
+    softmax.set_limits(finds_largest());
     if (!passes_together) { pass_values(rows.passed_before); }
     shared_.v_full[v_.slot()].wait(v_.parity());
     round_p(p, s, bits, rows.kv.end() - 1);
@@ -219,7 +219,7 @@ class Consumer {
     if constexpr (kTile == Tile::kHidden) { hide_keys(s, hidden, thread_anew()); }
     // A wait ends a basic block. Within one, ptxas moves exponentials and roundings freely.
     if constexpr (Variant::kRoundsBesideExponentials) { wait_for_next_v(); }
-    const bool corrects = softmax.follow(s, correction);
+    const bool corrects = softmax.follow(s, correction, finds_largest());
     softmax.subtract_reference(s);  // this overlaps P V
     if constexpr (!Variant::kRoundsBesideExponentials) { softmax.exponentiate(s, corrects, correction); }
     fence_operand(s);
@@ -250,7 +250,7 @@ class Consumer {
     pass_values(rows.passed_after + next.passed_before);
     store(out, softmax, rows, q_.previous());
     softmax = next_softmax;
-    softmax.set_limits();
+    softmax.set_limits(finds_largest());
     clear(out);
     shared_.v_full[v_.slot()].wait(v_.parity());
     round_p(p, s, bits, next.kv.end() - 1);
@@ -435,6 +435,7 @@ class Consumer {
     };
     const auto head = [&](int row) { return Rows::head(params_, tile.head_group, thread, row); };
     static_assert(kRowsPerThread == 2);
+    if (finds_largest()) { add_largest(softmax, rows, tile, thread); }
     softmax.normalize(params_.sinks, {head(0), head(1)}, inverse_sum, lse);
     if constexpr (Score::kDrops) {
       for (float& x : inverse_sum) { x *= params_.dropout.scale; }
@@ -470,6 +471,27 @@ class Consumer {
     }
     fence_and_arrive(shared_.out_full[slot_of_rows.slot()][consumer_]);
     if constexpr (!Variant::kOutputInValues) { shared_.q_empty[slot_of_rows.slot()].arrive(); }
+  }
+
+  __device__ __forceinline__ bool finds_largest() const { return params_.largest.of_heads != nullptr; }
+
+  __device__ __forceinline__ void add_largest(const OnlineSoftmax& softmax, const Rows& rows, const AnnouncedTile& tile,
+                                              int thread) const {
+    RowStatistic largest;
+#pragma unroll
+    for (int row = 0; row < kRowsPerThread; ++row) {
+      const bool exists = rows.position(params_, thread, row) < rows.sequence.seqlen_q;
+      largest[row] = exists ? softmax.largest(row) : -INFINITY;
+    }
+#pragma unroll
+    for (int row = 0; row < kRowsPerThread; ++row) {
+      const int head = Rows::head(params_, tile.head_group, thread, row);
+      if (params_.scheduler.group_shift == 0) {
+        params_.largest.add_warp(tile.number, head, largest[row]);
+      } else {
+        params_.largest.add(tile.number, head, largest[row]);
+      }
+    }
   }
 
   __device__ __forceinline__ void stage(Element* tile, int first_row,

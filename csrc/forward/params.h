@@ -7,6 +7,7 @@
 #include "../device/score.h"
 #include "../placement/columns.h"
 #include "../placement/forward_tiles.h"
+#include "largest_logits.h"
 
 namespace dash_attn::forward {
 
@@ -24,6 +25,7 @@ struct KernelParams {
   dropout::BitsView dropout;
   ColumnsView columns;  // for kColumns
   PageTable pages;  // of kernels for windows alone
+  LargestLogits largest;
 };
 
 }  // namespace dash_attn::forward

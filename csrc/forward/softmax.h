@@ -41,21 +41,24 @@ class OnlineSoftmax {
   // The reference is the largest score so far, or a score up to kSlack below it: P up to 2^kSlack is as exact as P up
   // to 1, and after the first tiles few rows need a correction. Whether a row needs one depends on that row alone.
   template <int kSize>
-  __device__ __forceinline__ bool follow(const float (&s)[kSize], RowStatistic& correction) {
+  __device__ __forceinline__ bool follow(const float (&s)[kSize], RowStatistic& correction, bool finds_largest) {
     if (!may_move(s)) { return false; }
     const bool corrects = move(s, correction);
-    set_limits();
+    set_limits(finds_largest);
     return corrects;
   }
 
-  // Sets each row's limit: a score at or above it may move the reference. See may_move.
-  __device__ __forceinline__ void set_limits() {
+  // Sets each row's limit: a score at or above it may move the reference. See may_move. With `finds_largest`, largest()
+  // is exact; without, steps in which no reference moves may miss scores with a sign.
+  __device__ __forceinline__ void set_limits(bool finds_largest) {
 #pragma unroll
     for (int row = 0; row < kRowsPerThread; ++row) {
       const float stays_below = reference(row) + kSlack;
       limit_[row] = __float_as_uint(fmaf(-fabsf(stays_below), kMargin, stays_below) * inverse_scale_log2_);
     }
-    if (__any_sync(0xffffffff, limit_[0] >= kNoSign || limit_[1] >= kNoSign)) {
+    // The signed comparison keeps the largest score of a row only if that score has no sign.
+    const bool misses_largest = finds_largest && (largest_[0] < 0 || largest_[1] < 0);
+    if (__any_sync(0xffffffff, limit_[0] >= kNoSign || limit_[1] >= kNoSign || misses_largest)) {
       for (uint32_t& limit : limit_) { limit = max(limit, kNoSign); }
     }
   }
@@ -88,6 +91,12 @@ class OnlineSoftmax {
     return across_row(sum_[row], [](float a, float b) { return a + b; }) == 0.f;
   }
 
+  // The largest of the row's scores that this thread or another one of the row has seen, and NaN if the thread has seen
+  // one that is NaN, or the row one that is +inf. The row's largest score is the largest of its threads'.
+  __device__ __forceinline__ float largest(int row) const {
+    return sum_[row] == sum_[row] ? __int_as_float(largest_[row]) : NAN;
+  }
+
   // After the last tile: the factor that normalises the output, and the log-sum-exp. A sink, one for each head, is a
   // logit without a value; a sink of -inf changes no bit. `sinks` may be null.
   __device__ __forceinline__ void normalize(const float* sinks, const int (&heads)[kRowsPerThread],
@@ -116,6 +125,7 @@ class OnlineSoftmax {
   static constexpr float kMargin = 0x1p-20f;            // exceeds the rounding errors of the compared values
   static constexpr uint32_t kDecidesAlways = UINT_MAX;  // a limit that every score reaches
   static constexpr uint32_t kNoSign = INT_MAX;          // one that every score without a sign reaches
+  static constexpr int kMinusInfinity = -0x800000;      // its bits
 
   // Folds each row's scores, as integers, into `of_row`.
   template <typename Integer, typename OfThree, int kSize>
@@ -131,18 +141,22 @@ class OnlineSoftmax {
   // Returns false only if no reference of the warp's rows moves, as in most tiles. This takes neither a maximum nor an
   // exchange between threads. Bits are compared as integers, three at a time in one instruction: as signed integers,
   // floats without a sign keep their order and lie above all floats with one. If a limit has a sign, the comparison is
-  // unsigned: floats with a sign are then in reverse order and lie above all without one.
+  // unsigned: floats with a sign are then in reverse order and lie above all without one. Where no reference moves, the
+  // comparison also finds the largest scores, in the same instructions.
   template <int kSize>
-  __device__ __forceinline__ bool may_move(const float (&s)[kSize]) const {
+  __device__ __forceinline__ bool may_move(const float (&s)[kSize]) {
     bool may = false;
     if (__builtin_expect(limit_[0] >= kNoSign, false)) {  // then so are all limits of the warp
       uint32_t smallest[kRowsPerThread] = {UINT_MAX, UINT_MAX};
       fold_bits(smallest, s, ptx::min3);
       may = smallest[0] <= limit_[0] || smallest[1] <= limit_[1];
+#pragma unroll
+      for (int row = 0; row < kRowsPerThread; ++row) {  // a score without a sign is left to `move`
+        largest_[row] = int(min(uint32_t(largest_[row]), max(smallest[row], kNoSign + 1)));
+      }
     } else {
-      int largest[kRowsPerThread] = {INT_MIN, INT_MIN};
-      fold_bits(largest, s, ptx::max3);
-      may = largest[0] >= int(limit_[0]) || largest[1] >= int(limit_[1]);
+      fold_bits(largest_, s, ptx::max3);
+      may = largest_[0] >= int(limit_[0]) || largest_[1] >= int(limit_[1]);
     }
     return __any_sync(0xffffffff, may);
   }
@@ -155,9 +169,11 @@ class OnlineSoftmax {
     for (int i = 0; i < kSize; ++i) { largest[row_of(i)] = fmaxf(largest[row_of(i)], s[i]); }
 #pragma unroll
     for (int row = 0; row < kRowsPerThread; ++row) {
+      largest[row] = across_row(largest[row], [](float a, float b) { return fmaxf(a, b); });
+      largest_[row] = __float_as_int(fmaxf(__int_as_float(largest_[row]), largest[row]));
       // Rounded before the subtraction, not fused into it, so that a row whose reference stays gets a correction of
       // exactly 1.
-      largest[row] = __fmul_rn(across_row(largest[row], [](float a, float b) { return fmaxf(a, b); }), scale_log2_);
+      largest[row] = __fmul_rn(largest[row], scale_log2_);
       const float before = reference(row);
       // True for the first score, and for NaN.
       const bool moves = !(largest[row] - before <= kSlack);
@@ -180,6 +196,7 @@ class OnlineSoftmax {
   // The bits of a score from which on the reference may move. Within a warp either all limits are those of floats
   // without a sign, or all are at least kNoSign.
   uint32_t limit_[kRowsPerThread] = {kDecidesAlways, kDecidesAlways};
+  int largest_[kRowsPerThread] = {kMinusInfinity, kMinusInfinity};  // the bits of `largest`, but for NaN
   RowStatistic sum_ = {0.f, 0.f};  // over the elements that this thread holds
 };
 

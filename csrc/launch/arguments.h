@@ -73,6 +73,7 @@ struct ForwardArguments : AttentionArguments {
   // Where keys lie in pages, the rows of k and v are those of all pages, a sequence has seqused_k keys, and there are
   // no cu_seqlens_k.
   PageTable pages;
+  float* max_logits;  // (batch, heads), filled with -inf; or null where they are not wanted
 };
 
 // Of a backward that is a chunk of keys by a chunk of queries: sums in fp32, in the kernels' own order of elements,

@@ -88,6 +88,7 @@ ForwardPlan plan_forward(const ForwardArguments& call) {
   params.sinks = a.sinks;
   params.dropout = make_bits_view(a);
   params.pages = a.pages;
+  params.largest = {a.max_logits, logit_scale(a), a.heads};
   if (call.has_columns()) { check_column_sizes(call, plan.tiling()); }
   plan.ctas = std::min(params.scheduler.num_tiles, a.num_sms);
   return plan;

@@ -24,10 +24,15 @@ inline MaskRule kernel_mask(const AttentionArguments& a, bool as_window) {
   return served_mask(score_kind(a), a.padded_head_dims(), a.mask);
 }
 
+// The factor that makes a score of the kernels a logit.
+inline float logit_scale(const AttentionArguments& a) {
+  return score_kind(a) == ScoreKind::kSoftcap ? a.softcap : a.softmax_scale;
+}
+
 inline ScoreParams make_score_params(const AttentionArguments& a) {
   ScoreParams params{};
   const ScoreKind kind = score_kind(a);
-  params.scale_log2 = float((kind == ScoreKind::kSoftcap ? a.softcap : a.softmax_scale) * M_LOG2E);
+  params.scale_log2 = float(logit_scale(a) * M_LOG2E);
   params.product_factor = kind == ScoreKind::kSoftcap ? a.softmax_scale / a.softcap : 1 / a.softmax_scale;
   params.inverse_scale_log2 = 1 / params.scale_log2;
   params.slopes = a.alibi_slopes;

@@ -131,3 +131,8 @@ inline int atomicMax(int* address, int value) {
   *address = std::max(before, value);
   return before;
 }
+inline unsigned atomicMin(unsigned* address, unsigned value) {
+  const unsigned before = *address;
+  *address = std::min(before, value);
+  return before;
+}

@@ -1,7 +1,8 @@
 // The forward kernels of csrc/ for one row of the table of tiles, EMULATED_DIMS, on the host: `forward NAME=VALUE...`
 // runs one call (call.h) and holds output and LSE against sums in double. Only rows that see a key of their KV tiles
 // may show values that are NaN. Prints a digest of their bits, or what is wrong. With page_rows=N the keys of a pack
-// lie in pages of N rows.
+// lie in pages of N rows. With max_logits=1 the kernel also finds the largest logit of each head and sequence, and a
+// digest of these follows.
 #include <algorithm>
 #include <numeric>
 
@@ -24,6 +25,11 @@ class ForwardCall : emulator::Call<Element> {
     using Dims = EMULATED_DIMS;
     this->prepare(a_, Dims::kDims);
     if (const int rows = int(this->number("page_rows", 0))) { put_into_pages(rows); }
+    if (this->number("max_logits", 0) != 0) {
+      largest_.assign(size_t(a_.batch) * a_.heads, -INFINITY);
+      expected_largest_.assign(largest_.size(), -INFINITY);
+      a_.max_logits = largest_.data();
+    }
     emulator::Machine machine(this->number("seed", 0));
     emulator::machine = &machine;
     emulator::Workspace workspace;
@@ -106,11 +112,39 @@ class ForwardCall : emulator::Call<Element> {
     digest.add(this->out_);
     digest.add(this->lse_);
     std::puts(digest.text().c_str());
+    if (largest_.empty()) { return; }
+    check_largest();
+    emulator::Digest of_largest;
+    of_largest.add(largest_);
+    std::puts(of_largest.text().c_str());
   }
 
-  void check_row(int sequence, int head, int query, int row_q, int first_k, float lse) const {
+  void check_largest() const {
+    for (size_t i = 0; i < largest_.size(); ++i) {
+      const double expected = expected_largest_[i] == INFINITY ? NAN : expected_largest_[i], found = largest_[i];
+      if (expected == found || (std::isnan(expected) && std::isnan(found)) ||
+          std::abs(expected - found) <= 1e-4 * std::max(1.0, std::abs(expected))) {
+        continue;
+      }
+      emulator::fail("the largest logit of sequence " + std::to_string(i / a_.heads) + ", head " +
+                     std::to_string(i % a_.heads) + " is " + std::to_string(found) + " for " +
+                     std::to_string(expected));
+    }
+  }
+
+  // NaN stays.
+  void expect_logits(int sequence, int head, const std::vector<double>& logits) {
+    if (expected_largest_.empty()) { return; }
+    double& largest = expected_largest_[size_t(sequence) * a_.heads + head];
+    for (double logit : logits) {
+      if (std::isnan(logit) || logit > largest) { largest = logit; }
+    }
+  }
+
+  void check_row(int sequence, int head, int query, int row_q, int first_k, float lse) {
     const int value_dim = a_.head_dims.v, kv_head = head / a_.group_size();
     const typename Base::Row row = this->row_of(a_, sequence, head, query, row_q, first_k);
+    expect_logits(sequence, head, row.scores);
     const Element* out = this->out_.data() + (size_t(row_q) * a_.heads + head) * value_dim;
     const auto wrong = [&](const std::string& what, double expected, double found) {
       if (expected == found || std::abs(expected - found) <= 0.02 * std::max(1.0, std::abs(expected))) { return; }
@@ -170,6 +204,8 @@ class ForwardCall : emulator::Call<Element> {
   ForwardArguments a_{};
   std::vector<int> table_, seqused_k_;
   std::vector<Element> k_pages_, v_pages_;
+  std::vector<float> largest_;
+  std::vector<double> expected_largest_;
 };
 
 }  // namespace
