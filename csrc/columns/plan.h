@@ -93,6 +93,7 @@ __device__ __forceinline__ void extend(Range& ranks, uint32_t own, uint32_t live
 
 // A warp for each query tile.
 __global__ void __launch_bounds__(kPlanThreads) plan_queries_kernel(const __grid_constant__ PlanParams params) {
+  ptx::launch_dependents();  // which wait for this kernel's end
   ptx::wait_for_previous_kernel();
   const TileNumbers numbers{params.tiling.query};
   const int count = int(params.arrays.sizes.query_numbers), lane = threadIdx.x % 32;
