@@ -72,8 +72,9 @@ void check(const TileGrid& grid, const std::vector<std::vector<int>>& bounds, bo
       if (!skips && hides && !tile.needs_masking(grid, q, kv)) { fail("a tile is not masked", grid, q, kv); }
       if (!skips) { live.push_back(q); }
       for (int part = 0; part < kMostParts; ++part) {
-        const QueryInterval queries = queries_of_part(grid, q, part);
-        if (queries.is_empty()) { continue; }
+        const TilePart of_part = TilePart::of(grid, q, part);
+        const QueryInterval queries = of_part.queries;
+        if (queries.first >= queries.end) { continue; }
         bool part_shows = false, part_hides = false, rest_shows = false, hides_all[kHiddenIntervals] = {true, true};
         for (int query = queries.first; query < queries.end; ++query) {
           for (int key = first_key; key < end_key; ++key) {
@@ -86,7 +87,7 @@ void check(const TileGrid& grid, const std::vector<std::vector<int>>& bounds, bo
             for (int i = 0; i < kHiddenIntervals; ++i) { hides_all[i] &= of_key.of[i].contains(query); }
           }
         }
-        const bool is_live = tile.is_live_for(grid, queries, kv);
+        const bool is_live = of_part.sees(kv, tile.hidden);
         if (part_shows && !is_live) { fail("a tile with visible elements is skipped by a part", grid, q, kv); }
         if (is_live && (!rest_shows || hides_all[0] || hides_all[1])) {
           fail("a tile without visible elements is walked by a part", grid, q, kv);

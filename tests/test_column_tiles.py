@@ -1,4 +1,4 @@
-"""csrc/contract/columns.h, compiled for the host: which tiles are live under a mask by key columns."""
+"""csrc/contract/columns.h and placement/columns.h on the host: which tiles are live under a mask by key columns."""
 
 import os
 import pathlib
@@ -33,13 +33,14 @@ def test_tiles_agree_with_elements(tmp_path):
         ("some[0].overlaps(queries) || ", "", "a tile is not masked"),
         (" || grid.needs_masking(query_tile, kv)", "", "a tile is not masked"),
         (".contains(kv) && !hidden.hides_all(queries)", ".contains(kv)", "a tile without visible elements is walked"),
-        ("kv_tiles_of_queries(queries.first, queries.end)", "kv_tiles_of_queries(queries.first, queries.first + 1)",
+        ("kv_tiles_of_queries(first, end)", "kv_tiles_of_queries(first, first + 1)",
          "a tile with visible elements is skipped by a part"),
     ],
 )  # fmt: skip
 def test_faults_are_found(tmp_path, right, wrong, message):
     shutil.copytree(ROOT / "csrc", tmp_path / "csrc")
-    path = tmp_path / "csrc" / "contract" / "columns.h"
+    paths = [tmp_path / "csrc" / folder / "columns.h" for folder in ("contract", "placement")]
+    (path,) = [path for path in paths if right in path.read_text()]
     assert path.read_text().count(right) == 1
     path.write_text(path.read_text().replace(right, wrong))
     result = run(tmp_path / "csrc", tmp_path / "run")

@@ -12,6 +12,7 @@ namespace dash_attn::columns {
 
 constexpr int kPlanThreads = 128;
 constexpr int kPlanWarps = kPlanThreads / 32;
+constexpr int kWordsAtOnce = 4;  // whose KV tiles a lane loads together
 
 constexpr bool has_a_thread_for_each_key(HeadDims dims) {
   return backward_tile_shape(dims).key <= kPlanThreads && forward_tile_shape(dims).key <= kPlanThreads;
@@ -93,6 +94,7 @@ __device__ __forceinline__ void extend(Range& ranks, uint32_t own, uint32_t live
 
 // A warp for each query tile.
 __global__ void __launch_bounds__(kPlanThreads) plan_queries_kernel(const __grid_constant__ PlanParams params) {
+  ptx::launch_dependents();  // which wait for this kernel's end
   ptx::wait_for_previous_kernel();
   const TileNumbers numbers{params.tiling.query};
   const int count = int(params.arrays.sizes.query_numbers), lane = threadIdx.x % 32;
@@ -108,33 +110,39 @@ __global__ void __launch_bounds__(kPlanThreads) plan_queries_kernel(const __grid
         params.arrays.kv_tiles + mask_head * params.arrays.sizes.kv_numbers + first_number;
     LiveWord* const words = params.arrays.words + place * params.arrays.sizes.words_of_tile;
     const Range visited = grid.kv_tiles_of(query_tile);
+    TilePart parts[kMostParts];
+#pragma unroll
+    for (int part = 0; part < kMostParts; ++part) { parts[part] = TilePart::of(grid, query_tile, part); }
     LiveTiles tiles{0, -1, {}};
-    for (int word = visited.first / LiveWord::kTiles; word * LiveWord::kTiles < visited.end(); ++word) {
-      const int kv_tile = word * LiveWord::kTiles + lane;
-      bool is_live = false, is_masked = false, is_live_for[kMostParts] = {}, is_hidden[kMostParts] = {};
-      if (visited.contains(kv_tile)) {
-        const ColumnTile tile = kv_tiles[kv_tile];
-        is_live = !tile.visits.skips(query_tile);
-        is_masked = is_live && tile.needs_masking(grid, query_tile, kv_tile);
+    const int words_end = ceil_div(visited.end(), LiveWord::kTiles);
+    for (int first_word = visited.first / LiveWord::kTiles; first_word < words_end; first_word += kWordsAtOnce) {
+      ColumnTile of_words[kWordsAtOnce];
+#pragma unroll
+      for (int i = 0; i < kWordsAtOnce; ++i) {
+        const int kv_tile = (first_word + i) * LiveWord::kTiles + lane;
+        if (visited.contains(kv_tile)) { of_words[i] = kv_tiles[kv_tile]; }
+      }
+#pragma unroll
+      for (int i = 0; i < kWordsAtOnce; ++i) {
+        const int word = first_word + i, kv_tile = word * LiveWord::kTiles + lane;
+        if (word >= words_end) { break; }
+        const ColumnTile& tile = of_words[i];
+        const bool is_live = visited.contains(kv_tile) && !tile.visits.skips(query_tile);
+        const uint32_t live = __ballot_sync(0xffffffff, is_live);
+        if (live == 0) { continue; }  // nobody reads the word
+        const bool is_masked = is_live && tile.needs_masking(grid, query_tile, kv_tile);
+        LiveWord planned{live, __ballot_sync(0xffffffff, is_masked), tiles.count, tiles.last_word, {}};
 #pragma unroll
         for (int part = 0; part < kMostParts; ++part) {
-          const QueryInterval queries = queries_of_part(grid, query_tile, part);
-          if (!is_live || queries.is_empty()) { continue; }
-          is_live_for[part] = tile.is_live_for(grid, queries, kv_tile);
-          is_hidden[part] = tile.hidden.hides_any(queries);
+          const uint32_t own = __ballot_sync(0xffffffff, is_live && parts[part].sees(kv_tile, tile.hidden));
+          if (own != 0) { extend(tiles.of_part[part], own, live, tiles.count); }
+          const bool is_hidden = is_live && tile.hidden.hides_any(parts[part].queries);
+          planned.hidden[part] = __ballot_sync(0xffffffff, is_hidden);
         }
+        if (lane == 0) { words[word] = planned; }
+        tiles.count += __popc(live);
+        tiles.last_word = word;
       }
-      const uint32_t live = __ballot_sync(0xffffffff, is_live), masked = __ballot_sync(0xffffffff, is_masked);
-      LiveWord planned{live, masked, tiles.count, tiles.last_word, {}};
-#pragma unroll
-      for (int part = 0; part < kMostParts; ++part) {
-        const uint32_t own = __ballot_sync(0xffffffff, is_live_for[part]);
-        if (own != 0) { extend(tiles.of_part[part], own, live, tiles.count); }
-        planned.hidden[part] = __ballot_sync(0xffffffff, is_hidden[part]);
-      }
-      if (lane == 0) { words[word] = planned; }
-      tiles.count += __popc(live);
-      if (live != 0) { tiles.last_word = word; }
     }
     if (lane == 0) { params.arrays.query_tiles[place] = tiles; }
   }

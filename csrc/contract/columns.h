@@ -21,7 +21,6 @@ struct QueryInterval {
   DASH_HOST_DEVICE static constexpr QueryInterval between(int first, int end) {
     return first < end ? QueryInterval{first, end} : QueryInterval{kUnbounded, 0};
   }
-  DASH_HOST_DEVICE constexpr bool is_empty() const { return first >= end; }
   DASH_HOST_DEVICE constexpr bool contains(int query) const { return first <= query && query < end; }
   DASH_HOST_DEVICE constexpr bool contains(QueryInterval const& other) const {
     return first <= other.first && other.end <= end;
@@ -131,11 +130,6 @@ struct alignas(16) ColumnTile {
   LiveVisits visits;
   HiddenByTile hidden;
 
-  // Whether some of the queries first ... end - 1 of a query tile may see a key of the KV tile `kv`, which is live for
-  // the query tile.
-  DASH_HOST_DEVICE constexpr bool is_live_for(TileGrid const& grid, QueryInterval const& queries, int kv) const {
-    return grid.kv_tiles_of_queries(queries.first, queries.end).contains(kv) && !hidden.hides_all(queries);
-  }
   // Whether elements of a live tile must be masked one by one.
   DASH_HOST_DEVICE constexpr bool needs_masking(TileGrid const& grid, int query_tile, int kv) const {
     QueryInterval const queries{query_tile * grid.tiling.query, (query_tile + 1) * grid.tiling.query};

@@ -118,7 +118,7 @@ void run_forward(const ForwardArguments& call, const AllocateWorkspace& allocate
     check_cuda(cudaMemsetAsync(plan.params.tiles_taken, 0, sizeof(int), stream), "clearing the count of tiles");
   }
   if (call.has_columns()) { launch_column_plan(call, plan.call.mask, plan.tiling(), plan.columns, stream); }
-  plan.kernel->launch(plan.params, plan.ctas, stream);
+  plan.kernel->launch(plan.params, plan.ctas, call.has_columns() && call.sm_margin == 0, stream);
 }
 
 }  // namespace dash_attn

@@ -60,12 +60,20 @@ struct alignas(16) LiveWord {
   static constexpr int kTiles = 32;
 };
 
-// The queries of a part. It may have none.
-DASH_HOST_DEVICE constexpr QueryInterval queries_of_part(TileGrid const& grid, int query_tile, int part) {
-  int const tile = query_tile * grid.tiling.query, first = tile + part * kPartRows;
-  int const end = min_int(min_int(first + kPartRows, tile + grid.tiling.query), grid.mask.sequence.seqlen_q);
-  return QueryInterval::between(first, end);
-}
+struct TilePart {
+  QueryInterval queries;  // may be empty
+  Range kv_tiles;         // that they see without the columns
+
+  DASH_HOST_DEVICE static constexpr TilePart of(TileGrid const& grid, int query_tile, int part) {
+    int const tile = query_tile * grid.tiling.query, first = tile + part * kPartRows;
+    int const end = min_int(min_int(first + kPartRows, tile + grid.tiling.query), grid.mask.sequence.seqlen_q);
+    return {QueryInterval::between(first, end), first < end ? grid.kv_tiles_of_queries(first, end) : Range{0, 0}};
+  }
+  // Whether some of the queries may see a key of a KV tile.
+  DASH_HOST_DEVICE constexpr bool sees(int kv, HiddenByTile const& hidden) const {
+    return kv_tiles.contains(kv) && !hidden.hides_all(queries);
+  }
+};
 
 // The live KV tiles of a query tile.
 struct alignas(16) LiveTiles {
