@@ -78,10 +78,20 @@ def test_logits_below_zero(mask, head_dims, device):
 @torch.no_grad()
 def test_scores(mask, head_dims, device):
     q, k, v = inputs_of(SHAPES[0], head_dims, device)
-    heads = torch.arange(4, device=device)
-    check(q, k, v, Scores(alibi_slopes=2.0 ** -(heads + 1)), **MASKS[mask])
-    check(q, k, v, Scores(sinks=heads + 50.0), **MASKS[mask])
+    check(q, k, v, Scores(sinks=torch.arange(4, device=device) + 50.0), **MASKS[mask])
     check(q, k, v, Scores(softcap=2.0), tolerance=2e-3, **MASKS[mask])
+
+
+def test_dropout_and_slopes_are_refused(device):
+    q, k, v = inputs_of(SHAPES[0], (64, 64), device)
+    for name, given in (
+        ("alibi_slopes", {"alibi_slopes": torch.ones(4, device=device)}),
+        ("dropout", {"dropout_p": 0.1}),
+    ):
+        with pytest.raises(
+            NotImplementedError, match=f"return_max_logits must be False with {name} on a GPU, got True"
+        ):
+            flash_attn_func(q, k, v, return_max_logits=True, **given)
 
 
 @HEAD_DIMS
